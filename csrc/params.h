@@ -1,0 +1,57 @@
+// What crosses the border between Python and the kernels: addresses, shapes and element strides. No torch anywhere.
+#pragma once
+#include <cstdint>
+
+namespace fastattn {
+
+enum class DType : int { f32 = 0, f64 = 1, bf16 = 2, f16 = 3, boolean = 4 };
+
+enum class Weights : int { none = 0, per_head = 1, averaged = 2 };
+
+// A 4-D operand. Strides count elements and may be 0 (broadcast) or negative.
+struct Tensor4 {
+  void* data = nullptr;
+  int64_t stride[4] = {0, 0, 0, 0};
+};
+
+// Scaled dot-product attention, forward and backward. "acc" is f32, or f64 for f64.
+struct AttentionParams {
+  DType dtype;  // of q, k, v, out, weights and their gradients
+  int threads;
+
+  int64_t B, Hq, Hkv, Lq, Lk, D, Dv;
+
+  Tensor4 q;    // [B, Hq, Lq, D]
+  Tensor4 k;    // [B, Hkv, Lk, D]
+  Tensor4 v;    // [B, Hkv, Lk, Dv]
+  Tensor4 out;  // [B, Hq, Lq, Dv]
+  void* lse;    // [B, Hq, Lq] acc, contiguous
+
+  double scale;
+  double softcap;         // 0 = off
+  int64_t offset;         // the diagonal: query i is at position i + offset on the key axis
+  int64_t window_left;    // keys visible to the left of the diagonal, -1 = all
+  int64_t window_right;   // keys visible to its right, -1 = all; 0 = causal
+
+  Tensor4 mask;           // [B, Hq, Lq, Lk], null = none
+  DType mask_dtype;       // boolean (true = takes part) or floating (added)
+  const void* alibi;      // [B, Hq] acc, null = none: score -= slope * |i + offset - j|
+  int64_t alibi_stride[2];
+
+  double dropout_p;       // 0 = off
+  uint64_t seed;
+
+  Weights weights_mode;
+  Tensor4 weights;        // [B, Hq, Lq, Lk] (averaged: [B, -, Lq, Lk], head stride 0)
+
+  // backward only
+  Tensor4 grad_out;         // [B, Hq, Lq, Dv], null = zero
+  const void* grad_lse;     // [B, Hq, Lq] acc, contiguous, null = zero
+  Tensor4 grad_weights;     // as weights, null = zero
+  Tensor4 grad_q;           // [B, Hq, Lq, D]
+  Tensor4 grad_k;           // [B, Hkv, Lk, D]
+  Tensor4 grad_v;           // [B, Hkv, Lk, Dv]
+  Tensor4 grad_mask;        // acc, zeroed by the caller, stride 0 where the mask is broadcast; null = not wanted
+};
+
+}  // namespace fastattn
