@@ -1,0 +1,20 @@
+// One table of kernels per instruction set; the binding calls through the one that the processor supports.
+#pragma once
+#include "../params.h"
+
+namespace fastattn {
+
+enum class Peak : int { fma_f32 = 0, fma_f64 = 1, dot_bf16 = 2, read_bandwidth = 3 };
+
+struct KernelTable {
+  const char* isa;
+  void (*attention_forward)(const AttentionParams&);
+  void (*attention_backward)(const AttentionParams&);
+  void (*sinusoidal)(const SinusoidalParams&);
+  double (*measure_peak)(Peak, int threads, double seconds);  // GFLOP/s or GB/s; 0 where the ISA has no such unit
+};
+
+// The table in use; never null. Chosen on first use, see isa.cpp.
+const KernelTable& kernels();
+
+}  // namespace fastattn

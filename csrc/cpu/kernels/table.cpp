@@ -1,0 +1,21 @@
+// The table of this instruction set.
+#include "../kernel_table.h"
+
+namespace fastattn {
+namespace FASTATTN_ISA {
+
+void attention_forward(const AttentionParams&);
+void attention_backward(const AttentionParams&);
+void sinusoidal(const SinusoidalParams&);
+double measure_peak(Peak, int threads, double seconds);
+
+#define FASTATTN_STRING_(x) #x
+#define FASTATTN_STRING(x) FASTATTN_STRING_(x)
+
+extern const KernelTable table;
+const KernelTable table = {
+    FASTATTN_STRING(FASTATTN_ISA), attention_forward, attention_backward, sinusoidal, measure_peak,
+};
+
+}  // namespace FASTATTN_ISA
+}  // namespace fastattn
