@@ -54,4 +54,29 @@ struct AttentionParams {
   Tensor4 grad_mask;        // acc, zeroed by the caller, stride 0 where the mask is broadcast; null = not wanted
 };
 
+// out = x * scale + PE(position), and 0 for PE where position == padding_idx.
+//
+// Angles are 64-bit fractions of a turn: column c of PE is sin(2 pi a / 2^64) with
+// a = position * frequency[c] + phase[c] mod 2^64, which unsigned arithmetic gives exactly; cosines have phase 2^62.
+struct SinusoidalParams {
+  DType dtype;  // of x and out; f32, f64, bf16 or f16
+  int threads;
+
+  int64_t B, H, L, D;
+
+  Tensor4 x;    // [B, H, L, D]
+  Tensor4 out;  // [B, H, L, D]
+
+  const int64_t* positions;     // [B, H, L], null = offset + l
+  int64_t position_stride[3];
+  int64_t offset;
+
+  const uint64_t* frequency;    // [D], readable (zeros) to a multiple of 16
+  const uint64_t* phase;        // [D], as frequency
+
+  double scale;
+  bool has_padding_idx;
+  int64_t padding_idx;
+};
+
 }  // namespace fastattn
