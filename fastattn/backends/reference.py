@@ -1,0 +1,371 @@
+"""The oracle: every primitive as its definition, in plain PyTorch.
+
+Nothing here is fast. Everything here is differentiable as often as wanted, runs in any floating
+dtype on any device, and works under ``vmap``, ``torch.func`` and ``torch.compile``: no Python
+branch looks at a tensor's values.
+
+``scaled_dot_product_attention`` (Vaswani et al. 2017, https://arxiv.org/abs/1706.03762), for query
+i and key j of one head, with d_ij = i + offset - j:
+
+    s_ij = scale * q_i . k_j
+    s_ij = softcap * tanh(s_ij / softcap)      if softcap > 0
+    s_ij = s_ij + mask_ij                      if the mask is floating
+    s_ij = s_ij - slope * |d_ij|               ALiBi, https://arxiv.org/abs/2108.12409
+    s_ij = -inf                                unless -window_right <= d_ij <= window_left,
+                                               and mask_ij is neither False nor -inf
+    lse_i = log sum_j exp(s_ij)
+    w_ij = exp(s_ij - lse_i)                   0 where s_ij = -inf, even if all of the row is
+    w_ij = w_ij * kept_ij * 65536 / T          T = round((1 - dropout_p) * 65536)
+    o_i  = sum_j w_ij v_j
+
+A window of -1 is unlimited on that side. kept_ij, 0 or 1, is drawn by Philox4x32-10 (Salmon et al.
+2011, https://doi.org/10.1145/2063384.2063405), see :func:`dropout_keep`; T = 0 keeps nothing.
+
+**Excluded pairs contribute nothing**: a pair with s_ij = -inf is left out of every sum, not
+multiplied by zero. So NaN and inf in a key or value reach only the queries that see it, in the
+results and in every gradient. A query that sees nothing has o = 0, w = 0, lse = -inf, and passes
+on no gradient.
+
+**Precision**: 16-bit inputs are computed in float32 and rounded once, at the end; lse is float32
+(float64 for float64).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "dropout_keep",
+    "philox4x32",
+    "scaled_dot_product_attention",
+    "scaled_dot_product_attention_backward",
+    "why_not",
+]
+
+_INF = float("inf")
+_WORD = 0xFFFFFFFF  # the low 32 bits of an int64
+
+
+def why_not(op: str, *args: Any, **kwargs: Any) -> list[str]:
+    """Return the reasons why this backend cannot run ``op``: there are none."""
+    return []
+
+
+def scaled_dot_product_attention(
+    query: Tensor,  # [B, Hq, Lq, D]
+    key: Tensor,  # [B, Hkv, Lk, D]
+    value: Tensor,  # [B, Hkv, Lk, Dv]
+    attn_mask: Tensor
+    | None = None,  # [B|1, Hq|1, Lq|1, Lk|1], bool (True sees) or floating (added)
+    alibi_slopes: Tensor | None = None,  # [B|1, Hq]
+    seed: Tensor | None = None,  # [] int64
+    *,
+    scale: float,
+    offset: int,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    dropout_p: float,
+    weights: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ``(out [B, Hq, Lq, Dv], lse [B, Hq, Lq], weights)``, see the equations of the module.
+
+    ``weights`` is 0 for none (an empty tensor), 1 for one matrix a head [B, Hq, Lq, Lk], 2 for
+    their mean over the heads [B, Lq, Lk]; they are the w that multiply v, after dropout, in the
+    dtype of the query.
+    """
+    out, lse, applied = attend(
+        query,
+        key,
+        value,
+        attn_mask,
+        alibi_slopes,
+        seed,
+        scale=scale,
+        offset=offset,
+        window_left=window_left,
+        window_right=window_right,
+        softcap=softcap,
+        dropout_p=dropout_p,
+    )
+    return out.to(query.dtype), lse, _requested_weights(applied, weights).to(query.dtype)
+
+
+def scaled_dot_product_attention_backward(
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    grad_weights: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    alibi_slopes: Tensor | None,
+    seed: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    scale: float,
+    offset: int,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    dropout_p: float,
+    weights: int,
+    needs_mask_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return the gradients of query, key, value, and of the mask in its own, unexpanded shape.
+
+    They are the vector-Jacobian product of the forward, taken by ``torch.func.vjp``, and so are
+    themselves differentiable in everything. ``out`` and ``lse`` are recomputed, not read.
+    """
+    given = [
+        (n, grad) for n, grad in enumerate((grad_out, grad_lse, grad_weights)) if grad is not None
+    ]
+    leaves = [query, key, value]
+    if needs_mask_grad:
+        assert attn_mask is not None
+        leaves.append(attn_mask)
+
+    def forward(query: Tensor, key: Tensor, value: Tensor, *mask: Tensor) -> tuple[Tensor, ...]:
+        results = scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            mask[0] if mask else attn_mask,
+            alibi_slopes,
+            seed,
+            scale=scale,
+            offset=offset,
+            window_left=window_left,
+            window_right=window_right,
+            softcap=softcap,
+            dropout_p=dropout_p,
+            weights=weights,
+        )
+        return tuple(results[n] for n, _ in given)
+
+    if given:
+        _, vjp = torch.func.vjp(forward, *leaves)
+        grads = vjp(tuple(grad for _, grad in given))
+    else:
+        grads = tuple(torch.zeros_like(leaf) for leaf in leaves)
+    return grads[0], grads[1], grads[2], grads[3] if needs_mask_grad else None
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    alibi_slopes: Tensor | None,
+    seed: Tensor | None,
+    *,
+    scale: float,
+    offset: int,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    dropout_p: float,
+    rounded: Callable[[Tensor], Tensor] = lambda x: x,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ``(out, lse, w)`` in the dtype of the computation.
+
+    ``rounded`` is applied to the result of every operation: the error bound of the tests imitates
+    plain PyTorch in 16 bits with it.
+    """
+    batch, q_heads, q_len, _ = query.shape
+    k_len = key.shape[-2]
+    compute = _compute_dtype(query.dtype)
+    q, k, v = query.to(compute), key.to(compute), value.to(compute)
+    visible = _visible(q_len, k_len, attn_mask, offset, window_left, window_right, query.device)
+    guarded = (
+        visible is not None
+    )  # without exclusions, plain products are right, NaN and inf included
+
+    with _without_autocast(query.device.type):
+        s = rounded(rounded(_dot_products(q, k, guarded)) * scale)  # [B, Hq, Lq, Lk]
+        if softcap > 0:
+            s = rounded(softcap * rounded(torch.tanh(rounded(s / softcap))))
+        if attn_mask is not None and attn_mask.dtype != torch.bool:
+            s = s + attn_mask.to(compute)
+            s = rounded(s) if attn_mask.dtype == query.dtype else s  # a wider mask widens the sum
+        if alibi_slopes is not None:
+            d = _distance(q_len, k_len, offset, query.device)
+            s = s - alibi_slopes.to(compute)[:, :, None, None] * d.abs()
+        if visible is not None:
+            s = torch.where(visible, s, -_INF)
+
+        w, lse = _softmax(s)
+        w = rounded(w)
+        if dropout_p > 0:
+            assert seed is not None
+            keep = dropout_keep((batch, q_heads, q_len, k_len), dropout_p, seed)
+            w = rounded(torch.where(keep, w * _kept_scale(dropout_p), 0.0))
+        out = _weighted_sum(w, v, s != -_INF) if guarded else _matmul(w, v)
+        return rounded(out), lse, w
+
+
+def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def _without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
+    if torch.amp.is_autocast_available(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return contextlib.nullcontext()
+
+
+def _visible(
+    q_len: int,
+    k_len: int,
+    mask: Tensor | None,
+    offset: int,
+    left: int,
+    right: int,
+    device: torch.device,
+) -> Tensor | None:
+    """Return which pairs take part, broadcastable to [B, Hq, Lq, Lk]; None if all of them do."""
+    parts: list[Tensor] = []
+    if left >= 0 or right >= 0:
+        d = _distance(q_len, k_len, offset, device)
+        parts += [d <= left] if left >= 0 else []
+        parts += [d >= -right] if right >= 0 else []
+    if mask is not None:
+        parts += [mask if mask.dtype == torch.bool else mask != -_INF]
+    if not parts:
+        return None
+    visible = parts[0]
+    for part in parts[1:]:
+        visible = visible & part
+    return visible
+
+
+def _distance(q_len: int, k_len: int, offset: int, device: torch.device) -> Tensor:
+    """d_ij = i + offset - j, [Lq, Lk]."""
+    return torch.arange(q_len, device=device)[:, None] + offset - torch.arange(k_len, device=device)
+
+
+def _matmul(a: Tensor, b: Tensor) -> Tensor:
+    """[B, Hq, M, N] @ [B, Hkv, N, P]: query head h meets key head h // (Hq // Hkv).
+
+    The heads of a group share b, so they are stacked as rows instead of repeating b.
+    """
+    batch, q_heads, m, n = a.shape
+    kv_heads, p = b.shape[1], b.shape[3]
+    if q_heads == kv_heads:
+        return a @ b
+    return (a.reshape(batch, kv_heads, q_heads // kv_heads * m, n) @ b).reshape(
+        batch, q_heads, m, p
+    )
+
+
+def _finite(x: Tensor) -> Tensor:
+    """x with 0 for NaN and inf: what may be multiplied by a zero weight, or by a zero gradient."""
+    return torch.where(torch.isfinite(x), x, 0.0)
+
+
+def _dot_products(q: Tensor, k: Tensor, guarded: bool) -> Tensor:
+    """q_i . k_j [B, Hq, Lq, Lk].
+
+    Excluded products are dropped later by selection. Their derivatives, dq_i = sum_j ds_ij k_j and
+    dk_j = sum_i ds_ij q_i, cannot be: there an excluded pair has ds_ij = 0, and 0 * NaN is NaN. So
+    what is differentiated is the product of finite operands.
+    """
+    dots = _matmul(q, k.mT)
+    if not guarded:
+        return dots
+    return torch.where(torch.isfinite(dots), _matmul(_finite(q), _finite(k).mT), dots.detach())
+
+
+def _softmax(s: Tensor) -> tuple[Tensor, Tensor]:
+    """Return softmax(s) and logsumexp(s) over the last dimension; 0 and -inf for a row of -inf."""
+    if s.shape[-1] == 0:
+        return s, s.new_full(s.shape[:-1], -_INF)
+    # The results are the same for any m, so m is a constant. In a row of -inf, -inf - m must not
+    # be NaN.
+    m = s.detach().amax(-1, keepdim=True)
+    m = torch.where(m == -_INF, 0.0, m)
+    e = torch.exp(s - m)
+    total = e.sum(-1, keepdim=True)
+    # Selected before the division and the logarithm too: their derivatives at 0 are not finite.
+    empty = total == 0
+    total = torch.where(empty, 1.0, total)
+    lse = torch.where(empty, -_INF, m + torch.log(total))
+    return e / total, lse.squeeze(-1)
+
+
+def _weighted_sum(w: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+    """sum_j w_ij v_j over the seen pairs only [B, Hq, Lq, Dv].
+
+    The finite elements of v go through an ordinary product. The others cannot: 0 * inf is NaN. What
+    they make of a sum is found by counting: +inf and NaN push it up, -inf and NaN push it down,
+    and what is pushed both ways is NaN.
+    """
+    nan = torch.isnan(v)
+    pushes = torch.cat([(v == _INF) | nan, (v == -_INF) | nan], dim=-1)  # [B, Hkv, Lk, 2 * Dv]
+    up, down = (_matmul(seen.to(w.dtype), pushes.to(w.dtype)) > 0).chunk(2, dim=-1)
+    infinite = torch.where(up, _INF, 0.0) - torch.where(down, _INF, 0.0)
+    # The weights add up to 1: the product keeps the value, and hands the row a non-finite gradient.
+    poison = torch.where(infinite == 0, 0.0, infinite.to(w.dtype) * w.sum(-1, keepdim=True))
+    return _matmul(w, _finite(v)) + poison
+
+
+def _requested_weights(w: Tensor, weights: int) -> Tensor:
+    if weights == 0:
+        return w.new_empty(0)
+    return w if weights == 1 else w.sum(1) / max(w.shape[1], 1)
+
+
+def _keep_threshold(dropout_p: float) -> int:
+    return round((1.0 - dropout_p) * 65536)
+
+
+def _kept_scale(dropout_p: float) -> float:
+    threshold = _keep_threshold(dropout_p)
+    return 65536 / threshold if threshold else 0.0
+
+
+def dropout_keep(shape: tuple[int, int, int, int], dropout_p: float, seed: Tensor) -> Tensor:
+    """Return which pairs dropout keeps, bool [B, Hq, Lq, Lk].
+
+    The pair (i, j) of query head h in batch b takes the 16-bit draw j % 8 of the Philox4x32-10
+    block with counter (i, j // 8, h, b) and key (low, high word of the seed). It is kept iff
+    draw < T = round((1 - dropout_p) * 65536), a half rounded to even. The four words of a block
+    give its eight draws, the low half of each word first.
+    """
+    batch, heads, q_len, k_len = shape
+    blocks = (k_len + 7) // 8
+    sizes = (q_len, blocks, heads, batch)
+    views = ((-1, 1), (-1,), (-1, 1, 1), (-1, 1, 1, 1))
+    i, j8, h, b = (
+        torch.arange(n, device=seed.device).view(v) for n, v in zip(sizes, views, strict=True)
+    )
+    words = philox4x32((i, j8, h, b), (seed & _WORD, (seed >> 32) & _WORD))
+    draws = torch.stack([half for word in words for half in (word & 0xFFFF, word >> 16)], dim=-1)
+    draws = draws.expand(batch, heads, q_len, blocks, 8).flatten(-2)[..., :k_len]
+    return draws < _keep_threshold(dropout_p)
+
+
+def philox4x32(
+    counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor], rounds: int = 10
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the four words of Philox4x32 for every broadcast (counter, key): uint32 held in int64.
+
+    A round is (c0, c1, c2, c3) <- (hi(M1 c2) ^ c1 ^ k0, lo(M1 c2), hi(M0 c0) ^ c3 ^ k1, lo(M0 c0)),
+    and between rounds a constant is added to each key word. The 64-bit products wrap in int64,
+    which leaves all of their bits right.
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for n in range(rounds):
+        if n > 0:
+            k0, k1 = (k0 + 0x9E3779B9) & _WORD, (k1 + 0xBB67AE85) & _WORD
+        p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        hi0, lo0, hi1, lo1 = (p0 >> 32) & _WORD, p0 & _WORD, (p1 >> 32) & _WORD, p1 & _WORD
+        c0, c1, c2, c3 = hi1 ^ c1 ^ k0, lo1, hi0 ^ c3 ^ k1, lo0
+    return c0, c1, c2, c3
