@@ -1,0 +1,198 @@
+// out = x * scale + PE(position): see SinusoidalParams for the angles, docs/sinusoidal.md for their accuracy.
+//
+// The work is bound by memory, so a tile of PE rows is computed in L1 once and added to every batch row that has the
+// same positions.
+#include "../../params.h"
+#include "../simd/convert.h"
+#include "../simd/math.h"
+#include "../simd/simd.h"
+#include "../threads.h"
+
+namespace fastattn {
+namespace FASTATTN_ISA {
+namespace {
+
+typedef uint64_t VecUL __attribute__((vector_size(kVectorBytes), may_alias));
+
+constexpr int64_t kTileBytes = 16 * 1024;  // half of the smallest L1, the rest is for x and out
+constexpr double kFlopsPerElement = 20;    // the time of one element, in flops
+
+FASTATTN_INLINE VecUL load_angles(const uint64_t* p) {
+  typedef uint64_t Unaligned __attribute__((vector_size(kVectorBytes), aligned(8), may_alias));
+  return *reinterpret_cast<const Unaligned*>(p);
+}
+
+// sin(2 pi t) = t P(t^2) for |t| <= 1/8, the leading coefficient in two parts. Relative error 3e-9 and 3e-18.
+FASTATTN_INLINE VecF sin_turns(VecF t, VecF tt) {
+  const VecF rest = horner<float>(tt, -41.3416615f, 81.5923536f, -75.3935628f);
+  return t * 6.28318548f + t * (rest * tt - 1.95191750e-7f);
+}
+FASTATTN_INLINE VecD sin_turns(VecD t, VecD tt) {
+  const VecD rest = horner<double>(tt, -41.341702240399631464, 81.605249275944509706, -76.705859703315063442,
+                                   42.058684902041629787, -15.093797504376454335, 3.7807261516868835485);
+  return t * 6.2831853071795862320 + t * (rest * tt + 2.2410e-16);
+}
+
+// cos(2 pi t) = 1 + t^2 Q(t^2) for |t| <= 1/8, error 2e-10 and 2e-19.
+FASTATTN_INLINE VecF cos_turns(VecF tt) {
+  return horner<float>(tt, 1.0f, -19.7392088f, 64.9393687f, -85.4487638f, 59.4217088f);
+}
+FASTATTN_INLINE VecD cos_turns(VecD tt) {
+  return horner<double>(tt, 1.0, -19.739208802178717230, 64.939394022668241848, -85.456817206643137462,
+                        60.244641352520257615, -26.426253253452795356, 7.9032056385801089484, -1.6990072619667402197);
+}
+
+// The sine of an angle in quadrant q plus t of a turn, |t| <= 1/8: sin, cos, -sin, -cos. Q holds q in its two top bits.
+template <class T>
+FASTATTN_INLINE Vec<T> sine(Mask<T> quadrant, Vec<T> t) {
+  constexpr int kSign = 8 * sizeof(T) - 1;
+  const Vec<T> tt = t * t;
+  const Mask<T> odd = (quadrant << 1) >> kSign, negative = (quadrant >> kSign) << kSign;
+  return (Vec<T>)((Mask<T>)select<T>(odd, cos_turns(tt), sin_turns(t, tt)) ^ negative);
+}
+
+template <int... I>
+FASTATTN_INLINE VecU even_words(VecU a, VecU b, Indices<I...>) {
+  return __builtin_shufflevector(a, b, 2 * I...);
+}
+template <int... I>
+FASTATTN_INLINE VecU odd_words(VecU a, VecU b, Indices<I...>) {
+  return __builtin_shufflevector(a, b, (2 * I + 1)...);
+}
+
+// One vector of PE at one position. Adding an eighth of a turn makes the two top bits the nearest quadrant and the
+// rest the distance from it, plus that eighth.
+constexpr uint64_t kEighth = uint64_t{1} << 61;
+
+FASTATTN_INLINE void encode(const uint64_t* frequency, const uint64_t* phase, uint64_t position, float* pe) {
+  typedef typename CountTo<kLanes<float>>::type All;
+  constexpr int kHalf = kLanes<float> / 2;
+  const VecUL a = load_angles(frequency) * position + load_angles(phase) + kEighth;
+  const VecUL b = load_angles(frequency + kHalf) * position + load_angles(phase + kHalf) + kEighth;
+  const VecI high = (VecI)odd_words((VecU)a, (VecU)b, All());
+  const VecI low = (VecI)(even_words((VecU)a, (VecU)b, All()) >> 1);  // one bit less converts as signed
+  const VecI distance = (high & 0x3fffffff) - 0x20000000;
+  const VecF t = __builtin_convertvector(distance, VecF) * 0x1p-32f + __builtin_convertvector(low, VecF) * 0x1p-63f;
+  store(pe, sine<float>(high, t));
+}
+FASTATTN_INLINE void encode(const uint64_t* frequency, const uint64_t* phase, uint64_t position, double* pe) {
+  const VecL a = (VecL)(load_angles(frequency) * position + load_angles(phase) + kEighth);
+  const VecL distance = (a & 0x3fffffffffffffff) - static_cast<int64_t>(kEighth);
+  store(pe, sine<double>(a, __builtin_convertvector(distance, VecD) * 0x1p-64));
+}
+
+// One row, n columns: out = x * scale + pe.
+template <class T, class S>
+void add_row(const S* x, int64_t x_stride, const T* pe, T scale, S* out, int64_t out_stride, int64_t n) {
+  if (x_stride != 1 || out_stride != 1) {
+    for (int64_t c = 0; c < n; ++c) {
+      narrow(static_cast<T>(widen(x[c * x_stride])) * scale + pe[c], out + c * out_stride);
+    }
+    return;
+  }
+  constexpr int kN = kLanes<T>;
+  int64_t c = 0;
+  for (; c + kN <= n; c += kN) store_as<T>(out + c, load_as<T>(x + c, kN) * scale + load(pe + c), kN);
+  const int rest = static_cast<int>(n - c);
+  if (rest > 0) store_as<T>(out + c, load_as<T>(x + c, rest) * scale + load(pe + c), rest);
+}
+
+template <class T>
+struct Tile {
+  alignas(kVectorBytes) T pe[kTileBytes / sizeof(T)];  // [rows, columns]
+};
+
+constexpr int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+// The work is cut into blocks of positions, and where these are few also into groups of batch rows.
+struct Blocks {
+  int64_t rows;     // positions in a tile
+  int64_t columns;  // columns in a tile, a multiple of the vector length
+  int64_t blocks;   // ceil(L / rows)
+  int64_t groups;   // of the B * H batch rows
+};
+
+template <class T>
+Blocks choose_blocks(const SinusoidalParams& p) {
+  constexpr int64_t kElements = kTileBytes / sizeof(T);
+  Blocks s;
+  s.columns = min_of(round_up(p.D, kLanes<T>), kElements);
+  s.rows = max_of<int64_t>(1, min_of(kElements / s.columns, p.L));
+  s.blocks = (p.L + s.rows - 1) / s.rows;
+  s.groups = max_of<int64_t>(1, min_of(p.B * p.H, 4 * p.threads / s.blocks));
+  return s;
+}
+
+// PE of positions [first, first + rows) and columns [c0, c0 + columns); `positions` is null for consecutive ones.
+template <class T>
+void fill_tile(const SinusoidalParams& p, const int64_t* positions, int64_t first, int64_t rows, int64_t c0,
+               int64_t columns, T* pe) {
+  for (int64_t r = 0; r < rows; ++r, pe += columns) {
+    const int64_t l = first + r;
+    const int64_t position = positions ? positions[l * p.position_stride[2]] : p.offset + l;
+    if (p.has_padding_idx && position == p.padding_idx) {
+      for (int64_t c = 0; c < columns; c += kLanes<T>) store(pe + c, Vec<T>{});
+      continue;
+    }
+    for (int64_t c = 0; c < columns; c += kLanes<T>) {
+      encode(p.frequency + c0 + c, p.phase + c0 + c, static_cast<uint64_t>(position), pe + c);
+    }
+  }
+}
+
+// Block `block` of positions for batch rows [n0, n1).
+template <class T, class S>
+void run_block(const SinusoidalParams& p, const Blocks& s, int64_t block, int64_t n0, int64_t n1) {
+  Tile<T> tile;
+  const int64_t first = block * s.rows, rows = min_of(s.rows, p.L - first);
+  for (int64_t c0 = 0; c0 < p.D; c0 += s.columns) {
+    const int64_t columns = min_of(s.columns, p.D - c0);
+    const int64_t* encoded = nullptr;
+    for (int64_t n = n0; n < n1; ++n) {
+      const int64_t b = n / p.H, h = n % p.H;
+      const int64_t* positions =
+          p.positions ? p.positions + b * p.position_stride[0] + h * p.position_stride[1] : nullptr;
+      if (n == n0 || positions != encoded) {
+        fill_tile(p, positions, first, rows, c0, round_up(columns, kLanes<T>), tile.pe);
+      }
+      encoded = positions;
+      const auto at = [&](const Tensor4& t) {
+        return static_cast<S*>(t.data) + b * t.stride[0] + h * t.stride[1] + first * t.stride[2] + c0 * t.stride[3];
+      };
+      const S* x = at(p.x);
+      S* out = at(p.out);
+      for (int64_t r = 0; r < rows; ++r) {
+        add_row<T>(x + r * p.x.stride[2], p.x.stride[3], tile.pe + r * round_up(columns, kLanes<T>),
+                   static_cast<T>(p.scale), out + r * p.out.stride[2], p.out.stride[3], columns);
+      }
+    }
+  }
+}
+
+template <class T, class S>
+void run(const SinusoidalParams& p) {
+  const Blocks s = choose_blocks<T>(p);
+  const int64_t batch = p.B * p.H, tasks = s.blocks * s.groups;
+  const int team = team_size(p.threads, tasks, kFlopsPerElement * p.L * p.D * batch);
+#pragma omp parallel for schedule(static) num_threads(team) if (team > 1)
+  for (int64_t task = 0; task < tasks; ++task) {
+    const int64_t block = task / s.groups, group = task % s.groups;
+    run_block<T, S>(p, s, block, batch * group / s.groups, batch * (group + 1) / s.groups);
+  }
+}
+
+}  // namespace
+
+void sinusoidal(const SinusoidalParams& p) {
+  if (p.B * p.H * p.L * p.D == 0) return;
+  switch (p.dtype) {
+    case DType::f32: return run<float, float>(p);
+    case DType::f64: return run<double, double>(p);
+    case DType::bf16: return run<float, Bf16>(p);
+    case DType::f16: return run<float, F16>(p);
+    case DType::boolean: return;
+  }
+}
+
+}  // namespace FASTATTN_ISA
+}  // namespace fastattn

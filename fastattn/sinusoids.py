@@ -1,0 +1,81 @@
+"""The frequencies of sinusoidal position encodings, exact to 2**-65 of a turn per position.
+
+Column c of the encoding of position p is ``sin(2 pi a)``, where a is the fractional part of
+``p * frequency[c] + phase[c]``, counted in turns. As 64-bit fixed-point fractions both are integers, and integer
+arithmetic mod 2**64 gives a without any rounding, however large p is. Cosines are sines a quarter turn ahead.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from decimal import Decimal, localcontext
+from fractions import Fraction
+from functools import lru_cache
+from typing import NamedTuple
+
+_TURN = 2**64
+_QUARTER = 2**62
+_PI = Decimal("3.14159265358979323846264338327950288419716939937510582097494459")
+_DIGITS = 50  # 64 bits are 20 digits; the rest absorbs up to dim multiplications
+_MULTIPLE = 16  # kernels read whole vectors
+
+
+class _Column(NamedTuple):
+    power: int | None  # the frequency is max_timescale ** -(power * step); None: the column is zero
+    phase: int
+
+
+def _interleaved(dim: int) -> tuple[Fraction, list[_Column]]:
+    return Fraction(2, dim), [_Column(c // 2, c % 2 * _QUARTER) for c in range(dim)]
+
+
+def _split_exponent(dim: int) -> tuple[Fraction, list[_Column]]:
+    return Fraction(1, dim), [_Column(c, c % 2 * _QUARTER) for c in range(dim)]
+
+
+def _marian(dim: int) -> tuple[Fraction, list[_Column]]:
+    sines = (dim + 1) // 2
+    columns = [_Column(i, 0) for i in range(sines)]
+    return Fraction(2, dim), columns + [_Column(i, _QUARTER) for i in range(dim - sines)]
+
+
+def _tensor2tensor(dim: int) -> tuple[Fraction, list[_Column]]:
+    half = dim // 2
+    columns = [_Column(i, phase) for phase in (0, _QUARTER) for i in range(half)]
+    return Fraction(1, max(half - 1, 1)), columns + [_Column(None, 0)] * (dim % 2)
+
+
+_LAYOUTS: dict[str, Callable[[int], tuple[Fraction, list[_Column]]]] = {
+    "interleaved": _interleaved,
+    "tensor2tensor": _tensor2tensor,
+    "marian": _marian,
+    "split_exponent": _split_exponent,
+}
+
+LAYOUTS = tuple(_LAYOUTS)
+
+
+class Sinusoids(NamedTuple):
+    """Two arrays of ``length`` unsigned 64-bit integers; entries from dim on are zero."""
+
+    frequency: array[int]
+    phase: array[int]
+
+
+@lru_cache(maxsize=256)
+def sinusoids(dim: int, layout: str, max_timescale: float) -> Sinusoids:
+    """Frequencies, in turns per position, and phases, in turns, of a layout's columns, times 2**64."""
+    step, columns = _LAYOUTS[layout](dim)
+    with localcontext() as context:
+        context.prec = _DIGITS
+        # turns[k] = 2^64 max_timescale^(-k step) / 2 pi
+        ratio = (-Decimal(max_timescale).ln() * step.numerator / step.denominator).exp()
+        turns = [_TURN / (2 * _PI)]
+        for _ in range(dim):
+            turns.append(turns[-1] * ratio)
+        frequency = [0 if c.power is None else int(turns[c.power].to_integral_value()) for c in columns]
+    padding = [0] * (-dim % _MULTIPLE)
+    return Sinusoids(
+        array("Q", frequency + padding), array("Q", [c.phase for c in columns] + padding)
+    )
