@@ -150,7 +150,7 @@ def scaled_dot_product_attention_backward(
         return tuple(results[n] for n, _ in given)
 
     if given:
-        _, vjp = torch.func.vjp(forward, *leaves)
+        vjp = torch.func.vjp(forward, *leaves)[1]
         grads = vjp(tuple(grad for _, grad in given))
     else:
         grads = tuple(torch.zeros_like(leaf) for leaf in leaves)
