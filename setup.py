@@ -1,8 +1,9 @@
-"""Builds the native modules, which know no torch: plain C++ behind pybind11, compiled through ninja.
+"""Builds the native modules, which know no torch: C++ behind pybind11, compiled through ninja.
 
-`fastattn._cpu` is csrc/cpu/kernels/*.cpp, each compiled once per instruction set, and csrc/cpu/*.cpp, compiled once for
-the baseline. A module that cannot be built is left out with a reason, and the library runs in PyTorch; what was built,
-how, and why anything was not is written to `fastattn/_build.json`, where `python -m fastattn info` reads it.
+`fastattn._cpu` is csrc/cpu/kernels/*.cpp, each compiled once per instruction set, and
+csrc/cpu/*.cpp, compiled once for the baseline. A module that cannot be built is left out and the
+library runs in PyTorch; `fastattn/_build.json` records what was built, how, and why anything was
+not, for `python -m fastattn info` to tell.
 
 Environment:
   FASTATTN_NATIVE=0           build no native module
@@ -10,7 +11,7 @@ Environment:
   FASTATTN_DEBUG=1            -O1 -g, library assertions on
   FASTATTN_SANITIZE=LIST      address, undefined, thread, or a comma-separated list of them
   MAX_JOBS=N                  at most N compilers at a time
-  CXX, CXXFLAGS, LDFLAGS      as usual; fastattn's own flags come last
+  CXX, CXXFLAGS, LDFLAGS      as usual; the flags below come after CXXFLAGS and win
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,9 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent.resolve()
-RECORD = "_build.json"
+RECORD = "fastattn/_build.json"
 
-# Weakest first. Only kernels see these flags; what all sets share is compiled for the first.
+# Weakest first. Only kernels are compiled for all of them; the rest is compiled for the first.
 X86_ISAS = {
     "baseline": ["-march=x86-64"],
     "avx2": ["-march=x86-64-v3"],
@@ -44,11 +45,15 @@ X86_ISAS = {
 }
 ISAS = X86_ISAS if platform.machine() in ("x86_64", "AMD64") else {"baseline": []}
 
-# No -ffast-math: NaN and infinity are values that attention must carry. These three give up only errno, the floating
-# point exception flags and the separate rounding of a product, which nothing here reads.
-BASE_FLAGS = """-std=c++17 -fPIC -fvisibility=hidden -fopenmp -fno-math-errno -fno-trapping-math -ffp-contract=fast
-                -Wall -Wextra -Wno-psabi""".split()
+COMMON_FLAGS = ["-std=c++17", "-fPIC", "-fvisibility=hidden", "-fopenmp", "-Wall", "-Wextra"]
+# Vectors wider than the baseline's registers never cross a function that is not inlined.
+COMMON_FLAGS += ["-Wno-psabi"]
+# Not -ffast-math: attention carries NaN and infinity. These give up only errno, the floating point
+# exception flags, and the separate rounding of a product.
+COMMON_FLAGS += ["-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"]
+
 SANITIZERS = ("address", "undefined", "thread")
+OPENMP_PROBE = "#include <omp.h>\nint threads() { return omp_get_max_threads(); }\n"
 
 
 class CannotBuild(Exception):
@@ -57,15 +62,16 @@ class CannotBuild(Exception):
 
 @dataclass
 class Plan:
-    """One shared library: its objects as (source, object name, flags), and what the build record says of it."""
+    """How to build one shared library."""
 
-    objects: list[tuple[Path, str, list[str]]] = field(default_factory=list)
-    link_flags: list[str] = field(default_factory=list)
-    record: dict[str, Any] = field(default_factory=dict)
+    compiler: list[str]
+    objects: list[tuple[Path, str, list[str]]]  # source, object, flags
+    link_flags: list[str]
+    record: dict[str, Any]  # what the build record says of it
 
 
-def flag(name: str) -> bool:
-    return os.environ.get(name, "0").lower() not in ("", "0", "false", "no", "off")
+def enabled(name: str) -> bool:
+    return os.environ.get(name, "0") not in ("", "0")
 
 
 def words(name: str) -> list[str]:
@@ -76,115 +82,110 @@ def find_compiler() -> list[str]:
     """The C++ compiler as a command; $CXX may carry a wrapper, such as `ccache g++`."""
     if command := words("CXX"):
         if shutil.which(command[0]) is None:
-            raise CannotBuild(f"the compiler named by CXX, {command[0]!r}, was not found")
+            raise CannotBuild(f"the compiler that CXX names, {command[0]!r}, was not found")
         return command
     for name in ("g++", "c++", "clang++"):
         if shutil.which(name):
             return [name]
-    raise CannotBuild("no C++ compiler was found (looked for $CXX, g++, c++, clang++)")
+    raise CannotBuild("no C++ compiler was found (looked for $CXX, g++, c++ and clang++)")
 
 
 def first_error(output: str) -> str:
     lines = [line.strip() for line in output.splitlines() if line.strip()]
-    return next(
-        (line for line in lines if "error" in line.lower()), lines[-1] if lines else "no message"
-    )
+    errors = [line for line in lines if "error:" in line.lower()]
+    return (errors or lines[-1:] or ["it gave no message"])[0]
 
 
-def compile_error(compiler: list[str], flags: list[str], source: str) -> str | None:
-    """None if `source` compiles and links to a shared library with `flags`, else the compiler's first complaint."""
+def refusal(compiler: list[str], flags: list[str], source: str) -> str | None:
+    """None if the compiler makes a shared library of `source`, else its first complaint."""
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "probe.cpp")
-        file.write_text(source)
-        command = [*compiler, *flags, "-shared", file.name, "-o", "probe.so"]
+        Path(folder, "probe.cpp").write_text(source)
+        command = [*compiler, *flags, "-shared", "probe.cpp", "-o", "probe.so"]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     return None if done.returncode == 0 else first_error(done.stderr)
 
 
 def optimisation_flags() -> tuple[list[str], list[str]]:
-    """The flags for compiling and for linking that depend on FASTATTN_DEBUG and FASTATTN_SANITIZE."""
-    sanitize = [name for name in os.environ.get("FASTATTN_SANITIZE", "").split(",") if name]
-    if unknown := [name for name in sanitize if name not in SANITIZERS]:
-        raise CannotBuild(
-            f"FASTATTN_SANITIZE={unknown[0]!r} is unknown; allowed are {', '.join(SANITIZERS)}"
-        )
-    if not sanitize and not flag("FASTATTN_DEBUG"):
+    """The compiler's and the linker's flags that FASTATTN_DEBUG and FASTATTN_SANITIZE choose."""
+    sanitizers = os.environ.get("FASTATTN_SANITIZE", "")
+    if not sanitizers and not enabled("FASTATTN_DEBUG"):
         return ["-O3"], []
-    flags = ["-O1", "-g", "-fno-omit-frame-pointer", "-D_GLIBCXX_ASSERTIONS"]
-    if not sanitize:
-        return flags, []
+    debug = ["-O1", "-g", "-fno-omit-frame-pointer", "-D_GLIBCXX_ASSERTIONS"]
+    if not sanitizers:
+        return debug, []
+    for name in sanitizers.split(","):
+        if name not in SANITIZERS:
+            raise CannotBuild(
+                f"FASTATTN_SANITIZE has {name!r}; allowed are {', '.join(SANITIZERS)}"
+            )
+    sanitize = [f"-fsanitize={sanitizers}"]
     # The vptr check needs the type information that hidden visibility keeps inside each library.
-    flags += [
-        f"-fsanitize={','.join(sanitize)}",
-        "-fno-sanitize=vptr",
-        "-fno-sanitize-recover=undefined",
-    ]
-    return flags, [f"-fsanitize={','.join(sanitize)}"]
+    return [*debug, *sanitize, "-fno-sanitize=vptr", "-fno-sanitize-recover=undefined"], sanitize
+
+
+def usable_isas(
+    compiler: list[str], flags: list[str]
+) -> tuple[dict[str, list[str]], dict[str, str]]:
+    """The instruction sets this compiler can build, and why it cannot build the others."""
+    usable, left_out = {}, {}
+    for isa, isa_flags in ISAS.items():
+        error = refusal(compiler, [*flags, *isa_flags], "int zero() { return 0; }\n")
+        if error is None:
+            usable[isa] = isa_flags
+        else:
+            left_out[isa] = f"{compiler[-1]} refuses {' '.join(isa_flags)}: {error}"
+    if "baseline" in left_out:
+        raise CannotBuild(left_out["baseline"])
+    return usable, left_out
 
 
 def plan_cpu() -> Plan:
-    """Every kernel once per instruction set, the rest once, and a define that tells the rest which sets there are."""
+    """Kernels once per instruction set; the rest once, told by a define which sets there are."""
+    if sys.platform != "linux":
+        raise CannotBuild(f"the native core is built on Linux only; this is {sys.platform}")
     import pybind11
 
-    if sys.platform != "linux":
-        raise CannotBuild(f"the native core is built on Linux only so far; this is {sys.platform}")
     compiler = find_compiler()
-    optimise, link = optimisation_flags()
-    flags = [*words("CXXFLAGS"), *BASE_FLAGS, *optimise]
-    if error := compile_error(
-        compiler, flags, "#include <omp.h>\nint n() { return omp_get_max_threads(); }\n"
-    ):
+    optimise, link_flags = optimisation_flags()
+    flags = [*words("CXXFLAGS"), *COMMON_FLAGS, *optimise]
+    if error := refusal(compiler, flags, OPENMP_PROBE):
         raise CannotBuild(f"{compiler[-1]} cannot compile C++17 with OpenMP: {error}")
+    isas, left_out = usable_isas(compiler, flags)
 
-    left_out = {
-        isa: f"{compiler[-1]} refuses {' '.join(isa_flags)}: {error}"
-        for isa, isa_flags in ISAS.items()
-        if (error := compile_error(compiler, [*flags, *isa_flags], "int n() { return 0; }\n"))
-    }
-    isas = {isa: isa_flags for isa, isa_flags in ISAS.items() if isa not in left_out}
-    if "baseline" not in isas:
-        raise CannotBuild(left_out["baseline"])
-
-    plan = Plan(link_flags=[*words("LDFLAGS"), "-fopenmp", *link])
+    objects = []
     for source in sorted((ROOT / "csrc/cpu/kernels").glob("*.cpp")):
         for isa, isa_flags in isas.items():
-            plan.objects.append(
-                (source, f"{source.stem}.{isa}.o", [*flags, *isa_flags, f"-DFASTATTN_ISA={isa}"])
-            )
-    include = [
-        f"-isystem{path}" for path in (sysconfig.get_paths()["include"], pybind11.get_include())
-    ]
-    have = [f"-DFASTATTN_HAVE_{isa.upper()}=1" for isa in isas]
-    for source in sorted((ROOT / "csrc/cpu").glob("*.cpp")):
-        plan.objects.append(
-            (source, f"{source.stem}.o", [*flags, *isas["baseline"], *have, *include])
-        )
+            one_isa = [*flags, *isa_flags, f"-DFASTATTN_ISA={isa}"]
+            objects.append((source, f"{source.stem}.{isa}.o", one_isa))
+    includes = (sysconfig.get_paths()["include"], pybind11.get_include())
+    shared = [*flags, *isas["baseline"], *(f"-isystem{path}" for path in includes)]
+    shared += [f"-DFASTATTN_HAVE_{isa.upper()}=1" for isa in isas]
+    sources = sorted((ROOT / "csrc/cpu").glob("*.cpp"))
+    objects += [(source, f"{source.stem}.o", shared) for source in sources]
 
-    version = subprocess.run(
-        [*compiler, "--version"], capture_output=True, text=True, check=True
-    ).stdout
-    plan.record = {
-        "compiler": version.splitlines()[0],
+    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True)
+    record = {
+        "compiler": version.stdout.splitlines()[0],
         "flags": " ".join(flags),
         "isas": {isa: " ".join(isa_flags) for isa, isa_flags in isas.items()},
         "left_out": left_out,
     }
-    return plan
+    return Plan(compiler, objects, [*words("LDFLAGS"), "-fopenmp", *link_flags], record)
 
 
-# A second module, say `_cuda`, is one more function here: each is planned, built and recorded by itself, so that a
-# broken nvcc cannot lose the CPU kernels.
+# Another module, such as `_cuda`, is one more function here. Each is planned, built and recorded
+# by itself, so that a broken nvcc cannot lose the CPU kernels.
 PLANS: dict[str, Callable[[], Plan]] = {"cpu": plan_cpu}
 
 
-def write_ninja(plan: Plan, folder: Path, output: Path) -> None:
-    def escape(path: Path | str) -> str:
-        return str(path).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
-
-    def command_line(arguments: list[str]) -> str:
+def ninja_file(plan: Plan, output: Path) -> str:
+    def quoted(*arguments: str) -> str:
         return shlex.join(arguments).replace("$", "$$")
 
-    compiler = command_line(find_compiler())
+    def path(name: Path | str) -> str:
+        return str(name).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
+
+    compiler = quoted(*plan.compiler)
     lines = [
         "rule compile",
         f"  command = {compiler} -MMD -MF $out.d $flags -c $in -o $out",
@@ -196,17 +197,10 @@ def write_ninja(plan: Plan, folder: Path, output: Path) -> None:
         "  description = link $out",
     ]
     for source, name, flags in plan.objects:
-        lines += [
-            f"build {escape(name)}: compile {escape(source)}",
-            f"  flags = {command_line(flags)}",
-        ]
-    names = " ".join(escape(name) for _, name, _ in plan.objects)
-    lines += [
-        f"build {escape(output)}: link {names}",
-        f"  flags = {command_line(plan.link_flags)}",
-        "",
-    ]
-    (folder / "build.ninja").write_text("\n".join(lines))
+        lines += [f"build {path(name)}: compile {path(source)}", f"  flags = {quoted(*flags)}"]
+    names = " ".join(path(name) for _, name, _ in plan.objects)
+    lines += [f"build {path(output)}: link {names}", f"  flags = {quoted(*plan.link_flags)}", ""]
+    return "\n".join(lines)
 
 
 def run_ninja(folder: Path) -> None:
@@ -215,104 +209,77 @@ def run_ninja(folder: Path) -> None:
     command = [str(Path(ninja.BIN_DIR, "ninja")), "-C", str(folder)]
     if jobs := os.environ.get("MAX_JOBS"):
         command += ["-j", jobs]
-    lines = []
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
+    output = ""
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=subprocess.STDOUT, text=True) as process:
+        for line in process.stdout or ():
             print(line, end="", flush=True)
-            lines.append(line)
+            output += line
     if process.returncode != 0:
-        errors = [line for line in lines if "error" in line.lower()]
-        raise CannotBuild(f"the compiler failed: {first_error(''.join(errors or lines))}")
+        raise CannotBuild(f"the compiler failed: {first_error(output)}")
 
 
 class BuildNative(build_ext):
-    """Builds each module of PLANS independently and leaves the build record beside them."""
+    """Builds each module of PLANS by itself and leaves the build record beside them."""
 
-    def run(self) -> None:
+    def build_extensions(self) -> None:
         self.records: dict[str, dict[str, Any]] = {}
-        super().run()
+        super().build_extensions()
         record = {"version": self.distribution.get_version(), "modules": self.records}
-        folders = [Path(self.build_lib, "fastattn")]
-        if self.inplace:
-            folders.append(ROOT / "fastattn")
-        for folder in folders:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / RECORD).write_text(json.dumps(record, indent=2) + "\n")
+        file = Path(self.build_lib, RECORD)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(record, indent=2) + "\n")
 
     def build_extension(self, ext: Extension) -> None:
-        name = ext.name.rpartition("._")[2]
+        name = ext.name.removeprefix("fastattn._")
         output = Path(self.get_ext_fullpath(ext.name)).resolve()
         try:
             if os.environ.get("FASTATTN_NATIVE") == "0":
-                raise CannotBuild("FASTATTN_NATIVE=0 was set when fastattn was installed")
-            plan = self.build(name, output)
+                raise CannotBuild("FASTATTN_NATIVE=0 was set at installation")
+            self.records[name] = {"built": True, **self.build(name, output)}
         except (CannotBuild, ImportError, OSError) as error:
-            if flag("FASTATTN_REQUIRE_NATIVE"):
-                raise SystemExit(
-                    f"error: fastattn.{ext.name.rpartition('.')[2]} was not built: {error}"
-                ) from error
+            if enabled("FASTATTN_REQUIRE_NATIVE"):
+                raise SystemExit(f"error: {ext.name} was not built: {error}") from error
+            print(f"*** {ext.name} was not built: {error}", file=sys.stderr)
+            print("*** fastattn will run in plain PyTorch.", file=sys.stderr)
             output.unlink(missing_ok=True)
             self.records[name] = {"built": False, "reason": str(error)}
-            print(
-                f"*** {ext.name} was not built: {error}\n*** fastattn will run in PyTorch.",
-                file=sys.stderr,
-            )
-            return
-        for isa, reason in plan.record.get("left_out", {}).items():
-            print(f"*** {ext.name} is built without {isa}: {reason}", file=sys.stderr)
-        self.records[name] = {"built": True, **plan.record}
 
-    def build(self, name: str, output: Path) -> Plan:
+    def build(self, name: str, output: Path) -> dict[str, Any]:
         plan = PLANS[name]()
-        import fcntl  # not before: there is none on Windows, where planning has just said so
+        for isa, reason in plan.record["left_out"].items():
+            print(f"*** fastattn._{name} is built without {isa}: {reason}", file=sys.stderr)
+        import fcntl  # only now: where there is none, planning has given the reason
 
         folder = Path(self.build_temp, name).resolve()
         folder.mkdir(parents=True, exist_ok=True)
         output.parent.mkdir(parents=True, exist_ok=True)
-        with (folder / ".lock").open(
-            "w"
-        ) as lock:  # two builds at once would spoil each other's objects
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            write_ninja(plan, folder, output)
+        with (folder / ".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # two builds at once would spoil each other's objects
+            (folder / "build.ninja").write_text(ninja_file(plan, output))
             run_ninja(folder)
-        return plan
+        return plan.record
+
+    def products(self) -> list[str]:
+        """What was built, relative to the build folder and to the source tree alike."""
+        files = [*(self.get_ext_filename(ext.name) for ext in self.extensions), RECORD]
+        return [file for file in files if Path(self.build_lib, file).exists()]
 
     def copy_extensions_to_source(self) -> None:
-        """In place: replace each library at once, since a running process may have the old one mapped."""
         for ext in self.extensions:
             file = self.get_ext_filename(ext.name)
-            built, inplace = Path(self.build_lib, file), ROOT / file
-            if built.exists():
-                shutil.copy2(built, f"{inplace}.new")
-                os.replace(f"{inplace}.new", inplace)
-            else:
-                inplace.unlink(missing_ok=True)
+            if file not in self.products():  # no library of an earlier build may stay behind
+                (ROOT / file).unlink(missing_ok=True)
+        for file in self.products():
+            shutil.copy2(Path(self.build_lib, file), ROOT / f"{file}.new")
+            os.replace(ROOT / f"{file}.new", ROOT / file)  # a process may have the old one mapped
 
     def get_output_mapping(self) -> dict[str, str]:
-        """What --inplace copies, built file to source file: only what could be built, and the record."""
-        if not self.inplace:
-            return {}
-        files = [
-            *(self.get_ext_filename(ext.name) for ext in self.extensions),
-            f"fastattn/{RECORD}",
-        ]
-        return {
-            f"{self.build_lib}/{file}": file
-            for file in files
-            if Path(self.build_lib, file).exists()
-        }
+        files = self.products() if self.inplace else []
+        return {str(Path(self.build_lib, file)): file for file in files}
 
     def get_outputs(self) -> list[str]:
-        files = [
-            *(self.get_ext_filename(ext.name) for ext in self.extensions),
-            f"fastattn/{RECORD}",
-        ]
-        return [
-            path for file in files if (path := f"{self.build_lib}/{file}") and Path(path).exists()
-        ]
+        return [str(Path(self.build_lib, file)) for file in self.products()]
 
 
 setup(
