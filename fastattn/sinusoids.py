@@ -1,12 +1,14 @@
 """The frequencies of sinusoidal position encodings, exact to 2**-65 of a turn per position.
 
 Column c of the encoding of position p is ``sin(2 pi a)``, where a is the fractional part of
-``p * frequency[c] + phase[c]``, counted in turns. As 64-bit fixed-point fractions both are integers, and integer
-arithmetic mod 2**64 gives a without any rounding, however large p is. Cosines are sines a quarter turn ahead.
+``p * frequency[c] + phase[c]``, counted in turns. As 64-bit fixed-point fractions both are
+integers, and integer arithmetic mod 2**64 gives a without any rounding, however large p is.
+Cosines are sines a quarter turn ahead.
 """
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Callable
 from decimal import Decimal, localcontext
@@ -14,8 +16,12 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
 _TURN = 2**64
 _QUARTER = 2**62
+_EIGHTH = 2**61
 _PI = Decimal("3.14159265358979323846264338327950288419716939937510582097494459")
 _DIGITS = 50  # 64 bits are 20 digits; the rest absorbs up to dim multiplications
 _MULTIPLE = 16  # kernels read whole vectors
@@ -57,7 +63,7 @@ LAYOUTS = tuple(_LAYOUTS)
 
 
 class Sinusoids(NamedTuple):
-    """Two arrays of ``length`` unsigned 64-bit integers; entries from dim on are zero."""
+    """64-bit unsigned integers, one a column, then zeros up to a multiple of 16."""
 
     frequency: array[int]
     phase: array[int]
@@ -65,8 +71,8 @@ class Sinusoids(NamedTuple):
 
 @lru_cache(maxsize=256)
 def sinusoids(dim: int, layout: str, max_timescale: float) -> Sinusoids:
-    """Frequencies, in turns per position, and phases, in turns, of a layout's columns, times 2**64."""
-    step, columns = _LAYOUTS[layout](dim)
+    """Return the columns' frequencies (turns a position) and phases (turns), times 2**64."""
+    step, columns = _LAYOUTS[layout](dim) if dim > 0 else (Fraction(0), [])
     with localcontext() as context:
         context.prec = _DIGITS
         # turns[k] = 2^64 max_timescale^(-k step) / 2 pi
@@ -74,8 +80,28 @@ def sinusoids(dim: int, layout: str, max_timescale: float) -> Sinusoids:
         turns = [_TURN / (2 * _PI)]
         for _ in range(dim):
             turns.append(turns[-1] * ratio)
-        frequency = [0 if c.power is None else int(turns[c.power].to_integral_value()) for c in columns]
+        frequency = [
+            0 if column.power is None else int(turns[column.power].to_integral_value())
+            for column in columns
+        ]
     padding = [0] * (-dim % _MULTIPLE)
-    return Sinusoids(
-        array("Q", frequency + padding), array("Q", [c.phase for c in columns] + padding)
+    phase = [column.phase for column in columns]
+    return Sinusoids(array("Q", frequency + padding), array("Q", phase + padding))
+
+
+def encode_positions(positions: Tensor, dim: int, layout: str, max_timescale: float) -> Tensor:
+    """Return the encoding of int64 positions [...] in float64 [..., dim]."""
+    table = sinusoids(dim, layout, max_timescale)
+    frequency, phase = (
+        torch.frombuffer(column, dtype=torch.int64)[:dim].to(positions.device)
+        if dim > 0
+        else positions.new_empty(0)
+        for column in table
     )
+    # The nearest quadrant and the distance from it, at most an eighth of a turn. int64 products
+    # wrap around, as wanted.
+    angle = positions.unsqueeze(-1) * frequency + phase + _EIGHTH
+    quadrant = (angle >> 62) & 3
+    distance = ((angle & (_QUARTER - 1)) - _EIGHTH).to(torch.float64) * (2 * math.pi / _TURN)
+    sine = torch.where((quadrant & 1) == 1, torch.cos(distance), torch.sin(distance))
+    return torch.where(quadrant >= 2, -sine, sine)

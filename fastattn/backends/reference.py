@@ -39,11 +39,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastattn.sinusoids import encode_positions
+
 __all__ = [
     "dropout_keep",
     "philox4x32",
     "scaled_dot_product_attention",
     "scaled_dot_product_attention_backward",
+    "sinusoidal_encoding",
     "why_not",
 ]
 
@@ -369,3 +372,23 @@ def philox4x32(
         hi0, lo0, hi1, lo1 = (p0 >> 32) & _WORD, p0 & _WORD, (p1 >> 32) & _WORD, p1 & _WORD
         c0, c1, c2, c3 = hi1 ^ c1 ^ k0, lo1, hi0 ^ c3 ^ k1, lo0
     return c0, c1, c2, c3
+
+
+def sinusoidal_encoding(
+    x: Tensor,  # [B, H, L, D]
+    positions: Tensor | None = None,  # [B, H, L] int64; None: offset, offset + 1, ...
+    *,
+    offset: int,
+    layout: str,
+    max_timescale: float,
+    scale: float,
+    padding_idx: int | None,
+) -> Tensor:
+    """Return ``x * scale + PE(positions)`` [B, H, L, D], see :mod:`fastattn.sinusoids` for PE."""
+    if positions is None:
+        positions = torch.arange(offset, offset + x.shape[2], device=x.device)
+    encoding = encode_positions(positions, x.shape[3], layout, max_timescale)
+    if padding_idx is not None:
+        encoding = torch.where((positions == padding_idx).unsqueeze(-1), 0.0, encoding)
+    compute = _compute_dtype(x.dtype)
+    return (x.to(compute) * scale + encoding.to(compute)).to(x.dtype)
