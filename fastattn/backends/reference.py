@@ -375,8 +375,8 @@ def philox4x32(
 
 
 def sinusoidal_encoding(
-    x: Tensor,  # [B, H, L, D]
-    positions: Tensor | None = None,  # [B, H, L] int64; None: offset, offset + 1, ...
+    x: Tensor,  # [..., L, D]
+    positions: Tensor | None = None,  # [..., L] int64, broadcasts; None: offset, offset + 1, ...
     *,
     offset: int,
     layout: str,
@@ -384,10 +384,10 @@ def sinusoidal_encoding(
     scale: float,
     padding_idx: int | None,
 ) -> Tensor:
-    """Return ``x * scale + PE(positions)`` [B, H, L, D], see :mod:`fastattn.sinusoids` for PE."""
+    """Return ``x * scale + PE(positions)`` [..., L, D], see :mod:`fastattn.sinusoids` for PE."""
     if positions is None:
-        positions = torch.arange(offset, offset + x.shape[2], device=x.device)
-    encoding = encode_positions(positions, x.shape[3], layout, max_timescale)
+        positions = torch.arange(offset, offset + x.shape[-2], device=x.device)
+    encoding = encode_positions(positions, x.shape[-1], layout, max_timescale)
     if padding_idx is not None:
         encoding = torch.where((positions == padding_idx).unsqueeze(-1), 0.0, encoding)
     compute = _compute_dtype(x.dtype)
