@@ -1,0 +1,138 @@
+"""The projections of an attention layer: ``linear`` is the one seam between them and a GEMM.
+
+    y = x Wᵀ + b          x [..., K]   W [N, K]   b [N]   y [..., N]
+    dx = dy W     dW = dyᵀ x     db = Σ dy
+
+Three quarters of the arithmetic of a layer of ordinary size lies here, so the GEMM is chosen by
+measurement (docs/multihead_attention.md has the table, and how it was taken):
+
+- float32: oneDNN's inner product, 1.2 to 1.6 times the speed of the MKL GEMM under
+  ``torch.nn.functional.linear`` on AMD EPYC. dW is left to ``torch.mm`` when M is large: oneDNN
+  would first copy both transposed operands.
+- float16: PyTorch's float16 GEMM runs at about 1 GFLOP/s on processors without native float16
+  arithmetic; in float32, rounded once at the end, it is two orders of magnitude faster and more
+  accurate.
+- everything else: ``torch.nn.functional.linear``.
+
+The operator ``torch.ops.mkldnn._linear_pointwise`` is private to PyTorch. Where it is missing, or
+oneDNN is switched off (``torch.backends.mkldnn.flags(enabled=False)``),
+``torch.nn.functional.linear`` does the work.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastattn.nn._eager import is_plain
+
+_MIN_ROWS_MM = 2048  # dW: from this M on, torch.mm beats oneDNN with its two transposed copies
+
+
+def _find_onednn_linear() -> Any | None:
+    """oneDNN's inner product as an operator of PyTorch, or None where this PyTorch has none."""
+    if not torch.backends.mkldnn.is_available():
+        return None
+    try:
+        return torch.ops.mkldnn._linear_pointwise.default
+    except (AttributeError, RuntimeError):
+        return None
+
+
+_ONEDNN_LINEAR = _find_onednn_linear()
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x @ weight.T + bias``, as ``torch.nn.functional.linear``, on the fastest GEMM for these
+    arguments.
+
+    Args:
+        x: [..., K], any strides.
+        weight: [N, K], any strides.
+        bias: [N] or None.
+
+    Returns:
+        [..., N], contiguous, in the dtype of the arguments. Differentiable any number of times.
+
+    Under autocast, ``torch.func`` transforms, ``torch.compile``, tensor subclasses, other devices
+    and dispatch modes this is ``torch.nn.functional.linear`` itself. Errors are those of
+    ``torch.nn.functional.linear``.
+    """
+    if not _is_ours(x, weight, bias):
+        return F.linear(x, weight, bias)
+    rows = x.reshape(-1, x.shape[-1])
+    if torch.is_grad_enabled() and (
+        x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    ):
+        y = _Linear.apply(rows, weight, bias)
+    else:
+        y = _forward(rows, weight, bias)
+    return y.view(*x.shape[:-1], weight.shape[0])
+
+
+def _is_ours(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether the arguments are valid and another GEMM than that of ``F.linear`` serves them."""
+    if not is_plain(x, weight, bias) or torch.is_autocast_enabled("cpu"):
+        return False
+    if x.dtype == torch.float32:
+        if _ONEDNN_LINEAR is None or not torch._C._get_mkldnn_enabled():
+            return False
+    elif x.dtype != torch.float16:
+        return False
+    return (
+        x.dim() >= 2
+        and weight.dim() == 2
+        and x.shape[-1] == weight.shape[1]
+        and weight.dtype == x.dtype
+        and (bias is None or (bias.dtype == x.dtype and bias.shape == weight.shape[:1]))
+        and x.numel() > 0
+        and weight.numel() > 0
+    )
+
+
+def _forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x [M, K], weight [N, K], bias [N] -> [M, N]"""
+    if x.dtype == torch.float16:
+        wide = _forward(x.float(), weight.float(), None if bias is None else bias.float())
+        return wide.half()
+    if _ONEDNN_LINEAR is None:
+        return F.linear(x, weight, bias)
+    return _ONEDNN_LINEAR(x, weight, bias, "none", [], "")
+
+
+def _weight_grad(grad: Tensor, x: Tensor) -> Tensor:
+    """grad [M, N], x [M, K] -> gradᵀ x [N, K]"""
+    if grad.dtype == torch.float16:
+        return _weight_grad(grad.float(), x.float()).half()
+    if _ONEDNN_LINEAR is None or grad.shape[0] >= _MIN_ROWS_MM:
+        return grad.t() @ x
+    return _ONEDNN_LINEAR(grad.t(), x.t(), None, "none", [], "")
+
+
+class _Linear(torch.autograd.Function):
+    """The old style, without ``setup_context``: it costs a third, and no transform reaches it
+    (``is_plain``)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return _forward(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        (grad,) = grads
+        x, weight = ctx.saved_tensors
+        need_x, need_weight, need_bias = ctx.needs_input_grad
+        grad_x = grad_weight = grad_bias = None
+        if need_x:
+            grad_x = linear(grad, weight.t())
+        if need_weight:
+            # With create_graph the product itself must be differentiable: yᵀ = linear(gradᵀ, xᵀ)
+            differentiable = torch.is_grad_enabled() or not is_plain(grad, x)
+            grad_weight = linear(grad.t(), x.t()) if differentiable else _weight_grad(grad, x)
+        if need_bias:
+            grad_bias = grad.sum(0)
+        return grad_x, grad_weight, grad_bias

@@ -1,0 +1,136 @@
+"""From the masks of ``torch.nn.MultiheadAttention`` to the one mask of
+``scaled_dot_product_attention``.
+
+Two things change on the way: the polarity (True is *ignored* there, *takes part* here) and the
+shape, which stays as small as the masks allow: padding alone is [N, 1, 1, S], never [N, H, L, S].
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastattn.nn._eager import is_plain
+
+
+def check_mask_dtypes(
+    key_padding_mask: Tensor | None, attn_mask: Tensor | None, query_dtype: torch.dtype
+) -> None:
+    """Raise and warn as PyTorch does about the masks' dtypes: ask it about empty masks of those."""
+    dtypes = {mask.dtype for mask in (key_padding_mask, attn_mask) if mask is not None}
+    alike = len(dtypes) < 2 and all(d == torch.bool or d.is_floating_point for d in dtypes)
+    if alike:
+        return  # nothing to say
+    padding = None if key_padding_mask is None else key_padding_mask.new_empty(0)
+    attention = None if attn_mask is None else attn_mask.new_empty(0)
+    # Twice: nn.MultiheadAttention looks first, then F.multi_head_attention_forward at what came
+    # out.
+    for _ in range(2):
+        padding = F._canonical_mask(
+            mask=padding,
+            mask_name="key_padding_mask",
+            other_type=F._none_or_dtype(attention),
+            other_name="attn_mask",
+            target_type=query_dtype,
+        )
+        attention = F._canonical_mask(
+            mask=attention,
+            mask_name="attn_mask",
+            other_type=None,
+            other_name="",
+            target_type=query_dtype,
+            check_other=False,
+        )
+
+
+def is_causal_mask(mask: Tensor) -> bool:
+    """Whether ``mask`` [L, S] is exactly "no key after the query", so that it need not be read at
+    all.
+
+    False when its values cannot be looked at (tracing, transforms, other devices) or it is learned.
+    """
+    if mask.dim() != 2 or mask.requires_grad or not is_plain(mask):
+        return False
+    future = torch.ones(mask.shape, dtype=torch.bool).triu_(1)
+    if mask.dtype == torch.bool:
+        return torch.equal(mask, future)
+    return torch.equal(mask, torch.zeros_like(mask).masked_fill_(future, float("-inf")))
+
+
+def merge_masks(
+    key_padding_mask: Tensor | None,  # [N, S]
+    attn_mask: Tensor | None,  # [L, S] or [N·H, L, S]
+    *,
+    batch: int,
+    num_heads: int,
+    length: int,
+    source: int,
+    appended: int,
+) -> Tensor | None:
+    """One mask [N|1, H|1, L|1, S + appended] with True where a key takes part, or floating and
+    added, or None.
+
+    ``appended`` counts the keys that ``add_bias_kv`` and ``add_zero_attn`` put at the end; no mask
+    hides them. A floating padding mask of 0 and -inf only, which is what the layers of
+    ``torch.nn.Transformer`` make of a boolean one, becomes boolean again.
+
+    Raises:
+        RuntimeError: ``attn_mask`` has the wrong shape.
+        AssertionError: ``key_padding_mask`` has the wrong shape.
+    """
+    attention = _attention_mask(attn_mask, batch, num_heads, length, source, appended)
+    padding = _padding_mask(key_padding_mask, batch, source, appended)
+    if attention is None or padding is None:
+        return padding if attention is None else attention
+    if padding.dtype == torch.bool:
+        if attention.dtype == torch.bool:
+            return attention & padding
+        return torch.where(padding, attention, float("-inf"))
+    if attention.dtype == torch.bool:
+        return torch.where(attention, padding, float("-inf"))
+    return attention + padding
+
+
+def _attention_mask(
+    mask: Tensor | None, batch: int, num_heads: int, length: int, source: int, appended: int
+) -> Tensor | None:
+    """[L, S] -> [1, 1, L, S'], [N·H, L, S] -> [N, H, L, S']"""
+    if mask is None:
+        return None
+    expected = (length, source) if mask.dim() == 2 else (batch * num_heads, length, source)
+    if mask.shape != expected:
+        raise RuntimeError(
+            f"The shape of the {mask.dim()}D attn_mask is {mask.shape}, but should be {expected}."
+        )
+    if appended:
+        mask = F.pad(mask, (0, appended))
+    if mask.dtype == torch.bool:
+        mask = mask.logical_not()
+    batches, heads = (1, 1) if mask.dim() == 2 else (batch, num_heads)
+    return mask.reshape(batches, heads, length, source + appended)
+
+
+def _padding_mask(mask: Tensor | None, batch: int, source: int, appended: int) -> Tensor | None:
+    """[N, S] -> [N, 1, 1, S']"""
+    if mask is None:
+        return None
+    if appended:
+        mask = F.pad(mask, (0, appended))
+    for dim, size in enumerate((batch, source + appended)):
+        if mask.shape[dim] != size:
+            raise AssertionError(
+                f"Expected key_padded_mask.shape[{dim}] to be {size}, but got {mask.shape[dim]}"
+            )
+    if mask.dtype == torch.bool:
+        mask = mask.logical_not()
+    elif _only_excludes(mask):
+        mask = mask == 0
+    return mask[:, None, None, :]
+
+
+def _only_excludes(mask: Tensor) -> bool:
+    """Whether a floating mask is 0 and -inf only. False when its values cannot be looked at."""
+    if mask.requires_grad or not is_plain(mask):
+        return False
+    return bool(((mask == 0) | (mask == float("-inf"))).all())

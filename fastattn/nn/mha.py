@@ -1,0 +1,268 @@
+"""``MultiheadAttention``: the drop-in for ``torch.nn.MultiheadAttention``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# Bound here: whoever puts our class under this name in torch.nn later meets no recursion.
+from torch.nn import MultiheadAttention as _Stock
+
+from fastattn.nn._linear import linear
+from fastattn.nn._masks import check_mask_dtypes, is_causal_mask, merge_masks
+from fastattn.nn._nested import nested_self_attention
+from fastattn.ops.sdpa import scaled_dot_product_attention
+
+
+def keep_forward_called(module: torch.nn.Module, args: Any) -> None:
+    """A forward-pre-hook that does nothing; that it is there makes the encoder layer call us.
+
+    In eval mode without gradients ``torch.nn.TransformerEncoderLayer`` hands the *weights* of its
+    attention to a fused operator of PyTorch and never calls ``self_attn.forward``, whatever class
+    it is of, unless a submodule has a hook.
+    """
+
+
+class MultiheadAttention(_Stock):
+    """Multi-head attention on fused kernels, with the contract of ``torch.nn.MultiheadAttention``.
+
+        head_h = softmax(Q_h K_hᵀ / √D + masks) V_h       D = E / H
+        out = [head_1, …, head_H] W_oᵀ + b_o              Q = query W_qᵀ + b_q, K and V likewise
+
+    Constructor, ``forward``, parameters, ``state_dict``, initial values, random numbers, warnings
+    and errors are those of ``torch.nn.MultiheadAttention``, whose documentation holds:
+    https://docs.pytorch.org/docs/stable/generated/torch.nn.MultiheadAttention.html. The paper is
+    Vaswani et al. 2017, https://arxiv.org/abs/1706.03762. What differs, on purpose:
+
+    - A query that may see no key gets attention output 0, hence ``out_proj.bias``, weights 0, and
+      passes on no gradient. PyTorch gives NaN on some of its paths and this on others.
+    - There is one path: ``need_weights=True`` stays on the fused kernel, keys hidden by
+      ``key_padding_mask`` are skipped, and ``is_causal=True`` without ``attn_mask`` always raises.
+    - The output is contiguous. With ``batch_first=True``, PyTorch's is so only on its fast path.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__(
+            embed_dim,
+            num_heads,
+            dropout,
+            bias,
+            add_bias_kv,
+            add_zero_attn,
+            kdim,
+            vdim,
+            batch_first,
+            device,
+            dtype,
+        )
+        self.register_forward_pre_hook(keep_forward_called)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend from ``query`` to ``key`` and ``value``.
+
+        Args:
+            query: [L, N, E], or [N, L, E] with ``batch_first``, or [L, E] unbatched.
+            key: [S, N, kdim], [N, S, kdim] or [S, kdim].
+            value: [S, N, vdim], [N, S, vdim] or [S, vdim].
+            key_padding_mask: [N, S] or [S]; True is ignored, floating is added to the scores.
+            need_weights: whether to return the attention weights, as applied, after dropout.
+            attn_mask: [L, S] or [N·H, L, S]; True is not allowed, floating is added.
+            average_attn_weights: weights averaged over the heads, [N, L, S], else [N, H, L, S].
+            is_causal: a hint that ``attn_mask`` is causal. Without weights and padding it is taken
+                on trust and the mask is not read; else the mask counts.
+
+        Returns:
+            The output, shaped as ``query``, and the weights (without N if unbatched) or None. Keys
+            that ``add_bias_kv`` and ``add_zero_attn`` append count in S of the weights.
+
+        Raises:
+            AssertionError, RuntimeError: as ``torch.nn.MultiheadAttention``, with the same texts.
+        """
+        if isinstance(query, torch.fx.Proxy):
+            masks_and_flags = (key_padding_mask, need_weights, attn_mask, average_attn_weights)
+            return self._trace_as_leaf(query, key, value, *masks_and_flags, is_causal)
+        check_mask_dtypes(key_padding_mask, attn_mask, query.dtype)
+        if query.is_nested or key.is_nested or value.is_nested:
+            masks = (key_padding_mask, attn_mask)
+            return nested_self_attention(
+                self, query, key, value, *masks, need_weights, average_attn_weights
+            )
+        batched = F._mha_shape_check(query, key, value, key_padding_mask, attn_mask, self.num_heads)
+        if is_causal and attn_mask is None:
+            raise RuntimeError(
+                "Need attn_mask if specifying the is_causal hint. "
+                "You may use the Transformer module method "
+                "`generate_square_subsequent_mask` to create this mask."
+            )
+        batch_dim = 0 if self.batch_first or not batched else 1
+        if not batched:
+            query, key, value = _add_batch(query, key, value)
+            key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
+        self._check_shapes(query, key, value, batch_dim)
+        q, k, v = self._project(query, key, value, batch_dim)
+        out, weights = self._attend(
+            q, k, v, key_padding_mask, attn_mask, is_causal, need_weights, average_attn_weights
+        )
+        out = self._project_out(out, batch_dim)
+        if not batched:
+            out = out.squeeze(0)
+            weights = None if weights is None else weights.squeeze(0)
+        return out, weights
+
+    def _attend(
+        self,
+        q: Tensor,  # [N, H, L, D]
+        k: Tensor,  # [N, H, S, D]
+        v: Tensor,  # [N, H, S, D]
+        key_padding_mask: Tensor | None,  # [N, S]
+        attn_mask: Tensor | None,  # [L, S] or [N·H, L, S]
+        is_causal: bool,
+        need_weights: bool,
+        average_weights: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention between the projections: out [N, H, L, D], weights [N, (H,) L, S'] or None."""
+        source = k.shape[2]
+        k, v = self._append(k, v)
+        appended = k.shape[2] - source
+        causal = False
+        if is_causal and attn_mask is not None:
+            # Where PyTorch would read the mask, the hint still serves if the mask bears it out.
+            # (Appended keys are visible to a mask, and in the future of a hint.)
+            trusted = key_padding_mask is None and not need_weights
+            causal = trusted or (appended == 0 and is_causal_mask(attn_mask))
+        mask = merge_masks(
+            key_padding_mask,
+            None if causal else attn_mask,
+            batch=q.shape[0],
+            num_heads=self.num_heads,
+            length=q.shape[2],
+            source=source,
+            appended=appended,
+        )
+        result = scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            dropout_p=self.dropout if self.training else 0.0,
+            window=(-1, 0) if causal else None,  # is_causal, which excludes a mask, allowing one
+            need_weights=need_weights,
+            average_weights=average_weights,
+        )
+        return result if need_weights else (result, None)
+
+    def _check_shapes(self, query: Tensor, key: Tensor, value: Tensor, batch_dim: int) -> None:
+        if query.shape[-1] != self.embed_dim:
+            raise AssertionError(
+                f"was expecting embedding dimension of {self.embed_dim}, but got {query.shape[-1]}"
+            )
+        # PyTorch words its messages for [S, N, E]
+        key_shape, value_shape = (
+            x.shape if batch_dim == 1 else x.transpose(0, 1).shape for x in (key, value)
+        )
+        if not self._qkv_same_embed_dim:
+            if key_shape[:2] != value_shape[:2]:
+                raise AssertionError(
+                    f"key's sequence and batch dims {key_shape[:2]} "
+                    f"do not match value's {value_shape[:2]}"
+                )
+        elif key_shape != value_shape:
+            raise AssertionError(f"key shape {key_shape} does not match value shape {value_shape}")
+        if key_shape[1] != query.shape[batch_dim]:
+            raise RuntimeError(
+                f"the batch of key and value is {key_shape[1]}, that of query is "
+                f"{query.shape[batch_dim]}; they must be equal"
+            )
+
+    def _project(
+        self, query: Tensor, key: Tensor, value: Tensor, batch_dim: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The projections as views [N, H, L, D], by one GEMM for all inputs that are one tensor."""
+        bias = self.in_proj_bias
+        if not self._qkv_same_embed_dim:
+            weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        else:
+            weight = self.in_proj_weight  # [3E, E]
+            if query is key and key is value:
+                q, k, v = self._heads(linear(query, weight, bias), batch_dim, 3)
+                return q, k, v
+            if key is value:
+                e = self.embed_dim
+                b_q, b_kv = (None, None) if bias is None else (bias[:e], bias[e:])
+                (q,) = self._heads(linear(query, weight[:e], b_q), batch_dim, 1)
+                k, v = self._heads(linear(key, weight[e:], b_kv), batch_dim, 2)
+                return q, k, v
+            weights = weight.chunk(3)
+        biases = (None, None, None) if bias is None else bias.chunk(3)
+        q, k, v = (
+            self._heads(linear(x, w, b), batch_dim, 1)[0]
+            for x, w, b in zip((query, key, value), weights, biases, strict=True)
+        )
+        return q, k, v
+
+    def _heads(self, packed: Tensor, batch_dim: int, count: int) -> tuple[Tensor, ...]:
+        """[N, L, count·E] or [L, N, count·E] -> ``count`` views [N, H, L, D]"""
+        parts = packed.unflatten(-1, (count, self.num_heads, self.head_dim)).unbind(2)
+        order = (0, 2, 1, 3) if batch_dim == 0 else (1, 2, 0, 3)
+        return tuple(part.permute(order) for part in parts)
+
+    def _append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Append what ``add_bias_kv`` (learned) and ``add_zero_attn`` ask for to [N, H, S, D]."""
+        if (self.bias_k is None) != (self.bias_v is None):
+            names = ("bias_k", "bias_v") if self.bias_v is None else ("bias_v", "bias_k")
+            raise AssertionError("{} is set but {} is None".format(*names))
+        keys, values = [k], [v]
+        one = (k.shape[0], self.num_heads, 1, self.head_dim)
+        if self.bias_k is not None and self.bias_v is not None:
+            keys.append(self.bias_k.view(1, self.num_heads, 1, self.head_dim).expand(one))
+            values.append(self.bias_v.view(1, self.num_heads, 1, self.head_dim).expand(one))
+        if self.add_zero_attn:
+            keys.append(k.new_zeros(one))
+            values.append(v.new_zeros(one))
+        if len(keys) == 1:
+            return k, v
+        return torch.cat(keys, dim=2), torch.cat(values, dim=2)
+
+    def _project_out(self, out: Tensor, batch_dim: int) -> Tensor:
+        """[N, H, L, D] -> [N, L, E] or [L, N, E]"""
+        order = (0, 2, 1, 3) if batch_dim == 0 else (2, 0, 1, 3)
+        # out_proj is read, not called, as in PyTorch: clients wrap it and rely on that.
+        return linear(out.permute(order).flatten(2), self.out_proj.weight, self.out_proj.bias)
+
+    def _trace_as_leaf(self, query: torch.fx.Proxy, *args: Any) -> Any:
+        """One node in a graph of ``torch.fx``, like every module of ``torch.nn``."""
+        tracer = query.tracer
+        return tracer.create_proxy("call_module", tracer.path_of_module(self), (query, *args), {})
+
+
+def _add_batch(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Add a batch of one in front, keeping which of the inputs are one tensor."""
+    q = query[None]
+    k = q if key is query else key[None]
+    return q, k, (k if value is key else value[None])
