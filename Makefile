@@ -1,57 +1,95 @@
-# `make bench` and `make test` need Python >= 3.10 with venv, a C++17 compiler and make; they do the rest.
+# `make bench` and `make test` need Python >= 3.10 with venv, a C++17 compiler and make; they do the
+# rest. Settings, on the command line or in the environment:
 #   PYTHON=python3.12   the Python to make the environment with
 #   VENV=.venv          where to make it
-#   ARGS="..."          passed on to the benchmark or to pytest
+#   ARGS="..."          passed on to pytest or to the benchmark
 
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
 
-# Pinned: torch is what we are measured against and whose behaviour we copy, so a result means nothing without its
-# version. Nothing here needs CUDA: where PyTorch's own page of CPU builds can be reached, pip prefers it (its local
-# version `2.13.0+cpu` sorts above `2.13.0`) and is spared gigabytes; elsewhere pip takes what its index has.
+# Pinned: torch is what we are measured against and whose behaviour we copy, so that a result means
+# nothing without its version. Nothing here needs CUDA: where PyTorch's own page of CPU builds can
+# be reached, pip prefers it (`2.13.0+cpu` sorts above `2.13.0`) and is spared gigabytes; elsewhere
+# pip takes what its index has.
 TORCH ?= torch==2.13.0
 TORCH_WHEELS ?= https://download.pytorch.org/whl/cpu/torch/
 
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check
-BUILD := FASTATTN_REQUIRE_NATIVE=1 $(BIN)/python setup.py --quiet
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+# What the two commands promise is the native core: without it they fail, they do not fall back.
+export FASTATTN_REQUIRE_NATIVE := 1
+
 # Folders too, so that a file taken away also counts as a change.
 NATIVE_SOURCES := setup.py $(shell find csrc)
+CXX_FILES = $(shell git ls-files --cached --others --exclude-standard '*.cpp' '*.h')
 
 .DEFAULT_GOAL := help
-.PHONY: help bench test test-full build lint format clean
+.PHONY: help bench test test-full test-isas test-sanitized build lint format clean
 
-help: ## what there is to make
-	@grep -hE '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{ printf "  make %-10s %s\n", $$1, $$2 }'
+help: ## say what there is to make
+	@grep -hE '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{ printf "  make %-15s %s\n", $$1, $$2 }'
 
-bench: build ## compare the drop-in with PyTorch on this machine: a table, a picture, a JSON file (minutes)
-	$(BIN)/python -m fastattn bench run --json bench-results/bench.json --plot bench-results/bench.png $(ARGS)
+bench: build ## compare the drop-in with PyTorch on this machine: table, picture, JSON; < 5 minutes
+	$(BIN)/python -m fastattn bench run \
+	  --json bench-results/bench.json --plot bench-results/bench.png $(ARGS)
 
-test: build ## run all tests but the slow ones
+test: build ## run all tests but the slow ones; < 15 minutes on two cores
 	$(BIN)/python -m pytest -m "not slow" $(ARGS)
 
-build: $(VENV)/.stamp-native ## environment and native core, rebuilt where csrc changed
+test-full: build test-isas test-sanitized ## slow tests, every instruction set, sanitizers
+	$(BIN)/python -m pytest $(ARGS)
 
-$(VENV)/.stamp-python:
-	$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("fastattn needs Python >= 3.10; set PYTHON=")'
+test-isas: build ## all tests but the slow ones on every instruction set of this processor
+	for isa in $$($(BIN)/python -c 'import torch, fastattn._cpu as c; print(*c.build_info()["supported"])'); do \
+	  FASTATTN_CPU_ISA=$$isa $(BIN)/python -m pytest -m "not slow" $(ARGS) || exit 1; \
+	done
+
+# In a folder of its own, so that the fast build stays. The runtime of ASan must come first in the
+# process, and libstdc++ with it, or exceptions cannot be intercepted; Python itself leaks.
+SANITIZED := build/sanitized
+test-sanitized: build ## the tests that run kernels, under AddressSanitizer and UBSan
+	FASTATTN_SANITIZE=address,undefined $(BIN)/python setup.py --quiet \
+	  build --build-base $(SANITIZED) --build-lib $(SANITIZED)/lib
+	cd $(SANITIZED) && \
+	LD_PRELOAD="$$($${CXX:-g++} -print-file-name=libasan.so) $$($${CXX:-g++} -print-file-name=libstdc++.so)" \
+	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONPATH=lib \
+	$(abspath $(BIN))/python -m pytest -m "native and not slow" $(abspath tests) $(ARGS)
+
+build: $(VENV)/.stamp-native ## make the environment and the native core; again where csrc changed
+
+$(VENV)/.stamp-venv:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+	  || { echo "fastattn needs Python >= 3.10: make PYTHON=python3.12 ..."; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	touch $@
 
-# Without build isolation, so that the build folder stays valid and only what changed is compiled again.
-$(VENV)/.stamp-packages: pyproject.toml | $(VENV)/.stamp-python
-	$(PIP) install --quiet --retries 2 --find-links $(TORCH_WHEELS) $(TORCH)
-	$(PIP) install --quiet 'setuptools>=77' 'pybind11>=2.13' ninja
-	FASTATTN_REQUIRE_NATIVE=1 $(PIP) install --quiet --no-build-isolation --editable '.[bench,test]'
+# Without build isolation, so that the build folder stays valid and only what changed is compiled.
+$(VENV)/.stamp-packages: pyproject.toml | $(VENV)/.stamp-venv
+	$(PIP) install --find-links $(TORCH_WHEELS) $(TORCH)
+	$(PIP) install 'setuptools>=77' 'pybind11>=2.13' ninja
+	$(PIP) install --no-build-isolation --editable '.[bench,test]'
 	touch $@
 
 $(VENV)/.stamp-native: $(NATIVE_SOURCES) $(VENV)/.stamp-packages
-	$(BUILD) build_ext --inplace
+	$(BIN)/python setup.py --quiet build_ext --inplace
 	touch $@
 
-$(VENV)/.stamp-dev: pyproject.toml | $(VENV)/.stamp-packages
-	$(PIP) install --quiet '.[dev]'
+$(VENV)/.stamp-dev: pyproject.toml $(VENV)/.stamp-packages
+	$(PIP) install --no-build-isolation --editable '.[dev]'
 	touch $@
+
+lint: $(VENV)/.stamp-dev ## check format, style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
+
+format: $(VENV)/.stamp-dev ## mend what can be mended automatically
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CXX_FILES)
 
 clean: ## remove everything that was built, but not the environment
-	rm -rf build dist *.egg-info bench-results fastattn/_build.json fastattn/*.so $(VENV)/.stamp-native
+	rm -rf build dist *.egg-info bench-results fastattn/_build.json fastattn/*.so
+	rm -f $(VENV)/.stamp-native

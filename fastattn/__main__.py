@@ -1,0 +1,5 @@
+import sys
+
+from fastattn.cli import main
+
+sys.exit(main())

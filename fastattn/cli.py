@@ -1,0 +1,72 @@
+"""The command line: `fastattn COMMAND` or `python -m fastattn COMMAND`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from fastattn._version import __version__
+
+# Command: the module with its add_arguments(parser) and run(args) -> int, and what it does.
+COMMANDS = {
+    "info": ("fastattn.info", "versions, processor, threads, and which backends are built"),
+    "verify": ("fastattn.verify", "check this build on this machine against the float64 oracle"),
+    "bench": ("fastattn.bench.cli", "compare with PyTorch and others on this machine"),
+    "explain": ("fastattn._explain", "which backend would run a call, and why not the others"),
+}
+
+EXIT_CODES = """\
+exit codes:
+  0    done
+  1    a check failed: results were wrong, or a benchmark's cell was
+  2    wrong usage: the message says which argument and what is allowed
+  130  interrupted
+"""
+
+
+def build_parser(command: str | None) -> argparse.ArgumentParser:
+    """The parser of all commands, with the arguments of `command` only: the others, and what they
+    import, are never loaded."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        prog="fastattn",
+        description="Fused attention kernels for PyTorch.",
+        epilog=EXIT_CODES,
+        formatter_class=raw,
+    )
+    parser.add_argument("--version", action="version", version=f"fastattn {__version__}")
+    parser.add_argument(
+        "--traceback", action="store_true", help="show where an error came from, for a bug report"
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, (module, summary) in COMMANDS.items():
+        subparser = commands.add_parser(
+            name, help=summary, description=summary, epilog=EXIT_CODES, formatter_class=raw
+        )
+        if name == command:
+            importlib.import_module(module).add_arguments(subparser)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    command = next((word for word in arguments if not word.startswith("-")), None)
+    args = build_parser(command).parse_args(arguments)
+    try:
+        status: int = importlib.import_module(COMMANDS[args.command][0]).run(args)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader, such as `head`, has left; so do we, quietly
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (ValueError, TypeError, RuntimeError, NotImplementedError, OSError) as error:
+        if args.traceback:
+            raise
+        print(f"fastattn {args.command}: error: {error}", file=sys.stderr)
+        return 2
+    return status

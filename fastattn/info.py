@@ -1,0 +1,173 @@
+"""What is installed, what this processor offers, and which backends run: `python -m fastattn info`.
+
+A report for people and for bug reports: nothing here may raise because something is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import json
+import os
+import platform
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fastattn._version import __version__
+from fastattn.dispatch import BACKENDS
+
+# What decides the speed of attention on some processor, out of the hundred flags that Linux lists.
+CPU_FEATURES = """
+    avx avx2 fma f16c avx512f avx512dq avx512bw avx512vl avx512_bf16 avx512_fp16 avx512_vnni
+    amx_tile amx_bf16 amx_fp16 amx_int8 asimd fphp asimdhp bf16 sve sve2 sme
+""".split()
+
+
+def collect() -> dict[str, Any]:
+    """Everything that `info` prints, as plain values that JSON can carry."""
+    native = _native_module("cpu")
+    return {
+        "fastattn": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "torch": torch.__version__,
+        "numpy": _version("numpy"),
+        "cpu": _cpu(),
+        "threads": torch.get_num_threads(),
+        "openmp": _openmp_runtimes(),
+        "isa": native["build_info"],
+        "backends": {name: _backend(name) for name in BACKENDS},
+        "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith("FASTATTN_")},
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu() -> dict[str, Any]:
+    fields: dict[str, str] = {}
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            key, _, value = line.partition(":")
+            fields.setdefault(key.strip(), value.strip())
+    except OSError:
+        pass  # not Linux: what platform knows has to do
+    flags = (fields.get("flags") or fields.get("Features") or "").split()
+    return {
+        "model": fields.get("model name") or platform.processor() or platform.machine(),
+        "architecture": platform.machine(),
+        "cores": os.cpu_count(),
+        "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
+        "features": [name for name in CPU_FEATURES if name in flags],
+    }
+
+
+def _openmp_runtimes() -> list[str]:
+    """File names of the OpenMP runtimes in this process. More than one means that torch's threads
+    and ours are strangers who compete for the same cores."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return []
+    names = {line.rpartition("/")[2] for line in lines if "/" in line}
+    return sorted(name for name in names if name.startswith(("libgomp", "libomp", "libiomp")))
+
+
+def _native_module(name: str) -> dict[str, Any]:
+    """`build_info` of `fastattn._<name>`, or the reason why it cannot be had."""
+    try:
+        module = importlib.import_module(f"fastattn._{name}")
+        return {"build_info": module.build_info(), "error": None}
+    except Exception as error:  # a broken library or a wrong FASTATTN_CPU_ISA: tell, do not fail
+        return {"build_info": None, "error": f"{type(error).__name__}: {error}"}
+
+
+def _build_record() -> dict[str, Any]:
+    try:
+        record: dict[str, Any] = json.loads(Path(__file__).with_name("_build.json").read_text())
+    except FileNotFoundError:
+        return {}
+    return record
+
+
+def _backend(name: str) -> dict[str, Any]:
+    """{"built": bool, "reason": why it is not or None} and what the build record knows."""
+    if importlib.util.find_spec(f"fastattn.backends.{name}") is None:
+        return {"built": False, "reason": f"fastattn {__version__} has no {name} kernels"}
+    if name in ("reference", "triton"):
+        return {"built": True, "reason": None}
+    record = _build_record()
+    module = record.get("modules", {}).get(name)
+    error = _native_module(name)["error"]
+    if error is None:
+        return {**(module or {}), "built": True, "reason": None}
+    if module is None:
+        reason = "no native build was made here; `make build` or `pip install .` makes one"
+    elif not module["built"]:
+        reason = module["reason"]
+    else:
+        reason = f"it was built but cannot be used: {error}"
+    return {**(module or {}), "built": False, "reason": reason}
+
+
+def format_text(facts: dict[str, Any]) -> str:
+    cpu = facts["cpu"]
+    usable = cpu["usable_cores"]
+    rows = [
+        ("fastattn", facts["fastattn"]),
+        ("Python", f"{facts['python']} on {facts['platform']}"),
+        ("torch", facts["torch"]),
+        ("NumPy", facts["numpy"] or "not installed"),
+        ("CPU", f"{cpu['model']} ({cpu['architecture']})"),
+        ("features", " ".join(cpu["features"]) or "unknown"),
+        ("cores", f"{cpu['cores']}" + (f", {usable} of them usable here" if usable else "")),
+        ("threads", f"{facts['threads']} (torch.get_num_threads())"),
+        ("OpenMP", ", ".join(facts["openmp"]) or "none loaded"),
+        *_isa_rows(facts),
+        *((f"backend {name}", _backend_text(name, facts)) for name in facts["backends"]),
+        *((name, value) for name, value in facts["environment"].items()),
+    ]
+    if not facts["environment"]:
+        rows.append(("FASTATTN_*", "no variable is set"))
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def _isa_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    isa = facts["isa"]
+    if isa is None:
+        return [("ISA", "none: there is no native core, everything runs in plain PyTorch")]
+    left_out = facts["backends"]["cpu"].get("left_out") or {}
+    return [
+        ("ISA", f"{isa['isa']} in use"),
+        ("  compiled", ", ".join(isa["compiled"])),
+        ("  supported", ", ".join(isa["supported"])),
+        *(("  left out", f"{name}: {reason}") for name, reason in left_out.items()),
+    ]
+
+
+def _backend_text(name: str, facts: dict[str, Any]) -> str:
+    backend = facts["backends"][name]
+    if not backend["built"]:
+        return f"not built: {backend['reason']}"
+    if name == "reference":
+        return "always there: plain PyTorch"
+    return f"built by {backend['compiler']}" if "compiler" in backend else "built"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+
+
+def run(args: argparse.Namespace) -> int:
+    facts = collect()
+    print(json.dumps(facts, indent=2) if args.json else format_text(facts))
+    return 0
