@@ -1,0 +1,241 @@
+"""Sinusoidal position encoding: ``x * scale + PE(position)``, exact at any position."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattn.library import Operator
+from fastattn.sinusoids import LAYOUTS
+
+__all__ = ["sinusoidal_encoding", "sinusoidal_table"]
+
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_INTEGERS = (torch.int64, torch.int32)
+
+
+def sinusoidal_encoding(
+    x: Tensor,
+    *,
+    offset: int | Tensor = 0,
+    positions: Tensor | None = None,
+    layout: str = "interleaved",
+    max_timescale: float = 10000.0,
+    scale: float | None = None,
+    padding_idx: int | None = None,
+) -> Tensor:
+    r"""Scale ``x`` and add the sinusoidal encoding of its positions, in one pass.
+
+    .. math:: out = x \cdot scale + PE(position)
+
+    With T = ``max_timescale``, p the position and d the last dimension of ``x``, the layouts are
+
+    ================== ======================================= ================================
+    ``interleaved``    PE[2i] = sin(p / T^(2i/d))              PE[2i+1] = cos(p / T^(2i/d))
+    ``tensor2tensor``  PE[i] = sin(p / T^(i/(h-1)))            PE[h+i] = cos(p / T^(i/(h-1)))
+    ``marian``         PE[i] = sin(p / T^(2i/d))               PE[s+i] = cos(p / T^(2i/d))
+    ``split_exponent`` PE[2i] = sin(p / T^(2i/d))              PE[2i+1] = cos(p / T^((2i+1)/d))
+    ================== ======================================= ================================
+
+    where h = d // 2 (and h - 1 counts as 1 for d < 4) and s = (d + 1) // 2. An odd d leaves one
+    column without a partner: it is a sine, but zero in ``tensor2tensor``. ``interleaved`` is the
+    paper's (Vaswani et al. 2017, https://arxiv.org/abs/1706.03762); docs/sinusoidal.md tells who
+    uses which.
+
+    Args:
+        x: [..., L, d], float32, float64, bfloat16 or float16, any strides; sizes may be 0.
+        offset: the position of the first row. Row l is at ``offset + l``. An integer, or an
+            int64/int32 tensor that broadcasts to ``x.shape[:-2]``: a scalar tensor, or [B] for
+            sequences that have come differently far. Not together with ``positions``.
+        positions: int64 or int32, broadcasts to ``x.shape[:-1]``: the position of every row.
+        layout: one of the four above.
+        max_timescale: T, finite and at least 1.
+        scale: multiplies ``x``; None is 1, the paper's is ``d ** 0.5``.
+        padding_idx: rows at this position get ``x * scale`` alone, PE = 0.
+
+    Positions may be negative: PE(-p) has the opposite sines and the same cosines.
+
+    Returns:
+        [..., L, d] in the dtype and on the device of ``x``. The error of PE is at most 1e-7 up to
+        position 1e8 for float32; 16-bit results are computed in float32 and rounded once; float64
+        has about 2e-16 + 1.7e-19 * abs(position). Differentiable in ``x``, any number of times.
+
+    Raises:
+        TypeError: an argument of the wrong type, or ``x``, ``offset`` or ``positions`` of a dtype
+            other than those listed.
+        ValueError: an unknown layout, shapes that do not broadcast, ``max_timescale`` below 1, both
+            ``offset`` and ``positions``, or tensors on different devices.
+    """
+    operator, arguments = prepare(
+        x,
+        offset=offset,
+        positions=positions,
+        layout=layout,
+        max_timescale=max_timescale,
+        scale=scale,
+        padding_idx=padding_idx,
+    )
+    return operator(*arguments)
+
+
+def sinusoidal_table(
+    length: int,
+    dim: int,
+    *,
+    offset: int | Tensor = 0,
+    layout: str = "interleaved",
+    max_timescale: float = 10000.0,
+    padding_idx: int | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """Return the encodings of positions ``offset``, ..., ``offset + length - 1``: [length, dim].
+
+    The arguments are those of :func:`sinusoidal_encoding`; ``dtype`` and ``device`` default to
+    PyTorch's defaults. No table is kept anywhere: a call costs about as much as reading one.
+
+    Raises:
+        TypeError, ValueError: as :func:`sinusoidal_encoding`; ``length`` or ``dim`` negative.
+    """
+    for name, size in (("length", length), ("dim", dim)):
+        _check_int(name, size)
+        if size < 0:
+            raise ValueError(f"{name} must not be negative, got {size}")
+    # One row of zeros, seen length times: nothing is read that is not in the cache.
+    zeros = torch.zeros(dim, dtype=dtype, device=device).expand(length, dim)
+    return sinusoidal_encoding(
+        zeros,
+        offset=offset,
+        layout=layout,
+        max_timescale=max_timescale,
+        padding_idx=padding_idx,
+    )
+
+
+def prepare(
+    x: Tensor,
+    *,
+    offset: int | Tensor = 0,
+    positions: Tensor | None = None,
+    layout: str = "interleaved",
+    max_timescale: float = 10000.0,
+    scale: float | None = None,
+    padding_idx: int | None = None,
+) -> tuple[Operator, list[Any]]:
+    """Validate the arguments of :func:`sinusoidal_encoding`; return the primitive and its own."""
+    _check_x(x)
+    _check_options(layout, max_timescale, scale, padding_idx)
+    offset, positions = _locate(x, offset, positions)
+    scale = 1.0 if scale is None else float(scale)
+    return _primitive, [
+        x,
+        positions,
+        offset,
+        layout,
+        float(max_timescale),
+        scale,
+        padding_idx,
+    ]
+
+
+def _setup_context(ctx: Any, args: Sequence[Any], result: Tensor) -> None:
+    ctx.scale = args[5]
+
+
+def _backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+    """dx = scale * grad; nothing else is differentiable."""
+    if grad is not None and ctx.scale != 1.0:
+        grad = grad * ctx.scale
+    return (grad, *[None] * 7)
+
+
+def _vmap(
+    info: Any, in_dims: Sequence[int | None], x: Tensor, positions: Tensor | None, *options: Any
+) -> tuple[Tensor, int]:
+    """The new dimension goes first; positions get theirs in front of all of x's others."""
+    x = x.expand(info.batch_size, *x.shape) if in_dims[0] is None else x.movedim(in_dims[0], 0)
+    if positions is not None and in_dims[1] is not None:
+        positions = positions.movedim(in_dims[1], 0)
+        missing = x.ndim - 1 - positions.ndim
+        positions = positions.reshape(info.batch_size, *[1] * missing, *positions.shape[1:])
+    return _primitive.op(x, positions, *options), 0
+
+
+_primitive = Operator(
+    "sinusoidal_encoding(Tensor x, Tensor? positions, SymInt offset, str layout, "
+    "float max_timescale, float scale, int? padding_idx)",
+    returns=1,
+    fake=lambda x, *rest: torch.empty_like(x),
+    setup_context=_setup_context,
+    backward=_backward,
+    vmap=_vmap,
+)
+
+
+def _check_x(x: Tensor) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x must be a Tensor, got {type(x).__name__}")
+    if x.dtype not in _DTYPES:
+        raise TypeError(f"x must be float32, float64, bfloat16 or float16, got {x.dtype}")
+    if x.ndim < 2:
+        raise ValueError(f"x must be [..., L, d], got shape {tuple(x.shape)}")
+
+
+def _check_int(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        raise TypeError(f"{name} must be an integer, got {type(value).__name__}")
+
+
+def _check_options(
+    layout: str, max_timescale: float, scale: float | None, padding_idx: int | None
+) -> None:
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
+    if not isinstance(max_timescale, (int, float)):
+        raise TypeError(f"max_timescale must be a number, got {type(max_timescale).__name__}")
+    if not 1 <= max_timescale < math.inf:
+        raise ValueError(f"max_timescale must be finite and at least 1, got {max_timescale}")
+    if scale is not None and not isinstance(scale, (int, float, torch.SymFloat)):
+        raise TypeError(f"scale must be a number or None, got {type(scale).__name__}")
+    if padding_idx is not None:
+        _check_int("padding_idx", padding_idx)
+
+
+def _check_positions(name: str, value: Tensor, x: Tensor, dims: int) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be an int64 or int32 Tensor, got {type(value).__name__}")
+    if value.dtype not in _INTEGERS:
+        raise TypeError(f"{name} must be int64 or int32, got {value.dtype}")
+    if value.device != x.device:
+        raise ValueError(f"{name} is on {value.device}, but x is on {x.device}")
+    if not _broadcasts(value.shape, x.shape[:-dims]):
+        raise ValueError(
+            f"{name} has shape {tuple(value.shape)}, which does not broadcast to "
+            f"x.shape[:-{dims}] = {tuple(x.shape[:-dims])}"
+        )
+
+
+def _broadcasts(shape: Sequence[int], target: Sequence[int]) -> bool:
+    """Whether a tensor of this shape expands to target."""
+    return len(shape) <= len(target) and all(
+        n in (1, m) for n, m in zip(reversed(shape), reversed(target), strict=False)
+    )
+
+
+def _locate(x: Tensor, offset: int | Tensor, positions: Tensor | None) -> tuple[int, Tensor | None]:
+    """Return (offset, None) for consecutive positions known as a number, else (0, int64 tensor)."""
+    if positions is not None:
+        if isinstance(offset, Tensor) or offset != 0:
+            raise ValueError("offset and positions exclude each other: add the offset to positions")
+        _check_positions("positions", positions, x, dims=1)
+        return 0, positions.to(torch.int64)
+    if not isinstance(offset, Tensor):
+        _check_int("offset", offset)
+        return offset, None
+    _check_positions("offset", offset, x, dims=2)
+    rows = torch.arange(x.shape[-2], device=x.device)
+    return 0, offset.to(torch.int64).unsqueeze(-1) + rows
