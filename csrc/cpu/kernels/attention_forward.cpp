@@ -1,0 +1,301 @@
+// Forward attention:  O = softmax(scale Q K^T + bias) V  by blocks of keys with a running maximum.
+//
+// Scores are computed transposed, S^T = K Q^T, with queries across the lanes. Then keys and values are read where they
+// lie, by broadcast; only queries and outputs are transposed, once; the softmax is a column of vertical operations and
+// its result is already laid out for the second product. docs/cpu-kernels.md has the picture.
+#include "../threads.h"
+#include "attention_decode.h"
+#include "attention_weights.h"
+#include "blocks.h"
+#include "mask.h"
+#include "tile.h"
+
+namespace fastattn {
+namespace FASTATTN_ISA {
+namespace {
+
+template <class P>
+class Forward {
+  typedef typename P::Storage Storage;
+  typedef typename P::Acc T;
+  typedef typename P::Word Word;
+  static constexpr int W = kLanes<T>;
+  static constexpr int64_t kLanesOfPanel = kPanelLanes<P>;
+
+ public:
+  explicit Forward(const AttentionParams& params)
+      : p(params),
+        rule(make_rule<T>(params)),
+        dropout(make_dropout(params)),
+        Bq(query_block<P>(params.D, params.Dv)),
+        Bk(key_block<P>(params.D, params.Dv)),
+        key_mask(is_key_mask(params)) {}
+
+  void run() {
+    const int64_t blocks = (p.Lq + Bq - 1) / Bq;
+    const int64_t heads = p.B * p.Hq, tasks = heads * blocks;
+    const double flops = 2.0 * heads * p.Lq * p.Lk * (p.D + p.Dv);
+    const int team = team_size(p.threads, tasks, flops);
+    // The blocks of a head share its keys in cache. Under a causal mask the longest go first, to end together.
+    const bool causal = p.window_right >= 0;
+    const int64_t chunk = causal ? 1 : max_of<int64_t>(1, min_of(blocks, tasks / (team * 4)));
+#pragma omp parallel num_threads(team) if (team > 1)
+    {
+      Buffers buf = allocate(thread_scratch(allocate(nullptr).bytes));
+#pragma omp for schedule(dynamic, chunk)
+      for (int64_t t = 0; t < tasks; ++t) {
+        const int64_t head = causal ? t % heads : t / blocks;
+        const int64_t block = causal ? blocks - 1 - t / heads : t % blocks;
+        task(buf, head / p.Hq, head % p.Hq, block * Bq);
+      }
+    }
+  }
+
+ private:
+  const AttentionParams& p;
+  const ScoreRule<T> rule;
+  const DropoutRule dropout;
+  const int64_t Bq, Bk;
+  const bool key_mask;
+
+  struct Buffers {
+    Word* q;         // [panels][words of D][lanes]
+    T* o;            // [panels][Dv][lanes]
+    T* m;            // [Bq] running maximum
+    T* l;            // [Bq] running sum
+    T* s;            // [Bk + 1][lanes] scores, then probabilities
+    T* bias;         // [Bk][lanes]
+    T* keys;         // [Lk] a mask of keys
+    uint32_t* keep;  // [Bk][lanes]
+    Word* k;         // [Bk][words of D]
+    Word* v;         // [words of Bk][Dv]
+    Word* temp;      // [lanes][words of D]
+    size_t bytes;
+  };
+
+  Buffers allocate(void* base) const {
+    Arena a(base);
+    Buffers buf;
+    buf.q = a.take<Word>(Bq * words<P>(p.D));
+    buf.o = a.take<T>(Bq * p.Dv);
+    buf.m = a.take<T>(Bq);
+    buf.l = a.take<T>(Bq);
+    buf.s = a.take<T>((Bk + 1) * kLanesOfPanel);
+    buf.bias = a.take<T>(p.mask.data != nullptr && !key_mask ? Bk * kLanesOfPanel : 0);
+    buf.keys = a.take<T>(key_mask ? p.Lk : 0);
+    buf.keep = a.take<uint32_t>(p.dropout_p > 0 ? Bk * kLanesOfPanel : 0);
+    buf.k = a.take<Word>(Bk * words<P>(p.D));
+    buf.v = a.take<Word>(words<P>(Bk) * p.Dv + kLanesOfPanel);
+    buf.temp = a.take<Word>(kLanesOfPanel * words<P>(p.D));
+    buf.bytes = a.used();
+    return buf;
+  }
+
+  // One block of queries of one head against all the keys it may see.
+  void task(Buffers& buf, int64_t b, int64_t h, int64_t q0) {
+    const int64_t hk = h / (p.Hq / p.Hkv), q1 = min_of(p.Lq, q0 + Bq);
+    const Storage* q = static_cast<const Storage*>(p.q.data) + b * p.q.stride[0] + h * p.q.stride[1];
+    const Storage* k = static_cast<const Storage*>(p.k.data) + b * p.k.stride[0] + hk * p.k.stride[1];
+    const Storage* v = static_cast<const Storage*>(p.v.data) + b * p.v.stride[0] + hk * p.v.stride[1];
+
+    for (int64_t i = q0; i < q1; i += kLanesOfPanel) {
+      const int64_t rows = min_of(kLanesOfPanel, q1 - i), lanes = lanes_for(rows);
+      pack_panel<P>(q + i * p.q.stride[2], p.q.stride[2], p.q.stride[3], rows, p.D, lanes,
+                    buf.q + (i - q0) * words<P>(p.D), lanes, buf.temp);
+    }
+    const int64_t queries = (q1 - q0 + kLanesOfPanel - 1) / kLanesOfPanel * kLanesOfPanel;
+    __builtin_memset(buf.o, 0, static_cast<size_t>(queries * p.Dv) * sizeof(T));
+    for (int64_t i = 0; i < queries; ++i) buf.m[i] = -kInf<T>, buf.l[i] = T(0);
+
+    Range range = visible_to_any(p, q0, q1);
+    if (key_mask) {
+      read_mask_row(p, b, h, 0, 0, p.Lk, buf.keys);
+      range = trim(buf.keys, range);
+    }
+    for (int64_t k0 = range.begin / Bk * Bk; k0 < range.end; k0 += Bk) {
+      const Range block{max_of(k0, range.begin), min_of(range.end, k0 + Bk)};
+      if (key_mask && all_excluded(buf.keys + block.begin, block.end - block.begin)) continue;
+      block_of_keys(buf, b, h, q0, q1, block, k, v);
+    }
+    finish(buf, b, h, q0, q1);
+  }
+
+  static FASTATTN_INLINE int64_t lanes_for(int64_t rows) { return rows <= W ? W : kLanesOfPanel; }
+
+  void block_of_keys(Buffers& buf, int64_t b, int64_t h, int64_t q0, int64_t q1, Range block, const Storage* k,
+                     const Storage* v) {
+    const int64_t nk = block.end - block.begin;
+    const Storage* k_rows = k + block.begin * p.k.stride[2];
+    const Storage* v_rows = v + block.begin * p.v.stride[2];
+    const Word* ks = stage_keys<P>(k_rows, p.k.stride[2], p.k.stride[3], nk, p.D, buf.k);
+    const bool leaky = rule.excludes && !all_finite(v_rows, p.v.stride[2], p.v.stride[3], nk, p.Dv);
+    // Values in words of two keys need the first key of a panel to be the first of a pair.
+    const Word* vs = leaky ? nullptr : stage_reduced<P>(v_rows, p.v.stride[2], p.v.stride[3], nk, p.Dv, buf.v);
+    for (int64_t i = q0; i < q1; i += kLanesOfPanel) {
+      const int64_t i1 = min_of(q1, i + kLanesOfPanel);
+      const Range seen = visible_to_any(p, i, i1);
+      Range r{max_of(block.begin, seen.begin), min_of(block.end, seen.end)};
+      if (r.begin >= r.end) continue;
+      r.begin = block.begin + (r.begin - block.begin) / P::kPerWord * P::kPerWord;
+      if (i1 - i <= W)
+        panel<1>(buf, b, h, q0, i, i1, r, block.begin, ks, vs, v);
+      else
+        panel<kPanelVectors>(buf, b, h, q0, i, i1, r, block.begin, ks, vs, v);
+    }
+  }
+
+  // Queries [i0, i1) against keys [r.begin, r.end): scores, running softmax, O = alpha O + V^T P.
+  template <int NV>
+  __attribute__((noinline)) void panel(Buffers& buf, int64_t b, int64_t h, int64_t q0, int64_t i0, int64_t i1, Range r,
+                                       int64_t block_begin, const Word* ks, const Word* vs, const Storage* v) {
+    constexpr int64_t lanes = NV * W;
+    const int64_t nk = r.end - r.begin, dw = words<P>(p.D), shift = r.begin - block_begin;
+    T* S = buf.s;
+    const Word* Q = buf.q + (i0 - q0) * dw;
+    T* O = buf.o + (i0 - q0) * p.Dv;
+    T* m = buf.m + (i0 - q0);
+    T* l = buf.l + (i0 - q0);
+
+    Bias<T> bias;
+    if (key_mask) bias.keys = buf.keys + r.begin;
+    if (p.mask.data != nullptr && !key_mask) {
+      pack_mask(p, b, h, i0, i1, r.begin, r.end, lanes, buf.bias);
+      if (all_excluded(buf.bias, nk * lanes)) return;
+      bias.tile = buf.bias;
+    }
+
+    // S = K Q^T
+    Vec<T> top[NV];
+    FASTATTN_UNROLL for (int n = 0; n < NV; ++n) top[n] = splat<T>(-kInf<T>);
+    tile_rows<P, P::kScoreRows, NV, false>(
+        nk, ks + shift * dw, dw, Q, lanes, dw, [](int64_t, int) { return Vec<T>{}; },
+        [&](int64_t row, int n, Vec<T> s) __attribute__((always_inline)) {
+          store(S + row * lanes + n * W, s);
+          top[n] = max_of(top[n], s);
+        });
+    const Range all = visible_to_all(p, i0, i1);
+    if (rule.natural || p.mask.data != nullptr || r.begin < all.begin || r.end > all.end)
+      apply_rule<T, NV>(p, rule, S, nk, i0, i1, r.begin, bias, alibi_slope<T>(p, b, h), nullptr, top);
+
+    // m' = max(m, S);  alpha = 2^(m - m');  P = 2^(S - m');  l = alpha l + sum P
+    Vec<T> alpha[NV], reference[NV], sum[NV];
+    FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
+      const Vec<T> before = load(m + n * W), after = max_of(before, top[n]);
+      store(m + n * W, after);
+      // A row that has seen nothing yet keeps m = -inf; any finite reference then gives exact zeros, not NaN.
+      reference[n] = select<T>(after == -kInf<T>, Vec<T>{}, after);
+      alpha[n] = exp2_neg((before - reference[n]) * rule.exponent);
+      sum[n] = alpha[n] * load(l + n * W);
+    }
+    if (p.dropout_p > 0) dropout_mask(dropout, i0, r.begin, nk, lanes, h, b, buf.keep);
+    const int64_t reduced = probabilities<NV>(buf, nk, reference, sum);
+    FASTATTN_UNROLL for (int n = 0; n < NV; ++n) store(l + n * W, sum[n]);
+
+    // O = alpha O + V^T P
+    const auto rescaled = [&](int64_t d, int n) __attribute__((always_inline)) {
+      return alpha[n] * load(O + d * lanes + n * W);
+    };
+    const auto keep_o = [&](int64_t d, int n, Vec<T> o) __attribute__((always_inline)) { store(O + d * lanes + n * W, o); };
+    if (vs != nullptr) {
+      tile_rows<P, P::kOutputRows, NV, true>(p.Dv, vs + shift / P::kPerWord * p.Dv, p.Dv,
+                                             reinterpret_cast<const Word*>(S), lanes, reduced, rescaled, keep_o);
+    } else {
+      FASTATTN_UNROLL for (int n = 0; n < NV; ++n)
+        for (int64_t d = 0; d < p.Dv; ++d) keep_o(d, n, rescaled(d, n));
+      add_visible_only<NV>(S, nk, v + r.begin * p.v.stride[2], O);
+    }
+  }
+
+  // S -> P in place, as words; returns how many rows of words there are. Dropped probabilities still count in the sum.
+  template <int NV>
+  FASTATTN_INLINE int64_t probabilities(Buffers& buf, int64_t nk, const Vec<T>* reference, Vec<T>* sum) {
+    constexpr int64_t lanes = NV * W;
+    T* S = buf.s;
+    const bool drop = p.dropout_p > 0;
+    if constexpr (P::kPerWord == 1) {
+      _Pragma("GCC unroll 4") for (int64_t j = 0; j < nk; ++j) FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
+        T* s = S + j * lanes + n * W;
+        Vec<T> e = exp2_neg<P::kCoarseExp>((load(s) - reference[n]) * rule.exponent);
+        sum[n] += e;
+        if (drop) e = keep_lanes(e, buf.keep + j * lanes + n * W);
+        store(s, e);
+      }
+      return nk;
+    } else {
+#if defined(__AVX512BF16__)
+      // Pairs of keys, rounded to bf16; the sum is of the rounded values, so that the weights still add to one.
+      if (nk % 2) FASTATTN_UNROLL for (int n = 0; n < NV; ++n) store(S + nk * lanes + n * W, splat<T>(-kInf<T>));
+      const __m512bh ones = (__m512bh)_mm512_set1_epi32(0x3f803f80);
+      _Pragma("GCC unroll 2") for (int64_t j = 0; j < nk; j += 2) FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
+        const T* s = S + j * lanes + n * W;
+        const VecF even = exp2_neg<true>((load(s) - reference[n]) * rule.exponent);
+        const VecF odd = exp2_neg<true>((load(s + lanes) - reference[n]) * rule.exponent);
+        VecI pair = pack_pair(even, odd);
+        sum[n] = (VecF)_mm512_dpbf16_ps((__m512)sum[n], (__m512bh)pair, ones);
+        if (drop) {
+          const uint32_t* keep = buf.keep + j * lanes + n * W;
+          const VecI low = (VecI)load(reinterpret_cast<const float*>(keep));
+          const VecI high = j + 1 < nk ? (VecI)load(reinterpret_cast<const float*>(keep + lanes)) : VecI{};
+          pair &= (low & 0xffff) | (high & static_cast<int32_t>(0xffff0000));
+        }
+        store(S + j / 2 * lanes + n * W, (VecF)pair);
+      }
+      return (nk + 1) / 2;
+#endif
+    }
+  }
+
+  // O += V^T P pair by pair, leaving out weights of zero: for blocks with values that are not finite.
+  template <int NV>
+  __attribute__((noinline)) void add_visible_only(const T* S, int64_t nk, const Storage* v, T* O) {
+    constexpr int64_t lanes = NV * W;
+    for (int64_t j = 0; j < nk; ++j) {
+      for (int64_t i = 0; i < lanes; ++i) {
+        const T weight = weight_at(S, j, i, lanes);
+        if (weight == T(0)) continue;
+        for (int64_t d = 0; d < p.Dv; ++d)
+          O[d * lanes + i] += weight * static_cast<T>(widen(v[j * p.v.stride[2] + d * p.v.stride[3]]));
+      }
+    }
+  }
+  static T weight_at(const T* S, int64_t j, int64_t i, int64_t lanes) {
+    if constexpr (P::kPerWord == 1) return S[j * lanes + i];
+    const uint32_t pair = bits_of(static_cast<float>(S[j / 2 * lanes + i]));
+    return float_of(j % 2 ? pair & 0xffff0000u : pair << 16);
+  }
+
+  // out = O / l, lse = m + ln l; a row that saw nothing gives 0 and -inf.
+  void finish(Buffers& buf, int64_t b, int64_t h, int64_t q0, int64_t q1) {
+    Storage* out = static_cast<Storage*>(p.out.data) + b * p.out.stride[0] + h * p.out.stride[1];
+    T* lse = static_cast<T*>(p.lse) + (b * p.Hq + h) * p.Lq;
+    const T kept = p.dropout_p > 0 ? static_cast<T>(dropout.factor) : T(1);
+    for (int64_t i = q0; i < q1; ++i) {
+      const T m = buf.m[i - q0], l = buf.l[i - q0];
+      const bool nothing = m == -kInf<T>;
+      lse[i] = nothing ? -kInf<T> : rule.unit * m + log_of(l);
+      buf.l[i - q0] = nothing ? T(0) : kept / l;
+    }
+    for (int64_t i = q0; i < q1; i += kLanesOfPanel) {
+      const int64_t rows = min_of(kLanesOfPanel, q1 - i);
+      unpack_transposed<T>(buf.o + (i - q0) * p.Dv, lanes_for(rows), buf.l + (i - q0), rows, p.Dv,
+                           out + i * p.out.stride[2], p.out.stride[2]);
+    }
+  }
+};
+
+}  // namespace
+
+void attention_forward(const AttentionParams& p) {
+  if (p.B == 0 || p.Hq == 0 || p.Lq == 0) return;
+  with_policy(p.dtype, [&](auto policy) {
+    typedef decltype(policy) P;
+    if (Decode<P>::serves(p))
+      Decode<P>(p).run();
+    else
+      Forward<P>(p).run();
+    if (p.weights_mode != Weights::none) WeightsPass<P>(p).run();
+  });
+}
+
+}  // namespace FASTATTN_ISA
+}  // namespace fastattn

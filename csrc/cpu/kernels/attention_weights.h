@@ -1,0 +1,170 @@
+// Attention weights from the log-sum-exp of a finished forward pass: W = softmax(scores) after dropout, tile by tile,
+// so that only what is asked for is ever stored: [B, Hq, Lq, Lk], or its mean over the heads [B, Lq, Lk].
+#pragma once
+#include "../threads.h"
+#include "blocks.h"
+#include "mask.h"
+#include "tile.h"
+
+namespace fastattn {
+namespace FASTATTN_ISA {
+namespace {
+
+template <class P>
+class WeightsPass {
+  typedef typename P::Storage Storage;
+  typedef typename P::Acc T;
+  typedef typename P::Word Word;
+  static constexpr int W = kLanes<T>;
+  static constexpr int64_t kLanesOfPanel = kPanelLanes<P>;
+  static constexpr int64_t kQueries = 4 * kLanesOfPanel;  // of a task, so that staged keys serve several panels
+
+ public:
+  explicit WeightsPass(const AttentionParams& params)
+      : p(params),
+        rule(make_rule<T>(params)),
+        dropout(make_dropout(params)),
+        Bk(key_block<P>(params.D, params.Dv)),
+        averaged(params.weights_mode == Weights::averaged) {}
+
+  struct Buffers {
+    Word* q;         // [heads of a task][panels][words of D][lanes]
+    T* s;            // [Bk][lanes]
+    T* mean;         // [panels][Bk][lanes]
+    T* bias;         // [Bk][lanes]
+    uint32_t* keep;  // [Bk][lanes]
+    Word* k;         // [Bk][words of D]
+    Word* temp;      // [lanes][words of D]
+    size_t bytes;
+  };
+
+  Buffers allocate(void* base) const {
+    Arena a(base);
+    Buffers buf;
+    buf.q = a.take<Word>((averaged ? p.Hq : 1) * kQueries * words<P>(p.D));
+    buf.s = a.take<T>(Bk * kLanesOfPanel);
+    buf.mean = a.take<T>(averaged ? Bk * kQueries : 0);
+    buf.bias = a.take<T>(p.mask.data != nullptr ? Bk * kLanesOfPanel : 0);
+    buf.keep = a.take<uint32_t>(p.dropout_p > 0 ? Bk * kLanesOfPanel : 0);
+    buf.k = a.take<Word>(Bk * words<P>(p.D));
+    buf.temp = a.take<Word>(kLanesOfPanel * words<P>(p.D));
+    buf.bytes = a.used();
+    return buf;
+  }
+
+  void run() {
+    const int64_t blocks = (p.Lq + kQueries - 1) / kQueries;
+    const int64_t groups = p.B * (averaged ? 1 : p.Hq), tasks = groups * blocks;
+    const double flops = 2.0 * p.B * p.Hq * p.Lq * p.Lk * p.D;
+    const int team = team_size(p.threads, tasks, flops);
+#pragma omp parallel num_threads(team) if (team > 1)
+    {
+      Buffers buf = allocate(thread_scratch(allocate(nullptr).bytes));
+#pragma omp for schedule(dynamic, 1)
+      for (int64_t t = 0; t < tasks; ++t) {
+        const int64_t group = t / blocks, i0 = t % blocks * kQueries;
+        if (averaged)
+          task(buf, group, 0, p.Hq, i0);
+        else
+          task(buf, group / p.Hq, group % p.Hq, group % p.Hq + 1, i0);
+      }
+    }
+  }
+
+  // W of queries [i0, i1) and keys [j0, j1) of one head into S[key][lane]; Q is their packed panel, ks the staged keys.
+  template <int NV>
+  FASTATTN_INLINE void weights_tile(T* S, T* bias_buffer, uint32_t* keep, int64_t b, int64_t h, int64_t i0, int64_t i1,
+                                    int64_t j0, int64_t j1, const Word* Q, const Word* ks) const {
+    constexpr int64_t lanes = NV * W;
+    const int64_t nk = j1 - j0, dw = words<P>(p.D);
+    tile_rows<P, P::kScoreRows, NV, false>(
+        nk, ks, dw, Q, lanes, dw, [](int64_t, int) { return Vec<T>{}; },
+        [&](int64_t row, int n, Vec<T> s) __attribute__((always_inline)) { store(S + row * lanes + n * W, s); });
+    Bias<T> bias;
+    if (p.mask.data != nullptr) {
+      pack_mask(p, b, h, i0, i1, j0, j1, lanes, bias_buffer);
+      bias.tile = bias_buffer;
+    }
+    Vec<T> top[NV], reference[NV];
+    if (rule.natural || rule.excludes)
+      apply_rule<T, NV>(p, rule, S, nk, i0, i1, j0, bias, alibi_slope<T>(p, b, h), nullptr, top);
+    const T* lse = static_cast<const T*>(p.lse) + (b * p.Hq + h) * p.Lq + i0;
+    FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
+      // A row that sees nothing has lse = -inf and weights 0.
+      const Vec<T> l = load_first(lse + n * W, static_cast<int>(max_of<int64_t>(0, min_of<int64_t>(W, i1 - i0 - n * W))));
+      reference[n] = select<T>(l == -kInf<T>, splat<T>(kInf<T>), l / rule.unit);
+    }
+    const bool drop = p.dropout_p > 0;
+    const T kept = drop ? static_cast<T>(dropout.factor) : T(1);
+    if (drop) dropout_mask(dropout, i0, j0, nk, lanes, h, b, keep);
+    for (int64_t j = 0; j < nk; ++j) FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
+      T* s = S + j * lanes + n * W;
+      Vec<T> w = exp2_neg<P::kCoarseExp>((load(s) - reference[n]) * rule.exponent);
+      if (drop) w = keep_lanes(w, keep + j * lanes + n * W) * kept;
+      store(s, w);
+    }
+  }
+
+ private:
+  const AttentionParams& p;
+  const ScoreRule<T> rule;
+  const DropoutRule dropout;
+  const int64_t Bk;
+  const bool averaged;
+
+  static FASTATTN_INLINE int64_t lanes_for(int64_t rows) { return rows <= W ? W : kLanesOfPanel; }
+
+  // Queries from i0 of one batch entry, heads [h0, h1).
+  void task(Buffers& buf, int64_t b, int64_t h0, int64_t h1, int64_t i0) {
+    const int64_t i1 = min_of(p.Lq, i0 + kQueries), dw = words<P>(p.D);
+    for (int64_t h = h0; h < h1; ++h) {
+      const Storage* q = static_cast<const Storage*>(p.q.data) + b * p.q.stride[0] + h * p.q.stride[1];
+      for (int64_t i = i0; i < i1; i += kLanesOfPanel) {
+        const int64_t rows = min_of(kLanesOfPanel, i1 - i), lanes = lanes_for(rows);
+        pack_panel<P>(q + i * p.q.stride[2], p.q.stride[2], p.q.stride[3], rows, p.D, lanes,
+                      buf.q + ((h - h0) * kQueries + i - i0) * dw, lanes, buf.temp);
+      }
+    }
+    for (int64_t j0 = 0; j0 < p.Lk; j0 += Bk) {
+      const int64_t j1 = min_of(p.Lk, j0 + Bk);
+      if (averaged) __builtin_memset(buf.mean, 0, static_cast<size_t>(Bk * kQueries) * sizeof(T));
+      for (int64_t h = h0; h < h1; ++h) {
+        const int64_t hk = h / (p.Hq / p.Hkv);
+        const Storage* k = static_cast<const Storage*>(p.k.data) + b * p.k.stride[0] + hk * p.k.stride[1];
+        const Word* ks = stage_keys<P>(k + j0 * p.k.stride[2], p.k.stride[2], p.k.stride[3], j1 - j0, p.D, buf.k);
+        for (int64_t i = i0; i < i1; i += kLanesOfPanel) {
+          const int64_t rows = min_of(kLanesOfPanel, i1 - i);
+          const Word* Q = buf.q + ((h - h0) * kQueries + i - i0) * dw;
+          if (rows <= W)
+            weights_tile<1>(buf.s, buf.bias, buf.keep, b, h, i, i + rows, j0, j1, Q, ks);
+          else
+            weights_tile<kPanelVectors>(buf.s, buf.bias, buf.keep, b, h, i, i + rows, j0, j1, Q, ks);
+          const int64_t values = (j1 - j0) * lanes_for(rows);
+          if (averaged)
+            accumulate(buf.mean + (i - i0) * Bk, buf.s, values);
+          else
+            write(buf.s, b, h, i, rows, j0, j1, T(1));
+        }
+      }
+      if (!averaged) continue;
+      for (int64_t i = i0; i < i1; i += kLanesOfPanel)
+        write(buf.mean + (i - i0) * Bk, b, 0, i, min_of(kLanesOfPanel, i1 - i), j0, j1, T(1) / static_cast<T>(p.Hq));
+    }
+  }
+
+  static FASTATTN_INLINE void accumulate(T* sum, const T* x, int64_t count) {
+    for (int64_t i = 0; i < count; i += W) store(sum + i, load(sum + i) + load(x + i));
+  }
+
+  void write(const T* tile, int64_t b, int64_t h, int64_t i, int64_t rows, int64_t j0, int64_t j1, T factor) {
+    const int64_t* st = p.weights.stride;
+    Storage* dst = static_cast<Storage*>(p.weights.data) + b * st[0] + h * st[1] + i * st[2] + j0;
+    T factors[kLanesOfPanel];
+    for (T& f : factors) f = factor;
+    unpack_transposed<T>(tile, lanes_for(rows), factors, rows, j1 - j0, dst, st[2]);
+  }
+};
+
+}  // namespace
+}  // namespace FASTATTN_ISA
+}  // namespace fastattn

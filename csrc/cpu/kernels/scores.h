@@ -1,0 +1,226 @@
+// What happens to a block of scores between the two matrix products. A block is S[key][query], queries across lanes.
+#pragma once
+#include "policy.h"
+
+namespace fastattn {
+namespace FASTATTN_ISA {
+namespace {
+
+// ---- Which keys a query may see by position: i + offset - left <= j <= i + offset + right -------------------------
+
+struct Range {
+  int64_t begin, end;
+};
+
+// Keys that at least one of the queries [i0, i1) may see, within [0, Lk).
+FASTATTN_INLINE Range visible_to_any(const AttentionParams& p, int64_t i0, int64_t i1) {
+  Range r{0, p.Lk};
+  if (p.window_left >= 0) r.begin = max_of<int64_t>(0, i0 + p.offset - p.window_left);
+  if (p.window_right >= 0) r.end = min_of<int64_t>(p.Lk, i1 + p.offset + p.window_right);
+  if (r.end < r.begin) r.end = r.begin;
+  return r;
+}
+
+// Keys that all of them may see; rows outside need a comparison by lane.
+FASTATTN_INLINE Range visible_to_all(const AttentionParams& p, int64_t i0, int64_t i1) {
+  Range r{0, p.Lk};
+  if (p.window_left >= 0) r.begin = i1 - 1 + p.offset - p.window_left;
+  if (p.window_right >= 0) r.end = i0 + p.offset + p.window_right + 1;
+  return r;
+}
+
+// Queries that may see at least one of the keys [j0, j1), within [0, Lq).
+FASTATTN_INLINE Range seeing_any(const AttentionParams& p, int64_t j0, int64_t j1) {
+  Range r{0, p.Lq};
+  if (p.window_right >= 0) r.begin = max_of<int64_t>(0, j0 - p.offset - p.window_right);
+  if (p.window_left >= 0) r.end = min_of<int64_t>(p.Lq, j1 - p.offset + p.window_left);
+  if (r.end < r.begin) r.end = r.begin;
+  return r;
+}
+
+// ---- The rule that makes scores of products -------------------------------------------------------------------------
+
+// While nothing is added to a score it stays the raw product q.k, and `scale` enters only in the exponent:
+// p = 2^((S - m) * exponent). With a mask, softcap, ALiBi or a scale that is not positive it is brought to natural
+// units first. Either way the row maximum is subtracted before the multiplication by log2(e), so that a row of
+// finfo.min is uniform and not -inf.
+template <class T>
+struct ScoreRule {
+  bool natural;
+  bool excludes;  // some pairs may be excluded, so that rows of NaN may have to be kept out
+  T scale, softcap;
+  T unit;      // natural score = unit * S
+  T exponent;  // unit * log2(e)
+};
+
+template <class T>
+FASTATTN_INLINE ScoreRule<T> make_rule(const AttentionParams& p) {
+  ScoreRule<T> rule;
+  const bool additive = p.mask.data != nullptr && p.mask_dtype != DType::boolean;
+  rule.natural = additive || p.softcap > 0 || p.alibi != nullptr || !(p.scale > 0);
+  rule.excludes = p.mask.data != nullptr || p.window_left >= 0 || p.window_right >= 0;
+  rule.scale = static_cast<T>(p.scale);
+  rule.softcap = static_cast<T>(p.softcap);
+  rule.unit = rule.natural ? T(1) : rule.scale;
+  rule.exponent = rule.unit * kLog2E<T>;
+  return rule;
+}
+
+// The bias of a block: what a mask adds, -inf where it excludes. One value a key where the mask is the same for all
+// queries (padding), else a tile in the layout of S.
+template <class T>
+struct Bias {
+  const T* tile = nullptr;  // [keys][lanes]
+  const T* keys = nullptr;  // [keys]
+};
+
+// Turns the products S[rows][kVectors] of keys j0... and queries i0... into scores, -inf where excluded, and leaves
+// their maximum over the keys. With softcap, slope_out takes d score / d (scale q.k) if it is not null.
+template <class T, int kVectors>
+FASTATTN_INLINE void apply_rule(const AttentionParams& p, const ScoreRule<T>& rule, T* S, int64_t rows, int64_t i0,
+                                int64_t i1, int64_t j0, Bias<T> bias, T alibi, T* slope_out, Vec<T>* maximum) {
+  constexpr int W = kLanes<T>;
+  const Range all = visible_to_all(p, i0, i1);
+  const Vec<T> minus_inf = splat<T>(-kInf<T>);
+  FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) maximum[n] = minus_inf;
+  for (int64_t r = 0; r < rows; ++r) {
+    const int64_t j = j0 + r;
+    const bool edge = j < all.begin || j >= all.end;
+    // Lane l is query i0 + l; it sees key j iff low <= l <= high.
+    const T low = p.window_right >= 0 ? static_cast<T>(j - p.offset - p.window_right - i0) : -kInf<T>;
+    const T high = p.window_left >= 0 ? static_cast<T>(j - p.offset + p.window_left - i0) : kInf<T>;
+    const T distance = static_cast<T>(i0 + p.offset - j);
+    T* row = S + r * kVectors * W;
+    FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) {
+      const Vec<T> lane = iota<T>() + T(n * W);
+      Vec<T> s = load(row + n * W);
+      if (rule.natural) {
+        s *= rule.scale;
+        if (rule.softcap > 0) {  // s = softcap * tanh(s / softcap)
+          const Vec<T> t = tanh_of<T>(s / rule.softcap);
+          if (slope_out != nullptr) store(slope_out + r * kVectors * W + n * W, T(1) - t * t);
+          s = rule.softcap * t;
+        }
+      }
+      if (bias.tile != nullptr) {  // a selection, not only a sum: an excluded NaN must not survive
+        const Vec<T> b = load(bias.tile + r * kVectors * W + n * W);
+        s = select<T>(b == minus_inf, minus_inf, rule.natural ? s + b : s);
+      } else if (bias.keys != nullptr) {
+        const Vec<T> b = splat<T>(bias.keys[r]);
+        s = select<T>(b == minus_inf, minus_inf, rule.natural ? s + b : s);
+      }
+      if (alibi != T(0)) {  // s -= slope * |i + offset - j|
+        const Vec<T> d = lane + distance;
+        s -= alibi * select<T>(d < T(0), -d, d);
+      }
+      if (edge) s = select<T>((lane >= low) & (lane <= high), s, minus_inf);
+      store(row + n * W, s);
+      maximum[n] = max_of(maximum[n], s);
+    }
+  }
+}
+
+// ---- Dropout: Philox4x32-10, counter (i, j / 8, query head, batch), key = seed --------------------------------------
+
+struct DropoutRule {
+  uint32_t threshold;  // keep iff a 16-bit draw is below it
+  uint32_t key[2];
+  double factor;  // of what is kept; 0 if nothing is
+};
+
+FASTATTN_INLINE DropoutRule make_dropout(const AttentionParams& p) {
+  DropoutRule d;
+  d.threshold = static_cast<uint32_t>(__builtin_rint((1.0 - p.dropout_p) * 65536.0));
+  d.key[0] = static_cast<uint32_t>(p.seed);
+  d.key[1] = static_cast<uint32_t>(p.seed >> 32);
+  d.factor = d.threshold == 0 ? 0.0 : 65536.0 / d.threshold;
+  return d;
+}
+
+// The four output words of one counter for 32-bit-lane many queries from i0: eight 16-bit draws each, low half first.
+FASTATTN_INLINE void philox(const DropoutRule& d, int64_t i0, int64_t group, int64_t head, int64_t batch, VecU* out) {
+  VecU c0 = VecU{} + static_cast<uint32_t>(i0);
+  FASTATTN_UNROLL for (int l = 0; l < kLanes<float>; ++l) c0[l] += static_cast<uint32_t>(l);
+  VecU c1 = VecU{} + static_cast<uint32_t>(group);
+  VecU c2 = VecU{} + static_cast<uint32_t>(head);
+  VecU c3 = VecU{} + static_cast<uint32_t>(batch);
+  uint32_t k0 = d.key[0], k1 = d.key[1];
+  for (int round = 0; round < 10; ++round) {
+    VecU high0, low0, high2, low2;
+    multiply_wide(c0, 0xD2511F53u, &high0, &low0);
+    multiply_wide(c2, 0xCD9E8D57u, &high2, &low2);
+    c0 = high2 ^ c1 ^ k0;
+    c1 = low2;
+    c2 = high0 ^ c3 ^ k1;
+    c3 = low0;
+    k0 += 0x9E3779B9u;
+    k1 += 0xBB67AE85u;
+  }
+  out[0] = c0;
+  out[1] = c1;
+  out[2] = c2;
+  out[3] = c3;
+}
+
+// keep[r][lane]: all ones where the pair (query i0 + lane, key j0 + r) is kept, else zero; `lanes` a multiple of the
+// float vector or its half (fp64 panels).
+FASTATTN_INLINE void dropout_mask(const DropoutRule& d, int64_t i0, int64_t j0, int64_t rows, int64_t lanes,
+                                  int64_t head, int64_t batch, uint32_t* keep) {
+  constexpr int W = kLanes<float>;
+  for (int64_t group = j0 / 8; group * 8 < j0 + rows; ++group) {
+    for (int64_t l = 0; l < lanes; l += W) {
+      VecU word[4];
+      philox(d, i0 + l, group, head, batch, word);
+      const int count = static_cast<int>(min_of<int64_t>(W, lanes - l));
+      FASTATTN_UNROLL for (int t = 0; t < 8; ++t) {
+        const int64_t r = group * 8 + t - j0;
+        if (r < 0 || r >= rows) continue;
+        const VecI draw = (VecI)(t % 2 ? word[t / 2] >> 16 : word[t / 2] & 0xffffu);
+        const VecI kept = draw < static_cast<int32_t>(d.threshold);
+        store_first(reinterpret_cast<float*>(keep + r * lanes + l), (VecF)kept, count);
+      }
+    }
+  }
+}
+
+// x where kept, else 0.
+FASTATTN_INLINE VecF keep_lanes(VecF x, const uint32_t* keep) {
+  return (VecF)((VecI)x & (VecI)load(reinterpret_cast<const float*>(keep)));
+}
+FASTATTN_INLINE VecD keep_lanes(VecD x, const uint32_t* keep) {
+  VecD y = x;
+  FASTATTN_UNROLL for (int i = 0; i < kLanes<double>; ++i) y[i] = keep[i] ? x[i] : 0.0;
+  return y;
+}
+
+// ---- Values and keys that are not finite ----------------------------------------------------------------------------
+
+// In a block with exclusions 0 * NaN must not reach a query that may not see the row. Such rows are rare: they are
+// zeroed in the staged copy and their products added pair by pair where the weight is not zero.
+template <class S>
+FASTATTN_INLINE bool all_finite(const S* src, int64_t row_stride, int64_t col_stride, int64_t rows, int64_t cols) {
+  for (int64_t r = 0; r < rows; ++r) {
+    // x - x is 0 for a finite x and NaN otherwise; NaN survives a sum.
+    if (col_stride == 1) {
+      typedef decltype(widen(S())) T;
+      constexpr int W = kLanes<T>;
+      Vec<T> acc{};
+      for (int64_t c = 0; c < cols; c += W) {
+        const Vec<T> x = load_as<T>(src + r * row_stride + c, static_cast<int>(min_of<int64_t>(W, cols - c)));
+        acc += x - x;
+      }
+      const T total = sum_lanes<T>(acc);
+      if (total != total) return false;
+    } else {
+      for (int64_t c = 0; c < cols; ++c) {
+        const auto x = widen(src[r * row_stride + c * col_stride]);
+        if (x - x != 0) return false;
+      }
+    }
+  }
+  return true;
+}
+
+}  // namespace
+}  // namespace FASTATTN_ISA
+}  // namespace fastattn

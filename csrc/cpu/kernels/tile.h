@@ -1,0 +1,57 @@
+// The one matrix product that everything here is made of: a few rows, broadcast word by word, times a panel of vectors.
+#pragma once
+#include "policy.h"
+
+namespace fastattn {
+namespace FASTATTN_ISA {
+namespace {
+
+// acc[r][n] = start(r, n) + sum_k A(r, k) * B[k * ldb + n * lanes]; then finish(r, n, acc[r][n]).
+// A(r, k) is A[r * lda + k], or A[k * lda + r] where kColumns: both are read where they lie, by broadcast.
+template <class P, int kRows, int kVectors, bool kColumns, class Start, class Finish>
+FASTATTN_INLINE void tile(const typename P::Word* __restrict A, int64_t lda, const typename P::Word* __restrict B,
+                          int64_t ldb, int64_t K, Start start, Finish finish) {
+  typedef typename P::Acc T;
+  constexpr int W = kLanes<T>;
+  Vec<T> acc[kRows][kVectors];
+  FASTATTN_UNROLL for (int r = 0; r < kRows; ++r)
+    FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) acc[r][n] = start(r, n);
+
+  // x86 addresses base + {1, 2} * stride, so one base register serves three rows.
+  constexpr int kBases = (kRows + 2) / 3;
+  const typename P::Word* base[kBases];
+  FASTATTN_UNROLL for (int g = 0; g < kBases; ++g) base[g] = A + 3 * g * lda;
+
+  _Pragma("GCC unroll 2") for (int64_t k = 0; k < K; ++k) {
+    Vec<T> b[kVectors];
+    FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) b[n] = load(B + k * ldb + n * W);
+    FASTATTN_UNROLL for (int r = 0; r < kRows; ++r) {
+      const Vec<T> a = splat<T>(kColumns ? A[k * lda + r] : base[r / 3][(r % 3) * lda + k]);
+      FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) acc[r][n] = P::multiply_add(a, b[n], acc[r][n]);
+    }
+  }
+  FASTATTN_UNROLL for (int r = 0; r < kRows; ++r)
+    FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) finish(r, n, acc[r][n]);
+}
+
+// A tile over any number of rows: full tiles, then four, then single rows. start and finish get the row within `rows`.
+// Every row is the same chain of additions over k whichever tile computes it, so results do not depend on the tiling.
+template <class P, int kRows, int kVectors, bool kColumns, class Start, class Finish>
+FASTATTN_INLINE void tile_rows(int64_t rows, const typename P::Word* A, int64_t lda, const typename P::Word* B,
+                               int64_t ldb, int64_t K, Start start, Finish finish) {
+  typedef Vec<typename P::Acc> V;
+  int64_t r0 = 0;
+  const int64_t step = kColumns ? 1 : lda;
+  const auto from = [&](int r, int n) __attribute__((always_inline)) { return start(r0 + r, n); };
+  const auto to = [&](int r, int n, V v) __attribute__((always_inline)) { finish(r0 + r, n, v); };
+  for (; r0 + kRows <= rows; r0 += kRows)
+    tile<P, kRows, kVectors, kColumns>(A + r0 * step, lda, B, ldb, K, from, to);
+  if constexpr (kRows > 4) {
+    for (; r0 + 4 <= rows; r0 += 4) tile<P, 4, kVectors, kColumns>(A + r0 * step, lda, B, ldb, K, from, to);
+  }
+  for (; r0 < rows; ++r0) tile<P, 1, kVectors, kColumns>(A + r0 * step, lda, B, ldb, K, from, to);
+}
+
+}  // namespace
+}  // namespace FASTATTN_ISA
+}  // namespace fastattn

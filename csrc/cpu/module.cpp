@@ -1,0 +1,52 @@
+// The Python module fastattn._cpu. It knows no torch: one build serves every torch version.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <stdexcept>
+#include <string>
+
+#include "isa.h"
+#include "kernel_table.h"
+
+namespace py = pybind11;
+
+namespace fastattn {
+
+void bind_attention(py::module_& m);
+void bind_sinusoidal(py::module_& m);
+
+namespace {
+
+double measure_peak(const std::string& kind, int threads, double seconds) {
+  static const char* const names[] = {"fma_f32", "fma_f64", "dot_bf16", "read_bandwidth"};
+  for (int i = 0; i < 4; ++i) {
+    if (kind != names[i]) continue;
+    py::gil_scoped_release release;
+    return kernels().measure_peak(static_cast<Peak>(i), threads, seconds);
+  }
+  throw std::invalid_argument("measure_peak: kind is \"" + kind +
+                              "\"; allowed are fma_f32, fma_f64, dot_bf16, read_bandwidth");
+}
+
+py::dict build_info() {
+  py::dict info;
+  info["isa"] = kernels().isa;
+  info["compiled"] = compiled_isas();
+  info["supported"] = supported_isas();
+#if defined(__VERSION__)
+  info["compiler"] = __VERSION__;
+#endif
+  return info;
+}
+
+}  // namespace
+}  // namespace fastattn
+
+PYBIND11_MODULE(_cpu, m) {
+  m.doc() = "fastattn's CPU kernels. Import torch first: its OpenMP runtime is shared.";
+  fastattn::bind_attention(m);
+  fastattn::bind_sinusoidal(m);
+  m.def("build_info", &fastattn::build_info);
+  m.def("set_isa", &fastattn::set_isa);
+  m.def("measure_peak", &fastattn::measure_peak, py::arg("kind"), py::arg("threads"), py::arg("seconds") = 0.1);
+}

@@ -1,0 +1,140 @@
+// Storage types (what tensors hold) and their conversion from and to the type computed in.
+#pragma once
+#include "simd.h"
+
+namespace fastattn {
+namespace FASTATTN_ISA {
+namespace {
+
+struct Bf16 {
+  uint16_t bits;
+};
+struct F16 {
+  uint16_t bits;
+};
+struct Bool {
+  uint8_t bits;
+};
+
+FASTATTN_INLINE uint32_t bits_of(float x) {
+  uint32_t u;
+  __builtin_memcpy(&u, &x, 4);
+  return u;
+}
+FASTATTN_INLINE float float_of(uint32_t u) {
+  float x;
+  __builtin_memcpy(&x, &u, 4);
+  return x;
+}
+
+// Lane-wise half precision by integer arithmetic, for processors without the instructions.
+// f16 -> f32: move exponent and mantissa into place and let one multiplication by 2^112 rebias them, subnormals too.
+FASTATTN_INLINE float widen(F16 h) {
+  const uint32_t sign = static_cast<uint32_t>(h.bits & 0x8000) << 16;
+  const uint32_t magnitude = static_cast<uint32_t>(h.bits & 0x7fff) << 13;
+  const float x = magnitude >= 0x0f800000u ? float_of(magnitude + 0x70000000u)  // inf, NaN
+                                           : float_of(magnitude) * 0x1p112f;
+  return float_of(bits_of(x) | sign);
+}
+FASTATTN_INLINE float widen(Bf16 b) { return float_of(static_cast<uint32_t>(b.bits) << 16); }
+FASTATTN_INLINE float widen(float x) { return x; }
+FASTATTN_INLINE double widen(double x) { return x; }
+// A mask's "takes part" adds nothing, its opposite excludes.
+FASTATTN_INLINE float widen(Bool b) { return b.bits ? 0.0f : -kInf<float>; }
+
+// Round to nearest, ties to even; NaN stays (quiet) NaN.
+FASTATTN_INLINE void narrow(float x, Bf16* out) {
+  const uint32_t u = bits_of(x);
+  out->bits = x != x ? static_cast<uint16_t>((u >> 16) | 0x40)
+                     : static_cast<uint16_t>((u + 0x7fff + ((u >> 16) & 1)) >> 16);
+}
+FASTATTN_INLINE void narrow(float x, F16* out) {
+  const uint32_t u = bits_of(x), sign = (u >> 16) & 0x8000, magnitude = u & 0x7fffffff;
+  uint32_t h;
+  if (magnitude > 0x7f800000u) {
+    h = 0x7e00 | ((magnitude >> 13) & 0x3ff);
+  } else if (magnitude >= 0x477ff000u) {  // rounds to 2^16 or beyond
+    h = 0x7c00;
+  } else if (magnitude < 0x38800000u) {  // below 2^-14: adding 0.5 leaves the rounded subnormal in the low bits
+    h = bits_of(float_of(magnitude) + 0.5f) - 0x3f000000u;
+  } else {
+    h = (magnitude - 0x38000000u + 0xfff + ((magnitude >> 13) & 1)) >> 13;
+  }
+  out->bits = static_cast<uint16_t>(h | sign);
+}
+FASTATTN_INLINE void narrow(float x, float* out) { *out = x; }
+FASTATTN_INLINE void narrow(double x, double* out) { *out = x; }
+FASTATTN_INLINE void narrow(double x, float* out) { *out = static_cast<float>(x); }
+
+// A vector of T from the first n elements at p, n <= lanes (zero beyond).
+template <class T, class S>
+FASTATTN_INLINE Vec<T> load_as(const S* p, int n) {
+  if constexpr (kSame<T, S>) return load_first(p, n);
+#if defined(__AVX512F__)
+  if constexpr (sizeof(T) == 4 && sizeof(S) == 2) {
+    const __m256i raw = n >= 16 ? _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))
+                                : _mm256_maskz_loadu_epi16(static_cast<__mmask16>((1u << n) - 1), p);
+    if constexpr (kSame<S, F16>) return (VecF)_mm512_cvtph_ps(raw);
+    return (VecF)_mm512_slli_epi32(_mm512_cvtepu16_epi32(raw), 16);
+  }
+  if constexpr (sizeof(T) == 4 && sizeof(S) == 1) {
+    const __mmask16 first = static_cast<__mmask16>(n >= 16 ? 0xffff : (1u << n) - 1);
+    const __m128i raw = _mm_maskz_loadu_epi8(first, p);
+    const __mmask16 excluded = _mm_mask_testn_epi8_mask(first, raw, raw);
+    return (VecF)_mm512_maskz_mov_ps(excluded, _mm512_set1_ps(-kInf<float>));
+  }
+#elif defined(__AVX2__)
+  if constexpr (sizeof(T) == 4 && sizeof(S) == 2) {
+    if (n >= 8) {
+      const __m128i raw = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+      if constexpr (kSame<S, F16>) return (VecF)_mm256_cvtph_ps(raw);
+      return (VecF)_mm256_slli_epi32(_mm256_cvtepu16_epi32(raw), 16);
+    }
+  }
+#endif
+  alignas(kVectorBytes) T lanes[kLanes<T>] = {};
+  const int count = min_of(n, kLanes<T>);
+  for (int i = 0; i < count; ++i) lanes[i] = static_cast<T>(widen(p[i]));
+  return load(lanes);
+}
+
+// The first n lanes of v to p, rounded to the storage type.
+template <class T, class S>
+FASTATTN_INLINE void store_as(S* p, Vec<T> v, int n) {
+  if constexpr (kSame<T, S>) return store_first(p, v, n);
+#if defined(__AVX512F__)
+  if constexpr (sizeof(T) == 4 && sizeof(S) == 2) {
+    __m256i raw;
+    if constexpr (kSame<S, F16>) {
+      raw = _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    } else {
+      // Integer rounding rather than vcvtneps2bf16, which flushes subnormals.
+      const VecI u = (VecI)v;
+      const VecI rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+      const VecI quiet = ((u >> 16) & 0xffff) | 0x40;
+      raw = _mm512_cvtepi32_epi16((__m512i)(v != v ? quiet : rounded));
+    }
+    if (n >= 16)
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), raw);
+    else
+      _mm256_mask_storeu_epi16(p, static_cast<__mmask16>((1u << n) - 1), raw);
+    return;
+  }
+#elif defined(__AVX2__)
+  if constexpr (sizeof(T) == 4 && kSame<S, F16>) {
+    if (n >= 8) {
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
+                       _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+      return;
+    }
+  }
+#endif
+  alignas(kVectorBytes) T lanes[kLanes<T>];
+  store(lanes, v);
+  const int count = min_of(n, kLanes<T>);
+  for (int i = 0; i < count; ++i) narrow(lanes[i], p + i);
+}
+
+}  // namespace
+}  // namespace FASTATTN_ISA
+}  // namespace fastattn

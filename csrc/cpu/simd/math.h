@@ -1,0 +1,119 @@
+// Elementary functions on vectors. Polynomials are minimax (Remez, relative error) on the stated interval.
+#pragma once
+#include "simd.h"
+
+namespace fastattn {
+namespace FASTATTN_ISA {
+namespace {
+
+template <class T>
+constexpr T kLog2E = static_cast<T>(1.4426950408889634073599);
+template <class T>
+constexpr T kLn2 = static_cast<T>(0.69314718055994530941723);
+
+template <class T>
+FASTATTN_INLINE Vec<T> horner(Vec<T>, T last) {
+  return splat<T>(last);
+}
+template <class T, class... Rest>
+FASTATTN_INLINE Vec<T> horner(Vec<T> x, T first, Rest... rest) {
+  return horner<T>(x, rest...) * x + first;
+}
+
+// 2^f on [-1/2, 1/2]. Coarse: 7.5e-5, enough where the result is rounded to bf16; else 7.5e-8 and 3e-18.
+template <bool Coarse>
+FASTATTN_INLINE VecF exp2_fraction(VecF f) {
+  if constexpr (Coarse) return horner<float>(f, 0.999928073f, 0.693260984f, 0.242611124f, 0.0551716748f);
+  return horner<float>(f, 1.00000007f, 0.693146967f, 0.240221197f, 0.0555071326f, 0.00967554136f, 0.00132764778f);
+}
+template <bool Coarse>
+FASTATTN_INLINE VecD exp2_fraction(VecD f) {
+  return horner<double>(f, 1.0, 0.69314718055994533045, 0.24022650695910156194, 0.055504108664819921999,
+                        0.0096181291075883388805, 0.001333355814678983701, 0.00015403530462509966101,
+                        1.5252733490062370866e-5, 1.3215433091849151785e-6, 1.0178197993382467131e-7,
+                        7.0741052512368323548e-9, 4.4352866745874167032e-10);
+}
+
+// 2^x for x <= 0, the softmax's case. 2^-inf is exactly 0; below the normal range the result is 0 or subnormal; NaN
+// stays NaN (the constant comes first in max_of for that reason).
+template <bool Coarse = false>
+FASTATTN_INLINE VecF exp2_neg(VecF x) {
+#if defined(__AVX512F__)
+  x = max_of(splat(-200.0f), x);
+  const __m512 n = _mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  return (VecF)_mm512_scalef_ps((__m512)exp2_fraction<Coarse>(x - (VecF)n), n);
+#else
+  // Adding 1.5 * 2^23 leaves round(x) in the low mantissa bits. Below -126 the exponent field would wrap: give 0.
+  const VecF clamped = max_of(splat(-126.0f), x);
+  const VecF shifted = clamped + 12582912.0f;
+  const VecF p = exp2_fraction<Coarse>(clamped - (shifted - 12582912.0f));
+  const VecF y = (VecF)((VecI)p + ((VecI)shifted << 23));
+  // clamped - clamped is 0, or NaN where x is: the integer addition above would lose it.
+  return select<float>(x < -126.0f, VecF{}, y + (clamped - clamped));
+#endif
+}
+template <bool Coarse = false>
+FASTATTN_INLINE VecD exp2_neg(VecD x) {
+#if defined(__AVX512F__)
+  x = max_of(splat(-2000.0), x);
+  const __m512d n = _mm512_roundscale_pd((__m512d)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  return (VecD)_mm512_scalef_pd((__m512d)exp2_fraction<Coarse>(x - (VecD)n), n);
+#else
+  const VecD clamped = max_of(splat(-1022.0), x);
+  const VecD shifted = clamped + 6755399441055744.0;  // 1.5 * 2^52
+  const VecD p = exp2_fraction<Coarse>(clamped - (shifted - 6755399441055744.0));
+  const VecD y = (VecD)((VecL)p + ((VecL)shifted << 52));
+  // clamped - clamped is 0, or NaN where x is: the integer addition above would lose it.
+  return select<double>(x < -1022.0, VecD{}, y + (clamped - clamped));
+#endif
+}
+
+// tanh(x) = x P(x^2) where |x| < 0.625, so that small arguments keep their relative accuracy; else from e^-2|x|.
+FASTATTN_INLINE VecF tanh_small(VecF x, VecF xx) {
+  return x * horner<float>(xx, 1.0f, -0.333332605f, 0.133311276f, -0.0537210703f, 0.0205909947f, -0.00565999533f);
+}
+FASTATTN_INLINE VecD tanh_small(VecD x, VecD xx) {
+  return x * horner<double>(xx, 1.0, -0.33333333333317040738, 0.13333333331656043984, -0.053968253293118457319,
+                            0.021869474555206828588, -0.0088630659023572213547, 0.003590836892466878216,
+                            -0.0014494594692241711752, 0.0005694521818378721927, -0.00019644591722812039759,
+                            4.2571434295938719504e-5);
+}
+template <class T>
+FASTATTN_INLINE Vec<T> tanh_of(Vec<T> x) {
+  const Mask<T> negative = x < T(0);
+  const Vec<T> a = select<T>(negative, -x, x);
+  const Vec<T> e = exp2_neg(a * (T(-2) * kLog2E<T>));
+  const Vec<T> large = (T(1) - e) / (T(1) + e);
+  const Vec<T> y = select<T>(a < T(0.625), tanh_small(a, a * a), large);
+  return select<T>(negative, -y, y);
+}
+
+FASTATTN_INLINE float log_of(float x) { return __builtin_logf(x); }
+FASTATTN_INLINE double log_of(double x) { return __builtin_log(x); }
+
+// 32 x 32 -> 64 bit products of all lanes, as their high and low words.
+FASTATTN_INLINE void multiply_wide(VecU a, uint32_t m, VecU* high, VecU* low) {
+#if defined(__AVX512F__)
+  const __m512i mm = _mm512_set1_epi32(static_cast<int>(m));
+  const __m512i even = _mm512_mul_epu32((__m512i)a, mm);
+  const __m512i odd = _mm512_mul_epu32(_mm512_srli_epi64((__m512i)a, 32), mm);
+  *high = (VecU)_mm512_mask_blend_epi32(0xAAAA, _mm512_srli_epi64(even, 32), odd);
+  *low = (VecU)_mm512_mask_blend_epi32(0xAAAA, even, _mm512_slli_epi64(odd, 32));
+#elif defined(__AVX2__)
+  const __m256i mm = _mm256_set1_epi32(static_cast<int>(m));
+  const __m256i even = _mm256_mul_epu32((__m256i)a, mm);
+  const __m256i odd = _mm256_mul_epu32(_mm256_srli_epi64((__m256i)a, 32), mm);
+  *high = (VecU)_mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xAA);
+  *low = (VecU)_mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xAA);
+#else
+  for (int i = 0; i < kLanes<float>; ++i) {
+    const uint64_t product = static_cast<uint64_t>(a[i]) * m;
+    (*high)[i] = static_cast<uint32_t>(product >> 32);
+    (*low)[i] = static_cast<uint32_t>(product);
+  }
+#endif
+}
+
+}  // namespace
+}  // namespace FASTATTN_ISA
+}  // namespace fastattn

@@ -1,0 +1,240 @@
+// Vectors of one instruction set: types, loads and stores, conversions, transposition.
+//
+// Everything is written with the compiler's vector extensions, which are the same source for SSE2, AVX2, AVX-512 and
+// NEON; intrinsics appear only where an instruction has no such spelling (convert.h, math.h). A new instruction set
+// is a vector width here and, where it pays, a few lines there.
+//
+// Everything lives in the namespace of the instruction set and is force-inlined: see docs/design.md on weak symbols.
+#pragma once
+#if defined(__x86_64__)
+// GCC's own headers pass an undefined vector where a mask leaves nothing of it, and warn of it when inlined.
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#include <immintrin.h>
+#pragma GCC diagnostic pop
+#endif
+#include <cstddef>
+#include <cstdint>
+
+#define FASTATTN_INLINE inline __attribute__((always_inline))
+// g++ keeps an array of accumulators in registers only if every loop over it is unrolled away.
+#define FASTATTN_UNROLL _Pragma("GCC unroll 64")
+
+namespace fastattn {
+namespace FASTATTN_ISA {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kVectorBytes = 64;
+constexpr int kRegisters = 32;
+#elif defined(__AVX2__)
+constexpr int kVectorBytes = 32;
+constexpr int kRegisters = 16;
+#elif defined(__aarch64__)
+constexpr int kVectorBytes = 16;
+constexpr int kRegisters = 32;
+#else
+constexpr int kVectorBytes = 16;
+constexpr int kRegisters = 16;
+#endif
+
+typedef float VecF __attribute__((vector_size(kVectorBytes), may_alias));
+typedef double VecD __attribute__((vector_size(kVectorBytes), may_alias));
+typedef int32_t VecI __attribute__((vector_size(kVectorBytes), may_alias));
+typedef uint32_t VecU __attribute__((vector_size(kVectorBytes), may_alias));
+typedef int64_t VecL __attribute__((vector_size(kVectorBytes), may_alias));
+
+template <class T>
+struct VecOf;
+template <>
+struct VecOf<float> {
+  typedef VecF type;
+  typedef VecI bits;
+};
+template <>
+struct VecOf<double> {
+  typedef VecD type;
+  typedef VecL bits;
+};
+
+template <class T>
+using Vec = typename VecOf<T>::type;
+// The result of a comparison: all ones or all zeros in each lane.
+template <class T>
+using Mask = typename VecOf<T>::bits;
+
+template <class T>
+constexpr int kLanes = kVectorBytes / static_cast<int>(sizeof(T));
+
+template <class T>
+constexpr T kInf = static_cast<T>(__builtin_inff());
+
+template <class T>
+FASTATTN_INLINE constexpr T min_of(T a, T b) {
+  return b < a ? b : a;
+}
+template <class T>
+FASTATTN_INLINE constexpr T max_of(T a, T b) {
+  return a < b ? b : a;
+}
+
+template <class T>
+FASTATTN_INLINE Vec<T> splat(T x) {
+  return Vec<T>{} + x;
+}
+
+template <class T>
+FASTATTN_INLINE Vec<T> load(const T* p) {
+  typedef T Unaligned __attribute__((vector_size(kVectorBytes), aligned(sizeof(T)), may_alias));
+  return *reinterpret_cast<const Unaligned*>(p);
+}
+template <class T>
+FASTATTN_INLINE void store(T* p, Vec<T> v) {
+  typedef T Unaligned __attribute__((vector_size(kVectorBytes), aligned(sizeof(T)), may_alias));
+  *reinterpret_cast<Unaligned*>(p) = v;
+}
+
+// The first n lanes (0 <= n <= lanes); the others read as zero and are not touched in memory.
+template <class T>
+FASTATTN_INLINE Vec<T> load_first(const T* p, int n) {
+  if (n >= kLanes<T>) return load(p);
+#if defined(__AVX512F__)
+  if constexpr (sizeof(T) == 4) return (Vec<T>)_mm512_maskz_loadu_ps((1u << n) - 1, p);
+  if constexpr (sizeof(T) == 8) return (Vec<T>)_mm512_maskz_loadu_pd((1u << n) - 1, p);
+#endif
+  alignas(kVectorBytes) T lanes[kLanes<T>] = {};
+  for (int i = 0; i < n; ++i) lanes[i] = p[i];
+  return load(lanes);
+}
+template <class T>
+FASTATTN_INLINE void store_first(T* p, Vec<T> v, int n) {
+  if (n >= kLanes<T>) return store(p, v);
+#if defined(__AVX512F__)
+  if constexpr (sizeof(T) == 4) return _mm512_mask_storeu_ps(p, (1u << n) - 1, (__m512)v);
+  if constexpr (sizeof(T) == 8) return _mm512_mask_storeu_pd(p, (1u << n) - 1, (__m512d)v);
+#endif
+  alignas(kVectorBytes) T lanes[kLanes<T>];
+  store(lanes, v);
+  for (int i = 0; i < n; ++i) p[i] = lanes[i];
+}
+
+template <class T>
+FASTATTN_INLINE Vec<T> select(Mask<T> m, Vec<T> yes, Vec<T> no) {
+  return m ? yes : no;
+}
+
+// The larger of the two; where one is NaN the result is the second argument.
+FASTATTN_INLINE VecF max_of(VecF a, VecF b) {
+#if defined(__AVX512F__)
+  return (VecF)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+  return (VecF)_mm256_max_ps((__m256)a, (__m256)b);
+#elif defined(__SSE2__)
+  return (VecF)_mm_max_ps((__m128)a, (__m128)b);
+#else
+  return a > b ? a : b;
+#endif
+}
+FASTATTN_INLINE VecD max_of(VecD a, VecD b) {
+#if defined(__AVX512F__)
+  return (VecD)_mm512_max_pd((__m512d)a, (__m512d)b);
+#elif defined(__AVX2__)
+  return (VecD)_mm256_max_pd((__m256d)a, (__m256d)b);
+#elif defined(__SSE2__)
+  return (VecD)_mm_max_pd((__m128d)a, (__m128d)b);
+#else
+  return a > b ? a : b;
+#endif
+}
+
+// Sum and maximum over the lanes, always in the same order.
+template <class T>
+FASTATTN_INLINE T sum_lanes(Vec<T> v) {
+  T lanes[kLanes<T>];
+  store(lanes, v);
+  FASTATTN_UNROLL for (int width = kLanes<T> / 2; width >= 1; width /= 2) {
+    FASTATTN_UNROLL for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
+  }
+  return lanes[0];
+}
+template <class T>
+FASTATTN_INLINE T max_lanes(Vec<T> v) {
+  T lanes[kLanes<T>];
+  store(lanes, v);
+  T m = lanes[0];
+  FASTATTN_UNROLL for (int i = 1; i < kLanes<T>; ++i) m = lanes[i] > m ? lanes[i] : m;
+  return m;
+}
+
+template <class T>
+FASTATTN_INLINE Vec<T> iota() {
+  Vec<T> v{};
+  FASTATTN_UNROLL for (int i = 0; i < kLanes<T>; ++i) v[i] = static_cast<T>(i);
+  return v;
+}
+
+template <class A, class B>
+constexpr bool kSame = false;
+template <class A>
+constexpr bool kSame<A, A> = true;
+
+template <class P>
+struct ElementOf;
+template <class S>
+struct ElementOf<const S*> {
+  typedef S type;
+};
+
+template <int N>
+struct Width {
+  static constexpr int value = N;
+};
+
+template <int... I>
+struct Indices {};
+template <int N, int... I>
+struct CountTo : CountTo<N - 1, N - 1, I...> {};
+template <int... I>
+struct CountTo<0, I...> {
+  typedef Indices<I...> type;
+};
+
+// Blocks of `Step` lanes from a and b in turn: the lower (High = 0) or upper half of each pair of blocks.
+template <int Step, int High, int N>
+constexpr int interleave_index(int i) {
+  const int block = i / Step, within = i % Step;
+  // Output block 2t takes a's block 2t + High, output block 2t + 1 takes b's.
+  const int source = (block / 2) * 2 + High;
+  return source * Step + within + (block % 2 ? N : 0);
+}
+template <class T, int Step, int High, int... I>
+FASTATTN_INLINE Vec<T> interleave(Vec<T> a, Vec<T> b, Indices<I...>) {
+#if defined(__clang__) || __GNUC__ >= 12
+  return __builtin_shufflevector(a, b, interleave_index<Step, High, kLanes<T>>(I)...);
+#else
+  return __builtin_shuffle(a, b, Mask<T>{interleave_index<Step, High, kLanes<T>>(I)...});
+#endif
+}
+
+// rows[i][j] <-> rows[j][i] for a square of vectors: log2(lanes) rounds that exchange off-diagonal blocks.
+template <class T, int Step>
+FASTATTN_INLINE void transpose_round(Vec<T>* rows) {
+  typedef typename CountTo<kLanes<T>>::type All;
+  FASTATTN_UNROLL for (int i = 0; i < kLanes<T>; ++i) {
+    if (i & Step) continue;
+    const Vec<T> a = rows[i], b = rows[i + Step];
+    rows[i] = interleave<T, Step, 0>(a, b, All());
+    rows[i + Step] = interleave<T, Step, 1>(a, b, All());
+  }
+}
+template <class T>
+FASTATTN_INLINE void transpose(Vec<T>* rows) {
+  transpose_round<T, 1>(rows);
+  if constexpr (kLanes<T> > 2) transpose_round<T, 2>(rows);
+  if constexpr (kLanes<T> > 4) transpose_round<T, 4>(rows);
+  if constexpr (kLanes<T> > 8) transpose_round<T, 8>(rows);
+}
+
+}  // namespace
+}  // namespace FASTATTN_ISA
+}  // namespace fastattn

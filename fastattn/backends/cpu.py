@@ -1,0 +1,255 @@
+"""The adapter of the native CPU module: from tensors to addresses, shapes and strides.
+
+Every function has the name and the arguments that it has in ``reference.py``; ``docs/design.md``
+defines the primitives.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# After torch, whose OpenMP runtime it shares.
+from fastattn import _cpu
+from fastattn.backends._alloc import empty_output
+
+__all__ = [
+    "scaled_dot_product_attention",
+    "scaled_dot_product_attention_backward",
+    "why_not",
+]
+
+_DTYPES = {
+    torch.float32: 0,
+    torch.float64: 1,
+    torch.bfloat16: 2,
+    torch.float16: 3,
+    torch.bool: 4,
+}
+_NAMES = "float32, float64, bfloat16, float16"
+
+
+def why_not(op: str, *tensors: Tensor | None, **_: Any) -> list[str]:
+    """Return the reasons why the CPU kernels cannot run ``op`` on these arguments."""
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        if not tensor.is_cpu:
+            return [f"a tensor is on {tensor.device}"]
+        if tensor.dtype not in _DTYPES and tensor.dtype is not torch.int64:
+            return [f"the dtype {tensor.dtype} is not one of {_NAMES}"]
+    if op.startswith("scaled_dot_product_attention"):
+        alibi_slopes = tensors[4] if op == "scaled_dot_product_attention" else tensors[7]
+        if alibi_slopes is not None and alibi_slopes.requires_grad:
+            return ["alibi_slopes requires a gradient, which the kernel does not compute"]
+    return []
+
+
+def scaled_dot_product_attention(
+    query: Tensor,  # [B, Hq, Lq, D]
+    key: Tensor,  # [B, Hkv, Lk, D]
+    value: Tensor,  # [B, Hkv, Lk, Dv]
+    attn_mask: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    seed: Tensor | None = None,
+    *,
+    scale: float,
+    offset: int,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    dropout_p: float,
+    weights: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ``(out, lse, weights)``, see ``docs/design.md``."""
+    batch, heads, queries, width = query.shape
+    keys, value_width = value.shape[2:]
+    out = empty_output(query, value_width)
+    lse = torch.empty((batch, heads, queries), dtype=_accumulator(query.dtype))
+    if weights == 1:
+        applied = query.new_empty((batch, heads, queries, keys))
+    elif weights == 2:
+        applied = query.new_empty((batch, queries, keys))
+    else:
+        applied = query.new_empty(0)
+    _cpu.attention_forward(
+        _DTYPES[query.dtype],
+        torch.get_num_threads(),
+        (batch, heads, key.shape[1], queries, keys, width, value_width),
+        query.data_ptr(),
+        query.stride(),
+        key.data_ptr(),
+        key.stride(),
+        value.data_ptr(),
+        value.stride(),
+        out.data_ptr(),
+        out.stride(),
+        lse.data_ptr(),
+        scale,
+        _options(
+            query,
+            keys,
+            attn_mask,
+            alibi_slopes,
+            seed,
+            offset,
+            window_left,
+            window_right,
+            softcap,
+            dropout_p,
+            weights,
+            applied,
+        ),
+    )
+    return out, lse, applied
+
+
+def scaled_dot_product_attention_backward(
+    grad_out: Tensor | None,  # [B, Hq, Lq, Dv]
+    grad_lse: Tensor | None,  # [B, Hq, Lq]
+    grad_weights: Tensor | None,  # as weights
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    alibi_slopes: Tensor | None,
+    seed: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    scale: float,
+    offset: int,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    dropout_p: float,
+    weights: int,
+    needs_mask_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return the gradients of query, key, value and the mask, see ``docs/design.md``."""
+    batch, heads, queries, width = query.shape
+    keys, value_width = value.shape[2:]
+    if grad_out is None:
+        grad_out = query.new_zeros(1).expand(batch, heads, queries, value_width)
+    if out.stride(-1) != 1:
+        out = out.contiguous()
+    if grad_lse is not None:
+        grad_lse = grad_lse.to(lse.dtype).contiguous()
+    empty = min(queries, keys) == 0  # then the kernel has nothing to write
+    grad_query = empty_output(query, width)
+    grad_key = empty_output(key, width)
+    grad_value = empty_output(value, value_width)
+    if empty:
+        for grad in (grad_query, grad_key, grad_value):
+            grad.zero_()
+    grad_mask = None
+    if needs_mask_grad:
+        assert attn_mask is not None
+        grad_mask = torch.zeros(attn_mask.shape, dtype=_accumulator(query.dtype))
+    _cpu.attention_backward(
+        _DTYPES[query.dtype],
+        torch.get_num_threads(),
+        (batch, heads, key.shape[1], queries, keys, width, value_width),
+        query.data_ptr(),
+        query.stride(),
+        key.data_ptr(),
+        key.stride(),
+        value.data_ptr(),
+        value.stride(),
+        out.data_ptr(),
+        out.stride(),
+        lse.data_ptr(),
+        scale,
+        _options(
+            query,
+            keys,
+            attn_mask,
+            alibi_slopes,
+            seed,
+            offset,
+            window_left,
+            window_right,
+            softcap,
+            dropout_p,
+            weights,
+            None,
+        ),
+        (
+            _operand(grad_out),
+            0 if grad_lse is None else grad_lse.data_ptr(),
+            None if grad_weights is None else _weights_operand(grad_weights),
+            _operand(grad_query),
+            _operand(grad_key),
+            _operand(grad_value),
+            None if grad_mask is None else _broadcast_operand(grad_mask, (batch, heads, queries, keys)),
+        ),
+    )
+    if grad_mask is not None and attn_mask is not None:
+        grad_mask = grad_mask.to(attn_mask.dtype)
+    return grad_query, grad_key, grad_value, grad_mask
+
+
+def _options(
+    query: Tensor,
+    keys: int,
+    attn_mask: Tensor | None,
+    alibi_slopes: Tensor | None,
+    seed: Tensor | None,
+    offset: int,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    dropout_p: float,
+    weights: int,
+    applied: Tensor | None,
+) -> tuple[Any, ...] | None:
+    """Everything beyond plain attention, None where there is nothing of it."""
+    plain = window_left < 0 and window_right < 0 and not softcap and not dropout_p and not weights
+    if plain and attn_mask is None and alibi_slopes is None:
+        return None
+    batch, heads, queries, _ = query.shape
+    mask = alibi = None
+    if attn_mask is not None:
+        mask = _broadcast_operand(attn_mask, (batch, heads, queries, keys))
+    if alibi_slopes is not None:
+        alibi_slopes = alibi_slopes.expand(batch, heads)
+        alibi = (alibi_slopes.data_ptr(), alibi_slopes.stride())
+    return (
+        offset,
+        window_left,
+        window_right,
+        softcap,
+        mask,
+        0 if attn_mask is None else _DTYPES[attn_mask.dtype],
+        alibi,
+        dropout_p,
+        0 if seed is None else int(seed) & 0xFFFFFFFFFFFFFFFF,
+        weights,
+        _weights_operand(applied) if applied is not None and weights else None,
+    )
+
+
+def _accumulator(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def _operand(tensor: Tensor) -> tuple[int, tuple[int, ...]]:
+    return tensor.data_ptr(), tensor.stride()
+
+
+def _broadcast_operand(
+    tensor: Tensor, shape: tuple[int, int, int, int]
+) -> tuple[int, tuple[int, ...]]:
+    """A dimension of size one is read with stride 0, so a mask is never expanded in memory."""
+    strides = tuple(
+        0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    return tensor.data_ptr(), strides
+
+
+def _weights_operand(weights: Tensor) -> tuple[int, tuple[int, ...]]:
+    """Averaged weights [B, Lq, Lk] have no head axis: its stride is 0."""
+    strides = weights.stride()
+    return weights.data_ptr(), strides if len(strides) == 4 else (strides[0], 0, *strides[1:])
