@@ -7,6 +7,7 @@
 #include "../simd/math.h"
 #include "../simd/simd.h"
 #include "../threads.h"
+#include <cstdlib>
 
 namespace fastattn {
 namespace FASTATTN_ISA {
@@ -15,12 +16,9 @@ namespace {
 typedef uint64_t VecUL __attribute__((vector_size(kVectorBytes), may_alias));
 
 constexpr int64_t kTileBytes = 16 * 1024;  // half of the smallest L1, the rest is for x and out
+constexpr int kTileRows = 64;
+constexpr int64_t kStreamBytes = 8 << 20;
 constexpr double kFlopsPerElement = 20;    // the time of one element, in flops
-
-FASTATTN_INLINE VecUL load_angles(const uint64_t* p) {
-  typedef uint64_t Unaligned __attribute__((vector_size(kVectorBytes), aligned(8), may_alias));
-  return *reinterpret_cast<const Unaligned*>(p);
-}
 
 // sin(2 pi t) = t P(t^2) for |t| <= 1/8, the leading coefficient in two parts. Relative error 3e-9 and 3e-18.
 FASTATTN_INLINE VecF sin_turns(VecF t, VecF tt) {
@@ -60,30 +58,64 @@ FASTATTN_INLINE VecU odd_words(VecU a, VecU b, Indices<I...>) {
   return __builtin_shufflevector(a, b, (2 * I + 1)...);
 }
 
-// One vector of PE at one position. Adding an eighth of a turn makes the two top bits the nearest quadrant and the
-// rest the distance from it, plus that eighth.
+// The angles of one vector of columns, as 64-bit fractions of a turn.
+template <class T>
+struct Angles {
+  VecUL part[8 / sizeof(T)];
+};
+
+template <class T>
+FASTATTN_INLINE Angles<T> load_angles(const uint64_t* p) {
+  typedef uint64_t Unaligned __attribute__((vector_size(kVectorBytes), aligned(8), may_alias));
+  Angles<T> a;
+  FASTATTN_UNROLL for (int i = 0; i < static_cast<int>(8 / sizeof(T)); ++i) {
+    a.part[i] = *reinterpret_cast<const Unaligned*>(p + i * kLanes<double>);
+  }
+  return a;
+}
+
+// Adding an eighth of a turn makes the two top bits the nearest quadrant, and the rest the distance from it plus that
+// eighth.
 constexpr uint64_t kEighth = uint64_t{1} << 61;
 
-FASTATTN_INLINE void encode(const uint64_t* frequency, const uint64_t* phase, uint64_t position, float* pe) {
+FASTATTN_INLINE VecF sine_of(const Angles<float>& angles) {
   typedef typename CountTo<kLanes<float>>::type All;
-  constexpr int kHalf = kLanes<float> / 2;
-  const VecUL a = load_angles(frequency) * position + load_angles(phase) + kEighth;
-  const VecUL b = load_angles(frequency + kHalf) * position + load_angles(phase + kHalf) + kEighth;
-  const VecI high = (VecI)odd_words((VecU)a, (VecU)b, All());
-  const VecI low = (VecI)(even_words((VecU)a, (VecU)b, All()) >> 1);  // one bit less converts as signed
+  const VecU a = (VecU)(angles.part[0] + kEighth), b = (VecU)(angles.part[1] + kEighth);
+  const VecI high = (VecI)odd_words(a, b, All());
+  const VecI low = (VecI)(even_words(a, b, All()) >> 1);  // one bit less converts as signed
   const VecI distance = (high & 0x3fffffff) - 0x20000000;
-  const VecF t = __builtin_convertvector(distance, VecF) * 0x1p-32f + __builtin_convertvector(low, VecF) * 0x1p-63f;
-  store(pe, sine<float>(high, t));
+  return sine<float>(high, __builtin_convertvector(distance, VecF) * 0x1p-32f +
+                               __builtin_convertvector(low, VecF) * 0x1p-63f);
 }
-FASTATTN_INLINE void encode(const uint64_t* frequency, const uint64_t* phase, uint64_t position, double* pe) {
-  const VecL a = (VecL)(load_angles(frequency) * position + load_angles(phase) + kEighth);
+FASTATTN_INLINE VecD sine_of(const Angles<double>& angles) {
+  const VecL a = (VecL)(angles.part[0] + kEighth);
   const VecL distance = (a & 0x3fffffffffffffff) - static_cast<int64_t>(kEighth);
-  store(pe, sine<double>(a, __builtin_convertvector(distance, VecD) * 0x1p-64));
+  return sine<double>(a, __builtin_convertvector(distance, VecD) * 0x1p-64);
+}
+
+// A whole vector past the caches: what is written is not read soon, and its line need not be fetched first. p is
+// aligned to the bytes written.
+template <class T, class S>
+FASTATTN_INLINE void stream_as(S* p, Vec<T> v) {
+  constexpr int kBytes = kLanes<T> * static_cast<int>(sizeof(S));
+  alignas(kVectorBytes) S lanes[kLanes<T>];
+  store_as<T>(lanes, v, kLanes<T>);
+#if defined(__AVX512F__)
+  if constexpr (kBytes == 64) return _mm512_stream_si512((__m512i*)p, *(const __m512i*)lanes);
+#endif
+#if defined(__AVX2__)
+  if constexpr (kBytes == 32) return _mm256_stream_si256((__m256i*)p, *(const __m256i*)lanes);
+#endif
+#if defined(__SSE2__)
+  if constexpr (kBytes == 16) return _mm_stream_si128((__m128i*)p, *(const __m128i*)lanes);
+  if constexpr (kBytes == 8) return _mm_stream_si64((long long*)p, *(const long long*)lanes);
+#endif
+  __builtin_memcpy(p, lanes, kBytes);
 }
 
 // One row, n columns: out = x * scale + pe.
 template <class T, class S>
-void add_row(const S* x, int64_t x_stride, const T* pe, T scale, S* out, int64_t out_stride, int64_t n) {
+void add_row(const S* x, int64_t x_stride, const T* pe, T scale, S* out, int64_t out_stride, int64_t n, bool stream) {
   if (x_stride != 1 || out_stride != 1) {
     for (int64_t c = 0; c < n; ++c) {
       narrow(static_cast<T>(widen(x[c * x_stride])) * scale + pe[c], out + c * out_stride);
@@ -92,6 +124,9 @@ void add_row(const S* x, int64_t x_stride, const T* pe, T scale, S* out, int64_t
   }
   constexpr int kN = kLanes<T>;
   int64_t c = 0;
+  if (stream && reinterpret_cast<uintptr_t>(out) % (kN * sizeof(S)) == 0) {
+    for (; c + kN <= n; c += kN) stream_as<T>(out + c, load_as<T>(x + c, kN) * scale + load(pe + c));
+  }
   for (; c + kN <= n; c += kN) store_as<T>(out + c, load_as<T>(x + c, kN) * scale + load(pe + c), kN);
   const int rest = static_cast<int>(n - c);
   if (rest > 0) store_as<T>(out + c, load_as<T>(x + c, rest) * scale + load(pe + c), rest);
@@ -100,6 +135,7 @@ void add_row(const S* x, int64_t x_stride, const T* pe, T scale, S* out, int64_t
 template <class T>
 struct Tile {
   alignas(kVectorBytes) T pe[kTileBytes / sizeof(T)];  // [rows, columns]
+  int64_t position[kTileRows];
 };
 
 constexpr int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
@@ -110,6 +146,7 @@ struct Blocks {
   int64_t columns;  // columns in a tile, a multiple of the vector length
   int64_t blocks;   // ceil(L / rows)
   int64_t groups;   // of the B * H batch rows
+  bool stream;
 };
 
 template <class T>
@@ -117,26 +154,32 @@ Blocks choose_blocks(const SinusoidalParams& p) {
   constexpr int64_t kElements = kTileBytes / sizeof(T);
   Blocks s;
   s.columns = min_of(round_up(p.D, kLanes<T>), kElements);
-  s.rows = max_of<int64_t>(1, min_of(kElements / s.columns, p.L));
+  s.rows = max_of<int64_t>(1, min_of(min_of<int64_t>(kElements / s.columns, kTileRows), p.L));
   s.blocks = (p.L + s.rows - 1) / s.rows;
   s.groups = max_of<int64_t>(1, min_of(p.B * p.H, 4 * p.threads / s.blocks));
+  s.stream = p.B * p.H * p.L * p.D * (int64_t)sizeof(T) > kStreamBytes && getenv("NOSTREAM") == nullptr;
   return s;
 }
 
-// PE of positions [first, first + rows) and columns [c0, c0 + columns); `positions` is null for consecutive ones.
+// PE of `rows` positions [rows, columns], columns from c0 on.
 template <class T>
-void fill_tile(const SinusoidalParams& p, const int64_t* positions, int64_t first, int64_t rows, int64_t c0,
-               int64_t columns, T* pe) {
-  for (int64_t r = 0; r < rows; ++r, pe += columns) {
-    const int64_t l = first + r;
-    const int64_t position = positions ? positions[l * p.position_stride[2]] : p.offset + l;
-    if (p.has_padding_idx && position == p.padding_idx) {
-      for (int64_t c = 0; c < columns; c += kLanes<T>) store(pe + c, Vec<T>{});
-      continue;
+void fill_tile(const SinusoidalParams& p, const int64_t* position, int64_t rows, int64_t c0, int64_t columns, T* pe, const char* xp, int64_t st, int64_t ss) {
+  for (int64_t c = 0; c < columns; c += kLanes<T>) {
+    const Angles<T> frequency = load_angles<T>(p.frequency + c0 + c), phase = load_angles<T>(p.phase + c0 + c);
+    Angles<T> angle = phase;
+    for (int64_t r = 0; r < rows; ++r) {
+      const bool next = r > 0 && position[r] == position[r - 1] + 1;  // saves a slow product
+      FASTATTN_UNROLL for (int i = 0; i < static_cast<int>(8 / sizeof(T)); ++i) {
+        angle.part[i] = next ? angle.part[i] + frequency.part[i]
+                             : frequency.part[i] * static_cast<uint64_t>(position[r]) + phase.part[i];
+      }
+      store(pe + r * columns + c, sine_of(angle));
+      if (xp) __builtin_prefetch(xp + r * st + c * ss);
     }
-    for (int64_t c = 0; c < columns; c += kLanes<T>) {
-      encode(p.frequency + c0 + c, p.phase + c0 + c, static_cast<uint64_t>(position), pe + c);
-    }
+  }
+  if (!p.has_padding_idx) return;
+  for (int64_t r = 0; r < rows; ++r) {
+    if (position[r] == p.padding_idx) __builtin_memset(pe + r * columns, 0, sizeof(T) * columns);
   }
 }
 
@@ -153,7 +196,11 @@ void run_block(const SinusoidalParams& p, const Blocks& s, int64_t block, int64_
       const int64_t* positions =
           p.positions ? p.positions + b * p.position_stride[0] + h * p.position_stride[1] : nullptr;
       if (n == n0 || positions != encoded) {
-        fill_tile(p, positions, first, rows, c0, round_up(columns, kLanes<T>), tile.pe);
+        for (int64_t r = 0; r < rows; ++r) {
+          tile.position[r] = positions ? positions[(first + r) * p.position_stride[2]] : p.offset + first + r;
+        }
+        const char* xp = (const char*)(static_cast<S*>(p.x.data) + b * p.x.stride[0] + h * p.x.stride[1] + first * p.x.stride[2] + c0 * p.x.stride[3]);
+        fill_tile(p, tile.position, rows, c0, round_up(columns, kLanes<T>), tile.pe, getenv("PREFETCH") ? xp : nullptr, p.x.stride[2]*sizeof(S),sizeof(S));
       }
       encoded = positions;
       const auto at = [&](const Tensor4& t) {
@@ -163,7 +210,7 @@ void run_block(const SinusoidalParams& p, const Blocks& s, int64_t block, int64_
       S* out = at(p.out);
       for (int64_t r = 0; r < rows; ++r) {
         add_row<T>(x + r * p.x.stride[2], p.x.stride[3], tile.pe + r * round_up(columns, kLanes<T>),
-                   static_cast<T>(p.scale), out + r * p.out.stride[2], p.out.stride[3], columns);
+                   static_cast<T>(p.scale), out + r * p.out.stride[2], p.out.stride[3], columns, s.stream);
       }
     }
   }
