@@ -1,0 +1,22 @@
+"""Fused attention for PyTorch: drop-in for its attention function and its attention module."""
+
+from fastattn import nn
+from fastattn._version import __version__
+from fastattn.dispatch import FallbackWarning, explain, use_backend
+from fastattn.integrations import replace_mha, restore_mha
+from fastattn.nn import MultiheadAttention
+from fastattn.ops import scaled_dot_product_attention, sinusoidal_encoding, sinusoidal_table
+
+__all__ = [
+    "FallbackWarning",
+    "MultiheadAttention",
+    "__version__",
+    "explain",
+    "nn",
+    "replace_mha",
+    "restore_mha",
+    "scaled_dot_product_attention",
+    "sinusoidal_encoding",
+    "sinusoidal_table",
+    "use_backend",
+]

@@ -1,0 +1,1 @@
+"""A backend is a module, an operator is a function in it; see ``fastattn.dispatch``."""

@@ -1,0 +1,21 @@
+"""Where the memory order of a result is decided, for the kernels and for the compiler alike."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def empty_output(query: Tensor, width: int) -> Tensor:
+    """Return an empty [B, H, L, width] for a query [B, H, L, D], in the query's memory order.
+
+    The rule is that of ``torch.empty_like``, applied to B, H and L; the last dimension is the
+    innermost. So the heads of a [B, L, H, D] projection are merged again without a copy.
+    """
+    if query.shape[-1] == width and query.stride(-1) == 1:
+        return torch.empty_like(query)
+    rows = torch.empty_like(query[..., 0])  # [B, H, L]
+    strides = [width * stride for stride in rows.stride()]
+    return torch.empty_strided(
+        (*rows.shape, width), (*strides, 1), dtype=query.dtype, device=query.device
+    )

@@ -1,0 +1,204 @@
+"""The one place where a backend is chosen.
+
+A backend is a module of ``fastattn.backends``; an operator is a function in it, under the name that
+it has in ``reference.py``. The first backend in the device's order that gives no reason against a
+call runs it. A backend gives its reasons, as plain sentences, by ``why_not(op, *tensors,
+**keywords)`` (without one it has none); a module that cannot be imported is not built, a function
+that is missing falls through.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import warnings
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+
+__all__ = ["Explanation", "FallbackWarning", "explain", "use_backend"]
+
+PRIORITY = {"cpu": ("cpu", "reference"), "cuda": ("cuda", "triton", "reference")}
+BACKENDS = ("cpu", "cuda", "triton", "reference")
+
+forced: ContextVar[str] = ContextVar("fastattn_backend", default="")
+
+
+class FallbackWarning(UserWarning):
+    """A call ran on the slow reference although a native backend is built."""
+
+
+@contextlib.contextmanager
+def use_backend(name: str) -> Iterator[None]:
+    """Run every operator inside the ``with`` block on this backend, or raise.
+
+    ``name`` is ``"cpu"``, ``"cuda"``, ``"triton"`` or ``"reference"``. A call that the backend
+    cannot run raises a ``RuntimeError`` with the reasons; nothing falls back. The choice holds for
+    the current thread or task, and for the backward of the calls made inside the block. Code
+    compiled by ``torch.compile`` asks for it whenever it runs, in its backward too.
+
+    Raises ``ValueError`` for an unknown name, ``RuntimeError`` for a backend that is not built.
+
+    >>> import torch, fastattn
+    >>> x = torch.ones(1, 1, 2, 4)
+    >>> with fastattn.use_backend("reference"):
+    ...     fastattn.scaled_dot_product_attention(x, x, x).shape
+    torch.Size([1, 1, 2, 4])
+    """
+    if name not in BACKENDS:
+        raise ValueError(f"use_backend: name must be one of {', '.join(BACKENDS)}, got {name!r}")
+    backend = load(name)
+    if isinstance(backend, str):
+        raise RuntimeError(f"use_backend: the backend {name!r} is {backend}")
+    token = forced.set(name)
+    try:
+        yield
+    finally:
+        forced.reset(token)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which backend runs a call, and what each other one has against it."""
+
+    op: str
+    device: str
+    reasons: dict[str, list[str]]  # in the order of preference; empty: could run
+    runs: str | None  # None: a forced backend cannot
+
+    def __str__(self) -> str:
+        lines = [f"{self.op} on {self.device}"]
+        for name, reasons in self.reasons.items():
+            if name == self.runs:
+                verdict = "runs"
+            else:
+                verdict = "; ".join(reasons) or "could run, is not first"
+            lines.append(f"  {name:<10} {verdict}")
+        if self.runs is None:
+            lines.append("  nothing runs: the call raises")
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def explain(op: Any, *args: Any, **kwargs: Any) -> Explanation:
+    """Say which backend would run ``op(*args, **kwargs)``, and why no other; run nothing.
+
+    ``op`` is a public function of fastattn or its name, the arguments are that function's. They are
+    validated as the function does it, and raise what it raises.
+
+    >>> import torch, fastattn
+    >>> x = torch.ones(1, 1, 2, 4)
+    >>> with fastattn.use_backend("reference"):
+    ...     fastattn.explain("scaled_dot_product_attention", x, x, x)
+    scaled_dot_product_attention on cpu
+      reference  runs
+    """
+    name = op if isinstance(op, str) else getattr(op, "__name__", repr(op))
+    function = getattr(importlib.import_module("fastattn.ops"), name, None)
+    module = importlib.import_module(function.__module__) if callable(function) else None
+    if module is None or not hasattr(module, "prepare"):
+        raise ValueError(f"explain: op must be a function of fastattn.ops or its name, got {op!r}")
+    operator, arguments = module.prepare(*args, **kwargs)[:2]
+    return operator.explain(arguments)
+
+
+@functools.cache
+def load(name: str) -> ModuleType | str:
+    """Return the backend's module, or why there is none."""
+    try:
+        return importlib.import_module(f"fastattn.backends.{name}")
+    except ImportError as error:
+        return f"not built ({error})"
+
+
+def why_not(
+    name: str,
+    op: str,
+    device: str,
+    tensors: Sequence[Any],
+    keywords: dict[str, Any],
+    obstacles: Sequence[str],
+) -> list[str]:
+    """Return this backend's reasons against a call, empty if it can run."""
+    backend = load(name)
+    if isinstance(backend, str):
+        return [backend]
+    if name not in _order(device):
+        return [f"does not run on {device} tensors"]
+    if not hasattr(backend, op):
+        return [f"has no {op}"]
+    if name == "reference":
+        return []
+    return list(obstacles) or backend.why_not(op, *tensors, **keywords)
+
+
+def explanation(
+    op: str, tensors: Sequence[Any], keywords: dict[str, Any], obstacles: Sequence[str] = ()
+) -> Explanation:
+    device = _device(tensors)
+    only = forced.get()
+    names = dict.fromkeys((*_order(device), only) if only else _order(device))
+    reasons = {name: why_not(name, op, device, tensors, keywords, obstacles) for name in names}
+    runs = next((n for n, against in reasons.items() if not against and only in ("", n)), None)
+    return Explanation(op, device, reasons, runs)
+
+
+def choose(
+    op: str, tensors: Sequence[Any], keywords: dict[str, Any], obstacles: Sequence[str] = ()
+) -> str:
+    """Return the name of the first backend without a reason; raise or warn where that is due."""
+    device = _device(tensors)
+    only = forced.get()
+    refused: dict[str, tuple[str, ...]] = {}
+    for name in (only,) if only else _order(device):
+        against = why_not(name, op, device, tensors, keywords, obstacles)
+        if not against:
+            break
+        if isinstance(load(name), ModuleType):
+            refused[name] = tuple(against)
+    else:
+        raise RuntimeError(f"the backend {only!r} cannot run {op}: {'; '.join(against)}")
+    if name == "reference" and refused:
+        _warn_once(op, tuple(refused.items()))
+    return name
+
+
+def call(op: str, backend: str, tensors: Sequence[Any], keywords: dict[str, Any]) -> Any:
+    """Run a primitive on a backend that has agreed to it."""
+    module = load(backend)
+    with _without_autocast(backend, tensors):
+        return getattr(module, op)(*tensors, **keywords)
+
+
+def _order(device: str) -> tuple[str, ...]:
+    return PRIORITY.get(device, ("reference",))
+
+
+def _device(tensors: Sequence[Any]) -> str:
+    return next(t for t in tensors if t is not None).device.type
+
+
+@functools.cache
+def _warn_once(op: str, refused: tuple[tuple[str, tuple[str, ...]], ...]) -> None:
+    reasons = "; ".join(f"{name}: {', '.join(against)}" for name, against in refused)
+    warnings.warn(
+        f"{op} runs on the slow reference, because of {reasons}", FallbackWarning, stacklevel=4
+    )
+
+
+def _without_autocast(
+    backend: str, tensors: Sequence[Any]
+) -> contextlib.AbstractContextManager[Any]:
+    """The reference computes in the dtype of its arguments; the kernels call nothing that casts."""
+    if backend != "reference":
+        return contextlib.nullcontext()
+    device = _device(tensors)
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return contextlib.nullcontext()
+    return torch.autocast(device, enabled=False)

@@ -1,0 +1,262 @@
+"""How a primitive becomes an operator of PyTorch: eager, autograd, ``torch.func``, the compiler.
+
+An :class:`Operator` is declared once, by the schema of its primitive (tensors first, then plain
+values, as in the backend modules):
+
+    encode = Operator(
+        "sinusoidal_encoding(Tensor x, Tensor? positions, SymInt offset, str layout)",
+        returns=1,
+        fake=lambda x, *rest: torch.empty_like(x),  # shapes, dtypes and strides of the results
+        setup_context=save,  # (ctx, args, results), as in torch.autograd.Function
+        backward=backward,  # (ctx, *grads) -> a gradient or None for each argument
+        vmap=vmap,  # (info, in_dims, *args) -> (results, out_dims)
+    )
+    y = encode(x, None, 0, "interleaved")
+
+The call takes the shortest way that is right:
+
+* plain tensors, no gradient wanted: straight to the backend that :mod:`fastattn.dispatch` picks;
+* a gradient: through one ``torch.autograd.Function``;
+* anything else (``torch.compile``, ``torch.export``, ``torch.func`` transforms, dispatch modes,
+  fake tensors and other subclasses): through ``torch.ops.fastattn.<name>``, a dispatcher operator
+  with the same backend call below it. Only there does a tensor pass that is not plain memory.
+
+Each operator has one more argument, the last: ``backend``, the name of the one that ran. Empty
+means "choose now"; the forward hands the name to the backward, which so runs on the same backend.
+
+``backward`` may be left out: then the gradient is taken through the reference backend, as often
+as wanted. The operators ``<op>_backward`` do that, which makes double backward work everywhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd import forward_ad
+from torch.autograd.function import _SingleLevelFunction
+
+from fastattn import dispatch
+
+__all__ = ["Operator", "runs_eagerly"]
+
+_library = torch.library.Library("fastattn", "DEF")
+_transforms_active = torch._C._are_functorch_transforms_active
+_PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
+
+
+def runs_eagerly(*tensors: Tensor | None) -> bool:
+    """Whether these tensors are plain memory, and nobody watches the dispatcher.
+
+    False sends the call through ``torch.ops``, where the tracer, the transform or the subclass
+    takes its part.
+    """
+    if (
+        torch.compiler.is_compiling()
+        or _transforms_active()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._get_tracing_state() is not None  # torch.jit.trace
+    ):
+        return False
+    return all(
+        t is None
+        or (
+            type(t) in _PLAIN_TYPES
+            and t.layout is torch.strided
+            and not (t.is_meta or t.is_neg() or t.is_conj() or t._is_zerotensor())
+        )
+        for t in tensors
+    )
+
+
+class Operator:
+    """One primitive, callable on any tensor that PyTorch knows; see the module's docstring.
+
+    ``opaque`` names tensors that the kernels treat as constants: when one of them requires a
+    gradient, the reference runs instead. ``recomputed`` names tensors that a derivative through the
+    reference does not read.
+    """
+
+    def __init__(
+        self,
+        schema: str,
+        *,
+        returns: int,
+        fake: Callable[..., Any],
+        setup_context: Callable[..., None] | None = None,
+        backward: Callable[..., Any] | None = None,
+        vmap: Callable[..., Any],
+        opaque: Sequence[str] = (),
+        recomputed: Sequence[str] = (),
+    ) -> None:
+        self.name = schema[: schema.index("(")]
+        results = ", ".join(["Tensor"] * returns)
+        results = f"({results})" if returns > 1 else results
+        schema = f"{schema[:-1]}, str backend) -> {results}"
+        arguments = torch._C.parse_schema(schema).arguments
+        self._names = [argument.name for argument in arguments]
+        self._tensors = sum("Tensor" in str(argument.type) for argument in arguments)
+        self._keywords = self._names[self._tensors : -1]
+        self._opaque = [self._names.index(name) for name in opaque]
+        self._recomputed = {self._names.index(name) for name in recomputed}
+        self._returns = returns
+        self._fake = fake
+
+        setup_context = setup_context or self._save_all
+        backward = backward or self._backward_through_reference
+        self._eager = _function(self.name, self.run, setup_context, backward)
+        self._traced = _function(self.name, self._below_autograd, setup_context, backward)
+        self.op = self._register(schema, vmap)
+
+    def __call__(self, *args: Any, backend: str = "") -> Any:
+        """Take the primitive's arguments in the order of the schema."""
+        if not runs_eagerly(*args[: self._tensors]):
+            return self.op(*args, backend)
+        obstacles = self.obstacles(args)
+        backend = backend or self.choose(args, obstacles)
+        if obstacles:
+            return self._through_reference(*args)
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
+            return self._eager.apply(*args, backend)
+        return self.run(*args, backend)
+
+    def obstacles(self, args: Sequence[Any]) -> list[str]:
+        """What is asked for that no kernel has, but differentiating the reference gives."""
+        if forward_ad._current_level >= 0:
+            return ["forward-mode differentiation goes through the reference"]
+        return [
+            f"{self._names[n]} requires a gradient, and no kernel computes it"
+            for n in self._opaque
+            if args[n] is not None and args[n].requires_grad and torch.is_grad_enabled()
+        ]
+
+    def choose(self, args: Sequence[Any], obstacles: Sequence[str] = ()) -> str:
+        """Return the name of the backend that runs these arguments."""
+        tensors, keywords = self._primitive(args)
+        return dispatch.choose(self.name, tensors, keywords, obstacles)
+
+    def explain(self, args: Sequence[Any]) -> dispatch.Explanation:
+        tensors, keywords = self._primitive(args)
+        return dispatch.explanation(self.name, tensors, keywords, self.obstacles(args))
+
+    def run(self, *args: Any) -> Any:
+        """Run the backend named by the last argument on plain tensors."""
+        tensors, keywords = self._primitive(args)
+        backend = args[-1] or dispatch.choose(self.name, tensors, keywords)
+        results = dispatch.call(self.name, backend, tensors, keywords)
+        if backend == "reference":  # plain PyTorch leaves its results in whatever memory order
+            results = _in_layout_of(results, self._fake(*args))
+        return results
+
+    def _primitive(self, args: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+        n = self._tensors
+        return args[:n], dict(zip(self._keywords, args[n:], strict=False))
+
+    def _register(self, schema: str, vmap: Callable[..., Any]) -> Any:
+        _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+        name = f"fastattn::{self.name}"
+        for key in ("CPU", "CUDA"):
+            _library.impl(self.name, self.run, key)
+        _library.impl(self.name, self._autograd_kernel, "Autograd")
+        torch.library.register_fake(name, self._fake, lib=_library)
+        torch.library.register_vmap(name, vmap, lib=_library)
+        return getattr(torch.ops.fastattn, self.name).default
+
+    def _autograd_kernel(self, *args: Any) -> Any:
+        """What the dispatcher calls: once, or once for each level of ``torch.func.grad``."""
+        obstacles = self.obstacles(args)
+        if obstacles:
+            self.choose(args, obstacles)
+            return self._through_reference(*args)
+        if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)):
+            return self._below_autograd(*args)
+        if not _transforms_active():
+            return self._traced.apply(*args)
+        with enable_single_level_autograd_function():  # this level; the one below follows in op()
+            return self._traced.apply(*args)
+
+    def _below_autograd(self, *args: Any) -> Any:
+        # A Function runs its forward without gradients; the next level of torch.func wants its own.
+        grad = torch.enable_grad() if _transforms_active() else contextlib.nullcontext()
+        with torch._C._AutoDispatchBelowAutograd(), grad:
+            return self.op(*args)
+
+    def _through_reference(self, *args: Any) -> Any:
+        tensors, keywords = self._primitive(args)
+        results = dispatch.call(self.name, "reference", tensors, keywords)
+        return results if self._returns == 1 else _without_none(results, tensors)
+
+    def _save_all(self, ctx: Any, args: Sequence[Any], results: Any) -> None:
+        ctx.save_for_backward(*args[: self._tensors])
+        ctx.values = list(args[self._tensors :])
+
+    def _backward_through_reference(self, ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        args = [*ctx.saved_tensors, *ctx.values]
+        wanted = [
+            n
+            for n, needed in enumerate(ctx.needs_input_grad)
+            if needed and n not in self._recomputed
+        ]
+        given = [n for n, grad in enumerate(grads) if grad is not None]
+        gradients: list[Tensor | None] = [None] * len(args)
+        if not wanted or not given:
+            return tuple(gradients)
+
+        def forward(*leaves: Tensor) -> tuple[Tensor, ...]:
+            for n, leaf in zip(wanted, leaves, strict=True):
+                args[n] = leaf
+            results = self._through_reference(*args)
+            return tuple(results[n] for n in given)
+
+        vjp = torch.func.vjp(forward, *(args[n] for n in wanted))[1]
+        for n, gradient in zip(wanted, vjp(tuple(grads[n] for n in given)), strict=True):
+            gradients[n] = gradient
+        return tuple(gradients)
+
+
+def _function(
+    name: str,
+    forward: Callable[..., Any],
+    setup_context: Callable[..., None],
+    backward: Callable[..., Any],
+) -> Any:
+    """Return the autograd Function of one forward.
+
+    The class has its context in the forward, which is three times as fast as ``setup_context``,
+    and is single-level: ``torch.func`` meets it only inside the dispatcher, a level at a time.
+    """
+
+    def forward_and_save(ctx: Any, *args: Any) -> Any:
+        results = forward(*args)
+        ctx.set_materialize_grads(False)
+        setup_context(ctx, args, results)
+        return results
+
+    methods = {"forward": staticmethod(forward_and_save), "backward": staticmethod(backward)}
+    return type(name, (_SingleLevelFunction,), methods)
+
+
+def _without_none(results: Sequence[Tensor | None], tensors: Sequence[Any]) -> tuple[Tensor, ...]:
+    """A dispatcher operator returns tensors only: an absent result is an empty one."""
+    like = next(t for t in tensors if t is not None)
+    return tuple(like.new_empty(0) if result is None else result for result in results)
+
+
+def _in_layout_of(results: Any, layout: Any) -> Any:
+    """Return each result in the strides that the fake implementation promises."""
+    if isinstance(results, Tensor):
+        results, layout = (results,), (layout,)
+        return _in_layout_of(results, layout)[0]
+    return tuple(
+        empty
+        if result is None
+        # A view would alias an argument, or keep a larger buffer alive.
+        else result
+        if result.stride() == empty.stride() and result._base is None
+        else empty.copy_(result)
+        for result, empty in zip(results, layout, strict=True)
+    )

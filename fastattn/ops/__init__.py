@@ -1,0 +1,6 @@
+"""The operators: one file each, whose docstring is the specification."""
+
+from fastattn.ops.sdpa import scaled_dot_product_attention
+from fastattn.ops.sinusoidal import sinusoidal_encoding, sinusoidal_table
+
+__all__ = ["scaled_dot_product_attention", "sinusoidal_encoding", "sinusoidal_table"]
