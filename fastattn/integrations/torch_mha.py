@@ -113,4 +113,4 @@ def _reduce_fused(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
 
 def _new_fused(stock: type) -> nn.Module:
     cls = _fused_class(stock)
-    return cls.__new__(cls)
+    return object.__new__(cls)

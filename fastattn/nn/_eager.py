@@ -1,36 +1,21 @@
-"""Whether tensors are what they seem: plain data on the CPU that may be looked at and handed to a
-kernel."""
+"""Whether tensors may be looked at in Python, and handed to an operator that knows only them."""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.nn import Parameter
+
+from fastattn.library import runs_eagerly
 
 
 def is_plain(*tensors: Tensor | None) -> bool:
-    """True if every tensor is an ordinary dense CPU tensor and nobody is tracing, transforming or
-    compiling.
+    """Whether these are ordinary CPU tensors and nobody traces, transforms, compiles or counts.
 
-    Only then may values be read in Python, and only then is an operator without a batching rule, a
-    fake implementation or a FLOP formula out of everybody's sight.
+    Only then may a branch depend on their values, and only then is an operator that knows no
+    batching, no fake tensors and no forward-mode derivative in nobody's way.
     """
-    if (
-        torch.compiler.is_compiling()
-        or torch.jit.is_tracing()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._len_torch_dispatch_stack() > 0
-        or forward_ad._current_level >= 0  # a dual tensor looks plain, its tangent would be lost
-    ):
-        return False
-    return all(
-        t is None
-        or (
-            type(t) in (Tensor, Parameter)
-            and t.device.type == "cpu"
-            and t.layout == torch.strided
-            and not t.is_nested
-        )
-        for t in tensors
+    return (
+        forward_ad._current_level < 0  # a dual tensor looks plain, and its tangent would be lost
+        and runs_eagerly(*tensors)
+        and all(t is None or t.device.type == "cpu" for t in tensors)
     )

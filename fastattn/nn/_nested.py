@@ -39,6 +39,8 @@ def nested_self_attention(
             "MultiheadAttention does not support NestedTensor outside of its fast path. "
             f"The fast path was not hit because {reason}"
         )
+    need_weights = bool(need_weights)
+    average_weights = need_weights and bool(average_attn_weights)
     sequences = query.unbind()  # N of [L_n, E]
     lengths = [len(sequence) for sequence in sequences]
     heads = (3, module.num_heads, module.head_dim)
@@ -49,11 +51,12 @@ def nested_self_attention(
     for qkv in packed.split(lengths):  # [L_n, 3, H, D]
         q, k, v = qkv.permute(1, 2, 0, 3).unsqueeze(1).unbind()  # [1, H, L_n, D]
         result = scaled_dot_product_attention(
-            q, k, v, need_weights=need_weights, average_weights=average_attn_weights
+            q, k, v, need_weights=need_weights, average_weights=average_weights
         )
-        out, w = result if need_weights else (result, None)
-        outs.append(out[0].transpose(0, 1).flatten(1))  # [L_n, E]
-        weights.append(w)
+        if need_weights:
+            result, w = result
+            weights.append(w)
+        outs.append(result[0].transpose(0, 1).flatten(1))  # [L_n, E]
     rows = linear(torch.cat(outs), module.out_proj.weight, module.out_proj.bias)
     nested = torch.nested.as_nested_tensor(list(rows.split(lengths)), layout=torch.strided)
     return nested, _pad(weights, max(lengths)) if need_weights else None
@@ -85,6 +88,7 @@ def _why_not(
     )
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     reasons = {
+        f"input not batched; expected query.dim() of 3 but got {query.dim()}": query.dim() != 3,
         "torch.backends.mha.get_fastpath_enabled() was not True": (
             not torch.backends.mha.get_fastpath_enabled()
         ),
@@ -100,6 +104,7 @@ def _why_not(
         "add_zero_attn was enabled": module.add_zero_attn,
         "supplying both src_key_padding_mask and src_mask at the same time is not supported with "
         "NestedTensor input": (key_padding_mask is not None or attn_mask is not None),
+        "some Tensor argument has_torch_function": query.layout != torch.strided,
         "autocast is enabled": torch.is_autocast_enabled(),
         "grad is enabled and at least one of query or the input/output projection weights or "
         "biases requires_grad": needs_grad,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,9 @@ from fastattn.nn._linear import linear
 from fastattn.nn._masks import check_mask_dtypes, is_causal_mask, merge_masks
 from fastattn.nn._nested import nested_self_attention
 from fastattn.ops.sdpa import scaled_dot_product_attention
+
+# PyTorch's own check of the ranks, with its own messages.
+_shape_check: Callable[..., bool] = F._mha_shape_check  # type: ignore[attr-defined]
 
 
 def keep_forward_called(module: torch.nn.Module, args: Any) -> None:
@@ -104,16 +108,16 @@ class MultiheadAttention(_Stock):
         Raises:
             AssertionError, RuntimeError: as ``torch.nn.MultiheadAttention``, with the same texts.
         """
-        if isinstance(query, torch.fx.Proxy):
+        if type(query) is torch.fx.Proxy:  # one node of the graph, like any module of torch.nn
             masks_and_flags = (key_padding_mask, need_weights, attn_mask, average_attn_weights)
-            return self._trace_as_leaf(query, key, value, *masks_and_flags, is_causal)
+            return _leaf(query, self, (query, key, value, *masks_and_flags, is_causal))
         check_mask_dtypes(key_padding_mask, attn_mask, query.dtype)
         if query.is_nested or key.is_nested or value.is_nested:
             masks = (key_padding_mask, attn_mask)
             return nested_self_attention(
                 self, query, key, value, *masks, need_weights, average_attn_weights
             )
-        batched = F._mha_shape_check(query, key, value, key_padding_mask, attn_mask, self.num_heads)
+        batched = _shape_check(query, key, value, key_padding_mask, attn_mask, self.num_heads)
         if is_causal and attn_mask is None:
             raise RuntimeError(
                 "Need attn_mask if specifying the is_causal hint. "
@@ -127,7 +131,14 @@ class MultiheadAttention(_Stock):
         self._check_shapes(query, key, value, batch_dim)
         q, k, v = self._project(query, key, value, batch_dim)
         out, weights = self._attend(
-            q, k, v, key_padding_mask, attn_mask, is_causal, need_weights, average_attn_weights
+            q,
+            k,
+            v,
+            key_padding_mask,
+            attn_mask,
+            is_causal,
+            bool(need_weights),
+            bool(average_attn_weights),
         )
         out = self._project_out(out, batch_dim)
         if not batched:
@@ -173,7 +184,7 @@ class MultiheadAttention(_Stock):
             dropout_p=self.dropout if self.training else 0.0,
             window=(-1, 0) if causal else None,  # is_causal, which excludes a mask, allowing one
             need_weights=need_weights,
-            average_weights=average_weights,
+            average_weights=need_weights and average_weights,
         )
         return result if need_weights else (result, None)
 
@@ -206,7 +217,7 @@ class MultiheadAttention(_Stock):
         """The projections as views [N, H, L, D], by one GEMM for all inputs that are one tensor."""
         bias = self.in_proj_bias
         if not self._qkv_same_embed_dim:
-            weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+            weights: Sequence[Tensor] = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
         else:
             weight = self.in_proj_weight  # [3E, E]
             if query is key and key is value:
@@ -219,7 +230,7 @@ class MultiheadAttention(_Stock):
                 k, v = self._heads(linear(key, weight[e:], b_kv), batch_dim, 2)
                 return q, k, v
             weights = weight.chunk(3)
-        biases = (None, None, None) if bias is None else bias.chunk(3)
+        biases: Sequence[Tensor | None] = (None, None, None) if bias is None else bias.chunk(3)
         q, k, v = (
             self._heads(linear(x, w, b), batch_dim, 1)[0]
             for x, w, b in zip((query, key, value), weights, biases, strict=True)
@@ -255,10 +266,10 @@ class MultiheadAttention(_Stock):
         # out_proj is read, not called, as in PyTorch: clients wrap it and rely on that.
         return linear(out.permute(order).flatten(2), self.out_proj.weight, self.out_proj.bias)
 
-    def _trace_as_leaf(self, query: torch.fx.Proxy, *args: Any) -> Any:
-        """One node in a graph of ``torch.fx``, like every module of ``torch.nn``."""
-        tracer = query.tracer
-        return tracer.create_proxy("call_module", tracer.path_of_module(self), (query, *args), {})
+
+def _leaf(query: Any, module: MultiheadAttention, args: tuple[Any, ...]) -> Any:
+    tracer = query.tracer
+    return tracer.create_proxy("call_module", tracer.path_of_module(module), args, {})
 
 
 def _add_batch(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
