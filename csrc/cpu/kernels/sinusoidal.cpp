@@ -1,13 +1,13 @@
-// out = x * scale + PE(position): see SinusoidalParams for the angles, docs/sinusoidal.md for their accuracy.
+// out = x * scale + PE(position): see SinusoidalParams for the angles, docs/sinusoidal.md for their
+// accuracy.
 //
-// The work is bound by memory, so a tile of PE rows is computed in L1 once and added to every batch row that has the
-// same positions.
+// The work is bound by memory: a tile of PE is computed once, in L1, and added to every batch row
+// that has the same positions.
 #include "../../params.h"
 #include "../simd/convert.h"
 #include "../simd/math.h"
 #include "../simd/simd.h"
 #include "../threads.h"
-#include <cstdlib>
 
 namespace fastattn {
 namespace FASTATTN_ISA {
@@ -15,32 +15,55 @@ namespace {
 
 typedef uint64_t VecUL __attribute__((vector_size(kVectorBytes), may_alias));
 
-constexpr int64_t kTileBytes = 16 * 1024;  // half of the smallest L1, the rest is for x and out
-constexpr int kTileRows = 64;
-constexpr int64_t kStreamBytes = 8 << 20;
-constexpr double kFlopsPerElement = 20;    // the time of one element, in flops
+constexpr int64_t kTileBytes = 16 * 1024;  // half of the smallest L1; the rest is for x and out
+constexpr int64_t kTileRows = 64;
+// Beyond this, out is written past the caches. Zen 4 with 32 MiB of L3, fp32: 0.65 to 0.8 of the
+// time, see docs/sinusoidal.md.
+constexpr int64_t kStreamBytes = 16 << 20;
+constexpr double kFlopsPerElement = 20;  // the time of one element, in flops
 
-// sin(2 pi t) = t P(t^2) for |t| <= 1/8, the leading coefficient in two parts. Relative error 3e-9 and 3e-18.
+// The angles of one vector of columns, as 64-bit fractions of a turn.
+template <class T>
+struct Angles {
+  static constexpr int kParts = 8 / sizeof(T);
+  VecUL part[kParts];
+};
+
+template <class T>
+FASTATTN_INLINE Angles<T> load_angles(const uint64_t* p) {
+  typedef uint64_t Unaligned __attribute__((vector_size(kVectorBytes), aligned(8), may_alias));
+  Angles<T> a;
+  FASTATTN_UNROLL for (int i = 0; i < Angles<T>::kParts; ++i) {
+    a.part[i] = *reinterpret_cast<const Unaligned*>(p + i * kLanes<double>);
+  }
+  return a;
+}
+
+// sin(2 pi t) = t P(t^2) for |t| <= 1/8, the leading coefficient in two parts. Relative error 3e-9
+// and 3e-18.
 FASTATTN_INLINE VecF sin_turns(VecF t, VecF tt) {
   const VecF rest = horner<float>(tt, -41.3416615f, 81.5923536f, -75.3935628f);
   return t * 6.28318548f + t * (rest * tt - 1.95191750e-7f);
 }
 FASTATTN_INLINE VecD sin_turns(VecD t, VecD tt) {
-  const VecD rest = horner<double>(tt, -41.341702240399631464, 81.605249275944509706, -76.705859703315063442,
-                                   42.058684902041629787, -15.093797504376454335, 3.7807261516868835485);
+  const VecD rest =
+      horner<double>(tt, -41.341702240399631464, 81.605249275944509706, -76.705859703315063442,
+                     42.058684902041629787, -15.093797504376454335, 3.7807261516868835485);
   return t * 6.2831853071795862320 + t * (rest * tt + 2.2410e-16);
 }
 
-// cos(2 pi t) = 1 + t^2 Q(t^2) for |t| <= 1/8, error 2e-10 and 2e-19.
+// cos(2 pi t) = 1 + t^2 Q(t^2) for |t| <= 1/8. Error 2e-10 and 2e-19.
 FASTATTN_INLINE VecF cos_turns(VecF tt) {
   return horner<float>(tt, 1.0f, -19.7392088f, 64.9393687f, -85.4487638f, 59.4217088f);
 }
 FASTATTN_INLINE VecD cos_turns(VecD tt) {
-  return horner<double>(tt, 1.0, -19.739208802178717230, 64.939394022668241848, -85.456817206643137462,
-                        60.244641352520257615, -26.426253253452795356, 7.9032056385801089484, -1.6990072619667402197);
+  return horner<double>(tt, 1.0, -19.739208802178717230, 64.939394022668241848,
+                        -85.456817206643137462, 60.244641352520257615, -26.426253253452795356,
+                        7.9032056385801089484, -1.6990072619667402197);
 }
 
-// The sine of an angle in quadrant q plus t of a turn, |t| <= 1/8: sin, cos, -sin, -cos. Q holds q in its two top bits.
+// The sine of an angle that is t of a turn, |t| <= 1/8, from the quadrant in the two top bits:
+// sin t, cos t, -sin t, -cos t.
 template <class T>
 FASTATTN_INLINE Vec<T> sine(Mask<T> quadrant, Vec<T> t) {
   constexpr int kSign = 8 * sizeof(T) - 1;
@@ -58,24 +81,8 @@ FASTATTN_INLINE VecU odd_words(VecU a, VecU b, Indices<I...>) {
   return __builtin_shufflevector(a, b, (2 * I + 1)...);
 }
 
-// The angles of one vector of columns, as 64-bit fractions of a turn.
-template <class T>
-struct Angles {
-  VecUL part[8 / sizeof(T)];
-};
-
-template <class T>
-FASTATTN_INLINE Angles<T> load_angles(const uint64_t* p) {
-  typedef uint64_t Unaligned __attribute__((vector_size(kVectorBytes), aligned(8), may_alias));
-  Angles<T> a;
-  FASTATTN_UNROLL for (int i = 0; i < static_cast<int>(8 / sizeof(T)); ++i) {
-    a.part[i] = *reinterpret_cast<const Unaligned*>(p + i * kLanes<double>);
-  }
-  return a;
-}
-
-// Adding an eighth of a turn makes the two top bits the nearest quadrant, and the rest the distance from it plus that
-// eighth.
+// Adding an eighth of a turn makes the two top bits the nearest quadrant, and the rest the distance
+// from it plus that eighth.
 constexpr uint64_t kEighth = uint64_t{1} << 61;
 
 FASTATTN_INLINE VecF sine_of(const Angles<float>& angles) {
@@ -84,6 +91,7 @@ FASTATTN_INLINE VecF sine_of(const Angles<float>& angles) {
   const VecI high = (VecI)odd_words(a, b, All());
   const VecI low = (VecI)(even_words(a, b, All()) >> 1);  // one bit less converts as signed
   const VecI distance = (high & 0x3fffffff) - 0x20000000;
+  // Both words, so that small angles keep their relative accuracy.
   return sine<float>(high, __builtin_convertvector(distance, VecF) * 0x1p-32f +
                                __builtin_convertvector(low, VecF) * 0x1p-63f);
 }
@@ -93,29 +101,42 @@ FASTATTN_INLINE VecD sine_of(const Angles<double>& angles) {
   return sine<double>(a, __builtin_convertvector(distance, VecD) * 0x1p-64);
 }
 
-// A whole vector past the caches: what is written is not read soon, and its line need not be fetched first. p is
-// aligned to the bytes written.
+// A whole vector past the caches: nobody reads it soon, and its line need not be fetched first.
+// p is aligned to what is written.
 template <class T, class S>
 FASTATTN_INLINE void stream_as(S* p, Vec<T> v) {
+#if defined(__SSE2__)
   constexpr int kBytes = kLanes<T> * static_cast<int>(sizeof(S));
   alignas(kVectorBytes) S lanes[kLanes<T>];
   store_as<T>(lanes, v, kLanes<T>);
+  [[maybe_unused]] void* const from = lanes;
 #if defined(__AVX512F__)
-  if constexpr (kBytes == 64) return _mm512_stream_si512((__m512i*)p, *(const __m512i*)lanes);
+  if constexpr (kBytes == 64)
+    return _mm512_stream_si512(reinterpret_cast<__m512i*>(p), _mm512_load_si512(from));
 #endif
 #if defined(__AVX2__)
-  if constexpr (kBytes == 32) return _mm256_stream_si256((__m256i*)p, *(const __m256i*)lanes);
+  if constexpr (kBytes == 32)
+    return _mm256_stream_si256(reinterpret_cast<__m256i*>(p),
+                               _mm256_load_si256(static_cast<__m256i*>(from)));
 #endif
-#if defined(__SSE2__)
-  if constexpr (kBytes == 16) return _mm_stream_si128((__m128i*)p, *(const __m128i*)lanes);
-  if constexpr (kBytes == 8) return _mm_stream_si64((long long*)p, *(const long long*)lanes);
+  if constexpr (kBytes == 16)
+    return _mm_stream_si128(reinterpret_cast<__m128i*>(p),
+                            _mm_load_si128(static_cast<__m128i*>(from)));
 #endif
-  __builtin_memcpy(p, lanes, kBytes);
+  store_as<T>(p, v, kLanes<T>);
 }
 
-// One row, n columns: out = x * scale + pe.
+// Makes streamed vectors visible before whatever is stored next.
+FASTATTN_INLINE void stream_fence() {
+#if defined(__SSE2__)
+  _mm_sfence();
+#endif
+}
+
+// One row of n columns: out = x * scale + pe.
 template <class T, class S>
-void add_row(const S* x, int64_t x_stride, const T* pe, T scale, S* out, int64_t out_stride, int64_t n, bool stream) {
+void add_row(const S* x, int64_t x_stride, const T* pe, T scale, S* out, int64_t out_stride,
+             int64_t n, bool stream) {
   if (x_stride != 1 || out_stride != 1) {
     for (int64_t c = 0; c < n; ++c) {
       narrow(static_cast<T>(widen(x[c * x_stride])) * scale + pe[c], out + c * out_stride);
@@ -125,11 +146,40 @@ void add_row(const S* x, int64_t x_stride, const T* pe, T scale, S* out, int64_t
   constexpr int kN = kLanes<T>;
   int64_t c = 0;
   if (stream && reinterpret_cast<uintptr_t>(out) % (kN * sizeof(S)) == 0) {
-    for (; c + kN <= n; c += kN) stream_as<T>(out + c, load_as<T>(x + c, kN) * scale + load(pe + c));
+    for (; c + kN <= n; c += kN) {
+      stream_as<T>(out + c, load_as<T>(x + c, kN) * scale + load(pe + c));
+    }
   }
-  for (; c + kN <= n; c += kN) store_as<T>(out + c, load_as<T>(x + c, kN) * scale + load(pe + c), kN);
+  for (; c + kN <= n; c += kN) {
+    store_as<T>(out + c, load_as<T>(x + c, kN) * scale + load(pe + c), kN);
+  }
   const int rest = static_cast<int>(n - c);
   if (rest > 0) store_as<T>(out + c, load_as<T>(x + c, rest) * scale + load(pe + c), rest);
+}
+
+constexpr int64_t round_up(int64_t n, int64_t multiple) {
+  return (n + multiple - 1) / multiple * multiple;
+}
+
+// The work is cut into blocks of positions and, where these are few, groups of batch rows.
+struct Plan {
+  int64_t rows;     // positions in a tile
+  int64_t columns;  // columns in a tile, a multiple of the vector length
+  int64_t blocks;   // ceil(L / rows)
+  int64_t groups;   // of the B * H batch rows
+  bool stream;
+};
+
+template <class T, class S>
+Plan make_plan(const SinusoidalParams& p) {
+  constexpr int64_t kElements = kTileBytes / sizeof(T);
+  Plan plan;
+  plan.columns = min_of(round_up(p.D, kLanes<T>), kElements);
+  plan.rows = min_of(min_of(kElements / plan.columns, kTileRows), p.L);
+  plan.blocks = (p.L + plan.rows - 1) / plan.rows;
+  plan.groups = max_of<int64_t>(1, min_of(p.B * p.H, 4 * p.threads / plan.blocks));
+  plan.stream = p.B * p.H * p.L * p.D > kStreamBytes / static_cast<int64_t>(sizeof(S));
+  return plan;
 }
 
 template <class T>
@@ -138,93 +188,85 @@ struct Tile {
   int64_t position[kTileRows];
 };
 
-constexpr int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
-
-// The work is cut into blocks of positions, and where these are few also into groups of batch rows.
-struct Blocks {
-  int64_t rows;     // positions in a tile
-  int64_t columns;  // columns in a tile, a multiple of the vector length
-  int64_t blocks;   // ceil(L / rows)
-  int64_t groups;   // of the B * H batch rows
-  bool stream;
-};
-
-template <class T>
-Blocks choose_blocks(const SinusoidalParams& p) {
-  constexpr int64_t kElements = kTileBytes / sizeof(T);
-  Blocks s;
-  s.columns = min_of(round_up(p.D, kLanes<T>), kElements);
-  s.rows = max_of<int64_t>(1, min_of(min_of<int64_t>(kElements / s.columns, kTileRows), p.L));
-  s.blocks = (p.L + s.rows - 1) / s.rows;
-  s.groups = max_of<int64_t>(1, min_of(p.B * p.H, 4 * p.threads / s.blocks));
-  s.stream = p.B * p.H * p.L * p.D * (int64_t)sizeof(T) > kStreamBytes && getenv("NOSTREAM") == nullptr;
-  return s;
-}
-
-// PE of `rows` positions [rows, columns], columns from c0 on.
-template <class T>
-void fill_tile(const SinusoidalParams& p, const int64_t* position, int64_t rows, int64_t c0, int64_t columns, T* pe, const char* xp, int64_t st, int64_t ss) {
+// PE of the tile's positions, columns from c0 on. Meanwhile x, the row of the first of these
+// positions, is fetched.
+template <class T, class S>
+void fill(Tile<T>* tile, const SinusoidalParams& p, int64_t rows, int64_t c0, int64_t columns,
+          const S* x) {
+  const int64_t* const position = tile->position;
   for (int64_t c = 0; c < columns; c += kLanes<T>) {
-    const Angles<T> frequency = load_angles<T>(p.frequency + c0 + c), phase = load_angles<T>(p.phase + c0 + c);
+    const Angles<T> frequency = load_angles<T>(p.frequency + c0 + c);
+    const Angles<T> phase = load_angles<T>(p.phase + c0 + c);
     Angles<T> angle = phase;
     for (int64_t r = 0; r < rows; ++r) {
-      const bool next = r > 0 && position[r] == position[r - 1] + 1;  // saves a slow product
-      FASTATTN_UNROLL for (int i = 0; i < static_cast<int>(8 / sizeof(T)); ++i) {
-        angle.part[i] = next ? angle.part[i] + frequency.part[i]
-                             : frequency.part[i] * static_cast<uint64_t>(position[r]) + phase.part[i];
+      const auto turns = static_cast<uint64_t>(position[r]);
+      // The next position is one addition away; 64-bit products are slow where they have no
+      // instruction.
+      const bool next = r > 0 && turns == static_cast<uint64_t>(position[r - 1]) + 1;
+      FASTATTN_UNROLL for (int i = 0; i < Angles<T>::kParts; ++i) {
+        angle.part[i] =
+            next ? angle.part[i] + frequency.part[i] : frequency.part[i] * turns + phase.part[i];
       }
-      store(pe + r * columns + c, sine_of(angle));
-      if (xp) __builtin_prefetch(xp + r * st + c * ss);
+      store(tile->pe + r * columns + c, sine_of(angle));
+      __builtin_prefetch(x + r * p.x.stride[2] + c * p.x.stride[3]);
     }
   }
   if (!p.has_padding_idx) return;
   for (int64_t r = 0; r < rows; ++r) {
-    if (position[r] == p.padding_idx) __builtin_memset(pe + r * columns, 0, sizeof(T) * columns);
-  }
-}
-
-// Block `block` of positions for batch rows [n0, n1).
-template <class T, class S>
-void run_block(const SinusoidalParams& p, const Blocks& s, int64_t block, int64_t n0, int64_t n1) {
-  Tile<T> tile;
-  const int64_t first = block * s.rows, rows = min_of(s.rows, p.L - first);
-  for (int64_t c0 = 0; c0 < p.D; c0 += s.columns) {
-    const int64_t columns = min_of(s.columns, p.D - c0);
-    const int64_t* encoded = nullptr;
-    for (int64_t n = n0; n < n1; ++n) {
-      const int64_t b = n / p.H, h = n % p.H;
-      const int64_t* positions =
-          p.positions ? p.positions + b * p.position_stride[0] + h * p.position_stride[1] : nullptr;
-      if (n == n0 || positions != encoded) {
-        for (int64_t r = 0; r < rows; ++r) {
-          tile.position[r] = positions ? positions[(first + r) * p.position_stride[2]] : p.offset + first + r;
-        }
-        const char* xp = (const char*)(static_cast<S*>(p.x.data) + b * p.x.stride[0] + h * p.x.stride[1] + first * p.x.stride[2] + c0 * p.x.stride[3]);
-        fill_tile(p, tile.position, rows, c0, round_up(columns, kLanes<T>), tile.pe, getenv("PREFETCH") ? xp : nullptr, p.x.stride[2]*sizeof(S),sizeof(S));
-      }
-      encoded = positions;
-      const auto at = [&](const Tensor4& t) {
-        return static_cast<S*>(t.data) + b * t.stride[0] + h * t.stride[1] + first * t.stride[2] + c0 * t.stride[3];
-      };
-      const S* x = at(p.x);
-      S* out = at(p.out);
-      for (int64_t r = 0; r < rows; ++r) {
-        add_row<T>(x + r * p.x.stride[2], p.x.stride[3], tile.pe + r * round_up(columns, kLanes<T>),
-                   static_cast<T>(p.scale), out + r * p.out.stride[2], p.out.stride[3], columns, s.stream);
-      }
+    if (position[r] == p.padding_idx) {
+      for (int64_t c = 0; c < columns; ++c) tile->pe[r * columns + c] = 0;
     }
   }
 }
 
+// A block of positions for the batch rows [n0, n1).
+template <class T, class S>
+void run_block(const SinusoidalParams& p, const Plan& plan, int64_t block, int64_t n0, int64_t n1) {
+  Tile<T> tile;
+  const int64_t first = block * plan.rows, rows = min_of(plan.rows, p.L - first);
+  for (int64_t c0 = 0; c0 < p.D; c0 += plan.columns) {
+    const int64_t columns = min_of(plan.columns, p.D - c0);
+    const int64_t tile_columns = round_up(columns, kLanes<T>);
+    const int64_t* filled = nullptr;
+    for (int64_t n = n0; n < n1; ++n) {
+      const int64_t b = n / p.H, h = n % p.H;
+      const auto at = [&](const Tensor4& t) {
+        return static_cast<S*>(t.data) + b * t.stride[0] + h * t.stride[1] + first * t.stride[2] +
+               c0 * t.stride[3];
+      };
+      const S* const x = at(p.x);
+      S* const out = at(p.out);
+
+      const int64_t* const positions =
+          p.positions ? p.positions + b * p.position_stride[0] + h * p.position_stride[1] : nullptr;
+      if (n == n0 || positions != filled) {
+        for (int64_t r = 0; r < rows; ++r) {
+          tile.position[r] =
+              positions ? positions[(first + r) * p.position_stride[2]] : p.offset + first + r;
+        }
+        fill(&tile, p, rows, c0, tile_columns, x);
+        filled = positions;
+      }
+      for (int64_t r = 0; r < rows; ++r) {
+        add_row<T>(x + r * p.x.stride[2], p.x.stride[3], tile.pe + r * tile_columns,
+                   static_cast<T>(p.scale), out + r * p.out.stride[2], p.out.stride[3], columns,
+                   plan.stream);
+      }
+    }
+  }
+  if (plan.stream) stream_fence();
+}
+
 template <class T, class S>
 void run(const SinusoidalParams& p) {
-  const Blocks s = choose_blocks<T>(p);
-  const int64_t batch = p.B * p.H, tasks = s.blocks * s.groups;
-  const int team = team_size(p.threads, tasks, kFlopsPerElement * p.L * p.D * batch);
+  const Plan plan = make_plan<T, S>(p);
+  const int64_t batch = p.B * p.H, tasks = plan.blocks * plan.groups;
+  const double flops = kFlopsPerElement * static_cast<double>(batch * p.L * p.D);
+  const int team = team_size(p.threads, tasks, flops);
 #pragma omp parallel for schedule(static) num_threads(team) if (team > 1)
   for (int64_t task = 0; task < tasks; ++task) {
-    const int64_t block = task / s.groups, group = task % s.groups;
-    run_block<T, S>(p, s, block, batch * group / s.groups, batch * (group + 1) / s.groups);
+    const int64_t block = task / plan.groups, group = task % plan.groups;
+    run_block<T, S>(p, plan, block, batch * group / plan.groups, batch * (group + 1) / plan.groups);
   }
 }
 
@@ -233,11 +275,16 @@ void run(const SinusoidalParams& p) {
 void sinusoidal(const SinusoidalParams& p) {
   if (p.B * p.H * p.L * p.D == 0) return;
   switch (p.dtype) {
-    case DType::f32: return run<float, float>(p);
-    case DType::f64: return run<double, double>(p);
-    case DType::bf16: return run<float, Bf16>(p);
-    case DType::f16: return run<float, F16>(p);
-    case DType::boolean: return;
+    case DType::f32:
+      return run<float, float>(p);
+    case DType::f64:
+      return run<double, double>(p);
+    case DType::bf16:
+      return run<float, Bf16>(p);
+    case DType::f16:
+      return run<float, F16>(p);
+    case DType::boolean:
+      return;
   }
 }
 

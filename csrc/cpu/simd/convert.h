@@ -42,11 +42,10 @@ FASTATTN_INLINE double widen(double x) { return x; }
 // A mask's "takes part" adds nothing, its opposite excludes.
 FASTATTN_INLINE float widen(Bool b) { return b.bits ? 0.0f : -kInf<float>; }
 
-// Round to nearest, ties to even; NaN stays (quiet) NaN.
+// Round to nearest, ties to even; NaN stays NaN.
 FASTATTN_INLINE void narrow(float x, Bf16* out) {
   const uint32_t u = bits_of(x);
-  out->bits = x != x ? static_cast<uint16_t>((u >> 16) | 0x40)
-                     : static_cast<uint16_t>((u + 0x7fff + ((u >> 16) & 1)) >> 16);
+  out->bits = x != x ? 0x7fc0 : static_cast<uint16_t>((u + 0x7fff + ((u >> 16) & 1)) >> 16);
 }
 FASTATTN_INLINE void narrow(float x, F16* out) {
   const uint32_t u = bits_of(x), sign = (u >> 16) & 0x8000, magnitude = u & 0x7fffffff;
@@ -65,6 +64,17 @@ FASTATTN_INLINE void narrow(float x, F16* out) {
 FASTATTN_INLINE void narrow(float x, float* out) { *out = x; }
 FASTATTN_INLINE void narrow(double x, double* out) { *out = x; }
 FASTATTN_INLINE void narrow(double x, float* out) { *out = static_cast<float>(x); }
+
+// 16-bit words, as many as a vector has floats.
+typedef uint16_t HalfVec __attribute__((vector_size(kVectorBytes / 2), aligned(2), may_alias));
+
+// Each lane's bf16 in its low word, rounded as by narrow(). Integer arithmetic rather than vcvtneps2bf16, which flushes
+// subnormals.
+FASTATTN_INLINE VecU bf16_bits(VecF v) {
+  const VecI u = (VecI)v;
+  const VecI rounded = (VecI)((VecU)(u + 0x7fff + ((u >> 16) & 1)) >> 16);
+  return (VecU)(v != v ? VecI{} + 0x7fc0 : rounded);
+}
 
 // A vector of T from the first n elements at p, n <= lanes (zero beyond).
 template <class T, class S>
@@ -92,6 +102,12 @@ FASTATTN_INLINE Vec<T> load_as(const S* p, int n) {
     }
   }
 #endif
+  if constexpr (sizeof(T) == 4 && kSame<S, Bf16>) {
+    if (n >= kLanes<T>) {
+      const HalfVec raw = *reinterpret_cast<const HalfVec*>(p);
+      return (VecF)(__builtin_convertvector(raw, VecU) << 16);
+    }
+  }
   alignas(kVectorBytes) T lanes[kLanes<T>] = {};
   const int count = min_of(n, kLanes<T>);
   for (int i = 0; i < count; ++i) lanes[i] = static_cast<T>(widen(p[i]));
@@ -108,11 +124,7 @@ FASTATTN_INLINE void store_as(S* p, Vec<T> v, int n) {
     if constexpr (kSame<S, F16>) {
       raw = _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     } else {
-      // Integer rounding rather than vcvtneps2bf16, which flushes subnormals.
-      const VecI u = (VecI)v;
-      const VecI rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
-      const VecI quiet = ((u >> 16) & 0xffff) | 0x40;
-      raw = _mm512_cvtepi32_epi16((__m512i)(v != v ? quiet : rounded));
+      raw = _mm512_cvtepi32_epi16((__m512i)bf16_bits(v));
     }
     if (n >= 16)
       _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), raw);
@@ -129,6 +141,12 @@ FASTATTN_INLINE void store_as(S* p, Vec<T> v, int n) {
     }
   }
 #endif
+  if constexpr (sizeof(T) == 4 && kSame<S, Bf16>) {
+    if (n >= kLanes<T>) {
+      *reinterpret_cast<HalfVec*>(p) = __builtin_convertvector(bf16_bits(v), HalfVec);
+      return;
+    }
+  }
   alignas(kVectorBytes) T lanes[kLanes<T>];
   store(lanes, v);
   const int count = min_of(n, kLanes<T>);
