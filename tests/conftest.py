@@ -1,0 +1,64 @@
+"""What all tests share: which backends there are to test, and reproducible random numbers."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import zlib
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
+import torch
+
+import fastattn
+from fastattn import dispatch, info
+from fastattn.testing import Target, targets
+
+# `make` sets it: a native core that is missing then fails the tests that need it.
+REQUIRE_NATIVE = os.environ.get("FASTATTN_REQUIRE_NATIVE", "0") not in ("", "0")
+
+
+def pytest_report_header() -> list[str]:
+    facts = info.collect()
+    isa = facts["isa"]["isa"] if facts["isa"] else "no native core"
+    return [
+        f"fastattn {facts['fastattn']} from {os.path.dirname(fastattn.__file__)}: {isa}",
+        f"torch {facts['torch']}, {facts['threads']} threads, {facts['cpu']['model']}",
+    ]
+
+
+def available_backends() -> list[str]:
+    """The backends of this machine and build, the reference last."""
+    return [name for name in dispatch.PRIORITY["cpu"] if info.collect()["backends"][name]["built"]]
+
+
+@pytest.fixture(params=available_backends())
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each available backend in turn, forced: the test runs inside `use_backend`."""
+    with fastattn.use_backend(request.param):
+        yield request.param
+
+
+@pytest.fixture(params=targets(), ids=str)
+def target(request: pytest.FixtureRequest) -> Iterator[Target]:
+    """Each native backend on each of its instruction sets in turn, active within the test."""
+    with request.param.active():
+        yield request.param
+
+
+@pytest.fixture(scope="session")
+def native() -> ModuleType:
+    """The native module of the CPU."""
+    try:
+        return importlib.import_module("fastattn._cpu")
+    except ImportError as error:
+        if REQUIRE_NATIVE:
+            pytest.fail(f"FASTATTN_REQUIRE_NATIVE is set, but there is no native core: {error}")
+        pytest.skip(f"no native core: {error}")
+
+
+@pytest.fixture
+def generator(request: pytest.FixtureRequest) -> torch.Generator:
+    """Random numbers that depend on the test's name alone, not on which tests ran before."""
+    return torch.Generator().manual_seed(zlib.crc32(request.node.nodeid.encode()))

@@ -1,0 +1,256 @@
+"""The command line: what each command prints, its exit code, and one clear line for a mistake."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+import fastattn
+from fastattn import cli, info
+
+
+def fastattn_command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "fastattn", *arguments],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A command `probe` whose `run` a test gives; `--status N` is its only argument."""
+    module = ModuleType("fastattn._probe")
+    module.add_arguments = lambda parser: parser.add_argument("--status", type=int, default=0)
+    module.run = lambda args: args.status
+    monkeypatch.setitem(sys.modules, "fastattn._probe", module)
+    monkeypatch.setitem(cli.COMMANDS, "probe", ("fastattn._probe", "a command of the tests"))
+    return module
+
+
+def test_help_names_every_command_and_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["--help"])
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    for word in ("info", "verify", "bench", "explain", "exit codes"):
+        assert word in text
+
+
+@pytest.mark.parametrize("name", sorted(cli.COMMANDS))
+def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main([name, "--help"])
+    assert stop.value.code == 0
+    assert f"usage: fastattn {name}" in capsys.readouterr().out
+
+
+def test_version_is_the_packages_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["--version"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out == f"fastattn {fastattn.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the following arguments are required: COMMAND"),
+        (["no-such-command"], "invalid choice: 'no-such-command'"),
+        (["info", "--no-such-option"], "unrecognized arguments: --no-such-option"),
+        (["explain", "--dtype", "int8"], "argument --dtype: invalid choice: 'int8'"),
+    ],
+)
+def test_wrong_usage_exits_with_2_and_says_why(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(arguments)
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_exit_code_is_what_the_command_returns(command: ModuleType) -> None:
+    assert cli.main(["probe"]) == 0
+    assert cli.main(["probe", "--status", "1"]) == 1
+
+
+@pytest.mark.parametrize("kind", [ValueError, RuntimeError, TypeError, FileNotFoundError])
+def test_an_error_is_one_line(
+    command: ModuleType, kind: type[Exception], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(args: argparse.Namespace) -> int:
+        raise kind("--lengths must be positive, got -1")
+
+    command.run = run
+    assert cli.main(["probe"]) == 2
+    expected = "fastattn probe: error: --lengths must be positive, got -1\n"
+    assert capsys.readouterr().err == expected
+    with pytest.raises(kind):
+        cli.main(["--traceback", "probe"])
+
+
+def test_a_defect_keeps_its_traceback(command: ModuleType) -> None:
+    def run(args: argparse.Namespace) -> int:
+        raise AssertionError("a defect, not a user's mistake")
+
+    command.run = run
+    with pytest.raises(AssertionError):
+        cli.main(["probe"])
+
+
+def test_interruption_exits_with_130(command: ModuleType) -> None:
+    def run(args: argparse.Namespace) -> int:
+        raise KeyboardInterrupt
+
+    command.run = run
+    assert cli.main(["probe"]) == 130
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
+    script = "import sys; from fastattn.cli import main; sys.exit(main(['info', '--json']))"
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        timeout=120,
+        check=False,
+    )
+    os.close(writer)
+    assert done.returncode == 0
+    assert done.stderr == b""
+
+
+def test_a_command_loads_no_other_command() -> None:
+    script = """if True:
+        import sys
+        from fastattn.cli import main
+        main(["info"])
+        others = ("fastattn.bench", "fastattn.verify", "fastattn._explain")
+        print([name for name in sys.modules if name.startswith(others)])
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+# info
+
+
+def test_info_json_carries_every_fact() -> None:
+    done = fastattn_command("info", "--json", FASTATTN_ANYTHING="here")
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout)
+    assert facts["fastattn"] == fastattn.__version__
+    assert facts["torch"] == torch.__version__
+    assert facts["environment"]["FASTATTN_ANYTHING"] == "here"
+    assert facts["cpu"]["model"]
+    assert facts["threads"] >= 1
+    assert list(facts["backends"]) == ["cpu", "cuda", "triton", "reference"]
+    for backend in facts["backends"].values():
+        assert backend["built"] == (backend["reason"] is None)
+
+
+def test_info_text_says_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["info"]) == 0
+    text = capsys.readouterr().out
+    facts = info.collect()
+    for fact in (
+        facts["fastattn"],
+        facts["torch"],
+        facts["cpu"]["model"],
+        *facts["cpu"]["features"],
+    ):
+        assert fact in text
+    for name in facts["backends"]:
+        assert f"backend {name}" in text
+    assert "has no cuda kernels" in text
+
+
+def test_info_names_the_instruction_sets(native: ModuleType) -> None:
+    facts = info.collect()
+    build = native.build_info()
+    assert facts["isa"] == build
+    assert build["isa"] in build["supported"]
+    assert set(build["supported"]) <= set(build["compiled"])
+    assert set(facts["backends"]["cpu"]["isas"]) == set(build["compiled"])
+    text = info.format_text(facts)
+    assert f"{build['isa']} in use" in text
+    assert facts["backends"]["cpu"]["compiler"] in text
+
+
+def test_info_follows_a_forced_instruction_set(native: ModuleType) -> None:
+    done = fastattn_command("info", "--json", FASTATTN_CPU_ISA="baseline")
+    assert json.loads(done.stdout)["isa"]["isa"] == "baseline"
+
+
+def test_info_survives_a_wrong_instruction_set(native: ModuleType) -> None:
+    done = fastattn_command("info", FASTATTN_CPU_ISA="mmx")
+    assert done.returncode == 0, done.stderr
+    assert "built but cannot be used" in done.stdout
+    assert "mmx" in done.stdout
+    assert "Traceback" not in done.stderr
+
+
+def test_info_without_a_native_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "fastattn._cpu", None)
+    record = {"modules": {"cpu": {"built": False, "reason": "no C++ compiler was found"}}}
+    monkeypatch.setattr(info, "_build_record", lambda: record)
+    text = info.format_text(info.collect())
+    assert "ISA                none: there is no native core" in text
+    assert "backend cpu        not built: no C++ compiler was found" in text
+
+
+def test_info_lists_one_openmp_runtime(native: ModuleType) -> None:
+    assert len(info.collect()["openmp"]) == 1
+
+
+# explain
+
+
+def test_explain_says_what_runs_and_why_not_the_others() -> None:
+    done = fastattn_command("explain", "--shapes", "B=1,H=2,L=8|16,D=4", "--dtype", "bf16")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("scaled_dot_product_attention") == 2
+    assert "Lq=8" in done.stdout
+    assert "Lq=16" in done.stdout
+    assert done.stdout.count("runs") == 2
+    assert "reference" in done.stdout
+
+
+def test_explain_takes_the_other_operator() -> None:
+    done = fastattn_command("explain", "--op", "sinusoidal_encoding", "--shapes", "L=8,D=4")
+    assert done.returncode == 0, done.stderr
+    assert "sinusoidal_encoding" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--shapes", "Q=8"], "unknown key 'Q'"),
+        (["--shapes", "H=6,Hkv=4"], "4"),
+        (["--op", "sinusoidal_encoding", "--causal"], "--causal"),
+        (["--device", "abacus"], "abacus"),
+    ],
+)
+def test_explain_refuses_in_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["explain", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("fastattn explain: error: ")
+    assert message in error
+    assert len(error.splitlines()) == 1
