@@ -96,7 +96,7 @@ def scaled_dot_product_attention(
         softcap=softcap,
         dropout_p=dropout_p,
     )
-    return out.to(query.dtype), lse, _requested_weights(applied, weights).to(query.dtype)
+    return out.to(query.dtype), lse, requested_weights(applied, weights).to(query.dtype)
 
 
 def scaled_dot_product_attention_backward(
@@ -288,7 +288,7 @@ def _dot_products(q: Tensor, k: Tensor, guarded: bool) -> Tensor:
 def _softmax(s: Tensor) -> tuple[Tensor, Tensor]:
     """Return softmax(s) and logsumexp(s) over the last dimension; 0 and -inf for a row of -inf."""
     if s.shape[-1] == 0:
-        return s, s.new_full(s.shape[:-1], -_INF)
+        return s, s.sum(-1) - _INF  # amax needs an element
     # The results are the same for any m, so m is a constant. In a row of -inf, -inf - m must not
     # be NaN.
     m = s.detach().amax(-1, keepdim=True)
@@ -318,7 +318,7 @@ def _weighted_sum(w: Tensor, v: Tensor, seen: Tensor) -> Tensor:
     return _matmul(w, _finite(v)) + poison
 
 
-def _requested_weights(w: Tensor, weights: int) -> Tensor:
+def requested_weights(w: Tensor, weights: int) -> Tensor:
     if weights == 0:
         return w.new_empty(0)
     return w if weights == 1 else w.sum(1) / max(w.shape[1], 1)

@@ -1,0 +1,21 @@
+"""What proves the operators right: the case table, the oracle's results, the error bound."""
+
+from fastattn.testing.cases import CASES, Case
+from fastattn.testing.check import Verdict, check
+from fastattn.testing.compare import Deviation, assert_within_bound, deviation
+from fastattn.testing.inputs import Inputs, make_inputs
+from fastattn.testing.targets import Target, targets
+
+__all__ = [
+    "CASES",
+    "Case",
+    "Deviation",
+    "Inputs",
+    "Target",
+    "Verdict",
+    "assert_within_bound",
+    "check",
+    "deviation",
+    "make_inputs",
+    "targets",
+]

@@ -1,0 +1,303 @@
+"""The case table: operator -> named cases. Tests, ``fastattn verify`` and benchmarks read it.
+
+A case is data: lengths, heads, mask, options, memory layout, which results carry a gradient.
+``fastattn.testing.inputs`` makes its tensors. To cover something new, add a line here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+
+import torch
+
+__all__ = ["CASES", "Case"]
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+# The gradient of lse where that of out alone would leave nothing: a query that sees one key has a
+# constant weight, a bias that is the same for all keys changes no weight. Their gradients are then
+# 0 but for rounding, and no bound can be relative to that.
+SCALED = ("out", "lse")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of ``scaled_dot_product_attention``. The defaults are the plainest one."""
+
+    name: str
+    batch: int = 2
+    heads: int = 2
+    kv_heads: int | None = None  # None: as many as heads
+    q_len: int = 33
+    k_len: int = 65
+    head_dim: int = 16
+    value_dim: int | None = None  # None: as head_dim
+    dtypes: tuple[torch.dtype, ...] = FLOATS
+    mask: str | None = None  # a kind, see inputs.MASKS
+    mask_dims: str = "bhqk"  # which of [B, H, Lq, Lk] the mask has; the others are 1
+    mask_float32: bool = False  # a float32 mask whatever the query is
+    mask_layout: str = "contiguous"
+    mask_grad: bool = False
+    causal: str | None = None  # upper_left | bottom_right
+    window: tuple[int, int] = (-1, -1)
+    scale: float | None = None  # None: 1 / sqrt(head_dim)
+    softcap: float = 0.0
+    alibi: str | None = None  # h: one slope a head; bh: of its own for every sequence
+    dropout_p: float = 0.0
+    layouts: tuple[str, str, str] = ("contiguous", "contiguous", "contiguous")  # of q, k, v
+    weights: int = 0  # 0 none | 1 per head | 2 averaged
+    grads: tuple[str, ...] = ("out",)  # the results whose gradient is given: out, lse, weights
+    grad_layout: str = "contiguous"  # of the gradients of out and weights
+    poison: bool = False  # NaN and inf in every key and value that no query sees
+    slow: bool = False
+
+
+def _head_dims() -> Iterator[Case]:
+    for d in (1, 2, 3, 5, 8, 16, 31, 32, 33, 48, 64, 80, 96, 100, 128, 160, 192, 256, 512, 1024):
+        yield Case(f"head_dim-{d}", head_dim=d, batch=1 if d > 256 else 2)
+    pairs = [(64, 1), (1, 64), (33, 48), (48, 33), (64, 128), (128, 64), (192, 128), (7, 200)]
+    for d, dv in [*pairs, (256, 5), (5, 256), (576, 512), (24, 1024)]:
+        yield Case(f"head_dim-{d}-value-{dv}", head_dim=d, value_dim=dv, causal="upper_left")
+
+
+# fmt: off
+_LENGTHS = (0, 1, 2, 3, 7, 15, 16, 17, 31, 33, 63, 64, 65, 96, 127, 128, 129, 192, 193, 257, 300,
+            513)
+# fmt: on
+
+
+def _lengths() -> Iterator[Case]:
+    """Every length with five others in every run, with all of them in the slow one."""
+    rules = (None, "upper_left", "bottom_right")
+    count = len(_LENGTHS)
+    for (a, q_len), (b, k_len) in product(enumerate(_LENGTHS), repeat=2):
+        for n, causal in enumerate(rules):
+            yield Case(
+                f"lengths-{q_len}x{k_len}-{causal or 'full'}",
+                batch=1,
+                q_len=q_len,
+                k_len=k_len,
+                head_dim=8,
+                causal=causal,
+                grads=SCALED,
+                slow=(b - a) % count not in (0, 1, 5, 9, 17) or (a + b) % 3 != n,
+            )
+    yield Case("empty-batch", batch=0)
+    yield Case("empty-heads", heads=0)
+    yield Case("empty-batch-masked", batch=0, mask="bool", weights=2, mask_dims="qk")
+    yield Case("no-keys-masked", k_len=0, mask="float", mask_grad=True, weights=1)
+    yield Case("no-queries-masked", q_len=0, mask="float", mask_grad=True, weights=2)
+
+
+def _heads() -> Iterator[Case]:
+    for heads, kv_heads in ((1, 1), (4, 2), (6, 2), (8, 1), (3, 3), (12, 4), (5, 1)):
+        yield Case(f"heads-{heads}-{kv_heads}", heads=heads, kv_heads=kv_heads, q_len=17)
+    grouped = Case("gqa", heads=6, kv_heads=2, k_len=70)
+    yield replace(grouped, name="gqa-causal", causal="bottom_right", weights=1)
+    yield replace(grouped, name="gqa-mask", mask="float", mask_grad=True, weights=2)
+    yield replace(grouped, name="gqa-mask-heads", mask="bool", mask_dims="hqk", causal="upper_left")
+    yield replace(grouped, name="gqa-alibi", alibi="bh", dropout_p=0.25)
+    yield replace(grouped, name="gqa-decode", q_len=1, k_len=257, batch=3, head_dim=64)
+    yield replace(grouped, name="gqa-blhd", layouts=("blhd", "blhd", "blhd"), head_dim=48)
+    yield replace(grouped, name="gqa-lse", grads=("lse",))
+
+
+_ALL_MASK_DIMS = tuple(
+    "".join(dim for dim, present in zip("bhqk", bits, strict=True) if present)
+    for bits in product((False, True), repeat=4)
+)
+
+
+def _masks() -> Iterator[Case]:
+    for dims in _ALL_MASK_DIMS:
+        shape = dims or "one"
+        yield Case(f"mask-bool-{shape}", mask="bool", mask_dims=dims, head_dim=32)
+        added = Case(f"mask-float-{shape}", mask="float", mask_dims=dims, mask_grad=True, k_len=130)
+        added = replace(added, grads=SCALED)
+        yield added
+        yield replace(
+            added,
+            name=f"mask-float32-{shape}",
+            mask="float_inf",
+            mask_float32=True,
+            dtypes=(torch.bfloat16, torch.float16),
+            q_len=65,
+        )
+    kinds = ("bool_rows", "padding", "left_padding", "blocks", "tril", "nothing", "one_key")
+    for kind in kinds:
+        q_len, k_len = (150, 260) if kind == "blocks" else (66, 100)
+        dims = "bk" if "padding" in kind else "bhqk"
+        case = Case(f"mask-{kind}", mask=kind, mask_dims=dims, q_len=q_len, k_len=k_len)
+        case = replace(case, grads=SCALED)
+        added = replace(case, mask=f"{kind}_inf", mask_grad=True)
+        yield replace(case, weights=1)
+        yield replace(case, name=f"{case.name}-poison", poison=True)
+        yield replace(added, name=f"{case.name}-added", weights=2)
+        yield replace(added, name=f"{case.name}-added-full", mask_dims="bhqk", poison=True)
+    yield Case("mask-finfo-min", mask="finfo_min", mask_grad=True, weights=1)
+    yield Case("mask-finfo-min-causal", mask="finfo_min", causal="upper_left", mask_float32=True)
+    yield Case("mask-steep", mask="steep", mask_grad=True, grads=SCALED)
+    for causal in ("upper_left", "bottom_right"):
+        yield Case(f"mask-bool-{causal}", mask="bool_rows", causal=causal, q_len=70, k_len=50)
+        yield Case(f"mask-float-{causal}", mask="float_inf", causal=causal, mask_grad=True)
+        yield Case(f"mask-padding-{causal}", mask="padding", causal=causal, k_len=200, poison=True)
+    for layout in ("unaligned", "transposed", "every_second", "sliced", "expanded_batch",
+                   "expanded_heads", "expanded_rows", "expanded_dims"):  # fmt: skip
+        yield Case(f"mask-bool-{layout}", mask="bool", mask_layout=layout)
+        yield Case(f"mask-float-{layout}", mask="float_inf", mask_layout=layout, mask_grad=True)
+    yield Case("mask-float-no-grad", mask="float_inf", q_len=100, k_len=200)
+
+
+def _windows() -> Iterator[Case]:
+    sides = [(0, -1), (-1, 0), (0, 0), (3, -1), (-1, 3), (3, 5), (16, 0), (64, 64), (1000, 1000)]
+    for left, right in sides:
+        for q_len, k_len in ((65, 65), (40, 130), (130, 40)):
+            for causal in (None, "bottom_right"):
+                yield Case(
+                    f"window-{left}-{right}-{q_len}x{k_len}-{causal or 'full'}",
+                    window=(left, right),
+                    causal=causal,
+                    q_len=q_len,
+                    k_len=k_len,
+                    poison=causal is None,
+                    weights=1 if causal else 0,
+                    grads=SCALED,
+                )
+    yield Case("window-narrow-long", window=(20, 10), q_len=400, k_len=400, batch=1)
+    yield Case("window-sees-nothing", window=(2, 2), q_len=200, k_len=20, weights=2,
+               grads=SCALED)  # fmt: skip
+    yield Case("window-gqa-mask", window=(30, 4), heads=4, kv_heads=2, mask="float", mask_grad=True)
+
+
+def _options() -> Iterator[Case]:
+    for scale in (0.0, 1.0, -0.7, 0.01):
+        yield Case(f"scale-{scale}", scale=scale, weights=1, grads=SCALED)
+        yield Case(f"scale-{scale}-causal", scale=scale, causal="upper_left")
+    for softcap in (0.5, 5.0, 50.0):
+        yield Case(f"softcap-{softcap}", softcap=softcap, head_dim=64, grads=SCALED)
+        yield Case(f"softcap-{softcap}-mask", softcap=softcap, mask="float_inf", mask_grad=True)
+    for dims in ("h", "bh"):
+        yield Case(f"alibi-{dims}", alibi=dims, heads=4)
+        yield Case(f"alibi-{dims}-causal", alibi=dims, heads=4, causal="bottom_right", k_len=150)
+        yield Case(f"alibi-{dims}-mask", alibi=dims, mask="float_inf", mask_grad=True, softcap=3.0)
+        yield Case(f"alibi-{dims}-window", alibi=dims, window=(7, 9), weights=1)
+    for p in (0.1, 0.5, 0.99, 1.0):
+        yield Case(f"dropout-{p}", dropout_p=p, k_len=130, weights=1)
+        yield Case(f"dropout-{p}-causal", dropout_p=p, heads=4, kv_heads=2, causal="upper_left")
+        yield Case(f"dropout-{p}-mask", dropout_p=p, mask="float_inf", mask_grad=True, weights=2)
+    yield Case("dropout-long", dropout_p=0.2, q_len=200, k_len=300, batch=1, grads=SCALED)
+    yield Case(
+        "everything",
+        heads=6,
+        kv_heads=3,
+        q_len=97,
+        k_len=131,
+        head_dim=40,
+        value_dim=24,
+        mask="float_inf",
+        mask_dims="hqk",
+        mask_grad=True,
+        causal="bottom_right",
+        window=(90, -1),
+        softcap=4.0,
+        alibi="bh",
+        dropout_p=0.15,
+        weights=1,
+        grads=("out", "lse", "weights"),
+    )
+
+
+def _layouts() -> Iterator[Case]:
+    names = ("unaligned", "blhd", "lbhd", "packed", "transposed", "every_second", "sliced",
+             "expanded_batch", "expanded_heads", "expanded_rows", "expanded_dims")  # fmt: skip
+    for name in names:
+        same = (name, name, name)
+        grads = SCALED if name == "expanded_rows" else ("out",)
+        case = Case(f"layout-{name}", layouts=same, grads=grads, grad_layout=name)
+        yield replace(case, head_dim=24, k_len=100)
+        wide = replace(case, name=f"{case.name}-causal-wide", head_dim=67, value_dim=70)
+        yield replace(wide, causal="upper_left", weights=1)
+        for n, tensor in enumerate("qkv"):
+            q, k, v = (name if m == n else "contiguous" for m in range(3))
+            one = replace(case, name=f"layout-{tensor}-{name}", grad_layout="contiguous")
+            yield replace(one, layouts=(q, k, v), q_len=19, head_dim=64)
+    # What out.sum().backward() hands down: one number seen everywhere.
+    yield Case("layout-grad-scalar", grad_layout="expanded_all", k_len=100)
+    yield Case("layout-grad-scalar-weights", grad_layout="expanded_all", weights=2,
+               grads=("out", "lse", "weights"))  # fmt: skip
+    mixed = ("transposed", "expanded_heads", "every_second")
+    yield Case("layout-mixed", layouts=mixed, mask="bool", mask_dims="bk", poison=False)
+    yield Case("layout-decode", layouts=("blhd", "sliced", "blhd"), q_len=1, k_len=300, head_dim=64)
+
+
+def _results() -> Iterator[Case]:
+    """Which results are returned, and which of them carry a gradient."""
+    for weights in (0, 1, 2):
+        names = ("out", "lse", "weights") if weights else ("out", "lse")
+        for bits in product((False, True), repeat=len(names)):
+            given = tuple(name for name, bit in zip(names, bits, strict=True) if bit)
+            label = "-".join(given) or "none"
+            case = Case(f"results-{weights}-{label}", weights=weights, grads=given, q_len=40)
+            yield case
+            yield replace(case, name=f"{case.name}-causal", causal="upper_left", dropout_p=0.3)
+            if len(given) != 1:
+                yield replace(case, name=f"{case.name}-mask", mask="float_inf", mask_grad=True)
+    yield Case("weights-averaged-many-heads", heads=16, kv_heads=4, weights=2, head_dim=64)
+    yield Case("weights-long", q_len=150, k_len=600, batch=1, weights=2, grads=("out", "weights"))
+    yield Case("weights-decode", q_len=1, k_len=700, weights=1, head_dim=64)
+
+
+def _long() -> Iterator[Case]:
+    float32 = (torch.float32, torch.bfloat16, torch.float16)
+    for q_len, k_len in ((1, 2048), (2, 2500), (5, 4099), (17, 2049), (2048, 1), (2100, 17)):
+        for heads, kv_heads in ((2, 2), (8, 2)):
+            yield Case(
+                f"long-{q_len}x{k_len}-heads-{heads}-{kv_heads}",
+                batch=1,
+                heads=heads,
+                kv_heads=kv_heads,
+                q_len=q_len,
+                k_len=k_len,
+                head_dim=64,
+                dtypes=float32,
+                causal="bottom_right" if heads == 8 else None,
+                grads=SCALED if k_len == 1 else ("out",),
+            )
+    decode = Case("decode", q_len=1, k_len=3000, head_dim=32, dtypes=float32)
+    yield replace(decode, name="decode-padding", mask="padding", poison=True)
+    yield replace(decode, name="decode-float", mask="float_inf", mask_grad=True, weights=2)
+    yield replace(decode, name="decode-window", window=(100, 0), causal="bottom_right")
+    yield replace(decode, name="decode-alibi-dropout", alibi="h", dropout_p=0.1, softcap=8.0)
+    yield replace(decode, name="decode-lse", grads=SCALED, causal="bottom_right", heads=4)
+    square = Case("long-square", batch=1, q_len=1100, k_len=1100, head_dim=64, dtypes=float32)
+    yield square
+    yield replace(square, name="long-square-causal", causal="upper_left")
+    yield replace(square, name="long-square-wide", head_dim=128, slow=True)
+    yield replace(square, name="long-square-padding", mask="padding", poison=True, batch=2)
+    yield replace(square, name="long-square-blocks", mask="blocks", slow=True)
+    yield replace(square, name="long-square-window", window=(128, 0))
+
+
+def _table(*groups: Iterator[Case]) -> tuple[Case, ...]:
+    cases = tuple(case for group in groups for case in group)
+    names = [case.name for case in cases]
+    duplicates = {name for name in names if names.count(name) > 1}
+    assert not duplicates, f"case names must be unique: {duplicates}"
+    return cases
+
+
+CASES: dict[str, tuple[Case, ...]] = {
+    "scaled_dot_product_attention": _table(
+        _head_dims(),
+        _lengths(),
+        _heads(),
+        _masks(),
+        _windows(),
+        _options(),
+        _layouts(),
+        _results(),
+        _long(),
+    ),
+}

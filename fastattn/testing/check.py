@@ -1,0 +1,86 @@
+"""Judges one case on one target."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from fastattn.testing import oracle
+from fastattn.testing.cases import Case
+from fastattn.testing.compare import Deviation, deviation
+from fastattn.testing.inputs import Inputs, make_inputs
+from fastattn.testing.memory import Watch
+from fastattn.testing.targets import Target
+
+__all__ = ["Verdict", "check", "expected"]
+
+
+@dataclass
+class Verdict:
+    """Everything that was measured, and every reason why it is not right."""
+
+    deviations: list[Deviation] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+    declined: list[str] = field(default_factory=list)  # why the backend would not run it
+
+    @property
+    def ok(self) -> bool:
+        return not self.faults
+
+    @property
+    def ratio(self) -> float:
+        """The worst error / bound."""
+        return max((d.ratio for d in self.deviations), default=0.0)
+
+
+def check(case: Case, dtype: torch.dtype, target: Target) -> Verdict:
+    """Run ``case`` forward and backward on ``target``: values, dtypes, and what it wrote to."""
+    inputs, exact, eager = expected(case, dtype)
+    verdict = Verdict()
+    with target.active() as backend:
+        reasons = backend.why_not(
+            "scaled_dot_product_attention", *inputs.forward_args(), **inputs.options
+        )
+        if reasons:
+            verdict.declined = list(reasons)
+            return verdict
+        watch = Watch(**inputs.tensors())
+        results = oracle.run(backend, inputs)
+    for name in watch.written():
+        verdict.faults.append(f"{name} was written to")
+    if set(results) != set(exact):
+        verdict.faults.append(f"results {sorted(results)}, want {sorted(exact)}")
+        return verdict
+    for name, want in exact.items():
+        dtype_wanted = _dtype_of(name, inputs)
+        if results[name].dtype != dtype_wanted:
+            verdict.faults.append(f"{name} is {results[name].dtype}, want {dtype_wanted}")
+        if results[name].shape != want.shape:
+            verdict.faults.append(
+                f"{name} has shape {list(results[name].shape)}, want {list(want.shape)}"
+            )
+            continue
+        found = deviation(results[name], eager[name], want, name)
+        verdict.deviations.append(found)
+        if not found.ok:
+            verdict.faults.append(str(found))
+    return verdict
+
+
+@functools.lru_cache(maxsize=4)
+def expected(case: Case, dtype: torch.dtype) -> tuple[Inputs, dict[str, Tensor], dict[str, Tensor]]:
+    """Return the inputs, what they should give, and what plain PyTorch makes of them."""
+    inputs = make_inputs(case, dtype)
+    return inputs, oracle.exact(inputs), oracle.eager(inputs)
+
+
+def _dtype_of(name: str, inputs: Inputs) -> torch.dtype:
+    if name == "lse":
+        return torch.float64 if inputs.query.dtype == torch.float64 else torch.float32
+    if name == "grad_mask":
+        assert inputs.attn_mask is not None
+        return inputs.attn_mask.dtype
+    return inputs.query.dtype

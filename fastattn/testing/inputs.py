@@ -1,0 +1,241 @@
+"""Makes the tensors of a case, always the same ones, in hostile memory."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattn.testing.cases import Case
+from fastattn.testing.memory import place
+
+__all__ = ["MASKS", "Inputs", "make_inputs"]
+
+_INF = float("inf")
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The arguments of the primitive, and of its backward."""
+
+    query: Tensor
+    key: Tensor  # as value, with NaN and inf where no query looks, if the case asks for it
+    value: Tensor
+    clean_key: Tensor  # as clean_value, all finite: what the references get
+    clean_value: Tensor
+    attn_mask: Tensor | None
+    alibi_slopes: Tensor | None
+    seed: Tensor | None
+    grad_out: Tensor | None
+    grad_lse: Tensor | None
+    grad_weights: Tensor | None
+    options: dict[str, Any]
+    needs_mask_grad: bool
+
+    def forward_args(self, *, clean: bool = False) -> tuple[Tensor | None, ...]:
+        kv = (self.clean_key, self.clean_value) if clean else (self.key, self.value)
+        return (self.query, *kv, self.attn_mask, self.alibi_slopes, self.seed)
+
+    def cotangents(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        return self.grad_out, self.grad_lse, self.grad_weights
+
+    def tensors(self) -> dict[str, Tensor | None]:
+        names = ("query", "key", "value", "attn_mask", "alibi_slopes")
+        grads = ("grad_out", "grad_lse", "grad_weights")
+        return {name: getattr(self, name) for name in (*names, *grads)}
+
+
+def make_inputs(case: Case, dtype: torch.dtype, *, fence: bool = False) -> Inputs:
+    """Return the tensors of ``case`` in ``dtype``; equal from call to call.
+
+    With ``fence`` they end where memory ends, see ``memory.place``.
+    """
+    draw = torch.Generator().manual_seed(zlib.crc32(case.name.encode()))
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draw, dtype=torch.float64)
+
+    b, h, hkv = case.batch, case.heads, case.heads if case.kv_heads is None else case.kv_heads
+    d, dv = case.head_dim, case.head_dim if case.value_dim is None else case.value_dim
+    q_layout, k_layout, v_layout = case.layouts
+
+    def placed(values: Tensor, layout: str, as_dtype: torch.dtype = dtype) -> Tensor:
+        return place(values.to(as_dtype), layout, fence=fence)
+
+    # Twice the usual spread: the more the weights differ, the less an error hides in their mean.
+    query = placed(2 * normal(b, h, case.q_len, d), q_layout)
+    key = placed(normal(b, hkv, case.k_len, d), k_layout)
+    value = placed(normal(b, hkv, case.k_len, dv), v_layout)
+
+    mask = None
+    if case.mask is not None:
+        sizes = zip("bhqk", (b, h, case.q_len, case.k_len), strict=True)
+        shape = tuple(size if dim in case.mask_dims else 1 for dim, size in sizes)
+        mask_dtype = torch.float32 if case.mask_float32 else dtype
+        values = MASKS[case.mask](shape, draw, mask_dtype)
+        as_dtype = torch.bool if values.dtype == torch.bool else mask_dtype
+        mask = placed(values, case.mask_layout, as_dtype)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    slopes = None
+    if case.alibi is not None:
+        slope_shape = (1, 1, b if case.alibi == "bh" else 1, h)
+        slopes = placed(torch.rand(slope_shape, generator=draw), "contiguous", wide)[0, 0]
+    seed = None
+    if case.dropout_p > 0:
+        seed = torch.randint(-(2**63), 2**63 - 1, (), generator=draw, dtype=torch.int64)
+
+    grad_out = grad_lse = grad_weights = None
+    if "out" in case.grads:
+        grad_out = placed(normal(b, h, case.q_len, dv), case.grad_layout)
+    if "lse" in case.grads:
+        # Of one sign: the gradient of a bias seen by all pairs is their sum, which must not cancel.
+        grad_lse = placed(normal(b, h, case.q_len, 1).abs(), "every_second", wide)[..., 0]
+    if "weights" in case.grads:
+        heads = h if case.weights == 1 else 1
+        grad_weights = placed(normal(b, heads, case.q_len, case.k_len), case.grad_layout)
+        grad_weights = grad_weights if case.weights == 1 else grad_weights[:, 0]
+
+    options = _options(case)
+    poisoned_key, poisoned_value = key, value
+    if case.poison:
+        unseen = ~_seen(mask, (b, h, case.q_len, case.k_len), options).view(
+            b, hkv, h // hkv, case.k_len
+        ).any(2)
+        poisoned_key = placed(_poison(key, unseen), k_layout)
+        poisoned_value = placed(_poison(value, unseen), v_layout)
+    return Inputs(
+        query=query,
+        key=poisoned_key,
+        value=poisoned_value,
+        clean_key=key,
+        clean_value=value,
+        attn_mask=mask,
+        alibi_slopes=slopes,
+        seed=seed,
+        grad_out=grad_out,
+        grad_lse=grad_lse,
+        grad_weights=grad_weights,
+        options=options,
+        needs_mask_grad=case.mask_grad,
+    )
+
+
+def _options(case: Case) -> dict[str, Any]:
+    left, right = case.window
+    if case.causal is not None:
+        right = 0 if right < 0 else min(right, 0)
+    return {
+        "scale": case.head_dim**-0.5 if case.scale is None else case.scale,
+        "offset": case.k_len - case.q_len if case.causal == "bottom_right" else 0,
+        "window_left": left,
+        "window_right": right,
+        "softcap": case.softcap,
+        "dropout_p": case.dropout_p,
+        "weights": case.weights,
+    }
+
+
+def _seen(mask: Tensor | None, shape: tuple[int, ...], options: dict[str, Any]) -> Tensor:
+    """Return which keys any query of a head sees, [B, Hq, Lk]."""
+    d = torch.arange(shape[2])[:, None] + options["offset"] - torch.arange(shape[3])
+    pairs = torch.ones(shape, dtype=torch.bool)
+    if options["window_left"] >= 0:
+        pairs &= d <= options["window_left"]
+    if options["window_right"] >= 0:
+        pairs &= d >= -options["window_right"]
+    if mask is not None:
+        pairs &= mask if mask.dtype == torch.bool else mask != -_INF
+    return pairs.any(2)
+
+
+def _poison(x: Tensor, where: Tensor) -> Tensor:
+    """Return x [B, H, L, D] with rows of NaN, inf and -inf in turn, where [B, H, L] says so."""
+    turn = torch.arange(x.shape[2]) % 3
+    fill = torch.tensor([float("nan"), _INF, -_INF], dtype=x.dtype)[turn]
+    return torch.where(where[..., None], fill[:, None], x)
+
+
+# Masks. Each is made from a shape [B|1, H|1, Lq|1, Lk|1], a generator and a floating dtype.
+_Shape = tuple[int, ...]
+_Mask = Callable[[_Shape, torch.Generator, torch.dtype], Tensor]
+
+
+def _index(shape: _Shape, dim: int) -> Tensor:
+    view = [1, 1, 1, 1]
+    view[dim] = shape[dim]
+    return torch.arange(shape[dim]).view(view)
+
+
+def _random(shape: _Shape, draw: torch.Generator, kept: float) -> Tensor:
+    return torch.rand(shape, generator=draw) < kept
+
+
+def _random_with_empty_rows(shape: _Shape, draw: torch.Generator, dtype: torch.dtype) -> Tensor:
+    empty = (_index(shape, 2) + _index(shape, 1)) % 5 == 1
+    return _random(shape, draw, 0.6) & ~empty
+
+
+def _padding(shape: _Shape, draw: torch.Generator, dtype: torch.dtype) -> Tensor:
+    """True below a length of its own for every sequence; the second sequence is all padding."""
+    lengths = torch.randint(1, shape[3] + 1, (shape[0], 1, 1, 1), generator=draw)
+    lengths[1:2] = 0
+    return (_index(shape, 3) < lengths).expand(shape).clone()
+
+
+def _left_padding(shape: _Shape, draw: torch.Generator, dtype: torch.dtype) -> Tensor:
+    return _padding(shape, draw, dtype).flip(-1)
+
+
+def _blocks(shape: _Shape, draw: torch.Generator, dtype: torch.dtype) -> Tensor:
+    """Blocks of 64 x 64, a third of them kept."""
+    coarse = _random((shape[0], shape[1], shape[2] // 64 + 1, shape[3] // 64 + 1), draw, 0.33)
+    fine = coarse.repeat_interleave(64, 2).repeat_interleave(64, 3)
+    return fine[:, :, : shape[2], : shape[3]].clone()
+
+
+def _one_key(shape: _Shape, draw: torch.Generator, dtype: torch.dtype) -> Tensor:
+    """Query i sees key 7 i % Lk alone."""
+    return (_index(shape, 3) == 7 * _index(shape, 2) % shape[3]).expand(shape).clone()
+
+
+def _finfo_min(shape: _Shape, draw: torch.Generator, dtype: torch.dtype) -> Tensor:
+    """0 or finfo.min, and rows of finfo.min alone: those see every key alike."""
+    kept = _random_with_empty_rows(shape, draw, dtype)
+    return torch.full(shape, torch.finfo(dtype).min, dtype=dtype).masked_fill(kept, 0.0)
+
+
+def _floats(shape: _Shape, draw: torch.Generator, dtype: torch.dtype) -> Tensor:
+    return torch.randn(shape, generator=draw, dtype=torch.float64)
+
+
+def _added(kept: _Mask) -> _Mask:
+    """Random numbers where a boolean mask is True, else -inf."""
+
+    def make(shape: _Shape, draw: torch.Generator, dtype: torch.dtype) -> Tensor:
+        return torch.where(kept(shape, draw, dtype), _floats(shape, draw, dtype), -_INF)
+
+    return make
+
+
+_BOOLEAN: dict[str, _Mask] = {
+    "bool": lambda shape, draw, dtype: _random(shape, draw, 0.7),
+    "bool_rows": _random_with_empty_rows,
+    "padding": _padding,
+    "left_padding": _left_padding,
+    "blocks": _blocks,
+    "tril": lambda shape, draw, dtype: torch.ones(shape, dtype=torch.bool).tril(3),
+    "nothing": lambda shape, draw, dtype: torch.zeros(shape, dtype=torch.bool),
+    "one_key": _one_key,
+}
+MASKS: dict[str, _Mask] = {
+    **_BOOLEAN,
+    **{f"{name}_inf": _added(kept) for name, kept in _BOOLEAN.items()},
+    "float": _floats,
+    "float_inf": _added(_random_with_empty_rows),
+    "finfo_min": _finfo_min,
+    "steep": lambda shape, draw, dtype: 1000 * _floats(shape, draw, dtype),
+}

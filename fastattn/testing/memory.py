@@ -1,0 +1,108 @@
+"""Tensors laid out in hostile memory: every byte that is not theirs is poison.
+
+``place(values, layout)`` copies values into a larger buffer full of NaN (True for a mask, which is
+as wrong as a mask can be), in any of LAYOUTS, so that an element read out of place shows in the
+results. With ``fence=True`` the buffer ends where a page begins that may not be touched at all:
+one read past the end is a segmentation fault. Only for processes that may die (Linux).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import mmap
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+__all__ = ["LAYOUTS", "Watch", "place"]
+
+_GUARD = 2048  # poisoned elements before and after a tensor, a multiple of every vector's width
+
+# A layout makes an empty [B, H, L, D] view; `new` allocates contiguous memory of a shape.
+_New = Callable[..., Tensor]
+LAYOUTS: dict[str, Callable[[_New, int, int, int, int], Tensor]] = {
+    "contiguous": lambda new, b, h, n, d: new(b, h, n, d),
+    # one element off any alignment
+    "unaligned": lambda new, b, h, n, d: new(b * h * n * d + 1)[1:].view(b, h, n, d),
+    # [B, L, H, D], how a projection leaves it
+    "blhd": lambda new, b, h, n, d: new(b, n, h, d).transpose(1, 2),
+    # [L, B, H, D], nn.MultiheadAttention without batch_first
+    "lbhd": lambda new, b, h, n, d: new(n, b, h, d).permute(1, 2, 0, 3),
+    # the middle one of a packed projection [B, L, 3, H, D]
+    "packed": lambda new, b, h, n, d: new(b, n, 3, h, d)[:, :, 1].transpose(1, 2),
+    # D is not the contiguous dimension
+    "transposed": lambda new, b, h, n, d: new(b, h, d, n).mT,
+    # nothing is contiguous
+    "every_second": lambda new, b, h, n, d: new(b, 2 * h, 2 * n, 2 * d)[:, ::2, ::2, 1::2],
+    # a window of a larger tensor, such as a preallocated cache
+    "sliced": lambda new, b, h, n, d: new(b, h, n + 5, d + 3)[:, :, 2 : n + 2, 1 : d + 1],
+    # one row, head or sequence seen many times: stride 0
+    "expanded_batch": lambda new, b, h, n, d: new(min(b, 1), h, n, d).expand(b, h, n, d),
+    "expanded_heads": lambda new, b, h, n, d: new(b, min(h, 1), n, d).expand(b, h, n, d),
+    "expanded_rows": lambda new, b, h, n, d: new(b, h, min(n, 1), d).expand(b, h, n, d),
+    "expanded_dims": lambda new, b, h, n, d: new(b, h, n, min(d, 1)).expand(b, h, n, d),
+    "expanded_all": lambda new, b, h, n, d: new(1, 1, 1, 1).expand(b, h, n, d),
+}
+
+
+def place(values: Tensor, layout: str = "contiguous", *, fence: bool = False) -> Tensor:
+    """Return a tensor of ``layout`` inside poisoned memory, equal to ``values`` [B, H, L, D].
+
+    An expanded layout repeats the first of the values along its dimension.
+    """
+    poison: float = True if values.dtype == torch.bool else float("nan")
+
+    def new(*shape: int) -> Tensor:
+        numel = math.prod(shape)
+        if fence:
+            buffer = _fenced(numel, values.dtype)
+        else:
+            buffer = torch.empty(numel + 2 * _GUARD, dtype=values.dtype)[_GUARD : numel + _GUARD]
+        whole = buffer.as_strided((buffer.untyped_storage().nbytes() // buffer.itemsize,), (1,), 0)
+        whole.fill_(poison)
+        return buffer.view(shape)
+
+    view = LAYOUTS[layout](new, *values.shape)
+    first = values
+    for dim, stride in enumerate(view.stride()):
+        if stride == 0 and layout.startswith("expanded"):
+            first = first.narrow(dim, 0, min(first.shape[dim], 1))
+    # An expanded tensor cannot be written; its one copy can.
+    target = view.as_strided(first.shape, view.stride(), view.storage_offset())
+    target.copy_(first)
+    return view
+
+
+class Watch:
+    """Remembers the whole memory of some tensors, and tells which of them were written to."""
+
+    def __init__(self, **tensors: Tensor | None) -> None:
+        self._memory = {
+            name: (_bytes(tensor), _bytes(tensor).clone())
+            for name, tensor in tensors.items()
+            if tensor is not None
+        }
+
+    def written(self) -> list[str]:
+        return [name for name, (now, then) in self._memory.items() if not torch.equal(now, then)]
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return torch.tensor([], dtype=torch.uint8).set_(tensor.untyped_storage())
+
+
+def _fenced(numel: int, dtype: torch.dtype) -> Tensor:
+    """Return [numel] of ``dtype`` whose end is the end of the last page that may be touched."""
+    size = max(numel * dtype.itemsize, 1)
+    length = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+    memory = mmap.mmap(-1, length + mmap.PAGESIZE)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    if libc.mprotect(address + length, mmap.PAGESIZE, 0) != 0:  # 0 is PROT_NONE
+        raise OSError(ctypes.get_errno(), "mprotect failed")
+    count = length // dtype.itemsize
+    buffer = torch.frombuffer(memory, dtype=dtype, count=count)
+    return buffer[count - numel :]
