@@ -1,0 +1,62 @@
+# The native module, where it was built: addresses, shapes and element strides, see csrc/params.h.
+# An operand is (address, strides), None where there is none.
+from typing import Any, TypeAlias
+
+Ints: TypeAlias = tuple[int, ...]
+Operand: TypeAlias = tuple[int, Ints] | None
+
+def attention_forward(
+    dtype: int,
+    threads: int,
+    sizes: Ints,  # B, Hq, Hkv, Lq, Lk, D, Dv
+    q: int,
+    q_stride: Ints,
+    k: int,
+    k_stride: Ints,
+    v: int,
+    v_stride: Ints,
+    out: int,
+    out_stride: Ints,
+    lse: int,
+    scale: float,
+    options: tuple[object, ...] | None,
+    /,
+) -> None: ...
+def attention_backward(
+    dtype: int,
+    threads: int,
+    sizes: Ints,  # B, Hq, Hkv, Lq, Lk, D, Dv
+    q: int,
+    q_stride: Ints,
+    k: int,
+    k_stride: Ints,
+    v: int,
+    v_stride: Ints,
+    out: int,
+    out_stride: Ints,
+    lse: int,
+    scale: float,
+    options: tuple[object, ...] | None,
+    gradients: tuple[Operand, int, Operand, Operand, Operand, Operand, Operand],
+    /,
+) -> None: ...
+def sinusoidal(
+    dtype: int,
+    threads: int,
+    sizes: Ints,  # B, H, L, D
+    x: int,
+    x_stride: Ints,
+    out: int,
+    out_stride: Ints,
+    positions: int,
+    position_stride: Ints,
+    offset: int,
+    frequency: int,
+    phase: int,
+    scale: float,
+    padding_idx: int | None,
+    /,
+) -> None: ...
+def build_info() -> dict[str, Any]: ...
+def set_isa(name: str, /) -> None: ...
+def measure_peak(kind: str, threads: int, seconds: float = 0.1) -> float: ...
