@@ -1,0 +1,157 @@
+"""The picture of a result: how many times faster, how close to the peak. Needs matplotlib."""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")  # before pyplot: no display is needed
+
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+
+from fastattn.bench.display import cell_words, conditions
+from fastattn.bench.results import Result
+from fastattn.bench.summary import summarise
+
+Row = dict[str, Any]
+# Distinct for colour-blind eyes, legible on light and dark: one hue a provider, one shade a dtype.
+_HUES = {"fastattn": ("#2f81f7", "#86b9fb", "#c0dbfd")}
+_OTHERS = (
+    ("#d1742f", "#e8b288", "#f4d9c4"),
+    ("#3f9a6c", "#91cbae", "#c8e5d6"),
+    ("#a371f7", "#ccb2fa", "#e5d8fd"),
+)
+_BASELINE = ("#7d8590", "#a9b0b8", "#d0d5da")
+_DTYPES = ("fp32", "bf16", "fp16")
+
+
+@dataclass(frozen=True)
+class Theme:
+    ground: str
+    text: str
+    faint: str
+
+
+THEMES = {
+    "light": Theme("#ffffff", "#1f2328", "#d1d9e0"),
+    "dark": Theme("#0d1117", "#e6edf3", "#3d444d"),
+}
+
+
+def draw(result: Result, path: Path, theme: str = "light") -> None:
+    """Writes the picture; its format follows the file's suffix."""
+    rows = [row for row in summarise(result) if row["ms"] is not None]
+    if not rows:
+        raise ValueError(f"{path}: nothing was timed, so there is nothing to draw")
+    look = THEMES[theme]
+    baseline = result.settings["baseline"]
+    groups = list(dict.fromkeys(_group(row) for row in rows))
+    series = list(dict.fromkeys((row["provider"], row["dtype"]) for row in rows))
+    series.sort(key=lambda s: (s[0] == baseline, s[0], _DTYPES.index(s[1])))
+    compared = [s for s in series if s[0] != baseline]
+
+    bars = len(groups) * max(0.17 * len(compared), 0.1 * len(series), 0.3)
+    figure, (left, right) = plt.subplots(
+        1,
+        2,
+        figsize=(11, bars * 1.25 + 1.8),
+        sharey=True,
+        width_ratios=(1.15, 1),
+        facecolor=look.ground,
+        layout="constrained",
+    )
+    colours = _colours(series, baseline)
+    _bars(left, rows, groups, compared, colours, "speedup")
+    _bars(right, rows, groups, series, colours, "percent_of_peak")
+    left.axvline(1, color=look.text, linewidth=1)
+    left.set_title(f"Times as fast as {baseline}", color=look.text, loc="left", fontsize=11)
+    right.set_title("Arithmetic, % of the measured peak", color=look.text, loc="left", fontsize=11)
+    right.set_xlim(0, max(100, right.get_xlim()[1]))
+    left.set_yticks(range(len(groups)), groups, fontsize=9)
+    left.set_ylim(len(groups) - 0.45, -0.55)
+    for axes in (left, right):
+        _style(axes, look)
+    _legend(figure, right, look)
+    caption = textwrap.fill(conditions(result), 165)
+    figure.supxlabel(caption, color=look.text, fontsize=7.5, x=0.01, ha="left")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=160, facecolor=look.ground)
+    plt.close(figure)
+
+
+def _group(row: Row) -> str:
+    passes = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward + backward"}[row["pass"]]
+    return f"{row['label'] or cell_words(row)}\n{passes}"
+
+
+def _colours(series: list[tuple[str, str]], baseline: str) -> dict[tuple[str, str], str]:
+    others = iter(_OTHERS * len(series))
+    hues = {baseline: _BASELINE, **_HUES}
+    colours = {}
+    for provider, dtype in series:
+        if provider not in hues:
+            hues[provider] = next(others)
+        colours[provider, dtype] = hues[provider][_DTYPES.index(dtype)]
+    return colours
+
+
+def _bars(
+    axes: Axes,
+    rows: list[Row],
+    groups: list[str],
+    series: list[tuple[str, str]],
+    colours: dict[tuple[str, str], str],
+    metric: str,
+) -> None:
+    """One bar for each group and series, with the interval of a speed-up as a whisker."""
+    height = 0.8 / max(len(series), 1)
+    by_place = {(_group(row), row["provider"], row["dtype"]): row for row in rows}
+    longest = max((row[metric] or 0 for row in rows), default=0) or 1
+    for index, (provider, dtype) in enumerate(series):
+        labelled = False
+        for place, group in enumerate(groups):
+            row = by_place.get((group, provider, dtype))
+            if row is None or row[metric] is None:
+                continue
+            y = place - 0.4 + (index + 0.5) * height
+            value = row[metric]
+            axes.barh(
+                y,
+                value,
+                height * 0.92,
+                color=colours[provider, dtype],
+                label=None if labelled else f"{provider} {dtype}",
+            )
+            labelled = True
+            text = f"{value:.0f} %"
+            if metric == "speedup":
+                low, high = row["speedup_low"], row["speedup_high"]
+                errors = [[max(0, value - low)], [max(0, high - value)]]
+                axes.errorbar(value, y, xerr=errors, color="#7d8590", linewidth=1)
+                value, text = max(value, high), f"{value:.2f}×"
+            size = 8 if height > 0.25 else 6.5
+            axes.text(value + longest * 0.01, y, text, va="center", fontsize=size, color="#7d8590")
+    axes.set_xlim(0, longest * 1.15)
+
+
+def _style(axes: Axes, look: Theme) -> None:
+    axes.set_facecolor(look.ground)
+    axes.tick_params(colors=look.text, length=0)
+    axes.xaxis.grid(True, color=look.faint, linewidth=0.6)
+    axes.set_axisbelow(True)
+    for side in axes.spines.values():
+        side.set_visible(False)
+
+
+def _legend(figure: Any, axes: Axes, look: Theme) -> None:
+    handles, labels = axes.get_legend_handles_labels()
+    legend = figure.legend(
+        handles, labels, loc="outside upper right", ncols=len(labels), frameon=False, fontsize=9
+    )
+    for text in legend.get_texts():
+        text.set_color(look.text)

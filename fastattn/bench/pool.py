@@ -1,0 +1,120 @@
+"""The parent's side of a worker: start, ask with a time limit, bury when it crashes or hangs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import Any
+
+START_SECONDS = 120.0
+
+
+class ProviderError(Exception):
+    """A provider could not do what it was asked; `status` is the row's: ERROR, CRASHED or HUNG."""
+
+    def __init__(self, status: str, reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
+        self.reason = reason
+
+
+class WorkerProcess:
+    """One worker process and its pipes."""
+
+    def __init__(self, threads: int, cpus: Sequence[int]) -> None:
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115
+        self._buffer = b""
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "fastattn.bench.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            env=os.environ | thread_variables(threads),
+            # Its own group: Ctrl-C reaches the parent alone, which then ends the workers.
+            start_new_session=True,
+        )
+        if cpus and hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(self._process.pid, cpus)
+        assert self._process.stdout is not None
+        os.set_blocking(self._process.stdout.fileno(), False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._process.stdout, selectors.EVENT_READ)
+
+    def ask(self, timeout: float, do: str, **request: Any) -> dict[str, Any]:
+        """Sends a request, returns the reply; raises ProviderError, also for a crash or a hang."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps({"do": do, **request}).encode() + b"\n")
+            self._process.stdin.flush()
+        except OSError:
+            raise self._crashed(do) from None
+        reply: dict[str, Any] = json.loads(self._read_line(do, timeout))
+        if not reply.pop("ok"):
+            raise ProviderError("ERROR", reply["error"])
+        return reply
+
+    def stop(self) -> None:
+        """Ends the process, and its children with it."""
+        if self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._selector.close()
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with contextlib.suppress(OSError):  # what was left to write has no reader any more
+            self._process.stdin.close()
+        self._process.stdout.close()
+        self._errors.close()
+
+    def _read_line(self, do: str, timeout: float) -> bytes:
+        assert self._process.stdout is not None
+        end = time.monotonic() + timeout
+        while b"\n" not in self._buffer:
+            left = end - time.monotonic()
+            if left <= 0:
+                self.stop()
+                raise ProviderError("HUNG", f"no answer to {do!r} within {timeout:.0f} s")
+            if self._selector.select(left):
+                chunk = self._process.stdout.read()
+                if not chunk:
+                    raise self._crashed(do)
+                self._buffer += chunk
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        return line
+
+    def _crashed(self, do: str) -> ProviderError:
+        try:
+            code = self._process.wait(timeout=5)
+            how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        except subprocess.TimeoutExpired:
+            how = "closed its output"
+        said = self._last_words()
+        self.stop()
+        return ProviderError("CRASHED", f"{how} during {do!r}" + (f": {said}" if said else ""))
+
+    def _last_words(self) -> str:
+        self._errors.seek(0)
+        lines = self._errors.read().decode(errors="replace").strip().splitlines()
+        return lines[-1][:200] if lines else ""
+
+
+def thread_variables(threads: int) -> dict[str, str]:
+    """The environment that holds every runtime to the same number of threads."""
+    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TBB_NUM_THREADS")
+    return {name: str(threads) for name in names} | {"MKL_DYNAMIC": "FALSE"}
+
+
+def usable_cpus(threads: int) -> list[int]:
+    """What the workers are pinned to: the first `threads` processors that this one may use."""
+    if not hasattr(os, "sched_getaffinity"):
+        return []
+    return sorted(os.sched_getaffinity(0))[:threads]

@@ -1,0 +1,157 @@
+"""The shapes that real models run, so that a benchmark speaks of something.
+
+Each preset is a list of templates: an operator, a shape, a mask and the weights that are asked for.
+Dtypes and passes are chosen on the command line, or by the preset where it is about one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fastattn.bench.cells import Cell
+from fastattn.bench.shapes import parse_shapes
+
+
+@dataclass(frozen=True)
+class Template:
+    """A cell without its dtype and pass; `dtypes` and `passes` are what is run by default.
+
+    The shape is written as in `--shapes`.
+    """
+
+    label: str
+    op: str
+    shape: str
+    mask: str = "none"
+    weights: str = "none"
+    dtypes: Sequence[str] = ("fp32", "bf16")
+    passes: Sequence[str] = ("fwd", "fwd+bwd")
+
+
+@dataclass(frozen=True)
+class Preset:
+    about: str
+    templates: list[Template]
+
+
+def template_cells(
+    template: Template, dtypes: Sequence[str] = (), passes: Sequence[str] = (), preset: str = ""
+) -> list[Cell]:
+    """Every combination of the template's shapes with dtypes and passes, its own by default."""
+    return [
+        Cell(
+            op=template.op,
+            batch=shape["B"],
+            heads=shape["H"],
+            kv_heads=shape["Hkv"],
+            q_len=shape["Lq"],
+            kv_len=shape["Lk"],
+            head_dim=shape["D"],
+            value_dim=shape["Dv"],
+            dtype=dtype,
+            passes=direction,
+            mask=template.mask,
+            weights=template.weights,
+            preset=preset,
+            label=template.label,
+        )
+        for shape in parse_shapes(template.shape)
+        for dtype in dtypes or template.dtypes
+        for direction in passes or template.passes
+    ]
+
+
+# Devlin et al. 2019, BERT-base: width 768, 12 heads; batch 8.
+_BERT = {
+    length: Template(f"BERT-base MHA, {length} tokens", "mha", f"B=8,L={length},E=768,H=12")
+    for length in (128, 512)
+}
+_BERT_CORE = {
+    length: Template(f"BERT-base SDPA, {length} tokens", "sdpa", f"B=8,H=12,L={length},D=64")
+    for length in (128, 512)
+}
+_BERT_WEIGHTS = Template(
+    "BERT-base MHA, 512 tokens, weights returned",
+    "mha",
+    "B=8,L=512,E=768,H=12",
+    weights="average",
+)
+# Dosovitskiy et al. 2021, ViT-B/16 at 224 pixels: 14·14 patches and a class token.
+_VIT = Template("ViT-B/16 MHA, 197 patches", "mha", "B=8,L=197,E=768,H=12")
+_VIT_CORE = Template("ViT-B/16 SDPA, 197 patches", "sdpa", "B=8,H=12,L=197,D=64")
+# Radford et al. 2019, GPT-2 small at its full context; its heirs see more.
+_GPT2 = Template("GPT-2 SDPA, causal, 1024 tokens", "sdpa", "B=1,H=12,L=1024,D=64", "causal")
+_GPT_2K = Template("GPT SDPA, causal, 2048 tokens", "sdpa", "B=1,H=16,L=2048,D=64", "causal")
+_GPT_8K = Template("GPT SDPA, causal, 8192 tokens", "sdpa", "B=1,H=8,L=8192,D=64", "causal")
+# One new token against a cache of 4096: Llama 3 8B has 8 key heads for 32 heads, Llama 2 7B has 32.
+_DECODE_GQA = Template(
+    "Llama 3 8B SDPA, next token, cache 4096",
+    "sdpa",
+    "B=1,H=32,Hkv=8,Lq=1,Lk=4096,D=128",
+    passes=("fwd",),
+)
+_DECODE = Template(
+    "Llama 2 7B SDPA, next token, cache 4096",
+    "sdpa",
+    "B=1,H=32,Lq=1,Lk=4096,D=128",
+    passes=("fwd",),
+)
+# The base model of Vaswani et al. 2017, width 512 and 8 heads, on sentences half as long as the
+# longest of their batch.
+_PADDED_SHAPE = "B=16,L=256,E=512,H=8"
+_PADDED = Template("Transformer MHA, half padding", "mha", _PADDED_SHAPE, "padding")
+_PADDED_WEIGHTS = Template(
+    "Transformer MHA, half padding, weights returned",
+    "mha",
+    _PADDED_SHAPE,
+    "padding",
+    "average",
+)
+_PADDED_CORE = Template("Transformer SDPA, half padding", "sdpa", "B=16,H=8,L=256,D=64", "padding")
+_SINUSOIDS = [
+    Template("Transformer position encoding", "sinusoidal", "B=16,L=256,E=512,H=1"),
+    Template("Position encoding, width 768", "sinusoidal", "B=8,L=512,E=768,H=1"),
+]
+
+PRESETS: dict[str, Preset] = {
+    "quick": Preset(
+        "one cell of each kind, about a minute", [_BERT[128], _BERT_CORE[512], _GPT2, _DECODE_GQA]
+    ),
+    "dropin": Preset(
+        "the main job: nn.MultiheadAttention replaced, and the attention inside it",
+        [
+            *(_BERT[512], _BERT[128], _VIT, _PADDED, _BERT_WEIGHTS),
+            *(_BERT_CORE[512], _GPT_2K, _DECODE_GQA),
+        ],
+    ),
+    "bert": Preset(
+        "BERT-base: batch 8, 12 heads of 64, 128 or 512 tokens",
+        [_BERT[128], _BERT[512], _BERT_WEIGHTS, _BERT_CORE[128], _BERT_CORE[512]],
+    ),
+    "vit": Preset("ViT-B/16 at 224 pixels: batch 8, 12 heads of 64", [_VIT, _VIT_CORE]),
+    "gpt": Preset("GPT-2 and its heirs: causal, 1024 and 2048 tokens", [_GPT2, _GPT_2K]),
+    "decode": Preset(
+        "the next token on a cache of 4096: Llama 3 8B and Llama 2 7B", [_DECODE_GQA, _DECODE]
+    ),
+    "padded": Preset(
+        "16 sentences padded to 256 tokens, half of it padding: width 512, 8 heads",
+        [_PADDED, _PADDED_WEIGHTS, _PADDED_CORE],
+    ),
+    "long": Preset("one causal sequence of 8192 tokens, 8 heads of 64", [_GPT_8K]),
+    "encoding": Preset("sinusoidal position encodings, width 512 and 768", _SINUSOIDS),
+}
+MODEL_PRESETS = ("bert", "vit", "gpt", "decode", "padded", "long", "encoding")
+
+
+def preset_cells(name: str, dtypes: Sequence[str] = (), passes: Sequence[str] = ()) -> list[Cell]:
+    """The cells of a preset (`all`: of every model); `dtypes` and `passes` replace its own."""
+    if name not in (*PRESETS, "all"):
+        raise ValueError(f"--preset {name!r}: allowed are {', '.join([*PRESETS, 'all'])}")
+    chosen = MODEL_PRESETS if name == "all" else (name,)
+    return [
+        cell
+        for preset in chosen
+        for template in PRESETS[preset].templates
+        for cell in template_cells(template, dtypes, passes, preset)
+    ]

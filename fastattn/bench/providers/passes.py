@@ -1,0 +1,42 @@
+"""Forward, backward or both around a forward function in PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from fastattn.bench.cells import Cell
+
+Outputs = tuple[Tensor, ...]
+
+
+def run_passes(
+    cell: Cell, forward: Callable[[], Outputs], leaves: Sequence[Tensor], grad_out: Tensor
+) -> Callable[[], Outputs]:
+    """A callable that runs the cell's passes; the gradient flows from the first output.
+
+    Gradients are returned, not accumulated: `torch.autograd.grad` allocates them anew in every
+    call, as the first backward after `zero_grad` does.
+    """
+    if cell.passes == "fwd":
+
+        def run_forward() -> Outputs:
+            with torch.no_grad():
+                return forward()
+
+        return run_forward
+
+    for leaf in leaves:
+        leaf.requires_grad_()
+    if cell.passes == "bwd":
+        kept = forward()[0]
+        return lambda: torch.autograd.grad(kept, leaves, grad_out, retain_graph=True)
+
+    def run_both() -> Outputs:
+        outputs = forward()
+        gradients = torch.autograd.grad(outputs[0], leaves, grad_out)
+        return (*(output.detach() for output in outputs), *gradients)
+
+    return run_both

@@ -1,0 +1,180 @@
+"""The result file: raw samples with all that is needed to judge them.
+
+Three kinds of records, one per line while measuring (JSONL, so that nothing is lost), or one JSON
+document:
+
+    header  format, version, environment, settings, providers with why one is missing
+    cell    the cell, its FLOPs, each provider's status, and the rounds: guards and times
+    end     the best of each peak, how the run ended
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fastattn.bench.cells import Cell
+
+FORMAT = "fastattn-bench"
+VERSION = 1
+
+
+@dataclass
+class Outcome:
+    """What became of one provider on one cell. Only `ok` has been timed to the end.
+
+    ok, UNAVAILABLE (it says why), WRONG (never timed), ERROR, CRASHED, HUNG, SKIPPED (no time left)
+    """
+
+    status: str = "ok"
+    reason: str = ""
+    max_error: float | None = None
+    bound: float | None = None
+    worst_tensor: str = ""
+    compared: str = ""
+    peak_bytes: int | None = None
+    inner: int | None = None
+
+
+@dataclass
+class Round:
+    """One turn of every provider, in random order, between two measurements of the peak."""
+
+    guard: tuple[float, float]
+    ms: dict[str, float]
+
+
+@dataclass
+class CellResult:
+    cell: Cell
+    flops: int
+    bytes_touched: int
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    rounds: list[Round] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self), "name": self.cell.name}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> CellResult:
+        return cls(
+            cell=Cell.from_json(data["cell"]),
+            flops=data["flops"],
+            bytes_touched=data["bytes_touched"],
+            outcomes={name: Outcome(**outcome) for name, outcome in data["outcomes"].items()},
+            rounds=[Round(tuple(r["guard"]), r["ms"]) for r in data["rounds"]],
+        )
+
+
+@dataclass
+class Peak:
+    """A rate in GFLOP/s or GB/s: the best of the run, and whether it was measured or estimated."""
+
+    rate: float
+    method: str
+
+
+@dataclass
+class Result:
+    environment: dict[str, Any]
+    settings: dict[str, Any]
+    providers: dict[str, dict[str, Any]]
+    cells: list[CellResult] = field(default_factory=list)
+    peaks: dict[str, Peak] = field(default_factory=dict)
+    ended: str = "complete"
+
+    def header(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "environment": self.environment,
+            "settings": self.settings,
+            "providers": self.providers,
+        }
+
+    def end(self) -> dict[str, Any]:
+        peaks = {kind: dataclasses.asdict(peak) for kind, peak in self.peaks.items()}
+        return {"peaks": peaks, "ended": self.ended}
+
+
+class ResultFileError(ValueError):
+    """A file that is no result of this benchmark, or of another version."""
+
+
+class Journal:
+    """Writes a run line by line as it happens, so that a killed run keeps what it measured."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._file = None
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("w")
+
+    def write(self, record: str, data: dict[str, Any]) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps({"record": record, **data}) + "\n")
+            self._file.flush()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+def save_json(result: Result, rows: Iterable[dict[str, Any]], path: Path) -> None:
+    """One document: the raw records, and the rows computed from them for those who only read."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    document = {
+        **result.header(),
+        **result.end(),
+        "rows": list(rows),
+        "cells": [cell.to_json() for cell in result.cells],
+    }
+    path.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def save_csv(rows: Iterable[dict[str, Any]], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    table = list(rows)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(table[0]) if table else ["op"])
+        writer.writeheader()
+        writer.writerows(table)
+
+
+def load(path: Path) -> Result:
+    """Reads a document or a journal. Raises ResultFileError naming the file and what is wrong."""
+    text = path.read_text()
+    try:
+        document = _document(text)
+        if document.get("format") != FORMAT:
+            raise ResultFileError(f"{path} is not a result of fastattn bench")
+        if document["version"] != VERSION:
+            found = document["version"]
+            raise ResultFileError(f"{path} has format version {found}, this is version {VERSION}")
+        return Result(
+            environment=document["environment"],
+            settings=document["settings"],
+            providers=document["providers"],
+            cells=[CellResult.from_json(cell) for cell in document["cells"]],
+            peaks={kind: Peak(**peak) for kind, peak in document["peaks"].items()},
+            ended=document["ended"],
+        )
+    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        raise ResultFileError(f"{path} is not a result of fastattn bench ({error!r})") from error
+
+
+def _document(text: str) -> dict[str, Any]:
+    if not text.startswith('{"record"'):
+        document: dict[str, Any] = json.loads(text)
+        return document
+    records = [json.loads(line) for line in text.splitlines()]
+    document = dict(records[0])
+    document.update(next((r for r in records if r["record"] == "end"), {"ended": "killed"}))
+    document.setdefault("peaks", {})
+    document["cells"] = [r for r in records if r["record"] == "cell"]
+    return document

@@ -1,0 +1,249 @@
+"""The measurement: cell after cell; in a cell rounds; in a round every provider in random order."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from fastattn.bench.cells import Cell, bytes_touched, flops
+from fastattn.bench.environment import describe_environment
+from fastattn.bench.inputs import true_in_mask
+from fastattn.bench.oracle import Oracle
+from fastattn.bench.peaks import KIND_OF_DTYPE
+from fastattn.bench.pool import START_SECONDS, ProviderError, WorkerProcess, usable_cpus
+from fastattn.bench.providers import DEFAULT
+from fastattn.bench.results import CellResult, Journal, Outcome, Peak, Result, Round
+from fastattn.bench.summary import MIN_KEPT, best_guards, quiet_rounds
+
+PEAK_SECONDS = 0.2
+GUARD_SECONDS = 0.01
+MAX_FAILURES = 3  # after so many crashes and hangs a provider is given up
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is measured and how long; everything here goes into the result file."""
+
+    cells: Sequence[Cell]
+    providers: Sequence[str] = DEFAULT
+    baseline: str = "torch"
+    threads: int = field(default_factory=torch.get_num_threads)
+    seed: int = 0
+    time_budget: float = 60.0  # seconds for everything
+    rounds: int = 15  # quiet rounds wanted for each cell
+    sample_ms: float = 20.0  # a sample repeats the call until it lasts at least this long
+    timeout: float = 60.0  # seconds without an answer after which a provider hangs
+
+    def to_json(self) -> dict[str, object]:
+        plain = dataclasses.asdict(self)
+        del plain["cells"]
+        return plain | {"caches": "warm"}
+
+
+class Watcher(Protocol):
+    """Whoever shows the progress."""
+
+    def start(self, result: Result, cells: Sequence[Cell]) -> None: ...
+    def doing(self, cell: Cell, what: str) -> None: ...
+    def measured(self, result: Result) -> None: ...
+
+
+class Runner:
+    """One run. `run()` returns what was measured, whoever crashed or hung, after Ctrl-C too."""
+
+    def __init__(self, settings: Settings, watcher: Watcher, journal: Journal) -> None:
+        self.settings = settings
+        self.watcher = watcher
+        self.journal = journal
+        self.cpus = usable_cpus(settings.threads)
+        self.workers: dict[str, WorkerProcess] = {}
+        self.failures: dict[str, int] = dict.fromkeys(settings.providers, 0)
+        self.random = random.Random(settings.seed)
+        self.oracle: Oracle | None = None
+        pinned = f"{len(self.cpus)} processors" if self.cpus else "nothing"
+        environment = describe_environment() | {"threads": settings.threads, "pinned_to": pinned}
+        self.result = Result(environment, settings.to_json(), {})
+
+    def run(self) -> Result:
+        self.deadline = time.monotonic() + self.settings.time_budget
+        torch.set_num_threads(self.settings.threads)
+        try:
+            self._start()
+            for index, cell in enumerate(self.settings.cells):
+                visible = true_in_mask(cell, self.settings.seed)
+                found = CellResult(cell, flops(cell, visible), bytes_touched(cell))
+                self.result.cells.append(found)
+                share = (self.deadline - time.monotonic()) / (len(self.settings.cells) - index)
+                try:
+                    # A run measures at least one cell, however long its start took.
+                    self._measure(found, share if index else max(share, 1.0))
+                finally:
+                    self.journal.write("cell", found.to_json())
+                self.watcher.measured(self.result)
+            self._measure_peaks()
+        except KeyboardInterrupt:
+            self.result.ended = "interrupted"
+        finally:
+            for worker in self.workers.values():
+                worker.stop()
+            self.journal.write("end", self.result.end())
+        return self.result
+
+    # Starting
+
+    def _start(self) -> None:
+        # All of them start at once; "" is the machine's own, which measures the peaks.
+        self.workers = {name: self._new_worker() for name in ("", *self.settings.providers)}
+        for name in self.settings.providers:
+            self._open(name)
+        self.journal.write("header", self.result.header())
+        self.watcher.start(self.result, self.settings.cells)
+        self._measure_peaks()
+
+    def _new_worker(self) -> WorkerProcess:
+        return WorkerProcess(self.settings.threads, self.cpus)
+
+    def _open(self, name: str) -> None:
+        """Lets a process load its provider; the result says what it runs on, or why it cannot."""
+        threads = self.settings.threads
+        try:
+            about = self.workers[name].ask(START_SECONDS, "open", provider=name, threads=threads)
+        except ProviderError as error:
+            self.workers.pop(name).stop()
+            self.result.providers[name] = {"status": error.status, "reason": error.reason}
+        else:
+            self.result.providers[name] = {"status": "ok", **about}
+
+    def _measure_peaks(self) -> None:
+        kinds = dict.fromkeys(KIND_OF_DTYPE[cell.dtype] for cell in self.settings.cells)
+        for kind in (*kinds, "read_bandwidth"):
+            self._peak(kind, PEAK_SECONDS)
+
+    def _peak(self, kind: str, seconds: float) -> float:
+        """Measures a peak now and keeps the best of the run."""
+        reply = self.workers[""].ask(
+            START_SECONDS, "peak", kind=kind, threads=self.settings.threads, seconds=seconds
+        )
+        rate = float(reply["rate"])
+        best = self.result.peaks.get(kind)
+        if best is None or rate > best.rate:
+            self.result.peaks[kind] = Peak(rate, reply["method"])
+        return rate
+
+    # One cell
+
+    def _measure(self, found: CellResult, seconds: float) -> None:
+        cell, end = found.cell, time.monotonic() + seconds
+        for name in self.settings.providers:
+            found.outcomes[name] = self._availability(name, cell, seconds)
+        ready = [name for name, outcome in found.outcomes.items() if outcome.status == "ok"]
+        if not ready:
+            return
+        self.watcher.doing(cell, "computing the fp64 answer")
+        oracle = self._oracle_for(cell)
+        for name in ready:
+            self.watcher.doing(cell, f"checking {name}")
+            self._guarded(name, found, partial(self._prepare, name, found, oracle))
+        self._rounds(found, end)
+
+    def _availability(self, name: str, cell: Cell, seconds: float) -> Outcome:
+        if seconds <= 0:
+            return Outcome("SKIPPED", "the time budget was used up")
+        if name not in self.workers:
+            provider = self.result.providers[name]
+            status = "UNAVAILABLE" if provider["status"] == "ERROR" else provider["status"]
+            return Outcome(status, provider["reason"])
+        try:
+            reply = self.workers[name].ask(self.settings.timeout, "why_not", cell=cell.to_json())
+        except ProviderError as error:
+            self._bury(name, error)
+            return Outcome(error.status, error.reason)
+        reasons = reply["reasons"]
+        return Outcome("UNAVAILABLE", "; ".join(reasons)) if reasons else Outcome()
+
+    def _oracle_for(self, cell: Cell) -> Oracle:
+        """The expected outputs; those of forward and backward serve every pass of a shape."""
+        same = [c for c in self.settings.cells if _without_pass(c) == _without_pass(cell)]
+        wanted = cell if all(c.passes == "fwd" for c in same) else _without_pass(cell)
+        if self.oracle is None or self.oracle.cell != wanted:
+            self.oracle = Oracle(wanted, self.settings.seed)
+        return self.oracle
+
+    def _prepare(self, name: str, found: CellResult, oracle: Oracle) -> None:
+        """Prepares a provider and checks its first answer; a wrong one is never timed."""
+        outcome = found.outcomes[name]
+        with tempfile.TemporaryDirectory(prefix="fastattn-bench-") as folder:
+            path = Path(folder) / "outputs.pt"
+            reply = self.workers[name].ask(
+                self.settings.timeout,
+                "prepare",
+                cell=found.cell.to_json(),
+                seed=self.settings.seed,
+                save=str(path),
+                sample=self.settings.sample_ms / 1e3,
+            )
+            check = oracle.check(torch.load(path))
+        outcome.peak_bytes, outcome.inner = reply["peak_bytes"], reply["inner"]
+        outcome.max_error, outcome.bound = check.max_error, check.bound
+        outcome.worst_tensor, outcome.compared = check.tensor, check.compared
+        if not check.ok:
+            outcome.status, outcome.reason = "WRONG", check.reason
+
+    def _rounds(self, found: CellResult, end: float) -> None:
+        kind = KIND_OF_DTYPE[found.cell.dtype]
+        before = self._peak(kind, GUARD_SECONDS)
+        # On a busy machine rounds are discarded, and others take their place while there is time.
+        for number in range(4 * self.settings.rounds):
+            ready = [name for name, outcome in found.outcomes.items() if outcome.status == "ok"]
+            if not ready or (number >= MIN_KEPT and time.monotonic() > end):
+                return
+            times: dict[str, float] = {}
+            for name in self.random.sample(ready, len(ready)):
+                self.watcher.doing(found.cell, f"round {number + 1}")
+                self._guarded(name, found, partial(self._time, name, times))
+            after = self._peak(kind, GUARD_SECONDS)
+            found.rounds.append(Round((before, after), times))
+            before = after
+            best = best_guards(self.result)[kind]
+            if len(quiet_rounds(found.rounds, best)) >= self.settings.rounds:
+                return
+
+    def _time(self, name: str, times: dict[str, float]) -> None:
+        times[name] = self.workers[name].ask(self.settings.timeout, "time")["ms"]
+
+    # Failures
+
+    def _guarded(self, name: str, found: CellResult, action: Callable[[], None]) -> None:
+        """Runs `action`; whatever the provider does wrong becomes its outcome and nobody else's."""
+        try:
+            action()
+        except ProviderError as error:
+            outcome = found.outcomes[name]
+            outcome.status, outcome.reason = error.status, error.reason
+            self._bury(name, error)
+
+    def _bury(self, name: str, error: ProviderError) -> None:
+        """After a crash or a hang: another process for the next cell, unless it keeps failing."""
+        if error.status == "ERROR":
+            return
+        self.failures[name] += 1
+        if self.failures[name] < MAX_FAILURES:
+            self.workers[name] = self._new_worker()
+            self._open(name)
+        else:
+            del self.workers[name]
+            reason = f"given up after {MAX_FAILURES} failures, the last: {error.reason}"
+            self.result.providers[name] |= {"status": error.status, "reason": reason}
+
+
+def _without_pass(cell: Cell) -> Cell:
+    return dataclasses.replace(cell, passes="fwd+bwd", preset="", label="")

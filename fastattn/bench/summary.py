@@ -1,0 +1,130 @@
+"""From raw rounds to the rows of a table: which rounds count, and every metric."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastattn.bench import stats
+from fastattn.bench.peaks import KIND_OF_DTYPE
+from fastattn.bench.results import CellResult, Peak, Result, Round
+
+# A round counts when the peak just before and just after it was this share of the run's best.
+QUIET = 0.9
+MIN_KEPT = 3
+# Data that fits in a cache is read faster than memory can deliver; larger than this it is not.
+_BEYOND_CACHES = 64 << 20
+# Arithmetic that the measured peak does not exercise, so that going beyond the peak proves nothing.
+_FASTER_UNITS = {
+    "bf16": ("amx_bf16", "bf16", "sve"),
+    "fp16": ("avx512_fp16", "amx_fp16", "asimd"),
+}
+
+
+def quiet_rounds(rounds: list[Round], best_guard: float) -> list[Round]:
+    return [r for r in rounds if min(r.guard) >= QUIET * best_guard]
+
+
+def best_guards(result: Result) -> dict[str, float]:
+    """The best guard of the run, for each kind of peak."""
+    best: dict[str, float] = {}
+    for cell in result.cells:
+        kind = KIND_OF_DTYPE[cell.cell.dtype]
+        best[kind] = max([best.get(kind, 0.0), *(max(r.guard) for r in cell.rounds)])
+    return best
+
+
+def summarise(result: Result) -> list[dict[str, Any]]:
+    """One flat row for each cell and provider. Missing values are None."""
+    guards = best_guards(result)
+    rows = []
+    for cell in result.cells:
+        best = guards[KIND_OF_DTYPE[cell.cell.dtype]]
+        rows += [_row(result, cell, best, provider) for provider in cell.outcomes]
+    return rows
+
+
+def _row(result: Result, cell: CellResult, best_guard: float, provider: str) -> dict[str, Any]:
+    outcome = cell.outcomes[provider]
+    row: dict[str, Any] = {
+        "op": cell.cell.op,
+        "preset": cell.cell.preset,
+        "label": cell.cell.label,
+        "shape": cell.cell.shape,
+        "dtype": cell.cell.dtype,
+        "pass": cell.cell.passes,
+        "mask": cell.cell.mask,
+        "weights": cell.cell.weights,
+        "provider": provider,
+        "status": outcome.status,
+        "reason": outcome.reason,
+        "max_error": outcome.max_error,
+        "bound": outcome.bound,
+        "peak_mb": None if outcome.peak_bytes is None else outcome.peak_bytes / 1e6,
+        **dict.fromkeys(_TIMED),
+    }
+    timed = [r for r in cell.rounds if provider in r.ms]
+    if outcome.status == "ok" and timed:
+        kept = quiet_rounds(timed, best_guard)
+        # A machine that was never quiet: all rounds count, and the row says so.
+        row["busy"] = len(kept) < MIN_KEPT
+        used = timed if row["busy"] else kept
+        row["rounds"], row["discarded"] = len(used), len(timed) - len(used)
+        row |= _metrics(result, cell, used, provider)
+        if row["busy"] and row["verdict"]:
+            row["verdict"] = "UNSURE"
+    return row
+
+
+_TIMED = (
+    *("rounds", "discarded", "busy", "ms", "ms_q1", "ms_q3", "ms_low", "ms_high"),
+    *("gflops", "peak_gflops", "percent_of_peak", "impossible", "gbs", "percent_of_bandwidth"),
+    *("baseline", "speedup", "speedup_low", "speedup_high", "verdict"),
+)
+
+
+def _metrics(
+    result: Result, cell: CellResult, rounds: list[Round], provider: str
+) -> dict[str, Any]:
+    samples = [r.ms[provider] for r in rounds]
+    ms = stats.median(samples)
+    low, high = stats.bootstrap_interval(samples)
+    gflops = cell.flops / ms / 1e6
+    gbs = cell.bytes_touched / ms / 1e6
+    metrics: dict[str, Any] = {
+        "ms": ms,
+        "ms_q1": stats.quantile(samples, 0.25),
+        "ms_q3": stats.quantile(samples, 0.75),
+        "ms_low": low,
+        "ms_high": high,
+        "gflops": gflops,
+        "gbs": gbs,
+    }
+    peak = result.peaks.get(KIND_OF_DTYPE[cell.cell.dtype])
+    if peak is not None:
+        metrics["peak_gflops"] = peak.rate
+        metrics["percent_of_peak"] = 100 * gflops / peak.rate
+        metrics["impossible"] = gflops > peak.rate and _is_ceiling(result, cell, peak)
+    bandwidth = result.peaks.get("read_bandwidth")
+    if bandwidth is not None and cell.bytes_touched > _BEYOND_CACHES:
+        metrics["percent_of_bandwidth"] = 100 * gbs / bandwidth.rate
+    return metrics | _against_baseline(result, rounds, provider)
+
+
+def _is_ceiling(result: Result, cell: CellResult, peak: Peak) -> bool:
+    faster = _FASTER_UNITS.get(cell.cell.dtype, ())
+    return peak.method == "measured" and not set(faster) & set(result.environment["cpu_flags"])
+
+
+def _against_baseline(result: Result, rounds: list[Round], provider: str) -> dict[str, Any]:
+    baseline = result.settings["baseline"]
+    both = [r for r in rounds if baseline in r.ms]
+    if provider == baseline or not both:
+        return {"baseline": baseline}
+    ratio, low, high = stats.speedup([r.ms[baseline] for r in both], [r.ms[provider] for r in both])
+    return {
+        "baseline": baseline,
+        "speedup": ratio,
+        "speedup_low": low,
+        "speedup_high": high,
+        "verdict": stats.verdict(low, high),
+    }

@@ -1,0 +1,504 @@
+"""The benchmark: its grammar, its arithmetic, its statistics, and what it survives."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import dataclasses
+import itertools
+import json
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from fastattn.bench import cli, display, inputs, results, stats, summary
+from fastattn.bench.cells import MASKS, Cell, flops, padding_lengths, visible_pairs
+from fastattn.bench.oracle import Oracle
+from fastattn.bench.presets import PRESETS, preset_cells
+from fastattn.bench.providers import PROVIDERS, load
+from fastattn.bench.results import CellResult, Outcome, Peak, Result, Round
+from fastattn.bench.shapes import parse_shapes
+
+TINY = Cell("sdpa", 2, 4, 2, 5, 7, 8, 6)
+
+
+def parse(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser)
+    return parser.parse_args(arguments)
+
+
+def bench(*arguments: str) -> int:
+    return cli.run(parse(*arguments))
+
+
+# Shapes
+
+
+def test_shape_fills_in_what_is_left_out() -> None:
+    assert parse_shapes("B=2,H=4,Lq=3,D=16") == [
+        {"B": 2, "H": 4, "Hkv": 4, "Lq": 3, "Lk": 3, "D": 16, "Dv": 16}
+    ]
+    assert parse_shapes("E=768,H=12,L=128")[0]["D"] == 64
+
+
+def test_ranges_lists_and_references() -> None:
+    assert [s["Lq"] for s in parse_shapes("Lq=128:1024:x2")] == [128, 256, 512, 1024]
+    assert [s["Lq"] for s in parse_shapes("Lq=100:250:+50")] == [100, 150, 200, 250]
+    assert [s["Lk"] for s in parse_shapes("Lq=1|3,Lk=Lq")] == [1, 3]
+    pairs = [(s["B"], s["Lq"]) for s in parse_shapes("B=1|2,L=8:16:x2")]
+    assert pairs == list(itertools.product((1, 2), (8, 16)))
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("B", "'B'"),
+        ("Q=3", "'Q'"),
+        ("B=0", "B=0"),
+        ("B=x", "B=x"),
+        ("B=1,B=2", "B is given twice"),
+        ("L=8,Lq=8", "either L or"),
+        ("L=64:8:x2", "upwards"),
+        ("L=8:64:x1", "upwards"),
+        ("Lk=Lq", "Lq is not given"),
+        ("E=10,H=4", "E=10"),
+        ("E=64,H=4,D=8", "E=64"),
+        ("B=1:1000:+1,L=1:1000:+1", "1000000 combinations"),
+    ],
+)
+def test_wrong_shapes_name_what_is_wrong(text: str, named: str) -> None:
+    with pytest.raises(ValueError) as error:
+        parse_shapes(text)
+    assert named in str(error.value)
+
+
+# Grammar
+
+
+def test_arguments_make_cells() -> None:
+    args = parse("run", "--shapes", "B=1,H=2,L=8|16,D=4", "--dtype", "fp32,bf16", "--pass", "fwd")
+    cells = cli.cells_of(args)
+    assert [(c.q_len, c.dtype) for c in cells] == [
+        (8, "fp32"),
+        (8, "bf16"),
+        (16, "fp32"),
+        (16, "bf16"),
+    ]
+    assert {c.op for c in cells} == {"sdpa"}
+
+
+def test_a_preset_can_be_narrowed() -> None:
+    cells = cli.cells_of(
+        parse("run", "--preset", "bert", "--op", "mha", "--pass", "bwd", "--mask", "causal")
+    )
+    assert {(c.op, c.passes, c.mask) for c in cells} == {("mha", "bwd", "causal")}
+
+
+@pytest.mark.parametrize("name", [*PRESETS, "all"])
+def test_presets_are_cells_with_a_name_of_their_own(name: str) -> None:
+    cells = preset_cells(name)
+    assert len({c.name for c in cells}) == len(cells) > 0
+    assert all(c.label for c in cells)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--dtype", "fp8"], "'fp8'"),
+        (["--pass", "sideways"], "'sideways'"),
+        (["--preset", "alexnet"], "'alexnet'"),
+        (["--preset", "gpt", "--op", "mha"], "no cell"),
+        (["--preset", "gpt", "--shapes", "L=4"], "either"),
+        (["--shapes", "H=3,Hkv=2,L=4"], "Hkv=2"),
+        (["--providers", "abacus"], "'abacus'"),
+        (["--providers", "fastattn", "--baseline", "torch"], "'torch'"),
+        (["--threads", "0"], "--threads 0"),
+        (["--time-budget", "-1"], "--time-budget"),
+    ],
+)
+def test_wrong_arguments_are_named(
+    arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench("run", *arguments) == cli.USAGE
+    assert named in capsys.readouterr().err
+
+
+def test_list_names_every_provider(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench("list") == cli.OK
+    told = capsys.readouterr().out
+    assert all(name in told for name in [*PROVIDERS, *PRESETS])
+
+
+# Arithmetic
+
+
+def sees(cell: Cell, i: int, j: int, b: int, mask: torch.Tensor | None) -> bool:
+    if cell.mask == "causal":
+        return j <= i
+    if cell.mask == "padding":
+        return j < padding_lengths(cell)[b]
+    return bool(mask[i, j]) if mask is not None and cell.mask == "bool" else True
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(("q_len", "kv_len"), [(5, 7), (7, 5), (1, 9)])
+def test_flops_are_counted_for_visible_pairs_only(mask: str, q_len: int, kv_len: int) -> None:
+    cell = dataclasses.replace(TINY, mask=mask, q_len=q_len, kv_len=kv_len)
+    drawn = inputs.make_inputs(cell, 3).get("attn_mask")
+    pairs = sum(
+        sees(cell, i, j, b, drawn)
+        for b in range(cell.batch)
+        for _ in range(cell.heads)
+        for i in range(q_len)
+        for j in range(kv_len)
+    )
+    count = inputs.true_in_mask(cell, 3)
+    assert visible_pairs(cell, count) == pairs
+    assert flops(cell, count) == pairs * (2 * 8 + 2 * 6)
+    both = dataclasses.replace(cell, passes="fwd+bwd")
+    assert flops(both, count) == pairs * (2 * 8 + 2 * 6 + 6 * 8 + 4 * 6)
+
+
+def test_flops_per_pair_are_four_and_ten_times_d() -> None:
+    cell = Cell("sdpa", 1, 1, 1, 1, 1, 64, 64)
+    assert flops(cell) == 4 * 64
+    assert flops(dataclasses.replace(cell, passes="bwd")) == 10 * 64
+
+
+def test_a_module_costs_its_projections_too() -> None:
+    cell = Cell("mha", 2, 4, 4, 10, 10, 8, 8)
+    embed, tokens = 32, 20
+    attention = 2 * 4 * 10 * 10 * 4 * 8
+    assert flops(cell) == 4 * 2 * tokens * embed * embed + attention
+
+
+def test_half_of_a_padded_batch_is_padding() -> None:
+    cell = Cell("sdpa", 16, 1, 1, 256, 256, 64, 64, mask="padding")
+    assert sum(padding_lengths(cell)) == 16 * 128
+    mask = inputs.make_inputs(cell, 0)["attn_mask"]
+    assert mask.sum(-1).flatten().tolist() == padding_lengths(cell)
+
+
+# Statistics
+
+
+def test_quantiles_of_known_samples() -> None:
+    samples = [4.0, 1.0, 3.0, 2.0]
+    assert stats.median(samples) == 2.5
+    assert stats.quantile(samples, 0.25) == 1.75
+    assert stats.quantile([7.0], 0.9) == 7.0
+    with pytest.raises(ValueError):
+        stats.median([])
+
+
+def test_the_bootstrap_interval_covers_the_median() -> None:
+    generator = torch.Generator().manual_seed(0)
+    covered = 0
+    for seed in range(60):
+        samples = torch.randn(25, generator=generator).tolist()
+        low, high = stats.bootstrap_interval(samples, seed=seed)
+        covered += low <= 0 <= high
+    assert covered >= 50  # of 60; 57 are expected at 95 %
+    assert stats.bootstrap_interval([2.0] * 9) == (2.0, 2.0)
+
+
+def test_a_speedup_is_the_median_of_ratios_within_rounds() -> None:
+    # The machine slows down by 10 in the middle; both do, and the ratio does not notice.
+    ratio, low, high = stats.speedup([2.0, 20.0, 2.0, 20.0], [1.0, 10.0, 1.0, 10.0])
+    assert (ratio, low, high) == (2.0, 2.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "verdict"),
+    [
+        (1.5, 1.9, "FASTER"),
+        (0.5, 0.9, "SLOWER"),
+        (0.99, 1.01, "SAME"),
+        (0.8, 1.3, "UNSURE"),
+        (1.01, 1.2, "UNSURE"),
+    ],
+)
+def test_verdicts(low: float, high: float, verdict: str) -> None:
+    assert stats.verdict(low, high) == verdict
+
+
+# From rounds to rows
+
+
+def a_result(rounds: list[Round], peak: float = 1e3, method: str = "measured") -> Result:
+    cell = CellResult(TINY, 10**9, 10**6, {"torch": Outcome(), "ours": Outcome()}, rounds)
+    environment = {
+        "cpu": "a processor",
+        "cpu_flags": [],
+        "isa": "avx2",
+        "fastattn": "0",
+        "torch": "2",
+    }
+    settings = {"baseline": "torch", "threads": 1, "time_budget": 1.0}
+    peaks = {"fma_f32": Peak(peak, method)}
+    return Result(environment, settings, {}, [cell], peaks)
+
+
+def test_metrics_of_known_rounds() -> None:
+    rounds = [Round((100.0, 100.0), {"torch": 4.0, "ours": 2.0}) for _ in range(5)]
+    torch_row, ours = summary.summarise(a_result(rounds))
+    assert ours["ms"] == 2.0
+    assert ours["gflops"] == pytest.approx(500)
+    assert ours["percent_of_peak"] == pytest.approx(50)
+    assert (ours["speedup"], ours["verdict"], ours["rounds"]) == (2.0, "FASTER", 5)
+    assert torch_row["speedup"] is None
+
+
+def test_rounds_of_a_busy_machine_are_discarded_and_counted() -> None:
+    quiet = [Round((100.0, 98.0), {"torch": 4.0, "ours": 2.0}) for _ in range(4)]
+    busy = [Round((100.0, 60.0), {"torch": 40.0, "ours": 2.0}) for _ in range(3)]
+    row = summary.summarise(a_result(quiet + busy))[1]
+    assert (row["rounds"], row["discarded"], row["busy"]) == (4, 3, False)
+    assert row["speedup"] == 2.0
+
+
+def test_a_machine_that_is_never_quiet_is_not_judged() -> None:
+    rounds = [Round((100.0, 50.0), {"torch": 4.0, "ours": 2.0}) for _ in range(6)]
+    row = summary.summarise(a_result(rounds))[1]
+    assert row["busy"]
+    assert row["verdict"] == "UNSURE"
+
+
+def test_beyond_the_measured_peak_is_impossible() -> None:
+    rounds = [Round((1.0, 1.0), {"torch": 4.0, "ours": 2.0}) for _ in range(3)]
+    torch_row, ours = summary.summarise(a_result(rounds, peak=400))
+    assert ours["impossible"]
+    assert not torch_row["impossible"]
+    assert "IMPOSSIBLE" in display.plain_table([ours])
+    estimate = summary.summarise(a_result(rounds, peak=400, method="torch.mm estimate"))[1]
+    assert not estimate["impossible"]
+
+
+# The check before the timing
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        TINY,
+        dataclasses.replace(TINY, mask="causal", passes="fwd+bwd"),
+        dataclasses.replace(TINY, mask="padding", passes="bwd", dtype="bf16"),
+        dataclasses.replace(TINY, mask="bool", passes="fwd+bwd"),
+        dataclasses.replace(TINY, mask="bias", passes="fwd+bwd", dtype="fp16"),
+        Cell("mha", 2, 2, 2, 6, 6, 8, 8, passes="fwd+bwd"),
+        Cell("mha", 2, 2, 2, 6, 6, 8, 8, mask="padding", weights="average"),
+        Cell("mha", 2, 2, 2, 6, 6, 8, 8, mask="bias", weights="per-head", passes="fwd+bwd"),
+        Cell("mha", 2, 2, 2, 6, 6, 8, 8, mask="causal", dtype="bf16"),
+        Cell("sinusoidal", 2, 1, 1, 6, 6, 9, 9, passes="fwd+bwd"),
+    ],
+    ids=lambda cell: cell.name,
+)
+def test_torch_agrees_with_the_oracle_and_a_wrong_answer_does_not(cell: Cell) -> None:
+    provider = load("torch")
+    assert provider.why_not(cell) == []
+    arrays = provider.prepare(cell, inputs.make_inputs(cell, 1))()
+    outputs = dict(zip(inputs.output_names(cell), arrays, strict=True))
+    oracle = Oracle(cell, 1)
+    assert oracle.check(outputs).ok
+    for name in outputs:
+        wrong = outputs | {name: outputs[name].detach() * 1.1}
+        found = oracle.check(wrong)
+        assert (found.ok, found.tensor) == (False, name)
+    nan = outputs | {name: torch.full_like(outputs[name], torch.nan)}
+    assert not oracle.check(nan).ok
+
+
+def test_eager_attention_agrees_with_the_oracle() -> None:
+    for options in ({}, {"mask": "causal"}, {"mask": "bool"}, {"mask": "bias"}):
+        cell = dataclasses.replace(TINY, weights="per-head", **options)
+        provider = load("torch-eager")
+        arrays = provider.prepare(cell, inputs.make_inputs(cell, 1))()
+        assert Oracle(cell, 1).check(dict(zip(("out", "weights"), arrays, strict=True))).ok
+
+
+def test_a_long_cell_is_checked_by_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastattn.bench.oracle.PAIRS_CHECKED", 2 * 2 * 5 * 7)
+    monkeypatch.setattr("fastattn.bench.oracle._SCORES_AT_ONCE", 2 * 7 * 2)  # two rows of queries
+    cell = dataclasses.replace(TINY, mask="causal", passes="fwd+bwd")
+    oracle = Oracle(cell, 0)
+    assert oracle.compared == "2 of 4 (sequence, head)"
+    arrays = load("torch").prepare(cell, inputs.make_inputs(cell, 0))()
+    outputs = dict(zip(inputs.output_names(cell), arrays, strict=True))
+    assert oracle.check(outputs).ok
+    assert not oracle.check(outputs | {"grad_key": -outputs["grad_key"]}).ok
+
+
+# End to end
+
+
+@pytest.fixture
+def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A package of providers that do what providers should not."""
+    folder = tmp_path / "fakes"
+    folder.mkdir()
+    (folder / "__init__.py").touch()
+    common = """
+        import os, time
+        from fastattn.bench.providers.torch_default import ABOUT, prepare, versions, why_not
+        right = prepare
+    """
+    faults = {
+        "wrong": (
+            "prepare(cell, inputs)",
+            "return lambda: [x * 1.01 for x in right(cell, inputs)()]",
+        ),
+        "crashing": ("prepare(cell, inputs)", "print('going down'); os.abort()"),
+        "hanging": ("prepare(cell, inputs)", "time.sleep(600)"),
+        "raising": ("prepare(cell, inputs)", "raise RuntimeError('out of luck')"),
+        "missing": ("versions()", "raise ImportError('no wheel for this machine')"),
+        "choosy": ("why_not(cell)", "return ['not today', 'nor tomorrow']"),
+    }
+    for name, (function, body) in faults.items():
+        fault = f"def {function}:\n    {body}\n"
+        (folder / f"{name}.py").write_text(textwrap.dedent(common) + fault)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return folder
+
+
+def test_bad_providers_are_named_and_the_good_survive(
+    fakes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = ["wrong", "crashing", "hanging", "raising", "missing", "choosy"]
+    out = tmp_path / "out"
+    code = bench(
+        *("run", "--shapes", "B=1,H=2,L=16,D=8", "--threads", "1", "--rounds", "2", "--quiet"),
+        *("--providers", ",".join(["torch", *(f"fakes.{name}" for name in names)])),
+        *("--timeout", "12", "--out", str(out)),
+    )
+    assert code == cli.FAULTS
+    document = json.loads((out / "results.json").read_text())
+    by_provider = {row["provider"].removeprefix("fakes."): row for row in document["rows"]}
+    expected = {
+        "torch": ("ok", ""),
+        "wrong": ("WRONG", "out [1, 2, 16, 8]: max error"),
+        "crashing": ("CRASHED", "signal SIGABRT during 'prepare'"),
+        "hanging": ("HUNG", "no answer to 'prepare' within 12 s"),
+        "raising": ("ERROR", "RuntimeError: out of luck"),
+        "missing": ("UNAVAILABLE", "ImportError: no wheel for this machine"),
+        "choosy": ("UNAVAILABLE", "not today; nor tomorrow"),
+    }
+    for name, (status, reason) in expected.items():
+        row = by_provider[name]
+        assert row["status"] == status, row
+        assert reason in row["reason"]
+        assert (row["ms"] is not None) == (status == "ok")
+    told = capsys.readouterr().out
+    assert "fakes.wrong WRONG in 1 cell." in told
+
+
+def test_a_provider_that_keeps_failing_is_given_up(fakes: Path, tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    bench(
+        *("run", "--shapes", "B=1,H=1,L=4:7:+1,D=8", "--threads", "1", "--rounds", "1", "--quiet"),
+        *("--providers", "torch,fakes.crashing", "--json", str(path)),
+    )
+    rows = [r for r in json.loads(path.read_text())["rows"] if r["provider"] == "fakes.crashing"]
+    assert [row["status"] for row in rows] == ["CRASHED"] * 4
+    assert "given up after 3 failures" in rows[3]["reason"]
+
+
+def test_a_run_writes_every_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    code = bench(
+        *("run", "--shapes", "B=1,H=2,L=16,D=8", "--pass", "fwd,fwd+bwd", "--quiet"),
+        *("--providers", "torch,fastattn-reference", "--threads", "1", "--rounds", "3"),
+        *("--out", str(tmp_path)),
+    )
+    assert code == cli.OK
+    told = capsys.readouterr().out
+    assert "2 of 2 cells" in told or "the same or unsure" in told
+
+    document = json.loads((tmp_path / "results.json").read_text())
+    assert document["format"] == results.FORMAT
+    assert document["environment"]["threads"] == 1
+    assert document["ended"] == "complete"
+    assert all(len(cell["rounds"]) >= 3 for cell in document["cells"])
+
+    from_journal = results.load(tmp_path / "results.jsonl")
+    from_document = results.load(tmp_path / "results.json")
+    assert summary.summarise(from_journal) == summary.summarise(from_document) == document["rows"]
+
+    with (tmp_path / "results.csv").open() as file:
+        table = list(csv.DictReader(file))
+    assert [row["provider"] for row in table] == ["torch", "fastattn-reference"] * 2
+    assert all(float(row["ms"]) > 0 for row in table)
+
+    assert (tmp_path / "results.png").read_bytes().startswith(b"\x89PNG")
+    dark = tmp_path / "dark.svg"
+    drawn = bench("plot", str(tmp_path / "results.jsonl"), "--plot", str(dark), "--theme", "dark")
+    assert drawn == cli.OK
+    assert "<svg" in dark.read_text()
+
+
+def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
+    command = [
+        *(sys.executable, "-m", "fastattn", "bench", "run", "--providers", "torch"),
+        *("--shapes", "B=1,H=1,L=8:200:+1,D=8", "--threads", "1", "--rounds", "3"),
+        *("--time-budget", "600", "--out", str(tmp_path), "--quiet"),
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        journal = tmp_path / "results.jsonl"
+        end = time.monotonic() + 120
+        while not (journal.exists() and '"record": "cell"' in journal.read_text()):
+            assert process.poll() is None
+            assert time.monotonic() < end
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        told, _ = process.communicate(timeout=60)
+    assert process.returncode == cli.INTERRUPTED
+    assert "The run was interrupted" in told
+    kept = results.load(tmp_path / "results.json")
+    assert kept.ended == "interrupted"
+    assert kept.cells[0].rounds
+
+
+def test_the_time_budget_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    bench(
+        *("run", "--shapes", "B=1,H=1,L=8:40:+1,D=8", "--threads", "1", "--rounds", "1000"),
+        *("--providers", "torch", "--time-budget", "4", "--json", str(path), "--quiet"),
+    )
+    rows = json.loads(path.read_text())["rows"]
+    assert len(rows) == 33  # each cell has its line, measured or not
+    assert rows[0]["status"] == "ok"
+    assert {row["status"] for row in rows} <= {"ok", "SKIPPED"}
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("not json", "not a result"),
+        ("{}", "not a result"),
+        ('{"format": "fastattn-bench", "version": 99}', "version 99"),
+        ('{"format": "fastattn-bench", "version": 1}', "not a result"),
+        ('{"record": "header"}\n', "not a result"),
+    ],
+)
+def test_a_foreign_result_file_is_named(
+    text: str, named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "strange.json"
+    path.write_text(text)
+    assert bench("plot", str(path)) == cli.USAGE
+    told = capsys.readouterr().err
+    assert "strange.json" in told
+    assert named in told
+
+
+def test_env_tells_what_decides_speed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench("env") == cli.OK
+    told = json.loads(capsys.readouterr().out)
+    assert told["torch"] == torch.__version__
+    assert told["cpu"]
