@@ -1,35 +1,15 @@
 // Python's view of attention: addresses, shapes and strides in, nothing out.
-//
-// Tuples are read with the C API: a call of the plain case then costs well under a microsecond.
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
 
+#include "arguments.h"
 #include "kernel_table.h"
 
 namespace py = pybind11;
 
 namespace fastattn {
 namespace {
-
-int64_t integer(PyObject* item) {
-  const int64_t value = PyLong_AsLongLong(item);
-  if (value == -1 && PyErr_Occurred()) throw py::error_already_set();
-  return value;
-}
-
-template <int N>
-void integers(const py::tuple& from, int64_t (&to)[N]) {
-  if (PyTuple_GET_SIZE(from.ptr()) != N) throw py::value_error("fastattn._cpu: a tuple has the wrong length");
-  for (int i = 0; i < N; ++i) to[i] = integer(PyTuple_GET_ITEM(from.ptr(), i));
-}
-
-Tensor4 operand(uintptr_t data, const py::tuple& stride) {
-  Tensor4 t;
-  t.data = reinterpret_cast<void*>(data);
-  integers(stride, t.stride);
-  return t;
-}
 
 // (address, strides) or None
 Tensor4 optional_operand(const py::object& pair) {
