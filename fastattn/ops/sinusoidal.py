@@ -222,7 +222,7 @@ def _check_positions(name: str, value: Tensor, x: Tensor, dims: int) -> None:
 def _broadcasts(shape: Sequence[int], target: Sequence[int]) -> bool:
     """Whether a tensor of this shape expands to target."""
     return len(shape) <= len(target) and all(
-        n in (1, m) for n, m in zip(reversed(shape), reversed(target), strict=False)
+        n == 1 or n == m for n, m in zip(reversed(shape), reversed(target), strict=False)
     )
 
 
