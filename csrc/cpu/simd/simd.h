@@ -66,6 +66,25 @@ using Mask = typename VecOf<T>::bits;
 template <class T>
 constexpr int kLanes = kVectorBytes / static_cast<int>(sizeof(T));
 
+template <int... I>
+struct Indices {};
+template <int N, int... I>
+struct CountTo : CountTo<N - 1, N - 1, I...> {};
+template <int... I>
+struct CountTo<0, I...> {
+  typedef Indices<I...> type;
+};
+
+// x in every lane. Spelt as a list: a sum with zero would be computed, and would not keep -0 or a pair of bf16.
+template <class T, int... I>
+FASTATTN_INLINE Vec<T> splat_lanes(T x, Indices<I...>) {
+  return Vec<T>{((void)I, x)...};
+}
+template <class T>
+FASTATTN_INLINE Vec<T> splat(T x) {
+  return splat_lanes<T>(x, typename CountTo<kLanes<T>>::type());
+}
+
 template <class T>
 constexpr T kInf = static_cast<T>(__builtin_inff());
 
@@ -76,11 +95,6 @@ FASTATTN_INLINE constexpr T min_of(T a, T b) {
 template <class T>
 FASTATTN_INLINE constexpr T max_of(T a, T b) {
   return a < b ? b : a;
-}
-
-template <class T>
-FASTATTN_INLINE Vec<T> splat(T x) {
-  return Vec<T>{} + x;
 }
 
 template <class T>
@@ -188,15 +202,6 @@ struct ElementOf<const S*> {
 template <int N>
 struct Width {
   static constexpr int value = N;
-};
-
-template <int... I>
-struct Indices {};
-template <int N, int... I>
-struct CountTo : CountTo<N - 1, N - 1, I...> {};
-template <int... I>
-struct CountTo<0, I...> {
-  typedef Indices<I...> type;
 };
 
 // Blocks of `Step` lanes from a and b in turn: the lower (High = 0) or upper half of each pair of blocks.
