@@ -64,6 +64,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, such as `head`, has left; so do we, quietly
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except ModuleNotFoundError as error:
+        if args.traceback or str(error.name).startswith("fastattn"):
+            raise
+        missing = f"it needs {error.name}, which is not installed"
+        print(f"fastattn {args.command}: error: {missing}", file=sys.stderr)
+        return 2
     except (ValueError, TypeError, RuntimeError, NotImplementedError, OSError) as error:
         if args.traceback:
             raise

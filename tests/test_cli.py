@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import subprocess
@@ -98,6 +99,19 @@ def test_an_error_is_one_line(
     assert capsys.readouterr().err == expected
     with pytest.raises(kind):
         cli.main(["--traceback", "probe"])
+
+
+def test_a_package_that_is_missing_is_named(
+    command: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(args: argparse.Namespace) -> int:
+        importlib.import_module("no_such_package")
+        return 0
+
+    command.run = run
+    assert cli.main(["probe"]) == 2
+    expected = "fastattn probe: error: it needs no_such_package, which is not installed\n"
+    assert capsys.readouterr().err == expected
 
 
 def test_a_defect_keeps_its_traceback(command: ModuleType) -> None:
