@@ -16,7 +16,7 @@ TORCH ?= torch==2.13.0
 TORCH_WHEELS ?= https://download.pytorch.org/whl/cpu/torch/
 
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+PIP := $(BIN)/python -m pip --disable-pip-version-check
 # What the two commands promise is the native core: without it they fail, they do not fall back.
 export FASTATTN_REQUIRE_NATIVE := 1
 
@@ -69,8 +69,8 @@ $(VENV)/.stamp-venv:
 # Without build isolation, so that the build folder stays valid and only what changed is compiled.
 $(VENV)/.stamp-packages: pyproject.toml | $(VENV)/.stamp-venv
 	$(PIP) install --find-links $(TORCH_WHEELS) $(TORCH)
-	$(PIP) install 'setuptools>=77' 'pybind11>=2.13' ninja
-	$(PIP) install --no-build-isolation --editable '.[bench,test]'
+	$(PIP) install --quiet 'setuptools>=77' 'pybind11>=2.13' ninja
+	$(PIP) install --quiet --no-build-isolation --editable '.[bench,test]'
 	touch $@
 
 $(VENV)/.stamp-native: $(NATIVE_SOURCES) $(VENV)/.stamp-packages
@@ -78,7 +78,7 @@ $(VENV)/.stamp-native: $(NATIVE_SOURCES) $(VENV)/.stamp-packages
 	touch $@
 
 $(VENV)/.stamp-dev: pyproject.toml $(VENV)/.stamp-packages
-	$(PIP) install --no-build-isolation --editable '.[dev]'
+	$(PIP) install --quiet --no-build-isolation --editable '.[dev]'
 	touch $@
 
 lint: $(VENV)/.stamp-dev ## check format, style and types
