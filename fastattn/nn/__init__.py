@@ -1,5 +1,6 @@
 """Modules: drop-in replacements for those of ``torch.nn``, on fused kernels."""
 
 from fastattn.nn.mha import MultiheadAttention
+from fastattn.nn.positional import LearnedPositionalEncoding, SinusoidalPositionalEncoding
 
-__all__ = ["MultiheadAttention"]
+__all__ = ["LearnedPositionalEncoding", "MultiheadAttention", "SinusoidalPositionalEncoding"]

@@ -128,8 +128,8 @@ def prepare(
 ) -> tuple[Operator, list[Any]]:
     """Validate the arguments of :func:`sinusoidal_encoding`; return the primitive and its own."""
     _check_x(x)
-    _check_options(layout, max_timescale, scale, padding_idx)
-    offset, positions = _locate(x, offset, positions)
+    check_options(layout, max_timescale, scale, padding_idx)
+    offset, positions = locate(x, offset, positions)
     scale = 1.0 if scale is None else float(scale)
     return _primitive, [
         x,
@@ -190,7 +190,7 @@ def _check_int(name: str, value: object) -> None:
         raise TypeError(f"{name} must be an integer, got {type(value).__name__}")
 
 
-def _check_options(
+def check_options(
     layout: str, max_timescale: float, scale: float | None, padding_idx: int | None
 ) -> None:
     if layout not in LAYOUTS:
@@ -226,8 +226,8 @@ def _broadcasts(shape: Sequence[int], target: Sequence[int]) -> bool:
     )
 
 
-def _locate(x: Tensor, offset: int | Tensor, positions: Tensor | None) -> tuple[int, Tensor | None]:
-    """Return (offset, None) for consecutive positions known as a number, else (0, int64 tensor)."""
+def locate(x: Tensor, offset: int | Tensor, positions: Tensor | None) -> tuple[int, Tensor | None]:
+    """Return (offset, None) where the positions follow from a number, else (0, int64 tensor)."""
     if positions is not None:
         if isinstance(offset, Tensor) or offset != 0:
             raise ValueError("offset and positions exclude each other: add the offset to positions")
@@ -235,6 +235,8 @@ def _locate(x: Tensor, offset: int | Tensor, positions: Tensor | None) -> tuple[
         return 0, positions.to(torch.int64)
     if not isinstance(offset, Tensor):
         _check_int("offset", offset)
+        if not -(2**62) <= offset < 2**62:
+            raise ValueError(f"offset must be within 2**62 of zero, got {offset}")
         return offset, None
     _check_positions("offset", offset, x, dims=2)
     rows = torch.arange(x.shape[-2], device=x.device)
