@@ -108,7 +108,7 @@ class MultiheadAttention(_Stock):
         Raises:
             AssertionError, RuntimeError: as ``torch.nn.MultiheadAttention``, with the same texts.
         """
-        if type(query) is torch.fx.Proxy:  # one node of the graph, like any module of torch.nn
+        if _is_symbolic(query):  # one node of the graph, like any module of torch.nn
             masks_and_flags = (key_padding_mask, need_weights, attn_mask, average_attn_weights)
             return _leaf(query, self, (query, key, value, *masks_and_flags, is_causal))
         check_mask_dtypes(key_padding_mask, attn_mask, query.dtype)
@@ -265,6 +265,10 @@ class MultiheadAttention(_Stock):
         order = (0, 2, 1, 3) if batch_dim == 0 else (2, 0, 1, 3)
         # out_proj is read, not called, as in PyTorch: clients wrap it and rely on that.
         return linear(out.permute(order).flatten(2), self.out_proj.weight, self.out_proj.bias)
+
+
+def _is_symbolic(x: object) -> bool:
+    return isinstance(x, torch.fx.Proxy)
 
 
 def _leaf(query: Any, module: MultiheadAttention, args: tuple[Any, ...]) -> Any:
