@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,7 +51,8 @@ def check(case: Case, dtype: torch.dtype, target: Target) -> Verdict:
             verdict.declined = list(reasons)
             return verdict
         watch = Watch(**inputs.tensors())
-        results = oracle.run(backend, inputs)
+        with _fresh_memory_is_nan():
+            results = oracle.run(backend, inputs)
     for name in watch.written():
         verdict.faults.append(f"{name} was written to")
     if set(results) != set(exact):
@@ -75,6 +79,20 @@ def expected(case: Case, dtype: torch.dtype) -> tuple[Inputs, dict[str, Tensor],
     """Return the inputs, what they should give, and what plain PyTorch makes of them."""
     inputs = make_inputs(case, dtype)
     return inputs, oracle.exact(inputs), oracle.eager(inputs)
+
+
+@contextlib.contextmanager
+def _fresh_memory_is_nan() -> Iterator[None]:
+    """Within the block torch.empty gives NaN, so that an element that is never written shows."""
+    memory: Any = torch.utils.deterministic
+    before = torch.are_deterministic_algorithms_enabled(), memory.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)  # the filling is a part of this mode
+    memory.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        memory.fill_uninitialized_memory = before[1]
 
 
 def _dtype_of(name: str, inputs: Inputs) -> torch.dtype:

@@ -26,6 +26,13 @@ class Target:
     def module(self) -> ModuleType:
         return importlib.import_module(f"fastattn.backends.{self.backend}")
 
+    def is_current(self) -> bool:
+        """Is this what runs when nobody asks for anything else?"""
+        if self.isa is None:
+            return True
+        isa: str = importlib.import_module("fastattn._cpu").build_info()["isa"]
+        return self.isa == isa
+
     @contextlib.contextmanager
     def active(self) -> Iterator[ModuleType]:
         """Run on this target's instruction set within the block."""

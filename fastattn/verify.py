@@ -1,0 +1,207 @@
+"""`fastattn verify`: is this build right, on this machine?
+
+Runs the case table of ``fastattn.testing`` on every native backend, forward and backward, and
+compares with the oracle by the error bound of ``docs/numerics.md``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from xml.etree import ElementTree
+
+import torch
+
+from fastattn.testing import CASES, Case, Target, Verdict, check, targets
+
+__all__ = ["add_arguments", "run"]
+
+_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of the command."""
+    parser.add_argument("--op", choices=sorted(CASES), help="only this operator")
+    parser.add_argument(
+        "--backend", help="cpu or reference; default: every native one that is built"
+    )
+    parser.add_argument(
+        "--isa",
+        default="current",
+        help="an instruction set of the backend, `all` of them, or the one in use (default)",
+    )
+    parser.add_argument("--dtype", choices=list(_DTYPES), help="only this dtype")
+    parser.add_argument("--case", metavar="TEXT", help="only cases with TEXT in their name")
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--quick", action="store_true", help="every tenth case")
+    size.add_argument("--complete", action="store_true", help="the slow cases too")
+    parser.add_argument("--junit", type=Path, metavar="FILE", help="write the results as JUnit XML")
+
+
+@dataclass
+class _Result:
+    op: str
+    case: Case
+    dtype: str
+    target: Target
+    verdict: Verdict
+    seconds: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.case.name} {self.dtype} {self.target}"
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command; 0 if everything was right, 1 if anything was not."""
+    chosen = _targets(args.backend, args.isa)
+    dtypes = [args.dtype] if args.dtype else list(_DTYPES)
+    if "float64" in dtypes and importlib.util.find_spec("numpy") is None:
+        print(
+            "float64 is left out: its judge, in extended precision, needs NumPy (pip install numpy)"
+        )
+        dtypes.remove("float64")
+    work = [
+        (op, case, dtype)
+        for op in ([args.op] if args.op else CASES)
+        for case in _cases(op, args)
+        for dtype in dtypes
+        if _DTYPES[dtype] in case.dtypes
+    ]
+    if not work:
+        raise ValueError("no case is left by --op, --dtype and --case")
+    print(f"{len(work)} checks on each of: {', '.join(map(str, chosen))}")
+
+    results = []
+    for result in _progress(_results(work, chosen), len(work) * len(chosen)):
+        results.append(result)
+        for fault in result.verdict.faults:
+            print(f"FAIL {result.name}: {fault}")
+    _print_table(results)
+    failed = [result for result in results if not result.verdict.ok]
+    if failed:
+        worst = max(failed, key=lambda result: result.verdict.ratio)
+        print(f"{len(failed)} of {len(results)} checks failed. To see the worst alone:")
+        print(
+            f"  python -m fastattn verify --op {worst.op} --backend {worst.target.backend}"
+            f"{f' --isa {worst.target.isa}' if worst.target.isa else ''}"
+            f" --dtype {worst.dtype} --case {worst.case.name}"
+        )
+    else:
+        print(f"all {len(results)} checks passed")
+    if args.junit:
+        _write_junit(args.junit, results)
+    return 1 if failed else 0
+
+
+def _targets(backend: str | None, isa: str) -> list[Target]:
+    """The targets that the arguments ask for. Raises ValueError if there is none such."""
+    native = targets()
+    if backend == "reference":
+        return [Target("reference")]
+    if not native and backend is None:
+        print("No native backend is built (see `fastattn info`): verifying the reference.")
+        return [Target("reference")]
+    names = sorted({target.backend for target in native})
+    found = [target for target in native if backend in (None, target.backend)]
+    if not found:
+        raise ValueError(
+            f"--backend {backend}: allowed here are {', '.join([*names, 'reference'])}"
+        )
+    if isa == "all":
+        return found
+    if isa == "current":
+        return [target for target in found if target.is_current()]
+    chosen = [target for target in found if target.isa == isa]
+    if not chosen:
+        allowed = ", ".join(target.isa or "" for target in found)
+        raise ValueError(f"--isa {isa}: allowed here are all, current, {allowed}")
+    return chosen
+
+
+def _cases(op: str, args: argparse.Namespace) -> list[Case]:
+    cases = [case for case in CASES[op] if args.complete or args.case or not case.slow]
+    if args.case:
+        exact = [case for case in cases if case.name == args.case]
+        cases = exact or [case for case in cases if args.case in case.name]
+    return cases[::10] if args.quick else cases
+
+
+def _results(work: list[tuple[str, Case, str]], chosen: list[Target]) -> Iterator[_Result]:
+    for op, case, dtype in work:
+        for target in chosen:
+            start = time.perf_counter()
+            try:
+                verdict = check(case, _DTYPES[dtype], target)
+            except Exception as error:  # one broken case must not hide the others
+                verdict = Verdict(faults=[f"{type(error).__name__}: {error}"])
+            yield _Result(op, case, dtype, target, verdict, time.perf_counter() - start)
+
+
+def _progress(results: Iterator[_Result], total: int) -> Iterator[_Result]:
+    """Pass the results on; on a terminal, keep a line below them that says how far we are."""
+    live = sys.stdout.isatty()
+    start = time.perf_counter()
+    for count, result in enumerate(results, 1):
+        if live:
+            print("\r\033[K", end="")  # the line that the next one replaces
+        yield result
+        if live:
+            left = (time.perf_counter() - start) / count * (total - count)
+            print(f"{count}/{total}  {left:.0f} s left  {result.name}"[:100], end="", flush=True)
+    if live:
+        print("\r\033[K", end="")
+
+
+def _print_table(results: list[_Result]) -> None:
+    groups: dict[tuple[str, str, str], list[_Result]] = {}
+    for result in results:
+        groups.setdefault((result.op, str(result.target), result.dtype), []).append(result)
+    print(
+        f"{'operator':30}{'target':18}{'dtype':10}{'checks':>7}{'failed':>8}{'declined':>10}  worst"
+    )
+    for (op, target, dtype), group in groups.items():
+        failed = sum(not result.verdict.ok for result in group)
+        declined = sum(bool(result.verdict.declined) for result in group)
+        worst = max(group, key=lambda result: result.verdict.ratio)
+        print(
+            f"{op:30}{target:18}{dtype:10}{len(group):7}{failed:8}{declined:10}"
+            f"  {worst.verdict.ratio:.2f} x the bound ({worst.case.name})"
+        )
+
+
+def _write_junit(path: Path, results: list[_Result]) -> None:
+    """One test suite for the run, one test case for every check; read by every CI."""
+    suite = ElementTree.Element(
+        "testsuite",
+        name="fastattn verify",
+        tests=str(len(results)),
+        failures=str(sum(not result.verdict.ok for result in results)),
+        skipped=str(sum(bool(result.verdict.declined) for result in results)),
+        time=f"{sum(result.seconds for result in results):.3f}",
+    )
+    for result in results:
+        element = ElementTree.SubElement(
+            suite,
+            "testcase",
+            classname=f"{result.op}.{result.target}.{result.dtype}",
+            name=result.case.name,
+            time=f"{result.seconds:.4f}",
+        )
+        if result.verdict.faults:
+            faults = result.verdict.faults
+            ElementTree.SubElement(element, "failure", message=faults[0]).text = "\n".join(faults)
+        elif result.verdict.declined:
+            reasons = "; ".join(result.verdict.declined)
+            ElementTree.SubElement(element, "skipped", message=reasons)
+    ElementTree.ElementTree(suite).write(path, encoding="utf-8", xml_declaration=True)
