@@ -12,11 +12,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 import torch
@@ -77,7 +78,7 @@ class Explanation:
             if name == self.runs:
                 verdict = "runs"
             else:
-                verdict = "; ".join(reasons) or "could run, is not first"
+                verdict = "; ".join(reasons) or "could run"
             lines.append(f"  {name:<10} {verdict}")
         if self.runs is None:
             lines.append("  nothing runs: the call raises")
@@ -95,9 +96,8 @@ def explain(op: Any, *args: Any, **kwargs: Any) -> Explanation:
     >>> import torch, fastattn
     >>> x = torch.ones(1, 1, 2, 4)
     >>> with fastattn.use_backend("reference"):
-    ...     fastattn.explain("scaled_dot_product_attention", x, x, x)
-    scaled_dot_product_attention on cpu
-      reference  runs
+    ...     fastattn.explain("scaled_dot_product_attention", x, x, x).runs
+    'reference'
     """
     name = op if isinstance(op, str) else getattr(op, "__name__", repr(op))
     function = getattr(importlib.import_module("fastattn.ops"), name, None)
@@ -171,9 +171,11 @@ def choose(
 
 def call(op: str, backend: str, tensors: Sequence[Any], keywords: dict[str, Any]) -> Any:
     """Run a primitive on a backend that has agreed to it."""
-    module = load(backend)
-    with _without_autocast(backend, tensors):
-        return getattr(module, op)(*tensors, **keywords)
+    primitive = getattr(load(backend), op)
+    if backend != "reference":
+        return primitive(*tensors, **keywords)
+    with _without_autocast(_device(tensors)):
+        return primitive(*tensors, **keywords)
 
 
 def _order(device: str) -> tuple[str, ...]:
@@ -181,24 +183,33 @@ def _order(device: str) -> tuple[str, ...]:
 
 
 def _device(tensors: Sequence[Any]) -> str:
-    return next(t for t in tensors if t is not None).device.type
+    for tensor in tensors:
+        if tensor is not None:
+            return "cpu" if tensor.is_cpu else tensor.device.type
+    raise AssertionError("a primitive without a tensor")
 
 
 @functools.cache
 def _warn_once(op: str, refused: tuple[tuple[str, tuple[str, ...]], ...]) -> None:
     reasons = "; ".join(f"{name}: {', '.join(against)}" for name, against in refused)
     warnings.warn(
-        f"{op} runs on the slow reference, because of {reasons}", FallbackWarning, stacklevel=4
+        f"{op} runs on the slow reference ({reasons})",
+        FallbackWarning,
+        stacklevel=_frames_inside() + 1,
     )
 
 
-def _without_autocast(
-    backend: str, tensors: Sequence[Any]
-) -> contextlib.AbstractContextManager[Any]:
+def _frames_inside() -> int:
+    """How many calls deep in fastattn and torch this one is: the warning names the user's line."""
+    frame: FrameType | None = sys._getframe(1)
+    depth = 1
+    while frame and frame.f_globals.get("__name__", "").split(".")[0] in ("fastattn", "torch"):
+        frame, depth = frame.f_back, depth + 1
+    return depth - 1
+
+
+def _without_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
     """The reference computes in the dtype of its arguments; the kernels call nothing that casts."""
-    if backend != "reference":
-        return contextlib.nullcontext()
-    device = _device(tensors)
     if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return contextlib.nullcontext()
     return torch.autocast(device, enabled=False)

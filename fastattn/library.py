@@ -36,41 +36,55 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
 from fastattn import dispatch
 
-__all__ = ["Operator", "runs_eagerly"]
+__all__ = ["Operator", "nothing_watches", "runs_eagerly"]
 
 _library = torch.library.Library("fastattn", "DEF")
+_compiling = torch.compiler.is_compiling
 _transforms_active = torch._C._are_functorch_transforms_active
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_jit_tracing = torch._C._get_tracing_state
 _PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
 
 
+def nothing_watches() -> bool:
+    """Whether no compiler, transform, mode or tracer has to see the calls made now."""
+    return (
+        not (
+            _compiling()
+            or _transforms_active()
+            or _dispatch_modes()
+            or forward_ad._current_level >= 0
+        )
+        and _jit_tracing() is None
+    )
+
+
 def runs_eagerly(*tensors: Tensor | None) -> bool:
-    """Whether these tensors are plain memory, and nobody watches the dispatcher.
+    """Whether these tensors are plain memory, and nothing watches the dispatcher.
 
     False sends the call through ``torch.ops``, where the tracer, the transform or the subclass
     takes its part.
     """
-    if (
-        torch.compiler.is_compiling()
-        or _transforms_active()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._get_tracing_state() is not None  # torch.jit.trace
-    ):
+    if not nothing_watches():
         return False
-    return all(
-        t is None
-        or (
-            type(t) in _PLAIN_TYPES
-            and t.layout is torch.strided
-            and not (t.is_meta or t.is_neg() or t.is_conj() or t._is_zerotensor())
-        )
-        for t in tensors
-    )
+    for t in tensors:
+        if t is not None and (
+            type(t) not in _PLAIN_TYPES
+            or t.layout is not torch.strided
+            or t.is_meta
+            or t.is_neg()  # -x as a view of x
+            or t._is_zerotensor()  # a gradient without memory
+            or is_functorch_wrapped_tensor(t)  # outlived its transform
+        ):
+            return False
+    return True
 
 
 class Operator:
@@ -108,8 +122,8 @@ class Operator:
 
         setup_context = setup_context or self._save_all
         backward = backward or self._backward_through_reference
-        self._eager = _function(self.name, self.run, setup_context, backward)
-        self._traced = _function(self.name, self._below_autograd, setup_context, backward)
+        self.with_gradient = _function(self.name, self.run, setup_context, backward).apply
+        self._traced = _function(self.name, self._below_autograd, setup_context, backward).apply
         self.op = self._register(schema, vmap)
 
     def __call__(self, *args: Any, backend: str = "") -> Any:
@@ -117,12 +131,14 @@ class Operator:
         if not runs_eagerly(*args[: self._tensors]):
             return self.op(*args, backend)
         obstacles = self.obstacles(args)
-        backend = backend or self.choose(args, obstacles)
         if obstacles:
+            self.choose(args, obstacles)
             return self._through_reference(*args)
-        if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
-            return self._eager.apply(*args, backend)
-        return self.run(*args, backend)
+        tensors, keywords = self._primitive(args)
+        backend = backend or dispatch.choose(self.name, tensors, keywords)
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors):
+            return self.with_gradient(*args, backend)
+        return self._run(backend, tensors, keywords)
 
     def obstacles(self, args: Sequence[Any]) -> list[str]:
         """What is asked for that no kernel has, but differentiating the reference gives."""
@@ -139,28 +155,39 @@ class Operator:
         tensors, keywords = self._primitive(args)
         return dispatch.choose(self.name, tensors, keywords, obstacles)
 
+    def primitive(self, backend: str) -> Callable[..., Any]:
+        """Return the function of one backend."""
+        return getattr(dispatch.load(backend), self.name)
+
     def explain(self, args: Sequence[Any]) -> dispatch.Explanation:
         tensors, keywords = self._primitive(args)
         return dispatch.explanation(self.name, tensors, keywords, self.obstacles(args))
 
     def run(self, *args: Any) -> Any:
-        """Run the backend named by the last argument on plain tensors."""
+        """Run the backend named by the last argument, or choose one, on plain tensors."""
         tensors, keywords = self._primitive(args)
         backend = args[-1] or dispatch.choose(self.name, tensors, keywords)
+        return self._run(backend, tensors, keywords)
+
+    def _run(self, backend: str, tensors: Sequence[Any], keywords: dict[str, Any]) -> Any:
         results = dispatch.call(self.name, backend, tensors, keywords)
         if backend == "reference":  # plain PyTorch leaves its results in whatever memory order
-            results = _in_layout_of(results, self._fake(*args))
+            results = _in_layout_of(results, self._fake(*tensors, *keywords.values(), backend))
         return results
+
+    def _run_for_dispatcher(self, *args: Any) -> Any:
+        results = self.run(*args)
+        return results if self._returns == 1 else _without_none(results, args)
 
     def _primitive(self, args: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
         n = self._tensors
-        return args[:n], dict(zip(self._keywords, args[n:], strict=False))
+        return args[:n], dict(zip(self._keywords, args[n:]))  # noqa: B905  (not backend)
 
     def _register(self, schema: str, vmap: Callable[..., Any]) -> Any:
         _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
         name = f"fastattn::{self.name}"
         for key in ("CPU", "CUDA"):
-            _library.impl(self.name, self.run, key)
+            _library.impl(self.name, self._run_for_dispatcher, key)
         _library.impl(self.name, self._autograd_kernel, "Autograd")
         torch.library.register_fake(name, self._fake, lib=_library)
         torch.library.register_vmap(name, vmap, lib=_library)
@@ -175,9 +202,9 @@ class Operator:
         if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)):
             return self._below_autograd(*args)
         if not _transforms_active():
-            return self._traced.apply(*args)
+            return self._traced(*args)
         with enable_single_level_autograd_function():  # this level; the one below follows in op()
-            return self._traced.apply(*args)
+            return self._traced(*args)
 
     def _below_autograd(self, *args: Any) -> Any:
         # A Function runs its forward without gradients; the next level of torch.func wants its own.
