@@ -42,7 +42,8 @@ test: build ## run all tests but the slow ones; < 15 minutes on two cores
 test-full: build test-isas test-sanitized ## slow tests, every instruction set, sanitizers
 	$(BIN)/python -m pytest $(ARGS)
 
-test-isas: build ## all tests but the slow ones on every instruction set of this processor
+test-isas: build ## every case, and all tests but the slow ones, on every instruction set there is here
+	$(BIN)/python -m fastattn verify --isa all --complete
 	for isa in $$($(BIN)/python -c 'import torch, fastattn._cpu as c; print(*c.build_info()["supported"])'); do \
 	  FASTATTN_CPU_ISA=$$isa $(BIN)/python -m pytest -m "not slow" $(WITHOUT_KERNELS) $(ARGS) || exit; \
 	done
