@@ -1,23 +1,17 @@
-"""The benchmark: its grammar, its arithmetic, its statistics, and what it survives."""
+"""The benchmark: its grammar, its arithmetic, its statistics, its check, its files."""
 
 from __future__ import annotations
 
 import argparse
-import csv
 import dataclasses
 import itertools
 import json
-import signal
-import subprocess
-import sys
-import textwrap
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from fastattn.bench import cli, display, inputs, results, stats, summary
+from fastattn.bench import cli, display, inputs, stats, summary
 from fastattn.bench.cells import MASKS, Cell, flops, padding_lengths, visible_pairs
 from fastattn.bench.oracle import Oracle
 from fastattn.bench.presets import PRESETS, preset_cells
@@ -335,145 +329,7 @@ def test_a_long_cell_is_checked_by_a_sample(monkeypatch: pytest.MonkeyPatch) -> 
     assert not oracle.check(outputs | {"grad_key": -outputs["grad_key"]}).ok
 
 
-# End to end
-
-
-@pytest.fixture
-def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A package of providers that do what providers should not."""
-    folder = tmp_path / "fakes"
-    folder.mkdir()
-    (folder / "__init__.py").touch()
-    common = """
-        import os, time
-        from fastattn.bench.providers.torch_default import ABOUT, prepare, versions, why_not
-        right = prepare
-    """
-    faults = {
-        "wrong": (
-            "prepare(cell, inputs)",
-            "return lambda: [x * 1.01 for x in right(cell, inputs)()]",
-        ),
-        "crashing": ("prepare(cell, inputs)", "print('going down'); os.abort()"),
-        "hanging": ("prepare(cell, inputs)", "time.sleep(600)"),
-        "raising": ("prepare(cell, inputs)", "raise RuntimeError('out of luck')"),
-        "missing": ("versions()", "raise ImportError('no wheel for this machine')"),
-        "choosy": ("why_not(cell)", "return ['not today', 'nor tomorrow']"),
-    }
-    for name, (function, body) in faults.items():
-        fault = f"def {function}:\n    {body}\n"
-        (folder / f"{name}.py").write_text(textwrap.dedent(common) + fault)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    return folder
-
-
-def test_bad_providers_are_named_and_the_good_survive(
-    fakes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    names = ["wrong", "crashing", "hanging", "raising", "missing", "choosy"]
-    out = tmp_path / "out"
-    code = bench(
-        *("run", "--shapes", "B=1,H=2,L=16,D=8", "--threads", "1", "--rounds", "2", "--quiet"),
-        *("--providers", ",".join(["torch", *(f"fakes.{name}" for name in names)])),
-        *("--timeout", "12", "--out", str(out)),
-    )
-    assert code == cli.FAULTS
-    document = json.loads((out / "results.json").read_text())
-    by_provider = {row["provider"].removeprefix("fakes."): row for row in document["rows"]}
-    expected = {
-        "torch": ("ok", ""),
-        "wrong": ("WRONG", "out [1, 2, 16, 8]: max error"),
-        "crashing": ("CRASHED", "signal SIGABRT during 'prepare'"),
-        "hanging": ("HUNG", "no answer to 'prepare' within 12 s"),
-        "raising": ("ERROR", "RuntimeError: out of luck"),
-        "missing": ("UNAVAILABLE", "ImportError: no wheel for this machine"),
-        "choosy": ("UNAVAILABLE", "not today; nor tomorrow"),
-    }
-    for name, (status, reason) in expected.items():
-        row = by_provider[name]
-        assert row["status"] == status, row
-        assert reason in row["reason"]
-        assert (row["ms"] is not None) == (status == "ok")
-    told = capsys.readouterr().out
-    assert "fakes.wrong WRONG in 1 cell." in told
-
-
-def test_a_provider_that_keeps_failing_is_given_up(fakes: Path, tmp_path: Path) -> None:
-    path = tmp_path / "results.json"
-    bench(
-        *("run", "--shapes", "B=1,H=1,L=4:7:+1,D=8", "--threads", "1", "--rounds", "1", "--quiet"),
-        *("--providers", "torch,fakes.crashing", "--json", str(path)),
-    )
-    rows = [r for r in json.loads(path.read_text())["rows"] if r["provider"] == "fakes.crashing"]
-    assert [row["status"] for row in rows] == ["CRASHED"] * 4
-    assert "given up after 3 failures" in rows[3]["reason"]
-
-
-def test_a_run_writes_every_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
-    code = bench(
-        *("run", "--shapes", "B=1,H=2,L=16,D=8", "--pass", "fwd,fwd+bwd", "--quiet"),
-        *("--providers", "torch,fastattn-reference", "--threads", "1", "--rounds", "3"),
-        *("--out", str(tmp_path)),
-    )
-    assert code == cli.OK
-    told = capsys.readouterr().out
-    assert "2 of 2 cells" in told or "the same or unsure" in told
-
-    document = json.loads((tmp_path / "results.json").read_text())
-    assert document["format"] == results.FORMAT
-    assert document["environment"]["threads"] == 1
-    assert document["ended"] == "complete"
-    assert all(len(cell["rounds"]) >= 3 for cell in document["cells"])
-
-    from_journal = results.load(tmp_path / "results.jsonl")
-    from_document = results.load(tmp_path / "results.json")
-    assert summary.summarise(from_journal) == summary.summarise(from_document) == document["rows"]
-
-    with (tmp_path / "results.csv").open() as file:
-        table = list(csv.DictReader(file))
-    assert [row["provider"] for row in table] == ["torch", "fastattn-reference"] * 2
-    assert all(float(row["ms"]) > 0 for row in table)
-
-    assert (tmp_path / "results.png").read_bytes().startswith(b"\x89PNG")
-    dark = tmp_path / "dark.svg"
-    drawn = bench("plot", str(tmp_path / "results.jsonl"), "--plot", str(dark), "--theme", "dark")
-    assert drawn == cli.OK
-    assert "<svg" in dark.read_text()
-
-
-def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
-    command = [
-        *(sys.executable, "-m", "fastattn", "bench", "run", "--providers", "torch"),
-        *("--shapes", "B=1,H=1,L=8:200:+1,D=8", "--threads", "1", "--rounds", "3"),
-        *("--time-budget", "600", "--out", str(tmp_path), "--quiet"),
-    ]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        journal = tmp_path / "results.jsonl"
-        end = time.monotonic() + 120
-        while not (journal.exists() and '"record": "cell"' in journal.read_text()):
-            assert process.poll() is None
-            assert time.monotonic() < end
-            time.sleep(0.1)
-        process.send_signal(signal.SIGINT)
-        told, _ = process.communicate(timeout=60)
-    assert process.returncode == cli.INTERRUPTED
-    assert "The run was interrupted" in told
-    kept = results.load(tmp_path / "results.json")
-    assert kept.ended == "interrupted"
-    assert kept.cells[0].rounds
-
-
-def test_the_time_budget_is_kept(tmp_path: Path) -> None:
-    path = tmp_path / "results.json"
-    bench(
-        *("run", "--shapes", "B=1,H=1,L=8:40:+1,D=8", "--threads", "1", "--rounds", "1000"),
-        *("--providers", "torch", "--time-budget", "4", "--json", str(path), "--quiet"),
-    )
-    rows = json.loads(path.read_text())["rows"]
-    assert len(rows) == 33  # each cell has its line, measured or not
-    assert rows[0]["status"] == "ok"
-    assert {row["status"] for row in rows} <= {"ok", "SKIPPED"}
+# Files
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 import time
 from collections.abc import Sequence
 from typing import Any, TextIO
 
 from fastattn.bench.cells import Cell
-from fastattn.bench.results import Result
+from fastattn.bench.results import CellResult, Result
 from fastattn.bench.summary import summarise
 
 Row = dict[str, Any]
@@ -57,8 +58,10 @@ class PlainWatcher:
         pass
 
     def measured(self, result: Result) -> None:
+        if was_skipped(result.cells[-1]):
+            return
         done = len(result.cells)
-        left = remaining(self.began, done, self.total)
+        left = remaining(self.began, done, self.total, result.settings["time_budget"])
         name = result.cells[-1].cell.name
         rows = summarise(result)[-len(result.cells[-1].outcomes) :]
         told = "; ".join(f"{row['provider']} {short(row)}" for row in rows)
@@ -69,9 +72,15 @@ class PlainWatcher:
             print(text, file=self.stream, flush=True)
 
 
-def remaining(began: float, done: int, total: int) -> str:
-    seconds = (time.monotonic() - began) / max(done, 1) * (total - done)
-    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
+def was_skipped(cell: CellResult) -> bool:
+    return all(outcome.status == "SKIPPED" for outcome in cell.outcomes.values())
+
+
+def remaining(began: float, done: int, total: int, budget: float) -> str:
+    """How long the run will still take: as long for each cell as so far, within its budget."""
+    elapsed = time.monotonic() - began
+    seconds = max(0.0, min(elapsed / max(done, 1) * (total - done), budget - elapsed))
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.1f} min"
 
 
 def short(row: Row) -> str:
@@ -102,7 +111,8 @@ def table_line(row: Row) -> list[str]:
     memory = "" if row["peak_mb"] is None else f"{row['peak_mb']:.1f}"
     error = "" if row["max_error"] is None else f"{row['max_error']:.1e}"
     if row["ms"] is None:
-        return [*head, row["status"], "", "", "", memory, error, row["reason"]]
+        reason = textwrap.shorten(row["reason"], 160)  # the result file has all of it
+        return [*head, row["status"], "", "", "", memory, error, reason]
     percent = "" if row["percent_of_peak"] is None else f"{row['percent_of_peak']:.0f}"
     if row["percent_of_bandwidth"] is not None and row["percent_of_bandwidth"] > (
         row["percent_of_peak"] or 0
@@ -179,7 +189,7 @@ def closing(result: Result, rows: Sequence[Row]) -> list[str]:
             key = f"{row['provider']} {row['status']}"
             faults[key] = faults.get(key, 0) + 1
     lines += [f"{key} in {count} cell{'s' if count > 1 else ''}." for key, count in faults.items()]
-    skipped = sum(all(o.status == "SKIPPED" for o in c.outcomes.values()) for c in result.cells)
+    skipped = sum(was_skipped(cell) for cell in result.cells)
     if skipped:
         budget = result.settings["time_budget"]
         lines.append(
@@ -211,6 +221,6 @@ def print_result(result: Result, rows: Sequence[Row]) -> None:
     else:
         # Piped into a file there is no width to keep to.
         console = Console() if sys.stdout.isatty() else Console(width=200)
-        console.print(rich_table(shown))
+        console.print(rich_table(shown, console.width))
     print("\n".join(closing(result, rows)))
     print(conditions(result))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,15 +14,17 @@ from rich.progress import (
     Progress,
     TextColumn,
     TimeElapsedColumn,
-    TimeRemainingColumn,
 )
 from rich.table import Table
 
 from fastattn.bench.cells import Cell
-from fastattn.bench.display import COLUMNS, PlainWatcher, table_line, verdict_colour
+from fastattn.bench.display import COLUMNS, PlainWatcher, remaining, table_line, verdict_colour
 from fastattn.bench.results import Result
 from fastattn.bench.summary import summarise
 
+_WIDE = 130
+_ONLY_WHEN_WIDE = ("± IQR/2", "GFLOP/s", "peak MB", "max error")
+_REDRAW_SECONDS = 0.25
 _KEEP_LINES = 16  # of the table while it is live; the whole table is printed at the end
 
 
@@ -36,12 +39,13 @@ class LiveWatcher(PlainWatcher):
             BarColumn(bar_width=30),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(elapsed_when_finished=False),
+            TextColumn("{task.fields[left]}"),
             console=self.console,
         )
-        self.task = self.progress.add_task("starting the providers", total=None)
-        self.live = Live(self.progress, console=self.console, transient=True)
+        self.task = self.progress.add_task("starting the providers", total=None, left="")
+        # Drawn between the samples only: a drawing thread would take time from what is timed.
+        self.live = Live(self.progress, console=self.console, transient=True, auto_refresh=False)
+        self.drawn = 0.0
 
     def __enter__(self) -> LiveWatcher:
         self.live.__enter__()
@@ -51,6 +55,7 @@ class LiveWatcher(PlainWatcher):
         self.live.__exit__(None, None, None)
 
     def start(self, result: Result, cells: Sequence[Cell]) -> None:
+        super().start(result, cells)
         self.progress.update(self.task, total=len(cells))
         for name, provider in result.providers.items():
             if provider["status"] != "ok":
@@ -58,26 +63,34 @@ class LiveWatcher(PlainWatcher):
 
     def doing(self, cell: Cell, what: str) -> None:
         self.progress.update(self.task, description=f"{cell.name}: {what}")
+        if time.monotonic() - self.drawn > _REDRAW_SECONDS:
+            self.drawn = time.monotonic()
+            self.live.refresh()
 
     def measured(self, result: Result) -> None:
-        self.progress.advance(self.task)
+        done = len(result.cells)
+        left = remaining(self.began, done, self.total, result.settings["time_budget"])
+        self.progress.update(self.task, completed=done, left=f"{left} left")
         rows = summarise(result)[-_KEEP_LINES:]
-        self.live.update(Group(rich_table(rows), self.progress))
+        table = rich_table(rows, self.console.width)
+        self.live.update(Group(table, self.progress), refresh=True)
 
 
-def rich_table(rows: Sequence[dict[str, Any]], title: str | None = None) -> Table:
-    table = Table(title=title, title_justify="left", header_style="bold", pad_edge=False)
-    for column in COLUMNS:
-        numeric = column in ("ms", "± IQR/2", "GFLOP/s", "% of peak", "peak MB", "max error")
+def rich_table(rows: Sequence[dict[str, Any]], width: int) -> Table:
+    """The rows as a table; a narrow terminal is spared the columns that the files have anyway."""
+    shown = [c for c in COLUMNS if width >= _WIDE or c not in _ONLY_WHEN_WIDE]
+    table = Table(header_style="bold", pad_edge=False)
+    for column in shown:
+        numeric = column not in ("cell", "dtype", "pass", "provider", "speed-up")
         table.add_column(column, justify="right" if numeric else "left", overflow="fold")
     previous = None
     for row in rows:
-        line = table_line(row)
-        head = line[:3]
+        line = dict(zip(COLUMNS, table_line(row), strict=True))
+        head = (line["cell"], line["dtype"], line["pass"])
         if head == previous:
-            line[:3] = ["", "", ""]
+            line |= {"cell": "", "dtype": "", "pass": ""}
         elif previous is not None:
             table.add_section()
         previous = head
-        table.add_row(*line, style=verdict_colour(row))
+        table.add_row(*(line[column] for column in shown), style=verdict_colour(row))
     return table

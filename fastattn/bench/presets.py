@@ -121,8 +121,8 @@ PRESETS: dict[str, Preset] = {
     "dropin": Preset(
         "the main job: nn.MultiheadAttention replaced, and the attention inside it",
         [
-            *(_BERT[512], _BERT[128], _VIT, _PADDED, _BERT_WEIGHTS),
-            *(_BERT_CORE[512], _GPT_2K, _DECODE_GQA),
+            *(_BERT[128], _VIT, _PADDED, _BERT_CORE[512], _DECODE_GQA),
+            *(_BERT[512], _BERT_WEIGHTS, _GPT_2K),
         ],
     ),
     "bert": Preset(

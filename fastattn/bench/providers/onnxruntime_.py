@@ -40,6 +40,10 @@ def prepare(cell: Cell, inputs: dict[str, Tensor]) -> Callable[[], list[Any]]:
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
+    if "attn_mask" in inputs:
+        # It wants every row of the mask, so the cell's mask is written out, untimed.
+        rows = (*inputs["attn_mask"].shape[:-2], cell.q_len, cell.kv_len)
+        inputs = inputs | {"attn_mask": inputs["attn_mask"].expand(rows).contiguous()}
     session = onnxruntime.InferenceSession(
         _model(cell, inputs), options, providers=["CPUExecutionProvider"]
     )
