@@ -1,0 +1,261 @@
+"""``MultiheadAttention`` under the compiler, export, ``torch.func``, tracing and autocast."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, stack_module_state, vmap
+from torch.utils.flop_counter import FlopCounterMode
+
+from fastattn import replace_mha
+from fastattn.nn import MultiheadAttention
+from fastattn.testing import assert_within_bound
+
+EMBED, HEADS = 16, 4
+X = torch.randn(3, 6, EMBED, generator=torch.Generator().manual_seed(0))
+PADDING = torch.tensor([[False] * 6, [False] * 4 + [True] * 2, [True] + [False] * 5])
+FUTURE = torch.ones(6, 6, dtype=torch.bool).triu(1)
+CALLS: list[dict[str, Any]] = [
+    {},
+    {"need_weights": False},
+    {"average_attn_weights": False, "attn_mask": FUTURE},
+    {"key_padding_mask": PADDING, "need_weights": False},
+    {"key_padding_mask": PADDING, "attn_mask": FUTURE, "is_causal": True},
+]
+
+
+@pytest.fixture
+def fused() -> MultiheadAttention:
+    torch.manual_seed(0)
+    return MultiheadAttention(EMBED, HEADS, batch_first=True)
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def close(got: Any, want: Any, tolerance: float = 1e-6) -> bool:
+    return all(
+        a is b or torch.allclose(a, b, atol=tolerance) for a, b in zip(got, want, strict=True)
+    )
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("keywords", CALLS, ids=lambda k: ",".join(k) or "plain")
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiles_whole(dynamic: bool, keywords: dict[str, Any], fused: MultiheadAttention) -> None:
+    compiled = torch.compile(fused, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    x, y = (X.clone().requires_grad_() for _ in range(2))
+    want, got = fused(x, x, x, **keywords), compiled(y, y, y, **keywords)
+    assert close(got, want)
+    want[0].square().sum().backward()
+    grads = [p.grad for p in fused.parameters()]
+    fused.zero_grad()
+    got[0].square().sum().backward()
+    assert close([y.grad, *(p.grad for p in fused.parameters())], [x.grad, *grads], 1e-5)
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_compiles_with_inductor(fused: MultiheadAttention) -> None:
+    compiled = torch.compile(fused, fullgraph=True)
+    assert close(
+        compiled(X, X, X, key_padding_mask=PADDING), fused(X, X, X, key_padding_mask=PADDING)
+    )
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_a_replaced_model_compiles_whole() -> None:
+    layer = nn.TransformerEncoderLayer(EMBED, HEADS, 32, dropout=0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2).eval()
+    replace_mha(model)
+    with torch.no_grad():
+        want = model(X, src_key_padding_mask=PADDING)
+        got = torch.compile(model, fullgraph=True, backend="aot_eager")(
+            X, src_key_padding_mask=PADDING
+        )
+    assert close([got], [want], 1e-5)
+
+
+def test_exports(fused: MultiheadAttention) -> None:
+    batch = torch.export.Dim("batch", min=2, max=64)
+    program = torch.export.export(
+        fused.eval(), (X, X, X), {"need_weights": False}, dynamic_shapes=None
+    )
+    assert close(program.module()(X, X, X, need_weights=False), fused(X, X, X, need_weights=False))
+
+    class Self(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = fused
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.attention(x, x, x)[0]
+
+    dynamic = torch.export.export(Self().eval(), (X,), dynamic_shapes=({0: batch},))
+    wide = torch.cat([X, X])
+    assert close([dynamic.module()(wide)], [fused(wide, wide, wide)[0]])
+
+
+def test_functional_call_reads_the_given_parameters(fused: MultiheadAttention) -> None:
+    other = MultiheadAttention(EMBED, HEADS, batch_first=True)
+    nn.init.normal_(other.in_proj_bias)
+    got = functional_call(fused, dict(other.named_parameters()), (X, X, X))
+    assert close(got, other(X, X, X), 0)
+
+
+@pytest.mark.parametrize("keywords", CALLS[:4], ids=lambda k: ",".join(k) or "plain")
+def test_vmap_over_inputs(keywords: dict[str, Any], fused: MultiheadAttention) -> None:
+    many = torch.stack([X, X + 1])
+    mapped = vmap(lambda x: fused(x, x, x, **keywords)[0])(many)
+    assert close([mapped], [torch.stack([fused(x, x, x, **keywords)[0] for x in many])])
+
+
+def test_vmap_over_an_ensemble(fused: MultiheadAttention) -> None:
+    others = [fused, copy.deepcopy(fused)]
+    nn.init.normal_(others[1].in_proj_weight)
+    parameters, buffers = stack_module_state(others)
+
+    def one(p: Any, b: Any) -> Tensor:
+        return functional_call(fused, (p, b), (X, X, X))[0]
+
+    assert close([vmap(one)(parameters, buffers)], [torch.stack([m(X, X, X)[0] for m in others])])
+
+
+def test_gradients_per_example(fused: MultiheadAttention) -> None:
+    parameters = {k: p.detach() for k, p in fused.named_parameters()}
+
+    def loss(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        return functional_call(fused, p, (x, x, x))[0].square().sum()
+
+    each = vmap(grad(loss), in_dims=(None, 0))(parameters, X)
+    for n, x in enumerate(X):
+        fused.zero_grad()
+        fused(x, x, x)[0].square().sum().backward()
+        want = {k: p.grad for k, p in fused.named_parameters()}
+        assert close([each[k][n] for k in want], want.values(), 1e-5)
+
+
+def test_forward_mode(fused: MultiheadAttention) -> None:
+    stock = nn.MultiheadAttention(EMBED, HEADS, batch_first=True)
+    stock.load_state_dict(fused.state_dict())
+    tangent = torch.ones_like(X)
+
+    def derivative(module: nn.Module) -> Tensor:
+        return torch.func.jvp(
+            lambda x: module(x, x, x, average_attn_weights=False)[0], (X,), (tangent,)
+        )[1]
+
+    assert close([derivative(fused)], [derivative(stock)], 1e-5)
+    with torch.autograd.forward_ad.dual_level():
+        x = torch.autograd.forward_ad.make_dual(X, tangent)
+        got = torch.autograd.forward_ad.unpack_dual(fused(x, x, x)[0]).tangent
+    assert close([got], [derivative(stock)], 1e-5)
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_second_derivatives(need_weights: bool) -> None:
+    torch.manual_seed(0)
+    fused = MultiheadAttention(4, 2, batch_first=True, dtype=torch.float64)
+    x = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
+
+    def run(x: Tensor, *parameters: Tensor) -> Any:
+        named = dict(zip(dict(fused.named_parameters()), parameters, strict=True))
+        keywords = {"need_weights": need_weights}
+        return functional_call(fused, named, (x, x, x), keywords)[: 1 + need_weights]
+
+    inputs = (x, *fused.parameters())
+    assert torch.autograd.gradcheck(run, inputs, fast_mode=True)
+    assert torch.autograd.gradgradcheck(run, inputs, fast_mode=True)
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize(
+    "options", [{}, {"add_bias_kv": True}, {"kdim": EMBED, "vdim": EMBED}], ids=str
+)
+def test_autocast(options: dict[str, Any], masked: bool, need_weights: bool) -> None:
+    """bfloat16 results, also with a float32 mask; float32 gradients."""
+    stock = nn.MultiheadAttention(EMBED, HEADS, **options)
+    fused = MultiheadAttention(EMBED, HEADS, **options)
+    fused.load_state_dict(stock.state_dict())
+    mask = torch.randn(3, 3) if masked else None
+    results = []
+    for module in (stock, fused):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out, weights = module(X, X, X, attn_mask=mask, need_weights=need_weights)
+        assert out.dtype == torch.bfloat16
+        assert weights is None or weights.dtype == torch.bfloat16
+        out.float().square().sum().backward()
+        named = {name: p.grad for name, p in module.named_parameters()}
+        assert all(g.dtype == torch.float32 for g in named.values())
+        results.append({"out": out.float()} | named)
+    wide = nn.MultiheadAttention(EMBED, HEADS, **options).double()
+    wide.load_state_dict(stock.state_dict())
+    x = X.double()
+    out, _ = wide(x, x, x, attn_mask=None if mask is None else mask.double())
+    out.square().sum().backward()
+    reference = {"out": out} | {name: p.grad for name, p in wide.named_parameters()}
+    for name, want in reference.items():
+        eager, got = (r[name].to(torch.bfloat16) for r in results)
+        assert_within_bound(got, eager, want, name)
+
+
+def test_a_leaf_for_symbolic_tracing(fused: MultiheadAttention) -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = fused
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.attention(x, x, x, need_weights=False)[0]
+
+    block = Block()
+    traced = torch.fx.symbolic_trace(block)
+    assert [node.target for node in traced.graph.nodes if node.op == "call_module"] == ["attention"]
+    assert close([traced(X)], [block(X)], 0)
+
+
+def test_traces_with_jit(fused: MultiheadAttention) -> None:
+    class Self(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = fused
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.attention(x, x, x, need_weights=False)[0]
+
+    module = Self().eval()
+    traced = torch.jit.trace(module, (X,), check_trace=False)
+    assert close([traced(2 * X)], [module(2 * X)])
+
+
+def test_flops_are_counted(fused: MultiheadAttention) -> None:
+    """The projections stay operators that a counter knows."""
+    with FlopCounterMode(display=False) as counter:
+        fused(X, X, X)
+    projections = 2 * X.numel() * 4 * EMBED
+    assert counter.get_total_flops() >= projections
+
+
+def test_meta_tensors_have_shapes(fused: MultiheadAttention) -> None:
+    x = torch.empty(3, 6, EMBED, device="meta")
+    out, weights = MultiheadAttention(EMBED, HEADS, batch_first=True, device="meta")(x, x, x)
+    assert (out.shape, weights.shape, out.device.type) == ((3, 6, EMBED), (3, 6, 6), "meta")
+
+
+class Tagged(Tensor):
+    """A subclass that changes nothing."""
+
+
+def test_tensor_subclasses_pass(fused: MultiheadAttention) -> None:
+    out, _ = fused(*(X.as_subclass(Tagged),) * 3)
+    assert type(out) is Tagged
+    assert close([out.as_subclass(Tensor)], [fused(X, X, X)[0]])
