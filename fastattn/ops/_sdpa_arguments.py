@@ -12,7 +12,7 @@ from torch import Tensor
 from fastattn.autograd import lse_dtype
 
 _NAME = "scaled_dot_product_attention"
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class Folding(NamedTuple):
@@ -57,11 +57,11 @@ def check_dtypes(query: Tensor, key: Tensor, value: Tensor) -> None:
             f"{_NAME}: query, key and value must have the same dtype, "
             f"got {_dtype(query)}, {_dtype(key)} and {_dtype(value)}"
         )
-    if query.dtype not in _DTYPES:
+    if query.dtype not in DTYPES:
         # PyTorch's types: no kernel for complex or 8-bit floats, no meaning for integers.
         floating = query.dtype.is_floating_point or query.dtype.is_complex
         error = NotImplementedError if floating else RuntimeError
-        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
+        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
         raise error(f"{_NAME}: query must be one of {allowed}, got {_dtype(query)}")
 
 

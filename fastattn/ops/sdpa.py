@@ -291,6 +291,8 @@ def _plain(query: Any, key: Any, value: Any, is_causal: Any, scale: Any) -> Tens
     right = 0 if is_causal else -1
     native = _native.get((dtype, width, value_width))
     if native is None:
+        if dtype not in arguments.DTYPES:
+            return None
         args = (query, key, value, None, None, None, scale, 0, -1, right, 0.0, 0.0, _NO_WEIGHTS)
         backend = attention.choose(args)
         if backend == "reference":
