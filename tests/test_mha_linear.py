@@ -1,0 +1,235 @@
+"""``linear``, the seam between the projections and a GEMM: right for every layout and transform."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.func import grad, vmap
+from torch.utils.flop_counter import FlopCounterMode
+
+from fastattn.nn import _linear
+from fastattn.nn._linear import linear
+from fastattn.testing import assert_within_bound
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+
+# Ways to lie in memory, each from a contiguous [2M, 2K]: all [M, K].
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda x: x[: len(x) // 2, : x.shape[1] // 2].contiguous(),
+    "columns": lambda x: x[: len(x) // 2, x.shape[1] // 2 :],
+    "every other": lambda x: x[::2, ::2],
+    "transposed": lambda x: x[: len(x) // 2, : x.shape[1] // 2].t().contiguous().t(),
+    "flipped": lambda x: x[: len(x) // 2, : x.shape[1] // 2].flip(0),
+    "one row": lambda x: x[:1, : x.shape[1] // 2].expand(len(x) // 2, -1),
+    "one number": lambda x: x[:1, :1].expand(len(x) // 2, x.shape[1] // 2),
+    "odd address": lambda x: x.flatten()[1 : 1 + x.numel() // 4].view(len(x) // 2, -1),
+}
+
+
+def gradients(y: Tensor, cotangent: Tensor, inputs: list[Tensor]) -> dict[str, Tensor]:
+    grads = torch.autograd.grad(y, inputs, cotangent.to(y.dtype))
+    return {"y": y} | {f"grad {n}": g for n, g in enumerate(grads)}
+
+
+def compare(x: Tensor, weight: Tensor, bias: Tensor | None, cotangent: Tensor) -> None:
+    """Within the bound of the house; PyTorch's own noise is that of float32 or narrower."""
+    results = []
+    for function, dtype in ((linear, None), (F.linear, None), (F.linear, torch.float64)):
+        tensors = [t if dtype is None else t.to(dtype) for t in (x, weight, bias) if t is not None]
+        leaves = [t.detach().requires_grad_() for t in tensors]  # detach keeps the strides
+        results.append(gradients(function(*leaves), cotangent, leaves))
+    ours, eager, reference = results
+    for name, want in reference.items():
+        assert ours[name].dtype == x.dtype
+        assert ours[name].shape == want.shape
+        if x.dtype == torch.float64:
+            assert torch.allclose(ours[name], want, rtol=1e-12, atol=1e-12)
+        else:
+            assert_within_bound(ours[name], eager[name], want, name)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("of", ["x", "weight", "gradient"])
+def test_any_layout(of: str, layout: str, dtype: torch.dtype, generator: torch.Generator) -> None:
+    m, n, k = 37, 29, 41
+
+    def draw(rows: int, columns: int, name: str) -> Tensor:
+        x = torch.randn(2 * rows, 2 * columns, generator=generator).to(dtype)
+        return LAYOUTS[layout if name == of else "contiguous"](x)
+
+    bias = torch.randn(n, generator=generator).to(dtype)
+    compare(draw(m, k, "x"), draw(n, k, "weight"), bias, draw(m, n, "gradient"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("m", [1, 2, 3, 64, 2049])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_any_size(m: int, with_bias: bool, dtype: torch.dtype, generator: torch.Generator) -> None:
+    n, k = 48, 16
+    x = torch.randn(m, k, generator=generator).to(dtype)
+    weight = torch.randn(n, k, generator=generator).to(dtype)
+    bias = torch.randn(n, generator=generator).to(dtype) if with_bias else None
+    compare(x, weight, bias, torch.randn(m, n, generator=generator))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "shape", [(5,), (2, 5), (2, 3, 5), (2, 1, 3, 5), (0, 5), (3, 0, 5), (4, 0)]
+)
+@pytest.mark.parametrize("n", [0, 1, 7])
+def test_any_rank_and_sizes_of_zero(shape: tuple[int, ...], n: int, dtype: torch.dtype) -> None:
+    x = torch.randn(shape).to(dtype).requires_grad_()
+    weight = torch.randn(n, shape[-1]).to(dtype).requires_grad_()
+    bias = torch.randn(n).to(dtype).requires_grad_()
+    y, want = linear(x, weight, bias), F.linear(x, weight, bias)
+    assert y.shape == want.shape
+    assert torch.allclose(y, want, atol=1e-2)
+    y.sum().backward()
+    assert x.grad.shape == x.shape
+    assert weight.grad.shape == weight.shape
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("wanted", list(itertools.product([True, False], repeat=3)), ids=str)
+def test_any_gradients_wanted(wanted: tuple[bool, ...], dtype: torch.dtype) -> None:
+    tensors = [torch.randn(s).to(dtype) for s in ((4, 5), (3, 5), (3,))]
+    for x, want in zip(tensors, wanted, strict=True):
+        x.requires_grad_(want)
+    y = linear(*tensors)
+    assert y.requires_grad == any(wanted)
+    if any(wanted):
+        y.sum().backward()
+    assert [x.grad is not None for x in tensors] == list(wanted)
+
+
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_second_derivatives(with_bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float64, through the same Function that float32 takes."""
+    monkeypatch.setattr(_linear, "_is_ours", lambda *_: True)
+    monkeypatch.setattr(_linear, "_ONEDNN_LINEAR", None)
+    tensors = [torch.randn(s, dtype=torch.float64) for s in ((4, 5), (3, 5), (3,))]
+    inputs = [x.requires_grad_() for x in tensors[: 2 + with_bias]]
+    assert torch.autograd.gradcheck(linear, inputs)
+    assert torch.autograd.gradgradcheck(linear, inputs)
+
+
+def test_second_derivatives_in_float32(generator: torch.Generator) -> None:
+    results = []
+    x, weight = (torch.randn(s, generator=generator) for s in ((6, 5), (3, 5)))
+    for function, dtype in (
+        (linear, torch.float32),
+        (F.linear, torch.float32),
+        (F.linear, torch.float64),
+    ):
+        leaves = [t.to(dtype).requires_grad_() for t in (x, weight)]
+        first = torch.autograd.grad(function(*leaves).pow(3).sum(), leaves, create_graph=True)
+        second = torch.autograd.grad(sum(g.square().sum() for g in first), leaves)
+        results.append([*first, *second])
+    for got, eager, want in zip(*results, strict=True):
+        assert_within_bound(got, eager, want)
+
+
+def test_the_operator_of_onednn_is_where_it_was() -> None:
+    """It is private to PyTorch. Where this fails, `linear` is F.linear, right but slow."""
+    assert _linear._ONEDNN_LINEAR is not None
+
+
+def test_without_the_operator_of_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight, bias = torch.randn(3, 5), torch.randn(4, 5), torch.randn(4)
+    monkeypatch.setattr(_linear, "_ONEDNN_LINEAR", None)
+    assert torch.equal(linear(x, weight, bias), F.linear(x, weight, bias))
+    half = linear(x.half(), weight.half(), bias.half())
+    assert torch.equal(
+        half, F.linear(x.half().float(), weight.half().float(), bias.half().float()).half()
+    )
+    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", None)
+    assert _linear._find_onednn_linear() is None
+
+
+@pytest.fixture
+def ours(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows when our own GEMM is taken."""
+    taken: list[int] = []
+    forward = _linear._forward
+
+    def counted(*args: Any) -> Tensor:
+        taken.append(1)
+        return forward(*args)
+
+    monkeypatch.setattr(_linear, "_forward", counted)
+    return taken
+
+
+def test_is_ours_for_plain_tensors_only(ours: list[int]) -> None:
+    x, weight = torch.randn(3, 5), torch.randn(4, 5)
+    want = F.linear(x, weight)
+    linear(x, weight)
+    linear(x.half(), weight.half())
+    assert len(ours) == 3  # float16 is float32 inside
+    ours.clear()
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert linear(x, weight).dtype == torch.bfloat16
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert torch.equal(linear(x, weight), want)
+    with FlopCounterMode(display=False) as counter:
+        linear(x, weight)
+    assert counter.get_total_flops() == 2 * 3 * 5 * 4
+    assert torch.allclose(vmap(lambda row: linear(row[None], weight)[0])(x), want, atol=1e-6)
+    assert torch.allclose(
+        grad(lambda w: linear(x, w).sum())(weight), x.sum(0).expand(4, -1), atol=1e-6
+    )
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, x)
+        tangent = torch.autograd.forward_ad.unpack_dual(linear(dual, weight)).tangent
+    assert torch.allclose(tangent, want, atol=1e-6)
+    assert linear(x.to("meta"), weight.to("meta")).shape == (3, 4)
+    linear(x.double(), weight.double())
+    assert not ours
+
+
+def test_gradients_of_many_cotangents_at_once() -> None:
+    x, weight = torch.randn(3, 5, requires_grad=True), torch.randn(4, 5, requires_grad=True)
+    cotangents = torch.randn(6, 3, 4)
+    got = torch.autograd.grad(linear(x, weight), (x, weight), cotangents, is_grads_batched=True)
+    want = torch.autograd.grad(F.linear(x, weight), (x, weight), cotangents, is_grads_batched=True)
+    for a, b in zip(got, want, strict=True):
+        assert torch.allclose(a, b, atol=1e-5)
+
+
+WRONG = [
+    (torch.randn(3, 5), torch.randn(4, 6), None),
+    (torch.randn(3, 5), torch.randn(4, 5), torch.randn(3)),
+    (torch.randn(3, 5), torch.randn(4, 5).double(), None),
+    (torch.randn(3, 5).half(), torch.randn(4, 5), None),
+    (torch.randn(3, 5), torch.randn(2, 4, 5), None),
+]
+
+
+@pytest.mark.parametrize("args", WRONG)
+def test_errors_are_those_of_pytorch(args: tuple[Any, ...]) -> None:
+    texts = []
+    for function in (linear, F.linear):
+        with pytest.raises(RuntimeError) as caught:
+            function(*args)
+        texts.append(str(caught.value))
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_the_same_bits_every_time(threads: int) -> None:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        x, weight = torch.randn(70, 64), torch.randn(96, 64)
+        first = linear(x, weight)
+        assert all(torch.equal(linear(x, weight), first) for _ in range(5))
+    finally:
+        torch.set_num_threads(before)
