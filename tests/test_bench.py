@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import itertools
 import json
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -358,3 +360,39 @@ def test_env_tells_what_decides_speed(capsys: pytest.CaptureFixture[str]) -> Non
     told = json.loads(capsys.readouterr().out)
     assert told["torch"] == torch.__version__
     assert told["cpu"]
+
+
+# The documentation's figures
+
+
+def load_render() -> ModuleType:
+    path = Path(__file__).parents[1] / "benchmarks" / "render.py"
+    spec = importlib.util.spec_from_file_location("render", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_readme_is_rendered_from_raw_results() -> None:
+    rounds = [Round((100.0, 100.0), {"torch": 4.0, "fastattn": 2.0}) for _ in range(5)]
+    result = a_result(rounds)
+    cell = result.cells[0]
+    cell.cell = dataclasses.replace(cell.cell, op="mha", label="A model")
+    cell.outcomes = {"torch": Outcome(max_error=0.0), "fastattn": Outcome(max_error=0.0)}
+    render = load_render()
+    rows = summary.summarise(result)
+    block = render.readme_block(result, rows)
+    assert "**2.0–2.0×** in fp32" in block
+    assert "| A model | 2.00× | – | – | – |" in block
+    text = f"above\n{render.BEGIN}\nold\n{render.END}\nbelow"
+    once = render.replaced(text, block)
+    assert once.startswith("above\n")
+    assert once.endswith("\nbelow")
+    assert "old" not in once
+    assert render.replaced(once, block) == once
+    with pytest.raises(ValueError, match="README"):
+        render.replaced("no markers", block)
+    result.environment |= {"utc": "now", "commit": "abc", "python": "3", "system": "Linux"}
+    assert "2.00×" in render.results_page({"dropin": result})

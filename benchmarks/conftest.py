@@ -1,0 +1,33 @@
+"""The fixture of the pytest-benchmark suite: one cell, one provider, checked and then timed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from fastattn.bench import inputs, providers
+from fastattn.bench.cells import Cell, flops
+from fastattn.bench.oracle import Oracle
+
+SEED = 0
+
+
+@pytest.fixture
+def time_cell(benchmark: Any) -> Callable[[Cell, str], None]:
+    """Times `provider` on `cell`, after its answer was found right."""
+
+    def run(cell: Cell, provider_name: str) -> None:
+        provider = providers.load(provider_name)
+        if reasons := provider.why_not(cell):
+            pytest.skip("; ".join(reasons))
+        call = provider.prepare(cell, inputs.make_inputs(cell, SEED))
+        outputs = dict(zip(inputs.output_names(cell), call(), strict=True))
+        check = Oracle(cell, SEED).check(outputs)
+        assert check.ok, check.reason
+        benchmark.group = cell.name
+        benchmark.extra_info["flops"] = flops(cell, inputs.true_in_mask(cell, SEED))
+        benchmark(call)
+
+    return run

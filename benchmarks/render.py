@@ -1,0 +1,166 @@
+"""Writes every table and picture of measurements in the documentation from committed raw results.
+
+    python benchmarks/render.py           writes them
+    python benchmarks/render.py --check   says whether a text is out of date, and exits with 1
+
+README.md's block and picture come from results/dropin.json; results/README.md has every result in
+full. Nothing between the markers is ever typed by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fastattn.bench import display, results, summary
+from fastattn.bench.results import Result
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+IMAGES = ROOT / "docs" / "images"
+MAIN = "dropin"
+BEGIN, END = "<!-- benchmark: begin -->", "<!-- benchmark: end -->"
+COLUMNS = [("fp32", "fwd"), ("fp32", "fwd+bwd"), ("bf16", "fwd"), ("bf16", "fwd+bwd")]
+PASSES = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward + backward"}
+
+Row = dict[str, Any]
+
+
+def markdown_table(header: Sequence[str], lines: Sequence[Sequence[str]], words: int = 1) -> str:
+    """A table whose first `words` columns are text and the others numbers."""
+    rule = ["---"] * words + ["---:"] * (len(header) - words)
+    return "\n".join("| " + " | ".join(line) + " |" for line in [header, rule, *lines])
+
+
+def speedup_table(rows: Sequence[Row]) -> str:
+    """How many times faster, one line for each shape, one column for each dtype and pass."""
+    cells = {(row["label"], row["dtype"], row["pass"]): row for row in rows}
+    lines = []
+    for label in dict.fromkeys(row["label"] for row in rows):
+        found = [cells.get((label, *column)) for column in COLUMNS]
+        lines.append([label, *(f"{row['speedup']:.2f}×" if row else "–" for row in found)])
+    header = ["times as fast as torch", *(f"{dtype} {PASSES[p]}" for dtype, p in COLUMNS)]
+    return markdown_table(header, lines)
+
+
+def full_table(rows: Sequence[Row]) -> str:
+    header = ["cell", "dtype", "pass", "provider", "ms", "95 % interval", "GFLOP/s", "% of peak"]
+    header += ["peak MB", "max error", "times as fast", "95 % interval", "rounds"]
+    lines = []
+    for row in rows:
+        name = f"{row['label']}<br>`{row['shape']}`" if row["label"] else f"`{row['shape']}`"
+        line = [name, row["dtype"], PASSES[row["pass"]], row["provider"]]
+        if row["ms"] is None:
+            lines.append([*line, row["status"], *[""] * 8])
+            continue
+        speedup = ["", ""]
+        if row["speedup"] is not None:
+            speedup = [
+                f"{row['speedup']:.2f}×",
+                f"{row['speedup_low']:.2f} – {row['speedup_high']:.2f}",
+            ]
+        memory = "" if row["peak_mb"] is None else f"{row['peak_mb']:.1f}"
+        line += [f"{row['ms']:.4g}", f"{row['ms_low']:.4g} – {row['ms_high']:.4g}"]
+        line += [f"{row['gflops']:.0f}", f"{row['percent_of_peak']:.0f} %", memory]
+        line += [f"{row['max_error']:.1e}", *speedup, str(row["rounds"])]
+        lines.append(line)
+    return markdown_table(header, lines, words=4)
+
+
+def ours_compared(rows: Sequence[Row]) -> list[Row]:
+    return [row for row in rows if row["provider"] == "fastattn" and row["speedup"] is not None]
+
+
+def claim(result: Result, rows: Sequence[Row]) -> str:
+    """What was found, in one sentence with its conditions."""
+    modules = [row for row in ours_compared(rows) if row["op"] == "mha"]
+    parts = []
+    for dtype in ("fp32", "bf16"):
+        ratios = [row["speedup"] for row in modules if row["dtype"] == dtype]
+        if ratios:
+            parts.append(f"**{min(ratios):.1f}–{max(ratios):.1f}×** in {dtype}")
+    env = result.environment
+    return (
+        f"On a {env['cpu']} with {result.settings['threads']} threads ({env['isa']}), the drop-in "
+        f"runs {' and '.join(parts)} as fast as `nn.MultiheadAttention` of torch "
+        f"{env['torch'].split('+')[0]}, forward and backward, on the shapes of BERT, ViT and a "
+        "padded batch. Every answer was compared with float64 before it was timed."
+    )
+
+
+def readme_block(result: Result, rows: Sequence[Row]) -> str:
+    picture = (
+        "<picture>\n"
+        f'  <source media="(prefers-color-scheme: dark)" srcset="docs/images/{MAIN}-dark.png">\n'
+        f'  <img alt="How many times faster than torch, and how close to the processor\'s peak" '
+        f'src="docs/images/{MAIN}-light.png">\n'
+        "</picture>"
+    )
+    source = (
+        f"{display.conditions(result)} Every number with its interval: "
+        "[benchmarks/results](benchmarks/results/README.md); how it is measured: "
+        "[docs/benchmarks.md](docs/benchmarks.md)."
+    )
+    parts = [claim(result, rows), picture, speedup_table(ours_compared(rows)), source]
+    return "\n\n".join(parts)
+
+
+def results_page(found: dict[str, Result]) -> str:
+    parts = ["# Results", "Written by `python benchmarks/render.py` from the JSON files here."]
+    for name, result in found.items():
+        rows = summary.summarise(result)
+        env = result.environment
+        parts += [
+            f"## {name}.json",
+            f"{env['utc']}, commit {env['commit']}, Python {env['python']}, {env['system']}.",
+            display.conditions(result),
+            " ".join(display.closing(result, rows)),
+            full_table(rows),
+        ]
+    return "\n\n".join(parts) + "\n"
+
+
+def replaced(text: str, block: str) -> str:
+    """`text` with what stands between the markers replaced by `block`."""
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"README.md has no {BEGIN} … {END}")
+    return f"{before}{BEGIN}\n{block}\n{END}{after}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--check", action="store_true", help="write nothing, compare")
+    check = parser.parse_args().check
+
+    found = {path.stem: results.load(path) for path in sorted(RESULTS.glob("*.json"))}
+    if MAIN not in found:
+        print(f"benchmarks/results/{MAIN}.json is missing: see benchmarks/README.md")
+        return 1
+    readme = ROOT / "README.md"
+    block = readme_block(found[MAIN], summary.summarise(found[MAIN]))
+    texts = {
+        readme: replaced(readme.read_text(), block),
+        RESULTS / "README.md": results_page(found),
+    }
+    if check:
+        old = [p for p, text in texts.items() if not p.exists() or p.read_text() != text]
+        for path in old:
+            print(f"{path.relative_to(ROOT)} is out of date: python benchmarks/render.py")
+        return 1 if old else 0
+    for path, text in texts.items():
+        path.write_text(text)
+    from fastattn.bench import plots
+
+    for theme in plots.THEMES:
+        plots.draw(found[MAIN], IMAGES / f"{MAIN}-{theme}.png", theme)
+    print(f"Written: README.md, benchmarks/results/README.md and the pictures in {IMAGES.name}/")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
