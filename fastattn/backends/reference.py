@@ -209,7 +209,11 @@ def attend(
             assert seed is not None
             keep = dropout_keep((batch, q_heads, q_len, k_len), dropout_p, seed)
             w = rounded(torch.where(keep, w * _kept_scale(dropout_p), 0.0))
-        out = _weighted_sum(w, v, s != -_INF) if guarded else _matmul(w, v)
+        if not guarded:
+            return rounded(_matmul(w, v)), lse, w
+        out = _weighted_sum(w, v, s != -_INF)
+        # The row of a query that sees nothing is 0 already. Its gradient, even inf, must end here.
+        out = torch.where(lse[..., None] == -_INF, 0.0, out)
         return rounded(out), lse, w
 
 
