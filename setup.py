@@ -251,7 +251,9 @@ class BuildNative(build_ext):
             print(f"*** fastattn._{name} is built without {isa}: {reason}", file=sys.stderr)
         import fcntl  # only now: where there is none, planning has given the reason
 
-        folder = Path(self.build_temp, name).resolve()
+        # Not build_temp: an editable install makes that a new one each time, and all is compiled.
+        base = self.get_finalized_command("build").build_base
+        folder = Path(base, f"native-{sys.implementation.cache_tag}", name).resolve()
         folder.mkdir(parents=True, exist_ok=True)
         output.parent.mkdir(parents=True, exist_ok=True)
         with (folder / ".lock").open("w") as lock:
