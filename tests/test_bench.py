@@ -182,6 +182,17 @@ def test_half_of_a_padded_batch_is_padding() -> None:
     assert mask.sum(-1).flatten().tolist() == padding_lengths(cell)
 
 
+def test_a_module_is_told_what_to_ignore() -> None:
+    cell = Cell("mha", 3, 2, 2, 8, 8, 4, 4, mask="padding")
+    ignored = inputs.make_inputs(cell, 0)["key_padding_mask"]
+    assert (8 - ignored.sum(-1)).tolist() == padding_lengths(cell)
+    causal = inputs.make_inputs(dataclasses.replace(cell, mask="causal"), 0)["attn_mask"]
+    assert all(bool(causal[i, j]) == (j > i) for i in range(8) for j in range(8))
+    random = dataclasses.replace(cell, mask="bool")
+    visible = ~inputs.make_inputs(random, 0)["attn_mask"]
+    assert int(visible.sum()) == inputs.true_in_mask(random, 0)
+
+
 # Statistics
 
 
