@@ -1,0 +1,247 @@
+"""The case table of attention on every native backend and instruction set, against the oracle.
+
+Each case runs forward and backward through the backend's primitive, in poisoned memory, and is
+judged by the one error bound. The default run takes every case in every dtype on the instruction
+set in use, and in one dtype on each of the others; the slow run takes all of them everywhere.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+from fastattn.testing import CASES, Case, Target, check, targets
+from fastattn.testing.inputs import make_inputs
+from fastattn.testing.memory import LAYOUTS, Watch, place
+
+TABLE = CASES["scaled_dot_product_attention"]
+
+
+def _param(case: Case, dtype: torch.dtype, target: Target) -> object:
+    name = f"{case.name}-{str(dtype).removeprefix('torch.')}-{target}"
+    return pytest.param(case, dtype, target, id=name)
+
+
+# Targets innermost: the oracle's results are kept for as long as they are needed.
+WORK = [
+    _param(case, dtype, target)
+    for n, case in enumerate(TABLE)
+    for m, dtype in enumerate(case.dtypes)
+    for k, target in enumerate(targets())
+    if not case.slow and (target.is_current() or (n + k) % len(case.dtypes) == m)
+]
+
+
+@pytest.mark.parametrize(("case", "dtype", "target"), WORK)
+def test_case(case: Case, dtype: torch.dtype, target: Target) -> None:
+    verdict = check(case, dtype, target)
+    assert verdict.ok, "\n".join(verdict.faults)
+    assert not verdict.declined, verdict.declined
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(20))
+def test_every_case_everywhere(part: int) -> None:
+    """Not a test each: collecting tens of thousands would slow every run down."""
+    faults = [
+        f"{case.name} {dtype} {target}: {fault}"
+        for case in TABLE[part::20]
+        for dtype in case.dtypes
+        for target in targets()
+        for fault in check(case, dtype, target).faults
+    ]
+    assert not faults, "\n".join(faults)
+
+
+def test_there_is_a_native_backend_to_test(native: ModuleType) -> None:
+    assert [target.isa for target in targets()] == native.build_info()["supported"]
+
+
+# -- no byte outside a tensor is touched ----------------------------------------------------------
+
+# Every tensor ends where a page begins that may not be read: too far means a crash. So it runs in
+# a process of its own, which prints the case that it is in.
+_FENCED = """
+import sys, torch
+from fastattn.testing import CASES, make_inputs, targets
+from fastattn.testing.oracle import run
+isa, every, complete = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "complete"
+(target,) = [target for target in targets() if str(target) == isa]
+cases = [c for c in CASES["scaled_dot_product_attention"] if complete or not c.slow]
+with target.active() as backend:
+    for n, case in enumerate(cases):
+        for m, dtype in enumerate(case.dtypes):
+            if (n + m) % every == 0:
+                print(case.name, dtype, flush=True)
+                run(backend, make_inputs(case, dtype, fence=True))
+print("done")
+"""
+
+
+def _run_fenced(target: Target, every: int, size: str) -> None:
+    child = subprocess.run(
+        [sys.executable, "-c", _FENCED, str(target), str(every), size],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONFAULTHANDLER": "1"},
+    )
+    last = child.stdout.strip().splitlines()[-1:]
+    assert last == ["done"], f"died in {last}, status {child.returncode}\n{child.stderr[-2000:]}"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs mprotect")
+@pytest.mark.parametrize("target", targets(), ids=str)
+def test_reads_nothing_past_the_end(target: Target) -> None:
+    _run_fenced(target, every=16, size="default")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="needs mprotect")
+@pytest.mark.parametrize("target", targets(), ids=str)
+def test_reads_nothing_past_the_end_in_any_case(target: Target) -> None:
+    _run_fenced(target, every=1, size="complete")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs mprotect")
+def test_a_fence_stops_a_read_past_the_end() -> None:
+    reads_one_more = """
+import ctypes, torch
+from fastattn.testing.memory import place
+x = place(torch.ones(1, 1, 3, 5), fence=True)
+end = x.data_ptr() + x.numel() * 4
+print(ctypes.string_at(end - 1, 1) is not None, flush=True)
+print(ctypes.string_at(end, 1))
+"""
+    child = subprocess.run([sys.executable, "-c", reads_one_more], capture_output=True, text=True)
+    assert child.stdout == "True\n"
+    assert child.returncode < 0  # killed by a signal
+
+
+# -- the table's own tools ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool])
+def test_placed_values_are_the_values_in_poisoned_memory(layout: str, dtype: torch.dtype) -> None:
+    values = (torch.arange(2 * 3 * 5 * 7).view(2, 3, 5, 7) % 3 == 0).to(dtype)
+    placed = place(values, layout)
+    assert placed.shape == values.shape
+    if not layout.startswith("expanded"):
+        assert torch.equal(placed, values)
+    memory = torch.tensor([], dtype=dtype).set_(placed.untyped_storage())  # type: ignore[call-overload]
+    wrong = memory if dtype == torch.bool else memory.isnan()
+    assert wrong[:2000].all()
+    assert wrong[-2000:].all()
+    assert (placed == placed).all()  # nothing of the poison is inside
+
+
+def test_a_write_outside_is_noticed() -> None:
+    x = place(torch.ones(1, 1, 3, 5), "sliced")
+    watch = Watch(x=x)
+    assert watch.written() == []
+    x.as_strided((1,), (1,), x.storage_offset() - 1).fill_(3)
+    assert watch.written() == ["x"]
+
+
+def test_inputs_are_the_same_every_time() -> None:
+    (case,) = [case for case in TABLE if case.name == "everything"]
+    first, second = make_inputs(case, torch.float32), make_inputs(case, torch.float32)
+    for name, tensor in first.tensors().items():
+        other = second.tensors()[name]
+        assert (tensor is None) == (other is None)
+        if tensor is not None:
+            assert torch.equal(tensor, other)
+
+
+def test_poison_is_where_no_query_looks_and_nowhere_else() -> None:
+    (case,) = [case for case in TABLE if case.name == "mask-padding-upper_left"]
+    inputs = make_inputs(case, torch.float32)
+    poisoned = ~torch.isfinite(inputs.key).all(-1)  # [B, H, Lk]
+    assert inputs.attn_mask is not None
+    causal = torch.ones(case.q_len, case.k_len, dtype=torch.bool).tril()
+    assert torch.equal(poisoned, ~(inputs.attn_mask & causal).any(2).expand_as(poisoned))
+    assert poisoned.any()
+    assert torch.equal(inputs.key[~poisoned], inputs.clean_key[~poisoned])
+    assert torch.isfinite(inputs.clean_key).all()
+
+
+# -- the judge: it must see each of these mistakes ------------------------------------------------
+
+
+class _Mistaken:
+    """The reference with one mistake in it."""
+
+    def __init__(self, mistake: str) -> None:
+        from fastattn.backends import reference
+
+        self.reference, self.mistake = reference, mistake
+
+    def why_not(self, *args: object, **kwargs: object) -> list[str]:
+        return []
+
+    def scaled_dot_product_attention(self, q, k, v, *rest, **options):  # type: ignore[no-untyped-def]
+        if self.mistake == "last key forgotten" and k.shape[2] > 1:
+            mask = torch.ones(1, 1, 1, k.shape[2], dtype=torch.bool)
+            mask[..., -1] = False
+            rest = (mask, *rest[1:])
+        if self.mistake == "scale off by 1e-5":
+            options["scale"] *= 1 + 1e-5
+        out, lse, w = self.reference.scaled_dot_product_attention(q, k, v, *rest, **options)
+        if self.mistake == "one NaN":
+            out[-1, -1, -1, -1] = float("nan")
+        if self.mistake == "lse in base 2":
+            lse = lse * 1.4426950408889634
+        if self.mistake == "half of the output unwritten":
+            half = torch.empty_like(out)
+            half[..., ::2] = out[..., ::2]
+            out = half
+        if self.mistake == "wrong dtype":
+            out = out.double()
+        if self.mistake == "wrong shape":
+            out = out.mT
+        if self.mistake == "query written":
+            q.mul_(1)
+            q.as_strided((1,), (1,), 0).zero_()
+        return out, lse, w
+
+    def scaled_dot_product_attention_backward(self, *args, **options):  # type: ignore[no-untyped-def]
+        dq, dk, dv, dm = self.reference.scaled_dot_product_attention_backward(*args, **options)
+        if self.mistake == "one gradient element off":
+            dk[0, 0, 3, 3] += 1e-4 * dk.abs().max()
+        if self.mistake == "gradients swapped":
+            dk, dv = dv, dk
+        return dq, dk, dv, dm
+
+
+@pytest.mark.parametrize(
+    ("mistake", "word"),
+    [
+        ("last key forgotten", "out"),
+        ("scale off by 1e-5", "out"),
+        ("one NaN", "out"),
+        ("lse in base 2", "lse"),
+        ("half of the output unwritten", "out"),
+        ("wrong dtype", "torch.float64"),
+        ("wrong shape", "shape"),
+        ("query written", "query was written to"),
+        ("one gradient element off", "worst at [0, 0, 3, 3]"),
+        ("gradients swapped", "grad_value"),
+    ],
+)
+def test_the_judge_sees(monkeypatch: pytest.MonkeyPatch, mistake: str, word: str) -> None:
+    mistaken = _Mistaken(mistake)
+    monkeypatch.setattr(Target, "module", property(lambda _: mistaken))
+    verdict = check(Case("judged"), torch.float32, Target("mistaken"))
+    assert not verdict.ok
+    assert any(word in fault for fault in verdict.faults), verdict.faults
+
+
+def test_the_judge_passes_what_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    mistaken = _Mistaken("none")
+    monkeypatch.setattr(Target, "module", property(lambda _: mistaken))
+    assert check(Case("judged"), torch.float32, Target("mistaken")).ok
