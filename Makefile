@@ -69,7 +69,7 @@ $(VENV)/.stamp-venv:
 
 # Without build isolation, so that the build folder stays valid and only what changed is compiled.
 $(VENV)/.stamp-packages: pyproject.toml | $(VENV)/.stamp-venv
-	$(PIP) install --find-links $(TORCH_WHEELS) $(TORCH)
+	$(PIP) install --retries 2 --find-links $(TORCH_WHEELS) $(TORCH)
 	$(PIP) install --quiet 'setuptools>=77' 'pybind11>=2.13' ninja
 	$(PIP) install --quiet --no-build-isolation --editable '.[bench,test]'
 	touch $@
