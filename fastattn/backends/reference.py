@@ -191,7 +191,10 @@ def attend(
     )  # without exclusions, plain products are right, NaN and inf included
 
     with _without_autocast(query.device.type):
-        s = rounded(rounded(_dot_products(q, k, guarded)) * scale)  # [B, Hq, Lq, Lk]
+        s = _dot_products(q, k, guarded)  # [B, Hq, Lq, Lk]
+        if visible is not None:
+            s = torch.where(visible, s, 0.0)  # no NaN may reach the derivative of what follows
+        s = rounded(rounded(s) * scale)
         if softcap > 0:
             s = rounded(softcap * rounded(torch.tanh(rounded(s / softcap))))
         if attn_mask is not None and attn_mask.dtype != torch.bool:
@@ -281,12 +284,13 @@ def _dot_products(q: Tensor, k: Tensor, guarded: bool) -> Tensor:
 
     Excluded products are dropped later by selection. Their derivatives, dq_i = sum_j ds_ij k_j and
     dk_j = sum_i ds_ij q_i, cannot be: there an excluded pair has ds_ij = 0, and 0 * NaN is NaN. So
-    what is differentiated is the product of finite operands.
+    what is differentiated is the product of finite operands, and NaN and inf are added to it.
     """
     dots = _matmul(q, k.mT)
     if not guarded:
         return dots
-    return torch.where(torch.isfinite(dots), _matmul(_finite(q), _finite(k).mT), dots.detach())
+    not_finite = torch.where(torch.isfinite(dots), 0.0, dots).detach()
+    return _matmul(_finite(q), _finite(k).mT) + not_finite
 
 
 def _softmax(s: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,478 @@
+"""What docs/numerics.md promises, as properties: of every backend, forward and backward."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fastattn.backends import reference
+from fastattn.testing import Case, Target, assert_within_bound, check, oracle, targets
+from fastattn.testing.inputs import MASKS, Inputs, make_inputs
+from fastattn.testing.memory import LAYOUTS
+
+INF = float("inf")
+NAN = float("nan")
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+NATIVE = targets()
+EVERY = [*NATIVE, Target("reference")]
+
+floats = pytest.mark.parametrize("dtype", FLOATS, ids=lambda dtype: str(dtype)[6:])
+
+
+@pytest.fixture(params=NATIVE, ids=str)
+def native_backend(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
+    with request.param.active() as module:
+        yield module
+
+
+@pytest.fixture(params=EVERY, ids=str)
+def any_backend(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
+    with request.param.active() as module:
+        yield module
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def assert_same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        assert a[name].shape == b[name].shape, name
+        same = (a[name] == b[name]) | (a[name].isnan() & b[name].isnan())
+        assert same.all(), f"{name}: {int((~same).sum())} of {same.numel()} elements differ"
+
+
+def judge(found: dict[str, Tensor], inputs: Inputs) -> None:
+    """The error bound, for results that were made in another way than by one call."""
+    exact, eager = oracle.exact(inputs), oracle.eager(inputs)
+    for name, result in found.items():
+        assert_within_bound(result, eager[name], exact[name], name)
+
+
+# Shapes that take different ways through a kernel: blocks with tails, decoding, groups, one row.
+WAYS = {
+    "square": Case("square", heads=3, q_len=200, k_len=200, head_dim=32),
+    "causal": Case("causal", q_len=300, k_len=300, head_dim=64, causal="upper_left"),
+    "grouped": Case("grouped", heads=6, kv_heads=2, q_len=70, k_len=150, causal="bottom_right"),
+    "decode": Case("decode", heads=4, kv_heads=2, q_len=1, k_len=3000, head_dim=64),
+    "few": Case("few", q_len=3, k_len=1500, head_dim=64, causal="bottom_right"),
+    "mask": Case("mask", mask="float_inf", mask_dims="bhqk", mask_grad=True, q_len=130, k_len=140),
+    "bias": Case("bias", mask="float", mask_dims="k", mask_grad=True, q_len=130, k_len=290),
+    "bias-heads": Case("bias-heads", heads=4, mask="float_inf", mask_dims="hqk", mask_grad=True),
+    "bias-one": Case("bias-one", heads=4, mask="float", mask_dims="", mask_grad=True, q_len=150),
+    "padding": Case("padding", batch=4, mask="padding", mask_dims="bk", q_len=90, k_len=400),
+    "window": Case("window", q_len=300, k_len=300, window=(50, 20), softcap=5.0, alibi="bh"),
+    "averaged": Case("averaged", heads=6, kv_heads=3, q_len=100, k_len=260, weights=2),
+    "weights": Case("weights", q_len=100, k_len=260, weights=1, causal="upper_left"),
+    "dropout": Case("dropout", q_len=200, k_len=200, dropout_p=0.2, weights=1),
+    "wide": Case("wide", head_dim=200, value_dim=136, q_len=70, k_len=70),
+}
+
+
+def with_all_gradients(case: Case) -> Case:
+    names = ("out", "lse", "weights") if case.weights else ("out", "lse")
+    return replace(case, grads=names)
+
+
+ways = pytest.mark.parametrize("case", [with_all_gradients(c) for c in WAYS.values()], ids=WAYS)
+
+
+# -- determinism ----------------------------------------------------------------------------------
+
+
+@floats
+@ways
+def test_same_bits_in_every_run_and_for_every_thread_count(
+    native_backend: ModuleType,
+    threads: Callable[[int], None],
+    case: Case,
+    dtype: torch.dtype,
+) -> None:
+    inputs = make_inputs(case, dtype)
+    threads(1)
+    first = oracle.run(native_backend, inputs)
+    for count in (1, 2, 3, 7):
+        threads(count)
+        assert_same_bits(first, oracle.run(native_backend, inputs))
+
+
+def only(inputs: Inputs, b: int) -> Inputs:
+    """The inputs of one sequence."""
+
+    def pick(x: Tensor | None) -> Tensor | None:
+        return x if x is None or x.dim() == 0 or x.shape[0] == 1 else x[b : b + 1]
+
+    tensors = {name: pick(tensor) for name, tensor in inputs.tensors().items()}
+    return replace(inputs, **tensors)  # type: ignore[arg-type]
+
+
+@floats
+@ways
+def test_a_sequence_does_not_depend_on_its_batch_mates(
+    native_backend: ModuleType, case: Case, dtype: torch.dtype
+) -> None:
+    if case.dropout_p:
+        case = replace(case, dropout_p=0.0)  # the draws are those of the place in the batch
+    inputs = make_inputs(case, dtype)
+    whole = oracle.run(native_backend, inputs)
+    shared = {"grad_mask"} if "b" not in case.mask_dims else set()  # a sum over the batch
+    for b in range(case.batch):
+        alone = oracle.run(native_backend, only(inputs, b))
+        mine = {name: x[b : b + 1] for name, x in whole.items() if name not in shared}
+        assert_same_bits({name: alone[name] for name in mine}, mine)
+
+
+@floats
+def test_a_sequence_does_not_see_nan_in_its_batch_mates(
+    native_backend: ModuleType, dtype: torch.dtype
+) -> None:
+    inputs = make_inputs(with_all_gradients(WAYS["padding"]), dtype)
+    before = oracle.run(native_backend, inputs)
+    for tensor in (inputs.query, inputs.key, inputs.value):
+        tensor[2] = NAN
+    after = oracle.run(native_backend, inputs)
+    for b in (0, 1, 3):
+        assert_same_bits(
+            {name: x[b] for name, x in before.items()}, {name: x[b] for name, x in after.items()}
+        )
+
+
+@floats
+@pytest.mark.parametrize("q_len", [1, 5, 40, 200])
+def test_a_query_does_not_depend_on_keys_it_does_not_see(
+    native_backend: ModuleType, dtype: torch.dtype, q_len: int
+) -> None:
+    case = Case("future", q_len=q_len, k_len=q_len + 3, head_dim=32, causal="upper_left", weights=1)
+    inputs = make_inputs(case, dtype)
+    before = oracle.run(native_backend, inputs)
+    seen = q_len // 2 + 1  # the queries up to this one do not see the keys from here on
+    inputs.key[:, :, seen:] = 100.0
+    inputs.value[:, :, seen:] = -100.0
+    after = oracle.run(native_backend, inputs)
+    for name in ("out", "lse", "weights", "grad_query"):
+        assert_same_bits({name: before[name][:, :, :seen]}, {name: after[name][:, :, :seen]})
+
+
+# -- mathematics ----------------------------------------------------------------------------------
+
+
+@floats
+def test_the_order_of_the_keys_does_not_matter(any_backend: ModuleType, dtype: torch.dtype) -> None:
+    case = Case("order", mask="float_inf", mask_grad=True, k_len=150, weights=1, head_dim=32)
+    inputs = make_inputs(with_all_gradients(case), dtype)
+    order = torch.randperm(150, generator=torch.Generator().manual_seed(3))
+    back = order.argsort()
+    assert inputs.attn_mask is not None
+    assert inputs.grad_weights is not None
+    moved = replace(
+        inputs,
+        key=inputs.key[:, :, order],
+        value=inputs.value[:, :, order],
+        attn_mask=inputs.attn_mask[..., order],
+        grad_weights=inputs.grad_weights[..., order],
+    )
+    found = oracle.run(any_backend, moved)
+    for name in ("grad_key", "grad_value"):
+        found[name] = found[name][:, :, back]
+    for name in ("weights", "grad_mask"):
+        found[name] = found[name][..., back]
+    judge(found, inputs)
+
+
+@pytest.mark.parametrize("shift", [-300.0, 5.0, 1e4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_constant_added_to_a_row_moves_lse_alone(
+    any_backend: ModuleType, dtype: torch.dtype, shift: float
+) -> None:
+    # Scores and shift are sixteenths, so that their sums are exact and nothing but lse may move.
+    case = Case("shift", mask="float_inf", k_len=100, scale=1.0, weights=1)
+    inputs = make_inputs(case, dtype)
+    assert inputs.attn_mask is not None
+    exact = {
+        "query": (inputs.query * 4).round() / 4,
+        "key": (inputs.key * 4).round() / 4,
+        "attn_mask": (inputs.attn_mask * 16).round() / 16,
+    }
+    plain = oracle.run(any_backend, replace(inputs, **exact))  # type: ignore[arg-type]
+    exact["attn_mask"] = exact["attn_mask"] + shift
+    moved = oracle.run(any_backend, replace(inputs, **exact))  # type: ignore[arg-type]
+    torch.testing.assert_close(moved["lse"], plain["lse"] + shift)
+    assert_same_bits({"out": moved["out"]}, {"out": plain["out"]})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("q_len", [1, 6, 130])
+def test_parts_of_the_keys_merge_through_lse(
+    any_backend: ModuleType, dtype: torch.dtype, q_len: int
+) -> None:
+    inputs = make_inputs(Case("merge", q_len=q_len, k_len=700, head_dim=32, mask="bool"), dtype)
+    assert inputs.attn_mask is not None
+    outs, lses = [], []
+    for keys in (slice(0, 1), slice(1, 300), slice(300, 310), slice(310, 700)):
+        part = any_backend.scaled_dot_product_attention(
+            inputs.query,
+            inputs.key[:, :, keys],
+            inputs.value[:, :, keys],
+            inputs.attn_mask[..., keys],
+            **inputs.options,
+        )
+        outs.append(part[0].double())
+        lses.append(part[1].double())
+    lse = torch.logsumexp(torch.stack(lses), 0)
+    out = sum(o * (part - lse).exp()[..., None] for o, part in zip(outs, lses, strict=True))
+    assert isinstance(out, Tensor)
+    judge({"out": out.to(dtype), "lse": lse.to(dtype)}, inputs)
+
+
+@floats
+def test_weights_are_those_applied_to_the_values(
+    any_backend: ModuleType, dtype: torch.dtype
+) -> None:
+    case = Case("applied", k_len=90, value_dim=90, weights=1, dropout_p=0.3, causal="bottom_right")
+    inputs = make_inputs(replace(case, grads=()), dtype)
+    eye = torch.eye(90, dtype=dtype).expand_as(inputs.value)
+    out, _, weights = any_backend.scaled_dot_product_attention(
+        inputs.query, inputs.key, eye, None, None, inputs.seed, **inputs.options
+    )
+    inputs = replace(inputs, value=eye, clean_value=eye)
+    judge({"out": weights, "weights": weights}, inputs)
+    judge({"out": out, "weights": out}, inputs)
+
+
+@floats
+@pytest.mark.parametrize("k_len", [1, 7, 8, 9, 130, 2500])
+@pytest.mark.parametrize("q_len", [1, 20])
+def test_dropout_drops_exactly_what_its_definition_says(
+    any_backend: ModuleType, dtype: torch.dtype, q_len: int, k_len: int
+) -> None:
+    case = Case("drops", heads=4, kv_heads=2, q_len=q_len, k_len=k_len, dropout_p=0.37, scale=0.0)
+    inputs = make_inputs(replace(case, weights=1, grads=()), dtype)
+    assert inputs.seed is not None
+    keep = reference.dropout_keep((2, 4, q_len, k_len), 0.37, inputs.seed)
+    assert torch.equal(oracle.run(any_backend, inputs)["weights"] != 0, keep)
+
+
+@floats
+def test_a_gradient_of_zero_gives_zero(any_backend: ModuleType, dtype: torch.dtype) -> None:
+    inputs = make_inputs(with_all_gradients(WAYS["mask"]), dtype)
+    for grad in inputs.cotangents():
+        if grad is not None:
+            grad.zero_()
+    for name, found in oracle.run(any_backend, inputs).items():
+        if name.startswith("grad"):
+            assert (found == 0).all(), name
+
+
+# -- queries that see nothing, NaN and inf --------------------------------------------------------
+
+
+@floats
+@pytest.mark.parametrize("q_len", [1, 3, 70])
+@pytest.mark.parametrize("kind", ["bool", "additive", "window"])
+def test_a_query_that_sees_nothing(
+    any_backend: ModuleType, dtype: torch.dtype, kind: str, q_len: int
+) -> None:
+    """0, -inf, no gradient; and whatever comes back into its row, NaN even, ends there."""
+    case = with_all_gradients(Case("nothing", q_len=q_len, k_len=90, weights=1, head_dim=32))
+    if kind == "window":
+        case = replace(case, window=(5, 0), k_len=max(q_len // 2, 1))
+    inputs = make_inputs(case, dtype)
+    if kind == "window":
+        inputs.options["offset"] = 10  # so the last queries see nothing, and of one query, it
+        empty = torch.arange(q_len) + 10 - 5 >= case.k_len
+    else:
+        empty = torch.arange(q_len) % 3 == 0
+        seen = ~empty[:, None].expand(q_len, 90)
+        mask = seen if kind == "bool" else torch.where(seen, 0.25, -INF).to(dtype)
+        inputs = replace(inputs, attn_mask=mask[None, None], needs_mask_grad=kind == "additive")
+    assert empty.any()
+    for grad in inputs.cotangents():
+        assert grad is not None
+        grad[:, :, empty] = NAN
+    found = oracle.run(any_backend, inputs)
+    for name in ("out", "weights", "grad_query"):
+        assert (found[name][:, :, empty] == 0).all(), name
+    assert (found["lse"][:, :, empty] == -INF).all()
+    for name, result in found.items():
+        assert name == "lse" or torch.isfinite(result).all(), name
+
+
+@floats
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+@pytest.mark.parametrize("tensor", ["key", "value"])
+@pytest.mark.parametrize("q_len", [2, 9, 150])
+def test_a_bad_key_or_value_reaches_only_queries_that_see_it(
+    any_backend: ModuleType, dtype: torch.dtype, bad: float, tensor: str, q_len: int
+) -> None:
+    """Under a causal mask, so that the bad one stands among keys that are seen."""
+    case = Case("bad", q_len=q_len, k_len=q_len, head_dim=32, causal="upper_left", weights=1)
+    inputs = make_inputs(case, dtype)
+    before = oracle.run(any_backend, inputs)
+    first = q_len // 2  # the first query that sees it
+    getattr(inputs, tensor)[:, :, first, 3] = bad
+    after = oracle.run(any_backend, inputs)
+    for name in ("out", "lse", "weights", "grad_query"):
+        clean, dirty = before[name][:, :, :first], after[name][:, :, :first]
+        torch.testing.assert_close(dirty, clean, msg=lambda text, name=name: f"{name}: {text}")
+    if tensor == "value" or math.isnan(bad):
+        reached = after["out"][:, :, first:, 3]
+        assert not torch.isfinite(reached).any()
+        if tensor == "value" and not math.isnan(bad):
+            assert (reached == bad).all()
+
+
+@floats
+@pytest.mark.parametrize("bad", [NAN, INF])
+def test_a_bad_query_that_sees_nothing_leaves_the_keys_gradients_alone(
+    any_backend: ModuleType, dtype: torch.dtype, bad: float
+) -> None:
+    inputs = make_inputs(Case("bad-query", mask="bool_rows", q_len=40, grads=("out", "lse")), dtype)
+    before = oracle.run(any_backend, inputs)
+    assert inputs.attn_mask is not None
+    empty = ~inputs.attn_mask.any(-1)
+    inputs.query[empty] = bad
+    after = oracle.run(any_backend, inputs)
+    for name in before:
+        torch.testing.assert_close(
+            after[name], before[name], msg=lambda text, n=name: f"{n}: {text}"
+        )
+
+
+@floats
+def test_a_nan_in_a_visible_place_is_not_hidden(
+    any_backend: ModuleType, dtype: torch.dtype
+) -> None:
+    for name in ("query", "key", "value", "attn_mask"):
+        inputs = make_inputs(Case("visible", mask="float", q_len=40), dtype)
+        getattr(inputs, name)[0, 1, 7, 5] = NAN
+        found = oracle.run(any_backend, inputs)
+        assert found["out"][0, 1].isnan().any(), name
+        assert not found["out"][1].isnan().any(), name
+        assert found["grad_query"][0, 1].isnan().any(), name
+
+
+# -- extremes -------------------------------------------------------------------------------------
+
+
+@floats
+@pytest.mark.parametrize("q_len", [1, 70])
+def test_a_row_of_finfo_min_is_uniform(
+    any_backend: ModuleType, dtype: torch.dtype, q_len: int
+) -> None:
+    case = Case("finfo", q_len=q_len, k_len=130, weights=1, grads=("out", "weights"), heads=3)
+    inputs = make_inputs(case, dtype)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    mask = torch.full((1, 1, q_len, 130), torch.finfo(wide).min, dtype=wide)
+    inputs = replace(inputs, attn_mask=mask, needs_mask_grad=True)
+    found = oracle.run(any_backend, inputs)
+    torch.testing.assert_close(found["weights"], torch.full_like(found["weights"], 1 / 130))
+    judge({name: x for name, x in found.items() if name != "lse"}, inputs)
+
+
+@floats
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("q_len", [1, 40])
+def test_huge_scores_do_not_overflow(
+    any_backend: ModuleType, dtype: torch.dtype, sign: float, q_len: int
+) -> None:
+    """Scores of +-1e9, or as large as float16 can make them: the largest takes all."""
+    inputs = make_inputs(Case("huge", q_len=q_len, head_dim=8, weights=1, scale=sign), dtype)
+    large = 3e3 if dtype == torch.float16 else 1e4
+    inputs.query.mul_(large)
+    inputs.key.mul_(large)
+    best = sign * (inputs.query.double() @ inputs.key.double().mT)
+    found = oracle.run(any_backend, inputs)
+    assert torch.equal(found["weights"].argmax(-1), best.argmax(-1))
+    assert (found["weights"].amax(-1) == 1).all()
+    torch.testing.assert_close(found["lse"].double(), best.amax(-1), rtol=1e-5, atol=0)
+    for name, result in found.items():
+        assert torch.isfinite(result).all(), name
+
+
+@floats
+def test_all_scores_very_low(any_backend: ModuleType, dtype: torch.dtype) -> None:
+    """exp of every score is 0, the weights are not."""
+    inputs = make_inputs(Case("low", mask="float", weights=1, head_dim=8), dtype)
+    assert inputs.attn_mask is not None
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    inputs = replace(inputs, attn_mask=inputs.attn_mask.to(wide) - 5000.0)
+    found = oracle.run(any_backend, inputs)
+    total = found["weights"].double().sum(-1)
+    torch.testing.assert_close(total, torch.ones_like(total), rtol=0, atol=0.02)
+    judge({"out": found["out"], "weights": found["weights"]}, inputs)
+
+
+# -- anything at all ------------------------------------------------------------------------------
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    kv_heads = draw(st.integers(1, 3))
+    dtype = draw(st.sampled_from(FLOATS))
+    mask = draw(st.sampled_from([None, None, *MASKS]))
+    weights = draw(st.integers(0, 2))
+    layout = st.sampled_from(["contiguous", *LAYOUTS])
+    lengths = st.one_of(st.integers(0, 40), st.integers(0, 300))
+    floating = mask is not None and (mask.endswith("_inf") or mask in ("float", "finfo_min"))
+    options: dict[str, Any] = {
+        "batch": draw(st.integers(1, 3)),
+        "heads": kv_heads * draw(st.integers(1, 3)),
+        "kv_heads": kv_heads,
+        "q_len": draw(lengths),
+        "k_len": draw(lengths),
+        "head_dim": draw(st.integers(1, 140)),
+        "value_dim": draw(st.integers(1, 140)),
+        "dtypes": (dtype,),
+        "mask": mask,
+        "mask_dims": draw(st.sampled_from(["bhqk", "qk", "bk", "hqk", "k", "bhk"])),
+        "mask_float32": draw(st.booleans()) and dtype != torch.float64,
+        "mask_layout": draw(layout),
+        "mask_grad": floating and draw(st.booleans()),
+        "causal": draw(st.sampled_from([None, "upper_left", "bottom_right"])),
+        "window": draw(st.tuples(*[st.one_of(st.just(-1), st.integers(0, 80))] * 2)),
+        "scale": draw(st.sampled_from([None, None, 0.2, -0.3])),
+        "softcap": draw(st.sampled_from([0.0, 0.0, 3.0])),
+        "alibi": draw(st.sampled_from([None, None, "h", "bh"])),
+        "dropout_p": draw(st.sampled_from([0.0, 0.0, 0.3])),
+        "layouts": draw(st.tuples(layout, layout, layout)),
+        "weights": weights,
+        "grads": ("out", "lse", "weights") if weights and draw(st.booleans()) else ("out", "lse"),
+        "grad_layout": draw(layout),
+    }
+    if mask == "one_key" and options["k_len"] == 0:
+        options["k_len"] = 1
+    return Case("random", **options)
+
+
+def _random_case(case: Case) -> None:
+    for target in NATIVE:
+        verdict = check(case, case.dtypes[0], target)
+        assert verdict.ok, f"{target}: {verdict.faults}"
+
+
+@pytest.mark.skipif(not NATIVE, reason="no native core")
+@settings(max_examples=150, derandomize=True, deadline=None)
+@given(cases())
+def test_random_cases(case: Case) -> None:
+    _random_case(case)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not NATIVE, reason="no native core")
+@settings(max_examples=5000, deadline=None, suppress_health_check=list(HealthCheck))
+@given(cases())
+def test_many_random_cases(case: Case) -> None:
+    _random_case(case)
