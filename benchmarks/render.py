@@ -48,7 +48,7 @@ def speedup_table(rows: Sequence[Row]) -> str:
 
 def full_table(rows: Sequence[Row]) -> str:
     header = ["cell", "dtype", "pass", "provider", "ms", "95 % interval", "GFLOP/s", "% of peak"]
-    header += ["peak MB", "max error", "times as fast", "95 % interval", "rounds"]
+    header += ["peak MB", "rel. error", "times as fast", "95 % interval", "rounds"]
     lines = []
     for row in rows:
         name = f"{row['label']}<br>`{row['shape']}`" if row["label"] else f"`{row['shape']}`"
@@ -65,7 +65,7 @@ def full_table(rows: Sequence[Row]) -> str:
         memory = "" if row["peak_mb"] is None else f"{row['peak_mb']:.1f}"
         line += [f"{row['ms']:.4g}", f"{row['ms_low']:.4g} – {row['ms_high']:.4g}"]
         line += [f"{row['gflops']:.0f}", f"{row['percent_of_peak']:.0f} %", memory]
-        line += [f"{row['max_error']:.1e}", *speedup, str(row["rounds"])]
+        line += [f"{row['relative_error']:.1e}", *speedup, str(row["rounds"])]
         lines.append(line)
     return markdown_table(header, lines, words=4)
 
@@ -81,14 +81,27 @@ def claim(result: Result, rows: Sequence[Row]) -> str:
     for dtype in ("fp32", "bf16"):
         ratios = [row["speedup"] for row in modules if row["dtype"] == dtype]
         if ratios:
-            parts.append(f"**{min(ratios):.1f}–{max(ratios):.1f}×** in {dtype}")
-    env = result.environment
+            parts.append(f"in {dtype} **{min(ratios):.1f} to {max(ratios):.1f} times**")
+    env, threads = result.environment, result.settings["threads"]
     return (
-        f"On a {env['cpu']} with {result.settings['threads']} threads ({env['isa']}), the drop-in "
-        f"runs {' and '.join(parts)} as fast as `nn.MultiheadAttention` of torch "
-        f"{env['torch'].split('+')[0]}, forward and backward, on the shapes of BERT, ViT and a "
-        "padded batch. Every answer was compared with float64 before it was timed."
+        f"Measured on {env['cpu']}, {threads} thread{'s' if threads != 1 else ''} ({env['isa']}): in "
+        f"place of `nn.MultiheadAttention` of torch {env['torch'].split('+')[0]}, on the shapes of "
+        f"BERT, ViT and a padded batch, forward and forward + backward, the drop-in is "
+        f"{' and '.join(parts)} as fast. Every answer was compared with float64 before it was timed."
     )
+
+
+def why_not(result: Result, rows: Sequence[Row]) -> list[str]:
+    """Why a result is no evidence, in plain sentences."""
+    reasons = [] if result.ended == "complete" else [f"the run was {result.ended}"]
+    for what, found in (
+        ("not measured", [row for row in rows if row["status"] not in ("ok", "UNAVAILABLE")]),
+        ("measured on a busy machine", [row for row in rows if row["busy"]]),
+        ("faster than the peak", [row for row in rows if row["impossible"]]),
+    ):
+        if found:
+            reasons.append(f"{len(found)} of {len(rows)} rows were {what}")
+    return reasons
 
 
 def readme_block(result: Result, rows: Sequence[Row]) -> str:
@@ -141,8 +154,12 @@ def main() -> int:
     if MAIN not in found:
         print(f"benchmarks/results/{MAIN}.json is missing: see benchmarks/README.md")
         return 1
+    rows = summary.summarise(found[MAIN])
+    if reasons := why_not(found[MAIN], rows):
+        print(f"{MAIN}.json is no evidence, measure again: {'; '.join(reasons)}")
+        return 1
     readme = ROOT / "README.md"
-    block = readme_block(found[MAIN], summary.summarise(found[MAIN]))
+    block = readme_block(found[MAIN], rows)
     texts = {
         readme: replaced(readme.read_text(), block),
         RESULTS / "README.md": results_page(found),

@@ -391,11 +391,11 @@ def test_the_readme_is_rendered_from_raw_results() -> None:
     result = a_result(rounds)
     cell = result.cells[0]
     cell.cell = dataclasses.replace(cell.cell, op="mha", label="A model")
-    cell.outcomes = {"torch": Outcome(max_error=0.0), "fastattn": Outcome(max_error=0.0)}
+    cell.outcomes = {p: Outcome(max_error=1e-7, largest=2.0) for p in ("torch", "fastattn")}
     render = load_render()
     rows = summary.summarise(result)
     block = render.readme_block(result, rows)
-    assert "**2.0–2.0×** in fp32" in block
+    assert "in fp32 **2.0 to 2.0 times** as fast" in block
     assert "| A model | 2.00× | – | – | – |" in block
     text = f"above\n{render.BEGIN}\nold\n{render.END}\nbelow"
     once = render.replaced(text, block)
@@ -407,3 +407,13 @@ def test_the_readme_is_rendered_from_raw_results() -> None:
         render.replaced("no markers", block)
     result.environment |= {"utc": "now", "commit": "abc", "python": "3", "system": "Linux"}
     assert "2.00×" in render.results_page({"dropin": result})
+    assert render.why_not(result, rows) == []
+
+
+def test_a_run_of_a_busy_machine_is_no_evidence() -> None:
+    result = a_result([Round((100.0, 50.0), {"torch": 4.0, "ours": 2.0}) for _ in range(6)])
+    result.ended = "interrupted"
+    assert load_render().why_not(result, summary.summarise(result)) == [
+        "the run was interrupted",
+        "2 of 2 rows were measured on a busy machine",
+    ]

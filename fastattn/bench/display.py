@@ -15,7 +15,7 @@ from fastattn.bench.summary import summarise
 Row = dict[str, Any]
 COLUMNS = (
     *("cell", "dtype", "pass", "provider", "ms", "± IQR/2", "GFLOP/s", "% of peak"),
-    *("peak MB", "max error", "speed-up"),
+    *("peak MB", "rel. error", "speed-up"),
 )
 _COLOURS = {"FASTER": "green", "SLOWER": "red", "SAME": "default", "UNSURE": "yellow"}
 
@@ -109,7 +109,7 @@ def table_line(row: Row) -> list[str]:
     """The texts of COLUMNS."""
     head = [cell_words(row), row["dtype"], row["pass"], row["provider"]]
     memory = "" if row["peak_mb"] is None else f"{row['peak_mb']:.1f}"
-    error = "" if row["max_error"] is None else f"{row['max_error']:.1e}"
+    error = "" if row["relative_error"] is None else f"{row['relative_error']:.1e}"
     if row["ms"] is None:
         reason = textwrap.shorten(row["reason"], 160)  # the result file has all of it
         return [*head, row["status"], "", "", "", memory, error, reason]

@@ -23,7 +23,7 @@ from fastattn.bench.results import Result
 from fastattn.bench.summary import summarise
 
 _WIDE = 130
-_ONLY_WHEN_WIDE = ("± IQR/2", "GFLOP/s", "peak MB", "max error")
+_ONLY_WHEN_WIDE = ("± IQR/2", "GFLOP/s", "peak MB", "rel. error")
 _REDRAW_SECONDS = 0.25
 _KEEP_LINES = 16  # of the table while it is live; the whole table is printed at the end
 

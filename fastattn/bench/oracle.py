@@ -38,6 +38,7 @@ class Check:
     tensor: str
     max_error: float
     bound: float
+    largest: float  # of the tensor's reference: what the error is relative to
     compared: str
     reason: str = ""
 
@@ -56,7 +57,7 @@ class Oracle:
 
     def check(self, outputs: Outputs) -> Check:
         """The tensor of `outputs` that is worst against its bound."""
-        worst, worst_ratio = Check(True, "", 0.0, 0.0, self.compared), -1.0
+        worst, worst_ratio = Check(True, "", 0.0, 0.0, 1.0, self.compared), -1.0
         dtype = TORCH_DTYPES[self.cell.dtype]
         for name, whole in outputs.items():
             got, want = self._sample(name, whole), self.reference[name]
@@ -64,12 +65,20 @@ class Oracle:
                 reason = (
                     f"{name} is {got.dtype} {list(got.shape)}, expected {dtype} {list(want.shape)}"
                 )
-                return Check(False, name, float("inf"), 0.0, self.compared, reason)
+                return Check(False, name, float("inf"), 0.0, 1.0, self.compared, reason)
             found = deviation(got, self.eager[name], want, name)
             if found.ratio > worst_ratio:
                 reason = "" if found.ok else str(found)
                 worst_ratio = found.ratio
-                worst = Check(found.ok, name, found.error, found.bound, self.compared, reason)
+                worst = Check(
+                    ok=found.ok,
+                    tensor=name,
+                    max_error=found.error,
+                    bound=found.bound,
+                    largest=float(want.abs().max()) if want.numel() else 1.0,
+                    compared=self.compared,
+                    reason=reason,
+                )
         return worst
 
     def _all(self, dtype: torch.dtype, rounded: Rounded) -> Outputs:

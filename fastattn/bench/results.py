@@ -35,6 +35,7 @@ class Outcome:
     reason: str = ""
     max_error: float | None = None
     bound: float | None = None
+    largest: float | None = None
     worst_tensor: str = ""
     compared: str = ""
     peak_bytes: int | None = None

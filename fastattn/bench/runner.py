@@ -194,6 +194,7 @@ class Runner:
             check = oracle.check(torch.load(path))
         outcome.peak_bytes, outcome.inner = reply["peak_bytes"], reply["inner"]
         outcome.max_error, outcome.bound = check.max_error, check.bound
+        outcome.largest = check.largest
         outcome.worst_tensor, outcome.compared = check.tensor, check.compared
         if not check.ok:
             outcome.status, outcome.reason = "WRONG", check.reason

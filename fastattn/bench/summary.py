@@ -58,6 +58,11 @@ def _row(result: Result, cell: CellResult, best_guard: float, provider: str) -> 
         "status": outcome.status,
         "reason": outcome.reason,
         "max_error": outcome.max_error,
+        "relative_error": (
+            outcome.max_error / outcome.largest
+            if outcome.max_error is not None and outcome.largest
+            else None
+        ),
         "bound": outcome.bound,
         "peak_mb": None if outcome.peak_bytes is None else outcome.peak_bytes / 1e6,
         **dict.fromkeys(_TIMED),
