@@ -205,6 +205,12 @@ def test_gradients_of_many_cotangents_at_once() -> None:
         assert torch.allclose(a, b, atol=1e-5)
 
 
+def test_a_bias_of_another_dtype_is_taken() -> None:
+    x, weight, bias = torch.randn(3, 5), torch.randn(4, 5), torch.randn(4, dtype=torch.float64)
+    assert torch.allclose(linear(x, weight, bias), F.linear(x, weight, bias.float()))
+    assert linear(x, weight, bias).dtype == torch.float32
+
+
 WRONG = [
     (torch.randn(3, 5), torch.randn(4, 6), None),
     (torch.randn(3, 5), torch.randn(4, 5), torch.randn(3)),

@@ -71,10 +71,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     Under autocast, ``torch.func`` transforms, ``torch.compile``, tensor subclasses, other devices
     and dispatch modes this is ``torch.nn.functional.linear`` itself. Errors are those of
-    ``torch.nn.functional.linear``.
+    ``torch.nn.functional.linear``, except that a bias of another dtype is always taken.
     """
     if not _is_ours(x, weight, bias):
-        return F.linear(x, weight, bias)
+        if bias is None or bias.dtype == x.dtype or x.dtype != weight.dtype:
+            return F.linear(x, weight, bias)
+        # PyTorch takes a bias of another dtype or not, depending on the strides of x.
+        y = F.linear(x, weight)
+        return y + bias.to(y.dtype)
     rows = x.reshape(-1, x.shape[-1])
     if torch.is_grad_enabled() and (
         x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
