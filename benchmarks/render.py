@@ -83,11 +83,12 @@ def claim(result: Result, rows: Sequence[Row]) -> str:
         if ratios:
             parts.append(f"in {dtype} **{min(ratios):.1f} to {max(ratios):.1f} times**")
     env, threads = result.environment, result.settings["threads"]
+    machine = f"{env['cpu']}, {threads} thread{'s' if threads != 1 else ''} ({env['isa']})"
     return (
-        f"Measured on {env['cpu']}, {threads} thread{'s' if threads != 1 else ''} ({env['isa']}): in "
-        f"place of `nn.MultiheadAttention` of torch {env['torch'].split('+')[0]}, on the shapes of "
-        f"BERT, ViT and a padded batch, forward and forward + backward, the drop-in is "
-        f"{' and '.join(parts)} as fast. Every answer was compared with float64 before it was timed."
+        f"Measured on {machine}: in place of `nn.MultiheadAttention` of torch "
+        f"{env['torch'].split('+')[0]}, on the shapes of BERT, ViT and a padded batch, forward and "
+        f"forward + backward, the drop-in is {' and '.join(parts)} as fast. Every answer was "
+        "compared with float64 before it was timed."
     )
 
 

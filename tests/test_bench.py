@@ -114,6 +114,7 @@ def test_presets_are_cells_with_a_name_of_their_own(name: str) -> None:
         (["--preset", "gpt", "--shapes", "L=4"], "either"),
         (["--shapes", "H=3,Hkv=2,L=4"], "Hkv=2"),
         (["--providers", "abacus"], "'abacus'"),
+        (["--providers", "torch@avx2"], "'torch@avx2'"),
         (["--providers", "fastattn", "--baseline", "torch"], "'torch'"),
         (["--threads", "0"], "--threads 0"),
         (["--time-budget", "-1"], "--time-budget"),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from fastattn.bench.cells import DTYPES, MASKS, OPS, PASSES, WEIGHTS, Cell
 from fastattn.bench.presets import PRESETS, Template, preset_cells, template_cells
-from fastattn.bench.providers import DEFAULT, PROVIDERS
+from fastattn.bench.providers import DEFAULT, PROVIDERS, split_isa
 
 # Exit codes, as documented in docs/benchmarks.md.
 OK, FAULTS, USAGE, INTERRUPTED = 0, 1, 2, 130
@@ -68,7 +68,8 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         type=_names,
         default=list(DEFAULT),
         metavar="LIST",
-        help=f"{', '.join(PROVIDERS)}, or a module of yours (default: {','.join(DEFAULT)})",
+        help=f"{', '.join(PROVIDERS)}, fastattn@avx2 and so on, or a module of yours "
+        f"(default: {','.join(DEFAULT)})",
     )
     who.add_argument("--baseline", metavar="NAME", help="what the others are compared with (torch)")
     how = parser.add_argument_group("how it is measured")
@@ -140,7 +141,10 @@ def _settings_error(args: argparse.Namespace) -> str | None:
         if value is not None and value <= 0:
             return f"{flag} {value}: must be positive"
     for name in args.providers:
-        if name not in PROVIDERS and "." not in name:
+        provider, isa = split_isa(name)
+        if isa and provider != "fastattn":
+            return f"--providers {name!r}: only fastattn@ISA can be told its instruction set"
+        if provider not in PROVIDERS and "." not in provider:
             return f"--providers {name!r}: known are {', '.join(PROVIDERS)}, or a.module of yours"
     if not args.providers:
         return "--providers: none given"

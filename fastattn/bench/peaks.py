@@ -25,12 +25,18 @@ def measure_peak(kind: str, threads: int, seconds: float) -> tuple[float, str]:
     if kind not in KINDS:
         raise ValueError(f"unknown kind of peak {kind!r}; known are {', '.join(KINDS)}")
     try:
-        native = importlib.import_module("fastattn._cpu").measure_peak
-    except (ImportError, AttributeError):
+        core = importlib.import_module("fastattn._cpu")
+    except ImportError:
         return _estimate(kind, seconds)
     # A processor without bf16 arithmetic computes bf16 in fp32.
     kinds = ("dot_bf16", "fma_f32") if kind == "dot_bf16" else (kind,)
-    return max(float(native(each, threads, seconds)) for each in kinds), "measured"
+    info = core.build_info()
+    # The machine's peak is that of its best instruction set, whichever one is being measured.
+    core.set_isa(info["supported"][-1])
+    try:
+        return max(float(core.measure_peak(k, threads, seconds)) for k in kinds), "measured"
+    finally:
+        core.set_isa(info["isa"])
 
 
 def _estimate(kind: str, seconds: float) -> tuple[float, str]:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 START_SECONDS = 120.0
+ISA_VARIABLE = "FASTATTN_CPU_ISA"
 
 
 class ProviderError(Exception):
@@ -27,9 +28,9 @@ class ProviderError(Exception):
 
 
 class WorkerProcess:
-    """One worker process and its pipes."""
+    """One worker process and its pipes; `isa` forces the native core's instruction set there."""
 
-    def __init__(self, threads: int, cpus: Sequence[int]) -> None:
+    def __init__(self, threads: int, cpus: Sequence[int], isa: str = "") -> None:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         self._buffer = b""
         self._process = subprocess.Popen(
@@ -37,7 +38,7 @@ class WorkerProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
-            env=os.environ | thread_variables(threads),
+            env=os.environ | thread_variables(threads) | ({ISA_VARIABLE: isa} if isa else {}),
             # Its own group: Ctrl-C reaches the parent alone, which then ends the workers.
             start_new_session=True,
         )

@@ -20,7 +20,7 @@ from fastattn.bench.inputs import true_in_mask
 from fastattn.bench.oracle import Oracle
 from fastattn.bench.peaks import KIND_OF_DTYPE
 from fastattn.bench.pool import START_SECONDS, ProviderError, WorkerProcess, usable_cpus
-from fastattn.bench.providers import DEFAULT
+from fastattn.bench.providers import DEFAULT, split_isa
 from fastattn.bench.results import CellResult, Journal, Outcome, Peak, Result, Round
 from fastattn.bench.summary import MIN_KEPT, best_guards, quiet_rounds
 
@@ -102,15 +102,15 @@ class Runner:
 
     def _start(self) -> None:
         # All of them start at once; "" is the machine's own, which measures the peaks.
-        self.workers = {name: self._new_worker() for name in ("", *self.settings.providers)}
+        self.workers = {name: self._new_worker(name) for name in ("", *self.settings.providers)}
         for name in self.settings.providers:
             self._open(name)
         self.journal.write("header", self.result.header())
         self.watcher.start(self.result, self.settings.cells)
         self._measure_peaks()
 
-    def _new_worker(self) -> WorkerProcess:
-        return WorkerProcess(self.settings.threads, self.cpus)
+    def _new_worker(self, name: str) -> WorkerProcess:
+        return WorkerProcess(self.settings.threads, self.cpus, split_isa(name)[1])
 
     def _open(self, name: str) -> None:
         """Lets a process load its provider; the result says what it runs on, or why it cannot."""
@@ -238,7 +238,7 @@ class Runner:
             return
         self.failures[name] += 1
         if self.failures[name] < MAX_FAILURES:
-            self.workers[name] = self._new_worker()
+            self.workers[name] = self._new_worker(name)
             self._open(name)
         else:
             del self.workers[name]

@@ -31,6 +31,12 @@ PROVIDERS = {
 DEFAULT = ("torch", "fastattn")
 
 
+def split_isa(name: str) -> tuple[str, str]:
+    """`fastattn@avx2` is the provider `fastattn` with that instruction set forced."""
+    provider, _, isa = name.partition("@")
+    return provider, isa
+
+
 class Provider(Protocol):
     ABOUT: str
 
@@ -41,6 +47,7 @@ class Provider(Protocol):
 
 def load(name: str) -> Provider:
     """The provider's module. Raises ImportError for one that is unknown or cannot be imported."""
+    name, _ = split_isa(name)
     if name not in PROVIDERS and "." not in name:
         raise ImportError(f"unknown provider {name!r}; known are {', '.join(PROVIDERS)}")
     module = importlib.import_module(PROVIDERS.get(name, name))
