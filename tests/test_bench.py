@@ -411,6 +411,17 @@ def test_the_readme_is_rendered_from_raw_results() -> None:
     assert render.why_not(result, rows) == []
 
 
+def test_the_committed_texts_are_those_of_the_committed_results(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    render = load_render()
+    if not (render.RESULTS / f"{render.MAIN}.json").exists():
+        assert "No measurement is committed yet" in (render.ROOT / "README.md").read_text()
+        return
+    monkeypatch.setattr("sys.argv", ["render.py", "--check"])
+    assert render.main() == 0
+
+
 def test_a_run_of_a_busy_machine_is_no_evidence() -> None:
     result = a_result([Round((100.0, 50.0), {"torch": 4.0, "ours": 2.0}) for _ in range(6)])
     result.ended = "interrupted"

@@ -18,7 +18,7 @@ START_SECONDS = 120.0
 ISA_VARIABLE = "FASTATTN_CPU_ISA"
 
 
-class ProviderError(Exception):
+class ProviderError(RuntimeError):
     """A provider could not do what it was asked; `status` is the row's: ERROR, CRASHED or HUNG."""
 
     def __init__(self, status: str, reason: str) -> None:
