@@ -73,6 +73,11 @@ struct SinusoidalParams {
 
   const uint64_t* frequency;    // [D], readable (zeros) to a multiple of 16
   const uint64_t* phase;        // [D], as frequency
+  // Where the columns are pairs of a sine and a cosine of one frequency: columns 2i and 2i + 1 if
+  // interleaved, else i and pairs + i; columns from 2 * pairs on are 0. Else pairs is 0.
+  int64_t pairs;
+  bool interleaved;
+  const uint64_t* pair_frequency;  // [pairs]
 
   double scale;
   bool has_padding_idx;

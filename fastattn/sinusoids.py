@@ -63,10 +63,11 @@ LAYOUTS = tuple(_LAYOUTS)
 
 
 class Sinusoids(NamedTuple):
-    """64-bit unsigned integers, one a column, then zeros up to a multiple of 16."""
+    """64-bit unsigned integers; those of the columns go on with zeros up to a multiple of 16."""
 
     frequency: array[int]
     phase: array[int]
+    pairs: array[int]  # the frequencies that a sine and a cosine share; none in split_exponent
 
 
 @lru_cache(maxsize=256)
@@ -86,7 +87,14 @@ def sinusoids(dim: int, layout: str, max_timescale: float) -> Sinusoids:
         ]
     padding = [0] * (-dim % _MULTIPLE)
     phase = [column.phase for column in columns]
-    return Sinusoids(array("Q", frequency + padding), array("Q", phase + padding))
+    sines = [
+        f for f, c in zip(frequency, columns, strict=True) if c.power is not None and not c.phase
+    ]
+    return Sinusoids(
+        array("Q", frequency + padding),
+        array("Q", phase + padding),
+        array("Q", [] if layout == "split_exponent" else sines),
+    )
 
 
 def encode_positions(positions: Tensor, dim: int, layout: str, max_timescale: float) -> Tensor:
@@ -96,7 +104,7 @@ def encode_positions(positions: Tensor, dim: int, layout: str, max_timescale: fl
         torch.frombuffer(column, dtype=torch.int64)[:dim].to(positions.device)
         if dim > 0
         else positions.new_empty(0)
-        for column in table
+        for column in (table.frequency, table.phase)
     )
     # The nearest quadrant and the distance from it, at most an eighth of a turn. int64 products
     # wrap around, as wanted.

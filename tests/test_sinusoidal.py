@@ -107,7 +107,7 @@ def test_layouts_by_hand(engine: Target, layout: str, dim: int, row: list[float]
     torch.testing.assert_close(table[1], torch.tensor(row, dtype=torch.float64), rtol=0, atol=3e-16)
 
 
-@pytest.mark.parametrize("dim", [1, 2, 3, 5, 8, 17, 64])
+@pytest.mark.parametrize("dim", [1, 2, 3, 5, 8, 17, 33, 47, 64])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_exact_at_any_position(engine: Target, layout: str, dim: int) -> None:
     positions = torch.tensor(FAR)

@@ -14,7 +14,8 @@ namespace {
 void sinusoidal(int dtype, int threads, const py::tuple& sizes, uintptr_t x,
                 const py::tuple& x_stride, uintptr_t out, const py::tuple& out_stride,
                 uintptr_t positions, const py::tuple& position_stride, int64_t offset,
-                uintptr_t frequency, uintptr_t phase, double scale, const py::object& padding_idx) {
+                uintptr_t frequency, uintptr_t phase, int64_t pairs, bool interleaved,
+                uintptr_t pair_frequency, double scale, const py::object& padding_idx) {
   SinusoidalParams p{};
   p.dtype = static_cast<DType>(dtype);
   p.threads = threads;
@@ -28,6 +29,9 @@ void sinusoidal(int dtype, int threads, const py::tuple& sizes, uintptr_t x,
   p.offset = offset;
   p.frequency = reinterpret_cast<const uint64_t*>(frequency);
   p.phase = reinterpret_cast<const uint64_t*>(phase);
+  p.pairs = pairs;
+  p.interleaved = interleaved;
+  p.pair_frequency = reinterpret_cast<const uint64_t*>(pair_frequency);
   p.scale = scale;
   p.has_padding_idx = !padding_idx.is_none();
   if (p.has_padding_idx) p.padding_idx = integer(padding_idx.ptr());

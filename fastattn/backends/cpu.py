@@ -225,6 +225,9 @@ def sinusoidal_encoding(
         offset,
         table.frequency.buffer_info()[0],
         table.phase.buffer_info()[0],
+        len(table.pairs),
+        layout == "interleaved",
+        table.pairs.buffer_info()[0],
         scale,
         padding_idx,
     )
