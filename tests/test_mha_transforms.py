@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, stack_module_state, vmap
 from torch.utils.flop_counter import FlopCounterMode
 
-from fastattn import replace_mha
+from fastattn import replace_mha, restore_mha
 from fastattn.nn import MultiheadAttention
 from fastattn.testing import assert_within_bound
 
@@ -235,6 +235,17 @@ def test_traces_with_jit(fused: MultiheadAttention) -> None:
     module = Self().eval()
     traced = torch.jit.trace(module, (X,), check_trace=False)
     assert close([traced(2 * X)], [module(2 * X)])
+
+
+def test_torchscript_is_refused_with_advice_and_without_a_trace() -> None:
+    layer = nn.TransformerEncoderLayer(EMBED, HEADS, 32, dropout=0.0, batch_first=True)
+    want = layer(X)
+    replace_mha(layer)
+    with pytest.raises(RuntimeError, match=r"restore_mha\(model\) first"):
+        torch.jit.script(layer)
+    assert isinstance(layer.self_attn, MultiheadAttention)
+    restore_mha(layer)
+    assert close([torch.jit.script(layer)(X)], [want])
 
 
 def test_flops_are_counted(fused: MultiheadAttention) -> None:

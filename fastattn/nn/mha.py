@@ -146,6 +146,13 @@ class MultiheadAttention(_Stock):
             weights = None if weights is None else weights.squeeze(0)
         return out, weights
 
+    def __prepare_scriptable__(self) -> None:
+        """What ``torch.jit.script`` asks a module for."""
+        raise RuntimeError(
+            "torch.jit.script cannot compile fastattn.nn.MultiheadAttention: call "
+            "fastattn.restore_mha(model) first, or use torch.compile or torch.export"
+        )
+
     def _attend(
         self,
         q: Tensor,  # [N, H, L, D]
