@@ -114,6 +114,25 @@ def test_weights_are_those_applied_after_dropout() -> None:
     assert torch.allclose(out, again, atol=1e-5)
 
 
+@pytest.mark.parametrize("batched", [True, False])
+def test_one_product_for_inputs_that_are_one_tensor(
+    batched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    widths: list[int] = []
+
+    def counted(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        widths.append(len(weight) // EMBED)
+        return F.linear(x, weight, bias)
+
+    monkeypatch.setattr(mha, "linear", counted)
+    fused = MultiheadAttention(EMBED, HEADS)
+    a, b, c = (x if batched else x[0] for x in (X, X.clone(), X.clone()))
+    for inputs, products in (((a, a, a), [3]), ((a, b, b), [1, 2]), ((a, b, c), [1, 1, 1])):
+        fused(*inputs)
+        assert widths == [*products, 1]
+        widths.clear()
+
+
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("inputs", ["self", "three"])
 @pytest.mark.parametrize("training", [True, False])

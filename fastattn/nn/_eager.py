@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from fastattn.library import runs_eagerly
 
@@ -14,8 +13,4 @@ def is_plain(*tensors: Tensor | None) -> bool:
     Only then may a branch depend on their values, and only then is an operator that knows no
     batching, no fake tensors and no forward-mode derivative in nobody's way.
     """
-    return (
-        forward_ad._current_level < 0  # a dual tensor looks plain, and its tangent would be lost
-        and runs_eagerly(*tensors)
-        and all(t is None or t.device.type == "cpu" for t in tensors)
-    )
+    return runs_eagerly(*tensors) and all(t is None or t.is_cpu for t in tensors)
