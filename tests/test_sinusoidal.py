@@ -275,11 +275,12 @@ def test_not_a_number_stays_where_it_is(engine: Target) -> None:
         assert torch.equal(got[finite], sinusoidal_table(3, 20, dtype=dtype)[finite])
 
 
-@pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 1000), (torch.bfloat16, 1016)])
+@pytest.mark.parametrize("width", [1024, 1001])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_large_outputs(
     target: Target, dtype: torch.dtype, width: int, generator: torch.Generator
 ) -> None:
-    """Beyond 16 MiB whole vectors are written past the caches; rows are aligned or not."""
+    """Beyond 16 MiB, whole vectors of aligned rows are written past the caches."""
     x = torch.randn(3, 2900, width, generator=generator).to(dtype)
     whole = sinusoidal_encoding(x, scale=2.0)
     for start in (0, 1, 1450, 2890):
@@ -287,6 +288,17 @@ def test_large_outputs(
         want = sinusoidal_encoding(part, offset=start, scale=2.0)
         assert torch.equal(whole[1, start : start + 10], want)
     assert torch.equal(whole[2], sinusoidal_encoding(x[2], scale=2.0))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("width", [4096, 4111, 9001])
+def test_wide_rows(target: Target, layout: str, width: int, generator: torch.Generator) -> None:
+    """A row that fills the kernel's tile, and rows that are cut."""
+    x = torch.randn(2, 3, width, generator=generator)
+    got = sinusoidal_encoding(x, offset=12345, layout=layout)
+    with fastattn.use_backend("reference"):
+        want = sinusoidal_encoding(x, offset=12345, layout=layout)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(
