@@ -238,6 +238,14 @@ def test_parts_of_the_keys_merge_through_lse(
 
 
 @floats
+def test_lse_is_handed_over_in_float64(any_backend: ModuleType, dtype: torch.dtype) -> None:
+    """Backward computes the weights from it: rounded to float32 it would make them all wrong."""
+    inputs = make_inputs(WAYS["square"], dtype)
+    lse = any_backend.scaled_dot_product_attention(*inputs.forward_args(), **inputs.options)[1]
+    assert lse.dtype == torch.float64
+
+
+@floats
 def test_weights_are_those_applied_to_the_values(
     any_backend: ModuleType, dtype: torch.dtype
 ) -> None:

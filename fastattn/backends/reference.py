@@ -26,8 +26,8 @@ multiplied by zero. So NaN and inf in a key or value reach only the queries that
 results and in every gradient. A query that sees nothing has o = 0, w = 0, lse = -inf, and passes
 on no gradient.
 
-**Precision**: 16-bit inputs are computed in float32 and rounded once, at the end; lse is float32
-(float64 for float64).
+**Precision**: 16-bit inputs are computed in float32 and rounded once, at the end. lse is returned
+in float64, see ``docs/design.md``.
 """
 
 from __future__ import annotations
@@ -96,7 +96,8 @@ def scaled_dot_product_attention(
         softcap=softcap,
         dropout_p=dropout_p,
     )
-    return out.to(query.dtype), lse, requested_weights(applied, weights).to(query.dtype)
+    applied = requested_weights(applied, weights).to(query.dtype)
+    return out.to(query.dtype), lse.double(), applied
 
 
 def scaled_dot_product_attention_backward(

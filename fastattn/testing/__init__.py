@@ -1,10 +1,10 @@
 """What proves the operators right: the case table, the oracle's results, the error bound."""
 
 from fastattn.testing.cases import CASES, Case
-from fastattn.testing.check import Verdict, check
 from fastattn.testing.compare import Deviation, assert_within_bound, deviation
 from fastattn.testing.inputs import Inputs, make_inputs
 from fastattn.testing.targets import Target, targets
+from fastattn.testing.verdict import Verdict, check
 
 __all__ = [
     "CASES",

@@ -93,7 +93,8 @@ def make_inputs(case: Case, dtype: torch.dtype, *, fence: bool = False) -> Input
         grad_out = placed(normal(b, h, case.q_len, dv), case.grad_layout)
     if "lse" in case.grads:
         # Of one sign: the gradient of a bias seen by all pairs is their sum, which must not cancel.
-        grad_lse = placed(normal(b, h, case.q_len, 1).abs(), "every_second", wide)[..., 0]
+        values = normal(b, h, case.q_len, 1).abs().to(wide)
+        grad_lse = placed(values, "every_second", torch.float64)[..., 0]
     if "weights" in case.grads:
         heads = h if case.weights == 1 else 1
         grad_weights = placed(normal(b, heads, case.q_len, case.k_len), case.grad_layout)

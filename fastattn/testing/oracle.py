@@ -81,13 +81,16 @@ def eager(inputs: Inputs) -> Results:
         )
         weights = reference.requested_weights(w, inputs.options["weights"])
         forward = (out.to(dtype), lse, weights.to(dtype))
-        pairs = [(y, g) for y, g in zip(forward, inputs.cotangents(), strict=True) if g is not None]
-        if not pairs:
+        pairs = zip(forward, inputs.cotangents(), strict=True)
+        given = [(y, grad.to(y.dtype)) for y, grad in pairs if grad is not None]
+        if not given:
             return _named(forward, None, inputs.options)
-        outputs, given = zip(*pairs, strict=True)
-        found = torch.autograd.grad(outputs, leaves, given, allow_unused=True)  # type: ignore[arg-type]
-    grads = [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, found, strict=True)]
-    return _named(forward, (*grads, None)[:4], inputs.options)
+        outputs, grads = zip(*given, strict=True)
+        found = torch.autograd.grad(outputs, leaves, grads, allow_unused=True)  # type: ignore[arg-type]
+    leaf_grads = [
+        torch.zeros_like(x) if g is None else g for x, g in zip(leaves, found, strict=True)
+    ]
+    return _named(forward, tuple(leaf_grads), inputs.options)
 
 
 def _named(
@@ -96,6 +99,9 @@ def _named(
     results = dict(zip(("out", "lse", "weights"), forward, strict=True))
     if options["weights"] == 0:
         del results["weights"]
+    # A primitive's lse is float64; what the user gets, and what is judged, is rounded to this.
+    out = results["out"]
+    results["lse"] = results["lse"].to(torch.promote_types(out.dtype, torch.float32))
     names = ("grad_query", "grad_key", "grad_value", "grad_mask")
     results.update((n, g) for n, g in zip(names, grads or (), strict=False) if g is not None)
     return {name: tensor.detach() for name, tensor in results.items()}

@@ -97,7 +97,7 @@ def _fresh_memory_is_nan() -> Iterator[None]:
 
 def _dtype_of(name: str, inputs: Inputs) -> torch.dtype:
     if name == "lse":
-        return torch.float64 if inputs.query.dtype == torch.float64 else torch.float32
+        return torch.promote_types(inputs.query.dtype, torch.float32)
     if name == "grad_mask":
         assert inputs.attn_mask is not None
         return inputs.attn_mask.dtype
