@@ -6,6 +6,7 @@ backends the same way as the forward; its own derivative goes through the refere
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from fastattn.library import Operator
 __all__ = ["attention", "attention_backward"]
 
 _VALUES = (
-    "float scale, SymInt offset, SymInt window_left, SymInt window_right, "
+    "float? scale, SymInt offset, SymInt window_left, SymInt window_right, "
     "float softcap, float dropout_p, int weights"
 )
 
@@ -52,7 +53,7 @@ def _fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor
     shapes = ((0,), (batch, heads, q_len, k_len), (batch, q_len, k_len))
     return (
         empty_output(query, value.shape[3]),
-        query.new_empty((batch, heads, q_len), dtype=lse_dtype(query.dtype)),
+        query.new_empty((batch, heads, q_len), dtype=torch.float64),
         query.new_empty(shapes[weights]),
     )
 
@@ -78,8 +79,8 @@ def _fake_backward(
     )
 
 
-def lse_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
+def default_scale(query: Tensor) -> float:
+    return 1.0 / math.sqrt(query.shape[3])
 
 
 def _vmap(
@@ -164,6 +165,7 @@ attention = Operator(
     backward=_backward,
     vmap=_vmap,
     opaque=("alibi_slopes",),
+    derived={"scale": lambda query, *_: default_scale(query)},
 )
 
 attention_backward = Operator(
@@ -174,4 +176,5 @@ attention_backward = Operator(
     fake=_fake_backward,
     vmap=_vmap_backward,
     recomputed=("out", "lse"),
+    derived={"scale": lambda _out, _lse, _weights, query, *_: default_scale(query)},
 )

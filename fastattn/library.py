@@ -31,7 +31,7 @@ as wanted. The operators ``<op>_backward`` do that, which makes double backward 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -87,12 +87,21 @@ def runs_eagerly(*tensors: Tensor | None) -> bool:
     return True
 
 
+_outside = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+
+
+def _as_outside() -> Any:
+    """Give the dispatcher's state of plain code back: below a mode, torch.func is switched off."""
+    return torch._C._ForceDispatchKeyGuard(*_outside)
+
+
 class Operator:
     """One primitive, callable on any tensor that PyTorch knows; see the module's docstring.
 
     ``opaque`` names tensors that the kernels treat as constants: when one of them requires a
     gradient, the reference runs instead. ``recomputed`` names tensors that a derivative through the
-    reference does not read.
+    reference does not read. ``derived`` finds a value that is None from the tensors: when it runs,
+    not while it is traced, which would tie the graph to one size.
     """
 
     def __init__(
@@ -106,6 +115,7 @@ class Operator:
         vmap: Callable[..., Any],
         opaque: Sequence[str] = (),
         recomputed: Sequence[str] = (),
+        derived: Mapping[str, Callable[..., Any]] | None = None,
     ) -> None:
         self.name = schema[: schema.index("(")]
         results = ", ".join(["Tensor"] * returns)
@@ -117,6 +127,7 @@ class Operator:
         self._keywords = self._names[self._tensors : -1]
         self._opaque = [self._names.index(name) for name in opaque]
         self._recomputed = {self._names.index(name) for name in recomputed}
+        self._derived = derived or {}
         self._returns = returns
         self._fake = fake
 
@@ -176,12 +187,19 @@ class Operator:
         return results
 
     def _run_for_dispatcher(self, *args: Any) -> Any:
-        results = self.run(*args)
+        tensors, keywords = self._primitive(args)
+        backend = args[-1] or dispatch.choose(self.name, tensors, keywords)
+        with _as_outside() if backend == "reference" else contextlib.nullcontext():
+            results = self._run(backend, tensors, keywords)
         return results if self._returns == 1 else _without_none(results, args)
 
     def _primitive(self, args: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
         n = self._tensors
-        return args[:n], dict(zip(self._keywords, args[n:]))  # noqa: B905  (not backend)
+        tensors, keywords = args[:n], dict(zip(self._keywords, args[n:]))  # noqa: B905  (not backend)
+        for name, derive in self._derived.items():
+            if keywords[name] is None:
+                keywords[name] = derive(*tensors)
+        return tensors, keywords
 
     def _register(self, schema: str, vmap: Callable[..., Any]) -> Any:
         _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -274,7 +292,7 @@ def _without_none(results: Sequence[Tensor | None], tensors: Sequence[Any]) -> t
 
 
 def _in_layout_of(results: Any, layout: Any) -> Any:
-    """Return each result in the strides that the fake implementation promises."""
+    """Return each result with the strides and the dtype that the fake implementation promises."""
     if isinstance(results, Tensor):
         results, layout = (results,), (layout,)
         return _in_layout_of(results, layout)[0]
@@ -283,7 +301,9 @@ def _in_layout_of(results: Any, layout: Any) -> Any:
         if result is None
         # A view would alias an argument, or keep a larger buffer alive.
         else result
-        if result.stride() == empty.stride() and result._base is None
+        if result.stride() == empty.stride()
+        and result.dtype == empty.dtype
+        and result._base is None
         else empty.copy_(result)
         for result, empty in zip(results, layout, strict=True)
     )

@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastattn.autograd import lse_dtype
-
 _NAME = "scaled_dot_product_attention"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -174,7 +172,7 @@ def fold_mask(mask: Any, query: Tensor, k_len: int, folding: Folding) -> Tensor:
 
 
 def fold_slopes(slopes: Any, query: Tensor, folding: Folding) -> Tensor:
-    """Return the slopes as [B|1, Hq], in the dtype of lse."""
+    """Return the slopes as [B|1, Hq], float32 (float64 for float64)."""
     if not isinstance(slopes, Tensor):
         raise wrong_type("alibi_slopes", slopes, "Tensor")
     _check_dense("alibi_slopes", slopes)
@@ -187,7 +185,7 @@ def fold_slopes(slopes: Any, query: Tensor, folding: Folding) -> Tensor:
         raise RuntimeError(
             f"{_NAME}: alibi_slopes must have shape {(heads,)} or {full}, got {_shape(slopes)}"
         )
-    slopes = slopes.to(lse_dtype(query.dtype))
+    slopes = slopes.to(torch.float64 if query.dtype == torch.float64 else torch.float32)
     return slopes[None] if slopes.dim() == 1 else _fold_leading(slopes, 1, folding.batch)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastattn import dispatch
-from fastattn.autograd import attention
+from fastattn.autograd import attention, default_scale
 from fastattn.library import Operator, nothing_watches
 from fastattn.ops import _sdpa_arguments as arguments
 
@@ -176,7 +175,7 @@ def scaled_dot_product_attention(
         return out
     results = [out]
     if return_lse:
-        results.append(folding.restore(lse))
+        results.append(folding.restore(lse if query.dtype is torch.float64 else lse.float()))
     if need_weights:
         results.append(folding.restore(weights, has_head=not average_weights))
     return tuple(results)
@@ -239,9 +238,10 @@ def prepare(
     if query.shape[3] == 0:  # every score is 0, also with one dimension of zeros
         query, key = (torch.nn.functional.pad(x, (0, 1)) for x in (query, key))
         scale = 1.0
-    scale = (
-        1.0 / math.sqrt(query.shape[3]) if scale is None else arguments.check_real("scale", scale)
-    )
+    if scale is not None:
+        scale = arguments.check_real("scale", scale)
+    elif not torch.compiler.is_compiling():  # else found when it runs, for every head dimension
+        scale = default_scale(query)
     weights = (_AVERAGED if average_weights else _PER_HEAD) if need_weights else _NO_WEIGHTS
     tensors = (query, key, value, attn_mask, alibi_slopes, None)
     return attention, (*tensors, scale, offset, left, right, cap, dropout_p, weights), folding
@@ -287,7 +287,7 @@ def _plain(query: Any, key: Any, value: Any, is_causal: Any, scale: Any) -> Tens
         or (scale is not None and type(scale) is not float)
     ):
         return None
-    scale = 1.0 / math.sqrt(width) if scale is None else scale
+    scale = default_scale(query) if scale is None else scale
     right = 0 if is_causal else -1
     native = _native.get((dtype, width, value_width))
     if native is None:

@@ -1,0 +1,589 @@
+"""Attention under the compiler, export, fake tensors, `torch.func` and higher derivatives."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.testing import assert_close
+from torch.utils._pytree import tree_map
+
+import fastattn
+from fastattn import use_backend
+
+attention = fastattn.scaled_dot_product_attention
+forward_op = torch.ops.fastattn.scaled_dot_product_attention.default
+backward_op = torch.ops.fastattn.scaled_dot_product_attention_backward.default
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> Iterator[None]:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def rand(*shape: int, requires_grad: bool = False) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, requires_grad=requires_grad)
+
+
+def qkv(requires_grad: bool = False, heads: int = 4) -> list[Tensor]:
+    shapes = ((2, 4, 5, 4), (2, heads, 7, 4), (2, heads, 7, 6))
+    return [rand(*shape, requires_grad=requires_grad) for shape in shapes]
+
+
+# Every argument of the primitive at once, except dropout.
+EVERYTHING: dict[str, Any] = {
+    "softcap": 2.0,
+    "window": (3, 4),
+    "causal_alignment": "bottom_right",
+    "alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 1.0], dtype=torch.float64),
+    "return_lse": True,
+    "need_weights": True,
+}
+
+
+def everything(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
+    return attention(query, key, value, mask, **EVERYTHING)
+
+
+def loss(results: Any) -> Tensor:
+    results = (results,) if isinstance(results, Tensor) else results
+    return sum((x.sin().sum() for x in results), start=torch.zeros((), dtype=torch.float64))
+
+
+def stock(*args: Any, **kwargs: Any) -> Tensor:
+    with sdpa_kernel(SDPBackend.MATH):  # the one that PyTorch can differentiate twice
+        return F.scaled_dot_product_attention(*args, **kwargs)
+
+
+# --- the registered operators ----------------------------------------------------------------
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {  # of a contiguous [B, H, L, D]
+    "bhld": lambda x: x,
+    "blhd": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "lbhd": lambda x: x.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3),
+    "rows-apart": lambda x: torch.cat([x, x], -1)[..., : x.shape[-1]],
+    "last-not-innermost": lambda x: x.mT.contiguous().mT,
+    "expanded": lambda x: x[:1].expand_as(x),
+}
+OPTIONS = (0.5, 1, 3, 2, 2.0, 0.0)  # scale, offset, window left and right, softcap, dropout_p
+PLAIN = (0.5, 0, -1, -1, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_opcheck_of_the_forward(backend: str, layout: str) -> None:
+    tensors = [LAYOUTS[layout](x).requires_grad_() for x in qkv(heads=2)]
+    torch.library.opcheck(forward_op, (*tensors, None, None, None, *PLAIN, 1, ""))
+
+
+def test_opcheck_of_the_forward_with_everything(backend: str) -> None:
+    mask, slopes, seed = rand(1, 4, 1, 7, requires_grad=True), rand(1, 4).abs(), torch.tensor(3)
+    options = (*OPTIONS[:5], 0.25)
+    torch.library.opcheck(forward_op, (*qkv(True), mask, slopes, seed, *options, 2, ""))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_opcheck_of_the_backward(backend: str, layout: str) -> None:
+    relaid = LAYOUTS[layout]
+    args = (*(relaid(x) for x in qkv(heads=2)), None, None, None)
+    out, lse, _ = forward_op(*args, *PLAIN, 0, "")
+    grads = (relaid(torch.randn_like(out)), None, None)
+    torch.library.opcheck(backward_op, (*grads, *args, out, lse, *PLAIN, 0, False, ""))
+
+
+@pytest.mark.parametrize(
+    "twice",
+    [
+        False,
+        # The compiler traces the reference's second derivative, for symbolic sizes.
+        pytest.param(True, marks=pytest.mark.slow),
+    ],
+)
+def test_opcheck_of_the_backward_with_everything(backend: str, twice: bool) -> None:
+    mask, slopes, seed = rand(2, 1, 5, 1, requires_grad=twice), rand(1, 4).abs(), torch.tensor(3)
+    args = (*qkv(twice, heads=2), mask, slopes, seed)
+    options = (*OPTIONS[:5], 0.25)
+    with torch.no_grad():
+        results = forward_op(*args, *options, 2, "")
+    grads = [torch.randn_like(x) for x in results]
+    torch.library.opcheck(backward_op, (*grads, *args, *results[:2], *options, 2, True, ""))
+
+
+def test_opcheck_in_16_bits() -> None:
+    tensors = [x.bfloat16().requires_grad_() for x in qkv()]
+    mask = torch.randn(5, 7).requires_grad_()[None, None]
+    torch.library.opcheck(forward_op, (*tensors, mask, None, None, *PLAIN, 1, ""))
+
+
+def test_fake_tensors_have_the_shapes_and_strides_of_real_ones(backend: str) -> None:
+    mode = FakeTensorMode()
+    for layout in LAYOUTS.values():
+        real = [layout(x) for x in qkv()]
+        fake = [mode.from_tensor(x) for x in real]
+        with mode:
+            imagined = attention(*fake, return_lse=True, need_weights=True)
+        for a, b in zip(
+            imagined, attention(*real, return_lse=True, need_weights=True), strict=True
+        ):
+            assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
+
+
+def test_meta_tensors_give_meta_tensors() -> None:
+    out = attention(*(x.to("meta") for x in qkv()))
+    assert out.is_meta
+    assert out.shape == (2, 4, 5, 6)
+
+
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+def test_make_fx_records_the_operator(backend: str, mode: str) -> None:
+    tensors = qkv()
+    traced = make_fx(lambda q, k, v: attention(q, k, v, is_causal=True), tracing_mode=mode)(
+        *tensors
+    )
+    assert forward_op in [node.target for node in traced.graph.nodes]
+    others = qkv()
+    assert_close(traced(*others), attention(*others, is_causal=True))
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+def test_jit_trace_records_the_operator(backend: str) -> None:
+    traced = torch.jit.trace(lambda q, k, v: attention(q, k, v, is_causal=True), qkv())
+    assert "fastattn::scaled_dot_product_attention" in str(traced.graph)
+    others = qkv()
+    assert_close(traced(*others), attention(*others, is_causal=True))
+
+
+# --- torch.compile, torch.export -------------------------------------------------------------
+
+
+def compiled(function: Callable[..., Any], dynamic: bool, backend: str = "aot_eager") -> Any:
+    return torch.compile(function, fullgraph=True, dynamic=dynamic, backend=backend)
+
+
+CALLS: dict[str, Callable[..., Any]] = {
+    "plain": lambda q, k, v, m: attention(q, k, v),
+    "causal": lambda q, k, v, m: attention(q, k, v, is_causal=True),
+    "gqa": lambda q, k, v, m: attention(q, k[:, :2], v[:, :2], enable_gqa=True),
+    "mask": lambda q, k, v, m: attention(q, k, v, m),
+    "bool-mask": lambda q, k, v, m: attention(q, k, v, m > 0),
+    "everything": everything,
+    "mean-weights": lambda q, k, v, m: attention(q, k, v, need_weights=True, average_weights=True),
+    "2d": lambda q, k, v, m: attention(q[0, 0], k[0, 0], v[0, 0]),
+    "3d": lambda q, k, v, m: attention(q[0], k[0], v[0]),
+    "5d": lambda q, k, v, m: attention(q[None], k[None], v[None], m[None]),
+    "broadcast": lambda q, k, v, m: attention(q, k[:1, :1], v[:1]),
+    "transposed": lambda q, k, v, m: attention(*(x.transpose(1, 2) for x in (q, q, q))),
+}
+
+
+# Below the operator, compiled code is eager code: one backend is enough.
+@pytest.mark.parametrize(
+    ("name", "dynamic"),
+    [
+        *((name, False) for name in CALLS),
+        *((name, True) for name in ("causal", "mask", "everything", "3d", "broadcast")),
+        *(pytest.param(name, True, marks=pytest.mark.slow) for name in ("gqa", "2d", "5d")),
+    ],
+)
+def test_compiled_equals_eager_without_graph_breaks(name: str, dynamic: bool) -> None:
+    call = CALLS[name]
+    run = compiled(call, dynamic)
+    inputs = [*qkv(True), rand(4, 1, 7, requires_grad=True)]
+    expected, actual = call(*inputs), run(*inputs)
+    assert_close(actual, expected)
+    wanted = torch.autograd.grad(loss(expected), inputs, allow_unused=True)
+    assert_close(torch.autograd.grad(loss(actual), inputs, allow_unused=True), wanted)
+    with torch.no_grad():
+        assert_close(run(*inputs), expected)
+
+
+def test_compiled_by_inductor_with_changing_lengths() -> None:
+    run = compiled(everything, dynamic=True, backend="inductor")
+    for q_len, k_len in ((5, 7), (9, 4)):
+        inputs = [
+            rand(2, 4, q_len, 8, requires_grad=True),
+            rand(2, 4, k_len, 8, requires_grad=True),
+            rand(2, 4, k_len, 8, requires_grad=True),
+            rand(4, 1, k_len, requires_grad=True),
+        ]
+        expected, actual = everything(*inputs), run(*inputs)
+        assert_close(actual, expected)
+        assert_close(
+            torch.autograd.grad(loss(actual), inputs), torch.autograd.grad(loss(expected), inputs)
+        )
+
+
+def test_one_dynamic_graph_serves_all_sizes() -> None:
+    graphs: list[Any] = []
+
+    def count(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    run = torch.compile(CALLS["mask"], fullgraph=True, dynamic=True, backend=count)
+    for batch, heads, q_len, k_len, width in ((2, 3, 5, 7, 4), (3, 2, 6, 8, 5), (4, 5, 9, 3, 8)):
+        q, k = rand(batch, heads, q_len, width), rand(batch, heads, k_len, width)
+        assert_close(run(q, k, k, rand(q_len, k_len)).shape, q.shape)
+    assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("inductor", [False, True], ids=["aot_eager", "inductor"])
+def test_each_call_of_a_compiled_function_draws_its_own_dropout(inductor: bool) -> None:
+    query = rand(2, 2, 16, 8, requires_grad=True)
+    run = compiled(
+        lambda q: attention(q, q, q, dropout_p=0.5, need_weights=True),
+        dynamic=False,
+        backend="inductor" if inductor else "aot_eager",
+    )
+    first, second = run(query), run(query)
+    assert not torch.equal(first[1] == 0, second[1] == 0)
+    torch.manual_seed(7)
+    again = run(query)[1]
+    torch.manual_seed(7)
+    assert torch.equal(run(query)[1], again)
+    # Backward drops what forward dropped: out is linear in value, with these weights.
+    out, weights = run(query)
+    (gradient,) = torch.autograd.grad(weights.sum() * 0 + out.sum(), query, retain_graph=True)
+    assert gradient.isfinite().all()
+
+
+def test_backward_of_compiled_dropout_reuses_the_forward_seed() -> None:
+    query, value = rand(2, 2, 16, 8), rand(2, 2, 16, 8, requires_grad=True)
+    run = compiled(lambda q, v: attention(q, q, v, dropout_p=0.5, need_weights=True), dynamic=False)
+    out, weights = run(query, value)
+    (gradient,) = torch.autograd.grad(out.sum(), value)
+    assert_close(gradient, weights.detach().sum(-2, keepdim=True).mT.expand_as(value))
+
+
+def test_compiled_under_autocast() -> None:
+    def call(*tensors: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return attention(*tensors)
+
+    inputs = [x.float() for x in qkv()]
+    out = compiled(call, dynamic=False)(*inputs)
+    assert out.dtype == torch.bfloat16
+    assert_close(out, call(*inputs))
+
+
+def test_a_forced_backend_is_asked_when_compiled_code_runs() -> None:
+    run, inputs = compiled(CALLS["plain"], dynamic=False), [*qkv(), rand(1)]
+    expected = run(*inputs)
+    with use_backend("reference"):
+        assert_close(run(*inputs), expected)
+        assert torch.equal(run(*inputs), attention(*inputs[:3]))
+
+
+def test_compiled_errors_are_the_eager_errors() -> None:
+    run = torch.compile(attention, backend="eager")
+    q, k, v = qkv()
+    with pytest.raises(RuntimeError, match="key and value must have the same length"):
+        run(q, k, v[:, :, :3])
+    with pytest.raises(Exception, match="generator must be None under"):
+        compiled(attention, False)(q, k, v, dropout_p=0.5, generator=torch.Generator())
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_with_dynamic_lengths(strict: bool) -> None:
+    class Module(torch.nn.Module):
+        def forward(self, query: Tensor, key: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
+            return attention(
+                query, key, key, mask, need_weights=True, causal_alignment="bottom_right"
+            )
+
+    batch, length = torch.export.Dim("batch", max=64), torch.export.Dim("length", max=512)
+    program = torch.export.export(
+        Module(),
+        (rand(2, 4, 5, 8), rand(2, 4, 7, 8), rand(2, 1, 1, 7)),
+        dynamic_shapes={
+            "query": {0: batch},
+            "key": {0: batch, 2: length},
+            "mask": {0: batch, 3: length},
+        },
+        strict=strict,
+    )
+    assert forward_op in [node.target for node in program.graph.nodes]
+    inputs = rand(3, 4, 5, 8), rand(3, 4, 11, 8), rand(3, 1, 1, 11)
+    assert_close(program.module()(*inputs), Module()(*inputs))
+    decomposed = program.run_decompositions().module()
+    assert_close(decomposed(*inputs), Module()(*inputs))
+
+
+# --- torch.func ------------------------------------------------------------------------------
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "full": lambda f, q, k, v: f(q, k, v),
+    "causal": lambda f, q, k, v: f(q, k, v, is_causal=True),
+    "mean": lambda f, q, k, v: f(q, k, v.mean(-2, keepdim=True).expand_as(v)),
+}
+TRANSFORMS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+    "grad": lambda f: grad(lambda *x: loss(f(*x)), (0, 1, 2)),
+    "vjp": lambda f: lambda *x: vjp(f, *x)[1](torch.ones(2, 4, 5, 6, dtype=torch.float64)),
+    "vmap": lambda f: vmap(f),
+    "vmap-of-keys": lambda f: vmap(f, (None, 0, 0)),
+    "vmap-of-queries": lambda f: vmap(f, (0, None, None), 1),
+    "vmap-of-heads": lambda f: vmap(f, 1, 1),
+    "vmap-twice": lambda f: vmap(vmap(f)),
+    "vmap-in-chunks": lambda f: vmap(f, chunk_size=1),
+    "vmap-of-grad": lambda f: vmap(grad(lambda *x: loss(f(*x)), (0, 1, 2))),
+    "grad-of-vmap": lambda f: grad(lambda *x: loss(vmap(f)(*x)), (0, 1, 2)),
+    "jacrev": lambda f: jacrev(f, (0, 1, 2)),
+    "jacrev-in-chunks": lambda f: jacrev(f, 1, chunk_size=7),
+    "jacrev-one-by-one": lambda f: jacrev(f, 1, chunk_size=1),
+    "grad-of-grad": lambda f: grad(
+        lambda *x: loss(grad(lambda *y: loss(f(*y)), (0, 1, 2))(*x)), (0, 1, 2)
+    ),
+    "jvp": lambda f: lambda *x: jvp(f, x, tuple(y.cos() for y in x)),
+    "jacfwd": lambda f: jacfwd(f, 1),
+    "jvp-of-grad": lambda f: (
+        lambda *x: jvp(grad(lambda *y: loss(f(*y)), (0, 1, 2)), x, tuple(y.cos() for y in x))
+    ),
+    "hessian": lambda f: hessian(lambda *x: loss(f(*(y[:1, :2, :2, :2] for y in x))), 0),
+}
+
+
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_a_transform_of_ours_equals_that_of_pytorch(
+    backend: str, name: str, function: Callable[..., Any]
+) -> None:
+    transform, inputs = TRANSFORMS[name], qkv()
+    forward_mode = name in ("jvp", "jacfwd", "jvp-of-grad", "hessian")
+    if forward_mode and backend != "reference":
+        with pytest.raises(RuntimeError, match="forward-mode"):
+            transform(lambda *x: function(attention, *x))(*inputs)
+        return
+    actual = transform(lambda *x: function(attention, *x))(*inputs)
+    expected = transform(lambda *x: function(stock, *x))(*inputs)
+    assert_close(actual, expected, rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", ["grad", "vmap", "vmap-of-grad", "jacrev", "grad-of-grad"])
+def test_a_compiled_transform_equals_the_eager_one(name: str) -> None:
+    transformed, inputs = TRANSFORMS[name](attention), qkv()
+    assert_close(compiled(transformed, dynamic=False)(*inputs), transformed(*inputs))
+
+
+MASK_SHAPES = [(5, 7), (4, 1, 7), (1, 4, 5, 7), (2, 1, 1, 1), (2, 4, 5, 7)]
+
+
+@pytest.mark.parametrize("shape", MASK_SHAPES, ids=str)
+@pytest.mark.parametrize("in_dims", [(0, 0, 0, 0), (0, 0, 0, None), (None, None, None, 0)], ids=str)
+def test_vmap_over_everything_and_its_gradients(
+    backend: str, shape: tuple[int, ...], in_dims: tuple[int | None, ...]
+) -> None:
+    n = 3
+    inputs = [
+        rand(*size) if dim is None else rand(n, *size)
+        for size, dim in zip(
+            [(2, 4, 5, 4), (2, 2, 7, 4), (2, 2, 7, 6), shape], in_dims, strict=True
+        )
+    ]
+
+    def call(*x: Tensor) -> tuple[Tensor, ...]:
+        return attention(*x, enable_gqa=True, **EVERYTHING)
+
+    def gradients(*x: Tensor) -> tuple[Tensor, ...]:
+        return grad(lambda *y: loss(call(*y)), (0, 1, 2, 3))(*x)
+
+    for function in (call, gradients):
+        examples = [
+            function(*(x if d is None else x[i] for x, d in zip(inputs, in_dims, strict=True)))
+            for i in range(n)
+        ]
+        expected = tuple(torch.stack(column) for column in zip(*examples, strict=True))
+        assert_close(vmap(function, in_dims)(*inputs), expected)
+
+
+def test_gradients_for_each_sample(backend: str) -> None:
+    layer = torch.nn.Linear(8, 3 * 8, dtype=torch.float64)
+
+    def sample_loss(parameters: Any, x: Tensor) -> Tensor:
+        q, k, v = functional_call(layer, parameters, x).view(-1, 3, 2, 4).permute(1, 2, 0, 3)
+        return loss(attention(q, k, v))
+
+    parameters = {name: p.detach() for name, p in layer.named_parameters()}
+    batch = rand(3, 5, 8)
+    together = vmap(grad(sample_loss), (None, 0))(parameters, batch)
+    alone = [grad(sample_loss)(parameters, x) for x in batch]
+    for name, value in together.items():
+        assert_close(value, torch.stack([g[name] for g in alone]))
+
+
+@pytest.mark.parametrize("randomness", ["error", "same", "different"])
+def test_vmap_treats_randomness_as_asked(backend: str, randomness: str) -> None:
+    query = rand(1, 2, 2, 16, 4).expand(3, -1, -1, -1, -1)  # two equal sequences, three times
+
+    def call(x: Tensor) -> tuple[Tensor, Tensor]:
+        return attention(x, x, x, dropout_p=0.5, need_weights=True)
+
+    run = vmap(call, randomness=randomness)
+    if randomness == "error":
+        with pytest.raises(RuntimeError, match="randomness"):
+            run(query)
+        return
+    weights = run(query)[1]
+    assert torch.equal(weights[0], weights[1]) == (randomness == "same")
+    assert not torch.equal(weights[0, 0], weights[0, 1])
+    if randomness == "same":
+        torch.manual_seed(4)
+        mapped = run(query)[1][0]
+        torch.manual_seed(4)
+        assert_close(mapped, call(query[0])[1])
+    mean = vmap(grad(lambda x: loss(call(x))), randomness=randomness)(query)
+    assert mean.isfinite().all()
+
+
+def test_learnable_slopes_under_torch_func() -> None:
+    q, k, v = qkv()
+    slopes = EVERYTHING["alibi_slopes"]
+
+    def ours(s: Tensor) -> Tensor:
+        return loss(attention(q, k, v, alibi_slopes=s))
+
+    def theirs(s: Tensor) -> Tensor:
+        d = (torch.arange(5)[:, None] - torch.arange(7)).abs()
+        return loss(stock(q, k, v, -s[:, None, None] * d))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", fastattn.FallbackWarning)
+        assert_close(grad(ours)(slopes), grad(theirs)(slopes))
+        batch = torch.stack([slopes, slopes + 1])
+        assert_close(vmap(grad(ours))(batch), vmap(grad(theirs))(batch))
+        assert_close(
+            grad(lambda s: vmap(lambda x: attention(x, x, x, alibi_slopes=s))(q).sum())(slopes),
+            grad(lambda s: attention(q, q, q, alibi_slopes=s).sum())(slopes),
+        )
+        assert_close(
+            torch.compile(grad(ours), fullgraph=True, backend="aot_eager")(slopes),
+            grad(theirs)(slopes),
+        )
+
+
+@pytest.mark.filterwarnings("ignore::fastattn.FallbackWarning")
+def test_forward_mode_without_torch_func() -> None:
+    inputs = qkv()
+    tangents = [x.cos() for x in inputs]
+    expected = jvp(stock, tuple(inputs), tuple(tangents))[1]
+    with forward_ad.dual_level():
+        duals = [forward_ad.make_dual(x, t) for x, t in zip(inputs, tangents, strict=True)]
+        tangent = forward_ad.unpack_dual(attention(*duals)).tangent
+    assert_close(tangent, expected)
+
+
+# --- higher derivatives ----------------------------------------------------------------------
+
+
+def _small(*shape: int) -> Tensor:
+    return rand(*shape, requires_grad=True)
+
+
+DERIVATIVES: dict[str, tuple[Callable[[], list[Tensor]], Callable[..., Any]]] = {
+    "plain": (
+        lambda: [_small(1, 2, 3, 2), _small(1, 2, 4, 2), _small(1, 2, 4, 3)],
+        lambda q, k, v: attention(q, k, v),
+    ),
+    "everything": (
+        lambda: [_small(1, 4, 3, 2), _small(1, 2, 4, 2), _small(1, 2, 4, 3), _small(4, 1, 4)],
+        lambda q, k, v, m: attention(q, k, v, m, enable_gqa=True, **EVERYTHING),
+    ),
+    "mean-weights": (
+        lambda: [_small(1, 2, 3, 2), _small(1, 2, 4, 2), _small(3, 4)],
+        lambda q, k, m: attention(q, k, k, m, need_weights=True, average_weights=True)[1],
+    ),
+    "lse": (
+        lambda: [_small(1, 2, 3, 2), _small(1, 2, 4, 2)],
+        lambda q, k: attention(q, k, k, is_causal=True, return_lse=True)[1],
+    ),
+    "dropout": (
+        lambda: [_small(1, 2, 3, 2), _small(1, 2, 4, 2)],
+        lambda q, k: attention(
+            q, k, k, dropout_p=0.5, generator=torch.Generator().manual_seed(1), need_weights=True
+        ),
+    ),
+    "masked-row": (
+        lambda: [_small(1, 2, 3, 2), _small(1, 2, 4, 2)],
+        lambda q, k: attention(q, k, k, torch.tensor([[True], [False], [True]])),
+    ),
+    "broadcast-2d": (
+        lambda: [_small(3, 2), _small(2, 2, 4, 2)],
+        lambda q, k: attention(q, k, k),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DERIVATIVES)
+def test_first_and_second_derivatives(backend: str, name: str) -> None:
+    make, call = DERIVATIVES[name]
+    inputs = make()
+    assert torch.autograd.gradcheck(call, inputs)
+    assert torch.autograd.gradgradcheck(call, inputs)
+
+
+def test_third_derivatives(backend: str) -> None:
+    query = _small(1, 1, 2, 2)
+
+    def nth(f: Callable[..., Tensor], order: int) -> Tensor:
+        result = f(query, query, query).sin().sum()
+        for _ in range(order):
+            (gradient,) = torch.autograd.grad(result, query, create_graph=True)
+            result = gradient.sin().sum()
+        return gradient
+
+    assert_close(nth(attention, 3), nth(stock, 3))
+
+
+def test_an_unused_result_costs_no_gradient(backend: str) -> None:
+    query = rand(1, 2, 3, 4, requires_grad=True)
+    results = attention(query, query, query, return_lse=True, need_weights=True)
+    for n in range(3):
+        (alone,) = torch.autograd.grad(results[n].sin().sum(), query, retain_graph=True)
+        others = [0.0 if m != n else 1.0 for m in range(3)]
+        weighted = sum(w * x.sin().sum() for w, x in zip(others, results, strict=True))
+        assert_close(torch.autograd.grad(weighted, query, retain_graph=True)[0], alone)
+
+
+@pytest.mark.parametrize("results", [(0,), (0, 1), (0, 1, 2)])
+def test_saved_memory_is_linear_in_the_length(backend: str, results: tuple[int, ...]) -> None:
+    query = rand(1, 2, 64, 4, requires_grad=True)
+    saved: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda x: (saved.append(x.untyped_storage().nbytes()), x)[1], lambda x: x
+    ):
+        attention(query, query, query, return_lse=1 in results, need_weights=2 in results)
+    assert saved
+    assert max(saved) <= query.untyped_storage().nbytes()
+
+
+def test_checkpointing_recomputes_the_same_dropout(backend: str) -> None:
+    query = rand(1, 2, 8, 4, requires_grad=True)
+
+    def call(x: Tensor) -> Tensor:
+        return attention(x, x, x, dropout_p=0.5)
+
+    torch.manual_seed(1)
+    (expected,) = torch.autograd.grad(loss(call(query)), query)
+    torch.manual_seed(1)
+    out = torch.utils.checkpoint.checkpoint(call, query, use_reentrant=False)
+    assert_close(torch.autograd.grad(loss(out), query)[0], expected)
+
+
+def test_inference_mode_and_deepcopied_graph_free_tensors(backend: str) -> None:
+    inputs = qkv()
+    expected = attention(*inputs)
+    with torch.inference_mode():
+        out = attention(*tree_map(torch.clone, inputs))
+        assert out.is_inference()
+        assert_close(out.clone(), expected)
