@@ -117,6 +117,18 @@ def small_source(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.fixture
+def elsewhere(tmp_path: Path) -> Path:
+    """A new Python environment, which sees torch and what builds need, but no fastattn."""
+    environment = tmp_path / "environment"
+    made = run([sys.executable, "-m", "venv", "--without-pip", environment], tmp_path)
+    assert made.returncode == 0, made.stderr
+    site = next(environment.glob("lib/python*/site-packages"))
+    # The .pth file of an editable install, fastattn's own among them, is not read along this way.
+    (site / "outer.pth").write_text(str(Path(torch.__file__).parents[1]) + "\n")
+    return environment
+
+
 def build(source: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "setup.py", "build", "--build-lib", "out"]
     return run(command, source, unset=("CXX", "CXXFLAGS", "LDFLAGS"), **environment)
@@ -214,7 +226,7 @@ def test_a_second_build_compiles_only_what_changed(small_source: Path) -> None:
     assert "compile module.o" not in again
 
 
-def test_without_a_compiler_it_installs_and_says_so(small_source: Path) -> None:
+def test_without_a_compiler_it_installs_and_says_so(small_source: Path, elsewhere: Path) -> None:
     done = build(small_source, PATH="/nowhere")
     assert done.returncode == 0, done.stderr
     reason = "no C++ compiler was found"
@@ -222,8 +234,8 @@ def test_without_a_compiler_it_installs_and_says_so(small_source: Path) -> None:
     assert reason in record_of(small_source / "out")["reason"]
     assert not list(small_source.rglob("*.so"))
 
-    away, out = small_source.parent, str(small_source / "out")
-    told = run([sys.executable, "-m", "fastattn", "info"], away, PYTHONPATH=out)
+    python, out = elsewhere / "bin/python", str(small_source / "out")
+    told = run([python, "-m", "fastattn", "info"], elsewhere, PYTHONPATH=out)
     assert told.returncode == 0, told.stderr
     assert f"not built: {reason}" in told.stdout
     script = """if True:
@@ -233,7 +245,7 @@ def test_without_a_compiler_it_installs_and_says_so(small_source: Path) -> None:
         torch.testing.assert_close(fastattn.scaled_dot_product_attention(x, x, x), expected)
         print(fastattn.__file__)
     """
-    used = run([sys.executable, "-c", script], away, PYTHONPATH=out)
+    used = run([python, "-c", script], elsewhere, PYTHONPATH=out)
     assert used.returncode == 0, used.stderr
     assert used.stdout.startswith(out)
 
@@ -324,14 +336,15 @@ def built_source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_an_isolated_wheel_is_complete_and_runs(built_source: Path, tmp_path: Path) -> None:
+def test_an_isolated_wheel_is_complete_and_runs(built_source: Path, elsewhere: Path) -> None:
     wheel = zipfile.ZipFile(next(built_source.parent.glob("*.whl")))
     names = set(wheel.namelist())
     assert {f for f in source_files() if f.startswith("fastattn/")} <= names
     assert {f"fastattn/_cpu{EXT_SUFFIX}", "fastattn/_build.json", "fastattn/py.typed"} <= names
     assert not [name for name in names if name.startswith(("csrc/", "tests/"))]
 
-    wheel.extractall(tmp_path)
+    installed = elsewhere / "installed"
+    wheel.extractall(installed)
     script = """if True:
         import torch, fastattn
         x = torch.randn(1, 2, 5, 4)
@@ -340,9 +353,9 @@ def test_an_isolated_wheel_is_complete_and_runs(built_source: Path, tmp_path: Pa
         torch.testing.assert_close(ours, torch.nn.functional.scaled_dot_product_attention(x, x, x))
         print(fastattn.__file__)
     """
-    used = run([sys.executable, "-c", script], tmp_path.parent, PYTHONPATH=str(tmp_path))
+    used = run([elsewhere / "bin/python", "-c", script], elsewhere, PYTHONPATH=str(installed))
     assert used.returncode == 0, used.stderr
-    assert used.stdout.startswith(str(tmp_path))
+    assert used.stdout.startswith(str(installed))
 
 
 @pytest.mark.slow
@@ -364,26 +377,20 @@ def test_kernels_of_one_instruction_set_leak_nothing_to_another(built_source: Pa
 
 
 @pytest.mark.slow
-def test_an_editable_install_runs_from_the_source(small_source: Path, tmp_path: Path) -> None:
-    environment = tmp_path / "environment"
-    made = run([sys.executable, "-m", "venv", "--without-pip", environment], tmp_path)
-    assert made.returncode == 0, made.stderr
-    site = next(environment.glob("lib/python*/site-packages"))
-    # What is installed here, torch and the build's requirements, is visible there; fastattn is not.
-    (site / "outer.pth").write_text(str(Path(torch.__file__).parents[1]) + "\n")
-    python = environment / "bin/python"
+def test_an_editable_install_runs_from_the_source(small_source: Path, elsewhere: Path) -> None:
+    python = elsewhere / "bin/python"
     install = [sys.executable, "-m", "pip", "--python", python, "install", "--no-deps"]
-    done = run(
-        [*install, "--no-build-isolation", "--force-reinstall", "-e", small_source], tmp_path
-    )
+    options = ["--no-build-isolation", "--force-reinstall", "-e", small_source]
+    done = run([*install, *options], elsewhere)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (small_source / f"fastattn/_cpu{EXT_SUFFIX}").exists()
     assert record_of(small_source)["built"] is True
     again = run([python, "setup.py", "build_ext", "--inplace"], small_source)
     assert again.returncode == 0, again.stderr
     assert "compile" not in again.stdout  # the install and later builds share their objects
-    told = run([environment / "bin/fastattn", "info"], tmp_path)
+
+    told = run([elsewhere / "bin/fastattn", "info"], elsewhere)
     assert told.returncode == 0, told.stderr
     assert f"fastattn           {fastattn.__version__}" in told.stdout
-    where = run([python, "-c", "import fastattn; print(fastattn.__file__)"], tmp_path)
+    where = run([python, "-c", "import fastattn; print(fastattn.__file__)"], elsewhere)
     assert where.stdout.startswith(str(small_source)), where.stdout + where.stderr
