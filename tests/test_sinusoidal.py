@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
+import multiprocessing
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -320,6 +322,22 @@ def test_threads_give_the_same_bits(
     for shared, own in results[1:]:
         assert torch.equal(shared, results[0][0])
         assert torch.equal(own, results[0][1])
+
+
+def test_after_fork(target: Target) -> None:
+    """A forked child has none of its parent's threads."""
+    x = torch.zeros(8, 300, 512)
+    want = sinusoidal_encoding(x)  # starts the threads
+
+    def child() -> None:
+        os._exit(0 if torch.equal(sinusoidal_encoding(x), want) else 1)
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    process.join(60)
+    if process.exitcode is None:
+        process.kill()
+    assert process.exitcode == 0
 
 
 def test_rows_do_not_depend_on_their_batch(target: Target, generator: torch.Generator) -> None:

@@ -5,6 +5,7 @@
 
 #include "arguments.h"
 #include "kernel_table.h"
+#include "memory.h"
 
 namespace py = pybind11;
 
@@ -36,6 +37,8 @@ void sinusoidal(int dtype, int threads, const py::tuple& sizes, uintptr_t x,
   p.has_padding_idx = !padding_idx.is_none();
   if (p.has_padding_idx) p.padding_idx = integer(padding_idx.ptr());
   py::gil_scoped_release release;
+  const size_t element = p.dtype == DType::f64 ? 8 : p.dtype == DType::f32 ? 4 : 2;
+  expect_to_fill(p.out.data, static_cast<size_t>(p.B * p.H * p.L * p.D) * element);  // out is dense
   kernels().sinusoidal(p);
 }
 
