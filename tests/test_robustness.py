@@ -1,0 +1,320 @@
+"""Attention after fork, in worker processes, in threads, and for any number of threads."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fastattn
+from fastattn import use_backend
+
+attention = fastattn.scaled_dot_product_attention
+
+# Large enough for the kernels to use more than one thread.
+SIZE = (2, 8, 256, 64)
+
+
+def qkv(dtype: torch.dtype = torch.float32, seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(SIZE, generator=generator).to(dtype) for _ in range(3)]
+
+
+def results_and_gradients(tensors: list[Tensor], **options: Any) -> list[Tensor]:
+    """Every result of a call, and every gradient."""
+    inputs = [x.clone().requires_grad_() for x in tensors]
+    mask = torch.linspace(-1, 1, SIZE[2] * SIZE[2]).view(1, 1, SIZE[2], SIZE[2]).clone()
+    mask.requires_grad_()
+    results = attention(
+        *inputs, mask, window=(100, 50), return_lse=True, need_weights=True, **options
+    )
+    seeds = [torch.linspace(-1, 1, x.numel()).view_as(x).to(x.dtype) for x in results]
+    gradients = torch.autograd.grad(results, [*inputs, mask], seeds)
+    return [x.detach() for x in (*results, *gradients)]
+
+
+def assert_bitwise_equal(actual: list[Tensor], expected: list[Tensor]) -> None:
+    for a, b in zip(actual, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+def run(code: str, timeout: float = 120) -> None:
+    """Run a program in its own process: a hang is a failure, not a hang of the tests."""
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+# --- processes -------------------------------------------------------------------------------
+
+# PyTorch's own parallel loops hang in a child forked after others: only ours may run there. So the
+# gradients of the results are given, and results are compared as bytes.
+PRELUDE = """
+import os, sys, threading, torch, fastattn
+torch.set_num_threads(2)
+tensors = [torch.randn(2, 8, 256, 64, requires_grad=True) for _ in range(3)]
+grads = torch.randn(2, 8, 256, 64), torch.randn(2, 256, 256)
+
+def compute():
+    results = fastattn.scaled_dot_product_attention(
+        *tensors, is_causal=True, need_weights=True, average_weights=True)
+    found = *results, *torch.autograd.grad(results, tensors, grads)
+    return [x.detach().numpy().tobytes() for x in found]
+
+def in_child(work):
+    pid = os.fork()
+    if pid == 0:
+        ok = False
+        try:
+            ok = work()
+        finally:
+            os._exit(0 if ok else 1)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+"""
+
+
+def test_a_forked_child_computes_after_a_parallel_parent() -> None:
+    run(
+        PRELUDE
+        + """
+expected = compute()
+assert in_child(lambda: compute() == expected), "child"
+assert compute() == expected, "the parent, afterwards"
+assert in_child(lambda: in_child(lambda: compute() == expected)), "grandchild"
+"""
+    )
+
+
+def test_a_child_forked_before_any_call_computes() -> None:
+    run(
+        PRELUDE
+        + """
+assert in_child(lambda: compute() == compute()), "child"
+compute()
+"""
+    )
+
+
+def test_a_child_forked_while_other_threads_compute() -> None:
+    run(
+        PRELUDE
+        + """
+expected, stop = compute(), threading.Event()
+def busy():
+    while not stop.is_set():
+        fastattn.scaled_dot_product_attention(*(x.detach() for x in tensors))
+threads = [threading.Thread(target=busy) for _ in range(2)]
+for thread in threads: thread.start()
+try:
+    for _ in range(3):
+        assert in_child(lambda: compute() == expected)
+finally:
+    stop.set()
+    for thread in threads: thread.join()
+"""
+    )
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_dataloader_workers(method: str, tmp_path: Any) -> None:
+    program = tmp_path / "workers.py"
+    program.write_text(
+        textwrap.dedent("""
+        import sys, torch, fastattn
+
+        class Attended(torch.utils.data.Dataset):
+            def __len__(self):
+                return 6
+
+            def __getitem__(self, n):
+                x = torch.randn(4, 256, 32, generator=torch.Generator().manual_seed(n))
+                return fastattn.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+        if __name__ == "__main__":
+            torch.set_num_threads(2)
+            data = Attended()
+            expected = torch.stack([data[n] for n in range(6)])
+            loader = torch.utils.data.DataLoader(
+                data, batch_size=2, num_workers=2, multiprocessing_context=sys.argv[1])
+            assert torch.equal(torch.cat(list(loader)), expected)
+        """)
+    )
+    done = subprocess.run(
+        [sys.executable, str(program), method],
+        capture_output=True,
+        text=True,
+        timeout=170,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+# --- threads ---------------------------------------------------------------------------------
+
+
+def test_several_threads_at_once_compute_what_one_does(backend: str) -> None:
+    inputs = [qkv(seed=n) for n in range(4)]
+    expected = [results_and_gradients(x) for x in inputs]
+    actual: list[Any] = [None] * len(inputs)
+
+    def work(n: int) -> None:
+        with use_backend(backend):  # a choice belongs to its thread
+            for _ in range(3):
+                actual[n] = results_and_gradients(inputs[n])
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(len(inputs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+        assert not thread.is_alive()
+    for a, b in zip(actual, expected, strict=True):
+        assert_bitwise_equal(a, b)
+
+
+def test_backward_in_another_thread_than_forward(backend: str) -> None:
+    inputs = [x.requires_grad_() for x in qkv()]
+    out = attention(*inputs)
+    grad = torch.linspace(-1, 1, out.numel()).view_as(out)
+    expected = torch.autograd.grad(out, inputs, grad, retain_graph=True)
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.extend(torch.autograd.grad(out, inputs, grad)))
+    thread.start()
+    thread.join(timeout=120)
+    assert_bitwise_equal(found, list(expected))
+
+
+@pytest.fixture
+def thread_count() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("thread_count", "native")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+def test_any_number_of_threads_gives_the_same_bits(dtype: torch.dtype, dropout_p: float) -> None:
+    def compute() -> list[Tensor]:
+        generator = torch.Generator().manual_seed(2)
+        return results_and_gradients(qkv(dtype), dropout_p=dropout_p, generator=generator)
+
+    with use_backend("cpu"):
+        torch.set_num_threads(1)
+        expected = compute()
+        for n in (2, 3, 7):
+            torch.set_num_threads(n)
+            assert_bitwise_equal(compute(), expected)
+        assert_bitwise_equal(compute(), expected)  # and from run to run
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sequence_does_not_depend_on_its_batch_mates(dtype: torch.dtype) -> None:
+    with use_backend("cpu"):
+        both = results_and_gradients(qkv(dtype))
+        inputs = [x.clone().requires_grad_() for x in qkv(dtype)]
+        one = [x[1:] for x in inputs]
+        mask = torch.linspace(-1, 1, SIZE[2] * SIZE[2]).view(1, 1, SIZE[2], SIZE[2])
+        alone = attention(*one, mask, window=(100, 50), return_lse=True, need_weights=True)
+    for a, b in zip(alone, both[:3], strict=True):
+        assert torch.equal(a[0], b[1])
+
+
+# --- modes of PyTorch ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("lengths", [(5, 7), (1, 300), (130, 0), (0, 5), (129, 257)], ids=str)
+def test_deterministic_algorithms_change_nothing(backend: str, lengths: tuple[int, int]) -> None:
+    """In this mode PyTorch fills uninitialised memory with NaN: every element must be written."""
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    q_len, k_len = lengths
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (
+        torch.randn(2, 4, n, d, generator=generator).requires_grad_()
+        for n, d in ((q_len, 24), (k_len, 24), (k_len, 40))
+    )
+    mask = torch.randn(2, 1, 1, k_len, generator=generator).requires_grad_()
+    keep = torch.arange(k_len) >= 2  # with the window, the first queries see nothing
+    for average in (False, True):
+        for bias in (mask, keep):
+            results = attention(
+                query,
+                key,
+                value,
+                bias,
+                window=(-1, 0),
+                return_lse=True,
+                need_weights=True,
+                average_weights=average,
+            )
+            out, lse, weights = results
+            assert out.isfinite().all()
+            assert not lse.isnan().any()
+            assert weights.isfinite().all()
+            inputs = [query, key, value] + [bias] * bias.requires_grad
+            for gradient in torch.autograd.grad(out.sum() + weights.sum(), inputs):
+                assert gradient.isfinite().all()
+
+
+def test_inputs_are_never_written(backend: str) -> None:
+    inputs = [x.requires_grad_() for x in qkv()]
+    copies, versions = [x.detach().clone() for x in inputs], [x._version for x in inputs]
+    attention(*inputs, is_causal=True, need_weights=True)[0].sum().backward()
+    for x, copy, version in zip(inputs, copies, versions, strict=True):
+        assert torch.equal(x, copy)
+        assert x._version == version
+
+
+def test_a_tensor_changed_before_backward_is_an_error(backend: str) -> None:
+    query = torch.randn(1, 2, 3, 4, requires_grad=True)
+    key = query * 2
+    out = attention(query, key, key)
+    key.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+# --- large offsets ---------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_offsets_beyond_32_bits(dim: int) -> None:
+    """Two slices 2**32 bytes and more apart; of the memory between them no page is ever touched."""
+    shape, far = (2, 2, 2, 8), 2**31 + 3
+    strides = [32, 16, 8, 1]
+    strides[dim] = far
+    try:
+        memory = torch.empty(far + 64, dtype=torch.bfloat16)
+    except RuntimeError as error:
+        pytest.skip(f"no address space for it: {error}")
+    query = memory.as_strided(shape, strides)
+    query.copy_(torch.randn(shape))
+    near = query.contiguous()
+    with use_backend("cpu"):
+        assert torch.equal(attention(query, query, query), attention(near, near, near))
+        distant, close = (x.detach().requires_grad_() for x in (query, near))
+        (a,) = torch.autograd.grad(attention(distant, near, near).sum(), distant)
+        (b,) = torch.autograd.grad(attention(close, near, near).sum(), close)
+        assert torch.equal(a, b)
