@@ -19,6 +19,14 @@ from fastattn.testing import assert_within_bound
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
+
+@pytest.fixture(autouse=True)
+def onednn_at_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is meant for large products has to be right for the small ones of these tests."""
+    for name in ("_MIN_WORK", "_MIN_WORK_WEIGHT_GRAD"):
+        monkeypatch.setattr(_linear, name, 0)
+
+
 # Ways to lie in memory, each from a contiguous [2M, 2K]: all [M, K].
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda x: x[: len(x) // 2, : x.shape[1] // 2].contiguous(),
@@ -167,13 +175,23 @@ def ours(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return taken
 
 
+def test_small_products_are_left_to_pytorch(
+    ours: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_linear, "_MIN_WORK", 60)
+    linear(torch.randn(3, 5), torch.randn(3, 5))
+    assert not ours
+    linear(torch.randn(3, 5), torch.randn(4, 5))
+    assert ours
+
+
 def test_is_ours_for_plain_tensors_only(ours: list[int]) -> None:
     x, weight = torch.randn(3, 5), torch.randn(4, 5)
     want = F.linear(x, weight)
     for dtype in _linear._ONEDNN_DTYPES | _linear._WIDE_DTYPES:
+        ours.clear()
         linear(x.to(dtype), weight.to(dtype))
         assert ours
-        ours.clear()
     ours.clear()
 
     with torch.autocast("cpu", dtype=torch.bfloat16):

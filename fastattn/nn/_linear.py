@@ -7,8 +7,8 @@ Three quarters of the arithmetic of a layer of ordinary size lies here, so the G
 measurement (docs/multihead_attention.md has the table, and how it was taken; speeds are relative
 to ``torch.nn.functional.linear``, on an AMD EPYC with AVX-512 and BF16):
 
-- float32: oneDNN's inner product has 1.2 to 2 times the speed of the MKL GEMM, for y, dx, and dW
-  of few rows. dW of many rows is left to ``torch.mm``: oneDNN copies both transposed operands.
+- float32: from some size on, oneDNN's inner product has 1.2 to 2 times the speed of the MKL GEMM.
+  Not so for dW of many rows, where it copies both transposed operands: ``torch.mm``.
 - bfloat16: oneDNN called directly makes y 1.1 to 2 times as fast, the gain being the bias, which
   it adds on the way. The gradients have no bias, and no gain.
 - float16 without native arithmetic: PyTorch's GEMM runs at about 1 GFLOP/s. In float32, rounded
@@ -30,7 +30,10 @@ from torch import Tensor
 
 from fastattn.nn._eager import is_plain
 
-_MIN_ROWS_MM = 2048  # dW: from this M on, torch.mm is not slower than oneDNN with its two copies
+# The least M·N·K for which oneDNN pays, in float32. A call costs about 15 µs more than F.linear.
+_MIN_WORK = 2**22
+_MIN_WORK_WEIGHT_GRAD = 2**25
+_MAX_ROWS_WEIGHT_GRAD = 2047  # with more, two transposed copies cost what oneDNN gains
 
 
 def _find_onednn_linear() -> Any | None:
@@ -91,17 +94,23 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def _is_ours(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether the arguments are valid and another GEMM than that of ``F.linear`` serves them."""
-    if not is_plain(x, weight, bias) or torch.is_autocast_enabled("cpu"):
+    if torch.compiler.is_compiling():
+        return False  # before any size is looked at: it would be a guard in the compiled code
+    dtype = x.dtype
+    if dtype == torch.float32 and x.numel() * weight.numel() < _MIN_WORK * x.shape[-1]:
         return False
-    onednn = _ONEDNN_LINEAR is not None and torch._C._get_mkldnn_enabled()
-    if x.dtype not in _WIDE_DTYPES and not (onednn and x.dtype in _ONEDNN_DTYPES):
+    if dtype not in _WIDE_DTYPES and (
+        dtype not in _ONEDNN_DTYPES or _ONEDNN_LINEAR is None or not torch._C._get_mkldnn_enabled()
+    ):
+        return False
+    if not is_plain(x, weight, bias) or torch.is_autocast_enabled("cpu"):
         return False
     return (
         x.dim() >= 2
         and weight.dim() == 2
         and x.shape[-1] == weight.shape[1]
-        and weight.dtype == x.dtype
-        and (bias is None or (bias.dtype == x.dtype and bias.shape == weight.shape[:1]))
+        and weight.dtype == dtype
+        and (bias is None or (bias.dtype == dtype and bias.shape == weight.shape[:1]))
         and x.numel() > 0
         and weight.numel() > 0
     )
@@ -121,8 +130,9 @@ def _weight_grad(grad: Tensor, x: Tensor) -> Tensor:
     """grad [M, N], x [M, K] -> gradᵀ x [N, K]"""
     if grad.dtype in _WIDE_DTYPES:
         return _weight_grad(grad.float(), x.float()).to(grad.dtype)
-    few = grad.dtype == torch.float32 and grad.shape[0] < _MIN_ROWS_MM
-    if _ONEDNN_LINEAR is None or not few:
+    m, n = grad.shape
+    work = m * n * x.shape[1] if m <= _MAX_ROWS_WEIGHT_GRAD and grad.dtype == torch.float32 else 0
+    if _ONEDNN_LINEAR is None or work < _MIN_WORK_WEIGHT_GRAD:
         return grad.t() @ x
     return _ONEDNN_LINEAR(grad.t(), x.t(), None, "none", [], "")
 

@@ -200,21 +200,18 @@ class MultiheadAttention(_Stock):
             raise AssertionError(
                 f"was expecting embedding dimension of {self.embed_dim}, but got {query.shape[-1]}"
             )
-        # PyTorch words its messages for [S, N, E]
-        key_shape, value_shape = (
-            x.shape if batch_dim == 1 else x.transpose(0, 1).shape for x in (key, value)
-        )
-        if not self._qkv_same_embed_dim:
-            if key_shape[:2] != value_shape[:2]:
-                raise AssertionError(
-                    f"key's sequence and batch dims {key_shape[:2]} "
-                    f"do not match value's {value_shape[:2]}"
-                )
-        elif key_shape != value_shape:
-            raise AssertionError(f"key shape {key_shape} does not match value shape {value_shape}")
-        if key_shape[1] != query.shape[batch_dim]:
+        compared = 3 if self._qkv_same_embed_dim else 2  # the widths may differ
+        if key.shape[:compared] != value.shape[:compared]:
+            # PyTorch words its messages for [S, N, E]
+            k, v = (x.shape if batch_dim == 1 else x.transpose(0, 1).shape for x in (key, value))
+            if self._qkv_same_embed_dim:
+                raise AssertionError(f"key shape {k} does not match value shape {v}")
+            raise AssertionError(
+                f"key's sequence and batch dims {k[:2]} do not match value's {v[:2]}"
+            )
+        if key.shape[batch_dim] != query.shape[batch_dim]:
             raise RuntimeError(
-                f"the batch of key and value is {key_shape[1]}, that of query is "
+                f"the batch of key and value is {key.shape[batch_dim]}, that of query is "
                 f"{query.shape[batch_dim]}; they must be equal"
             )
 
@@ -246,9 +243,9 @@ class MultiheadAttention(_Stock):
 
     def _heads(self, packed: Tensor, batch_dim: int, count: int) -> tuple[Tensor, ...]:
         """[N, L, count·E] or [L, N, count·E] -> ``count`` views [N, H, L, D]"""
-        parts = packed.unflatten(-1, (count, self.num_heads, self.head_dim)).unbind(2)
-        order = (0, 2, 1, 3) if batch_dim == 0 else (1, 2, 0, 3)
-        return tuple(part.permute(order) for part in parts)
+        split = packed.view(*packed.shape[:2], count, self.num_heads, self.head_dim)
+        order = (2, 0, 3, 1, 4) if batch_dim == 0 else (2, 1, 3, 0, 4)
+        return split.permute(order).unbind()
 
     def _append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Append what ``add_bias_kv`` (learned) and ``add_zero_attn`` ask for to [N, H, S, D]."""
