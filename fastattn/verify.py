@@ -10,14 +10,16 @@ import argparse
 import importlib.util
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import torch
 
 from fastattn.testing import CASES, Case, Target, Verdict, check, targets
+from fastattn.testing.sinusoidal import SINUSOIDAL_CASES, SinusoidalCase, check_sinusoidal
 
 __all__ = ["add_arguments", "run"]
 
@@ -28,10 +30,17 @@ _DTYPES = {
     "float64": torch.float64,
 }
 
+# Operator: its cases, and the function that runs and judges one.
+_AnyCase = Case | SinusoidalCase
+_PROOFS: dict[str, tuple[tuple[_AnyCase, ...], Callable[[Any, torch.dtype, Target], Verdict]]] = {
+    "scaled_dot_product_attention": (CASES["scaled_dot_product_attention"], check),
+    "sinusoidal_encoding": (SINUSOIDAL_CASES, check_sinusoidal),
+}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the command."""
-    parser.add_argument("--op", choices=sorted(CASES), help="only this operator")
+    parser.add_argument("--op", choices=list(_PROOFS), help="only this operator")
     parser.add_argument(
         "--backend", help="cpu or reference; default: every native one that is built"
     )
@@ -51,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 @dataclass
 class _Result:
     op: str
-    case: Case
+    case: _AnyCase
     dtype: str
     target: Target
     verdict: Verdict
@@ -73,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
         dtypes.remove("float64")
     work = [
         (op, case, dtype)
-        for op in ([args.op] if args.op else CASES)
+        for op in ([args.op] if args.op else _PROOFS)
         for case in _cases(op, args)
         for dtype in dtypes
         if _DTYPES[dtype] in case.dtypes
@@ -129,22 +138,22 @@ def _targets(backend: str | None, isa: str) -> list[Target]:
     return chosen
 
 
-def _cases(op: str, args: argparse.Namespace) -> list[Case]:
-    cases = [case for case in CASES[op] if args.complete or args.case or not case.slow]
+def _cases(op: str, args: argparse.Namespace) -> list[_AnyCase]:
+    cases = [case for case in _PROOFS[op][0] if args.complete or args.case or not case.slow]
     if args.case:
         exact = [case for case in cases if case.name == args.case]
         cases = exact or [case for case in cases if args.case in case.name]
     return cases[::10] if args.quick else cases
 
 
-def _results(work: list[tuple[str, Case, str]], chosen: list[Target]) -> Iterator[_Result]:
+def _results(work: list[tuple[str, _AnyCase, str]], chosen: list[Target]) -> Iterator[_Result]:
     for op, case, dtype in work:
         for target in chosen:
             start = time.perf_counter()
             try:
-                verdict = check(case, _DTYPES[dtype], target)
+                verdict = _PROOFS[op][1](case, _DTYPES[dtype], target)
             except Exception as error:  # one broken case must not hide the others
-                verdict = Verdict(faults=[f"{type(error).__name__}: {error}"])
+                verdict = Verdict(faults=[f"{type(error).__name__}: {error}".split("\n")[0]])
             yield _Result(op, case, dtype, target, verdict, time.perf_counter() - start)
 
 

@@ -431,6 +431,14 @@ def test_opposite_infinities_make_nan() -> None:
     assert out[1:].tolist() == [INF, -INF]
 
 
+def test_a_key_infinitely_far_away_gets_nothing() -> None:
+    """As IEEE has it: q . k is -inf, which is a score like any other."""
+    q, v = torch.ones(1, 1, 1, 1, dtype=torch.float64), normal(1, 1, 3, 2)
+    k = torch.tensor([0.0, -INF, 0.0], dtype=torch.float64).view(1, 1, 3, 1)
+    for options in ({}, {"window_right": 2}):
+        assert attend(q, k, v, **options)[2].flatten().tolist() == [0.5, 0.0, 0.5]
+
+
 def test_nan_in_a_mask_is_seen() -> None:
     _, lse, w = with_scores(row(0, 0), mask=row(0, NAN))
     assert lse.isnan().all()

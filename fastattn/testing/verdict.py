@@ -18,7 +18,7 @@ from fastattn.testing.inputs import Inputs, make_inputs
 from fastattn.testing.memory import Watch
 from fastattn.testing.targets import Target
 
-__all__ = ["Verdict", "check", "expected"]
+__all__ = ["Verdict", "check", "expected", "fresh_memory_is_nan"]
 
 
 @dataclass
@@ -38,6 +38,12 @@ class Verdict:
         """The worst error / bound."""
         return max((d.ratio for d in self.deviations), default=0.0)
 
+    def judge(self, found: Deviation) -> None:
+        """Note a measured result, and that it is wrong if it is."""
+        self.deviations.append(found)
+        if not found.ok:
+            self.faults.append(str(found))
+
 
 def check(case: Case, dtype: torch.dtype, target: Target) -> Verdict:
     """Run ``case`` forward and backward on ``target``: values, dtypes, and what it wrote to."""
@@ -51,7 +57,7 @@ def check(case: Case, dtype: torch.dtype, target: Target) -> Verdict:
             verdict.declined = list(reasons)
             return verdict
         watch = Watch(**inputs.tensors())
-        with _fresh_memory_is_nan():
+        with fresh_memory_is_nan():
             results = oracle.run(backend, inputs)
     for name in watch.written():
         verdict.faults.append(f"{name} was written to")
@@ -67,10 +73,7 @@ def check(case: Case, dtype: torch.dtype, target: Target) -> Verdict:
                 f"{name} has shape {list(results[name].shape)}, want {list(want.shape)}"
             )
             continue
-        found = deviation(results[name], eager[name], want, name)
-        verdict.deviations.append(found)
-        if not found.ok:
-            verdict.faults.append(str(found))
+        verdict.judge(deviation(results[name], eager[name], want, name))
     return verdict
 
 
@@ -82,7 +85,7 @@ def expected(case: Case, dtype: torch.dtype) -> tuple[Inputs, dict[str, Tensor],
 
 
 @contextlib.contextmanager
-def _fresh_memory_is_nan() -> Iterator[None]:
+def fresh_memory_is_nan() -> Iterator[None]:
     """Within the block torch.empty gives NaN, so that an element that is never written shows."""
     memory: Any = torch.utils.deterministic
     before = torch.are_deterministic_algorithms_enabled(), memory.fill_uninitialized_memory

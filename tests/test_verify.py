@@ -1,0 +1,126 @@
+"""The verify command: what it runs, what it says, and that a wrong result fails it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+from fastattn import cli
+from fastattn.backends import reference
+from fastattn.testing import Target, targets
+from fastattn.testing.sinusoidal import SINUSOIDAL_CASES, SinusoidalCase, check_sinusoidal
+
+ONE = ["verify", "--backend", "reference", "--case", "mask-padding-poison"]
+
+
+def test_passes_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(ONE) == 0
+    printed = capsys.readouterr().out
+    assert "all 4 checks passed" in printed
+    for dtype in ("float32", "bfloat16", "float16", "float64"):
+        assert dtype in printed
+
+
+def test_a_wrong_result_fails_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    right = reference.scaled_dot_product_attention_backward
+
+    def wrong(*args: Any, **options: Any) -> Any:
+        dq, dk, dv, dm = right(*args, **options)
+        return dq, dk, dv * 1.01, dm
+
+    class Wrong:
+        why_not = staticmethod(reference.why_not)
+        scaled_dot_product_attention = staticmethod(reference.scaled_dot_product_attention)
+        scaled_dot_product_attention_backward = staticmethod(wrong)
+
+    monkeypatch.setattr(Target, "module", property(lambda _: Wrong))
+    report = tmp_path / "report.xml"
+    assert cli.main([*ONE, "--dtype", "float32", "--junit", str(report)]) == 1
+    printed = capsys.readouterr().out
+    assert "FAIL mask-padding-poison float32 reference: grad_value" in printed
+    assert "--dtype float32 --case mask-padding-poison" in printed
+    suite = ElementTree.parse(report).getroot()
+    assert (suite.get("tests"), suite.get("failures")) == ("1", "1")
+    failure = suite.find("testcase/failure")
+    assert failure is not None
+    assert "grad_value" in str(failure.get("message"))
+
+
+def test_an_exception_is_a_failure_of_its_case_alone(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*args: Any, **options: Any) -> Any:
+        raise RuntimeError("no such kernel")
+
+    class Broken:
+        why_not = staticmethod(reference.why_not)
+        scaled_dot_product_attention = staticmethod(broken)
+        sinusoidal_encoding = staticmethod(reference.sinusoidal_encoding)
+
+    monkeypatch.setattr(Target, "module", property(lambda _: Broken))
+    assert cli.main(["verify", "--backend", "reference", "--dtype", "float64", "--quick"]) == 1
+    printed = capsys.readouterr().out
+    assert "RuntimeError: no such kernel" in printed
+    (table_row,) = [line for line in printed.splitlines() if line.startswith("sinusoidal")]
+    assert table_row.split()[4] == "0"
+
+
+def test_what_is_declined_is_counted_and_reported(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Declines:
+        why_not = staticmethod(lambda *args, **options: ["not today"])
+
+    monkeypatch.setattr(Target, "module", property(lambda _: Declines))
+    report = tmp_path / "report.xml"
+    assert cli.main([*ONE, "--junit", str(report)]) == 0
+    suite = ElementTree.parse(report).getroot()
+    assert suite.get("skipped") == "4"
+    assert 'message="not today"' in report.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--backend", "cuda"], "allowed here are"),
+        (["--case", "there is no such case"], "no case is left"),
+        (["--isa", "sparc"], "allowed here are all, current"),
+    ],
+)
+def test_wrong_usage(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    if "--isa" in arguments and not targets():
+        pytest.skip("no native core")
+    assert cli.main(["verify", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("case", SINUSOIDAL_CASES, ids=lambda case: case.name)
+def test_sinusoidal_case(case: SinusoidalCase) -> None:
+    for dtype in case.dtypes:
+        for target in [*targets(), Target("reference")]:
+            verdict = check_sinusoidal(case, dtype, target)
+            assert verdict.ok, f"{target} {dtype}: {verdict.faults}"
+            assert not verdict.declined
+
+
+def test_the_judge_of_sinusoids_sees_a_wrong_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = reference.sinusoidal_encoding
+
+    def wrong(x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        return right(x, *args, **{**options, "offset": options["offset"] + 1})
+
+    class Wrong:
+        why_not = staticmethod(reference.why_not)
+        sinusoidal_encoding = staticmethod(wrong)
+
+    monkeypatch.setattr(Target, "module", property(lambda _: Wrong))
+    case = SinusoidalCase("judged")
+    assert not check_sinusoidal(case, torch.float32, Target("wrong")).ok
