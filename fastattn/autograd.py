@@ -38,12 +38,10 @@ def _backward(
 ) -> tuple[Tensor | None, ...]:
     if grad_out is None and grad_lse is None and grad_weights is None:
         return (None,) * 14
-    saved = ctx.saved_tensors
-    *values, backend = ctx.values
     needs_mask_grad = ctx.needs_input_grad[3]
-    grads = attention_backward(
-        grad_out, grad_lse, grad_weights, *saved, *values, needs_mask_grad, backend=backend
-    )
+    values = ctx.values
+    seen = (*ctx.saved_tensors, *values[:-1], needs_mask_grad, values[-1])  # the last: the backend
+    grads = attention_backward.resume(ctx, (grad_out, grad_lse, grad_weights), seen)
     return *grads[:3], grads[3] if needs_mask_grad else None, *(None,) * 10
 
 
@@ -87,42 +85,42 @@ def _vmap(
     info: Any, in_dims: Sequence[int | None], *args: Any
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
     """Fold the mapped dimension into the batch."""
-    n, args, backend = info.batch_size, args[:-1], args[-1]
-    if args[11] > 0:  # dropout counts from the first batch in every example
-        return _one_by_one(attention, n, in_dims, args, backend)
-    batch = args[0].shape[0 if in_dims[0] is None else _first_free(in_dims[0])]
+    n = info.batch_size
+    dropout_p, weights_mode = args[11], args[12]
+    if dropout_p > 0:  # the draws count from the first batch in every example
+        return _one_by_one(attention, n, in_dims, args)
+    batch = _size_of_batch(args[0], in_dims[0])
     folded = [_fold(arg, dim, n, batch) for arg, dim in zip(args[:5], in_dims, strict=False)]
-    out, lse, weights = attention(*folded, *args[5:], backend=backend)
-    weights = _unfold(weights, n) if args[12] else weights.expand(n, 0)
+    out, lse, weights = attention.op(*folded, *args[5:])
+    weights = _unfold(weights, n) if weights_mode else weights.expand(n, 0)
     return (_unfold(out, n), _unfold(lse, n), weights), (0, 0, 0)
 
 
 def _vmap_backward(
     info: Any, in_dims: Sequence[int | None], *args: Any
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    n, args, backend = info.batch_size, args[:-1], args[-1]
-    needs_mask_grad = args[-1]
-    if args[16] > 0:
-        return _one_by_one(attention_backward, n, in_dims, args, backend)
-    batch = args[3].shape[0 if in_dims[3] is None else _first_free(in_dims[3])]
+    n = info.batch_size
+    dropout_p, needs_mask_grad = args[16], args[18]
+    if dropout_p > 0:
+        return _one_by_one(attention_backward, n, in_dims, args)
+    batch = _size_of_batch(args[3], in_dims[3])
     folded = [_fold(arg, dim, n, batch) for arg, dim in zip(args[:11], in_dims, strict=False)]
     mask = folded[6]
     if needs_mask_grad and mask is not None and mask.shape[0] == 1:
         folded[6] = mask.expand(n * batch, -1, -1, -1)  # a mask common to all, but not its gradient
-    *grads, grad_mask = attention_backward(*folded, *args[11:], backend=backend)
+    *grads, grad_mask = attention_backward.op(*folded, *args[11:])
     if needs_mask_grad:
         grad_mask = _unfold(grad_mask, n)
-        own_batch = args[6].shape[0 if in_dims[6] is None else _first_free(in_dims[6])]
-        if own_batch == 1:
+        if _size_of_batch(args[6], in_dims[6]) == 1:
             grad_mask = grad_mask.sum(1, keepdim=True)
     else:
         grad_mask = grad_mask.expand(n, 0)
     return (*(_unfold(g, n) for g in grads), grad_mask), (0, 0, 0, 0)
 
 
-def _first_free(dim: int) -> int:
-    """The position of the batch in a tensor whose dimension ``dim`` is the mapped one."""
-    return 1 if dim == 0 else 0
+def _size_of_batch(x: Tensor, mapped: int | None) -> int:
+    """B of a [B, ...] that has the dimension ``mapped`` besides."""
+    return x.shape[1 if mapped == 0 else 0]
 
 
 def _fold(x: Tensor | None, dim: int | None, n: int, batch: int) -> Tensor | None:
@@ -140,18 +138,15 @@ def _unfold(x: Tensor, n: int) -> Tensor:
 
 
 def _one_by_one(
-    operator: Operator, n: int, in_dims: Sequence[int | None], args: Sequence[Any], backend: str
+    operator: Operator, n: int, in_dims: Sequence[int | None], args: Sequence[Any]
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    results = [
-        operator(
-            *(
-                arg if dim is None or arg is None else arg.select(dim, i)
-                for arg, dim in zip(args, in_dims, strict=False)
-            ),
-            backend=backend,
-        )
-        for i in range(n)
-    ]
+    def example(i: int) -> list[Any]:
+        return [
+            arg if dim is None else arg.select(dim, i)
+            for arg, dim in zip(args, in_dims, strict=True)
+        ]
+
+    results = [operator.op(*example(i)) for i in range(n)]
     stacked = tuple(torch.stack(column) for column in zip(*results, strict=True))
     return stacked, (0,) * len(stacked)
 

@@ -169,13 +169,10 @@ def choose(
     return name
 
 
-def call(op: str, backend: str, tensors: Sequence[Any], keywords: dict[str, Any]) -> Any:
-    """Run a primitive on a backend that has agreed to it."""
-    primitive = getattr(load(backend), op)
-    if backend != "reference":
-        return primitive(*tensors, **keywords)
+def run_reference(op: str, tensors: Sequence[Any], keywords: dict[str, Any]) -> Any:
+    """Run the reference, which computes in the dtype of its arguments, whatever autocast says."""
     with _without_autocast(_device(tensors)):
-        return primitive(*tensors, **keywords)
+        return getattr(load("reference"), op)(*tensors, **keywords)
 
 
 def _order(device: str) -> tuple[str, ...]:
@@ -209,7 +206,6 @@ def _frames_inside() -> int:
 
 
 def _without_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
-    """The reference computes in the dtype of its arguments; the kernels call nothing that casts."""
     if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return contextlib.nullcontext()
     return torch.autocast(device, enabled=False)

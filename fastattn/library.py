@@ -50,7 +50,7 @@ _compiling = torch.compiler.is_compiling
 _transforms_active = torch._C._are_functorch_transforms_active
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _jit_tracing = torch._C._get_tracing_state
-_PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
+_PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, type(None)})
 
 
 def nothing_watches() -> bool:
@@ -72,12 +72,11 @@ def runs_eagerly(*tensors: Tensor | None) -> bool:
     False sends the call through ``torch.ops``, where the tracer, the transform or the subclass
     takes its part.
     """
-    if not nothing_watches():
+    if not (nothing_watches() and _PLAIN_TYPES.issuperset(map(type, tensors))):
         return False
     for t in tensors:
         if t is not None and (
-            type(t) not in _PLAIN_TYPES
-            or t.layout is not torch.strided
+            t.layout is not torch.strided
             or t.is_meta
             or t.is_neg()  # -x as a view of x
             or t._is_zerotensor()  # a gradient without memory
@@ -133,23 +132,37 @@ class Operator:
 
         setup_context = setup_context or self._save_all
         backward = backward or self._backward_through_reference
-        self.with_gradient = _function(self.name, self.run, setup_context, backward).apply
-        self._traced = _function(self.name, self._below_autograd, setup_context, backward).apply
+        self.with_gradient = _function(
+            self.name, self.run, setup_context, backward, eager=True
+        ).apply
+        self._traced = _function(
+            self.name, self._below_autograd, setup_context, backward, eager=False
+        ).apply
         self.op = self._register(schema, vmap)
 
-    def __call__(self, *args: Any, backend: str = "") -> Any:
+    def __call__(self, *args: Any) -> Any:
         """Take the primitive's arguments in the order of the schema."""
         if not runs_eagerly(*args[: self._tensors]):
-            return self.op(*args, backend)
+            return self.op(*args, "")
         obstacles = self.obstacles(args)
         if obstacles:
             self.choose(args, obstacles)
             return self._through_reference(*args)
         tensors, keywords = self._primitive(args)
-        backend = backend or dispatch.choose(self.name, tensors, keywords)
+        backend = dispatch.choose(self.name, tensors, keywords)
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors):
             return self.with_gradient(*args, backend)
         return self._run(backend, tensors, keywords)
+
+    def resume(self, ctx: Any, given: Sequence[Any], seen: Sequence[Any]) -> Any:
+        """Call a backward operator: with gradients, what the forward has seen, and its backend."""
+        if not (ctx.eager and runs_eagerly(*given)):
+            return self.op(*given, *seen)
+        args = (*given, *seen)
+        tensors, keywords = self._primitive(args)
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors):
+            return self.with_gradient(*args)
+        return self._run(args[-1], tensors, keywords)
 
     def obstacles(self, args: Sequence[Any]) -> list[str]:
         """What is asked for that no kernel has, but differentiating the reference gives."""
@@ -181,10 +194,11 @@ class Operator:
         return self._run(backend, tensors, keywords)
 
     def _run(self, backend: str, tensors: Sequence[Any], keywords: dict[str, Any]) -> Any:
-        results = dispatch.call(self.name, backend, tensors, keywords)
-        if backend == "reference":  # plain PyTorch leaves its results in whatever memory order
-            results = _in_layout_of(results, self._fake(*tensors, *keywords.values(), backend))
-        return results
+        if backend != "reference":
+            return self.primitive(backend)(*tensors, **keywords)
+        results = dispatch.run_reference(self.name, tensors, keywords)
+        # Plain PyTorch leaves its results in whatever memory order.
+        return _in_layout_of(results, self._fake(*tensors, *keywords.values(), backend))
 
     def _run_for_dispatcher(self, *args: Any) -> Any:
         tensors, keywords = self._primitive(args)
@@ -232,7 +246,7 @@ class Operator:
 
     def _through_reference(self, *args: Any) -> Any:
         tensors, keywords = self._primitive(args)
-        results = dispatch.call(self.name, "reference", tensors, keywords)
+        results = dispatch.run_reference(self.name, tensors, keywords)
         return results if self._returns == 1 else _without_none(results, tensors)
 
     def _save_all(self, ctx: Any, args: Sequence[Any], results: Any) -> None:
@@ -268,8 +282,9 @@ def _function(
     forward: Callable[..., Any],
     setup_context: Callable[..., None],
     backward: Callable[..., Any],
+    eager: bool,
 ) -> Any:
-    """Return the autograd Function of one forward.
+    """Return the autograd Function of one forward; ``ctx.eager`` says whether on plain tensors.
 
     The class has its context in the forward, which is three times as fast as ``setup_context``,
     and is single-level: ``torch.func`` meets it only inside the dispatcher, a level at a time.
@@ -277,6 +292,7 @@ def _function(
 
     def forward_and_save(ctx: Any, *args: Any) -> Any:
         results = forward(*args)
+        ctx.eager = eager
         ctx.set_materialize_grads(False)
         setup_context(ctx, args, results)
         return results

@@ -32,12 +32,11 @@ class Folding(NamedTuple):
 
 
 def check_tensors(query: Any, key: Any, value: Any) -> None:
-    for position, (name, x) in enumerate(
-        (("query", query), ("key", key), ("value", value)), start=1
-    ):
+    for position, name, x in ((1, "query", query), (2, "key", key), (3, "value", value)):
         if not isinstance(x, Tensor):
             raise wrong_type(name, x, "Tensor", f" (position {position})")
-        _check_dense(name, x)
+        if x.is_nested or x.layout is not torch.strided:
+            raise _not_dense(name, x)
         if x.dim() < 2:
             raise RuntimeError(
                 f"{_NAME}: {name} must have at least 2 dimensions, got shape {_shape(x)}"
@@ -66,7 +65,9 @@ def check_dtypes(query: Tensor, key: Tensor, value: Tensor) -> None:
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Cast as PyTorch's autocast does for attention: every floating dtype but float64."""
     device = "cpu" if tensors[0].is_cpu else tensors[0].device.type
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+    if device != "cpu" and not torch.amp.is_autocast_available(device):
+        return tensors
+    if not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(
@@ -81,24 +82,27 @@ def fold(
 
     (Except where several batch dimensions broadcast, or key and value have different heads.)
     """
-    if query.shape[-1] != key.shape[-1]:
+    qs, ks, vs = query.shape, key.shape, value.shape
+    if qs[-1] != ks[-1]:
         raise RuntimeError(
             f"{_NAME}: query and key must have the same last dimension, "
-            f"got shapes {_shape(query)} and {_shape(key)}"
+            f"got shapes {tuple(qs)} and {tuple(ks)}"
         )
-    if key.shape[-2] != value.shape[-2]:
+    if ks[-2] != vs[-2]:
         raise RuntimeError(
             f"{_NAME}: key and value must have the same length (dimension -2), "
-            f"got shapes {_shape(key)} and {_shape(value)}"
+            f"got shapes {tuple(ks)} and {tuple(vs)}"
         )
-    ranks = query.dim(), key.dim(), value.dim()
+    ranks = len(qs), len(ks), len(vs)
     if enable_gqa and min(ranks) < 3:
         raise IndexError(
             f"{_NAME}: enable_gqa=True needs a head dimension (dimension -3) in query, key and "
-            f"value, got shapes {_shape(query)}, {_shape(key)} and {_shape(value)}"
+            f"value, got shapes {tuple(qs)}, {tuple(ks)} and {tuple(vs)}"
         )
-    batch = _common_shape("batch dimensions", query.shape[:-3], key.shape[:-3], value.shape[:-3])
-    if ranks != (4, 4, 4) or not query.shape[0] == key.shape[0] == value.shape[0]:
+    if ranks == (4, 4, 4) and qs[0] == ks[0] == vs[0]:
+        batch: tuple[int, ...] = (qs[0],)
+    else:
+        batch = _common_shape("batch dimensions", qs[:-3], ks[:-3], vs[:-3])
         query, key, value = (_fold_batch(x, batch) for x in (query, key, value))
     if not query.shape[1] == key.shape[1] == value.shape[1]:
         query, key, value = (_group_heads if enable_gqa else _broadcast_heads)(query, key, value)
@@ -151,7 +155,8 @@ def fold_mask(mask: Any, query: Tensor, k_len: int, folding: Folding) -> Tensor:
     """Return the mask as [B|1, Hq|1, Lq|1, Lk|1]."""
     if not isinstance(mask, Tensor):
         raise wrong_type("attn_mask", mask, "Tensor")
-    _check_dense("attn_mask", mask)
+    if mask.is_nested or mask.layout is not torch.strided:
+        raise _not_dense("attn_mask", mask)
     if mask.dtype in (torch.float16, torch.bfloat16):
         (mask,) = autocast(mask)  # float32 goes with every query, so it keeps its precision
     if mask.dtype not in (torch.bool, query.dtype, torch.float32):
@@ -162,12 +167,13 @@ def fold_mask(mask: Any, query: Tensor, k_len: int, folding: Folding) -> Tensor:
     _check_device("attn_mask", mask, query)
     _, heads, q_len, _ = query.shape
     scores = (*folding.batch, heads, q_len, k_len)[-folding.rank :]
-    if not _expands_to(mask.shape, scores):
+    shape = mask.shape
+    if not _expands_to(shape, scores):
         raise RuntimeError(
-            f"{_NAME}: attn_mask must be broadcastable to the scores {scores}, got {_shape(mask)}"
+            f"{_NAME}: attn_mask must be broadcastable to the scores {scores}, got {tuple(shape)}"
         )
-    if mask.dim() < 4:
-        return mask[(None,) * (4 - mask.dim())]
+    if len(shape) < 4:
+        return mask[(None,) * (4 - len(shape))]
     return mask if folding.rank == 4 else _fold_leading(mask, 3, folding.batch)
 
 
@@ -175,7 +181,8 @@ def fold_slopes(slopes: Any, query: Tensor, folding: Folding) -> Tensor:
     """Return the slopes as [B|1, Hq], float32 (float64 for float64)."""
     if not isinstance(slopes, Tensor):
         raise wrong_type("alibi_slopes", slopes, "Tensor")
-    _check_dense("alibi_slopes", slopes)
+    if slopes.is_nested or slopes.layout is not torch.strided:
+        raise _not_dense("alibi_slopes", slopes)
     if not slopes.is_floating_point():
         raise RuntimeError(f"{_NAME}: alibi_slopes must be floating, got {_dtype(slopes)}")
     _check_device("alibi_slopes", slopes, query)
@@ -270,10 +277,9 @@ def wrong_type(name: str, value: Any, expected: str, position: str = "") -> Type
     )
 
 
-def _check_dense(name: str, x: Tensor) -> None:
-    if x.is_nested or x.layout is not torch.strided:
-        kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
-        raise RuntimeError(f"{_NAME}: {name} must be a dense tensor, got a {kind} one")
+def _not_dense(name: str, x: Tensor) -> RuntimeError:
+    kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
+    return RuntimeError(f"{_NAME}: {name} must be a dense tensor, got a {kind} one")
 
 
 def _check_device(name: str, x: Tensor, query: Tensor) -> None:
@@ -298,8 +304,8 @@ def _common_shape(what: str, *shapes: Sequence[int]) -> tuple[int, ...]:
 
 def _expands_to(shape: Sequence[int], target: Sequence[int]) -> bool:
     pairs = zip(reversed(shape), reversed(target), strict=False)
-    # Not `n in (1, m)`: torch.compile compares a symbolic m there without looking at its value.
-    return len(shape) <= len(target) and all(n == 1 or n == m for n, m in pairs)
+    # Not `n in (1, m)`: torch.compile would compare a symbolic m without looking at its value.
+    return len(shape) <= len(target) and not [n for n, m in pairs if n != 1 and n != m]
 
 
 def _shape(x: Tensor) -> tuple[int, ...]:

@@ -136,7 +136,6 @@ def scaled_dot_product_attention(
     if (
         attn_mask is None
         and dropout_p == 0.0
-        and enable_gqa is False
         and window is None
         and softcap is None
         and alibi_slopes is None
@@ -146,7 +145,7 @@ def scaled_dot_product_attention(
         and need_weights is False
         and average_weights is False
     ):
-        out = _plain(query, key, value, is_causal, scale)
+        out = _plain(query, key, value, is_causal, scale, enable_gqa)
         if out is not None:
             return out
     operator, args, folding = prepare(
@@ -252,7 +251,9 @@ def prepare(
 _native: dict[tuple[torch.dtype, int, int], tuple[str, Callable[..., Any]]] = {}
 
 
-def _plain(query: Any, key: Any, value: Any, is_causal: Any, scale: Any) -> Tensor | None:
+def _plain(
+    query: Any, key: Any, value: Any, is_causal: Any, scale: Any, enable_gqa: Any
+) -> Tensor | None:
     """Take the shortest way for the commonest call; None if this is not one.
 
     That is [B, H, L, D] on the CPU, nothing optional: at 16 rows of 64 a call of PyTorch's own
@@ -261,6 +262,7 @@ def _plain(query: Any, key: Any, value: Any, is_causal: Any, scale: Any) -> Tens
     if (
         not (type(query) is type(key) is type(value) is Tensor)
         or (is_causal is not True and is_causal is not False)
+        or (enable_gqa is not True and enable_gqa is not False)
         or not nothing_watches()
         or dispatch.forced.get()
         or torch.is_autocast_enabled("cpu")
@@ -280,7 +282,8 @@ def _plain(query: Any, key: Any, value: Any, is_causal: Any, scale: Any) -> Tens
     if (
         not (dtype is key.dtype is value.dtype)
         or not (batch == key_batch == value_batch)
-        or not (heads == key_heads == value_heads)
+        or key_heads != value_heads
+        or (heads != key_heads and not (enable_gqa and key_heads and heads % key_heads == 0))
         or k_len != v_len
         or width != key_width
         or width == 0
