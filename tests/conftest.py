@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 import zlib
 from collections.abc import Iterator
 from types import ModuleType
@@ -21,9 +22,11 @@ REQUIRE_NATIVE = os.environ.get("FASTATTN_REQUIRE_NATIVE", "0") not in ("", "0")
 
 def pytest_report_header() -> list[str]:
     facts = info.collect()
-    isa = facts["isa"]["isa"] if facts["isa"] else "no native core"
+    library = getattr(sys.modules.get("fastattn._cpu"), "__file__", None)
+    isa = facts["isa"]["isa"] if facts["isa"] else "none"
     return [
-        f"fastattn {facts['fastattn']} from {os.path.dirname(fastattn.__file__)}: {isa}",
+        f"fastattn {facts['fastattn']} from {os.path.dirname(fastattn.__file__)}",
+        f"native core {library}, instruction set {isa}",
         f"torch {facts['torch']}, {facts['threads']} threads, {facts['cpu']['model']}",
     ]
 
