@@ -55,15 +55,9 @@ _PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, type(None)})
 
 def nothing_watches() -> bool:
     """Whether no compiler, transform, mode or tracer has to see the calls made now."""
-    return (
-        not (
-            _compiling()
-            or _transforms_active()
-            or _dispatch_modes()
-            or forward_ad._current_level >= 0
-        )
-        and _jit_tracing() is None
-    )
+    if _compiling() or _transforms_active() or _dispatch_modes():
+        return False
+    return forward_ad._current_level < 0 and _jit_tracing() is None
 
 
 def runs_eagerly(*tensors: Tensor | None) -> bool:
@@ -218,8 +212,7 @@ class Operator:
     def _register(self, schema: str, vmap: Callable[..., Any]) -> Any:
         _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
         name = f"fastattn::{self.name}"
-        for key in ("CPU", "CUDA"):
-            _library.impl(self.name, self._run_for_dispatcher, key)
+        _library.impl(self.name, self._run_for_dispatcher, "CompositeExplicitAutograd")
         _library.impl(self.name, self._autograd_kernel, "Autograd")
         torch.library.register_fake(name, self._fake, lib=_library)
         torch.library.register_vmap(name, vmap, lib=_library)
@@ -307,19 +300,16 @@ def _without_none(results: Sequence[Tensor | None], tensors: Sequence[Any]) -> t
     return tuple(like.new_empty(0) if result is None else result for result in results)
 
 
-def _in_layout_of(results: Any, layout: Any) -> Any:
+def _in_layout_of(results: Any, promised: Any) -> Any:
     """Return each result with the strides and the dtype that the fake implementation promises."""
     if isinstance(results, Tensor):
-        results, layout = (results,), (layout,)
-        return _in_layout_of(results, layout)[0]
-    return tuple(
-        empty
-        if result is None
-        # A view would alias an argument, or keep a larger buffer alive.
-        else result
-        if result.stride() == empty.stride()
-        and result.dtype == empty.dtype
-        and result._base is None
-        else empty.copy_(result)
-        for result, empty in zip(results, layout, strict=True)
-    )
+        return _conformed(results, promised)
+    return tuple(_conformed(*pair) for pair in zip(results, promised, strict=True))
+
+
+def _conformed(result: Tensor | None, promised: Tensor) -> Tensor:
+    if result is None:
+        return promised
+    conforms = result.stride() == promised.stride() and result.dtype == promised.dtype
+    # A view would alias an argument, or keep a larger buffer alive.
+    return result if conforms and result._base is None else promised.copy_(result)
