@@ -17,9 +17,9 @@ typedef uint64_t VecUL __attribute__((vector_size(kVectorBytes), may_alias));
 
 constexpr int64_t kTileBytes = 16 * 1024;  // half of the smallest L1; the rest is for x and out
 constexpr int64_t kTileRows = 64;
-// Beyond this, out is written past the caches. Zen 4 with 32 MiB of L3, fp32: 0.65 to 0.8 of the
-// time, see docs/sinusoidal.md.
-constexpr int64_t kStreamBytes = 16 << 20;
+// Beyond this, out is written past the caches: 0.65 to 0.8 of the time on Zen 4 with 32 MiB of L3,
+// see docs/sinusoidal.md.
+constexpr int64_t kStreamBytes = 4 << 20;
 constexpr double kFlopsPerElement = 20;  // the time of one element, in flops
 
 template <class T>
