@@ -25,7 +25,7 @@ struct AttentionParams {
   Tensor4 k;    // [B, Hkv, Lk, D]
   Tensor4 v;    // [B, Hkv, Lk, Dv]
   Tensor4 out;  // [B, Hq, Lq, Dv]
-  void* lse;    // [B, Hq, Lq] acc, contiguous
+  double* lse;  // [B, Hq, Lq] contiguous; wider than f32, or the backward pass would inherit its rounding
 
   double scale;
   double softcap;         // 0 = off
@@ -46,12 +46,13 @@ struct AttentionParams {
 
   // backward only
   Tensor4 grad_out;         // [B, Hq, Lq, Dv], null = zero
-  const void* grad_lse;     // [B, Hq, Lq] acc, contiguous, null = zero
+  const double* grad_lse;   // [B, Hq, Lq] contiguous, null = zero
   Tensor4 grad_weights;     // as weights, null = zero
   Tensor4 grad_q;           // [B, Hq, Lq, D]
   Tensor4 grad_k;           // [B, Hkv, Lk, D]
   Tensor4 grad_v;           // [B, Hkv, Lk, Dv]
-  Tensor4 grad_mask;        // acc, zeroed by the caller, stride 0 where the mask is broadcast; null = not wanted
+  Tensor4 grad_mask;        // zeroed by the caller, stride 0 where the mask is broadcast; null = not wanted.
+                            // f64 where it is broadcast over queries or keys, else acc with key stride 1
 };
 
 // out = x * scale + PE(position), and 0 for PE where position == padding_idx.

@@ -31,7 +31,7 @@ AttentionParams common(int dtype, int threads, const py::tuple& sizes, uintptr_t
   p.k = operand(k, k_stride);
   p.v = operand(v, v_stride);
   p.out = operand(out, out_stride);
-  p.lse = reinterpret_cast<void*>(lse);
+  p.lse = reinterpret_cast<double*>(lse);
   p.scale = scale;
   p.window_left = p.window_right = -1;
   if (options.is_none()) return p;
@@ -74,7 +74,7 @@ void attention_backward(int dtype, int threads, const py::tuple& sizes, uintptr_
   AttentionParams p = common(dtype, threads, sizes, q, q_stride, k, k_stride, v, v_stride, out, out_stride, lse, scale,
                              options);
   p.grad_out = optional_operand(gradients[0]);
-  p.grad_lse = reinterpret_cast<const void*>(gradients[1].cast<uintptr_t>());
+  p.grad_lse = reinterpret_cast<const double*>(gradients[1].cast<uintptr_t>());
   p.grad_weights = optional_operand(gradients[2]);
   p.grad_q = optional_operand(gradients[3]);
   p.grad_k = optional_operand(gradients[4]);

@@ -69,7 +69,7 @@ def scaled_dot_product_attention(
     batch, heads, queries, width = query.shape
     keys, value_width = value.shape[2:]
     out = empty_output(query, value_width)
-    lse = torch.empty((batch, heads, queries), dtype=_accumulator(query.dtype))
+    lse = torch.empty((batch, heads, queries), dtype=torch.float64)
     if weights == 1:
         applied = query.new_empty((batch, heads, queries, keys))
     elif weights == 2:
@@ -138,7 +138,7 @@ def scaled_dot_product_attention_backward(
     if out.stride(-1) != 1:
         out = out.contiguous()
     if grad_lse is not None:
-        grad_lse = grad_lse.to(lse.dtype).contiguous()
+        grad_lse = grad_lse.to(torch.float64).contiguous()
     empty = min(queries, keys) == 0  # then the kernel has nothing to write
     grad_query = empty_output(query, width)
     grad_key = empty_output(key, width)
@@ -149,7 +149,10 @@ def scaled_dot_product_attention_backward(
     grad_mask = None
     if needs_mask_grad:
         assert attn_mask is not None
-        grad_mask = torch.zeros(attn_mask.shape, dtype=_accumulator(query.dtype))
+        summed = 1 in attn_mask.shape[2:]  # thousands of terms in one element
+        grad_mask = torch.zeros(
+            attn_mask.shape, dtype=torch.float64 if summed else _accumulator(query.dtype)
+        )
     _cpu.attention_backward(
         _DTYPES[query.dtype],
         torch.get_num_threads(),

@@ -14,9 +14,9 @@ namespace fastattn {
 namespace FASTATTN_ISA {
 namespace {
 
-// delta for every query, [B, Hq, Lq].
+// What makes probabilities of scores, and delta, for every query.
 template <class P>
-class Delta {
+class Prepare {
   typedef typename P::Storage Storage;
   typedef typename P::Acc T;
   typedef typename P::Word Word;
@@ -24,24 +24,28 @@ class Delta {
   static constexpr int64_t kLanesOfPanel = kPanelLanes<P>;
 
  public:
-  Delta(const AttentionParams& params, T* out)
-      : p(params), tiles(params), out_(out), Bk(key_block<P>(params.D, params.Dv)) {}
+  // Without `sums`, only the last term of delta: the unit adds the others.
+  Prepare(const AttentionParams& params, PreparedRows<T> out, bool sums)
+      : p(params), tiles(params), out_(out), Bk(key_block<P>(params.D, params.Dv)), sums_(sums) {}
 
   void run(int team) {
     const int64_t panels = (p.Lq + kLanesOfPanel - 1) / kLanesOfPanel, tasks = p.B * p.Hq * panels;
-    const bool weighted = p.grad_weights.data != nullptr;
+    const bool weighted = sums_ && p.grad_weights.data != nullptr;
 #pragma omp parallel num_threads(team) if (team > 1)
     {
-      const size_t own = weighted ? static_cast<size_t>(Bk * kLanesOfPanel) * sizeof(T) : 0;
+      const size_t own = static_cast<size_t>((2 * p.Dv + Bk) * kLanesOfPanel) * sizeof(T);
       char* base = static_cast<char*>(thread_scratch(tiles.allocate(nullptr).bytes + own));
       typename WeightsPass<P>::Buffers buf = tiles.allocate(base);
-      T* grad = reinterpret_cast<T*>(base + buf.bytes);
+      T* o = reinterpret_cast<T*>(base + buf.bytes);  // [Dv][lanes]
+      T* g = o + p.Dv * kLanesOfPanel;                // [Dv][lanes]
+      T* grad = g + p.Dv * kLanesOfPanel;             // [Bk][lanes]
 #pragma omp for schedule(dynamic, 16)
       for (int64_t t = 0; t < tasks; ++t) {
         const int64_t head = t / panels, i0 = t % panels * kLanesOfPanel;
         const int64_t b = head / p.Hq, h = head % p.Hq, i1 = min_of(p.Lq, i0 + kLanesOfPanel);
-        T* delta = out_ + head * p.Lq;
-        from_output(b, h, i0, i1, delta);
+        T* delta = out_.delta + head * p.Lq;
+        from_output(o, g, b, h, i0, i1, delta);
+        scale(buf, b, h, i0, i1);
         if (weighted) from_weights(buf, grad, b, h, i0, i1, delta);
       }
     }
@@ -50,30 +54,44 @@ class Delta {
  private:
   const AttentionParams& p;
   const WeightsPass<P> tiles;
-  T* out_;
+  const PreparedRows<T> out_;
   const int64_t Bk;
+  const bool sums_;
 
-  void from_output(int64_t b, int64_t h, int64_t i0, int64_t i1, T* delta) const {
-    const int64_t *so = p.out.stride, *sg = p.grad_out.stride;
-    const Storage* out = static_cast<const Storage*>(p.out.data) + b * so[0] + h * so[1];
-    const Storage* grad = static_cast<const Storage*>(p.grad_out.data) + b * sg[0] + h * sg[1];
-    const T* grad_lse = static_cast<const T*>(p.grad_lse);
-    for (int64_t i = i0; i < i1; ++i) {
-      const Storage *o = out + i * so[2], *g = grad + i * sg[2];
-      T total = T(0);
-      if (so[3] == 1 && sg[3] == 1) {
-        Vec<T> acc{};
-        for (int64_t d = 0; d < p.Dv; d += W) {
-          const int count = static_cast<int>(min_of<int64_t>(W, p.Dv - d));
-          acc += load_as<T>(o + d, count) * load_as<T>(g + d, count);
+  // The sum over d is the same chain of multiply-adds as in score_products: for a row that sees one key, O is its value,
+  // and dP - delta is exactly 0.
+  void from_output(T* o, T* g, int64_t b, int64_t h, int64_t i0, int64_t i1, T* delta) const {
+    constexpr int64_t lanes = kLanesOfPanel;
+    const int64_t *so = p.out.stride, *sg = p.grad_out.stride, rows = i1 - i0, head = (b * p.Hq + h) * p.Lq;
+    alignas(kVectorBytes) T total[lanes] = {};
+    if (sums_) {
+      const Storage* out = static_cast<const Storage*>(p.out.data) + b * so[0] + h * so[1] + i0 * so[2];
+      const Storage* grad = static_cast<const Storage*>(p.grad_out.data) + b * sg[0] + h * sg[1] + i0 * sg[2];
+      pack_transposed<T>(out, so[2], so[3], rows, p.Dv, lanes, o, lanes);
+      pack_transposed<T>(grad, sg[2], sg[3], rows, p.Dv, lanes, g, lanes);
+      for (int64_t l = 0; l < lanes; l += W) {
+        for (int64_t d0 = 0; d0 < p.Dv; d0 += kChain) {
+          Vec<T> acc{};
+          for (int64_t d = d0; d < min_of(p.Dv, d0 + kChain); ++d)
+            acc += load(o + d * lanes + l) * load(g + d * lanes + l);
+          store(total + l, d0 == 0 ? acc : load(total + l) + acc);
         }
-        total = sum_lanes<T>(acc);
-      } else {
-        for (int64_t d = 0; d < p.Dv; ++d)
-          total += static_cast<T>(widen(o[d * so[3]])) * static_cast<T>(widen(g[d * sg[3]]));
       }
-      if (grad_lse != nullptr) total -= grad_lse[(b * p.Hq + h) * p.Lq + i];
-      delta[i] = total;
+    }
+    for (int64_t i = i0; i < i1; ++i)
+      delta[i] = total[i - i0] - (p.grad_lse != nullptr ? static_cast<T>(p.grad_lse[head + i]) : T(0));
+  }
+
+  void scale(typename WeightsPass<P>::Buffers& buf, int64_t b, int64_t h, int64_t i0, int64_t i1) const {
+    const Storage* q = static_cast<const Storage*>(p.q.data) + b * p.q.stride[0] + h * p.q.stride[1];
+    const int64_t rows = i1 - i0, lanes = tiles.lanes_for(rows);
+    pack_panel<P>(q + i0 * p.q.stride[2], p.q.stride[2], p.q.stride[3], rows, p.D, lanes, buf.q, lanes, buf.temp);
+    tiles.scale_rows(buf, b, h, i0, i1, buf.q, buf.rows);
+    const RowScale<T> to = out_.rows.at((b * p.Hq + h) * p.Lq + i0);
+    for (int64_t i = 0; i < rows; ++i) {
+      to.high[i] = buf.rows.high[i];
+      to.low[i] = buf.rows.low[i];
+      to.inverse[i] = buf.rows.inverse[i];
     }
   }
 
@@ -88,7 +106,7 @@ class Delta {
     for (int64_t j0 = 0; j0 < p.Lk; j0 += Bk) {
       const int64_t j1 = min_of(p.Lk, j0 + Bk);
       const Word* ks = stage_keys<P>(k + j0 * p.k.stride[2], p.k.stride[2], p.k.stride[3], j1 - j0, p.D, buf.k);
-      tiles.template weights_tile<kPanelVectors>(buf.s, buf.bias, buf.keep, b, h, i0, i1, j0, j1, buf.q, ks);
+      tiles.template weights_tile<kPanelVectors>(buf, b, h, i0, i1, j0, j1, buf.q, ks, buf.rows);
       pack_grad_weights<P>(p, b, h, i0, i1, j0, j1, grad);
       for (int64_t j = 0; j < j1 - j0; ++j) FASTATTN_UNROLL for (int n = 0; n < kPanelVectors; ++n) {
         const int64_t at = j * lanes + n * W;
@@ -111,8 +129,9 @@ class Backward {
   void run() {
     const int64_t heads = p.B * p.Hkv, group = p.Hq / p.Hkv, rows = p.B * p.Hq * p.Lq;
     const double flops = 10.0 * static_cast<double>(rows) * p.Lk * (p.D + p.Dv) / 2;
-    T* delta = static_cast<T*>(__builtin_malloc(static_cast<size_t>(rows) * sizeof(T) + 1));
-    Delta<P>(p, delta).run(team_size(p.threads, rows, flops));
+    T* const memory = static_cast<T*>(__builtin_malloc(static_cast<size_t>(4 * rows) * sizeof(T) + 1));
+    const PreparedRows<T> prepared{{memory, memory + rows, memory + 2 * rows}, memory + 3 * rows};
+    Prepare<P>(p, prepared, !unit_.sums_delta()).run(team_size(p.threads, rows, flops));
 
     // Units that add to the same element of the mask's gradient must follow each other. `owners` sets of key heads are
     // independent; an owner's members take turns. Chunks are independent unless the mask has no key axis.
@@ -145,7 +164,7 @@ class Backward {
         for (int64_t m = 0; m < members; ++m) {
 #pragma omp for schedule(dynamic, 1)
           for (int64_t t = 0; t < owners * chunks; ++t)
-            unit_.run(buf, head_of(t / chunks, m), t % chunks, delta, partial + t * head_size);
+            unit_.run(buf, head_of(t / chunks, m), t % chunks, prepared, partial + t * head_size);
 #pragma omp for schedule(dynamic, 1)
           for (int64_t t = 0; t < owners * group; ++t) {
             T* sum = partial + t / group * chunks * head_size + t % group * dq_size;
@@ -159,7 +178,7 @@ class Backward {
           for (int64_t m = 0; m < members; ++m) {
             const int64_t head = head_of(owner, m);
             for (int64_t c = 0; c < chunks; ++c) {
-              unit_.run(buf, head, c, delta, c == 0 ? total : part);
+              unit_.run(buf, head, c, prepared, c == 0 ? total : part);
               if (c > 0) add(total, part, head_size);
             }
             for (int64_t g = 0; g < group; ++g) unit_.write_dq(head, g, total + g * dq_size);
@@ -168,7 +187,7 @@ class Backward {
       }
     }
     __builtin_free(partial);
-    __builtin_free(delta);
+    __builtin_free(memory);
   }
 
  private:

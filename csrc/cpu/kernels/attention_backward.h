@@ -36,13 +36,23 @@ FASTATTN_INLINE void add_product(int64_t rows, const typename P::Word* A, int64_
     for (; v + kVectors <= vectors; v += kVectors)
       tile_rows<P, kRows, kVectors, false>(
           rows, A, lda, B + v * W, ldb, K,
-          [&](int64_t r, int n) __attribute__((always_inline)) { return load(C + r * ldc + (v + n) * W); },
-          [&](int64_t r, int n, Vec<T> c) __attribute__((always_inline)) { store(C + r * ldc + (v + n) * W, c); });
+          [](int64_t, int) { return Vec<T>{}; },
+          [&](int64_t r, int n, Vec<T> x) __attribute__((always_inline)) {
+            T* c = C + r * ldc + (v + n) * W;
+            store(c, load(c) + x);
+          });
   };
   if constexpr (kRegisters == 32) block(Width<4>());
   block(Width<2>());
   block(Width<1>());
 }
+
+// What every query needs of a pass over it alone, [B, Hq, Lq] each.
+template <class T>
+struct PreparedRows {
+  RowScale<T> rows;
+  T* delta;
+};
 
 template <class P>
 class BackwardUnit {
@@ -52,13 +62,16 @@ class BackwardUnit {
   static constexpr int W = kLanes<T>;
   static constexpr int NV = kPanelVectors;
   static constexpr int64_t L = kPanelLanes<P>;
+  // Up to here a panel meets all its keys at once, so that each row is normalised, and its delta summed, exactly as
+  // plain PyTorch does it. Two tiles of scores this long still fit L2.
+  static constexpr int64_t kWholeKeys = 1024;
 
  public:
   explicit BackwardUnit(const AttentionParams& params)
       : p(params),
         rule(make_rule<T>(params)),
         dropout(make_dropout(params)),
-        Bk(key_block<P>(params.D, params.Dv)),
+        Bk(params.Lk <= kWholeKeys ? round_up(params.Lk, 2 * P::kScoreRows) : key_block<P>(params.D, params.Dv)),
         // At most eight chunks, none shorter than 256 keys: enough to share among threads, few enough that the
         // partial dQs stay O(Lq D).
         chunk(round_up(max_of<int64_t>(256, (params.Lk + 7) / 8), Bk)),
@@ -67,15 +80,19 @@ class BackwardUnit {
         dvw(words<P>(params.Dv)),
         dp(round_up(params.D, W)),
         dvp(round_up(params.Dv, W)),
-        key_mask(is_key_mask(params)) {}
+        key_mask(is_key_mask(params)),
+        whole(params.Lk <= Bk) {}
 
+  // All keys fit one block: delta is then summed where it is used, from the very products that it must cancel.
+  bool sums_delta() const { return whole; }
   int64_t chunks() const { return (p.Lk + chunk - 1) / chunk; }
   int64_t dq_size() const { return queries * p.D; }
 
   struct Buffers {
     Word *q, *g;           // [panels][words of D | Dv][lanes]: queries and output gradients, right-hand sides
     Word *q_rows, *g_rows; // [words of queries][dp | dvp]: the same as rows to be reduced over
-    T *lse, *delta;        // [queries], lse in the rule's units
+    RowScale<T> rows;      // [queries]
+    T* delta;              // [queries]
     T *s, *ds;             // [Bk + 1][lanes]
     Word *w_rows, *ds_rows;// [Bk][words of lanes], pairs of queries (used where a word is a pair)
     T *cap, *grad_w, *bias;// [Bk][lanes]
@@ -94,7 +111,8 @@ class BackwardUnit {
     Buffers f;
     f.q = a.take<Word>(queries * dw), f.g = a.take<Word>(queries * dvw);
     f.q_rows = a.take<Word>(words<P>(queries) * dp), f.g_rows = a.take<Word>(words<P>(queries) * dvp);
-    f.lse = a.take<T>(queries), f.delta = a.take<T>(queries);
+    f.rows = {a.take<T>(queries), a.take<T>(queries), a.take<T>(queries)};
+    f.delta = a.take<T>(queries);
     f.s = a.take<T>((Bk + 1) * L), f.ds = a.take<T>((Bk + 1) * L);
     const int64_t pairs = P::kPerWord == 2 ? Bk * L : 0;
     f.w_rows = a.take<Word>(pairs), f.ds_rows = a.take<Word>(pairs);
@@ -113,7 +131,7 @@ class BackwardUnit {
   }
 
   // dK and dV of chunk c of key head `head`, and its part of dQ, [query head of the group][panels][D][lanes].
-  void run(Buffers& f, int64_t head, int64_t c, const T* delta, T* dq) const {
+  void run(Buffers& f, int64_t head, int64_t c, const PreparedRows<T>& prepared, T* dq) const {
     const int64_t b = head / p.Hkv, hk = head % p.Hkv, group = p.Hq / p.Hkv;
     const Range keys{c * chunk, min_of(p.Lk, (c + 1) * chunk)};
     __builtin_memset(f.dk, 0, static_cast<size_t>((keys.end - keys.begin) * dp) * sizeof(T));
@@ -121,7 +139,7 @@ class BackwardUnit {
     __builtin_memset(dq, 0, static_cast<size_t>(group * dq_size()) * sizeof(T));
     for (int64_t g = 0; g < group; ++g) {
       const int64_t h = hk * group + g;
-      pack_queries(f, b, h, delta);
+      pack_queries(f, b, h, prepared);
       Range seen = keys;
       if (key_mask) {
         read_mask_row(p, b, h, 0, 0, p.Lk, f.keys);
@@ -154,12 +172,12 @@ class BackwardUnit {
   const ScoreRule<T> rule;
   const DropoutRule dropout;
   const int64_t Bk, chunk, queries, dw, dvw, dp, dvp;
-  const bool key_mask;
+  const bool key_mask, whole;
 
   static constexpr int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
   // Everything of one query head that does not depend on the keys.
-  void pack_queries(Buffers& f, int64_t b, int64_t h, const T* delta) const {
+  void pack_queries(Buffers& f, int64_t b, int64_t h, const PreparedRows<T>& prepared) const {
     const int64_t *sq = p.q.stride, *sg = p.grad_out.stride;
     const Storage* q = static_cast<const Storage*>(p.q.data) + b * sq[0] + h * sq[1];
     const Storage* g = static_cast<const Storage*>(p.grad_out.data) + b * sg[0] + h * sg[1];
@@ -170,12 +188,14 @@ class BackwardUnit {
     }
     pack_rows(q, sq, p.D, dp, f.q_rows);
     pack_rows(g, sg, p.Dv, dvp, f.g_rows);
-    const T* lse = static_cast<const T*>(p.lse) + (b * p.Hq + h) * p.Lq;
+    const int64_t row = (b * p.Hq + h) * p.Lq;
+    const RowScale<T> from = prepared.rows.at(row);
     for (int64_t i = 0; i < queries; ++i) {
-      // Past the end, and where a row sees nothing, +inf makes every probability 0.
-      const bool nothing = i >= p.Lq || lse[i] == -kInf<T>;
-      f.lse[i] = nothing ? kInf<T> : lse[i] / rule.unit;
-      f.delta[i] = nothing ? T(0) : delta[(b * p.Hq + h) * p.Lq + i];
+      scale_from_lse(rule, -kInf<double>, f.rows.at(i));  // past the end: no probability
+      f.delta[i] = T(0);
+      if (i >= p.Lq) continue;
+      f.rows.high[i] = from.high[i], f.rows.low[i] = from.low[i], f.rows.inverse[i] = from.inverse[i];
+      f.delta[i] = from.high[i] == kInf<T> ? T(0) : prepared.delta[row + i];
     }
   }
 
@@ -211,24 +231,27 @@ class BackwardUnit {
       r.begin = block.begin + (r.begin - block.begin) / P::kPerWord * P::kPerWord;
       const int64_t shift = r.begin - block.begin;
       if (!scores(f, b, h, i, i1, r, ks + shift * dw, vs + shift * dvw)) continue;
-      const int64_t n = r.end - r.begin;
+      const int64_t nk_seen = r.end - r.begin;
       const Word* W_ = P::kPerWord == 2 ? f.w_rows : reinterpret_cast<const Word*>(f.s);
       const Word* dS = P::kPerWord == 2 ? f.ds_rows : reinterpret_cast<const Word*>(f.ds);
       constexpr int64_t ld = L / P::kPerWord;
       const int64_t reduced = words<P>(i1 - i);
       // dV += W^T dO, dK += dS^T Q
-      add_product<P>(n, W_, ld, f.g_rows + i / P::kPerWord * dvp, dvp, reduced, dv + shift * dvp, dvp, dvp / W);
-      add_product<P>(n, dS, ld, f.q_rows + i / P::kPerWord * dp, dp, reduced, dk + shift * dp, dp, dp / W);
+      add_product<P>(nk_seen, W_, ld, f.g_rows + i / P::kPerWord * dvp, dvp, reduced, dv + shift * dvp, dvp, dvp / W);
+      add_product<P>(nk_seen, dS, ld, f.q_rows + i / P::kPerWord * dp, dp, reduced, dk + shift * dp, dp, dp / W);
       // dQ^T += K^T dS^T
       T* dq_panel = dq + i * p.D;
       if (leaky) {
-        add_nonzero(f.ds, n, k + shift * sk[2], dq_panel);
+        add_nonzero(f.ds, nk_seen, k + shift * sk[2], dq_panel);
         continue;
       }
       tile_rows<P, P::kOutputRows, NV, true>(
-          p.D, kr + shift / P::kPerWord * p.D, p.D, reinterpret_cast<const Word*>(f.ds), L, words<P>(n),
-          [&](int64_t d, int v_) __attribute__((always_inline)) { return load(dq_panel + d * L + v_ * W); },
-          [&](int64_t d, int v_, Vec<T> x) __attribute__((always_inline)) { store(dq_panel + d * L + v_ * W, x); });
+          p.D, kr + shift / P::kPerWord * p.D, p.D, reinterpret_cast<const Word*>(f.ds), L, words<P>(nk_seen),
+          [](int64_t, int) { return Vec<T>{}; },
+          [&](int64_t d, int n, Vec<T> x) __attribute__((always_inline)) {
+            T* sum = dq_panel + d * L + n * W;
+            store(sum, load(sum) + x);
+          });
     }
   }
 
@@ -242,9 +265,9 @@ class BackwardUnit {
       if (all_excluded(f.bias, nk * L)) return false;
       bias.tile = f.bias;
     }
-    product(ks, dw, f.q + i0 * dw, nk, f.s);    // S = K Q^T
-    product(vs, dvw, f.g + i0 * dvw, nk, f.ds); // dP = V dO^T
     Vec<T> top[NV];
+    score_products<P, NV>(nk, ks, f.q + i0 * dw, dw, f.s, top);     // S = K Q^T
+    score_products<P, NV>(nk, vs, f.g + i0 * dvw, dvw, f.ds, top);  // dP = V dO^T
     const Range all = visible_to_all(p, i0, i1);
     if (rule.natural || p.mask.data != nullptr || r.begin < all.begin || r.end > all.end)
       apply_rule<T, NV>(p, rule, f.s, nk, i0, i1, r.begin, bias, alibi_slope<T>(p, b, h),
@@ -266,34 +289,52 @@ class BackwardUnit {
     return true;
   }
 
-  void product(const Word* A, int64_t K, const Word* panel, int64_t rows, T* out) const {
-    tile_rows<P, P::kScoreRows, NV, false>(
-        rows, A, K, panel, L, K, [](int64_t, int) { return Vec<T>{}; },
-        [&](int64_t row, int n, Vec<T> s) __attribute__((always_inline)) { store(out + row * L + n * W, s); });
-  }
-
-  // P = 2^(S - lse), W = dropout(P) into s, dS = P o (dropout(dP) - delta) into ds.
+  // P = exp(S - lse), W = dropout(P) into s, dS = P o (dropout(dP) - delta) into ds.
   void gradients(Buffers& f, int64_t i0, int64_t nk) const {
-    Vec<T> lse[NV], delta[NV];
+    Vec<T> high[NV], low[NV], inverse[NV], delta[NV], rows[NV] = {}, sums[NV] = {};
     FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
-      lse[n] = load(f.lse + i0 + n * W);
+      high[n] = load(f.rows.high + i0 + n * W);
+      low[n] = load(f.rows.low + i0 + n * W);
+      inverse[n] = load(f.rows.inverse + i0 + n * W);
       delta[n] = load(f.delta + i0 + n * W);
     }
     const bool drop = p.dropout_p > 0;
     const T kept = static_cast<T>(dropout.factor);
-    _Pragma("GCC unroll 2") for (int64_t j = 0; j < nk; ++j) FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
-      const int64_t at = j * L + n * W;
-      Vec<T> w = exp2_neg<P::kCoarseExp>((load(f.s + at) - lse[n]) * rule.exponent), d = load(f.ds + at);
-      const Vec<T> e = w;
-      if (drop) {
-        w = keep_lanes(w, f.keep + at) * kept;
-        d = keep_lanes(d, f.keep + at) * kept;
-      }
+    const auto probability = [&](int64_t at, int n) __attribute__((always_inline)) {
+      return exp2_neg<P::kCoarseExp>((load(f.s + at) - high[n] - low[n]) * rule.exponent) * inverse[n];
+    };
+    const auto dropped = [&](Vec<T> x, int64_t at) __attribute__((always_inline)) {
+      return drop ? keep_lanes(x, f.keep + at) * kept : x;
+    };
+    const auto finish = [&](Vec<T> e, Vec<T> d, int64_t at, int n) __attribute__((always_inline)) {
       d = e * (d - delta[n]);
       // An excluded value may be NaN, and 0 * NaN must not pass.
       if (rule.excludes) d = select<T>(e == T(0), Vec<T>{}, d);
-      store(f.s + at, w);
+      store(f.s + at, dropped(e, at));
       store(f.ds + at, d);
+    };
+    if (!whole) {
+      _Pragma("GCC unroll 2") for (int64_t j = 0; j < nk; ++j) FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
+        const int64_t at = j * L + n * W;
+        finish(probability(at, n), dropped(load(f.ds + at), at), at, n);
+      }
+      return;
+    }
+    for (int64_t j = 0; j < nk; ++j) FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
+      const int64_t at = j * L + n * W;
+      const Vec<T> e = probability(at, n), d = dropped(load(f.ds + at), at), product = e * d;
+      rows[n] += e;
+      sums[n] += rule.excludes ? select<T>(e == T(0), Vec<T>{}, product) : product;
+      store(f.s + at, e);
+      store(f.ds + at, d);
+    }
+    FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
+      rows[n] = select<T>(rows[n] == T(0), Vec<T>{}, T(1) / rows[n]);
+      delta[n] += sums[n] * rows[n];
+    }
+    for (int64_t j = 0; j < nk; ++j) FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
+      const int64_t at = j * L + n * W;
+      finish(load(f.s + at) * rows[n], load(f.ds + at), at, n);
     }
   }
 
@@ -345,18 +386,36 @@ class BackwardUnit {
     }
   }
 
-  // d mask += dS, summed where the mask is broadcast; its buffer is in the accumulator type.
+  // d mask += dS. Where the mask is broadcast over queries or keys, thousands of terms meet in one element: they are
+  // summed within the tile first, and its buffer is of doubles; else it is in the accumulator type.
   __attribute__((noinline)) void add_mask_gradient(Buffers& f, int64_t b, int64_t h, int64_t i0, int64_t i1,
                                                    Range r) const {
-    const int64_t *st = p.grad_mask.stride, nk = r.end - r.begin;
-    T* g = static_cast<T*>(p.grad_mask.data) + b * st[0] + h * st[1] + i0 * st[2] + r.begin * st[3];
-    if (st[3] == 1 && st[2] != 0) {
+    const int64_t *st = p.grad_mask.stride, nk = r.end - r.begin, rows = i1 - i0;
+    const int64_t at = b * st[0] + h * st[1] + i0 * st[2] + r.begin * st[3];
+    if (st[2] != 0 && st[3] != 0) {
       for (int64_t i = 0; i < L; ++i) f.ones[i] = T(1);
-      unpack_transposed<T>(f.ds, L, f.ones, i1 - i0, nk, g, st[2], true);
+      unpack_transposed<T>(f.ds, L, f.ones, rows, nk, static_cast<T*>(p.grad_mask.data) + at, st[2], true);
       return;
     }
-    for (int64_t j = 0; j < nk; ++j)
-      for (int64_t i = 0; i < i1 - i0; ++i) g[i * st[2] + j * st[3]] += f.ds[j * L + i];
+    double* g = static_cast<double*>(p.grad_mask.data) + at;
+    const auto row_part = [&](int64_t j, int n) __attribute__((always_inline)) {
+      const int count = static_cast<int>(max_of<int64_t>(0, min_of<int64_t>(W, rows - n * W)));
+      return load_first(f.ds + j * L + n * W, count);
+    };
+    if (st[3] != 0) {  // summed over the queries
+      for (int64_t j = 0; j < nk; ++j)
+        FASTATTN_UNROLL for (int n = 0; n < NV; ++n) g[j * st[3]] += sum_lanes<T>(row_part(j, n));
+      return;
+    }
+    Vec<T> sum[NV] = {};
+    for (int64_t j = 0; j < nk; ++j) FASTATTN_UNROLL for (int n = 0; n < NV; ++n) sum[n] += row_part(j, n);
+    FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
+      if (st[2] == 0) {
+        g[0] += sum_lanes<T>(sum[n]);
+        continue;
+      }
+      for (int64_t i = n * W; i < min_of<int64_t>(rows, (n + 1) * W); ++i) g[i * st[2]] += sum[n][i - n * W];
+    }
   }
 
   void write_rows(const T* rows, int64_t ld, int64_t cols, T factor, const Tensor4& to, int64_t b, int64_t hk,

@@ -261,7 +261,7 @@ class Decode {
       const int64_t h = hk * group + r / p.Lq, i = r % p.Lq;
       const T m = maxima(state)[r], l = sums(state)[r];
       const bool nothing = m == -kInf<T>;
-      static_cast<T*>(p.lse)[(b * p.Hq + h) * p.Lq + i] = nothing ? -kInf<T> : rule.unit * m + log_of(l);
+      p.lse[(b * p.Hq + h) * p.Lq + i] = log_sum_exp(rule, m, l);
       const T inverse = nothing ? T(0) : T(1) / l;
       Storage* out = static_cast<Storage*>(p.out.data) + b * p.out.stride[0] + h * p.out.stride[1] + i * p.out.stride[2];
       for (int64_t d = 0; d < p.Dv; d += W)

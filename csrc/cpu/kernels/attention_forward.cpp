@@ -166,13 +166,7 @@ class Forward {
 
     // S = K Q^T
     Vec<T> top[NV];
-    FASTATTN_UNROLL for (int n = 0; n < NV; ++n) top[n] = splat<T>(-kInf<T>);
-    tile_rows<P, P::kScoreRows, NV, false>(
-        nk, ks + shift * dw, dw, Q, lanes, dw, [](int64_t, int) { return Vec<T>{}; },
-        [&](int64_t row, int n, Vec<T> s) __attribute__((always_inline)) {
-          store(S + row * lanes + n * W, s);
-          top[n] = max_of(top[n], s);
-        });
+    score_products<P, NV>(nk, ks + shift * dw, Q, dw, S, top);
     const Range all = visible_to_all(p, i0, i1);
     if (rule.natural || p.mask.data != nullptr || r.begin < all.begin || r.end > all.end)
       apply_rule<T, NV>(p, rule, S, nk, i0, i1, r.begin, bias, alibi_slope<T>(p, b, h), nullptr, top);
@@ -191,17 +185,21 @@ class Forward {
     const int64_t reduced = probabilities<NV>(buf, nk, reference, sum);
     FASTATTN_UNROLL for (int n = 0; n < NV; ++n) store(l + n * W, sum[n]);
 
-    // O = alpha O + V^T P
-    const auto rescaled = [&](int64_t d, int n) __attribute__((always_inline)) {
-      return alpha[n] * load(O + d * lanes + n * W);
-    };
-    const auto keep_o = [&](int64_t d, int n, Vec<T> o) __attribute__((always_inline)) { store(O + d * lanes + n * W, o); };
+    // O = alpha O + V^T P, the product summed by itself: shorter chains of additions, smaller errors
     if (vs != nullptr) {
-      tile_rows<P, P::kOutputRows, NV, true>(p.Dv, vs + shift / P::kPerWord * p.Dv, p.Dv,
-                                             reinterpret_cast<const Word*>(S), lanes, reduced, rescaled, keep_o);
+      tile_rows<P, P::kOutputRows, NV, true>(
+          p.Dv, vs + shift / P::kPerWord * p.Dv, p.Dv, reinterpret_cast<const Word*>(S), lanes, reduced,
+          [](int64_t, int) { return Vec<T>{}; },
+          [&](int64_t d, int n, Vec<T> x) __attribute__((always_inline)) {
+            T* o = O + d * lanes + n * W;
+            store(o, alpha[n] * load(o) + x);
+          });
     } else {
-      FASTATTN_UNROLL for (int n = 0; n < NV; ++n)
-        for (int64_t d = 0; d < p.Dv; ++d) keep_o(d, n, rescaled(d, n));
+      for (int64_t d = 0; d < p.Dv; ++d)
+        FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
+          T* o = O + d * lanes + n * W;
+          store(o, alpha[n] * load(o));
+        }
       add_visible_only<NV>(S, nk, v + r.begin * p.v.stride[2], O);
     }
   }
@@ -267,12 +265,12 @@ class Forward {
   // out = O / l, lse = m + ln l; a row that saw nothing gives 0 and -inf.
   void finish(Buffers& buf, int64_t b, int64_t h, int64_t q0, int64_t q1) {
     Storage* out = static_cast<Storage*>(p.out.data) + b * p.out.stride[0] + h * p.out.stride[1];
-    T* lse = static_cast<T*>(p.lse) + (b * p.Hq + h) * p.Lq;
+    double* lse = p.lse + (b * p.Hq + h) * p.Lq;
     const T kept = p.dropout_p > 0 ? static_cast<T>(dropout.factor) : T(1);
     for (int64_t i = q0; i < q1; ++i) {
       const T m = buf.m[i - q0], l = buf.l[i - q0];
       const bool nothing = m == -kInf<T>;
-      lse[i] = nothing ? -kInf<T> : rule.unit * m + log_of(l);
+      lse[i] = log_sum_exp(rule, m, l);
       buf.l[i - q0] = nothing ? T(0) : kept / l;
     }
     for (int64_t i = q0; i < q1; i += kLanesOfPanel) {

@@ -27,10 +27,13 @@ class WeightsPass {
         Bk(key_block<P>(params.D, params.Dv)),
         averaged(params.weights_mode == Weights::averaged) {}
 
+  static FASTATTN_INLINE int64_t lanes_for(int64_t rows) { return rows <= W ? W : kLanesOfPanel; }
+
   struct Buffers {
     Word* q;         // [heads of a task][panels][words of D][lanes]
     T* s;            // [Bk][lanes]
     T* mean;         // [panels][Bk][lanes]
+    RowScale<T> rows;  // [heads of a task][kQueries]
     T* bias;         // [Bk][lanes]
     uint32_t* keep;  // [Bk][lanes]
     Word* k;         // [Bk][words of D]
@@ -43,6 +46,8 @@ class WeightsPass {
     Buffers buf;
     buf.q = a.take<Word>((averaged ? p.Hq : 1) * kQueries * words<P>(p.D));
     buf.s = a.take<T>(Bk * kLanesOfPanel);
+    const int64_t rows = (averaged ? p.Hq : 1) * kQueries;
+    buf.rows = {a.take<T>(rows), a.take<T>(rows), a.take<T>(rows)};
     buf.mean = a.take<T>(averaged ? Bk * kQueries : 0);
     buf.bias = a.take<T>(p.mask.data != nullptr ? Bk * kLanesOfPanel : 0);
     buf.keep = a.take<uint32_t>(p.dropout_p > 0 ? Bk * kLanesOfPanel : 0);
@@ -71,36 +76,39 @@ class WeightsPass {
     }
   }
 
+  // What makes probabilities of the scores of queries [i0, i1), whose packed panel is Q. The log-sum-exp is enough
+  // unless it is too large or too coarse (fp64); then the maximum and the sum are computed again.
+  void scale_rows(Buffers& buf, int64_t b, int64_t h, int64_t i0, int64_t i1, const Word* Q, RowScale<T> rows) const {
+    const double* lse = p.lse + (b * p.Hq + h) * p.Lq;
+    bool again = kSame<T, double>;
+    for (int64_t l = 0; l < kLanesOfPanel; ++l) {
+      const double x = i0 + l < i1 ? lse[i0 + l] : -kInf<double>;
+      again |= x != -kInf<double> && (x > kHugeLse || x < -kHugeLse);
+      scale_from_lse(rule, x, rows.at(l));
+    }
+    if (!again) return;
+    if (i1 - i0 <= W)
+      recompute<1>(buf, b, h, i0, i1, Q, rows);
+    else
+      recompute<kPanelVectors>(buf, b, h, i0, i1, Q, rows);
+  }
+
   // W of queries [i0, i1) and keys [j0, j1) of one head into S[key][lane]; Q is their packed panel, ks the staged keys.
   template <int NV>
-  FASTATTN_INLINE void weights_tile(T* S, T* bias_buffer, uint32_t* keep, int64_t b, int64_t h, int64_t i0, int64_t i1,
-                                    int64_t j0, int64_t j1, const Word* Q, const Word* ks) const {
+  FASTATTN_INLINE void weights_tile(Buffers& buf, int64_t b, int64_t h, int64_t i0, int64_t i1, int64_t j0, int64_t j1,
+                                    const Word* Q, const Word* ks, RowScale<T> rows) const {
     constexpr int64_t lanes = NV * W;
-    const int64_t nk = j1 - j0, dw = words<P>(p.D);
-    tile_rows<P, P::kScoreRows, NV, false>(
-        nk, ks, dw, Q, lanes, dw, [](int64_t, int) { return Vec<T>{}; },
-        [&](int64_t row, int n, Vec<T> s) __attribute__((always_inline)) { store(S + row * lanes + n * W, s); });
-    Bias<T> bias;
-    if (p.mask.data != nullptr) {
-      pack_mask(p, b, h, i0, i1, j0, j1, lanes, bias_buffer);
-      bias.tile = bias_buffer;
-    }
-    Vec<T> top[NV], reference[NV];
-    if (rule.natural || rule.excludes)
-      apply_rule<T, NV>(p, rule, S, nk, i0, i1, j0, bias, alibi_slope<T>(p, b, h), nullptr, top);
-    const T* lse = static_cast<const T*>(p.lse) + (b * p.Hq + h) * p.Lq + i0;
-    FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
-      // A row that sees nothing has lse = -inf and weights 0.
-      const Vec<T> l = load_first(lse + n * W, static_cast<int>(max_of<int64_t>(0, min_of<int64_t>(W, i1 - i0 - n * W))));
-      reference[n] = select<T>(l == -kInf<T>, splat<T>(kInf<T>), l / rule.unit);
-    }
+    const int64_t nk = j1 - j0;
+    Vec<T> top[NV];
+    scores_tile<NV>(buf, b, h, i0, i1, j0, j1, Q, ks, top);
     const bool drop = p.dropout_p > 0;
     const T kept = drop ? static_cast<T>(dropout.factor) : T(1);
-    if (drop) dropout_mask(dropout, i0, j0, nk, lanes, h, b, keep);
+    if (drop) dropout_mask(dropout, i0, j0, nk, lanes, h, b, buf.keep);
     for (int64_t j = 0; j < nk; ++j) FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
-      T* s = S + j * lanes + n * W;
-      Vec<T> w = exp2_neg<P::kCoarseExp>((load(s) - reference[n]) * rule.exponent);
-      if (drop) w = keep_lanes(w, keep + j * lanes + n * W) * kept;
+      T* s = buf.s + j * lanes + n * W;
+      const Vec<T> high = load(rows.high + n * W), low = load(rows.low + n * W), inverse = load(rows.inverse + n * W);
+      Vec<T> w = exp2_neg<P::kCoarseExp>((load(s) - high - low) * rule.exponent) * inverse;
+      if (drop) w = keep_lanes(w, buf.keep + j * lanes + n * W) * kept;
       store(s, w);
     }
   }
@@ -112,7 +120,49 @@ class WeightsPass {
   const int64_t Bk;
   const bool averaged;
 
-  static FASTATTN_INLINE int64_t lanes_for(int64_t rows) { return rows <= W ? W : kLanesOfPanel; }
+  // The scores of a tile into buf.s, and their maximum over the keys.
+  template <int NV>
+  FASTATTN_INLINE void scores_tile(Buffers& buf, int64_t b, int64_t h, int64_t i0, int64_t i1, int64_t j0, int64_t j1,
+                                   const Word* Q, const Word* ks, Vec<T>* top) const {
+    score_products<P, NV>(j1 - j0, ks, Q, words<P>(p.D), buf.s, top);
+    Bias<T> bias;
+    if (p.mask.data != nullptr) {
+      pack_mask(p, b, h, i0, i1, j0, j1, NV * W, buf.bias);
+      bias.tile = buf.bias;
+    }
+    if (rule.natural || rule.excludes)
+      apply_rule<T, NV>(p, rule, buf.s, j1 - j0, i0, i1, j0, bias, alibi_slope<T>(p, b, h), nullptr, top);
+  }
+
+  // Maximum and sum of the rows of a panel, as the forward pass finds them.
+  template <int NV>
+  __attribute__((noinline)) void recompute(Buffers& buf, int64_t b, int64_t h, int64_t i0, int64_t i1, const Word* Q,
+                                           RowScale<T> rows) const {
+    const int64_t hk = h / (p.Hq / p.Hkv);
+    const Storage* k = static_cast<const Storage*>(p.k.data) + b * p.k.stride[0] + hk * p.k.stride[1];
+    Vec<T> m[NV], l[NV] = {};
+    FASTATTN_UNROLL for (int n = 0; n < NV; ++n) m[n] = splat<T>(-kInf<T>);
+    const Range seen = visible_to_any(p, i0, i1);
+    for (int64_t j0 = seen.begin; j0 < seen.end; j0 += Bk) {
+      const int64_t j1 = min_of(seen.end, j0 + Bk);
+      const Word* ks = stage_keys<P>(k + j0 * p.k.stride[2], p.k.stride[2], p.k.stride[3], j1 - j0, p.D, buf.k);
+      Vec<T> top[NV];
+      scores_tile<NV>(buf, b, h, i0, i1, j0, j1, Q, ks, top);
+      FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
+        const Vec<T> after = max_of(m[n], top[n]), reference = select<T>(after == -kInf<T>, Vec<T>{}, after);
+        l[n] *= exp2_neg((m[n] - reference) * rule.exponent);
+        for (int64_t j = 0; j < j1 - j0; ++j)
+          l[n] += exp2_neg((load(buf.s + (j * NV + n) * W) - reference) * rule.exponent);
+        m[n] = after;
+      }
+    }
+    FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
+      const Mask<T> nothing = m[n] == -kInf<T>;
+      store(rows.high + n * W, select<T>(nothing, splat<T>(kInf<T>), m[n]));
+      store(rows.low + n * W, Vec<T>{});
+      store(rows.inverse + n * W, select<T>(nothing, splat<T>(T(1)), T(1) / l[n]));
+    }
+  }
 
   // Queries from i0 of one batch entry, heads [h0, h1).
   void task(Buffers& buf, int64_t b, int64_t h0, int64_t h1, int64_t i0) {
@@ -121,8 +171,9 @@ class WeightsPass {
       const Storage* q = static_cast<const Storage*>(p.q.data) + b * p.q.stride[0] + h * p.q.stride[1];
       for (int64_t i = i0; i < i1; i += kLanesOfPanel) {
         const int64_t rows = min_of(kLanesOfPanel, i1 - i), lanes = lanes_for(rows);
-        pack_panel<P>(q + i * p.q.stride[2], p.q.stride[2], p.q.stride[3], rows, p.D, lanes,
-                      buf.q + ((h - h0) * kQueries + i - i0) * dw, lanes, buf.temp);
+        Word* Q = buf.q + ((h - h0) * kQueries + i - i0) * dw;
+        pack_panel<P>(q + i * p.q.stride[2], p.q.stride[2], p.q.stride[3], rows, p.D, lanes, Q, lanes, buf.temp);
+        scale_rows(buf, b, h, i, i + rows, Q, buf.rows.at((h - h0) * kQueries + i - i0));
       }
     }
     for (int64_t j0 = 0; j0 < p.Lk; j0 += Bk) {
@@ -134,11 +185,11 @@ class WeightsPass {
         const Word* ks = stage_keys<P>(k + j0 * p.k.stride[2], p.k.stride[2], p.k.stride[3], j1 - j0, p.D, buf.k);
         for (int64_t i = i0; i < i1; i += kLanesOfPanel) {
           const int64_t rows = min_of(kLanesOfPanel, i1 - i);
-          const Word* Q = buf.q + ((h - h0) * kQueries + i - i0) * dw;
+          const int64_t at = (h - h0) * kQueries + i - i0;
           if (rows <= W)
-            weights_tile<1>(buf.s, buf.bias, buf.keep, b, h, i, i + rows, j0, j1, Q, ks);
+            weights_tile<1>(buf, b, h, i, i + rows, j0, j1, buf.q + at * dw, ks, buf.rows.at(at));
           else
-            weights_tile<kPanelVectors>(buf.s, buf.bias, buf.keep, b, h, i, i + rows, j0, j1, Q, ks);
+            weights_tile<kPanelVectors>(buf, b, h, i, i + rows, j0, j1, buf.q + at * dw, ks, buf.rows.at(at));
           const int64_t values = (j1 - j0) * lanes_for(rows);
           if (averaged)
             accumulate(buf.mean + (i - i0) * Bk, buf.s, values);

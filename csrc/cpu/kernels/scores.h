@@ -57,7 +57,8 @@ template <class T>
 FASTATTN_INLINE ScoreRule<T> make_rule(const AttentionParams& p) {
   ScoreRule<T> rule;
   const bool additive = p.mask.data != nullptr && p.mask_dtype != DType::boolean;
-  rule.natural = additive || p.softcap > 0 || p.alibi != nullptr || !(p.scale > 0);
+  // fp64 too: nothing there is wide enough to carry a maximum from one unit to the other and back.
+  rule.natural = additive || p.softcap > 0 || p.alibi != nullptr || !(p.scale > 0) || kSame<T, double>;
   rule.excludes = p.mask.data != nullptr || p.window_left >= 0 || p.window_right >= 0;
   rule.scale = static_cast<T>(p.scale);
   rule.softcap = static_cast<T>(p.softcap);
@@ -65,6 +66,35 @@ FASTATTN_INLINE ScoreRule<T> make_rule(const AttentionParams& p) {
   rule.exponent = rule.unit * kLog2E<T>;
   return rule;
 }
+
+// The natural logarithm of a row's sum of exponentials, from its maximum and its sum relative to that.
+template <class T>
+FASTATTN_INLINE double log_sum_exp(const ScoreRule<T>& rule, T maximum, T sum) {
+  if (maximum == -kInf<T>) return -kInf<double>;
+  return static_cast<double>(rule.unit) * maximum + __builtin_log(static_cast<double>(sum));
+}
+
+// What turns the scores of a row into probabilities: p = 2^((S - high - low) * exponent) * inverse.
+template <class T>
+struct RowScale {
+  T* high;
+  T* low;
+  T* inverse;
+  FASTATTN_INLINE RowScale at(int64_t i) const { return {high + i, low + i, inverse + i}; }
+};
+
+// From the log-sum-exp, in the units of S: high + low keep the precision of double. A row that sees nothing gets +inf,
+// which makes all its probabilities 0.
+template <class T>
+FASTATTN_INLINE void scale_from_lse(const ScoreRule<T>& rule, double lse, RowScale<T> row) {
+  const double exact = lse == -kInf<double> ? kInf<double> : lse / rule.unit;
+  *row.high = static_cast<T>(exact);
+  *row.low = exact - exact == 0 ? static_cast<T>(exact - *row.high) : T(0);
+  *row.inverse = T(1);
+}
+
+// Where a double of this size stops: in a row of finfo.min the logarithm of the sum is lost beside the maximum.
+constexpr double kHugeLse = 1 << 30;
 
 // The bias of a block: what a mask adds, -inf where it excludes. One value a key where the mask is the same for all
 // queries (padding), else a tile in the layout of S.

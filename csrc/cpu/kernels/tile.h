@@ -52,6 +52,36 @@ FASTATTN_INLINE void tile_rows(int64_t rows, const typename P::Word* A, int64_t 
   for (; r0 < rows; ++r0) tile<P, 1, kVectors, kColumns>(A + r0 * step, lda, B, ldb, K, from, to);
 }
 
+// The longest chain of additions in a dot product, in words.
+constexpr int64_t kChain = 256;
+
+// S[row][lane] = sum_k A[row * K + k] * panel[k][lane], and the maximum over the rows.
+//
+// Longer chains are cut and their parts added, so that the error does not grow with the head dim.
+template <class P, int kVectors>
+FASTATTN_INLINE void score_products(int64_t rows, const typename P::Word* A, const typename P::Word* panel, int64_t K,
+                                    typename P::Acc* S, Vec<typename P::Acc>* top) {
+  typedef typename P::Acc T;
+  constexpr int W = kLanes<T>;
+  constexpr int64_t lanes = kVectors * W;
+  FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) top[n] = splat<T>(-kInf<T>);
+  const auto zero = [](int64_t, int) { return Vec<T>{}; };
+  const auto keep = [&](int64_t row, int n, Vec<T> s) __attribute__((always_inline)) {
+    store(S + row * lanes + n * W, s);
+    top[n] = max_of(top[n], s);
+  };
+  tile_rows<P, P::kScoreRows, kVectors, false>(rows, A, K, panel, lanes, min_of(K, kChain), zero, keep);
+  if (K <= kChain) return;
+  const auto add = [&](int64_t row, int n, Vec<T> s) __attribute__((always_inline)) {
+    store(S + row * lanes + n * W, load(S + row * lanes + n * W) + s);
+  };
+  for (int64_t k = kChain; k < K; k += kChain)
+    tile_rows<P, 4, kVectors, false>(rows, A + k, K, panel + k * lanes, lanes, min_of(K - k, kChain), zero, add);
+  FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) top[n] = splat<T>(-kInf<T>);
+  for (int64_t row = 0; row < rows; ++row)
+    FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) top[n] = max_of(top[n], load(S + row * lanes + n * W));
+}
+
 }  // namespace
 }  // namespace FASTATTN_ISA
 }  // namespace fastattn

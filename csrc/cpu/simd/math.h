@@ -21,11 +21,12 @@ FASTATTN_INLINE Vec<T> horner(Vec<T> x, T first, Rest... rest) {
 }
 
 // 2^f on [-1/2, 1/2], exactly 1 at 0 so that a lone key has weight 1. Relative error 1.0e-4 (coarse, for results that
-// are rounded to bf16), 9.2e-8 (fp32), 3e-18 (fp64).
+// are rounded to bf16), 2.0e-9 (fp32), 3e-18 (fp64).
 template <bool Coarse>
 FASTATTN_INLINE VecF exp2_fraction(VecF f) {
   if constexpr (Coarse) return horner<float>(f, 1.0f, 0.693282928f, 0.242210967f, 0.0550089320f);
-  return horner<float>(f, 1.0f, 0.693146978f, 0.240222421f, 0.0555073374f, 0.00967151277f, 0.00132647273f);
+  return horner<float>(f, 1.0f, 0.693147203f, 0.240226479f, 0.0555033247f, 0.00961843736f, 0.00133988745f,
+                       0.000153533622f);
 }
 template <bool Coarse>
 FASTATTN_INLINE VecD exp2_fraction(VecD f) {
@@ -88,9 +89,6 @@ FASTATTN_INLINE Vec<T> tanh_of(Vec<T> x) {
   const Vec<T> y = select<T>(a < T(0.625), tanh_small(a, a * a), large);
   return select<T>(negative, -y, y);
 }
-
-FASTATTN_INLINE float log_of(float x) { return __builtin_logf(x); }
-FASTATTN_INLINE double log_of(double x) { return __builtin_log(x); }
 
 // 32 x 32 -> 64 bit products of all lanes, as their high and low words.
 FASTATTN_INLINE void multiply_wide(VecU a, uint32_t m, VecU* high, VecU* low) {
