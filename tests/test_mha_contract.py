@@ -134,6 +134,28 @@ def test_one_product_for_inputs_that_are_one_tensor(
 
 
 @pytest.mark.parametrize("batch_first", [True, False])
+def test_nothing_is_copied_on_the_way(batch_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads are views of the projections, and the output lies as the next projection reads it."""
+    memory: list[int] = []
+
+    def projected(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        memory.append(x.data_ptr())
+        memory.append((y := F.linear(x, weight, bias)).data_ptr())
+        return y
+
+    def attended(q: Tensor, *args: Any, **keywords: Any) -> Any:
+        memory.append(q.data_ptr())
+        memory.append((out := scaled_dot_product_attention(q, *args, **keywords)).data_ptr())
+        return out
+
+    monkeypatch.setattr(mha, "linear", projected)
+    monkeypatch.setattr(mha, "scaled_dot_product_attention", attended)
+    MultiheadAttention(EMBED, HEADS, batch_first=batch_first)(X, X, X, need_weights=False)
+    x, packed, query, out, rows, _ = memory
+    assert (x, query, rows) == (X.data_ptr(), packed, out)
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("inputs", ["self", "three"])
 @pytest.mark.parametrize("training", [True, False])
 def test_the_output_is_contiguous(batch_first: bool, inputs: str, training: bool) -> None:

@@ -194,8 +194,6 @@ def test_is_ours_for_plain_tensors_only(ours: list[int]) -> None:
         assert ours
     ours.clear()
 
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert linear(x, weight).dtype == torch.bfloat16
     with torch.backends.mkldnn.flags(enabled=False):
         assert torch.equal(linear(x, weight), want)
     with FlopCounterMode(display=False) as counter:
@@ -212,6 +210,26 @@ def test_is_ours_for_plain_tensors_only(ours: list[int]) -> None:
     assert linear(x.to("meta"), weight.to("meta")).shape == (3, 4)
     linear(x.double(), weight.double())
     assert not ours
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("given", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_autocast(given: torch.dtype, dtype: torch.dtype, ours: list[int]) -> None:
+    """Casts what PyTorch casts, gradients included, and stays on our GEMM."""
+    results = []
+    x, weight, bias = torch.randn(3, 5), torch.randn(4, 5), torch.randn(4)
+    for function in (linear, F.linear):
+        leaves = [x.to(given), weight.to(given), bias.to(given)]
+        for leaf in leaves:
+            leaf.requires_grad_()
+        with torch.autocast("cpu", dtype=dtype):
+            y = function(*leaves)
+        y.sum().backward()
+        results.append([y, *(leaf.grad for leaf in leaves)])
+    assert bool(ours) == (given != torch.float64)
+    for got, want in zip(*results, strict=True):
+        assert got.dtype == want.dtype
+        assert torch.allclose(got, want, rtol=1e-2, atol=5e-2)
 
 
 def test_gradients_of_many_cotangents_at_once() -> None:

@@ -72,10 +72,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Returns:
         [..., N], contiguous, in the dtype of the arguments. Differentiable any number of times.
 
-    Under autocast, ``torch.func`` transforms, ``torch.compile``, tensor subclasses, other devices
-    and dispatch modes this is ``torch.nn.functional.linear`` itself. Errors are those of
+    Under ``torch.func`` transforms, ``torch.compile``, tensor subclasses, other devices and
+    dispatch modes this is ``torch.nn.functional.linear`` itself. Errors are those of
     ``torch.nn.functional.linear``, except that a bias of another dtype is always taken.
     """
+    if torch.is_autocast_enabled("cpu") and x.is_cpu:
+        dtype = torch.get_autocast_dtype("cpu")
+        x, weight = _cast(x, dtype), _cast(weight, dtype)
+        bias = None if bias is None else _cast(bias, dtype)
     if not _is_ours(x, weight, bias):
         if bias is None or bias.dtype == x.dtype or x.dtype != weight.dtype:
             return F.linear(x, weight, bias)
@@ -92,6 +96,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return y.view(*x.shape[:-1], weight.shape[0])
 
 
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """What autocast does with an argument of ``torch.nn.functional.linear``."""
+    return x if x.dtype == torch.float64 or not x.is_floating_point() else x.to(dtype)
+
+
 def _is_ours(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether the arguments are valid and another GEMM than that of ``F.linear`` serves them."""
     if torch.compiler.is_compiling():
@@ -103,7 +112,7 @@ def _is_ours(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         dtype not in _ONEDNN_DTYPES or _ONEDNN_LINEAR is None or not torch._C._get_mkldnn_enabled()
     ):
         return False
-    if not is_plain(x, weight, bias) or torch.is_autocast_enabled("cpu"):
+    if not is_plain(x, weight, bias):
         return False
     return (
         x.dim() >= 2
