@@ -5,7 +5,8 @@ from __future__ import annotations
 import doctest
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,19 @@ def stock(*args: Any, **kwargs: Any) -> Tensor:
 def assert_same(ours: Tensor, theirs: Tensor) -> None:
     assert ours.shape == theirs.shape
     torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)
+
+
+BUILT = [name for name in dispatch.PRIORITY["cpu"] if isinstance(dispatch.load(name), ModuleType)]
+
+
+@pytest.fixture(params=["unforced", *BUILT])
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Every backend; and none forced, when the commonest calls take a way of their own."""
+    if request.param == "unforced":
+        yield BUILT[0]
+    else:
+        with fastattn.use_backend(request.param):
+            yield request.param
 
 
 @pytest.fixture(autouse=True)
@@ -223,11 +237,24 @@ def test_a_parameter_or_another_subclass_is_a_tensor(backend: str) -> None:
     assert_same(tagged.as_subclass(Tensor), expected)
 
 
+def test_a_tensor_that_outlived_its_transform_is_a_tensor(backend: str) -> None:
+    leaked: list[Tensor] = []
+    query = rand(1, 2, 3, 4)
+    torch.func.grad(lambda x: (leaked.append(x), x.sum())[1])(query)
+    expected = stock(query, query, query)
+    assert_same(attention(leaked[0], query, query).detach(), expected)
+    assert_same(attention(query, leaked[0], leaked[0], torch.zeros(3, 3)).detach(), expected)
+
+
 def test_a_view_that_promises_minus_x_is_read_as_minus_x(backend: str) -> None:
     x = rand(1, 2, 3, 4)
     lazy = torch._neg_view(x)
     assert lazy.is_neg()
-    assert_same(attention(lazy, x, lazy), stock(-x, x, -x))
+    assert_same(attention(lazy, x, x), stock(-x, x, x))
+    assert_same(attention(x, lazy, x), stock(x, -x, x))
+    assert_same(attention(x, x, lazy), stock(x, x, -x))
+    mask = torch._neg_view(rand(3, 3))
+    assert_same(attention(x, x, x, mask), stock(x, x, x, mask.resolve_neg()))
     query = rand(1, 2, 3, 4).requires_grad_()
     out = attention(query, query, query)
     (grad,) = torch.autograd.grad(out, query, lazy, retain_graph=True)

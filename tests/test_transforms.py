@@ -239,6 +239,16 @@ def test_one_dynamic_graph_serves_all_sizes() -> None:
     assert len(graphs) == 1
 
 
+def test_a_length_of_one_argument_becomes_dynamic_and_of_another_not() -> None:
+    run = torch.compile(attention, fullgraph=True, backend="eager")
+    q = rand(2, 3, 5, 4)
+    for k_len in (7, 9):
+        k = rand(2, 3, k_len, 4)
+        assert_close(run(q, k, k), attention(q, k, k))
+    for mask in (rand(9), rand(3, 1, 9), rand(5, 1), rand(2, 3, 5, 9)):
+        assert_close(run(q, k, k, mask), attention(q, k, k, mask))
+
+
 @pytest.mark.parametrize("inductor", [False, True], ids=["aot_eager", "inductor"])
 def test_each_call_of_a_compiled_function_draws_its_own_dropout(inductor: bool) -> None:
     query = rand(2, 2, 16, 8, requires_grad=True)
@@ -405,6 +415,24 @@ def test_vmap_over_everything_and_its_gradients(
         ]
         expected = tuple(torch.stack(column) for column in zip(*examples, strict=True))
         assert_close(vmap(function, in_dims)(*inputs), expected)
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_vmap_of_the_backward_operator_keeps_the_shape_of_the_mask(mapped: bool) -> None:
+    n, tensors = 3, qkv()
+    mask = rand(n, 1, 4, 1, 7) if mapped else rand(1, 4, 1, 7)
+    args = (*tensors, None, None)
+    out, lse, _ = forward_op(*tensors, None, None, None, *PLAIN, 0, "")
+    grads = torch.stack([torch.randn_like(out) for _ in range(n)])
+
+    def backward(grad_out: Tensor, attn_mask: Tensor) -> tuple[Tensor, ...]:
+        rest = (attn_mask, None, None, out, lse, *PLAIN, 0, True, "")
+        return backward_op(grad_out, None, None, *args[:3], *rest)
+
+    together = vmap(backward, (0, 0 if mapped else None))(grads, mask)
+    alone = [backward(grads[i], mask[i] if mapped else mask) for i in range(n)]
+    for result, examples in zip(together, zip(*alone, strict=True), strict=True):
+        assert_close(result, torch.stack(examples))
 
 
 def test_gradients_for_each_sample(backend: str) -> None:
