@@ -109,7 +109,7 @@ def _is_ours(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     if dtype == torch.float32 and x.numel() * weight.numel() < _MIN_WORK * x.shape[-1]:
         return False
     if dtype not in _WIDE_DTYPES and (
-        dtype not in _ONEDNN_DTYPES or _ONEDNN_LINEAR is None or not torch._C._get_mkldnn_enabled()
+        dtype not in _ONEDNN_DTYPES or _ONEDNN_LINEAR is None or not torch.backends.mkldnn.enabled
     ):
         return False
     if not is_plain(x, weight, bias):

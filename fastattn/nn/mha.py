@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,9 +16,6 @@ from fastattn.nn._linear import linear
 from fastattn.nn._masks import check_mask_dtypes, is_causal_mask, merge_masks
 from fastattn.nn._nested import nested_self_attention
 from fastattn.ops.sdpa import scaled_dot_product_attention
-
-# PyTorch's own check of the ranks, with its own messages.
-_shape_check: Callable[..., bool] = F._mha_shape_check  # type: ignore[attr-defined]
 
 
 def keep_forward_called(module: torch.nn.Module, args: Any) -> None:
@@ -117,7 +114,9 @@ class MultiheadAttention(_Stock):
             return nested_self_attention(
                 self, query, key, value, *masks, need_weights, average_attn_weights
             )
-        batched = _shape_check(query, key, value, key_padding_mask, attn_mask, self.num_heads)
+        batched = F._mha_shape_check(  # type: ignore[attr-defined]  # with PyTorch's messages
+            query, key, value, key_padding_mask, attn_mask, self.num_heads
+        )
         if is_causal and attn_mask is None:
             raise RuntimeError(
                 "Need attn_mask if specifying the is_causal hint. "
@@ -244,8 +243,9 @@ class MultiheadAttention(_Stock):
     def _heads(self, packed: Tensor, batch_dim: int, count: int) -> tuple[Tensor, ...]:
         """[N, L, count·E] or [L, N, count·E] -> ``count`` views [N, H, L, D]"""
         split = packed.view(*packed.shape[:2], count, self.num_heads, self.head_dim)
-        order = (2, 0, 3, 1, 4) if batch_dim == 0 else (2, 1, 3, 0, 4)
-        return split.permute(order).unbind()
+        order = (0, 2, 1, 3) if batch_dim == 0 else (1, 2, 0, 3)
+        # unbind first: its backward then writes the gradient of `packed` as it lies, in one pass
+        return tuple(part.permute(order) for part in split.unbind(2))
 
     def _append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Append what ``add_bias_kv`` (learned) and ``add_zero_attn`` ask for to [N, H, S, D]."""
