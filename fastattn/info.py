@@ -98,6 +98,16 @@ def _build_record() -> dict[str, Any]:
     return record
 
 
+def _is_stale() -> bool:
+    """Whether this is a source tree whose kernels have changed since they were built."""
+    package = Path(__file__).parent
+    try:
+        built = package.joinpath("_build.json").stat().st_mtime
+    except FileNotFoundError:
+        return False
+    return any(path.stat().st_mtime > built for path in package.parent.glob("csrc/**/*.*"))
+
+
 def _backend(name: str) -> dict[str, Any]:
     """{"built": bool, "reason": why it is not or None} and what the build record knows."""
     if importlib.util.find_spec(f"fastattn.backends.{name}") is None:
@@ -108,7 +118,7 @@ def _backend(name: str) -> dict[str, Any]:
     module = record.get("modules", {}).get(name)
     error = _native_module(name)["error"]
     if error is None:
-        return {**(module or {}), "built": True, "reason": None}
+        return {**(module or {}), "built": True, "reason": None, "stale": _is_stale()}
     if module is None:
         reason = "no native build was made here; `make build` or `pip install .` makes one"
     elif not module["built"]:
@@ -160,7 +170,8 @@ def _backend_text(name: str, facts: dict[str, Any]) -> str:
         return f"not built: {backend['reason']}"
     if name == "reference":
         return "always there: plain PyTorch"
-    return f"built by {backend['compiler']}" if "compiler" in backend else "built"
+    text = f"built by {backend['compiler']}" if "compiler" in backend else "built"
+    return text + "; csrc has changed since: `make build`" * backend.get("stale", False)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

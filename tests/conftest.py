@@ -24,9 +24,10 @@ def pytest_report_header() -> list[str]:
     facts = info.collect()
     library = getattr(sys.modules.get("fastattn._cpu"), "__file__", None)
     isa = facts["isa"]["isa"] if facts["isa"] else "none"
+    stale = ", OLDER THAN csrc" if facts["backends"]["cpu"].get("stale") else ""
     return [
         f"fastattn {facts['fastattn']} from {os.path.dirname(fastattn.__file__)}",
-        f"native core {library}, instruction set {isa}",
+        f"native core {library}, instruction set {isa}{stale}",
         f"torch {facts['torch']}, {facts['threads']} threads, {facts['cpu']['model']}",
     ]
 

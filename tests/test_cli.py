@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -226,6 +227,21 @@ def test_info_without_a_native_core(monkeypatch: pytest.MonkeyPatch) -> None:
     text = info.format_text(info.collect())
     assert "ISA                none: there is no native core" in text
     assert "backend cpu        not built: no C++ compiler was found" in text
+
+
+def test_info_tells_when_the_kernels_have_changed_since_they_were_built(
+    native: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "fastattn"
+    kernel = tmp_path / "csrc/cpu/kernel.cpp"
+    for file, changed in ((kernel, 1000), (package / "_build.json", 2000)):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("{}")
+        os.utime(file, (changed, changed))
+    monkeypatch.setattr(info, "__file__", str(package / "info.py"))
+    assert "csrc has changed since" not in info.format_text(info.collect())
+    os.utime(kernel, (3000, 3000))
+    assert "csrc has changed since: `make build`" in info.format_text(info.collect())
 
 
 def test_info_lists_one_openmp_runtime(native: ModuleType) -> None:
