@@ -327,6 +327,25 @@ def test_a_row_that_sees_nothing(how: str, need_weights: bool, backend: str) -> 
     assert all(torch.isfinite(p.grad).all() for p in (x, *fused.parameters()))
 
 
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_a_row_of_the_smallest_number_is_uniform(
+    need_weights: bool, backend: str, generator: torch.Generator
+) -> None:
+    """A finite mask hides nothing when all keys have it: the mean of the values, not 0, not NaN."""
+    call = Call(inputs="self", need_weights=need_weights)
+    x, _, _ = call.tensors(generator)
+    mask = torch.zeros(LENGTH, LENGTH)
+    mask[2] = torch.finfo(torch.float32).min
+    stock = call.module(nn.MultiheadAttention)
+    fused = call.module(MultiheadAttention)
+    fused.load_state_dict(stock.state_dict())
+    want, _ = stock(x, x, x, attn_mask=mask)
+    got, weights = fused(x, x, x, attn_mask=mask, need_weights=need_weights)
+    assert torch.allclose(got, want, atol=1e-6)
+    if need_weights:
+        assert torch.allclose(weights[:, 2], torch.tensor(1 / LENGTH))
+
+
 def test_arguments_after_value_in_the_order_of_pytorch(generator: torch.Generator) -> None:
     call = Call(inputs="self", padding="bool", mask="bool2")
     x, _, _ = call.tensors(generator)
