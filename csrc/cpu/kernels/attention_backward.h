@@ -195,8 +195,29 @@ class BackwardUnit {
       f.delta[i] = T(0);
       if (i >= p.Lq) continue;
       f.rows.high[i] = from.high[i], f.rows.low[i] = from.low[i], f.rows.inverse[i] = from.inverse[i];
-      f.delta[i] = from.high[i] == kInf<T> ? T(0) : prepared.delta[row + i];
+      if (from.high[i] == kInf<T>)
+        clear_query(f, i);
+      else
+        f.delta[i] = prepared.delta[row + i];
     }
+  }
+
+  // A query that sees nothing hands on nothing, not even its own NaN times zero.
+  __attribute__((noinline)) void clear_query(Buffers& f, int64_t i) const {
+    const int64_t panel = i / L * L, lane = i % L;
+    for (int64_t k = 0; k < dw; ++k) f.q[panel * dw + k * L + lane] = Word(0);
+    for (int64_t k = 0; k < dvw; ++k) f.g[panel * dvw + k * L + lane] = Word(0);
+    const auto clear_row = [&](Word* rows, int64_t padded) {
+      for (int64_t d = 0; d < padded; ++d) {
+        Word& word = rows[i / P::kPerWord * padded + d];
+        if constexpr (P::kPerWord == 1)
+          word = Word(0);
+        else
+          word = float_of(bits_of(word) & (i % 2 ? 0x0000ffffu : 0xffff0000u));
+      }
+    };
+    clear_row(f.q_rows, dp);
+    clear_row(f.g_rows, dvp);
   }
 
   // Rows of queries as words to be reduced over, columns padded with zero to whole vectors.
@@ -301,7 +322,9 @@ class BackwardUnit {
     const bool drop = p.dropout_p > 0;
     const T kept = static_cast<T>(dropout.factor);
     const auto probability = [&](int64_t at, int n) __attribute__((always_inline)) {
-      return exp2_neg<P::kCoarseExp>((load(f.s + at) - high[n] - low[n]) * rule.exponent) * inverse[n];
+      const Vec<T> e = exp2_neg<P::kCoarseExp>((load(f.s + at) - high[n] - low[n]) * rule.exponent) * inverse[n];
+      // A lane without a query, or whose query sees nothing, may have met a NaN.
+      return rule.excludes ? select<T>(high[n] == kInf<T>, Vec<T>{}, e) : e;
     };
     const auto dropped = [&](Vec<T> x, int64_t at) __attribute__((always_inline)) {
       return drop ? keep_lanes(x, f.keep + at) * kept : x;

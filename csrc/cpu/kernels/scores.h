@@ -93,8 +93,9 @@ FASTATTN_INLINE void scale_from_lse(const ScoreRule<T>& rule, double lse, RowSca
   *row.inverse = T(1);
 }
 
-// Where a double of this size stops: in a row of finfo.min the logarithm of the sum is lost beside the maximum.
-constexpr double kHugeLse = 1 << 30;
+// Beyond this a score's own rounding is worth more than a percent of its exponential, and in a row of finfo.min the
+// logarithm of the sum is lost beside the maximum: the row is then normalised by its recomputed sum.
+constexpr double kHugeLse = 1 << 16;
 
 // The bias of a block: what a mask adds, -inf where it excludes. One value a key where the mask is the same for all
 // queries (padding), else a tile in the layout of S.
