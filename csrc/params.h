@@ -1,4 +1,5 @@
-// What crosses the border between Python and the kernels: addresses, shapes and element strides. No torch anywhere.
+// What crosses the border between Python and the kernels: addresses, shapes and element strides. No
+// torch anywhere.
 #pragma once
 #include <cstdint>
 
@@ -25,40 +26,43 @@ struct AttentionParams {
   Tensor4 k;    // [B, Hkv, Lk, D]
   Tensor4 v;    // [B, Hkv, Lk, Dv]
   Tensor4 out;  // [B, Hq, Lq, Dv]
-  double* lse;  // [B, Hq, Lq] contiguous; wider than f32, or the backward pass would inherit its rounding
+  double* lse;  // [B, Hq, Lq] contiguous; wider than f32, or the backward pass would inherit its
+                // rounding
 
   double scale;
-  double softcap;         // 0 = off
-  int64_t offset;         // the diagonal: query i is at position i + offset on the key axis
-  int64_t window_left;    // keys visible to the left of the diagonal, -1 = all
-  int64_t window_right;   // keys visible to its right, -1 = all; 0 = causal
+  double softcap;        // 0 = off
+  int64_t offset;        // the diagonal: query i is at position i + offset on the key axis
+  int64_t window_left;   // keys visible to the left of the diagonal, -1 = all
+  int64_t window_right;  // keys visible to its right, -1 = all; 0 = causal
 
-  Tensor4 mask;           // [B, Hq, Lq, Lk], null = none
-  DType mask_dtype;       // boolean (true = takes part) or floating (added)
-  const void* alibi;      // [B, Hq] acc, null = none: score -= slope * |i + offset - j|
+  Tensor4 mask;       // [B, Hq, Lq, Lk], null = none
+  DType mask_dtype;   // boolean (true = takes part) or floating (added)
+  const void* alibi;  // [B, Hq] acc, null = none: score -= slope * |i + offset - j|
   int64_t alibi_stride[2];
 
-  double dropout_p;       // 0 = off
+  double dropout_p;  // 0 = off
   uint64_t seed;
 
   Weights weights_mode;
-  Tensor4 weights;        // [B, Hq, Lq, Lk] (averaged: [B, -, Lq, Lk], head stride 0)
+  Tensor4 weights;  // [B, Hq, Lq, Lk] (averaged: [B, -, Lq, Lk], head stride 0)
 
   // backward only
-  Tensor4 grad_out;         // [B, Hq, Lq, Dv], null = zero
-  const double* grad_lse;   // [B, Hq, Lq] contiguous, null = zero
-  Tensor4 grad_weights;     // as weights, null = zero
-  Tensor4 grad_q;           // [B, Hq, Lq, D]
-  Tensor4 grad_k;           // [B, Hkv, Lk, D]
-  Tensor4 grad_v;           // [B, Hkv, Lk, Dv]
-  Tensor4 grad_mask;        // zeroed by the caller, stride 0 where the mask is broadcast; null = not wanted.
-                            // f64 where it is broadcast over queries or keys, else acc with key stride 1
+  Tensor4 grad_out;        // [B, Hq, Lq, Dv], null = zero
+  const double* grad_lse;  // [B, Hq, Lq] contiguous, null = zero
+  Tensor4 grad_weights;    // as weights, null = zero
+  Tensor4 grad_q;          // [B, Hq, Lq, D]
+  Tensor4 grad_k;          // [B, Hkv, Lk, D]
+  Tensor4 grad_v;          // [B, Hkv, Lk, Dv]
+  Tensor4
+      grad_mask;  // zeroed by the caller, stride 0 where the mask is broadcast; null = not wanted.
+                  // f64 where it is broadcast over queries or keys, else acc with key stride 1
 };
 
 // out = x * scale + PE(position), and 0 for PE where position == padding_idx.
 //
 // Angles are 64-bit fractions of a turn: column c of PE is sin(2 pi a / 2^64) with
-// a = position * frequency[c] + phase[c] mod 2^64, which unsigned arithmetic gives exactly; cosines have phase 2^62.
+// a = position * frequency[c] + phase[c] mod 2^64, which unsigned arithmetic gives exactly; cosines
+// have phase 2^62.
 struct SinusoidalParams {
   DType dtype;  // of x and out; f32, f64, bf16 or f16
   int threads;
@@ -68,12 +72,12 @@ struct SinusoidalParams {
   Tensor4 x;    // [B, H, L, D]
   Tensor4 out;  // [B, H, L, D]
 
-  const int64_t* positions;     // [B, H, L], null = offset + l
+  const int64_t* positions;  // [B, H, L], null = offset + l
   int64_t position_stride[3];
   int64_t offset;
 
-  const uint64_t* frequency;    // [D], readable (zeros) to a multiple of 16
-  const uint64_t* phase;        // [D], as frequency
+  const uint64_t* frequency;  // [D], readable (zeros) to a multiple of 16
+  const uint64_t* phase;      // [D], as frequency
   // Where the columns are pairs of a sine and a cosine of one frequency: columns 2i and 2i + 1 if
   // interleaved, else i and pairs + i; columns from 2 * pairs on are 0. Else pairs is 0.
   int64_t pairs;

@@ -18,9 +18,11 @@ Tensor4 optional_operand(const py::object& pair) {
   return operand(t[0].cast<uintptr_t>(), t[1].cast<py::tuple>());
 }
 
-AttentionParams common(int dtype, int threads, const py::tuple& sizes, uintptr_t q, const py::tuple& q_stride,
-                       uintptr_t k, const py::tuple& k_stride, uintptr_t v, const py::tuple& v_stride, uintptr_t out,
-                       const py::tuple& out_stride, uintptr_t lse, double scale, const py::object& options) {
+AttentionParams common(int dtype, int threads, const py::tuple& sizes, uintptr_t q,
+                       const py::tuple& q_stride, uintptr_t k, const py::tuple& k_stride,
+                       uintptr_t v, const py::tuple& v_stride, uintptr_t out,
+                       const py::tuple& out_stride, uintptr_t lse, double scale,
+                       const py::object& options) {
   AttentionParams p{};
   p.dtype = static_cast<DType>(dtype);
   p.threads = threads;
@@ -36,7 +38,8 @@ AttentionParams common(int dtype, int threads, const py::tuple& sizes, uintptr_t
   p.window_left = p.window_right = -1;
   if (options.is_none()) return p;
 
-  // (offset, window_left, window_right, softcap, mask, mask_dtype, alibi, dropout_p, seed, weights_mode, weights)
+  // (offset, window_left, window_right, softcap, mask, mask_dtype, alibi, dropout_p, seed,
+  // weights_mode, weights)
   const auto o = options.cast<py::tuple>();
   p.offset = o[0].cast<int64_t>();
   p.window_left = o[1].cast<int64_t>();
@@ -56,23 +59,26 @@ AttentionParams common(int dtype, int threads, const py::tuple& sizes, uintptr_t
   return p;
 }
 
-void attention_forward(int dtype, int threads, const py::tuple& sizes, uintptr_t q, const py::tuple& q_stride,
-                       uintptr_t k, const py::tuple& k_stride, uintptr_t v, const py::tuple& v_stride, uintptr_t out,
-                       const py::tuple& out_stride, uintptr_t lse, double scale, const py::object& options) {
-  const AttentionParams p = common(dtype, threads, sizes, q, q_stride, k, k_stride, v, v_stride, out, out_stride, lse,
-                                   scale, options);
+void attention_forward(int dtype, int threads, const py::tuple& sizes, uintptr_t q,
+                       const py::tuple& q_stride, uintptr_t k, const py::tuple& k_stride,
+                       uintptr_t v, const py::tuple& v_stride, uintptr_t out,
+                       const py::tuple& out_stride, uintptr_t lse, double scale,
+                       const py::object& options) {
+  const AttentionParams p = common(dtype, threads, sizes, q, q_stride, k, k_stride, v, v_stride,
+                                   out, out_stride, lse, scale, options);
   py::gil_scoped_release release;
   kernels().attention_forward(p);
 }
 
-// gradients: (grad_out, grad_lse, grad_weights, grad_q, grad_k, grad_v, grad_mask), each (address, strides) or None;
-// grad_lse is an address, 0 for none.
-void attention_backward(int dtype, int threads, const py::tuple& sizes, uintptr_t q, const py::tuple& q_stride,
-                        uintptr_t k, const py::tuple& k_stride, uintptr_t v, const py::tuple& v_stride, uintptr_t out,
-                        const py::tuple& out_stride, uintptr_t lse, double scale, const py::object& options,
-                        const py::tuple& gradients) {
-  AttentionParams p = common(dtype, threads, sizes, q, q_stride, k, k_stride, v, v_stride, out, out_stride, lse, scale,
-                             options);
+// gradients: (grad_out, grad_lse, grad_weights, grad_q, grad_k, grad_v, grad_mask), each (address,
+// strides) or None; grad_lse is an address, 0 for none.
+void attention_backward(int dtype, int threads, const py::tuple& sizes, uintptr_t q,
+                        const py::tuple& q_stride, uintptr_t k, const py::tuple& k_stride,
+                        uintptr_t v, const py::tuple& v_stride, uintptr_t out,
+                        const py::tuple& out_stride, uintptr_t lse, double scale,
+                        const py::object& options, const py::tuple& gradients) {
+  AttentionParams p = common(dtype, threads, sizes, q, q_stride, k, k_stride, v, v_stride, out,
+                             out_stride, lse, scale, options);
   p.grad_out = optional_operand(gradients[0]);
   p.grad_lse = reinterpret_cast<const double*>(gradients[1].cast<uintptr_t>());
   p.grad_weights = optional_operand(gradients[2]);

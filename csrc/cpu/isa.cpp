@@ -31,12 +31,13 @@ namespace {
 
 #if defined(__x86_64__)
 bool has_avx2() {
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") &&
-         __builtin_cpu_supports("bmi2");
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+         __builtin_cpu_supports("f16c") && __builtin_cpu_supports("bmi2");
 }
 bool has_avx512() {
   return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512cd");
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+         __builtin_cpu_supports("avx512cd");
 }
 bool has_avx512_bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
 #endif
@@ -66,8 +67,9 @@ const KernelTable* find(const std::string& name) {
     if (name == e.table->isa && e.supported()) return e.table;
   std::string allowed;
   for (const std::string& isa : supported_isas()) allowed += (allowed.empty() ? "" : ", ") + isa;
-  throw std::invalid_argument("FASTATTN_CPU_ISA: \"" + name + "\" is not available here; this build on this processor has: " +
-                              allowed);
+  throw std::invalid_argument(
+      "FASTATTN_CPU_ISA: \"" + name +
+      "\" is not available here; this build on this processor has: " + allowed);
 }
 
 const KernelTable* choose() {

@@ -1,4 +1,5 @@
-// One table of kernels per instruction set; the binding calls through the one that the processor supports.
+// One table of kernels per instruction set; the binding calls through the one that the processor
+// supports.
 #pragma once
 #include "../params.h"
 
@@ -11,7 +12,8 @@ struct KernelTable {
   void (*attention_forward)(const AttentionParams&);
   void (*attention_backward)(const AttentionParams&);
   void (*sinusoidal)(const SinusoidalParams&);
-  double (*measure_peak)(Peak, int threads, double seconds);  // GFLOP/s or GB/s; 0 where the ISA has no such unit
+  double (*measure_peak)(Peak, int threads,
+                         double seconds);  // GFLOP/s or GB/s; 0 where the ISA has no such unit
 };
 
 // The table in use; never null. Chosen on first use, see isa.cpp.

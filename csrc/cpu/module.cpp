@@ -48,5 +48,6 @@ PYBIND11_MODULE(_cpu, m) {
   fastattn::bind_sinusoidal(m);
   m.def("build_info", &fastattn::build_info);
   m.def("set_isa", &fastattn::set_isa);
-  m.def("measure_peak", &fastattn::measure_peak, py::arg("kind"), py::arg("threads"), py::arg("seconds") = 0.1);
+  m.def("measure_peak", &fastattn::measure_peak, py::arg("kind"), py::arg("threads"),
+        py::arg("seconds") = 0.1);
 }

@@ -1,18 +1,22 @@
-// Threads and scratch memory, compiled once for the baseline so that no kernel carries library code of its own.
+// Threads and scratch memory, compiled once for the baseline so that no kernel carries library code
+// of its own.
 #pragma once
 #include <cstddef>
 #include <cstdint>
 
 namespace fastattn {
 
-// True in a child of fork(): its parent's OpenMP workers do not exist there and a new team would hang.
+// True in a child of fork(): its parent's OpenMP workers do not exist there and a new team would
+// hang.
 bool in_forked_child();
 
-// How many threads a kernel may start for `tasks` independent tasks worth `flops` in all: 1 in a forked child, inside
-// another parallel region, and where starting a team would cost more than it saves.
+// How many threads a kernel may start for `tasks` independent tasks worth `flops` in all: 1 in a
+// forked child, inside another parallel region, and where starting a team would cost more than it
+// saves.
 int team_size(int wanted, int64_t tasks, double flops);
 
-// This thread's scratch, at least `bytes`, 4 KiB aligned, kept for the next call. Contents are undefined.
+// This thread's scratch, at least `bytes`, 4 KiB aligned, kept for the next call. Contents are
+// undefined.
 void* thread_scratch(size_t bytes);
 
 }  // namespace fastattn

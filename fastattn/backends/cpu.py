@@ -188,7 +188,9 @@ def scaled_dot_product_attention_backward(
             _operand(grad_query),
             _operand(grad_key),
             _operand(grad_value),
-            None if grad_mask is None else _broadcast_operand(grad_mask, (batch, heads, queries, keys)),
+            None
+            if grad_mask is None
+            else _broadcast_operand(grad_mask, (batch, heads, queries, keys)),
         ),
     )
     if grad_mask is not None and attn_mask is not None:
@@ -292,7 +294,8 @@ def _broadcast_operand(
 ) -> tuple[int, tuple[int, ...]]:
     """A dimension of size one is read with stride 0, so a mask is never expanded in memory."""
     strides = tuple(
-        0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        0 if size == 1 else stride
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
     return tensor.data_ptr(), strides
 

@@ -4,7 +4,8 @@
 
 x is the candidate; ref64 is the same operator on the same (already rounded) inputs in float64;
 eager is plain PyTorch in the candidate's precision, each operation rounded. So a kernel may be as
-wrong as PyTorch is, twice, and no tolerance is anyone's choice. eps is that of x's dtype.
+wrong as PyTorch is, twice, and no tolerance is anyone's choice. eps is that of x's dtype, or of the
+dtype that x was computed from where that is coarser.
 """
 
 from __future__ import annotations
@@ -49,8 +50,14 @@ class Deviation:
         )
 
 
-def deviation(candidate: Tensor, eager: Tensor, reference: Tensor, name: str = "x") -> Deviation:
-    """Measure ``candidate`` against the bound.
+def deviation(
+    candidate: Tensor,
+    eager: Tensor,
+    reference: Tensor,
+    name: str = "x",
+    dtype: torch.dtype | None = None,
+) -> Deviation:
+    """Measure ``candidate`` against the bound, with the eps of ``dtype`` (default: its own).
 
     Where the reference is inf, -inf or NaN, the candidate must be the same. Raises ValueError for a
     wrong shape, or if eager PyTorch is not finite where the reference is: that gives no bound.
@@ -65,7 +72,7 @@ def deviation(candidate: Tensor, eager: Tensor, reference: Tensor, name: str = "
     if not torch.isfinite(e[finite]).all():
         raise ValueError(f"{name}: the eager result is not finite, so there is no bound")
     noise = _largest((e - r)[finite])
-    bound = 2 * noise + 4 * torch.finfo(candidate.dtype).eps * _largest(r[finite])
+    bound = 2 * noise + 4 * torch.finfo(dtype or candidate.dtype).eps * _largest(r[finite])
     same = (x == r) | (torch.isnan(x) & torch.isnan(r))
     comparable = finite & torch.isfinite(x)
     off = torch.where(comparable, (x - r).abs(), torch.where(same, 0.0, float("inf")))
@@ -84,10 +91,14 @@ def deviation(candidate: Tensor, eager: Tensor, reference: Tensor, name: str = "
 
 
 def assert_within_bound(
-    candidate: Tensor, eager: Tensor, reference: Tensor, name: str = "x"
+    candidate: Tensor,
+    eager: Tensor,
+    reference: Tensor,
+    name: str = "x",
+    dtype: torch.dtype | None = None,
 ) -> float:
     """Raise AssertionError, naming the worst element, unless the bound holds; return the ratio."""
-    result = deviation(candidate, eager, reference, name)
+    result = deviation(candidate, eager, reference, name, dtype)
     if not result.ok:
         raise AssertionError(str(result))
     return result.ratio

@@ -1,10 +1,12 @@
-// Backward attention. With P = softmax(S) recomputed from the log-sum-exp, W = dropout(P) and dP = V dO^T + dW:
+// Backward attention. With P = softmax(S) recomputed from the log-sum-exp, W = dropout(P) and dP =
+// V dO^T + dW:
 //
-//   dV = W^T dO     dS = P o (dropout(dP) - delta)     dK = scale dS^T Q     dQ = scale dS K     d mask = dS
-//   delta_i = sum_d dO_id O_id + sum_j W_ij dW_ij - dlse_i
+//   dV = W^T dO     dS = P o (dropout(dP) - delta)     dK = scale dS^T Q     dQ = scale dS K     d
+//   mask = dS delta_i = sum_d dO_id O_id + sum_j W_ij dW_ij - dlse_i
 //
-// One pass over pairs of a block of keys and a panel of queries, scores transposed as in the forward pass: S^T and dS^T
-// are the right-hand side of dQ^T, and their rows are the broadcast left-hand side of dK and dV.
+// One pass over pairs of a block of keys and a panel of queries, scores transposed as in the
+// forward pass: S^T and dS^T are the right-hand side of dQ^T, and their rows are the broadcast
+// left-hand side of dK and dV.
 #include "attention_backward.h"
 
 #include "../threads.h"
@@ -58,15 +60,18 @@ class Prepare {
   const int64_t Bk;
   const bool sums_;
 
-  // The sum over d is the same chain of multiply-adds as in score_products: for a row that sees one key, O is its value,
-  // and dP - delta is exactly 0.
+  // The sum over d is the same chain of multiply-adds as in score_products: for a row that sees one
+  // key, O is its value, and dP - delta is exactly 0.
   void from_output(T* o, T* g, int64_t b, int64_t h, int64_t i0, int64_t i1, T* delta) const {
     constexpr int64_t lanes = kLanesOfPanel;
-    const int64_t *so = p.out.stride, *sg = p.grad_out.stride, rows = i1 - i0, head = (b * p.Hq + h) * p.Lq;
+    const int64_t *so = p.out.stride, *sg = p.grad_out.stride, rows = i1 - i0,
+                  head = (b * p.Hq + h) * p.Lq;
     alignas(kVectorBytes) T total[lanes] = {};
     if (sums_) {
-      const Storage* out = static_cast<const Storage*>(p.out.data) + b * so[0] + h * so[1] + i0 * so[2];
-      const Storage* grad = static_cast<const Storage*>(p.grad_out.data) + b * sg[0] + h * sg[1] + i0 * sg[2];
+      const Storage* out =
+          static_cast<const Storage*>(p.out.data) + b * so[0] + h * so[1] + i0 * so[2];
+      const Storage* grad =
+          static_cast<const Storage*>(p.grad_out.data) + b * sg[0] + h * sg[1] + i0 * sg[2];
       pack_transposed<T>(out, so[2], so[3], rows, p.Dv, lanes, o, lanes);
       pack_transposed<T>(grad, sg[2], sg[3], rows, p.Dv, lanes, g, lanes);
       for (int64_t l = 0; l < lanes; l += W) {
@@ -79,13 +84,17 @@ class Prepare {
       }
     }
     for (int64_t i = i0; i < i1; ++i)
-      delta[i] = total[i - i0] - (p.grad_lse != nullptr ? static_cast<T>(p.grad_lse[head + i]) : T(0));
+      delta[i] =
+          total[i - i0] - (p.grad_lse != nullptr ? static_cast<T>(p.grad_lse[head + i]) : T(0));
   }
 
-  void scale(typename WeightsPass<P>::Buffers& buf, int64_t b, int64_t h, int64_t i0, int64_t i1) const {
-    const Storage* q = static_cast<const Storage*>(p.q.data) + b * p.q.stride[0] + h * p.q.stride[1];
+  void scale(typename WeightsPass<P>::Buffers& buf, int64_t b, int64_t h, int64_t i0,
+             int64_t i1) const {
+    const Storage* q =
+        static_cast<const Storage*>(p.q.data) + b * p.q.stride[0] + h * p.q.stride[1];
     const int64_t rows = i1 - i0, lanes = tiles.lanes_for(rows);
-    pack_panel<P>(q + i0 * p.q.stride[2], p.q.stride[2], p.q.stride[3], rows, p.D, lanes, buf.q, lanes, buf.temp);
+    pack_panel<P>(q + i0 * p.q.stride[2], p.q.stride[2], p.q.stride[3], rows, p.D, lanes, buf.q,
+                  lanes, buf.temp);
     tiles.scale_rows(buf, b, h, i0, i1, buf.q, buf.rows);
     const RowScale<T> to = out_.rows.at((b * p.Hq + h) * p.Lq + i0);
     for (int64_t i = 0; i < rows; ++i) {
@@ -95,30 +104,36 @@ class Prepare {
     }
   }
 
-  void from_weights(typename WeightsPass<P>::Buffers& buf, T* grad, int64_t b, int64_t h, int64_t i0, int64_t i1,
-                    T* delta) const {
+  void from_weights(typename WeightsPass<P>::Buffers& buf, T* grad, int64_t b, int64_t h,
+                    int64_t i0, int64_t i1, T* delta) const {
     constexpr int64_t lanes = kLanesOfPanel;
     const int64_t hk = h / (p.Hq / p.Hkv);
-    const Storage* q = static_cast<const Storage*>(p.q.data) + b * p.q.stride[0] + h * p.q.stride[1];
-    const Storage* k = static_cast<const Storage*>(p.k.data) + b * p.k.stride[0] + hk * p.k.stride[1];
-    pack_panel<P>(q + i0 * p.q.stride[2], p.q.stride[2], p.q.stride[3], i1 - i0, p.D, lanes, buf.q, lanes, buf.temp);
+    const Storage* q =
+        static_cast<const Storage*>(p.q.data) + b * p.q.stride[0] + h * p.q.stride[1];
+    const Storage* k =
+        static_cast<const Storage*>(p.k.data) + b * p.k.stride[0] + hk * p.k.stride[1];
+    pack_panel<P>(q + i0 * p.q.stride[2], p.q.stride[2], p.q.stride[3], i1 - i0, p.D, lanes, buf.q,
+                  lanes, buf.temp);
     Vec<T> total[kPanelVectors] = {};
     for (int64_t j0 = 0; j0 < p.Lk; j0 += Bk) {
       const int64_t j1 = min_of(p.Lk, j0 + Bk);
-      const Word* ks = stage_keys<P>(k + j0 * p.k.stride[2], p.k.stride[2], p.k.stride[3], j1 - j0, p.D, buf.k);
+      const Word* ks =
+          stage_keys<P>(k + j0 * p.k.stride[2], p.k.stride[2], p.k.stride[3], j1 - j0, p.D, buf.k);
       tiles.template weights_tile<kPanelVectors>(buf, b, h, i0, i1, j0, j1, buf.q, ks, buf.rows);
       pack_grad_weights<P>(p, b, h, i0, i1, j0, j1, grad);
-      for (int64_t j = 0; j < j1 - j0; ++j) FASTATTN_UNROLL for (int n = 0; n < kPanelVectors; ++n) {
-        const int64_t at = j * lanes + n * W;
-        total[n] += load(buf.s + at) * load(grad + at);
-      }
+      for (int64_t j = 0; j < j1 - j0; ++j)
+        FASTATTN_UNROLL for (int n = 0; n < kPanelVectors; ++n) {
+          const int64_t at = j * lanes + n * W;
+          total[n] += load(buf.s + at) * load(grad + at);
+        }
     }
     for (int64_t i = i0; i < i1; ++i) delta[i] += total[(i - i0) / W][(i - i0) % W];
   }
 };
 
-// The parallel schedule. A unit is (key head, chunk of keys): it owns dK and dV of its chunk and adds a partial dQ.
-// Chunks depend on Lk alone and partial dQs are added in the order of chunks, in parallel or not: same bits.
+// The parallel schedule. A unit is (key head, chunk of keys): it owns dK and dV of its chunk and
+// adds a partial dQ. Chunks depend on Lk alone and partial dQs are added in the order of chunks, in
+// parallel or not: same bits.
 template <class P>
 class Backward {
   typedef typename P::Acc T;
@@ -129,12 +144,14 @@ class Backward {
   void run() {
     const int64_t heads = p.B * p.Hkv, group = p.Hq / p.Hkv, rows = p.B * p.Hq * p.Lq;
     const double flops = 10.0 * static_cast<double>(rows) * p.Lk * (p.D + p.Dv) / 2;
-    T* const memory = static_cast<T*>(__builtin_malloc(static_cast<size_t>(4 * rows) * sizeof(T) + 1));
+    T* const memory =
+        static_cast<T*>(__builtin_malloc(static_cast<size_t>(4 * rows) * sizeof(T) + 1));
     const PreparedRows<T> prepared{{memory, memory + rows, memory + 2 * rows}, memory + 3 * rows};
     Prepare<P>(p, prepared, !unit_.sums_delta()).run(team_size(p.threads, rows, flops));
 
-    // Units that add to the same element of the mask's gradient must follow each other. `owners` sets of key heads are
-    // independent; an owner's members take turns. Chunks are independent unless the mask has no key axis.
+    // Units that add to the same element of the mask's gradient must follow each other. `owners`
+    // sets of key heads are independent; an owner's members take turns. Chunks are independent
+    // unless the mask has no key axis.
     const bool wanted = p.grad_mask.data != nullptr;
     const bool own_batch = !wanted || p.B == 1 || p.grad_mask.stride[0] != 0;
     const bool own_head = !wanted || p.Hkv == 1 || p.grad_mask.stride[1] != 0;
@@ -151,7 +168,8 @@ class Backward {
     const bool split = own_keys && chunks > 1 && p.threads > 1 && owners < 4 * p.threads;
     const int team = team_size(p.threads, split ? owners * chunks : owners, flops);
     const int64_t partials = split ? owners * chunks : 0;
-    T* partial = static_cast<T*>(__builtin_malloc(static_cast<size_t>(partials * head_size) * sizeof(T) + 1));
+    T* partial = static_cast<T*>(
+        __builtin_malloc(static_cast<size_t>(partials * head_size) * sizeof(T) + 1));
 #pragma omp parallel num_threads(team) if (team > 1)
     {
       typedef typename BackwardUnit<P>::Buffers Buffers;
@@ -202,7 +220,8 @@ class Backward {
 }  // namespace
 
 void attention_backward(const AttentionParams& p) {
-  if (p.B == 0 || p.Hq == 0 || p.Lq == 0 || p.Lk == 0) return;  // nothing to add: the caller passed zeros
+  if (p.B == 0 || p.Hq == 0 || p.Lq == 0 || p.Lk == 0)
+    return;  // nothing to add: the caller passed zeros
   with_policy(p.dtype, [&](auto policy) { Backward<decltype(policy)>(p).run(); });
 }
 

@@ -1,4 +1,5 @@
-// One unit of the backward pass: a key head and a chunk of its keys, against all queries of its group of heads.
+// One unit of the backward pass: a key head and a chunk of its keys, against all queries of its
+// group of heads.
 #pragma once
 #include "blocks.h"
 #include "mask.h"
@@ -8,25 +9,31 @@ namespace fastattn {
 namespace FASTATTN_ISA {
 namespace {
 
-// dst[key][lane] = the gradient of the weights, of one head: the averaged ones share theirs among the heads.
+// dst[key][lane] = the gradient of the weights, of one head: the averaged ones share theirs among
+// the heads.
 template <class P>
-__attribute__((noinline)) void pack_grad_weights(const AttentionParams& p, int64_t b, int64_t h, int64_t i0, int64_t i1,
-                                                 int64_t j0, int64_t j1, typename P::Acc* dst) {
+__attribute__((noinline)) void pack_grad_weights(const AttentionParams& p, int64_t b, int64_t h,
+                                                 int64_t i0, int64_t i1, int64_t j0, int64_t j1,
+                                                 typename P::Acc* dst) {
   typedef typename P::Acc T;
   constexpr int64_t lanes = kPanelLanes<P>;
   const int64_t* st = p.grad_weights.stride;
   const bool averaged = p.weights_mode == Weights::averaged;
-  const auto* g = static_cast<const typename P::Storage*>(p.grad_weights.data) + b * st[0] + (averaged ? 0 : h * st[1]);
-  pack_transposed<T>(g + i0 * st[2] + j0 * st[3], st[2], st[3], i1 - i0, j1 - j0, lanes, dst, lanes);
+  const auto* g = static_cast<const typename P::Storage*>(p.grad_weights.data) + b * st[0] +
+                  (averaged ? 0 : h * st[1]);
+  pack_transposed<T>(g + i0 * st[2] + j0 * st[3], st[2], st[3], i1 - i0, j1 - j0, lanes, dst,
+                     lanes);
   if (!averaged) return;
   const T share = T(1) / static_cast<T>(p.Hq);
   for (int64_t i = 0; i < (j1 - j0) * lanes; i += kLanes<T>) store(dst + i, load(dst + i) * share);
 }
 
-// C[rows][vectors] += A B over K words, columns across lanes; as many vectors at a time as the registers hold.
+// C[rows][vectors] += A B over K words, columns across lanes; as many vectors at a time as the
+// registers hold.
 template <class P>
-FASTATTN_INLINE void add_product(int64_t rows, const typename P::Word* A, int64_t lda, const typename P::Word* B,
-                                 int64_t ldb, int64_t K, typename P::Acc* C, int64_t ldc, int64_t vectors) {
+FASTATTN_INLINE void add_product(int64_t rows, const typename P::Word* A, int64_t lda,
+                                 const typename P::Word* B, int64_t ldb, int64_t K,
+                                 typename P::Acc* C, int64_t ldc, int64_t vectors) {
   typedef typename P::Acc T;
   constexpr int W = kLanes<T>;
   int64_t v = 0;
@@ -35,8 +42,7 @@ FASTATTN_INLINE void add_product(int64_t rows, const typename P::Word* A, int64_
     constexpr int kRows = 6;
     for (; v + kVectors <= vectors; v += kVectors)
       tile_rows<P, kRows, kVectors, false>(
-          rows, A, lda, B + v * W, ldb, K,
-          [](int64_t, int) { return Vec<T>{}; },
+          rows, A, lda, B + v * W, ldb, K, [](int64_t, int) { return Vec<T>{}; },
           [&](int64_t r, int n, Vec<T> x) __attribute__((always_inline)) {
             T* c = C + r * ldc + (v + n) * W;
             store(c, load(c) + x);
@@ -62,8 +68,8 @@ class BackwardUnit {
   static constexpr int W = kLanes<T>;
   static constexpr int NV = kPanelVectors;
   static constexpr int64_t L = kPanelLanes<P>;
-  // Up to here a panel meets all its keys at once, so that each row is normalised, and its delta summed, exactly as
-  // plain PyTorch does it. Two tiles of scores this long still fit L2.
+  // Up to here a panel meets all its keys at once, so that each row is normalised, and its delta
+  // summed, exactly as plain PyTorch does it. Two tiles of scores this long still fit L2.
   static constexpr int64_t kWholeKeys = 1024;
 
  public:
@@ -71,9 +77,10 @@ class BackwardUnit {
       : p(params),
         rule(make_rule<T>(params)),
         dropout(make_dropout(params)),
-        Bk(params.Lk <= kWholeKeys ? round_up(params.Lk, 2 * P::kScoreRows) : key_block<P>(params.D, params.Dv)),
-        // At most eight chunks, none shorter than 256 keys: enough to share among threads, few enough that the
-        // partial dQs stay O(Lq D).
+        Bk(params.Lk <= kWholeKeys ? round_up(params.Lk, 2 * P::kScoreRows)
+                                   : key_block<P>(params.D, params.Dv)),
+        // At most eight chunks, none shorter than 256 keys: enough to share among threads, few
+        // enough that the partial dQs stay O(Lq D).
         chunk(round_up(max_of<int64_t>(256, (params.Lk + 7) / 8), Bk)),
         queries(round_up(params.Lq, L)),
         dw(words<P>(params.D)),
@@ -83,26 +90,28 @@ class BackwardUnit {
         key_mask(is_key_mask(params)),
         whole(params.Lk <= Bk) {}
 
-  // All keys fit one block: delta is then summed where it is used, from the very products that it must cancel.
+  // All keys fit one block: delta is then summed where it is used, from the very products that it
+  // must cancel.
   bool sums_delta() const { return whole; }
   int64_t chunks() const { return (p.Lk + chunk - 1) / chunk; }
   int64_t dq_size() const { return queries * p.D; }
 
   struct Buffers {
-    Word *q, *g;           // [panels][words of D | Dv][lanes]: queries and output gradients, right-hand sides
-    Word *q_rows, *g_rows; // [words of queries][dp | dvp]: the same as rows to be reduced over
-    RowScale<T> rows;      // [queries]
-    T* delta;              // [queries]
-    T *s, *ds;             // [Bk + 1][lanes]
-    Word *w_rows, *ds_rows;// [Bk][words of lanes], pairs of queries (used where a word is a pair)
-    T *cap, *grad_w, *bias;// [Bk][lanes]
-    T* keys;               // [Lk]
-    uint32_t* keep;        // [Bk][lanes]
-    Word *k, *v;           // [Bk][words of D | Dv]
-    Word* k_reduced;       // [words of Bk][D]
-    T *dk, *dv;            // [chunk][dp | dvp]
-    Word* temp;            // [lanes][words]
-    T* ones;               // [lanes]
+    Word *q,
+        *g;  // [panels][words of D | Dv][lanes]: queries and output gradients, right-hand sides
+    Word *q_rows, *g_rows;   // [words of queries][dp | dvp]: the same as rows to be reduced over
+    RowScale<T> rows;        // [queries]
+    T* delta;                // [queries]
+    T *s, *ds;               // [Bk + 1][lanes]
+    Word *w_rows, *ds_rows;  // [Bk][words of lanes], pairs of queries (used where a word is a pair)
+    T *cap, *grad_w, *bias;  // [Bk][lanes]
+    T* keys;                 // [Lk]
+    uint32_t* keep;          // [Bk][lanes]
+    Word *k, *v;             // [Bk][words of D | Dv]
+    Word* k_reduced;         // [words of Bk][D]
+    T *dk, *dv;              // [chunk][dp | dvp]
+    Word* temp;              // [lanes][words]
+    T* ones;                 // [lanes]
     size_t bytes;
   };
 
@@ -110,7 +119,8 @@ class BackwardUnit {
     Arena a(base);
     Buffers f;
     f.q = a.take<Word>(queries * dw), f.g = a.take<Word>(queries * dvw);
-    f.q_rows = a.take<Word>(words<P>(queries) * dp), f.g_rows = a.take<Word>(words<P>(queries) * dvp);
+    f.q_rows = a.take<Word>(words<P>(queries) * dp),
+    f.g_rows = a.take<Word>(words<P>(queries) * dvp);
     f.rows = {a.take<T>(queries), a.take<T>(queries), a.take<T>(queries)};
     f.delta = a.take<T>(queries);
     f.s = a.take<T>((Bk + 1) * L), f.ds = a.take<T>((Bk + 1) * L);
@@ -130,7 +140,8 @@ class BackwardUnit {
     return f;
   }
 
-  // dK and dV of chunk c of key head `head`, and its part of dQ, [query head of the group][panels][D][lanes].
+  // dK and dV of chunk c of key head `head`, and its part of dQ, [query head of the
+  // group][panels][D][lanes].
   void run(Buffers& f, int64_t head, int64_t c, const PreparedRows<T>& prepared, T* dq) const {
     const int64_t b = head / p.Hkv, hk = head % p.Hkv, group = p.Hq / p.Hkv;
     const Range keys{c * chunk, min_of(p.Lk, (c + 1) * chunk)};
@@ -159,12 +170,13 @@ class BackwardUnit {
   // dQ of query head g of a group, scaled and rounded, from its sum [panels][D][lanes].
   void write_dq(int64_t head, int64_t g, const T* dq) const {
     const int64_t b = head / p.Hkv, h = head % p.Hkv * (p.Hq / p.Hkv) + g;
-    Storage* out = static_cast<Storage*>(p.grad_q.data) + b * p.grad_q.stride[0] + h * p.grad_q.stride[1];
+    Storage* out =
+        static_cast<Storage*>(p.grad_q.data) + b * p.grad_q.stride[0] + h * p.grad_q.stride[1];
     T factor[L];
     for (T& x : factor) x = static_cast<T>(p.scale);
     for (int64_t i = 0; i < p.Lq; i += L)
-      unpack_transposed<T>(dq + i * p.D, L, factor, min_of(L, p.Lq - i), p.D, out + i * p.grad_q.stride[2],
-                           p.grad_q.stride[2]);
+      unpack_transposed<T>(dq + i * p.D, L, factor, min_of(L, p.Lq - i), p.D,
+                           out + i * p.grad_q.stride[2], p.grad_q.stride[2]);
   }
 
  private:
@@ -194,7 +206,8 @@ class BackwardUnit {
       scale_from_lse(rule, -kInf<double>, f.rows.at(i));  // past the end: no probability
       f.delta[i] = T(0);
       if (i >= p.Lq) continue;
-      f.rows.high[i] = from.high[i], f.rows.low[i] = from.low[i], f.rows.inverse[i] = from.inverse[i];
+      f.rows.high[i] = from.high[i], f.rows.low[i] = from.low[i],
+      f.rows.inverse[i] = from.inverse[i];
       if (from.high[i] == kInf<T>)
         clear_query(f, i);
       else
@@ -221,8 +234,10 @@ class BackwardUnit {
   }
 
   // Rows of queries as words to be reduced over, columns padded with zero to whole vectors.
-  void pack_rows(const Storage* src, const int64_t* stride, int64_t cols, int64_t padded, Word* dst) const {
-    if (padded != cols) __builtin_memset(dst, 0, static_cast<size_t>(words<P>(p.Lq) * padded) * sizeof(Word));
+  void pack_rows(const Storage* src, const int64_t* stride, int64_t cols, int64_t padded,
+                 Word* dst) const {
+    if (padded != cols)
+      __builtin_memset(dst, 0, static_cast<size_t>(words<P>(p.Lq) * padded) * sizeof(Word));
     if constexpr (P::kPerWord == 1) {
       stage_rows<T>(src, stride[2], stride[3], p.Lq, cols, dst, padded);
     } else {
@@ -232,14 +247,18 @@ class BackwardUnit {
     }
   }
 
-  void block_of_keys(Buffers& f, int64_t b, int64_t h, int64_t hk, Range block, int64_t chunk_begin, T* dq) const {
+  void block_of_keys(Buffers& f, int64_t b, int64_t h, int64_t hk, Range block, int64_t chunk_begin,
+                     T* dq) const {
     const int64_t nk = block.end - block.begin, *sk = p.k.stride, *sv = p.v.stride;
-    const Storage* k = static_cast<const Storage*>(p.k.data) + b * sk[0] + hk * sk[1] + block.begin * sk[2];
-    const Storage* v = static_cast<const Storage*>(p.v.data) + b * sv[0] + hk * sv[1] + block.begin * sv[2];
+    const Storage* k =
+        static_cast<const Storage*>(p.k.data) + b * sk[0] + hk * sk[1] + block.begin * sk[2];
+    const Storage* v =
+        static_cast<const Storage*>(p.v.data) + b * sv[0] + hk * sv[1] + block.begin * sv[2];
     const Word* ks = stage_keys<P>(k, sk[2], sk[3], nk, p.D, f.k);
     const Word* vs = stage_keys<P>(v, sv[2], sv[3], nk, p.Dv, f.v);
     const bool leaky = rule.excludes && !all_finite(k, sk[2], sk[3], nk, p.D);
-    const Word* kr = P::kPerWord == 1 ? ks : stage_reduced<P>(k, sk[2], sk[3], nk, p.D, f.k_reduced);
+    const Word* kr =
+        P::kPerWord == 1 ? ks : stage_reduced<P>(k, sk[2], sk[3], nk, p.D, f.k_reduced);
     T* dk = f.dk + (block.begin - chunk_begin) * dp;
     T* dv = f.dv + (block.begin - chunk_begin) * dvp;
 
@@ -258,8 +277,10 @@ class BackwardUnit {
       constexpr int64_t ld = L / P::kPerWord;
       const int64_t reduced = words<P>(i1 - i);
       // dV += W^T dO, dK += dS^T Q
-      add_product<P>(nk_seen, W_, ld, f.g_rows + i / P::kPerWord * dvp, dvp, reduced, dv + shift * dvp, dvp, dvp / W);
-      add_product<P>(nk_seen, dS, ld, f.q_rows + i / P::kPerWord * dp, dp, reduced, dk + shift * dp, dp, dp / W);
+      add_product<P>(nk_seen, W_, ld, f.g_rows + i / P::kPerWord * dvp, dvp, reduced,
+                     dv + shift * dvp, dvp, dvp / W);
+      add_product<P>(nk_seen, dS, ld, f.q_rows + i / P::kPerWord * dp, dp, reduced, dk + shift * dp,
+                     dp, dp / W);
       // dQ^T += K^T dS^T
       T* dq_panel = dq + i * p.D;
       if (leaky) {
@@ -267,8 +288,8 @@ class BackwardUnit {
         continue;
       }
       tile_rows<P, P::kOutputRows, NV, true>(
-          p.D, kr + shift / P::kPerWord * p.D, p.D, reinterpret_cast<const Word*>(f.ds), L, words<P>(nk_seen),
-          [](int64_t, int) { return Vec<T>{}; },
+          p.D, kr + shift / P::kPerWord * p.D, p.D, reinterpret_cast<const Word*>(f.ds), L,
+          words<P>(nk_seen), [](int64_t, int) { return Vec<T>{}; },
           [&](int64_t d, int n, Vec<T> x) __attribute__((always_inline)) {
             T* sum = dq_panel + d * L + n * W;
             store(sum, load(sum) + x);
@@ -276,8 +297,10 @@ class BackwardUnit {
     }
   }
 
-  // The tile of W and dS of queries [i0, i1) and keys r, in every layout the products want. False: nothing visible.
-  bool scores(Buffers& f, int64_t b, int64_t h, int64_t i0, int64_t i1, Range r, const Word* ks, const Word* vs) const {
+  // The tile of W and dS of queries [i0, i1) and keys r, in every layout the products want. False:
+  // nothing visible.
+  bool scores(Buffers& f, int64_t b, int64_t h, int64_t i0, int64_t i1, Range r, const Word* ks,
+              const Word* vs) const {
     const int64_t nk = r.end - r.begin;
     Bias<T> bias;
     if (key_mask) bias.keys = f.keys + r.begin;
@@ -322,7 +345,8 @@ class BackwardUnit {
     const bool drop = p.dropout_p > 0;
     const T kept = static_cast<T>(dropout.factor);
     const auto probability = [&](int64_t at, int n) __attribute__((always_inline)) {
-      const Vec<T> e = exp2_neg<P::kCoarseExp>((load(f.s + at) - high[n] - low[n]) * rule.exponent) * inverse[n];
+      const Vec<T> e =
+          exp2_neg<P::kCoarseExp>((load(f.s + at) - high[n] - low[n]) * rule.exponent) * inverse[n];
       // A lane without a query, or whose query sees nothing, may have met a NaN.
       return rule.excludes ? select<T>(high[n] == kInf<T>, Vec<T>{}, e) : e;
     };
@@ -337,31 +361,43 @@ class BackwardUnit {
       store(f.ds + at, d);
     };
     if (!whole) {
-      _Pragma("GCC unroll 2") for (int64_t j = 0; j < nk; ++j) FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
+      _Pragma("GCC unroll 2") for (int64_t j = 0; j < nk; ++j)
+          FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
         const int64_t at = j * L + n * W;
         finish(probability(at, n), dropped(load(f.ds + at), at), at, n);
       }
       return;
     }
-    for (int64_t j = 0; j < nk; ++j) FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
-      const int64_t at = j * L + n * W;
-      const Vec<T> e = probability(at, n), d = dropped(load(f.ds + at), at), product = e * d;
-      rows[n] += e;
-      sums[n] += rule.excludes ? select<T>(e == T(0), Vec<T>{}, product) : product;
-      store(f.s + at, e);
-      store(f.ds + at, d);
+    constexpr int64_t kPart =
+        16;  // terms of a partial sum: a chain over all keys would round more than PyTorch's sum
+    for (int64_t j0 = 0; j0 < nk; j0 += kPart) {
+      Vec<T> part_rows[NV] = {}, part_sums[NV] = {};
+      for (int64_t j = j0; j < min_of(nk, j0 + kPart); ++j)
+        FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
+          const int64_t at = j * L + n * W;
+          const Vec<T> e = probability(at, n), d = dropped(load(f.ds + at), at), product = e * d;
+          part_rows[n] += e;
+          part_sums[n] += rule.excludes ? select<T>(e == T(0), Vec<T>{}, product) : product;
+          store(f.s + at, e);
+          store(f.ds + at, d);
+        }
+      FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
+        rows[n] += part_rows[n];
+        sums[n] += part_sums[n];
+      }
     }
     FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
       rows[n] = select<T>(rows[n] == T(0), Vec<T>{}, T(1) / rows[n]);
       delta[n] += sums[n] * rows[n];
     }
     for (int64_t j = 0; j < nk; ++j) FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
-      const int64_t at = j * L + n * W;
-      finish(load(f.s + at) * rows[n], load(f.ds + at), at, n);
-    }
+        const int64_t at = j * L + n * W;
+        finish(load(f.s + at) * rows[n], load(f.ds + at), at, n);
+      }
   }
 
-  // Words for the products: pairs of queries in the rows (w_rows, ds_rows), pairs of keys across lanes (ds in place).
+  // Words for the products: pairs of queries in the rows (w_rows, ds_rows), pairs of keys across
+  // lanes (ds in place).
   void pair_up(Buffers& f, int64_t nk) const {
 #if defined(__AVX512BF16__)
     if constexpr (P::kPerWord == 2) {
@@ -375,10 +411,10 @@ class BackwardUnit {
         row_pairs(f.ds, f.ds_rows);
       }
       for (int64_t j = 0; j < nk; j += 2) FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
-        const VecF even = load(f.ds + j * L + n * W), odd = load(f.ds + (j + 1) * L + n * W);
-        const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even);
-        store(f.ds + j / 2 * L + n * W, (VecF)interleave_halves(both));
-      }
+          const VecF even = load(f.ds + j * L + n * W), odd = load(f.ds + (j + 1) * L + n * W);
+          const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even);
+          store(f.ds + j / 2 * L + n * W, (VecF)interleave_halves(both));
+        }
     }
 #endif
     (void)f, (void)nk;
@@ -387,14 +423,16 @@ class BackwardUnit {
 #if defined(__AVX512BF16__)
   // (a0 .. a15, b0 .. b15) -> (a0 b0, a1 b1, ...)
   static FASTATTN_INLINE __m512i interleave_halves(__m512i x) {
-    const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
-                                           21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    const __m512i order =
+        _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
+                         21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
     return _mm512_permutexvar_epi16(order, x);
   }
 #endif
 
   // dQ^T += K^T dS^T pair by pair, leaving out zeros: for blocks with keys that are not finite.
-  __attribute__((noinline)) void add_nonzero(const T* ds, int64_t nk, const Storage* k, T* dq) const {
+  __attribute__((noinline)) void add_nonzero(const T* ds, int64_t nk, const Storage* k,
+                                             T* dq) const {
     for (int64_t j = 0; j < nk; ++j) {
       for (int64_t i = 0; i < L; ++i) {
         T weight = ds[j * L + i];
@@ -409,15 +447,17 @@ class BackwardUnit {
     }
   }
 
-  // d mask += dS. Where the mask is broadcast over queries or keys, thousands of terms meet in one element: they are
-  // summed within the tile first, and its buffer is of doubles; else it is in the accumulator type.
-  __attribute__((noinline)) void add_mask_gradient(Buffers& f, int64_t b, int64_t h, int64_t i0, int64_t i1,
-                                                   Range r) const {
+  // d mask += dS. Where the mask is broadcast over queries or keys, thousands of terms meet in one
+  // element: they are summed within the tile first, and its buffer is of doubles; else it is in the
+  // accumulator type.
+  __attribute__((noinline)) void add_mask_gradient(Buffers& f, int64_t b, int64_t h, int64_t i0,
+                                                   int64_t i1, Range r) const {
     const int64_t *st = p.grad_mask.stride, nk = r.end - r.begin, rows = i1 - i0;
     const int64_t at = b * st[0] + h * st[1] + i0 * st[2] + r.begin * st[3];
     if (st[2] != 0 && st[3] != 0) {
       for (int64_t i = 0; i < L; ++i) f.ones[i] = T(1);
-      unpack_transposed<T>(f.ds, L, f.ones, rows, nk, static_cast<T*>(p.grad_mask.data) + at, st[2], true);
+      unpack_transposed<T>(f.ds, L, f.ones, rows, nk, static_cast<T*>(p.grad_mask.data) + at, st[2],
+                           true);
       return;
     }
     double* g = static_cast<double*>(p.grad_mask.data) + at;
@@ -431,23 +471,26 @@ class BackwardUnit {
       return;
     }
     Vec<T> sum[NV] = {};
-    for (int64_t j = 0; j < nk; ++j) FASTATTN_UNROLL for (int n = 0; n < NV; ++n) sum[n] += row_part(j, n);
+    for (int64_t j = 0; j < nk; ++j)
+      FASTATTN_UNROLL for (int n = 0; n < NV; ++n) sum[n] += row_part(j, n);
     FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
       if (st[2] == 0) {
         g[0] += sum_lanes<T>(sum[n]);
         continue;
       }
-      for (int64_t i = n * W; i < min_of<int64_t>(rows, (n + 1) * W); ++i) g[i * st[2]] += sum[n][i - n * W];
+      for (int64_t i = n * W; i < min_of<int64_t>(rows, (n + 1) * W); ++i)
+        g[i * st[2]] += sum[n][i - n * W];
     }
   }
 
-  void write_rows(const T* rows, int64_t ld, int64_t cols, T factor, const Tensor4& to, int64_t b, int64_t hk,
-                  Range keys) const {
+  void write_rows(const T* rows, int64_t ld, int64_t cols, T factor, const Tensor4& to, int64_t b,
+                  int64_t hk, Range keys) const {
     Storage* dst = static_cast<Storage*>(to.data) + b * to.stride[0] + hk * to.stride[1];
     for (int64_t j = keys.begin; j < keys.end; ++j) {
       const T* row = rows + (j - keys.begin) * ld;
       for (int64_t d = 0; d < cols; d += W)
-        store_as<T>(dst + j * to.stride[2] + d, load(row + d) * factor, static_cast<int>(min_of<int64_t>(W, cols - d)));
+        store_as<T>(dst + j * to.stride[2] + d, load(row + d) * factor,
+                    static_cast<int>(min_of<int64_t>(W, cols - d)));
     }
   }
 };

@@ -1,9 +1,9 @@
 // Attention for a few queries on many keys (decoding): bound by reading keys and values once.
 //
-// The query panel of the general kernel would leave most lanes empty, so here the head dim lies across the lanes, all
-// query heads that share a key head are served while its rows are in registers, and the keys are split into chunks of
-// a fixed length that run in parallel and are merged in order. The chunk never depends on batch or threads, so neither
-// do the bits.
+// The query panel of the general kernel would leave most lanes empty, so here the head dim lies
+// across the lanes, all query heads that share a key head are served while its rows are in
+// registers, and the keys are split into chunks of a fixed length that run in parallel and are
+// merged in order. The chunk never depends on batch or threads, so neither do the bits.
 #pragma once
 #include "../threads.h"
 #include "blocks.h"
@@ -18,16 +18,16 @@ class Decode {
   typedef typename P::Storage Storage;
   typedef typename P::Acc T;
   static constexpr int W = kLanes<T>;
-  static constexpr int64_t kMaxRows = 8;    // query rows served by one pass over the keys
-  static constexpr int64_t kChunk = 512;    // keys of a task
-  static constexpr int64_t kBlock = 64;     // keys whose scores are held at once
+  static constexpr int64_t kMaxRows = 8;  // query rows served by one pass over the keys
+  static constexpr int64_t kChunk = 512;  // keys of a task
+  static constexpr int64_t kBlock = 64;   // keys whose scores are held at once
 
  public:
   // Few rows a key head, and no option that is rare in decoding.
   static bool serves(const AttentionParams& p) {
     const int64_t rows = p.Lq * (p.Hq / max_of<int64_t>(1, p.Hkv));
-    return rows <= kMaxRows && p.Lq * 4 <= W && p.dropout_p == 0 && p.k.stride[3] == 1 && p.v.stride[3] == 1 &&
-           p.D <= 512 && p.Dv <= 512;
+    return rows <= kMaxRows && p.Lq * 4 <= W && p.dropout_p == 0 && p.k.stride[3] == 1 &&
+           p.v.stride[3] == 1 && p.D <= 512 && p.Dv <= 512;
   }
 
   explicit Decode(const AttentionParams& params)
@@ -46,7 +46,8 @@ class Decode {
     const bool split = chunks > 1 && heads < 4 * p.threads;
     const int team = team_size(p.threads, split ? tasks : heads, 4 * flops);
     const int64_t state = rows * (dim_v + 2);
-    T* partial = static_cast<T*>(split ? __builtin_malloc(static_cast<size_t>(tasks * state) * sizeof(T)) : nullptr);
+    T* partial = static_cast<T*>(
+        split ? __builtin_malloc(static_cast<size_t>(tasks * state) * sizeof(T)) : nullptr);
 #pragma omp parallel num_threads(team) if (team > 1)
     {
       Arena measure(nullptr);
@@ -59,7 +60,8 @@ class Decode {
 #pragma omp for schedule(static)
         for (int64_t head = 0; head < heads; ++head) {
           begin(buf.total);
-          for (int64_t c = 0; c < chunks; ++c) merge(buf.total, partial + (head * chunks + c) * state);
+          for (int64_t c = 0; c < chunks; ++c)
+            merge(buf.total, partial + (head * chunks + c) * state);
           finish(buf.total, head);
         }
       } else {
@@ -82,7 +84,8 @@ class Decode {
   const ScoreRule<T> rule;
   const int64_t group, rows, dim, dim_v, chunks;
 
-  // {o [rows][dim_v], m [rows], l [rows]} is a state: O, the maximum and the sum of its exponentials.
+  // {o [rows][dim_v], m [rows], l [rows]} is a state: O, the maximum and the sum of its
+  // exponentials.
   struct Buffers {
     T* q;      // [rows][dim], zero beyond D
     T* s;      // [rows][kBlock]
@@ -134,19 +137,23 @@ class Decode {
     begin(state);
     for (int64_t r = 0; r < rows; ++r) {
       const int64_t h = hk * group + r / p.Lq, i = r % p.Lq;
-      const Storage* q = static_cast<const Storage*>(p.q.data) + b * p.q.stride[0] + h * p.q.stride[1] + i * p.q.stride[2];
+      const Storage* q = static_cast<const Storage*>(p.q.data) + b * p.q.stride[0] +
+                         h * p.q.stride[1] + i * p.q.stride[2];
       for (int64_t d = 0; d < dim; ++d)
         buf.q[r * dim + d] = d < p.D ? static_cast<T>(widen(q[d * p.q.stride[3]])) : T(0);
     }
     const Range seen = visible_to_any(p, 0, p.Lq);
-    const int64_t begin_key = max_of(c * kChunk, seen.begin), end_key = min_of((c + 1) * kChunk, seen.end);
+    const int64_t begin_key = max_of(c * kChunk, seen.begin),
+                  end_key = min_of((c + 1) * kChunk, seen.end);
     for (int64_t j0 = begin_key; j0 < end_key; j0 += kBlock)
       block(buf, b, hk, j0, min_of(end_key, j0 + kBlock), state);
   }
 
   void block(Buffers& buf, int64_t b, int64_t hk, int64_t j0, int64_t j1, T* state) {
-    const Storage* k = static_cast<const Storage*>(p.k.data) + b * p.k.stride[0] + hk * p.k.stride[1];
-    const Storage* v = static_cast<const Storage*>(p.v.data) + b * p.v.stride[0] + hk * p.v.stride[1];
+    const Storage* k =
+        static_cast<const Storage*>(p.k.data) + b * p.k.stride[0] + hk * p.k.stride[1];
+    const Storage* v =
+        static_cast<const Storage*>(p.v.data) + b * p.v.stride[0] + hk * p.v.stride[1];
     for (int64_t j = j0; j < j1; ++j) {
       if (excluded_for_all(b, j)) {
         for (int64_t r = 0; r < rows; ++r) buf.s[r * kBlock + j - j0] = -kInf<T>;
@@ -160,17 +167,23 @@ class Decode {
 
   // A key that padding hides from every row is not even read.
   bool excluded_for_all(int64_t b, int64_t j) const {
-    if (p.mask.data == nullptr || p.mask_dtype != DType::boolean || p.mask.stride[1] != 0 || !is_key_mask(p)) return false;
+    if (p.mask.data == nullptr || p.mask_dtype != DType::boolean || p.mask.stride[1] != 0 ||
+        !is_key_mask(p))
+      return false;
     return !static_cast<const Bool*>(p.mask.data)[b * p.mask.stride[0] + j * p.mask.stride[3]].bits;
   }
 
   // s[r][j] = q_r . k_j, kMaxRows accumulators at a time so that a key row is loaded once
   void products(Buffers& buf, const Storage* k, int64_t j) const {
     switch (rows) {
-      case 1: return products_of<1>(buf, k, j, 0);
-      case 2: return products_of<2>(buf, k, j, 0);
-      case 4: return products_of<4>(buf, k, j, 0);
-      case 8: return products_of<8>(buf, k, j, 0);
+      case 1:
+        return products_of<1>(buf, k, j, 0);
+      case 2:
+        return products_of<2>(buf, k, j, 0);
+      case 4:
+        return products_of<4>(buf, k, j, 0);
+      case 8:
+        return products_of<8>(buf, k, j, 0);
       default:
         for (int64_t r = 0; r < rows; ++r) products_of<1>(buf, k, j, r);
     }
@@ -191,11 +204,13 @@ class Decode {
       const Vec<T> x = load_as<T>(k + d, static_cast<int>(min_of<int64_t>(W, p.D - d)));
       FASTATTN_UNROLL for (int r = 0; r < R; ++r) acc[r] += load(buf.q + (r0 + r) * dim + d) * x;
     }
-    FASTATTN_UNROLL for (int r = 0; r < R; ++r) buf.s[(r0 + r) * kBlock + j] = sum_lanes<T>(acc[r] + tail[r]);
+    FASTATTN_UNROLL for (int r = 0; r < R; ++r) buf.s[(r0 + r) * kBlock + j] =
+        sum_lanes<T>(acc[r] + tail[r]);
   }
 
   // Scores of one row, keys across lanes: the rule, the new maximum, the probabilities in place.
-  void softmax(Buffers& buf, int64_t b, int64_t hk, int64_t r, int64_t j0, int64_t j1, T* state) const {
+  void softmax(Buffers& buf, int64_t b, int64_t hk, int64_t r, int64_t j0, int64_t j1,
+               T* state) const {
     const int64_t h = hk * group + r / p.Lq, i = r % p.Lq;
     T* s = buf.s + r * kBlock;
     for (int64_t x = j1 - j0; x < kBlock; ++x) s[x] = -kInf<T>;
@@ -263,9 +278,11 @@ class Decode {
       const bool nothing = m == -kInf<T>;
       p.lse[(b * p.Hq + h) * p.Lq + i] = log_sum_exp(rule, m, l);
       const T inverse = nothing ? T(0) : T(1) / l;
-      Storage* out = static_cast<Storage*>(p.out.data) + b * p.out.stride[0] + h * p.out.stride[1] + i * p.out.stride[2];
+      Storage* out = static_cast<Storage*>(p.out.data) + b * p.out.stride[0] + h * p.out.stride[1] +
+                     i * p.out.stride[2];
       for (int64_t d = 0; d < p.Dv; d += W)
-        store_as<T>(out + d, load(state + r * dim_v + d) * inverse, static_cast<int>(min_of<int64_t>(W, p.Dv - d)));
+        store_as<T>(out + d, load(state + r * dim_v + d) * inverse,
+                    static_cast<int>(min_of<int64_t>(W, p.Dv - d)));
     }
   }
 };

@@ -1,8 +1,9 @@
 // Forward attention:  O = softmax(scale Q K^T + bias) V  by blocks of keys with a running maximum.
 //
-// Scores are computed transposed, S^T = K Q^T, with queries across the lanes. Then keys and values are read where they
-// lie, by broadcast; only queries and outputs are transposed, once; the softmax is a column of vertical operations and
-// its result is already laid out for the second product. docs/cpu-kernels.md has the picture.
+// Scores are computed transposed, S^T = K Q^T, with queries across the lanes. Then keys and values
+// are read where they lie, by broadcast; only queries and outputs are transposed, once; the softmax
+// is a column of vertical operations and its result is already laid out for the second product.
+// docs/cpu-kernels.md has the picture.
 #include "../threads.h"
 #include "attention_decode.h"
 #include "attention_weights.h"
@@ -36,7 +37,8 @@ class Forward {
     const int64_t heads = p.B * p.Hq, tasks = heads * blocks;
     const double flops = 2.0 * heads * p.Lq * p.Lk * (p.D + p.Dv);
     const int team = team_size(p.threads, tasks, flops);
-    // The blocks of a head share its keys in cache. Under a causal mask the longest go first, to end together.
+    // The blocks of a head share its keys in cache. Under a causal mask the longest go first, to
+    // end together.
     const bool causal = p.window_right >= 0;
     const int64_t chunk = causal ? 1 : max_of<int64_t>(1, min_of(blocks, tasks / (team * 4)));
 #pragma omp parallel num_threads(team) if (team > 1)
@@ -94,9 +96,12 @@ class Forward {
   // One block of queries of one head against all the keys it may see.
   void task(Buffers& buf, int64_t b, int64_t h, int64_t q0) {
     const int64_t hk = h / (p.Hq / p.Hkv), q1 = min_of(p.Lq, q0 + Bq);
-    const Storage* q = static_cast<const Storage*>(p.q.data) + b * p.q.stride[0] + h * p.q.stride[1];
-    const Storage* k = static_cast<const Storage*>(p.k.data) + b * p.k.stride[0] + hk * p.k.stride[1];
-    const Storage* v = static_cast<const Storage*>(p.v.data) + b * p.v.stride[0] + hk * p.v.stride[1];
+    const Storage* q =
+        static_cast<const Storage*>(p.q.data) + b * p.q.stride[0] + h * p.q.stride[1];
+    const Storage* k =
+        static_cast<const Storage*>(p.k.data) + b * p.k.stride[0] + hk * p.k.stride[1];
+    const Storage* v =
+        static_cast<const Storage*>(p.v.data) + b * p.v.stride[0] + hk * p.v.stride[1];
 
     for (int64_t i = q0; i < q1; i += kLanesOfPanel) {
       const int64_t rows = min_of(kLanesOfPanel, q1 - i), lanes = lanes_for(rows);
@@ -122,15 +127,16 @@ class Forward {
 
   static FASTATTN_INLINE int64_t lanes_for(int64_t rows) { return rows <= W ? W : kLanesOfPanel; }
 
-  void block_of_keys(Buffers& buf, int64_t b, int64_t h, int64_t q0, int64_t q1, Range block, const Storage* k,
-                     const Storage* v) {
+  void block_of_keys(Buffers& buf, int64_t b, int64_t h, int64_t q0, int64_t q1, Range block,
+                     const Storage* k, const Storage* v) {
     const int64_t nk = block.end - block.begin;
     const Storage* k_rows = k + block.begin * p.k.stride[2];
     const Storage* v_rows = v + block.begin * p.v.stride[2];
     const Word* ks = stage_keys<P>(k_rows, p.k.stride[2], p.k.stride[3], nk, p.D, buf.k);
     const bool leaky = rule.excludes && !all_finite(v_rows, p.v.stride[2], p.v.stride[3], nk, p.Dv);
     // Values in words of two keys need the first key of a panel to be the first of a pair.
-    const Word* vs = leaky ? nullptr : stage_reduced<P>(v_rows, p.v.stride[2], p.v.stride[3], nk, p.Dv, buf.v);
+    const Word* vs =
+        leaky ? nullptr : stage_reduced<P>(v_rows, p.v.stride[2], p.v.stride[3], nk, p.Dv, buf.v);
     for (int64_t i = q0; i < q1; i += kLanesOfPanel) {
       const int64_t i1 = min_of(q1, i + kLanesOfPanel);
       const Range seen = visible_to_any(p, i, i1);
@@ -146,8 +152,9 @@ class Forward {
 
   // Queries [i0, i1) against keys [r.begin, r.end): scores, running softmax, O = alpha O + V^T P.
   template <int NV>
-  __attribute__((noinline)) void panel(Buffers& buf, int64_t b, int64_t h, int64_t q0, int64_t i0, int64_t i1, Range r,
-                                       int64_t block_begin, const Word* ks, const Word* vs, const Storage* v) {
+  __attribute__((noinline)) void panel(Buffers& buf, int64_t b, int64_t h, int64_t q0, int64_t i0,
+                                       int64_t i1, Range r, int64_t block_begin, const Word* ks,
+                                       const Word* vs, const Storage* v) {
     constexpr int64_t lanes = NV * W;
     const int64_t nk = r.end - r.begin, dw = words<P>(p.D), shift = r.begin - block_begin;
     T* S = buf.s;
@@ -169,34 +176,37 @@ class Forward {
     score_products<P, NV>(nk, ks + shift * dw, Q, dw, S, top);
     const Range all = visible_to_all(p, i0, i1);
     if (rule.natural || p.mask.data != nullptr || r.begin < all.begin || r.end > all.end)
-      apply_rule<T, NV>(p, rule, S, nk, i0, i1, r.begin, bias, alibi_slope<T>(p, b, h), nullptr, top);
+      apply_rule<T, NV>(p, rule, S, nk, i0, i1, r.begin, bias, alibi_slope<T>(p, b, h), nullptr,
+                        top);
 
     // m' = max(m, S);  alpha = 2^(m - m');  P = 2^(S - m');  l = alpha l + sum P
     Vec<T> alpha[NV], reference[NV], sum[NV];
     FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
       const Vec<T> before = load(m + n * W), after = max_of(before, top[n]);
       store(m + n * W, after);
-      // A row that has seen nothing yet keeps m = -inf; any finite reference then gives exact zeros, not NaN.
+      // A row that has seen nothing yet keeps m = -inf; any finite reference then gives exact
+      // zeros, not NaN.
       reference[n] = select<T>(after == -kInf<T>, Vec<T>{}, after);
       alpha[n] = exp2_neg((before - reference[n]) * rule.exponent);
-      sum[n] = alpha[n] * load(l + n * W);
+      sum[n] = Vec<T>{};
     }
     if (p.dropout_p > 0) dropout_mask(dropout, i0, r.begin, nk, lanes, h, b, buf.keep);
     const int64_t reduced = probabilities<NV>(buf, nk, reference, sum);
-    FASTATTN_UNROLL for (int n = 0; n < NV; ++n) store(l + n * W, sum[n]);
+    FASTATTN_UNROLL for (int n = 0; n < NV; ++n)
+        store(l + n * W, alpha[n] * load(l + n * W) + sum[n]);
 
-    // O = alpha O + V^T P, the product summed by itself: shorter chains of additions, smaller errors
+    // O = alpha O + V^T P, the product summed by itself: shorter chains of additions, smaller
+    // errors
     if (vs != nullptr) {
       tile_rows<P, P::kOutputRows, NV, true>(
-          p.Dv, vs + shift / P::kPerWord * p.Dv, p.Dv, reinterpret_cast<const Word*>(S), lanes, reduced,
-          [](int64_t, int) { return Vec<T>{}; },
+          p.Dv, vs + shift / P::kPerWord * p.Dv, p.Dv, reinterpret_cast<const Word*>(S), lanes,
+          reduced, [](int64_t, int) { return Vec<T>{}; },
           [&](int64_t d, int n, Vec<T> x) __attribute__((always_inline)) {
             T* o = O + d * lanes + n * W;
             store(o, alpha[n] * load(o) + x);
           });
     } else {
-      for (int64_t d = 0; d < p.Dv; ++d)
-        FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
+      for (int64_t d = 0; d < p.Dv; ++d) FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
           T* o = O + d * lanes + n * W;
           store(o, alpha[n] * load(o));
         }
@@ -204,14 +214,17 @@ class Forward {
     }
   }
 
-  // S -> P in place, as words; returns how many rows of words there are. Dropped probabilities still count in the sum.
+  // S -> P in place, as words; returns how many rows of words there are. Dropped probabilities
+  // still count in the sum.
   template <int NV>
-  FASTATTN_INLINE int64_t probabilities(Buffers& buf, int64_t nk, const Vec<T>* reference, Vec<T>* sum) {
+  FASTATTN_INLINE int64_t probabilities(Buffers& buf, int64_t nk, const Vec<T>* reference,
+                                        Vec<T>* sum) {
     constexpr int64_t lanes = NV * W;
     T* S = buf.s;
     const bool drop = p.dropout_p > 0;
     if constexpr (P::kPerWord == 1) {
-      _Pragma("GCC unroll 4") for (int64_t j = 0; j < nk; ++j) FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
+      _Pragma("GCC unroll 4") for (int64_t j = 0; j < nk; ++j)
+          FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
         T* s = S + j * lanes + n * W;
         Vec<T> e = exp2_neg<P::kCoarseExp>((load(s) - reference[n]) * rule.exponent);
         sum[n] += e;
@@ -221,10 +234,14 @@ class Forward {
       return nk;
     } else {
 #if defined(__AVX512BF16__)
-      // Pairs of keys, rounded to bf16; the sum is of the rounded values, so that the weights still add to one.
-      if (nk % 2) FASTATTN_UNROLL for (int n = 0; n < NV; ++n) store(S + nk * lanes + n * W, splat<T>(-kInf<T>));
+      // Pairs of keys, rounded to bf16; the sum is of the rounded values, so that the weights still
+      // add to one.
+      if (nk % 2)
+        FASTATTN_UNROLL for (int n = 0; n < NV; ++n)
+            store(S + nk * lanes + n * W, splat<T>(-kInf<T>));
       const __m512bh ones = (__m512bh)_mm512_set1_epi32(0x3f803f80);
-      _Pragma("GCC unroll 2") for (int64_t j = 0; j < nk; j += 2) FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
+      _Pragma("GCC unroll 2") for (int64_t j = 0; j < nk; j += 2)
+          FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
         const T* s = S + j * lanes + n * W;
         const VecF even = exp2_neg<true>((load(s) - reference[n]) * rule.exponent);
         const VecF odd = exp2_neg<true>((load(s + lanes) - reference[n]) * rule.exponent);
@@ -233,7 +250,8 @@ class Forward {
         if (drop) {
           const uint32_t* keep = buf.keep + j * lanes + n * W;
           const VecI low = (VecI)load(reinterpret_cast<const float*>(keep));
-          const VecI high = j + 1 < nk ? (VecI)load(reinterpret_cast<const float*>(keep + lanes)) : VecI{};
+          const VecI high =
+              j + 1 < nk ? (VecI)load(reinterpret_cast<const float*>(keep + lanes)) : VecI{};
           pair &= (low & 0xffff) | (high & static_cast<int32_t>(0xffff0000));
         }
         store(S + j / 2 * lanes + n * W, (VecF)pair);
@@ -243,7 +261,8 @@ class Forward {
     }
   }
 
-  // O += V^T P pair by pair, leaving out weights of zero: for blocks with values that are not finite.
+  // O += V^T P pair by pair, leaving out weights of zero: for blocks with values that are not
+  // finite.
   template <int NV>
   __attribute__((noinline)) void add_visible_only(const T* S, int64_t nk, const Storage* v, T* O) {
     constexpr int64_t lanes = NV * W;
@@ -252,7 +271,8 @@ class Forward {
         const T weight = weight_at(S, j, i, lanes);
         if (weight == T(0)) continue;
         for (int64_t d = 0; d < p.Dv; ++d)
-          O[d * lanes + i] += weight * static_cast<T>(widen(v[j * p.v.stride[2] + d * p.v.stride[3]]));
+          O[d * lanes + i] +=
+              weight * static_cast<T>(widen(v[j * p.v.stride[2] + d * p.v.stride[3]]));
       }
     }
   }

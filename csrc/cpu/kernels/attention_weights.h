@@ -1,5 +1,6 @@
-// Attention weights from the log-sum-exp of a finished forward pass: W = softmax(scores) after dropout, tile by tile,
-// so that only what is asked for is ever stored: [B, Hq, Lq, Lk], or its mean over the heads [B, Lq, Lk].
+// Attention weights from the log-sum-exp of a finished forward pass: W = softmax(scores) after
+// dropout, tile by tile, so that only what is asked for is ever stored: [B, Hq, Lq, Lk], or its
+// mean over the heads [B, Lq, Lk].
 #pragma once
 #include "../threads.h"
 #include "blocks.h"
@@ -17,7 +18,8 @@ class WeightsPass {
   typedef typename P::Word Word;
   static constexpr int W = kLanes<T>;
   static constexpr int64_t kLanesOfPanel = kPanelLanes<P>;
-  static constexpr int64_t kQueries = 4 * kLanesOfPanel;  // of a task, so that staged keys serve several panels
+  static constexpr int64_t kQueries =
+      4 * kLanesOfPanel;  // of a task, so that staged keys serve several panels
 
  public:
   explicit WeightsPass(const AttentionParams& params)
@@ -30,14 +32,14 @@ class WeightsPass {
   static FASTATTN_INLINE int64_t lanes_for(int64_t rows) { return rows <= W ? W : kLanesOfPanel; }
 
   struct Buffers {
-    Word* q;         // [heads of a task][panels][words of D][lanes]
-    T* s;            // [Bk][lanes]
-    T* mean;         // [panels][Bk][lanes]
+    Word* q;           // [heads of a task][panels][words of D][lanes]
+    T* s;              // [Bk][lanes]
+    T* mean;           // [panels][Bk][lanes]
     RowScale<T> rows;  // [heads of a task][kQueries]
-    T* bias;         // [Bk][lanes]
-    uint32_t* keep;  // [Bk][lanes]
-    Word* k;         // [Bk][words of D]
-    Word* temp;      // [lanes][words of D]
+    T* bias;           // [Bk][lanes]
+    uint32_t* keep;    // [Bk][lanes]
+    Word* k;           // [Bk][words of D]
+    Word* temp;        // [lanes][words of D]
     size_t bytes;
   };
 
@@ -76,9 +78,11 @@ class WeightsPass {
     }
   }
 
-  // What makes probabilities of the scores of queries [i0, i1), whose packed panel is Q. The log-sum-exp is enough
-  // unless it is too large or too coarse (fp64); then the maximum and the sum are computed again.
-  void scale_rows(Buffers& buf, int64_t b, int64_t h, int64_t i0, int64_t i1, const Word* Q, RowScale<T> rows) const {
+  // What makes probabilities of the scores of queries [i0, i1), whose packed panel is Q. The
+  // log-sum-exp is enough unless it is too large or too coarse (fp64); then the maximum and the sum
+  // are computed again.
+  void scale_rows(Buffers& buf, int64_t b, int64_t h, int64_t i0, int64_t i1, const Word* Q,
+                  RowScale<T> rows) const {
     const double* lse = p.lse + (b * p.Hq + h) * p.Lq;
     bool again = kSame<T, double>;
     for (int64_t l = 0; l < kLanesOfPanel; ++l) {
@@ -93,10 +97,12 @@ class WeightsPass {
       recompute<kPanelVectors>(buf, b, h, i0, i1, Q, rows);
   }
 
-  // W of queries [i0, i1) and keys [j0, j1) of one head into S[key][lane]; Q is their packed panel, ks the staged keys.
+  // W of queries [i0, i1) and keys [j0, j1) of one head into S[key][lane]; Q is their packed panel,
+  // ks the staged keys.
   template <int NV>
-  FASTATTN_INLINE void weights_tile(Buffers& buf, int64_t b, int64_t h, int64_t i0, int64_t i1, int64_t j0, int64_t j1,
-                                    const Word* Q, const Word* ks, RowScale<T> rows) const {
+  FASTATTN_INLINE void weights_tile(Buffers& buf, int64_t b, int64_t h, int64_t i0, int64_t i1,
+                                    int64_t j0, int64_t j1, const Word* Q, const Word* ks,
+                                    RowScale<T> rows) const {
     constexpr int64_t lanes = NV * W;
     const int64_t nk = j1 - j0;
     Vec<T> top[NV];
@@ -105,12 +111,13 @@ class WeightsPass {
     const T kept = drop ? static_cast<T>(dropout.factor) : T(1);
     if (drop) dropout_mask(dropout, i0, j0, nk, lanes, h, b, buf.keep);
     for (int64_t j = 0; j < nk; ++j) FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
-      T* s = buf.s + j * lanes + n * W;
-      const Vec<T> high = load(rows.high + n * W), low = load(rows.low + n * W), inverse = load(rows.inverse + n * W);
-      Vec<T> w = exp2_neg<P::kCoarseExp>((load(s) - high - low) * rule.exponent) * inverse;
-      if (drop) w = keep_lanes(w, buf.keep + j * lanes + n * W) * kept;
-      store(s, w);
-    }
+        T* s = buf.s + j * lanes + n * W;
+        const Vec<T> high = load(rows.high + n * W), low = load(rows.low + n * W),
+                     inverse = load(rows.inverse + n * W);
+        Vec<T> w = exp2_neg<P::kCoarseExp>((load(s) - high - low) * rule.exponent) * inverse;
+        if (drop) w = keep_lanes(w, buf.keep + j * lanes + n * W) * kept;
+        store(s, w);
+      }
   }
 
  private:
@@ -122,8 +129,9 @@ class WeightsPass {
 
   // The scores of a tile into buf.s, and their maximum over the keys.
   template <int NV>
-  FASTATTN_INLINE void scores_tile(Buffers& buf, int64_t b, int64_t h, int64_t i0, int64_t i1, int64_t j0, int64_t j1,
-                                   const Word* Q, const Word* ks, Vec<T>* top) const {
+  FASTATTN_INLINE void scores_tile(Buffers& buf, int64_t b, int64_t h, int64_t i0, int64_t i1,
+                                   int64_t j0, int64_t j1, const Word* Q, const Word* ks,
+                                   Vec<T>* top) const {
     score_products<P, NV>(j1 - j0, ks, Q, words<P>(p.D), buf.s, top);
     Bias<T> bias;
     if (p.mask.data != nullptr) {
@@ -131,25 +139,29 @@ class WeightsPass {
       bias.tile = buf.bias;
     }
     if (rule.natural || rule.excludes)
-      apply_rule<T, NV>(p, rule, buf.s, j1 - j0, i0, i1, j0, bias, alibi_slope<T>(p, b, h), nullptr, top);
+      apply_rule<T, NV>(p, rule, buf.s, j1 - j0, i0, i1, j0, bias, alibi_slope<T>(p, b, h), nullptr,
+                        top);
   }
 
   // Maximum and sum of the rows of a panel, as the forward pass finds them.
   template <int NV>
-  __attribute__((noinline)) void recompute(Buffers& buf, int64_t b, int64_t h, int64_t i0, int64_t i1, const Word* Q,
-                                           RowScale<T> rows) const {
+  __attribute__((noinline)) void recompute(Buffers& buf, int64_t b, int64_t h, int64_t i0,
+                                           int64_t i1, const Word* Q, RowScale<T> rows) const {
     const int64_t hk = h / (p.Hq / p.Hkv);
-    const Storage* k = static_cast<const Storage*>(p.k.data) + b * p.k.stride[0] + hk * p.k.stride[1];
+    const Storage* k =
+        static_cast<const Storage*>(p.k.data) + b * p.k.stride[0] + hk * p.k.stride[1];
     Vec<T> m[NV], l[NV] = {};
     FASTATTN_UNROLL for (int n = 0; n < NV; ++n) m[n] = splat<T>(-kInf<T>);
     const Range seen = visible_to_any(p, i0, i1);
     for (int64_t j0 = seen.begin; j0 < seen.end; j0 += Bk) {
       const int64_t j1 = min_of(seen.end, j0 + Bk);
-      const Word* ks = stage_keys<P>(k + j0 * p.k.stride[2], p.k.stride[2], p.k.stride[3], j1 - j0, p.D, buf.k);
+      const Word* ks =
+          stage_keys<P>(k + j0 * p.k.stride[2], p.k.stride[2], p.k.stride[3], j1 - j0, p.D, buf.k);
       Vec<T> top[NV];
       scores_tile<NV>(buf, b, h, i0, i1, j0, j1, Q, ks, top);
       FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
-        const Vec<T> after = max_of(m[n], top[n]), reference = select<T>(after == -kInf<T>, Vec<T>{}, after);
+        const Vec<T> after = max_of(m[n], top[n]),
+                     reference = select<T>(after == -kInf<T>, Vec<T>{}, after);
         l[n] *= exp2_neg((m[n] - reference) * rule.exponent);
         for (int64_t j = 0; j < j1 - j0; ++j)
           l[n] += exp2_neg((load(buf.s + (j * NV + n) * W) - reference) * rule.exponent);
@@ -168,11 +180,13 @@ class WeightsPass {
   void task(Buffers& buf, int64_t b, int64_t h0, int64_t h1, int64_t i0) {
     const int64_t i1 = min_of(p.Lq, i0 + kQueries), dw = words<P>(p.D);
     for (int64_t h = h0; h < h1; ++h) {
-      const Storage* q = static_cast<const Storage*>(p.q.data) + b * p.q.stride[0] + h * p.q.stride[1];
+      const Storage* q =
+          static_cast<const Storage*>(p.q.data) + b * p.q.stride[0] + h * p.q.stride[1];
       for (int64_t i = i0; i < i1; i += kLanesOfPanel) {
         const int64_t rows = min_of(kLanesOfPanel, i1 - i), lanes = lanes_for(rows);
         Word* Q = buf.q + ((h - h0) * kQueries + i - i0) * dw;
-        pack_panel<P>(q + i * p.q.stride[2], p.q.stride[2], p.q.stride[3], rows, p.D, lanes, Q, lanes, buf.temp);
+        pack_panel<P>(q + i * p.q.stride[2], p.q.stride[2], p.q.stride[3], rows, p.D, lanes, Q,
+                      lanes, buf.temp);
         scale_rows(buf, b, h, i, i + rows, Q, buf.rows.at((h - h0) * kQueries + i - i0));
       }
     }
@@ -181,15 +195,18 @@ class WeightsPass {
       if (averaged) __builtin_memset(buf.mean, 0, static_cast<size_t>(Bk * kQueries) * sizeof(T));
       for (int64_t h = h0; h < h1; ++h) {
         const int64_t hk = h / (p.Hq / p.Hkv);
-        const Storage* k = static_cast<const Storage*>(p.k.data) + b * p.k.stride[0] + hk * p.k.stride[1];
-        const Word* ks = stage_keys<P>(k + j0 * p.k.stride[2], p.k.stride[2], p.k.stride[3], j1 - j0, p.D, buf.k);
+        const Storage* k =
+            static_cast<const Storage*>(p.k.data) + b * p.k.stride[0] + hk * p.k.stride[1];
+        const Word* ks = stage_keys<P>(k + j0 * p.k.stride[2], p.k.stride[2], p.k.stride[3],
+                                       j1 - j0, p.D, buf.k);
         for (int64_t i = i0; i < i1; i += kLanesOfPanel) {
           const int64_t rows = min_of(kLanesOfPanel, i1 - i);
           const int64_t at = (h - h0) * kQueries + i - i0;
           if (rows <= W)
             weights_tile<1>(buf, b, h, i, i + rows, j0, j1, buf.q + at * dw, ks, buf.rows.at(at));
           else
-            weights_tile<kPanelVectors>(buf, b, h, i, i + rows, j0, j1, buf.q + at * dw, ks, buf.rows.at(at));
+            weights_tile<kPanelVectors>(buf, b, h, i, i + rows, j0, j1, buf.q + at * dw, ks,
+                                        buf.rows.at(at));
           const int64_t values = (j1 - j0) * lanes_for(rows);
           if (averaged)
             accumulate(buf.mean + (i - i0) * Bk, buf.s, values);
@@ -199,7 +216,8 @@ class WeightsPass {
       }
       if (!averaged) continue;
       for (int64_t i = i0; i < i1; i += kLanesOfPanel)
-        write(buf.mean + (i - i0) * Bk, b, 0, i, min_of(kLanesOfPanel, i1 - i), j0, j1, T(1) / static_cast<T>(p.Hq));
+        write(buf.mean + (i - i0) * Bk, b, 0, i, min_of(kLanesOfPanel, i1 - i), j0, j1,
+              T(1) / static_cast<T>(p.Hq));
     }
   }
 
@@ -207,7 +225,8 @@ class WeightsPass {
     for (int64_t i = 0; i < count; i += W) store(sum + i, load(sum + i) + load(x + i));
   }
 
-  void write(const T* tile, int64_t b, int64_t h, int64_t i, int64_t rows, int64_t j0, int64_t j1, T factor) {
+  void write(const T* tile, int64_t b, int64_t h, int64_t i, int64_t rows, int64_t j0, int64_t j1,
+             T factor) {
     const int64_t* st = p.weights.stride;
     Storage* dst = static_cast<Storage*>(p.weights.data) + b * st[0] + h * st[1] + i * st[2] + j0;
     T factors[kLanesOfPanel];

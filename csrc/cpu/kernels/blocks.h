@@ -1,5 +1,6 @@
-// Block sizes: pure functions of the dtype and the head dims, never of the batch, the threads or the load, so that a
-// row's bits do not depend on them. Budgets are for a 32 KiB L1 and a 1 MiB L2 cache a core.
+// Block sizes: pure functions of the dtype and the head dims, never of the batch, the threads or
+// the load, so that a row's bits do not depend on them. Budgets are for a 32 KiB L1 and a 1 MiB L2
+// cache a core.
 #pragma once
 #include "policy.h"
 
@@ -7,7 +8,8 @@ namespace fastattn {
 namespace FASTATTN_ISA {
 namespace {
 
-constexpr int kPanelVectors = 2;  // a panel of queries is two vectors wide, one where few queries are left
+constexpr int kPanelVectors =
+    2;  // a panel of queries is two vectors wide, one where few queries are left
 
 template <class P>
 constexpr int64_t kPanelLanes = kPanelVectors * kLanes<typename P::Acc>;
@@ -20,12 +22,13 @@ FASTATTN_INLINE int64_t query_block(int64_t D, int64_t Dv) {
   return max_of<int64_t>(1, wanted / kPanelLanes<P>) * kPanelLanes<P>;
 }
 
-// Keys of a block: a multiple of the score tile's rows (and of a pair), small enough that keys and values stay in L2
-// and the scores of a panel in L1.
+// Keys of a block: a multiple of the score tile's rows (and of a pair), small enough that keys and
+// values stay in L2 and the scores of a panel in L1.
 template <class P>
 FASTATTN_INLINE int64_t key_block(int64_t D, int64_t Dv) {
   constexpr int64_t step = 2 * P::kScoreRows;
-  const int64_t bytes = (words<P>(D) + words<P>(Dv)) * static_cast<int64_t>(sizeof(typename P::Word));
+  const int64_t bytes =
+      (words<P>(D) + words<P>(Dv)) * static_cast<int64_t>(sizeof(typename P::Word));
   const int64_t wanted = min_of<int64_t>(96 * P::kPerWord, (128 << 10) / bytes);
   return max_of<int64_t>(1, wanted / step) * step;
 }

@@ -11,22 +11,29 @@ namespace {
 template <class F>
 FASTATTN_INLINE void with_storage(const void* data, DType dtype, F f) {
   switch (dtype) {
-    case DType::f32: return f(static_cast<const float*>(data));
-    case DType::f64: return f(static_cast<const double*>(data));
-    case DType::bf16: return f(static_cast<const Bf16*>(data));
-    case DType::f16: return f(static_cast<const F16*>(data));
-    case DType::boolean: return f(static_cast<const Bool*>(data));
+    case DType::f32:
+      return f(static_cast<const float*>(data));
+    case DType::f64:
+      return f(static_cast<const double*>(data));
+    case DType::bf16:
+      return f(static_cast<const Bf16*>(data));
+    case DType::f16:
+      return f(static_cast<const F16*>(data));
+    case DType::boolean:
+      return f(static_cast<const Bool*>(data));
   }
 }
 
-// load_as between float and double is not a vector operation worth having; masks of another width go by element.
+// load_as between float and double is not a vector operation worth having; masks of another width
+// go by element.
 template <class T, class S>
 constexpr bool kVectorConvertible = kSame<T, S> || (sizeof(T) == 4 && !kSame<S, double>);
 
 // dst[j - j0][lane] = mask[i0 + lane][j] for keys [j0, j1); 0 in the lanes past the last query.
 template <class T>
-__attribute__((noinline)) void pack_mask(const AttentionParams& p, int64_t b, int64_t h, int64_t i0, int64_t i1,
-                                         int64_t j0, int64_t j1, int64_t lanes, T* dst) {
+__attribute__((noinline)) void pack_mask(const AttentionParams& p, int64_t b, int64_t h, int64_t i0,
+                                         int64_t i1, int64_t j0, int64_t j1, int64_t lanes,
+                                         T* dst) {
   with_storage(p.mask.data, p.mask_dtype, [&](const auto* data) {
     typedef typename ElementOf<decltype(data)>::type S;
     const int64_t* st = p.mask.stride;
@@ -36,15 +43,16 @@ __attribute__((noinline)) void pack_mask(const AttentionParams& p, int64_t b, in
     } else {
       for (int64_t j = 0; j < j1 - j0; ++j)
         for (int64_t l = 0; l < lanes; ++l)
-          dst[j * lanes + l] = l < i1 - i0 ? static_cast<T>(widen(from[l * st[2] + j * st[3]])) : T(0);
+          dst[j * lanes + l] =
+              l < i1 - i0 ? static_cast<T>(widen(from[l * st[2] + j * st[3]])) : T(0);
     }
   });
 }
 
 // dst[j - j0] = mask[i][j], one query's row.
 template <class T>
-__attribute__((noinline)) void read_mask_row(const AttentionParams& p, int64_t b, int64_t h, int64_t i, int64_t j0,
-                                             int64_t j1, T* dst) {
+__attribute__((noinline)) void read_mask_row(const AttentionParams& p, int64_t b, int64_t h,
+                                             int64_t i, int64_t j0, int64_t j1, T* dst) {
   with_storage(p.mask.data, p.mask_dtype, [&](const auto* data) {
     const int64_t* st = p.mask.stride;
     const auto* from = data + b * st[0] + h * st[1] + i * st[2];
@@ -67,7 +75,8 @@ FASTATTN_INLINE bool all_excluded(const T* bias, int64_t count) {
   return true;
 }
 
-// [begin, end) without the excluded keys at either end: padding is skipped, not computed and masked.
+// [begin, end) without the excluded keys at either end: padding is skipped, not computed and
+// masked.
 template <class T>
 FASTATTN_INLINE Range trim(const T* keys, Range r) {
   while (r.begin < r.end && keys[r.end - 1] == -kInf<T>) --r.end;

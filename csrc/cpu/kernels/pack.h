@@ -1,8 +1,9 @@
 // Bringing blocks of a strided tensor into the layouts that the tiles read, and back.
 //
-// "Transposed" means [columns][rows of the tensor across lanes]: how queries, their outputs and every tile of scores
-// lie. "Staged" means row-major and contiguous: how keys and values lie. Nothing outside the given rows and columns is
-// ever read or written; what lies beyond them in a packed block is zero.
+// "Transposed" means [columns][rows of the tensor across lanes]: how queries, their outputs and
+// every tile of scores lie. "Staged" means row-major and contiguous: how keys and values lie.
+// Nothing outside the given rows and columns is ever read or written; what lies beyond them in a
+// packed block is zero.
 #pragma once
 #include "policy.h"
 
@@ -10,24 +11,26 @@ namespace fastattn {
 namespace FASTATTN_ISA {
 namespace {
 
-// dst[c * ld + r] = src[r * row_stride + c * col_stride] for r < rows <= ld, c < cols; zero for the other
-// lanes up to `lanes`, a multiple of the vector. S is any storage type.
+// dst[c * ld + r] = src[r * row_stride + c * col_stride] for r < rows <= ld, c < cols; zero for the
+// other lanes up to `lanes`, a multiple of the vector. S is any storage type.
 template <class T, class S>
-FASTATTN_INLINE void pack_transposed(const S* src, int64_t row_stride, int64_t col_stride, int64_t rows, int64_t cols,
-                                     int64_t lanes, T* dst, int64_t ld) {
+FASTATTN_INLINE void pack_transposed(const S* src, int64_t row_stride, int64_t col_stride,
+                                     int64_t rows, int64_t cols, int64_t lanes, T* dst,
+                                     int64_t ld) {
   constexpr int W = kLanes<T>;
   if (col_stride != 1) {
     for (int64_t c = 0; c < cols; ++c)
       for (int64_t r = 0; r < lanes; ++r)
-        dst[c * ld + r] = r < rows ? static_cast<T>(widen(src[r * row_stride + c * col_stride])) : T(0);
+        dst[c * ld + r] =
+            r < rows ? static_cast<T>(widen(src[r * row_stride + c * col_stride])) : T(0);
     return;
   }
   for (int64_t r0 = 0; r0 < lanes; r0 += W) {
     for (int64_t c0 = 0; c0 < cols; c0 += W) {
       const int count = static_cast<int>(min_of<int64_t>(W, cols - c0));
       Vec<T> v[W];
-      FASTATTN_UNROLL for (int i = 0; i < W; ++i)
-        v[i] = r0 + i < rows ? load_as<T>(src + (r0 + i) * row_stride + c0, count) : Vec<T>{};
+      FASTATTN_UNROLL for (int i = 0; i < W; ++i) v[i] =
+          r0 + i < rows ? load_as<T>(src + (r0 + i) * row_stride + c0, count) : Vec<T>{};
       transpose<T>(v);
       FASTATTN_UNROLL for (int i = 0; i < W; ++i) {
         if (i < count) store(dst + (c0 + i) * ld + r0, v[i]);
@@ -36,17 +39,19 @@ FASTATTN_INLINE void pack_transposed(const S* src, int64_t row_stride, int64_t c
   }
 }
 
-// The inverse: dst[r * row_stride + c] = src[c * ld + r] * factor[r], rounded to S; added to what is there if `add`.
+// The inverse: dst[r * row_stride + c] = src[c * ld + r] * factor[r], rounded to S; added to what
+// is there if `add`.
 template <class T, class S>
-FASTATTN_INLINE void unpack_transposed(const T* src, int64_t ld, const T* factor, int64_t rows, int64_t cols, S* dst,
-                                       int64_t row_stride, bool add = false) {
+FASTATTN_INLINE void unpack_transposed(const T* src, int64_t ld, const T* factor, int64_t rows,
+                                       int64_t cols, S* dst, int64_t row_stride, bool add = false) {
   constexpr int W = kLanes<T>;
   for (int64_t r0 = 0; r0 < rows; r0 += W) {
     const Vec<T> f = load(factor + r0);
     for (int64_t c0 = 0; c0 < cols; c0 += W) {
       const int count = static_cast<int>(min_of<int64_t>(W, cols - c0));
       Vec<T> v[W];
-      FASTATTN_UNROLL for (int i = 0; i < W; ++i) v[i] = i < count ? load(src + (c0 + i) * ld + r0) * f : Vec<T>{};
+      FASTATTN_UNROLL for (int i = 0; i < W; ++i) v[i] =
+          i < count ? load(src + (c0 + i) * ld + r0) * f : Vec<T>{};
       transpose<T>(v);
       FASTATTN_UNROLL for (int i = 0; i < W; ++i) {
         if (r0 + i >= rows) continue;
@@ -59,8 +64,8 @@ FASTATTN_INLINE void unpack_transposed(const T* src, int64_t ld, const T* factor
 
 // dst[r][c] = src[r * row_stride + c * col_stride], as T.
 template <class T, class S>
-FASTATTN_INLINE void stage_rows(const S* src, int64_t row_stride, int64_t col_stride, int64_t rows, int64_t cols,
-                                T* dst, int64_t ld) {
+FASTATTN_INLINE void stage_rows(const S* src, int64_t row_stride, int64_t col_stride, int64_t rows,
+                                int64_t cols, T* dst, int64_t ld) {
   constexpr int W = kLanes<T>;
   for (int64_t r = 0; r < rows; ++r) {
     const S* s = src + r * row_stride;
@@ -71,16 +76,19 @@ FASTATTN_INLINE void stage_rows(const S* src, int64_t row_stride, int64_t col_st
     }
     int64_t c = 0;
     for (; c + W <= cols; c += W) store(d + c, load_as<T>(s + c, W));
-    if (c < cols) store_first(d + c, load_as<T>(s + c, static_cast<int>(cols - c)), static_cast<int>(cols - c));
+    if (c < cols)
+      store_first(d + c, load_as<T>(s + c, static_cast<int>(cols - c)), static_cast<int>(cols - c));
   }
 }
 
 #if defined(__AVX512BF16__)
-FASTATTN_INLINE bool word_aligned(const Bf16* p) { return reinterpret_cast<uintptr_t>(p) % sizeof(float) == 0; }
+FASTATTN_INLINE bool word_aligned(const Bf16* p) {
+  return reinterpret_cast<uintptr_t>(p) % sizeof(float) == 0;
+}
 
 // The same as words of two consecutive columns, the last one padded with zero.
-FASTATTN_INLINE void stage_pairs(const Bf16* src, int64_t row_stride, int64_t col_stride, int64_t rows, int64_t cols,
-                                 float* dst, int64_t ld) {
+FASTATTN_INLINE void stage_pairs(const Bf16* src, int64_t row_stride, int64_t col_stride,
+                                 int64_t rows, int64_t cols, float* dst, int64_t ld) {
   for (int64_t r = 0; r < rows; ++r) {
     const Bf16* s = src + r * row_stride;
     Bf16* d = reinterpret_cast<Bf16*>(dst + r * ld);
@@ -93,11 +101,12 @@ FASTATTN_INLINE void stage_pairs(const Bf16* src, int64_t row_stride, int64_t co
   }
 }
 
-// Words of two consecutive *rows*: dst[r / 2][c] = (row r, row r + 1) of column c; a missing last row is zero.
-FASTATTN_INLINE void stage_row_pairs(const Bf16* src, int64_t row_stride, int64_t col_stride, int64_t rows,
-                                     int64_t cols, float* dst, int64_t ld) {
-  const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37,
-                                       5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+// Words of two consecutive *rows*: dst[r / 2][c] = (row r, row r + 1) of column c; a missing last
+// row is zero.
+FASTATTN_INLINE void stage_row_pairs(const Bf16* src, int64_t row_stride, int64_t col_stride,
+                                     int64_t rows, int64_t cols, float* dst, int64_t ld) {
+  const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8,
+                                       39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
   const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
   for (int64_t r = 0; r < rows; r += 2) {
     const Bf16* a = src + r * row_stride;
@@ -114,7 +123,8 @@ FASTATTN_INLINE void stage_row_pairs(const Bf16* src, int64_t row_stride, int64_
       }
     }
     for (; c < cols; ++c) {
-      const uint32_t pair = a[c * col_stride].bits | (both ? static_cast<uint32_t>(b[c * col_stride].bits) << 16 : 0);
+      const uint32_t pair =
+          a[c * col_stride].bits | (both ? static_cast<uint32_t>(b[c * col_stride].bits) << 16 : 0);
       d[c] = float_of(pair);
     }
   }
@@ -123,8 +133,9 @@ FASTATTN_INLINE void stage_row_pairs(const Bf16* src, int64_t row_stride, int64_
 
 // Queries (or output gradients) of a panel as the right-hand side of a score tile: dst[word][lane].
 template <class P>
-FASTATTN_INLINE void pack_panel(const typename P::Storage* src, int64_t row_stride, int64_t col_stride, int64_t rows,
-                                int64_t cols, int64_t lanes, typename P::Word* dst, int64_t ld,
+FASTATTN_INLINE void pack_panel(const typename P::Storage* src, int64_t row_stride,
+                                int64_t col_stride, int64_t rows, int64_t cols, int64_t lanes,
+                                typename P::Word* dst, int64_t ld,
                                 [[maybe_unused]] typename P::Word* temp) {
   if constexpr (P::kPerWord == 1) {
     pack_transposed<typename P::Acc>(src, row_stride, col_stride, rows, cols, lanes, dst, ld);
@@ -143,11 +154,12 @@ FASTATTN_INLINE void pack_panel(const typename P::Storage* src, int64_t row_stri
   }
 }
 
-// Keys (or values) as the broadcast rows of a tile. Returns where they lie: in place if they are contiguous words
-// already, else in dst.
+// Keys (or values) as the broadcast rows of a tile. Returns where they lie: in place if they are
+// contiguous words already, else in dst.
 template <class P>
-FASTATTN_INLINE const typename P::Word* stage_keys(const typename P::Storage* src, int64_t row_stride,
-                                                   int64_t col_stride, int64_t rows, int64_t cols,
+FASTATTN_INLINE const typename P::Word* stage_keys(const typename P::Storage* src,
+                                                   int64_t row_stride, int64_t col_stride,
+                                                   int64_t rows, int64_t cols,
                                                    typename P::Word* dst) {
   if constexpr (P::kPerWord == 2) {
 #if defined(__AVX512BF16__)
@@ -165,11 +177,12 @@ FASTATTN_INLINE const typename P::Word* stage_keys(const typename P::Storage* sr
   }
 }
 
-// Rows to be reduced over (values under probabilities, keys under score gradients): words of two rows where a word is
-// a pair. One block of `rows` takes words<P>(rows) * cols words.
+// Rows to be reduced over (values under probabilities, keys under score gradients): words of two
+// rows where a word is a pair. One block of `rows` takes words<P>(rows) * cols words.
 template <class P>
-FASTATTN_INLINE const typename P::Word* stage_reduced(const typename P::Storage* src, int64_t row_stride,
-                                                      int64_t col_stride, int64_t rows, int64_t cols,
+FASTATTN_INLINE const typename P::Word* stage_reduced(const typename P::Storage* src,
+                                                      int64_t row_stride, int64_t col_stride,
+                                                      int64_t rows, int64_t cols,
                                                       typename P::Word* dst) {
   if constexpr (P::kPerWord == 2) {
 #if defined(__AVX512BF16__)

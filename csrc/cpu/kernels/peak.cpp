@@ -8,7 +8,8 @@ namespace fastattn {
 namespace FASTATTN_ISA {
 namespace {
 
-// Independent chains of multiply-adds, enough to cover the latency; returns operations done by one thread.
+// Independent chains of multiply-adds, enough to cover the latency; returns operations done by one
+// thread.
 template <class V, class Step>
 FASTATTN_INLINE double chains(double until, int64_t per_step, Step step) {
   constexpr int kChains = kRegisters == 32 ? 16 : 12;
@@ -28,10 +29,13 @@ FASTATTN_INLINE double chains(double until, int64_t per_step, Step step) {
 double operations(Peak kind, double until) {
   const VecF a = splat(0.999f), b = splat(1e-3f);
   const VecD c = splat(0.999), d = splat(1e-3);
-  if (kind == Peak::fma_f32) return chains<VecF>(until, 2 * kLanes<float>, [&](VecF x) { return x * a + b; });
-  if (kind == Peak::fma_f64) return chains<VecD>(until, 2 * kLanes<double>, [&](VecD x) { return x * c + d; });
+  if (kind == Peak::fma_f32)
+    return chains<VecF>(until, 2 * kLanes<float>, [&](VecF x) { return x * a + b; });
+  if (kind == Peak::fma_f64)
+    return chains<VecD>(until, 2 * kLanes<double>, [&](VecD x) { return x * c + d; });
 #if defined(__AVX512BF16__)
-  return chains<VecF>(until, 4 * kLanes<float>, [&](VecF x) { return PairBf16::multiply_add(a, b, x); });
+  return chains<VecF>(until, 4 * kLanes<float>,
+                      [&](VecF x) { return PairBf16::multiply_add(a, b, x); });
 #else
   return 0;
 #endif
@@ -43,8 +47,8 @@ double bytes_read(const char* from, int64_t bytes, double until) {
   VecI acc[8] = {};
   while (omp_get_wtime() < until) {
     for (int64_t i = 0; i + 8 * kVectorBytes <= bytes; i += 8 * kVectorBytes)
-      FASTATTN_UNROLL for (int n = 0; n < 8; ++n)
-        acc[n] |= (VecI)load(reinterpret_cast<const float*>(from + i + n * kVectorBytes));
+      FASTATTN_UNROLL for (int n = 0; n < 8; ++n) acc[n] |=
+          (VecI)load(reinterpret_cast<const float*>(from + i + n * kVectorBytes));
     FASTATTN_UNROLL for (int n = 0; n < 8; ++n) asm volatile("" : "+x"(acc[n]));
     total += static_cast<double>(bytes);
   }
@@ -68,8 +72,9 @@ double measure_peak(Peak kind, int threads, double seconds) {
 #pragma omp parallel num_threads(threads) reduction(+ : done)
   {
     const int64_t part = kBytes / omp_get_num_threads() / 4096 * 4096;
-    done += buffer != nullptr ? bytes_read(buffer + omp_get_thread_num() * part, part, begin + seconds)
-                              : operations(kind, begin + seconds);
+    done += buffer != nullptr
+                ? bytes_read(buffer + omp_get_thread_num() * part, part, begin + seconds)
+                : operations(kind, begin + seconds);
   }
   const double elapsed = omp_get_wtime() - begin;
   __builtin_free(buffer);

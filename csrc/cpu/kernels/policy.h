@@ -1,5 +1,5 @@
-// What a kernel computes in. A policy names the accumulator type and the *word* of a product: one element, or a pair
-// of bf16 that one instruction multiplies and adds. Reductions run over words.
+// What a kernel computes in. A policy names the accumulator type and the *word* of a product: one
+// element, or a pair of bf16 that one instruction multiplies and adds. Reductions run over words.
 #pragma once
 #include "../../params.h"
 #include "../simd/convert.h"
@@ -18,8 +18,8 @@ struct Single {
   typedef float Word;
   static constexpr int kPerWord = 1;
   static constexpr bool kCoarseExp = false;
-  // Register tiles: rows x vectors of scores (K rows by queries) and of outputs (channels by queries). The
-  // accumulators, the vectors of one step and a broadcast must fit the register file.
+  // Register tiles: rows x vectors of scores (K rows by queries) and of outputs (channels by
+  // queries). The accumulators, the vectors of one step and a broadcast must fit the register file.
   static constexpr int kScoreRows = kRegisters == 32 ? 12 : 6;
   static constexpr int kOutputRows = kRegisters == 32 ? 8 : 6;
   static FASTATTN_INLINE VecF multiply_add(VecF a, VecF b, VecF c) { return a * b + c; }
@@ -37,8 +37,8 @@ struct Double {
 };
 
 #if defined(__AVX512BF16__)
-// Products of bf16 pairs, accumulated in fp32. A word is the 32 bits of a pair, carried as a float and never used
-// as one.
+// Products of bf16 pairs, accumulated in fp32. A word is the 32 bits of a pair, carried as a float
+// and never used as one.
 struct PairBf16 {
   typedef Bf16 Storage;
   typedef float Acc;
@@ -72,11 +72,16 @@ FASTATTN_INLINE constexpr int64_t words(int64_t count) {
 template <class F>
 FASTATTN_INLINE void with_policy(DType dtype, F f) {
   switch (dtype) {
-    case DType::f32: return f(Single<float>());
-    case DType::f64: return f(Double());
-    case DType::bf16: return f(PolicyBf16());
-    case DType::f16: return f(Single<F16>());
-    case DType::boolean: return;
+    case DType::f32:
+      return f(Single<float>());
+    case DType::f64:
+      return f(Double());
+    case DType::bf16:
+      return f(PolicyBf16());
+    case DType::f16:
+      return f(Single<F16>());
+    case DType::boolean:
+      return;
   }
 }
 

@@ -1,4 +1,5 @@
-// What happens to a block of scores between the two matrix products. A block is S[key][query], queries across lanes.
+// What happens to a block of scores between the two matrix products. A block is S[key][query],
+// queries across lanes.
 #pragma once
 #include "policy.h"
 
@@ -6,7 +7,8 @@ namespace fastattn {
 namespace FASTATTN_ISA {
 namespace {
 
-// ---- Which keys a query may see by position: i + offset - left <= j <= i + offset + right -------------------------
+// ---- Which keys a query may see by position: i + offset - left <= j <= i + offset + right
+// -------------------------
 
 struct Range {
   int64_t begin, end;
@@ -38,12 +40,13 @@ FASTATTN_INLINE Range seeing_any(const AttentionParams& p, int64_t j0, int64_t j
   return r;
 }
 
-// ---- The rule that makes scores of products -------------------------------------------------------------------------
+// ---- The rule that makes scores of products
+// -------------------------------------------------------------------------
 
-// While nothing is added to a score it stays the raw product q.k, and `scale` enters only in the exponent:
-// p = 2^((S - m) * exponent). With a mask, softcap, ALiBi or a scale that is not positive it is brought to natural
-// units first. Either way the row maximum is subtracted before the multiplication by log2(e), so that a row of
-// finfo.min is uniform and not -inf.
+// While nothing is added to a score it stays the raw product q.k, and `scale` enters only in the
+// exponent: p = 2^((S - m) * exponent). With a mask, softcap, ALiBi or a scale that is not positive
+// it is brought to natural units first. Either way the row maximum is subtracted before the
+// multiplication by log2(e), so that a row of finfo.min is uniform and not -inf.
 template <class T>
 struct ScoreRule {
   bool natural;
@@ -58,7 +61,8 @@ FASTATTN_INLINE ScoreRule<T> make_rule(const AttentionParams& p) {
   ScoreRule<T> rule;
   const bool additive = p.mask.data != nullptr && p.mask_dtype != DType::boolean;
   // fp64 too: nothing there is wide enough to carry a maximum from one unit to the other and back.
-  rule.natural = additive || p.softcap > 0 || p.alibi != nullptr || !(p.scale > 0) || kSame<T, double>;
+  rule.natural =
+      additive || p.softcap > 0 || p.alibi != nullptr || !(p.scale > 0) || kSame<T, double>;
   rule.excludes = p.mask.data != nullptr || p.window_left >= 0 || p.window_right >= 0;
   rule.scale = static_cast<T>(p.scale);
   rule.softcap = static_cast<T>(p.softcap);
@@ -67,7 +71,8 @@ FASTATTN_INLINE ScoreRule<T> make_rule(const AttentionParams& p) {
   return rule;
 }
 
-// The natural logarithm of a row's sum of exponentials, from its maximum and its sum relative to that.
+// The natural logarithm of a row's sum of exponentials, from its maximum and its sum relative to
+// that.
 template <class T>
 FASTATTN_INLINE double log_sum_exp(const ScoreRule<T>& rule, T maximum, T sum) {
   if (maximum == -kInf<T>) return -kInf<double>;
@@ -83,8 +88,8 @@ struct RowScale {
   FASTATTN_INLINE RowScale at(int64_t i) const { return {high + i, low + i, inverse + i}; }
 };
 
-// From the log-sum-exp, in the units of S: high + low keep the precision of double. A row that sees nothing gets +inf,
-// which makes all its probabilities 0.
+// From the log-sum-exp, in the units of S: high + low keep the precision of double. A row that sees
+// nothing gets +inf, which makes all its probabilities 0.
 template <class T>
 FASTATTN_INLINE void scale_from_lse(const ScoreRule<T>& rule, double lse, RowScale<T> row) {
   const double exact = lse == -kInf<double> ? kInf<double> : lse / rule.unit;
@@ -93,23 +98,26 @@ FASTATTN_INLINE void scale_from_lse(const ScoreRule<T>& rule, double lse, RowSca
   *row.inverse = T(1);
 }
 
-// Beyond this a score's own rounding is worth more than a percent of its exponential, and in a row of finfo.min the
-// logarithm of the sum is lost beside the maximum: the row is then normalised by its recomputed sum.
+// Beyond this a score's own rounding is worth more than a percent of its exponential, and in a row
+// of finfo.min the logarithm of the sum is lost beside the maximum: the row is then normalised by
+// its recomputed sum.
 constexpr double kHugeLse = 1 << 16;
 
-// The bias of a block: what a mask adds, -inf where it excludes. One value a key where the mask is the same for all
-// queries (padding), else a tile in the layout of S.
+// The bias of a block: what a mask adds, -inf where it excludes. One value a key where the mask is
+// the same for all queries (padding), else a tile in the layout of S.
 template <class T>
 struct Bias {
   const T* tile = nullptr;  // [keys][lanes]
   const T* keys = nullptr;  // [keys]
 };
 
-// Turns the products S[rows][kVectors] of keys j0... and queries i0... into scores, -inf where excluded, and leaves
-// their maximum over the keys. With softcap, slope_out takes d score / d (scale q.k) if it is not null.
+// Turns the products S[rows][kVectors] of keys j0... and queries i0... into scores, -inf where
+// excluded, and leaves their maximum over the keys. With softcap, slope_out takes d score / d
+// (scale q.k) if it is not null.
 template <class T, int kVectors>
-FASTATTN_INLINE void apply_rule(const AttentionParams& p, const ScoreRule<T>& rule, T* S, int64_t rows, int64_t i0,
-                                int64_t i1, int64_t j0, Bias<T> bias, T alibi, T* slope_out, Vec<T>* maximum) {
+FASTATTN_INLINE void apply_rule(const AttentionParams& p, const ScoreRule<T>& rule, T* S,
+                                int64_t rows, int64_t i0, int64_t i1, int64_t j0, Bias<T> bias,
+                                T alibi, T* slope_out, Vec<T>* maximum) {
   constexpr int W = kLanes<T>;
   const Range all = visible_to_all(p, i0, i1);
   const Vec<T> minus_inf = splat<T>(-kInf<T>);
@@ -118,7 +126,8 @@ FASTATTN_INLINE void apply_rule(const AttentionParams& p, const ScoreRule<T>& ru
     const int64_t j = j0 + r;
     const bool edge = j < all.begin || j >= all.end;
     // Lane l is query i0 + l; it sees key j iff low <= l <= high.
-    const T low = p.window_right >= 0 ? static_cast<T>(j - p.offset - p.window_right - i0) : -kInf<T>;
+    const T low =
+        p.window_right >= 0 ? static_cast<T>(j - p.offset - p.window_right - i0) : -kInf<T>;
     const T high = p.window_left >= 0 ? static_cast<T>(j - p.offset + p.window_left - i0) : kInf<T>;
     const T distance = static_cast<T>(i0 + p.offset - j);
     T* row = S + r * kVectors * W;
@@ -151,7 +160,8 @@ FASTATTN_INLINE void apply_rule(const AttentionParams& p, const ScoreRule<T>& ru
   }
 }
 
-// ---- Dropout: Philox4x32-10, counter (i, j / 8, query head, batch), key = seed --------------------------------------
+// ---- Dropout: Philox4x32-10, counter (i, j / 8, query head, batch), key = seed
+// --------------------------------------
 
 struct DropoutRule {
   uint32_t threshold;  // keep iff a 16-bit draw is below it
@@ -168,8 +178,10 @@ FASTATTN_INLINE DropoutRule make_dropout(const AttentionParams& p) {
   return d;
 }
 
-// The four output words of one counter for 32-bit-lane many queries from i0: eight 16-bit draws each, low half first.
-FASTATTN_INLINE void philox(const DropoutRule& d, int64_t i0, int64_t group, int64_t head, int64_t batch, VecU* out) {
+// The four output words of one counter for 32-bit-lane many queries from i0: eight 16-bit draws
+// each, low half first.
+FASTATTN_INLINE void philox(const DropoutRule& d, int64_t i0, int64_t group, int64_t head,
+                            int64_t batch, VecU* out) {
   VecU c0 = VecU{} + static_cast<uint32_t>(i0);
   FASTATTN_UNROLL for (int l = 0; l < kLanes<float>; ++l) c0[l] += static_cast<uint32_t>(l);
   VecU c1 = VecU{} + static_cast<uint32_t>(group);
@@ -193,10 +205,10 @@ FASTATTN_INLINE void philox(const DropoutRule& d, int64_t i0, int64_t group, int
   out[3] = c3;
 }
 
-// keep[r][lane]: all ones where the pair (query i0 + lane, key j0 + r) is kept, else zero; `lanes` a multiple of the
-// float vector or its half (fp64 panels).
-FASTATTN_INLINE void dropout_mask(const DropoutRule& d, int64_t i0, int64_t j0, int64_t rows, int64_t lanes,
-                                  int64_t head, int64_t batch, uint32_t* keep) {
+// keep[r][lane]: all ones where the pair (query i0 + lane, key j0 + r) is kept, else zero; `lanes`
+// a multiple of the float vector or its half (fp64 panels).
+FASTATTN_INLINE void dropout_mask(const DropoutRule& d, int64_t i0, int64_t j0, int64_t rows,
+                                  int64_t lanes, int64_t head, int64_t batch, uint32_t* keep) {
   constexpr int W = kLanes<float>;
   for (int64_t group = j0 / 8; group * 8 < j0 + rows; ++group) {
     for (int64_t l = 0; l < lanes; l += W) {
@@ -224,12 +236,15 @@ FASTATTN_INLINE VecD keep_lanes(VecD x, const uint32_t* keep) {
   return y;
 }
 
-// ---- Values and keys that are not finite ----------------------------------------------------------------------------
+// ---- Values and keys that are not finite
+// ----------------------------------------------------------------------------
 
-// In a block with exclusions 0 * NaN must not reach a query that may not see the row. Such rows are rare: they are
-// zeroed in the staged copy and their products added pair by pair where the weight is not zero.
+// In a block with exclusions 0 * NaN must not reach a query that may not see the row. Such rows are
+// rare: they are zeroed in the staged copy and their products added pair by pair where the weight
+// is not zero.
 template <class S>
-FASTATTN_INLINE bool all_finite(const S* src, int64_t row_stride, int64_t col_stride, int64_t rows, int64_t cols) {
+FASTATTN_INLINE bool all_finite(const S* src, int64_t row_stride, int64_t col_stride, int64_t rows,
+                                int64_t cols) {
   for (int64_t r = 0; r < rows; ++r) {
     // x - x is 0 for a finite x and NaN otherwise; NaN survives a sum.
     if (col_stride == 1) {
@@ -237,7 +252,8 @@ FASTATTN_INLINE bool all_finite(const S* src, int64_t row_stride, int64_t col_st
       constexpr int W = kLanes<T>;
       Vec<T> acc{};
       for (int64_t c = 0; c < cols; c += W) {
-        const Vec<T> x = load_as<T>(src + r * row_stride + c, static_cast<int>(min_of<int64_t>(W, cols - c)));
+        const Vec<T> x =
+            load_as<T>(src + r * row_stride + c, static_cast<int>(min_of<int64_t>(W, cols - c)));
         acc += x - x;
       }
       const T total = sum_lanes<T>(acc);

@@ -1,4 +1,5 @@
-// The one matrix product that everything here is made of: a few rows, broadcast word by word, times a panel of vectors.
+// The one matrix product that everything here is made of: a few rows, broadcast word by word, times
+// a panel of vectors.
 #pragma once
 #include "policy.h"
 
@@ -7,15 +8,17 @@ namespace FASTATTN_ISA {
 namespace {
 
 // acc[r][n] = start(r, n) + sum_k A(r, k) * B[k * ldb + n * lanes]; then finish(r, n, acc[r][n]).
-// A(r, k) is A[r * lda + k], or A[k * lda + r] where kColumns: both are read where they lie, by broadcast.
+// A(r, k) is A[r * lda + k], or A[k * lda + r] where kColumns: both are read where they lie, by
+// broadcast.
 template <class P, int kRows, int kVectors, bool kColumns, class Start, class Finish>
-FASTATTN_INLINE void tile(const typename P::Word* __restrict A, int64_t lda, const typename P::Word* __restrict B,
-                          int64_t ldb, int64_t K, Start start, Finish finish) {
+FASTATTN_INLINE void tile(const typename P::Word* __restrict A, int64_t lda,
+                          const typename P::Word* __restrict B, int64_t ldb, int64_t K, Start start,
+                          Finish finish) {
   typedef typename P::Acc T;
   constexpr int W = kLanes<T>;
   Vec<T> acc[kRows][kVectors];
-  FASTATTN_UNROLL for (int r = 0; r < kRows; ++r)
-    FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) acc[r][n] = start(r, n);
+  FASTATTN_UNROLL for (int r = 0; r < kRows; ++r) FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n)
+      acc[r][n] = start(r, n);
 
   // x86 addresses base + {1, 2} * stride, so one base register serves three rows.
   constexpr int kBases = (kRows + 2) / 3;
@@ -27,18 +30,21 @@ FASTATTN_INLINE void tile(const typename P::Word* __restrict A, int64_t lda, con
     FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) b[n] = load(B + k * ldb + n * W);
     FASTATTN_UNROLL for (int r = 0; r < kRows; ++r) {
       const Vec<T> a = splat<T>(kColumns ? A[k * lda + r] : base[r / 3][(r % 3) * lda + k]);
-      FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) acc[r][n] = P::multiply_add(a, b[n], acc[r][n]);
+      FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) acc[r][n] =
+          P::multiply_add(a, b[n], acc[r][n]);
     }
   }
-  FASTATTN_UNROLL for (int r = 0; r < kRows; ++r)
-    FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) finish(r, n, acc[r][n]);
+  FASTATTN_UNROLL for (int r = 0; r < kRows; ++r) FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n)
+      finish(r, n, acc[r][n]);
 }
 
-// A tile over any number of rows: full tiles, then four, then single rows. start and finish get the row within `rows`.
-// Every row is the same chain of additions over k whichever tile computes it, so results do not depend on the tiling.
+// A tile over any number of rows: full tiles, then four, then single rows. start and finish get the
+// row within `rows`. Every row is the same chain of additions over k whichever tile computes it, so
+// results do not depend on the tiling.
 template <class P, int kRows, int kVectors, bool kColumns, class Start, class Finish>
-FASTATTN_INLINE void tile_rows(int64_t rows, const typename P::Word* A, int64_t lda, const typename P::Word* B,
-                               int64_t ldb, int64_t K, Start start, Finish finish) {
+FASTATTN_INLINE void tile_rows(int64_t rows, const typename P::Word* A, int64_t lda,
+                               const typename P::Word* B, int64_t ldb, int64_t K, Start start,
+                               Finish finish) {
   typedef Vec<typename P::Acc> V;
   int64_t r0 = 0;
   const int64_t step = kColumns ? 1 : lda;
@@ -47,7 +53,8 @@ FASTATTN_INLINE void tile_rows(int64_t rows, const typename P::Word* A, int64_t 
   for (; r0 + kRows <= rows; r0 += kRows)
     tile<P, kRows, kVectors, kColumns>(A + r0 * step, lda, B, ldb, K, from, to);
   if constexpr (kRows > 4) {
-    for (; r0 + 4 <= rows; r0 += 4) tile<P, 4, kVectors, kColumns>(A + r0 * step, lda, B, ldb, K, from, to);
+    for (; r0 + 4 <= rows; r0 += 4)
+      tile<P, 4, kVectors, kColumns>(A + r0 * step, lda, B, ldb, K, from, to);
   }
   for (; r0 < rows; ++r0) tile<P, 1, kVectors, kColumns>(A + r0 * step, lda, B, ldb, K, from, to);
 }
@@ -59,8 +66,9 @@ constexpr int64_t kChain = 256;
 //
 // Longer chains are cut and their parts added, so that the error does not grow with the head dim.
 template <class P, int kVectors>
-FASTATTN_INLINE void score_products(int64_t rows, const typename P::Word* A, const typename P::Word* panel, int64_t K,
-                                    typename P::Acc* S, Vec<typename P::Acc>* top) {
+FASTATTN_INLINE void score_products(int64_t rows, const typename P::Word* A,
+                                    const typename P::Word* panel, int64_t K, typename P::Acc* S,
+                                    Vec<typename P::Acc>* top) {
   typedef typename P::Acc T;
   constexpr int W = kLanes<T>;
   constexpr int64_t lanes = kVectors * W;
@@ -70,16 +78,19 @@ FASTATTN_INLINE void score_products(int64_t rows, const typename P::Word* A, con
     store(S + row * lanes + n * W, s);
     top[n] = max_of(top[n], s);
   };
-  tile_rows<P, P::kScoreRows, kVectors, false>(rows, A, K, panel, lanes, min_of(K, kChain), zero, keep);
+  tile_rows<P, P::kScoreRows, kVectors, false>(rows, A, K, panel, lanes, min_of(K, kChain), zero,
+                                               keep);
   if (K <= kChain) return;
   const auto add = [&](int64_t row, int n, Vec<T> s) __attribute__((always_inline)) {
     store(S + row * lanes + n * W, load(S + row * lanes + n * W) + s);
   };
   for (int64_t k = kChain; k < K; k += kChain)
-    tile_rows<P, 4, kVectors, false>(rows, A + k, K, panel + k * lanes, lanes, min_of(K - k, kChain), zero, add);
+    tile_rows<P, 4, kVectors, false>(rows, A + k, K, panel + k * lanes, lanes,
+                                     min_of(K - k, kChain), zero, add);
   FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) top[n] = splat<T>(-kInf<T>);
   for (int64_t row = 0; row < rows; ++row)
-    FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) top[n] = max_of(top[n], load(S + row * lanes + n * W));
+    FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) top[n] =
+        max_of(top[n], load(S + row * lanes + n * W));
 }
 
 }  // namespace

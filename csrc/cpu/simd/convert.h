@@ -28,7 +28,8 @@ FASTATTN_INLINE float float_of(uint32_t u) {
 }
 
 // Lane-wise half precision by integer arithmetic, for processors without the instructions.
-// f16 -> f32: move exponent and mantissa into place and let one multiplication by 2^112 rebias them, subnormals too.
+// f16 -> f32: move exponent and mantissa into place and let one multiplication by 2^112 rebias
+// them, subnormals too.
 FASTATTN_INLINE float widen(F16 h) {
   const uint32_t sign = static_cast<uint32_t>(h.bits & 0x8000) << 16;
   const uint32_t magnitude = static_cast<uint32_t>(h.bits & 0x7fff) << 13;
@@ -54,7 +55,8 @@ FASTATTN_INLINE void narrow(float x, F16* out) {
     h = 0x7e00 | ((magnitude >> 13) & 0x3ff);
   } else if (magnitude >= 0x477ff000u) {  // rounds to 2^16 or beyond
     h = 0x7c00;
-  } else if (magnitude < 0x38800000u) {  // below 2^-14: adding 0.5 leaves the rounded subnormal in the low bits
+  } else if (magnitude <
+             0x38800000u) {  // below 2^-14: adding 0.5 leaves the rounded subnormal in the low bits
     h = bits_of(float_of(magnitude) + 0.5f) - 0x3f000000u;
   } else {
     h = (magnitude - 0x38000000u + 0xfff + ((magnitude >> 13) & 1)) >> 13;
@@ -68,8 +70,8 @@ FASTATTN_INLINE void narrow(double x, float* out) { *out = static_cast<float>(x)
 // 16-bit words, as many as a vector has floats.
 typedef uint16_t HalfVec __attribute__((vector_size(kVectorBytes / 2), aligned(2), may_alias));
 
-// Each lane's bf16 in its low word, rounded as by narrow(). Integer arithmetic rather than vcvtneps2bf16, which flushes
-// subnormals.
+// Each lane's bf16 in its low word, rounded as by narrow(). Integer arithmetic rather than
+// vcvtneps2bf16, which flushes subnormals.
 FASTATTN_INLINE VecU bf16_bits(VecF v) {
   const VecI u = (VecI)v;
   const VecI rounded = (VecI)((VecU)(u + 0x7fff + ((u >> 16) & 1)) >> 16);
@@ -82,8 +84,9 @@ FASTATTN_INLINE Vec<T> load_as(const S* p, int n) {
   if constexpr (kSame<T, S>) return load_first(p, n);
 #if defined(__AVX512F__)
   if constexpr (sizeof(T) == 4 && sizeof(S) == 2) {
-    const __m256i raw = n >= 16 ? _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))
-                                : _mm256_maskz_loadu_epi16(static_cast<__mmask16>((1u << n) - 1), p);
+    const __m256i raw = n >= 16
+                            ? _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))
+                            : _mm256_maskz_loadu_epi16(static_cast<__mmask16>((1u << n) - 1), p);
     if constexpr (kSame<S, F16>) return (VecF)_mm512_cvtph_ps(raw);
     return (VecF)_mm512_slli_epi32(_mm512_cvtepu16_epi32(raw), 16);
   }

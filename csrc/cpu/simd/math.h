@@ -1,4 +1,5 @@
-// Elementary functions on vectors. Polynomials are minimax (Remez, relative error) on the stated interval.
+// Elementary functions on vectors. Polynomials are minimax (Remez, relative error) on the stated
+// interval.
 #pragma once
 #include "simd.h"
 
@@ -20,24 +21,25 @@ FASTATTN_INLINE Vec<T> horner(Vec<T> x, T first, Rest... rest) {
   return horner<T>(x, rest...) * x + first;
 }
 
-// 2^f on [-1/2, 1/2], exactly 1 at 0 so that a lone key has weight 1. Relative error 1.0e-4 (coarse, for results that
-// are rounded to bf16), 2.0e-9 (fp32), 3e-18 (fp64).
+// 2^f on [-1/2, 1/2], exactly 1 at 0 so that a lone key has weight 1. Relative error 1.0e-4
+// (coarse, for results that are rounded to bf16), 2.0e-9 (fp32), 3e-18 (fp64).
 template <bool Coarse>
 FASTATTN_INLINE VecF exp2_fraction(VecF f) {
   if constexpr (Coarse) return horner<float>(f, 1.0f, 0.693282928f, 0.242210967f, 0.0550089320f);
-  return horner<float>(f, 1.0f, 0.693147203f, 0.240226479f, 0.0555033247f, 0.00961843736f, 0.00133988745f,
-                       0.000153533622f);
+  return horner<float>(f, 1.0f, 0.693147203f, 0.240226479f, 0.0555033247f, 0.00961843736f,
+                       0.00133988745f, 0.000153533622f);
 }
 template <bool Coarse>
 FASTATTN_INLINE VecD exp2_fraction(VecD f) {
-  return horner<double>(f, 1.0, 0.69314718055994533045, 0.24022650695910156194, 0.055504108664819921999,
-                        0.0096181291075883388805, 0.001333355814678983701, 0.00015403530462509966101,
-                        1.5252733490062370866e-5, 1.3215433091849151785e-6, 1.0178197993382467131e-7,
+  return horner<double>(f, 1.0, 0.69314718055994533045, 0.24022650695910156194,
+                        0.055504108664819921999, 0.0096181291075883388805, 0.001333355814678983701,
+                        0.00015403530462509966101, 1.5252733490062370866e-5,
+                        1.3215433091849151785e-6, 1.0178197993382467131e-7,
                         7.0741052512368323548e-9, 4.4352866745874167032e-10);
 }
 
-// 2^x for x <= 0, the softmax's case. 2^-inf is exactly 0; below the normal range the result is 0 or subnormal; NaN
-// stays NaN (the constant comes first in max_of for that reason).
+// 2^x for x <= 0, the softmax's case. 2^-inf is exactly 0; below the normal range the result is 0
+// or subnormal; NaN stays NaN (the constant comes first in max_of for that reason).
 template <bool Coarse = false>
 FASTATTN_INLINE VecF exp2_neg(VecF x) {
 #if defined(__AVX512F__)
@@ -45,7 +47,8 @@ FASTATTN_INLINE VecF exp2_neg(VecF x) {
   const __m512 n = _mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   return (VecF)_mm512_scalef_ps((__m512)exp2_fraction<Coarse>(x - (VecF)n), n);
 #else
-  // Adding 1.5 * 2^23 leaves round(x) in the low mantissa bits. Below -126 the exponent field would wrap: give 0.
+  // Adding 1.5 * 2^23 leaves round(x) in the low mantissa bits. Below -126 the exponent field would
+  // wrap: give 0.
   const VecF clamped = max_of(splat(-126.0f), x);
   const VecF shifted = clamped + 12582912.0f;
   const VecF p = exp2_fraction<Coarse>(clamped - (shifted - 12582912.0f));
@@ -70,15 +73,18 @@ FASTATTN_INLINE VecD exp2_neg(VecD x) {
 #endif
 }
 
-// tanh(x) = x P(x^2) where |x| < 0.625, so that small arguments keep their relative accuracy; else from e^-2|x|.
+// tanh(x) = x P(x^2) where |x| < 0.625, so that small arguments keep their relative accuracy; else
+// from e^-2|x|.
 FASTATTN_INLINE VecF tanh_small(VecF x, VecF xx) {
-  return x * horner<float>(xx, 1.0f, -0.333332605f, 0.133311276f, -0.0537210703f, 0.0205909947f, -0.00565999533f);
+  return x * horner<float>(xx, 1.0f, -0.333332605f, 0.133311276f, -0.0537210703f, 0.0205909947f,
+                           -0.00565999533f);
 }
 FASTATTN_INLINE VecD tanh_small(VecD x, VecD xx) {
-  return x * horner<double>(xx, 1.0, -0.33333333333317040738, 0.13333333331656043984, -0.053968253293118457319,
-                            0.021869474555206828588, -0.0088630659023572213547, 0.003590836892466878216,
-                            -0.0014494594692241711752, 0.0005694521818378721927, -0.00019644591722812039759,
-                            4.2571434295938719504e-5);
+  return x * horner<double>(xx, 1.0, -0.33333333333317040738, 0.13333333331656043984,
+                            -0.053968253293118457319, 0.021869474555206828588,
+                            -0.0088630659023572213547, 0.003590836892466878216,
+                            -0.0014494594692241711752, 0.0005694521818378721927,
+                            -0.00019644591722812039759, 4.2571434295938719504e-5);
 }
 template <class T>
 FASTATTN_INLINE Vec<T> tanh_of(Vec<T> x) {

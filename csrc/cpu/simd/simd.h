@@ -1,13 +1,16 @@
 // Vectors of one instruction set: types, loads and stores, conversions, transposition.
 //
-// Everything is written with the compiler's vector extensions, which are the same source for SSE2, AVX2, AVX-512 and
-// NEON; intrinsics appear only where an instruction has no such spelling (convert.h, math.h). A new instruction set
-// is a vector width here and, where it pays, a few lines there.
+// Everything is written with the compiler's vector extensions, which are the same source for SSE2,
+// AVX2, AVX-512 and NEON; intrinsics appear only where an instruction has no such spelling
+// (convert.h, math.h). A new instruction set is a vector width here and, where it pays, a few lines
+// there.
 //
-// Everything lives in the namespace of the instruction set and is force-inlined: see docs/design.md on weak symbols.
+// Everything lives in the namespace of the instruction set and is force-inlined: see docs/design.md
+// on weak symbols.
 #pragma once
 #if defined(__x86_64__)
-// GCC's own headers pass an undefined vector where a mask leaves nothing of it, and warn of it when inlined.
+// GCC's own headers pass an undefined vector where a mask leaves nothing of it, and warn of it when
+// inlined.
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #include <immintrin.h>
@@ -75,7 +78,8 @@ struct CountTo<0, I...> {
   typedef Indices<I...> type;
 };
 
-// x in every lane. Spelt as a list: a sum with zero would be computed, and would not keep -0 or a pair of bf16.
+// x in every lane. Spelt as a list: a sum with zero would be computed, and would not keep -0 or a
+// pair of bf16.
 template <class T, int... I>
 FASTATTN_INLINE Vec<T> splat_lanes(T x, Indices<I...>) {
   return Vec<T>{((void)I, x)...};
@@ -204,7 +208,8 @@ struct Width {
   static constexpr int value = N;
 };
 
-// Blocks of `Step` lanes from a and b in turn: the lower (High = 0) or upper half of each pair of blocks.
+// Blocks of `Step` lanes from a and b in turn: the lower (High = 0) or upper half of each pair of
+// blocks.
 template <int Step, int High, int N>
 constexpr int interleave_index(int i) {
   const int block = i / Step, within = i % Step;
@@ -221,7 +226,8 @@ FASTATTN_INLINE Vec<T> interleave(Vec<T> a, Vec<T> b, Indices<I...>) {
 #endif
 }
 
-// rows[i][j] <-> rows[j][i] for a square of vectors: log2(lanes) rounds that exchange off-diagonal blocks.
+// rows[i][j] <-> rows[j][i] for a square of vectors: log2(lanes) rounds that exchange off-diagonal
+// blocks.
 template <class T, int Step>
 FASTATTN_INLINE void transpose_round(Vec<T>* rows) {
   typedef typename CountTo<kLanes<T>>::type All;
