@@ -37,7 +37,7 @@ WORK = [
 ]
 
 
-# Known and open (docs/numerics.md, "Not reached yet"): the bound contains PyTorch's own error on the
+# Known and open (docs/numerics.md, "Not reached yet"): the bound has PyTorch's own error on the
 # same inputs, a random number that is sometimes small, and about one case in a hundred then misses
 # it by a fraction. They are reported as expected failures, with their error; anything worse fails.
 NEAR_MISS = 2.0
