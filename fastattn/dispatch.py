@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import importlib.util
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -40,8 +41,9 @@ def use_backend(name: str) -> Iterator[None]:
 
     ``name`` is ``"cpu"``, ``"cuda"``, ``"triton"`` or ``"reference"``. A call that the backend
     cannot run raises a ``RuntimeError`` with the reasons; nothing falls back. The choice holds for
-    the current thread or task, and for the backward of the calls made inside the block. Code
-    compiled by ``torch.compile`` asks for it whenever it runs, in its backward too.
+    the current thread or task, and for the backward of the calls made inside the block. Around
+    code compiled by ``torch.compile`` it holds whenever that code runs, its backward included;
+    inside such code it is a graph break.
 
     Raises ``ValueError`` for an unknown name, ``RuntimeError`` for a backend that is not built.
 
@@ -55,7 +57,7 @@ def use_backend(name: str) -> Iterator[None]:
         raise ValueError(f"use_backend: name must be one of {', '.join(BACKENDS)}, got {name!r}")
     backend = load(name)
     if isinstance(backend, str):
-        raise RuntimeError(f"use_backend: the backend {name!r} is {backend}")
+        raise RuntimeError(f"use_backend: {name!r} is {backend}")
     token = forced.set(name)
     try:
         yield
@@ -110,11 +112,15 @@ def explain(op: Any, *args: Any, **kwargs: Any) -> Explanation:
 
 @functools.cache
 def load(name: str) -> ModuleType | str:
-    """Return the backend's module, or why there is none."""
+    """Return the backend's module, or why there is none; warn if there should be one."""
     try:
         return importlib.import_module(f"fastattn.backends.{name}")
     except ImportError as error:
-        return f"not built ({error})"
+        from fastattn import info  # which imports this module
+
+        if importlib.util.find_spec(f"fastattn._{name}") is not None:
+            _warn(f"the backend {name!r} is built but cannot be used: {error}")
+        return f"not built: {info.collect()['backends'][name]['reason']}"
 
 
 def why_not(
@@ -189,11 +195,11 @@ def _device(tensors: Sequence[Any]) -> str:
 @functools.cache
 def _warn_once(op: str, refused: tuple[tuple[str, tuple[str, ...]], ...]) -> None:
     reasons = "; ".join(f"{name}: {', '.join(against)}" for name, against in refused)
-    warnings.warn(
-        f"{op} runs on the slow reference ({reasons})",
-        FallbackWarning,
-        stacklevel=_frames_inside() + 1,
-    )
+    _warn(f"{op} runs on the slow reference ({reasons})")
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, FallbackWarning, stacklevel=_frames_inside() + 1)
 
 
 def _frames_inside() -> int:

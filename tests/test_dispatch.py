@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextvars
+import importlib.machinery
+import shutil
 import subprocess
 import sys
 import threading
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -83,6 +86,34 @@ def test_a_backend_that_is_not_built_is_passed_over_in_silence(replace_cpu: Any)
         out = attention(q, k, v)
     with use_backend("reference"):
         assert torch.equal(out, attention(q, k, v))
+
+
+@pytest.mark.parametrize("broken", [False, True], ids=["absent", "broken"])
+def test_a_native_module_that_cannot_be_loaded_is_told_of(broken: bool, tmp_path: Path) -> None:
+    """Absent is a choice, and silent; broken is not."""
+    package = Path(fastattn.__file__).parent
+    ignored = shutil.ignore_patterns("__pycache__", "*.so", "_build.json")
+    shutil.copytree(package, tmp_path / "fastattn", ignore=ignored)
+    if broken:
+        suffix = importlib.machinery.EXTENSION_SUFFIXES[0]
+        (tmp_path / "fastattn" / f"_cpu{suffix}").write_bytes(b"not a library")
+    code = f"""
+import sys, torch, warnings
+# An editable install would find the module of the source tree.
+sys.meta_path = [finder for finder in sys.meta_path if "editable" not in repr(finder).lower()]
+import fastattn
+assert fastattn.__file__.startswith({str(tmp_path)!r}), fastattn.__file__
+x = torch.ones(1, 1, 2, 4)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    for _ in range(2):
+        assert torch.equal(fastattn.scaled_dot_product_attention(x, x, x), x)
+messages = [str(w.message) for w in caught if w.category is fastattn.FallbackWarning]
+assert len(messages) == {int(broken)}, messages
+assert all("'cpu' is built but cannot be used" in m for m in messages), messages
+assert "not built: " in str(fastattn.explain("scaled_dot_product_attention", x, x, x))
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, cwd=tmp_path)
 
 
 def test_a_backend_without_the_function_is_passed_over(replace_cpu: Any) -> None:
