@@ -38,8 +38,8 @@ WORK = [
 
 
 # Known and open (docs/numerics.md, "Not reached yet"): the bound has PyTorch's own error on the
-# same inputs, a random number that is sometimes small, and about one case in a hundred then misses
-# it by a fraction. They are reported as expected failures, with their error; anything worse fails.
+# same inputs, a random number that is sometimes small, and two checks in a thousand then miss it
+# by a fraction. They are reported as expected failures, with their error; anything worse fails.
 NEAR_MISS = 2.0
 
 
