@@ -70,9 +70,7 @@ def runs_eagerly(*tensors: Tensor | None) -> bool:
         return False
     for t in tensors:
         if t is not None and (
-            t.layout is not torch.strided
-            or t.is_meta
-            or t.is_neg()  # -x as a view of x
+            t.is_neg()  # -x as a view of x
             or t._is_zerotensor()  # a gradient without memory
             or is_functorch_wrapped_tensor(t)  # outlived its transform
         ):
@@ -182,10 +180,9 @@ class Operator:
         return dispatch.explanation(self.name, tensors, keywords, self.obstacles(args))
 
     def run(self, *args: Any) -> Any:
-        """Run the backend named by the last argument, or choose one, on plain tensors."""
+        """Run the backend named by the last argument on plain tensors."""
         tensors, keywords = self._primitive(args)
-        backend = args[-1] or dispatch.choose(self.name, tensors, keywords)
-        return self._run(backend, tensors, keywords)
+        return self._run(args[-1], tensors, keywords)
 
     def _run(self, backend: str, tensors: Sequence[Any], keywords: dict[str, Any]) -> Any:
         if backend != "reference":

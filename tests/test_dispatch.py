@@ -21,7 +21,7 @@ from torch import Tensor
 import fastattn
 from fastattn import FallbackWarning, dispatch, explain, use_backend
 from fastattn.backends import reference
-from fastattn.ops import sdpa
+from fastattn.ops import _sdpa_plain
 
 attention = fastattn.scaled_dot_product_attention
 OP = "scaled_dot_product_attention"
@@ -54,7 +54,7 @@ def replace_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     def replace(backend: ModuleType | str) -> Any:
         load = dispatch.load.__wrapped__
         monkeypatch.setattr(dispatch, "load", lambda n: backend if n == "cpu" else load(n))
-        monkeypatch.setattr(sdpa, "_native", {})
+        monkeypatch.setattr(_sdpa_plain, "_native", {})
         dispatch._warn_once.cache_clear()
         return backend
 

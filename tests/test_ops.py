@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import fastattn
 from fastattn import dispatch
 from fastattn.backends import reference
-from fastattn.ops import sdpa
+from fastattn.ops import _sdpa_plain, sdpa
 
 attention = fastattn.scaled_dot_product_attention
 
@@ -525,7 +525,7 @@ def _refused(monkeypatch: pytest.MonkeyPatch, *args: Any, **kwargs: Any) -> Exce
     if not isinstance(cpu, str):
         monkeypatch.setattr(cpu, "_cpu", Forbidden())
     monkeypatch.setattr(reference, "attend", Forbidden())
-    monkeypatch.setattr(sdpa, "_native", {})  # nothing known from the calls of other tests
+    monkeypatch.setattr(_sdpa_plain, "_native", {})  # nothing known from the calls of other tests
     state = torch.get_rng_state()
     with pytest.raises(Exception) as caught:
         attention(*args, **kwargs)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 _NAME = "scaled_dot_product_attention"
+_FLAGS = ("is_causal", "enable_gqa", "return_lse", "need_weights", "average_weights")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -173,7 +174,7 @@ def fold_mask(mask: Any, query: Tensor, k_len: int, folding: Folding) -> Tensor:
             f"{_NAME}: attn_mask must be broadcastable to the scores {scores}, got {tuple(shape)}"
         )
     if len(shape) < 4:
-        return mask[(None,) * (4 - len(shape))]
+        return mask.view((1,) * (4 - len(shape)) + tuple(shape))
     return mask if folding.rank == 4 else _fold_leading(mask, 3, folding.batch)
 
 
@@ -202,6 +203,13 @@ def _fold_leading(x: Tensor, kept: int, batch: tuple[int, ...]) -> Tensor:
     if all(n == 1 for n in x.shape[:-kept]):
         return x.reshape(1, *rows)
     return x.expand(*batch, *rows).reshape(math.prod(batch), *rows)
+
+
+def check_flags(*flags: Any) -> None:
+    if not all([flag is True or flag is False for flag in flags]):  # noqa: C419  (faster)
+        for name, flag in zip(_FLAGS, flags, strict=True):
+            if not isinstance(flag, bool):
+                raise wrong_type(name, flag, "bool")
 
 
 def check_real(name: str, value: Any) -> float:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastattn import dispatch
 from fastattn.autograd import attention, default_scale
-from fastattn.library import Operator, nothing_watches
+from fastattn.library import Operator
 from fastattn.ops import _sdpa_arguments as arguments
+from fastattn.ops._sdpa_plain import attend_plainly
 
 __all__ = ["scaled_dot_product_attention"]
 
@@ -134,8 +133,7 @@ def scaled_dot_product_attention(
         (tensor(0.), tensor(-inf))
     """
     if (
-        attn_mask is None
-        and dropout_p == 0.0
+        dropout_p == 0.0
         and window is None
         and softcap is None
         and alibi_slopes is None
@@ -145,7 +143,7 @@ def scaled_dot_product_attention(
         and need_weights is False
         and average_weights is False
     ):
-        out = _plain(query, key, value, is_causal, scale, enable_gqa)
+        out = attend_plainly(query, key, value, attn_mask, is_causal, scale, enable_gqa)
         if out is not None:
             return out
     operator, args, folding = prepare(
@@ -204,15 +202,7 @@ def prepare(
     Everything that can be wrong is found here, before anything is computed.
     """
     arguments.check_tensors(query, key, value)
-    for name, flag in (
-        ("is_causal", is_causal),
-        ("enable_gqa", enable_gqa),
-        ("return_lse", return_lse),
-        ("need_weights", need_weights),
-        ("average_weights", average_weights),
-    ):
-        if flag is not True and flag is not False:
-            raise arguments.wrong_type(name, flag, "bool")
+    arguments.check_flags(is_causal, enable_gqa, return_lse, need_weights, average_weights)
     if dropout_p != 0.0 or type(dropout_p) is not float:
         dropout_p = arguments.check_dropout(dropout_p)
     cap = 0.0 if softcap is None else arguments.check_softcap(softcap)
@@ -244,86 +234,6 @@ def prepare(
     weights = (_AVERAGED if average_weights else _PER_HEAD) if need_weights else _NO_WEIGHTS
     tensors = (query, key, value, attn_mask, alibi_slopes, None)
     return attention, (*tensors, scale, offset, left, right, cap, dropout_p, weights), folding
-
-
-# (dtype, D, Dv) -> the native backend and its plain_attention; for the calls of _plain it looks at
-# nothing else.
-_native: dict[tuple[torch.dtype, int, int], tuple[str, Callable[..., Tensor]]] = {}
-
-
-def _plain(
-    query: Any, key: Any, value: Any, is_causal: Any, scale: Any, enable_gqa: Any
-) -> Tensor | None:
-    """Take the shortest way for the commonest call; None if this is not one.
-
-    That is [B, H, L, D] on the CPU, nothing optional. At 8 heads of 16 rows of 64 half of the time
-    of PyTorch's own attention is not arithmetic, so here every line was measured.
-    """
-    if (
-        not (type(query) is type(key) is type(value) is Tensor)
-        or (is_causal is not True and is_causal is not False)
-        or (enable_gqa is not True and enable_gqa is not False)
-        or not nothing_watches()
-        or dispatch.forced.get()
-        or torch.is_autocast_enabled("cpu")
-        or not (query.is_cpu and key.is_cpu and value.is_cpu)
-        or query.is_neg()  # a view that promises -x
-        or key.is_neg()
-        or value.is_neg()
-    ):
-        return None
-    try:
-        dtype = query.dtype
-        batch, heads, _, width = query.shape
-        key_batch, key_heads, k_len, key_width = key.shape
-        value_batch, value_heads, v_len, value_width = value.shape
-    except (RuntimeError, ValueError):  # nested; another number of dimensions
-        return None
-    if (
-        not (dtype is key.dtype is value.dtype)
-        or not (batch == key_batch == value_batch)
-        or key_heads != value_heads
-        or (heads != key_heads and not (enable_gqa and key_heads and heads % key_heads == 0))
-        or k_len != v_len
-        or width != key_width
-        or width == 0
-        or (scale is not None and type(scale) is not float)
-    ):
-        return None
-    if scale is None:
-        scale = default_scale(query)
-    native = _native.get((dtype, width, value_width)) or _find_native(query, key, value)
-    if native is None:
-        return None
-    backend, attend = native
-    try:
-        if torch.is_grad_enabled() and (
-            query.requires_grad or key.requires_grad or value.requires_grad
-        ):
-            return attention.with_gradient(
-                *_plain_arguments(query, key, value, scale, is_causal), backend
-            )[0]
-        return attend(query, key, value, scale, is_causal)
-    except RuntimeError:  # sparse, or another tensor without memory: the long way says it clearly
-        return None
-
-
-def _find_native(query: Tensor, key: Tensor, value: Tensor) -> Any:
-    if query.dtype not in arguments.DTYPES:
-        return None
-    backend = attention.choose(_plain_arguments(query, key, value, 1.0, False))
-    attend = getattr(dispatch.load(backend), "plain_attention", None)
-    if attend is None:
-        return None
-    native = _native[query.dtype, query.shape[3], value.shape[3]] = backend, attend
-    return native
-
-
-def _plain_arguments(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool
-) -> tuple[Any, ...]:
-    tensors = (query, key, value, None, None, None)
-    return (*tensors, scale, 0, -1, 0 if is_causal else -1, 0.0, 0.0, _NO_WEIGHTS)
 
 
 def _draw_seed(device: torch.device, generator: torch.Generator | None) -> Tensor:
