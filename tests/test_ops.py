@@ -508,6 +508,11 @@ PYTORCH_ERRORS: dict[str, tuple[Callable[[], list[Any]], dict[str, Any], str]] =
     "causal-numpy": (tensors, {"is_causal": np.bool_(True)}, "must be bool, not bool"),
     "gqa-int": (tensors, {"enable_gqa": 1}, "'enable_gqa' must be bool, not int"),
     "scale-type": (tensors, {"scale": "1"}, "'scale' must be float, not str"),
+    "scale-type-no-head-dim": (
+        lambda: tensors((2, 2, 3, 0), (2, 2, 5, 0)),
+        {"scale": "1"},
+        "'scale' must be float, not str",
+    ),
 }
 
 

@@ -15,6 +15,7 @@ from fastattn.ops._sdpa_plain import attend_plainly
 __all__ = ["scaled_dot_product_attention"]
 
 _SEEDS = 2**63 - 1
+_SEED, _DROPOUT_P = 5, 11  # among the primitive's arguments
 _NO_WEIGHTS, _PER_HEAD, _AVERAGED = 0, 1, 2
 
 
@@ -164,8 +165,11 @@ def scaled_dot_product_attention(
         need_weights=need_weights,
         average_weights=average_weights,
     )
-    if args[11] > 0:
-        args = (*args[:5], _draw_seed(query.device, generator), *args[6:])
+    if args[_DROPOUT_P] > 0:
+        seed = torch.randint(
+            _SEEDS, (), dtype=torch.int64, device=query.device, generator=generator
+        )
+        args = (*args[:_SEED], seed, *args[_SEED + 1 :])
     out, lse, weights = operator(*args)
     out = folding.restore(out)
     if not return_lse and not need_weights:
@@ -205,6 +209,8 @@ def prepare(
     arguments.check_flags(is_causal, enable_gqa, return_lse, need_weights, average_weights)
     if dropout_p != 0.0 or type(dropout_p) is not float:
         dropout_p = arguments.check_dropout(dropout_p)
+    if scale is not None:
+        scale = arguments.check_real("scale", scale)
     cap = 0.0 if softcap is None else arguments.check_softcap(softcap)
     left, right = (-1, -1) if window is None else arguments.check_window(window)
     if generator is not None:
@@ -227,14 +233,8 @@ def prepare(
     if query.shape[3] == 0:  # every score is 0, also with one dimension of zeros
         query, key = (torch.nn.functional.pad(x, (0, 1)) for x in (query, key))
         scale = 1.0
-    if scale is not None:
-        scale = arguments.check_real("scale", scale)
-    elif not torch.compiler.is_compiling():  # else found when it runs, for every head dimension
+    if scale is None and not torch.compiler.is_compiling():  # else found when it runs, for every D
         scale = default_scale(query)
     weights = (_AVERAGED if average_weights else _PER_HEAD) if need_weights else _NO_WEIGHTS
     tensors = (query, key, value, attn_mask, alibi_slopes, None)
     return attention, (*tensors, scale, offset, left, right, cap, dropout_p, weights), folding
-
-
-def _draw_seed(device: torch.device, generator: torch.Generator | None) -> Tensor:
-    return torch.randint(_SEEDS, (), dtype=torch.int64, device=device, generator=generator)
