@@ -6,6 +6,7 @@ import argparse
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -225,8 +226,8 @@ def test_info_without_a_native_core(monkeypatch: pytest.MonkeyPatch) -> None:
     record = {"modules": {"cpu": {"built": False, "reason": "no C++ compiler was found"}}}
     monkeypatch.setattr(info, "_build_record", lambda: record)
     text = info.format_text(info.collect())
-    assert "ISA                none: there is no native core" in text
-    assert "backend cpu        not built: no C++ compiler was found" in text
+    assert re.search(r"^ISA +none: there is no native core", text, re.MULTILINE)
+    assert re.search(r"^backend cpu +not built: no C\+\+ compiler was found$", text, re.MULTILINE)
 
 
 def test_info_tells_when_the_kernels_have_changed_since_they_were_built(

@@ -391,6 +391,6 @@ def test_an_editable_install_runs_from_the_source(small_source: Path, elsewhere:
 
     told = run([elsewhere / "bin/fastattn", "info"], elsewhere)
     assert told.returncode == 0, told.stderr
-    assert f"fastattn           {fastattn.__version__}" in told.stdout
+    assert re.search(rf"^fastattn +{fastattn.__version__}$", told.stdout, re.MULTILINE)
     where = run([python, "-c", "import fastattn; print(fastattn.__file__)"], elsewhere)
     assert where.stdout.startswith(str(small_source)), where.stdout + where.stderr
