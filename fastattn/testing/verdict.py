@@ -38,11 +38,6 @@ class Verdict:
         """The worst error / bound."""
         return max((d.ratio for d in self.deviations), default=0.0)
 
-    @property
-    def misses(self) -> int:
-        """How many results are beyond the bound."""
-        return sum(not d.ok for d in self.deviations)
-
     def judge(self, found: Deviation) -> None:
         """Note a measured result, and that it is wrong if it is."""
         self.deviations.append(found)

@@ -26,13 +26,13 @@ class Prepare {
   static constexpr int64_t kLanesOfPanel = kPanelLanes<P>;
 
  public:
-  // Without `sums`, only the last term of delta: the unit adds the others.
-  Prepare(const AttentionParams& params, PreparedRows<T> out, bool sums)
-      : p(params), tiles(params), out_(out), Bk(key_block<P>(params.D, params.Dv)), sums_(sums) {}
+  // `whole`: the unit computes delta itself, and needs an estimate only.
+  Prepare(const AttentionParams& params, PreparedRows<T> out, bool whole)
+      : p(params), tiles(params), out_(out), Bk(key_block<P>(params.D, params.Dv)), whole_(whole) {}
 
   void run(int team) {
     const int64_t panels = (p.Lq + kLanesOfPanel - 1) / kLanesOfPanel, tasks = p.B * p.Hq * panels;
-    const bool weighted = sums_ && p.grad_weights.data != nullptr;
+    const bool weighted = !whole_ && p.grad_weights.data != nullptr;
 #pragma omp parallel num_threads(team) if (team > 1)
     {
       const size_t own = static_cast<size_t>((2 * p.Dv + Bk) * kLanesOfPanel) * sizeof(T);
@@ -45,10 +45,9 @@ class Prepare {
       for (int64_t t = 0; t < tasks; ++t) {
         const int64_t head = t / panels, i0 = t % panels * kLanesOfPanel;
         const int64_t b = head / p.Hq, h = head % p.Hq, i1 = min_of(p.Lq, i0 + kLanesOfPanel);
-        T* delta = out_.delta + head * p.Lq;
-        from_output(o, g, b, h, i0, i1, delta);
+        from_output(o, g, b, h, i0, i1);
         scale(buf, b, h, i0, i1);
-        if (weighted) from_weights(buf, grad, b, h, i0, i1, delta);
+        if (weighted) from_weights(buf, grad, b, h, i0, i1, out_.delta + head * p.Lq);
       }
     }
   }
@@ -58,34 +57,35 @@ class Prepare {
   const WeightsPass<P> tiles;
   const PreparedRows<T> out_;
   const int64_t Bk;
-  const bool sums_;
+  const bool whole_;
 
   // The sum over d is the same chain of multiply-adds as in score_products: for a row that sees one
   // key, O is its value, and dP - delta is exactly 0.
-  void from_output(T* o, T* g, int64_t b, int64_t h, int64_t i0, int64_t i1, T* delta) const {
+  void from_output(T* o, T* g, int64_t b, int64_t h, int64_t i0, int64_t i1) const {
     constexpr int64_t lanes = kLanesOfPanel;
     const int64_t *so = p.out.stride, *sg = p.grad_out.stride, rows = i1 - i0,
-                  head = (b * p.Hq + h) * p.Lq;
+                  head = (b * p.Hq + h) * p.Lq, chain = longest_chain(p);
+    const Storage* out =
+        static_cast<const Storage*>(p.out.data) + b * so[0] + h * so[1] + i0 * so[2];
+    const Storage* grad =
+        static_cast<const Storage*>(p.grad_out.data) + b * sg[0] + h * sg[1] + i0 * sg[2];
+    pack_transposed<T>(out, so[2], so[3], rows, p.Dv, lanes, o, lanes);
+    pack_transposed<T>(grad, sg[2], sg[3], rows, p.Dv, lanes, g, lanes);
     alignas(kVectorBytes) T total[lanes] = {};
-    if (sums_) {
-      const Storage* out =
-          static_cast<const Storage*>(p.out.data) + b * so[0] + h * so[1] + i0 * so[2];
-      const Storage* grad =
-          static_cast<const Storage*>(p.grad_out.data) + b * sg[0] + h * sg[1] + i0 * sg[2];
-      pack_transposed<T>(out, so[2], so[3], rows, p.Dv, lanes, o, lanes);
-      pack_transposed<T>(grad, sg[2], sg[3], rows, p.Dv, lanes, g, lanes);
-      for (int64_t l = 0; l < lanes; l += W) {
-        for (int64_t d0 = 0; d0 < p.Dv; d0 += kChain) {
-          Vec<T> acc{};
-          for (int64_t d = d0; d < min_of(p.Dv, d0 + kChain); ++d)
-            acc += load(o + d * lanes + l) * load(g + d * lanes + l);
-          store(total + l, d0 == 0 ? acc : load(total + l) + acc);
-        }
+    for (int64_t l = 0; l < lanes; l += W) {
+      for (int64_t d0 = 0; d0 < p.Dv; d0 += chain) {
+        Vec<T> acc{};
+        for (int64_t d = d0; d < min_of(p.Dv, d0 + chain); ++d)
+          acc += load(o + d * lanes + l) * load(g + d * lanes + l);
+        store(total + l, d0 == 0 ? acc : load(total + l) + acc);
       }
     }
-    for (int64_t i = i0; i < i1; ++i)
-      delta[i] =
-          total[i - i0] - (p.grad_lse != nullptr ? static_cast<T>(p.grad_lse[head + i]) : T(0));
+    for (int64_t i = i0; i < i1; ++i) {
+      const T sum = total[i - i0],
+              last = p.grad_lse != nullptr ? static_cast<T>(p.grad_lse[head + i]) : T(0);
+      out_.center[head + i] = whole_ ? sum : T(0);
+      out_.delta[head + i] = (whole_ ? T(0) : sum) - last;
+    }
   }
 
   void scale(typename WeightsPass<P>::Buffers& buf, int64_t b, int64_t h, int64_t i0,
@@ -145,9 +145,10 @@ class Backward {
     const int64_t heads = p.B * p.Hkv, group = p.Hq / p.Hkv, rows = p.B * p.Hq * p.Lq;
     const double flops = 10.0 * static_cast<double>(rows) * p.Lk * (p.D + p.Dv) / 2;
     T* const memory =
-        static_cast<T*>(__builtin_malloc(static_cast<size_t>(4 * rows) * sizeof(T) + 1));
-    const PreparedRows<T> prepared{{memory, memory + rows, memory + 2 * rows}, memory + 3 * rows};
-    Prepare<P>(p, prepared, !unit_.sums_delta()).run(team_size(p.threads, rows, flops));
+        static_cast<T*>(__builtin_malloc(static_cast<size_t>(5 * rows) * sizeof(T) + 1));
+    const PreparedRows<T> prepared{
+        {memory, memory + rows, memory + 2 * rows}, memory + 3 * rows, memory + 4 * rows};
+    Prepare<P>(p, prepared, unit_.sums_delta()).run(team_size(p.threads, rows, flops));
 
     // Units that add to the same element of the mask's gradient must follow each other. `owners`
     // sets of key heads are independent; an owner's members take turns. Chunks are independent

@@ -57,7 +57,8 @@ FASTATTN_INLINE void add_product(int64_t rows, const typename P::Word* A, int64_
 template <class T>
 struct PreparedRows {
   RowScale<T> rows;
-  T* delta;
+  T* center;  // an estimate of delta, taken off dP before their difference is summed
+  T* delta;   // delta - center, as far as it is known beforehand
 };
 
 template <class P>
@@ -91,7 +92,7 @@ class BackwardUnit {
         whole(params.Lk <= Bk) {}
 
   // All keys fit one block: delta is then summed where it is used, from the very products that it
-  // must cancel.
+  // must cancel, less an estimate of it: what is summed is small, and so is its rounding.
   bool sums_delta() const { return whole; }
   int64_t chunks() const { return (p.Lk + chunk - 1) / chunk; }
   int64_t dq_size() const { return queries * p.D; }
@@ -101,7 +102,7 @@ class BackwardUnit {
         *g;  // [panels][words of D | Dv][lanes]: queries and output gradients, right-hand sides
     Word *q_rows, *g_rows;   // [words of queries][dp | dvp]: the same as rows to be reduced over
     RowScale<T> rows;        // [queries]
-    T* delta;                // [queries]
+    T *center, *delta;       // [queries]
     T *s, *ds;               // [Bk + 1][lanes]
     Word *w_rows, *ds_rows;  // [Bk][words of lanes], pairs of queries (used where a word is a pair)
     T *cap, *grad_w, *bias;  // [Bk][lanes]
@@ -122,7 +123,7 @@ class BackwardUnit {
     f.q_rows = a.take<Word>(words<P>(queries) * dp),
     f.g_rows = a.take<Word>(words<P>(queries) * dvp);
     f.rows = {a.take<T>(queries), a.take<T>(queries), a.take<T>(queries)};
-    f.delta = a.take<T>(queries);
+    f.center = a.take<T>(queries), f.delta = a.take<T>(queries);
     f.s = a.take<T>((Bk + 1) * L), f.ds = a.take<T>((Bk + 1) * L);
     const int64_t pairs = P::kPerWord == 2 ? Bk * L : 0;
     f.w_rows = a.take<Word>(pairs), f.ds_rows = a.take<Word>(pairs);
@@ -204,14 +205,14 @@ class BackwardUnit {
     const RowScale<T> from = prepared.rows.at(row);
     for (int64_t i = 0; i < queries; ++i) {
       scale_from_lse(rule, -kInf<double>, f.rows.at(i));  // past the end: no probability
-      f.delta[i] = T(0);
+      f.center[i] = f.delta[i] = T(0);
       if (i >= p.Lq) continue;
       f.rows.high[i] = from.high[i], f.rows.low[i] = from.low[i],
       f.rows.inverse[i] = from.inverse[i];
       if (from.high[i] == kInf<T>)
         clear_query(f, i);
       else
-        f.delta[i] = prepared.delta[row + i];
+        f.center[i] = prepared.center[row + i], f.delta[i] = prepared.delta[row + i];
     }
   }
 
@@ -310,8 +311,9 @@ class BackwardUnit {
       bias.tile = f.bias;
     }
     Vec<T> top[NV];
-    score_products<P, NV>(nk, ks, f.q + i0 * dw, dw, f.s, top);     // S = K Q^T
-    score_products<P, NV>(nk, vs, f.g + i0 * dvw, dvw, f.ds, top);  // dP = V dO^T
+    const int64_t chain = longest_chain(p);
+    score_products<P, NV>(nk, ks, f.q + i0 * dw, dw, chain, f.s, top);     // S = K Q^T
+    score_products<P, NV>(nk, vs, f.g + i0 * dvw, dvw, chain, f.ds, top);  // dP = V dO^T
     const Range all = visible_to_all(p, i0, i1);
     if (rule.natural || p.mask.data != nullptr || r.begin < all.begin || r.end > all.end)
       apply_rule<T, NV>(p, rule, f.s, nk, i0, i1, r.begin, bias, alibi_slope<T>(p, b, h),
@@ -335,11 +337,12 @@ class BackwardUnit {
 
   // P = exp(S - lse), W = dropout(P) into s, dS = P o (dropout(dP) - delta) into ds.
   void gradients(Buffers& f, int64_t i0, int64_t nk) const {
-    Vec<T> high[NV], low[NV], inverse[NV], delta[NV], rows[NV] = {}, sums[NV] = {};
+    Vec<T> high[NV], low[NV], inverse[NV], center[NV], delta[NV], rows[NV] = {}, sums[NV] = {};
     FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
       high[n] = load(f.rows.high + i0 + n * W);
       low[n] = load(f.rows.low + i0 + n * W);
       inverse[n] = load(f.rows.inverse + i0 + n * W);
+      center[n] = load(f.center + i0 + n * W);
       delta[n] = load(f.delta + i0 + n * W);
     }
     const bool drop = p.dropout_p > 0;
@@ -375,7 +378,8 @@ class BackwardUnit {
       for (int64_t j = j0; j < min_of(nk, j0 + kPart); ++j)
         FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
           const int64_t at = j * L + n * W;
-          const Vec<T> e = probability(at, n), d = dropped(load(f.ds + at), at), product = e * d;
+          const Vec<T> e = probability(at, n), d = dropped(load(f.ds + at), at) - center[n],
+                       product = e * d;
           part_rows[n] += e;
           part_sums[n] += rule.excludes ? select<T>(e == T(0), Vec<T>{}, product) : product;
           store(f.s + at, e);

@@ -132,7 +132,7 @@ class WeightsPass {
   FASTATTN_INLINE void scores_tile(Buffers& buf, int64_t b, int64_t h, int64_t i0, int64_t i1,
                                    int64_t j0, int64_t j1, const Word* Q, const Word* ks,
                                    Vec<T>* top) const {
-    score_products<P, NV>(j1 - j0, ks, Q, words<P>(p.D), buf.s, top);
+    score_products<P, NV>(j1 - j0, ks, Q, words<P>(p.D), longest_chain(p), buf.s, top);
     Bias<T> bias;
     if (p.mask.data != nullptr) {
       pack_mask(p, b, h, i0, i1, j0, j1, NV * W, buf.bias);

@@ -59,16 +59,18 @@ FASTATTN_INLINE void tile_rows(int64_t rows, const typename P::Word* A, int64_t 
   for (; r0 < rows; ++r0) tile<P, 1, kVectors, kColumns>(A + r0 * step, lda, B, ldb, K, from, to);
 }
 
-// The longest chain of additions in a dot product, in words.
-constexpr int64_t kChain = 256;
+// The longest chain of additions in a dot product, in words. For a few queries PyTorch multiplies a
+// matrix by vectors, whose short chains we have to equal; the time goes into reading keys there.
+FASTATTN_INLINE int64_t longest_chain(const AttentionParams& p) { return p.Lq <= 4 ? 16 : 256; }
 
 // S[row][lane] = sum_k A[row * K + k] * panel[k][lane], and the maximum over the rows.
 //
-// Longer chains are cut and their parts added, so that the error does not grow with the head dim.
+// Chains longer than `chain` are cut and their parts added, so that the error does not grow with
+// the head dim.
 template <class P, int kVectors>
 FASTATTN_INLINE void score_products(int64_t rows, const typename P::Word* A,
-                                    const typename P::Word* panel, int64_t K, typename P::Acc* S,
-                                    Vec<typename P::Acc>* top) {
+                                    const typename P::Word* panel, int64_t K, int64_t chain,
+                                    typename P::Acc* S, Vec<typename P::Acc>* top) {
   typedef typename P::Acc T;
   constexpr int W = kLanes<T>;
   constexpr int64_t lanes = kVectors * W;
@@ -78,15 +80,15 @@ FASTATTN_INLINE void score_products(int64_t rows, const typename P::Word* A,
     store(S + row * lanes + n * W, s);
     top[n] = max_of(top[n], s);
   };
-  tile_rows<P, P::kScoreRows, kVectors, false>(rows, A, K, panel, lanes, min_of(K, kChain), zero,
+  tile_rows<P, P::kScoreRows, kVectors, false>(rows, A, K, panel, lanes, min_of(K, chain), zero,
                                                keep);
-  if (K <= kChain) return;
+  if (K <= chain) return;
   const auto add = [&](int64_t row, int n, Vec<T> s) __attribute__((always_inline)) {
     store(S + row * lanes + n * W, load(S + row * lanes + n * W) + s);
   };
-  for (int64_t k = kChain; k < K; k += kChain)
-    tile_rows<P, 4, kVectors, false>(rows, A + k, K, panel + k * lanes, lanes,
-                                     min_of(K - k, kChain), zero, add);
+  for (int64_t k = chain; k < K; k += chain)
+    tile_rows<P, 4, kVectors, false>(rows, A + k, K, panel + k * lanes, lanes, min_of(K - k, chain),
+                                     zero, add);
   FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) top[n] = splat<T>(-kInf<T>);
   for (int64_t row = 0; row < rows; ++row)
     FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) top[n] =
