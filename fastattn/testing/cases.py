@@ -271,6 +271,26 @@ def _long() -> Iterator[Case]:
     yield replace(decode, name="decode-window", window=(100, 0), causal="bottom_right")
     yield replace(decode, name="decode-alibi-dropout", alibi="h", dropout_p=0.1, softcap=8.0)
     yield replace(decode, name="decode-lse", grads=SCALED, causal="bottom_right", heads=4)
+    # Every remainder of a vector, in keys, in columns, and in the rows that share a key head.
+    for d, dv, group, q_len, k_len in (
+        (5, 1, 1, 1, 1),
+        (72, 40, 2, 1, 77),
+        (100, 33, 3, 1, 130),
+        (40, 100, 5, 1, 66),
+        (33, 65, 7, 1, 515),
+        (129, 136, 8, 1, 63),
+        (200, 72, 2, 2, 90),
+        (17, 24, 1, 3, 129),
+    ):
+        yield Case(
+            f"decode-{q_len}x{k_len}-group-{group}-head_dim-{d}-value-{dv}",
+            heads=2 * group,
+            kv_heads=2,
+            q_len=q_len,
+            k_len=k_len,
+            head_dim=d,
+            value_dim=dv,
+        )
     square = Case("long-square", batch=1, q_len=1100, k_len=1100, head_dim=64, dtypes=float32)
     yield square
     yield replace(square, name="long-square-causal", causal="upper_left")

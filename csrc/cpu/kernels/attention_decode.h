@@ -4,6 +4,10 @@
 // across the lanes, all query heads that share a key head are served while its rows are in
 // registers, and the keys are split into chunks of a fixed length that run in parallel and are
 // merged in order. The chunk never depends on batch or threads, so neither do the bits.
+//
+// Keys and values come block by block, a few rows of the group (R) at a time: sixteen dot products
+// are in flight at once and summed over their lanes together; outputs stay in registers for a
+// block.
 #pragma once
 #include "../threads.h"
 #include "blocks.h"
@@ -17,7 +21,9 @@ template <class P>
 class Decode {
   typedef typename P::Storage Storage;
   typedef typename P::Acc T;
+  typedef typename P::Word Word;
   static constexpr int W = kLanes<T>;
+  static constexpr int kPerWord = P::kPerWord;
   static constexpr int64_t kMaxRows = 8;  // query rows served by one pass over the keys
   static constexpr int64_t kChunk = 512;  // keys of a task
   static constexpr int64_t kBlock = 64;   // keys whose scores are held at once
@@ -35,8 +41,8 @@ class Decode {
         rule(make_rule<T>(params)),
         group(params.Hq / params.Hkv),
         rows(params.Lq * group),
-        dim(round_up(params.D)),
-        dim_v(round_up(params.Dv)),
+        dim(round_up(words<P>(params.D))),
+        dim_v(round_up(words<P>(params.Dv)) * kPerWord),
         chunks((params.Lk + kChunk - 1) / kChunk) {}
 
   void run() {
@@ -85,17 +91,19 @@ class Decode {
   const int64_t group, rows, dim, dim_v, chunks;
 
   // {o [rows][dim_v], m [rows], l [rows]} is a state: O, the maximum and the sum of its
-  // exponentials.
+  // exponentials. Of a pair of vectors of O the first has the even columns, where a word is a pair.
   struct Buffers {
-    T* q;      // [rows][dim], zero beyond D
+    Word* q;   // [rows][dim], zero beyond D
     T* s;      // [rows][kBlock]
+    T* alpha;  // [rows]
     T* total;  // a state
     T* part;   // a state
   };
   Buffers buffers(Arena& a) const {
     Buffers buf;
-    buf.q = a.take<T>(rows * dim);
+    buf.q = a.take<Word>(rows * dim);
     buf.s = a.take<T>(rows * kBlock);
+    buf.alpha = a.take<T>(rows);
     buf.total = a.take<T>(rows * (dim_v + 2));
     buf.part = a.take<T>(rows * (dim_v + 2));
     return buf;
@@ -139,8 +147,7 @@ class Decode {
       const int64_t h = hk * group + r / p.Lq, i = r % p.Lq;
       const Storage* q = static_cast<const Storage*>(p.q.data) + b * p.q.stride[0] +
                          h * p.q.stride[1] + i * p.q.stride[2];
-      for (int64_t d = 0; d < dim; ++d)
-        buf.q[r * dim + d] = d < p.D ? static_cast<T>(widen(q[d * p.q.stride[3]])) : T(0);
+      load_query(q, buf.q + r * dim);
     }
     const Range seen = visible_to_any(p, 0, p.Lq);
     const int64_t begin_key = max_of(c * kChunk, seen.begin),
@@ -149,66 +156,105 @@ class Decode {
       block(buf, b, hk, j0, min_of(end_key, j0 + kBlock), state);
   }
 
-  void block(Buffers& buf, int64_t b, int64_t hk, int64_t j0, int64_t j1, T* state) {
-    const Storage* k =
-        static_cast<const Storage*>(p.k.data) + b * p.k.stride[0] + hk * p.k.stride[1];
-    const Storage* v =
-        static_cast<const Storage*>(p.v.data) + b * p.v.stride[0] + hk * p.v.stride[1];
-    for (int64_t j = j0; j < j1; ++j) {
-      if (excluded_for_all(b, j)) {
-        for (int64_t r = 0; r < rows; ++r) buf.s[r * kBlock + j - j0] = -kInf<T>;
-        continue;
+  void load_query(const Storage* q, Word* to) const {
+    for (int64_t d = 0; d < dim * kPerWord; ++d) {
+      if constexpr (kPerWord == 1) {
+        to[d] = d < p.D ? static_cast<T>(widen(q[d * p.q.stride[3]])) : T(0);
+      } else {
+        reinterpret_cast<Storage*>(to)[d] = d < p.D ? q[d * p.q.stride[3]] : Storage{0};
       }
-      products(buf, k + j * p.k.stride[2], j - j0);
     }
-    for (int64_t r = 0; r < rows; ++r) softmax(buf, b, hk, r, j0, j1, state);
-    for (int64_t j = j0; j < j1; ++j) accumulate(buf, v + j * p.v.stride[2], j - j0, state);
   }
 
-  // A key that padding hides from every row is not even read.
-  bool excluded_for_all(int64_t b, int64_t j) const {
+  // Vector d of a row of keys, as words.
+  FASTATTN_INLINE Vec<T> key_words(const Storage* k, int64_t d) const {
+    const int64_t at = d * W * kPerWord;
+    if constexpr (kPerWord == 1) {
+      return load_as<T>(k + at, static_cast<int>(min_of<int64_t>(W, p.D - at)));
+    } else {
+      return raw_words(k + at, p.D - at);
+    }
+  }
+  // The first `count` elements at p as pairs, zero beyond.
+  static FASTATTN_INLINE Vec<T> raw_words(const Storage* p, int64_t count) {
+    if (count >= 2 * W) return load(reinterpret_cast<const T*>(p));
+    alignas(kVectorBytes) Storage lanes[2 * W] = {};
+    __builtin_memcpy(lanes, p, static_cast<size_t>(count) * sizeof(Storage));
+    return load(reinterpret_cast<const T*>(lanes));
+  }
+
+  // Calls f(Width<R>(), r) for the rows of the group from r: R = 4 at a time, then 2, then 1.
+  template <int kMost, class F>
+  FASTATTN_INLINE void by_rows(F f) const {
+    int64_t r = 0;
+    if constexpr (kMost == 4 && W >= 4) {
+      for (; r + 4 <= rows; r += 4) f(Width<4>(), r);
+    }
+    for (; r + 2 <= rows; r += 2) f(Width<2>(), r);
+    if (r < rows) f(Width<1>(), r);
+  }
+
+  void block(Buffers& buf, int64_t b, int64_t hk, int64_t j0, int64_t j1, T* state) {
+    if (excluded_for_all(b, j0, j1)) return;
+    const Storage* k = static_cast<const Storage*>(p.k.data) + b * p.k.stride[0] +
+                       hk * p.k.stride[1] + j0 * p.k.stride[2];
+    const Storage* v = static_cast<const Storage*>(p.v.data) + b * p.v.stride[0] +
+                       hk * p.v.stride[1] + j0 * p.v.stride[2];
+    by_rows<4>([&](auto width, int64_t r) __attribute__((always_inline)) {
+      products<decltype(width)::value>(buf.q + r * dim, k, j1 - j0, buf.s + r * kBlock);
+    });
+    for (int64_t r = 0; r < rows; ++r) softmax(buf, b, hk, r, j0, j1, state);
+    by_rows<2>([&](auto width, int64_t r) __attribute__((always_inline)) {
+      accumulate<decltype(width)::value>(buf.s + r * kBlock, buf.alpha + r, v, j1 - j0,
+                                         state + r * dim_v);
+    });
+  }
+
+  // Keys that padding hides from every row are not even read.
+  bool excluded_for_all(int64_t b, int64_t j0, int64_t j1) const {
     if (p.mask.data == nullptr || p.mask_dtype != DType::boolean || p.mask.stride[1] != 0 ||
         !is_key_mask(p))
       return false;
-    return !static_cast<const Bool*>(p.mask.data)[b * p.mask.stride[0] + j * p.mask.stride[3]].bits;
+    const Bool* mask = static_cast<const Bool*>(p.mask.data) + b * p.mask.stride[0];
+    for (int64_t j = j0; j < j1; ++j)
+      if (mask[j * p.mask.stride[3]].bits) return false;
+    return true;
   }
 
-  // s[r][j] = q_r . k_j, kMaxRows accumulators at a time so that a key row is loaded once
-  void products(Buffers& buf, const Storage* k, int64_t j) const {
-    switch (rows) {
-      case 1:
-        return products_of<1>(buf, k, j, 0);
-      case 2:
-        return products_of<2>(buf, k, j, 0);
-      case 4:
-        return products_of<4>(buf, k, j, 0);
-      case 8:
-        return products_of<8>(buf, k, j, 0);
-      default:
-        for (int64_t r = 0; r < rows; ++r) products_of<1>(buf, k, j, r);
+  // s[r][j] = q_r . k_j for R rows: the keys one after the other, as they lie in memory, and summed
+  // over the lanes as soon as there is a vector of sums. Past the last key it is read again, within
+  // the block of scores.
+  template <int R>
+  __attribute__((noinline)) void products(const Word* q, const Storage* k, int64_t nk, T* s) const {
+    constexpr int kKeys = W / R;
+    const int64_t vectors = dim / W, full = p.D / (W * kPerWord);
+    for (int64_t j0 = 0; j0 < nk; j0 += kKeys) {
+      Vec<T> sum[W];
+      FASTATTN_UNROLL for (int t = 0; t < kKeys; ++t) {
+        const Storage* row = k + min_of(nk - 1, j0 + t) * p.k.stride[2];
+        Vec<T> acc[R];
+        FASTATTN_UNROLL for (int r = 0; r < R; ++r) acc[r] = Vec<T>{};
+        const auto step = [&](int64_t d, Vec<T> x) __attribute__((always_inline)) {
+          FASTATTN_UNROLL for (int r = 0; r < R; ++r) acc[r] =
+              P::multiply_add(x, load(q + r * dim + d * W), acc[r]);
+        };
+        for (int64_t d = 0; d < full; ++d) step(d, full_key_words(row, d));
+        if (full < vectors) step(full, key_words(row, full));
+        FASTATTN_UNROLL for (int r = 0; r < R; ++r) sum[r * kKeys + t] = acc[r];
+      }
+      alignas(kVectorBytes) T sums[W];
+      store(sums, sum_each<T>(sum));
+      FASTATTN_UNROLL for (int r = 0; r < R; ++r)
+          __builtin_memcpy(s + r * kBlock + j0, sums + r * kKeys, kKeys * sizeof(T));
     }
   }
-  template <int R>
-  FASTATTN_INLINE void products_of(Buffers& buf, const Storage* k, int64_t j, int64_t r0) const {
-    Vec<T> acc[R], tail[R];
-    FASTATTN_UNROLL for (int r = 0; r < R; ++r) acc[r] = tail[r] = Vec<T>{};
-    int64_t d = 0;
-    for (; d + 2 * W <= p.D; d += 2 * W) {
-      const Vec<T> x = load_as<T>(k + d, W), y = load_as<T>(k + d + W, W);
-      FASTATTN_UNROLL for (int r = 0; r < R; ++r) {
-        acc[r] += load(buf.q + (r0 + r) * dim + d) * x;
-        tail[r] += load(buf.q + (r0 + r) * dim + d + W) * y;
-      }
-    }
-    for (; d < p.D; d += W) {
-      const Vec<T> x = load_as<T>(k + d, static_cast<int>(min_of<int64_t>(W, p.D - d)));
-      FASTATTN_UNROLL for (int r = 0; r < R; ++r) acc[r] += load(buf.q + (r0 + r) * dim + d) * x;
-    }
-    FASTATTN_UNROLL for (int r = 0; r < R; ++r) buf.s[(r0 + r) * kBlock + j] =
-        sum_lanes<T>(acc[r] + tail[r]);
+  static FASTATTN_INLINE Vec<T> full_key_words(const Storage* k, int64_t d) {
+    if constexpr (kPerWord == 1) return load_as<T>(k + d * W, W);
+    return load(reinterpret_cast<const T*>(k + d * W * kPerWord));
   }
 
   // Scores of one row, keys across lanes: the rule, the new maximum, the probabilities in place.
+  // alpha is what the row's output so far has to be scaled by.
   void softmax(Buffers& buf, int64_t b, int64_t hk, int64_t r, int64_t j0, int64_t j1,
                T* state) const {
     const int64_t h = hk * group + r / p.Lq, i = r % p.Lq;
@@ -230,9 +276,7 @@ class Decode {
     }
     l = l * alpha + sum_lanes<T>(sum);
     m = after;
-    if (alpha == T(1)) return;
-    T* o = state + r * dim_v;
-    for (int64_t d = 0; d < dim_v; d += W) store(o + d, load(o + d) * alpha);
+    buf.alpha[r] = alpha;
   }
 
   void score_row(T* s, int64_t b, int64_t h, int64_t i, int64_t j0, int64_t j1) const {
@@ -254,20 +298,79 @@ class Decode {
     }
   }
 
-  // o_r += p_rj v_j; a weight of zero adds nothing, whatever the value
-  void accumulate(Buffers& buf, const Storage* v, int64_t j, T* state) const {
-    bool any = false;
-    for (int64_t r = 0; r < rows; ++r) any |= buf.s[r * kBlock + j] != T(0);
-    if (!any) return;
-    for (int64_t d = 0; d < p.Dv; d += W) {
-      const Vec<T> x = load_as<T>(v + d, static_cast<int>(min_of<int64_t>(W, p.Dv - d)));
-      for (int64_t r = 0; r < rows; ++r) {
-        const T weight = buf.s[r * kBlock + j];
-        if (rule.excludes && weight == T(0)) continue;
-        T* o = state + r * dim_v + d;
-        store(o, load(o) + x * weight);
+  // o_r = alpha_r o_r + sum_j p_rj v_j for R rows, as many columns at a time as registers hold.
+  template <int R>
+  __attribute__((noinline)) void accumulate(const T* s, const T* alpha, const Storage* v,
+                                            int64_t nk, T* o) const {
+    constexpr int kColumns = min_of(8, (kRegisters == 32 ? 16 : 8) / R);
+    int64_t d = 0;
+    for (; d + kColumns * W <= p.Dv; d += kColumns * W)
+      columns<R, kColumns, true>(s, alpha, v, nk, d, o);
+    for (; d < dim_v; d += kPerWord * W) columns<R, kPerWord, false>(s, alpha, v, nk, d, o);
+  }
+
+  template <int R, int C, bool kWhole>
+  FASTATTN_INLINE void columns(const T* s, const T* alpha, const Storage* v, int64_t nk, int64_t d0,
+                               T* o) const {
+    Vec<T> acc[R][C], poison{};
+    FASTATTN_UNROLL for (int r = 0; r < R; ++r) FASTATTN_UNROLL for (int c = 0; c < C; ++c)
+        acc[r][c] = Vec<T>{};
+    for (int64_t j = 0; j < nk; ++j) {
+      Vec<T> x[C];
+      FASTATTN_UNROLL for (int c = 0; c < C; c += kPerWord)
+          value_columns<C, kWhole>(v + j * p.v.stride[2] + d0, p.Dv - d0, x);
+      FASTATTN_UNROLL for (int r = 0; r < R; ++r) {
+        const Vec<T> weight = splat<T>(s[r * kBlock + j]);
+        FASTATTN_UNROLL for (int c = 0; c < C; ++c) acc[r][c] += weight * x[c];
       }
     }
+    FASTATTN_UNROLL for (int r = 0; r < R; ++r) FASTATTN_UNROLL for (int c = 0; c < C; ++c)
+        poison += acc[r][c] - acc[r][c];
+    if (rule.excludes && sum_lanes<T>(poison) != T(0)) {
+      visible_only<R, C, kWhole>(s, v, nk, d0, &acc[0][0]);
+    }
+    FASTATTN_UNROLL for (int r = 0; r < R; ++r) FASTATTN_UNROLL for (int c = 0; c < C; ++c) {
+      T* to = o + r * dim_v + d0 + c * W;
+      store(to, alpha[r] * load(to) + acc[r][c]);
+    }
+  }
+
+  // The same sums where one of them is NaN or inf: a weight of zero adds nothing, whatever the
+  // value.
+  template <int R, int C, bool kWhole>
+  __attribute__((noinline)) void visible_only(const T* s, const Storage* v, int64_t nk, int64_t d0,
+                                              Vec<T>* acc) const {
+    for (int i = 0; i < R * C; ++i) acc[i] = Vec<T>{};
+    for (int64_t j = 0; j < nk; ++j) {
+      Vec<T> x[C];
+      value_columns<C, kWhole>(v + j * p.v.stride[2] + d0, p.Dv - d0, x);
+      for (int r = 0; r < R; ++r)
+        if (s[r * kBlock + j] != T(0))
+          for (int c = 0; c < C; ++c) acc[r * C + c] += s[r * kBlock + j] * x[c];
+    }
+  }
+
+  // C vectors of a row of values, of which `count` columns are left. Pairs are split into their
+  // even and their odd columns, which takes no shuffle; finish() puts them in order.
+  template <int C, bool kWhole>
+  FASTATTN_INLINE void value_columns(const Storage* v, int64_t count, Vec<T>* x) const {
+    if constexpr (kPerWord == 1) {
+      FASTATTN_UNROLL for (int c = 0; c < C; ++c) x[c] =
+          load_as<T>(v + c * W, kWhole ? W : static_cast<int>(min_of<int64_t>(W, count - c * W)));
+    } else {
+      FASTATTN_UNROLL for (int c = 0; c < C; c += 2) {
+        const VecI pair = (VecI)(kWhole ? load(reinterpret_cast<const T*>(v + c * W))
+                                        : raw_words(v + c * W, count - c * W));
+        x[c] = (Vec<T>)(pair << 16);
+        x[c + 1] = (Vec<T>)(pair & static_cast<int32_t>(0xffff0000));
+      }
+    }
+  }
+
+  // Lanes `First` and following of a and b in turn.
+  template <int First, int... I>
+  static FASTATTN_INLINE Vec<T> zip(Vec<T> a, Vec<T> b, Indices<I...>) {
+    return __builtin_shuffle(a, b, Mask<T>{(First + I / 2 + (I % 2 ? W : 0))...});
   }
 
   void finish(T* state, int64_t head) const {
@@ -280,9 +383,20 @@ class Decode {
       const T inverse = nothing ? T(0) : T(1) / l;
       Storage* out = static_cast<Storage*>(p.out.data) + b * p.out.stride[0] + h * p.out.stride[1] +
                      i * p.out.stride[2];
-      for (int64_t d = 0; d < p.Dv; d += W)
-        store_as<T>(out + d, load(state + r * dim_v + d) * inverse,
-                    static_cast<int>(min_of<int64_t>(W, p.Dv - d)));
+      const T* o = state + r * dim_v;
+      for (int64_t d = 0; d < p.Dv; d += kPerWord * W) {
+        Vec<T> x[2] = {load(o + d) * inverse};
+        if constexpr (kPerWord == 2) {
+          typedef typename CountTo<W>::type All;
+          const Vec<T> even = x[0], odd = load(o + d + W) * inverse;
+          x[0] = zip<0>(even, odd, All()), x[1] = zip<W / 2>(even, odd, All());
+        }
+        FASTATTN_UNROLL for (int n = 0; n < kPerWord; ++n) {
+          const int64_t left = p.Dv - d - n * W;
+          if (left > 0)
+            store_as<T>(out + d + n * W, x[n], static_cast<int>(min_of<int64_t>(W, left)));
+        }
+      }
     }
   }
 };

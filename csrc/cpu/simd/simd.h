@@ -246,6 +246,25 @@ FASTATTN_INLINE void transpose(Vec<T>* rows) {
   if constexpr (kLanes<T> > 8) transpose_round<T, 8>(rows);
 }
 
+// Lane i of the result is the sum over the lanes of x[i], for as many vectors as there are lanes;
+// x is spent. Each is summed in the same order.
+template <class T, int Step>
+FASTATTN_INLINE void sum_each_round(Vec<T>* x) {
+  typedef typename CountTo<kLanes<T>>::type All;
+  FASTATTN_UNROLL for (int i = 0; i < kLanes<T> / (2 * Step); ++i) {
+    const Vec<T> a = x[2 * i], b = x[2 * i + 1];
+    x[i] = interleave<T, Step, 0>(a, b, All()) + interleave<T, Step, 1>(a, b, All());
+  }
+}
+template <class T>
+FASTATTN_INLINE Vec<T> sum_each(Vec<T>* x) {
+  sum_each_round<T, 1>(x);
+  if constexpr (kLanes<T> > 2) sum_each_round<T, 2>(x);
+  if constexpr (kLanes<T> > 4) sum_each_round<T, 4>(x);
+  if constexpr (kLanes<T> > 8) sum_each_round<T, 8>(x);
+  return x[0];
+}
+
 }  // namespace
 }  // namespace FASTATTN_ISA
 }  // namespace fastattn
