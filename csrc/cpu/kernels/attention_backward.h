@@ -288,13 +288,16 @@ class BackwardUnit {
         add_nonzero(f.ds, nk_seen, k + shift * sk[2], dq_panel);
         continue;
       }
-      tile_rows<P, P::kOutputRows, NV, true>(
-          p.D, kr + shift / P::kPerWord * p.D, p.D, reinterpret_cast<const Word*>(f.ds), L,
-          words<P>(nk_seen), [](int64_t, int) { return Vec<T>{}; },
-          [&](int64_t d, int n, Vec<T> x) __attribute__((always_inline)) {
-            T* sum = dq_panel + d * L + n * W;
-            store(sum, load(sum) + x);
-          });
+      const int64_t pairs = words<P>(nk_seen), chain = 4 * longest_chain(p);
+      const Word* keys = kr + shift / P::kPerWord * p.D;
+      for (int64_t j = 0; j < pairs; j += chain)
+        tile_rows<P, P::kOutputRows, NV, true>(
+            p.D, keys + j * p.D, p.D, reinterpret_cast<const Word*>(f.ds) + j * L, L,
+            min_of(pairs - j, chain), [](int64_t, int) { return Vec<T>{}; },
+            [&](int64_t d, int n, Vec<T> x) __attribute__((always_inline)) {
+              T* sum = dq_panel + d * L + n * W;
+              store(sum, load(sum) + x);
+            });
     }
   }
 
