@@ -89,4 +89,21 @@ struct SinusoidalParams {
   int64_t padding_idx;
 };
 
+// y = x W^T + b. K > 0.
+struct LinearParams {
+  DType dtype;  // of all four; f32, f64, bf16 or f16
+  int threads;
+
+  int64_t M, N, K;
+
+  const void* x;  // [M, K]
+  int64_t x_stride[2];
+  const void* w;  // [N, K], or [K, N] if w_transposed, rows dense
+  int64_t w_stride;
+  bool w_transposed;
+  const void* bias;  // [N], null = 0
+  void* y;           // [M, N], rows dense
+  int64_t y_stride;
+};
+
 }  // namespace fastattn

@@ -14,6 +14,7 @@ struct KernelTable {
   void (*sinusoidal)(const SinusoidalParams&);
   double (*measure_peak)(Peak, int threads,
                          double seconds);  // GFLOP/s or GB/s; 0 where the ISA has no such unit
+  void (*linear)(const LinearParams&);
 };
 
 // The table in use; never null. Chosen on first use, see isa.cpp.

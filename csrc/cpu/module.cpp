@@ -13,6 +13,7 @@ namespace py = pybind11;
 namespace fastattn {
 
 void bind_attention(py::module_& m);
+void bind_mha(py::module_& m);
 void bind_sinusoidal(py::module_& m);
 
 namespace {
@@ -45,6 +46,7 @@ py::dict build_info() {
 PYBIND11_MODULE(_cpu, m) {
   m.doc() = "fastattn's CPU kernels. Import torch first: its OpenMP runtime is shared.";
   fastattn::bind_attention(m);
+  fastattn::bind_mha(m);
   fastattn::bind_sinusoidal(m);
   m.def("build_info", &fastattn::build_info);
   m.def("set_isa", &fastattn::set_isa);

@@ -15,6 +15,7 @@ from torch.nn import MultiheadAttention as _Stock
 from fastattn.nn._linear import linear
 from fastattn.nn._masks import check_mask_dtypes, is_causal_mask, merge_masks
 from fastattn.nn._nested import nested_self_attention
+from fastattn.nn._small import self_attention
 from fastattn.ops.sdpa import scaled_dot_product_attention
 
 
@@ -123,6 +124,13 @@ class MultiheadAttention(_Stock):
                 "You may use the Transformer module method "
                 "`generate_square_subsequent_mask` to create this mask."
             )
+        if query is key and key is value and batched and not need_weights:
+            # The hint, without padding, is taken on trust.
+            causal = is_causal and key_padding_mask is None
+            if attn_mask is None or causal:
+                small = self_attention(self, query, key_padding_mask, causal)
+                if small is not None:
+                    return small, None
         batch_dim = 0 if self.batch_first or not batched else 1
         if not batched:
             query, key, value = _add_batch(query, key, value)

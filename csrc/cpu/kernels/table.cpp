@@ -7,6 +7,7 @@ namespace FASTATTN_ISA {
 void attention_forward(const AttentionParams&);
 void attention_backward(const AttentionParams&);
 void sinusoidal(const SinusoidalParams&);
+void linear(const LinearParams&);
 double measure_peak(Peak, int threads, double seconds);
 
 #define FASTATTN_STRING_(x) #x
@@ -14,7 +15,12 @@ double measure_peak(Peak, int threads, double seconds);
 
 extern const KernelTable table;
 const KernelTable table = {
-    FASTATTN_STRING(FASTATTN_ISA), attention_forward, attention_backward, sinusoidal, measure_peak,
+    FASTATTN_STRING(FASTATTN_ISA),
+    attention_forward,
+    attention_backward,
+    sinusoidal,
+    measure_peak,
+    linear,
 };
 
 }  // namespace FASTATTN_ISA

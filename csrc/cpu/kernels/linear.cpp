@@ -1,0 +1,174 @@
+// A linear layer:  y = x W^T + b, and what its backward pass needs of matrix products.
+//
+// The tiles are those of attention: 32 rows of x are transposed once into a panel, with the rows
+// across the lanes; the weight is read where it lies, by broadcast, and never packed. So there is
+// nothing to cache, and a small layer pays for no preparation. The reduction is cut into blocks of
+// a fixed length that are added in order: an element's bits depend on K alone, not on the other
+// rows, the split into tasks, or the threads.
+#include "../threads.h"
+#include "blocks.h"
+#include "pack.h"
+#include "tile.h"
+
+namespace fastattn {
+namespace FASTATTN_ISA {
+namespace {
+
+// y[m][n] = sum_k x[m][k] W(n, k) + b[n]. The weight is [N, K] with its rows dense, or their
+// transpose, [K, N] with its rows dense.
+template <class P, bool kTransposed>
+class Linear {
+  typedef typename P::Storage Storage;
+  typedef typename P::Acc T;
+  typedef typename P::Word Word;
+  static constexpr int W = kLanes<T>;
+  static constexpr int NV = kPanelVectors;
+  static constexpr int64_t L = kPanelLanes<P>;
+  static constexpr int kRows = kTransposed ? P::kOutputRows : P::kScoreRows;
+  static constexpr int64_t kReduced = 256 * P::kPerWord;  // of K: a panel's part fits L1
+  static constexpr int64_t kRowsOfTask = 256;             // of x
+  static constexpr int64_t kStaged = 96;  // of N: a staged block shares L2 with both
+
+ public:
+  explicit Linear(const LinearParams& params)
+      : p(params), m_tasks(ceil(p.M, kRowsOfTask)), columns(columns_of_task()) {}
+
+  void run() {
+    const int64_t n_tasks = ceil(p.N, columns);
+    const double flops = 2.0 * p.M * p.N * p.K;
+    const int team = team_size(p.threads, m_tasks * n_tasks, flops);
+#pragma omp parallel num_threads(team) if (team > 1)
+    {
+      Buffers buf = allocate(thread_scratch(allocate(nullptr).bytes));
+#pragma omp for schedule(dynamic, 1)
+      for (int64_t t = 0; t < m_tasks * n_tasks; ++t) {
+        const int64_t m0 = t / n_tasks * kRowsOfTask, n0 = t % n_tasks * columns;
+        task(buf, m0, min_of(p.M, m0 + kRowsOfTask), n0, min_of(p.N, n0 + columns));
+      }
+    }
+  }
+
+ private:
+  const LinearParams& p;
+  const int64_t m_tasks, columns;
+
+  struct Buffers {
+    Word* x;     // [panels][words of kReduced][lanes]
+    Word* w;     // [kStaged][words of kReduced], transposed: [words of kReduced][kStaged]
+    T* y;        // [panels][columns][lanes]
+    Word* temp;  // [lanes][words of kReduced]
+    T* ones;     // [lanes]
+    size_t bytes;
+  };
+
+  static constexpr int64_t ceil(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+  // Few tasks for few threads, as long as the sums of one stay in L2.
+  int64_t columns_of_task() const {
+    const int64_t wanted = ceil(p.N * m_tasks, 4 * max_of(1, p.threads));
+    return min_of<int64_t>(384, max_of<int64_t>(1, ceil(wanted, kStaged)) * kStaged);
+  }
+
+  Buffers allocate(void* base) const {
+    Arena a(base);
+    Buffers buf;
+    const int64_t rows = min_of(kRowsOfTask, ceil(p.M, L) * L);
+    const int64_t reduced = words<P>(min_of(p.K, kReduced));
+    buf.x = a.take<Word>(rows * reduced);
+    buf.w = a.take<Word>(kStaged * reduced);
+    buf.y = a.take<T>(rows * min_of(columns, p.N));
+    buf.temp = a.take<Word>(L * reduced);
+    buf.ones = a.take<T>(L);
+    buf.bytes = a.used();
+    return buf;
+  }
+
+  static int64_t lanes_for(int64_t rows) { return rows <= W ? W : L; }
+
+  void task(Buffers& buf, int64_t m0, int64_t m1, int64_t n0, int64_t n1) const {
+    const Storage* x = static_cast<const Storage*>(p.x);
+    for (int64_t k0 = 0; k0 < p.K; k0 += kReduced) {
+      const int64_t k1 = min_of(p.K, k0 + kReduced), reduced = words<P>(k1 - k0);
+      for (int64_t m = m0; m < m1; m += L) {
+        const int64_t rows = min_of(L, m1 - m), lanes = lanes_for(rows);
+        pack_panel<P>(x + m * p.x_stride[0] + k0 * p.x_stride[1], p.x_stride[0], p.x_stride[1],
+                      rows, k1 - k0, lanes, buf.x + (m - m0) * reduced, lanes, buf.temp);
+      }
+      for (int64_t n = n0; n < n1; n += kStaged)
+        block(buf, m0, m1, n0, n, min_of(n1, n + kStaged), n1 - n0, k0, k1);
+    }
+    for (T& one : Span{buf.ones, L}) one = T(1);
+    Storage* y = static_cast<Storage*>(p.y);
+    for (int64_t m = m0; m < m1; m += L) {
+      const int64_t rows = min_of(L, m1 - m);
+      unpack_transposed<T>(buf.y + (m - m0) * (n1 - n0), lanes_for(rows), buf.ones, rows, n1 - n0,
+                           y + m * p.y_stride + n0, p.y_stride);
+    }
+  }
+
+  struct Span {
+    T* first;
+    int64_t count;
+    T* begin() const { return first; }
+    T* end() const { return first + count; }
+  };
+
+  // Columns [n, n_end) of all panels, over [k0, k1) of the reduction.
+  void block(Buffers& buf, int64_t m0, int64_t m1, int64_t n0, int64_t n, int64_t n_end,
+             int64_t width, int64_t k0, int64_t k1) const {
+    const Storage* w = static_cast<const Storage*>(p.w);
+    const int64_t reduced = words<P>(k1 - k0), ld = kTransposed ? n_end - n : reduced;
+    const Word* A =
+        kTransposed
+            ? stage_reduced<P>(w + k0 * p.w_stride + n, p.w_stride, 1, k1 - k0, n_end - n, buf.w)
+            : stage_keys<P>(w + n * p.w_stride + k0, p.w_stride, 1, n_end - n, k1 - k0, buf.w);
+    const Storage* bias = p.bias == nullptr ? nullptr : static_cast<const Storage*>(p.bias) + n;
+    for (int64_t m = m0; m < m1; m += L) {
+      const Word* B = buf.x + (m - m0) * reduced;
+      T* C = buf.y + (m - m0) * width;
+      if (m1 - m <= W)
+        tiles<1>(A, ld, B, n_end - n, reduced, bias, k0 == 0, C + (n - n0) * W);
+      else
+        tiles<NV>(A, ld, B, n_end - n, reduced, bias, k0 == 0, C + (n - n0) * L);
+    }
+  }
+
+  template <int kVectors>
+  static __attribute__((noinline)) void tiles(const Word* A, int64_t ld, const Word* B,
+                                              int64_t rows, int64_t reduced, const Storage* bias,
+                                              bool first, T* C) {
+    constexpr int64_t lanes = kVectors * W;
+    const auto zero = [](int64_t, int) { return Vec<T>{}; };
+    if (first) {
+      tile_rows<P, kRows, kVectors, kTransposed>(
+          rows, A, ld, B, lanes, reduced, zero,
+          [&](int64_t r, int n, Vec<T> sum) __attribute__((always_inline)) {
+            if (bias != nullptr) sum += splat<T>(static_cast<T>(widen(bias[r])));
+            store(C + r * lanes + n * W, sum);
+          });
+    } else {
+      tile_rows<P, kRows, kVectors, kTransposed>(rows, A, ld, B, lanes, reduced, zero,
+                                                 [&](int64_t r, int n, Vec<T> sum)
+                                                     __attribute__((always_inline)) {
+                                                       T* c = C + r * lanes + n * W;
+                                                       store(c, load(c) + sum);
+                                                     });
+    }
+  }
+};
+
+}  // namespace
+
+void linear(const LinearParams& p) {
+  if (p.M == 0 || p.N == 0) return;
+  with_policy(p.dtype, [&](auto policy) {
+    typedef decltype(policy) P;
+    if (p.w_transposed)
+      Linear<P, true>(p).run();
+    else
+      Linear<P, false>(p).run();
+  });
+}
+
+}  // namespace FASTATTN_ISA
+}  // namespace fastattn

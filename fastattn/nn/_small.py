@@ -1,0 +1,128 @@
+"""Multi-head self-attention in one native call, for sizes at which calls cost more than arithmetic.
+
+At 16 positions of width 64 the projections and the attention take 10 µs, and the six PyTorch
+operators around them, with what Python does between them, another 55.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastattn import dispatch
+from fastattn.library import nothing_watches
+
+# In products of the larger projection. From there on another GEMM is faster (docs/
+# multihead_attention.md): oneDNN's, or for fewer rows than a vector has lanes, one by vectors.
+_MOST_WORK = {torch.float32: 2**22, torch.float64: 2**20, torch.bfloat16: 2**25}
+_MOST_WORK[torch.float16] = 2**62
+_LEAST_ROWS, _FEW_ROWS_MOST_WORK = 8, 2**16
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def self_attention(
+    module: torch.nn.MultiheadAttention,
+    x: Tensor,
+    key_padding_mask: Tensor | None,
+    is_causal: bool,
+) -> Tensor | None:
+    """Return the output for one 3-D tensor as query, key and value, or None: go the general way.
+
+    None, unless the module is in its plainest form, no gradient, no dropout and no tracer is about,
+    everything is contiguous memory of one dtype on the CPU, and the size is small.
+    """
+    parameters = module._parameters  # the attributes, without the cost of looking for them
+    w_in, b_in = parameters.get("in_proj_weight"), parameters.get("in_proj_bias")
+    out_proj = module._modules["out_proj"]
+    if out_proj is None:
+        return None
+    w_out, b_out = out_proj._parameters.get("weight"), out_proj._parameters.get("bias")
+    if (
+        w_in is None  # of other widths, or computed: by a parametrization, pruning, an adapter
+        or w_out is None
+        or (b_in is None) != (b_out is None)
+        or type(x) is not Tensor
+        or type(w_in) not in _PLAIN
+        or type(w_out) not in _PLAIN
+        or (module.training and module.dropout > 0)
+        or module.add_zero_attn
+        or parameters.get("bias_k") is not None
+        or not nothing_watches()
+        or dispatch.forced.get()
+        or torch.is_autocast_enabled("cpu")
+    ):
+        return None
+    dtype = x.dtype
+    most = _MOST_WORK.get(dtype)
+    heads = module.num_heads
+    try:
+        first, second, width = x.shape
+        w_in_shape, w_out_shape = w_in.shape, w_out.shape
+        w_in_stride, w_out_stride = w_in.stride(), w_out.stride()
+        if (
+            most is None
+            or not (dtype is w_in.dtype is w_out.dtype)
+            or not (x.is_cpu and w_in.is_cpu and w_out.is_cpu)
+            or x.is_neg()
+            or not x.is_contiguous()
+            or w_in_shape != (3 * width, width)
+            or w_out_shape != (width, width)
+            or w_in_stride[1] != 1
+            or w_out_stride[1] != 1
+        ):
+            return None
+        rows = first * second
+        work = 3 * rows * width * width
+        if not 0 < work <= most or (rows < _LEAST_ROWS and work > _FEW_ROWS_MOST_WORK):
+            return None
+        if torch.is_grad_enabled() and (
+            x.requires_grad
+            or w_in.requires_grad
+            or w_out.requires_grad
+            or (b_in is not None and b_in.requires_grad)
+            or (b_out is not None and b_out.requires_grad)
+        ):
+            return None
+        biases = (0, 0)
+        if b_in is not None and b_out is not None:
+            for bias, size in ((b_in, 3 * width), (b_out, width)):
+                if (
+                    type(bias) not in _PLAIN
+                    or bias.dtype is not dtype
+                    or not bias.is_cpu
+                    or bias.shape != (size,)
+                    or not bias.is_contiguous()
+                ):
+                    return None
+            biases = b_in.data_ptr(), b_out.data_ptr()
+        batch_first = module.batch_first
+        batch, length = (first, second) if batch_first else (second, first)
+        padding, padding_stride = 0, (0, 0)
+        if key_padding_mask is not None:
+            if (
+                type(key_padding_mask) is not Tensor
+                or key_padding_mask.dtype is not torch.bool
+                or not key_padding_mask.is_cpu
+                or key_padding_mask.shape != (batch, length)
+            ):
+                return None
+            padding, padding_stride = key_padding_mask.data_ptr(), key_padding_mask.stride()
+        native = dispatch.load("cpu")
+        if isinstance(native, str):
+            return None
+        return native.self_attention(  # type: ignore[no-any-return]
+            x,
+            (batch, length, width, heads),
+            (length, 1) if batch_first else (1, batch),
+            w_in.data_ptr(),
+            w_in_stride[0],
+            biases[0],
+            w_out.data_ptr(),
+            w_out_stride[0],
+            biases[1],
+            padding,
+            padding_stride,
+            is_causal,
+        )
+    except (RuntimeError, ValueError):  # nested, sparse, another number of dimensions
+        return None

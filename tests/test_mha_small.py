@@ -1,0 +1,282 @@
+"""The native linear layer, and the self-attention that is one native call: right, and only where
+it may be."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, prune
+
+import fastattn
+from fastattn import dispatch
+from fastattn.nn import _small
+from fastattn.testing import assert_within_bound
+from fastattn.testing.memory import place
+from fastattn.testing.targets import Target, targets
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+
+pytestmark = pytest.mark.skipif(not targets(), reason="no native core")
+
+
+def eager_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """In float32 for 16 bits, rounded once."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    y = F.linear(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
+    return y.to(x.dtype)
+
+
+def exact_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> np.ndarray:
+    """In extended precision, for float64."""
+    wide = [t.double().numpy().astype(np.longdouble) for t in (x, weight)]
+    y = wide[0] @ wide[1].T
+    return y if bias is None else y + bias.double().numpy()
+
+
+# -- the linear layer -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("target", targets(), ids=str)
+@pytest.mark.parametrize("layout", ["contiguous", "unaligned", "transposed", "sliced"])
+def test_linear(layout: str, target: Target, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for m, n, k in (
+        (1, 1, 1),
+        (3, 5, 2),
+        (17, 13, 31),
+        (33, 100, 64),
+        (65, 97, 515),
+        (300, 12, 33),
+    ):
+
+        def draw(*shape: int, how: str = layout) -> Tensor:
+            values = torch.randn(1, 1, *shape, generator=generator).to(dtype)
+            return place(values, how)[0, 0]
+
+        x = draw(m, k)
+        weight = draw(n, k, how=layout)
+        bias = draw(1, n, how="contiguous")[0] if n % 2 else None
+        with target.active() as backend:
+            y = backend.linear(x, weight, bias)
+        want = torch.from_numpy(exact_linear(x, weight, bias).astype(np.float64))
+        assert_within_bound(y, eager_linear(x, weight, bias), want, f"{m}x{n}x{k}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_has_the_same_bits_in_any_batch_and_on_any_threads(dtype: torch.dtype) -> None:
+    backend = dispatch.load("cpu")
+    x, weight = torch.randn(700, 600).to(dtype), torch.randn(500, 600).to(dtype)
+    whole = backend.linear(x, weight, None)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        assert torch.equal(backend.linear(x, weight, None), whole)
+    finally:
+        torch.set_num_threads(before)
+    for rows in (slice(0, 1), slice(5, 23), slice(690, 700)):
+        assert torch.equal(backend.linear(x[rows], weight, None), whole[rows])
+
+
+# -- self-attention in one call -------------------------------------------------------------------
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How often the native call was made."""
+    backend, made = dispatch.load("cpu"), []
+    native = backend.self_attention
+
+    def counted(*args: object) -> Tensor:
+        made.append(1)
+        return native(*args)
+
+    monkeypatch.setattr(backend, "self_attention", counted)
+    return made
+
+
+def module_of(dtype: torch.dtype = torch.float32, **options: object) -> fastattn.MultiheadAttention:
+    torch.manual_seed(0)
+    module = fastattn.MultiheadAttention(24, 3, dtype=dtype, **options).eval()
+    if module.in_proj_bias is not None:
+        nn.init.normal_(module.in_proj_bias)
+        nn.init.normal_(module.out_proj.bias)
+    return module
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("target", targets(), ids=str)
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("mask", ["none", "padding", "causal"])
+def test_equals_the_definition(
+    mask: str, bias: bool, batch_first: bool, target: Target, dtype: torch.dtype, calls: list[int]
+) -> None:
+    module = module_of(dtype, batch_first=batch_first, bias=bias)
+    shape = (3, 19, 24) if batch_first else (19, 3, 24)
+    x = torch.randn(shape, dtype=torch.float64).to(dtype)
+    options: dict[str, object] = {}
+    if mask == "padding":
+        options["key_padding_mask"] = torch.arange(19) >= torch.tensor([[19], [7], [1]])
+    elif mask == "causal":
+        options["attn_mask"] = nn.Transformer.generate_square_subsequent_mask(19, dtype=dtype)
+        options["is_causal"] = True
+    with torch.no_grad(), target.active():
+        y, weights = module(x, x, x, need_weights=False, **options)
+        assert calls == [1]
+        assert weights is None
+        with fastattn.use_backend("reference"):
+            wide = copy.deepcopy(module).double()
+            if mask == "causal":
+                options["attn_mask"] = options["attn_mask"].double()
+            want, _ = wide(*[x.double()] * 3, need_weights=False, **options)
+            eager = eager_attention(module, x, want)
+    assert y.is_contiguous()
+    if dtype == torch.float64:  # nothing here is wider
+        assert torch.allclose(y, want, rtol=1e-12, atol=1e-13)
+    else:
+        assert_within_bound(y, eager(options), want, "y")
+
+
+def eager_attention(
+    module: nn.MultiheadAttention, x: Tensor, want: Tensor
+) -> Callable[[dict[str, object]], Tensor]:
+    """The same with every operator's result rounded to x's dtype."""
+
+    def run(options: dict[str, object]) -> Tensor:
+        rows = x if module.batch_first else x.transpose(0, 1)
+        n, length, width = rows.shape
+        packed = eager_linear(rows, module.in_proj_weight, module.in_proj_bias)
+        q, k, v = packed.view(n, length, 3, 3, width // 3).permute(2, 0, 3, 1, 4)
+        padding = options.get("key_padding_mask")
+        visible = torch.ones(length, length, dtype=torch.bool)
+        if "attn_mask" in options:
+            visible = visible.tril()
+        if padding is not None:
+            visible = visible & ~padding[:, None, None, :]
+        out = fastattn.scaled_dot_product_attention(q, k, v, attn_mask=visible)
+        out = eager_linear(
+            out.transpose(1, 2).flatten(2), module.out_proj.weight, module.out_proj.bias
+        )
+        return out if module.batch_first else out.transpose(0, 1)
+
+    return run
+
+
+def test_a_sequence_of_padding_alone_gives_the_bias_of_the_output(calls: list[int]) -> None:
+    module = module_of(batch_first=True)
+    x = torch.randn(2, 5, 24)
+    padding = torch.tensor([[False] * 5, [True] * 5])
+    with torch.no_grad():
+        y, _ = module(x, x, x, key_padding_mask=padding, need_weights=False)
+    assert calls
+    assert torch.equal(y[1], module.out_proj.bias.expand(5, 24))
+
+
+def test_nothing_hidden_by_padding_reaches_the_result(calls: list[int]) -> None:
+    module = module_of(batch_first=True)
+    x = torch.randn(2, 6, 24)
+    padding = torch.arange(6).expand(2, 6) >= 4
+    with torch.no_grad():
+        clean, _ = module(x, x, x, key_padding_mask=padding, need_weights=False)
+        x[:, 4:] = float("nan")
+        dirty, _ = module(x, x, x, key_padding_mask=padding, need_weights=False)
+    assert len(calls) == 2
+    assert torch.equal(clean[:, :4], dirty[:, :4])
+
+
+def weights_wanted(module: nn.Module, x: Tensor) -> None:
+    module(x, x, x)
+
+
+def gradient(module: nn.Module, x: Tensor) -> None:
+    with torch.enable_grad():
+        module(x, x, x, need_weights=False)[0].sum().backward()
+
+
+def other_tensors(module: nn.Module, x: Tensor) -> None:
+    module(x, x.clone(), x, need_weights=False)
+
+
+def dropout(module: nn.Module, x: Tensor) -> None:
+    module.dropout = 0.5
+    module.train()(x, x, x, need_weights=False)
+
+
+def forced(module: nn.Module, x: Tensor) -> None:
+    with fastattn.use_backend("reference"):
+        module(x, x, x, need_weights=False)
+
+
+def parametrized(module: nn.Module, x: Tensor) -> None:
+    parametrizations.weight_norm(module, "in_proj_weight")
+    module(x, x, x, need_weights=False)
+
+
+def pruned(module: nn.Module, x: Tensor) -> None:
+    prune.random_unstructured(module, "in_proj_weight", amount=0.5)
+    module(x, x, x, need_weights=False)
+
+
+def autocast(module: nn.Module, x: Tensor) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        module(x, x, x, need_weights=False)
+
+
+def floating_padding(module: nn.Module, x: Tensor) -> None:
+    module(x, x, x, key_padding_mask=torch.zeros(x.shape[:2]), need_weights=False)
+
+
+def a_mask(module: nn.Module, x: Tensor) -> None:
+    module(x, x, x, attn_mask=torch.zeros(x.shape[1], x.shape[1]), need_weights=False)
+
+
+def strided(module: nn.Module, x: Tensor) -> None:
+    x = x.expand(4, -1, -1)
+    module(x, x, x, need_weights=False)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [weights_wanted, gradient, other_tensors, dropout, forced, parametrized, pruned, autocast,
+     floating_padding, a_mask, strided],
+    ids=lambda use: use.__name__,
+)  # fmt: skip
+def test_goes_the_general_way_for(
+    use: Callable[[nn.Module, Tensor], None], calls: list[int]
+) -> None:
+    module, x = module_of(batch_first=True), torch.randn(1, 5, 24)
+    with torch.no_grad():
+        module(x, x, x, need_weights=False)
+        assert calls == [1]
+        use(module, x)
+    assert calls == [1]
+
+
+def test_large_sizes_are_left_to_the_library(
+    calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, x = module_of(batch_first=True), torch.randn(1, 9, 24)
+    with torch.no_grad():
+        monkeypatch.setitem(_small._MOST_WORK, torch.float32, 3 * 9 * 24 * 24 - 1)
+        module(x, x, x, need_weights=False)
+        assert not calls
+        monkeypatch.setitem(_small._MOST_WORK, torch.float32, 3 * 9 * 24 * 24)
+        module(x, x, x, need_weights=False)
+        assert calls
+
+
+def test_reads_the_weights_at_every_call(calls: list[int]) -> None:
+    module, x = module_of(batch_first=True), torch.randn(2, 5, 24)
+    with torch.no_grad():
+        module(x, x, x, need_weights=False)
+        module.out_proj.weight.zero_()
+        y, _ = module(x, x, x, need_weights=False)
+    assert len(calls) == 2
+    assert torch.equal(y, module.out_proj.bias.expand(2, 5, 24))
