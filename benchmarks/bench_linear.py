@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastattn.nn._linear import _MIN_WORK, linear
+from fastattn.backends import cpu
+from fastattn.nn._linear import linear
 
 ROWS = (16, 64, 256, 1024, 4096, 8192)
 WIDTHS = ((256, 768), (512, 1536), (768, 2304), (768, 768), (1024, 1024))  # K, N
@@ -36,7 +37,8 @@ def products(m: int, k: int, n: int, dtype: torch.dtype) -> dict[str, Candidates
         return {
             "y": {
                 "F.linear": lambda: F.linear(x, weight, bias),
-                "fastattn": lambda: linear(x, weight, bias),
+                "in float32": lambda: linear(x.float(), weight.float(), bias.float()).half(),
+                "ours": lambda: cpu.linear(x, weight, bias),
             }
         }
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, m)
@@ -54,8 +56,8 @@ def products(m: int, k: int, n: int, dtype: torch.dtype) -> dict[str, Candidates
             "oneDNN, transposed": lambda: onednn(x.t(), dy.t()).t(),
         },
     }
-    if m * k * n >= _MIN_WORK:
-        table["y"]["fastattn"] = lambda: linear(x, weight, bias)
+    table["y"]["ours"] = lambda: cpu.linear(x, weight, bias)
+    table["dx"]["ours"] = lambda: cpu.linear(dy, weight.t(), None)
     return table
 
 

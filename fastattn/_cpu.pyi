@@ -40,6 +40,37 @@ def attention_backward(
     gradients: tuple[Operand, int, Operand, Operand, Operand, Operand, Operand],
     /,
 ) -> None: ...
+def linear(
+    dtype: int,
+    threads: int,
+    sizes: Ints,  # M, N, K
+    x: int,
+    x_stride: Ints,
+    w: int,
+    w_stride: int,
+    w_transposed: bool,
+    bias: int,
+    y: int,
+    /,
+) -> None: ...
+def self_attention(
+    dtype: int,
+    threads: int,
+    sizes: Ints,  # N, L, E, H
+    row_steps: Ints,
+    x: int,
+    w_in: int,
+    w_in_stride: int,
+    b_in: int,
+    w_out: int,
+    w_out_stride: int,
+    b_out: int,
+    padding: int,
+    padding_stride: Ints,
+    causal: bool,
+    out: int,
+    /,
+) -> None: ...
 def sinusoidal(
     dtype: int,
     threads: int,

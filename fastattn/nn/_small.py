@@ -97,6 +97,7 @@ def self_attention(
             biases = b_in.data_ptr(), b_out.data_ptr()
         batch_first = module.batch_first
         batch, length = (first, second) if batch_first else (second, first)
+        padding_stride: tuple[int, ...]
         padding, padding_stride = 0, (0, 0)
         if key_padding_mask is not None:
             if (
@@ -110,7 +111,7 @@ def self_attention(
         native = dispatch.load("cpu")
         if isinstance(native, str):
             return None
-        return native.self_attention(  # type: ignore[no-any-return]
+        return native.self_attention(
             x,
             (batch, length, width, heads),
             (length, 1) if batch_first else (1, batch),
