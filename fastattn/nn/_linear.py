@@ -23,6 +23,7 @@ oneDNN is switched off (``torch.backends.mkldnn.flags(enabled=False)``),
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -43,8 +44,9 @@ _MOST_WORK_OF_OURS = {torch.bfloat16: 2**24 - 1, torch.float16: 2**62}
 _LEAST_ROWS_OF_OURS = 8
 
 
-def _find_native() -> Any | None:
-    """The backend module, or None where it is not built."""
+@functools.cache
+def _native() -> Any | None:
+    """The backend module, or None where it is not built. Not at import, which loads no backend."""
     found = dispatch.load("cpu")
     return None if isinstance(found, str) else found
 
@@ -67,7 +69,6 @@ def _supported(name: str) -> bool:
         return False
 
 
-_NATIVE = _find_native()
 _ONEDNN_LINEAR = _find_onednn_linear()
 _ONEDNN_DTYPES = {torch.float32} | (
     {torch.bfloat16} if _supported("_is_mkldnn_bf16_supported") else set()
@@ -142,7 +143,7 @@ def _is_ours(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 def _forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x [M, K], weight [N, K], bias [N] -> [M, N]"""
     if _is_for_our_gemm(x, weight, bias):
-        return _NATIVE.linear(x, weight, bias)  # type: ignore[union-attr]
+        return _native().linear(x, weight, bias)  # type: ignore[union-attr]
     if x.dtype in _WIDE_DTYPES:
         wide = _forward(x.float(), weight.float(), None if bias is None else bias.float())
         return wide.to(x.dtype)
@@ -154,9 +155,9 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def _is_for_our_gemm(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     rows, width = x.shape
     return (
-        _NATIVE is not None
-        and rows * width * weight.shape[0] <= _MOST_WORK_OF_OURS.get(x.dtype, 0)
+        rows * width * weight.shape[0] <= _MOST_WORK_OF_OURS.get(x.dtype, 0)
         and rows >= _LEAST_ROWS_OF_OURS
+        and _native() is not None
         and (weight.stride(1) == 1 or (x.dtype in _WIDE_DTYPES and weight.stride(0) == 1))
         and (bias is None or bias.is_contiguous())
     )

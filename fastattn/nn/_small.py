@@ -11,11 +11,12 @@ from torch import Tensor
 
 from fastattn import dispatch
 from fastattn.library import nothing_watches
+from fastattn.nn._linear import _WIDE_DTYPES
 
 # In products of the larger projection. From there on another GEMM is faster (docs/
 # multihead_attention.md): oneDNN's, or for fewer rows than a vector has lanes, one by vectors.
 _MOST_WORK = {torch.float32: 2**22, torch.float64: 2**20, torch.bfloat16: 2**25}
-_MOST_WORK[torch.float16] = 2**62
+_MOST_WORK[torch.float16] = 2**62 if torch.float16 in _WIDE_DTYPES else 2**22
 _LEAST_ROWS, _FEW_ROWS_MOST_WORK = 8, 2**16
 _PLAIN = (Tensor, torch.nn.Parameter)
 

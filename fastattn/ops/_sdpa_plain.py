@@ -7,22 +7,20 @@ special was asked for. Here that is found out first; every line was measured.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import _SingleLevelFunction
 
 from fastattn import dispatch
-from fastattn.autograd import attention, default_scale
+from fastattn.autograd import attention, attention_backward, default_scale
 from fastattn.library import nothing_watches
 from fastattn.ops._sdpa_arguments import DTYPES
 
-# (dtype, D, Dv) -> the name of the native backend, its primitive and its plain_attention. For the
-# calls that come here a backend looks at nothing else.
-_native: dict[
-    tuple[torch.dtype, int, int], tuple[str, Callable[..., Any], Callable[..., Tensor]]
-] = {}
+# (dtype, D, Dv) -> the name of the native backend and its module. For the calls that come here a
+# backend looks at nothing else.
+_native: dict[tuple[torch.dtype, int, int], tuple[str, Any]] = {}
 
 
 def attend_plainly(
@@ -71,69 +69,111 @@ def attend_plainly(
     ):
         return None
     if attn_mask is not None:
-        attn_mask = _constant_mask(attn_mask, dtype, (batch, heads, q_len, k_len))
-        if attn_mask is None or is_causal:
+        if is_causal or not _is_constant_mask(attn_mask, dtype):
+            return None
+        try:
+            attn_mask = attn_mask.expand(batch, heads, q_len, k_len)
+        except RuntimeError:
             return None
     if scale is None:
         scale = default_scale(query)
     native = _native.get((dtype, width, value_width)) or _find_native(query, key, value)
     if native is None:
         return None
-    backend, primitive, attend = native
+    backend, module = native
     try:
         if torch.is_grad_enabled() and (
             query.requires_grad or key.requires_grad or value.requires_grad
         ):
-            args = _arguments(query, key, value, attn_mask, scale, is_causal)
-            return attention.with_gradient(*args, backend)[0]
-        if attn_mask is None:
-            return attend(query, key, value, scale, is_causal)
-        return primitive(
-            query,
-            key,
-            value,
-            attn_mask,
-            scale=scale,
-            offset=0,
-            window_left=-1,
-            window_right=-1,
-            softcap=0.0,
-            dropout_p=0.0,
-            weights=0,
-        )[0]
+            return _attend(query, key, value, attn_mask, scale, is_causal, backend, module)
+        return module.plain_attention(query, key, value, attn_mask, scale, is_causal)[0]
     except RuntimeError:  # sparse, or another tensor without memory: the long way says it clearly
         return None
 
 
-def _constant_mask(
-    mask: Any, dtype: torch.dtype, scores: tuple[int, int, int, int]
-) -> Tensor | None:
-    """Return a plain mask without gradient as [B|1, Hq|1, Lq|1, Lk|1]; None if it is not one."""
-    if type(mask) is not Tensor or not mask.is_cpu or mask.is_neg() or mask.requires_grad:
-        return None
-    if mask.layout is not torch.strided or mask.dtype not in (torch.bool, dtype, torch.float32):
-        return None
-    shape = mask.shape
-    missing = 4 - len(shape)
-    if missing < 0 or any([n != 1 and n != m for n, m in zip(shape, scores[missing:])]):  # noqa: B905, C419
-        return None
-    return mask.view((1,) * missing + tuple(shape)) if missing else mask
+def _is_constant_mask(mask: Any, dtype: torch.dtype) -> bool:
+    return (
+        type(mask) is Tensor
+        and mask.is_cpu
+        and not mask.is_neg()
+        and not mask.requires_grad
+        and mask.layout is torch.strided
+        and mask.dtype in (torch.bool, dtype, torch.float32)
+        and (mask.dtype is not torch.float32 or dtype is not torch.float64)
+    )
+
+
+class _Plain(_SingleLevelFunction):
+    """Attention with a gradient, of one result and with the fewest steps."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        scale: float,
+        causal: bool,
+        backend: str,
+        module: Any,
+    ) -> Tensor:
+        out, lse = module.plain_attention(query, key, value, mask, scale, causal)
+        ctx.save_for_backward(query, key, value, mask, out, lse)
+        ctx.set_materialize_grads(False)
+        ctx.call = scale, causal, backend, module
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad_out is None:
+            return (None,) * 8
+        query, key, value, mask, out, lse = ctx.saved_tensors
+        scale, causal, backend, module = ctx.call
+        if (
+            type(grad_out) is Tensor
+            and not torch.is_grad_enabled()
+            and nothing_watches()
+            and not (grad_out.is_neg() or grad_out._is_zerotensor())
+            and out.stride(3) == 1
+            and out.numel()
+            and key.numel()
+        ):
+            grads = module.plain_attention_backward(
+                grad_out, query, key, value, mask, out, lse, scale, causal
+            )
+            return *grads, None, None, None, None, None
+        ctx.eager = True
+        if mask is not None:
+            mask = _unexpanded(mask)
+        seen = (query, key, value, mask, None, None, out, lse)
+        values = (scale, 0, -1, 0 if causal else -1, 0.0, 0.0, 0, False, backend)
+        grads = attention_backward.resume(ctx, (grad_out, None, None), (*seen, *values))
+        return *grads[:3], None, None, None, None, None
+
+
+_attend: Any = _Plain.apply  # type: ignore[attr-defined]
+
+
+def _unexpanded(mask: Tensor) -> Tensor:
+    """The mask with one element where it repeats one."""
+    for dim, stride in enumerate(mask.stride()):
+        if stride == 0 and mask.shape[dim] > 1:
+            mask = mask.narrow(dim, 0, 1)
+    return mask
 
 
 def _find_native(query: Tensor, key: Tensor, value: Tensor) -> Any:
     if query.dtype not in DTYPES:
         return None
-    backend = attention.choose(_arguments(query, key, value, None, 1.0, False))
-    attend = getattr(dispatch.load(backend), "plain_attention", None)
-    if attend is None:
+    backend = attention.choose(_arguments(query, key, value))
+    module: Any = dispatch.load(backend)
+    if not hasattr(module, "plain_attention"):
         return None
-    native = backend, attention.primitive(backend), attend
+    native = backend, module
     _native[query.dtype, query.shape[3], value.shape[3]] = native
     return native
 
 
-def _arguments(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, is_causal: bool
-) -> tuple[Any, ...]:
-    tensors = (query, key, value, mask, None, None)
-    return (*tensors, scale, 0, -1, 0 if is_causal else -1, 0.0, 0.0, 0)
+def _arguments(query: Tensor, key: Tensor, value: Tensor) -> tuple[Any, ...]:
+    return (query, key, value, None, None, None, 1.0, 0, -1, -1, 0.0, 0.0, 0)
