@@ -5,12 +5,18 @@ from fastattn._version import __version__
 from fastattn.dispatch import FallbackWarning, explain, use_backend
 from fastattn.integrations import replace_mha, restore_mha
 from fastattn.nn import MultiheadAttention
-from fastattn.ops import scaled_dot_product_attention, sinusoidal_encoding, sinusoidal_table
+from fastattn.ops import (
+    additive_attention,
+    scaled_dot_product_attention,
+    sinusoidal_encoding,
+    sinusoidal_table,
+)
 
 __all__ = [
     "FallbackWarning",
     "MultiheadAttention",
     "__version__",
+    "additive_attention",
     "explain",
     "nn",
     "replace_mha",

@@ -42,6 +42,8 @@ from torch import Tensor
 from fastattn.sinusoids import encode_positions
 
 __all__ = [
+    "additive_attention",
+    "additive_attention_backward",
     "dropout_keep",
     "philox4x32",
     "scaled_dot_product_attention",
@@ -401,3 +403,126 @@ def sinusoidal_encoding(
         encoding = torch.where((positions == padding_idx).unsqueeze(-1), 0.0, encoding)
     compute = _compute_dtype(x.dtype)
     return (x.to(compute) * scale + encoding.to(compute)).to(x.dtype)
+
+
+def additive_attention(
+    query: Tensor,  # [B, Tq, A]
+    key: Tensor,  # [B, Tk, A]
+    value: Tensor,  # [B, Tk, Dv]
+    v: Tensor,  # [A]
+    bias: Tensor | None = None,  # [A]
+    attn_mask: Tensor | None = None,  # [B|1, Tq|1, Tk|1], bool (True sees) or floating (added)
+    seed: Tensor | None = None,  # [] int64
+    *,
+    causal: bool,
+    dropout_p: float,
+    weights: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return ``(out [B, Tq, Dv], w [B, Tq, Tk])``, w being empty unless ``weights``.
+
+    Bahdanau et al. 2015, https://arxiv.org/abs/1409.0473:
+
+        e_ij = sum_a v_a tanh(query_ia + key_ja + bias_a)
+        w_i  = softmax over j of e_ij + mask_ij, excluded pairs left out; then dropout, of head 0
+        o_i  = sum_j w_ij value_j
+    """
+    out, applied = attend_additively(
+        query, key, value, v, bias, attn_mask, seed, causal=causal, dropout_p=dropout_p
+    )
+    applied = applied if weights else applied.new_empty(0)
+    return out.to(query.dtype), applied.to(query.dtype)
+
+
+def additive_attention_backward(
+    grad_out: Tensor | None,
+    grad_weights: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    attn_mask: Tensor | None,
+    seed: Tensor | None,
+    *,
+    causal: bool,
+    dropout_p: float,
+    weights: bool,
+    needs_mask_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Return the gradients of query, key, value, v, bias and the mask, in its own shape.
+
+    They are the vector-Jacobian product of the forward, and so are themselves differentiable.
+    """
+    given = [(n, grad) for n, grad in enumerate((grad_out, grad_weights)) if grad is not None]
+    leaves = [query, key, value, v]
+    if bias is not None:
+        leaves.append(bias)
+    if needs_mask_grad:
+        assert attn_mask is not None
+        leaves.append(attn_mask)
+
+    def forward(query: Tensor, key: Tensor, value: Tensor, v: Tensor, *more: Tensor) -> Any:
+        results = additive_attention(
+            query,
+            key,
+            value,
+            v,
+            None if bias is None else more[0],
+            more[-1] if needs_mask_grad else attn_mask,
+            seed,
+            causal=causal,
+            dropout_p=dropout_p,
+            weights=weights,
+        )
+        return tuple(results[n] for n, _ in given)
+
+    if given:
+        vjp = torch.func.vjp(forward, *leaves)[1]
+        grads = vjp(tuple(grad for _, grad in given))
+    else:
+        grads = tuple(torch.zeros_like(leaf) for leaf in leaves)
+    grad_bias = None if bias is None else grads[4]
+    return *grads[:4], grad_bias, grads[-1] if needs_mask_grad else None
+
+
+def attend_additively(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    attn_mask: Tensor | None,
+    seed: Tensor | None,
+    *,
+    causal: bool,
+    dropout_p: float,
+    rounded: Callable[[Tensor], Tensor] = lambda x: x,
+) -> tuple[Tensor, Tensor]:
+    """Return ``(out, w)`` in the dtype of the computation; ``rounded`` as in :func:`attend`."""
+    (batch, q_len, _), k_len = query.shape, key.shape[1]
+    compute = _compute_dtype(query.dtype)
+    visible = _visible(q_len, k_len, attn_mask, 0, -1, 0 if causal else -1, query.device)
+    with _without_autocast(query.device.type):
+        x = rounded(query.to(compute)[:, :, None] + key.to(compute)[:, None])  # [B, Tq, Tk, A]
+        if bias is not None:
+            x = rounded(x + bias.to(compute))
+        if visible is not None:
+            x = torch.where(visible[..., None], x, 0.0)  # no NaN may reach the derivative of tanh
+        e = rounded((rounded(torch.tanh(x)) * v.to(compute)).sum(-1))  # [B, Tq, Tk]
+        if attn_mask is not None and attn_mask.dtype != torch.bool:
+            e = e + attn_mask.to(compute)
+            e = rounded(e) if attn_mask.dtype == query.dtype else e
+        if visible is not None:
+            e = torch.where(visible, e, -_INF)
+
+        w, lse = _softmax(e)
+        w = rounded(w)
+        if dropout_p > 0:
+            assert seed is not None
+            keep = dropout_keep((batch, 1, q_len, k_len), dropout_p, seed)[:, 0]
+            w = rounded(torch.where(keep, w * _kept_scale(dropout_p), 0.0))
+        if visible is None:
+            return rounded(w @ value.to(compute)), w
+        out = _weighted_sum(w[:, None], value.to(compute)[:, None], (e != -_INF)[:, None])[:, 0]
+        # A query that sees nothing hands on no gradient, even of inf.
+        return rounded(torch.where(lse[..., None] == -_INF, 0.0, out)), w

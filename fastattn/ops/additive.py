@@ -1,0 +1,338 @@
+"""Additive attention: scores of one hidden layer instead of a dot product."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattn.autograd import _fold, _one_by_one, _size_of_batch, _unfold
+from fastattn.library import Operator
+from fastattn.ops._sdpa_arguments import autocast
+
+__all__ = ["additive_attention"]
+
+_NAME = "additive_attention"
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_SEEDS = 2**63 - 1
+_SEED, _DROPOUT_P = 6, 8  # among the primitive's arguments
+
+
+def additive_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    v: Tensor,
+    bias: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    need_weights: bool = False,
+) -> Any:
+    r"""Attend with additive scores, without storing a hidden layer for every pair.
+
+    .. math:: e_{ij} = \sum_a v_a \tanh(query_{ia} + key_{ja} + bias_a), \qquad
+              out_i = \sum_j dropout(softmax_j(e_{ij})) \, value_j
+
+    (Bahdanau et al. 2015, https://arxiv.org/abs/1409.0473, where query is :math:`W s_{i-1}` and
+    key :math:`U h_j`: both come projected, :class:`fastattn.nn.BahdanauAttention` holds the
+    projections.) Nothing of size B * Tq * Tk * A is ever stored, forward or backward.
+
+    In full: a pair (i, j) is *excluded* if ``attn_mask`` is False or -inf there, if
+    ``key_padding_mask`` is True for key j, or if ``is_causal`` and j > i. Softmax runs over the
+    keys that are left. A query that sees no key at all has ``out = 0``, weights 0, and hands on no
+    gradient. What nobody sees is not read as a number: NaN or inf in it reaches no result.
+
+    Args:
+        query: [B, Tq, A], float32, float64, bfloat16 or float16, any strides; sizes may be 0. A
+            query without batch, [Tq, A], goes with a key and a value without batch. 16-bit inputs
+            are computed in float32.
+        key: [B, Tk, A], of query's dtype and device.
+        value: [B, Tk, Dv], of query's dtype and device.
+        v: [A], of query's dtype and device.
+        bias: None or [A], of query's dtype and device.
+        attn_mask: broadcastable to [B, Tq, Tk]. bool: True takes part. Floating, of query's dtype
+            or float32: added to the scores; differentiable.
+        key_padding_mask: [B, Tk] bool, True is ignored (without batch: [Tk]).
+        dropout_p: the probability of dropping a weight, in [0, 1]. Always applied: pass 0 in
+            evaluation. The draws are a function of one 64-bit seed a call, from PyTorch's default
+            generator, the same on every backend and for any number of threads. Without dropout no
+            random number is consumed.
+        is_causal: exclude the keys after the query's own position, query 0 being at key 0. Goes
+            with masks.
+        need_weights: return the weights too: those applied to value, after dropout.
+
+    Returns:
+        ``out`` [B, Tq, Dv] in query's dtype, or ``(out, weights [B, Tq, Tk])``. All is
+        differentiable in query, key, value, v, bias and a floating mask, any number of times:
+        derivatives beyond the first, and forward mode, go through the reference backend.
+
+    Under autocast all floating arguments are cast as PyTorch casts those of attention.
+
+    Raises:
+        TypeError: an argument of the wrong type, or a tensor of a dtype other than those listed.
+        ValueError: shapes or devices that do not fit together, ``dropout_p`` outside [0, 1].
+        RuntimeError: a forced backend that cannot run the call.
+
+    Examples:
+        >>> import torch
+        >>> from fastattn import additive_attention
+        >>> query, key = torch.ones(2, 5, 16), torch.ones(2, 7, 16)
+        >>> value, v = torch.ones(2, 7, 3), torch.ones(16)
+        >>> out, weights = additive_attention(query, key, value, v, need_weights=True)
+        >>> out.shape, weights.shape
+        (torch.Size([2, 5, 3]), torch.Size([2, 5, 7]))
+    """
+    operator, args = prepare(
+        query,
+        key,
+        value,
+        v,
+        bias,
+        attn_mask,
+        key_padding_mask,
+        dropout_p,
+        is_causal,
+        need_weights,
+    )
+    if args[_DROPOUT_P] > 0:
+        seed = torch.randint(_SEEDS, (), dtype=torch.int64, device=query.device)
+        args = (*args[:_SEED], seed, *args[_SEED + 1 :])
+    out, weights = operator(*args)
+    if query.ndim == 2:
+        out, weights = out[0], weights[0] if need_weights else weights
+    return (out, weights) if need_weights else out
+
+
+def prepare(
+    query: Any,
+    key: Any,
+    value: Any,
+    v: Any,
+    bias: Any = None,
+    attn_mask: Any = None,
+    key_padding_mask: Any = None,
+    dropout_p: Any = 0.0,
+    is_causal: Any = False,
+    need_weights: Any = False,
+) -> tuple[Operator, tuple[Any, ...]]:
+    """Validate; return the operator and the primitive's arguments without the seed."""
+    given = {"query": query, "key": key, "value": value, "v": v}
+    if bias is not None:
+        given["bias"] = bias
+    _check_tensors(given)
+    _check_flag("is_causal", is_causal)
+    _check_flag("need_weights", need_weights)
+    dropout_p = _check_probability(dropout_p)
+    query, key, value, v, *more = autocast(*given.values())
+    bias = more[0] if more else None
+    _check_dtypes(dict(zip(given, (query, key, value, v, *more), strict=True)))
+    _check_shapes(query, key, value, v, bias)
+    batched = query.ndim == 3
+    if not batched:
+        query, key, value = (x.unsqueeze(0) for x in (query, key, value))
+    mask = _mask(attn_mask, key_padding_mask, query, key, batched)
+    tensors = (query, key, value, v, bias, mask, None)
+    return _primitive, (*tensors, is_causal, dropout_p, need_weights)
+
+
+# --- validation ------------------------------------------------------------------------------
+
+
+def _check_tensors(given: dict[str, Any]) -> None:
+    for name, x in given.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{_NAME}: {name} must be a Tensor, got {type(x).__name__}")
+        if x.is_nested or x.layout is not torch.strided:
+            raise TypeError(f"{_NAME}: {name} must be a dense tensor, got {x.layout}")
+        if x.device != given["query"].device:
+            raise ValueError(
+                f"{_NAME}: {name} must be on query's device {given['query'].device}, got {x.device}"
+            )
+
+
+def _check_dtypes(given: dict[str, Tensor]) -> None:
+    dtype = given["query"].dtype
+    if dtype not in _DTYPES:
+        raise TypeError(
+            f"{_NAME}: query must be float32, float64, bfloat16 or float16, got {dtype}"
+        )
+    for name, x in given.items():
+        if x.dtype != dtype:
+            raise TypeError(f"{_NAME}: {name} must have query's dtype {dtype}, got {x.dtype}")
+
+
+def _check_shapes(
+    query: Tensor, key: Tensor, value: Tensor, v: Tensor, bias: Tensor | None
+) -> None:
+    rank = query.ndim
+    if rank not in (2, 3):
+        raise ValueError(f"{_NAME}: query must be [B, Tq, A] or [Tq, A], got {_shape(query)}")
+    batch = query.shape[:-2]
+    if key.ndim != rank or key.shape[:-2] != batch or key.shape[-1] != query.shape[-1]:
+        want = "[B, Tk, A]" if rank == 3 else "[Tk, A]"
+        raise ValueError(
+            f"{_NAME}: key must be {want}, got {_shape(key)} with a query {_shape(query)}"
+        )
+    if value.ndim != rank or value.shape[:-1] != key.shape[:-1]:
+        want = "[B, Tk, Dv]" if rank == 3 else "[Tk, Dv]"
+        raise ValueError(
+            f"{_NAME}: value must be {want}, got {_shape(value)} with a key {_shape(key)}"
+        )
+    for name, x in (("v", v), ("bias", bias)):
+        if x is not None and x.shape != query.shape[-1:]:
+            raise ValueError(f"{_NAME}: {name} must be [A] = {_shape(query)[-1:]}, got {_shape(x)}")
+
+
+def _check_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{_NAME}: {name} must be a bool, got {type(value).__name__}")
+
+
+def _check_probability(p: Any) -> float:
+    if isinstance(p, bool) or not isinstance(p, (int, float, torch.SymFloat)):
+        raise TypeError(f"{_NAME}: dropout_p must be a number, got {type(p).__name__}")
+    if not 0.0 <= p <= 1.0:
+        raise ValueError(f"{_NAME}: dropout_p must be between 0 and 1, got {p}")
+    return float(p)
+
+
+def _mask(attn_mask: Any, padding: Any, query: Tensor, key: Tensor, batched: bool) -> Tensor | None:
+    """Both masks as one: [B|1, Tq|1, Tk|1], True or finite takes part."""
+    if padding is not None:
+        shape = key.shape[:2] if batched else key.shape[1:2]
+        _check_mask("key_padding_mask", padding, query, (torch.bool,))
+        if padding.shape != shape:
+            raise ValueError(
+                f"{_NAME}: key_padding_mask must be {'[B, Tk]' if batched else '[Tk]'} = "
+                f"{tuple(shape)}, got {_shape(padding)}"
+            )
+        padding = padding.view(key.shape[0], 1, key.shape[1]) if batched else padding[None, None]
+    if attn_mask is None:
+        return None if padding is None else ~padding
+    if isinstance(attn_mask, Tensor) and attn_mask.dtype in (torch.float16, torch.bfloat16):
+        (attn_mask,) = autocast(attn_mask)  # float32 goes with every query, and keeps its precision
+    _check_mask("attn_mask", attn_mask, query, (torch.bool, query.dtype, torch.float32))
+    scores = (query.shape[0], query.shape[1], key.shape[1])[0 if batched else 1 :]
+    pairs = zip(reversed(attn_mask.shape), reversed(scores), strict=False)
+    if attn_mask.ndim > len(scores) or [n for n, m in pairs if n != 1 and n != m]:
+        raise ValueError(
+            f"{_NAME}: attn_mask must be broadcastable to the scores {tuple(scores)}, "
+            f"got {_shape(attn_mask)}"
+        )
+    mask: Tensor = attn_mask[(None,) * (3 - attn_mask.ndim)]
+    if padding is None:
+        return mask
+    if mask.dtype == torch.bool:
+        return mask & ~padding
+    return torch.where(padding, float("-inf"), mask)
+
+
+def _check_mask(name: str, mask: Any, query: Tensor, dtypes: Sequence[torch.dtype]) -> None:
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"{_NAME}: {name} must be a Tensor, got {type(mask).__name__}")
+    if mask.is_nested or mask.layout is not torch.strided:
+        raise TypeError(f"{_NAME}: {name} must be a dense tensor, got {mask.layout}")
+    if mask.dtype not in dtypes:
+        allowed = ", ".join(dict.fromkeys(str(dtype) for dtype in dtypes))
+        raise TypeError(f"{_NAME}: {name} must be of dtype {allowed}, got {mask.dtype}")
+    if mask.device != query.device:
+        raise ValueError(
+            f"{_NAME}: {name} must be on query's device {query.device}, got {mask.device}"
+        )
+
+
+def _shape(x: Tensor) -> tuple[int, ...]:
+    return tuple(x.shape)
+
+
+# --- the operator ----------------------------------------------------------------------------
+
+
+def _save(ctx: Any, args: Sequence[Any], results: tuple[Tensor, Tensor]) -> None:
+    # Never a result: the backward pass computes the rows again, and needs all of a row for it.
+    ctx.save_for_backward(*args[:7])
+    ctx.values = args[7:]
+
+
+def _backward(
+    ctx: Any, grad_out: Tensor | None, grad_weights: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    if grad_out is None and grad_weights is None:
+        return (None,) * 11
+    needs_mask_grad = ctx.needs_input_grad[5]
+    *values, backend = ctx.values
+    seen = (*ctx.saved_tensors, *values, needs_mask_grad, backend)
+    grads = _primitive_backward.resume(ctx, (grad_out, grad_weights), seen)
+    grad_bias = grads[4] if ctx.needs_input_grad[4] else None
+    grad_mask = grads[5] if needs_mask_grad else None
+    return *grads[:4], grad_bias, grad_mask, *(None,) * 5
+
+
+def _fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    batch, queries, _ = query.shape
+    weights = (batch, queries, key.shape[1]) if rest[-2] else (0,)
+    return query.new_empty((batch, queries, value.shape[2])), query.new_empty(weights)
+
+
+def _fake_backward(
+    grad_out: Tensor | None, grad_weights: Tensor | None, *rest: Any
+) -> tuple[Tensor, ...]:
+    query, key, value, v, bias, mask = rest[:6]
+    return (
+        *(x.new_empty(x.shape) for x in (query, key, value, v)),
+        query.new_empty(0 if bias is None else bias.shape),
+        mask.new_empty(mask.shape) if rest[-2] else query.new_empty(0),
+    )
+
+
+def _vmap(
+    info: Any, in_dims: Sequence[int | None], *args: Any
+) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    """Fold the mapped dimension into the batch; v and the bias have none to fold into."""
+    n = info.batch_size
+    shared = in_dims[3] is None and in_dims[4] is None
+    if not shared or args[_DROPOUT_P] > 0:  # the draws count from the first batch in every example
+        return _one_by_one(_primitive, n, in_dims, args)
+    batch = _size_of_batch(args[0], in_dims[0])
+    folded = [
+        arg if place in (3, 4) else _fold(arg, dim, n, batch)
+        for place, (arg, dim) in enumerate(zip(args[:6], in_dims, strict=False))
+    ]
+    out, weights = _primitive.op(*folded, *args[6:])
+    weights = _unfold(weights, n) if args[9] else weights.expand(n, 0)
+    return (_unfold(out, n), weights), (0, 0)
+
+
+def _vmap_backward(
+    info: Any, in_dims: Sequence[int | None], *args: Any
+) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    """Every example has gradients of v and the bias of its own."""
+    return _one_by_one(_primitive_backward, info.batch_size, in_dims, args)
+
+
+_TENSORS = (
+    "Tensor query, Tensor key, Tensor value, Tensor v, Tensor? bias, Tensor? attn_mask, "
+    "Tensor? seed"
+)
+_VALUES = "bool causal, float dropout_p, bool weights"
+
+_primitive = Operator(
+    f"additive_attention({_TENSORS}, {_VALUES})",
+    returns=2,
+    fake=_fake,
+    setup_context=_save,
+    backward=_backward,
+    vmap=_vmap,
+)
+
+_primitive_backward = Operator(
+    f"additive_attention_backward(Tensor? grad_out, Tensor? grad_weights, {_TENSORS}, {_VALUES}, "
+    "bool needs_mask_grad)",
+    returns=6,
+    fake=_fake_backward,
+    vmap=_vmap_backward,
+)
