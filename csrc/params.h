@@ -106,4 +106,23 @@ struct LinearParams {
   int64_t y_stride;
 };
 
+// Additive attention, forward and backward, on the operands of attention with one head: D is the
+// hidden width A, and scale, softcap, window_left, ALiBi and lse are not used.
+struct AdditiveParams {
+  AttentionParams attention;
+
+  const void* vector;  // [A] acc, contiguous: v of the scores
+  const void* bias;    // [A] acc, contiguous, added to q; null = none
+  bool wants_weights;
+
+  // backward only
+  int64_t chunk_rows;  // queries whose parts of dk, dv, ... are summed at once, a function of Lq
+  int64_t chunks;      // ceil(Lq / chunk_rows)
+  void* parts;         // [B, chunks, Lk * (A + Dv) + 2 * A] acc, uninitialised; null: forward
+  void* grad_vector;   // [A] acc
+  void* grad_bias;     // [A] acc
+  void* grad_scores;   // [B, Lq, Lk] acc, null = not wanted; its sum, if the mask is broadcast, is
+                       // grad_mask, in f64 and zeroed by the caller
+};
+
 }  // namespace fastattn

@@ -5,6 +5,31 @@ from typing import Any, TypeAlias
 Ints: TypeAlias = tuple[int, ...]
 Operand: TypeAlias = tuple[int, Ints] | None
 
+def additive_forward(
+    dtype: int,
+    threads: int,
+    sizes: Ints,  # B, Tq, Tk, A, Dv
+    operands: tuple[Operand, Operand, Operand],  # query, key, value, with a head of stride 0
+    vector: int,
+    bias: int,
+    options: tuple[Operand, int, bool, float, int],  # mask, its dtype, causal, dropout_p, seed
+    results: tuple[Operand, Operand],  # out, weights
+    /,
+) -> None: ...
+def additive_backward(
+    dtype: int,
+    threads: int,
+    sizes: Ints,
+    operands: tuple[Operand, Operand, Operand],
+    vector: int,
+    bias: int,
+    options: tuple[Operand, int, bool, float, int],
+    given: tuple[Operand, Operand],  # grad_out, grad_weights
+    # of query, key, value, v, bias, scores, mask
+    results: tuple[Operand, Operand, Operand, int, int, int, Operand],
+    parts: tuple[int, int, int],  # workspace, rows of a chunk, chunks
+    /,
+) -> None: ...
 def attention_forward(
     dtype: int,
     threads: int,

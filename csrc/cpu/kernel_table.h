@@ -15,6 +15,8 @@ struct KernelTable {
   double (*measure_peak)(Peak, int threads,
                          double seconds);  // GFLOP/s or GB/s; 0 where the ISA has no such unit
   void (*linear)(const LinearParams&);
+  void (*additive_forward)(const AdditiveParams&);
+  void (*additive_backward)(const AdditiveParams&);
 };
 
 // The table in use; never null. Chosen on first use, see isa.cpp.

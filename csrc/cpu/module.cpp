@@ -12,6 +12,7 @@ namespace py = pybind11;
 
 namespace fastattn {
 
+void bind_additive(py::module_& m);
 void bind_attention(py::module_& m);
 void bind_mha(py::module_& m);
 void bind_sinusoidal(py::module_& m);
@@ -45,6 +46,7 @@ py::dict build_info() {
 
 PYBIND11_MODULE(_cpu, m) {
   m.doc() = "fastattn's CPU kernels. Import torch first: its OpenMP runtime is shared.";
+  fastattn::bind_additive(m);
   fastattn::bind_attention(m);
   fastattn::bind_mha(m);
   fastattn::bind_sinusoidal(m);

@@ -9,6 +9,8 @@ void attention_backward(const AttentionParams&);
 void sinusoidal(const SinusoidalParams&);
 void linear(const LinearParams&);
 double measure_peak(Peak, int threads, double seconds);
+void additive_forward(const AdditiveParams&);
+void additive_backward(const AdditiveParams&);
 
 #define FASTATTN_STRING_(x) #x
 #define FASTATTN_STRING(x) FASTATTN_STRING_(x)
@@ -21,6 +23,8 @@ const KernelTable table = {
     sinusoidal,
     measure_peak,
     linear,
+    additive_forward,
+    additive_backward,
 };
 
 }  // namespace FASTATTN_ISA

@@ -1,0 +1,176 @@
+// Additive scores,  e_ij = sum_a v_a tanh(q_ia + k_ja),  and their derivatives.
+//
+// tanh(q + k) = 1 - 2 r  with  r = 1 / (1 + e^2q e^2k):  the exponentials belong to single rows and
+// are taken once a row; a pair of rows costs a few multiplications and half a reciprocal for each
+// a. Two reciprocals come from one:  1/x = y / (x y)  and  1/y = x / (x y).
+//
+// The hidden dimension lies across the lanes, so queries, keys and their gradients are read and
+// written in their own order, and a single query keeps all lanes busy. A block of rows is stored in
+// panels, [ceil(A / lanes)][rows + 1][lanes]: one more row keeps panels off each other's cache
+// sets.
+#pragma once
+#include "policy.h"
+
+namespace fastattn {
+namespace FASTATTN_ISA {
+namespace {
+
+// Where max|q| + max|k| of two blocks is at most this, the product of two 1 + e^2q e^2k is finite,
+// and its reciprocal not subnormal. Beyond, tanh itself is taken. (A v beyond kLargestVector too.)
+template <class T>
+constexpr T kFactoredLimit = T(21);
+template <>
+constexpr double kFactoredLimit<double> = 150;
+template <class T>
+constexpr T kLargestVector = T(1e12);
+
+// ln(2) / 2 in two parts: the product of the first with a whole number up to kFactoredLimit * 3 is
+// exact.
+template <class T>
+constexpr T kHalfLn2High = 0.346572875976562500f;
+template <class T>
+constexpr T kHalfLn2Low = 7.143034101547086e-07f;
+template <>
+constexpr double kHalfLn2High<double> = 0x1.62e42fefa3000p-2;
+template <>
+constexpr double kHalfLn2Low<double> = 1.4117645281515789e-13;
+
+// e^(2 x) for |x| <= kFactoredLimit. The argument is reduced before it is multiplied by log2(e): a
+// rounded product would cost |x| units in the last place.
+template <class T>
+FASTATTN_INLINE Vec<T> exp_twice(Vec<T> x) {
+  constexpr T kRound = sizeof(T) == 4 ? T(12582912) : T(6755399441055744);  // 1.5 * 2^23, 2^52
+  constexpr T kTwoLog2E = T(2) * kLog2E<T>;
+  constexpr int kMantissa = sizeof(T) == 4 ? 23 : 52;
+  const Vec<T> shifted = x * kTwoLog2E + kRound, n = shifted - kRound;
+  const Vec<T> rest = (x - n * kHalfLn2High<T>)-n * kHalfLn2Low<T>;
+  const Vec<T> y = exp2_fraction<false>(rest * kTwoLog2E);
+  return (Vec<T>)((Mask<T>)y + ((Mask<T>)shifted << kMantissa));
+}
+
+// 1 / x. kCoarse has a relative error of 2^-14, for results that are rounded to 16 bits.
+template <bool kCoarse>
+FASTATTN_INLINE VecF reciprocal(VecF x) {
+#if defined(__AVX512F__)
+  const VecF y = (VecF)_mm512_rcp14_ps((__m512)x);
+  return kCoarse ? y : y + y * (1.0f - x * y);
+#else
+  return 1.0f / x;
+#endif
+}
+template <bool kCoarse>
+FASTATTN_INLINE VecD reciprocal(VecD x) {
+  return 1.0 / x;
+}
+
+// The sum over the lanes of x[0], x[1], ..., in lanes 0, 1, ...; x is overwritten. Every sum is
+// taken in the same order.
+template <class T, int Step>
+FASTATTN_INLINE Vec<T> sums_of_lanes(Vec<T>* x) {
+  typedef typename CountTo<kLanes<T>>::type All;
+  FASTATTN_UNROLL for (int n = 0; n < kLanes<T> / (2 * Step); ++n) {
+    const Vec<T> a = x[2 * n], b = x[2 * n + 1];
+    x[n] = interleave<T, Step, 0>(a, b, All()) + interleave<T, Step, 1>(a, b, All());
+  }
+  if constexpr (2 * Step < kLanes<T>) return sums_of_lanes<T, 2 * Step>(x);
+  return x[0];
+}
+
+// The scores of kQ queries and lanes / kQ keys, in lane r * (lanes / kQ) + c, from
+//   -tanh = n / d  with  n = 1 - e^2q e^2k,  d = 1 + e^2q e^2k.
+// 1 - 2 / d would do without n, but where d is near 1 its last place is worth four of those of
+// tanh.
+template <class T, bool kCoarse, int kQ>
+FASTATTN_INLINE Vec<T> score_tile(const T* eq, int64_t q_panel, const T* ek, int64_t k_panel,
+                                  const T* v, int64_t panels) {
+  constexpr int W = kLanes<T>, kK = W / kQ;
+  Vec<T> acc[W] = {};
+  for (int64_t a = 0; a < panels; ++a) {
+    Vec<T> q[kQ];
+    FASTATTN_UNROLL for (int r = 0; r < kQ; ++r) q[r] = load(eq + r * W);
+    const Vec<T> va = load(v + a * W);
+    FASTATTN_UNROLL for (int c = 0; c < kK; c += 2) {
+      const Vec<T> k0 = load(ek + c * W), k1 = load(ek + (c + 1) * W);
+      FASTATTN_UNROLL for (int r = 0; r < kQ; ++r) {
+        const Vec<T> d0 = q[r] * k0 + T(1), d1 = q[r] * k1 + T(1);
+        const Vec<T> n0 = T(1) - q[r] * k0, n1 = T(1) - q[r] * k1;
+        const Vec<T> x = va * reciprocal<kCoarse>(d0 * d1);
+        acc[r * kK + c] -= (n0 * d1) * x;
+        acc[r * kK + c + 1] -= (n1 * d0) * x;
+      }
+    }
+    eq += q_panel;
+    ek += k_panel;
+  }
+  return sums_of_lanes<T, 1>(acc);
+}
+
+// One panel of kQ queries and an even number of keys. With w = g r, which is g (1 - t) / 2, and
+// h = w (1 - r), which is g (1 - t^2) / 4:
+//   dq_i += sum_j h_ij     dk_j += sum_i h_ij     dv += sum_ij w_ij
+// 1 - r is e^2q e^2k r, which keeps its relative accuracy where r is near 1.
+template <class T, bool kCoarse, int kQ>
+FASTATTN_INLINE void gradient_tile(const T* eq, const T* ek, const T* g, int64_t ldg, int64_t keys,
+                                   T* dq, T* dk, T* dv) {
+  constexpr int W = kLanes<T>;
+  Vec<T> q[kQ], to_q[kQ], to_v[2] = {};
+  FASTATTN_UNROLL for (int r = 0; r < kQ; ++r) q[r] = load(eq + r * W), to_q[r] = Vec<T>{};
+  for (int64_t j = 0; j < keys; j += 2) {
+    const Vec<T> k0 = load(ek + j * W), k1 = load(ek + (j + 1) * W);
+    Vec<T> to_k[2] = {};
+    FASTATTN_UNROLL for (int r = 0; r < kQ; ++r) {
+      const Vec<T> e0 = q[r] * k0, e1 = q[r] * k1;
+      const Vec<T> d0 = e0 + T(1), d1 = e1 + T(1);
+      const Vec<T> x = reciprocal<kCoarse>(d0 * d1);
+      const Vec<T> r0 = d1 * x, r1 = d0 * x;
+      const Vec<T> w0 = splat<T>(g[r * ldg + j]) * r0, w1 = splat<T>(g[r * ldg + j + 1]) * r1;
+      const Vec<T> h0 = w0 * (e0 * r0), h1 = w1 * (e1 * r1);
+      to_v[0] += w0;
+      to_v[1] += w1;
+      to_q[r] += h0 + h1;
+      to_k[0] += h0;
+      to_k[1] += h1;
+    }
+    store(dk + j * W, load(dk + j * W) + to_k[0]);
+    store(dk + (j + 1) * W, load(dk + (j + 1) * W) + to_k[1]);
+  }
+  FASTATTN_UNROLL for (int r = 0; r < kQ; ++r) store(dq + r * W, load(dq + r * W) + to_q[r]);
+  store(dv, load(dv) + (to_v[0] + to_v[1]));
+}
+
+// The same from q, k and the bias themselves, through tanh: for large, infinite and NaN values. q
+// and k are added first: where they cancel, the sum is exact. Of a key that a query may not see
+// nothing is computed, its g being 0.
+template <class T>
+__attribute__((noinline)) T score_exactly(const T* q, int64_t q_panel, const T* k, int64_t k_panel,
+                                          const T* bias, const T* v, int64_t panels) {
+  Vec<T> acc{};
+  for (int64_t a = 0; a < panels; ++a)
+    acc += load(v + a * kLanes<T>) *
+           tanh_of<T>(load(q + a * q_panel) + load(k + a * k_panel) + load(bias + a * kLanes<T>));
+  return sum_lanes<T>(acc);
+}
+template <class T>
+__attribute__((noinline)) void gradient_exactly(const T* q, const T* k, const T* bias, const T* g,
+                                                int64_t keys, T* dq, T* dk, T* dv) {
+  constexpr int W = kLanes<T>;
+  Vec<T> to_q{}, to_v{};
+  for (int64_t j = 0; j < keys; ++j) {
+    if (g[j] == T(0)) continue;
+    // r of |x|, and e^-2|x| r = 1 - r, the one being r of x and the other r of -x.
+    const Vec<T> x = load(q) + load(k + j * W) + load(bias), a = select<T>(x < T(0), -x, x);
+    const Vec<T> e = exp2_neg(a * (T(-2) * kLog2E<T>)), upper = T(1) / (T(1) + e),
+                 lower = e * upper;
+    const Vec<T> w = splat<T>(g[j]) * select<T>(x < T(0), upper, lower);
+    const Vec<T> h = splat<T>(g[j]) * upper * lower;
+    to_v += w;
+    to_q += h;
+    store(dk + j * W, load(dk + j * W) + h);
+  }
+  store(dq, load(dq) + to_q);
+  store(dv, load(dv) + to_v);
+}
+
+}  // namespace
+}  // namespace FASTATTN_ISA
+}  // namespace fastattn
