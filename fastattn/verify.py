@@ -19,6 +19,7 @@ from xml.etree import ElementTree
 import torch
 
 from fastattn.testing import CASES, Case, Target, Verdict, check, targets
+from fastattn.testing.additive import ADDITIVE_CASES, AdditiveCase, check_additive
 from fastattn.testing.sinusoidal import SINUSOIDAL_CASES, SinusoidalCase, check_sinusoidal
 
 __all__ = ["add_arguments", "run"]
@@ -31,9 +32,10 @@ _DTYPES = {
 }
 
 # Operator: its cases, and the function that runs and judges one.
-_AnyCase = Case | SinusoidalCase
+_AnyCase = AdditiveCase | Case | SinusoidalCase
 _PROOFS: dict[str, tuple[tuple[_AnyCase, ...], Callable[[Any, torch.dtype, Target], Verdict]]] = {
     "scaled_dot_product_attention": (CASES["scaled_dot_product_attention"], check),
+    "additive_attention": (ADDITIVE_CASES, check_additive),
     "sinusoidal_encoding": (SINUSOIDAL_CASES, check_sinusoidal),
 }
 

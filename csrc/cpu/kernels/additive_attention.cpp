@@ -413,8 +413,7 @@ class Additive {
       grad_probabilities(f, q, j0, min_of(kKeys, range.end - j0));
     if (p.dropout_p > 0) drop(f, q, range, f.d);
     const int64_t padded = range.begin + round_up(range.end - range.begin, kKeys);
-    T total = T(0);
-    for (int64_t i = 0; i < rows; ++i) total += grad_scores(f.s + i * ld, f.d + i * ld, range);
+    for (int64_t i = 0; i < rows; ++i) grad_scores(f.s + i * ld, f.d + i * ld, range);
     for (int64_t i = rows; i < round_up(rows, kGradientQueries); ++i)
       for (int64_t j = range.begin; j < padded; ++j) f.d[i * ld + j] = T(0);
     if (x.grad_scores != nullptr) write_grad_scores(f, q, range);
@@ -436,7 +435,7 @@ class Additive {
       add_panels(f.dk, keys, to.dk + j0 * p.D);
       add_grad_values(f, rows, j0, keys, leaky, to.dvalue + j0 * p.Dv);
     }
-    finish_queries(f, q, total, to);
+    finish_queries(f, q, to);
   }
 
   // D = dO V^T + dW of a block of keys.
@@ -467,21 +466,19 @@ class Additive {
     }
   }
 
-  // D -> G of one row, 0 where P is 0; returns its sum.
-  static T grad_scores(const T* s, T* d, Range range) {
+  // D -> G of one row, 0 where P is 0.
+  static void grad_scores(const T* s, T* d, Range range) {
     const int64_t end = range.begin + round_up(range.end - range.begin, kKeys);
-    Vec<T> delta{}, total{};
+    Vec<T> delta{};
     for (int64_t j = range.begin; j < end; j += W) {
       const Vec<T> w = load(s + j);
       delta += select<T>(w == T(0), Vec<T>{}, w * load(d + j));
     }
     const T mean = sum_lanes<T>(delta);
     for (int64_t j = range.begin; j < end; j += W) {
-      const Vec<T> w = load(s + j), g = select<T>(w == T(0), Vec<T>{}, w * (load(d + j) - mean));
-      total += g;
-      store(d + j, g);
+      const Vec<T> w = load(s + j);
+      store(d + j, select<T>(w == T(0), Vec<T>{}, w * (load(d + j) - mean)));
     }
-    return sum_lanes<T>(total);
   }
 
   void write_grad_scores(const Buffers& f, Block q, Range range) const {
@@ -552,21 +549,20 @@ class Additive {
           });
   }
 
-  // dq of the block, and what it gives to dv and dbias. With r = (1 - t) / 2:
-  //   sum G t = sum G - 2 sum G r
-  void finish_queries(const Buffers& f, Block q, T total, const Part& to) const {
+  // dq of the block, and what it gives to dv and dbias.
+  void finish_queries(const Buffers& f, Block q, const Part& to) const {
     for (int64_t n = 0; n < panels; ++n) {
       const int count = static_cast<int>(min_of<int64_t>(W, p.D - n * W));
       const Vec<T> factor = T(4) * load(f.v + n * W);
-      Vec<T> sum{};
+      Vec<T> sum[4] = {};  // short chains of additions: errors do not cancel as the terms do
       for (int64_t i = q.begin; i < q.end; ++i) {
         const Vec<T> g = factor * load(f.dq + n * kPanel + (i - q.begin) * W);
         store_as<T>(const_cast<Storage*>(row(p.grad_q, q.b, i)) + n * W, g, count);
-        sum += g;
+        sum[i % 4] += g;
       }
       T *const bias = to.bias + n * W, *const vector = to.vector + n * W;
-      store_first(bias, load_first(bias, count) + sum, count);
-      store_first(vector, load_first(vector, count) + (total - T(2) * load(f.dv + n * W)), count);
+      store_first(bias, load_first(bias, count) + ((sum[0] + sum[1]) + (sum[2] + sum[3])), count);
+      store_first(vector, load_first(vector, count) + load(f.dv + n * W), count);
     }
   }
 

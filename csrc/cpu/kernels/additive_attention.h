@@ -105,16 +105,19 @@ FASTATTN_INLINE Vec<T> score_tile(const T* eq, int64_t q_panel, const T* ek, int
   return sums_of_lanes<T, 1>(acc);
 }
 
-// One panel of kQ queries and an even number of keys. With w = g r, which is g (1 - t) / 2, and
-// h = w (1 - r), which is g (1 - t^2) / 4:
-//   dq_i += sum_j h_ij     dk_j += sum_i h_ij     dv += sum_ij w_ij
-// 1 - r is e^2q e^2k r, which keeps its relative accuracy where r is near 1.
+// One panel of kQ queries and an even number of keys. With e = e^2q e^2k, w = g r and h = w e r,
+// which is g (1 - t^2) / 4:
+//   dq_i += sum_j h_ij     dk_j += sum_i h_ij     dv += sum_ij w_ij (e_ij - 1) = sum_ij g_ij t_ij
+// e r is 1 - r, and keeps its relative accuracy where r is near 1.
 template <class T, bool kCoarse, int kQ>
 FASTATTN_INLINE void gradient_tile(const T* eq, const T* ek, const T* g, int64_t ldg, int64_t keys,
                                    T* dq, T* dk, T* dv) {
   constexpr int W = kLanes<T>;
-  Vec<T> q[kQ], to_q[kQ], to_v[2] = {};
-  FASTATTN_UNROLL for (int r = 0; r < kQ; ++r) q[r] = load(eq + r * W), to_q[r] = Vec<T>{};
+  Vec<T> q[kQ], to_q[kQ], to_v[kQ];
+  FASTATTN_UNROLL for (int r = 0; r < kQ; ++r) {
+    q[r] = load(eq + r * W);
+    to_q[r] = to_v[r] = Vec<T>{};
+  }
   for (int64_t j = 0; j < keys; j += 2) {
     const Vec<T> k0 = load(ek + j * W), k1 = load(ek + (j + 1) * W);
     Vec<T> to_k[2] = {};
@@ -125,8 +128,7 @@ FASTATTN_INLINE void gradient_tile(const T* eq, const T* ek, const T* g, int64_t
       const Vec<T> r0 = d1 * x, r1 = d0 * x;
       const Vec<T> w0 = splat<T>(g[r * ldg + j]) * r0, w1 = splat<T>(g[r * ldg + j + 1]) * r1;
       const Vec<T> h0 = w0 * (e0 * r0), h1 = w1 * (e1 * r1);
-      to_v[0] += w0;
-      to_v[1] += w1;
+      to_v[r] += w0 * (e0 - T(1)) + w1 * (e1 - T(1));
       to_q[r] += h0 + h1;
       to_k[0] += h0;
       to_k[1] += h1;
@@ -134,8 +136,10 @@ FASTATTN_INLINE void gradient_tile(const T* eq, const T* ek, const T* g, int64_t
     store(dk + j * W, load(dk + j * W) + to_k[0]);
     store(dk + (j + 1) * W, load(dk + (j + 1) * W) + to_k[1]);
   }
+  Vec<T> sum = to_v[0];
+  FASTATTN_UNROLL for (int r = 1; r < kQ; ++r) sum += to_v[r];
   FASTATTN_UNROLL for (int r = 0; r < kQ; ++r) store(dq + r * W, load(dq + r * W) + to_q[r]);
-  store(dv, load(dv) + (to_v[0] + to_v[1]));
+  store(dv, load(dv) + sum);
 }
 
 // The same from q, k and the bias themselves, through tanh: for large, infinite and NaN values. q
@@ -157,13 +161,12 @@ __attribute__((noinline)) void gradient_exactly(const T* q, const T* k, const T*
   Vec<T> to_q{}, to_v{};
   for (int64_t j = 0; j < keys; ++j) {
     if (g[j] == T(0)) continue;
-    // r of |x|, and e^-2|x| r = 1 - r, the one being r of x and the other r of -x.
+    // 1 / (1 + e^-2|x|) and 1 / (1 + e^2|x|): their product is (1 - t^2) / 4, their difference |t|.
     const Vec<T> x = load(q) + load(k + j * W) + load(bias), a = select<T>(x < T(0), -x, x);
-    const Vec<T> e = exp2_neg(a * (T(-2) * kLog2E<T>)), upper = T(1) / (T(1) + e),
-                 lower = e * upper;
-    const Vec<T> w = splat<T>(g[j]) * select<T>(x < T(0), upper, lower);
-    const Vec<T> h = splat<T>(g[j]) * upper * lower;
-    to_v += w;
+    const Vec<T> e = exp_twice<T>(max_of(splat<T>(-kFactoredLimit<T>), -a));
+    const Vec<T> upper = T(1) / (T(1) + e), lower = e * upper;
+    const Vec<T> gj = splat<T>(g[j]), h = gj * upper * lower, t = upper - lower;
+    to_v += gj * select<T>(x < T(0), -t, t);
     to_q += h;
     store(dk + j * W, load(dk + j * W) + h);
   }
