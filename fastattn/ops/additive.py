@@ -261,10 +261,12 @@ def _save(ctx: Any, args: Sequence[Any], results: tuple[Tensor, Tensor]) -> None
 def _backward(
     ctx: Any, grad_out: Tensor | None, grad_weights: Tensor | None
 ) -> tuple[Tensor | None, ...]:
+    *values, backend = ctx.values
+    if not values[-1]:  # no weights, whatever gradient their empty tensor has
+        grad_weights = None
     if grad_out is None and grad_weights is None:
         return (None,) * 11
     needs_mask_grad = ctx.needs_input_grad[5]
-    *values, backend = ctx.values
     seen = (*ctx.saved_tensors, *values, needs_mask_grad, backend)
     grads = _primitive_backward.resume(ctx, (grad_out, grad_weights), seen)
     grad_bias = grads[4] if ctx.needs_input_grad[4] else None

@@ -1,0 +1,599 @@
+"""additive_attention: against the oracle on every backend and instruction set, and its contract."""
+
+from __future__ import annotations
+
+import doctest
+import math
+import multiprocessing
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fastattn
+from fastattn import additive_attention
+from fastattn.backends import reference
+from fastattn.ops import additive
+from fastattn.testing import Target, targets
+from fastattn.testing.additive import (
+    ADDITIVE_CASES,
+    AdditiveCase,
+    check_additive,
+    make_additive,
+    run_additive,
+)
+
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+NAN, INF = math.nan, math.inf
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def operands(
+    *sizes: int, dtype: torch.dtype = torch.float64, grad: bool = False, seed: int = 0
+) -> list[Tensor]:
+    """query, key, value, v and bias of (B, Tq, Tk, A, Dv)."""
+    b, q, k, a, d = sizes or (2, 3, 5, 4, 2)
+    draw = torch.Generator().manual_seed(seed)
+    shapes = ((b, q, a), (b, k, a), (b, k, d), (a,), (a,))
+    return [
+        torch.randn(s, generator=draw, dtype=torch.float64).to(dtype).requires_grad_(grad)
+        for s in shapes
+    ]
+
+
+def eager(
+    query: Tensor, key: Tensor, value: Tensor, v: Tensor, bias: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The equation, as one writes it in PyTorch."""
+    weights = torch.softmax(torch.tanh(query[:, :, None] + key[:, None] + bias) @ v, -1)
+    return weights @ value, weights
+
+
+# --- values ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", ADDITIVE_CASES, ids=lambda case: case.name)
+def test_case(case: AdditiveCase) -> None:
+    for dtype in case.dtypes:
+        for target in [*targets(), Target("reference")]:
+            verdict = check_additive(case, dtype, target)
+            assert verdict.ok, f"{target} {dtype}: {verdict.faults}"
+            assert not verdict.declined
+
+
+@pytest.mark.parametrize("result", range(6))
+def test_the_judge_sees_a_wrong_gradient(result: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(*args: Any, **options: Any) -> Any:
+        grads = list(reference.additive_attention_backward(*args, **options))
+        grads[result] = grads[result] * 1.001
+        return tuple(grads)
+
+    class Wrong:
+        why_not = staticmethod(reference.why_not)
+        additive_attention = staticmethod(reference.additive_attention)
+        additive_attention_backward = staticmethod(wrong)
+
+    monkeypatch.setattr(Target, "module", property(lambda _: Wrong))
+    case = AdditiveCase("judged", mask="float", weights=True)
+    for dtype in (torch.float32, torch.float64):
+        assert not check_additive(case, dtype, Target("wrong")).ok
+
+
+def test_by_hand(backend: str) -> None:
+    # tanh(log(3) / 2) = 1 / 2: the scores are log 2 + log 3, log 3 and log 3, so w = 2 : 1 : 1.
+    half = math.log(3) / 2
+    query = torch.tensor([[[half, 0.0]]], dtype=torch.float64)
+    key = torch.tensor([[[0.0, half], [-half, half], [-2.0, half]]], dtype=torch.float64)
+    v = torch.tensor([2 * math.log(2), 2 * math.log(3)], dtype=torch.float64)
+    value = torch.tensor([[[4.0, 0.0], [0.0, 8.0], [100.0, 100.0]]], dtype=torch.float64)
+    mask = torch.tensor([True, True, False])
+    out, weights = additive_attention(query, key, value, v, attn_mask=mask, need_weights=True)
+    torch.testing.assert_close(weights.flatten().tolist(), [2 / 3, 1 / 3, 0.0])
+    torch.testing.assert_close(out.flatten().tolist(), [8 / 3, 8 / 3])
+    bias = torch.tensor([-half, 0.0], dtype=torch.float64)  # now the scores are log 3 and less
+    _, weights = additive_attention(query, key, value, v, bias, mask, need_weights=True)
+    torch.testing.assert_close(weights.flatten().tolist(), [2 / 3, 1 / 3, 0.0])
+
+
+def test_is_the_equation(backend: str) -> None:
+    args = operands(2, 70, 90, 33, 20)
+    got = additive_attention(*args, need_weights=True)
+    for mine, theirs in zip(got, eager(*args), strict=True):
+        torch.testing.assert_close(mine, theirs)
+    torch.testing.assert_close(additive_attention(*args), got[0], rtol=0, atol=0)
+
+
+def test_without_a_batch(backend: str) -> None:
+    args = operands(1, 3, 5, 4, 2)
+    whole = additive_attention(*args, need_weights=True)
+    args[:3] = [x[0] for x in args[:3]]
+    for x, y in zip(additive_attention(*args, need_weights=True), whole, strict=True):
+        assert torch.equal(x, y[0])
+    padding = torch.tensor([False, False, True, False, True])
+    mask = torch.randn(3, 5).double()
+    got = additive_attention(*args, mask, padding)
+    args[:3] = [x[None] for x in args[:3]]
+    assert torch.equal(got, additive_attention(*args, mask, padding[None])[0])
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_values_of_any_size(target: Target, dtype: torch.dtype) -> None:
+    """Where e^2q or e^2k or their product overflow or vanish, and beyond what tanh tells apart."""
+    large = [0.0, 1e-3, 5.0, 10.4, 10.6, 20.9, 21.1, 44.0, 89.0, 150.0, 360.0, 1e4, INF]
+    one = torch.tensor([*large, *[-x for x in large]], dtype=dtype)
+    query, key = one[None, :, None].expand(1, -1, 3), one[None, :, None].expand(1, -1, 3)
+    v = torch.tensor([0.5, -0.25, 1.0], dtype=dtype)
+    value = torch.eye(len(one), dtype=dtype)[None]
+    for i in range(len(one)):  # alone, with finite values, and all at once
+        rows = query[:, i : i + 1]
+        for keys in (key, key[:, : len(large) - 1]):
+            got = additive_attention(rows, keys, value[:, : keys.shape[1]], v)
+            with fastattn.use_backend("reference"):
+                want = additive_attention(rows, keys, value[:, : keys.shape[1]], v)
+            torch.testing.assert_close(got, want, equal_nan=True)
+    got = additive_attention(query, key, value, v)
+    with fastattn.use_backend("reference"):
+        torch.testing.assert_close(got, additive_attention(query, key, value, v), equal_nan=True)
+
+
+@pytest.mark.parametrize("large", [1e13, 1e30, INF, NAN])
+def test_a_vector_of_any_size(target: Target, large: float) -> None:
+    args = operands(1, 4, 70, 5, 3, dtype=torch.float32)
+    args[3][2] = large
+    with fastattn.use_backend("reference"):
+        want = additive_attention(*args)
+    torch.testing.assert_close(additive_attention(*args), want, equal_nan=True)
+
+
+# --- masks -----------------------------------------------------------------------------------
+
+
+def test_every_way_to_say_the_same_mask(backend: str) -> None:
+    args = operands(2, 4, 6, 5, 3)
+    padding = torch.arange(6) >= torch.tensor([[4], [2]])
+    want = additive_attention(*args, key_padding_mask=padding)
+    added = torch.zeros(2, 1, 6).double().masked_fill(padding[:, None], -INF)
+    for mask in (~padding[:, None], ~padding[:, None].expand(2, 4, 6), added):
+        assert torch.equal(additive_attention(*args, mask), want)
+    short = [args[0][1:], args[1][1:, :2], args[2][1:, :2], *args[3:]]
+    torch.testing.assert_close(additive_attention(*short), want[1:])
+
+
+def test_masks_add_up(backend: str) -> None:
+    args = operands(2, 4, 6, 5, 3)
+    padding = torch.arange(6) >= torch.tensor([[4], [2]])
+    kept = torch.rand(4, 6, generator=torch.Generator().manual_seed(1)) < 0.7
+    seen = kept & ~padding[:, None] & torch.ones(4, 6, dtype=torch.bool).tril()
+    got = additive_attention(*args, kept, padding, is_causal=True)
+    assert torch.equal(got, additive_attention(*args, seen))
+    bias = torch.randn(1, 1, 6).double()
+    got = additive_attention(*args, bias, padding, is_causal=True)
+    both = bias.masked_fill(padding[:, None], -INF).expand(2, 4, 6)
+    both = both.masked_fill(~torch.ones(4, 6, dtype=torch.bool).tril(), -INF)
+    torch.testing.assert_close(got, additive_attention(*args, both))
+
+
+def test_a_query_that_sees_nothing_gives_zero_and_no_gradient(backend: str) -> None:
+    for dtype in FLOATS:
+        args = operands(2, 3, 5, 4, 2, dtype=dtype, grad=True)
+        mask = torch.ones(2, 3, 5, dtype=torch.bool)
+        mask[0, 1] = mask[1] = False
+        out, weights = additive_attention(*args, mask, need_weights=True)
+        assert out[0, 1].eq(0).all()
+        assert out[1].eq(0).all()
+        assert weights[1].eq(0).all()
+        grad = torch.ones_like(out)
+        grad[0, 1], grad[1] = NAN, INF
+        grads = torch.autograd.grad(out, args, grad)
+        assert all(g.isfinite().all() for g in grads)
+        assert grads[0][0, 1].eq(0).all()
+        assert all(g[1].eq(0).all() for g in grads[:3])
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+def test_a_bad_key_or_value_reaches_only_those_who_see_it(target: Target, bad: float) -> None:
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        args = operands(1, 9, 40, 6, 5, dtype=dtype, grad=True)
+        mask = torch.ones(9, 40, dtype=torch.bool)
+        mask[:, 7] = False
+        mask[2, 7] = True
+        for place in (1, 2):
+            poisoned = [x.detach().clone() for x in args]
+            poisoned[place][0, 7, 1:3] = bad
+            for x in poisoned:
+                x.requires_grad_()
+            out = additive_attention(*poisoned, mask)
+            with fastattn.use_backend("reference"):
+                want = additive_attention(*poisoned, mask)
+            torch.testing.assert_close(out, want, equal_nan=True)
+            others = [0, 1, 3, 4, 5, 6, 7, 8]
+            assert out[0, others].isfinite().all()
+            grads = torch.autograd.grad(out.float().sum(), poisoned)
+            for got, exact in zip(
+                grads, torch.autograd.grad(want.float().sum(), poisoned), strict=True
+            ):
+                assert torch.equal(got.isfinite(), exact.isfinite())
+            assert grads[0][0, others].isfinite().all()
+
+
+# --- dropout ---------------------------------------------------------------------------------
+
+
+def test_every_backend_drops_the_same_weights(target: Target) -> None:
+    args = operands(2, 70, 130, 5, 3, dtype=torch.float32)
+    torch.manual_seed(5)
+    got = additive_attention(*args, dropout_p=0.4, need_weights=True)[1]
+    torch.manual_seed(5)
+    with fastattn.use_backend("reference"):
+        want = additive_attention(*args, dropout_p=0.4, need_weights=True)[1]
+    assert torch.equal(got == 0, want == 0)
+    assert 0.35 < float((got == 0).double().mean()) < 0.45
+    torch.testing.assert_close(got, want)
+
+
+def test_dropout_is_that_of_attention_with_one_head(backend: str) -> None:
+    args = operands(2, 9, 20, 5, 3, dtype=torch.float32)
+    torch.manual_seed(5)
+    mine = additive_attention(*args, dropout_p=0.4, need_weights=True)[1]
+    torch.manual_seed(5)
+    q, k, v = (x[:, None] for x in args[:3])
+    other = fastattn.scaled_dot_product_attention(q, k, v, dropout_p=0.4, need_weights=True)[1]
+    assert torch.equal(mine == 0, other[:, 0] == 0)
+
+
+def test_random_numbers_are_drawn_once_a_call_and_only_for_dropout(backend: str) -> None:
+    args = operands()
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    additive_attention(*args)
+    assert torch.equal(torch.get_rng_state(), state)
+    first = additive_attention(*args, dropout_p=0.5)
+    assert not torch.equal(torch.get_rng_state(), state)
+    torch.set_rng_state(state)
+    assert torch.equal(additive_attention(*args, dropout_p=0.5), first)
+    torch.set_rng_state(state)
+    torch.randint(2**63 - 1, ())
+    after = torch.get_rng_state()
+    torch.set_rng_state(state)
+    additive_attention(*args, dropout_p=0.5)
+    assert torch.equal(torch.get_rng_state(), after)
+
+
+def test_dropping_everything_gives_zero(backend: str) -> None:
+    args = operands(grad=True)
+    out = additive_attention(*args, dropout_p=1.0)
+    assert out.eq(0).all()
+    assert all(g.eq(0).all() for g in torch.autograd.grad(out.sum(), args))
+
+
+# --- bits and memory -------------------------------------------------------------------------
+
+BITS = (
+    AdditiveCase("bits", batch=3, q_len=150, k_len=100, mask="float", mask_dims="k", weights=True),
+    AdditiveCase("bits-dropout", batch=2, q_len=300, k_len=70, causal=True, dropout_p=0.2),
+    AdditiveCase("bits-step", batch=5, q_len=1, k_len=90, mask="padding", mask_dims="bk"),
+    AdditiveCase("bits-mixed", batch=4, q_len=70, k_len=90, spread=7.0),
+)
+
+
+@pytest.mark.parametrize("case", BITS, ids=lambda case: case.name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_same_bits_for_any_number_of_threads(
+    target: Target, case: AdditiveCase, dtype: torch.dtype, threads: Callable[[int], None]
+) -> None:
+    inputs = make_additive(case, dtype)
+    threads(1)
+    want = run_additive(target.module, inputs)
+    for count in (2, 3, 7, 2):
+        threads(count)
+        got = run_additive(target.module, inputs)
+        assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+@pytest.mark.parametrize("case", BITS[2:], ids=lambda case: case.name)
+def test_the_same_bits_whatever_the_batch(target: Target, case: AdditiveCase) -> None:
+    whole = make_additive(case, torch.float32)
+    want = run_additive(target.module, whole)
+    query, key, value, v, bias, mask, _ = whole.args
+    for b in range(case.batch):
+        rows = slice(b, b + 1)
+        one = [None if x is None else x[rows] for x in (query, key, value)]
+        part = type(whole)(
+            args=(*one, v, bias, None if mask is None else mask[rows], None),
+            clean=(),
+            given=(whole.given[0][rows], None),
+            options=whole.options,
+            needs_mask_grad=False,
+        )
+        got = run_additive(target.module, part)
+        for name in ("out", "grad_query", "grad_key", "grad_value"):
+            assert torch.equal(got[name][0], want[name][b]), name
+
+
+def test_after_fork(target: Target) -> None:
+    args = operands(4, 70, 90, 33, 20, dtype=torch.float32)
+    want = additive_attention(*args)  # starts the threads
+
+    def child() -> None:
+        got = additive_attention(*args)
+        os._exit(0 if torch.equal(got, want) else 1)
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    process.join(60)
+    if process.exitcode is None:
+        process.kill()
+    assert process.exitcode == 0
+
+
+FENCED = """
+import torch
+from fastattn.testing import targets
+from fastattn.testing.additive import ADDITIVE_CASES, make_additive, run_additive
+for case in ADDITIVE_CASES:
+    for dtype in case.dtypes:
+        inputs = make_additive(case, dtype, fence=True)
+        for target in targets():
+            with target.active() as backend:
+                run_additive(backend, inputs)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="fences need mprotect")
+def test_nothing_is_read_beyond_a_tensor(native: object) -> None:
+    done = subprocess.run([sys.executable, "-c", FENCED], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_nothing_is_saved_but_the_operands(backend: str) -> None:
+    args = operands(2, 6, 7, 5, 3, grad=True)
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        additive_attention(*args, need_weights=True)
+    assert sorted(x.data_ptr() for x in saved) == sorted(x.data_ptr() for x in args)
+
+
+# --- derivatives and transforms --------------------------------------------------------------
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"is_causal": True, "need_weights": True},
+    {"attn_mask": torch.tensor([[True, False, True, True, False]] * 3)},
+    {"key_padding_mask": torch.tensor([[False] * 4 + [True], [True] * 5]), "need_weights": True},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(o) or "plain")
+def test_gradients(backend: str, options: dict[str, Any]) -> None:
+    args = operands(grad=True)
+
+    def f(*args: Tensor) -> Any:
+        return additive_attention(*args, **options)
+
+    assert torch.autograd.gradcheck(f, args)
+    assert torch.autograd.gradgradcheck(f, args)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 5), (3, 5), (2, 3, 1), (1, 1, 5), (1,)])
+def test_gradient_of_a_mask(backend: str, shape: tuple[int, ...]) -> None:
+    args = operands(grad=True)
+    mask = torch.randn(shape).double().requires_grad_()
+
+    def f(*args: Tensor) -> Tensor:
+        return additive_attention(*args, is_causal=True)
+
+    assert torch.autograd.gradcheck(f, (*args, mask))
+    assert torch.autograd.gradgradcheck(f, (*args, mask))
+
+
+def test_gradient_with_dropout(backend: str) -> None:
+    args = operands(grad=True)
+
+    def f(*args: Tensor) -> Any:
+        torch.manual_seed(3)
+        return additive_attention(*args, dropout_p=0.4, need_weights=True)
+
+    assert torch.autograd.gradcheck(f, args)
+
+
+def test_only_the_gradients_that_are_wanted(backend: str) -> None:
+    for wanted in range(5):
+        args = operands()
+        args[wanted].requires_grad_()
+        (grad,) = torch.autograd.grad(additive_attention(*args).sum(), args[wanted])
+        assert grad.shape == args[wanted].shape
+    query, key, value, v, _ = operands(grad=True)
+    additive_attention(query, key, value, v).sum().backward()
+    assert v.grad is not None
+
+
+@pytest.mark.filterwarnings("ignore::fastattn.FallbackWarning")
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(o) or "plain")
+def test_transforms(options: dict[str, Any]) -> None:
+    args = operands()
+
+    def f(*args: Tensor) -> Tensor:
+        got = additive_attention(*args, **options)
+        return (got[0] * got[1].sum() if isinstance(got, tuple) else got).square().sum()
+
+    leaves = [x.clone().requires_grad_() for x in args]
+    want = torch.autograd.grad(f(*leaves), leaves)
+    for got, theirs in zip(torch.func.grad(f, tuple(range(5)))(*args), want, strict=True):
+        torch.testing.assert_close(got, theirs)
+    tangents = tuple(torch.randn_like(x) for x in args)
+    _, jvp = torch.func.jvp(f, tuple(args), tangents)
+    along = sum((g * t).sum() for g, t in zip(want, tangents, strict=True))
+    torch.testing.assert_close(jvp, along)
+
+
+@pytest.mark.parametrize("mapped", [(0,), (1, 2), (0, 1, 2), (3,), (0, 1, 2, 3, 4)])
+def test_vmap(backend: str, mapped: tuple[int, ...]) -> None:
+    examples = [operands(seed=n) for n in range(3)]
+    args = [
+        torch.stack([e[n] for e in examples], -1) if n in mapped else examples[0][n]
+        for n in range(5)
+    ]
+    dims = tuple(-1 if n in mapped else None for n in range(5))
+
+    def f(*args: Tensor) -> Any:
+        return additive_attention(*args, is_causal=True, need_weights=True)
+
+    rows = [[x[..., i] if n in mapped else x for n, x in enumerate(args)] for i in range(3)]
+    for got, want in zip(
+        torch.vmap(f, in_dims=dims)(*args),
+        zip(*[f(*row) for row in rows], strict=True),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, torch.stack(want))
+
+    def loss(*args: Tensor) -> Tensor:
+        return f(*args)[0].square().sum()
+
+    per_example = torch.vmap(torch.func.grad(loss, (0, 3)), in_dims=dims)(*args)
+    want = [torch.func.grad(loss, (0, 3))(*row) for row in rows]
+    for n in range(2):
+        torch.testing.assert_close(per_example[n], torch.stack([w[n] for w in want]))
+
+
+def test_vmap_of_masks_and_dropout(backend: str) -> None:
+    args = operands()
+    masks = torch.rand(3, 3, 5) < 0.7
+    got = torch.vmap(lambda m: additive_attention(*args, m))(masks)
+    want = torch.stack([additive_attention(*args, m) for m in masks])
+    torch.testing.assert_close(got, want)
+    query = torch.stack([args[0], -args[0]])
+    torch.manual_seed(2)
+    got = torch.vmap(lambda q: additive_attention(q, *args[1:], dropout_p=0.5), randomness="same")(
+        query
+    )
+    torch.manual_seed(2)
+    torch.testing.assert_close(got[0], additive_attention(*args, dropout_p=0.5))
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(o) or "plain")
+def test_compiles_without_a_break(backend: str, options: dict[str, Any]) -> None:
+    torch._dynamo.reset()
+    args = operands(grad=True)
+
+    def f(*args: Tensor) -> Any:
+        return additive_attention(*args, **options)
+
+    compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
+    got, want = compiled(*args), f(*args)
+    torch.testing.assert_close(got, want)
+    loss = [(x[0] if isinstance(x, tuple) else x).square().sum() for x in (got, want)]
+    for mine, theirs in zip(*(torch.autograd.grad(x, args) for x in loss), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_compiles_with_any_size(backend: str) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(additive_attention, fullgraph=True, dynamic=True, backend="aot_eager")
+    for length in (2, 3, 9):
+        args = operands(2, length, length + 1, 4, 3)
+        torch.testing.assert_close(compiled(*args), additive_attention(*args))
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_operators_are_registered_rightly(backend: str, grad: bool) -> None:
+    ops = torch.ops.fastattn
+    args = operands(grad=grad)
+    mask = torch.randn(1, 3, 5).double().requires_grad_(grad)
+    for mask_, seed, weights in ((None, None, False), (mask, torch.tensor(7), True)):
+        values = (False, 0.0 if seed is None else 0.3, weights)
+        tensors = (*args, mask_, seed)
+        torch.library.opcheck(ops.additive_attention.default, (*tensors, *values, ""))
+        given = (torch.randn(2, 3, 2).double(), torch.randn(2, 3, 5).double() if weights else None)
+        needs = mask_ is not None
+        torch.library.opcheck(
+            ops.additive_attention_backward.default, (*given, *tensors, *values, needs, "")
+        )
+
+
+def test_fake_tensors_and_meta() -> None:
+    with torch._subclasses.FakeTensorMode():
+        args = [torch.empty(s) for s in ((2, 3, 4), (2, 5, 4), (2, 5, 6), (4,))]
+        out, weights = additive_attention(*args, need_weights=True)
+        assert out.shape == (2, 3, 6)
+        assert weights.shape == (2, 3, 5)
+
+
+# --- dtypes and errors -----------------------------------------------------------------------
+
+
+def test_autocast_casts_everything(backend: str) -> None:
+    args = operands(dtype=torch.float32, grad=True)
+    args[0] = args[0].detach().to(torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = additive_attention(*args)
+    assert out.dtype == torch.bfloat16
+    out.float().sum().backward()
+    assert args[3].grad is not None
+    assert args[3].grad.dtype == torch.float32
+    with torch.no_grad():
+        want = additive_attention(*[x.to(torch.bfloat16) for x in args])
+    assert torch.equal(out, want)
+
+
+def test_explain_names_the_backend(backend: str) -> None:
+    assert fastattn.explain(additive_attention, *operands()).runs == backend
+    assert fastattn.explain("additive_attention", *operands()).runs == backend
+
+
+def test_the_examples_of_the_documentation_are_true() -> None:
+    assert doctest.testmod(additive).failed == 0
+    assert doctest.testmod(additive).attempted > 0
+
+
+Q, K, V, W = (torch.zeros(s) for s in ((2, 3, 4), (2, 5, 4), (2, 5, 6), (4,)))
+BAD: list[tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = [
+    (([1.0], K, V, W), {}, TypeError, "query must be a Tensor, got list"),
+    ((Q, K, V, None), {}, TypeError, "v must be a Tensor, got NoneType"),
+    ((Q.long(), K.long(), V.long(), W.long()), {}, TypeError, "query must be float32, float64"),
+    ((Q, K.double(), V, W), {}, TypeError, "key must have query's dtype torch.float32"),
+    ((Q, K, V, W.half()), {}, TypeError, "v must have query's dtype torch.float32, got .*16"),
+    ((Q, K.to("meta"), V, W), {}, ValueError, "key must be on query's device cpu, got meta"),
+    ((Q.to_sparse(), K, V, W), {}, TypeError, "query must be a dense tensor"),
+    ((Q[None], K[None], V[None], W), {}, ValueError, r"query must be \[B, Tq, A\] or \[Tq, A\]"),
+    ((Q[0], K, V, W), {}, ValueError, r"key must be \[Tk, A\], got \(2, 5, 4\)"),
+    ((Q, K[:1], V, W), {}, ValueError, r"key must be \[B, Tk, A\], got \(1, 5, 4\)"),
+    ((Q, K[..., :3], V, W), {}, ValueError, r"got \(2, 5, 3\) with a query \(2, 3, 4\)"),
+    ((Q, K, V[:, :4], W), {}, ValueError, r"value must be \[B, Tk, Dv\], got \(2, 4, 6\)"),
+    ((Q, K, V, W[:3]), {}, ValueError, r"v must be \[A\] = \(4,\), got \(3,\)"),
+    ((Q, K, V, W, W[None]), {}, ValueError, r"bias must be \[A\] = \(4,\), got \(1, 4\)"),
+    ((Q, K, V, W), {"attn_mask": [True]}, TypeError, "attn_mask must be a Tensor, got list"),
+    ((Q, K, V, W), {"attn_mask": Q.long()}, TypeError, "attn_mask must be of dtype torch.bool"),
+    ((Q, K, V, W), {"attn_mask": torch.ones(2, 5)}, ValueError, r"scores \(2, 3, 5\), got \(2, 5"),
+    ((Q, K, V, W), {"attn_mask": Q[None, :1, :, :1]}, ValueError, "attn_mask must be broadcast"),
+    ((Q, K, V, W), {"key_padding_mask": torch.ones(2, 5)}, TypeError, "must be of dtype torch.bo"),
+    (
+        (Q, K, V, W),
+        {"key_padding_mask": torch.ones(5, dtype=torch.bool)},
+        ValueError,
+        r"key_padding_mask must be \[B, Tk\] = \(2, 5\), got \(5,\)",
+    ),
+    ((Q, K, V, W), {"dropout_p": "a"}, TypeError, "dropout_p must be a number, got str"),
+    ((Q, K, V, W), {"dropout_p": 1.5}, ValueError, "between 0 and 1, got 1.5"),
+    ((Q, K, V, W), {"dropout_p": NAN}, ValueError, "between 0 and 1, got nan"),
+    ((Q, K, V, W), {"is_causal": 1}, TypeError, "is_causal must be a bool, got int"),
+    ((Q, K, V, W), {"need_weights": None}, TypeError, "need_weights must be a bool"),
+]
+
+
+@pytest.mark.parametrize(("args", "options", "error", "match"), BAD)
+def test_errors_say_what_is_wrong(
+    args: tuple[Any, ...], options: dict[str, Any], error: type[Exception], match: str
+) -> None:
+    with pytest.raises(error, match=match):
+        additive_attention(*args, **options)
