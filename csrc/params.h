@@ -118,11 +118,13 @@ struct AdditiveParams {
   // backward only
   int64_t chunk_rows;  // queries whose parts of dk, dv, ... are summed at once, a function of Lq
   int64_t chunks;      // ceil(Lq / chunk_rows)
-  void* parts;         // [B, chunks, Lk * (A + Dv) + 2 * A] acc, uninitialised; null: forward
-  void* grad_vector;   // [A] acc
-  void* grad_bias;     // [A] acc
-  void* grad_scores;   // [B, Lq, Lk] acc, null = not wanted; its sum, if the mask is broadcast, is
-                       // grad_mask, in f64 and zeroed by the caller
+  bool direct;        // one chunk, of the storage type: dk and d value are the gradients themselves
+  void* parts;        // acc, uninitialised: [B, chunks, 2 * A], and if not direct also
+                      // [B, chunks, Lk * (A + Dv)]; null in the forward pass
+  void* grad_vector;  // [A] acc
+  void* grad_bias;    // [A] acc
+  void* grad_scores;  // [B, Lq, Lk] acc, null = not wanted; its sum, if the mask is broadcast, is
+                      // grad_mask, in f64 and zeroed by the caller
 };
 
 }  // namespace fastattn

@@ -27,7 +27,7 @@ def additive_backward(
     given: tuple[Operand, Operand],  # grad_out, grad_weights
     # of query, key, value, v, bias, scores, mask
     results: tuple[Operand, Operand, Operand, int, int, int, Operand],
-    parts: tuple[int, int, int],  # workspace, rows of a chunk, chunks
+    parts: tuple[int, int, int, bool],  # workspace, rows of a chunk, chunks, direct
     /,
 ) -> None: ...
 def attention_forward(

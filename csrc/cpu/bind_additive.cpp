@@ -80,6 +80,7 @@ void additive_backward(int dtype, int threads, const py::tuple& sizes, const py:
   x.parts = address(parts[0]);
   x.chunk_rows = parts[1].cast<int64_t>();
   x.chunks = parts[2].cast<int64_t>();
+  x.direct = parts[3].cast<bool>();
   py::gil_scoped_release release;
   kernels().additive_backward(x);
 }

@@ -124,7 +124,9 @@ def additive_attention_backward(
             grad_mask = torch.zeros(attn_mask.shape, dtype=torch.float64)
     chunk = max(_CHUNK_ROWS, -(-queries // (_MOST_CHUNKS * _CHUNK_ROWS)) * _CHUNK_ROWS)
     chunks = -(-queries // chunk)
-    parts = vector.new_empty(max(1, batch * chunks * (keys * (width + value_width) + 2 * width)))
+    direct = chunks == 1 and query.dtype == vector.dtype
+    part = 2 * width + (0 if direct else keys * (width + value_width))
+    parts = vector.new_empty(max(1, batch * chunks * part))  # its address says "backward"
     _cpu.additive_backward(
         _DTYPES[query.dtype],
         torch.get_num_threads(),
@@ -145,7 +147,7 @@ def additive_attention_backward(
             if grad_mask is None
             else _broadcast_operand(grad_mask.unsqueeze(1), (batch, 1, queries, keys)),
         ),
-        (parts.data_ptr(), chunk, chunks),
+        (parts.data_ptr(), chunk, chunks, direct),
     )
     if grad_mask is None:
         grad_mask = grad_scores

@@ -86,7 +86,7 @@ def _cases() -> Iterator[AdditiveCase]:
         ("float", "bqk"),
         ("float", "qk"),
         ("float", "bk"),
-        ("float", "q"),
+        ("float", "k"),
         ("float_inf", "bqk"),
         ("bool_rows_inf", "bq"),
         ("finfo_min", "qk"),

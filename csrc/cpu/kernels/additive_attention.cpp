@@ -79,7 +79,8 @@ class Additive {
 #pragma omp for schedule(dynamic, 1)
       for (int64_t t = 0; t < tasks; ++t) chunk(f, t / x.chunks, t % x.chunks);
 #pragma omp for schedule(static)
-      for (int64_t row = 0; row < p.B * p.Lk; ++row) finish_key(row / p.Lk, row % p.Lk);
+      for (int64_t row = 0; row < (x.direct ? 0 : p.B * p.Lk); ++row)
+        finish_key(row / p.Lk, row % p.Lk);
     }
     finish_vectors();
     if (p.grad_mask.data != nullptr) sum_grad_mask();
@@ -333,7 +334,7 @@ class Additive {
     probabilities(f, q, range);
     if (p.dropout_p > 0) drop(f, q, range, f.s);
     if (x.wants_weights) write_weights(f, q, range);
-    __builtin_memset(f.o, 0, static_cast<size_t>(rows * columns) * sizeof(T));
+    clear(f.o, rows * columns);
     for (int64_t j0 = range.begin; j0 < range.end; j0 += kKeys)
       add_values(f, q, j0, min_of(kKeys, range.end - j0));
     for (int64_t i = 0; i < rows; ++i) {
@@ -385,19 +386,28 @@ class Additive {
     T *dk, *dvalue, *vector, *bias;  // [Lk][D], [Lk][Dv], [D], [D]
   };
   Part part(int64_t b, int64_t c) const {
-    const int64_t size = p.Lk * (p.D + p.Dv) + 2 * p.D;
+    const int64_t n = b * x.chunks + c, keys = p.Lk * p.D, values = p.Lk * p.Dv;
     Part to;
-    to.dk = static_cast<T*>(x.parts) + (b * x.chunks + c) * size;
-    to.dvalue = to.dk + p.Lk * p.D;
-    to.vector = to.dvalue + p.Lk * p.Dv;
+    to.vector = static_cast<T*>(x.parts) + n * 2 * p.D;
     to.bias = to.vector + p.D;
+    to.dk = static_cast<T*>(x.parts) + p.B * x.chunks * 2 * p.D + n * (keys + values);
+    to.dvalue = to.dk + keys;
+    if (x.direct) {  // both are contiguous
+      to.dk = static_cast<T*>(p.grad_k.data) + b * keys;
+      to.dvalue = static_cast<T*>(p.grad_v.data) + b * values;
+    }
     return to;
+  }
+
+  static void clear(T* to, int64_t count) {
+    __builtin_memset(to, 0, static_cast<size_t>(count) * sizeof(T));
   }
 
   void chunk(Buffers& f, int64_t b, int64_t c) const {
     const Part to = part(b, c);
-    const int64_t size = p.Lk * (p.D + p.Dv) + 2 * p.D;
-    __builtin_memset(to.dk, 0, static_cast<size_t>(size) * sizeof(T));
+    clear(to.dk, p.Lk * p.D);
+    clear(to.dvalue, p.Lk * p.Dv);
+    clear(to.vector, 2 * p.D);
     const int64_t end = min_of(p.Lq, (c + 1) * x.chunk_rows);
     for (int64_t i0 = c * x.chunk_rows; i0 < end; i0 += kQueries)
       backward_block(f, {b, i0, min_of(end, i0 + kQueries)}, to);
@@ -419,13 +429,12 @@ class Additive {
     if (x.grad_scores != nullptr) write_grad_scores(f, q, range);
     if (p.dropout_p > 0) drop(f, q, range, f.s);  // P -> W
 
-    const size_t block = static_cast<size_t>(panels * kPanel) * sizeof(T);
-    __builtin_memset(f.dq, 0, block);
-    __builtin_memset(f.dv, 0, static_cast<size_t>(panels * W) * sizeof(T));
+    clear(f.dq, panels * kPanel);
+    clear(f.dv, panels * W);
     const bool leaky = excludes && !all_finite(f.o, columns, 1, rows, p.Dv);
     for (int64_t j0 = range.begin; j0 < range.end; j0 += kKeys) {
       const int64_t keys = min_of(kKeys, range.end - j0);
-      __builtin_memset(f.dk, 0, block);
+      clear(f.dk, panels * kPanel);
       if (!stage_keys_block(f, q.b, j0, keys))
         exact_gradients(f, q, j0, keys);
       else if (rows == 1)
