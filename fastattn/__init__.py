@@ -7,6 +7,7 @@ from fastattn.integrations import replace_mha, restore_mha
 from fastattn.nn import MultiheadAttention
 from fastattn.ops import (
     additive_attention,
+    luong_attention,
     scaled_dot_product_attention,
     sinusoidal_encoding,
     sinusoidal_table,
@@ -18,6 +19,7 @@ __all__ = [
     "__version__",
     "additive_attention",
     "explain",
+    "luong_attention",
     "nn",
     "replace_mha",
     "restore_mha",

@@ -1,6 +1,13 @@
 """Modules: drop-in replacements for those of ``torch.nn``, on fused kernels."""
 
+from fastattn.nn.additive import AdditiveAttention, BahdanauAttention
 from fastattn.nn.mha import MultiheadAttention
 from fastattn.nn.positional import LearnedPositionalEncoding, SinusoidalPositionalEncoding
 
-__all__ = ["LearnedPositionalEncoding", "MultiheadAttention", "SinusoidalPositionalEncoding"]
+__all__ = [
+    "AdditiveAttention",
+    "BahdanauAttention",
+    "LearnedPositionalEncoding",
+    "MultiheadAttention",
+    "SinusoidalPositionalEncoding",
+]

@@ -1,0 +1,246 @@
+"""Luong attention: three scores, three windows, composed of the other operators."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattn.ops.additive import additive_attention
+from fastattn.ops.sdpa import scaled_dot_product_attention
+
+__all__ = ["luong_attention"]
+
+_NAME = "luong_attention"
+_METHODS = ("dot", "general", "concat")
+_WINDOWS = ("global", "local-m", "local-p")
+
+
+def luong_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    method: str = "dot",
+    weight: Tensor | tuple[Tensor, Tensor] | None = None,
+    window: str = "global",
+    D: int = 10,
+    positions: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    need_weights: bool = False,
+) -> Any:
+    r"""Attend as Luong, Pham and Manning 2015 (https://arxiv.org/abs/1508.04025).
+
+    ============ ======================================== ============================
+    ``method``   score of query i and key j               ``weight``
+    ============ ======================================== ============================
+    ``dot``      :math:`q_i \cdot k_j`                    None; Dq = Dk
+    ``general``  :math:`q_i^T W k_j`                      W [Dq, Dk]
+    ``concat``   :math:`v^T \tanh(W [q_i; k_j])`          (W [A, Dq + Dk], v [A])
+    ============ ======================================== ============================
+
+    ============ ==========================================================================
+    ``window``   which keys a query sees
+    ============ ==========================================================================
+    ``global``   all
+    ``local-m``  those with abs(j - p_i) <= D; p_i is ``positions``, i unless given
+    ``local-p``  the same, p_i being predicted; after the softmax their weights are multiplied by
+                 exp(-(j - p_i)^2 / (2 s^2)), s = D / 2, and not normalised again
+    ============ ==========================================================================
+
+    No score outside a local window is computed (but for whole blocks at its edges).
+
+    Args:
+        query: [B, Tq, Dq], float32, float64, bfloat16 or float16.
+        key: [B, Tk, Dk], of query's dtype and device.
+        value: [B, Tk, Dv], of query's dtype and device.
+        method, weight, window: see above.
+        D: half the width of a local window, a positive integer.
+        positions: broadcastable to [B, Tq]: real numbers on the axis of the keys, in the paper
+            Tk * sigmoid(...). Differentiable in ``local-p``, where it must be given.
+        key_padding_mask: [B, Tk] bool, True is ignored.
+        dropout_p: the probability of dropping a weight; pass 0 in evaluation.
+        need_weights: return the weights too, [B, Tq, Tk], 0 outside a window.
+
+    Returns:
+        ``out`` [B, Tq, Dv], or ``(out, weights)``. A query whose window is empty gives 0.
+
+    Raises:
+        TypeError, ValueError: an unknown ``method`` or ``window``, a ``weight`` or ``positions``
+            that does not fit them, ``D`` that is not a positive integer, and what the operators
+            below raise.
+
+    Examples:
+        >>> import torch
+        >>> from fastattn import luong_attention
+        >>> x = torch.ones(2, 30, 8)
+        >>> luong_attention(x, x, x, window="local-m", D=2, need_weights=True)[1][0, 10, 7:14]
+        tensor([0.0000, 0.2000, 0.2000, 0.2000, 0.2000, 0.2000, 0.0000])
+    """
+    _check(query, key, value, method, window, D, positions, key_padding_mask)
+    query, key, v = _project(query, key, method, weight)
+    if window == "global" or (window == "local-m" and positions is None and v is None):
+        width = None if window == "global" else (D, D)
+        return _attend(query, key, value, v, key_padding_mask, dropout_p, need_weights, width)
+    if positions is None:
+        positions = torch.arange(query.shape[1], device=query.device)
+    batch, queries, keys = *query.shape[:2], key.shape[1]
+    p = positions.expand(batch, queries).to(torch.promote_types(query.dtype, torch.float32))
+
+    # The windows are gathered: each query becomes a sequence of its own with 2 D + 1 keys.
+    first = torch.ceil(p.detach() - D).long()
+    j = first[..., None] + torch.arange(2 * D + 1, device=query.device)  # [B, Tq, 2D + 1]
+    outside = (j < 0) | (j >= keys) | (j > p.detach()[..., None] + D)
+    at = j.clamp(0, max(keys - 1, 0))
+    if keys == 0:
+        out = query.new_zeros((batch, queries, value.shape[2]))
+        return (out, query.new_zeros((batch, queries, 0))) if need_weights else out
+    rows = torch.arange(batch, device=query.device)[:, None, None]
+    if key_padding_mask is not None:
+        outside = outside | key_padding_mask[rows, at]
+    near, seen = key[rows, at], value[rows, at]  # [B, Tq, 2D + 1, ...]
+    bell = None
+    if window == "local-p":
+        # A weight times the bell, times a value, is a weight times (the bell times the value).
+        bell = torch.exp(-2 * ((j - p[..., None]) / D) ** 2).to(query.dtype)
+        seen = seen * bell[..., None]
+    result = _attend(
+        query.flatten(0, 1).unsqueeze(1),
+        near.flatten(0, 1),
+        seen.flatten(0, 1),
+        v,
+        outside.flatten(0, 1),
+        dropout_p,
+        need_weights,
+        None,
+    )
+    if not need_weights:
+        return result.view(batch, queries, -1)
+    out, weights = result[0].view(batch, queries, -1), result[1].view(batch, queries, -1)
+    weights = weights if bell is None else weights * bell
+    return out, query.new_zeros((batch, queries, keys)).scatter_add(2, at, weights)
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    v: Tensor | None,
+    padding: Tensor | None,
+    dropout_p: float,
+    need_weights: bool,
+    window: tuple[int, int] | None,
+) -> Any:
+    """Additive with a v, else the dot product: both with the same masks and results."""
+    if v is not None:
+        return additive_attention(
+            query,
+            key,
+            value,
+            v,
+            key_padding_mask=padding,
+            dropout_p=dropout_p,
+            need_weights=need_weights,
+        )
+    result = scaled_dot_product_attention(
+        query[:, None],
+        key[:, None],
+        value[:, None],
+        None if padding is None else ~padding[:, None, None],
+        dropout_p,
+        scale=1.0,
+        window=window,
+        need_weights=need_weights,
+    )
+    return tuple(x[:, 0] for x in result) if need_weights else result[:, 0]
+
+
+def _project(
+    query: Tensor, key: Tensor, method: str, weight: Any
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Query and key whose dot product, or additive score with v, is the score of the method."""
+    q, k = query.shape[2], key.shape[2]
+    if method == "dot":
+        if weight is not None:
+            raise ValueError(f"{_NAME}: weight must be None with method='dot'")
+        if q != k:
+            raise ValueError(
+                f"{_NAME}: method='dot' needs a query and a key of one width, got {q} and {k}"
+            )
+        return query, key, None
+    if method == "general":
+        if not isinstance(weight, Tensor):
+            raise TypeError(
+                f"{_NAME}: weight must be a Tensor [Dq, Dk] with method='general', "
+                f"got {type(weight).__name__}"
+            )
+        if weight.shape != (q, k):
+            raise ValueError(
+                f"{_NAME}: weight must be [Dq, Dk] = {(q, k)}, got {tuple(weight.shape)}"
+            )
+        return query @ weight, key, None
+    pair = isinstance(weight, (tuple, list)) and len(weight) == 2
+    if not pair or not all(isinstance(x, Tensor) for x in weight):
+        raise TypeError(f"{_NAME}: weight must be (W [A, Dq + Dk], v [A]) with method='concat'")
+    matrix, v = weight
+    if matrix.ndim != 2 or matrix.shape[1] != q + k or v.shape != matrix.shape[:1]:
+        raise ValueError(
+            f"{_NAME}: weight must be (W [A, Dq + Dk = {q + k}], v [A]), "
+            f"got {tuple(matrix.shape)} and {tuple(v.shape)}"
+        )
+    # W [q; k] = W_q q + W_k k
+    return query @ matrix[:, :q].mT, key @ matrix[:, q:].mT, v
+
+
+def _check(
+    query: Any,
+    key: Any,
+    value: Any,
+    method: Any,
+    window: Any,
+    width: Any,
+    positions: Any,
+    padding: Any,
+) -> None:
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{_NAME}: {name} must be a Tensor, got {type(x).__name__}")
+        if x.ndim != 3:
+            raise ValueError(f"{_NAME}: {name} must have 3 dimensions, got shape {tuple(x.shape)}")
+    if not query.shape[0] == key.shape[0] == value.shape[0] or key.shape[1] != value.shape[1]:
+        raise ValueError(
+            f"{_NAME}: query, key and value must be [B, Tq, Dq], [B, Tk, Dk] and [B, Tk, Dv], got "
+            f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}"
+        )
+    for name, given, allowed in (("method", method, _METHODS), ("window", window, _WINDOWS)):
+        if given not in allowed:
+            raise ValueError(f"{_NAME}: {name} must be one of {', '.join(allowed)}, got {given!r}")
+    if isinstance(width, bool) or not isinstance(width, int):
+        raise TypeError(f"{_NAME}: D must be an integer, got {type(width).__name__}")
+    if width < 1:
+        raise ValueError(f"{_NAME}: D must be positive, got {width}")
+    if padding is not None:
+        if not isinstance(padding, Tensor) or padding.dtype != torch.bool:
+            raise TypeError(f"{_NAME}: key_padding_mask must be a Tensor of dtype torch.bool")
+        if padding.shape != key.shape[:2]:
+            raise ValueError(
+                f"{_NAME}: key_padding_mask must be [B, Tk] = {tuple(key.shape[:2])}, "
+                f"got {tuple(padding.shape)}"
+            )
+    if positions is None:
+        if window == "local-p":
+            raise ValueError(f"{_NAME}: window='local-p' needs positions")
+        return
+    if window == "global":
+        raise ValueError(f"{_NAME}: positions need a local window, got window='global'")
+    if not isinstance(positions, Tensor) or positions.is_complex():
+        raise TypeError(f"{_NAME}: positions must be a real Tensor")
+    shape = query.shape[:2]
+    pairs = zip(reversed(positions.shape), reversed(shape), strict=False)
+    if positions.ndim > 2 or [n for n, m in pairs if n != 1 and n != m]:
+        raise ValueError(
+            f"{_NAME}: positions must be broadcastable to [B, Tq] = {tuple(shape)}, "
+            f"got {tuple(positions.shape)}"
+        )

@@ -1,0 +1,230 @@
+"""luong_attention: against its definition on whole matrices of scores."""
+
+from __future__ import annotations
+
+import doctest
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastattn import luong_attention
+from fastattn.ops import luong
+
+NAN = float("nan")
+METHODS = ("dot", "general", "concat")
+
+
+def operands(method: str, tq: int = 9, tk: int = 14, grad: bool = False) -> tuple[Any, ...]:
+    """query, key, value and weight."""
+    draw = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        x = torch.randn(shape, generator=draw, dtype=torch.float64)
+        return x.requires_grad_(grad)
+
+    dq, dk = (5, 5) if method == "dot" else (5, 4)
+    query, key, value = normal(2, tq, dq), normal(2, tk, dk), normal(2, tk, 3)
+    weight = {"dot": None, "general": normal(dq, dk)}.get(method)
+    if method == "concat":
+        return query, key, value, (normal(6, dq + dk), normal(6))
+    return query, key, value, weight
+
+
+def definition(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    method: str,
+    weight: Any,
+    window: str,
+    width: int,
+    positions: Tensor | None,
+    padding: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    tq, tk = query.shape[1], key.shape[1]
+    if method == "concat":
+        q = query[:, :, None].expand(-1, -1, tk, -1)
+        k = key[:, None].expand(-1, tq, -1, -1)
+        scores = torch.tanh(torch.cat([q, k], -1) @ weight[0].T) @ weight[1]
+    else:
+        scores = (query if weight is None else query @ weight) @ key.mT
+    p = torch.arange(tq).double() if positions is None else positions
+    distance = torch.arange(tk) - p.expand(2, tq)[..., None]
+    seen = torch.ones(2, tq, tk, dtype=torch.bool)
+    if window != "global":
+        seen = distance.abs() <= width
+    if padding is not None:
+        seen = seen & ~padding[:, None]
+    scores = scores.masked_fill(~seen, -1e9)
+    weights = torch.where(seen, torch.softmax(scores, -1), 0.0)
+    if window == "local-p":
+        weights = weights * torch.exp(-(distance**2) / (2 * (width / 2) ** 2))
+    return weights @ value, weights
+
+
+PLACES = torch.tensor(
+    [[0.0, 0.4, 3.5, 6.0, 6.9, 9.1, 12.99, 13.0, -1.5], [14.2, 2, 2, 2, 5.5, 7, 8, 1, 40.0]],
+    dtype=torch.float64,
+)
+CASES = [
+    ("global", None),
+    ("local-m", None),
+    ("local-m", PLACES),
+    ("local-m", torch.arange(3, 12)),
+    ("local-p", PLACES),
+    ("local-p", PLACES[1:]),
+]
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(("window", "positions"), CASES)
+@pytest.mark.parametrize("method", METHODS)
+def test_is_its_definition(
+    backend: str, method: str, window: str, positions: Tensor | None, padded: bool
+) -> None:
+    *qkv, weight = operands(method)
+    padding = torch.arange(14) >= torch.tensor([[14], [6]]) if padded else None
+    for width in (1, 2, 20):
+        want = definition(*qkv, method, weight, window, width, positions, padding)
+        options: dict[str, Any] = {"method": method, "weight": weight, "window": window}
+        options |= {"D": width, "positions": positions, "key_padding_mask": padding}
+        got = luong_attention(*qkv, **options, need_weights=True)
+        for mine, theirs in zip(got, want, strict=True):
+            torch.testing.assert_close(mine, theirs)
+        torch.testing.assert_close(luong_attention(*qkv, **options), want[0])
+
+
+@pytest.mark.parametrize("window", ["global", "local-m", "local-p"])
+@pytest.mark.parametrize("method", METHODS)
+def test_gradients(backend: str, method: str, window: str) -> None:
+    query, key, value, weight = operands(method, tq=3, tk=6, grad=True)
+    flat = [] if weight is None else list(weight) if method == "concat" else [weight]
+    # The window is not differentiable where a key enters it.
+    positions = torch.tensor([0.3, 2.4, 4.8], dtype=torch.float64, requires_grad=True)
+    place = [positions] if window == "local-p" else []
+
+    def f(query: Tensor, key: Tensor, value: Tensor, *more: Tensor) -> Any:
+        given = more[: len(flat)]
+        return luong_attention(
+            query,
+            key,
+            value,
+            method=method,
+            weight=None if not given else given if method == "concat" else given[0],
+            window=window,
+            D=2,
+            positions=more[-1] if place else None,
+            need_weights=True,
+        )
+
+    leaves = (query, key, value, *flat, *place)
+    assert torch.autograd.gradcheck(f, leaves)
+    if window == "local-p" and method != "general":
+        assert torch.autograd.gradgradcheck(f, leaves)
+
+
+def test_what_is_outside_every_window_is_not_read(backend: str) -> None:
+    query, key, value, weight = operands("concat", tq=2, grad=False)
+    key[:, 8:], value[:, 8:] = NAN, NAN
+    places = torch.tensor([1.0, 4.5], dtype=torch.float64)
+    for window in ("local-m", "local-p"):
+        options: dict[str, Any] = {"window": window, "positions": places, "D": 3}
+        got = luong_attention(query, key, value, method="concat", weight=weight, **options)
+        assert got.isfinite().all()
+
+
+def test_an_empty_window_gives_zero(backend: str) -> None:
+    query, key, value, _ = operands("dot", tq=1, grad=True)
+    far = torch.tensor([100.0])
+    out = luong_attention(query, key, value, window="local-p", positions=far, D=2)
+    assert out.eq(0).all()
+    assert all(g.isfinite().all() for g in torch.autograd.grad(out.sum(), (query, key, value)))
+    for length in (0, 1):
+        none = luong_attention(
+            query, key[:, :length], value[:, :length], window="local-m", positions=far[None], D=2
+        )
+        assert none.eq(0).all()
+
+
+def test_only_the_window_takes_memory(backend: str) -> None:
+    """Nothing that a local window saves has the length of the keys twice."""
+    query, key, value, weight = operands("concat", tq=40, tk=400, grad=True)
+    sizes: list[int] = []
+    places = torch.linspace(0, 399, 40).double()
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda x: sizes.append(x.numel()) or x, lambda x: x
+    ):
+        luong_attention(
+            query,
+            key,
+            value,
+            method="concat",
+            weight=weight,
+            window="local-p",
+            D=3,
+            positions=places,
+        )
+    assert max(sizes) <= 2 * max(40 * 7 * 6, 400 * 6)
+
+
+def test_dropout_and_dtypes(backend: str) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        query, key, value, _ = (None if x is None else x.to(dtype) for x in operands("dot"))
+        for window in ("global", "local-m"):
+            torch.manual_seed(0)
+            out, weights = luong_attention(
+                query, key, value, window=window, D=3, dropout_p=0.5, need_weights=True
+            )
+            assert out.dtype == weights.dtype == dtype
+            torch.testing.assert_close(weights @ value, out, atol=0.03, rtol=0.03)
+
+
+def test_compiles_without_a_break(backend: str) -> None:
+    torch._dynamo.reset()
+    query, key, value, weight = operands("general")
+
+    def f(query: Tensor, positions: Tensor) -> Tensor:
+        options: dict[str, Any] = {"method": "general", "weight": weight, "D": 2}
+        return luong_attention(query, key, value, window="local-p", positions=positions, **options)
+
+    compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(query, PLACES), f(query, PLACES))
+
+
+def test_the_examples_of_the_documentation_are_true() -> None:
+    assert doctest.testmod(luong).failed == 0
+    assert doctest.testmod(luong).attempted > 0
+
+
+Q, K, V = torch.zeros(2, 3, 4), torch.zeros(2, 5, 4), torch.zeros(2, 5, 6)
+BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"query": None}, TypeError, "query must be a Tensor, got NoneType"),
+    ({"query": Q[0]}, ValueError, "query must have 3 dimensions"),
+    ({"key": K[:1]}, ValueError, r"query, key and value must be \[B, Tq, Dq\]"),
+    ({"method": "bilinear"}, ValueError, "method must be one of dot, general, concat"),
+    ({"window": "local"}, ValueError, "window must be one of global, local-m, local-p"),
+    ({"D": 2.0}, TypeError, "D must be an integer, got float"),
+    ({"D": 0}, ValueError, "D must be positive, got 0"),
+    ({"key": K[..., :3]}, ValueError, "of one width, got 4 and 3"),
+    ({"weight": Q}, ValueError, "weight must be None with method='dot'"),
+    ({"method": "general"}, TypeError, r"weight must be a Tensor \[Dq, Dk\]"),
+    ({"method": "general", "weight": torch.zeros(4, 3)}, ValueError, r"\(4, 4\), got \(4, 3\)"),
+    ({"method": "concat", "weight": Q}, TypeError, r"weight must be \(W \[A, Dq \+ Dk\], v \[A\]"),
+    ({"method": "concat", "weight": (torch.zeros(6, 7), torch.zeros(6))}, ValueError, "Dk = 8"),
+    ({"window": "local-p"}, ValueError, "needs positions"),
+    ({"positions": torch.zeros(3)}, ValueError, "positions need a local window"),
+    ({"window": "local-m", "positions": 3}, TypeError, "positions must be a real Tensor"),
+    ({"window": "local-m", "positions": torch.zeros(2)}, ValueError, r"to \[B, Tq\] = \(2, 3\)"),
+    ({"key_padding_mask": torch.zeros(2, 5)}, TypeError, "of dtype torch.bool"),
+    ({"key_padding_mask": torch.zeros(5).bool()}, ValueError, r"\[B, Tk\] = \(2, 5\), got \(5,\)"),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "match"), BAD)
+def test_errors_say_what_is_wrong(
+    options: dict[str, Any], error: type[Exception], match: str
+) -> None:
+    with pytest.raises(error, match=match):
+        luong_attention(**{"query": Q, "key": K, "value": V, **options})
