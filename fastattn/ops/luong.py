@@ -97,10 +97,10 @@ def luong_attention(
     if keys == 0:
         out = query.new_zeros((batch, queries, value.shape[2]))
         return (out, query.new_zeros((batch, queries, 0))) if need_weights else out
-    rows = torch.arange(batch, device=query.device)[:, None, None]
+    row = at + keys * torch.arange(batch, device=query.device)[:, None, None]
     if key_padding_mask is not None:
-        outside = outside | key_padding_mask[rows, at]
-    near, seen = key[rows, at], value[rows, at]  # [B, Tq, 2D + 1, ...]
+        outside = outside | _rows(key_padding_mask, row)
+    near, seen = _rows(key, row), _rows(value, row)  # [B, Tq, 2D + 1, ...]
     bell = None
     if window == "local-p":
         # A weight times the bell, times a value, is a weight times (the bell times the value).
@@ -121,6 +121,11 @@ def luong_attention(
     out, weights = result[0].view(batch, queries, -1), result[1].view(batch, queries, -1)
     weights = weights if bell is None else weights * bell
     return out, query.new_zeros((batch, queries, keys)).scatter_add(2, at, weights)
+
+
+def _rows(x: Tensor, row: Tensor) -> Tensor:
+    """Those rows of x [B, Tk, ...], counted through the batch."""
+    return x.flatten(0, 1).index_select(0, row.flatten()).view(*row.shape, *x.shape[2:])
 
 
 def _attend(
