@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--op",
         default="scaled_dot_product_attention",
-        choices=("scaled_dot_product_attention", "sinusoidal_encoding"),
+        choices=("additive_attention", "scaled_dot_product_attention", "sinusoidal_encoding"),
         help="default: %(default)s",
     )
     parser.add_argument(
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.op == "sinusoidal_encoding" and (args.causal or args.weights):
-        raise ValueError("--causal and --weights belong to scaled_dot_product_attention")
+        raise ValueError("--causal and --weights belong to attention")
     for shape in parse_shapes(args.shapes):
         print(", ".join(f"{key}={value}" for key, value in shape.items()), f"{args.dtype}:")
         inputs, options = _call(args, shape)
@@ -60,6 +60,11 @@ def _call(
     batch, heads, head_dim = shape["B"], shape["H"], shape["D"]
     if args.op == "sinusoidal_encoding":
         return [tensor(batch, shape["Lq"], heads * head_dim)], {}
+    if args.op == "additive_attention":
+        width = heads * head_dim
+        lengths = (shape["Lq"], shape["Lk"], shape["Lk"])
+        inputs = [tensor(batch, length, width) for length in lengths]
+        return [*inputs, tensor(width)], {"is_causal": args.causal, "need_weights": args.weights}
     query = tensor(batch, heads, shape["Lq"], head_dim)
     key = tensor(batch, shape["Hkv"], shape["Lk"], head_dim)
     value = tensor(batch, shape["Hkv"], shape["Lk"], shape["Dv"])

@@ -262,10 +262,11 @@ def test_explain_says_what_runs_and_why_not_the_others() -> None:
     assert "reference" in done.stdout
 
 
-def test_explain_takes_the_other_operator() -> None:
-    done = fastattn_command("explain", "--op", "sinusoidal_encoding", "--shapes", "L=8,D=4")
+@pytest.mark.parametrize("op", ["sinusoidal_encoding", "additive_attention"])
+def test_explain_takes_the_other_operators(op: str) -> None:
+    done = fastattn_command("explain", "--op", op, "--shapes", "L=8,D=4")
     assert done.returncode == 0, done.stderr
-    assert "sinusoidal_encoding" in done.stdout
+    assert op in done.stdout
 
 
 @pytest.mark.parametrize(
