@@ -73,19 +73,6 @@ FASTATTN_INLINE V product(V x) {
   return x;
 }
 
-// The sum over the lanes of x[0], x[1], ..., in lanes 0, 1, ...; x is overwritten. Every sum is
-// taken in the same order.
-template <class T, int Step>
-FASTATTN_INLINE Vec<T> sums_of_lanes(Vec<T>* x) {
-  typedef typename CountTo<kLanes<T>>::type All;
-  FASTATTN_UNROLL for (int n = 0; n < kLanes<T> / (2 * Step); ++n) {
-    const Vec<T> a = x[2 * n], b = x[2 * n + 1];
-    x[n] = interleave<T, Step, 0>(a, b, All()) + interleave<T, Step, 1>(a, b, All());
-  }
-  if constexpr (2 * Step < kLanes<T>) return sums_of_lanes<T, 2 * Step>(x);
-  return x[0];
-}
-
 // The scores of kQ queries and lanes / kQ keys, in lane r * (lanes / kQ) + c, from
 //   -tanh = n / d  with  n = 1 - e^2q e^2k,  d = 1 + e^2q e^2k.
 // 1 - 2 / d would do without n, but where d is near 1 its last place is worth four of those of
@@ -112,7 +99,7 @@ FASTATTN_INLINE Vec<T> score_tile(const T* eq, int64_t q_panel, const T* ek, int
     eq += q_panel;
     ek += k_panel;
   }
-  return sums_of_lanes<T, 1>(acc);
+  return sum_each<T>(acc);
 }
 
 // One panel of kQ queries and an even number of keys. With e = e^2q e^2k, w = g r and h = w e r,

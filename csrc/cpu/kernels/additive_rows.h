@@ -1,0 +1,289 @@
+// What forward and backward of additive attention share: a block of queries, and the probabilities
+// of all the keys it sees. Whole rows, so that both compute the same ones in the same way.
+#pragma once
+#include "additive_attention.h"
+#include "blocks.h"
+#include "mask.h"
+
+namespace fastattn {
+namespace FASTATTN_ISA {
+namespace {
+
+constexpr int64_t kQueries = 64, kKeys = 64;  // of a block: 64 KiB each at A = 256
+
+constexpr int64_t round_up(int64_t n, int64_t multiple) {
+  return (n + multiple - 1) / multiple * multiple;
+}
+
+template <class P>
+class AdditiveRows {
+ protected:
+  typedef typename P::Storage Storage;
+  typedef typename P::Acc T;
+  static constexpr int W = kLanes<T>;
+  static constexpr bool kCoarse = sizeof(Storage) == 2;
+  static constexpr int kScoreQueries = W == 16 ? 4 : W == 2 ? 1 : 2;
+  static constexpr int kGradientQueries = kRegisters == 32 ? 4 : 2;
+  static constexpr int kMostQueries = max_of(kScoreQueries, kGradientQueries);
+  static constexpr int kVectors = 2;  // of the output tiles
+  static constexpr int64_t kPanelRows = kQueries + 1;
+  static constexpr int64_t kPanel = kPanelRows * W;
+  static_assert(kQueries == kKeys, "one stride of panels");
+
+  explicit AdditiveRows(const AdditiveParams& params)
+      : x(params),
+        p(params.attention),
+        dropout(make_dropout(params.attention)),
+        panels((p.D + W - 1) / W),
+        columns(round_up(p.Dv, kVectors * W)),
+        ld(leading(p.Lk)),
+        excludes(p.mask.data != nullptr || p.window_right >= 0),
+        key_mask(is_key_mask(p)) {}
+
+  const AdditiveParams& x;
+  const AttentionParams& p;
+  const DropoutRule dropout;
+  const int64_t panels, columns, ld;
+  const bool excludes, key_mask;
+
+  // Queries [begin, end) of one batch entry.
+  struct Block {
+    int64_t b, begin, end;
+  };
+
+  struct Buffers {
+    T* v;            // [panels][lanes], zero beyond A
+    T* b;            // [panels][lanes] the bias, zero beyond A
+    T limit;         // of max|q| + max|k| for the factored form
+    T* q;            // [panels][kQueries + 1][lanes] queries
+    T* eq;           // e^2(q + b)
+    T* k;            // [panels][kKeys + 1][lanes] keys, or e^2k
+    T* s;            // [kQueries][ld] scores, probabilities, weights
+    T* o;            // [kQueries][columns] outputs; in the backward pass their gradients
+    T* values;       // [kKeys][columns], or [Dv][kKeys]
+    T* keys;         // [ld] a mask of keys
+    T* bias;         // [ld] a row of a mask
+    uint32_t* keep;  // [kKeys][kQueries]
+    // backward only
+    T* d;   // [kQueries][ld] gradients of probabilities, then of scores
+    T* dq;  // as q
+    T* dk;  // as k
+    T* dv;  // [panels][lanes]
+    T query_top;
+    size_t bytes;
+  };
+
+  Buffers allocate(void* base) const {
+    Arena a(base);
+    Buffers f{};
+    const bool backward = x.parts != nullptr;
+    f.v = a.take<T>(panels * W);
+    f.b = a.take<T>(panels * W);
+    f.q = a.take<T>(panels * kPanel);
+    f.eq = a.take<T>(panels * kPanel);
+    f.k = a.take<T>(panels * kPanel);
+    f.s = a.take<T>(kQueries * ld);
+    f.o = a.take<T>(kQueries * columns);
+    f.values = a.take<T>(kKeys * columns);
+    f.keys = a.take<T>(key_mask ? ld : 0);
+    f.bias = a.take<T>(p.mask.data != nullptr ? ld : 0);
+    f.keep = a.take<uint32_t>(p.dropout_p > 0 ? kKeys * kQueries : 0);
+    f.d = a.take<T>(backward ? kQueries * ld : 0);
+    f.dq = a.take<T>(backward ? panels * kPanel : 0);
+    f.dk = a.take<T>(backward ? panels * kPanel : 0);
+    f.dv = a.take<T>(backward ? panels * W : 0);
+    f.bytes = a.used();
+    return f;
+  }
+
+  // Rows of scores: whole blocks of keys, and not a multiple of the page size apart.
+  static int64_t leading(int64_t keys) {
+    const int64_t n = round_up(keys, kKeys);
+    return n * static_cast<int64_t>(sizeof(T)) % 4096 == 0 ? n + 16 : n;
+  }
+
+  const Storage* row(const Tensor4& t, int64_t b, int64_t i) const {
+    return static_cast<const Storage*>(t.data) + b * t.stride[0] + i * t.stride[2];
+  }
+
+  // ---- Staging ---------------------------------------------------------------------------------
+
+  // v and the bias, padded, and what of the limit they leave to queries and keys.
+  void prepare_vectors(Buffers& f) const {
+    const T *v = static_cast<const T*>(x.vector), *bias = static_cast<const T*>(x.bias);
+    const auto magnitude = [](T u) { return u < T(0) ? -u : u; };
+    bool small = true;
+    T top = T(0);
+    for (int64_t a = 0; a < panels * W; ++a) {
+      f.v[a] = a < p.D ? v[a] : T(0);
+      f.b[a] = a < p.D && bias != nullptr ? bias[a] : T(0);
+      small &= magnitude(f.v[a]) <= kLargestVector<T> && magnitude(f.b[a]) <= kFactoredLimit<T>;
+      top = max_of(top, magnitude(f.b[a]));
+    }
+    f.limit = small ? kFactoredLimit<T> - top : -kInf<T>;
+  }
+
+  // `rows` rows, and zeros up to `to` of them, which tiles read -> panels
+  // dst[a / lanes][row][a % lanes]; returns the largest magnitude, inf if one is not finite.
+  T stage(const Storage* src, const int64_t* stride, int64_t rows, int64_t to, T* dst) const {
+    Vec<T> top{}, finite{};
+    for (int64_t r = 0; r < to; ++r) {
+      const Storage* from = src + r * stride[2];
+      for (int64_t n = 0; n < panels; ++n) {
+        const int count = static_cast<int>(min_of<int64_t>(W, p.D - n * W));
+        Vec<T> u{};
+        if (r < rows && stride[3] == 1) {
+          u = load_as<T>(from + n * W, count);
+        } else if (r < rows) {
+          alignas(kVectorBytes) T lanes[W] = {};
+          for (int l = 0; l < count; ++l)
+            lanes[l] = static_cast<T>(widen(from[(n * W + l) * stride[3]]));
+          u = load(lanes);
+        }
+        store(dst + n * kPanel + r * W, u);
+        top = max_of(top, max_of(u, -u));
+        finite += u - u;  // NaN from here on if u is not finite
+      }
+    }
+    return sum_lanes<T>(finite) == T(0) ? max_lanes<T>(top) : kInf<T>;
+  }
+
+  void exponentials(const T* from, int64_t rows, T* to) const {
+    for (int64_t n = 0; n < panels * kPanel; n += kPanel)
+      for (int64_t r = 0; r < rows; ++r)
+        store(to + n + r * W, exp_twice<T>(load(from + n + r * W)));
+  }
+
+  void stage_queries(Buffers& f, Block q) const {
+    const int64_t rows = q.end - q.begin, to = rows == 1 ? 1 : round_up(rows, kMostQueries);
+    f.query_top = stage(row(p.q, q.b, q.begin), p.q.stride, rows, to, f.q);
+    if (!(f.query_top <= f.limit)) return;
+    exponentials(f.q, to, f.eq);
+    if (x.bias == nullptr) return;
+    // e^2(q + b) as a product: a sum of large q and b would be rounded before it meets k.
+    for (int64_t n = 0; n < panels; ++n) {
+      const Vec<T> eb = exp_twice<T>(load(f.b + n * W));
+      for (int64_t r = 0; r < to; ++r) {
+        T* const e = f.eq + n * kPanel + r * W;
+        store(e, load(e) * eb);
+      }
+    }
+  }
+
+  // Whether the block is in its factored form, e^2k.
+  bool stage_keys_block(Buffers& f, int64_t b, int64_t j0, int64_t rows) const {
+    const int64_t to = round_up(rows, W);
+    const T top = stage(row(p.k, b, j0), p.k.stride, rows, to, f.k);
+    if (!(f.query_top + top <= f.limit)) return false;
+    exponentials(f.k, to, f.k);
+    return true;
+  }
+
+  // ---- Probabilities ---------------------------------------------------------------------------
+
+  // The keys that any of the queries may see, their beginning rounded down to a block.
+  Range visible(Buffers& f, Block q) const {
+    Range range = visible_to_any(p, q.begin, q.end);
+    if (key_mask) {
+      read_mask_row(p, q.b, 0, 0, 0, p.Lk, f.keys);
+      range = trim(f.keys, range);
+    }
+    return {range.begin / kKeys * kKeys, range.end};
+  }
+
+  // S = P over the range, zero from there to the end of the last block.
+  void probabilities(Buffers& f, Block q, Range range) const {
+    stage_queries(f, q);
+    for (int64_t j0 = range.begin; j0 < range.end; j0 += kKeys) {
+      const int64_t j1 = min_of(range.end, j0 + kKeys);
+      if (!stage_keys_block(f, q.b, j0, j1 - j0))
+        exact_scores(f, q, j0, j1);
+      else if (q.end - q.begin == 1)
+        scores<1>(f, q, j0, j1);
+      else
+        scores<kScoreQueries>(f, q, j0, j1);
+    }
+    for (int64_t i = q.begin; i < q.end; ++i) softmax(f, q, i, range);
+  }
+
+  // The last of the rows may lie beyond the queries, and the last columns beyond the keys: they are
+  // computed from zeros.
+  template <int kQ>
+  __attribute__((noinline)) void scores(Buffers& f, Block q, int64_t j0, int64_t j1) const {
+    constexpr int kK = W / kQ;
+    for (int64_t i = q.begin; i < q.end; i += kQ) {
+      const int64_t end = min_of(j1, visible_to_any(p, i, min_of(q.end, i + kQ)).end);
+      for (int64_t j = j0; j < end; j += kK) {
+        const Vec<T> e = score_tile<T, kCoarse, kQ>(f.eq + (i - q.begin) * W, kPanel,
+                                                    f.k + (j - j0) * W, kPanel, f.v, panels);
+        alignas(kVectorBytes) T lanes[W];
+        store(lanes, e);
+        T* const to = f.s + (i - q.begin) * ld + j;
+        FASTATTN_UNROLL for (int r = 0; r < kQ; ++r)
+            __builtin_memcpy(to + r * ld, lanes + r * kK, kK * sizeof(T));
+      }
+    }
+  }
+
+  __attribute__((noinline)) void exact_scores(Buffers& f, Block q, int64_t j0, int64_t j1) const {
+    for (int64_t i = q.begin; i < q.end; ++i) {
+      const int64_t end = min_of(j1, visible_to_any(p, i, i + 1).end);
+      for (int64_t j = j0; j < end; ++j)
+        f.s[(i - q.begin) * ld + j] = score_exactly<T>(
+            f.q + (i - q.begin) * W, kPanel, f.k + (j - j0) * W, kPanel, f.b, f.v, panels);
+    }
+  }
+
+  // P_ij = exp(S_ij + mask_ij - max) / sum; a row that sees nothing is 0.
+  void softmax(Buffers& f, Block q, int64_t i, Range range) const {
+    T* const s = f.s + (i - q.begin) * ld;
+    const int64_t end = max_of(range.begin, min_of(range.end, visible_to_any(p, i, i + 1).end));
+    const int64_t padded = range.begin + round_up(range.end - range.begin, kKeys);
+    const Vec<T> minus_inf = splat<T>(-kInf<T>);
+    for (int64_t j = end; j < round_up(end, W); ++j) s[j] = -kInf<T>;
+    const T* bias = key_mask ? f.keys : f.bias;
+    if (p.mask.data != nullptr) {
+      if (!key_mask) read_mask_row(p, q.b, 0, i, range.begin, end, f.bias + range.begin);
+      for (int64_t j = range.begin; j < end; j += W) {
+        const int count = static_cast<int>(min_of<int64_t>(W, end - j));
+        const Vec<T> b = load_first(bias + j, count);  // selected: an excluded NaN must not survive
+        store(s + j, select<T>(b == minus_inf, minus_inf, load(s + j) + b));
+      }
+    }
+    // The maximum may miss a NaN, the sum does not.
+    Vec<T> top = minus_inf, sum{};
+    for (int64_t j = range.begin; j < end; j += W) top = max_of(top, load(s + j));
+    const T m = max_lanes<T>(top), reference = m == -kInf<T> ? T(0) : m;
+    for (int64_t j = range.begin; j < end; j += W) {
+      const Vec<T> e = exp2_neg((load(s + j) - reference) * kLog2E<T>);
+      sum += e;
+      store(s + j, e);
+    }
+    const T total = sum_lanes<T>(sum), inverse = total == T(0) ? T(0) : T(1) / total;
+    for (int64_t j = range.begin; j < end; j += W) store(s + j, load(s + j) * inverse);
+    for (int64_t j = round_up(end, W); j < padded; ++j) s[j] = T(0);
+  }
+
+  // M = M where kept, times the factor, else 0, for rows of the queries.
+  void drop(Buffers& f, Block q, Range range, T* m) const {
+    const T factor = static_cast<T>(dropout.factor);
+    const int64_t lanes = round_up(q.end - q.begin, kLanes<float>);
+    for (int64_t j0 = range.begin; j0 < range.end; j0 += kKeys) {
+      const int64_t rows = min_of(kKeys, range.end - j0);
+      dropout_mask(dropout, q.begin, j0, rows, lanes, 0, q.b, f.keep);
+      for (int64_t i = 0; i < q.end - q.begin; ++i) {
+        T* const to = m + i * ld + j0;
+        for (int64_t j = 0; j < rows; ++j)
+          to[j] = f.keep[j * lanes + i] != 0 ? to[j] * factor : T(0);
+      }
+    }
+  }
+
+  static void clear(T* to, int64_t count) {
+    __builtin_memset(to, 0, static_cast<size_t>(count) * sizeof(T));
+  }
+};
+
+}  // namespace
+}  // namespace FASTATTN_ISA
+}  // namespace fastattn
