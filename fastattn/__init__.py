@@ -8,6 +8,7 @@ from fastattn.nn import MultiheadAttention
 from fastattn.ops import (
     additive_attention,
     luong_attention,
+    memory_hop_attention,
     scaled_dot_product_attention,
     sinusoidal_encoding,
     sinusoidal_table,
@@ -20,6 +21,7 @@ __all__ = [
     "additive_attention",
     "explain",
     "luong_attention",
+    "memory_hop_attention",
     "nn",
     "replace_mha",
     "restore_mha",

@@ -45,6 +45,8 @@ __all__ = [
     "additive_attention",
     "additive_attention_backward",
     "dropout_keep",
+    "memory_hop_attention",
+    "memory_hop_attention_backward",
     "philox4x32",
     "scaled_dot_product_attention",
     "scaled_dot_product_attention_backward",
@@ -526,3 +528,10 @@ def attend_additively(
         out = _weighted_sum(w[:, None], value.to(compute)[:, None], (e != -_INF)[:, None])[:, 0]
         # A query that sees nothing hands on no gradient, even of inf.
         return rounded(torch.where(lse[..., None] == -_INF, 0.0, out)), w
+
+
+# Last: it builds on what is above.
+from fastattn.backends._reference_hops import (  # noqa: E402
+    memory_hop_attention,
+    memory_hop_attention_backward,
+)

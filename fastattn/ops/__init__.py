@@ -2,12 +2,14 @@
 
 from fastattn.ops.additive import additive_attention
 from fastattn.ops.luong import luong_attention
+from fastattn.ops.memory_hops import memory_hop_attention
 from fastattn.ops.sdpa import scaled_dot_product_attention
 from fastattn.ops.sinusoidal import sinusoidal_encoding, sinusoidal_table
 
 __all__ = [
     "additive_attention",
     "luong_attention",
+    "memory_hop_attention",
     "scaled_dot_product_attention",
     "sinusoidal_encoding",
     "sinusoidal_table",

@@ -1,0 +1,243 @@
+"""The oracle of memory hops, see :mod:`fastattn.backends.reference`.
+
+``memory_hop_attention`` (Sukhbaatar et al. 2015, https://arxiv.org/abs/1503.08895), for one query
+u_1 and the hops k = 1 ... K, with M_k the rows of its input memory and C_k those of its output
+memory:
+
+    s_ki = scale * M_ki . u_k + bias_ki
+    p_ki = exp(s_ki - log sum_j exp(s_kj))     normalize = "softmax"; 0 where excluded
+    p_ki = s_ki                                normalize = "none" (the linear start)
+    o_k  = sum_i p_ki C_ki
+    u_k+1 = phi(H_k u_k + o_k)                 H_k = 1 without hop_proj
+
+The exclusions are those of attention: a memory row that the mask excludes is left out of every sum,
+NaN and inf included, and a query without a memory row has o = 0, p = 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fastattn.backends import reference
+
+_INF = float("inf")
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "none": lambda x: x,
+    "relu": torch.relu,
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+}
+
+
+def memory_hop_attention(
+    query: Tensor,  # [B, Q, D]
+    in_memory: Tensor,  # [B|1, 1|K, N, D], or [B|1, K+1, N, D] where out_memory is None
+    out_memory: Tensor | None = None,  # [B|1, 1|K, N, D]
+    hop_proj: Tensor | None = None,  # [1|K, D, D]
+    memory_mask: Tensor | None = None,  # [B|1, Q|1, K|1, N|1] bool, True takes part
+    memory_bias: Tensor | None = None,  # [B|1, Q|1, K|1, N|1], added to the scores
+    *,
+    hops: int,
+    activation: str,
+    normalize: str,
+    scale: float,
+    weights: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return ``(out [B, Q, D], trace [B, Q, 2K+1, D], lse [B, Q, K], weights [B, Q, K, N])``.
+
+    ``trace`` holds u_1, o_1, u_2, ..., o_K, u_K+1 in the dtype of the computation and ``lse`` the
+    float64 log-sum-exp (0 for "none"); they are what backward needs, and have no gradient. The
+    weights are empty, [0], unless asked for.
+    """
+    trace, lse, p = hop_states(
+        query,
+        in_memory,
+        out_memory,
+        hop_proj,
+        memory_mask,
+        memory_bias,
+        hops=hops,
+        activation=activation,
+        normalize=normalize,
+        scale=scale,
+    )
+    out = trace[-1].to(query.dtype)
+    states = torch.stack([x.detach() for x in trace], 2)
+    returned = torch.stack(p, 2).to(query.dtype) if weights else query.new_empty(0)
+    return out, states, torch.stack(lse, 2).detach().double(), returned
+
+
+def hop_states(
+    query: Tensor,
+    in_memory: Tensor,
+    out_memory: Tensor | None,
+    hop_proj: Tensor | None,
+    memory_mask: Tensor | None,
+    memory_bias: Tensor | None,
+    *,
+    hops: int,
+    activation: str,
+    normalize: str,
+    scale: float,
+    rounded: Callable[[Tensor], Tensor] = lambda x: x,
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Return u_1, o_1, u_2, ..., u_K+1 [B, Q, D], lse [B, Q] and p [B, Q, N] of each hop.
+
+    ``rounded`` is applied to the result of every operation, as in :func:`reference.attend`.
+    """
+    compute = reference._compute_dtype(query.dtype)
+    u = query.to(compute)
+    trace, lses, probabilities = [u], [], []
+    for hop in range(hops):
+        rows_in = _of_hop(in_memory, hop, 1).to(compute)  # [B|1, N, D]
+        if out_memory is not None:
+            rows_out = _of_hop(out_memory, hop, 1).to(compute)
+        else:  # a stack hands on its next memory, a single one is its own output
+            rows_out = _of_hop(in_memory, hop + 1, 1).to(compute)
+        mask = None if memory_mask is None else _of_hop(memory_mask, hop, 2)  # [B|1, Q|1, N|1]
+        bias = None if memory_bias is None else _of_hop(memory_bias, hop, 2)
+        read = _attend if normalize == "softmax" else _weigh
+        o, lse, p = read(u, rows_in, rows_out, mask, bias, scale, rounded)
+        if hop_proj is not None:
+            projection = _of_hop(hop_proj, hop, 0).to(compute)
+            u = rounded(u @ projection.mT)
+        u = rounded(_ACTIVATIONS[activation](rounded(u + o)))
+        trace += [o, u]
+        lses.append(lse)
+        probabilities.append(p)
+    return trace, lses, probabilities
+
+
+def memory_hop_attention_backward(
+    grad_out: Tensor | None,
+    grad_weights: Tensor | None,
+    query: Tensor,
+    in_memory: Tensor,
+    out_memory: Tensor | None,
+    hop_proj: Tensor | None,
+    memory_mask: Tensor | None,
+    memory_bias: Tensor | None,
+    trace: Tensor,
+    lse: Tensor,
+    *,
+    hops: int,
+    activation: str,
+    normalize: str,
+    scale: float,
+    weights: bool,
+    needed: int,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """Return the gradients of query, the memories, hop_proj and the bias, in their own shapes.
+
+    Bit n of ``needed`` asks for gradient n; the others may be None. ``trace`` and ``lse`` are
+    recomputed, not read.
+    """
+    inputs = [query, in_memory, out_memory, hop_proj, memory_bias]
+    wanted = [n for n, x in enumerate(inputs) if x is not None and (n == 0 or needed >> n & 1)]
+    given = [(n, grad) for n, grad in ((0, grad_out), (3, grad_weights)) if grad is not None]
+
+    def forward(*leaves: Tensor) -> tuple[Tensor, ...]:
+        arguments = list(inputs)
+        for n, leaf in zip(wanted, leaves, strict=True):
+            arguments[n] = leaf
+        query, in_memory, out_memory, hop_proj, memory_bias = arguments
+        assert query is not None
+        assert in_memory is not None
+        results = memory_hop_attention(
+            query,
+            in_memory,
+            out_memory,
+            hop_proj,
+            memory_mask,
+            memory_bias,
+            hops=hops,
+            activation=activation,
+            normalize=normalize,
+            scale=scale,
+            weights=weights,
+        )
+        return tuple(results[n] for n, _ in given)
+
+    leaves = [x for n in wanted if (x := inputs[n]) is not None]
+    if given:
+        vjp = torch.func.vjp(forward, *leaves)[1]
+        found = vjp(tuple(grad for _, grad in given))
+    else:
+        found = tuple(torch.zeros_like(leaf) for leaf in leaves)
+    gradients: list[Tensor | None] = [None] * 5
+    for n, gradient in zip(wanted, found, strict=True):
+        gradients[n] = gradient
+    return tuple(gradients)  # type: ignore[return-value]
+
+
+def _of_hop(x: Tensor, hop: int, dim: int) -> Tensor:
+    """What this hop takes of x: the only one, or its own."""
+    return x.select(dim, hop if x.shape[dim] > 1 else 0)
+
+
+def _attend(
+    u: Tensor,  # [B, Q, D]
+    rows_in: Tensor,  # [B|1, N, D]
+    rows_out: Tensor,
+    mask: Tensor | None,  # [B|1, Q|1, N|1]
+    bias: Tensor | None,
+    scale: float,
+    rounded: Callable[[Tensor], Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """o, lse and p of a hop: attention of one head."""
+    added = mask if bias is None else bias
+    if mask is not None and bias is not None:
+        added = torch.where(mask, bias, -_INF)
+    if added is not None and added.shape[-1] != rows_in.shape[1]:
+        added = added.expand(*added.shape[:-1], rows_in.shape[1])
+    o, lse, p = reference.attend(
+        u[:, None],
+        rows_in[:, None],
+        rows_out[:, None],
+        None if added is None else added[:, None],
+        None,
+        None,
+        scale=scale,
+        offset=0,
+        window_left=-1,
+        window_right=-1,
+        softcap=0.0,
+        dropout_p=0.0,
+        rounded=rounded,
+    )
+    return o[:, 0], lse[:, 0], p[:, 0]
+
+
+def _weigh(
+    u: Tensor,
+    rows_in: Tensor,
+    rows_out: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    scale: float,
+    rounded: Callable[[Tensor], Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same without the softmax: the scores are the weights, 0 where excluded."""
+    visible = mask
+    if bias is not None:
+        kept = bias != -_INF
+        visible = kept if mask is None else mask & kept
+    s = reference._dot_products(u[:, None], rows_in[:, None], visible is not None)[:, 0]
+    if visible is not None:
+        s = torch.where(visible, s, 0.0)
+    s = rounded(rounded(s) * scale)
+    if bias is not None:
+        s = rounded(s + torch.where(kept, bias, 0.0).to(s.dtype))
+    if visible is None:
+        return rounded(s @ rows_out), s.new_zeros(s.shape[:2]), s
+    p = torch.where(visible, s, 0.0)
+    # 0 * inf is NaN: only the elements of rows that are seen may make it.
+    seen = visible.to(s.dtype).expand_as(p)
+    unbounded = torch.where(torch.isfinite(rows_out), 0.0, torch.ones_like(rows_out))
+    met = (seen @ unbounded) > 0
+    o = p @ reference._finite(rows_out)
+    o = torch.where(met, float("nan"), o)
+    return rounded(o), s.new_zeros(s.shape[:2]), p

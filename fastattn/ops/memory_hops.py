@@ -1,0 +1,307 @@
+"""Memory hops: the specification of ``memory_hop_attention``, and its validation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattn.library import Operator
+from fastattn.ops._memory_hops_operator import hop_attention, share
+from fastattn.ops._sdpa_arguments import autocast
+
+__all__ = ["memory_hop_attention"]
+
+_NAME = "memory_hop_attention"
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_ACTIVATIONS = ("none", "relu", "tanh", "sigmoid")
+_NORMALIZATIONS = ("softmax", "none")
+
+
+def memory_hop_attention(
+    query: Tensor,
+    in_memory: Tensor,
+    out_memory: Tensor | None = None,
+    *,
+    hops: int = 1,
+    hop_proj: Tensor | None = None,
+    memory_mask: Tensor | None = None,
+    memory_bias: Tensor | None = None,
+    activation: str | None = None,
+    normalize: str = "softmax",
+    scale: float = 1.0,
+    need_weights: bool = False,
+) -> Any:
+    r"""Read a memory ``hops`` times, each time with what was read before: all hops in one call.
+
+    .. math::
+        p_k = softmax(scale \cdot M_k u_k + b_k), \quad o_k = C_k^T p_k, \quad
+        u_{k+1} = \phi(H_k u_k + o_k), \qquad k = 1 \ldots K
+
+    u_1 is the query and u_{K+1} the result (End-To-End Memory Networks, Sukhbaatar et al. 2015,
+    https://arxiv.org/abs/1503.08895). M_k [N, D] is the input memory of hop k, that a query is
+    compared with, C_k [N, D] its output memory, that is read; both hold one row a sentence, or
+    whatever is remembered.
+
+    Args:
+        query: [B, D], or [B, Q, D] for several queries on each memory; float32, float64, bfloat16
+            or float16, any strides; sizes may be 0. 16 bits are computed in float32, and every u_k
+            within the call stays float32.
+        in_memory: [B, N, D], the same for all hops, or [B, K, N, D], one for each. B may be 1: one
+            memory for all queries, which is then read once for all of them and whose gradient is
+            summed where it lies. So is a memory whose batch dimension is expanded (stride 0).
+        out_memory: as ``in_memory``, each of the two of either shape. None: a 4-D ``in_memory`` is
+            a stack of K + 1 memories in which each is the output of one hop and the input of the
+            next, M_{k+1} = C_k (the paper's adjacent tying); a 3-D one is both input and output of
+            every hop.
+        hops: K, at least 1.
+        hop_proj: H, [D, D] for all hops or [K, D, D]; as the weight of ``nn.Linear``, H u is
+            ``u @ H.T``. None is the identity.
+        memory_mask: bool, True takes part. [N], [B, N], [B, Q, N] (for a 3-D query), or, for each
+            hop, [B, K, N] ([B, Q, K, N]); every size may be 1 instead. A row that no query may see
+            is never read as a number: NaN in it reaches no result.
+        memory_bias: b, in one of the shapes of ``memory_mask``; floating, of query's dtype or
+            float32. -inf excludes as the mask does.
+        activation: phi, one of "relu", "tanh", "sigmoid"; None is the identity.
+        normalize: "softmax", or "none": p = scale M u + b itself, the paper's linear start.
+        scale: multiplies the dot products.
+        need_weights: return the p_k too.
+
+    Returns:
+        u_{K+1} in the shape and dtype of ``query``; with ``need_weights`` a pair of it and of the
+        weights, [B, K, N] ([B, Q, K, N]). Both are differentiable any number of times; derivatives
+        beyond the first, and forward mode, go through the reference backend. A query that sees no
+        row at all has p = 0 and o = 0, and hands no gradient to the memory.
+
+    Under autocast, query, memories and hop_proj are cast as PyTorch casts them for attention.
+
+    Raises:
+        TypeError: an argument of the wrong type or dtype.
+        ValueError: shapes, devices or values that do not fit.
+
+    Examples:
+        >>> import torch
+        >>> from fastattn import memory_hop_attention
+        >>> memory = torch.eye(3).expand(2, 3, 3)
+        >>> query = torch.tensor([[100.0, 0.0, 0.0], [0.0, 100.0, 0.0]])
+        >>> memory_hop_attention(query, memory, hops=2)
+        tensor([[102.,   0.,   0.],
+                [  0., 102.,   0.]])
+        >>> u, weights = memory_hop_attention(query, memory, hops=2, need_weights=True)
+        >>> weights.shape
+        torch.Size([2, 2, 3])
+    """
+    operator, arguments = prepare(
+        query,
+        in_memory,
+        out_memory,
+        hops=hops,
+        hop_proj=hop_proj,
+        memory_mask=memory_mask,
+        memory_bias=memory_bias,
+        activation=activation,
+        normalize=normalize,
+        scale=scale,
+        need_weights=need_weights,
+    )
+    out, _, _, weights = operator(*arguments)
+    if query.ndim == 2:
+        out = out.squeeze(1)
+        weights = weights.squeeze(1) if need_weights else weights
+    return (out, weights) if need_weights else out
+
+
+def prepare(
+    query: Tensor,
+    in_memory: Tensor,
+    out_memory: Tensor | None = None,
+    *,
+    hops: int = 1,
+    hop_proj: Tensor | None = None,
+    memory_mask: Tensor | None = None,
+    memory_bias: Tensor | None = None,
+    activation: str | None = None,
+    normalize: str = "softmax",
+    scale: float = 1.0,
+    need_weights: bool = False,
+) -> tuple[Operator, list[Any]]:
+    """Validate the arguments of :func:`memory_hop_attention`; return the primitive and its own."""
+    activation = "none" if activation is None else activation
+    _check_options(hops, activation, normalize, scale, need_weights)
+    _check_query(query)
+    memories = hops + 1 if out_memory is None else hops
+    _check_memory("in_memory", in_memory, query, memories, "hops + 1" if out_memory is None else "")
+    if out_memory is not None:
+        _check_memory("out_memory", out_memory, query, hops)
+        if out_memory.shape[-2] != in_memory.shape[-2]:
+            raise ValueError(
+                f"{_NAME}: in_memory and out_memory must have the same number of rows, got shapes "
+                f"{_shape(in_memory)} and {_shape(out_memory)}"
+            )
+    if hop_proj is not None:
+        _check_projection(hop_proj, query, hops)
+    rows = in_memory.shape[-2]
+    if memory_mask is not None:
+        memory_mask = _per_hop("memory_mask", memory_mask, query, hops, rows)
+    if memory_bias is not None:
+        memory_bias = _per_hop("memory_bias", memory_bias, query, hops, rows)
+
+    query = query if query.ndim == 3 else query.unsqueeze(1)
+    in_memory = _with_hops(in_memory)
+    out_memory = None if out_memory is None else _with_hops(out_memory)
+    if hop_proj is not None and hop_proj.ndim == 2:
+        hop_proj = hop_proj.unsqueeze(0)
+    (query,) = autocast(query)
+    (in_memory,) = autocast(in_memory)
+    out_memory = None if out_memory is None else autocast(out_memory)[0]
+    hop_proj = None if hop_proj is None else autocast(hop_proj)[0]
+    if memory_bias is not None and memory_bias.dtype in (torch.float16, torch.bfloat16):
+        (memory_bias,) = autocast(memory_bias)
+    return hop_attention, [
+        query,
+        in_memory,
+        out_memory,
+        hop_proj,
+        memory_mask,
+        memory_bias,
+        hops,
+        activation,
+        normalize,
+        float(scale),
+        need_weights,
+    ]
+
+
+def _with_hops(memory: Tensor) -> Tensor:
+    """[B, N, D] or [B, K, N, D] -> [B|1, 1|K, N, D]."""
+    memory = memory if memory.ndim == 4 else memory.unsqueeze(1)
+    return share(memory)
+
+
+# --- validation ------------------------------------------------------------------------------
+
+
+def _check_options(
+    hops: object, activation: object, normalize: object, scale: object, need_weights: object
+) -> None:
+    if isinstance(hops, bool) or not isinstance(hops, (int, torch.SymInt)):
+        raise TypeError(f"{_NAME}: hops must be an int, got {type(hops).__name__}")
+    if hops < 1:
+        raise ValueError(f"{_NAME}: hops must be at least 1, got {hops}")
+    if activation not in _ACTIVATIONS:
+        raise ValueError(
+            f"{_NAME}: activation must be None, 'relu', 'tanh' or 'sigmoid', got {activation!r}"
+        )
+    if normalize not in _NORMALIZATIONS:
+        raise ValueError(f"{_NAME}: normalize must be 'softmax' or 'none', got {normalize!r}")
+    if isinstance(scale, bool) or not isinstance(scale, (int, float, torch.SymFloat)):
+        raise TypeError(f"{_NAME}: scale must be a number, got {type(scale).__name__}")
+    if not isinstance(need_weights, bool):
+        raise TypeError(f"{_NAME}: need_weights must be a bool, got {type(need_weights).__name__}")
+
+
+def _check_query(query: Tensor) -> None:
+    _check_dense("query", query)
+    if query.dtype not in _DTYPES:
+        raise TypeError(
+            f"{_NAME}: query must be float32, float64, bfloat16 or float16, got {query.dtype}"
+        )
+    if query.ndim not in (2, 3):
+        raise ValueError(f"{_NAME}: query must be [B, D] or [B, Q, D], got shape {_shape(query)}")
+
+
+def _check_memory(name: str, memory: Tensor, query: Tensor, hops: int, what: str = "") -> None:
+    _check_dense(name, memory)
+    _check_like_query(name, memory, query)
+    if memory.ndim not in (3, 4):
+        raise ValueError(
+            f"{_NAME}: {name} must be [B, N, D] or [B, K, N, D], got shape {_shape(memory)}"
+        )
+    if memory.ndim == 4 and memory.shape[1] != hops:
+        stack = f" = {what} (a stack, since out_memory is None)" if what else " = hops"
+        raise ValueError(
+            f"{_NAME}: a 4-D {name} must hold {hops}{stack} memories in dimension 1, "
+            f"got shape {_shape(memory)}"
+        )
+    if memory.shape[0] != query.shape[0] and memory.shape[0] != 1:
+        raise ValueError(
+            f"{_NAME}: {name} must have the batch size of query, {query.shape[0]}, or 1, "
+            f"got shape {_shape(memory)}"
+        )
+    if memory.shape[-1] != query.shape[-1]:
+        raise ValueError(
+            f"{_NAME}: {name} must have the last dimension of query, {query.shape[-1]}, "
+            f"got shape {_shape(memory)}"
+        )
+
+
+def _check_projection(hop_proj: Tensor, query: Tensor, hops: int) -> None:
+    _check_dense("hop_proj", hop_proj)
+    _check_like_query("hop_proj", hop_proj, query)
+    width = query.shape[-1]
+    square = hop_proj.ndim in (2, 3) and hop_proj.shape[-1] == hop_proj.shape[-2] == width
+    if not square or (hop_proj.ndim == 3 and hop_proj.shape[0] != hops):
+        raise ValueError(
+            f"{_NAME}: hop_proj must be [D, D] = {(width, width)} or [K, D, D] = "
+            f"{(hops, width, width)}, got shape {_shape(hop_proj)}"
+        )
+
+
+def _per_hop(name: str, x: Tensor, query: Tensor, hops: int, rows: int) -> Tensor:
+    """Return a mask or bias as [B|1, Q|1, K|1, N|1]."""
+    _check_dense(name, x)
+    if name == "memory_mask":
+        if x.dtype != torch.bool:
+            raise TypeError(f"{_NAME}: memory_mask must be bool, got {x.dtype}")
+    elif x.dtype not in (query.dtype, torch.float32) or not x.is_floating_point():
+        raise TypeError(
+            f"{_NAME}: memory_bias must be of query's dtype {query.dtype} or float32, got {x.dtype}"
+        )
+    if x.device != query.device:
+        raise ValueError(f"{_NAME}: {name} is on {x.device}, but query is on {query.device}")
+    batch = tuple(query.shape[:-1])  # [B] or [B, Q]
+    given = x
+    if x.ndim == 1:
+        x = x.reshape(*(1 for _ in batch), 1, x.shape[0])
+    elif x.ndim == 2:
+        x = x.reshape(x.shape[0], *(1 for _ in batch[1:]), 1, x.shape[1])
+    elif x.ndim == len(batch) + 1:
+        x = x.unsqueeze(-2)
+    if x.ndim != len(batch) + 2 or not _expands_to(x.shape, (*batch, hops, rows)):
+        names = "[N], [B, N] or [B, K, N]"
+        if len(batch) == 2:
+            names = "[N], [B, N], [B, Q, N] or [B, Q, K, N]"
+        sizes = ", ".join(f"{n} = {size}" for n, size in _sizes(batch, hops, rows))
+        raise ValueError(
+            f"{_NAME}: {name} must be {names} with {sizes} (or 1 for any of them), "
+            f"got shape {_shape(given)}"
+        )
+    return x if len(batch) == 2 else x.unsqueeze(1)
+
+
+def _sizes(batch: Sequence[int], hops: int, rows: int) -> list[tuple[str, int]]:
+    return [*zip("BQ", batch, strict=False), ("K", hops), ("N", rows)]
+
+
+def _check_dense(name: str, x: Tensor) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{_NAME}: {name} must be a Tensor, got {type(x).__name__}")
+    if x.is_nested or x.layout is not torch.strided:
+        raise TypeError(f"{_NAME}: {name} must be a dense tensor, got {x.layout}")
+
+
+def _check_like_query(name: str, x: Tensor, query: Tensor) -> None:
+    if x.dtype != query.dtype:
+        raise TypeError(f"{_NAME}: {name} must have query's dtype {query.dtype}, got {x.dtype}")
+    if x.device != query.device:
+        raise ValueError(f"{_NAME}: {name} is on {x.device}, but query is on {query.device}")
+
+
+def _expands_to(shape: Sequence[int], target: Sequence[int]) -> bool:
+    return not [n for n, m in zip(shape, target, strict=True) if n != 1 and n != m]
+
+
+def _shape(x: Tensor) -> tuple[int, ...]:
+    return tuple(x.shape)

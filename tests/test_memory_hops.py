@@ -1,0 +1,359 @@
+"""memory_hop_attention: what it means, on every backend and instruction set."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fastattn
+from fastattn import memory_hop_attention
+from fastattn.testing import Target, targets
+
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+ACTIVATIONS = {None: lambda x: x, "relu": torch.relu, "tanh": torch.tanh, "sigmoid": torch.sigmoid}
+
+
+NATIVE = [t for t in targets() if hasattr(t.module, "memory_hop_attention")]
+
+
+@pytest.fixture(params=[*NATIVE, Target("reference")], ids=str)
+def engine(request: pytest.FixtureRequest) -> Iterator[Target]:
+    """Every backend, on each of its instruction sets; fresh memory is NaN."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        with fastattn.use_backend(request.param.backend), request.param.active():
+            yield request.param
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def plain(
+    query: Tensor,
+    in_memory: Tensor,
+    out_memory: Tensor,
+    hops: int,
+    hop_proj: Tensor | None = None,
+    activation: str | None = None,
+    normalize: str = "softmax",
+    scale: float = 1.0,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """The equations, one by one, of queries [B, D] on memories [B, N, D] or [B, K, N, D]."""
+    u = query
+    for hop in range(hops):
+        m = in_memory if in_memory.ndim == 3 else in_memory[:, hop]
+        c = out_memory if out_memory.ndim == 3 else out_memory[:, hop]
+        s = scale * torch.einsum("bnd,bd->bn", m, u)
+        s = s if bias is None else s + bias
+        p = torch.softmax(s, -1) if normalize == "softmax" else s
+        o = torch.einsum("bn,bnd->bd", p, c)
+        if hop_proj is not None:
+            u = u @ (hop_proj if hop_proj.ndim == 2 else hop_proj[hop]).T
+        u = ACTIVATIONS[activation](u + o)
+    return u
+
+
+def normal(*shape: int, generator: torch.Generator) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+
+def test_one_hop_by_hand(engine: Target) -> None:
+    """Scores 0 and log 3: weights 1/4 and 3/4."""
+    query = torch.tensor([[math.log(3.0), 5.0]], dtype=torch.float64)
+    in_memory = torch.tensor([[[0.0, 0.0], [1.0, 0.0]]], dtype=torch.float64)
+    out_memory = torch.tensor([[[4.0, 0.0], [0.0, 8.0]]], dtype=torch.float64)
+    u, p = memory_hop_attention(query, in_memory, out_memory, need_weights=True)
+    torch.testing.assert_close(p, torch.tensor([[[0.25, 0.75]]], dtype=torch.float64))
+    torch.testing.assert_close(u, query + torch.tensor([[1.0, 6.0]], dtype=torch.float64))
+
+
+def test_two_linear_hops_by_hand(engine: Target) -> None:
+    """u = (1, 2): p = (1, 2), o = (1, 2), u = (2, 4); p = (2, 4), o = (2, 4), u = (4, 8)."""
+    eye = torch.eye(2, dtype=torch.float64)[None]
+    query = torch.tensor([[1.0, 2.0]], dtype=torch.float64)
+    u, p = memory_hop_attention(query, eye, hops=2, normalize="none", need_weights=True)
+    assert u.tolist() == [[4.0, 8.0]]
+    assert p.tolist() == [[[1.0, 2.0], [2.0, 4.0]]]
+
+
+def test_hops_are_taken_in_order(engine: Target) -> None:
+    """One row a memory, so p = 1: u = H2 (H1 u + c1) + c2."""
+    stack = torch.tensor([[[[9.0, 9.0]], [[1.0, 0.0]], [[0.0, 10.0]]]], dtype=torch.float64)
+    hop_proj = torch.tensor([[[2.0, 0.0], [0.0, 1.0]], [[0.0, 1.0], [3.0, 0.0]]])
+    query = torch.tensor([[5.0, 7.0]], dtype=torch.float64)
+    u = memory_hop_attention(query, stack, hops=2, hop_proj=hop_proj.double())
+    assert u.tolist() == [[7.0, 43.0]]  # H1 u + c1 = (11, 7); H2 (11, 7) + c2 = (7, 33 + 10)
+
+
+@pytest.mark.parametrize("normalize", ["softmax", "none"])
+@pytest.mark.parametrize("activation", list(ACTIVATIONS))
+def test_follows_the_equations(
+    engine: Target, activation: str | None, normalize: str, generator: torch.Generator
+) -> None:
+    def draw(*shape: int) -> Tensor:
+        return (0.5 * normal(*shape, generator=generator)).requires_grad_()
+
+    query, hop_proj = draw(3, 5), draw(2, 5, 5)
+    for memories in ((draw(3, 7, 5), draw(3, 7, 5)), (draw(3, 2, 7, 5), draw(3, 2, 7, 5))):
+        for projection in (None, hop_proj, hop_proj[0]):
+            rest: dict[str, Any] = {
+                "activation": activation,
+                "normalize": normalize,
+                "scale": 0.7,
+            }
+            got = memory_hop_attention(query, *memories, hops=2, hop_proj=projection, **rest)
+            want = plain(query, *memories, 2, projection, **rest)
+            torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
+            inputs = [query, *memories] + ([] if projection is None else [hop_proj])
+            weight = normal(3, 5, generator=generator)
+            grads = torch.autograd.grad((got * weight).sum(), inputs)
+            wanted = torch.autograd.grad((want * weight).sum(), inputs)
+            for grad, expected in zip(grads, wanted, strict=True):
+                torch.testing.assert_close(grad, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_a_stack_is_each_output_and_the_next_input(
+    engine: Target, generator: torch.Generator
+) -> None:
+    stack = normal(2, 4, 6, 5, generator=generator).requires_grad_()
+    query = normal(2, 5, generator=generator)
+    got = memory_hop_attention(query, stack, hops=3)
+    want = plain(query, stack[:, :3], stack[:, 1:], 3)
+    torch.testing.assert_close(got, want)
+    (grad,) = torch.autograd.grad(got.sin().sum(), stack)
+    (expected,) = torch.autograd.grad(want.sin().sum(), stack)
+    torch.testing.assert_close(grad, expected)
+
+
+def test_a_single_memory_is_its_own_output(engine: Target, generator: torch.Generator) -> None:
+    memory = normal(2, 6, 5, generator=generator).requires_grad_()
+    query = normal(2, 5, generator=generator)
+    got = memory_hop_attention(query, memory, hops=3)
+    want = plain(query, memory, memory, 3)
+    torch.testing.assert_close(got, want)
+    (grad,) = torch.autograd.grad(got.sin().sum(), memory)
+    (expected,) = torch.autograd.grad(want.sin().sum(), memory)
+    torch.testing.assert_close(grad, expected)
+
+
+@pytest.mark.parametrize("dims", ["N", "BN", "1N", "BQN", "1QN", "B1N", "BQKN", "B1KN", "1QK1"])
+def test_masks_and_biases_of_every_shape(
+    engine: Target, dims: str, generator: torch.Generator
+) -> None:
+    sizes = {"B": 2, "Q": 3, "K": 2, "N": 6, "1": 1}
+    shape = [sizes[dim] for dim in dims]
+    query = normal(2, 3, 5, generator=generator)
+    memory = normal(2, 6, 5, generator=generator)
+    bias = normal(*shape, generator=generator).requires_grad_()
+    mask = torch.rand(shape, generator=generator) < 0.6
+    full = bias if len(shape) == 4 else bias[..., None, :]
+    if len(shape) == 2:
+        full = bias[:, None, None]
+    kept = mask.reshape(full.shape) if full.ndim == 4 else mask
+    full_mask = kept.expand(2, 3, 2, 6)
+
+    got, p = memory_hop_attention(
+        query, memory, hops=2, memory_mask=mask, memory_bias=bias, need_weights=True
+    )
+    u, weights = query, []
+    for hop in range(2):
+        s = torch.einsum("bnd,bqd->bqn", memory, u) + full.expand(2, 3, 2, 6)[:, :, hop]
+        s = s.masked_fill(~full_mask[:, :, hop], -math.inf)
+        w = torch.nan_to_num(torch.softmax(s, -1))  # 0 where nothing is seen
+        weights.append(w)
+        u = u + w @ memory
+    torch.testing.assert_close(got, u)
+    torch.testing.assert_close(p, torch.stack(weights, 2))
+    weight, weight_p = (
+        normal(*got.shape, generator=generator),
+        normal(*p.shape, generator=generator),
+    )
+    (grad,) = torch.autograd.grad((got * weight).sum() + (p * weight_p).sum(), bias)
+    assert torch.isfinite(grad).all()
+    if full_mask.any(-1).all():
+        loss = (u * weight).sum() + (torch.stack(weights, 2) * weight_p).sum()
+        (expected,) = torch.autograd.grad(loss, bias)
+        torch.testing.assert_close(grad, expected)
+
+
+@pytest.mark.parametrize("normalize", ["softmax", "none"])
+def test_gradients(engine: Target, normalize: str, generator: torch.Generator) -> None:
+    def draw(*shape: int) -> Tensor:
+        return (0.7 * normal(*shape, generator=generator)).requires_grad_()
+
+    def f(query: Tensor, m: Tensor, c: Tensor, hop_proj: Tensor, bias: Tensor) -> Any:
+        return memory_hop_attention(
+            query,
+            m,
+            c,
+            hops=2,
+            hop_proj=hop_proj,
+            memory_mask=mask,
+            memory_bias=bias,
+            activation="tanh",
+            normalize=normalize,
+            need_weights=True,
+        )
+
+    mask = torch.tensor([[True, False, True, True], [False] * 4])
+    inputs = draw(2, 3), draw(1, 2, 4, 3), draw(2, 4, 3), draw(3, 3), draw(2, 2, 4)
+    assert torch.autograd.gradcheck(f, inputs)
+    assert torch.autograd.gradgradcheck(f, inputs)
+
+
+def test_weights_of_the_softmax_add_up_to_one(engine: Target, generator: torch.Generator) -> None:
+    for dtype in FLOATS:
+        query = normal(2, 3, 9, generator=generator).to(dtype)
+        memory = normal(2, 40, 9, generator=generator).to(dtype)
+        _, p = memory_hop_attention(query, memory, hops=2, need_weights=True)
+        assert p.shape == (2, 3, 2, 40)
+        assert p.dtype == dtype
+        torch.testing.assert_close(
+            p.double().sum(-1), torch.ones(2, 3, 2).double(), rtol=0, atol=2e-2
+        )
+
+
+def test_nothing_seen_reads_nothing(engine: Target, generator: torch.Generator) -> None:
+    for normalize in ("softmax", "none"):
+        query = normal(2, 5, generator=generator).requires_grad_()
+        memory = normal(2, 6, 5, generator=generator).requires_grad_()
+        mask = torch.zeros(2, 6, dtype=torch.bool)
+        mask[1] = True
+        u, p = memory_hop_attention(
+            query, memory, hops=3, memory_mask=mask, normalize=normalize, need_weights=True
+        )
+        assert torch.equal(u[0], query[0])
+        assert not p[0].any()
+        grads = torch.autograd.grad((u * 2).sum() + p.sum(), (query, memory))
+        assert torch.equal(grads[0][0], torch.full((5,), 2.0, dtype=torch.float64))
+        assert not grads[1][0].any()
+        assert grads[1][1].any()
+
+
+@pytest.mark.parametrize("normalize", ["softmax", "none"])
+@pytest.mark.parametrize("queries", [1, 3])
+def test_masked_memory_never_leaks(
+    engine: Target, normalize: str, queries: int, generator: torch.Generator
+) -> None:
+    for dtype in FLOATS:
+        query = normal(2, queries, 5, generator=generator).to(dtype).requires_grad_()
+        clean = 0.3 * normal(2, 9, 5, generator=generator).to(dtype)
+        mask = torch.rand(2, 9, generator=generator) < 0.5
+        mask[:, 0] = True
+        poison = torch.tensor([math.nan, math.inf, -math.inf], dtype=dtype).repeat(3)
+        dirty = torch.where(mask[..., None], clean, poison[:, None])
+        results = []
+        for memory in (clean, dirty):
+            memory = memory.clone().requires_grad_()
+            u, p = memory_hop_attention(
+                query, memory, hops=2, memory_mask=mask, normalize=normalize, need_weights=True
+            )
+            grads = torch.autograd.grad(u.sum() + (p * p).sum(), (query, memory))
+            results.append((u, p, *grads))
+        for got, want in zip(results[1], results[0], strict=True):
+            assert torch.equal(got, want)
+
+
+def test_what_one_query_may_not_see_stays_from_it(
+    engine: Target, generator: torch.Generator
+) -> None:
+    query = normal(1, 2, 5, generator=generator)
+    memory = normal(1, 4, 5, generator=generator)
+    memory[0, 1] = math.nan
+    mask = torch.ones(1, 2, 4, dtype=torch.bool)
+    mask[0, 0, 1] = False
+    for normalize in ("softmax", "none"):
+        u = memory_hop_attention(query, memory, hops=2, memory_mask=mask, normalize=normalize)
+        assert torch.isfinite(u[0, 0]).all()
+        assert u[0, 1].isnan().all()
+
+
+def test_one_memory_for_all(engine: Target, generator: torch.Generator) -> None:
+    """A batch size of one, an expanded memory and a repeated one are the same."""
+    query = normal(4, 5, generator=generator)
+    one = normal(1, 6, 5, generator=generator).requires_grad_()
+    results = []
+    for memory in (one, one.expand(4, 6, 5), one.repeat(4, 1, 1)):
+        u = memory_hop_attention(query, memory, hops=2)
+        results.append((u, *torch.autograd.grad(u.sin().sum(), one)))
+    for u, grad in results[1:]:
+        torch.testing.assert_close(u, results[0][0])
+        torch.testing.assert_close(grad, results[0][1])
+
+
+def test_sizes_may_be_zero(engine: Target) -> None:
+    for batch, queries, rows, width in ((0, 2, 3, 4), (2, 0, 3, 4), (2, 2, 0, 4), (2, 2, 3, 0)):
+        query = torch.ones(batch, queries, width, requires_grad=True)
+        for memory_batch in (1, batch):
+            memory = torch.ones(memory_batch, rows, width, requires_grad=True)
+            u, p = memory_hop_attention(query, memory, hops=2, need_weights=True)
+            assert u.shape == query.shape
+            assert p.shape == (batch, queries, 2, rows)
+            grads = torch.autograd.grad(u.sum(), (query, memory))
+            assert all(torch.isfinite(grad).all() for grad in grads)
+            if rows == 0:
+                assert torch.equal(u, query)
+
+
+@pytest.mark.parametrize("normalize", ["softmax", "none"])
+def test_the_order_of_the_rows_does_not_matter(
+    engine: Target, normalize: str, generator: torch.Generator
+) -> None:
+    query = normal(2, 5, generator=generator)
+    memory = normal(2, 2, 30, 5, generator=generator)
+    order = torch.randperm(30, generator=generator)
+    u, p = memory_hop_attention(query, memory, memory, hops=2, scale=0.3, need_weights=True)
+    mixed = memory[:, :, order]
+    v, q = memory_hop_attention(query, mixed, mixed, hops=2, scale=0.3, need_weights=True)
+    torch.testing.assert_close(v, u)
+    torch.testing.assert_close(q, p[..., order])
+
+
+Q2, Q3 = torch.zeros(2, 4), torch.zeros(2, 3, 4)
+M = torch.zeros(2, 6, 4)
+BAD = [
+    (([1.0], M), {}, TypeError, "query must be a Tensor, got list"),
+    ((Q2.long(), M), {}, TypeError, "query must be float32, float64, bfloat16 or float16"),
+    ((torch.zeros(4), M), {}, ValueError, r"query must be \[B, D\] or \[B, Q, D\], got shape \(4,"),
+    ((Q2, torch.zeros(6, 4)), {}, ValueError, r"in_memory must be \[B, N, D\] or \[B, K, N, D\]"),
+    ((Q2, M.double()), {}, TypeError, "in_memory must have query's dtype torch.float32"),
+    ((Q2, M.to("meta")), {}, ValueError, "in_memory is on meta, but query is on cpu"),
+    ((Q2, torch.zeros(3, 6, 4)), {}, ValueError, "in_memory must have the batch size of query, 2"),
+    ((Q2, torch.zeros(2, 6, 5)), {}, ValueError, "in_memory must have the last dimension of query"),
+    ((Q2, torch.zeros(2, 2, 6, 4)), {"hops": 2}, ValueError, r"must hold 3 = hops \+ 1"),
+    ((Q2, torch.zeros(2, 3, 6, 4), M), {"hops": 2}, ValueError, "must hold 2 = hops"),
+    ((Q2, M, torch.zeros(2, 7, 4)), {}, ValueError, "must have the same number of rows"),
+    ((Q2, M, 3), {}, TypeError, "out_memory must be a Tensor, got int"),
+    ((Q2, M), {"hops": 0}, ValueError, "hops must be at least 1, got 0"),
+    ((Q2, M), {"hops": 1.0}, TypeError, "hops must be an int, got float"),
+    ((Q2, M), {"hops": True}, TypeError, "hops must be an int, got bool"),
+    ((Q2, M), {"hop_proj": torch.zeros(3, 4)}, ValueError, r"hop_proj must be \[D, D\] = \(4, 4\)"),
+    ((Q2, M), {"hop_proj": torch.zeros(2, 4, 4)}, ValueError, r"\[K, D, D\] = \(1, 4, 4\)"),
+    ((Q2, M), {"memory_mask": torch.zeros(2, 6)}, TypeError, "memory_mask must be bool, got"),
+    ((Q2, M), {"memory_mask": M.bool()}, ValueError, r"memory_mask must be \[N\], \[B, N\] or"),
+    (
+        (Q3, M),
+        {"memory_mask": torch.ones(2, 2, 6).bool()},
+        ValueError,
+        "B = 2, Q = 3, K = 1, N = 6",
+    ),
+    ((Q2, M), {"memory_bias": torch.zeros(2, 6).half()}, TypeError, "memory_bias must be of query"),
+    ((Q2, M), {"memory_bias": torch.zeros(5)}, ValueError, r"got shape \(5,\)"),
+    ((Q2, M), {"activation": "gelu"}, ValueError, "activation must be None, 'relu', 'tanh' or"),
+    ((Q2, M), {"normalize": "max"}, ValueError, "normalize must be 'softmax' or 'none', got 'max'"),
+    ((Q2, M), {"scale": "1"}, TypeError, "scale must be a number, got str"),
+    ((Q2, M), {"need_weights": 1}, TypeError, "need_weights must be a bool, got int"),
+]
+
+
+@pytest.mark.parametrize(("args", "options", "error", "match"), BAD)
+def test_errors_say_what_is_wrong(
+    args: tuple[Any, ...], options: dict[str, Any], error: type[Exception], match: str
+) -> None:
+    with pytest.raises(error, match=match):
+        memory_hop_attention(*args, **options)
