@@ -127,4 +127,47 @@ struct AdditiveParams {
                       // grad_mask, in f64 and zeroed by the caller
 };
 
+enum class Activation : int { none = 0, relu = 1, tanh = 2, sigmoid = 3 };
+
+// Memory hops, forward and backward: u' = phi(H u + C^T softmax(scale M u + bias)), K times. "acc"
+// is f32, or f64 for f64. Where a memory, a projection, a mask or a bias is common to the batch,
+// the queries or the hops, the stride there is 0.
+struct MemoryHopsParams {
+  DType dtype;  // of all but the mask, the bias and what is in acc
+  int threads;
+
+  int64_t B, Q, K, N, D;
+  bool shared;     // one memory for all B, in and out
+  bool same_rows;  // M_k and C_k are the same rows, in every hop
+  bool stack;      // C_k is M_k+1
+  bool normalize;  // softmax; else the scores are the weights
+  Activation activation;
+  double scale;
+
+  Tensor4 query;       // [B, Q, -, D]
+  Tensor4 in_memory;   // [B, K, N, D], D contiguous
+  Tensor4 out_memory;  // [B, K, N, D], D contiguous
+  Tensor4 proj;        // [-, K, D, D], the last contiguous; null = identity
+  Tensor4 mask;        // [B, Q, K, N] boolean, null = none
+  Tensor4 bias;        // [B, Q, K, N], null = none
+  DType bias_dtype;
+
+  void* out;      // [B, Q, D]
+  void* trace;    // [B, Q, 2K + 1, D] acc: u_1, o_1, u_2, ..., u_K+1
+  void* stats;    // [B, Q, K, 2] acc: m and l of p = exp(s - m) / l
+  void* weights;  // [B, Q, K, N], null = not wanted
+
+  // backward only; a gradient that is null is not wanted, the others are contiguous
+  Tensor4 grad_out;             // [B, Q, -, D], null = zero
+  Tensor4 grad_weights;         // [B, Q, K, N], null = zero
+  void* grad_query;             // [B, Q, D]
+  void* grad_in;                // [B or 1, in_slots, N, D]; all of a stack
+  void* grad_out_memory;        // [B or 1, out_slots, N, D]; null for a stack or the same rows
+  int64_t in_slots, out_slots;  // 1, or one a hop, or K + 1 for a stack
+  void* grad_proj;              // [proj_slots, D, D]
+  void* grad_states;            // [B, Q, K, D] acc: of H u + o, needed for grad_proj
+  int64_t proj_slots;
+  void* grad_scores;  // [B, Q, K, N] acc: of the bias before it is summed to its own shape
+};
+
 }  // namespace fastattn

@@ -17,6 +17,8 @@ struct KernelTable {
   void (*linear)(const LinearParams&);
   void (*additive_forward)(const AdditiveParams&);
   void (*additive_backward)(const AdditiveParams&);
+  void (*memory_hops_forward)(const MemoryHopsParams&);
+  void (*memory_hops_backward)(const MemoryHopsParams&);
 };
 
 // The table in use; never null. Chosen on first use, see isa.cpp.

@@ -15,6 +15,7 @@ namespace fastattn {
 void bind_additive(py::module_& m);
 void bind_attention(py::module_& m);
 void bind_mha(py::module_& m);
+void bind_memory_hops(py::module_& m);
 void bind_sinusoidal(py::module_& m);
 
 namespace {
@@ -49,6 +50,7 @@ PYBIND11_MODULE(_cpu, m) {
   fastattn::bind_additive(m);
   fastattn::bind_attention(m);
   fastattn::bind_mha(m);
+  fastattn::bind_memory_hops(m);
   fastattn::bind_sinusoidal(m);
   m.def("build_info", &fastattn::build_info);
   m.def("set_isa", &fastattn::set_isa);

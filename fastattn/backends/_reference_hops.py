@@ -46,13 +46,14 @@ def memory_hop_attention(
     scale: float,
     weights: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return ``(out [B, Q, D], trace [B, Q, 2K+1, D], lse [B, Q, K], weights [B, Q, K, N])``.
+    """Return ``(out [B, Q, D], trace [B, Q, 2K+1, D], stats [B, Q, K, 2], weights [B, Q, K, N])``.
 
-    ``trace`` holds u_1, o_1, u_2, ..., o_K, u_K+1 in the dtype of the computation and ``lse`` the
-    float64 log-sum-exp (0 for "none"); they are what backward needs, and have no gradient. The
-    weights are empty, [0], unless asked for.
+    ``trace`` holds u_1, o_1, u_2, ..., o_K, u_K+1 in the dtype of the computation, and ``stats`` m
+    and l of p = exp(s - m) / l; they are what backward needs, and have no gradient. A backend is
+    free to take another m; it is -inf where nothing is seen. The weights are empty, [0], unless
+    asked for.
     """
-    trace, lse, p = hop_states(
+    trace, m, p = hop_states(
         query,
         in_memory,
         out_memory,
@@ -66,8 +67,10 @@ def memory_hop_attention(
     )
     out = trace[-1].to(query.dtype)
     states = torch.stack([x.detach() for x in trace], 2)
+    maxima = torch.stack(m, 2).detach()
+    stats = torch.stack([maxima, torch.ones_like(maxima)], 3)
     returned = torch.stack(p, 2).to(query.dtype) if weights else query.new_empty(0)
-    return out, states, torch.stack(lse, 2).detach().double(), returned
+    return out, states, stats, returned
 
 
 def hop_states(
@@ -121,7 +124,7 @@ def memory_hop_attention_backward(
     memory_mask: Tensor | None,
     memory_bias: Tensor | None,
     trace: Tensor,
-    lse: Tensor,
+    stats: Tensor,
     *,
     hops: int,
     activation: str,
@@ -132,8 +135,8 @@ def memory_hop_attention_backward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Return the gradients of query, the memories, hop_proj and the bias, in their own shapes.
 
-    Bit n of ``needed`` asks for gradient n; the others may be None. ``trace`` and ``lse`` are
-    recomputed, not read.
+    Bit n of ``needed`` asks for gradient n; the others may be None. ``trace`` and ``stats``
+    are recomputed, not read.
     """
     inputs = [query, in_memory, out_memory, hop_proj, memory_bias]
     wanted = [n for n, x in enumerate(inputs) if x is not None and (n == 0 or needed >> n & 1)]

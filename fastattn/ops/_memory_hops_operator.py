@@ -22,15 +22,15 @@ _HOPS, _WEIGHTS = 6, 10  # among the primitive's arguments
 
 
 def _save(ctx: Any, args: Sequence[Any], results: tuple[Tensor, ...]) -> None:
-    _, trace, lse, _ = results
-    ctx.mark_non_differentiable(trace, lse)
+    _, trace, stats, _ = results
+    ctx.mark_non_differentiable(trace, stats)
     # Never the weights: what is saved does not grow with the memory.
-    ctx.save_for_backward(*args[:6], trace, lse)
+    ctx.save_for_backward(*args[:6], trace, stats)
     ctx.values = args[6:]
 
 
 def _backward(
-    ctx: Any, grad_out: Tensor | None, _trace: None, _lse: None, grad_weights: Tensor | None
+    ctx: Any, grad_out: Tensor | None, _trace: None, _stats: None, grad_weights: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     nothing = (None,) * 12
     if grad_out is None and grad_weights is None:
@@ -58,7 +58,7 @@ def _fake(query: Tensor, in_memory: Tensor, *rest: Any) -> tuple[Tensor, Tensor,
     return (
         query.new_empty((batch, queries, width)),
         query.new_empty((batch, queries, 2 * hops + 1, width), dtype=compute_dtype(query.dtype)),
-        query.new_empty((batch, queries, hops), dtype=torch.float64),
+        query.new_empty((batch, queries, hops, 2), dtype=compute_dtype(query.dtype)),
         query.new_empty((batch, queries, hops, rows) if weights else (0,)),
     )
 
@@ -89,9 +89,9 @@ def _vmap(
         x if position == 3 else _fold(x, dim, n, batch)
         for position, (x, dim) in enumerate(zip(args[:6], in_dims, strict=False))
     ]
-    out, trace, lse, p = hop_attention.op(*folded, *args[6:])
+    out, trace, stats, p = hop_attention.op(*folded, *args[6:])
     p = _unfold(p, n) if args[_WEIGHTS] else p.expand(n, 0)
-    return (_unfold(out, n), _unfold(trace, n), _unfold(lse, n), p), (0, 0, 0, 0)
+    return (_unfold(out, n), _unfold(trace, n), _unfold(stats, n), p), (0, 0, 0, 0)
 
 
 def _vmap_backward(
@@ -112,11 +112,11 @@ hop_attention = Operator(
 
 hop_attention_backward = Operator(
     "memory_hop_attention_backward(Tensor? grad_out, Tensor? grad_weights, "
-    f"{_TENSORS}, Tensor trace, Tensor lse, {_VALUES}, int needed)",
+    f"{_TENSORS}, Tensor trace, Tensor stats, {_VALUES}, int needed)",
     returns=5,
     fake=_fake_backward,
     vmap=_vmap_backward,
-    recomputed=("trace", "lse"),
+    recomputed=("trace", "stats"),
 )
 
 

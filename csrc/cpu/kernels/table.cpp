@@ -11,6 +11,8 @@ void linear(const LinearParams&);
 double measure_peak(Peak, int threads, double seconds);
 void additive_forward(const AdditiveParams&);
 void additive_backward(const AdditiveParams&);
+void memory_hops_forward(const MemoryHopsParams&);
+void memory_hops_backward(const MemoryHopsParams&);
 
 #define FASTATTN_STRING_(x) #x
 #define FASTATTN_STRING(x) FASTATTN_STRING_(x)
@@ -25,6 +27,8 @@ const KernelTable table = {
     linear,
     additive_forward,
     additive_backward,
+    memory_hops_forward,
+    memory_hops_backward,
 };
 
 }  // namespace FASTATTN_ISA

@@ -1,0 +1,67 @@
+// Python's view of memory hops: addresses, shapes and strides in, nothing out.
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+
+#include "arguments.h"
+#include "kernel_table.h"
+#include "memory.h"
+
+namespace py = pybind11;
+
+namespace fastattn {
+namespace {
+
+// (address, stride) or None.
+Tensor4 optional_operand(const py::handle& from) {
+  if (from.is_none()) return {};
+  const auto pair = py::reinterpret_borrow<py::tuple>(from);
+  return operand(static_cast<uintptr_t>(integer(PyTuple_GET_ITEM(pair.ptr(), 0))),
+                 py::reinterpret_borrow<py::tuple>(PyTuple_GET_ITEM(pair.ptr(), 1)));
+}
+
+void* address(const py::tuple& from, int i) {
+  return reinterpret_cast<void*>(integer(PyTuple_GET_ITEM(from.ptr(), i)));
+}
+
+// sizes: B, Q, K, N, D. flags: shared, same_rows, stack, normalize. operands: query, in_memory,
+// out_memory, proj, mask, bias, grad_out, grad_weights. results: out, trace, stats, weights,
+// grad_query, grad_in, grad_out_memory, grad_proj, grad_scores, grad_states.
+void memory_hops(bool backward, int dtype, int threads, const py::tuple& sizes, int flags,
+                 int activation, double scale, int bias_dtype, const py::tuple& operands,
+                 const py::tuple& results, int64_t in_slots, int64_t out_slots,
+                 int64_t proj_slots) {
+  MemoryHopsParams p{};
+  p.dtype = static_cast<DType>(dtype);
+  p.threads = threads;
+  int64_t n[5];
+  integers(sizes, n);
+  p.B = n[0], p.Q = n[1], p.K = n[2], p.N = n[3], p.D = n[4];
+  p.shared = flags & 1, p.same_rows = flags & 2, p.stack = flags & 4, p.normalize = flags & 8;
+  p.activation = static_cast<Activation>(activation);
+  p.scale = scale;
+  p.bias_dtype = static_cast<DType>(bias_dtype);
+  Tensor4* const to[] = {&p.query, &p.in_memory, &p.out_memory, &p.proj,
+                         &p.mask,  &p.bias,      &p.grad_out,   &p.grad_weights};
+  void** const outputs[] = {&p.out,         &p.trace,      &p.stats,           &p.weights,
+                            &p.grad_query,  &p.grad_in,    &p.grad_out_memory, &p.grad_proj,
+                            &p.grad_scores, &p.grad_states};
+  if (PyTuple_GET_SIZE(operands.ptr()) != 8 || PyTuple_GET_SIZE(results.ptr()) != 10)
+    throw py::value_error("fastattn._cpu: a tuple has the wrong length");
+  for (int i = 0; i < 8; ++i) *to[i] = optional_operand(PyTuple_GET_ITEM(operands.ptr(), i));
+  for (int i = 0; i < 10; ++i) *outputs[i] = address(results, i);
+  p.in_slots = in_slots, p.out_slots = out_slots, p.proj_slots = proj_slots;
+  py::gil_scoped_release release;
+  const size_t element = p.dtype == DType::f64 ? 8 : p.dtype == DType::f32 ? 4 : 2;
+  const size_t memory = static_cast<size_t>((p.shared ? 1 : p.B) * p.N * p.D) * element;
+  if (p.grad_in != nullptr) expect_to_fill(p.grad_in, memory * static_cast<size_t>(in_slots));
+  if (p.grad_out_memory != nullptr)
+    expect_to_fill(p.grad_out_memory, memory * static_cast<size_t>(out_slots));
+  backward ? kernels().memory_hops_backward(p) : kernels().memory_hops_forward(p);
+}
+
+}  // namespace
+
+void bind_memory_hops(py::module_& m) { m.def("memory_hops", &memory_hops); }
+
+}  // namespace fastattn

@@ -1,0 +1,91 @@
+// Memory hops, forward and backward: which kernel, and the gradients that belong to no memory.
+#include "memory_hops_stream.h"
+
+namespace fastattn {
+namespace FASTATTN_ISA {
+namespace {
+
+template <class F>
+FASTATTN_INLINE void with_element(DType dtype, F f) {
+  switch (dtype) {
+    case DType::f32:
+      return f(float());
+    case DType::f64:
+      return f(double());
+    case DType::bf16:
+      return f(Bf16());
+    case DType::f16:
+      return f(F16());
+    case DType::boolean:
+      return;
+  }
+}
+
+// dH = sum g u^T over the queries, and over the hops where they share H: some rows of dH a task.
+template <class S>
+class ProjectionGradient : HopSteps<S> {
+  typedef HopSteps<S> Base;
+  typedef typename Base::T T;
+  using Base::dp, Base::p, Base::W;
+  static constexpr int64_t kRows = 16;    // of dH, a task
+  static constexpr int64_t kTerms = 256;  // the longest chain of additions
+
+ public:
+  explicit ProjectionGradient(const MemoryHopsParams& params) : Base(params) {}
+
+  void run() {
+    const int64_t queries = p.B * p.Q, blocks = (p.D + kRows - 1) / kRows;
+    const int64_t tasks = p.proj_slots * blocks, hops = p.K / p.proj_slots;
+    const int team = team_size(p.threads, tasks, 2.0 * queries * p.K * p.D * p.D);
+    T* u =
+        static_cast<T*>(__builtin_malloc(static_cast<size_t>(queries * p.K * dp + 1) * sizeof(T)));
+    for (int64_t row = 0; row < queries; ++row)
+      for (int64_t k = 0; k < p.K; ++k)
+        this->read_vector(this->trace(row, 2 * k), 1, u + (k * queries + row) * dp);
+#pragma omp parallel num_threads(team) if (team > 1)
+    {
+      T* sum = static_cast<T*>(thread_scratch(static_cast<size_t>(kRows * dp) * sizeof(T)));
+#pragma omp for schedule(dynamic, 1)
+      for (int64_t t = 0; t < tasks; ++t) {
+        const int64_t slot = t / blocks, i0 = t % blocks * kRows;
+        const int64_t rows = min_of(kRows, p.D - i0);
+        for (int64_t x = 0; x < kRows * dp; ++x) sum[x] = T(0);
+        for (int64_t k = slot * hops; k < (slot + 1) * hops; ++k)
+          for (int64_t row = 0; row < queries; row += kTerms) {
+            const T* g = static_cast<const T*>(p.grad_states) + (row * p.K + k) * p.D + i0;
+            outer_products<T>(rows, g, p.K * p.D, u + (k * queries + row) * dp, dp, dp / W,
+                              min_of(kTerms, queries - row),
+                              [&](int64_t i, int64_t v, Vec<T> x) __attribute__((always_inline)) {
+                                T* to = sum + i * dp + v * W;
+                                store(to, load(to) + x);
+                              });
+          }
+        S* dst = static_cast<S*>(p.grad_proj) + (slot * p.D + i0) * p.D;
+        for (int64_t i = 0; i < rows; ++i)
+          for (int64_t d = 0; d < p.D; d += W)
+            store_as<T>(dst + i * p.D + d, load(sum + i * dp + d),
+                        static_cast<int>(min_of<int64_t>(W, p.D - d)));
+      }
+    }
+    __builtin_free(u);
+  }
+};
+
+}  // namespace
+
+void memory_hops_forward(const MemoryHopsParams& p) {
+  if (p.B == 0 || p.Q == 0) return;
+  with_element(p.dtype, [&](auto element) { StreamHops<decltype(element)>(p).forward(); });
+}
+
+void memory_hops_backward(const MemoryHopsParams& p) {
+  if (p.B == 0 || p.Q == 0) return;
+  with_element(p.dtype, [&](auto element) {
+    typedef decltype(element) S;
+    StreamHops<S>(p).backward();
+    if (p.grad_proj != nullptr) ProjectionGradient<S>(p).run();
+  });
+}
+
+}  // namespace FASTATTN_ISA
+}  // namespace fastattn

@@ -1,0 +1,266 @@
+// What the kernels of memory hops share: rows of a memory by D across the lanes, and what a hop
+// does to one query beside reading its memory.
+#pragma once
+#include "blocks.h"
+#include "mask.h"
+#include "tile.h"
+
+namespace fastattn {
+namespace FASTATTN_ISA {
+namespace {
+
+template <class S>
+struct Accumulator {
+  typedef float type;
+};
+template <>
+struct Accumulator<double> {
+  typedef double type;
+};
+
+constexpr int64_t kHopBlock = 64;  // rows whose scores are held at once
+
+// Rows of the memory that are merged, or shared among threads, as one: by N alone.
+FASTATTN_INLINE int64_t hop_chunk(int64_t N) {
+  const int64_t wanted = max_of<int64_t>(1024, (N + 63) / 64);
+  return (wanted + kHopBlock - 1) / kHopBlock * kHopBlock;
+}
+
+// Some rows of a matrix: row i begins at base + at[i] * stride, or base + i * stride without a
+// list.
+template <class S>
+struct Rows {
+  const S* base;
+  int64_t stride;
+  const int64_t* at;
+  FASTATTN_INLINE const S* operator[](int64_t i) const {
+    return base + (at != nullptr ? at[i] : i) * stride;
+  }
+};
+
+// Vectors of a row; the last one may be partial.
+template <class T>
+FASTATTN_INLINE int64_t vectors_of(int64_t D) {
+  return (D + kLanes<T> - 1) / kLanes<T>;
+}
+template <class T>
+FASTATTN_INLINE int last_lanes(int64_t D) {
+  return static_cast<int>(D - (vectors_of<T>(D) - 1) * kLanes<T>);
+}
+
+// s[i] = rows[i] . x for i < count, a vector of rows at a time; s is written to whole vectors.
+// Every dot product is the same tree of additions, wherever its row lies.
+template <class T, class S>
+FASTATTN_INLINE void row_products(Rows<S> rows, int64_t count, int64_t D, const T* x, T* s) {
+  constexpr int W = kLanes<T>;
+  const int64_t full = D / W * W;
+  const int rest = static_cast<int>(D - full);
+  for (int64_t i = 0; i < count; i += W) {
+    const S* row[W];
+    FASTATTN_UNROLL for (int r = 0; r < W; ++r) row[r] = rows[min_of<int64_t>(i + r, count - 1)];
+    Vec<T> acc[W];
+    FASTATTN_UNROLL for (int r = 0; r < W; ++r) acc[r] = Vec<T>{};
+    for (int64_t d = 0; d < full; d += W) {
+      const Vec<T> y = load(x + d);
+      FASTATTN_UNROLL for (int r = 0; r < W; ++r) acc[r] += load_as<T>(row[r] + d, W) * y;
+    }
+    if (rest != 0) {
+      const Vec<T> y = load(x + full);
+      FASTATTN_UNROLL for (int r = 0; r < W; ++r) acc[r] += load_as<T>(row[r] + full, rest) * y;
+    }
+    transpose<T>(acc);
+    FASTATTN_UNROLL for (int width = W / 2; width >= 1; width /= 2) {
+      FASTATTN_UNROLL for (int r = 0; r < width; ++r) acc[r] += acc[r + width];
+    }
+    store(s + i, acc[0]);
+  }
+}
+
+// y = alpha y + sum_i w[i] rows[i], D across the lanes; y is padded to whole vectors.
+template <class T, class S>
+FASTATTN_INLINE void add_rows(Rows<S> rows, int64_t count, int64_t D, const T* w, T alpha, T* y) {
+  constexpr int W = kLanes<T>;
+  const int64_t vectors = vectors_of<T>(D);
+  int64_t v = 0;
+  const auto block = [&](auto width) __attribute__((always_inline)) {
+    constexpr int kVectors = decltype(width)::value;
+    constexpr int kWays = max_of(1, 4 / kVectors);  // independent sums, to hide the latency
+    for (; v + kVectors <= vectors; v += kVectors) {
+      const int last = v + kVectors == vectors ? last_lanes<T>(D) : W;
+      Vec<T> acc[kWays][kVectors];
+      FASTATTN_UNROLL for (int a = 0; a < kWays; ++a)
+          FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) acc[a][n] = Vec<T>{};
+      const auto add = [&](int a, int64_t i) __attribute__((always_inline)) {
+        const S* row = rows[i] + v * W;
+        const Vec<T> weight = splat<T>(w[i]);
+        FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) acc[a][n] +=
+            weight * load_as<T>(row + n * W, n == kVectors - 1 ? last : W);
+      };
+      int64_t i = 0;
+      for (; i + kWays <= count; i += kWays)
+        FASTATTN_UNROLL for (int a = 0; a < kWays; ++a) add(a, i + a);
+      for (; i < count; ++i) add(0, i);
+      FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) {
+        FASTATTN_UNROLL for (int a = 1; a < kWays; ++a) acc[0][n] += acc[a][n];
+        T* to = y + (v + n) * W;
+        store(to, load(to) * alpha + acc[0][n]);
+      }
+    }
+  };
+  if constexpr (kRegisters == 32) block(Width<8>());
+  block(Width<4>());
+  block(Width<2>());
+  block(Width<1>());
+}
+
+// What tile.h needs to know of T.
+template <class T>
+struct HopTile {
+  typedef T Acc;
+  typedef T Word;
+  static FASTATTN_INLINE Vec<T> multiply_add(Vec<T> a, Vec<T> b, Vec<T> c) { return a * b + c; }
+};
+
+// to(i, v, x): x = vector v of row i of A^T B, [rows][vectors], reduced over `terms`; element i of
+// term t of A is A[t * lda + i].
+template <class T, class To>
+FASTATTN_INLINE void outer_products(int64_t rows, const T* A, int64_t lda, const T* B, int64_t ldb,
+                                    int64_t vectors, int64_t terms, To to) {
+  int64_t v = 0;
+  const auto block = [&](auto width) __attribute__((always_inline)) {
+    constexpr int kVectors = decltype(width)::value;
+    for (; v + kVectors <= vectors; v += kVectors)
+      tile_rows<HopTile<T>, 4, kVectors, true>(
+          rows, A, lda, B + v * kLanes<T>, ldb, terms, [](int64_t, int) { return Vec<T>{}; },
+          [&](int64_t i, int n, Vec<T> x) __attribute__((always_inline)) { to(i, v + n, x); });
+  };
+  if constexpr (kRegisters == 32) block(Width<4>());
+  block(Width<2>());
+  block(Width<1>());
+}
+
+// The typed parts of a call, and the steps of a hop that concern one query alone.
+template <class S>
+class HopSteps {
+ protected:
+  typedef typename Accumulator<S>::type T;
+  static constexpr int W = kLanes<T>;
+
+  const MemoryHopsParams& p;
+  const int64_t dp;      // D in whole vectors
+  const int64_t R;       // queries on one memory
+  const int64_t groups;  // memories
+  const int64_t chunk, chunks;
+
+  explicit HopSteps(const MemoryHopsParams& params)
+      : p(params),
+        dp(vectors_of<T>(params.D) * W),
+        R(params.shared ? params.B * params.Q : params.Q),
+        groups(params.shared ? 1 : params.B),
+        chunk(hop_chunk(params.N)),
+        chunks((params.N + chunk - 1) / chunk) {}
+
+  // Query r of a group as [b][q], flattened.
+  int64_t row_of(int64_t group, int64_t r) const { return group * R + r; }
+  int64_t batch_of(int64_t row) const { return row / p.Q; }
+  int64_t query_of(int64_t row) const { return row % p.Q; }
+
+  Rows<S> in_rows(int64_t group, int64_t k, int64_t n) const {
+    return memory(p.in_memory, group, k, n);
+  }
+  Rows<S> out_rows(int64_t group, int64_t k, int64_t n) const {
+    return memory(p.out_memory, group, k, n);
+  }
+  Rows<S> proj_rows(int64_t k) const { return memory(p.proj, 0, k, 0); }
+
+  T* trace(int64_t row, int64_t at) const {
+    return static_cast<T*>(p.trace) + (row * (2 * p.K + 1) + at) * p.D;
+  }
+  T* stats(int64_t row, int64_t k) const { return static_cast<T*>(p.stats) + (row * p.K + k) * 2; }
+
+  // x[dp] = the D elements at src, zero beyond.
+  template <class From>
+  void read_vector(const From* src, int64_t stride, T* x) const {
+    for (int64_t d = 0; d < p.D; ++d) x[d] = static_cast<T>(widen(src[d * stride]));
+    for (int64_t d = p.D; d < dp; ++d) x[d] = T(0);
+  }
+
+  void read_query(int64_t row, T* u) const {
+    const int64_t* st = p.query.stride;
+    read_vector(static_cast<const S*>(p.query.data) + batch_of(row) * st[0] + query_of(row) * st[1],
+                st[3], u);
+  }
+
+  // u <- phi(H u + o); both are kept in the trace. `next` is scratch [dp, and D in whole vectors].
+  void step(int64_t row, int64_t k, T* u, const T* o, T* next) const {
+    if (p.proj.data != nullptr) {
+      row_products<T>(proj_rows(k), p.D, p.D, u, next);
+    } else {
+      __builtin_memcpy(next, u, static_cast<size_t>(dp) * sizeof(T));
+    }
+    for (int64_t d = 0; d < dp; d += W) store(u + d, activate(load(next + d) + load(o + d)));
+    for (int64_t d = p.D; d < dp; ++d) u[d] = T(0);  // sigmoid(0) is not 0
+    __builtin_memcpy(trace(row, 2 * k + 1), o, static_cast<size_t>(p.D) * sizeof(T));
+    __builtin_memcpy(trace(row, 2 * k + 2), u, static_cast<size_t>(p.D) * sizeof(T));
+  }
+
+  Vec<T> activate(Vec<T> x) const {
+    switch (p.activation) {
+      case Activation::none:
+        return x;
+      case Activation::relu:
+        return select<T>(x < T(0), Vec<T>{}, x);
+      case Activation::tanh:
+        return tanh_of<T>(x);
+      case Activation::sigmoid: {  // of e^-|x|, so that small results keep their accuracy
+        const Mask<T> negative = x < T(0);
+        const Vec<T> e = exp2_neg(select<T>(negative, x, -x) * kLog2E<T>);
+        return select<T>(negative, e, Vec<T>{} + T(1)) / (T(1) + e);
+      }
+    }
+    return x;
+  }
+
+  // g <- g o phi'(.), by the activation's value y.
+  void through_activation(const T* y, T* g) const {
+    for (int64_t d = 0; d < p.D; ++d) {
+      const T v = y[d];
+      switch (p.activation) {
+        case Activation::none:
+          return;
+        case Activation::relu:
+          g[d] = v <= T(0) ? T(0) : g[d];
+          break;
+        case Activation::tanh:
+          g[d] *= T(1) - v * v;
+          break;
+        case Activation::sigmoid:
+          g[d] *= v * (T(1) - v);
+          break;
+      }
+    }
+  }
+
+  void keep_state(int64_t row, int64_t k, const T* g) const {
+    if (p.grad_states != nullptr)
+      __builtin_memcpy(static_cast<T*>(p.grad_states) + (row * p.K + k) * p.D, g,
+                       static_cast<size_t>(p.D) * sizeof(T));
+  }
+
+  // out[D] of the last u, rounded.
+  void write_vector(void* to, int64_t row, const T* x) const {
+    S* dst = static_cast<S*>(to) + row * p.D;
+    for (int64_t d = 0; d < p.D; d += W)
+      store_as<T>(dst + d, load(x + d), static_cast<int>(min_of<int64_t>(W, p.D - d)));
+  }
+
+ private:
+  static Rows<S> memory(const Tensor4& m, int64_t group, int64_t k, int64_t n) {
+    const int64_t* st = m.stride;
+    return {static_cast<const S*>(m.data) + group * st[0] + k * st[1] + n * st[2], st[2], nullptr};
+  }
+};
+
+}  // namespace
+}  // namespace FASTATTN_ISA
+}  // namespace fastattn

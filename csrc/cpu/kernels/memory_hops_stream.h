@@ -1,0 +1,453 @@
+// Memory hops of a few queries on a memory of their own: bound by reading the memory.
+//
+// The width of a row lies across the lanes. A block of rows is read once a hop, as input and as
+// output memory, with a running maximum; all hops of a query follow each other, so that a memory
+// that fits the caches comes from main memory once. Backward recomputes the weights from the
+// forward's maximum and sum, keeps p and ds of all hops (2 K numbers a row), and writes the
+// gradient of each memory once, at the end: dM = sum_k ds_k u_k^T, dC = sum_k p_k g_k^T.
+//
+// Rows go by chunks that depend on N alone; what a chunk adds is merged in order, whoever computed
+// it. So the bits depend neither on the batch nor on the threads.
+#pragma once
+#include "../threads.h"
+#include "memory_hops.h"
+
+namespace fastattn {
+namespace FASTATTN_ISA {
+namespace {
+
+template <class S>
+class StreamHops : HopSteps<S> {
+  typedef HopSteps<S> Base;
+  typedef typename Base::T T;
+  using Base::batch_of, Base::chunk, Base::chunks, Base::dp, Base::groups, Base::p, Base::query_of,
+      Base::R, Base::row_of, Base::stats, Base::trace, Base::W;
+
+ public:
+  explicit StreamHops(const MemoryHopsParams& params) : Base(params) {}
+
+  void forward() {
+    const double flops = 4.0 * groups * R * p.K * p.N * p.D;
+    run(flops, [&](const Scratch& f, int64_t group, auto each_chunk) {
+      for (int64_t r = 0; r < R; ++r) forward_query(f, group, this->row_of(group, r), each_chunk);
+    });
+  }
+
+  void backward() {
+    const double flops = 14.0 * groups * R * p.K * p.N * p.D;
+    run(flops, [&](const Scratch& f, int64_t group, auto each_chunk) {
+      for (int64_t r = 0; r < R; ++r) backward_query(f, group, r, each_chunk);
+      write_gradients(f, group, each_chunk);
+    });
+  }
+
+ private:
+  // Scratch of one group; of one chunk where there is a chunk's index.
+  struct Scratch {
+    T* u;       // [dp]
+    T* o;       // [dp]
+    T* g;       // [dp]
+    T* next;    // [dp]
+    T* part;    // [chunks][dp + W]: a vector, then m and l
+    T* kept;    // [N] scores of a hop
+    T* coef;    // [2K R][N]: ds and p of every hop and query
+    T* vector;  // [2K R][dp]: scale u and g of every hop and query
+  };
+
+  Scratch allocate(Arena& a) const {
+    const bool back = p.grad_query != nullptr;
+    Scratch f;
+    f.u = a.take<T>(dp + W), f.o = a.take<T>(dp + W);
+    f.g = a.take<T>(dp + W), f.next = a.take<T>(dp + W);
+    f.part = a.take<T>(max_of<int64_t>(1, chunks) * (dp + W));
+    f.kept = a.take<T>(p.weights != nullptr && !back ? p.N : 0);
+    f.coef = a.take<T>(back ? 2 * p.K * R * p.N : 0);
+    f.vector = a.take<T>(back ? 2 * p.K * R * dp : 0);
+    return f;
+  }
+
+  // Calls of_group(scratch, group, each_chunk) for every group. Many groups are shared among the
+  // threads; else the chunks of one are.
+  template <class F>
+  void run(double flops, F of_group) {
+    Arena size(nullptr);
+    allocate(size);
+    const bool split = chunks > 1 && groups < 4 * p.threads;
+    if (split) {
+      const int team = team_size(p.threads, chunks, flops / groups);
+      void* memory = __builtin_malloc(size.used() + 64);
+      const auto aligned = (reinterpret_cast<uintptr_t>(memory) + 63) / 64 * 64;
+      Arena arena(reinterpret_cast<void*>(aligned));
+      const Scratch f = allocate(arena);
+      for (int64_t group = 0; group < groups; ++group)
+        of_group(f, group, [&](auto of_chunk) {
+#pragma omp parallel for num_threads(team) if (team > 1) schedule(dynamic, 1)
+          for (int64_t c = 0; c < chunks; ++c) of_chunk(c);
+        });
+      __builtin_free(memory);
+      return;
+    }
+    const int team = team_size(p.threads, groups, flops);
+#pragma omp parallel num_threads(team) if (team > 1)
+    {
+      Arena arena(thread_scratch(size.used()));
+      const Scratch f = allocate(arena);
+#pragma omp for schedule(dynamic, 1)
+      for (int64_t group = 0; group < groups; ++group)
+        of_group(f, group, [&](auto of_chunk) {
+          for (int64_t c = 0; c < chunks; ++c) of_chunk(c);
+        });
+    }
+  }
+
+  // A block of rows that a query sees in a hop: their places in the memory from n0 on.
+  struct Block {
+    int64_t count;
+    bool all;  // at[i] = i
+    bool biased;
+    int64_t at[kHopBlock];
+    T bias[kHopBlock];
+    FASTATTN_INLINE Rows<S> of(Rows<S> rows) const {
+      return {rows.base, rows.stride, all ? nullptr : at};
+    }
+  };
+
+  void see(int64_t row, int64_t k, int64_t n0, int64_t n1, Block* block) const {
+    const int64_t b = batch_of(row), q = query_of(row);
+    block->all = true;
+    block->biased = p.bias.data != nullptr;
+    block->count = n1 - n0;
+    if (p.mask.data == nullptr && p.bias.data == nullptr) return;
+    const int64_t *sm = p.mask.stride, *sb = p.bias.stride;
+    const Bool* mask =
+        static_cast<const Bool*>(p.mask.data) + b * sm[0] + q * sm[1] + k * sm[2] + n0 * sm[3];
+    T bias[kHopBlock] = {};
+    if (block->biased)
+      with_storage(p.bias.data, p.bias_dtype, [&](const auto* data) {
+        const auto* from = data + b * sb[0] + q * sb[1] + k * sb[2] + n0 * sb[3];
+        for (int64_t i = 0; i < n1 - n0; ++i) bias[i] = static_cast<T>(widen(from[i * sb[3]]));
+      });
+    int64_t count = 0;
+    for (int64_t i = 0; i < n1 - n0; ++i) {
+      const bool seen = (p.mask.data == nullptr || mask[i * sm[3]].bits) && bias[i] != -kInf<T>;
+      block->at[count] = i;
+      block->bias[count] = bias[i];
+      count += seen;
+    }
+    block->all = count == n1 - n0;
+    block->count = count;
+  }
+
+  // The scores of a block, -inf beyond its rows up to a whole vector.
+  void scores(Rows<S> rows, const Block& block, const T* u, T* s) const {
+    row_products<T>(block.of(rows), block.count, p.D, u, s);
+    const T scale = static_cast<T>(p.scale);
+    for (int64_t i = 0; i < block.count; i += W) {
+      Vec<T> x = load(s + i) * scale;
+      if (block.biased) x += load(block.bias + i);
+      store(s + i, x);
+    }
+    for (int64_t i = block.count; i < (block.count + W - 1) / W * W; ++i) s[i] = -kInf<T>;
+  }
+
+  // ---- forward
+
+  template <class Each>
+  void forward_query(const Scratch& f, int64_t group, int64_t row, Each each_chunk) const {
+    this->read_query(row, f.u);
+    __builtin_memcpy(trace(row, 0), f.u, static_cast<size_t>(p.D) * sizeof(T));
+    for (int64_t k = 0; k < p.K; ++k) {
+      each_chunk([&](int64_t c) { read_chunk(f, group, row, k, c); });
+      // o = sum_c part_c 2^(m_c - m) / l
+      T m = -kInf<T>, l = T(0);
+      for (int64_t d = 0; d < dp; ++d) f.o[d] = T(0);
+      for (int64_t c = 0; c < chunks; ++c) merge(f.part + c * (dp + W), f.o, &m, &l);
+      if (p.normalize) {
+        const T inverse = m == -kInf<T> ? T(0) : T(1) / l;
+        for (int64_t d = 0; d < dp; d += W) store(f.o + d, load(f.o + d) * inverse);
+      }
+      stats(row, k)[0] = m, stats(row, k)[1] = l;
+      if (p.weights != nullptr) write_weights(f, row, k, m, l);
+      this->step(row, k, f.u, f.o, f.next);
+    }
+    this->write_vector(p.out, row, f.u);
+  }
+
+  static T decay(T from, T to) {
+    return from == -kInf<T> ? T(0) : exp2_neg(splat<T>((from - to) * kLog2E<T>))[0];
+  }
+
+  void merge(const T* part, T* o, T* m, T* l) const {
+    T a = T(1), b = T(1);
+    if (p.normalize) {
+      const T other = part[dp], to = *m > other ? *m : other;
+      a = decay(*m, to), b = decay(other, to);
+      *l = *l * a + part[dp + 1] * b;
+      *m = to;
+    }
+    for (int64_t d = 0; d < dp; d += W) store(o + d, load(o + d) * a + load(part + d) * b);
+  }
+
+  // part = {o, m, l} of the rows of one chunk.
+  void read_chunk(const Scratch& f, int64_t group, int64_t row, int64_t k, int64_t c) const {
+    T* part = f.part + c * (dp + W);
+    T m = -kInf<T>, l = T(0);
+    for (int64_t d = 0; d < dp; ++d) part[d] = T(0);
+    T s[kHopBlock];
+    Block block;
+    const int64_t end = min_of(p.N, (c + 1) * chunk);
+    for (int64_t n0 = c * chunk; n0 < end; n0 += kHopBlock) {
+      const int64_t n1 = min_of(end, n0 + kHopBlock);
+      see(row, k, n0, n1, &block);
+      if (block.count > 0) {
+        scores(this->in_rows(group, k, n0), block, f.u, s);
+        if (p.weights != nullptr) keep(f, block, n0, n1, s);
+        const T alpha = p.normalize ? soften(s, block.count, &m, &l) : T(1);
+        add_rows<T>(block.of(this->out_rows(group, k, n0)), block.count, p.D, s, alpha, part);
+      } else if (p.weights != nullptr) {
+        keep(f, block, n0, n1, s);
+      }
+    }
+    part[dp] = m, part[dp + 1] = l;
+  }
+
+  // s <- e^(s - m) with the new maximum m; returns what the sums so far are to be multiplied with.
+  static T soften(T* s, int64_t count, T* m, T* l) {
+    Vec<T> top = load(s);
+    for (int64_t i = W; i < count; i += W) top = max_of(top, load(s + i));
+    const T of_block = max_lanes<T>(top), after = *m > of_block ? *m : of_block;
+    const T reference = after == -kInf<T> ? T(0) : after;
+    const T alpha = decay(*m, reference);
+    Vec<T> sum{};
+    for (int64_t i = 0; i < count; i += W) {
+      const Vec<T> e = exp2_neg((load(s + i) - reference) * kLog2E<T>);
+      sum += e;
+      store(s + i, e);
+    }
+    *l = *l * alpha + sum_lanes<T>(sum);
+    *m = after;
+    return alpha;
+  }
+
+  void keep(const Scratch& f, const Block& block, int64_t n0, int64_t n1, const T* s) const {
+    for (int64_t n = n0; n < n1; ++n) f.kept[n] = p.normalize ? -kInf<T> : T(0);
+    for (int64_t i = 0; i < block.count; ++i) f.kept[n0 + (block.all ? i : block.at[i])] = s[i];
+  }
+
+  void write_weights(const Scratch& f, int64_t row, int64_t k, T m, T l) const {
+    S* to = static_cast<S*>(p.weights) + (row * p.K + k) * p.N;
+    const T reference = m == -kInf<T> ? T(0) : m, inverse = m == -kInf<T> ? T(0) : T(1) / l;
+    for (int64_t n = 0; n < p.N; n += W) {
+      const int count = static_cast<int>(min_of<int64_t>(W, p.N - n));
+      Vec<T> x = load_first(f.kept + n, count);
+      if (p.normalize) x = exp2_neg((x - reference) * kLog2E<T>) * inverse;
+      store_as<T>(to + n, x, count);
+    }
+  }
+
+  // ---- backward
+
+  // Where ds and p of hop k, and their vectors, lie: the rows that meet in one gradient follow each
+  // other.
+  int64_t ds_row(int64_t k, int64_t r) const { return (p.stack ? 2 * k : k) * R + r; }
+  int64_t p_row(int64_t k, int64_t r) const { return (p.stack ? 2 * k + 1 : p.K + k) * R + r; }
+
+  template <class Each>
+  void backward_query(const Scratch& f, int64_t group, int64_t r, Each each_chunk) const {
+    const int64_t row = row_of(group, r);
+    const T scale = static_cast<T>(p.scale);
+    const int64_t* st = p.grad_out.stride;
+    if (p.grad_out.data != nullptr) {
+      this->read_vector(
+          static_cast<const S*>(p.grad_out.data) + batch_of(row) * st[0] + query_of(row) * st[1],
+          st[3], f.g);
+    } else {
+      for (int64_t d = 0; d < dp; ++d) f.g[d] = T(0);
+    }
+    for (int64_t k = p.K - 1; k >= 0; --k) {
+      this->through_activation(trace(row, 2 * k + 2), f.g);
+      this->keep_state(row, k, f.g);
+      this->read_vector(trace(row, 2 * k), 1, f.u);
+      const T m = stats(row, k)[0], l = stats(row, k)[1];
+      const bool nothing = p.normalize && m == -kInf<T>;
+      T* u = f.vector + ds_row(k, r) * dp;
+      T* g = f.vector + p_row(k, r) * dp;
+      for (int64_t d = 0; d < dp; d += W) {
+        store(u + d, nothing ? Vec<T>{} : load(f.u + d) * scale);
+        store(g + d, load(f.g + d));
+      }
+      const Hop hop{row,
+                    k,
+                    r,
+                    m == -kInf<T> ? T(0) : m,
+                    p.normalize && !nothing ? T(1) / l : T(1),
+                    delta(f, group, row, k, r, each_chunk)};
+      each_chunk([&](int64_t c) { derive_chunk(f, group, hop, c); });
+      // g <- H^T g + scale M^T ds
+      if (p.proj.data != nullptr) {
+        for (int64_t d = 0; d < dp; ++d) f.next[d] = T(0);
+        add_rows<T>(this->proj_rows(k), p.D, p.D, f.g, T(1), f.next);
+        __builtin_memcpy(f.g, f.next, static_cast<size_t>(dp) * sizeof(T));
+      }
+      for (int64_t d = 0; d < dp; ++d) f.o[d] = T(0);
+      for (int64_t c = 0; c < chunks; ++c) {
+        const T* part = f.part + c * (dp + W);
+        for (int64_t d = 0; d < dp; d += W) store(f.o + d, load(f.o + d) + load(part + d));
+      }
+      for (int64_t d = 0; d < dp; d += W) store(f.g + d, load(f.g + d) + load(f.o + d) * scale);
+    }
+    this->write_vector(p.grad_query, row, f.g);
+  }
+
+  struct Hop {
+    int64_t row, k, r;
+    T m, inverse;  // p = e^(s - m) inverse
+    T delta;
+  };
+
+  // s, p = softmax(s), dp = C g + dweights of one block; all in natural order of the block.
+  void weigh(const Scratch& f, int64_t group, const Hop& hop, int64_t n0, const Block& block, T* s,
+             T* dweight) const {
+    scores(this->in_rows(group, hop.k, n0), block, f.u, s);
+    if (p.normalize) {
+      for (int64_t i = 0; i < block.count; i += W)
+        store(s + i, exp2_neg((load(s + i) - hop.m) * kLog2E<T>) * hop.inverse);
+    }
+    if (p.grad_weights.data == nullptr) return;
+    const int64_t* st = p.grad_weights.stride;
+    const S* dw = static_cast<const S*>(p.grad_weights.data) + batch_of(hop.row) * st[0] +
+                  query_of(hop.row) * st[1] + hop.k * st[2] + n0 * st[3];
+    for (int64_t i = 0; i < block.count; ++i)
+      dweight[i] = static_cast<T>(widen(dw[(block.all ? i : block.at[i]) * st[3]]));
+  }
+
+  // delta = sum_i p_i dp_i = o . g + sum_i p_i dweights_i
+  template <class Each>
+  T delta(const Scratch& f, int64_t group, int64_t row, int64_t k, int64_t r,
+          Each each_chunk) const {
+    if (!p.normalize || stats(row, k)[0] == -kInf<T>) return T(0);
+    const T* o = trace(row, 2 * k + 1);
+    Vec<T> sum{};
+    for (int64_t d = 0; d < p.D; d += W)
+      sum += load_first(o + d, static_cast<int>(min_of<int64_t>(W, p.D - d))) * load(f.g + d);
+    T total = sum_lanes<T>(sum);
+    if (p.grad_weights.data == nullptr) return total;
+    const Hop hop{row, k, r, stats(row, k)[0], T(1) / stats(row, k)[1], T(0)};
+    each_chunk([&](int64_t c) {
+      T s[kHopBlock], dw[kHopBlock];
+      Block block;
+      T* part = f.part + c * (dp + W);
+      part[0] = T(0);
+      const int64_t end = min_of(p.N, (c + 1) * chunk);
+      for (int64_t n0 = c * chunk; n0 < end; n0 += kHopBlock) {
+        see(row, k, n0, min_of(end, n0 + kHopBlock), &block);
+        if (block.count == 0) continue;
+        weigh(f, group, hop, n0, block, s, dw);
+        for (int64_t i = 0; i < block.count; ++i) part[0] += s[i] * dw[i];
+      }
+    });
+    for (int64_t c = 0; c < chunks; ++c) total += f.part[c * (dp + W)];
+    return total;
+  }
+
+  // p and ds of a chunk, and its part of M^T ds.
+  void derive_chunk(const Scratch& f, int64_t group, const Hop& hop, int64_t c) const {
+    T* part = f.part + c * (dp + W);
+    T* ds_to = f.coef + ds_row(hop.k, hop.r) * p.N;
+    T* p_to = f.coef + p_row(hop.k, hop.r) * p.N;
+    for (int64_t d = 0; d < dp; ++d) part[d] = T(0);
+    T s[kHopBlock], ds[kHopBlock], dw[kHopBlock] = {};
+    Block block;
+    const int64_t end = min_of(p.N, (c + 1) * chunk);
+    for (int64_t n0 = c * chunk; n0 < end; n0 += kHopBlock) {
+      const int64_t n1 = min_of(end, n0 + kHopBlock);
+      see(hop.row, hop.k, n0, n1, &block);
+      if (!block.all)
+        for (int64_t n = n0; n < n1; ++n) ds_to[n] = p_to[n] = T(0);
+      if (block.count == 0) continue;
+      weigh(f, group, hop, n0, block, s, dw);
+      // dp = C g;  ds = p o (dp + dweights - delta)
+      row_products<T>(block.of(this->out_rows(group, hop.k, n0)), block.count, p.D, f.g, ds);
+      for (int64_t i = 0; i < block.count; i += W) {
+        const Vec<T> dp_ = load(ds + i) + load(dw + i);
+        store(ds + i, p.normalize ? load(s + i) * (dp_ - hop.delta) : dp_);
+      }
+      add_rows<T>(block.of(this->in_rows(group, hop.k, n0)), block.count, p.D, ds, T(1), part);
+      for (int64_t i = 0; i < block.count; ++i) {
+        const int64_t n = n0 + (block.all ? i : block.at[i]);
+        ds_to[n] = ds[i], p_to[n] = s[i];
+      }
+    }
+    if (p.grad_scores != nullptr) {
+      T* to = static_cast<T*>(p.grad_scores) + (hop.row * p.K + hop.k) * p.N;
+      for (int64_t n = c * chunk; n < end; ++n) to[n] = ds_to[n];
+    }
+  }
+
+  // The gradients of the memories of a group, each written once.
+  template <class Each>
+  void write_gradients(const Scratch& f, int64_t group, Each each_chunk) const {
+    if (p.grad_in == nullptr && p.grad_out_memory == nullptr) return;
+    bool finite = true;
+    for (int64_t x = 0; x < 2 * p.K * R * dp; x += W) {
+      const Vec<T> v = load(f.vector + x);
+      const T rest = sum_lanes<T>(v - v);
+      finite = finite && rest == T(0);
+    }
+    each_chunk([&](int64_t c) {
+      const int64_t n0 = c * chunk, n1 = min_of(p.N, n0 + chunk);
+      const auto write = [&](void* to, int64_t slots, int64_t slot, int64_t first, int64_t last) {
+        S* dst = static_cast<S*>(to) + (group * slots + slot) * p.N * p.D;
+        write_rows(f, dst, n0, n1, first * R, last * R, finite);
+      };
+      const int64_t K = p.K;
+      for (int64_t slot = 0; p.grad_in != nullptr && slot < p.in_slots; ++slot) {
+        if (p.stack)
+          write(p.grad_in, K + 1, slot, max_of<int64_t>(0, 2 * slot - 1),
+                min_of<int64_t>(2 * K, 2 * slot + 1));
+        else if (p.same_rows)
+          write(p.grad_in, 1, 0, 0, 2 * K);
+        else if (p.in_slots == 1)
+          write(p.grad_in, 1, 0, 0, K);
+        else
+          write(p.grad_in, K, slot, slot, slot + 1);
+      }
+      for (int64_t slot = 0; p.grad_out_memory != nullptr && slot < p.out_slots; ++slot) {
+        if (p.out_slots == 1)
+          write(p.grad_out_memory, 1, 0, K, 2 * K);
+        else
+          write(p.grad_out_memory, K, slot, K + slot, K + slot + 1);
+      }
+    });
+  }
+
+  // dst[n] = sum_t coef[t][n] vector[t] for t in [first, last)
+  void write_rows(const Scratch& f, S* dst, int64_t n0, int64_t n1, int64_t first, int64_t last,
+                  bool finite) const {
+    const T* coef = f.coef + first * p.N;
+    const T* vector = f.vector + first * dp;
+    const int64_t vectors = dp / W, terms = last - first;
+    if (!finite) return write_nonzero(coef, vector, terms, dst, n0, n1);
+    const int rest = last_lanes<T>(p.D);
+    outer_products<T>(n1 - n0, coef + n0, p.N, vector, dp, vectors, terms,
+                      [&](int64_t i, int64_t v, Vec<T> x) __attribute__((always_inline)) {
+                        store_as<T>(dst + (n0 + i) * p.D + v * W, x, v == vectors - 1 ? rest : W);
+                      });
+  }
+
+  // The same, leaving out zeros: an excluded row has no part in a query that is not finite.
+  __attribute__((noinline)) void write_nonzero(const T* coef, const T* vector, int64_t terms,
+                                               S* dst, int64_t n0, int64_t n1) const {
+    for (int64_t n = n0; n < n1; ++n)
+      for (int64_t d = 0; d < p.D; ++d) {
+        T x = T(0);
+        for (int64_t t = 0; t < terms; ++t)
+          if (coef[t * p.N + n] != T(0)) x += coef[t * p.N + n] * vector[t * dp + d];
+        narrow(x, dst + n * p.D + d);
+      }
+  }
+};
+
+}  // namespace
+}  // namespace FASTATTN_ISA
+}  // namespace fastattn
