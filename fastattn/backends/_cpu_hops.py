@@ -98,7 +98,7 @@ def memory_hop_attention_backward(
     weights: bool,
     needed: int,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of query, the memories, hop_proj and the bias, see ``docs/design.md``."""
+    """Return the gradients of query, memories, hop_proj and bias, see ``docs/design.md``."""
     batch, queries, width = query.shape
     rows = in_memory.shape[2]
     dtype = query.dtype

@@ -45,6 +45,7 @@ __all__ = [
     "additive_attention",
     "additive_attention_backward",
     "dropout_keep",
+    "hop_states",
     "memory_hop_attention",
     "memory_hop_attention_backward",
     "philox4x32",
@@ -532,6 +533,7 @@ def attend_additively(
 
 # Last: it builds on what is above.
 from fastattn.backends._reference_hops import (  # noqa: E402
+    hop_states,
     memory_hop_attention,
     memory_hop_attention_backward,
 )
