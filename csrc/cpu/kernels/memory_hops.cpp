@@ -1,4 +1,5 @@
 // Memory hops, forward and backward: which kernel, and the gradients that belong to no memory.
+#include "memory_hops_panels.h"
 #include "memory_hops_stream.h"
 
 namespace fastattn {
@@ -75,14 +76,17 @@ class ProjectionGradient : HopSteps<S> {
 
 void memory_hops_forward(const MemoryHopsParams& p) {
   if (p.B == 0 || p.Q == 0) return;
-  with_element(p.dtype, [&](auto element) { StreamHops<decltype(element)>(p).forward(); });
+  with_element(p.dtype, [&](auto element) {
+    typedef decltype(element) S;
+    PanelHops<S>::serves(p) ? PanelHops<S>(p).forward() : StreamHops<S>(p).forward();
+  });
 }
 
 void memory_hops_backward(const MemoryHopsParams& p) {
   if (p.B == 0 || p.Q == 0) return;
   with_element(p.dtype, [&](auto element) {
     typedef decltype(element) S;
-    StreamHops<S>(p).backward();
+    PanelHops<S>::serves(p) ? PanelHops<S>(p).backward() : StreamHops<S>(p).backward();
     if (p.grad_proj != nullptr) ProjectionGradient<S>(p).run();
   });
 }
