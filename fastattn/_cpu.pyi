@@ -116,22 +116,20 @@ def sinusoidal(
     padding_idx: int | None,
     /,
 ) -> None: ...
-def build_info() -> dict[str, Any]: ...
-def set_isa(name: str, /) -> None: ...
-def measure_peak(kind: str, threads: int, seconds: float = 0.1) -> float: ...
 def memory_hops(
     backward: bool,
     dtype: int,
     threads: int,
-    sizes: tuple[int, ...],
+    sizes: Ints,  # B, Q, K, N, D
     flags: int,
     activation: int,
     scale: float,
     bias_dtype: int,
-    operands: tuple[tuple[int, tuple[int, ...]] | None, ...],
-    results: tuple[int, ...],
-    in_slots: int,
-    out_slots: int,
-    proj_slots: int,
+    operands: tuple[Operand, ...],
+    results: Ints,
+    slots: Ints,  # memories in in_memory and out_memory, projections
     /,
 ) -> None: ...
+def build_info() -> dict[str, Any]: ...
+def set_isa(name: str, /) -> None: ...
+def measure_peak(kind: str, threads: int, seconds: float = 0.1) -> float: ...

@@ -166,9 +166,7 @@ def eager(dtype: torch.dtype) -> Any:
         trace, _, p = reference_steps(
             *primitive[:6], **options, rounded=lambda x: x.to(dtype).to(x.dtype)
         )
-        out, weights = trace[-1].to(dtype), torch.stack(p, 2).to(dtype)
-        if arguments["query"].ndim == 2:
-            out, weights = out[:, 0], weights[:, 0]
+        out, weights = trace[-1].to(dtype), torch.stack(p, -2).to(dtype)
         return (out, weights) if need_weights else out
 
     return function
@@ -182,7 +180,16 @@ def exact(inputs: Inputs) -> dict[str, Tensor]:
     grad_weights = inputs.grad_weights
     if grad_weights is not None and unbatched:
         grad_weights = grad_weights.unsqueeze(1)
-    results = results_and_gradients(*primitive, grad, grad_weights)
+    query, m, c, hop_proj, *rest = primitive
+    results = results_and_gradients(
+        query if query.ndim == 3 else query.unsqueeze(1),
+        m if m.ndim == 4 else m.unsqueeze(1),
+        c if c is None or c.ndim == 4 else c.unsqueeze(1),
+        hop_proj if hop_proj is None or hop_proj.ndim == 3 else hop_proj.unsqueeze(0),
+        *rest,
+        grad,
+        grad_weights,
+    )
     shapes: dict[str, torch.Size] = {
         f"grad of {name}": x.shape for name, x in inputs.tensors.items() if x is not None
     }

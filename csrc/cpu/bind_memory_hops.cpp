@@ -24,13 +24,13 @@ void* address(const py::tuple& from, int i) {
   return reinterpret_cast<void*>(integer(PyTuple_GET_ITEM(from.ptr(), i)));
 }
 
-// sizes: B, Q, K, N, D. flags: shared, same_rows, stack, normalize. operands: query, in_memory,
-// out_memory, proj, mask, bias, grad_out, grad_weights. results: out, trace, stats, weights,
-// grad_query, grad_in, grad_out_memory, grad_proj, grad_scores, grad_states.
+// sizes: B, Q, K, N, D. flags: 1 shared, 2 same_rows, 4 stack, 8 normalize. operands: query,
+// in_memory, out_memory, proj, mask, bias; for backward grad_out, grad_weights. results: out,
+// trace, stats, weights; for backward grad_query, grad_in, grad_out_memory, grad_proj, grad_scores,
+// grad_states. slots: in, out, proj.
 void memory_hops(bool backward, int dtype, int threads, const py::tuple& sizes, int flags,
                  int activation, double scale, int bias_dtype, const py::tuple& operands,
-                 const py::tuple& results, int64_t in_slots, int64_t out_slots,
-                 int64_t proj_slots) {
+                 const py::tuple& results, const py::tuple& slots) {
   MemoryHopsParams p{};
   p.dtype = static_cast<DType>(dtype);
   p.threads = threads;
@@ -46,17 +46,20 @@ void memory_hops(bool backward, int dtype, int threads, const py::tuple& sizes, 
   void** const outputs[] = {&p.out,         &p.trace,      &p.stats,           &p.weights,
                             &p.grad_query,  &p.grad_in,    &p.grad_out_memory, &p.grad_proj,
                             &p.grad_scores, &p.grad_states};
-  if (PyTuple_GET_SIZE(operands.ptr()) != 8 || PyTuple_GET_SIZE(results.ptr()) != 10)
+  const int inputs = backward ? 8 : 6, written = backward ? 10 : 4;
+  if (PyTuple_GET_SIZE(operands.ptr()) != inputs || PyTuple_GET_SIZE(results.ptr()) != written)
     throw py::value_error("fastattn._cpu: a tuple has the wrong length");
-  for (int i = 0; i < 8; ++i) *to[i] = optional_operand(PyTuple_GET_ITEM(operands.ptr(), i));
-  for (int i = 0; i < 10; ++i) *outputs[i] = address(results, i);
-  p.in_slots = in_slots, p.out_slots = out_slots, p.proj_slots = proj_slots;
+  for (int i = 0; i < inputs; ++i) *to[i] = optional_operand(PyTuple_GET_ITEM(operands.ptr(), i));
+  for (int i = 0; i < written; ++i) *outputs[i] = address(results, i);
+  int64_t count[3];
+  integers(slots, count);
+  p.in_slots = count[0], p.out_slots = count[1], p.proj_slots = count[2];
   py::gil_scoped_release release;
   const size_t element = p.dtype == DType::f64 ? 8 : p.dtype == DType::f32 ? 4 : 2;
   const size_t memory = static_cast<size_t>((p.shared ? 1 : p.B) * p.N * p.D) * element;
-  if (p.grad_in != nullptr) expect_to_fill(p.grad_in, memory * static_cast<size_t>(in_slots));
+  if (p.grad_in != nullptr) expect_to_fill(p.grad_in, memory * static_cast<size_t>(p.in_slots));
   if (p.grad_out_memory != nullptr)
-    expect_to_fill(p.grad_out_memory, memory * static_cast<size_t>(out_slots));
+    expect_to_fill(p.grad_out_memory, memory * static_cast<size_t>(p.out_slots));
   backward ? kernels().memory_hops_backward(p) : kernels().memory_hops_forward(p);
 }
 

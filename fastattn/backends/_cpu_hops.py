@@ -17,15 +17,16 @@ _DTYPES = {
 }
 _ACTIVATIONS = {"none": 0, "relu": 1, "tanh": 2, "sigmoid": 3}
 _SHARED, _SAME_ROWS, _STACK, _NORMALIZE = 1, 2, 4, 8
+_NO_SLOTS = (1, 1, 1)
 
 _Operand = tuple[int, tuple[int, ...]]
 
 
 def memory_hop_attention(
-    query: Tensor,  # [B, Q, D]
-    in_memory: Tensor,  # [B|1, 1|K|K+1, N, D]
-    out_memory: Tensor | None = None,  # [B|1, 1|K, N, D]
-    hop_proj: Tensor | None = None,  # [1|K, D, D]
+    query: Tensor,  # [B, D] or [B, Q, D]
+    in_memory: Tensor,  # [B|1, N, D] or [B|1, K, N, D]; [B|1, K+1, N, D] where out_memory is None
+    out_memory: Tensor | None = None,  # [B|1, N, D] or [B|1, K, N, D]
+    hop_proj: Tensor | None = None,  # [D, D] or [K, D, D]
     memory_mask: Tensor | None = None,  # [B|1, Q|1, K|1, N|1]
     memory_bias: Tensor | None = None,  # [B|1, Q|1, K|1, N|1]
     *,
@@ -36,52 +37,41 @@ def memory_hop_attention(
     weights: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return ``(out, trace, stats, weights)``, see ``docs/design.md``."""
-    batch, queries, width = query.shape
-    rows = in_memory.shape[2]
+    *lead, width = query.shape
     dtype = query.dtype
-    compute = torch.float64 if dtype is torch.float64 else torch.float32
-    out = torch.empty((batch, queries, width), dtype=dtype)
-    trace = torch.empty((batch, queries, 2 * hops + 1, width), dtype=compute)
-    stats = torch.empty((batch, queries, hops, 2), dtype=compute)
-    applied = torch.empty((batch, queries, hops, rows) if weights else (0,), dtype=dtype)
+    wide = torch.float64 if dtype is torch.float64 else torch.float32
     in_memory, out_memory = _with_rows(in_memory), _with_rows(out_memory)
     hop_proj = _with_rows(hop_proj)
+    shared = _one_memory(in_memory) and (out_memory is None or _one_memory(out_memory))
+    rows = in_memory.shape[-2]
+    out = torch.empty((*lead, width), dtype=dtype)
+    trace = torch.empty((*lead, 2 * hops + 1, width), dtype=wide)
+    stats = torch.empty((*lead, hops, 2), dtype=wide)
+    applied = torch.empty((*lead, hops, rows) if weights else (0,), dtype=dtype)
     _cpu.memory_hops(
         False,
         _DTYPES[dtype],
         torch.get_num_threads(),
-        (batch, queries, hops, rows, width),
-        _flags(in_memory, out_memory, normalize, _is_shared(in_memory, out_memory)),
+        (lead[0], lead[1] if len(lead) == 2 else 1, hops, rows, width),
+        _flags(in_memory, out_memory, normalize, shared),
         _ACTIVATIONS[activation],
         scale,
         0 if memory_bias is None else _DTYPES[memory_bias.dtype],
-        (
-            *_operands(query, in_memory, out_memory, hop_proj, memory_mask, memory_bias),
-            None,
-            None,
-        ),
+        _operands(query, in_memory, out_memory, hop_proj, memory_mask, memory_bias),
         (
             out.data_ptr(),
             trace.data_ptr(),
             stats.data_ptr(),
             applied.data_ptr() if weights else 0,
-            0,
-            0,
-            0,
-            0,
-            0,
-            0,
         ),
-        1,
-        1,
-        1,
+        _NO_SLOTS,
     )
     return out, trace, stats, applied
 
 
 def memory_hop_attention_backward(
-    grad_out: Tensor | None,  # [B, Q, D]
-    grad_weights: Tensor | None,  # [B, Q, K, N]
+    grad_out: Tensor | None,  # as query
+    grad_weights: Tensor | None,  # [B, K, N] or [B, Q, K, N]
     query: Tensor,
     in_memory: Tensor,
     out_memory: Tensor | None,
@@ -99,14 +89,15 @@ def memory_hop_attention_backward(
     needed: int,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Return the gradients of query, memories, hop_proj and bias, see ``docs/design.md``."""
-    batch, queries, width = query.shape
-    rows = in_memory.shape[2]
+    *lead, width = query.shape
+    batch, queries = lead[0], lead[1] if len(lead) == 2 else 1
     dtype = query.dtype
     in_memory, out_memory = _with_rows(in_memory), _with_rows(out_memory)
     hop_proj = _with_rows(hop_proj)
     shared = in_memory.shape[0] == 1 and (out_memory is None or out_memory.shape[0] == 1)
     memories = 1 if shared else batch
-    grad_query = torch.empty((batch, queries, width), dtype=dtype)
+    rows = in_memory.shape[-2]
+    grad_query = torch.empty((*lead, width), dtype=dtype)
     grad_in = grad_out_memory = grad_proj = grad_bias = scores = states = None
     if needed & 2:
         grad_in = torch.empty((memories, *in_memory.shape[1:]), dtype=dtype)
@@ -122,6 +113,10 @@ def memory_hop_attention_backward(
         for result in results:
             if result is not None:
                 result.zero_()
+    if not weights:
+        grad_weights = None
+    elif grad_weights is not None and len(lead) == 1:
+        grad_weights = grad_weights.unsqueeze(1)
     _cpu.memory_hops(
         True,
         _DTYPES[dtype],
@@ -134,20 +129,22 @@ def memory_hop_attention_backward(
         (
             *_operands(query, in_memory, out_memory, hop_proj, memory_mask, memory_bias),
             None if grad_out is None else _vectors(grad_out),
-            None if grad_weights is None else _broadcast(grad_weights),
+            None if grad_weights is None else (grad_weights.data_ptr(), grad_weights.stride()),
         ),
         (
             0,
             trace.data_ptr(),
             stats.data_ptr(),
             0,
-            *(0 if result is None else result.data_ptr() for result in results),
+            *[0 if result is None else result.data_ptr() for result in results],
         ),
-        in_memory.shape[1],
-        1 if out_memory is None else out_memory.shape[1],
-        1 if hop_proj is None else hop_proj.shape[0],
+        (
+            in_memory.shape[1] if in_memory.ndim == 4 else 1,
+            out_memory.shape[1] if out_memory is not None and out_memory.ndim == 4 else 1,
+            hop_proj.shape[0] if hop_proj is not None and hop_proj.ndim == 3 else 1,
+        ),
     )
-    if not shared:  # one of two memories is common to the batch
+    if not shared:  # one of two memories may be common to the batch
         grad_in = _reduced(grad_in, in_memory)
         grad_out_memory = _reduced(grad_out_memory, out_memory)
     if scores is not None and memory_bias is not None:
@@ -159,20 +156,20 @@ def _with_rows(x: Any) -> Any:
     """The kernel's rows are contiguous; others are copied, but not once for each of a batch."""
     if x is None or x.stride(-1) == 1 or x.shape[-1] <= 1:
         return x
-    if x.ndim == 4 and x.stride(0) == 0 and x.shape[0] > 1:
+    if x.ndim > 2 and x.stride(0) == 0 and x.shape[0] > 1:
         return x[:1].contiguous().expand(x.shape)
     return x.contiguous()
 
 
-def _is_shared(*memories: Tensor | None) -> bool:
-    """One memory for all of the batch, in and out."""
-    return all(m is None or m.shape[0] == 1 or m.stride(0) == 0 for m in memories)
+def _one_memory(memory: Tensor) -> bool:
+    """The same for all of the batch."""
+    return memory.shape[0] == 1 or memory.stride(0) == 0
 
 
 def _flags(in_memory: Tensor, out_memory: Tensor | None, normalize: str, shared: bool) -> int:
     flags = _SHARED if shared else 0
     if out_memory is None:
-        flags |= _STACK if in_memory.shape[1] > 1 else _SAME_ROWS
+        flags |= _STACK if in_memory.ndim == 4 else _SAME_ROWS
     return flags | _NORMALIZE if normalize == "softmax" else flags
 
 
@@ -184,33 +181,41 @@ def _operands(
     mask: Tensor | None,
     bias: Tensor | None,
 ) -> tuple[_Operand | None, ...]:
-    m = _broadcast(in_memory)
+    m = _memory(in_memory)
     if out_memory is not None:
-        c = _broadcast(out_memory)
+        c = _memory(out_memory)
     else:  # the next memory of a stack, or the only one
         c = (m[0] + m[1][1] * in_memory.element_size(), m[1])
+    proj = None
+    if hop_proj is not None:
+        stride = hop_proj.stride()
+        proj = (hop_proj.data_ptr(), (0, stride[0] if len(stride) == 3 else 0, stride[-2], 1))
     return (
         _vectors(query),
         m,
         c,
-        None if hop_proj is None else _broadcast(hop_proj.unsqueeze(0)),
+        proj,
         None if mask is None else _broadcast(mask),
         None if bias is None else _broadcast(bias),
     )
 
 
 def _vectors(x: Tensor) -> _Operand:
-    """[B, Q, D] as [B, Q, -, D]."""
-    batch, query, width = x.stride()
-    return x.data_ptr(), (batch, query, 0, width)
+    """[B, D] or [B, Q, D] as [B, Q, -, D]."""
+    stride = x.stride()
+    return x.data_ptr(), (stride[0], stride[1] if len(stride) == 3 else 0, 0, stride[-1])
+
+
+def _memory(x: Tensor) -> _Operand:
+    """[B|1, N, D] or [B|1, K, N, D] as [B, K, N, D]."""
+    batch, *hop, row, _ = x.stride()
+    return x.data_ptr(), (0 if x.shape[0] == 1 else batch, hop[0] if hop else 0, row, 1)
 
 
 def _broadcast(x: Tensor) -> _Operand:
     """A dimension of size one is read with stride 0."""
-    shape, stride = x.shape, x.stride()
-    if 1 not in shape:
-        return x.data_ptr(), stride
-    return x.data_ptr(), tuple(0 if n == 1 else s for n, s in zip(shape, stride, strict=True))
+    pairs = zip(x.shape, x.stride(), strict=True)
+    return x.data_ptr(), tuple([0 if size == 1 else stride for size, stride in pairs])
 
 
 def _reduced(grad: Tensor | None, memory: Tensor | None) -> Tensor | None:

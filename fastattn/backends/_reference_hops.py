@@ -33,10 +33,10 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def memory_hop_attention(
-    query: Tensor,  # [B, Q, D]
-    in_memory: Tensor,  # [B|1, 1|K, N, D], or [B|1, K+1, N, D] where out_memory is None
-    out_memory: Tensor | None = None,  # [B|1, 1|K, N, D]
-    hop_proj: Tensor | None = None,  # [1|K, D, D]
+    query: Tensor,  # [B, D] or [B, Q, D]
+    in_memory: Tensor,  # [B|1, N, D] or [B|1, K, N, D]; [B|1, K+1, N, D] where out_memory is None
+    out_memory: Tensor | None = None,  # [B|1, N, D] or [B|1, K, N, D]
+    hop_proj: Tensor | None = None,  # [D, D] or [K, D, D]
     memory_mask: Tensor | None = None,  # [B|1, Q|1, K|1, N|1] bool, True takes part
     memory_bias: Tensor | None = None,  # [B|1, Q|1, K|1, N|1], added to the scores
     *,
@@ -46,7 +46,7 @@ def memory_hop_attention(
     scale: float,
     weights: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return ``(out [B, Q, D], trace [B, Q, 2K+1, D], stats [B, Q, K, 2], weights [B, Q, K, N])``.
+    """Return ``(out, trace, stats, weights)``: as query, [..., 2K+1, D], [..., K, 2], [..., K, N].
 
     ``trace`` holds u_1, o_1, u_2, ..., o_K, u_K+1 in the dtype of the computation, and ``stats`` m
     and l of p = exp(s - m) / l; they are what backward needs, and have no gradient. A backend is
@@ -65,12 +65,13 @@ def memory_hop_attention(
         normalize=normalize,
         scale=scale,
     )
-    out = trace[-1].to(query.dtype)
-    states = torch.stack([x.detach() for x in trace], 2)
-    maxima = torch.stack(m, 2).detach()
-    stats = torch.stack([maxima, torch.ones_like(maxima)], 3)
-    returned = torch.stack(p, 2).to(query.dtype) if weights else query.new_empty(0)
-    return out, states, stats, returned
+    maxima = torch.stack(m, -1).detach()
+    return (
+        trace[-1].to(query.dtype),
+        torch.stack([x.detach() for x in trace], -2),
+        torch.stack([maxima, torch.ones_like(maxima)], -1),
+        torch.stack(p, -2).to(query.dtype) if weights else query.new_empty(0),
+    )
 
 
 def hop_states(
@@ -87,31 +88,34 @@ def hop_states(
     scale: float,
     rounded: Callable[[Tensor], Tensor] = lambda x: x,
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Return u_1, o_1, u_2, ..., u_K+1 [B, Q, D], lse [B, Q] and p [B, Q, N] of each hop.
+    """Return u_1, o_1, u_2, ..., u_K+1 as the query, lse [...] and p [..., N] of each hop.
 
     ``rounded`` is applied to the result of every operation, as in :func:`reference.attend`.
     """
     compute = reference._compute_dtype(query.dtype)
-    u = query.to(compute)
+    u = query.to(compute) if query.ndim == 3 else query.to(compute)[:, None]  # [B, Q, D]
     trace, lses, probabilities = [u], [], []
     for hop in range(hops):
-        rows_in = _of_hop(in_memory, hop, 1).to(compute)  # [B|1, N, D]
+        rows_in = _memory_of_hop(in_memory, hop).to(compute)  # [B|1, N, D]
         if out_memory is not None:
-            rows_out = _of_hop(out_memory, hop, 1).to(compute)
+            rows_out = _memory_of_hop(out_memory, hop).to(compute)
         else:  # a stack hands on its next memory, a single one is its own output
-            rows_out = _of_hop(in_memory, hop + 1, 1).to(compute)
+            rows_out = _memory_of_hop(in_memory, hop + 1).to(compute)
         mask = None if memory_mask is None else _of_hop(memory_mask, hop, 2)  # [B|1, Q|1, N|1]
         bias = None if memory_bias is None else _of_hop(memory_bias, hop, 2)
         read = _attend if normalize == "softmax" else _weigh
         o, lse, p = read(u, rows_in, rows_out, mask, bias, scale, rounded)
         if hop_proj is not None:
-            projection = _of_hop(hop_proj, hop, 0).to(compute)
+            projection = (hop_proj if hop_proj.ndim == 2 else hop_proj[hop]).to(compute)
             u = rounded(u @ projection.mT)
         u = rounded(_ACTIVATIONS[activation](rounded(u + o)))
         trace += [o, u]
         lses.append(lse)
         probabilities.append(p)
-    return trace, lses, probabilities
+    if query.ndim == 3:
+        return trace, lses, probabilities
+    first = [[x[:, 0] for x in results] for results in (trace, lses, probabilities)]
+    return first[0], first[1], first[2]
 
 
 def memory_hop_attention_backward(
@@ -174,6 +178,10 @@ def memory_hop_attention_backward(
     for n, gradient in zip(wanted, found, strict=True):
         gradients[n] = gradient
     return tuple(gradients)  # type: ignore[return-value]
+
+
+def _memory_of_hop(memory: Tensor, hop: int) -> Tensor:
+    return memory if memory.ndim == 3 else memory[:, hop]
 
 
 def _of_hop(x: Tensor, hop: int, dim: int) -> Tensor:

@@ -52,14 +52,13 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _fake(query: Tensor, in_memory: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    batch, queries, width = query.shape
-    hops, weights = rest[_HOPS - 2], rest[_WEIGHTS - 2]
-    rows = in_memory.shape[2]
+    lead, hops, weights = query.shape[:-1], rest[_HOPS - 2], rest[_WEIGHTS - 2]
+    wide = compute_dtype(query.dtype)
     return (
-        query.new_empty((batch, queries, width)),
-        query.new_empty((batch, queries, 2 * hops + 1, width), dtype=compute_dtype(query.dtype)),
-        query.new_empty((batch, queries, hops, 2), dtype=compute_dtype(query.dtype)),
-        query.new_empty((batch, queries, hops, rows) if weights else (0,)),
+        query.new_empty(query.shape),
+        query.new_empty((*lead, 2 * hops + 1, query.shape[-1]), dtype=wide),
+        query.new_empty((*lead, hops, 2), dtype=wide),
+        query.new_empty((*lead, hops, in_memory.shape[-2]) if weights else (0,)),
     )
 
 
@@ -138,7 +137,7 @@ class _Share(torch.autograd.Function):
 
 
 def share(memory: Tensor) -> Tensor:
-    """Undo the expansion of a memory [B, K, N, D] over its batch, where nothing watches."""
+    """Undo the expansion of a memory over its batch, where nothing watches."""
     if memory.shape[0] <= 1 or memory.stride(0) != 0 or not runs_eagerly(memory):
         return memory
     if memory.requires_grad and torch.is_grad_enabled():

@@ -107,9 +107,6 @@ def memory_hop_attention(
         need_weights=need_weights,
     )
     out, _, _, weights = operator(*arguments)
-    if query.ndim == 2:
-        out = out.squeeze(1)
-        weights = weights.squeeze(1) if need_weights else weights
     return (out, weights) if need_weights else out
 
 
@@ -148,15 +145,12 @@ def prepare(
     if memory_bias is not None:
         memory_bias = _per_hop("memory_bias", memory_bias, query, hops, rows)
 
-    query = query if query.ndim == 3 else query.unsqueeze(1)
-    in_memory = _with_hops(in_memory)
-    out_memory = None if out_memory is None else _with_hops(out_memory)
-    if hop_proj is not None and hop_proj.ndim == 2:
-        hop_proj = hop_proj.unsqueeze(0)
-    (query,) = autocast(query)
-    (in_memory,) = autocast(in_memory)
-    out_memory = None if out_memory is None else autocast(out_memory)[0]
-    hop_proj = None if hop_proj is None else autocast(hop_proj)[0]
+    query, in_memory = autocast(query, in_memory)
+    in_memory = share(in_memory)
+    if out_memory is not None:
+        out_memory = share(autocast(out_memory)[0])
+    if hop_proj is not None:
+        (hop_proj,) = autocast(hop_proj)
     if memory_bias is not None and memory_bias.dtype in (torch.float16, torch.bfloat16):
         (memory_bias,) = autocast(memory_bias)
     return hop_attention, [
@@ -172,12 +166,6 @@ def prepare(
         float(scale),
         need_weights,
     ]
-
-
-def _with_hops(memory: Tensor) -> Tensor:
-    """[B, N, D] or [B, K, N, D] -> [B|1, 1|K, N, D]."""
-    memory = memory if memory.ndim == 4 else memory.unsqueeze(1)
-    return share(memory)
 
 
 # --- validation ------------------------------------------------------------------------------

@@ -48,50 +48,87 @@ FASTATTN_INLINE int last_lanes(int64_t D) {
   return static_cast<int>(D - (vectors_of<T>(D) - 1) * kLanes<T>);
 }
 
+// As max_lanes, by halves: half the latency.
+template <class T>
+FASTATTN_INLINE T largest_lane(Vec<T> v) {
+  T lanes[kLanes<T>];
+  store(lanes, v);
+  FASTATTN_UNROLL for (int width = kLanes<T> / 2; width >= 1; width /= 2) {
+    FASTATTN_UNROLL for (int i = 0; i < width; ++i) lanes[i] =
+        lanes[i] > lanes[i + width] ? lanes[i] : lanes[i + width];
+  }
+  return lanes[0];
+}
+
+// Lane r of the result is the sum over the lanes of rows[r]. Each round adds neighbouring blocks of
+// lanes of two rows, and leaves the sums of both in one vector.
+template <class T, int Step>
+FASTATTN_INLINE void sum_round(Vec<T>* rows) {
+  typedef typename CountTo<kLanes<T>>::type All;
+  FASTATTN_UNROLL for (int i = 0; i < kLanes<T>; i += 2 * Step) {
+    const Vec<T> a = rows[i], b = rows[i + Step];
+    rows[i] = interleave<T, Step, 0>(a, b, All()) + interleave<T, Step, 1>(a, b, All());
+  }
+}
+template <class T>
+FASTATTN_INLINE Vec<T> sums_of(Vec<T>* rows) {
+  sum_round<T, 1>(rows);
+  if constexpr (kLanes<T> > 2) sum_round<T, 2>(rows);
+  if constexpr (kLanes<T> > 4) sum_round<T, 4>(rows);
+  if constexpr (kLanes<T> > 8) sum_round<T, 8>(rows);
+  return rows[0];
+}
+
 // s[i] = rows[i] . x for i < count, a vector of rows at a time; s is written to whole vectors.
 // Every dot product is the same tree of additions, wherever its row lies.
 template <class T, class S>
 FASTATTN_INLINE void row_products(Rows<S> rows, int64_t count, int64_t D, const T* x, T* s) {
   constexpr int W = kLanes<T>;
-  const int64_t full = D / W * W;
-  const int rest = static_cast<int>(D - full);
+  const int64_t vectors = vectors_of<T>(D);
+  const int last = last_lanes<T>(D);
   for (int64_t i = 0; i < count; i += W) {
     const S* row[W];
-    FASTATTN_UNROLL for (int r = 0; r < W; ++r) row[r] = rows[min_of<int64_t>(i + r, count - 1)];
+    if (rows.at == nullptr && i + W <= count) {
+      FASTATTN_UNROLL for (int r = 0; r < W; ++r) row[r] = rows.base + (i + r) * rows.stride;
+    } else {
+      FASTATTN_UNROLL for (int r = 0; r < W; ++r) row[r] = rows[min_of<int64_t>(i + r, count - 1)];
+    }
     Vec<T> acc[W];
     FASTATTN_UNROLL for (int r = 0; r < W; ++r) acc[r] = Vec<T>{};
-    for (int64_t d = 0; d < full; d += W) {
+    int64_t d = 0;
+    for (; d < (vectors - 1) * W; d += W) {
       const Vec<T> y = load(x + d);
       FASTATTN_UNROLL for (int r = 0; r < W; ++r) acc[r] += load_as<T>(row[r] + d, W) * y;
     }
-    if (rest != 0) {
-      const Vec<T> y = load(x + full);
-      FASTATTN_UNROLL for (int r = 0; r < W; ++r) acc[r] += load_as<T>(row[r] + full, rest) * y;
+    const Vec<T> y = load(x + d);
+    if (last == W) {
+      FASTATTN_UNROLL for (int r = 0; r < W; ++r) acc[r] += load_as<T>(row[r] + d, W) * y;
+    } else {
+      FASTATTN_UNROLL for (int r = 0; r < W; ++r) acc[r] += load_as<T>(row[r] + d, last) * y;
     }
-    transpose<T>(acc);
-    FASTATTN_UNROLL for (int width = W / 2; width >= 1; width /= 2) {
-      FASTATTN_UNROLL for (int r = 0; r < width; ++r) acc[r] += acc[r + width];
-    }
-    store(s + i, acc[0]);
+    store(s + i, sums_of<T>(acc));
   }
 }
 
 // y = alpha y + sum_i w[i] rows[i], D across the lanes; y is padded to whole vectors.
-template <class T, class S>
-FASTATTN_INLINE void add_rows(Rows<S> rows, int64_t count, int64_t D, const T* w, T alpha, T* y) {
+template <bool kList, class T, class S>
+FASTATTN_INLINE void add_rows_of(Rows<S> rows, int64_t count, int64_t D, const T* w, T alpha,
+                                 T* y) {
   constexpr int W = kLanes<T>;
   const int64_t vectors = vectors_of<T>(D);
   int64_t v = 0;
   const auto block = [&](auto width) __attribute__((always_inline)) {
     constexpr int kVectors = decltype(width)::value;
-    constexpr int kWays = max_of(1, 4 / kVectors);  // independent sums, to hide the latency
+    constexpr int kWays = max_of(1, 8 / kVectors);  // independent sums, to hide the latency
     for (; v + kVectors <= vectors; v += kVectors) {
       const int last = v + kVectors == vectors ? last_lanes<T>(D) : W;
       Vec<T> acc[kWays][kVectors];
       FASTATTN_UNROLL for (int a = 0; a < kWays; ++a)
           FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) acc[a][n] = Vec<T>{};
+      const S* next = rows.base + v * W;
       const auto add = [&](int a, int64_t i) __attribute__((always_inline)) {
-        const S* row = rows[i] + v * W;
+        const S* row = kList ? rows.base + rows.at[i] * rows.stride + v * W : next;
+        next += rows.stride;
         const Vec<T> weight = splat<T>(w[i]);
         FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) acc[a][n] +=
             weight * load_as<T>(row + n * W, n == kVectors - 1 ? last : W);
@@ -111,6 +148,13 @@ FASTATTN_INLINE void add_rows(Rows<S> rows, int64_t count, int64_t D, const T* w
   block(Width<4>());
   block(Width<2>());
   block(Width<1>());
+}
+template <class T, class S>
+FASTATTN_INLINE void add_rows(Rows<S> rows, int64_t count, int64_t D, const T* w, T alpha, T* y) {
+  if (rows.at == nullptr)
+    add_rows_of<false>(rows, count, D, w, alpha, y);
+  else
+    add_rows_of<true>(rows, count, D, w, alpha, y);
 }
 
 // What tile.h needs to know of T.

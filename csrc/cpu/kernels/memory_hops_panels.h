@@ -251,18 +251,43 @@ class PanelHops : HopSteps<S> {
     return dst;
   }
 
+  // t.bias of a panel and a block; lanes without a query see nothing.
+  __attribute__((noinline)) void bias_tile(const Tiles& t, int64_t group, int64_t k, int64_t panel,
+                                           const Block& block) const {
+    const int64_t queries = min_of(L, R - panel * L);
+    for (int64_t x = 0; x < block.count * L; x += W)
+      store(t.bias + x, x % L + W <= queries ? Vec<T>{} : splat<T>(-kInf<T>));
+    const auto offset = [&](const Tensor4& x, int64_t row) {
+      const int64_t* st = x.stride;
+      return batch_of(row) * st[0] + query_of(row) * st[1] + k * st[2] + block.n0 * st[3];
+    };
+    for (int64_t l = 0; l < queries; ++l) {
+      const int64_t row = row_of(group, panel * L + l);
+      T* to = t.bias + l;
+      if (p.bias.data != nullptr) {
+        with_storage(p.bias.data, p.bias_dtype, [&](const auto* data) {
+          const auto* from = data + offset(p.bias, row);
+          for (int64_t i = 0; i < block.count; ++i)
+            to[i * L] = static_cast<T>(widen(from[i * p.bias.stride[3]]));
+        });
+      } else {
+        for (int64_t i = 0; i < block.count; ++i) to[i * L] = T(0);
+      }
+      if (p.mask.data == nullptr) continue;
+      const Bool* seen = static_cast<const Bool*>(p.mask.data) + offset(p.mask, row);
+      for (int64_t i = 0; i < block.count; ++i)
+        if (!seen[i * p.mask.stride[3]].bits) to[i * L] = -kInf<T>;
+    }
+  }
+
   // t.s = scale M U^T + bias [count][L] of a panel, -inf where excluded, and the maximum.
   __attribute__((noinline)) void scores(const Group& f, const Tiles& t, int64_t group, int64_t k,
                                         int64_t panel, const Block& block, Vec<T>* top) const {
     score_products<P, NV>(block.count, block.in, f.u + panel * L * D, D, kChain, t.s, top);
     const T scale = static_cast<T>(p.scale);
     const bool tile = excludes() && !block.by_row;
-    if (tile) {  // lanes without a query see nothing
-      const int64_t queries = min_of(L, R - panel * L);
-      for (int64_t i = 0; i < block.count; ++i)
-        for (int64_t l = 0; l < L; ++l)
-          t.bias[i * L + l] =
-              l < queries ? bias_at(row_of(group, panel * L + l), k, block.n0 + i) : -kInf<T>;
+    if (tile) {
+      bias_tile(t, group, k, panel, block);
     } else if (scale == T(1) && !excludes()) {
       return;
     }

@@ -22,19 +22,20 @@ class StreamHops : HopSteps<S> {
   typedef typename Base::T T;
   using Base::batch_of, Base::chunk, Base::chunks, Base::dp, Base::groups, Base::p, Base::query_of,
       Base::R, Base::row_of, Base::stats, Base::trace, Base::W;
+  static constexpr double kPerFlop = 4;  // of time, against the arithmetic of whole registers
 
  public:
   explicit StreamHops(const MemoryHopsParams& params) : Base(params) {}
 
   void forward() {
-    const double flops = 4.0 * groups * R * p.K * p.N * p.D;
+    const double flops = kPerFlop * 4 * groups * R * p.K * p.N * p.D;
     run(flops, [&](const Scratch& f, int64_t group, auto each_chunk) {
       for (int64_t r = 0; r < R; ++r) forward_query(f, group, this->row_of(group, r), each_chunk);
     });
   }
 
   void backward() {
-    const double flops = 14.0 * groups * R * p.K * p.N * p.D;
+    const double flops = kPerFlop * 14 * groups * R * p.K * p.N * p.D;
     run(flops, [&](const Scratch& f, int64_t group, auto each_chunk) {
       for (int64_t r = 0; r < R; ++r) backward_query(f, group, r, each_chunk);
       write_gradients(f, group, each_chunk);
@@ -158,17 +159,22 @@ class StreamHops : HopSteps<S> {
     __builtin_memcpy(trace(row, 0), f.u, static_cast<size_t>(p.D) * sizeof(T));
     for (int64_t k = 0; k < p.K; ++k) {
       each_chunk([&](int64_t c) { read_chunk(f, group, row, k, c); });
-      // o = sum_c part_c 2^(m_c - m) / l
-      T m = -kInf<T>, l = T(0);
-      for (int64_t d = 0; d < dp; ++d) f.o[d] = T(0);
-      for (int64_t c = 0; c < chunks; ++c) merge(f.part + c * (dp + W), f.o, &m, &l);
+      // o = sum_c part_c e^(m_c - m) / l
+      T m = -kInf<T>, l = T(0), *o = f.o;
+      if (chunks == 1) {
+        o = f.part;
+        m = o[dp], l = o[dp + 1];
+      } else {
+        for (int64_t d = 0; d < dp; ++d) o[d] = T(0);
+        for (int64_t c = 0; c < chunks; ++c) merge(f.part + c * (dp + W), o, &m, &l);
+      }
       if (p.normalize) {
         const T inverse = m == -kInf<T> ? T(0) : T(1) / l;
-        for (int64_t d = 0; d < dp; d += W) store(f.o + d, load(f.o + d) * inverse);
+        for (int64_t d = 0; d < dp; d += W) store(o + d, load(o + d) * inverse);
       }
       stats(row, k)[0] = m, stats(row, k)[1] = l;
       if (p.weights != nullptr) write_weights(f, row, k, m, l);
-      this->step(row, k, f.u, f.o, f.next);
+      this->step(row, k, f.u, o, f.next);
     }
     this->write_vector(p.out, row, f.u);
   }
@@ -215,7 +221,7 @@ class StreamHops : HopSteps<S> {
   static T soften(T* s, int64_t count, T* m, T* l) {
     Vec<T> top = load(s);
     for (int64_t i = W; i < count; i += W) top = max_of(top, load(s + i));
-    const T of_block = max_lanes<T>(top), after = *m > of_block ? *m : of_block;
+    const T of_block = largest_lane<T>(top), after = *m > of_block ? *m : of_block;
     const T reference = after == -kInf<T> ? T(0) : after;
     const T alpha = decay(*m, reference);
     Vec<T> sum{};
@@ -373,10 +379,16 @@ class StreamHops : HopSteps<S> {
         store(ds + i, p.normalize ? load(s + i) * (dp_ - hop.delta) : dp_);
       }
       add_rows<T>(block.of(this->in_rows(group, hop.k, n0)), block.count, p.D, ds, T(1), part);
-      for (int64_t i = 0; i < block.count; ++i) {
-        const int64_t n = n0 + (block.all ? i : block.at[i]);
-        ds_to[n] = ds[i], p_to[n] = s[i];
+      if (block.all) {
+        for (int64_t i = 0; i < block.count; i += W) {
+          const int count = static_cast<int>(min_of<int64_t>(W, block.count - i));
+          store_first(ds_to + n0 + i, load(ds + i), count);
+          store_first(p_to + n0 + i, load(s + i), count);
+        }
+        continue;
       }
+      for (int64_t i = 0; i < block.count; ++i)
+        ds_to[n0 + block.at[i]] = ds[i], p_to[n0 + block.at[i]] = s[i];
     }
     if (p.grad_scores != nullptr) {
       T* to = static_cast<T*>(p.grad_scores) + (hop.row * p.K + hop.k) * p.N;
