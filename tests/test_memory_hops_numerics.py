@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import zlib
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +17,7 @@ from fastattn import memory_hop_attention
 from fastattn.backends.reference import hop_states as reference_steps
 from fastattn.ops.memory_hops import prepare
 from fastattn.testing import Target, assert_within_bound
-from fastattn.testing.memory import Watch, place
+from fastattn.testing.memory import LAYOUTS, Watch, place
 from fastattn.testing.memory_hops import results_and_gradients
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -39,7 +41,6 @@ class Case:
     normalize: str = "softmax"
     scale: float = 0.8
     weights: bool = False
-    layout: str = "contiguous"
 
     def __str__(self) -> str:
         changed = [
@@ -90,7 +91,9 @@ class Inputs:
     grad_weights: Tensor | None
 
 
-def make_inputs(case: Case, dtype: torch.dtype, fence: bool = False) -> Inputs:
+def make_inputs(
+    case: Case, dtype: torch.dtype, layout: str = "contiguous", fence: bool = False
+) -> Inputs:
     draw = torch.Generator().manual_seed(zlib.crc32(str(case).encode()))
     sizes = {"B": case.batch, "Q": case.queries or 1, "K": case.hops, "N": case.rows}
     sizes |= {"S": case.hops + 1, "1": 1}
@@ -100,7 +103,7 @@ def make_inputs(case: Case, dtype: torch.dtype, fence: bool = False) -> Inputs:
 
     def placed(values: Tensor, as_dtype: torch.dtype = dtype) -> Tensor:
         lead = (1,) * (4 - values.ndim)
-        laid = place(values.view(*lead, *values.shape).to(as_dtype), case.layout, fence=fence)
+        laid = place(values.view(*lead, *values.shape).to(as_dtype), layout, fence=fence)
         return laid[(0,) * len(lead)]
 
     def shape(dims: str) -> tuple[int, ...]:
@@ -218,3 +221,111 @@ def test_within_the_bound(target: Target, case: Case, dtype: torch.dtype) -> Non
     if not target.is_current() and dtype == torch.float16 and case.rows > 1000:
         case = replace(case, rows=case.rows - 1000)  # converted one by one, the long way
     check(target, case, dtype)
+
+
+# Every schedule: memories shared among threads, chunks of one memory, panels of queries.
+SCHEDULES = [
+    Case(batch=40, rows=50, width=20, hops=3, out_memory=None, hop_proj=""),
+    Case(batch=1, rows=2500, width=40, in_memory="BSN", out_memory=None, mask="BN", weights=True),
+    Case(batch=90, rows=1100, width=24, in_memory="1N", out_memory="1N", hop_proj="K"),
+    Case(batch=2, queries=70, rows=700, width=33, mask="BQN", bias="BQKN", weights=True),
+    Case(batch=20, queries=9, rows=130, width=48, in_memory="BSN", out_memory=None),
+]
+
+
+@pytest.mark.parametrize("case", SCHEDULES, ids=str)
+def test_threads_give_the_same_bits(target: Target, case: Case) -> None:
+    inputs = make_inputs(case, torch.float32)
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2, 3, 7, 2):
+            torch.set_num_threads(threads)
+            results.append(with_gradients(inputs))
+    finally:
+        torch.set_num_threads(before)
+    for other in results[1:]:
+        for name, x in other.items():
+            assert torch.equal(x, results[0][name]), name
+
+
+@pytest.mark.parametrize("queries", [None, 3, 40])
+def test_a_query_does_not_depend_on_its_batch(target: Target, queries: int | None) -> None:
+    case = Case(batch=4, queries=queries, rows=90, width=21, mask="BN", weights=True)
+    inputs = make_inputs(case, torch.float32)
+    whole = with_gradients(inputs)
+    for b in range(case.batch):
+        tensors = {name: None if x is None else x[b : b + 1] for name, x in inputs.tensors.items()}
+        assert inputs.grad_weights is not None
+        one = replace(
+            inputs,
+            tensors=tensors,
+            grad=inputs.grad[b : b + 1],
+            grad_weights=inputs.grad_weights[b : b + 1],
+        )
+        for name, x in with_gradients(one).items():
+            assert torch.equal(x[0], whole[name][b]), name
+
+
+LAID = [
+    Case(queries=3, rows=20, width=18, in_memory="BKN", out_memory="BN", hop_proj="K", bias="BQKN"),
+    Case(queries=9, rows=40, width=13, in_memory="BSN", out_memory=None, mask="BQN", weights=True),
+]
+
+
+@pytest.mark.parametrize("case", LAID, ids=["stream", "panels"])
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if not name.startswith("expanded")])
+def test_any_strides(target: Target, layout: str, case: Case) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        want = with_gradients(make_inputs(case, dtype))
+        inputs = make_inputs(case, dtype, layout)
+        watch = Watch(**inputs.tensors)
+        got = with_gradients(inputs)
+        assert not watch.written()
+        for name, x in got.items():
+            assert torch.equal(x, want[name]), name
+
+
+def test_nothing_is_read_past_the_end(target: Target) -> None:
+    """Every tensor ends where memory ends: one read more and the child dies."""
+
+    def child() -> None:
+        torch.set_num_threads(1)
+        for case in (*LAID, *SCHEDULES[2:4], *CASES[:3]):
+            for dtype in (torch.float32, torch.float16):
+                with_gradients(make_inputs(case, dtype, fence=True))
+        os._exit(0)
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    process.join(60)
+    if process.exitcode is None:
+        process.kill()
+    assert process.exitcode == 0
+
+
+@pytest.mark.parametrize("queries", [1, 8])
+def test_huge_biases_are_uniform(target: Target, queries: int) -> None:
+    """A row of finfo.min sees every row alike, and finite gradients come back."""
+    bias = torch.full((1, 10), torch.finfo(torch.float32).min)
+    query = torch.randn(1, queries, 6, requires_grad=True)
+    m, c = torch.randn(1, 10, 6), torch.randn(1, 10, 6, requires_grad=True)
+    u, p = memory_hop_attention(query, m, c, memory_bias=bias, need_weights=True)
+    torch.testing.assert_close(p, torch.full_like(p, 0.1))
+    (grad,) = torch.autograd.grad(u.sum(), c)
+    torch.testing.assert_close(grad, torch.full_like(grad, queries / 10))
+
+
+@pytest.mark.parametrize("queries", [1, 8])
+def test_a_query_of_nan_stays_alone(target: Target, queries: int) -> None:
+    """One that sees nothing reaches no gradient; one of a row that is hidden, not that row's."""
+    query = torch.randn(2, queries, 6)
+    query[0] = float("nan")
+    query.requires_grad_()
+    memory = torch.randn(2, 9, 6, requires_grad=True)
+    mask = torch.ones(2, 9, dtype=torch.bool)
+    mask[0] = False
+    out = memory_hop_attention(query, memory, hops=2, memory_mask=mask)
+    (grad,) = torch.autograd.grad(out[1].sum() + out[0].nansum(), memory)
+    assert not grad[0].any()
+    assert torch.isfinite(grad[1]).all()
