@@ -107,6 +107,8 @@ def memory_hop_attention(
         need_weights=need_weights,
     )
     out, _, _, weights = operator(*arguments)
+    if query.shape[-1] == 0:
+        out = out[..., :0]
     return (out, weights) if need_weights else out
 
 
@@ -151,6 +153,12 @@ def prepare(
         out_memory = share(autocast(out_memory)[0])
     if hop_proj is not None:
         (hop_proj,) = autocast(hop_proj)
+    if query.shape[-1] == 0:  # every score is its bias, also with one dimension of zeros
+        query, in_memory, out_memory = (
+            x if x is None else torch.nn.functional.pad(x, (0, 1))
+            for x in (query, in_memory, out_memory)
+        )
+        hop_proj = None
     if memory_bias is not None and memory_bias.dtype in (torch.float16, torch.bfloat16):
         (memory_bias,) = autocast(memory_bias)
     return hop_attention, [
