@@ -20,6 +20,7 @@ import torch
 
 from fastattn.testing import CASES, Case, Target, Verdict, check, targets
 from fastattn.testing.additive import ADDITIVE_CASES, AdditiveCase, check_additive
+from fastattn.testing.memory_hop_cases import HOP_CASES, HopCase, check_hops
 from fastattn.testing.sinusoidal import SINUSOIDAL_CASES, SinusoidalCase, check_sinusoidal
 
 __all__ = ["add_arguments", "run"]
@@ -32,10 +33,11 @@ _DTYPES = {
 }
 
 # Operator: its cases, and the function that runs and judges one.
-_AnyCase = AdditiveCase | Case | SinusoidalCase
+_AnyCase = Case | AdditiveCase | HopCase | SinusoidalCase
 _PROOFS: dict[str, tuple[tuple[_AnyCase, ...], Callable[[Any, torch.dtype, Target], Verdict]]] = {
     "scaled_dot_product_attention": (CASES["scaled_dot_product_attention"], check),
     "additive_attention": (ADDITIVE_CASES, check_additive),
+    "memory_hop_attention": (HOP_CASES, check_hops),
     "sinusoidal_encoding": (SINUSOIDAL_CASES, check_sinusoidal),
 }
 

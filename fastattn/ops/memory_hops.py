@@ -154,10 +154,9 @@ def prepare(
     if hop_proj is not None:
         (hop_proj,) = autocast(hop_proj)
     if query.shape[-1] == 0:  # every score is its bias, also with one dimension of zeros
-        query, in_memory, out_memory = (
-            x if x is None else torch.nn.functional.pad(x, (0, 1))
-            for x in (query, in_memory, out_memory)
-        )
+        pad = torch.nn.functional.pad
+        query, in_memory = pad(query, (0, 1)), pad(in_memory, (0, 1))
+        out_memory = None if out_memory is None else pad(out_memory, (0, 1))
         hop_proj = None
     if memory_bias is not None and memory_bias.dtype in (torch.float16, torch.bfloat16):
         (memory_bias,) = autocast(memory_bias)

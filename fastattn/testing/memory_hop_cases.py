@@ -1,0 +1,249 @@
+"""The cases of ``memory_hop_attention``, their inputs and their judge."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fastattn
+from fastattn.backends.reference import hop_states
+from fastattn.ops.memory_hops import memory_hop_attention, prepare
+from fastattn.testing.compare import deviation
+from fastattn.testing.memory import Watch, place
+from fastattn.testing.targets import Target
+from fastattn.testing.verdict import Verdict, fresh_memory_is_nan
+
+__all__ = ["HOP_CASES", "HopCase", "check_hops", "make_hop_inputs", "with_gradients"]
+
+
+@dataclass(frozen=True)
+class HopCase:
+    """Sizes, and which of the arguments there are, in which shape."""
+
+    batch: int = 3
+    queries: int | None = None  # None: query [B, D]
+    rows: int = 11
+    width: int = 7
+    hops: int = 2
+    in_memory: str = "BN"  # dimensions before D: "BN", "1N", "BKN", "1KN", or "BSN", a stack
+    out_memory: str | None = "BN"
+    hop_proj: str | None = None  # "", or "K"
+    mask: str | None = None  # dimensions
+    bias: str | None = None
+    activation: str | None = None
+    normalize: str = "softmax"
+    scale: float = 0.8
+    weights: bool = False
+    dtypes: tuple[torch.dtype, ...] = (
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.float64,
+    )
+    slow: bool = False
+
+    @property
+    def name(self) -> str:
+        changed = [
+            f"{name}={value}"
+            for name, value in vars(self).items()
+            if value != getattr(_PLAIN, name)
+        ]
+        return "-".join(changed) or "plain"
+
+    def __str__(self) -> str:
+        return self.name
+
+
+_PLAIN = HopCase()
+_LINEAR = HopCase(normalize="none", scale=0.2)
+HOP_CASES = (
+    _PLAIN,
+    HopCase(batch=1, rows=1, width=1, hops=1),
+    HopCase(rows=50, width=20, hops=3, out_memory=None),
+    HopCase(rows=64, width=16, in_memory="BKN", out_memory="BKN", hops=3),
+    HopCase(rows=65, width=33, in_memory="BSN", out_memory=None, hops=3, hop_proj=""),
+    HopCase(rows=130, width=64, in_memory="BN", out_memory="BKN", hop_proj="K", activation="tanh"),
+    HopCase(rows=17, width=15, in_memory="BKN", activation="relu", hop_proj=""),
+    HopCase(rows=17, width=31, activation="sigmoid", weights=True),
+    HopCase(rows=63, width=100, mask="BN", bias="BKN", weights=True),
+    HopCase(queries=2, rows=70, width=48, mask="BQN", bias="N", weights=True),
+    HopCase(queries=3, rows=40, width=129, bias="BQKN", mask="N", hop_proj="K"),
+    HopCase(queries=3, rows=30, width=9, in_memory="BSN", out_memory=None, bias="BQ1N"),
+    HopCase(batch=5, in_memory="1N", out_memory="1N", rows=90, width=24, weights=True),
+    HopCase(batch=5, in_memory="1N", out_memory="BN", rows=20, width=12),
+    HopCase(batch=2, in_memory="BN", out_memory="1KN", rows=20, width=12),
+    HopCase(batch=9, queries=5, in_memory="1N", out_memory=None, rows=97, width=40, mask="BN"),
+    HopCase(
+        batch=40, in_memory="1SN", out_memory=None, rows=77, width=20, bias="BKN", weights=True
+    ),
+    HopCase(batch=70, in_memory="1KN", out_memory="1KN", rows=33, width=65, bias="N"),
+    HopCase(batch=2, queries=37, rows=41, width=18, hops=3, mask="BQN", hop_proj="", weights=True),
+    HopCase(batch=1, rows=3000, width=6, mask="BN", weights=True),
+    HopCase(batch=2, rows=1100, width=5, in_memory="BSN", out_memory=None, bias="BN"),
+    HopCase(batch=20, rows=2100, width=19, in_memory="1N", out_memory=None, hops=1),
+    _LINEAR,
+    replace(_LINEAR, rows=50, width=20, hops=3, mask="BN", bias="BN", weights=True, scale=0.05),
+    replace(
+        _LINEAR, batch=33, in_memory="1N", out_memory="1N", mask="BKN", bias="BKN", weights=True
+    ),
+    replace(_LINEAR, rows=20, in_memory="BSN", out_memory=None, hop_proj="K", activation="tanh"),
+)
+
+
+@dataclass
+class HopInputs:
+    tensors: dict[str, Tensor | None]
+    options: dict[str, Any]
+    grad: Tensor
+    grad_weights: Tensor | None
+
+    def double(self) -> HopInputs:
+        def wide(x: Tensor | None) -> Tensor | None:
+            return x.double() if x is not None and x.is_floating_point() else x
+
+        tensors = {name: wide(x) for name, x in self.tensors.items()}
+        return HopInputs(tensors, self.options, self.grad.double(), wide(self.grad_weights))
+
+
+def make_hop_inputs(
+    case: HopCase, dtype: torch.dtype, layout: str = "contiguous", fence: bool = False
+) -> HopInputs:
+    draw = torch.Generator().manual_seed(zlib.crc32(str(case).encode()))
+    sizes = {"B": case.batch, "Q": case.queries or 1, "K": case.hops, "N": case.rows}
+    sizes |= {"S": case.hops + 1, "1": 1}
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draw, dtype=torch.float64)
+
+    def placed(values: Tensor, as_dtype: torch.dtype = dtype) -> Tensor:
+        lead = (1,) * (4 - values.ndim)
+        laid = place(values.view(*lead, *values.shape).to(as_dtype), layout, fence=fence)
+        return laid[(0,) * len(lead)]
+
+    def shape(dims: str) -> tuple[int, ...]:
+        return tuple(sizes[dim] for dim in dims)
+
+    d = case.width
+    lead = (case.batch,) if case.queries is None else (case.batch, case.queries)
+    tensors: dict[str, Tensor | None] = {
+        "query": placed(normal(*lead, d)),
+        "in_memory": placed(normal(*shape(case.in_memory), d) * 2 / d**0.5),
+        "out_memory": None,
+        "hop_proj": None,
+        "memory_mask": None,
+        "memory_bias": None,
+    }
+    if case.out_memory is not None:
+        tensors["out_memory"] = placed(normal(*shape(case.out_memory), d))
+    if case.hop_proj is not None:
+        tensors["hop_proj"] = placed(normal(*shape(case.hop_proj), d, d) / d**0.5)
+    if case.mask is not None:
+        mask = torch.rand(shape(case.mask), generator=draw) < 0.6
+        if mask.ndim > 1 and mask.shape[0] > 1:
+            mask[1].view(-1, case.rows)[0] = False  # one query, or all of its batch, sees nothing
+        tensors["memory_mask"] = placed(mask, torch.bool)
+    if case.bias is not None:
+        tensors["memory_bias"] = placed(normal(*shape(case.bias)))
+    options = {
+        "hops": case.hops,
+        "activation": case.activation,
+        "normalize": case.normalize,
+        "scale": case.scale,
+        "need_weights": case.weights,
+    }
+    weights = None
+    if case.weights:
+        weights = placed(normal(*lead, case.hops, case.rows))
+    return HopInputs(tensors, options, placed(normal(*lead, d)), weights)
+
+
+def with_gradients(inputs: HopInputs, rounding: torch.dtype | None = None) -> dict[str, Tensor]:
+    """The results and the gradients, by the library; with ``rounding``, by rounded plain steps."""
+    arguments: dict[str, Any] = {
+        name: x.detach().requires_grad_() if x is not None and x.is_floating_point() else x
+        for name, x in inputs.tensors.items()
+    }
+    leaves = {name: x for name, x in arguments.items() if x is not None and x.requires_grad}
+    function = memory_hop_attention if rounding is None else _eager(rounding)
+    out = function(**arguments, **inputs.options)
+    named = dict(zip(("out", "weights"), out if isinstance(out, tuple) else (out,), strict=False))
+    given = [inputs.grad, inputs.grad_weights][: len(named)]
+    grads = torch.autograd.grad(tuple(named.values()), tuple(leaves.values()), given)
+    results = {name: x.detach() for name, x in named.items()}
+    return results | {f"grad of {name}": g for name, g in zip(leaves, grads, strict=True)}
+
+
+def _eager(dtype: torch.dtype) -> Any:
+    """Plain PyTorch in ``dtype``: each operation rounded."""
+
+    def function(need_weights: bool, **arguments: Any) -> Any:
+        _, primitive = prepare(**arguments)
+        options = dict(
+            zip(("hops", "activation", "normalize", "scale"), primitive[6:], strict=False)
+        )
+        trace, _, p = hop_states(
+            *primitive[:6], **options, rounded=lambda x: x.to(dtype).to(x.dtype)
+        )
+        out, weights = trace[-1].to(dtype), torch.stack(p, -2).to(dtype)
+        return (out, weights) if need_weights else out
+
+    return function
+
+
+def _exact(inputs: HopInputs) -> dict[str, Tensor]:
+    """What is right: in float64, or, for float64 itself, in extended precision with NumPy."""
+    if inputs.grad.dtype != torch.float64:
+        with fastattn.use_backend("reference"):
+            return with_gradients(inputs.double())
+    from fastattn.testing.memory_hops import results_and_gradients
+
+    _, primitive = prepare(**inputs.tensors, **inputs.options)  # type: ignore[arg-type]
+    query, m, c, hop_proj, *rest = primitive
+    single = query.ndim == 2
+    grad_weights = inputs.grad_weights
+    arguments: list[Any] = [
+        query.unsqueeze(1) if single else query,
+        m if m.ndim == 4 else m.unsqueeze(1),
+        c if c is None or c.ndim == 4 else c.unsqueeze(1),
+        hop_proj if hop_proj is None or hop_proj.ndim == 3 else hop_proj.unsqueeze(0),
+        *rest,
+        inputs.grad.unsqueeze(1) if single else inputs.grad,
+        grad_weights.unsqueeze(1) if grad_weights is not None and single else grad_weights,
+    ]
+    results = results_and_gradients(*arguments)
+    shapes = {f"grad of {name}": x.shape for name, x in inputs.tensors.items() if x is not None}
+    shapes["out"] = inputs.grad.shape
+    if grad_weights is not None:
+        shapes["weights"] = grad_weights.shape
+    return {name: x.reshape(shapes[name]) for name, x in results.items()}
+
+
+def check_hops(case: HopCase, dtype: torch.dtype, target: Target) -> Verdict:
+    """Run ``case`` forward and backward on ``target`` and judge it by the error bound."""
+    inputs = make_hop_inputs(case, dtype)
+    verdict = Verdict()
+    with target.active() as backend:
+        operator, primitive = prepare(**inputs.tensors, **inputs.options)  # type: ignore[arg-type]
+        verdict.declined = list(backend.why_not(operator.name, *primitive[:6]))
+        if verdict.declined:
+            return verdict
+        watch = Watch(**inputs.tensors)
+        with fresh_memory_is_nan(), fastattn.use_backend(target.backend):
+            got = with_gradients(inputs)
+    verdict.faults += [f"{name} was written to" for name in watch.written()]
+    want, plain = _exact(inputs), with_gradients(inputs, rounding=dtype)
+    if got.keys() != want.keys():
+        verdict.faults.append(f"results {sorted(got)}, want {sorted(want)}")
+        return verdict
+    for name, x in got.items():
+        if x.dtype != dtype or x.shape != want[name].shape:
+            shape = list(want[name].shape)
+            verdict.faults.append(f"{name} is {x.dtype} {list(x.shape)}, want {dtype} {shape}")
+            continue
+        verdict.judge(deviation(x, plain[name], want[name], name))
+    return verdict
