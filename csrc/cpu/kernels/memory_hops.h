@@ -60,25 +60,6 @@ FASTATTN_INLINE T largest_lane(Vec<T> v) {
   return lanes[0];
 }
 
-// Lane r of the result is the sum over the lanes of rows[r]. Each round adds neighbouring blocks of
-// lanes of two rows, and leaves the sums of both in one vector.
-template <class T, int Step>
-FASTATTN_INLINE void sum_round(Vec<T>* rows) {
-  typedef typename CountTo<kLanes<T>>::type All;
-  FASTATTN_UNROLL for (int i = 0; i < kLanes<T>; i += 2 * Step) {
-    const Vec<T> a = rows[i], b = rows[i + Step];
-    rows[i] = interleave<T, Step, 0>(a, b, All()) + interleave<T, Step, 1>(a, b, All());
-  }
-}
-template <class T>
-FASTATTN_INLINE Vec<T> sums_of(Vec<T>* rows) {
-  sum_round<T, 1>(rows);
-  if constexpr (kLanes<T> > 2) sum_round<T, 2>(rows);
-  if constexpr (kLanes<T> > 4) sum_round<T, 4>(rows);
-  if constexpr (kLanes<T> > 8) sum_round<T, 8>(rows);
-  return rows[0];
-}
-
 // s[i] = rows[i] . x for i < count, a vector of rows at a time; s is written to whole vectors.
 // Every dot product is the same tree of additions, wherever its row lies.
 template <class T, class S>
@@ -106,7 +87,7 @@ FASTATTN_INLINE void row_products(Rows<S> rows, int64_t count, int64_t D, const 
     } else {
       FASTATTN_UNROLL for (int r = 0; r < W; ++r) acc[r] += load_as<T>(row[r] + d, last) * y;
     }
-    store(s + i, sums_of<T>(acc));
+    store(s + i, sum_each<T>(acc));
   }
 }
 
