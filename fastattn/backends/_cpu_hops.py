@@ -35,7 +35,7 @@ def memory_hop_attention(
     normalize: str,
     scale: float,
     weights: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return ``(out, trace, stats, weights)``, see ``docs/design.md``."""
     *lead, width = query.shape
     dtype = query.dtype
@@ -44,10 +44,10 @@ def memory_hop_attention(
     hop_proj = _with_rows(hop_proj)
     shared = _one_memory(in_memory) and (out_memory is None or _one_memory(out_memory))
     rows = in_memory.shape[-2]
-    out = torch.empty((*lead, width), dtype=dtype)
+    out = torch.empty((*lead, width), dtype=dtype)  # contiguous, unlike empty_like's
     trace = torch.empty((*lead, 2 * hops + 1, width), dtype=wide)
     stats = torch.empty((*lead, hops, 2), dtype=wide)
-    applied = torch.empty((*lead, hops, rows) if weights else (0,), dtype=dtype)
+    applied = torch.empty((*lead, hops, rows), dtype=dtype) if weights else None
     _cpu.memory_hops(
         False,
         _DTYPES[dtype],
@@ -62,7 +62,7 @@ def memory_hop_attention(
             out.data_ptr(),
             trace.data_ptr(),
             stats.data_ptr(),
-            applied.data_ptr() if weights else 0,
+            0 if applied is None else applied.data_ptr(),
         ),
         _NO_SLOTS,
     )

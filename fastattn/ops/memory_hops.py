@@ -86,7 +86,7 @@ def memory_hop_attention(
         >>> from fastattn import memory_hop_attention
         >>> memory = torch.eye(3).expand(2, 3, 3)
         >>> query = torch.tensor([[100.0, 0.0, 0.0], [0.0, 100.0, 0.0]])
-        >>> memory_hop_attention(query, memory, hops=2)
+        >>> memory_hop_attention(query, memory, hops=2).round()
         tensor([[102.,   0.,   0.],
                 [  0., 102.,   0.]])
         >>> u, weights = memory_hop_attention(query, memory, hops=2, need_weights=True)
