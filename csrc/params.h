@@ -170,4 +170,32 @@ struct MemoryHopsParams {
   void* grad_scores;  // [B, Q, K, N] acc: of the bias before it is summed to its own shape
 };
 
+// out[i] = sum_j factors[j] o weight[tokens[i, j]] + temporal[i], for R models with G tables each.
+// "acc" is f32, or f64 for f64.
+struct EncodeMemoryParams {
+  DType dtype;  // of weight, temporal, out and grad; f32, f64, bf16 or f16
+  int threads;
+
+  int64_t R, G, B, N, J, V, D;
+
+  const int64_t* tokens;  // [R, B, N, J]; each is in [0, V) or the padding
+  int64_t token_stride[4];
+  bool has_padding_idx;
+  int64_t padding_idx;
+
+  const void* factors;  // [J, D] acc, columns contiguous
+  int64_t factor_stride;
+
+  // forward
+  Tensor4 weight;    // [R, G, V, D], columns contiguous
+  Tensor4 temporal;  // [R, G, N, D], columns contiguous, null = none
+  void* out;         // [R, B, G, N, D] contiguous
+
+  // backward
+  const void* grad;  // [R, B, G, N, D], columns contiguous
+  int64_t grad_stride[4];
+  void* grad_weight;    // [R, G, V, D] acc, contiguous
+  void* grad_temporal;  // [R, G, N, D] acc, contiguous, null = not wanted
+};
+
 }  // namespace fastattn

@@ -8,6 +8,7 @@ from fastattn.nn import MultiheadAttention
 from fastattn.ops import (
     additive_attention,
     luong_attention,
+    encode_memory,
     memory_hop_attention,
     scaled_dot_product_attention,
     sinusoidal_encoding,
@@ -19,6 +20,7 @@ __all__ = [
     "MultiheadAttention",
     "__version__",
     "additive_attention",
+    "encode_memory",
     "explain",
     "luong_attention",
     "memory_hop_attention",

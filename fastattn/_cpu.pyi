@@ -130,6 +130,37 @@ def memory_hops(
     slots: Ints,  # memories in in_memory and out_memory, projections
     /,
 ) -> None: ...
+def encode_memory(
+    dtype: int,
+    threads: int,
+    sizes: Ints,  # R, G, B, N, J, V, D
+    tokens: int,
+    token_stride: Ints,
+    padding_idx: int | None,
+    factors: int,
+    factor_stride: int,
+    weight: int,
+    weight_stride: Ints,
+    temporal: int,
+    temporal_stride: Ints,
+    out: int,
+    /,
+) -> None: ...
+def encode_memory_backward(
+    dtype: int,
+    threads: int,
+    sizes: Ints,  # R, G, B, N, J, V, D
+    tokens: int,
+    token_stride: Ints,
+    padding_idx: int | None,
+    factors: int,
+    factor_stride: int,
+    grad: int,
+    grad_stride: Ints,
+    grad_weight: int,
+    grad_temporal: int,
+    /,
+) -> None: ...
 def build_info() -> dict[str, Any]: ...
 def set_isa(name: str, /) -> None: ...
 def measure_peak(kind: str, threads: int, seconds: float = 0.1) -> float: ...

@@ -19,6 +19,8 @@ struct KernelTable {
   void (*additive_backward)(const AdditiveParams&);
   void (*memory_hops_forward)(const MemoryHopsParams&);
   void (*memory_hops_backward)(const MemoryHopsParams&);
+  void (*encode_memory)(const EncodeMemoryParams&);
+  void (*encode_memory_backward)(const EncodeMemoryParams&);
 };
 
 // The table in use; never null. Chosen on first use, see isa.cpp.

@@ -14,12 +14,15 @@ from torch import Tensor
 # After torch, whose OpenMP runtime it shares.
 from fastattn import _cpu
 from fastattn.backends._alloc import empty_output
+from fastattn.backends._cpu_encode import encode_memory, encode_memory_backward
 from fastattn.backends._cpu_hops import memory_hop_attention, memory_hop_attention_backward
 from fastattn.sinusoids import sinusoids
 
 __all__ = [
     "additive_attention",
     "additive_attention_backward",
+    "encode_memory",
+    "encode_memory_backward",
     "linear",
     "memory_hop_attention",
     "memory_hop_attention_backward",

@@ -45,6 +45,8 @@ __all__ = [
     "additive_attention",
     "additive_attention_backward",
     "dropout_keep",
+    "encode_memory",
+    "encode_memory_backward",
     "hop_states",
     "memory_hop_attention",
     "memory_hop_attention_backward",
@@ -532,6 +534,10 @@ def attend_additively(
 
 
 # Last: it builds on what is above.
+from fastattn.backends._reference_encode import (  # noqa: E402
+    encode_memory,
+    encode_memory_backward,
+)
 from fastattn.backends._reference_hops import (  # noqa: E402
     hop_states,
     memory_hop_attention,

@@ -13,6 +13,8 @@ void additive_forward(const AdditiveParams&);
 void additive_backward(const AdditiveParams&);
 void memory_hops_forward(const MemoryHopsParams&);
 void memory_hops_backward(const MemoryHopsParams&);
+void encode_memory(const EncodeMemoryParams&);
+void encode_memory_backward(const EncodeMemoryParams&);
 
 #define FASTATTN_STRING_(x) #x
 #define FASTATTN_STRING(x) FASTATTN_STRING_(x)
@@ -29,6 +31,8 @@ const KernelTable table = {
     additive_backward,
     memory_hops_forward,
     memory_hops_backward,
+    encode_memory,
+    encode_memory_backward,
 };
 
 }  // namespace FASTATTN_ISA

@@ -1,0 +1,84 @@
+"""The adapter of memory encoding: from tensors to addresses and strides, see ``cpu.py``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastattn import _cpu
+
+_DTYPES = {
+    torch.float32: 0,
+    torch.float64: 1,
+    torch.bfloat16: 2,
+    torch.float16: 3,
+}
+
+
+def encode_memory(
+    tokens: Tensor,  # [R, B, N, J] int64
+    weight: Tensor,  # [R, G, V, D]
+    factors: Tensor,  # [J, D] float32, float64 for float64
+    temporal: Tensor | None = None,  # [R, G, N, D]
+    *,
+    padding_idx: int | None,
+) -> Tensor:
+    """Return the memories [R, B, G, N, D], see ``docs/design.md``."""
+    models, batch, slots, words = tokens.shape
+    _, tables, rows, width = weight.shape
+    out = weight.new_empty((models, batch, tables, slots, width))
+    weight, factors = _with_columns_together(weight), _with_columns_together(factors)
+    if temporal is not None:
+        temporal = _with_columns_together(temporal)
+    _cpu.encode_memory(
+        _DTYPES[weight.dtype],
+        torch.get_num_threads(),
+        (models, tables, batch, slots, words, rows, width),
+        tokens.data_ptr(),
+        tokens.stride(),
+        padding_idx,
+        factors.data_ptr(),
+        factors.stride(0),
+        weight.data_ptr(),
+        weight.stride(),
+        0 if temporal is None else temporal.data_ptr(),
+        (0, 0, 0, 0) if temporal is None else temporal.stride(),
+        out.data_ptr(),
+    )
+    return out
+
+
+def encode_memory_backward(
+    grad: Tensor,  # [R, B, G, N, D]
+    tokens: Tensor,
+    factors: Tensor,
+    *,
+    rows: int,
+    temporal: bool,
+    padding_idx: int | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of weight and temporal, see ``docs/design.md``."""
+    models, batch, tables, slots, width = grad.shape
+    grad, factors = _with_columns_together(grad), _with_columns_together(factors)
+    dtype = torch.float64 if grad.dtype is torch.float64 else torch.float32
+    grad_weight = grad.new_empty((models, tables, rows, width), dtype=dtype)
+    grad_temporal = grad.new_empty((models, tables, slots, width) if temporal else 0, dtype=dtype)
+    _cpu.encode_memory_backward(
+        _DTYPES[grad.dtype],
+        torch.get_num_threads(),
+        (models, tables, batch, slots, tokens.shape[3], rows, width),
+        tokens.data_ptr(),
+        tokens.stride(),
+        padding_idx,
+        factors.data_ptr(),
+        factors.stride(0),
+        grad.data_ptr(),
+        grad.stride()[:4],
+        grad_weight.data_ptr(),
+        grad_temporal.data_ptr() if temporal else 0,
+    )
+    return grad_weight.to(grad.dtype), grad_temporal.to(grad.dtype)
+
+
+def _with_columns_together(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()

@@ -1,0 +1,78 @@
+"""The oracle of ``encode_memory``; see ``reference.py``, where it belongs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastattn.backends import reference
+from fastattn.library import runs_eagerly
+
+__all__ = ["encode_memory", "encode_memory_backward"]
+
+
+def encode_memory(
+    tokens: Tensor,  # [R, B, N, J] int64
+    weight: Tensor,  # [R, G, V, D]
+    factors: Tensor,  # [J, D]
+    temporal: Tensor | None = None,  # [R, G, N, D]
+    *,
+    padding_idx: int | None,
+) -> Tensor:
+    """Return sum_j factors_j o weight[tokens_j] + temporal [R, B, G, N, D] (Sukhbaatar et al. 2015,
+    https://arxiv.org/abs/1503.08895). A padding token is left out of the sum, not multiplied by 0.
+    """
+    _check_tokens(tokens, weight.shape[2], padding_idx)
+    compute = reference._compute_dtype(weight.dtype)
+    index, counts = _rows_of_tokens(tokens, weight.shape[2], padding_idx)
+    index = index.unsqueeze(1).expand(-1, weight.shape[1], -1, weight.shape[3])
+    table = torch.nn.functional.pad(weight.to(compute), (0, 0, 0, 1))  # [R, G, V + 1, D]
+    words = table.gather(2, index).unflatten(2, tokens.shape[1:])  # [R, G, B, N, J, D]
+    memory = torch.where(counts, words * factors, 0.0).sum(-2)
+    if temporal is not None:
+        memory = memory + temporal.to(compute).unsqueeze(2)
+    return memory.transpose(1, 2).to(weight.dtype)
+
+
+def encode_memory_backward(
+    grad: Tensor,  # [R, B, G, N, D]
+    tokens: Tensor,
+    factors: Tensor,
+    *,
+    rows: int,
+    temporal: bool,
+    padding_idx: int | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of weight [R, G, rows, D] and temporal [R, G, N, D], empty if not so."""
+    _check_tokens(tokens, rows, padding_idx)
+    index, counts = _rows_of_tokens(tokens, rows, padding_idx)
+    g = grad.to(reference._compute_dtype(grad.dtype)).transpose(1, 2)  # [R, G, B, N, D]
+    words = torch.where(counts, g.unsqueeze(-2) * factors, 0.0).flatten(2, 4)  # [R, G, B N J, D]
+    index = index.unsqueeze(1).expand(-1, g.shape[1], -1, g.shape[4])
+    table = g.new_zeros((*g.shape[:2], rows + 1, g.shape[4])).scatter_add(2, index, words)
+    grad_temporal = g.sum(2).to(grad.dtype) if temporal else grad.new_empty(0)
+    return table[:, :, :rows].to(grad.dtype), grad_temporal
+
+
+def _rows_of_tokens(tokens: Tensor, rows: int, padding_idx: int | None) -> tuple[Tensor, Tensor]:
+    """Return each token's row [R, B N J, 1], ``rows`` for padding, and which of them count."""
+    counts = torch.ones_like(tokens, dtype=torch.bool)
+    if padding_idx is not None:
+        counts = tokens != padding_idx
+    index = torch.where(counts, tokens, rows).flatten(1)
+    return index.unsqueeze(-1), counts[:, None, ..., None]
+
+
+def _check_tokens(tokens: Tensor, rows: int, padding_idx: int | None) -> None:
+    """Raise IndexError for a token that is neither the padding nor in [0, rows).
+
+    Only where values can be looked at for nothing: plain tensors on the CPU.
+    """
+    if not (tokens.is_cpu and runs_eagerly(tokens)):
+        return
+    wrong = (tokens < 0) | (tokens >= rows)
+    if padding_idx is not None:
+        wrong &= tokens != padding_idx
+    if wrong.any():
+        _, *place = wrong.nonzero()[0].tolist()
+        raise IndexError(f"tokens{place} is {int(tokens[wrong][0])}, but weight has {rows} rows")

@@ -1,0 +1,269 @@
+"""Sentences as memories: the weighted sum of the embeddings of their words."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattn.library import Operator, nothing_watches
+
+__all__ = ["encode_memory", "position_factors"]
+
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_INTEGERS = (torch.int64, torch.int32)
+ENCODINGS = ("position", "bow")
+
+
+def encode_memory(
+    tokens: Tensor,
+    weight: Tensor,
+    *,
+    encoding: str | Tensor = "position",
+    temporal: Tensor | None = None,
+    padding_idx: int | None = 0,
+) -> Tensor:
+    r"""Encode sentences of words as the memories of a memory network, in one pass.
+
+    .. math:: m_i = \sum_j l_j \circ A_{x_{ij}} + T_i
+
+    x_ij is word j of sentence i, A ``weight``, T ``temporal``, and l_j one factor for each column:
+
+    ============== ================================================================================
+    ``"position"`` l_jk = (1 - j/J) - (k/D) (1 - 2j/J), with j and k counted from 1
+    ``"bow"``      l_jk = 1, a bag of words
+    a tensor       l itself, [J, D]
+    ============== ================================================================================
+
+    J is the width of ``tokens``, the same for every sentence whatever its own length: pad all
+    batches of one model to one width (Sukhbaatar et al. 2015, End-To-End Memory Networks,
+    https://arxiv.org/abs/1503.08895, section 4.1). The embeddings [B, N, J, D] are never stored.
+
+    Args:
+        tokens: [B, N, J] int64 or int32, rows of ``weight``; any strides, sizes may be 0.
+        weight: [V, D] float32, float64, bfloat16 or float16. Or [G, V, D]: G tables that encode
+            the same tokens, such as the K + 1 of a network with K hops.
+        encoding: one of the above; a tensor has a floating dtype, and may be differentiated (by
+            the reference backend).
+        temporal: [N, D], or [G, N, D] with G tables; row i is added to memory i, in the order of
+            ``tokens``. The paper counts from the most recent sentence: there, tokens[:, 0] is it.
+        padding_idx: a token that contributes nothing: its row is not read and gets no gradient, and
+            it need not be a row at all. None: every token counts.
+
+    Returns:
+        [B, N, D], or [B, G, N, D] with G tables, in the dtype of ``weight``; 16-bit results are
+        summed in float32 and rounded once. A sentence of padding alone is T_i. Differentiable in
+        ``weight`` (a dense gradient, the same bits for every number of threads) and ``temporal``.
+
+    Raises:
+        TypeError: an argument of the wrong type or dtype.
+        ValueError: shapes that do not fit, an unknown encoding, or tensors on different devices.
+        IndexError: a token that is neither ``padding_idx`` nor in [0, V); nothing is read.
+    """
+    operator, arguments = prepare(
+        tokens, weight, encoding=encoding, temporal=temporal, padding_idx=padding_idx
+    )
+    out: Tensor = operator(*arguments).squeeze(0)  # [B, G, N, D]
+    return out.squeeze(1) if weight.ndim == 2 else out
+
+
+def prepare(
+    tokens: Tensor,
+    weight: Tensor,
+    *,
+    encoding: str | Tensor = "position",
+    temporal: Tensor | None = None,
+    padding_idx: int | None = 0,
+) -> tuple[Operator, list[Any]]:
+    """Validate the arguments of :func:`encode_memory`; return the primitive and its own."""
+    _check(tokens, weight, temporal, padding_idx)
+    factors = _factors(encoding, tokens.shape[-1], weight)
+    if weight.ndim == 2:
+        weight = weight.unsqueeze(0)
+        temporal = None if temporal is None else temporal.unsqueeze(0)
+    return _primitive, [
+        tokens.to(torch.int64).unsqueeze(0),
+        weight.unsqueeze(0),
+        factors,
+        None if temporal is None else temporal.unsqueeze(0),
+        padding_idx,
+    ]
+
+
+def position_factors(
+    words: int, dim: int, *, dtype: torch.dtype | None = None, device: Any = None
+) -> Tensor:
+    """Return l [words, dim] of the encoding ``"position"``; computed in float64."""
+    # Each column of j, and each row of k, counted from 1, as a part of the whole.
+    j = torch.arange(1, words + 1, dtype=torch.float64, device=device).unsqueeze(1) / max(words, 1)
+    k = torch.arange(1, dim + 1, dtype=torch.float64, device=device) / max(dim, 1)
+    return ((1 - j) - k * (1 - 2 * j)).to(dtype or torch.get_default_dtype())
+
+
+@functools.lru_cache(maxsize=64)
+def _known_factors(
+    encoding: str, words: int, dim: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    with torch.inference_mode(False), torch.no_grad():
+        if encoding == "bow":
+            return torch.ones(dim, dtype=dtype, device=device).expand(words, dim)
+        return position_factors(words, dim, dtype=dtype, device=device)
+
+
+def _factors(encoding: str | Tensor, words: int, weight: Tensor) -> Tensor:
+    """l [J, D], in the dtype that is computed in."""
+    dtype = torch.float64 if weight.dtype is torch.float64 else torch.float32
+    dim = weight.shape[-1]
+    if isinstance(encoding, Tensor):
+        if not encoding.is_floating_point():
+            raise TypeError(f"encoding must be floating, got {encoding.dtype}")
+        if tuple(encoding.shape) != (words, dim):
+            raise ValueError(
+                f"encoding must be [J, D] = [{words}, {dim}], got shape {tuple(encoding.shape)}"
+            )
+        _check_device("encoding", encoding, weight)
+        return encoding.to(dtype)
+    if not isinstance(encoding, str):
+        raise TypeError(f"encoding must be a str or a Tensor, got {type(encoding).__name__}")
+    if encoding not in ENCODINGS:
+        raise ValueError(
+            f"encoding must be one of {', '.join(ENCODINGS)}, or a Tensor, got {encoding!r}"
+        )
+    # Kept from call to call, but not what a tracer or a mode would make of it.
+    make = _known_factors if nothing_watches() else _known_factors.__wrapped__
+    return make(encoding, words, dim, dtype, weight.device)
+
+
+def _check(tokens: Tensor, weight: Tensor, temporal: Tensor | None, padding_idx: object) -> None:
+    for name, value in (("tokens", tokens), ("weight", weight)):
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name} must be a Tensor, got {type(value).__name__}")
+    if tokens.dtype not in _INTEGERS:
+        raise TypeError(f"tokens must be int64 or int32, got {tokens.dtype}")
+    if weight.dtype not in _DTYPES:
+        raise TypeError(f"weight must be float32, float64, bfloat16 or float16, got {weight.dtype}")
+    if tokens.ndim != 3:
+        raise ValueError(f"tokens must be [B, N, J], got shape {tuple(tokens.shape)}")
+    if weight.ndim not in (2, 3):
+        raise ValueError(f"weight must be [V, D] or [G, V, D], got shape {tuple(weight.shape)}")
+    _check_device("tokens", tokens, weight)
+    if padding_idx is not None and (
+        isinstance(padding_idx, bool) or not isinstance(padding_idx, int)
+    ):
+        raise TypeError(f"padding_idx must be an integer or None, got {type(padding_idx).__name__}")
+    if temporal is None:
+        return
+    if not isinstance(temporal, Tensor):
+        raise TypeError(f"temporal must be a Tensor or None, got {type(temporal).__name__}")
+    if temporal.dtype != weight.dtype:
+        raise TypeError(f"temporal is {temporal.dtype}, but weight is {weight.dtype}")
+    _check_device("temporal", temporal, weight)
+    shape = (*weight.shape[:-2], tokens.shape[1], weight.shape[-1])
+    if tuple(temporal.shape) != shape:
+        raise ValueError(
+            f"temporal must be {'[N, D]' if weight.ndim == 2 else '[G, N, D]'} = {list(shape)}, "
+            f"got shape {tuple(temporal.shape)}"
+        )
+
+
+def _check_device(name: str, tensor: Tensor, weight: Tensor) -> None:
+    if tensor.device != weight.device:
+        raise ValueError(f"{name} is on {tensor.device}, but weight is on {weight.device}")
+
+
+def _fake(tokens: Tensor, weight: Tensor, *rest: Any) -> Tensor:
+    models, batch, slots, _ = tokens.shape
+    return weight.new_empty((models, batch, weight.shape[1], slots, weight.shape[3]))
+
+
+def _fake_backward(
+    grad: Tensor, tokens: Tensor, factors: Tensor, rows: int, temporal: bool, *rest: Any
+) -> tuple[Tensor, Tensor]:
+    models, _, tables, slots, dim = grad.shape
+    return (
+        grad.new_empty((models, tables, rows, dim)),
+        grad.new_empty((models, tables, slots, dim) if temporal else (0,)),
+    )
+
+
+def _save(ctx: Any, args: Sequence[Any], result: Tensor) -> None:
+    tokens, weight, factors, temporal, *values = args
+    ctx.save_for_backward(tokens, factors)
+    ctx.rows, ctx.temporal, ctx.values = weight.shape[2], temporal is not None, values
+
+
+def _backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+    """dA[x_ij] += l_j o dm_i, dT_i += dm_i; l is a constant."""
+    if grad is None:
+        return (None,) * 6
+    seen = (*ctx.saved_tensors, ctx.rows, ctx.temporal, *ctx.values)
+    grad_weight, grad_temporal = _primitive_backward.resume(ctx, (grad,), seen)
+    return None, grad_weight, None, grad_temporal if ctx.temporal else None, None, None
+
+
+def _folded(x: Tensor | None, dim: int | None, n: int) -> Tensor | None:
+    """[R, ...] with a mapped dimension of size n anywhere, or none -> [n * R, ...]."""
+    if x is None:
+        return None
+    x = x.expand(n, *x.shape) if dim is None else x.movedim(dim, 0)
+    return x.flatten(0, 1)
+
+
+def _one_by_one(
+    operator: Operator, n: int, in_dims: Sequence[int | None], args: Sequence[Any]
+) -> list[Any]:
+    """What a mapped dimension of the factors leaves: a call each."""
+    results = []
+    for i in range(n):
+        pairs = zip(args, in_dims, strict=True)
+        results.append(operator.op(*(a if d is None else a.select(d, i) for a, d in pairs)))
+    return results
+
+
+def _vmap(info: Any, in_dims: Sequence[int | None], *args: Any) -> tuple[Tensor, int]:
+    """A mapped dimension is one more of models."""
+    n = info.batch_size
+    if in_dims[2] is not None:
+        return torch.stack(_one_by_one(_primitive, n, in_dims, args)), 0
+    tokens, weight, temporal = (_folded(args[i], in_dims[i], n) for i in (0, 1, 3))
+    out: Tensor = _primitive.op(tokens, weight, args[2], temporal, *args[4:])
+    return out.unflatten(0, (n, out.shape[0] // n)), 0
+
+
+def _vmap_backward(
+    info: Any, in_dims: Sequence[int | None], *args: Any
+) -> tuple[tuple[Tensor, ...], tuple[int, int]]:
+    n = info.batch_size
+    if in_dims[2] is not None:
+        results = zip(*_one_by_one(_primitive_backward, n, in_dims, args), strict=True)
+        return tuple(torch.stack(each) for each in results), (0, 0)
+    grad, tokens = (_folded(args[i], in_dims[i], n) for i in (0, 1))
+    grad_weight, grad_temporal = _primitive_backward.op(grad, tokens, *args[2:])
+    if args[4]:
+        grad_temporal = grad_temporal.unflatten(0, (n, grad_temporal.shape[0] // n))
+    else:
+        grad_temporal = grad_temporal.expand(n, 0)
+    return (grad_weight.unflatten(0, (n, grad_weight.shape[0] // n)), grad_temporal), (0, 0)
+
+
+_primitive = Operator(
+    "encode_memory(Tensor tokens, Tensor weight, Tensor factors, Tensor? temporal, "
+    "int? padding_idx)",
+    returns=1,
+    fake=_fake,
+    setup_context=_save,
+    backward=_backward,
+    vmap=_vmap,
+    opaque=("factors",),
+)
+_primitive_backward = Operator(
+    "encode_memory_backward(Tensor grad, Tensor tokens, Tensor factors, SymInt rows, "
+    "bool temporal, int? padding_idx)",
+    returns=2,
+    fake=_fake_backward,
+    vmap=_vmap_backward,
+    opaque=("factors",),
+)
