@@ -1,0 +1,238 @@
+"""End-to-end memory networks: a question, answered from sentences in several hops."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastattn.ops import encode_memory, memory_hop_attention
+from fastattn.ops.encode_memory import ENCODINGS
+
+__all__ = ["MemN2N", "insert_empty_memories"]
+
+TYINGS = ("adjacent", "layerwise")
+
+
+class MemN2N(nn.Module):
+    r"""End-To-End Memory Network for questions about stories.
+
+    Sukhbaatar et al. 2015, https://arxiv.org/abs/1503.08895. With the memories m_i = sum_j l_j o
+    A_k x_ij + T_k(i) of hop k, and c_i likewise (:func:`fastattn.encode_memory`):
+
+    .. math::
+        u_1 = \sum_j l_j \circ B q_j, \quad
+        u_{k+1} = \phi(H u_k + \sum_i softmax(u_k^T m_i) c_i), \quad
+        logits = W u_{K+1}
+
+    ``weight_tying="adjacent"``: the output table of a hop is the input table of the next, A_{k+1} =
+    C_k, the question shares the first, B = A_1, the answer the last, W = C_K, and H = 1.
+    ``"layerwise"``: A and C are the same in all hops, as in a recurrent network; B, W and H are
+    their own.
+
+    Args:
+        vocab_size: V, the words, the padding among them; the answers are words.
+        dim: D, the width of the embeddings.
+        hops: K.
+        memory_size: how many sentences are remembered at most: the rows of T.
+        weight_tying: "adjacent" or "layerwise".
+        encoding: of the words of a sentence, "position" or "bow", see ``encode_memory``.
+        temporal: whether memories have a learned row T(i) of their place; i = 0 is the most recent.
+        activation: phi: None, "relu", "tanh" or "sigmoid".
+        random_noise: in training, empty time steps are inserted into each story, at most this part
+            of its length (the paper's RN is 0.1), see :func:`insert_empty_memories`.
+        padding_idx: the word that fills sentences, and stories, up.
+        init_std: of the normal distribution that all parameters come from, the paper's 0.1.
+
+    ``linear_start`` is an attribute to switch, and not in the ``state_dict``: while it is True the
+    hops have no softmax (the paper trains so until the validation loss stops falling).
+
+    Attributes:
+        embedding: [K + 1, V, D], A_1, C_1 = A_2, ..., C_K; layerwise: [2, V, D], A and C.
+        temporal: [K + 1, memory_size, D] or [2, memory_size, D], in the same order; or None.
+        question, answer, hop_proj: B [V, D], W [V, D] and H [D, D] if layerwise, else None.
+    """
+
+    linear_start: bool
+
+    def __init__(
+        self,
+        vocab_size: int,
+        dim: int,
+        *,
+        hops: int = 3,
+        memory_size: int = 50,
+        weight_tying: str = "adjacent",
+        encoding: str = "position",
+        temporal: bool = True,
+        activation: str | None = None,
+        random_noise: float = 0.0,
+        padding_idx: int = 0,
+        init_std: float = 0.1,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        for name, size in (
+            ("vocab_size", vocab_size),
+            ("dim", dim),
+            ("hops", hops),
+            ("memory_size", memory_size),
+        ):
+            if isinstance(size, bool) or not isinstance(size, int):
+                raise TypeError(f"{name} must be an int, got {type(size).__name__}")
+            if size < 1:
+                raise ValueError(f"{name} must be at least 1, got {size}")
+        if weight_tying not in TYINGS:
+            raise ValueError(
+                f"weight_tying must be one of {', '.join(TYINGS)}, got {weight_tying!r}"
+            )
+        if encoding not in ENCODINGS:
+            raise ValueError(f"encoding must be one of {', '.join(ENCODINGS)}, got {encoding!r}")
+        _check_fraction("random_noise", random_noise)
+        self.vocab_size, self.dim, self.hops = vocab_size, dim, hops
+        self.memory_size, self.padding_idx = memory_size, padding_idx
+        self.weight_tying, self.encoding, self.activation = weight_tying, encoding, activation
+        self.random_noise, self.init_std = random_noise, init_std
+        self.linear_start = False
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+
+        layerwise = weight_tying == "layerwise"
+        tables = 2 if layerwise else hops + 1
+        self.embedding = parameter(tables, vocab_size, dim)
+        self.temporal = parameter(tables, memory_size, dim) if temporal else None
+        self.question = parameter(vocab_size, dim) if layerwise else None
+        self.answer = parameter(vocab_size, dim) if layerwise else None
+        self.hop_proj = parameter(dim, dim) if layerwise else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw every parameter from N(0, init_std^2), as the paper does."""
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=self.init_std)
+
+    def forward(self, stories: Tensor, questions: Tensor, *, need_weights: bool = False) -> Any:
+        """Return the logits of the answers [B, V]; with ``need_weights`` a pair, with the hops' p.
+
+        Args:
+            stories: [B, N, J] int64 or int32, N <= memory_size; stories[:, 0] is the most recent
+                sentence. A sentence of padding alone is no memory: no question sees it.
+            questions: [B, J], filled up to the width of the stories, on which their encoding
+                depends.
+            need_weights: return the weights [B, K, N] of the sentences in each hop too.
+        """
+        self._check(stories, questions)
+        if self.training and self.random_noise > 0:
+            stories = insert_empty_memories(
+                stories, self.random_noise, padding_idx=self.padding_idx, limit=self.memory_size
+            )
+        state, weights = self._read(stories, questions, need_weights)
+        answer = self.embedding[-1] if self.answer is None else self.answer
+        logits = state @ answer.mT
+        return (logits, weights) if need_weights else logits
+
+    def _read(
+        self, stories: Tensor, questions: Tensor, need_weights: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return u_{K+1} [B, D] and, if they are wanted, the weights [B, K, N]."""
+        slots = stories.shape[1]
+        memory = encode_memory(
+            stories,
+            self.embedding,
+            encoding=self.encoding,
+            temporal=None if self.temporal is None else self.temporal[:, :slots],
+            padding_idx=self.padding_idx,
+        )  # [B, K + 1, N, D], layerwise [B, 2, N, D]
+        query = encode_memory(
+            questions.unsqueeze(1),
+            self.embedding[0] if self.question is None else self.question,
+            encoding=self.encoding,
+            padding_idx=self.padding_idx,
+        ).squeeze(1)
+        adjacent = self.weight_tying == "adjacent"
+        result = memory_hop_attention(
+            query,
+            memory if adjacent else memory[:, 0],
+            None if adjacent else memory[:, 1],
+            hops=self.hops,
+            hop_proj=self.hop_proj,
+            memory_mask=(stories != self.padding_idx).any(-1),
+            activation=self.activation,
+            normalize="none" if self.linear_start else "softmax",
+            need_weights=need_weights,
+        )
+        return result if need_weights else (result, None)
+
+    def _check(self, stories: Tensor, questions: Tensor) -> None:
+        if stories.ndim != 3 or stories.shape[1] > self.memory_size:
+            raise ValueError(
+                f"stories must be [B, N, J] with N of at most memory_size = {self.memory_size}, "
+                f"got shape {tuple(stories.shape)}"
+            )
+        if questions.ndim != 2 or questions.shape != (stories.shape[0], stories.shape[2]):
+            raise ValueError(
+                f"questions must be [B, J] = [{stories.shape[0]}, {stories.shape[2]}], got shape "
+                f"{tuple(questions.shape)}"
+            )
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.vocab_size}, {self.dim}, hops={self.hops}, memory_size={self.memory_size}, "
+            f"weight_tying={self.weight_tying!r}, encoding={self.encoding!r}"
+        )
+
+
+def insert_empty_memories(
+    stories: Tensor,
+    fraction: float,
+    *,
+    padding_idx: int = 0,
+    limit: int | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Insert empty time steps at random: the random noise of Sukhbaatar et al. 2015, section 4.1.
+
+    A story of n sentences gets between 0 and ceil(fraction * n) of them, each number as likely, at
+    places that are all as likely. So the rows of a temporal encoding are met in new positions.
+
+    Args:
+        stories: [B, N, J]; the sentences of a story come first, then padding.
+        fraction: at least 0.
+        padding_idx: the word of which an empty sentence is made.
+        limit: how many time steps are kept; None is N. What is later is lost.
+        generator: of the random numbers.
+
+    Returns:
+        [B, limit, J].
+    """
+    _check_fraction("fraction", fraction)
+    batch, slots, words = stories.shape
+    limit = slots if limit is None else limit
+    steps = slots + math.ceil(fraction * slots)
+    device = stories.device
+
+    def uniform(*shape: int) -> Tensor:
+        return torch.rand(shape, generator=generator, device=device)
+
+    told = (stories != padding_idx).any(-1)  # [B, N]
+    length = told.sum(1, keepdim=True)
+    at_most = torch.ceil(fraction * length)
+    empty = (uniform(batch, 1) * (at_most + 1)).floor().clamp(max=at_most)
+    # The sentences take the places that drew the smallest of length + empty numbers, in order.
+    draws = uniform(batch, steps)
+    draws = draws.masked_fill(torch.arange(steps, device=device) >= length + empty, 2.0)
+    taken = draws.argsort(1).argsort(1) < length  # [B, steps]
+    out = stories.new_full((batch, max(steps, limit), words), padding_idx)
+    out[:, :steps][taken] = stories[told]
+    return out[:, :limit]
+
+
+def _check_fraction(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+    if not 0 <= value <= 1:
+        raise ValueError(f"{name} must be from 0 to 1, got {value}")

@@ -1,0 +1,53 @@
+"""The same memory network in plain PyTorch: what the module is tested and timed against."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fastattn.nn.memn2n import MemN2N
+from fastattn.ops.encode_memory import position_factors
+
+__all__ = ["PlainMemN2N"]
+
+_ACTIVATIONS = {None: lambda x: x, "relu": torch.relu, "tanh": torch.tanh, "sigmoid": torch.sigmoid}
+
+
+class PlainMemN2N(MemN2N):
+    """A :class:`~fastattn.nn.MemN2N` as one writes it: embeddings, products and sums."""
+
+    def _read(
+        self, stories: Tensor, questions: Tensor, need_weights: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        slots, words = stories.shape[1:]
+        factors = stories.new_ones((words, self.dim), dtype=self.embedding.dtype)
+        if self.encoding == "position":
+            factors = position_factors(
+                words, self.dim, dtype=self.embedding.dtype, device=stories.device
+            )
+
+        def encode(tokens: Tensor, table: Tensor) -> Tensor:  # [..., J] -> [..., D]
+            told = (tokens != self.padding_idx).unsqueeze(-1)
+            return (F.embedding(tokens, table) * factors * told).sum(-2)
+
+        def remember(n: int) -> Tensor:  # [B, N, D]
+            memory = encode(stories, self.embedding[n])
+            return memory if self.temporal is None else memory + self.temporal[n, :slots]
+
+        memories = [remember(n) for n in range(self.embedding.shape[0])]
+        adjacent = self.weight_tying == "adjacent"
+        state = encode(questions, self.embedding[0] if self.question is None else self.question)
+        seen = (stories != self.padding_idx).any(-1)
+        weights = []
+        for k in range(self.hops):
+            scores = torch.einsum("bnd,bd->bn", memories[k if adjacent else 0], state)
+            if self.linear_start:
+                p = scores.masked_fill(~seen, 0.0)
+            else:
+                p = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+            read = torch.einsum("bn,bnd->bd", p, memories[k + 1 if adjacent else 1])
+            state = state if self.hop_proj is None else state @ self.hop_proj.mT
+            state = _ACTIVATIONS[self.activation](state + read)
+            weights.append(p)
+        return state, torch.stack(weights, 1) if need_weights else None
