@@ -1,0 +1,473 @@
+"""Train an End-To-End Memory Network on the bAbI tasks, as its paper does, and compare.
+
+    python examples/babi.py --data DIR                   # all tasks by one model (joint)
+    python examples/babi.py --data DIR --recipe single   # a model for each task
+    python examples/babi.py                              # no data: stories are made up
+
+Sukhbaatar et al. 2015, https://arxiv.org/abs/1503.08895: 3 hops, position encoding (PE), linear
+start (LS), random noise (RN). SGD with batches of 32, gradients clipped at norm 40 for each matrix;
+the learning rate 0.01 is halved every 25 of 100 epochs (joint: every 15 of 60). Before that, with
+0.005 and without softmax, the linear start, until the validation loss stops falling. A tenth of the
+training questions is for validation. The network is trained from several starting points, and the
+restart with the lowest training error is the result.
+
+All restarts train at once: ``torch.func.vmap`` over their stacked parameters, so that each kernel
+is called once for all of them. The linear start ends for all at once, by their mean loss.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.func import functional_call, vmap
+from torch.nn import functional as F
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from babi_data import PAPER, TASKS, Questions, invent, read_tasks, vectorize
+
+from fastattn.nn import MemN2N, insert_empty_memories
+from fastattn.testing.memn2n import PlainMemN2N
+
+MEMORY = 50  # sentences
+BATCH = 32
+CLIP = 40.0
+EVALUATED = 128  # questions at once for each restart
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How one network is trained; the defaults of a recipe are the paper's."""
+
+    dim: int
+    epochs: int
+    halved_every: int
+    linear_epochs: int  # at most
+    hops: int = 3
+    tying: str = "adjacent"
+    encoding: str = "position"
+    noise: float = 0.1
+    rate: float = 0.01
+    linear_rate: float = 0.005
+    restarts: int = 10
+    seed: int = 0
+    plain: bool = False  # in plain PyTorch, without the library's kernels
+
+
+RECIPES = {
+    "joint": Recipe(dim=50, epochs=60, halved_every=15, linear_epochs=30),
+    "single": Recipe(dim=20, epochs=100, halved_every=25, linear_epochs=20),
+}
+
+
+class Restarts:
+    """Networks of one shape, each with parameters of its own: those of a MemN2N, stacked."""
+
+    def __init__(self, recipe: Recipe, vocabulary: int) -> None:
+        module = PlainMemN2N if recipe.plain else MemN2N
+        self.model = module(
+            vocabulary,
+            recipe.dim,
+            hops=recipe.hops,
+            memory_size=MEMORY,
+            weight_tying=recipe.tying,
+            encoding=recipe.encoding,
+        )
+        draw = torch.Generator().manual_seed(recipe.seed)
+        self.parameters = {
+            name: 0.1 * torch.randn(recipe.restarts, *p.shape, generator=draw)
+            for name, p in self.model.named_parameters()
+        }
+
+    def __call__(
+        self, stories: Tensor, asked: Tensor, *, shared: bool = False, need_weights: bool = False
+    ) -> Any:
+        """Logits [R, B, V] for stories [R, B, N, J], or for [B, N, J] that all restarts share."""
+
+        def run(parameters: dict[str, Tensor], stories: Tensor, asked: Tensor) -> Any:
+            given = {"need_weights": need_weights}
+            return functional_call(self.model, parameters, (stories, asked), given)
+
+        where = None if shared else 0
+        return vmap(run, in_dims=(0, where, where))(self.parameters, stories, asked)
+
+    def step(self, stories: Tensor, asked: Tensor, answers: Tensor, rate: float) -> None:
+        """One step of SGD, for each restart on a batch of its own; the loss is a sum."""
+        for p in self.parameters.values():
+            p.requires_grad_().grad = None
+        logits = self(stories, asked)
+        F.cross_entropy(logits.flatten(0, 1), answers.flatten(), reduction="sum").backward()
+        with torch.no_grad():
+            for p in self.parameters.values():
+                norm = torch.linalg.vector_norm(p.grad, dim=(-2, -1), keepdim=True)
+                p -= rate * p.grad * (CLIP / norm).clamp(max=1.0)
+                p.requires_grad_(False)
+
+    @torch.no_grad()
+    def judge(self, data: Questions) -> tuple[Tensor, Tensor]:
+        """Return the mean loss [R], and which answers are wrong [R, Q]."""
+        loss, wrong = 0.0, []
+        for start in range(0, len(data), EVALUATED):
+            part = data.take(slice(start, start + EVALUATED))
+            logits = self(part.stories, part.asked, shared=True)
+            answers = part.answers.expand(logits.shape[0], -1)
+            each = F.cross_entropy(logits.flatten(0, 1), answers.flatten(), reduction="none")
+            loss = loss + each.view(answers.shape).sum(1)
+            wrong.append(logits.argmax(-1) != answers)
+        return loss / len(data), torch.cat(wrong, 1)
+
+    @torch.no_grad()
+    def attention(self, data: Questions, restart: int) -> Tensor:
+        """Return the weights of one restart in each hop [Q, K, N]."""
+        parameters = {name: p[restart] for name, p in self.parameters.items()}
+        parts = []
+        for start in range(0, len(data), EVALUATED):
+            part = data.take(slice(start, start + EVALUATED))
+            given = {"need_weights": True}
+            story = (part.stories, part.asked)
+            parts.append(functional_call(self.model, parameters, story, given)[1])
+        return torch.cat(parts)
+
+
+@dataclass
+class Progress:
+    """Where a training stands: what a checkpoint holds besides the parameters."""
+
+    phase: str = "linear"
+    epoch: int = 0  # of the phase
+    steps: int = 0
+    seconds: float = 0.0
+    losses: list[float] = field(default_factory=list)  # on the validation questions, of the phase
+
+
+class Training:
+    """One training of all restarts; ``save`` and ``load`` at the end of any epoch."""
+
+    def __init__(self, recipe: Recipe, training: Questions, validation: Questions, words: int):
+        self.recipe, self.data, self.validation = recipe, training, validation
+        self.networks = Restarts(recipe, words)
+        self.draw = torch.Generator().manual_seed(recipe.seed + 1)
+        self.progress = Progress(phase="linear" if recipe.linear_epochs else "softmax")
+
+    def run(self, name: str, checkpoint: Checkpoint) -> None:
+        while self.progress.phase != "done":
+            started = time.perf_counter()
+            at = self.progress
+            label = f"{name} {at.phase} epoch {at.epoch + 1}"
+            self.networks.model.linear_start = at.phase == "linear"
+            self.epoch(label)
+            loss, wrong = self.networks.judge(self.validation)
+            at.epoch += 1
+            at.losses.append(float(loss.mean()))
+            at.seconds += time.perf_counter() - started
+            print(
+                f"{label}: validation loss {at.losses[-1]:.4f}, error "
+                f"{100 * wrong.float().mean():.1f} % (best restart "
+                f"{100 * wrong.float().mean(1).min():.1f} %), {at.seconds:.0f} s",
+                flush=True,
+            )
+            self.turn_page()
+            checkpoint.write(name, self.state())
+        self.networks.model.linear_start = False
+
+    def turn_page(self) -> None:
+        at, recipe = self.progress, self.recipe
+        if at.phase == "linear":
+            risen = len(at.losses) > 1 and not at.losses[-1] < at.losses[-2]
+            if risen or at.epoch >= recipe.linear_epochs:
+                at.phase, at.epoch, at.losses = "softmax", 0, []
+        elif at.epoch >= recipe.epochs:
+            at.phase = "done"
+
+    def rate(self) -> float:
+        at, recipe = self.progress, self.recipe
+        if at.phase == "linear":
+            return recipe.linear_rate
+        return recipe.rate * 0.5 ** (at.epoch // recipe.halved_every)
+
+    def epoch(self, label: str) -> None:
+        rate, count = self.rate(), len(self.data)
+        order = torch.rand(self.recipe.restarts, count, generator=self.draw).argsort(1)
+        for start in shown(range(0, count, BATCH), label):
+            self.networks.step(*self.batch(order[:, start : start + BATCH]), rate)
+            self.progress.steps += 1
+
+    def batch(self, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The questions [R, B] of an index, with random noise in their stories."""
+        stories = self.data.stories[index]
+        if self.recipe.noise > 0:
+            slots = stories.shape[2]
+            stories = insert_empty_memories(
+                stories.flatten(0, 1),
+                self.recipe.noise,
+                limit=min(MEMORY, slots + 1 + int(self.recipe.noise * slots)),
+                generator=self.draw,
+            ).unflatten(0, index.shape)
+        return stories, self.data.asked[index], self.data.answers[index]
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "parameters": self.networks.parameters,
+            "draw": self.draw.get_state(),
+            "progress": asdict(self.progress),
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.networks.parameters = state["parameters"]
+        self.draw.set_state(state["draw"])
+        self.progress = Progress(**state["progress"])
+
+
+class Checkpoint:
+    """The state of every training of a run, in one file; without a path, nothing is kept."""
+
+    def __init__(self, path: Path | None, run: dict[str, Any]) -> None:
+        self.path, self.run = path, run
+        self.states: dict[str, Any] = {}
+        if path is not None and path.exists():
+            found = torch.load(path, weights_only=True)
+            if found["run"] != run:
+                raise ValueError(f"{path} belongs to another run: {found['run']}, not {run}")
+            self.states = found["states"]
+
+    def write(self, name: str, state: dict[str, Any]) -> None:
+        if self.path is None:
+            return
+        self.states[name] = state
+        new = self.path.with_suffix(".new")
+        torch.save({"run": self.run, "states": self.states}, new)
+        os.replace(new, self.path)
+
+
+@dataclass
+class Result:
+    """What one network came to: errors in percent, for each restart and task."""
+
+    name: str
+    tasks: list[int]
+    training: list[list[float]]  # [R][task]
+    validation: list[list[float]]
+    test: list[list[float]]
+    best: int  # by the training error
+    hits: list[list[float]]  # [task][hop]: how often a supporting sentence has the largest weight
+    steps: int
+    seconds: float
+
+
+def train(
+    name: str, recipe: Recipe, parts: tuple[Questions, Questions], words: int, keep: Checkpoint
+) -> tuple[Result, Training]:
+    known, test = parts
+    training, validation = split(known)
+    run = Training(recipe, training, validation, words)
+    if name in keep.states:
+        run.load(keep.states[name])
+    run.run(name, keep)
+    tasks = sorted(set(known.tasks.tolist()))
+    errors = {
+        part: by_task(run.networks.judge(data)[1], data, tasks)
+        for part, data in (("training", training), ("validation", validation), ("test", test))
+    }
+    mean = [sum(row) for row in errors["training"]]
+    best = mean.index(min(mean))
+    hits = supported(run.networks.attention(test, best), test, tasks)
+    at = run.progress
+    return Result(
+        name, tasks, **errors, best=best, hits=hits, steps=at.steps, seconds=at.seconds
+    ), run
+
+
+def split(data: Questions) -> tuple[Questions, Questions]:
+    """Keep the last tenth of each task's questions for validation."""
+    place = torch.zeros(len(data))
+    for task in data.tasks.unique():
+        its = data.tasks == task
+        place[its] = torch.arange(int(its.sum())) / its.sum()
+    return data.take(place < 0.9), data.take(place >= 0.9)
+
+
+def by_task(wrong: Tensor, data: Questions, tasks: list[int]) -> list[list[float]]:
+    """Errors in percent [R][task] from wrong [R, Q]."""
+    columns = [100 * wrong[:, data.tasks == task].float().mean(1) for task in tasks]
+    return torch.stack(columns, 1).tolist()
+
+
+def supported(weights: Tensor, data: Questions, tasks: list[int]) -> list[list[float]]:
+    """How often, in percent, a hop's largest weight [Q, K, N] is on a supporting sentence."""
+    top = weights.argmax(-1)  # [Q, K]
+    hit = data.support.gather(1, top).float()
+    return [(100 * hit[data.tasks == task].mean(0)).tolist() for task in tasks]
+
+
+def show(results: list[Result], column: list[float] | None, source: str) -> None:
+    hops = len(results[0].hits[0])
+    print(f"\ntest error in percent; {source}")
+    head = "".join(f"{f'hop {k + 1}':>8}" for k in range(hops))
+    print(f"{'task':<32}{'here':>8}{'paper':>8}   supporting sentence has the largest weight")
+    print(f"{'':<51}{head}")
+    ours, theirs = [], []
+    for result in results:
+        for n, task in enumerate(result.tasks):
+            error = result.test[result.best][n]
+            ours.append(error)
+            paper = ""
+            if column is not None:
+                theirs.append(column[task - 1])
+                paper = f"{theirs[-1]:.1f}"
+            hits = "".join(f"{hit:>7.0f}%" for hit in result.hits[n])
+            print(f"{f'{task:>2} {TASKS[task]}':<32}{error:>8.1f}{paper:>8}   {hits}")
+    for label, value in (("mean", mean_of), ("failed (above 5 %)", failed)):
+        paper = f"{value(theirs):.1f}" if theirs else ""
+        print(f"{label:<32}{value(ours):>8.1f}{paper:>8}")
+    print("\nevery restart, mean error in percent: training / validation / test")
+    for result in results:
+        rows = zip(result.training, result.validation, result.test, strict=True)
+        for n, row in enumerate(rows):
+            chosen = "  <- lowest training error" if n == result.best else ""
+            print(f"  {result.name} {n}: {' / '.join(f'{mean_of(e):.1f}' for e in row)}{chosen}")
+
+
+def mean_of(errors: list[float]) -> float:
+    return sum(errors) / len(errors)
+
+
+def failed(errors: list[float]) -> float:
+    return float(sum(error > 5 for error in errors))
+
+
+def seconds_a_step(run: Training, plain: bool, steps: int) -> float:
+    """The median time of one training step, of the same networks in either way."""
+    if len(run.data) < BATCH:
+        return float("nan")
+    networks = Restarts(
+        Recipe(**{**asdict(run.recipe), "plain": plain}), run.networks.model.vocab_size
+    )
+    times = []
+    for n in range(steps + 1):
+        index = torch.randint(len(run.data), (run.recipe.restarts, BATCH))
+        batch = run.batch(index)
+        started = time.perf_counter()
+        networks.step(*batch, 0.001)
+        if n:
+            times.append(time.perf_counter() - started)
+    return sorted(times)[len(times) // 2]
+
+
+def shown(steps: Iterable[T], label: str) -> Iterator[T]:
+    """A progress bar on a terminal, if ``rich`` is there."""
+    with contextlib.suppress(ImportError):
+        from rich.progress import track
+
+        if sys.stdout.isatty():
+            return iter(track(steps, label, transient=True))
+    return iter(steps)
+
+
+def parse_tasks(text: str) -> list[int]:
+    """``1-3,7`` -> [1, 2, 3, 7]."""
+    tasks: set[int] = set()
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        try:
+            tasks |= set(range(int(first), int(last or first) + 1))
+        except ValueError:
+            raise argparse.ArgumentTypeError(
+                f"numbers such as 1-3,7 expected, got {text!r}"
+            ) from None
+    if not tasks or not tasks <= set(TASKS):
+        raise argparse.ArgumentTypeError(f"tasks are 1 to 20, got {text!r}")
+    return sorted(tasks)
+
+
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", type=Path, help="folder of the tasks; without: made-up stories")
+    parser.add_argument("--recipe", choices=RECIPES, default="joint")
+    parser.add_argument("--tasks", type=parse_tasks, default=list(TASKS), help="such as 1-3,7")
+    parser.add_argument("--questions", type=int, default=1000, help="without --data")
+    parser.add_argument("--restarts", type=int, default=10)
+    parser.add_argument("--tying", choices=("adjacent", "layerwise"), default="adjacent")
+    parser.add_argument("--encoding", choices=("position", "bow"), default="position")
+    parser.add_argument("--hops", type=int, default=3)
+    parser.add_argument("--dim", type=int, help="50, single: 20")
+    parser.add_argument("--epochs", type=int, help="60, single: 100")
+    parser.add_argument("--linear-epochs", type=int, help="at most; 0: no linear start")
+    parser.add_argument("--rate", type=float, default=0.01)
+    parser.add_argument("--linear-rate", type=float, default=0.005)
+    parser.add_argument("--noise", type=float, default=0.1, help="part of empty time steps")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--eager", action="store_true", help="train in plain PyTorch")
+    parser.add_argument(
+        "--timed-steps", type=int, default=20, help="of each way; 0: do not compare"
+    )
+    parser.add_argument("--checkpoint", type=Path, help="written after every epoch, resumed from")
+    parser.add_argument("--json", type=Path, help="where the results go too")
+    return parser.parse_args(argv)
+
+
+def recipe_of(args: argparse.Namespace) -> Recipe:
+    base = asdict(RECIPES[args.recipe])
+    names = (
+        "dim epochs linear_epochs hops tying encoding noise rate linear_rate restarts seed".split()
+    )
+    base |= {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    return Recipe(**base | {"plain": args.eager})
+
+
+def column_of(args: argparse.Namespace, recipe: Recipe) -> tuple[list[float] | None, str]:
+    """The paper's numbers beside these, where it has some."""
+    if args.data is None:
+        return None, "made-up stories"
+    if recipe.tying == "layerwise":
+        if args.recipe == "joint":
+            return PAPER["layerwise"], "paper: 1k joint, PE LS LW (without random noise)"
+        return None, "the paper has no such column"
+    return PAPER[args.recipe], f"paper: 1k {args.recipe}, PE LS RN, 3 hops"
+
+
+def main(argv: list[str] | None = None) -> list[Result]:
+    args = arguments(argv)
+    recipe = recipe_of(args)
+    tasks = args.tasks
+    if args.data is None:
+        tasks = [1]
+        known, test = ({1: invent(args.questions, seed)} for seed in (args.seed, args.seed + 1))
+    else:
+        known, test = (read_tasks(args.data, part, tasks) for part in ("train", "test"))
+    groups = {"joint": tasks} if args.recipe == "joint" else {f"task {t}": [t] for t in tasks}
+    keep = Checkpoint(args.checkpoint, {"recipe": asdict(recipe), "tasks": tasks})
+    results = []
+    for name, group in groups.items():
+        pair = [[q for task in group for q in part[task]] for part in (known, test)]
+        parts, words = vectorize(pair, MEMORY)
+        result, run = train(name, recipe, tuple(parts), len(words), keep)
+        results.append(result)
+    show(results, *column_of(args, recipe))
+    steps, seconds = (sum(getattr(r, what) for r in results) for what in ("steps", "seconds"))
+    print(f"\n{recipe.restarts} restarts at once, {steps} steps in {seconds:.0f} s")
+    if args.timed_steps:
+        ours, plain = (seconds_a_step(run, way, args.timed_steps) for way in (False, True))
+        print(
+            f"a step (median of {args.timed_steps}): {1e3 * ours:.1f} ms; plain PyTorch "
+            f"{1e3 * plain:.1f} ms, {plain / ours:.1f} times as long"
+        )
+    if args.json is not None:
+        report = {"recipe": asdict(recipe), "results": [asdict(result) for result in results]}
+        args.json.write_text(json.dumps(report, indent=1))
+    return results
+
+
+if __name__ == "__main__":
+    main()
