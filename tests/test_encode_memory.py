@@ -1,0 +1,388 @@
+"""encode_memory: against its definition in float64, on every backend and instruction set."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import fastattn
+from fastattn import encode_memory
+from fastattn.ops.encode_memory import position_factors
+from fastattn.testing import Target, assert_within_bound, targets
+from fastattn.testing.memory import Watch, place
+
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+NAN = float("nan")
+
+
+@pytest.fixture(params=[*targets(), Target("reference")], ids=str)
+def engine(request: pytest.FixtureRequest) -> Iterator[Target]:
+    """Every backend, on each of its instruction sets; fresh memory is NaN."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        with fastattn.use_backend(request.param.backend), request.param.active():
+            yield request.param
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def plain(
+    tokens: Tensor, weight: Tensor, factors: Tensor, temporal: Tensor | None, padding: int | None
+) -> Tensor:
+    """The definition, for one table [V, D]: [B, N, D]."""
+    words = F.embedding(tokens, weight) * factors.to(weight.dtype)
+    if padding is not None:
+        words = words * (tokens != padding).unsqueeze(-1)
+    memory = words.sum(-2)
+    return memory if temporal is None else memory + temporal
+
+
+# batch, sentences, words, rows, columns, tables
+SHAPES = [
+    (3, 4, 5, 11, 8, None),
+    (2, 3, 1, 7, 1, 2),
+    (2, 5, 7, 13, 20, None),
+    (1, 6, 4, 9, 33, 3),
+    (4, 7, 12, 30, 50, 4),
+    (2, 3, 6, 17, 64, None),
+    (2, 3, 5, 8, 67, 2),
+    (1, 2, 9, 5, 300, None),
+]
+
+
+def draw(
+    shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, of which a third are padding (0), weight and temporal."""
+    b, n, j, v, d, g = shape
+    tokens = torch.randint(0, v, (b, n, j), generator=generator)
+    tokens *= torch.rand(b, n, j, generator=generator) < 0.67
+    tokens[0, 0] = 0
+    lead = () if g is None else (g,)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(*lead, *size, dtype=torch.float64, generator=generator).to(dtype)
+
+    return tokens, normal(v, d), normal(n, d)
+
+
+def results(
+    encode: Callable[..., Tensor], weight: Tensor, temporal: Tensor | None, grad: Tensor
+) -> list[Tensor]:
+    """The memories, and the gradients of weight and temporal."""
+    leaves = [x.detach().clone().requires_grad_() for x in (weight, temporal) if x is not None]
+    out = encode(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad.to(out.dtype))]
+
+
+@pytest.mark.parametrize("encoding", ["position", "bow", "own"])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_within_the_bound(
+    engine: Target,
+    shape: tuple[Any, ...],
+    dtype: torch.dtype,
+    encoding: Any,
+    generator: torch.Generator,
+) -> None:
+    tokens, weight, temporal = draw(shape, dtype, generator)
+    j, d = shape[2], shape[4]
+    factors = position_factors(j, d, dtype=torch.float64)
+    if encoding == "bow":
+        factors = torch.ones(j, d, dtype=torch.float64)
+    if encoding == "own":
+        encoding = factors = torch.randn(j, d, dtype=torch.float64, generator=generator)
+    size = (shape[0], *weight.shape[:-2], shape[1], d)
+    grad = torch.randn(size, dtype=torch.float64, generator=generator).to(dtype)
+
+    def eager(weight: Tensor, temporal: Tensor) -> Tensor:
+        if weight.ndim == 2:
+            return plain(tokens, weight, factors, temporal, 0)
+        return torch.stack(
+            [plain(tokens, w, factors, t, 0) for w, t in zip(weight, temporal, strict=True)], 1
+        )
+
+    def ours(weight: Tensor, temporal: Tensor) -> Tensor:
+        return encode_memory(tokens, weight, temporal=temporal, encoding=encoding)
+
+    got = results(ours, weight, temporal, grad)
+    want = results(eager, weight.double(), temporal.double(), grad)
+    bound = results(eager, weight, temporal, grad)
+    for name, *three in zip(("out", "weight", "temporal"), got, bound, want, strict=True):
+        assert three[0].dtype == dtype
+        assert_within_bound(three[0], three[1], three[2], name)
+
+
+def test_by_hand(engine: Target) -> None:
+    """J = 2, D = 2: l = [[1/2, 1/2], [1/2, 1]]."""
+    weight = torch.tensor([[100.0, 100.0], [2.0, 4.0], [6.0, 8.0]])
+    tokens = torch.tensor([[[1, 2], [2, 0], [0, 0]]])
+    got = encode_memory(tokens, weight)
+    assert got.tolist() == [[[4.0, 10.0], [3.0, 4.0], [0.0, 0.0]]]
+    temporal = torch.tensor([[1.0, 1.0], [2.0, 2.0], [3.0, 3.0]])
+    got = encode_memory(tokens, weight, encoding="bow", temporal=temporal)
+    assert got.tolist() == [[[9.0, 13.0], [8.0, 10.0], [3.0, 3.0]]]
+    got = encode_memory(tokens, weight, encoding="bow", padding_idx=None)
+    assert got.tolist() == [[[8.0, 12.0], [106.0, 108.0], [200.0, 200.0]]]
+
+
+def test_position_factors_are_the_paper_s() -> None:
+    words, dim = 5, 7
+    factors = position_factors(words, dim, dtype=torch.float64)
+    for j in range(1, words + 1):
+        for k in range(1, dim + 1):
+            want = (1 - j / words) - (k / dim) * (1 - 2 * j / words)
+            assert abs(float(factors[j - 1, k - 1]) - want) < 1e-15
+    assert position_factors(0, 3).shape == (0, 3)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_padding_is_not_read(
+    engine: Target, dtype: torch.dtype, generator: torch.Generator
+) -> None:
+    tokens, weight, temporal = draw((3, 4, 5, 11, 20, None), dtype, generator)
+    want = encode_memory(tokens, weight, temporal=temporal)
+    weight[0] = NAN
+    factors = position_factors(5, 20, dtype=torch.float64)
+    assert torch.equal(encode_memory(tokens, weight, temporal=temporal), want)
+    tokens[..., 3:] = 0
+    factors[3:] = NAN  # a place that no sentence has a word in
+    assert encode_memory(tokens, weight, encoding=factors).isfinite().all()
+    weight.requires_grad_()
+    encode_memory(tokens, weight, encoding=factors).sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.isfinite().all()
+    assert not weight.grad[0].any()
+
+
+def test_padding_need_not_be_a_row(engine: Target, generator: torch.Generator) -> None:
+    tokens, weight, temporal = draw((3, 4, 5, 11, 20, None), torch.float32, generator)
+    want = encode_memory(tokens, weight, temporal=temporal)
+    for padding in (-1, -100, 11, 2**62, -(2**63)):
+        moved = torch.where(tokens == 0, padding, tokens)
+        assert torch.equal(
+            encode_memory(moved, weight, temporal=temporal, padding_idx=padding), want
+        )
+    nothing = torch.full((2, 3, 4), -1)
+    assert not encode_memory(nothing, torch.empty(0, 6), padding_idx=-1).any()
+
+
+def test_several_tables_give_the_bits_of_each(engine: Target, generator: torch.Generator) -> None:
+    tokens, weight, temporal = draw((3, 4, 5, 11, 50, 3), torch.float32, generator)
+    together = encode_memory(tokens, weight, temporal=temporal)
+    for g in range(3):
+        alone = encode_memory(tokens, weight[g], temporal=temporal[g])
+        assert torch.equal(together[:, g], alone)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_any_strides(engine: Target, dtype: torch.dtype, generator: torch.Generator) -> None:
+    tokens, weight, temporal = draw((3, 4, 5, 11, 21, 2), dtype, generator)
+    want = encode_memory(tokens, weight, temporal=temporal)
+    assert torch.equal(encode_memory(tokens.int(), weight, temporal=temporal), want)
+    spread = torch.full((5, 8, 6), -7)
+    spread[:, ::2, 1::2] = tokens.permute(2, 1, 0)
+    view = spread[:, ::2, 1::2].permute(2, 1, 0)
+    for layout in ("unaligned", "transposed", "every_second", "sliced", "packed"):
+        w = place(weight[None], layout)[0]
+        t = place(temporal[None], layout)[0]
+        watch = Watch(tokens=view, weight=w, temporal=t)
+        assert torch.equal(encode_memory(view, w, temporal=t), want)
+        assert not watch.written()
+    one = tokens[:1, :1].expand(3, 4, 5)
+    row = weight[:, :1].expand(2, 11, 21)
+    torch.testing.assert_close(
+        encode_memory(one, row), encode_memory(one.contiguous(), row.contiguous())
+    )
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_gradients_of_any_strides(
+    engine: Target, dtype: torch.dtype, generator: torch.Generator
+) -> None:
+    tokens, weight, temporal = draw((3, 4, 5, 11, 21, 2), dtype, generator)
+    values = torch.randn(3, 2, 4, 21, generator=generator).to(dtype)
+
+    def gradients(grad: Tensor) -> list[Tensor]:
+        def encode(w: Tensor, t: Tensor) -> Tensor:
+            return encode_memory(tokens, w, temporal=t)
+
+        return results(encode, weight, temporal, grad)[1:]
+
+    for layout in ("transposed", "every_second", "expanded_dims", "expanded_all", "lbhd"):
+        grad = place(values, layout)
+        watch = Watch(grad=grad)
+        got, want = gradients(grad), gradients(grad.contiguous())
+        assert not watch.written()
+        assert all(torch.equal(*pair) for pair in zip(got, want, strict=True))
+
+
+def test_sizes_may_be_zero(engine: Target) -> None:
+    for b, n, j, v, d, g in (
+        (0, 2, 3, 4, 5, 2),
+        (2, 0, 3, 4, 5, 2),
+        (2, 3, 0, 4, 5, 2),
+        (2, 3, 4, 5, 0, 2),
+        (2, 3, 4, 5, 6, 0),
+        (2, 3, 0, 0, 5, 2),
+    ):
+        tokens = torch.ones(b, n, j, dtype=torch.int64)
+        weight = torch.ones(g, v, d, requires_grad=True)
+        temporal = torch.full((g, n, d), 3.0, requires_grad=True)
+        out = encode_memory(tokens, weight, temporal=temporal)
+        assert out.shape == (b, g, n, d)
+        assert (out == 3).all()
+        out.sum().backward()
+        assert weight.grad is not None
+        assert temporal.grad is not None
+        assert not weight.grad.any()
+        assert (temporal.grad == b).all()
+
+
+def test_nothing_outside_the_tensors(target: Target, generator: torch.Generator) -> None:
+    """Each ends where memory ends: one read or write beyond it would end this process."""
+    for dtype in FLOATS:
+        for shape in SHAPES:
+            tokens, weight, temporal = draw(shape, dtype, generator)
+
+            def fenced(x: Tensor) -> Tensor:
+                return place(x.reshape(1, 1, -1, x.shape[-1]), fence=True).view(x.shape)
+
+            bits = place(tokens.view(torch.float64)[None], fence=True)[0]
+            w, t = fenced(weight).requires_grad_(), fenced(temporal).requires_grad_()
+            out = encode_memory(bits.view(torch.int64), w, temporal=t)
+            assert torch.equal(out, encode_memory(tokens, weight, temporal=temporal))
+            out.backward(fenced(torch.ones_like(out)))
+
+
+def test_threads_give_the_same_bits(target: Target, generator: torch.Generator) -> None:
+    for shape in ((40, 20, 9, 60, 50, None), (16, 20, 9, 60, 50, 4), (8, 20, 9, 60, 300, 2)):
+        tokens, weight, temporal = draw(shape, torch.float32, generator)
+        grad = torch.randn((shape[0], *temporal.shape), generator=generator)
+
+        def encode(w: Tensor, t: Tensor, tokens: Tensor = tokens) -> Tensor:
+            return encode_memory(tokens, w, temporal=t)
+
+        before = torch.get_num_threads()
+        try:
+            runs = []
+            for threads in (1, 2, 3, 7):
+                torch.set_num_threads(threads)
+                runs.append(results(encode, weight, temporal, grad))
+        finally:
+            torch.set_num_threads(before)
+        for run in runs[1:]:
+            assert all(torch.equal(*pair) for pair in zip(run, runs[0], strict=True))
+
+
+def test_a_sentence_does_not_depend_on_its_batch(
+    target: Target, generator: torch.Generator
+) -> None:
+    tokens, weight, _ = draw((6, 20, 9, 60, 50, 4), torch.float32, generator)
+    whole = encode_memory(tokens, weight)
+    for b in range(6):
+        assert torch.equal(encode_memory(tokens[b : b + 1, 3:5], weight), whole[b : b + 1, :, 3:5])
+
+
+def test_after_fork(target: Target, generator: torch.Generator) -> None:
+    """A forked child has none of its parent's threads."""
+    tokens, weight, _ = draw((64, 20, 9, 60, 50, 4), torch.float32, generator)
+    want = encode_memory(tokens, weight)
+
+    def child() -> None:
+        got = encode_memory(tokens, weight)
+        torch.set_num_threads(1)  # PyTorch's own operators would wait for those threads
+        os._exit(0 if torch.equal(got, want) else 1)
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    process.join(60)
+    if process.exitcode is None:
+        process.kill()
+    assert process.exitcode == 0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "place_", "padding"),
+    [(11, (1, 2, 3), 0), (-1, (0, 0, 0), 0), (2**40, (2, 3, 4), 0), (0, (1, 0, 2), None)],
+)
+def test_tokens_outside_the_table(
+    engine: Target, wrong: int, place_: tuple[int, ...], padding: int | None
+) -> None:
+    tokens = torch.ones(3, 4, 5, dtype=torch.int64)
+    tokens[place_] = wrong
+    weight = torch.ones(11 if padding == 0 else 0, 6, requires_grad=True)
+    if padding is None:
+        tokens.zero_()
+        place_ = (0, 0, 0)
+    rows = len(weight)
+    index = ", ".join(map(str, place_))
+    with pytest.raises(IndexError, match=rf"tokens\[{index}\] is {wrong}, but weight has {rows}"):
+        encode_memory(tokens, weight, padding_idx=padding)
+    right = torch.ones(3, 4, 5, dtype=torch.int64)
+    if padding == 0:
+        out = encode_memory(right, weight)
+        right.data[place_] = wrong  # unseen by autograd
+        with pytest.raises(IndexError, match=rf"is {wrong}, but weight has {rows} rows"):
+            out.sum().backward()
+
+
+def test_nothing_of_an_integer_but_its_value(engine: Target) -> None:
+    """The smallest int64 is neither a row nor taken for one."""
+    with pytest.raises(IndexError, match="is -9223372036854775808"):
+        encode_memory(torch.full((1, 1, 1), -(2**63)), torch.ones(3, 2))
+
+
+def test_explain_names_the_backend() -> None:
+    tokens = torch.zeros(1, 2, 3, dtype=torch.int64)
+    assert fastattn.explain(encode_memory, tokens, torch.ones(4, 5)).runs in ("cpu", "reference")
+
+
+def test_gradient_of_the_encoding(generator: torch.Generator) -> None:
+    """A tensor of factors that requires a gradient goes through the reference, and says so."""
+    tokens, weight, temporal = draw((2, 3, 4, 5, 6, 2), torch.float64, generator)
+    factors = position_factors(4, 6, dtype=torch.float64).requires_grad_()
+
+    def encode(weight: Tensor, factors: Tensor) -> Tensor:
+        return encode_memory(tokens, weight, encoding=factors, temporal=temporal)
+
+    with fastattn.use_backend("reference"):
+        assert torch.autograd.gradcheck(encode, (weight.requires_grad_(), factors))
+
+
+T3 = torch.zeros(2, 3, 4, dtype=torch.int64)
+W = torch.zeros(5, 6)
+BAD = [
+    (([[[1]]], W), {}, TypeError, "tokens must be a Tensor, got list"),
+    ((T3, [[1.0]]), {}, TypeError, "weight must be a Tensor, got list"),
+    ((T3.float(), W), {}, TypeError, "tokens must be int64 or int32, got torch.float32"),
+    ((T3, W.int()), {}, TypeError, "weight must be float32, float64, bfloat16 or float16"),
+    ((T3[0], W), {}, ValueError, r"tokens must be \[B, N, J\], got shape \(3, 4\)"),
+    ((T3, W[0]), {}, ValueError, r"weight must be \[V, D\] or \[G, V, D\], got shape \(6,\)"),
+    ((T3, W.to("meta")), {}, ValueError, "tokens is on cpu, but weight is on meta"),
+    ((T3, W), {"padding_idx": 1.0}, TypeError, "padding_idx must be an integer or None"),
+    ((T3, W), {"padding_idx": True}, TypeError, "padding_idx must be an integer or None"),
+    ((T3, W), {"encoding": "pos"}, ValueError, "encoding must be one of position, bow"),
+    ((T3, W), {"encoding": None}, TypeError, "encoding must be a str or a Tensor"),
+    ((T3, W), {"encoding": torch.ones(6, 4)}, ValueError, r"encoding must be \[J, D\] = \[4, 6\]"),
+    ((T3, W), {"encoding": torch.ones(4, 6).int()}, TypeError, "encoding must be floating"),
+    ((T3, W), {"temporal": [1.0]}, TypeError, "temporal must be a Tensor or None, got list"),
+    ((T3, W), {"temporal": torch.ones(3, 6).double()}, TypeError, "temporal is torch.float64"),
+    ((T3, W), {"temporal": torch.ones(4, 6)}, ValueError, r"temporal must be \[N, D\] = \[3, 6\]"),
+    ((T3, W[None]), {"temporal": torch.ones(3, 6)}, ValueError, r"\[G, N, D\] = \[1, 3, 6\]"),
+]
+
+
+@pytest.mark.parametrize(("args", "options", "error", "match"), BAD)
+def test_errors_say_what_is_wrong(
+    args: tuple[Any, ...], options: dict[str, Any], error: type[Exception], match: str
+) -> None:
+    with pytest.raises(error, match=match):
+        encode_memory(*args, **options)
