@@ -21,6 +21,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -55,6 +56,9 @@ class Recipe:
     epochs: int
     halved_every: int
     linear_epochs: int  # at most
+    patience: int = (
+        1  # linear epochs without a new lowest validation loss that end the linear start
+    )
     hops: int = 3
     tying: str = "adjacent"
     encoding: str = "position"
@@ -77,6 +81,7 @@ class Restarts:
 
     def __init__(self, recipe: Recipe, vocabulary: int) -> None:
         module = PlainMemN2N if recipe.plain else MemN2N
+        self.plain, self.count = recipe.plain, recipe.restarts
         self.model = module(
             vocabulary,
             recipe.dim,
@@ -91,16 +96,21 @@ class Restarts:
             for name, p in self.model.named_parameters()
         }
 
-    def __call__(
-        self, stories: Tensor, asked: Tensor, *, shared: bool = False, need_weights: bool = False
-    ) -> Any:
+    def __call__(self, stories: Tensor, asked: Tensor, *, shared: bool = False) -> Tensor:
         """Logits [R, B, V] for stories [R, B, N, J], or for [B, N, J] that all restarts share."""
 
-        def run(parameters: dict[str, Tensor], stories: Tensor, asked: Tensor) -> Any:
-            given = {"need_weights": need_weights}
-            return functional_call(self.model, parameters, (stories, asked), given)
+        def run(parameters: dict[str, Tensor], stories: Tensor, asked: Tensor) -> Tensor:
+            return functional_call(self.model, parameters, (stories, asked))
 
         where = None if shared else 0
+        if self.plain:  # one after the other: as one would write it
+            each = [
+                run({name: p[r] for name, p in self.parameters.items()}, *at)
+                for r, at in enumerate(
+                    [(stories, asked)] * self.count if shared else zip(stories, asked, strict=True)
+                )
+            ]
+            return torch.stack(each)
         return vmap(run, in_dims=(0, where, where))(self.parameters, stories, asked)
 
     def step(self, stories: Tensor, asked: Tensor, answers: Tensor, rate: float) -> None:
@@ -185,8 +195,8 @@ class Training:
     def turn_page(self) -> None:
         at, recipe = self.progress, self.recipe
         if at.phase == "linear":
-            risen = len(at.losses) > 1 and not at.losses[-1] < at.losses[-2]
-            if risen or at.epoch >= recipe.linear_epochs:
+            lowest = at.losses.index(min(at.losses)) + 1  # the epoch, from 1
+            if at.epoch - lowest >= recipe.patience or at.epoch >= recipe.linear_epochs:
                 at.phase, at.epoch, at.losses = "softmax", 0, []
         elif at.epoch >= recipe.epochs:
             at.phase = "done"
@@ -379,13 +389,11 @@ def parse_tasks(text: str) -> list[int]:
     """``1-3,7`` -> [1, 2, 3, 7]."""
     tasks: set[int] = set()
     for part in text.split(","):
-        first, _, last = part.partition("-")
-        try:
-            tasks |= set(range(int(first), int(last or first) + 1))
-        except ValueError:
-            raise argparse.ArgumentTypeError(
-                f"numbers such as 1-3,7 expected, got {text!r}"
-            ) from None
+        numbers = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
+        if numbers is None:
+            raise argparse.ArgumentTypeError(f"numbers such as 1-3,7 expected, got {text!r}")
+        first, last = numbers.groups()
+        tasks |= set(range(int(first), int(last or first) + 1))
     if not tasks or not tasks <= set(TASKS):
         raise argparse.ArgumentTypeError(f"tasks are 1 to 20, got {text!r}")
     return sorted(tasks)
@@ -404,6 +412,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--dim", type=int, help="50, single: 20")
     parser.add_argument("--epochs", type=int, help="60, single: 100")
     parser.add_argument("--linear-epochs", type=int, help="at most; 0: no linear start")
+    parser.add_argument("--patience", type=int, help="of the linear start, in epochs")
     parser.add_argument("--rate", type=float, default=0.01)
     parser.add_argument("--linear-rate", type=float, default=0.005)
     parser.add_argument("--noise", type=float, default=0.1, help="part of empty time steps")
@@ -419,10 +428,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def recipe_of(args: argparse.Namespace) -> Recipe:
     base = asdict(RECIPES[args.recipe])
-    names = (
-        "dim epochs linear_epochs hops tying encoding noise rate linear_rate restarts seed".split()
-    )
-    base |= {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    given = {name: value for name, value in vars(args).items() if name in base}
+    base |= {name: value for name, value in given.items() if value is not None}
     return Recipe(**base | {"plain": args.eager})
 
 

@@ -96,7 +96,7 @@ def parse(lines: Iterable[str], task: int, name: str = "<lines>") -> list[Questi
             raise ValueError(f"{name}:{number}: {what}")
 
     for number, raw in enumerate(lines, 1):
-        line = raw.strip()
+        line = raw.strip(" \r\n")  # a last field may be empty
         if not line:
             continue
         label, _, text = line.partition(" ")

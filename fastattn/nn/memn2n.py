@@ -91,6 +91,10 @@ class MemN2N(nn.Module):
             )
         if encoding not in ENCODINGS:
             raise ValueError(f"encoding must be one of {', '.join(ENCODINGS)}, got {encoding!r}")
+        if activation not in (None, "relu", "tanh", "sigmoid"):
+            raise ValueError(
+                f"activation must be None, 'relu', 'tanh' or 'sigmoid', got {activation!r}"
+            )
         _check_fraction("random_noise", random_noise)
         self.vocab_size, self.dim, self.hops = vocab_size, dim, hops
         self.memory_size, self.padding_idx = memory_size, padding_idx
@@ -225,7 +229,9 @@ def insert_empty_memories(
     # The sentences take the places that drew the smallest of length + empty numbers, in order.
     draws = uniform(batch, steps)
     draws = draws.masked_fill(torch.arange(steps, device=device) >= length + empty, 2.0)
-    taken = draws.argsort(1).argsort(1) < length  # [B, steps]
+    place = torch.arange(slots, device=device).expand(batch, slots)
+    taken = torch.zeros_like(draws, dtype=torch.bool)
+    taken.scatter_(1, draws.argsort(1)[:, :slots], place < length)  # [B, steps]
     out = stories.new_full((batch, max(steps, limit), words), padding_idx)
     out[:, :steps][taken] = stories[told]
     return out[:, :limit]

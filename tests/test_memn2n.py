@@ -1,0 +1,272 @@
+"""MemN2N: its equations written a second time, and what a module has to be able to do."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.func import functional_call, stack_module_state, vmap
+
+import fastattn
+from fastattn.nn import MemN2N, insert_empty_memories
+from fastattn.testing import assert_within_bound
+from fastattn.testing.memn2n import PlainMemN2N
+
+TYINGS = ["adjacent", "layerwise"]
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+def examples(batch: int = 4, slots: int = 7, words: int = 6) -> tuple[Tensor, Tensor]:
+    """Stories of different lengths, of sentences of different lengths, and questions."""
+    stories = torch.randint(1, 20, (batch, slots, words))
+    for b in range(batch):
+        stories[b, slots - b :] = 0
+        stories[b, :, words - b :] = 0
+    return stories, torch.randint(0, 20, (batch, words))
+
+
+def pair(**options: Any) -> tuple[MemN2N, MemN2N]:
+    """A network, and the same one in plain PyTorch."""
+    ours, plain = (cls(20, 8, memory_size=9, **options).double() for cls in (MemN2N, PlainMemN2N))
+    plain.load_state_dict(ours.state_dict())
+    return ours, plain
+
+
+@pytest.mark.parametrize("linear_start", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"hops": 1, "encoding": "bow"},
+        {"weight_tying": "layerwise"},
+        {"weight_tying": "layerwise", "activation": "relu", "temporal": False},
+        {"temporal": False, "activation": "tanh", "hops": 2},
+    ],
+    ids=str,
+)
+def test_the_equations(backend: str, options: dict[str, Any], linear_start: bool) -> None:
+    ours, plain = pair(**options)
+    ours.linear_start = plain.linear_start = linear_start
+    stories, questions = examples()
+    logits, weights = ours(stories, questions, need_weights=True)
+    want, want_weights = plain(stories, questions, need_weights=True)
+    assert weights.shape == (4, ours.hops, 7)
+    torch.testing.assert_close(logits, want)
+    torch.testing.assert_close(weights, want_weights)
+    assert torch.equal(ours(stories, questions), logits)
+    (logits**2).sum().backward()
+    (want**2).sum().backward()
+    for (name, p), q in zip(ours.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, msg=name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("tying", TYINGS)
+def test_within_the_bound(backend: str, tying: str, dtype: torch.dtype) -> None:
+    exact_ours, exact = pair(weight_tying=tying, init_std=0.5)
+    rounded = {name: p.to(dtype) for name, p in exact_ours.state_dict().items()}
+    exact.load_state_dict(rounded)
+    stories, questions = examples()
+    results = []
+    for cls in (MemN2N, PlainMemN2N):
+        network = cls(20, 8, memory_size=9, weight_tying=tying, dtype=dtype)
+        network.load_state_dict(rounded)
+        results.append(network(stories, questions))
+    assert_within_bound(*results, exact(stories, questions))
+
+
+def test_a_padded_story_gives_the_same_answer(backend: str) -> None:
+    network = MemN2N(20, 8)
+    stories, questions = examples()
+    longer = torch.cat([stories, torch.zeros(4, 20, 6, dtype=torch.int64)], 1)
+    torch.testing.assert_close(network(longer, questions), network(stories, questions))
+
+
+def test_an_empty_story_is_no_obstacle(backend: str) -> None:
+    network = MemN2N(20, 8)
+    _, questions = examples()
+    for slots in (0, 3):
+        logits = network(torch.zeros(4, slots, 6, dtype=torch.int64), questions)
+        logits.sum().backward()
+        assert logits.isfinite().all()
+    assert all(p.grad.isfinite().all() for p in network.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize("tying", TYINGS)
+def test_state_dict(tying: str) -> None:
+    network = MemN2N(20, 8, hops=2, memory_size=9, weight_tying=tying)
+    shapes = {name: tuple(p.shape) for name, p in network.state_dict().items()}
+    if tying == "adjacent":
+        assert shapes == {"embedding": (3, 20, 8), "temporal": (3, 9, 8)}
+    else:
+        assert shapes == {
+            "embedding": (2, 20, 8),
+            "temporal": (2, 9, 8),
+            "question": (20, 8),
+            "answer": (20, 8),
+            "hop_proj": (8, 8),
+        }
+    file = io.BytesIO()
+    torch.save(network.state_dict(), file)
+    file.seek(0)
+    other = MemN2N(20, 8, hops=2, memory_size=9, weight_tying=tying)
+    other.load_state_dict(torch.load(file, weights_only=True))
+    for twin in (other, copy.deepcopy(network), pickle.loads(pickle.dumps(network))):
+        stories, questions = examples()
+        assert torch.equal(twin(stories, questions), network(stories, questions))
+
+
+def test_parameters_come_from_the_normal_distribution() -> None:
+    network = MemN2N(500, 40, weight_tying="layerwise", init_std=0.1)
+    for p in network.parameters():
+        assert abs(float(p.detach().std()) - 0.1) < 0.01
+        assert abs(float(p.detach().mean())) < 0.01
+
+
+@pytest.mark.parametrize("tying", TYINGS)
+def test_several_networks_at_once(backend: str, tying: str) -> None:
+    """How restarts are trained together."""
+    networks = [MemN2N(20, 8, weight_tying=tying) for _ in range(3)]
+    stacked, _ = stack_module_state(networks)
+    batches = [examples() for _ in range(3)]
+    stories, questions = (torch.stack(each) for each in zip(*batches, strict=True))
+
+    def run(parameters: dict[str, Tensor], stories: Tensor, questions: Tensor) -> Tensor:
+        return functional_call(networks[0], parameters, (stories, questions))
+
+    together = vmap(run)(stacked, stories, questions)
+    (together**2).sum().backward()
+    for n, network in enumerate(networks):
+        alone = network(*batches[n])
+        torch.testing.assert_close(together[n], alone)
+        (alone**2).sum().backward()
+        for name, p in network.named_parameters():
+            torch.testing.assert_close(stacked[name].grad[n], p.grad, msg=name)
+    shared = vmap(run, in_dims=(0, None, None))(stacked, *batches[0])
+    torch.testing.assert_close(shared[2], networks[2](*batches[0]))
+
+
+@pytest.mark.parametrize("tying", TYINGS)
+def test_compiles_without_a_break(backend: str, tying: str) -> None:
+    torch._dynamo.reset()
+    network = MemN2N(20, 8, weight_tying=tying)
+    stories, questions = examples()
+    compiled = torch.compile(network, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(stories, questions), network(stories, questions))
+
+
+def test_learns_who_is_where(backend: str) -> None:
+    """ "<person> went to the <room>": the answer is the room of the person asked for."""
+    draw = torch.Generator().manual_seed(1)
+    people = torch.stack([torch.randperm(3, generator=draw) + 1 for _ in range(400)])
+    rooms = torch.randint(4, 9, (400, 3), generator=draw)
+    stories = torch.stack([people, rooms], -1)
+    asked = torch.randint(3, (400,), generator=draw)
+    rows = torch.arange(400)
+    questions = torch.stack([people[rows, asked], torch.zeros_like(asked)], -1)
+    answers = rooms[rows, asked]
+    network = MemN2N(9, 16, hops=1, memory_size=3)
+    optimizer = torch.optim.Adam(network.parameters(), lr=0.02)
+    for _ in range(150):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(network(stories, questions), answers).backward()
+        optimizer.step()
+    logits, weights = network(stories, questions, need_weights=True)
+    assert (logits.argmax(-1) == answers).float().mean() > 0.98
+    assert (weights[:, 0].argmax(-1) == asked).float().mean() > 0.98
+
+
+def test_empty_memories_keep_the_order() -> None:
+    stories = torch.zeros(2000, 10, 2, dtype=torch.int64)
+    lengths = torch.randint(0, 11, (2000,))
+    for b, n in enumerate(lengths.tolist()):
+        stories[b, :n] = torch.arange(1, n + 1).unsqueeze(-1)
+    noisy = insert_empty_memories(stories, 0.2, limit=12)
+    assert noisy.shape == (2000, 12, 2)
+    told = noisy[..., 0] > 0
+    assert torch.equal(told.sum(1), lengths)
+    span = told.long() * torch.arange(1, 13)
+    inserted = (span.amax(1) - lengths).clamp(min=0)
+    assert (inserted <= (0.2 * lengths).ceil()).all()
+    assert set(inserted[lengths == 10].tolist()) == {0, 1, 2}
+    for b, n in enumerate(lengths.tolist()):
+        assert noisy[b][told[b]][:, 0].tolist() == list(range(1, n + 1))
+    # A tenth of the places is empty just as likely anywhere.
+    full = noisy[lengths == 10][:, :10]
+    empty = (full[..., 0] == 0).float().mean(0)
+    assert float(empty.max() - empty.min()) < 0.15
+
+
+def test_empty_memories_are_cut_where_no_place_is_left() -> None:
+    stories = torch.arange(1, 6).view(1, 5, 1).expand(300, 5, 1)
+    noisy = insert_empty_memories(stories, 0.4)
+    assert noisy.shape == stories.shape
+    assert (noisy[:, 0] <= 1).all()
+    assert (noisy == 0).any()
+    assert torch.equal(insert_empty_memories(stories, 0.0), stories)
+    again = [
+        insert_empty_memories(stories, 0.4, generator=torch.Generator().manual_seed(3))
+        for _ in range(2)
+    ]
+    assert torch.equal(*again)
+    assert insert_empty_memories(stories, 0.4, limit=9).shape == (300, 9, 1)
+
+
+def test_random_noise_only_in_training(backend: str) -> None:
+    network = MemN2N(20, 8, memory_size=12, random_noise=1.0)
+    stories, questions = examples()
+    first, second = (network(stories, questions) for _ in range(2))
+    assert not torch.equal(first, second)
+    network.eval()
+    assert torch.equal(network(stories, questions), network(stories, questions))
+
+
+@pytest.mark.parametrize(
+    ("args", "options", "error", "match"),
+    [
+        ((0, 4), {}, ValueError, "vocab_size must be at least 1, got 0"),
+        ((4, 2.0), {}, TypeError, "dim must be an int, got float"),
+        ((4, 4), {"hops": 0}, ValueError, "hops must be at least 1"),
+        ((4, 4), {"memory_size": True}, TypeError, "memory_size must be an int, got bool"),
+        ((4, 4), {"weight_tying": "none"}, ValueError, "weight_tying must be one of adjacent"),
+        ((4, 4), {"encoding": "pe"}, ValueError, "encoding must be one of position, bow"),
+        ((4, 4), {"random_noise": 1.5}, ValueError, "random_noise must be from 0 to 1"),
+        ((4, 4), {"random_noise": "10%"}, TypeError, "random_noise must be a number"),
+        ((4, 4), {"activation": "gelu"}, ValueError, "activation must be"),
+    ],
+)
+def test_constructor_errors(
+    args: tuple[Any, ...], options: dict[str, Any], error: type[Exception], match: str
+) -> None:
+    with pytest.raises(error, match=match):
+        MemN2N(*args, **options)
+
+
+def test_forward_errors() -> None:
+    network = MemN2N(20, 8, memory_size=9)
+    stories, questions = examples()
+    with pytest.raises(ValueError, match="memory_size = 9, got shape"):
+        network(stories.repeat(1, 2, 1), questions)
+    with pytest.raises(ValueError, match=r"questions must be \[B, J\] = \[4, 6\], got shape"):
+        network(stories, questions[:, :3])
+    with pytest.raises(IndexError, match="but weight has 20 rows"):
+        network(stories + 20, questions)
+
+
+def test_explain_covers_both_operators() -> None:
+    network = MemN2N(20, 8)
+    stories, questions = examples()
+    tables = network.embedding
+    assert fastattn.explain("encode_memory", stories, tables).runs is not None
+    memory = fastattn.encode_memory(stories, tables)
+    query = fastattn.encode_memory(questions[:, None], tables[0]).squeeze(1)
+    assert fastattn.explain("memory_hop_attention", query, memory, hops=3).runs is not None
