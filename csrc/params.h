@@ -170,8 +170,8 @@ struct MemoryHopsParams {
   void* grad_scores;  // [B, Q, K, N] acc: of the bias before it is summed to its own shape
 };
 
-// out[i] = sum_j factors[j] o weight[tokens[i, j]] + temporal[i], for R models with G tables each.
-// "acc" is f32, or f64 for f64.
+// out[i] = sum_j factors[j] o weight[tokens[i, j]] + temporal[i], for R models with G tables each;
+// 0 for a sentence without a word. "acc" is f32, or f64 for f64.
 struct EncodeMemoryParams {
   DType dtype;  // of weight, temporal, out and grad; f32, f64, bf16 or f16
   int threads;

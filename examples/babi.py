@@ -218,12 +218,8 @@ class Training:
         """The questions [R, B] of an index, with random noise in their stories."""
         stories = self.data.stories[index]
         if self.recipe.noise > 0:
-            slots = stories.shape[2]
             stories = insert_empty_memories(
-                stories.flatten(0, 1),
-                self.recipe.noise,
-                limit=min(MEMORY, slots + 1 + int(self.recipe.noise * slots)),
-                generator=self.draw,
+                stories.flatten(0, 1), self.recipe.noise, generator=self.draw
             ).unflatten(0, index.shape)
         return stories, self.data.asked[index], self.data.answers[index]
 

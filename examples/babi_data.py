@@ -12,6 +12,7 @@ question, its answer and the numbers of the sentences that support it:
 
 from __future__ import annotations
 
+import math
 import random
 import re
 from collections.abc import Iterable, Sequence
@@ -209,14 +210,15 @@ def vectorize(
 ) -> tuple[list[Questions], list[str]]:
     """Number the words of all parts; return their tensors and the words (0 is padding).
 
-    Of a longer story the last ``memory_size`` sentences are kept.
+    Of a longer story the last ``memory_size`` sentences are kept. A shorter one is filled up with
+    empty sentences to the longest, and a tenth more: the room for random noise.
     """
     every = [question for part in parts for question in part]
     spoken = {word for q in every for sentence in (*q.story, q.words) for word in sentence}
     words = ["", *sorted(spoken | {q.answer for q in every})]
     number = {word: n for n, word in enumerate(words)}
     width = max(len(sentence) for q in every for sentence in (*q.story, q.words))
-    slots = min(memory_size, max(len(q.story) for q in every))
+    slots = min(memory_size, math.ceil(1.1 * max(len(q.story) for q in every)))
 
     def tensors(part: Sequence[Question]) -> Questions:
         stories = torch.full((len(part), slots, width), PADDING, dtype=torch.int32)

@@ -46,7 +46,7 @@ def pair(**options: Any) -> tuple[MemN2N, MemN2N]:
     "options",
     [
         {},
-        {"hops": 1, "encoding": "bow"},
+        {"hops": 1, "encoding": "bow", "mask_empty": True},
         {"weight_tying": "layerwise"},
         {"weight_tying": "layerwise", "activation": "relu", "temporal": False},
         {"temporal": False, "activation": "tanh", "hops": 2},
@@ -85,14 +85,34 @@ def test_within_the_bound(backend: str, tying: str, dtype: torch.dtype) -> None:
 
 
 def test_a_padded_story_gives_the_same_answer(backend: str) -> None:
-    network = MemN2N(20, 8)
+    network = MemN2N(20, 8, mask_empty=True)
     stories, questions = examples()
     longer = torch.cat([stories, torch.zeros(4, 20, 6, dtype=torch.int64)], 1)
     torch.testing.assert_close(network(longer, questions), network(stories, questions))
 
 
-def test_an_empty_story_is_no_obstacle(backend: str) -> None:
-    network = MemN2N(20, 8)
+def test_an_empty_sentence_is_a_memory_of_zeros(backend: str) -> None:
+    """It takes part with the score 0: what the sentences get is less for every one of them."""
+    network = MemN2N(20, 8, hops=1)
+    stories, questions = examples()
+    masked = MemN2N(20, 8, hops=1, mask_empty=True)
+    masked.load_state_dict(network.state_dict())
+    query = fastattn.encode_memory(questions[:, None], network.embedding[0]).squeeze(1)
+    rows = network.temporal[0, :7]
+    memory = fastattn.encode_memory(stories, network.embedding[0], temporal=rows)
+    told = torch.einsum("bnd,bd->bn", memory, query).exp() * (stories != 0).any(-1)
+    empty = (stories == 0).all(-1).sum(1, keepdim=True)
+    _, weights = network(stories, questions, need_weights=True)
+    _, masked_weights = masked(stories, questions, need_weights=True)
+    seen = (stories != 0).any(-1)
+    want = told / (told.sum(1, keepdim=True) + empty)
+    torch.testing.assert_close(weights[:, 0][seen], want[seen])
+    torch.testing.assert_close(masked_weights[:, 0], told / told.sum(1, keepdim=True))
+
+
+@pytest.mark.parametrize("mask_empty", [False, True])
+def test_an_empty_story_is_no_obstacle(backend: str, mask_empty: bool) -> None:
+    network = MemN2N(20, 8, mask_empty=mask_empty)
     _, questions = examples()
     for slots in (0, 3):
         logits = network(torch.zeros(4, slots, 6, dtype=torch.int64), questions)

@@ -20,7 +20,8 @@ def encode_memory(
     padding_idx: int | None,
 ) -> Tensor:
     """Return sum_j factors_j o weight[tokens_j] + temporal [R, B, G, N, D] (Sukhbaatar et al. 2015,
-    https://arxiv.org/abs/1503.08895). A padding token is left out of the sum, not multiplied by 0.
+    https://arxiv.org/abs/1503.08895). A padding token is left out of the sum, not multiplied by 0;
+    a sentence of nothing else is 0.
     """
     _check_tokens(tokens, weight.shape[2], padding_idx)
     compute = reference._compute_dtype(weight.dtype)
@@ -30,7 +31,7 @@ def encode_memory(
     words = table.gather(2, index).unflatten(2, tokens.shape[1:])  # [R, G, B, N, J, D]
     memory = torch.where(counts, words * factors, 0.0).sum(-2)
     if temporal is not None:
-        memory = memory + temporal.to(compute).unsqueeze(2)
+        memory = torch.where(counts.any(-2), memory + temporal.to(compute).unsqueeze(2), 0.0)
     return memory.transpose(1, 2).to(weight.dtype)
 
 
@@ -50,8 +51,8 @@ def encode_memory_backward(
     words = torch.where(counts, g.unsqueeze(-2) * factors, 0.0).flatten(2, 4)  # [R, G, B N J, D]
     index = index.unsqueeze(1).expand(-1, g.shape[1], -1, g.shape[4])
     table = g.new_zeros((*g.shape[:2], rows + 1, g.shape[4])).scatter_add(2, index, words)
-    grad_temporal = g.sum(2).to(grad.dtype) if temporal else grad.new_empty(0)
-    return table[:, :, :rows].to(grad.dtype), grad_temporal
+    grad_temporal = torch.where(counts.any(-2), g, 0.0).sum(2) if temporal else g.new_empty(0)
+    return table[:, :, :rows].to(grad.dtype), grad_temporal.to(grad.dtype)
 
 
 def _rows_of_tokens(tokens: Tensor, rows: int, padding_idx: int | None) -> tuple[Tensor, Tensor]:

@@ -44,6 +44,9 @@ class MemN2N(nn.Module):
         random_noise: in training, empty time steps are inserted into each story, at most this part
             of its length (the paper's RN is 0.1), see :func:`insert_empty_memories`.
         padding_idx: the word that fills sentences, and stories, up.
+        mask_empty: whether no question sees a sentence of padding alone. False is the paper's way:
+            it is a memory of zeros with a score of 0, a place to look at when nothing is wanted.
+            Then the answer depends on N: fill all stories up to the same.
         init_std: of the normal distribution that all parameters come from, the paper's 0.1.
 
     ``linear_start`` is an attribute to switch, and not in the ``state_dict``: while it is True the
@@ -70,6 +73,7 @@ class MemN2N(nn.Module):
         activation: str | None = None,
         random_noise: float = 0.0,
         padding_idx: int = 0,
+        mask_empty: bool = False,
         init_std: float = 0.1,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -97,7 +101,7 @@ class MemN2N(nn.Module):
             )
         _check_fraction("random_noise", random_noise)
         self.vocab_size, self.dim, self.hops = vocab_size, dim, hops
-        self.memory_size, self.padding_idx = memory_size, padding_idx
+        self.memory_size, self.padding_idx, self.mask_empty = memory_size, padding_idx, mask_empty
         self.weight_tying, self.encoding, self.activation = weight_tying, encoding, activation
         self.random_noise, self.init_std = random_noise, init_std
         self.linear_start = False
@@ -124,7 +128,7 @@ class MemN2N(nn.Module):
 
         Args:
             stories: [B, N, J] int64 or int32, N <= memory_size; stories[:, 0] is the most recent
-                sentence. A sentence of padding alone is no memory: no question sees it.
+                sentence.
             questions: [B, J], filled up to the width of the stories, on which their encoding
                 depends.
             need_weights: return the weights [B, K, N] of the sentences in each hop too.
@@ -164,7 +168,7 @@ class MemN2N(nn.Module):
             None if adjacent else memory[:, 1],
             hops=self.hops,
             hop_proj=self.hop_proj,
-            memory_mask=(stories != self.padding_idx).any(-1),
+            memory_mask=(stories != self.padding_idx).any(-1) if self.mask_empty else None,
             activation=self.activation,
             normalize="none" if self.linear_start else "softmax",
             need_weights=need_weights,

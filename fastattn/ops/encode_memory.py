@@ -55,8 +55,9 @@ def encode_memory(
 
     Returns:
         [B, N, D], or [B, G, N, D] with G tables, in the dtype of ``weight``; 16-bit results are
-        summed in float32 and rounded once. A sentence of padding alone is T_i. Differentiable in
-        ``weight`` (a dense gradient, the same bits for every number of threads) and ``temporal``.
+        summed in float32 and rounded once. A sentence of padding alone is no sentence: its memory
+        is 0, without T_i, as with the paper's null symbol. Differentiable in ``weight`` (a dense
+        gradient, the same bits for every number of threads) and ``temporal``.
 
     Raises:
         TypeError: an argument of the wrong type or dtype.

@@ -33,19 +33,22 @@ class PlainMemN2N(MemN2N):
 
         def remember(n: int) -> Tensor:  # [B, N, D]
             memory = encode(stories, self.embedding[n])
-            return memory if self.temporal is None else memory + self.temporal[n, :slots]
+            if self.temporal is None:
+                return memory
+            return memory + told.unsqueeze(-1) * self.temporal[n, :slots]
 
+        told = (stories != self.padding_idx).any(-1)  # [B, N]
         memories = [remember(n) for n in range(self.embedding.shape[0])]
         adjacent = self.weight_tying == "adjacent"
         state = encode(questions, self.embedding[0] if self.question is None else self.question)
-        seen = (stories != self.padding_idx).any(-1)
+        unseen = ~told & self.mask_empty
         weights = []
         for k in range(self.hops):
             scores = torch.einsum("bnd,bd->bn", memories[k if adjacent else 0], state)
             if self.linear_start:
-                p = scores.masked_fill(~seen, 0.0)
+                p = scores.masked_fill(unseen, 0.0)
             else:
-                p = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+                p = scores.masked_fill(unseen, float("-inf")).softmax(-1)
             read = torch.einsum("bn,bnd->bd", p, memories[k + 1 if adjacent else 1])
             state = state if self.hop_proj is None else state @ self.hop_proj.mT
             state = _ACTIVATIONS[self.activation](state + read)

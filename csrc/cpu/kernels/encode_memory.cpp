@@ -1,4 +1,5 @@
-// Sentences as memories, m_i = sum_j l_j o A[x_ij] + T_i, and the gradients of A and T.
+// Sentences as memories, m_i = sum_j l_j o A[x_ij] + T_i, and the gradients of A and T. Without a
+// word m_i is 0.
 //
 // The embeddings [B, N, J, D] are never stored: a sentence's sum stays in registers, a block of
 // columns at a time, while the rows of its words are added.
@@ -112,7 +113,7 @@ void encode_sentence(const EncodeMemoryParams& p, int64_t r, int64_t b, int64_t 
   const T* const factors = static_cast<const T*>(p.factors);
   for (int64_t g = 0; g < p.G; ++g) {
     const S* const table = row_of<S>(p.weight, r, g, 0);
-    const S* const start = p.temporal.data ? row_of<S>(p.temporal, r, g, n) : nullptr;
+    const S* const start = p.temporal.data && count > 0 ? row_of<S>(p.temporal, r, g, n) : nullptr;
     S* const out = static_cast<S*>(p.out) + (((r * p.B + b) * p.G + g) * p.N + n) * p.D;
     for_columns<T>(0, p.D, [&](auto width, int64_t c, int last) __attribute__((always_inline)) {
       sum_words<T, S, decltype(width)::value>(table + c, p.weight.stride[2], factors + c,
@@ -156,7 +157,7 @@ void gather_gradient(const EncodeMemoryParams& p, int64_t r, int64_t g, int64_t 
   for (int64_t b = 0; b < p.B; ++b) {
     for (int64_t n = 0; n < p.N; ++n) {
       const int64_t count = read_sentence(p, r, b, n, words);
-      if (count == 0 && !temporal) continue;
+      if (count == 0) continue;
       const S* const grad = static_cast<const S*>(p.grad) + r * p.grad_stride[0] +
                             b * p.grad_stride[1] + g * p.grad_stride[2] + n * p.grad_stride[3];
       for_columns<T>(c0, c1, [&](auto width, int64_t c, int last) __attribute__((always_inline)) {
