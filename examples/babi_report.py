@@ -1,0 +1,75 @@
+"""What a training on the bAbI tasks came to, beside the paper."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from babi_data import TASKS, Questions
+from torch import Tensor
+
+__all__ = ["Result", "by_task", "show", "supported"]
+
+
+@dataclass
+class Result:
+    """What one network came to: errors in percent, for each restart and task."""
+
+    name: str
+    tasks: list[int]
+    training: list[list[float]]  # [R][task]
+    validation: list[list[float]]
+    test: list[list[float]]
+    best: int  # by the training error
+    hits: list[list[float]]  # [task][hop]: how often a supporting sentence has the largest weight
+    steps: int
+    seconds: float
+
+
+def by_task(wrong: Tensor, data: Questions, tasks: list[int]) -> list[list[float]]:
+    """Errors in percent [R][task] from wrong [R, Q]."""
+    columns = [100 * wrong[:, data.tasks == task].float().mean(1) for task in tasks]
+    return torch.stack(columns, 1).tolist()
+
+
+def supported(weights: Tensor, data: Questions, tasks: list[int]) -> list[list[float]]:
+    """How often, in percent, a hop's largest weight [Q, K, N] is on a supporting sentence."""
+    top = weights.argmax(-1)  # [Q, K]
+    hit = data.support.gather(1, top).float()
+    return [(100 * hit[data.tasks == task].mean(0)).tolist() for task in tasks]
+
+
+def show(results: list[Result], column: list[float] | None, source: str) -> None:
+    hops = len(results[0].hits[0])
+    print(f"\ntest error in percent; {source}")
+    head = "".join(f"{f'hop {k + 1}':>8}" for k in range(hops))
+    print(f"{'task':<32}{'here':>8}{'paper':>8}   supporting sentence has the largest weight")
+    print(f"{'':<51}{head}")
+    ours, theirs = [], []
+    for result in results:
+        for n, task in enumerate(result.tasks):
+            error = result.test[result.best][n]
+            ours.append(error)
+            paper = ""
+            if column is not None:
+                theirs.append(column[task - 1])
+                paper = f"{theirs[-1]:.1f}"
+            hits = "".join(f"{hit:>7.0f}%" for hit in result.hits[n])
+            print(f"{f'{task:>2} {TASKS[task]}':<32}{error:>8.1f}{paper:>8}   {hits}")
+    for label, value in (("mean", mean_of), ("failed (above 5 %)", failed)):
+        paper = f"{value(theirs):.1f}" if theirs else ""
+        print(f"{label:<32}{value(ours):>8.1f}{paper:>8}")
+    print("\nevery restart, mean error in percent: training / validation / test")
+    for result in results:
+        rows = zip(result.training, result.validation, result.test, strict=True)
+        for n, row in enumerate(rows):
+            chosen = "  <- lowest training error" if n == result.best else ""
+            print(f"  {result.name} {n}: {' / '.join(f'{mean_of(e):.1f}' for e in row)}{chosen}")
+
+
+def mean_of(errors: list[float]) -> float:
+    return sum(errors) / len(errors)
+
+
+def failed(errors: list[float]) -> float:
+    return float(sum(error > 5 for error in errors))
