@@ -5,17 +5,23 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import astuple
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 import fastattn
 from fastattn import encode_memory
 from fastattn.ops.encode_memory import position_factors
-from fastattn.testing import Target, assert_within_bound, targets
+from fastattn.testing import Target, targets
+from fastattn.testing.encode_memory import (
+    ENCODE_CASES,
+    EncodeCase,
+    check_encoding,
+    draw_sentences,
+)
 from fastattn.testing.memory import Watch, place
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -33,45 +39,6 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Target]:
         torch.use_deterministic_algorithms(False)
 
 
-def plain(
-    tokens: Tensor, weight: Tensor, factors: Tensor, temporal: Tensor | None, padding: int | None
-) -> Tensor:
-    """The definition, for one table [V, D]: [B, N, D]."""
-    words = F.embedding(tokens, weight) * factors.to(weight.dtype)
-    told = torch.ones_like(tokens, dtype=torch.bool) if padding is None else tokens != padding
-    memory = (words * told.unsqueeze(-1)).sum(-2)
-    return memory if temporal is None else memory + temporal * told.any(-1, keepdim=True)
-
-
-# batch, sentences, words, rows, columns, tables
-SHAPES = [
-    (3, 4, 5, 11, 8, None),
-    (2, 3, 1, 7, 1, 2),
-    (2, 5, 7, 13, 20, None),
-    (1, 6, 4, 9, 33, 3),
-    (4, 7, 12, 30, 50, 4),
-    (2, 3, 6, 17, 64, None),
-    (2, 3, 5, 8, 67, 2),
-    (1, 2, 9, 5, 300, None),
-]
-
-
-def draw(
-    shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, of which a third are padding (0), weight and temporal."""
-    b, n, j, v, d, g = shape
-    tokens = torch.randint(0, v, (b, n, j), generator=generator)
-    tokens *= torch.rand(b, n, j, generator=generator) < 0.67
-    tokens[0, 0] = 0
-    lead = () if g is None else (g,)
-
-    def normal(*size: int) -> Tensor:
-        return torch.randn(*lead, *size, dtype=torch.float64, generator=generator).to(dtype)
-
-    return tokens, normal(v, d), normal(n, d)
-
-
 def results(
     encode: Callable[..., Tensor], weight: Tensor, temporal: Tensor | None, grad: Tensor
 ) -> list[Tensor]:
@@ -81,42 +48,13 @@ def results(
     return [out.detach(), *torch.autograd.grad(out, leaves, grad.to(out.dtype))]
 
 
-@pytest.mark.parametrize("encoding", ["position", "bow", "own"])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_within_the_bound(
-    engine: Target,
-    shape: tuple[Any, ...],
-    dtype: torch.dtype,
-    encoding: Any,
-    generator: torch.Generator,
-) -> None:
-    tokens, weight, temporal = draw(shape, dtype, generator)
-    j, d = shape[2], shape[4]
-    factors = position_factors(j, d, dtype=torch.float64)
-    if encoding == "bow":
-        factors = torch.ones(j, d, dtype=torch.float64)
-    if encoding == "own":
-        encoding = factors = torch.randn(j, d, dtype=torch.float64, generator=generator)
-    size = (shape[0], *weight.shape[:-2], shape[1], d)
-    grad = torch.randn(size, dtype=torch.float64, generator=generator).to(dtype)
-
-    def eager(weight: Tensor, temporal: Tensor) -> Tensor:
-        if weight.ndim == 2:
-            return plain(tokens, weight, factors, temporal, 0)
-        return torch.stack(
-            [plain(tokens, w, factors, t, 0) for w, t in zip(weight, temporal, strict=True)], 1
-        )
-
-    def ours(weight: Tensor, temporal: Tensor) -> Tensor:
-        return encode_memory(tokens, weight, temporal=temporal, encoding=encoding)
-
-    got = results(ours, weight, temporal, grad)
-    want = results(eager, weight.double(), temporal.double(), grad)
-    bound = results(eager, weight, temporal, grad)
-    for name, *three in zip(("out", "weight", "temporal"), got, bound, want, strict=True):
-        assert three[0].dtype == dtype
-        assert_within_bound(three[0], three[1], three[2], name)
+@pytest.mark.parametrize("case", ENCODE_CASES, ids=str)
+@pytest.mark.parametrize("chosen", [*targets(), Target("reference")], ids=str)
+def test_within_the_bound(chosen: Target, case: EncodeCase, dtype: torch.dtype) -> None:
+    verdict = check_encoding(case, dtype, chosen)
+    assert verdict.ok, verdict.faults
+    assert len(verdict.deviations) == 3
 
 
 def test_by_hand(engine: Target) -> None:
@@ -146,7 +84,7 @@ def test_position_factors_are_the_paper_s() -> None:
 def test_padding_is_not_read(
     engine: Target, dtype: torch.dtype, generator: torch.Generator
 ) -> None:
-    tokens, weight, temporal = draw((3, 4, 5, 11, 20, None), dtype, generator)
+    tokens, weight, temporal = draw_sentences((3, 4, 5, 11, 20, None), dtype, generator)
     want = encode_memory(tokens, weight, temporal=temporal)
     weight[0] = NAN
     factors = position_factors(5, 20, dtype=torch.float64)
@@ -162,7 +100,7 @@ def test_padding_is_not_read(
 
 
 def test_padding_need_not_be_a_row(engine: Target, generator: torch.Generator) -> None:
-    tokens, weight, temporal = draw((3, 4, 5, 11, 20, None), torch.float32, generator)
+    tokens, weight, temporal = draw_sentences((3, 4, 5, 11, 20, None), torch.float32, generator)
     want = encode_memory(tokens, weight, temporal=temporal)
     for padding in (-1, -100, 11, 2**62, -(2**63)):
         moved = torch.where(tokens == 0, padding, tokens)
@@ -174,7 +112,7 @@ def test_padding_need_not_be_a_row(engine: Target, generator: torch.Generator) -
 
 
 def test_several_tables_give_the_bits_of_each(engine: Target, generator: torch.Generator) -> None:
-    tokens, weight, temporal = draw((3, 4, 5, 11, 50, 3), torch.float32, generator)
+    tokens, weight, temporal = draw_sentences((3, 4, 5, 11, 50, 3), torch.float32, generator)
     together = encode_memory(tokens, weight, temporal=temporal)
     for g in range(3):
         alone = encode_memory(tokens, weight[g], temporal=temporal[g])
@@ -183,7 +121,7 @@ def test_several_tables_give_the_bits_of_each(engine: Target, generator: torch.G
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_any_strides(engine: Target, dtype: torch.dtype, generator: torch.Generator) -> None:
-    tokens, weight, temporal = draw((3, 4, 5, 11, 21, 2), dtype, generator)
+    tokens, weight, temporal = draw_sentences((3, 4, 5, 11, 21, 2), dtype, generator)
     want = encode_memory(tokens, weight, temporal=temporal)
     assert torch.equal(encode_memory(tokens.int(), weight, temporal=temporal), want)
     spread = torch.full((5, 8, 6), -7)
@@ -206,7 +144,7 @@ def test_any_strides(engine: Target, dtype: torch.dtype, generator: torch.Genera
 def test_gradients_of_any_strides(
     engine: Target, dtype: torch.dtype, generator: torch.Generator
 ) -> None:
-    tokens, weight, temporal = draw((3, 4, 5, 11, 21, 2), dtype, generator)
+    tokens, weight, temporal = draw_sentences((3, 4, 5, 11, 21, 2), dtype, generator)
     values = torch.randn(3, 2, 4, 21, generator=generator).to(dtype)
 
     def gradients(grad: Tensor) -> list[Tensor]:
@@ -247,8 +185,8 @@ def test_sizes_may_be_zero(engine: Target) -> None:
 def test_nothing_outside_the_tensors(target: Target, generator: torch.Generator) -> None:
     """Each ends where memory ends: one read or write beyond it would end this process."""
     for dtype in FLOATS:
-        for shape in SHAPES:
-            tokens, weight, temporal = draw(shape, dtype, generator)
+        for shape in dict.fromkeys(astuple(case)[:6] for case in ENCODE_CASES):
+            tokens, weight, temporal = draw_sentences(shape, dtype, generator)
 
             def fenced(x: Tensor) -> Tensor:
                 return place(x.reshape(1, 1, -1, x.shape[-1]), fence=True).view(x.shape)
@@ -262,7 +200,7 @@ def test_nothing_outside_the_tensors(target: Target, generator: torch.Generator)
 
 def test_threads_give_the_same_bits(target: Target, generator: torch.Generator) -> None:
     for shape in ((40, 20, 9, 60, 50, None), (16, 20, 9, 60, 50, 4), (8, 20, 9, 60, 300, 2)):
-        tokens, weight, temporal = draw(shape, torch.float32, generator)
+        tokens, weight, temporal = draw_sentences(shape, torch.float32, generator)
         grad = torch.randn((shape[0], *temporal.shape), generator=generator)
 
         def encode(w: Tensor, t: Tensor, tokens: Tensor = tokens) -> Tensor:
@@ -283,7 +221,7 @@ def test_threads_give_the_same_bits(target: Target, generator: torch.Generator) 
 def test_a_sentence_does_not_depend_on_its_batch(
     target: Target, generator: torch.Generator
 ) -> None:
-    tokens, weight, _ = draw((6, 20, 9, 60, 50, 4), torch.float32, generator)
+    tokens, weight, _ = draw_sentences((6, 20, 9, 60, 50, 4), torch.float32, generator)
     whole = encode_memory(tokens, weight)
     for b in range(6):
         assert torch.equal(encode_memory(tokens[b : b + 1, 3:5], weight), whole[b : b + 1, :, 3:5])
@@ -291,7 +229,7 @@ def test_a_sentence_does_not_depend_on_its_batch(
 
 def test_after_fork(target: Target, generator: torch.Generator) -> None:
     """A forked child has none of its parent's threads."""
-    tokens, weight, _ = draw((64, 20, 9, 60, 50, 4), torch.float32, generator)
+    tokens, weight, _ = draw_sentences((64, 20, 9, 60, 50, 4), torch.float32, generator)
     want = encode_memory(tokens, weight)
 
     def child() -> None:
@@ -345,7 +283,7 @@ def test_explain_names_the_backend() -> None:
 
 def test_gradient_of_the_encoding(generator: torch.Generator) -> None:
     """A tensor of factors that requires a gradient goes through the reference, and says so."""
-    tokens, weight, temporal = draw((2, 3, 4, 5, 6, 2), torch.float64, generator)
+    tokens, weight, temporal = draw_sentences((2, 3, 4, 5, 6, 2), torch.float64, generator)
     factors = position_factors(4, 6, dtype=torch.float64).requires_grad_()
 
     def encode(weight: Tensor, factors: Tensor) -> Tensor:
