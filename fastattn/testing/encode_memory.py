@@ -59,7 +59,9 @@ _SHAPES = (
     (1, 2, 9, 5, 300, None),
 )
 ENCODE_CASES = tuple(
-    EncodeCase(*shape, encoding) for shape in _SHAPES for encoding in ("position", "bow", "own")
+    EncodeCase(b, n, j, v, d, g, encoding)
+    for b, n, j, v, d, g in _SHAPES
+    for encoding in ("position", "bow", "own")
 )
 
 
