@@ -40,6 +40,7 @@ from babi_data import PAPER, TASKS, Questions, invent, read_tasks, vectorize
 from babi_report import Result, by_task, show, supported
 
 from fastattn.nn import MemN2N, insert_empty_memories
+from fastattn.ops.encode_memory import ENCODINGS
 from fastattn.testing.memn2n import PlainMemN2N
 
 MEMORY = 50  # sentences
@@ -60,7 +61,7 @@ class Recipe:
     patience: int = 3  # epochs without a new lowest validation loss that end the linear start
     hops: int = 3
     tying: str = "adjacent"
-    encoding: str = "position"
+    encoding: str = "centered"
     noise: float = 0.1
     rate: float = 0.01
     linear_rate: float = 0.005
@@ -337,7 +338,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--questions", type=int, default=1000, help="without --data")
     parser.add_argument("--restarts", type=int, default=10)
     parser.add_argument("--tying", choices=("adjacent", "layerwise"), default="adjacent")
-    parser.add_argument("--encoding", choices=("position", "bow"), default="position")
+    parser.add_argument("--encoding", choices=ENCODINGS, default="centered")
     parser.add_argument("--hops", type=int, default=3)
     parser.add_argument("--dim", type=int, help="50, single: 20")
     parser.add_argument("--epochs", type=int, help="60, single: 100")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import fastattn
 from fastattn import encode_memory
-from fastattn.ops.encode_memory import position_factors
+from fastattn.ops.encode_memory import encoding_factors
 from fastattn.testing import Target, targets
 from fastattn.testing.encode_memory import (
     ENCODE_CASES,
@@ -70,14 +70,22 @@ def test_by_hand(engine: Target) -> None:
     assert got.tolist() == [[[8.0, 12.0], [106.0, 108.0], [200.0, 200.0]]]
 
 
-def test_position_factors_are_the_paper_s() -> None:
+def test_factors_are_what_is_said() -> None:
     words, dim = 5, 7
-    factors = position_factors(words, dim, dtype=torch.float64)
+    position, centered, bow = (
+        encoding_factors(name, words, dim, dtype=torch.float64)
+        for name in ("position", "centered", "bow")
+    )
     for j in range(1, words + 1):
         for k in range(1, dim + 1):
             want = (1 - j / words) - (k / dim) * (1 - 2 * j / words)
-            assert abs(float(factors[j - 1, k - 1]) - want) < 1e-15
-    assert position_factors(0, 3).shape == (0, 3)
+            assert abs(float(position[j - 1, k - 1]) - want) < 1e-15
+            want = 1 + 4 * (j - (words + 1) / 2) * (k - (dim + 1) / 2) / (words * dim)
+            assert abs(float(centered[j - 1, k - 1]) - want) < 1e-15
+            assert bow[j - 1, k - 1] == 1
+    assert abs(float(centered.mean()) - 1) < 1e-15
+    assert encoding_factors("position", 0, 3).shape == (0, 3)
+    assert encoding_factors("centered", 3, 0).shape == (3, 0)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -87,7 +95,7 @@ def test_padding_is_not_read(
     tokens, weight, temporal = draw_sentences((3, 4, 5, 11, 20, None), dtype, generator)
     want = encode_memory(tokens, weight, temporal=temporal)
     weight[0] = NAN
-    factors = position_factors(5, 20, dtype=torch.float64)
+    factors = encoding_factors("position", 5, 20, dtype=torch.float64)
     assert torch.equal(encode_memory(tokens, weight, temporal=temporal), want)
     tokens[..., 3:] = 0
     factors[3:] = NAN  # a place that no sentence has a word in
@@ -284,7 +292,7 @@ def test_explain_names_the_backend() -> None:
 def test_gradient_of_the_encoding(generator: torch.Generator) -> None:
     """A tensor of factors that requires a gradient goes through the reference, and says so."""
     tokens, weight, temporal = draw_sentences((2, 3, 4, 5, 6, 2), torch.float64, generator)
-    factors = position_factors(4, 6, dtype=torch.float64).requires_grad_()
+    factors = encoding_factors("position", 4, 6, dtype=torch.float64).requires_grad_()
 
     def encode(weight: Tensor, factors: Tensor) -> Tensor:
         return encode_memory(tokens, weight, encoding=factors, temporal=temporal)
@@ -305,7 +313,7 @@ BAD = [
     ((T3, W.to("meta")), {}, ValueError, "tokens is on cpu, but weight is on meta"),
     ((T3, W), {"padding_idx": 1.0}, TypeError, "padding_idx must be an integer or None"),
     ((T3, W), {"padding_idx": True}, TypeError, "padding_idx must be an integer or None"),
-    ((T3, W), {"encoding": "pos"}, ValueError, "encoding must be one of position, bow"),
+    ((T3, W), {"encoding": "pos"}, ValueError, "encoding must be one of position, centered, bow"),
     ((T3, W), {"encoding": None}, TypeError, "encoding must be a str or a Tensor"),
     ((T3, W), {"encoding": torch.ones(6, 4)}, ValueError, r"encoding must be \[J, D\] = \[4, 6\]"),
     ((T3, W), {"encoding": torch.ones(4, 6).int()}, TypeError, "encoding must be floating"),

@@ -47,7 +47,7 @@ def pair(**options: Any) -> tuple[MemN2N, MemN2N]:
     [
         {},
         {"hops": 1, "encoding": "bow", "mask_empty": True},
-        {"weight_tying": "layerwise"},
+        {"weight_tying": "layerwise", "encoding": "centered"},
         {"weight_tying": "layerwise", "activation": "relu", "temporal": False},
         {"temporal": False, "activation": "tanh", "hops": 2},
     ],
@@ -258,7 +258,7 @@ def test_random_noise_only_in_training(backend: str) -> None:
         ((4, 4), {"hops": 0}, ValueError, "hops must be at least 1"),
         ((4, 4), {"memory_size": True}, TypeError, "memory_size must be an int, got bool"),
         ((4, 4), {"weight_tying": "none"}, ValueError, "weight_tying must be one of adjacent"),
-        ((4, 4), {"encoding": "pe"}, ValueError, "encoding must be one of position, bow"),
+        ((4, 4), {"encoding": "pe"}, ValueError, "encoding must be one of position, centered, bow"),
         ((4, 4), {"random_noise": 1.5}, ValueError, "random_noise must be from 0 to 1"),
         ((4, 4), {"random_noise": "10%"}, TypeError, "random_noise must be a number"),
         ((4, 4), {"activation": "gelu"}, ValueError, "activation must be"),

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from fastattn.library import Operator, nothing_watches
 
-__all__ = ["encode_memory", "position_factors"]
+__all__ = ["encode_memory", "encoding_factors"]
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _INTEGERS = (torch.int64, torch.int32)
-ENCODINGS = ("position", "bow")
+ENCODINGS = ("position", "centered", "bow")
 
 
 def encode_memory(
@@ -34,13 +34,16 @@ def encode_memory(
 
     ============== ================================================================================
     ``"position"`` l_jk = (1 - j/J) - (k/D) (1 - 2j/J), with j and k counted from 1
+    ``"centered"`` l_jk = 1 + 4 (j - (J+1)/2) (k - (D+1)/2) / (J D)
     ``"bow"``      l_jk = 1, a bag of words
     a tensor       l itself, [J, D]
     ============== ================================================================================
 
     J is the width of ``tokens``, the same for every sentence whatever its own length: pad all
     batches of one model to one width (Sukhbaatar et al. 2015, End-To-End Memory Networks,
-    https://arxiv.org/abs/1503.08895, section 4.1). The embeddings [B, N, J, D] are never stored.
+    https://arxiv.org/abs/1503.08895, section 4.1). ``"centered"`` is about twice ``"position"``,
+    with a mean of 1, and what many implementations compute instead; see docs/encode_memory.md.
+    The embeddings [B, N, J, D] are never stored.
 
     Args:
         tokens: [B, N, J] int64 or int32, rows of ``weight``; any strides, sizes may be 0.
@@ -94,14 +97,25 @@ def prepare(
     ]
 
 
-def position_factors(
-    words: int, dim: int, *, dtype: torch.dtype | None = None, device: Any = None
+def encoding_factors(
+    encoding: str,
+    words: int,
+    dim: int,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
 ) -> Tensor:
-    """Return l [words, dim] of the encoding ``"position"``; computed in float64."""
-    # Each column of j, and each row of k, counted from 1, as a part of the whole.
-    j = torch.arange(1, words + 1, dtype=torch.float64, device=device).unsqueeze(1) / max(words, 1)
-    k = torch.arange(1, dim + 1, dtype=torch.float64, device=device) / max(dim, 1)
-    return ((1 - j) - k * (1 - 2 * j)).to(dtype or torch.get_default_dtype())
+    """Return l [words, dim] of an encoding; computed in float64."""
+    if encoding == "bow":
+        return torch.ones(dim, dtype=dtype, device=device).expand(words, dim)
+    j = torch.arange(1, words + 1, dtype=torch.float64, device=device).unsqueeze(1)
+    k = torch.arange(1, dim + 1, dtype=torch.float64, device=device)
+    if encoding == "centered":
+        factors = 1 + 4 * (j - (words + 1) / 2) * (k - (dim + 1) / 2) / max(words * dim, 1)
+    else:
+        j, k = j / max(words, 1), k / max(dim, 1)
+        factors = (1 - j) - k * (1 - 2 * j)
+    return factors.to(dtype or torch.get_default_dtype())
 
 
 @functools.lru_cache(maxsize=64)
@@ -109,9 +123,7 @@ def _known_factors(
     encoding: str, words: int, dim: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     with torch.inference_mode(False), torch.no_grad():
-        if encoding == "bow":
-            return torch.ones(dim, dtype=dtype, device=device).expand(words, dim)
-        return position_factors(words, dim, dtype=dtype, device=device)
+        return encoding_factors(encoding, words, dim, dtype=dtype, device=device)
 
 
 def _factors(encoding: str | Tensor, words: int, weight: Tensor) -> Tensor:

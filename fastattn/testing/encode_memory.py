@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import fastattn
-from fastattn.ops.encode_memory import encode_memory, position_factors, prepare
+from fastattn.ops.encode_memory import encode_memory, encoding_factors, prepare
 from fastattn.testing.compare import deviation
 from fastattn.testing.memory import Watch
 from fastattn.testing.targets import Target
@@ -61,7 +61,7 @@ _SHAPES = (
 ENCODE_CASES = tuple(
     EncodeCase(b, n, j, v, d, g, encoding)
     for b, n, j, v, d, g in _SHAPES
-    for encoding in ("position", "bow", "own")
+    for encoding in ("position", "centered", "bow", "own")
 )
 
 
@@ -98,12 +98,12 @@ def check_encoding(case: EncodeCase, dtype: torch.dtype, target: Target) -> Verd
     draw = torch.Generator().manual_seed(zlib.crc32(case.name.encode()))
     shape = (case.batch, case.sentences, case.words, case.rows, case.width, case.tables)
     tokens, weight, temporal = draw_sentences(shape, dtype, draw)
-    factors = {
-        "position": position_factors(case.words, case.width, dtype=torch.float64),
-        "bow": torch.ones(case.words, case.width, dtype=torch.float64),
-        "own": torch.randn(case.words, case.width, dtype=torch.float64, generator=draw),
-    }[case.encoding]
-    encoding = factors if case.encoding == "own" else case.encoding
+    encoding: str | Tensor = case.encoding
+    if case.encoding == "own":
+        encoding = torch.randn(case.words, case.width, dtype=torch.float64, generator=draw)
+        factors = encoding
+    else:
+        factors = encoding_factors(case.encoding, case.words, case.width, dtype=torch.float64)
     size = (case.batch, *weight.shape[:-2], case.sentences, case.width)
     grad = torch.randn(size, dtype=torch.float64, generator=draw).to(dtype)
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fastattn.nn.memn2n import MemN2N
-from fastattn.ops.encode_memory import position_factors
+from fastattn.ops.encode_memory import encoding_factors
 
 __all__ = ["PlainMemN2N"]
 
@@ -21,11 +21,8 @@ class PlainMemN2N(MemN2N):
         self, stories: Tensor, questions: Tensor, need_weights: bool
     ) -> tuple[Tensor, Tensor | None]:
         slots, words = stories.shape[1:]
-        factors = stories.new_ones((words, self.dim), dtype=self.embedding.dtype)
-        if self.encoding == "position":
-            factors = position_factors(
-                words, self.dim, dtype=self.embedding.dtype, device=stories.device
-            )
+        dtype, device = self.embedding.dtype, stories.device
+        factors = encoding_factors(self.encoding, words, self.dim, dtype=dtype, device=device)
 
         def encode(tokens: Tensor, table: Tensor) -> Tensor:  # [..., J] -> [..., D]
             told = (tokens != self.padding_idx).unsqueeze(-1)
