@@ -38,8 +38,8 @@ class MemN2N(nn.Module):
         hops: K.
         memory_size: how many sentences are remembered at most: the rows of T.
         weight_tying: "adjacent" or "layerwise".
-        encoding: of the words of a sentence, "position" (the paper's formula), "centered" (what
-            reproduces its results, see docs/memn2n.md) or "bow"; see ``encode_memory``.
+        encoding: of the words of a sentence, "position" (the paper's formula), "centered" (with
+            which its results came out, see docs/memn2n.md) or "bow"; see ``encode_memory``.
         temporal: whether memories have a learned row T(i) of their place; i = 0 is the most recent.
         activation: phi: None, "relu", "tanh" or "sigmoid".
         random_noise: in training, empty time steps are inserted into each story, at most this part
