@@ -7,8 +7,8 @@ from fastattn.integrations import replace_mha, restore_mha
 from fastattn.nn import MultiheadAttention
 from fastattn.ops import (
     additive_attention,
-    luong_attention,
     encode_memory,
+    luong_attention,
     memory_hop_attention,
     scaled_dot_product_attention,
     sinusoidal_encoding,

@@ -1,16 +1,16 @@
 """The operators: one file each, whose docstring is the specification."""
 
 from fastattn.ops.additive import additive_attention
-from fastattn.ops.luong import luong_attention
 from fastattn.ops.encode_memory import encode_memory
+from fastattn.ops.luong import luong_attention
 from fastattn.ops.memory_hops import memory_hop_attention
 from fastattn.ops.sdpa import scaled_dot_product_attention
 from fastattn.ops.sinusoidal import sinusoidal_encoding, sinusoidal_table
 
 __all__ = [
     "additive_attention",
-    "luong_attention",
     "encode_memory",
+    "luong_attention",
     "memory_hop_attention",
     "scaled_dot_product_attention",
     "sinusoidal_encoding",
