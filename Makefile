@@ -34,7 +34,7 @@ help: ## say what there is to make
 	@grep -hE '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{ printf "  make %-15s %s\n", $$1, $$2 }'
 
 bench: build ## compare the drop-in with PyTorch on this machine: table, picture, JSON; < 5 minutes
-	$(BIN)/python -m fastattn bench run --preset dropin --time-budget 200 --out bench-results $(ARGS)
+	$(BIN)/python -m fastattn bench run --preset dropin --time-budget 120 --out bench-results $(ARGS)
 
 test: build ## run all tests but the slow ones; < 15 minutes on two cores
 	$(BIN)/python -m pytest -m "not slow" $(ARGS)
