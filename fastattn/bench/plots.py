@@ -108,7 +108,11 @@ def _bars(
     colours: dict[tuple[str, str], str],
     metric: str,
 ) -> None:
-    """One bar for each group and series, with the interval of a speed-up as a whisker."""
+    """One bar for each group and series, with the interval of a speed-up as a whisker.
+
+    Speed-ups go by doublings, from 1: twice as fast and half as fast are equally long.
+    """
+    start = 1 if metric == "speedup" else 0
     height = 0.8 / max(len(series), 1)
     by_place = {(_group(row), row["provider"], row["dtype"]): row for row in rows}
     longest = max((row[metric] or 0 for row in rows), default=0) or 1
@@ -122,8 +126,9 @@ def _bars(
             value = row[metric]
             axes.barh(
                 y,
-                value,
+                value - start,
                 height * 0.92,
+                left=start,
                 color=colours[provider, dtype],
                 label=None if labelled else f"{provider} {dtype}",
             )
@@ -135,8 +140,22 @@ def _bars(
                 axes.errorbar(value, y, xerr=errors, color="#7d8590", linewidth=1)
                 value, text = max(value, high), f"{value:.2f}×"
             size = 8 if height > 0.25 else 6.5
-            axes.text(value + longest * 0.01, y, text, va="center", fontsize=size, color="#7d8590")
-    axes.set_xlim(0, longest * 1.15)
+            axes.annotate(
+                text,
+                (max(value, start), y),
+                (3, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize=size,
+                color="#7d8590",
+            )
+    if metric != "speedup":
+        axes.set_xlim(0, longest * 1.15)
+        return
+    shortest = min((row[metric] or 1 for row in rows), default=1)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.set_xlim(min(0.9, shortest * 0.9), max(2, longest) * 1.4)
 
 
 def _style(axes: Axes, look: Theme) -> None:
