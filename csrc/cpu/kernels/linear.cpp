@@ -97,7 +97,7 @@ class Linear {
       for (int64_t n = n0; n < n1; n += kStaged)
         block(buf, m0, m1, n0, n, min_of(n1, n + kStaged), n1 - n0, k0, k1);
     }
-    for (T& one : Span{buf.ones, L}) one = T(1);
+    for (int64_t l = 0; l < L; ++l) buf.ones[l] = T(1);
     Storage* y = static_cast<Storage*>(p.y);
     for (int64_t m = m0; m < m1; m += L) {
       const int64_t rows = min_of(L, m1 - m);
@@ -105,13 +105,6 @@ class Linear {
                            y + m * p.y_stride + n0, p.y_stride);
     }
   }
-
-  struct Span {
-    T* first;
-    int64_t count;
-    T* begin() const { return first; }
-    T* end() const { return first + count; }
-  };
 
   // Columns [n, n_end) of all panels, over [k0, k1) of the reduction.
   void block(Buffers& buf, int64_t m0, int64_t m1, int64_t n0, int64_t n, int64_t n_end,
