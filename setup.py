@@ -8,6 +8,8 @@ not, for `python -m fastattn info` to tell.
 Environment:
   FASTATTN_NATIVE=0           build no native module
   FASTATTN_REQUIRE_NATIVE=1   a module that cannot be built is an error
+  FASTATTN_CPU_ISAS=native    of the CPU's instruction sets only the strongest that this machine
+                              has, and the baseline: half the time, for use on this machine alone
   FASTATTN_DEBUG=1            -O1 -g, library assertions on
   FASTATTN_SANITIZE=LIST      address, undefined, thread, or a comma-separated list of them
   MAX_JOBS=N                  at most N compilers at a time
@@ -125,12 +127,32 @@ def optimisation_flags() -> tuple[list[str], list[str]]:
     return [*debug, *sanitize, "-fno-sanitize=vptr", "-fno-sanitize-recover=undefined"], sanitize
 
 
+def strongest_here(compiler: list[str]) -> str:
+    """The last of ISAS of which the compiler says that this machine's processor has all of it."""
+
+    def features(*flags: str) -> set[str]:
+        command = [*compiler, *flags, "-dM", "-E", "-x", "c++", os.devnull]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        return set(done.stdout.splitlines())  # none where the flags are refused
+
+    baseline, here = features(*ISAS["baseline"]), features("-march=native")
+    added = {isa: features(*isa_flags) - baseline for isa, isa_flags in ISAS.items()}
+    return [isa for isa in ISAS if isa == "baseline" or (added[isa] and added[isa] <= here)][-1]
+
+
 def usable_isas(
     compiler: list[str], flags: list[str]
 ) -> tuple[dict[str, list[str]], dict[str, str]]:
-    """The instruction sets this compiler can build, and why it cannot build the others."""
+    """The instruction sets to build, and why not the others."""
     usable, left_out = {}, {}
+    asked_for = os.environ.get("FASTATTN_CPU_ISAS", "all")
+    if asked_for not in ("all", "native"):
+        raise CannotBuild(f"FASTATTN_CPU_ISAS must be 'all' or 'native', got {asked_for!r}")
+    wanted = ["baseline", strongest_here(compiler)] if asked_for == "native" else list(ISAS)
     for isa, isa_flags in ISAS.items():
+        if isa not in wanted:
+            left_out[isa] = "not asked for (FASTATTN_CPU_ISAS=native)"
+            continue
         error = refusal(compiler, [*flags, *isa_flags], "int zero() { return 0; }\n")
         if error is None:
             usable[isa] = isa_flags
@@ -142,7 +164,7 @@ def usable_isas(
 
 
 def plan_cpu() -> Plan:
-    """Kernels once per instruction set; the rest once, told by a define which sets there are."""
+    """Kernels once per instruction set, the rest once; defines tell isa.cpp which sets there are."""
     if sys.platform != "linux":
         raise CannotBuild(f"the native core is built on Linux only; this is {sys.platform}")
     import pybind11
@@ -161,9 +183,10 @@ def plan_cpu() -> Plan:
             objects.append((source, f"{source.stem}.{isa}.o", one_isa))
     includes = (sysconfig.get_paths()["include"], pybind11.get_include())
     shared = [*flags, *isas["baseline"], *(f"-isystem{path}" for path in includes)]
-    shared += [f"-DFASTATTN_HAVE_{isa.upper()}=1" for isa in isas]
-    sources = sorted((ROOT / "csrc/cpu").glob("*.cpp"))
-    objects += [(source, f"{source.stem}.o", shared) for source in sources]
+    sets = [f"-DFASTATTN_HAVE_{isa.upper()}=1" for isa in isas]
+    for source in sorted((ROOT / "csrc/cpu").glob("*.cpp")):
+        told = sets if source.stem == "isa" else []
+        objects.append((source, f"{source.stem}.o", [*shared, *told]))
 
     version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True)
     record = {

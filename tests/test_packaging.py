@@ -6,6 +6,7 @@ csrc/cpu, the slow ones the real thing.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import platform
@@ -113,7 +114,7 @@ def small_source(tmp_path: Path) -> Path:
     shutil.rmtree(folder / "csrc/cpu")
     (folder / "csrc/cpu/kernels").mkdir(parents=True)
     (folder / "csrc/cpu/kernels/stand_in.cpp").write_text(STAND_IN_KERNEL)
-    (folder / "csrc/cpu/module.cpp").write_text(STAND_IN_MODULE)
+    (folder / "csrc/cpu/isa.cpp").write_text(STAND_IN_MODULE)
     return folder
 
 
@@ -196,6 +197,23 @@ def test_every_instruction_set_is_built_and_recorded(small_source: Path) -> None
     assert list(record["isas"]) == compiled_in(small_source / "out")
     assert "-ffast-math" not in record["flags"]
     assert str(small_source) not in json.dumps(record)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="elsewhere there is one set only")
+def test_a_build_for_this_machine_has_its_strongest_instruction_set(small_source: Path) -> None:
+    done = build(small_source, FASTATTN_CPU_ISAS="native", FASTATTN_REQUIRE_NATIVE="1")
+    assert done.returncode == 0, done.stderr
+    record = record_of(small_source / "out")
+    supported = importlib.import_module("fastattn._cpu").build_info()["supported"]
+    assert list(record["isas"]) == list(dict.fromkeys(["baseline", supported[-1]]))
+    assert set(record["left_out"]) == set(ISAS) - set(record["isas"])
+    assert compiled_in(small_source / "out") == list(record["isas"])
+
+
+def test_an_unknown_choice_of_instruction_sets_is_named(small_source: Path) -> None:
+    done = build(small_source, FASTATTN_CPU_ISAS="avx9", FASTATTN_REQUIRE_NATIVE="1")
+    assert done.returncode != 0
+    assert "FASTATTN_CPU_ISAS must be 'all' or 'native', got 'avx9'" in done.stderr
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="elsewhere there is one set only")
