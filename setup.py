@@ -164,7 +164,7 @@ def usable_isas(
 
 
 def plan_cpu() -> Plan:
-    """Kernels once per instruction set, the rest once; defines tell isa.cpp which sets there are."""
+    """Kernels once per instruction set; the rest once, of which isa.cpp is told the sets."""
     if sys.platform != "linux":
         raise CannotBuild(f"the native core is built on Linux only; this is {sys.platform}")
     import pybind11
