@@ -1,6 +1,7 @@
 """Fused attention for PyTorch: drop-in for its attention function and its attention module."""
 
-from fastattn import nn
+from fastattn import nn, plot
+from fastattn._capture import capture
 from fastattn._version import __version__
 from fastattn.dispatch import FallbackWarning, explain, use_backend
 from fastattn.integrations import replace_mha, restore_mha
@@ -20,11 +21,13 @@ __all__ = [
     "MultiheadAttention",
     "__version__",
     "additive_attention",
+    "capture",
     "encode_memory",
     "explain",
     "luong_attention",
     "memory_hop_attention",
     "nn",
+    "plot",
     "replace_mha",
     "restore_mha",
     "scaled_dot_product_attention",

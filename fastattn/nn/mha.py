@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -45,6 +45,8 @@ class MultiheadAttention(_Stock):
       ``key_padding_mask`` are skipped, and ``is_causal=True`` without ``attn_mask`` always raises.
     - The output is contiguous. With ``batch_first=True``, PyTorch's is so only on its fast path.
     """
+
+    _watch: Callable[..., Any] | None = None  # fastattn.capture's, on the module it watches
 
     def __init__(
         self,
@@ -109,6 +111,10 @@ class MultiheadAttention(_Stock):
         if _is_symbolic(query):  # one node of the graph, like any module of torch.nn
             masks_and_flags = (key_padding_mask, need_weights, attn_mask, average_attn_weights)
             return _leaf(query, self, (query, key, value, *masks_and_flags, is_causal))
+        if self._watch is not None:
+            flags = (need_weights, attn_mask, average_attn_weights, is_causal)
+            own = MultiheadAttention.forward
+            return self._watch(own, self, query, key, value, key_padding_mask, *flags)
         check_mask_dtypes(key_padding_mask, attn_mask, query.dtype)
         if query.is_nested or key.is_nested or value.is_nested:
             masks = (key_padding_mask, attn_mask)

@@ -1,0 +1,204 @@
+"""``capture``: the attention weights of every attention layer of a model, while it runs."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastattn.nn._nested import nested_self_attention
+from fastattn.nn.mha import MultiheadAttention, keep_forward_called
+
+__all__ = ["capture"]
+
+# How a layer is asked for its weights: the arguments of its forward, and what to give for them.
+_REQUESTS: tuple[dict[str, bool], ...] = (
+    {"need_weights": True, "average_attn_weights": False},  # torch.nn.MultiheadAttention
+    {"need_weights": True},
+    {"return_attention_scores": True},  # Keras
+)
+
+
+@contextlib.contextmanager
+def capture(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
+    """Collect the attention weights of every attention layer that runs within the block.
+
+    An attention layer is a ``torch.nn.MultiheadAttention`` (stock, replaced or ours), and any
+    module whose ``forward`` takes ``need_weights`` or ``return_attention_scores`` and then returns
+    a tuple with the weights last, as all attention modules of :mod:`fastattn.nn` do.
+
+    The model computes what it always does, bit for bit: a layer that is not asked for its weights
+    by the model itself runs a second time for them, without gradient and with the same random
+    numbers, so that they are those of this call after dropout. This takes time and memory; nothing
+    of it is left when the block ends. What is not the same: a *stock*
+    ``torch.nn.TransformerEncoderLayer`` calls its attention instead of its fast path, which agrees
+    with it up to rounding, and a compiled model runs without its compilation.
+
+    Args:
+        model: any module; it may itself be the attention layer.
+
+    Yields:
+        A dictionary from the name of a layer, as in ``model.named_modules()``, to its weights,
+        detached, one tensor for each call: [N, H, L, S] of multi-head attention, for every head
+        ([H, L, S] unbatched; of a NestedTensor padded with 0), [B, K, N] of ``MemN2N``,
+        [B, Tq, Tk] of ``BahdanauAttention`` ([B, Tk] for one step). Layers are in the order of
+        their first call.
+
+    Raises:
+        TypeError: ``model`` is no module, or a layer does not return its weights as it should.
+        ValueError: there is no attention layer in it, or a stock one whose own ``forward`` takes no
+            ``need_weights``.
+        RuntimeError: it is being captured already.
+
+    Examples:
+        >>> import torch, fastattn
+        >>> encoder = torch.nn.TransformerEncoderLayer(16, 4, batch_first=True).eval()
+        >>> fastattn.replace_mha(encoder)
+        ['self_attn']
+        >>> with fastattn.capture(encoder) as weights:
+        ...     out = encoder(torch.ones(2, 5, 16))
+        >>> [(name, each.shape) for name, (each,) in weights.items()]
+        [('self_attn', torch.Size([2, 4, 5, 5]))]
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    layers = {
+        name: (module, request)
+        for name, module in model.named_modules()
+        if (request := _request(name, module)) is not None
+    }
+    if not layers:
+        raise ValueError("there is no attention layer in the model")
+    recorder = _Recorder()
+    with contextlib.ExitStack() as undo:
+        if any(_is_compiled(module) for module in model.modules()):
+            undo.enter_context(torch.compiler.set_stance("force_eager"))
+        for name, (module, request) in layers.items():
+            recorder.watch(name.replace("_orig_mod.", ""), module, request, undo)
+        yield recorder.weights
+
+
+class _Recorder:
+    def __init__(self) -> None:
+        self.weights: dict[str, list[Tensor]] = {}
+        self.paused = False  # while a layer runs again: the layers inside it have been recorded
+
+    def watch(
+        self, name: str, module: nn.Module, request: dict[str, bool], undo: contextlib.ExitStack
+    ) -> None:
+        """Let `run` stand in the place of the layer's forward, until `undo`."""
+        run = functools.partial(self.run, name, request)
+        if isinstance(module, MultiheadAttention):
+            place = "_watch"
+        else:
+            place, run = "forward", functools.partial(run, type(module).forward, module)
+            if isinstance(module, nn.MultiheadAttention):
+                undo.callback(module.register_forward_pre_hook(keep_forward_called).remove)
+        if place in module.__dict__:
+            raise RuntimeError(
+                f"{name or 'the model'} is being captured already, or has a forward of its own"
+            )
+        module.__dict__[place] = run
+        undo.callback(module.__dict__.pop, place)
+
+    def run(
+        self,
+        name: str,
+        request: dict[str, bool],
+        forward: Callable[..., Any],
+        module: nn.Module,
+        *args: Any,
+        **keywords: Any,
+    ) -> Any:
+        """What forward does; and record the weights."""
+        with _called_directly(module):
+            if self.paused:
+                return forward(module, *args, **keywords)
+            start = _random_state() if module.training else None
+            out = forward(module, *args, **keywords)
+            given = inspect.signature(forward).bind(module, *args, **keywords)
+            given.apply_defaults()
+            result = out
+            if any(given.arguments[key] != value for key, value in request.items()):
+                given.arguments.update(request)
+                result = self._once_more(forward, given, start)
+        weights = result[-1] if isinstance(result, tuple) else None
+        if not isinstance(weights, Tensor):
+            raise TypeError(
+                f"{name or 'the model'} ({type(module).__name__}) must return a tuple with its "
+                f"weights last when called with {request}"
+            )
+        self.weights.setdefault(name, []).append(weights.detach().clone())
+        return out
+
+    def _once_more(
+        self, forward: Callable[..., Any], given: inspect.BoundArguments, start: Any
+    ) -> Any:
+        self.paused = True
+        try:
+            with torch.no_grad(), _random_numbers_from(start):
+                query = given.arguments.get("query")
+                if isinstance(query, Tensor) and query.is_nested:  # the stock class has no weights
+                    module, query, key, value = given.args[:4]
+                    return nested_self_attention(module, query, key, value, None, None, True, False)
+                return forward(*given.args, **given.kwargs)
+        finally:
+            self.paused = False
+
+
+def _request(name: str, module: nn.Module) -> dict[str, bool] | None:
+    """What a layer must be given so that it returns its weights; None: it is no such layer."""
+    if isinstance(module, MultiheadAttention):
+        return _REQUESTS[0]  # of our forward: a subclass may have another in front of it
+    try:
+        takes = inspect.signature(type(module).forward).parameters
+    except (TypeError, ValueError):  # not written in Python
+        return None
+    request = next((each for each in _REQUESTS if takes.keys() >= each.keys()), None)
+    if request is None and isinstance(module, nn.MultiheadAttention):
+        raise ValueError(
+            f"{name or 'the model'}: the forward of {type(module).__name__} takes no need_weights; "
+            "its weights can be captured after fastattn.replace_mha(model)"
+        )
+    return request
+
+
+@contextlib.contextmanager
+def _called_directly(module: nn.Module) -> Iterator[None]:
+    """Keep our own class from calling `run` again."""
+    watch = module.__dict__.get("_watch")
+    if watch is None:
+        yield
+        return
+    module.__dict__["_watch"] = None
+    try:
+        yield
+    finally:
+        module.__dict__["_watch"] = watch
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
+
+
+def _random_state() -> tuple[Tensor, list[Tensor]]:
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return torch.get_rng_state(), cuda
+
+
+@contextlib.contextmanager
+def _random_numbers_from(state: tuple[Tensor, list[Tensor]] | None) -> Iterator[None]:
+    """Draw the numbers again that were drawn since; afterwards, go on where one was."""
+    if state is None:
+        yield
+        return
+    with torch.random.fork_rng(range(len(state[1]))):
+        torch.set_rng_state(state[0])
+        if state[1]:
+            torch.cuda.set_rng_state_all(state[1])
+        yield

@@ -1,0 +1,97 @@
+"""A page to look around in: one file, with a picker of layers and heads, and no network."""
+
+from __future__ import annotations
+
+import base64
+import html as markup
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from fastattn.plot._values import matrices, tokens_of
+
+__all__ = ["html"]
+
+
+def html(
+    weights: Any,
+    x_tokens: Any = None,
+    y_tokens: Any = None,
+    *,
+    path: str | os.PathLike[str] | None = None,
+    example: int = 0,
+    picker: str = "head",
+    title: str = "Attention",
+) -> str:
+    """Make a page that shows one heat map at a time, with pickers of the layer and the head.
+
+    It is one file that loads nothing, runs without a network, and shows the exact weight of the
+    cell under the pointer. The mean over the heads can be picked too.
+
+    Args:
+        weights: of one layer, or a dictionary from the names of layers to theirs, such as
+            :func:`fastattn.capture` gives. Weights are [Tq, Tk], [H, Tq, Tk] or [N, H, Tq, Tk], of
+            which ``example`` is shown; or a list of these, one for each call of the layer. The
+            weights of the hops of one query, [K, N], are a matrix with a row for each hop; as
+            ``weights[:, None]`` with ``picker="hop"`` there is a hop to pick.
+        x_tokens: the Tk keys: a sequence of strings, or a dictionary from the names of layers to
+            one. None, or a layer that is not in it: their numbers.
+        y_tokens: the Tq queries, likewise.
+        path: where to write the page; None: it is only returned.
+        example: which of the N to show.
+        picker: what the first of three dimensions is called.
+        title: of the page.
+
+    Returns:
+        The page.
+
+    Raises:
+        TypeError, ValueError: weights of another shape or type, tokens that are not as many.
+        IndexError: ``example`` is not among the N.
+    """
+    layers = []
+    for name, key, each in _layers(weights):
+        stack = matrices(f"the weights of {name}", each, (2, 3, 4))
+        if stack.ndim == 4:
+            if not 0 <= example < len(stack):
+                raise IndexError(f"example must be in [0, {len(stack)}) for {name}, got {example}")
+            stack = stack[example]
+        stack = stack.reshape(-1, *stack.shape[-2:])
+        sides = (("x_tokens", x_tokens, 2), ("y_tokens", y_tokens, 1))
+        x, y = (
+            tokens_of(f"{side} of {name}", _of_layer(tokens, key), stack.shape[dim])
+            for side, tokens, dim in sides
+        )
+        data = base64.b64encode(stack.contiguous().numpy().astype("<f4").tobytes()).decode()
+        layers.append({"name": name, "shape": list(stack.shape), "x": x, "y": y, "data": data})
+    if not layers:
+        raise ValueError("weights must hold those of at least one layer, got none")
+    page = json.dumps({"picker": picker, "layers": layers}, ensure_ascii=False)
+    template = resources.files("fastattn.plot").joinpath("page.html").read_text(encoding="utf-8")
+    parts = {"title": markup.escape(title), "data": page.replace("<", "\\u003c")}
+    text = re.sub(r"{{(title|data)}}", lambda place: parts[place[1]], template)
+    if path is not None:
+        Path(path).write_text(text, encoding="utf-8")
+    return text
+
+
+def _layers(weights: Any) -> Iterator[tuple[str, str, Any]]:
+    """Name, key and weights of each call of each layer."""
+    if not isinstance(weights, Mapping):
+        yield "attention", "attention", weights
+        return
+    for key, calls in weights.items():
+        name = str(key) or "attention"  # the model itself
+        if not isinstance(calls, Sequence) or not calls or not hasattr(calls[0], "shape"):
+            yield name, key, calls  # lists of numbers too
+            continue
+        for n, call in enumerate(calls):
+            yield (name if len(calls) == 1 else f"{name} (call {n + 1})"), key, call
+
+
+def _of_layer(tokens: Any, key: str) -> Any:
+    return tokens.get(key) if isinstance(tokens, Mapping) else tokens

@@ -1,0 +1,273 @@
+"""``capture``: every layer's weights are there, and nothing about the model is different."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fastattn
+from fastattn import capture, replace_mha
+from fastattn.nn import AdditiveAttention, BahdanauAttention, MemN2N, MultiheadAttention
+
+EMBED, HEADS = 16, 4
+PADDING = torch.tensor([[False] * 6, [False] * 4 + [True] * 2, [False] * 3 + [True] * 3])
+SOURCE, TARGET = torch.randn(3, 6, EMBED), torch.randn(3, 5, EMBED)
+
+
+class OfItself(nn.MultiheadAttention):
+    """A client's class, with a forward of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x, x, x, need_weights=False)[0]
+
+
+def transformer() -> nn.Module:
+    return nn.Transformer(EMBED, HEADS, 2, 2, 32, batch_first=True)
+
+
+def translate(model: nn.Module) -> Tensor:
+    padding = {"src_key_padding_mask": PADDING, "memory_key_padding_mask": PADDING}
+    return model(SOURCE, TARGET, **padding)
+
+
+def network() -> MemN2N:
+    return MemN2N(20, 8, hops=3, memory_size=6, random_noise=0.5)
+
+
+def answer(model: nn.Module) -> Tensor:
+    stories = torch.arange(60).view(3, 4, 5) % 20
+    return model(stories, stories[:, 0])
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any], dict[str, Any]]] = {
+    "Transformer": (
+        transformer,
+        translate,
+        {
+            "encoder.layers.0.self_attn": (3, 4, 6, 6),
+            "encoder.layers.1.self_attn": (3, 4, 6, 6),
+            "decoder.layers.0.self_attn": (3, 4, 5, 5),
+            "decoder.layers.0.multihead_attn": (3, 4, 5, 6),
+            "decoder.layers.1.self_attn": (3, 4, 5, 5),
+            "decoder.layers.1.multihead_attn": (3, 4, 5, 6),
+        },
+    ),
+    "client's class": (
+        lambda: OfItself(EMBED, HEADS, 0.5),
+        lambda m: m(SOURCE),
+        {"": (6, 4, 3, 3)},
+    ),
+    "MemN2N": (network, answer, {"": (3, 3, 6)}),
+    "Bahdanau": (
+        lambda: BahdanauAttention(8, query_size=EMBED, memory_size=EMBED, dropout=0.5),
+        lambda m: m(TARGET, SOURCE, need_weights=False)[0],
+        {"": (3, 5, 6)},
+    ),
+    "Bahdanau, one step, with weights": (
+        lambda: BahdanauAttention(8, query_size=EMBED, memory_size=EMBED, dropout=0.5),
+        lambda m: torch.cat([each.flatten() for each in m(TARGET[:, 0], SOURCE)]),
+        {"": (3, 6)},
+    ),
+    "Keras": (
+        lambda: AdditiveAttention(dim=EMBED, dropout=0.5),
+        lambda m: m(TARGET, SOURCE),
+        {"": (3, 5, 6)},
+    ),
+    "per-head weights are asked for": (
+        lambda: MultiheadAttention(EMBED, HEADS, 0.5),
+        lambda m: m(SOURCE, SOURCE, SOURCE, average_attn_weights=False)[1],
+        {"": (6, 4, 3, 3)},
+    ),
+    "unbatched": (
+        lambda: MultiheadAttention(EMBED, HEADS),
+        lambda m: m(SOURCE[0], SOURCE[1], SOURCE[1])[0],
+        {"": (4, 6, 6)},
+    ),
+}
+
+
+def state_of(model: nn.Module) -> list[dict[str, Any]]:
+    """Every attribute of every module; hooks are among them."""
+    return [
+        {key: dict(x) if isinstance(x, dict) else x for key, x in module.__dict__.items()}
+        for module in model.modules()
+    ]
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("training", [False, True])
+def test_outputs_and_model_are_what_they_were(name: str, training: bool) -> None:
+    make, run, shapes = MODELS[name]
+    model = make().train(training)
+    replace_mha(model)
+    seed = 5
+    grad = torch.enable_grad() if training else torch.no_grad()
+    with grad:
+        torch.manual_seed(seed)
+        expected, then = run(model), torch.rand(1)
+        before = state_of(model)
+        torch.manual_seed(seed)
+        with capture(model) as weights:
+            out, next_number = run(model), torch.rand(1)
+    assert torch.equal(out, expected)
+    assert torch.equal(next_number, then)  # the random numbers go on as if nothing had been
+    assert out.requires_grad == training
+    assert state_of(model) == before
+    if name == "MemN2N" and not training:
+        shapes = {"": (3, 3, 4)}  # no noise
+    assert {key: tuple(each.shape) for key, (each,) in weights.items()} == shapes
+    for (each,) in weights.values():
+        assert not each.requires_grad
+        if not training:
+            sums = each.sum(-1)
+            assert ((sums - 1).abs().lt(1e-5) | sums.eq(0)).all()
+
+
+def test_dropped_weights_are_those_of_the_call() -> None:
+    """The output can be had from the weights."""
+    attention = MultiheadAttention(EMBED, 1, dropout=0.5, batch_first=True)
+    nn.init.eye_(attention.out_proj.weight)
+    with capture(attention) as weights:
+        out, none = attention(SOURCE, SOURCE, SOURCE, need_weights=False)
+    assert none is None
+    value = SOURCE @ attention.in_proj_weight[2 * EMBED :].T
+    assert (weights[""][0] == 0).any()
+    torch.testing.assert_close(out, weights[""][0][:, 0] @ value)
+
+
+def test_weights_of_a_padded_batch_on_the_fast_path() -> None:
+    encoder = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(EMBED, HEADS, 32, batch_first=True), 2
+    ).eval()
+    replace_mha(encoder)
+    with torch.no_grad():
+        with capture(encoder) as nested:
+            encoder(SOURCE, src_key_padding_mask=PADDING)
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            with capture(encoder) as padded:
+                encoder(SOURCE, src_key_padding_mask=PADDING)
+        finally:
+            torch.backends.mha.set_fastpath_enabled(True)
+    for name, (each,) in nested.items():
+        told = ~PADDING[:, None, :, None].expand_as(each)
+        torch.testing.assert_close(each, padded[name][0].where(told, 0.0))
+
+
+@pytest.mark.parametrize("padding", [None, PADDING])
+def test_a_stock_model_is_captured_up_to_rounding(padding: Tensor | None) -> None:
+    encoder = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(EMBED, HEADS, 32, batch_first=True), 2
+    ).eval()
+    with torch.no_grad():
+        expected, before = encoder(SOURCE, src_key_padding_mask=padding), state_of(encoder)
+        with capture(encoder) as stock:
+            out = encoder(SOURCE, src_key_padding_mask=padding)
+        assert state_of(encoder) == before
+        replace_mha(encoder)
+        with capture(encoder) as ours:
+            encoder(SOURCE, src_key_padding_mask=padding)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(stock, ours)
+
+
+def test_every_call_is_kept() -> None:
+    class Decoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell = nn.GRUCell(EMBED, EMBED)
+            self.attention = BahdanauAttention(8)
+
+        def forward(self, memory: Tensor) -> Tensor:
+            state = memory[:, 0]
+            for _ in range(4):
+                state = self.cell(self.attention(state, memory, need_weights=False)[0], state)
+            return state
+
+    model = Decoder()
+    expected = model(SOURCE)
+    with capture(model) as weights:
+        assert torch.equal(model(SOURCE), expected)
+        assert len(weights["attention"]) == 4
+        model(SOURCE)
+    alignment = torch.stack(weights["attention"], 1)
+    assert alignment.shape == (3, 8, 6)
+    assert torch.equal(alignment[:, :4], alignment[:, 4:])
+
+
+def test_a_layer_inside_a_layer_is_recorded_once() -> None:
+    class Reader(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = MultiheadAttention(EMBED, HEADS, batch_first=True)
+
+        def forward(self, x: Tensor, need_weights: bool = False) -> Any:
+            out, weights = self.inner(x, x, x)
+            return (out, weights) if need_weights else out
+
+    model = Reader()
+    with capture(model) as weights:
+        model(SOURCE)
+    assert {name: len(calls) for name, calls in weights.items()} == {"inner": 1, "": 1}
+
+
+def test_a_compiled_model_is_captured() -> None:
+    model = transformer().eval()
+    replace_mha(model)
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        translate(compiled)
+        with capture(compiled) as weights:
+            translate(compiled)
+    assert list(weights) == list(MODELS["Transformer"][2])
+
+
+def test_an_error_of_the_model_leaves_it_as_it_was() -> None:
+    model = transformer()
+    replace_mha(model)
+    before = state_of(model)
+    with pytest.raises(RuntimeError, match="must be equal"), capture(model):
+        model(SOURCE, TARGET[:2])
+    with pytest.raises(AssertionError), capture(model):
+        model.encoder.layers[0].self_attn(SOURCE[..., :3], SOURCE, SOURCE)
+    assert state_of(model) == before
+
+
+def test_errors() -> None:
+    def enter(model: Any) -> None:
+        with capture(model):
+            pass
+
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got function"):
+        enter(capture)
+    with pytest.raises(ValueError, match="no attention layer"):
+        enter(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"layer\.0.*OfItself.*replace_mha"):
+        enter(nn.ModuleDict({"layer": nn.Sequential(OfItself(EMBED, HEADS))}))
+    for attention in (MultiheadAttention(EMBED, HEADS), BahdanauAttention(3)):
+        before = state_of(attention)
+        with capture(attention):
+            with pytest.raises(RuntimeError, match="captured already"):
+                enter(attention)
+            assert {"_watch", "forward"} & attention.__dict__.keys()
+        assert state_of(attention) == before
+
+
+def test_a_layer_that_keeps_its_weights_to_itself() -> None:
+    class Broken(nn.Module):
+        def forward(self, x: Tensor, need_weights: bool = False) -> Tensor:
+            return x
+
+    model = Broken()
+    with capture(model) as weights, pytest.raises(TypeError, match=r"Broken.*must return a tuple"):
+        model(SOURCE)
+    assert weights == {}
+
+
+def test_capture_is_at_the_top() -> None:
+    assert fastattn.capture is capture
+    assert "capture" in fastattn.__all__
