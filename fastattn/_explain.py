@@ -3,74 +3,44 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-import fastattn
-from fastattn.bench.shapes import parse_shapes
-
-DTYPES = {
-    "fp64": torch.float64,
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
+from fastattn import dispatch
+from fastattn.bench import cli, ops
+from fastattn.bench.cells import DTYPE_BYTES, Cell
+from fastattn.bench.inputs import make_inputs
+from fastattn.bench.recording import OperatorCalls
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--op",
-        default="scaled_dot_product_attention",
-        choices=("additive_attention", "scaled_dot_product_attention", "sinusoidal_encoding"),
-        help="default: %(default)s",
-    )
-    parser.add_argument(
-        "--shapes",
-        default="B=1,H=8,L=512,D=64",
-        help="as `bench run` takes them; default: %(default)s",
-    )
-    parser.add_argument("--dtype", default="fp32", choices=DTYPES, help="default: %(default)s")
+    cli.add_what(parser)
     parser.add_argument("--device", default="cpu", help="default: %(default)s")
-    parser.add_argument("--causal", action="store_true", help="with is_causal=True")
-    parser.add_argument("--weights", action="store_true", help="with need_weights=True")
-    parser.add_argument("--grad", action="store_true", help="inputs that require a gradient")
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.op == "sinusoidal_encoding" and (args.causal or args.weights):
-        raise ValueError("--causal and --weights belong to attention")
-    for shape in parse_shapes(args.shapes):
-        print(", ".join(f"{key}={value}" for key, value in shape.items()), f"{args.dtype}:")
-        inputs, options = _call(args, shape)
-        print(fastattn.explain(args.op, *inputs, **options))
+    device = torch.device(args.device)
+    if not (args.shapes or args.preset):
+        args.shapes = args.op or ["sdpa"]
+    for cell in cli.cells_of(args, tuple(DTYPE_BYTES)):
+        print(f"{cell.name}:")
+        found = explanations(cell, device)
+        print(*found, sep="\n") if found else print("plain PyTorch: it calls no kernel of ours")
     return 0
 
 
-def _call(
-    args: argparse.Namespace, shape: dict[str, int]
-) -> tuple[list[torch.Tensor], dict[str, Any]]:
-    """The arguments of the call; the tensors' values are never looked at."""
+def explanations(cell: Cell, device: torch.device) -> list[dispatch.Explanation]:
+    """One for each kernel that the cell calls; a module may call several, or none.
 
-    def tensor(*sizes: int) -> torch.Tensor:
-        return torch.empty(
-            sizes, dtype=DTYPES[args.dtype], device=args.device, requires_grad=args.grad
-        )
-
-    batch, heads, head_dim = shape["B"], shape["H"], shape["D"]
-    if args.op == "sinusoidal_encoding":
-        return [tensor(batch, shape["Lq"], heads * head_dim)], {}
-    if args.op == "additive_attention":
-        width = heads * head_dim
-        lengths = (shape["Lq"], shape["Lk"], shape["Lk"])
-        inputs = [tensor(batch, length, width) for length in lengths]
-        return [*inputs, tensor(width)], {"is_causal": args.causal, "need_weights": args.weights}
-    query = tensor(batch, heads, shape["Lq"], head_dim)
-    key = tensor(batch, shape["Hkv"], shape["Lk"], head_dim)
-    value = tensor(batch, shape["Hkv"], shape["Lk"], shape["Dv"])
-    options = {
-        "is_causal": args.causal,
-        "need_weights": args.weights,
-        "enable_gqa": shape["Hkv"] != heads,
-    }
-    return [query, key, value], options
+    Tensors without memory go through the library, as the compiler sends them: nothing is computed.
+    """
+    found: list[dispatch.Explanation] = []
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        inputs = {name: x.to(device) for name, x in make_inputs(cell, 0).items()}
+        with OperatorCalls(lambda *call: found.append(dispatch.explanation(*call))):
+            forward, leaves = ops.get(cell.op).ours(cell, inputs)
+            for leaf in leaves:
+                leaf.requires_grad_(cell.passes != "fwd")
+            forward()
+    return found

@@ -13,15 +13,41 @@ from types import ModuleType
 import pytest
 import torch
 
-from fastattn.bench import cli, display, inputs, stats, summary
-from fastattn.bench.cells import MASKS, Cell, flops, padding_lengths, visible_pairs
+import fastattn.ops
+from fastattn.bench import cli, display, inputs, ops, stats, summary
+from fastattn.bench.cells import (
+    MASKS,
+    Cell,
+    bytes_touched,
+    flops,
+    padding_lengths,
+    visible_pairs,
+)
 from fastattn.bench.oracle import Oracle
 from fastattn.bench.presets import PRESETS, preset_cells
 from fastattn.bench.providers import PROVIDERS, load
 from fastattn.bench.results import CellResult, Outcome, Peak, Result, Round
-from fastattn.bench.shapes import parse_shapes
+from fastattn.bench.shapes import parse_shapes, shape_text
 
-TINY = Cell("sdpa", 2, 4, 2, 5, 7, 8, 6)
+
+def cell_of(op: str, shape: str, **options: str) -> Cell:
+    return Cell(op, parse_shapes(shape, ops.get(op).SIZES)[0], **options)
+
+
+TINY = cell_of("sdpa", "B=2,H=4,Hkv=2,Lq=5,Lk=7,D=8,Dv=6")
+# One small shape of each operator.
+SMALL = {
+    "sdpa": "B=2,H=4,Hkv=2,Lq=5,Lk=7,D=8,Dv=6",
+    "mha": "B=2,L=6,E=16,H=2",
+    "additive": "B=2,Lq=5,Lk=7,A=9,Dv=6",
+    "bahdanau": "B=2,Lq=5,Lk=7,E=9,A=6",
+    "luong": "B=2,Lq=5,Lk=7,D=9,Dv=6,W=2",
+    "memory_hops": "B=3,N=7,D=5,K=2",
+    "encode_memory": "B=2,N=5,J=4,V=9,D=6",
+    "memn2n": "B=2,N=5,J=4,V=9,D=6,K=2",
+    "sinusoidal": "B=2,L=6,E=9",
+    "learned": "B=2,L=5,E=6",
+}
 
 
 def parse(*arguments: str) -> argparse.Namespace:
@@ -36,19 +62,22 @@ def bench(*arguments: str) -> int:
 
 # Shapes
 
+SDPA, MHA = (ops.get(name).SIZES for name in ("sdpa", "mha"))
+
 
 def test_shape_fills_in_what_is_left_out() -> None:
-    assert parse_shapes("B=2,H=4,Lq=3,D=16") == [
+    assert parse_shapes("B=2,H=4,Lq=3,D=16", SDPA) == [
         {"B": 2, "H": 4, "Hkv": 4, "Lq": 3, "Lk": 3, "D": 16, "Dv": 16}
     ]
-    assert parse_shapes("E=768,H=12,L=128")[0]["D"] == 64
+    assert parse_shapes("E=768,H=12,L=128", SDPA)[0]["D"] == 64
+    assert parse_shapes("H=12,D=64,L=128", MHA) == [{"B": 1, "L": 128, "E": 768, "H": 12}]
 
 
 def test_ranges_lists_and_references() -> None:
-    assert [s["Lq"] for s in parse_shapes("Lq=128:1024:x2")] == [128, 256, 512, 1024]
-    assert [s["Lq"] for s in parse_shapes("Lq=100:250:+50")] == [100, 150, 200, 250]
-    assert [s["Lk"] for s in parse_shapes("Lq=1|3,Lk=Lq")] == [1, 3]
-    pairs = [(s["B"], s["Lq"]) for s in parse_shapes("B=1|2,L=8:16:x2")]
+    assert [s["Lq"] for s in parse_shapes("Lq=128:1024:x2", SDPA)] == [128, 256, 512, 1024]
+    assert [s["Lq"] for s in parse_shapes("Lq=100:250:+50", SDPA)] == [100, 150, 200, 250]
+    assert [s["Lk"] for s in parse_shapes("Lq=1|3,Lk=Lq", SDPA)] == [1, 3]
+    pairs = [(s["B"], s["Lq"]) for s in parse_shapes("B=1|2,L=8:16:x2", SDPA)]
     assert pairs == list(itertools.product((1, 2), (8, 16)))
 
 
@@ -71,8 +100,37 @@ def test_ranges_lists_and_references() -> None:
 )
 def test_wrong_shapes_name_what_is_wrong(text: str, named: str) -> None:
     with pytest.raises(ValueError) as error:
-        parse_shapes(text)
+        parse_shapes(text, SDPA)
     assert named in str(error.value)
+
+
+@pytest.mark.parametrize("op", ops.OPS)
+def test_a_shape_is_written_as_it_is_read(op: str) -> None:
+    sizes = ops.get(op).SIZES
+    shape = parse_shapes(SMALL[op], sizes)[0]
+    assert parse_shapes(shape_text(shape, sizes), sizes) == [shape]
+
+
+def test_shapes_come_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "shapes.txt"
+    path.write_text("""# recorded
+mha B=2,L=8|16,E=8,H=2 dtype=bf16 pass=fwd+bwd mask=padding weights=average  # layer 1
+
+sdpa L=4
+""")
+    cells = cli.cells_of(parse("run", "--shapes", f"@{path}", "--shapes", "additive L=3"))
+    assert [c.name for c in cells] == [
+        "mha B=2,L=8,E=8,H=2 bf16 fwd+bwd padding, average weights",
+        "mha B=2,L=16,E=8,H=2 bf16 fwd+bwd padding, average weights",
+        "sdpa B=1,H=8,L=4,D=64 fp32 fwd",
+        "additive B=8,L=3,A=256 fp32 fwd",
+    ]
+    assert cells[0].label == "layer 1"
+    only = cli.cells_of(parse("run", "--shapes", f"@{path}", "--op", "sdpa", "--dtype", "fp16"))
+    assert [c.name for c in only] == ["sdpa B=1,H=8,L=4,D=64 fp16 fwd"]
+    path.write_text("sdpa L=4\nmha L=4 mask\n")
+    with pytest.raises(ValueError, match=r"shapes\.txt, line 2: .*'mask' does not belong"):
+        cli.cells_of(parse("run", "--shapes", f"@{path}"))
 
 
 # Grammar
@@ -81,7 +139,7 @@ def test_wrong_shapes_name_what_is_wrong(text: str, named: str) -> None:
 def test_arguments_make_cells() -> None:
     args = parse("run", "--shapes", "B=1,H=2,L=8|16,D=4", "--dtype", "fp32,bf16", "--pass", "fwd")
     cells = cli.cells_of(args)
-    assert [(c.q_len, c.dtype) for c in cells] == [
+    assert [(c["Lq"], c.dtype) for c in cells] == [
         (8, "fp32"),
         (8, "bf16"),
         (16, "fp32"),
@@ -95,6 +153,20 @@ def test_a_preset_can_be_narrowed() -> None:
         parse("run", "--preset", "bert", "--op", "mha", "--pass", "bwd", "--mask", "causal")
     )
     assert {(c.op, c.passes, c.mask) for c in cells} == {("mha", "bwd", "causal")}
+
+
+@pytest.mark.parametrize("op", ops.OPS)
+def test_every_operator_has_a_preset_and_both_its_names(op: str) -> None:
+    cells = cli.cells_of(parse("run", "--op", op))
+    assert cells
+    assert {c.op for c in cells} == {op}
+    assert ops.resolve(ops.get(op).FUNCTION) == op
+
+
+def test_every_operator_and_module_of_the_library_can_be_measured() -> None:
+    measured = {ops.get(op).FUNCTION for op in ops.OPS}
+    library = {name for name in fastattn.ops.__all__ if name != "sinusoidal_table"}
+    assert library <= measured
 
 
 @pytest.mark.parametrize("name", [*PRESETS, "all"])
@@ -113,6 +185,13 @@ def test_presets_are_cells_with_a_name_of_their_own(name: str) -> None:
         (["--preset", "gpt", "--op", "mha"], "no cell"),
         (["--preset", "gpt", "--shapes", "L=4"], "either"),
         (["--shapes", "H=3,Hkv=2,L=4"], "Hkv=2"),
+        (["--shapes", "mha E=10,H=4"], "E=10"),
+        (["--shapes", "@/no/such/file"], "/no/such/file"),
+        (["--shapes", "dtype=fp32"], "no KEY=VALUE"),
+        (["--shapes", "L=4 dtype=fp8"], "'fp8'"),
+        (["--op", "abacus"], "'abacus'"),
+        (["--op", "os.path"], "'os.path' has no OP"),
+        (["--op", "sinusoidal", "--mask", "causal"], "allowed for sinusoidal are none"),
         (["--providers", "abacus"], "'abacus'"),
         (["--providers", "torch@avx2"], "'torch@avx2'"),
         (["--providers", "fastattn", "--baseline", "torch"], "'torch'"),
@@ -140,53 +219,53 @@ def sees(cell: Cell, i: int, j: int, b: int, mask: torch.Tensor | None) -> bool:
     if cell.mask == "causal":
         return j <= i
     if cell.mask == "padding":
-        return j < padding_lengths(cell)[b]
+        return j < padding_lengths(cell["B"], cell["Lk"])[b]
     return bool(mask[i, j]) if mask is not None and cell.mask == "bool" else True
 
 
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize(("q_len", "kv_len"), [(5, 7), (7, 5), (1, 9)])
 def test_flops_are_counted_for_visible_pairs_only(mask: str, q_len: int, kv_len: int) -> None:
-    cell = dataclasses.replace(TINY, mask=mask, q_len=q_len, kv_len=kv_len)
+    cell = dataclasses.replace(TINY, mask=mask, sizes={**TINY.sizes, "Lq": q_len, "Lk": kv_len})
     drawn = inputs.make_inputs(cell, 3).get("attn_mask")
     pairs = sum(
         sees(cell, i, j, b, drawn)
-        for b in range(cell.batch)
-        for _ in range(cell.heads)
+        for b in range(cell["B"])
+        for _ in range(cell["H"])
         for i in range(q_len)
         for j in range(kv_len)
     )
     count = inputs.true_in_mask(cell, 3)
-    assert visible_pairs(cell, count) == pairs
+    assert cell["H"] * visible_pairs(cell, count) == pairs
     assert flops(cell, count) == pairs * (2 * 8 + 2 * 6)
     both = dataclasses.replace(cell, passes="fwd+bwd")
     assert flops(both, count) == pairs * (2 * 8 + 2 * 6 + 6 * 8 + 4 * 6)
 
 
 def test_flops_per_pair_are_four_and_ten_times_d() -> None:
-    cell = Cell("sdpa", 1, 1, 1, 1, 1, 64, 64)
+    cell = cell_of("sdpa", "H=1,L=1")
     assert flops(cell) == 4 * 64
     assert flops(dataclasses.replace(cell, passes="bwd")) == 10 * 64
 
 
 def test_a_module_costs_its_projections_too() -> None:
-    cell = Cell("mha", 2, 4, 4, 10, 10, 8, 8)
+    cell = cell_of("mha", "B=2,L=10,E=32,H=4")
     embed, tokens = 32, 20
     attention = 2 * 4 * 10 * 10 * 4 * 8
     assert flops(cell) == 4 * 2 * tokens * embed * embed + attention
 
 
 def test_half_of_a_padded_batch_is_padding() -> None:
-    cell = Cell("sdpa", 16, 1, 1, 256, 256, 64, 64, mask="padding")
-    assert sum(padding_lengths(cell)) == 16 * 128
+    cell = cell_of("sdpa", "B=16,H=1,L=256", mask="padding")
+    assert sum(padding_lengths(16, 256)) == 16 * 128
     mask = inputs.make_inputs(cell, 0)["attn_mask"]
-    assert mask.sum(-1).flatten().tolist() == padding_lengths(cell)
+    assert mask.sum(-1).flatten().tolist() == padding_lengths(16, 256)
 
 
 def test_a_module_is_told_what_to_ignore() -> None:
-    cell = Cell("mha", 3, 2, 2, 8, 8, 4, 4, mask="padding")
+    cell = cell_of("mha", "B=3,L=8,E=8,H=2", mask="padding")
     ignored = inputs.make_inputs(cell, 0)["key_padding_mask"]
-    assert (8 - ignored.sum(-1)).tolist() == padding_lengths(cell)
+    assert (8 - ignored.sum(-1)).tolist() == padding_lengths(3, 8)
     causal = inputs.make_inputs(dataclasses.replace(cell, mask="causal"), 0)["attn_mask"]
     assert all(bool(causal[i, j]) == (j > i) for i in range(8) for j in range(8))
     random = dataclasses.replace(cell, mask="bool")
@@ -292,48 +371,50 @@ def test_beyond_the_measured_peak_is_impossible() -> None:
 # The check before the timing
 
 
-@pytest.mark.parametrize(
-    "cell",
-    [
-        TINY,
-        dataclasses.replace(TINY, mask="causal", passes="fwd+bwd"),
-        dataclasses.replace(TINY, mask="padding", passes="bwd", dtype="bf16"),
-        dataclasses.replace(TINY, mask="bool", passes="fwd+bwd"),
-        dataclasses.replace(TINY, mask="bias", passes="fwd+bwd", dtype="fp16"),
-        Cell("mha", 2, 2, 2, 6, 6, 8, 8, passes="fwd+bwd"),
-        Cell("mha", 2, 2, 2, 6, 6, 8, 8, mask="padding", weights="average"),
-        Cell("mha", 2, 2, 2, 6, 6, 8, 8, mask="bias", weights="per-head", passes="fwd+bwd"),
-        Cell("mha", 2, 2, 2, 6, 6, 8, 8, mask="causal", dtype="bf16"),
-        Cell("sinusoidal", 2, 1, 1, 6, 6, 9, 9, passes="fwd+bwd"),
-    ],
-    ids=lambda cell: cell.name,
-)
-def test_torch_agrees_with_the_oracle_and_a_wrong_answer_does_not(cell: Cell) -> None:
-    provider = load("torch")
-    assert provider.why_not(cell) == []
-    arrays = provider.prepare(cell, inputs.make_inputs(cell, 1))()
-    outputs = dict(zip(inputs.output_names(cell), arrays, strict=True))
+def cells_to_check() -> list[Cell]:
+    """Every operator with its masks and weights, forward and backward, in turn in each dtype."""
+    dtypes = itertools.cycle(("fp32", "bf16", "fp16"))
+    return [
+        cell_of(op, shape, passes="fwd+bwd", mask=mask, weights=weights, dtype=next(dtypes))
+        for op, shape in SMALL.items()
+        for mask in ops.get(op).MASKS
+        for weights in ops.get(op).WEIGHTS
+    ]
+
+
+def answer(provider: str, cell: Cell) -> dict[str, torch.Tensor]:
+    arrays = load(provider).prepare(cell, inputs.make_inputs(cell, 1))()
+    return dict(zip(inputs.output_names(cell), arrays, strict=True))
+
+
+@pytest.mark.parametrize("cell", cells_to_check(), ids=lambda cell: cell.name)
+def test_providers_agree_with_the_oracle(cell: Cell) -> None:
+    oracle = Oracle(cell, 1)
+    for provider in ("fastattn-reference", "torch", "torch-eager"):
+        if not load(provider).why_not(cell):
+            found = oracle.check(answer(provider, cell))
+            assert found.ok, found.reason
+    assert flops(cell, inputs.true_in_mask(cell, 1)) > 0
+    assert bytes_touched(cell) > 0
+
+
+@pytest.mark.parametrize("op", ops.OPS)
+def test_a_wrong_answer_does_not(op: str) -> None:
+    cell = cell_of(op, SMALL[op], passes="fwd+bwd")
+    outputs = answer("torch", cell)
     oracle = Oracle(cell, 1)
     assert oracle.check(outputs).ok
     for name in outputs:
         wrong = outputs | {name: outputs[name].detach() * 1.1}
         found = oracle.check(wrong)
         assert (found.ok, found.tensor) == (False, name)
-    nan = outputs | {name: torch.full_like(outputs[name], torch.nan)}
-    assert not oracle.check(nan).ok
-
-
-def test_eager_attention_agrees_with_the_oracle() -> None:
-    for options in ({}, {"mask": "causal"}, {"mask": "bool"}, {"mask": "bias"}):
-        cell = dataclasses.replace(TINY, weights="per-head", **options)
-        provider = load("torch-eager")
-        arrays = provider.prepare(cell, inputs.make_inputs(cell, 1))()
-        assert Oracle(cell, 1).check(dict(zip(("out", "weights"), arrays, strict=True))).ok
+        nan = outputs | {name: torch.full_like(outputs[name], torch.nan)}
+        assert not oracle.check(nan).ok
 
 
 def test_a_long_cell_is_checked_by_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastattn.bench.oracle.PAIRS_CHECKED", 2 * 2 * 5 * 7)
-    monkeypatch.setattr("fastattn.bench.oracle._SCORES_AT_ONCE", 2 * 7 * 2)  # two rows of queries
+    monkeypatch.setattr("fastattn.bench.ops.sdpa.PAIRS_CHECKED", 2 * 2 * 5 * 7)
+    monkeypatch.setattr("fastattn.bench.ops.sdpa._SCORES_AT_ONCE", 2 * 7 * 2)  # two rows of queries
     cell = dataclasses.replace(TINY, mask="causal", passes="fwd+bwd")
     oracle = Oracle(cell, 0)
     assert oracle.compared == "2 of 4 (sequence, head)"
@@ -352,6 +433,7 @@ def test_a_long_cell_is_checked_by_a_sample(monkeypatch: pytest.MonkeyPatch) -> 
         ("not json", "not a result"),
         ("{}", "not a result"),
         ('{"format": "fastattn-bench", "version": 99}', "version 99"),
+        ('{"format": "fastattn-bench", "version": 2}', "not a result"),
         ('{"format": "fastattn-bench", "version": 1}', "not a result"),
         ('{"record": "header"}\n', "not a result"),
     ],
@@ -391,7 +473,7 @@ def test_the_readme_is_rendered_from_raw_results() -> None:
     rounds = [Round((100.0, 100.0), {"torch": 4.0, "fastattn": 2.0}) for _ in range(5)]
     result = a_result(rounds)
     cell = result.cells[0]
-    cell.cell = dataclasses.replace(cell.cell, op="mha", label="A model")
+    cell.cell = cell_of("mha", "B=2,L=6,E=16,H=2", label="A model")
     cell.outcomes = {p: Outcome(max_error=1e-7, largest=2.0) for p in ("torch", "fastattn")}
     render = load_render()
     rows = summary.summarise(result)

@@ -9,9 +9,11 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from fastattn.bench.cells import DTYPES, MASKS, OPS, PASSES, WEIGHTS, Cell
+from fastattn.bench import ops
+from fastattn.bench.cells import DTYPES, MASKS, PASSES, WEIGHTS, Cell
 from fastattn.bench.presets import PRESETS, Template, preset_cells, template_cells
 from fastattn.bench.providers import DEFAULT, PROVIDERS, split_isa
+from fastattn.bench.shapes import Line, parse_line, read_lines
 
 # Exit codes, as documented in docs/benchmarks.md.
 OK, FAULTS, USAGE, INTERRUPTED = 0, 1, 2, 130
@@ -41,20 +43,27 @@ def _names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
-def _add_run(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(bench_function=_run)
+def add_what(parser: argparse.ArgumentParser) -> None:
+    """The arguments that say which cells are meant."""
     what = parser.add_argument_group("what is measured")
     what.add_argument(
         "--preset",
         metavar="NAME",
         help=f"shapes of real models: {', '.join(PRESETS)}, all (default: quick)",
     )
-    what.add_argument("--op", choices=OPS, help="only this operator (with --shapes: sdpa)")
+    what.add_argument(
+        "--op",
+        type=_names,
+        default=[],
+        metavar="LIST",
+        help=f"only these operators (with --shapes: sdpa): {', '.join(ops.OPS)}",
+    )
     what.add_argument(
         "--shapes",
         action="append",
         metavar="S",
-        help='e.g. "B=1,H=8,Lq=128:8192:x2,Lk=Lq,D=64" or "B=8,L=512,E=768,H=12"; repeatable',
+        help='e.g. "B=1,H=8,Lq=128:8192:x2,Lk=Lq,D=64", "mha B=8,L=512,E=768,H=12 mask=padding", '
+        "or @FILE with such lines; repeatable",
     )
     what.add_argument("--dtype", type=_names, default=[], metavar="LIST", help="fp32,bf16,fp16")
     what.add_argument(
@@ -62,6 +71,11 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     )
     what.add_argument("--mask", choices=MASKS, help="the mask of every cell")
     what.add_argument("--weights", choices=WEIGHTS, help="the attention weights that are returned")
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(bench_function=_run)
+    add_what(parser)
     who = parser.add_argument_group("who is measured")
     who.add_argument(
         "--providers",
@@ -101,34 +115,61 @@ def _add_plot(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--theme", choices=("light", "dark"), default="light")
 
 
-def cells_of(args: argparse.Namespace) -> list[Cell]:
+def cells_of(args: argparse.Namespace, dtypes: Sequence[str] = DTYPES) -> list[Cell]:
     """The cells that the arguments ask for. Raises ValueError naming the argument that is wrong."""
-    for flag, given, allowed in (("--dtype", args.dtype, DTYPES), ("--pass", args.passes, PASSES)):
-        for name in given:
-            if name not in allowed:
-                raise ValueError(f"{flag} {name!r}: allowed are {', '.join(allowed)}")
+    _check_names("--dtype", args.dtype, dtypes)
+    _check_names("--pass", args.passes, PASSES)
+    wanted = [ops.resolve(name) for name in args.op]
     if args.shapes and args.preset:
         raise ValueError("give either --shapes or --preset")
     if args.shapes:
-        cells = [
-            cell
-            for text in args.shapes
-            for cell in template_cells(
-                Template("", args.op or "sdpa", text),
-                args.dtype or ["fp32"],
-                args.passes or ["fwd"],
-            )
-        ]
+        lines = [line for text in args.shapes for line in _lines(text)]
+        cells = [cell for line in lines for cell in _line_cells(line, args, wanted)]
     else:
-        cells = preset_cells(args.preset or "quick", args.dtype, args.passes)
-        cells = [cell for cell in cells if args.op in (None, cell.op)]
+        preset = args.preset or ("all" if wanted else "quick")
+        cells = preset_cells(preset, args.dtype, args.passes)
+        cells = [cell for cell in cells if not wanted or cell.op in wanted]
         if not cells:
-            raise ValueError(f"--preset {args.preset} has no cell of --op {args.op}")
+            raise ValueError(f"--preset {preset} has no cell of --op {','.join(args.op)}")
     if args.mask:
         cells = [dataclasses.replace(cell, mask=args.mask) for cell in cells]
     if args.weights:
         cells = [dataclasses.replace(cell, weights=args.weights) for cell in cells]
     return cells
+
+
+def _check_names(flag: str, given: Sequence[str], allowed: Sequence[str]) -> None:
+    for name in given:
+        if name not in allowed:
+            raise ValueError(f"{flag} {name!r}: allowed are {', '.join(allowed)}")
+
+
+def _lines(text: str) -> list[Line]:
+    return read_lines(Path(text[1:])) if text.startswith("@") else [parse_line(text)]
+
+
+def _line_cells(line: Line, args: argparse.Namespace, wanted: list[str]) -> list[Cell]:
+    """The cells of one line; an operator that --op does not want has none."""
+    given = {flag: _names(line.options.get(flag, "")) for flag in ("dtype", "pass")}
+    _check_names("dtype=", given["dtype"], DTYPES)
+    _check_names("pass=", given["pass"], PASSES)
+    named = [ops.resolve(line.op)] if line.op else wanted or ["sdpa"]
+    return [
+        cell
+        for op in named
+        if op in (wanted or named)
+        for cell in template_cells(
+            Template(
+                line.label,
+                op,
+                line.shape,
+                line.options.get("mask", "none"),
+                line.options.get("weights", "none"),
+            ),
+            args.dtype or given["dtype"] or ["fp32"],
+            args.passes or given["pass"] or ["fwd"],
+        )
+    ]
 
 
 def _settings_error(args: argparse.Namespace) -> str | None:
@@ -221,7 +262,12 @@ def _list(args: argparse.Namespace) -> int:
     """Lists operators, presets with their models, and providers with why one is unavailable."""
     from fastattn.bench.providers import load
 
-    print(f"Operators (--op)\n  {', '.join(OPS)}\n\nPresets (--preset)")
+    print("Operators (--op)")
+    for name in ops.OPS:
+        op = ops.get(name)
+        keys = ",".join(f"{key}={default}" for key, default in op.SIZES.items())
+        print(f"  {name:<20}{op.FUNCTION}: {op.ABOUT}\n{'':<22}{keys}; torch: {op.TORCH}")
+    print("\nPresets (--preset)")
     for name, preset in PRESETS.items():
         print(f"  {name:<20}{preset.about}")
     print("\nProviders (--providers)")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fastattn.bench import ops
 from fastattn.bench.cells import Cell
 from fastattn.bench.shapes import parse_shapes
 
@@ -42,13 +43,7 @@ def template_cells(
     return [
         Cell(
             op=template.op,
-            batch=shape["B"],
-            heads=shape["H"],
-            kv_heads=shape["Hkv"],
-            q_len=shape["Lq"],
-            kv_len=shape["Lk"],
-            head_dim=shape["D"],
-            value_dim=shape["Dv"],
+            sizes=sizes,
             dtype=dtype,
             passes=direction,
             mask=template.mask,
@@ -56,7 +51,7 @@ def template_cells(
             preset=preset,
             label=template.label,
         )
-        for shape in parse_shapes(template.shape)
+        for sizes in parse_shapes(template.shape, ops.get(template.op).SIZES)
         for dtype in dtypes or template.dtypes
         for direction in passes or template.passes
     ]
@@ -110,8 +105,27 @@ _PADDED_WEIGHTS = Template(
 )
 _PADDED_CORE = Template("Transformer SDPA, half padding", "sdpa", "B=16,H=8,L=256,D=64", "padding")
 _SINUSOIDS = [
-    Template("Transformer position encoding", "sinusoidal", "B=16,L=256,E=512,H=1"),
-    Template("Position encoding, width 768", "sinusoidal", "B=8,L=512,E=768,H=1"),
+    Template("Transformer position encoding", "sinusoidal", "B=16,L=256,E=512"),
+    Template("Position encoding, width 768", "sinusoidal", "B=8,L=512,E=768"),
+]
+_POSITIONS = [*_SINUSOIDS, Template("BERT-base learnt positions", "learned", "B=8,L=512,E=768")]
+# Bahdanau et al. 2015: 1000 hidden units, sentences of up to 30 or 50 words; Luong et al. 2015:
+# 1000 cells and windows of D = 10. Half as wide here, so that a cell takes no minute.
+_SEQ2SEQ = [
+    Template("Bahdanau scores, all steps", "additive", "B=32,L=30,A=512"),
+    Template("Bahdanau scores, one step", "additive", "B=64,Lq=1,Lk=50,A=512"),
+    Template("Bahdanau module, all steps", "bahdanau", "B=32,L=30,E=512,A=512"),
+    Template("Luong general, global", "luong", "B=64,L=50,D=512"),
+    Template("Luong general, local-m", "luong", "B=16,L=512,D=512,W=10"),
+]
+# Sukhbaatar et al. 2015: bAbI trained jointly, 50 sentences of at most 11 of 175 words, width 50;
+# and memories that are not small.
+_MEMORY = [
+    Template("bAbI encoding of a memory", "encode_memory", "B=32,N=50,J=11,V=175,D=50"),
+    Template("bAbI hops", "memory_hops", "B=32,N=50,D=50,K=3"),
+    Template("a memory for every query", "memory_hops", "B=256,N=1000,D=128,K=3"),
+    Template("one memory for all queries", "memory_hops", "B=256,S=1,N=10000,D=128,K=3"),
+    Template("bAbI, the whole network", "memn2n", "B=32,N=50,J=11,V=175,D=50,K=3"),
 ]
 
 PRESETS: dict[str, Preset] = {
@@ -139,9 +153,11 @@ PRESETS: dict[str, Preset] = {
         [_PADDED, _PADDED_WEIGHTS, _PADDED_CORE],
     ),
     "long": Preset("one causal sequence of 8192 tokens, 8 heads of 64", [_GPT_8K]),
-    "encoding": Preset("sinusoidal position encodings, width 512 and 768", _SINUSOIDS),
+    "encoding": Preset("position encodings, width 512 and 768", _POSITIONS),
+    "seq2seq": Preset("the attentions of recurrent translation: Bahdanau, Luong", _SEQ2SEQ),
+    "memory": Preset("end-to-end memory networks: bAbI, and larger memories", _MEMORY),
 }
-MODEL_PRESETS = ("bert", "vit", "gpt", "decode", "padded", "long", "encoding")
+MODEL_PRESETS = tuple(name for name in PRESETS if name not in ("quick", "dropin"))
 
 
 def preset_cells(name: str, dtypes: Sequence[str] = (), passes: Sequence[str] = ()) -> list[Cell]:

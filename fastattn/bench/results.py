@@ -18,10 +18,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fastattn.bench import ops
 from fastattn.bench.cells import Cell
 
 FORMAT = "fastattn-bench"
-VERSION = 1
+VERSION = 2
 
 
 @dataclass
@@ -154,7 +155,9 @@ def load(path: Path) -> Result:
         document = _document(text)
         if document.get("format") != FORMAT:
             raise ResultFileError(f"{path} is not a result of fastattn bench")
-        if document["version"] != VERSION:
+        if document["version"] == 1:
+            _upgrade(document)
+        elif document["version"] != VERSION:
             found = document["version"]
             raise ResultFileError(f"{path} has format version {found}, this is version {VERSION}")
         return Result(
@@ -167,6 +170,24 @@ def load(path: Path) -> Result:
         )
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
         raise ResultFileError(f"{path} is not a result of fastattn bench ({error!r})") from error
+
+
+_SIZES_OF_VERSION_1 = "batch heads kv_heads q_len kv_len head_dim value_dim".split()
+_NAMES_IN_VERSION_1 = {
+    "sdpa": dict(zip(("B", "H", "Hkv", "Lq", "Lk", "D", "Dv"), _SIZES_OF_VERSION_1, strict=True)),
+    "mha": {"B": "batch", "L": "q_len", "H": "heads"},
+    "sinusoidal": {"B": "batch", "L": "q_len"},
+}
+
+
+def _upgrade(document: dict[str, Any]) -> None:
+    """Version 1 had seven sizes for every operator, by names of its own."""
+    for found in document["cells"]:
+        cell = found["cell"]
+        sizes = {key: cell[name] for key, name in _NAMES_IN_VERSION_1[cell["op"]].items()}
+        if cell["op"] != "sdpa":
+            sizes["E"] = cell["heads"] * cell["head_dim"]
+        cell["sizes"] = {key: sizes[key] for key in ops.get(cell["op"]).SIZES}
 
 
 def _document(text: str) -> dict[str, Any]:

@@ -5,34 +5,88 @@
     KEY=128:8192:x2   from 128 to 8192, doubling;   64:256:+64 adds instead
     KEY=OTHER         the value of another key
 
-A shape with several ranges stands for every combination. `L` sets Lq and Lk at once, `E` the width
-H·D.
+A shape with several ranges stands for every combination. The keys are the operator's; what is left
+out has its default. `L` sets Lq and Lk at once; where an operator has H and one of D and E, the
+other may be given. A line, on the command line or in a file, may say more:
+
+    [OPERATOR] [SHAPE] [dtype=LIST] [pass=LIST] [mask=NAME] [weights=NAME] [# what it is]
 """
 
 from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 
-KEYS = ("B", "H", "Hkv", "L", "Lq", "Lk", "D", "Dv", "E")
+Defaults = Mapping[str, "int | str"]
 MAX_SHAPES = 1000
 _RANGE = re.compile(r"(\d+):(\d+):([x+])(\d+)")
+_OPTIONS = ("dtype", "pass", "mask", "weights")
 
 
-def parse_shapes(text: str) -> list[dict[str, int]]:
-    """Every combination that `text` describes, each with all of B, H, Hkv, Lq, Lk, D, Dv."""
+@dataclass(frozen=True)
+class Line:
+    """A line of `--shapes`, taken apart: options that are not given are empty."""
+
+    op: str
+    shape: str
+    options: Mapping[str, str]
+    label: str
+
+
+def parse_line(text: str) -> Line:
+    """Raises ValueError naming the word that does not belong."""
+    words, _, label = text.partition("#")
+    op, shape, options = "", "", {}
+    for word in words.split():
+        key, equals, value = word.partition("=")
+        if equals and key in _OPTIONS:
+            options[key] = value
+        elif equals and not shape:
+            shape = word
+        elif not equals and not op and not shape:
+            op = word
+        else:
+            raise ValueError(
+                f"--shapes: {word!r} does not belong in {text.strip()!r}; the form is "
+                "[OPERATOR] [SHAPE] [dtype=LIST] [pass=LIST] [mask=NAME] [weights=NAME] [# LABEL]"
+            )
+    if not shape and not op:
+        raise ValueError(f"--shapes: {text.strip()!r} has no KEY=VALUE and no operator")
+    return Line(op, shape, options, label.strip())
+
+
+def read_lines(path: Path) -> list[Line]:
+    """The lines of a file; empty ones and those that begin with # say nothing."""
+    lines = []
+    for number, text in enumerate(path.read_text().splitlines(), 1):
+        if text.strip() and not text.lstrip().startswith("#"):
+            try:
+                lines.append(parse_line(text))
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number}: {error}") from error
+    if not lines:
+        raise ValueError(f"--shapes @{path}: the file has no shape")
+    return lines
+
+
+def parse_shapes(text: str, defaults: Defaults) -> list[dict[str, int]]:
+    """Every combination that `text` describes, each with all of the operator's keys."""
+    keys = [*defaults, *_aliases(defaults)]
     given: dict[str, list[int] | str] = {}
-    for part in text.split(","):
+    for part in text.split(",") if text else ():
         key, equals, value = (word.strip() for word in part.partition("="))
         if not equals or not value:
             raise ValueError(
-                f"--shapes: {part.strip()!r} is not KEY=VALUE; keys are {', '.join(KEYS)}"
+                f"--shapes: {part.strip()!r} is not KEY=VALUE; keys are {', '.join(keys)}"
             )
-        if key not in KEYS:
-            raise ValueError(f"--shapes: unknown key {key!r}; keys are {', '.join(KEYS)}")
+        if key not in keys:
+            raise ValueError(f"--shapes: unknown key {key!r}; keys are {', '.join(keys)}")
         if key in given:
             raise ValueError(f"--shapes: {key} is given twice")
-        given[key] = value if value in KEYS else _values(key, value)
+        given[key] = value if value in keys else _values(key, value)
 
     ranges = {key: values for key, values in given.items() if not isinstance(values, str)}
     count = 1
@@ -42,9 +96,29 @@ def parse_shapes(text: str) -> list[dict[str, int]]:
         raise ValueError(f"--shapes: {count} combinations, at most {MAX_SHAPES} are allowed")
     references = {key: other for key, other in given.items() if isinstance(other, str)}
     return [
-        _complete(dict(zip(ranges, combination, strict=True)), references)
+        _complete(dict(zip(ranges, combination, strict=True)), references, defaults)
         for combination in itertools.product(*ranges.values())
     ]
+
+
+def shape_text(sizes: Mapping[str, int], defaults: Defaults) -> str:
+    """The shape in this grammar, as short as it can be read."""
+    parts = []
+    for key, default in defaults.items():
+        size = sizes[key]
+        if key == "Lq" and sizes.get("Lk") == size:
+            parts.append(f"L={size}")
+        elif not isinstance(default, str) or sizes[default] != size:
+            parts.append(f"{key}={size}")
+    return ",".join(parts)
+
+
+def _aliases(defaults: Defaults) -> list[str]:
+    """Keys that are not the operator's but tell one of them."""
+    aliases = ["L"] if "Lq" in defaults and "L" not in defaults else []
+    if "H" in defaults:
+        aliases += [{"D": "E", "E": "D"}[key] for key in ("D", "E") if key in defaults]
+    return aliases
 
 
 def _values(key: str, text: str) -> list[int]:
@@ -76,31 +150,38 @@ def _range(key: str, text: str, first: str, last: str, kind: str, step: str) -> 
     return values
 
 
-def _complete(shape: dict[str, int], references: dict[str, str]) -> dict[str, int]:
+def _complete(
+    given: dict[str, int], references: Mapping[str, str], defaults: Defaults
+) -> dict[str, int]:
     """Resolves references and fills in what was left out."""
     for key, other in references.items():
-        if other not in shape:
+        if other not in given:
             raise ValueError(f"--shapes: {key}={other}, but {other} is not given as a number")
-        shape[key] = shape[other]
-    if "L" in shape and ("Lq" in shape or "Lk" in shape):
-        raise ValueError("--shapes: give either L or Lq and Lk")
-    heads = shape.setdefault("H", 8)
-    if "E" in shape:
-        if "D" in shape and shape["D"] * heads != shape["E"]:
-            raise ValueError(
-                f"--shapes: E={shape['E']} is not H·D = {heads}·{shape['D']}; give either E or D"
-            )
-        if shape["E"] % heads:
-            raise ValueError(f"--shapes: E={shape['E']} is not a multiple of H={heads}")
-        shape["D"] = shape["E"] // heads
-    length = shape.get("L", shape.get("Lq", shape.get("Lk", 512)))
-    head_dim = shape.get("D", 64)
-    return {
-        "B": shape.get("B", 1),
-        "H": heads,
-        "Hkv": shape.get("Hkv", heads),
-        "Lq": shape.get("Lq", length),
-        "Lk": shape.get("Lk", length),
-        "D": head_dim,
-        "Dv": shape.get("Dv", head_dim),
-    }
+        given[key] = given[other]
+    if "L" in given and "L" not in defaults:
+        if "Lq" in given or "Lk" in given:
+            raise ValueError("--shapes: give either L or Lq and Lk")
+        given["Lq"] = given["Lk"] = given.pop("L")
+    elif "Lk" in given and "Lq" in defaults:
+        given.setdefault("Lq", given["Lk"])
+    if "H" in defaults:
+        _resolve_width(given, defaults)
+    shape: dict[str, int] = {}
+    for key, default in defaults.items():
+        shape[key] = given.get(key, shape[default] if isinstance(default, str) else default)
+    return shape
+
+
+def _resolve_width(given: dict[str, int], defaults: Defaults) -> None:
+    """E = H·D: leaves the one that the operator has."""
+    heads = given.get("H", int(defaults["H"]))
+    if "E" in given and "D" in given and given["D"] * heads != given["E"]:
+        raise ValueError(
+            f"--shapes: E={given['E']} is not H·D = {heads}·{given['D']}; give either E or D"
+        )
+    if "D" in defaults and (embed := given.pop("E", None)) is not None:
+        if embed % heads:
+            raise ValueError(f"--shapes: E={embed} is not a multiple of H={heads}")
+        given["D"] = embed // heads
+    if "E" in defaults and (width := given.pop("D", None)) is not None:
+        given["E"] = heads * width

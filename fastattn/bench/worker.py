@@ -39,6 +39,9 @@ Request = dict[str, Any]
 MAX_INNER = 10_000
 NEEDS_WARMING = 0.2  # seconds; a longer call refills the caches in a small part of its time
 
+# Batch and lengths of the tiny cell that loads the code; widths decide which code it is.
+_TINY = {"B": 1, "S": 1, "L": 16, "Lq": 16, "Lk": 16, "N": 16}
+
 
 class Worker:
     """Serves one provider. `time` repeats the call that the last `prepare` made."""
@@ -78,9 +81,8 @@ class Worker:
 
     def _wake(self, cell: Cell) -> None:
         """Runs a tiny cell of the same kind once: loading code is no cost of the shape's."""
-        tiny = dataclasses.replace(
-            cell, batch=1, q_len=min(cell.q_len, 16), kv_len=min(cell.kv_len, 16)
-        )
+        sizes = {key: min(size, _TINY.get(key, size)) for key, size in cell.sizes.items()}
+        tiny = dataclasses.replace(cell, sizes=sizes)
         if (kind := dataclasses.replace(tiny, preset="", label="")) not in self.awake:
             assert self.provider is not None
             with contextlib.suppress(Exception):  # the cell itself will say what is wrong

@@ -30,7 +30,7 @@ def why_not(cell: Cell) -> list[str]:
         reasons.append("its CPU kernel is for fp32")
     if cell.weights != "none":
         reasons.append("no weights are asked of it")
-    if cell.mask == "causal" and cell.q_len != cell.kv_len:
+    if cell.mask == "causal" and cell["Lq"] != cell["Lk"]:
         reasons.append("it aligns the causal diagonal differently when Lq is not Lk")
     return reasons
 
@@ -42,7 +42,7 @@ def prepare(cell: Cell, inputs: dict[str, Tensor]) -> Callable[[], list[Any]]:
     options.intra_op_num_threads = torch.get_num_threads()
     if "attn_mask" in inputs:
         # It wants every row of the mask, so the cell's mask is written out, untimed.
-        rows = (*inputs["attn_mask"].shape[:-2], cell.q_len, cell.kv_len)
+        rows = (*inputs["attn_mask"].shape[:-2], cell["Lq"], cell["Lk"])
         inputs = inputs | {"attn_mask": inputs["attn_mask"].expand(rows).contiguous()}
     session = onnxruntime.InferenceSession(
         _model(cell, inputs), options, providers=["CPUExecutionProvider"]
@@ -62,7 +62,7 @@ def _model(cell: Cell, inputs: dict[str, Tensor]) -> bytes:
         helper.make_tensor_value_info(name, kinds[inputs[name].dtype], list(inputs[name].shape))
         for name in names
     ]
-    shape = [cell.batch, cell.heads, cell.q_len, cell.value_dim]
+    shape = [cell[key] for key in ("B", "H", "Lq", "Dv")]
     out = helper.make_tensor_value_info("out", TensorProto.FLOAT, shape)
     node = helper.make_node("Attention", names, ["out"], is_causal=int(cell.mask == "causal"))
     graph = helper.make_graph([node], "attention", declared, [out])

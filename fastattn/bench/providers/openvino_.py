@@ -29,7 +29,7 @@ def why_not(cell: Cell) -> list[str]:
         reasons.append("only fp32 is wired up")
     if cell.weights != "none":
         reasons.append("it returns no weights")
-    if cell.heads != cell.kv_heads:
+    if cell["H"] != cell["Hkv"]:
         reasons.append("it has no grouped heads")
     return reasons
 

@@ -12,6 +12,10 @@ from fastattn.bench.cells import Cell
 Outputs = tuple[Tensor, ...]
 
 
+def torch_versions() -> dict[str, str]:
+    return {"torch": torch.__version__}
+
+
 def run_passes(
     cell: Cell, forward: Callable[[], Outputs], leaves: Sequence[Tensor], grad_out: Tensor
 ) -> Callable[[], Outputs]:

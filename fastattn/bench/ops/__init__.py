@@ -1,0 +1,44 @@
+"""What can be measured: one file for each operator and module of the library.
+
+An operator is an instance of `_base.Operator`, called OP, in `fastattn/bench/ops/<name>.py`; add
+its name to OPS. Any other importable module with an OP is one too: `--op mypackage.myoperator`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+
+from fastattn.bench.ops._base import Operator
+
+OPS = (
+    *("sdpa", "mha", "additive", "bahdanau", "luong"),
+    *("memory_hops", "encode_memory", "memn2n"),
+    *("sinusoidal", "learned"),
+)
+
+__all__ = ["OPS", "Operator", "get", "resolve"]
+
+
+@functools.cache
+def get(name: str) -> Operator:
+    """The operator of that name. Raises ValueError for one that is unknown."""
+    if name not in OPS and "." not in name:
+        raise ValueError(f"--op {name!r}: known are {', '.join(OPS)}, or a.module of yours")
+    try:
+        module = importlib.import_module(f"fastattn.bench.ops.{name}" if name in OPS else name)
+    except ImportError as error:
+        raise ValueError(f"--op {name!r} cannot be imported: {error}") from error
+    operator = getattr(module, "OP", None)
+    if not isinstance(operator, Operator):
+        raise ValueError(f"--op {name!r} has no OP that is a fastattn.bench.ops.Operator")
+    return operator
+
+
+def resolve(name: str) -> str:
+    """The name in OPS of an operator that may be given by its name in the library."""
+    for op in OPS:
+        if name in (op, get(op).FUNCTION, get(op).FUNCTION.removeprefix("nn.")):
+            return op
+    get(name)
+    return name

@@ -1,0 +1,66 @@
+"""What the attentions share: masks, and attention spelled out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fastattn.bench.ops._base import Inputs, Outputs, Rounded
+
+if TYPE_CHECKING:
+    from fastattn.bench.cells import Cell
+    from fastattn.bench.inputs import Draw
+
+
+def visible_keys(cell: Cell, draw: Draw) -> Tensor | None:
+    """True takes part: [B, 1, Lk] for padding, [Lq, Lk] for bool and causal, else None."""
+    queries, keys = (cell.sizes.get(key, cell.sizes.get("L", 0)) for key in ("Lq", "Lk"))
+    if cell.mask == "padding":
+        return draw.valid(cell["B"], keys)[:, None, :]
+    if cell.mask == "causal":
+        return torch.ones(queries, keys, dtype=torch.bool).tril()
+    if cell.mask == "bool":
+        return draw.visible(queries, keys)
+    return None
+
+
+def softmax_of(
+    scores: Tensor,  # [..., Lq, Lk]
+    visible: Tensor | None,
+    bias: Tensor | None,
+    rounded: Rounded,
+) -> Tensor:
+    """The weights; bias is added, what is not visible is excluded."""
+    if bias is not None:
+        scores = rounded(scores + bias)
+    if visible is not None:
+        scores = scores.masked_fill(~visible, -torch.inf)
+    return rounded(scores.softmax(-1))
+
+
+def attend(
+    query: Tensor,  # [B, H, Lq, D]
+    key: Tensor,  # [B, H, Lk, D]
+    value: Tensor,  # [B, H, Lk, Dv]
+    visible: Tensor | None,  # broadcastable to [B, H, Lq, Lk]
+    bias: Tensor | None,
+    rounded: Rounded,
+) -> tuple[Tensor, Tensor]:
+    scores = rounded(rounded(query @ key.mT) * query.shape[-1] ** -0.5)
+    weights = softmax_of(scores, visible, bias, rounded)
+    return rounded(weights @ value), weights
+
+
+def with_weights(cell: Cell, out: Tensor, weights: Tensor, rounded: Rounded) -> Outputs:
+    """`out`, and the weights [B, H, Lq, Lk] as the cell asks for them."""
+    if cell.weights == "none":
+        return (out,)
+    return out, rounded(weights.mean(1)) if cell.weights == "average" else weights
+
+
+def split_mask(inputs: Inputs) -> tuple[Tensor | None, Tensor | None]:
+    """(visible, bias) of `attn_mask`, True taking part."""
+    mask = inputs.get("attn_mask")
+    return (mask, None) if mask is not None and mask.dtype == torch.bool else (None, mask)

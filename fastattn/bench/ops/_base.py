@@ -1,0 +1,117 @@
+"""What the benchmark must know of an operator, and what follows from it."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+import fastattn
+
+if TYPE_CHECKING:
+    from fastattn.bench.cells import Cell
+    from fastattn.bench.inputs import Draw
+
+Inputs = dict[str, Tensor]
+Outputs = tuple[Tensor, ...]
+Rounded = Callable[[Tensor], Tensor]
+Forward = Callable[[], Outputs]
+Sizes = Mapping[str, "int | str"]
+Prepared = tuple[Forward, Sequence[Tensor]]
+
+
+class Operator:
+    """An operator: its sizes, its inputs, its cost, its equation in plain PyTorch, its call.
+
+    A function of the library needs `arguments`; a module gives `ours` and `theirs` itself. What is
+    left is right for an operator that is a function of its inputs, without masks and weights.
+    """
+
+    FUNCTION: ClassVar[str]  # its name in `fastattn`, of a module "nn.Name"
+    ABOUT: ClassVar[str]  # the equation, for `bench list`
+    TORCH: ClassVar[str]  # what the provider `torch` runs in its place
+    SIZES: ClassVar[Sizes]  # keys of --shapes; the default is a number or a key
+    MASKS: ClassVar[Sequence[str]] = ("none",)
+    WEIGHTS: ClassVar[Sequence[str]] = ("none",)
+    LEAVES: ClassVar[Sequence[str]]  # the inputs that have a gradient, in order
+
+    def check(self, sizes: Mapping[str, int]) -> None:
+        """Raises ValueError, naming the keys, for sizes that do not fit together."""
+
+    def flops(self, cell: Cell, pairs: int) -> tuple[int, int]:
+        """Of the forward and of the backward pass; `pairs` are the visible ones of one head."""
+        raise NotImplementedError
+
+    def elements(self, cell: Cell) -> tuple[int, int]:
+        """How many numbers all inputs and the output have."""
+        raise NotImplementedError
+
+    def inputs(self, cell: Cell, draw: Draw) -> Inputs:
+        """Tensors by name: the leaves, `grad_out`, masks and whatever else there is."""
+        raise NotImplementedError
+
+    def plain(self, cell: Cell, inputs: Inputs, rounded: Rounded) -> Outputs:
+        """The equation in plain PyTorch, `rounded` applied to the result of every operation."""
+        raise NotImplementedError
+
+    def arguments(self, cell: Cell, inputs: Inputs) -> tuple[Sequence[Any], dict[str, Any]]:
+        """Of the library's function."""
+        raise NotImplementedError
+
+    def ours(self, cell: Cell, inputs: Inputs) -> Prepared:
+        """The library, ready to be called, and the leaves of its gradient."""
+        function = operator.attrgetter(self.FUNCTION)(fastattn)
+        args, kwargs = self.arguments(cell, inputs)
+        return _returning_tuples(functools.partial(function, *args, **kwargs)), self.leaves(inputs)
+
+    def theirs(self, cell: Cell, inputs: Inputs) -> Prepared:
+        """What a user of PyTorch writes today."""
+        return lambda: self.plain(cell, inputs, lambda x: x), self.leaves(inputs)
+
+    def why_not_theirs(self, cell: Cell) -> list[str]:
+        """Why PyTorch has nothing for this cell."""
+        return []
+
+    def leaves(self, inputs: Inputs) -> list[Tensor]:
+        return [inputs[name] for name in self.LEAVES]
+
+    def expected(self, cell: Cell, inputs: Inputs, rounded: Rounded) -> Inputs:
+        """All outputs of the cell by name, in the dtype of `inputs`, by the plain equation."""
+        wanted = cell.passes != "fwd"
+        leaves = {name: inputs[name].clone().requires_grad_(wanted) for name in self.LEAVES}
+        with torch.set_grad_enabled(wanted):
+            out, *weights = self.plain(cell, inputs | leaves, rounded)
+        results = {"out": out.detach()}
+        if weights:
+            results["weights"] = weights[0].detach()
+        if wanted:
+            out.backward(inputs["grad_out"])
+            for name, leaf in leaves.items():
+                assert leaf.grad is not None
+                results[f"grad_{name}"] = rounded(leaf.grad)
+        return results
+
+    # A long cell may be checked by a sample of its parts.
+
+    def parts(self, cell: Cell, seed: int) -> list[tuple[int, ...]]:
+        """The parts that are compared; `[()]` is everything."""
+        return [()]
+
+    def part(self, cell: Cell, name: str, x: Tensor, where: tuple[int, ...]) -> Tensor:
+        """One part of an input or an output."""
+        return x
+
+    def coverage(self, cell: Cell, parts: list[tuple[int, ...]]) -> str:
+        return "all"
+
+
+def _returning_tuples(call: Callable[[], Any]) -> Forward:
+    def forward() -> Outputs:
+        result = call()
+        return result if isinstance(result, tuple) else (result,)
+
+    return forward

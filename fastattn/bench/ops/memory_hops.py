@@ -1,0 +1,73 @@
+"""`memory_hop_attention`: u ← u + Cᵀ softmax(M u), K times.
+
+A query and a row of the memory cost 2·D for the score and 2·D for what is read, a hop; backward
+10·D, the scores being computed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from fastattn.bench.cells import Cell
+from fastattn.bench.inputs import Draw
+from fastattn.bench.ops._attention import softmax_of
+from fastattn.bench.ops._base import Inputs, Operator, Outputs, Rounded, Sizes
+
+
+class MemoryHops(Operator):
+    FUNCTION = "memory_hop_attention"
+    ABOUT = "u ← u + Cᵀ softmax(M u), K hops, u [B, D], M and C [S, N, D]; S = 1 is one for all"
+    TORCH = "the equation: torch has no such function"
+    SIZES: ClassVar[Sizes] = {"B": 32, "S": "B", "N": 50, "D": 20, "K": 3}
+    MASKS = ("none", "padding")
+    WEIGHTS = ("none", "per-head")
+    LEAVES = ("query", "in_memory", "out_memory")
+
+    def check(self, sizes: Mapping[str, int]) -> None:
+        if sizes["S"] not in (1, sizes["B"]):
+            raise ValueError(f"S={sizes['S']} must be 1 or B={sizes['B']}")
+
+    def flops(self, cell: Cell, pairs: int) -> tuple[int, int]:
+        work = cell["B"] * cell["K"] * cell["N"] * cell["D"]
+        return 4 * work, 10 * work
+
+    def elements(self, cell: Cell) -> tuple[int, int]:
+        queries = cell["B"] * cell["D"]
+        return queries + 2 * cell["S"] * cell["N"] * cell["D"], queries
+
+    def inputs(self, cell: Cell, draw: Draw) -> Inputs:
+        memory = (cell["S"], cell["N"], cell["D"])
+        inputs = {
+            "query": draw.normal(cell["B"], cell["D"]),
+            "in_memory": draw.normal(*memory, scale=0.1),
+            "out_memory": draw.normal(*memory, scale=0.1),
+            "grad_out": draw.normal(cell["B"], cell["D"]),
+        }
+        if cell.mask == "padding":
+            inputs["memory_mask"] = draw.valid(cell["B"], cell["N"])
+        return inputs
+
+    def arguments(self, cell: Cell, inputs: Inputs) -> tuple[Sequence[Any], dict[str, Any]]:
+        return self.leaves(inputs), {
+            "hops": cell["K"],
+            "memory_mask": inputs.get("memory_mask"),
+            "need_weights": cell.weights != "none",
+        }
+
+    def plain(self, cell: Cell, inputs: Inputs, rounded: Rounded) -> Outputs:
+        u, m, c = self.leaves(inputs)
+        all_weights = []
+        for _ in range(cell["K"]):
+            shared = cell["S"] == 1
+            scores = u @ m[0].T if shared else torch.bmm(m, u.unsqueeze(2)).squeeze(2)
+            p = softmax_of(rounded(scores), inputs.get("memory_mask"), None, rounded)  # [B, N]
+            read = p @ c[0] if shared else torch.bmm(p.unsqueeze(1), c).squeeze(1)
+            u = rounded(u + rounded(read))
+            all_weights.append(p)
+        return (u,) if cell.weights == "none" else (u, torch.stack(all_weights, 1))
+
+
+OP = MemoryHops()

@@ -1,0 +1,56 @@
+"""`sinusoidal_encoding`: x·√E + PE(position)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from fastattn.bench.cells import Cell
+from fastattn.bench.inputs import Draw
+from fastattn.bench.ops._base import Inputs, Operator, Outputs, Prepared, Rounded, Sizes
+
+
+class Sinusoidal(Operator):
+    FUNCTION = "sinusoidal_encoding"
+    ABOUT = "x·√E + PE(position) on x [B, L, E]"
+    TORCH = "x * sqrt(E) + table[:L]"
+    SIZES: ClassVar[Sizes] = {"B": 1, "L": 512, "E": 512}
+    LEAVES = ("x",)
+
+    def flops(self, cell: Cell, pairs: int) -> tuple[int, int]:
+        elements = cell["B"] * cell["L"] * cell["E"]
+        return 2 * elements, elements
+
+    def elements(self, cell: Cell) -> tuple[int, int]:
+        return (cell["B"] * cell["L"] * cell["E"],) * 2
+
+    def inputs(self, cell: Cell, draw: Draw) -> Inputs:
+        shape = (cell["B"], cell["L"], cell["E"])
+        return {"x": draw.normal(*shape), "grad_out": draw.normal(*shape)}
+
+    def arguments(self, cell: Cell, inputs: Inputs) -> tuple[Sequence[Any], dict[str, Any]]:
+        return [inputs["x"]], {"scale": math.sqrt(cell["E"])}
+
+    def theirs(self, cell: Cell, inputs: Inputs) -> Prepared:
+        x, scale = inputs["x"], math.sqrt(cell["E"])
+        table = _table(cell).to(x.dtype).to(x.device)
+        return lambda: (x * scale + table,), [x]
+
+    def plain(self, cell: Cell, inputs: Inputs, rounded: Rounded) -> Outputs:
+        x = inputs["x"]
+        return (rounded(rounded(x * cell["E"] ** 0.5) + rounded(_table(cell).to(x.dtype))),)
+
+
+def _table(cell: Cell) -> Tensor:
+    """[L, E] in fp64: sine and cosine of a frequency side by side."""
+    embed = cell["E"]
+    position = torch.arange(cell["L"], dtype=torch.float64)[:, None]
+    angle = position * 10000.0 ** (-torch.arange(0, embed, 2, dtype=torch.float64) / embed)
+    return torch.stack([angle.sin(), angle.cos()], -1).flatten(1)[:, :embed]
+
+
+OP = Sinusoidal()
