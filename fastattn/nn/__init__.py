@@ -4,6 +4,13 @@ from fastattn.nn.additive import AdditiveAttention, BahdanauAttention
 from fastattn.nn.memn2n import MemN2N, insert_empty_memories
 from fastattn.nn.mha import MultiheadAttention
 from fastattn.nn.positional import LearnedPositionalEncoding, SinusoidalPositionalEncoding
+from fastattn.nn.seq2seq import Transformer
+from fastattn.nn.transformer import (
+    TransformerDecoder,
+    TransformerDecoderLayer,
+    TransformerEncoder,
+    TransformerEncoderLayer,
+)
 
 __all__ = [
     "AdditiveAttention",
@@ -12,5 +19,10 @@ __all__ = [
     "MemN2N",
     "MultiheadAttention",
     "SinusoidalPositionalEncoding",
+    "Transformer",
+    "TransformerDecoder",
+    "TransformerDecoderLayer",
+    "TransformerEncoder",
+    "TransformerEncoderLayer",
     "insert_empty_memories",
 ]

@@ -24,6 +24,7 @@ def nested_self_attention(
     attn_mask: Tensor | None,
     need_weights: bool,
     average_attn_weights: bool,
+    is_causal: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Sequences of N different lengths L_n: no padding is stored, projected or attended.
 
@@ -51,7 +52,12 @@ def nested_self_attention(
     for qkv in packed.split(lengths):  # [L_n, 3, H, D]
         q, k, v = qkv.permute(1, 2, 0, 3).unsqueeze(1).unbind()  # [1, H, L_n, D]
         result = scaled_dot_product_attention(
-            q, k, v, need_weights=need_weights, average_weights=average_weights
+            q,
+            k,
+            v,
+            is_causal=is_causal,
+            need_weights=need_weights,
+            average_weights=average_weights,
         )
         if need_weights:
             result, w = result

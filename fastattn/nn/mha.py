@@ -12,6 +12,7 @@ from torch import Tensor
 # Bound here: whoever puts our class under this name in torch.nn later meets no recursion.
 from torch.nn import MultiheadAttention as _Stock
 
+from fastattn.nn._cache import KeyValueCache
 from fastattn.nn._linear import linear
 from fastattn.nn._masks import check_mask_dtypes, is_causal_mask, merge_masks
 from fastattn.nn._nested import nested_self_attention
@@ -137,12 +138,47 @@ class MultiheadAttention(_Stock):
                 small = self_attention(self, query, key_padding_mask, causal)
                 if small is not None:
                     return small, None
+        rest = (key_padding_mask, attn_mask, is_causal, need_weights, average_attn_weights)
+        return self._general(query, key, value, *rest, batched)
+
+    def __prepare_scriptable__(self) -> None:
+        """What ``torch.jit.script`` asks a module for."""
+        raise RuntimeError(
+            "torch.jit.script cannot compile fastattn.nn.MultiheadAttention: call "
+            "fastattn.restore_mha(model) first, or use torch.compile or torch.export"
+        )
+
+    def _general(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None,
+        attn_mask: Tensor | None,
+        is_causal: bool,
+        need_weights: bool,
+        average_weights: bool,
+        batched: bool,
+        cache: KeyValueCache | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Projections, attention, and the projection of its output, on tensors of any size.
+
+        With a cache, ``key`` and ``value`` are what comes after those in it (self-attention), or
+        what they came from (any other). Causal queries are then the last of the keys.
+        """
         batch_dim = 0 if self.batch_first or not batched else 1
         if not batched:
             query, key, value = _add_batch(query, key, value)
             key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
         self._check_shapes(query, key, value, batch_dim)
-        q, k, v = self._project(query, key, value, batch_dim)
+        if cache is None:
+            q, k, v = self._project(query, key, value, batch_dim)
+        elif key is query:
+            q, k, v = self._project(query, key, value, batch_dim)
+            k, v = cache.extended(k, v)
+        else:
+            q = self._project_query(query, batch_dim)
+            k, v = cache.kept(lambda: self._project(query, key, value, batch_dim)[1:])
         out, weights = self._attend(
             q,
             k,
@@ -151,20 +187,14 @@ class MultiheadAttention(_Stock):
             attn_mask,
             is_causal,
             bool(need_weights),
-            bool(average_attn_weights),
+            bool(average_weights),
+            "upper_left" if cache is None else "bottom_right",
         )
         out = self._project_out(out, batch_dim)
         if not batched:
             out = out.squeeze(0)
             weights = None if weights is None else weights.squeeze(0)
         return out, weights
-
-    def __prepare_scriptable__(self) -> None:
-        """What ``torch.jit.script`` asks a module for."""
-        raise RuntimeError(
-            "torch.jit.script cannot compile fastattn.nn.MultiheadAttention: call "
-            "fastattn.restore_mha(model) first, or use torch.compile or torch.export"
-        )
 
     def _attend(
         self,
@@ -176,12 +206,13 @@ class MultiheadAttention(_Stock):
         is_causal: bool,
         need_weights: bool,
         average_weights: bool,
+        causal_alignment: str = "upper_left",
     ) -> tuple[Tensor, Tensor | None]:
         """Attention between the projections: out [N, H, L, D], weights [N, (H,) L, S'] or None."""
         source = k.shape[2]
         k, v = self._append(k, v)
         appended = k.shape[2] - source
-        causal = False
+        causal = is_causal and attn_mask is None
         if is_causal and attn_mask is not None:
             # Where PyTorch would read the mask, the hint still serves if the mask bears it out.
             # (Appended keys are visible to a mask, and in the future of a hint.)
@@ -203,6 +234,7 @@ class MultiheadAttention(_Stock):
             attn_mask=mask,
             dropout_p=self.dropout if self.training else 0.0,
             window=(-1, 0) if causal else None,  # is_causal, which excludes a mask, allowing one
+            causal_alignment=causal_alignment,
             need_weights=need_weights,
             average_weights=need_weights and average_weights,
         )
@@ -253,6 +285,12 @@ class MultiheadAttention(_Stock):
             for x, w, b in zip((query, key, value), weights, biases, strict=True)
         )
         return q, k, v
+
+    def _project_query(self, query: Tensor, batch_dim: int) -> Tensor:
+        bias = None if self.in_proj_bias is None else self.in_proj_bias[: self.embed_dim]
+        joint = self._qkv_same_embed_dim
+        weight = self.in_proj_weight[: self.embed_dim] if joint else self.q_proj_weight
+        return self._heads(linear(query, weight, bias), batch_dim, 1)[0]
 
     def _heads(self, packed: Tensor, batch_dim: int, count: int) -> tuple[Tensor, ...]:
         """[N, L, count·E] or [L, N, count·E] -> ``count`` views [N, H, L, D]"""

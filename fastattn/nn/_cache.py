@@ -1,0 +1,96 @@
+"""What a decoder remembers between its steps: the keys and values of the positions so far."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+__all__ = ["DecoderCache", "KeyValueCache"]
+
+
+class KeyValueCache:
+    """Keys and values [N, H, S, D] of one attention.
+
+    What an attention writes behind the first ``length`` positions counts from ``advance`` on: until
+    then the same positions are written again, so that a step can be repeated.
+    """
+
+    def __init__(self) -> None:
+        self.length = 0
+        self._pair: tuple[Tensor, Tensor] | None = None  # with room behind `length`
+
+    def extended(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Return all keys and values, those given [N, H, L, D] behind the others."""
+        start, end = self.length, self.length + k.shape[2]
+        if self._pair is not None and self._pair[0].shape[0] != k.shape[0]:
+            raise ValueError(
+                f"the cache holds a batch of {self._pair[0].shape[0]}, got one of {k.shape[0]}"
+            )
+        if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
+            # What a gradient goes through must not be written over.
+            if self._pair is not None:
+                k, v = (
+                    torch.cat((past[:, :, :start], new), 2)
+                    for past, new in zip(self._pair, (k, v), strict=True)
+                )
+            self._pair = k, v
+            return k, v
+        if self._pair is None or self._pair[0].shape[2] < end:
+            self._pair = self._with_room(k, v, 2 * end)
+        for buffer, new in zip(self._pair, (k, v), strict=True):
+            buffer[:, :, start:end] = new
+        return self._pair[0][:, :, :end], self._pair[1][:, :, :end]
+
+    def kept(self, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, Tensor]:
+        """Return the keys and values that do not change, made the first time."""
+        if self._pair is None:
+            k, v = make()
+            self._pair = k, v
+        return self._pair
+
+    def advance(self, steps: int) -> None:
+        self.length += steps
+
+    def select(self, index: Tensor) -> None:
+        if self._pair is not None:
+            k, v = (x.index_select(0, index) for x in self._pair)
+            self._pair = k, v
+
+    def _with_room(self, k: Tensor, v: Tensor, positions: int) -> tuple[Tensor, Tensor]:
+        old = self._pair
+        made = [x.new_empty(*x.shape[:2], positions, x.shape[3]) for x in (k, v)]
+        if old is not None:
+            for buffer, past in zip(made, old, strict=True):
+                buffer[:, :, : self.length] = past[:, :, : self.length]
+        return made[0], made[1]
+
+
+class DecoderCache:
+    """What a :class:`fastattn.nn.TransformerDecoder` has computed of earlier positions.
+
+    Made by ``decoder.new_cache()``, filled by each call that it is given to. It belongs to one
+    batch and one memory.
+
+    Attributes:
+        length: the number of positions so far.
+        layers: for each layer, the caches of self- and of cross-attention.
+        padding: [N, length] bool, the padding among the positions so far, where it is known.
+    """
+
+    def __init__(self, layers: int) -> None:
+        self.layers = [(KeyValueCache(), KeyValueCache()) for _ in range(layers)]
+        self.padding: Tensor | None = None
+
+    @property
+    def length(self) -> int:
+        return self.layers[0][0].length
+
+    def select(self, index: Tensor) -> None:
+        """Go on with these sequences of the batch, [N'] int64: the survivors of a beam search."""
+        for pair in self.layers:
+            for cache in pair:
+                cache.select(index)
+        if self.padding is not None:
+            self.padding = self.padding.index_select(0, index)

@@ -1,0 +1,56 @@
+"""The attention inside the layers of a Transformer: causal without a mask, and with a memory."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fastattn.nn._cache import KeyValueCache
+from fastattn.nn._nested import nested_self_attention
+from fastattn.nn._small import self_attention
+from fastattn.nn.mha import MultiheadAttention, keep_forward_called
+
+__all__ = ["LayerAttention", "into_layer_attention"]
+
+
+class LayerAttention(MultiheadAttention):
+    """``MultiheadAttention``, where ``is_causal=True`` needs no mask, and that may have a cache."""
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+        *,
+        cache: KeyValueCache | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        rest = (key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
+        if cache is None and not (is_causal and attn_mask is None):
+            return super().forward(query, key, value, *rest)
+        if self._watch is not None:
+            own = LayerAttention.forward
+            return self._watch(own, self, query, key, value, *rest, cache=cache)
+        if query.is_nested:
+            masks = (key_padding_mask, None)
+            flags = (need_weights, average_attn_weights, True)
+            return nested_self_attention(self, query, key, value, *masks, *flags)
+        batched = F._mha_shape_check(  # type: ignore[attr-defined]
+            query, key, value, key_padding_mask, None, self.num_heads
+        )
+        if cache is None and query is key and key is value and batched and not need_weights:
+            small = self_attention(self, query, key_padding_mask, True)
+            if small is not None:
+                return small, None
+        given = (key_padding_mask, attn_mask, is_causal, need_weights, average_attn_weights)
+        return self._general(query, key, value, *given, batched, cache)
+
+
+def into_layer_attention(attention: nn.MultiheadAttention) -> None:
+    """Switch the class: parameters, and the random numbers they came from, stay PyTorch's."""
+    attention.__class__ = LayerAttention
+    attention.register_forward_pre_hook(keep_forward_called)

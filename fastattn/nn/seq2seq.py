@@ -1,0 +1,337 @@
+"""``Transformer``: encoder and decoder, between vectors as in ``torch.nn``, or between tokens."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fastattn.nn._cache import DecoderCache
+from fastattn.nn._eager import is_plain
+from fastattn.nn.positional import SinusoidalPositionalEncoding
+from fastattn.nn.transformer import (
+    TransformerDecoder,
+    TransformerDecoderLayer,
+    TransformerEncoder,
+    TransformerEncoderLayer,
+)
+
+__all__ = ["Transformer"]
+
+
+class Transformer(nn.Transformer):
+    r"""The Transformer of Vaswani et al. 2017 (https://arxiv.org/abs/1706.03762).
+
+    Without ``vocab_size`` it is ``torch.nn.Transformer`` on fused attention: from vectors to
+    vectors, same arguments, same parameters from the same seed, same ``state_dict``.
+
+    With ``vocab_size`` it is the network of the paper, from tokens to logits:
+
+    .. math::
+        x_i = \sqrt{E} \, table[src_i] + PE(i), \quad
+        memory = encoder(dropout(x)), \quad
+        logits = decoder(dropout(y), memory) \, table^T
+
+    with the sinusoids of :class:`SinusoidalPositionalEncoding` and one table for source, target
+    and output. Padding is hidden, and the decoder is causal, without being asked to.
+
+    Args:
+        d_model, nhead, num_encoder_layers, num_decoder_layers, dim_feedforward, dropout,
+            activation, custom_encoder, custom_decoder, layer_norm_eps, batch_first, norm_first,
+            bias, device, dtype: as in ``torch.nn.Transformer``, whose defaults are the paper's base
+            model: 512, 8, 6, 6, 2048, 0.1, ReLU.
+        vocab_size: how many tokens there are: one vocabulary, or (source's, target's).
+        tie_embeddings: whether the output's weights are the target's table, and, of one
+            vocabulary, the source's table too.
+        padding_idx: the token that fills sequences up.
+
+    Attributes:
+        encoder, decoder: the stacks.
+        src_embedding, tgt_embedding: ``nn.Embedding``; positional: the sinusoids and the dropout;
+            output: ``nn.Linear`` without bias. None without ``vocab_size``.
+    """
+
+    decoder: Any  # has a cache if it is ours
+
+    def __init__(
+        self,
+        d_model: int = 512,
+        nhead: int = 8,
+        num_encoder_layers: int = 6,
+        num_decoder_layers: int = 6,
+        dim_feedforward: int = 2048,
+        dropout: float = 0.1,
+        activation: str | Callable[[Tensor], Tensor] = F.relu,
+        custom_encoder: nn.Module | None = None,
+        custom_decoder: nn.Module | None = None,
+        layer_norm_eps: float = 1e-5,
+        batch_first: bool = False,
+        norm_first: bool = False,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        vocab_size: int | tuple[int, int] | None = None,
+        tie_embeddings: bool = True,
+        padding_idx: int = 0,
+    ) -> None:
+        sizes = None if vocab_size is None else _sizes(vocab_size, padding_idx)
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        options = (d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps)
+        flags = (batch_first, norm_first, bias)
+
+        def norm() -> nn.LayerNorm:
+            return nn.LayerNorm(d_model, eps=layer_norm_eps, bias=bias, **made)
+
+        if custom_encoder is None:
+            with warnings.catch_warnings():  # that some layers cannot skip padding so
+                warnings.filterwarnings("ignore", "enable_nested_tensor is True")
+                encoder_layer = TransformerEncoderLayer(*options, *flags, **made)
+                custom_encoder = TransformerEncoder(encoder_layer, num_encoder_layers, norm())
+        if custom_decoder is None:
+            decoder_layer = TransformerDecoderLayer(*options, *flags, **made)
+            custom_decoder = TransformerDecoder(decoder_layer, num_decoder_layers, norm())
+        super().__init__(
+            d_model,
+            nhead,
+            num_encoder_layers,
+            num_decoder_layers,
+            dim_feedforward,
+            dropout,
+            activation,
+            custom_encoder,
+            custom_decoder,
+            layer_norm_eps,
+            *flags,
+            **made,
+        )
+        self.padding_idx = padding_idx
+        self.src_embedding: nn.Embedding | None = None
+        self.tgt_embedding: nn.Embedding | None = None
+        self.output: nn.Linear | None = None
+        self.positional: SinusoidalPositionalEncoding | None = None
+        if sizes is None:
+            return
+        source, target = sizes
+        self.tgt_embedding = nn.Embedding(target, d_model, padding_idx, **made)
+        shared = tie_embeddings and isinstance(vocab_size, int)
+        self.src_embedding = (
+            self.tgt_embedding if shared else nn.Embedding(source, d_model, padding_idx, **made)
+        )
+        self.output = nn.Linear(d_model, target, bias=False, **made)
+        if tie_embeddings:
+            self.output.weight = self.tgt_embedding.weight
+        self.positional = SinusoidalPositionalEncoding(
+            d_model, dropout=dropout, scale="sqrt_dim", batch_first=batch_first
+        )
+        tables = (self.src_embedding.weight, self.tgt_embedding.weight, self.output.weight)
+        for table in dict.fromkeys(tables):
+            nn.init.normal_(table, std=1 / math.sqrt(d_model))  # logits of about 1
+        for embedding in (self.src_embedding, self.tgt_embedding):
+            with torch.no_grad():
+                embedding.weight[padding_idx].zero_()
+
+    def forward(
+        self,
+        src: Tensor,
+        tgt: Tensor,
+        src_mask: Tensor | None = None,
+        tgt_mask: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        tgt_key_padding_mask: Tensor | None = None,
+        memory_key_padding_mask: Tensor | None = None,
+        src_is_causal: bool | None = None,
+        tgt_is_causal: bool | None = None,
+        memory_is_causal: bool = False,
+    ) -> Tensor:
+        """Return the decoder's output [N, T, E], or logits [N, T, V] of tokens.
+
+        Args:
+            src: vectors [N, S, E], or tokens [N, S], int64 or int32.
+            tgt: vectors [N, T, E], or tokens [N, T]. (Without ``batch_first`` N is second; it may
+                be missing.)
+            src_mask, tgt_mask, memory_mask, src_key_padding_mask, tgt_key_padding_mask,
+                memory_key_padding_mask, src_is_causal, tgt_is_causal, memory_is_causal: as in
+                ``torch.nn.Transformer``, but ``is_causal`` needs no mask. For tokens, missing
+                padding masks are where ``padding_idx`` is, and ``tgt_is_causal`` is True unless a
+                ``tgt_mask`` is given.
+        """
+        if self.tgt_embedding is None:
+            return super().forward(
+                src,
+                tgt,
+                src_mask,
+                tgt_mask,
+                memory_mask,
+                src_key_padding_mask,
+                tgt_key_padding_mask,
+                memory_key_padding_mask,
+                src_is_causal,
+                tgt_is_causal,
+                memory_is_causal,
+            )
+        batch = 0 if self.batch_first else 1
+        if src.ndim == tgt.ndim == 2 and src.shape[batch] != tgt.shape[batch]:
+            raise RuntimeError("the batch number of src and tgt must be equal")
+        if src_key_padding_mask is None:
+            src_key_padding_mask = self.padding_of(src)
+        if memory_key_padding_mask is None:
+            memory_key_padding_mask = src_key_padding_mask
+        memory = self.encode(src, src_mask, src_key_padding_mask, src_is_causal)
+        masks = (tgt_mask, memory_mask, tgt_key_padding_mask)
+        flags = (tgt_is_causal, memory_is_causal)
+        return self.decode(tgt, memory, *masks, memory_key_padding_mask, *flags)
+
+    def encode(
+        self,
+        src: Tensor,
+        src_mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        src_is_causal: bool | None = None,
+    ) -> Tensor:
+        """Return the memory [N, S, E]; arguments as in :meth:`forward`."""
+        if self.src_embedding is not None:
+            if src_key_padding_mask is None:
+                src_key_padding_mask = self.padding_of(src)
+            src_key_padding_mask = _if_any(src_key_padding_mask)
+            src = self._embed("src", src, self.src_embedding, 0)
+        return self.encoder(src, src_mask, src_key_padding_mask, src_is_causal)
+
+    def decode(
+        self,
+        tgt: Tensor,
+        memory: Tensor,
+        tgt_mask: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+        tgt_key_padding_mask: Tensor | None = None,
+        memory_key_padding_mask: Tensor | None = None,
+        tgt_is_causal: bool | None = None,
+        memory_is_causal: bool = False,
+        *,
+        cache: DecoderCache | None = None,
+    ) -> Tensor:
+        """Return the output for the targets; arguments as in :meth:`forward`.
+
+        With ``cache = model.decoder.new_cache()`` the targets are those that follow the ones
+        before; masks as in :class:`TransformerDecoder`. The padding of the memory cannot be known
+        from it: give ``memory_key_padding_mask=model.padding_of(src)``.
+        """
+        if self.tgt_embedding is not None:
+            if tgt_key_padding_mask is None:
+                tgt_key_padding_mask = _if_any(self._padding_so_far(tgt, cache))
+            if tgt_is_causal is None and tgt_mask is None:
+                tgt_is_causal = True
+            offset = 0 if cache is None else cache.length
+            tgt = self._embed("tgt", tgt, self.tgt_embedding, offset)
+        masks = (tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask)
+        more = {} if cache is None else {"cache": cache}
+        out = self.decoder(tgt, memory, *masks, tgt_is_causal, memory_is_causal, **more)
+        return out if self.output is None else self.output(out)
+
+    def padding_of(self, tokens: Tensor) -> Tensor:
+        """Return where the padding is, [N, L], as key padding masks have it."""
+        padding = tokens == self.padding_idx
+        return padding if self.batch_first or tokens.ndim == 1 else padding.T
+
+    @torch.no_grad()
+    def generate(
+        self, src: Tensor, *, bos_idx: int, eos_idx: int, max_length: int, beams: int = 1
+    ) -> Tensor:
+        """Return the likeliest targets that greedy search, or beam search, finds.
+
+        Args:
+            src: tokens [N, S] ([S, N] without ``batch_first``).
+            bos_idx: the token that every target starts with.
+            eos_idx: the token that ends one.
+            max_length: how many tokens at most, without the first.
+            beams: how many partial targets are kept of each; 1 is greedy. The one with the largest
+                mean logarithm of its tokens' probabilities wins.
+
+        Returns:
+            Tokens [N, T] ([T, N]), T <= max_length, without ``bos_idx``; filled up with padding.
+            Call it in eval mode, or dropout is applied.
+        """
+        if self.tgt_embedding is None:
+            raise RuntimeError("generate needs tokens: make the Transformer with a vocab_size")
+        if src.ndim != 2:
+            raise ValueError(f"src must be a batch of tokens, got shape {tuple(src.shape)}")
+        for name, value in (("max_length", max_length), ("beams", beams)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        rows, steps = (0, 1) if self.batch_first else (1, 0)
+        hidden = self.padding_of(src).repeat_interleave(beams, 0)
+        memory = self.encode(src).repeat_interleave(beams, rows)
+        count = src.shape[rows]  # N; below, beam b of sequence n is row n·beams + b
+        first = torch.arange(count, device=src.device)[:, None] * beams
+        scores = memory.new_full((count, beams), -math.inf, dtype=torch.float32)
+        scores[:, 0] = 0.0  # all beams are alike in the beginning
+        tokens = src.new_full((count * beams, 1), bos_idx)
+        done = torch.zeros(count * beams, dtype=torch.bool, device=src.device)
+        cache = self.decoder.new_cache()
+        for _ in range(max_length):
+            last = tokens[:, -1:] if self.batch_first else tokens[:, -1:].T
+            logits = self.decode(last, memory, memory_key_padding_mask=hidden, cache=cache)
+            more = logits.select(steps, 0).float().log_softmax(-1)  # [N·beams, V]
+            more[done] = -math.inf
+            more[done, self.padding_idx] = 0.0  # what has ended goes on with padding, for nothing
+            scores, best = (scores.flatten()[:, None] + more).view(count, -1).topk(beams)
+            parent = (first + best // more.shape[1]).flatten()
+            word = (best % more.shape[1]).flatten()
+            tokens = torch.cat((tokens[parent], word[:, None].to(tokens.dtype)), 1)
+            done = done[parent] | (word == eos_idx)
+            cache.select(parent)
+            if done.all():
+                break
+        told = tokens[:, 1:].view(count, beams, -1)
+        lengths = (told != self.padding_idx).sum(-1).clamp(min=1)
+        chosen = told[torch.arange(count), (scores / lengths).argmax(1)]
+        return chosen if self.batch_first else chosen.T
+
+    def _embed(self, name: str, tokens: Tensor, embedding: nn.Embedding, offset: int) -> Tensor:
+        if tokens.is_floating_point() or tokens.dtype == torch.bool or tokens.ndim not in (1, 2):
+            raise ValueError(
+                f"{name} must be tokens, int64 or int32, in a batch or alone, got "
+                f"{tokens.dtype} {tuple(tokens.shape)}"
+            )
+        assert self.positional is not None
+        try:
+            vectors = embedding(tokens)
+        except IndexError as error:
+            raise IndexError(
+                f"{name} holds a token that is negative or not below its vocab_size "
+                f"{embedding.num_embeddings}"
+            ) from error
+        return self.positional(vectors, offset=offset)
+
+    def _padding_so_far(self, tgt: Tensor, cache: DecoderCache | None) -> Tensor:
+        padding = self.padding_of(tgt)
+        if cache is None:
+            return padding
+        if cache.padding is not None:
+            padding = torch.cat((cache.padding, padding), -1)
+        cache.padding = padding
+        return padding
+
+
+def _if_any(padding: Tensor) -> Tensor | None:
+    """No mask where it would hide nothing, if that can be seen."""
+    return None if is_plain(padding) and not padding.any() else padding
+
+
+def _sizes(vocab_size: Any, padding_idx: int) -> tuple[int, int]:
+    sizes = vocab_size if isinstance(vocab_size, tuple) else (vocab_size, vocab_size)
+    if len(sizes) != 2 or any(isinstance(n, bool) or not isinstance(n, int) for n in sizes):
+        raise TypeError(f"vocab_size must be an integer or a pair of them, got {vocab_size!r}")
+    if min(sizes) < 1:
+        raise ValueError(f"vocab_size must be at least 1, got {vocab_size!r}")
+    if not 0 <= padding_idx < min(sizes):
+        raise ValueError(
+            f"padding_idx must be in [0, vocab_size = {vocab_size}), got {padding_idx}"
+        )
+    return sizes

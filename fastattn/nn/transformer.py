@@ -1,0 +1,177 @@
+"""The stacks of a Transformer: those of ``torch.nn`` on fused attention, decoding step by step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from fastattn.integrations.torch_mha import replace_mha
+from fastattn.nn._cache import DecoderCache, KeyValueCache
+from fastattn.nn._causal import into_layer_attention
+
+__all__ = [
+    "TransformerDecoder",
+    "TransformerDecoderLayer",
+    "TransformerEncoder",
+    "TransformerEncoderLayer",
+]
+
+
+class TransformerEncoderLayer(nn.TransformerEncoderLayer):
+    """``torch.nn.TransformerEncoderLayer`` on fused attention.
+
+    Constructor, ``forward``, parameters and initial values are PyTorch's. ``is_causal=True`` needs
+    no ``src_mask`` here; a key that ``src_key_padding_mask`` hides is not computed.
+    """
+
+    def __init__(self, *args: Any, **keywords: Any) -> None:
+        super().__init__(*args, **keywords)
+        into_layer_attention(self.self_attn)
+
+
+class TransformerEncoder(nn.TransformerEncoder):
+    """``torch.nn.TransformerEncoder`` on fused attention, N layers of any encoder layer.
+
+    In eval mode without gradient, a batch whose padding is at the end is computed without it.
+    """
+
+    def __init__(
+        self,
+        encoder_layer: nn.TransformerEncoderLayer,
+        num_layers: int,
+        norm: nn.Module | None = None,
+        enable_nested_tensor: bool = True,
+        mask_check: bool = True,
+    ) -> None:
+        super().__init__(encoder_layer, num_layers, norm, enable_nested_tensor, mask_check)
+        replace_mha(self)  # in a layer that is PyTorch's
+
+
+class TransformerDecoderLayer(nn.TransformerDecoderLayer):
+    """``torch.nn.TransformerDecoderLayer`` on fused attention, with a cache.
+
+    Constructor, parameters and initial values are PyTorch's. ``tgt_is_causal=True`` needs no
+    ``tgt_mask`` here.
+    """
+
+    self_attn: Any  # LayerAttention
+    multihead_attn: Any
+
+    def __init__(self, *args: Any, **keywords: Any) -> None:
+        super().__init__(*args, **keywords)
+        into_layer_attention(self.self_attn)
+        into_layer_attention(self.multihead_attn)
+
+    def forward(
+        self,
+        tgt: Tensor,
+        memory: Tensor,
+        tgt_mask: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+        tgt_key_padding_mask: Tensor | None = None,
+        memory_key_padding_mask: Tensor | None = None,
+        tgt_is_causal: bool = False,
+        memory_is_causal: bool = False,
+        *,
+        cache: tuple[KeyValueCache, KeyValueCache] | None = None,
+    ) -> Tensor:
+        """As ``torch.nn.TransformerDecoderLayer``; ``cache`` as in :class:`TransformerDecoder`."""
+        if cache is not None and memory_is_causal:
+            raise ValueError("memory_is_causal does not go with a cache: give a memory_mask")
+        own, cross = (None, None) if cache is None else cache
+
+        def look_back(x: Tensor) -> Tensor:
+            masks = {"key_padding_mask": tgt_key_padding_mask, "attn_mask": tgt_mask}
+            flags = {"is_causal": tgt_is_causal, "need_weights": False}
+            return self.dropout1(self.self_attn(x, x, x, **masks, **flags, cache=own)[0])
+
+        def look_at_memory(x: Tensor) -> Tensor:
+            masks = {"key_padding_mask": memory_key_padding_mask, "attn_mask": memory_mask}
+            flags = {"is_causal": memory_is_causal, "need_weights": False}
+            out = self.multihead_attn(x, memory, memory, **masks, **flags, cache=cross)[0]
+            return self.dropout2(out)
+
+        x = tgt
+        if self.norm_first:
+            x = x + look_back(self.norm1(x))
+            x = x + look_at_memory(self.norm2(x))
+            return x + self._ff_block(self.norm3(x))
+        x = self.norm1(x + look_back(x))
+        x = self.norm2(x + look_at_memory(x))
+        return self.norm3(x + self._ff_block(x))
+
+
+class TransformerDecoder(nn.TransformerDecoder):
+    """``torch.nn.TransformerDecoder`` on fused attention, and step by step with a cache.
+
+        cache = decoder.new_cache()
+        for tgt in steps:                                       # [N, 1, E], or several positions
+            out = decoder(tgt, memory, tgt_is_causal=True, cache=cache)
+
+    gives, up to rounding, what ``decoder(torch.cat(steps, 1), memory, tgt_is_causal=True)`` gives
+    at once: keys and values of earlier positions, and those of the memory, are not computed again.
+    """
+
+    def __init__(
+        self,
+        decoder_layer: nn.TransformerDecoderLayer,
+        num_layers: int,
+        norm: nn.Module | None = None,
+    ) -> None:
+        super().__init__(decoder_layer, num_layers, norm)
+        replace_mha(self)
+
+    def new_cache(self) -> DecoderCache:
+        """Return an empty cache, for one batch and one memory."""
+        for layer in self.layers:
+            if not isinstance(layer, TransformerDecoderLayer):
+                raise TypeError(
+                    "a cache needs layers of fastattn.nn.TransformerDecoderLayer, "
+                    f"got {type(layer).__name__}"
+                )
+        return DecoderCache(len(self.layers))
+
+    def forward(
+        self,
+        tgt: Tensor,
+        memory: Tensor,
+        tgt_mask: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+        tgt_key_padding_mask: Tensor | None = None,
+        memory_key_padding_mask: Tensor | None = None,
+        tgt_is_causal: bool | None = None,
+        memory_is_causal: bool = False,
+        *,
+        cache: DecoderCache | None = None,
+    ) -> Tensor:
+        """Pass the targets through all layers.
+
+        Args:
+            tgt: [N, T, E], [T, N, E] without ``batch_first``, or [T, E]. With a cache, the T
+                positions that follow those in it.
+            memory: the encoder's output. With a cache it is read in the first call only.
+            tgt_mask: [T, T] or [N·H, T, T]. With a cache [T, S], S the positions until now.
+            memory_mask, memory_key_padding_mask, memory_is_causal: as in PyTorch.
+            tgt_key_padding_mask: [N, T]. With a cache [N, S].
+            tgt_is_causal: whether position i sees up to i alone; needs no mask. None: if
+                ``tgt_mask`` is that mask.
+            cache: of :meth:`new_cache`. It is filled, and gradients go through it.
+
+        Returns:
+            In the shape of ``tgt``.
+        """
+        masks = (tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask)
+        if cache is None:
+            return super().forward(tgt, memory, *masks, tgt_is_causal, memory_is_causal)
+        if len(cache.layers) != len(self.layers):
+            raise ValueError(
+                f"the cache is of {len(cache.layers)} layers, the decoder has {len(self.layers)}"
+            )
+        x = tgt
+        for layer, pair in zip(self.layers, cache.layers, strict=True):
+            x = layer(x, memory, *masks, bool(tgt_is_causal), memory_is_causal, cache=pair)
+        sequence_first = tgt.ndim == 2 or not self.layers[0].self_attn.batch_first
+        for own, _ in cache.layers:
+            own.advance(tgt.shape[0 if sequence_first else 1])
+        return x if self.norm is None else self.norm(x)
