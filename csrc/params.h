@@ -58,6 +58,32 @@ struct AttentionParams {
                   // f64 where it is broadcast over queries or keys, else acc with key stride 1
 };
 
+// One sequence of many, as the kernels see it: B is 1 and every pointer is at its first row. A
+// rectangular batch is one "sequence" too, of B entries.
+struct Sequence : AttentionParams {
+  int64_t index;         // in the batch: what dropout counts
+  int64_t lse_stride;    // of lse and grad_lse, between heads
+  const int32_t* pages;  // [ceil(Lk / page_size)], null = none: key j is row j % page_size of the
+  int64_t page_size;     // batch entry pages[j / page_size] of k and v
+};
+
+// Sequences with lengths of their own: packed one after the other, or each a part of a cache.
+struct SequencesParams {
+  AttentionParams attention;  // B sequences; Lq and Lk bound each of theirs
+  bool bottom_right;          // a diagonal of their own: offset = keys - queries of the sequence
+
+  const int64_t* q_starts;   // [B + 1] rows of q, null = sequence b is batch entry b
+  const int64_t* k_starts;   // [B + 1] rows of k and v, null = batch entry k_batch[b], from row 0
+  const int64_t* k_lengths;  // [B], where k_starts is null
+  const int64_t* k_batch;    // [B], null = b
+  const int64_t* order;      // [B] a permutation, the most work first
+  int64_t lse_stride;        // between heads of lse; between sequences it is q_starts, or Hq * it
+
+  const int32_t* block_table;  // [B, pages], null = the cache is not paged
+  int64_t block_table_stride;
+  int64_t page_size;
+};
+
 // out = x * scale + PE(position), and 0 for PE where position == padding_idx.
 //
 // Angles are 64-bit fractions of a turn: column c of PE is sin(2 pi a / 2^64) with

@@ -14,6 +14,7 @@ from fastattn.ops import (
     scaled_dot_product_attention,
     sinusoidal_encoding,
     sinusoidal_table,
+    varlen_attention,
 )
 
 __all__ = [
@@ -34,4 +35,5 @@ __all__ = [
     "sinusoidal_encoding",
     "sinusoidal_table",
     "use_backend",
+    "varlen_attention",
 ]

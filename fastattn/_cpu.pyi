@@ -65,6 +65,27 @@ def attention_backward(
     gradients: tuple[Operand, int, Operand, Operand, Operand, Operand, Operand],
     /,
 ) -> None: ...
+def attention_sequences(
+    dtype: int,
+    threads: int,
+    sizes: Ints,  # B, Hq, Hkv, Lq, Lk, D, Dv
+    q: int,
+    q_stride: Ints,
+    k: int,
+    k_stride: Ints,
+    v: int,
+    v_stride: Ints,
+    out: int,
+    out_stride: Ints,
+    lse: int,
+    scale: float,
+    options: tuple[object, ...] | None,
+    # q_starts, k_starts, k_lengths, k_batch, block_table, its stride, page_size, entries of the
+    # cache, bottom_right
+    table: tuple[int, int, int, int, int, int, int, int, bool],
+    gradients: tuple[Any, ...] | None,
+    /,
+) -> None: ...
 def linear(
     dtype: int,
     threads: int,

@@ -23,6 +23,7 @@ from fastattn.testing.additive import ADDITIVE_CASES, AdditiveCase, check_additi
 from fastattn.testing.encode_memory import ENCODE_CASES, EncodeCase, check_encoding
 from fastattn.testing.memory_hop_cases import HOP_CASES, HopCase, check_hops
 from fastattn.testing.sinusoidal import SINUSOIDAL_CASES, SinusoidalCase, check_sinusoidal
+from fastattn.testing.varlen import VARLEN_CASES, VarlenCase, check_varlen
 
 __all__ = ["add_arguments", "run"]
 
@@ -34,13 +35,14 @@ _DTYPES = {
 }
 
 # Operator: its cases, and the function that runs and judges one.
-_AnyCase = Case | AdditiveCase | EncodeCase | HopCase | SinusoidalCase
+_AnyCase = Case | AdditiveCase | EncodeCase | HopCase | SinusoidalCase | VarlenCase
 _PROOFS: dict[str, tuple[tuple[_AnyCase, ...], Callable[[Any, torch.dtype, Target], Verdict]]] = {
     "scaled_dot_product_attention": (CASES["scaled_dot_product_attention"], check),
     "additive_attention": (ADDITIVE_CASES, check_additive),
     "encode_memory": (ENCODE_CASES, check_encoding),
     "memory_hop_attention": (HOP_CASES, check_hops),
     "sinusoidal_encoding": (SINUSOIDAL_CASES, check_sinusoidal),
+    "varlen_attention": (VARLEN_CASES, check_varlen),
 }
 
 

@@ -21,6 +21,8 @@ struct KernelTable {
   void (*memory_hops_backward)(const MemoryHopsParams&);
   void (*encode_memory)(const EncodeMemoryParams&);
   void (*encode_memory_backward)(const EncodeMemoryParams&);
+  void (*attention_sequences_forward)(const SequencesParams&);
+  void (*attention_sequences_backward)(const SequencesParams&);
 };
 
 // The table in use; never null. Chosen on first use, see isa.cpp.

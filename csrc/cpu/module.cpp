@@ -17,6 +17,7 @@ void bind_attention(py::module_& m);
 void bind_mha(py::module_& m);
 void bind_memory_hops(py::module_& m);
 void bind_encode_memory(py::module_& m);
+void bind_sequences(py::module_& m);
 void bind_sinusoidal(py::module_& m);
 
 namespace {
@@ -53,6 +54,7 @@ PYBIND11_MODULE(_cpu, m) {
   fastattn::bind_mha(m);
   fastattn::bind_memory_hops(m);
   fastattn::bind_encode_memory(m);
+  fastattn::bind_sequences(m);
   fastattn::bind_sinusoidal(m);
   m.def("build_info", &fastattn::build_info);
   m.def("set_isa", &fastattn::set_isa);

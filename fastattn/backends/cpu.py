@@ -16,6 +16,7 @@ from fastattn import _cpu
 from fastattn.backends._alloc import empty_output
 from fastattn.backends._cpu_encode import encode_memory, encode_memory_backward
 from fastattn.backends._cpu_hops import memory_hop_attention, memory_hop_attention_backward
+from fastattn.backends._cpu_sequences import varlen_attention, varlen_attention_backward
 from fastattn.sinusoids import sinusoids
 
 __all__ = [
@@ -32,6 +33,8 @@ __all__ = [
     "scaled_dot_product_attention_backward",
     "self_attention",
     "sinusoidal_encoding",
+    "varlen_attention",
+    "varlen_attention_backward",
     "why_not",
 ]
 
@@ -52,7 +55,7 @@ def why_not(op: str, *tensors: Tensor | None, **_: Any) -> list[str]:
             continue
         if not tensor.is_cpu:
             return [f"a tensor is on {tensor.device}"]
-        if tensor.dtype not in _DTYPES and tensor.dtype is not torch.int64:
+        if tensor.dtype not in _DTYPES and tensor.dtype not in (torch.int64, torch.int32):
             return [f"the dtype {tensor.dtype} is not one of {_NAMES}"]
     if op.startswith("scaled_dot_product_attention"):
         alibi_slopes = tensors[4] if op == "scaled_dot_product_attention" else tensors[7]

@@ -44,6 +44,7 @@ from fastattn.sinusoids import encode_positions
 __all__ = [
     "additive_attention",
     "additive_attention_backward",
+    "decode_attention",
     "dropout_keep",
     "encode_memory",
     "encode_memory_backward",
@@ -54,6 +55,8 @@ __all__ = [
     "scaled_dot_product_attention",
     "scaled_dot_product_attention_backward",
     "sinusoidal_encoding",
+    "varlen_attention",
+    "varlen_attention_backward",
     "why_not",
 ]
 
@@ -183,17 +186,22 @@ def attend(
     softcap: float,
     dropout_p: float,
     rounded: Callable[[Tensor], Tensor] = lambda x: x,
+    distance: Tensor | None = None,
+    keep: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``(out, lse, w)`` in the dtype of the computation.
 
     ``rounded`` is applied to the result of every operation: the error bound of the tests imitates
-    plain PyTorch in 16 bits with it.
+    plain PyTorch in 16 bits with it. Where sequences have lengths of their own, ``distance`` is
+    d_ij of every pair, ``keep`` is what dropout keeps, and ALiBi has a slope a row, [B, Hq, Lq].
     """
     batch, q_heads, q_len, _ = query.shape
     k_len = key.shape[-2]
     compute = _compute_dtype(query.dtype)
     q, k, v = query.to(compute), key.to(compute), value.to(compute)
-    visible = _visible(q_len, k_len, attn_mask, offset, window_left, window_right, query.device)
+    if distance is None:
+        distance = _distance(q_len, k_len, offset, query.device)
+    visible = _visible(distance, attn_mask, window_left, window_right)
     guarded = (
         visible is not None
     )  # without exclusions, plain products are right, NaN and inf included
@@ -209,16 +217,17 @@ def attend(
             s = s + attn_mask.to(compute)
             s = rounded(s) if attn_mask.dtype == query.dtype else s  # a wider mask widens the sum
         if alibi_slopes is not None:
-            d = _distance(q_len, k_len, offset, query.device)
-            s = s - alibi_slopes.to(compute)[:, :, None, None] * d.abs()
+            slopes = alibi_slopes if alibi_slopes.dim() == 3 else alibi_slopes[:, :, None]
+            s = s - slopes.to(compute)[..., None] * distance.abs()
         if visible is not None:
             s = torch.where(visible, s, -_INF)
 
         w, lse = _softmax(s)
         w = rounded(w)
         if dropout_p > 0:
-            assert seed is not None
-            keep = dropout_keep((batch, q_heads, q_len, k_len), dropout_p, seed)
+            if keep is None:
+                assert seed is not None
+                keep = dropout_keep((batch, q_heads, q_len, k_len), dropout_p, seed)
             w = rounded(torch.where(keep, w * _kept_scale(dropout_p), 0.0))
         if not guarded:
             return rounded(_matmul(w, v)), lse, w
@@ -238,21 +247,11 @@ def _without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any
     return contextlib.nullcontext()
 
 
-def _visible(
-    q_len: int,
-    k_len: int,
-    mask: Tensor | None,
-    offset: int,
-    left: int,
-    right: int,
-    device: torch.device,
-) -> Tensor | None:
+def _visible(distance: Tensor, mask: Tensor | None, left: int, right: int) -> Tensor | None:
     """Return which pairs take part, broadcastable to [B, Hq, Lq, Lk]; None if all of them do."""
     parts: list[Tensor] = []
-    if left >= 0 or right >= 0:
-        d = _distance(q_len, k_len, offset, device)
-        parts += [d <= left] if left >= 0 else []
-        parts += [d >= -right] if right >= 0 else []
+    parts += [distance <= left] if left >= 0 else []
+    parts += [distance >= -right] if right >= 0 else []
     if mask is not None:
         parts += [mask if mask.dtype == torch.bool else mask != -_INF]
     if not parts:
@@ -506,7 +505,8 @@ def attend_additively(
     """Return ``(out, w)`` in the dtype of the computation; ``rounded`` as in :func:`attend`."""
     (batch, q_len, _), k_len = query.shape, key.shape[1]
     compute = _compute_dtype(query.dtype)
-    visible = _visible(q_len, k_len, attn_mask, 0, -1, 0 if causal else -1, query.device)
+    distance = _distance(q_len, k_len, 0, query.device)
+    visible = _visible(distance, attn_mask, -1, 0 if causal else -1)
     with _without_autocast(query.device.type):
         x = rounded(query.to(compute)[:, :, None] + key.to(compute)[:, None])  # [B, Tq, Tk, A]
         if bias is not None:
@@ -542,4 +542,9 @@ from fastattn.backends._reference_hops import (  # noqa: E402
     hop_states,
     memory_hop_attention,
     memory_hop_attention_backward,
+)
+from fastattn.backends._reference_sequences import (  # noqa: E402
+    decode_attention,
+    varlen_attention,
+    varlen_attention_backward,
 )

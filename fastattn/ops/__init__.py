@@ -6,6 +6,7 @@ from fastattn.ops.luong import luong_attention
 from fastattn.ops.memory_hops import memory_hop_attention
 from fastattn.ops.sdpa import scaled_dot_product_attention
 from fastattn.ops.sinusoidal import sinusoidal_encoding, sinusoidal_table
+from fastattn.ops.varlen import varlen_attention
 
 __all__ = [
     "additive_attention",
@@ -15,4 +16,5 @@ __all__ = [
     "scaled_dot_product_attention",
     "sinusoidal_encoding",
     "sinusoidal_table",
+    "varlen_attention",
 ]

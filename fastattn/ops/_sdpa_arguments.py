@@ -37,7 +37,7 @@ def check_tensors(query: Any, key: Any, value: Any) -> None:
         if not isinstance(x, Tensor):
             raise wrong_type(name, x, "Tensor", f" (position {position})")
         if x.is_nested or x.layout is not torch.strided:
-            raise _not_dense(name, x)
+            raise not_dense(name, x)
         if x.dim() < 2:
             raise RuntimeError(
                 f"{_NAME}: {name} must have at least 2 dimensions, got shape {_shape(x)}"
@@ -49,10 +49,10 @@ def check_tensors(query: Any, key: Any, value: Any) -> None:
         )
 
 
-def check_dtypes(query: Tensor, key: Tensor, value: Tensor) -> None:
+def check_dtypes(query: Tensor, key: Tensor, value: Tensor, op: str = _NAME) -> None:
     if not query.dtype == key.dtype == value.dtype:
         raise RuntimeError(
-            f"{_NAME}: query, key and value must have the same dtype, "
+            f"{op}: query, key and value must have the same dtype, "
             f"got {_dtype(query)}, {_dtype(key)} and {_dtype(value)}"
         )
     if query.dtype not in DTYPES:
@@ -60,7 +60,7 @@ def check_dtypes(query: Tensor, key: Tensor, value: Tensor) -> None:
         floating = query.dtype.is_floating_point or query.dtype.is_complex
         error = NotImplementedError if floating else RuntimeError
         allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-        raise error(f"{_NAME}: query must be one of {allowed}, got {_dtype(query)}")
+        raise error(f"{op}: query must be one of {allowed}, got {_dtype(query)}")
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -157,7 +157,7 @@ def fold_mask(mask: Any, query: Tensor, k_len: int, folding: Folding) -> Tensor:
     if not isinstance(mask, Tensor):
         raise wrong_type("attn_mask", mask, "Tensor")
     if mask.is_nested or mask.layout is not torch.strided:
-        raise _not_dense("attn_mask", mask)
+        raise not_dense("attn_mask", mask)
     if mask.dtype in (torch.float16, torch.bfloat16):
         (mask,) = autocast(mask)  # float32 goes with every query, so it keeps its precision
     if mask.dtype not in (torch.bool, query.dtype, torch.float32):
@@ -183,7 +183,7 @@ def fold_slopes(slopes: Any, query: Tensor, folding: Folding) -> Tensor:
     if not isinstance(slopes, Tensor):
         raise wrong_type("alibi_slopes", slopes, "Tensor")
     if slopes.is_nested or slopes.layout is not torch.strided:
-        raise _not_dense("alibi_slopes", slopes)
+        raise not_dense("alibi_slopes", slopes)
     if not slopes.is_floating_point():
         raise RuntimeError(f"{_NAME}: alibi_slopes must be floating, got {_dtype(slopes)}")
     _check_device("alibi_slopes", slopes, query)
@@ -212,50 +212,50 @@ def check_flags(*flags: Any) -> None:
                 raise wrong_type(name, flag, "bool")
 
 
-def check_real(name: str, value: Any) -> float:
+def check_real(name: str, value: Any, op: str = _NAME) -> float:
     if isinstance(value, (float, torch.SymFloat)):
         return value  # type: ignore[return-value]
     if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
-        raise wrong_type(name, value, "float")
+        raise wrong_type(name, value, "float", op=op)
     return float(value)
 
 
-def check_dropout(dropout_p: Any) -> float:
-    p = check_real("dropout_p", dropout_p)
+def check_dropout(dropout_p: Any, op: str = _NAME) -> float:
+    p = check_real("dropout_p", dropout_p, op)
     if not 0.0 <= p <= 1.0:
-        raise RuntimeError(f"{_NAME}: dropout_p must be between 0 and 1, got {p}")
+        raise RuntimeError(f"{op}: dropout_p must be between 0 and 1, got {p}")
     return p
 
 
-def check_softcap(softcap: Any) -> float:
-    cap = check_real("softcap", softcap)
+def check_softcap(softcap: Any, op: str = _NAME) -> float:
+    cap = check_real("softcap", softcap, op)
     if not 0.0 < cap < math.inf:
-        raise ValueError(f"{_NAME}: softcap must be None or positive and finite, got {cap}")
+        raise ValueError(f"{op}: softcap must be None or positive and finite, got {cap}")
     return cap
 
 
-def check_window(window: Any) -> tuple[int, int]:
+def check_window(window: Any, op: str = _NAME) -> tuple[int, int]:
     pair = isinstance(window, (tuple, list)) and len(window) == 2
     if not pair or not all(
         isinstance(n, (int, torch.SymInt)) and not isinstance(n, bool) for n in window
     ):
-        raise TypeError(f"{_NAME}: window must be None or a pair of ints, got {window!r}")
+        raise TypeError(f"{op}: window must be None or a pair of ints, got {window!r}")
     left, right = window
     if left < -1 or right < -1:
         raise ValueError(
-            f"{_NAME}: the sizes of window must be at least -1 (unlimited), got {window!r}"
+            f"{op}: the sizes of window must be at least -1 (unlimited), got {window!r}"
         )
     return left, right
 
 
-def check_generator(generator: Any, device: torch.device) -> None:
+def check_generator(generator: Any, device: torch.device, op: str = _NAME) -> None:
     if not isinstance(generator, torch.Generator):
-        raise wrong_type("generator", generator, "torch.Generator")
+        raise wrong_type("generator", generator, "torch.Generator", op=op)
     if torch.compiler.is_compiling():
-        raise RuntimeError(f"{_NAME}: generator must be None under torch.compile")
+        raise RuntimeError(f"{op}: generator must be None under torch.compile")
     if generator.device.type != device.type:
         raise RuntimeError(
-            f"{_NAME}: generator must be on query's device {device}, got {generator.device}"
+            f"{op}: generator must be on query's device {device}, got {generator.device}"
         )
 
 
@@ -278,16 +278,18 @@ def check_combinations(
 # --- shared ----------------------------------------------------------------------------------
 
 
-def wrong_type(name: str, value: Any, expected: str, position: str = "") -> TypeError:
+def wrong_type(
+    name: str, value: Any, expected: str, position: str = "", op: str = _NAME
+) -> TypeError:
     """The error of PyTorch's own argument parser."""
     return TypeError(
-        f"{_NAME}(): argument '{name}'{position} must be {expected}, not {type(value).__name__}"
+        f"{op}(): argument '{name}'{position} must be {expected}, not {type(value).__name__}"
     )
 
 
-def _not_dense(name: str, x: Tensor) -> RuntimeError:
+def not_dense(name: str, x: Tensor, op: str = _NAME) -> RuntimeError:
     kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
-    return RuntimeError(f"{_NAME}: {name} must be a dense tensor, got a {kind} one")
+    return RuntimeError(f"{op}: {name} must be a dense tensor, got a {kind} one")
 
 
 def _check_device(name: str, x: Tensor, query: Tensor) -> None:

@@ -182,7 +182,7 @@ def _random_with_empty_rows(shape: _Shape, draw: torch.Generator, dtype: torch.d
 
 def _padding(shape: _Shape, draw: torch.Generator, dtype: torch.dtype) -> Tensor:
     """True below a length of its own for every sequence; the second sequence is all padding."""
-    lengths = torch.randint(1, shape[3] + 1, (shape[0], 1, 1, 1), generator=draw)
+    lengths = torch.randint(1, max(shape[3], 1) + 1, (shape[0], 1, 1, 1), generator=draw)
     lengths[1:2] = 0
     return (_index(shape, 3) < lengths).expand(shape).clone()
 

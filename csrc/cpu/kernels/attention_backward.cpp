@@ -11,6 +11,7 @@
 
 #include "../threads.h"
 #include "attention_weights.h"
+#include "sequences.h"
 
 namespace fastattn {
 namespace FASTATTN_ISA {
@@ -27,37 +28,35 @@ class Prepare {
 
  public:
   // `whole`: the unit computes delta itself, and needs an estimate only.
-  Prepare(const AttentionParams& params, PreparedRows<T> out, bool whole)
+  Prepare(const Sequence& params, PreparedRows<T> out, bool whole)
       : p(params), tiles(params), out_(out), Bk(key_block<P>(params.D, params.Dv)), whole_(whole) {}
 
-  void run(int team) {
-    const int64_t panels = (p.Lq + kLanesOfPanel - 1) / kLanesOfPanel, tasks = p.B * p.Hq * panels;
-    const bool weighted = !whole_ && p.grad_weights.data != nullptr;
-#pragma omp parallel num_threads(team) if (team > 1)
-    {
-      const size_t own = static_cast<size_t>((2 * p.Dv + Bk) * kLanesOfPanel) * sizeof(T);
-      char* base = static_cast<char*>(thread_scratch(tiles.allocate(nullptr).bytes + own));
-      typename WeightsPass<P>::Buffers buf = tiles.allocate(base);
-      T* o = reinterpret_cast<T*>(base + buf.bytes);  // [Dv][lanes]
-      T* g = o + p.Dv * kLanesOfPanel;                // [Dv][lanes]
-      T* grad = g + p.Dv * kLanesOfPanel;             // [Bk][lanes]
-#pragma omp for schedule(dynamic, 16)
-      for (int64_t t = 0; t < tasks; ++t) {
-        const int64_t head = t / panels, i0 = t % panels * kLanesOfPanel;
-        const int64_t b = head / p.Hq, h = head % p.Hq, i1 = min_of(p.Lq, i0 + kLanesOfPanel);
-        from_output(o, g, b, h, i0, i1);
-        scale(buf, b, h, i0, i1);
-        if (weighted) from_weights(buf, grad, b, h, i0, i1, out_.delta + head * p.Lq);
-      }
-    }
+  int64_t tasks() const { return p.B * p.Hq * panels(); }
+
+  // A panel of queries of a head.
+  void run(int64_t t) const {
+    const size_t own = static_cast<size_t>((2 * p.Dv + Bk) * kLanesOfPanel) * sizeof(T);
+    char* base = static_cast<char*>(thread_scratch(tiles.allocate(nullptr).bytes + own));
+    typename WeightsPass<P>::Buffers buf = tiles.allocate(base);
+    T* o = reinterpret_cast<T*>(base + buf.bytes);  // [Dv][lanes]
+    T* g = o + p.Dv * kLanesOfPanel;                // [Dv][lanes]
+    T* grad = g + p.Dv * kLanesOfPanel;             // [Bk][lanes]
+    const int64_t head = t / panels(), i0 = t % panels() * kLanesOfPanel;
+    const int64_t b = head / p.Hq, h = head % p.Hq, i1 = min_of(p.Lq, i0 + kLanesOfPanel);
+    from_output(o, g, b, h, i0, i1);
+    scale(buf, b, h, i0, i1);
+    if (!whole_ && p.grad_weights.data != nullptr)
+      from_weights(buf, grad, b, h, i0, i1, out_.delta + head * p.Lq);
   }
 
  private:
-  const AttentionParams& p;
+  const Sequence& p;
   const WeightsPass<P> tiles;
   const PreparedRows<T> out_;
   const int64_t Bk;
   const bool whole_;
+
+  int64_t panels() const { return (p.Lq + kLanesOfPanel - 1) / kLanesOfPanel; }
 
   // The sum over d is the same chain of multiply-adds as in score_products: for a row that sees one
   // key, O is its value, and dP - delta is exactly 0.
@@ -65,6 +64,8 @@ class Prepare {
     constexpr int64_t lanes = kLanesOfPanel;
     const int64_t *so = p.out.stride, *sg = p.grad_out.stride, rows = i1 - i0,
                   head = (b * p.Hq + h) * p.Lq, chain = longest_chain(p);
+    const double* grad_lse =
+        p.grad_lse == nullptr ? nullptr : p.grad_lse + (b * p.Hq + h) * p.lse_stride;
     const Storage* out =
         static_cast<const Storage*>(p.out.data) + b * so[0] + h * so[1] + i0 * so[2];
     const Storage* grad =
@@ -81,8 +82,7 @@ class Prepare {
       }
     }
     for (int64_t i = i0; i < i1; ++i) {
-      const T sum = total[i - i0],
-              last = p.grad_lse != nullptr ? static_cast<T>(p.grad_lse[head + i]) : T(0);
+      const T sum = total[i - i0], last = grad_lse != nullptr ? static_cast<T>(grad_lse[i]) : T(0);
       out_.center[head + i] = whole_ ? sum : T(0);
       out_.delta[head + i] = (whole_ ? T(0) : sum) - last;
     }
@@ -137,81 +137,163 @@ class Prepare {
 template <class P>
 class Backward {
   typedef typename P::Acc T;
+  typedef BackwardUnit<P> Unit;
 
  public:
-  explicit Backward(const AttentionParams& params) : p(params), unit_(params) {}
+  explicit Backward(const Sequences& sequences) : sequences_(sequences) {
+    for (int64_t n = 0; n < sequences.count(); ++n) {
+      const Sequence s = sequences.at(n);
+      work_ += static_cast<double>(owners(s).count) * s.Lq * s.Lk;
+      flops_ += 5.0 * static_cast<double>(s.B * s.Hq * s.Lq) * s.Lk * (s.D + s.Dv);
+    }
+  }
 
   void run() {
-    const int64_t heads = p.B * p.Hkv, group = p.Hq / p.Hkv, rows = p.B * p.Hq * p.Lq;
-    const double flops = 10.0 * static_cast<double>(rows) * p.Lk * (p.D + p.Dv) / 2;
-    T* const memory =
-        static_cast<T*>(__builtin_malloc(static_cast<size_t>(5 * rows) * sizeof(T) + 1));
-    const PreparedRows<T> prepared{
-        {memory, memory + rows, memory + 2 * rows}, memory + 3 * rows, memory + 4 * rows};
-    Prepare<P>(p, prepared, unit_.sums_delta()).run(team_size(p.threads, rows, flops));
+    const int64_t count = sequences_.count();
+    const Tasks rows(count, [&](int64_t n) {
+      const Sequence s = sequences_.at(n);
+      return empty(s) ? 0 : s.B * s.Hq * s.Lq;
+    });
+    memory_ =
+        static_cast<T*>(__builtin_malloc(static_cast<size_t>(5 * rows.total()) * sizeof(T) + 1));
+    prepare(rows);
 
-    // Units that add to the same element of the mask's gradient must follow each other. `owners`
-    // sets of key heads are independent; an owner's members take turns. Chunks are independent
-    // unless the mask has no key axis.
-    const bool wanted = p.grad_mask.data != nullptr;
-    const bool own_batch = !wanted || p.B == 1 || p.grad_mask.stride[0] != 0;
-    const bool own_head = !wanted || p.Hkv == 1 || p.grad_mask.stride[1] != 0;
-    const bool own_keys = !wanted || p.grad_mask.stride[3] != 0;
-    const int64_t owners = (own_batch ? p.B : 1) * (own_head ? p.Hkv : 1), members = heads / owners;
-    const auto head_of = [&](int64_t owner, int64_t member) {
-      if (own_batch && own_head) return owner;
-      if (own_batch) return owner * p.Hkv + member;
-      if (own_head) return member * p.Hkv + owner;
-      return member;
-    };
-
-    const int64_t chunks = unit_.chunks(), dq_size = unit_.dq_size(), head_size = group * dq_size;
-    const bool split = own_keys && chunks > 1 && p.threads > 1 && owners < 4 * p.threads;
-    const int team = team_size(p.threads, split ? owners * chunks : owners, flops);
-    const int64_t partials = split ? owners * chunks : 0;
-    T* partial = static_cast<T*>(
-        __builtin_malloc(static_cast<size_t>(partials * head_size) * sizeof(T) + 1));
+    // In round m the m-th member of every owner has its turn; where no mask's gradient is shared
+    // there is one round.
+    const Tasks parts(count, [&](int64_t n) { return plan(n).partial; });
+    T* const partial =
+        static_cast<T*>(__builtin_malloc(static_cast<size_t>(parts.total()) * sizeof(T) + 1));
+    const Sequence first = sequences_.at(0);
+    const int64_t rounds = splits(first) ? owners(first).members : 1;
+    const Tasks tasks(count, [&](int64_t n) { return plan(n).tasks; });
+    const Tasks sums(count, [&](int64_t n) { return plan(n).sums; });
+    const int team = team_size(sequences_.threads(), tasks.total(), flops_);
 #pragma omp parallel num_threads(team) if (team > 1)
-    {
-      typedef typename BackwardUnit<P>::Buffers Buffers;
-      const size_t own = split ? 0 : static_cast<size_t>(2 * head_size) * sizeof(T);
-      char* base = static_cast<char*>(thread_scratch(unit_.allocate(nullptr).bytes + own));
-      Buffers buf = unit_.allocate(base);
-      T* total = reinterpret_cast<T*>(base + buf.bytes);
-      T* part = total + head_size;
-      if (split) {
-        for (int64_t m = 0; m < members; ++m) {
+    for (int64_t m = 0; m < rounds; ++m) {
 #pragma omp for schedule(dynamic, 1)
-          for (int64_t t = 0; t < owners * chunks; ++t)
-            unit_.run(buf, head_of(t / chunks, m), t % chunks, prepared, partial + t * head_size);
+      for (int64_t t = 0; t < tasks.total(); ++t) {
+        const int64_t n = tasks.sequence_of(t), own = t - tasks.before(n);
+        const Sequence s = sequences_.at(n);
+        const Unit unit(s);
+        if (splits(s))
+          one_chunk(s, unit, own, m, prepared(rows, n), partial + parts.before(n));
+        else
+          all_chunks(s, unit, own, prepared(rows, n));
+      }
+      if (sums.total() == 0) continue;
 #pragma omp for schedule(dynamic, 1)
-          for (int64_t t = 0; t < owners * group; ++t) {
-            T* sum = partial + t / group * chunks * head_size + t % group * dq_size;
-            for (int64_t c = 1; c < chunks; ++c) add(sum, sum + c * head_size, dq_size);
-            unit_.write_dq(head_of(t / group, m), t % group, sum);
-          }
-        }
-      } else {
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t owner = 0; owner < owners; ++owner) {
-          for (int64_t m = 0; m < members; ++m) {
-            const int64_t head = head_of(owner, m);
-            for (int64_t c = 0; c < chunks; ++c) {
-              unit_.run(buf, head, c, prepared, c == 0 ? total : part);
-              if (c > 0) add(total, part, head_size);
-            }
-            for (int64_t g = 0; g < group; ++g) unit_.write_dq(head, g, total + g * dq_size);
-          }
-        }
+      for (int64_t t = 0; t < sums.total(); ++t) {
+        const int64_t n = sums.sequence_of(t);
+        const Sequence s = sequences_.at(n);
+        sum_chunks(s, Unit(s), t - sums.before(n), m, partial + parts.before(n));
       }
     }
     __builtin_free(partial);
-    __builtin_free(memory);
+    __builtin_free(memory_);
   }
 
  private:
-  const AttentionParams& p;
-  BackwardUnit<P> unit_;
+  const Sequences& sequences_;
+  double work_ = 0, flops_ = 0;
+  T* memory_ = nullptr;
+
+  static bool empty(const Sequence& s) { return s.Lq == 0 || s.Lk == 0; }
+
+  // Units that add to the same element of the mask's gradient must follow each other. `count` sets
+  // of key heads are independent; the members of one take turns.
+  struct Owners {
+    int64_t count, members;
+    bool own_batch, own_head;
+    int64_t head(const Sequence& s, int64_t owner, int64_t member) const {
+      if (own_batch && own_head) return owner;
+      if (own_batch) return owner * s.Hkv + member;
+      if (own_head) return member * s.Hkv + owner;
+      return member;
+    }
+  };
+  static Owners owners(const Sequence& s) {
+    const bool wanted = s.grad_mask.data != nullptr;
+    const bool own_batch = !wanted || s.B == 1 || s.grad_mask.stride[0] != 0;
+    const bool own_head = !wanted || s.Hkv == 1 || s.grad_mask.stride[1] != 0;
+    const int64_t count = (own_batch ? s.B : 1) * (own_head ? s.Hkv : 1);
+    return {count, s.B * s.Hkv / count, own_batch, own_head};
+  }
+
+  // An owner that is more than its share of the work is split. Chunks are independent unless the
+  // mask has no key axis.
+  bool splits(const Sequence& s) const {
+    const bool own_keys = s.grad_mask.data == nullptr || s.grad_mask.stride[3] != 0;
+    return own_keys && s.threads > 1 && Unit(s).chunks() > 1 &&
+           static_cast<double>(s.Lq) * s.Lk * 4 * s.threads > work_;
+  }
+
+  struct Plan {
+    int64_t tasks, sums, partial;
+  };
+  Plan plan(int64_t n) const {
+    const Sequence s = sequences_.at(n);
+    if (empty(s)) return {0, 0, 0};
+    const int64_t own = owners(s).count, group = s.Hq / s.Hkv;
+    if (!splits(s)) return {own, 0, 0};
+    const Unit unit(s);
+    return {own * unit.chunks(), own * group, own * unit.chunks() * group * unit.dq_size()};
+  }
+
+  PreparedRows<T> prepared(const Tasks& rows, int64_t n) const {
+    T* at = memory_ + rows.before(n);
+    const int64_t all = rows.total();
+    return {{at, at + all, at + 2 * all}, at + 3 * all, at + 4 * all};
+  }
+
+  void prepare(const Tasks& rows) const {
+    const auto of = [&](const Sequence& s, int64_t n) {
+      return Prepare<P>(s, prepared(rows, n), Unit(s).sums_delta());
+    };
+    const Tasks tasks(sequences_.count(), [&](int64_t n) {
+      const Sequence s = sequences_.at(n);
+      return empty(s) ? 0 : of(s, n).tasks();
+    });
+    const int team = team_size(sequences_.threads(), tasks.total(), flops_);
+#pragma omp parallel for num_threads(team) schedule(dynamic, 16) if (team > 1)
+    for (int64_t t = 0; t < tasks.total(); ++t) {
+      const int64_t n = tasks.sequence_of(t);
+      const Sequence s = sequences_.at(n);
+      of(s, n).run(t - tasks.before(n));
+    }
+  }
+
+  static void one_chunk(const Sequence& s, const Unit& unit, int64_t t, int64_t m,
+                        const PreparedRows<T>& prepared, T* partial) {
+    typename Unit::Buffers buf = unit.allocate(thread_scratch(unit.allocate(nullptr).bytes));
+    const int64_t chunks = unit.chunks(), head_size = s.Hq / s.Hkv * unit.dq_size();
+    unit.run(buf, owners(s).head(s, t / chunks, m), t % chunks, prepared, partial + t * head_size);
+  }
+
+  static void sum_chunks(const Sequence& s, const Unit& unit, int64_t t, int64_t m, T* partial) {
+    const int64_t group = s.Hq / s.Hkv, size = unit.dq_size(), chunks = unit.chunks();
+    T* sum = partial + t / group * chunks * group * size + t % group * size;
+    for (int64_t c = 1; c < chunks; ++c) add(sum, sum + c * group * size, size);
+    unit.write_dq(owners(s).head(s, t / group, m), t % group, sum);
+  }
+
+  static void all_chunks(const Sequence& s, const Unit& unit, int64_t owner,
+                         const PreparedRows<T>& prepared) {
+    const int64_t group = s.Hq / s.Hkv, head_size = group * unit.dq_size();
+    const size_t own = static_cast<size_t>(2 * head_size) * sizeof(T);
+    char* base = static_cast<char*>(thread_scratch(unit.allocate(nullptr).bytes + own));
+    typename Unit::Buffers buf = unit.allocate(base);
+    T* total = reinterpret_cast<T*>(base + buf.bytes);
+    T* part = total + head_size;
+    const Owners all = owners(s);
+    for (int64_t m = 0; m < all.members; ++m) {
+      const int64_t head = all.head(s, owner, m);
+      for (int64_t c = 0; c < unit.chunks(); ++c) {
+        unit.run(buf, head, c, prepared, c == 0 ? total : part);
+        if (c > 0) add(total, part, head_size);
+      }
+      for (int64_t g = 0; g < group; ++g) unit.write_dq(head, g, total + g * unit.dq_size());
+    }
+  }
 
   static void add(T* sum, const T* x, int64_t count) {
     for (int64_t i = 0; i < count; i += kLanes<T>) store(sum + i, load(sum + i) + load(x + i));
@@ -220,10 +302,21 @@ class Backward {
 
 }  // namespace
 
+// Where there are no pairs there is nothing to add: the caller passed zeros.
 void attention_backward(const AttentionParams& p) {
-  if (p.B == 0 || p.Hq == 0 || p.Lq == 0 || p.Lk == 0)
-    return;  // nothing to add: the caller passed zeros
-  with_policy(p.dtype, [&](auto policy) { Backward<decltype(policy)>(p).run(); });
+  if (p.B == 0 || p.Hq == 0 || p.Lq == 0 || p.Lk == 0) return;
+  with_policy(p.dtype, [&](auto policy) {
+    const Sequences sequences(p);
+    Backward<decltype(policy)>(sequences).run();
+  });
+}
+
+void attention_sequences_backward(const SequencesParams& p) {
+  if (p.attention.B == 0 || p.attention.Hq == 0) return;
+  with_policy(p.attention.dtype, [&](auto policy) {
+    const Sequences sequences(p);
+    Backward<decltype(policy)>(sequences).run();
+  });
 }
 
 }  // namespace FASTATTN_ISA

@@ -74,7 +74,7 @@ class BackwardUnit {
   static constexpr int64_t kWholeKeys = 1024;
 
  public:
-  explicit BackwardUnit(const AttentionParams& params)
+  explicit BackwardUnit(const Sequence& params)
       : p(params),
         rule(make_rule<T>(params)),
         dropout(make_dropout(params)),
@@ -181,7 +181,7 @@ class BackwardUnit {
   }
 
  private:
-  const AttentionParams& p;
+  const Sequence& p;
   const ScoreRule<T> rule;
   const DropoutRule dropout;
   const int64_t Bk, chunk, queries, dw, dvw, dp, dvp;
@@ -325,7 +325,7 @@ class BackwardUnit {
       pack_grad_weights<P>(p, b, h, i0, i1, r.begin, r.end, f.grad_w);
       for (int64_t x = 0; x < nk * L; x += W) store(f.ds + x, load(f.ds + x) + load(f.grad_w + x));
     }
-    if (p.dropout_p > 0) dropout_mask(dropout, i0, r.begin, nk, L, h, b, f.keep);
+    if (p.dropout_p > 0) dropout_mask(dropout, i0, r.begin, nk, L, h, p.index + b, f.keep);
     gradients(f, i0, nk);
     if (p.grad_mask.data != nullptr) add_mask_gradient(f, b, h, i0, i1, r);
     if (rule.softcap > 0) {  // through softcap * tanh(. / softcap); an excluded pair keeps its 0

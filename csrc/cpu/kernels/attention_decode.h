@@ -36,59 +36,47 @@ class Decode {
            p.v.stride[3] == 1 && p.D <= 512 && p.Dv <= 512;
   }
 
-  explicit Decode(const AttentionParams& params)
+  explicit Decode(const Sequence& params)
       : p(params),
         rule(make_rule<T>(params)),
         group(params.Hq / params.Hkv),
         rows(params.Lq * group),
         dim(round_up(words<P>(params.D))),
         dim_v(round_up(words<P>(params.Dv)) * kPerWord),
-        chunks((params.Lk + kChunk - 1) / kChunk) {}
+        chunks_((params.Lk + kChunk - 1) / kChunk) {}
 
-  void run() {
-    const int64_t heads = p.B * p.Hkv, tasks = heads * max_of<int64_t>(1, chunks);
-    const double flops = 2.0 * heads * rows * p.Lk * (p.D + p.Dv);
-    // Merging in the task that computes all chunks of a head needs no second parallel region.
-    const bool split = chunks > 1 && heads < 4 * p.threads;
-    const int team = team_size(p.threads, split ? tasks : heads, 4 * flops);
-    const int64_t state = rows * (dim_v + 2);
-    T* partial = static_cast<T*>(
-        split ? __builtin_malloc(static_cast<size_t>(tasks * state) * sizeof(T)) : nullptr);
-#pragma omp parallel num_threads(team) if (team > 1)
-    {
-      Arena measure(nullptr);
-      buffers(measure);
-      Arena arena(thread_scratch(measure.used()));
-      Buffers buf = buffers(arena);
-      if (split) {
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t t = 0; t < tasks; ++t) chunk(buf, t / chunks, t % chunks, partial + t * state);
-#pragma omp for schedule(static)
-        for (int64_t head = 0; head < heads; ++head) {
-          begin(buf.total);
-          for (int64_t c = 0; c < chunks; ++c)
-            merge(buf.total, partial + (head * chunks + c) * state);
-          finish(buf.total, head);
-        }
-      } else {
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t head = 0; head < heads; ++head) {
-          begin(buf.total);
-          for (int64_t c = 0; c < chunks; ++c) {
-            chunk(buf, head, c, buf.part);
-            merge(buf.total, buf.part);
-          }
-          finish(buf.total, head);
-        }
-      }
+  int64_t chunks() const { return chunks_; }
+  int64_t state_size() const { return rows * (dim_v + 2); }
+
+  // All of a key head, chunk after chunk.
+  void run_head(int64_t head) const {
+    Buffers buf = scratch();
+    begin(buf.total);
+    for (int64_t c = 0; c < chunks_; ++c) {
+      chunk(buf, head, c, buf.part);
+      merge(buf.total, buf.part);
     }
-    __builtin_free(partial);
+    finish(buf.total, head);
+  }
+
+  // Chunk t % chunks of key head t / chunks, into its state.
+  void run_chunk(int64_t t, T* states) const {
+    Buffers buf = scratch();
+    chunk(buf, t / chunks_, t % chunks_, states + t * state_size());
+  }
+
+  void merge_head(int64_t head, T* states) const {
+    Buffers buf = scratch();
+    begin(buf.total);
+    for (int64_t c = 0; c < chunks_; ++c)
+      merge(buf.total, states + (head * chunks_ + c) * state_size());
+    finish(buf.total, head);
   }
 
  private:
-  const AttentionParams& p;
+  const Sequence& p;
   const ScoreRule<T> rule;
-  const int64_t group, rows, dim, dim_v, chunks;
+  const int64_t group, rows, dim, dim_v, chunks_;
 
   // {o [rows][dim_v], m [rows], l [rows]} is a state: O, the maximum and the sum of its
   // exponentials. Of a pair of vectors of O the first has the even columns, where a word is a pair.
@@ -99,6 +87,12 @@ class Decode {
     T* total;  // a state
     T* part;   // a state
   };
+  Buffers scratch() const {
+    Arena measure(nullptr);
+    buffers(measure);
+    Arena arena(thread_scratch(measure.used()));
+    return buffers(arena);
+  }
   Buffers buffers(Arena& a) const {
     Buffers buf;
     buf.q = a.take<Word>(rows * dim);
@@ -140,7 +134,7 @@ class Decode {
   }
 
   // Row r of a key head is query r % Lq of its query head r / Lq.
-  void chunk(Buffers& buf, int64_t head, int64_t c, T* state) {
+  void chunk(Buffers& buf, int64_t head, int64_t c, T* state) const {
     const int64_t b = head / p.Hkv, hk = head % p.Hkv;
     begin(state);
     for (int64_t r = 0; r < rows; ++r) {
@@ -194,7 +188,7 @@ class Decode {
     if (r < rows) f(Width<1>(), r);
   }
 
-  void block(Buffers& buf, int64_t b, int64_t hk, int64_t j0, int64_t j1, T* state) {
+  void block(Buffers& buf, int64_t b, int64_t hk, int64_t j0, int64_t j1, T* state) const {
     if (excluded_for_all(b, j0, j1)) return;
     const Storage* k = static_cast<const Storage*>(p.k.data) + b * p.k.stride[0] +
                        hk * p.k.stride[1] + j0 * p.k.stride[2];
@@ -379,7 +373,7 @@ class Decode {
       const int64_t h = hk * group + r / p.Lq, i = r % p.Lq;
       const T m = maxima(state)[r], l = sums(state)[r];
       const bool nothing = m == -kInf<T>;
-      p.lse[(b * p.Hq + h) * p.Lq + i] = log_sum_exp(rule, m, l);
+      p.lse[(b * p.Hq + h) * p.lse_stride + i] = log_sum_exp(rule, m, l);
       const T inverse = nothing ? T(0) : T(1) / l;
       Storage* out = static_cast<Storage*>(p.out.data) + b * p.out.stride[0] + h * p.out.stride[1] +
                      i * p.out.stride[2];

@@ -9,6 +9,7 @@
 #include "attention_weights.h"
 #include "blocks.h"
 #include "mask.h"
+#include "sequences.h"
 #include "tile.h"
 
 namespace fastattn {
@@ -24,41 +25,37 @@ class Forward {
   static constexpr int64_t kLanesOfPanel = kPanelLanes<P>;
 
  public:
-  explicit Forward(const AttentionParams& params)
+  explicit Forward(const Sequence& params)
       : p(params),
         rule(make_rule<T>(params)),
         dropout(make_dropout(params)),
         Bq(query_block<P>(params.D, params.Dv)),
         Bk(key_block<P>(params.D, params.Dv)),
-        key_mask(is_key_mask(params)) {}
+        key_mask(is_key_mask(params)),
+        bytes(allocate(nullptr).bytes) {}
 
-  void run() {
-    const int64_t blocks = (p.Lq + Bq - 1) / Bq;
-    const int64_t heads = p.B * p.Hq, tasks = heads * blocks;
-    const double flops = 2.0 * heads * p.Lq * p.Lk * (p.D + p.Dv);
-    const int team = team_size(p.threads, tasks, flops);
-    // The blocks of a head share its keys in cache. Under a causal mask the longest go first, to
-    // end together.
+  int64_t tasks() const { return p.B * p.Hq * blocks(); }
+
+  // Task t. The blocks of a head share its keys in cache; under a causal mask the longest come
+  // first, to end together.
+  void run(int64_t t) const {
+    Buffers buf = allocate(thread_scratch(bytes));
+    const int64_t heads = p.B * p.Hq;
     const bool causal = p.window_right >= 0;
-    const int64_t chunk = causal ? 1 : max_of<int64_t>(1, min_of(blocks, tasks / (team * 4)));
-#pragma omp parallel num_threads(team) if (team > 1)
-    {
-      Buffers buf = allocate(thread_scratch(allocate(nullptr).bytes));
-#pragma omp for schedule(dynamic, chunk)
-      for (int64_t t = 0; t < tasks; ++t) {
-        const int64_t head = causal ? t % heads : t / blocks;
-        const int64_t block = causal ? blocks - 1 - t / heads : t % blocks;
-        task(buf, head / p.Hq, head % p.Hq, block * Bq);
-      }
-    }
+    const int64_t head = causal ? t % heads : t / blocks();
+    const int64_t block = causal ? blocks() - 1 - t / heads : t % blocks();
+    task(buf, head / p.Hq, head % p.Hq, block * Bq);
   }
 
  private:
-  const AttentionParams& p;
+  const Sequence& p;
   const ScoreRule<T> rule;
   const DropoutRule dropout;
   const int64_t Bq, Bk;
   const bool key_mask;
+  const size_t bytes;
+
+  int64_t blocks() const { return (p.Lq + Bq - 1) / Bq; }
 
   struct Buffers {
     Word* q;         // [panels][words of D][lanes]
@@ -94,7 +91,7 @@ class Forward {
   }
 
   // One block of queries of one head against all the keys it may see.
-  void task(Buffers& buf, int64_t b, int64_t h, int64_t q0) {
+  void task(Buffers& buf, int64_t b, int64_t h, int64_t q0) const {
     const int64_t hk = h / (p.Hq / p.Hkv), q1 = min_of(p.Lq, q0 + Bq);
     const Storage* q =
         static_cast<const Storage*>(p.q.data) + b * p.q.stride[0] + h * p.q.stride[1];
@@ -128,7 +125,7 @@ class Forward {
   static FASTATTN_INLINE int64_t lanes_for(int64_t rows) { return rows <= W ? W : kLanesOfPanel; }
 
   void block_of_keys(Buffers& buf, int64_t b, int64_t h, int64_t q0, int64_t q1, Range block,
-                     const Storage* k, const Storage* v) {
+                     const Storage* k, const Storage* v) const {
     const int64_t nk = block.end - block.begin;
     const Storage* k_rows = k + block.begin * p.k.stride[2];
     const Storage* v_rows = v + block.begin * p.v.stride[2];
@@ -154,7 +151,7 @@ class Forward {
   template <int NV>
   __attribute__((noinline)) void panel(Buffers& buf, int64_t b, int64_t h, int64_t q0, int64_t i0,
                                        int64_t i1, Range r, int64_t block_begin, const Word* ks,
-                                       const Word* vs, const Storage* v) {
+                                       const Word* vs, const Storage* v) const {
     constexpr int64_t lanes = NV * W;
     const int64_t nk = r.end - r.begin, dw = words<P>(p.D), shift = r.begin - block_begin;
     T* S = buf.s;
@@ -190,7 +187,7 @@ class Forward {
       alpha[n] = exp2_neg((before - reference[n]) * rule.exponent);
       sum[n] = Vec<T>{};
     }
-    if (p.dropout_p > 0) dropout_mask(dropout, i0, r.begin, nk, lanes, h, b, buf.keep);
+    if (p.dropout_p > 0) dropout_mask(dropout, i0, r.begin, nk, lanes, h, p.index + b, buf.keep);
     const int64_t reduced = probabilities<NV>(buf, nk, reference, sum);
     FASTATTN_UNROLL for (int n = 0; n < NV; ++n)
         store(l + n * W, alpha[n] * load(l + n * W) + sum[n]);
@@ -218,7 +215,7 @@ class Forward {
   // still count in the sum.
   template <int NV>
   FASTATTN_INLINE int64_t probabilities(Buffers& buf, int64_t nk, const Vec<T>* reference,
-                                        Vec<T>* sum) {
+                                        Vec<T>* sum) const {
     constexpr int64_t lanes = NV * W;
     T* S = buf.s;
     const bool drop = p.dropout_p > 0;
@@ -264,7 +261,8 @@ class Forward {
   // O += V^T P pair by pair, leaving out weights of zero: for blocks with values that are not
   // finite.
   template <int NV>
-  __attribute__((noinline)) void add_visible_only(const T* S, int64_t nk, const Storage* v, T* O) {
+  __attribute__((noinline)) void add_visible_only(const T* S, int64_t nk, const Storage* v,
+                                                  T* O) const {
     constexpr int64_t lanes = NV * W;
     for (int64_t j = 0; j < nk; ++j) {
       for (int64_t i = 0; i < lanes; ++i) {
@@ -283,9 +281,9 @@ class Forward {
   }
 
   // out = O / l, lse = m + ln l; a row that saw nothing gives 0 and -inf.
-  void finish(Buffers& buf, int64_t b, int64_t h, int64_t q0, int64_t q1) {
+  void finish(Buffers& buf, int64_t b, int64_t h, int64_t q0, int64_t q1) const {
     Storage* out = static_cast<Storage*>(p.out.data) + b * p.out.stride[0] + h * p.out.stride[1];
-    double* lse = p.lse + (b * p.Hq + h) * p.Lq;
+    double* lse = p.lse + (b * p.Hq + h) * p.lse_stride;
     const T kept = p.dropout_p > 0 ? static_cast<T>(dropout.factor) : T(1);
     for (int64_t i = q0; i < q1; ++i) {
       const T m = buf.m[i - q0], l = buf.l[i - q0];
@@ -301,17 +299,116 @@ class Forward {
   }
 };
 
+// The parallel schedule of all sequences: a task is a block of queries of a head, or where decoding
+// serves a sequence, one of its key heads. A key head that is more than its share of the work is
+// split into chunks of keys, which are merged when all tasks are done: same bits.
+template <class P>
+class Schedule {
+  typedef typename P::Acc T;
+
+ public:
+  explicit Schedule(const Sequences& sequences) : sequences_(sequences) {
+    for (int64_t n = 0; n < sequences.count(); ++n) {
+      const Sequence s = sequences.at(n);
+      const double pairs = static_cast<double>(s.B * s.Hq) * s.Lq * s.Lk;
+      const bool decoded = Decode<P>::serves(s);
+      flops_ += (decoded ? 8 : 2) * pairs * (s.D + s.Dv);  // decoding waits for memory
+      if (decoded) keys_ += static_cast<double>(s.B * s.Hkv) * s.Lk;
+    }
+  }
+
+  void run() {
+    // A rectangle, be it tiny, is looked at once.
+    const int64_t count = sequences_.count();
+    const Sequence first = sequences_.at(0);
+    const Forward<P> whole(first);
+    const Plan of_first = plan(first);
+    const auto planned = [&](int64_t n) { return n == 0 ? of_first : plan(sequences_.at(n)); };
+    const Tasks tasks(count, [&](int64_t n) { return planned(n).tasks; });
+    const Tasks states(count, [&](int64_t n) { return planned(n).state; });
+    const Tasks merges(count, [&](int64_t n) { return planned(n).merges; });
+    T* const partial = static_cast<T*>(__builtin_malloc(
+        states.total() == 0 ? 1 : static_cast<size_t>(states.total()) * sizeof(T)));
+    const int team = team_size(sequences_.threads(), tasks.total(), flops_);
+    const bool causal = sequences_.all().window_right >= 0;
+    const int64_t blocks = count > 1 || causal ? 1 : of_first.neighbours;
+    const int64_t chunk = max_of<int64_t>(1, min_of(blocks, tasks.total() / (team * 4)));
+#pragma omp parallel num_threads(team) if (team > 1)
+    {
+#pragma omp for schedule(dynamic, chunk)
+      for (int64_t t = 0; t < tasks.total(); ++t) {
+        if (count == 1 && !of_first.decoded) {
+          whole.run(t);
+          continue;
+        }
+        const int64_t n = tasks.sequence_of(t), own = t - tasks.before(n);
+        const Sequence s = sequences_.at(n);
+        if (!Decode<P>::serves(s))
+          Forward<P>(s).run(own);
+        else if (splits(s))
+          Decode<P>(s).run_chunk(own, partial + states.before(n));
+        else
+          Decode<P>(s).run_head(own);
+      }
+      if (merges.total() > 0) {
+#pragma omp for schedule(static)
+        for (int64_t t = 0; t < merges.total(); ++t) {
+          const int64_t n = merges.sequence_of(t);
+          const Sequence s = sequences_.at(n);
+          Decode<P>(s).merge_head(t - merges.before(n), partial + states.before(n));
+        }
+      }
+    }
+    __builtin_free(partial);
+  }
+
+ private:
+  const Sequences& sequences_;
+  double flops_ = 0, keys_ = 0;
+
+  struct Plan {
+    bool decoded;
+    int64_t tasks, state, merges;
+    int64_t neighbours;  // tasks in a row that read the same keys
+  };
+
+  bool splits(const Sequence& s) const {
+    return Decode<P>(s).chunks() > 1 && static_cast<double>(s.Lk) * 4 * s.threads > keys_;
+  }
+
+  Plan plan(const Sequence& s) const {
+    const int64_t heads = s.B * s.Hkv;
+    if (s.Lq == 0) return {false, 0, 0, 0, 1};
+    if (!Decode<P>::serves(s)) {
+      const int64_t tasks = Forward<P>(s).tasks();
+      return {false, tasks, 0, 0, tasks / (s.B * s.Hq)};
+    }
+    if (!splits(s)) return {true, heads, 0, 0, 1};
+    const Decode<P> decode(s);
+    return {true, heads * decode.chunks(), heads * decode.chunks() * decode.state_size(), heads, 1};
+  }
+};
+
 }  // namespace
 
 void attention_forward(const AttentionParams& p) {
   if (p.B == 0 || p.Hq == 0 || p.Lq == 0) return;
   with_policy(p.dtype, [&](auto policy) {
     typedef decltype(policy) P;
-    if (Decode<P>::serves(p))
-      Decode<P>(p).run();
-    else
-      Forward<P>(p).run();
-    if (p.weights_mode != Weights::none) WeightsPass<P>(p).run();
+    const Sequences sequences(p);
+    Schedule<P>(sequences).run();
+    if (p.weights_mode == Weights::none) return;
+    const Sequence all = sequences.at(0);
+    WeightsPass<P>(all).run();
+  });
+}
+
+void attention_sequences_forward(const SequencesParams& p) {
+  const AttentionParams& all = p.attention;
+  if (all.B == 0 || all.Hq == 0) return;
+  with_policy(all.dtype, [&](auto policy) {
+    const Sequences sequences(p);
+    Schedule<decltype(policy)>(sequences).run();
   });
 }
 

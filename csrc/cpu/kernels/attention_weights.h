@@ -22,7 +22,7 @@ class WeightsPass {
       4 * kLanesOfPanel;  // of a task, so that staged keys serve several panels
 
  public:
-  explicit WeightsPass(const AttentionParams& params)
+  explicit WeightsPass(const Sequence& params)
       : p(params),
         rule(make_rule<T>(params)),
         dropout(make_dropout(params)),
@@ -83,7 +83,7 @@ class WeightsPass {
   // are computed again.
   void scale_rows(Buffers& buf, int64_t b, int64_t h, int64_t i0, int64_t i1, const Word* Q,
                   RowScale<T> rows) const {
-    const double* lse = p.lse + (b * p.Hq + h) * p.Lq;
+    const double* lse = p.lse + (b * p.Hq + h) * p.lse_stride;
     bool again = kSame<T, double>;
     for (int64_t l = 0; l < kLanesOfPanel; ++l) {
       const double x = i0 + l < i1 ? lse[i0 + l] : -kInf<double>;
@@ -109,7 +109,7 @@ class WeightsPass {
     scores_tile<NV>(buf, b, h, i0, i1, j0, j1, Q, ks, top);
     const bool drop = p.dropout_p > 0;
     const T kept = drop ? static_cast<T>(dropout.factor) : T(1);
-    if (drop) dropout_mask(dropout, i0, j0, nk, lanes, h, b, buf.keep);
+    if (drop) dropout_mask(dropout, i0, j0, nk, lanes, h, p.index + b, buf.keep);
     for (int64_t j = 0; j < nk; ++j) FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
         T* s = buf.s + j * lanes + n * W;
         const Vec<T> high = load(rows.high + n * W), low = load(rows.low + n * W),
@@ -121,7 +121,7 @@ class WeightsPass {
   }
 
  private:
-  const AttentionParams& p;
+  const Sequence& p;
   const ScoreRule<T> rule;
   const DropoutRule dropout;
   const int64_t Bk;

@@ -15,6 +15,8 @@ void memory_hops_forward(const MemoryHopsParams&);
 void memory_hops_backward(const MemoryHopsParams&);
 void encode_memory(const EncodeMemoryParams&);
 void encode_memory_backward(const EncodeMemoryParams&);
+void attention_sequences_forward(const SequencesParams&);
+void attention_sequences_backward(const SequencesParams&);
 
 #define FASTATTN_STRING_(x) #x
 #define FASTATTN_STRING(x) FASTATTN_STRING_(x)
@@ -33,6 +35,8 @@ const KernelTable table = {
     memory_hops_backward,
     encode_memory,
     encode_memory_backward,
+    attention_sequences_forward,
+    attention_sequences_backward,
 };
 
 }  // namespace FASTATTN_ISA

@@ -1,0 +1,181 @@
+"""The adapter of attention over sequences with lengths of their own, see ``cpu.py``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattn import _cpu
+from fastattn.backends._alloc import empty_output
+
+_DTYPES = {
+    torch.float32: 0,
+    torch.float64: 1,
+    torch.bfloat16: 2,
+    torch.float16: 3,
+}
+
+
+def varlen_attention(
+    query: Tensor,  # [Tq, Hq, D]
+    key: Tensor,  # [Tk, Hkv, D]
+    value: Tensor,  # [Tk, Hkv, Dv]
+    cu_seqlens_q: Tensor,  # [B + 1] int64
+    cu_seqlens_k: Tensor,  # [B + 1] int64
+    alibi_slopes: Tensor | None = None,  # [B|1, Hq]
+    seed: Tensor | None = None,
+    *,
+    scale: float,
+    bottom_right: bool,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    dropout_p: float,
+) -> tuple[Tensor, Tensor]:
+    """Return ``(out, lse)``, see ``docs/design.md``."""
+    rows, heads, _ = query.shape
+    out = empty_output(query, value.shape[2])
+    lse = torch.empty((heads, rows), dtype=torch.float64)
+    starts = _contiguous(cu_seqlens_q), _contiguous(cu_seqlens_k)
+    _run(
+        query,
+        key,
+        value,
+        out,
+        lse,
+        starts,
+        scale,
+        (window_left, window_right, softcap, dropout_p),
+        alibi_slopes,
+        seed,
+        bottom_right,
+        None,
+    )
+    end = int(starts[0][-1])
+    if end < rows:  # of no sequence
+        out[end:] = 0
+        lse[:, end:] = -torch.inf
+    return out, lse
+
+
+def varlen_attention_backward(
+    grad_out: Tensor | None,  # [Tq, Hq, Dv]
+    grad_lse: Tensor | None,  # [Hq, Tq]
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    alibi_slopes: Tensor | None,
+    seed: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    scale: float,
+    bottom_right: bool,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    dropout_p: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value, see ``docs/design.md``."""
+    if grad_out is None:
+        grad_out = query.new_zeros(1).expand(*query.shape[:2], value.shape[2])
+    if out.stride(-1) != 1:
+        out = out.contiguous()
+    if grad_lse is not None:
+        grad_lse = grad_lse.to(torch.float64).contiguous()
+    starts = _contiguous(cu_seqlens_q), _contiguous(cu_seqlens_k)
+    widths = (query, query.shape[2]), (key, key.shape[2]), (value, value.shape[2])
+    grads = [empty_output(x, width) for x, width in widths]
+    # A sequence without queries or without keys is left out by the kernel, and so are rows after
+    # the last one: their gradients are 0.
+    if _has_gaps(*starts, query.shape[0], key.shape[0]):
+        for grad in grads:
+            grad.zero_()
+    _run(
+        query,
+        key,
+        value,
+        out,
+        lse,
+        starts,
+        scale,
+        (window_left, window_right, softcap, dropout_p),
+        alibi_slopes,
+        seed,
+        bottom_right,
+        (
+            _operand(grad_out),
+            0 if grad_lse is None else grad_lse.data_ptr(),
+            None,
+            *(_operand(grad) for grad in grads),
+            None,
+        ),
+    )
+    return grads[0], grads[1], grads[2]
+
+
+def _run(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    starts: tuple[Tensor, Tensor],
+    scale: float,
+    options: tuple[int, int, float, float],
+    alibi_slopes: Tensor | None,
+    seed: Tensor | None,
+    bottom_right: bool,
+    gradients: tuple[Any, ...] | None,
+) -> None:
+    batch = len(starts[0]) - 1
+    (rows, heads, width), (keys, kv_heads, value_width) = query.shape, value.shape
+    _cpu.attention_sequences(
+        _DTYPES[query.dtype],
+        torch.get_num_threads(),
+        (batch, heads, kv_heads, rows, keys, width, value_width),
+        *_operand(query),
+        *_operand(key),
+        *_operand(value),
+        *_operand(out),
+        lse.data_ptr(),
+        scale,
+        _options(options, alibi_slopes, seed, batch, heads),
+        (starts[0].data_ptr(), starts[1].data_ptr(), 0, 0, 0, 0, 0, 0, bottom_right),
+        gradients,
+    )
+
+
+def _options(
+    options: tuple[int, int, float, float],
+    alibi_slopes: Tensor | None,
+    seed: Tensor | None,
+    batch: int,
+    heads: int,
+) -> tuple[Any, ...]:
+    left, right, softcap, dropout_p = options
+    alibi = None
+    if alibi_slopes is not None:
+        alibi_slopes = alibi_slopes.expand(batch, heads)
+        alibi = alibi_slopes.data_ptr(), alibi_slopes.stride()
+    key = 0 if seed is None else int(seed) & 0xFFFFFFFFFFFFFFFF
+    return (0, left, right, softcap, None, 0, alibi, dropout_p, key, 0, None)
+
+
+def _contiguous(x: Tensor) -> Tensor:
+    return x.to(torch.int64).contiguous()
+
+
+def _operand(x: Tensor) -> tuple[int, tuple[int, ...]]:
+    """[T, H, D] as an operand [-, H, T, D]."""
+    rows, heads, columns = x.stride()
+    return x.data_ptr(), (0, heads, rows, columns)
+
+
+def _has_gaps(q_starts: Tensor, k_starts: Tensor, rows: int, keys: int) -> bool:
+    ends = int(q_starts[-1]) < rows or int(k_starts[-1]) < keys
+    return ends or bool(((q_starts.diff() == 0) | (k_starts.diff() == 0)).any())

@@ -1,0 +1,148 @@
+"""The functions of the package flash-attn, by its names and in its order of arguments.
+
+``from flash_attn import flash_attn_func`` becomes ``from fastattn.flash_attn import
+flash_attn_func``. Tensors are [B, L, H, D] there, the diagonal of ``causal`` and ``window_size`` is
+that of the last query and the last key, a softcap of 0 is none, and key heads may be fewer than
+query heads (https://github.com/Dao-AILab/flash-attention). Every function is an alias of an
+operator here, whose documentation holds for all else.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from fastattn.ops.sdpa import scaled_dot_product_attention
+from fastattn.ops.varlen import varlen_attention
+
+__all__ = ["flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func"]
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """:func:`fastattn.scaled_dot_product_attention` of q, k, v [B, L, H, D].
+
+    ``deterministic`` is always so. With ``return_attn_probs`` the result is a tuple of the output,
+    ``softmax_lse`` [B, H, Lq], and None; flash-attn's third result, the dropped probabilities for
+    its own tests, is not made: with dropout this raises NotImplementedError.
+    """
+    _refuse_probabilities("flash_attn_func", return_attn_probs, dropout_p)
+    if not all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, k, v)):
+        raise ValueError("flash_attn_func: q, k and v must be tensors of shape [B, L, H, D]")
+    result = scaled_dot_product_attention(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        None,
+        dropout_p,
+        causal,
+        softmax_scale,
+        True,
+        window=window_size,
+        softcap=softcap or None,
+        alibi_slopes=alibi_slopes,
+        causal_alignment="bottom_right",
+        return_lse=return_attn_probs,
+    )
+    if return_attn_probs:
+        return result[0].transpose(1, 2), result[1], None
+    return result.transpose(1, 2)
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """:func:`flash_attn_func` of one tensor [B, L, 3, H, D]."""
+    if not isinstance(qkv, Tensor) or qkv.dim() != 5 or qkv.shape[2] != 3:
+        raise ValueError("flash_attn_qkvpacked_func: qkv must be a tensor of [B, L, 3, H, D]")
+    q, k, v = qkv.unbind(2)
+    return flash_attn_func(
+        q,
+        k,
+        v,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+) -> Any:
+    """:func:`fastattn.varlen_attention` of packed q, k, v [T, H, D].
+
+    ``deterministic`` and ``return_attn_probs`` are as in :func:`flash_attn_func`, with
+    ``softmax_lse`` [H, Tq]. Raises NotImplementedError for a ``block_table``.
+    """
+    _refuse_probabilities("flash_attn_varlen_func", return_attn_probs, dropout_p)
+    if block_table is not None:
+        raise NotImplementedError(
+            "flash_attn_varlen_func: block_table must be None, no kernel reads packed queries on a "
+            "paged cache"
+        )
+    result = varlen_attention(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        dropout_p,
+        causal,
+        softmax_scale,
+        window=window_size,
+        softcap=softcap or None,
+        alibi_slopes=alibi_slopes,
+        causal_alignment="bottom_right",
+        return_lse=return_attn_probs,
+    )
+    return (*result, None) if return_attn_probs else result
+
+
+def _refuse_probabilities(name: str, return_attn_probs: bool, dropout_p: float) -> None:
+    if return_attn_probs and dropout_p > 0:
+        raise NotImplementedError(
+            f"{name}: return_attn_probs must be False with dropout; for the weights there is "
+            "scaled_dot_product_attention(..., need_weights=True)"
+        )

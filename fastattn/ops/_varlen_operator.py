@@ -1,0 +1,93 @@
+"""Attention over packed sequences as a differentiable operator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattn.autograd import _one_by_one
+from fastattn.backends._alloc import empty_output
+from fastattn.library import Operator
+
+__all__ = ["packed_attention", "packed_attention_backward", "width_scale"]
+
+_TENSORS = (
+    "Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
+    "Tensor? alibi_slopes, Tensor? seed"
+)
+_VALUES = (
+    "float? scale, bool bottom_right, SymInt window_left, SymInt window_right, float softcap, "
+    "float dropout_p"
+)
+
+
+def width_scale(query: Tensor) -> float:
+    return query.shape[-1] ** -0.5
+
+
+def _save(ctx: Any, args: Sequence[Any], results: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*args[:7], *results)
+    ctx.values = args[7:]
+
+
+def _backward(
+    ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    if grad_out is None and grad_lse is None:
+        return (None,) * 14
+    seen = (*ctx.saved_tensors, *ctx.values)
+    grads = packed_attention_backward.resume(ctx, (grad_out, grad_lse), seen)
+    return *grads, *(None,) * 11
+
+
+def _fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    rows, heads, _ = query.shape
+    return (
+        empty_output(query, value.shape[2]),
+        query.new_empty((heads, rows), dtype=torch.float64),
+    )
+
+
+def _fake_backward(
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *rest: Any,
+) -> tuple[Tensor, ...]:
+    return tuple(empty_output(x, x.shape[2]) for x in (query, key, value))
+
+
+def _vmap(info: Any, in_dims: Sequence[int | None], *args: Any) -> Any:
+    """One after the other: the draws of every example count from its first sequence."""
+    return _one_by_one(packed_attention, info.batch_size, in_dims, args)
+
+
+def _vmap_backward(info: Any, in_dims: Sequence[int | None], *args: Any) -> Any:
+    return _one_by_one(packed_attention_backward, info.batch_size, in_dims, args)
+
+
+packed_attention = Operator(
+    f"varlen_attention({_TENSORS}, {_VALUES})",
+    returns=2,
+    fake=_fake,
+    setup_context=_save,
+    backward=_backward,
+    vmap=_vmap,
+    opaque=("alibi_slopes",),
+    derived={"scale": lambda query, *_: width_scale(query)},
+)
+
+packed_attention_backward = Operator(
+    f"varlen_attention_backward(Tensor? grad_out, Tensor? grad_lse, {_TENSORS}, Tensor out, "
+    f"Tensor lse, {_VALUES})",
+    returns=3,
+    fake=_fake_backward,
+    vmap=_vmap_backward,
+    recomputed=("out", "lse"),
+    derived={"scale": lambda _out, _lse, query, *_: width_scale(query)},
+)

@@ -1,0 +1,217 @@
+"""Attention over packed sequences: the specification."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattn.library import Operator, runs_eagerly
+from fastattn.ops import _sdpa_arguments as arguments
+from fastattn.ops import _sequences_arguments as checks
+from fastattn.ops._varlen_operator import packed_attention, width_scale
+
+__all__ = ["varlen_attention"]
+
+_OP = "varlen_attention"
+_SEEDS = 2**63 - 1
+_SEED, _DROPOUT_P = 6, 12  # among the primitive's arguments
+
+
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    *,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    causal_alignment: str = "upper_left",
+    generator: torch.Generator | None = None,
+    return_lse: bool = False,
+) -> Any:
+    r"""Attend within each of several sequences that are packed one after the other, unpadded.
+
+    Sequence b has the queries ``cu_seqlens_q[b]``, ..., ``cu_seqlens_q[b + 1] - 1`` and the keys
+    ``cu_seqlens_k[b]``, ..., ``cu_seqlens_k[b + 1] - 1``, and its result is
+
+    .. math:: out_b = scaled\_dot\_product\_attention(query_b, key_b, value_b)
+
+    with the options below, bit for bit that of a call on this sequence alone (on one backend; but
+    for dropout, whose draws are those of entry b of a batch). No padding is stored or computed, and
+    threads share the work by the lengths of the sequences.
+
+    Args:
+        query: [Tq, Hq, D], float32, bfloat16, float16 or float64, any strides; sizes may be 0.
+        key: [Tk, Hkv, D], of query's dtype and device. Hkv divides Hq: query head h uses head
+            ``h // (Hq // Hkv)`` of key and value.
+        value: [Tk, Hkv, Dv], of query's dtype and device.
+        cu_seqlens_q: [B + 1], int32 or int64: 0, then where each sequence of queries ends. A
+            sequence may be empty. Rows after the last sequence give 0, ``lse`` -inf, and have
+            gradient 0.
+        cu_seqlens_k: [B + 1], the same of keys and values.
+        max_seqlen_q: not needed; if given, it must not be less than the longest sequence.
+        max_seqlen_k: likewise.
+        dropout_p, is_causal, scale, window, softcap, generator: as in
+            :func:`scaled_dot_product_attention`; positions count within a sequence.
+        alibi_slopes: floating, [Hq] or [B, Hq]. Differentiable, but only by the reference.
+        causal_alignment: where the diagonal of ``is_causal``, ``window`` and ``alibi_slopes`` lies
+            in a sequence with more, or fewer, keys than queries. "upper_left": query 0 is at key
+            0. "bottom_right": the last query is at the last key.
+        return_lse: return the logarithm of the sum of exponentials too.
+
+    Returns:
+        ``out`` [Tq, Hq, Dv], in query's dtype and memory order; with ``return_lse`` a tuple of it
+        and ``lse`` [Hq, Tq] in float32 (float64 for float64). Both are differentiable in query,
+        key and value, any number of times; derivatives beyond the first, and forward mode, go
+        through the reference backend, which makes a matrix [Hq, Tq, Tk].
+
+    Raises:
+        TypeError: an argument of the wrong type or dtype.
+        ValueError: shapes that do not fit together, or ``cu_seqlens`` that do not begin with 0,
+            decrease, or end beyond the rows there are. (Their values are looked at on the CPU.)
+        RuntimeError: dtypes or devices that do not fit together, ``dropout_p`` outside [0, 1], or
+            a forced backend that cannot run the call.
+        NotImplementedError: a complex or an 8-bit dtype.
+
+    Example:
+        >>> import torch
+        >>> from fastattn import varlen_attention
+        >>> query, key, value = torch.ones(3, 12, 2, 64)  # 12 rows: 3, 9 and 0 of three sequences
+        >>> ends = torch.tensor([0, 3, 12, 12])
+        >>> varlen_attention(query, key, value, ends, ends, is_causal=True).shape
+        torch.Size([12, 2, 64])
+    """
+    operator, args = prepare(
+        query,
+        key,
+        value,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        dropout_p,
+        is_causal,
+        scale,
+        window=window,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        causal_alignment=causal_alignment,
+        generator=generator,
+        return_lse=return_lse,
+    )
+    if args[_DROPOUT_P] > 0:
+        args[_SEED] = torch.randint(
+            _SEEDS, (), dtype=torch.int64, device=query.device, generator=generator
+        )
+    out, lse = operator(*args)
+    if not return_lse:
+        return out
+    return out, lse if out.dtype is torch.float64 else lse.float()
+
+
+def prepare(
+    query: Any,
+    key: Any,
+    value: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: Any = None,
+    max_seqlen_k: Any = None,
+    dropout_p: Any = 0.0,
+    is_causal: Any = False,
+    scale: Any = None,
+    *,
+    window: Any = None,
+    softcap: Any = None,
+    alibi_slopes: Any = None,
+    causal_alignment: Any = "upper_left",
+    generator: Any = None,
+    return_lse: Any = False,
+) -> tuple[Operator, list[Any]]:
+    """Validate, and return the operator and the primitive's arguments without the seed."""
+    if not isinstance(query, Tensor):
+        raise arguments.wrong_type("query", query, "Tensor", op=_OP)
+    tensors = (("query", query, "Hq, D"), ("key", key, "Hkv, D"), ("value", value, "Hkv, Dv"))
+    for name, x, dims in tensors:
+        checks.check_tensor(_OP, name, x, f"[T, {dims}]", 3, query.device)
+    checks.check_flag(_OP, "is_causal", is_causal)
+    checks.check_flag(_OP, "return_lse", return_lse)
+    dropout_p = arguments.check_dropout(dropout_p, _OP)
+    if scale is not None:
+        scale = arguments.check_real("scale", scale, _OP)
+    cap = 0.0 if softcap is None else arguments.check_softcap(softcap, _OP)
+    left, right = (-1, -1) if window is None else arguments.check_window(window, _OP)
+    if generator is not None:
+        arguments.check_generator(generator, query.device, _OP)
+    if causal_alignment not in ("upper_left", "bottom_right"):
+        raise ValueError(
+            f"{_OP}: causal_alignment must be 'upper_left' or 'bottom_right', "
+            f"got {causal_alignment!r}"
+        )
+
+    query, key, value = arguments.autocast(query, key, value)
+    arguments.check_dtypes(query, key, value, _OP)
+    checks.check_widths(_OP, query, key)
+    checks.check_heads(_OP, query, key, value, 1)
+    if key.shape[0] != value.shape[0]:
+        raise ValueError(
+            f"{_OP}: key and value must have the same number of rows, "
+            f"got shapes {tuple(key.shape)} and {tuple(value.shape)}"
+        )
+    q_starts = _check_starts("cu_seqlens_q", cu_seqlens_q, query, max_seqlen_q, "max_seqlen_q")
+    k_starts = _check_starts("cu_seqlens_k", cu_seqlens_k, key, max_seqlen_k, "max_seqlen_k")
+    if q_starts.shape != k_starts.shape:
+        raise ValueError(
+            f"{_OP}: cu_seqlens_q and cu_seqlens_k must have the same length, "
+            f"got {q_starts.shape[0]} and {k_starts.shape[0]}"
+        )
+    if alibi_slopes is not None:
+        batch = q_starts.shape[0] - 1
+        alibi_slopes = checks.fold_slopes(_OP, alibi_slopes, query, query.shape[1], batch)
+    if is_causal:
+        right = 0
+    if scale is None and not torch.compiler.is_compiling():
+        scale = width_scale(query)
+    bottom_right = causal_alignment == "bottom_right"
+    given = (query, key, value, q_starts, k_starts, alibi_slopes, None)
+    return packed_attention, [*given, scale, bottom_right, left, right, cap, dropout_p]
+
+
+def _check_starts(name: str, starts: Any, rows: Tensor, longest: Any, longest_name: str) -> Tensor:
+    starts = checks.check_integers(_OP, name, starts, "[B + 1]", 1, rows.device)
+    if starts.shape[0] == 0:
+        raise ValueError(f"{_OP}: {name} must be [B + 1], got shape (0,)")
+    if longest is not None and (
+        isinstance(longest, bool) or not isinstance(longest, (int, torch.SymInt))
+    ):
+        raise arguments.wrong_type(longest_name, longest, "int or None", op=_OP)
+    if starts.is_cpu and runs_eagerly(starts):
+        _check_values(name, starts.tolist(), rows.shape[0], longest, longest_name)
+    return starts
+
+
+def _check_values(name: str, starts: list[int], rows: int, longest: Any, longest_name: str) -> None:
+    if starts[0] != 0:
+        raise ValueError(f"{_OP}: {name} must begin with 0, got {starts[0]}")
+    lengths = [end - begin for begin, end in pairwise(starts)]
+    if min(lengths, default=0) < 0:
+        raise ValueError(f"{_OP}: {name} must not decrease, got {starts}")
+    if starts[-1] > rows:
+        raise ValueError(
+            f"{_OP}: {name} must end within the {rows} rows there are, got {starts[-1]}"
+        )
+    if longest is not None and max(lengths, default=0) > longest:
+        raise ValueError(
+            f"{_OP}: {longest_name} must be at least the longest sequence, {max(lengths)}, "
+            f"got {longest}"
+        )

@@ -1,0 +1,275 @@
+"""The cases of ``varlen_attention`` and their judge: the oracle of attention, sequence by sequence.
+
+It knows nothing of packing, so it also judges the packed reference.
+"""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattn.testing import memory, oracle
+from fastattn.testing.cases import FLOATS
+from fastattn.testing.compare import deviation
+from fastattn.testing.inputs import Inputs
+from fastattn.testing.targets import Target
+from fastattn.testing.verdict import Verdict, fresh_memory_is_nan
+
+__all__ = ["VARLEN_CASES", "VarlenCase", "VarlenInputs", "check_varlen", "make_varlen"]
+
+_GRADS = ("grad_query", "grad_key", "grad_value")
+
+
+@dataclass(frozen=True)
+class VarlenCase:
+    """One call of ``varlen_attention`` and of its backward."""
+
+    name: str
+    q_lengths: tuple[int, ...] = (5, 40, 1, 0, 17)
+    k_lengths: tuple[int, ...] | None = None  # None: as the queries
+    after: tuple[int, int] = (0, 0)  # rows of queries and keys after the last sequence, NaN
+    heads: int = 2
+    kv_heads: int | None = None
+    head_dim: int = 16
+    value_dim: int | None = None
+    bottom_right: bool = False
+    window: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
+    alibi: str | None = None  # h: one slope a head; bh: of its own for every sequence
+    dropout_p: float = 0.0
+    layouts: tuple[str, str, str] = ("blhd", "blhd", "blhd")  # of [1, H, T, D]
+    grads: tuple[str, ...] = ("out", "lse")
+    dtypes: tuple[torch.dtype, ...] = FLOATS
+    slow: bool = False
+
+
+def _cases() -> Iterator[VarlenCase]:
+    base = VarlenCase("plain")
+    yield base
+    causal = replace(base, window=(-1, 0))
+    yield replace(causal, name="causal")
+    cross: dict[str, Any] = {"q_lengths": (33, 0, 70, 1, 20, 9), "k_lengths": (65, 4, 0, 129, 5, 9)}
+    for name, bottom_right in (("upper-left", False), ("bottom-right", True)):
+        yield replace(causal, name=f"causal-{name}", bottom_right=bottom_right, **cross)
+        case = replace(base, window=(9, 4), bottom_right=bottom_right, **cross)
+        yield replace(case, name=f"window-{name}", kv_heads=1)
+        yield replace(case, name=f"alibi-{name}", alibi="bh", softcap=3.0)
+    for name, lengths in (
+        ("none", ()),
+        ("one-empty", (0,)),
+        ("one-row", (1,)),
+        ("one-long", (270,)),
+        ("all-empty", (0, 0, 0)),
+        ("equal", (64, 64, 64)),
+        ("many", tuple(n * 7 % 23 for n in range(40))),
+        ("uneven", (1, 270, 2, 3)),
+    ):
+        yield replace(causal, name=f"lengths-{name}", q_lengths=lengths, heads=3)
+    yield replace(base, name="after", after=(7, 3))
+    yield replace(base, name="after-causal", window=(-1, 0), after=(2, 40), **cross)
+    # Sequences of one query take the way of decoding, the others that of panels.
+    mixed: dict[str, Any] = {
+        "q_lengths": (1, 2, 1, 50, 1, 1),
+        "k_lengths": (530, 1030, 1, 70, 0, 9),
+    }
+    for heads, kv_heads in ((2, 2), (8, 2), (3, 1)):
+        case = replace(causal, name=f"mixed-{heads}-{kv_heads}", heads=heads, kv_heads=kv_heads)
+        yield replace(case, bottom_right=True, head_dim=64, **mixed)
+    yield replace(base, name="gqa", heads=6, kv_heads=2, **cross)
+    for d, dv in ((1, 1), (33, 48), (64, 64), (128, 40), (200, 136)):
+        yield replace(causal, name=f"head_dim-{d}-{dv}", head_dim=d, value_dim=dv)
+    for p in (0.1, 0.5, 1.0):
+        yield replace(causal, name=f"dropout-{p}", dropout_p=p, heads=4, kv_heads=2, **cross)
+    yield replace(base, name="alibi-h", alibi="h")
+    for layout in ("contiguous", "unaligned", "packed", "transposed", "every_second", "sliced",
+                   "expanded_heads", "expanded_dims"):  # fmt: skip
+        yield replace(causal, name=f"layout-{layout}", layouts=(layout,) * 3, head_dim=24)
+    for grads in ((), ("out",), ("lse",)):
+        yield replace(causal, name=f"grads-{'-'.join(grads) or 'none'}", grads=grads)
+    yield replace(causal, name="backward-split", q_lengths=(200, 20), k_lengths=(1300, 30), heads=1)
+    long = replace(causal, name="long", q_lengths=(2100, 3, 500), head_dim=64, slow=True)
+    yield replace(long, dtypes=(torch.float32, torch.bfloat16))
+
+
+VARLEN_CASES = tuple(_cases())
+
+
+@dataclass(frozen=True)
+class VarlenInputs:
+    """The primitive's arguments, and the gradients of out and lse."""
+
+    args: tuple[Tensor | None, ...]
+    given: tuple[Tensor | None, Tensor | None]
+    options: dict[str, Any]
+    lengths: tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def make_varlen(case: VarlenCase, dtype: torch.dtype, *, fence: bool = False) -> VarlenInputs:
+    """Return the tensors of ``case``, always the same, in hostile memory."""
+    draw = torch.Generator().manual_seed(zlib.crc32(case.name.encode()))
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draw, dtype=torch.float64)
+
+    def packed(values: Tensor, rows: int, layout: str) -> Tensor:
+        values[rows:] = torch.nan
+        return memory.place(values.transpose(0, 1)[None].to(dtype), layout, fence=fence)[
+            0
+        ].transpose(0, 1)
+
+    q_lengths = case.q_lengths
+    k_lengths = q_lengths if case.k_lengths is None else case.k_lengths
+    kv_heads = case.heads if case.kv_heads is None else case.kv_heads
+    value_dim = case.head_dim if case.value_dim is None else case.value_dim
+    q_rows, k_rows = sum(q_lengths), sum(k_lengths)
+    q_all, k_all = q_rows + case.after[0], k_rows + case.after[1]
+    query = packed(2 * normal(q_all, case.heads, case.head_dim), q_rows, case.layouts[0])
+    key = packed(normal(k_all, kv_heads, case.head_dim), k_rows, case.layouts[1])
+    value = packed(normal(k_all, kv_heads, value_dim), k_rows, case.layouts[2])
+    starts = [torch.tensor((0, *n), dtype=torch.int64).cumsum(0) for n in (q_lengths, k_lengths)]
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    slopes = seed = None
+    if case.alibi is not None:
+        slopes = torch.rand(len(q_lengths) if case.alibi == "bh" else 1, case.heads, generator=draw)
+        slopes = slopes.to(wide)
+    if case.dropout_p > 0:
+        seed = torch.randint(-(2**63), 2**63 - 1, (), generator=draw, dtype=torch.int64)
+    grad_out = grad_lse = None
+    if "out" in case.grads:
+        grad_out = packed(normal(q_all, case.heads, value_dim), q_rows, case.layouts[0])
+    if "lse" in case.grads:
+        grad_lse = normal(case.heads, q_all).abs().to(wide).double()
+    return VarlenInputs(
+        args=(query, key, value, *starts, slopes, seed),
+        given=(grad_out, grad_lse),
+        options={
+            "scale": case.head_dim**-0.5,
+            "bottom_right": case.bottom_right,
+            "window_left": case.window[0],
+            "window_right": case.window[1],
+            "softcap": case.softcap,
+            "dropout_p": case.dropout_p,
+        },
+        lengths=(q_lengths, k_lengths),
+    )
+
+
+def run_varlen(backend: Any, inputs: VarlenInputs) -> dict[str, Tensor]:
+    """The primitive of a backend, forward and backward."""
+    out, lse = backend.varlen_attention(*inputs.args, **inputs.options)
+    results = {"out": out, "lse": lse.to(torch.promote_types(out.dtype, torch.float32))}
+    if any(grad is not None for grad in inputs.given):
+        grads = backend.varlen_attention_backward(
+            *inputs.given, *inputs.args, out, lse, **inputs.options
+        )
+        results.update(zip(_GRADS, grads, strict=True))
+    return results
+
+
+def sequence_by_sequence(
+    inputs: VarlenInputs, run: Callable[[Inputs], dict[str, Tensor]]
+) -> dict[str, Tensor]:
+    """What ``run``, of attention, makes of every sequence, packed again."""
+    query, key, value = inputs.args[:3]
+    assert query is not None
+    assert key is not None
+    assert value is not None
+    (q_rows, heads, _), dv = query.shape, value.shape[2]
+    packed: dict[str, Tensor] = {
+        "out": query.new_zeros(q_rows, heads, dv, dtype=torch.float64),
+        "lse": query.new_full((heads, q_rows), -torch.inf, dtype=torch.float64),
+    }
+    if any(grad is not None for grad in inputs.given):
+        for name, x in zip(_GRADS, (query, key, value), strict=True):
+            packed[name] = torch.zeros_like(x, dtype=torch.float64)
+    ends = [0, 0]
+    for b, lengths in enumerate(zip(*inputs.lengths, strict=True)):
+        q, k = (slice(end, end + n) for end, n in zip(ends, lengths, strict=True))
+        ends = [q.stop, k.stop]
+        found = run(_alone(inputs, b, q, k))
+        for name, result in found.items():
+            rows = result[-1].double() if name == "lse" else result[-1].transpose(0, 1).double()
+            if name == "lse":
+                packed[name][:, q] = rows
+            else:
+                packed[name][k if name in ("grad_key", "grad_value") else q] = rows
+    return packed
+
+
+def _alone(inputs: VarlenInputs, b: int, q: slice, k: slice) -> Inputs:
+    """Sequence b as the last of a batch, so that its dropout has its number."""
+    query, key, value, _, _, slopes, seed = inputs.args
+    batch = b + 1 if seed is not None else 1
+
+    def last(x: Tensor | None, rows: slice) -> Tensor | None:
+        if x is None:
+            return None
+        full = x.new_zeros(batch, x.shape[1], rows.stop - rows.start, x.shape[2])
+        full[-1] = x[rows].transpose(0, 1)
+        return full
+
+    grad_out, grad_lse = inputs.given
+    if grad_lse is not None:
+        full = grad_lse.new_zeros(batch, grad_lse.shape[0], q.stop - q.start)
+        full[-1] = grad_lse[:, q]
+        grad_lse = full
+    options = dict(inputs.options)
+    lengths = q.stop - q.start, k.stop - k.start
+    options["offset"] = lengths[1] - lengths[0] if options.pop("bottom_right") else 0
+    options["weights"] = 0
+    alone = {"query": last(query, q), "key": last(key, k), "value": last(value, k)}
+    return Inputs(
+        **alone,  # type: ignore[arg-type]
+        clean_key=alone["key"],  # type: ignore[arg-type]
+        clean_value=alone["value"],  # type: ignore[arg-type]
+        attn_mask=None,
+        alibi_slopes=None if slopes is None else slopes[b % slopes.shape[0]][None],
+        seed=seed,
+        grad_out=last(grad_out, q),
+        grad_lse=grad_lse,
+        grad_weights=None,
+        options=options,
+        needs_mask_grad=False,
+    )
+
+
+@functools.lru_cache(maxsize=4)
+def expected_varlen(
+    case: VarlenCase, dtype: torch.dtype
+) -> tuple[VarlenInputs, dict[str, Tensor], dict[str, Tensor]]:
+    """Return the inputs, what they should give, and what plain PyTorch makes of them."""
+    inputs = make_varlen(case, dtype)
+    exact = sequence_by_sequence(inputs, oracle.exact)
+    return inputs, exact, sequence_by_sequence(inputs, oracle.eager)
+
+
+def check_varlen(case: VarlenCase, dtype: torch.dtype, target: Target) -> Verdict:
+    """Run ``case`` forward and backward on ``target``: values, dtypes, and what it wrote to."""
+    inputs, exact, eager = expected_varlen(case, dtype)
+    verdict = Verdict()
+    with target.active() as backend:
+        verdict.declined = list(backend.why_not("varlen_attention", *inputs.args, **inputs.options))
+        if verdict.declined:
+            return verdict
+        names = ("query", "key", "value", "starts_q", "starts_k", "alibi_slopes", "seed")
+        watch = memory.Watch(**dict(zip(names, inputs.args, strict=True)), grad=inputs.given[0])
+        with fresh_memory_is_nan():
+            results = run_varlen(backend, inputs)
+    verdict.faults += [f"{name} was written to" for name in watch.written()]
+    wide = torch.promote_types(dtype, torch.float32)
+    for name, want in exact.items():
+        result, wanted = results[name], wide if name == "lse" else dtype
+        if result.dtype != wanted or result.shape != want.shape:
+            verdict.faults.append(
+                f"{name} is {result.dtype} {list(result.shape)}, want {wanted} {list(want.shape)}"
+            )
+            continue
+        eps_of = dtype if name == "lse" else None
+        verdict.judge(deviation(result, eager[name], want, name, eps_of))
+    return verdict

@@ -1,0 +1,86 @@
+"""The names of flash-attn, against the operators they stand for."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastattn import flash_attn, scaled_dot_product_attention, varlen_attention
+
+# Of flash-attn 2.8, in order: https://github.com/Dao-AILab/flash-attention
+_COMMON = "dropout_p softmax_scale causal window_size softcap alibi_slopes deterministic "
+SIGNATURES = {
+    "flash_attn_func": f"q k v {_COMMON} return_attn_probs",
+    "flash_attn_qkvpacked_func": f"qkv {_COMMON} return_attn_probs",
+    "flash_attn_varlen_func": "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k "
+    f"{_COMMON} return_attn_probs block_table",
+}
+
+
+@pytest.fixture
+def qkv(generator: torch.Generator) -> list[Tensor]:
+    shapes = ((2, 5, 4, 8), (2, 9, 2, 8), (2, 9, 2, 8))
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+def transposed(tensors: list[Tensor]) -> list[Tensor]:
+    return [x.transpose(1, 2) for x in tensors]
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_the_arguments_are_those_of_flash_attn(name: str) -> None:
+    parameters = inspect.signature(getattr(flash_attn, name)).parameters
+    assert list(parameters) == SIGNATURES[name].split()
+
+
+def test_func_is_bottom_right_and_grouped(qkv: list[Tensor]) -> None:
+    out, lse, probabilities = flash_attn.flash_attn_func(
+        *qkv, 0.0, 0.3, True, (4, -1), 5.0, torch.rand(4), True, True
+    )
+    assert probabilities is None
+    assert out.shape == (2, 5, 4, 8)
+    assert out.is_contiguous()
+    assert lse.shape == (2, 4, 5)
+    want = scaled_dot_product_attention(
+        *transposed(qkv), is_causal=True, enable_gqa=True, causal_alignment="bottom_right"
+    )
+    got = flash_attn.flash_attn_func(*qkv, causal=True)
+    assert torch.equal(got.transpose(1, 2), want)
+
+
+def test_qkvpacked_is_func(qkv: list[Tensor]) -> None:
+    packed = torch.stack([qkv[0], -qkv[0], 2 * qkv[0]], 2).requires_grad_()
+    out = flash_attn.flash_attn_qkvpacked_func(packed, causal=True)
+    assert torch.equal(out, flash_attn.flash_attn_func(*packed.unbind(2), causal=True))
+    out.sum().backward()
+    assert packed.grad is not None
+
+
+def test_varlen_is_func_of_each_sequence(qkv: list[Tensor]) -> None:
+    flat = [x.flatten(0, 1) for x in qkv]
+    q_ends, k_ends = torch.tensor([0, 5, 10]).int(), torch.tensor([0, 9, 18]).int()
+    args = (*flat, q_ends, k_ends, 5, 9)
+    out, lse, _ = flash_attn.flash_attn_varlen_func(*args, causal=True, return_attn_probs=True)
+    want, want_lse, _ = flash_attn.flash_attn_func(*qkv, causal=True, return_attn_probs=True)
+    assert torch.equal(out.unflatten(0, (2, 5)), want)
+    assert torch.equal(lse.unflatten(1, (2, 5)).transpose(0, 1), want_lse)
+    wide = varlen_attention(*args, softcap=2.0, causal_alignment="bottom_right", window=(3, 1))
+    got = flash_attn.flash_attn_varlen_func(*args, softcap=2.0, window_size=(3, 1))
+    assert torch.equal(got, wide)
+
+
+def test_what_is_not_there_says_so(qkv: list[Tensor]) -> None:
+    with pytest.raises(NotImplementedError, match="return_attn_probs must be False with dropout"):
+        flash_attn.flash_attn_func(*qkv, dropout_p=0.1, return_attn_probs=True)
+    with pytest.raises(ValueError, match=r"\[B, L, H, D\]"):
+        flash_attn.flash_attn_func(*(x[0] for x in qkv))
+    with pytest.raises(ValueError, match=r"\[B, L, 3, H, D\]"):
+        flash_attn.flash_attn_qkvpacked_func(qkv[0])
+    ends = torch.tensor([0, 5])
+    with pytest.raises(NotImplementedError, match="block_table must be None"):
+        flash_attn.flash_attn_varlen_func(
+            *(x[0] for x in qkv), ends, ends, 5, 5, block_table=ends[None]
+        )

@@ -1,0 +1,225 @@
+"""varlen_attention: on every backend and instruction set, against attention of single sequences."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fastattn
+from fastattn import scaled_dot_product_attention, varlen_attention
+from fastattn.testing import Target, targets
+from fastattn.testing.varlen import (
+    VARLEN_CASES,
+    VarlenCase,
+    check_varlen,
+    make_varlen,
+    run_varlen,
+    sequence_by_sequence,
+)
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+floats = pytest.mark.parametrize("dtype", FLOATS, ids=lambda dtype: str(dtype)[6:])
+quick = [case for case in VARLEN_CASES if not case.slow]
+
+
+@pytest.mark.parametrize("case", quick, ids=lambda case: case.name)
+def test_within_the_bound(case: VarlenCase) -> None:
+    for dtype, target in product(case.dtypes, targets()):
+        verdict = check_varlen(case, dtype, target)
+        assert not verdict.declined
+        assert verdict.ok, (target, verdict.faults)
+
+
+@pytest.mark.parametrize("case", quick, ids=lambda case: case.name)
+def test_the_reference_is_within_the_bound(case: VarlenCase) -> None:
+    """The packed oracle, against the one of single sequences."""
+    verdict = check_varlen(case, torch.float32, Target("reference"))
+    assert verdict.ok, verdict.faults
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [c for c in VARLEN_CASES if c.slow], ids=lambda case: case.name)
+def test_slow_case(case: VarlenCase) -> None:
+    for dtype, target in product(case.dtypes, targets()):
+        verdict = check_varlen(case, dtype, target)
+        assert verdict.ok, (target, verdict.faults)
+
+
+WAYS = {
+    "causal": VarlenCase("causal", (40, 1, 300, 7), (40, 9, 300, 80), window=(-1, 0), heads=3),
+    "decode": VarlenCase("decode", (1, 2, 1, 1), (1500, 600, 30, 0), heads=8, kv_heads=2),
+    "split": VarlenCase("split", (700, 5), (1300, 40), heads=1, bottom_right=True, alibi="bh"),
+    "window": VarlenCase("window", (90, 200), (200, 90), window=(30, 9), softcap=4.0),
+    "dropout": VarlenCase("dropout", (90, 130), dropout_p=0.2, kv_heads=1),
+}
+ways = pytest.mark.parametrize("case", WAYS.values(), ids=WAYS)
+
+
+@floats
+@ways
+def test_bitwise_what_a_sequence_alone_gives(
+    target: Target, case: VarlenCase, dtype: torch.dtype
+) -> None:
+    inputs = make_varlen(replace(case, head_dim=40), dtype)
+    module = target.module
+
+    def alone(single: Any) -> dict[str, Tensor]:
+        args = single.forward_args()
+        out, lse, _ = module.scaled_dot_product_attention(*args, **single.options)
+        grads = module.scaled_dot_product_attention_backward(
+            *single.cotangents(), *args, out, lse, **single.options, needs_mask_grad=False
+        )
+        names = ("out", "lse", "grad_query", "grad_key", "grad_value")
+        return dict(zip(names, (out, lse, *grads), strict=False))
+
+    expected = sequence_by_sequence(inputs, alone)
+    found = run_varlen(module, inputs)
+    for name, want in expected.items():
+        want = want.to(found[name].dtype)
+        assert torch.equal(found[name], want), name
+
+
+@ways
+def test_threads_give_the_same_bits(target: Target, case: VarlenCase) -> None:
+    before = torch.get_num_threads()
+    try:
+        for dtype in (torch.float32, torch.bfloat16):
+            inputs = make_varlen(case, dtype)
+            results = []
+            for count in (1, 2, 3, 7):
+                torch.set_num_threads(count)
+                results.append(run_varlen(target.module, inputs))
+            for other in results[1:]:
+                for name, want in results[0].items():
+                    assert torch.equal(other[name], want), name
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_nothing_beyond_the_tensors_is_touched() -> None:
+    """Tensors that end where memory ends: a read past them kills the process."""
+    code = """
+        import torch
+        from fastattn.testing import targets
+        from fastattn.testing.varlen import VARLEN_CASES, make_varlen, run_varlen
+        for case in [case for case in VARLEN_CASES if not case.slow][::4]:
+            for dtype in (torch.float32, torch.bfloat16):
+                inputs = make_varlen(case, dtype, fence=True)
+                for target in targets():
+                    with target.active() as backend:
+                        run_varlen(backend, inputs)
+        """
+    run = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+# --- the public function ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def packed(generator: torch.Generator) -> tuple[list[Tensor], Tensor]:
+    """query, key and value of three sequences, and where they end."""
+    tensors = [torch.randn(12, 2, 8, generator=generator) for _ in range(3)]
+    return tensors, torch.tensor([0, 5, 5, 12], dtype=torch.int32)
+
+
+def test_equals_attention_of_each_sequence(
+    backend: str, packed: tuple[list[Tensor], Tensor]
+) -> None:
+    tensors, ends = packed
+    out, lse = varlen_attention(*tensors, ends, ends, 7, 7, is_causal=True, return_lse=True)
+    for begin, end in ((0, 5), (5, 12)):
+        one = [x[begin:end].transpose(0, 1)[None] for x in tensors]
+        want, want_lse = scaled_dot_product_attention(*one, is_causal=True, return_lse=True)
+        torch.testing.assert_close(out[begin:end], want[0].transpose(0, 1))
+        torch.testing.assert_close(lse[:, begin:end], want_lse[0])
+    assert out.is_contiguous()
+    assert lse.dtype == torch.float32
+
+
+def test_dropout_draws_from_the_generator_and_is_that_of_a_batch(
+    backend: str, packed: tuple[list[Tensor], Tensor]
+) -> None:
+    tensors, _ = packed
+    ends = torch.tensor([0, 6, 12])
+
+    def seeded() -> torch.Generator:
+        return torch.Generator().manual_seed(3)
+
+    out = varlen_attention(*tensors, ends, ends, dropout_p=0.4, generator=seeded())
+    batch = [x.unflatten(0, (2, 6)).transpose(1, 2) for x in tensors]
+    want = scaled_dot_product_attention(*batch, dropout_p=0.4, generator=seeded())
+    torch.testing.assert_close(out, want.transpose(1, 2).flatten(0, 1))
+    assert not torch.equal(out, varlen_attention(*tensors, ends, ends))
+
+
+def test_autocast_casts(packed: tuple[list[Tensor], Tensor]) -> None:
+    tensors, ends = packed
+    with torch.autocast("cpu", torch.bfloat16):
+        assert varlen_attention(*tensors, ends, ends).dtype == torch.bfloat16
+
+
+def test_explain(packed: tuple[list[Tensor], Tensor]) -> None:
+    tensors, ends = packed
+    assert fastattn.explain(varlen_attention, *tensors, ends, ends).runs in ("cpu", "reference")
+
+
+def _bad() -> list[tuple[dict[str, Any], type[Exception], str]]:
+    x, ends = torch.zeros(4, 2, 8), torch.tensor([0, 1, 4])
+    return [
+        ({"query": [1.0]}, TypeError, "argument 'query' must be Tensor, not list"),
+        ({"query": x[0]}, ValueError, r"query must be \[T, Hq, D\], got shape \(2, 8\)"),
+        ({"key": x.double()}, RuntimeError, "must have the same dtype, got float32, float64"),
+        ({"key": x[..., :4]}, ValueError, "query and key must have the same last dimension"),
+        ({"value": x[:3]}, ValueError, "the same number of rows, got shapes"),
+        ({"query": x[:, :1].expand(4, 3, 8)}, ValueError, "must divide that of query .*2 and 3"),
+        ({"value": x[:, :1]}, ValueError, "the same number of heads"),
+        ({"query": x.to("meta")}, RuntimeError, "key must be on query's device meta, got cpu"),
+        ({"cu_seqlens_q": None}, TypeError, "argument 'cu_seqlens_q' must be Tensor"),
+        ({"cu_seqlens_q": ends.float()}, TypeError, "cu_seqlens_q must be int32 or int64"),
+        ({"cu_seqlens_q": ends[None]}, ValueError, r"cu_seqlens_q must be \[B \+ 1\]"),
+        ({"cu_seqlens_q": ends[:0]}, ValueError, r"must be \[B \+ 1\], got shape \(0,\)"),
+        ({"cu_seqlens_q": ends + 1}, ValueError, "cu_seqlens_q must begin with 0, got 1"),
+        ({"cu_seqlens_k": ends.flip(0) - 4}, ValueError, "cu_seqlens_k must not decrease"),
+        ({"cu_seqlens_k": 2 * ends}, ValueError, "within the 4 rows there are, got 8"),
+        ({"cu_seqlens_q": ends[:2]}, ValueError, "must have the same length, got 2 and 3"),
+        ({"max_seqlen_q": 2}, ValueError, "max_seqlen_q must be at least the longest sequence, 3"),
+        ({"max_seqlen_k": 2.5}, TypeError, "argument 'max_seqlen_k' must be int or None"),
+        ({"dropout_p": 1.5}, RuntimeError, "varlen_attention: dropout_p must be between 0 and 1"),
+        ({"is_causal": 1}, TypeError, "argument 'is_causal' must be bool, not int"),
+        ({"window": 3}, TypeError, "varlen_attention: window must be None or a pair"),
+        ({"softcap": -1.0}, ValueError, "varlen_attention: softcap must be None or positive"),
+        ({"causal_alignment": "left"}, ValueError, "causal_alignment must be 'upper_left' or"),
+        ({"alibi_slopes": torch.ones(3)}, ValueError, r"must have shape \(2,\) or \(2, 2\)"),
+        ({"alibi_slopes": torch.ones(2).long()}, TypeError, "alibi_slopes must be floating"),
+        ({"generator": 1}, TypeError, "argument 'generator' must be torch.Generator"),
+    ]
+
+
+@pytest.mark.parametrize(("given", "error", "match"), _bad(), ids=lambda x: str(x)[:40])
+def test_errors_say_what_is_wrong(given: Any, error: type[Exception], match: str) -> None:
+    x, ends = torch.zeros(4, 2, 8), torch.tensor([0, 1, 4])
+    args = {"query": x, "key": x, "value": x, "cu_seqlens_q": ends, "cu_seqlens_k": ends}
+    if "cu_seqlens_k" in given and "decrease" in match:
+        given = {"cu_seqlens_k": torch.tensor([0, 4, 1])}
+    with pytest.raises(error, match=match):
+        varlen_attention(**{**args, **given})
+
+
+def test_the_kernel_checks_what_compiled_code_gives_it() -> None:
+    x = torch.zeros(4, 2, 8)
+    for bad, match in (([0, 5], "within the 4 rows"), ([0, 3, 1], "decrease"), ([1, 2], "begin")):
+        ends = torch.tensor(bad)
+        with pytest.raises(ValueError, match=match):
+            torch.ops.fastattn.varlen_attention(
+                x, x, x, ends, ends, None, None, 1.0, False, -1, -1, 0.0, 0.0, "cpu"
+            )
