@@ -193,7 +193,8 @@ def test_presets_are_cells_with_a_name_of_their_own(name: str) -> None:
         (["--op", "os.path"], "'os.path' has no OP"),
         (["--op", "sinusoidal", "--mask", "causal"], "allowed for sinusoidal are none"),
         (["--providers", "abacus"], "'abacus'"),
-        (["--providers", "torch@avx2"], "'torch@avx2'"),
+        (["--providers", "torch@avx2"], "variants of torch are torch@math"),
+        (["--providers", "jax@"], "variants of jax are none"),
         (["--providers", "fastattn", "--baseline", "torch"], "'torch'"),
         (["--threads", "0"], "--threads 0"),
         (["--time-budget", "-1"], "--time-budget"),
@@ -390,12 +391,33 @@ def answer(provider: str, cell: Cell) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("cell", cells_to_check(), ids=lambda cell: cell.name)
 def test_providers_agree_with_the_oracle(cell: Cell) -> None:
     oracle = Oracle(cell, 1)
-    for provider in ("fastattn-reference", "torch", "torch-eager"):
+    for provider in ("fastattn@reference", "torch", "torch-eager"):
         if not load(provider).why_not(cell):
             found = oracle.check(answer(provider, cell))
             assert found.ok, found.reason
     assert flops(cell, inputs.true_in_mask(cell, 1)) > 0
     assert bytes_touched(cell) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [n for n in PROVIDERS if n not in ("fastattn", "torch")])
+@pytest.mark.parametrize("shape", ["B=2,H=4,Lq=16,Lk=24", "B=2,H=4,Hkv=2,L=16", "H=4,L=16,Dv=8"])
+def test_peers_agree_with_the_oracle_where_they_are_installed(name: str, shape: str) -> None:
+    provider = load(name)
+    try:
+        provider.versions()
+    except ImportError as error:
+        pytest.skip(str(error))
+    for mask, passes in itertools.product(MASKS, ("fwd", "fwd+bwd")):
+        for dtype in ("fp32", "bf16"):
+            cell = cell_of("sdpa", shape, mask=mask, passes=passes, dtype=dtype)
+            if not provider.why_not(cell):
+                arrays = provider.prepare(cell, inputs.make_inputs(cell, 1))()
+                names = inputs.output_names(cell)
+                found = Oracle(cell, 1).check(
+                    {n: torch.as_tensor(x) for n, x in zip(names, arrays, strict=True)}
+                )
+                assert found.ok, f"{cell.name}: {found.reason}"
 
 
 @pytest.mark.parametrize("op", ops.OPS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -98,7 +99,7 @@ def test_a_run_writes_every_file(tmp_path: Path, capsys: pytest.CaptureFixture[s
     pytest.importorskip("matplotlib")
     code = bench(
         *("run", "--shapes", "B=1,H=2,L=16,D=8", "--pass", "fwd,fwd+bwd", "--quiet"),
-        *("--providers", "torch,fastattn-reference", "--threads", "1", "--rounds", "3"),
+        *("--providers", "torch,fastattn@reference", "--threads", "1", "--rounds", "3"),
         *("--out", str(tmp_path)),
     )
     assert code == cli.OK
@@ -117,7 +118,7 @@ def test_a_run_writes_every_file(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
     with (tmp_path / "results.csv").open() as file:
         table = list(csv.DictReader(file))
-    assert [row["provider"] for row in table] == ["torch", "fastattn-reference"] * 2
+    assert [row["provider"] for row in table] == ["torch", "fastattn@reference"] * 2
     assert all(float(row["ms"]) > 0 for row in table)
 
     assert (tmp_path / "results.png").read_bytes().startswith(b"\x89PNG")
@@ -165,3 +166,38 @@ def test_the_time_budget_is_kept(tmp_path: Path) -> None:
     assert len(rows) == 33  # each cell has its line, measured or not
     assert rows[0]["status"] == "ok"
     assert {row["status"] for row in rows} <= {"ok", "SKIPPED"}
+
+
+def test_a_busy_core_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    mine = sorted(os.sched_getaffinity(0))[:1]
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
+        try:
+            os.sched_setaffinity(busy.pid, mine)
+            bench(
+                *("run", "--shapes", "B=1,H=2,L=64,D=8", "--threads", "1", "--rounds", "4"),
+                *("--time-budget", "1", "--json", str(path), "--quiet"),
+            )
+        finally:
+            busy.kill()
+    rows = json.loads(path.read_text())["rows"]
+    for row in rows:
+        assert row["busy"] or row["discarded"], row
+        assert row["verdict"] in (None, "UNSURE") or not row["busy"]
+
+
+def test_cold_caches_are_said_and_cost_time(tmp_path: Path) -> None:
+    times = {}
+    for cache in ("warm", "cold"):
+        path = tmp_path / f"{cache}.json"
+        bench(
+            *("run", "--shapes", "sinusoidal B=8,L=512,E=256", "--threads", "1", "--rounds", "3"),
+            *("--cache", cache, "--providers", "torch", "--json", str(path), "--quiet"),
+        )
+        document = json.loads(path.read_text())
+        assert document["settings"]["cache"] == cache
+        assert "copy_bandwidth" in document["peaks"]
+        assert all(len(peak["samples"]) >= 2 for peak in document["peaks"].values())
+        times[cache] = document["rows"][0]
+    assert times["cold"]["percent_of_bandwidth"] is not None  # nothing can come from a cache
+    assert times["warm"]["percent_of_bandwidth"] is None

@@ -17,6 +17,7 @@ DTYPES = ("fp32", "bf16", "fp16")
 PASSES = ("fwd", "bwd", "fwd+bwd")
 MASKS = ("none", "causal", "padding", "bool", "bias")
 WEIGHTS = ("none", "average", "per-head")
+DEVICES = ("cpu", "cuda")
 
 # float64 has no wider arithmetic here to be judged by: it can be explained, not measured.
 DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
@@ -41,6 +42,7 @@ class Cell:
     passes: str = "fwd"
     mask: str = "none"
     weights: str = "none"
+    device: str = "cpu"
     preset: str = ""
     label: str = ""
 
@@ -51,6 +53,7 @@ class Cell:
             ("passes", PASSES),
             ("mask", op.MASKS),
             ("weights", op.WEIGHTS),
+            ("device", DEVICES),
         ):
             if getattr(self, name) not in allowed:
                 raise ValueError(
@@ -83,7 +86,8 @@ class Cell:
     @property
     def name(self) -> str:
         """A name that is unique within a run and readable in a log."""
-        words = [self.op, self.shape, self.dtype, self.passes, self.options]
+        device = "" if self.device == "cpu" else f"on {self.device}"
+        words = [self.op, self.shape, self.dtype, self.passes, self.options, device]
         return " ".join(word for word in words if word)
 
     def to_json(self) -> dict[str, Any]:

@@ -9,10 +9,12 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
+
 from fastattn.bench import ops
-from fastattn.bench.cells import DTYPES, MASKS, PASSES, WEIGHTS, Cell
+from fastattn.bench.cells import DEVICES, DTYPES, MASKS, PASSES, WEIGHTS, Cell
 from fastattn.bench.presets import PRESETS, Template, preset_cells, template_cells
-from fastattn.bench.providers import DEFAULT, PROVIDERS, split_isa
+from fastattn.bench.providers import DEFAULT, PROVIDERS, check_name, load, variants
 from fastattn.bench.shapes import Line, parse_line, read_lines
 
 # Exit codes, as documented in docs/benchmarks.md.
@@ -82,11 +84,18 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         type=_names,
         default=list(DEFAULT),
         metavar="LIST",
-        help=f"{', '.join(PROVIDERS)}, fastattn@avx2 and so on, or a module of yours "
+        help=f"{', '.join(PROVIDERS)}, variants as fastattn@avx2, or a module of yours "
         f"(default: {','.join(DEFAULT)})",
     )
     who.add_argument("--baseline", metavar="NAME", help="what the others are compared with (torch)")
     how = parser.add_argument_group("how it is measured")
+    how.add_argument("--device", choices=DEVICES, default="cpu", help="(cpu)")
+    how.add_argument(
+        "--cache",
+        choices=("warm", "cold"),
+        default="warm",
+        help="cold: the caches are emptied before every call (warm)",
+    )
     how.add_argument("--threads", type=int, metavar="N", help="default: as many as torch uses")
     how.add_argument("--seed", type=int, default=0, metavar="N", help="of inputs and order (0)")
     how.add_argument(
@@ -181,12 +190,6 @@ def _settings_error(args: argparse.Namespace) -> str | None:
     ):
         if value is not None and value <= 0:
             return f"{flag} {value}: must be positive"
-    for name in args.providers:
-        provider, isa = split_isa(name)
-        if isa and provider != "fastattn":
-            return f"--providers {name!r}: only fastattn@ISA can be told its instruction set"
-        if provider not in PROVIDERS and "." not in provider:
-            return f"--providers {name!r}: known are {', '.join(PROVIDERS)}, or a.module of yours"
     if not args.providers:
         return "--providers: none given"
     if args.baseline is not None and args.baseline not in args.providers:
@@ -198,7 +201,11 @@ def _run(args: argparse.Namespace) -> int:
     """Measure. Every answer is compared with fp64 before it is timed."""
     from fastattn.bench import display, results, runner, summary
 
-    cells = cells_of(args)
+    for name in args.providers:
+        check_name(name)
+    cells = [dataclasses.replace(cell, device=args.device) for cell in cells_of(args)]
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: PyTorch finds no GPU here")
     if problem := _settings_error(args):
         raise ValueError(problem)
     out: Path | None = args.out
@@ -212,6 +219,7 @@ def _run(args: argparse.Namespace) -> int:
         cells=cells,
         providers=list(dict.fromkeys(args.providers)),
         baseline=baseline,
+        cache=args.cache,
         seed=args.seed,
         time_budget=args.time_budget,
         rounds=args.rounds,
@@ -260,8 +268,6 @@ def _draw(result: object, path: Path, theme: str) -> bool:
 
 def _list(args: argparse.Namespace) -> int:
     """Lists operators, presets with their models, and providers with why one is unavailable."""
-    from fastattn.bench.providers import load
-
     print("Operators (--op)")
     for name in ops.OPS:
         op = ops.get(name)
@@ -279,6 +285,8 @@ def _list(args: argparse.Namespace) -> int:
         except Exception as error:  # a broken install is a reason like any other
             about = f"unavailable: {error}"
         print(f"  {name:<20}{provider.ABOUT}\n{'':<22}{about}")
+        if known := variants(name):
+            print(f"{'':<22}{', '.join(f'{name}@{variant}' for variant in known)}")
     return OK
 
 

@@ -154,6 +154,7 @@ def conditions(result: Result) -> str:
         ("fma_f32", "GFLOP/s", "fp32 FMA"),
         ("dot_bf16", "GFLOP/s", "bf16 dot products"),
         ("read_bandwidth", "GB/s", "reading memory"),
+        ("copy_bandwidth", "GB/s", "copying it"),
     ):
         if kind in result.peaks:
             peak = result.peaks[kind]
@@ -163,8 +164,8 @@ def conditions(result: Result) -> str:
     return (
         f"{env['cpu']}, {threads} thread{'s' if threads != 1 else ''}, "
         f"fastattn {env['fastattn']} ({env['isa'] or 'native core not built'}), "
-        f"torch {env['torch']}. Medians of interleaved rounds, warm caches; × is the median ratio "
-        f"to {settings['baseline']} within a round. Best rates of this machine in the same run: "
+        f"torch {env['torch']}. Medians of interleaved rounds, {settings.get('cache', 'warm')} "
+        f"caches; × is the median ratio to {settings['baseline']} within a round. Best rates of this machine in the same run: "
         f"{'; '.join(peaks)}."
     )
 

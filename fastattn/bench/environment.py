@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from fastattn._version import __version__
+from fastattn.bench.caches import last_level_bytes
 
 # The instruction sets that decide the speed of attention; a processor's full list would hide them.
 _TELLING_FLAGS = (
@@ -32,6 +33,7 @@ def describe_environment() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.machine()}",
         "cpu": cpu,
         "cpu_flags": [flag for flag in _TELLING_FLAGS if flag in flags],
+        "last_cache": last_level_bytes(),
         "cores": torch.get_num_threads(),
     }
 

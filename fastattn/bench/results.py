@@ -45,10 +45,15 @@ class Outcome:
 
 @dataclass
 class Round:
-    """One turn of every provider, in random order, between two measurements of the peak."""
+    """One turn of every provider, in random order, between two measurements of the peak.
+
+    share   of its threads' time that the measurement of the peak got, at its worst
+    """
 
     guard: tuple[float, float]
     ms: dict[str, float]
+    share: float = 1.0
+    joules: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -69,16 +74,20 @@ class CellResult:
             flops=data["flops"],
             bytes_touched=data["bytes_touched"],
             outcomes={name: Outcome(**outcome) for name, outcome in data["outcomes"].items()},
-            rounds=[Round(tuple(r["guard"]), r["ms"]) for r in data["rounds"]],
+            rounds=[Round(**{**r, "guard": tuple(r["guard"])}) for r in data["rounds"]],
         )
 
 
 @dataclass
 class Peak:
-    """A rate in GFLOP/s or GB/s: the best of the run, and whether it was measured or estimated."""
+    """A rate in GFLOP/s or GB/s: the best of the run, and whether it was measured or estimated.
+
+    samples   before, in the middle and after; the guards of the rounds are many more
+    """
 
     rate: float
     method: str
+    samples: list[float] = field(default_factory=list)
 
 
 @dataclass

@@ -20,7 +20,7 @@ from fastattn.bench.inputs import true_in_mask
 from fastattn.bench.oracle import Oracle
 from fastattn.bench.peaks import KIND_OF_DTYPE
 from fastattn.bench.pool import START_SECONDS, ProviderError, WorkerProcess, usable_cpus
-from fastattn.bench.providers import DEFAULT, split_isa
+from fastattn.bench.providers import DEFAULT, isa_of
 from fastattn.bench.results import CellResult, Journal, Outcome, Peak, Result, Round
 from fastattn.bench.summary import MIN_KEPT, QUIET, best_guards, quiet_rounds
 
@@ -38,6 +38,7 @@ class Settings:
     providers: Sequence[str] = DEFAULT
     baseline: str = "torch"
     threads: int = field(default_factory=torch.get_num_threads)
+    cache: str = "warm"  # or cold: the caches are emptied before every call
     seed: int = 0
     time_budget: float = 60.0  # seconds for everything
     rounds: int = 15  # quiet rounds wanted for each cell
@@ -47,7 +48,7 @@ class Settings:
     def to_json(self) -> dict[str, object]:
         plain = dataclasses.asdict(self)
         del plain["cells"]
-        return plain | {"caches": "warm"}
+        return plain
 
 
 class Watcher(Protocol):
@@ -83,6 +84,8 @@ class Runner:
                 visible = true_in_mask(cell, self.settings.seed)
                 found = CellResult(cell, flops(cell, visible), bytes_touched(cell))
                 self.result.cells.append(found)
+                if 0 < index == len(self.settings.cells) // 2:
+                    self._measure_peaks()
                 share = (self.deadline - time.monotonic()) / (len(self.settings.cells) - index)
                 try:
                     # A run measures at least one cell, however long its start took.
@@ -111,7 +114,7 @@ class Runner:
         self._measure_peaks()
 
     def _new_worker(self, name: str) -> WorkerProcess:
-        return WorkerProcess(self.settings.threads, self.cpus, split_isa(name)[1])
+        return WorkerProcess(self.settings.threads, self.cpus, isa_of(name))
 
     def _open(self, name: str) -> None:
         """Lets a process load its provider; the result says what it runs on, or why it cannot."""
@@ -126,29 +129,37 @@ class Runner:
 
     def _measure_peaks(self) -> None:
         kinds = dict.fromkeys(KIND_OF_DTYPE[cell.dtype] for cell in self.settings.cells)
-        for kind in (*kinds, "read_bandwidth"):
-            self._peak(kind, PEAK_SECONDS)
+        for kind in (*kinds, "read_bandwidth", "copy_bandwidth"):
+            rate, _ = self._peak(kind, PEAK_SECONDS)
+            self.result.peaks[kind].samples.append(rate)
 
-    def _guard(self, kind: str) -> float:
-        """The peak just now, at best of three: the first wakes threads that slept for a round."""
+    def _guard(self, kind: str) -> tuple[float, float]:
+        """The peak just now and the share of the cores that it got.
+
+        At best of three: the first wakes threads that slept for a round.
+        """
         known = self.result.peaks.get(kind)
-        rate = 0.0
+        best = (0.0, 0.0)
         for _ in range(GUARD_TRIES):
-            rate = max(rate, self._peak(kind, GUARD_SECONDS))
-            if known is not None and rate >= QUIET * known.rate:
+            rate, share = best = max(best, self._peak(kind, GUARD_SECONDS))
+            if known is not None and rate >= QUIET * known.rate and share >= QUIET:
                 break
-        return rate
+        return best
 
-    def _peak(self, kind: str, seconds: float) -> float:
+    def _peak(self, kind: str, seconds: float) -> tuple[float, float]:
         """Measures a peak now and keeps the best of the run."""
         reply = self.workers[""].ask(
-            START_SECONDS, "peak", kind=kind, threads=self.settings.threads, seconds=seconds
+            START_SECONDS,
+            "peak",
+            kind=kind,
+            threads=self.settings.threads,
+            seconds=seconds,
+            device=self.settings.cells[0].device,
         )
         rate = float(reply["rate"])
-        best = self.result.peaks.get(kind)
-        if best is None or rate > best.rate:
-            self.result.peaks[kind] = Peak(rate, reply["method"])
-        return rate
+        best = self.result.peaks.setdefault(kind, Peak(rate, reply["method"]))
+        best.rate = max(best.rate, rate)
+        return rate, float(reply["share"])
 
     # One cell
 
@@ -201,6 +212,7 @@ class Runner:
                 seed=self.settings.seed,
                 save=str(path),
                 sample=self.settings.sample_ms / 1e3,
+                cold=self.settings.cache == "cold",
             )
             check = oracle.check(torch.load(path))
         outcome.peak_bytes, outcome.inner = reply["peak_bytes"], reply["inner"]
@@ -218,19 +230,24 @@ class Runner:
             ready = [name for name, outcome in found.outcomes.items() if outcome.status == "ok"]
             if not ready or (number >= MIN_KEPT and time.monotonic() > end):
                 return
-            times: dict[str, float] = {}
+            turn = Round((0.0, 0.0), {})
             for name in self.random.sample(ready, len(ready)):
                 self.watcher.doing(found.cell, f"round {number + 1}")
-                self._guarded(name, found, partial(self._time, name, times))
+                self._guarded(name, found, partial(self._time, name, turn))
             after = self._guard(kind)
-            found.rounds.append(Round((before, after), times))
+            turn.guard = (before[0], after[0])
+            turn.share = min(before[1], after[1])
+            found.rounds.append(turn)
             before = after
             best = best_guards(self.result)[kind]
             if len(quiet_rounds(found.rounds, best)) >= self.settings.rounds:
                 return
 
-    def _time(self, name: str, times: dict[str, float]) -> None:
-        times[name] = self.workers[name].ask(self.settings.timeout, "time")["ms"]
+    def _time(self, name: str, turn: Round) -> None:
+        reply = self.workers[name].ask(self.settings.timeout, "time")
+        turn.ms[name] = reply["ms"]
+        if reply["joules"] is not None:
+            turn.joules[name] = reply["joules"]
 
     # Failures
 

@@ -11,8 +11,9 @@ from fastattn.bench.results import CellResult, Peak, Result, Round
 # A round counts when the peak just before and just after it was this share of the run's best.
 QUIET = 0.9
 MIN_KEPT = 3
-# Data that fits in a cache is read faster than memory can deliver; larger than this it is not.
-_BEYOND_CACHES = 64 << 20
+# Data that fits in a cache is read faster than memory can deliver; from twice its size it is not.
+_BEYOND_CACHES = 2
+_CACHE_OF_OLD_FILES = 32 << 20
 # Arithmetic that the measured peak does not exercise, so that going beyond the peak proves nothing.
 _FASTER_UNITS = {
     "bf16": ("amx_bf16", "bf16", "sve"),
@@ -21,7 +22,7 @@ _FASTER_UNITS = {
 
 
 def quiet_rounds(rounds: list[Round], best_guard: float) -> list[Round]:
-    return [r for r in rounds if min(r.guard) >= QUIET * best_guard]
+    return [r for r in rounds if min(r.guard) >= QUIET * best_guard and r.share >= QUIET]
 
 
 def best_guards(result: Result) -> dict[str, float]:
@@ -50,6 +51,7 @@ def _row(result: Result, cell: CellResult, best_guard: float, provider: str) -> 
         "preset": cell.cell.preset,
         "label": cell.cell.label,
         "shape": cell.cell.shape,
+        "device": cell.cell.device,
         "dtype": cell.cell.dtype,
         "pass": cell.cell.passes,
         "mask": cell.cell.mask,
@@ -83,6 +85,7 @@ def _row(result: Result, cell: CellResult, best_guard: float, provider: str) -> 
 _TIMED = (
     *("rounds", "discarded", "busy", "ms", "ms_q1", "ms_q3", "ms_low", "ms_high"),
     *("gflops", "peak_gflops", "percent_of_peak", "impossible", "gbs", "percent_of_bandwidth"),
+    *("intensity", "roof_gflops", "percent_of_roof", "joules"),
     *("baseline", "speedup", "speedup_low", "speedup_high", "verdict"),
 )
 
@@ -110,9 +113,23 @@ def _metrics(
         metrics["percent_of_peak"] = 100 * gflops / peak.rate
         metrics["impossible"] = gflops > peak.rate and _is_ceiling(result, cell, peak)
     bandwidth = result.peaks.get("read_bandwidth")
-    if bandwidth is not None and cell.bytes_touched > _BEYOND_CACHES:
+    metrics["intensity"] = cell.flops / cell.bytes_touched
+    if bandwidth is not None and _is_from_memory(result, cell):
         metrics["percent_of_bandwidth"] = 100 * gbs / bandwidth.rate
+    if peak is not None:
+        metrics["roof_gflops"] = roof = peak.rate
+        if bandwidth is not None and _is_from_memory(result, cell):
+            metrics["roof_gflops"] = roof = min(roof, bandwidth.rate * metrics["intensity"])
+        metrics["percent_of_roof"] = 100 * gflops / roof
+    used = [r.joules[provider] for r in rounds if provider in r.joules]
+    metrics["joules"] = stats.median(used) if used else None
     return metrics | _against_baseline(result, rounds, provider)
+
+
+def _is_from_memory(result: Result, cell: CellResult) -> bool:
+    """Whether the data has to come from memory: the caches are emptied, or it is far larger."""
+    cache = result.environment.get("last_cache", _CACHE_OF_OLD_FILES)
+    return result.settings.get("cache") == "cold" or cell.bytes_touched > _BEYOND_CACHES * cache
 
 
 def _is_ceiling(result: Result, cell: CellResult, peak: Peak) -> bool:

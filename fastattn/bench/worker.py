@@ -2,9 +2,10 @@
 
     {"do": "open", "provider", "threads"}                  -> {"about", "versions"}
     {"do": "why_not", "cell"}                              -> {"reasons"}
-    {"do": "prepare", "cell", "seed", "save", "sample"}    -> {"first_ms", "inner", "peak_bytes"}
-    {"do": "time"}                                         -> {"ms"} of one call, over `inner` calls
-    {"do": "peak", "kind", "threads", "seconds"}           -> {"rate", "method"}
+    {"do": "prepare", "cell", "seed", "save", "sample", "cold"}
+                                                           -> {"first_ms", "inner", "peak_bytes"}
+    {"do": "time"}                                         -> {"ms", "joules"} of one call
+    {"do": "peak", "kind", "threads", "seconds", "device"} -> {"rate", "method", "share"}
 
 `prepare` leaves the outputs in the file `save`. Every reply has "ok"; with false it has "error".
 What a library prints goes to stderr, never between the replies.
@@ -30,13 +31,16 @@ import torch
 from torch import Tensor
 
 from fastattn.bench import peaks
+from fastattn.bench.caches import Sweeper
 from fastattn.bench.cells import Cell
+from fastattn.bench.energy import joules
 from fastattn.bench.inputs import make_inputs, output_names
 from fastattn.bench.memory import peak_extra_bytes
 from fastattn.bench.providers import Provider, load
 
 Request = dict[str, Any]
 MAX_INNER = 10_000
+MAX_INNER_COLD = 10  # emptying the caches takes longer than most calls
 NEEDS_WARMING = 0.2  # seconds; a longer call refills the caches in a small part of its time
 
 # Batch and lengths of the tiny cell that loads the code; widths decide which code it is.
@@ -52,6 +56,8 @@ class Worker:
         self.inner = 1
         self.seconds = 0.0  # of one call, roughly
         self.awake: set[Cell] = set()
+        self.device, self.cold = "cpu", False
+        self.sweeper = Sweeper()
 
     def open(self, request: Request) -> Request:
         torch.set_num_threads(request["threads"])
@@ -67,16 +73,16 @@ class Worker:
         cell = Cell.from_json(request["cell"])
         self.call = None  # frees the previous cell before this one is measured
         self._wake(cell)
-        call = self.provider.prepare(cell, make_inputs(cell, request["seed"]))
-        outputs, peak_bytes = peak_extra_bytes(call)
+        call = self.provider.prepare(cell, _on_device(cell, request["seed"]))
+        outputs, peak_bytes = peak_extra_bytes(call, cell.device)
         save_outputs(cell, outputs, Path(request["save"]))
         del outputs
-        start = time.perf_counter()
-        call()
-        seconds = time.perf_counter() - start
+        self.device, self.cold = cell.device, request["cold"]
+        seconds = self._seconds(call, 1)
         self.call = call
         self.seconds = seconds
-        self.inner = max(1, min(MAX_INNER, math.ceil(request["sample"] / max(seconds, 1e-9))))
+        most = MAX_INNER_COLD if self.cold else MAX_INNER
+        self.inner = max(1, min(most, math.ceil(request["sample"] / max(seconds, 1e-9))))
         return {"first_ms": seconds * 1e3, "inner": self.inner, "peak_bytes": peak_bytes}
 
     def _wake(self, cell: Cell) -> None:
@@ -86,7 +92,7 @@ class Worker:
         if (kind := dataclasses.replace(tiny, preset="", label="")) not in self.awake:
             assert self.provider is not None
             with contextlib.suppress(Exception):  # the cell itself will say what is wrong
-                self.provider.prepare(tiny, make_inputs(tiny, 0))()
+                self.provider.prepare(tiny, _on_device(tiny, 0))()
             self.awake.add(kind)
 
     def time(self, request: Request) -> Request:
@@ -95,18 +101,45 @@ class Worker:
         gc.collect()
         gc.disable()
         if self.seconds < NEEDS_WARMING:
-            call()  # wakes the threads, brings the inputs back into the caches: times are warm
-        start = time.perf_counter()
-        for _ in range(inner):
-            call()
-        seconds = time.perf_counter() - start
+            call()  # wakes the threads, brings the inputs back into the caches
+        before = joules()
+        seconds = self._seconds_cold(call, inner) if self.cold else self._seconds(call, inner)
+        after = joules()
         gc.enable()
-        return {"ms": seconds / inner * 1e3}
+        used = None if before is None or after is None or self.cold else (after - before) / inner
+        return {"ms": seconds / inner * 1e3, "joules": used}
+
+    def _seconds(self, call: Callable[[], Any], count: int) -> float:
+        peaks.synchronize(self.device)
+        start = time.perf_counter()
+        for _ in range(count):
+            call()
+        peaks.synchronize(self.device)
+        return time.perf_counter() - start
+
+    def _seconds_cold(self, call: Callable[[], Any], count: int) -> float:
+        """The same, but before each call the caches are emptied, which is not timed."""
+        total = 0.0
+        for _ in range(count):
+            self.sweeper.sweep(self.device)
+            total += self._seconds(call, 1)
+        return total
 
     def peak(self, request: Request) -> Request:
-        torch.set_num_threads(request["threads"])
-        rate, method = peaks.measure_peak(request["kind"], request["threads"], request["seconds"])
-        return {"rate": rate, "method": method}
+        """`share` of the threads' time that this process got: less when others want the cores."""
+        threads = request["threads"]
+        torch.set_num_threads(threads)
+        wall, cpu = time.perf_counter(), time.process_time()
+        rate, method = peaks.measure_peak(
+            request["kind"], threads, request["seconds"], request["device"]
+        )
+        share = (time.process_time() - cpu) / (time.perf_counter() - wall) / threads
+        native = method == "measured"  # else its threads need not all be at work
+        return {"rate": rate, "method": method, "share": share if native else 1.0}
+
+
+def _on_device(cell: Cell, seed: int) -> dict[str, Tensor]:
+    return {name: x.to(cell.device) for name, x in make_inputs(cell, seed).items()}
 
 
 def save_outputs(cell: Cell, outputs: Any, path: Path) -> None:
@@ -115,7 +148,7 @@ def save_outputs(cell: Cell, outputs: Any, path: Path) -> None:
     if len(outputs) != len(names):
         raise ValueError(f"returned {len(outputs)} arrays, expected {len(names)}: {names}")
     tensors: dict[str, Tensor] = {
-        name: torch.as_tensor(array).detach().clone()
+        name: torch.as_tensor(array).detach().cpu().clone()
         for name, array in zip(names, outputs, strict=True)
     }
     torch.save(tensors, path)

@@ -1,4 +1,8 @@
-"""onnxruntime's CPU kernel of the operator Attention (opset 23), one node in a model of its own."""
+"""onnxruntime's CPU kernels of attention, one node in a model of its own.
+
+The operator `Attention` of opset 23, on [B, H, L, D]; or `MultiHeadAttention` of com.microsoft, on
+[B, L, H·D], which is the faster for some shapes.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.bench.cells import Cell
+from fastattn.bench.cells import MASKS, Cell
+from fastattn.bench.providers import sdpa_reasons
 
-ABOUT = "onnxruntime: the operator Attention of opset 23 (forward, fp32)"
+ABOUT = "onnxruntime: Attention of opset 23; @mha: MultiHeadAttention of com.microsoft"
+VARIANTS = ("mha",)
+_variant = ""
+
+
+def select(variant: str) -> None:
+    global _variant
+    _variant = variant
 
 
 def versions() -> dict[str, str]:
@@ -21,16 +33,9 @@ def versions() -> dict[str, str]:
 
 
 def why_not(cell: Cell) -> list[str]:
-    reasons = []
-    if cell.op != "sdpa":
-        reasons.append("only sdpa is wired up")
-    if cell.passes != "fwd":
-        reasons.append("it has no backward")
-    if cell.dtype != "fp32":
-        reasons.append("its CPU kernel is for fp32")
-    if cell.weights != "none":
-        reasons.append("no weights are asked of it")
-    if cell.mask == "causal" and cell["Lq"] != cell["Lk"]:
+    masks = [mask for mask in MASKS if mask != "bool" or not _variant]
+    reasons = sdpa_reasons(cell, dtypes=("fp32",), masks=masks, grouped=not _variant)
+    if cell.op == "sdpa" and cell.mask == "causal" and cell["Lq"] != cell["Lk"]:
         reasons.append("it aligns the causal diagonal differently when Lq is not Lk")
     return reasons
 
@@ -40,31 +45,72 @@ def prepare(cell: Cell, inputs: dict[str, Tensor]) -> Callable[[], list[Any]]:
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
-    if "attn_mask" in inputs:
-        # It wants every row of the mask, so the cell's mask is written out, untimed.
-        rows = (*inputs["attn_mask"].shape[:-2], cell["Lq"], cell["Lk"])
-        inputs = inputs | {"attn_mask": inputs["attn_mask"].expand(rows).contiguous()}
+    inputs = _packed(cell, inputs) if _variant else _as_rows(cell, inputs)
     session = onnxruntime.InferenceSession(
         _model(cell, inputs), options, providers=["CPUExecutionProvider"]
     )
-    feed = {name: inputs[name].numpy() for name in ("query", "key", "value")}
+    feed = {name: x.numpy() for name, x in inputs.items()}
+
+    def run() -> list[Any]:
+        return list(session.run(None, feed))
+
+    if not _variant:
+        return run
+    # [B, L, H·D] as [B, H, L, D]: a view, which costs nothing.
+    heads = (cell["B"], cell["Lq"], cell["H"], cell["Dv"])
+    return lambda: [run()[0].reshape(heads).transpose(0, 2, 1, 3)]
+
+
+def _as_rows(cell: Cell, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """It wants every row of a mask: written out, untimed."""
+    kept = {name: inputs[name] for name in ("query", "key", "value")}
     if "attn_mask" in inputs:
-        feed["attn_mask"] = inputs["attn_mask"].numpy()
-    return lambda: list(session.run(None, feed))
+        mask = inputs["attn_mask"]
+        kept["attn_mask"] = mask.expand(*mask.shape[:-2], cell["Lq"], cell["Lk"]).contiguous()
+    return kept
+
+
+def _packed(cell: Cell, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    kept = {
+        name: inputs[name].transpose(1, 2).flatten(2).contiguous()
+        for name in ("query", "key", "value")
+    }
+    if cell.mask == "padding":
+        kept["key_padding_mask"] = inputs["attn_mask"][:, 0, 0].int()
+    elif cell.mask == "bias":
+        kept["attention_bias"] = inputs["attn_mask"][None].contiguous()
+    return kept
 
 
 def _model(cell: Cell, inputs: dict[str, Tensor]) -> bytes:
     from onnx import TensorProto, helper
 
-    names = [name for name in ("query", "key", "value", "attn_mask") if name in inputs]
-    kinds = {torch.float32: TensorProto.FLOAT, torch.bool: TensorProto.BOOL}
+    kinds = {
+        torch.float32: TensorProto.FLOAT,
+        torch.bool: TensorProto.BOOL,
+        torch.int32: TensorProto.INT32,
+    }
     declared = [
-        helper.make_tensor_value_info(name, kinds[inputs[name].dtype], list(inputs[name].shape))
-        for name in names
+        helper.make_tensor_value_info(name, kinds[x.dtype], list(x.shape))
+        for name, x in inputs.items()
     ]
-    shape = [cell[key] for key in ("B", "H", "Lq", "Dv")]
+    causal = int(cell.mask == "causal")
+    if _variant:
+        places = ("query", "key", "value", "", "key_padding_mask", "attention_bias")
+        names = [name if name in inputs else "" for name in places]
+        node = helper.make_node(
+            "MultiHeadAttention",
+            names,
+            ["out"],
+            domain="com.microsoft",
+            num_heads=cell["H"],
+            unidirectional=causal,
+        )
+        shape = [cell["B"], cell["Lq"], cell["H"] * cell["Dv"]]
+    else:
+        node = helper.make_node("Attention", list(inputs), ["out"], is_causal=causal)
+        shape = [cell[key] for key in ("B", "H", "Lq", "Dv")]
     out = helper.make_tensor_value_info("out", TensorProto.FLOAT, shape)
-    node = helper.make_node("Attention", names, ["out"], is_causal=int(cell.mask == "causal"))
     graph = helper.make_graph([node], "attention", declared, [out])
-    opsets = [helper.make_opsetid("", 23)]
+    opsets = [helper.make_opsetid("", 23), helper.make_opsetid("com.microsoft", 1)]
     return helper.make_model(graph, opset_imports=opsets, ir_version=11).SerializeToString()

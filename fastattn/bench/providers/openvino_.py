@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fastattn.bench.cells import Cell
+from fastattn.bench.providers import sdpa_reasons
 
 ABOUT = "OpenVINO: scaled_dot_product_attention of opset 13 (forward, fp32)"
 
@@ -20,18 +21,7 @@ def versions() -> dict[str, str]:
 
 
 def why_not(cell: Cell) -> list[str]:
-    reasons = []
-    if cell.op != "sdpa":
-        reasons.append("only sdpa is wired up")
-    if cell.passes != "fwd":
-        reasons.append("it has no backward")
-    if cell.dtype != "fp32":
-        reasons.append("only fp32 is wired up")
-    if cell.weights != "none":
-        reasons.append("it returns no weights")
-    if cell["H"] != cell["Hkv"]:
-        reasons.append("it has no grouped heads")
-    return reasons
+    return sdpa_reasons(cell, dtypes=("fp32",), grouped=False)
 
 
 def prepare(cell: Cell, inputs: dict[str, Tensor]) -> Callable[[], list[Any]]:

@@ -1,0 +1,16 @@
+"""Energy of the processor, where the system counts it: Linux's powercap (RAPL), if readable."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_COUNTERS = Path("/sys/class/powercap")
+
+
+def joules() -> float | None:
+    """What all processor packages have used since some time; None where nothing tells."""
+    try:
+        used = [int((p / "energy_uj").read_text()) for p in _COUNTERS.glob("*-rapl:?")]
+    except (OSError, ValueError):
+        return None
+    return sum(used) * 1e-6 if used else None

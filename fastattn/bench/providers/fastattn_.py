@@ -1,0 +1,45 @@
+"""The library itself with one backend forced, so that nothing falls back unseen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+import fastattn
+from fastattn._version import __version__
+from fastattn.bench import ops
+from fastattn.bench.cells import Cell
+from fastattn.bench.providers import ISAS
+from fastattn.bench.providers.passes import Outputs, run_passes, torch_versions
+from fastattn.dispatch import BACKENDS, PRIORITY, load
+
+ABOUT = "fastattn: its native kernels; @reference: plain PyTorch, as where nothing was built"
+VARIANTS = (*BACKENDS, *ISAS)
+_forced = ""
+
+
+def select(variant: str) -> None:
+    """A backend; an instruction set was chosen when the process started."""
+    global _forced
+    _forced = variant if variant in BACKENDS else ""
+
+
+def versions() -> dict[str, str]:
+    return {"fastattn": __version__, **torch_versions()}
+
+
+def why_not(cell: Cell) -> list[str]:
+    backend = load(_backend(cell))
+    return [f"the backend {_backend(cell)} is {backend}"] if isinstance(backend, str) else []
+
+
+def prepare(cell: Cell, inputs: dict[str, Tensor]) -> Callable[[], Outputs]:
+    # Never left: this process is the provider's own, and entering it in every call would be timed.
+    fastattn.use_backend(_backend(cell)).__enter__()
+    return run_passes(cell, *ops.get(cell.op).ours(cell, inputs), inputs["grad_out"])
+
+
+def _backend(cell: Cell) -> str:
+    """The best that the device has, built or not: what is missing is told, not replaced."""
+    return _forced or PRIORITY[cell.device][0]
