@@ -165,8 +165,8 @@ def conditions(result: Result) -> str:
         f"{env['cpu']}, {threads} thread{'s' if threads != 1 else ''}, "
         f"fastattn {env['fastattn']} ({env['isa'] or 'native core not built'}), "
         f"torch {env['torch']}. Medians of interleaved rounds, {settings.get('cache', 'warm')} "
-        f"caches; × is the median ratio to {settings['baseline']} within a round. Best rates of this machine in the same run: "
-        f"{'; '.join(peaks)}."
+        f"caches; × is the median ratio to {settings['baseline']} within a round. Best rates of "
+        f"this machine in the same run: {'; '.join(peaks)}."
     )
 
 
