@@ -63,7 +63,7 @@ class Prepare {
   void from_output(T* o, T* g, int64_t b, int64_t h, int64_t i0, int64_t i1) const {
     constexpr int64_t lanes = kLanesOfPanel;
     const int64_t *so = p.out.stride, *sg = p.grad_out.stride, rows = i1 - i0,
-                  head = (b * p.Hq + h) * p.Lq, chain = longest_chain(p);
+                  head = (b * p.Hq + h) * p.Lq, chain = longest_chain<T>(p);
     const double* grad_lse =
         p.grad_lse == nullptr ? nullptr : p.grad_lse + (b * p.Hq + h) * p.lse_stride;
     const Storage* out =

@@ -288,7 +288,7 @@ class BackwardUnit {
         add_nonzero(f.ds, nk_seen, k + shift * sk[2], dq_panel);
         continue;
       }
-      const int64_t pairs = words<P>(nk_seen), chain = 4 * longest_chain(p);
+      const int64_t pairs = words<P>(nk_seen), chain = 4 * longest_chain<T>(p);
       const Word* keys = kr + shift / P::kPerWord * p.D;
       for (int64_t j = 0; j < pairs; j += chain)
         tile_rows<P, P::kOutputRows, NV, true>(
@@ -314,7 +314,7 @@ class BackwardUnit {
       bias.tile = f.bias;
     }
     Vec<T> top[NV];
-    const int64_t chain = longest_chain(p);
+    const int64_t chain = longest_chain<T>(p);
     score_products<P, NV>(nk, ks, f.q + i0 * dw, dw, chain, f.s, top);     // S = K Q^T
     score_products<P, NV>(nk, vs, f.g + i0 * dvw, dvw, chain, f.ds, top);  // dP = V dO^T
     const Range all = visible_to_all(p, i0, i1);
@@ -352,7 +352,7 @@ class BackwardUnit {
     const T kept = static_cast<T>(dropout.factor);
     const auto probability = [&](int64_t at, int n) __attribute__((always_inline)) {
       const Vec<T> e =
-          exp2_neg<P::kCoarseExp>((load(f.s + at) - high[n] - low[n]) * rule.exponent) * inverse[n];
+          exponential<P::kCoarseExp>(rule, load(f.s + at) - high[n] - low[n]) * inverse[n];
       // A lane without a query, or whose query sees nothing, may have met a NaN.
       return rule.excludes ? select<T>(high[n] == kInf<T>, Vec<T>{}, e) : e;
     };

@@ -111,10 +111,10 @@ class Decode {
     for (int64_t r = 0; r < rows; ++r) maxima(state)[r] = -kInf<T>, sums(state)[r] = T(0);
   }
 
-  // exponent of 2 for a maximum that may still be -inf
+  // factor of a sum whose maximum may still be -inf
   T decay(T from, T to) const {
     if (from == -kInf<T>) return T(0);
-    return exp2_neg(splat<T>((from - to) * rule.exponent))[0];
+    return exponential(rule, splat<T>(from - to))[0];
   }
 
   // total <- total and part, of two disjoint sets of keys
@@ -264,7 +264,7 @@ class Decode {
     const T alpha = decay(m, reference);
     Vec<T> sum{};
     FASTATTN_UNROLL for (int64_t x = 0; x < kBlock; x += W) {
-      const Vec<T> e = exp2_neg((load(s + x) - reference) * rule.exponent);
+      const Vec<T> e = exponential(rule, load(s + x) - reference);
       sum += e;
       store(s + x, e);
     }

@@ -170,7 +170,7 @@ class Forward {
 
     // S = K Q^T
     Vec<T> top[NV];
-    score_products<P, NV>(nk, ks + shift * dw, Q, dw, longest_chain(p), S, top);
+    score_products<P, NV>(nk, ks + shift * dw, Q, dw, longest_chain<T>(p), S, top);
     const Range all = visible_to_all(p, i0, i1);
     if (rule.natural || p.mask.data != nullptr || r.begin < all.begin || r.end > all.end)
       apply_rule<T, NV>(p, rule, S, nk, i0, i1, r.begin, bias, alibi_slope<T>(p, b, h), nullptr,
@@ -184,7 +184,7 @@ class Forward {
       // A row that has seen nothing yet keeps m = -inf; any finite reference then gives exact
       // zeros, not NaN.
       reference[n] = select<T>(after == -kInf<T>, Vec<T>{}, after);
-      alpha[n] = exp2_neg((before - reference[n]) * rule.exponent);
+      alpha[n] = exponential(rule, before - reference[n]);
       sum[n] = Vec<T>{};
     }
     if (p.dropout_p > 0) dropout_mask(dropout, i0, r.begin, nk, lanes, h, p.index + b, buf.keep);
@@ -223,7 +223,7 @@ class Forward {
       _Pragma("GCC unroll 4") for (int64_t j = 0; j < nk; ++j)
           FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
         T* s = S + j * lanes + n * W;
-        Vec<T> e = exp2_neg<P::kCoarseExp>((load(s) - reference[n]) * rule.exponent);
+        Vec<T> e = exponential<P::kCoarseExp>(rule, load(s) - reference[n]);
         sum[n] += e;
         if (drop) e = keep_lanes(e, buf.keep + j * lanes + n * W);
         store(s, e);
@@ -240,8 +240,8 @@ class Forward {
       _Pragma("GCC unroll 2") for (int64_t j = 0; j < nk; j += 2)
           FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
         const T* s = S + j * lanes + n * W;
-        const VecF even = exp2_neg<true>((load(s) - reference[n]) * rule.exponent);
-        const VecF odd = exp2_neg<true>((load(s + lanes) - reference[n]) * rule.exponent);
+        const VecF even = exponential<true>(rule, load(s) - reference[n]);
+        const VecF odd = exponential<true>(rule, load(s + lanes) - reference[n]);
         VecI pair = pack_pair(even, odd);
         sum[n] = (VecF)_mm512_dpbf16_ps((__m512)sum[n], (__m512bh)pair, ones);
         if (drop) {

@@ -114,7 +114,7 @@ class WeightsPass {
         T* s = buf.s + j * lanes + n * W;
         const Vec<T> high = load(rows.high + n * W), low = load(rows.low + n * W),
                      inverse = load(rows.inverse + n * W);
-        Vec<T> w = exp2_neg<P::kCoarseExp>((load(s) - high - low) * rule.exponent) * inverse;
+        Vec<T> w = exponential<P::kCoarseExp>(rule, load(s) - high - low) * inverse;
         if (drop) w = keep_lanes(w, buf.keep + j * lanes + n * W) * kept;
         store(s, w);
       }
@@ -132,7 +132,7 @@ class WeightsPass {
   FASTATTN_INLINE void scores_tile(Buffers& buf, int64_t b, int64_t h, int64_t i0, int64_t i1,
                                    int64_t j0, int64_t j1, const Word* Q, const Word* ks,
                                    Vec<T>* top) const {
-    score_products<P, NV>(j1 - j0, ks, Q, words<P>(p.D), longest_chain(p), buf.s, top);
+    score_products<P, NV>(j1 - j0, ks, Q, words<P>(p.D), longest_chain<T>(p), buf.s, top);
     Bias<T> bias;
     if (p.mask.data != nullptr) {
       pack_mask(p, b, h, i0, i1, j0, j1, NV * W, buf.bias);
@@ -162,9 +162,9 @@ class WeightsPass {
       FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
         const Vec<T> after = max_of(m[n], top[n]),
                      reference = select<T>(after == -kInf<T>, Vec<T>{}, after);
-        l[n] *= exp2_neg((m[n] - reference) * rule.exponent);
+        l[n] *= exponential(rule, m[n] - reference);
         for (int64_t j = 0; j < j1 - j0; ++j)
-          l[n] += exp2_neg((load(buf.s + (j * NV + n) * W) - reference) * rule.exponent);
+          l[n] += exponential(rule, load(buf.s + (j * NV + n) * W) - reference);
         m[n] = after;
       }
     }

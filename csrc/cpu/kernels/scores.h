@@ -71,6 +71,15 @@ FASTATTN_INLINE ScoreRule<T> make_rule(const AttentionParams& p) {
   return rule;
 }
 
+// 2^(x exponent), of the difference x <= 0 between a score and its row's maximum.
+template <bool Coarse = false, class T>
+FASTATTN_INLINE Vec<T> exponential(const ScoreRule<T>& rule, Vec<T> x) {
+  if constexpr (kSame<T, double>)
+    return exp_neg(x);  // scores of doubles are natural
+  else
+    return exp2_neg<Coarse>(x * rule.exponent);
+}
+
 // The natural logarithm of a row's sum of exponentials, from its maximum and its sum relative to
 // that.
 template <class T>

@@ -61,7 +61,10 @@ FASTATTN_INLINE void tile_rows(int64_t rows, const typename P::Word* A, int64_t 
 
 // The longest chain of additions in a dot product, in words. For a few queries PyTorch multiplies a
 // matrix by vectors, whose short chains we have to equal; the time goes into reading keys there.
-FASTATTN_INLINE int64_t longest_chain(const AttentionParams& p) { return p.Lq <= 8 ? 4 : 256; }
+template <class T>
+FASTATTN_INLINE int64_t longest_chain(const AttentionParams& p) {
+  return p.Lq > 8 ? 256 : kSame<T, double> ? 2 : 4;
+}
 
 // S[row][lane] = sum_k A[row * K + k] * panel[k][lane], and the maximum over the rows.
 //

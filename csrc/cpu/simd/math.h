@@ -57,20 +57,39 @@ FASTATTN_INLINE VecF exp2_neg(VecF x) {
   return select<float>(x < -126.0f, VecF{}, y + (clamped - clamped));
 #endif
 }
+// 2^(x + rest) in double, where |rest| is below a rounding of x.
 template <bool Coarse = false>
-FASTATTN_INLINE VecD exp2_neg(VecD x) {
+FASTATTN_INLINE VecD exp2_neg(VecD x, VecD rest = VecD{}) {
 #if defined(__AVX512F__)
   x = max_of(splat(-2000.0), x);
   const __m512d n = _mm512_roundscale_pd((__m512d)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  return (VecD)_mm512_scalef_pd((__m512d)exp2_fraction<Coarse>(x - (VecD)n), n);
+  return (VecD)_mm512_scalef_pd((__m512d)exp2_fraction<Coarse>(x - (VecD)n + rest), n);
 #else
   const VecD clamped = max_of(splat(-1022.0), x);
   const VecD shifted = clamped + 6755399441055744.0;  // 1.5 * 2^52
-  const VecD p = exp2_fraction<Coarse>(clamped - (shifted - 6755399441055744.0));
+  const VecD p = exp2_fraction<Coarse>(clamped - (shifted - 6755399441055744.0) + rest);
   const VecD y = (VecD)((VecL)p + ((VecL)shifted << 52));
   // clamped - clamped is 0, or NaN where x is: the integer addition above would lose it.
   return select<double>(x < -1022.0, VecD{}, y + (clamped - clamped));
 #endif
+}
+
+// e^x = 2^(x c) for x <= 0 in double, c = log2 e. The rounding of the product x c would be one of
+// the result, |x| times as large: where there is a fused multiply-add, it goes into the fraction.
+FASTATTN_INLINE VecD exp_neg(VecD x) {
+  x = max_of(splat(-2000.0), x);  // the error of an infinite product is NaN
+  const VecD product = x * kLog2E<double>;
+#if defined(__AVX512F__)
+  const VecD error =
+      (VecD)_mm512_fmsub_pd((__m512d)x, _mm512_set1_pd(kLog2E<double>), (__m512d)product);
+#elif defined(__FMA__)
+  const VecD error =
+      (VecD)_mm256_fmsub_pd((__m256d)x, _mm256_set1_pd(kLog2E<double>), (__m256d)product);
+#else
+  const VecD error{};
+#endif
+  constexpr double kRest = 2.0355273740931033e-17;  // log2 e - kLog2E
+  return exp2_neg(product, error + x * kRest);
 }
 
 // tanh(x) = x P(x^2) where |x| < 0.625, so that small arguments keep their relative accuracy; else
