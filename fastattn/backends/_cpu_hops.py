@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -150,6 +151,109 @@ def memory_hop_attention_backward(
     if scores is not None and memory_bias is not None:
         grad_bias = _summed(scores, memory_bias)
     return grad_query, grad_in, grad_out_memory, grad_proj, grad_bias
+
+
+def plain_hops(
+    query: Tensor,  # [B, D]
+    in_memory: Tensor,  # [B, N, D] or [B, K, N, D]; [B, K+1, N, D] where out_memory is None
+    out_memory: Tensor | None,
+    mask: Tensor | None,  # [B, N]
+    hops: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ``(out, trace, stats)`` of a call without other options: the least Python."""
+    batch, width = query.shape
+    dtype = query.dtype
+    wide = torch.float64 if dtype is torch.float64 else torch.float32
+    out = torch.empty((batch, width), dtype=dtype)
+    trace = torch.empty((batch, 2 * hops + 1, width), dtype=wide)
+    stats = torch.empty((batch, hops, 2), dtype=wide)
+    _cpu.memory_hops(
+        False,
+        _DTYPES[dtype],
+        torch.get_num_threads(),
+        (batch, 1, hops, in_memory.shape[-2], width),
+        _plain_flags(in_memory, out_memory),
+        0,
+        scale,
+        0,
+        _plain_operands(query, in_memory, out_memory, mask),
+        (out.data_ptr(), trace.data_ptr(), stats.data_ptr(), 0),
+        _NO_SLOTS,
+    )
+    return out, trace, stats
+
+
+def plain_hops_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    in_memory: Tensor,
+    out_memory: Tensor | None,
+    mask: Tensor | None,
+    trace: Tensor,
+    stats: Tensor,
+    hops: int,
+    scale: float,
+    wants: Sequence[bool],  # the gradients of query and of the memories
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return the gradients of query, in_memory and out_memory of a ``plain_hops``."""
+    batch, width = query.shape
+    dtype = query.dtype
+    grad_query = torch.empty((batch, width), dtype=dtype)
+    grad_in = torch.empty(in_memory.shape, dtype=dtype) if wants[1] else None
+    grad_out_memory = None
+    if out_memory is not None and wants[2]:
+        grad_out_memory = torch.empty(out_memory.shape, dtype=dtype)
+    _cpu.memory_hops(
+        True,
+        _DTYPES[dtype],
+        torch.get_num_threads(),
+        (batch, 1, hops, in_memory.shape[-2], width),
+        _plain_flags(in_memory, out_memory),
+        0,
+        scale,
+        0,
+        (*_plain_operands(query, in_memory, out_memory, mask), _vectors(grad_out), None),
+        (
+            0,
+            trace.data_ptr(),
+            stats.data_ptr(),
+            0,
+            grad_query.data_ptr(),
+            0 if grad_in is None else grad_in.data_ptr(),
+            0 if grad_out_memory is None else grad_out_memory.data_ptr(),
+            0,
+            0,
+            0,
+        ),
+        (
+            in_memory.shape[1] if in_memory.dim() == 4 else 1,
+            out_memory.shape[1] if out_memory is not None and out_memory.dim() == 4 else 1,
+            1,
+        ),
+    )
+    return grad_query, grad_in, grad_out_memory
+
+
+def _plain_flags(in_memory: Tensor, out_memory: Tensor | None) -> int:
+    if out_memory is not None:
+        return _NORMALIZE
+    return _NORMALIZE | (_STACK if in_memory.dim() == 4 else _SAME_ROWS)
+
+
+def _plain_operands(
+    query: Tensor, in_memory: Tensor, out_memory: Tensor | None, mask: Tensor | None
+) -> tuple[_Operand | None, ...]:
+    m = _memory(in_memory)
+    if out_memory is not None:
+        c = _memory(out_memory)
+    else:  # the next memory of a stack, or the only one
+        c = m[0] + m[1][1] * in_memory.element_size(), m[1]
+    seen = None
+    if mask is not None:
+        stride = mask.stride()
+        seen = mask.data_ptr(), (stride[0], 0, 0, stride[1])
+    return _vectors(query), m, c, None, seen, None
 
 
 def _with_rows(x: Any) -> Any:

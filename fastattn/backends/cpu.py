@@ -15,7 +15,12 @@ from torch import Tensor
 from fastattn import _cpu
 from fastattn.backends._alloc import empty_output
 from fastattn.backends._cpu_encode import encode_memory, encode_memory_backward
-from fastattn.backends._cpu_hops import memory_hop_attention, memory_hop_attention_backward
+from fastattn.backends._cpu_hops import (
+    memory_hop_attention,
+    memory_hop_attention_backward,
+    plain_hops,
+    plain_hops_backward,
+)
 from fastattn.backends._cpu_sequences import varlen_attention, varlen_attention_backward
 from fastattn.sinusoids import sinusoids
 
@@ -29,6 +34,8 @@ __all__ = [
     "memory_hop_attention_backward",
     "plain_attention",
     "plain_attention_backward",
+    "plain_hops",
+    "plain_hops_backward",
     "scaled_dot_product_attention",
     "scaled_dot_product_attention_backward",
     "self_attention",

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fastattn.library import Operator
 from fastattn.ops._memory_hops_operator import hop_attention, share
+from fastattn.ops._memory_hops_plain import hop_plainly
 from fastattn.ops._sdpa_arguments import autocast
 
 __all__ = ["memory_hop_attention"]
@@ -93,6 +94,16 @@ def memory_hop_attention(
         >>> weights.shape
         torch.Size([2, 2, 3])
     """
+    if (
+        hop_proj is None
+        and memory_bias is None
+        and activation is None
+        and normalize == "softmax"
+        and need_weights is False
+    ):
+        out = hop_plainly(query, in_memory, out_memory, memory_mask, hops, scale)
+        if out is not None:
+            return out
     operator, arguments = prepare(
         query,
         in_memory,

@@ -206,9 +206,16 @@ class HopSteps {
   // x[dp] = the D elements at src, zero beyond.
   template <class From>
   void read_vector(const From* src, int64_t stride, T* x) const {
+    if (stride == 1) {
+      for (int64_t d = 0; d < dp; d += W) store(x + d, load_as<T>(src + d, lanes_at(d)));
+      return;
+    }
     for (int64_t d = 0; d < p.D; ++d) x[d] = static_cast<T>(widen(src[d * stride]));
     for (int64_t d = p.D; d < dp; ++d) x[d] = T(0);
   }
+
+  // Of the vector at d of a row.
+  int lanes_at(int64_t d) const { return static_cast<int>(min_of<int64_t>(W, p.D - d)); }
 
   void read_query(int64_t row, T* u) const {
     const int64_t* st = p.query.stride;
@@ -218,15 +225,16 @@ class HopSteps {
 
   // u <- phi(H u + o); both are kept in the trace. `next` is scratch [dp, and D in whole vectors].
   void step(int64_t row, int64_t k, T* u, const T* o, T* next) const {
-    if (p.proj.data != nullptr) {
-      row_products<T>(proj_rows(k), p.D, p.D, u, next);
-    } else {
-      __builtin_memcpy(next, u, static_cast<size_t>(dp) * sizeof(T));
+    const T* before = u;
+    if (p.proj.data != nullptr) row_products<T>(proj_rows(k), p.D, p.D, u, next), before = next;
+    T *o_kept = trace(row, 2 * k + 1), *u_kept = trace(row, 2 * k + 2);
+    for (int64_t d = 0; d < dp; d += W) {
+      const Vec<T> read = load(o + d), after = activate(load(before + d) + read);
+      store(u + d, after);
+      store_first(o_kept + d, read, lanes_at(d));
+      store_first(u_kept + d, after, lanes_at(d));
     }
-    for (int64_t d = 0; d < dp; d += W) store(u + d, activate(load(next + d) + load(o + d)));
     for (int64_t d = p.D; d < dp; ++d) u[d] = T(0);  // sigmoid(0) is not 0
-    __builtin_memcpy(trace(row, 2 * k + 1), o, static_cast<size_t>(p.D) * sizeof(T));
-    __builtin_memcpy(trace(row, 2 * k + 2), u, static_cast<size_t>(p.D) * sizeof(T));
   }
 
   Vec<T> activate(Vec<T> x) const {
@@ -275,8 +283,7 @@ class HopSteps {
   // out[D] of the last u, rounded.
   void write_vector(void* to, int64_t row, const T* x) const {
     S* dst = static_cast<S*>(to) + row * p.D;
-    for (int64_t d = 0; d < p.D; d += W)
-      store_as<T>(dst + d, load(x + d), static_cast<int>(min_of<int64_t>(W, p.D - d)));
+    for (int64_t d = 0; d < p.D; d += W) store_as<T>(dst + d, load(x + d), lanes_at(d));
   }
 
  private:

@@ -335,7 +335,7 @@ class StreamHops : HopSteps<S> {
     const T* o = trace(row, 2 * k + 1);
     Vec<T> sum{};
     for (int64_t d = 0; d < p.D; d += W)
-      sum += load_first(o + d, static_cast<int>(min_of<int64_t>(W, p.D - d))) * load(f.g + d);
+      sum += load_first(o + d, this->lanes_at(d)) * load(f.g + d);
     T total = sum_lanes<T>(sum);
     if (p.grad_weights.data == nullptr) return total;
     const Hop hop{row, k, r, stats(row, k)[0], T(1) / stats(row, k)[1], T(0)};
@@ -400,12 +400,12 @@ class StreamHops : HopSteps<S> {
   template <class Each>
   void write_gradients(const Scratch& f, int64_t group, Each each_chunk) const {
     if (p.grad_in == nullptr && p.grad_out_memory == nullptr) return;
-    bool finite = true;
+    Vec<T> rest{};  // 0, or NaN in a lane that has met what is not finite
     for (int64_t x = 0; x < 2 * p.K * R * dp; x += W) {
       const Vec<T> v = load(f.vector + x);
-      const T rest = sum_lanes<T>(v - v);
-      finite = finite && rest == T(0);
+      rest += v - v;
     }
+    const bool finite = sum_lanes<T>(rest) == T(0);
     each_chunk([&](int64_t c) {
       const int64_t n0 = c * chunk, n1 = min_of(p.N, n0 + chunk);
       const auto write = [&](void* to, int64_t slots, int64_t slot, int64_t first, int64_t last) {
