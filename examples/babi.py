@@ -19,16 +19,13 @@ is called once for all of them. The linear start ends for all at once, by their 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,7 +35,8 @@ from torch.nn import functional as F
 sys.path.insert(0, str(Path(__file__).parent))
 
 from babi_data import PAPER, TASKS, Questions, invent, read_tasks, vectorize
-from babi_report import Result, by_task, show, supported
+from babi_report import Result, by_task, draw, show, supported
+from common import Checkpoint, shown
 
 from fastattn.nn import MemN2N, insert_empty_memories
 from fastattn.ops.encode_memory import ENCODINGS
@@ -48,7 +46,6 @@ MEMORY = 50  # sentences
 BATCH = 32
 CLIP = 40.0
 EVALUATED = 128  # questions at once for each restart
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -237,27 +234,6 @@ class Training:
         self.progress = Progress(**state["progress"])
 
 
-class Checkpoint:
-    """The state of every training of a run, in one file; without a path, nothing is kept."""
-
-    def __init__(self, path: Path | None, run: dict[str, Any]) -> None:
-        self.path, self.run = path, run
-        self.states: dict[str, Any] = {}
-        if path is not None and path.exists():
-            found = torch.load(path, weights_only=True)
-            if found["run"] != run:
-                raise ValueError(f"{path} belongs to another run: {found['run']}, not {run}")
-            self.states = found["states"]
-
-    def write(self, name: str, state: dict[str, Any]) -> None:
-        if self.path is None:
-            return
-        self.states[name] = state
-        new = self.path.with_suffix(".new")
-        torch.save({"run": self.run, "states": self.states}, new)
-        os.replace(new, self.path)
-
-
 def train(
     name: str, recipe: Recipe, parts: tuple[Questions, Questions], words: int, keep: Checkpoint
 ) -> tuple[Result, Training]:
@@ -307,16 +283,6 @@ def seconds_a_step(run: Training, plain: bool, steps: int) -> float:
     return sorted(times)[len(times) // 2]
 
 
-def shown(steps: Iterable[T], label: str) -> Iterator[T]:
-    """A progress bar on a terminal, if ``rich`` is there."""
-    with contextlib.suppress(ImportError):
-        from rich.progress import track
-
-        if sys.stdout.isatty():
-            return iter(track(steps, label, transient=True))
-    return iter(steps)
-
-
 def parse_tasks(text: str) -> list[int]:
     """``1-3,7`` -> [1, 2, 3, 7]."""
     tasks: set[int] = set()
@@ -354,6 +320,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         "--timed-steps", type=int, default=20, help="of each way; 0: do not compare"
     )
     parser.add_argument("--checkpoint", type=Path, help="written after every epoch, resumed from")
+    parser.add_argument("--picture", type=Path, help="where the hops of a question are drawn")
     parser.add_argument("--json", type=Path, help="where the results go too")
     return parser.parse_args(argv)
 
@@ -394,6 +361,12 @@ def main(argv: list[str] | None = None) -> list[Result]:
         result, run = train(name, recipe, tuple(parts), len(words), keep)
         results.append(result)
     show(results, *column_of(args, recipe))
+    if args.picture is not None:
+        test = parts[1]  # of the last network
+        wrong = run.networks.judge(test)[1][result.best]
+        chosen = int(wrong.int().argmin())  # the first right answer, if there is one
+        weights = run.networks.attention(test.take(slice(chosen, chosen + 1)), result.best)
+        draw(test, chosen, weights[0], words, args.picture)
     steps, seconds = (sum(getattr(r, what) for r in results) for what in ("steps", "seconds"))
     print(f"\n{recipe.restarts} restarts at once, {steps} steps in {seconds:.0f} s")
     if args.timed_steps:

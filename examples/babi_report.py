@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from babi_data import TASKS, Questions
 from torch import Tensor
 
-__all__ = ["Result", "by_task", "show", "supported"]
+from fastattn import plot
+
+__all__ = ["Result", "by_task", "draw", "show", "supported"]
 
 
 @dataclass
@@ -37,6 +40,27 @@ def supported(weights: Tensor, data: Questions, tasks: list[int]) -> list[list[f
     top = weights.argmax(-1)  # [Q, K]
     hit = data.support.gather(1, top).float()
     return [(100 * hit[data.tasks == task].mean(0)).tolist() for task in tasks]
+
+
+def draw(data: Questions, n: int, weights: Tensor, words: list[str], path: Path) -> None:
+    """Draw where the hops [K, N] of question n look, in the order of the telling."""
+
+    def text(tokens: Tensor) -> str:
+        return " ".join(words[token] for token in tokens.tolist() if token)
+
+    told = int(data.stories[n].any(-1).sum())
+    sentences = [text(sentence) for sentence in data.stories[n, :told]]
+    empty = len(data.stories[n]) - told
+    rows = torch.cat((weights[:, :told].flip(1), weights[:, told:].sum(1, keepdim=True)), 1)
+    support = [told - 1 - int(place) for place in data.support[n].nonzero()]
+    answer = words[int(data.answers[n])]
+    figure = plot.hops(
+        rows,
+        [*reversed(sentences), f"({empty} empty memories)"],
+        support=support,
+        title=f"{text(data.asked[n])}? {answer}",
+    )
+    figure.savefig(path, dpi=100)
 
 
 def show(results: list[Result], column: list[float] | None, source: str) -> None:

@@ -7,11 +7,13 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+
+import fastattn
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -127,13 +129,40 @@ def test_the_paper_s_columns(data: ModuleType) -> None:
     assert means == {"joint": 12.4, "single": 13.9, "layerwise": 15.2}
 
 
+def test_draws_what_the_hops_look_at(
+    babi: ModuleType, data: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (both,), words = data.vectorize([data.parse(STORY.splitlines(), 8)], memory_size=50)
+    report, given = sys.modules["babi_report"], {}
+
+    def hops(weights: Any, sentences: Any, **options: Any) -> Any:
+        given.update(weights=weights, sentences=sentences, **options)
+        return fastattn.plot.hops(weights, sentences, **options)
+
+    monkeypatch.setattr(report, "plot", SimpleNamespace(hops=hops))
+    weights = torch.tensor([[0.4, 0.3, 0.2, 0.1]])  # the most recent sentence first
+    report.draw(both, 1, weights, words, tmp_path / "hops.png")
+    assert given["sentences"] == [
+        "mary moved to the bathroom",
+        "john went to the hallway",
+        "daniel gave the apple to john",
+        "(1 empty memories)",
+    ]
+    torch.testing.assert_close(given["weights"], torch.tensor([[0.2, 0.3, 0.4, 0.1]]))
+    assert sorted(given["support"]) == [1, 2]
+    assert given["title"] == "what is john carrying? apple,milk"
+
+
 SMALL = "--recipe single --questions 90 --restarts 2 --epochs 3 --linear-epochs 2 --dim 8".split()
 
 
 def test_runs_without_data(
     babi: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (result,) = babi.main([*SMALL, "--timed-steps", "2", "--json", str(tmp_path / "r.json")])
+    picture = ["--picture", str(tmp_path / "hops.png")]
+    json_to = ["--json", str(tmp_path / "r.json")]
+    (result,) = babi.main([*SMALL, "--timed-steps", "2", *json_to, *picture])
+    assert (tmp_path / "hops.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     printed = capsys.readouterr().out
     for expected in ("task 1 linear epoch 2", "task 1 softmax epoch 3", "every restart", "a step"):
         assert expected in printed
