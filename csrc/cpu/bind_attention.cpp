@@ -2,6 +2,7 @@
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
+#include <memory>
 
 #include "attention_arguments.h"
 #include "kernel_table.h"
@@ -16,9 +17,15 @@ void attention_forward(int dtype, int threads, const py::tuple& sizes, uintptr_t
                        uintptr_t v, const py::tuple& v_stride, uintptr_t out,
                        const py::tuple& out_stride, uintptr_t lse, double scale,
                        const py::object& options) {
-  const AttentionParams p = common_arguments(dtype, threads, sizes, q, q_stride, k, k_stride, v,
-                                             v_stride, out, out_stride, lse, scale, options);
+  AttentionParams p = common_arguments(dtype, threads, sizes, q, q_stride, k, k_stride, v, v_stride,
+                                       out, out_stride, lse, scale, options);
   py::gil_scoped_release release;
+  // A caller without a gradient leaves it out: a tensor costs two microseconds, this a twentieth.
+  std::unique_ptr<double[]> unwanted;
+  if (lse == 0) {
+    unwanted.reset(new double[static_cast<size_t>(p.B * p.Hq * p.Lq)]);
+    p.lse = unwanted.get();
+  }
   kernels().attention_forward(p);
 }
 

@@ -86,7 +86,7 @@ def attend_plainly(
             query.requires_grad or key.requires_grad or value.requires_grad
         ):
             return _attend(query, key, value, attn_mask, scale, is_causal, backend, module)
-        return module.plain_attention(query, key, value, attn_mask, scale, is_causal)[0]
+        return module.plain_attention(query, key, value, attn_mask, scale, is_causal, False)[0]
     except RuntimeError:  # sparse, or another tensor without memory: the long way says it clearly
         return None
 
@@ -118,7 +118,7 @@ class _Plain(_SingleLevelFunction):
         backend: str,
         module: Any,
     ) -> Tensor:
-        out, lse = module.plain_attention(query, key, value, mask, scale, causal)
+        out, lse = module.plain_attention(query, key, value, mask, scale, causal, True)
         ctx.save_for_backward(query, key, value, mask, out, lse)
         ctx.set_materialize_grads(False)
         ctx.call = scale, causal, backend, module
