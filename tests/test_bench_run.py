@@ -168,6 +168,38 @@ def test_the_time_budget_is_kept(tmp_path: Path) -> None:
     assert {row["status"] for row in rows} <= {"ok", "SKIPPED"}
 
 
+TINY_RUN = ("run", "--threads", "1", "--rounds", "1", "--providers", "torch", "--quiet")
+
+
+def test_a_full_disk_is_named_and_the_table_is_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "results.jsonl").symlink_to("/dev/full")
+    code = bench(*TINY_RUN, "--shapes", "H=1,L=4", "--out", str(tmp_path), "--json", "/dev/full")
+    assert code == cli.UNWRITTEN
+    told, complaints = capsys.readouterr()
+    assert "1 results were compared" in told
+    assert (tmp_path / "results.csv").exists()
+    for name in ("results.jsonl", "/dev/full"):
+        assert f"{name}: No space left on device" in complaints
+
+
+def test_a_run_is_gone_on_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = (*TINY_RUN, "--out", str(tmp_path))
+    assert bench(*run, "--shapes", "H=1,L=4") == cli.OK
+    first = results.load(tmp_path / "results.jsonl")
+    assert bench(*run, "--shapes", "H=1,L=4|5", "--resume") == cli.OK
+    both = results.load(tmp_path / "results.jsonl")
+    assert [cell.cell["Lq"] for cell in both.cells] == [4, 5]
+    assert both.cells[0].rounds == first.cells[0].rounds
+    assert bench(*run, "--shapes", "H=1,L=4", "--resume", "--seed", "7") == cli.USAGE
+    assert "seed 0, now it is 7" in capsys.readouterr().err
+    assert bench(*TINY_RUN, "--resume") == cli.USAGE
+    assert "--resume: give the --out DIR" in capsys.readouterr().err
+    assert len(results.load(tmp_path / "results.jsonl").cells) == 2  # a refusal destroys nothing
+    assert (tmp_path / "results.md").read_text().startswith("| cell | dtype |")
+
+
 def test_a_busy_core_is_noticed(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     mine = sorted(os.sched_getaffinity(0))[:1]

@@ -18,7 +18,7 @@ from fastattn.bench.providers import DEFAULT, PROVIDERS, check_name, load, varia
 from fastattn.bench.shapes import Line, parse_line, read_lines
 
 # Exit codes, as documented in docs/benchmarks.md.
-OK, FAULTS, USAGE, INTERRUPTED = 0, 1, 2, 130
+OK, FAULTS, USAGE, UNWRITTEN, INTERRUPTED = 0, 1, 2, 3, 130
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +50,7 @@ def add_what(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("what is measured")
     what.add_argument(
         "--preset",
-        metavar="NAME",
+        metavar="LIST",
         help=f"shapes of real models: {', '.join(PRESETS)}, all (default: quick)",
     )
     what.add_argument(
@@ -106,10 +106,14 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         "--timeout", type=float, default=60.0, metavar="S", help="a provider silent so long hangs"
     )
     out = parser.add_argument_group("what is written")
-    out.add_argument("--out", type=Path, metavar="DIR", help="results.json, .jsonl, .csv and .png")
+    out.add_argument(
+        "--out", type=Path, metavar="DIR", help="results.json, .jsonl, .csv, .md and .png"
+    )
     out.add_argument("--json", type=Path, metavar="FILE", help="raw samples and environment")
     out.add_argument("--csv", type=Path, metavar="FILE", help="one line for each cell and provider")
+    out.add_argument("--markdown", type=Path, metavar="FILE", help="the table")
     out.add_argument("--plot", type=Path, metavar="FILE", help="a picture (.png or .svg)")
+    out.add_argument("--resume", action="store_true", help="go on with the run that is in --out")
     out.add_argument("--quiet", action="store_true", help="no progress, only the table")
 
 
@@ -190,6 +194,8 @@ def _settings_error(args: argparse.Namespace) -> str | None:
     ):
         if value is not None and value <= 0:
             return f"{flag} {value}: must be positive"
+    if args.resume and not args.out:
+        return "--resume: give the --out DIR of the run to go on with"
     if not args.providers:
         return "--providers: none given"
     if args.baseline is not None and args.baseline not in args.providers:
@@ -212,6 +218,7 @@ def _run(args: argparse.Namespace) -> int:
     files = {
         "json": args.json or (out / "results.json" if out else None),
         "csv": args.csv or (out / "results.csv" if out else None),
+        "markdown": args.markdown or (out / "results.md" if out else None),
         "plot": args.plot or (out / "results.png" if out else None),
     }
     baseline = args.baseline or ("torch" if "torch" in args.providers else args.providers[0])
@@ -226,24 +233,45 @@ def _run(args: argparse.Namespace) -> int:
         timeout=args.timeout,
         **({"threads": args.threads} if args.threads else {}),
     )
-    journal = results.Journal(out / "results.jsonl" if out else None)
-    try:
-        with display.make_watcher(args.quiet) as watcher:
-            result = runner.Runner(settings, watcher, journal).run()
-    finally:
-        journal.close()
+    line_by_line = out / "results.jsonl" if out else None
+
+    def earlier(now: results.Result) -> results.Result | None:
+        return results.resumable(line_by_line, now) if line_by_line and args.resume else None
+
+    with display.make_watcher(args.quiet) as watcher:
+        run = runner.Runner(settings, watcher, earlier)
+        journal = results.Journal(line_by_line)
+        try:
+            result = run.run(journal)
+        finally:
+            journal.close()
     rows = summary.summarise(result)
     display.print_result(result, rows)
-    if files["json"]:
-        results.save_json(result, rows, files["json"])
-    if files["csv"]:
-        results.save_csv(rows, files["csv"])
-    written = [path for path in (files["json"], files["csv"]) if path]
-    if files["plot"] and _draw(result, files["plot"], "light"):
-        written.append(files["plot"])
+    written, failures = [], [journal.failure] if journal.failure else []
+    for path, write in (
+        (files["json"], lambda path: results.save_json(result, rows, path)),
+        (files["csv"], lambda path: results.save_csv(rows, path)),
+        (files["markdown"], lambda path: display.save_markdown(result, rows, path)),
+        (files["plot"], lambda path: _draw(result, path, "light")),
+    ):
+        if path:
+            failure = _try(write, path)
+            written += [] if failure else [path]
+            failures += [failure] if isinstance(failure, OSError) else []
     if written:
         print(f"Written: {', '.join(str(path) for path in written)}")
-    return _exit_code(result.ended, rows)
+    for failure in failures:
+        print(f"Not written: {failure.filename}: {failure.strerror}", file=sys.stderr)
+    return UNWRITTEN if failures else _exit_code(result.ended, rows)
+
+
+def _try(write: Callable[[Path], bool | None], path: Path) -> OSError | bool:
+    """Whether `path` could not be written, and if the system said why, what it said."""
+    try:
+        return write(path) is False
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        return error
 
 
 def _exit_code(ended: str, rows: Sequence[dict[str, object]]) -> int:

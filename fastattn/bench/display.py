@@ -6,6 +6,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, TextIO
 
 from fastattn.bench.cells import Cell
@@ -138,6 +139,16 @@ def plain_table(rows: Sequence[Row]) -> str:
         "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip()
         for line in lines
     )
+
+
+def save_markdown(result: Result, rows: Sequence[Row], path: Path) -> None:
+    """The table, what it shows, and its conditions."""
+    lines = [COLUMNS, ["---"] * len(COLUMNS), *(table_line(row) for row in rows)]
+    cells = ([text.replace("|", "\\|") for text in line] for line in lines)
+    table = "\n".join("| " + " | ".join(line) + " |" for line in cells)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    told = "\n".join(closing(result, rows))
+    path.write_text(f"{table}\n\n{told}\n\n{conditions(result)}\n")
 
 
 def verdict_colour(row: Row) -> str:

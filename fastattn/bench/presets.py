@@ -161,10 +161,11 @@ MODEL_PRESETS = tuple(name for name in PRESETS if name not in ("quick", "dropin"
 
 
 def preset_cells(name: str, dtypes: Sequence[str] = (), passes: Sequence[str] = ()) -> list[Cell]:
-    """The cells of a preset (`all`: of every model); `dtypes` and `passes` replace its own."""
-    if name not in (*PRESETS, "all"):
-        raise ValueError(f"--preset {name!r}: allowed are {', '.join([*PRESETS, 'all'])}")
-    chosen = MODEL_PRESETS if name == "all" else (name,)
+    """The cells of presets, as a,b (`all`: of every model); dtypes and passes replace its own."""
+    for one in name.split(","):
+        if one not in (*PRESETS, "all"):
+            raise ValueError(f"--preset {one!r}: allowed are {', '.join([*PRESETS, 'all'])}")
+    chosen = MODEL_PRESETS if name == "all" else name.split(",")
     return [
         cell
         for preset in chosen

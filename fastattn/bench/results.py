@@ -122,18 +122,54 @@ class Journal:
 
     def __init__(self, path: Path | None) -> None:
         self._file = None
+        self.failure: OSError | None = None
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("w")
 
     def write(self, record: str, data: dict[str, Any]) -> None:
-        if self._file is not None:
+        """A disk that is full ends the journal, not the run: what was measured is still told."""
+        if self._file is None or self.failure is not None:
+            return
+        try:
             self._file.write(json.dumps({"record": record, **data}) + "\n")
             self._file.flush()
+        except OSError as error:
+            error.filename = self._file.name
+            self.failure = error
 
     def close(self) -> None:
         if self._file is not None:
-            self._file.close()
+            try:
+                self._file.close()
+            except OSError as error:
+                self.failure = self.failure or error
+
+
+# What must be the same for cells of two runs to stand in one file.
+_SAME = {
+    "settings": ("threads", "seed", "cache", "baseline"),
+    "environment": ("cpu", "fastattn", "commit", "isa", "torch", "python"),
+}
+
+
+def resumable(path: Path, result: Result) -> Result | None:
+    """What an earlier run left in its journal, for `result` to go on from; None without a journal.
+
+    Raises ResultFileError naming what has changed since.
+    """
+    if not path.exists():
+        return None
+    earlier = load(path)
+    for where, names in _SAME.items():
+        before, now = getattr(earlier, where), getattr(result, where)
+        for name in names:
+            if before.get(name) != now.get(name):
+                raise ResultFileError(
+                    f"--resume: {path} was measured with {name} {before.get(name)}, now it is "
+                    f"{now.get(name)}"
+                )
+    return earlier
 
 
 def save_json(result: Result, rows: Iterable[dict[str, Any]], path: Path) -> None:

@@ -62,10 +62,16 @@ class Watcher(Protocol):
 class Runner:
     """One run. `run()` returns what was measured, whoever crashed or hung, after Ctrl-C too."""
 
-    def __init__(self, settings: Settings, watcher: Watcher, journal: Journal) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        watcher: Watcher,
+        earlier: Callable[[Result], Result | None] = lambda result: None,
+    ) -> None:
+        """`earlier` finds what a run that is gone on with has measured already."""
         self.settings = settings
         self.watcher = watcher
-        self.journal = journal
+        self.journal = Journal(None)
         self.cpus = usable_cpus(settings.threads)
         self.workers: dict[str, WorkerProcess] = {}
         self.failures: dict[str, int] = dict.fromkeys(settings.providers, 0)
@@ -74,8 +80,15 @@ class Runner:
         pinned = f"{len(self.cpus)} processors" if self.cpus else "nothing"
         environment = describe_environment() | {"threads": settings.threads, "pinned_to": pinned}
         self.result = Result(environment, settings.to_json(), {})
+        before = earlier(self.result)
+        self.done: dict[str, CellResult] = {}
+        if before is not None:
+            self.done = {cell.cell.name: cell for cell in before.cells if self._is_done(cell)}
+            self.result.peaks = before.peaks
 
-    def run(self) -> Result:
+    def run(self, journal: Journal) -> Result:
+        """Writes every cell into the journal as soon as it is measured."""
+        self.journal = journal
         self.deadline = time.monotonic() + self.settings.time_budget
         torch.set_num_threads(self.settings.threads)
         try:
@@ -83,6 +96,11 @@ class Runner:
             for index, cell in enumerate(self.settings.cells):
                 visible = true_in_mask(cell, self.settings.seed)
                 found = CellResult(cell, flops(cell, visible), bytes_touched(cell))
+                if (earlier := self.done.get(cell.name)) is not None:
+                    self.result.cells.append(earlier)
+                    self.journal.write("cell", earlier.to_json())
+                    self.watcher.measured(self.result)
+                    continue
                 self.result.cells.append(found)
                 if 0 < index == len(self.settings.cells) // 2:
                     self._measure_peaks()
@@ -101,6 +119,11 @@ class Runner:
                 worker.stop()
             self.journal.write("end", self.result.end())
         return self.result
+
+    def _is_done(self, cell: CellResult) -> bool:
+        """Whether every provider that is asked for has had its turn."""
+        outcomes = [cell.outcomes.get(name) for name in self.settings.providers]
+        return all(o is not None and o.status != "SKIPPED" for o in outcomes)
 
     # Starting
 
