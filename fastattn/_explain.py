@@ -11,7 +11,7 @@ from fastattn import dispatch
 from fastattn.bench import cli, ops
 from fastattn.bench.cells import DTYPE_BYTES, Cell
 from fastattn.bench.inputs import make_inputs
-from fastattn.bench.recording import OperatorCalls
+from fastattn.bench.recording import Calls
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +38,7 @@ def explanations(cell: Cell, device: torch.device) -> list[dispatch.Explanation]
     found: list[dispatch.Explanation] = []
     with FakeTensorMode(allow_non_fake_inputs=True):
         inputs = {name: x.to(device) for name, x in make_inputs(cell, 0).items()}
-        with OperatorCalls(lambda *call: found.append(dispatch.explanation(*call))):
+        with Calls(lambda *call: found.append(dispatch.explanation(*call))):
             forward, leaves = ops.get(cell.op).ours(cell, inputs)
             for leaf in leaves:
                 leaf.requires_grad_(cell.passes != "fwd")

@@ -14,10 +14,27 @@ from fastattn.bench.results import CellResult, Result
 from fastattn.bench.summary import summarise
 
 Row = dict[str, Any]
-COLUMNS = (
-    *("cell", "dtype", "pass", "provider", "ms", "± IQR/2", "GFLOP/s", "% of peak"),
-    *("peak MB", "rel. error", "speed-up"),
-)
+# What a row is, and what each metric shows of it.
+HEAD = ("cell", "dtype", "pass", "provider")
+METRICS = {
+    "time": ("ms", "± IQR/2"),
+    "gflops": ("GFLOP/s",),
+    "peak": ("% of peak",),
+    "gbs": ("GB/s",),
+    "roof": ("% of roof",),
+    "memory": ("peak MB",),
+    "error": ("rel. error",),
+    "energy": ("mJ",),
+    "speedup": ("speed-up",),
+}
+DEFAULT_METRICS = ("time", "gflops", "peak", "memory", "error", "speedup")
+
+
+def columns_of(metrics: Sequence[str]) -> list[str]:
+    return [*HEAD, *(column for metric in metrics for column in METRICS[metric])]
+
+
+COLUMNS = tuple(columns_of(DEFAULT_METRICS))
 _COLOURS = {"FASTER": "green", "SLOWER": "red", "SAME": "default", "UNSURE": "yellow"}
 
 
@@ -106,35 +123,49 @@ def cell_words(row: Row) -> str:
     return " ".join(words)
 
 
-def table_line(row: Row) -> list[str]:
-    """The texts of COLUMNS."""
-    head = [cell_words(row), row["dtype"], row["pass"], row["provider"]]
-    memory = "" if row["peak_mb"] is None else f"{row['peak_mb']:.1f}"
-    error = "" if row["relative_error"] is None else f"{row['relative_error']:.1e}"
+def table_line(row: Row) -> dict[str, str]:
+    """The text of every column."""
+    texts = dict.fromkeys(columns_of(tuple(METRICS)), "")
+    texts |= {"cell": cell_words(row), **{name: row[name] for name in HEAD[1:]}}
+    texts["peak MB"] = _number(row["peak_mb"], ".1f")
+    texts["rel. error"] = _number(row["relative_error"], ".1e")
     if row["ms"] is None:
-        reason = textwrap.shorten(row["reason"], 160)  # the result file has all of it
-        return [*head, row["status"], "", "", "", memory, error, reason]
-    percent = "" if row["percent_of_peak"] is None else f"{row['percent_of_peak']:.0f}"
-    if row["percent_of_bandwidth"] is not None and row["percent_of_bandwidth"] > (
-        row["percent_of_peak"] or 0
-    ):
-        percent = f"{row['percent_of_bandwidth']:.0f} (read)"
-    if row["impossible"]:
-        percent += " IMPOSSIBLE"
+        texts["ms"] = row["status"]
+        texts["speed-up"] = textwrap.shorten(row["reason"], 160)  # the result file has all of it
+        return texts
+    spread = f"{50 * (row['ms_q3'] - row['ms_q1']) / row['ms']:.0f} %"
     speedup = "baseline" if row["provider"] == row["baseline"] else ""
     if row["speedup"] is not None:
         interval = f"[{row['speedup_low']:.2f}, {row['speedup_high']:.2f}]"
         speedup = f"{row['speedup']:.2f}× {interval} {row['verdict']}"
-    spread = f"{50 * (row['ms_q3'] - row['ms_q1']) / row['ms']:.0f} %"
-    if row["busy"]:
-        spread += " busy"
-    numbers = [milliseconds(row["ms"]), spread, f"{row['gflops']:.0f}", percent]
-    return [*head, *numbers, memory, error, speedup]
+    return texts | {
+        "ms": milliseconds(row["ms"]),
+        "± IQR/2": spread + (" busy" if row["busy"] else ""),
+        "GFLOP/s": f"{row['gflops']:.0f}",
+        "GB/s": f"{row['gbs']:.1f}",
+        "% of peak": _peak_text(row),
+        "% of roof": _number(row["percent_of_roof"], ".0f"),
+        "mJ": "" if row["joules"] is None else f"{1e3 * row['joules']:.3g}",
+        "speed-up": speedup,
+    }
 
 
-def plain_table(rows: Sequence[Row]) -> str:
-    lines = [list(COLUMNS), *(table_line(row) for row in rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(COLUMNS))]
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else f"{value:{form}}"
+
+
+def _peak_text(row: Row) -> str:
+    percent = _number(row["percent_of_peak"], ".0f")
+    bandwidth = row["percent_of_bandwidth"]
+    if bandwidth is not None and bandwidth > (row["percent_of_peak"] or 0):
+        percent = f"{bandwidth:.0f} (read)"
+    return percent + (" IMPOSSIBLE" if row["impossible"] else "")
+
+
+def plain_table(rows: Sequence[Row], columns: Sequence[str] = COLUMNS) -> str:
+    texts = [table_line(row) for row in rows]
+    lines = [list(columns), *([text[column] for column in columns] for text in texts)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
     return "\n".join(
         "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip()
         for line in lines
@@ -143,7 +174,8 @@ def plain_table(rows: Sequence[Row]) -> str:
 
 def save_markdown(result: Result, rows: Sequence[Row], path: Path) -> None:
     """The table, what it shows, and its conditions."""
-    lines = [COLUMNS, ["---"] * len(COLUMNS), *(table_line(row) for row in rows)]
+    texts = [table_line(row) for row in rows]
+    lines = [COLUMNS, ["---"] * len(COLUMNS), *([text[c] for c in COLUMNS] for text in texts)]
     cells = ([text.replace("|", "\\|") for text in line] for line in lines)
     table = "\n".join("| " + " | ".join(line) + " |" for line in cells)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -221,7 +253,9 @@ def closing(result: Result, rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def print_result(result: Result, rows: Sequence[Row]) -> None:
+def print_result(
+    result: Result, rows: Sequence[Row], metrics: Sequence[str] = DEFAULT_METRICS
+) -> None:
     """The final table, what it shows, and its conditions, on stdout."""
     shown = [row for row in rows if row["status"] != "SKIPPED"]
     try:
@@ -229,10 +263,10 @@ def print_result(result: Result, rows: Sequence[Row]) -> None:
 
         from fastattn.bench.live import rich_table
     except ImportError:
-        print(plain_table(shown))
+        print(plain_table(shown, columns_of(metrics)))
     else:
         # Piped into a file there is no width to keep to.
         console = Console() if sys.stdout.isatty() else Console(width=200)
-        console.print(rich_table(shown, console.width))
+        console.print(rich_table(shown, console.width, columns_of(metrics)))
     print("\n".join(closing(result, rows)))
     print(conditions(result))

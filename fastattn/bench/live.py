@@ -76,16 +76,19 @@ class LiveWatcher(PlainWatcher):
         self.live.update(Group(table, self.progress), refresh=True)
 
 
-def rich_table(rows: Sequence[dict[str, Any]], width: int) -> Table:
+def rich_table(
+    rows: Sequence[dict[str, Any]], width: int, columns: Sequence[str] = COLUMNS
+) -> Table:
     """The rows as a table; a narrow terminal is spared the columns that the files have anyway."""
-    shown = [c for c in COLUMNS if width >= _WIDE or c not in _ONLY_WHEN_WIDE]
+    narrow = width < _WIDE and tuple(columns) == COLUMNS
+    shown = [c for c in columns if not (narrow and c in _ONLY_WHEN_WIDE)]
     table = Table(header_style="bold", pad_edge=False)
     for column in shown:
         numeric = column not in ("cell", "dtype", "pass", "provider", "speed-up")
         table.add_column(column, justify="right" if numeric else "left", overflow="fold")
     previous = None
     for row in rows:
-        line = dict(zip(COLUMNS, table_line(row), strict=True))
+        line = table_line(row)
         head = (line["cell"], line["dtype"], line["pass"])
         if head == previous:
             line |= {"cell": "", "dtype": "", "pass": ""}

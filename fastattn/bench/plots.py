@@ -13,6 +13,7 @@ matplotlib.use("Agg")  # before pyplot: no display is needed
 
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from fastattn.bench.display import cell_words, conditions
 from fastattn.bench.results import Result
@@ -45,9 +46,17 @@ THEMES = {
 
 def draw(result: Result, path: Path, theme: str = "light") -> None:
     """Writes the picture; its format follows the file's suffix."""
+    figure = make(result, theme)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=160, facecolor=figure.get_facecolor())
+    plt.close(figure)
+
+
+def make(result: Result, theme: str = "light") -> Figure:
+    """The picture. Raises ValueError for a result in which nothing was timed."""
     rows = [row for row in summarise(result) if row["ms"] is not None]
     if not rows:
-        raise ValueError(f"{path}: nothing was timed, so there is nothing to draw")
+        raise ValueError("nothing was timed, so there is nothing to draw")
     look = THEMES[theme]
     baseline = result.settings["baseline"]
     groups = list(dict.fromkeys(_group(row) for row in rows))
@@ -65,7 +74,7 @@ def draw(result: Result, path: Path, theme: str = "light") -> None:
         facecolor=look.ground,
         layout="constrained",
     )
-    colours = _colours(series, baseline)
+    colours = colours_of(series, baseline)
     _bars(left, rows, groups, compared, colours, "speedup")
     _bars(right, rows, groups, series, colours, "percent_of_peak")
     left.axvline(1, color=look.text, linewidth=1)
@@ -75,13 +84,11 @@ def draw(result: Result, path: Path, theme: str = "light") -> None:
     left.set_yticks(range(len(groups)), groups, fontsize=9)
     left.set_ylim(len(groups) - 0.45, -0.55)
     for axes in (left, right):
-        _style(axes, look)
+        style(axes, look)
     _legend(figure, right, look)
     caption = textwrap.fill(conditions(result), 165)
     figure.supxlabel(caption, color=look.text, fontsize=7.5, x=0.01, ha="left")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=160, facecolor=look.ground)
-    plt.close(figure)
+    return figure
 
 
 def _group(row: Row) -> str:
@@ -89,7 +96,7 @@ def _group(row: Row) -> str:
     return f"{row['label'] or cell_words(row)}\n{passes}"
 
 
-def _colours(series: list[tuple[str, str]], baseline: str) -> dict[tuple[str, str], str]:
+def colours_of(series: list[tuple[str, str]], baseline: str) -> dict[tuple[str, str], str]:
     others = iter(_OTHERS * len(series))
     hues = {baseline: _BASELINE, **_HUES}
     colours = {}
@@ -158,7 +165,7 @@ def _bars(
     axes.set_xlim(min(0.9, shortest * 0.9), max(2, longest) * 1.4)
 
 
-def _style(axes: Axes, look: Theme) -> None:
+def style(axes: Axes, look: Theme) -> None:
     axes.set_facecolor(look.ground)
     axes.tick_params(colors=look.text, length=0)
     axes.xaxis.grid(True, color=look.faint, linewidth=0.6)

@@ -1,29 +1,279 @@
-"""What a program calls: the fused operators of the library, seen where the compiler sees them."""
+"""What a program computes: its attentions, seen where PyTorch lets functions be overridden.
+
+    with fastattn.bench.record("shapes.txt"):
+        model(batch)
+
+Results do not change. While somebody watches, `nn.MultiheadAttention` keeps off its fused inference
+path, and the library goes through the dispatcher.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import runpy
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fastattn.bench import ops
+from fastattn.bench.cells import DTYPES
+from fastattn.bench.inputs import TORCH_DTYPES
+from fastattn.bench.shapes import shape_text
+
 OnCall = Callable[[str, Sequence[Any], Mapping[str, Any]], None]
+_DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
-class OperatorCalls(TorchDispatchMode):
-    """Tells `on_call` of every operator of fastattn: its name, its tensors, its keywords."""
+class Calls(TorchFunctionMode):
+    """Tells of every call of a function of PyTorch, and of every operator of fastattn that goes
+    through the dispatcher: its name, its tensors, its keywords.
+    """
 
-    def __init__(self, on_call: OnCall) -> None:
+    def __init__(self, on_operator: OnCall, on_function: Callable[..., None] | None = None) -> None:
         super().__init__()
-        self.on_call = on_call
+        self.on_operator = on_operator
+        self.on_function = on_function
 
-    def __torch_dispatch__(
+    def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func.namespace == "fastattn":
+        kwargs = kwargs or {}
+        if isinstance(func, OpOverload) and func.namespace == "fastattn":
             given = func._schema.arguments
             count = sum("Tensor" in str(argument.type) for argument in given)
             names = [argument.name for argument in given[count:-1]]  # the last names the backend
             keywords = dict(zip(names, args[count:], strict=False))
-            self.on_call(func._opname, args[:count], keywords)
+            self.on_operator(func._opname, args[:count], keywords)
+        elif self.on_function is not None:
+            self.on_function(func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+class _ThroughTheDispatcher(TorchDispatchMode):
+    """Does nothing; but while it watches, the library takes no shorter way."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         return func(*args, **(kwargs or {}))
+
+
+class Recording:
+    """The lines of `--shapes` that were seen, and how often."""
+
+    def __init__(self) -> None:
+        self.lines: Counter[str] = Counter()
+
+    def note_operator(self, op: str, tensors: Sequence[Any], keywords: Mapping[str, Any]) -> None:
+        if (note := _PRIMITIVES.get(op)) is not None and (line := note(*tensors, **keywords)):
+            self.lines[line] += 1
+
+    def note_function(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        if (note := _NOTES.get(func)) is not None and (line := note(*args, **kwargs)):
+            self.lines[line] += 1
+
+    def text(self) -> str:
+        """What goes into a file for `--shapes @FILE`, the most frequent first."""
+        head = "# recorded by fastattn bench record; run: fastattn bench run --shapes @THIS_FILE\n"
+        calls = self.lines.most_common()
+        width = max((len(line) for line, _ in calls), default=0)
+        return head + "".join(f"{line:<{width}}  # {count} calls\n" for line, count in calls)
+
+
+@contextlib.contextmanager
+def record(path: str | Path | None = None) -> Iterator[Recording]:
+    """Write down which attentions are computed inside the `with` block, on this thread.
+
+    The shapes go into the file at its end, one line for each, with how often it was computed; the
+    recording that the block is given has them too. Recorded are PyTorch's
+    `scaled_dot_product_attention` and `nn.MultiheadAttention`, and the library's attentions,
+    memory hops, encodings and whatever is built on them.
+    """
+    recording = Recording()
+    try:
+        with _ThroughTheDispatcher(), Calls(recording.note_operator, recording.note_function):
+            yield recording
+    finally:
+        if path is not None:
+            Path(path).write_text(recording.text())
+
+
+def run_program(command: Sequence[str], path: Path) -> int:
+    """Run `[python] script.py ...` or `[python] -m module ...` and record it; its exit code."""
+    words = list(command[1:] if command[:1] == ["--"] else command)
+    python = sys.executable  # a bare `python` may be another, without this package
+    if words and Path(words[0]).name.startswith("python"):
+        named = words.pop(0)
+        python = named if "/" in named else python
+    if not words or (words[0] != "-m" and not words[0].endswith(".py")) or words == ["-m"]:
+        raise ValueError("record: give a Python program, as -- python train.py or -- python -m it")
+    command = [python, "-m", "fastattn.bench.recording", str(path), *words]
+    done = subprocess.run(command, check=False)
+    if path.exists():
+        print(f"Written: {path}")
+    return done.returncode
+
+
+# What a call is, as a line of --shapes; None for what the benchmark has no form for.
+
+
+def _line(op: str, sizes: Mapping[str, int], x: Tensor, grad: bool, **options: str) -> str | None:
+    if _DTYPE_NAMES.get(x.dtype) not in DTYPES or min(sizes.values()) < 1:
+        return None
+    words = [op, shape_text(sizes, ops.get(op).SIZES), f"dtype={_DTYPE_NAMES[x.dtype]}"]
+    words.append(f"pass={'fwd+bwd' if grad else 'fwd'}")
+    words += [f"{name}={value}" for name, value in options.items() if value != "none"]
+    return " ".join(words)
+
+
+def _wants_grad(*tensors: Any) -> bool:
+    found = (x.requires_grad for x in tensors if isinstance(x, Tensor))
+    return torch.is_grad_enabled() and any(found)
+
+
+def _mask_kind(mask: Tensor | None, causal: bool) -> str:
+    """What a mask is like: its shape and its dtype tell, its contents only where it is square."""
+    if causal:
+        return "causal"
+    if mask is None:
+        return "none"
+    if mask.dim() < 2 or mask.shape[-2] == 1:
+        return "padding"
+    if mask.dim() == 2:
+        seen = mask if mask.dtype == torch.bool else mask == 0
+        if torch.equal(seen, torch.ones_like(seen).tril()):
+            return "causal"
+    return "bool" if mask.dtype == torch.bool else "bias"
+
+
+def _attention_sizes(query: Tensor, key: Tensor, value: Tensor) -> dict[str, int]:
+    """[..., H, L, D], whatever stands before the heads being the batch."""
+    heads, kv_heads = (x.shape[-3] if x.dim() > 2 else 1 for x in (query, key))
+    batch = query.shape[:-3].numel()
+    lengths = {"Lq": query.shape[-2], "Lk": key.shape[-2]}
+    widths = {"D": query.shape[-1], "Dv": value.shape[-1]}
+    return {"B": batch, "H": heads, "Hkv": kv_heads, **lengths, **widths}
+
+
+def _note_sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **options: Any,
+) -> str | None:
+    sizes = _attention_sizes(query, key, value)
+    mask = _mask_kind(attn_mask, is_causal)
+    return _line("sdpa", sizes, query, _wants_grad(query, key, value), mask=mask)
+
+
+def _note_module(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    embed_dim_to_check: int,
+    num_heads: int,
+    *args: Any,
+    training: bool = True,
+    key_padding_mask: Tensor | None = None,
+    need_weights: bool = True,
+    attn_mask: Tensor | None = None,
+    average_attn_weights: bool = True,
+    is_causal: bool = False,
+    **options: Any,
+) -> str | None:
+    """`F.multi_head_attention_forward`, which has [L, B, E] and True for what is ignored."""
+    length, batch = query.shape[0], query.shape[1] if query.dim() == 3 else 1
+    grad = _wants_grad(query, key, value, *args)
+    weights = ("average" if average_attn_weights else "per-head") if need_weights else "none"
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = ~attn_mask
+    mask = "padding" if key_padding_mask is not None else _mask_kind(attn_mask, is_causal)
+    if query.shape == key.shape == value.shape:
+        sizes = {"B": batch, "L": length, "E": query.shape[-1], "H": num_heads}
+        return _line("mha", sizes, query, grad, mask=mask, weights=weights)
+    head_dim = query.shape[-1] // num_heads  # cross-attention: what is between the projections
+    lengths = {"Lq": length, "Lk": key.shape[0]}
+    sizes = {"B": batch, "H": num_heads, "Hkv": num_heads, **lengths, "D": head_dim, "Dv": head_dim}
+    return _line("sdpa", sizes, query, grad, mask=mask, weights=weights)
+
+
+def _primitive_sdpa(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *rest: Any, **keywords: Any
+) -> str | None:
+    causal = keywords["window_right"] == 0 and keywords["window_left"] < 0
+    weights = ("none", "per-head", "average")[keywords["weights"]]
+    sizes = _attention_sizes(query, key, value)
+    kind = _mask_kind(mask, causal)
+    return _line("sdpa", sizes, query, _wants_grad(query, key, value), mask=kind, weights=weights)
+
+
+def _primitive_additive(
+    query: Tensor, key: Tensor, value: Tensor, *rest: Any, causal: bool, **keywords: Any
+) -> str | None:
+    lengths = {"Lq": query.shape[1], "Lk": key.shape[1]}
+    sizes = {"B": query.shape[0], **lengths, "A": query.shape[2], "Dv": value.shape[2]}
+    kind = _mask_kind(rest[2] if len(rest) > 2 else None, causal)
+    return _line("additive", sizes, query, _wants_grad(query, key, value), mask=kind)
+
+
+def _primitive_hops(
+    query: Tensor, in_memory: Tensor, *rest: Any, hops: int, **keywords: Any
+) -> str | None:
+    batch = query.shape[:-1].numel()
+    stories = batch if in_memory.shape[0] > 1 or batch == 1 else 1
+    sizes = {"B": batch, "S": stories, "N": in_memory.shape[-2], "D": query.shape[-1], "K": hops}
+    return _line("memory_hops", sizes, query, _wants_grad(query, in_memory))
+
+
+def _primitive_encode(tokens: Tensor, weight: Tensor, *rest: Any, **keywords: Any) -> str | None:
+    batch, sentences, words = tokens.shape[-3:]
+    sizes = {"B": batch, "N": sentences, "J": words, "V": weight.shape[-2], "D": weight.shape[-1]}
+    return _line("encode_memory", sizes, weight, _wants_grad(weight))
+
+
+def _primitive_sinusoidal(x: Tensor, *rest: Any, **keywords: Any) -> str | None:
+    length = x.shape[-2] if x.dim() > 1 else 1
+    sizes = {"B": x.shape[:-2].numel(), "L": length, "E": x.shape[-1]}
+    return _line("sinusoidal", sizes, x, _wants_grad(x))
+
+
+_NOTES: dict[Any, Callable[..., str | None]] = {
+    functional.scaled_dot_product_attention: _note_sdpa,
+    functional.multi_head_attention_forward: _note_module,
+}
+_PRIMITIVES: dict[str, Callable[..., str | None]] = {
+    "scaled_dot_product_attention": _primitive_sdpa,
+    "additive_attention": _primitive_additive,
+    "memory_hop_attention": _primitive_hops,
+    "encode_memory": _primitive_encode,
+    "sinusoidal_encoding": _primitive_sinusoidal,
+}
+
+
+def main() -> None:
+    path, *words = sys.argv[1:]
+    sys.argv = words[1:] if words[0] == "-m" else words
+    if words[0] != "-m":
+        sys.path[0] = str(Path(words[0]).resolve().parent)
+    with record(path):
+        if words[0] == "-m":
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(words[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from fastattn.bench import stats
@@ -34,7 +35,23 @@ def best_guards(result: Result) -> dict[str, float]:
     return best
 
 
-def summarise(result: Result) -> list[dict[str, Any]]:
+Row = dict[str, Any]
+
+
+def kept_rounds(result: Result) -> list[list[float]]:
+    """The samples that count, in milliseconds, for each row of `summarise`."""
+    guards = best_guards(result)
+    samples = []
+    for cell in result.cells:
+        best = guards[KIND_OF_DTYPE[cell.cell.dtype]]
+        for provider in cell.outcomes:
+            timed = [r for r in cell.rounds if provider in r.ms]
+            kept = quiet_rounds(timed, best)
+            samples.append([r.ms[provider] for r in (kept if len(kept) >= MIN_KEPT else timed)])
+    return samples
+
+
+def summarise(result: Result) -> list[Row]:
     """One flat row for each cell and provider. Missing values are None."""
     guards = best_guards(result)
     rows = []
@@ -51,6 +68,8 @@ def _row(result: Result, cell: CellResult, best_guard: float, provider: str) -> 
         "preset": cell.cell.preset,
         "label": cell.cell.label,
         "shape": cell.cell.shape,
+        "length": _length(cell.cell.sizes),
+        "family": ",".join(part for part in cell.cell.shape.split(",") if part[0] not in "LN"),
         "device": cell.cell.device,
         "dtype": cell.cell.dtype,
         "pass": cell.cell.passes,
@@ -80,6 +99,11 @@ def _row(result: Result, cell: CellResult, best_guard: float, provider: str) -> 
         if row["busy"] and row["verdict"]:
             row["verdict"] = "UNSURE"
     return row
+
+
+def _length(sizes: Mapping[str, int]) -> int:
+    """How long the sequence is, or the memory: what the plots go by."""
+    return next((sizes[key] for key in ("Lk", "L", "N") if key in sizes), 1)
 
 
 _TIMED = (

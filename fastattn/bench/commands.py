@@ -1,0 +1,140 @@
+"""What the commands of `bench` do, apart from measuring."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+import torch
+
+from fastattn.bench import compare as comparing
+from fastattn.bench import measuring, ops, results
+from fastattn.bench.display import milliseconds
+from fastattn.bench.exits import FAULTS, OK
+from fastattn.bench.presets import PRESETS
+from fastattn.bench.providers import PROVIDERS, load, variants
+from fastattn.bench.summary import summarise
+
+PLOTS = ("speedup", "heatmap", "time", "throughput", "roofline", "memory", "error")
+
+
+def list_all(args: argparse.Namespace) -> int:
+    """Lists operators, presets with their models, and providers with why one is unavailable."""
+    print("Operators (--op)")
+    for name in ops.OPS:
+        op = ops.get(name)
+        keys = ",".join(f"{key}={default}" for key, default in op.SIZES.items())
+        print(f"  {name:<20}{op.FUNCTION}: {op.ABOUT}\n{'':<22}{keys}; torch: {op.TORCH}")
+    print("\nPresets (--preset)")
+    for name, preset in PRESETS.items():
+        print(f"  {name:<20}{preset.about}")
+    print("\nProviders (--providers)")
+    for name in PROVIDERS:
+        provider = load(name)
+        try:
+            versions = provider.versions()
+            about = ", ".join(f"{package} {version}" for package, version in versions.items())
+        except Exception as error:  # a broken install is a reason like any other
+            about = f"unavailable: {error}"
+        print(f"  {name:<20}{provider.ABOUT}\n{'':<22}{about}")
+        if known := variants(name):
+            print(f"{'':<22}{', '.join(f'{name}@{variant}' for variant in known)}")
+    return OK
+
+
+def compare(args: argparse.Namespace) -> int:
+    """Compares two results, row by row, and says which conditions were not the same."""
+    before, after = (results.load(path) for path in (args.before, args.after))
+    found, alone = comparing.changes(before, after, args.metric)
+    if args.providers:
+        found = [change for change in found if change.name.split()[-1] in args.providers]
+    for line in comparing.differences(before, after):
+        print(f"Not the same: {line}")
+    if not found:
+        raise ValueError(
+            f"{args.before} and {args.after} have no row with a {args.metric} in common"
+        )
+    form = milliseconds if args.metric == "time" else "{:.3g}".format
+    print(f"{'before':>9} {'after':>9}  {'times as good':<23} {args.metric} of")
+    for change in sorted(found, key=lambda change: change.ratio):
+        interval = f"{change.ratio:5.2f}× [{change.low:.2f}, {change.high:.2f}]"
+        numbers = f"{form(change.before):>9} {form(change.after):>9}"
+        print(f"{numbers}  {interval:<23} {change.name}: {change.verdict}")
+    verdicts = [change.verdict for change in found]
+    print(
+        f"{len(found)} rows: {verdicts.count('FASTER')} better, {verdicts.count('SLOWER')} worse, "
+        f"{verdicts.count('SAME')} the same, {verdicts.count('UNSURE')} unsure."
+    )
+    if alone:
+        print(f"{len(alone)} rows are in one result alone: {'; '.join(alone)}")
+    if args.fail_slower is None:
+        return OK
+    failed = [change for change in found if change.is_slower_than(args.fail_slower)]
+    for change in failed:
+        print(f"WORSE by more than {args.fail_slower:.0%}: {change.name}", file=sys.stderr)
+    return FAULTS if failed else OK
+
+
+def plot(args: argparse.Namespace) -> int:
+    """Draws a result file."""
+    result = results.load(args.results)
+    kinds = PLOTS if args.metric == "all" else (args.metric,)
+    for kind in kinds:
+        name = args.results.with_suffix(".png") if args.plot is None else args.plot
+        if args.metric == "all" or (args.plot is None and kind != "speedup"):
+            name = name.with_name(f"{name.stem}-{kind}{name.suffix}")
+        if not measuring.draw(result, name, kind, args.theme):
+            return FAULTS
+        print(f"Written: {name}")
+    return OK
+
+
+def report(args: argparse.Namespace) -> int:
+    """Writes a result as one HTML file that needs nothing else."""
+    try:
+        from fastattn.bench import report as html
+    except ImportError:
+        print("a report needs matplotlib: pip install 'fastattn[bench]'", file=sys.stderr)
+        return FAULTS
+    path = args.out or args.results.with_suffix(".html")
+    html.write(results.load(args.results), path, args.title)
+    print(f"Written: {path}")
+    return OK
+
+
+def roofline(args: argparse.Namespace) -> int:
+    """Measures what this machine can do at most, or sets a result under that roof."""
+    from fastattn.bench import roofline as roof
+
+    if args.results is None:
+        if args.plot:
+            raise ValueError("--plot: there is a picture of a result only; name one")
+        threads = args.threads or torch.get_num_threads()
+        torch.set_num_threads(threads)
+        print(f"{threads} thread{'s' if threads > 1 else ''}")
+        print("\n".join(roof.roof_lines(roof.measure(threads))))
+        return OK
+    result = results.load(args.results)
+    print("\n".join([*roof.roof_lines(result.peaks), "", *roof.cell_lines(summarise(result))]))
+    if args.plot and measuring.draw(result, args.plot, "roofline"):
+        print(f"Written: {args.plot}")
+    return OK
+
+
+def record(args: argparse.Namespace) -> int:
+    """Runs a Python program and writes down which attentions it computes, and how often.
+
+    The file is for `bench run --shapes @FILE`. The exit code is the program's.
+    """
+    from fastattn.bench import recording
+
+    return recording.run_program(args.program, args.out)
+
+
+def env(args: argparse.Namespace) -> int:
+    """Prints the environment that goes into every result file, as JSON."""
+    from fastattn.bench.environment import describe_environment
+
+    print(json.dumps(describe_environment(), indent=1))
+    return OK

@@ -1,0 +1,104 @@
+"""Two results side by side: what became faster, what slower, and whether it can be told."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fastattn.bench import stats
+from fastattn.bench.results import Result
+from fastattn.bench.summary import Row, kept_rounds, summarise
+
+METRICS = ("time", "speedup", "memory", "error")
+# What decides whether two results can be compared at all.
+_CONDITIONS = {
+    "environment": ("cpu", "isa", "torch", "fastattn", "commit", "python"),
+    "settings": ("threads", "cache", "seed"),
+}
+_KEY = ("op", "shape", "device", "dtype", "pass", "mask", "weights", "provider")
+_COLUMN = {"time": "ms", "speedup": "speedup", "memory": "peak_mb", "error": "relative_error"}
+
+
+@dataclass(frozen=True)
+class Change:
+    """One cell of one provider: `ratio` above 1 is better in the second result."""
+
+    name: str
+    before: float
+    after: float
+    ratio: float
+    low: float
+    high: float
+
+    @property
+    def verdict(self) -> str:
+        return stats.verdict(self.low, self.high)
+
+    def is_slower_than(self, share: float) -> bool:
+        """Whether the whole interval says that it lost more than this share."""
+        return self.high < 1 / (1 + share)
+
+
+def differences(before: Result, after: Result) -> list[str]:
+    """The conditions that are not the same, in words."""
+    found = []
+    for where, names in _CONDITIONS.items():
+        for name in names:
+            old, new = (getattr(result, where).get(name) for result in (before, after))
+            if old != new:
+                found.append(f"{name}: {old} and {new}")
+    return found
+
+
+def changes(before: Result, after: Result, metric: str) -> tuple[list[Change], list[str]]:
+    """The cells that both have, and the names of those that only one could measure."""
+    old, new = (_measured(result, _COLUMN[metric]) for result in (before, after))
+    both = [key for key in old if key in new]
+    found = [_change(key, old[key], new[key], metric) for key in both]
+    alone = [_name(key) for key in [*old, *new] if (key in old) != (key in new)]
+    return found, alone
+
+
+_Measured = tuple[Row, Sequence[float]]
+
+
+def _measured(result: Result, column: str) -> dict[tuple[str, ...], _Measured]:
+    """Every row that has a value, with its samples in milliseconds."""
+    samples = kept_rounds(result)
+    rows = summarise(result)
+    return {
+        tuple(row[name] for name in _KEY): (row, ms)
+        for row, ms in zip(rows, samples, strict=True)
+        if row[column] is not None
+    }
+
+
+def _name(key: tuple[str, ...]) -> str:
+    return " ".join(word for word in key if word not in ("none", "cpu"))
+
+
+def _change(key: tuple[str, ...], old: _Measured, new: _Measured, metric: str) -> Change:
+    before, after = (row[_COLUMN[metric]] for row, _ in (old, new))
+    if metric == "time":
+        low, high = _interval(old[1], new[1])
+        return Change(_name(key), before, after, before / after, low, high)
+    if metric == "speedup":
+        # Ratios to a baseline of the same run: two machines, or two days, can be compared.
+        bounds = [row[f"speedup_{end}"] for row, _ in (old, new) for end in ("low", "high")]
+        low, high = bounds[2] / bounds[1], bounds[3] / bounds[0]
+        return Change(_name(key), before, after, after / before, low, high)
+    ratio = 1.0 if before == after else before / after if after else float("inf")
+    return Change(_name(key), before, after, ratio, ratio, ratio)
+
+
+def _interval(before: Sequence[float], after: Sequence[float]) -> tuple[float, float]:
+    """Bootstrap of the ratio of two medians, whose samples are not of the same rounds."""
+    draw = random.Random(0)
+    ratios = [
+        stats.median(draw.choices(before, k=len(before)))
+        / stats.median(draw.choices(after, k=len(after)))
+        for _ in range(stats.RESAMPLES)
+    ]
+    tail = (1 - stats.CONFIDENCE) / 2
+    return stats.quantile(ratios, tail), stats.quantile(ratios, 1 - tail)

@@ -1,0 +1,127 @@
+"""`fastattn bench run`: from arguments to a run, and from its result to the files."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from fastattn.bench import display, results, runner, summary
+from fastattn.bench.exits import FAULTS, INTERRUPTED, OK, UNWRITTEN
+from fastattn.bench.providers import check_name
+from fastattn.bench.results import Result
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure. Every answer is compared with fp64 before it is timed."""
+    from fastattn.bench import cli  # which imports this module
+
+    for name in args.providers:
+        check_name(name)
+    cells = [dataclasses.replace(cell, device=args.device) for cell in cli.cells_of(args)]
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: PyTorch finds no GPU here")
+    cli.check_names("--metric", args.metric, tuple(display.METRICS))
+    if problem := _settings_error(args):
+        raise ValueError(problem)
+    out: Path | None = args.out
+    files = {
+        "json": args.json or (out / "results.json" if out else None),
+        "csv": args.csv or (out / "results.csv" if out else None),
+        "markdown": args.markdown or (out / "results.md" if out else None),
+        "plot": args.plot or (out / "results.png" if out else None),
+    }
+    baseline = args.baseline or ("torch" if "torch" in args.providers else args.providers[0])
+    settings = runner.Settings(
+        cells=cells,
+        providers=list(dict.fromkeys(args.providers)),
+        baseline=baseline,
+        cache=args.cache,
+        seed=args.seed,
+        time_budget=args.time_budget,
+        rounds=args.rounds,
+        timeout=args.timeout,
+        **({"threads": args.threads} if args.threads else {}),
+    )
+    line_by_line = out / "results.jsonl" if out else None
+
+    def earlier(now: results.Result) -> results.Result | None:
+        return results.resumable(line_by_line, now) if line_by_line and args.resume else None
+
+    with display.make_watcher(args.quiet) as watcher:
+        measuring = runner.Runner(settings, watcher, earlier)
+        journal = results.Journal(line_by_line)
+        try:
+            result = measuring.run(journal)
+        finally:
+            journal.close()
+    rows = summary.summarise(result)
+    display.print_result(result, rows, args.metric)
+    written, failures = [], [journal.failure] if journal.failure else []
+    for path, write in (
+        (files["json"], lambda path: results.save_json(result, rows, path)),
+        (files["csv"], lambda path: results.save_csv(rows, path)),
+        (files["markdown"], lambda path: display.save_markdown(result, rows, path)),
+        (files["plot"], lambda path: draw(result, path)),
+    ):
+        if path:
+            failure = _try(write, path)
+            written += [] if failure else [path]
+            failures += [failure] if isinstance(failure, OSError) else []
+    if written:
+        print(f"Written: {', '.join(str(path) for path in written)}")
+    for failure in failures:
+        print(f"Not written: {failure.filename}: {failure.strerror}", file=sys.stderr)
+    return UNWRITTEN if failures else _exit_code(result.ended, rows)
+
+
+def _try(write: Callable[[Path], bool | None], path: Path) -> OSError | bool:
+    """Whether `path` could not be written, and if the system said why, what it said."""
+    try:
+        return write(path) is False
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        return error
+
+
+def _exit_code(ended: str, rows: Sequence[dict[str, object]]) -> int:
+    if ended == "interrupted":
+        return INTERRUPTED
+    faults = {"WRONG", "ERROR", "CRASHED", "HUNG"}
+    return FAULTS if any(row["status"] in faults or row["impossible"] for row in rows) else OK
+
+
+def draw(result: Result, path: Path, kind: str = "speedup", theme: str = "light") -> bool:
+    """Whether the picture could be drawn; without matplotlib that is told, and no error."""
+    try:
+        from fastattn.bench import charts
+    except ImportError:
+        print(
+            f"No picture {path}: matplotlib is missing (pip install 'fastattn[bench]')",
+            file=sys.stderr,
+        )
+        return False
+    charts.draw(result, path, kind, theme)
+    return True
+
+
+def _settings_error(args: argparse.Namespace) -> str | None:
+    for flag, value in (
+        ("--threads", args.threads),
+        ("--time-budget", args.time_budget),
+        ("--rounds", args.rounds),
+        ("--timeout", args.timeout),
+    ):
+        if value is not None and value <= 0:
+            return f"{flag} {value}: must be positive"
+    if args.resume and not args.out:
+        return "--resume: give the --out DIR of the run to go on with"
+    if not args.providers:
+        return "--providers: none given"
+    if args.baseline is not None and args.baseline not in args.providers:
+        return f"--baseline {args.baseline!r} is not among --providers {','.join(args.providers)}"
+    return None

@@ -1,0 +1,59 @@
+"""The roof: what arithmetic and memory allow, and how near each cell comes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fastattn.bench.results import Peak
+from fastattn.bench.summary import Row
+
+ARITHMETIC = {"fp32": "fma_f32", "fp64": "fma_f64", "bf16": "dot_bf16"}
+_SECONDS = 0.3
+
+
+def measure(threads: int) -> dict[str, Peak]:
+    """Every peak of this machine, now."""
+    from fastattn.bench.peaks import KINDS, measure_peak
+
+    peaks = {}
+    for kind in KINDS:
+        samples = [measure_peak(kind, threads, _SECONDS) for _ in range(3)]
+        rates = [rate for rate, _ in samples]
+        peaks[kind] = Peak(max(rates), samples[0][1], rates)
+    return peaks
+
+
+def roof_lines(peaks: dict[str, Peak]) -> list[str]:
+    """The peaks, and from which intensity on the arithmetic is the limit."""
+    read = peaks["read_bandwidth"].rate
+    lines = [f"reading memory  {read:8.1f} GB/s  {_spread(peaks['read_bandwidth'])}"]
+    if copy := peaks.get("copy_bandwidth"):
+        lines.append(f"copying it      {copy.rate:8.1f} GB/s  {_spread(copy)}")
+    for dtype, kind in ARITHMETIC.items():
+        if kind in peaks:
+            rate = peaks[kind].rate
+            lines.append(
+                f"{dtype} arithmetic {rate:8.1f} GFLOP/s  {_spread(peaks[kind])}; the limit from "
+                f"{rate / read:.1f} FLOP per byte on"
+            )
+    return lines
+
+
+def _spread(peak: Peak) -> str:
+    method = "" if peak.method == "measured" else f", {peak.method}"
+    if not peak.samples:
+        return method.removeprefix(", ")
+    return f"({min(peak.samples):.1f} to {max(peak.samples):.1f}{method})"
+
+
+def cell_lines(rows: Sequence[Row]) -> list[str]:
+    """Each row's intensity, its roof, and its share of it."""
+    lines = [f"{'FLOP/byte':>10} {'GFLOP/s':>8} {'roof':>8} {'share':>6}  cell"]
+    for row in rows:
+        if row["percent_of_roof"] is not None:
+            name = f"{row['op']} {row['shape']} {row['dtype']} {row['pass']} {row['provider']}"
+            lines.append(
+                f"{row['intensity']:10.1f} {row['gflops']:8.1f} {row['roof_gflops']:8.1f} "
+                f"{row['percent_of_roof']:4.0f} %  {name}"
+            )
+    return lines
