@@ -87,6 +87,9 @@ def _by_length(column: str, unit: str, log: bool = True) -> Callable[..., Figure
                 axes.set_yscale("log")
             elif column != "relative_error":
                 axes.set_ylim(bottom=0)
+            if axes.get_yscale() == "log":
+                axes.yaxis.set_major_formatter(_tick)
+                axes.yaxis.set_minor_formatter(_tick)
             axes.set_ylabel(unit, color=look.text, fontsize=9)
             axes.set_xlabel("length", color=look.text, fontsize=9)
             _style(axes, look)
@@ -96,8 +99,16 @@ def _by_length(column: str, unit: str, log: bool = True) -> Callable[..., Figure
     return chart
 
 
+def _tick(value: float, _: object) -> str:
+    """1, 2 and 5 times a power of ten; others would crowd a logarithmic axis."""
+    return f"{value:g}" if f"{value:e}"[0] in "0125" else ""
+
+
 def _family(row: Row) -> str:
-    return " ".join([row["op"], row["family"], *([row["mask"]] if row["mask"] != "none" else [])])
+    words = [row["op"], row["family"]]
+    words += [row["mask"]] if row["mask"] != "none" else []
+    words += [f"{row['weights']} weights"] if row["weights"] != "none" else []
+    return " ".join(words)
 
 
 def _line(axes: Axes, rows: list[Row], column: str, colour: str, marker: str) -> None:

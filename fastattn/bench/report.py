@@ -34,14 +34,14 @@ _COLUMNS = (
     ("provider", "provider", False),
     ("ms", "ms", True),
     ("95 %", "ms_low", True),
+    ("speed-up", "speedup", True),
+    ("verdict", "verdict", False),
     ("GFLOP/s", "gflops", True),
     ("% of peak", "percent_of_peak", True),
     ("% of roof", "percent_of_roof", True),
     ("GB/s", "gbs", True),
     ("MB", "peak_mb", True),
     ("rel. error", "relative_error", True),
-    ("speed-up", "speedup", True),
-    ("verdict", "verdict", False),
     ("rounds", "rounds", True),
 )
 
@@ -132,7 +132,7 @@ def _row(row: Row) -> str:
     for name, key, number in _COLUMNS:
         value = row[key]
         sort = f' data-value="{value:.9g}"' if number and value is not None else ""
-        kind = " class=number" if number else ""
+        kind = " class=number" if number else " class=verdict" if name == "verdict" else ""
         cells.append(f"<td{kind}{sort}>{shown.get(name, _text(texts.get(name, '')))}")
     mark = "WRONG" if row["status"] not in ("ok", "UNAVAILABLE", "SKIPPED") else row["verdict"]
     mark = "IMPOSSIBLE" if row["impossible"] else mark
@@ -150,7 +150,7 @@ _PAGE = """<!doctype html>
   --ground: #0d1117; --text: #e6edf3; --good: #3fb950; --bad: #f85149; --unsure: #d29922; }
   .light { display: none } }
 @media (prefers-color-scheme: light) { .dark { display: none } }
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 1200px; margin: 2rem auto; padding: 0 1rem;
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 1320px; margin: 2rem auto; padding: 0 1rem;
   background: var(--ground); color: var(--text); }
 h1 { font-size: 1.6rem } h2 { font-size: 1.2rem; margin-top: 2rem }
 .faint, small { color: var(--faint) }
@@ -159,7 +159,7 @@ summary { cursor: pointer; font-weight: 600 }
 svg { max-width: 100%; height: auto } pre { overflow: auto }
 .scroll { overflow-x: auto }
 table { border-collapse: collapse; font-size: 13px; width: 100% }
-th, td { border-bottom: 1px solid var(--line); padding: .3rem .6rem; text-align: left;
+th, td { border-bottom: 1px solid var(--line); padding: .3rem .5rem; text-align: left;
   vertical-align: top }
 .number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap }
 th { position: sticky; top: 0; background: var(--ground) }
@@ -168,10 +168,9 @@ th button:focus-visible { outline: 2px solid }
 th[aria-sort=ascending] button::after { content: " ▲" }
 th[aria-sort=descending] button::after { content: " ▼" }
 input { font: inherit; padding: .3rem .6rem; width: 22rem; max-width: 100% }
-tr.FASTER td:nth-last-child(2) { color: var(--good); font-weight: 600 }
-tr.SLOWER td:nth-last-child(2), tr.WRONG td:nth-last-child(2), tr.IMPOSSIBLE td {
-  color: var(--bad) }
-tr.UNSURE td:nth-last-child(2) { color: var(--unsure) }
+.FASTER .verdict { color: var(--good); font-weight: 600 }
+.SLOWER .verdict, .WRONG .verdict, .IMPOSSIBLE td { color: var(--bad) }
+.UNSURE .verdict { color: var(--unsure) }
 </style></head><body>
 {body}
 <script>
