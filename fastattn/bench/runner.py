@@ -83,7 +83,8 @@ class Runner:
         before = earlier(self.result)
         self.done: dict[str, CellResult] = {}
         if before is not None:
-            self.done = {cell.cell.name: cell for cell in before.cells if self._is_done(cell)}
+            best = best_guards(before)
+            self.done = {c.cell.name: c for c in before.cells if self._is_done(c, best)}
             self.result.peaks = before.peaks
 
     def run(self, journal: Journal) -> Result:
@@ -120,10 +121,12 @@ class Runner:
             self.journal.write("end", self.result.end())
         return self.result
 
-    def _is_done(self, cell: CellResult) -> bool:
-        """Whether every provider that is asked for has had its turn."""
+    def _is_done(self, cell: CellResult, best: dict[str, float]) -> bool:
+        """Whether every provider that is asked for has had its turn, on a quiet machine."""
         outcomes = [cell.outcomes.get(name) for name in self.settings.providers]
-        return all(o is not None and o.status != "SKIPPED" for o in outcomes)
+        quiet = quiet_rounds(cell.rounds, best[KIND_OF_DTYPE[cell.cell.dtype]])
+        is_quiet = len(quiet) >= min(MIN_KEPT, len(cell.rounds))
+        return is_quiet and all(o is not None and o.status != "SKIPPED" for o in outcomes)
 
     # Starting
 
