@@ -21,8 +21,9 @@ COMMANDS = {
 EXIT_CODES = """\
 exit codes:
   0    done
-  1    a check failed: results were wrong, or a benchmark's cell was
+  1    a check failed: results were wrong, or a benchmark's cell was, or it became slower
   2    wrong usage: the message says which argument and what is allowed
+  3    a benchmark was measured, but a file could not be written
   130  interrupted
 """
 
