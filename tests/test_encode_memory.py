@@ -301,6 +301,75 @@ def test_gradient_of_the_encoding(generator: torch.Generator) -> None:
         assert torch.autograd.gradcheck(encode, (weight.requires_grad_(), factors))
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("tables", [None, 3])
+@pytest.mark.parametrize("padding", [0, 3, -7, None])
+def test_the_sparse_gradient_has_the_bits_of_the_dense(
+    tables: int | None, padding: int | None, dtype: torch.dtype, generator: torch.Generator
+) -> None:
+    shape = (50, 6) if tables is None else (tables, 50, 6)
+    weight = torch.randn(shape, generator=generator, dtype=dtype)
+    temporal = torch.randn(*shape[:-2], 4, 6, generator=generator, dtype=dtype)
+    tokens = torch.randint(0, 9, (2, 4, 5), generator=generator, dtype=torch.int32) * 5
+    if padding is not None:
+        tokens[tokens == 5] = padding
+    grads = []
+    for sparse in (False, True):
+        leaves = [x.clone().requires_grad_() for x in (weight, temporal)]
+        out = encode_memory(
+            tokens, leaves[0], temporal=leaves[1], padding_idx=padding, sparse=sparse
+        )
+        (out * torch.arange(6).to(dtype)).sum().backward()
+        grads.append((out, *(leaf.grad for leaf in leaves)))
+    for dense, sparse_ in zip(*grads, strict=True):
+        assert torch.equal(dense, sparse_.to_dense())
+    gradient = grads[1][1]
+    assert gradient.is_sparse
+    told = set(tokens.flatten().tolist()) - {padding}
+    assert gradient._nnz() == len(told) * (tables or 1)
+    once = gradient.coalesce()
+    assert once._nnz() == gradient._nnz()
+    torch.sparse_coo_tensor(once.indices(), once.values(), shape, check_invariants=True)
+
+
+def test_a_sparse_gradient_trains(generator: torch.Generator) -> None:
+    tokens = torch.randint(1, 9, (2, 4, 5), generator=generator)
+    trained = []
+    for sparse in (False, True):
+        weight = torch.ones(30, 6, requires_grad=True)
+        optimizer = torch.optim.Adagrad([weight], lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            encode_memory(tokens, weight, sparse=sparse).square().sum().backward()
+            optimizer.step()
+        trained.append(weight.detach())
+    torch.testing.assert_close(*trained)
+
+
+def test_sparse_of_nothing_and_of_padding() -> None:
+    weight = torch.ones(4, 3, requires_grad=True)
+    for tokens in (
+        torch.zeros(2, 3, 4, dtype=torch.int64),
+        torch.zeros(0, 3, 4, dtype=torch.int64),
+    ):
+        out = encode_memory(tokens, weight, sparse=True)
+        assert torch.equal(out, torch.zeros(len(tokens), 3, 3))
+        out.sum().backward()
+        assert weight.grad is not None
+        assert weight.grad._nnz() == 0
+        weight.grad = None
+
+
+def test_sparse_in_a_compiled_function(generator: torch.Generator) -> None:
+    tokens = torch.randint(0, 9, (2, 4, 5), generator=generator)
+    weight = torch.randn(30, 6, generator=generator, requires_grad=True)
+    compiled = torch.compile(
+        lambda tokens, weight: encode_memory(tokens, weight, sparse=True) * 2, backend="aot_eager"
+    )
+    torch.testing.assert_close(compiled(tokens, weight), 2 * encode_memory(tokens, weight))
+
+
 T3 = torch.zeros(2, 3, 4, dtype=torch.int64)
 W = torch.zeros(5, 6)
 BAD = [
@@ -313,6 +382,9 @@ BAD = [
     ((T3, W.to("meta")), {}, ValueError, "tokens is on cpu, but weight is on meta"),
     ((T3, W), {"padding_idx": 1.0}, TypeError, "padding_idx must be an integer or None"),
     ((T3, W), {"padding_idx": True}, TypeError, "padding_idx must be an integer or None"),
+    ((T3, W), {"sparse": 1}, TypeError, "sparse must be a bool, got int"),
+    ((T3 + 5, W), {"sparse": True}, IndexError, r"tokens\[0, 0, 0\] is 5, but weight has 5 rows"),
+    ((T3 - 1, W), {"sparse": True}, IndexError, "is -1, but weight has 5 rows"),
     ((T3, W), {"encoding": "pos"}, ValueError, "encoding must be one of position, centered, bow"),
     ((T3, W), {"encoding": None}, TypeError, "encoding must be a str or a Tensor"),
     ((T3, W), {"encoding": torch.ones(6, 4)}, ValueError, r"encoding must be \[J, D\] = \[4, 6\]"),

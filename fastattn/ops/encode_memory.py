@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fastattn.library import Operator, nothing_watches
+from fastattn.ops._sparse_rows import used_rows
 
 __all__ = ["encode_memory", "encoding_factors"]
 
@@ -25,6 +26,7 @@ def encode_memory(
     encoding: str | Tensor = "position",
     temporal: Tensor | None = None,
     padding_idx: int | None = 0,
+    sparse: bool = False,
 ) -> Tensor:
     r"""Encode sentences of words as the memories of a memory network, in one pass.
 
@@ -55,12 +57,16 @@ def encode_memory(
             ``tokens``. The paper counts from the most recent sentence: there, tokens[:, 0] is it.
         padding_idx: a token that contributes nothing: its row is not read and gets no gradient, and
             it need not be a row at all. None: every token counts.
+        sparse: make the gradient of ``weight`` a sparse tensor (COO) of the rows that occur in
+            ``tokens``, each once, for tables much larger than a batch; as for ``nn.Embedding``, an
+            optimizer must take it (SparseAdam, SGD, Adagrad). It is differentiable once, not
+            under ``torch.func``, and a compiler breaks its graph there.
 
     Returns:
         [B, N, D], or [B, G, N, D] with G tables, in the dtype of ``weight``; 16-bit results are
         summed in float32 and rounded once. A sentence of padding alone is no sentence: its memory
         is 0, without T_i, as with the paper's null symbol. Differentiable in ``weight`` (a dense
-        gradient, the same bits for every number of threads) and ``temporal``.
+        gradient unless ``sparse``, the same bits for every number of threads) and ``temporal``.
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
@@ -68,7 +74,12 @@ def encode_memory(
         IndexError: a token that is neither ``padding_idx`` nor in [0, V); nothing is read.
     """
     operator, arguments = prepare(
-        tokens, weight, encoding=encoding, temporal=temporal, padding_idx=padding_idx
+        tokens,
+        weight,
+        encoding=encoding,
+        temporal=temporal,
+        padding_idx=padding_idx,
+        sparse=sparse,
     )
     out: Tensor = operator(*arguments).squeeze(0)  # [B, G, N, D]
     return out.squeeze(1) if weight.ndim == 2 else out
@@ -81,9 +92,14 @@ def prepare(
     encoding: str | Tensor = "position",
     temporal: Tensor | None = None,
     padding_idx: int | None = 0,
+    sparse: bool = False,
 ) -> tuple[Operator, list[Any]]:
     """Validate the arguments of :func:`encode_memory`; return the primitive and its own."""
     _check(tokens, weight, temporal, padding_idx)
+    if not isinstance(sparse, bool):
+        raise TypeError(f"sparse must be a bool, got {type(sparse).__name__}")
+    if sparse:
+        tokens, weight, padding_idx = used_rows(tokens, weight, padding_idx)
     factors = _factors(encoding, tokens.shape[-1], weight)
     if weight.ndim == 2:
         weight = weight.unsqueeze(0)
