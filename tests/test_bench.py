@@ -38,6 +38,8 @@ TINY = cell_of("sdpa", "B=2,H=4,Hkv=2,Lq=5,Lk=7,D=8,Dv=6")
 SMALL = {
     "sdpa": "B=2,H=4,Hkv=2,Lq=5,Lk=7,D=8,Dv=6",
     "mha": "B=2,L=6,E=16,H=2",
+    "encoder_layer": "B=2,L=6,E=16,H=2,F=24",
+    "varlen": "B=3,H=4,Hkv=2,L=12,D=8",
     "additive": "B=2,Lq=5,Lk=7,A=9,Dv=6",
     "bahdanau": "B=2,Lq=5,Lk=7,E=9,A=6",
     "luong": "B=2,Lq=5,Lk=7,D=9,Dv=6,W=2",

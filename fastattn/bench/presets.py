@@ -104,6 +104,13 @@ _PADDED_WEIGHTS = Template(
     "average",
 )
 _PADDED_CORE = Template("Transformer SDPA, half padding", "sdpa", "B=16,H=8,L=256,D=64", "padding")
+_PACKED = Template("the same sentences packed, not padded", "varlen", "B=16,H=8,L=256,D=64")
+_PADDED_LAYER = Template(
+    "Transformer encoder layer, half padding",
+    "encoder_layer",
+    "B=16,L=256,E=512,H=8,F=2048",
+    "padding",
+)
 _SINUSOIDS = [
     Template("Transformer position encoding", "sinusoidal", "B=16,L=256,E=512"),
     Template("Position encoding, width 768", "sinusoidal", "B=8,L=512,E=768"),
@@ -150,7 +157,7 @@ PRESETS: dict[str, Preset] = {
     ),
     "padded": Preset(
         "16 sentences padded to 256 tokens, half of it padding: width 512, 8 heads",
-        [_PADDED, _PADDED_WEIGHTS, _PADDED_CORE],
+        [_PADDED, _PADDED_WEIGHTS, _PADDED_CORE, _PACKED, _PADDED_LAYER],
     ),
     "long": Preset("one causal sequence of 8192 tokens, 8 heads of 64", [_GPT_8K]),
     "encoding": Preset("position encodings, width 512 and 768", _POSITIONS),

@@ -1,0 +1,101 @@
+"""`varlen_attention`: attention within packed sequences; torch pads them.
+
+The lengths are those of a padded batch: evenly from a quarter to three quarters of L. What is
+counted is what the sequences need, not what padding would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from fastattn.bench.cells import Cell, padding_lengths
+from fastattn.bench.inputs import Draw
+from fastattn.bench.ops._attention import attend
+from fastattn.bench.ops._base import Inputs, Operator, Outputs, Prepared, Rounded, Sizes
+
+
+class Varlen(Operator):
+    FUNCTION = "varlen_attention"
+    ABOUT = "attention within B packed sequences of L/4 to 3L/4, [T, H, D], [T, Hkv, D]"
+    TORCH = "F.scaled_dot_product_attention on the padded batch, packed again"
+    SIZES: ClassVar[Sizes] = {"B": 16, "H": 8, "Hkv": "H", "L": 256, "D": 64}
+    MASKS = ("none", "causal")
+    LEAVES = ("query", "key", "value")
+
+    def check(self, sizes: Mapping[str, int]) -> None:
+        if sizes["H"] % sizes["Hkv"]:
+            raise ValueError(f"H={sizes['H']} is not a multiple of Hkv={sizes['Hkv']}")
+
+    def flops(self, cell: Cell, pairs: int) -> tuple[int, int]:
+        lengths = _lengths(cell)
+        causal = cell.mask == "causal"
+        seen = sum(n * (n + 1) // 2 if causal else n * n for n in lengths) * cell["H"]
+        return 4 * cell["D"] * seen, 10 * cell["D"] * seen
+
+    def elements(self, cell: Cell) -> tuple[int, int]:
+        tokens = sum(_lengths(cell)) * cell["D"]
+        return tokens * (cell["H"] + 2 * cell["Hkv"]), tokens * cell["H"]
+
+    def inputs(self, cell: Cell, draw: Draw) -> Inputs:
+        lengths = _lengths(cell)
+        tokens, width = sum(lengths), cell["D"]
+        ends = torch.tensor([0, *lengths]).cumsum(0)
+        return {
+            "query": draw.normal(tokens, cell["H"], width),
+            "key": draw.normal(tokens, cell["Hkv"], width),
+            "value": draw.normal(tokens, cell["Hkv"], width),
+            "grad_out": draw.normal(tokens, cell["H"], width),
+            "ends": ends,
+        }
+
+    def arguments(self, cell: Cell, inputs: Inputs) -> tuple[Sequence[Any], dict[str, Any]]:
+        ends = inputs["ends"]
+        return [*self.leaves(inputs), ends, ends], {"is_causal": cell.mask == "causal"}
+
+    def theirs(self, cell: Cell, inputs: Inputs) -> Prepared:
+        """Padding and packing are timed: whoever has packed sequences pays for them."""
+        leaves = self.leaves(inputs)
+        longest = max(_lengths(cell))
+        lengths = inputs["ends"].diff()
+        valid = torch.arange(longest, device=lengths.device) < lengths[:, None]  # [B, L]
+        mask = valid[:, None, None]
+        if cell.mask == "causal":
+            mask = mask & torch.ones(longest, longest, dtype=torch.bool, device=mask.device).tril()
+
+        def padded(x: Tensor) -> Tensor:
+            batch = x.new_zeros(*valid.shape, *x.shape[1:])
+            return batch.index_put((valid,), x).transpose(1, 2)
+
+        def forward() -> Outputs:
+            grouped = cell["H"] != cell["Hkv"]
+            query, key, value = (padded(x) for x in leaves)
+            out = scaled_dot_product_attention(query, key, value, mask, enable_gqa=grouped)
+            return (out.transpose(1, 2)[valid],)
+
+        return forward, leaves
+
+    def plain(self, cell: Cell, inputs: Inputs, rounded: Rounded) -> Outputs:
+        query, key, value = self.leaves(inputs)
+        group = query.shape[1] // key.shape[1]
+        lengths = inputs["ends"].diff().tolist()
+        outs = []
+        for parts in zip(*(x.split(lengths) for x in (query, key, value)), strict=True):
+            q, k, v = (x.transpose(0, 1)[None] for x in parts)  # [1, H, L, D]
+            visible = None
+            if cell.mask == "causal":
+                visible = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril()
+            k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+            outs.append(attend(q, k, v, visible, None, rounded)[0][0].transpose(0, 1))
+        return (torch.cat(outs),)
+
+
+def _lengths(cell: Cell) -> list[int]:
+    return padding_lengths(cell["B"], cell["L"])
+
+
+OP = Varlen()
