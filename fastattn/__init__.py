@@ -8,6 +8,7 @@ from fastattn.integrations import replace_mha, restore_mha
 from fastattn.nn import MultiheadAttention
 from fastattn.ops import (
     additive_attention,
+    decode_attention,
     encode_memory,
     luong_attention,
     memory_hop_attention,
@@ -23,6 +24,7 @@ __all__ = [
     "__version__",
     "additive_attention",
     "capture",
+    "decode_attention",
     "encode_memory",
     "explain",
     "luong_attention",

@@ -86,6 +86,17 @@ def attention_sequences(
     gradients: tuple[Any, ...] | None,
     /,
 ) -> None: ...
+def append_to_cache(
+    element: int,  # bytes
+    sizes: Ints,  # B, Hkv, rows, keys of the cache, D, Dv, entries of the cache
+    key: Operand,
+    value: Operand,
+    key_cache: Operand,
+    value_cache: Operand,
+    # k_lengths with the new rows, k_batch, block_table, its stride, page_size
+    table: tuple[int, int, int, int, int],
+    /,
+) -> None: ...
 def linear(
     dtype: int,
     threads: int,

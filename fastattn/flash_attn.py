@@ -13,10 +13,16 @@ from typing import Any
 
 from torch import Tensor
 
+from fastattn.ops.decode import decode_attention
 from fastattn.ops.sdpa import scaled_dot_product_attention
 from fastattn.ops.varlen import varlen_attention
 
-__all__ = ["flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func"]
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
+]
 
 
 def flash_attn_func(
@@ -138,6 +144,60 @@ def flash_attn_varlen_func(
         return_lse=return_attn_probs,
     )
     return (*result, None) if return_attn_probs else result
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: Tensor | int | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> Any:
+    """:func:`fastattn.decode_attention` of q [B, Lq, H, D]; k and v are written into the cache.
+
+    ``num_splits`` is not looked at: a split depends on a sequence's own length alone, so that its
+    bits do not depend on the batch. ``rotary_interleaved`` means nothing without a rotation. Raises
+    NotImplementedError for ``rotary_cos``, ``rotary_sin`` and ``cache_leftpad``: rotate q and k
+    before the call.
+    """
+    refused = {"rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "cache_leftpad": cache_leftpad}
+    for name, given in refused.items():
+        if given is not None:
+            remedy = "let the cache begin at its first row"
+            if name != "cache_leftpad":
+                remedy = "rotate q and k before the call"
+            raise NotImplementedError(f"flash_attn_with_kvcache: {name} must be None; {remedy}")
+    return decode_attention(
+        q,
+        k_cache,
+        v_cache,
+        cache_seqlens,
+        key=k,
+        value=v,
+        block_table=block_table,
+        cache_batch_idx=cache_batch_idx,
+        is_causal=causal,
+        scale=softmax_scale,
+        window=window_size,
+        softcap=softcap or None,
+        alibi_slopes=alibi_slopes,
+        layout="bnhd",
+        return_lse=return_softmax_lse,
+    )
 
 
 def _refuse_probabilities(name: str, return_attn_probs: bool, dropout_p: float) -> None:

@@ -17,6 +17,9 @@ SIGNATURES = {
     "flash_attn_qkvpacked_func": f"qkv {_COMMON} return_attn_probs",
     "flash_attn_varlen_func": "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k "
     f"{_COMMON} return_attn_probs block_table",
+    "flash_attn_with_kvcache": "q k_cache v_cache k v rotary_cos rotary_sin cache_seqlens "
+    "cache_batch_idx cache_leftpad block_table softmax_scale causal window_size softcap "
+    "rotary_interleaved alibi_slopes num_splits return_softmax_lse",
 }
 
 
@@ -70,6 +73,33 @@ def test_varlen_is_func_of_each_sequence(qkv: list[Tensor]) -> None:
     wide = varlen_attention(*args, softcap=2.0, causal_alignment="bottom_right", window=(3, 1))
     got = flash_attn.flash_attn_varlen_func(*args, softcap=2.0, window_size=(3, 1))
     assert torch.equal(got, wide)
+
+
+def test_with_kvcache_appends_and_is_func_of_what_is_there(qkv: list[Tensor]) -> None:
+    q, k, v = qkv
+    caches = [torch.full((3, 20, 2, 8), torch.nan) for _ in range(2)]
+    entries, lengths = torch.tensor([2, 0]).int(), torch.tensor([4, 4]).int()
+    for cache, x in zip(caches, (k, v), strict=True):
+        cache[entries.long(), :4] = x[:, :4]
+    out, lse = flash_attn.flash_attn_with_kvcache(
+        q,
+        *caches,
+        k[:, 4:],
+        v[:, 4:],
+        cache_seqlens=lengths,
+        cache_batch_idx=entries,
+        causal=True,
+        return_softmax_lse=True,
+    )
+    want, want_lse, _ = flash_attn.flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
+    torch.testing.assert_close(out, want)
+    torch.testing.assert_close(lse, want_lse)
+    assert torch.equal(caches[0][entries.long(), :9], k)
+    assert out.is_contiguous()
+    with pytest.raises(NotImplementedError, match="rotary_cos must be None; rotate q and k"):
+        flash_attn.flash_attn_with_kvcache(q, *caches, rotary_cos=q)
+    with pytest.raises(NotImplementedError, match="cache_leftpad must be None"):
+        flash_attn.flash_attn_with_kvcache(q, *caches, cache_leftpad=lengths)
 
 
 def test_what_is_not_there_says_so(qkv: list[Tensor]) -> None:

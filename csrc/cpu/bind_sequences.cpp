@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <numeric>
 #include <stdexcept>
 #include <string>
@@ -84,6 +85,9 @@ void attention_sequences(int dtype, int threads, const py::tuple& sizes, uintptr
     check_starts(t.k_starts, all.B, all.Lk, "cu_seqlens_k");
   else
     check_cache(t, table[7].cast<int64_t>());
+  if (t.block_table != nullptr)
+    expect(all.k.stride[3] == 1 && all.v.stride[3] == 1 && all.D <= 512 && all.Dv <= 512,
+           "pages must have dense rows of at most 512 elements");
   if (!gradients.is_none()) gradient_arguments(all, gradients.cast<py::tuple>());
 
   std::vector<double> work(static_cast<size_t>(all.B));
@@ -106,8 +110,67 @@ void attention_sequences(int dtype, int threads, const py::tuple& sizes, uintptr
     kernels().attention_sequences_backward(t);
 }
 
+// Rows [0, L) of `from` of sequence b become rows lengths[b], lengths[b] + 1, ... of its cache.
+void append(const SequencesParams& t, int64_t element, int64_t rows, int64_t width,
+            const Tensor4& from, const Tensor4& to) {
+  const AttentionParams& all = t.attention;
+  const auto* source = static_cast<const char*>(from.data);
+  auto* target = static_cast<char*>(to.data);
+  for (int64_t b = 0; b < all.B; ++b) {
+    for (int64_t i = 0; i < rows; ++i) {
+      const int64_t at = t.k_lengths[b] - rows + i;
+      const bool paged = t.block_table != nullptr;
+      const int64_t row = paged ? at % t.page_size : at;
+      const int64_t entry = paged ? t.block_table[b * t.block_table_stride + at / t.page_size]
+                            : t.k_batch != nullptr ? t.k_batch[b]
+                                                   : b;
+      for (int64_t h = 0; h < all.Hkv; ++h) {
+        const char* x =
+            source + element * (b * from.stride[0] + h * from.stride[1] + i * from.stride[2]);
+        char* y = target + element * (entry * to.stride[0] + h * to.stride[1] + row * to.stride[2]);
+        if (from.stride[3] == 1 && to.stride[3] == 1) {
+          std::memcpy(y, x, static_cast<size_t>(width * element));
+          continue;
+        }
+        for (int64_t d = 0; d < width; ++d)
+          std::memcpy(y + d * to.stride[3] * element, x + d * from.stride[3] * element,
+                      static_cast<size_t>(element));
+      }
+    }
+  }
+}
+
+// sizes: (B, Hkv, rows, keys of the cache, D, Dv, entries of the cache); lengths include the rows.
+void append_to_cache(int64_t element, const py::tuple& sizes, const py::tuple& key,
+                     const py::tuple& value, const py::tuple& key_cache,
+                     const py::tuple& value_cache, const py::tuple& table) {
+  int64_t n[7];
+  integers(sizes, n);
+  SequencesParams t{};
+  t.attention.B = n[0];
+  t.attention.Hkv = n[1];
+  t.attention.Lk = n[3];
+  t.k_lengths = integers_at(table[0]);
+  t.k_batch = integers_at(table[1]);
+  t.block_table = reinterpret_cast<const int32_t*>(table[2].cast<uintptr_t>());
+  t.block_table_stride = table[3].cast<int64_t>();
+  t.page_size = table[4].cast<int64_t>();
+  check_cache(t, n[6]);
+  for (int64_t b = 0; b < n[0]; ++b)
+    expect(t.k_lengths[b] >= n[2],
+           "cache_seqlens must not be negative, got " + std::to_string(t.k_lengths[b] - n[2]));
+  const Tensor4 k = optional_operand(key), v = optional_operand(value),
+                k_to = optional_operand(key_cache), v_to = optional_operand(value_cache);
+  py::gil_scoped_release release;
+  append(t, element, n[2], n[4], k, k_to);
+  append(t, element, n[2], n[5], v, v_to);
+}
+
 }  // namespace
 
-void bind_sequences(py::module_& m) { m.def("attention_sequences", &attention_sequences); }
+void bind_sequences(py::module_& m) {
+  m.def("attention_sequences", &attention_sequences);
+  m.def("append_to_cache", &append_to_cache);
+}
 
 }  // namespace fastattn

@@ -159,6 +159,29 @@ def decode_attention(
     return out.to(query.dtype), lse.double()
 
 
+def append_to_cache(
+    key_cache: Tensor,  # [E, Hkv, N, D]
+    value_cache: Tensor,  # [E, Hkv, N, Dv]
+    key: Tensor,  # [B, Hkv, L, D]
+    value: Tensor,  # [B, Hkv, L, Dv]
+    cache_seqlens: Tensor,  # [B] int64, without the new rows
+    block_table: Tensor | None = None,  # [B, P] int32
+    cache_batch_idx: Tensor | None = None,  # [B] int64
+) -> None:
+    """Write the new keys and values behind those of each sequence, in place."""
+    at = cache_seqlens[:, None] + torch.arange(key.shape[2], device=key.device)  # [B, L]
+    if block_table is not None:
+        page = key_cache.shape[2]
+        entry = block_table.long().gather(1, at // page)
+        at = at % page
+    elif cache_batch_idx is not None:
+        entry = cache_batch_idx[:, None]
+    else:
+        entry = torch.arange(key.shape[0], device=key.device)[:, None]
+    key_cache[entry, :, at] = key.transpose(1, 2)
+    value_cache[entry, :, at] = value.transpose(1, 2)
+
+
 def _of_sequences(
     cache: Tensor, query: Tensor, block_table: Tensor | None, entries: Tensor | None
 ) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 # After torch, whose OpenMP runtime it shares.
 from fastattn import _cpu
 from fastattn.backends._alloc import empty_output
+from fastattn.backends._cpu_decode import append_to_cache, decode_attention
 from fastattn.backends._cpu_encode import encode_memory, encode_memory_backward
 from fastattn.backends._cpu_hops import (
     memory_hop_attention,
@@ -27,6 +28,8 @@ from fastattn.sinusoids import sinusoids
 __all__ = [
     "additive_attention",
     "additive_attention_backward",
+    "append_to_cache",
+    "decode_attention",
     "encode_memory",
     "encode_memory_backward",
     "linear",

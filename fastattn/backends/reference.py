@@ -44,6 +44,7 @@ from fastattn.sinusoids import encode_positions
 __all__ = [
     "additive_attention",
     "additive_attention_backward",
+    "append_to_cache",
     "decode_attention",
     "dropout_keep",
     "encode_memory",
@@ -544,6 +545,7 @@ from fastattn.backends._reference_hops import (  # noqa: E402
     memory_hop_attention_backward,
 )
 from fastattn.backends._reference_sequences import (  # noqa: E402
+    append_to_cache,
     decode_attention,
     varlen_attention,
     varlen_attention_backward,

@@ -1,6 +1,7 @@
 """The operators: one file each, whose docstring is the specification."""
 
 from fastattn.ops.additive import additive_attention
+from fastattn.ops.decode import decode_attention
 from fastattn.ops.encode_memory import encode_memory
 from fastattn.ops.luong import luong_attention
 from fastattn.ops.memory_hops import memory_hop_attention
@@ -10,6 +11,7 @@ from fastattn.ops.varlen import varlen_attention
 
 __all__ = [
     "additive_attention",
+    "decode_attention",
     "encode_memory",
     "luong_attention",
     "memory_hop_attention",

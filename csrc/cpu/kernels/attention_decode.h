@@ -24,16 +24,20 @@ class Decode {
   typedef typename P::Word Word;
   static constexpr int W = kLanes<T>;
   static constexpr int kPerWord = P::kPerWord;
-  static constexpr int64_t kMaxRows = 8;  // query rows served by one pass over the keys
-  static constexpr int64_t kChunk = 512;  // keys of a task
-  static constexpr int64_t kBlock = 64;   // keys whose scores are held at once
+  static constexpr int64_t kMaxRows = 64;  // query rows served by one pass over the keys
+  static constexpr int64_t kChunk = 512;   // keys of a task
+  static constexpr int64_t kBlock = 64;    // keys whose scores are held at once
 
  public:
-  // Few rows a key head, and no option that is rare in decoding.
-  static bool serves(const AttentionParams& p) {
+  // Few rows a key head, and no option that is rare in decoding. Pages are read by nothing else:
+  // the caller sees to it that they can be.
+  static bool serves(const Sequence& p) {
     const int64_t rows = p.Lq * (p.Hq / max_of<int64_t>(1, p.Hkv));
-    return rows <= kMaxRows && p.Lq * 4 <= W && p.dropout_p == 0 && p.k.stride[3] == 1 &&
-           p.v.stride[3] == 1 && p.D <= 512 && p.Dv <= 512;
+    return p.pages != nullptr || (rows <= kMaxRows && p.Lq * 4 <= W && reads(p));
+  }
+  static bool reads(const AttentionParams& p) {
+    return p.dropout_p == 0 && p.k.stride[3] == 1 && p.v.stride[3] == 1 && p.D <= 512 &&
+           p.Dv <= 512;
   }
 
   explicit Decode(const Sequence& params)
@@ -190,10 +194,36 @@ class Decode {
 
   void block(Buffers& buf, int64_t b, int64_t hk, int64_t j0, int64_t j1, T* state) const {
     if (excluded_for_all(b, j0, j1)) return;
-    const Storage* k = static_cast<const Storage*>(p.k.data) + b * p.k.stride[0] +
-                       hk * p.k.stride[1] + j0 * p.k.stride[2];
-    const Storage* v = static_cast<const Storage*>(p.v.data) + b * p.v.stride[0] +
-                       hk * p.v.stride[1] + j0 * p.v.stride[2];
+    if (p.pages == nullptr) {
+      attend<InOrder>(buf, {row_of(p.k, b, hk, j0), p.k.stride[2]},
+                      {row_of(p.v, b, hk, j0), p.v.stride[2]}, b, hk, j0, j1, state);
+    } else {
+      const Storage *k[kBlock], *v[kBlock];
+      locate(p.k, hk, j0, j1, k);
+      locate(p.v, hk, j0, j1, v);
+      attend<InPages>(buf, {k}, {v}, b, hk, j0, j1, state);
+    }
+  }
+
+  // Where the rows of a block begin.
+  struct InOrder {
+    const Storage* first;
+    int64_t stride;
+    FASTATTN_INLINE const Storage* row(int64_t j) const { return first + j * stride; }
+  };
+  struct InPages {
+    const Storage* const* rows_at;
+    FASTATTN_INLINE const Storage* row(int64_t j) const { return rows_at[j]; }
+  };
+
+  const Storage* row_of(const Tensor4& x, int64_t b, int64_t hk, int64_t j) const {
+    return static_cast<const Storage*>(x.data) + b * x.stride[0] + hk * x.stride[1] +
+           j * x.stride[2];
+  }
+
+  template <class Rows>
+  void attend(Buffers& buf, Rows k, Rows v, int64_t b, int64_t hk, int64_t j0, int64_t j1,
+              T* state) const {
     by_rows<4>([&](auto width, int64_t r) __attribute__((always_inline)) {
       products<decltype(width)::value>(buf.q + r * dim, k, j1 - j0, buf.s + r * kBlock);
     });
@@ -202,6 +232,17 @@ class Decode {
       accumulate<decltype(width)::value>(buf.s + r * kBlock, buf.alpha + r, v, j1 - j0,
                                          state + r * dim_v);
     });
+  }
+
+  // The rows of keys [j0, j1), page by page. Pages are no more than other addresses: same bits.
+  void locate(const Tensor4& x, int64_t hk, int64_t j0, int64_t j1, const Storage** rows_at) const {
+    const Storage* base = static_cast<const Storage*>(x.data) + hk * x.stride[1];
+    for (int64_t j = j0; j < j1;) {
+      const int64_t page = j / p.page_size, begin = page * p.page_size;
+      const Storage* at = base + p.pages[page] * x.stride[0];
+      for (; j < min_of(j1, begin + p.page_size); ++j)
+        rows_at[j - j0] = at + (j - begin) * x.stride[2];
+    }
   }
 
   // Keys that padding hides from every row are not even read.
@@ -218,14 +259,14 @@ class Decode {
   // s[r][j] = q_r . k_j for R rows: the keys one after the other, as they lie in memory, and summed
   // over the lanes as soon as there is a vector of sums. Past the last key it is read again, within
   // the block of scores.
-  template <int R>
-  __attribute__((noinline)) void products(const Word* q, const Storage* k, int64_t nk, T* s) const {
+  template <int R, class Rows>
+  __attribute__((noinline)) void products(const Word* q, Rows k, int64_t nk, T* s) const {
     constexpr int kKeys = W / R;
     const int64_t vectors = dim / W, full = p.D / (W * kPerWord);
     for (int64_t j0 = 0; j0 < nk; j0 += kKeys) {
       Vec<T> sum[W];
       FASTATTN_UNROLL for (int t = 0; t < kKeys; ++t) {
-        const Storage* row = k + min_of(nk - 1, j0 + t) * p.k.stride[2];
+        const Storage* row = k.row(min_of(nk - 1, j0 + t));
         Vec<T> acc[R];
         FASTATTN_UNROLL for (int r = 0; r < R; ++r) acc[r] = Vec<T>{};
         const auto step = [&](int64_t d, Vec<T> x) __attribute__((always_inline)) {
@@ -293,9 +334,9 @@ class Decode {
   }
 
   // o_r = alpha_r o_r + sum_j p_rj v_j for R rows, as many columns at a time as registers hold.
-  template <int R>
-  __attribute__((noinline)) void accumulate(const T* s, const T* alpha, const Storage* v,
-                                            int64_t nk, T* o) const {
+  template <int R, class Rows>
+  __attribute__((noinline)) void accumulate(const T* s, const T* alpha, Rows v, int64_t nk,
+                                            T* o) const {
     constexpr int kColumns = min_of(8, (kRegisters == 32 ? 16 : 8) / R);
     int64_t d = 0;
     for (; d + kColumns * W <= p.Dv; d += kColumns * W)
@@ -303,8 +344,8 @@ class Decode {
     for (; d < dim_v; d += kPerWord * W) columns<R, kPerWord, false>(s, alpha, v, nk, d, o);
   }
 
-  template <int R, int C, bool kWhole>
-  FASTATTN_INLINE void columns(const T* s, const T* alpha, const Storage* v, int64_t nk, int64_t d0,
+  template <int R, int C, bool kWhole, class Rows>
+  FASTATTN_INLINE void columns(const T* s, const T* alpha, Rows v, int64_t nk, int64_t d0,
                                T* o) const {
     Vec<T> acc[R][C], poison{};
     FASTATTN_UNROLL for (int r = 0; r < R; ++r) FASTATTN_UNROLL for (int c = 0; c < C; ++c)
@@ -312,7 +353,7 @@ class Decode {
     for (int64_t j = 0; j < nk; ++j) {
       Vec<T> x[C];
       FASTATTN_UNROLL for (int c = 0; c < C; c += kPerWord)
-          value_columns<C, kWhole>(v + j * p.v.stride[2] + d0, p.Dv - d0, x);
+          value_columns<C, kWhole>(v.row(j) + d0, p.Dv - d0, x);
       FASTATTN_UNROLL for (int r = 0; r < R; ++r) {
         const Vec<T> weight = splat<T>(s[r * kBlock + j]);
         FASTATTN_UNROLL for (int c = 0; c < C; ++c) acc[r][c] += weight * x[c];
@@ -331,13 +372,13 @@ class Decode {
 
   // The same sums where one of them is NaN or inf: a weight of zero adds nothing, whatever the
   // value.
-  template <int R, int C, bool kWhole>
-  __attribute__((noinline)) void visible_only(const T* s, const Storage* v, int64_t nk, int64_t d0,
+  template <int R, int C, bool kWhole, class Rows>
+  __attribute__((noinline)) void visible_only(const T* s, Rows v, int64_t nk, int64_t d0,
                                               Vec<T>* acc) const {
     for (int i = 0; i < R * C; ++i) acc[i] = Vec<T>{};
     for (int64_t j = 0; j < nk; ++j) {
       Vec<T> x[C];
-      value_columns<C, kWhole>(v + j * p.v.stride[2] + d0, p.Dv - d0, x);
+      value_columns<C, kWhole>(v.row(j) + d0, p.Dv - d0, x);
       for (int r = 0; r < R; ++r)
         if (s[r * kBlock + j] != T(0))
           for (int c = 0; c < C; ++c) acc[r * C + c] += s[r * kBlock + j] * x[c];

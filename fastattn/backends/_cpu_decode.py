@@ -1,0 +1,132 @@
+"""The adapter of decoding on a cache of keys and values, see ``cpu.py``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastattn import _cpu
+from fastattn.backends._alloc import empty_output
+from fastattn.backends._cpu_sequences import _DTYPES, _options
+
+_MOST_ROWS = 32  # query rows a key head up to which reading pages beats gathering them
+_WIDEST = 512  # elements of a row that the kernel of decoding takes
+
+
+def decode_attention(
+    query: Tensor,  # [B, Hq, Lq, D]
+    key_cache: Tensor,  # [E, Hkv, N, D]
+    value_cache: Tensor,  # [E, Hkv, N, Dv]
+    cache_seqlens: Tensor,  # [B] int64
+    block_table: Tensor | None = None,  # [B, P] int32
+    cache_batch_idx: Tensor | None = None,  # [B] int64
+    alibi_slopes: Tensor | None = None,  # [B|1, Hq]
+    *,
+    scale: float,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+) -> tuple[Tensor, Tensor]:
+    """Return ``(out, lse)``, see ``docs/design.md``."""
+    batch, heads, queries, width = query.shape
+    entries, kv_heads, keys, value_width = value_cache.shape
+    out = empty_output(query, value_width)
+    lse = torch.empty((batch, heads, queries), dtype=torch.float64)
+    if block_table is not None and not _reads_pages(query, key_cache, value_cache):
+        pages = block_table.long()
+        lengths = -(-cache_seqlens // max(keys, 1))
+        pages = torch.where(torch.arange(pages.shape[1]) < lengths[:, None], pages, 0)
+        _check_pages(pages, entries)
+        key_cache, value_cache = (
+            x[pages].transpose(1, 2).flatten(2, 3) for x in (key_cache, value_cache)
+        )
+        entries, keys, block_table = batch, key_cache.shape[2], None
+    page, table = (0, None) if block_table is None else (keys, _rows(block_table))
+    capacity = keys if table is None else table.shape[1] * page
+    lengths = cache_seqlens.contiguous()
+    _cpu.attention_sequences(
+        _DTYPES[query.dtype],
+        torch.get_num_threads(),
+        (batch, heads, kv_heads, queries, capacity, width, value_width),
+        query.data_ptr(),
+        query.stride(),
+        key_cache.data_ptr(),
+        key_cache.stride(),
+        value_cache.data_ptr(),
+        value_cache.stride(),
+        out.data_ptr(),
+        out.stride(),
+        lse.data_ptr(),
+        scale,
+        _options((window_left, window_right, softcap, 0.0), alibi_slopes, None, batch, heads),
+        (
+            0,
+            0,
+            lengths.data_ptr(),
+            0 if cache_batch_idx is None else cache_batch_idx.contiguous().data_ptr(),
+            0 if table is None else table.data_ptr(),
+            0 if table is None else table.stride(0),
+            page,
+            entries,
+            True,
+        ),
+        None,
+    )
+    return out, lse
+
+
+def append_to_cache(
+    key_cache: Tensor,  # [E, Hkv, N, D]
+    value_cache: Tensor,  # [E, Hkv, N, Dv]
+    key: Tensor,  # [B, Hkv, L, D]
+    value: Tensor,  # [B, Hkv, L, Dv]
+    cache_seqlens: Tensor,  # [B] int64, without the new rows
+    block_table: Tensor | None = None,  # [B, P] int32
+    cache_batch_idx: Tensor | None = None,  # [B] int64
+) -> None:
+    """Write the new keys and values behind those of each sequence, in place."""
+    batch, kv_heads, rows, width = key.shape
+    entries, _, keys, value_width = value_cache.shape
+    page, table = (0, None) if block_table is None else (keys, _rows(block_table))
+    lengths = cache_seqlens + rows
+    _cpu.append_to_cache(
+        key.itemsize,
+        (
+            batch,
+            kv_heads,
+            rows,
+            keys if table is None else table.shape[1] * page,
+            width,
+            value_width,
+            entries,
+        ),
+        (key.data_ptr(), key.stride()),
+        (value.data_ptr(), value.stride()),
+        (key_cache.data_ptr(), key_cache.stride()),
+        (value_cache.data_ptr(), value_cache.stride()),
+        (
+            lengths.data_ptr(),
+            0 if cache_batch_idx is None else cache_batch_idx.contiguous().data_ptr(),
+            0 if table is None else table.data_ptr(),
+            0 if table is None else table.stride(0),
+            page,
+        ),
+    )
+
+
+def _reads_pages(query: Tensor, key_cache: Tensor, value_cache: Tensor) -> bool:
+    """Whether the kernel reads pages where they lie: a few queries, rows that are dense."""
+    (_, heads, queries, width), (_, kv_heads, _, value_width) = query.shape, value_cache.shape
+    rows = queries * heads // max(kv_heads, 1)
+    dense = key_cache.stride(3) == 1 == value_cache.stride(3)
+    return rows <= _MOST_ROWS and dense and max(width, value_width) <= _WIDEST
+
+
+def _rows(block_table: Tensor) -> Tensor:
+    return block_table if block_table.stride(1) == 1 else block_table.contiguous()
+
+
+def _check_pages(pages: Tensor, entries: int) -> None:
+    wrong = pages[(pages < 0) | (pages >= entries)]
+    if wrong.numel():
+        raise ValueError(f"block_table must name one of the {entries} pages, got {int(wrong[0])}")

@@ -1,0 +1,331 @@
+"""Attention of new tokens to a cache of keys and values: the specification."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattn import dispatch
+from fastattn.autograd import _one_by_one
+from fastattn.backends._alloc import empty_output
+from fastattn.library import Operator, runs_eagerly
+from fastattn.ops import _sdpa_arguments as arguments
+from fastattn.ops import _sequences_arguments as checks
+
+__all__ = ["decode_attention"]
+
+_OP = "decode_attention"
+_LAYOUTS = {"bhnd": "[B, H, N, D]", "bnhd": "[B, N, H, D]"}
+
+
+def decode_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    cache_seqlens: Tensor | int | None = None,
+    *,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    block_table: Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    layout: str = "bhnd",
+    return_lse: bool = False,
+) -> Any:
+    r"""Attend from the newest tokens of each sequence to its cache of keys and values.
+
+    .. math:: out_b = scaled\_dot\_product\_attention(query_b, K_b, V_b)
+
+    K_b and V_b are the first ``cache_seqlens[b]`` rows of the cache of sequence b, after ``key``
+    and ``value``, if given, have been written behind them in place. The diagonal of ``is_causal``,
+    ``window`` and ``alibi_slopes`` is that of the last query at the last key. A row's bits depend
+    on its own sequence alone: not on the batch, the number of threads, or on how pages lie.
+
+    Inference only: there is no gradient.
+
+    The shapes below are those of ``layout="bhnd"``; with "bnhd" the dimensions 1 and 2 of all
+    operands, and of the result, are exchanged. Neither is copied.
+
+    Args:
+        query: [B, Hq, Lq, D], float32, bfloat16, float16 or float64, any strides.
+        key_cache: [E, Hkv, N, D], of query's dtype and device. An entry is a sequence of at most N
+            keys, or, with ``block_table``, a page of N keys, any N. Hkv divides Hq: a key head is
+            read once for all its query heads.
+        value_cache: [E, Hkv, N, Dv], likewise.
+        cache_seqlens: [B], int32 or int64, or a number common to all: how many keys of each
+            sequence are in the cache before the call. None: the cache is full.
+        key, value: [B, Hkv, L, D] and [B, Hkv, L, Dv], rows to append. Both or neither; they need
+            ``cache_seqlens``, which itself is not changed.
+        block_table: [B, P], int32 or int64: the pages of each sequence, in order. Entries beyond
+            its length are not looked at.
+        cache_batch_idx: [B], int32 or int64: the entry of each sequence; None is b. Not together
+            with ``block_table``.
+        is_causal: a query does not see the keys after its own position.
+        scale, window, softcap: as in :func:`scaled_dot_product_attention`.
+        alibi_slopes: floating, [Hq] or [B, Hq].
+        layout: "bhnd" or "bnhd".
+        return_lse: return the logarithm of the sum of exponentials too.
+
+    Returns:
+        ``out`` [B, Hq, Lq, Dv]; with ``return_lse`` a tuple of it and ``lse`` [B, Hq, Lq] in
+        float32 (float64 for float64). A query that sees nothing gives 0 and -inf.
+
+    Raises:
+        TypeError: an argument of the wrong type or dtype.
+        ValueError: shapes that do not fit together, lengths beyond the cache, pages or entries
+            that it does not have. (Values are looked at on the CPU.)
+        RuntimeError: dtypes or devices that do not fit together, a tensor that requires a gradient
+            while gradients are enabled, or a forced backend that cannot run the call.
+
+    Example:
+        >>> import torch
+        >>> from fastattn import decode_attention
+        >>> keys, values = torch.zeros(2, 4, 8, 100, 64)  # caches of 4 sequences, 8 heads
+        >>> query, key, value = torch.ones(3, 4, 8, 1, 64)
+        >>> lengths = torch.tensor([3, 50, 0, 99])
+        >>> decode_attention(query, keys, values, lengths, key=key, value=value).shape
+        torch.Size([4, 8, 1, 64])
+        >>> keys[0, 0, 2:5, 0]
+        tensor([0., 1., 0.])
+    """
+    operator, args, append = prepare(
+        query,
+        key_cache,
+        value_cache,
+        cache_seqlens,
+        key=key,
+        value=value,
+        block_table=block_table,
+        cache_batch_idx=cache_batch_idx,
+        is_causal=is_causal,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        layout=layout,
+        return_lse=return_lse,
+    )
+    if append is not None:
+        _append(*append)
+    out, lse = operator(*args)
+    out = out.transpose(1, 2) if layout == "bnhd" else out
+    if not return_lse:
+        return out
+    return out, lse if out.dtype is torch.float64 else lse.float()
+
+
+def prepare(
+    query: Any,
+    key_cache: Any,
+    value_cache: Any,
+    cache_seqlens: Any = None,
+    *,
+    key: Any = None,
+    value: Any = None,
+    block_table: Any = None,
+    cache_batch_idx: Any = None,
+    is_causal: Any = False,
+    scale: Any = None,
+    window: Any = None,
+    softcap: Any = None,
+    alibi_slopes: Any = None,
+    layout: Any = "bhnd",
+    return_lse: Any = False,
+) -> tuple[Operator, list[Any], list[Any] | None]:
+    """Validate; return the operator, the primitive's arguments, and those of the append."""
+    if layout not in _LAYOUTS:
+        raise ValueError(f"{_OP}: layout must be 'bhnd' or 'bnhd', got {layout!r}")
+    if not isinstance(query, Tensor):
+        raise arguments.wrong_type("query", query, "Tensor", op=_OP)
+    operands = {"query": query, "key_cache": key_cache, "value_cache": value_cache}
+    if key is not None or value is not None:
+        operands.update(key=key, value=value)
+    for name, x in operands.items():
+        checks.check_tensor(_OP, name, x, _LAYOUTS[layout], 4, query.device)
+        if x.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{_OP}: {name} requires a gradient, and there is none: call it under "
+                "torch.no_grad() or torch.inference_mode(), or use scaled_dot_product_attention"
+            )
+        if x.dtype != query.dtype:
+            raise RuntimeError(
+                f"{_OP}: {name} must have query's dtype {query.dtype}, got {x.dtype}"
+            )
+    arguments.check_dtypes(query, key_cache, value_cache, _OP)
+    checks.check_flag(_OP, "is_causal", is_causal)
+    checks.check_flag(_OP, "return_lse", return_lse)
+    if layout == "bnhd":
+        operands = {name: x.transpose(1, 2) for name, x in operands.items()}
+    query, key_cache, value_cache = (
+        operands[name] for name in ("query", "key_cache", "value_cache")
+    )
+    new = (operands["key"], operands["value"]) if "key" in operands else None
+    checks.check_widths(_OP, query, key_cache)
+    checks.check_heads(_OP, query, key_cache, value_cache, 1)
+    if key_cache.shape[::2] != value_cache.shape[::2]:
+        raise ValueError(
+            f"{_OP}: key_cache and value_cache must have the same entries and lengths, "
+            f"got shapes {tuple(key_cache.shape)} and {tuple(value_cache.shape)}"
+        )
+    if new is not None:
+        _check_new(*new, query, key_cache, value_cache, cache_seqlens)
+
+    batch, device = query.shape[0], query.device
+    table = entries = None
+    capacity = key_cache.shape[2]
+    if block_table is not None:
+        if cache_batch_idx is not None:
+            raise ValueError(f"{_OP}: block_table and cache_batch_idx exclude each other")
+        table = checks.check_integers(_OP, "block_table", block_table, "[B, P]", 2, device)
+        _check_batch("block_table", table, batch)
+        capacity = capacity * table.shape[1]
+        table = block_table.to(torch.int32)
+    elif cache_batch_idx is not None:
+        name = "cache_batch_idx"
+        entries = checks.check_integers(_OP, name, cache_batch_idx, "[B]", 1, device)
+        _check_batch(name, entries, batch)
+    elif key_cache.shape[0] != batch:
+        raise ValueError(
+            f"{_OP}: key_cache must have an entry for each of the {batch} sequences, or "
+            f"cache_batch_idx say which are theirs; got {key_cache.shape[0]} entries"
+        )
+    added = 0 if new is None else new[0].shape[2]
+    lengths = _lengths(cache_seqlens, batch, capacity, added, device)
+    if alibi_slopes is not None:
+        alibi_slopes = checks.fold_slopes(_OP, alibi_slopes, query, query.shape[1], batch)
+    if scale is not None:
+        scale = arguments.check_real("scale", scale, _OP)
+    cap = 0.0 if softcap is None else arguments.check_softcap(softcap, _OP)
+    left, right = (-1, -1) if window is None else arguments.check_window(window, _OP)
+    if is_causal:
+        right = 0
+    if scale is None and not torch.compiler.is_compiling():
+        scale = query.shape[3] ** -0.5
+    append = None
+    if new is not None:
+        append = [key_cache, value_cache, *new, lengths, table, entries]
+        lengths = lengths + added
+    tensors = [query, key_cache, value_cache, lengths, table, entries, alibi_slopes]
+    return _decode, [*tensors, scale, left, right, cap], append
+
+
+def _check_new(
+    key: Tensor,
+    value: Tensor,
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    cache_seqlens: Any,
+) -> None:
+    if cache_seqlens is None:
+        raise ValueError(f"{_OP}: key and value need cache_seqlens: where to append them")
+    length = key.shape[2]
+    for name, x, cache in (("key", key, key_cache), ("value", value, value_cache)):
+        want = (query.shape[0], cache.shape[1], length, cache.shape[3])
+        if tuple(x.shape) != want:
+            raise ValueError(
+                f"{_OP}: {name} must have shape {want} (as bhnd), got {tuple(x.shape)}"
+            )
+
+
+def _check_batch(name: str, x: Tensor, batch: int) -> None:
+    if x.shape[0] != batch:
+        raise ValueError(
+            f"{_OP}: {name} must have a row for each of the {batch} sequences, got {x.shape[0]}"
+        )
+
+
+def _lengths(given: Any, batch: int, capacity: int, added: int, device: torch.device) -> Tensor:
+    """How many keys each sequence has before the call, [B] int64."""
+    if given is None:
+        given = capacity
+    if isinstance(given, (int, torch.SymInt)) and not isinstance(given, bool):
+        if not 0 <= given <= capacity - added:
+            raise _wrong_length(given, capacity, added)
+        return torch.full((batch,), given, dtype=torch.int64, device=device)  # type: ignore[arg-type]
+    lengths = checks.check_integers(_OP, "cache_seqlens", given, "[B] or an int", 1, device)
+    _check_batch("cache_seqlens", lengths, batch)
+    if lengths.is_cpu and runs_eagerly(lengths):
+        for length in lengths.tolist():
+            if not 0 <= length <= capacity - added:
+                raise _wrong_length(length, capacity, added)
+    return lengths
+
+
+def _wrong_length(length: Any, capacity: int, added: int) -> ValueError:
+    more = f" and the {added} to append" if added else ""
+    return ValueError(
+        f"{_OP}: cache_seqlens must be at least 0, and with it{more} within the {capacity} keys of "
+        f"a sequence, got {length}"
+    )
+
+
+# --- the operators ---------------------------------------------------------------------------
+
+
+def _fake(query: Tensor, key_cache: Tensor, value_cache: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return (
+        empty_output(query, value_cache.shape[3]),
+        query.new_empty(query.shape[:3], dtype=torch.float64),
+    )
+
+
+def _backward(ctx: Any, *grads: Tensor | None) -> Any:
+    raise RuntimeError(f"{_OP} has no gradient: it is for inference")
+
+
+def _vmap(info: Any, in_dims: Sequence[int | None], *args: Any) -> Any:
+    return _one_by_one(_decode, info.batch_size, in_dims, args)
+
+
+_decode = Operator(
+    "decode_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor cache_seqlens, "
+    "Tensor? block_table, Tensor? cache_batch_idx, Tensor? alibi_slopes, float? scale, "
+    "SymInt window_left, SymInt window_right, float softcap)",
+    returns=2,
+    fake=_fake,
+    setup_context=lambda ctx, args, results: None,
+    backward=_backward,
+    vmap=_vmap,
+    derived={"scale": lambda query, *_: query.shape[3] ** -0.5},
+)
+
+
+@torch.library.custom_op("fastattn::append_to_cache", mutates_args=("key_cache", "value_cache"))
+def _append_operator(
+    key_cache: Tensor,
+    value_cache: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cache_seqlens: Tensor,
+    block_table: Tensor | None,
+    cache_batch_idx: Tensor | None,
+) -> None:
+    _append_now(key_cache, value_cache, key, value, cache_seqlens, block_table, cache_batch_idx)
+
+
+@_append_operator.register_fake
+def _append_fake(*args: Any) -> None:
+    return None
+
+
+def _append_now(*tensors: Tensor | None) -> None:
+    backend = dispatch.choose("append_to_cache", tensors, {})
+    dispatch.load(backend).append_to_cache(*tensors)  # type: ignore[union-attr]
+
+
+def _append(*tensors: Tensor | None) -> None:
+    """Through the dispatcher only where it is watched: a step of decoding is short."""
+    if runs_eagerly(*tensors):
+        _append_now(*tensors)
+        for cache in tensors[:2]:
+            torch.autograd.graph.increment_version(cache)  # type: ignore[arg-type]
+    else:
+        _append_operator(*tensors)

@@ -1,0 +1,221 @@
+"""The cases of ``decode_attention`` and their judge: the oracle of attention, by sequence.
+
+Everything in the cache that no sequence sees is NaN.
+"""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattn.testing import memory, oracle
+from fastattn.testing.cases import FLOATS
+from fastattn.testing.compare import deviation
+from fastattn.testing.inputs import Inputs
+from fastattn.testing.targets import Target
+from fastattn.testing.verdict import Verdict, fresh_memory_is_nan
+
+__all__ = ["DECODE_CASES", "DecodeCase", "DecodeInputs", "check_decode", "make_decode"]
+
+
+@dataclass(frozen=True)
+class DecodeCase:
+    """One call of ``decode_attention``."""
+
+    name: str
+    lengths: tuple[int, ...] = (70, 0, 1, 129)
+    capacity: int = 140  # keys of an entry, or that a row of the block table has pages for
+    page: int = 0  # keys of a page, 0 for none
+    shuffled: bool = False  # entries of the cache in another order than the sequences
+    heads: int = 4
+    kv_heads: int = 2
+    queries: int = 1
+    head_dim: int = 32
+    value_dim: int | None = None
+    window: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
+    alibi: str | None = None  # h: one slope a head; bh: of its own for every sequence
+    layouts: tuple[str, str] = ("contiguous", "contiguous")  # of the query and of the caches
+    dtypes: tuple[torch.dtype, ...] = FLOATS
+    slow: bool = False
+
+
+def _cases() -> Iterator[DecodeCase]:
+    base = DecodeCase("plain")
+    paged = replace(base, page=16)
+    yield base
+    yield replace(paged, name="paged")
+    yield replace(base, name="entries", shuffled=True)
+    for page in (1, 7, 64, 100, 256):
+        yield replace(paged, name=f"page-{page}", page=page)
+    for case in (base, paged):
+        label = "paged-" if case.page else ""
+        for heads, kv_heads in ((1, 1), (3, 1), (8, 2), (6, 3), (40, 2)):
+            name = f"{label}heads-{heads}-{kv_heads}"
+            yield replace(case, name=name, heads=heads, kv_heads=kv_heads)
+        for d, dv in ((1, 1), (5, 40), (64, 64), (100, 33), (128, 128), (600, 20), (24, 520)):
+            yield replace(case, name=f"{label}head_dim-{d}-{dv}", head_dim=d, value_dim=dv)
+        for queries in (0, 2, 4, 5, 40):
+            some = replace(case, queries=queries, window=(-1, 0), lengths=(70, 3, 40, 129))
+            yield replace(some, name=f"{label}queries-{queries}-causal")
+        yield replace(case, name=f"{label}window", window=(20, 0), queries=3)
+        yield replace(case, name=f"{label}softcap-alibi", softcap=4.0, alibi="bh", queries=2)
+        yield replace(case, name=f"{label}alibi", alibi="h", window=(-1, 0))
+        long = replace(case, lengths=(2000, 513, 512, 1), capacity=2050, kv_heads=1)
+        yield replace(long, name=f"{label}long")
+        yield replace(long, name=f"{label}long-batch", lengths=(600, 9, 700, 512, 0, 1024, 33, 7))
+        for layout in ("blhd", "unaligned", "sliced", "every_second", "transposed"):
+            yield replace(case, name=f"{label}layout-{layout}", layouts=(layout, layout))
+    yield replace(base, name="no-sequences", lengths=())
+    yield replace(paged, name="paged-no-sequences", lengths=())
+
+
+DECODE_CASES = tuple(_cases())
+
+
+@dataclass(frozen=True)
+class DecodeInputs:
+    """The primitive's arguments, and the keys and values of each sequence by themselves."""
+
+    args: tuple[Tensor | None, ...]
+    options: dict[str, Any]
+    keys: list[Tensor]  # [Hkv, length, D]
+    values: list[Tensor]
+
+
+def make_decode(case: DecodeCase, dtype: torch.dtype, *, fence: bool = False) -> DecodeInputs:
+    """Return the tensors of ``case``, always the same, in hostile memory."""
+    draw = torch.Generator().manual_seed(zlib.crc32(case.name.encode()))
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draw, dtype=torch.float64).to(dtype)
+
+    batch, page = len(case.lengths), case.page or case.capacity
+    pages = -(-case.capacity // page) if case.page else 1
+    value_dim = case.head_dim if case.value_dim is None else case.value_dim
+    order = torch.arange(batch * pages + 3)
+    if case.page or case.shuffled:
+        order = torch.randperm(batch * pages + 3, generator=draw)
+    table = order[: batch * pages].view(batch, pages)
+    keys = [normal(case.kv_heads, n, case.head_dim) for n in case.lengths]
+    values = [normal(case.kv_heads, n, value_dim) for n in case.lengths]
+
+    def cache(rows: list[Tensor], width: int) -> Tensor:
+        entries = batch if not (case.page or case.shuffled) else len(order)
+        filled = torch.full((entries, case.kv_heads, page, width), torch.nan, dtype=dtype)
+        for b, x in enumerate(rows):
+            for n, part in enumerate(x.split(page, 1)):
+                filled[table[b, n], :, : part.shape[1]] = part
+        return memory.place(filled, case.layouts[1], fence=fence)
+
+    query = 2 * normal(batch, case.heads, case.queries, case.head_dim)
+    slopes = None
+    if case.alibi is not None:
+        slopes = torch.rand(batch if case.alibi == "bh" else 1, case.heads, generator=draw)
+        slopes = slopes.to(torch.float64 if dtype == torch.float64 else torch.float32)
+    block_table = entries = None
+    if case.page:
+        block_table = table.int()
+        used = torch.arange(pages) * page < torch.tensor(case.lengths)[:, None]
+        block_table = torch.where(used, block_table, -7)  # never looked at
+    elif case.shuffled:
+        entries = table[:, 0].contiguous()
+    return DecodeInputs(
+        args=(
+            memory.place(query, case.layouts[0], fence=fence),
+            cache(keys, case.head_dim),
+            cache(values, value_dim),
+            torch.tensor(case.lengths, dtype=torch.int64),
+            block_table,
+            entries,
+            slopes,
+        ),
+        options={
+            "scale": case.head_dim**-0.5,
+            "window_left": case.window[0],
+            "window_right": case.window[1],
+            "softcap": case.softcap,
+        },
+        keys=keys,
+        values=values,
+    )
+
+
+@functools.lru_cache(maxsize=4)
+def expected_decode(
+    case: DecodeCase, dtype: torch.dtype
+) -> tuple[DecodeInputs, dict[str, Tensor], dict[str, Tensor]]:
+    """Return the inputs, what they should give, and what plain PyTorch makes of them."""
+    inputs = make_decode(case, dtype)
+    found: list[dict[str, Tensor]] = []
+    for run in (oracle.exact, oracle.eager):
+        alone = [run(_alone(inputs, b)) for b in range(len(case.lengths))]
+        shape = inputs.args[0].shape[:3]  # type: ignore[union-attr]
+        width = inputs.args[2].shape[3]  # type: ignore[union-attr]
+        results = {
+            "out": torch.zeros(*shape, width, dtype=torch.float64),
+            "lse": torch.zeros(shape, dtype=torch.float64),
+        }
+        for b, one in enumerate(alone):
+            for name in results:
+                results[name][b] = one[name][0]
+        found.append(results)
+    return inputs, found[0], found[1]
+
+
+def _alone(inputs: DecodeInputs, b: int) -> Inputs:
+    query, *_, slopes = inputs.args
+    assert query is not None
+    key, value = inputs.keys[b][None], inputs.values[b][None]
+    return Inputs(
+        query=query[b : b + 1],
+        key=key,
+        value=value,
+        clean_key=key,
+        clean_value=value,
+        attn_mask=None,
+        alibi_slopes=None if slopes is None else slopes[b % slopes.shape[0]][None],
+        seed=None,
+        grad_out=None,
+        grad_lse=None,
+        grad_weights=None,
+        options={
+            **inputs.options,
+            "offset": key.shape[2] - query.shape[2],
+            "dropout_p": 0.0,
+            "weights": 0,
+        },
+        needs_mask_grad=False,
+    )
+
+
+def check_decode(case: DecodeCase, dtype: torch.dtype, target: Target) -> Verdict:
+    """Run ``case`` on ``target``: values, dtypes, and what it wrote to."""
+    inputs, exact, eager = expected_decode(case, dtype)
+    verdict = Verdict()
+    with target.active() as backend:
+        verdict.declined = list(backend.why_not("decode_attention", *inputs.args, **inputs.options))
+        if verdict.declined:
+            return verdict
+        names = ("query", "key_cache", "value_cache", "seqlens", "table", "entries", "slopes")
+        watch = memory.Watch(**dict(zip(names, inputs.args, strict=True)))
+        with fresh_memory_is_nan():
+            out, lse = backend.decode_attention(*inputs.args, **inputs.options)
+    verdict.faults += [f"{name} was written to" for name in watch.written()]
+    wide = torch.promote_types(dtype, torch.float32)
+    for name, result, wanted in (("out", out, dtype), ("lse", lse.to(wide), wide)):
+        if result.dtype != wanted or result.shape != exact[name].shape:
+            verdict.faults.append(
+                f"{name} is {result.dtype} {list(result.shape)}, "
+                f"want {wanted} {list(exact[name].shape)}"
+            )
+            continue
+        eps_of = dtype if name == "lse" else None
+        verdict.judge(deviation(result, eager[name], exact[name], name, eps_of))
+    return verdict

@@ -1,0 +1,319 @@
+"""decode_attention: on every backend and instruction set, eager and compiled."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fastattn
+from fastattn import decode_attention, scaled_dot_product_attention
+from fastattn.testing import Target, targets
+from fastattn.testing.decode import DECODE_CASES, DecodeCase, check_decode, make_decode
+
+
+@pytest.mark.parametrize("case", DECODE_CASES, ids=lambda case: case.name)
+def test_within_the_bound(case: DecodeCase) -> None:
+    for dtype, target in product(case.dtypes, targets()):
+        verdict = check_decode(case, dtype, target)
+        assert not verdict.declined
+        assert verdict.ok, (target, verdict.faults)
+
+
+@pytest.mark.parametrize("case", DECODE_CASES[::3], ids=lambda case: case.name)
+def test_the_reference_is_within_the_bound(case: DecodeCase) -> None:
+    verdict = check_decode(case, torch.float32, Target("reference"))
+    assert verdict.ok, verdict.faults
+
+
+def test_nothing_beyond_the_tensors_is_touched() -> None:
+    code = """
+        import torch
+        from fastattn.testing import targets
+        from fastattn.testing.decode import DECODE_CASES, make_decode
+        for case in DECODE_CASES[::2]:
+            for dtype in (torch.float32, torch.bfloat16):
+                inputs = make_decode(case, dtype, fence=True)
+                for target in targets():
+                    with target.active() as backend:
+                        backend.decode_attention(*inputs.args, **inputs.options)
+        """
+    run = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+WAYS = {
+    "decode": DecodeCase("decode", (1500, 40, 513), 1500, heads=8),
+    "paged": DecodeCase("paged", (1500, 40, 513), 1500, heads=8, page=16),
+    "panels": DecodeCase("panels", (300, 40, 129), 300, queries=40, window=(-1, 0)),
+    "gathered": DecodeCase("gathered", (300, 40, 129), 300, queries=40, page=32),
+}
+ways = pytest.mark.parametrize("case", WAYS.values(), ids=WAYS)
+
+
+@ways
+def test_threads_and_batch_mates_change_no_bit(target: Target, case: DecodeCase) -> None:
+    before = torch.get_num_threads()
+    try:
+        for dtype in (torch.float32, torch.bfloat16):
+            inputs = make_decode(case, dtype)
+            results = []
+            for count in (1, 2, 3, 7):
+                torch.set_num_threads(count)
+                results.append(target.module.decode_attention(*inputs.args, **inputs.options))
+            for out, lse in results[1:]:
+                assert torch.equal(out, results[0][0])
+                assert torch.equal(lse, results[0][1])
+            query, key, value, lengths, table, _, _ = inputs.args
+            for b in range(len(case.lengths)):
+                one = slice(b, b + 1)
+                entry = None if table is not None else torch.tensor([b])
+                rows = None if table is None else table[one]
+                out, lse = target.module.decode_attention(
+                    query[one], key, value, lengths[one], rows, entry, None, **inputs.options
+                )
+                assert torch.equal(out[0], results[0][0][b])
+                assert torch.equal(lse[0], results[0][1][b])
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_bits_do_not_depend_on_where_pages_lie(target: Target, generator: torch.Generator) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        query = torch.randn(3, 8, 1, 40, generator=generator).to(dtype)
+        key, value = torch.randn(2, 3, 2, 1400, 40, generator=generator).to(dtype)
+        lengths = torch.tensor([1400, 9, 520])
+        want = decode_attention(query, key, value, lengths)
+        for page in (1, 14, 100, 1400):
+            order = torch.randperm(3 * 1400 // page, generator=generator).view(3, -1)
+            pages = []
+            for x in (key, value):
+                rows = x.unflatten(2, (-1, page)).transpose(1, 2).flatten(0, 1)
+                pages.append(torch.empty_like(rows).index_copy_(0, order.flatten(), rows))
+            assert torch.equal(decode_attention(query, *pages, lengths, block_table=order), want)
+
+
+# --- the public function ---------------------------------------------------------------------
+
+
+def caches(layout: str = "bhnd", dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    """Three sequences of 4, 0 and 9 keys in caches of 12, and a new row of each."""
+    draw = torch.Generator().manual_seed(0)
+
+    def normal(heads: int, length: int) -> Tensor:
+        x = torch.randn(3, heads, length, 8, generator=draw).to(dtype)
+        return x.transpose(1, 2).contiguous() if layout == "bnhd" else x
+
+    return {
+        "query": normal(4, 2),
+        "key_cache": normal(2, 12),
+        "value_cache": normal(2, 12),
+        "cache_seqlens": torch.tensor([4, 0, 9]),
+        "key": normal(2, 2),
+        "value": normal(2, 2),
+        "layout": layout,
+    }
+
+
+@pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
+@pytest.mark.parametrize("paged", [False, True])
+def test_appends_in_place_and_attends(backend: str, layout: str, paged: bool) -> None:
+    given = caches(layout)
+    dim = 2 if layout == "bhnd" else 1
+    whole = [given[name].clone() for name in ("key_cache", "value_cache")]
+    for x, name in zip(whole, ("key", "value"), strict=True):
+        for b, n in enumerate((4, 0, 9)):
+            x[b].narrow(dim - 1, n, 2).copy_(given[name][b])
+    if paged:  # pages of 4 keys in another order
+        order = torch.tensor([[7, 2, 0], [1, 8, 3], [4, 6, 5]])
+        for name in ("key_cache", "value_cache"):
+            pages = given[name].unflatten(dim, (3, 4)).movedim(dim, 1).flatten(0, 1)
+            given[name] = torch.empty_like(pages).index_copy_(0, order.flatten(), pages)
+        given["block_table"] = order
+    memory = [given[name].data_ptr() for name in ("key_cache", "value_cache")]
+    version = given["key_cache"]._version
+    out, lse = decode_attention(**given, is_causal=True, return_lse=True)
+    assert [given[name].data_ptr() for name in ("key_cache", "value_cache")] == memory
+    assert given["key_cache"]._version > version
+    for name, want in zip(("key_cache", "value_cache"), whole, strict=True):
+        got = given[name]
+        if paged:
+            got = got[given["block_table"]].movedim(1, dim).flatten(dim, dim + 1)
+        assert torch.equal(got, want)
+    for b, n in enumerate((6, 2, 11)):
+        parts = [x[b : b + 1] for x in (given["query"], *whole)]
+        q, k, v = (x.transpose(1, 2) if layout == "bnhd" else x for x in parts)
+        want, want_lse = scaled_dot_product_attention(
+            q,
+            k[:, :, :n],
+            v[:, :, :n],
+            is_causal=True,
+            causal_alignment="bottom_right",
+            enable_gqa=True,
+            return_lse=True,
+        )
+        got = out[b : b + 1].transpose(1, 2) if layout == "bnhd" else out[b : b + 1]
+        torch.testing.assert_close(got, want)
+        torch.testing.assert_close(lse[b : b + 1], want_lse)
+    assert out.is_contiguous()
+
+
+def test_a_number_or_nothing_is_a_length_of_all(backend: str) -> None:
+    given = {n: x for n, x in caches().items() if n in ("query", "key_cache", "value_cache")}
+    assert torch.equal(decode_attention(**given), decode_attention(**given, cache_seqlens=12))
+    short = decode_attention(**given, cache_seqlens=5, window=(3, -1))
+    want = decode_attention(**given, cache_seqlens=torch.tensor([5, 5, 5]).int(), window=(3, -1))
+    assert torch.equal(short, want)
+
+
+def _bad() -> list[tuple[dict[str, Any], type[Exception], str]]:
+    x, n = torch.zeros(3, 2, 12, 8), torch.tensor([4, 0, 9])
+    learnt = torch.zeros(3, 4, 2, 8, requires_grad=True)
+    return [
+        ({"query": 1}, TypeError, "argument 'query' must be Tensor, not int"),
+        ({"query": x[0]}, ValueError, r"query must be \[B, H, N, D\], got shape"),
+        ({"query": x[..., :4]}, ValueError, "query and key must have the same last dimension"),
+        (
+            {"query": learnt},
+            RuntimeError,
+            "query requires a gradient.*no_grad",
+        ),
+        ({"query": x.double()}, RuntimeError, "key_cache must have query's dtype"),
+        ({"key_cache": torch.zeros(3, 3, 12, 8)}, ValueError, "same number of heads"),
+        ({"key_cache": torch.zeros(3, 2, 11, 8)}, ValueError, "same entries and lengths"),
+        ({"key_cache": None}, TypeError, "argument 'key_cache' must be Tensor"),
+        ({"cache_seqlens": n.float()}, TypeError, "cache_seqlens must be int32 or int64"),
+        ({"cache_seqlens": n[:2]}, ValueError, "a row for each of the 3 sequences, got 2"),
+        ({"cache_seqlens": n + 2}, ValueError, "the 2 to append within the 12 keys .* got 11"),
+        ({"cache_seqlens": -n}, ValueError, "at least 0, .* got -4"),
+        ({"cache_seqlens": 11}, ValueError, "within the 12 keys"),
+        ({"cache_seqlens": None}, ValueError, "key and value need cache_seqlens"),
+        ({"value": None}, TypeError, "argument 'value' must be Tensor"),
+        ({"key": torch.zeros(3, 2, 3, 8)}, ValueError, "value must have shape"),
+        ({"block_table": n}, ValueError, r"block_table must be \[B, P\]"),
+        ({"block_table": n[:, None].float()}, TypeError, "block_table must be int32 or int64"),
+        (
+            {"block_table": n[:, None], "cache_batch_idx": n},
+            ValueError,
+            "block_table and cache_batch_idx exclude each other",
+        ),
+        ({"key_cache": torch.zeros(4, 2, 12, 8)}, ValueError, "same entries and lengths"),
+        ({"layout": "nhd"}, ValueError, "layout must be 'bhnd' or 'bnhd', got 'nhd'"),
+        ({"window": (1,)}, TypeError, "decode_attention: window must be None or a pair"),
+        ({"is_causal": None}, TypeError, "argument 'is_causal' must be bool"),
+        ({"alibi_slopes": torch.ones(2)}, ValueError, r"must have shape \(4,\) or \(3, 4\)"),
+    ]
+
+
+@pytest.mark.parametrize(("given", "error", "match"), _bad(), ids=lambda x: str(x)[:40])
+def test_errors_say_what_is_wrong(given: Any, error: type[Exception], match: str) -> None:
+    before = caches()
+    with pytest.raises(error, match=match):
+        decode_attention(**{**before, **given})
+    after = caches()
+    assert torch.equal(before["key_cache"], after["key_cache"])  # nothing was appended
+
+
+@pytest.mark.parametrize("append", [False, True])
+def test_pages_and_entries_that_are_not_there(native: Any, append: bool) -> None:
+    given = caches()
+    if not append:
+        del given["key"], given["value"]
+    before = given["key_cache"].clone()
+    for table in ([[0], [3], [1]], [[-1], [0], [0]]):
+        with pytest.raises(ValueError, match="must name one of the 3 pages, got"):
+            decode_attention(**given | {"cache_seqlens": 3}, block_table=torch.tensor(table))
+    with pytest.raises(ValueError, match="cache_batch_idx must name one of the 3 entries"):
+        decode_attention(**given, cache_batch_idx=torch.tensor([0, 1, 3]))
+    assert torch.equal(before, given["key_cache"])
+
+
+def test_without_gradients_a_parameter_may_come_in(backend: str) -> None:
+    given = caches()
+    query = torch.nn.Parameter(given["query"])
+    with torch.no_grad():
+        out = decode_attention(**given | {"query": query})
+    assert not out.requires_grad
+    with torch.inference_mode():
+        assert torch.equal(decode_attention(**caches()), out)
+
+
+def test_explain() -> None:
+    assert fastattn.explain(decode_attention, **caches()).runs in ("cpu", "reference")
+
+
+def test_autocast_is_not_applied(backend: str) -> None:
+    """What is in the cache has a dtype already."""
+    with torch.autocast("cpu", torch.bfloat16):
+        assert decode_attention(**caches()).dtype == torch.float32
+
+
+# --- compiled, transformed -------------------------------------------------------------------
+
+
+def step(append: bool) -> Callable[..., Tensor]:
+    def call(query: Tensor, keys: Tensor, values: Tensor, n: Tensor, k: Tensor, v: Tensor) -> Any:
+        new = {"key": k, "value": v} if append else {}
+        return decode_attention(query * 2, keys, values, n, is_causal=True, **new).sin()
+
+    return call
+
+
+def operands() -> list[Tensor]:
+    given = caches()
+    names = ("query", "key_cache", "value_cache", "cache_seqlens", "key", "value")
+    return [given[name] for name in names]
+
+
+@pytest.mark.parametrize("append", [False, True])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_equals_eager_without_graph_breaks(
+    backend: str, append: bool, dynamic: bool
+) -> None:
+    compiled = torch.compile(step(append), fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    want, got = operands(), operands()
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(*got), step(append)(*want))
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)  # the cache, too
+    assert torch.equal(got[1], caches()["key_cache"]) == (not append)
+
+
+def test_opcheck(backend: str) -> None:
+    query, keys, values, lengths, key, value = operands()
+    slopes, values_of = torch.rand(1, 4), (0.3, 5, 0, 2.0, "")
+    args = (query, keys, values, lengths, None, None, slopes, *values_of)
+    torch.library.opcheck(torch.ops.fastattn.decode_attention.default, args)
+    table = torch.tensor([[0], [1], [2]], dtype=torch.int32)
+    args = (query, keys, values, lengths, table, None, None, *values_of)
+    torch.library.opcheck(torch.ops.fastattn.decode_attention.default, args)
+    args = (keys, values, key, value, lengths, None, torch.tensor([2, 1, 0]))
+    torch.library.opcheck(torch.ops.fastattn.append_to_cache.default, args)
+
+
+def test_vmap(backend: str) -> None:
+    query, keys, values, lengths, _, _ = operands()
+    stacked = [torch.stack([query, -query]), torch.stack([keys, 2 * keys])]
+
+    def call(query: Tensor, keys: Tensor) -> Tensor:
+        return decode_attention(query, keys, values, lengths)
+
+    want = torch.stack([call(q, k) for q, k in zip(*stacked, strict=True)])
+    torch.testing.assert_close(torch.vmap(call)(*stacked), want)
+
+
+def test_the_operator_has_no_gradient() -> None:
+    query, keys, values, lengths, _, _ = operands()
+    query.requires_grad_()
+    args = (query, keys, values, lengths, None, None, None, 0.3, -1, -1, 0.0, "")
+    out, _ = torch.ops.fastattn.decode_attention(*args)
+    with pytest.raises(RuntimeError, match="decode_attention has no gradient"):
+        out.sum().backward()
