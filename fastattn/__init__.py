@@ -8,6 +8,7 @@ from fastattn.integrations import replace_mha, restore_mha
 from fastattn.nn import MultiheadAttention
 from fastattn.ops import (
     additive_attention,
+    attention_stats,
     decode_attention,
     encode_memory,
     luong_attention,
@@ -23,6 +24,7 @@ __all__ = [
     "MultiheadAttention",
     "__version__",
     "additive_attention",
+    "attention_stats",
     "capture",
     "decode_attention",
     "encode_memory",

@@ -1,6 +1,7 @@
 """The operators: one file each, whose docstring is the specification."""
 
 from fastattn.ops.additive import additive_attention
+from fastattn.ops.attention_stats import attention_stats
 from fastattn.ops.decode import decode_attention
 from fastattn.ops.encode_memory import encode_memory
 from fastattn.ops.luong import luong_attention
@@ -11,6 +12,7 @@ from fastattn.ops.varlen import varlen_attention
 
 __all__ = [
     "additive_attention",
+    "attention_stats",
     "decode_attention",
     "encode_memory",
     "luong_attention",

@@ -1,0 +1,208 @@
+"""Statistics of attention's weights, streamed: the specification."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastattn import dispatch
+from fastattn.library import Operator
+from fastattn.ops import sdpa
+
+__all__ = ["AttentionStats", "attention_stats"]
+
+_OP = "attention_stats"
+# Queries whose weights are held at once: a constant, so that the sums over them are in the same
+# order whatever else is in the batch.
+_BLOCK = 64
+_OFFSET = 7  # among the primitive's arguments
+
+
+class AttentionStats(NamedTuple):
+    """What :func:`attention_stats` returns; None is what was not asked for."""
+
+    lse: Tensor
+    column_sums: Tensor | None
+    entropy: Tensor | None
+    top_values: Tensor | None
+    top_indices: Tensor | None
+    rows: Tensor | None
+
+
+def attention_stats(
+    query: Tensor,
+    key: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    column_sums: bool = True,
+    entropy: bool = True,
+    top_k: int = 0,
+    rows: Sequence[int] = (),
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    causal_alignment: str = "upper_left",
+) -> AttentionStats:
+    r"""Sum up where attention looks, without ever storing the matrix of its weights.
+
+    With w the weights of :func:`scaled_dot_product_attention` without dropout,
+
+    .. math::
+        column\_sums_j = \sum_i w_{ij} \qquad entropy_i = -\sum_j w_{ij} \log w_{ij}
+
+    The first says how much of all queries' attention a key received, by which caches of keys are
+    thinned out (https://arxiv.org/abs/2306.14048); the second how widely a query looks, in nats.
+    The weights of 64 queries exist at a time.
+
+    Args:
+        query, key, attn_mask, is_causal, scale, enable_gqa, window, softcap, alibi_slopes,
+            causal_alignment: as in :func:`scaled_dot_product_attention`, of four dimensions:
+            [B, Hq, Lq, D] and [B, Hkv, Lk, D]. 16 bits are computed in float32.
+        column_sums, entropy: whether they are wanted.
+        top_k: how many of the largest weights of every query are wanted; at most Lk.
+        rows: queries whose weights are wanted whole; negative ones count from the end.
+
+    Returns:
+        A named tuple, in float32 (float64 for float64): ``lse`` [B, Hq, Lq], ``column_sums``
+        [B, Hq, Lk], ``entropy`` [B, Hq, Lq], ``top_values`` and ``top_indices`` (int64)
+        [B, Hq, Lq, top_k], the largest first, and ``rows`` [B, Hq, len(rows), Lk]. A query that
+        sees nothing has weights and entropy 0 and lse -inf. Differentiable, but for the indices;
+        with a gradient, what the backward needs of every block is kept: O(L D) more.
+
+    Raises:
+        TypeError, RuntimeError, ValueError: as :func:`scaled_dot_product_attention`; ``top_k`` or
+            ``rows`` that Lk or Lq does not have.
+
+    Example:
+        >>> import torch
+        >>> from fastattn import attention_stats
+        >>> x = torch.ones(1, 1, 4, 8)
+        >>> stats = attention_stats(x, x, is_causal=True, rows=[-1])
+        >>> stats.column_sums[0, 0], stats.rows[0, 0, 0]
+        (tensor([2.0833, 1.0833, 0.5833, 0.2500]), tensor([0.2500, 0.2500, 0.2500, 0.2500]))
+    """
+    operator, args = prepare(
+        query,
+        key,
+        attn_mask,
+        is_causal,
+        scale,
+        enable_gqa,
+        column_sums=column_sums,
+        entropy=entropy,
+        top_k=top_k,
+        rows=rows,
+        window=window,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        causal_alignment=causal_alignment,
+    )
+    (batch, heads, q_len, _), k_len = args[0].shape, args[1].shape[2]
+    chosen = [n % q_len for n in rows]
+    lses, sums, entropies, values, indices, found = [], None, [], [], [], {}
+    for begin, lse, w in _blocks(operator, args):
+        lses.append(lse)
+        if column_sums:
+            part = w.sum(2)
+            sums = part if sums is None else sums + part
+        if entropy:
+            entropies.append(torch.special.entr(w).sum(-1))
+        if top_k:
+            largest = w.topk(top_k, dim=-1)
+            values.append(largest.values)
+            indices.append(largest.indices)
+        for n in chosen:
+            if begin <= n < begin + w.shape[2]:
+                found[n] = w[:, :, n - begin].clone()  # not a view that keeps all of the block
+
+    wide = args[0].dtype
+
+    def joined(parts: list[Tensor], *last: int, dtype: torch.dtype = wide) -> Tensor:
+        shape = (batch, heads, 0, *last)
+        return torch.cat(parts, 2) if parts else query.new_empty(shape, dtype=dtype)
+
+    if column_sums and sums is None:
+        sums = query.new_zeros((batch, heads, k_len), dtype=wide)
+    return AttentionStats(
+        joined(lses).to(wide),
+        sums,
+        joined(entropies) if entropy else None,
+        joined(values, top_k) if top_k else None,
+        joined(indices, top_k, dtype=torch.int64) if top_k else None,
+        torch.stack([found[n] for n in chosen], 2) if chosen else None,
+    )
+
+
+def prepare(
+    query: Any,
+    key: Any,
+    attn_mask: Any = None,
+    is_causal: Any = False,
+    scale: Any = None,
+    enable_gqa: Any = False,
+    *,
+    column_sums: Any = True,
+    entropy: Any = True,
+    top_k: Any = 0,
+    rows: Any = (),
+    **options: Any,
+) -> tuple[Operator, tuple[Any, ...]]:
+    """Validate, and return attention's operator and its arguments, with the weights."""
+    for name, x in (("query", query), ("key", key)):
+        if isinstance(x, Tensor) and x.dim() != 4:
+            raise ValueError(f"{_OP}: {name} must be [B, H, L, D], got shape {tuple(x.shape)}")
+        if isinstance(x, Tensor) and x.dtype in (torch.float16, torch.bfloat16):
+            query, key = (query.float(), key) if name == "query" else (query, key.float())
+    for name, flag in (("column_sums", column_sums), ("entropy", entropy)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"{_OP}: {name} must be a bool, got {type(flag).__name__}")
+    if not isinstance(top_k, int) or isinstance(top_k, bool):
+        raise TypeError(f"{_OP}: top_k must be an int, got {type(top_k).__name__}")
+    if not isinstance(rows, Sequence) or any(
+        not isinstance(n, int) or isinstance(n, bool) for n in rows
+    ):
+        raise TypeError(f"{_OP}: rows must be a sequence of ints, got {rows!r}")
+    if isinstance(attn_mask, Tensor) and attn_mask.dtype in (torch.float16, torch.bfloat16):
+        attn_mask = attn_mask.float()
+    # Attention to one column of the keys: the weights are the same, and a value costs least.
+    value = key[..., :1] if isinstance(key, Tensor) else key
+    # What is asked for is exact weights, also where autocast would round query and key.
+    device = query.device.type if isinstance(query, Tensor) else "cpu"
+    with dispatch._without_autocast(device):
+        operator, args, _ = sdpa.prepare(
+            query,
+            key,
+            value,
+            attn_mask,
+            0.0,
+            is_causal,
+            scale,
+            enable_gqa,
+            need_weights=True,
+            **options,
+        )
+    q_len, k_len = args[0].shape[2], args[1].shape[2]
+    if not 0 <= top_k <= k_len:
+        raise ValueError(f"{_OP}: top_k must be between 0 and the {k_len} keys, got {top_k}")
+    for n in rows:
+        if not -q_len <= n < q_len:
+            raise ValueError(f"{_OP}: rows must name some of the {q_len} queries, got {n}")
+    return operator, args
+
+
+def _blocks(operator: Operator, args: tuple[Any, ...]) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """(first query, lse [B, Hq, n], weights [B, Hq, n, Lk]) of block after block of queries."""
+    query, key, value, mask, *rest = args
+    for begin in range(0, query.shape[2], _BLOCK):
+        end = min(begin + _BLOCK, query.shape[2])
+        here = mask[:, :, begin:end] if mask is not None and mask.shape[2] != 1 else mask
+        given = [query[:, :, begin:end], key, value, here, *rest]
+        given[_OFFSET] = given[_OFFSET] + begin
+        _, lse, weights = operator(*given)
+        yield begin, lse, weights
