@@ -124,12 +124,12 @@ def test_a_sequence_does_not_depend_on_its_batch_mates(
 
 
 def test_the_matrix_of_weights_is_never_stored(native: Any) -> None:
-    query = torch.randn(1, 4, 4096, 32)
+    query = torch.randn(1, 2, 8192, 16)
     attention_stats(query[:, :, :64], query)
     given = {"top_k": 8, "rows": [4000]}
     _, peak = peak_extra_bytes(lambda: attention_stats(query, query, **given))
     if peak is not None:
-        assert peak < 4 * 4096 * 4096 * 4 / 8
+        assert peak < 2 * 8192 * 8192 * 4 / 4, f"{peak / 1e6:.0f} MB"
 
 
 def test_differentiable(backend: str, generator: torch.Generator) -> None:

@@ -73,7 +73,7 @@ def attention_stats(
         [B, Hq, Lk], ``entropy`` [B, Hq, Lq], ``top_values`` and ``top_indices`` (int64)
         [B, Hq, Lq, top_k], the largest first, and ``rows`` [B, Hq, len(rows), Lk]. A query that
         sees nothing has weights and entropy 0 and lse -inf. Differentiable, but for the indices;
-        with a gradient, what the backward needs of every block is kept: O(L D) more.
+        a gradient of the entropy or of the largest weights keeps the weights of all blocks.
 
     Raises:
         TypeError, RuntimeError, ValueError: as :func:`scaled_dot_product_attention`; ``top_k`` or
@@ -103,38 +103,37 @@ def attention_stats(
         alibi_slopes=alibi_slopes,
         causal_alignment=causal_alignment,
     )
-    (batch, heads, q_len, _), k_len = args[0].shape, args[1].shape[2]
+    batch, heads, q_len, _ = args[0].shape
     chosen = [n % q_len for n in rows]
-    lses, sums, entropies, values, indices, found = [], None, [], [], [], {}
+    results: dict[str, Tensor] = {}
+
+    def put(name: str, begin: int, part: Tensor) -> None:
+        """Write a block of queries into its place in the result, [B, Hq, Lq, ...]."""
+        # Not a list to be joined: parts that stay would break up the memory that blocks leave.
+        if name not in results:
+            results[name] = part.new_empty((batch, heads, q_len, *part.shape[3:]))
+        results[name][:, :, begin : begin + part.shape[2]] = part
+
+    sums, found = None, {}
     for begin, lse, w in _blocks(operator, args):
-        lses.append(lse)
+        put("lse", begin, lse.to(w.dtype))
         if column_sums:
-            part = w.sum(2)
-            sums = part if sums is None else sums + part
+            sums = w.sum(2) if sums is None else sums + w.sum(2)
         if entropy:
-            entropies.append(torch.special.entr(w).sum(-1))
+            put("entropy", begin, torch.special.entr(w).sum(-1))
         if top_k:
             largest = w.topk(top_k, dim=-1)
-            values.append(largest.values)
-            indices.append(largest.indices)
+            put("top_values", begin, largest.values)
+            put("top_indices", begin, largest.indices)
         for n in chosen:
             if begin <= n < begin + w.shape[2]:
                 found[n] = w[:, :, n - begin].clone()  # not a view that keeps all of the block
-
-    wide = args[0].dtype
-
-    def joined(parts: list[Tensor], *last: int, dtype: torch.dtype = wide) -> Tensor:
-        shape = (batch, heads, 0, *last)
-        return torch.cat(parts, 2) if parts else query.new_empty(shape, dtype=dtype)
-
-    if column_sums and sums is None:
-        sums = query.new_zeros((batch, heads, k_len), dtype=wide)
     return AttentionStats(
-        joined(lses).to(wide),
-        sums,
-        joined(entropies) if entropy else None,
-        joined(values, top_k) if top_k else None,
-        joined(indices, top_k, dtype=torch.int64) if top_k else None,
+        results["lse"],
+        sums if column_sums else None,
+        results.get("entropy"),
+        results.get("top_values"),
+        results.get("top_indices"),
         torch.stack([found[n] for n in chosen], 2) if chosen else None,
     )
 
@@ -199,7 +198,7 @@ def prepare(
 def _blocks(operator: Operator, args: tuple[Any, ...]) -> Iterator[tuple[int, Tensor, Tensor]]:
     """(first query, lse [B, Hq, n], weights [B, Hq, n, Lk]) of block after block of queries."""
     query, key, value, mask, *rest = args
-    for begin in range(0, query.shape[2], _BLOCK):
+    for begin in range(0, max(query.shape[2], 1), _BLOCK):  # without queries, one empty block
         end = min(begin + _BLOCK, query.shape[2])
         here = mask[:, :, begin:end] if mask is not None and mask.shape[2] != 1 else mask
         given = [query[:, :, begin:end], key, value, here, *rest]
