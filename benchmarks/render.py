@@ -3,8 +3,9 @@
     python benchmarks/render.py           writes them
     python benchmarks/render.py --check   says whether a text is out of date, and exits with 1
 
-README.md's block and picture come from results/dropin.json; results/README.md has every result in
-full. Nothing between the markers is ever typed by hand.
+README.md's block and picture come from results/dropin.json, the table of peers in
+docs/performance.md from results/peers.json; results/README.md has every result in full. Nothing
+between the markers is ever typed by hand.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ MAIN = "dropin"
 BEGIN, END = "<!-- benchmark: begin -->", "<!-- benchmark: end -->"
 COLUMNS = [("fp32", "fwd"), ("fp32", "fwd+bwd"), ("bf16", "fwd"), ("bf16", "fwd+bwd")]
 PASSES = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward + backward"}
+
+PEERS = "peers"
+PEERS_BEGIN, PEERS_END = "<!-- peers: begin -->", "<!-- peers: end -->"
 
 Row = dict[str, Any]
 
@@ -122,6 +126,44 @@ def readme_block(result: Result, rows: Sequence[Row]) -> str:
     return "\n\n".join(parts)
 
 
+def peers_block(result: Result, rows: Sequence[Row]) -> str:
+    """How many times as fast fastattn is as each peer in its best mode, one line for each cell.
+
+    fastattn is the baseline of that run, so a peer's speed-up is turned over.
+    """
+    by_cell: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        name = row["provider"].partition("@")[0]
+        best = by_cell.setdefault(f"{row['label']}<br>`{row['shape']}`", {})
+        if row["ms"] is not None and (name not in best or row["ms"] < best[name]["ms"]):
+            best[name] = row
+    peers = list(dict.fromkeys(row["provider"].partition("@")[0] for row in rows))
+    peers.remove("fastattn")
+    lines = []
+    for name, found in by_cell.items():
+        ours = found.get("fastattn")
+        line = [name, f"{ours['ms']:.4g}" if ours else "–"]
+        for peer in peers:
+            row = found.get(peer)
+            line.append("–" if row is None or row["speedup"] is None else _turned_over(row))
+        lines.append(line)
+    header = ["cell", "fastattn, ms", *(f"times as fast as {peer}" for peer in peers)]
+    versions = "; ".join(
+        f"{package} {version}"
+        for name, provider in result.providers.items()
+        if "@" not in name
+        for package, version in provider.get("versions", {}).items()
+        if package != "fastattn"
+    )
+    parts = [markdown_table(header, lines), f"{versions}. {display.conditions(result)}"]
+    return "\n\n".join(parts)
+
+
+def _turned_over(row: Row) -> str:
+    low, high = 1 / row["speedup_high"], 1 / row["speedup_low"]
+    return f"{1 / row['speedup']:.2f}× [{low:.2f}, {high:.2f}]"
+
+
 def results_page(found: dict[str, Result]) -> str:
     parts = ["# Results", "Written by `python benchmarks/render.py` from the JSON files here."]
     for name, result in found.items():
@@ -137,13 +179,13 @@ def results_page(found: dict[str, Result]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def replaced(text: str, block: str) -> str:
+def replaced(text: str, block: str, begin: str = BEGIN, end: str = END) -> str:
     """`text` with what stands between the markers replaced by `block`."""
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"README.md has no {BEGIN} … {END}")
-    return f"{before}{BEGIN}\n{block}\n{END}{after}"
+    before, has_begin, rest = text.partition(begin)
+    _, has_end, after = rest.partition(end)
+    if not has_begin or not has_end:
+        raise ValueError(f"README.md or docs/performance.md has no {begin} … {end}")
+    return f"{before}{begin}\n{block}\n{end}{after}"
 
 
 def main() -> int:
@@ -165,6 +207,10 @@ def main() -> int:
         readme: replaced(readme.read_text(), block),
         RESULTS / "README.md": results_page(found),
     }
+    if PEERS in found:
+        page = ROOT / "docs" / "performance.md"
+        block = peers_block(found[PEERS], summary.summarise(found[PEERS]))
+        texts[page] = replaced(page.read_text(), block, PEERS_BEGIN, PEERS_END)
     if check:
         old = [p for p, text in texts.items() if not p.exists() or p.read_text() != text]
         for path in old:

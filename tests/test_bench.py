@@ -510,6 +510,17 @@ def test_the_readme_is_rendered_from_raw_results() -> None:
     assert render.why_not(result, rows) == []
 
 
+def test_the_table_of_peers_takes_the_best_mode_of_each() -> None:
+    times = {"fastattn": 2.0, "onnx": 4.0, "onnx@mha": 3.0}
+    result = a_result([Round((100.0, 100.0), times) for _ in range(5)])
+    result.settings["baseline"] = "fastattn"
+    result.cells[0].outcomes = {name: Outcome() for name in times}
+    result.providers = {"onnx": {"status": "ok", "versions": {"onnx": "9"}}}
+    block = load_render().peers_block(result, summary.summarise(result))
+    assert "| 2 | 1.50× [1.50, 1.50] |" in block
+    assert "onnx 9. a processor" in block
+
+
 def test_the_committed_texts_are_those_of_the_committed_results(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
