@@ -14,7 +14,7 @@ from fastattn.bench.display import milliseconds
 from fastattn.bench.exits import FAULTS, OK
 from fastattn.bench.presets import PRESETS
 from fastattn.bench.providers import PROVIDERS, load, variants
-from fastattn.bench.summary import summarise
+from fastattn.bench.summary import QUIET, summarise
 
 PLOTS = ("speedup", "heatmap", "time", "throughput", "roofline", "memory", "error")
 
@@ -113,7 +113,12 @@ def roofline(args: argparse.Namespace) -> int:
         threads = args.threads or torch.get_num_threads()
         torch.set_num_threads(threads)
         print(f"{threads} thread{'s' if threads > 1 else ''}")
-        print("\n".join(roof.roof_lines(roof.measure(threads))))
+        peaks, share = roof.measure(threads)
+        print("\n".join(roof.roof_lines(peaks)))
+        if share < QUIET:
+            print(
+                f"Other processes took up to {1 - share:.0%} of the cores: too low, measure again."
+            )
         return OK
     result = results.load(args.results)
     print("\n".join([*roof.roof_lines(result.peaks), "", *roof.cell_lines(summarise(result))]))

@@ -60,6 +60,20 @@ def _estimate(kind: str, seconds: float, device: str) -> tuple[float, str]:
     return rate, "torch.mm estimate"
 
 
+def measure_with_share(
+    kind: str, threads: int, seconds: float, device: str = "cpu"
+) -> tuple[float, str, float]:
+    """The same, and the share of its threads' time that this process got.
+
+    Less than all of it when others want the cores. Only a loop of arithmetic keeps all threads at
+    work from beginning to end; what else is measured has a share of 1.
+    """
+    wall, cpu = time.perf_counter(), time.process_time()
+    rate, method = measure_peak(kind, threads, seconds, device)
+    share = (time.process_time() - cpu) / (time.perf_counter() - wall) / threads
+    return rate, method, 1.0 if method != "measured" or kind == "read_bandwidth" else share
+
+
 def synchronize(device: str) -> None:
     """Waits for what the device was told; a CPU has done it."""
     if device != "cpu":

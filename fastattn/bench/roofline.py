@@ -11,16 +11,17 @@ ARITHMETIC = {"fp32": "fma_f32", "fp64": "fma_f64", "bf16": "dot_bf16"}
 _SECONDS = 0.3
 
 
-def measure(threads: int) -> dict[str, Peak]:
-    """Every peak of this machine, now."""
-    from fastattn.bench.peaks import KINDS, measure_peak
+def measure(threads: int) -> tuple[dict[str, Peak], float]:
+    """Every peak of this machine, now, and the least share of its cores that a measurement got."""
+    from fastattn.bench.peaks import KINDS, measure_with_share
 
-    peaks = {}
+    peaks, least = {}, 1.0
     for kind in KINDS:
-        samples = [measure_peak(kind, threads, _SECONDS) for _ in range(3)]
-        rates = [rate for rate, _ in samples]
+        samples = [measure_with_share(kind, threads, _SECONDS) for _ in range(3)]
+        rates = [rate for rate, _, _ in samples]
         peaks[kind] = Peak(max(rates), samples[0][1], rates)
-    return peaks
+        least = min(least, *(share for _, _, share in samples))
+    return peaks, least
 
 
 def roof_lines(peaks: dict[str, Peak]) -> list[str]:

@@ -126,16 +126,11 @@ class Worker:
         return total
 
     def peak(self, request: Request) -> Request:
-        """`share` of the threads' time that this process got: less when others want the cores."""
-        threads = request["threads"]
-        torch.set_num_threads(threads)
-        wall, cpu = time.perf_counter(), time.process_time()
-        rate, method = peaks.measure_peak(
-            request["kind"], threads, request["seconds"], request["device"]
+        torch.set_num_threads(request["threads"])
+        rate, method, share = peaks.measure_with_share(
+            request["kind"], request["threads"], request["seconds"], request["device"]
         )
-        share = (time.process_time() - cpu) / (time.perf_counter() - wall) / threads
-        native = method == "measured"  # else its threads need not all be at work
-        return {"rate": rate, "method": method, "share": share if native else 1.0}
+        return {"rate": rate, "method": method, "share": share}
 
 
 def _on_device(cell: Cell, seed: int) -> dict[str, Tensor]:
