@@ -265,10 +265,11 @@ def test_explain_says_what_runs_and_why_not_the_others() -> None:
 @pytest.mark.parametrize("op", ops.OPS)
 def test_explain_takes_every_operator(op: str, capsys: pytest.CaptureFixture[str]) -> None:
     name = ops.get(op).FUNCTION
-    assert cli.main(["explain", "--op", name, "--pass", "fwd,fwd+bwd", "--dtype", "fp64"]) == 0
+    passes = [p for p in ("fwd", "fwd+bwd") if p in ops.get(op).PASSES]
+    assert cli.main(["explain", "--op", name, "--pass", ",".join(passes), "--dtype", "fp64"]) == 0
     told = capsys.readouterr().out
     assert op in told
-    assert told.count("runs") >= 2 or "calls no kernel" in told
+    assert told.count("runs") >= len(passes) or "calls no kernel" in told
 
 
 def test_explain_agrees_with_the_library(capsys: pytest.CaptureFixture[str]) -> None:

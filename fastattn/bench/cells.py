@@ -50,7 +50,7 @@ class Cell:
         op = ops.get(self.op)
         for name, allowed in (
             ("dtype", tuple(DTYPE_BYTES)),
-            ("passes", PASSES),
+            ("passes", op.PASSES),
             ("mask", op.MASKS),
             ("weights", op.WEIGHTS),
             ("device", DEVICES),

@@ -37,6 +37,7 @@ class Operator:
     SIZES: ClassVar[Sizes]  # keys of --shapes; the default is a number or a key
     MASKS: ClassVar[Sequence[str]] = ("none",)
     WEIGHTS: ClassVar[Sequence[str]] = ("none",)
+    PASSES: ClassVar[Sequence[str]] = ("fwd", "bwd", "fwd+bwd")
     LEAVES: ClassVar[Sequence[str]]  # the inputs that have a gradient, in order
 
     def check(self, sizes: Mapping[str, int]) -> None:
