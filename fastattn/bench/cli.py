@@ -230,7 +230,11 @@ def _line_cells(line: Line, args: argparse.Namespace, wanted: list[str]) -> list
     given = {flag: _names(line.options.get(flag, "")) for flag in ("dtype", "pass")}
     check_names("dtype=", given["dtype"], DTYPES)
     check_names("pass=", given["pass"], PASSES)
+    passes = args.passes or given["pass"] or ["fwd"]
     named = [ops.resolve(line.op)] if line.op else wanted or ["sdpa"]
+    for op in named:
+        if not set(passes) & set(ops.get(op).PASSES):
+            raise ValueError(f"--pass {','.join(passes)}: {op} has {','.join(ops.get(op).PASSES)}")
     return [
         cell
         for op in named
@@ -244,6 +248,6 @@ def _line_cells(line: Line, args: argparse.Namespace, wanted: list[str]) -> list
                 line.options.get("weights", "none"),
             ),
             args.dtype or given["dtype"] or ["fp32"],
-            args.passes or given["pass"] or ["fwd"],
+            passes,
         )
     ]

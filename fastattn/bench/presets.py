@@ -39,7 +39,11 @@ class Preset:
 def template_cells(
     template: Template, dtypes: Sequence[str] = (), passes: Sequence[str] = (), preset: str = ""
 ) -> list[Cell]:
-    """Every combination of the template's shapes with dtypes and passes, its own by default."""
+    """Every combination of the template's shapes with dtypes and passes, its own by default.
+
+    A pass that the operator does not have is left out.
+    """
+    operator = ops.get(template.op)
     return [
         Cell(
             op=template.op,
@@ -51,9 +55,10 @@ def template_cells(
             preset=preset,
             label=template.label,
         )
-        for sizes in parse_shapes(template.shape, ops.get(template.op).SIZES)
+        for sizes in parse_shapes(template.shape, operator.SIZES)
         for dtype in dtypes or template.dtypes
         for direction in passes or template.passes
+        if direction in operator.PASSES
     ]
 
 
@@ -91,6 +96,9 @@ _DECODE = Template(
     "sdpa",
     "B=1,H=32,Lq=1,Lk=4096,D=128",
     passes=("fwd",),
+)
+_DECODE_CACHE = Template(
+    "Llama 3 8B decode_attention, cache 4096", "decode", "B=1,H=32,Hkv=8,Lk=4096,D=128"
 )
 # The base model of Vaswani et al. 2017, width 512 and 8 heads, on sentences half as long as the
 # longest of their batch.
@@ -153,7 +161,8 @@ PRESETS: dict[str, Preset] = {
     "vit": Preset("ViT-B/16 at 224 pixels: batch 8, 12 heads of 64", [_VIT, _VIT_CORE]),
     "gpt": Preset("GPT-2 and its heirs: causal, 1024 and 2048 tokens", [_GPT2, _GPT_2K]),
     "decode": Preset(
-        "the next token on a cache of 4096: Llama 3 8B and Llama 2 7B", [_DECODE_GQA, _DECODE]
+        "the next token on a cache of 4096: Llama 3 8B and Llama 2 7B",
+        [_DECODE_GQA, _DECODE, _DECODE_CACHE],
     ),
     "padded": Preset(
         "16 sentences padded to 256 tokens, half of it padding: width 512, 8 heads",

@@ -12,7 +12,7 @@ import importlib
 from fastattn.bench.ops._base import Operator
 
 OPS = (
-    *("sdpa", "mha", "encoder_layer", "varlen", "additive", "bahdanau", "luong"),
+    *("sdpa", "mha", "encoder_layer", "varlen", "decode", "additive", "bahdanau", "luong"),
     *("memory_hops", "encode_memory", "memn2n"),
     *("sinusoidal", "learned"),
 )
