@@ -194,6 +194,18 @@ struct MemoryHopsParams {
   void* grad_states;            // [B, Q, K, D] acc: of H u + o, needed for grad_proj
   int64_t proj_slots;
   void* grad_scores;  // [B, Q, K, N] acc: of the bias before it is summed to its own shape
+
+  // Hopfield retrieval: u' = o instead, for each query until it rests.
+  bool settles;
+  bool crowded;      // the queries on a memory are many, whatever Q is
+  bool search;       // find out when they rest; else repeat `taken` steps
+  bool resume;       // of a search: go on from what the trace holds
+  int64_t together;  // so many consecutive queries rest together; divides Q
+  double eps;        // a step no longer than this is the last
+  int64_t* taken;    // [B, Q]: steps until rest; of a search, minus the steps so far while it moves
+  double* moved;     // [B, Q, 2], scratch of a search: |u' - u|^2 and |u'|^2
+  // Then the trace is u_1 ... u_K+1 [B, Q, K + 1, D], or, of a search, the last two [B, Q, 2, D]
+  // with stats [B, Q, 1, 2].
 };
 
 // out[i] = sum_j factors[j] o weight[tokens[i, j]] + temporal[i], for R models with G tables each;

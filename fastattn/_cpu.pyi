@@ -162,6 +162,20 @@ def memory_hops(
     slots: Ints,  # memories in in_memory and out_memory, projections
     /,
 ) -> None: ...
+def hopfield_steps(
+    backward: bool,
+    dtype: int,
+    threads: int,
+    sizes: Ints,  # B, Q, K, N, D
+    flags: int,
+    scale: float,
+    bias_dtype: int,
+    operands: tuple[Operand, ...],
+    results: Ints,
+    settling: Ints,  # queries that rest together, addresses of taken and moved
+    eps: float,
+    /,
+) -> None: ...
 def encode_memory(
     dtype: int,
     threads: int,

@@ -22,6 +22,7 @@ from fastattn.testing import CASES, Case, Target, Verdict, check, targets
 from fastattn.testing.additive import ADDITIVE_CASES, AdditiveCase, check_additive
 from fastattn.testing.decode import DECODE_CASES, DecodeCase, check_decode
 from fastattn.testing.encode_memory import ENCODE_CASES, EncodeCase, check_encoding
+from fastattn.testing.hopfield import HOPFIELD_CASES, HopfieldCase, check_hopfield
 from fastattn.testing.memory_hop_cases import HOP_CASES, HopCase, check_hops
 from fastattn.testing.sinusoidal import SINUSOIDAL_CASES, SinusoidalCase, check_sinusoidal
 from fastattn.testing.varlen import VARLEN_CASES, VarlenCase, check_varlen
@@ -36,12 +37,22 @@ _DTYPES = {
 }
 
 # Operator: its cases, and the function that runs and judges one.
-_AnyCase = Case | AdditiveCase | DecodeCase | EncodeCase | HopCase | SinusoidalCase | VarlenCase
+_AnyCase = (
+    Case
+    | AdditiveCase
+    | DecodeCase
+    | EncodeCase
+    | HopCase
+    | HopfieldCase
+    | SinusoidalCase
+    | VarlenCase
+)
 _PROOFS: dict[str, tuple[tuple[_AnyCase, ...], Callable[[Any, torch.dtype, Target], Verdict]]] = {
     "scaled_dot_product_attention": (CASES["scaled_dot_product_attention"], check),
     "additive_attention": (ADDITIVE_CASES, check_additive),
     "decode_attention": (DECODE_CASES, check_decode),
     "encode_memory": (ENCODE_CASES, check_encoding),
+    "hopfield_retrieve": (HOPFIELD_CASES, check_hopfield),
     "memory_hop_attention": (HOP_CASES, check_hops),
     "sinusoidal_encoding": (SINUSOIDAL_CASES, check_sinusoidal),
     "varlen_attention": (VARLEN_CASES, check_varlen),

@@ -24,13 +24,10 @@ void* address(const py::tuple& from, int i) {
   return reinterpret_cast<void*>(integer(PyTuple_GET_ITEM(from.ptr(), i)));
 }
 
-// sizes: B, Q, K, N, D. flags: 1 shared, 2 same_rows, 4 stack, 8 normalize. operands: query,
-// in_memory, out_memory, proj, mask, bias; for backward grad_out, grad_weights. results: out,
-// trace, stats, weights; for backward grad_query, grad_in, grad_out_memory, grad_proj, grad_scores,
-// grad_states. slots: in, out, proj.
-void memory_hops(bool backward, int dtype, int threads, const py::tuple& sizes, int flags,
-                 int activation, double scale, int bias_dtype, const py::tuple& operands,
-                 const py::tuple& results, const py::tuple& slots) {
+// What both functions below are given.
+MemoryHopsParams hops(bool backward, int dtype, int threads, const py::tuple& sizes, int flags,
+                      int activation, double scale, int bias_dtype, const py::tuple& operands,
+                      const py::tuple& results, const py::tuple& slots) {
   MemoryHopsParams p{};
   p.dtype = static_cast<DType>(dtype);
   p.threads = threads;
@@ -54,6 +51,10 @@ void memory_hops(bool backward, int dtype, int threads, const py::tuple& sizes, 
   int64_t count[3];
   integers(slots, count);
   p.in_slots = count[0], p.out_slots = count[1], p.proj_slots = count[2];
+  return p;
+}
+
+void run(bool backward, const MemoryHopsParams& p) {
   py::gil_scoped_release release;
   const size_t element = p.dtype == DType::f64 ? 8 : p.dtype == DType::f32 ? 4 : 2;
   const size_t memory = static_cast<size_t>((p.shared ? 1 : p.B) * p.N * p.D) * element;
@@ -63,8 +64,41 @@ void memory_hops(bool backward, int dtype, int threads, const py::tuple& sizes, 
   backward ? kernels().memory_hops_backward(p) : kernels().memory_hops_forward(p);
 }
 
+// sizes: B, Q, K, N, D. flags: 1 shared, 2 same_rows, 4 stack, 8 normalize. operands: query,
+// in_memory, out_memory, proj, mask, bias; for backward grad_out, grad_weights. results: out,
+// trace, stats, weights; for backward grad_query, grad_in, grad_out_memory, grad_proj, grad_scores,
+// grad_states. slots: in, out, proj.
+void memory_hops(bool backward, int dtype, int threads, const py::tuple& sizes, int flags,
+                 int activation, double scale, int bias_dtype, const py::tuple& operands,
+                 const py::tuple& results, const py::tuple& slots) {
+  run(backward, hops(backward, dtype, threads, sizes, flags, activation, scale, bias_dtype,
+                     operands, results, slots));
+}
+
+// The same with u' = o. flags: also 16 crowded, 32 search, 64 resume. settling: how many rest
+// together, the addresses of taken and moved.
+void hopfield_steps(bool backward, int dtype, int threads, const py::tuple& sizes, int flags,
+                    double scale, int bias_dtype, const py::tuple& operands,
+                    const py::tuple& results, const py::tuple& settling, double eps) {
+  const py::tuple one_each = py::make_tuple(1, 1, 1);
+  MemoryHopsParams p = hops(backward, dtype, threads, sizes, flags, 0, scale, bias_dtype, operands,
+                            results, one_each);
+  int64_t n[3];
+  integers(settling, n);
+  p.settles = true;
+  p.crowded = flags & 16, p.search = flags & 32, p.resume = flags & 64;
+  p.together = n[0];
+  p.taken = reinterpret_cast<int64_t*>(static_cast<uintptr_t>(n[1]));
+  p.moved = reinterpret_cast<double*>(static_cast<uintptr_t>(n[2]));
+  p.eps = eps;
+  run(backward, p);
+}
+
 }  // namespace
 
-void bind_memory_hops(py::module_& m) { m.def("memory_hops", &memory_hops); }
+void bind_memory_hops(py::module_& m) {
+  m.def("memory_hops", &memory_hops);
+  m.def("hopfield_steps", &hopfield_steps);
+}
 
 }  // namespace fastattn

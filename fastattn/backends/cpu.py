@@ -16,6 +16,7 @@ from fastattn import _cpu
 from fastattn.backends._alloc import empty_output
 from fastattn.backends._cpu_decode import append_to_cache, decode_attention
 from fastattn.backends._cpu_encode import encode_memory, encode_memory_backward
+from fastattn.backends._cpu_hopfield import hopfield_retrieve, hopfield_retrieve_backward
 from fastattn.backends._cpu_hops import (
     memory_hop_attention,
     memory_hop_attention_backward,
@@ -32,6 +33,8 @@ __all__ = [
     "decode_attention",
     "encode_memory",
     "encode_memory_backward",
+    "hopfield_retrieve",
+    "hopfield_retrieve_backward",
     "linear",
     "memory_hop_attention",
     "memory_hop_attention_backward",

@@ -2,7 +2,7 @@
 
 Nothing here is fast. Everything here is differentiable as often as wanted, runs in any floating
 dtype on any device, and works under ``vmap``, ``torch.func`` and ``torch.compile``: no Python
-branch looks at a tensor's values.
+branch looks at a tensor's values, but for the steps of Hopfield retrieval, which are counted.
 
 ``scaled_dot_product_attention`` (Vaswani et al. 2017, https://arxiv.org/abs/1706.03762), for query
 i and key j of one head, with d_ij = i + offset - j:
@@ -50,6 +50,9 @@ __all__ = [
     "encode_memory",
     "encode_memory_backward",
     "hop_states",
+    "hopfield_retrieve",
+    "hopfield_retrieve_backward",
+    "hopfield_states",
     "memory_hop_attention",
     "memory_hop_attention_backward",
     "philox4x32",
@@ -538,6 +541,11 @@ def attend_additively(
 from fastattn.backends._reference_encode import (  # noqa: E402
     encode_memory,
     encode_memory_backward,
+)
+from fastattn.backends._reference_hopfield import (  # noqa: E402
+    hopfield_retrieve,
+    hopfield_retrieve_backward,
+    hopfield_states,
 )
 from fastattn.backends._reference_hops import (  # noqa: E402
     hop_states,

@@ -4,6 +4,8 @@ from fastattn.ops.additive import additive_attention
 from fastattn.ops.attention_stats import attention_stats
 from fastattn.ops.decode import decode_attention
 from fastattn.ops.encode_memory import encode_memory
+from fastattn.ops.hopfield import hopfield_retrieve
+from fastattn.ops.hopfield_energy import hopfield_energy
 from fastattn.ops.luong import luong_attention
 from fastattn.ops.memory_hops import memory_hop_attention
 from fastattn.ops.sdpa import scaled_dot_product_attention
@@ -15,6 +17,8 @@ __all__ = [
     "attention_stats",
     "decode_attention",
     "encode_memory",
+    "hopfield_energy",
+    "hopfield_retrieve",
     "luong_attention",
     "memory_hop_attention",
     "scaled_dot_product_attention",

@@ -20,11 +20,18 @@ struct Accumulator<double> {
 
 constexpr int64_t kHopBlock = 64;  // rows whose scores are held at once
 
+template <class T>
+constexpr double kEpsilon = sizeof(T) == 8 ? 0x1p-52 : 0x1p-23;
+
 // Rows of the memory that are merged, or shared among threads, as one: by N alone.
 FASTATTN_INLINE int64_t hop_chunk(int64_t N) {
   const int64_t wanted = max_of<int64_t>(1024, (N + 63) / 64);
   return (wanted + kHopBlock - 1) / kHopBlock * kHopBlock;
 }
+
+// e^x for x <= 0: in float32 to an ulp or so, as the weights of one hop go into the next.
+FASTATTN_INLINE VecF weight_of(VecF x) { return exp_neg(x); }
+FASTATTN_INLINE VecD weight_of(VecD x) { return exp2_neg(x * kLog2E<double>); }
 
 // Some rows of a matrix: row i begins at base + at[i] * stride, or base + i * stride without a
 // list.
@@ -198,10 +205,18 @@ class HopSteps {
   }
   Rows<S> proj_rows(int64_t k) const { return memory(p.proj, 0, k, 0); }
 
+  // u_k+1 is at 2 k, o_k+1 at 2 k + 1, which is u_k+2 where queries settle.
   T* trace(int64_t row, int64_t at) const {
-    return static_cast<T*>(p.trace) + (row * (2 * p.K + 1) + at) * p.D;
+    int64_t states = 2 * p.K + 1;
+    if (p.search)
+      states = 2, at = 1;
+    else if (p.settles)
+      states = p.K + 1, at = (at + 1) / 2;
+    return static_cast<T*>(p.trace) + (row * states + at) * p.D;
   }
-  T* stats(int64_t row, int64_t k) const { return static_cast<T*>(p.stats) + (row * p.K + k) * 2; }
+  T* stats(int64_t row, int64_t k) const {
+    return static_cast<T*>(p.stats) + (p.search ? row : row * p.K + k) * 2;
+  }
 
   // x[dp] = the D elements at src, zero beyond.
   template <class From>
@@ -223,8 +238,50 @@ class HopSteps {
                 st[3], u);
   }
 
+  // Whether hop k is one of this query's.
+  bool moves(int64_t row, int64_t k) const {
+    if (!p.settles) return true;
+    return p.search ? p.taken[row] <= 0 : k < p.taken[row];
+  }
+
+  // u <- o, and of a search how far that was.
+  void settle(int64_t row, int64_t k, T* u, const T* o) const {
+    if (p.search) {
+      double step = 0, length = 0;
+      for (int64_t d = 0; d < p.D; ++d) {
+        const double x = static_cast<double>(o[d]), by = x - static_cast<double>(u[d]);
+        step += by * by, length += x * x;
+      }
+      p.moved[2 * row] = step, p.moved[2 * row + 1] = length;
+      __builtin_memcpy(trace(row, 0) - p.D, u, static_cast<size_t>(p.D) * sizeof(T));
+      if (p.together == 1) rest(row);
+    }
+    for (int64_t d = 0; d < dp; d += W) store(u + d, load(o + d));
+    for (int64_t d = p.D; d < dp; ++d) u[d] = T(0);
+    __builtin_memcpy(trace(row, 2 * k + 2), u, static_cast<size_t>(p.D) * sizeof(T));
+  }
+
+  // Counts the step of the queries that rest together from `row` on. They rest when the step was
+  // not longer than eps or than what rounding moves; NaN rests.
+  void rest(int64_t row) const {
+    double step = 0, length = 0;
+    for (int64_t i = row; i < row + p.together; ++i)
+      step += p.moved[2 * i], length += p.moved[2 * i + 1];
+    const double unit = 4 * kEpsilon<T>, limit = max_of(p.eps * p.eps, unit * unit * length);
+    const bool rests = !(step > limit);
+    for (int64_t i = row; i < row + p.together; ++i)
+      p.taken[i] = rests ? 1 - p.taken[i] : p.taken[i] - 1;
+  }
+  // After hop k, where more than one query rests at a time.
+  void rest_together(int64_t group) const {
+    if (!p.search || p.together == 1) return;
+    for (int64_t r = 0; r < R; r += p.together)
+      if (moves(row_of(group, r), 0)) rest(row_of(group, r));
+  }
+
   // u <- phi(H u + o); both are kept in the trace. `next` is scratch [dp, and D in whole vectors].
   void step(int64_t row, int64_t k, T* u, const T* o, T* next) const {
+    if (p.settles) return settle(row, k, u, o);
     const T* before = u;
     if (p.proj.data != nullptr) row_products<T>(proj_rows(k), p.D, p.D, u, next), before = next;
     T *o_kept = trace(row, 2 * k + 1), *u_kept = trace(row, 2 * k + 2);

@@ -43,16 +43,20 @@ class PanelHops : HopSteps<S> {
         Bk(key_block<P>(params.D, params.D)),
         chunk(round_up(max_of<int64_t>(256, (params.N + 15) / 16), Bk)),
         chunks((params.N + chunk - 1) / chunk),
-        panels((R + L - 1) / L),
-        blocks((panels + kBlockPanels - 1) / kBlockPanels) {}
+        panels((R + L - 1) / L) {}
 
   // More queries than this on a memory, and lanes of queries beat lanes of the width.
-  static bool serves(const MemoryHopsParams& p) { return (p.shared ? p.B * p.Q : p.Q) > 4; }
+  static bool serves(const MemoryHopsParams& p) {
+    return p.crowded || (p.shared ? p.B * p.Q : p.Q) > 4;
+  }
 
   void forward() {
     run(4.0 * groups * R * p.K * p.N * D, [&](const Group& f, int64_t group, auto each) {
       each(panels, [&](const Tiles&, int64_t i) { begin(f, group, i); });
-      for (int64_t k = 0; k < p.K; ++k) {
+      choose(f, group, 0);
+      for (int64_t k = 0; k < p.K && f.moving[0] > 0; ++k) {
+        const int64_t panels = panels_of(f), blocks = (panels + kBlockPanels - 1) / kBlockPanels;
+        if (k == 0) each(panels, [&](const Tiles& t, int64_t i) { pack(f, t, group, 0, i); });
         each(blocks * chunks, [&](const Tiles& t, int64_t i) {
           read_chunk(f, t, group, k, i % blocks, i / blocks);
         });
@@ -61,16 +65,22 @@ class PanelHops : HopSteps<S> {
           each(panels * chunks, [&](const Tiles& t, int64_t i) {
             write_weights(f, t, group, k, i % panels, i / panels);
           });
-        each(panels, [&](const Tiles&, int64_t i) { pack(f, group, 2 * k + 2, i); });
+        this->rest_together(group);
+        choose(f, group, k + 1);
+        each(panels_of(f), [&](const Tiles& t, int64_t i) { pack(f, t, group, 2 * k + 2, i); });
       }
     });
   }
 
   void backward() {
     run(14.0 * groups * R * p.K * p.N * D, [&](const Group& f, int64_t group, auto each) {
+      arrange(f, group);
       each(panels, [&](const Tiles&, int64_t i) { begin_backward(f, group, i); });
       for (int64_t k = p.K - 1; k >= 0; --k) {
-        each(panels, [&](const Tiles&, int64_t i) { prepare(f, group, k, i); });
+        while (f.moving[0] < R && this->moves(row_of(group, f.order[f.moving[0]]), k))
+          ++f.moving[0];
+        const int64_t panels = panels_of(f);
+        each(panels, [&](const Tiles& t, int64_t i) { prepare(f, t, group, k, i); });
         if (p.grad_weights.data != nullptr && p.normalize) {
           each(panels * chunks, [&](const Tiles& t, int64_t i) {
             weigh_gradient(f, t, group, k, i % panels, i / panels);
@@ -82,7 +92,7 @@ class PanelHops : HopSteps<S> {
       }
       each(panels, [&](const Tiles&, int64_t i) {
         for (int64_t r = i * L; r < min_of(R, (i + 1) * L); ++r)
-          this->write_vector(p.grad_query, row_of(group, r), f.g_rows + r * dp);
+          this->write_vector(p.grad_query, row_of(group, f.order[r]), f.g_rows + r * dp);
       });
       if constexpr (!kSame<S, T>)
         each(chunks, [&](const Tiles&, int64_t c) { round(f, group, c); });
@@ -90,7 +100,7 @@ class PanelHops : HopSteps<S> {
   }
 
  private:
-  const int64_t D, Bk, chunk, chunks, panels, blocks;
+  const int64_t D, Bk, chunk, chunks, panels;
 
   static constexpr int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
@@ -101,6 +111,7 @@ class PanelHops : HopSteps<S> {
     T *u_rows, *g_rows;            // [panels L][dp]: scale u, and g
     T* part;                       // [chunks][panels][D + 2][L]: O^T (backward: dU^T), m and l
     T *m, *inverse, *delta;        // [panels L]
+    int64_t *order, *moving;       // [R]: the query in each lane; [1]: how many there are
     T *grad_in, *grad_out_memory;  // [slots][N][D], in T
   };
   // A thread's own.
@@ -120,6 +131,7 @@ class PanelHops : HopSteps<S> {
     f.u = a.take<T>(n * D);
     f.part = a.take<T>(max_of<int64_t>(1, chunks) * panels * part_size());
     f.m = a.take<T>(n), f.inverse = a.take<T>(n), f.delta = a.take<T>(n);
+    f.order = a.take<int64_t>(R), f.moving = a.take<int64_t>(1);
     if (!back) return f;
     f.g = a.take<T>(n * D);
     f.u_rows = a.take<T>(n * dp), f.g_rows = a.take<T>(n * dp);
@@ -181,6 +193,35 @@ class PanelHops : HopSteps<S> {
           for (int64_t i = 0; i < tasks; ++i) task(t, i);
         });
     }
+  }
+
+  // ---- which queries
+
+  // The lanes of hop k: the queries that still move, close together.
+  void choose(const Group& f, int64_t group, int64_t k) const {
+    int64_t count = 0;
+    for (int64_t r = 0; r < R; ++r)
+      if (this->moves(row_of(group, r), k)) f.order[count++] = r;
+    f.moving[0] = count;
+  }
+  // Those of all hops of backward: who moves longest comes first, so that the lanes in use are
+  // always the first ones.
+  void arrange(const Group& f, int64_t group) const {
+    f.moving[0] = p.settles ? 0 : R;
+    for (int64_t r = 0; r < R; ++r) f.order[r] = r;
+    if (!p.settles) return;
+    int64_t* const taken = p.taken + row_of(group, 0);
+    int64_t at = 0;
+    for (int64_t steps = p.K; steps >= 0; --steps)
+      for (int64_t r = 0; r < R; ++r)
+        if (taken[r] == steps) f.order[at++] = r;
+  }
+  int64_t panels_of(const Group& f) const { return (f.moving[0] + L - 1) / L; }
+  int64_t lanes_of(const Group& f, int64_t panel) const {
+    return min_of(L, f.moving[0] - panel * L);
+  }
+  int64_t row_in(const Group& f, int64_t group, int64_t lane) const {
+    return row_of(group, f.order[lane]);
   }
 
   // ---- rows and what of them is seen
@@ -252,9 +293,9 @@ class PanelHops : HopSteps<S> {
   }
 
   // t.bias of a panel and a block; lanes without a query see nothing.
-  __attribute__((noinline)) void bias_tile(const Tiles& t, int64_t group, int64_t k, int64_t panel,
-                                           const Block& block) const {
-    const int64_t queries = min_of(L, R - panel * L);
+  __attribute__((noinline)) void bias_tile(const Group& f, const Tiles& t, int64_t group, int64_t k,
+                                           int64_t panel, const Block& block) const {
+    const int64_t queries = lanes_of(f, panel);
     for (int64_t x = 0; x < block.count * L; x += W)
       store(t.bias + x, x % L + W <= queries ? Vec<T>{} : splat<T>(-kInf<T>));
     const auto offset = [&](const Tensor4& x, int64_t row) {
@@ -262,7 +303,7 @@ class PanelHops : HopSteps<S> {
       return batch_of(row) * st[0] + query_of(row) * st[1] + k * st[2] + block.n0 * st[3];
     };
     for (int64_t l = 0; l < queries; ++l) {
-      const int64_t row = row_of(group, panel * L + l);
+      const int64_t row = row_in(f, group, panel * L + l);
       T* to = t.bias + l;
       if (p.bias.data != nullptr) {
         with_storage(p.bias.data, p.bias_dtype, [&](const auto* data) {
@@ -287,7 +328,7 @@ class PanelHops : HopSteps<S> {
     const T scale = static_cast<T>(p.scale);
     const bool tile = excludes() && !block.by_row;
     if (tile) {
-      bias_tile(t, group, k, panel, block);
+      bias_tile(f, t, group, k, panel, block);
     } else if (scale == T(1) && !excludes()) {
       return;
     }
@@ -331,27 +372,39 @@ class PanelHops : HopSteps<S> {
 
   // ---- forward
 
-  void begin(const Group& f, int64_t group, int64_t panel) const {
+  // u_1 of a panel, before any is left out.
+  void begin(const Group&, int64_t group, int64_t panel) const {
+    if (p.resume) return;
     const int64_t* st = p.query.stride;
     for (int64_t r = panel * L; r < min_of(R, (panel + 1) * L); ++r) {
       const int64_t row = row_of(group, r);
       const S* from =
           static_cast<const S*>(p.query.data) + batch_of(row) * st[0] + query_of(row) * st[1];
       for (int64_t d = 0; d < D; ++d) trace(row, 0)[d] = static_cast<T>(widen(from[d * st[3]]));
+      if (p.settles && !this->moves(row, 0)) write_trace(row);
     }
-    pack(f, group, 0, panel);
+  }
+
+  void write_trace(int64_t row) const {  // the result of a query that takes no step
+    for (int64_t d = 0; d < D; ++d) narrow(trace(row, 0)[d], static_cast<S*>(p.out) + row * D + d);
   }
 
   // f.u of a panel, from the trace.
-  void pack(const Group& f, int64_t group, int64_t at, int64_t panel) const {
-    pack_transposed<T>(trace(row_of(group, panel * L), at), (2 * p.K + 1) * D, int64_t(1),
-                       min_of(L, R - panel * L), D, L, f.u + panel * L * D, L);
+  void pack(const Group& f, const Tiles& t, int64_t group, int64_t at, int64_t panel) const {
+    const int64_t lanes = lanes_of(f, panel), first = row_in(f, group, panel * L);
+    T* to = f.u + panel * L * D;
+    if (!p.settles)
+      return pack_transposed<T>(trace(first, at), (2 * p.K + 1) * D, int64_t(1), lanes, D, L, to,
+                                L);
+    for (int64_t x = 0; x < lanes; ++x)
+      this->read_vector(trace(row_in(f, group, panel * L + x), at), 1, t.vectors + x * dp);
+    pack_transposed<T>(t.vectors, dp, int64_t(1), lanes, D, L, to, L);
   }
 
   void read_chunk(const Group& f, const Tiles& t, int64_t group, int64_t k, int64_t block_of_panels,
                   int64_t c) const {
     const int64_t first = block_of_panels * kBlockPanels;
-    const int64_t last = min_of(panels, first + kBlockPanels);
+    const int64_t last = min_of(panels_of(f), first + kBlockPanels);
     for (int64_t i = first; i < last; ++i) {
       T* o = part(f, i, c);
       for (int64_t x = 0; x < D * L; x += W) store(o + x, Vec<T>{});
@@ -395,13 +448,13 @@ class PanelHops : HopSteps<S> {
       const Vec<T> before = load(m + n * W), after = max_of(before, top[n]);
       store(m + n * W, after);
       reference[n] = select<T>(after == -kInf<T>, Vec<T>{}, after);
-      alpha[n] = exp2_neg((before - reference[n]) * kLog2E<T>);
+      alpha[n] = weight_of(before - reference[n]);
       sum[n] = Vec<T>{};
     }
     _Pragma("GCC unroll 4") for (int64_t i = 0; i < count; ++i)
         FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
       T* x = s + i * L + n * W;
-      const Vec<T> e = exp2_neg((load(x) - reference[n]) * kLog2E<T>);
+      const Vec<T> e = weight_of(load(x) - reference[n]);
       sum[n] += e;
       store(x, e);
     }
@@ -424,8 +477,8 @@ class PanelHops : HopSteps<S> {
         if (p.normalize) {
           const Vec<T> mine = load(m + x), its = load(other + D * L + x), to = max_of(mine, its);
           const Vec<T> reference = select<T>(to == -kInf<T>, Vec<T>{}, to);
-          a = exp2_neg((mine - reference) * kLog2E<T>);
-          b = exp2_neg((its - reference) * kLog2E<T>);
+          a = weight_of(mine - reference);
+          b = weight_of(its - reference);
           store(m + x, to);
           store(l + x, load(l + x) * a + load(other + (D + 1) * L + x) * b);
         }
@@ -443,15 +496,15 @@ class PanelHops : HopSteps<S> {
       f.inverse[panel * L + x] = inverse[x];
     }
     T *o = t.vectors, *u = o + L * dp, *next = u + dp + W;
-    const int64_t queries = min_of(L, R - panel * L);
+    const int64_t queries = lanes_of(f, panel);
     for (int64_t x = 0; x < queries * dp; x += W) store(o + x, Vec<T>{});
     unpack_transposed<T>(total, L, inverse, queries, D, o, dp);
     for (int64_t x = 0; x < queries; ++x) {
-      const int64_t row = row_of(group, panel * L + x);
+      const int64_t row = row_in(f, group, panel * L + x);
       stats(row, k)[0] = m[x], stats(row, k)[1] = l[x];
       this->read_vector(trace(row, 2 * k), 1, u);
       this->step(row, k, u, o + x * dp, next);
-      if (k == p.K - 1) this->write_vector(p.out, row, u);
+      if (p.settles || k == p.K - 1) this->write_vector(p.out, row, u);
     }
   }
 
@@ -494,7 +547,7 @@ class PanelHops : HopSteps<S> {
         T* x = t.s + i * L + n * W;
         const Vec<T> s = load(x);
         if (p.normalize)
-          store(x, exp2_neg((s - m) * kLog2E<T>) * inverse);
+          store(x, weight_of(s - m) * inverse);
         else
           store(x, select<T>(s == -kInf<T>, Vec<T>{}, s));
       }
@@ -509,7 +562,7 @@ class PanelHops : HopSteps<S> {
       T* g = f.g_rows + r * dp;
       for (int64_t d = 0; d < dp; ++d) g[d] = T(0);
       if (r >= R || p.grad_out.data == nullptr) continue;
-      const int64_t row = row_of(group, r);
+      const int64_t row = row_in(f, group, r);
       this->read_vector(
           static_cast<const S*>(p.grad_out.data) + batch_of(row) * st[0] + query_of(row) * st[1],
           st[3], g);
@@ -517,14 +570,17 @@ class PanelHops : HopSteps<S> {
   }
 
   // g <- g o phi', and everything of a panel that does not depend on the rows.
-  void prepare(const Group& f, int64_t group, int64_t k, int64_t panel) const {
+  void prepare(const Group& f, const Tiles& t, int64_t group, int64_t k, int64_t panel) const {
     const T scale = static_cast<T>(p.scale);
     for (int64_t r = panel * L; r < (panel + 1) * L; ++r) {
       T *u = f.u_rows + r * dp, *g = f.g_rows + r * dp;
       f.m[r] = f.inverse[r] = f.delta[r] = T(0);
       for (int64_t d = 0; d < dp; ++d) u[d] = T(0);
-      if (r >= R) continue;
-      const int64_t row = row_of(group, r);
+      if (r >= f.moving[0]) {
+        if (p.settles) f.m[r] = kInf<T>;  // e^(s - m) = 0, whatever its bias
+        continue;
+      }
+      const int64_t row = row_in(f, group, r);
       this->through_activation(trace(row, 2 * k + 2), g);
       this->keep_state(row, k, g);
       const T m = stats(row, k)[0];
@@ -541,7 +597,7 @@ class PanelHops : HopSteps<S> {
         sum += load_first(o + d, static_cast<int>(min_of<int64_t>(W, D - d))) * load(g + d);
       f.delta[r] = sum_lanes<T>(sum);
     }
-    pack(f, group, 2 * k, panel);
+    pack(f, t, group, 2 * k, panel);
     pack_transposed<T>(f.g_rows + panel * L * dp, dp, int64_t(1), L, D, L, f.g + panel * L * D, L);
     // A query that sees nothing hands on nothing, not even its own NaN times zero.
     for (int64_t r = panel * L; r < min_of(R, (panel + 1) * L); ++r) {
@@ -590,6 +646,7 @@ class PanelHops : HopSteps<S> {
   }
 
   void derive_chunk(const Group& f, const Tiles& t, int64_t group, int64_t k, int64_t c) const {
+    const int64_t panels = panels_of(f);
     for (int64_t i = 0; i < panels; ++i)
       for (int64_t x = 0; x < D * L; x += W) store(part(f, i, c) + x, Vec<T>{});
     const int64_t end = min_of(p.N, (c + 1) * chunk);
@@ -600,7 +657,7 @@ class PanelHops : HopSteps<S> {
       __builtin_memset(t.d_out, 0, static_cast<size_t>(Bk * dp) * sizeof(T));
       for (int64_t i = 0; i < panels; ++i) {
         if (block.count > 0) derive_block(f, t, group, k, i, block, part(f, i, c));
-        if (p.grad_scores != nullptr) write_scores(t, group, k, i, block, n1 - n0);
+        if (p.grad_scores != nullptr) write_scores(f, t, group, k, i, block, n1 - n0);
       }
       add_gradients(f, t, group, k, block, n1);
     }
@@ -631,7 +688,7 @@ class PanelHops : HopSteps<S> {
         store(t.ds + at, ds);
       }
     }
-    const int64_t queries = min_of(L, R - panel * L);
+    const int64_t queries = lanes_of(f, panel);
     if (p.grad_in != nullptr || p.grad_out_memory != nullptr) {
       T* d_out = p.same_rows ? t.d_in : t.d_out;
       add_product<P>(block.count, t.s, L, f.g_rows + panel * L * dp, dp, queries, d_out, dp,
@@ -642,18 +699,25 @@ class PanelHops : HopSteps<S> {
     add_transposed(block.in, t.ds, block, one, du);
   }
 
-  void write_scores(const Tiles& t, int64_t group, int64_t k, int64_t panel, const Block& block,
-                    int64_t rows) const {
+  void write_scores(const Group& f, const Tiles& t, int64_t group, int64_t k, int64_t panel,
+                    const Block& block, int64_t rows) const {
     if (block.count == 0)
       __builtin_memset(t.ds, 0, static_cast<size_t>(rows * L) * sizeof(T));
     else
       spread(t.ds, block, t.at, rows);
     T ones[L];
     for (T& x : ones) x = T(1);
-    const int64_t row = row_of(group, panel * L);
-    unpack_transposed<T>(t.ds, L, ones, min_of(L, R - panel * L), rows,
-                         static_cast<T*>(p.grad_scores) + (row * p.K + k) * p.N + block.n0,
-                         p.K * p.N);
+    const auto place = [&](int64_t row) {
+      return static_cast<T*>(p.grad_scores) + (row * p.K + k) * p.N + block.n0;
+    };
+    const int64_t lanes = lanes_of(f, panel);
+    if (!p.settles)
+      return unpack_transposed<T>(t.ds, L, ones, lanes, rows, place(row_of(group, panel * L)),
+                                  p.K * p.N);
+    for (int64_t x = 0; x < lanes; ++x) {
+      T* to = place(row_in(f, group, panel * L + x));
+      for (int64_t n = 0; n < rows; ++n) to[n] = t.ds[n * L + x];
+    }
   }
 
   // Adds a block's gradients to those of the memories, whose first hop overwrites.
@@ -733,7 +797,7 @@ class PanelHops : HopSteps<S> {
     }
     T factor[L];
     for (T& x : factor) x = static_cast<T>(p.scale);
-    const int64_t queries = min_of(L, R - panel * L);
+    const int64_t queries = lanes_of(f, panel);
     T* next = t.vectors;
     for (int64_t r = panel * L; r < panel * L + queries && p.proj.data != nullptr; ++r) {
       T* g = f.g_rows + r * dp;
@@ -741,6 +805,8 @@ class PanelHops : HopSteps<S> {
       add_rows<T>(this->proj_rows(k), D, D, g, T(1), next);
       __builtin_memcpy(g, next, static_cast<size_t>(dp) * sizeof(T));
     }
+    if (p.settles)  // H = 0
+      __builtin_memset(f.g_rows + panel * L * dp, 0, static_cast<size_t>(queries * dp) * sizeof(T));
     unpack_transposed<T>(total, L, factor, queries, D, f.g_rows + panel * L * dp, dp, true);
   }
 };

@@ -30,6 +30,7 @@ class StreamHops : HopSteps<S> {
   void forward() {
     const double flops = kPerFlop * 4 * groups * R * p.K * p.N * p.D;
     run(flops, [&](const Scratch& f, int64_t group, auto each_chunk) {
+      if (p.search && p.together > 1) return forward_together(f, group, each_chunk);
       for (int64_t r = 0; r < R; ++r) forward_query(f, group, this->row_of(group, r), each_chunk);
     });
   }
@@ -155,32 +156,64 @@ class StreamHops : HopSteps<S> {
 
   template <class Each>
   void forward_query(const Scratch& f, int64_t group, int64_t row, Each each_chunk) const {
-    this->read_query(row, f.u);
-    __builtin_memcpy(trace(row, 0), f.u, static_cast<size_t>(p.D) * sizeof(T));
-    for (int64_t k = 0; k < p.K; ++k) {
-      each_chunk([&](int64_t c) { read_chunk(f, group, row, k, c); });
-      // o = sum_c part_c e^(m_c - m) / l
-      T m = -kInf<T>, l = T(0), *o = f.o;
-      if (chunks == 1) {
-        o = f.part;
-        m = o[dp], l = o[dp + 1];
-      } else {
-        for (int64_t d = 0; d < dp; ++d) o[d] = T(0);
-        for (int64_t c = 0; c < chunks; ++c) merge(f.part + c * (dp + W), o, &m, &l);
-      }
-      if (p.normalize) {
-        const T inverse = m == -kInf<T> ? T(0) : T(1) / l;
-        for (int64_t d = 0; d < dp; d += W) store(o + d, load(o + d) * inverse);
-      }
-      stats(row, k)[0] = m, stats(row, k)[1] = l;
-      if (p.weights != nullptr) write_weights(f, row, k, m, l);
-      this->step(row, k, f.u, o, f.next);
-    }
+    if (p.resume && !this->moves(row, 0)) return;
+    begin(f, row);
+    for (int64_t k = 0; k < p.K && this->moves(row, k); ++k) hop(f, group, row, k, each_chunk);
     this->write_vector(p.out, row, f.u);
   }
 
+  // The same where the queries rest together: hop by hop.
+  template <class Each>
+  void forward_together(const Scratch& f, int64_t group, Each each_chunk) const {
+    for (int64_t r = 0; r < R; ++r) begin(f, row_of(group, r));
+    bool moving = true;
+    for (int64_t k = 0; k < p.K && moving; ++k) {
+      moving = false;
+      for (int64_t r = 0; r < R; ++r) {
+        const int64_t row = row_of(group, r);
+        if (!this->moves(row, k)) continue;
+        this->read_vector(trace(row, 2 * k), 1, f.u);
+        hop(f, group, row, k, each_chunk);
+        moving = true;
+      }
+      this->rest_together(group);
+    }
+    for (int64_t r = 0; r < R; ++r) {
+      this->read_vector(trace(row_of(group, r), 0), 1, f.u);
+      this->write_vector(p.out, row_of(group, r), f.u);
+    }
+  }
+
+  // f.u = u_1, in the trace too.
+  void begin(const Scratch& f, int64_t row) const {
+    if (p.resume) return this->read_vector(trace(row, 0), 1, f.u);
+    this->read_query(row, f.u);
+    __builtin_memcpy(trace(row, 0), f.u, static_cast<size_t>(p.D) * sizeof(T));
+  }
+
+  template <class Each>
+  void hop(const Scratch& f, int64_t group, int64_t row, int64_t k, Each each_chunk) const {
+    each_chunk([&](int64_t c) { read_chunk(f, group, row, k, c); });
+    // o = sum_c part_c e^(m_c - m) / l
+    T m = -kInf<T>, l = T(0), *o = f.o;
+    if (chunks == 1) {
+      o = f.part;
+      m = o[dp], l = o[dp + 1];
+    } else {
+      for (int64_t d = 0; d < dp; ++d) o[d] = T(0);
+      for (int64_t c = 0; c < chunks; ++c) merge(f.part + c * (dp + W), o, &m, &l);
+    }
+    if (p.normalize) {
+      const T inverse = m == -kInf<T> ? T(0) : T(1) / l;
+      for (int64_t d = 0; d < dp; d += W) store(o + d, load(o + d) * inverse);
+    }
+    stats(row, k)[0] = m, stats(row, k)[1] = l;
+    if (p.weights != nullptr) write_weights(f, row, k, m, l);
+    this->step(row, k, f.u, o, f.next);
+  }
+
   static T decay(T from, T to) {
-    return from == -kInf<T> ? T(0) : exp2_neg(splat<T>((from - to) * kLog2E<T>))[0];
+    return from == -kInf<T> ? T(0) : weight_of(splat<T>(from - to))[0];
   }
 
   void merge(const T* part, T* o, T* m, T* l) const {
@@ -226,7 +259,7 @@ class StreamHops : HopSteps<S> {
     const T alpha = decay(*m, reference);
     Vec<T> sum{};
     for (int64_t i = 0; i < count; i += W) {
-      const Vec<T> e = exp2_neg((load(s + i) - reference) * kLog2E<T>);
+      const Vec<T> e = weight_of(load(s + i) - reference);
       sum += e;
       store(s + i, e);
     }
@@ -246,7 +279,7 @@ class StreamHops : HopSteps<S> {
     for (int64_t n = 0; n < p.N; n += W) {
       const int count = static_cast<int>(min_of<int64_t>(W, p.N - n));
       Vec<T> x = load_first(f.kept + n, count);
-      if (p.normalize) x = exp2_neg((x - reference) * kLog2E<T>) * inverse;
+      if (p.normalize) x = weight_of(x - reference) * inverse;
       store_as<T>(to + n, x, count);
     }
   }
@@ -271,6 +304,10 @@ class StreamHops : HopSteps<S> {
       for (int64_t d = 0; d < dp; ++d) f.g[d] = T(0);
     }
     for (int64_t k = p.K - 1; k >= 0; --k) {
+      if (!this->moves(row, k)) {
+        forget(f, ds_row(k, r)), forget(f, p_row(k, r));
+        continue;
+      }
       this->through_activation(trace(row, 2 * k + 2), f.g);
       this->keep_state(row, k, f.g);
       this->read_vector(trace(row, 2 * k), 1, f.u);
@@ -294,6 +331,8 @@ class StreamHops : HopSteps<S> {
         for (int64_t d = 0; d < dp; ++d) f.next[d] = T(0);
         add_rows<T>(this->proj_rows(k), p.D, p.D, f.g, T(1), f.next);
         __builtin_memcpy(f.g, f.next, static_cast<size_t>(dp) * sizeof(T));
+      } else if (p.settles) {  // H = 0
+        for (int64_t d = 0; d < dp; ++d) f.g[d] = T(0);
       }
       for (int64_t d = 0; d < dp; ++d) f.o[d] = T(0);
       for (int64_t c = 0; c < chunks; ++c) {
@@ -303,6 +342,11 @@ class StreamHops : HopSteps<S> {
       for (int64_t d = 0; d < dp; d += W) store(f.g + d, load(f.g + d) + load(f.o + d) * scale);
     }
     this->write_vector(p.grad_query, row, f.g);
+  }
+
+  void forget(const Scratch& f, int64_t at) const {
+    __builtin_memset(f.coef + at * p.N, 0, static_cast<size_t>(p.N) * sizeof(T));
+    __builtin_memset(f.vector + at * dp, 0, static_cast<size_t>(dp) * sizeof(T));
   }
 
   struct Hop {
@@ -317,7 +361,7 @@ class StreamHops : HopSteps<S> {
     scores(this->in_rows(group, hop.k, n0), block, f.u, s);
     if (p.normalize) {
       for (int64_t i = 0; i < block.count; i += W)
-        store(s + i, exp2_neg((load(s + i) - hop.m) * kLog2E<T>) * hop.inverse);
+        store(s + i, weight_of(load(s + i) - hop.m) * hop.inverse);
     }
     if (p.grad_weights.data == nullptr) return;
     const int64_t* st = p.grad_weights.stride;

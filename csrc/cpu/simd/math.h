@@ -92,6 +92,17 @@ FASTATTN_INLINE VecD exp_neg(VecD x) {
   return exp2_neg(product, error + x * kRest);
 }
 
+// The same in float32: the rounding of x log2 e is kept out by taking n ln 2 from x before.
+FASTATTN_INLINE VecF exp_neg(VecF x) {
+  constexpr float kShift = 12582912.0f;  // 1.5 * 2^23 leaves round(x) in the low mantissa bits
+  constexpr float kHigh = 0.693359375f, kLow = -2.12194440e-4f;  // ln 2; n kHigh is exact
+  const VecF clamped = max_of(splat(-87.0f), x);
+  const VecF shifted = clamped * kLog2E<float> + kShift, n = shifted - kShift;
+  const VecF f = ((clamped - n * kHigh) - n * kLow) * kLog2E<float>;
+  const VecF power = (VecF)(((VecI)shifted << 23) + (127 << 23));  // 2^n
+  return select<float>(x < -87.0f, VecF{}, exp2_fraction<false>(f) * power);
+}
+
 // tanh(x) = x P(x^2) where |x| < 0.625, so that small arguments keep their relative accuracy; else
 // from e^-2|x|.
 FASTATTN_INLINE VecF tanh_small(VecF x, VecF xx) {

@@ -1,0 +1,290 @@
+"""The adapter of Hopfield retrieval: from tensors to addresses and strides, see ``cpu.py``.
+
+The steps are memory hops without the old state, u' = o, on the kernels of those. What is here
+is what to do with them: rounds of steps until every query rests, and the three derivatives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from fastattn import _cpu
+from fastattn.backends._cpu_hops import _DTYPES, _broadcast, _memory, _Operand, _summed, _with_rows
+
+_SHARED, _SAME_ROWS, _NORMALIZE, _CROWDED, _SEARCH, _RESUME = 1, 2, 8, 16, 32, 64
+_Gradients = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
+_ROUND = 256  # steps of one call, so that an unlimited search can be interrupted
+
+
+def hopfield_retrieve(
+    state: Tensor,  # [G, Q, D]
+    stored: Tensor,  # [G, N, D]
+    keys: Tensor | None = None,  # [G, N, D]
+    mask: Tensor | None = None,  # [G|1, Q|1, N|1]
+    bias: Tensor | None = None,  # [G|1, Q|1, N|1]
+    *,
+    scale: float,
+    steps_max: int,
+    eps: float,
+    together: int,
+    crowded: bool,
+    grad: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ``(xi, taken, ends)``, see ``docs/design.md``."""
+    memory = _Memory.of(stored, keys, mask, bias, scale, crowded)
+    return memory.search(state, steps_max, eps, together)
+
+
+def hopfield_retrieve_backward(
+    grad_out: Tensor,  # [G, Q, D]
+    state: Tensor,
+    stored: Tensor,
+    keys: Tensor | None,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    taken: Tensor,  # [G, Q]
+    ends: Tensor,  # [G, Q, 2, D]
+    *,
+    scale: float,
+    steps_max: int,
+    eps: float,
+    together: int,
+    crowded: bool,
+    grad: str,
+    needed: int,
+) -> _Gradients:
+    """Return the gradients of state, stored, keys and the bias, see ``docs/design.md``."""
+    memory = _Memory.of(stored, keys, mask, bias, scale, crowded)
+    if grad == "unroll":
+        return memory.unroll(grad_out, state, taken.abs(), needed)
+    before, last = ends.unbind(2)
+    once = torch.ones_like(taken)
+    memory, grad_out = memory.to(ends.dtype), grad_out.to(ends.dtype)
+    if grad == "one_step":
+        _, *derived = memory.unroll(grad_out, before, once, needed)
+        return _in_dtypes((torch.zeros_like(before), *derived), state, stored, keys, bias)
+
+    # (1 - J) a = grad_out, J symmetric: then df/dstored^T a is the derivative of the solution.
+    solved, a = _conjugate_gradients(memory.slope(last), grad_out, taken > 0)
+    found = memory.unroll(torch.where(solved, a, 0.0), last, once, needed)
+    grads: list[Tensor | None] = [torch.zeros_like(found[0]), *found[1:]]
+    if not bool(solved.all()):  # not at a strict minimum
+        rest = torch.where(solved, 0.0, grad_out)
+        steps = torch.where(solved.squeeze(-1), 0, taken.abs())
+        unrolled = memory.unroll(rest, state.to(ends.dtype), steps, needed)
+        unrolled = (torch.where(solved, 0.0, unrolled[0]), *unrolled[1:])
+        pairs = zip(grads, unrolled, strict=True)
+        grads = [None if x is None or y is None else x + y for x, y in pairs]
+    return _in_dtypes(grads, state, stored, keys, bias)
+
+
+def _in_dtypes(grads: Sequence[Tensor | None], *given: Tensor | None) -> _Gradients:
+    """The gradients in the dtypes of what they are of."""
+    pairs = zip(grads, given, strict=True)
+    found = [None if g is None or x is None else g.to(x.dtype) for g, x in pairs]
+    assert found[0] is not None
+    return found[0], found[1], found[2], found[3]
+
+
+@dataclass(frozen=True)
+class _Memory:
+    """The stored patterns, and how a step reads them."""
+
+    stored: Tensor
+    keys: Tensor | None
+    mask: Tensor | None
+    bias: Tensor | None
+    scale: float
+    crowded: bool
+
+    @classmethod
+    def of(
+        cls,
+        stored: Tensor,
+        keys: Tensor | None,
+        mask: Tensor | None,
+        bias: Tensor | None,
+        scale: float,
+        crowded: bool,
+    ) -> _Memory:
+        return cls(_with_rows(stored), _with_rows(keys), mask, bias, scale, crowded)
+
+    def to(self, dtype: torch.dtype) -> _Memory:
+        keys = None if self.keys is None else self.keys.to(dtype)
+        return replace(self, stored=self.stored.to(dtype), keys=keys)
+
+    def search(
+        self, state: Tensor, steps_max: int, eps: float, together: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Step until every query rests, or has taken ``steps_max`` steps."""
+        wide = torch.float64 if state.dtype is torch.float64 else torch.float32
+        lead, width = state.shape[:-1], state.shape[-1]
+        out = torch.empty(state.shape, dtype=state.dtype)
+        ends = torch.empty((*lead, 2, width), dtype=wide)
+        stats = torch.empty((*lead, 2), dtype=wide)
+        taken = torch.zeros(lead, dtype=torch.int64)
+        moved = torch.empty((*lead, 2), dtype=torch.float64)
+        settling = (together, taken.data_ptr(), moved.data_ptr())
+        flags, done = _SEARCH, 0
+        while True:
+            steps = _ROUND if steps_max < 0 else min(_ROUND, steps_max - done)
+            results = (out.data_ptr(), ends.data_ptr(), stats.data_ptr(), 0)
+            self._run(False, state, steps, flags, (), results, settling, eps)
+            done += steps
+            if done == steps_max or bool((taken > 0).all()):
+                return out, taken, ends
+            flags = _SEARCH | _RESUME
+
+    def repeat(self, state: Tensor, taken: Tensor) -> tuple[Tensor, Tensor, int]:
+        """All states [G, Q, K + 1, D] and statistics of so many steps of each query; K."""
+        steps = max(int(taken.max()), 1) if taken.numel() else 1
+        wide = torch.float64 if state.dtype is torch.float64 else torch.float32
+        lead, width = state.shape[:-1], state.shape[-1]
+        out = torch.empty(state.shape, dtype=state.dtype)
+        trace = torch.empty((*lead, steps + 1, width), dtype=wide)
+        stats = torch.empty((*lead, steps, 2), dtype=wide)
+        results = (out.data_ptr(), trace.data_ptr(), stats.data_ptr(), 0)
+        self._run(False, state, steps, 0, (), results, (1, taken.data_ptr(), 0), 0.0)
+        return trace, stats, steps
+
+    def unroll(self, grad_out: Tensor, state: Tensor, taken: Tensor, needed: int) -> _Gradients:
+        """The derivative of so many steps of each query."""
+        return self.derive(grad_out, state, taken, *self.repeat(state, taken), needed)
+
+    def derive(
+        self,
+        grad_out: Tensor,
+        state: Tensor,
+        taken: Tensor,
+        trace: Tensor,
+        stats: Tensor,
+        steps: int,
+        needed: int,
+    ) -> _Gradients:
+        stored, keys, bias = self.stored, self.keys, self.bias
+        grad_state = torch.empty(state.shape, dtype=state.dtype)
+        memories = [stored if keys is None else keys, None if keys is None else stored]
+        wanted = needed & (2 if keys is None else 6)
+        grad_in, grad_stored = (
+            torch.empty(x.shape, dtype=x.dtype) if x is not None and wanted else None
+            for x in memories
+        )
+        scores = None
+        if bias is not None and needed & 8:
+            scores = torch.zeros((*state.shape[:-1], steps, stored.shape[1]), dtype=trace.dtype)
+        results = (grad_state, grad_in, grad_stored, None, scores, None)
+        if state.shape[0] * state.shape[1] == 0:  # then the kernel has nothing to write
+            for result in results:
+                if result is not None:
+                    result.zero_()
+        addresses = [0 if x is None else x.data_ptr() for x in results]
+        batch, query, column = grad_out.stride()
+        self._run(
+            True,
+            state,
+            steps,
+            0,
+            ((grad_out.data_ptr(), (batch, query, 0, column)), None),
+            (0, trace.data_ptr(), stats.data_ptr(), 0, *addresses),
+            (1, taken.data_ptr(), 0),
+            0.0,
+        )
+        grad_bias = None
+        if scores is not None and bias is not None:
+            grad_bias = _summed(scores, bias.unsqueeze(2)).squeeze(2)
+        if keys is None:
+            return grad_state, grad_in, None, grad_bias
+        grad_stored = grad_stored if needed & 2 else None
+        return grad_state, grad_stored, grad_in if needed & 4 else None, grad_bias
+
+    def slope(self, xi: Tensor) -> _Slope:
+        """J = df/dxi."""
+        once = torch.ones(xi.shape[:-1], dtype=torch.int64)
+        return _Slope(self, xi, once, *self.repeat(xi, once)[:2])
+
+    def _run(
+        self,
+        backward: bool,
+        state: Tensor,
+        steps: int,
+        flags: int,
+        given: tuple[_Operand | None, ...],
+        results: tuple[int, ...],
+        settling: tuple[int, int, int],
+        eps: float,
+    ) -> None:
+        groups, queries, width = state.shape
+        stored = self.stored
+        flags |= _NORMALIZE | (_CROWDED if self.crowded else 0) | (_SHARED if groups == 1 else 0)
+        if self.keys is None:
+            flags |= _SAME_ROWS
+        batch, query, column = state.stride()
+        mask = None if self.mask is None else _broadcast(self.mask.unsqueeze(2))
+        bias = None if self.bias is None else _broadcast(self.bias.unsqueeze(2))
+        _cpu.hopfield_steps(
+            backward,
+            _DTYPES[state.dtype],
+            torch.get_num_threads(),
+            (groups, queries, steps, stored.shape[1], width),
+            flags,
+            self.scale,
+            0 if self.bias is None else _DTYPES[self.bias.dtype],
+            (
+                (state.data_ptr(), (batch, query, 0, column)),
+                _memory(stored if self.keys is None else self.keys),
+                _memory(stored),
+                None,
+                mask,
+                bias,
+                *given,
+            ),
+            results,
+            settling,
+            eps,
+        )
+
+
+@dataclass(frozen=True)
+class _Slope:
+    """J at xi, which is symmetric."""
+
+    memory: _Memory
+    xi: Tensor
+    once: Tensor
+    trace: Tensor
+    stats: Tensor
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.memory.derive(x, self.xi, self.once, self.trace, self.stats, 1, 0)[0]
+
+
+def _conjugate_gradients(slope: _Slope, b: Tensor, trusted: Tensor) -> tuple[Tensor, Tensor]:
+    """Solve (1 - J) a = b for each query [G, Q, D]; return where that went well, and a.
+
+    It does not where 1 - J is not positive definite along a direction that is met, nor where the
+    residual is not down to rounding after as many steps as would be exact without rounding, twice.
+    """
+    tolerance = 16 * torch.finfo(b.dtype).eps
+    a, residual, direction = torch.zeros_like(b), b, b
+    size = (b * b).sum(-1, keepdim=True)
+    enough = tolerance * tolerance * size
+    solved, sound = size == 0, trusted[..., None]
+    for _ in range(2 * min(b.shape[-1], slope.memory.stored.shape[1]) + 2):
+        moving = sound & ~solved
+        if not bool(moving.any()):
+            break
+        image = direction - slope(direction)
+        curvature = (direction * image).sum(-1, keepdim=True)
+        sound = sound & (solved | (curvature > 0))
+        moving = moving & sound
+        length = torch.where(moving, size / curvature, 0.0)
+        a = torch.where(moving, a + length * direction, a)
+        residual = torch.where(moving, residual - length * image, residual)
+        smaller = torch.where(moving, (residual * residual).sum(-1, keepdim=True), size)
+        direction = torch.where(moving, residual + smaller / size * direction, direction)
+        size, solved = smaller, solved | (smaller <= enough)
+    return sound & solved, a

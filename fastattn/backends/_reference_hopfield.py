@@ -1,0 +1,219 @@
+"""The oracle of Hopfield retrieval, see :mod:`fastattn.backends.reference`.
+
+``hopfield_retrieve`` (Ramsauer et al. 2021, https://arxiv.org/abs/2008.02217), for the queries of a
+head, with x_n the rows of ``stored``:
+
+    f(xi) = sum_n p_n x_n,    p = softmax(scale keys xi + bias)      excluded rows left out
+    xi_0 = state,    xi_{t+1} = f(xi_t)
+
+until a step is not longer than eps, or than what rounding moves (four units in the last place of
+the new xi), or until ``steps_max`` steps. The derivative is one of
+
+    unroll     that of the steps taken
+    implicit   that of the solution of xi = f(xi): (1 - J) dxi = df, J = df/dxi, where the query
+               rests at a strict minimum of the energy (1 - J is positive definite); else unroll
+    one_step   that of the last step alone: what came before it is a constant
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fastattn.backends import reference
+from fastattn.backends._reference_hops import _attend
+
+_ULPS = 4
+
+
+def hopfield_retrieve(
+    state: Tensor,  # [G, Q, D]
+    stored: Tensor,  # [G, N, D]
+    keys: Tensor | None = None,  # [G, N, D], a multiple of stored for each g; None: stored itself
+    mask: Tensor | None = None,  # [G|1, Q|1, N|1] bool, True takes part
+    bias: Tensor | None = None,  # [G|1, Q|1, N|1], added to the scores
+    *,
+    scale: float,
+    steps_max: int,  # < 0: no limit
+    eps: float,
+    together: int,
+    crowded: bool,
+    grad: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ``(xi [G, Q, D], taken [G, Q], ends [G, Q, 2, D])``.
+
+    ``taken`` is the number of steps, negative where the query still moved, ``ends`` the last two
+    states in the dtype of the computation. ``crowded`` is a hint to the kernels.
+    """
+    out, taken, ends = hopfield_states(
+        state,
+        stored,
+        keys,
+        mask,
+        bias,
+        scale=scale,
+        steps_max=steps_max,
+        eps=eps,
+        together=together,
+        grad=grad,
+    )
+    return out.to(state.dtype), taken, ends
+
+
+def hopfield_states(
+    state: Tensor,
+    stored: Tensor,
+    keys: Tensor | None,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    *,
+    scale: float,
+    steps_max: int,
+    eps: float,
+    together: int,
+    grad: str,
+    taken: Tensor | None = None,
+    rounded: Callable[[Tensor], Tensor] = lambda x: x,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same in the dtype of the computation; with ``taken``, so many steps of each query.
+
+    ``rounded`` is applied to the result of every operation, as in :func:`reference.attend`.
+    """
+    compute = reference._compute_dtype(state.dtype)
+    rows = stored.to(compute)
+    compared = rows if keys is None else keys.to(compute)
+
+    def update(xi: Tensor) -> tuple[Tensor, Tensor]:
+        xi, _, p = _attend(xi, compared, rows, mask, bias, scale, rounded)
+        return xi, p
+
+    start = state.to(compute)
+    unrolled, counted, before = _descend(update, start, steps_max, eps, together, taken)
+    last = unrolled.detach()
+    ends = torch.stack([before, last], -2)
+    if grad == "unroll":
+        return unrolled, counted, ends
+    if grad == "one_step":
+        return _with_value(last, update(before)[0]), counted, ends
+
+    # Newton's method from the solution: a step takes the error from h to h^2, so two of them are
+    # right to the third order of whatever changes the solution.
+    compared, rows = reference._finite(compared), reference._finite(rows)
+    one = torch.eye(state.shape[-1], dtype=compute, device=state.device)
+
+    def slope(xi: Tensor) -> tuple[Tensor, Tensor]:
+        o, p = update(xi)
+        mean = p @ compared
+        spread = (p.unsqueeze(-2) * rows.mT.unsqueeze(1)) @ compared.unsqueeze(1)
+        return o, one - scale * (spread - o.unsqueeze(-1) * mean.unsqueeze(-2))  # f, 1 - J
+
+    with torch.no_grad():
+        matrix = slope(last)[1]
+        minimum = torch.linalg.cholesky_ex((matrix + matrix.mT) / 2).info == 0
+        minimum &= counted > 0
+        short = update(last)[0] - last  # what the solution is taken to miss, so that it is `last`
+    xi = last
+    for _ in range(2):
+        o, matrix = slope(xi)
+        matrix = torch.where(minimum[..., None, None], matrix, one)
+        xi = xi + torch.linalg.solve(matrix, (o - xi - short).unsqueeze(-1)).squeeze(-1)
+    solved = torch.where(minimum[..., None], xi, unrolled)
+    return _with_value(last, solved), counted, ends
+
+
+def hopfield_retrieve_backward(
+    grad_out: Tensor,
+    state: Tensor,
+    stored: Tensor,
+    keys: Tensor | None,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    taken: Tensor,
+    ends: Tensor,
+    *,
+    scale: float,
+    steps_max: int,
+    eps: float,
+    together: int,
+    crowded: bool,
+    grad: str,
+    needed: int,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Return the gradients of state, stored, keys and the bias, in their own shapes.
+
+    Bit n of ``needed`` asks for gradient n; the others may be None. ``ends`` is recomputed.
+    """
+    inputs = [state, stored, keys, bias]
+    wanted = [n for n, x in enumerate(inputs) if x is not None and (n == 0 or needed >> n & 1)]
+    if grad == "one_step":  # where the steps began is a constant
+        wanted.remove(0)
+
+    def forward(*leaves: Tensor) -> Tensor:
+        arguments = list(inputs)
+        for n, leaf in zip(wanted, leaves, strict=True):
+            arguments[n] = leaf
+        state, stored, keys, bias = arguments
+        assert state is not None
+        assert stored is not None
+        return hopfield_states(
+            state,
+            stored,
+            keys,
+            mask,
+            bias,
+            scale=scale,
+            steps_max=steps_max,
+            eps=eps,
+            together=together,
+            grad=grad,
+            taken=taken,
+        )[0].to(state.dtype)
+
+    leaves = [x for n in wanted if (x := inputs[n]) is not None]
+    found = torch.func.vjp(forward, *leaves)[1](grad_out) if leaves else ()
+    gradients: list[Tensor | None] = [torch.zeros_like(state), None, None, None]
+    for n, gradient in zip(wanted, found, strict=True):
+        gradients[n] = gradient
+    return tuple(gradients)  # type: ignore[return-value]
+
+
+def _descend(
+    update: Callable[[Tensor], tuple[Tensor, Tensor]],
+    xi: Tensor,
+    steps_max: int,
+    eps: float,
+    together: int,
+    taken: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the last xi, differentiable, how many steps it took, and the one before it."""
+    counted = torch.zeros(xi.shape[:-1], dtype=torch.int64, device=xi.device)
+    before = xi.detach()
+    unit = _ULPS * torch.finfo(xi.dtype).eps
+    moving = counted == 0 if taken is None else taken != 0
+    step = 0
+    while step != steps_max and bool(moving.any()):
+        step += 1
+        new = update(xi)[0]
+        with torch.no_grad():
+            at = moving[..., None]
+            before = torch.where(at, xi.detach(), before)
+            if taken is None:
+                heads = (-1, xi.shape[1] // together, together * xi.shape[2])
+                by = (new - xi).detach().double().reshape(heads).square().sum(-1)
+                length = new.detach().double().reshape(heads).square().sum(-1)
+                moves = by > torch.clamp(unit * unit * length, min=eps * eps)
+                moves = moves.repeat_interleave(together, 1)
+                counted = torch.where(moving, torch.where(moves, -step, step), counted)
+                still = moving & moves
+            else:
+                still = taken.abs() > step
+        xi = torch.where(at, new, xi)
+        moving = still
+    return xi, counted if taken is None else taken, before
+
+
+def _with_value(value: Tensor, derivative: Tensor) -> Tensor:
+    """``value``, with the derivative of the other."""
+    return value + (derivative - derivative.detach())

@@ -1,0 +1,114 @@
+"""Hopfield retrieval as a differentiable operator: what is saved, derivative, batching, fake."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, int64
+
+from fastattn.autograd import _fold, _one_by_one, _size_of_batch, _unfold
+from fastattn.library import Operator
+from fastattn.ops._memory_hops_operator import compute_dtype
+
+__all__ = ["hopfield_backward", "hopfield_states"]
+
+_TENSORS = "Tensor state, Tensor stored, Tensor? keys, Tensor? mask, Tensor? bias"
+_VALUES = "float scale, SymInt steps_max, float eps, SymInt together, bool crowded, str grad"
+_DIFFERENTIABLE = (0, 1, 2, 4)  # state, stored, keys, bias
+
+
+def _save(ctx: Any, args: Sequence[Any], results: tuple[Tensor, ...]) -> None:
+    _, taken, ends = results
+    ctx.mark_non_differentiable(taken, ends)
+    # Never the states in between: backward takes the steps again.
+    ctx.save_for_backward(*args[:5], taken, ends)
+    ctx.values = args[5:]
+
+
+def _backward(
+    ctx: Any, grad_out: Tensor | None, _taken: None, _ends: None
+) -> tuple[Tensor | None, ...]:
+    gradients: list[Tensor | None] = [None] * 12
+    if grad_out is None:
+        return tuple(gradients)
+    wanted = [ctx.needs_input_grad[n] for n in _DIFFERENTIABLE]
+    needed = sum(1 << n for n, want in enumerate(wanted) if want)
+    *values, backend = ctx.values
+    seen = (*ctx.saved_tensors, *values, needed, backend)
+    found = hopfield_backward.resume(ctx, (grad_out,), seen)
+    for n, want, grad in zip(_DIFFERENTIABLE, wanted, found, strict=True):
+        gradients[n] = grad if want else None
+    return tuple(gradients)
+
+
+def _fake(state: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *lead, width = state.shape
+    return (
+        state.new_empty(state.shape),
+        state.new_empty(lead, dtype=int64),
+        state.new_empty((*lead, 2, width), dtype=compute_dtype(state.dtype)),
+    )
+
+
+def _fake_backward(
+    grad_out: Tensor,
+    state: Tensor,
+    stored: Tensor,
+    keys: Tensor | None,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    *rest: Any,
+) -> tuple[Tensor, ...]:
+    needed = rest[-2]
+    return tuple(
+        x.new_empty(x.shape)
+        if x is not None and (n == 0 or needed >> n & 1)
+        else state.new_empty(0)
+        for n, x in enumerate((state, stored, keys, bias))
+    )
+
+
+def _vmap(
+    info: Any, in_dims: Sequence[int | None], *args: Any
+) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    """Fold the mapped dimension into the heads."""
+    n = info.batch_size
+    heads = _size_of_batch(args[0], in_dims[0])
+    folded = [_expanded(arg, dim, n, heads) for arg, dim in zip(args[:5], in_dims, strict=False)]
+    results = hopfield_states.op(*folded, *args[5:])
+    return tuple(_unfold(x, n) for x in results), (0, 0, 0)
+
+
+def _expanded(x: Tensor | None, dim: int | None, n: int, heads: int) -> Tensor | None:
+    """As ``_fold``; of state and stored every example has its own."""
+    folded = _fold(x, dim, n, heads)
+    if folded is None or folded.shape[0] == n * heads:
+        return folded
+    return folded.expand(n * heads, *folded.shape[1:])
+
+
+def _vmap_backward(
+    info: Any, in_dims: Sequence[int | None], *args: Any
+) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    """By turns: what an example's heads share has a gradient of its own in each example."""
+    return _one_by_one(hopfield_backward, info.batch_size, in_dims, args)
+
+
+hopfield_states = Operator(
+    f"hopfield_retrieve({_TENSORS}, {_VALUES})",
+    returns=3,
+    fake=_fake,
+    setup_context=_save,
+    backward=_backward,
+    vmap=_vmap,
+)
+
+hopfield_backward = Operator(
+    f"hopfield_retrieve_backward(Tensor grad_out, {_TENSORS}, Tensor taken, Tensor ends, "
+    f"{_VALUES}, int needed)",
+    returns=4,
+    fake=_fake_backward,
+    vmap=_vmap_backward,
+    recomputed=("taken", "ends"),
+)

@@ -1,0 +1,401 @@
+"""Hopfield retrieval: the specification of ``hopfield_retrieve``, and its validation."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastattn.library import Operator
+from fastattn.ops import sdpa
+from fastattn.ops._hopfield_operator import hopfield_states
+from fastattn.ops._memory_hops_operator import share
+from fastattn.ops._sdpa_arguments import autocast
+
+__all__ = ["hopfield_retrieve"]
+
+_NAME = "hopfield_retrieve"
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_STOPS = ("query", "head")
+_GRADS = ("unroll", "implicit", "one_step")
+_SHAPES = {2: "[L, D]", 3: "[B, L, D]", 4: "[B, H, L, D]"}
+
+
+def hopfield_retrieve(
+    state: Tensor,
+    stored: Tensor,
+    projection: Tensor | None = None,
+    *,
+    beta: float | Tensor | None = None,
+    update_steps_max: int | None = None,
+    update_steps_eps: float = 1e-4,
+    stop: str = "query",
+    grad: str = "unroll",
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    need_weights: bool = False,
+    need_steps: bool = False,
+) -> Any:
+    r"""Retrieve stored patterns: attend again and again until each query rests.
+
+    .. math:: \xi \leftarrow X^T softmax(\beta X \xi), \qquad out = V^T softmax(\beta X \xi)
+
+    (Hopfield Networks is All You Need, Ramsauer et al. 2021, https://arxiv.org/abs/2008.02217.)
+    :math:`\xi` begins as a row of ``state``, the rows of X are the ``stored`` patterns, those of V
+    their ``projection``. A query takes at most ``update_steps_max`` steps; it *rests* after a step
+    not longer than ``update_steps_eps`` (in the Euclidean norm), or than rounding is. Then it is
+    read: the result is one attention more, so that ``update_steps_max=0`` is attention.
+
+    Args:
+        state: [B, H, L, D], [B, L, D] or [L, D]; float32, float64, bfloat16 or float16. 16 bits are
+            computed in float32, and so are all states within the call.
+        stored: [B, H, N, D], with as many dimensions as ``state``. B may be 1: the same patterns
+            for all of the batch, whose queries then go together.
+        projection: [B, H, N, Dv], B may be 1; None is ``stored``.
+        beta: positive; a tensor [] or [H] is differentiable. None is 1 / sqrt(D).
+        update_steps_max: None: until every query rests.
+        update_steps_eps: not negative.
+        stop: "query": each for itself, so that a result never depends on the other queries.
+            "head": the queries of a head stop together, once the norm over all of their steps is
+            not longer than eps.
+        grad: the derivative of the state that is read.
+
+            * "unroll": that of the steps taken. They are taken again in backward; a row of D
+              numbers is held there for every step.
+            * "implicit": that of the solution of :math:`\xi = X^T softmax(\beta X \xi)`, by
+              conjugate gradients; the same memory for any number of steps, and no gradient for
+              ``state``. A query that does not rest, or not at a strict minimum of the energy, is
+              unrolled.
+            * "one_step": that of the last step alone (Bolte et al. 2023,
+              https://arxiv.org/abs/2305.13768); no gradient for ``state``.
+        attn_mask: broadcastable to the scores [B, H, L, N]. bool: True takes part; floating: added
+            to the scores, of the dtype of ``state`` or float32, differentiable. In every step.
+        dropout_p: the probability of dropping a weight where the state is read, not in the steps.
+        need_weights: return the weights of the reading too, [B, H, L, N].
+        need_steps: return how many steps each query took, int64 [B, H, L].
+
+    Returns:
+        ``out`` [B, H, L, Dv], or a tuple of it and what was asked for. All but the steps is
+        differentiable, any number of times: beyond the first derivative by the reference. A query
+        that sees nothing has out = 0.
+
+    Under autocast, state, stored and projection are cast as PyTorch casts those of attention.
+
+    Raises:
+        TypeError: an argument of the wrong type or dtype.
+        ValueError: shapes, devices or values that do not fit.
+
+    Examples:
+        >>> import torch
+        >>> from fastattn import hopfield_retrieve
+        >>> stored = torch.tensor([[1.0, 1.0, -1.0, -1.0], [1.0, -1.0, 1.0, -1.0]])
+        >>> half = torch.tensor([[1.0, 1.0, 0.0, 0.0]])
+        >>> out, steps = hopfield_retrieve(half, stored, beta=4.0, need_steps=True)
+        >>> out.round(), steps
+        (tensor([[ 1.,  1., -1., -1.]]), tensor([3]))
+    """
+    call = _prepared(
+        state,
+        stored,
+        projection,
+        beta,
+        update_steps_max,
+        update_steps_eps,
+        stop,
+        grad,
+        attn_mask,
+        need_weights,
+        need_steps,
+    )
+    xi, taken = call.state, None
+    if update_steps_max != 0:
+        arguments, back = _primitive(call)
+        xi, taken, _ = hopfield_states(*arguments)
+        xi, taken = back(xi), back(taken)
+        xi = xi[..., : call.state.shape[-1]]
+    result = sdpa.scaled_dot_product_attention(
+        xi,
+        call.keys if call.keys is not None else call.stored,
+        call.stored if call.projection is None else call.projection,
+        call.mask,
+        dropout_p,
+        scale=call.scale,
+        need_weights=need_weights,
+    )
+    results = list(result) if need_weights else [result]
+    if need_steps:
+        none = torch.zeros(xi.shape[:-1], dtype=torch.int64, device=xi.device)
+        results.append(none if taken is None else taken.abs())
+    results = [_lowered(x, state.ndim) for x in results]
+    return tuple(results) if len(results) > 1 else results[0]
+
+
+def prepare(
+    state: Tensor,
+    stored: Tensor,
+    projection: Tensor | None = None,
+    *,
+    beta: float | Tensor | None = None,
+    update_steps_max: int | None = None,
+    update_steps_eps: float = 1e-4,
+    stop: str = "query",
+    grad: str = "unroll",
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    need_weights: bool = False,
+    need_steps: bool = False,
+) -> tuple[Operator, tuple[Any, ...]]:
+    """Validate; return the operator of the steps (without steps: of attention), its arguments."""
+    call = _prepared(
+        state,
+        stored,
+        projection,
+        beta,
+        update_steps_max,
+        update_steps_eps,
+        stop,
+        grad,
+        attn_mask,
+        need_weights,
+        need_steps,
+    )
+    if update_steps_max != 0:
+        return hopfield_states, _primitive(call)[0]
+    key = call.stored if call.keys is None else call.keys
+    value = call.stored if call.projection is None else call.projection
+    return sdpa.prepare(call.state, key, value, call.mask, dropout_p, scale=call.scale)[:2]
+
+
+class _Call(NamedTuple):
+    """The arguments in four dimensions."""
+
+    state: Tensor  # [B, H, L, D]
+    stored: Tensor  # [B|1, H, N, D]
+    keys: Tensor | None  # beta * stored, where beta is a tensor
+    projection: Tensor | None  # [B|1, H, N, Dv]
+    mask: Tensor | None  # [B|1, H|1, L|1, N|1]
+    scale: float
+    steps_max: int
+    eps: float
+    stop: str
+    grad: str
+
+
+def _prepared(
+    state: Any,
+    stored: Any,
+    projection: Any,
+    beta: Any,
+    steps_max: Any,
+    eps: Any,
+    stop: Any,
+    grad: Any,
+    mask: Any,
+    need_weights: Any,
+    need_steps: Any,
+) -> _Call:
+    _check_options(steps_max, eps, stop, grad)
+    for name, flag in (("need_weights", need_weights), ("need_steps", need_steps)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"{_NAME}: {name} must be a bool, got {type(flag).__name__}")
+    check_patterns(_NAME, state, stored)
+    if projection is not None:
+        _check_projection(projection, stored)
+    if mask is not None:
+        mask = lifted_mask(_NAME, mask, state, stored)
+    scale, factor = check_beta(_NAME, beta, state)
+    state, stored = autocast(state, stored)
+    stored = share(lifted(stored))
+    keys = None
+    if factor is not None:
+        keys = stored * factor.to(stored.dtype).reshape(1, -1, 1, 1)
+    if projection is not None:
+        projection = share(lifted(autocast(projection)[0]))
+    return _Call(
+        lifted(state),
+        stored,
+        keys,
+        projection,
+        mask,
+        scale,
+        -1 if steps_max is None else steps_max,
+        float(eps),
+        stop,
+        grad,
+    )
+
+
+def _primitive(call: _Call) -> tuple[tuple[Any, ...], Any]:
+    """The primitive's arguments, and the way back to [B, H, L, ...]."""
+    batch, heads, queries, _ = call.state.shape
+    mask, crowded = call.mask, call.stored.shape[0] == 1 != batch
+
+    def to(x: Tensor) -> Tensor:  # [B, H, L, D] -> [G, Q, D]
+        return x.transpose(0, 1).flatten(1, 2) if crowded else x.flatten(0, 1)
+
+    def back(x: Tensor) -> Tensor:
+        if crowded:
+            return x.unflatten(1, (batch, queries)).transpose(0, 1)
+        return x.unflatten(0, (batch, heads))
+
+    tensors = [None if x is None else x.flatten(0, 1) for x in (call.stored, call.keys)]
+    state = to(call.state)
+    if mask is not None:
+        if crowded:
+            if mask.shape[0] > 1 or mask.shape[2] > 1:
+                mask = to(mask.expand(batch, -1, queries, -1))
+            else:
+                mask = mask[0]
+        elif mask.shape[0] == mask.shape[1] == 1:
+            mask = mask[0]
+        else:
+            mask = mask.expand(batch, heads, -1, -1).flatten(0, 1)
+    if state.shape[-1] == 0:  # every score is its bias, also with one dimension of zeros
+        pad = torch.nn.functional.pad
+        state = pad(state, (0, 1))
+        tensors = [None if x is None else pad(x, (0, 1)) for x in tensors]
+    boolean = mask is not None and mask.dtype == torch.bool
+    together = max(queries, 1) if call.stop == "head" else 1
+    arguments = (
+        state,
+        *tensors,
+        mask if boolean else None,
+        None if boolean else mask,
+        call.scale,
+        call.steps_max,
+        call.eps,
+        together,
+        crowded,
+        call.grad,
+    )
+    return arguments, back
+
+
+def lifted(x: Tensor) -> Tensor:
+    """[L, D], [B, L, D] or [B, H, L, D] -> [B, H, L, D]."""
+    return x.unsqueeze(1) if x.ndim == 3 else x[(None,) * (4 - x.ndim)]
+
+
+def _lowered(x: Tensor, rank: int) -> Tensor:
+    if rank == 4:
+        return x
+    return x[:, 0] if rank == 3 else x[0, 0]
+
+
+# --- validation, that of hopfield_energy too ---------------------------------------------------
+
+
+def check_patterns(where: str, state: Any, stored: Any) -> None:
+    for name, x in (("state", state), ("stored", stored)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{where}: {name} must be a Tensor, got {type(x).__name__}")
+        if x.is_nested or x.layout is not torch.strided:
+            raise TypeError(f"{where}: {name} must be a dense tensor, got {x.layout}")
+    if state.dtype not in _DTYPES:
+        raise TypeError(
+            f"{where}: state must be float32, float64, bfloat16 or float16, got {state.dtype}"
+        )
+    if state.ndim not in _SHAPES:
+        raise ValueError(
+            f"{where}: state must be [L, D], [B, L, D] or [B, H, L, D], got {_of(state)}"
+        )
+    _check_like("stored", where, stored, state)
+    batch, heads = lifted(state).shape[:2]
+    if (
+        stored.ndim != state.ndim
+        or stored.shape[-1] != state.shape[-1]
+        or lifted(stored).shape[0] not in (1, batch)
+        or lifted(stored).shape[1] != heads
+    ):
+        want = _SHAPES[state.ndim].replace("L", "N")
+        raise ValueError(
+            f"{where}: stored must be {want}{' (B may be 1)' if state.ndim > 2 else ''}, "
+            f"got {_of(stored)} with a state {_of(state)}"
+        )
+
+
+def check_beta(where: str, beta: Any, state: Tensor) -> tuple[float, Tensor | None]:
+    """The number beta; or 1 and the tensor."""
+    if beta is None:
+        return 1.0 / math.sqrt(max(state.shape[-1], 1)), None
+    if isinstance(beta, Tensor):
+        if not beta.is_floating_point():
+            raise TypeError(f"{where}: beta must be floating, got {beta.dtype}")
+        heads = lifted(state).shape[1]
+        if beta.ndim > 1 or (beta.ndim == 1 and beta.shape[0] != heads):
+            raise ValueError(f"{where}: beta must be [] or [H] = ({heads},), got {_of(beta)}")
+        if beta.device != state.device:
+            raise ValueError(f"{where}: beta is on {beta.device}, but state is on {state.device}")
+        return 1.0, beta
+    if isinstance(beta, bool) or not isinstance(beta, (int, float, torch.SymFloat)):
+        raise TypeError(f"{where}: beta must be a number or a Tensor, got {type(beta).__name__}")
+    if not 0.0 < beta < math.inf:
+        raise ValueError(f"{where}: beta must be positive and finite, got {beta}")
+    return float(beta), None
+
+
+def lifted_mask(where: str, mask: Any, state: Tensor, stored: Tensor) -> Tensor:
+    """The mask as [B|1, H|1, L|1, N|1]."""
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"{where}: attn_mask must be a Tensor, got {type(mask).__name__}")
+    if mask.is_nested or mask.layout is not torch.strided:
+        raise TypeError(f"{where}: attn_mask must be a dense tensor, got {mask.layout}")
+    if mask.dtype not in (torch.bool, state.dtype, torch.float32):
+        raise TypeError(
+            f"{where}: attn_mask must be bool, of state's dtype {state.dtype} or float32, "
+            f"got {mask.dtype}"
+        )
+    if mask.device != state.device:
+        raise ValueError(f"{where}: attn_mask is on {mask.device}, but state is on {state.device}")
+    scores = (*state.shape[:-1], stored.shape[-2])
+    pairs = zip(reversed(mask.shape), reversed(scores), strict=False)
+    if mask.ndim > len(scores) or [n for n, m in pairs if n != 1 and n != m]:
+        raise ValueError(
+            f"{where}: attn_mask must be broadcastable to the scores {scores}, got {_of(mask)}"
+        )
+    if mask.dtype in (torch.float16, torch.bfloat16):
+        (mask,) = autocast(mask)
+    return lifted(mask[(None,) * (len(scores) - mask.ndim)])
+
+
+def _check_options(steps_max: Any, eps: Any, stop: Any, grad: Any) -> None:
+    if steps_max is not None:
+        if isinstance(steps_max, bool) or not isinstance(steps_max, (int, torch.SymInt)):
+            raise TypeError(
+                f"{_NAME}: update_steps_max must be an int or None, got {type(steps_max).__name__}"
+            )
+        if steps_max < 0:
+            raise ValueError(f"{_NAME}: update_steps_max must not be negative, got {steps_max}")
+    if isinstance(eps, bool) or not isinstance(eps, (int, float, torch.SymFloat)):
+        raise TypeError(f"{_NAME}: update_steps_eps must be a number, got {type(eps).__name__}")
+    if not 0.0 <= eps < math.inf:
+        raise ValueError(f"{_NAME}: update_steps_eps must not be negative, got {eps}")
+    for name, given, allowed in (("stop", stop, _STOPS), ("grad", grad, _GRADS)):
+        if given not in allowed:
+            raise ValueError(f"{_NAME}: {name} must be one of {', '.join(allowed)}, got {given!r}")
+
+
+def _check_projection(projection: Any, stored: Tensor) -> None:
+    if not isinstance(projection, Tensor):
+        raise TypeError(f"{_NAME}: projection must be a Tensor, got {type(projection).__name__}")
+    if projection.is_nested or projection.layout is not torch.strided:
+        raise TypeError(f"{_NAME}: projection must be a dense tensor, got {projection.layout}")
+    _check_like("projection", _NAME, projection, stored)
+    if projection.shape[:-1] != stored.shape[:-1]:
+        raise ValueError(
+            f"{_NAME}: projection must have the shape of stored, {_of(stored)}, but for its last "
+            f"dimension, got {_of(projection)}"
+        )
+
+
+def _check_like(name: str, where: str, x: Tensor, state: Tensor) -> None:
+    if x.dtype != state.dtype:
+        raise TypeError(f"{where}: {name} must have state's dtype {state.dtype}, got {x.dtype}")
+    if x.device != state.device:
+        raise ValueError(f"{where}: {name} is on {x.device}, but state is on {state.device}")
+
+
+def _of(x: Tensor) -> tuple[int, ...]:
+    return tuple(x.shape)

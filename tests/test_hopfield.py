@@ -1,0 +1,440 @@
+"""hopfield_retrieve and hopfield_energy: what they mean, on every backend and instruction set."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import fastattn
+from fastattn import hopfield_energy, hopfield_retrieve
+from fastattn.testing import Target, targets
+
+
+@pytest.fixture(params=[*targets(), Target("reference")], ids=str)
+def engine(request: pytest.FixtureRequest) -> Iterator[Target]:
+    """Every backend, on each of its instruction sets; fresh memory is NaN."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        with fastattn.use_backend(request.param.backend), request.param.active():
+            yield request.param
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def normal(*shape: int, generator: torch.Generator) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+
+def plain(state: Tensor, stored: Tensor, value: Tensor, beta: float, steps: int) -> Tensor:
+    """The equations of the paper."""
+    xi = state
+    for _ in range(steps):
+        xi = torch.softmax(beta * (xi @ stored.mT), -1) @ stored
+    return torch.softmax(beta * (xi @ stored.mT), -1) @ value
+
+
+def test_one_step_by_hand(engine: Target) -> None:
+    """Scores 0 and log 3: weights 1/4, 3/4; then 0 and 3/4 log 3."""
+    stored = torch.tensor([[0.0], [1.0]], dtype=torch.float64)
+    state = torch.tensor([[math.log(3.0)]], dtype=torch.float64)
+    assert hopfield_retrieve(state, stored, beta=1.0, update_steps_max=0).item() == 0.75
+    out = hopfield_retrieve(state, stored, beta=1.0, update_steps_max=1, update_steps_eps=0.0)
+    torch.testing.assert_close(out.item(), 1 / (1 + math.exp(-0.75)))
+
+
+@pytest.mark.parametrize("queries", [1, 3, 7, 40])
+@pytest.mark.parametrize("shared", [False, True])
+def test_follows_the_equations(
+    engine: Target, queries: int, shared: bool, generator: torch.Generator
+) -> None:
+    def draw(*shape: int) -> Tensor:
+        return normal(*shape, generator=generator).requires_grad_()
+
+    stored, value = (draw(1 if shared else 3, 2, 9, 5) for _ in range(2))
+    inputs = [draw(3, 2, queries, 5), stored, value]
+    got = hopfield_retrieve(*inputs, beta=0.7, update_steps_max=3, update_steps_eps=0.0)
+    want = plain(*inputs, 0.7, 3)
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
+    weight = normal(*got.shape, generator=generator)
+    grads = torch.autograd.grad((got * weight).sum(), inputs)
+    wanted = torch.autograd.grad((want * weight).sum(), inputs)
+    for grad, expected in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(grad, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_without_steps_it_is_attention(engine: Target, generator: torch.Generator) -> None:
+    x = normal(2, 3, 5, 4, generator=generator)
+    got, weights = hopfield_retrieve(x, x, beta=0.3, update_steps_max=0, need_weights=True)
+    want, expected = fastattn.scaled_dot_product_attention(x, x, x, scale=0.3, need_weights=True)
+    assert torch.equal(got, want)
+    assert torch.equal(weights, expected)
+
+
+def test_shapes(engine: Target, generator: torch.Generator) -> None:
+    state, stored = normal(2, 3, 4, 5, generator=generator), normal(2, 3, 6, 5, generator=generator)
+    value = normal(2, 3, 6, 7, generator=generator)
+    whole = hopfield_retrieve(state, stored, value, need_weights=True, need_steps=True)
+    assert [tuple(x.shape) for x in whole] == [(2, 3, 4, 7), (2, 3, 4, 6), (2, 3, 4)]
+    for index in ((slice(None), 1), (1, 1)):
+        part = hopfield_retrieve(
+            state[index], stored[index], value[index], need_weights=True, need_steps=True
+        )
+        for x, y in zip(part, whole, strict=True):
+            torch.testing.assert_close(x, y[index])
+
+
+def test_rests_at_a_solution(engine: Target, generator: torch.Generator) -> None:
+    """Well separated patterns are solutions but for what the others add."""
+    stored = torch.eye(8, dtype=torch.float64)
+    state = stored[:3] + 0.2 * normal(3, 8, generator=generator)
+    for eps in (1e-2, 1e-6, 0.0):
+        out, steps = hopfield_retrieve(
+            state, stored, beta=20.0, update_steps_eps=eps, need_steps=True
+        )
+        torch.testing.assert_close(out, stored[:3], rtol=0, atol=1e-5)
+        assert 1 <= steps.min() <= steps.max() < 20
+
+
+def test_counts_the_steps(engine: Target, generator: torch.Generator) -> None:
+    """As a loop that looks at every step does."""
+    state, stored = normal(2, 9, 4, generator=generator), normal(2, 12, 4, generator=generator)
+    for limit in (None, 1, 4):
+        _, steps = hopfield_retrieve(
+            state, stored, beta=1.5, update_steps_max=limit, update_steps_eps=1e-3, need_steps=True
+        )
+        for b in range(2):
+            for i in range(9):
+                xi, count = state[b, i], 0
+                while count != limit:
+                    new = torch.softmax(1.5 * (stored[b] @ xi), -1) @ stored[b]
+                    count, by, xi = count + 1, torch.linalg.vector_norm(new - xi), new
+                    if by <= 1e-3:
+                        break
+                assert steps[b, i] == count
+
+
+@pytest.mark.parametrize("queries", [3, 20])
+def test_stop_of_a_head(engine: Target, queries: int, generator: torch.Generator) -> None:
+    """All of a head stop together: by the norm over all of their steps, of no other head."""
+    state = normal(3, 2, queries, 4, generator=generator)
+    for stored in (normal(b, 2, 12, 4, generator=generator) for b in (3, 1)):
+        out, steps = hopfield_retrieve(
+            state, stored, beta=1.5, update_steps_eps=1e-3, stop="head", need_steps=True
+        )
+        for b in range(3):
+            for h in range(2):
+                x, xi, count = stored[b % stored.shape[0], h], state[b, h], 0
+                while True:
+                    new = torch.softmax(1.5 * (xi @ x.mT), -1) @ x
+                    count, by, xi = count + 1, torch.linalg.vector_norm(new - xi), new
+                    if by <= 1e-3:
+                        break
+                assert (steps[b, h] == count).all()
+                torch.testing.assert_close(out[b, h], plain(xi, x, x, 1.5, 0))
+
+
+@pytest.mark.parametrize("queries", [2, 40])
+def test_a_query_does_not_depend_on_the_others(
+    engine: Target, queries: int, generator: torch.Generator
+) -> None:
+    state = normal(4, 2, queries, 6, generator=generator).float()
+    stored = normal(4, 2, 30, 6, generator=generator).float()
+    whole, steps = hopfield_retrieve(state, stored, beta=1.2, need_steps=True)
+    assert steps.max() > steps.min()
+    for b in range(4):
+        one = hopfield_retrieve(state[b : b + 1], stored[b : b + 1], beta=1.2)
+        if engine.backend == "cpu":
+            assert torch.equal(one[0], whole[b])
+        torch.testing.assert_close(one[0], whole[b], rtol=1e-4, atol=1e-5)
+    order = torch.randperm(queries, generator=generator)
+    mixed = hopfield_retrieve(state[:, :, order], stored, beta=1.2)
+    if engine.backend == "cpu":
+        assert torch.equal(mixed, whole[:, :, order])
+
+
+def test_masks_exclude(engine: Target, generator: torch.Generator) -> None:
+    """What is masked is not read, not even NaN; and a query that sees nothing is 0."""
+    for queries in (2, 9):
+        clean = normal(2, 1, 7, 5, generator=generator)
+        mask = torch.rand(2, 1, queries, 7, generator=generator) < 0.6
+        mask[..., 0], mask[..., 1] = True, False
+        mask[0, 0, 0] = False
+        dirty = clean.clone()
+        dirty[:, :, 1] = math.nan
+        state = normal(2, 1, queries, 5, generator=generator).requires_grad_()
+        results = []
+        for stored in (clean, dirty):
+            stored = stored.clone().requires_grad_()
+            out = hopfield_retrieve(state, stored, attn_mask=mask, update_steps_max=3)
+            grads = torch.autograd.grad(out.sin().sum(), (state, stored))
+            results.append((out, *grads))
+            assert not out[0, 0, 0].any()
+            assert all(torch.isfinite(x).all() for x in results[-1])
+        for x, y in zip(*results, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-13)
+        seen = torch.softmax((state @ clean.mT * 5**-0.5).masked_fill(~mask, -math.inf), -1)
+        got = hopfield_retrieve(state, clean, attn_mask=mask, update_steps_max=0)
+        torch.testing.assert_close(got, torch.nan_to_num(seen) @ clean)
+
+
+@pytest.mark.parametrize("grad", ["unroll", "one_step", "implicit"])
+@pytest.mark.parametrize("queries", [2, 6])
+def test_gradients(grad: str, queries: int, backend: str, generator: torch.Generator) -> None:
+    """By finite differences: of the solution, where the derivative is implicit."""
+    state = 0.3 * normal(1, 1, queries, 3, generator=generator)
+    stored = (0.5 * normal(1, 1, 4, 3, generator=generator)).requires_grad_()
+    bias = normal(queries, 4, generator=generator).requires_grad_()
+    beta = torch.tensor([0.6], dtype=torch.float64, requires_grad=True)
+    if grad == "one_step":  # the derivative of one step from where the others led
+        with torch.no_grad():
+            x, b = stored[0, 0], bias
+            before = state[0, 0]
+            for _ in range(2):
+                before = torch.softmax(beta * (before @ x.mT) + b, -1) @ x
+
+    def f(stored: Tensor, bias: Tensor, beta: Tensor) -> Tensor:
+        return hopfield_retrieve(  # type: ignore[no-any-return]
+            state,
+            stored,
+            beta=beta,
+            attn_mask=bias,
+            grad=grad,
+            update_steps_max=None if grad == "implicit" else 3,
+            update_steps_eps=1e-11 if grad == "implicit" else 0.0,
+        )
+
+    if grad != "one_step":
+        assert torch.autograd.gradcheck(f, (stored, bias, beta), fast_mode=True)
+        assert torch.autograd.gradgradcheck(f, (stored, bias, beta), fast_mode=True)
+        return
+
+    def last(stored: Tensor, bias: Tensor, beta: Tensor) -> Tensor:
+        x = stored[0, 0]
+        xi = torch.softmax(beta * (before @ x.mT) + bias, -1) @ x
+        return torch.softmax(beta * (xi @ x.mT) + bias, -1) @ x
+
+    got, want = f(stored, bias, beta)[0, 0], last(stored, bias, beta)
+    torch.testing.assert_close(got, want)
+    pairs = (torch.autograd.grad(x.sin().sum(), (stored, bias, beta)) for x in (got, want))
+    for a, b in zip(*pairs, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_gradient_of_the_state(engine: Target, generator: torch.Generator) -> None:
+    """Where a state begins moves the result of the steps, and not that of the solution."""
+    stored = normal(5, 4, generator=generator)
+    state = (0.1 * normal(3, 4, generator=generator)).requires_grad_()
+    for grad, zero in (("unroll", False), ("one_step", True), ("implicit", True)):
+        out = hopfield_retrieve(state, stored, beta=0.5, grad=grad)
+        (gradient,) = torch.autograd.grad(out.sum(), state)
+        assert (not gradient.any()) == zero
+
+
+def test_implicit_falls_back_to_unrolling(engine: Target, generator: torch.Generator) -> None:
+    """Where a query still moves, and at a saddle, where 1 - J is not positive definite."""
+    stored = normal(9, 4, generator=generator).requires_grad_()
+    state = normal(3, 4, generator=generator)
+    results = []
+    for grad in ("unroll", "implicit"):
+        out = hopfield_retrieve(state, stored, beta=1.0, update_steps_max=2, grad=grad)
+        results.append(torch.autograd.grad(out.sin().sum(), stored)[0])
+    assert torch.equal(*results)
+
+    saddle = torch.tensor([[1.0], [-1.0]], dtype=torch.float64, requires_grad=True)
+    middle = torch.zeros(1, 1, dtype=torch.float64)
+    results = []
+    for grad in ("unroll", "implicit"):
+        out, steps = hopfield_retrieve(middle, saddle, beta=4.0, grad=grad, need_steps=True)
+        assert steps.item() == 1
+        results.append(torch.autograd.grad(out.sum(), saddle)[0])
+    assert results[0].abs().sum() > 0
+    torch.testing.assert_close(*results)
+
+
+def test_a_beta_for_each_head(engine: Target, generator: torch.Generator) -> None:
+    state, stored = normal(2, 3, 4, 5, generator=generator), normal(2, 3, 6, 5, generator=generator)
+    beta = torch.tensor([0.3, 1.0, 2.0], dtype=torch.float64)
+    whole = hopfield_retrieve(state, stored, beta=beta, update_steps_max=4)
+    for h in range(3):
+        one = hopfield_retrieve(state[:, h], stored[:, h], beta=beta[h].item(), update_steps_max=4)
+        torch.testing.assert_close(whole[:, h], one)
+
+
+def test_sizes_may_be_zero(engine: Target) -> None:
+    for batch, queries, rows, width in ((0, 2, 3, 4), (2, 0, 3, 4), (2, 2, 0, 4), (2, 2, 3, 0)):
+        state = torch.ones(batch, 2, queries, width, requires_grad=True)
+        for of in {1, batch}:
+            stored = torch.ones(of, 2, rows, width, requires_grad=True)
+            for grad in ("unroll", "one_step", "implicit"):
+                out = hopfield_retrieve(state, stored, beta=0.5, grad=grad)
+                assert out.shape == state.shape
+                grads = torch.autograd.grad(out.sum(), (state, stored), allow_unused=True)
+                assert all(g is None or torch.isfinite(g).all() for g in grads)
+
+
+def test_nan_comes_to_rest(engine: Target) -> None:
+    """It does not search for ever."""
+    state, stored = torch.zeros(2, 3), torch.ones(4, 3)
+    state[0] = math.nan
+    out = hopfield_retrieve(state, stored, beta=1.0)
+    assert out[0].isnan().all()
+    assert torch.isfinite(out[1]).all()
+
+
+def test_dropout_is_where_the_state_is_read(engine: Target, generator: torch.Generator) -> None:
+    x = normal(1, 2, 30, 5, generator=generator)
+    torch.manual_seed(3)
+    whole, weights = hopfield_retrieve(x, x, beta=3.0, dropout_p=0.5, need_weights=True)
+    kept, steady = hopfield_retrieve(x, x, beta=3.0, need_weights=True)
+    assert ((weights == 0) | ((weights / steady - 2).abs() < 1e-2)).all()
+    assert not torch.allclose(whole, kept)
+
+
+# --- the energy ----------------------------------------------------------------------------------
+
+
+def test_energy_by_hand(engine: Target) -> None:
+    stored = torch.tensor([[1.0, 0.0], [0.0, 2.0]], dtype=torch.float64)
+    state = torch.tensor([[3.0, 0.5]], dtype=torch.float64)
+    lse = math.log(math.exp(0.5 * 3.0) + math.exp(0.5 * 1.0))
+    want = -lse / 0.5 + (9 + 0.25) / 2 + math.log(2) / 0.5 + 4 / 2
+    torch.testing.assert_close(hopfield_energy(state, stored, beta=0.5).item(), want)
+
+
+def test_energy_of_what_is_seen(engine: Target, generator: torch.Generator) -> None:
+    stored = normal(2, 6, 4, generator=generator)
+    state = normal(2, 3, 4, generator=generator)
+    mask = torch.ones(2, 3, 6, dtype=torch.bool)
+    mask[0, 0, 4:] = False
+    mask[1, 1] = False
+    energy = hopfield_energy(state, stored, beta=0.8, attn_mask=mask)
+    assert energy[1, 1] == math.inf
+    part = hopfield_energy(state[0, :1], stored[0, :4], beta=0.8)
+    torch.testing.assert_close(energy[0, :1], part)
+    bias = torch.where(mask, 0.0, -math.inf).double()
+    torch.testing.assert_close(hopfield_energy(state, stored, beta=0.8, attn_mask=bias), energy)
+
+
+def test_a_step_goes_down_the_gradient(engine: Target, generator: torch.Generator) -> None:
+    """grad E = xi - f(xi), for a number and for a beta of each head."""
+    state = normal(2, 3, 5, 4, generator=generator).requires_grad_()
+    stored = normal(2, 3, 7, 4, generator=generator)
+    for beta in (0.8, torch.tensor([0.5, 1.0, 3.0], dtype=torch.float64)):
+        energy = hopfield_energy(state, stored, beta=beta)
+        (gradient,) = torch.autograd.grad(energy.sum(), state)
+        step = hopfield_retrieve(state, stored, beta=beta, update_steps_max=0)
+        torch.testing.assert_close(gradient, state - step)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    width=st.integers(1, 20),
+    rows=st.integers(1, 40),
+    queries=st.integers(1, 12),
+    beta=st.floats(0.05, 30.0),
+    size=st.floats(0.1, 5.0),
+)
+def test_energy_never_increases(
+    seed: int, width: int, rows: int, queries: int, beta: float, size: float
+) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    state = size * normal(queries, width, generator=draw)
+    stored = size * normal(rows, width, generator=draw)
+    before = hopfield_energy(state, stored, beta=beta)
+    scale = before.abs().max() + state.square().sum(-1).max() + stored.square().sum(-1).max()
+    for _ in range(6):
+        state = hopfield_retrieve(state, stored, beta=beta, update_steps_max=0)
+        after = hopfield_energy(state, stored, beta=beta)
+        assert (after <= before + 1e-13 * (scale + 1 / beta)).all()
+        assert (after >= -1e-13 * (scale + 1 / beta)).all()  # the paper's lemma A1
+        before = after
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    rows=st.integers(1, 40),
+    queries=st.integers(1, 12),
+    grad=st.sampled_from(["unroll", "one_step"]),
+)
+def test_the_order_of_the_patterns_does_not_matter(
+    seed: int, rows: int, queries: int, grad: str
+) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    state = normal(queries, 5, generator=draw)
+    stored = normal(rows, 5, generator=draw).requires_grad_()
+    order = torch.randperm(rows, generator=draw)
+    options: dict[str, Any] = {"beta": 0.7, "update_steps_max": 3, "grad": grad}
+    out = hopfield_retrieve(state, stored, **options)
+    mixed = hopfield_retrieve(state, stored[order], **options)
+    torch.testing.assert_close(out, mixed)
+    grads = (torch.autograd.grad(x.sin().sum(), stored)[0] for x in (out, mixed))
+    torch.testing.assert_close(*grads, rtol=1e-9, atol=1e-11)
+
+
+# --- what is refused ---------------------------------------------------------------------------
+
+
+def test_explain_names_the_backend() -> None:
+    x = torch.zeros(2, 3)
+    assert fastattn.explain("hopfield_retrieve", x, x).op == "hopfield_retrieve"
+    attention = fastattn.explain("hopfield_retrieve", x, x, update_steps_max=0)
+    assert attention.op == "scaled_dot_product_attention"
+
+
+@pytest.mark.parametrize("name", ["hopfield", "hopfield_energy"])
+def test_documented_examples(name: str) -> None:
+    result = doctest.testmod(importlib.import_module(f"fastattn.ops.{name}"))
+    assert (result.failed, result.attempted > 0) == (0, True)
+
+
+S, X = torch.zeros(2, 3, 4), torch.zeros(2, 6, 4)
+BAD = [
+    (([1.0], X), {}, TypeError, "state must be a Tensor, got list"),
+    ((S.long(), X), {}, TypeError, "state must be float32, float64, bfloat16 or float16"),
+    ((torch.zeros(4), X), {}, ValueError, r"state must be \[L, D\], \[B, L, D\] or \[B, H, L, D\]"),
+    ((S, X.double()), {}, TypeError, "stored must have state's dtype torch.float32"),
+    ((S, X.to("meta")), {}, ValueError, "stored is on meta, but state is on cpu"),
+    ((S, X[0]), {}, ValueError, r"stored must be \[B, N, D\] \(B may be 1\), got \(6, 4\)"),
+    ((S, torch.zeros(3, 6, 4)), {}, ValueError, "stored must be"),
+    ((S, torch.zeros(2, 6, 5)), {}, ValueError, "stored must be"),
+    ((S, X, 1.0), {}, TypeError, "projection must be a Tensor, got float"),
+    ((S, X, torch.zeros(2, 5, 4)), {}, ValueError, "projection must have the shape of stored"),
+    ((S, X), {"beta": "1"}, TypeError, "beta must be a number or a Tensor, got str"),
+    ((S, X), {"beta": 0.0}, ValueError, "beta must be positive and finite, got 0.0"),
+    ((S, X), {"beta": math.nan}, ValueError, "beta must be positive and finite, got nan"),
+    ((S, X), {"beta": torch.ones(3)}, ValueError, r"beta must be \[\] or \[H\] = \(1,\)"),
+    ((S, X), {"beta": torch.ones(1).long()}, TypeError, "beta must be floating"),
+    ((S, X), {"update_steps_max": -1}, ValueError, "update_steps_max must not be negative, got -1"),
+    ((S, X), {"update_steps_max": 1.5}, TypeError, "update_steps_max must be an int or None"),
+    ((S, X), {"update_steps_eps": -1.0}, ValueError, "update_steps_eps must not be negative"),
+    ((S, X), {"update_steps_eps": None}, TypeError, "update_steps_eps must be a number"),
+    ((S, X), {"stop": "batch"}, ValueError, "stop must be one of query, head, got 'batch'"),
+    ((S, X), {"grad": "none"}, ValueError, "grad must be one of unroll, implicit, one_step"),
+    (
+        (S, X),
+        {"attn_mask": torch.ones(3, 6).int()},
+        TypeError,
+        "attn_mask must be bool, of state's",
+    ),
+    ((S, X), {"attn_mask": torch.ones(3, 5)}, ValueError, "attn_mask must be broadcastable"),
+    ((S, X), {"need_steps": 1}, TypeError, "need_steps must be a bool, got int"),
+]
+
+
+@pytest.mark.parametrize(("args", "options", "error", "message"), BAD)
+def test_bad_input_is_named(
+    args: Any, options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=f"hopfield_retrieve: {message}"):
+        hopfield_retrieve(*args, **options)

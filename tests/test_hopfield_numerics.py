@@ -1,0 +1,251 @@
+"""hopfield_retrieve: every kernel against extended precision, in hostile memory; transforms."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fastattn
+from fastattn import hopfield_energy, hopfield_retrieve
+from fastattn.testing import Target
+from fastattn.testing.hopfield import (
+    HOPFIELD_CASES,
+    HopfieldCase,
+    check_hopfield,
+    make_hopfield_inputs,
+    retrieved_with_gradients,
+)
+from fastattn.testing.memory import LAYOUTS, Watch
+
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+pytestmark = pytest.mark.filterwarnings("ignore::fastattn.FallbackWarning")
+
+
+@pytest.mark.parametrize("case", HOPFIELD_CASES, ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_within_the_bound(target: Target, case: HopfieldCase, dtype: torch.dtype) -> None:
+    verdict = check_hopfield(case, dtype, target)
+    assert verdict.deviations
+    assert not verdict.faults, verdict.faults
+
+
+# Groups shared among threads, chunks of one memory, panels of queries.
+SCHEDULES = [
+    HopfieldCase(batch=20, queries=1, rows=50, width=20),
+    HopfieldCase(batch=1, heads=1, queries=2, rows=2500, width=40, mask="LN"),
+    HopfieldCase(batch=90, heads=1, queries=1, rows=1100, width=24, shared=True),
+    HopfieldCase(queries=70, rows=300, width=33, bias="BHLN"),
+]
+
+
+@pytest.mark.parametrize("case", SCHEDULES, ids=str)
+def test_threads_give_the_same_bits(target: Target, case: HopfieldCase) -> None:
+    inputs = make_hopfield_inputs(case, torch.float32)
+    inputs.options["update_steps_eps"] = 0.3  # so that some rest before others
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 3, 2):
+            torch.set_num_threads(threads)
+            results.append(retrieved_with_gradients(inputs))
+    finally:
+        torch.set_num_threads(before)
+    for other in results[1:]:
+        for name, x in other.items():
+            assert torch.equal(x, results[0][name]), name
+
+
+LAID = [
+    HopfieldCase(queries=3, rows=20, width=18, bias="BHLN", projection=True),
+    HopfieldCase(queries=9, rows=40, width=13, mask="BHLN"),
+]
+
+
+@pytest.mark.parametrize("case", LAID, ids=["stream", "panels"])
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if not name.startswith("expanded")])
+def test_any_strides(layout: str, case: HopfieldCase) -> None:
+    for dtype, close in ((torch.float32, 1e-5), (torch.float16, 4e-3)):  # attention has two kernels
+        want = retrieved_with_gradients(make_hopfield_inputs(case, dtype))
+        inputs = make_hopfield_inputs(case, dtype, layout)
+        watch = Watch(**{n: x for n, x in inputs.tensors.items() if isinstance(x, Tensor)})
+        got = retrieved_with_gradients(inputs)
+        assert not watch.written()
+        for name, x in got.items():
+            torch.testing.assert_close(x, want[name], rtol=close, atol=close)
+
+
+def test_nothing_is_read_past_the_end(target: Target) -> None:
+    """Every tensor ends where memory ends: one read more and the child dies."""
+
+    def child() -> None:
+        torch.set_num_threads(1)
+        for case in (*LAID, *SCHEDULES[2:], *HOPFIELD_CASES[:2], HOPFIELD_CASES[-1]):
+            for dtype in (torch.float32, torch.float16):
+                retrieved_with_gradients(make_hopfield_inputs(case, dtype, fence=True))
+        os._exit(0)
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    process.join(120)
+    if process.exitcode is None:
+        process.kill()
+    assert process.exitcode == 0
+
+
+GRADS = ("unroll", "one_step", "implicit")
+
+# --- transforms ----------------------------------------------------------------------------------
+
+
+def normal(*shape: int, generator: torch.Generator) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+
+@pytest.fixture(params=GRADS)
+def retrieve(request: pytest.FixtureRequest) -> Any:
+    def function(state: Tensor, stored: Tensor, beta: Tensor, bias: Tensor) -> Tensor:
+        return hopfield_retrieve(  # type: ignore[no-any-return]
+            state, stored, beta=beta, attn_mask=bias, grad=request.param, update_steps_eps=1e-9
+        )
+
+    return function
+
+
+@pytest.fixture
+def inputs(generator: torch.Generator) -> tuple[Tensor, ...]:
+    state = normal(2, 2, 3, 4, generator=generator)
+    stored = 0.6 * normal(2, 2, 5, 4, generator=generator)
+    beta = torch.tensor([0.5, 0.7], dtype=torch.float64)
+    return state, stored, beta, 0.3 * normal(3, 5, generator=generator)
+
+
+def test_compiles_without_a_break(backend: str, retrieve: Any, inputs: tuple[Tensor, ...]) -> None:
+    torch._dynamo.reset()
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    got = torch.compile(retrieve, fullgraph=True, backend="aot_eager")(*leaves)
+    want = retrieve(*leaves)
+    torch.testing.assert_close(got, want)
+    grads, expected = (
+        torch.autograd.grad(x.sin().sum(), leaves, allow_unused=True) for x in (got, want)
+    )
+    for grad, other in zip(grads, expected, strict=True):
+        torch.testing.assert_close(grad, other)
+
+
+def test_compiles_with_patterns_for_all(backend: str, inputs: tuple[Tensor, ...]) -> None:
+    torch._dynamo.reset()
+
+    def f(state: Tensor, stored: Tensor) -> Tensor:
+        out, steps = hopfield_retrieve(state, stored, beta=0.5, stop="head", need_steps=True)
+        return out * steps[..., None] + hopfield_energy(out, stored)[..., None]
+
+    compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
+    one = inputs[1][:1]
+    torch.testing.assert_close(compiled(inputs[0], one), f(inputs[0], one))
+
+
+def test_exports(inputs: tuple[Tensor, ...]) -> None:
+    class Model(torch.nn.Module):
+        def forward(self, state: Tensor, stored: Tensor) -> Tensor:
+            return hopfield_retrieve(state, stored, beta=0.5)  # type: ignore[no-any-return]
+
+    exported = torch.export.export(Model(), inputs[:2]).module()
+    torch.testing.assert_close(exported(*inputs[:2]), Model()(*inputs[:2]))
+
+
+@pytest.mark.parametrize("mapped", [(0, 0, 0, 0), (0, None, None, None), (None, 1, None, 0)])
+def test_vmap(
+    backend: str, retrieve: Any, inputs: tuple[Tensor, ...], mapped: tuple[int | None, ...]
+) -> None:
+    many = [
+        x if dim is None else torch.stack([x, 0.5 * x, x.flip(-1)], dim)
+        for x, dim in zip(inputs, mapped, strict=True)
+    ]
+    got = torch.vmap(retrieve, in_dims=mapped)(*many)
+    for i in range(3):
+        one = [x if dim is None else x.select(dim, i) for x, dim in zip(many, mapped, strict=True)]
+        torch.testing.assert_close(got[i], retrieve(*one))
+
+
+def test_per_sample_gradients(backend: str, retrieve: Any, inputs: tuple[Tensor, ...]) -> None:
+    state, stored, beta, bias = inputs
+    examples = torch.stack([state, -state, state + 1])
+
+    def loss(stored: Tensor, state: Tensor) -> Tensor:
+        return retrieve(state, stored, beta, bias).sin().sum()
+
+    got = torch.vmap(torch.func.grad(loss), in_dims=(None, 0))(stored, examples)
+    for i in range(3):
+        torch.testing.assert_close(got[i], torch.func.grad(loss)(stored, examples[i]))
+
+
+@pytest.mark.parametrize("grad", GRADS)
+def test_hessian(grad: str, inputs: tuple[Tensor, ...]) -> None:
+    state, stored = (x[:1, :1] for x in inputs[:2])
+
+    def loss(stored: Tensor) -> Tensor:
+        out = hopfield_retrieve(state, stored, beta=0.5, grad=grad, update_steps_eps=1e-9)
+        return out.sum()  # type: ignore[no-any-return]
+
+    hessian = torch.func.jacrev(torch.func.grad(loss))(stored).view(20, 20)
+    assert torch.isfinite(hessian).all()
+    if grad != "one_step":  # that is the gradient of no function
+        torch.testing.assert_close(hessian, hessian.mT, rtol=1e-5, atol=1e-7)
+
+
+def test_forward_mode(inputs: tuple[Tensor, ...]) -> None:
+    state, stored = inputs[:2]
+
+    def f(stored: Tensor) -> Tensor:
+        return hopfield_retrieve(state, stored, beta=0.5)  # type: ignore[no-any-return]
+
+    out, derivative = torch.func.jvp(f, (stored,), (torch.ones_like(stored),))
+    torch.testing.assert_close(out, f(stored))
+    jacobian = torch.func.jacrev(f)(stored)
+    torch.testing.assert_close(derivative, jacobian.sum((-1, -2, -3, -4)))
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_operator_is_registered_rightly(backend: str, requires_grad: bool) -> None:
+    operator = torch.ops.fastattn.hopfield_retrieve.default
+    for dtype, grads in ((torch.float32, GRADS), (torch.bfloat16, GRADS[:1])):
+
+        def draw(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+            return torch.randn(*shape).to(dtype).requires_grad_(requires_grad)
+
+        state, stored = draw(2, 3, 4), draw(2, 5, 4)
+        mask = torch.ones(2, 1, 5, dtype=torch.bool)
+        for grad in grads:
+            options = (0.5, 2, 0.0, 1, False, grad, "")
+            torch.library.opcheck(operator, (state, stored, None, mask, None, *options))
+            if grad == "implicit":
+                keys = stored.detach().clone().requires_grad_(requires_grad)
+                torch.library.opcheck(
+                    operator, (state, stored, keys, None, draw(1, 3, 5), *options)
+                )
+
+
+def test_autocast() -> None:
+    state, stored = torch.randn(2, 3), torch.randn(4, 3)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = hopfield_retrieve(state, stored)
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(out, hopfield_retrieve(state.bfloat16(), stored.bfloat16()))
+
+
+def test_what_is_saved_does_not_grow_with_the_steps() -> None:
+    state, stored = torch.randn(1, 1, 4, 3, requires_grad=True), torch.randn(1, 1, 50, 3)
+    sizes = []
+    for steps in (1, 40):
+        saved: list[Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda s: s):
+            fastattn.hopfield_retrieve(
+                state, stored, beta=0.1, update_steps_max=steps, update_steps_eps=0.0
+            )
+        sizes.append(sum(x.numel() for x in saved))
+    assert sizes[0] == sizes[1]
