@@ -1,7 +1,11 @@
 """Modules: drop-in replacements for those of ``torch.nn``, on fused kernels."""
 
+from fastattn.nn._head_network import HeadNetwork
 from fastattn.nn.additive import AdditiveAttention, BahdanauAttention
+from fastattn.nn.hopfield import Hopfield, HopfieldLayer, HopfieldPooling
+from fastattn.nn.luong import GlobalAttention, LuongAttention
 from fastattn.nn.memn2n import MemN2N, insert_empty_memories
+from fastattn.nn.memory import KeyValueMemory
 from fastattn.nn.mha import MultiheadAttention
 from fastattn.nn.positional import LearnedPositionalEncoding, SinusoidalPositionalEncoding
 from fastattn.nn.seq2seq import Transformer
@@ -15,7 +19,14 @@ from fastattn.nn.transformer import (
 __all__ = [
     "AdditiveAttention",
     "BahdanauAttention",
+    "GlobalAttention",
+    "HeadNetwork",
+    "Hopfield",
+    "HopfieldLayer",
+    "HopfieldPooling",
+    "KeyValueMemory",
     "LearnedPositionalEncoding",
+    "LuongAttention",
     "MemN2N",
     "MultiheadAttention",
     "SinusoidalPositionalEncoding",

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import MultiheadAttention as _Stock
 
 from fastattn.nn._cache import KeyValueCache
+from fastattn.nn._head_network import HeadNetwork
 from fastattn.nn._linear import linear
 from fastattn.nn._masks import check_mask_dtypes, is_causal_mask, merge_masks
 from fastattn.nn._nested import nested_self_attention
@@ -45,6 +46,9 @@ class MultiheadAttention(_Stock):
     - There is one path: ``need_weights=True`` stays on the fused kernel, keys hidden by
       ``key_padding_mask`` are skipped, and ``is_causal=True`` without ``attn_mask`` always raises.
     - The output is contiguous. With ``batch_first=True``, PyTorch's is so only on its fast path.
+    - ``nonlinear_heads``, by name: the hidden width of a network g of each head's own, between
+      attention and ``out_proj``: out = [g_1(head_1), …, g_H(head_H)] W_oᵀ + b_o, see
+      :class:`fastattn.nn.HeadNetwork`. None, the default, is none.
     """
 
     _watch: Callable[..., Any] | None = None  # fastattn.capture's, on the module it watches
@@ -62,6 +66,8 @@ class MultiheadAttention(_Stock):
         batch_first: bool = False,
         device: Any = None,
         dtype: Any = None,
+        *,
+        nonlinear_heads: int | None = None,
     ) -> None:
         super().__init__(
             embed_dim,
@@ -77,6 +83,9 @@ class MultiheadAttention(_Stock):
             dtype,
         )
         self.register_forward_pre_hook(keep_forward_called)
+        if nonlinear_heads is not None:
+            made = {"device": device, "dtype": dtype}
+            self.head_network = HeadNetwork(num_heads, self.head_dim, nonlinear_heads, **made)
 
     def forward(
         self,
@@ -117,7 +126,10 @@ class MultiheadAttention(_Stock):
             own = MultiheadAttention.forward
             return self._watch(own, self, query, key, value, key_padding_mask, *flags)
         check_mask_dtypes(key_padding_mask, attn_mask, query.dtype)
+        plain = self._modules.get("head_network") is None
         if query.is_nested or key.is_nested or value.is_nested:
+            if not plain:
+                raise AssertionError("nonlinear_heads does not support NestedTensor")
             masks = (key_padding_mask, attn_mask)
             return nested_self_attention(
                 self, query, key, value, *masks, need_weights, average_attn_weights
@@ -131,7 +143,7 @@ class MultiheadAttention(_Stock):
                 "You may use the Transformer module method "
                 "`generate_square_subsequent_mask` to create this mask."
             )
-        if query is key and key is value and batched and not need_weights:
+        if plain and query is key and key is value and batched and not need_weights:
             # The hint, without padding, is taken on trust.
             causal = is_causal and key_padding_mask is None
             if attn_mask is None or causal:
@@ -190,6 +202,9 @@ class MultiheadAttention(_Stock):
             bool(average_weights),
             "upper_left" if cache is None else "bottom_right",
         )
+        network = self._modules.get("head_network")  # of `nonlinear_heads`
+        if network is not None:
+            out = network(out)
         out = self._project_out(out, batch_dim)
         if not batched:
             out = out.squeeze(0)

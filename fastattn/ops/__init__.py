@@ -4,6 +4,7 @@ from fastattn.ops.additive import additive_attention
 from fastattn.ops.attention_stats import attention_stats
 from fastattn.ops.decode import decode_attention
 from fastattn.ops.encode_memory import encode_memory
+from fastattn.ops.hard import hard_attention
 from fastattn.ops.hopfield import hopfield_retrieve
 from fastattn.ops.hopfield_energy import hopfield_energy
 from fastattn.ops.luong import luong_attention
@@ -17,6 +18,7 @@ __all__ = [
     "attention_stats",
     "decode_attention",
     "encode_memory",
+    "hard_attention",
     "hopfield_energy",
     "hopfield_retrieve",
     "luong_attention",

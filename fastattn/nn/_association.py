@@ -1,0 +1,264 @@
+"""What the Hopfield modules hold in common: projections, heads, masks, and the retrieval."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from fastattn.nn._linear import linear
+from fastattn.nn._masks import merge_masks
+from fastattn.ops.hopfield import hopfield_retrieve
+
+__all__ = ["Association"]
+
+
+class Association(nn.Module):
+    """Stored patterns, states and what is read, projected to heads; the steps; the way out.
+
+    The names and shapes of the parameters are those of ``HopfieldCore`` of hflayers, so that its
+    checkpoints load. H heads of width ``head_dim`` (what is compared) and ``pattern_dim`` (what is
+    read).
+    """
+
+    in_proj_weight: Parameter | None
+    q_proj_weight: Parameter | None
+    k_proj_weight: Parameter | None
+    v_proj_weight: Parameter | None
+    in_proj_bias: Parameter | None
+    p_norm_weight: Parameter | None
+    p_norm_bias: Parameter | None
+    bias_k: Parameter | None
+    bias_v: Parameter | None
+
+    def __init__(
+        self,
+        embed_dim: int | None,
+        num_heads: int,
+        head_dim: int | None,
+        pattern_dim: int | None,
+        out_dim: int | None,
+        kdim: int | None,
+        vdim: int | None,
+        dropout: float,
+        bias: bool,
+        add_bias_kv: bool,
+        add_zero_attn: bool,
+        disable_out_projection: bool,
+        key_as_static: bool,
+        query_as_static: bool,
+        value_as_static: bool,
+        value_as_connected: bool,
+        normalize_pattern: bool,
+        normalize_pattern_affine: bool,
+        normalize_pattern_eps: float,
+        made: dict[str, Any],
+    ) -> None:
+        super().__init__()
+        static = key_as_static and query_as_static and value_as_static
+        # Nothing is projected: the widths are those of what is given.
+        self.static_execution = static and disable_out_projection and not normalize_pattern
+        if self.static_execution:
+            embed_dim = kdim = vdim = None
+        elif embed_dim is None:
+            raise ValueError("input_size is needed, unless nothing is projected")
+        if not static and head_dim is None and embed_dim is not None and embed_dim % num_heads:
+            raise ValueError(f"num_heads {num_heads} must divide input_size {embed_dim}")
+        self.num_heads, self.dropout = num_heads, dropout
+        self.embed_dim = embed_dim
+        self.kdim = embed_dim if kdim is None else kdim
+        self.vdim = embed_dim if vdim is None else vdim
+        self.out_dim = embed_dim if out_dim is None else out_dim
+        self.key_as_static, self.query_as_static = key_as_static, query_as_static
+        self.value_as_static, self.value_as_connected = value_as_static, value_as_connected
+        self.add_zero_attn, self.disable_out_projection = add_zero_attn, disable_out_projection
+        joint = self.kdim == embed_dim == self.vdim and pattern_dim is None
+        self._qkv_same_embed_dim = joint and not value_as_connected
+        if not self.static_execution:
+            assert embed_dim is not None
+            head_dim = embed_dim // num_heads if head_dim is None else head_dim
+            pattern_dim = head_dim if pattern_dim is None else pattern_dim
+            if value_as_connected and pattern_dim != head_dim:
+                raise ValueError(
+                    "pattern_size must be hidden_size where the pattern projection is connected, "
+                    f"got {pattern_dim} and {head_dim}"
+                )
+        self.head_dim, self.pattern_dim = head_dim, pattern_dim
+        self.normalize_pattern, self.normalize_pattern_eps = (
+            normalize_pattern,
+            normalize_pattern_eps,
+        )
+
+        hidden, patterns = num_heads * (head_dim or 0), num_heads * (pattern_dim or 0)
+        sizes = {
+            "q": None if query_as_static else (hidden, self.embed_dim),
+            "k": None if key_as_static else (hidden, self.kdim),
+            "v": None if value_as_static else (patterns, self.vdim),
+        }
+        if value_as_connected and not (key_as_static or value_as_static):
+            sizes["v"] = (patterns, hidden)
+        rows = sum(size[0] for size in sizes.values() if size is not None)
+        together = self._qkv_same_embed_dim and rows > 0
+        self._parameter("in_proj_weight", (rows, embed_dim) if together else None, made)
+        for name, size in sizes.items():
+            own = None if self._qkv_same_embed_dim else size
+            self._parameter(f"{name}_proj_weight", own, made)
+        # The bias has a part for what is read even where that is static.
+        length = rows + (patterns if value_as_static else 0)
+        self._parameter("in_proj_bias", (length,) if bias and rows else None, made)
+        affine = (head_dim,) if normalize_pattern_affine else None
+        self._parameter("p_norm_weight", affine, made)
+        self._parameter("p_norm_bias", affine, made)
+        # Of hflayers' two kinds of appended patterns this one cannot be used there.
+        bias_k = (1, 1, hidden) if add_bias_kv and not key_as_static else None
+        bias_v = (1, 1, patterns) if add_bias_kv and not value_as_static else None
+        if add_bias_kv and (bias_k is None or bias_v is None):
+            raise ValueError("concat_bias_pattern needs patterns that are not static")
+        self._parameter("bias_k", bias_k, made)
+        self._parameter("bias_v", bias_v, made)
+        self.out_proj: nn.Linear | None = None
+        if not disable_out_projection:
+            self.out_proj = nn.Linear(patterns, self.out_dim or 0, bias=bias, **made)
+        self.reset_parameters()
+
+    def _parameter(self, name: str, size: Any, made: dict[str, Any]) -> None:
+        self.register_parameter(
+            name, None if size is None else Parameter(torch.empty(size, **made))
+        )
+
+    def reset_parameters(self) -> None:
+        """Weights from N(0, 0.02^2), biases 0, as hflayers."""
+        for name, parameter in self.named_parameters():
+            if name == "p_norm_weight":
+                nn.init.ones_(parameter)
+            elif name in ("in_proj_bias", "p_norm_bias", "out_proj.bias"):
+                nn.init.zeros_(parameter)
+            else:
+                nn.init.normal_(parameter, std=0.02)
+
+    # --- [N, S, E] -> [N, H, S, D] ---------------------------------------------------------------
+
+    def project(self, stored: Tensor, state: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        """State, stored and what is read, as heads; stored and value may have N = 1."""
+        if self._qkv_same_embed_dim and self.in_proj_weight is not None:
+            static = (self.query_as_static, self.key_as_static, self.value_as_static)
+            counts = [0 if s else self.num_heads * (self.head_dim or 0) for s in static]
+            weights = list(self.in_proj_weight.split(counts))
+        else:
+            weights = [self.q_proj_weight, self.k_proj_weight, self.v_proj_weight]
+        biases: list[Tensor | None] = [None, None, None]
+        if self.in_proj_bias is not None:
+            at = 0
+            for n, given in enumerate((self.query_as_static, self.key_as_static)):
+                if not given:
+                    wide = self.num_heads * (self.head_dim or 0)
+                    biases[n], at = self.in_proj_bias[at : at + wide], at + wide
+            biases[2] = self.in_proj_bias[at:]
+        q = self._heads(state, weights[0], biases[0], self.query_as_static)
+        k = self._heads(stored, weights[1], biases[1], self.key_as_static)
+        if self.value_as_connected and not self.key_as_static:
+            value = linear(value, weights[1], biases[1])
+            if self.value_as_static:  # read as they are, once they are what is compared
+                v = value.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            else:
+                v = self._heads(value, weights[2], biases[2], False)
+        else:
+            v = self._heads(value, weights[2], biases[2], self.value_as_static)
+        if self.normalize_pattern:
+            q, k = self._normalized(q), self._normalized(k)
+        return q, k, v
+
+    def _heads(self, x: Tensor, weight: Any, bias: Tensor | None, static: bool) -> Tensor:
+        if static:  # every head sees all of it
+            return x.unsqueeze(1).expand(-1, self.num_heads, -1, -1)
+        return linear(x, weight, bias).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+
+    def _normalized(self, x: Tensor) -> Tensor:
+        eps = self.normalize_pattern_eps
+        return F.layer_norm(x, x.shape[-1:], self.p_norm_weight, self.p_norm_bias, eps)
+
+    def _append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = [k], [v]
+        if self.bias_k is not None and self.bias_v is not None:
+            for parts, learned in ((keys, self.bias_k), (values, self.bias_v)):
+                one = learned.view(1, self.num_heads, 1, -1)
+                parts.append(one.expand(k.shape[0], -1, -1, -1))
+        if self.add_zero_attn:
+            keys.append(torch.zeros_like(k[:, :, :1]))
+            values.append(torch.zeros_like(v[:, :, :1]))
+        return (torch.cat(keys, 2), torch.cat(values, 2)) if len(keys) > 1 else (k, v)
+
+    # --- the retrieval ---------------------------------------------------------------------------
+
+    def forward(
+        self,
+        stored: Tensor,  # [N|1, S, E]
+        state: Tensor,  # [N, L, E]
+        value: Tensor,  # [N|1, S, E]
+        padding: Tensor | None,  # [N, S]
+        mask: Tensor | None,  # [L, S] or [N H, L, S]
+        scaling: float | Tensor,
+        steps_max: int | Tensor | None,
+        steps_eps: float | Tensor,
+        stop: str,
+        grad: str,
+        need_weights: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the result [N, L, out] and the weights [N, H, L, S]."""
+        q, k, v = self.project(stored, state, value)
+        source = k.shape[2]
+        k, v = self._append(k, v)
+        merged = merge_masks(
+            _boolean(padding),
+            _boolean(mask),
+            batch=q.shape[0],
+            num_heads=self.num_heads,
+            length=q.shape[2],
+            source=source,
+            appended=k.shape[2] - source,
+        )
+
+        def retrieve(heads: slice, beta: Any, steps: Any, eps: Any) -> Any:
+            own = merged
+            if merged is not None and merged.shape[1] > 1:
+                own = merged[:, heads]
+            result = hopfield_retrieve(
+                q[:, heads],
+                k[:, heads],
+                v[:, heads],
+                beta=beta,
+                update_steps_max=None if steps is None or steps < 0 else int(steps),
+                update_steps_eps=float(eps),
+                stop=stop,
+                grad=grad,
+                attn_mask=own,
+                dropout_p=self.dropout if self.training else 0.0,
+                need_weights=need_weights,
+            )
+            return result if need_weights else (result, None)
+
+        if isinstance(steps_max, Tensor) or isinstance(steps_eps, Tensor):  # a limit a head
+            parts = [
+                retrieve(
+                    slice(h, h + 1),
+                    scaling[h] if isinstance(scaling, Tensor) else scaling,
+                    steps_max[h] if isinstance(steps_max, Tensor) else steps_max,
+                    steps_eps[h] if isinstance(steps_eps, Tensor) else steps_eps,
+                )
+                for h in range(self.num_heads)
+            ]
+            out = torch.cat([part[0] for part in parts], 1)
+            weights = torch.cat([part[1] for part in parts], 1) if need_weights else None
+        else:
+            out, weights = retrieve(slice(None), scaling, steps_max, steps_eps)
+        out = out.transpose(1, 2).flatten(2)
+        if self.out_proj is not None:
+            out = linear(out, self.out_proj.weight, self.out_proj.bias)
+        return out, weights
+
+
+def _boolean(mask: Tensor | None) -> Tensor | None:
+    return mask.bool() if mask is not None and mask.dtype == torch.uint8 else mask

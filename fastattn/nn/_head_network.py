@@ -1,0 +1,62 @@
+"""``HeadNetwork``: what ``nonlinear_heads`` puts after the heads of attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+__all__ = ["HeadNetwork"]
+
+
+class HeadNetwork(nn.Module):
+    r"""A feed-forward network of each head's own.
+
+    .. math:: g_h(x) = W_{2,h} \, relu(W_{1,h} \, x + b_{1,h}) + b_{2,h}
+
+    Args:
+        num_heads: H.
+        head_dim: D, the width of a head, in and out.
+        hidden: F, the width between.
+        device, dtype: of the parameters.
+
+    Attributes:
+        weight1 [H, F, D], bias1 [H, F], weight2 [H, D, F], bias2 [H, D]: drawn as ``nn.Linear``
+            draws its own.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        hidden: int,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if isinstance(hidden, bool) or not isinstance(hidden, int) or hidden < 1:
+            raise ValueError(f"nonlinear_heads must be a positive integer, got {hidden!r}")
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.weight1 = Parameter(torch.empty(num_heads, hidden, head_dim, **made))
+        self.bias1 = Parameter(torch.empty(num_heads, hidden, **made))
+        self.weight2 = Parameter(torch.empty(num_heads, head_dim, hidden, **made))
+        self.bias2 = Parameter(torch.empty(num_heads, head_dim, **made))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw everything uniformly within 1 / sqrt(inputs)."""
+        for weight, bias in ((self.weight1, self.bias1), (self.weight2, self.bias2)):
+            bound = weight.shape[-1] ** -0.5
+            nn.init.uniform_(weight, -bound, bound)
+            nn.init.uniform_(bias, -bound, bound)
+
+    def forward(self, heads: Tensor) -> Tensor:
+        """[N, H, L, D] -> [N, H, L, D]"""
+        hidden = torch.relu(heads @ self.weight1.mT + self.bias1.unsqueeze(1))
+        return hidden @ self.weight2.mT + self.bias2.unsqueeze(1)
+
+    def extra_repr(self) -> str:
+        heads, hidden, width = self.weight1.shape
+        return f"num_heads={heads}, head_dim={width}, hidden={hidden}"

@@ -1,0 +1,518 @@
+"""``Hopfield``, ``HopfieldPooling`` and ``HopfieldLayer``, under the names of hflayers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastattn.nn._association import Association
+
+__all__ = ["Hopfield", "HopfieldLayer", "HopfieldPooling"]
+
+_Input = Tensor | tuple[Tensor, ...]
+
+
+class Hopfield(nn.Module):
+    r"""The association of states with stored patterns by a continuous Hopfield network.
+
+    .. math:: R = state \, W_Q, \quad X = stored \, W_K, \quad V = projection \, W_V, \qquad
+              \xi \leftarrow X^T softmax(\beta X \xi), \quad out = V^T softmax(\beta X \xi) \, W_O
+
+    (Hopfield Networks is All You Need, Ramsauer et al. 2021, https://arxiv.org/abs/2008.02217.)
+    :math:`\xi` begins as a row of R and takes the steps of :func:`fastattn.hopfield_retrieve`.
+
+    The arguments, their order and their defaults, the names of the parameters and of the results
+    are those of hflayers (https://github.com/ml-jku/hopfield-layers), whose checkpoints load;
+    docs/hopfield.md tells what is different on purpose.
+
+    Args:
+        input_size: the width of the states, and of whatever has no width of its own.
+        hidden_size: of a head, where patterns are compared; None is input_size / num_heads.
+        output_size: of the result; None is input_size.
+        pattern_size: of a head of what is read; None is hidden_size.
+        num_heads: the number of heads.
+        scaling: beta, a number or a tensor [num_heads]; None is 1 / sqrt(hidden_size), or 1 where
+            nothing is projected.
+        update_steps_max, update_steps_eps: as for ``hopfield_retrieve``, or a tensor [num_heads];
+            None or a negative number of steps is no limit.
+        normalize_stored_pattern, normalize_state_pattern, normalize_pattern_projection: a layer
+            norm of these, ``_affine`` with learned scales, ``_eps`` its epsilon.
+        normalize_hopfield_space: a layer norm of every head of R and X.
+        stored_pattern_as_static, state_pattern_as_static, pattern_projection_as_static: without a
+            projection: every head sees all of it.
+        pattern_projection_as_connected: V is X, projected once more.
+        stored_pattern_size, pattern_projection_size: their widths; None is input_size.
+        batch_first: [N, L, E], else [L, N, E].
+        association_activation: the name of a function of ``torch`` for the result, as "relu".
+        dropout: the probability of dropping an association in training, where the state is read.
+        input_bias: biases of all projections.
+        concat_bias_pattern: append a learned pattern to the stored ones.
+        add_zero_association: append a pattern of zeros.
+        disable_out_projection: the result is the heads, [N, L, num_heads * pattern_size].
+        stop, grad: as for ``hopfield_retrieve``.
+        device, dtype: of the parameters.
+
+    Raises:
+        ValueError: arguments that do not fit together.
+    """
+
+    norm_stored_pattern: nn.LayerNorm | None
+    norm_state_pattern: nn.LayerNorm | None
+    norm_pattern_projection: nn.LayerNorm | None
+
+    def __init__(
+        self,
+        input_size: int | None = None,
+        hidden_size: int | None = None,
+        output_size: int | None = None,
+        pattern_size: int | None = None,
+        num_heads: int = 1,
+        scaling: float | Tensor | None = None,
+        update_steps_max: int | Tensor | None = 0,
+        update_steps_eps: float | Tensor = 1e-4,
+        normalize_stored_pattern: bool = True,
+        normalize_stored_pattern_affine: bool = True,
+        normalize_stored_pattern_eps: float = 1e-5,
+        normalize_state_pattern: bool = True,
+        normalize_state_pattern_affine: bool = True,
+        normalize_state_pattern_eps: float = 1e-5,
+        normalize_pattern_projection: bool = True,
+        normalize_pattern_projection_affine: bool = True,
+        normalize_pattern_projection_eps: float = 1e-5,
+        normalize_hopfield_space: bool = False,
+        normalize_hopfield_space_affine: bool = False,
+        normalize_hopfield_space_eps: float = 1e-5,
+        stored_pattern_as_static: bool = False,
+        state_pattern_as_static: bool = False,
+        pattern_projection_as_static: bool = False,
+        pattern_projection_as_connected: bool = False,
+        stored_pattern_size: int | None = None,
+        pattern_projection_size: int | None = None,
+        batch_first: bool = True,
+        association_activation: str | None = None,
+        dropout: float = 0.0,
+        input_bias: bool = True,
+        concat_bias_pattern: bool = False,
+        add_zero_association: bool = False,
+        disable_out_projection: bool = False,
+        *,
+        stop: str = "query",
+        grad: str = "unroll",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if isinstance(num_heads, bool) or not isinstance(num_heads, int) or num_heads < 1:
+            raise ValueError(f"num_heads must be a positive integer, got {num_heads!r}")
+        if not 0.0 <= dropout <= 1.0:
+            raise ValueError(f"dropout must be between 0 and 1, got {dropout}")
+        for name, limit in (
+            ("scaling", scaling),
+            ("update_steps_max", update_steps_max),
+            ("update_steps_eps", update_steps_eps),
+        ):
+            if isinstance(limit, Tensor) and limit.shape != (num_heads,):
+                raise ValueError(
+                    f"{name} must be a number or [num_heads] = ({num_heads},), "
+                    f"got {tuple(limit.shape)}"
+                )
+        self._activation = None
+        if association_activation is not None:
+            self._activation = getattr(torch, association_activation, None)
+            if not callable(self._activation):
+                raise ValueError(
+                    "association_activation must be the name of a function of torch, "
+                    f"got {association_activation!r}"
+                )
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.association_core = Association(
+            embed_dim=input_size,
+            num_heads=num_heads,
+            head_dim=hidden_size,
+            pattern_dim=pattern_size,
+            out_dim=output_size,
+            kdim=stored_pattern_size,
+            vdim=pattern_projection_size,
+            dropout=dropout,
+            bias=input_bias,
+            add_bias_kv=concat_bias_pattern,
+            add_zero_attn=add_zero_association,
+            disable_out_projection=disable_out_projection,
+            key_as_static=stored_pattern_as_static,
+            query_as_static=state_pattern_as_static,
+            value_as_static=pattern_projection_as_static,
+            value_as_connected=pattern_projection_as_connected,
+            normalize_pattern=normalize_hopfield_space,
+            normalize_pattern_affine=normalize_hopfield_space_affine,
+            normalize_pattern_eps=normalize_hopfield_space_eps,
+            made=made,
+        )
+        stored_size = input_size if stored_pattern_size is None else stored_pattern_size
+        read_size = input_size if pattern_projection_size is None else pattern_projection_size
+        norms = (
+            (
+                "stored_pattern",
+                stored_size,
+                normalize_stored_pattern,
+                normalize_stored_pattern_affine,
+                normalize_stored_pattern_eps,
+            ),
+            (
+                "state_pattern",
+                input_size,
+                normalize_state_pattern,
+                normalize_state_pattern_affine,
+                normalize_state_pattern_eps,
+            ),
+            (
+                "pattern_projection",
+                read_size,
+                normalize_pattern_projection,
+                normalize_pattern_projection_affine,
+                normalize_pattern_projection_eps,
+            ),
+        )
+        for name, size, wanted, affine, eps in norms:
+            if affine and not wanted:
+                raise ValueError(f"normalize_{name}_affine needs normalize_{name}")
+            if wanted and size is None:
+                raise ValueError(f"normalize_{name} needs the width of what it normalizes")
+            norm = nn.LayerNorm(size, eps, affine, **made) if wanted and size is not None else None
+            setattr(self, f"norm_{name}", norm)
+        if normalize_hopfield_space_affine and not normalize_hopfield_space:
+            raise ValueError("normalize_hopfield_space_affine needs normalize_hopfield_space")
+
+        core = self.association_core
+        if scaling is None:
+            scaling = 1.0 if core.static_execution else (core.head_dim or 1) ** -0.5
+        self.scaling, self.batch_first = scaling, batch_first
+        self.update_steps_max, self.update_steps_eps = update_steps_max, update_steps_eps
+        self.stop, self.grad = stop, grad
+        self.stored_pattern_dim, self.state_pattern_dim = core.kdim, core.embed_dim
+        self.pattern_projection_dim, self.input_size = core.vdim, core.embed_dim
+        self.hidden_size, self.output_size = core.head_dim, core.out_dim
+        self.pattern_size = core.pattern_dim
+
+    def reset_parameters(self) -> None:
+        """Draw all parameters anew."""
+        norms = (self.norm_stored_pattern, self.norm_state_pattern, self.norm_pattern_projection)
+        for module in (self.association_core, *norms):
+            if module is not None:
+                module.reset_parameters()
+
+    def _patterns(self, input: _Input) -> tuple[Tensor, Tensor, Tensor]:
+        """Stored, state and projection, batch first and normalized."""
+        if isinstance(input, Tensor):
+            input = (input, input, input)
+        if len(input) != 3:
+            raise ValueError(
+                "input must be one tensor, or (stored_pattern, state_pattern, pattern_projection), "
+                f"got {len(input)} of them"
+            )
+        stored, state, value = input if self.batch_first else [x.transpose(0, 1) for x in input]
+        for name, x in (
+            ("stored_pattern", stored),
+            ("state_pattern", state),
+            ("pattern_projection", value),
+        ):
+            if x.ndim != 3:
+                raise ValueError(f"{name} must have 3 dimensions, got shape {tuple(x.shape)}")
+        if self.norm_stored_pattern is not None:
+            stored = self.norm_stored_pattern(stored)
+        if self.norm_state_pattern is not None:
+            state = self.norm_state_pattern(state)
+        if self.norm_pattern_projection is not None:
+            value = self.norm_pattern_projection(value)
+        return stored, state, value
+
+    def _associate(
+        self, input: _Input, padding: Tensor | None, mask: Tensor | None, need_weights: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        return self.association_core(
+            *self._patterns(input),
+            padding,
+            mask,
+            self.scaling,
+            self.update_steps_max,
+            self.update_steps_eps,
+            self.stop,
+            self.grad,
+            need_weights,
+        )
+
+    def forward(
+        self,
+        input: _Input,
+        stored_pattern_padding_mask: Tensor | None = None,
+        association_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Return the result, [N, L, output_size].
+
+        Args:
+            input: (stored_pattern [N, S, E_k], state_pattern [N, L, E], pattern_projection [N, S,
+                E_v]), or one tensor for all three. The batch of stored_pattern and
+                pattern_projection may be 1: the same for all.
+            stored_pattern_padding_mask: [N, S], True is ignored.
+            association_mask: [L, S] or [N * num_heads, L, S]; True is not allowed, floating is
+                added.
+        """
+        out = self._associate(input, stored_pattern_padding_mask, association_mask, False)[0]
+        out = out if self.batch_first else out.transpose(0, 1)
+        return out if self._activation is None else self._activation(out)
+
+    def get_association_matrix(
+        self,
+        input: _Input,
+        stored_pattern_padding_mask: Tensor | None = None,
+        association_mask: Tensor | None = None,
+    ) -> Tensor | None:
+        """Return the associations [N, num_heads, L, S], without a gradient."""
+        with torch.no_grad():
+            return self._associate(input, stored_pattern_padding_mask, association_mask, True)[1]
+
+    def get_projected_pattern_matrix(
+        self,
+        input: _Input,
+        stored_pattern_padding_mask: Tensor | None = None,
+        association_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Return what is read, projected, [N, num_heads, S, pattern_size], without a gradient."""
+        with torch.no_grad():
+            core = self.association_core
+            _, k, v = core.project(*self._patterns(input))
+            return core._append(k, v)[1]
+
+
+class _Wrapper(nn.Module):
+    """A ``Hopfield`` one of whose inputs is learned."""
+
+    hopfield: Hopfield
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _SHOWN:
+            return getattr(self.hopfield, name)
+        return super().__getattr__(name)
+
+    def _learned(self, width: int | None, quantity: int, made: dict[str, Any]) -> Tensor:
+        lead = (1, quantity) if self.hopfield.batch_first else (quantity, 1)
+        return torch.empty(*lead, width or 0, **made)
+
+    def _inputs(self, input: Any) -> tuple[Tensor, Tensor, Tensor]:
+        raise NotImplementedError
+
+    def get_association_matrix(
+        self,
+        input: _Input,
+        stored_pattern_padding_mask: Tensor | None = None,
+        association_mask: Tensor | None = None,
+    ) -> Tensor | None:
+        """Return the associations [N, num_heads, L, S], without a gradient."""
+        masks = (stored_pattern_padding_mask, association_mask)
+        return self.hopfield.get_association_matrix(self._inputs(input), *masks)
+
+    def get_projected_pattern_matrix(
+        self,
+        input: _Input,
+        stored_pattern_padding_mask: Tensor | None = None,
+        association_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Return what is read, projected, [N, num_heads, S, pattern_size], without a gradient."""
+        return self.hopfield.get_projected_pattern_matrix(self._inputs(input))
+
+
+_SHOWN = frozenset(
+    "batch_first scaling stored_pattern_dim state_pattern_dim pattern_projection_dim input_size "
+    "hidden_size output_size pattern_size update_steps_max update_steps_eps".split()
+)
+
+
+class HopfieldPooling(_Wrapper):
+    """Pool a bag of patterns by learned states: :class:`Hopfield` with ``quantity`` states.
+
+    Args:
+        input_size, ...: as for :class:`Hopfield`, in the order of hflayers; what follows
+            ``update_steps_eps`` is best given by name.
+        quantity: the number of learned states.
+        trainable: whether they are learned.
+
+    Attributes:
+        pooling_weights: [1, quantity, E] ([quantity, 1, E] without ``batch_first``).
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int | None = None,
+        output_size: int | None = None,
+        pattern_size: int | None = None,
+        num_heads: int = 1,
+        scaling: float | Tensor | None = None,
+        update_steps_max: int | Tensor | None = 0,
+        update_steps_eps: float | Tensor = 1e-4,
+        *more: Any,
+        quantity: int = 1,
+        trainable: bool = True,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        options, quantity, trainable = _named(_POOLING, more, options, quantity, trainable)
+        self.hopfield = Hopfield(
+            input_size,
+            hidden_size,
+            output_size,
+            pattern_size,
+            num_heads,
+            scaling,
+            update_steps_max,
+            update_steps_eps,
+            **options,
+        )
+        self.quantity = quantity
+        core, made = self.hopfield.association_core, _made(options)
+        width = core.head_dim if core.query_as_static else core.embed_dim
+        states = self._learned(input_size if width is None else width, quantity, made)
+        self.pooling_weights = nn.Parameter(states, requires_grad=trainable)
+        nn.init.normal_(self.pooling_weights, std=0.02)
+
+    def reset_parameters(self) -> None:
+        """Draw all parameters anew."""
+        self.hopfield.reset_parameters()
+        nn.init.normal_(self.pooling_weights, std=0.02)
+
+    def _inputs(self, input: _Input) -> tuple[Tensor, Tensor, Tensor]:
+        stored, value = (input, input) if isinstance(input, Tensor) else input
+        batch = stored.shape[0 if self.batch_first else 1]
+        sizes = (batch, -1, -1) if self.batch_first else (-1, batch, -1)
+        return stored, self.pooling_weights.expand(sizes), value
+
+    def forward(
+        self,
+        input: _Input,
+        stored_pattern_padding_mask: Tensor | None = None,
+        association_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Return [N, quantity * output_size] for patterns [N, S, E], or (stored, projection)."""
+        masks = (stored_pattern_padding_mask, association_mask)
+        out = self.hopfield(self._inputs(input), *masks)
+        return (out if self.batch_first else out.transpose(0, 1)).flatten(1)
+
+
+class HopfieldLayer(_Wrapper):
+    """Look up learned patterns: :class:`Hopfield` with ``quantity`` stored patterns of its own.
+
+    Args:
+        input_size, ...: as for :class:`Hopfield`, in the order of hflayers; what follows
+            ``lookup_targets_as_trainable`` is best given by name.
+        lookup_weights_as_separated: what is read is learned by itself, not the stored patterns.
+        lookup_targets_as_trainable: whether it is learned.
+        quantity: the number of stored patterns.
+        trainable: whether they are learned.
+
+    Attributes:
+        lookup_weights: [1, quantity, E] ([quantity, 1, E] without ``batch_first``).
+        target_weights: the same for what is read, or None.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int | None = None,
+        output_size: int | None = None,
+        pattern_size: int | None = None,
+        num_heads: int = 1,
+        scaling: float | Tensor | None = None,
+        update_steps_max: int | Tensor | None = 0,
+        update_steps_eps: float | Tensor = 1e-4,
+        lookup_weights_as_separated: bool = False,
+        lookup_targets_as_trainable: bool = True,
+        *more: Any,
+        quantity: int = 1,
+        trainable: bool = True,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        options, quantity, trainable = _named(_POOLING, more, options, quantity, trainable)
+        self.hopfield = Hopfield(
+            input_size,
+            hidden_size,
+            output_size,
+            pattern_size,
+            num_heads,
+            scaling,
+            update_steps_max,
+            update_steps_eps,
+            **options,
+        )
+        self.quantity = quantity
+        core, made = self.hopfield.association_core, _made(options)
+        width = core.head_dim if core.key_as_static else core.kdim
+        width = input_size if width is None else width
+        patterns = self._learned(width, quantity, made)
+        self.lookup_weights = nn.Parameter(patterns, requires_grad=trainable)
+        self.target_weights = None
+        if lookup_weights_as_separated:
+            read = options.get("pattern_projection_size")
+            targets = self._learned(width if read is None else read, quantity, made)
+            self.target_weights = nn.Parameter(targets, requires_grad=lookup_targets_as_trainable)
+        self._draw()
+
+    def reset_parameters(self) -> None:
+        """Draw all parameters anew."""
+        self.hopfield.reset_parameters()
+        self._draw()
+
+    def _draw(self) -> None:
+        for learned in (self.lookup_weights, self.target_weights):
+            if learned is not None:
+                nn.init.normal_(learned, std=0.02)
+
+    def _inputs(self, input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        stored = self.lookup_weights  # one for all of the batch: projected once
+        return stored, input, stored if self.target_weights is None else self.target_weights
+
+    def forward(
+        self,
+        input: Tensor,
+        stored_pattern_padding_mask: Tensor | None = None,
+        association_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Return [N, L, output_size] for states [N, L, E]."""
+        masks = (stored_pattern_padding_mask, association_mask)
+        return self.hopfield(self._inputs(input), *masks)
+
+
+_POOLING = tuple(
+    "normalize_stored_pattern normalize_stored_pattern_affine normalize_state_pattern "
+    "normalize_state_pattern_affine normalize_pattern_projection "
+    "normalize_pattern_projection_affine normalize_hopfield_space normalize_hopfield_space_affine "
+    "stored_pattern_as_static state_pattern_as_static pattern_projection_as_static "
+    "pattern_projection_as_connected stored_pattern_size pattern_projection_size batch_first "
+    "association_activation dropout input_bias concat_bias_pattern add_zero_association "
+    "disable_out_projection quantity trainable".split()
+)
+
+
+def _named(
+    names: tuple[str, ...],
+    more: tuple[Any, ...],
+    options: dict[str, Any],
+    quantity: int,
+    learn: bool,
+) -> tuple[dict[str, Any], int, bool]:
+    """The arguments that hflayers takes by position, by name."""
+    if len(more) > len(names):
+        raise TypeError(f"{len(more) - len(names)} arguments too many")
+    given = dict(zip(names, more, strict=False))
+    twice = given.keys() & options.keys()
+    if twice:
+        raise TypeError(f"got multiple values for argument {sorted(twice)[0]!r}")
+    quantity, learn = given.pop("quantity", quantity), given.pop("trainable", learn)
+    if isinstance(quantity, bool) or not isinstance(quantity, int) or quantity < 1:
+        raise ValueError(f"quantity must be a positive integer, got {quantity!r}")
+    return given | options, quantity, learn
+
+
+def _made(options: dict[str, Any]) -> dict[str, Any]:
+    return {"device": options.get("device"), "dtype": options.get("dtype")}

@@ -1,0 +1,149 @@
+"""``KeyValueMemory``: the external memory that attention writes and reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastattn.ops import scaled_dot_product_attention
+
+__all__ = ["KeyValueMemory"]
+
+
+class KeyValueMemory(nn.Module):
+    r"""Slots of keys and values: appended to, overwritten where attention says, read by attention.
+
+    .. math:: read(q) = softmax(scale \cdot q \, K^T) \, V
+
+    over the slots that hold something (Key-Value Memory Networks, Miller et al. 2016,
+    https://arxiv.org/abs/1606.03126). Writing makes new tensors of the slots: what was read before
+    keeps its gradient, and gradients flow from a reading into what was written. ``detach_`` cuts
+    them, between episodes.
+
+    Args:
+        slots: how many there are.
+        key_dim, value_dim: their widths; value_dim None is key_dim.
+        batch_size: how many memories.
+        scale: of the scores; None is 1 / sqrt(key_dim).
+        device, dtype: of the slots.
+
+    Attributes:
+        keys, values: [batch_size, slots, ...], in the ``state_dict``.
+        written: int64, how many rows were appended so far; the next slot is ``written % slots``.
+        used: bool [batch_size, slots], which slots hold something.
+    """
+
+    keys: Tensor
+    values: Tensor
+    used: Tensor
+    written: Tensor
+
+    def __init__(
+        self,
+        slots: int,
+        key_dim: int,
+        value_dim: int | None = None,
+        *,
+        batch_size: int = 1,
+        scale: float | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        for name, size in (("slots", slots), ("key_dim", key_dim), ("batch_size", batch_size)):
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise ValueError(f"{name} must be a positive integer, got {size!r}")
+        value_dim = key_dim if value_dim is None else value_dim
+        self.slots, self.scale = slots, scale
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.register_buffer("keys", torch.zeros(batch_size, slots, key_dim, **made))
+        self.register_buffer("values", torch.zeros(batch_size, slots, value_dim, **made))
+        used = torch.zeros(batch_size, slots, dtype=torch.bool, device=device)
+        self.register_buffer("used", used)
+        self.register_buffer("written", torch.zeros((), dtype=torch.int64, device=device))
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.keys, self.values = torch.zeros_like(self.keys), torch.zeros_like(self.values)
+        self.used, self.written = torch.zeros_like(self.used), torch.zeros_like(self.written)
+
+    def detach_(self) -> None:
+        """Keep what is stored, without where it came from."""
+        self.keys, self.values = self.keys.detach(), self.values.detach()
+
+    def append(self, key: Tensor, value: Tensor) -> None:
+        """Write rows [batch_size, n, ...] into the next slots; a full memory loses its oldest."""
+        self._check(key, value)
+        count = key.shape[1]
+        if count > self.slots:
+            key, value = key[:, -self.slots :], value[:, -self.slots :]
+        last = self.written + count
+        at = (last - key.shape[1] + torch.arange(key.shape[1], device=key.device)) % self.slots
+        self.keys, self.values = (
+            self.keys.index_copy(1, at, key),
+            self.values.index_copy(1, at, value),
+        )
+        self.used = self.used.index_fill(1, at, True)
+        self.written = last
+
+    def overwrite(self, key: Tensor, value: Tensor, slot: Tensor | None = None) -> Tensor:
+        """Write one row [batch_size, ...] into a slot, and return which, int64 [batch_size].
+
+        ``slot`` [batch_size] says where; None is the slot that attention from ``key`` weighs most:
+        what is most alike is replaced. An empty memory takes slot 0.
+        """
+        self._check(key.unsqueeze(1), value.unsqueeze(1))
+        if slot is None:
+            slot = self.read(key.detach().unsqueeze(1), need_weights=True)[1][:, 0].argmax(-1)
+        elif slot.shape != self.keys.shape[:1] or slot.dtype != torch.int64:
+            raise ValueError(
+                f"slot must be int64 [batch_size] = {tuple(self.keys.shape[:1])}, "
+                f"got {slot.dtype} {tuple(slot.shape)}"
+            )
+        elif bool(((slot < 0) | (slot >= self.slots)).any()):
+            raise IndexError(f"slot must be in [0, {self.slots})")
+        here = torch.nn.functional.one_hot(slot, self.slots).bool()  # [batch_size, slots]
+        self.keys = torch.where(here[..., None], key.unsqueeze(1), self.keys)
+        self.values = torch.where(here[..., None], value.unsqueeze(1), self.values)
+        self.used = self.used | here
+        return slot
+
+    def read(self, query: Tensor, *, need_weights: bool = False) -> Any:
+        """Return what queries [batch_size, L, key_dim] read, [batch_size, L, value_dim].
+
+        With ``need_weights`` a pair of it and the weights [batch_size, L, slots]. Nothing is 0.
+        """
+        if query.ndim != 3 or query.shape[-1] != self.keys.shape[-1]:
+            raise ValueError(
+                f"query must be [batch_size, L, key_dim] = [{self.keys.shape[0]}, L, "
+                f"{self.keys.shape[-1]}], got {tuple(query.shape)}"
+            )
+        return scaled_dot_product_attention(
+            query,
+            self.keys,
+            self.values,
+            self.used.unsqueeze(1),
+            scale=self.scale,
+            need_weights=need_weights,
+        )
+
+    def forward(self, query: Tensor, need_weights: bool = False) -> Any:
+        """As ``read``."""
+        return self.read(query, need_weights=need_weights)
+
+    def _check(self, key: Tensor, value: Tensor) -> None:
+        for name, x, stored in (("key", key, self.keys), ("value", value, self.values)):
+            want = (stored.shape[0], stored.shape[2])
+            if x.ndim != 3 or (x.shape[0], x.shape[2]) != want or key.shape[1] != value.shape[1]:
+                raise ValueError(
+                    f"{name} must have a batch of {want[0]} and a width of {want[1]}, and as many "
+                    f"rows as there are of the other, got shape {tuple(x.shape)}"
+                )
+            if x.dtype != stored.dtype:
+                raise TypeError(f"{name} must be {stored.dtype}, got {x.dtype}")
+
+    def extra_repr(self) -> str:
+        batch, slots, width = self.keys.shape
+        return f"slots={slots}, key_dim={width}, value_dim={self.values.shape[2]}, batch={batch}"

@@ -1,0 +1,184 @@
+"""Hard attention: one key is drawn for each query, composed of the attention core."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattn.ops.sdpa import scaled_dot_product_attention
+
+__all__ = ["hard_attention"]
+
+_NAME = "hard_attention"
+_ESTIMATORS = ("reinforce", "straight_through", "gumbel")
+
+
+def hard_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    *,
+    estimator: str = "reinforce",
+    scale: float | None = None,
+    temperature: float = 1.0,
+    deterministic: bool = False,
+    generator: torch.Generator | None = None,
+    need_weights: bool = False,
+) -> Any:
+    r"""Attend to one key only, drawn with the probability that attention gives it.
+
+    .. math:: j \sim p_i = softmax(scale \cdot query_i \, key^T + mask), \qquad out_i = value_j
+
+    (The stochastic attention of Show, Attend and Tell, Xu et al. 2015,
+    https://arxiv.org/abs/1502.03044.) The choice has no derivative; an estimator stands in:
+
+    ==================== =======================================================================
+    ``estimator``        the gradient of query and key
+    ==================== =======================================================================
+    ``reinforce``        none of ``out``; ``log_prob`` = log p_ij is returned too, for a loss that
+                         adds -(reward - baseline) * log_prob (Williams 1992)
+    ``straight_through`` that of soft attention (Bengio et al. 2013, https://arxiv.org/abs/1308.3432)
+    ``gumbel``           that of the weights softmax((log p + g) / temperature), g being the Gumbel
+                         noise that chose j (Jang et al. 2017, https://arxiv.org/abs/1611.01144)
+    ==================== =======================================================================
+
+    The gradient of ``value`` is exact: it goes to the rows that were chosen.
+
+    Args:
+        query: [..., L, D] with any leading dimensions, float32, float64, bfloat16 or float16.
+        key: [..., S, D], the leading dimensions those of query.
+        value: [..., S, Dv].
+        attn_mask: broadcastable to [..., L, S]: bool, True takes part, or floating, added.
+        scale: None is 1 / sqrt(D).
+        temperature: positive, of ``gumbel``.
+        deterministic: take the most probable key instead of drawing one, as in evaluation.
+        generator: of the noise; None is the default generator.
+        need_weights: return the one-hot weights too, [..., L, S].
+
+    Returns:
+        ``out`` [..., L, Dv]; or a tuple of it, ``log_prob`` [..., L] (float32, or float64) for
+        "reinforce", and the weights if asked for. A query that sees nothing gives 0, and
+            log_prob 0.
+
+    Raises:
+        TypeError, ValueError: an unknown estimator, a temperature that is not positive, leading
+            dimensions that differ, and what attention raises.
+
+    Examples:
+        >>> import torch
+        >>> from fastattn import hard_attention
+        >>> x = 100 * torch.eye(3)
+        >>> hard_attention(x, x, torch.arange(3.0)[:, None], estimator="straight_through")
+        tensor([[0.],
+                [1.],
+                [2.]])
+    """
+    _check(query, key, value, estimator, temperature)
+    wide = torch.promote_types(query.dtype, torch.float32)
+    q, k = query.detach().to(wide), key.detach().to(wide)
+    scale = 1.0 / math.sqrt(max(query.shape[-1], 1)) if scale is None else scale
+    scores = (*query.shape[:-1], key.shape[-2])
+
+    # The largest of log p + Gumbel noise is a draw from p. The noise is an additive mask.
+    noise = None
+    if not deterministic:
+        noise = torch.empty(scores, dtype=wide, device=query.device)
+        noise = -torch.log(noise.exponential_(generator=generator))
+    chance = _added(attn_mask, noise)
+    columns = key.detach().new_zeros(1).to(wide).expand(*key.shape[:-1], 1)
+    weights = scaled_dot_product_attention(
+        q, k, columns, _detached(chance), scale=scale, need_weights=True
+    )[1]
+    if scores[-1] == 0:
+        chosen, seen = None, weights.new_zeros(scores[:-1], dtype=torch.bool)
+        out = value.new_zeros((*scores[:-1], value.shape[-1]))
+    else:
+        most, chosen = weights.max(-1)
+        seen = most > 0
+        rows = chosen[..., None].expand(*chosen.shape, value.shape[-1])
+        out = torch.where(seen[..., None], value.gather(-2, rows), 0.0)
+
+    if estimator != "reinforce":
+        soft, heat = attn_mask, 1.0
+        if estimator == "gumbel" and noise is not None:
+            soft, heat = _added(attn_mask, noise, temperature), temperature
+        elif estimator == "gumbel":
+            soft, heat = _added(attn_mask, None, temperature), temperature
+        mean = scaled_dot_product_attention(query, key, value.detach(), soft, scale=scale / heat)
+        out = out + (mean - mean.detach())  # the value of the one, the derivative of the other
+    results = [out]
+    if estimator == "reinforce":
+        results.append(_log_prob(query, key, attn_mask, scale, chosen, seen, wide))
+    if need_weights:
+        one = torch.zeros(scores, dtype=query.dtype, device=query.device)
+        if chosen is not None:
+            one = one.scatter(-1, chosen[..., None], seen[..., None].to(query.dtype))
+        results.append(one)
+    return tuple(results) if len(results) > 1 else out
+
+
+def _log_prob(
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    chosen: Tensor | None,
+    seen: Tensor,
+    dtype: torch.dtype,
+) -> Tensor:
+    """log p of the chosen keys: their score minus the log-sum-exp of all."""
+    if chosen is None:
+        return seen.to(dtype)
+    columns = key.new_zeros(1).expand(*key.shape[:-1], 1)
+    lse = scaled_dot_product_attention(query, key, columns, mask, scale=scale, return_lse=True)[1]
+    near = key.gather(-2, chosen[..., None].expand(*chosen.shape, key.shape[-1]))
+    score = scale * (query.to(dtype) * near.to(dtype)).sum(-1)
+    if mask is not None and mask.dtype != torch.bool:
+        full = mask.expand(*query.shape[:-1], key.shape[-2])
+        score = score + full.gather(-1, chosen[..., None]).squeeze(-1).to(dtype)
+    return torch.where(seen, score, 0.0) - torch.where(seen, lse.to(dtype), 0.0)
+
+
+def _added(mask: Tensor | None, noise: Tensor | None, temperature: float = 1.0) -> Tensor | None:
+    """(mask + noise) / temperature, in the polarity of a mask."""
+    if noise is None:
+        return mask if mask is None or mask.dtype == torch.bool else mask / temperature
+    if mask is None:
+        return noise / temperature
+    if mask.dtype == torch.bool:
+        return torch.where(mask, noise / temperature, -math.inf)
+    return (mask + noise) / temperature
+
+
+def _detached(mask: Tensor | None) -> Tensor | None:
+    return None if mask is None else mask.detach()
+
+
+def _check(query: Any, key: Any, value: Any, estimator: Any, temperature: Any) -> None:
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{_NAME}: {name} must be a Tensor, got {type(x).__name__}")
+        if x.ndim < 2:
+            raise ValueError(f"{_NAME}: {name} must have at least 2 dimensions, got {x.ndim}")
+    if not query.shape[:-2] == key.shape[:-2] == value.shape[:-2]:
+        raise ValueError(
+            f"{_NAME}: query, key and value must have the same leading dimensions, got shapes "
+            f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}"
+        )
+    if key.shape[-2] != value.shape[-2]:
+        raise ValueError(
+            f"{_NAME}: key and value must have the same number of rows, got shapes "
+            f"{tuple(key.shape)} and {tuple(value.shape)}"
+        )
+    if estimator not in _ESTIMATORS:
+        raise ValueError(
+            f"{_NAME}: estimator must be one of {', '.join(_ESTIMATORS)}, got {estimator!r}"
+        )
+    if isinstance(temperature, bool) or not isinstance(temperature, (int, float)):
+        raise TypeError(f"{_NAME}: temperature must be a number, got {type(temperature).__name__}")
+    if not 0.0 < temperature < math.inf:
+        raise ValueError(f"{_NAME}: temperature must be positive, got {temperature}")

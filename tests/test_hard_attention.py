@@ -1,0 +1,177 @@
+"""hard_attention: what is drawn, how often, and what the estimators hand on."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastattn import hard_attention
+from fastattn.testing.compare import assert_within_bound
+
+
+def normal(*shape: int, generator: torch.Generator) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+
+@pytest.mark.parametrize("estimator", ["reinforce", "straight_through", "gumbel"])
+def test_gives_one_value_of_those_it_sees(
+    backend: str, estimator: str, generator: torch.Generator
+) -> None:
+    q, k = normal(2, 3, 40, 5, generator=generator), normal(2, 3, 7, 5, generator=generator)
+    value = normal(2, 3, 7, 4, generator=generator)
+    mask = torch.rand(2, 1, 40, 7, generator=generator) < 0.5
+    mask[0, 0, 0] = False
+    result = hard_attention(
+        q, k, value, mask, estimator=estimator, generator=generator, need_weights=True
+    )
+    out, weights = result[0], result[-1]
+    seen = mask.any(-1).expand(2, 3, 40)
+    assert ((weights == 0) | (weights == 1)).all()
+    torch.testing.assert_close(weights.sum(-1), seen.double())
+    assert not weights[~mask.expand_as(weights)].any()
+    torch.testing.assert_close(out, weights @ value)
+    assert not out[0, :, 0].any()
+
+
+def test_draws_with_the_probability_of_attention(backend: str, generator: torch.Generator) -> None:
+    """The frequencies of 20000 draws, within five standard deviations."""
+    q, k = normal(1, 5, generator=generator), normal(4, 5, generator=generator)
+    bias = normal(1, 4, generator=generator)
+    p = torch.softmax(q @ k.T / math.sqrt(5) + bias, -1)[0]
+    n = 20_000
+    _, log_prob, weights = hard_attention(
+        q.expand(n, 5), k, k, bias, generator=generator, need_weights=True
+    )
+    limit = 5 * (p * (1 - p) / n).sqrt()
+    assert ((weights.mean(0) - p).abs() < limit).all()
+    torch.testing.assert_close(log_prob, torch.log(p)[weights.argmax(-1)])
+
+
+def test_deterministic_takes_the_most_probable(backend: str, generator: torch.Generator) -> None:
+    q, k = normal(9, 5, generator=generator), normal(7, 5, generator=generator)
+    for estimator in ("straight_through", "gumbel"):
+        out = hard_attention(q, k, k, estimator=estimator, deterministic=True)
+        torch.testing.assert_close(out, k[(q @ k.T).argmax(-1)])
+
+
+def test_reinforce_has_the_derivative_of_the_logarithm(
+    backend: str, generator: torch.Generator
+) -> None:
+    q, k = (normal(n, 5, generator=generator).requires_grad_() for n in (6, 4))
+    bias = normal(6, 4, generator=generator).requires_grad_()
+    value = normal(4, 3, generator=generator).requires_grad_()
+    out, log_prob, weights = hard_attention(
+        q, k, value, bias, generator=generator, need_weights=True
+    )
+    assert log_prob.dtype == torch.float64
+    logs = torch.log_softmax(q @ k.T / math.sqrt(5) + bias, -1)
+    want = (logs * weights).sum(-1)
+    torch.testing.assert_close(log_prob, want)
+    for got, expected in zip(
+        torch.autograd.grad(log_prob.sin().sum(), (q, k, bias)),
+        torch.autograd.grad(want.sin().sum(), (q, k, bias)),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, expected)
+    found = torch.autograd.grad(out.sum(), (q, value), allow_unused=True)
+    assert found[0] is None
+    torch.testing.assert_close(found[1], weights.sum(0)[:, None].expand(4, 3))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_gradients_of_the_estimators(
+    backend: str, temperature: float, generator: torch.Generator
+) -> None:
+    """By their definitions: one_hot + y - y.detach(), with the noise that was drawn."""
+    q, k = (normal(n, 5, generator=generator).requires_grad_() for n in (6, 4))
+    value = normal(4, 3, generator=generator).requires_grad_()
+    weight = normal(6, 3, generator=generator)
+    for estimator in ("straight_through", "gumbel"):
+        scores = q @ k.T / math.sqrt(5)
+        seed = torch.Generator().manual_seed(3)
+        noise = torch.empty(6, 4, dtype=torch.float64).exponential_(generator=seed)
+        logits = scores
+        if estimator == "gumbel":
+            logits = (scores - torch.log(noise)) / temperature
+        y = torch.softmax(logits, -1)
+        one = torch.nn.functional.one_hot((scores - torch.log(noise)).argmax(-1), 4).double()
+        want = (one + y - y.detach()) @ value
+        got = hard_attention(
+            q, k, value, estimator=estimator, temperature=temperature,
+            generator=seed.manual_seed(3),
+        )  # fmt: skip
+        torch.testing.assert_close(got, want)
+        pairs = (torch.autograd.grad((x * weight).sum(), (q, k, value)) for x in (got, want))
+        for grad, expected in zip(*pairs, strict=True):
+            torch.testing.assert_close(grad, expected)
+
+
+def test_sixteen_bits(backend: str, generator: torch.Generator) -> None:
+    """The choice is that of the rounded inputs in float32."""
+    q, k = (normal(n, 16, generator=generator).bfloat16() for n in (50, 300))
+    out, log_prob = hard_attention(q, k, k, deterministic=True)
+    logs = torch.log_softmax(q.double() @ k.double().T / 4, -1)
+    assert torch.equal(out, k[logs.argmax(-1)])
+    eager = torch.log_softmax(q.float() @ k.float().T / 4, -1).amax(-1)
+    assert_within_bound(log_prob, eager.bfloat16(), logs.amax(-1), dtype=torch.bfloat16)
+
+
+def test_one_seed_one_draw(backend: str) -> None:
+    x = torch.randn(2, 9, 5)
+    torch.manual_seed(1)
+    first = hard_attention(x, x, x, estimator="gumbel")
+    torch.manual_seed(1)
+    assert torch.equal(hard_attention(x, x, x, estimator="gumbel"), first)
+    assert not torch.equal(hard_attention(x, x, x, estimator="gumbel"), first)
+
+
+def test_sizes_may_be_zero(backend: str) -> None:
+    for batch, queries, keys in ((0, 2, 3), (2, 0, 3), (2, 2, 0)):
+        q, k = torch.ones(batch, queries, 4), torch.ones(batch, keys, 4)
+        for estimator in ("reinforce", "straight_through", "gumbel"):
+            result = hard_attention(q, k, k, estimator=estimator, need_weights=True)
+            assert result[0].shape == (batch, queries, 4)
+            assert result[-1].shape == (batch, queries, keys)
+
+
+def test_compiles_without_a_break() -> None:
+    torch._dynamo.reset()
+    x = torch.randn(2, 9, 5)
+
+    def f(x: Tensor) -> Tensor:
+        return hard_attention(x, x, x, estimator="gumbel", deterministic=True)  # type: ignore[no-any-return]
+
+    compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), f(x))
+
+
+def test_documented_examples() -> None:
+    result = doctest.testmod(importlib.import_module("fastattn.ops.hard"))
+    assert (result.failed, result.attempted > 0) == (0, True)
+
+
+X = torch.zeros(2, 3, 4)
+
+
+@pytest.mark.parametrize(
+    ("args", "options", "error", "message"),
+    [
+        (([1.0], X, X), {}, TypeError, "query must be a Tensor, got list"),
+        ((X, X[:1], X), {}, ValueError, "must have the same leading dimensions"),
+        ((X, X, X[:, :2]), {}, ValueError, "the same number of rows"),
+        ((X, X, X), {"estimator": "rebar"}, ValueError, "estimator must be one of reinforce"),
+        ((X, X, X), {"temperature": 0.0}, ValueError, "temperature must be positive, got 0.0"),
+        ((X, X, X), {"temperature": "1"}, TypeError, "temperature must be a number, got str"),
+    ],
+)
+def test_bad_input_is_named(
+    args: Any, options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=f"hard_attention: .*{message}|hard_attention: {message}"):
+        hard_attention(*args, **options)

@@ -1,0 +1,227 @@
+"""nn.LuongAttention, nn.GlobalAttention, nn.KeyValueMemory and nonlinear_heads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastattn import luong_attention, nn
+
+
+def normal(*shape: int, generator: torch.Generator) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+
+# --- Luong ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["dot", "general", "concat"])
+@pytest.mark.parametrize("window", ["global", "local-m", "local-p"])
+def test_luong_holds_the_weights(method: str, window: str, generator: torch.Generator) -> None:
+    module = nn.LuongAttention(6, None, method, window, 2, dtype=torch.float64)
+    query, key = normal(2, 3, 6, generator=generator), normal(2, 9, 6, generator=generator)
+    weight: Any = (module.weight, module.v) if method == "concat" else module.weight
+    positions = None
+    if window == "local-p":
+        hidden = torch.tanh(query @ module.position_weight.T)
+        positions = 9 * torch.sigmoid(hidden @ module.position_v)
+    want = luong_attention(
+        query, key, key, method=method, weight=weight, window=window, D=2, positions=positions,
+        need_weights=True,
+    )  # fmt: skip
+    for got, expected in zip(module(query, key), want, strict=True):
+        torch.testing.assert_close(got, expected)
+    key.requires_grad_()
+    module(query, key)[0].sum().backward()
+    assert all(parameter.grad is not None for parameter in module.parameters())
+    key = key.detach()
+    step = module(query[:, 0], key)
+    if window != "local-m":
+        torch.testing.assert_close(step[0], want[0][:, 0])
+    assert step[1].shape == (2, 9)
+
+
+def test_luong_predicts_within_the_sentence(generator: torch.Generator) -> None:
+    module = nn.LuongAttention(6, window="local-p", D=1, dtype=torch.float64)
+    query, key = normal(2, 3, 6, generator=generator), normal(2, 9, 6, generator=generator)
+    padding = torch.arange(9) >= torch.tensor([[4], [9]])
+    whole = module(query, key, key_padding_mask=padding)[0][0]
+    short = module(query[:1], key[:1, :4])[0][0]
+    torch.testing.assert_close(whole, short)
+
+
+@pytest.mark.parametrize("attn_type", ["dot", "general", "mlp"])
+@pytest.mark.parametrize("covered", [False, True])
+def test_global_attention(attn_type: str, covered: bool, generator: torch.Generator) -> None:
+    module = nn.GlobalAttention(6, covered, attn_type, dtype=torch.float64)
+    source, memory = normal(2, 3, 6, generator=generator), normal(2, 5, 6, generator=generator)
+    lengths = torch.tensor([2, 5])
+    coverage = torch.rand(2, 5, generator=generator).double() if covered else None
+    bank = memory
+    if coverage is not None:
+        bank = torch.tanh(memory + coverage[..., None] * module.linear_cover.weight[:, 0])
+    if attn_type == "mlp":
+        hidden = module.linear_query(source)[:, :, None] + module.linear_context(bank)[:, None]
+        scores = torch.tanh(hidden) @ module.v.weight[0]
+    else:
+        q = module.linear_in(source) if attn_type == "general" else source
+        scores = q @ bank.mT
+    hidden_rows = torch.arange(5) >= lengths[:, None]
+    weights = torch.softmax(scores.masked_fill(hidden_rows[:, None], -torch.inf), -1)
+    want = module.linear_out(torch.cat([weights @ bank, source], -1))
+    want = want if attn_type == "mlp" else torch.tanh(want)
+    out, got = module(source, memory, lengths, coverage)
+    torch.testing.assert_close(got, weights)
+    torch.testing.assert_close(out, want)
+    step = module(source[:, 0], memory, lengths, coverage)
+    torch.testing.assert_close(step[0], want[:, 0])
+    torch.testing.assert_close(step[1], weights[:, 0])
+    names = {"general": {"linear_in.weight"}, "dot": set()}.get(
+        attn_type,
+        {"linear_context.weight", "linear_query.weight", "linear_query.bias", "v.weight",
+         "linear_out.bias"},
+    )  # fmt: skip
+    cover = {"linear_cover.weight"} if covered else set()
+    assert set(module.state_dict()) == {"linear_out.weight", *names, *cover}
+
+
+def test_coverage_must_be_asked_for() -> None:
+    x = torch.zeros(1, 2, 4)
+    with pytest.raises(ValueError, match="coverage needs"):
+        nn.GlobalAttention(4)(x, x, coverage=torch.zeros(1, 2))
+    with pytest.raises(ValueError, match="attn_type must be one of dot, general, mlp"):
+        nn.GlobalAttention(4, attn_type="luong")
+    with pytest.raises(ValueError, match="window must be one of"):
+        nn.LuongAttention(4, window="local")
+    with pytest.raises(ValueError, match="needs query and key of one width"):
+        nn.LuongAttention(4, 5, "dot")
+
+
+# --- the memory ----------------------------------------------------------------------------------
+
+
+def test_a_memory_is_read_by_attention(generator: torch.Generator) -> None:
+    memory = nn.KeyValueMemory(5, 4, 3, batch_size=2, dtype=torch.float64)
+    query = normal(2, 6, 4, generator=generator)
+    assert not memory.read(query).any()
+    key, value = normal(2, 3, 4, generator=generator), normal(2, 3, 3, generator=generator)
+    memory.append(key, value)
+    out, weights = memory(query, need_weights=True)
+    want = torch.softmax(query @ key.mT / 2, -1)
+    torch.testing.assert_close(weights[..., :3], want)
+    assert not weights[..., 3:].any()
+    torch.testing.assert_close(out, want @ value)
+
+
+def test_a_full_memory_loses_its_oldest(generator: torch.Generator) -> None:
+    memory = nn.KeyValueMemory(3, 1, dtype=torch.float64)
+    for row in range(5):
+        one = torch.full((1, 1, 1), float(row)).double()
+        memory.append(one, one)
+    assert sorted(memory.keys.flatten().tolist()) == [2.0, 3.0, 4.0]
+    many = torch.arange(10.0, 20.0).double().view(1, 10, 1)
+    memory.append(many, many)
+    assert sorted(memory.keys.flatten().tolist()) == [17.0, 18.0, 19.0]
+    memory.append(torch.full((1, 1, 1), 20.0).double(), torch.zeros(1, 1, 1).double())
+    assert sorted(memory.keys.flatten().tolist()) == [18.0, 19.0, 20.0]
+
+
+def test_overwrites_what_is_most_alike(generator: torch.Generator) -> None:
+    memory = nn.KeyValueMemory(4, 3, batch_size=2, dtype=torch.float64)
+    first = memory.overwrite(torch.zeros(2, 3).double(), torch.ones(2, 3).double())
+    assert first.tolist() == [0, 0]
+    memory.reset()
+    eye = torch.eye(3).double().expand(2, 3, 3)
+    memory.append(eye, eye)
+    key = torch.tensor([[0.1, 5.0, 0.0], [0.0, 0.2, 7.0]]).double()
+    assert memory.overwrite(key, 2 * key).tolist() == [1, 2]
+    assert torch.equal(memory.values[0, 1], 2 * key[0])
+    assert torch.equal(memory.values[1, 1], eye[1, 1])
+    assert memory.overwrite(key, key, torch.tensor([3, 0])).tolist() == [3, 0]
+    assert memory.used.tolist() == [[True] * 4, [True, True, True, False]]
+
+
+def test_gradients_flow_through_the_memory(generator: torch.Generator) -> None:
+    """From readings into what was written; a later writing does not disturb an earlier reading."""
+    memory = nn.KeyValueMemory(4, 3, dtype=torch.float64)
+    key, value = (normal(1, 2, 3, generator=generator).requires_grad_() for _ in range(2))
+    query = normal(1, 2, 3, generator=generator)
+    memory.append(key, value)
+    before = memory.read(query)
+    memory.overwrite(key[:, 0].detach() + 1, value[:, 0].detach(), torch.tensor([0]))
+    after = memory.read(query)
+    want = torch.softmax(query @ key.mT / 3**0.5, -1) @ value
+    for got, expected in zip(
+        torch.autograd.grad(before.sum(), (key, value), retain_graph=True),
+        torch.autograd.grad(want.sum(), (key, value)),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, expected)
+    assert not torch.autograd.grad(after.sum(), value)[0][:, 0].any()
+    memory.detach_()
+    assert not memory.read(query).requires_grad
+
+
+def test_a_memory_is_state() -> None:
+    memory = nn.KeyValueMemory(4, 3)
+    memory.append(torch.ones(1, 2, 3), torch.ones(1, 2, 3))
+    other = nn.KeyValueMemory(4, 3)
+    other.load_state_dict(memory.state_dict())
+    query = torch.ones(1, 1, 3)
+    assert torch.equal(other.read(query), memory.read(query))
+    assert other.written == 2
+
+
+def test_bad_writing_is_named() -> None:
+    memory, x = nn.KeyValueMemory(4, 3), torch.ones(1, 2, 3)
+    with pytest.raises(ValueError, match="key must have a batch of 1 and a width of 3"):
+        memory.append(torch.ones(2, 2, 3), x)
+    with pytest.raises(ValueError, match="must have a batch of 1"):
+        memory.append(x, torch.ones(1, 3, 3))
+    with pytest.raises(TypeError, match=r"value must be torch\.float32"):
+        memory.append(x, x.double())
+    with pytest.raises(IndexError, match=r"slot must be in \[0, 4\)"):
+        memory.overwrite(x[:, 0], x[:, 0], torch.tensor([4]))
+    with pytest.raises(ValueError, match="query must be"):
+        memory.read(torch.ones(1, 2, 4))
+    with pytest.raises(ValueError, match="slots must be a positive integer"):
+        nn.KeyValueMemory(0, 3)
+
+
+# --- a network for each head ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_nonlinear_heads(training: bool, generator: torch.Generator) -> None:
+    """out = [g_1(head_1), ...] W_o + b_o, on the small path of inference too."""
+    module = nn.MultiheadAttention(8, 2, batch_first=True, nonlinear_heads=5, dtype=torch.float64)
+    module.train(training)
+    x = normal(2, 3, 8, generator=generator)
+    q, k, v = F.linear(x, module.in_proj_weight, module.in_proj_bias).chunk(3, -1)
+    heads = []
+    for h in range(2):
+        at = slice(4 * h, 4 * h + 4)
+        p = torch.softmax(q[..., at] @ k[..., at].mT / 2, -1)
+        net = module.head_network
+        hidden = torch.relu(F.linear(p @ v[..., at], net.weight1[h], net.bias1[h]))
+        heads.append(F.linear(hidden, net.weight2[h], net.bias2[h]))
+    want = module.out_proj(torch.cat(heads, -1))
+    with torch.set_grad_enabled(training):
+        for need_weights in (False, True):
+            torch.testing.assert_close(module(x, x, x, need_weights=need_weights)[0], want)
+    if training:
+        module(x, x, x)[0].sum().backward()
+        assert all(parameter.grad is not None for parameter in module.parameters())
+
+
+def test_without_them_nothing_changes() -> None:
+    names = set(torch.nn.MultiheadAttention(8, 2).state_dict())
+    assert set(nn.MultiheadAttention(8, 2).state_dict()) == names
+    with_them = set(nn.MultiheadAttention(8, 2, nonlinear_heads=3).state_dict())
+    assert {name.split(".")[0] for name in with_them - names} == {"head_network"}
+    with pytest.raises(ValueError, match="nonlinear_heads must be a positive integer, got 0"):
+        nn.MultiheadAttention(8, 2, nonlinear_heads=0)
