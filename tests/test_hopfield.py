@@ -122,6 +122,25 @@ def test_counts_the_steps(engine: Target, generator: torch.Generator) -> None:
                 assert steps[b, i] == count
 
 
+@pytest.mark.parametrize("queries", [1, 6])
+def test_takes_as_many_steps_as_it_needs(engine: Target, queries: int) -> None:
+    """xi <- tanh(xi) comes to 0 like 1 / sqrt(t): over a thousand steps, some of them more."""
+    stored = torch.tensor([[1.0], [-1.0]], dtype=torch.float64)
+    state = torch.linspace(0.5, 2.0, queries, dtype=torch.float64)[:, None]
+    for limit in (None, 700):
+        out, steps = hopfield_retrieve(
+            state, stored, beta=1.0, update_steps_max=limit, update_steps_eps=1e-5, need_steps=True
+        )
+        for start, xi, taken in zip(state[:, 0], out[:, 0], steps, strict=True):
+            want, by, count = start.item(), 1.0, 0
+            while by > 1e-5 and count != limit:
+                new = math.tanh(want)
+                want, by, count = new, abs(new - want), count + 1
+            assert taken == count
+            torch.testing.assert_close(xi.item(), math.tanh(want))
+        assert steps.min() > 600
+
+
 @pytest.mark.parametrize("queries", [3, 20])
 def test_stop_of_a_head(engine: Target, queries: int, generator: torch.Generator) -> None:
     """All of a head stop together: by the norm over all of their steps, of no other head."""
