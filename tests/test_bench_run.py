@@ -98,13 +98,14 @@ def test_a_provider_that_keeps_failing_is_given_up(fakes: Path, tmp_path: Path) 
 def test_a_run_writes_every_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     code = bench(
-        *("run", "--shapes", "B=1,H=2,L=16,D=8", "--pass", "fwd,fwd+bwd", "--quiet"),
+        *("run", "--shapes", "B=1,H=2,L=16,D=8 pass=fwd,fwd+bwd", "--quiet"),
+        *("--shapes", "decode H=4,Hkv=2,Lk=16,D=8"),
         *("--providers", "torch,fastattn@reference", "--threads", "1", "--rounds", "3"),
         *("--out", str(tmp_path)),
     )
     assert code == cli.OK
     told = capsys.readouterr().out
-    assert "2 of 2 cells" in told or "the same or unsure" in told
+    assert "3 of 3 cells" in told or "the same or unsure" in told
 
     document = json.loads((tmp_path / "results.json").read_text())
     assert document["format"] == results.FORMAT
@@ -118,7 +119,7 @@ def test_a_run_writes_every_file(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
     with (tmp_path / "results.csv").open() as file:
         table = list(csv.DictReader(file))
-    assert [row["provider"] for row in table] == ["torch", "fastattn@reference"] * 2
+    assert [row["provider"] for row in table] == ["torch", "fastattn@reference"] * 3
     assert all(float(row["ms"]) > 0 for row in table)
 
     assert (tmp_path / "results.png").read_bytes().startswith(b"\x89PNG")

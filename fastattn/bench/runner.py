@@ -220,8 +220,9 @@ class Runner:
 
     def _oracle_for(self, cell: Cell) -> Oracle:
         """The expected outputs; those of forward and backward serve every pass of a shape."""
-        same = [c for c in self.settings.cells if _without_pass(c) == _without_pass(cell)]
-        wanted = cell if all(c.passes == "fwd" for c in same) else _without_pass(cell)
+        same = [c for c in self.settings.cells if _with_pass(c, "fwd") == _with_pass(cell, "fwd")]
+        both = any(c.passes != "fwd" for c in same)
+        wanted = _with_pass(cell, "fwd+bwd" if both else "fwd")
         if self.oracle is None or self.oracle.cell != wanted:
             self.oracle = Oracle(wanted, self.settings.seed)
         return self.oracle
@@ -300,5 +301,5 @@ class Runner:
             self.result.providers[name] |= {"status": error.status, "reason": reason}
 
 
-def _without_pass(cell: Cell) -> Cell:
-    return dataclasses.replace(cell, passes="fwd+bwd", preset="", label="")
+def _with_pass(cell: Cell, passes: str) -> Cell:
+    return dataclasses.replace(cell, passes=passes, preset="", label="")
