@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import importlib.util
 import itertools
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
+from fastattn import dispatch
 from fastattn.bench import cli, display, inputs, ops, stats, summary
 from fastattn.bench.cells import (
     MASKS,
@@ -25,6 +28,7 @@ from fastattn.bench.cells import (
 from fastattn.bench.oracle import Oracle
 from fastattn.bench.presets import PRESETS, preset_cells
 from fastattn.bench.providers import PROVIDERS, load
+from fastattn.bench.providers.passes import leave
 from fastattn.bench.results import CellResult, Outcome, Peak, Result, Round
 from fastattn.bench.shapes import parse_shapes, shape_text
 
@@ -44,6 +48,7 @@ SMALL = {
     "additive": "B=2,Lq=5,Lk=7,A=9,Dv=6",
     "bahdanau": "B=2,Lq=5,Lk=7,E=9,A=6",
     "luong": "B=2,Lq=5,Lk=7,D=9,Dv=6,W=2",
+    "hopfield": "B=2,H=2,L=3,N=5,D=8,K=2",
     "memory_hops": "B=3,N=7,D=5,K=2",
     "encode_memory": "B=2,N=5,J=4,V=9,D=6",
     "memn2n": "B=2,N=5,J=4,V=9,D=6,K=2",
@@ -388,6 +393,26 @@ def cells_to_check() -> list[Cell]:
 def answer(provider: str, cell: Cell) -> dict[str, torch.Tensor]:
     arrays = load(provider).prepare(cell, inputs.make_inputs(cell, 1))()
     return dict(zip(inputs.output_names(cell), arrays, strict=True))
+
+
+@pytest.fixture(autouse=True)
+def leave_what_a_provider_stays_in() -> Iterator[None]:
+    yield
+    leave()
+
+
+def test_a_variant_is_in_force_while_its_provider_runs() -> None:
+    cell = cell_of("sdpa", SMALL["sdpa"])
+    call = load("fastattn@reference").prepare(cell, inputs.make_inputs(cell, 0))
+    gc.collect()
+    assert dispatch.forced.get() == "reference"
+    call()
+    load("torch@math")
+    gc.collect()
+    assert dispatch.forced.get() == ""
+    assert not torch.backends.cuda.flash_sdp_enabled()
+    leave()
+    assert torch.backends.cuda.flash_sdp_enabled()
 
 
 @pytest.mark.parametrize("cell", cells_to_check(), ids=lambda cell: cell.name)

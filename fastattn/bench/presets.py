@@ -136,6 +136,8 @@ _SEQ2SEQ = [
 # Sukhbaatar et al. 2015: bAbI trained jointly, 50 sentences of at most 11 of 175 words, width 50;
 # and memories that are not small.
 _MEMORY = [
+    # Ramsauer et al. 2021: at most three steps; a batch of bags with 128 patterns.
+    Template("Hopfield retrieval, 3 steps", "hopfield", "B=4,H=8,L=128,N=128,D=64,K=3"),
     Template("bAbI encoding of a memory", "encode_memory", "B=32,N=50,J=11,V=175,D=50"),
     Template("bAbI hops", "memory_hops", "B=32,N=50,D=50,K=3"),
     Template("a memory for every query", "memory_hops", "B=256,N=1000,D=128,K=3"),
@@ -171,7 +173,7 @@ PRESETS: dict[str, Preset] = {
     "long": Preset("one causal sequence of 8192 tokens, 8 heads of 64", [_GPT_8K]),
     "encoding": Preset("position encodings, width 512 and 768", _POSITIONS),
     "seq2seq": Preset("the attentions of recurrent translation: Bahdanau, Luong", _SEQ2SEQ),
-    "memory": Preset("end-to-end memory networks: bAbI, and larger memories", _MEMORY),
+    "memory": Preset("memories: Hopfield retrieval, end-to-end memory networks", _MEMORY),
 }
 MODEL_PRESETS = tuple(name for name in PRESETS if name not in ("quick", "dropin"))
 

@@ -13,7 +13,7 @@ from fastattn.bench.ops._base import Operator
 
 OPS = (
     *("sdpa", "mha", "encoder_layer", "varlen", "decode", "additive", "bahdanau", "luong"),
-    *("memory_hops", "encode_memory", "memn2n"),
+    *("hopfield", "memory_hops", "encode_memory", "memn2n"),
     *("sinusoidal", "learned"),
 )
 

@@ -11,7 +11,7 @@ from fastattn._version import __version__
 from fastattn.bench import ops
 from fastattn.bench.cells import Cell
 from fastattn.bench.providers import ISAS
-from fastattn.bench.providers.passes import Outputs, run_passes, torch_versions
+from fastattn.bench.providers.passes import Outputs, run_passes, stay_in, torch_versions
 from fastattn.dispatch import BACKENDS, PRIORITY, load
 
 ABOUT = "fastattn: its native kernels; @reference: plain PyTorch, as where nothing was built"
@@ -35,8 +35,7 @@ def why_not(cell: Cell) -> list[str]:
 
 
 def prepare(cell: Cell, inputs: dict[str, Tensor]) -> Callable[[], Outputs]:
-    # Never left: this process is the provider's own, and entering it in every call would be timed.
-    fastattn.use_backend(_backend(cell)).__enter__()
+    stay_in(fastattn.use_backend(_backend(cell)))
     return run_passes(cell, *ops.get(cell.op).ours(cell, inputs), inputs["grad_out"])
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +12,20 @@ from torch import Tensor
 from fastattn.bench.cells import Cell
 
 Outputs = tuple[Tensor, ...]
+_entered = contextlib.ExitStack()
+
+
+def stay_in(context: contextlib.AbstractContextManager[Any]) -> None:
+    """Enters `context` until the next one, or `leave`: inside the call it would be timed.
+
+    It is held here, for a context manager that nobody holds is left at once.
+    """
+    _entered.close()
+    _entered.enter_context(context)
+
+
+def leave() -> None:
+    _entered.close()
 
 
 def torch_versions() -> dict[str, str]:

@@ -9,7 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fastattn.bench import ops
 from fastattn.bench.cells import Cell
-from fastattn.bench.providers.passes import Outputs, run_passes, torch_versions
+from fastattn.bench.providers.passes import Outputs, run_passes, stay_in, torch_versions
 
 ABOUT = "PyTorch: F.scaled_dot_product_attention, nn.MultiheadAttention, else the equation"
 _BACKENDS = {
@@ -26,7 +26,7 @@ versions = torch_versions
 def select(variant: str) -> None:
     global _variant
     _variant = variant
-    sdpa_kernel(_BACKENDS[variant]).__enter__()  # never left: the process is this provider's own
+    stay_in(sdpa_kernel(_BACKENDS[variant]))
 
 
 def why_not(cell: Cell) -> list[str]:

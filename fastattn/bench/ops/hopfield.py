@@ -1,0 +1,52 @@
+"""`hopfield_retrieve`: ξ ← Xᵀ softmax(β X ξ), K steps, and then one attention more.
+
+A step costs a query what attention does, 4·D for each stored pattern; the backward takes the steps
+again. No query rests early: as many steps are compared as are counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from fastattn.bench.cells import Cell
+from fastattn.bench.inputs import Draw
+from fastattn.bench.ops._attention import attend
+from fastattn.bench.ops._base import Inputs, Operator, Outputs, Rounded, Sizes
+
+
+class Hopfield(Operator):
+    FUNCTION = "hopfield_retrieve"
+    ABOUT = "ξ ← Xᵀ softmax(X ξ / √D), K steps and a reading, ξ [B, H, L, D], X [B, H, N, D]"
+    TORCH = "the equation: torch has no such function"
+    SIZES: ClassVar[Sizes] = {"B": 4, "H": 8, "L": 128, "N": 128, "D": 64, "K": 3}
+    LEAVES = ("state", "stored")
+
+    def flops(self, cell: Cell, pairs: int) -> tuple[int, int]:
+        attention = cell["B"] * cell["H"] * cell["L"] * cell["N"] * cell["D"] * (cell["K"] + 1)
+        return 4 * attention, 10 * attention
+
+    def elements(self, cell: Cell) -> tuple[int, int]:
+        heads = cell["B"] * cell["H"] * cell["D"]
+        return heads * (cell["L"] + cell["N"]), heads * cell["L"]
+
+    def inputs(self, cell: Cell, draw: Draw) -> Inputs:
+        # Small enough for the steps to draw states together: where they part, rounding decides.
+        state = (cell["B"], cell["H"], cell["L"], cell["D"])
+        return {
+            "state": draw.normal(*state, scale=0.5),
+            "stored": draw.normal(cell["B"], cell["H"], cell["N"], cell["D"], scale=0.5),
+            "grad_out": draw.normal(*state),
+        }
+
+    def arguments(self, cell: Cell, inputs: Inputs) -> tuple[Sequence[Any], dict[str, Any]]:
+        return self.leaves(inputs), {"update_steps_max": cell["K"], "update_steps_eps": 0.0}
+
+    def plain(self, cell: Cell, inputs: Inputs, rounded: Rounded) -> Outputs:
+        xi, stored = self.leaves(inputs)
+        for _ in range(cell["K"] + 1):
+            xi, _ = attend(xi, stored, stored, None, None, rounded)
+        return (xi,)
+
+
+OP = Hopfield()
