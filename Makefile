@@ -21,14 +21,14 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 export FASTATTN_REQUIRE_NATIVE := 1
 
 # Nothing in these runs a kernel: once is enough for them.
-WITHOUT_KERNELS := $(addprefix --ignore=$(abspath tests)/test_,packaging.py cli.py bench.py bench_run.py reference.py)
+WITHOUT_KERNELS := $(addprefix --ignore=$(abspath tests)/test_,packaging.py cli.py bench.py bench_run.py reference.py triton_aot.py triton_sdpa.py triton_sinusoidal.py)
 
 # Folders too, so that a file taken away also counts as a change.
 NATIVE_SOURCES := setup.py $(shell find csrc)
 CXX_FILES = $(shell git ls-files --cached --others --exclude-standard '*.cpp' '*.h')
 
 .DEFAULT_GOAL := help
-.PHONY: help bench test test-full test-isas test-sanitized build lint format clean
+.PHONY: help bench test test-full test-isas test-sanitized test-triton-oldest build lint format clean
 
 help: ## say what there is to make
 	@grep -hE '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{ printf "  make %-15s %s\n", $$1, $$2 }'
@@ -39,7 +39,7 @@ bench: $(VENV)/.stamp-native-here ## compare the drop-in with PyTorch on this ma
 test: build ## run all tests but the slow ones; < 15 minutes on two cores
 	$(BIN)/python -m pytest -m "not slow" $(ARGS)
 
-test-full: build test-isas test-sanitized ## slow tests, every instruction set, sanitizers
+test-full: build test-isas test-sanitized test-triton-oldest ## slow tests, every instruction set, sanitizers
 	$(BIN)/python -m pytest $(ARGS)
 
 test-isas: build ## every case, and all tests but the slow ones, on every instruction set there is here
@@ -58,6 +58,12 @@ test-sanitized: build ## the tests that run kernels, under AddressSanitizer and 
 	LD_PRELOAD="$$($${CXX:-g++} -print-file-name=libasan.so) $$($${CXX:-g++} -print-file-name=libstdc++.so)" \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONPATH=lib \
 	$(abspath $(BIN))/python -m pytest -m "not slow" $(WITHOUT_KERNELS) $(abspath tests) $(ARGS)
+
+# `make test` takes the newest Triton. Its interpreter of 3.6 is for NumPy below 2.4.
+OLDEST_TRITON := $(VENV)/triton-3.6
+test-triton-oldest: build ## the Triton tests with the oldest version that we promise
+	$(PIP) install --quiet --target $(OLDEST_TRITON) --upgrade --no-deps triton==3.6.0 'numpy<2.4'
+	PYTHONPATH=$(OLDEST_TRITON) $(BIN)/python -m pytest -m "not slow" tests/test_triton_*.py $(ARGS)
 
 build: $(VENV)/.stamp-native ## make the environment and the native core; again where csrc changed
 

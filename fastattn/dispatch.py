@@ -135,7 +135,8 @@ def why_not(
     backend = load(name)
     if isinstance(backend, str):
         return [backend]
-    if name not in _order(device):
+    # Triton's interpreter runs on any device, and only when it is asked for.
+    if name not in _order(device) and not getattr(backend, "INTERPRETED", False):
         return [f"does not run on {device} tensors"]
     if not hasattr(backend, op):
         return [f"has no {op}"]

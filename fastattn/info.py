@@ -112,8 +112,12 @@ def _backend(name: str) -> dict[str, Any]:
     """{"built": bool, "reason": why it is not or None} and what the build record knows."""
     if importlib.util.find_spec(f"fastattn.backends.{name}") is None:
         return {"built": False, "reason": f"fastattn {__version__} has no {name} kernels"}
-    if name in ("reference", "triton"):
+    if name == "reference":
         return {"built": True, "reason": None}
+    if name == "triton":
+        version = _version("triton")
+        reason = None if version else "triton is not installed: `pip install triton`"
+        return {"built": version is not None, "reason": reason, "version": version}
     record = _build_record()
     module = record.get("modules", {}).get(name)
     error = _native_module(name)["error"]
@@ -170,6 +174,12 @@ def _backend_text(name: str, facts: dict[str, Any]) -> str:
         return f"not built: {backend['reason']}"
     if name == "reference":
         return "always there: plain PyTorch"
+    if name == "triton":
+        if torch.cuda.is_available():
+            return f"Triton {backend['version']}"
+        if os.environ.get("TRITON_INTERPRET") == "1":
+            return f"Triton {backend['version']}, interpreted: for tests"
+        return f"Triton {backend['version']}, but PyTorch sees no GPU"
     text = f"built by {backend['compiler']}" if "compiler" in backend else "built"
     return text + "; csrc has changed since: `make build`" * backend.get("stale", False)
 

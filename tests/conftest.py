@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import sys
 import zlib
@@ -11,6 +12,10 @@ from types import ModuleType
 
 import pytest
 import torch
+
+# Triton reads it once, when it is imported: its kernels are interpreted where there is no GPU.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import fastattn
 from fastattn import dispatch, info
@@ -66,3 +71,19 @@ def native() -> ModuleType:
 def generator(request: pytest.FixtureRequest) -> torch.Generator:
     """Random numbers that depend on the test's name alone, not on which tests ran before."""
     return torch.Generator().manual_seed(zlib.crc32(request.node.nodeid.encode()))
+
+
+@pytest.fixture
+def triton_interpreter() -> Iterator[None]:
+    """Triton's kernels on the CPU, interpreted; on the GPU where there is one."""
+    if importlib.util.find_spec("triton") is None:
+        if REQUIRE_NATIVE:
+            pytest.fail("FASTATTN_REQUIRE_NATIVE is set, but triton is not installed")
+        pytest.skip("triton is not installed")
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("Triton's kernels run on the GPU here: see tests/gpu")
+    import triton_interpreter  # of this folder
+
+    triton_interpreter.mend()
+    with triton_interpreter.quiet():
+        yield

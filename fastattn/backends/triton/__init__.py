@@ -1,0 +1,79 @@
+"""The Triton backend: the operators on any GPU that Triton knows; ``docs/triton.md`` describes it.
+
+Every function has the name and the arguments that it has in ``reference.py``. With the environment
+variable ``TRITON_INTERPRET=1`` the kernels run on CPU tensors, interpreted: slow, and for tests.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattn.backends.triton._launch import INTERPRETED
+from fastattn.backends.triton.sdpa import (
+    scaled_dot_product_attention,
+    scaled_dot_product_attention_backward,
+)
+from fastattn.backends.triton.sinusoidal import sinusoidal_encoding
+
+__all__ = [
+    "INTERPRETED",
+    "scaled_dot_product_attention",
+    "scaled_dot_product_attention_backward",
+    "sinusoidal_encoding",
+    "why_not",
+]
+
+_FLOATS = {torch.float32, torch.bfloat16, torch.float16}
+_OLDEST = (8, 0)
+_WIDEST = 512
+_FARTHEST = 2**29  # sums of a few places are int32
+
+
+def why_not(op: str, *tensors: Tensor | None, **options: Any) -> list[str]:
+    """Return the reasons why the Triton kernels cannot run ``op`` on these arguments."""
+    given = [tensor for tensor in tensors if tensor is not None]
+    device = given[0].device
+    if device.type == "cpu" and not INTERPRETED:
+        return ["CPU tensors need the interpreter: set TRITON_INTERPRET=1 before Python starts"]
+    if device.type == "cuda" and not torch.version.hip:
+        capability = torch.cuda.get_device_capability(device)
+        if capability < _OLDEST:
+            return [f"the GPU has compute capability {capability[0]}.{capability[1]}, below 8.0"]
+    for tensor in given:
+        if tensor.device != device:
+            return [f"tensors are on {device} and on {tensor.device}"]
+    dtype = next(tensor.dtype for tensor in given if tensor.is_floating_point())
+    if dtype not in _FLOATS:
+        return [f"the dtype {dtype} is not one of float32, bfloat16, float16"]
+    if op.startswith("scaled_dot_product_attention"):
+        backward = op.endswith("_backward")
+        query, key, value, mask, slopes = tensors[3:8] if backward else tensors[:5]
+        assert query is not None
+        assert key is not None
+        assert value is not None
+        return _why_not_attend(query, key, value, mask, slopes, options["offset"])
+    return []
+
+
+def _why_not_attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    slopes: Tensor | None,
+    offset: int,
+) -> list[str]:
+    reasons = []
+    if mask is not None and mask.dtype not in _FLOATS | {torch.bool}:
+        reasons.append(f"the dtype {mask.dtype} of attn_mask is not float32, bfloat16 or float16")
+    if slopes is not None and slopes.requires_grad:
+        reasons.append("alibi_slopes requires a gradient, which the kernel does not compute")
+    width = max(query.shape[3], value.shape[3])
+    if width > _WIDEST:
+        reasons.append(f"a head dimension of {width} is above {_WIDEST}")
+    if max(query.shape[2], key.shape[2], abs(offset)) > _FARTHEST:
+        reasons.append(f"a length or an offset is above {_FARTHEST}")
+    return reasons

@@ -1,0 +1,367 @@
+"""The kernels of attention, backward, in two passes without atomics: the same bits in every run.
+
+With dp_ij = (do_i . v_j + gw_ij) * kept_ij / share kept and delta_i = sum_j p_ij dp_ij,
+
+    d loss / d s_ij = p_ij (dp_ij - delta_i + glse_i)
+
+where gw and glse are the gradients of the weights and of lse. Without gw delta is out_i . do_i,
+which needs no pass over the keys.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fastattn.backends.triton._core import (
+    INF,
+    LOG2E,
+    exponent_unit,
+    in_matrix,
+    kept,
+    keys_seen,
+    keys_visible,
+    load_pairs,
+    load_rows,
+    probabilities,
+    queries_seeing,
+    scores,
+    store_rows,
+    update_softmax,
+)
+
+
+@triton.jit
+def _score_gradients(
+    b_v,  # [BN, BDV]
+    b_do,  # [BM, BDV]
+    high,  # [BM]
+    low,  # [BM]
+    delta,  # [BM]
+    grad_weights,
+    weight_share,
+    i_b,
+    i_h,
+    row,
+    first,
+    s,
+    visible,
+    o,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Return the weights without their common factor, and d loss / d s, both [BM, BN]."""
+    p = tl.where(visible, probabilities(s, high, low, exponent_unit(o), o), 0.0)
+    dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
+    if grad_weights is not None:
+        dp += (
+            load_pairs(grad_weights, i_b, i_h, row, first, o, 0.0, BM, BN).to(tl.float32)
+            * weight_share
+        )
+    w = p
+    if o.p_seed is not None:
+        keep = kept(i_b, i_h, row + tl.arange(0, BM), first, o, BM, BN)
+        dp = tl.where(keep, dp * o.kept_scale, 0.0)
+        w = tl.where(keep, p, 0.0)
+    # Selected: the row of a query that sees nothing may carry a gradient of NaN.
+    ds = tl.where(visible & (high != INF)[:, None], p * (dp - delta[:, None]), 0.0)
+    return w, ds
+
+
+@triton.jit
+def attention_statistics(
+    q,
+    k,
+    v,
+    out,  # [B, Hq, Lq, Dv]
+    grad_out,  # [B, Hq, Lq, Dv]; None: only lse is wanted
+    grad_lse,  # [B, Hq, Lq, 1] or None
+    grad_weights,  # [B, Hq, Lq, Lk] or None
+    weight_share,  # 1 / Hq if the weights were averaged, else 1
+    o,
+    p_lse,  # [B, Hq, Lq] float64
+    p_high,  # [B, Hq, Lq] float32, as p_low and p_delta
+    p_low,
+    p_delta,
+    EXACT: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BD: tl.constexpr,
+    BDV: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """lse in two floats of the exponent's unit, and delta - glse, of one tile of queries.
+
+    One float of the size of lse would make every exp(s - lse) wrong by its rounding. A row that
+    sees nothing gets +inf, so that its probabilities are 0.
+
+    out . do carries the rounding of out. EXACT takes it as an estimate, and sums what is left with
+    the very probabilities that it has to cancel: sum_j p_ij (dp_ij - estimate).
+    """
+    unit = exponent_unit(o)
+    tiles = tl.cdiv(o.q_len, BM)
+    row = tl.program_id(0) % tiles * BM
+    i_bh = (tl.program_id(0) // tiles).to(tl.int64)
+    i_b = i_bh // o.heads
+    i_h = i_bh % o.heads
+    o_m = row + tl.arange(0, BM)
+    m_m = o_m < o.q_len
+    o_rows = i_bh * o.q_len + o_m
+    b_q = load_rows(q, i_b, i_h, o_m, m_m, D, BD)
+    last = tl.minimum(row + BM, o.q_len) - 1
+    lo, full_lo, full_hi, hi = keys_seen(row, last, o, BN)
+
+    lse = tl.load(p_lse + o_rows, mask=m_m, other=-INF)
+    sees = lse != -INF
+    if o.rescored is None:
+        lse = lse * LOG2E
+    high = lse.to(tl.float32)
+    low = (lse - high.to(tl.float64)).to(tl.float32)
+    high = tl.where(sees, high, INF)
+    low = tl.where(sees & (tl.abs(high) != INF), low, 0.0)
+    if o.added is not None:
+        # Below such a maximum, of finfo.min say, even float64 has lost log(l): find it again.
+        huge = sees & (tl.abs(high) > 2.0**30)
+        if tl.max(huge.to(tl.int32), axis=0) > 0:
+            m = tl.full([BM], -INF, tl.float32)
+            l = tl.zeros([BM], tl.float32)
+            for first in range(lo // BN * BN, hi, BN):
+                o_n = first + tl.arange(0, BN)
+                b_k = load_rows(k, i_b, i_h // o.group, o_n, o_n < o.k_len, D, BD)
+                s, visible, slope = scores(b_q, b_k, i_b, i_h, row, first, o, True, PRECISION)
+                m, l, p, shrink = update_softmax(m, l, s, unit, o)
+            high = tl.where(huge, m, high)
+            low = tl.where(huge, tl.log(l), low)
+    tl.store(p_high + o_rows, high, mask=m_m)
+    tl.store(p_low + o_rows, low, mask=m_m)
+
+    if grad_out is not None:
+        b_out = load_rows(out, i_b, i_h, o_m, m_m & sees, DV, BDV).to(tl.float32)
+        b_do = load_rows(grad_out, i_b, i_h, o_m, m_m & sees, DV, BDV)
+        delta = tl.sum(b_out * b_do.to(tl.float32), axis=1)
+        if EXACT or grad_weights is not None:
+            rest = tl.zeros([BM], tl.float32)
+            for first in range(lo // BN * BN, hi, BN):
+                o_n = first + tl.arange(0, BN)
+                m_n = (o_n >= lo) & (o_n < hi)
+                b_k = load_rows(k, i_b, i_h // o.group, o_n, m_n, D, BD)
+                b_v = load_rows(v, i_b, i_h // o.group, o_n, m_n, DV, BDV)
+                s, visible, slope = scores(b_q, b_k, i_b, i_h, row, first, o, True, PRECISION)
+                w, ds = _score_gradients(
+                    b_v, b_do, high, low, delta, grad_weights, weight_share,
+                    i_b, i_h, row, first, s, visible, o, BM, BN, PRECISION,
+                )  # fmt: skip
+                rest += tl.sum(ds, axis=1)
+            delta += rest
+        if grad_lse is not None:
+            p_gl = grad_lse.p + i_b * grad_lse.b + i_h * grad_lse.h + o_m.to(tl.int64) * grad_lse.l
+            delta -= tl.load(p_gl, mask=m_m & sees, other=0.0).to(tl.float32)
+        tl.store(p_delta + o_rows, delta, mask=m_m)
+
+
+@triton.jit
+def attention_backward_query(
+    q,
+    k,
+    v,
+    grad_out,
+    grad_weights,
+    weight_share,
+    o,
+    p_high,
+    p_low,
+    p_delta,
+    grad_q,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BD: tl.constexpr,
+    BDV: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """dq_i = scale * sum_j ds_ij k_j for one tile of queries of one head."""
+    tiles = tl.cdiv(o.q_len, BM)
+    tile = tiles - 1 - tl.program_id(0) % tiles
+    i_bh = (tl.program_id(0) // tiles).to(tl.int64)
+    i_b = i_bh // o.heads
+    i_h = i_bh % o.heads
+    row = tile * BM
+    o_m = row + tl.arange(0, BM)
+    m_m = o_m < o.q_len
+    high = tl.load(p_high + i_bh * o.q_len + o_m, mask=m_m, other=INF)
+    low = tl.load(p_low + i_bh * o.q_len + o_m, mask=m_m, other=0.0)
+    delta = tl.load(p_delta + i_bh * o.q_len + o_m, mask=m_m, other=0.0)
+    b_q = load_rows(q, i_b, i_h, o_m, m_m, D, BD)
+    b_do = load_rows(grad_out, i_b, i_h, o_m, m_m & (high != INF), DV, BDV)
+    acc = tl.zeros([BM, BD], tl.float32)
+
+    last = tl.minimum(row + BM, o.q_len) - 1
+    lo, full_lo, full_hi, hi = keys_seen(row, last, o, BN)
+    for first in range(lo // BN * BN, hi, BN):
+        o_n = first + tl.arange(0, BN)
+        m_n = (o_n >= lo) & (o_n < hi)
+        b_k = load_rows(k, i_b, i_h // o.group, o_n, m_n, D, BD)
+        b_v = load_rows(v, i_b, i_h // o.group, o_n, m_n, DV, BDV)
+        s, visible, slope = scores(b_q, b_k, i_b, i_h, row, first, o, True, PRECISION)
+        w, ds = _score_gradients(
+            b_v, b_do, high, low, delta, grad_weights, weight_share,
+            i_b, i_h, row, first, s, visible, o, BM, BN, PRECISION,
+        )  # fmt: skip
+        if o.seen is not None or o.added is not None:  # 0 * NaN would be NaN
+            m_n = m_n & keys_visible(visible)
+            b_k = load_rows(k, i_b, i_h // o.group, o_n, m_n, D, BD)
+        acc = tl.dot((ds * slope).to(b_k.dtype), b_k, acc, input_precision=PRECISION)
+    store_rows(grad_q, i_b, i_h, o_m, m_m, acc * o.scale, D, BD)
+
+
+@triton.jit
+def attention_backward_key_value(
+    q,
+    k,
+    v,
+    grad_out,
+    grad_weights,
+    weight_share,
+    o,
+    p_high,
+    p_low,
+    p_delta,
+    grad_k,
+    grad_v,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BD: tl.constexpr,
+    BDV: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """dv_j = sum_i w_ij do_i and dk_j = scale * sum_i ds_ij q_i for one tile of keys of one head.
+
+    The query heads that share the key head are added up here, one after the other.
+    """
+    tiles = tl.cdiv(o.k_len, BN)
+    first = tl.program_id(0) % tiles * BN
+    i_bh = (tl.program_id(0) // tiles).to(tl.int64)
+    i_b = i_bh // (o.heads // o.group)
+    i_hkv = i_bh % (o.heads // o.group)
+    o_n = first + tl.arange(0, BN)
+    m_n = o_n < o.k_len
+    b_k = load_rows(k, i_b, i_hkv, o_n, m_n, D, BD)
+    b_v = load_rows(v, i_b, i_hkv, o_n, m_n, DV, BDV)
+    acc_k = tl.zeros([BN, BD], tl.float32)
+    acc_v = tl.zeros([BN, BDV], tl.float32)
+
+    last = tl.minimum(first + BN, o.k_len) - 1
+    lo, hi = queries_seeing(first, last, o, BM)
+    for i_h in range(i_hkv * o.group, i_hkv * o.group + o.group):
+        o_head = (i_b * o.heads + i_h) * o.q_len
+        for row in range(lo, hi, BM):
+            o_m = row + tl.arange(0, BM)
+            m_m = o_m < o.q_len
+            high = tl.load(p_high + o_head + o_m, mask=m_m, other=INF)
+            low = tl.load(p_low + o_head + o_m, mask=m_m, other=0.0)
+            delta = tl.load(p_delta + o_head + o_m, mask=m_m, other=0.0)
+            m_m = m_m & (high != INF)
+            b_q = load_rows(q, i_b, i_h, o_m, m_m, D, BD)
+            b_do = load_rows(grad_out, i_b, i_h, o_m, m_m, DV, BDV)
+            s, visible, slope = scores(b_q, b_k, i_b, i_h, row, first, o, True, PRECISION)
+            w, ds = _score_gradients(
+                b_v, b_do, high, low, delta, grad_weights, weight_share,
+                i_b, i_h, row, first, s, visible, o, BM, BN, PRECISION,
+            )  # fmt: skip
+            acc_v = tl.dot(tl.trans(w.to(b_do.dtype)), b_do, acc_v, input_precision=PRECISION)
+            ds = (ds * slope).to(b_q.dtype)
+            acc_k = tl.dot(tl.trans(ds), b_q, acc_k, input_precision=PRECISION)
+    if o.p_seed is not None:
+        acc_v = acc_v * o.kept_scale
+    store_rows(grad_k, i_b, i_hkv, o_n, m_n, acc_k * o.scale, D, BD)
+    store_rows(grad_v, i_b, i_hkv, o_n, m_n, acc_v, DV, BDV)
+
+
+@triton.jit
+def attention_backward_mask(
+    q,
+    k,
+    v,
+    grad_out,
+    grad_weights,
+    weight_share,
+    o,
+    p_high,
+    p_low,
+    p_delta,
+    p_grad,  # [Bm, Hm, Lq or its tiles, Lk or its tiles] float32
+    mask_heads,
+    batch_sum,  # how many sequences, and how many heads, share one element of the mask
+    head_sum,
+    SUM_Q: tl.constexpr,  # the mask is the same for every query
+    SUM_K: tl.constexpr,  # ... for every key
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BD: tl.constexpr,
+    BDV: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """d loss / d mask of one tile of pairs: the sum of ds over all that share an element."""
+    k_tiles = tl.cdiv(o.k_len, BN)
+    q_tiles = tl.cdiv(o.q_len, BM)
+    k_tile = tl.program_id(0) % k_tiles
+    rest = tl.program_id(0) // k_tiles
+    q_tile = rest % q_tiles
+    i_mask = (rest // q_tiles).to(tl.int64)
+    first = k_tile * BN
+    row = q_tile * BM
+    o_m = row + tl.arange(0, BM)
+    o_n = first + tl.arange(0, BN)
+    m_n = o_n < o.k_len
+
+    total = tl.zeros([BM, BN], tl.float32)
+    lost = tl.zeros([BM, BN], tl.float32)
+    for n in range(batch_sum * head_sum):
+        i_b = i_mask // mask_heads + n // head_sum
+        i_h = i_mask % mask_heads + n % head_sum
+        o_rows = (i_b * o.heads + i_h) * o.q_len + o_m
+        m_m = o_m < o.q_len
+        high = tl.load(p_high + o_rows, mask=m_m, other=INF)
+        low = tl.load(p_low + o_rows, mask=m_m, other=0.0)
+        delta = tl.load(p_delta + o_rows, mask=m_m, other=0.0)
+        b_q = load_rows(q, i_b, i_h, o_m, m_m, D, BD)
+        b_do = load_rows(grad_out, i_b, i_h, o_m, m_m & (high != INF), DV, BDV)
+        b_k = load_rows(k, i_b, i_h // o.group, o_n, m_n, D, BD)
+        b_v = load_rows(v, i_b, i_h // o.group, o_n, m_n, DV, BDV)
+        s, visible, slope = scores(b_q, b_k, i_b, i_h, row, first, o, True, PRECISION)
+        w, ds = _score_gradients(
+            b_v, b_do, high, low, delta, grad_weights, weight_share,
+            i_b, i_h, row, first, s, visible, o, BM, BN, PRECISION,
+        )  # fmt: skip
+        # Thousands of terms may meet in one element: what the sum rounds off is summed too.
+        grown = total + ds
+        back = grown - total
+        lost += (total - (grown - back)) + (ds - back)
+        total = grown
+    total += lost
+
+    o_q = o_m
+    o_k = o_n
+    q_size = o.q_len
+    k_size = o.k_len
+    inside = in_matrix(o_m, o_n, o)
+    if SUM_Q:
+        total = tl.sum(total, axis=0)[None, :]
+        o_q = q_tile + tl.zeros([1], tl.int32)
+        q_size = q_tiles
+        inside = m_n[None, :]
+    if SUM_K:
+        total = tl.sum(total, axis=1)[:, None]
+        o_k = k_tile + tl.zeros([1], tl.int32)
+        k_size = k_tiles
+        inside = (o_q < q_size)[:, None]
+    p_g = p_grad + (i_mask * q_size + o_q[:, None]) * k_size + o_k[None, :]
+    tl.store(p_g, total, mask=inside)

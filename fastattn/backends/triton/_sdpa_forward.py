@@ -1,0 +1,174 @@
+"""The kernels of attention, forward: the output with its log-sum-exp, and the weights."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fastattn.backends.triton._core import (
+    exponent_unit,
+    kept,
+    keys_seen,
+    keys_visible,
+    load_rows,
+    log_sum_exp,
+    probabilities,
+    scores,
+    start_softmax,
+    store_rows,
+    update_softmax,
+)
+
+
+@triton.jit
+def _attend_to(
+    m,  # [BM]
+    l,  # [BM]
+    acc,  # [BM, BDV]
+    start,  # a multiple of BN
+    end,
+    lo,  # the keys of [start, end) that are in [lo, hi) are seen by some query
+    hi,
+    b_q,  # [BM, BD]
+    k,
+    v,
+    i_b,
+    i_h,
+    row,
+    o,
+    CHECKED: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BD: tl.constexpr,
+    BDV: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Take the keys [start, end) into the state of the softmax."""
+    unit = exponent_unit(o)
+    for first in range(start, end, BN):
+        o_n = first + tl.arange(0, BN)
+        m_n = (o_n >= lo) & (o_n < hi)
+        b_k = load_rows(k, i_b, i_h // o.group, o_n, m_n, D, BD)
+        s, visible, slope = scores(b_q, b_k, i_b, i_h, row, first, o, CHECKED, PRECISION)
+        m, l, p, shrink = update_softmax(m, l, s, unit, o)
+        if o.p_seed is not None:
+            p = tl.where(kept(i_b, i_h, row + tl.arange(0, BM), first, o, BM, BN), p, 0.0)
+        if o.seen is not None or o.added is not None:
+            m_n = m_n & keys_visible(visible)  # 0 * NaN would be NaN
+        b_v = load_rows(v, i_b, i_h // o.group, o_n, m_n, DV, BDV)
+        # acc = acc * exp(m_old - m) + p @ v
+        acc = tl.dot(p.to(b_v.dtype), b_v, acc * shrink[:, None], input_precision=PRECISION)
+    return m, l, acc
+
+
+@triton.jit
+def attention_forward(
+    q,  # [B, Hq, Lq, D]
+    k,  # [B, Hkv, Lk, D]
+    v,  # [B, Hkv, Lk, Dv]
+    o,
+    out,  # [B, Hq, Lq, Dv]
+    p_lse,  # [B, Hq, Lq] float64
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BD: tl.constexpr,
+    BDV: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """out = softmax(scores) @ v for one tile of queries of one head."""
+    tiles = tl.cdiv(o.q_len, BM)
+    tile = tiles - 1 - tl.program_id(0) % tiles  # causal: those with most keys start first
+    i_bh = (tl.program_id(0) // tiles).to(tl.int64)
+    i_b = i_bh // o.heads
+    i_h = i_bh % o.heads
+
+    row = tile * BM
+    o_m = row + tl.arange(0, BM)
+    m_m = o_m < o.q_len
+    b_q = load_rows(q, i_b, i_h, o_m, m_m, D, BD)
+    m, l, acc = start_softmax(BM, BDV)
+    last = tl.minimum(row + BM, o.q_len) - 1
+    lo, full_lo, full_hi, hi = keys_seen(row, last, o, BN)
+    if o.left is not None:
+        m, l, acc = _attend_to(
+            m, l, acc, lo // BN * BN, tl.minimum(full_lo, hi), lo, hi, b_q, k, v, i_b, i_h, row, o,
+            True, BM, BN, D, DV, BD, BDV, PRECISION,
+        )  # fmt: skip
+    m, l, acc = _attend_to(
+        m, l, acc, full_lo, full_hi, lo, hi, b_q, k, v, i_b, i_h, row, o,
+        False, BM, BN, D, DV, BD, BDV, PRECISION,
+    )  # fmt: skip
+    m, l, acc = _attend_to(
+        m, l, acc, full_hi, hi, lo, hi, b_q, k, v, i_b, i_h, row, o,
+        True, BM, BN, D, DV, BD, BDV, PRECISION,
+    )  # fmt: skip
+
+    if o.p_seed is not None:
+        acc = acc * o.kept_scale
+    acc = acc / tl.where(l == 0.0, 1.0, l)[:, None]
+    store_rows(out, i_b, i_h, o_m, m_m, acc, DV, BDV)
+    lse = log_sum_exp(m, l, exponent_unit(o), o)
+    tl.store(p_lse + i_bh * o.q_len + o_m, lse, mask=m_m)
+
+
+@triton.jit
+def attention_weights(
+    q,
+    k,
+    o,
+    p_high,  # [B, Hq, Lq] float32: lse in the unit of the exponent
+    p_low,  # [B, Hq, Lq] float32: what its rounding left
+    weights,  # [B, Hq, Lq, Lk], or [B, 1, Lq, Lk]
+    AVERAGED: tl.constexpr,
+    D: tl.constexpr,
+    BD: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """The weights of one tile of pairs, of one head or their mean over all of them."""
+    unit = exponent_unit(o)
+    k_tiles = tl.cdiv(o.k_len, BN)
+    q_tiles = tl.cdiv(o.q_len, BM)
+    first = tl.program_id(0) % k_tiles * BN
+    rest = tl.program_id(0) // k_tiles
+    row = rest % q_tiles * BM
+    o_m = row + tl.arange(0, BM)
+    o_n = first + tl.arange(0, BN)
+    m_m = o_m < o.q_len
+    rest = (rest // q_tiles).to(tl.int64)
+    if AVERAGED:
+        i_b = rest
+        head = rest * 0
+        end = head + o.heads
+    else:
+        i_b = rest // o.heads
+        head = rest % o.heads
+        end = head + 1
+
+    total = tl.zeros([BM, BN], tl.float32)
+    for i_h in range(head, end):
+        b_q = load_rows(q, i_b, i_h, o_m, m_m, D, BD)
+        b_k = load_rows(k, i_b, i_h // o.group, o_n, o_n < o.k_len, D, BD)
+        s, visible, slope = scores(b_q, b_k, i_b, i_h, row, first, o, True, PRECISION)
+        o_rows = (i_b * o.heads + i_h) * o.q_len + o_m
+        high = tl.load(p_high + o_rows, mask=m_m, other=0.0)
+        low = tl.load(p_low + o_rows, mask=m_m, other=0.0)
+        p = tl.where(visible, probabilities(s, high, low, unit, o), 0.0)
+        if o.p_seed is not None:
+            p = tl.where(
+                kept(i_b, i_h, row + tl.arange(0, BM), first, o, BM, BN), p * o.kept_scale, 0.0
+            )
+        total += p
+    if AVERAGED:
+        total = total / o.heads
+    p_w = weights.p + i_b * weights.b + head * weights.h
+    p_w = p_w + o_m.to(tl.int64)[:, None] * weights.l
+    p_w = p_w + o_n.to(tl.int64)[None, :] * weights.d
+    tl.store(
+        p_w, total.to(weights.p.dtype.element_ty), mask=m_m[:, None] & (o_n < o.k_len)[None, :]
+    )

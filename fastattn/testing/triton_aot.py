@@ -1,0 +1,274 @@
+"""Compiles the Triton kernels where no GPU is, and reads what they take of one.
+
+    python -m fastattn.testing.triton_aot --complete    prints the table of docs/triton.md
+
+The backend is called with tensors of the device "meta" while it records instead of launching; each
+recorded launch then goes through Triton's own path from arguments to a binary, with a driver that
+only knows the name of its target.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import re
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+
+from fastattn.backends import triton as backend
+from fastattn.backends.triton import _launch
+
+__all__ = ["CHIPS", "Chip", "Usage", "Work", "compiled", "recorded", "work"]
+
+
+@dataclass(frozen=True)
+class Chip:
+    """What a multiprocessor (NVIDIA) or a compute unit (AMD) has."""
+
+    target: GPUTarget
+    shared: int  # bytes that one program may take
+    shared_all: int
+    registers: int  # of 32 bits, in all; AMD: of one SIMD's lane
+    threads: int
+    matrix_instruction: str  # in the assembler text of a 16-bit product
+
+
+# CUDA C++ programming guide, "Compute capabilities"; AMD CDNA 3 ISA guide.
+CHIPS = {
+    "sm_80": Chip(GPUTarget("cuda", 80, 32), 163 << 10, 164 << 10, 65536, 2048, "HMMA"),
+    "sm_90": Chip(GPUTarget("cuda", 90, 32), 227 << 10, 228 << 10, 65536, 2048, "HGMMA"),
+    "sm_100": Chip(GPUTarget("cuda", 100, 32), 227 << 10, 228 << 10, 65536, 2048, "UTC.*MMA"),
+    "gfx942": Chip(GPUTarget("hip", "gfx942", 64), 64 << 10, 64 << 10, 512, 2048, "v_mfma"),
+}
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What one compiled kernel takes."""
+
+    kernel: str
+    chip: str
+    launch: Any
+    registers: int  # of a thread
+    spills: int  # NVIDIA: bytes of stack; AMD: registers
+    shared: int  # bytes of a program
+    matrix_instructions: int
+
+    @property
+    def occupancy(self) -> float:
+        """The share of a multiprocessor's threads that can be there at once."""
+        chip = CHIPS[self.chip]
+        threads = self.launch.warps * chip.target.warp_size
+        by_shared = chip.shared_all // (self.shared + 1024) if self.shared else 32
+        if chip.target.backend == "hip":
+            waves = min(8, chip.registers // max(8 * -(-self.registers // 8), 1)) * 4
+            programs = min(waves // self.launch.warps, by_shared)
+        else:
+            of_program = 8 * -(-self.registers // 8) * threads
+            programs = min(chip.registers // of_program, chip.threads // threads, by_shared)
+        return programs * threads / chip.threads
+
+
+class _Driver:
+    """What Triton asks a driver before it compiles."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self.target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return [chip.target for chip in CHIPS.values()].index(self.target)  # Triton caches by it
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@contextlib.contextmanager
+def _driver_of(chip: Chip) -> Iterator[None]:
+    triton.runtime.driver.set_active(_Driver(chip.target))
+    try:
+        yield
+    finally:
+        triton.runtime.driver.set_active(None)  # it is found again when it is asked for
+
+
+def recorded(work: Callable[[], Any], chip: str) -> list[_launch.Recording]:
+    """Return the launches that ``work``, a call of the backend on meta tensors, would make."""
+    with _launch.recording(chip) as launches:
+        work()
+    return launches
+
+
+def compiled(recording: _launch.Recording, chip: str) -> Usage:
+    """Compile one launch for a chip, as its first call there would."""
+    options = _launch.options_of(recording.chosen)
+    with _driver_of(CHIPS[chip]):
+        kernel = recording.kernel.warmup(**recording.arguments, grid=(1,), **options)
+    read = _read_amd if "amdgcn" in kernel.asm else _read_nvidia
+    registers, spills, text = read(kernel)
+    return Usage(
+        kernel.metadata.name,
+        chip,
+        recording.chosen,
+        registers,
+        spills,
+        kernel.metadata.shared,
+        len(re.findall(CHIPS[chip].matrix_instruction, text)),
+    )
+
+
+def _read_nvidia(kernel: Any) -> tuple[int, int, str]:
+    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        usage, text = (
+            subprocess.run([tools / tool, option, file.name], capture_output=True, check=True)
+            .stdout.decode()
+            for tool, option in (("cuobjdump", "--dump-resource-usage"), ("nvdisasm", "-c"))
+        )  # fmt: skip
+    found = {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
+    return found["REG"], found["STACK"] + found["LOCAL"], text
+
+
+def _read_amd(kernel: Any) -> tuple[int, int, str]:
+    text = kernel.asm["amdgcn"]
+
+    def number(name: str) -> int:
+        match = re.search(rf"\.{name}:\s+(\d+)", text)
+        assert match is not None, name
+        return int(match[1])
+
+    # Scalar registers spill into lanes of vector registers, which costs no memory.
+    return number("vgpr_count"), number("vgpr_spill_count"), text
+
+
+@dataclass(frozen=True)
+class Work:
+    """One call of the backend, of which every launch is compiled."""
+
+    name: str
+    dtype: torch.dtype
+    width: int
+    call: Callable[[], Any]
+    may_spill: bool = False  # options that no entry of the table is chosen for
+
+    def usages(self, chip: str) -> Iterator[Usage]:
+        for recording in recorded(self.call, chip):
+            yield compiled(recording, chip)
+
+
+def work(complete: bool) -> Iterator[Work]:
+    """The calls that are compiled: a few of each kind, or every entry of the table."""
+    half, single = torch.bfloat16, torch.float32
+    for dtype in (half, single):
+        for width in (64, 128, 256, 512):
+            listed = complete or (dtype, width) in ((half, 64), (half, 128), (single, 64))
+            if not listed:
+                continue
+            if complete or width == 64:
+                yield Work("forward", dtype, width, attention(dtype, width))
+            if complete or (dtype, width) == (half, 128):
+                yield Work("backward", dtype, width, attention(dtype, width, backward=True))
+            if complete:
+                mask = torch.empty(1, 16, 4096, 4096, dtype=dtype, device="meta")
+                yield Work("bias", dtype, width, attention(dtype, width, mask=mask))
+                call = attention(dtype, width, mask=mask, backward=True)
+                yield Work("bias backward", dtype, width, call)
+                yield Work("weights", dtype, width, attention(dtype, width, weights=2))
+    if complete:
+        for backward in (False, True):
+            call = attention(
+                half, 80, backward=backward, softcap=20.0, alibi=True, dropout_p=0.1,
+                mask=torch.empty(2, 1, 1, 4096, dtype=torch.bool, device="meta"), window_left=100,
+            )  # fmt: skip
+            yield Work("every option", half, 80, call, may_spill=True)
+
+
+def attention(
+    dtype: torch.dtype, width: int, *, backward: bool = False, **options: Any
+) -> Callable[[], Any]:
+    """A call of causal attention on 2 sequences of 4096, 16 heads that share 4."""
+    mask: Tensor | None = options.pop("mask", None)
+    plain: dict[str, Any] = {
+        "scale": 0.125, "offset": 0, "window_left": -1, "window_right": 0,
+        "softcap": 0.0, "dropout_p": 0.0, "weights": 0,
+    }  # fmt: skip
+    plain |= options
+    slopes = torch.empty(1, 16, device="meta") if plain.pop("alibi", False) else None
+    seed = torch.empty((), dtype=torch.int64, device="meta") if plain["dropout_p"] else None
+    query, out = (torch.empty(2, 16, 4096, width, dtype=dtype, device="meta") for _ in range(2))
+    key = torch.empty(2, 4, 4096, width, dtype=dtype, device="meta")
+    lse = torch.empty(2, 16, 4096, dtype=torch.float64, device="meta")
+
+    def run() -> None:
+        if not backward:
+            backend.scaled_dot_product_attention(query, key, key, mask, slopes, seed, **plain)
+            return
+        backend.scaled_dot_product_attention_backward(
+            out, None, None, query, key, key, mask, slopes, seed, out, lse, **plain,
+            needs_mask_grad=mask is not None and mask.dtype != torch.bool,
+        )  # fmt: skip
+
+    return run
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("chips", nargs="*", default=list(CHIPS))
+    parser.add_argument("--complete", action="store_true", help="every entry of the table")
+    parser.add_argument("--json", action="store_true", help="one object a line")
+    arguments = parser.parse_args()
+    if not arguments.json:
+        print("| chip | call | dtype | D | kernel | BM x BN, warps, stages | registers "
+              "| spilled | shared | occupancy |")  # fmt: skip
+        print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    for chip in arguments.chips:
+        for one in work(arguments.complete):
+            start = time.perf_counter()
+            for usage in one.usages(chip):
+                seconds = time.perf_counter() - start
+                print(
+                    _json(one, usage, seconds) if arguments.json else _row(one, usage), flush=True
+                )
+                start = time.perf_counter()
+
+
+def _json(one: Work, usage: Usage, seconds: float) -> str:
+    return json.dumps(
+        asdict(usage)
+        | {
+            "call": one.name,
+            "dtype": str(one.dtype).removeprefix("torch."),
+            "width": one.width,
+            "may_spill": one.may_spill,
+            "shared_limit": CHIPS[usage.chip].shared,
+            "seconds": round(seconds, 1),
+        }
+    )
+
+
+def _row(one: Work, usage: Usage) -> str:
+    dtype = str(one.dtype).removeprefix("torch.")
+    tile = "{} x {}, {}, {}".format(*usage.launch)
+    return (
+        f"| {usage.chip} | {one.name} | {dtype} | {one.width} | {usage.kernel} | {tile} "
+        f"| {usage.registers} | {usage.spills} | {usage.shared} | {usage.occupancy:.0%} |"
+    )
+
+
+if __name__ == "__main__":
+    main()

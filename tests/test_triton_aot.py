@@ -1,0 +1,70 @@
+"""The Triton kernels compiled for GPUs that are not here: nothing spills, and everything fits.
+
+In processes of their own: in this one Triton interprets.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from conftest import REQUIRE_NATIVE
+
+CHIPS = ("sm_80", "sm_90", "sm_100", "gfx942")
+
+
+def _compiled(*arguments: str) -> list[dict[str, Any]]:
+    if importlib.util.find_spec("triton") is None and not REQUIRE_NATIVE:
+        pytest.skip("triton is not installed")
+    child = subprocess.run(
+        [sys.executable, "-m", "fastattn.testing.triton_aot", "--json", *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "TRITON_INTERPRET": "0"},
+    )
+    assert child.returncode == 0, child.stderr[-3000:]
+    return [json.loads(line) for line in child.stdout.splitlines()]
+
+
+def _faults(usages: list[dict[str, Any]]) -> list[str]:
+    faults = []
+    for usage in usages:
+        text = (
+            f"{usage['chip']} {usage['call']} {usage['dtype']} D={usage['width']} {usage['kernel']}"
+        )
+        if usage["spills"] and not usage["may_spill"]:
+            faults.append(f"{text}: {usage['spills']} spilled")
+        if usage["shared"] > usage["shared_limit"]:
+            faults.append(f"{text}: {usage['shared']} bytes of shared memory")
+        product = usage["kernel"] not in WITHOUT_PRODUCTS
+        if usage["dtype"] == "bfloat16" and product and not usage["matrix_instructions"]:
+            faults.append(f"{text}: no matrix instruction")
+    return faults
+
+
+WITHOUT_PRODUCTS = {"attention_statistics"}
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_kernels_compile_and_fit(chip: str) -> None:
+    usages = _compiled(chip)
+    kernels = {usage["kernel"] for usage in usages}
+    assert {
+        "attention_forward",
+        "attention_backward_query",
+        "attention_backward_key_value",
+    } <= kernels
+    assert not _faults(usages), "\n".join(_faults(usages))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", CHIPS)
+def test_every_entry_of_the_table_compiles_and_fits(chip: str) -> None:
+    usages = _compiled("--complete", chip)
+    assert len(usages) > 50
+    assert not _faults(usages), "\n".join(_faults(usages))
