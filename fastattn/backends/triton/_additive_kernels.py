@@ -1,0 +1,319 @@
+"""The kernels of additive attention: e_ij = sum_a v_a tanh(q_ia + k_ja + bias_a).
+
+Queries (with the bias added) and keys come as float32 [B, A, L], so that a column of a tile is one
+run of memory. The forward makes no tensor of the size Tq x Tk; the backward two, of scores and of
+their gradients, none of the size Tq x Tk x A.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fastattn.backends.triton._core import (
+    INF,
+    LOG2E,
+    in_matrix,
+    in_window,
+    kept,
+    keys_seen,
+    keys_visible,
+    load_pairs,
+    load_rows,
+    start_softmax,
+    store_rows,
+    tanh,
+    update_softmax,
+)
+
+
+@triton.jit
+def _scores(
+    p_q,  # [A, Tq] of one sequence
+    p_k,  # [A, Tk]
+    p_v,  # [A]
+    i_b,
+    row,
+    first,
+    width,
+    o,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """Return the scores [BM, BN], -inf where excluded, and what is visible."""
+    o_m = row + tl.arange(0, BM)
+    o_n = first + tl.arange(0, BN)
+    e = tl.zeros([BM, BN], tl.float32)
+    for a in range(width):
+        b_q = tl.load(p_q + a * o.q_len + o_m, mask=o_m < o.q_len, other=0.0)
+        b_k = tl.load(p_k + a * o.k_len + o_n, mask=o_n < o.k_len, other=0.0)
+        e += tl.load(p_v + a) * tanh(b_q[:, None] + b_k[None, :])
+    visible = in_window(o_m, o_n, o)
+    if o.seen is not None:
+        visible = visible & (load_pairs(o.seen, i_b, 0, row, first, o, 0, BM, BN) != 0)
+    if o.added is not None:
+        added = load_pairs(o.added, i_b, 0, row, first, o, -INF, BM, BN).to(tl.float32)
+        visible = visible & (added != -INF)
+        e = e + added
+    return tl.where(visible, e, -INF), visible
+
+
+@triton.jit
+def additive_forward(
+    p_q,  # [B, A, Tq]
+    p_k,  # [B, A, Tk]
+    p_v,  # [A]
+    value,  # [B, 1, Tk, Dv]
+    o,
+    out,  # [B, 1, Tq, Dv]
+    weights,  # [B, 1, Tq, Tk] or None
+    width,
+    DV: tl.constexpr,
+    BDV: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """out = softmax(e) @ value of one tile of queries, and the softmax itself if it is wanted."""
+    tiles = tl.cdiv(o.q_len, BM)
+    row = tl.program_id(0) % tiles * BM
+    i_b = (tl.program_id(0) // tiles).to(tl.int64)
+    p_q += i_b * width * o.q_len
+    p_k += i_b * width * o.k_len
+    o_m = row + tl.arange(0, BM)
+    m_m = o_m < o.q_len
+    m, l, acc = start_softmax(BM, BDV)
+    last = tl.minimum(row + BM, o.q_len) - 1
+    lo, full_lo, full_hi, hi = keys_seen(row, last, o, BN)
+    for first in range(0, hi, BN):
+        o_n = first + tl.arange(0, BN)
+        e, visible = _scores(p_q, p_k, p_v, i_b, row, first, width, o, BM, BN)
+        m, l, p, shrink = update_softmax(m, l, e, LOG2E, o)
+        if o.p_seed is not None:
+            p = tl.where(kept(i_b, 0, o_m, first, o, BM, BN), p, 0.0)
+        b_v = load_rows(value, i_b, 0, o_n, (o_n < hi) & keys_visible(visible), DV, BDV)
+        acc = tl.dot(p.to(b_v.dtype), b_v, acc * shrink[:, None], input_precision=PRECISION)
+    share = 1.0 / tl.where(l == 0.0, 1.0, l)
+    if o.p_seed is not None:
+        share = share * o.kept_scale
+    store_rows(out, i_b, 0, o_m, m_m, acc * share[:, None], DV, BDV)
+
+    if weights is not None:
+        top = tl.where(m == -INF, 0.0, m)
+        for first in range(0, o.k_len, BN):
+            o_n = first + tl.arange(0, BN)
+            e, visible = _scores(p_q, p_k, p_v, i_b, row, first, width, o, BM, BN)
+            w = tl.exp2((e - top[:, None]) * LOG2E) * share[:, None]
+            if o.p_seed is not None:
+                w = tl.where(kept(i_b, 0, o_m, first, o, BM, BN), w, 0.0)
+            p_w = weights.p + i_b * weights.b + o_m.to(tl.int64)[:, None] * weights.l
+            p_w = p_w + o_n[None, :]
+            tl.store(p_w, w.to(weights.p.dtype.element_ty), mask=in_matrix(o_m, o_n, o))
+
+
+@triton.jit
+def additive_scores(
+    p_q,
+    p_k,
+    p_v,
+    o,
+    p_scores,  # [B, Tq, Tk] float32
+    width,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """The scores of one tile of pairs, -inf where excluded."""
+    k_tiles = tl.cdiv(o.k_len, BN)
+    q_tiles = tl.cdiv(o.q_len, BM)
+    first = tl.program_id(0) % k_tiles * BN
+    rest = tl.program_id(0) // k_tiles
+    row = rest % q_tiles * BM
+    i_b = (rest // q_tiles).to(tl.int64)
+    p_q += i_b * width * o.q_len
+    p_k += i_b * width * o.k_len
+    e, visible = _scores(p_q, p_k, p_v, i_b, row, first, width, o, BM, BN)
+    o_m = row + tl.arange(0, BM)
+    o_n = first + tl.arange(0, BN)
+    p_e = p_scores + (i_b * o.q_len + o_m[:, None]) * o.k_len + o_n[None, :]
+    tl.store(p_e, e, mask=in_matrix(o_m, o_n, o))
+
+
+@triton.jit
+def _load_tile(p_x, i_b, row, first, o, other, BM: tl.constexpr, BN: tl.constexpr):
+    """A tile of a contiguous [B, Tq, Tk]."""
+    o_m = row + tl.arange(0, BM)
+    o_n = first + tl.arange(0, BN)
+    p_x = p_x + (i_b * o.q_len + o_m[:, None]) * o.k_len + o_n[None, :]
+    return tl.load(p_x, mask=in_matrix(o_m, o_n, o), other=other)
+
+
+@triton.jit
+def _weight_gradients(
+    b_do,  # [BM, BDV]
+    b_v,  # [BN, BDV]
+    grad_weights,
+    i_b,
+    row,
+    first,
+    o,
+    visible,
+    PRECISION: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """d loss / d softmax [BM, BN], 0 where excluded."""
+    dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
+    if grad_weights is not None:
+        dp += load_pairs(grad_weights, i_b, 0, row, first, o, 0.0, BM, BN).to(tl.float32)
+    if o.p_seed is not None:
+        keep = kept(i_b, 0, row + tl.arange(0, BM), first, o, BM, BN)
+        dp = tl.where(keep, dp * o.kept_scale, 0.0)
+    return tl.where(visible, dp, 0.0)
+
+
+@triton.jit
+def additive_backward_scores(
+    p_scores,  # [B, Tq, Tk] float32
+    value,  # [B, 1, Tk, Dv]
+    grad_out,  # [B, 1, Tq, Dv]
+    grad_weights,  # [B, 1, Tq, Tk] or None
+    o,
+    p_top,  # [B, Tq] float32: the maximum of each row, +inf for one that sees nothing
+    p_sum,  # [B, Tq] float32: of exp(e - maximum)
+    p_grad,  # [B, Tq, Tk] float32
+    DV: tl.constexpr,
+    BDV: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """d loss / d e = p (dp - sum_j p dp) of one tile of queries, and the statistics of its rows.
+
+    The rows are there whole, so their sums are those of the very numbers that they must cancel:
+    first roughly, then of what is left.
+    """
+    tiles = tl.cdiv(o.q_len, BM)
+    row = tl.program_id(0) % tiles * BM
+    i_b = (tl.program_id(0) // tiles).to(tl.int64)
+    o_m = row + tl.arange(0, BM)
+    m_m = o_m < o.q_len
+    m = tl.full([BM], -INF, tl.float32)
+    l = tl.zeros([BM], tl.float32)
+    for first in range(0, o.k_len, BN):
+        e = _load_tile(p_scores, i_b, row, first, o, -INF, BM, BN)
+        m, l, p, shrink = update_softmax(m, l, e, LOG2E, o)
+    l = tl.where(l == 0.0, 1.0, l)
+    top = tl.where(m == -INF, INF, m)
+    tl.store(p_top + i_b * o.q_len + o_m, top, mask=m_m)
+    tl.store(p_sum + i_b * o.q_len + o_m, l, mask=m_m)
+
+    b_do = load_rows(grad_out, i_b, 0, o_m, m_m & (top != INF), DV, BDV)
+    delta = tl.zeros([BM], tl.float32)
+    for _ in range(2):
+        rest = tl.zeros([BM], tl.float32)
+        for first in range(0, o.k_len, BN):
+            o_n = first + tl.arange(0, BN)
+            e = _load_tile(p_scores, i_b, row, first, o, -INF, BM, BN)
+            p = tl.exp2((e - top[:, None]) * LOG2E) / l[:, None]
+            b_v = load_rows(value, i_b, 0, o_n, o_n < o.k_len, DV, BDV)
+            dp = _weight_gradients(
+                b_do, b_v, grad_weights, i_b, row, first, o, e != -INF, PRECISION, BM, BN
+            )
+            rest += tl.sum(tl.where(e != -INF, p * (dp - delta[:, None]), 0.0), axis=1)
+        delta += rest
+    for first in range(0, o.k_len, BN):
+        o_n = first + tl.arange(0, BN)
+        e = _load_tile(p_scores, i_b, row, first, o, -INF, BM, BN)
+        p = tl.exp2((e - top[:, None]) * LOG2E) / l[:, None]
+        b_v = load_rows(value, i_b, 0, o_n, o_n < o.k_len, DV, BDV)
+        dp = _weight_gradients(
+            b_do, b_v, grad_weights, i_b, row, first, o, e != -INF, PRECISION, BM, BN
+        )
+        de = tl.where(e != -INF, p * (dp - delta[:, None]), 0.0)
+        p_g = p_grad + (i_b * o.q_len + o_m[:, None]) * o.k_len + o_n[None, :]
+        tl.store(p_g, de, mask=in_matrix(o_m, o_n, o))
+
+
+@triton.jit
+def additive_backward_value(
+    p_scores,
+    p_top,
+    p_sum,
+    grad_out,
+    o,
+    grad_value,  # [B, 1, Tk, Dv]
+    DV: tl.constexpr,
+    BDV: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """d loss / d value = w.T @ do of one tile of keys."""
+    tiles = tl.cdiv(o.k_len, BN)
+    first = tl.program_id(0) % tiles * BN
+    i_b = (tl.program_id(0) // tiles).to(tl.int64)
+    o_n = first + tl.arange(0, BN)
+    acc = tl.zeros([BN, BDV], tl.float32)
+    for row in range(0, o.q_len, BM):
+        o_m = row + tl.arange(0, BM)
+        m_m = o_m < o.q_len
+        top = tl.load(p_top + i_b * o.q_len + o_m, mask=m_m, other=INF)
+        l = tl.load(p_sum + i_b * o.q_len + o_m, mask=m_m, other=1.0)
+        e = _load_tile(p_scores, i_b, row, first, o, -INF, BM, BN)
+        w = tl.exp2((e - top[:, None]) * LOG2E) / l[:, None]
+        if o.p_seed is not None:
+            w = tl.where(kept(i_b, 0, o_m, first, o, BM, BN), w * o.kept_scale, 0.0)
+        b_do = load_rows(grad_out, i_b, 0, o_m, m_m & (top != INF), DV, BDV)
+        acc = tl.dot(tl.trans(w.to(b_do.dtype)), b_do, acc, input_precision=PRECISION)
+    store_rows(grad_value, i_b, 0, o_n, o_n < o.k_len, acc, DV, BDV)
+
+
+@triton.jit
+def additive_backward_column(
+    p_q,
+    p_k,
+    p_v,
+    p_grad,  # [B, Tq, Tk] float32, d loss / d e
+    o,
+    p_grad_x,  # [B, A, Tq] or [B, A, Tk] float32
+    p_grad_v,  # [B, A, tiles] float32, or None for the keys
+    width,
+    OF_KEYS: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """Column a of the gradient of one tile of queries, or of keys, and its part in that of v_a.
+
+    With t = tanh(x): dx = v_a sum de (1 - t^2), dv_a = sum de t.
+    """
+    q_tiles = tl.cdiv(o.q_len, BM)
+    k_tiles = tl.cdiv(o.k_len, BN)
+    tiles = k_tiles if OF_KEYS else q_tiles
+    tile = tl.program_id(0) % tiles
+    i_ba = (tl.program_id(0) // tiles).to(tl.int64)
+    i_b = i_ba // width
+    v_a = tl.load(p_v + i_ba % width)
+    total = tl.zeros([BN if OF_KEYS else BM], tl.float32)
+    total_v = tl.zeros([BM], tl.float32)
+    for step in range(q_tiles if OF_KEYS else k_tiles):
+        row = (step if OF_KEYS else tile) * BM
+        first = (tile if OF_KEYS else step) * BN
+        o_m = row + tl.arange(0, BM)
+        o_n = first + tl.arange(0, BN)
+        b_q = tl.load(p_q + i_ba * o.q_len + o_m, mask=o_m < o.q_len, other=0.0)
+        b_k = tl.load(p_k + i_ba * o.k_len + o_n, mask=o_n < o.k_len, other=0.0)
+        de = _load_tile(p_grad, i_b, row, first, o, 0.0, BM, BN)
+        t = tanh(b_q[:, None] + b_k[None, :])
+        # Selected: x may be NaN where nobody looks.
+        dx = tl.where(de != 0.0, de * (1.0 - t * t), 0.0)
+        total += tl.sum(dx, axis=0 if OF_KEYS else 1)
+        if p_grad_v is not None:
+            total_v += tl.sum(tl.where(de != 0.0, de * t, 0.0), axis=1)
+    if OF_KEYS:
+        o_n = tile * BN + tl.arange(0, BN)
+        tl.store(p_grad_x + i_ba * o.k_len + o_n, v_a * total, mask=o_n < o.k_len)
+    else:
+        o_m = tile * BM + tl.arange(0, BM)
+        tl.store(p_grad_x + i_ba * o.q_len + o_m, v_a * total, mask=o_m < o.q_len)
+    if p_grad_v is not None:
+        tl.store(p_grad_v + i_ba * tiles + tile, tl.sum(total_v, axis=0))

@@ -1,0 +1,193 @@
+"""Additive attention on Triton: the launches of each primitive."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattn.backends.triton._additive_kernels import (
+    additive_backward_column,
+    additive_backward_scores,
+    additive_backward_value,
+    additive_forward,
+    additive_scores,
+)
+from fastattn.backends.triton._core import Options
+from fastattn.backends.triton._launch import block_of, launch, operand, plan, precision
+from fastattn.backends.triton.sdpa import options_of_call
+
+__all__ = ["additive_attention", "additive_attention_backward"]
+
+
+def additive_attention(
+    query: Tensor,  # [B, Tq, A]
+    key: Tensor,  # [B, Tk, A]
+    value: Tensor,  # [B, Tk, Dv]
+    v: Tensor,  # [A]
+    bias: Tensor | None = None,  # [A]
+    attn_mask: Tensor | None = None,  # [B|1, Tq|1, Tk|1]
+    seed: Tensor | None = None,
+    *,
+    causal: bool,
+    dropout_p: float,
+    weights: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return ``(out, weights)``, see ``docs/design.md``."""
+    batch, q_len, width = query.shape
+    k_len, value_width = value.shape[1:]
+    out = query.new_empty((batch, q_len, value_width))
+    applied = query.new_empty((batch, q_len, k_len) if weights else 0)
+    columns = _columns(query, key, v, bias)
+    planned = plan("additive", query, block_of(value_width))
+    launch(
+        additive_forward,
+        planned,
+        planned.q_tiles(q_len) * batch,
+        query.device,
+        **columns,
+        value=operand(value.unsqueeze(1)),
+        o=_options(query, key, attn_mask, seed, causal, dropout_p),
+        out=operand(out.unsqueeze(1)),
+        weights=operand(applied.unsqueeze(1)) if weights else None,
+        width=width,
+        DV=value_width,
+        BDV=block_of(value_width),
+        PRECISION=precision(),
+    )
+    return out, applied
+
+
+def additive_attention_backward(
+    grad_out: Tensor | None,  # [B, Tq, Dv]
+    grad_weights: Tensor | None,  # [B, Tq, Tk]
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    attn_mask: Tensor | None,
+    seed: Tensor | None,
+    *,
+    causal: bool,
+    dropout_p: float,
+    weights: bool,
+    needs_mask_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Return the gradients of query, key, value, v, bias and the mask, see ``docs/design.md``."""
+    batch, q_len, width = query.shape
+    k_len, value_width = value.shape[1:]
+    if grad_out is None:
+        grad_out = query.new_zeros(1).expand(batch, q_len, value_width)
+    options = _options(query, key, attn_mask, seed, causal, dropout_p)
+    columns = _columns(query, key, v, bias)
+    planned = plan("additive", query, block_of(value_width))
+
+    def float32(*shape: int) -> Tensor:
+        return query.new_empty(shape, dtype=torch.float32)
+
+    scores, grad_scores = float32(batch, q_len, k_len), float32(batch, q_len, k_len)
+    top, total = float32(batch, q_len), float32(batch, q_len)
+    grad_value = value.new_empty(value.shape)
+    rows: dict[str, Any] = {
+        "p_scores": scores,
+        "p_top": top,
+        "p_sum": total,
+        "grad_out": operand(grad_out.unsqueeze(1)),
+        "o": options,
+        "DV": value_width,
+        "BDV": block_of(value_width),
+        "PRECISION": precision(),
+    }
+    tiles = planned.tiles(q_len, k_len) * batch
+    launch(
+        additive_scores, planned, tiles, query.device, **columns, o=options, p_scores=scores,
+        width=width,
+    )  # fmt: skip
+    launch(
+        additive_backward_scores,
+        planned,
+        planned.q_tiles(q_len) * batch,
+        query.device,
+        **rows,
+        value=operand(value.unsqueeze(1)),
+        grad_weights=None if grad_weights is None else operand(grad_weights.unsqueeze(1)),
+        p_grad=grad_scores,
+    )
+    launch(
+        additive_backward_value,
+        planned,
+        planned.k_tiles(k_len) * batch,
+        query.device,
+        **rows,
+        grad_value=operand(grad_value.unsqueeze(1)),
+    )
+
+    q_tiles = planned.q_tiles(q_len)
+    grad_q, grad_k = float32(batch, width, q_len), float32(batch, width, k_len)
+    parts = float32(batch, width, q_tiles)
+    for of_keys, grad_x, count in (
+        (False, grad_q, q_tiles),
+        (True, grad_k, planned.k_tiles(k_len)),
+    ):
+        launch(
+            additive_backward_column,
+            planned,
+            count * batch * width,
+            query.device,
+            **columns,
+            p_grad=grad_scores,
+            o=options,
+            p_grad_x=grad_x,
+            p_grad_v=None if of_keys else parts,
+            width=width,
+            OF_KEYS=of_keys,
+        )
+    grad_v = parts.sum((0, 2), dtype=torch.float64).to(v.dtype)
+    grad_bias = grad_mask = None
+    if bias is not None:
+        grad_bias = grad_q.sum((0, 2), dtype=torch.float64).to(bias.dtype)
+    if needs_mask_grad:
+        assert attn_mask is not None
+        sizes = zip(attn_mask.shape, grad_scores.shape, strict=True)
+        shared = [dim for dim, (one, size) in enumerate(sizes) if one != size]
+        if shared:
+            grad_scores = grad_scores.sum(shared, keepdim=True, dtype=torch.float64)
+        grad_mask = grad_scores.to(attn_mask.dtype)
+    return (
+        grad_q.mT.to(query.dtype, memory_format=torch.contiguous_format),
+        grad_k.mT.to(key.dtype, memory_format=torch.contiguous_format),
+        grad_value,
+        grad_v,
+        grad_bias,
+        grad_mask,
+    )
+
+
+def _columns(query: Tensor, key: Tensor, v: Tensor, bias: Tensor | None) -> dict[str, Tensor]:
+    """query + bias and key as contiguous float32 [B, A, L]."""
+    wide = query.mT.to(torch.float32)
+    if bias is not None:
+        wide = wide + bias.to(torch.float32)[:, None]
+    return {
+        "p_q": wide.contiguous(),
+        "p_k": key.mT.to(torch.float32).contiguous(),
+        "p_v": v.to(torch.float32).contiguous(),
+    }
+
+
+def _options(
+    query: Tensor,
+    key: Tensor,
+    attn_mask: Tensor | None,
+    seed: Tensor | None,
+    causal: bool,
+    dropout_p: float,
+) -> Options:
+    mask = None if attn_mask is None else attn_mask.unsqueeze(1)
+    options = options_of_call(
+        query.unsqueeze(1), key.unsqueeze(1), mask, None, seed,
+        1.0, 0, -1, 0 if causal else -1, 0.0, dropout_p,
+    )  # fmt: skip
+    return options._replace(rescored=1)  # scores in the unit of the definition
