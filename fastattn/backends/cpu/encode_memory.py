@@ -1,4 +1,4 @@
-"""The adapter of memory encoding: from tensors to addresses and strides, see ``cpu.py``."""
+"""The adapter of memory encoding: from tensors to addresses and strides."""
 
 from __future__ import annotations
 
@@ -6,13 +6,7 @@ import torch
 from torch import Tensor
 
 from fastattn import _cpu
-
-_DTYPES = {
-    torch.float32: 0,
-    torch.float64: 1,
-    torch.bfloat16: 2,
-    torch.float16: 3,
-}
+from fastattn.backends.cpu.operands import DTYPES
 
 
 def encode_memory(
@@ -31,7 +25,7 @@ def encode_memory(
     if temporal is not None:
         temporal = _with_columns_together(temporal)
     _cpu.encode_memory(
-        _DTYPES[weight.dtype],
+        DTYPES[weight.dtype],
         torch.get_num_threads(),
         (models, tables, batch, slots, words, rows, width),
         tokens.data_ptr(),
@@ -64,7 +58,7 @@ def encode_memory_backward(
     grad_weight = grad.new_empty((models, tables, rows, width), dtype=dtype)
     grad_temporal = grad.new_empty((models, tables, slots, width) if temporal else 0, dtype=dtype)
     _cpu.encode_memory_backward(
-        _DTYPES[grad.dtype],
+        DTYPES[grad.dtype],
         torch.get_num_threads(),
         (models, tables, batch, slots, tokens.shape[3], rows, width),
         tokens.data_ptr(),

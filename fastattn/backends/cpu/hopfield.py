@@ -1,4 +1,4 @@
-"""The adapter of Hopfield retrieval: from tensors to addresses and strides, see ``cpu.py``.
+"""The adapter of Hopfield retrieval: from tensors to addresses and strides.
 
 The steps are memory hops without the old state, u' = o, on the kernels of those. What is here
 is what to do with them: rounds of steps until every query rests, and the three derivatives.
@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from fastattn import _cpu
-from fastattn.backends._cpu_hops import _DTYPES, _broadcast, _memory, _Operand, _summed, _with_rows
+from fastattn.backends.cpu.memory_hops import _broadcast, _memory, _Operand, _summed, _with_rows
+from fastattn.backends.cpu.operands import DTYPES
 
 _SHARED, _SAME_ROWS, _NORMALIZE, _CROWDED, _SEARCH, _RESUME = 1, 2, 8, 16, 32, 64
 _Gradients = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
@@ -227,12 +228,12 @@ class _Memory:
         bias = None if self.bias is None else _broadcast(self.bias.unsqueeze(2))
         _cpu.hopfield_steps(
             backward,
-            _DTYPES[state.dtype],
+            DTYPES[state.dtype],
             torch.get_num_threads(),
             (groups, queries, steps, stored.shape[1], width),
             flags,
             self.scale,
-            0 if self.bias is None else _DTYPES[self.bias.dtype],
+            0 if self.bias is None else DTYPES[self.bias.dtype],
             (
                 (state.data_ptr(), (batch, query, 0, column)),
                 _memory(stored if self.keys is None else self.keys),

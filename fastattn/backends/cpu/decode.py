@@ -1,4 +1,4 @@
-"""The adapter of decoding on a cache of keys and values, see ``cpu.py``."""
+"""The adapter of decoding on a cache of keys and values."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from torch import Tensor
 
 from fastattn import _cpu
 from fastattn.backends._alloc import empty_output
-from fastattn.backends._cpu_sequences import _DTYPES, _options
+from fastattn.backends.cpu.operands import DTYPES
+from fastattn.backends.cpu.sequences import _options
 
 _MOST_ROWS = 32  # query rows a key head up to which reading pages beats gathering them
 _WIDEST = 512  # elements of a row that the kernel of decoding takes
@@ -45,7 +46,7 @@ def decode_attention(
     capacity = keys if table is None else table.shape[1] * page
     lengths = cache_seqlens.contiguous()
     _cpu.attention_sequences(
-        _DTYPES[query.dtype],
+        DTYPES[query.dtype],
         torch.get_num_threads(),
         (batch, heads, kv_heads, queries, capacity, width, value_width),
         query.data_ptr(),

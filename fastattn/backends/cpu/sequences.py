@@ -1,4 +1,4 @@
-"""The adapter of attention over sequences with lengths of their own, see ``cpu.py``."""
+"""The adapter of attention over sequences with lengths of their own."""
 
 from __future__ import annotations
 
@@ -9,13 +9,7 @@ from torch import Tensor
 
 from fastattn import _cpu
 from fastattn.backends._alloc import empty_output
-
-_DTYPES = {
-    torch.float32: 0,
-    torch.float64: 1,
-    torch.bfloat16: 2,
-    torch.float16: 3,
-}
+from fastattn.backends.cpu.operands import DTYPES
 
 
 def varlen_attention(
@@ -135,7 +129,7 @@ def _run(
     batch = len(starts[0]) - 1
     (rows, heads, width), (keys, kv_heads, value_width) = query.shape, value.shape
     _cpu.attention_sequences(
-        _DTYPES[query.dtype],
+        DTYPES[query.dtype],
         torch.get_num_threads(),
         (batch, heads, kv_heads, rows, keys, width, value_width),
         *_operand(query),

@@ -1,4 +1,4 @@
-"""The adapter of the memory hops: from tensors to addresses and strides, see ``cpu.py``."""
+"""The adapter of the memory hops: from tensors to addresses and strides."""
 
 from __future__ import annotations
 
@@ -9,13 +9,8 @@ import torch
 from torch import Tensor
 
 from fastattn import _cpu
+from fastattn.backends.cpu.operands import DTYPES
 
-_DTYPES = {
-    torch.float32: 0,
-    torch.float64: 1,
-    torch.bfloat16: 2,
-    torch.float16: 3,
-}
 _ACTIVATIONS = {"none": 0, "relu": 1, "tanh": 2, "sigmoid": 3}
 _SHARED, _SAME_ROWS, _STACK, _NORMALIZE = 1, 2, 4, 8
 _NO_SLOTS = (1, 1, 1)
@@ -51,13 +46,13 @@ def memory_hop_attention(
     applied = torch.empty((*lead, hops, rows), dtype=dtype) if weights else None
     _cpu.memory_hops(
         False,
-        _DTYPES[dtype],
+        DTYPES[dtype],
         torch.get_num_threads(),
         (lead[0], lead[1] if len(lead) == 2 else 1, hops, rows, width),
         _flags(in_memory, out_memory, normalize, shared),
         _ACTIVATIONS[activation],
         scale,
-        0 if memory_bias is None else _DTYPES[memory_bias.dtype],
+        0 if memory_bias is None else DTYPES[memory_bias.dtype],
         _operands(query, in_memory, out_memory, hop_proj, memory_mask, memory_bias),
         (
             out.data_ptr(),
@@ -120,13 +115,13 @@ def memory_hop_attention_backward(
         grad_weights = grad_weights.unsqueeze(1)
     _cpu.memory_hops(
         True,
-        _DTYPES[dtype],
+        DTYPES[dtype],
         torch.get_num_threads(),
         (batch, queries, hops, rows, width),
         _flags(in_memory, out_memory, normalize, shared),
         _ACTIVATIONS[activation],
         scale,
-        0 if memory_bias is None else _DTYPES[memory_bias.dtype],
+        0 if memory_bias is None else DTYPES[memory_bias.dtype],
         (
             *_operands(query, in_memory, out_memory, hop_proj, memory_mask, memory_bias),
             None if grad_out is None else _vectors(grad_out),
@@ -170,7 +165,7 @@ def plain_hops(
     stats = torch.empty((batch, hops, 2), dtype=wide)
     _cpu.memory_hops(
         False,
-        _DTYPES[dtype],
+        DTYPES[dtype],
         torch.get_num_threads(),
         (batch, 1, hops, in_memory.shape[-2], width),
         _plain_flags(in_memory, out_memory),
@@ -206,7 +201,7 @@ def plain_hops_backward(
         grad_out_memory = torch.empty(out_memory.shape, dtype=dtype)
     _cpu.memory_hops(
         True,
-        _DTYPES[dtype],
+        DTYPES[dtype],
         torch.get_num_threads(),
         (batch, 1, hops, in_memory.shape[-2], width),
         _plain_flags(in_memory, out_memory),

@@ -1,0 +1,76 @@
+"""The adapter of the native CPU module: from tensors to addresses, shapes and strides.
+
+Every function has the name and the arguments that it has in ``reference.py``; ``docs/design.md``
+defines the primitives.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattn.backends.cpu.additive import additive_attention, additive_attention_backward
+from fastattn.backends.cpu.attention import (
+    plain_attention,
+    plain_attention_backward,
+    scaled_dot_product_attention,
+    scaled_dot_product_attention_backward,
+)
+from fastattn.backends.cpu.decode import append_to_cache, decode_attention
+from fastattn.backends.cpu.encode_memory import encode_memory, encode_memory_backward
+from fastattn.backends.cpu.hopfield import hopfield_retrieve, hopfield_retrieve_backward
+from fastattn.backends.cpu.linear import linear, self_attention
+from fastattn.backends.cpu.memory_hops import (
+    memory_hop_attention,
+    memory_hop_attention_backward,
+    plain_hops,
+    plain_hops_backward,
+)
+from fastattn.backends.cpu.operands import DTYPES
+from fastattn.backends.cpu.sequences import varlen_attention, varlen_attention_backward
+from fastattn.backends.cpu.sinusoidal import sinusoidal_encoding
+
+__all__ = [
+    "additive_attention",
+    "additive_attention_backward",
+    "append_to_cache",
+    "decode_attention",
+    "encode_memory",
+    "encode_memory_backward",
+    "hopfield_retrieve",
+    "hopfield_retrieve_backward",
+    "linear",
+    "memory_hop_attention",
+    "memory_hop_attention_backward",
+    "plain_attention",
+    "plain_attention_backward",
+    "plain_hops",
+    "plain_hops_backward",
+    "scaled_dot_product_attention",
+    "scaled_dot_product_attention_backward",
+    "self_attention",
+    "sinusoidal_encoding",
+    "varlen_attention",
+    "varlen_attention_backward",
+    "why_not",
+]
+
+_NAMES = "float32, float64, bfloat16, float16"
+
+
+def why_not(op: str, *tensors: Tensor | None, **_: Any) -> list[str]:
+    """Return the reasons why the CPU kernels cannot run ``op`` on these arguments."""
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        if not tensor.is_cpu:
+            return [f"a tensor is on {tensor.device}"]
+        if tensor.dtype not in DTYPES and tensor.dtype not in (torch.int64, torch.int32):
+            return [f"the dtype {tensor.dtype} is not one of {_NAMES}"]
+    if op.startswith("scaled_dot_product_attention"):
+        alibi_slopes = tensors[4] if op == "scaled_dot_product_attention" else tensors[7]
+        if alibi_slopes is not None and alibi_slopes.requires_grad:
+            return ["alibi_slopes requires a gradient, which the kernel does not compute"]
+    return []

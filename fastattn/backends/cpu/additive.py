@@ -1,0 +1,143 @@
+"""The adapter of additive attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattn import _cpu
+from fastattn.backends.cpu.operands import DTYPES, accumulator, broadcast_operand
+
+
+def additive_attention(
+    query: Tensor,  # [B, Tq, A]
+    key: Tensor,  # [B, Tk, A]
+    value: Tensor,  # [B, Tk, Dv]
+    v: Tensor,  # [A]
+    bias: Tensor | None = None,  # [A]
+    attn_mask: Tensor | None = None,  # [B|1, Tq|1, Tk|1]
+    seed: Tensor | None = None,
+    *,
+    causal: bool,
+    dropout_p: float,
+    weights: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return ``(out, weights)``, see ``docs/design.md``."""
+    batch, queries, width = query.shape
+    keys, value_width = value.shape[1:]
+    out = query.new_empty((batch, queries, value_width))
+    applied = query.new_empty((batch, queries, keys) if weights else 0)
+    vector, bias = _wide(v), None if bias is None else _wide(bias)
+    _cpu.additive_forward(
+        DTYPES[query.dtype],
+        torch.get_num_threads(),
+        (batch, queries, keys, width, value_width),
+        (_headless(query), _headless(key), _headless(value)),
+        vector.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        _options(attn_mask, seed, causal, dropout_p),
+        (_headless(out), _headless(applied) if weights else None),
+    )
+    return out, applied
+
+
+# Parts of the gradients of keys are summed over at most this many chunks of queries.
+_MOST_CHUNKS = 8
+
+
+_CHUNK_ROWS = 128
+
+
+def additive_attention_backward(
+    grad_out: Tensor | None,  # [B, Tq, Dv]
+    grad_weights: Tensor | None,  # [B, Tq, Tk]
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    attn_mask: Tensor | None,
+    seed: Tensor | None,
+    *,
+    causal: bool,
+    dropout_p: float,
+    weights: bool,
+    needs_mask_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Return the gradients of query, key, value, v, bias and the mask, see ``docs/design.md``."""
+    batch, queries, width = query.shape
+    keys, value_width = value.shape[1:]
+    if grad_out is None:
+        grad_out = query.new_zeros(1).expand(batch, queries, value_width)
+    grad_query, grad_key, grad_value = (x.new_empty(x.shape) for x in (query, key, value))
+    vector, wide_bias = _wide(v), None if bias is None else _wide(bias)
+    grad_v, grad_bias = vector.new_empty(width), vector.new_empty(width)
+    grad_scores = grad_mask = None
+    if needs_mask_grad:
+        assert attn_mask is not None
+        grad_scores = vector.new_empty((batch, queries, keys))
+        if attn_mask.shape != grad_scores.shape:  # thousands of terms in one element
+            grad_mask = torch.zeros(attn_mask.shape, dtype=torch.float64)
+    chunk = max(_CHUNK_ROWS, -(-queries // (_MOST_CHUNKS * _CHUNK_ROWS)) * _CHUNK_ROWS)
+    chunks = -(-queries // chunk)
+    direct = chunks == 1 and query.dtype == vector.dtype
+    part = 2 * width + (0 if direct else keys * (width + value_width))
+    parts = vector.new_empty(max(1, batch * chunks * part))  # its address says "backward"
+    _cpu.additive_backward(
+        DTYPES[query.dtype],
+        torch.get_num_threads(),
+        (batch, queries, keys, width, value_width),
+        (_headless(query), _headless(key), _headless(value)),
+        vector.data_ptr(),
+        0 if wide_bias is None else wide_bias.data_ptr(),
+        _options(attn_mask, seed, causal, dropout_p),
+        (_headless(grad_out), None if grad_weights is None else _headless(grad_weights)),
+        (
+            _headless(grad_query),
+            _headless(grad_key),
+            _headless(grad_value),
+            grad_v.data_ptr(),
+            grad_bias.data_ptr(),
+            0 if grad_scores is None else grad_scores.data_ptr(),
+            None if grad_mask is None else broadcast_operand(grad_mask.unsqueeze(1)),
+        ),
+        (parts.data_ptr(), chunk, chunks, direct),
+    )
+    if grad_mask is None:
+        grad_mask = grad_scores
+    return (
+        grad_query,
+        grad_key,
+        grad_value,
+        grad_v.to(v.dtype),
+        None if bias is None else grad_bias.to(bias.dtype),
+        None if attn_mask is None or grad_mask is None else grad_mask.to(attn_mask.dtype),
+    )
+
+
+def _options(
+    attn_mask: Tensor | None,
+    seed: Tensor | None,
+    causal: bool,
+    dropout_p: float,
+) -> tuple[Any, int, bool, float, int]:
+    return (
+        None if attn_mask is None else broadcast_operand(attn_mask.unsqueeze(1)),
+        0 if attn_mask is None else DTYPES[attn_mask.dtype],
+        causal,
+        dropout_p,
+        0 if seed is None else int(seed) & 0xFFFFFFFFFFFFFFFF,
+    )
+
+
+def _wide(x: Tensor) -> Tensor:
+    """A small vector as the kernel reads it: contiguous, in the dtype of the computation."""
+    return x.to(accumulator(x.dtype)).contiguous()
+
+
+def _headless(x: Tensor) -> tuple[int, tuple[int, int, int, int]]:
+    """[B, L, D] as an operand with a head dimension."""
+    b, i, d = x.stride()
+    return x.data_ptr(), (b, 0, i, d)

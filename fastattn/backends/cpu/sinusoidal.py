@@ -1,0 +1,53 @@
+"""The adapter of the sinusoidal encoding."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastattn import _cpu
+from fastattn.backends.cpu.operands import DTYPES
+from fastattn.sinusoids import sinusoids
+
+
+def sinusoidal_encoding(
+    x: Tensor,  # [..., L, D]
+    positions: Tensor | None = None,  # [..., L] int64, broadcasts to x
+    *,
+    offset: int,
+    layout: str,
+    max_timescale: float,
+    scale: float,
+    padding_idx: int | None,
+) -> Tensor:
+    """Return ``x * scale + PE(positions)``, see ``docs/design.md``."""
+    out = target = torch.empty_like(x)
+    if positions is not None:
+        positions = positions.expand(x.shape[:-1])
+    if x.ndim > 4:  # the kernel's rank; leading dimensions that are not one run are copied
+        x, target = x.flatten(0, -4), out.flatten(0, -4)
+        positions = None if positions is None else positions.flatten(0, -3)
+    missing = 4 - x.ndim
+    table = sinusoids(x.shape[-1], layout, max_timescale)
+    _cpu.sinusoidal(
+        DTYPES[x.dtype],
+        torch.get_num_threads(),
+        (1,) * missing + x.shape,
+        x.data_ptr(),
+        (0,) * missing + x.stride(),
+        target.data_ptr(),
+        (0,) * missing + target.stride(),
+        0 if positions is None else positions.data_ptr(),
+        (0, 0, 0) if positions is None else (0,) * missing + positions.stride(),
+        offset,
+        table.frequency.buffer_info()[0],
+        table.phase.buffer_info()[0],
+        len(table.pairs),
+        layout == "interleaved",
+        table.pairs.buffer_info()[0],
+        scale,
+        padding_idx,
+    )
+    if target.data_ptr() != out.data_ptr():
+        out.copy_(target.view(out.shape))
+    return out
