@@ -190,6 +190,7 @@ def test_a_run_is_gone_on_with(
 ) -> None:
     # However busy this machine is, the first run counts; the last one is measured again.
     monkeypatch.setattr("fastattn.bench.summary.QUIET", 0.0)
+    monkeypatch.setattr("fastattn.bench.summary.QUIET_SHARE", 0.0)
     run = (*TINY_RUN, "--out", str(tmp_path))
     assert bench(*run, "--shapes", "H=1,L=4") == cli.OK
     first = results.load(tmp_path / "results.jsonl")

@@ -14,7 +14,7 @@ from fastattn.bench.display import milliseconds
 from fastattn.bench.exits import FAULTS, OK
 from fastattn.bench.presets import PRESETS
 from fastattn.bench.providers import PROVIDERS, load, variants
-from fastattn.bench.summary import QUIET, summarise
+from fastattn.bench.summary import QUIET_SHARE, summarise
 
 PLOTS = ("speedup", "heatmap", "time", "throughput", "roofline", "memory", "error")
 
@@ -115,7 +115,7 @@ def roofline(args: argparse.Namespace) -> int:
         print(f"{threads} thread{'s' if threads > 1 else ''}")
         peaks, share = roof.measure(threads)
         print("\n".join(roof.roof_lines(peaks)))
-        if share < QUIET:
+        if share < QUIET_SHARE:
             print(f"Other processes took up to {1 - share:.0%} of the cores: measure again.")
         return OK
     result = results.load(args.results)

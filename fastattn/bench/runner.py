@@ -22,7 +22,7 @@ from fastattn.bench.peaks import KIND_OF_DTYPE
 from fastattn.bench.pool import START_SECONDS, ProviderError, WorkerProcess, usable_cpus
 from fastattn.bench.providers import DEFAULT, isa_of
 from fastattn.bench.results import CellResult, Journal, Outcome, Peak, Result, Round
-from fastattn.bench.summary import MIN_KEPT, QUIET, best_guards, quiet_rounds
+from fastattn.bench.summary import MIN_KEPT, QUIET, QUIET_SHARE, best_guards, quiet_rounds
 
 PEAK_SECONDS = 0.2
 GUARD_SECONDS = 0.01
@@ -168,7 +168,7 @@ class Runner:
         best = (0.0, 0.0)
         for _ in range(GUARD_TRIES):
             rate, share = best = max(best, self._peak(kind, GUARD_SECONDS))
-            if known is not None and rate >= QUIET * known.rate and share >= QUIET:
+            if known is not None and rate >= QUIET * known.rate and share >= QUIET_SHARE:
                 break
         return best
 

@@ -11,6 +11,9 @@ from fastattn.bench.results import CellResult, Peak, Result, Round
 
 # A round counts when the peak just before and just after it was this share of the run's best.
 QUIET = 0.9
+# ... and when its threads got this share of their cores: of two, one shared with somebody leaves
+# three quarters; waking the threads takes up to a tenth of so short a measurement.
+QUIET_SHARE = 0.8
 MIN_KEPT = 3
 # Data that fits in a cache is read faster than memory can deliver; from twice its size it is not.
 _BEYOND_CACHES = 2
@@ -23,7 +26,8 @@ _FASTER_UNITS = {
 
 
 def quiet_rounds(rounds: list[Round], best_guard: float) -> list[Round]:
-    return [r for r in rounds if min(r.guard) >= QUIET * best_guard and r.share >= QUIET]
+    floor = QUIET * best_guard
+    return [r for r in rounds if min(r.guard) >= floor and r.share >= QUIET_SHARE]
 
 
 def best_guards(result: Result) -> dict[str, float]:
