@@ -36,13 +36,13 @@ help: ## say what there is to make
 bench: $(VENV)/.stamp-native-here ## compare the drop-in with PyTorch on this machine: table, picture, JSON; < 5 minutes
 	$(BIN)/python -m fastattn bench run --preset dropin --time-budget 120 --out bench-results $(ARGS)
 
-test: build ## run all tests but the slow ones; < 15 minutes on two cores
+test: build $(VENV)/.stamp-test ## run all tests but the slow ones; < 15 minutes on two cores
 	$(BIN)/python -m pytest -m "not slow" $(ARGS)
 
-test-full: build test-isas test-sanitized test-triton-oldest ## slow tests, every instruction set, sanitizers
+test-full: build $(VENV)/.stamp-test test-isas test-sanitized test-triton-oldest ## slow tests, every instruction set, sanitizers
 	$(BIN)/python -m pytest $(ARGS)
 
-test-isas: build ## every case, and all tests but the slow ones, on every instruction set there is here
+test-isas: build $(VENV)/.stamp-test ## every case, and all tests but the slow ones, on every instruction set there is here
 	$(BIN)/python -m fastattn verify --isa all --complete
 	for isa in $$($(BIN)/python -c 'import torch, fastattn._cpu as c; print(*c.build_info()["supported"])'); do \
 	  FASTATTN_CPU_ISA=$$isa $(BIN)/python -m pytest -m "not slow" $(WITHOUT_KERNELS) $(ARGS) || exit; \
@@ -51,7 +51,7 @@ test-isas: build ## every case, and all tests but the slow ones, on every instru
 # In a folder of its own, so that the fast build stays. The runtime of ASan must come first in the
 # process, and libstdc++ with it, or exceptions cannot be intercepted; Python itself leaks.
 SANITIZED := build/sanitized
-test-sanitized: build ## the tests that run kernels, under AddressSanitizer and UBSan
+test-sanitized: build $(VENV)/.stamp-test ## the tests that run kernels, under AddressSanitizer and UBSan
 	FASTATTN_SANITIZE=address,undefined $(BIN)/python setup.py --quiet \
 	  build --build-base $(SANITIZED) --build-lib $(SANITIZED)/lib
 	cd $(SANITIZED) && \
@@ -61,7 +61,7 @@ test-sanitized: build ## the tests that run kernels, under AddressSanitizer and 
 
 # `make test` takes the newest Triton. Its interpreter of 3.6 is for NumPy below 2.4.
 OLDEST_TRITON := $(VENV)/triton-3.6
-test-triton-oldest: build ## the Triton tests with the oldest version that we promise
+test-triton-oldest: build $(VENV)/.stamp-test ## the Triton tests with the oldest version that we promise
 	$(PIP) install --quiet --target $(OLDEST_TRITON) --upgrade --no-deps triton==3.6.0 'numpy<2.4'
 	PYTHONPATH=$(OLDEST_TRITON) $(BIN)/python -m pytest -m "not slow" tests/test_triton_*.py $(ARGS)
 
@@ -78,7 +78,7 @@ $(VENV)/.stamp-packages: pyproject.toml | $(VENV)/.stamp-venv
 	$(PIP) install --retries 2 --find-links $(TORCH_WHEELS) $(TORCH)
 	$(PIP) install --quiet 'setuptools>=77' 'pybind11>=2.13' ninja
 	FASTATTN_REQUIRE_NATIVE=0 FASTATTN_NATIVE=0 \
-	  $(PIP) install --quiet --no-build-isolation --editable '.[bench,test]'
+	  $(PIP) install --quiet --no-build-isolation --editable '.[bench]'
 	touch $@
 
 $(VENV)/.stamp-native: $(NATIVE_SOURCES) $(VENV)/.stamp-packages
@@ -89,6 +89,10 @@ $(VENV)/.stamp-native: $(NATIVE_SOURCES) $(VENV)/.stamp-packages
 $(VENV)/.stamp-native-here: $(NATIVE_SOURCES) $(VENV)/.stamp-packages
 	@$(MAKE) --question --no-print-directory $(VENV)/.stamp-native \
 	  || FASTATTN_CPU_ISAS=native $(BIN)/python setup.py --quiet build_ext --inplace
+	touch $@
+
+$(VENV)/.stamp-test: pyproject.toml | $(VENV)/.stamp-native
+	$(PIP) install --quiet --no-build-isolation --editable '.[test]'
 	touch $@
 
 $(VENV)/.stamp-dev: pyproject.toml | $(VENV)/.stamp-native
