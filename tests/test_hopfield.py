@@ -300,6 +300,34 @@ def test_sizes_may_be_zero(engine: Target) -> None:
                 assert all(g is None or torch.isfinite(g).all() for g in grads)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "high", "close"), [(torch.float32, 500.0, 2e-3), (torch.float64, 5000.0, 1e-9)]
+)
+@pytest.mark.parametrize("queries", [3, 40])
+def test_a_bias_common_to_all_changes_nothing(
+    engine: Target,
+    queries: int,
+    dtype: torch.dtype,
+    high: float,
+    close: float,
+    generator: torch.Generator,
+) -> None:
+    """Not even one whose exponential is infinite, beside queries that rest before others."""
+    state = normal(2, queries, 5, generator=generator).to(dtype)
+    stored = normal(2, 9, 5, generator=generator).to(dtype).requires_grad_()
+    results = []
+    for shape in (None, (9,), (queries, 9)):
+        bias = None if shape is None else torch.full(shape, high, dtype=dtype)
+        out, steps = hopfield_retrieve(
+            state, stored, beta=1.5, attn_mask=bias, update_steps_eps=0.1, need_steps=True
+        )
+        assert steps.max() > steps.min()
+        results.append((out, *torch.autograd.grad(out.sin().sum(), stored)))
+    for other in results[1:]:
+        for x, y in zip(other, results[0], strict=True):
+            torch.testing.assert_close(x, y, rtol=close, atol=close)
+
+
 def test_nan_comes_to_rest(engine: Target) -> None:
     """It does not search for ever."""
     state, stored = torch.zeros(2, 3), torch.ones(4, 3)
