@@ -133,6 +133,8 @@ def peers_block(result: Result, rows: Sequence[Row]) -> str:
     """
     by_cell: dict[str, dict[str, Row]] = {}
     for row in rows:
+        if row["busy"]:
+            continue
         name = row["provider"].partition("@")[0]
         best = by_cell.setdefault(f"{row['label']}<br>`{row['shape']}`", {})
         if row["ms"] is not None and (name not in best or row["ms"] < best[name]["ms"]):

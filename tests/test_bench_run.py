@@ -10,12 +10,13 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from fastattn.bench import cli, results, summary
+from fastattn.bench import cli, results, summary, worker
 
 
 def bench(*arguments: str) -> int:
@@ -208,6 +209,23 @@ def test_a_run_is_gone_on_with(
     assert bench(*run, "--shapes", "H=1,L=4|5", "--resume") == cli.OK
     again = results.load(tmp_path / "results.jsonl")
     assert again.cells[0].rounds != both.cells[0].rounds
+
+
+def test_a_process_that_spins_is_waited_for() -> None:
+    stop = time.perf_counter() + 0.06
+
+    def spin() -> None:
+        while time.perf_counter() < stop:
+            pass
+
+    thread = threading.Thread(target=spin)
+    thread.start()
+    worker._settle()
+    assert time.perf_counter() >= stop
+    thread.join()
+    before = time.perf_counter()
+    worker._settle()
+    assert time.perf_counter() - before < worker.SETTLE_SECONDS
 
 
 def test_a_busy_core_is_noticed(tmp_path: Path) -> None:
