@@ -1,9 +1,9 @@
 """The table of launches: (architecture, kernel, bits of an element, width of a row) -> tile.
 
 A tile has BM queries and BN keys; a program has ``warps`` warps, and loads ``stages`` tiles ahead.
-Nothing is tried out when a kernel is first called. The entries are chosen so that they compile
-without a spilled register and within the chip's shared memory, which ``tests/test_triton_aot.py``
-holds them to; their speed is unmeasured. ``FASTATTN_TRITON_TABLE`` may name a JSON file
+Nothing is tried out when a kernel is first called. The entries are to compile without a spilled
+register and within the chip's shared memory: ``tests/test_triton_aot.py`` holds the commonest to
+that, and its slow test all of them. Their speed is unmeasured. ``FASTATTN_TRITON_TABLE`` may name a JSON file
 ``{architecture: {kernel: {bits: [[width, [BM, BN, warps, stages]], ...]}}}`` that goes before.
 """
 
@@ -101,6 +101,10 @@ _AMPERE: _Table = {
             (512, Launch(16, 32, 8, 1)),
         ],
         32: _HOPPER["forward"][32],
+    },
+    "backward_query": {
+        16: [(64, Launch(64, 32, 8, 2)), *_HOPPER["backward_query"][16][1:]],  # a bias spills at 64
+        32: _HOPPER["backward_query"][32],
     },
 }
 
