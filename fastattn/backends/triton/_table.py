@@ -3,8 +3,9 @@
 A tile has BM queries and BN keys; a program has ``warps`` warps, and loads ``stages`` tiles ahead.
 Nothing is tried out when a kernel is first called. The entries are to compile without a spilled
 register and within the chip's shared memory: ``tests/test_triton_aot.py`` holds the commonest to
-that, and its slow test all of them. Their speed is unmeasured. ``FASTATTN_TRITON_TABLE`` may name a JSON file
-``{architecture: {kernel: {bits: [[width, [BM, BN, warps, stages]], ...]}}}`` that goes before.
+that, and its slow test all of them. Their speed is unmeasured. ``FASTATTN_TRITON_TABLE`` may name
+a JSON file that goes before, of the form
+``{architecture: {kernel: {bits: [[width, [BM, BN, warps, stages]], ...]}}}``.
 """
 
 from __future__ import annotations
@@ -105,6 +106,10 @@ _AMPERE: _Table = {
     "backward_query": {
         16: [(64, Launch(64, 32, 8, 2)), *_HOPPER["backward_query"][16][1:]],  # a bias spills at 64
         32: _HOPPER["backward_query"][32],
+    },
+    "backward_key_value": {
+        16: [(64, Launch(32, 64, 8, 1)), *_HOPPER["backward_key_value"][16][1:]],
+        32: _HOPPER["backward_key_value"][32],
     },
 }
 
