@@ -4,15 +4,15 @@
 
 prints one interleaved run: the bytes of keys and values that a step must read over its median time,
 what a loop that only reads reached in the same rounds, and how many times as long PyTorch's
-attention took on the same (contiguous, full) cache. With pytest-benchmark, `bench_decode` times
-each alone.
+attention took on the same (contiguous, full) cache. The loop reads before and after each step; a
+round in which the two differ by more than a tenth was not quiet and is not counted. With
+pytest-benchmark, `bench_decode` times each alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import random
 import statistics
 import time
 from typing import Any
@@ -106,9 +106,17 @@ def compare(label: str, step: Step, threads: int, rounds: int) -> None:
     times: dict[str, list[float]] = {name: [] for name in calls}
     peaks = []
     for _ in range(rounds):
-        peaks.append(_cpu.measure_peak("read_bandwidth", threads, 0.05))
-        for name in random.sample(list(calls), len(calls)):
-            times[name].append(calls[name]())
+        before = _cpu.measure_peak("read_bandwidth", threads, 0.03)
+        ours = calls["ours"]()
+        after = _cpu.measure_peak("read_bandwidth", threads, 0.03)
+        if abs(before - after) > max(before, after) / 10:
+            continue
+        peaks.append((before + after) / 2)
+        times["ours"].append(ours)
+        times["torch"].append(calls["torch"]())
+    if not peaks:
+        print(f"{label:26} no quiet round")
+        return
     ours = statistics.median(times["ours"])
     share = statistics.median(
         step.bytes / 1e9 / t / peak for t, peak in zip(times["ours"], peaks, strict=True)
@@ -117,7 +125,7 @@ def compare(label: str, step: Step, threads: int, rounds: int) -> None:
     print(
         f"{label:26} {step.bytes / 1e6:6.1f} MB {ours * 1e6:8.0f} us "
         f"{step.bytes / 1e9 / ours:6.1f} GB/s = {share:4.0%} of {statistics.median(peaks):.1f}"
-        f" | torch {ratio:.1f}x"
+        f" | torch {ratio:.1f}x | {len(peaks)} rounds"
     )
 
 
