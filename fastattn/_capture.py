@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastattn.nn import GlobalAttention
 from fastattn.nn._nested import nested_self_attention
 from fastattn.nn.mha import MultiheadAttention, keep_forward_called
 
@@ -155,6 +156,8 @@ def _request(name: str, module: nn.Module) -> dict[str, bool] | None:
     """What a layer must be given so that it returns its weights; None: it is no such layer."""
     if isinstance(module, MultiheadAttention):
         return _REQUESTS[0]  # of our forward: a subclass may have another in front of it
+    if isinstance(module, GlobalAttention):
+        return {}  # it always returns them
     try:
         takes = inspect.signature(type(module).forward).parameters
     except (TypeError, ValueError):  # not written in Python

@@ -11,7 +11,14 @@ from torch import Tensor, nn
 
 import fastattn
 from fastattn import capture, replace_mha
-from fastattn.nn import AdditiveAttention, BahdanauAttention, MemN2N, MultiheadAttention
+from fastattn.nn import (
+    AdditiveAttention,
+    BahdanauAttention,
+    GlobalAttention,
+    LuongAttention,
+    MemN2N,
+    MultiheadAttention,
+)
 
 EMBED, HEADS = 16, 4
 PADDING = torch.tensor([[False] * 6, [False] * 4 + [True] * 2, [False] * 3 + [True] * 3])
@@ -71,6 +78,16 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any], dic
         lambda: BahdanauAttention(8, query_size=EMBED, memory_size=EMBED, dropout=0.5),
         lambda m: torch.cat([each.flatten() for each in m(TARGET[:, 0], SOURCE)]),
         {"": (3, 6)},
+    ),
+    "Luong": (
+        lambda: LuongAttention(EMBED, dropout=0.5),
+        lambda m: m(TARGET, SOURCE, need_weights=False)[0],
+        {"": (3, 5, 6)},
+    ),
+    "always returns weights": (
+        lambda: GlobalAttention(EMBED),
+        lambda m: m(TARGET, SOURCE)[0],
+        {"": (3, 5, 6)},
     ),
     "Keras": (
         lambda: AdditiveAttention(dim=EMBED, dropout=0.5),
