@@ -108,7 +108,7 @@ _AMPERE: _Table = {
         32: _HOPPER["backward_query"][32],
     },
     "backward_key_value": {
-        16: [(64, Launch(32, 64, 8, 1)), *_HOPPER["backward_key_value"][16][1:]],
+        16: [(64, Launch(32, 32, 4, 1)), *_HOPPER["backward_key_value"][16][1:]],
         32: _HOPPER["backward_key_value"][32],
     },
 }
