@@ -17,15 +17,18 @@ TORCH_WHEELS ?= https://download.pytorch.org/whl/cpu/torch/
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+# The CUDA kernels take minutes and need a GPU to run: `make build FASTATTN_CUDA=1` asks for them.
+# Without one they are tested under an emulator (docs/emulator.md), which needs no build of them.
+export FASTATTN_CUDA ?= 0
 # What the two commands promise is the native core: without it they fail, they do not fall back.
 export FASTATTN_REQUIRE_NATIVE := 1
 
-# Nothing in these runs a kernel: once is enough for them.
-WITHOUT_KERNELS := $(addprefix --ignore=$(abspath tests)/test_,packaging.py cli.py bench.py bench_run.py reference.py triton_additive.py triton_aot.py triton_sdpa.py triton_sinusoidal.py)
+# Nothing in these runs a kernel of the CPU: once is enough for them.
+WITHOUT_KERNELS := $(addprefix --ignore=$(abspath tests)/test_,packaging.py emulator.py cuda.py cuda_compile.py cuda_mutants.py cli.py bench.py bench_run.py reference.py triton_additive.py triton_aot.py triton_sdpa.py triton_sinusoidal.py)
 
 # Folders too, so that a file taken away also counts as a change.
 NATIVE_SOURCES := setup.py $(shell find csrc)
-CXX_FILES = $(shell git ls-files --cached --others --exclude-standard '*.cpp' '*.h')
+CXX_FILES = $(shell git ls-files --cached --others --exclude-standard '*.cpp' '*.h' '*.cu')
 
 .DEFAULT_GOAL := help
 .PHONY: help bench test test-full test-isas test-sanitized test-triton-oldest build lint format clean

@@ -1,0 +1,50 @@
+// Launching a kernel, by CUDA or by the emulator; an error is an exception that names the launch.
+#pragma once
+#include <stdexcept>
+#include <string>
+
+#include "device.h"
+
+#ifndef FASTATTN_EMULATED
+#include <cuda_runtime.h>
+#endif
+
+namespace fastattn {
+namespace cuda {
+
+struct Launch {
+  const char* name;    // for errors
+  int64_t blocks;      // one dimension; 0 launches nothing
+  int threads;         // of a block
+  int shared_bytes;    // dynamic
+  uintptr_t stream;    // cudaStream_t
+  std::string shapes;  // for errors
+};
+
+inline void refuse(const Launch& launch, const std::string& what) {
+  throw std::runtime_error(std::string("fastattn: ") + launch.name + " [" + launch.shapes +
+                           "]: " + what);
+}
+
+template <class Arguments>
+void launch(const Launch& how, void (*kernel)(Arguments), const Arguments& arguments) {
+  if (how.blocks == 0) return;
+  if (how.blocks > 0x7fffffff) refuse(how, "more than 2^31 - 1 blocks");
+#ifdef FASTATTN_EMULATED
+  emulator::run_grid({static_cast<unsigned>(how.blocks)}, {static_cast<unsigned>(how.threads)},
+                     static_cast<size_t>(how.shared_bytes), [&] { kernel(arguments); });
+#else
+  const auto check = [&](cudaError_t error) {
+    if (error != cudaSuccess) refuse(how, cudaGetErrorString(error));
+  };
+  // Beyond 48 KiB a kernel must ask for it; the call is cheap, and a stream capture permits it.
+  check(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, how.shared_bytes));
+  kernel<<<static_cast<unsigned>(how.blocks), how.threads, how.shared_bytes,
+           reinterpret_cast<cudaStream_t>(how.stream)>>>(arguments);
+  check(cudaGetLastError());
+#endif
+}
+
+}  // namespace cuda
+}  // namespace fastattn

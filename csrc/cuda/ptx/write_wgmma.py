@@ -1,0 +1,76 @@
+"""Writes wgmma_instructions.h: PTX names every register of an instruction one by one.
+
+python csrc/cuda/ptx/write_wgmma.py > csrc/cuda/ptx/wgmma_instructions.h
+"""
+
+COLUMNS = (64, 128)
+TYPES = {"Bf16": "bf16", "F16": "f16"}
+
+
+def lines(prefix: str, items: list[str], suffix: str) -> str:
+    """`items` with commas between them, in lines of about 100 characters."""
+    rows, row = [], prefix
+    for n, item in enumerate(items):
+        word = item + ("" if n == len(items) - 1 else ", ")
+        if len(row) + len(word) > 97:
+            rows.append(row.rstrip())
+            row = prefix
+        row += word
+    return "\n".join([*rows, row + suffix])
+
+
+def quoted(items: list[str], before: str, after: str) -> str:
+    rows, row = [], before
+    for n, item in enumerate(items):
+        word = item + ("" if n == len(items) - 1 else ", ")
+        if len(row) + len(word) > 84:
+            rows.append(row)
+            row = ""
+        row += word
+    rows.append(row + after)
+    return "\n".join(f'        "{row}"' for row in rows)
+
+
+def instruction(element: str, n: int, transposed: bool, in_registers: bool) -> str:
+    count = n // 2
+    outputs = [f"%{i}" for i in range(count)]
+    a = [f"%{count + i}" for i in range(4)] if in_registers else [f"%{count}"]
+    b, flag = count + len(a), count + len(a) + 1
+    operand = "{" + ", ".join(a) + "}" if in_registers else a[0]
+    majors = f", {int(transposed)}" if in_registers else f", 0, {int(transposed)}"
+    head = f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{element}.{element} "
+    body = quoted(outputs, "{", "}, ")
+    constraints = lines("          ", [f'"+f"(d[{i}])' for i in range(count)], "")
+    inputs = [f'"r"(a[{i}])' for i in range(4)] if in_registers else ['"l"(a)']
+    inputs += ['"l"(b)', '"r"(static_cast<int>(accumulate))']
+    kind, a_type = ("rs", "const uint32_t (&a)[4]") if in_registers else ("ss", "uint64_t a")
+    return f"""\
+  static FASTATTN_DEVICE void {kind}(float (&d)[{count}], {a_type}, uint64_t b, bool accumulate) {{
+    asm volatile(
+        "{{ .reg .pred p; setp.ne.b32 p, %{flag}, 0;\\n"
+        "{head}"
+{body}
+        "{operand}, %{b}, p, 1, 1{majors}; }}\\n"
+        :
+{constraints}
+        : {", ".join(inputs)});
+  }}
+"""
+
+
+def main() -> None:
+    print("// Written by write_wgmma.py. Included by wgmma.h, within its namespace.")
+    print("// clang-format off")
+    for name, element in TYPES.items():
+        for n in COLUMNS:
+            for transposed in (False, True):
+                flag = str(transposed).lower()
+                print(f"template <>\nstruct Wgmma<{name}, {n}, {flag}> {{")
+                print(instruction(element, n, transposed, False), end="")
+                print(instruction(element, n, transposed, True), end="")
+                print("};")
+    print("// clang-format on")
+
+
+if __name__ == "__main__":
+    main()

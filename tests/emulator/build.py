@@ -1,0 +1,180 @@
+"""Builds csrc/cuda with g++ over the emulator: the very sources of `_cuda`, on CPU tensors.
+
+`load()` returns the adapter `fastattn.backends.cuda`, bound to the emulated module instead of the
+real one. The object files are kept in `build/emulator`, one folder for each set of flags, and made
+again where a source or a header is newer.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import importlib.util
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import ModuleType
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+FOLDER = ROOT / "build/emulator/plain"
+Flags = tuple[str, ...]
+ELEMENTS = ("Bf16", "F16", "F32")
+SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
+
+# -O1 halves the time to compile; only the emulator itself has loops worth more.
+COMMON = ["-std=c++17", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror"]
+COMMON += ["-Wno-unknown-pragmas", "-DFASTATTN_EMULATED"]
+
+
+class CannotBuild(Exception):
+    """Why there is no emulator here."""
+
+
+def compiler() -> list[str]:
+    command = shlex.split(os.environ.get("CXX", "g++"))
+    if shutil.which(command[0]) is None:
+        raise CannotBuild(f"no C++ compiler: {command[0]!r} was not found")
+    return command
+
+
+# (source, name of the object, flags)
+Unit = tuple[Path, str, list[str]]
+
+
+def _python_flags() -> list[str]:
+    import pybind11
+
+    return [f"-isystem{sysconfig.get_paths()['include']}", f"-isystem{pybind11.get_include()}"]
+
+
+def _emulator() -> Iterable[Unit]:
+    for source in sorted(HERE.glob("*.cpp")):
+        yield source, source.stem, ["-O2"]
+
+
+def _kernels(csrc: Path) -> Iterable[Unit]:
+    for source in sorted((csrc / "cuda").glob("*.cpp")):
+        yield source, source.stem, ["-O1", *_python_flags()]
+    for source in sorted((csrc / "cuda/kernels").glob("*.cu")):
+        for element in ELEMENTS:
+            flags = ["-O1", "-x", "c++", f"-DFASTATTN_ELEMENT={element}"]
+            yield source, f"{source.stem}.{element}", flags
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise CannotBuild(f"{shlex.join(command)}\n{done.stderr[-3000:]}")
+
+
+def _compile(unit: Unit, folder: Path, extra: Flags, newest: float) -> Path:
+    """Compile a source that is newer than its object, or than which a header is newer."""
+    source, stem, flags = unit
+    target = folder / f"{stem}.o"
+    if not target.exists() or target.stat().st_mtime < max(newest, source.stat().st_mtime):
+        command = [*compiler(), *COMMON, *extra, f"-I{ROOT / 'tests'}", *flags]
+        _run([*command, "-c", str(source), "-o", f"{target}.new"])
+        os.replace(f"{target}.new", target)
+    return target
+
+
+def _link(library: Path, objects: Iterable[Path], extra: Flags) -> None:
+    linked = f"{library}.new"
+    _run([*compiler(), *extra, "-shared", *map(str, objects), "-o", linked])
+    os.replace(linked, library)
+
+
+def _library(name: str, units: Iterable[Unit], csrc: Path, folder: Path, extra: Flags) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    newest = max(path.stat().st_mtime for tree in (csrc, HERE) for path in tree.rglob("*.h"))
+    library = folder / f"{name}{SUFFIX}"
+    with (folder / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", 2))) as pool:
+            objects = list(pool.map(lambda unit: _compile(unit, folder, extra, newest), units))
+        newest_object = max(path.stat().st_mtime for path in objects)
+        if not library.exists() or library.stat().st_mtime < newest_object:
+            _link(library, objects, extra)
+    return library
+
+
+def build(folder: Path = FOLDER, extra: Flags = ()) -> Path:
+    """Return the path of the emulated `_cuda`, with these flags besides the usual ones."""
+    csrc = ROOT / "csrc"
+    return _library("_cuda", [*_emulator(), *_kernels(csrc)], csrc, folder, extra)
+
+
+def build_changed(csrc: Path, folder: Path, element: str) -> Path:
+    """As `build`, but with the kernels of one element type made of another `csrc`."""
+    build()
+    folder.mkdir(parents=True, exist_ok=True)
+    objects = {unit[1]: FOLDER / f"{unit[1]}.o" for unit in (*_emulator(), *_kernels(csrc))}
+    for unit in _kernels(csrc):
+        if unit[1].endswith(f".{element}"):
+            objects[unit[1]] = _compile(unit, folder, (), 0.0)
+    library = folder / f"_cuda{SUFFIX}"
+    _link(library, objects.values(), ())
+    return library
+
+
+def build_conformance(cuda: bool = False) -> Path:
+    """Return the path of `_conformance`, which runs each PTX wrapper alone."""
+    source = HERE / "conformance/module.cu"
+    if not cuda:
+        unit = (source, "conformance", ["-O1", "-x", "c++", *_python_flags()])
+        return _library("_conformance", [*_emulator(), unit], ROOT / "csrc", FOLDER, ())
+    library = FOLDER / f"cuda/_conformance{SUFFIX}"
+    library.parent.mkdir(parents=True, exist_ok=True)
+    options = ["-std=c++17", "-O3", "-arch=native", "-shared", "-Xcompiler", "-fPIC"]
+    includes = [flag.replace("-isystem", "-I") for flag in _python_flags()]
+    _run(["nvcc", *options, *includes, str(source), "-o", str(library)])
+    return library
+
+
+def load_conformance(library: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("_conformance", library)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def load_from(library: Path) -> ModuleType:
+    """Return a copy of the adapter `fastattn.backends.cuda` that calls this library."""
+    import fastattn
+
+    def module(name: str, path: Path) -> ModuleType:
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        made = importlib.util.module_from_spec(spec)
+        sys.modules[name] = made  # where its imports look
+        spec.loader.exec_module(made)
+        return made
+
+    names = ("fastattn._cuda", "fastattn.backends.cuda")
+    before = {name: sys.modules.pop(name, None) for name in names}
+    attribute = fastattn.__dict__.pop("_cuda", None)
+    try:
+        module("fastattn._cuda", library)
+        return module("fastattn.backends.cuda", ROOT / "fastattn/backends/cuda.py")
+    finally:
+        for name in names:
+            sys.modules.pop(name, None)
+        sys.modules.update({name: was for name, was in before.items() if was is not None})
+        if attribute is not None:
+            fastattn._cuda = attribute
+
+
+@functools.cache
+def load() -> ModuleType:
+    """Return the adapter of the CUDA kernels, running on CPU tensors under the emulator."""
+    return load_from(build())

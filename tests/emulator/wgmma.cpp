@@ -1,0 +1,124 @@
+#include "../../csrc/cuda/ptx/wgmma.h"
+
+#include <map>
+
+#include "arithmetic.h"
+
+namespace emulator {
+
+namespace {
+
+struct Products {  // of one thread
+  std::vector<Wgmma> open;
+  std::deque<std::vector<Wgmma>> groups;
+};
+
+std::map<unsigned, Products> products;
+
+const bool registered = [] {
+  machine.at_begin.push_back([] { products.clear(); });
+  machine.at_end.push_back([] {
+    for (const auto& [thread, mine] : products)
+      if (!mine.open.empty() || !mine.groups.empty())
+        fail("the block has ended, but not the wgmma of thread " + std::to_string(thread));
+  });
+  return true;
+}();
+
+float widen(uint32_t bits, bool half) {
+  const auto x = static_cast<uint16_t>(bits);
+  return half ? fastattn::cuda::float_of_f16(x) : fastattn::cuda::float_of_bf16(x);
+}
+
+// Element (mn, k) of an operand, as the section on "matrix-descriptor" and the canonical layouts of
+// the manual have it for 16-bit elements and the 128-byte swizzle.
+float element(uint64_t descriptor, int mn, int k, bool transposed, bool half, Place place) {
+  const auto field = [&](int from) {
+    return static_cast<uint32_t>(descriptor >> from & 0x3FFF) << 4;
+  };
+  const uint32_t start = field(0), leading = field(16), stride = field(32);
+  if (descriptor >> 62 != 1) fail("wgmma: only the 128-byte swizzle is modelled", place);
+  const auto i = static_cast<uint32_t>(mn), j = static_cast<uint32_t>(k);
+  uint32_t address = start;
+  if (transposed)
+    address += i % 64 * 2 + i / 64 * leading + j % 8 * 128 + j / 8 * stride;
+  else
+    address += i % 8 * 128 + i / 8 * stride + j * 2;
+  address ^= (address >> 7 & 7) << 4;
+  return widen(*reinterpret_cast<uint16_t*>(shared_pointer(address, 2, 2, "wgmma", place)), half);
+}
+
+void execute(Wgmma* const* of) {
+  static float a[64][16], b[256][16], d[64][256];
+  const Wgmma& first = *of[0];
+  const int columns = first.columns;
+  for (int thread = 0; thread < 128; ++thread) {
+    const Wgmma& x = *of[thread];
+    if (x.b_descriptor != first.b_descriptor || x.a_descriptor != first.a_descriptor ||
+        x.columns != columns || x.accumulate != first.accumulate)
+      fail("the threads of a warpgroup give wgmma different operands", x.place);
+  }
+  // visit(thread, its register of a, row, column of the pair)
+  for (int thread = 0; thread < 128; ++thread) {
+    const int row = thread / 32 * 16 + thread % 32 / 4, column = thread % 4 * 2;
+    for (int n = 0; n < 4 && first.registers; ++n)
+      for (int e = 0; e < 2; ++e)
+        a[row + n % 2 * 8][column + n / 2 * 8 + e] =
+            widen(of[thread]->a[n] >> 16 * e & 0xFFFF, first.half);
+    for (int n = 0; n < columns / 2; ++n)
+      d[row + n / 2 % 2 * 8][n / 4 * 8 + column + n % 2] =
+          first.accumulate ? of[thread]->d[n] : 0.0f;
+  }
+  for (int m = 0; m < 64 && !first.registers; ++m)
+    for (int k = 0; k < 16; ++k)
+      a[m][k] = element(first.a_descriptor, m, k, false, first.half, first.place);
+  for (int n = 0; n < columns; ++n)
+    for (int k = 0; k < 16; ++k)
+      b[n][k] = element(first.b_descriptor, n, k, first.transposed, first.half, first.place);
+  for (int m = 0; m < 64; ++m)
+    for (int n = 0; n < columns; ++n) {
+      float sum = 0;
+      for (int k = 0; k < 16; ++k) sum += a[m][k] * b[n][k];
+      d[m][n] += sum;
+    }
+  for (int thread = 0; thread < 128; ++thread) {
+    const int row = thread / 32 * 16 + thread % 32 / 4, column = thread % 4 * 2;
+    for (int n = 0; n < columns / 2; ++n)
+      of[thread]->d[n] = d[row + n / 2 % 2 * 8][n / 4 * 8 + column + n % 2];
+  }
+}
+
+}  // namespace
+
+void begin_wgmma(const Wgmma& operation) {
+  if (operation.columns % 8 != 0 || operation.columns > 256)
+    fail("wgmma has 8 to 256 columns, a multiple of 8", operation.place);
+  products[machine.current->id].open.push_back(operation);
+}
+
+void commit_wgmma() {
+  Products& mine = products[machine.current->id];
+  mine.groups.push_back(std::move(mine.open));
+  mine.open.clear();
+}
+
+void wait_wgmma(size_t remaining, Place place) {
+  warpgroup_together(
+      "wgmma.wait_group", &products[machine.current->id], place, [=](void** threads) {
+        auto of = [&](int n) { return static_cast<Products*>(threads[n]); };
+        while (of(0)->groups.size() > remaining) {
+          for (size_t n = 0; n < of(0)->groups.front().size(); ++n) {
+            Wgmma* operations[128];
+            for (int t = 0; t < 128; ++t) {
+              if (of(t)->groups.empty() || of(t)->groups.front().size() <= n)
+                fail("the threads of a warpgroup have begun different products", place);
+              operations[t] = &of(t)->groups.front()[n];
+            }
+            execute(operations);
+          }
+          for (int t = 0; t < 128; ++t) of(t)->groups.pop_front();
+        }
+      });
+}
+
+}  // namespace emulator
