@@ -1,15 +1,20 @@
 """Builds the native modules, which know no torch: C++ behind pybind11, compiled through ninja.
 
 `fastattn._cpu` is csrc/cpu/kernels/*.cpp, each compiled once per instruction set, and
-csrc/cpu/*.cpp, compiled once for the baseline. A module that cannot be built is left out and the
-library runs in PyTorch; `fastattn/_build.json` records what was built, how, and why anything was
-not, for `python -m fastattn info` to tell.
+csrc/cpu/*.cpp, compiled once for the baseline. `fastattn._cuda`, where there is an nvcc, is
+csrc/cuda/kernels/*.cu, each compiled once per element type, and csrc/cuda/*.cpp. A module that
+cannot be built is left out and the library runs without it; `fastattn/_build.json` records what was
+built, how, and why anything was not, for `python -m fastattn info` to tell.
 
 Environment:
   FASTATTN_NATIVE=0           build no native module
-  FASTATTN_REQUIRE_NATIVE=1   a module that cannot be built is an error
+  FASTATTN_REQUIRE_NATIVE=1   a module that cannot be built is an error (but no nvcc is none)
   FASTATTN_CPU_ISAS=native    of the CPU's instruction sets only the strongest that this machine
                               has, and the baseline: half the time, for use on this machine alone
+  FASTATTN_CUDA=0             do not build _cuda, even if there is an nvcc
+  FASTATTN_CUDA_ARCHS=LIST    the architectures of _cuda; the default is 80;90a, which serve all
+                              from 8.0 on: PTX of the first is kept for those that come
+  NVCC                        the CUDA compiler, else the one on the path or below CUDA_HOME
   FASTATTN_DEBUG=1            -O1 -g, library assertions on
   FASTATTN_SANITIZE=LIST      address, undefined, thread, or a comma-separated list of them
   MAX_JOBS=N                  at most N compilers at a time
@@ -62,14 +67,19 @@ class CannotBuild(Exception):
     """Why a native module is left out, as one plain sentence."""
 
 
+class NotHere(CannotBuild):
+    """It is left out by design: nobody is to be told who did not ask."""
+
+
 @dataclass
 class Plan:
     """How to build one shared library."""
 
-    compiler: list[str]
+    compiler: list[str]  # of C++ sources, and of the library
     objects: list[tuple[Path, str, list[str]]]  # source, object, flags
     link_flags: list[str]
     record: dict[str, Any]  # what the build record says of it
+    nvcc: str = "nvcc"  # of .cu sources
 
 
 def enabled(name: str) -> bool:
@@ -198,9 +208,79 @@ def plan_cpu() -> Plan:
     return Plan(compiler, objects, [*words("LDFLAGS"), "-fopenmp", *link_flags], record)
 
 
-# Another module, such as `_cuda`, is one more function here. Each is planned, built and recorded
-# by itself, so that a broken nvcc cannot lose the CPU kernels.
-PLANS: dict[str, Callable[[], Plan]] = {"cpu": plan_cpu}
+CUDA_ELEMENTS = ("Bf16", "F16", "F32")
+CUDA_ARCHS = "80;90a"
+
+
+def find_nvcc() -> str:
+    if os.environ.get("FASTATTN_CUDA") == "0":
+        raise NotHere("FASTATTN_CUDA=0 was set at installation")
+    if name := os.environ.get("NVCC"):
+        if found := shutil.which(name):
+            return found
+        raise CannotBuild(f"the compiler that NVCC names, {name!r}, was not found")
+    home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+    if found := shutil.which("nvcc") or shutil.which(f"{home}/bin/nvcc"):
+        return found
+    raise NotHere("no CUDA compiler was found (looked for $NVCC, nvcc and $CUDA_HOME/bin/nvcc)")
+
+
+def cuda_toolkit(nvcc: str) -> Path:
+    """The folder of CUDA's static runtime library."""
+    told = subprocess.run(
+        [nvcc, "--dryrun", "-c", "-x", "cu", os.devnull],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    top = [line.partition("TOP=")[2] for line in told.stderr.splitlines() if "TOP=" in line]
+    for folder in ("lib64", "lib", f"targets/{platform.machine()}-linux/lib"):
+        if top and Path(top[0], folder, "libcudart_static.a").exists():
+            return Path(top[0], folder).resolve()
+    raise CannotBuild(f"{nvcc} has no libcudart_static.a beside it")
+
+
+def architecture_flags(archs: str) -> list[str]:
+    flags = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs.split(";")]
+    first = archs.split(";")[0]
+    return [*flags, f"-gencode=arch=compute_{first},code=compute_{first}"]
+
+
+def plan_cuda() -> Plan:
+    """Kernels by nvcc, once per element type; the rest by the C++ compiler. Needs no driver."""
+    nvcc = find_nvcc()
+    if sys.platform != "linux":
+        raise CannotBuild(f"the CUDA core is built on Linux only; this is {sys.platform}")
+    import pybind11
+
+    compiler = find_compiler()
+    runtime = cuda_toolkit(nvcc)
+    archs = os.environ.get("FASTATTN_CUDA_ARCHS", CUDA_ARCHS)
+    flags = ["-std=c++17", "-O3", "-Xcompiler=-fPIC,-fvisibility=hidden"]
+    flags += architecture_flags(archs)
+    objects = [
+        (source, f"{source.stem}.{element}.o", [*flags, f"-DFASTATTN_ELEMENT={element}"])
+        for source in sorted((ROOT / "csrc/cuda/kernels").glob("*.cu"))
+        for element in CUDA_ELEMENTS
+    ]
+    includes = (sysconfig.get_paths()["include"], pybind11.get_include())
+    host = [*words("CXXFLAGS"), "-std=c++17", "-fPIC", "-fvisibility=hidden", "-O2", "-Wall"]
+    host += [*(f"-isystem{path}" for path in includes), f'-DFASTATTN_CUDA_ARCHS="{archs}"']
+    objects += [(s, f"{s.stem}.o", host) for s in sorted((ROOT / "csrc/cuda").glob("*.cpp"))]
+    # The static runtime finds the driver when it is first used, so that the module imports without.
+    link = [*words("LDFLAGS"), f"-L{runtime}", "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
+    version = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True)
+    record = {
+        "compiler": version.stdout.strip().splitlines()[-2].strip(),
+        "flags": " ".join(flags),
+        "architectures": archs,
+        "left_out": {},
+    }
+    return Plan(compiler, objects, [*link, "-Wl,--exclude-libs,ALL"], record, nvcc)
+
+
+# Each is planned, built and recorded by itself, so that a broken nvcc cannot lose the CPU kernels.
+PLANS: dict[str, Callable[[], Plan]] = {"cpu": plan_cpu, "cuda": plan_cuda}
 
 
 def ninja_file(plan: Plan, output: Path) -> str:
@@ -217,12 +297,18 @@ def ninja_file(plan: Plan, output: Path) -> str:
         "  depfile = $out.d",
         "  deps = gcc",
         "  description = compile $out",
+        "rule compile_cuda",
+        f"  command = {quoted(plan.nvcc)} -MMD -MF $out.d $flags -c $in -o $out",
+        "  depfile = $out.d",
+        "  deps = gcc",
+        "  description = compile $out",
         "rule link",
         f"  command = {compiler} -shared $in -o $out $flags",
         "  description = link $out",
     ]
     for source, name, flags in plan.objects:
-        lines += [f"build {path(name)}: compile {path(source)}", f"  flags = {quoted(*flags)}"]
+        rule = "compile_cuda" if source.suffix == ".cu" else "compile"
+        lines += [f"build {path(name)}: {rule} {path(source)}", f"  flags = {quoted(*flags)}"]
     names = " ".join(path(name) for _, name, _ in plan.objects)
     lines += [f"build {path(output)}: link {names}", f"  flags = {quoted(*plan.link_flags)}", ""]
     return "\n".join(lines)
@@ -263,10 +349,12 @@ class BuildNative(build_ext):
                 raise CannotBuild("FASTATTN_NATIVE=0 was set at installation")
             self.records[name] = {"built": True, **self.build(name, output)}
         except (CannotBuild, ImportError, OSError) as error:
-            if enabled("FASTATTN_REQUIRE_NATIVE"):
+            by_design = isinstance(error, NotHere)
+            if enabled("FASTATTN_REQUIRE_NATIVE") and not by_design:
                 raise SystemExit(f"error: {ext.name} was not built: {error}") from error
-            print(f"*** {ext.name} was not built: {error}", file=sys.stderr)
-            print("*** fastattn will run in plain PyTorch.", file=sys.stderr)
+            if not by_design:
+                print(f"*** {ext.name} was not built: {error}", file=sys.stderr)
+                print("*** fastattn will run in plain PyTorch there.", file=sys.stderr)
             output.unlink(missing_ok=True)
             self.records[name] = {"built": False, "reason": str(error)}
 

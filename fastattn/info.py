@@ -181,6 +181,8 @@ def _backend_text(name: str, facts: dict[str, Any]) -> str:
             return f"Triton {backend['version']}, interpreted: for tests"
         return f"Triton {backend['version']}, but PyTorch sees no GPU"
     text = f"built by {backend['compiler']}" if "compiler" in backend else "built"
+    if name == "cuda" and not torch.cuda.is_available():
+        text += "; not available: PyTorch finds no CUDA device"
     return text + "; csrc has changed since: `make build`" * backend.get("stale", False)
 
 

@@ -77,7 +77,7 @@ def run(
     return subprocess.run(
         [str(word) for word in command],
         cwd=cwd,
-        env={**kept, **environment},
+        env={"FASTATTN_CUDA": "0", **kept, **environment},
         capture_output=True,
         text=True,
         timeout=600,
@@ -412,3 +412,65 @@ def test_an_editable_install_runs_from_the_source(small_source: Path, elsewhere:
     assert re.search(rf"^fastattn +{fastattn.__version__}$", told.stdout, re.MULTILINE)
     where = run([python, "-c", "import fastattn; print(fastattn.__file__)"], elsewhere)
     assert where.stdout.startswith(str(small_source)), where.stdout + where.stderr
+
+
+# The CUDA module
+
+
+@pytest.fixture
+def cuda_source(tmp_path: Path) -> Path:
+    """A copy of the source with the stand-in for the CPU's kernels and the real ones for CUDA."""
+    folder = copy_source(tmp_path / "source")
+    for name in ("kernels", "simd"):
+        shutil.rmtree(folder / "csrc/cpu" / name)
+    for file in (folder / "csrc/cpu").glob("*.cpp"):
+        file.unlink()
+    (folder / "csrc/cpu/kernels").mkdir()
+    (folder / "csrc/cpu/kernels/stand_in.cpp").write_text(STAND_IN_KERNEL)
+    (folder / "csrc/cpu/module.cpp").write_text(STAND_IN_MODULE)
+    return folder
+
+
+def modules_of(folder: Path) -> dict[str, dict[str, object]]:
+    found: dict[str, dict[str, object]] = json.loads((folder / "fastattn/_build.json").read_text())
+    return found["modules"]  # type: ignore[return-value]
+
+
+def test_without_nvcc_cuda_is_left_out_in_silence(small_source: Path) -> None:
+    path = f"{small_source}:/usr/bin:/bin"
+    missing = {"CUDA_HOME": "/nowhere", "FASTATTN_CUDA": "1", "FASTATTN_REQUIRE_NATIVE": "1"}
+    done = build(small_source, PATH=path, **missing)
+    assert done.returncode == 0, done.stderr
+    assert "nvcc" not in done.stderr
+    modules = modules_of(small_source / "out")
+    assert modules["cpu"]["built"] is True
+    assert "no CUDA compiler was found" in str(modules["cuda"]["reason"])
+
+
+def test_a_broken_nvcc_does_not_lose_the_cpu_kernels(small_source: Path) -> None:
+    nvcc = small_source / "nvcc"
+    nvcc.write_text("#!/bin/sh\necho 'nvcc fatal error: broken' >&2\nexit 1\n")
+    nvcc.chmod(0o755)
+    done = build(small_source, NVCC=str(nvcc), FASTATTN_CUDA="1")
+    assert done.returncode == 0, done.stderr
+    modules = modules_of(small_source / "out")
+    assert modules["cpu"]["built"] is True
+    assert modules["cuda"]["built"] is False
+    assert "fastattn._cuda was not built" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc here")
+def test_the_cuda_module_is_built_and_imports_without_a_driver(cuda_source: Path) -> None:
+    done = build(cuda_source, FASTATTN_CUDA="1", FASTATTN_REQUIRE_NATIVE="1")
+    assert done.returncode == 0, done.stderr
+    assert modules_of(cuda_source / "out")["cuda"]["architectures"] == "80;90a"
+    library = cuda_source / f"out/fastattn/_cuda{EXT_SUFFIX}"
+    script = "import importlib.util as u, sys; s = u.spec_from_file_location('_cuda', sys.argv[1]);"
+    script += "m = u.module_from_spec(s); s.loader.exec_module(m); print(m.build_info()['device'])"
+    used = run([sys.executable, "-c", script, library], cuda_source)
+    assert used.stdout.strip() == "cuda", used.stderr
+    needed = run(["ldd", library], cuda_source).stdout
+    assert "libcuda" not in needed
+    undefined = symbols("-D", "--undefined-only", library)
+    assert not [s for s in undefined if re.search(r"\b(at|c10|torch|caffe2)::", s)]

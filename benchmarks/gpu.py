@@ -1,0 +1,258 @@
+"""A few minutes of a GPU, well spent: are the CUDA kernels right there, and how fast are they?
+
+    make build FASTATTN_CUDA=1
+    .venv/bin/python benchmarks/gpu.py --out benchmarks/results/gpu.json
+
+In this order, the results written after each step, so that nothing is lost when time runs out:
+  conformance  every PTX wrapper against the manual's tables (tests/test_emulator.py)
+  correctness  the case table against the oracle, in the tests' hostile memory layouts
+  races        the same bits in 1,000 runs, forward and backward
+  speed        side by side with every backend of PyTorch's SDPA and with FlexAttention, interleaved
+A speed is reported only of a kernel that was right.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import fastattn
+from fastattn import info
+from fastattn.testing import CASES, Case, check
+from fastattn.testing.inputs import make_inputs
+
+ROOT = Path(__file__).resolve().parents[1]
+STEPS = ("conformance", "correctness", "races", "speed")
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+SHAPES = [  # batch, heads, kv_heads, length, head_dim, causal
+    *((2, 16, 16, n, d, c) for n in (1024, 4096, 16384) for d in (64, 128) for c in (False, True)),
+    (4, 32, 8, 4096, 128, True),
+]
+
+
+def environment() -> dict[str, Any]:
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "capability": torch.cuda.get_device_capability(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+        "fastattn": fastattn.__version__,
+        "kernels": info.collect()["backends"]["cuda"],
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def on_gpu(x: Any) -> Any:
+    """A tensor with the same strides, in a copy of all of its memory."""
+    if not isinstance(x, Tensor):
+        return x
+    whole = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage()).cuda()
+    return whole.as_strided(x.shape, x.stride(), x.storage_offset())
+
+
+class OnGpu:
+    """A target of `fastattn.testing.check`: CPU tensors in and out, the CUDA kernels between."""
+
+    def __init__(self) -> None:
+        from fastattn.backends import cuda
+
+        def moved(function: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any, **options: Any) -> Any:
+                results = function(*map(on_gpu, args), **options)
+                return tuple(x.cpu() if isinstance(x, Tensor) else x for x in results)
+
+            return call
+
+        def why_not(op: str, *args: Any, **options: Any) -> list[str]:
+            return cuda.why_not(op, *map(on_gpu, args), **options)
+
+        names = ("scaled_dot_product_attention", "scaled_dot_product_attention_backward")
+        self.adapter = SimpleNamespace(why_not=why_not)
+        for name in names:
+            setattr(self.adapter, name, moved(getattr(cuda, name)))
+
+    @contextmanager
+    def active(self) -> Iterator[Any]:
+        yield self.adapter
+
+
+def conformance(_: argparse.Namespace) -> dict[str, Any]:
+    command = [sys.executable, "-m", "pytest", "-q", "-k", "cuda", "tests/test_emulator.py"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return {"ok": done.returncode == 0, "told": done.stdout[-4000:]}
+
+
+def correctness(_: argparse.Namespace) -> dict[str, Any]:
+    target, faults, ran = OnGpu(), [], 0
+    for case in CASES["scaled_dot_product_attention"]:
+        for dtype in DTYPES:
+            if case.slow or dtype not in case.dtypes:
+                continue
+            verdict = check(case, dtype, target)  # type: ignore[arg-type]
+            ran += not verdict.declined
+            faults += [f"{case.name} {dtype}: {fault}" for fault in verdict.faults]
+    return {"ok": not faults, "cases": ran, "faults": faults[:100]}
+
+
+def races(args: argparse.Namespace) -> dict[str, Any]:
+    from fastattn.backends import cuda
+
+    plain = Case("races", heads=8, q_len=500, k_len=500, head_dim=128, causal="upper_left")
+    masked = replace(plain, name="races-mask", mask="float_inf", mask_grad=True, dropout_p=0.1)
+    faults = []
+    for case in (plain, masked):
+        for dtype in DTYPES:
+            inputs = make_inputs(case, dtype)
+            forward = tuple(map(on_gpu, inputs.forward_args()))
+            given = tuple(map(on_gpu, inputs.cotangents()))
+            first: list[Tensor] | None = None
+            for n in range(args.repeats):
+                out, lse, _ = cuda.scaled_dot_product_attention(*forward, **inputs.options)
+                grads = cuda.scaled_dot_product_attention_backward(
+                    *given, *forward, out, lse, **inputs.options, needs_mask_grad=case.mask_grad
+                )
+                found = [out, lse, *(grad for grad in grads if grad is not None)]
+                first = first or found
+                if not all(torch.equal(a, b) for a, b in zip(first, found, strict=True)):
+                    faults.append(f"{case.name} {dtype}: run {n} differs from the first")
+                    break
+    return {"ok": not faults, "repeats": args.repeats, "faults": faults}
+
+
+def candidates(length: int, causal: bool, gqa: bool) -> dict[str, Callable[..., Tensor]]:
+    """Name -> f(q, k, v) -> out."""
+
+    def stock(backend: SDPBackend) -> Callable[..., Tensor]:
+        def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            with sdpa_kernel(backend):
+                return torch.nn.functional.scaled_dot_product_attention(
+                    q, k, v, is_causal=causal, enable_gqa=gqa
+                )
+
+        return call
+
+    def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with fastattn.use_backend("cuda"):
+            return fastattn.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=gqa)
+
+    found: dict[str, Callable[..., Tensor]] = {"fastattn": ours}
+    for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION,
+                    SDPBackend.EFFICIENT_ATTENTION):  # fmt: skip
+        found[backend.name.lower()] = stock(backend)
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    compiled = torch.compile(flex_attention)
+    mask = None
+    if causal:
+        mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length)
+
+    def flex(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return compiled(q, k, v, block_mask=mask, enable_gqa=gqa)
+
+    found["flex"] = flex
+    return found
+
+
+def milliseconds(call: Callable[[], Any]) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    call()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end)
+
+
+def speed(args: argparse.Namespace) -> dict[str, Any]:
+    rows = []
+    for batch, heads, kv_heads, length, width, causal in SHAPES:
+        for dtype in (torch.bfloat16, torch.float32):
+            if dtype == torch.float32 and (length != 4096 or heads != kv_heads):
+                continue
+            q = torch.randn(batch, heads, length, width, device="cuda", dtype=dtype)
+            k, v = (
+                torch.randn(batch, kv_heads, length, width, device="cuda", dtype=dtype)
+                for _ in range(2)
+            )
+            flops = 4 * batch * heads * length * length * width * (0.5 if causal else 1.0)
+            shape = [batch, heads, kv_heads, length, width]
+            row = {"shape": shape, "causal": causal, "dtype": str(dtype), "tflops": {}}
+            rows.append(row | {"tflops": one_shape(q, k, v, causal, flops, args.rounds)})
+    return {"ok": True, "rows": rows}
+
+
+def one_shape(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, flops: float, rounds: int
+) -> dict[str, dict[str, Any]]:
+    """Forward and backward of every candidate that runs, one after the other in each round."""
+    grad = torch.randn_like(q)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    times: dict[str, dict[str, list[float]]] = {}
+    told: dict[str, dict[str, Any]] = {}
+    runs = candidates(q.shape[2], causal, q.shape[1] != k.shape[1])
+    for round_ in range(rounds + 1):  # the first one warms up
+        for name, run in list(runs.items()):
+            try:
+                with torch.no_grad():
+                    forward = milliseconds(lambda run=run: run(q, k, v))
+                out = run(q, k, v)
+                backward = milliseconds(
+                    lambda out=out: torch.autograd.grad(out, leaves, grad, retain_graph=True)
+                )
+            except RuntimeError as error:
+                told[name] = {"refused": str(error)[:200]}
+                del runs[name]
+                continue
+            if round_ > 0:
+                of_name = times.setdefault(name, {"forward": [], "backward": []})
+                of_name["forward"].append(forward)
+                of_name["backward"].append(backward)
+    for name, of_name in times.items():
+        told[name] = {
+            "forward": flops / statistics.median(of_name["forward"]) / 1e9,
+            "backward": 2.5 * flops / statistics.median(of_name["backward"]) / 1e9,
+        }
+    return told
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/gpu.json")
+    parser.add_argument("--steps", nargs="+", choices=STEPS, default=STEPS)
+    parser.add_argument("--repeats", type=int, default=1000, help="of each call, for races")
+    parser.add_argument("--rounds", type=int, default=10, help="of all candidates, for speed")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("there is no CUDA device here: nothing to measure", file=sys.stderr)
+        return 2
+    results: dict[str, Any] = {"environment": environment()}
+    steps = {"conformance": conformance, "correctness": correctness, "races": races, "speed": speed}
+    for name in args.steps:
+        if name == "speed" and not all(step.get("ok", True) for step in results.values()):
+            print("not right, so no speed is measured", file=sys.stderr)
+            break
+        began = time.monotonic()
+        results[name] = steps[name](args) | {"seconds": time.monotonic() - began}
+        verdict = "ok" if results[name]["ok"] else "FAILED"
+        print(f"{name}: {verdict}, {results[name]['seconds']:.0f} s")
+        args.out.write_text(json.dumps(results, indent=1, default=str) + "\n")
+    return 0 if all(step.get("ok", True) for step in results.values()) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

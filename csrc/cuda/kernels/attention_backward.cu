@@ -1,0 +1,36 @@
+#include "attention_backward.h"
+
+#include "../launch.h"
+#include "choose.h"
+
+namespace fastattn {
+namespace cuda {
+
+namespace {
+
+template <class T, int kD, bool kGeneral>
+void run(const AttentionArguments& p, uintptr_t stream) {
+  using Shape = BackwardQueriesShape<T, kD, kGeneral>;
+  using KeysShape = BackwardKeysShape<T, kD, kGeneral>;
+  const std::string sizes = shapes(p);
+  // dQ first: where the weights have a gradient, it completes delta.
+  launch({"attention_backward_q", blocks_of(p.Lq, Shape::kStaying) * p.Hq * p.B, Shape::kThreads,
+          Shape::kSharedBytes, stream, sizes},
+         attention_backward_q_kernel<T, kD, kGeneral>, p);
+  launch({"attention_backward_kv", blocks_of(p.Lk, Shape::kStaying) * p.Hkv * p.B,
+          KeysShape::kThreads, Shape::kSharedBytes, stream, sizes},
+         attention_backward_kv_kernel<T, kD, kGeneral>, p);
+}
+
+}  // namespace
+
+void attention_backward(const FASTATTN_ELEMENT*, const AttentionArguments& p, uintptr_t stream) {
+  using T = FASTATTN_ELEMENT;
+  with_width(p, [&](auto width) {
+    constexpr int kD = decltype(width)::value;
+    is_plain(p) ? run<T, kD, false>(p, stream) : run<T, kD, true>(p, stream);
+  });
+}
+
+}  // namespace cuda
+}  // namespace fastattn

@@ -1,0 +1,269 @@
+// Attention forward for sm_80 and up: O = softmax(scale Q K^T + bias) V, by mma.sync.
+//
+// A block of threads has kQueries queries of one head; each warp has 16 kRowTiles of them and keeps
+// their O in registers. K and V go through shared memory kKeys at a time, one buffer each: V of
+// this step is on its way while S = Q K^T is computed, K of the next while O += P V is.
+#pragma once
+#include "scores.h"
+#include "softmax.h"
+#include "tile.h"
+
+namespace fastattn {
+namespace cuda {
+
+// Shared memory is at most 97 KiB, so that a block fits on every chip from sm_80 on (sm_86: 99).
+template <class T, int kD, bool kGeneral>
+struct ForwardShape {
+  static constexpr bool kWide = sizeof(typename T::Storage) == 4;
+  static constexpr int kRowTiles = !kWide && !kGeneral && kD <= 128 ? 2 : 1;
+  static constexpr int kWarps = kWide && kD == 256 ? 2 : 4;
+  static constexpr int kThreads = 32 * kWarps;
+  static constexpr int kQueries = 16 * kRowTiles * kWarps;
+  // As many as registers hold beside O without a spill, which tests/test_cuda_compile.py refuses.
+  static constexpr int kKeys = kWide      ? (kD == 64    ? 64
+                                             : kD == 128 ? 32
+                                                         : 16)
+                               : kGeneral ? (kD == 256 ? 32 : 64)
+                                          : (kD == 128 ? 48 : 64);
+  using QTile = Tile<T, kQueries, kD>;
+  using KTile = Tile<T, kKeys, kD>;
+  // The tiles, and a flag for each key.
+  static constexpr int kSharedBytes = QTile::kBytes + 2 * KTile::kBytes + 4 * kKeys;
+  static_assert(kSharedBytes <= 97 << 10, "too much shared memory");
+};
+
+// The matrix of one head of an operand.
+template <class Storage>
+FASTATTN_DEVICE Matrix<Storage> head_of(const Tensor4& t, int b, int h, int64_t columns,
+                                        bool aligned) {
+  return {static_cast<Storage*>(t.data) + b * t.stride[0] + h * t.stride[1], t.stride[2],
+          t.stride[3], static_cast<int>(columns), aligned};
+}
+
+template <class T, int kD, bool kGeneral>
+struct AttentionForward {
+  using Shape = ForwardShape<T, kD, kGeneral>;
+  using Storage = typename T::Storage;
+  using QTile = typename Shape::QTile;
+  using KTile = typename Shape::KTile;
+  static constexpr int kKeyTiles = Shape::kKeys / 8;  // tiles of 8 columns of S
+  static constexpr int kValueTiles = kD / 8;          // and of O
+  static constexpr int kSteps = kD / Product<T>::kDepth;
+  static constexpr int kRowTiles = Shape::kRowTiles;
+
+  const AttentionArguments& p;
+  int b, h, i0;  // this block's head and first query
+  int warp_row;  // this warp's first row of the tile
+  QTile q_tile;
+  KTile k_tile, v_tile;
+  int* seen;  // [kKeys], of the keys of a step
+
+  float s[kRowTiles][kKeyTiles * 4];    // scores, then weights
+  float o[kRowTiles][kValueTiles * 4];  // of O, not yet divided by the sum of the weights
+  OnlineSoftmax softmax[kRowTiles];
+
+  FASTATTN_DEVICE int row_of(int tile, int r) const {
+    return warp_row + 16 * tile + 8 * r + (static_cast<int>(threadIdx.x) & 31) / 4;
+  }
+  static FASTATTN_DEVICE int column_of(int n, int e) {
+    return 8 * n + 2 * (static_cast<int>(threadIdx.x) & 3) + e;
+  }
+
+  FASTATTN_DEVICE explicit AttentionForward(const AttentionArguments& arguments) : p(arguments) {
+    const int q_blocks = static_cast<int>((p.Lq + Shape::kQueries - 1) / Shape::kQueries);
+    const auto n = blockIdx.x / static_cast<unsigned>(q_blocks);
+    // Last queries first: with a causal mask theirs is the most work.
+    i0 = (q_blocks - 1 - static_cast<int>(blockIdx.x % static_cast<unsigned>(q_blocks))) *
+         Shape::kQueries;
+    h = static_cast<int>(n % static_cast<unsigned>(p.Hq));
+    b = static_cast<int>(n / static_cast<unsigned>(p.Hq));
+    warp_row = static_cast<int>(threadIdx.x) / 32 * 16 * kRowTiles;
+    char* shared = dynamic_shared();
+    q_tile.data = reinterpret_cast<Storage*>(shared);
+    k_tile.data = reinterpret_cast<Storage*>(shared + QTile::kBytes);
+    v_tile.data = reinterpret_cast<Storage*>(shared + QTile::kBytes + KTile::kBytes);
+    seen = reinterpret_cast<int*>(shared + QTile::kBytes + 2 * KTile::kBytes);
+  }
+
+  FASTATTN_DEVICE void run() {
+    const int rows = static_cast<int>(p.Lq);
+    const int last_row = rows < i0 + Shape::kQueries ? rows : i0 + Shape::kQueries;
+    const int h_kv = h / static_cast<int>(p.Hq / p.Hkv);
+    const bool aligned = !kGeneral || p.aligned;
+    const auto q = head_of<const Storage>(p.q, b, h, p.D, aligned);
+    const auto k = head_of<const Storage>(p.k, b, h_kv, p.D, aligned);
+    const auto v = head_of<const Storage>(p.v, b, h_kv, p.Dv, aligned);
+
+    FASTATTN_UNROLL
+    for (int t = 0; t < kRowTiles; ++t) {
+      softmax[t].init();
+      FASTATTN_UNROLL
+      for (int n = 0; n < kValueTiles * 4; ++n) o[t][n] = 0.0f;
+    }
+
+    // Keys that no query of the block sees are zeros: what they hold reaches nothing.
+    const Range keys = keys_of_queries(p, i0, last_row);
+    const int begin = keys.begin / Shape::kKeys * Shape::kKeys;
+    if (begin < keys.end) {
+      q_tile.template load<Shape::kThreads>(q, i0, 0, rows);
+      k_tile.template load<Shape::kThreads>(k, begin, keys.begin, keys.end);
+      cp_async_commit();
+    }
+    for (int j0 = begin; j0 < keys.end; j0 += Shape::kKeys) {
+      cp_async_wait<0>();
+      __syncthreads();  // K has come, and the V before is no longer read
+      v_tile.template load<Shape::kThreads>(v, j0, keys.begin, keys.end);
+      cp_async_commit();
+      multiply_scores();
+      cp_async_wait<0>();
+      __syncthreads();  // V has come, and K is no longer read
+      if (j0 + Shape::kKeys < keys.end) {
+        k_tile.template load<Shape::kThreads>(k, j0 + Shape::kKeys, keys.begin, keys.end);
+        cp_async_commit();
+      }
+      FASTATTN_UNROLL
+      for (int t = 0; t < kRowTiles; ++t) apply_options(t, j0, last_row);
+      if (kGeneral && p.mask.data != nullptr) clear_unseen_values();
+      FASTATTN_UNROLL
+      for (int t = 0; t < kRowTiles; ++t) {
+        // O <- shrink O + P V
+        float shrink[2];
+        softmax[t].template update<kKeyTiles>(s[t], kGeneral ? 1.0f : p.scale_float, shrink);
+        FASTATTN_UNROLL
+        for (int n = 0; n < kValueTiles * 4; ++n) o[t][n] *= shrink[n / 2 % 2];
+        if (kGeneral) drop(t, j0);
+      }
+      add_values();
+    }
+    finish(last_row);
+  }
+
+  // S = Q K^T; both row tiles of a warp meet each fragment of K.
+  FASTATTN_DEVICE void multiply_scores() {
+    FASTATTN_UNROLL
+    for (int t = 0; t < kRowTiles; ++t) FASTATTN_UNROLL
+    for (int n = 0; n < kKeyTiles * 4; ++n) s[t][n] = 0.0f;
+    FASTATTN_UNROLL_BY(kSteps <= 8 ? kSteps : 4)
+    for (int k = 0; k < kSteps; ++k) {
+      typename Product<T>::A a[kRowTiles];
+      FASTATTN_UNROLL
+      for (int t = 0; t < kRowTiles; ++t) a[t] = q_tile.a(warp_row + 16 * t, k);
+      FASTATTN_UNROLL
+      for (int n = 0; n < kKeyTiles; n += 2) {
+        const auto fragment = k_tile.b_of_rows(8 * n, k);
+        FASTATTN_UNROLL
+        for (int t = 0; t < kRowTiles; ++t) Product<T>::add(s[t] + 4 * n, a[t], fragment);
+      }
+    }
+  }
+
+  // O += P V
+  FASTATTN_DEVICE void add_values() {
+    constexpr int kDepth = Product<T>::kDepth;
+    FASTATTN_UNROLL
+    for (int k = 0; k < Shape::kKeys / kDepth; ++k) {
+      typename Product<T>::A a[kRowTiles];
+      FASTATTN_UNROLL
+      for (int t = 0; t < kRowTiles; ++t)
+        a[t] = Product<T>::a_of_accumulators(s[t] + k * kDepth / 2);
+      FASTATTN_UNROLL
+      for (int n = 0; n < kValueTiles; n += 2) {
+        const auto fragment = v_tile.b_of_columns(k, 8 * n);
+        FASTATTN_UNROLL
+        for (int t = 0; t < kRowTiles; ++t) Product<T>::add(o[t] + 4 * n, a[t], fragment);
+      }
+    }
+  }
+
+  // Dot products become scores. Without options they stay unscaled, and only the window counts.
+  FASTATTN_DEVICE void apply_options(int t, int j0, int last_row) {
+    if (!kGeneral) {
+      const bool inner =
+          visible_keys(p, last_row - 1).begin <= j0 && j0 + Shape::kKeys <= visible_keys(p, i0).end;
+      if (inner) return;
+    }
+    const Options options(p, b, h);
+    FASTATTN_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      const int i = i0 + row_of(t, r);
+      const Range visible = visible_keys(p, i);
+      FASTATTN_UNROLL
+      for (int n = 0; n < kKeyTiles; ++n) FASTATTN_UNROLL
+      for (int e = 0; e < 2; ++e) {
+        float& x = s[t][4 * n + 2 * r + e];
+        const int j = j0 + column_of(n, e);
+        if (kGeneral)
+          x = options.score(x, i, j, visible).value;
+        else if (!visible.has(j))
+          x = minus_infinity();
+      }
+    }
+  }
+
+  // 0 times what an excluded key holds may be NaN: the values of keys that the mask hides from all
+  // of this block's queries become zeros.
+  FASTATTN_DEVICE void clear_unseen_values() {
+    for (int n = static_cast<int>(threadIdx.x); n < Shape::kKeys; n += Shape::kThreads) seen[n] = 0;
+    __syncthreads();
+    bool any[kKeyTiles * 2] = {};
+    FASTATTN_UNROLL
+    for (int t = 0; t < kRowTiles; ++t) FASTATTN_UNROLL
+    for (int n = 0; n < kKeyTiles * 4; ++n) any[n / 4 * 2 + n % 2] |= s[t][n] != minus_infinity();
+    FASTATTN_UNROLL
+    for (int n = 0; n < kKeyTiles * 2; ++n)
+      if (any[n]) seen[column_of(n / 2, n % 2)] = 1;  // from several threads, but always 1
+    __syncthreads();
+    v_tile.template clear_rows<Shape::kThreads>(seen);
+    __syncthreads();
+  }
+
+  FASTATTN_DEVICE void drop(int t, int j0) {
+    const Options options(p, b, h);
+    if (!options.drops()) return;
+    FASTATTN_UNROLL
+    for (int r = 0; r < 2; ++r) FASTATTN_UNROLL
+    for (int n = 0; n < kKeyTiles; ++n) {
+      const Words words = options.words(i0 + row_of(t, r), j0 + 8 * n);
+      FASTATTN_UNROLL
+      for (int e = 0; e < 2; ++e) {
+        float& x = s[t][4 * n + 2 * r + e];
+        const float kept = options.kept(words, column_of(n, e));
+        x = kept == 0.0f ? 0.0f : x * kept;  // what is dropped is 0, even if it is NaN
+      }
+    }
+  }
+
+  // O / l through shared memory to global, whole rows at a time; each warp in its own rows of Q.
+  FASTATTN_DEVICE void finish(int last_row) {
+    const bool aligned = !kGeneral || p.aligned;
+    const auto out = head_of<Storage>(p.out, b, h, p.Dv, aligned);
+    double* lse = p.lse + (b * p.Hq + h) * p.Lq;
+    FASTATTN_UNROLL
+    for (int t = 0; t < kRowTiles; ++t) {
+      softmax[t].finish();
+      FASTATTN_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        const float inverse = softmax[t].inverse_sum(r);
+        FASTATTN_UNROLL
+        for (int n = 0; n < kValueTiles; ++n) {
+          const float* x = o[t] + 4 * n + 2 * r;
+          q_tile.store_pair(row_of(t, r), column_of(n, 0), x[0] * inverse, x[1] * inverse);
+        }
+        const int i = i0 + row_of(t, r);
+        if (threadIdx.x % 4 == 0 && i < last_row)
+          lse[i] = softmax[t].log_sum(r, kGeneral ? 1.0 : p.scale);
+      }
+    }
+    __syncwarp();
+    q_tile.store_rows(out, i0, last_row, warp_row, 16 * kRowTiles);
+  }
+};
+
+template <class T, int kD, bool kGeneral>
+__global__ void __launch_bounds__(ForwardShape<T, kD, kGeneral>::kThreads)
+    attention_forward_kernel(const __grid_constant__ AttentionArguments p) {
+  AttentionForward<T, kD, kGeneral>(p).run();
+}
+
+}  // namespace cuda
+}  // namespace fastattn

@@ -1,0 +1,81 @@
+// What backward and the weights share: of one pair of a query and a key, its weight and its
+// gradient; and of one row, what these need.
+#pragma once
+#include "scores.h"
+#include "tile.h"
+
+namespace fastattn {
+namespace cuda {
+
+// The tiles of backward: one side of the scores stays, the other one streams past it. Their four
+// tiles, K, V, Q and dO, take at most 96 KiB of shared memory.
+template <class T, int kD>
+struct BackwardShape {
+  static constexpr bool kWide = sizeof(typename T::Storage) == 4;
+  static constexpr int kWarps = kWide && kD == 256 ? 2 : 4;
+  static constexpr int kThreads = 32 * kWarps;
+  static constexpr int kStaying = 16 * kWarps;  // 16 rows a warp
+  // As many as registers hold beside the sums without a spill.
+  static constexpr int kPassing = kD <= 128 ? 32 : 16;
+  using Staying = Tile<T, kStaying, kD>;
+  using Passing = Tile<T, kPassing, kD>;
+  static constexpr int kTileBytes = 2 * (Staying::kBytes + Passing::kBytes);
+  // Behind the tiles: statistics and a flag of every row that passes.
+  static constexpr int kSharedBytes = kTileBytes + 20 * kPassing;
+  static_assert(kSharedBytes <= 97 << 10, "too much shared memory");
+};
+
+// Of one query: p = exp((s - hi) - lo), ds = p ((dp - delta) - rest). hi is inf if it sees nothing.
+struct RowStats {
+  float hi, lo, delta, rest;
+};
+
+FASTATTN_DEVICE RowStats stats_of(const AttentionArguments& p, int b, int h, int i) {
+  if (i >= p.Lq) return {float_of_bits(0x7f800000u), 0.0f, 0.0f, 0.0f};
+  const float* row = p.row_stats + ((b * p.Hq + h) * p.Lq + i) * 4;
+  return {row[0], row[1], row[2], row[3]};
+}
+
+struct Pair {
+  float weight;    // after dropout
+  float gradient;  // of the score
+  float slope;     // of the score by scale q . k
+};
+
+// The gradient that arrives at the weight itself, beside the one through the output.
+FASTATTN_DEVICE float weight_gradient(const AttentionArguments& p, int b, int h, int i, int j,
+                                      float (*widen)(const void*, int64_t)) {
+  const int64_t* stride = p.grad_weights.stride;
+  const int64_t n = b * stride[0] + h * stride[1] + i * stride[2] + j * stride[3];
+  const float g = widen(p.grad_weights.data, n);
+  return p.weights_mode == Weights::averaged ? g / static_cast<float>(p.Hq) : g;
+}
+
+template <class T>
+FASTATTN_DEVICE float element_at(const void* data, int64_t n) {
+  return T::widen(static_cast<const typename T::Storage*>(data)[n]);
+}
+
+// dp is dO_i . V_j; `words` are the draws of (i, j / 8).
+template <class T, bool kGeneral>
+FASTATTN_DEVICE Pair pair_of(const Options& options, float dot, float dp, int i, int j,
+                             const Range& visible, const RowStats& row, const Words& words) {
+  const AttentionArguments& p = options.p;
+  Score s{minus_infinity(), 0.0f};
+  if (kGeneral)
+    s = options.score(dot, i, j, visible);
+  else if (visible.has(j))
+    s = {dot * p.scale_float, 1.0f};
+  // Selected, so that nothing of an excluded pair gets through.
+  if (s.value == minus_infinity()) return {0.0f, 0.0f, 0.0f};
+  const float weight = exp2_approx(((s.value - row.hi) - row.lo) * kLog2e);
+  if (!kGeneral) return {weight, weight * ((dp - row.delta) - row.rest), 1.0f};
+  if (p.grad_weights.data != nullptr)
+    dp += weight_gradient(p, options.b, options.h, i, j, element_at<T>);
+  const float kept = options.drops() ? options.kept(words, j) : 1.0f;
+  if (kept == 0.0f) return {0.0f, weight * (-row.delta - row.rest), s.slope};
+  return {weight * kept, weight * ((kept * dp - row.delta) - row.rest), s.slope};
+}
+
+}  // namespace cuda
+}  // namespace fastattn

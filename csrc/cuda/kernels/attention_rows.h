@@ -1,0 +1,85 @@
+// Before backward, and before weights, which need no delta: of every query hi, lo, delta = dO . O
+// and rest = -d lse, by one warp a query.
+#pragma once
+#include "attention_pairs.h"
+
+namespace fastattn {
+namespace cuda {
+
+constexpr int kRowsThreads = 128;
+
+FASTATTN_DEVICE float sum_of_warp(float x) {
+  FASTATTN_UNROLL
+  for (int n = 16; n > 0; n /= 2) x += __shfl_xor_sync(0xffffffffu, x, n);
+  return x;
+}
+
+FASTATTN_DEVICE float max_of_warp(float x) {
+  FASTATTN_UNROLL
+  for (int n = 16; n > 0; n /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, n));
+  return x;
+}
+
+// The greatest score of query i, and the logarithm of the sum of exp(s - hi): for a row whose
+// scores are so large that their log-sum-exp, even in double, has lost that sum. Rare, and slow.
+template <class T>
+FASTATTN_DEVICE void exact_stats(const AttentionArguments& p, int b, int h, int i, float& hi,
+                                 float& lo) {
+  const Options options(p, b, h);
+  const Range visible = visible_keys(p, i);
+  const int h_kv = h / static_cast<int>(p.Hq / p.Hkv), lane = static_cast<int>(threadIdx.x) & 31;
+  const int64_t q = b * p.q.stride[0] + h * p.q.stride[1] + i * p.q.stride[2];
+  auto score = [&](int j) {
+    const int64_t k = b * p.k.stride[0] + h_kv * p.k.stride[1] + j * p.k.stride[2];
+    float dot = 0.0f;
+    for (int d = 0; d < p.D; ++d)
+      dot += element_at<T>(p.q.data, q + d * p.q.stride[3]) *
+             element_at<T>(p.k.data, k + d * p.k.stride[3]);
+    return options.score(dot, i, j, visible).value;
+  };
+  float most = minus_infinity();
+  for (int j = visible.begin + lane; j < visible.end; j += 32) most = fmaxf(most, score(j));
+  hi = max_of_warp(most);
+  float sum = 0.0f;
+  for (int j = visible.begin + lane; j < visible.end; j += 32)
+    sum += exp2_approx((score(j) - hi) * kLog2e);
+  lo = logf(sum_of_warp(sum));
+}
+
+template <class T>
+__global__ void __launch_bounds__(kRowsThreads)
+    attention_rows_kernel(const __grid_constant__ AttentionArguments p) {
+  constexpr double kExact = 1 << 22;  // up to here a double holds a sum's logarithm to 30 bits
+  const int lane = static_cast<int>(threadIdx.x) & 31;
+  const int64_t row = blockIdx.x * int64_t(kRowsThreads / 32) + threadIdx.x / 32;
+  if (row >= p.B * p.Hq * p.Lq) return;
+  const int i = static_cast<int>(row % p.Lq), h = static_cast<int>(row / p.Lq % p.Hq);
+  const int b = static_cast<int>(row / p.Lq / p.Hq);
+  const int64_t g = b * p.grad_out.stride[0] + h * p.grad_out.stride[1] + i * p.grad_out.stride[2];
+  const int64_t o = b * p.out.stride[0] + h * p.out.stride[1] + i * p.out.stride[2];
+  float delta = 0.0f;
+  for (int d = lane; d < p.Dv && p.grad_out.data != nullptr; d += 32)
+    delta += element_at<T>(p.grad_out.data, g + d * p.grad_out.stride[3]) *
+             element_at<T>(p.out.data, o + d * p.out.stride[3]);
+  delta = sum_of_warp(delta);
+  const float rest = p.grad_lse == nullptr ? 0.0f : -static_cast<float>(p.grad_lse[row]);
+
+  const double lse = p.lse[row];
+  float hi = static_cast<float>(lse), lo = 0.0f;
+  if (lse == static_cast<double>(minus_infinity()))
+    hi = float_of_bits(0x7f800000u);
+  else if (fabs(lse) > kExact)
+    exact_stats<T>(p, b, h, i, hi, lo);
+  else
+    lo = static_cast<float>(lse - hi);
+  if (lane == 0) {
+    float* stats = p.row_stats + 4 * row;
+    stats[0] = hi;
+    stats[1] = lo;
+    stats[2] = delta;
+    stats[3] = rest;
+  }
+}
+
+}  // namespace cuda
+}  // namespace fastattn

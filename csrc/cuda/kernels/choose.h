@@ -1,0 +1,40 @@
+// From run-time numbers to the kernel that is compiled for them.
+#pragma once
+#include <string>
+
+#include "../params.h"
+#include "table.h"
+
+namespace fastattn {
+namespace cuda {
+
+template <int kN>
+struct Width {
+  static constexpr int value = kN;
+};
+
+// f(Width<N>) for the smallest N that holds both D and Dv.
+template <class F>
+void with_width(const AttentionArguments& p, F f) {
+  const int64_t columns = p.D > p.Dv ? p.D : p.Dv;
+  if (columns > 128) return f(Width<256>());
+  if (columns > 64) return f(Width<128>());
+  f(Width<64>());
+}
+
+// Nothing but a window, in memory that is copied 16 bytes at a time.
+inline bool is_plain(const AttentionArguments& p) {
+  return p.aligned && p.scale_float > 0 && p.softcap_float == 0 && p.mask.data == nullptr &&
+         p.alibi == nullptr && p.seed_address == nullptr && p.grad_weights.data == nullptr;
+}
+
+inline std::string shapes(const AttentionArguments& p) {
+  auto text = [](int64_t n) { return std::to_string(n); };
+  return "B=" + text(p.B) + " Hq=" + text(p.Hq) + " Hkv=" + text(p.Hkv) + " Lq=" + text(p.Lq) +
+         " Lk=" + text(p.Lk) + " D=" + text(p.D) + " Dv=" + text(p.Dv);
+}
+
+inline int64_t blocks_of(int64_t length, int block) { return (length + block - 1) / block; }
+
+}  // namespace cuda
+}  // namespace fastattn

@@ -1,0 +1,115 @@
+// From a dot product to a score, and which keys a query sees: every option of attention.
+#pragma once
+#include "../params.h"
+#include "element.h"
+#include "philox.h"
+
+namespace fastattn {
+namespace cuda {
+
+constexpr float kLog2e = 1.4426950408889634f;
+
+FASTATTN_DEVICE float minus_infinity() { return float_of_bits(0xff800000u); }
+
+FASTATTN_DEVICE int clamp_int(int64_t x, int low, int high) {
+  return static_cast<int>(x < low ? low : x > high ? high : x);
+}
+
+// Keys, or queries, [begin, end).
+struct Range {
+  int begin, end;
+  FASTATTN_DEVICE bool has(int n) const { return n >= begin && n < end; }
+};
+
+// The keys that the window lets query i see; none for a query that is not there.
+FASTATTN_DEVICE Range visible_keys(const AttentionArguments& p, int i) {
+  if (i >= p.Lq) return {0, 0};
+  const int lk = static_cast<int>(p.Lk);
+  const int64_t d = i + p.offset;
+  return {p.window_left < 0 ? 0 : clamp_int(d - p.window_left, 0, lk),
+          p.window_right < 0 ? lk : clamp_int(d + p.window_right + 1, 0, lk)};
+}
+
+// The keys that some query of [first, last) sees.
+FASTATTN_DEVICE Range keys_of_queries(const AttentionArguments& p, int first, int last) {
+  return {visible_keys(p, first).begin, visible_keys(p, last - 1).end};
+}
+
+// The queries that see some key of [first, last).
+FASTATTN_DEVICE Range queries_of_keys(const AttentionArguments& p, int first, int last) {
+  const int lq = static_cast<int>(p.Lq);
+  return {p.window_right < 0 ? 0 : clamp_int(first - p.offset - p.window_right, 0, lq),
+          p.window_left < 0 ? lq : clamp_int(last - p.offset + p.window_left, 0, lq)};
+}
+
+struct Score {
+  float value;  // -inf if the pair is excluded
+  float slope;  // its derivative by scale * q . k, not 1 with softcap only
+};
+
+// The options of one head.
+struct Options {
+  const AttentionArguments& p;
+  int b, h;
+  int64_t mask_offset;  // of [b, h] in elements
+  float alibi;
+  uint64_t seed;
+
+  FASTATTN_DEVICE Options(const AttentionArguments& arguments, int b, int h)
+      : p(arguments), b(b), h(h), mask_offset(0), alibi(0.0f), seed(0) {
+    if (p.mask.data != nullptr) mask_offset = b * p.mask.stride[0] + h * p.mask.stride[1];
+    if (p.alibi != nullptr)
+      alibi = static_cast<const float*>(p.alibi)[b * p.alibi_stride[0] + h * p.alibi_stride[1]];
+    if (p.seed_address != nullptr) seed = *p.seed_address;
+  }
+
+  // The mask at a visible pair: 0 or -inf if it is boolean, else what it adds.
+  FASTATTN_DEVICE float mask(int i, int j) const {
+    const int64_t n = mask_offset + i * p.mask.stride[2] + j * p.mask.stride[3];
+    switch (p.mask_dtype) {
+      case DType::boolean:
+        return static_cast<const uint8_t*>(p.mask.data)[n] != 0 ? 0.0f : minus_infinity();
+      case DType::bf16:
+        return float_of_bf16(static_cast<const uint16_t*>(p.mask.data)[n]);
+      case DType::f16:
+        return float_of_f16(static_cast<const uint16_t*>(p.mask.data)[n]);
+      default:
+        return static_cast<const float*>(p.mask.data)[n];
+    }
+  }
+
+  // Excluded pairs are selected, not computed: what a key holds that is not seen does not matter.
+  FASTATTN_DEVICE Score score(float dot, int i, int j, const Range& visible) const {
+    Score s{dot * p.scale_float, 1.0f};
+    if (!visible.has(j)) return {minus_infinity(), 0.0f};
+    if (p.softcap_float > 0.0f) {
+      const float t = tanhf(s.value / p.softcap_float);
+      s = {p.softcap_float * t, 1.0f - t * t};
+    }
+    if (p.mask.data != nullptr) {
+      const float m = mask(i, j);
+      if (m == minus_infinity()) return {m, 0.0f};
+      s.value += m;
+    }
+    if (p.alibi != nullptr) {
+      const int64_t d = i + p.offset - j;
+      s.value -= alibi * static_cast<float>(d < 0 ? -d : d);
+    }
+    return s;
+  }
+
+  FASTATTN_DEVICE bool drops() const { return p.seed_address != nullptr; }
+
+  // The factor of the weight of (i, j), 0 or the inverse of the share that is kept; `words` are of
+  // (i, j / 8).
+  FASTATTN_DEVICE Words words(int i, int j) const {
+    return philox(static_cast<uint32_t>(i), static_cast<uint32_t>(j) / 8, static_cast<uint32_t>(h),
+                  static_cast<uint32_t>(b), seed);
+  }
+  FASTATTN_DEVICE float kept(const Words& words, int j) const {
+    return draw_of(words, j) < p.keep_below ? p.keep_scale : 0.0f;
+  }
+};
+
+}  // namespace cuda
+}  // namespace fastattn

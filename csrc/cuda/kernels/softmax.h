@@ -1,0 +1,72 @@
+// The state of an online softmax (Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867)
+// for the two rows of accumulators that a thread has: lane / 4, and 8 below it.
+#pragma once
+#include "element.h"
+#include "scores.h"
+
+namespace fastattn {
+namespace cuda {
+
+// The columns of a row are spread over four neighbouring lanes.
+FASTATTN_DEVICE float max_of_row(float x) {
+  x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
+  return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
+}
+
+FASTATTN_DEVICE float sum_of_row(float x) {
+  x += __shfl_xor_sync(0xffffffffu, x, 1);
+  return x + __shfl_xor_sync(0xffffffffu, x, 2);
+}
+
+struct OnlineSoftmax {
+  float m[2];  // the greatest score so far
+  float l[2];  // the sum of exp(s - m), of this thread's columns
+
+  FASTATTN_DEVICE void init() {
+    m[0] = m[1] = minus_infinity();
+    l[0] = l[1] = 0.0f;
+  }
+
+  // s <- exp(unit (s - m)); shrink[r] is what earlier sums are to be multiplied by. unit > 0.
+  template <int kTiles>
+  FASTATTN_DEVICE void update(float (&s)[kTiles * 4], float unit, float (&shrink)[2]) {
+    const float unit_log2 = unit * kLog2e;
+    FASTATTN_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      float most = m[r];
+      FASTATTN_UNROLL
+      for (int n = 0; n < kTiles; ++n)
+        most = fmaxf(most, fmaxf(s[4 * n + 2 * r], s[4 * n + 2 * r + 1]));
+      most = max_of_row(most);
+      // In a row that has seen nothing, -inf - m must not be NaN.
+      const float from = most == minus_infinity() ? 0.0f : most;
+      shrink[r] = exp2_approx((m[r] - from) * unit_log2);
+      m[r] = most;
+      float sum = 0.0f;
+      FASTATTN_UNROLL
+      for (int n = 0; n < kTiles; ++n) FASTATTN_UNROLL
+      for (int e = 0; e < 2; ++e) {
+        float& x = s[4 * n + 2 * r + e];
+        // m first, then the unit: a row full of finfo.min would overflow otherwise.
+        x = exp2_approx((x - from) * unit_log2);
+        sum += x;
+      }
+      l[r] = l[r] * shrink[r] + sum;
+    }
+  }
+
+  FASTATTN_DEVICE void finish() {
+    l[0] = sum_of_row(l[0]);
+    l[1] = sum_of_row(l[1]);
+  }
+
+  FASTATTN_DEVICE float inverse_sum(int r) const { return l[r] == 0.0f ? 0.0f : 1.0f / l[r]; }
+
+  FASTATTN_DEVICE double log_sum(int r, double unit) const {
+    return l[r] == 0.0f ? static_cast<double>(minus_infinity())
+                        : m[r] * unit + log(static_cast<double>(l[r]));
+  }
+};
+
+}  // namespace cuda
+}  // namespace fastattn

@@ -1,0 +1,31 @@
+// The kernels, each chosen by its arguments. kernels/*.cu are compiled once for each of
+// FASTATTN_ELEMENT = Bf16, F16, F32; a first argument that is never read says which is meant.
+#pragma once
+#include <cstdint>
+
+#include "../params.h"
+
+namespace fastattn {
+namespace cuda {
+
+// The widths that kernels are made for: a head of up to so many columns takes it.
+constexpr int kWidths[] = {64, 128, 256};
+constexpr int kMaxWidth = 256;
+
+struct Bf16;
+struct F16;
+struct F32;
+
+#define FASTATTN_KERNELS_OF(T)                                                      \
+  void attention_forward(const T*, const AttentionArguments& p, uintptr_t stream);  \
+  void attention_rows(const T*, const AttentionArguments& p, uintptr_t stream);     \
+  void attention_backward(const T*, const AttentionArguments& p, uintptr_t stream); \
+  void attention_pairs(const T*, const PairsArguments& p, uintptr_t stream);
+
+FASTATTN_KERNELS_OF(Bf16)
+FASTATTN_KERNELS_OF(F16)
+FASTATTN_KERNELS_OF(F32)
+#undef FASTATTN_KERNELS_OF
+
+}  // namespace cuda
+}  // namespace fastattn

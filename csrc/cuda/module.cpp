@@ -1,0 +1,52 @@
+// The Python module fastattn._cuda. It knows no torch, and it imports where there is no GPU.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "kernels/table.h"
+
+#ifdef FASTATTN_EMULATED
+#include "emulator/machine.h"
+#endif
+
+namespace py = pybind11;
+
+namespace fastattn {
+namespace cuda {
+
+void bind_attention(py::module_& m);
+
+namespace {
+
+// The architectures compiled for, such as "80;90a".
+#ifndef FASTATTN_CUDA_ARCHS
+#define FASTATTN_CUDA_ARCHS ""
+#endif
+
+py::dict build_info() {
+  py::dict info;
+#ifdef FASTATTN_EMULATED
+  info["device"] = "cpu";
+#else
+  info["device"] = "cuda";
+#endif
+  info["architectures"] = FASTATTN_CUDA_ARCHS;
+  info["widths"] = std::vector<int>(std::begin(kWidths), std::end(kWidths));
+  return info;
+}
+
+}  // namespace
+}  // namespace cuda
+}  // namespace fastattn
+
+PYBIND11_MODULE(_cuda, m) {
+  m.doc() = "fastattn's CUDA kernels.";
+  fastattn::cuda::bind_attention(m);
+  m.def("build_info", &fastattn::cuda::build_info);
+#ifdef FASTATTN_EMULATED
+  m.def("set_seed", &emulator::set_seed);
+#endif
+}

@@ -1,0 +1,35 @@
+// What a CUDA kernel is given: the operands that the CPU's kernels have, and what the host derives.
+#pragma once
+#include "../params.h"
+
+namespace fastattn {
+namespace cuda {
+
+// The greatest that a length, a head count or a batch may be: indices are ints, offsets 64-bit.
+constexpr int64_t kMaxLength = int64_t(1) << 30;
+
+struct AttentionArguments : AttentionParams {
+  // The Philox key, [] on the device, so that the host never waits for it; null = no dropout.
+  const uint64_t* seed_address;
+  uint32_t keep_below;  // of 65536: a pair whose draw is below it is kept
+  float keep_scale;     // 65536 / keep_below, 0 if that is 0
+
+  float scale_float, softcap_float;
+  int window_begin, window_end;  // query i sees keys [i + begin, i + end), before 0 <= j < Lk
+  bool aligned;                  // q, k, v and out: 16-byte rows, contiguous columns
+
+  // backward, and weights
+  float* row_stats;  // [B, Hq, Lq, 4]: RowStats of kernels/attention_pairs.h
+};
+
+struct PairsArguments : AttentionArguments {
+  bool gradient;  // of the mask, else weights
+  void* result;   // weights: in the element type; gradient: float
+  int64_t result_stride[4];
+  // The extent of the result in each dimension of [B, Hq, Lq, Lk]: that, or 1 where it is a sum.
+  int sizes[4];
+  float factor;  // of the sums
+};
+
+}  // namespace cuda
+}  // namespace fastattn

@@ -1,0 +1,182 @@
+"""The CUDA kernels on CPU tensors, under the emulator of tests/emulator, against the oracle.
+
+The same adapter, bindings and kernels as on a GPU; only the machine is another. Each case runs with
+random stalls and completions of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from emulator import build
+
+import fastattn
+from fastattn import info
+from fastattn.testing import CASES, Case, check
+from fastattn.testing.inputs import make_inputs
+from fastattn.testing.oracle import run
+
+TABLE = CASES["scaled_dot_product_attention"]
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True)
+class Emulated:
+    """A target of `check`: the adapter of the CUDA kernels, and the order in which they run."""
+
+    adapter: ModuleType
+    seed: int
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[ModuleType]:
+        self.adapter._cuda.set_seed(self.seed)
+        yield self.adapter
+
+
+@pytest.fixture(scope="session")
+def adapter() -> ModuleType:
+    return build.load()
+
+
+def _declined(case: Case) -> str | None:
+    """The reason that the kernels must give against a case, None if they are to run it."""
+    if max(case.head_dim, case.value_dim or 0) > 256:
+        return "the kernels take up to 256"
+    return None
+
+
+def _is_for_the_slow_run(n: int, case: Case) -> bool:
+    """A second or more under the emulator, or every second one of the many pairs of lengths."""
+    pairs = case.batch * case.heads * case.q_len * case.k_len
+    return case.slow or pairs > 300_000 or (case.name.startswith("lengths-") and n // 3 % 2 == 1)
+
+
+WORK = [
+    pytest.param(case, dtype, n, id=f"{case.name}-{str(dtype).removeprefix('torch.')}")
+    for n, case in enumerate(TABLE)
+    for m, dtype in enumerate(DTYPES)
+    if n % len(DTYPES) == m and not _is_for_the_slow_run(n, case)
+]
+
+
+@pytest.mark.parametrize(("case", "dtype", "seed"), WORK)
+def test_case(adapter: ModuleType, case: Case, dtype: torch.dtype, seed: int) -> None:
+    verdict = check(case, dtype, Emulated(adapter, seed))  # type: ignore[arg-type]
+    reason = _declined(case)
+    if reason is not None:
+        assert reason in "; ".join(verdict.declined)
+        return
+    assert not verdict.declined, verdict.declined
+    assert verdict.ok, "\n".join(verdict.faults)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize("part", range(10))
+def test_every_case(adapter: ModuleType, part: int, dtype: torch.dtype) -> None:
+    faults = [
+        f"{case.name} {dtype} {seed}: {fault}"
+        for n, case in enumerate(TABLE[part::10])
+        if _declined(case) is None
+        for seed in (0, n + 1)
+        for fault in check(case, dtype, Emulated(adapter, seed)).faults  # type: ignore[arg-type]
+    ]
+    assert not faults, "\n".join(faults)
+
+
+# -- memory ---------------------------------------------------------------------------------------
+
+# Every tensor ends where a page begins that may not be read, so this runs in a process of its own.
+_FENCED = """
+import sys, torch
+sys.path.insert(0, sys.argv[1])
+from emulator import build
+from fastattn.testing import CASES, make_inputs
+from fastattn.testing.oracle import run
+adapter = build.load()
+dtypes = (torch.bfloat16, torch.float32)
+cases = [c for c in CASES["scaled_dot_product_attention"] if not c.slow]
+for n, case in enumerate(cases[:: int(sys.argv[2])]):
+    inputs = make_inputs(case, dtypes[n % 2], fence=True)
+    print(case.name, flush=True)
+    op, args = "scaled_dot_product_attention", inputs.forward_args()
+    if not adapter.why_not(op, *args, **inputs.options):
+        run(adapter, inputs)
+print("done")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs mprotect")
+@pytest.mark.parametrize("every", [17, pytest.param(1, marks=pytest.mark.slow)])
+def test_reads_nothing_past_the_end(adapter: ModuleType, every: int) -> None:
+    child = subprocess.run(
+        [sys.executable, "-c", _FENCED, str(Path(__file__).parent), str(every)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONFAULTHANDLER": "1"},
+        check=False,
+    )
+    last = child.stdout.strip().splitlines()[-1:]
+    assert last == ["done"], f"died in {last}, status {child.returncode}\n{child.stderr[-2000:]}"
+
+
+# -- the same bits --------------------------------------------------------------------------------
+
+SAME = Case("same", heads=4, kv_heads=2, q_len=150, k_len=170, head_dim=64, causal="bottom_right",
+            mask="float_inf", mask_grad=True, dropout_p=0.1)  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
+def test_same_bits_in_whatever_order_warps_run(adapter: ModuleType, dtype: torch.dtype) -> None:
+    inputs = make_inputs(SAME, dtype)
+    results = []
+    for seed in (0, 1, 2):
+        adapter._cuda.set_seed(seed)
+        results.append(run(adapter, inputs))
+    for other in results[1:]:
+        for name, found in results[0].items():
+            assert torch.equal(found, other[name]), name
+
+
+# -- what is refused, and why ---------------------------------------------------------------------
+
+
+def _why_not(adapter: ModuleType, **changes: Any) -> list[str]:
+    inputs = make_inputs(Case("plain"), changes.pop("dtype", torch.float16))
+    args = list(inputs.forward_args())
+    if "mask" in changes:
+        args[3] = changes.pop("mask")
+    reasons: list[str] = adapter.why_not(
+        "scaled_dot_product_attention", *args, **{**inputs.options, **changes}
+    )
+    return reasons
+
+
+def test_reasons_against_a_call_are_plain_sentences(adapter: ModuleType) -> None:
+    assert _why_not(adapter) == []
+    assert _why_not(adapter, dtype=torch.float64) == [
+        "the dtype torch.float64 is not one of float32, bfloat16, float16"
+    ]
+    mask = torch.zeros(1, 1, 1, 1, dtype=torch.float64)
+    assert _why_not(adapter, mask=mask) == [
+        "the mask's dtype torch.float64 is not bool, float32, bfloat16 or float16"
+    ]
+    assert _why_not(adapter, mask=mask.to("meta")) == ["a tensor is on meta"]
+
+
+def test_a_cpu_tensor_says_why_there_are_no_cuda_kernels() -> None:
+    x = torch.ones(1, 1, 2, 4)
+    reasons = fastattn.explain("scaled_dot_product_attention", x, x, x).reasons
+    assert "cuda" not in reasons  # not a backend of the CPU
+    facts = info.collect()["backends"]["cuda"]
+    assert facts["built"] or facts["reason"]
