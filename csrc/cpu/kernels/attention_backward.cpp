@@ -223,7 +223,7 @@ class Backward {
   // mask has no key axis.
   bool splits(const Sequence& s) const {
     const bool own_keys = s.grad_mask.data == nullptr || s.grad_mask.stride[3] != 0;
-    return own_keys && s.threads > 1 && Unit(s).chunks() > 1 &&
+    return own_keys && s.threads > 1 && !empty(s) && Unit(s).chunks() > 1 &&
            static_cast<double>(s.Lq) * s.Lk * 4 * s.threads > work_;
   }
 
