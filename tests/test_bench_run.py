@@ -85,6 +85,7 @@ def test_bad_providers_are_named_and_the_good_survive(
     assert "fakes.wrong WRONG in 1 cell." in told
 
 
+@pytest.mark.slow
 def test_a_provider_that_keeps_failing_is_given_up(fakes: Path, tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     bench(
@@ -186,6 +187,7 @@ def test_a_full_disk_is_named_and_the_table_is_printed(
         assert f"{name}: No space left on device" in complaints
 
 
+@pytest.mark.slow
 def test_a_run_is_gone_on_with(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -246,6 +248,7 @@ def test_a_busy_core_is_noticed(tmp_path: Path) -> None:
         assert row["verdict"] in (None, "UNSURE") or not row["busy"]
 
 
+@pytest.mark.slow
 def test_cold_caches_are_said_and_cost_time(tmp_path: Path) -> None:
     times = {}
     for cache in ("warm", "cold"):
