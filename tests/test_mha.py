@@ -194,7 +194,8 @@ def cast(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 def compare(call: Call, generator: torch.Generator) -> None:
     """Hold ``MultiheadAttention`` to the bound, with the noise of PyTorch taken over a few draws.
 
-    float64 has no more exact reference; its noise is that of float32 in proportion.
+    float64 has no more exact reference; its noise is that of float32 in proportion, and the
+    reference has as much of its own, which is no error of ours: 2 + 1 times it is what may differ.
     """
     stock = call.module(nn.MultiheadAttention)
     for parameter in stock.parameters():  # biases, too
@@ -220,6 +221,7 @@ def compare(call: Call, generator: torch.Generator) -> None:
         eager, said = run_stock(eager_dtype)
         for name, x in reference.items():
             error = (eager[name].double() - x).abs().max().item() * finer
+            error *= 1.5 if call.dtype == torch.float64 else 1.0  # the bound takes it twice
             noise[name] = max(noise.get(name, 0.0), error)
     ours, we_said = run(fused, call, tensors, masks)
     assert we_said == said

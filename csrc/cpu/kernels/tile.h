@@ -61,9 +61,18 @@ FASTATTN_INLINE void tile_rows(int64_t rows, const typename P::Word* A, int64_t 
 
 // The longest chain of additions in a dot product, in words. For a few queries PyTorch multiplies a
 // matrix by vectors, whose short chains we have to equal; the time goes into reading keys there.
+// Doubles are for accuracy; and where products are rounded before they are added, a long chain
+// rounds twice as much as PyTorch's.
 template <class T>
 FASTATTN_INLINE int64_t longest_chain(const AttentionParams& p) {
-  return p.Lq > 8 ? 256 : kSame<T, double> ? 2 : 4;
+#if defined(__FMA__) || defined(__AVX512F__) || defined(__aarch64__)
+  constexpr bool kFused = true;
+#else
+  constexpr bool kFused = false;
+#endif
+  constexpr bool kDouble = kSame<T, double>;
+  if (p.Lq <= 8) return kDouble ? 2 : 4;
+  return p.Lq <= 32 || kDouble || !kFused ? 16 : 256;
 }
 
 // S[row][lane] = sum_k A[row * K + k] * panel[k][lane], and the maximum over the rows.
