@@ -528,7 +528,7 @@ def _refused(monkeypatch: pytest.MonkeyPatch, *args: Any, **kwargs: Any) -> Exce
 
     cpu = dispatch.load("cpu")
     if not isinstance(cpu, str):
-        monkeypatch.setattr(cpu, "_cpu", Forbidden())
+        monkeypatch.setattr(cpu.attention, "_cpu", Forbidden())
     monkeypatch.setattr(reference, "attend", Forbidden())
     monkeypatch.setattr(_sdpa_plain, "_native", {})  # nothing known from the calls of other tests
     state = torch.get_rng_state()
