@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastattn import _cpu
-from fastattn.backends.cpu.operands import DTYPES, accumulator, broadcast_operand
+from fastattn.backends.cpu.operands import DTYPES, accumulator, broadcast_operand, philox_key
 
 
 def additive_attention(
@@ -128,7 +128,7 @@ def _options(
         0 if attn_mask is None else DTYPES[attn_mask.dtype],
         causal,
         dropout_p,
-        0 if seed is None else int(seed) & 0xFFFFFFFFFFFFFFFF,
+        philox_key(seed),
     )
 
 

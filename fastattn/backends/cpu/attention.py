@@ -9,7 +9,14 @@ from torch import Tensor
 
 from fastattn import _cpu
 from fastattn.backends._alloc import empty_output
-from fastattn.backends.cpu.operands import DTYPES, accumulator, broadcast_operand, operand
+from fastattn.backends.cpu.operands import (
+    DTYPES,
+    accumulator,
+    broadcast_operand,
+    operand,
+    philox_key,
+    slopes_operand,
+)
 
 
 def scaled_dot_product_attention(
@@ -276,22 +283,16 @@ def _options(
     if plain and attn_mask is None and alibi_slopes is None:
         return None
     batch, heads = query.shape[:2]
-    mask = alibi = None
-    if attn_mask is not None:
-        mask = broadcast_operand(attn_mask)
-    if alibi_slopes is not None:
-        alibi_slopes = alibi_slopes.expand(batch, heads)
-        alibi = (alibi_slopes.data_ptr(), alibi_slopes.stride())
     return (
         offset,
         window_left,
         window_right,
         softcap,
-        mask,
+        None if attn_mask is None else broadcast_operand(attn_mask),
         0 if attn_mask is None else DTYPES[attn_mask.dtype],
-        alibi,
+        slopes_operand(alibi_slopes, batch, heads),
         dropout_p,
-        0 if seed is None else int(seed) & 0xFFFFFFFFFFFFFFFF,
+        philox_key(seed),
         weights,
         _weights_operand(applied) if applied is not None and weights else None,
     )

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from fastattn import _cpu
-from fastattn.backends.cpu.memory_hops import _broadcast, _memory, _Operand, _summed, _with_rows
-from fastattn.backends.cpu.operands import DTYPES
+from fastattn.backends.cpu.memory_hops import _memory, _Operand, _summed, _with_rows
+from fastattn.backends.cpu.operands import DTYPES, broadcast_operand
 
 _SHARED, _SAME_ROWS, _NORMALIZE, _CROWDED, _SEARCH, _RESUME = 1, 2, 8, 16, 32, 64
 _Gradients = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
@@ -224,8 +224,8 @@ class _Memory:
         if self.keys is None:
             flags |= _SAME_ROWS
         batch, query, column = state.stride()
-        mask = None if self.mask is None else _broadcast(self.mask.unsqueeze(2))
-        bias = None if self.bias is None else _broadcast(self.bias.unsqueeze(2))
+        mask = None if self.mask is None else broadcast_operand(self.mask.unsqueeze(2))
+        bias = None if self.bias is None else broadcast_operand(self.bias.unsqueeze(2))
         _cpu.hopfield_steps(
             backward,
             DTYPES[state.dtype],

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastattn import _cpu
-from fastattn.backends.cpu.operands import DTYPES
+from fastattn.backends.cpu.operands import DTYPES, accumulator, broadcast_operand
 
 _ACTIVATIONS = {"none": 0, "relu": 1, "tanh": 2, "sigmoid": 3}
 _SHARED, _SAME_ROWS, _STACK, _NORMALIZE = 1, 2, 4, 8
@@ -35,7 +35,7 @@ def memory_hop_attention(
     """Return ``(out, trace, stats, weights)``, see ``docs/design.md``."""
     *lead, width = query.shape
     dtype = query.dtype
-    wide = torch.float64 if dtype is torch.float64 else torch.float32
+    wide = accumulator(dtype)
     in_memory, out_memory = _with_rows(in_memory), _with_rows(out_memory)
     hop_proj = _with_rows(hop_proj)
     shared = _one_memory(in_memory) and (out_memory is None or _one_memory(out_memory))
@@ -159,7 +159,7 @@ def plain_hops(
     """Return ``(out, trace, stats)`` of a call without other options: the least Python."""
     batch, width = query.shape
     dtype = query.dtype
-    wide = torch.float64 if dtype is torch.float64 else torch.float32
+    wide = accumulator(dtype)
     out = torch.empty((batch, width), dtype=dtype)
     trace = torch.empty((batch, 2 * hops + 1, width), dtype=wide)
     stats = torch.empty((batch, hops, 2), dtype=wide)
@@ -294,8 +294,8 @@ def _operands(
         m,
         c,
         proj,
-        None if mask is None else _broadcast(mask),
-        None if bias is None else _broadcast(bias),
+        None if mask is None else broadcast_operand(mask),
+        None if bias is None else broadcast_operand(bias),
     )
 
 
@@ -309,12 +309,6 @@ def _memory(x: Tensor) -> _Operand:
     """[B|1, N, D] or [B|1, K, N, D] as [B, K, N, D]."""
     batch, *hop, row, _ = x.stride()
     return x.data_ptr(), (0 if x.shape[0] == 1 else batch, hop[0] if hop else 0, row, 1)
-
-
-def _broadcast(x: Tensor) -> _Operand:
-    """A dimension of size one is read with stride 0."""
-    pairs = zip(x.shape, x.stride(), strict=True)
-    return x.data_ptr(), tuple([0 if size == 1 else stride for size, stride in pairs])
 
 
 def _reduced(grad: Tensor | None, memory: Tensor | None) -> Tensor | None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastattn import _cpu
 from fastattn.backends._alloc import empty_output
-from fastattn.backends.cpu.operands import DTYPES
+from fastattn.backends.cpu.operands import DTYPES, philox_key, slopes_operand
 
 
 def varlen_attention(
@@ -152,11 +152,8 @@ def _options(
     heads: int,
 ) -> tuple[Any, ...]:
     left, right, softcap, dropout_p = options
-    alibi = None
-    if alibi_slopes is not None:
-        alibi_slopes = alibi_slopes.expand(batch, heads)
-        alibi = alibi_slopes.data_ptr(), alibi_slopes.stride()
-    key = 0 if seed is None else int(seed) & 0xFFFFFFFFFFFFFFFF
+    alibi = slopes_operand(alibi_slopes, batch, heads)
+    key = philox_key(seed)
     return (0, left, right, softcap, None, 0, alibi, dropout_p, key, 0, None)
 
 
