@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import functools
+import importlib
 import importlib.util
 import os
 import shlex
@@ -150,28 +151,32 @@ def load_conformance(library: Path) -> ModuleType:
 def load_from(library: Path) -> ModuleType:
     """Return a copy of the adapter `fastattn.backends.cuda` that calls this library."""
     import fastattn
+    from fastattn import backends
 
-    def module(name: str, path: Path) -> ModuleType:
-        spec = importlib.util.spec_from_file_location(name, path)
+    def ours(name: str) -> bool:
+        return name == "fastattn._cuda" or f"{name}.".startswith("fastattn.backends.cuda.")
+
+    before = {name: sys.modules.pop(name) for name in list(sys.modules) if ours(name)}
+    places = ((fastattn, "_cuda"), (backends, "cuda"))
+    attributes = [(place, name, place.__dict__.pop(name, None)) for place, name in places]
+    try:
+        spec = importlib.util.spec_from_file_location("fastattn._cuda", library)
         assert spec is not None
         assert spec.loader is not None
-        made = importlib.util.module_from_spec(spec)
-        sys.modules[name] = made  # where its imports look
-        spec.loader.exec_module(made)
-        return made
-
-    names = ("fastattn._cuda", "fastattn.backends.cuda")
-    before = {name: sys.modules.pop(name, None) for name in names}
-    attribute = fastattn.__dict__.pop("_cuda", None)
-    try:
-        module("fastattn._cuda", library)
-        return module("fastattn.backends.cuda", ROOT / "fastattn/backends/cuda.py")
+        native = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(native)
+        sys.modules["fastattn._cuda"] = native  # where the adapter's imports look
+        adapter = importlib.import_module("fastattn.backends.cuda")
+        adapter.__dict__["_cuda"] = native  # for its set_seed
+        return adapter
     finally:
-        for name in names:
-            sys.modules.pop(name, None)
-        sys.modules.update({name: was for name, was in before.items() if was is not None})
-        if attribute is not None:
-            fastattn._cuda = attribute
+        for name in filter(ours, list(sys.modules)):
+            del sys.modules[name]
+        sys.modules.update(before)
+        for place, name, was in attributes:
+            place.__dict__.pop(name, None)
+            if was is not None:
+                setattr(place, name, was)
 
 
 @functools.cache

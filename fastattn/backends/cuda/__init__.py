@@ -1,0 +1,58 @@
+"""The adapter of the native CUDA module: from tensors to addresses, shapes, strides and a stream.
+
+Every function has the name and the arguments that it has in ``reference.py``; ``docs/design.md``
+defines the primitives. The tests bind the same adapter to a module whose kernels run under an
+emulator, on CPU tensors (``tests/emulator``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattn.backends.cuda import attention
+from fastattn.backends.cuda.attention import (
+    scaled_dot_product_attention,
+    scaled_dot_product_attention_backward,
+)
+from fastattn.backends.cuda.operands import DEVICE
+
+__all__ = [
+    "scaled_dot_product_attention",
+    "scaled_dot_product_attention_backward",
+    "why_not",
+]
+
+_OLDEST = (8, 0)  # the first compute capability with the instructions that all kernels use
+
+# What the kernels of an operator have against a call: why_not(*tensors, **options) of the forward
+# pass, or of the backward without its cotangents.
+_OPERATORS: dict[str, tuple[Callable[..., list[str]], int]] = {
+    "scaled_dot_product_attention": (attention.why_not, 3),
+}
+
+
+def why_not(op: str, *tensors: Tensor | None, **options: Any) -> list[str]:
+    """Return the reasons why the CUDA kernels cannot run ``op`` on these arguments."""
+    given = [tensor for tensor in tensors if tensor is not None]
+    for tensor in given:
+        if tensor.device.type != DEVICE:
+            return [f"a tensor is on {tensor.device}"]
+        if tensor.device != given[0].device:
+            return [f"tensors are on {given[0].device} and {tensor.device}"]
+    reasons_of, cotangents = _OPERATORS[op.removesuffix("_backward")]
+    first = cotangents if op.endswith("_backward") else 0
+    return _why_not_this_device(given[0].device) + reasons_of(*tensors[first:], **options)
+
+
+def _why_not_this_device(device: torch.device) -> list[str]:
+    if device.type != "cuda":
+        return []
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _OLDEST:
+        found, oldest = (".".join(map(str, c)) for c in (capability, _OLDEST))
+        return [f"the GPU has compute capability {found}; the kernels need {oldest}"]
+    return []

@@ -1,0 +1,38 @@
+"""What every adapter hands to the native module: dtypes, addresses, strides and a stream."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattn import _cuda
+
+INFO: dict[str, Any] = _cuda.build_info()
+DEVICE: str = INFO["device"]  # "cpu" under the emulator
+MAX_LENGTH = 2**30  # kMaxLength in csrc/cuda/params.h
+DTYPES = {torch.float32: 0, torch.bfloat16: 2, torch.float16: 3}
+MASK_DTYPES = {**DTYPES, torch.bool: 4}
+
+
+def operand(tensor: Tensor) -> tuple[int, tuple[int, ...]]:
+    return tensor.data_ptr(), tensor.stride()
+
+
+def why_not_dtype(dtype: torch.dtype) -> list[str]:
+    if dtype in DTYPES:
+        return []
+    return [f"the dtype {dtype} is not one of float32, bfloat16, float16"]
+
+
+@contextlib.contextmanager
+def on(tensor: Tensor) -> Iterator[int]:
+    """The tensor's device is current within the block; yields its current stream, as a number."""
+    if tensor.device.type != "cuda":
+        yield 0
+        return
+    with torch.cuda.device(tensor.device):
+        yield torch.cuda.current_stream(tensor.device).cuda_stream
