@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import fastattn
 from fastattn import dispatch
@@ -169,6 +170,20 @@ def test_any_mask_shape_matches_pytorch(
     assert ours.grad is not None
     assert theirs.grad is not None
     assert_same(ours.grad, theirs.grad)
+
+
+@pytest.mark.filterwarnings("ignore:Lower right causal bias")  # NaN, it warns; it is 0 by now
+@pytest.mark.parametrize("lengths", [(4, 4), (3, 5), (5, 3)], ids=str)
+@pytest.mark.parametrize("corner", [causal_upper_left, causal_lower_right])
+def test_a_causal_bias_of_pytorch_is_its_triangle(
+    backend: str, corner: Callable[..., Any], lengths: tuple[int, int]
+) -> None:
+    query, key, value = rand(2, 2, lengths[0], 4), rand(2, 2, lengths[1], 4), rand(2, 2, 5, 6)
+    value, bias = value[:, :, : lengths[1]].requires_grad_(), corner(*lengths)
+    out, expected = attention(query, key, value, bias), stock(query, key, value, bias)
+    assert_same(out, expected)
+    grads = [torch.autograd.grad(x, value, torch.ones_like(x))[0] for x in (out, expected)]
+    assert_same(*grads)
 
 
 def test_a_mask_without_gradient_gets_none(backend: str) -> None:
@@ -492,7 +507,17 @@ PYTORCH_ERRORS: dict[str, tuple[Callable[[], list[Any]], dict[str, Any], str]] =
     "mask-and-causal": (
         tensors,
         {"attn_mask": torch.ones(3, 5), "is_causal": True},
-        "attn_mask must be None when is_causal=True",
+        "Explicit attn_mask should not be set when is_causal=True",
+    ),
+    "causal-bias-and-causal": (
+        tensors,
+        {"attn_mask": causal_upper_left(3, 5), "is_causal": True},
+        "CausalBias should not be used with causal=True",
+    ),
+    "causal-bias-lengths": (
+        tensors,
+        {"attn_mask": causal_lower_right(4, 5)},
+        r"a CausalBias of the lengths of query and key, \(3, 5\), got \(4, 5\)",
     ),
     "device": (
         lambda: [torch.ones(Q), torch.ones(K, device="meta"), torch.ones(V)],
@@ -604,6 +629,24 @@ OWN_ERRORS: dict[str, tuple[Callable[[], list[Any]], dict[str, Any], type[Except
         {"causal_alignment": "top_left"},
         ValueError,
         "causal_alignment must be 'upper_left' or 'bottom_right', got 'top_left'",
+    ),
+    "alignment-and-causal-bias": (
+        tensors,
+        {"attn_mask": causal_upper_left(3, 5), "causal_alignment": "bottom_right"},
+        ValueError,
+        "causal_alignment must be left out with a CausalBias",
+    ),
+    "causal-bias-view": (
+        tensors,
+        {"attn_mask": causal_upper_left(3, 5)[0]},
+        RuntimeError,
+        r"attn_mask must be a CausalBias of the lengths .* got \(None, None\)",
+    ),
+    "causal-bias-upper-lengths": (
+        tensors,
+        {"attn_mask": causal_upper_left(4, 5)},
+        RuntimeError,
+        r"attn_mask must be a CausalBias of the lengths .* got \(4, 5\)",
     ),
     "alignment-type": (tensors, {"causal_alignment": None}, ValueError, "causal_alignment must"),
     "generator": (tensors, {"generator": 7}, TypeError, "'generator' must be torch.Generator"),

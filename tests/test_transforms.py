@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
 from torch.testing import assert_close
 from torch.utils._pytree import tree_map
 
@@ -223,6 +224,12 @@ def test_compiled_by_inductor_with_changing_lengths() -> None:
         assert_close(
             torch.autograd.grad(loss(actual), inputs), torch.autograd.grad(loss(expected), inputs)
         )
+
+
+def test_a_compiled_causal_bias_is_no_mask() -> None:
+    run, inputs = compiled(attention, dynamic=False), qkv()
+    expected = attention(*inputs, is_causal=True, causal_alignment="bottom_right")
+    assert_close(run(*inputs, causal_lower_right(5, 7)), expected)
 
 
 def test_one_dynamic_graph_serves_all_sizes() -> None:

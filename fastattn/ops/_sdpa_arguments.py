@@ -178,6 +178,30 @@ def fold_mask(mask: Any, query: Tensor, k_len: int, folding: Folding) -> Tensor:
     return mask if folding.rank == 4 else _fold_leading(mask, 3, folding.batch)
 
 
+def is_causal_bias(mask: Any) -> bool:
+    """Whether it is a ``torch.nn.attention.bias.CausalBias``: a triangle's name, without memory.
+
+    By its class's name: importing that module takes seconds.
+    """
+    return type(mask).__name__ == "CausalBias"
+
+
+def causal_alignment_of(bias: Any, query: Tensor, key: Tensor, is_causal: Any, given: Any) -> str:
+    """Return the ``causal_alignment`` with which ``is_causal`` is this bias."""
+    if is_causal:
+        raise ValueError(f"{_NAME}: CausalBias should not be used with causal=True")
+    if given != "upper_left":
+        raise ValueError(f"{_NAME}: causal_alignment must be left out with a CausalBias")
+    lengths = getattr(bias, "seq_len_q", None), getattr(bias, "seq_len_kv", None)  # None: a view's
+    expected = query.shape[-2], key.shape[-2]
+    if lengths != expected:
+        raise RuntimeError(
+            f"{_NAME}: attn_mask must be a CausalBias of the lengths of query and key, {expected}, "
+            f"got {lengths}"
+        )
+    return "bottom_right" if bias.variant.name == "LOWER_RIGHT" else "upper_left"
+
+
 def fold_slopes(slopes: Any, query: Tensor, folding: Folding) -> Tensor:
     """Return the slopes as [B|1, Hq], float32 (float64 for float64)."""
     if not isinstance(slopes, Tensor):
@@ -264,7 +288,7 @@ def check_combinations(
 ) -> None:
     if attn_mask is not None and is_causal:
         raise RuntimeError(
-            f"{_NAME}: attn_mask must be None when is_causal=True; "
+            f"{_NAME}: Explicit attn_mask should not be set when is_causal=True; "
             "window=(-1, 0) adds the causal exclusion to a mask"
         )
     if average_weights and not need_weights:

@@ -70,7 +70,9 @@ def scaled_dot_product_attention(
         key: [B, Hkv, Lk, D], of query's dtype and device.
         value: [B, Hkv, Lk, Dv], of query's dtype and device.
         attn_mask: broadcastable to [B, Hq, Lq, Lk], never expanded in memory. bool: True takes
-            part. Floating, of query's dtype or float32: added to the scores; differentiable.
+            part. Floating, of query's dtype or float32: added to the scores; differentiable. A
+            ``torch.nn.attention.bias.CausalBias`` of these lengths stands for ``is_causal`` and
+            ``causal_alignment``, and is never made a tensor.
         dropout_p: the probability of dropping a weight, in [0, 1]. Always applied: pass 0 in
             evaluation. The draws are a function of one 64-bit seed a call, the same on every
             backend, for any number of threads, in forward and backward. Without dropout no random
@@ -109,7 +111,8 @@ def scaled_dot_product_attention(
         IndexError: ``enable_gqa`` without a head dimension.
         NotImplementedError: a complex or an 8-bit dtype.
         ValueError: a value of ``window``, ``softcap`` or ``causal_alignment`` that is not allowed,
-            ``average_weights`` without ``need_weights``.
+            ``average_weights`` without ``need_weights``, a ``CausalBias`` with ``is_causal`` or
+            ``causal_alignment``.
 
     Examples:
         >>> import torch
@@ -215,6 +218,11 @@ def prepare(
     left, right = (-1, -1) if window is None else arguments.check_window(window)
     if generator is not None:
         arguments.check_generator(generator, query.device)
+    if attn_mask is not None and arguments.is_causal_bias(attn_mask):
+        causal_alignment = arguments.causal_alignment_of(
+            attn_mask, query, key, is_causal, causal_alignment
+        )
+        attn_mask, is_causal = None, True
     arguments.check_combinations(
         attn_mask, is_causal, need_weights, average_weights, causal_alignment
     )
