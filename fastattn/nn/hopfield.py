@@ -288,16 +288,19 @@ class Hopfield(nn.Module):
 class _Wrapper(nn.Module):
     """A ``Hopfield`` one of whose inputs is learned."""
 
-    hopfield: Hopfield
+    def __init__(self, quantity: int, options: dict[str, Any], *leading: Any) -> None:
+        super().__init__()
+        self.hopfield, self.quantity = Hopfield(*leading, **options), quantity
 
     def __getattr__(self, name: str) -> Any:
         if name in _SHOWN:
             return getattr(self.hopfield, name)
         return super().__getattr__(name)
 
-    def _learned(self, width: int | None, quantity: int, made: dict[str, Any]) -> Tensor:
-        lead = (1, quantity) if self.hopfield.batch_first else (quantity, 1)
-        return torch.empty(*lead, width or 0, **made)
+    def _learned(self, width: int, trainable: bool, options: dict[str, Any]) -> nn.Parameter:
+        lead = (1, self.quantity) if self.hopfield.batch_first else (self.quantity, 1)
+        made = {"device": options.get("device"), "dtype": options.get("dtype")}
+        return nn.Parameter(torch.empty(*lead, width, **made), requires_grad=trainable)
 
     def _inputs(self, input: Any) -> tuple[Tensor, Tensor, Tensor]:
         raise NotImplementedError
@@ -356,24 +359,14 @@ class HopfieldPooling(_Wrapper):
         trainable: bool = True,
         **options: Any,
     ) -> None:
-        super().__init__()
-        options, quantity, trainable = _named(_POOLING, more, options, quantity, trainable)
-        self.hopfield = Hopfield(
-            input_size,
-            hidden_size,
-            output_size,
-            pattern_size,
-            num_heads,
-            scaling,
-            update_steps_max,
-            update_steps_eps,
-            **options,
-        )
-        self.quantity = quantity
-        core, made = self.hopfield.association_core, _made(options)
+        options, quantity, trainable = _named(more, options, quantity, trainable)
+        sizes = input_size, hidden_size, output_size, pattern_size, num_heads
+        limits = scaling, update_steps_max, update_steps_eps
+        super().__init__(quantity, options, *sizes, *limits)
+        core = self.hopfield.association_core
         width = core.head_dim if core.query_as_static else core.embed_dim
-        states = self._learned(input_size if width is None else width, quantity, made)
-        self.pooling_weights = nn.Parameter(states, requires_grad=trainable)
+        width = input_size if width is None else width
+        self.pooling_weights = self._learned(width, trainable, options)
         nn.init.normal_(self.pooling_weights, std=0.02)
 
     def reset_parameters(self) -> None:
@@ -432,30 +425,19 @@ class HopfieldLayer(_Wrapper):
         trainable: bool = True,
         **options: Any,
     ) -> None:
-        super().__init__()
-        options, quantity, trainable = _named(_POOLING, more, options, quantity, trainable)
-        self.hopfield = Hopfield(
-            input_size,
-            hidden_size,
-            output_size,
-            pattern_size,
-            num_heads,
-            scaling,
-            update_steps_max,
-            update_steps_eps,
-            **options,
-        )
-        self.quantity = quantity
-        core, made = self.hopfield.association_core, _made(options)
+        options, quantity, trainable = _named(more, options, quantity, trainable)
+        sizes = input_size, hidden_size, output_size, pattern_size, num_heads
+        limits = scaling, update_steps_max, update_steps_eps
+        super().__init__(quantity, options, *sizes, *limits)
+        core = self.hopfield.association_core
         width = core.head_dim if core.key_as_static else core.kdim
         width = input_size if width is None else width
-        patterns = self._learned(width, quantity, made)
-        self.lookup_weights = nn.Parameter(patterns, requires_grad=trainable)
+        self.lookup_weights = self._learned(width, trainable, options)
         self.target_weights = None
         if lookup_weights_as_separated:
             read = options.get("pattern_projection_size")
-            targets = self._learned(width if read is None else read, quantity, made)
-            self.target_weights = nn.Parameter(targets, requires_grad=lookup_targets_as_trainable)
+            read = width if read is None else read
+            self.target_weights = self._learned(read, lookup_targets_as_trainable, options)
         self._draw()
 
     def reset_parameters(self) -> None:
@@ -483,7 +465,8 @@ class HopfieldLayer(_Wrapper):
         return self.hopfield(self._inputs(input), *masks)
 
 
-_POOLING = tuple(
+# What hflayers takes by position after the arguments that are named above.
+_FURTHER = tuple(
     "normalize_stored_pattern normalize_stored_pattern_affine normalize_state_pattern "
     "normalize_state_pattern_affine normalize_pattern_projection "
     "normalize_pattern_projection_affine normalize_hopfield_space normalize_hopfield_space_affine "
@@ -495,16 +478,12 @@ _POOLING = tuple(
 
 
 def _named(
-    names: tuple[str, ...],
-    more: tuple[Any, ...],
-    options: dict[str, Any],
-    quantity: int,
-    learn: bool,
+    more: tuple[Any, ...], options: dict[str, Any], quantity: int, learn: bool
 ) -> tuple[dict[str, Any], int, bool]:
     """The arguments that hflayers takes by position, by name."""
-    if len(more) > len(names):
-        raise TypeError(f"{len(more) - len(names)} arguments too many")
-    given = dict(zip(names, more, strict=False))
+    if len(more) > len(_FURTHER):
+        raise TypeError(f"{len(more) - len(_FURTHER)} arguments too many")
+    given = dict(zip(_FURTHER, more, strict=False))
     twice = given.keys() & options.keys()
     if twice:
         raise TypeError(f"got multiple values for argument {sorted(twice)[0]!r}")
@@ -512,7 +491,3 @@ def _named(
     if isinstance(quantity, bool) or not isinstance(quantity, int) or quantity < 1:
         raise ValueError(f"quantity must be a positive integer, got {quantity!r}")
     return given | options, quantity, learn
-
-
-def _made(options: dict[str, Any]) -> dict[str, Any]:
-    return {"device": options.get("device"), "dtype": options.get("dtype")}
