@@ -24,7 +24,7 @@ export FASTATTN_CUDA ?= 0
 export FASTATTN_REQUIRE_NATIVE := 1
 
 # Nothing in these runs a kernel of the CPU: once is enough for them.
-WITHOUT_KERNELS := $(addprefix --ignore=$(abspath tests)/test_,packaging.py emulator.py cuda.py cuda_compile.py cuda_mutants.py cli.py bench.py bench_run.py reference.py triton_additive.py triton_aot.py triton_sdpa.py triton_sinusoidal.py)
+WITHOUT_KERNELS := $(addprefix --ignore=$(abspath tests)/test_,packaging.py emulator.py cuda.py cuda_compile.py cuda_mutants.py cli.py bench.py bench_run.py reference.py triton_additive.py triton_aot.py triton_decode.py triton_encode_memory.py triton_hopfield.py triton_memory_hops.py triton_sdpa.py triton_sinusoidal.py triton_varlen.py)
 
 # Folders too, so that a file taken away also counts as a change.
 NATIVE_SOURCES := setup.py $(shell find csrc)

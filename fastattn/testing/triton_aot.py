@@ -164,42 +164,64 @@ class Work:
     dtype: torch.dtype
     width: int
     call: Callable[[], Any]
-    may_spill: bool = False  # options that no entry of the table is chosen for
+    may_spill: bool = False  # no entry of the table is chosen for it, or none could be
 
     def usages(self, chip: str) -> Iterator[Usage]:
         for recording in recorded(self.call, chip):
             yield compiled(recording, chip)
 
 
+HALF, SINGLE = torch.bfloat16, torch.float32
+
+
 def work(complete: bool) -> Iterator[Work]:
     """The calls that are compiled: a few of each kind, or every entry of the table."""
-    half, single = torch.bfloat16, torch.float32
-    for dtype in (half, single):
-        for width in (64, 128, 256, 512):
-            listed = complete or (dtype, width) in ((half, 64), (half, 128), (single, 64))
-            if not listed:
-                continue
-            if complete or width == 64:
-                yield Work("forward", dtype, width, attention(dtype, width))
-            if complete or (dtype, width) == (half, 128):
-                yield Work("backward", dtype, width, attention(dtype, width, backward=True))
-            if complete:
-                mask = torch.empty(1, 16, 4096, 4096, dtype=dtype, device="meta")
-                yield Work("bias", dtype, width, attention(dtype, width, mask=mask))
-                call = attention(dtype, width, mask=mask, backward=True)
-                yield Work("bias backward", dtype, width, call)
-                yield Work("weights", dtype, width, attention(dtype, width, weights=2))
-            if complete and width <= 128:
-                yield Work("additive", dtype, width, additive(dtype, width))
-                yield Work("additive backward", dtype, width, additive(dtype, width, backward=True))
-        yield Work("sinusoidal", dtype, 64, sinusoidal(dtype))
+    yield Work("forward", HALF, 64, attention(HALF, 64))
+    yield Work("forward", SINGLE, 64, attention(SINGLE, 64))
+    yield Work("backward", HALF, 128, attention(HALF, 128, backward=True))
+    yield Work("decode", HALF, 128, decode(HALF, 128))
+    yield Work("sinusoidal", HALF, 64, sinusoidal(HALF))
     if complete:
-        for backward in (False, True):
-            call = attention(
-                half, 80, backward=backward, softcap=20.0, alibi=True, dropout_p=0.1,
-                mask=torch.empty(2, 1, 1, 4096, dtype=torch.bool, device="meta"), window_left=100,
-            )  # fmt: skip
-            yield Work("every option", half, 80, call, may_spill=True)
+        for dtype in (HALF, SINGLE):
+            for width in (64, 128, 256, 512):
+                yield from _of_width(dtype, width)
+        yield from _others()
+
+
+def _of_width(dtype: torch.dtype, width: int) -> Iterator[Work]:
+    """The calls that take an entry of the table for this dtype and width."""
+    # In float32 a thread's share of a product takes whole rows of its operands. Where they are so
+    # wide that no tile is small enough, it spills.
+    may_spill = dtype == SINGLE and width > 256
+    if (dtype, width) not in ((HALF, 64), (SINGLE, 64)):
+        yield Work("forward", dtype, width, attention(dtype, width))
+    if (dtype, width) != (HALF, 128):
+        call = attention(dtype, width, backward=True)
+        yield Work("backward", dtype, width, call, may_spill=may_spill)
+    mask = torch.empty(1, 16, 4096, 4096, dtype=dtype, device="meta")
+    yield Work("bias", dtype, width, attention(dtype, width, mask=mask))
+    if dtype == HALF or width <= 128:  # else it spills
+        call = attention(dtype, width, mask=mask, backward=True)
+        yield Work("bias backward", dtype, width, call)
+    for queries in (1, 16) if dtype == HALF else (1,):
+        yield Work("decode", dtype, width, decode(dtype, width, queries))
+    yield Work("additive", dtype, width, additive(dtype, width))
+    yield Work("additive backward", dtype, width, additive(dtype, width, backward=True))
+
+
+def _others() -> Iterator[Work]:
+    """What takes the entries of others, and what none of them is chosen for."""
+    for dtype in (HALF, SINGLE):
+        yield Work("weights", dtype, 128, attention(dtype, 128, weights=2))
+    for backward in (False, True):
+        suffix = " backward" if backward else ""
+        yield Work(f"packed{suffix}", HALF, 128, packed(HALF, 128, backward=backward))
+        call = attention(
+            HALF, 80, backward=backward, softcap=20.0, alibi=True, dropout_p=0.1,
+            mask=torch.empty(2, 1, 1, 4096, dtype=torch.bool, device="meta"), window_left=100,
+        )  # fmt: skip
+        yield Work(f"every option{suffix}", HALF, 80, call, may_spill=True)
+        yield Work(f"encode{suffix}", HALF, 128, encode(HALF, 128, backward=backward))
 
 
 def attention(
@@ -230,6 +252,39 @@ def attention(
     return run
 
 
+def packed(dtype: torch.dtype, width: int, *, backward: bool = False) -> Callable[[], Any]:
+    """A call of causal attention on 16 packed sequences, of 16 heads that share 4."""
+    options: dict[str, Any] = {
+        "scale": 0.125, "bottom_right": True, "window_left": -1, "window_right": 0,
+        "softcap": 0.0, "dropout_p": 0.0,
+    }  # fmt: skip
+    query, key = (torch.empty(8192, heads, width, dtype=dtype, device="meta") for heads in (16, 4))
+    starts = torch.empty(17, dtype=torch.int64, device="meta")
+    lse = torch.empty(16, 8192, dtype=torch.float64, device="meta")
+    args = (query, key, key, starts, starts, None, None)
+
+    def run() -> None:
+        if not backward:
+            backend.varlen_attention(*args, **options)
+            return
+        backend.varlen_attention_backward(query, None, *args, query, lse, **options)
+
+    return run
+
+
+def decode(dtype: torch.dtype, width: int, queries: int = 1) -> Callable[[], Any]:
+    """A step of 64 sequences on pages of 64 keys, of 32 heads that share 8."""
+    options: dict[str, Any] = {
+        "scale": 0.125, "window_left": -1, "window_right": 0, "softcap": 0.0,
+    }  # fmt: skip
+    query = torch.empty(64, 32, queries, width, dtype=dtype, device="meta")
+    pages = torch.empty(4096, 8, 64, width, dtype=dtype, device="meta")
+    lengths = torch.empty(64, dtype=torch.int64, device="meta")
+    table = torch.empty(64, 128, dtype=torch.int32, device="meta")
+    args = (query, pages, pages, lengths, table, None, None)
+    return lambda: backend.decode_attention(*args, **options)
+
+
 def additive(dtype: torch.dtype, width: int, *, backward: bool = False) -> Callable[[], Any]:
     """A call of additive attention on 8 sequences of 512, with weights."""
     options: dict[str, Any] = {"causal": False, "dropout_p": 0.0, "weights": True}
@@ -242,6 +297,25 @@ def additive(dtype: torch.dtype, width: int, *, backward: bool = False) -> Calla
             backend.additive_attention(*rest, **options)
             return
         backend.additive_attention_backward(x, None, *rest, **options, needs_mask_grad=False)
+
+    return run
+
+
+def encode(dtype: torch.dtype, width: int, *, backward: bool = False) -> Callable[[], Any]:
+    """A call of memory encoding, of 2 tables of 1000 words and 32 stories of 50 sentences."""
+    tokens = torch.empty(1, 32, 50, 12, dtype=torch.int64, device="meta")
+    weight = torch.empty(1, 2, 1000, width, dtype=dtype, device="meta")
+    factors = torch.empty(12, width, device="meta")
+    temporal = torch.empty(1, 2, 50, width, dtype=dtype, device="meta")
+    grad = torch.empty(1, 32, 2, 50, width, dtype=dtype, device="meta")
+
+    def run() -> None:
+        if not backward:
+            backend.encode_memory(tokens, weight, factors, temporal, padding_idx=0)
+            return
+        backend.encode_memory_backward(
+            grad, tokens, factors, rows=1000, temporal=True, padding_idx=0
+        )
 
     return run
 

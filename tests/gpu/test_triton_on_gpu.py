@@ -15,7 +15,9 @@ import torch
 import fastattn
 from fastattn.testing import CASES, Case, Target, check
 from fastattn.testing.additive import ADDITIVE_CASES, AdditiveCase, check_additive
+from fastattn.testing.decode import DECODE_CASES, DecodeCase, check_decode
 from fastattn.testing.sinusoidal import SINUSOIDAL_CASES, SinusoidalCase, check_sinusoidal
+from fastattn.testing.varlen import VARLEN_CASES, VarlenCase, check_varlen
 
 if not torch.cuda.is_available():
     pytest.skip("PyTorch sees no GPU here", allow_module_level=True)
@@ -75,6 +77,22 @@ def test_additive_attention(case: AdditiveCase, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("case", SINUSOIDAL_CASES, ids=lambda case: case.name)
 def test_sinusoidal_encoding(case: SinusoidalCase, dtype: torch.dtype) -> None:
     verdict = check_sinusoidal(case, dtype, Target("triton"))
+    assert verdict.ok, "\n".join(verdict.faults)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", VARLEN_CASES, ids=lambda case: case.name)
+def test_packed_sequences(case: VarlenCase, dtype: torch.dtype) -> None:
+    verdict = check_varlen(case, dtype, Target("triton"))
+    assert verdict.ok, "\n".join(verdict.faults)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", DECODE_CASES, ids=lambda case: case.name)
+def test_decoding(case: DecodeCase, dtype: torch.dtype) -> None:
+    if max(case.head_dim, case.value_dim or 0) > WIDEST:
+        pytest.skip("not of this backend")
+    verdict = check_decode(case, dtype, Target("triton"))
     assert verdict.ok, "\n".join(verdict.faults)
 
 

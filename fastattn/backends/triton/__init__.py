@@ -13,19 +13,28 @@ from torch import Tensor
 
 from fastattn.backends.triton._launch import INTERPRETED
 from fastattn.backends.triton.additive import additive_attention, additive_attention_backward
+from fastattn.backends.triton.decode import append_to_cache, decode_attention
+from fastattn.backends.triton.encode_memory import encode_memory, encode_memory_backward
 from fastattn.backends.triton.sdpa import (
     scaled_dot_product_attention,
     scaled_dot_product_attention_backward,
 )
 from fastattn.backends.triton.sinusoidal import sinusoidal_encoding
+from fastattn.backends.triton.varlen import varlen_attention, varlen_attention_backward
 
 __all__ = [
     "INTERPRETED",
     "additive_attention",
     "additive_attention_backward",
+    "append_to_cache",
+    "decode_attention",
+    "encode_memory",
+    "encode_memory_backward",
     "scaled_dot_product_attention",
     "scaled_dot_product_attention_backward",
     "sinusoidal_encoding",
+    "varlen_attention",
+    "varlen_attention_backward",
     "why_not",
 ]
 
@@ -58,6 +67,19 @@ def why_not(op: str, *tensors: Tensor | None, **options: Any) -> list[str]:
         assert key is not None
         assert value is not None
         return _why_not_attend(query, key, value, mask, slopes, options["offset"])
+    if op.startswith("varlen_attention"):
+        query, key, value, _, _, slopes = tensors[2:8] if op.endswith("_backward") else tensors[:6]
+        assert query is not None
+        assert key is not None
+        assert value is not None
+        query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
+        return _why_not_attend(query, key, value, None, slopes, 0)
+    if op == "decode_attention":
+        query, key, value, *_, slopes = tensors
+        assert query is not None
+        assert key is not None
+        assert value is not None
+        return _why_not_attend(query, key, value, None, slopes, 0)
     if op.startswith("additive_attention"):
         value = tensors[4] if op.endswith("_backward") else tensors[2]
         assert value is not None

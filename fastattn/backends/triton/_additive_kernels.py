@@ -24,6 +24,7 @@ from fastattn.backends.triton._core import (
     store_rows,
     tanh,
     update_softmax,
+    whole,
 )
 
 
@@ -32,7 +33,7 @@ def _scores(
     p_q,  # [A, Tq] of one sequence
     p_k,  # [A, Tk]
     p_v,  # [A]
-    i_b,
+    at,
     row,
     first,
     width,
@@ -48,11 +49,11 @@ def _scores(
         b_q = tl.load(p_q + a * o.q_len + o_m, mask=o_m < o.q_len, other=0.0)
         b_k = tl.load(p_k + a * o.k_len + o_n, mask=o_n < o.k_len, other=0.0)
         e += tl.load(p_v + a) * tanh(b_q[:, None] + b_k[None, :])
-    visible = in_window(o_m, o_n, o)
+    visible = in_window(o_m, o_n, at, o)
     if o.seen is not None:
-        visible = visible & (load_pairs(o.seen, i_b, 0, row, first, o, 0, BM, BN) != 0)
+        visible = visible & (load_pairs(o.seen, at, 0, row, first, 0, BM, BN) != 0)
     if o.added is not None:
-        added = load_pairs(o.added, i_b, 0, row, first, o, -INF, BM, BN).to(tl.float32)
+        added = load_pairs(o.added, at, 0, row, first, -INF, BM, BN).to(tl.float32)
         visible = visible & (added != -INF)
         e = e + added
     return tl.where(visible, e, -INF), visible
@@ -78,19 +79,20 @@ def additive_forward(
     tiles = tl.cdiv(o.q_len, BM)
     row = tl.program_id(0) % tiles * BM
     i_b = (tl.program_id(0) // tiles).to(tl.int64)
+    at = whole(o, i_b)
     p_q += i_b * width * o.q_len
     p_k += i_b * width * o.k_len
     o_m = row + tl.arange(0, BM)
     m_m = o_m < o.q_len
     m, l, acc = start_softmax(BM, BDV)
     last = tl.minimum(row + BM, o.q_len) - 1
-    lo, full_lo, full_hi, hi = keys_seen(row, last, o, BN)
+    lo, full_lo, full_hi, hi = keys_seen(row, last, at, o, BN)
     for first in range(0, hi, BN):
         o_n = first + tl.arange(0, BN)
-        e, visible = _scores(p_q, p_k, p_v, i_b, row, first, width, o, BM, BN)
+        e, visible = _scores(p_q, p_k, p_v, at, row, first, width, o, BM, BN)
         m, l, p, shrink = update_softmax(m, l, e, LOG2E, o)
         if o.p_seed is not None:
-            p = tl.where(kept(i_b, 0, o_m, first, o, BM, BN), p, 0.0)
+            p = tl.where(kept(at, 0, o_m, first, o, BM, BN), p, 0.0)
         b_v = load_rows(value, i_b, 0, o_n, (o_n < hi) & keys_visible(visible), DV, BDV)
         acc = tl.dot(p.to(b_v.dtype), b_v, acc * shrink[:, None], input_precision=PRECISION)
     share = 1.0 / tl.where(l == 0.0, 1.0, l)
@@ -102,10 +104,10 @@ def additive_forward(
         top = tl.where(m == -INF, 0.0, m)
         for first in range(0, o.k_len, BN):
             o_n = first + tl.arange(0, BN)
-            e, visible = _scores(p_q, p_k, p_v, i_b, row, first, width, o, BM, BN)
+            e, visible = _scores(p_q, p_k, p_v, at, row, first, width, o, BM, BN)
             w = tl.exp2((e - top[:, None]) * LOG2E) * share[:, None]
             if o.p_seed is not None:
-                w = tl.where(kept(i_b, 0, o_m, first, o, BM, BN), w, 0.0)
+                w = tl.where(kept(at, 0, o_m, first, o, BM, BN), w, 0.0)
             p_w = weights.p + i_b * weights.b + o_m.to(tl.int64)[:, None] * weights.l
             p_w = p_w + o_n[None, :]
             tl.store(p_w, w.to(weights.p.dtype.element_ty), mask=in_matrix(o_m, o_n, o))
@@ -129,9 +131,10 @@ def additive_scores(
     rest = tl.program_id(0) // k_tiles
     row = rest % q_tiles * BM
     i_b = (rest // q_tiles).to(tl.int64)
+    at = whole(o, i_b)
     p_q += i_b * width * o.q_len
     p_k += i_b * width * o.k_len
-    e, visible = _scores(p_q, p_k, p_v, i_b, row, first, width, o, BM, BN)
+    e, visible = _scores(p_q, p_k, p_v, at, row, first, width, o, BM, BN)
     o_m = row + tl.arange(0, BM)
     o_n = first + tl.arange(0, BN)
     p_e = p_scores + (i_b * o.q_len + o_m[:, None]) * o.k_len + o_n[None, :]
@@ -152,7 +155,7 @@ def _weight_gradients(
     b_do,  # [BM, BDV]
     b_v,  # [BN, BDV]
     grad_weights,
-    i_b,
+    at,
     row,
     first,
     o,
@@ -164,9 +167,9 @@ def _weight_gradients(
     """d loss / d softmax [BM, BN], 0 where excluded."""
     dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
     if grad_weights is not None:
-        dp += load_pairs(grad_weights, i_b, 0, row, first, o, 0.0, BM, BN).to(tl.float32)
+        dp += load_pairs(grad_weights, at, 0, row, first, 0.0, BM, BN).to(tl.float32)
     if o.p_seed is not None:
-        keep = kept(i_b, 0, row + tl.arange(0, BM), first, o, BM, BN)
+        keep = kept(at, 0, row + tl.arange(0, BM), first, o, BM, BN)
         dp = tl.where(keep, dp * o.kept_scale, 0.0)
     return tl.where(visible, dp, 0.0)
 
@@ -195,6 +198,7 @@ def additive_backward_scores(
     tiles = tl.cdiv(o.q_len, BM)
     row = tl.program_id(0) % tiles * BM
     i_b = (tl.program_id(0) // tiles).to(tl.int64)
+    at = whole(o, i_b)
     o_m = row + tl.arange(0, BM)
     m_m = o_m < o.q_len
     m = tl.full([BM], -INF, tl.float32)
@@ -217,7 +221,7 @@ def additive_backward_scores(
             p = tl.exp2((e - top[:, None]) * LOG2E) / l[:, None]
             b_v = load_rows(value, i_b, 0, o_n, o_n < o.k_len, DV, BDV)
             dp = _weight_gradients(
-                b_do, b_v, grad_weights, i_b, row, first, o, e != -INF, PRECISION, BM, BN
+                b_do, b_v, grad_weights, at, row, first, o, e != -INF, PRECISION, BM, BN
             )
             rest += tl.sum(tl.where(e != -INF, p * (dp - delta[:, None]), 0.0), axis=1)
         delta += rest
@@ -227,7 +231,7 @@ def additive_backward_scores(
         p = tl.exp2((e - top[:, None]) * LOG2E) / l[:, None]
         b_v = load_rows(value, i_b, 0, o_n, o_n < o.k_len, DV, BDV)
         dp = _weight_gradients(
-            b_do, b_v, grad_weights, i_b, row, first, o, e != -INF, PRECISION, BM, BN
+            b_do, b_v, grad_weights, at, row, first, o, e != -INF, PRECISION, BM, BN
         )
         de = tl.where(e != -INF, p * (dp - delta[:, None]), 0.0)
         p_g = p_grad + (i_b * o.q_len + o_m[:, None]) * o.k_len + o_n[None, :]
@@ -252,6 +256,7 @@ def additive_backward_value(
     tiles = tl.cdiv(o.k_len, BN)
     first = tl.program_id(0) % tiles * BN
     i_b = (tl.program_id(0) // tiles).to(tl.int64)
+    at = whole(o, i_b)
     o_n = first + tl.arange(0, BN)
     acc = tl.zeros([BN, BDV], tl.float32)
     for row in range(0, o.q_len, BM):
@@ -262,7 +267,7 @@ def additive_backward_value(
         e = _load_tile(p_scores, i_b, row, first, o, -INF, BM, BN)
         w = tl.exp2((e - top[:, None]) * LOG2E) / l[:, None]
         if o.p_seed is not None:
-            w = tl.where(kept(i_b, 0, o_m, first, o, BM, BN), w * o.kept_scale, 0.0)
+            w = tl.where(kept(at, 0, o_m, first, o, BM, BN), w * o.kept_scale, 0.0)
         b_do = load_rows(grad_out, i_b, 0, o_m, m_m & (top != INF), DV, BDV)
         acc = tl.dot(tl.trans(w.to(b_do.dtype)), b_do, acc, input_precision=PRECISION)
     store_rows(grad_value, i_b, 0, o_n, o_n < o.k_len, acc, DV, BDV)

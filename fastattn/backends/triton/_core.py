@@ -21,7 +21,11 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 class Operand(NamedTuple):
-    """A tensor [B, H, L, D], or [B, H, Lq, Lk]. A broadcast dimension has stride 0."""
+    """A tensor [B, H, L, D], or [B, H, Lq, Lk]. A broadcast dimension has stride 0.
+
+    Of packed sequences, [T, H, D], b is the stride of a row, as l is: what is counted by b there is
+    the rows before a sequence.
+    """
 
     p: Any
     b: int  # strides, in elements
@@ -35,10 +39,10 @@ class Options(NamedTuple):
 
     heads: int
     group: int  # query heads that share a key head
-    q_len: int
+    q_len: int  # of packed sequences: of all of them
     k_len: int
     scale: float  # positive
-    offset: int
+    offset: int | None  # None: the last query is at the last key
     left: int | None  # None: unlimited
     right: int | None
     seen: Operand | None  # the boolean mask
@@ -49,6 +53,89 @@ class Options(NamedTuple):
     p_seed: Any  # None without dropout
     threshold: int | None  # a draw below it is kept
     kept_scale: float | None  # 65536 / threshold
+    p_q_starts: Any = None  # [B + 1] int64, of packed sequences
+    p_k_starts: Any = None
+    batch: int | None = None
+
+
+class Sequence(NamedTuple):
+    """What a program works on."""
+
+    i_b: Any  # its number
+    q_len: Any
+    k_len: Any
+    offset: Any
+    q_at: Any  # what its operands count by b: its number, or the rows before it
+    k_at: Any
+
+
+@triton.jit
+def whole(o, i_b):
+    """Sequence i_b of a batch of equals."""
+    i_b = tl.cast(i_b, tl.int64)
+    offset = 0
+    if o.offset is None:
+        offset = o.k_len - o.q_len
+    else:
+        offset = o.offset
+    return Sequence(i_b, o.q_len, o.k_len, offset, i_b, i_b)
+
+
+@triton.jit
+def locate(o, OF_KEYS: tl.constexpr, BLOCK: tl.constexpr):
+    """Return this program's sequence, its head, and which tile of it, which may be beyond its end.
+
+    Packed sequences begin anywhere. Sequence b has the tiles start_b // BLOCK + b and on: so there
+    are enough for each, and nobody has to add up the lengths. One more sequence are the rows after
+    the last one, which see nothing and are seen by nobody.
+    """
+    if o.p_q_starts is None:
+        heads = o.heads // o.group if OF_KEYS else o.heads
+        tiles = tl.cdiv(o.k_len if OF_KEYS else o.q_len, BLOCK)
+        i_bh = tl.program_id(0) // tiles
+        return whole(o, i_bh // heads), i_bh % heads, tl.program_id(0) % tiles
+    else:
+        p_starts = o.p_k_starts if OF_KEYS else o.p_q_starts
+        tiles = (o.k_len if OF_KEYS else o.q_len) // BLOCK + o.batch + 1
+        n = tl.program_id(0) % tiles
+        begun = 0
+        for b in range(0, o.batch + 1, 128):
+            o_b = b + tl.arange(0, 128)
+            starts = tl.load(p_starts + o_b, mask=o_b <= o.batch, other=2**40)
+            begun += tl.sum((starts // BLOCK + o_b <= n).to(tl.int32))
+        i_b = tl.maximum(begun - 1, 0)
+        q_at, q_len = _extent(o.p_q_starts, i_b, o.batch, o.q_len, not OF_KEYS)
+        k_at, k_len = _extent(o.p_k_starts, i_b, o.batch, o.k_len, OF_KEYS)
+        offset = 0
+        if o.offset is None:
+            offset = k_len - q_len
+        else:
+            offset = o.offset
+        tile = n - i_b - (k_at if OF_KEYS else q_at).to(tl.int32) // BLOCK
+        at = Sequence(i_b.to(tl.int64), q_len, k_len, offset, q_at, k_at)
+        return at, tl.program_id(0) // tiles, tile
+
+
+@triton.jit
+def _extent(p_starts, i_b, batch, rows, TO_THE_END: tl.constexpr):
+    """Where a sequence begins, and its length; within the rows there are, whatever is stored."""
+    begin = tl.minimum(tl.maximum(tl.load(p_starts + i_b), 0), rows)
+    end = tl.load(p_starts + tl.minimum(i_b + 1, batch))
+    if TO_THE_END:
+        end = tl.where(i_b == batch, rows, end)
+    end = tl.minimum(tl.maximum(end, begin), rows)
+    return begin, (end - begin).to(tl.int32)
+
+
+@triton.jit
+def first_row(o, at, i_h):
+    """Where the rows of a head lie in lse [B, Hq, Lq], or [Hq, T] of packed sequences."""
+    i_row = at.i_b * 0
+    if o.p_q_starts is None:
+        i_row = (at.i_b * o.heads + i_h) * o.q_len
+    else:
+        i_row = tl.cast(i_h, tl.int64) * o.q_len + at.q_at
+    return i_row
 
 
 @triton.jit
@@ -72,22 +159,21 @@ def store_rows(x, i_b, i_h, o_l, m_l, block, D: tl.constexpr, BD: tl.constexpr):
 
 
 @triton.jit
-def load_pairs(x, i_b, i_h, row, first, o, other, BM: tl.constexpr, BN: tl.constexpr):
+def load_pairs(x, at, i_h, row, first, other, BM: tl.constexpr, BN: tl.constexpr):
     """The tile [BM, BN] at (row, first) of an operand [B, H, Lq, Lk].
 
     Within the tile offsets are int32, half the registers; ``sdpa.py`` sees to the strides.
     """
-    p_x = (
-        x.p + i_b * x.b + i_h * x.h + tl.cast(row, tl.int64) * x.l + tl.cast(first, tl.int64) * x.d
-    )
+    p_x = x.p + at.i_b * x.b + i_h * x.h
+    p_x = p_x + tl.cast(row, tl.int64) * x.l + tl.cast(first, tl.int64) * x.d
     o_x = tl.arange(0, BM)[:, None] * x.l + tl.arange(0, BN)[None, :] * x.d
-    inside = in_matrix(row + tl.arange(0, BM), first + tl.arange(0, BN), o)
+    inside = in_matrix(row + tl.arange(0, BM), first + tl.arange(0, BN), at)
     return tl.load(p_x + o_x, mask=inside, other=other)
 
 
 @triton.jit
-def in_matrix(o_m, o_n, o):
-    return (o_m < o.q_len)[:, None] & (o_n < o.k_len)[None, :]
+def in_matrix(o_m, o_n, at):
+    return (o_m < at.q_len)[:, None] & (o_n < at.k_len)[None, :]
 
 
 @triton.jit
@@ -106,7 +192,7 @@ def tanh(x):
 
 
 @triton.jit
-def keys_seen(first, last, o, BN: tl.constexpr):
+def keys_seen(first, last, at, o, BN: tl.constexpr):
     """The keys that the queries first...last can see: (lo, full_lo, full_hi, hi).
 
     Each of [lo, hi) is seen by some query, each of [full_lo, full_hi) by all of them: there is no
@@ -114,14 +200,14 @@ def keys_seen(first, last, o, BN: tl.constexpr):
     """
     lo = 0
     full_lo = 0
-    hi = o.k_len
-    full = o.k_len
+    hi = at.k_len
+    full = at.k_len
     if o.left is not None:  # i + offset - left <= j
-        lo = tl.maximum(first + o.offset - o.left, 0)
-        full_lo = (tl.maximum(last + o.offset - o.left, 0) + BN - 1) // BN * BN
+        lo = tl.maximum(first + at.offset - o.left, 0)
+        full_lo = (tl.maximum(last + at.offset - o.left, 0) + BN - 1) // BN * BN
     if o.right is not None:  # j <= i + offset + right
-        hi = tl.maximum(tl.minimum(o.k_len, last + o.offset + o.right + 1), 0)
-        full = tl.maximum(tl.minimum(o.k_len, first + o.offset + o.right + 1), 0)
+        hi = tl.maximum(tl.minimum(at.k_len, last + at.offset + o.right + 1), 0)
+        full = tl.maximum(tl.minimum(at.k_len, first + at.offset + o.right + 1), 0)
     full_hi = full // BN * BN
     if o.left is not None:
         full_lo = tl.minimum(full_lo, (hi + BN - 1) // BN * BN)
@@ -130,22 +216,22 @@ def keys_seen(first, last, o, BN: tl.constexpr):
 
 
 @triton.jit
-def queries_seeing(first, last, o, BM: tl.constexpr):
+def queries_seeing(first, last, at, o, BM: tl.constexpr):
     """The queries [lo, hi) that can see any of the keys first...last; lo is a multiple of BM."""
     lo = 0
-    hi = o.q_len
+    hi = at.q_len
     if o.right is not None:
-        lo = tl.maximum(first - o.offset - o.right, 0) // BM * BM
+        lo = tl.maximum(first - at.offset - o.right, 0) // BM * BM
     if o.left is not None:
-        hi = tl.minimum(o.q_len, last - o.offset + o.left + 1)
+        hi = tl.minimum(at.q_len, last - at.offset + o.left + 1)
     return lo, hi
 
 
 @triton.jit
-def in_window(o_m, o_n, o):
+def in_window(o_m, o_n, at, o):
     """Which pairs [BM, BN] are inside the window and inside the matrix."""
-    visible = in_matrix(o_m, o_n, o)
-    d = (o_m + o.offset)[:, None] - o_n[None, :]
+    visible = in_matrix(o_m, o_n, at)
+    d = (o_m + at.offset)[:, None] - o_n[None, :]
     if o.left is not None:
         visible = visible & (d <= o.left)
     if o.right is not None:
@@ -163,10 +249,28 @@ def exponent_unit(o):
 
 
 @triton.jit
+def scaled(s, o):
+    """Return the scores of these dot products before what is added to them; d score / d s."""
+    slope = 1.0
+    if o.rescored is not None:
+        s = s * o.scale
+    if o.softcap is not None:
+        t = tanh(s / o.softcap)
+        s = o.softcap * t
+        slope = 1.0 - t * t
+    return s, slope
+
+
+@triton.jit
+def distance(o_m, o_n, at):
+    return tl.abs((o_m + at.offset)[:, None] - o_n[None, :]).to(tl.float32)
+
+
+@triton.jit
 def scores(
     b_q,  # [BM, BD]
     b_k,  # [BN, BD]
-    i_b,
+    at,
     i_h,
     row,  # where the tile begins
     first,
@@ -179,26 +283,19 @@ def scores(
     BN: tl.constexpr = b_k.shape[0]
     o_m = row + tl.arange(0, BM)
     o_n = first + tl.arange(0, BN)
-    s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
-    slope = 1.0
-    if o.rescored is not None:
-        s = s * o.scale
-    if o.softcap is not None:
-        t = tanh(s / o.softcap)
-        s = o.softcap * t
-        slope = 1.0 - t * t
+    s, slope = scaled(tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION), o)
     visible = o_n[None, :] >= 0
     if CHECKED:
-        visible = in_window(o_m, o_n, o)
+        visible = in_window(o_m, o_n, at, o)
     if o.seen is not None:
-        visible = visible & (load_pairs(o.seen, i_b, i_h, row, first, o, 0, BM, BN) != 0)
+        visible = visible & (load_pairs(o.seen, at, i_h, row, first, 0, BM, BN) != 0)
     if o.added is not None:
-        added = load_pairs(o.added, i_b, i_h, row, first, o, -INF, BM, BN).to(tl.float32)
+        added = load_pairs(o.added, at, i_h, row, first, -INF, BM, BN).to(tl.float32)
         visible = visible & (added != -INF)
         s = s + added
     if o.alibi is not None:
-        slope_of_head = tl.load(o.alibi.p + i_b * o.alibi.b + i_h * o.alibi.h)
-        s = s - slope_of_head * tl.abs((o_m + o.offset)[:, None] - o_n[None, :]).to(tl.float32)
+        slope_of_head = tl.load(o.alibi.p + at.i_b * o.alibi.b + i_h * o.alibi.h)
+        s = s - slope_of_head * distance(o_m, o_n, at)
     if CHECKED or o.seen is not None or o.added is not None:
         s = tl.where(visible, s, -INF)  # selected: a NaN that nobody sees ends here
     return s, visible, slope
@@ -259,7 +356,7 @@ def probabilities(s, high, low, unit, o):
 
 
 @triton.jit
-def kept(i_b, i_h, o_m, first, o, BM: tl.constexpr, BN: tl.constexpr):
+def kept(at, i_h, o_m, first, o, BM: tl.constexpr, BN: tl.constexpr):
     """Which pairs [BM, BN] dropout keeps; see ``reference.dropout_keep``.
 
     One Philox call gives the draws of eight neighbours. Joins put them side by side: the outermost
@@ -272,7 +369,7 @@ def kept(i_b, i_h, o_m, first, o, BM: tl.constexpr, BN: tl.constexpr):
         (zero + o_m[:, None]).to(tl.uint32),
         (zero + blocks[None, :]).to(tl.uint32),
         (zero + i_h).to(tl.uint32),
-        (zero + i_b).to(tl.uint32),
+        (zero + at.i_b).to(tl.uint32),
     )
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
     draws = tl.join(words & 0xFFFF, words >> 16)

@@ -17,17 +17,20 @@ from fastattn.backends.triton._core import (
     INF,
     LOG2E,
     exponent_unit,
+    first_row,
     in_matrix,
     kept,
     keys_seen,
     keys_visible,
     load_pairs,
     load_rows,
+    locate,
     probabilities,
     queries_seeing,
     scores,
     store_rows,
     update_softmax,
+    whole,
 )
 
 
@@ -40,7 +43,7 @@ def _score_gradients(
     delta,  # [BM]
     grad_weights,
     weight_share,
-    i_b,
+    at,
     i_h,
     row,
     first,
@@ -56,12 +59,11 @@ def _score_gradients(
     dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
     if grad_weights is not None:
         dp += (
-            load_pairs(grad_weights, i_b, i_h, row, first, o, 0.0, BM, BN).to(tl.float32)
-            * weight_share
+            load_pairs(grad_weights, at, i_h, row, first, 0.0, BM, BN).to(tl.float32) * weight_share
         )
     w = p
     if o.p_seed is not None:
-        keep = kept(i_b, i_h, row + tl.arange(0, BM), first, o, BM, BN)
+        keep = kept(at, i_h, row + tl.arange(0, BM), first, o, BM, BN)
         dp = tl.where(keep, dp * o.kept_scale, 0.0)
         w = tl.where(keep, p, 0.0)
     # Selected: the row of a query that sees nothing may carry a gradient of NaN.
@@ -102,17 +104,16 @@ def attention_statistics(
     the very probabilities that it has to cancel: sum_j p_ij (dp_ij - estimate).
     """
     unit = exponent_unit(o)
-    tiles = tl.cdiv(o.q_len, BM)
-    row = tl.program_id(0) % tiles * BM
-    i_bh = (tl.program_id(0) // tiles).to(tl.int64)
-    i_b = i_bh // o.heads
-    i_h = i_bh % o.heads
+    at, i_h, tile = locate(o, False, BM)
+    row = tile * BM
+    if row >= at.q_len:
+        return
     o_m = row + tl.arange(0, BM)
-    m_m = o_m < o.q_len
-    o_rows = i_bh * o.q_len + o_m
-    b_q = load_rows(q, i_b, i_h, o_m, m_m, D, BD)
-    last = tl.minimum(row + BM, o.q_len) - 1
-    lo, full_lo, full_hi, hi = keys_seen(row, last, o, BN)
+    m_m = o_m < at.q_len
+    o_rows = first_row(o, at, i_h) + o_m
+    b_q = load_rows(q, at.q_at, i_h, o_m, m_m, D, BD)
+    last = tl.minimum(row + BM, at.q_len) - 1
+    lo, full_lo, full_hi, hi = keys_seen(row, last, at, o, BN)
 
     lse = tl.load(p_lse + o_rows, mask=m_m, other=-INF)
     sees = lse != -INF
@@ -130,8 +131,8 @@ def attention_statistics(
             l = tl.zeros([BM], tl.float32)
             for first in range(lo // BN * BN, hi, BN):
                 o_n = first + tl.arange(0, BN)
-                b_k = load_rows(k, i_b, i_h // o.group, o_n, o_n < o.k_len, D, BD)
-                s, visible, slope = scores(b_q, b_k, i_b, i_h, row, first, o, True, PRECISION)
+                b_k = load_rows(k, at.k_at, i_h // o.group, o_n, o_n < at.k_len, D, BD)
+                s, visible, slope = scores(b_q, b_k, at, i_h, row, first, o, True, PRECISION)
                 m, l, p, shrink = update_softmax(m, l, s, unit, o)
             high = tl.where(huge, m, high)
             low = tl.where(huge, tl.log(l), low)
@@ -139,25 +140,27 @@ def attention_statistics(
     tl.store(p_low + o_rows, low, mask=m_m)
 
     if grad_out is not None:
-        b_out = load_rows(out, i_b, i_h, o_m, m_m & sees, DV, BDV).to(tl.float32)
-        b_do = load_rows(grad_out, i_b, i_h, o_m, m_m & sees, DV, BDV)
+        b_out = load_rows(out, at.q_at, i_h, o_m, m_m & sees, DV, BDV).to(tl.float32)
+        b_do = load_rows(grad_out, at.q_at, i_h, o_m, m_m & sees, DV, BDV)
         delta = tl.sum(b_out * b_do.to(tl.float32), axis=1)
         if EXACT or grad_weights is not None:
             rest = tl.zeros([BM], tl.float32)
             for first in range(lo // BN * BN, hi, BN):
                 o_n = first + tl.arange(0, BN)
                 m_n = (o_n >= lo) & (o_n < hi)
-                b_k = load_rows(k, i_b, i_h // o.group, o_n, m_n, D, BD)
-                b_v = load_rows(v, i_b, i_h // o.group, o_n, m_n, DV, BDV)
-                s, visible, slope = scores(b_q, b_k, i_b, i_h, row, first, o, True, PRECISION)
+                b_k = load_rows(k, at.k_at, i_h // o.group, o_n, m_n, D, BD)
+                b_v = load_rows(v, at.k_at, i_h // o.group, o_n, m_n, DV, BDV)
+                s, visible, slope = scores(b_q, b_k, at, i_h, row, first, o, True, PRECISION)
                 w, ds = _score_gradients(
                     b_v, b_do, high, low, delta, grad_weights, weight_share,
-                    i_b, i_h, row, first, s, visible, o, BM, BN, PRECISION,
+                    at, i_h, row, first, s, visible, o, BM, BN, PRECISION,
                 )  # fmt: skip
                 rest += tl.sum(ds, axis=1)
             delta += rest
         if grad_lse is not None:
-            p_gl = grad_lse.p + i_b * grad_lse.b + i_h * grad_lse.h + o_m.to(tl.int64) * grad_lse.l
+            p_gl = (
+                grad_lse.p + at.q_at * grad_lse.b + i_h * grad_lse.h + o_m.to(tl.int64) * grad_lse.l
+            )
             delta -= tl.load(p_gl, mask=m_m & sees, other=0.0).to(tl.float32)
         tl.store(p_delta + o_rows, delta, mask=m_m)
 
@@ -184,38 +187,37 @@ def attention_backward_query(
     BN: tl.constexpr,
 ):
     """dq_i = scale * sum_j ds_ij k_j for one tile of queries of one head."""
-    tiles = tl.cdiv(o.q_len, BM)
-    tile = tiles - 1 - tl.program_id(0) % tiles
-    i_bh = (tl.program_id(0) // tiles).to(tl.int64)
-    i_b = i_bh // o.heads
-    i_h = i_bh % o.heads
-    row = tile * BM
+    at, i_h, tile = locate(o, False, BM)
+    if tile * BM >= at.q_len:
+        return
+    row = (tl.cdiv(at.q_len, BM) - 1 - tile) * BM
     o_m = row + tl.arange(0, BM)
-    m_m = o_m < o.q_len
-    high = tl.load(p_high + i_bh * o.q_len + o_m, mask=m_m, other=INF)
-    low = tl.load(p_low + i_bh * o.q_len + o_m, mask=m_m, other=0.0)
-    delta = tl.load(p_delta + i_bh * o.q_len + o_m, mask=m_m, other=0.0)
-    b_q = load_rows(q, i_b, i_h, o_m, m_m, D, BD)
-    b_do = load_rows(grad_out, i_b, i_h, o_m, m_m & (high != INF), DV, BDV)
+    m_m = o_m < at.q_len
+    o_rows = first_row(o, at, i_h) + o_m
+    high = tl.load(p_high + o_rows, mask=m_m, other=INF)
+    low = tl.load(p_low + o_rows, mask=m_m, other=0.0)
+    delta = tl.load(p_delta + o_rows, mask=m_m, other=0.0)
+    b_q = load_rows(q, at.q_at, i_h, o_m, m_m, D, BD)
+    b_do = load_rows(grad_out, at.q_at, i_h, o_m, m_m & (high != INF), DV, BDV)
     acc = tl.zeros([BM, BD], tl.float32)
 
-    last = tl.minimum(row + BM, o.q_len) - 1
-    lo, full_lo, full_hi, hi = keys_seen(row, last, o, BN)
+    last = tl.minimum(row + BM, at.q_len) - 1
+    lo, full_lo, full_hi, hi = keys_seen(row, last, at, o, BN)
     for first in range(lo // BN * BN, hi, BN):
         o_n = first + tl.arange(0, BN)
         m_n = (o_n >= lo) & (o_n < hi)
-        b_k = load_rows(k, i_b, i_h // o.group, o_n, m_n, D, BD)
-        b_v = load_rows(v, i_b, i_h // o.group, o_n, m_n, DV, BDV)
-        s, visible, slope = scores(b_q, b_k, i_b, i_h, row, first, o, True, PRECISION)
+        b_k = load_rows(k, at.k_at, i_h // o.group, o_n, m_n, D, BD)
+        b_v = load_rows(v, at.k_at, i_h // o.group, o_n, m_n, DV, BDV)
+        s, visible, slope = scores(b_q, b_k, at, i_h, row, first, o, True, PRECISION)
         w, ds = _score_gradients(
             b_v, b_do, high, low, delta, grad_weights, weight_share,
-            i_b, i_h, row, first, s, visible, o, BM, BN, PRECISION,
+            at, i_h, row, first, s, visible, o, BM, BN, PRECISION,
         )  # fmt: skip
         if o.seen is not None or o.added is not None:  # 0 * NaN would be NaN
             m_n = m_n & keys_visible(visible)
-            b_k = load_rows(k, i_b, i_h // o.group, o_n, m_n, D, BD)
+            b_k = load_rows(k, at.k_at, i_h // o.group, o_n, m_n, D, BD)
         acc = tl.dot((ds * slope).to(b_k.dtype), b_k, acc, input_precision=PRECISION)
-    store_rows(grad_q, i_b, i_h, o_m, m_m, acc * o.scale, D, BD)
+    store_rows(grad_q, at.q_at, i_h, o_m, m_m, acc * o.scale, D, BD)
 
 
 @triton.jit
@@ -244,43 +246,42 @@ def attention_backward_key_value(
 
     The query heads that share the key head are added up here, one after the other.
     """
-    tiles = tl.cdiv(o.k_len, BN)
-    first = tl.program_id(0) % tiles * BN
-    i_bh = (tl.program_id(0) // tiles).to(tl.int64)
-    i_b = i_bh // (o.heads // o.group)
-    i_hkv = i_bh % (o.heads // o.group)
+    at, i_hkv, tile = locate(o, True, BN)
+    first = tile * BN
+    if first >= at.k_len:
+        return
     o_n = first + tl.arange(0, BN)
-    m_n = o_n < o.k_len
-    b_k = load_rows(k, i_b, i_hkv, o_n, m_n, D, BD)
-    b_v = load_rows(v, i_b, i_hkv, o_n, m_n, DV, BDV)
+    m_n = o_n < at.k_len
+    b_k = load_rows(k, at.k_at, i_hkv, o_n, m_n, D, BD)
+    b_v = load_rows(v, at.k_at, i_hkv, o_n, m_n, DV, BDV)
     acc_k = tl.zeros([BN, BD], tl.float32)
     acc_v = tl.zeros([BN, BDV], tl.float32)
 
-    last = tl.minimum(first + BN, o.k_len) - 1
-    lo, hi = queries_seeing(first, last, o, BM)
+    last = tl.minimum(first + BN, at.k_len) - 1
+    lo, hi = queries_seeing(first, last, at, o, BM)
     for i_h in range(i_hkv * o.group, i_hkv * o.group + o.group):
-        o_head = (i_b * o.heads + i_h) * o.q_len
+        o_head = first_row(o, at, i_h)
         for row in range(lo, hi, BM):
             o_m = row + tl.arange(0, BM)
-            m_m = o_m < o.q_len
+            m_m = o_m < at.q_len
             high = tl.load(p_high + o_head + o_m, mask=m_m, other=INF)
             low = tl.load(p_low + o_head + o_m, mask=m_m, other=0.0)
             delta = tl.load(p_delta + o_head + o_m, mask=m_m, other=0.0)
             m_m = m_m & (high != INF)
-            b_q = load_rows(q, i_b, i_h, o_m, m_m, D, BD)
-            b_do = load_rows(grad_out, i_b, i_h, o_m, m_m, DV, BDV)
-            s, visible, slope = scores(b_q, b_k, i_b, i_h, row, first, o, True, PRECISION)
+            b_q = load_rows(q, at.q_at, i_h, o_m, m_m, D, BD)
+            b_do = load_rows(grad_out, at.q_at, i_h, o_m, m_m, DV, BDV)
+            s, visible, slope = scores(b_q, b_k, at, i_h, row, first, o, True, PRECISION)
             w, ds = _score_gradients(
                 b_v, b_do, high, low, delta, grad_weights, weight_share,
-                i_b, i_h, row, first, s, visible, o, BM, BN, PRECISION,
+                at, i_h, row, first, s, visible, o, BM, BN, PRECISION,
             )  # fmt: skip
             acc_v = tl.dot(tl.trans(w.to(b_do.dtype)), b_do, acc_v, input_precision=PRECISION)
             ds = (ds * slope).to(b_q.dtype)
             acc_k = tl.dot(tl.trans(ds), b_q, acc_k, input_precision=PRECISION)
     if o.p_seed is not None:
         acc_v = acc_v * o.kept_scale
-    store_rows(grad_k, i_b, i_hkv, o_n, m_n, acc_k * o.scale, D, BD)
-    store_rows(grad_v, i_b, i_hkv, o_n, m_n, acc_v, DV, BDV)
+    store_rows(grad_k, at.k_at, i_hkv, o_n, m_n, acc_k * o.scale, D, BD)
+    store_rows(grad_v, at.k_at, i_hkv, o_n, m_n, acc_v, DV, BDV)
 
 
 @triton.jit
@@ -327,19 +328,20 @@ def attention_backward_mask(
     for n in range(batch_sum * head_sum):
         i_b = i_mask // mask_heads + n // head_sum
         i_h = i_mask % mask_heads + n % head_sum
-        o_rows = (i_b * o.heads + i_h) * o.q_len + o_m
+        at = whole(o, i_b)
+        o_rows = first_row(o, at, i_h) + o_m
         m_m = o_m < o.q_len
         high = tl.load(p_high + o_rows, mask=m_m, other=INF)
         low = tl.load(p_low + o_rows, mask=m_m, other=0.0)
         delta = tl.load(p_delta + o_rows, mask=m_m, other=0.0)
-        b_q = load_rows(q, i_b, i_h, o_m, m_m, D, BD)
-        b_do = load_rows(grad_out, i_b, i_h, o_m, m_m & (high != INF), DV, BDV)
-        b_k = load_rows(k, i_b, i_h // o.group, o_n, m_n, D, BD)
-        b_v = load_rows(v, i_b, i_h // o.group, o_n, m_n, DV, BDV)
-        s, visible, slope = scores(b_q, b_k, i_b, i_h, row, first, o, True, PRECISION)
+        b_q = load_rows(q, at.q_at, i_h, o_m, m_m, D, BD)
+        b_do = load_rows(grad_out, at.q_at, i_h, o_m, m_m & (high != INF), DV, BDV)
+        b_k = load_rows(k, at.k_at, i_h // o.group, o_n, m_n, D, BD)
+        b_v = load_rows(v, at.k_at, i_h // o.group, o_n, m_n, DV, BDV)
+        s, visible, slope = scores(b_q, b_k, at, i_h, row, first, o, True, PRECISION)
         w, ds = _score_gradients(
             b_v, b_do, high, low, delta, grad_weights, weight_share,
-            i_b, i_h, row, first, s, visible, o, BM, BN, PRECISION,
+            at, i_h, row, first, s, visible, o, BM, BN, PRECISION,
         )  # fmt: skip
         # Thousands of terms may meet in one element: what the sum rounds off is summed too.
         grown = total + ds

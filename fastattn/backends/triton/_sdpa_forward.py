@@ -7,16 +7,19 @@ import triton.language as tl
 
 from fastattn.backends.triton._core import (
     exponent_unit,
+    first_row,
     kept,
     keys_seen,
     keys_visible,
     load_rows,
+    locate,
     log_sum_exp,
     probabilities,
     scores,
     start_softmax,
     store_rows,
     update_softmax,
+    whole,
 )
 
 
@@ -32,7 +35,7 @@ def _attend_to(
     b_q,  # [BM, BD]
     k,
     v,
-    i_b,
+    at,
     i_h,
     row,
     o,
@@ -50,14 +53,14 @@ def _attend_to(
     for first in range(start, end, BN):
         o_n = first + tl.arange(0, BN)
         m_n = (o_n >= lo) & (o_n < hi)
-        b_k = load_rows(k, i_b, i_h // o.group, o_n, m_n, D, BD)
-        s, visible, slope = scores(b_q, b_k, i_b, i_h, row, first, o, CHECKED, PRECISION)
+        b_k = load_rows(k, at.k_at, i_h // o.group, o_n, m_n, D, BD)
+        s, visible, slope = scores(b_q, b_k, at, i_h, row, first, o, CHECKED, PRECISION)
         m, l, p, shrink = update_softmax(m, l, s, unit, o)
         if o.p_seed is not None:
-            p = tl.where(kept(i_b, i_h, row + tl.arange(0, BM), first, o, BM, BN), p, 0.0)
+            p = tl.where(kept(at, i_h, row + tl.arange(0, BM), first, o, BM, BN), p, 0.0)
         if o.seen is not None or o.added is not None:
             m_n = m_n & keys_visible(visible)  # 0 * NaN would be NaN
-        b_v = load_rows(v, i_b, i_h // o.group, o_n, m_n, DV, BDV)
+        b_v = load_rows(v, at.k_at, i_h // o.group, o_n, m_n, DV, BDV)
         # acc = acc * exp(m_old - m) + p @ v
         acc = tl.dot(p.to(b_v.dtype), b_v, acc * shrink[:, None], input_precision=PRECISION)
     return m, l, acc
@@ -80,39 +83,36 @@ def attention_forward(
     BN: tl.constexpr,
 ):
     """out = softmax(scores) @ v for one tile of queries of one head."""
-    tiles = tl.cdiv(o.q_len, BM)
-    tile = tiles - 1 - tl.program_id(0) % tiles  # causal: those with most keys start first
-    i_bh = (tl.program_id(0) // tiles).to(tl.int64)
-    i_b = i_bh // o.heads
-    i_h = i_bh % o.heads
-
-    row = tile * BM
+    at, i_h, tile = locate(o, False, BM)
+    if tile * BM >= at.q_len:
+        return
+    row = (tl.cdiv(at.q_len, BM) - 1 - tile) * BM  # causal: those with most keys start first
     o_m = row + tl.arange(0, BM)
-    m_m = o_m < o.q_len
-    b_q = load_rows(q, i_b, i_h, o_m, m_m, D, BD)
+    m_m = o_m < at.q_len
+    b_q = load_rows(q, at.q_at, i_h, o_m, m_m, D, BD)
     m, l, acc = start_softmax(BM, BDV)
-    last = tl.minimum(row + BM, o.q_len) - 1
-    lo, full_lo, full_hi, hi = keys_seen(row, last, o, BN)
+    last = tl.minimum(row + BM, at.q_len) - 1
+    lo, full_lo, full_hi, hi = keys_seen(row, last, at, o, BN)
     if o.left is not None:
         m, l, acc = _attend_to(
-            m, l, acc, lo // BN * BN, tl.minimum(full_lo, hi), lo, hi, b_q, k, v, i_b, i_h, row, o,
+            m, l, acc, lo // BN * BN, tl.minimum(full_lo, hi), lo, hi, b_q, k, v, at, i_h, row, o,
             True, BM, BN, D, DV, BD, BDV, PRECISION,
         )  # fmt: skip
     m, l, acc = _attend_to(
-        m, l, acc, full_lo, full_hi, lo, hi, b_q, k, v, i_b, i_h, row, o,
+        m, l, acc, full_lo, full_hi, lo, hi, b_q, k, v, at, i_h, row, o,
         False, BM, BN, D, DV, BD, BDV, PRECISION,
     )  # fmt: skip
     m, l, acc = _attend_to(
-        m, l, acc, full_hi, hi, lo, hi, b_q, k, v, i_b, i_h, row, o,
+        m, l, acc, full_hi, hi, lo, hi, b_q, k, v, at, i_h, row, o,
         True, BM, BN, D, DV, BD, BDV, PRECISION,
     )  # fmt: skip
 
     if o.p_seed is not None:
         acc = acc * o.kept_scale
     acc = acc / tl.where(l == 0.0, 1.0, l)[:, None]
-    store_rows(out, i_b, i_h, o_m, m_m, acc, DV, BDV)
+    store_rows(out, at.q_at, i_h, o_m, m_m, acc, DV, BDV)
     lse = log_sum_exp(m, l, exponent_unit(o), o)
-    tl.store(p_lse + i_bh * o.q_len + o_m, lse, mask=m_m)
+    tl.store(p_lse + first_row(o, at, i_h) + o_m, lse, mask=m_m)
 
 
 @triton.jit
@@ -150,18 +150,19 @@ def attention_weights(
         head = rest % o.heads
         end = head + 1
 
+    at = whole(o, i_b)
     total = tl.zeros([BM, BN], tl.float32)
     for i_h in range(head, end):
-        b_q = load_rows(q, i_b, i_h, o_m, m_m, D, BD)
-        b_k = load_rows(k, i_b, i_h // o.group, o_n, o_n < o.k_len, D, BD)
-        s, visible, slope = scores(b_q, b_k, i_b, i_h, row, first, o, True, PRECISION)
+        b_q = load_rows(q, at.q_at, i_h, o_m, m_m, D, BD)
+        b_k = load_rows(k, at.k_at, i_h // o.group, o_n, o_n < o.k_len, D, BD)
+        s, visible, slope = scores(b_q, b_k, at, i_h, row, first, o, True, PRECISION)
         o_rows = (i_b * o.heads + i_h) * o.q_len + o_m
         high = tl.load(p_high + o_rows, mask=m_m, other=0.0)
         low = tl.load(p_low + o_rows, mask=m_m, other=0.0)
         p = tl.where(visible, probabilities(s, high, low, unit, o), 0.0)
         if o.p_seed is not None:
             p = tl.where(
-                kept(i_b, i_h, row + tl.arange(0, BM), first, o, BM, BN), p * o.kept_scale, 0.0
+                kept(at, i_h, row + tl.arange(0, BM), first, o, BM, BN), p * o.kept_scale, 0.0
             )
         total += p
     if AVERAGED:

@@ -35,11 +35,15 @@ class Launch(NamedTuple):
         return self.q_tiles(q_len) * self.k_tiles(k_len)
 
 
-# Bound by its tanh: a tile needs no more than enough pairs for its threads.
-_ADDITIVE = Launch(16, 32, 4, 1)
-
 # kernel -> bits -> (up to this width, launch), the narrowest first
-_Table = dict[str, dict[int, list[tuple[int, Launch]]]]
+_Rows = list[tuple[int, Launch]]
+_Table = dict[str, dict[int, _Rows]]
+
+
+def _with(rows: _Rows, changed: dict[int, Launch]) -> _Rows:
+    """These rows with some of their launches replaced."""
+    return [(up_to, changed.get(up_to, launch)) for up_to, launch in rows]
+
 
 # Small, so that a short sequence has several tiles: this is for tests.
 _INTERPRETER = Launch(32, 32, 4, 1)
@@ -54,7 +58,7 @@ _HOPPER: _Table = {
         ],
         32: [
             (64, Launch(32, 32, 4, 2)),
-            (128, Launch(32, 32, 8, 2)),
+            (128, Launch(32, 16, 8, 1)),
             (256, Launch(32, 16, 8, 1)),
             (512, Launch(16, 16, 8, 1)),
         ],
@@ -68,7 +72,7 @@ _HOPPER: _Table = {
         ],
         32: [
             (64, Launch(32, 32, 8, 1)),
-            (128, Launch(32, 16, 8, 1)),
+            (128, Launch(16, 16, 8, 1)),
             (256, Launch(16, 16, 8, 1)),
             (512, Launch(16, 16, 8, 1)),
         ],
@@ -81,7 +85,7 @@ _HOPPER: _Table = {
             (512, Launch(16, 32, 8, 1)),
         ],
         32: [
-            (64, Launch(32, 32, 8, 1)),
+            (64, Launch(32, 32, 4, 1)),
             (128, Launch(16, 32, 8, 1)),
             (256, Launch(16, 16, 8, 1)),
             (512, Launch(16, 16, 8, 1)),
@@ -89,7 +93,45 @@ _HOPPER: _Table = {
     },
 }
 
-_HOPPER["statistics"] = _HOPPER["backward_query"]
+# Rows are the query heads of a key head, up to 16 of them or more. Bound by memory.
+_HOPPER["decode"] = {
+    16: [
+        (128, Launch(16, 64, 4, 3)),
+        (256, Launch(16, 32, 4, 3)),
+        (512, Launch(16, 32, 4, 2)),
+    ],
+    32: [
+        (64, Launch(16, 32, 4, 2)),
+        (256, Launch(16, 16, 4, 2)),
+        (512, Launch(16, 16, 8, 2)),
+    ],
+}
+_HOPPER["decode_rows"] = {
+    16: [
+        (128, Launch(64, 64, 8, 3)),
+        (256, Launch(32, 32, 8, 3)),
+        (512, Launch(16, 32, 4, 2)),
+    ],
+    32: _HOPPER["decode"][32],
+}
+# A mask takes registers, and so does what is summed with it.
+_HOPPER["forward_masked"] = {
+    16: _with(_HOPPER["forward"][16], {128: Launch(128, 32, 8, 3)}),
+    32: _HOPPER["forward"][32],
+}
+_HOPPER["statistics"] = {
+    16: _with(_HOPPER["backward_query"][16], {256: Launch(32, 16, 8, 1)}),
+    32: _HOPPER["backward_query"][32],
+}
+_HOPPER["backward_mask"] = {
+    16: _with(_HOPPER["backward_key_value"][16], {256: Launch(16, 32, 4, 1)}),
+    32: _HOPPER["backward_key_value"][32],
+}
+# Bound by its tanh: a tile needs no more than enough pairs for its threads.
+_HOPPER["additive"] = {
+    16: [(512, Launch(16, 32, 4, 1))],
+    32: [(64, Launch(16, 32, 4, 1)), (256, Launch(16, 16, 8, 1)), (512, Launch(16, 16, 16, 1))],
+}
 
 # mma.sync keeps its operands in registers, and there is less shared memory.
 _AMPERE: _Table = {
@@ -111,6 +153,12 @@ _AMPERE: _Table = {
         16: [(64, Launch(32, 32, 4, 1)), *_HOPPER["backward_key_value"][16][1:]],
         32: _HOPPER["backward_key_value"][32],
     },
+}
+
+_AMPERE["forward_masked"] = _AMPERE["forward"]
+_AMPERE["statistics"] = {
+    16: _with(_HOPPER["statistics"][16], {128: Launch(64, 32, 8, 2)}),
+    32: _HOPPER["statistics"][32],
 }
 
 # A wave of 64 lanes: 4 of them leave 512 registers a lane, 8 only 256. 64 KiB of local memory.
@@ -157,17 +205,42 @@ _CDNA: _Table = {
     },
 }
 
+_CDNA["decode"] = {
+    16: [
+        (128, Launch(16, 64, 4, 2)),
+        (256, Launch(16, 32, 4, 2)),
+        (512, Launch(16, 16, 4, 2)),
+    ],
+    32: [
+        (128, Launch(16, 32, 4, 1)),
+        (512, Launch(16, 16, 4, 1)),
+    ],
+}
+_CDNA["decode_rows"] = {
+    16: [(128, Launch(32, 32, 4, 2)), *_CDNA["decode"][16][1:]],
+    32: _CDNA["decode"][32],
+}
+_CDNA["additive"] = {
+    16: [(512, Launch(16, 32, 4, 1))],
+    32: [(512, Launch(16, 32, 4, 1))],
+}
+_CDNA["forward_masked"] = _CDNA["forward"]
 _CDNA["statistics"] = _CDNA["backward_query"]
+_CDNA["backward_mask"] = _CDNA["backward_key_value"]
 
-# With 8 warps ptxas allots 48 registers to the statistics, and spills 5.
+# Where the statistics are no loop, ptxas allots 48 registers to some launches, and spills.
 _BLACKWELL: _Table = {
     **_HOPPER,
+    "forward_masked": {
+        16: _with(_HOPPER["forward_masked"][16], {256: Launch(64, 32, 8, 2)}),
+        32: _HOPPER["forward_masked"][32],
+    },
     "statistics": {
         16: [
             (64, Launch(64, 64, 8, 2)),
             (128, Launch(64, 64, 4, 2)),
-            (256, Launch(32, 32, 8, 1)),
-            (512, Launch(16, 32, 8, 1)),
+            (256, Launch(16, 32, 8, 1)),
+            (512, Launch(16, 32, 4, 1)),
         ],
         32: _HOPPER["statistics"][32],
     },
@@ -185,8 +258,6 @@ def choose(architecture: str, kernel: str, bits: int, width: int) -> Launch:
     """Return the launch of a kernel for rows of ``width`` elements."""
     if architecture == "interpreter":
         return _INTERPRETER
-    if kernel == "additive":
-        return _ADDITIVE
     for up_to, launch in table_of(architecture)[kernel][bits]:
         if width <= up_to:
             return launch

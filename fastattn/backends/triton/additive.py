@@ -14,9 +14,9 @@ from fastattn.backends.triton._additive_kernels import (
     additive_forward,
     additive_scores,
 )
+from fastattn.backends.triton._attend import options_of
 from fastattn.backends.triton._core import Options
 from fastattn.backends.triton._launch import block_of, launch, operand, plan, precision
-from fastattn.backends.triton.sdpa import options_of_call
 
 __all__ = ["additive_attention", "additive_attention_backward"]
 
@@ -186,8 +186,8 @@ def _options(
     dropout_p: float,
 ) -> Options:
     mask = None if attn_mask is None else attn_mask.unsqueeze(1)
-    options = options_of_call(
-        query.unsqueeze(1), key.unsqueeze(1), mask, None, seed,
-        1.0, 0, -1, 0 if causal else -1, 0.0, dropout_p,
+    options = options_of(
+        1, 1, query.shape[1], key.shape[1], mask, None, seed, scale=1.0, offset=0,
+        window_left=-1, window_right=0 if causal else -1, softcap=0.0, dropout_p=dropout_p,
     )  # fmt: skip
     return options._replace(rescored=1)  # scores in the unit of the definition

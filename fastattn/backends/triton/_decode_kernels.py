@@ -1,0 +1,220 @@
+"""The kernels of decoding: a cache in chunks of its keys, and what its chunks gave put together.
+
+A chunk has a fixed number of keys, whatever the batch, so that a row's bits depend on its own
+sequence alone. The query heads that share a key head are rows of one tile, r = head * Lq + i: keys
+and values are read once for all of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from fastattn.backends.triton._core import (
+    INF,
+    Sequence,
+    distance,
+    exponent,
+    exponent_unit,
+    in_window,
+    keys_seen,
+    log_sum_exp,
+    scaled,
+    start_softmax,
+    update_softmax,
+)
+
+
+class Cache(NamedTuple):
+    """Where the keys of a sequence are: in an entry of their own, or in pages."""
+
+    p_lengths: Any  # [B] int64
+    p_entries: Any  # [B] int64, or None: entry b
+    p_table: Any  # [B, P] int32, or None
+    table_row: int | None  # its stride
+    length: int  # keys of an entry or a page
+    entries: int  # entries or pages that there are
+    capacity: int  # keys that a sequence can have
+
+
+@triton.jit
+def _place(cache, i_b, o_n, m_n):
+    """The entries, or pages, of keys ``o_n``, and the rows there; within what there is."""
+    if cache.p_table is not None:
+        p_table = cache.p_table + i_b * cache.table_row
+        entry = tl.load(p_table + o_n // cache.length, mask=m_n, other=0).to(tl.int64)
+        row = o_n % cache.length
+    else:
+        entry = i_b + o_n * 0
+        if cache.p_entries is not None:
+            entry = tl.load(cache.p_entries + i_b) + o_n * 0
+        row = o_n
+    return entry, row.to(tl.int64), m_n & (entry >= 0) & (entry < cache.entries)
+
+
+@triton.jit
+def _load_cached(x, entry, row, i_h, m_n, D: tl.constexpr, BD: tl.constexpr):
+    """Rows of a cache [E, Hkv, N, D], 0 where ``m_n`` is False and beyond D: [BN, BD]."""
+    o_d = tl.arange(0, BD)
+    p_x = x.p + i_h * x.h + (entry * x.b + row * x.l)[:, None] + o_d.to(tl.int64)[None, :] * x.d
+    return tl.load(p_x, mask=m_n[:, None] & (o_d < D)[None, :], other=0.0)
+
+
+@triton.jit
+def _sequence(cache, o, i_b):
+    k_len = tl.minimum(tl.maximum(tl.load(cache.p_lengths + i_b), 0), cache.capacity).to(tl.int32)
+    return Sequence(i_b, o.q_len, k_len, k_len - o.q_len, i_b, i_b)
+
+
+@triton.jit
+def decode_chunks(
+    q,  # [B, Hq, Lq, D]
+    k,  # [E, Hkv, N, D]
+    v,  # [E, Hkv, N, Dv]
+    cache,
+    o,
+    p_max,  # [B, Hq, Lq, chunks] float32
+    p_sum,  # [B, Hq, Lq, chunks] float32
+    p_acc,  # [B, Hq, Lq, chunks, Dv] float32
+    chunks,  # of the longest sequence that fits
+    WAYS: tl.constexpr,  # programs that share the chunks of a sequence
+    CHUNK: tl.constexpr,  # keys, a multiple of BN
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BD: tl.constexpr,
+    BDV: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """The softmax's state, of one tile of rows of a key head, for every WAYS-th chunk."""
+    rows = o.group * o.q_len
+    tiles = tl.cdiv(rows, BM)
+    kv_heads = o.heads // o.group
+    way = tl.program_id(0) % WAYS
+    rest = tl.program_id(0) // WAYS
+    tile = rest % tiles
+    i_bh = (rest // tiles).to(tl.int64)
+    i_b = i_bh // kv_heads
+    i_hkv = i_bh % kv_heads
+    at = _sequence(cache, o, i_b)
+    lo, full_lo, full_hi, hi = keys_seen(0, o.q_len - 1, at, o, BN)
+
+    o_r = tile * BM + tl.arange(0, BM)
+    m_r = o_r < rows
+    o_m = o_r % o.q_len
+    i_h = i_hkv * o.group + o_r // o.q_len
+    o_d = tl.arange(0, BD)
+    p_q = q.p + i_b * q.b + (i_h * q.h + o_m.to(tl.int64) * q.l)[:, None]
+    p_q = p_q + o_d.to(tl.int64)[None, :] * q.d
+    b_q = tl.load(p_q, mask=m_r[:, None] & (o_d < D)[None, :], other=0.0)
+    slopes = tl.zeros([BM], tl.float32)
+    if o.alibi is not None:
+        slopes = tl.load(o.alibi.p + i_b * o.alibi.b + i_h * o.alibi.h, mask=m_r, other=0.0)
+
+    unit = exponent_unit(o)
+    for chunk in range(lo // CHUNK + way, tl.cdiv(hi, CHUNK), WAYS):
+        m, l, acc = start_softmax(BM, BDV)
+        start = tl.maximum(chunk * CHUNK, lo // BN * BN)
+        for first in range(start, tl.minimum((chunk + 1) * CHUNK, hi), BN):
+            o_n = first + tl.arange(0, BN)
+            entry, row, m_n = _place(cache, i_b, o_n, (o_n >= lo) & (o_n < hi))
+            b_k = _load_cached(k, entry, row, i_hkv, m_n, D, BD)
+            s, slope = scaled(tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION), o)
+            if o.alibi is not None:
+                s = s - slopes[:, None] * distance(o_m, o_n, at)
+            s = tl.where(in_window(o_m, o_n, at, o), s, -INF)
+            m, l, p, shrink = update_softmax(m, l, s, unit, o)
+            b_v = _load_cached(v, entry, row, i_hkv, m_n, DV, BDV)
+            acc = tl.dot(p.to(b_v.dtype), b_v, acc * shrink[:, None], input_precision=PRECISION)
+        o_part = (i_bh * rows + o_r) * chunks + chunk
+        o_v = tl.arange(0, BDV)
+        tl.store(p_max + o_part, m, mask=m_r)
+        tl.store(p_sum + o_part, l, mask=m_r)
+        p_part = p_acc + o_part[:, None] * DV + o_v[None, :]
+        tl.store(p_part, acc, mask=m_r[:, None] & (o_v < DV)[None, :])
+
+
+@triton.jit
+def decode_combine(
+    cache,
+    o,
+    p_max,
+    p_sum,
+    p_acc,
+    chunks,
+    out,  # [B, Hq, Lq, Dv]
+    p_lse,  # [B, Hq, Lq] float64
+    CHUNK: tl.constexpr,
+    DV: tl.constexpr,
+    BDV: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """One row: the chunks in their order, BN at a time."""
+    i_row = tl.program_id(0).to(tl.int64)
+    i_m = i_row % o.q_len
+    i_bh = i_row // o.q_len
+    i_b = i_bh // o.heads
+    at = _sequence(cache, o, i_b)
+    lo, full_lo, full_hi, hi = keys_seen(0, o.q_len - 1, at, o, BN)
+    begin = lo // CHUNK
+    end = tl.cdiv(hi, CHUNK)
+    unit = exponent_unit(o)
+    o_v = tl.arange(0, BDV)
+    m = tl.full([1], -INF, tl.float32)
+    l = tl.zeros([1], tl.float32)
+    acc = tl.zeros([1, BDV], tl.float32)
+    for first in range(begin, end, BN):
+        o_c = first + tl.arange(0, BN)
+        m_c = o_c < end
+        o_part = i_row * chunks + o_c
+        tops = tl.load(p_max + o_part, mask=m_c, other=-INF)[None, :]
+        sums = tl.load(p_sum + o_part, mask=m_c, other=0.0)[None, :]
+        p_part = p_acc + o_part[:, None] * DV + o_v[None, :]
+        parts = tl.load(p_part, mask=m_c[:, None] & (o_v < DV)[None, :], other=0.0)
+        m_new = tl.maximum(m, tl.max(tops, axis=1))
+        m_safe = tl.where(m_new == -INF, 0.0, m_new)
+        share = tl.exp2(exponent(tops, m_safe[:, None], unit, o))  # [1, BN]
+        shrink = tl.exp2(exponent(m, m_safe, unit, o))
+        l = l * shrink + tl.sum(share * sums, axis=1)
+        parts = tl.where(tl.trans(share) == 0.0, 0.0, tl.trans(share) * parts)  # 0 * NaN
+        acc = acc * shrink[:, None] + tl.sum(parts, axis=0)[None, :]
+        m = m_new
+    acc = acc / tl.where(l == 0.0, 1.0, l)[:, None]
+    p_out = out.p + i_b * out.b + (i_bh % o.heads) * out.h + i_m * out.l
+    p_out = p_out + o_v.to(tl.int64)[None, :] * out.d
+    tl.store(p_out, acc.to(out.p.dtype.element_ty), mask=(o_v < DV)[None, :])
+    tl.store(p_lse + i_row + tl.arange(0, 1), log_sum_exp(m, l, unit, o))
+
+
+@triton.jit
+def append_rows(
+    x,  # [B, Hkv, L, D]
+    kept,  # [E, Hkv, N, D]
+    cache,
+    heads,
+    rows,
+    width,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """Write one tile of the new rows of a head behind the old ones."""
+    column_tiles = tl.cdiv(width, BN)
+    row_tiles = tl.cdiv(rows, BM)
+    o_d = tl.program_id(0) % column_tiles * BN + tl.arange(0, BN)
+    rest = tl.program_id(0) // column_tiles
+    o_l = rest % row_tiles * BM + tl.arange(0, BM)
+    i_bh = (rest // row_tiles).to(tl.int64)
+    i_b = i_bh // heads
+    i_h = i_bh % heads
+    o_n = tl.load(cache.p_lengths + i_b) + o_l
+    inside = (o_l < rows) & (o_n >= 0) & (o_n < cache.capacity)
+    entry, row, inside = _place(cache, i_b, o_n, inside)
+    inside = inside[:, None] & (o_d < width)[None, :]
+    o_x = o_l.to(tl.int64)[:, None] * x.l + o_d.to(tl.int64)[None, :] * x.d
+    b_x = tl.load(x.p + i_b * x.b + i_h * x.h + o_x, mask=inside, other=0.0)
+    o_kept = (entry * kept.b + row * kept.l)[:, None] + o_d.to(tl.int64)[None, :] * kept.d
+    tl.store(kept.p + i_h * kept.h + o_kept, b_x, mask=inside)

@@ -1,0 +1,148 @@
+"""Decoding on Triton: the launches of the primitive, and of the append before it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastattn.backends._alloc import empty_output
+from fastattn.backends.triton._attend import options_of, positive_scale, widths_of
+from fastattn.backends.triton._core import Operand
+from fastattn.backends.triton._decode_kernels import (
+    Cache,
+    append_rows,
+    decode_chunks,
+    decode_combine,
+)
+from fastattn.backends.triton._launch import block_of, launch, operand, plan
+from fastattn.backends.triton._table import Launch
+
+__all__ = ["append_to_cache", "decode_attention"]
+
+# A chunk is enough work for a program, and small enough that one long sequence fills a GPU. More
+# programs than WAYS a head fill it anyway: where sequences are short of the cache, most do nothing.
+_CHUNK = 256
+_WAYS = 64
+_COMBINE = Launch(1, 16, 4, 1)  # chunks at a time; bound by memory
+_APPEND = Launch(16, 64, 4, 1)  # rows, columns
+
+
+def decode_attention(
+    query: Tensor,  # [B, Hq, Lq, D]
+    key_cache: Tensor,  # [E, Hkv, N, D]
+    value_cache: Tensor,  # [E, Hkv, N, Dv]
+    cache_seqlens: Tensor,  # [B] int64
+    block_table: Tensor | None = None,  # [B, P] int32
+    cache_batch_idx: Tensor | None = None,  # [B] int64
+    alibi_slopes: Tensor | None = None,  # [B|1, Hq]
+    *,
+    scale: float,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+) -> tuple[Tensor, Tensor]:
+    """Return ``(out, lse)``, see ``docs/design.md``."""
+    batch, heads, q_len, _ = query.shape
+    kv_heads = key_cache.shape[1]
+    out = empty_output(query, value_cache.shape[3])
+    lse = query.new_empty((batch, heads, q_len), dtype=torch.float64)
+    query, scale, _ = positive_scale(query, scale)
+    cache = _cache(key_cache, cache_seqlens, block_table, cache_batch_idx)
+    options = options_of(
+        heads, kv_heads, q_len, cache.capacity, None, alibi_slopes, None, scale=scale, offset=None,
+        window_left=window_left, window_right=window_right, softcap=softcap, dropout_p=0.0,
+    )  # fmt: skip
+    widths = widths_of(query, value_cache)
+    rows = options.group * q_len
+    kernel = "decode" if rows <= 16 else "decode_rows"
+    planned = plan(kernel, query, widths["BD"], widths["BDV"])
+    chunks = -(-cache.capacity // _CHUNK)
+    parts = {
+        "p_max": lse.new_empty((*lse.shape, chunks), dtype=torch.float32),
+        "p_sum": lse.new_empty((*lse.shape, chunks), dtype=torch.float32),
+        "p_acc": lse.new_empty((*lse.shape, chunks, value_cache.shape[3]), dtype=torch.float32),
+    }
+    ways = min(_WAYS, block_of(chunks))
+    launch(
+        decode_chunks,
+        planned,
+        ways * planned.q_tiles(rows) * batch * kv_heads,
+        query.device,
+        q=operand(query),
+        k=_cached(key_cache),
+        v=_cached(value_cache),
+        cache=cache,
+        o=options,
+        **parts,
+        chunks=chunks,
+        WAYS=ways,
+        CHUNK=_CHUNK,
+        **widths,
+    )
+    launch(
+        decode_combine,
+        _COMBINE,
+        batch * heads * q_len,
+        query.device,
+        cache=cache,
+        o=options,
+        **parts,
+        chunks=chunks,
+        out=operand(out),
+        p_lse=lse,
+        CHUNK=_CHUNK,
+        DV=widths["DV"],
+        BDV=widths["BDV"],
+    )
+    return out, lse
+
+
+def append_to_cache(
+    key_cache: Tensor,  # [E, Hkv, N, D]
+    value_cache: Tensor,  # [E, Hkv, N, Dv]
+    key: Tensor,  # [B, Hkv, L, D]
+    value: Tensor,  # [B, Hkv, L, Dv]
+    cache_seqlens: Tensor,  # [B] int64, without the new rows
+    block_table: Tensor | None = None,  # [B, P] int32
+    cache_batch_idx: Tensor | None = None,  # [B] int64
+) -> None:
+    """Write the new keys and values behind those of each sequence, in place."""
+    cache = _cache(key_cache, cache_seqlens, block_table, cache_batch_idx)
+    for x, kept in ((key, key_cache), (value, value_cache)):
+        batch, heads, rows, width = x.shape
+        launch(
+            append_rows,
+            _APPEND,
+            _APPEND.tiles(rows, width) * batch * heads,
+            x.device,
+            x=operand(x),
+            kept=_cached(kept),
+            cache=cache,
+            heads=heads,
+            rows=rows,
+            width=width,
+        )
+
+
+def _cache(
+    key_cache: Tensor,
+    lengths: Tensor,
+    block_table: Tensor | None,
+    cache_batch_idx: Tensor | None,
+) -> Cache:
+    entries, _, length, _ = key_cache.shape
+    if block_table is not None and block_table.stride(1) != 1:
+        block_table = block_table.contiguous()
+    return Cache(
+        p_lengths=lengths.contiguous(),
+        p_entries=None if cache_batch_idx is None else cache_batch_idx.contiguous(),
+        p_table=block_table,
+        table_row=None if block_table is None else block_table.stride(0),
+        length=length,
+        entries=entries,
+        capacity=length * (1 if block_table is None else block_table.shape[1]),
+    )
+
+
+def _cached(x: Tensor) -> Operand:
+    return Operand(x, *x.stride())

@@ -1,0 +1,94 @@
+"""Attention over packed sequences on Triton: the kernels of attention, told where each one lies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattn.backends.triton._attend import attend, differentiate, options_of, positive_scale
+from fastattn.backends.triton._core import Options
+
+__all__ = ["varlen_attention", "varlen_attention_backward"]
+
+
+def varlen_attention(
+    query: Tensor,  # [Tq, Hq, D]
+    key: Tensor,  # [Tk, Hkv, D]
+    value: Tensor,  # [Tk, Hkv, Dv]
+    cu_seqlens_q: Tensor,  # [B + 1] int64
+    cu_seqlens_k: Tensor,  # [B + 1] int64
+    alibi_slopes: Tensor | None = None,  # [B|1, Hq]
+    seed: Tensor | None = None,
+    *,
+    scale: float,
+    bottom_right: bool,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    dropout_p: float,
+) -> tuple[Tensor, Tensor]:
+    """Return ``(out, lse)``, see ``docs/design.md``."""
+    query, scale, _ = positive_scale(query, scale)
+    options = _options(
+        query, key, cu_seqlens_q, cu_seqlens_k, alibi_slopes, seed, bottom_right, scale=scale,
+        window_left=window_left, window_right=window_right, softcap=softcap, dropout_p=dropout_p,
+    )  # fmt: skip
+    return attend(query, key, value, options, cu_seqlens_q.shape[0] - 1)
+
+
+def varlen_attention_backward(
+    grad_out: Tensor | None,  # [Tq, Hq, Dv]
+    grad_lse: Tensor | None,  # [Hq, Tq]
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    alibi_slopes: Tensor | None,
+    seed: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    scale: float,
+    bottom_right: bool,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    dropout_p: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value, see ``docs/design.md``."""
+    query, scale, sign = positive_scale(query, scale)
+    options = _options(
+        query, key, cu_seqlens_q, cu_seqlens_k, alibi_slopes, seed, bottom_right, scale=scale,
+        window_left=window_left, window_right=window_right, softcap=softcap, dropout_p=dropout_p,
+    )  # fmt: skip
+    grad_query, grad_key, grad_value, _ = differentiate(
+        query, key, value, out, grad_out, grad_lse, None, 1.0, options, cu_seqlens_q.shape[0] - 1,
+        lse, exact=query.dtype == torch.float32,
+    )  # fmt: skip
+    if sign != 1:
+        grad_query.mul_(sign)
+    return grad_query, grad_key, grad_value
+
+
+def _options(
+    query: Tensor,
+    key: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    alibi_slopes: Tensor | None,
+    seed: Tensor | None,
+    bottom_right: bool,
+    **values: Any,
+) -> Options:
+    (rows, heads), (keys, kv_heads) = query.shape[:2], key.shape[:2]
+    offset = None if bottom_right else 0
+    return options_of(
+        heads, kv_heads, rows, keys, None, alibi_slopes, seed, offset=offset, **values
+    )._replace(
+        p_q_starts=cu_seqlens_q.to(torch.int64).contiguous(),
+        p_k_starts=cu_seqlens_k.to(torch.int64).contiguous(),
+        batch=cu_seqlens_q.shape[0] - 1,
+    )

@@ -1,0 +1,74 @@
+"""Packed sequences on Triton: the table of cases, and each sequence as alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fastattn.testing import Target
+from fastattn.testing.varlen import (
+    VARLEN_CASES,
+    VarlenCase,
+    check_varlen,
+    make_varlen,
+    run_varlen,
+    sequence_by_sequence,
+)
+
+pytestmark = pytest.mark.usefixtures("triton_interpreter")
+
+TRITON = Target("triton")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+TABLE = [case for case in VARLEN_CASES if not case.slow]
+NAMED = ("plain", "window-bottom-right", "alibi-upper-left", "lengths-none", "lengths-all-empty",
+         "after-causal", "dropout-0.5", "head_dim-33-48", "layout-transposed",
+         "grads-lse")  # fmt: skip
+WORK = [
+    pytest.param(case, DTYPES[n % 3], id=f"{case.name}-{DTYPES[n % 3]}")
+    for n, case in enumerate(case for case in TABLE if case.name in NAMED)
+]
+
+
+@pytest.mark.parametrize(("case", "dtype"), WORK)
+def test_case(case: VarlenCase, dtype: torch.dtype) -> None:
+    verdict = check_varlen(case, dtype, TRITON)
+    assert not verdict.declined, verdict.declined
+    assert verdict.ok, "\n".join(verdict.faults)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", TABLE, ids=lambda case: case.name)
+def test_case_in_every_dtype(case: VarlenCase) -> None:
+    for dtype in DTYPES:
+        verdict = check_varlen(case, dtype, TRITON)
+        assert verdict.ok, f"{dtype}: {verdict.faults}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_each_sequence_has_the_bits_that_it_has_alone(dtype: torch.dtype) -> None:
+    case = VarlenCase("alone", (40, 0, 33, 7), (70, 3, 33, 0), heads=2, kv_heads=1, dropout_p=0.2)
+    inputs = make_varlen(replace(case, window=(50, 3), bottom_right=True), dtype)
+    module = TRITON.module
+
+    def alone(single):  # type: ignore[no-untyped-def]
+        args = single.forward_args()
+        out, lse, _ = module.scaled_dot_product_attention(*args, **single.options)
+        grads = module.scaled_dot_product_attention_backward(
+            *single.cotangents(), *args, out, lse, **single.options, needs_mask_grad=False
+        )
+        return dict(zip(("out", "lse", "grad_query", "grad_key", "grad_value"),
+                        (out, lse, *grads), strict=False))  # fmt: skip
+
+    expected, found = sequence_by_sequence(inputs, alone), run_varlen(module, inputs)
+    for name, want in expected.items():
+        assert torch.equal(found[name], want.to(found[name].dtype)), name
+
+
+def test_sequences_beyond_the_first_128_are_found() -> None:
+    """They are looked for 128 at a time."""
+    lengths = [0] * 130
+    lengths[0], lengths[127], lengths[128], lengths[129] = 3, 5, 40, 2
+    verdict = check_varlen(VarlenCase("many", tuple(lengths), heads=1), torch.float32, TRITON)
+    assert verdict.ok, verdict.faults
