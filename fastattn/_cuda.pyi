@@ -4,6 +4,24 @@ from typing import Any
 _Operand = tuple[int, tuple[int, ...]]  # address, strides
 _Result = tuple[int, tuple[int, ...], tuple[int, ...]]  # address, strides, sizes
 
+additive_tile: int
+
+def additive_forward(
+    dtype: int,
+    stream: int,
+    sizes: tuple[int, ...],
+    operands: tuple[_Operand, ...],
+    options: tuple[Any, ...],
+    results: tuple[_Operand, _Operand | None, int],
+) -> None: ...
+def additive_backward(
+    dtype: int,
+    stream: int,
+    sizes: tuple[int, ...],
+    operands: tuple[_Operand, ...],
+    options: tuple[Any, ...],
+    gradients: tuple[Any, ...],
+) -> None: ...
 def attention_forward(
     dtype: int,
     stream: int,
@@ -23,5 +41,17 @@ def attention_backward(
     scale: float,
     options: tuple[Any, ...],
     gradients: tuple[Any, ...],
+) -> None: ...
+def sinusoidal_encoding(
+    dtype: int,
+    stream: int,
+    sizes: tuple[int, ...],
+    operands: tuple[_Operand, _Operand],
+    positions: _Operand | None,
+    offset: int,
+    tables: tuple[int, ...],
+    interleaved: bool,
+    scale: float,
+    padding_idx: int | None,
 ) -> None: ...
 def build_info() -> dict[str, Any]: ...

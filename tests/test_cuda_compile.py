@@ -19,7 +19,13 @@ SOURCES = sorted((ROOT / "csrc/cuda/kernels").glob("*.cu"))
 NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
 
 # docs/cuda-kernels.md names them. Of each element type:
-KERNELS = {"attention_forward": 6, "attention_backward": 12, "attention_weights": 4}
+KERNELS = {
+    "additive": 7,
+    "attention_forward": 6,
+    "attention_backward": 12,
+    "attention_weights": 4,
+    "sinusoidal": 2,
+}
 
 needs_nvcc = pytest.mark.skipif(NVCC is None, reason="there is no nvcc here")
 

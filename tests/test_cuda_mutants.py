@@ -25,11 +25,57 @@ class Mutant:
     old: str  # its first occurrence ...
     new: str  # ... becomes this
     survives: str = ""  # why nothing could see it here
+    table: str = "attention"  # of cases: this or one of test_cuda_operators.py, named as its source
 
 
 FORWARD, BACKWARD, WEIGHTS = "attention_forward.h", "attention_backward.h", "attention_weights.h"
 K_WAIT = "cp_async_wait<0>();\n      __syncthreads();  // K has come"
 V_WAIT = "cp_async_wait<0>();\n      __syncthreads();  // V has come"
+# Of the operators beside attention: name, old, new.
+OPERATORS = {
+    "sinusoidal": [
+        ("a row too few", "n + r < last) add", "n + r + 1 < last) add"),
+        ("the wrong partner", "c0 / 2 + i", "c0 / 2 + i + 1"),
+        (
+            "the low word is lost",
+            "static_cast<float>(static_cast<uint32_t>(angle)) * 0x1p-64f",
+            "0.0f",
+        ),
+        ("quadrants change their sign", "sign ^ (odd ? 0x80000000u : 0u)", "sign"),
+        ("padding is a position", "position == p.padding_idx", "false"),
+        ("heads do not wrap", "if (++h == p.H) h = 0, ++b", "++h"),
+    ],
+    "additive": [
+        ("no guard", "kFactoredLimit = 21.0f", "kFactoredLimit = 1e30f"),
+        ("q and bias are added first", "? exp_twice(q[n]) * bias_factor", "? exp_twice(q[n])"),
+        ("tiles are read too early", "__syncthreads();  // the tiles are there", ""),
+        (
+            "tiles are overwritten too early",
+            "  __syncthreads();\n  FASTATTN_UNROLL\n  for (int n = 0; n < kAdditiveWarps; ++n)\n    x = fmaxf",
+            "  FASTATTN_UNROLL\n  for (int n = 0; n < kAdditiveWarps; ++n)\n    x = fmaxf",
+        ),
+        ("the reciprocal of the other", "v * (n0 * (d1 * both))", "v * (n0 * (d0 * both))"),
+        ("no delta", "(gradients[j] - delta)", "gradients[j]"),
+        ("dropped gradients stay", "dp = z == 0.0f ? 0.0f : dp * z", "dp = z == 2.0f ? 0.0f : dp"),
+        ("nothing is marked", "seen ? w * kept(j) : no_part()", "seen ? w * kept(j) : 0.0f"),
+        (
+            "the slope of another",
+            "if (!kOfKeys) slope += w0 * (e0 - 1.0f)",
+            "if (!kOfKeys) slope += w0 * (e1 - 1.0f)",
+        ),
+        (
+            "G is not transposed",
+            "kOfKeys ? n % kRows * kPitch + n / kRows",
+            "kOfKeys ? n / kRows * kPitch + n % kRows",
+        ),
+        (
+            "causal queries begin too late",
+            "tile * kRows < last ? tile * kRows : last",
+            "tile * kRows + kRows < last ? tile * kRows + kRows : last",
+        ),
+        ("what is excluded is computed", "if (gj == 0.0f) continue;", ""),
+    ],
+}
 MUTANTS = [
     Mutant("K is not waited for", FORWARD, K_WAIT, "__syncthreads();  // K"),
     Mutant("no barrier after K", FORWARD, K_WAIT, "cp_async_wait<0>();  // K"),
@@ -101,6 +147,12 @@ MUTANTS = [
     Mutant("large scores lose their sum", "attention_rows.h", "fabs(lse) > kExact", "false"),
     Mutant("weights of a block too few", WEIGHTS, "j0 >= visible_to_block.end", "j0 + kKeys >= visible_to_block.end"),
     Mutant("a sum of one row", WEIGHTS, "sums_rows ? kQueries : r + 1", "r + 1"),
+    Mutant("infinity times nothing", "product.h", "__syncthreads_or(kMarked && odd)", "__syncthreads_or(false)", table="additive"),
+    *(
+        Mutant(name, f"{table}.h", old, new, table=table)
+        for table, mutants in OPERATORS.items()
+        for name, old, new in mutants
+    ),
 ]  # fmt: skip
 
 # Prints the first thing that is wrong, or "survived".
@@ -112,6 +164,21 @@ from emulator import build
 from fastattn.testing import CASES, check
 from test_cuda import Emulated
 adapter = build.load_from(Path(sys.argv[2]))
+if sys.argv[3] != "attention":
+    import test_cuda_operators as operators
+    table = operators.TABLES[sys.argv[3]]
+    cases = sorted(filter(lambda case: not table.long(case), table.cases), key=lambda c: "poison" in c.name)
+    for n, case in enumerate(cases):
+        try:
+            faults = table.check(case, torch.bfloat16, operators.Emulated(adapter, 5 + n)).faults
+            faults += table.check(case, torch.bfloat16, operators.Emulated(adapter, 0)).faults
+        except RuntimeError as error:
+            faults = [str(error)]
+        if faults:
+            print(f"caught by {case.name}: {faults[0]}")
+            sys.exit()
+    print("survived")
+    sys.exit()
 table = {case.name: case for case in CASES["scaled_dot_product_attention"]}
 names = '''head_dim-64 gqa-causal gqa-mask everything window-3-5-65x65-full mask-padding-poison
 mask-tril-poison mask-nothing softcap-0.5-mask alibi-bh-causal dropout-0.5-causal window-narrow-long
@@ -131,11 +198,11 @@ print("survived")
 """
 
 
-def judged(library: Path) -> str:
+def judged(library: Path, table: str) -> str:
     folder = str(Path(__file__).parent)
     try:
         child = subprocess.run(
-            [sys.executable, "-c", JUDGE, folder, str(library)],
+            [sys.executable, "-c", JUDGE, folder, str(library), table],
             capture_output=True,
             text=True,
             timeout=600,
@@ -162,7 +229,9 @@ def test_a_mutant_is_caught(mutant: Mutant | None, tmp_path: Path) -> None:
     if mutant is not None:
         file = csrc / "cuda/kernels" / mutant.file
         file.write_text(file.read_text().replace(mutant.old, mutant.new, 1))
-    verdict = judged(build.build_changed(csrc, tmp_path / "out", "Bf16"))
+    table = mutant.table if mutant else "attention"
+    only = "" if table == "attention" else table
+    verdict = judged(build.build_changed(csrc, tmp_path / "out", "Bf16", only), table)
     print(verdict)
     if mutant is None or mutant.survives:
         assert verdict == "survived"

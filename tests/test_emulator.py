@@ -94,6 +94,13 @@ def test_exp2_approx_is_within_two_ulp(run: Run) -> None:
     assert ((got - want).abs() <= 2.0**-22 * want).all()
 
 
+def test_reciprocal_approx_is_within_one_ulp(run: Run) -> None:
+    x = torch.cat([torch.logspace(-37, 37, 128), -torch.linspace(1, 2, 128)])
+    got = floats(run("reciprocal_approx", bits(x), 256)).double()
+    want = 1 / x.double()
+    assert ((got - want).abs() <= 2.0**-23 * want.abs()).all()
+
+
 @pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("f16", torch.float16)])
 def test_packing_rounds_to_nearest_even_and_puts_the_first_low(
     run: Run, name: str, dtype: torch.dtype

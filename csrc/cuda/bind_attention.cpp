@@ -1,12 +1,9 @@
 // Python's view of attention on a GPU: addresses, shapes, strides and a stream in, nothing out.
 #include <pybind11/pybind11.h>
 
-#include <cmath>
 #include <cstdint>
 
-#include "../cpu/arguments.h"
-#include "kernels/table.h"
-#include "params.h"
+#include "binding.h"
 
 namespace py = pybind11;
 
@@ -14,20 +11,6 @@ namespace fastattn {
 namespace cuda {
 
 namespace {
-
-// (address, strides) or None
-Tensor4 optional_operand(const py::object& pair) {
-  if (pair.is_none()) return {};
-  const auto t = pair.cast<py::tuple>();
-  return operand(t[0].cast<uintptr_t>(), t[1].cast<py::tuple>());
-}
-
-// Rows that are copied 16 bytes at a time.
-bool is_aligned(const Tensor4& t, int64_t element_bytes) {
-  auto multiple = [&](int64_t n) { return n * element_bytes % 16 == 0; };
-  return reinterpret_cast<uintptr_t>(t.data) % 16 == 0 && t.stride[3] == 1 &&
-         multiple(t.stride[0]) && multiple(t.stride[1]) && multiple(t.stride[2]);
-}
 
 // operands: (q, k, v, out), each (address, strides); options: (offset, window_left, window_right,
 // softcap, mask, mask_dtype, alibi, dropout_p, seed address, weights_mode).
@@ -58,11 +41,7 @@ AttentionArguments arguments(int dtype, const py::tuple& sizes, const py::tuple&
     p.alibi = reinterpret_cast<const void*>(alibi[0].cast<uintptr_t>());
     integers(alibi[1].cast<py::tuple>(), p.alibi_stride);
   }
-  p.dropout_p = options[7].cast<double>();
-  p.seed_address = reinterpret_cast<const uint64_t*>(options[8].cast<uintptr_t>());
-  // A half is rounded to even, as everywhere.
-  p.keep_below = static_cast<uint32_t>(std::nearbyint((1.0 - p.dropout_p) * 65536.0));
-  p.keep_scale = p.keep_below == 0 ? 0.0f : static_cast<float>(65536.0 / p.keep_below);
+  set_dropout(p, options[7].cast<double>(), options[8].cast<uintptr_t>());
   p.weights_mode = static_cast<Weights>(options[9].cast<int>());
 
   const int64_t bytes = p.dtype == DType::f32 ? 4 : 2;
@@ -85,21 +64,6 @@ PairsArguments pairs(const AttentionArguments& p, const py::tuple& result, bool 
   integers(result[2].cast<py::tuple>(), sizes);
   for (int n = 0; n < 4; ++n) pairs.sizes[n] = static_cast<int>(sizes[n]);
   return pairs;
-}
-
-// f(a null pointer to the element type of the call): the kernels of one type are overloads.
-template <class F>
-void with_element(DType dtype, F f) {
-  switch (dtype) {
-    case DType::bf16:
-      return f(static_cast<Bf16*>(nullptr));
-    case DType::f16:
-      return f(static_cast<F16*>(nullptr));
-    case DType::f32:
-      return f(static_cast<F32*>(nullptr));
-    default:
-      throw py::value_error("fastattn._cuda: the dtype must be float32, bfloat16 or float16");
-  }
 }
 
 // weights: None, or (result of attention_pairs, row_stats, factor)

@@ -17,7 +17,9 @@ namespace py = pybind11;
 namespace fastattn {
 namespace cuda {
 
+void bind_additive(py::module_& m);
 void bind_attention(py::module_& m);
+void bind_sinusoidal(py::module_& m);
 
 namespace {
 
@@ -44,7 +46,9 @@ py::dict build_info() {
 
 PYBIND11_MODULE(_cuda, m) {
   m.doc() = "fastattn's CUDA kernels.";
+  fastattn::cuda::bind_additive(m);
   fastattn::cuda::bind_attention(m);
+  fastattn::cuda::bind_sinusoidal(m);
   m.def("build_info", &fastattn::cuda::build_info);
 #ifdef FASTATTN_EMULATED
   m.def("set_seed", &emulator::set_seed);

@@ -31,5 +31,26 @@ struct PairsArguments : AttentionArguments {
   float factor;  // of the sums
 };
 
+// Rows of a tile of additive attention, on both sides.
+constexpr int kAdditiveTile = 64;
+
+// Additive attention: D is the hidden width A, there is one head, and v of the scores and the bias
+// are contiguous floats. Between its kernels stand numbers of pairs, never of [B, Lq, Lk, A].
+struct AdditiveArguments : AttentionArguments {
+  const float* vector;  // [A]
+  const float* bias;    // [A], null = none
+  float* scores;        // [B, Lq, Lk]: scores, then weights
+  float* gradients;     // [B, Lq, Lk], backward: of the weights, then of the scores
+  float* parts;         // [B, tiles of queries, 2, A], backward: of dv and dbias
+};
+
+struct SinusoidalArguments : SinusoidalParams {
+  float scale_float;
+  // How the work is cut, see kernels/sinusoidal.h.
+  int column_bits, rows_per_block;
+  unsigned column_blocks, tiles;  // blocks of one group of batch rows
+  int64_t group_rows;
+};
+
 }  // namespace cuda
 }  // namespace fastattn

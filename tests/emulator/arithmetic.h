@@ -25,6 +25,8 @@ inline float exp2_approx(float x) {
   return y < 0x1p-126f ? 0.0f : y;
 }
 
+inline float reciprocal_approx(float x) { return 1.0f / x; }
+
 inline float float_of_bf16(uint16_t x) { return float_of_bits(static_cast<uint32_t>(x) << 16); }
 
 inline uint16_t bf16_of_float(float x) {

@@ -112,13 +112,16 @@ def build(folder: Path = FOLDER, extra: Flags = ()) -> Path:
     return _library("_cuda", [*_emulator(), *_kernels(csrc)], csrc, folder, extra)
 
 
-def build_changed(csrc: Path, folder: Path, element: str) -> Path:
-    """As `build`, but with the kernels of one element type made of another `csrc`."""
+def build_changed(csrc: Path, folder: Path, element: str, only: str = "") -> Path:
+    """As `build`, but with the kernels of one element type made of another `csrc`.
+
+    ``only`` is how their sources' names begin.
+    """
     build()
     folder.mkdir(parents=True, exist_ok=True)
     objects = {unit[1]: FOLDER / f"{unit[1]}.o" for unit in (*_emulator(), *_kernels(csrc))}
     for unit in _kernels(csrc):
-        if unit[1].endswith(f".{element}"):
+        if unit[1].endswith(f".{element}") and unit[1].startswith(only):
             objects[unit[1]] = _compile(unit, folder, (), 0.0)
     library = folder / f"_cuda{SUFFIX}"
     _link(library, objects.values(), ())

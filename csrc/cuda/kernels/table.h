@@ -20,7 +20,10 @@ struct F32;
   void attention_forward(const T*, const AttentionArguments& p, uintptr_t stream);  \
   void attention_rows(const T*, const AttentionArguments& p, uintptr_t stream);     \
   void attention_backward(const T*, const AttentionArguments& p, uintptr_t stream); \
-  void attention_pairs(const T*, const PairsArguments& p, uintptr_t stream);
+  void attention_pairs(const T*, const PairsArguments& p, uintptr_t stream);        \
+  void additive_forward(const T*, const AdditiveArguments& p, uintptr_t stream);    \
+  void additive_backward(const T*, const AdditiveArguments& p, uintptr_t stream);   \
+  void sinusoidal(const T*, const SinusoidalParams& p, bool aligned, uintptr_t stream);
 
 FASTATTN_KERNELS_OF(Bf16)
 FASTATTN_KERNELS_OF(F16)

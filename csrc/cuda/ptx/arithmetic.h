@@ -1,4 +1,4 @@
-// Conversions and functions of one register. PTX ISA: cvt, ex2.
+// Conversions and functions of one register. PTX ISA: cvt, ex2, rcp.
 #pragma once
 #include "../device.h"
 
@@ -13,6 +13,13 @@ namespace cuda {
 FASTATTN_DEVICE float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// 1 / x to 1 ulp, for x and 1 / x that are normal.
+FASTATTN_DEVICE float reciprocal_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 

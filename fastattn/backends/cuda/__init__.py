@@ -13,16 +13,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.backends.cuda import attention
+from fastattn.backends.cuda import additive, attention, sinusoidal
+from fastattn.backends.cuda.additive import additive_attention, additive_attention_backward
 from fastattn.backends.cuda.attention import (
     scaled_dot_product_attention,
     scaled_dot_product_attention_backward,
 )
 from fastattn.backends.cuda.operands import DEVICE
+from fastattn.backends.cuda.sinusoidal import sinusoidal_encoding
 
 __all__ = [
+    "additive_attention",
+    "additive_attention_backward",
     "scaled_dot_product_attention",
     "scaled_dot_product_attention_backward",
+    "sinusoidal_encoding",
     "why_not",
 ]
 
@@ -31,7 +36,9 @@ _OLDEST = (8, 0)  # the first compute capability with the instructions that all 
 # What the kernels of an operator have against a call: why_not(*tensors, **options) of the forward
 # pass, or of the backward without its cotangents.
 _OPERATORS: dict[str, tuple[Callable[..., list[str]], int]] = {
+    "additive_attention": (additive.why_not, 2),
     "scaled_dot_product_attention": (attention.why_not, 3),
+    "sinusoidal_encoding": (sinusoidal.why_not, 0),
 }
 
 

@@ -25,6 +25,7 @@ struct Kernel {
 
 const std::map<std::string, Kernel> kernels = {
     {"exp2_approx", {probe_exp2_approx, 256}},
+    {"reciprocal_approx", {probe_reciprocal_approx, 256}},
     {"to_tf32", {probe_to_tf32, 256}},
     {"float_of_bf16", {probe_float_of_bf16, 256}},
     {"float_of_f16", {probe_float_of_f16, 256}},

@@ -24,6 +24,10 @@ __global__ void probe_exp2_approx(const Probe probe) {
   each_word(probe, [](uint32_t x) { return bits_of_float(exp2_approx(float_of_bits(x))); });
 }
 
+__global__ void probe_reciprocal_approx(const Probe probe) {
+  each_word(probe, [](uint32_t x) { return bits_of_float(reciprocal_approx(float_of_bits(x))); });
+}
+
 __global__ void probe_to_tf32(const Probe probe) {
   each_word(probe, [](uint32_t x) { return to_tf32(float_of_bits(x)); });
 }

@@ -1,0 +1,53 @@
+// What the bindings of all operators share: reading operands, and choosing the element type.
+#pragma once
+#include <pybind11/pybind11.h>
+
+#include <cmath>
+#include <cstdint>
+
+#include "../cpu/arguments.h"
+#include "kernels/table.h"
+#include "params.h"
+
+namespace fastattn {
+namespace cuda {
+
+// (address, strides) or None
+inline Tensor4 optional_operand(const pybind11::object& pair) {
+  if (pair.is_none()) return {};
+  const auto t = pair.cast<pybind11::tuple>();
+  return operand(t[0].cast<uintptr_t>(), t[1].cast<pybind11::tuple>());
+}
+
+inline void set_dropout(AttentionArguments& p, double probability, uintptr_t seed_address) {
+  p.dropout_p = probability;
+  p.seed_address = reinterpret_cast<const uint64_t*>(seed_address);
+  // A half is rounded to even, as everywhere.
+  p.keep_below = static_cast<uint32_t>(std::nearbyint((1.0 - probability) * 65536.0));
+  p.keep_scale = p.keep_below == 0 ? 0.0f : static_cast<float>(65536.0 / p.keep_below);
+}
+
+// Rows that are copied 16 bytes at a time.
+inline bool is_aligned(const Tensor4& t, int64_t element_bytes) {
+  auto multiple = [&](int64_t n) { return n * element_bytes % 16 == 0; };
+  return reinterpret_cast<uintptr_t>(t.data) % 16 == 0 && t.stride[3] == 1 &&
+         multiple(t.stride[0]) && multiple(t.stride[1]) && multiple(t.stride[2]);
+}
+
+// f(a null pointer to the element type of the call): the kernels of one type are overloads.
+template <class F>
+void with_element(DType dtype, F f) {
+  switch (dtype) {
+    case DType::bf16:
+      return f(static_cast<Bf16*>(nullptr));
+    case DType::f16:
+      return f(static_cast<F16*>(nullptr));
+    case DType::f32:
+      return f(static_cast<F32*>(nullptr));
+    default:
+      throw pybind11::value_error("fastattn._cuda: the dtype must be float32, bfloat16 or float16");
+  }
+}
+
+}  // namespace cuda
+}  // namespace fastattn

@@ -1,0 +1,37 @@
+// Rows of elements as floats: one element at a time, or the 16 bytes of one memory access.
+#pragma once
+#include "element.h"
+
+namespace fastattn {
+namespace cuda {
+
+// Elements of 16 bytes.
+template <class T>
+constexpr int kChunk = 16 / static_cast<int>(sizeof(typename T::Storage));
+
+template <class T>
+FASTATTN_DEVICE typename T::Storage narrow(float x) {
+  if constexpr (sizeof(typename T::Storage) == 2)
+    return static_cast<uint16_t>(T::pack(x, 0.0f));
+  else
+    return x;
+}
+
+// What one access brings, still as it is stored; kN is 1 or kChunk, then aligned to 16 bytes.
+template <class T, int kN>
+struct Elements {
+  using Storage = typename T::Storage;
+  struct alignas(kN * sizeof(Storage)) Stored {
+    Storage x[kN];
+  } stored;
+
+  static FASTATTN_DEVICE Elements load(const Storage* from) {
+    return {*reinterpret_cast<const Stored*>(from)};
+  }
+  FASTATTN_DEVICE float operator[](int n) const { return T::widen(stored.x[n]); }
+  FASTATTN_DEVICE void set(int n, float x) { stored.x[n] = narrow<T>(x); }
+  FASTATTN_DEVICE void store(Storage* to) const { *reinterpret_cast<Stored*>(to) = stored; }
+};
+
+}  // namespace cuda
+}  // namespace fastattn

@@ -1,0 +1,167 @@
+"""Additive attention on the CUDA kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattn import _cuda
+from fastattn.backends.cuda.operands import (
+    DTYPES,
+    MASK_DTYPES,
+    MAX_LENGTH,
+    on,
+    operand,
+    why_not_dtype,
+)
+
+__all__ = ["additive_attention", "additive_attention_backward", "why_not"]
+
+_Operand = tuple[int, tuple[int, ...]]
+
+
+def why_not(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    attn_mask: Tensor | None,
+    *_: Tensor | None,
+    **__: Any,
+) -> list[str]:
+    """Return the reasons why the kernels cannot run on these arguments."""
+    reasons = why_not_dtype(query.dtype)
+    if attn_mask is not None and attn_mask.dtype not in MASK_DTYPES:
+        dtype = attn_mask.dtype
+        reasons.append(f"the mask's dtype {dtype} is not bool, float32, bfloat16 or float16")
+    if max(*query.shape, *value.shape[1:]) > MAX_LENGTH:
+        reasons.append(f"a size is greater than {MAX_LENGTH}")
+    return reasons
+
+
+def additive_attention(
+    query: Tensor,  # [B, Tq, A]
+    key: Tensor,  # [B, Tk, A]
+    value: Tensor,  # [B, Tk, Dv]
+    v: Tensor,  # [A]
+    bias: Tensor | None = None,  # [A]
+    attn_mask: Tensor | None = None,  # [B|1, Tq|1, Tk|1]
+    seed: Tensor | None = None,
+    *,
+    causal: bool,
+    dropout_p: float,
+    weights: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return ``(out, weights)``, see ``docs/design.md``."""
+    shape = (*query.shape[:2], key.shape[1])
+    out = query.new_empty((*shape[:2], value.shape[2]))
+    applied = query.new_empty(shape if weights else 0)
+    scores = query.new_empty(shape, dtype=torch.float32)
+    vector, wide_bias = _wide(v), None if bias is None else _wide(bias)
+    with on(query) as stream:
+        _cuda.additive_forward(
+            DTYPES[query.dtype],
+            stream,
+            (*shape, query.shape[2], value.shape[2]),
+            (_headless(query), _headless(key), _headless(value)),
+            _options(shape, vector, wide_bias, attn_mask, seed, causal, dropout_p),
+            (_headless(out), _headless(applied) if weights else None, scores.data_ptr()),
+        )
+    return out, applied
+
+
+def additive_attention_backward(
+    grad_out: Tensor | None,  # [B, Tq, Dv]
+    grad_weights: Tensor | None,  # [B, Tq, Tk]
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    attn_mask: Tensor | None,
+    seed: Tensor | None,
+    *,
+    causal: bool,
+    dropout_p: float,
+    weights: bool,
+    needs_mask_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Return the gradients of query, key, value, v, bias and the mask, see ``docs/design.md``."""
+    batch, queries, width = query.shape
+    keys, value_width = value.shape[1:]
+    shape = (batch, queries, keys)
+    if grad_out is None:
+        grad_out = query.new_zeros(1).expand(batch, queries, value_width)
+    grad_query, grad_key, grad_value = (x.new_empty(x.shape) for x in (query, key, value))
+    scores, gradients = (query.new_empty(shape, dtype=torch.float32) for _ in range(2))
+    tiles = -(-queries // _cuda.additive_tile)
+    parts = query.new_empty((batch, tiles, 2, width), dtype=torch.float32)
+    vector, wide_bias = _wide(v), None if bias is None else _wide(bias)
+    with on(query) as stream:
+        _cuda.additive_backward(
+            DTYPES[query.dtype],
+            stream,
+            (*shape, width, value_width),
+            (_headless(query), _headless(key), _headless(value)),
+            _options(shape, vector, wide_bias, attn_mask, seed, causal, dropout_p),
+            (
+                _headless(grad_out),
+                None if grad_weights is None else _headless(grad_weights),
+                _headless(grad_query),
+                _headless(grad_key),
+                _headless(grad_value),
+                scores.data_ptr(),
+                gradients.data_ptr(),
+                parts.data_ptr(),
+            ),
+        )
+    grad_v, grad_bias = parts.sum((0, 1), dtype=torch.float64)
+    grad_mask = None
+    if needs_mask_grad:
+        assert attn_mask is not None
+        grad_mask = gradients
+        dims = [n for n, size in enumerate(attn_mask.shape) if size != shape[n]]
+        if dims:  # thousands of terms in one element
+            grad_mask = grad_mask.sum(dims, keepdim=True, dtype=torch.float64)
+        grad_mask = grad_mask.to(attn_mask.dtype)
+    return (
+        grad_query,
+        grad_key,
+        grad_value,
+        grad_v.to(v.dtype),
+        None if bias is None else grad_bias.to(bias.dtype),
+        grad_mask,
+    )
+
+
+def _options(
+    shape: tuple[int, ...],
+    vector: Tensor,
+    bias: Tensor | None,
+    attn_mask: Tensor | None,
+    seed: Tensor | None,
+    causal: bool,
+    dropout_p: float,
+) -> tuple[Any, ...]:
+    return (
+        vector.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        None if attn_mask is None else _headless(attn_mask.expand(shape)),
+        0 if attn_mask is None else MASK_DTYPES[attn_mask.dtype],
+        causal,
+        dropout_p,
+        0 if seed is None else seed.data_ptr(),
+    )
+
+
+def _wide(x: Tensor) -> Tensor:
+    """A small vector as the kernels read it."""
+    return x.to(torch.float32).contiguous()
+
+
+def _headless(x: Tensor) -> _Operand:
+    """[B, L, D] as an operand with a head dimension."""
+    return operand(x.unsqueeze(1))
