@@ -130,7 +130,10 @@ class Forward {
     const Storage* k_rows = k + block.begin * p.k.stride[2];
     const Storage* v_rows = v + block.begin * p.v.stride[2];
     const Word* ks = stage_keys<P>(k_rows, p.k.stride[2], p.k.stride[3], nk, p.D, buf.k);
-    const bool leaky = rule.excludes && !all_finite(v_rows, p.v.stride[2], p.v.stride[3], nk, p.Dv);
+    // Where every query sees every key nothing has to be kept from any.
+    const Range all = visible_to_all(p, q0, q1);
+    const bool excludes = p.mask.data != nullptr || block.begin < all.begin || block.end > all.end;
+    const bool leaky = excludes && !all_finite(v_rows, p.v.stride[2], p.v.stride[3], nk, p.Dv);
     // Values in words of two keys need the first key of a panel to be the first of a pair.
     const Word* vs =
         leaky ? nullptr : stage_reduced<P>(v_rows, p.v.stride[2], p.v.stride[3], nk, p.Dv, buf.v);

@@ -97,12 +97,12 @@ class WeightsPass {
       recompute<kPanelVectors>(buf, b, h, i0, i1, Q, rows);
   }
 
-  // W of queries [i0, i1) and keys [j0, j1) of one head into S[key][lane]; Q is their packed panel,
-  // ks the staged keys.
+  // W of queries [i0, i1) and keys [j0, j1) of one head into buf.s[key][lane], or added to `sum` of
+  // that layout if it is not null; Q is their packed panel, ks the staged keys.
   template <int NV>
   FASTATTN_INLINE void weights_tile(Buffers& buf, int64_t b, int64_t h, int64_t i0, int64_t i1,
                                     int64_t j0, int64_t j1, const Word* Q, const Word* ks,
-                                    RowScale<T> rows) const {
+                                    RowScale<T> rows, T* sum = nullptr) const {
     constexpr int64_t lanes = NV * W;
     const int64_t nk = j1 - j0;
     Vec<T> top[NV];
@@ -110,13 +110,20 @@ class WeightsPass {
     const bool drop = p.dropout_p > 0;
     const T kept = drop ? static_cast<T>(dropout.factor) : T(1);
     if (drop) dropout_mask(dropout, i0, j0, nk, lanes, h, p.index + b, buf.keep);
+    Vec<T> high[NV], low[NV], inverse[NV];
+    FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
+      high[n] = load(rows.high + n * W), low[n] = load(rows.low + n * W);
+      inverse[n] = load(rows.inverse + n * W) * kept;
+    }
     for (int64_t j = 0; j < nk; ++j) FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
-        T* s = buf.s + j * lanes + n * W;
-        const Vec<T> high = load(rows.high + n * W), low = load(rows.low + n * W),
-                     inverse = load(rows.inverse + n * W);
-        Vec<T> w = exponential<P::kCoarseExp>(rule, load(s) - high - low) * inverse;
-        if (drop) w = keep_lanes(w, buf.keep + j * lanes + n * W) * kept;
-        store(s, w);
+        const int64_t at = j * lanes + n * W;
+        const Vec<T> x = load(buf.s + at) - high[n] - low[n];
+        Vec<T> w = exponential<P::kCoarseExp>(rule, x) * inverse[n];
+        if (drop) w = keep_lanes(w, buf.keep + at);
+        if (sum != nullptr)
+          store(sum + at, load(sum + at) + w);
+        else
+          store(buf.s + at, w);
       }
   }
 
@@ -202,16 +209,14 @@ class WeightsPass {
         for (int64_t i = i0; i < i1; i += kLanesOfPanel) {
           const int64_t rows = min_of(kLanesOfPanel, i1 - i);
           const int64_t at = (h - h0) * kQueries + i - i0;
+          T* const sum = averaged ? buf.mean + (i - i0) * Bk : nullptr;
           if (rows <= W)
-            weights_tile<1>(buf, b, h, i, i + rows, j0, j1, buf.q + at * dw, ks, buf.rows.at(at));
+            weights_tile<1>(buf, b, h, i, i + rows, j0, j1, buf.q + at * dw, ks, buf.rows.at(at),
+                            sum);
           else
             weights_tile<kPanelVectors>(buf, b, h, i, i + rows, j0, j1, buf.q + at * dw, ks,
-                                        buf.rows.at(at));
-          const int64_t values = (j1 - j0) * lanes_for(rows);
-          if (averaged)
-            accumulate(buf.mean + (i - i0) * Bk, buf.s, values);
-          else
-            write(buf.s, b, h, i, rows, j0, j1, T(1));
+                                        buf.rows.at(at), sum);
+          if (!averaged) write(buf.s, b, h, i, rows, j0, j1, T(1));
         }
       }
       if (!averaged) continue;
@@ -219,10 +224,6 @@ class WeightsPass {
         write(buf.mean + (i - i0) * Bk, b, 0, i, min_of(kLanesOfPanel, i1 - i), j0, j1,
               T(1) / static_cast<T>(p.Hq));
     }
-  }
-
-  static FASTATTN_INLINE void accumulate(T* sum, const T* x, int64_t count) {
-    for (int64_t i = 0; i < count; i += W) store(sum + i, load(sum + i) + load(x + i));
   }
 
   void write(const T* tile, int64_t b, int64_t h, int64_t i, int64_t rows, int64_t j0, int64_t j1,

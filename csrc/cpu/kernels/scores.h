@@ -254,19 +254,17 @@ FASTATTN_INLINE VecD keep_lanes(VecD x, const uint32_t* keep) {
 template <class S>
 FASTATTN_INLINE bool all_finite(const S* src, int64_t row_stride, int64_t col_stride, int64_t rows,
                                 int64_t cols) {
+  // x - x is 0 for a finite x and NaN otherwise; NaN survives a sum.
+  typedef decltype(widen(S())) T;
+  constexpr int W = kLanes<T>;
+  Vec<T> sum{};
   for (int64_t r = 0; r < rows; ++r) {
-    // x - x is 0 for a finite x and NaN otherwise; NaN survives a sum.
     if (col_stride == 1) {
-      typedef decltype(widen(S())) T;
-      constexpr int W = kLanes<T>;
-      Vec<T> acc{};
       for (int64_t c = 0; c < cols; c += W) {
         const Vec<T> x =
             load_as<T>(src + r * row_stride + c, static_cast<int>(min_of<int64_t>(W, cols - c)));
-        acc += x - x;
+        sum += x - x;
       }
-      const T total = sum_lanes<T>(acc);
-      if (total != total) return false;
     } else {
       for (int64_t c = 0; c < cols; ++c) {
         const auto x = widen(src[r * row_stride + c * col_stride]);
@@ -274,7 +272,7 @@ FASTATTN_INLINE bool all_finite(const S* src, int64_t row_stride, int64_t col_st
       }
     }
   }
-  return true;
+  return sum_lanes<T>(sum) == 0;
 }
 
 }  // namespace
