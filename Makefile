@@ -17,6 +17,9 @@ TORCH_WHEELS ?= https://download.pytorch.org/whl/cpu/torch/
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+# Tests run in as many processes as there are cores. Threads that wait for work must not keep a core
+# from another process. One test at a time, as for a debugger: ARGS="-n 0 -k name".
+PYTEST := OMP_WAIT_POLICY=passive $(abspath $(BIN))/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 # The CUDA kernels take minutes and need a GPU to run: `make build FASTATTN_CUDA=1` asks for them.
 # Without one they are tested under an emulator (docs/emulator.md), which needs no build of them.
 export FASTATTN_CUDA ?= 0
@@ -24,7 +27,8 @@ export FASTATTN_CUDA ?= 0
 export FASTATTN_REQUIRE_NATIVE := 1
 
 # Nothing in these runs a kernel of the CPU: once is enough for them.
-WITHOUT_KERNELS := $(addprefix --ignore=$(abspath tests)/test_,packaging.py emulator.py cuda.py cuda_compile.py cuda_mutants.py cli.py bench.py bench_run.py reference.py triton_additive.py triton_aot.py triton_decode.py triton_encode_memory.py triton_hopfield.py triton_memory_hops.py triton_sdpa.py triton_sinusoidal.py triton_varlen.py)
+WITHOUT_KERNELS := $(addprefix --ignore=,$(abspath $(wildcard $(addprefix tests/test_, \
+  packaging.py emulator.py cuda*.py cli.py bench*.py plot.py reference.py triton_*.py))))
 
 # Folders too, so that a file taken away also counts as a change.
 NATIVE_SOURCES := setup.py $(shell find csrc)
@@ -40,15 +44,16 @@ bench: $(VENV)/.stamp-native-here ## compare the drop-in with PyTorch on this ma
 	$(BIN)/python -m fastattn bench run --preset dropin --time-budget 120 --out bench-results $(ARGS)
 
 test: build $(VENV)/.stamp-test ## run all tests but the slow ones; < 15 minutes on two cores
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(PYTEST) -m "not slow" $(ARGS)
 
 test-full: build $(VENV)/.stamp-test test-isas test-sanitized test-triton-oldest ## slow tests, every instruction set, sanitizers
-	$(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
 
-test-isas: build $(VENV)/.stamp-test ## every case, and all tests but the slow ones, on every instruction set there is here
+# The strongest instruction set is what all the other tests run on.
+test-isas: build $(VENV)/.stamp-test ## every case on every instruction set there is here, and all tests but the slow ones
 	$(BIN)/python -m fastattn verify --isa all --complete
-	for isa in $$($(BIN)/python -c 'import torch, fastattn._cpu as c; print(*c.build_info()["supported"])'); do \
-	  FASTATTN_CPU_ISA=$$isa $(BIN)/python -m pytest -m "not slow" $(WITHOUT_KERNELS) $(ARGS) || exit; \
+	for isa in $$($(BIN)/python -c 'import torch, fastattn._cpu as c; print(*c.build_info()["supported"][:-1])'); do \
+	  FASTATTN_CPU_ISA=$$isa $(PYTEST) -m "not slow" $(WITHOUT_KERNELS) $(ARGS) || exit; \
 	done
 
 # In a folder of its own, so that the fast build stays. The runtime of ASan must come first in the
@@ -60,13 +65,13 @@ test-sanitized: build $(VENV)/.stamp-test ## the tests that run kernels, under A
 	cd $(SANITIZED) && \
 	LD_PRELOAD="$$($${CXX:-g++} -print-file-name=libasan.so) $$($${CXX:-g++} -print-file-name=libstdc++.so)" \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONPATH=lib \
-	$(abspath $(BIN))/python -m pytest -m "not slow" $(WITHOUT_KERNELS) $(abspath tests) $(ARGS)
+	$(PYTEST) -m "not slow" $(WITHOUT_KERNELS) $(abspath tests) $(ARGS)
 
 # `make test` takes the newest Triton. Its interpreter of 3.6 is for NumPy below 2.4.
 OLDEST_TRITON := $(VENV)/triton-3.6
 test-triton-oldest: build $(VENV)/.stamp-test ## the Triton tests with the oldest version that we promise
 	$(PIP) install --quiet --target $(OLDEST_TRITON) --upgrade --no-deps triton==3.6.0 'numpy<2.4'
-	PYTHONPATH=$(OLDEST_TRITON) $(BIN)/python -m pytest -m "not slow" tests/test_triton_*.py $(ARGS)
+	PYTHONPATH=$(OLDEST_TRITON) $(PYTEST) -m "not slow" tests/test_triton_*.py $(ARGS)
 
 build: $(VENV)/.stamp-native ## make the environment and the native core; again where csrc changed
 
