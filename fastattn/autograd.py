@@ -36,10 +36,12 @@ def _backward(
     grad_lse: Tensor | None,
     grad_weights: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
+    values = ctx.values
+    if not values[-2]:  # the weights were not asked for: their stand-in has no gradient
+        grad_weights = None
     if grad_out is None and grad_lse is None and grad_weights is None:
         return (None,) * 14
     needs_mask_grad = ctx.needs_input_grad[3]
-    values = ctx.values
     seen = (*ctx.saved_tensors, *values[:-1], needs_mask_grad, values[-1])  # the last: the backend
     grads = attention_backward.resume(ctx, (grad_out, grad_lse, grad_weights), seen)
     return *grads[:3], grads[3] if needs_mask_grad else None, *(None,) * 10

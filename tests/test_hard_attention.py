@@ -10,16 +10,21 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import gradgradcheck
+from torch.func import grad, vmap
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastattn import hard_attention
 from fastattn.testing.compare import assert_within_bound
+
+ESTIMATORS = ["reinforce", "straight_through", "gumbel"]
 
 
 def normal(*shape: int, generator: torch.Generator) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=generator)
 
 
-@pytest.mark.parametrize("estimator", ["reinforce", "straight_through", "gumbel"])
+@pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_gives_one_value_of_those_it_sees(
     backend: str, estimator: str, generator: torch.Generator
 ) -> None:
@@ -108,8 +113,67 @@ def test_gradients_of_the_estimators(
         )  # fmt: skip
         torch.testing.assert_close(got, want)
         pairs = (torch.autograd.grad((x * weight).sum(), (q, k, value)) for x in (got, want))
-        for grad, expected in zip(*pairs, strict=True):
-            torch.testing.assert_close(grad, expected)
+        for gradient, expected in zip(*pairs, strict=True):
+            torch.testing.assert_close(gradient, expected)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_second_derivatives(backend: str, estimator: str, generator: torch.Generator) -> None:
+    q, k = (normal(n, 3, generator=generator).requires_grad_() for n in (3, 4))
+    bias = normal(3, 4, generator=generator).requires_grad_()
+    weight = normal(3, 3, generator=generator)
+
+    def run(q: Tensor, k: Tensor, bias: Tensor) -> Tensor:
+        result = hard_attention(
+            q, k, k, bias, estimator=estimator, deterministic=True, temperature=0.5
+        )
+        return result[1] if estimator == "reinforce" else (result * weight).sum()
+
+    if estimator == "reinforce":  # its first derivatives are those of a function
+        gradgradcheck(run, (q, k, bias))
+        return
+    logits = (q @ k.T / math.sqrt(3) + bias) / (0.5 if estimator == "gumbel" else 1.0)
+    soft = (torch.softmax(logits, -1) @ k.detach() * weight).sum()
+    found = []
+    for out in (run(q, k, bias), soft):
+        first = torch.autograd.grad(out, (q, bias), create_graph=True)
+        found.append(torch.autograd.grad(sum(x.sin().sum() for x in first), (q, k, bias)))
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("estimator", ["reinforce", "gumbel"])  # all that is called is among it
+def test_the_operators_below_pass_opcheck(
+    backend: str, estimator: str, generator: torch.Generator
+) -> None:
+    calls: list[tuple[Any, tuple[Any, ...]]] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):  # type: ignore[no-untyped-def]
+            if func.namespace == "fastattn":
+                calls.append((func, args))
+            return func(*args, **(kwargs or {}))
+
+    q, k = (normal(2, n, 5, generator=generator).requires_grad_() for n in (6, 4))
+    with Watch():
+        hard_attention(q, k, k, estimator=estimator, generator=generator)
+    assert len(calls) == 2
+    for func, args in calls:
+        torch.library.opcheck(func, args)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_the_transforms_of_torch_func(estimator: str, generator: torch.Generator) -> None:
+    q, k = (normal(2, n, 5, generator=generator) for n in (6, 4))
+
+    def loss(q: Tensor, k: Tensor) -> Tensor:
+        result = hard_attention(q, k, k, estimator=estimator, deterministic=True)
+        return sum((x.sin().sum() for x in result), start=torch.zeros(()))
+
+    leaf = q.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(loss(leaf, k), leaf)
+    torch.testing.assert_close(grad(loss)(q, k), expected)
+    torch.testing.assert_close(vmap(grad(loss))(q, k), expected)
 
 
 def test_sixteen_bits(backend: str, generator: torch.Generator) -> None:

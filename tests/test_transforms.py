@@ -89,6 +89,11 @@ def test_opcheck_of_the_forward(backend: str, layout: str) -> None:
     torch.library.opcheck(forward_op, (*tensors, None, None, None, *PLAIN, 1, ""))
 
 
+def test_opcheck_of_the_forward_without_weights(backend: str) -> None:
+    """The compiler differentiates every result, the empty one in the weights' place too."""
+    torch.library.opcheck(forward_op, (*qkv(True, heads=2), None, None, None, *PLAIN, 0, ""))
+
+
 def test_opcheck_of_the_forward_with_everything(backend: str) -> None:
     mask, slopes, seed = rand(1, 4, 1, 7, requires_grad=True), rand(1, 4).abs(), torch.tensor(3)
     options = (*OPTIONS[:5], 0.25)
