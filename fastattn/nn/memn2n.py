@@ -49,6 +49,9 @@ class MemN2N(nn.Module):
             it is a memory of zeros with a score of 0, a place to look at when nothing is wanted.
             Then the answer depends on N: fill all stories up to the same.
         init_std: of the normal distribution that all parameters come from, the paper's 0.1.
+        sparse: make the gradients of ``embedding`` and ``question`` sparse tensors of the rows that
+            occur in a batch, for ``torch.optim.SparseAdam`` or SGD. Only "layerwise": otherwise the
+            answer multiplies with all rows of an embedding.
 
     ``linear_start`` is an attribute to switch, and not in the ``state_dict``: while it is True the
     hops have no softmax (the paper trains so until the validation loss stops falling).
@@ -76,6 +79,7 @@ class MemN2N(nn.Module):
         padding_idx: int = 0,
         mask_empty: bool = False,
         init_std: float = 0.1,
+        sparse: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -101,10 +105,14 @@ class MemN2N(nn.Module):
                 f"activation must be None, 'relu', 'tanh' or 'sigmoid', got {activation!r}"
             )
         _check_fraction("random_noise", random_noise)
+        if not isinstance(sparse, bool):
+            raise TypeError(f"sparse must be a bool, got {type(sparse).__name__}")
+        if sparse and weight_tying != "layerwise":
+            raise ValueError(f"sparse=True needs weight_tying='layerwise', got {weight_tying!r}")
         self.vocab_size, self.dim, self.hops = vocab_size, dim, hops
         self.memory_size, self.padding_idx, self.mask_empty = memory_size, padding_idx, mask_empty
         self.weight_tying, self.encoding, self.activation = weight_tying, encoding, activation
-        self.random_noise, self.init_std = random_noise, init_std
+        self.random_noise, self.init_std, self.sparse = random_noise, init_std, sparse
         self.linear_start = False
 
         def parameter(*shape: int) -> nn.Parameter:
@@ -155,12 +163,14 @@ class MemN2N(nn.Module):
             encoding=self.encoding,
             temporal=None if self.temporal is None else self.temporal[:, :slots],
             padding_idx=self.padding_idx,
+            sparse=self.sparse,
         )  # [B, K + 1, N, D], layerwise [B, 2, N, D]
         query = encode_memory(
             questions.unsqueeze(1),
             self.embedding[0] if self.question is None else self.question,
             encoding=self.encoding,
             padding_idx=self.padding_idx,
+            sparse=self.sparse,
         ).squeeze(1)
         adjacent = self.weight_tying == "adjacent"
         result = memory_hop_attention(
@@ -192,6 +202,7 @@ class MemN2N(nn.Module):
         return (
             f"{self.vocab_size}, {self.dim}, hops={self.hops}, memory_size={self.memory_size}, "
             f"weight_tying={self.weight_tying!r}, encoding={self.encoding!r}"
+            f"{', sparse=True' if self.sparse else ''}"
         )
 
 
