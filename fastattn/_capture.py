@@ -47,8 +47,9 @@ def capture(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
         A dictionary from the name of a layer, as in ``model.named_modules()``, to its weights,
         detached, one tensor for each call: [N, H, L, S] of multi-head attention, for every head
         ([H, L, S] unbatched; of a NestedTensor padded with 0), [B, K, N] of ``MemN2N``,
-        [B, Tq, Tk] of ``BahdanauAttention`` ([B, Tk] for one step). Layers are in the order of
-        their first call.
+        [B, Tq, Tk] of ``BahdanauAttention`` ([B, Tk] for one step), [N, H, L, S] of the
+        ``association_core`` in ``Hopfield`` and its kin. Layers are in the order of their first
+        call.
 
     Raises:
         TypeError: ``model`` is no module, or a layer does not return its weights as it should.

@@ -15,6 +15,9 @@ from fastattn.nn import (
     AdditiveAttention,
     BahdanauAttention,
     GlobalAttention,
+    Hopfield,
+    HopfieldLayer,
+    HopfieldPooling,
     LuongAttention,
     MemN2N,
     MultiheadAttention,
@@ -94,6 +97,32 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any], dic
         lambda m: m(TARGET, SOURCE),
         {"": (3, 5, 6)},
     ),
+    "Hopfield": (
+        lambda: Hopfield(EMBED, num_heads=HEADS, update_steps_max=2, dropout=0.5),
+        lambda m: m((SOURCE, TARGET, SOURCE)),
+        {"association_core": (3, 4, 5, 6)},
+    ),
+    "Hopfield, with an appended pattern and a limit a head": (
+        lambda: Hopfield(
+            EMBED,
+            num_heads=2,
+            update_steps_max=torch.tensor([0, 3]),
+            concat_bias_pattern=True,
+            dropout=0.5,
+        ),
+        lambda m: m((SOURCE, TARGET, SOURCE), stored_pattern_padding_mask=PADDING),
+        {"association_core": (3, 2, 5, 7)},
+    ),
+    "Hopfield pooling": (
+        lambda: HopfieldPooling(EMBED, num_heads=HEADS, quantity=2, dropout=0.5),
+        lambda m: m(SOURCE),
+        {"hopfield.association_core": (3, 4, 2, 6)},
+    ),
+    "Hopfield layer": (
+        lambda: nn.Sequential(HopfieldLayer(EMBED, num_heads=HEADS, quantity=7, dropout=0.5)),
+        lambda m: m(SOURCE),
+        {"0.hopfield.association_core": (3, 4, 6, 7)},
+    ),
     "per-head weights are asked for": (
         lambda: MultiheadAttention(EMBED, HEADS, 0.5),
         lambda m: m(SOURCE, SOURCE, SOURCE, average_attn_weights=False)[1],
@@ -142,6 +171,14 @@ def test_outputs_and_model_are_what_they_were(name: str, training: bool) -> None
         if not training:
             sums = each.sum(-1)
             assert ((sums - 1).abs().lt(1e-5) | sums.eq(0)).all()
+
+
+def test_associations_are_those_that_the_module_gives() -> None:
+    pooling = HopfieldPooling(EMBED, num_heads=HEADS, quantity=2, update_steps_max=3).eval()
+    with capture(pooling) as weights:
+        pooling(SOURCE, stored_pattern_padding_mask=PADDING)
+    expected = pooling.get_association_matrix(SOURCE, PADDING)
+    assert torch.equal(weights["hopfield.association_core"][0], expected)
 
 
 def test_dropped_weights_are_those_of_the_call() -> None:
