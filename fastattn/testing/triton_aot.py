@@ -200,13 +200,19 @@ def _of_width(dtype: torch.dtype, width: int) -> Iterator[Work]:
         yield Work("backward", dtype, width, call, may_spill=may_spill)
     mask = torch.empty(1, 16, 4096, 4096, dtype=dtype, device="meta")
     yield Work("bias", dtype, width, attention(dtype, width, mask=mask))
-    if dtype == HALF or width <= 128:  # else it spills
+    if dtype == HALF or width <= 128:  # beyond, it spills
         call = attention(dtype, width, mask=mask, backward=True)
         yield Work("bias backward", dtype, width, call)
-    for queries in (1, 16) if dtype == HALF else (1,):
-        yield Work("decode", dtype, width, decode(dtype, width, queries))
-    yield Work("additive", dtype, width, additive(dtype, width))
-    yield Work("additive backward", dtype, width, additive(dtype, width, backward=True))
+    yield Work("decode", dtype, width, decode(dtype, width))
+    if dtype == HALF and width >= 128:
+        yield Work("decode", dtype, width, decode(dtype, width, queries=16))
+    if width <= 256:
+        yield Work("hops", dtype, width, hops(dtype, width))
+        yield Work("hops backward", dtype, width, hops(dtype, width, backward=True))
+        yield Work("retrieval", dtype, width, retrieval(dtype, width))
+    if width != 128:  # no entry ends there
+        yield Work("additive", dtype, width, additive(dtype, width))
+        yield Work("additive backward", dtype, width, additive(dtype, width, backward=True))
 
 
 def _others() -> Iterator[Work]:
@@ -318,6 +324,36 @@ def encode(dtype: torch.dtype, width: int, *, backward: bool = False) -> Callabl
         )
 
     return run
+
+
+def hops(dtype: torch.dtype, width: int, *, backward: bool = False) -> Callable[[], Any]:
+    """A call of 3 hops on 64 memories of 500 rows, with a mask."""
+    query = torch.empty(64, width, dtype=dtype, device="meta")
+    memory = torch.empty(64, 4, 500, width, dtype=dtype, device="meta")
+    mask = torch.empty(64, 1, 1, 500, dtype=torch.bool, device="meta")
+    trace, stats = (torch.empty(64, *rest, device="meta") for rest in ((7, width), (3, 2)))
+    args = (query, memory, None, None, mask, None)
+    options: dict[str, Any] = {
+        "hops": 3, "activation": "none", "normalize": "softmax", "scale": 1.0, "weights": False,
+    }  # fmt: skip
+
+    def run() -> None:
+        if not backward:
+            backend.memory_hop_attention(*args, **options)
+            return
+        backend.memory_hop_attention_backward(query, None, *args, trace, stats, **options, needed=2)
+
+    return run
+
+
+def retrieval(dtype: torch.dtype, width: int) -> Callable[[], Any]:
+    """A retrieval from 1000 patterns, of at most 5 steps."""
+    state, stored = (torch.empty(8, n, width, dtype=dtype, device="meta") for n in (100, 1000))
+    options: dict[str, Any] = {
+        "scale": 1.0, "steps_max": 5, "eps": 1e-4, "together": 1, "crowded": False,
+        "grad": "unroll",
+    }  # fmt: skip
+    return lambda: backend.hopfield_retrieve(state, stored, **options)
 
 
 def sinusoidal(dtype: torch.dtype) -> Callable[[], Any]:

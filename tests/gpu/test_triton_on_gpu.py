@@ -13,9 +13,13 @@ import pytest
 import torch
 
 import fastattn
+from fastattn import dispatch
 from fastattn.testing import CASES, Case, Target, check
 from fastattn.testing.additive import ADDITIVE_CASES, AdditiveCase, check_additive
 from fastattn.testing.decode import DECODE_CASES, DecodeCase, check_decode
+from fastattn.testing.encode_memory import ENCODE_CASES, EncodeCase, check_encoding
+from fastattn.testing.hopfield import HOPFIELD_CASES, HopfieldCase, check_hopfield
+from fastattn.testing.memory_hop_cases import HOP_CASES, HopCase, check_hops
 from fastattn.testing.sinusoidal import SINUSOIDAL_CASES, SinusoidalCase, check_sinusoidal
 from fastattn.testing.varlen import VARLEN_CASES, VarlenCase, check_varlen
 
@@ -55,6 +59,17 @@ def backend_on_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(
         Target, "module", property(lambda _: SimpleNamespace(**functions)), raising=True
     )
+    # For the cases that go through the public functions: it then takes CPU tensors, as interpreted.
+    if "through_dispatch" in request.fixturenames:
+        proxy, load = SimpleNamespace(**functions, INTERPRETED=True), dispatch.load
+        monkeypatch.setattr(
+            dispatch, "load", lambda name: proxy if name == "triton" else load(name)
+        )
+
+
+@pytest.fixture
+def through_dispatch() -> None:
+    """Asks the fixture above for this."""
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -93,6 +108,27 @@ def test_decoding(case: DecodeCase, dtype: torch.dtype) -> None:
     if max(case.head_dim, case.value_dim or 0) > WIDEST:
         pytest.skip("not of this backend")
     verdict = check_decode(case, dtype, Target("triton"))
+    assert verdict.ok, "\n".join(verdict.faults)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", ENCODE_CASES, ids=str)
+def test_memory_encoding(case: EncodeCase, dtype: torch.dtype, through_dispatch: None) -> None:
+    verdict = check_encoding(case, dtype, Target("triton"))
+    assert verdict.ok, "\n".join(verdict.faults)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", HOP_CASES, ids=str)
+def test_memory_hops(case: HopCase, dtype: torch.dtype, through_dispatch: None) -> None:
+    verdict = check_hops(case, dtype, Target("triton"))
+    assert verdict.ok, "\n".join(verdict.faults)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", HOPFIELD_CASES, ids=str)
+def test_retrieval(case: HopfieldCase, dtype: torch.dtype, through_dispatch: None) -> None:
+    verdict = check_hopfield(case, dtype, Target("triton"))
     assert verdict.ok, "\n".join(verdict.faults)
 
 

@@ -6,18 +6,17 @@ is what to do with them: rounds of steps until every query rests, and the three 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from fastattn import _cpu
+from fastattn.backends._hopfield_gradients import Gradients, Patterns
 from fastattn.backends.cpu.memory_hops import _memory, _Operand, _summed, _with_rows
 from fastattn.backends.cpu.operands import DTYPES, broadcast_operand
 
 _SHARED, _SAME_ROWS, _NORMALIZE, _CROWDED, _SEARCH, _RESUME = 1, 2, 8, 16, 32, 64
-_Gradients = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 _ROUND = 256  # steps of one call, so that an unlimited search can be interrupted
 
 
@@ -57,49 +56,14 @@ def hopfield_retrieve_backward(
     crowded: bool,
     grad: str,
     needed: int,
-) -> _Gradients:
+) -> Gradients:
     """Return the gradients of state, stored, keys and the bias, see ``docs/design.md``."""
     memory = _Memory.of(stored, keys, mask, bias, scale, crowded)
-    if grad == "unroll":
-        return memory.unroll(grad_out, state, taken.abs(), needed)
-    before, last = ends.unbind(2)
-    once = torch.ones_like(taken)
-    memory, grad_out = memory.to(ends.dtype), grad_out.to(ends.dtype)
-    if grad == "one_step":
-        _, *derived = memory.unroll(grad_out, before, once, needed)
-        return _in_dtypes((torch.zeros_like(before), *derived), state, stored, keys, bias)
-
-    # (1 - J) a = grad_out, J symmetric: then df/dstored^T a is the derivative of the solution.
-    solved, a = _conjugate_gradients(memory.slope(last), grad_out, taken > 0)
-    found = memory.unroll(torch.where(solved, a, 0.0), last, once, needed)
-    grads: list[Tensor | None] = [torch.zeros_like(found[0]), *found[1:]]
-    if not bool(solved.all()):  # not at a strict minimum
-        rest = torch.where(solved, 0.0, grad_out)
-        steps = torch.where(solved.squeeze(-1), 0, taken.abs())
-        unrolled = memory.unroll(rest, state.to(ends.dtype), steps, needed)
-        unrolled = (torch.where(solved, 0.0, unrolled[0]), *unrolled[1:])
-        pairs = zip(grads, unrolled, strict=True)
-        grads = [None if x is None or y is None else x + y for x, y in pairs]
-    return _in_dtypes(grads, state, stored, keys, bias)
-
-
-def _in_dtypes(grads: Sequence[Tensor | None], *given: Tensor | None) -> _Gradients:
-    """The gradients in the dtypes of what they are of."""
-    pairs = zip(grads, given, strict=True)
-    found = [None if g is None or x is None else g.to(x.dtype) for g, x in pairs]
-    assert found[0] is not None
-    return found[0], found[1], found[2], found[3]
+    return memory.gradients(grad_out, state, taken, ends, grad, needed)
 
 
 @dataclass(frozen=True)
-class _Memory:
-    """The stored patterns, and how a step reads them."""
-
-    stored: Tensor
-    keys: Tensor | None
-    mask: Tensor | None
-    bias: Tensor | None
-    scale: float
+class _Memory(Patterns):
     crowded: bool
 
     @classmethod
@@ -113,10 +77,6 @@ class _Memory:
         crowded: bool,
     ) -> _Memory:
         return cls(_with_rows(stored), _with_rows(keys), mask, bias, scale, crowded)
-
-    def to(self, dtype: torch.dtype) -> _Memory:
-        keys = None if self.keys is None else self.keys.to(dtype)
-        return replace(self, stored=self.stored.to(dtype), keys=keys)
 
     def search(
         self, state: Tensor, steps_max: int, eps: float, together: int
@@ -152,10 +112,6 @@ class _Memory:
         self._run(False, state, steps, 0, (), results, (1, taken.data_ptr(), 0), 0.0)
         return trace, stats, steps
 
-    def unroll(self, grad_out: Tensor, state: Tensor, taken: Tensor, needed: int) -> _Gradients:
-        """The derivative of so many steps of each query."""
-        return self.derive(grad_out, state, taken, *self.repeat(state, taken), needed)
-
     def derive(
         self,
         grad_out: Tensor,
@@ -165,7 +121,7 @@ class _Memory:
         stats: Tensor,
         steps: int,
         needed: int,
-    ) -> _Gradients:
+    ) -> Gradients:
         stored, keys, bias = self.stored, self.keys, self.bias
         grad_state = torch.empty(state.shape, dtype=state.dtype)
         memories = [stored if keys is None else keys, None if keys is None else stored]
@@ -201,11 +157,6 @@ class _Memory:
             return grad_state, grad_in, None, grad_bias
         grad_stored = grad_stored if needed & 2 else None
         return grad_state, grad_stored, grad_in if needed & 4 else None, grad_bias
-
-    def slope(self, xi: Tensor) -> _Slope:
-        """J = df/dxi."""
-        once = torch.ones(xi.shape[:-1], dtype=torch.int64)
-        return _Slope(self, xi, once, *self.repeat(xi, once)[:2])
 
     def _run(
         self,
@@ -247,45 +198,3 @@ class _Memory:
             settling,
             eps,
         )
-
-
-@dataclass(frozen=True)
-class _Slope:
-    """J at xi, which is symmetric."""
-
-    memory: _Memory
-    xi: Tensor
-    once: Tensor
-    trace: Tensor
-    stats: Tensor
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.memory.derive(x, self.xi, self.once, self.trace, self.stats, 1, 0)[0]
-
-
-def _conjugate_gradients(slope: _Slope, b: Tensor, trusted: Tensor) -> tuple[Tensor, Tensor]:
-    """Solve (1 - J) a = b for each query [G, Q, D]; return where that went well, and a.
-
-    It does not where 1 - J is not positive definite along a direction that is met, nor where the
-    residual is not down to rounding after as many steps as would be exact without rounding, twice.
-    """
-    tolerance = 16 * torch.finfo(b.dtype).eps
-    a, residual, direction = torch.zeros_like(b), b, b
-    size = (b * b).sum(-1, keepdim=True)
-    enough = tolerance * tolerance * size
-    solved, sound = size == 0, trusted[..., None]
-    for _ in range(2 * min(b.shape[-1], slope.memory.stored.shape[1]) + 2):
-        moving = sound & ~solved
-        if not bool(moving.any()):
-            break
-        image = direction - slope(direction)
-        curvature = (direction * image).sum(-1, keepdim=True)
-        sound = sound & (solved | (curvature > 0))
-        moving = moving & sound
-        length = torch.where(moving, size / curvature, 0.0)
-        a = torch.where(moving, a + length * direction, a)
-        residual = torch.where(moving, residual - length * image, residual)
-        smaller = torch.where(moving, (residual * residual).sum(-1, keepdim=True), size)
-        direction = torch.where(moving, residual + smaller / size * direction, direction)
-        size, solved = smaller, solved | (smaller <= enough)
-    return sound & solved, a

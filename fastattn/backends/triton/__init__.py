@@ -15,6 +15,15 @@ from fastattn.backends.triton._launch import INTERPRETED
 from fastattn.backends.triton.additive import additive_attention, additive_attention_backward
 from fastattn.backends.triton.decode import append_to_cache, decode_attention
 from fastattn.backends.triton.encode_memory import encode_memory, encode_memory_backward
+from fastattn.backends.triton.hopfield import (
+    TOGETHER,
+    hopfield_retrieve,
+    hopfield_retrieve_backward,
+)
+from fastattn.backends.triton.memory_hops import (
+    memory_hop_attention,
+    memory_hop_attention_backward,
+)
 from fastattn.backends.triton.sdpa import (
     scaled_dot_product_attention,
     scaled_dot_product_attention_backward,
@@ -30,6 +39,10 @@ __all__ = [
     "decode_attention",
     "encode_memory",
     "encode_memory_backward",
+    "hopfield_retrieve",
+    "hopfield_retrieve_backward",
+    "memory_hop_attention",
+    "memory_hop_attention_backward",
     "scaled_dot_product_attention",
     "scaled_dot_product_attention_backward",
     "sinusoidal_encoding",
@@ -41,6 +54,7 @@ __all__ = [
 _FLOATS = {torch.float32, torch.bfloat16, torch.float16}
 _OLDEST = (8, 0)
 _WIDEST = 512
+_WIDEST_HOPS = 256  # a program keeps a state and its gradient whole
 _FARTHEST = 2**29  # sums of a few places are int32
 
 
@@ -80,6 +94,11 @@ def why_not(op: str, *tensors: Tensor | None, **options: Any) -> list[str]:
         assert key is not None
         assert value is not None
         return _why_not_attend(query, key, value, None, slopes, 0)
+    if op.startswith(("memory_hop_attention", "hopfield_retrieve")):
+        if given[0].shape[-1] > _WIDEST_HOPS:
+            return [f"a width of {given[0].shape[-1]} is above {_WIDEST_HOPS}"]
+        if options.get("together", 1) > TOGETHER:
+            return [f"{options['together']} queries that stop together are above {TOGETHER}"]
     if op.startswith("additive_attention"):
         value = tensors[4] if op.endswith("_backward") else tensors[2]
         assert value is not None

@@ -98,7 +98,7 @@ _HOPPER["decode"] = {
     16: [
         (128, Launch(16, 64, 4, 3)),
         (256, Launch(16, 32, 4, 3)),
-        (512, Launch(16, 32, 4, 2)),
+        (512, Launch(16, 32, 8, 2)),
     ],
     32: [
         (64, Launch(16, 32, 4, 2)),
@@ -110,13 +110,22 @@ _HOPPER["decode_rows"] = {
     16: [
         (128, Launch(64, 64, 8, 3)),
         (256, Launch(32, 32, 8, 3)),
-        (512, Launch(16, 32, 4, 2)),
+        (512, Launch(16, 32, 8, 2)),
     ],
     32: _HOPPER["decode"][32],
 }
+# A tile of queries goes through all hops; they are few in most calls.
+_HOPPER["hops"] = {
+    16: [(128, Launch(16, 32, 4, 1)), (256, Launch(16, 32, 4, 1))],
+    32: [(64, Launch(16, 16, 4, 1)), (128, Launch(16, 16, 8, 1)), (256, Launch(16, 16, 8, 1))],
+}
+_HOPPER["hops_backward"] = {
+    16: [(128, Launch(16, 32, 4, 1)), (256, Launch(16, 16, 8, 1))],
+    32: _HOPPER["hops"][32],
+}
 # A mask takes registers, and so does what is summed with it.
 _HOPPER["forward_masked"] = {
-    16: _with(_HOPPER["forward"][16], {128: Launch(128, 32, 8, 3)}),
+    16: _with(_HOPPER["forward"][16], {128: Launch(128, 32, 8, 3), 256: Launch(64, 32, 8, 2)}),
     32: _HOPPER["forward"][32],
 }
 _HOPPER["statistics"] = {
@@ -220,6 +229,11 @@ _CDNA["decode_rows"] = {
     16: [(128, Launch(32, 32, 4, 2)), *_CDNA["decode"][16][1:]],
     32: _CDNA["decode"][32],
 }
+_CDNA["hops"] = {
+    16: [(128, Launch(16, 32, 4, 1)), (256, Launch(16, 16, 4, 1))],
+    32: [(128, Launch(16, 32, 4, 1)), (256, Launch(16, 16, 4, 1))],
+}
+_CDNA["hops_backward"] = _CDNA["hops"]
 _CDNA["additive"] = {
     16: [(512, Launch(16, 32, 4, 1))],
     32: [(512, Launch(16, 32, 4, 1))],
@@ -231,10 +245,6 @@ _CDNA["backward_mask"] = _CDNA["backward_key_value"]
 # Where the statistics are no loop, ptxas allots 48 registers to some launches, and spills.
 _BLACKWELL: _Table = {
     **_HOPPER,
-    "forward_masked": {
-        16: _with(_HOPPER["forward_masked"][16], {256: Launch(64, 32, 8, 2)}),
-        32: _HOPPER["forward_masked"][32],
-    },
     "statistics": {
         16: [
             (64, Launch(64, 64, 8, 2)),

@@ -1,0 +1,130 @@
+"""The three derivatives of Hopfield retrieval, for the backends with kernels of its steps."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+__all__ = ["Gradients", "Patterns"]
+
+Gradients = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
+_Self = TypeVar("_Self", bound="Patterns")
+
+
+@dataclass(frozen=True)
+class Patterns(abc.ABC):
+    """The stored patterns, and how a step reads them."""
+
+    stored: Tensor  # [G, N, D]
+    keys: Tensor | None  # [G, N, D]
+    mask: Tensor | None  # [G|1, Q|1, N|1]
+    bias: Tensor | None  # [G|1, Q|1, N|1]
+    scale: float
+
+    @abc.abstractmethod
+    def repeat(self, state: Tensor, taken: Tensor) -> tuple[Tensor, Tensor, int]:
+        """All states and statistics of so many steps of each query; the most steps there are."""
+
+    @abc.abstractmethod
+    def derive(
+        self,
+        grad_out: Tensor,
+        state: Tensor,
+        taken: Tensor,
+        trace: Tensor,
+        stats: Tensor,
+        steps: int,
+        needed: int,
+    ) -> Gradients:
+        """The derivative of the steps that ``repeat`` took."""
+
+    def unroll(self, grad_out: Tensor, state: Tensor, taken: Tensor, needed: int) -> Gradients:
+        """The derivative of so many steps of each query."""
+        return self.derive(grad_out, state, taken, *self.repeat(state, taken), needed)
+
+    def gradients(
+        self,
+        grad_out: Tensor,  # [G, Q, D]
+        state: Tensor,
+        taken: Tensor,  # [G, Q]
+        ends: Tensor,  # [G, Q, 2, D]
+        grad: str,
+        needed: int,
+    ) -> Gradients:
+        """Return the gradients of state, stored, keys and the bias, see ``docs/design.md``."""
+        if grad == "unroll":
+            return self.unroll(grad_out, state, taken.abs(), needed)
+        before, last = ends.unbind(2)
+        once = torch.ones_like(taken)
+        wide, grad_out = self._to(ends.dtype), grad_out.to(ends.dtype)
+        if grad == "one_step":
+            _, *derived = wide.unroll(grad_out, before, once, needed)
+            return self._in_dtypes((torch.zeros_like(before), *derived), state)
+
+        # (1 - J) a = grad_out, J symmetric: then df/dstored^T a is the derivative of the solution.
+        trace, stats, _ = wide.repeat(last, once)
+        solved, a = _conjugate_gradients(
+            lambda x: wide.derive(x, last, once, trace, stats, 1, 0)[0],
+            grad_out,
+            taken > 0,
+            2 * min(last.shape[-1], self.stored.shape[1]) + 2,
+        )
+        found = wide.unroll(torch.where(solved, a, 0.0), last, once, needed)
+        grads: list[Tensor | None] = [torch.zeros_like(found[0]), *found[1:]]
+        if not bool(solved.all()):  # not at a strict minimum
+            rest = torch.where(solved, 0.0, grad_out)
+            steps = torch.where(solved.squeeze(-1), 0, taken.abs())
+            unrolled = wide.unroll(rest, state.to(ends.dtype), steps, needed)
+            unrolled = (torch.where(solved, 0.0, unrolled[0]), *unrolled[1:])
+            pairs = zip(grads, unrolled, strict=True)
+            grads = [None if x is None or y is None else x + y for x, y in pairs]
+        return self._in_dtypes(grads, state)
+
+    def _to(self: _Self, dtype: torch.dtype) -> _Self:
+        keys = None if self.keys is None else self.keys.to(dtype)
+        return replace(self, stored=self.stored.to(dtype), keys=keys)
+
+    def _in_dtypes(self, grads: Sequence[Tensor | None], state: Tensor) -> Gradients:
+        """The gradients in the dtypes of what they are of."""
+        pairs = zip(grads, (state, self.stored, self.keys, self.bias), strict=True)
+        found = [None if g is None or x is None else g.to(x.dtype) for g, x in pairs]
+        assert found[0] is not None
+        return found[0], found[1], found[2], found[3]
+
+
+def _conjugate_gradients(
+    slope: Callable[[Tensor], Tensor],  # J times a vector of each query, J symmetric
+    b: Tensor,
+    trusted: Tensor,
+    steps: int,  # twice as many as would be exact without rounding
+) -> tuple[Tensor, Tensor]:
+    """Solve (1 - J) a = b for each query [G, Q, D]; return where that went well, and a.
+
+    It does not where 1 - J is not positive definite along a direction that is met, nor where the
+    residual is not down to rounding after all steps.
+    """
+    tolerance = 16 * torch.finfo(b.dtype).eps
+    a, residual, direction = torch.zeros_like(b), b, b
+    size = (b * b).sum(-1, keepdim=True)
+    enough = tolerance * tolerance * size
+    solved, sound = size == 0, trusted[..., None]
+    for _ in range(steps):
+        moving = sound & ~solved
+        if not bool(moving.any()):
+            break
+        image = direction - slope(direction)
+        curvature = (direction * image).sum(-1, keepdim=True)
+        sound = sound & (solved | (curvature > 0))
+        moving = moving & sound
+        length = torch.where(moving, size / curvature, 0.0)
+        a = torch.where(moving, a + length * direction, a)
+        residual = torch.where(moving, residual - length * image, residual)
+        smaller = torch.where(moving, (residual * residual).sum(-1, keepdim=True), size)
+        direction = torch.where(moving, residual + smaller / size * direction, direction)
+        size, solved = smaller, solved | (smaller <= enough)
+    return sound & solved, a

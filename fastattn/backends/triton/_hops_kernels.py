@@ -1,0 +1,442 @@
+"""The kernels of memory hops: u <- phi(H_k u + C_k^T softmax(scale M_k u + bias_k)), k = 1 ... K.
+
+A program takes a tile of queries through all hops, without another launch between them; with a
+projection through one hop, and H_k u_k comes from a library's product. Queries are rows
+r = b * Q + q; a group of them shares a memory: those of a sequence, or all of them.
+
+Hopfield retrieval is hops without the old state, u <- C^T softmax(scale M u + bias), of which each
+query takes a number of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from fastattn.backends.triton._core import (
+    INF,
+    LOG2E,
+    Operand,
+    keys_visible,
+    load_rows,
+    start_softmax,
+    tanh,
+    update_softmax,
+)
+
+
+class Hops(NamedTuple):
+    """What a call is made with. Memories are [B, K, N, D], masks [B, Q, K, N]."""
+
+    m: Operand
+    c: Operand
+    seen: Operand | None
+    added: Operand | None
+    grad_weights: Operand | None
+    queries: int  # of a sequence
+    group: int  # rows that share a memory
+    rows: int  # of a memory
+    hops: int
+    scale: float
+    rescored: int  # 1: scores are those of the definition
+    p_taken: Any = None  # [B, Q] int64, of a retrieval: how many hops each query takes
+
+
+@triton.jit
+def _rows_of(i_group, tile, o, BM: tl.constexpr):
+    """The rows of a tile, and which of them there are."""
+    o_local = tile * BM + tl.arange(0, BM)
+    return tl.cast(i_group, tl.int64) * o.group + o_local, o_local < o.group
+
+
+@triton.jit
+def _load_state(p_x, row, m_r, D: tl.constexpr, BD: tl.constexpr):
+    """Vectors that begin at ``row`` of a float32 buffer [BM, BD]."""
+    o_d = tl.arange(0, BD)
+    p_x = p_x + row[:, None] * D + o_d[None, :]
+    return tl.load(p_x, mask=m_r[:, None] & (o_d < D)[None, :], other=0.0)
+
+
+@triton.jit
+def _store_state(p_x, row, m_r, block, D: tl.constexpr, BD: tl.constexpr):
+    o_d = tl.arange(0, BD)
+    p_x = p_x + row[:, None] * D + o_d[None, :]
+    tl.store(p_x, block.to(p_x.dtype.element_ty), mask=m_r[:, None] & (o_d < D)[None, :])
+
+
+@triton.jit
+def _load_vectors(x, o_r, m_r, o, D: tl.constexpr, BD: tl.constexpr):
+    """Rows of [B, Q, D] in any strides, as float32 [BM, BD]."""
+    o_d = tl.arange(0, BD)
+    p_x = x.p + ((o_r // o.queries) * x.b + (o_r % o.queries) * x.h)[:, None]
+    p_x = p_x + o_d.to(tl.int64)[None, :] * x.d
+    return tl.load(p_x, mask=m_r[:, None] & (o_d < D)[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _load_pairs(x, o_r, hop, o_n, inside, other, o):
+    """The tile [BM, BN] of an operand [B, Q, K, N]."""
+    p_x = x.p + (o_r // o.queries) * x.b + (o_r % o.queries) * x.h + hop * x.l
+    return tl.load(p_x[:, None] + o_n.to(tl.int64)[None, :] * x.d, mask=inside, other=other)
+
+
+@triton.jit
+def _scores(b_u, b_m, o_r, m_r, hop, o_n, o, PRECISION: tl.constexpr):
+    """Return the scores [BM, BN], and what is visible."""
+    s = tl.dot(b_u.to(b_m.dtype), tl.trans(b_m), input_precision=PRECISION) * o.scale
+    visible = m_r[:, None] & (o_n < o.rows)[None, :]
+    if o.seen is not None:
+        visible = visible & (_load_pairs(o.seen, o_r, hop, o_n, visible, 0, o) != 0)
+    if o.added is not None:
+        added = _load_pairs(o.added, o_r, hop, o_n, visible, -INF, o).to(tl.float32)
+        visible = visible & (added != -INF)
+        s = s + tl.where(visible, added, 0.0)
+    return s, visible
+
+
+@triton.jit
+def _weights(s, visible, m, l, NORMALIZE: tl.constexpr):
+    """p [BM, BN] of scores, 0 where excluded."""
+    if NORMALIZE:
+        return tl.where(visible, tl.exp2((s - m[:, None]) * LOG2E) / l[:, None], 0.0)
+    else:
+        return tl.where(visible, s, 0.0)
+
+
+@triton.jit
+def hops_forward(
+    query,  # [B, Q, D] as [B, Q, -, D], or None: the state of the first hop is in the trace
+    o,
+    p_trace,  # [B, Q, 2K + 1, D] float32: u_1, o_1, u_2, ..., u_K+1
+    p_stats,  # [B, Q, K, 2] float32: m and l of p = exp(s - m) / l
+    weights,  # [B, Q, K, N] or None
+    p_out,  # [B, Q, D]
+    p_projected,  # [B, Q, D] float32: H_k u_k of the only hop, or None
+    first_hop,
+    last_hop,
+    ACTIVATION: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    D: tl.constexpr,
+    BD: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
+    tiles = tl.cdiv(o.group, BM)
+    i_group = (tl.program_id(0) // tiles).to(tl.int64)
+    o_r, m_r = _rows_of(i_group, tl.program_id(0) % tiles, o, BM)
+    row = o_r * (2 * o.hops + 1)
+    if query is None:
+        b_u = _load_state(p_trace, row + 2 * first_hop, m_r, D, BD)
+    else:
+        b_u = _load_vectors(query, o_r, m_r, o, D, BD)
+        _store_state(p_trace, row, m_r, b_u, D, BD)
+
+    for hop in range(first_hop, last_hop + 1):
+        m, l, acc = start_softmax(BM, BD)
+        for first in range(0, o.rows, BN):
+            o_n = first + tl.arange(0, BN)
+            b_m = load_rows(o.m, i_group, hop, o_n, o_n < o.rows, D, BD)
+            s, visible = _scores(b_u, b_m, o_r, m_r, hop, o_n, o, PRECISION)
+            if NORMALIZE:
+                m, l, p, shrink = update_softmax(m, l, tl.where(visible, s, -INF), LOG2E, o)
+                acc = acc * shrink[:, None]
+            else:
+                p = tl.where(visible, s, 0.0)
+            m_n = (o_n < o.rows) & keys_visible(visible)  # 0 * NaN would be NaN
+            b_c = load_rows(o.c, i_group, hop, o_n, m_n, D, BD)
+            acc = tl.dot(p.to(b_c.dtype), b_c, acc, input_precision=PRECISION)
+        l_safe = tl.where(l == 0.0, 1.0, l)
+        m_safe = tl.where(m == -INF, 0.0, m)
+        if NORMALIZE:
+            acc = acc / l_safe[:, None]
+        if weights is not None:
+            for first in range(0, o.rows, BN):
+                o_n = first + tl.arange(0, BN)
+                b_m = load_rows(o.m, i_group, hop, o_n, o_n < o.rows, D, BD)
+                s, visible = _scores(b_u, b_m, o_r, m_r, hop, o_n, o, PRECISION)
+                p = _weights(s, visible, m_safe, l_safe, NORMALIZE)
+                p_w = weights.p + (o_r * o.hops + hop)[:, None] * o.rows + o_n[None, :]
+                inside = m_r[:, None] & (o_n < o.rows)[None, :]
+                tl.store(p_w, p.to(weights.p.dtype.element_ty), mask=inside)
+        o_stats = (o_r * o.hops + hop) * 2
+        tl.store(p_stats + o_stats, m if NORMALIZE else m_safe, mask=m_r)
+        tl.store(p_stats + o_stats + 1, l_safe, mask=m_r)
+        _store_state(p_trace, row + 2 * hop + 1, m_r, acc, D, BD)
+
+        if o.p_taken is not None:
+            moves = hop < tl.load(o.p_taken + o_r, mask=m_r, other=0)
+            b_u = tl.where(moves[:, None], acc, b_u)
+        else:
+            if p_projected is not None:
+                b_u = _load_state(p_projected, o_r, m_r, D, BD)
+            b_u = b_u + acc
+        if ACTIVATION == "relu":
+            b_u = tl.where(b_u < 0.0, 0.0, b_u)  # a NaN stays one
+        if ACTIVATION == "tanh":
+            b_u = tanh(b_u)
+        if ACTIVATION == "sigmoid":
+            b_u = 1.0 / (1.0 + tl.exp2(b_u * -LOG2E))
+        _store_state(p_trace, row + 2 * hop + 2, m_r, b_u, D, BD)
+    _store_state(p_out, o_r, m_r, b_u, D, BD)
+
+
+@triton.jit
+def _statistics(p_stats, o_r, m_r, hop, o):
+    """m and l of each row; +inf and 1 for one that sees nothing, so that its p is 0."""
+    o_stats = (o_r * o.hops + hop) * 2
+    m = tl.load(p_stats + o_stats, mask=m_r, other=-INF)
+    l = tl.load(p_stats + o_stats + 1, mask=m_r, other=1.0)
+    return tl.where(m == -INF, INF, m), l
+
+
+@triton.jit
+def _weight_gradients(b_g, b_c, o_r, hop, o_n, visible, o, PRECISION: tl.constexpr):
+    """d loss / d p [BM, BN]."""
+    dp = tl.dot(b_g.to(b_c.dtype), tl.trans(b_c), input_precision=PRECISION)
+    if o.grad_weights is not None:
+        dp += _load_pairs(o.grad_weights, o_r, hop, o_n, visible, 0.0, o).to(tl.float32)
+    return dp
+
+
+@triton.jit
+def _score_gradients(p, dp, delta, visible, NORMALIZE: tl.constexpr):
+    """d loss / d s [BM, BN]."""
+    if NORMALIZE:
+        return tl.where(visible, p * (dp - delta[:, None]), 0.0)
+    else:
+        return tl.where(visible, dp, 0.0)
+
+
+@triton.jit
+def hops_backward_query(
+    grad_out,  # [B, Q, D] as [B, Q, -, D], or None
+    o,
+    p_trace,
+    p_stats,
+    p_grads,  # [B, Q, K, D] float32: d loss / d (H_k u_k + o_k)
+    p_delta,  # [B, Q, K] float32: sum_i p_i dp_i
+    p_scores,  # [B, Q, K, N] float32: d loss / d s, or None
+    p_grad_query,  # [B, Q, D]
+    first_hop,
+    last_hop,
+    PROJECTED: tl.constexpr,  # then H_k^T times the gradient of its sum is still to be added
+    ACTIVATION: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    D: tl.constexpr,
+    BD: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """The hops of one tile of queries backwards."""
+    tiles = tl.cdiv(o.group, BM)
+    i_group = (tl.program_id(0) // tiles).to(tl.int64)
+    o_r, m_r = _rows_of(i_group, tl.program_id(0) % tiles, o, BM)
+    row = o_r * (2 * o.hops + 1)
+    b_g = tl.zeros([BM, BD], tl.float32)
+    if grad_out is not None:
+        b_g = _load_vectors(grad_out, o_r, m_r, o, D, BD)
+
+    for step in range(last_hop - first_hop + 1):
+        hop = last_hop - step
+        if ACTIVATION != "none":
+            b_y = _load_state(p_trace, row + 2 * hop + 2, m_r, D, BD)
+            if ACTIVATION == "relu":
+                b_g = tl.where(b_y > 0.0, b_g, 0.0)
+            if ACTIVATION == "tanh":
+                b_g = b_g * (1.0 - b_y * b_y)
+            if ACTIVATION == "sigmoid":
+                b_g = b_g * b_y * (1.0 - b_y)
+        b_rest = b_g
+        if o.p_taken is not None:
+            moves = hop < tl.load(o.p_taken + o_r, mask=m_r, other=0)
+            b_rest = tl.where(moves[:, None], 0.0, b_g)
+            b_g = tl.where(moves[:, None], b_g, 0.0)
+        _store_state(p_grads, o_r * o.hops + hop, m_r, b_g, D, BD)
+        b_u = _load_state(p_trace, row + 2 * hop, m_r, D, BD)
+        m, l = _statistics(p_stats, o_r, m_r, hop, o)
+        delta = tl.zeros([BM], tl.float32)
+        if NORMALIZE:
+            for first in range(0, o.rows, BN):
+                o_n = first + tl.arange(0, BN)
+                b_m = load_rows(o.m, i_group, hop, o_n, o_n < o.rows, D, BD)
+                s, visible = _scores(b_u, b_m, o_r, m_r, hop, o_n, o, PRECISION)
+                m_n = (o_n < o.rows) & keys_visible(visible)
+                b_c = load_rows(o.c, i_group, hop, o_n, m_n, D, BD)
+                dp = _weight_gradients(b_g, b_c, o_r, hop, o_n, visible, o, PRECISION)
+                p = _weights(s, visible, m, l, True)
+                delta += tl.sum(tl.where(visible, p * dp, 0.0), axis=1)
+            tl.store(p_delta + o_r * o.hops + hop, delta, mask=m_r)
+
+        acc = tl.zeros([BM, BD], tl.float32)
+        for first in range(0, o.rows, BN):
+            o_n = first + tl.arange(0, BN)
+            b_m = load_rows(o.m, i_group, hop, o_n, o_n < o.rows, D, BD)
+            s, visible = _scores(b_u, b_m, o_r, m_r, hop, o_n, o, PRECISION)
+            m_n = (o_n < o.rows) & keys_visible(visible)
+            b_c = load_rows(o.c, i_group, hop, o_n, m_n, D, BD)
+            b_m = load_rows(o.m, i_group, hop, o_n, m_n, D, BD)
+            dp = _weight_gradients(b_g, b_c, o_r, hop, o_n, visible, o, PRECISION)
+            p = _weights(s, visible, m, l, NORMALIZE)
+            ds = _score_gradients(p, dp, delta, visible & (m != INF)[:, None], NORMALIZE)
+            if p_scores is not None:
+                p_s = p_scores + (o_r * o.hops + hop)[:, None] * o.rows + o_n[None, :]
+                tl.store(p_s, ds, mask=m_r[:, None] & (o_n < o.rows)[None, :])
+            acc = tl.dot(ds.to(b_m.dtype), b_m, acc, input_precision=PRECISION)
+        if PROJECTED:
+            b_g = tl.zeros([BM, BD], tl.float32)
+        if o.p_taken is not None:
+            b_g = b_rest
+        b_g = b_g + acc * o.scale
+    _store_state(p_grad_query, o_r, m_r, b_g, D, BD)
+
+
+@triton.jit
+def hops_backward_memory(
+    o,
+    p_trace,
+    p_stats,
+    p_grads,
+    p_delta,
+    p_grad_memory,  # [groups or 1, slots, N, D]
+    groups,
+    slots,
+    out_first,  # the slot that is the first hop's output memory
+    READ: tl.constexpr,  # it is the input memory of hops
+    WRITTEN: tl.constexpr,  # it is the output memory of hops
+    SUMMED: tl.constexpr,  # it is common to all groups
+    NORMALIZE: tl.constexpr,
+    D: tl.constexpr,
+    BD: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """One tile of rows of one slot of a memory: dM = scale ds^T u, dC = p^T g, hop after hop."""
+    tiles = tl.cdiv(o.rows, BN)
+    first = tl.program_id(0) % tiles * BN
+    rest = (tl.program_id(0) // tiles).to(tl.int64)
+    slot = (rest % slots).to(tl.int32)
+    i_memory = rest // slots
+    o_n = first + tl.arange(0, BN)
+    m_n = o_n < o.rows
+    begin = i_memory
+    end = i_memory + 1
+    if SUMMED:
+        begin = i_memory * 0
+        end = begin + groups
+    acc = tl.zeros([BN, BD], tl.float32)
+    for i_group in range(begin, end):
+        if READ:
+            from_hop = tl.where(slots > 1, slot, 0)
+            to_hop = tl.where(slots > 1, tl.minimum(slot + 1, o.hops), o.hops)
+            for hop in range(from_hop, to_hop):
+                b_m = load_rows(o.m, i_group, hop, o_n, m_n, D, BD)
+                b_c = load_rows(o.c, i_group, hop, o_n, m_n, D, BD)
+                for tile in range(tl.cdiv(o.group, BM)):
+                    o_r, m_r = _rows_of(i_group, tile, o, BM)
+                    b_u = _load_state(p_trace, o_r * (2 * o.hops + 1) + 2 * hop, m_r, D, BD)
+                    b_g = _load_state(p_grads, o_r * o.hops + hop, m_r, D, BD)
+                    m, l = _statistics(p_stats, o_r, m_r, hop, o)
+                    delta = tl.load(p_delta + o_r * o.hops + hop, mask=m_r, other=0.0)
+                    s, visible = _scores(b_u, b_m, o_r, m_r, hop, o_n, o, PRECISION)
+                    dp = _weight_gradients(b_g, b_c, o_r, hop, o_n, visible, o, PRECISION)
+                    p = _weights(s, visible, m, l, NORMALIZE)
+                    visible = visible & (m != INF)[:, None]
+                    ds = _score_gradients(p, dp, delta, visible, NORMALIZE) * o.scale
+                    acc = tl.dot(
+                        tl.trans(ds.to(b_m.dtype)), b_u.to(b_m.dtype), acc,
+                        input_precision=PRECISION,
+                    )  # fmt: skip
+        if WRITTEN:
+            from_hop = tl.where(slots > 1, tl.maximum(slot - out_first, 0), 0)
+            to_hop = tl.where(slots > 1, tl.minimum(slot - out_first + 1, o.hops), o.hops)
+            for hop in range(from_hop, to_hop):
+                b_m = load_rows(o.m, i_group, hop, o_n, m_n, D, BD)
+                for tile in range(tl.cdiv(o.group, BM)):
+                    o_r, m_r = _rows_of(i_group, tile, o, BM)
+                    b_u = _load_state(p_trace, o_r * (2 * o.hops + 1) + 2 * hop, m_r, D, BD)
+                    b_g = _load_state(p_grads, o_r * o.hops + hop, m_r, D, BD)
+                    m, l = _statistics(p_stats, o_r, m_r, hop, o)
+                    s, visible = _scores(b_u, b_m, o_r, m_r, hop, o_n, o, PRECISION)
+                    p = _weights(s, visible, m, l, NORMALIZE)
+                    acc = tl.dot(
+                        tl.trans(p.to(b_m.dtype)), b_g.to(b_m.dtype), acc,
+                        input_precision=PRECISION,
+                    )  # fmt: skip
+    o_d = tl.arange(0, BD)
+    o_out = (rest * o.rows + o_n)[:, None] * D + o_d[None, :]
+    acc = acc.to(p_grad_memory.dtype.element_ty)
+    tl.store(p_grad_memory + o_out, acc, mask=m_n[:, None] & (o_d < D)[None, :])
+
+
+@triton.jit
+def retrieve(
+    state,  # [G, Q, D] as [G, Q, -, D], or None: p_ends has it
+    o,
+    p_out,  # [G, Q, D]
+    p_ends,  # [G, Q, 2, D] float32: the state before the last step, and after it
+    p_taken,  # [G, Q] int64: steps taken; negative where the query still moved
+    done,  # steps that were taken before, by the call that this one goes on with
+    steps_max,
+    shortest,  # eps^2
+    unit,  # what rounding may move, relative and squared
+    together,  # so many queries stop at the same time, BM at most
+    D: tl.constexpr,
+    BD: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """Step until every query of the tile rests, or has taken ``steps_max`` steps."""
+    of_tile = BM // together * together
+    tiles = tl.cdiv(o.group, of_tile)
+    i_group = (tl.program_id(0) // tiles).to(tl.int64)
+    o_i = tl.arange(0, BM)
+    o_local = tl.program_id(0) % tiles * of_tile + o_i
+    m_r = (o_i < of_tile) & (o_local < o.group)
+    o_r = i_group * o.group + o_local
+    moving = m_r.to(tl.int32)
+    taken = tl.zeros([BM], tl.int64)
+    if state is None:
+        b_x = _load_state(p_ends, o_r * 2 + 1, m_r, D, BD)
+        taken = tl.load(p_taken + o_r, mask=m_r, other=0)
+        moving = (taken < 0).to(tl.int32)
+    else:
+        b_x = _load_vectors(state, o_r, m_r, o, D, BD)
+        _store_state(p_ends, o_r * 2, m_r, b_x, D, BD)
+    # Which queries of the tile stop together.
+    same = (o_i // together)[:, None] == (o_i // together)[None, :]
+
+    step = tl.program_id(0) * 0 + done
+    while (step < steps_max) & (tl.max(moving, axis=0) > 0):
+        step += 1
+        m, l, acc = start_softmax(BM, BD)
+        for first in range(0, o.rows, BN):
+            o_n = first + tl.arange(0, BN)
+            b_m = load_rows(o.m, i_group, 0, o_n, o_n < o.rows, D, BD)
+            s, visible = _scores(b_x, b_m, o_r, m_r, 0, o_n, o, PRECISION)
+            m, l, p, shrink = update_softmax(m, l, tl.where(visible, s, -INF), LOG2E, o)
+            m_n = (o_n < o.rows) & keys_visible(visible)
+            b_c = load_rows(o.c, i_group, 0, o_n, m_n, D, BD)
+            acc = tl.dot(p.to(b_c.dtype), b_c, acc * shrink[:, None], input_precision=PRECISION)
+        acc = acc / tl.where(l == 0.0, 1.0, l)[:, None]
+
+        by = (acc - b_x).to(tl.float64)
+        by = tl.sum(by * by, axis=1)
+        length = acc.to(tl.float64)
+        length = tl.sum(length * length, axis=1)
+        by = tl.sum(tl.where(same & m_r[None, :], by[None, :], 0.0), axis=1)
+        length = tl.sum(tl.where(same & m_r[None, :], length[None, :], 0.0), axis=1)
+        moves = by > tl.maximum(unit * length, shortest)
+        at = moving > 0
+        _store_state(p_ends, o_r * 2, m_r & at, b_x, D, BD)
+        b_x = tl.where(at[:, None], acc, b_x)
+        taken = tl.where(at, tl.where(moves, -step, step).to(tl.int64), taken)
+        moving = (at & moves).to(tl.int32)
+    _store_state(p_ends, o_r * 2 + 1, m_r, b_x, D, BD)
+    _store_state(p_out, o_r, m_r, b_x, D, BD)
+    tl.store(p_taken + o_r, taken, mask=m_r)

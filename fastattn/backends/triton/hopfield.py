@@ -1,0 +1,138 @@
+"""Hopfield retrieval on Triton: all steps in one launch, and the three derivatives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fastattn.backends._hopfield_gradients import Gradients, Patterns
+from fastattn.backends.triton._hops_kernels import Hops, retrieve
+from fastattn.backends.triton._launch import block_of, launch, operand, plan
+from fastattn.backends.triton.memory_hops import (
+    _widths,
+    options_of,
+    run_backward,
+    run_forward,
+    summed,
+)
+
+__all__ = ["TOGETHER", "hopfield_retrieve", "hopfield_retrieve_backward"]
+
+TOGETHER = 16  # queries that may stop together: those of one tile
+_ROUND = 256  # steps of one launch of a search without a limit, which may never come to rest
+_ULPS = 4
+
+
+def hopfield_retrieve(
+    state: Tensor,  # [G, Q, D]
+    stored: Tensor,  # [G, N, D]
+    keys: Tensor | None = None,  # [G, N, D]
+    mask: Tensor | None = None,  # [G|1, Q|1, N|1]
+    bias: Tensor | None = None,  # [G|1, Q|1, N|1]
+    *,
+    scale: float,
+    steps_max: int,
+    eps: float,
+    together: int,
+    crowded: bool,
+    grad: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ``(xi, taken, ends)``, see ``docs/design.md``."""
+    *lead, width = state.shape
+    o = _Memory(stored, keys, mask, bias, scale).options(state, 1)
+    out = state.new_empty((*lead, width))
+    taken = torch.zeros(lead, dtype=torch.int64, device=state.device)
+    ends = state.new_empty((*lead, 2, width), dtype=torch.float32)
+    planned = plan("hops", state, block_of(width))
+    of_tile = planned.BM // together * together
+    done = 0
+    while True:
+        until = done + _ROUND if steps_max < 0 else steps_max
+        launch(
+            retrieve,
+            planned,
+            -(-lead[1] // of_tile) * lead[0],
+            state.device,
+            state=operand(state.unsqueeze(2)) if done == 0 else None,
+            o=o,
+            p_out=out,
+            p_ends=ends,
+            p_taken=taken,
+            done=done,
+            steps_max=until,
+            shortest=eps * eps,
+            unit=(_ULPS * torch.finfo(torch.float32).eps) ** 2,
+            together=together,
+            **_widths(width),
+        )
+        done = until
+        # Only where there is no limit does anybody wait for the GPU.
+        if steps_max >= 0 or bool((taken > 0).all()):
+            return out, taken, ends
+
+
+def hopfield_retrieve_backward(
+    grad_out: Tensor,  # [G, Q, D]
+    state: Tensor,
+    stored: Tensor,
+    keys: Tensor | None,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    taken: Tensor,  # [G, Q]
+    ends: Tensor,  # [G, Q, 2, D]
+    *,
+    scale: float,
+    steps_max: int,
+    eps: float,
+    together: int,
+    crowded: bool,
+    grad: str,
+    needed: int,
+) -> Gradients:
+    """Return the gradients of state, stored, keys and the bias, see ``docs/design.md``."""
+    memory = _Memory(stored, keys, mask, bias, scale)
+    return memory.gradients(grad_out, state, taken, ends, grad, needed)
+
+
+@dataclass(frozen=True)
+class _Memory(Patterns):
+    def options(self, state: Tensor, steps: int) -> Hops:
+        mask, bias = (None if x is None else x.unsqueeze(2) for x in (self.mask, self.bias))
+        return options_of(state, *self._memories(), mask, bias, steps, self.scale, shared=False)
+
+    def repeat(self, state: Tensor, taken: Tensor) -> tuple[Tensor, Tensor, int]:
+        steps = max(int(taken.max()), 1) if taken.numel() else 1
+        o = self.options(state, steps)._replace(p_taken=taken.contiguous())
+        _, trace, stats = run_forward(state, o, None, activation="none", normalize="softmax")
+        return trace, stats, steps
+
+    def derive(
+        self,
+        grad_out: Tensor,
+        state: Tensor,
+        taken: Tensor,
+        trace: Tensor,
+        stats: Tensor,
+        steps: int,
+        needed: int,
+    ) -> Gradients:
+        o = self.options(state, steps)._replace(p_taken=taken.contiguous())
+        if self.keys is not None:  # then they are the input memory
+            needed = needed & 8 | (needed & 2) << 1 | (needed & 4) >> 1
+        of_scores = self.bias is not None and bool(needed & 8)
+        grad_state, (of_input, of_output), _, scores = run_backward(
+            grad_out, state, *self._memories(), o, trace, stats,
+            activation="none", normalize="softmax", needed=needed, of_scores=of_scores,
+        )  # fmt: skip
+        grad_bias = None
+        if scores is not None and self.bias is not None:
+            grad_bias = summed(scores, self.bias.unsqueeze(2)).squeeze(2)
+        if self.keys is None:
+            return grad_state, of_input, None, grad_bias
+        return grad_state, of_output, of_input, grad_bias
+
+    def _memories(self) -> tuple[Tensor, Tensor | None]:
+        """What is compared with, and what is summed if that is another."""
+        return (self.stored, None) if self.keys is None else (self.keys, self.stored)

@@ -1,0 +1,75 @@
+"""Hopfield retrieval on Triton: the table of cases, and when a query stops."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fastattn
+from fastattn.backends import reference
+from fastattn.testing import Target
+from fastattn.testing.hopfield import HOPFIELD_CASES, HopfieldCase, check_hopfield
+
+pytestmark = pytest.mark.usefixtures("triton_interpreter")
+
+TRITON = Target("triton")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+FEW = [case for case in HOPFIELD_CASES if case.rows * case.queries < 600]
+WORK = [
+    pytest.param(case, DTYPES[n % 3], id=f"{case}-{DTYPES[n % 3]}") for n, case in enumerate(FEW)
+]
+
+
+@pytest.mark.parametrize(("case", "dtype"), WORK)
+def test_case(case: HopfieldCase, dtype: torch.dtype) -> None:
+    verdict = check_hopfield(case, dtype, TRITON)
+    assert not verdict.declined, verdict.declined
+    assert verdict.ok, "\n".join(verdict.faults)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", HOPFIELD_CASES, ids=str)
+def test_case_in_every_dtype(case: HopfieldCase) -> None:
+    for dtype in DTYPES:
+        verdict = check_hopfield(case, dtype, TRITON)
+        assert verdict.ok, f"{dtype}: {verdict.faults}"
+
+
+@pytest.mark.parametrize("together", [1, 5])
+@pytest.mark.parametrize("steps_max", [0, 3, -1])
+def test_each_query_takes_the_steps_that_it_needs(
+    together: int, steps_max: int, generator: torch.Generator
+) -> None:
+    state = torch.randn(2, 35, 6, generator=generator)
+    stored = 2 * torch.randn(2, 9, 6, generator=generator)
+    options = {
+        "scale": 1.0, "steps_max": steps_max, "eps": 1e-2, "together": together,
+        "crowded": False, "grad": "unroll",
+    }  # fmt: skip
+    found = TRITON.module.hopfield_retrieve(state, stored, **options)
+    wanted = reference.hopfield_retrieve(state, stored, **options)
+    assert torch.equal(found[1], wanted[1])
+    assert steps_max == 0 or wanted[1].unique().numel() > 1
+    for x, want in zip(found, wanted, strict=True):
+        torch.testing.assert_close(x, want, rtol=1e-4, atol=1e-4)
+
+
+def test_more_steps_than_one_launch_takes(
+    generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a limit there is a launch for every so many steps."""
+    state, stored = (torch.randn(1, n, 4, generator=generator) for n in (20, 7))
+    options = {"scale": 1.0, "steps_max": -1, "eps": 1e-4, "together": 1, "crowded": False}
+    found = []
+    for steps in (256, 2):
+        monkeypatch.setattr("fastattn.backends.triton.hopfield._ROUND", steps)
+        found.append(TRITON.module.hopfield_retrieve(state, stored, **options, grad="unroll"))
+    assert found[0][1].max() > 4
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_too_many_that_stop_together_are_declined() -> None:
+    x = torch.ones(1, 1, 17, 4)
+    with fastattn.use_backend("triton"), pytest.raises(RuntimeError, match="17 queries that stop"):
+        fastattn.hopfield_retrieve(x, x, stop="head")
