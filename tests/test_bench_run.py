@@ -5,14 +5,15 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -213,21 +214,20 @@ def test_a_run_is_gone_on_with(
     assert again.cells[0].rounds != both.cells[0].rounds
 
 
-def test_a_process_that_spins_is_waited_for() -> None:
-    stop = time.perf_counter() + 0.06
+@pytest.mark.parametrize(("spins", "waits"), [(0.0, 0.0), (0.06, 0.06), (math.inf, None)])
+def test_a_process_that_spins_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, spins: float, waits: float | None
+) -> None:
+    clock = SimpleNamespace(now=0.0)  # a thread of this process is busy until `spins`
 
-    def spin() -> None:
-        while time.perf_counter() < stop:
-            pass
+    def sleep(seconds: float) -> None:
+        clock.now += seconds
 
-    thread = threading.Thread(target=spin)
-    thread.start()
+    clock.perf_counter, clock.sleep = lambda: clock.now, sleep
+    clock.process_time = lambda: min(clock.now, spins)
+    monkeypatch.setattr(worker, "time", clock)
     worker._settle()
-    assert time.perf_counter() >= stop
-    thread.join()
-    before = time.perf_counter()
-    worker._settle()
-    assert time.perf_counter() - before < worker.SETTLE_SECONDS
+    assert clock.now == pytest.approx(worker.SETTLE_SECONDS if waits is None else waits, abs=0.005)
 
 
 def test_a_busy_core_is_noticed(tmp_path: Path) -> None:
