@@ -29,33 +29,59 @@ class Forward {
       : p(params),
         rule(make_rule<T>(params)),
         dropout(make_dropout(params)),
-        Bq(query_block<P>(params.D, params.Dv)),
-        Bk(key_block<P>(params.D, params.Dv)),
+        weights(gives_weights(params) ? params.weights_mode : Weights::none),
+        Bk(weights != Weights::none ? round_up(max_of<int64_t>(1, params.Lk), 2 * P::kScoreRows)
+                                    : key_block<P>(params.D, params.Dv)),
+        Bq(weights == Weights::averaged
+               ? min_of(query_block<P>(params.D, params.Dv), averaged_queries())
+               : query_block<P>(params.D, params.Dv)),
         key_mask(is_key_mask(params)),
         bytes(allocate(nullptr).bytes) {}
 
-  int64_t tasks() const { return p.B * p.Hq * blocks(); }
+  // Where all keys of a row fit one block, its probabilities are there, and its sum is known, when
+  // they have been multiplied with the values: the weights cost no product of their own.
+  static bool gives_weights(const Sequence& p) {
+    return p.weights_mode != Weights::none && p.Lk <= kWholeKeys;
+  }
+
+  int64_t tasks() const { return groups() * blocks(); }
 
   // Task t. The blocks of a head share its keys in cache; under a causal mask the longest come
-  // first, to end together.
+  // first, to end together. The mean of the weights over the heads is one task's.
   void run(int64_t t) const {
     Buffers buf = allocate(thread_scratch(bytes));
-    const int64_t heads = p.B * p.Hq;
     const bool causal = p.window_right >= 0;
-    const int64_t head = causal ? t % heads : t / blocks();
-    const int64_t block = causal ? blocks() - 1 - t / heads : t % blocks();
-    task(buf, head / p.Hq, head % p.Hq, block * Bq);
+    const int64_t group = causal ? t % groups() : t / blocks();
+    const int64_t q0 = (causal ? blocks() - 1 - t / groups() : t % blocks()) * Bq;
+    if (weights != Weights::averaged) return task(buf, group / p.Hq, group % p.Hq, q0);
+    __builtin_memset(buf.mean, 0, static_cast<size_t>(Bq * Bk) * sizeof(T));
+    for (int64_t h = 0; h < p.Hq; ++h) task(buf, group, h, q0);
+    write_mean(buf, group, q0);
   }
 
  private:
   const Sequence& p;
   const ScoreRule<T> rule;
   const DropoutRule dropout;
-  const int64_t Bq, Bk;
+  const Weights weights;  // what is to be written of them
+  const int64_t Bk, Bq;
   const bool key_mask;
   const size_t bytes;
 
+  // A panel's scores against so many keys still fit L2 beside them.
+  static constexpr int64_t kWholeKeys = 1024;
+
+  static int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
+  // Queries of a task that averages: as many as have their weights in L2 while the heads pass, and
+  // leave two tasks for each thread.
+  int64_t averaged_queries() const {
+    constexpr int64_t kBytes = 256 << 10;
+    const int64_t panel = Bk * kLanesOfPanel * static_cast<int64_t>(sizeof(T));
+    const int64_t share = p.B * p.Lq / (2 * p.threads * kLanesOfPanel);
+    return max_of<int64_t>(1, min_of(kBytes / panel, share)) * kLanesOfPanel;
+  }
   int64_t blocks() const { return (p.Lq + Bq - 1) / Bq; }
+  int64_t groups() const { return weights == Weights::averaged ? p.B : p.B * p.Hq; }
 
   struct Buffers {
     Word* q;         // [panels][words of D][lanes]
@@ -69,6 +95,8 @@ class Forward {
     Word* k;         // [Bk][words of D]
     Word* v;         // [words of Bk][Dv]
     Word* temp;      // [lanes][words of D]
+    T* w;            // [Bk][lanes] weights, of pairs
+    T* mean;         // [panels][Bk][lanes] their sum over the heads
     size_t bytes;
   };
 
@@ -86,6 +114,8 @@ class Forward {
     buf.k = a.take<Word>(Bk * words<P>(p.D));
     buf.v = a.take<Word>(words<P>(Bk) * p.Dv + kLanesOfPanel);
     buf.temp = a.take<Word>(kLanesOfPanel * words<P>(p.D));
+    buf.w = a.take<T>(weights != Weights::none && P::kPerWord == 2 ? Bk * kLanesOfPanel : 0);
+    buf.mean = a.take<T>(weights == Weights::averaged ? Bk * Bq : 0);
     buf.bytes = a.used();
     return buf;
   }
@@ -114,11 +144,14 @@ class Forward {
       read_mask_row(p, b, h, 0, 0, p.Lk, buf.keys);
       range = trim(buf.keys, range);
     }
+    bool seen = false;
     for (int64_t k0 = range.begin / Bk * Bk; k0 < range.end; k0 += Bk) {
       const Range block{max_of(k0, range.begin), min_of(range.end, k0 + Bk)};
       if (key_mask && all_excluded(buf.keys + block.begin, block.end - block.begin)) continue;
       block_of_keys(buf, b, h, q0, q1, block, k, v);
+      seen = true;
     }
+    if (weights == Weights::per_head && !seen) hide(b, h, q0, q1, {0, p.Lk});
     finish(buf, b, h, q0, q1);
   }
 
@@ -141,18 +174,24 @@ class Forward {
       const int64_t i1 = min_of(q1, i + kLanesOfPanel);
       const Range seen = visible_to_any(p, i, i1);
       Range r{max_of(block.begin, seen.begin), min_of(block.end, seen.end)};
-      if (r.begin >= r.end) continue;
       r.begin = block.begin + (r.begin - block.begin) / P::kPerWord * P::kPerWord;
+      const bool found =
+          r.begin < r.end &&
+          (i1 - i <= W ? panel<1>(buf, b, h, q0, i, i1, r, block.begin, ks, vs, v)
+                       : panel<kPanelVectors>(buf, b, h, q0, i, i1, r, block.begin, ks, vs, v));
+      if (weights == Weights::none) continue;
+      if (!found) r = {0, 0};
       if (i1 - i <= W)
-        panel<1>(buf, b, h, q0, i, i1, r, block.begin, ks, vs, v);
+        weigh<1>(buf, b, h, q0, i, i1, r);
       else
-        panel<kPanelVectors>(buf, b, h, q0, i, i1, r, block.begin, ks, vs, v);
+        weigh<kPanelVectors>(buf, b, h, q0, i, i1, r);
     }
   }
 
   // Queries [i0, i1) against keys [r.begin, r.end): scores, running softmax, O = alpha O + V^T P.
+  // False if a mask hides all of them.
   template <int NV>
-  __attribute__((noinline)) void panel(Buffers& buf, int64_t b, int64_t h, int64_t q0, int64_t i0,
+  __attribute__((noinline)) bool panel(Buffers& buf, int64_t b, int64_t h, int64_t q0, int64_t i0,
                                        int64_t i1, Range r, int64_t block_begin, const Word* ks,
                                        const Word* vs, const Storage* v) const {
     constexpr int64_t lanes = NV * W;
@@ -167,7 +206,7 @@ class Forward {
     if (key_mask) bias.keys = buf.keys + r.begin;
     if (p.mask.data != nullptr && !key_mask) {
       pack_mask(p, b, h, i0, i1, r.begin, r.end, lanes, buf.bias);
-      if (all_excluded(buf.bias, nk * lanes)) return;
+      if (all_excluded(buf.bias, nk * lanes)) return false;
       bias.tile = buf.bias;
     }
 
@@ -211,6 +250,68 @@ class Forward {
           store(o, alpha[n] * load(o));
         }
       add_visible_only<NV>(S, nk, v + r.begin * p.v.stride[2], O);
+    }
+    return true;
+  }
+
+  // W = P / l, of a panel that has met all the keys that it may see, [r.begin, r.end): into its
+  // rows of the result, or into their sum over the heads.
+  template <int NV>
+  __attribute__((noinline)) void weigh(Buffers& buf, int64_t b, int64_t h, int64_t q0, int64_t i0,
+                                       int64_t i1, Range r) const {
+    constexpr int64_t lanes = NV * W;
+    const bool sums = weights == Weights::averaged;
+    T* const sum = buf.mean + (i0 - q0) * Bk + r.begin * lanes;
+    const T kept = p.dropout_p > 0 ? static_cast<T>(dropout.factor) : T(1);
+    T inverse[kLanesOfPanel];
+    FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
+      const Vec<T> l = load(buf.l + (i0 - q0) + n * W);
+      store(inverse + n * W, select<T>(l == T(0), Vec<T>{}, kept / l));
+    }
+    const auto add = [&](int64_t j, int n, Vec<T> x) __attribute__((always_inline)) {
+      T* const to = sum + j * lanes + n * W;
+      store(to, load(to) + x * load(inverse + n * W));
+    };
+    const int64_t nk = r.end - r.begin;
+    const T* tile = buf.s;
+    if constexpr (P::kPerWord == 1) {
+      for (int64_t j = 0; j < nk && sums; ++j)
+        FASTATTN_UNROLL for (int n = 0; n < NV; ++n) add(j, n, load(tile + j * lanes + n * W));
+    } else {
+      tile = buf.w;
+      for (int64_t j = 0; j < nk; ++j) FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
+          const VecI pair = (VecI)load(buf.s + j / 2 * lanes + n * W);
+          const Vec<T> x = (Vec<T>)(j % 2 ? pair & static_cast<int32_t>(0xffff0000) : pair << 16);
+          if (sums)
+            add(j, n, x);
+          else
+            store(buf.w + j * lanes + n * W, x);
+        }
+    }
+    if (sums) return;
+    hide(b, h, i0, i1, {0, r.begin});
+    hide(b, h, i0, i1, {r.end, p.Lk});
+    unpack_transposed<T>(tile, lanes, inverse, i1 - i0, nk, weights_row(b, h, i0) + r.begin,
+                         p.weights.stride[2]);
+  }
+
+  Storage* weights_row(int64_t b, int64_t h, int64_t i) const {
+    const int64_t* st = p.weights.stride;
+    return static_cast<Storage*>(p.weights.data) + b * st[0] + h * st[1] + i * st[2];
+  }
+  // No weight of queries [i0, i1) is on these keys.
+  void hide(int64_t b, int64_t h, int64_t i0, int64_t i1, Range keys) const {
+    for (int64_t i = i0; i < i1; ++i)
+      __builtin_memset(weights_row(b, h, i) + keys.begin, 0,
+                       static_cast<size_t>(keys.end - keys.begin) * sizeof(Storage));
+  }
+  void write_mean(Buffers& buf, int64_t b, int64_t q0) const {
+    T share[kLanesOfPanel];
+    for (T& x : share) x = T(1) / static_cast<T>(p.Hq);
+    for (int64_t i = q0; i < min_of(p.Lq, q0 + Bq); i += kLanesOfPanel) {
+      const int64_t rows = min_of(kLanesOfPanel, p.Lq - i);
+      unpack_transposed<T>(buf.mean + (i - q0) * Bk, lanes_for(rows), share, rows, p.Lk,
+                           weights_row(b, 0, i), p.weights.stride[2]);
     }
   }
 
@@ -402,7 +503,7 @@ void attention_forward(const AttentionParams& p) {
     Schedule<P>(sequences).run();
     if (p.weights_mode == Weights::none) return;
     const Sequence all = sequences.at(0);
-    WeightsPass<P>(all).run();
+    if (Decode<P>::serves(all) || !Forward<P>::gives_weights(all)) WeightsPass<P>(all).run();
   });
 }
 
