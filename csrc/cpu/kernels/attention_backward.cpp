@@ -152,7 +152,7 @@ class Backward {
     const int64_t count = sequences_.count();
     const Tasks rows(count, [&](int64_t n) {
       const Sequence s = sequences_.at(n);
-      return empty(s) ? 0 : s.B * s.Hq * s.Lq;
+      return s.B * s.Hq * s.Lq;
     });
     memory_ =
         static_cast<T*>(__builtin_malloc(static_cast<size_t>(5 * rows.total()) * sizeof(T) + 1));
@@ -223,7 +223,7 @@ class Backward {
   // mask has no key axis.
   bool splits(const Sequence& s) const {
     const bool own_keys = s.grad_mask.data == nullptr || s.grad_mask.stride[3] != 0;
-    return own_keys && s.threads > 1 && !empty(s) && Unit(s).chunks() > 1 &&
+    return own_keys && s.threads > 1 && Unit(s).chunks() > 1 &&
            static_cast<double>(s.Lq) * s.Lk * 4 * s.threads > work_;
   }
 

@@ -78,7 +78,7 @@ class BackwardUnit {
       : p(params),
         rule(make_rule<T>(params)),
         dropout(make_dropout(params)),
-        Bk(params.Lk <= kWholeKeys ? round_up(params.Lk, 2 * P::kScoreRows)
+        Bk(params.Lk <= kWholeKeys ? round_up(max_of<int64_t>(params.Lk, 1), 2 * P::kScoreRows)
                                    : key_block<P>(params.D, params.Dv)),
         // At most eight chunks, none shorter than 256 keys: enough to share among threads, few
         // enough that the partial dQs stay O(Lq D).
