@@ -83,6 +83,13 @@ _VIT_CORE = Template("ViT-B/16 SDPA, 197 patches", "sdpa", "B=8,H=12,L=197,D=64"
 # Radford et al. 2019, GPT-2 small at its full context; its heirs see more.
 _GPT2 = Template("GPT-2 SDPA, causal, 1024 tokens", "sdpa", "B=1,H=12,L=1024,D=64", "causal")
 _GPT_2K = Template("GPT SDPA, causal, 2048 tokens", "sdpa", "B=1,H=16,L=2048,D=64", "causal")
+_GPT_STATS = Template(
+    "GPT attention_stats, causal, 2048 tokens",
+    "attention_stats",
+    "B=1,H=16,L=2048,D=64",
+    "causal",
+    passes=("fwd",),
+)
 _GPT_8K = Template("GPT SDPA, causal, 8192 tokens", "sdpa", "B=1,H=8,L=8192,D=64", "causal")
 # One new token against a cache of 4096: Llama 3 8B has 8 key heads for 32 heads, Llama 2 7B has 32.
 _DECODE_GQA = Template(
@@ -138,6 +145,7 @@ _SEQ2SEQ = [
 _MEMORY = [
     # Ramsauer et al. 2021: at most three steps; a batch of bags with 128 patterns.
     Template("Hopfield retrieval, 3 steps", "hopfield", "B=4,H=8,L=128,N=128,D=64,K=3"),
+    Template("Hopfield energy of the same", "hopfield_energy", "B=4,H=8,L=128,N=128,D=64"),
     Template("bAbI encoding of a memory", "encode_memory", "B=32,N=50,J=11,V=175,D=50"),
     Template("bAbI hops", "memory_hops", "B=32,N=50,D=50,K=3"),
     Template("a memory for every query", "memory_hops", "B=256,N=1000,D=128,K=3"),
@@ -161,7 +169,9 @@ PRESETS: dict[str, Preset] = {
         [_BERT[128], _BERT[512], _BERT_WEIGHTS, _BERT_CORE[128], _BERT_CORE[512]],
     ),
     "vit": Preset("ViT-B/16 at 224 pixels: batch 8, 12 heads of 64", [_VIT, _VIT_CORE]),
-    "gpt": Preset("GPT-2 and its heirs: causal, 1024 and 2048 tokens", [_GPT2, _GPT_2K]),
+    "gpt": Preset(
+        "GPT-2 and its heirs: causal, 1024 and 2048 tokens", [_GPT2, _GPT_2K, _GPT_STATS]
+    ),
     "decode": Preset(
         "the next token on a cache of 4096: Llama 3 8B and Llama 2 7B",
         [_DECODE_GQA, _DECODE, _DECODE_CACHE],

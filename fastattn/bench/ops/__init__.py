@@ -13,7 +13,7 @@ from fastattn.bench.ops._base import Operator
 
 OPS = (
     *("sdpa", "mha", "encoder_layer", "varlen", "decode", "additive", "bahdanau", "luong"),
-    *("hopfield", "memory_hops", "encode_memory", "memn2n"),
+    *("attention_stats", "hopfield", "hopfield_energy", "memory_hops", "encode_memory", "memn2n"),
     *("sinusoidal", "learned"),
 )
 

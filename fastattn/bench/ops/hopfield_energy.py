@@ -1,0 +1,66 @@
+"""`hopfield_energy`: what retrieval descends, of every state.
+
+E(ξ) = −lse(β X ξ) / β + ξ·ξ / 2 + (log N) / β + max |x|² / 2. The scores cost 2·D a pair; the
+backward computes them again, and takes the softmax of them to both sides.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from fastattn import hopfield_energy
+from fastattn.bench.cells import Cell
+from fastattn.bench.inputs import Draw
+from fastattn.bench.ops._base import Inputs, Operator, Outputs, Prepared, Rounded, Sizes
+
+
+class Energy(Operator):
+    FUNCTION = "hopfield_energy"
+    ABOUT = "−lse(β X ξ) / β + ξ·ξ / 2 + constants, β = 1 / √D, ξ [B, H, L, D], X [B, H, N, D]"
+    TORCH = "the equation: torch has no such function"
+    SIZES: ClassVar[Sizes] = {"B": 4, "H": 8, "L": 128, "N": 128, "D": 64}
+    LEAVES = ("state", "stored")
+
+    def flops(self, cell: Cell, pairs: int) -> tuple[int, int]:
+        product = 2 * cell["B"] * cell["H"] * cell["L"] * cell["N"] * cell["D"]
+        return product, 3 * product
+
+    def elements(self, cell: Cell) -> tuple[int, int]:
+        heads = cell["B"] * cell["H"]
+        return heads * (cell["L"] + cell["N"]) * cell["D"], heads * cell["L"]
+
+    def inputs(self, cell: Cell, draw: Draw) -> Inputs:
+        heads = cell["B"], cell["H"]
+        return {
+            "state": draw.normal(*heads, cell["L"], cell["D"]),
+            "stored": draw.normal(*heads, cell["N"], cell["D"]),
+            "grad_out": draw.normal(*heads, cell["L"]),
+        }
+
+    def arguments(self, cell: Cell, inputs: Inputs) -> tuple[Sequence[Any], dict[str, Any]]:
+        return self.leaves(inputs), {}
+
+    def ours(self, cell: Cell, inputs: Inputs) -> Prepared:
+        state, stored = self.leaves(inputs)
+        return lambda: (hopfield_energy(state, stored).to(state.dtype),), [state, stored]
+
+    def plain(self, cell: Cell, inputs: Inputs, rounded: Rounded) -> Outputs:
+        xi, stored = self.leaves(inputs)
+        root = math.sqrt(cell["D"])  # 1 / beta
+        scores = rounded(rounded(xi @ stored.mT) / root)
+        lse = rounded(root * rounded(scores.logsumexp(-1)))
+        half = rounded(rounded(xi.square()).sum(-1) / 2)
+        return (rounded(rounded(half - lse) + _constants(stored, root)),)
+
+
+def _constants(stored: Tensor, root: float) -> Tensor:
+    """What does not depend on the state, [B, H, 1]; no gradient goes there."""
+    longest = stored.detach().square().sum(-1).amax(-1, keepdim=True)
+    return longest / 2 + root * math.log(stored.shape[-2])
+
+
+OP = Energy()
