@@ -5,6 +5,9 @@ _Operand = tuple[int, tuple[int, ...]]  # address, strides
 _Result = tuple[int, tuple[int, ...], tuple[int, ...]]  # address, strides, sizes
 
 additive_tile: int
+hop_rows_of_block: int
+hop_rows_of_split: int
+max_hop_width: int
 
 def additive_forward(
     dtype: int,
@@ -53,5 +56,53 @@ def sinusoidal_encoding(
     interleaved: bool,
     scale: float,
     padding_idx: int | None,
+) -> None: ...
+def encode_memory_forward(
+    dtype: int,
+    stream: int,
+    sizes: tuple[int, ...],
+    padding_idx: int | None,
+    factors: tuple[int, int],
+    tokens: _Operand,
+    weight: _Operand,
+    temporal: _Operand | None,
+    out: int,
+) -> None: ...
+def encode_memory_backward(
+    dtype: int,
+    stream: int,
+    sizes: tuple[int, ...],
+    padding_idx: int | None,
+    factors: tuple[int, int],
+    grad: _Operand,
+    words: tuple[int, int, int],
+    results: tuple[int, int],
+) -> None: ...
+def memory_hops_forward(
+    dtype: int,
+    stream: int,
+    sizes: tuple[int, ...],
+    flags: tuple[bool, ...],
+    activation: int,
+    scale: float,
+    bias_dtype: int,
+    operands: tuple[_Operand | None, ...],
+    shared: tuple[int, ...],
+    results: tuple[int, ...],
+) -> None: ...
+def memory_hops_backward(
+    dtype: int,
+    stream: int,
+    sizes: tuple[int, ...],
+    flags: tuple[bool, ...],
+    activation: int,
+    scale: float,
+    bias_dtype: int,
+    operands: tuple[_Operand | None, ...],
+    shared: tuple[int, ...],
+    given: tuple[_Operand | None, ...],
+    results: tuple[int, ...],
+    slots: tuple[int, ...],
+    common: tuple[bool, ...],
 ) -> None: ...
 def build_info() -> dict[str, Any]: ...

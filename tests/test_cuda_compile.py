@@ -24,6 +24,8 @@ KERNELS = {
     "attention_forward": 6,
     "attention_backward": 12,
     "attention_weights": 4,
+    "encode_memory": 6,
+    "memory_hops": 15,
     "sinusoidal": 2,
 }
 

@@ -75,7 +75,30 @@ OPERATORS = {
         ),
         ("what is excluded is computed", "if (gj == 0.0f) continue;", ""),
     ],
-}
+    "encode_memory": [
+        ("padding is a word", "token == p.padding_idx", "false"),
+        ("T without a word", "p.temporal.data != nullptr && any", "p.temporal.data != nullptr"),
+        ("the factor of another place", "factors[j * p.factor_stride + c * kN + e] * x[e]", "factors[(j + 1) % p.J * p.factor_stride + c * kN + e] * x[e]"),
+        ("one sentence", "n = place / p.J % p.N", "n = place / p.J % 2"),
+        ("a warp too few", "for (int n = 0; n < kEncodeWarps; ++n)", "for (int n = 1; n < kEncodeWarps; ++n)"),
+        ("sums are read too early", "  }\n  __syncthreads();\n  auto* result", "  }\n  auto* result"),
+        ("empty sentences count", "if (sentences[b * p.N] == 0) continue;", ""),
+    ],
+    "memory_hops": [
+        ("the greatest of one warp", "most = fmaxf(most, room[n])", "most = most"),
+        ("a sum of three warps", "for (int n = 0; n < kHopWarps; ++n) sum += sums", "for (int n = 1; n < kHopWarps; ++n) sum += sums"),
+        ("excluded rows are read", "if (!takes_part(w)) continue;", ""),
+        ("a bias of -inf is a number", "more == minus_infinity() ? more : s + more", "s + more"),
+        ("a memory resides in another order", "store(room + n * kN)", "store(room + (n ^ 1) * kN)"),
+        ("the old state", "const float before = p.settles ? 0.0f : p.proj.data != nullptr ? y[d] : u[d]", "const float before = u[d]"),
+        ("the slope of tanh", "return 1.0f - y * y", "return 1.0f"),
+        ("no delta", "weight * (dp - delta)", "weight * dp"),
+        ("H is not read", "before += sums[n * width + d]", "before = g[d]"),
+        ("a stack is not shifted", "which == 1 && p.stack ? 1 : 0", "0"),
+        ("scores are read too early", "room.s[n] = hops.score(dot, k, n); });\n    __syncthreads();", "room.s[n] = hops.score(dot, k, n); });"),
+        ("the state changes too early", "y[d] = dot; });\n    __syncthreads();", "y[d] = dot; });"),
+    ],
+}  # fmt: skip
 MUTANTS = [
     Mutant("K is not waited for", FORWARD, K_WAIT, "__syncthreads();  // K"),
     Mutant("no barrier after K", FORWARD, K_WAIT, "cp_async_wait<0>();  // K"),
@@ -147,6 +170,11 @@ MUTANTS = [
     Mutant("large scores lose their sum", "attention_rows.h", "fabs(lse) > kExact", "false"),
     Mutant("weights of a block too few", WEIGHTS, "j0 >= visible_to_block.end", "j0 + kKeys >= visible_to_block.end"),
     Mutant("a sum of one row", WEIGHTS, "sums_rows ? kQueries : r + 1", "r + 1"),
+    Mutant("splits keep their own maximum", "memory_hops_stream.h", "(partial_of(hops, n)[width] - m) * kLog2e", "0.0f * m", table="memory_hops"),
+    Mutant("the last split is whole", "memory_hops_stream.h", "sum += factor(n) * partial_of(hops, n)[d]", "sum += partial_of(hops, n)[d]", table="memory_hops"),
+    Mutant("one delta", "memory_hops_stream.h", "delta += partial_of(hops, n)[width]", "delta = partial_of(hops, n)[width]", table="memory_hops"),
+    Mutant("depths are mixed up", "product.h", "rest / p.depth[1] * stride[0]", "rest / p.depth[1] * stride[1]", table="memory_hops"),
+    Mutant("groups are not added", "columns.h", "int m = lanes; m < 32", "int m = 32; m < 32", table="memory_hops"),
     Mutant("infinity times nothing", "product.h", "__syncthreads_or(kMarked && odd)", "__syncthreads_or(false)", table="additive"),
     *(
         Mutant(name, f"{table}.h", old, new, table=table)

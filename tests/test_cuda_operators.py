@@ -19,6 +19,8 @@ from emulator import build
 
 from fastattn import dispatch
 from fastattn.testing.additive import ADDITIVE_CASES, check_additive
+from fastattn.testing.encode_memory import ENCODE_CASES, check_encoding
+from fastattn.testing.memory_hop_cases import HOP_CASES, check_hops
 from fastattn.testing.sinusoidal import SINUSOIDAL_CASES, check_sinusoidal
 from fastattn.testing.verdict import Verdict
 
@@ -73,6 +75,13 @@ TABLES = {
         check_additive,
         lambda case: case.batch * case.q_len * case.k_len * case.width > 40_000,
         every=2,
+    ),
+    "encode_memory": Table(ENCODE_CASES, check_encoding, lambda case: False, every=1),
+    "memory_hops": Table(
+        HOP_CASES,
+        check_hops,
+        lambda case: case.batch * case.hops * case.rows * case.width > 50_000,
+        every=1,
     ),
 }
 WORK = [

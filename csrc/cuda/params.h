@@ -44,6 +44,37 @@ struct AdditiveArguments : AttentionArguments {
   float* parts;         // [B, tiles of queries, 2, A], backward: of dv and dbias
 };
 
+// A query with more rows than one block of threads takes has a block for each so many of them.
+constexpr int kHopRowsOfBlock = 512, kHopRowsOfSplit = 256;
+constexpr int64_t kMaxHopWidth = 2048;
+
+struct HopsArguments : MemoryHopsParams {
+  float scale_float;
+  int lanes;                     // that share a row, a power of two
+  bool in_resides, out_resides;  // in shared memory, for all hops
+
+  // backward: [2][B, Q, slots, N] and [2][B, Q, slots, D], what the gradients of the memories are
+  // sums of; see Hops::slot
+  float *xs, *ys;
+  int64_t slots;                   // hops, and one more for a stack
+  bool in_of_batch, out_of_batch;  // one memory for all B, and one gradient
+
+  // split over blocks: the hop of this launch, and of each split of a query [D + 2]
+  int hop, splits;
+  float* partial;  // [B, Q, splits, D + 2]
+  float* scores;   // [B, Q, N], null = no weights are asked for
+};
+
+struct EncodeMemoryArguments : EncodeMemoryParams {
+  int lanes;        // that share a row, a power of two
+  int column_bits;  // forward: 2^column_bits threads a sentence
+  // backward: the places of the words, sorted by their row of the table and then in order; where
+  // those of each row begin; whether a sentence has a word
+  const int64_t* order;      // [R, B N J]
+  const int64_t* starts;     // [R, V + 1]
+  const uint8_t* sentences;  // [R, B, N]
+};
+
 struct SinusoidalArguments : SinusoidalParams {
   float scale_float;
   // How the work is cut, see kernels/sinusoidal.h.

@@ -16,13 +16,19 @@ struct Bf16;
 struct F16;
 struct F32;
 
-#define FASTATTN_KERNELS_OF(T)                                                      \
-  void attention_forward(const T*, const AttentionArguments& p, uintptr_t stream);  \
-  void attention_rows(const T*, const AttentionArguments& p, uintptr_t stream);     \
-  void attention_backward(const T*, const AttentionArguments& p, uintptr_t stream); \
-  void attention_pairs(const T*, const PairsArguments& p, uintptr_t stream);        \
-  void additive_forward(const T*, const AdditiveArguments& p, uintptr_t stream);    \
-  void additive_backward(const T*, const AdditiveArguments& p, uintptr_t stream);   \
+#define FASTATTN_KERNELS_OF(T)                                                                 \
+  void attention_forward(const T*, const AttentionArguments& p, uintptr_t stream);             \
+  void attention_rows(const T*, const AttentionArguments& p, uintptr_t stream);                \
+  void attention_backward(const T*, const AttentionArguments& p, uintptr_t stream);            \
+  void attention_pairs(const T*, const PairsArguments& p, uintptr_t stream);                   \
+  void additive_forward(const T*, const AdditiveArguments& p, uintptr_t stream);               \
+  void additive_backward(const T*, const AdditiveArguments& p, uintptr_t stream);              \
+  void encode_memory_forward(const T*, const EncodeMemoryArguments& p, bool aligned,           \
+                             uintptr_t stream);                                                \
+  void encode_memory_backward(const T*, const EncodeMemoryArguments& p, bool aligned,          \
+                              uintptr_t stream);                                               \
+  void memory_hops_forward(const T*, const HopsArguments& p, bool aligned, uintptr_t stream);  \
+  void memory_hops_backward(const T*, const HopsArguments& p, bool aligned, uintptr_t stream); \
   void sinusoidal(const T*, const SinusoidalParams& p, bool aligned, uintptr_t stream);
 
 FASTATTN_KERNELS_OF(Bf16)

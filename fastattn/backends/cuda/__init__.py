@@ -13,11 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.backends.cuda import additive, attention, sinusoidal
+from fastattn.backends.cuda import additive, attention, memory_hops, sinusoidal
+from fastattn.backends.cuda import encode_memory as encoding
 from fastattn.backends.cuda.additive import additive_attention, additive_attention_backward
 from fastattn.backends.cuda.attention import (
     scaled_dot_product_attention,
     scaled_dot_product_attention_backward,
+)
+from fastattn.backends.cuda.encode_memory import encode_memory, encode_memory_backward
+from fastattn.backends.cuda.memory_hops import (
+    memory_hop_attention,
+    memory_hop_attention_backward,
 )
 from fastattn.backends.cuda.operands import DEVICE
 from fastattn.backends.cuda.sinusoidal import sinusoidal_encoding
@@ -25,6 +31,10 @@ from fastattn.backends.cuda.sinusoidal import sinusoidal_encoding
 __all__ = [
     "additive_attention",
     "additive_attention_backward",
+    "encode_memory",
+    "encode_memory_backward",
+    "memory_hop_attention",
+    "memory_hop_attention_backward",
     "scaled_dot_product_attention",
     "scaled_dot_product_attention_backward",
     "sinusoidal_encoding",
@@ -37,6 +47,8 @@ _OLDEST = (8, 0)  # the first compute capability with the instructions that all 
 # pass, or of the backward without its cotangents.
 _OPERATORS: dict[str, tuple[Callable[..., list[str]], int]] = {
     "additive_attention": (additive.why_not, 2),
+    "encode_memory": (encoding.why_not, 0),
+    "memory_hop_attention": (memory_hops.why_not, 2),
     "scaled_dot_product_attention": (attention.why_not, 3),
     "sinusoidal_encoding": (sinusoidal.why_not, 0),
 }

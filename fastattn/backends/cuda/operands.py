@@ -22,6 +22,12 @@ def operand(tensor: Tensor) -> tuple[int, tuple[int, ...]]:
     return tensor.data_ptr(), tensor.stride()
 
 
+def broadcast_operand(tensor: Tensor) -> tuple[int, tuple[int, ...]]:
+    """A dimension of size one is read with stride 0, so nothing is expanded in memory."""
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return tensor.data_ptr(), tuple([0 if size == 1 else stride for size, stride in pairs])
+
+
 def why_not_dtype(dtype: torch.dtype) -> list[str]:
     if dtype in DTYPES:
         return []

@@ -1,0 +1,29 @@
+// Sums of rows. A warp's lanes are groups of `lanes` neighbours, a power of two: a group takes a
+// row, a lane of it some chunks of kN columns.
+#pragma once
+#include "vector.h"
+
+namespace fastattn {
+namespace cuda {
+
+// As many lanes as a row of `width` columns has chunks, or the whole warp.
+template <int kN>
+int lanes_of_row(int64_t width) {
+  int lanes = 1;
+  while (lanes < 32 && lanes * kN < width) lanes *= 2;
+  return lanes;
+}
+
+// sums[.] = the warp's sum of chunk c, from those of its groups. All lanes call it.
+template <int kN>
+FASTATTN_DEVICE void sum_groups(float (&sum)[kN], int lanes, int c, int chunks, float* sums) {
+  FASTATTN_UNROLL
+  for (int e = 0; e < kN; ++e)
+    for (int m = lanes; m < 32; m *= 2) sum[e] += __shfl_xor_sync(0xffffffffu, sum[e], m);
+  if (static_cast<int>(threadIdx.x) % 32 >= lanes || c >= chunks) return;
+  FASTATTN_UNROLL
+  for (int e = 0; e < kN; ++e) sums[c * kN + e] = sum[e];
+}
+
+}  // namespace cuda
+}  // namespace fastattn

@@ -1,0 +1,98 @@
+"""Memory encoding on the CUDA kernels.
+
+The gradient of the table is summed without atomics: PyTorch sorts the words by their row of the
+table, and a block of threads goes through those of its row.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattn import _cuda
+from fastattn.backends.cuda.operands import DTYPES, on, operand, why_not_dtype
+
+__all__ = ["encode_memory", "encode_memory_backward", "why_not"]
+
+_MAX_WIDTH = 8192  # a block's sums, [4, D] floats, fit in shared memory
+
+
+def why_not(*tensors: Tensor | None, **_: Any) -> list[str]:
+    """Return the reasons why the kernels cannot run on these arguments."""
+    # The table, or, of the backward, the gradient.
+    x = next(tensor for tensor in tensors if tensor is not None and tensor.is_floating_point())
+    reasons = why_not_dtype(x.dtype)
+    if x.shape[-1] > _MAX_WIDTH:
+        reasons.append(f"a memory has {x.shape[-1]} columns; the kernels take up to {_MAX_WIDTH}")
+    return reasons
+
+
+def encode_memory(
+    tokens: Tensor,  # [R, B, N, J] int64
+    weight: Tensor,  # [R, G, V, D]
+    factors: Tensor,  # [J, D] float32
+    temporal: Tensor | None = None,  # [R, G, N, D]
+    *,
+    padding_idx: int | None,
+) -> Tensor:
+    """Return the memories [R, B, G, N, D], see ``docs/design.md``."""
+    models, batch, sentences, words = tokens.shape
+    _, tables, rows, width = weight.shape
+    out = weight.new_empty((models, batch, tables, sentences, width))
+    weight, factors = _with_columns_together(weight), _with_columns_together(factors)
+    if temporal is not None:
+        temporal = _with_columns_together(temporal)
+    with on(weight) as stream:
+        _cuda.encode_memory_forward(
+            DTYPES[weight.dtype],
+            stream,
+            (models, tables, batch, sentences, words, rows, width),
+            padding_idx,
+            (factors.data_ptr(), factors.stride(0)),
+            operand(tokens),
+            operand(weight),
+            None if temporal is None else operand(temporal),
+            out.data_ptr(),
+        )
+    return out
+
+
+def encode_memory_backward(
+    grad: Tensor,  # [R, B, G, N, D]
+    tokens: Tensor,
+    factors: Tensor,
+    *,
+    rows: int,
+    temporal: bool,
+    padding_idx: int | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of weight and temporal, see ``docs/design.md``."""
+    models, batch, tables, sentences, width = grad.shape
+    grad, factors = _with_columns_together(grad), _with_columns_together(factors)
+    grad_weight = grad.new_empty((models, tables, rows, width))
+    grad_temporal = grad.new_empty((models, tables, sentences, width) if temporal else 0)
+    counts = (tokens >= 0) & (tokens < rows)
+    if padding_idx is not None:
+        counts &= tokens != padding_idx
+    # What does not count goes behind the last row.
+    words, order = torch.where(counts, tokens, rows).flatten(1).sort(stable=True)
+    bounds = torch.arange(rows + 1, device=tokens.device).expand(models, -1).contiguous()
+    starts, any_word = torch.searchsorted(words, bounds), counts.any(-1)
+    with on(grad) as stream:
+        _cuda.encode_memory_backward(
+            DTYPES[grad.dtype],
+            stream,
+            (models, tables, batch, sentences, tokens.shape[3], rows, width),
+            padding_idx,
+            (factors.data_ptr(), factors.stride(0)),
+            (grad.data_ptr(), grad.stride()[:4]),
+            (order.data_ptr(), starts.data_ptr(), any_word.data_ptr()),
+            (grad_weight.data_ptr(), grad_temporal.data_ptr() if temporal else 0),
+        )
+    return grad_weight, grad_temporal
+
+
+def _with_columns_together(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
