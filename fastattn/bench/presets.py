@@ -126,6 +126,11 @@ _PADDED_LAYER = Template(
     "B=16,L=256,E=512,H=8,F=2048",
     "padding",
 )
+# Vaswani et al. 2017, the base model's two stacks of six layers.
+_STACKS = [
+    Template("Transformer encoder, six layers", "encoder", "B=4,L=128,E=512,H=8,F=2048"),
+    Template("Transformer decoder, six layers", "decoder", "B=4,L=128,E=512,H=8,F=2048"),
+]
 _SINUSOIDS = [
     Template("Transformer position encoding", "sinusoidal", "B=16,L=256,E=512"),
     Template("Position encoding, width 768", "sinusoidal", "B=8,L=512,E=768"),
@@ -180,6 +185,7 @@ PRESETS: dict[str, Preset] = {
         "16 sentences padded to 256 tokens, half of it padding: width 512, 8 heads",
         [_PADDED, _PADDED_WEIGHTS, _PADDED_CORE, _PACKED, _PADDED_LAYER],
     ),
+    "transformer": Preset("the stacks of the base Transformer, six layers of width 512", _STACKS),
     "long": Preset("one causal sequence of 8192 tokens, 8 heads of 64", [_GPT_8K]),
     "encoding": Preset("position encodings, width 512 and 768", _POSITIONS),
     "seq2seq": Preset("the attentions of recurrent translation: Bahdanau, Luong", _SEQ2SEQ),

@@ -12,7 +12,8 @@ import importlib
 from fastattn.bench.ops._base import Operator
 
 OPS = (
-    *("sdpa", "mha", "encoder_layer", "varlen", "decode", "additive", "bahdanau", "luong"),
+    *("sdpa", "mha", "encoder_layer", "encoder", "decoder", "varlen", "decode"),
+    *("additive", "bahdanau", "luong"),
     *("attention_stats", "hopfield", "hopfield_energy", "memory_hops", "encode_memory", "memn2n"),
     *("sinusoidal", "learned"),
 )
