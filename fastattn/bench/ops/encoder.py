@@ -52,7 +52,7 @@ class Encoder(Operator):
         return self._prepare(nn.TransformerEncoder, nn.TransformerEncoderLayer, cell, inputs)
 
     def plain(self, cell: Cell, inputs: Inputs, rounded: Rounded) -> Outputs:
-        out = (inputs["x"],)
+        out: Outputs = (inputs["x"],)
         for n in range(LAYERS):
             own = {name: inputs[f"layers.{n}.{name}"] for name in LAYER.LEAVES[1:]}
             out = LAYER.plain(cell, own | {"x": out[0]}, rounded)
