@@ -19,7 +19,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Tests run in as many processes as there are cores. Threads that wait for work must not keep a core
 # from another process. One test at a time, as for a debugger: ARGS="-n 0 -k name".
-PYTEST := OMP_WAIT_POLICY=passive $(abspath $(BIN))/python -m pytest -n auto --maxprocesses 8 --dist worksteal
+test test-full test-isas test-sanitized test-triton-oldest: export OMP_WAIT_POLICY := passive
+PYTEST := $(abspath $(BIN))/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 # The CUDA kernels take minutes and need a GPU to run: `make build FASTATTN_CUDA=1` asks for them.
 # Without one they are tested under an emulator (docs/emulator.md), which needs no build of them.
 export FASTATTN_CUDA ?= 0
@@ -57,10 +58,11 @@ test-isas: build $(VENV)/.stamp-test ## every case on every instruction set ther
 	done
 
 # In a folder of its own, so that the fast build stays. The runtime of ASan must come first in the
-# process, and libstdc++ with it, or exceptions cannot be intercepted; Python itself leaks.
+# process, and libstdc++ with it, or exceptions cannot be intercepted; Python itself leaks. The
+# narrowest instruction set and the widest are enough: what lies between is the same source.
 SANITIZED := build/sanitized
 test-sanitized: build $(VENV)/.stamp-test ## the tests that run kernels, under AddressSanitizer and UBSan
-	FASTATTN_SANITIZE=address,undefined $(BIN)/python setup.py --quiet \
+	FASTATTN_SANITIZE=address,undefined FASTATTN_CPU_ISAS=native $(BIN)/python setup.py --quiet \
 	  build --build-base $(SANITIZED) --build-lib $(SANITIZED)/lib
 	cd $(SANITIZED) && \
 	LD_PRELOAD="$$($${CXX:-g++} -print-file-name=libasan.so) $$($${CXX:-g++} -print-file-name=libstdc++.so)" \
