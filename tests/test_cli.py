@@ -47,7 +47,7 @@ def test_help_names_every_command_and_exit_code(capsys: pytest.CaptureFixture[st
         cli.main(["--help"])
     assert stop.value.code == 0
     text = capsys.readouterr().out
-    for word in ("info", "verify", "bench", "explain", "exit codes"):
+    for word in ("info", "verify", "bench", "explain", "tune", "exit codes"):
         assert word in text
 
 

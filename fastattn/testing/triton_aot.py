@@ -208,7 +208,8 @@ def _of_width(dtype: torch.dtype, width: int) -> Iterator[Work]:
         yield Work("decode", dtype, width, decode(dtype, width, queries=16))
     if width <= 256:
         yield Work("hops", dtype, width, hops(dtype, width))
-        yield Work("hops backward", dtype, width, hops(dtype, width, backward=True))
+        call = hops(dtype, width, backward=True)
+        yield Work("hops backward", dtype, width, call, may_spill=dtype == SINGLE and width > 64)
         yield Work("retrieval", dtype, width, retrieval(dtype, width))
     if width != 128:  # no entry ends there
         yield Work("additive", dtype, width, additive(dtype, width))

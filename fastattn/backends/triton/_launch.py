@@ -94,8 +94,61 @@ def launch(
         recorder.launches.append(Recording(kernel, arguments, planned))
         return
     # Triton takes the current device's current stream, whatever the tensors' own device is.
-    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            _run(kernel, planned, programs, device, arguments)
+    else:
+        _run(kernel, planned, programs, device, arguments)
+
+
+# What Triton compiled for a call, by all that it may have looked at: the numbers themselves, and
+# dtype and alignment of the tensors. To find it again from the arguments takes Triton longer.
+_compiled: dict[Any, Any] = {}
+_MOST_COMPILED = 4096
+# The versions of which a compiled kernel is known to be run like this.
+_KNOWN = not INTERPRETED and (3, 6) <= tuple(map(int, triton.__version__.split(".")[:2])) <= (3, 9)
+
+
+def _run(
+    kernel: Any, planned: Launch, programs: int, device: torch.device, arguments: dict[str, Any]
+) -> None:
+    if not _KNOWN or kernel.pre_run_hooks or _hooked():
         kernel[(programs,)](**arguments, **options_of(planned))
+        return
+    values = [arguments[name] for name in kernel.arg_names]
+    active = triton.runtime.driver.active
+    index = active.get_current_device()
+    key = (kernel.__name__, index, planned, *map(_looked_at, values))
+    found = _compiled.get(key)
+    if found is None:
+        if len(_compiled) >= _MOST_COMPILED:
+            _compiled.clear()
+        _compiled[key] = kernel[(programs,)](**arguments, **options_of(planned))
+        return
+    stream = active.get_current_stream(index)
+    found.run(
+        programs, 1, 1, stream, found.function, found.packed_metadata, None, None, None, *values
+    )
+
+
+def _hooked() -> bool:
+    """Whether a profiler wants to be told of launches."""
+    hooks = triton.knobs.runtime
+    return bool(hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls)
+
+
+_PLAIN = frozenset({int, float, bool, str, type(None)})
+
+
+def _looked_at(x: Any) -> Any:
+    kind = type(x)
+    if kind in _PLAIN:
+        return x
+    if kind is Operand:
+        return x[1:], x[0].dtype, x[0].data_ptr() & 15
+    if issubclass(kind, tuple):
+        return tuple([y if type(y) in _PLAIN else _looked_at(y) for y in x])
+    return x.dtype, x.data_ptr() & 15
 
 
 def options_of(planned: Launch) -> dict[str, Any]:
@@ -109,12 +162,12 @@ def options_of(planned: Launch) -> dict[str, Any]:
 
 def block_of(width: int) -> int:
     """The columns of a tile: a power of two, and what a matrix unit takes at least."""
-    return max(16, triton.next_power_of_2(width))
+    return 16 if width <= 16 else 1 << (width - 1).bit_length()
 
 
 def operand(x: Tensor) -> Operand:
     """[B, H, L, D]; a dimension of size 1 is one that may be repeated."""
-    return Operand(x, *(0 if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True)))
+    return Operand(x, *[0 if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True)])
 
 
 def precision() -> str:

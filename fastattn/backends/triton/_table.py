@@ -5,18 +5,21 @@ Nothing is tried out when a kernel is first called. The entries are to compile w
 register and within the chip's shared memory: ``tests/test_triton_aot.py`` holds the commonest to
 that, and its slow test all of them. Their speed is unmeasured. ``FASTATTN_TRITON_TABLE`` may name
 a JSON file that goes before, of the form
-``{architecture: {kernel: {bits: [[width, [BM, BN, warps, stages]], ...]}}}``.
+``{architecture: {kernel: {bits: [[width, [BM, BN, warps, stages]], ...]}}}``; ``python -m fastattn
+tune`` measures one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-__all__ = ["ARCHITECTURES", "Launch", "choose", "table_of"]
+__all__ = ["ARCHITECTURES", "Launch", "choose", "table_of", "trying"]
 
 
 class Launch(NamedTuple):
@@ -117,7 +120,7 @@ _HOPPER["decode_rows"] = {
 # A tile of queries goes through all hops; they are few in most calls.
 _HOPPER["hops"] = {
     16: [(128, Launch(16, 32, 4, 1)), (256, Launch(16, 32, 4, 1))],
-    32: [(64, Launch(16, 16, 4, 1)), (128, Launch(16, 16, 8, 1)), (256, Launch(16, 16, 8, 1))],
+    32: [(128, Launch(16, 16, 4, 1)), (256, Launch(16, 16, 8, 1))],
 }
 _HOPPER["hops_backward"] = {
     16: [(128, Launch(16, 32, 4, 1)), (256, Launch(16, 16, 8, 1))],
@@ -152,7 +155,7 @@ _AMPERE: _Table = {
             (256, Launch(32, 32, 8, 2)),
             (512, Launch(16, 32, 8, 1)),
         ],
-        32: _HOPPER["forward"][32],
+        32: _with(_HOPPER["forward"][32], {128: Launch(32, 16, 4, 1)}),
     },
     "backward_query": {
         16: [(64, Launch(64, 32, 8, 2)), *_HOPPER["backward_query"][16][1:]],  # a bias spills at 64
@@ -242,9 +245,13 @@ _CDNA["forward_masked"] = _CDNA["forward"]
 _CDNA["statistics"] = _CDNA["backward_query"]
 _CDNA["backward_mask"] = _CDNA["backward_key_value"]
 
-# Where the statistics are no loop, ptxas allots 48 registers to some launches, and spills.
+# Where 8 warps could run on fewer registers, ptxas may take fewer than there are, and spill.
 _BLACKWELL: _Table = {
     **_HOPPER,
+    "backward_key_value": {
+        16: _with(_HOPPER["backward_key_value"][16], {128: Launch(32, 64, 4, 1)}),
+        32: _HOPPER["backward_key_value"][32],
+    },
     "statistics": {
         16: [
             (64, Launch(64, 64, 8, 2)),
@@ -264,8 +271,23 @@ ARCHITECTURES: dict[str, _Table] = {
 }
 
 
+_trials: dict[str, Launch] = {}
+
+
+@contextlib.contextmanager
+def trying(kernel: str, launch: Launch) -> Iterator[None]:
+    """Within the block a kernel has this launch, whatever the tables say; for measurements."""
+    _trials[kernel] = launch
+    try:
+        yield
+    finally:
+        del _trials[kernel]
+
+
 def choose(architecture: str, kernel: str, bits: int, width: int) -> Launch:
     """Return the launch of a kernel for rows of ``width`` elements."""
+    if kernel in _trials:
+        return _trials[kernel]
     if architecture == "interpreter":
         return _INTERPRETER
     for up_to, launch in table_of(architecture)[kernel][bits]:
@@ -276,16 +298,28 @@ def choose(architecture: str, kernel: str, bits: int, width: int) -> Launch:
 
 @functools.cache
 def table_of(architecture: str) -> _Table:
-    """The table of an architecture: the user's own, ours, or that of the least of our chips."""
-    path = os.environ.get("FASTATTN_TRITON_TABLE")
+    """The table of an architecture: the user's own, then ours, or that of the least of our chips.
+
+    Raises ``ValueError`` if the file of the user's own has another form.
+    """
     table = ARCHITECTURES.get(architecture, ARCHITECTURES["sm_80"])
-    if path is None:
+    path = os.environ.get("FASTATTN_TRITON_TABLE")
+    if not path:
         return table
-    own = json.loads(Path(path).read_text()).get(architecture, {})
-    return table | {
-        kernel: {
-            int(bits): [(up_to, Launch(*launch)) for up_to, launch in rows]
-            for bits, rows in by_bits.items()
+    try:
+        own = json.loads(Path(path).read_text()).get(architecture, {})
+        return table | {
+            kernel: table[kernel]
+            | {int(bits): _before(rows, table[kernel][int(bits)]) for bits, rows in by_bits.items()}
+            for kernel, by_bits in own.items()
         }
-        for kernel, by_bits in own.items()
-    }
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"FASTATTN_TRITON_TABLE: {path} is no table of launches: {error!r}"
+        ) from None
+
+
+def _before(own: list[Any], ours: _Rows) -> _Rows:
+    """Rows from a file, then those of ours that are for wider rows than any of them."""
+    rows = sorted((int(up_to), Launch(*map(int, launch))) for up_to, launch in own)
+    return rows + [row for row in ours if not rows or row[0] > rows[-1][0]]

@@ -1,0 +1,219 @@
+"""`fastattn tune`: which launches of the Triton kernels are fastest on this GPU?
+
+From the launch of the table it goes to the fastest neighbour, one number halved or doubled, until
+none is faster. What it finds is written to a JSON file, for ``FASTATTN_TRITON_TABLE``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["add_arguments", "fastest", "run"]
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_WIDTHS = (64, 128, 256, 512)
+_FASTER = 0.98  # of the time: less is noise
+_Call = Callable[[], Any]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--op", action="append", choices=sorted(_CALLS), help="this operator only; may be repeated"
+    )
+    parser.add_argument(
+        "--dtype",
+        action="append",
+        choices=sorted(_DTYPES),
+        help="this dtype only; may be repeated (bfloat16 and float16 share their entries)",
+    )
+    parser.add_argument(
+        "--width",
+        action="append",
+        type=int,
+        choices=_WIDTHS,
+        help="head dimensions up to this one, from the next smaller on; may be repeated",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("fastattn-triton.json"),
+        help="the table; what an existing one has of other entries is kept (%(default)s)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    if not torch.cuda.is_available():
+        print("fastattn tune: error: PyTorch sees no GPU here", file=sys.stderr)
+        return 2
+    import triton
+
+    from fastattn.backends.triton import _launch, _table
+
+    architecture = _launch.architecture_of(torch.device("cuda", torch.cuda.current_device()))
+    table = json.loads(args.out.read_text()) if args.out.exists() else {}
+
+    def measure(call: _Call) -> float:
+        return float(triton.testing.do_bench(call, warmup=10, rep=50, return_mode="median"))
+
+    for op in args.op or sorted(_CALLS):
+        for dtype in (_DTYPES[name] for name in args.dtype or ("bfloat16", "float32")):
+            for width in args.width or _WIDTHS:
+                for kernel, call in _CALLS[op](dtype, width):
+                    bits = 8 * dtype.itemsize
+                    start = _table.choose(architecture, kernel, bits, width)
+                    found = fastest(kernel, start, call, measure, print)
+                    of_kernel = table.setdefault(architecture, {}).setdefault(kernel, {})
+                    rows = dict(of_kernel.get(str(bits), ()))
+                    rows[width] = list(found)
+                    of_kernel[str(bits)] = sorted(map(list, rows.items()))
+                    args.out.write_text(json.dumps(table, indent=1) + "\n")
+    print(f"written to {args.out}: use it by FASTATTN_TRITON_TABLE={args.out.resolve()}")
+    return 0
+
+
+def fastest(
+    kernel: str,
+    start: Any,
+    call: _Call,
+    measure: Callable[[_Call], float],
+    report: Callable[[str], None],
+) -> Any:
+    """Return the launch at the end of the descent from ``start``; report every trial."""
+    from fastattn.backends.triton._table import trying
+
+    times: dict[Any, float] = {}
+
+    def time_of(launch: Any) -> float:
+        if launch not in times:
+            try:
+                with trying(kernel, launch):
+                    times[launch] = measure(call)
+                outcome = f"{1000 * times[launch]:.1f} us"
+            except Exception as error:  # too large for the chip, or for the compiler
+                times[launch] = float("inf")
+                outcome = f"does not run: {type(error).__name__}"
+            report(f"{kernel} {tuple(launch)}: {outcome}")
+        return times[launch]
+
+    best = start
+    time_of(best)
+    while True:
+        nearest = min(_neighbours(best), key=time_of)
+        if not time_of(nearest) < _FASTER * time_of(best):
+            return best
+        best = nearest
+
+
+def _neighbours(launch: Any) -> Iterator[Any]:
+    for rows in (launch.BM // 2, launch.BM * 2):
+        if 16 <= rows <= 128:
+            yield launch._replace(BM=rows)
+    for keys in (launch.BN // 2, launch.BN * 2):
+        if 16 <= keys <= 128:
+            yield launch._replace(BN=keys)
+    yield launch._replace(warps=4 if launch.warps == 8 else 8)
+    for stages in (launch.stages - 1, launch.stages + 1):
+        if 1 <= stages <= 4:
+            yield launch._replace(stages=stages)
+
+
+# -- what is measured: for each operator the kernels, and a call that takes each of them ----------
+
+
+def _attention(dtype: torch.dtype, width: int) -> Iterator[tuple[str, _Call]]:
+    """2 causal sequences of 4096, 16 heads."""
+    from fastattn.backends import triton as backend
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, dtype=dtype, device="cuda")
+
+    query, key, value, grad = (normal(2, 16, 4096, width) for _ in range(4))
+    bias = normal(1, 16, 4096, 4096)
+    options: dict[str, Any] = {
+        "scale": width**-0.5, "offset": 0, "window_left": -1, "window_right": 0, "softcap": 0.0,
+        "dropout_p": 0.0, "weights": 0,
+    }  # fmt: skip
+
+    def backward_of(mask: torch.Tensor | None) -> _Call:
+        args = (query, key, value, mask, None, None)
+        out, lse, _ = backend.scaled_dot_product_attention(*args, **options)
+        return lambda: backend.scaled_dot_product_attention_backward(
+            grad, None, None, *args, out, lse, **options, needs_mask_grad=mask is not None
+        )
+
+    attend = functools.partial(backend.scaled_dot_product_attention, query, key, value, **options)
+    yield "forward", attend
+    yield "forward_masked", functools.partial(attend, bias)
+    plain, biased = backward_of(None), backward_of(bias)
+    yield "statistics", plain
+    yield "backward_query", plain
+    yield "backward_key_value", plain
+    yield "backward_mask", biased
+
+
+def _decode(dtype: torch.dtype, width: int) -> Iterator[tuple[str, _Call]]:
+    """A step of 64 sequences of 4096 keys, of 32 heads that share 8, and one of 16 queries each."""
+    from fastattn.backends import triton as backend
+
+    keys, values = (torch.randn(64, 8, 4096, width, dtype=dtype, device="cuda") for _ in range(2))
+    lengths = torch.full((64,), 4096, device="cuda")
+    for kernel, queries in (("decode", 1), ("decode_rows", 16)):
+        query = torch.randn(64, 32, queries, width, dtype=dtype, device="cuda")
+        yield (
+            kernel,
+            functools.partial(
+                backend.decode_attention, query, keys, values, lengths,
+                scale=width**-0.5, window_left=-1, window_right=0, softcap=0.0,
+            ),
+        )  # fmt: skip
+
+
+def _hops(dtype: torch.dtype, width: int) -> Iterator[tuple[str, _Call]]:
+    """3 hops of 256 queries on memories of 500 rows."""
+    from fastattn.backends import triton as backend
+
+    if width > 256:
+        return
+    query = torch.randn(256, width, dtype=dtype, device="cuda")
+    memory = torch.randn(256, 4, 500, width, dtype=dtype, device="cuda") / width**0.5
+    args = (query, memory, None, None, None, None)
+    options: dict[str, Any] = {
+        "hops": 3, "activation": "none", "normalize": "softmax", "scale": 1.0, "weights": False,
+    }  # fmt: skip
+    _, trace, stats, _ = backend.memory_hop_attention(*args, **options)
+    yield "hops", lambda: backend.memory_hop_attention(*args, **options)
+    yield (
+        "hops_backward",
+        lambda: backend.memory_hop_attention_backward(
+            query, None, *args, trace, stats, **options, needed=2
+        ),
+    )
+
+
+def _additive(dtype: torch.dtype, width: int) -> Iterator[tuple[str, _Call]]:
+    """16 sequences of 512."""
+    from fastattn.backends import triton as backend
+
+    x = torch.randn(16, 512, width, dtype=dtype, device="cuda")
+    v = torch.randn(width, dtype=dtype, device="cuda")
+    args = (x, x, x, v, None, None, None)
+    yield (
+        "additive",
+        lambda: backend.additive_attention(*args, causal=False, dropout_p=0.0, weights=False),
+    )
+
+
+_CALLS: dict[str, Callable[[torch.dtype, int], Iterator[tuple[str, _Call]]]] = {
+    "scaled_dot_product_attention": _attention,
+    "decode_attention": _decode,
+    "memory_hop_attention": _hops,
+    "additive_attention": _additive,
+}
