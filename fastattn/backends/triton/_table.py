@@ -155,7 +155,7 @@ _AMPERE: _Table = {
             (256, Launch(32, 32, 8, 2)),
             (512, Launch(16, 32, 8, 1)),
         ],
-        32: _with(_HOPPER["forward"][32], {128: Launch(32, 16, 4, 1)}),
+        32: _with(_HOPPER["forward"][32], {128: Launch(16, 32, 8, 1)}),
     },
     "backward_query": {
         16: [(64, Launch(64, 32, 8, 2)), *_HOPPER["backward_query"][16][1:]],  # a bias spills at 64
@@ -167,7 +167,10 @@ _AMPERE: _Table = {
     },
 }
 
-_AMPERE["forward_masked"] = _AMPERE["forward"]
+_AMPERE["forward_masked"] = {
+    16: _AMPERE["forward"][16],
+    32: _with(_HOPPER["forward"][32], {128: Launch(32, 16, 4, 1)}),
+}
 _AMPERE["statistics"] = {
     16: _with(_HOPPER["statistics"][16], {128: Launch(64, 32, 8, 2)}),
     32: _HOPPER["statistics"][32],
@@ -248,6 +251,10 @@ _CDNA["backward_mask"] = _CDNA["backward_key_value"]
 # Where 8 warps could run on fewer registers, ptxas may take fewer than there are, and spill.
 _BLACKWELL: _Table = {
     **_HOPPER,
+    "backward_query": {
+        16: _with(_HOPPER["backward_query"][16], {512: Launch(16, 16, 8, 1)}),
+        32: _HOPPER["backward_query"][32],
+    },
     "backward_key_value": {
         16: _with(_HOPPER["backward_key_value"][16], {128: Launch(32, 64, 4, 1)}),
         32: _HOPPER["backward_key_value"][32],
