@@ -280,7 +280,7 @@ class AdditiveRows {
   }
 
   static void clear(T* to, int64_t count) {
-    __builtin_memset(to, 0, static_cast<size_t>(count) * sizeof(T));
+    if (count > 0) __builtin_memset(to, 0, static_cast<size_t>(count) * sizeof(T));
   }
 };
 

@@ -301,6 +301,7 @@ class Forward {
   }
   // No weight of queries [i0, i1) is on these keys.
   void hide(int64_t b, int64_t h, int64_t i0, int64_t i1, Range keys) const {
+    if (keys.begin >= keys.end) return;
     for (int64_t i = i0; i < i1; ++i)
       __builtin_memset(weights_row(b, h, i) + keys.begin, 0,
                        static_cast<size_t>(keys.end - keys.begin) * sizeof(Storage));

@@ -102,14 +102,15 @@ FASTATTN_INLINE constexpr T max_of(T a, T b) {
   return a < b ? b : a;
 }
 
+// At any address: a word of two bf16 may begin at an odd one of them.
 template <class T>
 FASTATTN_INLINE Vec<T> load(const T* p) {
-  typedef T Unaligned __attribute__((vector_size(kVectorBytes), aligned(sizeof(T)), may_alias));
+  typedef T Unaligned __attribute__((vector_size(kVectorBytes), aligned(1), may_alias));
   return *reinterpret_cast<const Unaligned*>(p);
 }
 template <class T>
 FASTATTN_INLINE void store(T* p, Vec<T> v) {
-  typedef T Unaligned __attribute__((vector_size(kVectorBytes), aligned(sizeof(T)), may_alias));
+  typedef T Unaligned __attribute__((vector_size(kVectorBytes), aligned(1), may_alias));
   *reinterpret_cast<Unaligned*>(p) = v;
 }
 
