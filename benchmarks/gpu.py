@@ -7,6 +7,7 @@ In this order, the results written after each step, so that nothing is lost when
   conformance  every PTX wrapper against the manual's tables (tests/test_emulator.py)
   correctness  the case table against the oracle, in the tests' hostile memory layouts
   races        the same bits in 1,000 runs, forward and backward
+  operators    the same three for the operators beside attention, with plain PyTorch beside them
   speed        side by side with every backend of PyTorch's SDPA and with FlexAttention, interleaved
 A speed is reported only of a kernel that was right.
 """
@@ -37,7 +38,7 @@ from fastattn.testing import CASES, Case, check
 from fastattn.testing.inputs import make_inputs
 
 ROOT = Path(__file__).resolve().parents[1]
-STEPS = ("conformance", "correctness", "races", "speed")
+STEPS = ("conformance", "correctness", "races", "operators", "speed")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SHAPES = [  # batch, heads, kv_heads, length, head_dim, causal
     *((2, 16, 16, n, d, c) for n in (1024, 4096, 16384) for d in (64, 128) for c in (False, True)),
@@ -133,6 +134,15 @@ def races(args: argparse.Namespace) -> dict[str, Any]:
                     faults.append(f"{case.name} {dtype}: run {n} differs from the first")
                     break
     return {"ok": not faults, "repeats": args.repeats, "faults": faults}
+
+
+def operators(args: argparse.Namespace) -> dict[str, Any]:
+    import gpu_operators  # beside this file
+
+    correct, race = gpu_operators.correctness(on_gpu), gpu_operators.races(args.repeats)
+    ok = not correct["faults"] and not race["faults"]
+    rows = gpu_operators.speed(args.rounds, milliseconds) if ok else []
+    return {"ok": ok, "correctness": correct, "races": race, "rows": rows}
 
 
 def candidates(length: int, causal: bool, gqa: bool) -> dict[str, Callable[..., Tensor]]:
@@ -241,7 +251,13 @@ def main() -> int:
         print("there is no CUDA device here: nothing to measure", file=sys.stderr)
         return 2
     results: dict[str, Any] = {"environment": environment()}
-    steps = {"conformance": conformance, "correctness": correctness, "races": races, "speed": speed}
+    steps = {
+        "conformance": conformance,
+        "correctness": correctness,
+        "races": races,
+        "operators": operators,
+        "speed": speed,
+    }
     for name in args.steps:
         if name == "speed" and not all(step.get("ok", True) for step in results.values()):
             print("not right, so no speed is measured", file=sys.stderr)

@@ -78,6 +78,19 @@ def encode_memory_backward(
     words: tuple[int, int, int],
     results: tuple[int, int],
 ) -> None: ...
+def hopfield_search(
+    dtype: int,
+    stream: int,
+    sizes: tuple[int, ...],
+    flags: tuple[bool, ...],
+    scale: float,
+    bias_dtype: int,
+    operands: tuple[_Operand | None, ...],
+    shared: tuple[int, ...],
+    out: int,
+    eps: float,
+    together: int,
+) -> None: ...
 def memory_hops_forward(
     dtype: int,
     stream: int,

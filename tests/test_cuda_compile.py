@@ -25,6 +25,7 @@ KERNELS = {
     "attention_backward": 12,
     "attention_weights": 4,
     "encode_memory": 6,
+    "hopfield": 2,
     "memory_hops": 15,
     "sinusoidal": 2,
 }

@@ -84,6 +84,13 @@ OPERATORS = {
         ("sums are read too early", "  }\n  __syncthreads();\n  auto* result", "  }\n  auto* result"),
         ("empty sentences count", "if (sentences[b * p.N] == 0) continue;", ""),
     ],
+    "hopfield": [
+        ("nobody rests", "moves = by > least", "moves = true"),
+        ("all rest at once", "moves = by > least", "moves = false"),
+        ("the state before is lost", "ends[d] = room.u[d];", ""),
+        ("the state is read too early", "for (int d = thread; d < width; d += kHopThreads) room.u[d] = ends[width + d];\n      __syncthreads();", "for (int d = thread; d < width; d += kHopThreads) room.u[d] = ends[width + d];"),
+        ("one query of those together", "state[d * p.query.stride[3]]", "state[0]"),
+    ],
     "memory_hops": [
         ("the greatest of one warp", "most = fmaxf(most, room[n])", "most = most"),
         ("a sum of three warps", "for (int n = 0; n < kHopWarps; ++n) sum += sums", "for (int n = 1; n < kHopWarps; ++n) sum += sums"),
@@ -170,7 +177,7 @@ MUTANTS = [
     Mutant("large scores lose their sum", "attention_rows.h", "fabs(lse) > kExact", "false"),
     Mutant("weights of a block too few", WEIGHTS, "j0 >= visible_to_block.end", "j0 + kKeys >= visible_to_block.end"),
     Mutant("a sum of one row", WEIGHTS, "sums_rows ? kQueries : r + 1", "r + 1"),
-    Mutant("splits keep their own maximum", "memory_hops_stream.h", "(partial_of(hops, n)[width] - m) * kLog2e", "0.0f * m", table="memory_hops"),
+    Mutant("splits keep their own maximum", "memory_hops_stream.h", "(partial_of(hops, n)[width] - m) * kLog2e", "partial_of(hops, n)[width] * 0.0f", table="memory_hops"),
     Mutant("the last split is whole", "memory_hops_stream.h", "sum += factor(n) * partial_of(hops, n)[d]", "sum += partial_of(hops, n)[d]", table="memory_hops"),
     Mutant("one delta", "memory_hops_stream.h", "delta += partial_of(hops, n)[width]", "delta = partial_of(hops, n)[width]", table="memory_hops"),
     Mutant("depths are mixed up", "product.h", "rest / p.depth[1] * stride[0]", "rest / p.depth[1] * stride[1]", table="memory_hops"),

@@ -16,10 +16,13 @@ from unittest import mock
 import pytest
 import torch
 from emulator import build
+from torch import Tensor
 
+import fastattn
 from fastattn import dispatch
 from fastattn.testing.additive import ADDITIVE_CASES, check_additive
 from fastattn.testing.encode_memory import ENCODE_CASES, check_encoding
+from fastattn.testing.hopfield import HOPFIELD_CASES, check_hopfield
 from fastattn.testing.memory_hop_cases import HOP_CASES, check_hops
 from fastattn.testing.sinusoidal import SINUSOIDAL_CASES, check_sinusoidal
 from fastattn.testing.verdict import Verdict
@@ -77,6 +80,12 @@ TABLES = {
         every=2,
     ),
     "encode_memory": Table(ENCODE_CASES, check_encoding, lambda case: False, every=1),
+    "hopfield": Table(
+        HOPFIELD_CASES,
+        check_hopfield,
+        lambda case: case.steps * case.queries * case.rows * case.width > 40_000,
+        every=1,
+    ),
     "memory_hops": Table(
         HOP_CASES,
         check_hops,
@@ -117,3 +126,69 @@ def test_every_case(adapter: ModuleType, name: str, dtype: torch.dtype) -> None:
         for fault in table.check(case, dtype, Emulated(adapter, seed)).faults
     ]
     assert not faults, "\n".join(faults)
+
+
+def _calls(dtype: torch.dtype) -> dict[str, tuple[Callable[..., Tensor], list[Tensor]]]:
+    """Name -> a call of the library and the tensors that it is differentiated by."""
+    draw = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draw).to(dtype).requires_grad_()
+
+    tokens = torch.randint(0, 9, (3, 4, 5), generator=draw)
+    return {
+        "sinusoidal_encoding": (fastattn.sinusoidal_encoding, [normal(2, 5, 24)]),
+        "additive_attention": (
+            fastattn.additive_attention,
+            [normal(1, 70, 9), normal(1, 5, 9), normal(1, 5, 8), normal(9)],
+        ),
+        "memory_hop_attention": (
+            lambda u, m, h: fastattn.memory_hop_attention(u, m, hops=2, hop_proj=h),
+            [normal(3, 16), normal(3, 3, 530, 16), normal(16, 16)],
+        ),
+        "encode_memory": (lambda weight: fastattn.encode_memory(tokens, weight), [normal(9, 16)]),
+        "hopfield_retrieve": (fastattn.hopfield_retrieve, [normal(2, 1, 3, 8), normal(2, 1, 6, 8)]),
+    }
+
+
+@pytest.mark.parametrize("name", _calls(torch.float32))
+def test_same_bits_in_whatever_order_warps_run(adapter: ModuleType, name: str) -> None:
+    call, leaves = _calls(torch.bfloat16)[name]
+    first: list[Tensor] = []
+    for seed in (0, 1, 2):
+        with Emulated(adapter, seed).active(), fastattn.use_backend("cuda"):
+            out = call(*leaves)
+            found = [out.detach(), *torch.autograd.grad(out, leaves, torch.ones_like(out))]
+        first = first or found
+        assert all(torch.equal(a, b) for a, b in zip(first, found, strict=True))
+
+
+@pytest.mark.parametrize("name", _calls(torch.float64))
+def test_float64_is_declined_with_a_reason(adapter: ModuleType, name: str) -> None:
+    call, leaves = _calls(torch.float64)[name]
+    with (
+        Emulated(adapter).active(),
+        fastattn.use_backend("cuda"),
+        pytest.raises(RuntimeError, match=r"the dtype torch\.float64 is not one of float32"),
+    ):
+        call(*leaves)
+
+
+def test_a_memory_that_is_too_wide_is_declined_with_a_reason(adapter: ModuleType) -> None:
+    u, m = torch.ones(1, 3000), torch.ones(1, 2, 3000)
+    reason = "a memory has 3000 columns; the kernels take up to 2048"
+    with (
+        Emulated(adapter).active(),
+        fastattn.use_backend("cuda"),
+        pytest.raises(RuntimeError, match=reason),
+    ):
+        fastattn.memory_hop_attention(u, m, m, hops=1)
+
+
+def test_an_unlimited_search_rests(adapter: ModuleType) -> None:
+    state, stored = torch.eye(4)[:3], 3 * torch.eye(4)
+    with Emulated(adapter).active(), fastattn.use_backend("cuda"):
+        got = fastattn.hopfield_retrieve(state, stored, beta=2.0)
+    with fastattn.use_backend("reference"):
+        want = fastattn.hopfield_retrieve(state, stored, beta=2.0)
+    torch.testing.assert_close(got, want)

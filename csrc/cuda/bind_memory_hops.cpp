@@ -1,4 +1,4 @@
-// Python's view of the memory hops on a GPU.
+// Python's view of the memory hops on a GPU, and of Hopfield retrieval, which is made of them.
 #include "binding.h"
 
 namespace py = pybind11;
@@ -15,8 +15,8 @@ T* pointer(const py::handle& address) {
 
 // sizes: (B, Q, K, N, D); flags: (same rows, stack, normalize); operands: (query [B, Q, -, D],
 // in_memory and out_memory [B, K, N, D], proj [-, K, D, D], mask and bias [B, Q, K, N]), each
-// (address, strides) or None; shared: addresses of (trace, stats, partial), the last one 0 where
-// one block takes a query.
+// (address, strides) or None; shared: addresses of (trace, stats, partial, scores, taken). partial
+// is 0 where one block takes a query; taken, of a retrieval, is the steps of each [B, Q], else 0.
 HopsArguments arguments(int dtype, const py::tuple& sizes, const py::tuple& flags, int activation,
                         double scale, int bias_dtype, const py::tuple& operands,
                         const py::tuple& shared) {
@@ -41,6 +41,9 @@ HopsArguments arguments(int dtype, const py::tuple& sizes, const py::tuple& flag
   p.trace = pointer<void>(shared[0]);
   p.stats = pointer<void>(shared[1]);
   p.partial = pointer<float>(shared[2]);
+  p.scores = pointer<float>(shared[3]);
+  p.taken = pointer<int64_t>(shared[4]);
+  p.settles = p.taken != nullptr;
   p.slots = p.K + (p.stack ? 1 : 0);
   if (p.partial != nullptr)
     p.splits = static_cast<int>((p.N + kHopRowsOfSplit - 1) / kHopRowsOfSplit);
@@ -53,14 +56,13 @@ bool rows_are_aligned(const HopsArguments& p) {
          is_aligned(p.out_memory, bytes) && (p.proj.data == nullptr || is_aligned(p.proj, bytes));
 }
 
-// results: addresses of (out, weights or 0, scores or 0).
+// results: addresses of (out, weights or 0).
 void forward(int dtype, uintptr_t stream, const py::tuple& sizes, const py::tuple& flags,
              int activation, double scale, int bias_dtype, const py::tuple& operands,
              const py::tuple& shared, const py::tuple& results) {
   HopsArguments p = arguments(dtype, sizes, flags, activation, scale, bias_dtype, operands, shared);
   p.out = pointer<void>(results[0]);
   p.weights = pointer<void>(results[1]);
-  p.scores = pointer<float>(results[2]);
   py::gil_scoped_release release;
   with_element(p.dtype, [&](auto* element) {
     memory_hops_forward(element, p, rows_are_aligned(p), stream);
@@ -94,11 +96,26 @@ void backward(int dtype, uintptr_t stream, const py::tuple& sizes, const py::tup
   });
 }
 
+// Retrieval: the queries of `together` neighbours rest together; trace is [B, Q, 2, D], taken is
+// written, K < 0 is no limit.
+void search(int dtype, uintptr_t stream, const py::tuple& sizes, const py::tuple& flags,
+            double scale, int bias_dtype, const py::tuple& operands, const py::tuple& shared,
+            uintptr_t out, double eps, int64_t together) {
+  HopsArguments p = arguments(dtype, sizes, flags, 0, scale, bias_dtype, operands, shared);
+  p.out = reinterpret_cast<void*>(out);
+  p.eps = eps;
+  p.together = together;
+  py::gil_scoped_release release;
+  with_element(p.dtype,
+               [&](auto* element) { hopfield_search(element, p, rows_are_aligned(p), stream); });
+}
+
 }  // namespace
 
 void bind_memory_hops(py::module_& m) {
   m.def("memory_hops_forward", &forward);
   m.def("memory_hops_backward", &backward);
+  m.def("hopfield_search", &search);
   m.attr("hop_rows_of_block") = kHopRowsOfBlock;
   m.attr("hop_rows_of_split") = kHopRowsOfSplit;
   m.attr("max_hop_width") = kMaxHopWidth;

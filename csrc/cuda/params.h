@@ -62,7 +62,9 @@ struct HopsArguments : MemoryHopsParams {
   // split over blocks: the hop of this launch, and of each split of a query [D + 2]
   int hop, splits;
   float* partial;  // [B, Q, splits, D + 2]
-  float* scores;   // [B, Q, N], null = no weights are asked for
+  // Split: [B, Q, N], null = no weights are asked for. Else [B, Q, 2, N] for what shared memory has
+  // no room for, null = it has.
+  float* scores;
 };
 
 struct EncodeMemoryArguments : EncodeMemoryParams {

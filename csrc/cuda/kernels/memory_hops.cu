@@ -1,6 +1,5 @@
-#include "../launch.h"
-#include "choose.h"
 #include "memory_hops_stream.h"
+#include "run_hops.h"
 #include "run_product.h"
 
 namespace fastattn {
@@ -9,45 +8,12 @@ namespace cuda {
 namespace {
 
 using T = FASTATTN_ELEMENT;
-constexpr int kElement = static_cast<int>(sizeof(T::Storage));
-constexpr int64_t kMostShared = 96 << 10;  // two blocks on a multiprocessor of sm_80
-
-int64_t rooms_bytes(int64_t width, int64_t rows) {  // of HopRooms
-  const int64_t w = (width + 3) / 4 * 4, n = (rows + 3) / 4 * 4;
-  return 4 * ((kHopWarps + 3) * w + 2 * n + 2 * kHopWarps);
-}
-
-Launch launch_of(const char* name, const HopsArguments& p, int64_t blocks, int64_t shared,
-                 uintptr_t stream) {
-  auto text = [](int64_t n) { return std::to_string(n); };
-  return {name,
-          blocks,
-          kHopThreads,
-          static_cast<int>(shared),
-          stream,
-          "B=" + text(p.B) + " Q=" + text(p.Q) + " K=" + text(p.K) + " N=" + text(p.N) +
-              " D=" + text(p.D)};
-}
-
-// A memory that is the same in every hop stays in shared memory if there is room.
-int64_t choose_residents(HopsArguments& p) {
-  int64_t shared = rooms_bytes(p.D, p.N);
-  const int64_t memory = p.N * p.D * kElement;
-  auto resides = [&](const Tensor4& t) {
-    if (p.K == 1 || t.stride[1] != 0 || shared + memory > kMostShared) return false;
-    shared += memory;
-    return true;
-  };
-  p.in_resides = resides(p.in_memory);
-  p.out_resides = p.same_rows ? p.in_resides : resides(p.out_memory);
-  return shared;
-}
 
 template <int kN>
 void forward(HopsArguments p, uintptr_t stream) {
   p.lanes = lanes_of_row<kN>(p.D);
   if (p.splits == 0) {
-    const int64_t shared = choose_residents(p);
+    const int64_t shared = choose_residents<T>(p);
     return launch(launch_of("memory_hops", p, p.B * p.Q, shared, stream), memory_hops_kernel<T, kN>,
                   p);
   }
@@ -64,7 +30,7 @@ template <int kN>
 void backward(HopsArguments p, uintptr_t stream) {
   p.lanes = lanes_of_row<kN>(p.D);
   if (p.splits == 0) {
-    const int64_t shared = choose_residents(p);
+    const int64_t shared = choose_residents<T>(p);
     return launch(launch_of("memory_hops_backward", p, p.B * p.Q, shared, stream),
                   memory_hops_backward_kernel<T, kN>, p);
   }

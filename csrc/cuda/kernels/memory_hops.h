@@ -74,6 +74,12 @@ struct Hops {
     return {data + b * t.stride[0] + k * t.stride[1], t.stride[2]};
   }
 
+  // How many hops this query takes: all, or, of a retrieval, so many.
+  FASTATTN_DEVICE int steps() const {
+    const int64_t own = p.taken == nullptr ? p.K : p.taken[query()];
+    return static_cast<int>(own < p.K ? own : p.K);
+  }
+
   FASTATTN_DEVICE int64_t query() const { return b * p.Q + q; }
   FASTATTN_DEVICE float* state(int n) const {  // [D], number n of the trace
     return static_cast<float*>(p.trace) + (query() * (2 * p.K + 1) + n) * p.D;
@@ -276,8 +282,9 @@ struct Hops {
 struct HopRooms {
   float *sums, *u, *o, *y, *s, *t, *few;
   char* memory;  // [rows in, rows out] that reside, 16-byte aligned
-  FASTATTN_DEVICE HopRooms(int width, int rows) {
-    const int w = (width + 3) / 4 * 4, n = (rows + 3) / 4 * 4;
+  // Scores that are too many are in global memory, elsewhere [blocks, 2, rows].
+  FASTATTN_DEVICE HopRooms(int width, int rows, float* elsewhere = nullptr) {
+    const int w = (width + 3) / 4 * 4, n = elsewhere != nullptr ? 0 : (rows + 3) / 4 * 4;
     sums = reinterpret_cast<float*>(dynamic_shared());
     u = sums + kHopWarps * w;
     o = u + w;
@@ -286,6 +293,10 @@ struct HopRooms {
     t = s + n;
     few = t + n;
     memory = reinterpret_cast<char*>(few + 2 * kHopWarps);
+    if (elsewhere != nullptr) {
+      s = elsewhere + int64_t(blockIdx.x) * 2 * rows;
+      t = s + rows;
+    }
   }
 };
 
@@ -295,7 +306,7 @@ __global__ void __launch_bounds__(kHopThreads, 4)
   using Storage = typename T::Storage;
   const int rows = static_cast<int>(p.N), width = static_cast<int>(p.D);
   const int thread = static_cast<int>(threadIdx.x);
-  const HopRooms room(width, rows);
+  const HopRooms room(width, rows, p.scores);
   const Hops<T, kN> hops(p, blockIdx.x, room.sums);
 
   auto* free = reinterpret_cast<Storage*>(room.memory);
@@ -310,7 +321,7 @@ __global__ void __launch_bounds__(kHopThreads, 4)
   }
   __syncthreads();
 
-  for (int k = 0; k < p.K; ++k) {
+  for (int k = 0; k < hops.steps(); ++k) {
     if (!p.in_resides) in = hops.rows_of(p.in_memory, hops.b, k);
     if (!p.out_resides) out = hops.rows_of(p.out_memory, hops.b, k);
     // s = scale M u + bias
@@ -351,7 +362,7 @@ __global__ void __launch_bounds__(kHopThreads, 4)
   using Storage = typename T::Storage;
   const int rows = static_cast<int>(p.N), width = static_cast<int>(p.D);
   const int thread = static_cast<int>(threadIdx.x);
-  const HopRooms room(width, rows);
+  const HopRooms room(width, rows, p.scores);
   const Hops<T, kN> hops(p, blockIdx.x, room.sums);
   float *g = room.o, *s = room.s, *dp = room.t;
 
@@ -360,8 +371,11 @@ __global__ void __launch_bounds__(kHopThreads, 4)
   if (p.in_resides) in = hops.residing(p.in_memory, free), free += rows * width;
   if (p.out_resides) out = p.same_rows ? in : hops.residing(p.out_memory, free);
   hops.read_gradient(g);
+  for (int k = hops.steps(); k < p.K; ++k)
+    for (int n = thread; n < rows; n += kHopThreads)
+      p.xs[hops.slot(0, k) * p.N + n] = p.xs[hops.slot(1, k) * p.N + n] = no_part();
 
-  for (int k = static_cast<int>(p.K) - 1; k >= 0; --k) {
+  for (int k = hops.steps() - 1; k >= 0; --k) {
     if (!p.in_resides) in = hops.rows_of(p.in_memory, hops.b, k);
     if (!p.out_resides) out = hops.rows_of(p.out_memory, hops.b, k);
     hops.enter(g, room.u, k);

@@ -27,6 +27,7 @@ struct F32;
                              uintptr_t stream);                                                \
   void encode_memory_backward(const T*, const EncodeMemoryArguments& p, bool aligned,          \
                               uintptr_t stream);                                               \
+  void hopfield_search(const T*, const HopsArguments& p, bool aligned, uintptr_t stream);      \
   void memory_hops_forward(const T*, const HopsArguments& p, bool aligned, uintptr_t stream);  \
   void memory_hops_backward(const T*, const HopsArguments& p, bool aligned, uintptr_t stream); \
   void sinusoidal(const T*, const SinusoidalParams& p, bool aligned, uintptr_t stream);

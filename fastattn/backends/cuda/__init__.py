@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.backends.cuda import additive, attention, memory_hops, sinusoidal
+from fastattn.backends.cuda import additive, attention, hopfield, memory_hops, sinusoidal
 from fastattn.backends.cuda import encode_memory as encoding
 from fastattn.backends.cuda.additive import additive_attention, additive_attention_backward
 from fastattn.backends.cuda.attention import (
@@ -21,6 +21,7 @@ from fastattn.backends.cuda.attention import (
     scaled_dot_product_attention_backward,
 )
 from fastattn.backends.cuda.encode_memory import encode_memory, encode_memory_backward
+from fastattn.backends.cuda.hopfield import hopfield_retrieve, hopfield_retrieve_backward
 from fastattn.backends.cuda.memory_hops import (
     memory_hop_attention,
     memory_hop_attention_backward,
@@ -33,6 +34,8 @@ __all__ = [
     "additive_attention_backward",
     "encode_memory",
     "encode_memory_backward",
+    "hopfield_retrieve",
+    "hopfield_retrieve_backward",
     "memory_hop_attention",
     "memory_hop_attention_backward",
     "scaled_dot_product_attention",
@@ -48,6 +51,7 @@ _OLDEST = (8, 0)  # the first compute capability with the instructions that all 
 _OPERATORS: dict[str, tuple[Callable[..., list[str]], int]] = {
     "additive_attention": (additive.why_not, 2),
     "encode_memory": (encoding.why_not, 0),
+    "hopfield_retrieve": (hopfield.why_not, 1),
     "memory_hop_attention": (memory_hops.why_not, 2),
     "scaled_dot_product_attention": (attention.why_not, 3),
     "sinusoidal_encoding": (sinusoidal.why_not, 0),

@@ -69,7 +69,7 @@ def memory_hop_attention(
     if partial is not None:
         trace.select(-2, 0).copy_(query)
         scores = query.new_empty((*lead, rows), dtype=torch.float32) if weights else None
-    memories = _memories(in_memory, out_memory, hop_proj)
+    memories = memories_of(in_memory, out_memory, hop_proj)
     with on(query) as stream:
         _cuda.memory_hops_forward(
             DTYPES[query.dtype],
@@ -80,8 +80,8 @@ def memory_hop_attention(
             scale,
             0 if memory_bias is None else DTYPES[memory_bias.dtype],
             _operands(query, *memories, memory_mask, memory_bias),
-            (trace.data_ptr(), stats.data_ptr(), _address(partial)),
-            (out.data_ptr(), _address(applied), _address(scores)),
+            (*map(address, (trace, stats, partial, scores)), 0),
+            (out.data_ptr(), address(applied)),
         )
     return out, trace, stats, applied
 
@@ -132,7 +132,7 @@ def memory_hop_attention_backward(
         grad_weights = None if grad_weights is None else grad_weights.unsqueeze(1)
         grad_out = None if grad_out is None else grad_out.unsqueeze(1)
     partial = _partial(query, rows)
-    memories = _memories(in_memory, out_memory, hop_proj)
+    memories = memories_of(in_memory, out_memory, hop_proj)
     with on(query) as stream:
         _cuda.memory_hops_backward(
             DTYPES[query.dtype],
@@ -143,12 +143,12 @@ def memory_hop_attention_backward(
             scale,
             0 if memory_bias is None else DTYPES[memory_bias.dtype],
             _operands(query, *memories, memory_mask, memory_bias),
-            (trace.data_ptr(), stats.data_ptr(), _address(partial)),
+            (*map(address, (trace, stats, partial)), 0, 0),
             (
                 None if grad_out is None else broadcast_operand(grad_out.unsqueeze(2)),
                 None if grad_weights is None else broadcast_operand(grad_weights),
             ),
-            tuple(map(_address, results)),
+            tuple(map(address, results)),
             (_own(in_memory, 4), _own(out_memory, 4), _own(hop_proj, 3)),
             tuple(x is not None and x.shape[0] == 1 for x in (in_memory, out_memory)),
         )
@@ -185,21 +185,21 @@ def _flags(in_memory: Tensor, out_memory: Tensor | None, normalize: str) -> tupl
     return same_rows, out_memory is None and not same_rows, normalize == "softmax"
 
 
-def _memories(
+def memories_of(
     in_memory: Tensor, out_memory: Tensor | None, hop_proj: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """As the kernels read them, with contiguous columns: memories [B|1, -, N, D], H [-, D, D]."""
-    m = _with_columns_together(in_memory if in_memory.ndim == 4 else in_memory.unsqueeze(1))
+    m = with_columns_together(in_memory if in_memory.ndim == 4 else in_memory.unsqueeze(1))
     if out_memory is not None:
-        c = _with_columns_together(out_memory if out_memory.ndim == 4 else out_memory.unsqueeze(1))
+        c = with_columns_together(out_memory if out_memory.ndim == 4 else out_memory.unsqueeze(1))
     else:  # the next memory of a stack, or the only one
         c = m[:, 1:] if in_memory.ndim == 4 else m
     if hop_proj is not None:
-        hop_proj = _with_columns_together(hop_proj if hop_proj.ndim == 3 else hop_proj.unsqueeze(0))
+        hop_proj = with_columns_together(hop_proj if hop_proj.ndim == 3 else hop_proj.unsqueeze(0))
     return m, c, hop_proj
 
 
-def _with_columns_together(x: Tensor) -> Tensor:
+def with_columns_together(x: Tensor) -> Tensor:
     """Copied if need be, but not once for each of a batch."""
     if x.stride(-1) == 1 or x.shape[-1] <= 1:
         return x
@@ -224,19 +224,19 @@ def _operands(
     query = query.unsqueeze(-2) if query.ndim == 3 else query[:, None, None]
     return (
         broadcast_operand(query),
-        _rows(in_memory),
-        _rows(out_memory),
-        None if hop_proj is None else _rows(hop_proj.unsqueeze(0)),
+        rows_of(in_memory),
+        rows_of(out_memory),
+        None if hop_proj is None else rows_of(hop_proj.unsqueeze(0)),
         None if mask is None else broadcast_operand(mask),
         None if bias is None else broadcast_operand(bias),
     )
 
 
-def _rows(memory: Tensor) -> _Operand:
+def rows_of(memory: Tensor) -> _Operand:
     """[B|1, K|1, N, D] as [B, K, N, D]; a single column counts as contiguous."""
     address, (batch, hop, row, _) = broadcast_operand(memory)
     return address, (batch, hop, row, 1)
 
 
-def _address(x: Tensor | None) -> int:
+def address(x: Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
