@@ -175,6 +175,10 @@ _AMPERE["statistics"] = {
     16: _with(_HOPPER["statistics"][16], {128: Launch(64, 32, 8, 2)}),
     32: _HOPPER["statistics"][32],
 }
+_AMPERE["hops"] = {
+    16: _HOPPER["hops"][16],
+    32: _with(_HOPPER["hops"][32], {128: Launch(16, 16, 8, 1)}),
+}
 
 # A wave of 64 lanes: 4 of them leave 512 registers a lane, 8 only 256. 64 KiB of local memory.
 _CDNA: _Table = {
@@ -254,6 +258,10 @@ _BLACKWELL: _Table = {
     "backward_query": {
         16: _with(_HOPPER["backward_query"][16], {512: Launch(16, 16, 8, 1)}),
         32: _HOPPER["backward_query"][32],
+    },
+    "hops_backward": {
+        16: _HOPPER["hops_backward"][16],
+        32: _with(_HOPPER["hops_backward"][32], {128: Launch(16, 16, 8, 1)}),
     },
     "backward_key_value": {
         16: _with(_HOPPER["backward_key_value"][16], {128: Launch(32, 64, 4, 1)}),
