@@ -259,6 +259,10 @@ _BLACKWELL: _Table = {
         16: _with(_HOPPER["backward_query"][16], {512: Launch(16, 16, 8, 1)}),
         32: _HOPPER["backward_query"][32],
     },
+    "hops": {
+        16: _HOPPER["hops"][16],
+        32: [(64, Launch(16, 16, 4, 1)), (128, Launch(16, 16, 2, 1)), (256, Launch(16, 16, 8, 1))],
+    },
     "hops_backward": {
         16: _HOPPER["hops_backward"][16],
         32: _with(_HOPPER["hops_backward"][32], {128: Launch(16, 16, 8, 1)}),
