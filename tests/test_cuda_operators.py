@@ -79,7 +79,7 @@ TABLES = {
         lambda case: case.batch * case.q_len * case.k_len * case.width > 40_000,
         every=2,
     ),
-    "encode_memory": Table(ENCODE_CASES, check_encoding, lambda case: False, every=1),
+    "encode_memory": Table(ENCODE_CASES, check_encoding, lambda case: False, every=2),
     "hopfield": Table(
         HOPFIELD_CASES,
         check_hopfield,
