@@ -83,7 +83,8 @@ TABLES = {
     "hopfield": Table(
         HOPFIELD_CASES,
         check_hopfield,
-        lambda case: case.steps * case.queries * case.rows * case.width > 40_000,
+        # With the one memory that shared memory has no room for.
+        lambda case: case.rows < 1000 and case.steps * case.queries * case.rows * case.width > 2e4,
         every=1,
     ),
     "memory_hops": Table(

@@ -50,6 +50,7 @@ def hopfield_retrieve(
     out = state.new_empty(state.shape)
     ends = state.new_empty((groups, queries, 2, width), dtype=torch.float32)
     taken = torch.empty((groups, queries), dtype=torch.int64, device=state.device)
+    shared = (ends, None, None, memory.room(state), taken)
     with on(state) as stream:
         _cuda.hopfield_search(
             DTYPES[state.dtype],
@@ -59,7 +60,7 @@ def hopfield_retrieve(
             scale,
             memory.bias_dtype,
             memory.operands(state),
-            (ends.data_ptr(), 0, 0, hops.address(memory.room(state)), taken.data_ptr()),
+            tuple(map(hops.address, shared)),
             out.data_ptr(),
             eps,
             together,
@@ -192,6 +193,7 @@ class _Memory(Patterns):
             for length in (self.stored.shape[1], width)
         )
         results = (xs, ys, grad_state, grad_in, grad_read, None)
+        shared = (trace, stats, None, self.room(state), taken)
         if groups * queries == 0:  # then the kernels have nothing to write
             for result in results:
                 if result is not None:
@@ -206,7 +208,7 @@ class _Memory(Patterns):
                 self.scale,
                 self.bias_dtype,
                 self.operands(state),
-                tuple(map(hops.address, (trace, stats, None, self.room(state), taken))),
+                tuple(map(hops.address, shared)),
                 (broadcast_operand(grad_out.unsqueeze(2)), None),
                 tuple(map(hops.address, results)),
                 (1, 1, 1),
