@@ -91,10 +91,7 @@ OPERATORS = {
         ("one query of those together", "state[d * p.query.stride[3]]", "state[0]"),
     ],
     "memory_hops": [
-        ("the greatest of one warp", "most = fmaxf(most, room[n])", "most = most"),
         ("a sum of three warps", "for (int n = 0; n < kHopWarps; ++n) sum += sums", "for (int n = 1; n < kHopWarps; ++n) sum += sums"),
-        ("excluded rows are read", "if (!takes_part(w)) continue;", ""),
-        ("a bias of -inf is a number", "more == minus_infinity() ? more : s + more", "s + more"),
         ("a memory resides in another order", "store(room + n * kN)", "store(room + (n ^ 1) * kN)"),
         ("the old state", "const float before = p.settles ? 0.0f : p.proj.data != nullptr ? y[d] : u[d]", "const float before = u[d]"),
         ("the slope of tanh", "return 1.0f - y * y", "return 1.0f"),
