@@ -119,7 +119,7 @@ print(ctypes.string_at(end, 1))
 """
     child = subprocess.run([sys.executable, "-c", reads_one_more], capture_output=True, text=True)
     assert child.stdout == "True\n"
-    assert child.returncode < 0  # killed by a signal
+    assert child.returncode != 0  # killed by a signal, which a sanitizer may catch
 
 
 # -- the table's own tools ------------------------------------------------------------------------
