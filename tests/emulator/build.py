@@ -2,7 +2,7 @@
 
 `load()` returns the adapter `fastattn.backends.cuda`, bound to the emulated module instead of the
 real one. The object files are kept in `build/emulator`, one folder for each set of flags, and made
-again where a source or a header is newer.
+again where a source, or a header that it includes, is newer.
 """
 
 from __future__ import annotations
@@ -75,13 +75,22 @@ def _run(command: list[str]) -> None:
         raise CannotBuild(f"{shlex.join(command)}\n{done.stderr[-3000:]}")
 
 
-def _compile(unit: Unit, folder: Path, extra: Flags, newest: float) -> Path:
-    """Compile a source that is newer than its object, or than which a header is newer."""
+def _is_current(target: Path) -> bool:
+    """Is the object newer than its source and every header that the compiler read for it?"""
+    read = Path(f"{target}.d")
+    if not (target.exists() and read.exists()):
+        return False
+    files = read.read_text().replace("\\\n", " ").partition(": ")[2].split()
+    made = target.stat().st_mtime
+    return all(os.path.exists(file) and os.path.getmtime(file) <= made for file in files)
+
+
+def _compile(unit: Unit, folder: Path, extra: Flags) -> Path:
     source, stem, flags = unit
     target = folder / f"{stem}.o"
-    if not target.exists() or target.stat().st_mtime < max(newest, source.stat().st_mtime):
+    if not _is_current(target):
         command = [*compiler(), *COMMON, *extra, f"-I{ROOT / 'tests'}", *flags]
-        _run([*command, "-c", str(source), "-o", f"{target}.new"])
+        _run([*command, "-MMD", "-MF", f"{target}.d", "-c", str(source), "-o", f"{target}.new"])
         os.replace(f"{target}.new", target)
     return target
 
@@ -92,14 +101,13 @@ def _link(library: Path, objects: Iterable[Path], extra: Flags) -> None:
     os.replace(linked, library)
 
 
-def _library(name: str, units: Iterable[Unit], csrc: Path, folder: Path, extra: Flags) -> Path:
+def _library(name: str, units: Iterable[Unit], folder: Path, extra: Flags) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    newest = max(path.stat().st_mtime for tree in (csrc, HERE) for path in tree.rglob("*.h"))
     library = folder / f"{name}{SUFFIX}"
     with (folder / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", 2))) as pool:
-            objects = list(pool.map(lambda unit: _compile(unit, folder, extra, newest), units))
+            objects = list(pool.map(lambda unit: _compile(unit, folder, extra), units))
         newest_object = max(path.stat().st_mtime for path in objects)
         if not library.exists() or library.stat().st_mtime < newest_object:
             _link(library, objects, extra)
@@ -109,7 +117,7 @@ def _library(name: str, units: Iterable[Unit], csrc: Path, folder: Path, extra: 
 def build(folder: Path = FOLDER, extra: Flags = ()) -> Path:
     """Return the path of the emulated `_cuda`, with these flags besides the usual ones."""
     csrc = ROOT / "csrc"
-    return _library("_cuda", [*_emulator(), *_kernels(csrc)], csrc, folder, extra)
+    return _library("_cuda", [*_emulator(), *_kernels(csrc)], folder, extra)
 
 
 def build_changed(csrc: Path, folder: Path, element: str, only: str = "") -> Path:
@@ -122,7 +130,8 @@ def build_changed(csrc: Path, folder: Path, element: str, only: str = "") -> Pat
     objects = {unit[1]: FOLDER / f"{unit[1]}.o" for unit in (*_emulator(), *_kernels(csrc))}
     for unit in _kernels(csrc):
         if unit[1].endswith(f".{element}") and unit[1].startswith(only):
-            objects[unit[1]] = _compile(unit, folder, (), 0.0)
+            # A change may leave a variable unused.
+            objects[unit[1]] = _compile(unit, folder, ("-Wno-error",))
     library = folder / f"_cuda{SUFFIX}"
     _link(library, objects.values(), ())
     return library
@@ -133,7 +142,7 @@ def build_conformance(cuda: bool = False) -> Path:
     source = HERE / "conformance/module.cu"
     if not cuda:
         unit = (source, "conformance", ["-O1", "-x", "c++", *_python_flags()])
-        return _library("_conformance", [*_emulator(), unit], ROOT / "csrc", FOLDER, ())
+        return _library("_conformance", [*_emulator(), unit], FOLDER, ())
     library = FOLDER / f"cuda/_conformance{SUFFIX}"
     library.parent.mkdir(parents=True, exist_ok=True)
     options = ["-std=c++17", "-O3", "-arch=native", "-shared", "-Xcompiler", "-fPIC"]
