@@ -118,4 +118,20 @@ def memory_hops_backward(
     slots: tuple[int, ...],
     common: tuple[bool, ...],
 ) -> None: ...
+def decode_attention(
+    dtype: int,
+    stream: int,
+    sizes: tuple[int, ...],
+    operands: tuple[_Operand, ...],
+    cache: tuple[Any, ...],
+    options: tuple[Any, ...],
+    results: tuple[int, ...],
+) -> None: ...
+def append_to_cache(
+    dtype: int,
+    stream: int,
+    sizes: tuple[int, ...],
+    operands: tuple[_Operand, ...],
+    cache: tuple[Any, ...],
+) -> None: ...
 def build_info() -> dict[str, Any]: ...

@@ -27,6 +27,7 @@ KERNELS = {
     "encode_memory": 6,
     "hopfield": 2,
     "memory_hops": 15,
+    "decode": 5,
     "sinusoidal": 2,
 }
 

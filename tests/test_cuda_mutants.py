@@ -122,7 +122,7 @@ MUTANTS = [
     ),
     Mutant("no mask at the right edge", FORWARD, "j0 + Shape::kKeys <= v", "j0 <= v"),
     Mutant("one factor for both rows", FORWARD, "shrink[n / 2 % 2]", "shrink[0]"),
-    Mutant("rows go out too early", FORWARD, "__syncwarp();", ""),
+    Mutant("rows go out too early", FORWARD, "__syncwarp();", ";"),
     Mutant("hidden values stay", FORWARD, "v_tile.template clear_rows", "if (0) v_tile.template clear_rows"),
     Mutant(
         "flags are read too early",
@@ -156,9 +156,9 @@ MUTANTS = [
         "(c ^ (row & 3))",
         "both sides of a tile use it, so all is right; bank conflicts are not modelled",
     ),
-    Mutant("causal by one", "scores.h", "d + p.window_right + 1", "d + p.window_right"),
-    Mutant("window by one", "scores.h", "d - p.window_left, 0", "d - p.window_left + 1, 0"),
-    Mutant("queries of keys by one", "scores.h", "first - p.offset - p.window_right", "first - p.offset - p.window_right + 1"),
+    Mutant("causal by one", "scores.h", "i + p.window_end, 0", "i + p.window_end - 1, 0"),
+    Mutant("window by one", "scores.h", "i + p.window_begin, 0", "i + p.window_begin + 1, 0"),
+    Mutant("queries of keys by one", "scores.h", "+ 1 - p.window_end", "+ 2 - p.window_end"),
     Mutant("ALiBi to the other side", "scores.h", "s.value -= alibi", "s.value += alibi"),
     Mutant("softcap has slope 1", "scores.h", "1.0f - t * t", "1.0f"),
     Mutant("the mask of another row", "scores.h", "i * p.mask.stride[2]", "(i + 1) * p.mask.stride[2]"),
@@ -192,7 +192,7 @@ import sys, torch
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
 from emulator import build
-from fastattn.testing import CASES, check
+from fastattn.testing import CASES, Case, check
 from test_cuda import Emulated
 adapter = build.load_from(Path(sys.argv[2]))
 if sys.argv[3] != "attention":
@@ -211,11 +211,12 @@ if sys.argv[3] != "attention":
     print("survived")
     sys.exit()
 table = {case.name: case for case in CASES["scaled_dot_product_attention"]}
+table["window-dropout"] = Case("window-dropout", q_len=100, k_len=200, window=(20, 5), dropout_p=0.3)
 names = '''head_dim-64 gqa-causal gqa-mask everything window-3-5-65x65-full mask-padding-poison
 mask-tril-poison mask-nothing softcap-0.5-mask alibi-bh-causal dropout-0.5-causal window-narrow-long
 mask-finfo-min mask-float-qk mask-float-k mask-float-one layout-transposed dropout-long
 results-1-out-lse-weights-mask gqa-decode lengths-128x129-upper_left lengths-64x300-upper_left
-window-1000-1000-40x130-bottom_right results-2-out-lse-weights'''.split()
+window-1000-1000-40x130-bottom_right results-2-out-lse-weights window-dropout'''.split()
 for seed in (0, 5, 9):
     for name in names:
         try:

@@ -21,10 +21,12 @@ from torch import Tensor
 import fastattn
 from fastattn import dispatch
 from fastattn.testing.additive import ADDITIVE_CASES, check_additive
+from fastattn.testing.decode import DECODE_CASES, check_decode
 from fastattn.testing.encode_memory import ENCODE_CASES, check_encoding
 from fastattn.testing.hopfield import HOPFIELD_CASES, check_hopfield
 from fastattn.testing.memory_hop_cases import HOP_CASES, check_hops
 from fastattn.testing.sinusoidal import SINUSOIDAL_CASES, check_sinusoidal
+from fastattn.testing.varlen import VARLEN_CASES, check_varlen
 from fastattn.testing.verdict import Verdict
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -92,6 +94,18 @@ TABLES = {
         check_hops,
         lambda case: case.batch * case.hops * case.rows * case.width > 50_000,
         every=1,
+    ),
+    "decode": Table(
+        [case for case in DECODE_CASES if max(case.head_dim, case.value_dim or 0) <= 256],
+        check_decode,
+        lambda case: case.capacity * len(case.lengths) * case.queries * case.heads > 4_000,
+        every=2,
+    ),
+    "varlen": Table(
+        VARLEN_CASES,
+        check_varlen,
+        lambda case: sum(case.q_lengths) > 220 or sum(case.k_lengths or ()) > 1000,
+        every=2,
     ),
 }
 WORK = [

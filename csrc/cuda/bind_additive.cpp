@@ -31,6 +31,7 @@ AdditiveArguments arguments(int dtype, const py::tuple& sizes, const py::tuple& 
   p.mask_dtype = static_cast<DType>(options[3].cast<int>());
   p.window_left = -1;
   p.window_right = options[4].cast<bool>() ? 0 : -1;
+  set_window(p);
   set_dropout(p, options[5].cast<double>(), options[6].cast<uintptr_t>());
   return p;
 }

@@ -13,7 +13,8 @@ namespace cuda {
 namespace {
 
 // operands: (q, k, v, out), each (address, strides); options: (offset, window_left, window_right,
-// softcap, mask, mask_dtype, alibi, dropout_p, seed address, weights_mode).
+// softcap, mask, mask_dtype, alibi, dropout_p, seed address, weights_mode, packed), where packed is
+// None or (address of q_starts, of k_starts, bottom_right).
 AttentionArguments arguments(int dtype, const py::tuple& sizes, const py::tuple& operands,
                              uintptr_t lse, double scale, const py::tuple& options) {
   AttentionArguments p{};
@@ -43,6 +44,16 @@ AttentionArguments arguments(int dtype, const py::tuple& sizes, const py::tuple&
   }
   set_dropout(p, options[7].cast<double>(), options[8].cast<uintptr_t>());
   p.weights_mode = static_cast<Weights>(options[9].cast<int>());
+  p.stats_stride[0] = p.Hq * p.Lq;
+  p.stats_stride[1] = p.Lq;
+  if (!options[10].is_none()) {
+    const auto packed = options[10].cast<py::tuple>();
+    p.q_starts = reinterpret_cast<const int64_t*>(packed[0].cast<uintptr_t>());
+    p.k_starts = reinterpret_cast<const int64_t*>(packed[1].cast<uintptr_t>());
+    p.bottom_right = packed[2].cast<bool>();
+    p.stats_stride[0] = 0;
+  }
+  set_window(p);
 
   const int64_t bytes = p.dtype == DType::f32 ? 4 : 2;
   p.aligned = is_aligned(p.q, bytes) && is_aligned(p.k, bytes) && is_aligned(p.v, bytes) &&

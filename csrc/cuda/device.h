@@ -18,6 +18,15 @@
 namespace fastattn {
 namespace cuda {
 
+// x, of which the compiler no longer knows what it is: what is computed from it, such as addresses,
+// is computed where it is used, and not kept in registers throughout a loop.
+FASTATTN_DEVICE int anew(unsigned x) {
+#ifndef FASTATTN_EMULATED
+  asm volatile("" : "+r"(x));
+#endif
+  return static_cast<int>(x);
+}
+
 // The block's dynamic shared memory, as aligned as TMA wants it.
 FASTATTN_DEVICE char* dynamic_shared() {
 #ifdef FASTATTN_EMULATED

@@ -19,6 +19,7 @@ namespace cuda {
 
 void bind_additive(py::module_& m);
 void bind_attention(py::module_& m);
+void bind_decode(py::module_& m);
 void bind_encode_memory(py::module_& m);
 void bind_memory_hops(py::module_& m);
 void bind_sinusoidal(py::module_& m);
@@ -50,6 +51,7 @@ PYBIND11_MODULE(_cuda, m) {
   m.doc() = "fastattn's CUDA kernels.";
   fastattn::cuda::bind_additive(m);
   fastattn::cuda::bind_attention(m);
+  fastattn::cuda::bind_decode(m);
   fastattn::cuda::bind_encode_memory(m);
   fastattn::cuda::bind_memory_hops(m);
   fastattn::cuda::bind_sinusoidal(m);

@@ -2,6 +2,13 @@
 #pragma once
 #include "../params.h"
 
+// A function of the host and of kernels.
+#ifdef __CUDACC__
+#define FASTATTN_BOTH __host__ __device__ __forceinline__
+#else
+#define FASTATTN_BOTH inline
+#endif
+
 namespace fastattn {
 namespace cuda {
 
@@ -15,12 +22,36 @@ struct AttentionArguments : AttentionParams {
   float keep_scale;     // 65536 / keep_below, 0 if that is 0
 
   float scale_float, softcap_float;
-  int window_begin, window_end;  // query i sees keys [i + begin, i + end), before 0 <= j < Lk
-  bool aligned;                  // q, k, v and out: 16-byte rows, contiguous columns
+  // Query i sees keys [i + begin, i + end), before 0 <= j < Lk: the offset and both windows, within
+  // +-kMaxLength, which is as good as unlimited.
+  int window_begin, window_end;
+  bool aligned;  // q, k, v and out: 16-byte rows, contiguous columns
 
   // backward, and weights
   float* row_stats;  // [B, Hq, Lq, 4]: RowStats of kernels/attention_pairs.h
+
+  // Of lse, row_stats and grad_lse between batch entries and heads, in rows.
+  int64_t stats_stride[2];
+
+  // Sequences packed one after the other: sequence b is rows [starts[b], starts[b + 1]). Then Lq
+  // and Lk count all rows, batch strides are 0, and a kernel exchanges what follows for its own
+  // sequence's (kernels/sequence.h). Null: a rectangular batch.
+  const int64_t* q_starts;  // [B + 1]
+  const int64_t* k_starts;  // [B + 1]
+  bool bottom_right;        // a diagonal of its own: offset = keys - queries of the sequence
+  int q_row, k_row;         // where the sequence begins, 0 in a rectangular batch
 };
+
+FASTATTN_BOTH int clamp_int(int64_t x, int low, int high) {
+  return static_cast<int>(x < low ? low : x > high ? high : x);
+}
+
+// After a change of the offset.
+FASTATTN_BOTH void set_window(AttentionArguments& p) {
+  constexpr int kAll = static_cast<int>(kMaxLength);
+  p.window_begin = p.window_left < 0 ? -kAll : clamp_int(p.offset - p.window_left, -kAll, kAll);
+  p.window_end = p.window_right < 0 ? kAll : clamp_int(p.offset + p.window_right + 1, -kAll, kAll);
+}
 
 struct PairsArguments : AttentionArguments {
   bool gradient;  // of the mask, else weights
@@ -29,6 +60,25 @@ struct PairsArguments : AttentionArguments {
   // The extent of the result in each dimension of [B, Hq, Lq, Lk]: that, or 1 where it is a sum.
   int sizes[4];
   float factor;  // of the sums
+};
+
+// Decoding on a cache: k and v are [E, Hkv, N, .], entries of N keys or pages of N keys, Lk bounds
+// the keys of a sequence. For the append, Lq is the number of new keys.
+struct DecodeArguments : AttentionArguments {
+  const int64_t* lengths;      // [B]
+  const int64_t* entries;      // [B] of each sequence, null = b
+  const int32_t* block_table;  // [B, pages], null = the cache is not paged
+  int64_t block_table_stride;
+  int64_t page_size;      // N
+  int64_t cache_entries;  // E
+
+  int64_t split_keys;  // a sequence is divided at the multiples of it
+  int64_t splits;      // ceil(Lk / split_keys)
+  float* part_sums;    // [B, Hq, Lq, splits, Dv]: of exp(s - m) V
+  float* part_stats;   // [B, Hq, Lq, splits, 2]: m and the sum of exp(s - m)
+
+  Tensor4 new_k;  // [B, Hkv, L, D], append only
+  Tensor4 new_v;  // [B, Hkv, L, Dv]
 };
 
 // Rows of a tile of additive attention, on both sides.

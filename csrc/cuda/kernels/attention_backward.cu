@@ -14,11 +14,11 @@ void run(const AttentionArguments& p, uintptr_t stream) {
   using KeysShape = BackwardKeysShape<T, kD, kGeneral>;
   const std::string sizes = shapes(p);
   // dQ first: where the weights have a gradient, it completes delta.
-  launch({"attention_backward_q", blocks_of(p.Lq, Shape::kStaying) * p.Hq * p.B, Shape::kThreads,
+  launch({"attention_backward_q", blocks_of_queries<Shape::kStaying>(p), Shape::kThreads,
           Shape::kSharedBytes, stream, sizes},
          attention_backward_q_kernel<T, kD, kGeneral>, p);
-  launch({"attention_backward_kv", blocks_of(p.Lk, Shape::kStaying) * p.Hkv * p.B,
-          KeysShape::kThreads, Shape::kSharedBytes, stream, sizes},
+  launch({"attention_backward_kv", blocks_of_keys<Shape::kStaying>(p), KeysShape::kThreads,
+          Shape::kSharedBytes, stream, sizes},
          attention_backward_kv_kernel<T, kD, kGeneral>, p);
 }
 

@@ -56,20 +56,18 @@ struct BackwardKeysShape : BackwardShape<T, kD> {
 };
 
 template <class T, int kD, bool kGeneral>
-__global__ void __launch_bounds__(BackwardQueriesShape<T, kD, kGeneral>::kThreads)
-    attention_backward_q_kernel(const __grid_constant__ AttentionArguments p) {
+__global__ void __launch_bounds__(BackwardQueriesShape<T, kD, kGeneral>::kThreads, 1)
+    attention_backward_q_kernel(const __grid_constant__ AttentionArguments given) {
   using Shape = BackwardQueriesShape<T, kD, kGeneral>;
   using Storage = typename T::Storage;
   constexpr int kThreads = Shape::kThreads, kQueries = Shape::kStaying, kKeys = Shape::kPassing;
   constexpr int kTiles = kKeys / 8, kSteps = kD / Product<T>::kDepth;
   constexpr int kColumns = kD / Shape::kColumnGroups;
 
-  const int q_blocks = static_cast<int>((p.Lq + kQueries - 1) / kQueries);
-  const auto head = blockIdx.x / static_cast<unsigned>(q_blocks);
-  const int i0 =
-      (q_blocks - 1 - static_cast<int>(blockIdx.x % static_cast<unsigned>(q_blocks))) * kQueries;
-  const int h = static_cast<int>(head % static_cast<unsigned>(p.Hq));
-  const int b = static_cast<int>(head / static_cast<unsigned>(p.Hq));
+  AttentionArguments p = given;
+  Block block;
+  if (!enter_queries<kQueries>(p, block)) return;
+  const int b = block.b, h = block.h, i0 = block.row;
   const int h_kv = h / static_cast<int>(p.Hq / p.Hkv);
   const int rows = static_cast<int>(p.Lq), last_row = rows < i0 + kQueries ? rows : i0 + kQueries;
   const int warp = static_cast<int>(threadIdx.x) / 32;
@@ -83,14 +81,15 @@ __global__ void __launch_bounds__(BackwardQueriesShape<T, kD, kGeneral>::kThread
   const typename Shape::Passing v_tile{k_tile.data + kKeys * kD};
   int* seen = reinterpret_cast<int*>(shared + Shape::kTileBytes);
   const bool aligned = p.aligned;
-  const auto k = head_of<const Storage>(p.k, b, h_kv, p.D, aligned);
-  const auto v = head_of<const Storage>(p.v, b, h_kv, p.Dv, aligned);
+  const auto k = head_of<const Storage>(p.k, b, h_kv, p.k_row, p.D, aligned);
+  const auto v = head_of<const Storage>(p.v, b, h_kv, p.k_row, p.Dv, aligned);
 
   const Range keys = keys_of_queries(p, i0, last_row);
   const int begin = keys.begin / kKeys * kKeys;
-  q_tile.template load<kThreads>(head_of<const Storage>(p.q, b, h, p.D, aligned), i0, 0, rows);
-  g_tile.template load<kThreads>(head_of<const Storage>(p.grad_out, b, h, p.Dv, aligned), i0, 0,
+  q_tile.template load<kThreads>(head_of<const Storage>(p.q, b, h, p.q_row, p.D, aligned), i0, 0,
                                  rows);
+  g_tile.template load<kThreads>(head_of<const Storage>(p.grad_out, b, h, p.q_row, p.Dv, aligned),
+                                 i0, 0, rows);
   const Options options(p, b, h);
   RowStats stats[2];
   Range visible[2];
@@ -163,7 +162,7 @@ __global__ void __launch_bounds__(BackwardQueriesShape<T, kD, kGeneral>::kThread
       stats[r].rest = rest[r] + sum_of_row(sums[r]);
       const int i = i0 + place.row(r);
       if (threadIdx.x % 4 == 0 && i < last_row)  // for the kernel of dK
-        p.row_stats[((b * p.Hq + h) * p.Lq + i) * 4 + 3] = stats[r].rest;
+        p.row_stats[stats_row(p, b, h, i) * 4 + 3] = stats[r].rest;
     }
   }
   cp_async_commit();  // of a block that sees nothing
@@ -172,25 +171,24 @@ __global__ void __launch_bounds__(BackwardQueriesShape<T, kD, kGeneral>::kThread
   put<kColumns / 8>(q_tile, place, column0, dq, p.scale_float);
   __syncthreads();
   constexpr int kRows = kQueries * 32 / kThreads;  // each warp writes a share of the rows
-  q_tile.store_rows(head_of<Storage>(p.grad_q, b, h, p.D, aligned), i0, last_row, warp * kRows,
-                    kRows);
+  q_tile.store_rows(head_of<Storage>(p.grad_q, b, h, p.q_row, p.D, aligned), i0, last_row,
+                    warp * kRows, kRows);
 }
 
 // Scores transposed: rows are keys, columns are queries.
 template <class T, int kD, bool kGeneral>
-__global__ void __launch_bounds__(BackwardKeysShape<T, kD, kGeneral>::kThreads)
-    attention_backward_kv_kernel(const __grid_constant__ AttentionArguments p) {
+__global__ void __launch_bounds__(BackwardKeysShape<T, kD, kGeneral>::kThreads, 1)
+    attention_backward_kv_kernel(const __grid_constant__ AttentionArguments given) {
   using Shape = BackwardKeysShape<T, kD, kGeneral>;
   using Storage = typename T::Storage;
   constexpr int kThreads = Shape::kThreads, kKeys = Shape::kStaying, kQueries = Shape::kPassing;
   constexpr int kTiles = kQueries / 8, kSteps = kD / Product<T>::kDepth;
   constexpr int kColumns = kD / Shape::kColumnGroups;
 
-  const int k_blocks = static_cast<int>((p.Lk + kKeys - 1) / kKeys);
-  const auto head = blockIdx.x / static_cast<unsigned>(k_blocks);
-  const int j0 = static_cast<int>(blockIdx.x % static_cast<unsigned>(k_blocks)) * kKeys;
-  const int h_kv = static_cast<int>(head % static_cast<unsigned>(p.Hkv));
-  const int b = static_cast<int>(head / static_cast<unsigned>(p.Hkv));
+  AttentionArguments p = given;
+  Block block;
+  if (!enter_keys<kKeys>(p, block)) return;
+  const int b = block.b, h_kv = block.h, j0 = block.row;
   const int group = static_cast<int>(p.Hq / p.Hkv);
   const int keys = static_cast<int>(p.Lk), last_key = keys < j0 + kKeys ? keys : j0 + kKeys;
   const int warp = static_cast<int>(threadIdx.x) / 32;
@@ -205,8 +203,10 @@ __global__ void __launch_bounds__(BackwardKeysShape<T, kD, kGeneral>::kThreads)
   auto* stats = reinterpret_cast<RowStats*>(shared + Shape::kTileBytes);
   int* seen = reinterpret_cast<int*>(stats + kQueries);
   const bool aligned = p.aligned;
-  k_tile.template load<kThreads>(head_of<const Storage>(p.k, b, h_kv, p.D, aligned), j0, 0, keys);
-  v_tile.template load<kThreads>(head_of<const Storage>(p.v, b, h_kv, p.Dv, aligned), j0, 0, keys);
+  k_tile.template load<kThreads>(head_of<const Storage>(p.k, b, h_kv, p.k_row, p.D, aligned), j0, 0,
+                                 keys);
+  v_tile.template load<kThreads>(head_of<const Storage>(p.v, b, h_kv, p.k_row, p.Dv, aligned), j0,
+                                 0, keys);
 
   float dk[kColumns / 2], dv[kColumns / 2];
   set_zero(dk);
@@ -214,8 +214,8 @@ __global__ void __launch_bounds__(BackwardKeysShape<T, kD, kGeneral>::kThreads)
   const Range queries = queries_of_keys(p, j0, last_key);
   const int begin = queries.begin / kQueries * kQueries;
   for (int h = h_kv * group; h < (h_kv + 1) * group; ++h) {
-    const auto q = head_of<const Storage>(p.q, b, h, p.D, aligned);
-    const auto g = head_of<const Storage>(p.grad_out, b, h, p.Dv, aligned);
+    const auto q = head_of<const Storage>(p.q, b, h, p.q_row, p.D, aligned);
+    const auto g = head_of<const Storage>(p.grad_out, b, h, p.q_row, p.Dv, aligned);
     const Options options(p, b, h);
     for (int i0 = begin; i0 < queries.end; i0 += kQueries) {
       __syncthreads();  // the queries before are no longer read
@@ -271,10 +271,10 @@ __global__ void __launch_bounds__(BackwardKeysShape<T, kD, kGeneral>::kThreads)
   put<kColumns / 8>(v_tile, place, column0, dv, 1.0f);
   __syncthreads();
   constexpr int kRows = kKeys * 32 / kThreads;  // each warp writes a share of the rows
-  k_tile.store_rows(head_of<Storage>(p.grad_k, b, h_kv, p.D, aligned), j0, last_key, warp * kRows,
-                    kRows);
-  v_tile.store_rows(head_of<Storage>(p.grad_v, b, h_kv, p.Dv, aligned), j0, last_key, warp * kRows,
-                    kRows);
+  k_tile.store_rows(head_of<Storage>(p.grad_k, b, h_kv, p.k_row, p.D, aligned), j0, last_key,
+                    warp * kRows, kRows);
+  v_tile.store_rows(head_of<Storage>(p.grad_v, b, h_kv, p.k_row, p.Dv, aligned), j0, last_key,
+                    warp * kRows, kRows);
 }
 
 }  // namespace cuda

@@ -11,7 +11,7 @@ namespace {
 template <class T, int kD, bool kGeneral>
 void run(const AttentionArguments& p, uintptr_t stream) {
   using Shape = ForwardShape<T, kD, kGeneral>;
-  const int64_t blocks = blocks_of(p.Lq, Shape::kQueries) * p.Hq * p.B;
+  const int64_t blocks = blocks_of_queries<Shape::kQueries>(p);
   launch({"attention_forward", blocks, Shape::kThreads, Shape::kSharedBytes, stream, shapes(p)},
          attention_forward_kernel<T, kD, kGeneral>, p);
 }

@@ -5,6 +5,7 @@
 // this step is on its way while S = Q K^T is computed, K of the next while O += P V is.
 #pragma once
 #include "scores.h"
+#include "sequence.h"
 #include "softmax.h"
 #include "tile.h"
 
@@ -17,28 +18,23 @@ struct ForwardShape {
   static constexpr bool kWide = sizeof(typename T::Storage) == 4;
   static constexpr int kRowTiles = !kWide && !kGeneral && kD <= 128 ? 2 : 1;
   static constexpr int kWarps = kWide && kD == 256 ? 2 : 4;
-  static constexpr int kThreads = 32 * kWarps;
+  // Where O does not fit a warp's registers, so many warps have the same rows and divide its
+  // columns between them; each computes the scores for itself.
+  static constexpr int kColumnGroups = kWide && kD == 256 ? 2 : 1;
+  static constexpr int kThreads = 32 * kWarps * kColumnGroups;
   static constexpr int kQueries = 16 * kRowTiles * kWarps;
   // As many as registers hold beside O without a spill, which tests/test_cuda_compile.py refuses.
   static constexpr int kKeys = kWide      ? (kD == 64    ? 64
                                              : kD == 128 ? 32
                                                          : 16)
-                               : kGeneral ? (kD == 256 ? 32 : 64)
-                                          : (kD == 128 ? 48 : 64);
+                               : kGeneral ? (kD == 256 ? 16 : 64)
+                                          : (kD == 64 ? 64 : 32);
   using QTile = Tile<T, kQueries, kD>;
   using KTile = Tile<T, kKeys, kD>;
   // The tiles, and a flag for each key.
   static constexpr int kSharedBytes = QTile::kBytes + 2 * KTile::kBytes + 4 * kKeys;
   static_assert(kSharedBytes <= 97 << 10, "too much shared memory");
 };
-
-// The matrix of one head of an operand.
-template <class Storage>
-FASTATTN_DEVICE Matrix<Storage> head_of(const Tensor4& t, int b, int h, int64_t columns,
-                                        bool aligned) {
-  return {static_cast<Storage*>(t.data) + b * t.stride[0] + h * t.stride[1], t.stride[2],
-          t.stride[3], static_cast<int>(columns), aligned};
-}
 
 template <class T, int kD, bool kGeneral>
 struct AttentionForward {
@@ -47,13 +43,15 @@ struct AttentionForward {
   using QTile = typename Shape::QTile;
   using KTile = typename Shape::KTile;
   static constexpr int kKeyTiles = Shape::kKeys / 8;  // tiles of 8 columns of S
-  static constexpr int kValueTiles = kD / 8;          // and of O
+  static constexpr int kColumns = kD / Shape::kColumnGroups;
+  static constexpr int kValueTiles = kColumns / 8;  // and of O
   static constexpr int kSteps = kD / Product<T>::kDepth;
   static constexpr int kRowTiles = Shape::kRowTiles;
 
   const AttentionArguments& p;
   int b, h, i0;  // this block's head and first query
-  int warp_row;  // this warp's first row of the tile
+  int warp_row;  // this warp's first row of the tile,
+  int column0;   // and column of O
   QTile q_tile;
   KTile k_tile, v_tile;
   int* seen;  // [kKeys], of the keys of a step
@@ -69,15 +67,11 @@ struct AttentionForward {
     return 8 * n + 2 * (static_cast<int>(threadIdx.x) & 3) + e;
   }
 
-  FASTATTN_DEVICE explicit AttentionForward(const AttentionArguments& arguments) : p(arguments) {
-    const int q_blocks = static_cast<int>((p.Lq + Shape::kQueries - 1) / Shape::kQueries);
-    const auto n = blockIdx.x / static_cast<unsigned>(q_blocks);
-    // Last queries first: with a causal mask theirs is the most work.
-    i0 = (q_blocks - 1 - static_cast<int>(blockIdx.x % static_cast<unsigned>(q_blocks))) *
-         Shape::kQueries;
-    h = static_cast<int>(n % static_cast<unsigned>(p.Hq));
-    b = static_cast<int>(n / static_cast<unsigned>(p.Hq));
-    warp_row = static_cast<int>(threadIdx.x) / 32 * 16 * kRowTiles;
+  FASTATTN_DEVICE AttentionForward(const AttentionArguments& arguments, const Block& block)
+      : p(arguments), b(block.b), h(block.h), i0(block.row) {
+    const int warp = static_cast<int>(threadIdx.x) / 32;
+    warp_row = warp % Shape::kWarps * 16 * kRowTiles;
+    column0 = warp / Shape::kWarps * kColumns;
     char* shared = dynamic_shared();
     q_tile.data = reinterpret_cast<Storage*>(shared);
     k_tile.data = reinterpret_cast<Storage*>(shared + QTile::kBytes);
@@ -90,9 +84,9 @@ struct AttentionForward {
     const int last_row = rows < i0 + Shape::kQueries ? rows : i0 + Shape::kQueries;
     const int h_kv = h / static_cast<int>(p.Hq / p.Hkv);
     const bool aligned = !kGeneral || p.aligned;
-    const auto q = head_of<const Storage>(p.q, b, h, p.D, aligned);
-    const auto k = head_of<const Storage>(p.k, b, h_kv, p.D, aligned);
-    const auto v = head_of<const Storage>(p.v, b, h_kv, p.Dv, aligned);
+    const auto q = head_of<const Storage>(p.q, b, h, p.q_row, p.D, aligned);
+    const auto k = head_of<const Storage>(p.k, b, h_kv, p.k_row, p.D, aligned);
+    const auto v = head_of<const Storage>(p.v, b, h_kv, p.k_row, p.Dv, aligned);
 
     FASTATTN_UNROLL
     for (int t = 0; t < kRowTiles; ++t) {
@@ -143,14 +137,15 @@ struct AttentionForward {
     FASTATTN_UNROLL
     for (int t = 0; t < kRowTiles; ++t) FASTATTN_UNROLL
     for (int n = 0; n < kKeyTiles * 4; ++n) s[t][n] = 0.0f;
-    FASTATTN_UNROLL_BY(kSteps <= 8 ? kSteps : 4)
+    const int lane = anew(threadIdx.x & 31);
+    FASTATTN_UNROLL_BY(kSteps <= 8 ? kSteps : kSteps <= 16 ? 4 : 1)
     for (int k = 0; k < kSteps; ++k) {
       typename Product<T>::A a[kRowTiles];
       FASTATTN_UNROLL
-      for (int t = 0; t < kRowTiles; ++t) a[t] = q_tile.a(warp_row + 16 * t, k);
+      for (int t = 0; t < kRowTiles; ++t) a[t] = q_tile.a(lane, warp_row + 16 * t, k);
       FASTATTN_UNROLL
       for (int n = 0; n < kKeyTiles; n += 2) {
-        const auto fragment = k_tile.b_of_rows(8 * n, k);
+        const auto fragment = k_tile.b_of_rows(lane, 8 * n, k);
         FASTATTN_UNROLL
         for (int t = 0; t < kRowTiles; ++t) Product<T>::add(s[t] + 4 * n, a[t], fragment);
       }
@@ -160,6 +155,7 @@ struct AttentionForward {
   // O += P V
   FASTATTN_DEVICE void add_values() {
     constexpr int kDepth = Product<T>::kDepth;
+    const int lane = anew(threadIdx.x & 31);
     FASTATTN_UNROLL
     for (int k = 0; k < Shape::kKeys / kDepth; ++k) {
       typename Product<T>::A a[kRowTiles];
@@ -168,7 +164,7 @@ struct AttentionForward {
         a[t] = Product<T>::a_of_accumulators(s[t] + k * kDepth / 2);
       FASTATTN_UNROLL
       for (int n = 0; n < kValueTiles; n += 2) {
-        const auto fragment = v_tile.b_of_columns(k, 8 * n);
+        const auto fragment = v_tile.b_of_columns(lane, k, column0 + 8 * n);
         FASTATTN_UNROLL
         for (int t = 0; t < kRowTiles; ++t) Product<T>::add(o[t] + 4 * n, a[t], fragment);
       }
@@ -183,9 +179,10 @@ struct AttentionForward {
       if (inner) return;
     }
     const Options options(p, b, h);
+    const int first = anew(i0 + row_of(t, 0));
     FASTATTN_UNROLL
     for (int r = 0; r < 2; ++r) {
-      const int i = i0 + row_of(t, r);
+      const int i = first + 8 * r;
       const Range visible = visible_keys(p, i);
       FASTATTN_UNROLL
       for (int n = 0; n < kKeyTiles; ++n) FASTATTN_UNROLL
@@ -236,8 +233,8 @@ struct AttentionForward {
   // O / l through shared memory to global, whole rows at a time; each warp in its own rows of Q.
   FASTATTN_DEVICE void finish(int last_row) {
     const bool aligned = !kGeneral || p.aligned;
-    const auto out = head_of<Storage>(p.out, b, h, p.Dv, aligned);
-    double* lse = p.lse + (b * p.Hq + h) * p.Lq;
+    const auto out = head_of<Storage>(p.out, b, h, p.q_row, p.Dv, aligned);
+    double* lse = p.lse + stats_row(p, b, h, 0);
     FASTATTN_UNROLL
     for (int t = 0; t < kRowTiles; ++t) {
       softmax[t].finish();
@@ -247,22 +244,31 @@ struct AttentionForward {
         FASTATTN_UNROLL
         for (int n = 0; n < kValueTiles; ++n) {
           const float* x = o[t] + 4 * n + 2 * r;
-          q_tile.store_pair(row_of(t, r), column_of(n, 0), x[0] * inverse, x[1] * inverse);
+          q_tile.store_pair(row_of(t, r), column0 + column_of(n, 0), x[0] * inverse,
+                            x[1] * inverse);
         }
         const int i = i0 + row_of(t, r);
-        if (threadIdx.x % 4 == 0 && i < last_row)
+        if (threadIdx.x % 4 == 0 && column0 == 0 && i < last_row)
           lse[i] = softmax[t].log_sum(r, kGeneral ? 1.0 : p.scale);
       }
     }
-    __syncwarp();
-    q_tile.store_rows(out, i0, last_row, warp_row, 16 * kRowTiles);
+    constexpr int kRows =
+        16 * kRowTiles / Shape::kColumnGroups;  // each warp writes a share of them
+    if (Shape::kColumnGroups == 1)
+      __syncwarp();
+    else
+      __syncthreads();
+    q_tile.store_rows(out, i0, last_row, warp_row + column0 / kColumns * kRows, kRows);
   }
 };
 
 template <class T, int kD, bool kGeneral>
-__global__ void __launch_bounds__(ForwardShape<T, kD, kGeneral>::kThreads)
-    attention_forward_kernel(const __grid_constant__ AttentionArguments p) {
-  AttentionForward<T, kD, kGeneral>(p).run();
+__global__ void __launch_bounds__(ForwardShape<T, kD, kGeneral>::kThreads, 1)
+    attention_forward_kernel(const __grid_constant__ AttentionArguments given) {
+  AttentionArguments p = given;
+  Block block;
+  if (enter_queries<ForwardShape<T, kD, kGeneral>::kQueries>(p, block))
+    AttentionForward<T, kD, kGeneral>(p, block).run();
 }
 
 }  // namespace cuda

@@ -2,6 +2,7 @@
 // gradient; and of one row, what these need.
 #pragma once
 #include "scores.h"
+#include "sequence.h"
 #include "tile.h"
 
 namespace fastattn {
@@ -16,7 +17,7 @@ struct BackwardShape {
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kStaying = 16 * kWarps;  // 16 rows a warp
   // As many as registers hold beside the sums without a spill.
-  static constexpr int kPassing = kD <= 128 ? 32 : 16;
+  static constexpr int kPassing = kD <= (kWide ? 64 : 128) ? 32 : 16;
   using Staying = Tile<T, kStaying, kD>;
   using Passing = Tile<T, kPassing, kD>;
   static constexpr int kTileBytes = 2 * (Staying::kBytes + Passing::kBytes);
@@ -32,7 +33,7 @@ struct RowStats {
 
 FASTATTN_DEVICE RowStats stats_of(const AttentionArguments& p, int b, int h, int i) {
   if (i >= p.Lq) return {float_of_bits(0x7f800000u), 0.0f, 0.0f, 0.0f};
-  const float* row = p.row_stats + ((b * p.Hq + h) * p.Lq + i) * 4;
+  const float* row = p.row_stats + stats_row(p, b, h, i) * 4;
   return {row[0], row[1], row[2], row[3]};
 }
 

@@ -28,9 +28,9 @@ FASTATTN_DEVICE void exact_stats(const AttentionArguments& p, int b, int h, int 
   const Options options(p, b, h);
   const Range visible = visible_keys(p, i);
   const int h_kv = h / static_cast<int>(p.Hq / p.Hkv), lane = static_cast<int>(threadIdx.x) & 31;
-  const int64_t q = b * p.q.stride[0] + h * p.q.stride[1] + i * p.q.stride[2];
+  const int64_t q = b * p.q.stride[0] + h * p.q.stride[1] + (p.q_row + i) * p.q.stride[2];
   auto score = [&](int j) {
-    const int64_t k = b * p.k.stride[0] + h_kv * p.k.stride[1] + j * p.k.stride[2];
+    const int64_t k = b * p.k.stride[0] + h_kv * p.k.stride[1] + (p.k_row + j) * p.k.stride[2];
     float dot = 0.0f;
     for (int d = 0; d < p.D; ++d)
       dot += element_at<T>(p.q.data, q + d * p.q.stride[3]) *
@@ -48,13 +48,14 @@ FASTATTN_DEVICE void exact_stats(const AttentionArguments& p, int b, int h, int 
 
 template <class T>
 __global__ void __launch_bounds__(kRowsThreads)
-    attention_rows_kernel(const __grid_constant__ AttentionArguments p) {
+    attention_rows_kernel(const __grid_constant__ AttentionArguments given) {
+  AttentionArguments p = given;
   constexpr double kExact = 1 << 22;  // up to here a double holds a sum's logarithm to 30 bits
   const int lane = static_cast<int>(threadIdx.x) & 31;
   const int64_t row = blockIdx.x * int64_t(kRowsThreads / 32) + threadIdx.x / 32;
-  if (row >= p.B * p.Hq * p.Lq) return;
-  const int i = static_cast<int>(row % p.Lq), h = static_cast<int>(row / p.Lq % p.Hq);
-  const int b = static_cast<int>(row / p.Lq / p.Hq);
+  if (row >= rows_of(p)) return;
+  int i = static_cast<int>(row % p.Lq), b = static_cast<int>(row / p.Lq / p.Hq);
+  const int h = static_cast<int>(row / p.Lq % p.Hq);
   const int64_t g = b * p.grad_out.stride[0] + h * p.grad_out.stride[1] + i * p.grad_out.stride[2];
   const int64_t o = b * p.out.stride[0] + h * p.out.stride[1] + i * p.out.stride[2];
   float delta = 0.0f;
@@ -68,9 +69,10 @@ __global__ void __launch_bounds__(kRowsThreads)
   float hi = static_cast<float>(lse), lo = 0.0f;
   if (lse == static_cast<double>(minus_infinity()))
     hi = float_of_bits(0x7f800000u);
-  else if (fabs(lse) > kExact)
+  else if (fabs(lse) > kExact) {
+    enter_row(p, b, i);
     exact_stats<T>(p, b, h, i, hi, lo);
-  else
+  } else
     lo = static_cast<float>(lse - hi);
   if (lane == 0) {
     float* stats = p.row_stats + 4 * row;

@@ -7,8 +7,8 @@ namespace fastattn {
 namespace cuda {
 
 void attention_rows(const FASTATTN_ELEMENT*, const AttentionArguments& p, uintptr_t stream) {
-  launch({"attention_rows", blocks_of(p.B * p.Hq * p.Lq, kRowsThreads / 32), kRowsThreads, 0,
-          stream, shapes(p)},
+  launch({"attention_rows", blocks_of(rows_of(p), kRowsThreads / 32), kRowsThreads, 0, stream,
+          shapes(p)},
          attention_rows_kernel<FASTATTN_ELEMENT>, p);
 }
 

@@ -54,15 +54,15 @@ __global__ void __launch_bounds__(BackwardShape<T, kD>::kThreads)
           if (j0 + kKeys <= visible_to_block.begin || j0 >= visible_to_block.end) continue;
           const int h_kv = h / static_cast<int>(p.Hq / p.Hkv);
           __syncthreads();
-          q_tile.template load<kThreads>(head_of<const Storage>(p.q, b, h, p.D, aligned), i0, 0,
-                                         rows);
-          k_tile.template load<kThreads>(head_of<const Storage>(p.k, b, h_kv, p.D, aligned), j0, 0,
-                                         keys);
+          q_tile.template load<kThreads>(head_of<const Storage>(p.q, b, h, p.q_row, p.D, aligned),
+                                         i0, 0, rows);
+          k_tile.template load<kThreads>(
+              head_of<const Storage>(p.k, b, h_kv, p.k_row, p.D, aligned), j0, 0, keys);
           if (p.gradient) {
-            g_tile.template load<kThreads>(head_of<const Storage>(p.grad_out, b, h, p.Dv, aligned),
-                                           i0, 0, rows);
-            v_tile.template load<kThreads>(head_of<const Storage>(p.v, b, h_kv, p.Dv, aligned), j0,
-                                           0, keys);
+            g_tile.template load<kThreads>(
+                head_of<const Storage>(p.grad_out, b, h, p.q_row, p.Dv, aligned), i0, 0, rows);
+            v_tile.template load<kThreads>(
+                head_of<const Storage>(p.v, b, h_kv, p.k_row, p.Dv, aligned), j0, 0, keys);
           }
           cp_async_commit();
           cp_async_wait<0>();

@@ -3,6 +3,7 @@
 #include <string>
 
 #include "../params.h"
+#include "sequence.h"
 #include "table.h"
 
 namespace fastattn {
@@ -32,6 +33,18 @@ inline std::string shapes(const AttentionArguments& p) {
   auto text = [](int64_t n) { return std::to_string(n); };
   return "B=" + text(p.B) + " Hq=" + text(p.Hq) + " Hkv=" + text(p.Hkv) + " Lq=" + text(p.Lq) +
          " Lk=" + text(p.Lk) + " D=" + text(p.D) + " Dv=" + text(p.Dv);
+}
+
+template <int kRows>
+int64_t blocks_of_queries(const AttentionArguments& p) {
+  const int64_t batches = p.q_starts == nullptr ? p.B : 1;
+  return blocks_of_head<kRows>(p.q_starts, p.Lq, p.B) * p.Hq * batches;
+}
+
+template <int kRows>
+int64_t blocks_of_keys(const AttentionArguments& p) {
+  const int64_t batches = p.k_starts == nullptr ? p.B : 1;
+  return blocks_of_head<kRows>(p.k_starts, p.Lk, p.B) * p.Hkv * batches;
 }
 
 inline int64_t blocks_of(int64_t length, int block) { return (length + block - 1) / block; }

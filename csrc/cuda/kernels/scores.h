@@ -3,6 +3,7 @@
 #include "../params.h"
 #include "element.h"
 #include "philox.h"
+#include "sequence.h"
 
 namespace fastattn {
 namespace cuda {
@@ -10,10 +11,6 @@ namespace cuda {
 constexpr float kLog2e = 1.4426950408889634f;
 
 FASTATTN_DEVICE float minus_infinity() { return float_of_bits(0xff800000u); }
-
-FASTATTN_DEVICE int clamp_int(int64_t x, int low, int high) {
-  return static_cast<int>(x < low ? low : x > high ? high : x);
-}
 
 // Keys, or queries, [begin, end).
 struct Range {
@@ -25,9 +22,7 @@ struct Range {
 FASTATTN_DEVICE Range visible_keys(const AttentionArguments& p, int i) {
   if (i >= p.Lq) return {0, 0};
   const int lk = static_cast<int>(p.Lk);
-  const int64_t d = i + p.offset;
-  return {p.window_left < 0 ? 0 : clamp_int(d - p.window_left, 0, lk),
-          p.window_right < 0 ? lk : clamp_int(d + p.window_right + 1, 0, lk)};
+  return {clamp_int(i + p.window_begin, 0, lk), clamp_int(i + p.window_end, 0, lk)};
 }
 
 // The keys that some query of [first, last) sees.
@@ -38,8 +33,8 @@ FASTATTN_DEVICE Range keys_of_queries(const AttentionArguments& p, int first, in
 // The queries that see some key of [first, last).
 FASTATTN_DEVICE Range queries_of_keys(const AttentionArguments& p, int first, int last) {
   const int lq = static_cast<int>(p.Lq);
-  return {p.window_right < 0 ? 0 : clamp_int(first - p.offset - p.window_right, 0, lq),
-          p.window_left < 0 ? lq : clamp_int(last - p.offset + p.window_left, 0, lq)};
+  return {clamp_int(int64_t(first) + 1 - p.window_end, 0, lq),
+          clamp_int(int64_t(last) - p.window_begin, 0, lq)};
 }
 
 struct Score {
@@ -58,7 +53,7 @@ struct Options {
   FASTATTN_DEVICE Options(const AttentionArguments& arguments, int b, int h)
       : p(arguments), b(b), h(h), mask_offset(0), alibi(0.0f), seed(0) {
     if (p.mask.data != nullptr) mask_offset = b * p.mask.stride[0] + h * p.mask.stride[1];
-    if (p.alibi != nullptr)
+    if (p.alibi != nullptr && b < p.B)  // rows after the last sequence have none
       alibi = static_cast<const float*>(p.alibi)[b * p.alibi_stride[0] + h * p.alibi_stride[1]];
     if (p.seed_address != nullptr) seed = *p.seed_address;
   }

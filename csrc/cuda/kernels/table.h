@@ -23,6 +23,8 @@ struct F32;
   void attention_pairs(const T*, const PairsArguments& p, uintptr_t stream);                   \
   void additive_forward(const T*, const AdditiveArguments& p, uintptr_t stream);               \
   void additive_backward(const T*, const AdditiveArguments& p, uintptr_t stream);              \
+  void decode_attention(const T*, const DecodeArguments& p, uintptr_t stream);                 \
+  void append_to_cache(const T*, const DecodeArguments& p, uintptr_t stream);                  \
   void encode_memory_forward(const T*, const EncodeMemoryArguments& p, bool aligned,           \
                              uintptr_t stream);                                                \
   void encode_memory_backward(const T*, const EncodeMemoryArguments& p, bool aligned,          \

@@ -57,10 +57,10 @@ struct Tile {
     // A thread keeps to one column of chunks, so that one pointer walks down the rows.
     static_assert(kThreads % kChunks == 0, "a thread has one column of chunks");
     constexpr int kStep = kThreads / kChunks;
-    const int c = static_cast<int>(threadIdx.x) % kChunks;
+    const int thread = anew(threadIdx.x), c = thread % kChunks;
     const int left = (from.columns - c * kChunk) * static_cast<int>(sizeof(Storage));
     const int present = left < 0 ? 0 : left > 16 ? 16 : left;
-    int r = static_cast<int>(threadIdx.x) / kChunks;
+    int r = thread / kChunks;
     const Storage* source = from.data + (row0 + r) * from.stride + c * kChunk;
     FASTATTN_UNROLL_BY(4)
     for (; r < kRows; r += kStep) {
@@ -72,16 +72,14 @@ struct Tile {
   }
 
   // Rows row0..+15, columns of step k: the left operand.
-  FASTATTN_DEVICE typename Multiply::A a(int row0, int k) const {
-    const int lane = threadIdx.x & 31;
+  FASTATTN_DEVICE typename Multiply::A a(int lane, int row0, int k) const {
     uint32_t r[4];
     ldmatrix_x4(r, chunk(row0 + (lane & 15), 2 * k + (lane >> 4)));
     return Multiply::a_of(r);
   }
 
   // The right operand whose columns are rows row0..+15 of the tile: for x tile^T.
-  FASTATTN_DEVICE typename Multiply::B b_of_rows(int row0, int k) const {
-    const int lane = threadIdx.x & 31;
+  FASTATTN_DEVICE typename Multiply::B b_of_rows(int lane, int row0, int k) const {
     uint32_t r[4];
     ldmatrix_x4(r, chunk(row0 + (lane & 7) + (lane >> 4) * 8, 2 * k + (lane >> 3 & 1)));
     return Multiply::b_of(r);
@@ -89,8 +87,7 @@ struct Tile {
 
   // The right operand of columns column0..+15, rows of step k: for x tile, where x is
   // a_of_accumulators.
-  FASTATTN_DEVICE typename Multiply::B b_of_columns(int k, int column0) const {
-    const int lane = threadIdx.x & 31;
+  FASTATTN_DEVICE typename Multiply::B b_of_columns(int lane, int k, int column0) const {
     uint32_t r[4];
     if constexpr (sizeof(Storage) == 2) {
       ldmatrix_x4_transposed(r, chunk(16 * k + (lane & 15), column0 / kChunk + (lane >> 4)));
@@ -146,12 +143,13 @@ struct Tile {
 // d[tile of 8 columns][4] += x[row0..+15] y[column0..]^T, over kColumns columns of both tiles.
 template <int kSteps, int kTiles, bool kTransposed = false, class X, class Y>
 FASTATTN_DEVICE void add_product_of_rows(float (&d)[kTiles * 4], const X& x, int row0, const Y& y) {
-  FASTATTN_UNROLL_BY(4)  // more addresses than that cost registers
+  const int lane = anew(threadIdx.x & 31);
+  FASTATTN_UNROLL_BY(X::kChunk / 2)  // more addresses than that cost registers
   for (int k = 0; k < kSteps; ++k) {
-    const auto a = x.a(row0, k);
+    const auto a = x.a(lane, row0, k);
     FASTATTN_UNROLL
     for (int n = 0; n < kTiles; n += 2)
-      X::Multiply::template add<kTransposed>(d + 4 * n, a, y.b_of_rows(8 * n, k));
+      X::Multiply::template add<kTransposed>(d + 4 * n, a, y.b_of_rows(lane, 8 * n, k));
   }
 }
 
@@ -160,12 +158,13 @@ template <int kRows, int kTiles, class Y>
 FASTATTN_DEVICE void add_product_of_columns(float (&d)[kTiles * 4], const float* p, const Y& y,
                                             int column0) {
   using Multiply = typename Y::Multiply;
+  const int lane = anew(threadIdx.x & 31);
   FASTATTN_UNROLL
   for (int k = 0; k < kRows / Multiply::kDepth; ++k) {
     const auto a = Multiply::a_of_accumulators(p + k * Multiply::kDepth / 2);
     FASTATTN_UNROLL
     for (int n = 0; n < kTiles; n += 2)
-      Multiply::add(d + 4 * n, a, y.b_of_columns(k, column0 + 8 * n));
+      Multiply::add(d + 4 * n, a, y.b_of_columns(lane, k, column0 + 8 * n));
   }
 }
 

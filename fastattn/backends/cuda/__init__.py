@@ -13,13 +13,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.backends.cuda import additive, attention, hopfield, memory_hops, sinusoidal
+from fastattn.backends.cuda import (
+    additive,
+    attention,
+    decode,
+    hopfield,
+    memory_hops,
+    sequences,
+    sinusoidal,
+)
 from fastattn.backends.cuda import encode_memory as encoding
 from fastattn.backends.cuda.additive import additive_attention, additive_attention_backward
 from fastattn.backends.cuda.attention import (
     scaled_dot_product_attention,
     scaled_dot_product_attention_backward,
 )
+from fastattn.backends.cuda.decode import append_to_cache, decode_attention
 from fastattn.backends.cuda.encode_memory import encode_memory, encode_memory_backward
 from fastattn.backends.cuda.hopfield import hopfield_retrieve, hopfield_retrieve_backward
 from fastattn.backends.cuda.memory_hops import (
@@ -27,11 +36,14 @@ from fastattn.backends.cuda.memory_hops import (
     memory_hop_attention_backward,
 )
 from fastattn.backends.cuda.operands import DEVICE
+from fastattn.backends.cuda.sequences import varlen_attention, varlen_attention_backward
 from fastattn.backends.cuda.sinusoidal import sinusoidal_encoding
 
 __all__ = [
     "additive_attention",
     "additive_attention_backward",
+    "append_to_cache",
+    "decode_attention",
     "encode_memory",
     "encode_memory_backward",
     "hopfield_retrieve",
@@ -41,6 +53,8 @@ __all__ = [
     "scaled_dot_product_attention",
     "scaled_dot_product_attention_backward",
     "sinusoidal_encoding",
+    "varlen_attention",
+    "varlen_attention_backward",
     "why_not",
 ]
 
@@ -50,11 +64,14 @@ _OLDEST = (8, 0)  # the first compute capability with the instructions that all 
 # pass, or of the backward without its cotangents.
 _OPERATORS: dict[str, tuple[Callable[..., list[str]], int]] = {
     "additive_attention": (additive.why_not, 2),
+    "append_to_cache": (decode.why_not_append, 0),
+    "decode_attention": (decode.why_not, 0),
     "encode_memory": (encoding.why_not, 0),
     "hopfield_retrieve": (hopfield.why_not, 1),
     "memory_hop_attention": (memory_hops.why_not, 2),
     "scaled_dot_product_attention": (attention.why_not, 3),
     "sinusoidal_encoding": (sinusoidal.why_not, 0),
+    "varlen_attention": (sequences.why_not, 2),
 }
 
 

@@ -197,4 +197,5 @@ def _options(
         dropout_p,
         0 if seed is None else seed.data_ptr(),
         weights,
+        None,
     )

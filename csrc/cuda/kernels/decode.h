@@ -1,0 +1,332 @@
+// Decoding: a few queries a sequence on a cache of keys and values, contiguous or in pages.
+//
+// It is bound by the memory that it reads, so a block of threads reads each key once for all query
+// heads that share it: its 16 rows are the queries of one key head, heads first. A long sequence is
+// divided between blocks at fixed places; a second kernel merges what they found, in order. So a
+// row comes out the same whatever else is in the batch.
+//
+// A split is a multiple of a step, so that what is beyond it is in no step.
+//
+// In a block each warp has 16 of the keys of a step, and a softmax and an O of its own.
+#pragma once
+#include "attention_rows.h"
+#include "softmax.h"
+
+namespace fastattn {
+namespace cuda {
+
+template <class T, int kD>
+struct DecodeShape {
+  static constexpr bool kWide = sizeof(typename T::Storage) == 4;
+  static constexpr int kRows = 16;
+  static constexpr int kKeysOfWarp = 16;
+  static constexpr int kKeyWarps = kWide && kD == 256 ? 2 : 4;
+  // Where O does not fit a warp's registers, so many warps have the same keys and divide its
+  // columns.
+  static constexpr int kColumnGroups = kD == 256 ? 2 : 1;
+  static constexpr int kThreads = 32 * kKeyWarps * kColumnGroups;
+  static constexpr int kKeys = kKeysOfWarp * kKeyWarps;
+  using QTile = Tile<T, kRows, kD>;
+  using KTile = Tile<T, kKeys, kD>;
+  using WarpTile = Tile<T, kKeysOfWarp, kD>;  // a warp's part of it
+  // The tiles, and m and l of each warp's rows.
+  static constexpr int kTileBytes = QTile::kBytes + 2 * KTile::kBytes;
+  static constexpr int kSharedBytes = kTileBytes + kKeyWarps * kRows * 8;
+  static_assert(kSharedBytes <= 97 << 10, "too much shared memory");
+  static_assert(kRows * kD * 4 <= 2 * KTile::kBytes, "the sum of O passes through the tiles");
+};
+
+// The rows of a head in the cache of one sequence.
+template <class Storage>
+struct CacheRows {
+  const Storage* data;  // of the head
+  int64_t entry_stride, row_stride, column_stride;
+  const int32_t* pages;  // of this sequence, null = the cache is not paged
+  int64_t entry;         // then this one
+  int page_size;
+  int64_t entries;
+  int columns;
+  bool aligned;
+
+  // Whatever the table holds, nothing outside of the cache is read.
+  FASTATTN_DEVICE const Storage* row(int j) const {
+    if (pages == nullptr) return data + entry * entry_stride + j * row_stride;
+    const int64_t page = clamp_int(pages[j / page_size], 0, static_cast<int>(entries) - 1);
+    return data + page * entry_stride + j % page_size * row_stride;
+  }
+};
+
+template <class Storage>
+FASTATTN_DEVICE CacheRows<Storage> cache_rows(const DecodeArguments& p, const Tensor4& cache, int b,
+                                              int h_kv, int64_t columns) {
+  const int64_t entry = p.entries == nullptr ? b : p.entries[b];
+  return {static_cast<const Storage*>(cache.data) + h_kv * cache.stride[1],
+          cache.stride[0],
+          cache.stride[2],
+          cache.stride[3],
+          p.block_table == nullptr ? nullptr : p.block_table + b * p.block_table_stride,
+          clamp_int(entry, 0, static_cast<int>(p.cache_entries) - 1),
+          static_cast<int>(p.page_size),
+          p.cache_entries,
+          static_cast<int>(columns),
+          p.aligned};
+}
+
+// tile[r] = row(r), and 0 where that is null and in columns that there are not. To be waited for by
+// cp_async_wait and a barrier.
+template <int kThreads, int kRows, class Tile, class Row>
+FASTATTN_DEVICE void load_rows(const Tile& tile, int columns, int64_t column_stride, bool aligned,
+                               const typename Tile::Storage* anywhere, Row row) {
+  using Storage = typename Tile::Storage;
+  constexpr int kChunk = Tile::kChunk, kChunks = Tile::kChunks;
+  const int thread = anew(threadIdx.x);
+  for (int n = thread; n < kRows * kChunks; n += kThreads) {
+    const int r = n / kChunks, c = n % kChunks, left = columns - c * kChunk;
+    const Storage* from = left > 0 ? row(r) : nullptr;
+    if (aligned) {
+      const int bytes = from == nullptr ? 0 : left >= kChunk ? 16 : left * int(sizeof(Storage));
+      cp_async_16(tile.chunk(r, c), from == nullptr ? anywhere : from + c * kChunk, bytes);
+    } else {
+      for (int e = 0; e < kChunk; ++e)
+        tile.chunk(r, c)[e] =
+            from != nullptr && e < left ? from[(c * kChunk + e) * column_stride] : Storage(0);
+    }
+  }
+}
+
+// What sums from maximum m on are multiplied by, to be from `most` on.
+FASTATTN_DEVICE float shrink_to(float m, float most) {
+  return m == minus_infinity() ? 0.0f : exp2_approx((m - most) * kLog2e);
+}
+
+// Where the sums of row i of head h and split s are.
+FASTATTN_DEVICE int64_t part_row(const DecodeArguments& p, int b, int h, int i, int s) {
+  return ((b * p.Hq + h) * p.Lq + i) * p.splits + s;
+}
+
+// p becomes what sequence b alone would be given: its last query stands at its last key.
+FASTATTN_DEVICE void enter_cached_sequence(DecodeArguments& p, int b) {
+  p.Lk = clamp_int(p.lengths[b], 0, static_cast<int>(p.Lk));
+  p.offset = p.Lk - p.Lq;
+  set_window(p);
+}
+
+template <class T, int kD>
+__global__ void __launch_bounds__(DecodeShape<T, kD>::kThreads, 1)
+    decode_split_kernel(const __grid_constant__ DecodeArguments given) {
+  using Shape = DecodeShape<T, kD>;
+  using Storage = typename T::Storage;
+  constexpr int kThreads = Shape::kThreads, kRows = Shape::kRows, kKeys = Shape::kKeys;
+  constexpr int kTiles = Shape::kKeysOfWarp / 8, kSteps = kD / Product<T>::kDepth;
+  constexpr int kColumns = kD / Shape::kColumnGroups;
+
+  DecodeArguments p = given;
+  const int group = static_cast<int>(p.Hq / p.Hkv), all_rows = group * static_cast<int>(p.Lq);
+  const auto tiles = static_cast<unsigned>((all_rows + kRows - 1) / kRows);
+  unsigned n = blockIdx.x;
+  const int split = static_cast<int>(n % static_cast<unsigned>(p.splits));
+  n /= static_cast<unsigned>(p.splits);
+  const int row0 = static_cast<int>(n % tiles) * kRows;
+  n /= tiles;
+  const int h_kv = static_cast<int>(n % static_cast<unsigned>(p.Hkv));
+  const int b = static_cast<int>(n / static_cast<unsigned>(p.Hkv));
+  enter_cached_sequence(p, b);
+  const int first = split * static_cast<int>(p.split_keys);
+  if (first >= p.Lk) return;  // the merge knows that it is not there
+
+  const int last_row = all_rows < row0 + kRows ? all_rows : row0 + kRows;
+  Range keys = keys_of_queries(p, row0 / group, (last_row - 1) / group + 1);
+  if (keys.begin < first) keys.begin = first;
+  if (keys.end > first + p.split_keys) keys.end = first + static_cast<int>(p.split_keys);
+
+  char* shared = dynamic_shared();
+  const typename Shape::QTile q_tile{reinterpret_cast<Storage*>(shared)};
+  const typename Shape::KTile k_tile{q_tile.data + kRows * kD};
+  const typename Shape::KTile v_tile{k_tile.data + kKeys * kD};
+  auto* stats = reinterpret_cast<float*>(shared + Shape::kTileBytes);  // [kKeyWarps, kRows, 2]
+
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) & 31;
+  const int key_warp = warp % Shape::kKeyWarps, key0 = key_warp * Shape::kKeysOfWarp;
+  const int column0 = warp / Shape::kKeyWarps * kColumns;
+  const typename Shape::WarpTile k_warp{k_tile.data + key0 * kD}, v_warp{v_tile.data + key0 * kD};
+  const auto k = cache_rows<Storage>(p, p.k, b, h_kv, p.D);
+  const auto v = cache_rows<Storage>(p, p.v, b, h_kv, p.Dv);
+  const auto load = [&](const typename Shape::KTile& tile, const CacheRows<Storage>& from, int j0) {
+    load_rows<kThreads, kKeys>(
+        tile, from.columns, from.column_stride, from.aligned, from.data,
+        [&](int r) { return keys.has(j0 + r) ? from.row(j0 + r) : nullptr; });
+  };
+
+  float o[kColumns / 2];
+  FASTATTN_UNROLL
+  for (int m = 0; m < kColumns / 2; ++m) o[m] = 0.0f;
+  OnlineSoftmax softmax;
+  softmax.init();
+  const int begin = first + (keys.begin - first) / kKeys * kKeys;
+  if (begin < keys.end) {
+    const auto* q = static_cast<const Storage*>(p.q.data) + b * p.q.stride[0];
+    load_rows<kThreads, kRows>(
+        q_tile, static_cast<int>(p.D), p.q.stride[3], p.aligned, q, [&](int r) {
+          const int64_t i = (row0 + r) / group, h = h_kv * group + (row0 + r) % group;
+          return row0 + r < all_rows ? q + h * p.q.stride[1] + i * p.q.stride[2] : nullptr;
+        });
+    load(k_tile, k, begin);
+    cp_async_commit();
+  }
+  for (int j0 = begin; j0 < keys.end; j0 += kKeys) {
+    cp_async_wait<0>();
+    __syncthreads();  // K has come, and the V before is no longer read
+    load(v_tile, v, j0);
+    cp_async_commit();
+    // S = Q K^T
+    float s[kTiles * 4];
+    FASTATTN_UNROLL
+    for (int m = 0; m < kTiles * 4; ++m) s[m] = 0.0f;
+    add_product_of_rows<kSteps, kTiles>(s, q_tile, 0, k_warp);
+    cp_async_wait<0>();
+    __syncthreads();  // V has come, and K is no longer read
+    if (j0 + kKeys < keys.end) {
+      load(k_tile, k, j0 + kKeys);
+      cp_async_commit();
+    }
+    FASTATTN_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      const int row = row0 + 8 * r + lane / 4, there = row < last_row ? row : last_row - 1;
+      const int i = there / group;
+      const Options options(p, b, h_kv * group + there % group);
+      const Range visible = row < last_row ? visible_keys(p, i) : Range{0, 0};
+      FASTATTN_UNROLL
+      for (int m = 0; m < kTiles; ++m) FASTATTN_UNROLL
+      for (int e = 0; e < 2; ++e) {
+        float& x = s[4 * m + 2 * r + e];
+        const int j = j0 + key0 + 8 * m + 2 * (lane & 3) + e;
+        x = options.score(x, i, j, visible).value;
+      }
+    }
+    // O <- shrink O + P V
+    float shrink[2];
+    softmax.template update<kTiles>(s, 1.0f, shrink);
+    FASTATTN_UNROLL
+    for (int m = 0; m < kColumns / 2; ++m) o[m] *= shrink[m / 2 % 2];
+    add_product_of_columns<Shape::kKeysOfWarp, kColumns / 8>(o, s, v_warp, column0);
+  }
+  cp_async_commit();  // of a block that sees nothing
+  cp_async_wait<0>();
+  softmax.finish();
+
+  // The sums of the warps, one after the other. Those of a row, from m = max of all m's on.
+  FASTATTN_UNROLL
+  for (int r = 0; r < 2; ++r) {
+    float* to = stats + 2 * (key_warp * kRows + 8 * r + lane / 4);
+    if (lane % 4 == 0 && column0 == 0) to[0] = softmax.m[r], to[1] = softmax.l[r];
+  }
+  __syncthreads();                                    // and the tiles are no longer read
+  auto* sum = reinterpret_cast<float*>(k_tile.data);  // [kRows, kD]
+  for (int w = 0; w < Shape::kKeyWarps; ++w) {
+    if (w == key_warp) {
+      FASTATTN_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        const int row = 8 * r + lane / 4;
+        float m = minus_infinity();
+        for (int from = 0; from < Shape::kKeyWarps; ++from)
+          m = fmaxf(m, stats[2 * (from * kRows + row)]);
+        const float factor = shrink_to(softmax.m[r], m);
+        FASTATTN_UNROLL
+        for (int c = 0; c < kColumns / 8; ++c) FASTATTN_UNROLL
+        for (int e = 0; e < 2; ++e) {
+          float& to = sum[row * kD + column0 + 8 * c + 2 * (lane & 3) + e];
+          const float x = o[4 * c + 2 * r + e] * factor;
+          to = w == 0 ? x : to + x;
+        }
+      }
+    }
+    __syncthreads();
+  }
+  for (int at = static_cast<int>(threadIdx.x); at < (last_row - row0) * kD; at += kThreads) {
+    const int r = at / kD, d = at % kD, h = h_kv * group + (row0 + r) % group;
+    const int64_t part = part_row(p, b, h, (row0 + r) / group, split);
+    if (d < p.Dv) p.part_sums[part * p.Dv + d] = sum[r * kD + d];
+    if (d > 0) continue;
+    float m = minus_infinity(), l = 0.0f;
+    for (int w = 0; w < Shape::kKeyWarps; ++w) m = fmaxf(m, stats[2 * (w * kRows + r)]);
+    for (int w = 0; w < Shape::kKeyWarps; ++w) {
+      const float* from = stats + 2 * (w * kRows + r);
+      l += from[1] * shrink_to(from[0], m);
+    }
+    p.part_stats[2 * part] = m;
+    p.part_stats[2 * part + 1] = l;
+  }
+}
+
+constexpr int kMergeThreads = 128;
+
+// O = sum of the splits' O, each times exp(its m - m); by a warp a row, its columns across the
+// lanes.
+template <class T>
+__global__ void __launch_bounds__(kMergeThreads)
+    decode_merge_kernel(const __grid_constant__ DecodeArguments given) {
+  using Storage = typename T::Storage;
+  DecodeArguments p = given;
+  const int64_t row = blockIdx.x * int64_t(kMergeThreads / 32) + threadIdx.x / 32;
+  if (row >= p.B * p.Hq * p.Lq) return;
+  const int i = static_cast<int>(row % p.Lq), h = static_cast<int>(row / p.Lq % p.Hq);
+  const int b = static_cast<int>(row / p.Lq / p.Hq), lane = static_cast<int>(threadIdx.x) & 31;
+  enter_cached_sequence(p, b);
+  const int count = static_cast<int>((p.Lk + p.split_keys - 1) / p.split_keys);
+  const int64_t part = part_row(p, b, h, i, 0);
+  const float* stats = p.part_stats + 2 * part;  // [splits, 2]
+
+  float most = minus_infinity();
+  for (int s = lane; s < count; s += 32) most = fmaxf(most, stats[2 * s]);
+  most = max_of_warp(most);
+  float l = 0.0f;
+  for (int s = 0; s < count; ++s) l += stats[2 * s + 1] * shrink_to(stats[2 * s], most);
+  const float inverse = l == 0.0f ? 0.0f : 1.0f / l;
+  auto* out = static_cast<Storage*>(p.out.data) + b * p.out.stride[0] + h * p.out.stride[1] +
+              i * p.out.stride[2];
+  for (int d = lane; d < p.Dv; d += 32) {
+    float x = 0.0f;
+    for (int s = 0; s < count; ++s)
+      x += p.part_sums[(part + s) * p.Dv + d] * shrink_to(stats[2 * s], most);
+    x *= inverse;
+    if constexpr (sizeof(Storage) == 2)
+      out[d * p.out.stride[3]] = static_cast<Storage>(T::pack(x, 0.0f));
+    else
+      out[d * p.out.stride[3]] = x;
+  }
+  if (lane == 0)
+    p.lse[row] =
+        l == 0.0f ? static_cast<double>(minus_infinity()) : most + log(static_cast<double>(l));
+}
+
+// The new keys and values behind those of each sequence, by a warp a row of both.
+template <class T>
+__global__ void __launch_bounds__(kMergeThreads)
+    append_to_cache_kernel(const __grid_constant__ DecodeArguments p) {
+  using Storage = typename T::Storage;
+  const int64_t row = blockIdx.x * int64_t(kMergeThreads / 32) + threadIdx.x / 32;
+  if (row >= p.B * p.Hkv * p.Lq) return;
+  const int l = static_cast<int>(row % p.Lq), h = static_cast<int>(row / p.Lq % p.Hkv);
+  const int b = static_cast<int>(row / p.Lq / p.Hkv), lane = static_cast<int>(threadIdx.x) & 31;
+  int64_t at = p.lengths[b] + l;
+  int64_t entry = p.entries == nullptr ? b : p.entries[b];
+  if (at < 0 || at >= p.Lk) return;  // nothing is written outside of the cache
+  if (p.block_table != nullptr) {
+    entry = p.block_table[b * p.block_table_stride + at / p.page_size];
+    at %= p.page_size;
+  }
+  if (entry < 0 || entry >= p.cache_entries) return;
+  auto copy = [&](const Tensor4& to, const Tensor4& from, int64_t columns) {
+    auto* target = static_cast<Storage*>(to.data) + entry * to.stride[0] + h * to.stride[1] +
+                   at * to.stride[2];
+    const auto* source = static_cast<const Storage*>(from.data) + b * from.stride[0] +
+                         h * from.stride[1] + l * from.stride[2];
+    for (int64_t d = lane; d < columns; d += 32)
+      target[d * to.stride[3]] = source[d * from.stride[3]];
+  };
+  copy(p.k, p.new_k, p.D);
+  copy(p.v, p.new_v, p.Dv);
+}
+
+}  // namespace cuda
+}  // namespace fastattn

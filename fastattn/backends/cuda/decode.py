@@ -1,0 +1,155 @@
+"""Decoding on a cache of keys and values on the CUDA kernels.
+
+Lengths, pages and entries stay on the GPU, so nothing waits for them: the kernels take them as they
+are, and keep to the cache that there is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattn import _cuda
+from fastattn.backends._alloc import empty_output
+from fastattn.backends.cuda import attention
+from fastattn.backends.cuda.operands import DTYPES, MAX_LENGTH, on, operand, why_not_dtype
+
+__all__ = ["append_to_cache", "decode_attention", "why_not", "why_not_append"]
+
+# A sequence is divided between blocks of threads at the multiples of this; chosen without a
+# measurement. More query rows a key head than this are work enough undivided.
+_SPLIT_KEYS, _MOST_ROWS = 256, 64
+
+
+def why_not(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    cache_seqlens: Tensor,
+    block_table: Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    **_: Any,
+) -> list[str]:
+    """Return the reasons why the kernels cannot run on these arguments."""
+    reasons = attention.why_not(query, key_cache, value_cache, None, alibi_slopes)
+    return reasons + _why_not_capacity(key_cache, block_table)
+
+
+def why_not_append(
+    key_cache: Tensor,
+    value_cache: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cache_seqlens: Tensor,
+    block_table: Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+) -> list[str]:
+    """Return the reasons why the kernel cannot append."""
+    return why_not_dtype(key_cache.dtype) + _why_not_capacity(key_cache, block_table)
+
+
+def _why_not_capacity(cache: Tensor, block_table: Tensor | None) -> list[str]:
+    if _capacity(cache, block_table) > MAX_LENGTH or cache.shape[0] > MAX_LENGTH:
+        return [f"the cache has more than {MAX_LENGTH} keys of a sequence, or entries"]
+    return []
+
+
+def decode_attention(
+    query: Tensor,  # [B, Hq, Lq, D]
+    key_cache: Tensor,  # [E, Hkv, N, D]
+    value_cache: Tensor,  # [E, Hkv, N, Dv]
+    cache_seqlens: Tensor,  # [B] int64
+    block_table: Tensor | None = None,  # [B, P] int32
+    cache_batch_idx: Tensor | None = None,  # [B] int64
+    alibi_slopes: Tensor | None = None,  # [B|1, Hq]
+    *,
+    scale: float,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+) -> tuple[Tensor, Tensor]:
+    """Return ``(out, lse)``, see ``docs/design.md``."""
+    batch, heads, queries, _ = query.shape
+    kv_heads, value_width = value_cache.shape[1], value_cache.shape[3]
+    out = empty_output(query, value_width)
+    lse = query.new_empty((batch, heads, queries), dtype=torch.float64)
+    capacity = _capacity(key_cache, block_table)
+    divided = queries * heads <= _MOST_ROWS * kv_heads
+    split_keys = _SPLIT_KEYS if divided else max(capacity, 1)
+    splits = -(-capacity // split_keys)
+    shape = (batch, heads, queries, splits)
+    sums = query.new_empty((*shape, value_width), dtype=torch.float32)
+    stats = query.new_empty((*shape, 2), dtype=torch.float32)
+    alibi = None
+    if alibi_slopes is not None:
+        alibi = operand(alibi_slopes.expand(batch, heads))
+    kept, cache = _cache(key_cache, value_cache, cache_seqlens, block_table, cache_batch_idx)
+    with on(query) as stream:
+        _cuda.decode_attention(
+            DTYPES[query.dtype],
+            stream,
+            (batch, heads, kv_heads, queries, capacity, query.shape[3], value_width),
+            (operand(query), operand(out)),
+            cache,
+            (scale, window_left, window_right, softcap, alibi),
+            (lse.data_ptr(), sums.data_ptr(), stats.data_ptr(), split_keys, splits),
+        )
+    del kept
+    return out, lse
+
+
+def append_to_cache(
+    key_cache: Tensor,  # [E, Hkv, N, D]
+    value_cache: Tensor,  # [E, Hkv, N, Dv]
+    key: Tensor,  # [B, Hkv, L, D]
+    value: Tensor,  # [B, Hkv, L, Dv]
+    cache_seqlens: Tensor,  # [B] int64, without the new rows
+    block_table: Tensor | None = None,  # [B, P] int32
+    cache_batch_idx: Tensor | None = None,  # [B] int64
+) -> None:
+    """Write the new keys and values behind those of each sequence, in place."""
+    batch, kv_heads, rows, width = key.shape
+    capacity = _capacity(key_cache, block_table)
+    kept, cache = _cache(key_cache, value_cache, cache_seqlens, block_table, cache_batch_idx)
+    with on(key) as stream:
+        _cuda.append_to_cache(
+            DTYPES[key.dtype],
+            stream,
+            (batch, kv_heads, kv_heads, rows, capacity, width, value.shape[3]),
+            (operand(key), operand(value)),
+            cache,
+        )
+    del kept
+
+
+def _capacity(cache: Tensor, block_table: Tensor | None) -> int:
+    """The keys that an entry, or a row of the block table, has room for."""
+    return cache.shape[2] * (1 if block_table is None else block_table.shape[1])
+
+
+def _cache(
+    key_cache: Tensor,
+    value_cache: Tensor,
+    cache_seqlens: Tensor,
+    block_table: Tensor | None,
+    cache_batch_idx: Tensor | None,
+) -> tuple[tuple[Tensor | None, ...], tuple[Any, ...]]:
+    """What must live until the launch, and the cache as the native module takes it."""
+    lengths = cache_seqlens.contiguous()
+    entries = None if cache_batch_idx is None else cache_batch_idx.contiguous()
+    table = block_table
+    if table is not None and table.stride(1) != 1:
+        table = table.contiguous()
+    return (lengths, entries, table), (
+        operand(key_cache),
+        operand(value_cache),
+        lengths.data_ptr(),
+        0 if entries is None else entries.data_ptr(),
+        0 if table is None else table.data_ptr(),
+        0 if table is None else table.stride(0),
+        key_cache.shape[2],
+        key_cache.shape[0],
+    )
