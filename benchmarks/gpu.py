@@ -5,11 +5,12 @@
 
 In this order, the results written after each step, so that nothing is lost when time runs out:
   conformance  every PTX wrapper against the manual's tables (tests/test_emulator.py)
-  correctness  the case table against the oracle, in the tests' hostile memory layouts
-  races        the same bits in 1,000 runs, forward and backward
-  operators    the same three for the operators beside attention, with plain PyTorch beside them
+  correctness  the case tables of attention against the oracle, in hostile memory layouts
+  races        the same bits in 1,000 runs, forward and backward, packed sequences and decoding too
+  operators    the same for the operators beside attention, with plain PyTorch beside them
   speed        side by side with every backend of PyTorch's SDPA and with FlexAttention, interleaved
-A speed is reported only of a kernel that was right.
+  serving      packed sequences beside each of them padded; decoding beside SDPA and a plain copy
+Without a GPU it says so and ends. A speed is reported only of a kernel that was right.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -35,10 +36,18 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import fastattn
 from fastattn import info
 from fastattn.testing import CASES, Case, check
+from fastattn.testing.decode import DECODE_CASES, DecodeCase, check_decode, make_decode
 from fastattn.testing.inputs import make_inputs
+from fastattn.testing.varlen import VARLEN_CASES, VarlenCase, check_varlen, make_varlen, run_varlen
 
 ROOT = Path(__file__).resolve().parents[1]
-STEPS = ("conformance", "correctness", "races", "operators", "speed")
+STEPS = ("conformance", "correctness", "races", "operators", "speed", "serving")
+SPEEDS = ("speed", "serving")
+TABLES: dict[str, tuple[Iterable[Any], Callable[..., Any]]] = {
+    "scaled_dot_product_attention": (CASES["scaled_dot_product_attention"], check),
+    "varlen_attention": (VARLEN_CASES, check_varlen),
+    "decode_attention": (DECODE_CASES, check_decode),
+}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SHAPES = [  # batch, heads, kv_heads, length, head_dim, causal
     *((2, 16, 16, n, d, c) for n in (1024, 4096, 16384) for d in (64, 128) for c in (False, True)),
@@ -61,32 +70,41 @@ def environment() -> dict[str, Any]:
 
 def on_gpu(x: Any) -> Any:
     """A tensor with the same strides, in a copy of all of its memory."""
+    if isinstance(x, tuple):
+        return tuple(map(on_gpu, x))
     if not isinstance(x, Tensor):
         return x
     whole = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage()).cuda()
     return whole.as_strided(x.shape, x.stride(), x.storage_offset())
 
 
+def on_cpu(x: Any) -> Any:
+    if isinstance(x, tuple):
+        return tuple(map(on_cpu, x))
+    return x.cpu() if isinstance(x, Tensor) else x
+
+
 class OnGpu:
     """A target of `fastattn.testing.check`: CPU tensors in and out, the CUDA kernels between."""
+
+    backend = "cuda"
 
     def __init__(self) -> None:
         from fastattn.backends import cuda
 
         def moved(function: Callable[..., Any]) -> Callable[..., Any]:
             def call(*args: Any, **options: Any) -> Any:
-                results = function(*map(on_gpu, args), **options)
-                return tuple(x.cpu() if isinstance(x, Tensor) else x for x in results)
+                return on_cpu(function(*map(on_gpu, args), **options))
 
             return call
 
         def why_not(op: str, *args: Any, **options: Any) -> list[str]:
             return cuda.why_not(op, *map(on_gpu, args), **options)
 
-        names = ("scaled_dot_product_attention", "scaled_dot_product_attention_backward")
-        self.adapter = SimpleNamespace(why_not=why_not)
-        for name in names:
+        self.adapter = SimpleNamespace()
+        for name in cuda.__all__:
             setattr(self.adapter, name, moved(getattr(cuda, name)))
+        self.adapter.why_not = why_not
 
     @contextmanager
     def active(self) -> Iterator[Any]:
@@ -100,14 +118,15 @@ def conformance(_: argparse.Namespace) -> dict[str, Any]:
 
 
 def correctness(_: argparse.Namespace) -> dict[str, Any]:
-    target, faults, ran = OnGpu(), [], 0
-    for case in CASES["scaled_dot_product_attention"]:
-        for dtype in DTYPES:
-            if case.slow or dtype not in case.dtypes:
-                continue
-            verdict = check(case, dtype, target)  # type: ignore[arg-type]
-            ran += not verdict.declined
-            faults += [f"{case.name} {dtype}: {fault}" for fault in verdict.faults]
+    target, faults, ran = OnGpu(), [], dict.fromkeys(TABLES, 0)
+    for op, (cases, judge) in TABLES.items():
+        for case in cases:
+            for dtype in DTYPES:
+                if getattr(case, "slow", False) or dtype not in getattr(case, "dtypes", DTYPES):
+                    continue
+                verdict = judge(case, dtype, target)
+                ran[op] += not verdict.declined
+                faults += [f"{op} {case.name} {dtype}: {fault}" for fault in verdict.faults]
     return {"ok": not faults, "cases": ran, "faults": faults[:100]}
 
 
@@ -133,7 +152,29 @@ def races(args: argparse.Namespace) -> dict[str, Any]:
                 if not all(torch.equal(a, b) for a, b in zip(first, found, strict=True)):
                     faults.append(f"{case.name} {dtype}: run {n} differs from the first")
                     break
+    for dtype in DTYPES:
+        for name, run in serving_calls(dtype).items():
+            once = run()
+            for n in range(args.repeats):
+                if not all(torch.equal(a, b) for a, b in zip(once, run(), strict=True)):
+                    faults.append(f"{name} {dtype}: run {n} differs from the first")
+                    break
     return {"ok": not faults, "repeats": args.repeats, "faults": faults}
+
+
+def serving_calls(dtype: torch.dtype) -> dict[str, Callable[[], list[Tensor]]]:
+    """Packed sequences, forward and backward, and decoding in pages."""
+    from fastattn.backends import cuda
+
+    case = VarlenCase("races", (300, 1, 0, 700), window=(-1, 0), heads=8, head_dim=128)
+    made = make_varlen(case, dtype)
+    packed = replace(made, args=on_gpu(made.args), given=on_gpu(made.given))
+    cache = make_decode(DecodeCase("races", (900, 40), 1024, page=64, head_dim=128), dtype)
+    args = on_gpu(cache.args)
+    return {
+        "varlen_attention": lambda: list(run_varlen(cuda, packed).values()),
+        "decode_attention": lambda: list(cuda.decode_attention(*args, **cache.options)),
+    }
 
 
 def operators(args: argparse.Namespace) -> dict[str, Any]:
@@ -240,6 +281,89 @@ def one_shape(
     return told
 
 
+def medians(runs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, Any]:
+    """Milliseconds of each that runs, one after the other in each round; the first one warms up."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    told: dict[str, Any] = {}
+    for round_ in range(rounds + 1):
+        for name, run in list(runs.items()):
+            try:
+                taken = milliseconds(run)
+            except RuntimeError as error:
+                told[name] = {"refused": str(error)[:200]}
+                del runs[name], times[name]
+                continue
+            if round_ > 0:
+                times[name].append(taken)
+    return told | {name: statistics.median(taken) for name, taken in times.items()}
+
+
+@torch.no_grad()
+def serving(args: argparse.Namespace) -> dict[str, Any]:
+    return {"ok": True, "packed": packed(args.rounds), "decoding": decoding(args.rounds)}
+
+
+def packed(rounds: int) -> list[dict[str, Any]]:
+    """Causal sequences of 128 to 4096 tokens, beside the same ones padded."""
+    rows = []
+    lengths = [128, 4096, 700, 1500, 256, 2048, 90, 3000]
+    ends = torch.tensor([0, *lengths], device="cuda").cumsum(0)
+    for width in (64, 128):
+        total, longest = sum(lengths), max(lengths)
+        q, k, v = (torch.randn(total, 16, width, device="cuda").bfloat16() for _ in range(3))
+        padded = [
+            torch.zeros(len(lengths), 16, longest, width, device="cuda").bfloat16()
+            for _ in range(3)
+        ]
+
+        def ours(q: Tensor = q, k: Tensor = k, v: Tensor = v) -> Tensor:
+            with fastattn.use_backend("cuda"):
+                return fastattn.varlen_attention(q, k, v, ends, ends, is_causal=True)
+
+        runs: dict[str, Callable[[], Any]] = {"fastattn": ours}
+        for name, run in candidates(longest, True, False).items():
+            runs[f"{name}, padded"] = lambda run=run, padded=padded: run(*padded)
+        rows.append({"lengths": lengths, "head_dim": width, "ms": medians(runs, rounds)})
+    return rows
+
+
+def decoding(rounds: int) -> list[dict[str, Any]]:
+    """One query a sequence; the cache's bytes a second, beside those of a copy."""
+    rows = []
+    for batch, heads, kv_heads, length in (
+        (1, 32, 8, 8192), (16, 32, 8, 8192), (64, 32, 32, 2048), (8, 64, 8, 32768)
+    ):  # fmt: skip
+        query = torch.randn(batch, heads, 1, 128, device="cuda").bfloat16()
+        keys, values = (
+            torch.randn(batch, kv_heads, length, 128, device="cuda").bfloat16() for _ in range(2)
+        )
+        pages = batch * length // 64
+        table = torch.randperm(pages, device="cuda").view(batch, -1).int()
+        in_pages = [x.reshape(batch, kv_heads, -1, 64, 128).transpose(1, 2).flatten(0, 1)
+                    for x in (keys, values)]  # fmt: skip
+        ours: dict[str, Any] = {
+            "fastattn": (query, keys, values),
+            "fastattn, paged": (query, *in_pages),
+        }
+        runs: dict[str, Callable[[], Any]] = {"copy": lambda keys=keys: keys.clone()}
+        for name, tensors in ours.items():
+            blocks = table if "paged" in name else None
+
+            def run(tensors: Any = tensors, blocks: Tensor | None = blocks) -> Tensor:
+                with fastattn.use_backend("cuda"):
+                    return fastattn.decode_attention(*tensors, block_table=blocks)
+
+            runs[name] = run
+        for name, other in candidates(length, False, heads != kv_heads).items():
+            if name != "fastattn":
+                runs[name] = lambda f=other, x=(query, keys, values): f(*x)
+        taken = medians(runs, rounds)
+        read = 2 * keys.nbytes  # a copy reads and writes as much
+        speeds = {k: read / v / 1e6 if isinstance(v, float) else v for k, v in taken.items()}
+        rows.append({"shape": [batch, heads, kv_heads, length, 128], "gb_per_s": speeds})
+    return rows
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/gpu.json")
@@ -250,6 +374,7 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("there is no CUDA device here: nothing to measure", file=sys.stderr)
         return 2
+    args.out.parent.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {"environment": environment()}
     steps = {
         "conformance": conformance,
@@ -257,9 +382,10 @@ def main() -> int:
         "races": races,
         "operators": operators,
         "speed": speed,
+        "serving": serving,
     }
     for name in args.steps:
-        if name == "speed" and not all(step.get("ok", True) for step in results.values()):
+        if name in SPEEDS and not all(step.get("ok", True) for step in results.values()):
             print("not right, so no speed is measured", file=sys.stderr)
             break
         began = time.monotonic()

@@ -148,6 +148,23 @@ def test_same_bits_in_whatever_order_warps_run(adapter: ModuleType, dtype: torch
             assert torch.equal(found, other[name]), name
 
 
+# -- the first time on a GPU -----------------------------------------------------------------------
+
+
+def test_the_script_for_a_gpu_says_that_there_is_none(tmp_path: Path) -> None:
+    script = Path(__file__).parents[1] / "benchmarks/gpu.py"
+    done = subprocess.run(
+        [sys.executable, str(script), "--out", str(tmp_path / "out.json")],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "there is no CUDA device here" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
 # -- what is refused, and why ---------------------------------------------------------------------
 
 
