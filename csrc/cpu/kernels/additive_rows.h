@@ -11,10 +11,6 @@ namespace {
 
 constexpr int64_t kQueries = 64, kKeys = 64;  // of a block: 64 KiB each at A = 256
 
-constexpr int64_t round_up(int64_t n, int64_t multiple) {
-  return (n + multiple - 1) / multiple * multiple;
-}
-
 template <class P>
 class AdditiveRows {
  protected:

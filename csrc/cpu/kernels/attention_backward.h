@@ -69,16 +69,15 @@ class BackwardUnit {
   static constexpr int W = kLanes<T>;
   static constexpr int NV = kPanelVectors;
   static constexpr int64_t L = kPanelLanes<P>;
-  // Up to here a panel meets all its keys at once, so that each row is normalised, and its delta
-  // summed, exactly as plain PyTorch does it. Two tiles of scores this long still fit L2.
-  static constexpr int64_t kWholeKeys = 1024;
 
  public:
   explicit BackwardUnit(const Sequence& params)
       : p(params),
         rule(make_rule<T>(params)),
         dropout(make_dropout(params)),
-        Bk(params.Lk <= kWholeKeys ? round_up(max_of<int64_t>(params.Lk, 1), 2 * P::kScoreRows)
+        // Where a panel meets all its keys at once each row is normalised, and its delta summed,
+        // exactly as plain PyTorch does it.
+        Bk(params.Lk <= kWholeKeys ? whole_key_block<P>(params.Lk)
                                    : key_block<P>(params.D, params.Dv)),
         // At most eight chunks, none shorter than 256 keys: enough to share among threads, few
         // enough that the partial dQs stay O(Lq D).
@@ -186,8 +185,6 @@ class BackwardUnit {
   const DropoutRule dropout;
   const int64_t Bk, chunk, queries, dw, dvw, dp, dvp;
   const bool key_mask, whole;
-
-  static constexpr int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
   // Everything of one query head that does not depend on the keys.
   void pack_queries(Buffers& f, int64_t b, int64_t h, const PreparedRows<T>& prepared) const {

@@ -45,8 +45,8 @@ class Decode {
         rule(make_rule<T>(params)),
         group(params.Hq / params.Hkv),
         rows(params.Lq * group),
-        dim(round_up(words<P>(params.D))),
-        dim_v(round_up(words<P>(params.Dv)) * kPerWord),
+        dim(round_up(words<P>(params.D), W)),
+        dim_v(round_up(words<P>(params.Dv), W) * kPerWord),
         chunks_((params.Lk + kChunk - 1) / kChunk) {}
 
   int64_t chunks() const { return chunks_; }
@@ -106,7 +106,6 @@ class Decode {
     buf.part = a.take<T>(rows * (dim_v + 2));
     return buf;
   }
-  static int64_t round_up(int64_t n) { return (n + W - 1) / W * W; }
   T* maxima(T* state) const { return state + rows * dim_v; }
   T* sums(T* state) const { return state + rows * (dim_v + 1); }
 

@@ -30,7 +30,7 @@ class Forward {
         rule(make_rule<T>(params)),
         dropout(make_dropout(params)),
         weights(gives_weights(params) ? params.weights_mode : Weights::none),
-        Bk(weights != Weights::none ? round_up(max_of<int64_t>(1, params.Lk), 2 * P::kScoreRows)
+        Bk(weights != Weights::none ? whole_key_block<P>(params.Lk)
                                     : key_block<P>(params.D, params.Dv)),
         Bq(weights == Weights::averaged
                ? min_of(query_block<P>(params.D, params.Dv), averaged_queries())
@@ -68,10 +68,6 @@ class Forward {
   const bool key_mask;
   const size_t bytes;
 
-  // A panel's scores against so many keys still fit L2 beside them.
-  static constexpr int64_t kWholeKeys = 1024;
-
-  static int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
   // Queries of a task that averages: as many as have their weights in L2 while the heads pass, and
   // leave two tasks for each thread.
   int64_t averaged_queries() const {

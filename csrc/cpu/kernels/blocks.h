@@ -33,6 +33,13 @@ FASTATTN_INLINE int64_t key_block(int64_t D, int64_t Dv) {
   return max_of<int64_t>(1, wanted / step) * step;
 }
 
+// Up to here a panel can meet all its keys at once: two tiles of scores this long still fit L2.
+constexpr int64_t kWholeKeys = 1024;
+template <class P>
+FASTATTN_INLINE int64_t whole_key_block(int64_t Lk) {
+  return round_up(max_of<int64_t>(Lk, 1), 2 * P::kScoreRows);
+}
+
 // A bump allocator over the thread's scratch; first measured with a null base, then taken.
 class Arena {
  public:

@@ -102,8 +102,6 @@ class PanelHops : HopSteps<S> {
  private:
   const int64_t D, Bk, chunk, chunks, panels;
 
-  static constexpr int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
-
   // What the threads share of one group of queries.
   struct Group {
     T* u;                          // [panels][D][L]

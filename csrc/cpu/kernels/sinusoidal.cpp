@@ -182,10 +182,6 @@ void add_row(const S* x, int64_t x_stride, [[maybe_unused]] const S* next, const
   if (rest > 0) store_as<T>(out + c, load_as<T>(x + c, rest) * scale + load(pe + c), rest);
 }
 
-constexpr int64_t round_up(int64_t n, int64_t multiple) {
-  return (n + multiple - 1) / multiple * multiple;
-}
-
 // The work is cut into blocks of positions and, where these are few, groups of batch rows.
 struct Plan {
   int64_t rows;     // positions in a tile

@@ -101,6 +101,10 @@ template <class T>
 FASTATTN_INLINE constexpr T max_of(T a, T b) {
   return a < b ? b : a;
 }
+// The least multiple of `step` that is not below n.
+FASTATTN_INLINE constexpr int64_t round_up(int64_t n, int64_t step) {
+  return (n + step - 1) / step * step;
+}
 
 // At any address: a word of two bf16 may begin at an odd one of them.
 template <class T>
