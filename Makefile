@@ -19,7 +19,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Tests run in as many processes as there are cores. Threads that wait for work must not keep a core
 # from another process. One test at a time, as for a debugger: ARGS="-n 0 -k name".
-test test-full test-isas test-sanitized test-triton-oldest: export OMP_WAIT_POLICY := passive
+test test-full test-slow test-isas test-sanitized test-triton-oldest: export OMP_WAIT_POLICY := passive
 PYTEST := $(abspath $(BIN))/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 # The CUDA kernels take minutes and need a GPU to run: `make build FASTATTN_CUDA=1` asks for them.
 # Without one they are tested under an emulator (docs/emulator.md), which needs no build of them.
@@ -36,10 +36,10 @@ NATIVE_SOURCES := setup.py $(shell find csrc)
 CXX_FILES = $(shell git ls-files --cached --others --exclude-standard '*.cpp' '*.h' '*.cu')
 
 .DEFAULT_GOAL := help
-.PHONY: help bench test test-full test-isas test-sanitized test-triton-oldest build lint format clean
+.PHONY: help bench test test-full test-slow test-isas test-sanitized test-triton-oldest build lint format clean
 
 help: ## say what there is to make
-	@grep -hE '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{ printf "  make %-15s %s\n", $$1, $$2 }'
+	@grep -hE '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{ printf "  make %-18s %s\n", $$1, $$2 }'
 
 bench: $(VENV)/.stamp-native-here ## compare the drop-in with PyTorch on this machine: table, picture, JSON; < 5 minutes
 	$(BIN)/python -m fastattn bench run --preset dropin --time-budget 120 --out bench-results $(ARGS)
@@ -47,8 +47,11 @@ bench: $(VENV)/.stamp-native-here ## compare the drop-in with PyTorch on this ma
 test: build $(VENV)/.stamp-test ## run all tests but the slow ones; < 15 minutes on two cores
 	$(PYTEST) -m "not slow" $(ARGS)
 
-test-full: build $(VENV)/.stamp-test test-isas test-sanitized test-triton-oldest ## slow tests, every instruction set, sanitizers
-	$(PYTEST) $(ARGS)
+# Hours. Each part is a target of its own, so that one that failed can be run again alone.
+test-full: test test-isas test-sanitized test-triton-oldest test-slow ## test and the four below, one after the other
+
+test-slow: build $(VENV)/.stamp-test ## random search, mutants, every launch compiled, packaging, long benchmarks
+	$(PYTEST) -m slow $(ARGS)
 
 # The strongest instruction set is what all the other tests run on.
 test-isas: build $(VENV)/.stamp-test ## every case on every instruction set there is here, and all tests but the slow ones
