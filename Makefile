@@ -39,7 +39,7 @@ CXX_FILES = $(shell git ls-files --cached --others --exclude-standard '*.cpp' '*
 .PHONY: help bench test test-full test-slow test-isas test-sanitized test-triton-oldest build lint format clean
 
 help: ## say what there is to make
-	@grep -hE '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{ printf "  make %-18s %s\n", $$1, $$2 }'
+	@grep -hE '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{ printf "  make %-23s %s\n", $$1, $$2 }'
 
 bench: $(VENV)/.stamp-native-here ## compare the drop-in with PyTorch on this machine: table, picture, JSON; < 5 minutes
 	$(BIN)/python -m fastattn bench run --preset dropin --time-budget 120 --out bench-results $(ARGS)
