@@ -320,8 +320,10 @@ class Decode {
     const T slope = alibi_slope<T>(p, b, h);
     for (int64_t j = j0; j < j1; ++j) {
       T x = s[j - j0];
-      if (rule.natural) x *= rule.scale;
-      if (rule.softcap > 0) x = rule.softcap * tanh_of<T>(splat<T>(x / rule.softcap))[0];
+      if (rule.softcap > 0)
+        x = rule.softcap * tanh_of_scaled<T>(splat<T>(x * rule.cap_unit))[0];
+      else if (rule.natural)
+        x *= rule.scale;
       if (p.mask.data != nullptr) {
         const T add = bias[j - j0];
         x = add == -kInf<T> ? -kInf<T> : (rule.natural ? x + add : x);

@@ -87,7 +87,7 @@ class Forward {
     T* s;            // [Bk + 1][lanes] scores, then probabilities
     T* bias;         // [Bk][lanes]
     T* keys;         // [Lk] a mask of keys
-    uint32_t* keep;  // [Bk][lanes]
+    uint32_t* keep;  // [words of Bk][lanes]
     Word* k;         // [Bk][words of D]
     Word* v;         // [words of Bk][Dv]
     Word* temp;      // [lanes][words of D]
@@ -106,7 +106,7 @@ class Forward {
     buf.s = a.take<T>((Bk + 1) * kLanesOfPanel);
     buf.bias = a.take<T>(p.mask.data != nullptr && !key_mask ? Bk * kLanesOfPanel : 0);
     buf.keys = a.take<T>(key_mask ? p.Lk : 0);
-    buf.keep = a.take<uint32_t>(p.dropout_p > 0 ? Bk * kLanesOfPanel : 0);
+    buf.keep = a.take<uint32_t>(p.dropout_p > 0 ? words<P>(Bk) * kLanesOfPanel : 0);
     buf.k = a.take<Word>(Bk * words<P>(p.D));
     buf.v = a.take<Word>(words<P>(Bk) * p.Dv + kLanesOfPanel);
     buf.temp = a.take<Word>(kLanesOfPanel * words<P>(p.D));
@@ -140,6 +140,7 @@ class Forward {
       read_mask_row(p, b, h, 0, 0, p.Lk, buf.keys);
       range = trim(buf.keys, range);
     }
+    range.begin = range.begin / P::kPerWord * P::kPerWord;  // pairs of keys begin at even ones
     bool seen = false;
     for (int64_t k0 = range.begin / Bk * Bk; k0 < range.end; k0 += Bk) {
       const Range block{max_of(k0, range.begin), min_of(range.end, k0 + Bk)};
@@ -170,7 +171,7 @@ class Forward {
       const int64_t i1 = min_of(q1, i + kLanesOfPanel);
       const Range seen = visible_to_any(p, i, i1);
       Range r{max_of(block.begin, seen.begin), min_of(block.end, seen.end)};
-      r.begin = block.begin + (r.begin - block.begin) / P::kPerWord * P::kPerWord;
+      r.begin = r.begin / P::kPerWord * P::kPerWord;
       const bool found =
           r.begin < r.end &&
           (i1 - i <= W ? panel<1>(buf, b, h, q0, i, i1, r, block.begin, ks, vs, v)
@@ -225,7 +226,8 @@ class Forward {
       alpha[n] = exponential(rule, before - reference[n]);
       sum[n] = Vec<T>{};
     }
-    if (p.dropout_p > 0) dropout_mask(dropout, i0, r.begin, nk, lanes, h, p.index + b, buf.keep);
+    if (p.dropout_p > 0)
+      dropout_mask<P::kPerWord>(dropout, i0, r.begin, nk, lanes, h, p.index + b, buf.keep);
     const int64_t reduced = probabilities<NV>(buf, nk, reference, sum);
     FASTATTN_UNROLL for (int n = 0; n < NV; ++n)
         store(l + n * W, alpha[n] * load(l + n * W) + sum[n]);
@@ -346,11 +348,8 @@ class Forward {
         VecI pair = pack_pair(even, odd);
         sum[n] = (VecF)_mm512_dpbf16_ps((__m512)sum[n], (__m512bh)pair, ones);
         if (drop) {
-          const uint32_t* keep = buf.keep + j * lanes + n * W;
-          const VecI low = (VecI)load(reinterpret_cast<const float*>(keep));
-          const VecI high =
-              j + 1 < nk ? (VecI)load(reinterpret_cast<const float*>(keep + lanes)) : VecI{};
-          pair &= (low & 0xffff) | (high & static_cast<int32_t>(0xffff0000));
+          const uint32_t* keep = buf.keep + j / 2 * lanes + n * W;
+          pair &= (VecI)load(reinterpret_cast<const float*>(keep));
         }
         store(S + j / 2 * lanes + n * W, (VecF)pair);
       }

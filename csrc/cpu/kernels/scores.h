@@ -51,7 +51,9 @@ template <class T>
 struct ScoreRule {
   bool natural;
   bool excludes;  // some pairs may be excluded, so that rows of NaN may have to be kept out
-  T scale, softcap;
+  T scale;
+  T softcap;
+  T cap_unit;  // scale / softcap, in the unit of tanh_of_scaled
   T unit;      // natural score = unit * S
   T exponent;  // unit * log2(e)
 };
@@ -66,6 +68,7 @@ FASTATTN_INLINE ScoreRule<T> make_rule(const AttentionParams& p) {
   rule.excludes = p.mask.data != nullptr || p.window_left >= 0 || p.window_right >= 0;
   rule.scale = static_cast<T>(p.scale);
   rule.softcap = static_cast<T>(p.softcap);
+  rule.cap_unit = static_cast<T>(p.scale / p.softcap * kTanhUnit<double>);
   rule.unit = rule.natural ? T(1) : rule.scale;
   rule.exponent = rule.unit * kLog2E<T>;
   return rule;
@@ -120,6 +123,22 @@ struct Bias {
   const T* keys = nullptr;  // [keys]
 };
 
+// S = softcap tanh(scale S / softcap) of S[rows][kVectors], and its maximum over the rows;
+// slope_out takes its derivative by scale S if it is not null. Nothing else is in this loop: the
+// tangent is a long chain, and only short loops have many of them under way.
+template <class T, int kVectors>
+FASTATTN_INLINE void cap_scores(const ScoreRule<T>& rule, T* S, int64_t rows, T* slope_out,
+                                Vec<T>* maximum) {
+  constexpr int W = kLanes<T>;
+  for (int64_t r = 0; r < rows; ++r) FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) {
+      const int64_t at = (r * kVectors + n) * W;
+      const Vec<T> t = tanh_of_scaled<T>(load(S + at) * rule.cap_unit), s = rule.softcap * t;
+      if (slope_out != nullptr) store(slope_out + at, T(1) - t * t);
+      store(S + at, s);
+      maximum[n] = max_of(maximum[n], s);
+    }
+}
+
 // Turns the products S[rows][kVectors] of keys j0... and queries i0... into scores, -inf where
 // excluded, and leaves their maximum over the keys. With softcap, slope_out takes d score / d
 // (scale q.k) if it is not null.
@@ -130,7 +149,15 @@ FASTATTN_INLINE void apply_rule(const AttentionParams& p, const ScoreRule<T>& ru
   constexpr int W = kLanes<T>;
   const Range all = visible_to_all(p, i0, i1);
   const Vec<T> minus_inf = splat<T>(-kInf<T>);
+  const bool capped = rule.softcap > 0;
   FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) maximum[n] = minus_inf;
+  if (capped) {
+    cap_scores<T, kVectors>(rule, S, rows, slope_out, maximum);
+    const bool edges = j0 < all.begin || j0 + rows > all.end;
+    if (!edges && bias.tile == nullptr && bias.keys == nullptr && alibi == T(0)) return;
+    FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) maximum[n] = minus_inf;
+  }
+  const T scale = rule.natural && !capped ? rule.scale : T(1);
   for (int64_t r = 0; r < rows; ++r) {
     const int64_t j = j0 + r;
     const bool edge = j < all.begin || j >= all.end;
@@ -142,15 +169,7 @@ FASTATTN_INLINE void apply_rule(const AttentionParams& p, const ScoreRule<T>& ru
     T* row = S + r * kVectors * W;
     FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) {
       const Vec<T> lane = iota<T>() + T(n * W);
-      Vec<T> s = load(row + n * W);
-      if (rule.natural) {
-        s *= rule.scale;
-        if (rule.softcap > 0) {  // s = softcap * tanh(s / softcap)
-          const Vec<T> t = tanh_of<T>(s / rule.softcap);
-          if (slope_out != nullptr) store(slope_out + r * kVectors * W + n * W, T(1) - t * t);
-          s = rule.softcap * t;
-        }
-      }
+      Vec<T> s = load(row + n * W) * scale;
       if (bias.tile != nullptr) {  // a selection, not only a sum: an excluded NaN must not survive
         const Vec<T> b = load(bias.tile + r * kVectors * W + n * W);
         s = select<T>(b == minus_inf, minus_inf, rule.natural ? s + b : s);
@@ -187,49 +206,77 @@ FASTATTN_INLINE DropoutRule make_dropout(const AttentionParams& p) {
   return d;
 }
 
-// The four output words of one counter for 32-bit-lane many queries from i0: eight 16-bit draws
-// each, low half first.
-FASTATTN_INLINE void philox(const DropoutRule& d, int64_t i0, int64_t group, int64_t head,
-                            int64_t batch, VecU* out) {
-  VecU c0 = VecU{} + static_cast<uint32_t>(i0);
-  FASTATTN_UNROLL for (int l = 0; l < kLanes<float>; ++l) c0[l] += static_cast<uint32_t>(l);
-  VecU c1 = VecU{} + static_cast<uint32_t>(group);
-  VecU c2 = VecU{} + static_cast<uint32_t>(head);
-  VecU c3 = VecU{} + static_cast<uint32_t>(batch);
-  uint32_t k0 = d.key[0], k1 = d.key[1];
-  for (int round = 0; round < 10; ++round) {
-    VecU high0, low0, high2, low2;
-    multiply_wide(c0, 0xD2511F53u, &high0, &low0);
-    multiply_wide(c2, 0xCD9E8D57u, &high2, &low2);
-    c0 = high2 ^ c1 ^ k0;
-    c1 = low2;
-    c2 = high0 ^ c3 ^ k1;
-    c3 = low0;
-    k0 += 0x9E3779B9u;
-    k1 += 0xBB67AE85u;
+// Philox4x32-10 of a vector of queries: for each group of eight keys, eight 16-bit draws a query,
+// in four words, low half first. Head and batch are the same in all lanes and the queries in all
+// groups, so a quarter of the products is taken once, or not by lane:
+//   round 0: c0 = i, c1 = group, c2 = head, c3 = batch; of what it leaves, c2 and c3 know no group
+//   round 1: c0 and c1 know no group; the other half is that of a scalar
+//   round 2: c2 and c3 are of both
+class Philox {
+ public:
+  FASTATTN_INLINE Philox(const DropoutRule& d, int64_t i0, int64_t head, int64_t batch)
+      : key_{d.key[0], d.key[1]} {
+    VecU query = VecU{} + static_cast<uint32_t>(i0), high, low;
+    FASTATTN_UNROLL for (int l = 0; l < kLanes<float>; ++l) query[l] += static_cast<uint32_t>(l);
+    const uint64_t product = uint64_t{kM1} * static_cast<uint32_t>(head);
+    first_ = static_cast<uint32_t>(product >> 32) ^ key_[0];
+    multiply_wide(query, kM0, &high, &low);
+    in2_ = low ^ (key_[1] + kW1);
+    multiply_wide(high ^ static_cast<uint32_t>(batch) ^ key_[1], kM1, &high, &low);
+    out0_ = low ^ (key_[0] + 2 * kW0);
+    multiply_wide(high ^ static_cast<uint32_t>(product) ^ (key_[0] + kW0), kM0, &high, &out3_);
+    out2_ = high ^ (key_[1] + 2 * kW1);
   }
-  out[0] = c0;
-  out[1] = c1;
-  out[2] = c2;
-  out[3] = c3;
-}
+
+  FASTATTN_INLINE void draw(int64_t group, VecU* word) const {
+    const uint64_t product = uint64_t{kM0} * (first_ ^ static_cast<uint32_t>(group));
+    VecU high0, low0, high2, low2;
+    multiply_wide(in2_ ^ static_cast<uint32_t>(product >> 32), kM1, &high2, &low2);
+    VecU c0 = high2 ^ out0_, c1 = low2, c2 = out2_ ^ static_cast<uint32_t>(product), c3 = out3_;
+    FASTATTN_UNROLL for (uint32_t round = 3; round < 10; ++round) {
+      multiply_wide(c0, kM0, &high0, &low0);
+      multiply_wide(c2, kM1, &high2, &low2);
+      c0 = high2 ^ c1 ^ (key_[0] + round * kW0);
+      c1 = low2;
+      c2 = high0 ^ c3 ^ (key_[1] + round * kW1);
+      c3 = low0;
+    }
+    word[0] = c0, word[1] = c1, word[2] = c2, word[3] = c3;
+  }
+
+ private:
+  static constexpr uint32_t kM0 = 0xD2511F53u, kM1 = 0xCD9E8D57u;  // the multipliers
+  static constexpr uint32_t kW0 = 0x9E3779B9u, kW1 = 0xBB67AE85u;  // the keys' steps
+  uint32_t key_[2];
+  uint32_t first_;           // c0 after round 0, but for the group
+  VecU in2_;                 // c2 after round 1, but for the group
+  VecU out0_, out2_, out3_;  // c0, c2, c3 after round 2, but for the group
+};
 
 // keep[r][lane]: all ones where the pair (query i0 + lane, key j0 + r) is kept, else zero; `lanes`
-// a multiple of the float vector or its half (fp64 panels).
+// a multiple of the float vector or its half (fp64 panels). Of words of two keys, [r / 2][lane], a
+// half of the bits for each; j0 is then even.
+template <int kPerWord = 1>
 FASTATTN_INLINE void dropout_mask(const DropoutRule& d, int64_t i0, int64_t j0, int64_t rows,
                                   int64_t lanes, int64_t head, int64_t batch, uint32_t* keep) {
   constexpr int W = kLanes<float>;
-  for (int64_t group = j0 / 8; group * 8 < j0 + rows; ++group) {
-    for (int64_t l = 0; l < lanes; l += W) {
+  for (int64_t l = 0; l < lanes; l += W) {
+    const Philox philox(d, i0 + l, head, batch);
+    const int count = static_cast<int>(min_of<int64_t>(W, lanes - l));
+    for (int64_t group = j0 / 8; group * 8 < j0 + rows; ++group) {
       VecU word[4];
-      philox(d, i0 + l, group, head, batch, word);
-      const int count = static_cast<int>(min_of<int64_t>(W, lanes - l));
-      FASTATTN_UNROLL for (int t = 0; t < 8; ++t) {
+      philox.draw(group, word);
+      FASTATTN_UNROLL for (int t = 0; t < 8; t += kPerWord) {
         const int64_t r = group * 8 + t - j0;
         if (r < 0 || r >= rows) continue;
-        const VecI draw = (VecI)(t % 2 ? word[t / 2] >> 16 : word[t / 2] & 0xffffu);
-        const VecI kept = draw < static_cast<int32_t>(d.threshold);
-        store_first(reinterpret_cast<float*>(keep + r * lanes + l), (VecF)kept, count);
+        VecI kept;
+        if constexpr (kPerWord == 2) {
+          kept = smaller_halves(word[t / 2], d.threshold);
+        } else {
+          const VecI draw = (VecI)(t % 2 ? word[t / 2] >> 16 : word[t / 2] & 0xffffu);
+          kept = draw < static_cast<int32_t>(d.threshold);
+        }
+        store_first(reinterpret_cast<float*>(keep + r / kPerWord * lanes + l), (VecF)kept, count);
       }
     }
   }

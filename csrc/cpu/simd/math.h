@@ -24,18 +24,22 @@ FASTATTN_INLINE Vec<T> horner(Vec<T> x, T first, Rest... rest) {
 // 2^f on [-1/2, 1/2], exactly 1 at 0 so that a lone key has weight 1. Relative error 1.0e-4
 // (coarse, for results that are rounded to bf16), 2.0e-9 (fp32), 3e-18 (fp64).
 template <bool Coarse>
-FASTATTN_INLINE VecF exp2_fraction(VecF f) {
-  if constexpr (Coarse) return horner<float>(f, 1.0f, 0.693282928f, 0.242210967f, 0.0550089320f);
-  return horner<float>(f, 1.0f, 0.693147203f, 0.240226479f, 0.0555033247f, 0.00961843736f,
-                       0.00133988745f, 0.000153533622f);
+FASTATTN_INLINE VecF exp2_slope(VecF f) {  // (2^f - 1) / f
+  if constexpr (Coarse) return horner<float>(f, 0.693282928f, 0.242210967f, 0.0550089320f);
+  return horner<float>(f, 0.693147203f, 0.240226479f, 0.0555033247f, 0.00961843736f, 0.00133988745f,
+                       0.000153533622f);
 }
 template <bool Coarse>
-FASTATTN_INLINE VecD exp2_fraction(VecD f) {
-  return horner<double>(f, 1.0, 0.69314718055994533045, 0.24022650695910156194,
-                        0.055504108664819921999, 0.0096181291075883388805, 0.001333355814678983701,
+FASTATTN_INLINE VecD exp2_slope(VecD f) {
+  return horner<double>(f, 0.69314718055994533045, 0.24022650695910156194, 0.055504108664819921999,
+                        0.0096181291075883388805, 0.001333355814678983701,
                         0.00015403530462509966101, 1.5252733490062370866e-5,
                         1.3215433091849151785e-6, 1.0178197993382467131e-7,
                         7.0741052512368323548e-9, 4.4352866745874167032e-10);
+}
+template <bool Coarse, class V>
+FASTATTN_INLINE V exp2_fraction(V f) {
+  return exp2_slope<Coarse>(f) * f + 1;
 }
 
 // 2^x for x <= 0, the softmax's case. 2^-inf is exactly 0; below the normal range the result is 0
@@ -103,27 +107,45 @@ FASTATTN_INLINE VecF exp_neg(VecF x) {
   return select<float>(x < -87.0f, VecF{}, exp2_fraction<false>(f) * power);
 }
 
-// tanh(x) = x P(x^2) where |x| < 0.625, so that small arguments keep their relative accuracy; else
-// from e^-2|x|.
-FASTATTN_INLINE VecF tanh_small(VecF x, VecF xx) {
-  return x * horner<float>(xx, 1.0f, -0.333332605f, 0.133311276f, -0.0537210703f, 0.0205909947f,
-                           -0.00565999533f);
+// round(x) and 2^round(x), of |x| < 126.
+FASTATTN_INLINE VecF round_of(VecF x, VecF* power) {
+  const VecF shifted = x + 12582912.0f;  // 1.5 * 2^23
+  *power = (VecF)(((VecI)shifted << 23) + (127 << 23));
+  return shifted - 12582912.0f;
 }
-FASTATTN_INLINE VecD tanh_small(VecD x, VecD xx) {
-  return x * horner<double>(xx, 1.0, -0.33333333333317040738, 0.13333333331656043984,
-                            -0.053968253293118457319, 0.021869474555206828588,
-                            -0.0088630659023572213547, 0.003590836892466878216,
-                            -0.0014494594692241711752, 0.0005694521818378721927,
-                            -0.00019644591722812039759, 4.2571434295938719504e-5);
+FASTATTN_INLINE VecD round_of(VecD x, VecD* power) {
+  const VecD shifted = x + 6755399441055744.0;  // 1.5 * 2^52
+  *power = (VecD)(((VecL)shifted << 52) + (1023LL << 52));
+  return shifted - 6755399441055744.0;
+}
+
+// 1 / d of a d that is neither huge nor tiny, for less time than a division: to 2^-23.
+FASTATTN_INLINE VecF reciprocal(VecF d) {
+#if defined(__AVX512F__)
+  const VecF r = (VecF)_mm512_rcp14_ps((__m512)d);
+  return r + r * (1.0f - d * r);
+#else
+  return 1.0f / d;
+#endif
+}
+FASTATTN_INLINE VecD reciprocal(VecD d) { return 1.0 / d; }
+
+// tanh(x), of y = 2 log2(e) x:  sign(y) m / (2 - m)  with  m = 1 - 2^-|y| = (1 - 2^n) - 2^n (2^f -
+// 1), n + f = -|y|. For small |y| the first part is 0, so that m keeps its relative accuracy.
+template <class T>
+constexpr T kTanhUnit = 2 * kLog2E<T>;
+template <class T>
+FASTATTN_INLINE Vec<T> tanh_of_scaled(Vec<T> y) {
+  Vec<T> power;
+  const Vec<T> x = max_of(splat<T>(-100), select<T>(y < T(0), y, -y));
+  const Vec<T> f = x - round_of(x, &power);
+  const Vec<T> m = (T(1) - power) - power * (f * exp2_slope<false>(f));
+  const Vec<T> t = m * reciprocal(T(2) - m);
+  return select<T>(y < T(0), -t, t);
 }
 template <class T>
 FASTATTN_INLINE Vec<T> tanh_of(Vec<T> x) {
-  const Mask<T> negative = x < T(0);
-  const Vec<T> a = select<T>(negative, -x, x);
-  const Vec<T> e = exp2_neg(a * (T(-2) * kLog2E<T>));
-  const Vec<T> large = (T(1) - e) / (T(1) + e);
-  const Vec<T> y = select<T>(a < T(0.625), tanh_small(a, a * a), large);
-  return select<T>(negative, -y, y);
+  return tanh_of_scaled<T>(x * kTanhUnit<T>);
 }
 
 // 32 x 32 -> 64 bit products of all lanes, as their high and low words.
@@ -146,6 +168,19 @@ FASTATTN_INLINE void multiply_wide(VecU a, uint32_t m, VecU* high, VecU* low) {
     (*high)[i] = static_cast<uint32_t>(product >> 32);
     (*low)[i] = static_cast<uint32_t>(product);
   }
+#endif
+}
+
+// In each 16-bit half all ones where it is below the limit (<= 2^16), without a sign; else 0.
+FASTATTN_INLINE VecI smaller_halves(VecU x, uint32_t limit) {
+#if defined(__AVX512BW__)
+  if (limit == 0) return VecI{};
+  const __m512i last = _mm512_set1_epi16(static_cast<int16_t>(limit - 1));
+  return (VecI)_mm512_movm_epi16(_mm512_cmple_epu16_mask((__m512i)x, last));
+#else
+  const VecI low = (VecI)(x & 0xffffu) < static_cast<int32_t>(limit);
+  const VecI high = (VecI)(x >> 16) < static_cast<int32_t>(limit);
+  return (low & 0xffff) | (high << 16);
 #endif
 }
 
