@@ -178,6 +178,8 @@ def _options() -> Iterator[Case]:
     for softcap in (0.5, 5.0, 50.0):
         yield Case(f"softcap-{softcap}", softcap=softcap, head_dim=64, grads=SCALED)
         yield Case(f"softcap-{softcap}-mask", softcap=softcap, mask="float_inf", mask_grad=True)
+        yield Case(f"softcap-{softcap}-causal", softcap=softcap, causal="upper_left")
+    yield Case("softcap-window", softcap=2.0, window=(7, 9), weights=1)
     for dims in ("h", "bh"):
         yield Case(f"alibi-{dims}", alibi=dims, heads=4)
         yield Case(f"alibi-{dims}-causal", alibi=dims, heads=4, causal="bottom_right", k_len=150)
