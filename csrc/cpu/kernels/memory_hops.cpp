@@ -1,5 +1,6 @@
 // Memory hops, forward and backward: which kernel, and the gradients that belong to no memory.
-#include "memory_hops_panels.h"
+#include "memory_hops_panels_backward.h"
+#include "memory_hops_panels_forward.h"
 #include "memory_hops_stream.h"
 
 namespace fastattn {
@@ -78,7 +79,7 @@ void memory_hops_forward(const MemoryHopsParams& p) {
   if (p.B == 0 || p.Q == 0) return;
   with_element(p.dtype, [&](auto element) {
     typedef decltype(element) S;
-    PanelHops<S>::serves(p) ? PanelHops<S>(p).forward() : StreamHops<S>(p).forward();
+    PanelSteps<S>::serves(p) ? PanelForward<S>(p).forward() : StreamHops<S>(p).forward();
   });
 }
 
@@ -86,7 +87,7 @@ void memory_hops_backward(const MemoryHopsParams& p) {
   if (p.B == 0 || p.Q == 0) return;
   with_element(p.dtype, [&](auto element) {
     typedef decltype(element) S;
-    PanelHops<S>::serves(p) ? PanelHops<S>(p).backward() : StreamHops<S>(p).backward();
+    PanelSteps<S>::serves(p) ? PanelBackward<S>(p).backward() : StreamHops<S>(p).backward();
     if (p.grad_proj != nullptr) ProjectionGradient<S>(p).run();
   });
 }

@@ -1,0 +1,310 @@
+// Memory hops of many queries on one memory, backward: a chunk owns its rows of dM and dC, and what
+// the chunks of a panel give to dU is summed in order.
+#pragma once
+#include "memory_hops_panels.h"
+
+namespace fastattn {
+namespace FASTATTN_ISA {
+namespace {
+
+template <class S>
+class PanelBackward : public PanelSteps<S> {
+  typedef PanelSteps<S> Base;
+  typedef typename Base::T T;
+  typedef typename Base::P P;
+  typedef typename Base::Group Group;
+  typedef typename Base::Tiles Tiles;
+  typedef typename Base::Block Block;
+  using Base::add_transposed, Base::arrange, Base::batch_of, Base::Bk, Base::block_of, Base::chunk,
+      Base::chunks, Base::D, Base::dp, Base::excludes, Base::groups, Base::kChain, Base::L,
+      Base::lanes_of, Base::NV, Base::p, Base::pack, Base::panels, Base::panels_of, Base::part,
+      Base::query_of, Base::R, Base::row_in, Base::row_of, Base::run, Base::spread, Base::stats,
+      Base::trace, Base::W, Base::weigh;
+
+ public:
+  explicit PanelBackward(const MemoryHopsParams& params) : Base(params) {}
+
+  void backward() {
+    run(14.0 * groups * R * p.K * p.N * D, [&](const Group& f, int64_t group, auto each) {
+      arrange(f, group);
+      each(panels, [&](const Tiles&, int64_t i) { begin(f, group, i); });
+      for (int64_t k = p.K - 1; k >= 0; --k) {
+        while (f.moving[0] < R && this->moves(row_of(group, f.order[f.moving[0]]), k))
+          ++f.moving[0];
+        const int64_t panels = panels_of(f);
+        each(panels, [&](const Tiles& t, int64_t i) { prepare(f, t, group, k, i); });
+        if (p.grad_weights.data != nullptr && p.normalize) {
+          each(panels * chunks, [&](const Tiles& t, int64_t i) {
+            weigh_gradient(f, t, group, k, i % panels, i / panels);
+          });
+          each(panels, [&](const Tiles&, int64_t i) { add_to_delta(f, i); });
+        }
+        each(chunks, [&](const Tiles& t, int64_t c) { derive_chunk(f, t, group, k, c); });
+        each(panels, [&](const Tiles& t, int64_t i) { collect(f, t, k, i); });
+      }
+      each(panels, [&](const Tiles&, int64_t i) {
+        for (int64_t r = i * L; r < min_of(R, (i + 1) * L); ++r)
+          this->write_vector(p.grad_query, row_of(group, f.order[r]), f.g_rows + r * dp);
+      });
+      if constexpr (!kSame<S, T>)
+        each(chunks, [&](const Tiles&, int64_t c) { round(f, group, c); });
+    });
+  }
+
+ private:
+  void begin(const Group& f, int64_t group, int64_t panel) const {
+    const int64_t* st = p.grad_out.stride;
+    for (int64_t r = panel * L; r < (panel + 1) * L; ++r) {
+      T* g = f.g_rows + r * dp;
+      for (int64_t d = 0; d < dp; ++d) g[d] = T(0);
+      if (r >= R || p.grad_out.data == nullptr) continue;
+      const int64_t row = row_in(f, group, r);
+      this->read_vector(
+          static_cast<const S*>(p.grad_out.data) + batch_of(row) * st[0] + query_of(row) * st[1],
+          st[3], g);
+    }
+  }
+
+  // g <- g o phi', and everything of a panel that does not depend on the rows.
+  void prepare(const Group& f, const Tiles& t, int64_t group, int64_t k, int64_t panel) const {
+    const T scale = static_cast<T>(p.scale);
+    for (int64_t r = panel * L; r < (panel + 1) * L; ++r) {
+      T *u = f.u_rows + r * dp, *g = f.g_rows + r * dp;
+      f.m[r] = f.inverse[r] = f.delta[r] = T(0);
+      for (int64_t d = 0; d < dp; ++d) u[d] = T(0);
+      if (r >= f.moving[0]) {
+        if (p.settles) f.m[r] = kInf<T>;  // e^(s - m) = 0, whatever its bias
+        continue;
+      }
+      const int64_t row = row_in(f, group, r);
+      this->through_activation(trace(row, 2 * k + 2), g);
+      this->keep_state(row, k, g);
+      const T m = stats(row, k)[0];
+      if (p.normalize && m == -kInf<T>) continue;
+      const T *from = trace(row, 2 * k), *o = trace(row, 2 * k + 1);
+      for (int64_t d = 0; d < D; ++d) u[d] = from[d] * scale;
+      if (!p.normalize) {
+        f.inverse[r] = T(1);
+        continue;
+      }
+      f.m[r] = m, f.inverse[r] = T(1) / stats(row, k)[1];
+      Vec<T> sum{};
+      for (int64_t d = 0; d < D; d += W)
+        sum += load_first(o + d, static_cast<int>(min_of<int64_t>(W, D - d))) * load(g + d);
+      f.delta[r] = sum_lanes<T>(sum);
+    }
+    pack(f, t, group, 2 * k, panel);
+    pack_transposed<T>(f.g_rows + panel * L * dp, dp, int64_t(1), L, D, L, f.g + panel * L * D, L);
+    // A query that sees nothing hands on nothing, not even its own NaN times zero.
+    for (int64_t r = panel * L; r < min_of(R, (panel + 1) * L); ++r) {
+      if (f.inverse[r] != T(0)) continue;
+      for (int64_t d = 0; d < D; ++d)
+        f.u[(panel * D + d) * L + r % L] = f.g[(panel * D + d) * L + r % L] = T(0);
+    }
+  }
+
+  // t.dw = the gradient of the weights, of a panel and a block.
+  void pack_weight_gradient(const Tiles& t, int64_t group, int64_t k, int64_t panel,
+                            const Block& block) const {
+    const int64_t *st = p.grad_weights.stride, queries = min_of(L, R - panel * L);
+    for (int64_t l = 0; l < L; ++l) {
+      const int64_t row = row_of(group, panel * L + min_of(l, queries - 1));
+      const S* from = static_cast<const S*>(p.grad_weights.data) + batch_of(row) * st[0] +
+                      query_of(row) * st[1] + k * st[2] + block.n0 * st[3];
+      for (int64_t i = 0; i < block.count; ++i)
+        t.dw[i * L + l] =
+            l < queries ? static_cast<T>(widen(from[(block.all ? i : t.at[i]) * st[3]])) : T(0);
+    }
+  }
+
+  // The part of delta that the gradient of the weights adds: sum_i p_i dw_i of a chunk.
+  void weigh_gradient(const Group& f, const Tiles& t, int64_t group, int64_t k, int64_t panel,
+                      int64_t c) const {
+    Vec<T> sum[NV] = {};
+    const int64_t end = min_of(p.N, (c + 1) * chunk);
+    for (int64_t n0 = c * chunk; n0 < end; n0 += Bk) {
+      const Block block = block_of(t, group, k, n0, min_of(end, n0 + Bk));
+      weigh(f, t, group, k, panel, block);
+      pack_weight_gradient(t, group, k, panel, block);
+      for (int64_t i = 0; i < block.count; ++i) FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
+          const Vec<T> w = load(t.s + i * L + n * W);
+          sum[n] += select<T>(w == T(0), Vec<T>{}, w * load(t.dw + i * L + n * W));
+        }
+    }
+    FASTATTN_UNROLL for (int n = 0; n < NV; ++n) store(part(f, panel, c) + n * W, sum[n]);
+  }
+  void add_to_delta(const Group& f, int64_t panel) const {
+    for (int64_t c = 0; c < chunks; ++c)
+      for (int64_t x = 0; x < L; x += W) {
+        T* delta = f.delta + panel * L + x;
+        store(delta, load(delta) + load(part(f, panel, c) + x));
+      }
+  }
+
+  void derive_chunk(const Group& f, const Tiles& t, int64_t group, int64_t k, int64_t c) const {
+    const int64_t panels = panels_of(f);
+    for (int64_t i = 0; i < panels; ++i)
+      for (int64_t x = 0; x < D * L; x += W) store(part(f, i, c) + x, Vec<T>{});
+    const int64_t end = min_of(p.N, (c + 1) * chunk);
+    for (int64_t n0 = c * chunk; n0 < end; n0 += Bk) {
+      const int64_t n1 = min_of(end, n0 + Bk);
+      const Block block = block_of(t, group, k, n0, n1);
+      __builtin_memset(t.d_in, 0, static_cast<size_t>(Bk * dp) * sizeof(T));
+      __builtin_memset(t.d_out, 0, static_cast<size_t>(Bk * dp) * sizeof(T));
+      for (int64_t i = 0; i < panels; ++i) {
+        if (block.count > 0) derive_block(f, t, group, k, i, block, part(f, i, c));
+        if (p.grad_scores != nullptr) write_scores(f, t, group, k, i, block, n1 - n0);
+      }
+      add_gradients(f, t, group, k, block, n1);
+    }
+  }
+
+  // p and ds of a panel and a block, in t.s and t.ds, and what they add to the gradients.
+  void derive_block(const Group& f, const Tiles& t, int64_t group, int64_t k, int64_t panel,
+                    const Block& block, T* du) const {
+    Vec<T> top[NV], one[NV];
+    weigh(f, t, group, k, panel, block);
+    score_products<P, NV>(block.count, block.out, f.g + panel * L * D, D, kChain, t.ds, top);  // dP
+    const bool weighted = p.grad_weights.data != nullptr;
+    if (weighted) pack_weight_gradient(t, group, k, panel, block);
+    const bool tile = excludes() && !block.by_row;
+    FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
+      one[n] = splat<T>(T(1));
+      const Vec<T> delta = load(f.delta + panel * L + n * W);
+      for (int64_t i = 0; i < block.count; ++i) {
+        const int64_t at = i * L + n * W;
+        const Vec<T> weight = load(t.s + at);
+        Vec<T> ds = load(t.ds + at);
+        if (weighted) ds += load(t.dw + at);
+        if (p.normalize) ds = weight * (ds - delta);
+        // What is excluded may be NaN, and 0 * NaN must not pass.
+        if (tile)
+          ds = p.normalize ? select<T>(weight == T(0), Vec<T>{}, ds)
+                           : select<T>(load(t.bias + at) == -kInf<T>, Vec<T>{}, ds);
+        store(t.ds + at, ds);
+      }
+    }
+    const int64_t queries = lanes_of(f, panel);
+    if (p.grad_in != nullptr || p.grad_out_memory != nullptr) {
+      T* d_out = p.same_rows ? t.d_in : t.d_out;
+      add_product<P>(block.count, t.s, L, f.g_rows + panel * L * dp, dp, queries, d_out, dp,
+                     dp / W);
+      add_product<P>(block.count, t.ds, L, f.u_rows + panel * L * dp, dp, queries, t.d_in, dp,
+                     dp / W);
+    }
+    add_transposed(block.in, t.ds, block, one, du);
+  }
+
+  void write_scores(const Group& f, const Tiles& t, int64_t group, int64_t k, int64_t panel,
+                    const Block& block, int64_t rows) const {
+    if (block.count == 0)
+      __builtin_memset(t.ds, 0, static_cast<size_t>(rows * L) * sizeof(T));
+    else
+      spread(t.ds, block, t.at, rows);
+    T ones[L];
+    for (T& x : ones) x = T(1);
+    const auto place = [&](int64_t row) {
+      return static_cast<T*>(p.grad_scores) + (row * p.K + k) * p.N + block.n0;
+    };
+    const int64_t lanes = lanes_of(f, panel);
+    if (!p.settles)
+      return unpack_transposed<T>(t.ds, L, ones, lanes, rows, place(row_of(group, panel * L)),
+                                  p.K * p.N);
+    for (int64_t x = 0; x < lanes; ++x) {
+      T* to = place(row_in(f, group, panel * L + x));
+      for (int64_t n = 0; n < rows; ++n) to[n] = t.ds[n * L + x];
+    }
+  }
+
+  // Adds a block's gradients to those of the memories, whose first hop overwrites.
+  void add_gradients(const Group& f, const Tiles& t, int64_t group, int64_t k, const Block& block,
+                     int64_t n1) const {
+    spread_rows(t.d_in, block, t.at, n1 - block.n0);
+    spread_rows(t.d_out, block, t.at, n1 - block.n0);
+    const bool last = k == p.K - 1;
+    const auto add = [&](T* all, int64_t slot, const T* from, bool first) {
+      if (all == nullptr) return;
+      for (int64_t n = block.n0; n < n1; ++n) {
+        T* to = all + (slot * p.N + n) * D;
+        const T* x = from + (n - block.n0) * dp;
+        for (int64_t d = 0; d < D; d += W) {
+          const int count = static_cast<int>(min_of<int64_t>(W, D - d));
+          const Vec<T> v = load(x + d);
+          store_first(to + d, first ? v : load_first(to + d, count) + v, count);
+        }
+      }
+    };
+    T* in = gradient(f.grad_in, p.grad_in, group, p.in_slots);
+    T* out = gradient(f.grad_out_memory, p.grad_out_memory, group, p.out_slots);
+    if (p.stack) {
+      add(in, k + 1, t.d_out, last);
+      add(in, k, t.d_in, true);
+      return;
+    }
+    const bool own_in = p.in_slots > 1, own_out = p.out_slots > 1;
+    add(in, own_in ? k : 0, t.d_in, own_in || last);
+    add(out, own_out ? k : 0, t.d_out, own_out || last);
+  }
+  void spread_rows(T* rows, const Block& block, const int64_t* at, int64_t count) const {
+    if (block.all) return;
+    int64_t i = block.count - 1;
+    for (int64_t n = count - 1; n >= 0; --n) {
+      const bool seen = i >= 0 && at[i] == n;
+      for (int64_t d = 0; d < dp; d += W)
+        store(rows + n * dp + d, seen ? load(rows + i * dp + d) : Vec<T>{});
+      i -= seen;
+    }
+  }
+
+  // Where a memory's gradient is summed: in the result, or in T beside a narrower one.
+  T* gradient(T* wide, void* result, int64_t group, int64_t slots) const {
+    if (result == nullptr) return nullptr;
+    if constexpr (kSame<S, T>) return static_cast<T*>(result) + group * slots * p.N * D;
+    return wide;
+  }
+
+  void round(const Group& f, int64_t group, int64_t c) const {
+    const int64_t n0 = c * chunk, n1 = min_of(p.N, n0 + chunk);
+    const auto all = [&](const T* from, void* to, int64_t slots) {
+      if (to == nullptr) return;
+      for (int64_t slot = 0; slot < slots; ++slot) {
+        S* dst = static_cast<S*>(to) + ((group * slots + slot) * p.N + n0) * D;
+        const T* src = from + (slot * p.N + n0) * D;
+        const int64_t count = (n1 - n0) * D;
+        for (int64_t x = 0; x < count; x += W) {
+          const int n = static_cast<int>(min_of<int64_t>(W, count - x));
+          store_as<T>(dst + x, load_first(src + x, n), n);
+        }
+      }
+    };
+    all(f.grad_in, p.grad_in, p.in_slots);
+    all(f.grad_out_memory, p.grad_out_memory, p.out_slots);
+  }
+
+  // g <- H^T g + scale M^T ds of a panel, from its chunks.
+  void collect(const Group& f, const Tiles& t, int64_t k, int64_t panel) const {
+    T* total = part(f, panel, 0);
+    if (chunks == 0) __builtin_memset(total, 0, static_cast<size_t>(D * L) * sizeof(T));
+    for (int64_t c = 1; c < chunks; ++c) {
+      const T* other = part(f, panel, c);
+      for (int64_t x = 0; x < D * L; x += W) store(total + x, load(total + x) + load(other + x));
+    }
+    T factor[L];
+    for (T& x : factor) x = static_cast<T>(p.scale);
+    const int64_t queries = lanes_of(f, panel);
+    T* next = t.vectors;
+    for (int64_t r = panel * L; r < panel * L + queries && p.proj.data != nullptr; ++r) {
+      T* g = f.g_rows + r * dp;
+      for (int64_t d = 0; d < dp; ++d) next[d] = T(0);
+      add_rows<T>(this->proj_rows(k), D, D, g, T(1), next);
+      __builtin_memcpy(g, next, static_cast<size_t>(dp) * sizeof(T));
+    }
+    if (p.settles)  // H = 0
+      __builtin_memset(f.g_rows + panel * L * dp, 0, static_cast<size_t>(queries * dp) * sizeof(T));
+    unpack_transposed<T>(total, L, factor, queries, D, f.g_rows + panel * L * dp, dp, true);
+  }
+};
+
+}  // namespace
+}  // namespace FASTATTN_ISA
+}  // namespace fastattn
