@@ -186,6 +186,19 @@ def is_causal_bias(mask: Any) -> bool:
     return type(mask).__name__ == "CausalBias"
 
 
+def in_memory(where: str, mask: Any, device: torch.device) -> Any:
+    """Return the boolean mask that a ``CausalBias`` stands for; any other mask as it is."""
+    if not is_causal_bias(mask):
+        return mask
+    if not hasattr(mask, "seq_len_q"):
+        raise RuntimeError(
+            f"{where}: attn_mask must be a tensor or a CausalBias, not a view of one"
+        )
+    queries, keys = mask.seq_len_q, mask.seq_len_kv
+    diagonal = keys - queries if mask.variant.name == "LOWER_RIGHT" else 0
+    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(diagonal)
+
+
 def causal_alignment_of(bias: Any, query: Tensor, key: Tensor, is_causal: Any, given: Any) -> str:
     """Return the ``causal_alignment`` with which ``is_causal`` is this bias."""
     if is_causal:
