@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import torch
@@ -14,6 +14,8 @@ __all__ = ["Gradients", "Patterns"]
 
 Gradients = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 _Self = TypeVar("_Self", bound="Patterns")
+# Up to this limit there is room for all steps; beyond it the device is asked, and waited for.
+_FEW_STEPS = 8
 
 
 @dataclass(frozen=True)
@@ -25,10 +27,11 @@ class Patterns(abc.ABC):
     mask: Tensor | None  # [G|1, Q|1, N|1]
     bias: Tensor | None  # [G|1, Q|1, N|1]
     scale: float
+    steps_max: int = field(default=-1, kw_only=True)  # -1: unknown
 
     @abc.abstractmethod
-    def repeat(self, state: Tensor, taken: Tensor) -> tuple[Tensor, Tensor, int]:
-        """All states and statistics of so many steps of each query; the most steps there are."""
+    def repeat(self, state: Tensor, taken: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+        """All states and statistics of so many steps of each query, ``steps`` at most."""
 
     @abc.abstractmethod
     def derive(
@@ -43,9 +46,17 @@ class Patterns(abc.ABC):
     ) -> Gradients:
         """The derivative of the steps that ``repeat`` took."""
 
-    def unroll(self, grad_out: Tensor, state: Tensor, taken: Tensor, needed: int) -> Gradients:
-        """The derivative of so many steps of each query."""
-        return self.derive(grad_out, state, taken, *self.repeat(state, taken), needed)
+    def unroll(
+        self, grad_out: Tensor, state: Tensor, taken: Tensor, steps: int, needed: int
+    ) -> Gradients:
+        """The derivative of so many steps of each query, ``steps`` at most."""
+        trace, stats = self.repeat(state, taken, steps)
+        return self.derive(grad_out, state, taken, trace, stats, steps, needed)
+
+    @property
+    def memories(self) -> tuple[Tensor, Tensor | None]:
+        """What is compared with, and what is summed if that is another."""
+        return (self.stored, None) if self.keys is None else (self.keys, self.stored)
 
     def gradients(
         self,
@@ -58,32 +69,39 @@ class Patterns(abc.ABC):
     ) -> Gradients:
         """Return the gradients of state, stored, keys and the bias, see ``docs/design.md``."""
         if grad == "unroll":
-            return self.unroll(grad_out, state, taken.abs(), needed)
+            return self.unroll(grad_out, state, taken.abs(), self._most(taken.abs()), needed)
         before, last = ends.unbind(2)
         once = torch.ones_like(taken)
         wide, grad_out = self._to(ends.dtype), grad_out.to(ends.dtype)
         if grad == "one_step":
-            _, *derived = wide.unroll(grad_out, before, once, needed)
+            _, *derived = wide.unroll(grad_out, before, once, 1, needed)
             return self._in_dtypes((torch.zeros_like(before), *derived), state)
 
         # (1 - J) a = grad_out, J symmetric: then df/dstored^T a is the derivative of the solution.
-        trace, stats, _ = wide.repeat(last, once)
+        trace, stats = wide.repeat(last, once, 1)
         solved, a = _conjugate_gradients(
             lambda x: wide.derive(x, last, once, trace, stats, 1, 0)[0],
             grad_out,
             taken > 0,
             2 * min(last.shape[-1], self.stored.shape[1]) + 2,
         )
-        found = wide.unroll(torch.where(solved, a, 0.0), last, once, needed)
+        found = wide.unroll(torch.where(solved, a, 0.0), last, once, 1, needed)
         grads: list[Tensor | None] = [torch.zeros_like(found[0]), *found[1:]]
         if not bool(solved.all()):  # not at a strict minimum
             rest = torch.where(solved, 0.0, grad_out)
             steps = torch.where(solved.squeeze(-1), 0, taken.abs())
-            unrolled = wide.unroll(rest, state.to(ends.dtype), steps, needed)
+            start = state.to(ends.dtype)
+            unrolled = wide.unroll(rest, start, steps, self._most(steps), needed)
             unrolled = (torch.where(solved, 0.0, unrolled[0]), *unrolled[1:])
             pairs = zip(grads, unrolled, strict=True)
             grads = [None if x is None or y is None else x + y for x, y in pairs]
         return self._in_dtypes(grads, state)
+
+    def _most(self, taken: Tensor) -> int:
+        """So many steps were taken at most, and one at least."""
+        if 0 <= self.steps_max <= _FEW_STEPS:
+            return max(self.steps_max, 1)
+        return max(int(taken.max()), 1) if taken.numel() else 1
 
     def _to(self: _Self, dtype: torch.dtype) -> _Self:
         keys = None if self.keys is None else self.keys.to(dtype)

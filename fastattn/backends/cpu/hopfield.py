@@ -100,9 +100,8 @@ class _Memory(Patterns):
                 return out, taken, ends
             flags = _SEARCH | _RESUME
 
-    def repeat(self, state: Tensor, taken: Tensor) -> tuple[Tensor, Tensor, int]:
-        """All states [G, Q, K + 1, D] and statistics of so many steps of each query; K."""
-        steps = max(int(taken.max()), 1) if taken.numel() else 1
+    def repeat(self, state: Tensor, taken: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+        """All states [G, Q, K + 1, D], and statistics."""
         wide = torch.float64 if state.dtype is torch.float64 else torch.float32
         lead, width = state.shape[:-1], state.shape[-1]
         out = torch.empty(state.shape, dtype=state.dtype)
@@ -110,7 +109,7 @@ class _Memory(Patterns):
         stats = torch.empty((*lead, steps, 2), dtype=wide)
         results = (out.data_ptr(), trace.data_ptr(), stats.data_ptr(), 0)
         self._run(False, state, steps, 0, (), results, (1, taken.data_ptr(), 0), 0.0)
-        return trace, stats, steps
+        return trace, stats
 
     def derive(
         self,
@@ -124,11 +123,10 @@ class _Memory(Patterns):
     ) -> Gradients:
         stored, keys, bias = self.stored, self.keys, self.bias
         grad_state = torch.empty(state.shape, dtype=state.dtype)
-        memories = [stored if keys is None else keys, None if keys is None else stored]
         wanted = needed & (2 if keys is None else 6)
         grad_in, grad_stored = (
             torch.empty(x.shape, dtype=x.dtype) if x is not None and wanted else None
-            for x in memories
+            for x in self.memories
         )
         scores = None
         if bias is not None and needed & 8:

@@ -19,9 +19,6 @@ from fastattn.backends.cuda.operands import DTYPES, broadcast_operand, on
 
 __all__ = ["hopfield_retrieve", "hopfield_retrieve_backward", "why_not"]
 
-# With a limit up to this, backward has room for all steps; beyond it asks how many were taken.
-_FEW_STEPS = 8
-
 
 def why_not(
     state: Tensor, stored: Tensor, keys: Tensor | None, *_: Tensor | None, **__: Any
@@ -93,8 +90,6 @@ def hopfield_retrieve_backward(
 
 @dataclass(frozen=True)
 class _Memory(Patterns):
-    steps_max: int  # -1: unknown
-
     @classmethod
     def of(
         cls,
@@ -107,7 +102,7 @@ class _Memory(Patterns):
     ) -> _Memory:
         stored = hops.with_columns_together(stored)
         keys = None if keys is None else hops.with_columns_together(keys)
-        return cls(stored, keys, mask, bias, scale, steps_max)
+        return cls(stored, keys, mask, bias, scale, steps_max=steps_max)
 
     def _to(self, dtype: torch.dtype) -> _Memory:
         bias = None if self.bias is None else self.bias.to(dtype)  # the kernels know no third dtype
@@ -130,7 +125,7 @@ class _Memory(Patterns):
         mask, bias = (None if x is None else x.unsqueeze(2) for x in (self.mask, self.bias))
         return (
             broadcast_operand(state.unsqueeze(2)),
-            hops.rows_of((self.stored if self.keys is None else self.keys).unsqueeze(1)),
+            hops.rows_of(self.memories[0].unsqueeze(1)),
             hops.rows_of(self.stored.unsqueeze(1)),
             None,
             None if mask is None else broadcast_operand(mask),
@@ -144,12 +139,9 @@ class _Memory(Patterns):
             return None
         return state.new_empty((*state.shape[:-1], 2, rows), dtype=torch.float32)
 
-    def repeat(self, state: Tensor, taken: Tensor) -> tuple[Tensor, Tensor, int]:
-        """All states [G, Q, 2 K + 1, D] and statistics of so many steps of each query; K."""
-        steps = self.steps_max
-        if not 0 <= steps <= _FEW_STEPS:
-            steps = int(taken.max()) if taken.numel() else 0
-        steps, taken = max(steps, 1), taken.contiguous()
+    def repeat(self, state: Tensor, taken: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+        """All states [G, Q, 2 K + 1, D], and statistics."""
+        taken = taken.contiguous()
         lead, width = state.shape[:-1], state.shape[-1]
         out = state.new_empty(state.shape)
         trace = state.new_empty((*lead, 2 * steps + 1, width), dtype=torch.float32)
@@ -168,7 +160,7 @@ class _Memory(Patterns):
                 tuple(map(hops.address, shared)),
                 (out.data_ptr(), 0),
             )
-        return trace, stats, steps
+        return trace, stats
 
     def derive(
         self,
@@ -183,10 +175,9 @@ class _Memory(Patterns):
         groups, queries, width = state.shape
         taken = taken.contiguous()
         grad_state = state.new_empty(state.shape)
-        compared, read = (self.stored, None) if self.keys is None else (self.keys, self.stored)
         wanted = needed & (2 if self.keys is None else 6)
         grad_in, grad_read = (
-            x.new_empty(x.shape) if x is not None and wanted else None for x in (compared, read)
+            x.new_empty(x.shape) if x is not None and wanted else None for x in self.memories
         )
         xs, ys = (
             state.new_empty((2, groups, queries, steps, length), dtype=torch.float32)

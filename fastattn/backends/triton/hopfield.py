@@ -92,7 +92,7 @@ def hopfield_retrieve_backward(
     needed: int,
 ) -> Gradients:
     """Return the gradients of state, stored, keys and the bias, see ``docs/design.md``."""
-    memory = _Memory(stored, keys, mask, bias, scale)
+    memory = _Memory(stored, keys, mask, bias, scale, steps_max=steps_max)
     return memory.gradients(grad_out, state, taken, ends, grad, needed)
 
 
@@ -100,13 +100,12 @@ def hopfield_retrieve_backward(
 class _Memory(Patterns):
     def options(self, state: Tensor, steps: int) -> Hops:
         mask, bias = (None if x is None else x.unsqueeze(2) for x in (self.mask, self.bias))
-        return options_of(state, *self._memories(), mask, bias, steps, self.scale, shared=False)
+        return options_of(state, *self.memories, mask, bias, steps, self.scale, shared=False)
 
-    def repeat(self, state: Tensor, taken: Tensor) -> tuple[Tensor, Tensor, int]:
-        steps = max(int(taken.max()), 1) if taken.numel() else 1
+    def repeat(self, state: Tensor, taken: Tensor, steps: int) -> tuple[Tensor, Tensor]:
         o = self.options(state, steps)._replace(p_taken=taken.contiguous())
         _, trace, stats = run_forward(state, o, None, activation="none", normalize="softmax")
-        return trace, stats, steps
+        return trace, stats
 
     def derive(
         self,
@@ -123,7 +122,7 @@ class _Memory(Patterns):
             needed = needed & 8 | (needed & 2) << 1 | (needed & 4) >> 1
         of_scores = self.bias is not None and bool(needed & 8)
         grad_state, (of_input, of_output), _, scores = run_backward(
-            grad_out, state, *self._memories(), o, trace, stats,
+            grad_out, state, *self.memories, o, trace, stats,
             activation="none", normalize="softmax", needed=needed, of_scores=of_scores,
         )  # fmt: skip
         grad_bias = None
@@ -132,7 +131,3 @@ class _Memory(Patterns):
         if self.keys is None:
             return grad_state, of_input, None, grad_bias
         return grad_state, of_output, of_input, grad_bias
-
-    def _memories(self) -> tuple[Tensor, Tensor | None]:
-        """What is compared with, and what is summed if that is another."""
-        return (self.stored, None) if self.keys is None else (self.keys, self.stored)
