@@ -36,7 +36,7 @@ NATIVE_SOURCES := setup.py $(shell find csrc)
 CXX_FILES = $(shell git ls-files --cached --others --exclude-standard '*.cpp' '*.h' '*.cu')
 
 .DEFAULT_GOAL := help
-.PHONY: help bench test test-full test-slow test-isas test-sanitized test-triton-oldest build lint format clean
+.PHONY: help bench test test-full test-slow test-isas test-sanitized test-triton-oldest test-gpu build lint format clean
 
 help: ## say what there is to make
 	@grep -hE '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{ printf "  make %-23s %s\n", $$1, $$2 }'
@@ -78,6 +78,15 @@ test-triton-oldest: build $(VENV)/.stamp-test ## the Triton tests with the oldes
 	$(PIP) install --quiet --target $(OLDEST_TRITON) --upgrade --no-deps triton==3.6.0 'numpy<2.4'
 	PYTHONPATH=$(OLDEST_TRITON) $(PYTEST) -m "not slow" tests/test_triton_*.py $(ARGS)
 
+# The environment needs a PyTorch that sees the GPU: `make test-gpu TORCH_WHEELS=` takes the index's.
+# The CUDA kernels are tested too where FASTATTN_CUDA=1 had them built.
+GPU_BACKENDS := triton $(if $(filter-out 0,$(FASTATTN_CUDA)),cuda)
+test-gpu: build $(VENV)/.stamp-test ## on a GPU: correctness, races, speed; results to benchmarks/results/gpu
+	$(BIN)/python -m pytest tests/gpu $(ARGS)
+	for backend in $(GPU_BACKENDS); do $(BIN)/python benchmarks/gpu.py --backend $$backend || exit; done
+	$(BIN)/python -m fastattn bench run --preset dropin --device cuda --time-budget 300 \
+	  --json benchmarks/results/gpu/dropin.json
+
 build: $(VENV)/.stamp-native ## make the environment and the native core; again where csrc changed
 
 $(VENV)/.stamp-venv:
@@ -88,7 +97,7 @@ $(VENV)/.stamp-venv:
 
 # The native core comes afterwards, by itself, where its progress can be seen.
 $(VENV)/.stamp-packages: pyproject.toml | $(VENV)/.stamp-venv
-	$(PIP) install --retries 2 --find-links $(TORCH_WHEELS) $(TORCH)
+	$(PIP) install --retries 2 $(addprefix --find-links=,$(TORCH_WHEELS)) $(TORCH)
 	$(PIP) install --quiet 'setuptools>=77' 'pybind11>=2.13' ninja
 	FASTATTN_REQUIRE_NATIVE=0 FASTATTN_NATIVE=0 \
 	  $(PIP) install --quiet --no-build-isolation --editable '.[bench]'

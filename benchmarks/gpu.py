@@ -1,10 +1,12 @@
-"""A few minutes of a GPU, well spent: are the CUDA kernels right there, and how fast are they?
+"""A few minutes of a GPU, well spent: are the kernels right there, and how fast are they?
 
     make build FASTATTN_CUDA=1
-    .venv/bin/python benchmarks/gpu.py --out benchmarks/results/gpu.json
+    .venv/bin/python benchmarks/gpu.py
+    .venv/bin/python benchmarks/gpu.py --backend triton     # needs no build
 
-In this order, the results written after each step, so that nothing is lost when time runs out:
-  conformance  every PTX wrapper against the manual's tables (tests/test_emulator.py)
+In this order, the results written after each step, so that nothing is lost when time runs out, to
+benchmarks/results/gpu/BACKEND.json:
+  conformance  every PTX wrapper against the manual's tables (tests/test_emulator.py); of CUDA alone
   correctness  the case tables of attention against the oracle, in hostile memory layouts
   races        the same bits in 1,000 runs, forward and backward, packed sequences and decoding too
   operators    the same for the operators beside attention, with plain PyTorch beside them
@@ -34,7 +36,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fastattn
-from fastattn import info
+from fastattn import dispatch, info
 from fastattn.testing import CASES, Case, check
 from fastattn.testing.decode import DECODE_CASES, DecodeCase, check_decode, make_decode
 from fastattn.testing.inputs import make_inputs
@@ -55,7 +57,7 @@ SHAPES = [  # batch, heads, kv_heads, length, head_dim, causal
 ]
 
 
-def environment() -> dict[str, Any]:
+def environment(backend: str) -> dict[str, Any]:
     return {
         "gpu": torch.cuda.get_device_name(),
         "capability": torch.cuda.get_device_capability(),
@@ -63,7 +65,8 @@ def environment() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
         "fastattn": fastattn.__version__,
-        "kernels": info.collect()["backends"]["cuda"],
+        "backend": backend,
+        "kernels": info.collect()["backends"][backend],
         "date": time.strftime("%Y-%m-%d"),
     }
 
@@ -85,12 +88,11 @@ def on_cpu(x: Any) -> Any:
 
 
 class OnGpu:
-    """A target of `fastattn.testing.check`: CPU tensors in and out, the CUDA kernels between."""
+    """A target of `fastattn.testing.check`: CPU tensors in and out, a backend's kernels between."""
 
-    backend = "cuda"
-
-    def __init__(self) -> None:
-        from fastattn.backends import cuda
+    def __init__(self, backend: str) -> None:
+        self.backend = backend
+        module = dispatch.load(backend)
 
         def moved(function: Callable[..., Any]) -> Callable[..., Any]:
             def call(*args: Any, **options: Any) -> Any:
@@ -99,11 +101,11 @@ class OnGpu:
             return call
 
         def why_not(op: str, *args: Any, **options: Any) -> list[str]:
-            return cuda.why_not(op, *map(on_gpu, args), **options)
+            return module.why_not(op, *map(on_gpu, args), **options)
 
         self.adapter = SimpleNamespace()
-        for name in cuda.__all__:
-            setattr(self.adapter, name, moved(getattr(cuda, name)))
+        for name in filter(str.islower, module.__all__):
+            setattr(self.adapter, name, moved(getattr(module, name)))
         self.adapter.why_not = why_not
 
     @contextmanager
@@ -111,14 +113,16 @@ class OnGpu:
         yield self.adapter
 
 
-def conformance(_: argparse.Namespace) -> dict[str, Any]:
+def conformance(args: argparse.Namespace) -> dict[str, Any]:
+    if args.backend != "cuda":
+        return {"ok": True, "told": "these kernels have no PTX of their own"}
     command = [sys.executable, "-m", "pytest", "-q", "-k", "cuda", "tests/test_emulator.py"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     return {"ok": done.returncode == 0, "told": done.stdout[-4000:]}
 
 
-def correctness(_: argparse.Namespace) -> dict[str, Any]:
-    target, faults, ran = OnGpu(), [], dict.fromkeys(TABLES, 0)
+def correctness(args: argparse.Namespace) -> dict[str, Any]:
+    target, faults, ran = OnGpu(args.backend), [], dict.fromkeys(TABLES, 0)
     for op, (cases, judge) in TABLES.items():
         for case in cases:
             for dtype in DTYPES:
@@ -131,8 +135,7 @@ def correctness(_: argparse.Namespace) -> dict[str, Any]:
 
 
 def races(args: argparse.Namespace) -> dict[str, Any]:
-    from fastattn.backends import cuda
-
+    module = dispatch.load(args.backend)
     plain = Case("races", heads=8, q_len=500, k_len=500, head_dim=128, causal="upper_left")
     masked = replace(plain, name="races-mask", mask="float_inf", mask_grad=True, dropout_p=0.1)
     faults = []
@@ -143,8 +146,8 @@ def races(args: argparse.Namespace) -> dict[str, Any]:
             given = tuple(map(on_gpu, inputs.cotangents()))
             first: list[Tensor] | None = None
             for n in range(args.repeats):
-                out, lse, _ = cuda.scaled_dot_product_attention(*forward, **inputs.options)
-                grads = cuda.scaled_dot_product_attention_backward(
+                out, lse, _ = module.scaled_dot_product_attention(*forward, **inputs.options)
+                grads = module.scaled_dot_product_attention_backward(
                     *given, *forward, out, lse, **inputs.options, needs_mask_grad=case.mask_grad
                 )
                 found = [out, lse, *(grad for grad in grads if grad is not None)]
@@ -153,7 +156,7 @@ def races(args: argparse.Namespace) -> dict[str, Any]:
                     faults.append(f"{case.name} {dtype}: run {n} differs from the first")
                     break
     for dtype in DTYPES:
-        for name, run in serving_calls(dtype).items():
+        for name, run in serving_calls(module, dtype).items():
             once = run()
             for n in range(args.repeats):
                 if not all(torch.equal(a, b) for a, b in zip(once, run(), strict=True)):
@@ -162,36 +165,37 @@ def races(args: argparse.Namespace) -> dict[str, Any]:
     return {"ok": not faults, "repeats": args.repeats, "faults": faults}
 
 
-def serving_calls(dtype: torch.dtype) -> dict[str, Callable[[], list[Tensor]]]:
+def serving_calls(module: Any, dtype: torch.dtype) -> dict[str, Callable[[], list[Tensor]]]:
     """Packed sequences, forward and backward, and decoding in pages."""
-    from fastattn.backends import cuda
-
     case = VarlenCase("races", (300, 1, 0, 700), window=(-1, 0), heads=8, head_dim=128)
     made = make_varlen(case, dtype)
     packed = replace(made, args=on_gpu(made.args), given=on_gpu(made.given))
     cache = make_decode(DecodeCase("races", (900, 40), 1024, page=64, head_dim=128), dtype)
     args = on_gpu(cache.args)
     return {
-        "varlen_attention": lambda: list(run_varlen(cuda, packed).values()),
-        "decode_attention": lambda: list(cuda.decode_attention(*args, **cache.options)),
+        "varlen_attention": lambda: list(run_varlen(module, packed).values()),
+        "decode_attention": lambda: list(module.decode_attention(*args, **cache.options)),
     }
 
 
 def operators(args: argparse.Namespace) -> dict[str, Any]:
     import gpu_operators  # beside this file
 
-    correct, race = gpu_operators.correctness(on_gpu), gpu_operators.races(args.repeats)
+    correct = gpu_operators.correctness(args.backend, on_gpu)
+    race = gpu_operators.races(args.backend, args.repeats)
     ok = not correct["faults"] and not race["faults"]
-    rows = gpu_operators.speed(args.rounds, milliseconds) if ok else []
+    rows = gpu_operators.speed(args.backend, args.rounds, milliseconds) if ok else []
     return {"ok": ok, "correctness": correct, "races": race, "rows": rows}
 
 
-def candidates(length: int, causal: bool, gqa: bool) -> dict[str, Callable[..., Tensor]]:
+def candidates(
+    backend: str, length: int, causal: bool, gqa: bool
+) -> dict[str, Callable[..., Tensor]]:
     """Name -> f(q, k, v) -> out."""
 
-    def stock(backend: SDPBackend) -> Callable[..., Tensor]:
+    def stock(kind: SDPBackend) -> Callable[..., Tensor]:
         def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            with sdpa_kernel(backend):
+            with sdpa_kernel(kind):
                 return torch.nn.functional.scaled_dot_product_attention(
                     q, k, v, is_causal=causal, enable_gqa=gqa
                 )
@@ -199,13 +203,13 @@ def candidates(length: int, causal: bool, gqa: bool) -> dict[str, Callable[..., 
         return call
 
     def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with fastattn.use_backend("cuda"):
+        with fastattn.use_backend(backend):
             return fastattn.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=gqa)
 
     found: dict[str, Callable[..., Tensor]] = {"fastattn": ours}
-    for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION,
-                    SDPBackend.EFFICIENT_ATTENTION):  # fmt: skip
-        found[backend.name.lower()] = stock(backend)
+    for kind in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION,
+                 SDPBackend.EFFICIENT_ATTENTION):  # fmt: skip
+        found[kind.name.lower()] = stock(kind)
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     compiled = torch.compile(flex_attention)
@@ -243,19 +247,24 @@ def speed(args: argparse.Namespace) -> dict[str, Any]:
             flops = 4 * batch * heads * length * length * width * (0.5 if causal else 1.0)
             shape = [batch, heads, kv_heads, length, width]
             row = {"shape": shape, "causal": causal, "dtype": str(dtype), "tflops": {}}
-            rows.append(row | {"tflops": one_shape(q, k, v, causal, flops, args.rounds)})
+            runs = candidates(args.backend, length, causal, heads != kv_heads)
+            rows.append(row | {"tflops": one_shape(runs, q, k, v, flops, args.rounds)})
     return {"ok": True, "rows": rows}
 
 
 def one_shape(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, flops: float, rounds: int
+    runs: dict[str, Callable[..., Tensor]],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    flops: float,
+    rounds: int,
 ) -> dict[str, dict[str, Any]]:
     """Forward and backward of every candidate that runs, one after the other in each round."""
     grad = torch.randn_like(q)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     times: dict[str, dict[str, list[float]]] = {}
     told: dict[str, dict[str, Any]] = {}
-    runs = candidates(q.shape[2], causal, q.shape[1] != k.shape[1])
     for round_ in range(rounds + 1):  # the first one warms up
         for name, run in list(runs.items()):
             try:
@@ -300,10 +309,10 @@ def medians(runs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, Any]:
 
 @torch.no_grad()
 def serving(args: argparse.Namespace) -> dict[str, Any]:
-    return {"ok": True, "packed": packed(args.rounds), "decoding": decoding(args.rounds)}
+    return {"ok": True, "packed": packed(args), "decoding": decoding(args)}
 
 
-def packed(rounds: int) -> list[dict[str, Any]]:
+def packed(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Causal sequences of 128 to 4096 tokens, beside the same ones padded."""
     rows = []
     lengths = [128, 4096, 700, 1500, 256, 2048, 90, 3000]
@@ -317,17 +326,17 @@ def packed(rounds: int) -> list[dict[str, Any]]:
         ]
 
         def ours(q: Tensor = q, k: Tensor = k, v: Tensor = v) -> Tensor:
-            with fastattn.use_backend("cuda"):
+            with fastattn.use_backend(args.backend):
                 return fastattn.varlen_attention(q, k, v, ends, ends, is_causal=True)
 
         runs: dict[str, Callable[[], Any]] = {"fastattn": ours}
-        for name, run in candidates(longest, True, False).items():
+        for name, run in candidates(args.backend, longest, True, False).items():
             runs[f"{name}, padded"] = lambda run=run, padded=padded: run(*padded)
-        rows.append({"lengths": lengths, "head_dim": width, "ms": medians(runs, rounds)})
+        rows.append({"lengths": lengths, "head_dim": width, "ms": medians(runs, args.rounds)})
     return rows
 
 
-def decoding(rounds: int) -> list[dict[str, Any]]:
+def decoding(args: argparse.Namespace) -> list[dict[str, Any]]:
     """One query a sequence; the cache's bytes a second, beside those of a copy."""
     rows = []
     for batch, heads, kv_heads, length in (
@@ -350,14 +359,15 @@ def decoding(rounds: int) -> list[dict[str, Any]]:
             blocks = table if "paged" in name else None
 
             def run(tensors: Any = tensors, blocks: Tensor | None = blocks) -> Tensor:
-                with fastattn.use_backend("cuda"):
+                with fastattn.use_backend(args.backend):
                     return fastattn.decode_attention(*tensors, block_table=blocks)
 
             runs[name] = run
-        for name, other in candidates(length, False, heads != kv_heads).items():
+        others = candidates(args.backend, length, False, heads != kv_heads)
+        for name, other in others.items():
             if name != "fastattn":
                 runs[name] = lambda f=other, x=(query, keys, values): f(*x)
-        taken = medians(runs, rounds)
+        taken = medians(runs, args.rounds)
         read = 2 * keys.nbytes  # a copy reads and writes as much
         speeds = {k: read / v / 1e6 if isinstance(v, float) else v for k, v in taken.items()}
         rows.append({"shape": [batch, heads, kv_heads, length, 128], "gb_per_s": speeds})
@@ -366,7 +376,8 @@ def decoding(rounds: int) -> list[dict[str, Any]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/gpu.json")
+    parser.add_argument("--backend", choices=("cuda", "triton"), default="cuda")
+    parser.add_argument("--out", type=Path, help="benchmarks/results/gpu/BACKEND.json")
     parser.add_argument("--steps", nargs="+", choices=STEPS, default=STEPS)
     parser.add_argument("--repeats", type=int, default=1000, help="of each call, for races")
     parser.add_argument("--rounds", type=int, default=10, help="of all candidates, for speed")
@@ -374,8 +385,13 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("there is no CUDA device here: nothing to measure", file=sys.stderr)
         return 2
+    backend = dispatch.load(args.backend)
+    if isinstance(backend, str):
+        print(f"the backend {args.backend} is {backend}", file=sys.stderr)
+        return 2
+    args.out = args.out or ROOT / f"benchmarks/results/gpu/{args.backend}.json"
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    results: dict[str, Any] = {"environment": environment()}
+    results: dict[str, Any] = {"environment": environment(args.backend)}
     steps = {
         "conformance": conformance,
         "correctness": correctness,

@@ -1,7 +1,7 @@
 """The operators beside attention on a GPU: a step of benchmarks/gpu.py.
 
-Their case tables against the oracle, the same bits in every run, then speed: the CUDA kernels and
-the same call in plain PyTorch (the reference backend), one after the other in each round; the
+Their case tables against the oracle, the same bits in every run, then speed: a backend's kernels
+and the same call in plain PyTorch (the reference backend), one after the other in each round; the
 sinusoids beside a copy, too.
 """
 
@@ -38,25 +38,25 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True)
 class Through:
-    """A target: CPU tensors in and out, the CUDA kernels between; found by the library, too."""
+    """A target: CPU tensors in and out, a backend's kernels between; found by the library, too."""
 
+    backend: str
     adapter: SimpleNamespace
-    backend: str = "cuda"
 
     @contextlib.contextmanager
     def active(self) -> Iterator[Any]:
         real = dispatch.load
 
         def load(name: str) -> Any:
-            return self.adapter if name == "cuda" else real(name)
+            return self.adapter if name == self.backend else real(name)
 
-        order = {"cpu": ("cuda", "reference")}
+        order = {"cpu": (self.backend, "reference")}
         with mock.patch.object(dispatch, "load", load), mock.patch.dict(dispatch.PRIORITY, order):
             yield self.adapter
 
 
-def through(on_gpu: Callable[[Any], Any]) -> Through:
-    from fastattn.backends import cuda
+def through(backend: str, on_gpu: Callable[[Any], Any]) -> Through:
+    module = dispatch.load(backend)
 
     def moved(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:
@@ -68,15 +68,15 @@ def through(on_gpu: Callable[[Any], Any]) -> Through:
         return call
 
     def why_not(op: str, *args: Any, **options: Any) -> list[str]:
-        return cuda.why_not(op, *map(on_gpu, args), **options)
+        return module.why_not(op, *map(on_gpu, args), **options)
 
-    names = [name for name in cuda.__all__ if name != "why_not"]
-    functions = {name: moved(getattr(cuda, name)) for name in names}
-    return Through(SimpleNamespace(why_not=why_not, **functions))
+    names = [name for name in module.__all__ if name.islower() and name != "why_not"]
+    functions = {name: moved(getattr(module, name)) for name in names}
+    return Through(backend, SimpleNamespace(why_not=why_not, **functions))
 
 
-def correctness(on_gpu: Callable[[Any], Any]) -> dict[str, Any]:
-    target, faults, ran = through(on_gpu), [], 0
+def correctness(backend: str, on_gpu: Callable[[Any], Any]) -> dict[str, Any]:
+    target, faults, ran = through(backend, on_gpu), [], 0
     for cases, check in TABLES:
         for case in cases:
             for dtype in DTYPES:
@@ -128,11 +128,11 @@ def results_of(call: Callable[..., Tensor], leaves: list[Tensor]) -> list[Tensor
     return [out.detach(), *torch.autograd.grad(out, leaves, torch.ones_like(out))]
 
 
-def races(repeats: int) -> dict[str, Any]:
+def races(backend: str, repeats: int) -> dict[str, Any]:
     faults = []
     for dtype in DTYPES:
         for name, (call, leaves) in calls(dtype).items():
-            with fastattn.use_backend("cuda"):
+            with fastattn.use_backend(backend):
                 first = results_of(call, leaves)
                 for n in range(repeats):
                     found = results_of(call, leaves)
@@ -142,20 +142,22 @@ def races(repeats: int) -> dict[str, Any]:
     return {"repeats": repeats, "faults": faults}
 
 
-def speed(rounds: int, milliseconds: Callable[[Callable[[], Any]], float]) -> list[dict[str, Any]]:
+def speed(
+    backend: str, rounds: int, milliseconds: Callable[[Callable[[], Any]], float]
+) -> list[dict[str, Any]]:
     rows = []
     for dtype in (torch.bfloat16, torch.float32):
         for name, (call, leaves) in calls(dtype).items():
             times: dict[str, list[float]] = {}
             for round_ in range(rounds + 1):  # the first one warms up
-                for backend in ("cuda", "reference"):
-                    with fastattn.use_backend(backend):
+                for which in (backend, "reference"):
+                    with fastattn.use_backend(which):
                         with torch.no_grad():
                             forward = milliseconds(lambda c=call, x=leaves: c(*x))
                         both = milliseconds(lambda c=call, x=leaves: results_of(c, x))
                     if round_ > 0:
-                        times.setdefault(f"{backend}-forward", []).append(forward)
-                        times.setdefault(f"{backend}-both", []).append(both)
+                        times.setdefault(f"{which}-forward", []).append(forward)
+                        times.setdefault(f"{which}-both", []).append(both)
                 if name.startswith("sinusoidal") and round_ > 0:
                     copy = milliseconds(lambda x=leaves: x[0].detach().clone())
                     times.setdefault("copy", []).append(copy)
