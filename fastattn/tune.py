@@ -156,6 +156,8 @@ def _attention(dtype: torch.dtype, width: int) -> Iterator[tuple[str, _Call]]:
     yield "statistics", plain
     yield "backward_query", plain
     yield "backward_key_value", plain
+    yield "backward_query_masked", biased
+    yield "backward_key_value_masked", biased
     yield "backward_mask", biased
 
 

@@ -1,76 +1,114 @@
-"""A kernel that was compiled once is found again, and run as Triton itself would run it.
-
-In a process of its own: in this one Triton interprets. The driver writes down what it is told.
-"""
+"""How kernels are launched: found again, on the right stream and device, and without waiting."""
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from conftest import REQUIRE_NATIVE
 
-CODE = """
-import torch, triton
-from fastattn.backends import triton as backend
-from fastattn.backends.triton import _launch
-from fastattn.testing import triton_aot
 
-told = []
-
-class Utilities:
-    def load_binary(self, *args): return 1, 1, 32, 0, 1024
-    def get_device_properties(self, device): return {"max_shared_mem": 2**20}
-    def unload_module(self, *args): pass
-
-class Driver(triton_aot._Driver):
-    utils = Utilities()
-    def launcher_cls(self, source, metadata): return lambda *args: told.append(args)
-
-triton.runtime.driver.set_active(Driver(triton_aot.CHIPS["sm_90"].target))
-_launch.architecture_of = lambda device: "sm_90"
-compiled_by_triton = []
-run = triton.runtime.JITFunction.run
-def counted(self, *args, **kwargs):
-    compiled_by_triton.append(self)
-    return run(self, *args, **kwargs)
-triton.runtime.JITFunction.run = counted
-
-options = {"layout": "interleaved", "max_timescale": 1e4, "scale": 8.0, "padding_idx": None}
-def call(rows, dtype=torch.float32, offset=0):
-    x = torch.empty(2, rows, 64, dtype=dtype, device="meta")
-    told.clear(), compiled_by_triton.clear()
-    backend.sinusoidal_encoding(x, None, offset=offset, **options)
-    (args,) = told
-    # Tensors are others in each call; what is left of hooks and metadata is for profilers.
-    numbers = [tuple(a[1:]) if isinstance(a, tuple) else a for a in args[9:]]
-    numbers = [n for n in numbers if not isinstance(n, torch.Tensor)]
-    return args[:5], numbers, bool(compiled_by_triton)
-
-first, again = call(48), call(48)
-assert first[2] and not again[2], "the second launch went through Triton"
-assert first[:2] == again[:2], (first, again)
-assert call(32)[2] and call(48, torch.bfloat16)[2] and call(48, offset=1)[2]
-assert not call(32)[2]
-
-hook = lambda metadata: None
-triton.knobs.runtime.launch_enter_hook.add(hook)
-assert call(48)[2], "a profiler was not told"
-triton.knobs.runtime.launch_enter_hook.remove(hook)
-assert not call(48)[2]
-"""
-
-
-def test_a_warm_launch_is_that_of_triton() -> None:
+@pytest.fixture(autouse=True)
+def _needs_triton() -> None:
     if importlib.util.find_spec("triton") is None and not REQUIRE_NATIVE:
         pytest.skip("triton is not installed")
+
+
+def _in_a_process_of_its_own(*names: str) -> None:
+    """Functions of tests/triton_launches.py; here Triton interprets."""
+    code = f"import sys; sys.path.append({str(Path(__file__).parent)!r}); import triton_launches"
     child = subprocess.run(
-        [sys.executable, "-c", CODE],
+        [sys.executable, "-c", "; ".join([code, *(f"triton_launches.{name}()" for name in names)])],
         capture_output=True,
         text=True,
         env={**os.environ, "TRITON_INTERPRET": "0"},
     )
     assert child.returncode == 0, child.stderr[-3000:]
+
+
+def test_a_warm_launch_is_that_of_triton_on_the_current_stream() -> None:
+    _in_a_process_of_its_own(
+        "a_warm_launch_is_that_of_triton",
+        "a_profiler_is_told",
+        "a_launch_is_on_the_current_stream",
+    )
+
+
+@pytest.mark.slow
+def test_every_kernel_that_was_compiled_is_found_again() -> None:
+    _in_a_process_of_its_own("every_kernel_is_found_again")
+
+
+def test_a_launch_is_on_the_device_of_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton takes the current device, whatever the tensors' own one is."""
+    _launch: Any = importlib.import_module("fastattn.backends.triton._launch")
+    current, launched_on = [0], []
+
+    @contextlib.contextmanager
+    def device(wanted: torch.device) -> Iterator[None]:
+        before, current[0] = current[0], wanted.index
+        yield
+        current[0] = before
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(_launch, "_run", lambda *_: launched_on.append(current[0]))
+    for index in (0, 1, 0):
+        planned = _launch.Launch(16, 16, 4, 1)
+        _launch.launch(None, planned, 1, torch.device("cuda", index))
+    assert launched_on == [0, 1, 0]
+    assert current == [0]
+
+
+def _launches() -> Iterator[tuple[str, dict[str, Any]]]:
+    """The calls that are compiled in tests/test_triton_aot.py, and the arguments of each launch."""
+    triton_aot: Any = importlib.import_module("fastattn.testing.triton_aot")
+    for work in triton_aot.work(complete=True):
+        if "tf32" not in work.name:  # these allow it themselves
+            for recording in triton_aot.recorded(work.call, "sm_90"):
+                yield work.name, recording.arguments
+
+
+def test_no_call_reads_a_number_back() -> None:
+    """Tensors without memory have none to give: so nothing waits, and a graph can be captured."""
+    calls = {name for name, _ in _launches()}
+    assert calls >= {"forward", "backward", "bias backward", "packed backward", "decode", "weights",
+                     "hops backward", "retrieval", "retrieval backward", "additive backward",
+                     "encode backward", "sinusoidal"}  # fmt: skip
+
+
+@pytest.fixture
+def _as_before() -> Iterator[None]:
+    yield
+    torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.usefixtures("_as_before")
+def test_tf32_is_used_only_where_pytorch_may_use_it() -> None:
+    def precisions() -> set[str]:
+        return {arguments["PRECISION"] for _, arguments in _launches() if "PRECISION" in arguments}
+
+    matmul = torch.backends.cuda.matmul
+    assert precisions() == {"ieee"}
+    torch.set_float32_matmul_precision("high")
+    assert precisions() == {"tf32"}
+    torch.set_float32_matmul_precision("highest")
+    assert precisions() == {"ieee"}
+    matmul.allow_tf32 = True
+    assert precisions() == {"tf32"}
+    matmul.allow_tf32 = False
+    assert precisions() == {"ieee"}
+    if hasattr(matmul, "fp32_precision"):  # since PyTorch 2.9
+        matmul.fp32_precision = "tf32"
+        assert precisions() == {"tf32"}
+        matmul.fp32_precision = "ieee"
+        assert precisions() == {"ieee"}

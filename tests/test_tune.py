@@ -80,6 +80,26 @@ def test_a_table_of_ones_own_goes_before(own_table: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("architecture", "nearest"),
+    [("sm_86", "sm_80"), ("sm_103", "sm_100"), ("sm_120", "sm_80"), ("gfx950", "gfx942")],
+)
+def test_another_chip_has_the_table_of_the_nearest(architecture: str, nearest: str) -> None:
+    assert _table.table_of(architecture) is _table.ARCHITECTURES[nearest]
+
+
+def test_only_ptxas_is_told_to_take_registers() -> None:
+    """What AMD's compiler does not know as an option would be an error."""
+    launches = [
+        launch
+        for by_bits in _table.ARCHITECTURES["gfx942"].values()
+        for rows in by_bits.values()
+        for _, launch in rows
+    ]
+    assert launches
+    assert not any(launch.greedy for launch in launches)
+
+
+@pytest.mark.parametrize(
     "text",
     ["{", "[]", '{"sm_90": {"forwards": {"16": []}}}', '{"sm_90": {"forward": {"16": [3]}}}'],
 )

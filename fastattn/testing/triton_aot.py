@@ -30,7 +30,7 @@ from fastattn.backends import triton as backend
 from fastattn.backends.triton import _launch
 from fastattn.backends.triton._table import Launch
 
-__all__ = ["CHIPS", "Chip", "Usage", "Work", "compiled", "recorded", "work"]
+__all__ = ["CHIPS", "Chip", "Driver", "Usage", "Work", "compiled", "recorded", "work"]
 
 
 @dataclass(frozen=True)
@@ -81,11 +81,16 @@ class Usage:
         return programs * threads / chip.threads
 
 
-class _Driver:
-    """What Triton asks a driver before it compiles."""
+class Driver:
+    """What Triton asks a driver. It knows the name of its target, and launches nothing."""
 
-    def __init__(self, target: GPUTarget) -> None:
+    utils: Any  # the driver itself: Triton asks it for a binary's handle, and for what a GPU has
+    stream = 0  # the current one
+
+    def __init__(self, target: GPUTarget, launched: Callable[..., None] | None = None) -> None:
         self.target = target
+        self.utils = self
+        self._launched = launched or (lambda *args: None)  # gets the arguments of each launch
 
     def get_current_target(self) -> GPUTarget:
         return self.target
@@ -94,12 +99,25 @@ class _Driver:
         return [chip.target for chip in CHIPS.values()].index(self.target)  # Triton caches by it
 
     def get_current_stream(self, device: int) -> int:
-        return 0
+        return self.stream
+
+    def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
+        return self._launched
+
+    def load_binary(self, name: str, *_: Any) -> tuple[int, ...]:
+        """Module, function, registers, spills, and the threads that a block may have."""
+        return 1, hash(name), 32, 0, 1024
+
+    def unload_module(self, module: int) -> None:
+        pass
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": 2**20}
 
 
 @contextlib.contextmanager
 def _driver_of(chip: Chip) -> Iterator[None]:
-    triton.runtime.driver.set_active(_Driver(chip.target))
+    triton.runtime.driver.set_active(Driver(chip.target))
     try:
         yield
     finally:
@@ -165,7 +183,7 @@ class Work:
     dtype: torch.dtype
     width: int
     call: Callable[[], Any]
-    may_spill: bool = False  # no entry of the table is chosen for it, or none could be
+    may_spill: tuple[str, ...] = ()  # chips on which no entry could be found that does not
 
     def usages(self, chip: str) -> Iterator[Usage]:
         for recording in recorded(self.call, chip):
@@ -191,26 +209,23 @@ def work(complete: bool) -> Iterator[Work]:
 
 def _of_width(dtype: torch.dtype, width: int) -> Iterator[Work]:
     """The calls that take an entry of the table for this dtype and width."""
-    # In float32 a thread's share of a product takes whole rows of its operands. Where they are so
-    # wide that no tile is small enough, it spills.
-    may_spill = dtype == SINGLE and width > 256
     if (dtype, width) not in ((HALF, 64), (SINGLE, 64)):
         yield Work("forward", dtype, width, attention(dtype, width))
+    # Four rows of 512 float32 for each of 16 queries and keys: more than gfx942's registers.
+    may_spill = ("gfx942",) if (dtype, width) == (SINGLE, 512) else ()
     if (dtype, width) != (HALF, 128):
         call = attention(dtype, width, backward=True)
-        yield Work("backward", dtype, width, call, may_spill=may_spill)
+        yield Work("backward", dtype, width, call, may_spill)
     mask = torch.empty(1, 16, 4096, 4096, dtype=dtype, device="meta")
     yield Work("bias", dtype, width, attention(dtype, width, mask=mask))
-    if dtype == HALF or width <= 128:  # beyond, it spills
-        call = attention(dtype, width, mask=mask, backward=True)
-        yield Work("bias backward", dtype, width, call)
+    call = attention(dtype, width, mask=mask, backward=True)
+    yield Work("bias backward", dtype, width, call, may_spill)
     yield Work("decode", dtype, width, decode(dtype, width))
     if dtype == HALF and width >= 128:
         yield Work("decode", dtype, width, decode(dtype, width, queries=16))
     if width <= 256:
         yield Work("hops", dtype, width, hops(dtype, width))
-        call = hops(dtype, width, backward=True)
-        yield Work("hops backward", dtype, width, call, may_spill=dtype == SINGLE and width > 64)
+        yield Work("hops backward", dtype, width, hops(dtype, width, backward=True))
         yield Work("retrieval", dtype, width, retrieval(dtype, width))
     if width != 128:  # no entry ends there
         yield Work("additive", dtype, width, additive(dtype, width))
@@ -223,13 +238,18 @@ def _others() -> Iterator[Work]:
         yield Work("weights", dtype, 128, attention(dtype, 128, weights=2))
     for backward in (False, True):
         suffix = " backward" if backward else ""
+        yield Work(
+            f"tf32{suffix}", SINGLE, 128, _in_tf32(attention(SINGLE, 128, backward=backward))
+        )
         yield Work(f"packed{suffix}", HALF, 128, packed(HALF, 128, backward=backward))
         call = attention(
             HALF, 80, backward=backward, softcap=20.0, alibi=True, dropout_p=0.1,
             mask=torch.empty(2, 1, 1, 4096, dtype=torch.bool, device="meta"), window_left=100,
         )  # fmt: skip
-        yield Work(f"every option{suffix}", HALF, 80, call, may_spill=True)
+        yield Work(f"every option{suffix}", HALF, 80, call)
         yield Work(f"encode{suffix}", HALF, 128, encode(HALF, 128, backward=backward))
+    for grad in ("unroll", "one_step"):
+        yield Work("retrieval backward", HALF, 64, retrieval(HALF, 64, grad))
 
 
 def attention(
@@ -256,6 +276,18 @@ def attention(
             out, None, None, query, key, key, mask, slopes, seed, out, lse, **plain,
             needs_mask_grad=mask is not None and mask.dtype != torch.bool,
         )  # fmt: skip
+
+    return run
+
+
+def _in_tf32(call: Callable[[], Any]) -> Callable[[], Any]:
+    def run() -> None:
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("high")
+        try:
+            call()
+        finally:
+            torch.set_float32_matmul_precision(before)
 
     return run
 
@@ -348,14 +380,20 @@ def hops(dtype: torch.dtype, width: int, *, backward: bool = False) -> Callable[
     return run
 
 
-def retrieval(dtype: torch.dtype, width: int) -> Callable[[], Any]:
-    """A retrieval from 1000 patterns, of at most 5 steps."""
-    state, stored = (torch.empty(8, n, width, dtype=dtype, device="meta") for n in (100, 1000))
+def retrieval(dtype: torch.dtype, width: int, grad: str = "") -> Callable[[], Any]:
+    """A retrieval from 1000 patterns, of at most 5 steps; ``grad``: a derivative of it."""
     options: dict[str, Any] = {
         "scale": 1.0, "steps_max": 5, "eps": 1e-4, "together": 1, "crowded": False,
-        "grad": "unroll",
+        "grad": grad or "unroll",
     }  # fmt: skip
-    return lambda: backend.hopfield_retrieve(state, stored, **options)
+    state, stored = (torch.empty(8, n, width, dtype=dtype, device="meta") for n in (100, 1000))
+    taken = torch.empty(8, 100, dtype=torch.int64, device="meta")
+    ends = torch.empty(8, 100, 2, width, device="meta")
+    if not grad:
+        return lambda: backend.hopfield_retrieve(state, stored, **options)
+    return lambda: backend.hopfield_retrieve_backward(
+        state, state, stored, None, None, None, taken, ends, **options, needed=3
+    )
 
 
 def sinusoidal(dtype: torch.dtype) -> Callable[[], Any]:
@@ -416,7 +454,7 @@ def _found(chips: list[str], complete: bool) -> Iterator[dict[str, Any]]:
                     "call": one.name,
                     "dtype": str(one.dtype).removeprefix("torch."),
                     "width": one.width,
-                    "may_spill": one.may_spill,
+                    "may_spill": chip in one.may_spill,
                     "shared_limit": CHIPS[chip].shared,
                     "seconds": round(time.perf_counter() - start, 1),
                 }

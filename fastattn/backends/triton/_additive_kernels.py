@@ -24,6 +24,7 @@ from fastattn.backends.triton._core import (
     store_rows,
     tanh,
     update_softmax,
+    wait_for_loads,
     whole,
 )
 
@@ -165,6 +166,7 @@ def _weight_gradients(
     BN: tl.constexpr,
 ):
     """d loss / d softmax [BM, BN], 0 where excluded."""
+    wait_for_loads(b_v, PRECISION)
     dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
     if grad_weights is not None:
         dp += load_pairs(grad_weights, at, 0, row, first, 0.0, BM, BN).to(tl.float32)

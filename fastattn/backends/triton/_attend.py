@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ from fastattn.backends.triton._sdpa_forward import attention_forward
 from fastattn.backends.triton._table import Launch
 
 __all__ = [
+    "Attention",
+    "Cotangents",
     "attend",
     "differentiate",
     "options_of",
@@ -31,130 +33,108 @@ __all__ = [
 _UNLIMITED = 2**30  # farther than any two places are from each other, and an int32
 
 
-def attend(
-    query: Tensor, key: Tensor, value: Tensor, options: Options, batch: int
-) -> tuple[Tensor, Tensor]:
+class Attention(NamedTuple):
+    """A call of attention."""
+
+    query: Tensor  # [B, Hq, Lq, D], or of packed sequences [Tq, Hq, D]
+    key: Tensor  # [B, Hkv, Lk, D], [Tk, Hkv, D]
+    value: Tensor  # [B, Hkv, Lk, Dv], [Tk, Hkv, Dv]
+    options: Options
+    batch: int  # how many sequences
+
+    @property
+    def masked(self) -> str:
+        """What the name of an entry of the table ends in."""
+        o = self.options
+        return "" if o.seen is None and o.added is None else "_masked"
+
+    def operands(self) -> dict[str, Any]:
+        """What every kernel is told of it."""
+        return {
+            "q": _rows(self.query),
+            "k": _rows(self.key),
+            "v": _rows(self.value),
+            "o": self.options,
+            **widths_of(self.query, self.value),
+        }
+
+    def run(self, kernel: Any, entry: str, *, of_keys: bool = False, **arguments: Any) -> None:
+        """Launch a kernel, a program for each tile of queries, or of keys, of each head."""
+        operands = self.operands()
+        planned = plan(entry, self.query, operands["BD"], operands["BDV"])
+        programs = _programs(planned, self.options, self.batch, of_keys=of_keys)
+        launch(kernel, planned, programs, self.query.device, **operands, **arguments)
+
+
+class Cotangents(NamedTuple):
+    """The gradients of what a call returned; None where nobody asks."""
+
+    out: Tensor | None = None  # [B, Hq, Lq, Dv], [Tq, Hq, Dv]
+    lse: Tensor | None = None  # [B, Hq, Lq], [Hq, Tq]
+    weights: Tensor | None = None  # [B, Hq, Lq, Lk], a dimension of size 1 is repeated
+    weight_share: float = 1.0  # of a head's weights in those that were returned
+
+    def operands(self) -> dict[str, Any]:
+        """What every kernel is told of them."""
+        return {
+            "grad_out": None if self.out is None else _rows(self.out),
+            "grad_weights": None if self.weights is None else pairs(self.weights),
+            "weight_share": self.weight_share,
+        }
+
+
+def attend(call: Attention) -> tuple[Tensor, Tensor]:
     """Return the output, in the query's memory order, and lse [B, Hq, Lq], or [Hq, T]."""
-    out = empty_output(query, value.shape[-1])
+    query = call.query
+    out = empty_output(query, call.value.shape[-1])
     lse = query.new_empty(
         query.shape[:3] if query.ndim == 4 else query.shape[1::-1], dtype=torch.float64
     )
-    widths = widths_of(query, value)
-    masked = options.seen is not None or options.added is not None
-    planned = plan("forward_masked" if masked else "forward", query, widths["BD"], widths["BDV"])
-    launch(
-        attention_forward,
-        planned,
-        _programs(planned, options, batch, of_keys=False),
-        query.device,
-        q=_rows(query),
-        k=_rows(key),
-        v=_rows(value),
-        o=options,
-        out=_rows(out),
-        p_lse=lse,
-        **widths,
-    )
+    call.run(attention_forward, "forward" + call.masked, out=_rows(out), p_lse=lse)
     return out, lse
 
 
 def statistics(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    grad_out: Tensor | None,
-    grad_lse: Tensor | None,
-    grad_weights: Tensor | None,
-    weight_share: float,
-    options: Options,
-    batch: int,
-    lse: Tensor,
-    *,
-    exact: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return lse in two parts, and delta, each as lse and float32."""
+    call: Attention, out: Tensor, lse: Tensor, given: Cotangents, *, exact: bool
+) -> dict[str, Tensor]:
+    """Return what the kernels after it read, as lse and float32: lse in two parts, and delta."""
     high, low, delta = lse.new_empty((3, *lse.shape), dtype=torch.float32)
-    widths = widths_of(query, value)
-    planned = plan("statistics", query, widths["BD"], widths["BDV"])
+    of_rows = {"p_high": high, "p_low": low, "p_delta": delta}
+    grad_lse = given.lse
     if grad_lse is not None:
-        grad_lse = grad_lse.unsqueeze(3) if query.ndim == 4 else grad_lse.mT.unsqueeze(2)
-    launch(
+        grad_lse = grad_lse.unsqueeze(3) if call.query.ndim == 4 else grad_lse.mT.unsqueeze(2)
+    call.run(
         attention_statistics,
-        planned,
-        _programs(planned, options, batch, of_keys=False),
-        query.device,
-        q=_rows(query),
-        k=_rows(key),
-        v=_rows(value),
+        "statistics",
         out=_rows(out),
-        grad_out=None if grad_out is None else _rows(grad_out),
+        **given.operands(),
         grad_lse=None if grad_lse is None else _rows(grad_lse),
-        grad_weights=None if grad_weights is None else pairs(grad_weights),
-        weight_share=weight_share,
-        o=options,
         p_lse=lse.contiguous(),
-        p_high=high,
-        p_low=low,
-        p_delta=delta,
+        **of_rows,
         EXACT=exact,
-        **widths,
     )
-    return high, low, delta
+    return of_rows
 
 
 def differentiate(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    grad_out: Tensor | None,
-    grad_lse: Tensor | None,
-    grad_weights: Tensor | None,
-    weight_share: float,
-    options: Options,
-    batch: int,
-    lse: Tensor,
-    *,
-    exact: bool,
+    call: Attention, out: Tensor, lse: Tensor, given: Cotangents, *, exact: bool
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
     """Return the gradients of query, key and value, and what the kernel of the mask's needs too."""
-    grad_query, grad_key, grad_value = (empty_output(x, x.shape[-1]) for x in (query, key, value))
-    if grad_out is None:
-        grad_out = query.new_zeros(1).expand(out.shape)
-    high, low, delta = statistics(
-        query, key, value, out, grad_out, grad_lse, grad_weights, weight_share, options, batch, lse,
-        exact=exact,
-    )  # fmt: skip
-    widths = widths_of(query, value)
-    common: dict[str, Any] = {
-        "q": _rows(query),
-        "k": _rows(key),
-        "v": _rows(value),
-        "grad_out": _rows(grad_out),
-        "grad_weights": None if grad_weights is None else pairs(grad_weights),
-        "weight_share": weight_share,
-        "o": options,
-        "p_high": high,
-        "p_low": low,
-        "p_delta": delta,
-        **widths,
-    }
-    planned = plan("backward_query", query, widths["BD"], widths["BDV"])
-    launch(
+    tensors = call.query, call.key, call.value
+    grad_query, grad_key, grad_value = (empty_output(x, x.shape[-1]) for x in tensors)
+    if given.out is None:
+        given = given._replace(out=out.new_zeros(1).expand(out.shape))
+    common = given.operands() | statistics(call, out, lse, given, exact=exact)
+    call.run(
         attention_backward_query,
-        planned,
-        _programs(planned, options, batch, of_keys=False),
-        query.device,
+        "backward_query" + call.masked,
         **common,
         grad_q=_rows(grad_query),
     )
-    planned = plan("backward_key_value", query, widths["BD"], widths["BDV"])
-    launch(
+    call.run(
         attention_backward_key_value,
-        planned,
-        _programs(planned, options, batch, of_keys=True),
-        query.device,
+        "backward_key_value" + call.masked,
+        of_keys=True,
         **common,
         grad_k=_rows(grad_key),
         grad_v=_rows(grad_value),

@@ -302,6 +302,17 @@ def scores(
 
 
 @triton.jit
+def wait_for_loads(b_x, PRECISION: tl.constexpr):
+    """Wait for the whole program, after what two products read is loaded and before the first one.
+
+    In float32 a thread reads whole rows of both operands. If the compiler waits only between the
+    one and the other, all of the first is in registers meanwhile, and they spill.
+    """
+    if b_x.dtype == tl.float32 and PRECISION == "ieee":
+        tl.debug_barrier()
+
+
+@triton.jit
 def keys_visible(visible):
     """Which keys of a tile [BM, BN] any query sees [BN]."""
     return tl.max(visible.to(tl.int32), axis=0) > 0

@@ -24,6 +24,7 @@ from fastattn.backends.triton._core import (
     start_softmax,
     tanh,
     update_softmax,
+    wait_for_loads,
 )
 
 
@@ -263,9 +264,9 @@ def hops_backward_query(
             for first in range(0, o.rows, BN):
                 o_n = first + tl.arange(0, BN)
                 b_m = load_rows(o.m, i_group, hop, o_n, o_n < o.rows, D, BD)
+                b_c = load_rows(o.c, i_group, hop, o_n, o_n < o.rows, D, BD)
+                wait_for_loads(b_c, PRECISION)
                 s, visible = _scores(b_u, b_m, o_r, m_r, hop, o_n, o, PRECISION)
-                m_n = (o_n < o.rows) & keys_visible(visible)
-                b_c = load_rows(o.c, i_group, hop, o_n, m_n, D, BD)
                 dp = _weight_gradients(b_g, b_c, o_r, hop, o_n, visible, o, PRECISION)
                 p = _weights(s, visible, m, l, True)
                 delta += tl.sum(tl.where(visible, p * dp, 0.0), axis=1)
@@ -275,16 +276,17 @@ def hops_backward_query(
         for first in range(0, o.rows, BN):
             o_n = first + tl.arange(0, BN)
             b_m = load_rows(o.m, i_group, hop, o_n, o_n < o.rows, D, BD)
+            b_c = load_rows(o.c, i_group, hop, o_n, o_n < o.rows, D, BD)
+            wait_for_loads(b_c, PRECISION)
             s, visible = _scores(b_u, b_m, o_r, m_r, hop, o_n, o, PRECISION)
-            m_n = (o_n < o.rows) & keys_visible(visible)
-            b_c = load_rows(o.c, i_group, hop, o_n, m_n, D, BD)
-            b_m = load_rows(o.m, i_group, hop, o_n, m_n, D, BD)
             dp = _weight_gradients(b_g, b_c, o_r, hop, o_n, visible, o, PRECISION)
             p = _weights(s, visible, m, l, NORMALIZE)
             ds = _score_gradients(p, dp, delta, visible & (m != INF)[:, None], NORMALIZE)
             if p_scores is not None:
                 p_s = p_scores + (o_r * o.hops + hop)[:, None] * o.rows + o_n[None, :]
                 tl.store(p_s, ds, mask=m_r[:, None] & (o_n < o.rows)[None, :])
+            m_n = (o_n < o.rows) & keys_visible(visible)  # 0 * NaN would be NaN
+            b_m = load_rows(o.m, i_group, hop, o_n, m_n, D, BD)
             acc = tl.dot(ds.to(b_m.dtype), b_m, acc, input_precision=PRECISION)
         if PROJECTED:
             b_g = tl.zeros([BM, BD], tl.float32)

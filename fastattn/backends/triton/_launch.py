@@ -152,12 +152,16 @@ def _looked_at(x: Any) -> Any:
 
 
 def options_of(planned: Launch) -> dict[str, Any]:
-    # Fused multiply-adds are what the bounds are proven with; Triton 3.10 stops being so by itself.
-    return {
+    """What Triton is told of a launch beside its arguments."""
+    options: dict[str, Any] = {
         "num_warps": planned.warps,
         "num_stages": planned.stages,
+        # What the bounds are proven with; Triton 3.10 stops fusing by itself.
         "enable_fp_fusion": True,
     }
+    if planned.greedy:
+        options["maxnreg"] = min(255, 65536 // (32 * planned.warps))
+    return options
 
 
 def block_of(width: int) -> int:
@@ -172,4 +176,7 @@ def operand(x: Tensor) -> Operand:
 
 def precision() -> str:
     """Whether products of float32 may be rounded to tf32: only if PyTorch's own may."""
-    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    told = getattr(torch.backends.cuda.matmul, "fp32_precision", None)  # since PyTorch 2.9
+    if told is None:
+        told = "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    return "tf32" if told == "tf32" else "ieee"

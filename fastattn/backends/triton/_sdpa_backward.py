@@ -30,6 +30,7 @@ from fastattn.backends.triton._core import (
     scores,
     store_rows,
     update_softmax,
+    wait_for_loads,
     whole,
 )
 
@@ -150,6 +151,7 @@ def attention_statistics(
                 m_n = (o_n >= lo) & (o_n < hi)
                 b_k = load_rows(k, at.k_at, i_h // o.group, o_n, m_n, D, BD)
                 b_v = load_rows(v, at.k_at, i_h // o.group, o_n, m_n, DV, BDV)
+                wait_for_loads(b_v, PRECISION)
                 s, visible, slope = scores(b_q, b_k, at, i_h, row, first, o, True, PRECISION)
                 w, ds = _score_gradients(
                     b_v, b_do, high, low, delta, grad_weights, weight_share,
@@ -208,6 +210,7 @@ def attention_backward_query(
         m_n = (o_n >= lo) & (o_n < hi)
         b_k = load_rows(k, at.k_at, i_h // o.group, o_n, m_n, D, BD)
         b_v = load_rows(v, at.k_at, i_h // o.group, o_n, m_n, DV, BDV)
+        wait_for_loads(b_v, PRECISION)
         s, visible, slope = scores(b_q, b_k, at, i_h, row, first, o, True, PRECISION)
         w, ds = _score_gradients(
             b_v, b_do, high, low, delta, grad_weights, weight_share,
@@ -270,6 +273,7 @@ def attention_backward_key_value(
             m_m = m_m & (high != INF)
             b_q = load_rows(q, at.q_at, i_h, o_m, m_m, D, BD)
             b_do = load_rows(grad_out, at.q_at, i_h, o_m, m_m, DV, BDV)
+            wait_for_loads(b_v, PRECISION)
             s, visible, slope = scores(b_q, b_k, at, i_h, row, first, o, True, PRECISION)
             w, ds = _score_gradients(
                 b_v, b_do, high, low, delta, grad_weights, weight_share,
@@ -338,6 +342,7 @@ def attention_backward_mask(
         b_do = load_rows(grad_out, at.q_at, i_h, o_m, m_m & (high != INF), DV, BDV)
         b_k = load_rows(k, at.k_at, i_h // o.group, o_n, m_n, D, BD)
         b_v = load_rows(v, at.k_at, i_h // o.group, o_n, m_n, DV, BDV)
+        wait_for_loads(b_v, PRECISION)
         s, visible, slope = scores(b_q, b_k, at, i_h, row, first, o, True, PRECISION)
         w, ds = _score_gradients(
             b_v, b_do, high, low, delta, grad_weights, weight_share,

@@ -5,8 +5,8 @@ Nothing is tried out when a kernel is first called. The entries are to compile w
 register and within the chip's shared memory: ``tests/test_triton_aot.py`` holds the commonest to
 that, and its slow test all of them. Their speed is unmeasured. ``FASTATTN_TRITON_TABLE`` may name
 a JSON file that goes before, of the form
-``{architecture: {kernel: {bits: [[width, [BM, BN, warps, stages]], ...]}}}``; ``python -m fastattn
-tune`` measures one.
+``{architecture: {kernel: {bits: [[width, [BM, BN, warps, stages, greedy]], ...]}}}``, where greedy
+may be missing; ``python -m fastattn tune`` measures one.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ class Launch(NamedTuple):
     BN: int  # keys
     warps: int
     stages: int
+    greedy: int = 0  # 1: the compiler may take all registers that there are; NVIDIA
 
     def q_tiles(self, q_len: int) -> int:
         return -(-q_len // self.BM)
@@ -119,8 +120,8 @@ _HOPPER["decode_rows"] = {
 }
 # A tile of queries goes through all hops; they are few in most calls.
 _HOPPER["hops"] = {
-    16: [(128, Launch(16, 32, 4, 1)), (256, Launch(16, 32, 4, 1))],
-    32: [(128, Launch(16, 16, 4, 1)), (256, Launch(16, 16, 8, 1))],
+    16: [(256, Launch(16, 32, 4, 1))],
+    32: [(256, Launch(16, 16, 8, 1))],
 }
 _HOPPER["hops_backward"] = {
     16: [(128, Launch(16, 32, 4, 1)), (256, Launch(16, 16, 8, 1))],
@@ -131,13 +132,23 @@ _HOPPER["forward_masked"] = {
     16: _with(_HOPPER["forward"][16], {128: Launch(128, 32, 8, 3), 256: Launch(64, 32, 8, 2)}),
     32: _HOPPER["forward"][32],
 }
+_HOPPER["backward_query_masked"] = {
+    16: _with(_HOPPER["backward_query"][16], {128: Launch(64, 32, 8, 2)}),
+    32: _HOPPER["backward_query"][32],
+}
+_HOPPER["backward_key_value_masked"] = {
+    16: _with(
+        _HOPPER["backward_key_value"][16], {64: Launch(64, 64, 8, 1), 512: Launch(16, 16, 8, 1)}
+    ),
+    32: _HOPPER["backward_key_value"][32],
+}
 _HOPPER["statistics"] = {
     16: _with(_HOPPER["backward_query"][16], {256: Launch(32, 16, 8, 1)}),
     32: _HOPPER["backward_query"][32],
 }
 _HOPPER["backward_mask"] = {
     16: _with(_HOPPER["backward_key_value"][16], {256: Launch(16, 32, 4, 1)}),
-    32: _HOPPER["backward_key_value"][32],
+    32: _with(_HOPPER["backward_key_value"][32], {64: Launch(32, 32, 8, 1)}),
 }
 # Bound by its tanh: a tile needs no more than enough pairs for its threads.
 _HOPPER["additive"] = {
@@ -171,13 +182,11 @@ _AMPERE["forward_masked"] = {
     16: _AMPERE["forward"][16],
     32: _with(_HOPPER["forward"][32], {128: Launch(32, 16, 4, 1)}),
 }
+_AMPERE["backward_query_masked"] = _AMPERE["backward_query"]
+_AMPERE["backward_key_value_masked"] = _AMPERE["backward_key_value"]
 _AMPERE["statistics"] = {
     16: _with(_HOPPER["statistics"][16], {128: Launch(64, 32, 8, 2)}),
     32: _HOPPER["statistics"][32],
-}
-_AMPERE["hops"] = {
-    16: _HOPPER["hops"][16],
-    32: _with(_HOPPER["hops"][32], {128: Launch(16, 16, 8, 1)}),
 }
 
 # A wave of 64 lanes: 4 of them leave 512 registers a lane, 8 only 256. 64 KiB of local memory.
@@ -249,12 +258,21 @@ _CDNA["additive"] = {
     32: [(512, Launch(16, 32, 4, 1))],
 }
 _CDNA["forward_masked"] = _CDNA["forward"]
+_CDNA["backward_query_masked"] = _CDNA["backward_query"]
+_CDNA["backward_key_value_masked"] = _CDNA["backward_key_value"]
 _CDNA["statistics"] = _CDNA["backward_query"]
 _CDNA["backward_mask"] = _CDNA["backward_key_value"]
 
-# Where 8 warps could run on fewer registers, ptxas may take fewer than there are, and spill.
 _BLACKWELL: _Table = {
     **_HOPPER,
+    "decode": {
+        16: _HOPPER["decode"][16],
+        32: _with(_HOPPER["decode"][32], {256: Launch(16, 16, 8, 2)}),
+    },
+    "decode_rows": {
+        16: _HOPPER["decode_rows"][16],
+        32: _with(_HOPPER["decode_rows"][32], {256: Launch(16, 16, 8, 2)}),
+    },
     "backward_query": {
         16: _with(_HOPPER["backward_query"][16], {512: Launch(16, 16, 8, 1)}),
         32: _HOPPER["backward_query"][32],
@@ -263,12 +281,16 @@ _BLACKWELL: _Table = {
         16: _HOPPER["hops"][16],
         32: [(64, Launch(16, 16, 4, 1)), (128, Launch(16, 16, 2, 1)), (256, Launch(16, 16, 8, 1))],
     },
-    "hops_backward": {
-        16: _HOPPER["hops_backward"][16],
-        32: _with(_HOPPER["hops_backward"][32], {128: Launch(16, 16, 8, 1)}),
-    },
     "backward_key_value": {
         16: _with(_HOPPER["backward_key_value"][16], {128: Launch(32, 64, 4, 1)}),
+        32: _HOPPER["backward_key_value"][32],
+    },
+    "backward_query_masked": {
+        16: _with(_HOPPER["backward_query"][16], {512: Launch(16, 16, 8, 1)}),
+        32: _HOPPER["backward_query"][32],
+    },
+    "backward_key_value_masked": {
+        16: _with(_HOPPER["backward_key_value_masked"][16], {128: Launch(32, 64, 4, 1)}),
         32: _HOPPER["backward_key_value"][32],
     },
     "statistics": {
@@ -282,10 +304,31 @@ _BLACKWELL: _Table = {
     },
 }
 
+
+def _greedy(table: _Table, *bits: int) -> _Table:
+    """For elements of so many bits, ptxas must not settle for few registers, and spill.
+
+    In float32 for additive attention and the backward of others: told so elsewhere, it takes too
+    many, and spills.
+    """
+
+    def greedy(kernel: str, size: int) -> int:
+        forward = kernel.startswith(("forward", "decode")) or kernel == "hops"
+        return int(size in bits and not (size == 32 and forward))
+
+    return {
+        kernel: {
+            size: [(up_to, launch._replace(greedy=greedy(kernel, size))) for up_to, launch in rows]
+            for size, rows in of_kernel.items()
+        }
+        for kernel, of_kernel in table.items()
+    }
+
+
 ARCHITECTURES: dict[str, _Table] = {
-    "sm_80": _AMPERE,
-    "sm_90": _HOPPER,
-    "sm_100": _BLACKWELL,
+    "sm_80": _greedy(_AMPERE, 32),
+    "sm_90": _greedy(_HOPPER, 32),
+    "sm_100": _greedy(_BLACKWELL, 16, 32),
     "gfx942": _CDNA,
 }
 
@@ -317,11 +360,14 @@ def choose(architecture: str, kernel: str, bits: int, width: int) -> Launch:
 
 @functools.cache
 def table_of(architecture: str) -> _Table:
-    """The table of an architecture: the user's own, then ours, or that of the least of our chips.
+    """The table of an architecture: the user's own, then ours, or that of the chip nearest to it.
 
     Raises ``ValueError`` if the file of the user's own has another form.
     """
-    table = ARCHITECTURES.get(architecture, ARCHITECTURES["sm_80"])
+    nearest = next((name for name in ARCHITECTURES if name[:-1] == architecture[:-1]), "sm_80")
+    if architecture.startswith("gfx"):
+        nearest = "gfx942"
+    table = ARCHITECTURES.get(architecture, ARCHITECTURES[nearest])
     path = os.environ.get("FASTATTN_TRITON_TABLE")
     if not path:
         return table

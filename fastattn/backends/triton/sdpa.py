@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from fastattn.backends.triton._attend import (
+    Attention,
+    Cotangents,
     attend,
     differentiate,
     options_of,
@@ -47,15 +49,14 @@ def scaled_dot_product_attention(
         query, key, attn_mask, alibi_slopes, seed, scale=scale, offset=offset,
         window_left=window_left, window_right=window_right, softcap=softcap, dropout_p=dropout_p,
     )  # fmt: skip
-    out, lse = attend(query, key, value, options, batch)
+    call = Attention(query, key, value, options, batch)
+    out, lse = attend(call)
     if weights == 0:
         return out, lse, query.new_empty(0)
 
     averaged = weights == 2
     applied = query.new_empty((batch, 1 if averaged else heads, q_len, k_len))
-    high, low, _ = statistics(
-        query, key, value, out, None, None, None, 1.0, options, batch, lse, exact=False
-    )
+    of_rows = statistics(call, out, lse, Cotangents(), exact=False)
     widths = widths_of(query, value)
     planned = plan("forward_masked", query, widths["BD"])
     launch(
@@ -66,8 +67,8 @@ def scaled_dot_product_attention(
         q=operand(query),
         k=operand(key),
         o=options,
-        p_high=high,
-        p_low=low,
+        p_high=of_rows["p_high"],
+        p_low=of_rows["p_low"],
         weights=operand(applied),
         AVERAGED=averaged,
         D=widths["D"],
@@ -102,10 +103,9 @@ def scaled_dot_product_attention_backward(
     """Return the gradients of query, key, value and the mask, see ``docs/design.md``."""
     batch, heads, q_len, _ = query.shape
     k_len = key.shape[2]
-    weight_share = 1.0
+    given = Cotangents(grad_out, grad_lse, grad_weights)
     if grad_weights is not None and weights == 2:
-        grad_weights = grad_weights.unsqueeze(1)
-        weight_share = 1.0 / max(heads, 1)
+        given = given._replace(weights=grad_weights.unsqueeze(1), weight_share=1.0 / max(heads, 1))
     query, scale, sign = positive_scale(query, scale)
     options = _options(
         query, key, attn_mask, alibi_slopes, seed, scale=scale, offset=offset,
@@ -113,10 +113,8 @@ def scaled_dot_product_attention_backward(
     )  # fmt: skip
     # The row sums of a bias's gradient are exactly those of lse's: there no rounding of out may be.
     exact = needs_mask_grad or query.dtype == torch.float32
-    grad_query, grad_key, grad_value, common = differentiate(
-        query, key, value, out, grad_out, grad_lse, grad_weights, weight_share, options, batch, lse,
-        exact=exact,
-    )  # fmt: skip
+    call = Attention(query, key, value, options, batch)
+    grad_query, grad_key, grad_value, common = differentiate(call, out, lse, given, exact=exact)
     if sign != 1:
         grad_query.mul_(sign)
     if not needs_mask_grad:
@@ -124,7 +122,8 @@ def scaled_dot_product_attention_backward(
 
     assert attn_mask is not None
     mask_batch, mask_heads, mask_q, mask_k = attn_mask.shape
-    planned = plan("backward_mask", query, common["BD"], common["BDV"])
+    operands = call.operands()
+    planned = plan("backward_mask", query, operands["BD"], operands["BDV"])
     sum_q, sum_k = mask_q != q_len, mask_k != k_len
     parts = query.new_zeros(
         (
@@ -140,6 +139,7 @@ def scaled_dot_product_attention_backward(
         planned,
         planned.tiles(q_len, k_len) * mask_batch * mask_heads,
         query.device,
+        **operands,
         **common,
         p_grad=parts,
         mask_heads=mask_heads,

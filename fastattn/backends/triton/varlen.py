@@ -7,7 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.backends.triton._attend import attend, differentiate, options_of, positive_scale
+from fastattn.backends.triton._attend import (
+    Attention,
+    Cotangents,
+    attend,
+    differentiate,
+    options_of,
+    positive_scale,
+)
 from fastattn.backends.triton._core import Options
 
 __all__ = ["varlen_attention", "varlen_attention_backward"]
@@ -35,7 +42,7 @@ def varlen_attention(
         query, key, cu_seqlens_q, cu_seqlens_k, alibi_slopes, seed, bottom_right, scale=scale,
         window_left=window_left, window_right=window_right, softcap=softcap, dropout_p=dropout_p,
     )  # fmt: skip
-    return attend(query, key, value, options, cu_seqlens_q.shape[0] - 1)
+    return attend(Attention(query, key, value, options, cu_seqlens_q.shape[0] - 1))
 
 
 def varlen_attention_backward(
@@ -64,10 +71,10 @@ def varlen_attention_backward(
         query, key, cu_seqlens_q, cu_seqlens_k, alibi_slopes, seed, bottom_right, scale=scale,
         window_left=window_left, window_right=window_right, softcap=softcap, dropout_p=dropout_p,
     )  # fmt: skip
-    grad_query, grad_key, grad_value, _ = differentiate(
-        query, key, value, out, grad_out, grad_lse, None, 1.0, options, cu_seqlens_q.shape[0] - 1,
-        lse, exact=query.dtype == torch.float32,
-    )  # fmt: skip
+    call = Attention(query, key, value, options, cu_seqlens_q.shape[0] - 1)
+    given = Cotangents(grad_out, grad_lse)
+    exact = query.dtype == torch.float32
+    grad_query, grad_key, grad_value, _ = differentiate(call, out, lse, given, exact=exact)
     if sign != 1:
         grad_query.mul_(sign)
     return grad_query, grad_key, grad_value
