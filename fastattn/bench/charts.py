@@ -11,6 +11,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import LogLocator, NullLocator
 
 from fastattn.bench import plots
 from fastattn.bench.peaks import KIND_OF_DTYPE
@@ -58,6 +59,7 @@ def _grid(count: int, look: plots.Theme) -> tuple[Figure, list[Axes]]:
         facecolor=look.ground,
         layout="constrained",
     )
+    figure.set_layout_engine("constrained", w_pad=0.12, h_pad=0.12)
     flat = list(axes.flat)
     for unused in flat[count:]:
         unused.remove()
@@ -71,7 +73,7 @@ def _by_length(column: str, unit: str, log: bool = True) -> Callable[..., Figure
         shown = [row for row in rows if row[column] is not None]
         facets = _facets(shown)
         figure, frames = _grid(max(len(facets), 1), look)
-        colours = _provider_colours(result, shown)
+        colours = _provider_colours(shown)
         shapes = list(dict.fromkeys(_family(row) for row in shown))
         for axes, (name, found) in zip(frames, facets.items(), strict=False):
             for provider, colour in colours.items():
@@ -80,6 +82,7 @@ def _by_length(column: str, unit: str, log: bool = True) -> Callable[..., Figure
                     marker = _MARKERS[number % len(_MARKERS)]
                     _line(axes, line, column, colour, marker)
             axes.set_title(" ".join(name), color=look.text, loc="left", fontsize=10)
+            axes.margins(x=0.06)
             axes.set_xscale("log", base=2)
             axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
             positive = all(row[column] > 0 for row in found)
@@ -88,8 +91,7 @@ def _by_length(column: str, unit: str, log: bool = True) -> Callable[..., Figure
             elif column != "relative_error":
                 axes.set_ylim(bottom=0)
             if axes.get_yscale() == "log":
-                axes.yaxis.set_major_formatter(_tick)
-                axes.yaxis.set_minor_formatter(_tick)
+                _round_ticks(axes)
             axes.set_ylabel(unit, color=look.text, fontsize=9)
             axes.set_xlabel("length", color=look.text, fontsize=9)
             _style(axes, look)
@@ -99,9 +101,13 @@ def _by_length(column: str, unit: str, log: bool = True) -> Callable[..., Figure
     return chart
 
 
-def _tick(value: float, _: object) -> str:
-    """1, 2 and 5 times a power of ten; others would crowd a logarithmic axis."""
-    return f"{value:g}" if f"{value:e}"[0] in "0125" else ""
+def _round_ticks(axes: Axes) -> None:
+    """1, 2 and 5 times a power of ten; more of them where the axis spans less than that."""
+    low, high = axes.get_ylim()
+    steps = (1, 2, 5) if high / low > 8 else (1, 1.5, 2, 3, 4, 5, 6, 8)
+    axes.yaxis.set_major_locator(LogLocator(subs=steps))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.yaxis.set_minor_locator(NullLocator())
 
 
 def _family(row: Row) -> str:
@@ -128,9 +134,9 @@ def _line(axes: Axes, rows: list[Row], column: str, colour: str, marker: str) ->
         axes.fill_between(x, under, over, color=colour, alpha=0.2, linewidth=0)
 
 
-def _provider_colours(result: Result, rows: Sequence[Row]) -> dict[str, str]:
+def _provider_colours(rows: Sequence[Row]) -> dict[str, str]:
     providers = list(dict.fromkeys((row["provider"], "fp32") for row in rows))
-    colours = plots.colours_of(providers, result.settings["baseline"])
+    colours = plots.colours_of(providers)
     return {provider: colour for (provider, _), colour in colours.items()}
 
 
@@ -153,7 +159,7 @@ def _legend(
 def _style(axes: Axes, look: plots.Theme) -> None:
     plots.style(axes, look)
     axes.yaxis.grid(True, color=look.faint, linewidth=0.6)
-    axes.tick_params(labelsize=8)
+    axes.tick_params(which="both", labelsize=8)
 
 
 def heatmap(result: Result, rows: Sequence[Row], look: plots.Theme) -> Figure:
@@ -186,6 +192,8 @@ def heatmap(result: Result, rows: Sequence[Row], look: plots.Theme) -> Figure:
     for side in axes.spines.values():
         side.set_visible(False)
     axes.set_facecolor(look.ground)
+    title = f"Times as fast as {result.settings['baseline']}"
+    figure.suptitle(title, color=look.text, x=0.01, ha="left", fontsize=10)
     return figure
 
 
@@ -209,9 +217,11 @@ def roofline(result: Result, rows: Sequence[Row], look: plots.Theme) -> Figure:
         ys = [peak.rate if read is None else min(peak.rate, read.rate * x) for x in xs]
         order = sorted(range(len(xs)), key=xs.__getitem__)
         axes.plot([xs[n] for n in order], [ys[n] for n in order], color=look.text, linewidth=1)
-        axes.annotate(f"{dtype} {peak.rate:.0f} GFLOP/s", (right, peak.rate), ha="right",
-                      va="bottom", fontsize=8, color=look.text)  # fmt: skip
-    colours = _provider_colours(result, rows)
+        # At the left end of the flat part: the cells crowd at its right.
+        start = max(xs[1] if len(xs) == 3 else left, left)
+        axes.annotate(f"{dtype} {peak.rate:.0f} GFLOP/s", (start, peak.rate), (14, 3),
+                      textcoords="offset points", fontsize=8, color=look.text)  # fmt: skip
+    colours = _provider_colours(rows)
     dtypes = list(dict.fromkeys(row["dtype"] for row in rows))
     for row in rows:
         marker = _MARKERS[dtypes.index(row["dtype"])]

@@ -21,13 +21,18 @@ from fastattn.bench.summary import summarise
 
 Row = dict[str, Any]
 # Distinct for colour-blind eyes, legible on light and dark: one hue a provider, one shade a dtype.
-_HUES = {"fastattn": ("#2f81f7", "#86b9fb", "#c0dbfd")}
+_HUES = {
+    "fastattn": ("#2f81f7", "#86b9fb", "#c0dbfd"),
+    "torch": ("#7d8590", "#a9b0b8", "#d0d5da"),
+}
 _OTHERS = (
     ("#d1742f", "#e8b288", "#f4d9c4"),
     ("#3f9a6c", "#91cbae", "#c8e5d6"),
     ("#a371f7", "#ccb2fa", "#e5d8fd"),
+    ("#c9a227", "#e0c878", "#f0e3bb"),
+    ("#d6619a", "#e7a2c4", "#f3d0e1"),
+    ("#2aa5a0", "#83cbc8", "#c1e5e3"),
 )
-_BASELINE = ("#7d8590", "#a9b0b8", "#d0d5da")
 _DTYPES = ("fp32", "bf16", "fp16")
 
 
@@ -74,9 +79,9 @@ def make(result: Result, theme: str = "light") -> Figure:
         facecolor=look.ground,
         layout="constrained",
     )
-    colours = colours_of(series, baseline)
-    _bars(left, rows, groups, compared, colours, "speedup")
-    _bars(right, rows, groups, series, colours, "percent_of_peak")
+    colours = colours_of(series)
+    _bars(left, rows, groups, compared, colours, "speedup", look)
+    _bars(right, rows, groups, series, colours, "percent_of_peak", look)
     left.axvline(1, color=look.text, linewidth=1)
     left.set_title(f"Times as fast as {baseline}", color=look.text, loc="left", fontsize=11)
     right.set_title("Arithmetic, % of the measured peak", color=look.text, loc="left", fontsize=11)
@@ -96,9 +101,9 @@ def _group(row: Row) -> str:
     return f"{row['label'] or cell_words(row)}\n{passes}"
 
 
-def colours_of(series: list[tuple[str, str]], baseline: str) -> dict[tuple[str, str], str]:
+def colours_of(series: list[tuple[str, str]]) -> dict[tuple[str, str], str]:
     others = iter(_OTHERS * len(series))
-    hues = {baseline: _BASELINE, **_HUES}
+    hues = dict(_HUES)
     colours = {}
     for provider, dtype in series:
         if provider not in hues:
@@ -114,6 +119,7 @@ def _bars(
     series: list[tuple[str, str]],
     colours: dict[tuple[str, str], str],
     metric: str,
+    look: Theme,
 ) -> None:
     """One bar for each group and series, with the interval of a speed-up as a whisker.
 
@@ -144,7 +150,7 @@ def _bars(
             if metric == "speedup":
                 low, high = row["speedup_low"], row["speedup_high"]
                 errors = [[max(0, value - low)], [max(0, high - value)]]
-                axes.errorbar(value, y, xerr=errors, color="#7d8590", linewidth=1)
+                axes.errorbar(value, y, xerr=errors, color=look.text, linewidth=0.8)
                 value, text = max(value, high), f"{value:.2f}×"
             size = 8 if height > 0.25 else 6.5
             axes.annotate(
@@ -167,7 +173,7 @@ def _bars(
 
 def style(axes: Axes, look: Theme) -> None:
     axes.set_facecolor(look.ground)
-    axes.tick_params(colors=look.text, length=0)
+    axes.tick_params(which="both", colors=look.text, length=0)
     axes.xaxis.grid(True, color=look.faint, linewidth=0.6)
     axes.set_axisbelow(True)
     for side in axes.spines.values():
@@ -177,7 +183,12 @@ def style(axes: Axes, look: Theme) -> None:
 def _legend(figure: Any, axes: Axes, look: Theme) -> None:
     handles, labels = axes.get_legend_handles_labels()
     legend = figure.legend(
-        handles, labels, loc="outside upper right", ncols=len(labels), frameon=False, fontsize=9
+        handles,
+        labels,
+        loc="outside upper right",
+        ncols=min(len(labels), 6),
+        frameon=False,
+        fontsize=9,
     )
     for text in legend.get_texts():
         text.set_color(look.text)
