@@ -95,6 +95,23 @@ def test_the_other_operators_are_recorded(tmp_path: Path) -> None:
     ]
 
 
+def test_packed_sequences_decoding_and_retrieval_are_recorded(tmp_path: Path) -> None:
+    path = tmp_path / "shapes.txt"
+    packed, ends = torch.randn(12, 4, 8), torch.tensor([0, 3, 7, 12])
+    query, cache = torch.randn(2, 4, 1, 8), torch.randn(2, 2, 9, 8)
+    patterns = torch.randn(2, 3, 5, 8)
+    with record(path):
+        fastattn.varlen_attention(packed, packed[:, :2], packed[:, :2], ends, ends, is_causal=True)
+        fastattn.decode_attention(query, cache, cache)
+        fastattn.hopfield_retrieve(patterns, patterns, update_steps_max=2)
+    assert list(recorded(path)) == [
+        "varlen B=3,H=4,Hkv=2,L=8,D=8 fp32 fwd causal",
+        "decode B=2,H=4,Hkv=2,Lq=1,Lk=9,D=8 fp32 fwd",
+        "hopfield B=6,H=1,L=5,N=5,D=8,K=2 fp32 fwd",
+        "sdpa B=2,H=3,L=5,D=8 fp32 fwd",  # the reading after the steps
+    ]
+
+
 def test_a_program_is_recorded_and_its_exit_code_kept(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -128,4 +145,4 @@ def test_what_is_no_python_program_is_refused(
     parser = argparse.ArgumentParser()
     cli.add_arguments(parser)
     assert cli.run(parser.parse_args(["record", *words])) == cli.USAGE
-    assert "give a Python program" in capsys.readouterr().err
+    assert "is no Python program" in capsys.readouterr().err

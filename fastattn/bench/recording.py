@@ -116,7 +116,12 @@ def run_program(command: Sequence[str], path: Path) -> int:
         named = words.pop(0)
         python = named if "/" in named else python
     if not words or (words[0] != "-m" and not words[0].endswith(".py")) or words == ["-m"]:
-        raise ValueError("record: give a Python program, as -- python train.py or -- python -m it")
+        raise ValueError(
+            f"record: {' '.join(command) or 'nothing'!r} is no Python program; give one as "
+            "-- python train.py or -- python -m module"
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()  # where it cannot be written, it is told before the program has run for hours
     command = [python, "-m", "fastattn.bench.recording", str(path), *words]
     done = subprocess.run(command, check=False)
     if path.exists():
@@ -244,6 +249,36 @@ def _primitive_encode(tokens: Tensor, weight: Tensor, *rest: Any, **keywords: An
     return _line("encode_memory", sizes, weight, _wants_grad(weight))
 
 
+def _primitive_varlen(
+    query: Tensor, key: Tensor, value: Tensor, ends: Tensor, *rest: Any, **keywords: Any
+) -> str | None:
+    """The benchmark's sequences are half as long as their longest on average: so are these."""
+    batch = max(ends.numel() - 1, 1)
+    sizes = {"B": batch, "H": query.shape[-2], "Hkv": key.shape[-2]}
+    sizes |= {"L": -(-2 * query.shape[0] // batch), "D": query.shape[-1]}
+    causal = keywords["window_right"] == 0 and keywords["window_left"] < 0
+    mask = "causal" if causal else "none"
+    return _line("varlen", sizes, query, _wants_grad(query, key, value), mask=mask)
+
+
+def _primitive_decode(
+    query: Tensor, keys: Tensor, values: Tensor, seqlens: Tensor, table: Any, *rest: Any, **_: Any
+) -> str | None:
+    if table is not None:  # a cache in pages: what a sequence has of it is not in a shape
+        return None
+    sizes = _attention_sizes(query, keys, values)
+    del sizes["Dv"]
+    return _line("decode", sizes, query, False)
+
+
+def _primitive_hopfield(
+    state: Tensor, stored: Tensor, *rest: Any, steps_max: int, **keywords: Any
+) -> str | None:
+    sizes = {"B": state.shape[:-2].numel(), "H": 1, "L": state.shape[-2]}  # heads are in the batch
+    sizes |= {"N": stored.shape[-2], "D": state.shape[-1], "K": steps_max}
+    return _line("hopfield", sizes, state, _wants_grad(state, stored))
+
+
 def _primitive_sinusoidal(x: Tensor, *rest: Any, **keywords: Any) -> str | None:
     length = x.shape[-2] if x.dim() > 1 else 1
     sizes = {"B": x.shape[:-2].numel(), "L": length, "E": x.shape[-1]}
@@ -260,6 +295,9 @@ _PRIMITIVES: dict[str, Callable[..., str | None]] = {
     "memory_hop_attention": _primitive_hops,
     "encode_memory": _primitive_encode,
     "sinusoidal_encoding": _primitive_sinusoidal,
+    "varlen_attention": _primitive_varlen,
+    "decode_attention": _primitive_decode,
+    "hopfield_retrieve": _primitive_hopfield,
 }
 
 
