@@ -21,7 +21,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    device = torch.device(args.device)
+    try:
+        device = torch.device(args.device)
+    except RuntimeError as error:
+        known = ", ".join(dispatch.PRIORITY)
+        raise ValueError(
+            f"--device {args.device!r}: give {known}, or another of PyTorch's"
+        ) from error
     if not (args.shapes or args.preset):
         args.shapes = args.op or ["sdpa"]
     for cell in cli.cells_of(args, tuple(DTYPE_BYTES)):

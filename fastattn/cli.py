@@ -56,7 +56,11 @@ def build_parser(command: str | None) -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = next((word for word in arguments if not word.startswith("-")), None)
-    args = build_parser(command).parse_args(arguments)
+    parser = build_parser(command)
+    if not arguments:
+        parser.print_help(sys.stderr)
+        parser.exit(2, "\nfastattn: error: the following arguments are required: COMMAND\n")
+    args = parser.parse_args(arguments)
     try:
         status: int = importlib.import_module(COMMANDS[args.command][0]).run(args)
         sys.stdout.flush()

@@ -17,13 +17,26 @@ from types import SimpleNamespace
 
 import pytest
 
-from fastattn.bench import cli, results, summary, worker
+from fastattn.bench import cli, results, runner, summary, worker
 
 
 def bench(*arguments: str) -> int:
     parser = argparse.ArgumentParser()
     cli.add_arguments(parser)
     return cli.run(parser.parse_args(arguments))
+
+
+def _after_six_calls(fault: str) -> str:
+    return f"""call, count = right(cell, inputs), [0]
+    def later():
+        count[0] += 1
+        if count[0] > 6:
+            {fault}
+        return call()
+    return later"""
+
+
+TINY_RUN = ("run", "--threads", "1", "--rounds", "1", "--providers", "torch", "--quiet")
 
 
 @pytest.fixture
@@ -47,6 +60,10 @@ def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "raising": ("prepare(cell, inputs)", "raise RuntimeError('out of luck')"),
         "missing": ("versions()", "raise ImportError('no wheel for this machine')"),
         "choosy": ("why_not(cell)", "return ['not today', 'nor tomorrow']"),
+        # Right at first: the check before the timing, which are five calls, finds nothing.
+        "crashing_later": ("prepare(cell, inputs)", _after_six_calls("os.abort()")),
+        "hanging_later": ("prepare(cell, inputs)", _after_six_calls("time.sleep(600)")),
+        "raising_later": ("prepare(cell, inputs)", _after_six_calls("1 / 0")),
     }
     for name, (function, body) in faults.items():
         fault = f"def {function}:\n    {body}\n"
@@ -84,6 +101,52 @@ def test_bad_providers_are_named_and_the_good_survive(
         assert (row["ms"] is not None) == (status == "ok")
     told = capsys.readouterr().out
     assert "fakes.wrong WRONG in 1 cell." in told
+
+
+@pytest.mark.slow
+def test_who_fails_while_being_timed_is_named_and_the_others_go_on(
+    fakes: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "results.json"
+    names = ["crashing_later", "hanging_later", "raising_later"]
+    code = bench(
+        *("run", "--shapes", "B=1,H=2,L=16,D=8", "--threads", "1", "--rounds", "6", "--quiet"),
+        *("--providers", ",".join(["torch", *(f"fakes.{name}" for name in names)])),
+        *("--timeout", "12", "--json", str(path)),
+    )
+    assert code == cli.FAULTS
+    rows = {r["provider"].removeprefix("fakes."): r for r in json.loads(path.read_text())["rows"]}
+    assert rows["torch"]["ms"] > 0
+    assert rows["torch"]["rounds"] >= 3
+    for name, status, reason in (
+        ("crashing_later", "CRASHED", "signal SIGABRT during"),
+        ("hanging_later", "HUNG", "within 12 s"),
+        ("raising_later", "ERROR", "ZeroDivisionError"),
+    ):
+        assert (rows[name]["status"], rows[name]["ms"]) == (status, None)
+        assert reason in rows[name]["reason"]
+
+
+def test_what_memory_cannot_hold_is_a_row_and_the_others_are_measured(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    shapes = ("--shapes", "H=1,L=1000000000", "--shapes", "H=1,L=4")
+    assert bench(*TINY_RUN, *shapes, "--json", str(path)) == cli.FAULTS
+    too_large, small = json.loads(path.read_text())["rows"]
+    assert too_large["status"] == "ERROR"
+    assert "the fp64 answer cannot be computed: " in too_large["reason"]
+    assert small["ms"] > 0
+
+
+@pytest.mark.slow
+def test_a_run_that_measured_nothing_has_failed(
+    fakes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = ("run", "--shapes", "H=1,L=4", "--threads", "1", "--quiet")
+    out = tmp_path / "out"
+    assert bench(*run, "--providers", "fakes.missing", "--out", str(out)) == cli.FAULTS
+    assert "Nothing was measured" in capsys.readouterr().err
+    (row,) = json.loads((out / "results.json").read_text())["rows"]
+    assert "no wheel for this machine" in row["reason"]
 
 
 @pytest.mark.slow
@@ -172,9 +235,6 @@ def test_the_time_budget_is_kept(tmp_path: Path) -> None:
     assert {row["status"] for row in rows} <= {"ok", "SKIPPED"}
 
 
-TINY_RUN = ("run", "--threads", "1", "--rounds", "1", "--providers", "torch", "--quiet")
-
-
 def test_a_full_disk_is_named_and_the_table_is_printed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -214,6 +274,53 @@ def test_a_run_is_gone_on_with(
     assert again.cells[0].rounds != both.cells[0].rounds
 
 
+@pytest.mark.slow
+def test_whatever_ends_a_run_the_next_one_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fastattn.bench.summary.QUIET", 0.0)
+    monkeypatch.setattr("fastattn.bench.summary.QUIET_SHARE", 0.0)
+    run = (*TINY_RUN, "--out", str(tmp_path), "--shapes", "H=1,L=4|5")
+    journal = tmp_path / "results.jsonl"
+    assert bench(*run) == cli.OK
+    first = results.load(journal)
+
+    # Killed in the middle of a line: what is whole before it stays.
+    text = journal.read_text()
+    second = text.index('{"record": "cell"', text.index('{"record": "cell"') + 1)
+    journal.write_text(text[: second + 100])
+    killed = results.load(journal)
+    assert [cell.cell["Lq"] for cell in killed.cells] == [4]
+    assert killed.ended == "killed"
+    assert bench(*run, "--resume") == cli.OK
+    resumed = results.load(journal)
+    assert resumed.cells[0].rounds == first.cells[0].rounds
+    assert [len(cell.rounds) for cell in resumed.cells] == [1, 1]
+    assert resumed.ended == "complete"
+
+    # Ctrl-C before anything was measured: what the earlier run had stays, in every file.
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(runner.Runner, "_start", interrupted)
+        assert bench(*run, "--resume") == cli.INTERRUPTED
+    for name in ("results.jsonl", "results.json"):
+        kept = results.load(tmp_path / name)
+        assert [cell.rounds for cell in kept.cells] == [cell.rounds for cell in resumed.cells]
+
+    # Ctrl-C after the check and before the first round: that cell is measured again.
+    fresh = (*TINY_RUN, "--out", str(tmp_path / "fresh"), "--shapes", "H=1,L=4")
+    with monkeypatch.context() as patched:
+        patched.setattr(runner.Runner, "_rounds", interrupted)
+        assert bench(*fresh) == cli.INTERRUPTED
+    (cell,) = results.load(tmp_path / "fresh" / "results.jsonl").cells
+    assert cell.outcomes["torch"].status == "SKIPPED"
+    assert bench(*fresh, "--resume") == cli.OK
+    (cell,) = results.load(tmp_path / "fresh" / "results.jsonl").cells
+    assert cell.rounds
+
+
 @pytest.mark.parametrize(("spins", "waits"), [(0.0, 0.0), (0.06, 0.06), (math.inf, None)])
 def test_a_process_that_spins_is_waited_for(
     monkeypatch: pytest.MonkeyPatch, spins: float, waits: float | None
@@ -243,6 +350,30 @@ def test_a_busy_core_is_noticed(tmp_path: Path) -> None:
         finally:
             busy.kill()
     rows = json.loads(path.read_text())["rows"]
+    for row in rows:
+        assert row["busy"] or row["discarded"], row
+        assert row["verdict"] in (None, "UNSURE") or not row["busy"]
+
+
+@pytest.mark.slow
+def test_a_machine_whose_cores_are_all_busy_is_not_judged(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    spin = [sys.executable, "-c", "while True: pass"]
+    busy = [subprocess.Popen(spin) for _ in cores]
+    try:
+        for process, core in zip(busy, cores, strict=True):
+            os.sched_setaffinity(process.pid, [core])
+        bench(
+            *("run", "--shapes", "B=1,H=2,L=64,D=8", "--threads", str(len(cores))),
+            *("--rounds", "4", "--time-budget", "5", "--json", str(path), "--quiet"),
+        )
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+    rows = json.loads(path.read_text())["rows"]
+    assert len(rows) == 2
     for row in rows:
         assert row["busy"] or row["discarded"], row
         assert row["verdict"] in (None, "UNSURE") or not row["busy"]

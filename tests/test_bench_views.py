@@ -114,6 +114,9 @@ def test_compare_tells_what_was_not_the_same(
     assert bench("compare", str(before), str(nothing)) == cli.USAGE
     with pytest.raises(SystemExit):
         bench("compare", str(before), str(after), "--fail-slower", "often")
+    capsys.readouterr()
+    assert bench("compare", str(before), str(after), "--providers", "nobody") == cli.USAGE
+    assert "'nobody': in both results are torch, fastattn" in capsys.readouterr().err
 
 
 def test_a_noisy_change_is_unsure() -> None:

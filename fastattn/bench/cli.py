@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,10 +18,33 @@ from fastattn.bench.shapes import Line, parse_line, read_lines
 
 __all__ = ["FAULTS", "INTERRUPTED", "OK", "UNWRITTEN", "USAGE", "add_arguments", "add_what", "run"]
 
+EXAMPLES = {
+    "run": """\
+examples:
+  fastattn bench run
+  fastattn bench run --preset bert --dtype fp32,bf16 --pass fwd,fwd+bwd --out DIR
+  fastattn bench run --shapes "B=1,H=8,L=128:8192:x2,D=64" --mask causal
+  fastattn bench run --op mha,encoder_layer --providers torch,fastattn,fastattn@avx2
+  fastattn bench run --shapes @shapes.txt    (a file that `bench record` wrote)
+
+""",
+    "compare": """\
+example:
+  fastattn bench compare main/results.json mine/results.json --fail-slower 5%
+
+""",
+    "record": """\
+example:
+  fastattn bench record --out shapes.txt -- python train.py --epochs 1
+
+""",
+}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the subcommands of `bench` to its parser."""
-    subparsers = parser.add_subparsers(dest="bench_command", metavar="COMMAND", required=True)
+    subparsers = parser.add_subparsers(dest="bench_command", metavar="COMMAND")
+    parser.set_defaults(bench_function=lambda args: _no_command(parser))
     for function, add, words in (
         (measuring.run, _add_run, "measure"),
         (commands.compare, _add_compare, "compare two results, and fail where one is slower"),
@@ -32,10 +56,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         (commands.list_all, None, "what can be measured, by whom, and why not"),
     ):
         name = function.__name__.removesuffix("_all")
-        command = subparsers.add_parser(name, help=words, description=function.__doc__)
+        command = subparsers.add_parser(
+            name,
+            help=words,
+            description=inspect.cleandoc(function.__doc__ or ""),
+            epilog=EXAMPLES.get(name, "") + (parser.epilog or ""),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
         command.set_defaults(bench_function=function)
         if add is not None:
             add(command)
+
+
+def _no_command(parser: argparse.ArgumentParser) -> int:
+    parser.print_help(sys.stderr)
+    print(f"\n{parser.prog}: error: the following arguments are required: COMMAND", file=sys.stderr)
+    return USAGE
 
 
 def run(args: argparse.Namespace) -> int:
@@ -43,13 +79,25 @@ def run(args: argparse.Namespace) -> int:
     function: Callable[[argparse.Namespace], int] = args.bench_function
     try:
         return function(args)
-    except (ValueError, OSError) as error:
+    except OSError as error:
+        named = error.filename is not None and error.strerror is not None
+        told = f"{error.filename}: {error.strerror}" if named else str(error)
+        print(f"fastattn bench: {told}", file=sys.stderr)
+        return USAGE
+    except ValueError as error:
         print(f"fastattn bench: {error}", file=sys.stderr)
         return USAGE
 
 
-def _names(text: str) -> list[str]:
+def _split(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _names(text: str) -> list[str]:
+    """The type of a LIST; none at all is a mistake, as of a variable that is not set."""
+    if not (names := _split(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} names nothing")
+    return names
 
 
 def add_what(parser: argparse.ArgumentParser) -> None:
@@ -227,7 +275,7 @@ def _lines(text: str) -> list[Line]:
 
 def _line_cells(line: Line, args: argparse.Namespace, wanted: list[str]) -> list[Cell]:
     """The cells of one line; an operator that --op does not want has none."""
-    given = {flag: _names(line.options.get(flag, "")) for flag in ("dtype", "pass")}
+    given = {flag: _split(line.options.get(flag, "")) for flag in ("dtype", "pass")}
     check_names("dtype=", given["dtype"], DTYPES)
     check_names("pass=", given["pass"], PASSES)
     passes = args.passes or given["pass"] or ["fwd"]

@@ -48,7 +48,11 @@ def compare(args: argparse.Namespace) -> int:
     before, after = (results.load(path) for path in (args.before, args.after))
     found, alone = comparing.changes(before, after, args.metric)
     if args.providers:
-        found = [change for change in found if change.name.split()[-1] in args.providers]
+        known = list(dict.fromkeys(change.provider for change in found))
+        for name in args.providers:
+            if name not in known:
+                raise ValueError(f"--providers {name!r}: in both results are {', '.join(known)}")
+        found = [change for change in found if change.provider in args.providers]
     for line in comparing.differences(before, after):
         print(f"Not the same: {line}")
     if not found:
@@ -78,6 +82,8 @@ def compare(args: argparse.Namespace) -> int:
 
 def plot(args: argparse.Namespace) -> int:
     """Draws a result file."""
+    if args.plot:
+        measuring.check_picture(args.plot)
     result = results.load(args.results)
     kinds = PLOTS if args.metric == "all" else (args.metric,)
     for kind in kinds:
@@ -110,6 +116,7 @@ def roofline(args: argparse.Namespace) -> int:
     if args.results is None:
         if args.plot:
             raise ValueError("--plot: there is a picture of a result only; name one")
+        measuring.check_threads(args.threads)
         threads = args.threads or torch.get_num_threads()
         torch.set_num_threads(threads)
         print(f"{threads} thread{'s' if threads > 1 else ''}")
@@ -118,6 +125,8 @@ def roofline(args: argparse.Namespace) -> int:
         if share < QUIET_SHARE:
             print(f"Other processes took up to {1 - share:.0%} of the cores: measure again.")
         return OK
+    if args.plot:
+        measuring.check_picture(args.plot)
     result = results.load(args.results)
     print("\n".join([*roof.roof_lines(result.peaks), "", *roof.cell_lines(summarise(result))]))
     if args.plot and measuring.draw(result, args.plot, "roofline"):

@@ -32,6 +32,10 @@ class Change:
     high: float
 
     @property
+    def provider(self) -> str:
+        return self.name.split()[-1]
+
+    @property
     def verdict(self) -> str:
         return stats.verdict(self.low, self.high)
 

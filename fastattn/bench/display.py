@@ -234,7 +234,7 @@ def closing(result: Result, rows: Sequence[Row]) -> list[str]:
             faults[key] = faults.get(key, 0) + 1
     lines += [f"{key} in {count} cell{'s' if count > 1 else ''}." for key, count in faults.items()]
     skipped = sum(was_skipped(cell) for cell in result.cells)
-    if skipped:
+    if skipped and result.ended == "complete":
         budget = result.settings["time_budget"]
         lines.append(
             f"{skipped} of {len(result.cells)} cells were not measured: the time budget of "

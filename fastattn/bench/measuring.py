@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,8 +13,11 @@ import torch
 
 from fastattn.bench import display, results, runner, summary
 from fastattn.bench.exits import FAULTS, INTERRUPTED, OK, UNWRITTEN
+from fastattn.bench.pool import usable_cpus
 from fastattn.bench.providers import check_name
 from fastattn.bench.results import Result
+
+PICTURES = (".png", ".svg", ".pdf")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -26,8 +30,7 @@ def run(args: argparse.Namespace) -> int:
     if args.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: PyTorch finds no GPU here")
     cli.check_names("--metric", args.metric, tuple(display.METRICS))
-    if problem := _settings_error(args):
-        raise ValueError(problem)
+    _check_settings(args)
     out: Path | None = args.out
     files = {
         "json": args.json or (out / "results.json" if out else None),
@@ -35,6 +38,8 @@ def run(args: argparse.Namespace) -> int:
         "markdown": args.markdown or (out / "results.md" if out else None),
         "plot": args.plot or (out / "results.png" if out else None),
     }
+    if args.plot:
+        check_picture(args.plot)
     baseline = args.baseline or ("torch" if "torch" in args.providers else args.providers[0])
     settings = runner.Settings(
         cells=cells,
@@ -61,12 +66,13 @@ def run(args: argparse.Namespace) -> int:
             journal.close()
     rows = summary.summarise(result)
     display.print_result(result, rows, args.metric)
+    is_timed = any(row["ms"] is not None for row in rows)
     written, failures = [], [journal.failure] if journal.failure else []
     for path, write in (
         (files["json"], lambda path: results.save_json(result, rows, path)),
         (files["csv"], lambda path: results.save_csv(rows, path)),
         (files["markdown"], lambda path: display.save_markdown(result, rows, path)),
-        (files["plot"], lambda path: draw(result, path)),
+        (files["plot"] if is_timed else None, lambda path: draw(result, path)),
     ):
         if path:
             failure = _try(write, path)
@@ -91,8 +97,24 @@ def _try(write: Callable[[Path], bool | None], path: Path) -> OSError | bool:
 def _exit_code(ended: str, rows: Sequence[dict[str, object]]) -> int:
     if ended == "interrupted":
         return INTERRUPTED
+    if not any(row["ms"] is not None for row in rows):
+        print("Nothing was measured: every row says why.", file=sys.stderr)
+        return FAULTS
     faults = {"WRONG", "ERROR", "CRASHED", "HUNG"}
     return FAULTS if any(row["status"] in faults or row["impossible"] for row in rows) else OK
+
+
+def check_picture(path: Path) -> None:
+    """Before anything is measured: whether a picture could be written to a file of that name."""
+    if path.suffix not in PICTURES:
+        raise ValueError(f"--plot {path}: the name must end with {', '.join(PICTURES)}")
+
+
+def check_threads(threads: int | None) -> None:
+    """More threads than processors would measure how they wait for each other."""
+    usable = len(usable_cpus(10**6))
+    if threads is not None and (threads < 1 or threads > (usable or threads)):
+        raise ValueError(f"--threads {threads}: from 1 to {usable or 'as many as there are'}")
 
 
 def draw(result: Result, path: Path, kind: str = "speedup", theme: str = "light") -> bool:
@@ -109,19 +131,18 @@ def draw(result: Result, path: Path, kind: str = "speedup", theme: str = "light"
     return True
 
 
-def _settings_error(args: argparse.Namespace) -> str | None:
+def _check_settings(args: argparse.Namespace) -> None:
+    """Raises ValueError naming the argument."""
+    check_threads(args.threads)
     for flag, value in (
-        ("--threads", args.threads),
         ("--time-budget", args.time_budget),
         ("--rounds", args.rounds),
         ("--timeout", args.timeout),
     ):
-        if value is not None and value <= 0:
-            return f"{flag} {value}: must be positive"
+        if not 0 < value < math.inf:
+            raise ValueError(f"{flag} {value}: must be a positive number")
     if args.resume and not args.out:
-        return "--resume: give the --out DIR of the run to go on with"
-    if not args.providers:
-        return "--providers: none given"
+        raise ValueError("--resume: give the --out DIR of the run to go on with")
     if args.baseline is not None and args.baseline not in args.providers:
-        return f"--baseline {args.baseline!r} is not among --providers {','.join(args.providers)}"
-    return None
+        among = ",".join(args.providers)
+        raise ValueError(f"--baseline {args.baseline!r} is not among --providers {among}")

@@ -13,6 +13,8 @@ from __future__ import annotations
 import csv
 import dataclasses
 import json
+import os
+import stat
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -125,13 +127,19 @@ class Journal:
         self.failure: OSError | None = None
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("w")
+            self._file = path.open("a")  # an earlier run's lines stay until there is a new header
+        self._has_begun = False
 
     def write(self, record: str, data: dict[str, Any]) -> None:
         """A disk that is full ends the journal, not the run: what was measured is still told."""
         if self._file is None or self.failure is not None:
             return
+        if not self._has_begun and record != "header":
+            return
         try:
+            if not self._has_begun and stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
+                self._file.truncate(0)
+            self._has_begun = True
             self._file.write(json.dumps({"record": record, **data}) + "\n")
             self._file.flush()
         except OSError as error:
@@ -195,9 +203,8 @@ def save_csv(rows: Iterable[dict[str, Any]], path: Path) -> None:
 
 def load(path: Path) -> Result:
     """Reads a document or a journal. Raises ResultFileError naming the file and what is wrong."""
-    text = path.read_text()
     try:
-        document = _document(text)
+        document = _document(path.read_text(encoding="utf-8"))
         if document.get("format") != FORMAT:
             raise ResultFileError(f"{path} is not a result of fastattn bench")
         if document["version"] == 1:
@@ -213,8 +220,9 @@ def load(path: Path) -> Result:
             peaks={kind: Peak(**peak) for kind, peak in document["peaks"].items()},
             ended=document["ended"],
         )
-    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
-        raise ResultFileError(f"{path} is not a result of fastattn bench ({error!r})") from error
+    except (KeyError, TypeError, AttributeError, json.JSONDecodeError, UnicodeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ResultFileError(f"{path} is not a result of fastattn bench ({reason})") from error
 
 
 _SIZES_OF_VERSION_1 = "batch heads kv_heads q_len kv_len head_dim value_dim".split()
@@ -239,9 +247,14 @@ def _document(text: str) -> dict[str, Any]:
     if not text.startswith('{"record"'):
         document: dict[str, Any] = json.loads(text)
         return document
-    records = [json.loads(line) for line in text.splitlines()]
+    lines = text.splitlines(keepends=True)
+    if len(lines) > 1 and not lines[-1].endswith("\n"):
+        lines.pop()  # whoever killed the run did so in the middle of it
+    records = [json.loads(line) for line in lines]
     document = dict(records[0])
     document.update(next((r for r in records if r["record"] == "end"), {"ended": "killed"}))
     document.setdefault("peaks", {})
-    document["cells"] = [r for r in records if r["record"] == "cell"]
+    # A cell that was measured again stands there twice.
+    cells = {json.dumps(r["cell"]): r for r in records if r["record"] == "cell"}
+    document["cells"] = list(cells.values())
     return document

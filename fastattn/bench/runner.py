@@ -81,11 +81,13 @@ class Runner:
         environment = describe_environment() | {"threads": settings.threads, "pinned_to": pinned}
         self.result = Result(environment, settings.to_json(), {})
         before = earlier(self.result)
-        self.done: dict[str, CellResult] = {}
+        self.earlier: dict[str, CellResult] = {}
+        self.done: set[str] = set()
         if before is not None:
-            best = best_guards(before)
-            self.done = {c.cell.name: c for c in before.cells if self._is_done(c, best)}
-            self.result.peaks = before.peaks
+            asked, best = {cell.name for cell in settings.cells}, best_guards(before)
+            self.earlier = {c.cell.name: c for c in before.cells if c.cell.name in asked}
+            self.done = {name for name, c in self.earlier.items() if self._is_done(c, best)}
+            self.result.peaks, self.result.providers = before.peaks, before.providers
 
     def run(self, journal: Journal) -> Result:
         """Writes every cell into the journal as soon as it is measured."""
@@ -95,13 +97,11 @@ class Runner:
         try:
             self._start()
             for index, cell in enumerate(self.settings.cells):
-                visible = true_in_mask(cell, self.settings.seed)
-                found = CellResult(cell, flops(cell, visible), bytes_touched(cell))
-                if (earlier := self.done.get(cell.name)) is not None:
-                    self.result.cells.append(earlier)
-                    self.journal.write("cell", earlier.to_json())
+                if cell.name in self.done:
+                    self.result.cells.append(self.earlier[cell.name])
                     self.watcher.measured(self.result)
                     continue
+                found = CellResult(cell, 0, bytes_touched(cell))
                 self.result.cells.append(found)
                 if 0 < index == len(self.settings.cells) // 2:
                     self._measure_peaks()
@@ -109,12 +109,17 @@ class Runner:
                 try:
                     # A run measures at least one cell, however long its start took.
                     self._measure(found, share if index else max(share, 1.0))
+                except KeyboardInterrupt:
+                    _skip_untimed(found)
+                    raise
                 finally:
                     self.journal.write("cell", found.to_json())
                 self.watcher.measured(self.result)
             self._measure_peaks()
         except KeyboardInterrupt:
             self.result.ended = "interrupted"
+            reached = {found.cell.name for found in self.result.cells}
+            self.result.cells += [c for name, c in self.earlier.items() if name not in reached]
         finally:
             for worker in self.workers.values():
                 worker.stop()
@@ -124,9 +129,10 @@ class Runner:
     def _is_done(self, cell: CellResult, best: dict[str, float]) -> bool:
         """Whether every provider that is asked for has had its turn, on a quiet machine."""
         outcomes = [cell.outcomes.get(name) for name in self.settings.providers]
+        statuses = ["SKIPPED" if outcome is None else outcome.status for outcome in outcomes]
         quiet = quiet_rounds(cell.rounds, best[KIND_OF_DTYPE[cell.cell.dtype]])
-        is_quiet = len(quiet) >= min(MIN_KEPT, len(cell.rounds))
-        return is_quiet and all(o is not None and o.status != "SKIPPED" for o in outcomes)
+        wanted = min(MIN_KEPT, self.settings.rounds) if "ok" in statuses else 0
+        return "SKIPPED" not in statuses and len(quiet) >= wanted
 
     # Starting
 
@@ -136,6 +142,8 @@ class Runner:
         for name in self.settings.providers:
             self._open(name)
         self.journal.write("header", self.result.header())
+        for found in self.earlier.values():
+            self.journal.write("cell", found.to_json())
         self.watcher.start(self.result, self.settings.cells)
         self._measure_peaks()
 
@@ -197,7 +205,13 @@ class Runner:
         if not ready:
             return
         self.watcher.doing(cell, "computing the fp64 answer")
-        oracle = self._oracle_for(cell)
+        try:
+            found.flops = flops(cell, true_in_mask(cell, self.settings.seed))
+            oracle = self._oracle_for(cell)
+        except (RuntimeError, MemoryError) as error:  # as where there is no memory for it
+            reason = f"the fp64 answer cannot be computed: {_first_line(error)}"
+            found.outcomes |= {name: Outcome("ERROR", reason) for name in ready}
+            return
         for name in ready:
             self.watcher.doing(cell, f"checking {name}")
             self._guarded(name, found, partial(self._prepare, name, found, oracle))
@@ -299,6 +313,17 @@ class Runner:
             del self.workers[name]
             reason = f"given up after {MAX_FAILURES} failures, the last: {error.reason}"
             self.result.providers[name] |= {"status": error.status, "reason": reason}
+
+
+def _skip_untimed(found: CellResult) -> None:
+    """Of a cell that was interrupted before its first round there is nothing to tell."""
+    for name, outcome in found.outcomes.items():
+        if outcome.status == "ok" and not any(name in turn.ms for turn in found.rounds):
+            outcome.status, outcome.reason = "SKIPPED", "the run was interrupted"
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
 
 
 def _with_pass(cell: Cell, passes: str) -> Cell:
