@@ -15,6 +15,7 @@ from types import ModuleType
 import pytest
 import torch
 
+import fastattn
 from fastattn import dispatch
 from fastattn.bench import cli, display, inputs, ops, stats, summary
 from fastattn.bench.cells import (
@@ -58,6 +59,19 @@ SMALL = {
     "memn2n": "B=2,N=5,J=4,V=9,D=6,K=2",
     "sinusoidal": "B=2,L=6,E=9",
     "learned": "B=2,L=5,E=6",
+    "decoder_layer": "B=2,L=6,S=5,E=16,H=2,F=24",
+    "transformer": "B=2,L=6,S=5,E=16,H=2,F=24",
+    "hard": "B=2,H=4,Lq=5,Lk=7,D=8,Dv=6",
+    "head_network": "B=2,H=3,L=5,D=4,F=6",
+    "additive_module": "B=2,Lq=5,Lk=7,A=9",
+    "luong_module": "B=2,Lq=5,Lk=7,D=9",
+    "global_attention": "B=2,Lq=5,Lk=7,D=9",
+    "hopfield_module": "B=2,L=3,N=5,E=16,H=2,K=2",
+    "hopfield_layer": "B=2,L=3,N=5,E=16,H=2,K=2",
+    "hopfield_pooling": "B=2,L=3,N=5,E=16,H=2,K=2",
+    "key_value_memory": "B=2,L=3,N=5,D=8,Dv=6",
+    "sinusoidal_table": "L=6,E=9",
+    "positional": "B=2,L=6,E=9",
 }
 
 
@@ -174,6 +188,13 @@ def test_every_operator_has_a_preset_and_both_its_names(op: str) -> None:
     assert ops.resolve(ops.get(op).FUNCTION) == op
 
 
+def test_every_operator_and_module_of_the_library_can_be_measured() -> None:
+    tools = {"FallbackWarning", "__version__", "capture", "explain", "nn", "plot", "replace_mha"}
+    tools |= {"restore_mha", "use_backend", "insert_empty_memories"}  # the last changes stories
+    public = {*fastattn.__all__, *fastattn.nn.__all__} - tools
+    assert {ops.get(op).FUNCTION.removeprefix("nn.") for op in ops.OPS} == public
+
+
 @pytest.mark.parametrize("name", [*PRESETS, "all"])
 def test_presets_are_cells_with_a_name_of_their_own(name: str) -> None:
     cells = preset_cells(name)
@@ -203,7 +224,15 @@ def test_presets_are_cells_with_a_name_of_their_own(name: str) -> None:
         (["--providers", "jax@"], "variants of jax are none"),
         (["--providers", "fastattn", "--baseline", "torch"], "'torch'"),
         (["--threads", "0"], "--threads 0"),
+        (["--threads", "1000000"], "--threads 1000000: from 1 to"),
         (["--time-budget", "-1"], "--time-budget"),
+        (["--time-budget", "nan"], "--time-budget nan"),
+        (["--timeout", "inf"], "--timeout inf"),
+        (["--rounds", "0"], "--rounds 0"),
+        (["--plot", "picture.xyz"], "picture.xyz: the name must end with .png, .svg, .pdf"),
+        (["--shapes", "@/"], "/: Is a directory"),
+        (["--out", "/dev/null/out"], "/dev/null/out: Not a directory"),
+        (["--resume"], "give the --out DIR"),
     ],
 )
 def test_wrong_arguments_are_named(
@@ -211,6 +240,23 @@ def test_wrong_arguments_are_named(
 ) -> None:
     assert bench("run", *arguments) == cli.USAGE
     assert named in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--op", "--dtype", "--pass", "--providers", "--metric"])
+@pytest.mark.parametrize("text", ["", " , "])
+def test_a_list_that_names_nothing_is_refused(
+    flag: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        bench("run", flag, text)
+    assert ended.value.code == cli.USAGE
+    assert f"argument {flag}: {text!r} names nothing" in capsys.readouterr().err
+
+
+def test_without_a_command_the_commands_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench() == cli.USAGE
+    told = capsys.readouterr().err
+    assert all(name in told for name in ("run", "compare", "record", "list"))
 
 
 def test_list_names_every_provider(capsys: pytest.CaptureFixture[str]) -> None:
@@ -489,13 +535,14 @@ def test_a_long_cell_is_checked_by_a_sample(monkeypatch: pytest.MonkeyPatch) -> 
         ('{"format": "fastattn-bench", "version": 2}', "not a result"),
         ('{"format": "fastattn-bench", "version": 1}', "not a result"),
         ('{"record": "header"}\n', "not a result"),
+        ("\x89PNG", "not a result of fastattn bench (UnicodeDecodeError"),
     ],
 )
 def test_a_foreign_result_file_is_named(
     text: str, named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "strange.json"
-    path.write_text(text)
+    path.write_text(text, encoding="latin-1")
     assert bench("plot", str(path)) == cli.USAGE
     told = capsys.readouterr().err
     assert "strange.json" in told

@@ -113,7 +113,7 @@ def visible_pairs(cell: Cell, true_in_mask: int | None = None) -> int:
     the inputs know.
     """
     sizes = cell.sizes
-    batch = sizes["B"]
+    batch = sizes.get("B", 1)
     queries, keys = (sizes.get(key, sizes.get("L", 0)) for key in ("Lq", "Lk"))
     if cell.mask == "padding":
         return queries * sum(padding_lengths(batch, keys))

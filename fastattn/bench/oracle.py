@@ -19,7 +19,7 @@ from torch import Tensor
 from fastattn.bench import ops
 from fastattn.bench.cells import Cell
 from fastattn.bench.inputs import TORCH_DTYPES, make_inputs
-from fastattn.bench.ops._base import Rounded
+from fastattn.bench.ops._base import EXACT, Rounded
 from fastattn.testing.compare import deviation
 
 Outputs = dict[str, Tensor]
@@ -48,8 +48,8 @@ class Oracle:
         self.parts = self.op.parts(cell, seed)
         self.compared = self.op.coverage(cell, self.parts)
         dtype = TORCH_DTYPES[cell.dtype]
-        self.reference = self._all(torch.float64, lambda x: x)
-        self.eager = self._all(torch.float32, lambda x: x.to(dtype).float())
+        self.reference = self._all(torch.float64, EXACT)
+        self.eager = self._all(torch.float32, Rounded(dtype))
 
     def check(self, outputs: Outputs) -> Check:
         """The tensor of `outputs` that is worst against its bound."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fastattn.bench import ops
-from fastattn.bench.cells import Cell
+from fastattn.bench.cells import DTYPES, Cell
 from fastattn.bench.shapes import parse_shapes
 
 
@@ -129,13 +129,21 @@ _PADDED_LAYER = Template(
 # Vaswani et al. 2017, the base model's two stacks of six layers.
 _STACKS = [
     Template("Transformer encoder, six layers", "encoder", "B=4,L=128,E=512,H=8,F=2048"),
+    Template("Transformer decoder layer", "decoder_layer", "B=4,L=128,E=512,H=8,F=2048"),
     Template("Transformer decoder, six layers", "decoder", "B=4,L=128,E=512,H=8,F=2048"),
+    Template("Transformer, six and six layers", "transformer", "B=4,L=128,E=512,H=8,F=2048"),
+    Template("a network of each head's own", "head_network", "B=4,H=8,L=128,D=64,F=64"),
 ]
 _SINUSOIDS = [
     Template("Transformer position encoding", "sinusoidal", "B=16,L=256,E=512"),
     Template("Position encoding, width 768", "sinusoidal", "B=8,L=512,E=768"),
 ]
-_POSITIONS = [*_SINUSOIDS, Template("BERT-base learnt positions", "learned", "B=8,L=512,E=768")]
+_POSITIONS = [
+    *_SINUSOIDS,
+    Template("the same as a module", "positional", "B=16,L=256,E=512"),
+    Template("the table alone", "sinusoidal_table", "L=512,E=768", passes=("fwd",)),
+    Template("BERT-base learnt positions", "learned", "B=8,L=512,E=768"),
+]
 # Bahdanau et al. 2015: 1000 hidden units, sentences of up to 30 or 50 words; Luong et al. 2015:
 # 1000 cells and windows of D = 10. Half as wide here, so that a cell takes no minute.
 _SEQ2SEQ = [
@@ -144,6 +152,11 @@ _SEQ2SEQ = [
     Template("Bahdanau module, all steps", "bahdanau", "B=32,L=30,E=512,A=512"),
     Template("Luong general, global", "luong", "B=64,L=50,D=512"),
     Template("Luong general, local-m", "luong", "B=16,L=512,D=512,W=10"),
+    Template("Luong module, all steps", "luong_module", "B=64,L=50,D=512"),
+    Template("OpenNMT's layer, all steps", "global_attention", "B=64,L=50,D=512"),
+    Template("Keras' layer, all steps", "additive_module", "B=32,L=30,A=512"),
+    # Xu et al. 2015: each word looks at one of 14·14 places of an image.
+    Template("one place of an image for a word", "hard", "B=16,H=1,Lq=20,Lk=196,D=512"),
 ]
 # Sukhbaatar et al. 2015: bAbI trained jointly, 50 sentences of at most 11 of 175 words, width 50;
 # and memories that are not small.
@@ -151,10 +164,15 @@ _MEMORY = [
     # Ramsauer et al. 2021: at most three steps; a batch of bags with 128 patterns.
     Template("Hopfield retrieval, 3 steps", "hopfield", "B=4,H=8,L=128,N=128,D=64,K=3"),
     Template("Hopfield energy of the same", "hopfield_energy", "B=4,H=8,L=128,N=128,D=64"),
+    Template("Hopfield module, 3 steps", "hopfield_module", "B=4,L=128,N=128,E=512,H=8,K=3"),
+    Template("Hopfield lookup, 128 patterns", "hopfield_layer", "B=4,L=128,N=128,E=512,H=8,K=3"),
+    Template("Hopfield pooling of 32 bags", "hopfield_pooling", "B=32,N=128,E=512,H=8,K=3"),
     Template("bAbI encoding of a memory", "encode_memory", "B=32,N=50,J=11,V=175,D=50"),
     Template("bAbI hops", "memory_hops", "B=32,N=50,D=50,K=3"),
     Template("a memory for every query", "memory_hops", "B=256,N=1000,D=128,K=3"),
     Template("one memory for all queries", "memory_hops", "B=256,S=1,N=10000,D=128,K=3"),
+    # Miller et al. 2016 read tens to thousands of slots that a hash has found.
+    Template("1024 slots of keys and values", "key_value_memory", "B=32,L=1,N=1024,D=128"),
     Template("bAbI, the whole network", "memn2n", "B=32,N=50,J=11,V=175,D=50,K=3"),
 ]
 
@@ -185,10 +203,12 @@ PRESETS: dict[str, Preset] = {
         "16 sentences padded to 256 tokens, half of it padding: width 512, 8 heads",
         [_PADDED, _PADDED_WEIGHTS, _PADDED_CORE, _PACKED, _PADDED_LAYER],
     ),
-    "transformer": Preset("the stacks of the base Transformer, six layers of width 512", _STACKS),
+    "transformer": Preset("the base Transformer and its parts, width 512", _STACKS),
     "long": Preset("one causal sequence of 8192 tokens, 8 heads of 64", [_GPT_8K]),
     "encoding": Preset("position encodings, width 512 and 768", _POSITIONS),
-    "seq2seq": Preset("the attentions of recurrent translation: Bahdanau, Luong", _SEQ2SEQ),
+    "seq2seq": Preset(
+        "the attentions of recurrent translation: Bahdanau, Luong; hard attention", _SEQ2SEQ
+    ),
     "memory": Preset("memories: Hopfield retrieval, end-to-end memory networks", _MEMORY),
 }
 MODEL_PRESETS = tuple(name for name in PRESETS if name not in ("quick", "dropin"))
@@ -200,9 +220,12 @@ def preset_cells(name: str, dtypes: Sequence[str] = (), passes: Sequence[str] = 
         if one not in (*PRESETS, "all"):
             raise ValueError(f"--preset {one!r}: allowed are {', '.join([*PRESETS, 'all'])}")
     chosen = MODEL_PRESETS if name == "all" else name.split(",")
-    return [
+    cells = [
         cell
         for preset in chosen
         for template in PRESETS[preset].templates
         for cell in template_cells(template, dtypes, passes, preset)
     ]
+    if name == "quick":  # each kind before another dtype: a slow machine's minute may end there
+        cells.sort(key=lambda cell: DTYPES.index(cell.dtype))
+    return cells

@@ -61,30 +61,18 @@ class Encoder(Operator):
     def _prepare(
         self, stack: Callable[..., Any], layer: Callable[..., Any], cell: Cell, inputs: Inputs
     ) -> Prepared:
+        """Eval mode for the forward alone, else training without dropout."""
         x = inputs["x"]
-        module = stack_of(stack, layer, cell, inputs, self.LEAVES[1:], _stored)
+        options = {"dropout": 0.0, "activation": "gelu", "batch_first": True}
+        one = layer(cell["E"], cell["H"], cell["F"], **options, dtype=x.dtype, device=x.device)
+        module: nn.Module = stack(one, LAYERS)
+        module.load_state_dict({stored(name): inputs[name] for name in self.LEAVES[1:]})
+        module.train(cell.passes != "fwd")
         parameters = dict(module.named_parameters())
-        return lambda: (module(x),), [x, *(parameters[_stored(name)] for name in self.LEAVES[1:])]
+        return lambda: (module(x),), [x, *(parameters[stored(name)] for name in self.LEAVES[1:])]
 
 
-def stack_of(
-    stack: Callable[..., Any],
-    layer: Callable[..., Any],
-    cell: Cell,
-    inputs: Inputs,
-    names: tuple[str, ...],
-    stored: Callable[[str], str],
-) -> nn.Module:
-    """Eval mode for the forward alone, else training without dropout."""
-    x = inputs["x"]
-    options = {"dropout": 0.0, "activation": "gelu", "batch_first": True}
-    one = layer(cell["E"], cell["H"], cell["F"], **options, dtype=x.dtype, device=x.device)
-    module: nn.Module = stack(one, LAYERS)
-    module.load_state_dict({stored(name): inputs[name] for name in names})
-    return module.train(cell.passes != "fwd")
-
-
-def _stored(name: str) -> str:
+def stored(name: str) -> str:
     """The name of a leaf in the module's state."""
     head, number, own = name.split(".", 2)
     return f"{head}.{number}.self_attn.{own}" if own in PARAMETERS else name

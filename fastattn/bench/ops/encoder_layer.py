@@ -66,8 +66,7 @@ class EncoderLayer(Operator):
             return rounded(x @ inputs[f"linear{n}.weight"].T + inputs[f"linear{n}.bias"])
 
         def norm(x: Tensor, n: int) -> Tensor:
-            weight, bias = inputs[f"norm{n}.weight"], inputs[f"norm{n}.bias"]
-            return rounded(functional.layer_norm(x, x.shape[-1:], weight, bias))
+            return rounded.layer_norm(x, inputs[f"norm{n}.weight"], inputs[f"norm{n}.bias"])
 
         x = norm(rounded(inputs["x"] + MHA.plain(cell, inputs, rounded)[0]), 1)
         return (norm(rounded(x + linear(rounded(functional.gelu(linear(x, 1))), 2)), 2),)

@@ -37,19 +37,21 @@ class Sinusoidal(Operator):
 
     def theirs(self, cell: Cell, inputs: Inputs) -> Prepared:
         x, scale = inputs["x"], math.sqrt(cell["E"])
-        table = _table(cell).to(x.dtype).to(x.device)
-        return lambda: (x * scale + table,), [x]
+        added = table(cell, torch.float64, x.device).to(x.dtype)
+        return lambda: (x * scale + added,), [x]
 
     def plain(self, cell: Cell, inputs: Inputs, rounded: Rounded) -> Outputs:
         x = inputs["x"]
-        return (rounded(rounded(x * cell["E"] ** 0.5) + rounded(_table(cell).to(x.dtype))),)
+        added = table(cell, torch.float64, x.device).to(x.dtype)
+        return (rounded(rounded(x * cell["E"] ** 0.5) + rounded(added)),)
 
 
-def _table(cell: Cell) -> Tensor:
-    """[L, E] in fp64: sine and cosine of a frequency side by side."""
+def table(cell: Cell, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[L, E]: sine and cosine of a frequency side by side."""
     embed = cell["E"]
-    position = torch.arange(cell["L"], dtype=torch.float64)[:, None]
-    angle = position * 10000.0 ** (-torch.arange(0, embed, 2, dtype=torch.float64) / embed)
+    position = torch.arange(cell["L"], dtype=dtype, device=device)[:, None]
+    halves = torch.arange(0, embed, 2, dtype=dtype, device=device)
+    angle = position * 10000.0 ** (-halves / embed)
     return torch.stack([angle.sin(), angle.cos()], -1).flatten(1)[:, :embed]
 
 

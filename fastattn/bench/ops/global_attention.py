@@ -1,0 +1,40 @@
+"""`GlobalAttention`: OpenNMT's layer, Luong's attention and the output made of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastattn.bench.cells import Cell
+from fastattn.bench.ops._attention import softmax_of
+from fastattn.bench.ops._base import Inputs, Outputs, Rounded
+from fastattn.bench.ops.luong_module import LuongModule
+from fastattn.nn import GlobalAttention
+
+
+class Global(LuongModule):
+    FUNCTION = "nn.GlobalAttention"
+    ABOUT = "tanh(W [c; q]) with c = softmax((U q)ᵀ m) M, q [B, Lq, D], memory [B, Lk, D]"
+    LEAVES = ("query", "memory", "linear_in.weight", "linear_out.weight")
+
+    def flops(self, cell: Cell, pairs: int) -> tuple[int, int]:
+        projections = 6 * cell["B"] * cell["Lq"] * cell["D"] ** 2  # D to D, and 2·D to D
+        return 4 * pairs * cell["D"] + projections, 10 * pairs * cell["D"] + 2 * projections
+
+    def make(self, cell: Cell, **made: Any) -> nn.Module:
+        return GlobalAttention(cell["D"], attn_type="general", **made)
+
+    def call(self, cell: Cell, module: nn.Module, inputs: Inputs) -> Tensor:
+        out: Tensor = module(inputs["query"], inputs["memory"])[0]
+        return out
+
+    def plain(self, cell: Cell, inputs: Inputs, rounded: Rounded) -> Outputs:
+        query, memory, into, out_of = self.leaves(inputs)
+        scores = rounded(rounded(query @ into.T) @ memory.mT)
+        context = rounded(softmax_of(scores, None, None, rounded) @ memory)
+        return (rounded(rounded(torch.cat((context, query), -1) @ out_of.T).tanh()),)
+
+
+OP = Global()

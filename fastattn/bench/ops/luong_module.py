@@ -1,0 +1,57 @@
+"""`LuongAttention`: the module of `luong_attention`, method general, on all keys."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from fastattn.bench.cells import Cell
+from fastattn.bench.inputs import Draw
+from fastattn.bench.ops._attention import softmax_of
+from fastattn.bench.ops._base import Inputs, Outputs, Rounded, Sizes
+from fastattn.bench.ops._module import Module
+from fastattn.nn import LuongAttention
+
+
+class LuongModule(Module):
+    FUNCTION = "nn.LuongAttention"
+    ABOUT = "softmax(qᵀ W m) M, method general, on q [B, Lq, D], memory [B, Lk, D]"
+    TORCH = "the equation: torch has no such module"
+    SIZES: ClassVar[Sizes] = {"B": 8, "Lq": 64, "Lk": "Lq", "D": 256}
+    LEAVES: ClassVar[Sequence[str]] = ("query", "memory", "weight")
+
+    def flops(self, cell: Cell, pairs: int) -> tuple[int, int]:
+        projection = 2 * cell["B"] * cell["Lq"] * cell["D"] ** 2
+        return 4 * pairs * cell["D"] + projection, 10 * pairs * cell["D"] + 2 * projection
+
+    def elements(self, cell: Cell) -> tuple[int, int]:
+        out = cell["B"] * cell["Lq"] * cell["D"]
+        return out + cell["B"] * cell["Lk"] * cell["D"] + self.parameters(cell), out
+
+    def make(self, cell: Cell, **made: Any) -> nn.Module:
+        return LuongAttention(cell["D"], **made)
+
+    def given(self, cell: Cell, draw: Draw) -> Inputs:
+        batch, width = cell["B"], cell["D"]
+        return {
+            "query": draw.normal(batch, cell["Lq"], width),
+            "memory": draw.normal(batch, cell["Lk"], width),
+            "grad_out": draw.normal(batch, cell["Lq"], width),
+        }
+
+    def parameter(self, name: str, shape: tuple[int, ...], draw: Draw) -> Tensor:
+        return draw.normal(*shape, scale=1 / shape[-1])  # scores of about 1, without their √D
+
+    def call(self, cell: Cell, module: nn.Module, inputs: Inputs) -> Tensor:
+        out: Tensor = module(inputs["query"], inputs["memory"], need_weights=False)[0]
+        return out
+
+    def plain(self, cell: Cell, inputs: Inputs, rounded: Rounded) -> Outputs:
+        query, memory, weight = self.leaves(inputs)
+        scores = rounded(rounded(query @ weight) @ memory.mT)
+        return (rounded(softmax_of(scores, None, None, rounded) @ memory),)
+
+
+OP = LuongModule()
