@@ -1,0 +1,127 @@
+"""Does `fastattn bench` agree with a measurement that shares nothing with it?
+
+    python benchmarks/agreement.py [--repeats 3] [--threads N]
+
+The same calls are timed by torch.utils.benchmark.Timer, each in a fresh process of its own, in turn
+with runs of the benchmark, so that both see the same machine. Their medians and 95 % intervals
+stand side by side; they agree where the intervals overlap. Exits with 1 where they do not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from fastattn.bench import results, stats, summary
+from fastattn.bench.pool import thread_variables, usable_cpus
+
+# What `bench run --shapes` is told, and what a user of each provider would write.
+CELLS = {
+    "sdpa B=8,H=12,L=256,D=64": (
+        "q, k, v = (torch.randn(8, 12, 256, 64) for _ in range(3))",
+        {
+            "torch": "torch.nn.functional.scaled_dot_product_attention(q, k, v)",
+            "fastattn": "fastattn.scaled_dot_product_attention(q, k, v)",
+        },
+    ),
+    "mha B=8,L=128,E=768,H=12": (
+        "x = torch.randn(8, 128, 768)\n"
+        "modules = torch.nn.MultiheadAttention, fastattn.MultiheadAttention\n"
+        "theirs, ours = (m(768, 12, batch_first=True).eval() for m in modules)",
+        {
+            "torch": "theirs(x, x, x, need_weights=False)",
+            "fastattn": "ours(x, x, x, need_weights=False)",
+        },
+    ),
+}
+BLOCKS = 15
+
+PROGRAM = """
+import json, os, sys
+import torch
+import fastattn
+from torch.utils.benchmark import Timer
+threads, blocks, cpus = json.loads(sys.argv[1])
+os.sched_setaffinity(0, cpus)
+torch.set_num_threads(threads)
+{setup}
+with torch.no_grad():
+    timer = Timer("{call}", globals=globals(), num_threads=threads)
+    once = timer.timeit(3).median
+    count = max(1, round(0.02 / once))
+    print(json.dumps([1e3 * timer.timeit(count).median for _ in range(blocks)]))
+"""
+
+
+def independent(setup: str, call: str, threads: int) -> list[float]:
+    """Milliseconds of a call, one for each block."""
+    program = PROGRAM.format(setup=setup, call=call)
+    told = json.dumps([threads, BLOCKS, usable_cpus(threads)])
+    done = subprocess.run(
+        [sys.executable, "-c", program, told],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, **thread_variables(threads)},
+    )
+    samples: list[float] = json.loads(done.stdout)
+    return samples
+
+
+def benchmarked(threads: int) -> dict[tuple[str, str], list[float]]:
+    """The samples that count of one run, for each cell and provider."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "results.json"
+        shapes = [word for cell in CELLS for word in ("--shapes", cell)]
+        command = [sys.executable, "-m", "fastattn", "bench", "run", "--quiet", *shapes]
+        command += ["--threads", str(threads), "--rounds", str(BLOCKS), "--json", str(path)]
+        subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
+        result = results.load(path)
+    rows = summary.summarise(result)
+    kept = summary.kept_rounds(result)
+    return {
+        (f"{row['op']} {row['shape']}", row["provider"]): samples
+        for row, samples in zip(rows, kept, strict=True)
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    args = parser.parse_args()
+    alone: dict[tuple[str, str], list[float]] = {}
+    ours: dict[tuple[str, str], list[float]] = {}
+    for _ in range(args.repeats):
+        for cell, (setup, calls) in CELLS.items():
+            for provider, call in calls.items():
+                found = independent(setup, call, args.threads)
+                alone.setdefault((cell, provider), []).extend(found)
+        for key, samples in benchmarked(args.threads).items():
+            ours.setdefault(key, []).extend(samples)
+    print(f"{'bench, ms':>24} {'Timer, ms':>24}  ratio")
+    apart = 0
+    for key in alone:
+        texts, intervals = [], []
+        for samples in (ours[key], alone[key]):
+            low, high = stats.bootstrap_interval(samples)
+            intervals.append((low, high))
+            texts.append(f"{stats.median(samples):7.3f} [{low:.3f}, {high:.3f}]")
+        (low, high), (other_low, other_high) = intervals
+        agree = low <= other_high and other_low <= high
+        apart += not agree
+        ratio = stats.median(ours[key]) / stats.median(alone[key])
+        words = "agree" if agree else "DO NOT AGREE"
+        print(f"{texts[0]:>24} {texts[1]:>24}  {ratio:.3f}  {' '.join(key)}: {words}")
+    return 1 if apart else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
