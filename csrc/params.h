@@ -236,4 +236,32 @@ struct EncodeMemoryParams {
   void* grad_temporal;  // [R, G, N, D] acc, contiguous, null = not wanted
 };
 
+// Local attention: query i reads the W rows of key and value from first[i] on, those of them that
+// exist and are seen.  p = softmax(q . k),  out = sum_w p_w factor_w v_w. "acc" is f32, or f64 for
+// f64. Everything without a stride is contiguous.
+struct LocalParams {
+  DType dtype;  // of query, key, value, out and their gradients; f32, f64, bf16 or f16
+  int threads;
+
+  int64_t B, Lq, Lk, D, Dv, W;
+
+  Tensor4 query;         // [B, Lq, D, -], columns contiguous
+  Tensor4 key;           // [B, Lk, D, -], columns contiguous
+  Tensor4 value;         // [B, Lk, Dv, -], columns contiguous
+  const int64_t* first;  // [B, Lq], any integers
+  const uint8_t* seen;   // [B, Lq, W], 0 or 1
+  const void* factor;    // [B, Lq, W] acc, null = 1
+  void* weights;         // [B, Lq, W] acc: p, written by forward, read by backward
+  void* out;             // [B, Lq, Dv]
+
+  // backward
+  Tensor4 grad_out;          // [B, Lq, Dv, -], columns contiguous, null = zero
+  const void* grad_weights;  // [B, Lq, W] acc, null = zero
+  void* grad_query;          // [B, Lq, D]
+  void* grad_key;            // [B, Lk, D]
+  void* grad_value;          // [B, Lk, Dv]
+  void* grad_factor;         // [B, Lq, W] acc, null = not wanted
+  void* coefficients;        // [2, B, Lq, W] acc: what each key and value is multiplied with
+};
+
 }  // namespace fastattn

@@ -207,6 +207,33 @@ def encode_memory_backward(
     grad_temporal: int,
     /,
 ) -> None: ...
+def local_attention(
+    dtype: int,
+    threads: int,
+    sizes: Ints,  # B, Lq, Lk, D, Dv, W
+    operands: tuple[Any, ...],  # query, key, value: (address, (stride of batch, stride of row))
+    first: int,
+    seen: int,
+    factor: int,
+    weights: int,
+    out: int,
+    /,
+) -> None: ...
+def local_attention_backward(
+    dtype: int,
+    threads: int,
+    sizes: Ints,  # B, Lq, Lk, D, Dv, W
+    operands: tuple[Any, ...],  # query, key, value: (address, (stride of batch, stride of row))
+    first: int,
+    seen: int,
+    factor: int,
+    weights: int,
+    grad_out: tuple[Any, ...] | None,
+    grad_weights: int,
+    grads: Ints,  # of query, key, value and factor; 0: not wanted
+    coefficients: int,
+    /,
+) -> None: ...
 def build_info() -> dict[str, Any]: ...
 def set_isa(name: str, /) -> None: ...
 def measure_peak(kind: str, threads: int, seconds: float = 0.1) -> float: ...

@@ -23,6 +23,7 @@ from fastattn.testing.additive import ADDITIVE_CASES, AdditiveCase, check_additi
 from fastattn.testing.decode import DECODE_CASES, DecodeCase, check_decode
 from fastattn.testing.encode_memory import ENCODE_CASES, EncodeCase, check_encoding
 from fastattn.testing.hopfield import HOPFIELD_CASES, HopfieldCase, check_hopfield
+from fastattn.testing.luong import LUONG_CASES, LuongCase, check_luong
 from fastattn.testing.memory_hop_cases import HOP_CASES, HopCase, check_hops
 from fastattn.testing.sinusoidal import SINUSOIDAL_CASES, SinusoidalCase, check_sinusoidal
 from fastattn.testing.varlen import VARLEN_CASES, VarlenCase, check_varlen
@@ -44,6 +45,7 @@ _AnyCase = (
     | EncodeCase
     | HopCase
     | HopfieldCase
+    | LuongCase
     | SinusoidalCase
     | VarlenCase
 )
@@ -53,6 +55,7 @@ _PROOFS: dict[str, tuple[tuple[_AnyCase, ...], Callable[[Any, torch.dtype, Targe
     "decode_attention": (DECODE_CASES, check_decode),
     "encode_memory": (ENCODE_CASES, check_encoding),
     "hopfield_retrieve": (HOPFIELD_CASES, check_hopfield),
+    "luong_attention": (LUONG_CASES, check_luong),
     "memory_hop_attention": (HOP_CASES, check_hops),
     "sinusoidal_encoding": (SINUSOIDAL_CASES, check_sinusoidal),
     "varlen_attention": (VARLEN_CASES, check_varlen),

@@ -23,6 +23,8 @@ struct KernelTable {
   void (*encode_memory_backward)(const EncodeMemoryParams&);
   void (*attention_sequences_forward)(const SequencesParams&);
   void (*attention_sequences_backward)(const SequencesParams&);
+  void (*local_attention_forward)(const LocalParams&);
+  void (*local_attention_backward)(const LocalParams&);
 };
 
 // The table in use; never null. Chosen on first use, see isa.cpp.

@@ -14,6 +14,7 @@ namespace fastattn {
 
 void bind_additive(py::module_& m);
 void bind_attention(py::module_& m);
+void bind_local_attention(py::module_& m);
 void bind_mha(py::module_& m);
 void bind_memory_hops(py::module_& m);
 void bind_encode_memory(py::module_& m);
@@ -51,6 +52,7 @@ PYBIND11_MODULE(_cpu, m) {
   m.doc() = "fastattn's CPU kernels. Import torch first: its OpenMP runtime is shared.";
   fastattn::bind_additive(m);
   fastattn::bind_attention(m);
+  fastattn::bind_local_attention(m);
   fastattn::bind_mha(m);
   fastattn::bind_memory_hops(m);
   fastattn::bind_encode_memory(m);

@@ -53,6 +53,8 @@ __all__ = [
     "hopfield_retrieve",
     "hopfield_retrieve_backward",
     "hopfield_states",
+    "local_attention",
+    "local_attention_backward",
     "memory_hop_attention",
     "memory_hop_attention_backward",
     "philox4x32",
@@ -551,6 +553,10 @@ from fastattn.backends._reference_hops import (  # noqa: E402
     hop_states,
     memory_hop_attention,
     memory_hop_attention_backward,
+)
+from fastattn.backends._reference_local import (  # noqa: E402
+    local_attention,
+    local_attention_backward,
 )
 from fastattn.backends._reference_sequences import (  # noqa: E402
     append_to_cache,

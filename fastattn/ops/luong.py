@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastattn.ops._local_attention import local_attention
+from fastattn.ops._sdpa_arguments import autocast, check_dropout, check_dtypes
 from fastattn.ops.additive import additive_attention
 from fastattn.ops.sdpa import scaled_dot_product_attention
 
@@ -89,43 +91,67 @@ def luong_attention(
     batch, queries, keys = *query.shape[:2], key.shape[1]
     p = positions.expand(batch, queries).to(torch.promote_types(query.dtype, torch.float32))
 
-    # The windows are gathered: each query becomes a sequence of its own with 2 D + 1 keys.
+    # The window of a query: 2 D + 1 keys from the first one on, of which some may not be seen.
     first = torch.ceil(p.detach() - D).long()
     j = first[..., None] + torch.arange(2 * D + 1, device=query.device)  # [B, Tq, 2D + 1]
-    outside = (j < 0) | (j >= keys) | (j > p.detach()[..., None] + D)
-    at = j.clamp(0, max(keys - 1, 0))
-    if keys == 0:
-        out = query.new_zeros((batch, queries, value.shape[2]))
-        return (out, query.new_zeros((batch, queries, 0))) if need_weights else out
-    row = at + keys * torch.arange(batch, device=query.device)[:, None, None]
-    if key_padding_mask is not None:
-        outside = outside | _rows(key_padding_mask, row)
-    near, seen = _rows(key, row), _rows(value, row)  # [B, Tq, 2D + 1, ...]
-    bell = None
-    if window == "local-p":
+    seen = (j >= 0) & (j < keys) & (j <= p.detach()[..., None] + D)
+    at = torch.where(seen, j, 0)
+    if key_padding_mask is not None and keys > 0:
+        seen = seen & ~_rows(key_padding_mask, at)
+    bell = torch.exp(-2 * ((j - p[..., None]) / D) ** 2) if window == "local-p" else None
+    if v is None:
+        query, key, value = autocast(query, key, value)
+        check_dtypes(query, key, value, _NAME)
+        if check_dropout(dropout_p, _NAME) > 0:
+            bell = torch.ones_like(j, dtype=p.dtype) if bell is None else bell
+            bell = torch.nn.functional.dropout(bell, float(dropout_p))
+        out, near = local_attention(query, key, value, first, seen, bell)
+    else:
+        out, near = _gathered(query, key, value, v, at, seen, bell, dropout_p)
+    if not need_weights:
+        return out
+    near = (near if bell is None else near * bell).to(out.dtype)
+    weights = out.new_zeros((batch, queries, keys))
+    return out, weights if keys == 0 else weights.scatter_add(2, at, torch.where(seen, near, 0.0))
+
+
+def _gathered(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    v: Tensor,
+    at: Tensor,  # [B, Tq, 2D + 1]
+    seen: Tensor,
+    bell: Tensor | None,
+    dropout_p: float,
+) -> tuple[Tensor, Tensor]:
+    """Additive attention to windows: each query becomes a sequence of its own, of copies.
+
+    Return the result and the weights, before the bell.
+    """
+    batch, queries = query.shape[:2]
+    if key.shape[1] == 0:
+        return query.new_zeros((batch, queries, value.shape[2])), query.new_zeros(at.shape)
+    near, values = _rows(key, at), _rows(value, at)  # [B, Tq, 2D + 1, ...]
+    if bell is not None:
         # A weight times the bell, times a value, is a weight times (the bell times the value).
-        bell = torch.exp(-2 * ((j - p[..., None]) / D) ** 2).to(query.dtype)
-        seen = seen * bell[..., None]
-    result = _attend(
+        values = values * bell.to(values.dtype)[..., None]
+    out, weights = additive_attention(
         query.flatten(0, 1).unsqueeze(1),
         near.flatten(0, 1),
-        seen.flatten(0, 1),
+        values.flatten(0, 1),
         v,
-        outside.flatten(0, 1),
-        dropout_p,
-        need_weights,
-        None,
+        key_padding_mask=~seen.flatten(0, 1),
+        dropout_p=dropout_p,
+        need_weights=True,
     )
-    if not need_weights:
-        return result.view(batch, queries, -1)
-    out, weights = result[0].view(batch, queries, -1), result[1].view(batch, queries, -1)
-    weights = weights if bell is None else weights * bell
-    return out, query.new_zeros((batch, queries, keys)).scatter_add(2, at, weights)
+    return out.view(batch, queries, -1), weights.view(batch, queries, -1)
 
 
-def _rows(x: Tensor, row: Tensor) -> Tensor:
-    """Those rows of x [B, Tk, ...], counted through the batch."""
-    return x.flatten(0, 1).index_select(0, row.flatten()).view(*row.shape, *x.shape[2:])
+def _rows(x: Tensor, at: Tensor) -> Tensor:
+    """Rows ``at`` [B, ...] of x [B, Tk, ...], each batch of its own."""
+    row = at + x.shape[1] * torch.arange(x.shape[0], device=x.device)[:, None, None]
+    return x.flatten(0, 1).index_select(0, row.flatten()).view(*at.shape, *x.shape[2:])
 
 
 def _attend(

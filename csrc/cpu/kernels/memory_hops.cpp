@@ -7,22 +7,6 @@ namespace fastattn {
 namespace FASTATTN_ISA {
 namespace {
 
-template <class F>
-FASTATTN_INLINE void with_element(DType dtype, F f) {
-  switch (dtype) {
-    case DType::f32:
-      return f(float());
-    case DType::f64:
-      return f(double());
-    case DType::bf16:
-      return f(Bf16());
-    case DType::f16:
-      return f(F16());
-    case DType::boolean:
-      return;
-  }
-}
-
 // dH = sum g u^T over the queries, and over the hops where they share H: some rows of dH a task.
 template <class S>
 class ProjectionGradient : HopSteps<S> {

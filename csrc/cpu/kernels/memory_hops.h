@@ -1,22 +1,13 @@
-// What the kernels of memory hops share: rows of a memory by D across the lanes, and what a hop
-// does to one query beside reading its memory.
+// What the kernels of memory hops share: what a hop does to one query beside reading its memory.
 #pragma once
 #include "blocks.h"
 #include "mask.h"
+#include "rows.h"
 #include "tile.h"
 
 namespace fastattn {
 namespace FASTATTN_ISA {
 namespace {
-
-template <class S>
-struct Accumulator {
-  typedef float type;
-};
-template <>
-struct Accumulator<double> {
-  typedef double type;
-};
 
 constexpr int64_t kHopBlock = 64;  // rows whose scores are held at once
 
@@ -27,122 +18,6 @@ constexpr double kEpsilon = sizeof(T) == 8 ? 0x1p-52 : 0x1p-23;
 FASTATTN_INLINE int64_t hop_chunk(int64_t N) {
   const int64_t wanted = max_of<int64_t>(1024, (N + 63) / 64);
   return (wanted + kHopBlock - 1) / kHopBlock * kHopBlock;
-}
-
-// e^x for x <= 0: in float32 to an ulp or so, as the weights of one hop go into the next.
-FASTATTN_INLINE VecF weight_of(VecF x) { return exp_neg(x); }
-FASTATTN_INLINE VecD weight_of(VecD x) { return exp2_neg(x * kLog2E<double>); }
-
-// Some rows of a matrix: row i begins at base + at[i] * stride, or base + i * stride without a
-// list.
-template <class S>
-struct Rows {
-  const S* base;
-  int64_t stride;
-  const int64_t* at;
-  FASTATTN_INLINE const S* operator[](int64_t i) const {
-    return base + (at != nullptr ? at[i] : i) * stride;
-  }
-};
-
-// Vectors of a row; the last one may be partial.
-template <class T>
-FASTATTN_INLINE int64_t vectors_of(int64_t D) {
-  return (D + kLanes<T> - 1) / kLanes<T>;
-}
-template <class T>
-FASTATTN_INLINE int last_lanes(int64_t D) {
-  return static_cast<int>(D - (vectors_of<T>(D) - 1) * kLanes<T>);
-}
-
-// As max_lanes, by halves: half the latency.
-template <class T>
-FASTATTN_INLINE T largest_lane(Vec<T> v) {
-  T lanes[kLanes<T>];
-  store(lanes, v);
-  FASTATTN_UNROLL for (int width = kLanes<T> / 2; width >= 1; width /= 2) {
-    FASTATTN_UNROLL for (int i = 0; i < width; ++i) lanes[i] =
-        lanes[i] > lanes[i + width] ? lanes[i] : lanes[i + width];
-  }
-  return lanes[0];
-}
-
-// s[i] = rows[i] . x for i < count, a vector of rows at a time; s is written to whole vectors.
-// Every dot product is the same tree of additions, wherever its row lies.
-template <class T, class S>
-FASTATTN_INLINE void row_products(Rows<S> rows, int64_t count, int64_t D, const T* x, T* s) {
-  constexpr int W = kLanes<T>;
-  const int64_t vectors = vectors_of<T>(D);
-  const int last = last_lanes<T>(D);
-  for (int64_t i = 0; i < count; i += W) {
-    const S* row[W];
-    if (rows.at == nullptr && i + W <= count) {
-      FASTATTN_UNROLL for (int r = 0; r < W; ++r) row[r] = rows.base + (i + r) * rows.stride;
-    } else {
-      FASTATTN_UNROLL for (int r = 0; r < W; ++r) row[r] = rows[min_of<int64_t>(i + r, count - 1)];
-    }
-    Vec<T> acc[W];
-    FASTATTN_UNROLL for (int r = 0; r < W; ++r) acc[r] = Vec<T>{};
-    int64_t d = 0;
-    for (; d < (vectors - 1) * W; d += W) {
-      const Vec<T> y = load(x + d);
-      FASTATTN_UNROLL for (int r = 0; r < W; ++r) acc[r] += load_as<T>(row[r] + d, W) * y;
-    }
-    const Vec<T> y = load(x + d);
-    if (last == W) {
-      FASTATTN_UNROLL for (int r = 0; r < W; ++r) acc[r] += load_as<T>(row[r] + d, W) * y;
-    } else {
-      FASTATTN_UNROLL for (int r = 0; r < W; ++r) acc[r] += load_as<T>(row[r] + d, last) * y;
-    }
-    store(s + i, sum_each<T>(acc));
-  }
-}
-
-// y = alpha y + sum_i w[i] rows[i], D across the lanes; y is padded to whole vectors.
-template <bool kList, class T, class S>
-FASTATTN_INLINE void add_rows_of(Rows<S> rows, int64_t count, int64_t D, const T* w, T alpha,
-                                 T* y) {
-  constexpr int W = kLanes<T>;
-  const int64_t vectors = vectors_of<T>(D);
-  int64_t v = 0;
-  const auto block = [&](auto width) __attribute__((always_inline)) {
-    constexpr int kVectors = decltype(width)::value;
-    constexpr int kWays = max_of(1, 8 / kVectors);  // independent sums, to hide the latency
-    for (; v + kVectors <= vectors; v += kVectors) {
-      const int last = v + kVectors == vectors ? last_lanes<T>(D) : W;
-      Vec<T> acc[kWays][kVectors];
-      FASTATTN_UNROLL for (int a = 0; a < kWays; ++a)
-          FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) acc[a][n] = Vec<T>{};
-      const S* next = rows.base + v * W;
-      const auto add = [&](int a, int64_t i) __attribute__((always_inline)) {
-        const S* row = kList ? rows.base + rows.at[i] * rows.stride + v * W : next;
-        next += rows.stride;
-        const Vec<T> weight = splat<T>(w[i]);
-        FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) acc[a][n] +=
-            weight * load_as<T>(row + n * W, n == kVectors - 1 ? last : W);
-      };
-      int64_t i = 0;
-      for (; i + kWays <= count; i += kWays)
-        FASTATTN_UNROLL for (int a = 0; a < kWays; ++a) add(a, i + a);
-      for (; i < count; ++i) add(0, i);
-      FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) {
-        FASTATTN_UNROLL for (int a = 1; a < kWays; ++a) acc[0][n] += acc[a][n];
-        T* to = y + (v + n) * W;
-        store(to, load(to) * alpha + acc[0][n]);
-      }
-    }
-  };
-  if constexpr (kRegisters == 32) block(Width<8>());
-  block(Width<4>());
-  block(Width<2>());
-  block(Width<1>());
-}
-template <class T, class S>
-FASTATTN_INLINE void add_rows(Rows<S> rows, int64_t count, int64_t D, const T* w, T alpha, T* y) {
-  if (rows.at == nullptr)
-    add_rows_of<false>(rows, count, D, w, alpha, y);
-  else
-    add_rows_of<true>(rows, count, D, w, alpha, y);
 }
 
 // What tile.h needs to know of T.

@@ -17,6 +17,8 @@ void encode_memory(const EncodeMemoryParams&);
 void encode_memory_backward(const EncodeMemoryParams&);
 void attention_sequences_forward(const SequencesParams&);
 void attention_sequences_backward(const SequencesParams&);
+void local_attention_forward(const LocalParams&);
+void local_attention_backward(const LocalParams&);
 
 #define FASTATTN_STRING_(x) #x
 #define FASTATTN_STRING(x) FASTATTN_STRING_(x)
@@ -37,6 +39,8 @@ const KernelTable table = {
     encode_memory_backward,
     attention_sequences_forward,
     attention_sequences_backward,
+    local_attention_forward,
+    local_attention_backward,
 };
 
 }  // namespace FASTATTN_ISA

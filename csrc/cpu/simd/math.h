@@ -79,7 +79,7 @@ FASTATTN_INLINE VecD exp2_neg(VecD x, VecD rest = VecD{}) {
 }
 
 // e^x = 2^(x c) for x <= 0 in double, c = log2 e. The rounding of the product x c would be one of
-// the result, |x| times as large: where there is a fused multiply-add, it goes into the fraction.
+// the result, |x| times as large: it goes into the fraction.
 FASTATTN_INLINE VecD exp_neg(VecD x) {
   x = max_of(splat(-2000.0), x);  // the error of an infinite product is NaN
   const VecD product = x * kLog2E<double>;
@@ -89,8 +89,10 @@ FASTATTN_INLINE VecD exp_neg(VecD x) {
 #elif defined(__FMA__)
   const VecD error =
       (VecD)_mm256_fmsub_pd((__m256d)x, _mm256_set1_pd(kLog2E<double>), (__m256d)product);
-#else
-  const VecD error{};
+#else  // of halves of both factors, whose products are exact
+  constexpr double kHigh = 0x1.7154760000000p+0, kLow = kLog2E<double> - kHigh;
+  const VecD high = (VecD)((VecL)x & -(1LL << 27)), low = x - high;
+  const VecD error = ((high * kHigh - product) + high * kLow + low * kHigh) + low * kLow;
 #endif
   constexpr double kRest = 2.0355273740931033e-17;  // log2 e - kLog2E
   return exp2_neg(product, error + x * kRest);

@@ -22,6 +22,7 @@ from fastattn.backends.cpu.decode import append_to_cache, decode_attention
 from fastattn.backends.cpu.encode_memory import encode_memory, encode_memory_backward
 from fastattn.backends.cpu.hopfield import hopfield_retrieve, hopfield_retrieve_backward
 from fastattn.backends.cpu.linear import linear, self_attention
+from fastattn.backends.cpu.local_attention import local_attention, local_attention_backward
 from fastattn.backends.cpu.memory_hops import (
     memory_hop_attention,
     memory_hop_attention_backward,
@@ -42,6 +43,8 @@ __all__ = [
     "hopfield_retrieve",
     "hopfield_retrieve_backward",
     "linear",
+    "local_attention",
+    "local_attention_backward",
     "memory_hop_attention",
     "memory_hop_attention_backward",
     "plain_attention",

@@ -1,0 +1,253 @@
+// Local attention: every query reads a window of rows of its own,
+//
+//   p = softmax(q . k_w),  out = sum_w p_w z_w v_w,      w = 0 ... W - 1, row first + w
+//
+// and backward, with g the gradient of out,
+//
+//   dp_w = z_w (g . v_w) + dweights_w,  ds_w = p_w (dp_w - sum p dp),  dq = sum_w ds_w k_w
+//   dk_j = sum_i ds_i(j) q_i,  dv_j = sum_i p_i(j) z_i(j) g_i
+//
+// Nothing outside a window is computed, and rows that are not seen are not read. The first pass
+// over the queries leaves ds and p z; the gradients of the rows are sums over queries in their
+// order, by blocks of rows that a task owns: the same bits for any number of threads.
+#include "../../params.h"
+#include "../threads.h"
+#include "blocks.h"
+#include "rows.h"
+
+namespace fastattn {
+namespace FASTATTN_ISA {
+namespace {
+
+template <class S>
+class LocalAttention {
+  typedef typename Accumulator<S>::type T;
+  static constexpr int W = kLanes<T>;
+  static constexpr int64_t kRows = 32;  // of keys and values, a task of the second pass
+
+ public:
+  explicit LocalAttention(const LocalParams& params)
+      : p(params),
+        dp(vectors_of<T>(p.D) * W),
+        dvp(vectors_of<T>(p.Dv) * W),
+        queries(p.B * p.Lq),
+        flops(2.0 * static_cast<double>(queries * p.W * (p.D + p.Dv))) {}
+
+  void forward() const {
+    each<Scratch>(queries, flops, [&](const Scratch& f, int64_t i) { attend(f, i); });
+  }
+
+  void backward() const {
+    each<Scratch>(queries, 2 * flops, [&](const Scratch& f, int64_t i) { derive(f, i); });
+    const int64_t blocks = (p.Lk + kRows - 1) / kRows;
+    each<Sums>(p.B * blocks, 2 * flops, [&](const Sums& f, int64_t t) {
+      const int64_t j0 = t % blocks * kRows;
+      collect(f, t / blocks, j0, min_of(p.Lk, j0 + kRows));
+    });
+  }
+
+ private:
+  const LocalParams& p;
+  const int64_t dp, dvp;  // D and Dv in whole vectors
+  const int64_t queries;
+  const double flops;
+
+  struct Scratch {
+    T *x, *g, *y;  // [dp], [dvp], [dp | dvp]
+    T *s, *d;      // [W], of the rows that are seen
+    int64_t* row;  // [W], where they are
+    int64_t* at;   // [W], their place in the window
+    Scratch(const LocalAttention& l, Arena& a)
+        : x(a.take<T>(l.dp)),
+          g(a.take<T>(l.dvp)),
+          y(a.take<T>(max_of(l.dp, l.dvp))),
+          s(a.take<T>(l.p.W + W)),
+          d(a.take<T>(l.p.W + W)),
+          row(a.take<int64_t>(l.p.W)),
+          at(a.take<int64_t>(l.p.W)) {}
+  };
+  struct Sums {
+    T *x, *g;    // [dp], [dvp]
+    T *dk, *dv;  // [kRows][dp], [kRows][dvp]
+    Sums(const LocalAttention& l, Arena& a)
+        : x(a.take<T>(l.dp)),
+          g(a.take<T>(l.dvp)),
+          dk(a.take<T>(kRows * l.dp)),
+          dv(a.take<T>(kRows * l.dvp)) {}
+  };
+
+  template <class Buffers, class F>
+  void each(int64_t tasks, double work, F task) const {
+    Arena size(nullptr);
+    Buffers(*this, size);
+    const int team = team_size(p.threads, tasks, work);
+#pragma omp parallel num_threads(team) if (team > 1)
+    {
+      Arena arena(thread_scratch(size.used()));
+      const Buffers f(*this, arena);
+#pragma omp for schedule(static)
+      for (int64_t t = 0; t < tasks; ++t) task(f, t);
+    }
+  }
+
+  const S* row_of(const Tensor4& t, int64_t b, int64_t i) const {
+    return static_cast<const S*>(t.data) + b * t.stride[0] + i * t.stride[1];
+  }
+  Rows<S> rows(const Tensor4& t, int64_t b, const int64_t* at) const {
+    return {row_of(t, b, 0), t.stride[1], at};
+  }
+  const T* of_query(const void* data, int64_t i) const {
+    return data == nullptr ? nullptr : static_cast<const T*>(data) + i * p.W;
+  }
+  T* of_query(void* data, int64_t i) const {
+    return data == nullptr ? nullptr : static_cast<T*>(data) + i * p.W;
+  }
+
+  // x[padded] = the row, zero beyond its columns.
+  static void read(const S* row, int64_t columns, T* x) {
+    for (int64_t d = 0; d < columns; d += W)
+      store(x + d, load_as<T>(row + d, static_cast<int>(min_of<int64_t>(W, columns - d))));
+  }
+  static void write(const T* x, int64_t columns, S* row) {
+    for (int64_t d = 0; d < columns; d += W)
+      store_as<T>(row + d, load(x + d), static_cast<int>(min_of<int64_t>(W, columns - d)));
+  }
+  static void clear(T* x, int64_t count) {
+    for (int64_t d = 0; d < count; d += W) store(x + d, Vec<T>{});
+  }
+
+  // The rows that query i sees; returns how many.
+  int64_t look(const Scratch& f, int64_t i) const {
+    const uint8_t* const seen = p.seen + i * p.W;
+    const int64_t first = p.first[i];
+    int64_t count = 0;
+    for (int64_t w = max_of<int64_t>(0, first < -p.W ? p.W : -first); w < p.W; ++w) {
+      if (first >= p.Lk - w) break;
+      if (!seen[w]) continue;
+      f.row[count] = first + w;
+      f.at[count++] = w;
+    }
+    return count;
+  }
+
+  void attend(const Scratch& f, int64_t i) const {
+    const int64_t b = i / p.Lq, count = look(f, i);
+    T* const weights = of_query(p.weights, i);
+    const T* const factor = of_query(p.factor, i);
+    for (int64_t w = 0; w < p.W; ++w) weights[w] = T(0);
+    clear(f.y, dvp);
+    if (count > 0) {
+      read(row_of(p.query, b, i % p.Lq), p.D, f.x);
+      products(p.key, b, f.row, count, p.D, f.x, f.s);
+      soften(f.s, count);
+      for (int64_t n = 0; n < count; ++n) {
+        weights[f.at[n]] = f.s[n];
+        if (factor != nullptr) f.s[n] *= factor[f.at[n]];
+      }
+      add_rows<T>(rows(p.value, b, f.row), count, p.Dv, f.s, T(1), f.y);
+    }
+    write(f.y, p.Dv, static_cast<S*>(p.out) + i * p.Dv);
+  }
+
+  // s[n] = row at[n] of t . x, written to whole vectors.
+  void products(const Tensor4& t, int64_t b, const int64_t* at, int64_t count, int64_t columns,
+                const T* x, T* s) const {
+    if (columns > 0) return row_products<T>(rows(t, b, at), count, columns, x, s);
+    for (int64_t n = 0; n < count; ++n) s[n] = T(0);
+  }
+
+  // s <- e^(s - max) / sum. Where every score is -inf, or one is NaN, the weights are what plain
+  // PyTorch gives: NaN.
+  static void soften(T* s, int64_t count) {
+    for (int64_t n = count; n < (count + W - 1) / W * W; ++n) s[n] = -kInf<T>;
+    Vec<T> top = load(s), sum{};
+    for (int64_t n = W; n < count; n += W) top = max_of(top, load(s + n));
+    const T largest = largest_lane<T>(top);
+    for (int64_t n = 0; n < count; n += W) {
+      const Vec<T> e = exp_neg(load(s + n) - largest);
+      sum += e;
+      store(s + n, e);
+    }
+    const T inverse = T(1) / sum_lanes<T>(sum);
+    for (int64_t n = 0; n < count; n += W) store(s + n, load(s + n) * inverse);
+  }
+
+  void derive(const Scratch& f, int64_t i) const {
+    const int64_t b = i / p.Lq, count = look(f, i);
+    const T *const weights = of_query(p.weights, i), *const factor = of_query(p.factor, i);
+    const T* const grad_weights = of_query(p.grad_weights, i);
+    T* const of_keys = of_query(p.coefficients, i);
+    T* const of_values = of_query(p.coefficients, queries + i);
+    T* const grad_factor = of_query(p.grad_factor, i);
+    for (int64_t w = 0; w < p.W; ++w) of_keys[w] = of_values[w] = T(0);
+    for (int64_t w = 0; w < p.W && grad_factor != nullptr; ++w) grad_factor[w] = T(0);
+    clear(f.y, dp);
+    if (count > 0) {
+      for (int64_t n = 0; n < count; ++n) f.d[n] = T(0);
+      if (p.grad_out.data != nullptr) {
+        read(row_of(p.grad_out, b, i % p.Lq), p.Dv, f.g);
+        products(p.value, b, f.row, count, p.Dv, f.g, f.d);
+      }
+      for (int64_t n = 0; n < count; ++n) {
+        const int64_t w = f.at[n];
+        const T z = factor == nullptr ? T(1) : factor[w];
+        if (grad_factor != nullptr) grad_factor[w] = f.d[n] * weights[w];
+        of_values[w] = weights[w] * z;
+        f.d[n] = f.d[n] * z + (grad_weights == nullptr ? T(0) : grad_weights[w]);
+      }
+      // Twice: what is left after the first is small, and so is its rounding.
+      center(f, weights, count);
+      center(f, weights, count);
+      for (int64_t n = 0; n < count; ++n) of_keys[f.at[n]] = f.s[n] = weights[f.at[n]] * f.d[n];
+      add_rows<T>(rows(p.key, b, f.row), count, p.D, f.s, T(1), f.y);
+    }
+    write(f.y, p.D, static_cast<S*>(p.grad_query) + i * p.D);
+  }
+
+  // d -= sum p d
+  static void center(const Scratch& f, const T* weights, int64_t count) {
+    T mean = T(0);
+    for (int64_t n = 0; n < count; ++n) mean += weights[f.at[n]] * f.d[n];
+    for (int64_t n = 0; n < count; ++n) f.d[n] -= mean;
+  }
+
+  // The gradients of rows [j0, j1) of one batch.
+  void collect(const Sums& f, int64_t b, int64_t j0, int64_t j1) const {
+    clear(f.dk, kRows * dp);
+    clear(f.dv, kRows * dvp);
+    for (int64_t i = b * p.Lq; i < (b + 1) * p.Lq; ++i) {
+      const int64_t first = p.first[i];
+      if (first >= j1 || first <= j0 - p.W) continue;
+      read(row_of(p.query, b, i % p.Lq), p.D, f.x);
+      if (p.grad_out.data != nullptr) read(row_of(p.grad_out, b, i % p.Lq), p.Dv, f.g);
+      const T* const of_keys = of_query(p.coefficients, i);
+      const T* const of_values = of_query(p.coefficients, queries + i);
+      for (int64_t j = max_of(j0, first); j < min_of(j1, first + p.W); ++j) {
+        add(of_keys[j - first], f.x, dp, f.dk + (j - j0) * dp);
+        if (p.grad_out.data != nullptr) add(of_values[j - first], f.g, dvp, f.dv + (j - j0) * dvp);
+      }
+    }
+    for (int64_t j = j0; j < j1; ++j) {
+      write(f.dk + (j - j0) * dp, p.D, static_cast<S*>(p.grad_key) + (b * p.Lk + j) * p.D);
+      write(f.dv + (j - j0) * dvp, p.Dv, static_cast<S*>(p.grad_value) + (b * p.Lk + j) * p.Dv);
+    }
+  }
+  // y += c x. A row that is not seen has no part, not even in NaN.
+  static FASTATTN_INLINE void add(T c, const T* x, int64_t padded, T* y) {
+    if (c == T(0)) return;
+    for (int64_t d = 0; d < padded; d += W) store(y + d, load(y + d) + c * load(x + d));
+  }
+};
+
+}  // namespace
+
+void local_attention_forward(const LocalParams& p) {
+  with_element(p.dtype, [&](auto element) { LocalAttention<decltype(element)>(p).forward(); });
+}
+
+void local_attention_backward(const LocalParams& p) {
+  with_element(p.dtype, [&](auto element) { LocalAttention<decltype(element)>(p).backward(); });
+}
+
+}  // namespace FASTATTN_ISA
+}  // namespace fastattn

@@ -1,0 +1,80 @@
+"""The oracle of ``local_attention``; see ``reference.py``, where it belongs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattn.backends import reference
+
+__all__ = ["local_attention", "local_attention_backward"]
+
+
+def local_attention(
+    query: Tensor,  # [B, Lq, D]
+    key: Tensor,  # [B, Lk, D]
+    value: Tensor,  # [B, Lk, Dv]
+    first: Tensor,  # [B, Lq] int64
+    seen: Tensor,  # [B, Lq, W] bool
+    factor: Tensor | None = None,  # [B, Lq, W]
+) -> tuple[Tensor, Tensor]:
+    """Return ``(out, weights)``: every query attends to the W rows from its ``first`` one on.
+
+    weights [B, Lq, W] = softmax(q . k) over the rows that exist and are ``seen``, 0 elsewhere, in
+    the dtype of the computation; out [B, Lq, Dv] = sum weights factor v.
+    """
+    compute, keys = reference._compute_dtype(query.dtype), key.shape[1]
+    j = first[..., None] + torch.arange(seen.shape[2], device=query.device)
+    seen = seen & (j >= 0) & (j < keys)
+    if keys == 0:  # nothing to gather from, but derivatives of the right shapes
+        key, value = (torch.nn.functional.pad(x, (0, 0, 0, 1)) for x in (key, value))
+    at = torch.where(seen, j, 0)[..., None]
+    with reference._without_autocast(query.device.type):
+        near, values = (
+            torch.where(
+                seen[..., None],
+                x.to(compute)[:, None]
+                .expand(-1, at.shape[1], -1, -1)
+                .gather(2, at.expand(*at.shape[:3], x.shape[2])),
+                0.0,
+            )
+            for x in (key, value)
+        )
+        some = seen.any(-1, keepdim=True)
+        q = torch.where(some, query.to(compute), 0.0)  # one that sees nothing hands on nothing
+        scores = (near * q[:, :, None]).sum(-1)
+        scores = torch.where(seen | ~some, scores, -torch.inf)
+        weights = torch.where(seen, torch.softmax(scores, -1), 0.0)
+        applied = (
+            weights if factor is None else torch.where(seen, weights * factor.to(compute), 0.0)
+        )
+        out = (applied[..., None] * values).sum(2)
+    return out.to(query.dtype), weights
+
+
+def local_attention_backward(
+    grad_out: Tensor | None,
+    grad_weights: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    first: Tensor,
+    seen: Tensor,
+    factor: Tensor | None,
+    weights: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return the gradients of query, key, value and factor; ``weights`` are computed again."""
+    given = [(n, grad) for n, grad in enumerate((grad_out, grad_weights)) if grad is not None]
+    leaves = [query, key, value] + ([] if factor is None else [factor])
+
+    def forward(query: Tensor, key: Tensor, value: Tensor, *more: Tensor) -> Any:
+        results = local_attention(query, key, value, first, seen, more[0] if more else None)
+        return tuple(results[n] for n, _ in given)
+
+    if not given:
+        grads = tuple(torch.zeros_like(leaf) for leaf in leaves)
+    else:
+        grads = torch.func.vjp(forward, *leaves)[1](tuple(grad for _, grad in given))
+    return grads[0], grads[1], grads[2], None if factor is None else grads[3]

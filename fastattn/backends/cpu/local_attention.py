@@ -1,0 +1,95 @@
+"""The adapter of local attention: from tensors to addresses and strides."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastattn import _cpu
+from fastattn.backends.cpu.operands import DTYPES, accumulator
+
+_Operand = tuple[int, tuple[int, int]]
+
+
+def local_attention(
+    query: Tensor,  # [B, Lq, D]
+    key: Tensor,  # [B, Lk, D]
+    value: Tensor,  # [B, Lk, Dv]
+    first: Tensor,  # [B, Lq] int64
+    seen: Tensor,  # [B, Lq, W] bool
+    factor: Tensor | None,  # [B, Lq, W]
+) -> tuple[Tensor, Tensor]:
+    """Return ``(out, weights)``, see ``docs/design.md``."""
+    wide = accumulator(query.dtype)
+    query, key, value = (_with_columns_together(x) for x in (query, key, value))
+    first, seen, factor = first.contiguous(), seen.contiguous(), _flat(factor, wide)
+    out = query.new_empty((*query.shape[:2], value.shape[2]))
+    weights = query.new_empty(seen.shape, dtype=wide)
+    _cpu.local_attention(
+        DTYPES[query.dtype],
+        torch.get_num_threads(),
+        _sizes(query, value, seen),
+        (_rows(query), _rows(key), _rows(value)),
+        first.data_ptr(),
+        seen.data_ptr(),
+        0 if factor is None else factor.data_ptr(),
+        weights.data_ptr(),
+        out.data_ptr(),
+    )
+    return out, weights
+
+
+def local_attention_backward(
+    grad_out: Tensor | None,  # [B, Lq, Dv]
+    grad_weights: Tensor | None,  # [B, Lq, W]
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    first: Tensor,
+    seen: Tensor,
+    factor: Tensor | None,
+    weights: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return the gradients of query, key, value and factor, see ``docs/design.md``."""
+    wide = accumulator(query.dtype)
+    query, key, value = (_with_columns_together(x) for x in (query, key, value))
+    first, seen, wide_factor = first.contiguous(), seen.contiguous(), _flat(factor, wide)
+    weights, grad_weights = weights.contiguous(), _flat(grad_weights, wide)
+    grad_out = None if grad_out is None else _with_columns_together(grad_out)
+    grads = [x.new_empty(x.shape) for x in (query, key, value)]
+    grad_factor = None if factor is None else query.new_empty(seen.shape, dtype=wide)
+    coefficients = query.new_empty((2, *seen.shape), dtype=wide)
+    _cpu.local_attention_backward(
+        DTYPES[query.dtype],
+        torch.get_num_threads(),
+        _sizes(query, value, seen),
+        (_rows(query), _rows(key), _rows(value)),
+        first.data_ptr(),
+        seen.data_ptr(),
+        0 if wide_factor is None else wide_factor.data_ptr(),
+        weights.data_ptr(),
+        None if grad_out is None else _rows(grad_out),
+        0 if grad_weights is None else grad_weights.data_ptr(),
+        (*(x.data_ptr() for x in grads), 0 if grad_factor is None else grad_factor.data_ptr()),
+        coefficients.data_ptr(),
+    )
+    if factor is not None and grad_factor is not None:
+        grad_factor = grad_factor.to(factor.dtype)
+    return grads[0], grads[1], grads[2], grad_factor
+
+
+def _sizes(query: Tensor, value: Tensor, seen: Tensor) -> tuple[int, ...]:
+    batch, queries, width = query.shape
+    return batch, queries, value.shape[1], width, value.shape[2], seen.shape[2]
+
+
+def _rows(x: Tensor) -> _Operand:
+    return x.data_ptr(), (x.stride(0), x.stride(1))
+
+
+def _with_columns_together(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _flat(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if x is None else x.to(dtype).contiguous()

@@ -1,0 +1,84 @@
+"""Local attention as an operator of PyTorch: what ``luong_attention`` is made of in a window."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattn.autograd import _fold, _size_of_batch, _unfold
+from fastattn.library import Operator
+
+__all__ = ["local_attention"]
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def _fake(
+    query: Tensor, key: Tensor, value: Tensor, first: Tensor, seen: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor]:
+    out = query.new_empty((*query.shape[:2], value.shape[2]))
+    return out, query.new_empty(seen.shape, dtype=_wide(query.dtype))
+
+
+def _save(ctx: Any, args: Sequence[Any], results: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*args[:6], results[1])
+    ctx.backend = args[6]
+
+
+def _backward(
+    ctx: Any, grad_out: Tensor | None, grad_weights: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    if grad_out is None and grad_weights is None:
+        return (None,) * 7
+    seen = (*ctx.saved_tensors, ctx.backend)
+    *grads, grad_factor = local_attention_backward.resume(ctx, (grad_out, grad_weights), seen)
+    factor = ctx.saved_tensors[5]
+    return *grads, None, None, None if factor is None else grad_factor, None
+
+
+def _fake_backward(
+    grad_out: Tensor | None, grad_weights: Tensor | None, *seen: Any
+) -> tuple[Tensor, ...]:
+    query, key, value, _, _, factor = seen[:6]
+    of_factor = query.new_empty(0) if factor is None else factor.new_empty(factor.shape)
+    return *(x.new_empty(x.shape) for x in (query, key, value)), of_factor
+
+
+def _vmap(info: Any, in_dims: Sequence[int | None], *args: Any) -> tuple[Any, Any]:
+    """Fold the mapped dimension into the batch."""
+    n, batch = info.batch_size, _size_of_batch(args[0], in_dims[0])
+    folded = [_fold(x, dim, n, batch) for x, dim in zip(args[:6], in_dims, strict=False)]
+    results = local_attention.op(*folded, *args[6:])
+    return tuple(_unfold(x, n) for x in results), (0, 0)
+
+
+def _vmap_backward(info: Any, in_dims: Sequence[int | None], *args: Any) -> tuple[Any, Any]:
+    n, batch = info.batch_size, _size_of_batch(args[2], in_dims[2])
+    folded = [_fold(x, dim, n, batch) for x, dim in zip(args[:9], in_dims, strict=False)]
+    results = local_attention_backward.op(*folded, *args[9:])
+    of_factor = results[3].expand(n, 0) if args[7] is None else _unfold(results[3], n)
+    return (*(_unfold(x, n) for x in results[:3]), of_factor), (0,) * 4
+
+
+_TENSORS = "Tensor query, Tensor key, Tensor value, Tensor first, Tensor seen, Tensor? factor"
+
+local_attention = Operator(
+    f"local_attention({_TENSORS})",
+    returns=2,
+    fake=_fake,
+    setup_context=_save,
+    backward=_backward,
+    vmap=_vmap,
+)
+local_attention_backward = Operator(
+    f"local_attention_backward(Tensor? grad_out, Tensor? grad_weights, {_TENSORS}, Tensor weights)",
+    returns=4,
+    fake=_fake_backward,
+    vmap=_vmap_backward,
+    recomputed=("weights",),
+)
