@@ -38,6 +38,33 @@ def operands(dtype: torch.dtype = torch.float64, grad: bool = True) -> tuple[Ten
     return query, key, value, first, seen, factor
 
 
+def test_rows_that_do_not_exist_are_not_seen(target: Target) -> None:
+    query, key, value, first, seen, factor = operands()
+    everything = torch.ones_like(seen)
+    j = first[..., None] + torch.arange(4)
+    with fastattn.use_backend(target.backend):
+        got = local_attention(query, key, value, first, everything, factor)
+        want = local_attention(query, key, value, first, (j >= 0) & (j < 7), factor)
+        leaves = (query, key, value, factor)
+        for x, y in zip(got, want, strict=True):
+            assert torch.equal(x, y)
+            grads = [torch.autograd.grad(r.sum(), leaves, retain_graph=True, allow_unused=True)
+                     for r in (x, y)]  # fmt: skip
+            assert all(a is b or torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_nan_reaches_only_who_sees_it(backend: str) -> None:
+    query, key, value, first, seen, factor = operands()
+    query.data[0, 2] = float("nan")  # whose window is of keys 3 to 6
+    seen[0, 2] = torch.tensor([True, False, True, False])
+    out, weights = local_attention(query, key, value, first, seen, factor)
+    assert out[0, 2].isnan().all()
+    assert not out[0, [0, 1, 3, 4]].isnan().any()
+    for grad in torch.autograd.grad(out.sum() + weights.sum(), (key, value)):
+        assert grad[0, [3, 5]].isnan().all()
+        assert not grad[0, [0, 1, 2, 4, 6]].isnan().any()
+
+
 def test_derivatives(backend: str) -> None:
     query, key, value, first, seen, factor = operands()
 
