@@ -99,7 +99,8 @@ def luong_attention(
     if key_padding_mask is not None and keys > 0:
         seen = seen & ~_rows(key_padding_mask, at)
     bell = torch.exp(-2 * ((j - p[..., None]) / D) ** 2) if window == "local-p" else None
-    if v is None:
+    # A GPU has no kernel for windows where they lie, but attention for copies of them.
+    if v is None and query.is_cpu:
         query, key, value = autocast(query, key, value)
         check_dtypes(query, key, value, _NAME)
         if check_dropout(dropout_p, _NAME) > 0:
@@ -119,13 +120,13 @@ def _gathered(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    v: Tensor,
+    v: Tensor | None,
     at: Tensor,  # [B, Tq, 2D + 1]
     seen: Tensor,
     bell: Tensor | None,
     dropout_p: float,
 ) -> tuple[Tensor, Tensor]:
-    """Additive attention to windows: each query becomes a sequence of its own, of copies.
+    """Attention to copies of the windows: each query becomes a sequence of its own.
 
     Return the result and the weights, before the bell.
     """
@@ -136,14 +137,15 @@ def _gathered(
     if bell is not None:
         # A weight times the bell, times a value, is a weight times (the bell times the value).
         values = values * bell.to(values.dtype)[..., None]
-    out, weights = additive_attention(
+    out, weights = _attend(
         query.flatten(0, 1).unsqueeze(1),
         near.flatten(0, 1),
         values.flatten(0, 1),
         v,
-        key_padding_mask=~seen.flatten(0, 1),
-        dropout_p=dropout_p,
+        ~seen.flatten(0, 1),
+        dropout_p,
         need_weights=True,
+        window=None,
     )
     return out.view(batch, queries, -1), weights.view(batch, queries, -1)
 
