@@ -8,9 +8,9 @@ Sukhbaatar et al. 2015, https://arxiv.org/abs/1503.08895: 3 hops, position encod
 start (LS), random noise (RN). SGD with batches of 32, gradients clipped at norm 40 for each matrix;
 the learning rate 0.01 is halved every 25 of 100 epochs (joint: every 15 of 60). Before that, with
 0.005 and without softmax, the linear start: the paper has it end when the validation loss stops
-falling, which it does in leaps, so here it lasts 20 epochs (--patience ends it sooner). A tenth of
-the training questions is for validation. The network is trained from several starting points, and
-the restart with the lowest training error is the result.
+falling, which it does in leaps, so here it lasts 20 epochs (joint: 40; --patience ends it sooner).
+A tenth of the training questions is for validation. The network is trained from several starting
+points, and the restart with the lowest training error is the result.
 
 All restarts train at once: ``torch.func.vmap`` over their stacked parameters, so that each kernel
 is called once for all of them. The linear start ends for all at once, by their mean loss.
@@ -69,7 +69,7 @@ class Recipe:
 
 
 RECIPES = {
-    "joint": Recipe(dim=50, epochs=60, halved_every=15, linear_epochs=20),
+    "joint": Recipe(dim=50, epochs=60, halved_every=15, linear_epochs=40),
     "single": Recipe(dim=20, epochs=100, halved_every=25, linear_epochs=20),
 }
 
