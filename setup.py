@@ -210,7 +210,11 @@ def plan_cpu() -> Plan:
     return Plan(compiler, objects, [*words("LDFLAGS"), "-fopenmp", *link_flags], record)
 
 
-CUDA_ELEMENTS = ("Bf16", "F16", "F32")
+def cuda_elements(source: Path) -> tuple[str, ...]:
+    """The element types that kernels are compiled for; tf32 is float32 to all but attention."""
+    return ("Bf16", "F16", "F32", *(["Tf32"] if source.stem.startswith("attention") else []))
+
+
 CUDA_ARCHS = "80;90a"
 
 
@@ -263,7 +267,7 @@ def plan_cuda() -> Plan:
     objects = [
         (source, f"{source.stem}.{element}.o", [*flags, f"-DFASTATTN_ELEMENT={element}"])
         for source in sorted((ROOT / "csrc/cuda/kernels").glob("*.cu"))
-        for element in CUDA_ELEMENTS
+        for element in cuda_elements(source)
     ]
     includes = (sysconfig.get_paths()["include"], pybind11.get_include())
     host = [*words("CXXFLAGS"), "-std=c++17", "-fPIC", "-fvisibility=hidden", "-O2", "-Wall"]

@@ -25,7 +25,7 @@ from fastattn.testing.decode import DECODE_CASES, check_decode
 from fastattn.testing.encode_memory import ENCODE_CASES, check_encoding
 from fastattn.testing.hopfield import HOPFIELD_CASES, check_hopfield
 from fastattn.testing.memory_hop_cases import HOP_CASES, check_hops
-from fastattn.testing.sinusoidal import SINUSOIDAL_CASES, check_sinusoidal
+from fastattn.testing.sinusoidal import SINUSOIDAL_CASES, SinusoidalCase, check_sinusoidal
 from fastattn.testing.varlen import VARLEN_CASES, check_varlen
 from fastattn.testing.verdict import Verdict
 
@@ -68,9 +68,11 @@ class Table:
     every: int  # one of so many is not
 
 
+# So many that a thread takes several batch rows, whose heads are not the next in memory.
+MANY_ROWS = SinusoidalCase("many-rows", shape=(2, 3, 520, 257), memory="blhd")
 TABLES = {
     "sinusoidal": Table(
-        SINUSOIDAL_CASES,
+        (*SINUSOIDAL_CASES, MANY_ROWS),
         check_sinusoidal,
         lambda case: torch.Size(case.shape).numel() > 10_000,
         every=4,
@@ -129,6 +131,14 @@ def test_case(adapter: ModuleType, table: Table, case: Any, dtype: torch.dtype, 
     assert verdict.ok, "\n".join(verdict.faults)
 
 
+def _is_steep(case: Any, dtype: torch.dtype) -> bool:
+    """A derivative of a solution in bfloat16: docs/cuda-kernels.md tells what it suffers from."""
+    return dtype == torch.bfloat16 and case.name == STEEP.name
+
+
+STEEP = next(c for c in HOPFIELD_CASES if c.grad == "implicit" and c.bias == "N")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
 @pytest.mark.parametrize("name", TABLES)
@@ -138,9 +148,17 @@ def test_every_case(adapter: ModuleType, name: str, dtype: torch.dtype) -> None:
         f"{case.name} {seed}: {fault}"
         for n, case in enumerate(table.cases)
         for seed in (0, n + 1)
+        if not _is_steep(case, dtype)
         for fault in table.check(case, dtype, Emulated(adapter, seed)).faults
     ]
     assert not faults, "\n".join(faults)
+
+
+@pytest.mark.slow
+@pytest.mark.xfail(reason="the attention that reads has a delta of rounded outputs", strict=True)
+def test_a_solution_is_derived_in_bfloat16(adapter: ModuleType) -> None:
+    verdict = check_hopfield(STEEP, torch.bfloat16, Emulated(adapter))  # type: ignore[arg-type]
+    assert verdict.ok, "\n".join(verdict.faults)
 
 
 def _calls(dtype: torch.dtype) -> dict[str, tuple[Callable[..., Tensor], list[Tensor]]]:
@@ -198,6 +216,40 @@ def test_a_memory_that_is_too_wide_is_declined_with_a_reason(adapter: ModuleType
         pytest.raises(RuntimeError, match=reason),
     ):
         fastattn.memory_hop_attention(u, m, m, hops=1)
+
+
+@pytest.mark.parametrize("rows", [40, 600])  # in one block of threads, and in several
+def test_no_score_is_too_large_for_its_exponential(adapter: ModuleType, rows: int) -> None:
+    draw = torch.Generator().manual_seed(3)
+    u, m = torch.randn(3, 8, generator=draw), torch.randn(3, rows, 8, generator=draw)
+    with Emulated(adapter).active(), fastattn.use_backend("cuda"):
+        got = fastattn.memory_hop_attention(u, m, m, hops=1, scale=100.0)
+    with fastattn.use_backend("reference"):
+        want = fastattn.memory_hop_attention(u, m, m, hops=1, scale=100.0)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("excluded_by", ["mask", "bias"])
+def test_nan_in_a_hidden_pattern_reaches_nothing(adapter: ModuleType, excluded_by: str) -> None:
+    draw = torch.Generator().manual_seed(1)
+    state, stored = (torch.randn(2, 1, n, 8, generator=draw).requires_grad_() for n in (3, 7))
+    mask = torch.rand(2, 1, 3, 7, generator=draw) < 0.6
+    mask[..., 0], mask[..., 1], mask[0, 0, 0] = True, False, False
+    given = (
+        mask if excluded_by == "mask" else torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)
+    )
+    results = []
+    for what in (0.0, torch.nan, torch.inf):
+        patterns = stored.detach().clone()
+        patterns[:, :, 1] = what
+        patterns.requires_grad_()
+        with Emulated(adapter, 5).active(), fastattn.use_backend("cuda"):
+            out = fastattn.hopfield_retrieve(state, patterns, attn_mask=given, update_steps_max=3)
+            grads = torch.autograd.grad(out.sin().sum(), (state, patterns))
+        results.append((out.detach(), *grads))
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+    assert not results[0][0][0, 0, 0].any()
 
 
 def test_an_unlimited_search_rests(adapter: ModuleType) -> None:

@@ -13,8 +13,8 @@ namespace cuda {
 namespace {
 
 // operands: (q, k, v, out), each (address, strides); options: (offset, window_left, window_right,
-// softcap, mask, mask_dtype, alibi, dropout_p, seed address, weights_mode, packed), where packed is
-// None or (address of q_starts, of k_starts, bottom_right).
+// softcap, mask, mask_dtype, alibi, dropout_p, seed address, weights_mode, tf32, packed), where
+// packed is None or (address of q_starts, of k_starts, bottom_right).
 AttentionArguments arguments(int dtype, const py::tuple& sizes, const py::tuple& operands,
                              uintptr_t lse, double scale, const py::tuple& options) {
   AttentionArguments p{};
@@ -46,8 +46,9 @@ AttentionArguments arguments(int dtype, const py::tuple& sizes, const py::tuple&
   p.weights_mode = static_cast<Weights>(options[9].cast<int>());
   p.stats_stride[0] = p.Hq * p.Lq;
   p.stats_stride[1] = p.Lq;
-  if (!options[10].is_none()) {
-    const auto packed = options[10].cast<py::tuple>();
+  p.tf32 = p.dtype == DType::f32 && options[10].cast<bool>();
+  if (!options[11].is_none()) {
+    const auto packed = options[11].cast<py::tuple>();
     p.q_starts = reinterpret_cast<const int64_t*>(packed[0].cast<uintptr_t>());
     p.k_starts = reinterpret_cast<const int64_t*>(packed[1].cast<uintptr_t>());
     p.bottom_right = packed[2].cast<bool>();
@@ -88,7 +89,7 @@ void forward(int dtype, uintptr_t stream, const py::tuple& sizes, const py::tupl
     w = pairs(p, given[0].cast<py::tuple>(), false, given[2].cast<float>());
   }
   py::gil_scoped_release release;
-  with_element(p.dtype, [&](auto* element) {
+  with_element_of_attention(p, [&](auto* element) {
     attention_forward(element, p, stream);
     if (w.result == nullptr) return;
     attention_rows(element, p, stream);
@@ -115,7 +116,7 @@ void backward(int dtype, uintptr_t stream, const py::tuple& sizes, const py::tup
   PairsArguments mask{};
   if (!gradients[7].is_none()) mask = pairs(p, gradients[7].cast<py::tuple>(), true, 1.0f);
   py::gil_scoped_release release;
-  with_element(p.dtype, [&](auto* element) {
+  with_element_of_attention(p, [&](auto* element) {
     attention_rows(element, p, stream);
     attention_backward(element, p, stream);
     if (mask.result != nullptr) attention_pairs(element, mask, stream);

@@ -49,5 +49,11 @@ void with_element(DType dtype, F f) {
   }
 }
 
+// Attention has kernels for one more: float32 by tf32 products.
+template <class F>
+void with_element_of_attention(const AttentionArguments& p, F f) {
+  p.tf32 ? f(static_cast<Tf32*>(nullptr)) : with_element(p.dtype, f);
+}
+
 }  // namespace cuda
 }  // namespace fastattn

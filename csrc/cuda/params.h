@@ -26,6 +26,7 @@ struct AttentionArguments : AttentionParams {
   // +-kMaxLength, which is as good as unlimited.
   int window_begin, window_end;
   bool aligned;  // q, k, v and out: 16-byte rows, contiguous columns
+  bool tf32;     // of float32: the factors of products may be rounded to tf32
 
   // backward, and weights
   float* row_stats;  // [B, Hq, Lq, 4]: RowStats of kernels/attention_pairs.h

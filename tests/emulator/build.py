@@ -26,7 +26,6 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 FOLDER = ROOT / "build/emulator/plain"
 Flags = tuple[str, ...]
-ELEMENTS = ("Bf16", "F16", "F32")
 SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
 
 # -O1 halves the time to compile; only the emulator itself has loops worth more.
@@ -60,11 +59,16 @@ def _emulator() -> Iterable[Unit]:
         yield source, source.stem, ["-O2"]
 
 
+def elements(source: Path) -> tuple[str, ...]:
+    """The element types that kernels are compiled for; tf32 is float32 to all but attention."""
+    return ("Bf16", "F16", "F32", *(["Tf32"] if source.stem.startswith("attention") else []))
+
+
 def _kernels(csrc: Path) -> Iterable[Unit]:
     for source in sorted((csrc / "cuda").glob("*.cpp")):
         yield source, source.stem, ["-O1", *_python_flags()]
     for source in sorted((csrc / "cuda/kernels").glob("*.cu")):
-        for element in ELEMENTS:
+        for element in elements(source):
             flags = ["-O1", "-x", "c++", f"-DFASTATTN_ELEMENT={element}"]
             yield source, f"{source.stem}.{element}", flags
 
@@ -101,39 +105,52 @@ def _link(library: Path, objects: Iterable[Path], extra: Flags) -> None:
     os.replace(linked, library)
 
 
-def _library(name: str, units: Iterable[Unit], folder: Path, extra: Flags) -> Path:
+def _library(
+    name: str, units: Iterable[Unit], folder: Path, extra: Flags, ready: Iterable[Path] = ()
+) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     library = folder / f"{name}{SUFFIX}"
     with (folder / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", 2))) as pool:
-            objects = list(pool.map(lambda unit: _compile(unit, folder, extra), units))
+            objects = [*pool.map(lambda unit: _compile(unit, folder, extra), units), *ready]
         newest_object = max(path.stat().st_mtime for path in objects)
         if not library.exists() or library.stat().st_mtime < newest_object:
             _link(library, objects, extra)
     return library
 
 
-def build(folder: Path = FOLDER, extra: Flags = ()) -> Path:
-    """Return the path of the emulated `_cuda`, with these flags besides the usual ones."""
-    csrc = ROOT / "csrc"
-    return _library("_cuda", [*_emulator(), *_kernels(csrc)], folder, extra)
+def build() -> Path:
+    """Return the path of the emulated `_cuda`."""
+    return _library("_cuda", [*_emulator(), *_kernels(ROOT / "csrc")], FOLDER, ())
 
 
-def build_changed(csrc: Path, folder: Path, element: str, only: str = "") -> Path:
-    """As `build`, but with the kernels of one element type made of another `csrc`.
+def build_with(flags: Flags, folder: Path, only: Iterable[str]) -> Path:
+    """As `build`, with more flags, but for the kernels of other element types than these."""
+    build()
+    changed: list[Unit] = []
+    ready = []
+    for unit in (*_emulator(), *_kernels(ROOT / "csrc")):
+        element = unit[1].partition(".")[2]
+        if element and element not in only:
+            ready.append(FOLDER / f"{unit[1]}.o")
+        else:
+            changed.append(unit)
+    return _library("_cuda", changed, folder, flags, ready)
 
-    ``only`` is how their sources' names begin.
-    """
+
+def build_changed(csrc: Path, folder: Path, source: str, element: str) -> Path:
+    """As `build`, but with one source's kernels of one element type made of another `csrc`."""
     build()
     folder.mkdir(parents=True, exist_ok=True)
-    objects = {unit[1]: FOLDER / f"{unit[1]}.o" for unit in (*_emulator(), *_kernels(csrc))}
-    for unit in _kernels(csrc):
-        if unit[1].endswith(f".{element}") and unit[1].startswith(only):
-            # A change may leave a variable unused.
-            objects[unit[1]] = _compile(unit, folder, ("-Wno-error",))
+    name = f"{source}.{element}"
+    units = {unit[1]: unit for unit in (*_emulator(), *_kernels(csrc))}
+    # A change may leave a variable unused. It comes first: of an inline function that several
+    # objects have, the linker takes the first one.
+    objects = [_compile(units[name], folder, ("-Wno-error",))]
+    objects += [FOLDER / f"{stem}.o" for stem in units if stem != name]
     library = folder / f"_cuda{SUFFIX}"
-    _link(library, objects.values(), ())
+    _link(library, objects, ())
     return library
 
 

@@ -33,8 +33,8 @@ FASTATTN_DEVICE void exact_stats(const AttentionArguments& p, int b, int h, int 
     const int64_t k = b * p.k.stride[0] + h_kv * p.k.stride[1] + (p.k_row + j) * p.k.stride[2];
     float dot = 0.0f;
     for (int d = 0; d < p.D; ++d)
-      dot += element_at<T>(p.q.data, q + d * p.q.stride[3]) *
-             element_at<T>(p.k.data, k + d * p.k.stride[3]);
+      dot += Product<T>::factor(element_at<T>(p.q.data, q + d * p.q.stride[3])) *
+             Product<T>::factor(element_at<T>(p.k.data, k + d * p.k.stride[3]));
     return options.score(dot, i, j, visible).value;
   };
   float most = minus_infinity();

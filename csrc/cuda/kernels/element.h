@@ -31,6 +31,9 @@ struct F32 {
   static FASTATTN_DEVICE float widen(float x) { return x; }
 };
 
+// Float32 of which the factors of every product are rounded to tf32 numbers.
+struct Tf32 : F32 {};
+
 template <class T>
 struct Product {
   static constexpr int kDepth = 16;
@@ -40,6 +43,9 @@ struct Product {
   struct B {
     uint32_t x[4];
   };
+
+  // x as a factor.
+  static FASTATTN_DEVICE float factor(float x) { return x; }
 
   static FASTATTN_DEVICE A a_of(const uint32_t (&r)[4]) { return {{r[0], r[1], r[2], r[3]}}; }
   static FASTATTN_DEVICE B b_of(const uint32_t (&r)[4]) { return {{r[0], r[1], r[2], r[3]}}; }
@@ -67,6 +73,8 @@ struct Product<F32> {
     uint32_t big[4], small[4];
   };
   using B = A;
+
+  static FASTATTN_DEVICE float factor(float x) { return x; }
 
   static FASTATTN_DEVICE void split(float x, uint32_t& big, uint32_t& small) {
     big = to_tf32(x);
@@ -105,6 +113,36 @@ struct Product<F32> {
       if (!kTransposed) mma_tf32_m16n8k8(d + 4 * n, a.big, b.small[2 * n], b.small[2 * n + 1]);
       mma_tf32_m16n8k8(d + 4 * n, a.big, b.big[2 * n], b.big[2 * n + 1]);
     }
+  }
+};
+
+template <>
+struct Product<Tf32> {
+  static constexpr int kDepth = 8;
+  struct A {
+    uint32_t x[4];
+  };
+  using B = A;
+
+  static FASTATTN_DEVICE float factor(float x) { return float_of_bits(to_tf32(x)); }
+
+  static FASTATTN_DEVICE A a_of(const uint32_t (&r)[4]) {
+    A a;
+    FASTATTN_UNROLL
+    for (int n = 0; n < 4; ++n) a.x[n] = to_tf32(float_of_bits(r[n]));
+    return a;
+  }
+  static FASTATTN_DEVICE B b_of(const uint32_t (&r)[4]) { return a_of(r); }
+
+  // In the order of Product<F32>.
+  static FASTATTN_DEVICE A a_of_accumulators(const float* d) {
+    return {{to_tf32(d[0]), to_tf32(d[2]), to_tf32(d[1]), to_tf32(d[3])}};
+  }
+
+  template <bool kTransposed = false>
+  static FASTATTN_DEVICE void add(float* d, const A& a, const B& b) {
+    mma_tf32_m16n8k8(d, a.x, b.x[0], b.x[1]);
+    mma_tf32_m16n8k8(d + 4, a.x, b.x[2], b.x[3]);
   }
 };
 

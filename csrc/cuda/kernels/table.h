@@ -1,5 +1,6 @@
 // The kernels, each chosen by its arguments. kernels/*.cu are compiled once for each of
-// FASTATTN_ELEMENT = Bf16, F16, F32; a first argument that is never read says which is meant.
+// FASTATTN_ELEMENT = Bf16, F16, F32, and those of attention for Tf32, too; a first argument that is
+// never read says which is meant.
 #pragma once
 #include <cstdint>
 
@@ -15,12 +16,16 @@ constexpr int kMaxWidth = 256;
 struct Bf16;
 struct F16;
 struct F32;
+struct Tf32;
+
+#define FASTATTN_ATTENTION_OF(T)                                                    \
+  void attention_forward(const T*, const AttentionArguments& p, uintptr_t stream);  \
+  void attention_rows(const T*, const AttentionArguments& p, uintptr_t stream);     \
+  void attention_backward(const T*, const AttentionArguments& p, uintptr_t stream); \
+  void attention_pairs(const T*, const PairsArguments& p, uintptr_t stream);
 
 #define FASTATTN_KERNELS_OF(T)                                                                 \
-  void attention_forward(const T*, const AttentionArguments& p, uintptr_t stream);             \
-  void attention_rows(const T*, const AttentionArguments& p, uintptr_t stream);                \
-  void attention_backward(const T*, const AttentionArguments& p, uintptr_t stream);            \
-  void attention_pairs(const T*, const PairsArguments& p, uintptr_t stream);                   \
+  FASTATTN_ATTENTION_OF(T)                                                                     \
   void additive_forward(const T*, const AdditiveArguments& p, uintptr_t stream);               \
   void additive_backward(const T*, const AdditiveArguments& p, uintptr_t stream);              \
   void decode_attention(const T*, const DecodeArguments& p, uintptr_t stream);                 \
@@ -37,7 +42,9 @@ struct F32;
 FASTATTN_KERNELS_OF(Bf16)
 FASTATTN_KERNELS_OF(F16)
 FASTATTN_KERNELS_OF(F32)
+FASTATTN_ATTENTION_OF(Tf32)
 #undef FASTATTN_KERNELS_OF
+#undef FASTATTN_ATTENTION_OF
 
 }  // namespace cuda
 }  // namespace fastattn

@@ -14,6 +14,7 @@ from fastattn.backends.cuda.operands import (
     INFO,
     MASK_DTYPES,
     MAX_LENGTH,
+    allows_tf32,
     on,
     operand,
     why_not_dtype,
@@ -197,5 +198,6 @@ def _options(
         dropout_p,
         0 if seed is None else seed.data_ptr(),
         weights,
+        allows_tf32(),
         None,
     )

@@ -14,7 +14,7 @@ from torch import Tensor
 from fastattn import _cuda
 from fastattn.backends._alloc import empty_output
 from fastattn.backends.cuda import attention
-from fastattn.backends.cuda.operands import DTYPES, on, operand
+from fastattn.backends.cuda.operands import DTYPES, allows_tf32, on, operand
 
 __all__ = ["varlen_attention", "varlen_attention_backward", "why_not"]
 
@@ -175,5 +175,6 @@ def _options(
         dropout_p,
         0 if seed is None else seed.data_ptr(),
         0,
+        allows_tf32(),
         (starts[0].data_ptr(), starts[1].data_ptr(), bottom_right),
     )
