@@ -10,9 +10,11 @@ benchmarks/results/gpu/BACKEND.json:
   correctness  the case tables of attention against the oracle, in hostile memory layouts
   races        the same bits in 1,000 runs, forward and backward, packed sequences and decoding too
   operators    the same for the operators beside attention, with plain PyTorch beside them
-  speed        side by side with every backend of PyTorch's SDPA and with FlexAttention, interleaved
+  speed        side by side with every backend of PyTorch's SDPA, FlexAttention and our other
+               kernels, interleaved; then dense biases, with a gradient too, and averaged weights
   serving      packed sequences beside each of them padded; decoding beside SDPA and a plain copy
-Without a GPU it says so and ends. A speed is reported only of a kernel that was right.
+Without a GPU it says so and ends; --plan tells what it would do. A speed is reported only of a
+kernel that was right.
 """
 
 from __future__ import annotations
@@ -188,6 +190,11 @@ def operators(args: argparse.Namespace) -> dict[str, Any]:
     return {"ok": ok, "correctness": correct, "races": race, "rows": rows}
 
 
+def other_than(backend: str) -> str:
+    """Of our own backends."""
+    return "triton" if backend == "cuda" else "cuda"
+
+
 def candidates(
     backend: str, length: int, causal: bool, gqa: bool
 ) -> dict[str, Callable[..., Tensor]]:
@@ -202,13 +209,19 @@ def candidates(
 
         return call
 
-    def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with fastattn.use_backend(backend):
-            return fastattn.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=gqa)
+    def ours(backend: str) -> Callable[..., Tensor]:
+        def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            with fastattn.use_backend(backend):
+                return fastattn.scaled_dot_product_attention(
+                    q, k, v, is_causal=causal, enable_gqa=gqa
+                )
 
-    found: dict[str, Callable[..., Tensor]] = {"fastattn": ours}
+        return call
+
+    other = other_than(backend)
+    found: dict[str, Callable[..., Tensor]] = {"fastattn": ours(backend), other: ours(other)}
     for kind in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION,
-                 SDPBackend.EFFICIENT_ATTENTION):  # fmt: skip
+                 SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH):  # fmt: skip
         found[kind.name.lower()] = stock(kind)
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -235,58 +248,118 @@ def milliseconds(call: Callable[[], Any]) -> float:
 
 def speed(args: argparse.Namespace) -> dict[str, Any]:
     rows = []
-    for batch, heads, kv_heads, length, width, causal in SHAPES:
-        for dtype in (torch.bfloat16, torch.float32):
-            if dtype == torch.float32 and (length != 4096 or heads != kv_heads):
-                continue
-            q = torch.randn(batch, heads, length, width, device="cuda", dtype=dtype)
-            k, v = (
-                torch.randn(batch, kv_heads, length, width, device="cuda", dtype=dtype)
-                for _ in range(2)
-            )
-            flops = 4 * batch * heads * length * length * width * (0.5 if causal else 1.0)
-            shape = [batch, heads, kv_heads, length, width]
-            row = {"shape": shape, "causal": causal, "dtype": str(dtype), "tflops": {}}
-            runs = candidates(args.backend, length, causal, heads != kv_heads)
-            rows.append(row | {"tflops": one_shape(runs, q, k, v, flops, args.rounds)})
-    return {"ok": True, "rows": rows}
+    for batch, heads, kv_heads, length, width, causal, precision in speeds():
+        dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
+        q = torch.randn(batch, heads, length, width, device="cuda", dtype=dtype)
+        k, v = (
+            torch.randn(batch, kv_heads, length, width, device="cuda", dtype=dtype)
+            for _ in range(2)
+        )
+        flops = 4 * batch * heads * length * length * width * (0.5 if causal else 1.0)
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+        runs = candidates(args.backend, length, causal, heads != kv_heads)
+        taken = both_ways(runs, [x.requires_grad_() for x in (q, k, v)], args.rounds)
+        torch.set_float32_matmul_precision(before)
+        rows.append(
+            {
+                "shape": [batch, heads, kv_heads, length, width],
+                "causal": causal,
+                "precision": precision,
+                "tflops": {name: tflops(flops, ms) for name, ms in taken.items()},
+            }
+        )
+    return {"ok": True, "rows": rows, "options": [options(args, d) for d in (64, 128)]}
 
 
-def one_shape(
-    runs: dict[str, Callable[..., Tensor]],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    flops: float,
-    rounds: int,
-) -> dict[str, dict[str, Any]]:
-    """Forward and backward of every candidate that runs, one after the other in each round."""
-    grad = torch.randn_like(q)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
+def speeds() -> Iterator[tuple[Any, ...]]:
+    """Shape, causal, and bfloat16, float32 or tf32."""
+    for shape in SHAPES:
+        yield *shape, "bfloat16"
+        if shape[3] == 4096 and shape[1] == shape[2]:
+            yield *shape, "float32"
+            yield *shape, "tf32"
+
+
+Times = dict[str, Any]  # milliseconds forward and backward, or why it was refused
+
+
+def tflops(flops: float, ms: Times) -> Times:
+    if "refused" in ms:
+        return ms
+    return {"forward": flops / ms["forward"] / 1e9, "backward": 2.5 * flops / ms["backward"] / 1e9}
+
+
+def both_ways(
+    runs: dict[str, Callable[..., Tensor]], leaves: list[Tensor], rounds: int
+) -> dict[str, Times]:
+    """Forward and backward of all that run on the leaves, one after the other in each round."""
     times: dict[str, dict[str, list[float]]] = {}
-    told: dict[str, dict[str, Any]] = {}
+    told: dict[str, Times] = {}
     for round_ in range(rounds + 1):  # the first one warms up
         for name, run in list(runs.items()):
             try:
                 with torch.no_grad():
-                    forward = milliseconds(lambda run=run: run(q, k, v))
-                out = run(q, k, v)
+                    forward = milliseconds(lambda run=run: run(*leaves))
+                out = run(*leaves)
+                needed = [x for x in leaves if x.requires_grad]
+                given = torch.ones_like(out)
                 backward = milliseconds(
-                    lambda out=out: torch.autograd.grad(out, leaves, grad, retain_graph=True)
+                    lambda out=out, needed=needed, given=given: torch.autograd.grad(
+                        out, needed, given, retain_graph=True
+                    )
                 )
             except RuntimeError as error:
                 told[name] = {"refused": str(error)[:200]}
                 del runs[name]
+                times.pop(name, None)
                 continue
             if round_ > 0:
                 of_name = times.setdefault(name, {"forward": [], "backward": []})
                 of_name["forward"].append(forward)
                 of_name["backward"].append(backward)
     for name, of_name in times.items():
-        told[name] = {
-            "forward": flops / statistics.median(of_name["forward"]) / 1e9,
-            "backward": 2.5 * flops / statistics.median(of_name["backward"]) / 1e9,
+        told[name] = {way: statistics.median(taken) for way, taken in of_name.items()}
+    return told
+
+
+def options(args: argparse.Namespace, width: int) -> dict[str, Any]:
+    """Milliseconds with a dense bias, with one that has a gradient, and with averaged weights."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    q, k, v = (torch.randn(2, 16, 4096, width, device="cuda").bfloat16() for _ in range(3))
+    bias = torch.randn(1, 16, 4096, 4096, device="cuda").bfloat16()
+    compiled = torch.compile(flex_attention)
+
+    def ours(backend: str) -> Callable[..., Tensor]:
+        def call(*tensors: Tensor, **more: bool) -> Any:
+            with fastattn.use_backend(backend):
+                return fastattn.scaled_dot_product_attention(*tensors, **more)
+
+        return call
+
+    def efficient(*tensors: Tensor) -> Tensor:
+        with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+            return torch.nn.functional.scaled_dot_product_attention(*tensors)
+
+    def flex(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        return compiled(q, k, v, score_mod=lambda s, b, h, i, j: s + bias[0, h, i, j])
+
+    told: dict[str, Any] = {"shape": list(q.shape)}
+    for name, learnable in (("bias", False), ("learnable bias", True)):
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        leaves.append(bias.detach().requires_grad_(learnable))
+        other = other_than(args.backend)
+        runs = {"fastattn": ours(args.backend), other: ours(other)}
+        runs |= {"efficient_attention": efficient, "flex": flex}
+        told[name] = both_ways(runs, leaves, args.rounds)
+    averaged = {"need_weights": True, "average_weights": True}
+    with torch.no_grad():
+        weights = {
+            "core": lambda: ours(args.backend)(q, k, v),
+            "averaged": lambda: ours(args.backend)(q, k, v, **averaged),
         }
+        told["weights"] = medians(weights, args.rounds)
     return told
 
 
@@ -374,6 +447,38 @@ def decoding(args: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
+def plan(args: argparse.Namespace) -> dict[str, list[str]]:
+    """What each step would do, in lines."""
+    import gpu_operators
+
+    dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+    peers = ", ".join(candidates(args.backend, 1024, False, False))
+    return {
+        "conformance": ["every PTX wrapper of csrc/cuda/ptx: tests/test_emulator.py"],
+        "correctness": [
+            f"{op}: {sum(not getattr(case, 'slow', False) for case in cases)} cases in {dtypes}"
+            for op, (cases, _) in TABLES.items()
+        ],
+        "races": [
+            f"{args.repeats} runs each, in {dtypes}: attention forward and backward without and "
+            "with a mask, packed sequences, decoding"
+        ],
+        "operators": [
+            *(f"{judge.__name__}: {len(cases)} cases" for cases, judge in gpu_operators.TABLES),
+            f"{args.repeats} runs each, then {args.rounds} rounds beside plain PyTorch",
+        ],
+        "speed": [
+            f"{args.rounds} rounds of {peers}",
+            *(
+                f"[B, Hq, Hkv, L, D] = {shape}, {'causal' if causal else 'full'}, {precision}"
+                for *shape, causal, precision in speeds()
+            ),
+            "[2, 16, 4096, 64 and 128]: a bias, a learnable bias, averaged weights",
+        ],
+        "serving": [f"{args.rounds} rounds of packed sequences, padded ones, decoding and a copy"],
+    }
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--backend", choices=("cuda", "triton"), default="cuda")
@@ -381,7 +486,13 @@ def main() -> int:
     parser.add_argument("--steps", nargs="+", choices=STEPS, default=STEPS)
     parser.add_argument("--repeats", type=int, default=1000, help="of each call, for races")
     parser.add_argument("--rounds", type=int, default=10, help="of all candidates, for speed")
+    parser.add_argument("--plan", action="store_true", help="tell what would be done, and end")
     args = parser.parse_args()
+    if args.plan:
+        told = plan(args)
+        for name in args.steps:
+            print(name, *told[name], sep="\n  ")
+        return 0
     if not torch.cuda.is_available():
         print("there is no CUDA device here: nothing to measure", file=sys.stderr)
         return 2

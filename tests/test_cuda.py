@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -148,6 +150,43 @@ def test_same_bits_in_whatever_order_warps_run(adapter: ModuleType, dtype: torch
             assert torch.equal(found, other[name]), name
 
 
+# -- NaN and inf ----------------------------------------------------------------------------------
+
+CAUSAL = Case("nan", q_len=190, k_len=190, causal="upper_left")
+TRIANGLE = Case("nan-mask", q_len=190, k_len=190, mask="tril", mask_dims="qk")
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [(CAUSAL, torch.bfloat16), (TRIANGLE, torch.float32)],
+    ids=["causal-bfloat16", "mask-float32"],
+)
+def test_nan_reaches_only_the_queries_that_see_it(
+    adapter: ModuleType, case: Case, dtype: torch.dtype
+) -> None:
+    """Of a key that some queries see; the poisoned cases of the table are about the others.
+
+    NaN in a key goes into scores, which are selected. NaN in a value, and whatever comes back, is
+    multiplied by weights of 0: as docs/cuda-kernels.md says, that ends with the block of 128 rows.
+    """
+    inputs = make_inputs(case, dtype)
+    clean = run(adapter, inputs)
+    first = 150 if case is CAUSAL else 147  # of the queries that see key 150
+    before = inputs.key[:, :, 150].clone()
+    inputs.key[:, :, 150] = torch.nan
+    found = run(adapter, inputs)
+    assert found["out"][:, :, first:].isnan().all()
+    for name in ("out", "lse"):
+        assert torch.equal(found[name][:, :, :first], clean[name][:, :, :first]), name
+    inputs.key[:, :, 150] = before
+    inputs.value[:, :, 150] = torch.inf
+    found = run(adapter, inputs)
+    assert torch.equal(found["lse"], clean["lse"])
+    assert not found["out"][:, :, first:].isfinite().any()
+    for name in ("out", "grad_query"):
+        assert torch.equal(found[name][:, :, :128], clean[name][:, :, :128]), name
+
+
 # -- the first time on a GPU -----------------------------------------------------------------------
 
 
@@ -163,6 +202,23 @@ def test_the_script_for_a_gpu_says_that_there_is_none(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "there is no CUDA device here" in done.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_the_script_for_a_gpu_has_a_plan(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = Path(__file__).parents[1] / "benchmarks/gpu.py"
+    monkeypatch.syspath_prepend(script.parent)
+    monkeypatch.setattr(sys, "argv", [str(script), "--plan", "--repeats", "7"])
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_path(str(script), run_name="__main__")
+    told = capsys.readouterr().out
+    steps = [line for line in told.splitlines() if not line.startswith(" ")]
+    assert steps == ["conformance", "correctness", "races", "operators", "speed", "serving"]
+    assert re.search(r"scaled_dot_product_attention: \d+ cases", told)
+    assert "7 runs each" in told
+    assert "10 rounds of fastattn, triton, flash_attention, cudnn_attention" in told
+    assert "[2, 16, 16, 4096, 128], causal, tf32" in told
 
 
 # -- what is refused, and why ---------------------------------------------------------------------

@@ -72,6 +72,22 @@ def test_a_decoded_row_has_the_same_bits_whatever_is_in_the_batch(adapter: Modul
         assert torch.equal(lse_alone, lse[one])
 
 
+def test_nan_stays_in_its_sequence(adapter: ModuleType) -> None:
+    inputs = make_varlen(WAYS["causal"], torch.bfloat16)
+    clean = run_varlen(adapter, inputs)
+    for x, rows in zip(inputs.args[:3], ((41, 181), (49, 189), (49, 189)), strict=True):
+        assert x is not None
+        x[slice(*rows)] = torch.nan  # the third sequence
+    found = run_varlen(adapter, inputs)
+    for name, x in clean.items():
+        first, last = (41, 181) if name in ("out", "lse", "grad_query") else (49, 189)
+        rows = torch.arange(x.shape[1 if name == "lse" else 0])
+        others = (rows < first) | (rows >= last)
+        one, other = (y.movedim(1, 0) if name == "lse" else y for y in (x, found[name]))
+        assert torch.equal(one[others], other[others]), name
+        assert other[~others].isnan().any(), name
+
+
 def test_a_page_table_changes_no_bit(adapter: ModuleType) -> None:
     case = DecodeCase("pages", lengths=(300, 65), capacity=320)
     inputs = make_decode(case, torch.float32)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -34,6 +34,8 @@ class HopCase:
     hop_proj: str | None = None  # "", or "K"
     mask: str | None = None  # dimensions
     bias: str | None = None
+    bias_excludes: bool = False  # it is -inf in places, too
+    poison: bool = False  # NaN and inf in rows of memories "BN" that a mask or bias "BN" excludes
     activation: str | None = None
     normalize: str = "softmax"
     scale: float = 0.8
@@ -72,6 +74,9 @@ HOP_CASES = (
     HopCase(rows=17, width=31, activation="sigmoid", weights=True),
     HopCase(rows=63, width=100, mask="BN", bias="BKN", weights=True),
     HopCase(queries=2, rows=70, width=48, mask="BQN", bias="N", weights=True),
+    HopCase(rows=30, width=20, mask="BN", poison=True, weights=True),
+    HopCase(queries=2, rows=40, width=24, bias="BQKN", bias_excludes=True, weights=True),
+    HopCase(rows=600, width=6, mask="BN", bias="BN", bias_excludes=True, poison=True),
     HopCase(queries=3, rows=40, width=129, bias="BQKN", mask="N", hop_proj="K"),
     HopCase(queries=3, rows=30, width=9, in_memory="BSN", out_memory=None, bias="BQ1N"),
     HopCase(batch=5, in_memory="1N", out_memory="1N", rows=90, width=24, weights=True),
@@ -101,6 +106,7 @@ class HopInputs:
     options: dict[str, Any]
     grad: Tensor
     grad_weights: Tensor | None
+    poisoned: dict[str, Tensor | None] = field(default_factory=dict)  # what a target gets instead
 
     def double(self) -> HopInputs:
         def wide(x: Tensor | None) -> Tensor | None:
@@ -148,7 +154,10 @@ def make_hop_inputs(
             mask[1].view(-1, case.rows)[0] = False  # one query, or all of its batch, sees nothing
         tensors["memory_mask"] = placed(mask, torch.bool)
     if case.bias is not None:
-        tensors["memory_bias"] = placed(normal(*shape(case.bias)))
+        bias = normal(*shape(case.bias))
+        if case.bias_excludes:
+            bias[torch.rand(bias.shape, generator=draw) < 0.3] = -torch.inf
+        tensors["memory_bias"] = placed(bias)
     options = {
         "hops": case.hops,
         "activation": case.activation,
@@ -159,7 +168,24 @@ def make_hop_inputs(
     weights = None
     if case.weights:
         weights = placed(normal(*lead, case.hops, case.rows))
-    return HopInputs(tensors, options, placed(normal(*lead, d)), weights)
+    grad = placed(normal(*lead, d))
+    poisoned: dict[str, Tensor | None] = {}
+    if case.poison:
+        excluded = _excluded(tensors["memory_mask"], tensors["memory_bias"])
+        kinds = torch.tensor([torch.nan, torch.inf, -torch.inf], dtype=dtype)
+        for name in ("in_memory", "out_memory"):
+            memory = tensors[name]
+            assert memory is not None
+            bad = kinds[torch.arange(case.rows) % 3].view(1, -1, 1)
+            poisoned[name] = placed(torch.where(excluded[:, :, None], bad, memory))
+    return HopInputs(tensors, options, grad, weights, poisoned)
+
+
+def _excluded(mask: Tensor | None, bias: Tensor | None) -> Tensor:
+    """[B, N]: the rows that no query of the batch entry sees."""
+    none = torch.tensor(False)
+    by_mask = none if mask is None else ~mask
+    return by_mask | (none if bias is None else bias == -torch.inf)
 
 
 def with_gradients(inputs: HopInputs, rounding: torch.dtype | None = None) -> dict[str, Tensor]:
@@ -232,9 +258,10 @@ def check_hops(case: HopCase, dtype: torch.dtype, target: Target) -> Verdict:
         verdict.declined = list(backend.why_not(operator.name, *primitive[:6]))
         if verdict.declined:
             return verdict
-        watch = Watch(**inputs.tensors)
+        given = replace(inputs, tensors=inputs.tensors | inputs.poisoned)
+        watch = Watch(**given.tensors)
         with fresh_memory_is_nan(), fastattn.use_backend(target.backend):
-            got = with_gradients(inputs)
+            got = with_gradients(given)
     verdict.faults += [f"{name} was written to" for name in watch.written()]
     want, plain = _exact(inputs), with_gradients(inputs, rounding=dtype)
     if got.keys() != want.keys():

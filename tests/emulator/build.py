@@ -139,16 +139,16 @@ def build_with(flags: Flags, folder: Path, only: Iterable[str]) -> Path:
     return _library("_cuda", changed, folder, flags, ready)
 
 
-def build_changed(csrc: Path, folder: Path, source: str, element: str) -> Path:
-    """As `build`, but with one source's kernels of one element type made of another `csrc`."""
+def build_changed(csrc: Path, folder: Path, sources: Iterable[str], element: str) -> Path:
+    """As `build`, but with some sources' kernels of one element type made of another `csrc`."""
     build()
     folder.mkdir(parents=True, exist_ok=True)
-    name = f"{source}.{element}"
+    names = [f"{source}.{element}" for source in sources]
     units = {unit[1]: unit for unit in (*_emulator(), *_kernels(csrc))}
-    # A change may leave a variable unused. It comes first: of an inline function that several
+    # A change may leave a variable unused. They come first: of an inline function that several
     # objects have, the linker takes the first one.
-    objects = [_compile(units[name], folder, ("-Wno-error",))]
-    objects += [FOLDER / f"{stem}.o" for stem in units if stem != name]
+    objects = [_compile(units[name], folder, ("-Wno-error",)) for name in names]
+    objects += [FOLDER / f"{stem}.o" for stem in units if stem not in names]
     library = folder / f"_cuda{SUFFIX}"
     _link(library, objects, ())
     return library
