@@ -94,7 +94,9 @@ class StreamHops : HopSteps<S> {
     {
       Arena arena(thread_scratch(size.used()));
       const Scratch f = allocate(arena);
-#pragma omp for schedule(dynamic, 1)
+      // The same memories for a thread in every call: their gradients, in memory that is handed out
+      // again, are then still in its own cache. At bAbI's size that is a third of the time.
+#pragma omp for schedule(static)
       for (int64_t group = 0; group < groups; ++group)
         of_group(f, group, [&](auto of_chunk) {
           for (int64_t c = 0; c < chunks; ++c) of_chunk(c);
