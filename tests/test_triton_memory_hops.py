@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
-from fastattn.testing import Target
+from fastattn.testing import OnGpu, Target
 from fastattn.testing.memory_hop_cases import HOP_CASES, HopCase, check_hops
 
 pytestmark = pytest.mark.usefixtures("triton_interpreter")
@@ -30,3 +32,20 @@ def test_case_in_every_dtype(case: HopCase) -> None:
     for dtype in DTYPES:
         verdict = check_hops(case, dtype, Target("triton"))
         assert verdict.ok, f"{dtype}: {verdict.faults}"
+
+
+def test_the_target_of_the_tests_on_a_gpu_runs_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here without a GPU: what is copied there and back stays where it is."""
+    backend, ran = Target("triton").module, []
+    for name in ("memory_hop_attention", "memory_hop_attention_backward"):
+        function = getattr(backend, name)
+
+        def noted(*args: Any, function: Any = function, **options: Any) -> Any:
+            ran.append(function.__name__)
+            return function(*args, **options)
+
+        monkeypatch.setattr(backend, name, noted)
+    verdict = check_hops(FEW[0], torch.float32, OnGpu("triton", device="cpu"))
+    assert verdict.ok, verdict.faults
+    assert not verdict.declined
+    assert set(ran) == {"memory_hop_attention", "memory_hop_attention_backward"}

@@ -3,7 +3,7 @@
 from fastattn.testing.cases import CASES, Case
 from fastattn.testing.compare import Deviation, assert_within_bound, deviation
 from fastattn.testing.inputs import Inputs, make_inputs
-from fastattn.testing.targets import Target, targets
+from fastattn.testing.targets import OnGpu, Target, targets
 from fastattn.testing.verdict import Verdict, check
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "Case",
     "Deviation",
     "Inputs",
+    "OnGpu",
     "Target",
     "Verdict",
     "assert_within_bound",

@@ -5,11 +5,17 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest import mock
 
-__all__ = ["Target", "targets"]
+import torch
+
+from fastattn import dispatch
+
+__all__ = ["OnGpu", "Target", "moved", "targets"]
 
 
 @dataclass(frozen=True)
@@ -23,7 +29,7 @@ class Target:
         return self.backend if self.isa is None else f"{self.backend}-{self.isa}"
 
     @property
-    def module(self) -> ModuleType:
+    def module(self) -> Any:
         return importlib.import_module(f"fastattn.backends.{self.backend}")
 
     def is_current(self) -> bool:
@@ -34,7 +40,7 @@ class Target:
         return self.isa == isa
 
     @contextlib.contextmanager
-    def active(self) -> Iterator[ModuleType]:
+    def active(self) -> Iterator[Any]:
         """Run on this target's instruction set within the block."""
         if self.isa is None:
             yield self.module
@@ -46,6 +52,52 @@ class Target:
             yield self.module
         finally:
             native.set_isa(before)
+
+
+@dataclass(frozen=True)
+class OnGpu(Target):
+    """A backend of the GPU, as if it were one of the CPU: tensors are copied there and back."""
+
+    device: str = "cuda"
+
+    @property
+    def module(self) -> Any:
+        real = super().module
+        names = [name for name in real.__all__ if callable(getattr(real, name))]
+        functions = {name: self._there(getattr(real, name)) for name in (*names, "why_not")}
+        return SimpleNamespace(**functions)
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[Any]:
+        """Within the block the library, too, finds this backend, for CPU tensors."""
+        found, load = self.module, dispatch.load
+
+        def loaded(name: str) -> ModuleType | str:
+            return found if name == self.backend else load(name)
+
+        order = {"cpu": (self.backend, "reference")}
+        with (
+            mock.patch.object(dispatch, "load", loaded),
+            mock.patch.dict(dispatch.PRIORITY, order),
+        ):
+            yield found
+
+    def _there(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            return moved(function(*moved(args, self.device), **options), "cpu")
+
+        return call
+
+
+def moved(x: Any, device: str) -> Any:
+    """A tensor on another device, with its strides, stride 0 included; a tuple of such."""
+    if isinstance(x, tuple):
+        return tuple(moved(item, device) for item in x)
+    if not isinstance(x, torch.Tensor):
+        return x
+    size = x.untyped_storage().nbytes() // x.element_size()
+    memory = x.as_strided((size,), (1,), 0).to(device)
+    return memory.as_strided(x.shape, x.stride(), x.storage_offset())
 
 
 def targets() -> list[Target]:

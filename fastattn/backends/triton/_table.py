@@ -140,7 +140,7 @@ _HOPPER["backward_key_value_masked"] = {
     16: _with(
         _HOPPER["backward_key_value"][16], {64: Launch(64, 64, 8, 1), 512: Launch(16, 16, 8, 1)}
     ),
-    32: _HOPPER["backward_key_value"][32],
+    32: _with(_HOPPER["backward_key_value"][32], {64: Launch(32, 32, 8, 1)}),
 }
 _HOPPER["statistics"] = {
     16: _with(_HOPPER["backward_query"][16], {256: Launch(32, 16, 8, 1)}),
@@ -148,7 +148,7 @@ _HOPPER["statistics"] = {
 }
 _HOPPER["backward_mask"] = {
     16: _with(_HOPPER["backward_key_value"][16], {256: Launch(16, 32, 4, 1)}),
-    32: _with(_HOPPER["backward_key_value"][32], {64: Launch(32, 32, 8, 1)}),
+    32: _HOPPER["backward_key_value_masked"][32],
 }
 # Bound by its tanh: a tile needs no more than enough pairs for its threads.
 _HOPPER["additive"] = {
@@ -183,7 +183,10 @@ _AMPERE["forward_masked"] = {
     32: _with(_HOPPER["forward"][32], {128: Launch(32, 16, 4, 1)}),
 }
 _AMPERE["backward_query_masked"] = _AMPERE["backward_query"]
-_AMPERE["backward_key_value_masked"] = _AMPERE["backward_key_value"]
+_AMPERE["backward_key_value_masked"] = {
+    16: _AMPERE["backward_key_value"][16],
+    32: _HOPPER["backward_key_value_masked"][32],
+}
 _AMPERE["statistics"] = {
     16: _with(_HOPPER["statistics"][16], {128: Launch(64, 32, 8, 2)}),
     32: _HOPPER["statistics"][32],
@@ -291,7 +294,7 @@ _BLACKWELL: _Table = {
     },
     "backward_key_value_masked": {
         16: _with(_HOPPER["backward_key_value_masked"][16], {128: Launch(32, 64, 4, 1)}),
-        32: _HOPPER["backward_key_value"][32],
+        32: _HOPPER["backward_key_value_masked"][32],
     },
     "statistics": {
         16: [
