@@ -233,6 +233,8 @@ def hops_backward_query(
     BN: tl.constexpr,
 ):
     """The hops of one tile of queries backwards."""
+    # In float32 both memories are loaded before what waits for them; else that costs registers.
+    EARLY: tl.constexpr = o.c.p.dtype.element_ty == tl.float32
     tiles = tl.cdiv(o.group, BM)
     i_group = (tl.program_id(0) // tiles).to(tl.int64)
     o_r, m_r = _rows_of(i_group, tl.program_id(0) % tiles, o, BM)
@@ -264,9 +266,12 @@ def hops_backward_query(
             for first in range(0, o.rows, BN):
                 o_n = first + tl.arange(0, BN)
                 b_m = load_rows(o.m, i_group, hop, o_n, o_n < o.rows, D, BD)
-                b_c = load_rows(o.c, i_group, hop, o_n, o_n < o.rows, D, BD)
-                wait_for_loads(b_c, PRECISION)
+                if EARLY:
+                    b_c = load_rows(o.c, i_group, hop, o_n, o_n < o.rows, D, BD)
+                    wait_for_loads(b_c, PRECISION)
                 s, visible = _scores(b_u, b_m, o_r, m_r, hop, o_n, o, PRECISION)
+                if not EARLY:
+                    b_c = load_rows(o.c, i_group, hop, o_n, o_n < o.rows, D, BD)
                 dp = _weight_gradients(b_g, b_c, o_r, hop, o_n, visible, o, PRECISION)
                 p = _weights(s, visible, m, l, True)
                 delta += tl.sum(tl.where(visible, p * dp, 0.0), axis=1)
@@ -276,9 +281,12 @@ def hops_backward_query(
         for first in range(0, o.rows, BN):
             o_n = first + tl.arange(0, BN)
             b_m = load_rows(o.m, i_group, hop, o_n, o_n < o.rows, D, BD)
-            b_c = load_rows(o.c, i_group, hop, o_n, o_n < o.rows, D, BD)
-            wait_for_loads(b_c, PRECISION)
+            if EARLY:
+                b_c = load_rows(o.c, i_group, hop, o_n, o_n < o.rows, D, BD)
+                wait_for_loads(b_c, PRECISION)
             s, visible = _scores(b_u, b_m, o_r, m_r, hop, o_n, o, PRECISION)
+            if not EARLY:
+                b_c = load_rows(o.c, i_group, hop, o_n, o_n < o.rows, D, BD)
             dp = _weight_gradients(b_g, b_c, o_r, hop, o_n, visible, o, PRECISION)
             p = _weights(s, visible, m, l, NORMALIZE)
             ds = _score_gradients(p, dp, delta, visible & (m != INF)[:, None], NORMALIZE)

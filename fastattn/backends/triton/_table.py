@@ -121,11 +121,11 @@ _HOPPER["decode_rows"] = {
 # A tile of queries goes through all hops; they are few in most calls.
 _HOPPER["hops"] = {
     16: [(256, Launch(16, 32, 4, 1))],
-    32: [(256, Launch(16, 16, 8, 1))],
+    32: [(128, Launch(16, 16, 4, 1, greedy=1)), (256, Launch(16, 16, 8, 1))],
 }
 _HOPPER["hops_backward"] = {
-    16: [(128, Launch(16, 32, 4, 1)), (256, Launch(16, 16, 8, 1))],
-    32: _HOPPER["hops"][32],
+    16: [(128, Launch(16, 32, 4, 1, greedy=1)), (256, Launch(16, 16, 8, 1))],
+    32: [(256, Launch(16, 16, 8, 1))],
 }
 # A mask takes registers, and so does what is summed with it.
 _HOPPER["forward_masked"] = {
@@ -190,6 +190,11 @@ _AMPERE["backward_key_value_masked"] = {
 _AMPERE["statistics"] = {
     16: _with(_HOPPER["statistics"][16], {128: Launch(64, 32, 8, 2)}),
     32: _HOPPER["statistics"][32],
+}
+
+_AMPERE["hops"] = {
+    16: _HOPPER["hops"][16],
+    32: [(256, Launch(16, 16, 8, 1))],
 }
 
 # A wave of 64 lanes: 4 of them leave 512 registers a lane, 8 only 256. 64 KiB of local memory.
@@ -311,19 +316,18 @@ _BLACKWELL: _Table = {
 def _greedy(table: _Table, *bits: int) -> _Table:
     """For elements of so many bits, ptxas must not settle for few registers, and spill.
 
-    In float32 for additive attention and the backward of others: told so elsewhere, it takes too
-    many, and spills.
+    Told so of other kernels, it takes too many, and spills: of the forward in float32, but for
+    additive attention, and of memory hops. These say for themselves.
     """
 
-    def greedy(kernel: str, size: int) -> int:
+    def told(kernel: str, size: int, rows: _Rows) -> _Rows:
         forward = kernel.startswith(("forward", "decode")) or kernel == "hops"
-        return int(size in bits and not (size == 32 and forward))
+        if size not in bits or (kernel == "hops_backward" if size == 16 else forward):
+            return rows
+        return [(up_to, launch._replace(greedy=1)) for up_to, launch in rows]
 
     return {
-        kernel: {
-            size: [(up_to, launch._replace(greedy=greedy(kernel, size))) for up_to, launch in rows]
-            for size, rows in of_kernel.items()
-        }
+        kernel: {size: told(kernel, size, rows) for size, rows in of_kernel.items()}
         for kernel, of_kernel in table.items()
     }
 
