@@ -83,7 +83,9 @@ class WorkerProcess:
             left = end - time.monotonic()
             if left <= 0:
                 self.stop()
-                raise ProviderError("HUNG", f"no answer to {do!r} within {timeout:.0f} s")
+                raise ProviderError(
+                    "HUNG", f"no answer to {do!r} within {timeout:.0f} s (--timeout)"
+                )
             if self._selector.select(left):
                 chunk = self._process.stdout.read()
                 if not chunk:

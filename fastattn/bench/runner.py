@@ -157,7 +157,9 @@ class Runner:
             about = self.workers[name].ask(START_SECONDS, "open", provider=name, threads=threads)
         except ProviderError as error:
             self.workers.pop(name).stop()
-            self.result.providers[name] = {"status": error.status, "reason": error.reason}
+            # What cannot be loaded, as it is not installed, is no fault of the run.
+            status = "UNAVAILABLE" if error.status == "ERROR" else error.status
+            self.result.providers[name] = {"status": status, "reason": error.reason}
         else:
             self.result.providers[name] = {"status": "ok", **about}
 
@@ -222,8 +224,7 @@ class Runner:
             return Outcome("SKIPPED", "the time budget was used up")
         if name not in self.workers:
             provider = self.result.providers[name]
-            status = "UNAVAILABLE" if provider["status"] == "ERROR" else provider["status"]
-            return Outcome(status, provider["reason"])
+            return Outcome(provider["status"], provider["reason"])
         try:
             reply = self.workers[name].ask(self.settings.timeout, "why_not", cell=cell.to_json())
         except ProviderError as error:

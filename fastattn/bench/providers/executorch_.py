@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from importlib import metadata
 from typing import Any
@@ -51,5 +52,9 @@ def prepare(cell: Cell, inputs: dict[str, Tensor]) -> Callable[[], list[Any]]:
         exported = torch.export.export(module.eval(), given)
     lowered = to_edge_transform_and_lower(exported, partitioner=[XnnpackPartitioner()])
     program = Runtime.get().load_program(lowered.to_executorch().buffer)
-    method = program.load_method("forward")
-    return lambda: list(method.execute(given))
+    return functools.partial(_run, program, program.load_method("forward"), given)
+
+
+def _run(program: Any, method: Any, given: tuple[Tensor, ...]) -> list[Any]:
+    """The program is not used, but must be alive: its method points into it."""
+    return list(method.execute(given))
