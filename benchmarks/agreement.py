@@ -1,6 +1,6 @@
 """Does `fastattn bench` agree with a measurement that shares nothing with it?
 
-    python benchmarks/agreement.py [--repeats 2] [--threads N]
+    python benchmarks/agreement.py [--only sdpa] [--repeats 2] [--threads N]
 
 The same calls are timed by torch.utils.benchmark.Timer, each in a fresh process of its own, in turn
 with runs of the benchmark, so that both see the same machine. Their medians and 95 % intervals
@@ -17,6 +17,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -83,11 +84,11 @@ def independent(setup: str, call: str, threads: int) -> list[float]:
     return samples
 
 
-def benchmarked(threads: int) -> dict[tuple[str, str], list[float]]:
+def benchmarked(cells: Iterable[str], threads: int) -> dict[tuple[str, str], list[float]]:
     """The samples that count of one run, for each cell and provider."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "results.json"
-        shapes = [word for cell in CELLS for word in ("--shapes", cell)]
+        shapes = [word for cell in cells for word in ("--shapes", cell)]
         command = [sys.executable, "-m", "fastattn", "bench", "run", "--quiet", *shapes]
         command += ["--threads", str(threads), "--rounds", str(BLOCKS), "--json", str(path)]
         subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
@@ -102,17 +103,19 @@ def benchmarked(threads: int) -> dict[tuple[str, str], list[float]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", default="", help="the cells whose name has this")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     args = parser.parse_args()
+    cells = {name: how for name, how in CELLS.items() if args.only in name}
     alone: dict[tuple[str, str], list[float]] = {}
     ours: dict[tuple[str, str], list[float]] = {}
     for _ in range(args.repeats):
-        for cell, (setup, calls) in CELLS.items():
+        for cell, (setup, calls) in cells.items():
             for provider, call in calls.items():
                 found = independent(setup, call, args.threads)
                 alone.setdefault((cell, provider), []).extend(found)
-        for key, samples in benchmarked(args.threads).items():
+        for key, samples in benchmarked(cells, args.threads).items():
             ours.setdefault(key, []).extend(samples)
     print(f"{'bench, ms':>24} {'Timer, ms':>24}  ratio")
     apart = 0
