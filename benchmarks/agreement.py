@@ -91,6 +91,7 @@ def benchmarked(cells: Iterable[str], threads: int) -> dict[tuple[str, str], lis
         shapes = [word for cell in cells for word in ("--shapes", cell)]
         command = [sys.executable, "-m", "fastattn", "bench", "run", "--quiet", *shapes]
         command += ["--threads", str(threads), "--rounds", str(BLOCKS), "--json", str(path)]
+        command += ["--time-budget", "10"]
         subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
         result = results.load(path)
     rows = summary.summarise(result)

@@ -485,8 +485,10 @@ def test_peers_agree_with_the_oracle_where_they_are_installed(name: str, shape: 
         provider.versions()
     except ImportError as error:
         pytest.skip(str(error))
+    # Compilers take their time: in 16 bits the first shape alone.
+    dtypes = ("fp32", "bf16") if "Lk" in shape else ("fp32",)
     for mask, passes in itertools.product(MASKS, ("fwd", "fwd+bwd")):
-        for dtype in ("fp32", "bf16"):
+        for dtype in dtypes:
             cell = cell_of("sdpa", shape, mask=mask, passes=passes, dtype=dtype)
             if not provider.why_not(cell):
                 arrays = provider.prepare(cell, inputs.make_inputs(cell, 1))()
