@@ -33,7 +33,6 @@ _COLUMNS = (
     ("pass", "pass", False),
     ("provider", "provider", False),
     ("ms", "ms", True),
-    ("95 %", "ms_low", True),
     ("speed-up", "speedup", True),
     ("verdict", "verdict", False),
     ("GFLOP/s", "gflops", True),
@@ -116,16 +115,21 @@ def _row(row: Row) -> str:
     cell = f"<b>{_text(row['label'])}</b><br>" if row["label"] else ""
     shown = {
         "cell": f"{cell}<code>{_text(texts['cell'])}</code>",
-        "95 %": "" if row["ms"] is None else f"{row['ms_low']:.4g} – {row['ms_high']:.4g}",
+        "ms": _text(texts["ms"]),
         "MB": _text(texts["peak MB"]),
         "speed-up": "" if row["speedup"] is None else f"{row['speedup']:.2f}×",
         "verdict": row["verdict"] or _text(" ".join([row["status"], row["reason"]]).strip()),
         "rounds": "" if row["rounds"] is None else str(row["rounds"]),
     }
+    if row["ms"] is not None:
+        shown["ms"] += f"<br><small>{row['ms_low']:.4g} – {row['ms_high']:.4g}"
     if row["speedup"] is not None:
         shown["speed-up"] += f"<br><small>{row['speedup_low']:.2f} – {row['speedup_high']:.2f}"
-    if row["discarded"]:
-        shown["rounds"] += f"<br><small>{row['discarded']} discarded"
+    if row["busy"]:
+        shown["rounds"] += "<br><small title='the machine was never quiet'>busy"
+    elif row["discarded"]:
+        total = row["rounds"] + row["discarded"]
+        shown["rounds"] += f"<br><small title='the machine was busy in the others'>of {total}"
     if row["verdict"] is None and row["status"] == "ok":
         shown["verdict"] = "baseline" if row["provider"] == row["baseline"] else ""
     cells = []
@@ -158,9 +162,10 @@ details { border-top: 1px solid var(--line); padding: .5rem 0 }
 summary { cursor: pointer; font-weight: 600 }
 svg { max-width: 100%; height: auto } pre { overflow: auto }
 .scroll { overflow-x: auto }
-table { border-collapse: collapse; font-size: 13px; width: 100% }
-th, td { border-bottom: 1px solid var(--line); padding: .3rem .5rem; text-align: left;
+table { border-collapse: collapse; font-size: 12.5px; width: 100% }
+th, td { border-bottom: 1px solid var(--line); padding: .3rem .35rem; text-align: left;
   vertical-align: top }
+.verdict { max-width: 15rem }
 .number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap }
 th { position: sticky; top: 0; background: var(--ground) }
 th button { all: unset; cursor: pointer; font-weight: 600; white-space: nowrap }
