@@ -255,6 +255,7 @@ def test_a_run_is_gone_on_with(
     # However busy this machine is, the first run counts; the last one is measured again.
     monkeypatch.setattr("fastattn.bench.summary.QUIET", 0.0)
     monkeypatch.setattr("fastattn.bench.summary.QUIET_SHARE", 0.0)
+    monkeypatch.setattr("fastattn.bench.environment._commit", lambda: None)  # somebody edits
     run = (*TINY_RUN, "--out", str(tmp_path))
     assert bench(*run, "--shapes", "H=1,L=4") == cli.OK
     first = results.load(tmp_path / "results.jsonl")
@@ -280,6 +281,7 @@ def test_whatever_ends_a_run_the_next_one_goes_on(
 ) -> None:
     monkeypatch.setattr("fastattn.bench.summary.QUIET", 0.0)
     monkeypatch.setattr("fastattn.bench.summary.QUIET_SHARE", 0.0)
+    monkeypatch.setattr("fastattn.bench.environment._commit", lambda: None)  # somebody edits
     run = (*TINY_RUN, "--out", str(tmp_path), "--shapes", "H=1,L=4|5")
     journal = tmp_path / "results.jsonl"
     assert bench(*run) == cli.OK
