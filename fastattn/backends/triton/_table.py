@@ -316,13 +316,14 @@ _BLACKWELL: _Table = {
 def _greedy(table: _Table, *bits: int) -> _Table:
     """For elements of so many bits, ptxas must not settle for few registers, and spill.
 
-    Told so of other kernels, it takes too many, and spills: of the forward in float32, but for
-    additive attention, and of memory hops. These say for themselves.
+    In 16 bits these are the forward and its statistics, in float32 additive attention and the
+    backward of others: told so of the rest, it takes too many, and spills. Entries may say it, too.
     """
 
     def told(kernel: str, size: int, rows: _Rows) -> _Rows:
         forward = kernel.startswith(("forward", "decode")) or kernel == "hops"
-        if size not in bits or (kernel == "hops_backward" if size == 16 else forward):
+        wanted = forward or kernel == "statistics" if size == 16 else not forward
+        if size not in bits or not wanted:
             return rows
         return [(up_to, launch._replace(greedy=1)) for up_to, launch in rows]
 
