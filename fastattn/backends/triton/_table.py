@@ -298,7 +298,10 @@ _BLACKWELL: _Table = {
         32: _HOPPER["backward_query"][32],
     },
     "backward_key_value_masked": {
-        16: _with(_HOPPER["backward_key_value_masked"][16], {128: Launch(32, 64, 4, 1)}),
+        16: _with(
+            _HOPPER["backward_key_value_masked"][16],
+            {64: Launch(64, 64, 8, 1, greedy=1), 128: Launch(32, 64, 4, 1)},
+        ),
         32: _HOPPER["backward_key_value_masked"][32],
     },
     "statistics": {
