@@ -502,8 +502,12 @@ def test_peers_agree_with_the_oracle_where_they_are_installed(name: str, shape: 
 @pytest.mark.parametrize("op", ops.OPS)
 def test_a_wrong_answer_does_not(op: str) -> None:
     cell = cell_of(op, SMALL[op], passes=all_of(op))
-    outputs = answer("torch", cell)
     oracle = Oracle(cell, 1)
+    # Not PyTorch's own answer: of a few elements one may be beyond the bound, with some threads.
+    outputs = {
+        name: oracle.reference[name].to(x.dtype).view_as(x)
+        for name, x in answer("torch", cell).items()
+    }
     assert oracle.check(outputs).ok
     for name in [*outputs][:25]:  # the layers of a stack are alike
         wrong = outputs | {name: outputs[name].detach() * 1.1}

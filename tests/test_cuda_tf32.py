@@ -32,20 +32,22 @@ def allowed(setting: str = "allow_tf32") -> Iterator[None]:
     """PyTorch's products of float32 may be rounded to tf32."""
     matmul = torch.backends.cuda.matmul
     before = torch.get_float32_matmul_precision()
-    try:
-        if setting == "allow_tf32":
-            matmul.allow_tf32 = True
-        elif setting == "set_float32_matmul_precision":
-            torch.set_float32_matmul_precision("high")
-        elif setting == "matmul.fp32_precision":
-            matmul.fp32_precision = "tf32"
-        else:
-            matmul.fp32_precision, torch.backends.fp32_precision = "none", "tf32"
-        yield
-    finally:
-        if hasattr(torch.backends, "fp32_precision"):
-            torch.backends.fp32_precision = matmul.fp32_precision = "none"
-        torch.set_float32_matmul_precision(before)
+    # PyTorch's own testing module, which another test imports, freezes its flags.
+    with torch.backends.__allow_nonbracketed_mutation():
+        try:
+            if setting == "allow_tf32":
+                matmul.allow_tf32 = True
+            elif setting == "set_float32_matmul_precision":
+                torch.set_float32_matmul_precision("high")
+            elif setting == "matmul.fp32_precision":
+                matmul.fp32_precision = "tf32"
+            else:
+                matmul.fp32_precision, torch.backends.fp32_precision = "none", "tf32"
+            yield
+        finally:
+            if hasattr(torch.backends, "fp32_precision"):
+                torch.backends.fp32_precision = matmul.fp32_precision = "none"
+            torch.set_float32_matmul_precision(before)
 
 
 def tf32(x: Tensor) -> Tensor:

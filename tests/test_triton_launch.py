@@ -88,7 +88,11 @@ def test_no_call_reads_a_number_back() -> None:
 
 @pytest.fixture
 def _as_before() -> Iterator[None]:
-    yield
+    # PyTorch's own testing module, which another test imports, freezes its flags.
+    with torch.backends.__allow_nonbracketed_mutation():
+        yield
+        if hasattr(torch.backends.cuda.matmul, "fp32_precision"):
+            torch.backends.cuda.matmul.fp32_precision = "none"
     torch.set_float32_matmul_precision("highest")
 
 
