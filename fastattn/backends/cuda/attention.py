@@ -9,12 +9,12 @@ from torch import Tensor
 
 from fastattn import _cuda
 from fastattn.backends._alloc import empty_output
+from fastattn.backends._precision import allows_tf32
 from fastattn.backends.cuda.operands import (
     DTYPES,
     INFO,
     MASK_DTYPES,
     MAX_LENGTH,
-    allows_tf32,
     on,
     operand,
     why_not_dtype,

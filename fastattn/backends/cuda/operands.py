@@ -28,15 +28,6 @@ def broadcast_operand(tensor: Tensor) -> tuple[int, tuple[int, ...]]:
     return tensor.data_ptr(), tuple([0 if size == 1 else stride for size, stride in pairs])
 
 
-def allows_tf32() -> bool:
-    """Whether the factors of float32 products may be rounded to tf32: if PyTorch's own may."""
-    matmul = torch.backends.cuda.matmul
-    if hasattr(torch.backends, "fp32_precision"):
-        # Since PyTorch 2.9. What was set by this name makes the older ones raise.
-        return bool(matmul.fp32_precision == "tf32")
-    return bool(matmul.allow_tf32)
-
-
 def why_not_dtype(dtype: torch.dtype) -> list[str]:
     if dtype in DTYPES:
         return []

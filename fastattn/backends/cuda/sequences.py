@@ -13,8 +13,9 @@ from torch import Tensor
 
 from fastattn import _cuda
 from fastattn.backends._alloc import empty_output
+from fastattn.backends._precision import allows_tf32
 from fastattn.backends.cuda import attention
-from fastattn.backends.cuda.operands import DTYPES, allows_tf32, on, operand
+from fastattn.backends.cuda.operands import DTYPES, on, operand
 
 __all__ = ["varlen_attention", "varlen_attention_backward", "why_not"]
 

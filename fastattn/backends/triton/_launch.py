@@ -13,6 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
+from fastattn.backends._precision import allows_tf32
 from fastattn.backends.triton._core import Operand
 from fastattn.backends.triton._table import Launch, choose
 
@@ -176,7 +177,4 @@ def operand(x: Tensor) -> Operand:
 
 def precision() -> str:
     """Whether products of float32 may be rounded to tf32: only if PyTorch's own may."""
-    told = getattr(torch.backends.cuda.matmul, "fp32_precision", None)  # since PyTorch 2.9
-    if told is None:
-        told = "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
-    return "tf32" if told == "tf32" else "ieee"
+    return "tf32" if allows_tf32() else "ieee"
