@@ -14,15 +14,11 @@ from fastattn.library import Operator
 __all__ = ["local_attention"]
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype is torch.float64 else torch.float32
-
-
 def _fake(
     query: Tensor, key: Tensor, value: Tensor, first: Tensor, seen: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor]:
     out = query.new_empty((*query.shape[:2], value.shape[2]))
-    return out, query.new_empty(seen.shape, dtype=_wide(query.dtype))
+    return out, query.new_empty(seen.shape, dtype=torch.promote_types(query.dtype, torch.float32))
 
 
 def _save(ctx: Any, args: Sequence[Any], results: tuple[Tensor, Tensor]) -> None:

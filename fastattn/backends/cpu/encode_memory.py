@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fastattn import _cpu
-from fastattn.backends.cpu.operands import DTYPES
+from fastattn.backends.cpu.operands import DTYPES, with_columns_together
 
 
 def encode_memory(
@@ -21,9 +21,9 @@ def encode_memory(
     models, batch, slots, words = tokens.shape
     _, tables, rows, width = weight.shape
     out = weight.new_empty((models, batch, tables, slots, width))
-    weight, factors = _with_columns_together(weight), _with_columns_together(factors)
+    weight, factors = with_columns_together(weight), with_columns_together(factors)
     if temporal is not None:
-        temporal = _with_columns_together(temporal)
+        temporal = with_columns_together(temporal)
     _cpu.encode_memory(
         DTYPES[weight.dtype],
         torch.get_num_threads(),
@@ -53,7 +53,7 @@ def encode_memory_backward(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of weight and temporal, see ``docs/design.md``."""
     models, batch, tables, slots, width = grad.shape
-    grad, factors = _with_columns_together(grad), _with_columns_together(factors)
+    grad, factors = with_columns_together(grad), with_columns_together(factors)
     dtype = torch.float64 if grad.dtype is torch.float64 else torch.float32
     grad_weight = grad.new_empty((models, tables, rows, width), dtype=dtype)
     grad_temporal = grad.new_empty((models, tables, slots, width) if temporal else 0, dtype=dtype)
@@ -72,7 +72,3 @@ def encode_memory_backward(
         grad_temporal.data_ptr() if temporal else 0,
     )
     return grad_weight.to(grad.dtype), grad_temporal.to(grad.dtype)
-
-
-def _with_columns_together(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fastattn import _cpu
-from fastattn.backends.cpu.operands import DTYPES, accumulator
+from fastattn.backends.cpu.operands import DTYPES, accumulator, with_columns_together
 
 _Operand = tuple[int, tuple[int, int]]
 
@@ -21,7 +21,7 @@ def local_attention(
 ) -> tuple[Tensor, Tensor]:
     """Return ``(out, weights)``, see ``docs/design.md``."""
     wide = accumulator(query.dtype)
-    query, key, value = (_with_columns_together(x) for x in (query, key, value))
+    query, key, value = (with_columns_together(x) for x in (query, key, value))
     first, seen, factor = first.contiguous(), seen.contiguous(), _flat(factor, wide)
     out = query.new_empty((*query.shape[:2], value.shape[2]))
     weights = query.new_empty(seen.shape, dtype=wide)
@@ -52,10 +52,10 @@ def local_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return the gradients of query, key, value and factor, see ``docs/design.md``."""
     wide = accumulator(query.dtype)
-    query, key, value = (_with_columns_together(x) for x in (query, key, value))
+    query, key, value = (with_columns_together(x) for x in (query, key, value))
     first, seen, wide_factor = first.contiguous(), seen.contiguous(), _flat(factor, wide)
     weights, grad_weights = weights.contiguous(), _flat(grad_weights, wide)
-    grad_out = None if grad_out is None else _with_columns_together(grad_out)
+    grad_out = None if grad_out is None else with_columns_together(grad_out)
     grads = [x.new_empty(x.shape) for x in (query, key, value)]
     grad_factor = None if factor is None else query.new_empty(seen.shape, dtype=wide)
     coefficients = query.new_empty((2, *seen.shape), dtype=wide)
@@ -85,10 +85,6 @@ def _sizes(query: Tensor, value: Tensor, seen: Tensor) -> tuple[int, ...]:
 
 def _rows(x: Tensor) -> _Operand:
     return x.data_ptr(), (x.stride(0), x.stride(1))
-
-
-def _with_columns_together(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _flat(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:

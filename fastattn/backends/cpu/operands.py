@@ -26,6 +26,11 @@ def broadcast_operand(tensor: Tensor) -> tuple[int, tuple[int, ...]]:
     return tensor.data_ptr(), strides
 
 
+def with_columns_together(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy of it whose last dimension is the innermost."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
 def accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype is torch.float64 else torch.float32
 
