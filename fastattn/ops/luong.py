@@ -96,8 +96,9 @@ def luong_attention(
     j = first[..., None] + torch.arange(2 * D + 1, device=query.device)  # [B, Tq, 2D + 1]
     seen = (j >= 0) & (j < keys) & (j <= p.detach()[..., None] + D)
     at = torch.where(seen, j, 0)
+    row = at + keys * torch.arange(batch, device=query.device)[:, None, None]
     if key_padding_mask is not None and keys > 0:
-        seen = seen & ~_rows(key_padding_mask, at)
+        seen = seen & ~_rows(key_padding_mask, row)
     bell = torch.exp(-2 * ((j - p[..., None]) / D) ** 2) if window == "local-p" else None
     # A GPU has no kernel for windows where they lie, but attention for copies of them.
     if v is None and query.is_cpu:
@@ -108,7 +109,7 @@ def luong_attention(
             bell = torch.nn.functional.dropout(bell, float(dropout_p))
         out, near = local_attention(query, key, value, first, seen, bell)
     else:
-        out, near = _gathered(query, key, value, v, at, seen, bell, dropout_p)
+        out, near = _gathered(query, key, value, v, row, seen, bell, dropout_p, need_weights)
     if not need_weights:
         return out
     near = (near if bell is None else near * bell).to(out.dtype)
@@ -121,39 +122,41 @@ def _gathered(
     key: Tensor,
     value: Tensor,
     v: Tensor | None,
-    at: Tensor,  # [B, Tq, 2D + 1]
+    row: Tensor,  # [B, Tq, 2D + 1], counted through the batch
     seen: Tensor,
     bell: Tensor | None,
     dropout_p: float,
+    need_weights: bool,
 ) -> tuple[Tensor, Tensor]:
     """Attention to copies of the windows: each query becomes a sequence of its own.
 
-    Return the result and the weights, before the bell.
+    Return the result and the weights, before the bell; the latter empty if nobody needs them.
     """
     batch, queries = query.shape[:2]
     if key.shape[1] == 0:
-        return query.new_zeros((batch, queries, value.shape[2])), query.new_zeros(at.shape)
-    near, values = _rows(key, at), _rows(value, at)  # [B, Tq, 2D + 1, ...]
+        return query.new_zeros((batch, queries, value.shape[2])), query.new_zeros(row.shape)
+    near, values = _rows(key, row), _rows(value, row)  # [B, Tq, 2D + 1, ...]
     if bell is not None:
         # A weight times the bell, times a value, is a weight times (the bell times the value).
         values = values * bell.to(values.dtype)[..., None]
-    out, weights = _attend(
+    result = _attend(
         query.flatten(0, 1).unsqueeze(1),
         near.flatten(0, 1),
         values.flatten(0, 1),
         v,
         ~seen.flatten(0, 1),
         dropout_p,
-        need_weights=True,
+        need_weights,
         window=None,
     )
-    return out.view(batch, queries, -1), weights.view(batch, queries, -1)
+    out, weights = result if need_weights else (result, result.new_empty(0))
+    shape = (batch, queries, -1)
+    return out.view(shape), weights.view(shape) if need_weights else weights
 
 
-def _rows(x: Tensor, at: Tensor) -> Tensor:
-    """Rows ``at`` [B, ...] of x [B, Tk, ...], each batch of its own."""
-    row = at + x.shape[1] * torch.arange(x.shape[0], device=x.device)[:, None, None]
-    return x.flatten(0, 1).index_select(0, row.flatten()).view(*at.shape, *x.shape[2:])
+def _rows(x: Tensor, row: Tensor) -> Tensor:
+    """Those rows of x [B, Tk, ...], counted through the batch."""
+    return x.flatten(0, 1).index_select(0, row.flatten()).view(*row.shape, *x.shape[2:])
 
 
 def _attend(
