@@ -56,6 +56,12 @@ def target(request: pytest.FixtureRequest) -> Iterator[Target]:
         yield request.param
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "target" in getattr(item, "fixturenames", ()):
+            item.add_marker("every_isa")
+
+
 @pytest.fixture(scope="session")
 def native() -> ModuleType:
     """The native module of the CPU."""

@@ -131,6 +131,25 @@ def test_huge_biases_are_uniform(target: Target, queries: int) -> None:
 
 
 @pytest.mark.parametrize("queries", [1, 8])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("weighted", [False, True], ids=["", "weights"])
+def test_where_one_row_has_all_the_weight_no_score_has_a_gradient(
+    target: Target, queries: int, dtype: torch.dtype, weighted: bool
+) -> None:
+    """Not even what rounding leaves of a difference of two equal numbers, times the scale."""
+    query = torch.randn(2, queries, 300).to(dtype).requires_grad_()
+    m, c = torch.randn(2, 2, 70, 300).to(dtype).unbind()
+    m[:, 33 : 33 + queries], c[:, 33 : 33 + queries] = 2 * query.detach(), query.detach()
+    u, p = memory_hop_attention(query, m.requires_grad_(), c, hops=2, scale=60, need_weights=True)
+    torch.testing.assert_close(u, 3 * query)
+    loss = [u, p] if weighted else [u]
+    grads = [torch.randn_like(x) for x in loss]
+    grad_query, grad_m = torch.autograd.grad(loss, (query, m), grads)
+    assert torch.equal(grad_query, grads[0])
+    assert not grad_m.any()
+
+
+@pytest.mark.parametrize("queries", [1, 8])
 def test_a_query_of_nan_stays_alone(target: Target, queries: int) -> None:
     """One that sees nothing reaches no gradient; one of a row that is hidden, not that row's."""
     query = torch.randn(2, queries, 6)

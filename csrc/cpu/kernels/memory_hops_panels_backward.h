@@ -81,17 +81,13 @@ class PanelBackward : public PanelSteps<S> {
       this->keep_state(row, k, g);
       const T m = stats(row, k)[0];
       if (p.normalize && m == -kInf<T>) continue;
-      const T *from = trace(row, 2 * k), *o = trace(row, 2 * k + 1);
+      const T* from = trace(row, 2 * k);
       for (int64_t d = 0; d < D; ++d) u[d] = from[d] * scale;
       if (!p.normalize) {
         f.inverse[r] = T(1);
         continue;
       }
       f.m[r] = m, f.inverse[r] = T(1) / stats(row, k)[1];
-      Vec<T> sum{};
-      for (int64_t d = 0; d < D; d += W)
-        sum += load_first(o + d, static_cast<int>(min_of<int64_t>(W, D - d))) * load(g + d);
-      f.delta[r] = sum_lanes<T>(sum);
     }
     pack(f, t, group, 2 * k, panel);
     pack_transposed<T>(f.g_rows + panel * L * dp, dp, int64_t(1), L, D, L, f.g + panel * L * D, L);
@@ -100,6 +96,30 @@ class PanelBackward : public PanelSteps<S> {
       if (f.inverse[r] != T(0)) continue;
       for (int64_t d = 0; d < D; ++d)
         f.u[(panel * D + d) * L + r % L] = f.g[(panel * D + d) * L + r % L] = T(0);
+    }
+    if (p.normalize) set_delta(f, group, k, panel);
+  }
+
+  // delta = sum_i p_i dp_i = o . g + sum_i p_i dw_i, of which this is the first part.
+  //
+  // Where one row has all the weight, o is that row, and p (dp - delta) must be 0, not what two
+  // roundings leave of it, times the scale: so o . g is summed as dp is.
+  void set_delta(const Group& f, int64_t group, int64_t k, int64_t panel) const {
+    T* o = part(f, panel, 0);  // [D][L]; nothing else is in it yet
+    for (int64_t r = panel * L; r < (panel + 1) * L; ++r) {
+      const T* from = f.inverse[r] != T(0) ? trace(row_in(f, group, r), 2 * k + 1) : nullptr;
+      for (int64_t d = 0; d < D; ++d) o[d * L + r % L] = from != nullptr ? from[d] : T(0);
+    }
+    const T* g = f.g + panel * D * L;
+    for (int64_t x = 0; x < L; x += W) {
+      Vec<T> delta{};
+      for (int64_t first = 0; first < D; first += kChain) {
+        Vec<T> sum{};
+        for (int64_t d = first; d < min_of(D, first + kChain); ++d)
+          sum = P::multiply_add(load(o + d * L + x), load(g + d * L + x), sum);
+        delta = first == 0 ? sum : delta + sum;
+      }
+      store(f.delta + panel * L + x, delta);
     }
   }
 

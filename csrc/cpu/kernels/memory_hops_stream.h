@@ -374,15 +374,16 @@ class StreamHops : HopSteps<S> {
   }
 
   // delta = sum_i p_i dp_i = o . g + sum_i p_i dweights_i
+  //
+  // Where one row has all the weight, o is that row, and p (dp - delta) must be 0, not what two
+  // roundings leave of it, times the scale: so o . g is summed as dp is.
   template <class Each>
   T delta(const Scratch& f, int64_t group, int64_t row, int64_t k, int64_t r,
           Each each_chunk) const {
     if (!p.normalize || stats(row, k)[0] == -kInf<T>) return T(0);
-    const T* o = trace(row, 2 * k + 1);
-    Vec<T> sum{};
-    for (int64_t d = 0; d < p.D; d += W)
-      sum += load_first(o + d, this->lanes_at(d)) * load(f.g + d);
-    T total = sum_lanes<T>(sum);
+    T products[W];
+    row_products<T>(Rows<T>{trace(row, 2 * k + 1), 0, nullptr}, 1, p.D, f.g, products);
+    T total = products[0];
     if (p.grad_weights.data == nullptr) return total;
     const Hop hop{row, k, r, stats(row, k)[0], T(1) / stats(row, k)[1], T(0)};
     each_chunk([&](int64_t c) {
