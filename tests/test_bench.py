@@ -180,6 +180,13 @@ def test_a_preset_can_be_narrowed() -> None:
     assert {(c.op, c.passes, c.mask) for c in cells} == {("mha", "bwd", "causal")}
 
 
+def test_a_size_is_0_only_where_that_is_what_it_is_unless_given() -> None:
+    (cell,) = cli.cells_of(parse("run", "--op", "luong", "--shapes", "L=4,P=0"))
+    assert cell["P"] == 0
+    with pytest.raises(ValueError, match="W=0 must be at least 1"):
+        cli.cells_of(parse("run", "--op", "luong", "--shapes", "L=4,W=0"))
+
+
 @pytest.mark.parametrize("op", ops.OPS)
 def test_every_operator_has_a_preset_and_both_its_names(op: str) -> None:
     cells = cli.cells_of(parse("run", "--op", op))
@@ -434,7 +441,7 @@ def cells_to_check() -> list[Cell]:
     dtypes = itertools.cycle(("fp32", "bf16", "fp16"))
     return [
         cell_of(op, shape, passes=all_of(op), mask=mask, weights=weights, dtype=next(dtypes))
-        for op, shape in SMALL.items()
+        for op, shape in (*SMALL.items(), ("luong", SMALL["luong"] + ",P=1"))
         for mask in ops.get(op).MASKS
         for weights in ops.get(op).WEIGHTS
     ]

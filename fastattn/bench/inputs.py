@@ -26,6 +26,9 @@ class Draw:
     def normal(self, *shape: int, scale: float = 1.0) -> Tensor:
         return (torch.randn(shape, generator=self.generator) * scale).to(self.dtype)
 
+    def uniform(self, low: float, high: float, *shape: int) -> Tensor:
+        return (low + (high - low) * torch.rand(shape, generator=self.generator)).to(self.dtype)
+
     def integers(self, low: int, high: int, *shape: int) -> Tensor:
         return torch.randint(low, high, shape, generator=self.generator)
 

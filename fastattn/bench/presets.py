@@ -152,6 +152,7 @@ _SEQ2SEQ = [
     Template("Bahdanau module, all steps", "bahdanau", "B=32,L=30,E=512,A=512"),
     Template("Luong general, global", "luong", "B=64,L=50,D=512"),
     Template("Luong general, local-m", "luong", "B=16,L=512,D=512,W=10"),
+    Template("Luong general, local-p", "luong", "B=16,L=512,D=512,W=10,P=1"),
     Template("Luong module, all steps", "luong_module", "B=64,L=50,D=512"),
     Template("OpenNMT's layer, all steps", "global_attention", "B=64,L=50,D=512"),
     Template("Keras' layer, all steps", "additive_module", "B=32,L=30,A=512"),

@@ -86,7 +86,7 @@ def parse_shapes(text: str, defaults: Defaults) -> list[dict[str, int]]:
             raise ValueError(f"--shapes: unknown key {key!r}; keys are {', '.join(keys)}")
         if key in given:
             raise ValueError(f"--shapes: {key} is given twice")
-        given[key] = value if value in keys else _values(key, value)
+        given[key] = value if value in keys else _values(key, value, defaults.get(key))
 
     ranges = {key: values for key, values in given.items() if not isinstance(values, str)}
     count = 1
@@ -121,7 +121,7 @@ def _aliases(defaults: Defaults) -> list[str]:
     return aliases
 
 
-def _values(key: str, text: str) -> list[int]:
+def _values(key: str, text: str, default: int | str | None) -> list[int]:
     values: list[int] = []
     for item in text.split("|"):
         match = _RANGE.fullmatch(item)
@@ -134,8 +134,9 @@ def _values(key: str, text: str) -> list[int]:
                 f"--shapes: {key}={text} is neither a number, a list 1|2|4, a range FROM:TO:x2 or "
                 "FROM:TO:+64, nor another key"
             )
-    if min(values) < 1:
-        raise ValueError(f"--shapes: {key}={text} must be at least 1")
+    least = 0 if default == 0 else 1  # a size that can be 0 is 0 unless given
+    if min(values) < least:
+        raise ValueError(f"--shapes: {key}={text} must be at least {least}")
     return values
 
 

@@ -1,11 +1,12 @@
-"""`luong_attention`: softmax(qᵀ W k) v, of all keys or of those at most W places away."""
+"""`luong_attention`: softmax(qᵀ Wᵧ k) V, of all keys or of those at most W places away."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from fastattn.bench.cells import Cell
 from fastattn.bench.inputs import Draw
@@ -15,12 +16,19 @@ from fastattn.bench.ops._base import Inputs, Operator, Outputs, Rounded, Sizes
 
 class Luong(Operator):
     FUNCTION = "luong_attention"
-    ABOUT = "softmax(qᵀ Wᵧ k) V, method general, on [B, Lq, D]; local-m where the half width W < Lk"
+    ABOUT = (
+        "softmax(qᵀ Wᵧ k) V, method general, on [B, Lq, D]; local-m where the half width W < Lk, "
+        "local-p about drawn positions where P=1"
+    )
     TORCH = "the equation: torch has no such function"
-    SIZES: ClassVar[Sizes] = {"B": 8, "Lq": 64, "Lk": "Lq", "D": 256, "Dv": "D", "W": "Lk"}
+    SIZES: ClassVar[Sizes] = {"B": 8, "Lq": 64, "Lk": "Lq", "D": 256, "Dv": "D", "W": "Lk", "P": 0}
     MASKS = ("none", "padding")
     WEIGHTS = ("none", "per-head")
     LEAVES = ("query", "key", "value", "weight")
+
+    def check(self, sizes: Mapping[str, int]) -> None:
+        if sizes["P"] > 1:
+            raise ValueError(f"P={sizes['P']}: P is 1 for local-p, else 0")
 
     def flops(self, cell: Cell, pairs: int) -> tuple[int, int]:
         if _is_local(cell):
@@ -47,10 +55,15 @@ class Luong(Operator):
         }
         if (visible := visible_keys(cell, draw)) is not None:
             inputs["key_padding_mask"] = ~visible[:, 0]
+        if cell["P"]:
+            inputs["positions"] = draw.uniform(0, cell["Lk"] - 1, batch, cell["Lq"])
         return inputs
 
     def arguments(self, cell: Cell, inputs: Inputs) -> tuple[Sequence[Any], dict[str, Any]]:
-        local = {"window": "local-m", "D": cell["W"]} if _is_local(cell) else {}
+        local: dict[str, Any] = {}
+        if _is_local(cell):
+            local = {"window": "local-p" if cell["P"] else "local-m", "D": cell["W"]}
+            local["positions"] = inputs.get("positions")
         return [inputs["query"], inputs["key"], inputs["value"]], local | {
             "method": "general",
             "weight": inputs["weight"],
@@ -64,17 +77,26 @@ class Luong(Operator):
         visible = None
         if "key_padding_mask" in inputs:
             visible = ~inputs["key_padding_mask"][:, None]
+        distance = self.distance(inputs)
         if _is_local(cell):
-            i, j = (torch.arange(n, device=query.device) for n in scores.shape[1:])
-            near = (i[:, None] - j).abs() <= cell["W"]
+            near = distance.abs() <= cell["W"]
             visible = near if visible is None else near & visible
         weights = softmax_of(scores, visible, None, rounded).nan_to_num()  # nothing seen: 0
+        if "positions" in inputs:
+            weights = rounded(weights * rounded(torch.exp(-2 * (distance / cell["W"]) ** 2)))
         out = rounded(weights @ value)
         return (out,) if cell.weights == "none" else (out, weights)
 
+    @staticmethod
+    def distance(inputs: Inputs) -> Tensor:
+        """[Lq, Lk], or [B, Lq, Lk] about positions: of each key from the place of each query."""
+        query, key = inputs["query"], inputs["key"]
+        place = inputs.get("positions", torch.arange(query.shape[1], device=query.device))
+        return torch.arange(key.shape[1], device=key.device) - place[..., None]
+
 
 def _is_local(cell: Cell) -> bool:
-    return cell["W"] < max(cell["Lq"], cell["Lk"])
+    return cell["P"] > 0 or cell["W"] < max(cell["Lq"], cell["Lk"])
 
 
 def _rows(cell: Cell) -> range:
