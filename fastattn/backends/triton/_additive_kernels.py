@@ -30,10 +30,18 @@ from fastattn.backends.triton._core import (
 
 
 @triton.jit
+def _sum(b_q, b_k, p_bias, a):
+    """q + k + bias of a tile; q + k first, so that no bias rounds what large q and k cancel."""
+    x = b_q[:, None] + b_k[None, :]
+    return x if p_bias is None else x + tl.load(p_bias + a)
+
+
+@triton.jit
 def _scores(
     p_q,  # [A, Tq] of one sequence
     p_k,  # [A, Tk]
     p_v,  # [A]
+    p_bias,  # [A] or None
     at,
     row,
     first,
@@ -49,7 +57,7 @@ def _scores(
     for a in range(width):
         b_q = tl.load(p_q + a * o.q_len + o_m, mask=o_m < o.q_len, other=0.0)
         b_k = tl.load(p_k + a * o.k_len + o_n, mask=o_n < o.k_len, other=0.0)
-        e += tl.load(p_v + a) * tanh(b_q[:, None] + b_k[None, :])
+        e += tl.load(p_v + a) * tanh(_sum(b_q, b_k, p_bias, a))
     visible = in_window(o_m, o_n, at, o)
     if o.seen is not None:
         visible = visible & (load_pairs(o.seen, at, 0, row, first, 0, BM, BN) != 0)
@@ -65,6 +73,7 @@ def additive_forward(
     p_q,  # [B, A, Tq]
     p_k,  # [B, A, Tk]
     p_v,  # [A]
+    p_bias,  # [A] or None
     value,  # [B, 1, Tk, Dv]
     o,
     out,  # [B, 1, Tq, Dv]
@@ -90,7 +99,7 @@ def additive_forward(
     lo, full_lo, full_hi, hi = keys_seen(row, last, at, o, BN)
     for first in range(0, hi, BN):
         o_n = first + tl.arange(0, BN)
-        e, visible = _scores(p_q, p_k, p_v, at, row, first, width, o, BM, BN)
+        e, visible = _scores(p_q, p_k, p_v, p_bias, at, row, first, width, o, BM, BN)
         m, l, p, shrink = update_softmax(m, l, e, LOG2E, o)
         if o.p_seed is not None:
             p = tl.where(kept(at, 0, o_m, first, o, BM, BN), p, 0.0)
@@ -105,7 +114,7 @@ def additive_forward(
         top = tl.where(m == -INF, 0.0, m)
         for first in range(0, o.k_len, BN):
             o_n = first + tl.arange(0, BN)
-            e, visible = _scores(p_q, p_k, p_v, at, row, first, width, o, BM, BN)
+            e, visible = _scores(p_q, p_k, p_v, p_bias, at, row, first, width, o, BM, BN)
             w = tl.exp2((e - top[:, None]) * LOG2E) * share[:, None]
             if o.p_seed is not None:
                 w = tl.where(kept(at, 0, o_m, first, o, BM, BN), w, 0.0)
@@ -119,6 +128,7 @@ def additive_scores(
     p_q,
     p_k,
     p_v,
+    p_bias,
     o,
     p_scores,  # [B, Tq, Tk] float32
     width,
@@ -135,7 +145,7 @@ def additive_scores(
     at = whole(o, i_b)
     p_q += i_b * width * o.q_len
     p_k += i_b * width * o.k_len
-    e, visible = _scores(p_q, p_k, p_v, at, row, first, width, o, BM, BN)
+    e, visible = _scores(p_q, p_k, p_v, p_bias, at, row, first, width, o, BM, BN)
     o_m = row + tl.arange(0, BM)
     o_n = first + tl.arange(0, BN)
     p_e = p_scores + (i_b * o.q_len + o_m[:, None]) * o.k_len + o_n[None, :]
@@ -280,6 +290,7 @@ def additive_backward_column(
     p_q,
     p_k,
     p_v,
+    p_bias,
     p_grad,  # [B, Tq, Tk] float32, d loss / d e
     o,
     p_grad_x,  # [B, A, Tq] or [B, A, Tk] float32
@@ -310,7 +321,7 @@ def additive_backward_column(
         b_q = tl.load(p_q + i_ba * o.q_len + o_m, mask=o_m < o.q_len, other=0.0)
         b_k = tl.load(p_k + i_ba * o.k_len + o_n, mask=o_n < o.k_len, other=0.0)
         de = _load_tile(p_grad, i_b, row, first, o, 0.0, BM, BN)
-        t = tanh(b_q[:, None] + b_k[None, :])
+        t = tanh(_sum(b_q, b_k, p_bias, i_ba % width))
         # Selected: x may be NaN where nobody looks.
         dx = tl.where(de != 0.0, de * (1.0 - t * t), 0.0)
         total += tl.sum(dx, axis=0 if OF_KEYS else 1)

@@ -167,7 +167,7 @@ def options_of(
     threshold = round((1.0 - dropout_p) * 65536) if dropout_p > 0 else None
     return Options(
         heads=heads,
-        group=heads // max(kv_heads, 1),
+        group=max(heads // max(kv_heads, 1), 1),
         q_len=q_len,
         k_len=k_len,
         scale=scale,

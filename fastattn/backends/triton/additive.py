@@ -165,15 +165,15 @@ def additive_attention_backward(
     )
 
 
-def _columns(query: Tensor, key: Tensor, v: Tensor, bias: Tensor | None) -> dict[str, Tensor]:
-    """query + bias and key as contiguous float32 [B, A, L]."""
-    wide = query.mT.to(torch.float32)
-    if bias is not None:
-        wide = wide + bias.to(torch.float32)[:, None]
+def _columns(
+    query: Tensor, key: Tensor, v: Tensor, bias: Tensor | None
+) -> dict[str, Tensor | None]:
+    """query and key as contiguous [B, A, L]; all in float32."""
     return {
-        "p_q": wide.contiguous(),
+        "p_q": query.mT.to(torch.float32).contiguous(),
         "p_k": key.mT.to(torch.float32).contiguous(),
         "p_v": v.to(torch.float32).contiguous(),
+        "p_bias": None if bias is None else bias.to(torch.float32).contiguous(),
     }
 
 
