@@ -103,15 +103,6 @@ class LocalAttention {
     return data == nullptr ? nullptr : static_cast<T*>(data) + i * p.W;
   }
 
-  // x[padded] = the row, zero beyond its columns.
-  static void read(const S* row, int64_t columns, T* x) {
-    for (int64_t d = 0; d < columns; d += W)
-      store(x + d, load_as<T>(row + d, static_cast<int>(min_of<int64_t>(W, columns - d))));
-  }
-  static void write(const T* x, int64_t columns, S* row) {
-    for (int64_t d = 0; d < columns; d += W)
-      store_as<T>(row + d, load(x + d), static_cast<int>(min_of<int64_t>(W, columns - d)));
-  }
   static void clear(T* x, int64_t count) {
     for (int64_t d = 0; d < count; d += W) store(x + d, Vec<T>{});
   }
@@ -137,7 +128,7 @@ class LocalAttention {
     for (int64_t w = 0; w < p.W; ++w) weights[w] = T(0);
     clear(f.y, dvp);
     if (count > 0) {
-      read(row_of(p.query, b, i % p.Lq), p.D, f.x);
+      read_row(row_of(p.query, b, i % p.Lq), p.D, f.x);
       products(p.key, b, f.row, count, p.D, f.x, f.s);
       soften(f.s, count);
       for (int64_t n = 0; n < count; ++n) {
@@ -146,7 +137,7 @@ class LocalAttention {
       }
       add_rows<T>(rows(p.value, b, f.row), count, p.Dv, f.s, T(1), f.y);
     }
-    write(f.y, p.Dv, static_cast<S*>(p.out) + i * p.Dv);
+    write_row(f.y, p.Dv, static_cast<S*>(p.out) + i * p.Dv);
   }
 
   // s[n] = row at[n] of t . x, written to whole vectors.
@@ -185,7 +176,7 @@ class LocalAttention {
     if (count > 0) {
       for (int64_t n = 0; n < count; ++n) f.d[n] = T(0);
       if (p.grad_out.data != nullptr) {
-        read(row_of(p.grad_out, b, i % p.Lq), p.Dv, f.g);
+        read_row(row_of(p.grad_out, b, i % p.Lq), p.Dv, f.g);
         products(p.value, b, f.row, count, p.Dv, f.g, f.d);
       }
       for (int64_t n = 0; n < count; ++n) {
@@ -201,7 +192,7 @@ class LocalAttention {
       for (int64_t n = 0; n < count; ++n) of_keys[f.at[n]] = f.s[n] = weights[f.at[n]] * f.d[n];
       add_rows<T>(rows(p.key, b, f.row), count, p.D, f.s, T(1), f.y);
     }
-    write(f.y, p.D, static_cast<S*>(p.grad_query) + i * p.D);
+    write_row(f.y, p.D, static_cast<S*>(p.grad_query) + i * p.D);
   }
 
   // d -= sum p d
@@ -218,8 +209,8 @@ class LocalAttention {
     for (int64_t i = b * p.Lq; i < (b + 1) * p.Lq; ++i) {
       const int64_t first = p.first[i];
       if (first >= j1 || first <= j0 - p.W) continue;
-      read(row_of(p.query, b, i % p.Lq), p.D, f.x);
-      if (p.grad_out.data != nullptr) read(row_of(p.grad_out, b, i % p.Lq), p.Dv, f.g);
+      read_row(row_of(p.query, b, i % p.Lq), p.D, f.x);
+      if (p.grad_out.data != nullptr) read_row(row_of(p.grad_out, b, i % p.Lq), p.Dv, f.g);
       const T* const of_keys = of_query(p.coefficients, i);
       const T* const of_values = of_query(p.coefficients, queries + i);
       for (int64_t j = max_of(j0, first); j < min_of(j1, first + p.W); ++j) {
@@ -228,8 +219,8 @@ class LocalAttention {
       }
     }
     for (int64_t j = j0; j < j1; ++j) {
-      write(f.dk + (j - j0) * dp, p.D, static_cast<S*>(p.grad_key) + (b * p.Lk + j) * p.D);
-      write(f.dv + (j - j0) * dvp, p.Dv, static_cast<S*>(p.grad_value) + (b * p.Lk + j) * p.Dv);
+      write_row(f.dk + (j - j0) * dp, p.D, static_cast<S*>(p.grad_key) + (b * p.Lk + j) * p.D);
+      write_row(f.dv + (j - j0) * dvp, p.Dv, static_cast<S*>(p.grad_value) + (b * p.Lk + j) * p.Dv);
     }
   }
   // y += c x. A row that is not seen has no part, not even in NaN.

@@ -96,10 +96,7 @@ class HopSteps {
   // x[dp] = the D elements at src, zero beyond.
   template <class From>
   void read_vector(const From* src, int64_t stride, T* x) const {
-    if (stride == 1) {
-      for (int64_t d = 0; d < dp; d += W) store(x + d, load_as<T>(src + d, lanes_at(d)));
-      return;
-    }
+    if (stride == 1) return read_row(src, p.D, x);
     for (int64_t d = 0; d < p.D; ++d) x[d] = static_cast<T>(widen(src[d * stride]));
     for (int64_t d = p.D; d < dp; ++d) x[d] = T(0);
   }
@@ -214,8 +211,7 @@ class HopSteps {
 
   // out[D] of the last u, rounded.
   void write_vector(void* to, int64_t row, const T* x) const {
-    S* dst = static_cast<S*>(to) + row * p.D;
-    for (int64_t d = 0; d < p.D; d += W) store_as<T>(dst + d, load(x + d), lanes_at(d));
+    write_row(x, p.D, static_cast<S*>(to) + row * p.D);
   }
 
  private:

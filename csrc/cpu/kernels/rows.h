@@ -137,6 +137,18 @@ FASTATTN_INLINE void add_rows(Rows<S> rows, int64_t count, int64_t D, const T* w
     add_rows_of<true>(rows, count, D, w, alpha, y);
 }
 
+// x = the row, 0 from its end to that of the last vector; and back.
+template <class T, class S>
+FASTATTN_INLINE void read_row(const S* row, int64_t columns, T* x) {
+  for (int64_t d = 0; d < columns; d += kLanes<T>)
+    store(x + d, load_as<T>(row + d, static_cast<int>(min_of<int64_t>(kLanes<T>, columns - d))));
+}
+template <class T, class S>
+FASTATTN_INLINE void write_row(const T* x, int64_t columns, S* row) {
+  for (int64_t d = 0; d < columns; d += kLanes<T>)
+    store_as<T>(row + d, load(x + d), static_cast<int>(min_of<int64_t>(kLanes<T>, columns - d)));
+}
+
 // f(an element of this dtype).
 template <class F>
 FASTATTN_INLINE void with_element(DType dtype, F f) {
