@@ -186,7 +186,7 @@ def is_causal_bias(mask: Any) -> bool:
     return type(mask).__name__ == "CausalBias"
 
 
-def in_memory(where: str, mask: Any, device: torch.device) -> Any:
+def as_stored_mask(where: str, mask: Any, device: torch.device) -> Any:
     """Return the boolean mask that a ``CausalBias`` stands for; any other mask as it is."""
     if not is_causal_bias(mask):
         return mask

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastattn.autograd import _fold, _one_by_one, _size_of_batch, _unfold
 from fastattn.library import Operator
-from fastattn.ops._sdpa_arguments import autocast, in_memory
+from fastattn.ops._sdpa_arguments import as_stored_mask, autocast
 
 __all__ = ["additive_attention"]
 
@@ -213,7 +213,7 @@ def _mask(attn_mask: Any, padding: Any, query: Tensor, key: Tensor, batched: boo
         padding = padding.view(key.shape[0], 1, key.shape[1]) if batched else padding[None, None]
     if attn_mask is None:
         return None if padding is None else ~padding
-    attn_mask = in_memory(_NAME, attn_mask, query.device)
+    attn_mask = as_stored_mask(_NAME, attn_mask, query.device)
     if isinstance(attn_mask, Tensor) and attn_mask.dtype in (torch.float16, torch.bfloat16):
         (attn_mask,) = autocast(attn_mask)  # float32 goes with every query, and keeps its precision
     _check_mask("attn_mask", attn_mask, query, (torch.bool, query.dtype, torch.float32))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.ops._sdpa_arguments import in_memory
+from fastattn.ops._sdpa_arguments import as_stored_mask
 from fastattn.ops.sdpa import scaled_dot_product_attention
 
 __all__ = ["hard_attention"]
@@ -79,7 +79,7 @@ def hard_attention(
                 [2.]])
     """
     _check(query, key, value, estimator, temperature)
-    attn_mask = in_memory(_NAME, attn_mask, query.device)
+    attn_mask = as_stored_mask(_NAME, attn_mask, query.device)
     wide = torch.promote_types(query.dtype, torch.float32)
     q, k = query.detach().to(wide), key.detach().to(wide)
     scale = 1.0 / math.sqrt(max(query.shape[-1], 1)) if scale is None else scale

@@ -12,7 +12,7 @@ from fastattn.library import Operator
 from fastattn.ops import sdpa
 from fastattn.ops._hopfield_operator import hopfield_states
 from fastattn.ops._memory_hops_operator import share
-from fastattn.ops._sdpa_arguments import autocast, in_memory
+from fastattn.ops._sdpa_arguments import as_stored_mask, autocast
 
 __all__ = ["hopfield_retrieve"]
 
@@ -338,7 +338,7 @@ def check_beta(where: str, beta: Any, state: Tensor) -> tuple[float, Tensor | No
 
 def lifted_mask(where: str, mask: Any, state: Tensor, stored: Tensor) -> Tensor:
     """The mask as [B|1, H|1, L|1, N|1]."""
-    mask = in_memory(where, mask, state.device)
+    mask = as_stored_mask(where, mask, state.device)
     if not isinstance(mask, Tensor):
         raise TypeError(f"{where}: attn_mask must be a Tensor, got {type(mask).__name__}")
     if mask.is_nested or mask.layout is not torch.strided:
