@@ -3,8 +3,8 @@
     python benchmarks/render.py           writes them
     python benchmarks/render.py --check   says whether a text is out of date, and exits with 1
 
-README.md's block and picture come from results/dropin.json, the table of peers in
-docs/performance.md from results/peers.json; results/README.md has every result in full. Nothing
+README.md's block and picture come from results/dropin.json, the tables of docs/performance.md from
+results/figures.json and results/peers.json; results/README.md has every result in full. Nothing
 between the markers is ever typed by hand.
 """
 
@@ -27,8 +27,8 @@ BEGIN, END = "<!-- benchmark: begin -->", "<!-- benchmark: end -->"
 COLUMNS = [("fp32", "fwd"), ("fp32", "fwd+bwd"), ("bf16", "fwd"), ("bf16", "fwd+bwd")]
 PASSES = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward + backward"}
 
-PEERS = "peers"
-PEERS_BEGIN, PEERS_END = "<!-- peers: begin -->", "<!-- peers: end -->"
+# In docs/performance.md: the result and the markers of its table have one name.
+FIGURES, PEERS = "figures", "peers"
 
 Row = dict[str, Any]
 
@@ -126,6 +126,30 @@ def readme_block(result: Result, rows: Sequence[Row]) -> str:
     return "\n\n".join(parts)
 
 
+def figures_block(result: Result, rows: Sequence[Row]) -> str:
+    """Share of the peak and speed against torch, a line for each shape, a column for each dtype."""
+    dtypes = ("fp32", "bf16", "fp16")
+    cells = {(_line_of(row), row["dtype"]): row for row in rows if row["provider"] == "fastattn"}
+    lines = []
+    for line in dict.fromkeys(line for line, _ in cells):
+        texts = []
+        for dtype in dtypes:
+            row = cells.get((line, dtype))
+            text = "" if row is None else row["status"]
+            if row is not None and row["ms"] is not None:
+                text = f"{row['percent_of_peak']:.0f} %"
+                text += "" if row["speedup"] is None else f", {row['speedup']:.2f}×"
+                text += ", busy" if row["busy"] else ""
+            texts.append(text)
+        lines.append([*line, *texts])
+    table = markdown_table(["cell", "pass", *dtypes], lines, words=2)
+    return f"{table}\n\n{display.conditions(result)}"
+
+
+def _line_of(row: Row) -> tuple[str, str]:
+    return f"{row['label']}<br>`{row['shape']}`", PASSES[row["pass"]]
+
+
 def peers_block(result: Result, rows: Sequence[Row]) -> str:
     """How many times as fast fastattn is as each peer in its best mode, one line for each cell.
 
@@ -209,10 +233,13 @@ def main() -> int:
         readme: replaced(readme.read_text(), block),
         RESULTS / "README.md": results_page(found),
     }
-    if PEERS in found:
-        page = ROOT / "docs" / "performance.md"
-        block = peers_block(found[PEERS], summary.summarise(found[PEERS]))
-        texts[page] = replaced(page.read_text(), block, PEERS_BEGIN, PEERS_END)
+    page = ROOT / "docs" / "performance.md"
+    text = page.read_text()
+    for name, block_of in ((FIGURES, figures_block), (PEERS, peers_block)):
+        if name in found:
+            block = block_of(found[name], summary.summarise(found[name]))
+            text = replaced(text, block, f"<!-- {name}: begin -->", f"<!-- {name}: end -->")
+    texts[page] = text
     if check:
         old = [p for p, text in texts.items() if not p.exists() or p.read_text() != text]
         for path in old:

@@ -67,7 +67,9 @@ WORK = [
     pytest.param(case, dtype, n, id=f"{case.name}-{str(dtype).removeprefix('torch.')}")
     for n, case in enumerate(TABLE)
     for m, dtype in enumerate(DTYPES)
-    if n % len(DTYPES) == m and not _is_for_the_slow_run(n, case)
+    if (n % len(DTYPES) == m and not _is_for_the_slow_run(n, case))
+    # Of a mask that is wider than the rest, the gradient is held to the eps of the mask.
+    or (case.name.startswith("mask-float32-") and dtype == torch.bfloat16)
 ]
 
 

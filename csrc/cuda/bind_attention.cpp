@@ -113,6 +113,10 @@ void backward(int dtype, uintptr_t stream, const py::tuple& sizes, const py::tup
   const int64_t bytes = p.dtype == DType::f32 ? 4 : 2;
   for (const Tensor4& t : {p.grad_out, p.grad_q, p.grad_k, p.grad_v})
     p.aligned = p.aligned && is_aligned(t, bytes);
+  // The gradient of a mask has row sums that are those of lse's gradient, to the eps of the mask's
+  // dtype, which may be float32; and dO . O knows nothing of a gradient of the weights.
+  p.exact_delta =
+      p.dtype == DType::f32 || p.grad_weights.data != nullptr || !gradients[7].is_none();
   PairsArguments mask{};
   if (!gradients[7].is_none()) mask = pairs(p, gradients[7].cast<py::tuple>(), true, 1.0f);
   py::gil_scoped_release release;

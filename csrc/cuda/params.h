@@ -27,6 +27,8 @@ struct AttentionArguments : AttentionParams {
   int window_begin, window_end;
   bool aligned;  // q, k, v and out: 16-byte rows, contiguous columns
   bool tf32;     // of float32: the factors of products may be rounded to tf32
+  // Backward: delta is summed with the very weights that it meets, not from the rounded output.
+  bool exact_delta;
 
   // backward, and weights
   float* row_stats;  // [B, Hq, Lq, 4]: RowStats of kernels/attention_pairs.h

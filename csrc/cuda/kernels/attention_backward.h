@@ -103,13 +103,13 @@ __global__ void __launch_bounds__(BackwardQueriesShape<T, kD, kGeneral>::kThread
   float dq[kColumns / 2];
   set_zero(dq);
   // Of float32 more is asked: dP - delta must be 0 to the last bit where a query sees one key.
-  // There what dO . O leaves of delta is summed with the very weights that it meets, in a pass of
-  // its own. So it is with a gradient of the weights, of which dO . O knows nothing.
-  const bool weighted = sizeof(Storage) == 4 || (kGeneral && p.grad_weights.data != nullptr);
+  // There, and with a gradient of the weights or of the mask, what dO . O leaves of delta is summed
+  // with the very weights that it meets, in a pass of its own.
+  const bool exact = sizeof(Storage) == 4 || (kGeneral && p.exact_delta);
   const bool masked = kGeneral && p.mask.data != nullptr;
   const float rest[2] = {stats[0].rest, stats[1].rest};
-  if (weighted) stats[0].rest = stats[1].rest = 0.0f;
-  for (int pass = weighted ? 0 : 1; pass < 2; ++pass) {
+  if (exact) stats[0].rest = stats[1].rest = 0.0f;
+  for (int pass = exact ? 0 : 1; pass < 2; ++pass) {
     float sums[2] = {0.0f, 0.0f};
     for (int j0 = begin; j0 < keys.end; j0 += kKeys) {
       __syncthreads();  // the keys before are no longer read
@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(BackwardQueriesShape<T, kD, kGeneral>::kThread
           const int j = j0 + place.column(n, e), at = 4 * n + 2 * r + e;
           const Pair pair =
               pair_of<T, kGeneral>(options, s[at], dp[at], i, j, visible[r], stats[r], words);
-          if (weighted) sums[r] += pair.gradient;
+          if (exact) sums[r] += pair.gradient;
           if (masked) any[2 * n + e] |= pair.slope != 0.0f;
           s[at] = pair.gradient * pair.slope;
         }
