@@ -7,6 +7,7 @@ import csv
 import json
 import math
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -379,6 +380,26 @@ def test_a_machine_whose_cores_are_all_busy_is_not_judged(tmp_path: Path) -> Non
     for row in rows:
         assert row["busy"] or row["discarded"], row
         assert row["verdict"] in (None, "UNSURE") or not row["busy"]
+
+
+def test_calls_find_the_memory_that_the_one_before_freed() -> None:
+    program = """
+import resource, torch
+from fastattn.bench.worker import Worker
+Worker().open({"provider": "torch", "threads": 1})
+def fresh_pages():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    parts = [torch.ones(2 << 20) for _ in range(3)]  # 24 MB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+pages = [fresh_pages() for _ in range(6)]
+print(pages[0] > 1000, max(pages[2:]) < 100)
+"""
+    if platform.libc_ver()[0] != "glibc":
+        pytest.skip("only glibc gives memory back by a threshold")
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["True", "True"], done.stdout
 
 
 @pytest.mark.slow

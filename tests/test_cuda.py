@@ -88,11 +88,12 @@ def test_case(adapter: ModuleType, case: Case, dtype: torch.dtype, seed: int) ->
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
 @pytest.mark.parametrize("part", range(10))
 def test_every_case(adapter: ModuleType, part: int, dtype: torch.dtype) -> None:
+    """As late as may be, or in random order: neighbours and dtypes take turns."""
     faults = [
         f"{case.name} {dtype} {seed}: {fault}"
         for n, case in enumerate(TABLE[part::10])
         if _declined(case) is None
-        for seed in (0, n + 1)
+        for seed in [(n + DTYPES.index(dtype)) % 2 * (n + 1)]
         for fault in check(case, dtype, Emulated(adapter, seed)).faults  # type: ignore[arg-type]
     ]
     assert not faults, "\n".join(faults)

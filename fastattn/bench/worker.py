@@ -62,6 +62,7 @@ class Worker:
 
     def open(self, request: Request) -> Request:
         torch.set_num_threads(request["threads"])
+        _keep_freed_memory()
         self.provider = load(request["provider"])
         return {"about": self.provider.ABOUT, "versions": self.provider.versions()}
 
@@ -133,6 +134,14 @@ class Worker:
             request["kind"], request["threads"], request["seconds"], request["device"]
         )
         return {"rate": rate, "method": method, "share": share}
+
+
+def _keep_freed_memory() -> None:
+    """As a process does that has run a while, so that no call pays page faults for what the one
+    before it gave back: until a block as large as this one was freed, glibc returns to the system
+    what is freed above a threshold, which depends on what happened to be freed before.
+    """
+    torch.empty(31 << 20, dtype=torch.uint8)  # it takes note of blocks up to 32 MiB
 
 
 def _settle() -> None:

@@ -49,7 +49,7 @@ def self_attention(
         or module.add_zero_attn
         or parameters.get("bias_k") is not None
         or not nothing_watches()
-        or dispatch.forced.get()
+        or dispatch.forced.get() not in dispatch.SHORT_WAY
         or torch.is_autocast_enabled("cpu")
     ):
         return None

@@ -43,7 +43,7 @@ def hop_plainly(
         or hops < 1
         or type(scale) is not float
         or not nothing_watches()
-        or dispatch.forced.get()
+        or dispatch.forced.get() not in dispatch.SHORT_WAY
         or torch.is_autocast_enabled("cpu")
         or not query.is_cpu
         or query.is_neg()  # a view that promises -x

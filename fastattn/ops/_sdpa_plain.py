@@ -42,7 +42,7 @@ def attend_plainly(
         or (is_causal is not True and is_causal is not False)
         or (enable_gqa is not True and enable_gqa is not False)
         or not nothing_watches()
-        or dispatch.forced.get()
+        or dispatch.forced.get() not in dispatch.SHORT_WAY
         or torch.is_autocast_enabled("cpu")
         or not (query.is_cpu and key.is_cpu and value.is_cpu)
         or query.is_neg()  # a view that promises -x
