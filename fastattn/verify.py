@@ -49,7 +49,7 @@ _AnyCase = (
     | SinusoidalCase
     | VarlenCase
 )
-_PROOFS: dict[str, tuple[tuple[_AnyCase, ...], Callable[[Any, torch.dtype, Target], Verdict]]] = {
+PROOFS: dict[str, tuple[tuple[_AnyCase, ...], Callable[[Any, torch.dtype, Target], Verdict]]] = {
     "scaled_dot_product_attention": (CASES["scaled_dot_product_attention"], check),
     "additive_attention": (ADDITIVE_CASES, check_additive),
     "decode_attention": (DECODE_CASES, check_decode),
@@ -64,7 +64,7 @@ _PROOFS: dict[str, tuple[tuple[_AnyCase, ...], Callable[[Any, torch.dtype, Targe
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the command."""
-    parser.add_argument("--op", choices=list(_PROOFS), help="only this operator")
+    parser.add_argument("--op", choices=list(PROOFS), help="only this operator")
     parser.add_argument(
         "--backend", help="cpu or reference; default: every native one that is built"
     )
@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
         dtypes.remove("float64")
     work = [
         (op, case, dtype)
-        for op in ([args.op] if args.op else _PROOFS)
+        for op in ([args.op] if args.op else PROOFS)
         for case in _cases(op, args)
         for dtype in dtypes
         if _DTYPES[dtype] in case.dtypes
@@ -163,7 +163,7 @@ def _targets(backend: str | None, isa: str) -> list[Target]:
 
 
 def _cases(op: str, args: argparse.Namespace) -> list[_AnyCase]:
-    cases = [case for case in _PROOFS[op][0] if args.complete or args.case or not case.slow]
+    cases = [case for case in PROOFS[op][0] if args.complete or args.case or not case.slow]
     if args.case:
         exact = [case for case in cases if case.name == args.case]
         cases = exact or [case for case in cases if args.case in case.name]
@@ -175,7 +175,7 @@ def _results(work: list[tuple[str, _AnyCase, str]], chosen: list[Target]) -> Ite
         for target in chosen:
             start = time.perf_counter()
             try:
-                verdict = _PROOFS[op][1](case, _DTYPES[dtype], target)
+                verdict = PROOFS[op][1](case, _DTYPES[dtype], target)
             except Exception as error:  # one broken case must not hide the others
                 verdict = Verdict(faults=[f"{type(error).__name__}: {error}".split("\n")[0]])
             yield _Result(op, case, dtype, target, verdict, time.perf_counter() - start)

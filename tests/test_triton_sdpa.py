@@ -34,6 +34,7 @@ NAMED = {
     "gqa-mask-heads": torch.float32,
     "alibi-bh-window": torch.float32,
     "mask-padding-poison": torch.float32,
+    "mask-nan-queries": torch.float32,
     "mask-one_key-poison": torch.bfloat16,
     "mask-float32-hq": torch.bfloat16,
     "mask-float-one": torch.float32,

@@ -51,6 +51,7 @@ class Case:
     grads: tuple[str, ...] = ("out",)  # the results whose gradient is given: out, lse, weights
     grad_layout: str = "contiguous"  # of the gradients of out and weights
     poison: bool = False  # NaN and inf in every key and value that no query sees
+    poison_queries: bool = False  # and in every query that sees no key
     slow: bool = False
 
 
@@ -136,6 +137,7 @@ def _masks() -> Iterator[Case]:
         yield replace(case, name=f"{case.name}-poison", poison=True)
         yield replace(added, name=f"{case.name}-added", weights=2)
         yield replace(added, name=f"{case.name}-added-full", mask_dims="bhqk", poison=True)
+    yield Case("mask-nan-queries", mask="bool_rows", poison_queries=True, q_len=66, weights=1)
     yield Case("mask-finfo-min", mask="finfo_min", mask_grad=True, weights=1)
     yield Case("mask-finfo-min-causal", mask="finfo_min", causal="upper_left", mask_float32=True)
     yield Case("mask-steep", mask="steep", mask_grad=True, grads=SCALED)

@@ -35,10 +35,14 @@ class Inputs:
     grad_weights: Tensor | None
     options: dict[str, Any]
     needs_mask_grad: bool
+    clean_query: Tensor | None = None  # where query has NaN and inf in rows that see no key
 
     def forward_args(self, *, clean: bool = False) -> tuple[Tensor | None, ...]:
-        kv = (self.clean_key, self.clean_value) if clean else (self.key, self.value)
-        return (self.query, *kv, self.attn_mask, self.alibi_slopes, self.seed)
+        rest = self.attn_mask, self.alibi_slopes, self.seed
+        if not clean:
+            return (self.query, self.key, self.value, *rest)
+        query = self.query if self.clean_query is None else self.clean_query
+        return (query, self.clean_key, self.clean_value, *rest)
 
     def cotangents(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         return self.grad_out, self.grad_lse, self.grad_weights
@@ -102,16 +106,20 @@ def make_inputs(case: Case, dtype: torch.dtype, *, fence: bool = False) -> Input
 
     options = _options(case)
     poisoned_key, poisoned_value = key, value
+    if case.poison or case.poison_queries:
+        pairs = _visible(mask, (b, h, case.q_len, case.k_len), options)
     if case.poison:
-        unseen = ~_seen(mask, (b, h, case.q_len, case.k_len), options).view(
-            b, hkv, h // hkv, case.k_len
-        ).any(2)
+        unseen = ~pairs.any(2).view(b, hkv, h // hkv, case.k_len).any(2)
         poisoned_key = placed(_poison(key, unseen), k_layout)
         poisoned_value = placed(_poison(value, unseen), v_layout)
+    poisoned_query = query
+    if case.poison_queries:
+        poisoned_query = placed(_poison(query, ~pairs.any(3)), q_layout)
     return Inputs(
-        query=query,
+        query=poisoned_query,
         key=poisoned_key,
         value=poisoned_value,
+        clean_query=query,
         clean_key=key,
         clean_value=value,
         attn_mask=mask,
@@ -140,8 +148,8 @@ def _options(case: Case) -> dict[str, Any]:
     }
 
 
-def _seen(mask: Tensor | None, shape: tuple[int, ...], options: dict[str, Any]) -> Tensor:
-    """Return which keys any query of a head sees, [B, Hq, Lk]."""
+def _visible(mask: Tensor | None, shape: tuple[int, ...], options: dict[str, Any]) -> Tensor:
+    """Return which pairs are, [B, Hq, Lq, Lk]."""
     d = torch.arange(shape[2])[:, None] + options["offset"] - torch.arange(shape[3])
     pairs = torch.ones(shape, dtype=torch.bool)
     if options["window_left"] >= 0:
@@ -150,7 +158,7 @@ def _seen(mask: Tensor | None, shape: tuple[int, ...], options: dict[str, Any]) 
         pairs &= d >= -options["window_right"]
     if mask is not None:
         pairs &= mask if mask.dtype == torch.bool else mask != -_INF
-    return pairs.any(2)
+    return pairs
 
 
 def _poison(x: Tensor, where: Tensor) -> Tensor:
