@@ -62,15 +62,17 @@ template <class T, bool kGeneral>
 FASTATTN_DEVICE Pair pair_of(const Options& options, float dot, float dp, int i, int j,
                              const Range& visible, const RowStats& row, const Words& words) {
   const AttentionArguments& p = options.p;
-  Score s{minus_infinity(), 0.0f};
-  if (kGeneral)
-    s = options.score(dot, i, j, visible);
-  else if (visible.has(j))
-    s = {dot * p.scale_float, 1.0f};
   // Selected, so that nothing of an excluded pair gets through.
+  if (!kGeneral) {
+    if (!visible.has(j)) return {0.0f, 0.0f, 0.0f};
+    // The score is not rounded before hi is taken off it, as it was not when lse was summed.
+    const float s = fmaf(dot, p.scale_float, -row.hi);
+    const float weight = exp2_approx((s - row.lo) * kLog2e);
+    return {weight, weight * ((dp - row.delta) - row.rest), 1.0f};
+  }
+  const Score s = options.score(dot, i, j, visible);
   if (s.value == minus_infinity()) return {0.0f, 0.0f, 0.0f};
   const float weight = exp2_approx(((s.value - row.hi) - row.lo) * kLog2e);
-  if (!kGeneral) return {weight, weight * ((dp - row.delta) - row.rest), 1.0f};
   if (p.grad_weights.data != nullptr)
     dp += weight_gradient(p, options.b, options.h, i, j, element_at<T>);
   const float kept = options.drops() ? options.kept(words, j) : 1.0f;
