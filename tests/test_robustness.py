@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -107,6 +108,11 @@ compute()
     )
 
 
+@pytest.mark.skipif(
+    "libasan" in os.environ.get("LD_PRELOAD", ""),
+    reason="a lock of AddressSanitizer that another thread holds at the fork stays locked in the "
+    "child, until https://github.com/llvm/llvm-project/pull/75290",
+)
 def test_a_child_forked_while_other_threads_compute() -> None:
     run(
         PRELUDE
