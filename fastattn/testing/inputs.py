@@ -208,7 +208,7 @@ def _blocks(shape: _Shape, draw: torch.Generator, dtype: torch.dtype) -> Tensor:
 
 def _one_key(shape: _Shape, draw: torch.Generator, dtype: torch.dtype) -> Tensor:
     """Query i sees key 7 i % Lk alone."""
-    return (_index(shape, 3) == 7 * _index(shape, 2) % shape[3]).expand(shape).clone()
+    return (_index(shape, 3) == 7 * _index(shape, 2) % max(shape[3], 1)).expand(shape).clone()
 
 
 def _finfo_min(shape: _Shape, draw: torch.Generator, dtype: torch.dtype) -> Tensor:

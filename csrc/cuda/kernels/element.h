@@ -102,20 +102,17 @@ struct Product<F32> {
     return a;
   }
 
-  // The four are summed by themselves: the long sum then rounds once, not four times. Transposed,
-  // the two middle ones change places, so that y x^T is x y^T to the last bit.
+  // Transposed, the two middle products change places, so that y x^T is x y^T to the last bit. (To
+  // sum the four by themselves rounds less, but takes registers that the forward pass has not.)
   template <bool kTransposed = false>
   static FASTATTN_DEVICE void add(float* d, const A& a, const B& b) {
     FASTATTN_UNROLL
     for (int n = 0; n < 2; ++n) {
-      float sum[4] = {};
-      mma_tf32_m16n8k8(sum, a.small, b.small[2 * n], b.small[2 * n + 1]);
-      if (kTransposed) mma_tf32_m16n8k8(sum, a.big, b.small[2 * n], b.small[2 * n + 1]);
-      mma_tf32_m16n8k8(sum, a.small, b.big[2 * n], b.big[2 * n + 1]);
-      if (!kTransposed) mma_tf32_m16n8k8(sum, a.big, b.small[2 * n], b.small[2 * n + 1]);
-      mma_tf32_m16n8k8(sum, a.big, b.big[2 * n], b.big[2 * n + 1]);
-      FASTATTN_UNROLL
-      for (int e = 0; e < 4; ++e) d[4 * n + e] += sum[e];
+      mma_tf32_m16n8k8(d + 4 * n, a.small, b.small[2 * n], b.small[2 * n + 1]);
+      if (kTransposed) mma_tf32_m16n8k8(d + 4 * n, a.big, b.small[2 * n], b.small[2 * n + 1]);
+      mma_tf32_m16n8k8(d + 4 * n, a.small, b.big[2 * n], b.big[2 * n + 1]);
+      if (!kTransposed) mma_tf32_m16n8k8(d + 4 * n, a.big, b.small[2 * n], b.small[2 * n + 1]);
+      mma_tf32_m16n8k8(d + 4 * n, a.big, b.big[2 * n], b.big[2 * n + 1]);
     }
   }
 };
