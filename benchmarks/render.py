@@ -55,8 +55,7 @@ def full_table(rows: Sequence[Row]) -> str:
     header += ["peak MB", "rel. error", "times as fast", "95 % interval", "rounds"]
     lines = []
     for row in rows:
-        name = f"{row['label']}<br>`{row['shape']}`" if row["label"] else f"`{row['shape']}`"
-        line = [name, row["dtype"], PASSES[row["pass"]], row["provider"]]
+        line = [_name_of(row), row["dtype"], PASSES[row["pass"]], row["provider"]]
         if row["ms"] is None:
             lines.append([*line, row["status"], *[""] * 8])
             continue
@@ -129,12 +128,16 @@ def readme_block(result: Result, rows: Sequence[Row]) -> str:
 def figures_block(result: Result, rows: Sequence[Row]) -> str:
     """Share of the peak and speed against torch, a line for each shape, a column for each dtype."""
     dtypes = ("fp32", "bf16", "fp16")
-    cells = {(_line_of(row), row["dtype"]): row for row in rows if row["provider"] == "fastattn"}
+    cells = {
+        (_name_of(row), PASSES[row["pass"]], row["dtype"]): row
+        for row in rows
+        if row["provider"] == "fastattn"
+    }
     lines = []
-    for line in dict.fromkeys(line for line, _ in cells):
+    for line in dict.fromkeys(key[:2] for key in cells):
         texts = []
         for dtype in dtypes:
-            row = cells.get((line, dtype))
+            row = cells.get((*line, dtype))
             text = "" if row is None else row["status"]
             if row is not None and row["ms"] is not None:
                 text = f"{row['percent_of_peak']:.0f} %"
@@ -146,8 +149,9 @@ def figures_block(result: Result, rows: Sequence[Row]) -> str:
     return f"{table}\n\n{display.conditions(result)}"
 
 
-def _line_of(row: Row) -> tuple[str, str]:
-    return f"{row['label']}<br>`{row['shape']}`", PASSES[row["pass"]]
+def _name_of(row: Row) -> str:
+    shape = f"`{row['shape']}`"
+    return f"{row['label']}<br>{shape}" if row["label"] else shape
 
 
 def peers_block(result: Result, rows: Sequence[Row]) -> str:
@@ -160,7 +164,7 @@ def peers_block(result: Result, rows: Sequence[Row]) -> str:
         if row["busy"]:
             continue
         name = row["provider"].partition("@")[0]
-        best = by_cell.setdefault(f"{row['label']}<br>`{row['shape']}`", {})
+        best = by_cell.setdefault(_name_of(row), {})
         if row["ms"] is not None and (name not in best or row["ms"] < best[name]["ms"]):
             best[name] = row
     peers = list(dict.fromkeys(row["provider"].partition("@")[0] for row in rows))

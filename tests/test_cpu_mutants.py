@@ -8,6 +8,7 @@ until one of them fails.
 from __future__ import annotations
 
 import shlex
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -109,9 +110,9 @@ def _made_again(target: str, new: dict[str, str]) -> None:
     subprocess.run(command, cwd=BUILD, check=True, capture_output=True, text=True)
 
 
-def _judged(library: Path, op: str, dtype: str) -> str:
+def _judged(library: str, op: str, dtype: str) -> str:
     """By which case it is caught, or "survived"; a mutant may also crash."""
-    command = [sys.executable, "-c", _JUDGE, str(library), op, dtype]
+    command = [sys.executable, "-c", _JUDGE, library, op, dtype]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, cwd=ROOT)
     if done.returncode < 0:
         return f"caught: it died of signal {-done.returncode}"
@@ -134,14 +135,10 @@ def test_a_mutant_is_caught(mutant: Mutant, tmp_path: Path) -> None:
     isa = native.build_info()["supported"][-1]
     name = f"{mutant.compiled}.{isa}.o"
     # The kernels include their headers by the way from their own folder, so all of them move.
-    for folder in ("csrc/cpu", "csrc/cpu/kernels", "csrc/cpu/simd", "csrc"):
-        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
-        for file in (ROOT / folder).iterdir():
-            if file.is_file():
-                text = file.read_text()
-                if file == KERNELS / mutant.file:
-                    text = text.replace(mutant.old, mutant.new)
-                (tmp_path / folder / file.name).write_text(text)
+    shutil.copytree(ROOT / "csrc/cpu", tmp_path / "csrc/cpu")
+    shutil.copy2(ROOT / "csrc/params.h", tmp_path / "csrc")
+    file = tmp_path / "csrc/cpu/kernels" / mutant.file
+    file.write_text(file.read_text().replace(mutant.old, mutant.new))
     changed, library = str(tmp_path / name), str(tmp_path / "_cpu.so")
     source = f"csrc/cpu/kernels/{mutant.compiled}.cpp"
     _made_again(
@@ -150,7 +147,6 @@ def test_a_mutant_is_caught(mutant: Mutant, tmp_path: Path) -> None:
     )
     whole = _ninja("targets", "rule", "link")
     _made_again(whole, {name: changed, whole: library})
-    verdict = _judged(Path(library), mutant.op, mutant.dtype)
     verdict = _judged(library, mutant.op, mutant.dtype)
     print(f"{mutant}: {verdict}")
     assert verdict.startswith("caught"), verdict
