@@ -210,12 +210,19 @@ def plan_cpu() -> Plan:
     return Plan(compiler, objects, [*words("LDFLAGS"), "-fopenmp", *link_flags], record)
 
 
+def is_for_hopper(source: Path) -> bool:
+    return source.stem.startswith("hopper")
+
+
 def cuda_elements(source: Path) -> tuple[str, ...]:
     """The element types that kernels are compiled for; tf32 is float32 to all but attention."""
+    if is_for_hopper(source):
+        return ("Bf16", "F16")
     return ("Bf16", "F16", "F32", *(["Tf32"] if source.stem.startswith("attention") else []))
 
 
 CUDA_ARCHS = "80;90a"
+HOPPER_ARCH = "-gencode=arch=compute_90a,code=sm_90a"
 
 
 def find_nvcc() -> str:
@@ -262,16 +269,21 @@ def plan_cuda() -> Plan:
     compiler = find_compiler()
     runtime = cuda_toolkit(nvcc)
     archs = os.environ.get("FASTATTN_CUDA_ARCHS", CUDA_ARCHS)
-    flags = ["-std=c++17", "-O3", "-Xcompiler=-fPIC,-fvisibility=hidden"]
-    flags += architecture_flags(archs)
-    objects = [
-        (source, f"{source.stem}.{element}.o", [*flags, f"-DFASTATTN_ELEMENT={element}"])
-        for source in sorted((ROOT / "csrc/cuda/kernels").glob("*.cu"))
-        for element in cuda_elements(source)
-    ]
+    common = ["-std=c++17", "-O3", "-Xcompiler=-fPIC,-fvisibility=hidden"]
+    flags = [*common, *architecture_flags(archs)]
+    hopper = "90a" in archs.split(";")  # its kernels are for no other
+    objects = []
+    for source in sorted((ROOT / "csrc/cuda/kernels").glob("*.cu")):
+        if is_for_hopper(source) and not hopper:
+            continue
+        chosen = [*common, HOPPER_ARCH] if is_for_hopper(source) else flags
+        for element in cuda_elements(source):
+            told = [*chosen, f"-DFASTATTN_ELEMENT={element}"]
+            objects.append((source, f"{source.stem}.{element}.o", told))
     includes = (sysconfig.get_paths()["include"], pybind11.get_include())
     host = [*words("CXXFLAGS"), "-std=c++17", "-fPIC", "-fvisibility=hidden", "-O2", "-Wall"]
     host += [*(f"-isystem{path}" for path in includes), f'-DFASTATTN_CUDA_ARCHS="{archs}"']
+    host += ["-DFASTATTN_HOPPER"] if hopper else []
     objects += [(s, f"{s.stem}.o", host) for s in sorted((ROOT / "csrc/cuda").glob("*.cpp"))]
     # The static runtime finds the driver when it is first used, so that the module imports without.
     link = [*words("LDFLAGS"), f"-L{runtime}", "-lcudart_static", "-ldl", "-lrt", "-lpthread"]

@@ -90,7 +90,7 @@ void forward(int dtype, uintptr_t stream, const py::tuple& sizes, const py::tupl
   }
   py::gil_scoped_release release;
   with_element_of_attention(p, [&](auto* element) {
-    attention_forward(element, p, stream);
+    if (!attention_forward_hopper(element, p, stream)) attention_forward(element, p, stream);
     if (w.result == nullptr) return;
     attention_rows(element, p, stream);
     attention_pairs(element, w, stream);

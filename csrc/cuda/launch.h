@@ -12,6 +12,36 @@
 namespace fastattn {
 namespace cuda {
 
+// What the kernels for Hopper need to know of the current device.
+struct Hopper {
+  bool present;
+  int multiprocessors;
+};
+
+// They may be switched off, to test and to measure the others on their machine.
+inline bool& hopper_allowed() {
+#ifdef FASTATTN_EMULATED
+  static bool allowed = false;
+#else
+  static bool allowed = true;
+#endif
+  return allowed;
+}
+
+inline Hopper find_hopper() {
+#ifdef FASTATTN_EMULATED
+  return {hopper_allowed(), 3};
+#else
+  int device = 0, major = 0, minor = 0, count = 0;
+  const bool known =
+      hopper_allowed() && cudaGetDevice(&device) == cudaSuccess &&
+      cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
+      cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) == cudaSuccess &&
+      cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) == cudaSuccess;
+  return {known && major == 9 && minor == 0, count};
+#endif
+}
+
 struct Launch {
   const char* name;    // for errors
   int64_t blocks;      // one dimension; 0 launches nothing

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "kernels/table.h"
+#include "launch.h"
 
 #ifdef FASTATTN_EMULATED
 #include "emulator/machine.h"
@@ -56,6 +57,7 @@ PYBIND11_MODULE(_cuda, m) {
   fastattn::cuda::bind_memory_hops(m);
   fastattn::cuda::bind_sinusoidal(m);
   m.def("build_info", &fastattn::cuda::build_info);
+  m.def("allow_hopper", [](bool allowed) { fastattn::cuda::hopper_allowed() = allowed; });
 #ifdef FASTATTN_EMULATED
   m.def("set_seed", &emulator::set_seed);
 #endif

@@ -30,7 +30,7 @@ SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
 
 # -O1 halves the time to compile; only the emulator itself has loops worth more.
 COMMON = ["-std=c++17", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror"]
-COMMON += ["-Wno-unknown-pragmas", "-DFASTATTN_EMULATED"]
+COMMON += ["-Wno-unknown-pragmas", "-DFASTATTN_EMULATED", "-DFASTATTN_HOPPER"]
 
 
 class CannotBuild(Exception):
@@ -61,6 +61,8 @@ def _emulator() -> Iterable[Unit]:
 
 def elements(source: Path) -> tuple[str, ...]:
     """The element types that kernels are compiled for; tf32 is float32 to all but attention."""
+    if source.stem.startswith("hopper"):
+        return ("Bf16", "F16")
     return ("Bf16", "F16", "F32", *(["Tf32"] if source.stem.startswith("attention") else []))
 
 

@@ -1,12 +1,13 @@
 // The emulator's side of csrc/cuda/ptx/wgmma.h. A product is computed when its group is waited for:
-// until then d holds what it held, and whoever writes to a's or b's memory is too early.
+// until then d holds what it held, and whoever writes to a's or b's memory, or registers, is too
+// early.
 #pragma once
 #include "device.h"
 
 namespace emulator {
 
 struct Wgmma {
-  uint32_t a[4];          // rs
+  const uint32_t* a;      // rs: of four registers
   uint64_t a_descriptor;  // ss
   uint64_t b_descriptor;
   float* d;
@@ -36,6 +37,9 @@ void wgmma_wait(emulator::Place place = emulator::Place::here()) {
   emulator::wait_wgmma(N, place);
 }
 
+template <int kCount>
+void wgmma_arrived(float (&)[kCount]) {}
+
 template <class T>
 constexpr bool kIsHalf = false;
 template <>
@@ -45,22 +49,13 @@ template <class T, int kN, bool kTransposed>
 void wgmma_ss(float (&d)[kN / 2], MatrixDescriptor a, MatrixDescriptor b, bool accumulate,
               emulator::Place place = emulator::Place::here()) {
   emulator::begin_wgmma(
-      {{}, a.bits, b.bits, d, kN, false, kIsHalf<T>, kTransposed, accumulate, place});
+      {nullptr, a.bits, b.bits, d, kN, false, kIsHalf<T>, kTransposed, accumulate, place});
 }
 
 template <class T, int kN, bool kTransposed>
 void wgmma_rs(float (&d)[kN / 2], const uint32_t (&a)[4], MatrixDescriptor b, bool accumulate,
               emulator::Place place = emulator::Place::here()) {
-  emulator::begin_wgmma({{a[0], a[1], a[2], a[3]},
-                         0,
-                         b.bits,
-                         d,
-                         kN,
-                         true,
-                         kIsHalf<T>,
-                         kTransposed,
-                         accumulate,
-                         place});
+  emulator::begin_wgmma({a, 0, b.bits, d, kN, true, kIsHalf<T>, kTransposed, accumulate, place});
 }
 
 }  // namespace cuda

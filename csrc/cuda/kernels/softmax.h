@@ -18,6 +18,19 @@ FASTATTN_DEVICE float sum_of_row(float x) {
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
+// A transposition of 4 x 4 registers between four neighbouring lanes: x[t] of lane n becomes x[n]
+// of lane t.
+FASTATTN_DEVICE void exchange_in_fours(uint32_t (&x)[4], int lane) {
+  FASTATTN_UNROLL
+  for (int bit = 1; bit < 4; bit *= 2) FASTATTN_UNROLL
+  for (int t = 0; t < 4; ++t) {
+    if ((t & bit) != 0) continue;
+    const bool upper = (lane & bit) != 0;
+    const uint32_t theirs = __shfl_xor_sync(0xffffffffu, upper ? x[t] : x[t | bit], bit);
+    (upper ? x[t] : x[t | bit]) = theirs;
+  }
+}
+
 struct OnlineSoftmax {
   float m[2];  // the greatest score so far
   float l[2];  // the sum of exp(s - m), of this thread's columns
@@ -65,6 +78,43 @@ struct OnlineSoftmax {
   FASTATTN_DEVICE double log_sum(int r, double unit) const {
     return l[r] == 0.0f ? static_cast<double>(minus_infinity())
                         : m[r] * unit + log(static_cast<double>(l[r]));
+  }
+};
+
+// The same for dot products that are still to be multiplied by `unit`, and where no mask adds
+// numbers near the greatest there are: one operation less a score. m is scaled, and whatever the
+// product with the unit has rounded away of it is taken from all weights of the row alike.
+struct ScaledSoftmax : OnlineSoftmax {
+  template <int kTiles>
+  FASTATTN_DEVICE void update(float (&s)[kTiles * 4], float unit, float (&shrink)[2]) {
+    const float unit_log2 = unit * kLog2e;
+    FASTATTN_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      float most = minus_infinity();
+      FASTATTN_UNROLL
+      for (int n = 0; n < kTiles; ++n)
+        most = fmaxf(most, fmaxf(s[4 * n + 2 * r], s[4 * n + 2 * r + 1]));
+      most = fmaxf(m[r], max_of_row(most) * unit_log2);
+      // In a row that has seen nothing, -inf - m must not be NaN.
+      const float from = most == minus_infinity() ? 0.0f : most;
+      shrink[r] = exp2_approx(m[r] - from);
+      m[r] = most;
+      float sum = 0.0f;
+      FASTATTN_UNROLL
+      for (int n = 0; n < kTiles; ++n) FASTATTN_UNROLL
+      for (int e = 0; e < 2; ++e) {
+        float& x = s[4 * n + 2 * r + e];
+        x = exp2_approx(fmaf(x, unit_log2, -from));
+        sum += x;
+      }
+      l[r] = l[r] * shrink[r] + sum;
+    }
+  }
+
+  FASTATTN_DEVICE double log_sum(int r, double) const {
+    constexpr double kLn2 = 0.69314718055994531;
+    return l[r] == 0.0f ? static_cast<double>(minus_infinity())
+                        : m[r] * kLn2 + log(static_cast<double>(l[r]));
   }
 };
 

@@ -39,6 +39,15 @@ struct Tf32;
   void memory_hops_backward(const T*, const HopsArguments& p, bool aligned, uintptr_t stream); \
   void sinusoidal(const T*, const SinusoidalParams& p, bool aligned, uintptr_t stream);
 
+// The kernels for Hopper: false if they do not take the call, which the others then do.
+#ifdef FASTATTN_HOPPER
+bool attention_forward_hopper(const Bf16*, const AttentionArguments& p, uintptr_t stream);
+bool attention_forward_hopper(const F16*, const AttentionArguments& p, uintptr_t stream);
+#endif
+inline bool attention_forward_hopper(const void*, const AttentionArguments&, uintptr_t) {
+  return false;
+}
+
 FASTATTN_KERNELS_OF(Bf16)
 FASTATTN_KERNELS_OF(F16)
 FASTATTN_KERNELS_OF(F32)

@@ -4,8 +4,8 @@
 // rows 16 w to 16 w + 15; within them, with g = lane / 4 and q = lane % 4,
 //   d[4 n + 0..3]  (g, 8n + 2q) (g, 8n + 2q + 1) (g + 8, 8n + 2q) (g + 8, 8n + 2q + 1)
 //   a[0..3]        rows g, g + 8, g, g + 8; columns 2q, 2q + 1 and from a[2] on 8 more
-// Order: write registers, wgmma_fence, wgmma..., wgmma_commit, wgmma_wait; in between nothing may
-// touch d, a, or the shared memory that is read.
+// Order: write registers, wgmma_fence, wgmma..., wgmma_commit, wgmma_wait, wgmma_arrived; in
+// between nothing may touch d, a, or the shared memory that is read.
 #pragma once
 #include "../device.h"
 
@@ -30,6 +30,11 @@ FASTATTN_DEVICE MatrixDescriptor describe_matrix(uint32_t shared_address, int le
           static_cast<uint64_t>(stride >> 4) << 32 | kSwizzle128};
 }
 
+// The operand `bytes` further on.
+FASTATTN_DEVICE MatrixDescriptor operator+(MatrixDescriptor d, int bytes) {
+  return {d.bits + static_cast<uint32_t>(bytes >> 4)};
+}
+
 }  // namespace cuda
 }  // namespace fastattn
 
@@ -52,6 +57,14 @@ FASTATTN_DEVICE void wgmma_commit() {
 template <int N>
 FASTATTN_DEVICE void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
+}
+
+// Between wgmma_wait and the first use of what has arrived: the compiler, to which d is known from
+// the moment on that the product begins, must not use it before.
+template <int kCount>
+FASTATTN_DEVICE void wgmma_arrived(float (&d)[kCount]) {
+  FASTATTN_UNROLL
+  for (int n = 0; n < kCount; ++n) asm volatile("" : "+f"(d[n])::"memory");
 }
 
 // d = a b + (accumulate ? d : 0). T is Bf16 or F16 of kernels/element.h; kTransposed: b is

@@ -3,7 +3,10 @@
 python csrc/cuda/ptx/write_wgmma.py > csrc/cuda/ptx/wgmma_instructions.h
 """
 
-COLUMNS = (64, 128)
+# Scores need a and b with their rows in shared memory, and the products with scores have these in
+# registers and b transposed; 64 columns have all forms, for tests.
+ROWS = (64, 80, 96)  # columns of scores
+TRANSPOSED = (64, 96, 128, 192, 256)  # columns of values
 TYPES = {"Bf16": "bf16", "F16": "f16"}
 
 
@@ -62,12 +65,13 @@ def main() -> None:
     print("// Written by write_wgmma.py. Included by wgmma.h, within its namespace.")
     print("// clang-format off")
     for name, element in TYPES.items():
-        for n in COLUMNS:
-            for transposed in (False, True):
+        for transposed, columns in ((False, ROWS), (True, TRANSPOSED)):
+            for n in columns:
                 flag = str(transposed).lower()
                 print(f"template <>\nstruct Wgmma<{name}, {n}, {flag}> {{")
-                print(instruction(element, n, transposed, False), end="")
-                print(instruction(element, n, transposed, True), end="")
+                for in_registers in (False, True):
+                    if n == 64 or in_registers == transposed:
+                        print(instruction(element, n, transposed, in_registers), end="")
                 print("};")
     print("// clang-format on")
 

@@ -1,0 +1,55 @@
+#include "hopper_forward.h"
+
+#include <algorithm>
+#include <type_traits>
+
+#include "hopper_host.h"
+
+namespace fastattn {
+namespace cuda {
+
+namespace {
+
+constexpr bool kIsF16 = std::is_same<FASTATTN_ELEMENT, F16>::value;
+
+// False if TMA cannot copy an operand.
+template <class Shape, bool kGeneral>
+bool run(HopperArguments& p, int multiprocessors, uintptr_t stream) {
+  p.group = static_cast<int>(p.Hq / p.Hkv);
+  p.tile_rows = hopper::kRows / p.group;
+  const int64_t batches = p.q_starts == nullptr ? p.B : 1;
+  auto describe = [&](const Tensor4& t, int64_t H, int64_t L, int64_t columns, int heads, int rows,
+                      TensorOperand& operand) {
+    return hopper::describe(t, kIsF16, batches, H, L, columns, heads, rows, operand);
+  };
+  if (!describe(p.q, p.Hq, p.Lq, p.D, p.group, p.tile_rows, p.q_operand) ||
+      !describe(p.k, p.Hkv, p.Lk, p.D, 1, Shape::kKeys, p.k_operand) ||
+      !describe(p.v, p.Hkv, p.Lk, p.Dv, 1, Shape::kKeys, p.v_operand))
+    return false;
+  hopper::cut(p, p.q_starts, p.Lq, p.Lk);
+  launch({"attention_forward_hopper", std::min(p.tiles, multiprocessors), hopper::kThreads,
+          Shape::kSharedBytes, stream, shapes(p)},
+         attention_forward_hopper_kernel<FASTATTN_ELEMENT, Shape::kQ, Shape::kV, kGeneral>, p);
+  return true;
+}
+
+}  // namespace
+
+bool attention_forward_hopper(const FASTATTN_ELEMENT*, const AttentionArguments& given,
+                              uintptr_t stream) {
+  const Hopper device = find_hopper();
+  if (!hopper::takes(device, given)) return false;
+  HopperArguments p{};
+  static_cast<AttentionArguments&>(p) = given;
+  bool done = false;
+  hopper::with_widths(p, [&](auto width, auto value_width) {
+    constexpr int kQ = decltype(width)::value, kV = decltype(value_width)::value;
+    done = is_plain(p)
+               ? run<HopperForwardShape<kQ, kV, false>, false>(p, device.multiprocessors, stream)
+               : run<HopperForwardShape<kQ, kV, true>, true>(p, device.multiprocessors, stream);
+  });
+  return done;
+}
+
+}  // namespace cuda
+}  // namespace fastattn

@@ -1,0 +1,532 @@
+// Attention forward for Hopper: O = softmax(scale Q K^T + bias) V, by TMA and wgmma.
+//
+// A block of threads takes tiles of 128 rows, one after the other, 64 for each consumer. While one
+// computes a softmax, on the tensor cores are
+//   its own   P_{j-1} V_{j-1} and Q K_{j+1}^T, begun before, and then
+//   the other consumer's, which has its turn: barriers let them issue products in turns.
+// So S has two buffers of registers and K one buffer more than V.
+#pragma once
+#include <type_traits>
+
+#include "hopper.h"
+#include "softmax.h"
+
+namespace fastattn {
+namespace cuda {
+
+// The keys of a step, by the widths of Q and K, and of V: as many as registers and shared memory
+// hold. A consumer's thread has half a row of O, of each S and a quarter of one of P.
+constexpr int forward_registers(int keys, int value_width, int score_buffers) {
+  return value_width / 2 + score_buffers * keys / 2 + keys / 4 + hopper::kSpareRegisters;
+}
+
+template <int kQueryWidth, int kValueWidth, bool kGeneral>
+struct HopperForwardShape {
+  static constexpr int kQ = kQueryWidth, kV = kValueWidth;
+  static constexpr int kKeys = kGeneral    ? 64
+                               : kV == 64  ? 96
+                               : kV == 96  ? 80
+                               : kV == 128 ? 80
+                               : kV == 192 ? 64
+                                           : 80;
+  // Scores have two buffers of registers, which options and 256 columns of O leave no room for.
+  static constexpr bool kOverlapped = !kGeneral && kV < 256;
+  static constexpr int kKStages = kOverlapped ? 3 : 2, kVStages = 2;
+  using QTile = hopper::SwizzledTile<hopper::kRows, kQ>;
+  using KTile = hopper::SwizzledTile<kKeys, kQ>;
+  using VTile = hopper::SwizzledTile<kKeys, kV>;
+  static constexpr int kTileBytes =
+      QTile::kBytes + kKStages * KTile::kBytes + kVStages * VTile::kBytes;
+  static constexpr int kBarriers = 2 + 2 * kKStages + 3 * kVStages;
+  // The tiles, the barriers, and for each key of two steps a flag.
+  static constexpr int kSharedBytes = kTileBytes + 8 * kBarriers + 2 * 4 * kKeys;
+  static_assert(kSharedBytes <= hopper::kMaxSharedBytes, "too much shared memory");
+  static_assert(forward_registers(kKeys, kV, kOverlapped ? 2 : 1) <= hopper::kConsumerRegisters,
+                "too many registers");
+};
+
+template <class T, class Shape, bool kGeneral>
+struct HopperForward {
+  static constexpr int kKeys = Shape::kKeys, kKeyTiles = kKeys / 8, kValueTiles = Shape::kV / 8;
+  using KRing = hopper::Ring<Shape::kKStages>;
+  using VRing = hopper::Ring<Shape::kVStages>;
+  using QRing = hopper::Ring<1>;
+  using Scores = float[kKeys / 2];
+  using Softmax = typename std::conditional<kGeneral, OnlineSoftmax, ScaledSoftmax>::type;
+
+  const HopperArguments& given;
+  typename Shape::QTile q_tile;
+  char *k_tiles, *v_tiles;
+  uint64_t *q_full, *q_empty, *k_full, *k_empty, *v_full, *v_empty, *v_landed;
+  int* seen;  // [2, kKeys]
+
+  FASTATTN_DEVICE explicit HopperForward(const HopperArguments& arguments) : given(arguments) {
+    char* shared = dynamic_shared();
+    q_tile.data = shared;
+    k_tiles = shared + Shape::QTile::kBytes;
+    v_tiles = k_tiles + Shape::kKStages * Shape::KTile::kBytes;
+    q_full = reinterpret_cast<uint64_t*>(shared + Shape::kTileBytes);
+    q_empty = q_full + 1;
+    k_full = q_empty + 1;
+    k_empty = k_full + Shape::kKStages;
+    v_full = k_empty + Shape::kKStages;
+    v_empty = v_full + Shape::kVStages;
+    v_landed = v_empty + Shape::kVStages;
+    seen = reinterpret_cast<int*>(v_landed + Shape::kVStages);
+  }
+
+  FASTATTN_DEVICE typename Shape::KTile k_tile(int stage) const {
+    return {k_tiles + stage * Shape::KTile::kBytes};
+  }
+  FASTATTN_DEVICE typename Shape::VTile v_tile(int stage) const {
+    return {v_tiles + stage * Shape::VTile::kBytes};
+  }
+
+  FASTATTN_DEVICE void init_barriers() const {
+    constexpr int kConsumerWarps = 4 * hopper::kConsumers;
+    mbarrier_init(q_full, 1);
+    mbarrier_init(q_empty, kConsumerWarps);
+    for (int n = 0; n < Shape::kKStages; ++n) {
+      mbarrier_init(k_full + n, 1);
+      mbarrier_init(k_empty + n, kConsumerWarps);
+    }
+    for (int n = 0; n < Shape::kVStages; ++n) {
+      mbarrier_init(v_full + n, 1);
+      mbarrier_init(v_empty + n, kConsumerWarps);
+      mbarrier_init(v_landed + n, 1);
+    }
+    mbarrier_fence_init();
+  }
+
+  // One tile of queries.
+  struct Work {
+    AttentionArguments p;
+    int b, h_kv, i0, last_query;
+    Range keys;        // that some query sees
+    int begin, count;  // the first key of the first step, and steps
+
+    FASTATTN_DEVICE int key(int j) const { return begin + j * kKeys; }
+    // Do keys that no query sees come with step j? Those outside of the tensor are zeros.
+    FASTATTN_DEVICE bool is_edge(int j, int64_t tensor_rows) const {
+      const int first = key(j), last = first + kKeys;
+      const int64_t rows = tensor_rows - p.k_row;
+      return first < keys.begin || (keys.end < last && keys.end < rows);
+    }
+  };
+
+  // f(work) for each tile of this block of threads that has keys to see, or for each at all.
+  template <bool kAll, class F>
+  FASTATTN_DEVICE void for_each_tile(F f) const {
+    for (int round = 0;; ++round) {
+      const int tile = hopper::tile_of_round(round);
+      if (tile >= given.tiles) break;
+      Work work{};
+      work.p = given;
+      Block block;
+      if (!hopper::enter_tile<true>(given, tile, work.p, block)) continue;
+      work.b = block.b;
+      work.h_kv = block.h;
+      work.i0 = block.row;
+      const int rows = static_cast<int>(work.p.Lq);
+      work.last_query = rows < work.i0 + given.tile_rows ? rows : work.i0 + given.tile_rows;
+      work.keys = keys_of_queries(work.p, work.i0, work.last_query);
+      work.begin = work.keys.begin / kKeys * kKeys;
+      const int length = work.keys.end - work.begin;
+      work.count = work.keys.end <= work.keys.begin ? 0 : (length + kKeys - 1) / kKeys;
+      if (kAll || work.count > 0) f(work);
+    }
+  }
+
+  // -- the producer ------------------------------------------------------------------------------
+
+  // By one warp.
+  FASTATTN_DEVICE void load_all() const {
+    prefetch_tensor_map(given.q_operand.map);
+    prefetch_tensor_map(given.k_operand.map);
+    prefetch_tensor_map(given.v_operand.map);
+    QRing q_ring;
+    KRing k_ring;
+    VRing v_ring;
+    for_each_tile<false>([&](const Work& work) {
+      const auto& q = given.q_operand;
+      const auto& k = given.k_operand;
+      const auto& v = given.v_operand;
+      mbarrier_wait(q_empty, q_ring.parity ^ 1);
+      q_tile.load(q.map, q_full, given.tile_rows * given.group,
+                  work.h_kv * given.group * q.head_step, work.p.q_row + work.i0,
+                  work.b * q.batch_step);
+      q_ring.advance();
+      // K goes one step ahead of V.
+      for (int j = 0; j <= work.count; ++j) {
+        if (j < work.count) {
+          mbarrier_wait(k_empty + k_ring.stage, k_ring.parity ^ 1);
+          k_tile(k_ring.stage)
+              .load(k.map, k_full + k_ring.stage, kKeys, work.h_kv * k.head_step,
+                    work.p.k_row + work.key(j), work.b * k.batch_step);
+          k_ring.advance();
+        }
+        if (j == 0) continue;
+        mbarrier_wait(v_empty + v_ring.stage, v_ring.parity ^ 1);
+        uint64_t* barrier = work.is_edge(j - 1, given.Lk) ? v_landed : v_full;
+        v_tile(v_ring.stage)
+            .load(v.map, barrier + v_ring.stage, kKeys, work.h_kv * v.head_step,
+                  work.p.k_row + work.key(j - 1), work.b * v.batch_step);
+        v_ring.advance();
+      }
+    });
+  }
+
+  // 0 times what a key holds that no query sees may be NaN: it becomes 0. By one warp.
+  FASTATTN_DEVICE void clear_all() const {
+    const int lane = static_cast<int>(threadIdx.x) & 31;
+    VRing ring;
+    int landed = 0;  // a bit for each stage: the parity of v_landed
+    for_each_tile<false>([&](const Work& work) {
+      for (int j = 0; j < work.count; ++j) {
+        if (work.is_edge(j, given.Lk)) {
+          mbarrier_wait(v_landed + ring.stage, landed >> ring.stage & 1);
+          landed ^= 1 << ring.stage;
+          v_tile(ring.stage).template clear_rows<32>(lane, [&](int row) {
+            return work.keys.has(work.key(j) + row);
+          });
+          fence_proxy_async();
+          __syncwarp();
+          if (lane == 0) mbarrier_arrive(v_full + ring.stage);
+        }
+        ring.advance();
+      }
+    });
+  }
+
+  // -- the consumers -----------------------------------------------------------------------------
+
+  struct Consumer {
+    const HopperForward& k;  // the kernel
+    const int consumer, lane;
+    float o[Shape::kV / 2];  // of O, not yet divided by the sum of the weights
+    Scores scores[2];
+    uint32_t weights[kKeys / 16][4];
+    Softmax softmax;
+    float unit;      // of the scores
+    int i[2];        // the queries of this thread's rows
+    Range all_seen;  // steps whose keys all queries of this consumer see
+    QRing q_ring;
+    KRing k_ring;
+    VRing v_ring;
+    MatrixDescriptor q_rows, k_rows, v_columns;  // of the first buffers
+
+    FASTATTN_DEVICE Consumer(const HopperForward& kernel, int which)
+        : k(kernel), consumer(which), lane(static_cast<int>(threadIdx.x) & 31) {
+      unit = kGeneral ? 1.0f : k.given.scale_float;
+      q_rows = k.q_tile.of_rows() + 64 * 128 * consumer;
+      k_rows = k.k_tile(0).of_rows();
+      v_columns = k.v_tile(0).of_columns();
+    }
+
+    // Row of the tile, of this thread.
+    FASTATTN_DEVICE int row(int r) const {
+      return 16 * ((static_cast<int>(threadIdx.x) - 128) / 32) + 8 * r + lane / 4;
+    }
+    FASTATTN_DEVICE int head(const Work& work, int r) const {
+      return work.h_kv * k.given.group + row(r) % k.given.group;
+    }
+
+    // Barrier 1 + c is consumer c's turn to begin products.
+    FASTATTN_DEVICE void await_turn() const { barrier_sync(1 + consumer, 256); }
+    FASTATTN_DEVICE void pass_turn() const { barrier_arrive(2 - consumer, 256); }
+
+    FASTATTN_DEVICE void release(uint64_t* barrier) const {
+      if (lane == 0) mbarrier_arrive(barrier);
+    }
+
+    // The next S = Q K^T, begun.
+    FASTATTN_DEVICE void begin_scores(Scores& s) const {
+      mbarrier_wait(k.k_full + k_ring.stage, k_ring.parity);
+      const MatrixDescriptor b = k_rows + k_ring.stage * Shape::KTile::kBytes;
+      wgmma_fence();
+      FASTATTN_UNROLL
+      for (int step = 0; step < Shape::kQ / 16; ++step)
+        wgmma_ss<T, kKeys, false>(s, q_rows + Shape::QTile::columns_at(step),
+                                  b + Shape::KTile::columns_at(step), step > 0);
+      wgmma_commit();
+    }
+
+    // It has been computed.
+    FASTATTN_DEVICE void end_scores(Scores& s) {
+      wgmma_arrived(s);
+      release(k.k_empty + k_ring.stage);
+      k_ring.advance();
+    }
+
+    // O += P V, begun.
+    FASTATTN_DEVICE void begin_values() {
+      const MatrixDescriptor b = v_columns + v_ring.stage * Shape::VTile::kBytes;
+      wgmma_fence();
+      FASTATTN_UNROLL
+      for (int step = 0; step < kKeys / 16; ++step)
+        wgmma_rs<T, Shape::kV, true>(o, weights[step], b + Shape::VTile::rows_at(step), true);
+      wgmma_commit();
+    }
+
+    FASTATTN_DEVICE void run(const Work& work) {
+      softmax.init();
+      FASTATTN_UNROLL
+      for (int n = 0; n < Shape::kV / 2; ++n) o[n] = 0.0f;
+      FASTATTN_UNROLL
+      for (int r = 0; r < 2; ++r)
+        i[r] = row(r) < k.given.tile_rows * k.given.group ? work.i0 + row(r) / k.given.group
+                                                          : static_cast<int>(work.p.Lq);
+      const int count = work.count;
+      if (count > 0) {
+        all_seen = find_all_seen(work);
+        mbarrier_wait(k.q_full, q_ring.parity);
+        if (Shape::kOverlapped)
+          run_overlapped(work);
+        else
+          run_one_by_one(work);
+        wgmma_wait<0>();
+        end_values();
+        q_ring.advance();
+      }
+      finish(work);
+    }
+
+    FASTATTN_DEVICE Range find_all_seen(const Work& work) const {
+      const int first = work.i0 + 64 * consumer / k.given.group;
+      const int last = work.i0 + (64 * consumer + 63) / k.given.group;
+      const Range of_first = visible_keys(work.p, first);
+      const Range of_last =
+          visible_keys(work.p, last < work.last_query ? last : work.last_query - 1);
+      return {(of_last.begin - work.begin + kKeys - 1) / kKeys,
+              (of_first.end - work.begin) / kKeys};
+    }
+
+    // With options: P V_{j-1} and then Q K_j^T are computed while the other consumer weighs.
+    FASTATTN_DEVICE void run_one_by_one(const Work& work) {
+      for (int j = 0; j < work.count; ++j) {
+        begin_scores(scores[0]);
+        wgmma_wait<0>();
+        end_scores(scores[0]);
+        if (j > 0) end_values();
+        if (j + 1 == work.count) release(k.q_empty);
+        float shrink[2];
+        weigh(work, j, scores[0], shrink);
+        take_weights(shrink, scores[0]);
+        begin_values();
+      }
+    }
+
+    // Without: S has two buffers, and code for each, since registers have no addresses. Its
+    // products must not be begun in a branch, or the compiler waits for each of them.
+    FASTATTN_DEVICE void run_overlapped(const Work& work) {
+      begin_scores(scores[0]);
+      wgmma_wait<0>();
+      end_scores(scores[0]);
+      await_turn();
+      int j = 0;
+      for (; j + 2 < work.count; j += 2) {
+        step(work, j, scores[0], scores[1]);
+        step(work, j + 1, scores[1], scores[0]);
+      }
+      if (j + 1 < work.count) {
+        step(work, j, scores[0], scores[1]);
+        last_step(work, j + 1, scores[1]);
+      } else {
+        last_step(work, j, scores[0]);
+      }
+    }
+
+    // S_j is there, P V_{j-1} on its way. Q K_{j+1}^T is computed while this takes the softmax.
+    FASTATTN_DEVICE void step(const Work& work, int j, Scores& s, Scores& next) {
+      begin_scores(next);
+      pass_turn();
+      float shrink[2];
+      weigh(work, j, s, shrink);
+      wgmma_wait<1>();
+      if (j > 0) end_values();
+      take_weights(shrink, s);
+      await_turn();
+      begin_values();
+      wgmma_wait<1>();
+      end_scores(next);
+    }
+
+    FASTATTN_DEVICE void last_step(const Work& work, int j, Scores& s) {
+      pass_turn();
+      release(k.q_empty);
+      float shrink[2];
+      weigh(work, j, s, shrink);
+      wgmma_wait<0>();
+      if (j > 0) end_values();
+      take_weights(shrink, s);
+      begin_values();
+    }
+
+    // Scores become weights.
+    FASTATTN_DEVICE void weigh(const Work& work, int j, Scores& s, float (&shrink)[2]) {
+      apply_options(work, j, s);
+      if (kGeneral && work.p.mask.data != nullptr) clear_unseen_values(s);
+      softmax.template update<kKeyTiles>(s, unit, shrink);
+      if (kGeneral) drop(work, j, s);
+    }
+
+    // It has been computed.
+    FASTATTN_DEVICE void end_values() {
+      wgmma_arrived(o);
+      release(k.v_empty + v_ring.stage);
+      v_ring.advance();
+    }
+
+    // O is brought to the new maximum, and P V made ready.
+    FASTATTN_DEVICE void take_weights(const float (&shrink)[2], Scores& s) {
+      FASTATTN_UNROLL
+      for (int e = 0; e < Shape::kV / 2; ++e) o[e] *= shrink[e / 2 % 2];
+      wgmma_arrived(s);  // or the old weights and these were kept at a time
+      FASTATTN_UNROLL
+      for (int e = 0; e < kKeys / 4; ++e) weights[e / 4][e % 4] = T::pack(s[2 * e], s[2 * e + 1]);
+      mbarrier_wait(k.v_full + v_ring.stage, v_ring.parity);
+    }
+
+    static FASTATTN_DEVICE int column_of(int n, int e) {
+      return 8 * n + 2 * (static_cast<int>(threadIdx.x) & 3) + e;
+    }
+
+    // Dot products become scores. Without options they stay unscaled, and only the window counts.
+    FASTATTN_DEVICE void apply_options(const Work& work, int j, Scores& s) const {
+      const int j0 = work.key(j);
+      if (!kGeneral && all_seen.has(j)) return;
+      FASTATTN_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        const Options options(work.p, work.b, head(work, r));
+        const Range visible = visible_keys(work.p, i[r]);
+        FASTATTN_UNROLL
+        for (int n = 0; n < kKeyTiles; ++n) FASTATTN_UNROLL
+        for (int e = 0; e < 2; ++e) {
+          float& x = s[4 * n + 2 * r + e];
+          const int key = j0 + column_of(n, e);
+          if (kGeneral)
+            x = options.score(x, i[r], key, visible).value;
+          else if (!visible.has(key))
+            x = minus_infinity();
+        }
+      }
+    }
+
+    // The values of keys that the mask hides from all queries of the tile become zeros. Flags have
+    // two buffers: those of the next step are cleared while these are read.
+    FASTATTN_DEVICE void clear_unseen_values(const Scores& s) const {
+      static_assert(Shape::kVStages == 2, "flags have a buffer for each stage");
+      constexpr int kCount = 128 * hopper::kConsumers, kBarrier = 1 + hopper::kConsumers;
+      const int thread = static_cast<int>(threadIdx.x) - 128;
+      int* flags = k.seen + v_ring.stage * kKeys;
+      int* next = k.seen + (1 - v_ring.stage) * kKeys;
+      bool any[kKeyTiles * 2] = {};
+      FASTATTN_UNROLL
+      for (int e = 0; e < kKeys / 2; ++e) any[e / 4 * 2 + e % 2] |= s[e] != minus_infinity();
+      FASTATTN_UNROLL
+      for (int e = 0; e < kKeyTiles * 2; ++e)
+        if (any[e]) flags[column_of(e / 2, e % 2)] = 1;  // from several threads, but always 1
+      mbarrier_wait(k.v_full + v_ring.stage, v_ring.parity);
+      barrier_sync(kBarrier, kCount);
+      for (int key = thread; key < kKeys; key += kCount) next[key] = 0;
+      k.v_tile(v_ring.stage).template clear_rows<kCount>(thread, [&](int row) {
+        return flags[row] != 0;
+      });
+      fence_proxy_async();
+      barrier_sync(kBarrier, kCount);
+    }
+
+    FASTATTN_DEVICE void drop(const Work& work, int j, Scores& s) const {
+      FASTATTN_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        const Options options(work.p, work.b, head(work, r));
+        if (!options.drops()) return;
+        FASTATTN_UNROLL
+        for (int n = 0; n < kKeyTiles; ++n) {
+          const Words words = options.words(i[r], work.key(j) + 8 * n);
+          FASTATTN_UNROLL
+          for (int e = 0; e < 2; ++e) {
+            float& x = s[4 * n + 2 * r + e];
+            const float kept = options.kept(words, column_of(n, e));
+            x = kept == 0.0f ? 0.0f : x * kept;  // what is dropped is 0, even if it is NaN
+          }
+        }
+      }
+    }
+
+    // O / l to global memory. The four lanes of a row exchange what they have, so that each writes
+    // 16 bytes of it, and the four 64 in a line.
+    FASTATTN_DEVICE void finish(const Work& work) {
+      softmax.finish();
+      const int lane4 = lane & 3;
+      FASTATTN_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        const float inverse = softmax.inverse_sum(r);
+        const bool there = i[r] < work.last_query;
+        const int h = head(work, r);
+        const Tensor4& out = work.p.out;
+        auto* to = static_cast<uint16_t*>(out.data) + work.b * out.stride[0] + h * out.stride[1] +
+                   (work.p.q_row + int64_t(i[r])) * out.stride[2];
+        FASTATTN_UNROLL
+        for (int n = 0; n < kValueTiles; n += 4) {
+          uint32_t x[4];  // of tiles n..n + 3; then of tile n + lane4, of its four pairs
+          FASTATTN_UNROLL
+          for (int t = 0; t < 4; ++t) {
+            const float* pair = o + 4 * (n + t) + 2 * r;
+            x[t] = T::pack(pair[0] * inverse, pair[1] * inverse);
+          }
+          exchange_in_fours(x, lane4);
+          const int column = 8 * (n + lane4);
+          if (there) store_columns(to, column, x, work.p);
+        }
+        if (there && lane4 == 0)
+          work.p.lse[stats_row(work.p, work.b, h, i[r])] =
+              softmax.log_sum(r, kGeneral ? 1.0 : work.p.scale);
+      }
+    }
+
+    FASTATTN_DEVICE static void store_columns(uint16_t* row, int column, const uint32_t (&x)[4],
+                                              const AttentionArguments& p) {
+      struct alignas(16) Chunk {
+        uint32_t x[4];
+      };
+      if (column + 8 <= p.Dv) {
+        *reinterpret_cast<Chunk*>(row + column) = {{x[0], x[1], x[2], x[3]}};
+        return;
+      }
+      FASTATTN_UNROLL
+      for (int e = 0; e < 8; ++e)
+        if (column + e < p.Dv) row[column + e] = static_cast<uint16_t>(x[e / 2] >> 16 * (e % 2));
+    }
+  };
+};
+
+template <class T, int kQueryWidth, int kValueWidth, bool kGeneral>
+__global__ void __launch_bounds__(hopper::kThreads, 1)
+    attention_forward_hopper_kernel(const __grid_constant__ HopperArguments given) {
+// The host's pass must see the body, and no other architecture's can have it.
+#if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  using Shape = HopperForwardShape<kQueryWidth, kValueWidth, kGeneral>;
+  using Kernel = HopperForward<T, Shape, kGeneral>;
+  const Kernel kernel(given);
+  const int thread = static_cast<int>(threadIdx.x), warp = hopper::uniform(thread / 32);
+  if (thread == 0) kernel.init_barriers();
+  for (int n = thread; kGeneral && n < 2 * Shape::kKeys; n += hopper::kThreads) kernel.seen[n] = 0;
+  __syncthreads();
+  if (warp < 4) {
+    give_registers<hopper::kProducerRegisters>();
+    if (warp == 0) kernel.load_all();
+    if (warp == 1) kernel.clear_all();
+    return;
+  }
+  take_registers<hopper::kConsumerRegisters>();
+  const int consumer = warp / 4 - 1;
+  typename Kernel::Consumer me(kernel, consumer);
+  if (Shape::kOverlapped && consumer == 1) me.pass_turn();
+  kernel.template for_each_tile<true>([&](const typename Kernel::Work& work) { me.run(work); });
+  if (Shape::kOverlapped && consumer == 0) me.await_turn();
+#endif
+}
+
+}  // namespace cuda
+}  // namespace fastattn
