@@ -1,5 +1,6 @@
 // Launching a kernel, by CUDA or by the emulator; an error is an exception that names the launch.
 #pragma once
+#include <map>
 #include <stdexcept>
 #include <string>
 
@@ -51,6 +52,14 @@ struct Launch {
   std::string shapes;  // for errors
 };
 
+#ifdef FASTATTN_EMULATED
+// How often each kernel was launched, by its name: by this a test sees which of them took a call.
+inline std::map<std::string, int>& launches() {
+  static std::map<std::string, int> counts;
+  return counts;
+}
+#endif
+
 inline void refuse(const Launch& launch, const std::string& what) {
   throw std::runtime_error(std::string("fastattn: ") + launch.name + " [" + launch.shapes +
                            "]: " + what);
@@ -61,6 +70,7 @@ void launch(const Launch& how, void (*kernel)(Arguments), const Arguments& argum
   if (how.blocks == 0) return;
   if (how.blocks > 0x7fffffff) refuse(how, "more than 2^31 - 1 blocks");
 #ifdef FASTATTN_EMULATED
+  ++launches()[how.name];
   emulator::run_grid({static_cast<unsigned>(how.blocks)}, {static_cast<unsigned>(how.threads)},
                      static_cast<size_t>(how.shared_bytes), [&] { kernel(arguments); });
 #else

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "kernels/table.h"
@@ -60,5 +61,6 @@ PYBIND11_MODULE(_cuda, m) {
   m.def("allow_hopper", [](bool allowed) { fastattn::cuda::hopper_allowed() = allowed; });
 #ifdef FASTATTN_EMULATED
   m.def("set_seed", &emulator::set_seed);
+  m.def("take_launches", [] { return std::exchange(fastattn::cuda::launches(), {}); });
 #endif
 }
