@@ -110,6 +110,7 @@ struct Ring {
     stage = 0;
     parity ^= 1;
   }
+  FASTATTN_DEVICE int previous() const { return (stage == 0 ? kStages : stage) - 1; }
 };
 
 // x, which is the same in all threads of a warp, and known to be so: what follows from it is kept

@@ -258,6 +258,12 @@ struct HopperForward {
       k_ring.advance();
     }
 
+    // Before the wait for P V that follows the softmax. It is a loop: without one the compiler puts
+    // that wait in front of all exponentials, and P V is not computed beside them.
+    FASTATTN_DEVICE void await_values() const {
+      mbarrier_wait(k.v_full + v_ring.stage, v_ring.parity);
+    }
+
     // O += P V, begun.
     FASTATTN_DEVICE void begin_values() {
       const MatrixDescriptor b = v_columns + v_ring.stage * Shape::VTile::kBytes;
@@ -266,6 +272,7 @@ struct HopperForward {
       for (int step = 0; step < kKeys / 16; ++step)
         wgmma_rs<T, Shape::kV, true>(o, weights[step], b + Shape::VTile::rows_at(step), true);
       wgmma_commit();
+      v_ring.advance();
     }
 
     FASTATTN_DEVICE void run(const Work& work) {
@@ -311,6 +318,7 @@ struct HopperForward {
         if (j + 1 == work.count) release(k.q_empty);
         float shrink[2];
         weigh(work, j, scores[0], shrink);
+        await_values();
         take_weights(shrink, scores[0]);
         begin_values();
       }
@@ -342,6 +350,7 @@ struct HopperForward {
       pass_turn();
       float shrink[2];
       weigh(work, j, s, shrink);
+      await_values();
       wgmma_wait<1>();
       if (j > 0) end_values();
       take_weights(shrink, s);
@@ -356,6 +365,7 @@ struct HopperForward {
       release(k.q_empty);
       float shrink[2];
       weigh(work, j, s, shrink);
+      await_values();
       wgmma_wait<0>();
       if (j > 0) end_values();
       take_weights(shrink, s);
@@ -373,8 +383,7 @@ struct HopperForward {
     // It has been computed.
     FASTATTN_DEVICE void end_values() {
       wgmma_arrived(o);
-      release(k.v_empty + v_ring.stage);
-      v_ring.advance();
+      release(k.v_empty + v_ring.previous());
     }
 
     // O is brought to the new maximum, and P V made ready.
@@ -384,7 +393,6 @@ struct HopperForward {
       wgmma_arrived(s);  // or the old weights and these were kept at a time
       FASTATTN_UNROLL
       for (int e = 0; e < kKeys / 4; ++e) weights[e / 4][e % 4] = T::pack(s[2 * e], s[2 * e + 1]);
-      mbarrier_wait(k.v_full + v_ring.stage, v_ring.parity);
     }
 
     static FASTATTN_DEVICE int column_of(int n, int e) {
@@ -426,7 +434,7 @@ struct HopperForward {
       FASTATTN_UNROLL
       for (int e = 0; e < kKeyTiles * 2; ++e)
         if (any[e]) flags[column_of(e / 2, e % 2)] = 1;  // from several threads, but always 1
-      mbarrier_wait(k.v_full + v_ring.stage, v_ring.parity);
+      await_values();
       barrier_sync(kBarrier, kCount);
       for (int key = thread; key < kKeys; key += kCount) next[key] = 0;
       k.v_tile(v_ring.stage).template clear_rows<kCount>(thread, [&](int row) {
