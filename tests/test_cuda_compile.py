@@ -12,6 +12,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import sass
 from emulator import build
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -47,6 +48,8 @@ def compiled(source: Path, element: str, arch: str, folder: Path) -> dict[str, d
     command += [str(source), "-o", str(folder / f"{source.stem}.{element}.{arch}.cubin")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
+    # C7510 and others: it waits for each product of wgmma before it begins the next one.
+    assert "(C75" not in done.stderr, re.findall(r"\(C75\d+\).*", done.stderr)
     kernels = {}
     for part in done.stderr.split("Compiling entry function ")[1:]:
         found = re.search(
@@ -71,6 +74,81 @@ def check(source: Path, element: str, arch: str, folder: Path) -> None:
         if report["stack"] or report["stores"] or report["loads"]
     }
     assert not spilling
+    if is_for_hopper(source):
+        check_instructions(source, folder / f"{source.stem}.{element}.{arch}.cubin")
+
+
+# -- Hopper ----------------------------------------------------------------------------------------
+
+
+def constant(name: str) -> int:
+    """An int of hopper.h."""
+    found = re.search(rf"{name} = (\d+)", (ROOT / "csrc/cuda/kernels/hopper.h").read_text())
+    assert found, name
+    return int(found[1])
+
+
+def check_instructions(source: Path, cubin: Path) -> None:
+    """TMA, wgmma and setmaxnreg are there, registers beyond those taken, and spills, are not."""
+    nvdisasm = sass.find_nvdisasm()
+    if nvdisasm is None:
+        pytest.skip("there is no nvdisasm here")
+    for name, code in sass.disassembled(cubin, nvdisasm).items():
+        text = "\n".join(code.lines)
+        for needed in ("HGMMA", "UTMALDG", "USETMAXREG.TRY_ALLOC", "USETMAXREG.DEALLOC"):
+            assert needed in text, (name, needed)
+        assert not re.search(r"\b(LDL|STL)\b", text), name
+        consumer = code.reachable(code.find("USETMAXREG.TRY_ALLOC"))
+        producer = code.reachable(code.find("USETMAXREG.DEALLOC"))
+        for lines, registers in (
+            (consumer, "kConsumerRegisters"),
+            (producer, "kProducerRegisters"),
+        ):
+            assert sass.highest_register(lines) < constant(registers), (name, registers)
+        if source.stem == "hopper_forward":
+            check_overlap(name, consumer)
+
+
+def events(lines: list[str]) -> str:
+    """One letter an instruction: Q, P a product Q K^T, P V; e an exponential; 0, 1 a wait that
+    leaves so many groups of products."""
+    kinds = {
+        r"HGMMA\S* R\d+, gdesc": "Q",
+        r"HGMMA\S* R\d+, R\d+": "P",
+        r"MUFU\.EX2": "e",
+        r"WARPGROUP\.DEPBAR\.LE gsb0, 0x0": "0",
+        r"WARPGROUP\.DEPBAR\.LE gsb0, 0x1": "1",
+    }
+    return "".join(
+        letter for line in lines for kind, letter in kinds.items() if re.search(kind, line)
+    )
+
+
+def check_overlap(name: str, lines: list[str]) -> None:
+    """Are the next Q K^T and the last P V computed beside the exponentials of this step?
+
+    Then between the products of Q K^T and those of P V nothing is waited for before nearly all
+    exponentials, and then the last P V alone.
+    """
+    found = re.search(r"Li(\d+)ELi(\d+)ELb([01])", name)
+    assert found, name
+    value_width, general = int(found[2]), found[3] == "1"
+    happened = events(lines)
+    scores = re.findall(r"(?<=Q)[e01]+(?=P)", happened)
+    assert scores, name
+    if general or value_width == 256:  # one product after the other
+        assert all(re.fullmatch("0e+", gap) for gap in scores), (name, scores)
+        return
+    # Two steps of the loop, and one after it.
+    assert len(scores) == 3, (name, scores)
+    for gap in scores:
+        before, *rest = re.split("[01]", gap)
+        assert re.fullmatch("e+1e*", gap), (name, gap)
+        assert len(before) > 9 * sum(map(len, rest)), (name, gap)
+    # And two last steps, whose Q K^T has been waited for.
+    last = re.findall(r"(?<=P)1?(e+)0(e*)(?=P)", happened)
+    assert len(last) == 2, (name, happened)
+    assert all(len(before) > 9 * len(after) for before, after in last), (name, last)
 
 
 def test_every_source_has_a_documented_count() -> None:
@@ -86,6 +164,11 @@ def test_every_source_has_a_documented_count() -> None:
 @needs_nvcc
 def test_the_forward_kernels_do_not_spill(tmp_path: Path) -> None:
     check(ROOT / "csrc/cuda/kernels/attention_forward.cu", "Bf16", "80", tmp_path)
+
+
+@needs_nvcc
+def test_the_forward_kernels_for_hopper_overlap(tmp_path: Path) -> None:
+    check(ROOT / "csrc/cuda/kernels/hopper_forward.cu", "Bf16", "90a", tmp_path)
 
 
 @needs_nvcc
