@@ -7,8 +7,11 @@
 namespace fastattn {
 namespace cuda {
 
+// Nothing is copied while a block computes: others must, as many as 128 registers a thread allow.
+constexpr int kPairsBlocks = 4;
+
 template <class T, int kD>
-__global__ void __launch_bounds__(BackwardShape<T, kD>::kThreads)
+__global__ void __launch_bounds__(BackwardShape<T, kD>::kThreads, kPairsBlocks)
     attention_pairs_kernel(const __grid_constant__ PairsArguments p) {
   using Shape = BackwardShape<T, kD>;
   using Storage = typename T::Storage;
@@ -75,7 +78,7 @@ __global__ void __launch_bounds__(BackwardShape<T, kD>::kThreads)
           const Options options(p, b, h);
           FASTATTN_UNROLL
           for (int r = 0; r < 2; ++r) {
-            const int i = i0 + place.row(r);
+            const int i = anew(i0 + place.row(r));
             const RowStats stats = stats_of(p, b, h, i);
             const Range visible = visible_keys(p, i);
             FASTATTN_UNROLL
