@@ -71,7 +71,8 @@ struct AttentionForward {
       : p(arguments), b(block.b), h(block.h), i0(block.row) {
     const int warp = static_cast<int>(threadIdx.x) / 32;
     warp_row = warp % Shape::kWarps * 16 * kRowTiles;
-    column0 = warp / Shape::kWarps * kColumns;
+    // The compiler knows no number of warps, and would keep addresses that column0 goes into.
+    column0 = Shape::kColumnGroups == 1 ? 0 : warp / Shape::kWarps * kColumns;
     char* shared = dynamic_shared();
     q_tile.data = reinterpret_cast<Storage*>(shared);
     k_tile.data = reinterpret_cast<Storage*>(shared + QTile::kBytes);
