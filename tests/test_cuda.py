@@ -87,6 +87,21 @@ def test_case(adapter: ModuleType, case: Case, dtype: torch.dtype, seed: int) ->
         assert not faults, "\n".join(faults)
 
 
+# A query that sees one key gives it the weight 1 whatever its score is, and has no gradient: in
+# float32 these are exact, in scores of hundreds and with a scale that no float is.
+ONE_KEY = [
+    Case("one-key-window", window=(0, 0), scale=33.3, head_dim=40, q_len=65),
+    Case("one-key-mask", mask="one_key", scale=33.3, head_dim=40, q_len=65),
+]
+
+
+@pytest.mark.parametrize("case", ONE_KEY, ids=lambda case: case.name)
+def test_the_only_key_has_all_the_weight(adapter: ModuleType, case: Case) -> None:
+    verdict = check(case, torch.float32, Emulated(adapter, 3))  # type: ignore[arg-type]
+    assert verdict.ok, verdict.faults
+    assert [d.bound for d in verdict.deviations if d.name in ("grad_query", "grad_key")] == [0, 0]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
 @pytest.mark.parametrize("part", range(10))

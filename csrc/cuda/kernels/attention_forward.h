@@ -250,7 +250,7 @@ struct AttentionForward {
         }
         const int i = i0 + row_of(t, r);
         if (threadIdx.x % 4 == 0 && column0 == 0 && i < last_row)
-          lse[i] = softmax[t].log_sum(r, kGeneral ? 1.0 : p.scale);
+          lse[i] = softmax[t].log_sum(r, kGeneral ? 1.0f : p.scale_float);
       }
     }
     constexpr int kRows =

@@ -75,9 +75,10 @@ struct OnlineSoftmax {
 
   FASTATTN_DEVICE float inverse_sum(int r) const { return l[r] == 0.0f ? 0.0f : 1.0f / l[r]; }
 
-  FASTATTN_DEVICE double log_sum(int r, double unit) const {
+  // By the unit that `update` was given, or the weights that backward finds do not sum to 1.
+  FASTATTN_DEVICE double log_sum(int r, float unit) const {
     return l[r] == 0.0f ? static_cast<double>(minus_infinity())
-                        : m[r] * unit + log(static_cast<double>(l[r]));
+                        : m[r] * static_cast<double>(unit) + log(static_cast<double>(l[r]));
   }
 };
 
