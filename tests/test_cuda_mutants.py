@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from emulator import build
+from test_cuda import ONE_KEY
 from test_cuda_operators import STEEP, TABLES, Emulated
 
 from fastattn.testing import CASES, Case, Verdict, check
@@ -169,8 +170,8 @@ MUTANTS = [
     Mutant(
         "lse without the sum",
         "softmax.h",
-        "m[r] * unit + log(static_cast<double>(l[r]))",
-        "m[r] * unit",
+        "unit) + log(static_cast<double>(l[r]))",
+        "unit)",
     ),
     Mutant(
         "the greatest of two lanes",
@@ -206,6 +207,22 @@ MUTANTS = [
     Mutant("keys change while they are read", BACKWARD, "__syncthreads();  // the keys before", "// the keys before"),
     Mutant("queries change while they are read", BACKWARD, "__syncthreads();  // the queries before", "// the queries before"),
     Mutant("dK is not scaled", BACKWARD, "column0, dk, p.scale_float", "column0, dk, 1.0f"),
+    Mutant("columns of dQ of another warp", BACKWARD, "kColumns;  // of dQ", "0;  // of dQ"),
+    Mutant("columns of dK of another warp", BACKWARD, "kColumns;  // of dK", "0;  // of dK"),
+    Mutant("delta is that of the rounded output", BACKWARD, "kGeneral && p.exact_delta", "false"),
+    Mutant("delta is not exact in float32", BACKWARD, "sizeof(Storage) == 4 ||", "", element="F32"),
+    Mutant("an exact delta loses d lse", BACKWARD, "rest[r] + sum_of_row", "sum_of_row"),
+    Mutant("dK has another delta", BACKWARD, "(p, b, h, i) * 4 + 3] = stats[r].rest", "(p, b, h, i) * 4 + 3] = rest[r]"),
+    Mutant("hidden keys stay", BACKWARD, "k_tile.template clear_rows<kThreads>(seen);", ""),
+    Mutant("keys are hidden too early", BACKWARD, "% 2)] = 1;\n        __syncthreads();", "% 2)] = 1;"),
+    Mutant("blind queries stay", BACKWARD, "q_tile.template clear_rows<kThreads>(seen);", ""),
+    Mutant("gradients of blind queries stay", BACKWARD, "g_tile.template clear_rows<kThreads>(seen);", ""),
+    Mutant("copies outlive their block", BACKWARD, "  cp_async_commit();  // of a block that sees nothing\n  cp_async_wait<0>();", ""),
+    Mutant("one head of a group", BACKWARD, "h < (h_kv + 1) * group", "h < h_kv * group + 1"),
+    Mutant("draws of the pair transposed", BACKWARD, "words = options.words(i, j);", "words = options.words(j, i);"),
+    Mutant("the score is rounded first", "attention_pairs.h", "fmaf(dot, p.scale_float, -row.hi)", "dot * p.scale_float - row.hi", sources=("attention_backward",), element="F32"),
+    Mutant("dropped pairs have no gradient", "attention_pairs.h", "weight * (-row.delta - row.rest)", "0.0f", sources=("attention_backward",)),
+    Mutant("gradients of averaged weights", "attention_pairs.h", "g / static_cast<float>(p.Hq)", "g", sources=("attention_backward", "attention_weights")),
     Mutant("d lse has the wrong sign", "attention_rows.h", "-static_cast<float>(p.grad_lse", "static_cast<float>(p.grad_lse"),
     Mutant("large scores lose their sum", "attention_rows.h", "fabs(lse) > kExact", "false"),
     Mutant("weights of a block too few", WEIGHTS, "j0 >= visible_to_block.end", "j0 + kKeys >= visible_to_block.end"),
@@ -238,7 +255,9 @@ NAMES = """head_dim-64 gqa-causal gqa-mask everything window-3-5-65x65-full mask
 mask-tril-poison mask-nothing softcap-0.5-mask alibi-bh-causal dropout-0.5-causal mask-steep
 window-narrow-long mask-finfo-min mask-float-qk mask-float-k mask-float-one layout-transposed
 dropout-long results-1-out-lse-weights-mask gqa-decode lengths-128x129-upper_left
-lengths-64x300-upper_left window-1000-1000-40x130-bottom_right""".split()
+lengths-64x300-upper_left window-1000-1000-40x130-bottom_right head_dim-256 head_dim-7-value-200
+mask-nan-queries window-sees-nothing results-2-out-lse-weights
+decode-1x63-group-8-head_dim-129-value-136""".split()
 TOO_LONG = ("long", "queries=70-rows=300-width=33-steps=2-bias=LN", STEEP.name)
 NARROW = Case("window-dropout", q_len=100, k_len=200, window=(20, 5), dropout_p=0.3)
 
@@ -253,7 +272,8 @@ def verdict_on(library: Path, table: str, element: str) -> str:
     if table == "attention":
         named = {case.name: case for case in CASES["scaled_dot_product_attention"]}
         judge: Callable[..., Verdict] = check
-        work = [(c, seed) for seed in (0, 5, 9) for c in (*map(named.__getitem__, NAMES), NARROW)]
+        chosen = [*map(named.__getitem__, NAMES), NARROW, *(ONE_KEY if element == "F32" else ())]
+        work = [(c, seed) for seed in (0, 5, 9) for c in chosen]
     else:
         judge, cases, long = TABLES[table].check, TABLES[table].cases, TABLES[table].long
         work = [(c, seed) for n, c in enumerate(cases) if not long(c) for seed in (5 + n, 0)]

@@ -51,7 +51,7 @@ class Case:
     grads: tuple[str, ...] = ("out",)  # the results whose gradient is given: out, lse, weights
     grad_layout: str = "contiguous"  # of the gradients of out and weights
     poison: bool = False  # NaN and inf in every key and value that no query sees
-    poison_queries: bool = False  # and in every query that sees no key
+    poison_queries: bool = False  # in every query that sees no key, and what comes back to it
     slow: bool = False
 
 

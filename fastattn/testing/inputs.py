@@ -35,7 +35,9 @@ class Inputs:
     grad_weights: Tensor | None
     options: dict[str, Any]
     needs_mask_grad: bool
-    clean_query: Tensor | None = None  # where query has NaN and inf in rows that see no key
+    # Where query and grad_out have NaN and inf in rows that see no key.
+    clean_query: Tensor | None = None
+    clean_grad_out: Tensor | None = None
 
     def forward_args(self, *, clean: bool = False) -> tuple[Tensor | None, ...]:
         rest = self.attn_mask, self.alibi_slopes, self.seed
@@ -44,8 +46,10 @@ class Inputs:
         query = self.query if self.clean_query is None else self.clean_query
         return (query, self.clean_key, self.clean_value, *rest)
 
-    def cotangents(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        return self.grad_out, self.grad_lse, self.grad_weights
+    def cotangents(self, *, clean: bool = False) -> tuple[Tensor | None, ...]:
+        poisoned = self.clean_grad_out is not None
+        grad_out = self.clean_grad_out if clean and poisoned else self.grad_out
+        return grad_out, self.grad_lse, self.grad_weights
 
     def tensors(self) -> dict[str, Tensor | None]:
         names = ("query", "key", "value", "attn_mask", "alibi_slopes")
@@ -112,9 +116,11 @@ def make_inputs(case: Case, dtype: torch.dtype, *, fence: bool = False) -> Input
         unseen = ~pairs.any(2).view(b, hkv, h // hkv, case.k_len).any(2)
         poisoned_key = placed(_poison(key, unseen), k_layout)
         poisoned_value = placed(_poison(value, unseen), v_layout)
-    poisoned_query = query
+    poisoned_query, poisoned_grad = query, grad_out
     if case.poison_queries:
         poisoned_query = placed(_poison(query, ~pairs.any(3)), q_layout)
+        if grad_out is not None:
+            poisoned_grad = placed(_poison(grad_out, ~pairs.any(3)), case.grad_layout)
     return Inputs(
         query=poisoned_query,
         key=poisoned_key,
@@ -125,7 +131,8 @@ def make_inputs(case: Case, dtype: torch.dtype, *, fence: bool = False) -> Input
         attn_mask=mask,
         alibi_slopes=slopes,
         seed=seed,
-        grad_out=grad_out,
+        grad_out=poisoned_grad,
+        clean_grad_out=grad_out if case.poison_queries else None,
         grad_lse=grad_lse,
         grad_weights=grad_weights,
         options=options,

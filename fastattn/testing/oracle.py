@@ -34,8 +34,8 @@ def exact(inputs: Inputs) -> Results:
     if inputs.query.dtype == torch.float64:
         from fastattn.testing import naive
 
-        return _run(naive, args, inputs.cotangents(), inputs)
-    given = tuple(_double(grad) for grad in inputs.cotangents())
+        return _run(naive, args, inputs.cotangents(clean=True), inputs)
+    given = tuple(_double(grad) for grad in inputs.cotangents(clean=True))
     return _run(reference, tuple(_double(arg) for arg in args), given, inputs)
 
 
@@ -81,7 +81,7 @@ def eager(inputs: Inputs) -> Results:
         )
         weights = reference.requested_weights(w, inputs.options["weights"])
         forward = (out.to(dtype), lse, weights.to(dtype))
-        pairs = zip(forward, inputs.cotangents(), strict=True)
+        pairs = zip(forward, inputs.cotangents(clean=True), strict=True)
         given = [(y, grad.to(y.dtype)) for y, grad in pairs if grad is not None]
         if not given:
             return _named(forward, None, inputs.options)
