@@ -256,7 +256,7 @@ mask-tril-poison mask-nothing softcap-0.5-mask alibi-bh-causal dropout-0.5-causa
 window-narrow-long mask-finfo-min mask-float-qk mask-float-k mask-float-one layout-transposed
 dropout-long results-1-out-lse-weights-mask gqa-decode lengths-128x129-upper_left
 lengths-64x300-upper_left window-1000-1000-40x130-bottom_right head_dim-256 head_dim-7-value-200
-mask-nan-queries window-sees-nothing results-2-out-lse-weights
+mask-nan-queries window-3-5-130x40-bottom_right results-2-out-lse-weights
 decode-1x63-group-8-head_dim-129-value-136""".split()
 TOO_LONG = ("long", "queries=70-rows=300-width=33-steps=2-bias=LN", STEEP.name)
 NARROW = Case("window-dropout", q_len=100, k_len=200, window=(20, 5), dropout_p=0.3)
