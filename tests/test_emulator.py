@@ -341,6 +341,48 @@ def test_wgmma_multiplies_operands_as_the_manual_lays_them_out(
     assert torch.equal(out, (a @ b)[row, column] + (thread + n))
 
 
+@pytest.mark.parametrize(
+    ("columns", "transposed"),
+    [(80, False), (96, False), (96, True), (128, True), (192, True), (256, True)],
+)
+def test_wgmma_of_every_width_by_descriptors_that_move_on(
+    hopper: Run, columns: int, transposed: bool
+) -> None:
+    """Four steps of 16 k: 32 bytes on where rows are m or n, 16 rows where they are k."""
+    draw = torch.Generator().manual_seed(columns)
+    a = torch.randint(-8, 9, (128, 64), generator=draw).to(torch.bfloat16)
+    b = torch.randint(-8, 9, (64, columns), generator=draw).to(torch.bfloat16)
+    rows = torch.full((256, 64), 99, dtype=torch.bfloat16)
+    if transposed:  # panels of 64 columns, one after the other
+        for first in range(0, columns, 64):
+            panel = b[:, first : first + 64]
+            rows[first : first + 64, : panel.shape[1]] = panel
+    else:
+        rows[:columns] = b.T
+    # The pattern of the swizzle has 8 rows: panels have it as one tile has.
+    words = torch.cat([packed(bits(swizzled(x)).view(-1, 2)) for x in (a, rows)]).flatten()
+    steps = [
+        torch.cat([fragments(a[64 + 16 * w : 80 + 16 * w, 16 * s : 16 * s + 16],
+                             LAYOUTS["m16n8k16"]["a"], 8) for w in range(4)])
+        for s in range(4)
+    ]  # fmt: skip
+    registers = packed(bits(torch.stack(steps, 1)).view(128, 4, 4, 2))
+    name = f"wgmma_{columns}" + ("_transposed" if transposed else "")
+    out = floats(hopper(name, torch.cat([words, registers.flatten()]), 64 * columns)).view(
+        128, columns // 2
+    )
+    thread, n = torch.arange(128)[:, None], torch.arange(columns // 2)
+    row = thread // 32 * 16 + thread % 32 // 4 + 8 * (n % 4 // 2)
+    column = n // 4 * 8 + thread % 4 * 2 + n % 2
+    assert torch.equal(out, (a[64:].float() @ b.float())[row, column])
+
+
+def test_setmaxnreg_gives_registers_to_the_other_warpgroups(hopper: Run) -> None:
+    words = torch.arange(384) + 7
+    out = hopper("setmaxnreg", words, 384).to(torch.int64)
+    assert torch.equal(out, torch.where(torch.arange(384) < 128, words, 3 * words))
+
+
 # -- what the emulator says of kernels that are wrong ----------------------------------------------
 
 
@@ -356,6 +398,19 @@ def test_wgmma_multiplies_operands_as_the_manual_lays_them_out(
         ("write_out_of_range", "a write past the end of shared memory"),
         ("copy_never_waited_for", "the block has ended, but not the cp.async of thread"),
         ("misaligned_ldmatrix", r"ldmatrix at a misaligned address \[.*thread 1,"),
+        (
+            "two_phases_behind",
+            r"a phase of the mbarrier, which is two phases further on \[.*:\d+\]",
+        ),
+        ("bytes_that_never_come", "the block has ended, but not all bytes that were announced"),
+        ("more_bytes_than_announced", "more bytes came than were announced"),
+        ("too_many_bytes", "more bytes are announced than an mbarrier counts"),
+        ("left_at_a_barrier", "the block has ended, but not all threads came to a barrier"),
+        ("wgmma_without_fence", "wgmma without a wgmma.fence after the last group"),
+        ("wgmma_never_waited_for", "the block has ended, but not the wgmma of thread"),
+        ("store_never_waited_for", "the block has ended, but not the bulk stores of thread 0"),
+        ("registers_never_given", r"deadlock; .*thread 128 waits in setmaxnreg.inc"),
+        ("registers_not_of_eight", "setmaxnreg: the count is a multiple of 8"),
     ],
 )
 def test_a_wrong_kernel_is_an_error_with_its_place(

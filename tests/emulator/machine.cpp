@@ -151,7 +151,7 @@ void run_block(size_t count) {
   machine.in_flight.clear();
   std::memset(machine.shared, 0xFF, machine.shared_bytes);  // NaN in every float format
   std::memset(machine.shared + machine.shared_bytes, kGuard, kGuardBytes);
-  for (const auto& begin : machine.at_begin) begin();
+  for (const auto& begin : hooks().at_begin) begin();
 
   size_t left = count;
   while (left > 0) {
@@ -169,10 +169,17 @@ void run_block(size_t count) {
   for (size_t n = 0; n < kGuardBytes; ++n)
     if (static_cast<unsigned char>(machine.shared[machine.shared_bytes + n]) != kGuard)
       fail("a write past the end of shared memory, by " + std::to_string(n) + " bytes");
-  for (const auto& end : machine.at_end) end();
+  for (const Barrier& barrier : machine.barriers)
+    if (barrier.count != 0) fail("the block has ended, but not all threads came to a barrier");
+  for (const auto& end : hooks().at_end) end();
 }
 
 }  // namespace
+
+Hooks& hooks() {
+  static Hooks all;
+  return all;
+}
 
 void set_seed(uint64_t seed) {
   machine.random = seed * 0x9E3779B97F4A7C15u + 1;

@@ -76,8 +76,6 @@ struct Machine {
   std::vector<Collective> warps, warpgroups;
   // What engines beside the threads have still to do, such as TMA; in any order.
   std::vector<std::function<void()>> in_flight;
-  // Called when a block begins and when it has ended; it may call fail().
-  std::vector<std::function<void()>> at_begin, at_end;
   std::function<void()> entry;
   std::string failure;
   uint64_t random = 1;
@@ -85,6 +83,12 @@ struct Machine {
 };
 
 extern Machine machine;
+
+// Called when a block begins and when it has ended; they may call fail().
+struct Hooks {
+  std::vector<std::function<void()>> at_begin, at_end;
+};
+Hooks& hooks();  // made when the first one is added, which may be before `machine` is
 
 // 0 runs all in order and completes as late as may be; others shuffle.
 void set_seed(uint64_t seed);

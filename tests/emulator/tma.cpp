@@ -17,8 +17,8 @@ struct Stores {  // of one thread
 std::map<unsigned, Stores> stores;
 
 const bool registered = [] {
-  machine.at_begin.push_back([] { stores.clear(); });
-  machine.at_end.push_back([] {
+  hooks().at_begin.push_back([] { stores.clear(); });
+  hooks().at_end.push_back([] {
     for (const auto& [thread, of_thread] : stores)
       if (!of_thread.open.empty() || !of_thread.groups.empty())
         fail("the block has ended, but not the bulk stores of thread " + std::to_string(thread));

@@ -9,15 +9,20 @@ namespace emulator {
 namespace {
 
 struct Products {  // of one thread
+  bool fenced = false;
   std::vector<Wgmma> open;
   std::deque<std::vector<Wgmma>> groups;
 };
 
 std::map<unsigned, Products> products;
+std::map<unsigned, uint64_t> computed;  // how often a warpgroup's waits have ended
 
 const bool registered = [] {
-  machine.at_begin.push_back([] { products.clear(); });
-  machine.at_end.push_back([] {
+  hooks().at_begin.push_back([] {
+    products.clear();
+    computed.clear();
+  });
+  hooks().at_end.push_back([] {
     for (const auto& [thread, mine] : products)
       if (!mine.open.empty() || !mine.groups.empty())
         fail("the block has ended, but not the wgmma of thread " + std::to_string(thread));
@@ -88,37 +93,55 @@ void execute(Wgmma* const* of) {
   }
 }
 
+// All groups but the last ones.
+void compute(const std::vector<Products*>& threads, size_t remaining, Place place) {
+  while (threads[0]->groups.size() > remaining) {
+    for (size_t n = 0; n < threads[0]->groups.front().size(); ++n) {
+      Wgmma* operations[128];
+      for (int t = 0; t < 128; ++t) {
+        if (threads[t]->groups.empty() || threads[t]->groups.front().size() <= n)
+          fail("the threads of a warpgroup have begun different products", place);
+        operations[t] = &threads[t]->groups.front()[n];
+      }
+      execute(operations);
+    }
+    for (Products* mine : threads) mine->groups.pop_front();
+  }
+}
+
 }  // namespace
 
 void begin_wgmma(const Wgmma& operation) {
   if (operation.columns % 8 != 0 || operation.columns > 256)
     fail("wgmma has 8 to 256 columns, a multiple of 8", operation.place);
-  products[machine.current->id].open.push_back(operation);
+  Products& mine = products[machine.current->id];
+  if (!mine.fenced) fail("wgmma without a wgmma.fence after the last group", operation.place);
+  mine.open.push_back(operation);
 }
+
+void fence_wgmma() { products[machine.current->id].fenced = true; }
 
 void commit_wgmma() {
   Products& mine = products[machine.current->id];
   mine.groups.push_back(std::move(mine.open));
   mine.open.clear();
+  mine.fenced = false;
 }
 
+// The products are computed when nothing else can go on, or sometime before.
 void wait_wgmma(size_t remaining, Place place) {
-  warpgroup_together(
-      "wgmma.wait_group", &products[machine.current->id], place, [=](void** threads) {
-        auto of = [&](int n) { return static_cast<Products*>(threads[n]); };
-        while (of(0)->groups.size() > remaining) {
-          for (size_t n = 0; n < of(0)->groups.front().size(); ++n) {
-            Wgmma* operations[128];
-            for (int t = 0; t < 128; ++t) {
-              if (of(t)->groups.empty() || of(t)->groups.front().size() <= n)
-                fail("the threads of a warpgroup have begun different products", place);
-              operations[t] = &of(t)->groups.front()[n];
-            }
-            execute(operations);
-          }
-          for (int t = 0; t < 128; ++t) of(t)->groups.pop_front();
-        }
-      });
+  uint64_t* done = &computed[machine.current->id / 128];
+  const uint64_t before = *done;
+  warpgroup_together("wgmma.wait_group", &products[machine.current->id], place, [=](void** all) {
+    std::vector<Products*> threads;
+    for (int t = 0; t < 128; ++t) threads.push_back(static_cast<Products*>(all[t]));
+    if (threads[0]->groups.size() <= remaining) return static_cast<void>(++*done);
+    machine.in_flight.push_back([=] {
+      compute(threads, remaining, place);
+      ++*done;
+    });
+  });
+  if (*done == before) wait_while(done, before, "wgmma.wait_group", place);
 }
 
 }  // namespace emulator

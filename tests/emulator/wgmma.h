@@ -17,6 +17,7 @@ struct Wgmma {
 };
 
 void begin_wgmma(const Wgmma& operation);
+void fence_wgmma();
 void commit_wgmma();
 void wait_wgmma(size_t remaining, Place place);
 
@@ -29,7 +30,7 @@ inline uint32_t shared_address_of(const void* shared) {
   return emulator::shared_address(shared, 1, 1, "cvta", {});
 }
 
-inline void wgmma_fence() {}
+inline void wgmma_fence() { emulator::fence_wgmma(); }
 inline void wgmma_commit() { emulator::commit_wgmma(); }
 
 template <int N>

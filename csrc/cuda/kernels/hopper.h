@@ -78,11 +78,13 @@ struct SwizzledTile {
   // By one warp; `rows` of the box, all of which are announced.
   FASTATTN_DEVICE void load(const TensorMap& map, uint64_t* barrier, int rows, int c1, int c2,
                             int c3) const {
-    if ((threadIdx.x & 31) != 0) return;
-    mbarrier_arrive_expect(barrier, rows * 128 * kPanels);
-    FASTATTN_UNROLL
-    for (int n = 0; n < kPanels; ++n)
-      tma_load(data + n * kPanelBytes, map, barrier, 64 * n, c1, c2, c3);
+    if ((threadIdx.x & 31) == 0) {
+      mbarrier_arrive_expect(barrier, rows * 128 * kPanels);
+      FASTATTN_UNROLL
+      for (int n = 0; n < kPanels; ++n)
+        tma_load(data + n * kPanelBytes, map, barrier, 64 * n, c1, c2, c3);
+    }
+    __syncwarp();  // no lane may be phases behind
   }
 
   // Rows outside of [first, last), or whose flag is 0, become zeros. By kCount threads, the first

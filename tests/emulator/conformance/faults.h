@@ -1,5 +1,6 @@
 // Kernels that are wrong, each in one way; the emulator must say so. Not for a real GPU.
 #pragma once
+#include "hopper.h"
 #include "wrappers.h"
 
 namespace fastattn {
@@ -67,6 +68,83 @@ inline void fault_no_barrier_after_wait(const Probe probe) {
   const unsigned other = (threadIdx.x + 32) % 64;
   probe.out[threadIdx.x] = *reinterpret_cast<uint32_t*>(dynamic_shared() + 16 * other);
 }
+
+// Of what sm_90 has.
+
+inline uint64_t* fault_barrier(int arrivals) {
+  auto* barrier = reinterpret_cast<uint64_t*>(dynamic_shared());
+  if (threadIdx.x == 0) mbarrier_init(barrier, arrivals);
+  __syncthreads();
+  return barrier;
+}
+
+inline void fault_two_phases_behind(const Probe) {
+  uint64_t* barrier = fault_barrier(1);
+  if (threadIdx.x == 0) mbarrier_arrive(barrier);
+  mbarrier_wait(barrier, 0);
+  __syncthreads();
+  for (int n = 0; n < 3 && threadIdx.x == 0; ++n) mbarrier_arrive(barrier);
+  __syncthreads();
+  mbarrier_wait(barrier, 1);  // for the second phase; the fourth has ended
+}
+
+inline void fault_bytes_that_never_come(const Probe) {
+  uint64_t* barrier = fault_barrier(1);
+  if (threadIdx.x == 0) mbarrier_arrive_expect(barrier, 128);
+}
+
+inline void fault_more_bytes_than_announced(const Probe probe) {
+  uint64_t* barrier = fault_barrier(1);
+  TensorMap map;
+  map.base = reinterpret_cast<char*>(const_cast<uint32_t*>(probe.in));
+  map.element_bytes = 4;
+  map.size[0] = map.box[0] = 32;
+  if (threadIdx.x == 0) {
+    mbarrier_arrive_expect(barrier, 64);
+    tma_load(dynamic_shared() + 1024, map, barrier, 0, 0, 0, 0);
+  }
+  mbarrier_wait(barrier, 0);
+}
+
+inline void fault_too_many_bytes(const Probe) {
+  uint64_t* barrier = fault_barrier(1);
+  if (threadIdx.x == 0) mbarrier_arrive_expect(barrier, 1 << 20);
+}
+
+inline void fault_left_at_a_barrier(const Probe) {
+  if (threadIdx.x < 32) barrier_arrive(1, 64);
+}
+
+inline void fault_wgmma_without_fence(const Probe) {
+  float d[4];
+  const MatrixDescriptor a = describe_matrix(shared_address_of(dynamic_shared()), 16, 1024);
+  wgmma_fence();
+  wgmma_ss<Bf16, 8, false>(d, a, a, false);
+  wgmma_commit();
+  wgmma_wait<0>();
+  wgmma_ss<Bf16, 8, false>(d, a, a, false);
+}
+
+inline void fault_wgmma_never_waited_for(const Probe) {
+  float d[4];
+  const MatrixDescriptor a = describe_matrix(shared_address_of(dynamic_shared()), 16, 1024);
+  wgmma_fence();
+  wgmma_ss<Bf16, 8, false>(d, a, a, false);
+  wgmma_commit();
+}
+
+inline void fault_store_never_waited_for(const Probe probe) {
+  TensorMap map;
+  map.base = reinterpret_cast<char*>(probe.out);
+  map.element_bytes = 4;
+  if (threadIdx.x == 0) tma_store(map, dynamic_shared(), 0, 0, 0, 0);
+}
+
+inline void fault_registers_never_given(const Probe) {
+  if (threadIdx.x >= 128) take_registers<232>();
+}
+
+inline void fault_registers_not_of_eight(const Probe) { give_registers<100>(); }
 
 }  // namespace cuda
 }  // namespace fastattn

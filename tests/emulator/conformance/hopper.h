@@ -1,6 +1,7 @@
 // The wrappers of sm_90: mbarriers, named barriers, TMA and wgmma, each by a kernel of its own.
 #pragma once
 #include "../../../csrc/cuda/ptx/barrier.h"
+#include "../../../csrc/cuda/ptx/registers.h"
 #include "../../../csrc/cuda/ptx/tma.h"
 #include "../../../csrc/cuda/ptx/wgmma.h"
 #include "wrappers.h"
@@ -124,6 +125,54 @@ __global__ void probe_wgmma(const Probe probe) {
   wgmma_commit();
   wgmma_wait<0>();
   for (int n = 0; n < 32; ++n) probe.out[32 * t + n] = bits_of_float(d[n]);
+#endif
+}
+
+// 128 threads. d [64, N] = a b over k = 64 in four steps, by descriptors that move on. b is [N, 64]
+// and a rows 64 to 127 of [128, 64]; or, transposed, b is [64, N] in panels of 64 columns and a in
+// registers. in: both as they lie in shared memory, 4096 and 8192 words, [thread][step][a 4]. out:
+// [thread][N / 2].
+template <int kN, bool kTransposed>
+__global__ void probe_wgmma_steps(const Probe probe) {
+#ifdef FASTATTN_HOPPER
+  auto* shared = reinterpret_cast<uint32_t*>(dynamic_shared());
+  const int t = static_cast<int>(threadIdx.x);
+  for (int n = t; n < 12288; n += 128) shared[n] = probe.in[n];
+  fence_proxy_async();
+  __syncthreads();
+  uint32_t registers[4][4];
+  float d[kN / 2];
+  for (int n = 0; n < 16; ++n) registers[n / 4][n % 4] = probe.in[12288 + 16 * t + n];
+  for (int n = 0; n < kN / 2; ++n) d[n] = static_cast<float>(t + n);
+  const uint32_t start = shared_address_of(shared);
+  const MatrixDescriptor a = describe_matrix(start, 16, 1024) + 8192;
+  const MatrixDescriptor b = describe_matrix(start + 16384, 8192, 1024);
+  wgmma_fence();
+  FASTATTN_UNROLL
+  for (int step = 0; step < 4; ++step) {
+    if constexpr (kTransposed)
+      wgmma_rs<Bf16, kN, true>(d, registers[step], b + 2048 * step, step > 0);
+    else
+      wgmma_ss<Bf16, kN, false>(d, a + 32 * step, b + 32 * step, step > 0);
+  }
+  wgmma_commit();
+  wgmma_wait<0>();
+  wgmma_arrived(d);
+  for (int n = 0; n < kN / 2; ++n) probe.out[kN / 2 * t + n] = bits_of_float(d[n]);
+#endif
+}
+
+// 384 threads. The first warpgroup gives its registers to the others.
+__global__ void __launch_bounds__(384, 1) probe_setmaxnreg(const Probe probe) {
+#ifdef FASTATTN_HOPPER
+  const int t = static_cast<int>(threadIdx.x);
+  if (t < 128) {
+    give_registers<40>();
+    probe.out[t] = probe.in[t];
+  } else {
+    take_registers<232>();
+    probe.out[t] = 3 * probe.in[t];
+  }
 #endif
 }
 

@@ -45,6 +45,13 @@ const std::map<std::string, Kernel> kernels = {
     {"wgmma_ss_bf16_transposed", {probe_wgmma<Bf16, true, false>, 128}},
     {"wgmma_rs_f16", {probe_wgmma<F16, false, true>, 128}},
     {"wgmma_rs_f16_transposed", {probe_wgmma<F16, true, true>, 128}},
+    {"wgmma_80", {probe_wgmma_steps<80, false>, 128}},
+    {"wgmma_96", {probe_wgmma_steps<96, false>, 128}},
+    {"wgmma_96_transposed", {probe_wgmma_steps<96, true>, 128}},
+    {"wgmma_128_transposed", {probe_wgmma_steps<128, true>, 128}},
+    {"wgmma_192_transposed", {probe_wgmma_steps<192, true>, 128}},
+    {"wgmma_256_transposed", {probe_wgmma_steps<256, true>, 128}},
+    {"setmaxnreg", {probe_setmaxnreg, 384}},
 #ifdef FASTATTN_EMULATED
     {"divergence", {fault_divergence, 32}},
     {"same_collective_in_two_places", {fault_same_collective_in_two_places, 32}},
@@ -58,13 +65,23 @@ const std::map<std::string, Kernel> kernels = {
     {"read_before_write", {fault_read_before_write, 32}},
     {"read_before_wait", {fault_read_before_wait, 32}},
     {"no_barrier_after_wait", {fault_no_barrier_after_wait, 64}},
+    {"two_phases_behind", {fault_two_phases_behind, 64}},
+    {"bytes_that_never_come", {fault_bytes_that_never_come, 32}},
+    {"more_bytes_than_announced", {fault_more_bytes_than_announced, 32}},
+    {"too_many_bytes", {fault_too_many_bytes, 32}},
+    {"left_at_a_barrier", {fault_left_at_a_barrier, 64}},
+    {"wgmma_without_fence", {fault_wgmma_without_fence, 128}},
+    {"wgmma_never_waited_for", {fault_wgmma_never_waited_for, 128}},
+    {"store_never_waited_for", {fault_store_never_waited_for, 32}},
+    {"registers_never_given", {fault_registers_never_given, 384}},
+    {"registers_not_of_eight", {fault_registers_not_of_eight, 384}},
 #endif
 };
 
 void run(const std::string& name, uintptr_t in, uintptr_t out, uintptr_t stream) {
   const Kernel& kernel = kernels.at(name);
   const Probe probe{reinterpret_cast<const uint32_t*>(in), reinterpret_cast<uint32_t*>(out)};
-  const int shared = name.rfind("wgmma", 0) == 0 ? 16384 : 4096;
+  const int shared = name.rfind("wgmma", 0) == 0 ? 49152 : 4096;
   launch({name.c_str(), 1, kernel.threads, shared, stream, "a probe"}, kernel.function, probe);
 }
 
