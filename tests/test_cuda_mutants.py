@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import hopper_mutants
 import pytest
 import torch
 from emulator import build
@@ -22,6 +23,7 @@ from test_cuda import ONE_KEY
 from test_cuda_operators import STEEP, TABLES, Emulated
 
 from fastattn.testing import CASES, Case, Verdict, check
+from fastattn.testing.varlen import VarlenCase, check_varlen
 
 KERNELS = build.ROOT / "csrc/cuda/kernels"
 
@@ -248,6 +250,10 @@ MUTANTS = [
         for table, mutants in OPERATORS.items()
         for name, old, new in mutants
     ),
+    *(
+        Mutant(*told, table="hopper", sources=("hopper_forward",))
+        for told in hopper_mutants.MUTANTS
+    ),
 ]  # fmt: skip
 
 # Cases of attention that between them meet every part of its kernels.
@@ -265,6 +271,20 @@ NARROW = Case("window-dropout", q_len=100, k_len=200, window=(20, 5), dropout_p=
 DTYPES = {"Bf16": torch.bfloat16, "F32": torch.float32}
 
 
+def _judge_on_hopper(case: Case | VarlenCase, dtype: torch.dtype, target: Emulated) -> Verdict:
+    """As `check`, forward by the kernel for Hopper and by no other."""
+    native = target.adapter._cuda
+    native.allow_hopper(True)
+    native.take_launches()
+    if isinstance(case, VarlenCase):
+        verdict = check_varlen(case, dtype, target)  # type: ignore[arg-type]
+    else:
+        verdict = check(case, dtype, target)  # type: ignore[arg-type]
+    if set(native.take_launches()) != {"attention_forward_hopper"}:
+        verdict.faults.append("another kernel ran")
+    return verdict
+
+
 def verdict_on(library: Path, table: str, element: str) -> str:
     """The first thing that is wrong, or "survived"."""
     adapter = build.load_from(library)
@@ -274,6 +294,10 @@ def verdict_on(library: Path, table: str, element: str) -> str:
         judge: Callable[..., Verdict] = check
         chosen = [*map(named.__getitem__, NAMES), NARROW, *(ONE_KEY if element == "F32" else ())]
         work = [(c, seed) for seed in (0, 5, 9) for c in chosen]
+    elif table == "hopper":
+        judge = _judge_on_hopper
+        work = [(c, seed + n) for seed in (1, 40) for n, c in enumerate(hopper_mutants.CASES)]
+        work += [(c, 0) for c in hopper_mutants.CASES]
     else:
         judge, cases, long = TABLES[table].check, TABLES[table].cases, TABLES[table].long
         work = [(c, seed) for n, c in enumerate(cases) if not long(c) for seed in (5 + n, 0)]

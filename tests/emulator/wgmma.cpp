@@ -128,7 +128,7 @@ void commit_wgmma() {
   mine.fenced = false;
 }
 
-// The products are computed when nothing else can go on, or sometime before.
+// The products are computed when nothing else can go on; with a seed, half of them at once.
 void wait_wgmma(size_t remaining, Place place) {
   uint64_t* done = &computed[machine.current->id / 128];
   const uint64_t before = *done;
@@ -136,10 +136,14 @@ void wait_wgmma(size_t remaining, Place place) {
     std::vector<Products*> threads;
     for (int t = 0; t < 128; ++t) threads.push_back(static_cast<Products*>(all[t]));
     if (threads[0]->groups.size() <= remaining) return static_cast<void>(++*done);
-    machine.in_flight.push_back([=] {
+    const auto finish = [=] {
       compute(threads, remaining, place);
       ++*done;
-    });
+    };
+    if (machine.shuffled && random_bits() % 2 == 0)
+      finish();
+    else
+      machine.in_flight.push_back(finish);
   });
   if (*done == before) wait_while(done, before, "wgmma.wait_group", place);
 }
