@@ -9,6 +9,8 @@ benchmarks/results/gpu/BACKEND.json:
   conformance  every PTX wrapper against the manual's tables (tests/test_emulator.py); of CUDA alone
   correctness  the case tables of attention against the oracle, in hostile memory layouts
   races        the same bits in 1,000 runs, forward and backward, packed sequences and decoding too
+  hopper       of CUDA on compute capability 9.0: that the kernels for Hopper run, and that those
+               for sm_80 are right there, too
   operators    the same for the operators beside attention, with plain PyTorch beside them
   speed        side by side with every backend of PyTorch's SDPA, FlexAttention and our other
                kernels, interleaved; then dense biases, with a gradient too, and averaged weights
@@ -33,7 +35,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import gpu_hopper
 import torch
+from gpu_hopper import SM_80, is_hopper, kernels_of
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -45,7 +49,7 @@ from fastattn.testing.inputs import make_inputs
 from fastattn.testing.varlen import VARLEN_CASES, VarlenCase, check_varlen, make_varlen, run_varlen
 
 ROOT = Path(__file__).resolve().parents[1]
-STEPS = ("conformance", "correctness", "races", "operators", "speed", "serving")
+STEPS = ("conformance", "correctness", "races", "hopper", "operators", "speed", "serving")
 SPEEDS = ("speed", "serving")
 TABLES: dict[str, tuple[Iterable[Any], Callable[..., Any]]] = {
     "scaled_dot_product_attention": (CASES["scaled_dot_product_attention"], check),
@@ -167,6 +171,15 @@ def races(args: argparse.Namespace) -> dict[str, Any]:
     return {"ok": not faults, "repeats": args.repeats, "faults": faults}
 
 
+def hopper(args: argparse.Namespace) -> dict[str, Any]:
+    if not is_hopper(args.backend):
+        return {"ok": True, "told": "there is one kernel for each call here"}
+    faults = gpu_hopper.faults_of_choice()
+    with kernels_of(SM_80):
+        others = correctness(args)
+    return {"ok": others["ok"] and not faults, "faults": faults, SM_80: others}
+
+
 def serving_calls(module: Any, dtype: torch.dtype) -> dict[str, Callable[[], list[Tensor]]]:
     """Packed sequences, forward and backward, and decoding in pages."""
     case = VarlenCase("races", (300, 1, 0, 700), window=(-1, 0), heads=8, head_dim=128)
@@ -220,6 +233,8 @@ def candidates(
 
     other = other_than(backend)
     found: dict[str, Callable[..., Tensor]] = {"fastattn": ours(backend), other: ours(other)}
+    if is_hopper(backend):
+        found[f"fastattn, {SM_80}"] = ours(backend)
     for kind in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION,
                  SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH):  # fmt: skip
         found[kind.name.lower()] = stock(kind)
@@ -299,16 +314,17 @@ def both_ways(
     for round_ in range(rounds + 1):  # the first one warms up
         for name, run in list(runs.items()):
             try:
-                with torch.no_grad():
-                    forward = milliseconds(lambda run=run: run(*leaves))
-                out = run(*leaves)
-                needed = [x for x in leaves if x.requires_grad]
-                given = torch.ones_like(out)
-                backward = milliseconds(
-                    lambda out=out, needed=needed, given=given: torch.autograd.grad(
-                        out, needed, given, retain_graph=True
+                with kernels_of(name):
+                    with torch.no_grad():
+                        forward = milliseconds(lambda run=run: run(*leaves))
+                    out = run(*leaves)
+                    needed = [x for x in leaves if x.requires_grad]
+                    given = torch.ones_like(out)
+                    backward = milliseconds(
+                        lambda out=out, needed=needed, given=given: torch.autograd.grad(
+                            out, needed, given, retain_graph=True
+                        )
                     )
-                )
             except RuntimeError as error:
                 told[name] = {"refused": str(error)[:200]}
                 del runs[name]
@@ -370,7 +386,8 @@ def medians(runs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, Any]:
     for round_ in range(rounds + 1):
         for name, run in list(runs.items()):
             try:
-                taken = milliseconds(run)
+                with kernels_of(name):
+                    taken = milliseconds(run)
             except RuntimeError as error:
                 told[name] = {"refused": str(error)[:200]}
                 del runs[name], times[name]
@@ -403,6 +420,8 @@ def packed(args: argparse.Namespace) -> list[dict[str, Any]]:
                 return fastattn.varlen_attention(q, k, v, ends, ends, is_causal=True)
 
         runs: dict[str, Callable[[], Any]] = {"fastattn": ours}
+        if is_hopper(args.backend):
+            runs[f"fastattn, {SM_80}"] = ours
         for name, run in candidates(args.backend, longest, True, False).items():
             runs[f"{name}, padded"] = lambda run=run, padded=padded: run(*padded)
         rows.append({"lengths": lengths, "head_dim": width, "ms": medians(runs, args.rounds)})
@@ -438,7 +457,7 @@ def decoding(args: argparse.Namespace) -> list[dict[str, Any]]:
             runs[name] = run
         others = candidates(args.backend, length, False, heads != kv_heads)
         for name, other in others.items():
-            if name != "fastattn":
+            if not name.startswith("fastattn"):
                 runs[name] = lambda f=other, x=(query, keys, values): f(*x)
         taken = medians(runs, args.rounds)
         read = 2 * keys.nbytes  # a copy reads and writes as much
@@ -462,6 +481,10 @@ def plan(args: argparse.Namespace) -> dict[str, list[str]]:
         "races": [
             f"{args.repeats} runs each, in {dtypes}: attention forward and backward without and "
             "with a mask, packed sequences, decoding"
+        ],
+        "hopper": [
+            "of CUDA on compute capability 9.0: which kernel runs; correctness without those for "
+            f"Hopper, too, which speed and serving call 'fastattn, {SM_80}'"
         ],
         "operators": [
             *(f"{judge.__name__}: {len(cases)} cases" for cases, judge in gpu_operators.TABLES),
@@ -507,6 +530,7 @@ def main() -> int:
         "conformance": conformance,
         "correctness": correctness,
         "races": races,
+        "hopper": hopper,
         "operators": operators,
         "speed": speed,
         "serving": serving,

@@ -235,7 +235,15 @@ def test_the_script_for_a_gpu_has_a_plan(
         runpy.run_path(str(script), run_name="__main__")
     told = capsys.readouterr().out
     steps = [line for line in told.splitlines() if not line.startswith(" ")]
-    assert steps == ["conformance", "correctness", "races", "operators", "speed", "serving"]
+    assert steps == [
+        "conformance",
+        "correctness",
+        "races",
+        "hopper",
+        "operators",
+        "speed",
+        "serving",
+    ]
     assert re.search(r"scaled_dot_product_attention: \d+ cases", told)
     assert "7 runs each" in told
     assert "10 rounds of fastattn, triton, flash_attention, cudnn_attention" in told
