@@ -488,8 +488,7 @@ struct HopperForward {
           if (there) store_columns(to, column, x, work.p);
         }
         if (there && lane4 == 0)
-          work.p.lse[stats_row(work.p, work.b, h, i[r])] =
-              softmax.log_sum(r, kGeneral ? 1.0 : work.p.scale);
+          work.p.lse[stats_row(work.p, work.b, h, i[r])] = softmax.log_sum(r, unit);
       }
     }
 

@@ -112,7 +112,7 @@ struct ScaledSoftmax : OnlineSoftmax {
     }
   }
 
-  FASTATTN_DEVICE double log_sum(int r, double) const {
+  FASTATTN_DEVICE double log_sum(int r, float) const {
     constexpr double kLn2 = 0.69314718055994531;
     return l[r] == 0.0f ? static_cast<double>(minus_infinity())
                         : m[r] * kLn2 + log(static_cast<double>(l[r]));
