@@ -161,6 +161,15 @@ def test_every_source_has_a_documented_count() -> None:
     assert f"{counts[True]} for Hopper alone" in told
 
 
+def test_the_module_needs_no_header_of_cuda() -> None:
+    """setup.py gives these to the C++ compiler alone."""
+    command = [*build.compiler(), "-std=c++17", "-fsyntax-only", "-Wall", "-Werror"]
+    command += [*build._python_flags(), '-DFASTATTN_CUDA_ARCHS="80;90a"', "-DFASTATTN_HOPPER"]
+    command += map(str, sorted((ROOT / "csrc/cuda").glob("*.cpp")))
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 @needs_nvcc
 def test_the_forward_kernels_do_not_spill(tmp_path: Path) -> None:
     check(ROOT / "csrc/cuda/kernels/attention_forward.cu", "Bf16", "80", tmp_path)

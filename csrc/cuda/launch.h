@@ -5,6 +5,7 @@
 #include <string>
 
 #include "device.h"
+#include "hopper_allowed.h"
 
 #ifndef FASTATTN_EMULATED
 #include <cuda_runtime.h>
@@ -18,16 +19,6 @@ struct Hopper {
   bool present;
   int multiprocessors;
 };
-
-// They may be switched off, to test and to measure the others on their machine.
-inline bool& hopper_allowed() {
-#ifdef FASTATTN_EMULATED
-  static bool allowed = false;
-#else
-  static bool allowed = true;
-#endif
-  return allowed;
-}
 
 inline Hopper find_hopper() {
 #ifdef FASTATTN_EMULATED

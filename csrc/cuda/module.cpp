@@ -7,11 +7,12 @@
 #include <utility>
 #include <vector>
 
+#include "hopper_allowed.h"
 #include "kernels/table.h"
-#include "launch.h"
 
 #ifdef FASTATTN_EMULATED
 #include "emulator/machine.h"
+#include "launch.h"
 #endif
 
 namespace py = pybind11;
