@@ -13,7 +13,7 @@ Environment:
                               has, and the baseline: half the time, for use on this machine alone
   FASTATTN_CUDA=0             do not build _cuda, even if there is an nvcc
   FASTATTN_CUDA_ARCHS=LIST    the architectures of _cuda; the default is 80;90a, which serve all
-                              from 8.0 on: PTX of the first is kept for those that come
+                              from 8.0 on: PTX of the least is kept for those that come
   NVCC                        the CUDA compiler, else the one on the path or below CUDA_HOME
   FASTATTN_DEBUG=1            -O1 -g, library assertions on
   FASTATTN_SANITIZE=LIST      address, undefined, thread, or a comma-separated list of them
@@ -26,6 +26,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -254,9 +255,17 @@ def cuda_toolkit(nvcc: str) -> Path:
 
 
 def architecture_flags(archs: str) -> list[str]:
-    flags = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs.split(";")]
-    first = archs.split(";")[0]
-    return [*flags, f"-gencode=arch=compute_{first},code=compute_{first}"]
+    """Machine code for each architecture, and the PTX that all of it is made of.
+
+    The kernels ask for nothing that the least of them has not, and to make PTX takes as long as to
+    assemble it.
+    """
+    if not re.fullmatch(r"\d+[af]?(;\d+[af]?)*", archs):
+        raise CannotBuild(f"FASTATTN_CUDA_ARCHS is {archs!r}, not a list such as {CUDA_ARCHS}")
+    numbers = sorted({int(arch.rstrip("af")) for arch in archs.split(";")})
+    ptx = f"compute_{numbers[0]}"
+    codes = ",".join([ptx, *(f"sm_{number}" for number in numbers)])
+    return [f"-gencode=arch={ptx},code=[{codes}]"]
 
 
 def plan_cuda() -> Plan:

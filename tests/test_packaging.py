@@ -459,12 +459,23 @@ def test_a_broken_nvcc_does_not_lose_the_cpu_kernels(small_source: Path) -> None
     assert "fastattn._cuda was not built" in done.stderr
 
 
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc here")
+def test_architectures_that_are_none_are_a_reason(small_source: Path) -> None:
+    done = build(small_source, FASTATTN_CUDA="1", FASTATTN_CUDA_ARCHS="native")
+    assert done.returncode == 0, done.stderr
+    modules = modules_of(small_source / "out")
+    assert modules["cpu"]["built"] is True
+    assert "'native', not a list" in str(modules["cuda"]["reason"])
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc here")
 def test_the_cuda_module_is_built_and_imports_without_a_driver(cuda_source: Path) -> None:
     done = build(cuda_source, FASTATTN_CUDA="1", FASTATTN_REQUIRE_NATIVE="1")
     assert done.returncode == 0, done.stderr
-    assert modules_of(cuda_source / "out")["cuda"]["architectures"] == "80;90a"
+    record = modules_of(cuda_source / "out")["cuda"]
+    assert record["architectures"] == "80;90a"
+    assert "-gencode=arch=compute_80,code=[compute_80,sm_80,sm_90]" in str(record["flags"])
     library = cuda_source / f"out/fastattn/_cuda{EXT_SUFFIX}"
     script = "import importlib.util as u, sys; s = u.spec_from_file_location('_cuda', sys.argv[1]);"
     script += "m = u.module_from_spec(s); s.loader.exec_module(m); print(m.build_info()['device'])"
