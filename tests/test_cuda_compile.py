@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import shutil
 import subprocess
 from pathlib import Path
@@ -169,6 +170,13 @@ def test_the_module_needs_no_header_of_cuda() -> None:
     command += map(str, sorted((ROOT / "csrc/cuda").glob("*.cpp")))
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_the_page_on_hopper_has_the_numbers_of_the_source() -> None:
+    made = runpy.run_path(str(ROOT / "docs/make_hopper_picture.py"))
+    told = (ROOT / "docs/hopper.md").read_text()
+    for table in "\n".join(made["tables"]()).split("\n\n"):
+        assert table in told
 
 
 @needs_nvcc
