@@ -23,6 +23,11 @@ CASES: list[Case | VarlenCase] = [
     replace(EDGE, name="edge-left", window=(60, 20), q_len=290, grads=()),
     replace(EDGE, name="edge-wide", window=(150, -1), q_len=290, grads=()),
     replace(EDGE, name="edge-dropout", window=(60, 20), q_len=290, dropout_p=0.3, grads=()),
+    # A warp that is late with its part of the clearing is rare.
+    *(
+        replace(EDGE, name=f"masked-{n}", mask="padding", mask_dims="bk", grads=())
+        for n in range(12)
+    ),
     replace(PACKED[0], grads=()),
     replace(PACKED[1], grads=(), after=(90, 40)),
 ]

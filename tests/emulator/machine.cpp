@@ -1,5 +1,6 @@
 #include "machine.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <stdexcept>
@@ -123,11 +124,28 @@ std::string who_waits() {
   return text;
 }
 
-// Every thread that can run, once, beginning with a random warp; warps stall at random.
+uint64_t rounds = 0;
+uint64_t asleep_until[64];  // round, of each warp
+
+// With a seed warps stall at random: each for a round, and now and then one for many.
+uint64_t stalled_warps() {
+  if (!machine.shuffled) return 0;
+  const uint64_t bits = random_bits();
+  if (bits % 32 == 0)
+    asleep_until[(bits >> 5) % std::max<size_t>(1, machine.threads.size() / 32)] =
+        rounds + (bits >> 11) % 64;
+  uint64_t stalled = random_bits() & random_bits();
+  for (int warp = 0; warp < 64; ++warp)
+    if (rounds < asleep_until[warp]) stalled |= uint64_t(1) << warp;
+  ++rounds;
+  return stalled;
+}
+
+// Every thread that can run, once, beginning with a random warp.
 bool run_round(size_t& left) {
   const size_t count = machine.threads.size();
   const size_t first = machine.shuffled ? random_bits() % count & ~size_t(31) : 0;
-  const uint64_t stalled = machine.shuffled ? random_bits() & random_bits() : 0;
+  const uint64_t stalled = stalled_warps();
   bool progress = false;
   for (size_t n = 0; n < count; ++n) {
     Thread& thread = machine.threads[(first + n) % count];
@@ -183,6 +201,8 @@ Hooks& hooks() {
 
 void set_seed(uint64_t seed) {
   machine.random = seed * 0x9E3779B97F4A7C15u + 1;
+  std::memset(asleep_until, 0, sizeof asleep_until);
+  rounds = 0;
   machine.shuffled = seed != 0;
 }
 
