@@ -28,6 +28,7 @@ KERNELS = {
     "attention_weights": 4,
     "encode_memory": 6,
     "hopfield": 2,
+    "hopper_backward": 30,
     "hopper_forward": 12,
     "memory_hops": 15,
     "decode": 5,
@@ -109,6 +110,8 @@ def check_instructions(source: Path, cubin: Path) -> None:
             assert sass.highest_register(lines) < constant(registers), (name, registers)
         if source.stem == "hopper_forward":
             check_overlap(name, consumer)
+        elif "_kv_" in name:
+            check_weights_beside_product(name, consumer)
 
 
 def events(lines: list[str]) -> str:
@@ -151,6 +154,26 @@ def check_overlap(name: str, lines: list[str]) -> None:
     last = re.findall(r"(?<=P)1?(e+)0(e*)(?=P)", happened)
     assert len(last) == 2, (name, happened)
     assert all(len(before) > 9 * len(after) for before, after in last), (name, last)
+
+
+def check_weights_beside_product(name: str, lines: list[str]) -> None:
+    """Without options: is dP^T = V dO^T computed beside most exponentials of P^T?
+
+    A step waits for K Q^T alone before them, in code for the edge of the window and code for the
+    rest. (A consumer that sums dV alone has no dP.)
+    """
+    found = re.search(r"Li(\d+)ELi(\d+)ELb([01])", name)
+    assert found, name
+    steps = re.findall(r"(?<=Q)[e01]+(?=P)", events(lines))
+    assert len(steps) == (1 if int(found[1]) <= 128 else 2), (name, steps)
+    if found[3] == "1":
+        assert not any("1" in step for step in steps), (name, steps)
+        return
+    waits = re.fullmatch(r"1(e+)0(e+)1(e+)0(e+)", steps[0])
+    assert waits, (name, steps)
+    before_edge, after_edge, before, after = map(len, waits.groups())
+    assert before_edge > after_edge, (name, steps)
+    assert before > 2 * after, (name, steps)
 
 
 def test_every_source_has_a_documented_count() -> None:

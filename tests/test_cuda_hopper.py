@@ -37,6 +37,7 @@ from fastattn.testing.varlen import (
 )
 
 FORWARD = "attention_forward_hopper"
+BACKWARD = ("attention_backward_q_hopper", "attention_backward_kv_hopper")
 DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -91,8 +92,12 @@ def _faults(adapter: ModuleType, case: Case, dtype: torch.dtype, seed: int) -> l
     target: Any = Emulated(adapter, seed)
     verdict = check(case, dtype, target)
     assert not verdict.declined, verdict.declined
-    took, takes = FORWARD in _launches(adapter), _is_for_hopper(make_inputs(case, dtype))
-    faults = [] if took == takes else [f"the kernel for Hopper ran: {took}"]
+    launches, takes = _launches(adapter), _is_for_hopper(make_inputs(case, dtype))
+    others = {"attention_forward", "attention_backward"}
+    wrong = launches & (others if takes else {FORWARD, *BACKWARD})
+    faults = [f"{name} ran" for name in sorted(wrong)]
+    if takes and FORWARD not in launches:
+        faults.append("the kernel for Hopper did not run")
     return faults if verdict.ok else [*faults, *faults_beyond_chance(case, dtype, target)]
 
 

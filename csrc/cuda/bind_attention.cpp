@@ -122,7 +122,7 @@ void backward(int dtype, uintptr_t stream, const py::tuple& sizes, const py::tup
   py::gil_scoped_release release;
   with_element_of_attention(p, [&](auto* element) {
     attention_rows(element, p, stream);
-    attention_backward(element, p, stream);
+    if (!attention_backward_hopper(element, p, stream)) attention_backward(element, p, stream);
     if (mask.result != nullptr) attention_pairs(element, mask, stream);
   });
 }

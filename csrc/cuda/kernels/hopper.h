@@ -8,8 +8,10 @@
 #include "../ptx/registers.h"
 #include "../ptx/tma.h"
 #include "../ptx/wgmma.h"
+#include "attention_pairs.h"
 #include "scores.h"
 #include "sequence.h"
+#include "softmax.h"
 
 namespace fastattn {
 namespace cuda {
@@ -20,10 +22,13 @@ constexpr int kConsumers = 2;
 constexpr int kThreads = 128 * (1 + kConsumers);
 constexpr int kRows = 64 * kConsumers;  // of the tile that stays: queries, or keys
 
-// 64 Ki registers a multiprocessor: launched with 168 a thread, then shared out anew.
+// A block is launched with so many registers a thread, of 64 Ki, and shares them out anew: what
+// consumers take the producer must have given, or they wait for ever.
+constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
 constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
-static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 65536 / 128,
-              "more registers than a multiprocessor has");
+static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <=
+                  (1 + kConsumers) * kLaunchRegisters,
+              "more registers than a block has");
 // What a consumer needs beside its sums and scores: addresses, indices, the softmax.
 constexpr int kSpareRegisters = 40;
 constexpr int kMaxSharedBytes = 227 << 10;  // of a block
@@ -155,6 +160,144 @@ FASTATTN_DEVICE bool enter_tile(const HopperArguments& given, int tile, Attentio
   p.k_row = uniform(p.k_row);
   if (b == p.B) (kOfQueries ? p.Lk : p.Lq) = 0;
   return block.row < (kOfQueries ? p.Lq : p.Lk);
+}
+
+// A tile of queries that stays while keys pass, kKeys in a step.
+template <int kKeys>
+struct QueryTile {
+  AttentionArguments p;
+  int b, h_kv, i0, last_query;
+  Range keys;        // that some query sees
+  int begin, count;  // the first key of the first step, and steps
+
+  FASTATTN_DEVICE int key(int j) const { return begin + j * kKeys; }
+  // Do keys that no query sees come with step j? Those outside of the tensor are zeros.
+  FASTATTN_DEVICE bool is_edge(int j, int64_t tensor_rows) const {
+    const int first = key(j), last = first + kKeys;
+    return first < keys.begin || (keys.end < last && keys.end < tensor_rows - p.k_row);
+  }
+};
+
+// f(tile) for each of this block of threads that has keys to see, or for each at all. By whole
+// warps.
+template <int kKeys, bool kAll, class F>
+FASTATTN_DEVICE void for_each_query_tile(const HopperArguments& given, F f) {
+  for (int round = 0;; ++round) {
+    const int n = tile_of_round(round);
+    if (n >= given.tiles) break;
+    QueryTile<kKeys> tile{};
+    tile.p = given;
+    Block block;
+    if (!enter_tile<true>(given, n, tile.p, block)) continue;
+    tile.b = block.b;
+    tile.h_kv = block.h;
+    tile.i0 = block.row;
+    const int rows = static_cast<int>(tile.p.Lq);
+    tile.last_query = rows < tile.i0 + given.tile_rows ? rows : tile.i0 + given.tile_rows;
+    tile.keys = keys_of_queries(tile.p, tile.i0, tile.last_query);
+    tile.begin = tile.keys.begin / kKeys * kKeys;
+    const int length = tile.keys.end - tile.begin;
+    tile.count = tile.keys.end <= tile.keys.begin ? 0 : (length + kKeys - 1) / kKeys;
+    if (kAll || tile.count > 0) f(tile);
+  }
+}
+
+// Of a consumer's thread: row r of its two, among the rows of the tile.
+FASTATTN_DEVICE int row_of_thread(int r) {
+  const int thread = static_cast<int>(threadIdx.x) - 128;
+  return thread / 32 * 16 + 8 * r + thread % 32 / 4;
+}
+
+// Row n of a tile is query n / group of head n % group; rows that are left over are none.
+template <class Tile>
+FASTATTN_DEVICE int query_of_row(const HopperArguments& given, const Tile& tile, int row) {
+  return row < given.tile_rows * given.group ? tile.i0 + row / given.group
+                                             : static_cast<int>(tile.p.Lq);
+}
+template <class Tile>
+FASTATTN_DEVICE int head_of_row(const HopperArguments& given, const Tile& tile, int row) {
+  return tile.h_kv * given.group + row % given.group;
+}
+
+// Steps all of whose keys all queries of a consumer see, if only the window counts.
+template <int kKeys>
+FASTATTN_DEVICE Range all_seen(const HopperArguments& given, const QueryTile<kKeys>& tile,
+                               int consumer) {
+  const int first = tile.i0 + 64 * consumer / given.group;
+  const int last = tile.i0 + (64 * consumer + 63) / given.group;
+  const Range of_first = visible_keys(tile.p, first);
+  const Range of_last = visible_keys(tile.p, last < tile.last_query ? last : tile.last_query - 1);
+  return {(of_last.begin - tile.begin + kKeys - 1) / kKeys, (of_first.end - tile.begin) / kKeys};
+}
+
+// x[4 n + 0, 1] * factor, of a row's kColumns columns, to row `row` of head (b, h), if it is there.
+// The four lanes of a row exchange what they have, so that each writes 16 bytes, and all 64 in a
+// line.
+template <class T, int kColumns>
+FASTATTN_DEVICE void store_row(const float* x, float factor, const Tensor4& out, int b, int h,
+                               int64_t row, int64_t columns, bool there) {
+  struct alignas(16) Chunk {
+    uint32_t x[4];
+  };
+  const int lane = static_cast<int>(threadIdx.x) & 3;
+  auto* to = static_cast<uint16_t*>(out.data) + b * out.stride[0] + h * out.stride[1] +
+             row * out.stride[2];
+  FASTATTN_UNROLL
+  for (int n = 0; n < kColumns / 8; n += 4) {
+    uint32_t pairs[4];  // of tiles n..n + 3; then of tile n + lane, its four
+    FASTATTN_UNROLL
+    for (int t = 0; t < 4; ++t)
+      pairs[t] = T::pack(x[4 * (n + t)] * factor, x[4 * (n + t) + 1] * factor);
+    exchange_in_fours(pairs, lane);
+    const int column = 8 * (n + lane);
+    if (!there) continue;
+    if (column + 8 <= columns) {
+      *reinterpret_cast<Chunk*>(to + column) = {{pairs[0], pairs[1], pairs[2], pairs[3]}};
+    } else {
+      FASTATTN_UNROLL
+      for (int e = 0; e < 8; ++e)
+        if (column + e < columns)
+          to[column + e] = static_cast<uint16_t>(pairs[e / 2] >> 16 * (e % 2));
+    }
+  }
+}
+
+// The rows of a tile whose keys the mask hides from all queries become zeros: 0 times what they
+// hold may be NaN. any[2 n + e]: does this thread see key 8 n + 2 (lane % 4) + e? By all consumers.
+// Flags, [2, kKeys], have two buffers: those of the next call are cleared while these are read.
+template <int kKeys, class Tile>
+FASTATTN_DEVICE void clear_unseen(int* flags, int buffer, const bool (&any)[kKeys / 4],
+                                  const Tile& tile) {
+  constexpr int kCount = 128 * kConsumers, kBarrier = 1 + kConsumers;
+  const int thread = static_cast<int>(threadIdx.x) - 128;
+  int* mine = flags + buffer * kKeys;
+  int* next = flags + (1 - buffer) * kKeys;
+  FASTATTN_UNROLL
+  for (int n = 0; n < kKeys / 4; ++n)  // from several threads, but always 1
+    if (any[n]) mine[n / 2 * 8 + thread % 4 * 2 + n % 2] = 1;
+  barrier_sync(kBarrier, kCount);
+  for (int key = thread; key < kKeys; key += kCount) next[key] = 0;
+  tile.template clear_rows<kCount>(thread, [&](int row) { return mine[row] != 0; });
+  fence_proxy_async();
+  barrier_sync(kBarrier, kCount);
+}
+
+// Without options the stats of a query are kept in the units of the exponent, so that
+// p = 2^(unit q . k - hi - lo) and ds = p (dp - delta). `unit` is the forward pass's own.
+FASTATTN_DEVICE float exponent_unit(const AttentionArguments& p) { return p.scale_float * kLog2e; }
+
+template <bool kGeneral>
+FASTATTN_DEVICE RowStats prepared(const RowStats& row) {
+  if (kGeneral) return row;
+  constexpr double kLog2eDouble = 1.4426950408889634;
+  const double lse = (static_cast<double>(row.hi) + static_cast<double>(row.lo)) * kLog2eDouble;
+  const float hi = static_cast<float>(lse);
+  const float lo = hi == row.hi ? 0.0f : static_cast<float>(lse - static_cast<double>(hi));
+  return {hi, lo, row.delta + row.rest, 0.0f};
+}
+
+FASTATTN_DEVICE float weight_of(float dot, float unit, const RowStats& row) {
+  return exp2_approx(fmaf(dot, unit, -row.hi) - row.lo);
 }
 
 }  // namespace hopper

@@ -43,8 +43,13 @@ struct Tf32;
 #ifdef FASTATTN_HOPPER
 bool attention_forward_hopper(const Bf16*, const AttentionArguments& p, uintptr_t stream);
 bool attention_forward_hopper(const F16*, const AttentionArguments& p, uintptr_t stream);
+bool attention_backward_hopper(const Bf16*, const AttentionArguments& p, uintptr_t stream);
+bool attention_backward_hopper(const F16*, const AttentionArguments& p, uintptr_t stream);
 #endif
 inline bool attention_forward_hopper(const void*, const AttentionArguments&, uintptr_t) {
+  return false;
+}
+inline bool attention_backward_hopper(const void*, const AttentionArguments&, uintptr_t) {
   return false;
 }
 

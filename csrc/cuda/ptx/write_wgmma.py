@@ -5,7 +5,7 @@ python csrc/cuda/ptx/write_wgmma.py > csrc/cuda/ptx/wgmma_instructions.h
 
 # Scores need a and b with their rows in shared memory, and the products with scores have these in
 # registers and b transposed; 64 columns have all forms, for tests.
-ROWS = (64, 80, 96)  # columns of scores
+ROWS = (32, 48, 64, 80, 96)  # columns of scores
 TRANSPOSED = (64, 96, 128, 192, 256)  # columns of values
 TYPES = {"Bf16": "bf16", "F16": "f16"}
 

@@ -1,0 +1,78 @@
+#include <algorithm>
+#include <type_traits>
+
+#include "hopper_backward_kv.h"
+#include "hopper_backward_q.h"
+#include "hopper_host.h"
+
+namespace fastattn {
+namespace cuda {
+
+namespace {
+
+constexpr bool kIsF16 = std::is_same<FASTATTN_ELEMENT, F16>::value;
+
+// The operands, where tiles of queries have q_rows rows of q_heads heads, and of keys k_rows. False
+// if TMA cannot copy one.
+bool describe(HopperArguments& p, int q_heads, int q_rows, int k_rows) {
+  const int64_t batches = p.q_starts == nullptr ? p.B : 1;
+  auto one = [&](const Tensor4& t, int64_t H, int64_t L, int64_t columns, int heads, int rows,
+                 TensorOperand& operand) {
+    return hopper::describe(t, kIsF16, batches, H, L, columns, heads, rows, operand);
+  };
+  return one(p.q, p.Hq, p.Lq, p.D, q_heads, q_rows, p.q_operand) &&
+         one(p.grad_out, p.Hq, p.Lq, p.Dv, q_heads, q_rows, p.g_operand) &&
+         one(p.k, p.Hkv, p.Lk, p.D, 1, k_rows, p.k_operand) &&
+         one(p.v, p.Hkv, p.Lk, p.Dv, 1, k_rows, p.v_operand);
+}
+
+template <int kQ, int kV, bool kGeneral>
+bool run(HopperArguments& p, int multiprocessors, uintptr_t stream) {
+  using T = FASTATTN_ELEMENT;
+  using OfQ = HopperBackwardQShape<kQ, kV, kGeneral>;
+  using OfKv = HopperBackwardKvShape<kQ, kV, kGeneral>;
+  p.group = static_cast<int>(p.Hq / p.Hkv);
+  HopperArguments kv = p;
+  p.tile_rows = hopper::kRows / p.group;
+  kv.tile_rows = OfKv::kKeys;
+  if (!describe(p, p.group, p.tile_rows, OfQ::kKeys) ||
+      !describe(kv, 1, OfKv::kQueries, OfKv::kKeys))
+    return false;
+  hopper::cut(p, p.q_starts, p.Lq, p.Lk);
+  hopper::cut(kv, p.k_starts, p.Lk, p.Lq * p.group);
+  const int blocks = std::min(p.tiles, multiprocessors);
+  if constexpr (kGeneral) {
+    if (p.exact_delta)
+      launch({"attention_backward_delta_hopper", blocks, hopper::kThreads, OfQ::kSharedBytes,
+              stream, shapes(p)},
+             attention_backward_delta_hopper_kernel<T, kQ, kV>, p);
+  }
+  launch({"attention_backward_q_hopper", blocks, hopper::kThreads, OfQ::kSharedBytes, stream,
+          shapes(p)},
+         attention_backward_q_hopper_kernel<T, kQ, kV, kGeneral>, p);
+  launch({"attention_backward_kv_hopper", std::min(kv.tiles, multiprocessors), hopper::kThreads,
+          OfKv::kSharedBytes, stream, shapes(p)},
+         attention_backward_kv_hopper_kernel<T, kQ, kV, kGeneral>, kv);
+  return true;
+}
+
+}  // namespace
+
+bool attention_backward_hopper(const FASTATTN_ELEMENT*, const AttentionArguments& given,
+                               uintptr_t stream) {
+  const Hopper device = find_hopper();
+  if (!hopper::takes(device, given)) return false;
+  HopperArguments p{};
+  static_cast<AttentionArguments&>(p) = given;
+  const bool plain = is_plain(p) && !p.exact_delta;
+  bool done = false;
+  hopper::with_widths(p, [&](auto width, auto value_width) {
+    constexpr int kQ = decltype(width)::value, kV = decltype(value_width)::value;
+    done = plain ? run<kQ, kV, false>(p, device.multiprocessors, stream)
+                 : run<kQ, kV, true>(p, device.multiprocessors, stream);
+  });
+  return done;
+}
+
+}  // namespace cuda
+}  // namespace fastattn
