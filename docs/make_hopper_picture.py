@@ -9,12 +9,15 @@ from __future__ import annotations
 import heapq
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 HERE = Path(__file__).parent
-SOURCE = (HERE.parent / "csrc/cuda/kernels/hopper_forward.h").read_text()
+SOURCE, SOURCE_Q, SOURCE_KV = (
+    (HERE.parent / f"csrc/cuda/kernels/hopper_{name}.h").read_text()
+    for name in ("forward", "backward_q", "backward_kv")
+)
 WIDTHS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 LENGTHS = (512, 2048, 8192, 16384)
 
@@ -24,6 +27,23 @@ FLOPS, EXPONENTIALS, SHARED_BYTES = 4096, 16, 128
 # published to reach: of the shorter of products and exponentials this part is not hidden; and of
 # all the time this part is the loop.
 PEAK, EXPOSED, LOOP = 790, 0.45, 0.95
+# And of the backward pass: its five products at 128 columns, 8k, full.
+LOOP_BACKWARD = 0.77
+
+
+def tile(rows: int, columns: int) -> int:
+    """Bytes in shared memory."""
+    return rows * 128 * math.ceil(columns / 64)
+
+
+def chosen(source: str, name: str, width: int) -> int:
+    """What a kernel without options takes for so many columns of Q and K."""
+    found = re.search(rf"{name} = kGeneral\s*\? \([^)]*\)\s*:([^;]*);", source)
+    assert found, name
+    for compare, bound, n in re.findall(r"kQ (<=|==) (\d+)\s*\? (\d+)", found[1]):
+        if width == int(bound) or (compare == "<=" and width < int(bound)):
+            return int(n)
+    return int(found[1].split(":")[-1])
 
 
 @dataclass(frozen=True)
@@ -46,13 +66,10 @@ class Shape:
         assert found
         return int(found[1 if self.v < 256 else 2]), int(found[3])
 
-    def tile(self, rows: int, columns: int) -> int:
-        return rows * 128 * math.ceil(columns / 64)
-
     @property
     def bytes(self) -> tuple[int, int, int]:
         """Of Q, of one K and of one V in shared memory."""
-        return self.tile(128, self.q), self.tile(self.keys, self.q), self.tile(self.keys, self.v)
+        return tile(128, self.q), tile(self.keys, self.q), tile(self.keys, self.v)
 
     @property
     def registers(self) -> tuple[int, int, int]:
@@ -96,6 +113,91 @@ class Shape:
         return PEAK * LOOP * share * seen / self.keys / steps
 
 
+@dataclass(frozen=True)
+class Backward:
+    """Of a kernel of the backward pass without options: of dQ, or of dK and dV."""
+
+    q: int
+    v: int
+    of_keys: bool  # dK and dV
+
+    @property
+    def divided(self) -> bool:
+        """Has one consumer dV, the other dK, of the same keys?"""
+        return self.of_keys and self.q > 128
+
+    @property
+    def stay(self) -> int:
+        """The rows of a tile that stays."""
+        return 64 if self.divided else 128
+
+    @property
+    def passing(self) -> int:
+        """The rows of a step."""
+        if self.of_keys:
+            return chosen(SOURCE_KV, "kQueries", self.q)
+        return chosen(SOURCE_Q, "kKeys", self.q)
+
+    @property
+    def bytes(self) -> tuple[int, int]:
+        """Of both operands that stay, and of both that pass, in shared memory."""
+        stay, passing = (
+            tile(rows, self.q) + tile(rows, self.v) for rows in (self.stay, self.passing)
+        )
+        return stay, passing
+
+    @property
+    def registers(self) -> tuple[int, ...]:
+        """Of a consumer's thread: sums, S and dP, and of dQ dS."""
+        if not self.of_keys:
+            return self.q // 2, self.passing, self.passing // 4
+        return (self.q if self.divided else self.q + self.v) // 2, self.passing
+
+    @property
+    def columns(self) -> tuple[int, int]:
+        """Of both consumers, columns of the products from shared memory, and from registers."""
+        if self.divided:
+            return 2 * self.q + self.v, self.q + self.v
+        return 2 * (self.q + self.v), 2 * (self.q + (self.v if self.of_keys else 0))
+
+    @property
+    def clocks(self) -> dict[str, float]:
+        """Of a step of both consumers."""
+        from_shared, from_registers = self.columns
+        rows = self.passing
+        moved = from_shared // 16 * (64 + rows) * 32 + rows // 16 * from_registers * 32
+        return {
+            "products": 2 * 64 * rows * (from_shared + from_registers) / FLOPS,
+            "exponentials": 2 * 64 * rows / EXPONENTIALS,
+            "shared memory": (moved + self.bytes[1]) / SHARED_BYTES,
+        }
+
+    def time(self, length: int, causal: bool) -> float:
+        """Clocks for one head, but for what is not the loop."""
+        clocks = self.clocks
+        hidden = min(clocks["products"], clocks["exponentials"])
+        passed = length / 2 + self.stay / 2 + self.passing / 2 if causal else length
+        steps = math.ceil(passed / self.passing) + 1
+        return length / self.stay * steps * (max(clocks.values()) + EXPOSED * hidden)
+
+
+def backward_tflops(q: int, v: int, length: int, causal: bool) -> float:
+    """Predicted; the FLOP of the five products that a backward pass needs."""
+    clocks = sum(Backward(q, v, of_keys).time(length, causal) for of_keys in (False, True))
+    products = 2 * (3 * q + 2 * v) * length**2 / (2 if causal else 1) / FLOPS
+    return PEAK * LOOP_BACKWARD * products / clocks
+
+
+def predicted(tflops: Callable[[int, int, int, bool], float]) -> Iterator[str]:
+    heads = " | ".join(f"{n // 1024}k" if n >= 1024 else str(n) for n in LENGTHS)
+    yield f"| D / Dv | {heads} |"
+    yield "| --- |" + " --- |" * len(LENGTHS)
+    for q, v in WIDTHS:
+        told = " | ".join(f"{tflops(q, v, n, False):.0f} / {tflops(q, v, n, True):.0f}"
+                          for n in LENGTHS)  # fmt: skip
+        yield f"| {q} / {v} | {told} |"
+
+
 def tables() -> Iterator[str]:
     yield "| D / Dv | keys | buffers K, V | Q + K + V, KiB | O + S + P + 40 registers |"
     yield "| --- | --- | --- | --- | --- |"
@@ -117,14 +219,25 @@ def tables() -> Iterator[str]:
         told = " | ".join(f"{n:.0f}" for n in clocks.values())
         yield f"| {shape.q} / {shape.v} | {told} | {most} |"
     yield ""
-    heads = " | ".join(f"{n // 1024}k" if n >= 1024 else str(n) for n in LENGTHS)
-    yield f"| D / Dv | {heads} |"
-    yield "| --- |" + " --- |" * len(LENGTHS)
-    for shape in (Shape(*width) for width in WIDTHS):
-        told = " | ".join(
-            f"{shape.tflops(n, False):.0f} / {shape.tflops(n, True):.0f}" for n in LENGTHS
-        )
-        yield f"| {shape.q} / {shape.v} | {told} |"
+    yield from predicted(lambda q, v, n, causal: Shape(q, v).tflops(n, causal))
+    for of_keys, passing, told in (
+        (False, "keys", "Q + dO + K + V, KiB | dQ + S, dP + dS"),
+        (True, "queries", "K + V + Q + dO, KiB | sums + S, dP"),
+    ):
+        yield ""
+        yield f"| D / Dv | {passing} | {told} + 40 registers | products | exponentials | shared |"
+        yield "| --- |" + " --- |" * 6
+        for q, v in WIDTHS:
+            kernel = Backward(q, v, of_keys)
+            stay, passed = (n // 1024 for n in kernel.bytes)
+            clocks = " | ".join(f"{n:.0f}" for n in kernel.clocks.values())
+            yield (
+                f"| {q} / {v} | {kernel.passing} | {stay} + 2·{passed} = {stay + 2 * passed} "
+                f"| {' + '.join(map(str, kernel.registers))} + 40 = {sum(kernel.registers) + 40} "
+                f"| {clocks} |"
+            )
+    yield ""
+    yield from predicted(backward_tflops)
 
 
 # -- the timeline ----------------------------------------------------------------------------------

@@ -10,10 +10,11 @@ from test_cuda_hopper import OWN, PACKED
 from fastattn.testing import Case
 from fastattn.testing.varlen import VarlenCase
 
-# Forward only. Between them: one head and groups, all kinds of tiles, each branch of the pipeline.
+# Forward alone. Between them: one head and groups, all kinds of tiles, each branch of the pipeline.
 NAMES = """tiles-64 width-64-64-full width-72-96-options width-136-192-causal width-256-256-causal
 group-3-bottom_right group-5-bottom_right-options tiles-that-see-nothing keys-1 keys-161-wide
 nan-after-64 nan-before-64 nan-masked-64 nan-rows-64 nan-after-128 layout-expanded_heads""".split()
+BACKWARD_NAMES = [name for name in NAMES if name not in ("keys-1", "keys-161-wide")]
 EDGE = Case("edge", heads=2, q_len=50, k_len=290, head_dim=64, poison=True)
 CASES: list[Case | VarlenCase] = [
     *(replace(case, grads=(), slow=False) for case in OWN if case.name in NAMES),
@@ -82,25 +83,25 @@ MUTANTS: list[tuple[str, ...]] = [
     ("buffers of K and V meet", FORWARD, "v_tiles = k_tiles + Shape::kKStages *", "v_tiles = k_tiles + (Shape::kKStages - 1) *"),
     # clearing
     ("nothing is cleared", FORWARD, "return work.keys.has(work.key(j) + row);", "return true;"),
-    ("no edge on the left", FORWARD, "return first < keys.begin ||", "return"),
-    ("no edge on the right", FORWARD, "|| (keys.end < last && keys.end < rows)", ""),
-    ("an edge of one key is none", FORWARD, "(keys.end < last &&", "(keys.end + 1 < last &&"),
+    ("no edge on the left", SHARED, "return first < keys.begin ||", "return"),
+    ("no edge on the right", SHARED, "|| (keys.end < last && keys.end < tensor_rows - p.k_row)", ""),
+    ("an edge of one key is none", SHARED, "(keys.end < last &&", "(keys.end + 1 < last &&"),
     ("the edge of the wrong step", FORWARD, "work.is_edge(j - 1, given.Lk) ? v_landed", "work.is_edge(j, given.Lk) ? v_landed"),
     ("one parity for both stages", FORWARD, "landed ^= 1 << ring.stage", "landed ^= 1"),
     ("edges alone are counted", FORWARD, "mbarrier_arrive(v_full + ring.stage);\n        }\n        ring.advance();", "mbarrier_arrive(v_full + ring.stage);\n        ring.advance();\n        }"),
-    ("flags are read too early", FORWARD, "      barrier_sync(kBarrier, kCount);\n      for", "      for"),
-    ("values are read before all are cleared", FORWARD, "      fence_proxy_async();\n      barrier_sync(kBarrier, kCount);\n", ""),
-    ("flags stay", FORWARD, "next[key] = 0", "next[key] = 1"),
+    ("flags are read too early", SHARED, "  barrier_sync(kBarrier, kCount);\n  for", "  for"),
+    ("values are read before all are cleared", SHARED, "  fence_proxy_async();\n  barrier_sync(kBarrier, kCount);\n", ""),
+    ("flags stay", SHARED, "next[key] = 0", "next[key] = 1"),
     # which pairs are seen
-    ("steps at the left edge are all seen", FORWARD, "(of_last.begin - work.begin + kKeys - 1) / kKeys", "(of_last.begin - work.begin) / kKeys"),
-    ("steps at the right edge are all seen", FORWARD, "(of_first.end - work.begin) / kKeys", "(of_first.end - work.begin + kKeys - 1) / kKeys"),
-    ("the first query for the last", FORWARD, "(64 * consumer + 63) / k.given.group", "64 * consumer / k.given.group"),
+    ("steps at the left edge are all seen", SHARED, "(of_last.begin - tile.begin + kKeys - 1) / kKeys", "(of_last.begin - tile.begin) / kKeys"),
+    ("steps at the right edge are all seen", SHARED, "(of_first.end - tile.begin) / kKeys", "(of_first.end - tile.begin + kKeys - 1) / kKeys"),
+    ("the first query for the last", SHARED, "(64 * consumer + 63) / given.group", "64 * consumer / given.group"),
     ("no left edge", FORWARD, "else if (!visible.has(key))", "else if (key >= visible.end)"),
     ("the next key", FORWARD, "const int key = j0 + column_of(n, e);", "const int key = j0 + 1 + column_of(n, e);"),
-    ("a step too few is seen", FORWARD, "(length + kKeys - 1) / kKeys;", "length / kKeys;"),
-    ("steps begin at the first key", FORWARD, "work.keys.begin / kKeys * kKeys", "work.keys.begin"),
+    ("a step too few is seen", SHARED, "(length + kKeys - 1) / kKeys;", "length / kKeys;"),
+    ("steps begin at the first key", SHARED, "tile.keys.begin / kKeys * kKeys", "tile.keys.begin"),
     # which row is which
-    ("heads one after the other", FORWARD, "k.given.group + row(r) % k.given.group", "k.given.group + row(r) / k.given.tile_rows"),
+    ("heads one after the other", SHARED, "given.group + row % given.group", "given.group + row / given.tile_rows"),
     ("a row too many", FORWARD, "const bool there = i[r] < work.last_query", "const bool there = i[r] <= work.last_query"),
     ("draws of the first step", FORWARD, "options.words(i[r], work.key(j) + 8 * n)", "options.words(i[r], 8 * n)"),
     ("half of an exchange", "softmax.h", "for (int bit = 1; bit < 4; bit *= 2)", "for (int bit = 1; bit < 2; bit *= 2)"),
@@ -119,4 +120,128 @@ MUTANTS: list[tuple[str, ...]] = [
     ("half of the rows", SHARED, "return step * 2048;", "return step * 1024;"),
     ("panels one after the other", SHARED, "kPanelBytes, 1024);", "1024, 1024);"),
     ("eight rows too far", SHARED, "describe_matrix(shared_address_of(data), 16, 1024)", "describe_matrix(shared_address_of(data), 16, 2048)"),
+]  # fmt: skip
+
+# With gradients, too; of single outputs those of all.
+GRADIENTS: list[Case | VarlenCase] = [
+    *(replace(case, slow=False) for case in OWN if case.name in BACKWARD_NAMES),
+    replace(EDGE, name="edge-95", causal="upper_left", q_len=95),
+    replace(EDGE, name="edge-97", causal="upper_left", q_len=97),
+    replace(EDGE, name="edge-left", window=(60, 20), q_len=290),
+    replace(EDGE, name="edge-wide", window=(150, -1), q_len=290),
+    replace(EDGE, name="edge-128", window=(70, 30), q_len=290, head_dim=128),
+    replace(EDGE, name="edge-right-1", window=(100, 62), q_len=290, head_dim=128, scale=0.3),
+    replace(EDGE, name="edge-dropout", window=(60, 20), q_len=290, dropout_p=0.3),
+    *(replace(EDGE, name=f"masked-{n}", mask="padding", mask_dims="bk") for n in range(4)),
+    PACKED[0],
+    replace(PACKED[1], after=(90, 40)),
+    # Gradients of more than the output, rows that see nothing and hold NaN, large scores.
+    replace(EDGE, name="lse", q_len=150, grads=("out", "lse")),
+    replace(EDGE, name="mask", q_len=150, mask="float_inf", mask_grad=True, grads=("out", "lse")),
+    replace(EDGE, name="weights", softcap=2.0, weights=2, grads=("out", "lse", "weights")),
+    replace(EDGE, name="queries", q_len=290, k_len=100, causal="bottom_right", poison_queries=True),
+    *(
+        replace(EDGE, name=f"queries-{n}", q_len=150, mask="bool_rows", poison_queries=True)
+        for n in range(10)  # a lane that is late with it is rare
+    ),
+    replace(EDGE, name="steep", scale=1e4),
+]
+KV, Q = "hopper_backward_kv.h", "hopper_backward_q.h"
+_SUM = "        mbarrier_wait(k.k_full, k_ring.parity);\n        k.for_each_step"
+_FULL = "      mbarrier_wait(k.full + stage, ring.parity);\n"
+_LANDED = "      mbarrier_wait(k.landed + stage, ring.parity);\n"
+_ENDS = "      wgmma_wait<0>();\n      if (kDv) wgmma_arrived(dv);\n      if (kDk) wgmma_arrived(dk);\n      release(k.empty + stage);\n"
+_SCORES = "        begin_scores();\n        wgmma_wait<0>();\n        wgmma_arrived(s);\n        wgmma_arrived(dp);\n"
+_FREE = "        if (j + 1 == work.count) release(k.q_empty);\n"
+BACKWARD: list[tuple[str, ...]] = [
+    # dK and dV: barriers
+    ("K and V are not waited for", KV, _SUM, "        k.for_each_step"),
+    ("K and V of the first tile", KV, "mbarrier_wait(k.k_full, k_ring.parity)", "mbarrier_wait(k.k_full, 0)"),
+    ("K and V are the same for all tiles", KV, "        k_ring.advance();\n      }\n    }\n\n    FASTATTN_DEVICE void store", "      }\n    }\n\n    FASTATTN_DEVICE void store"),
+    ("K and V are never released", KV, "        release(k.k_empty);\n", ""),
+    ("K is enough", KV, "mbarrier_init(k_full, 2);", "mbarrier_init(k_full, 1);"),
+    ("Q is enough", KV, "mbarrier_init(landed + n, 2);", "mbarrier_init(landed + n, 1);"),
+    ("Q and dO are not waited for", KV, _LANDED + _FULL, ""),
+    ("stats are not waited for", KV, _FULL, ""),
+    ("Q and dO of the phase before", KV, _LANDED + _FULL, _LANDED + _FULL.replace("parity", "parity ^ 1")),
+    ("Q and dO are released while they are read", KV, _ENDS, "      release(k.empty + stage);\n" + _ENDS.replace("      release(k.empty + stage);\n", "")),
+    ("the last products are not waited for", KV, _ENDS, _ENDS.replace("      wgmma_wait<0>();\n", "")),
+    ("dP is not waited for", KV, "      wgmma_wait<0>();\n      wgmma_arrived(s);\n", "      wgmma_wait<1>();\n      wgmma_arrived(s);\n"),
+    ("S is not waited for", KV, "wgmma_wait<kDk ? 1 : 0>();", "wgmma_wait<2>();"),
+    ("K and V are loaded too early", KV, "      mbarrier_wait(k_empty, k_ring.parity ^ 1);\n", ""),
+    ("Q and dO are loaded too early", KV, "        mbarrier_wait(empty + ring.stage, ring.parity ^ 1);\n        const int first", "        const int first"),
+    ("stats are brought too early", KV, "        mbarrier_wait(empty + ring.stage, ring.parity ^ 1);\n        int blind", "        int blind"),
+    ("what lands is cleared before it lands", KV, "        mbarrier_wait(landed + ring.stage, ring.parity);\n", ""),
+    ("stats are there when one lane's are", KV, "        __syncwarp();\n        if (lane == 0) mbarrier_arrive(full", "        if (lane == 0) mbarrier_arrive(full"),
+    # clearing
+    ("queries outside are not cleared", KV, "return work.queries.has(i0 + n) && of", "return of"),
+    ("queries that see nothing are not cleared", KV, " && of_stage[n].hi != float_of_bits(0x7f800000u)", ""),
+    ("no query is cleared", KV, "if (blind) {", "if (false) {"),
+    ("a lane clears alone", KV, "for (int n = 16; n > 0; n /= 2) blind", "for (int n = 16; n > 16; n /= 2) blind"),
+    ("Q is not cleared", KV, "          q_tile(ring.stage).template clear_rows<32>(lane, sees);\n", ""),
+    ("dO is not cleared", KV, "          g_tile(ring.stage).template clear_rows<32>(lane, sees);\n", ""),
+    # which pairs
+    ("a key too many is seen by all", KV, "first + 64 <= visible_keys", "first + 63 <= visible_keys"),
+    ("queries that are not there see all", KV, "return last < work.p.Lq && visible", "return visible"),
+    ("the first query's left edge", KV, "visible_keys(work.p, last).begin <= first", "visible_keys(work.p, i0).begin <= first"),
+    ("the query before", KV, "!sees.has(i0 + column)", "!sees.has(i0 + column + 1)"),
+    ("what is not seen is multiplied", KV, "return kEdge && weight == 0.0f ? 0.0f : weight", "return weight"),
+    ("keys see every query", KV, "{j, j + sees[r].has(i)}", "{j, j + 1}"),
+    ("stats of the other step", KV, "k.stats + ring.stage * kQueries", "k.stats + (1 - ring.stage) * kQueries"),
+    ("the neighbour's delta", KV, "gradient[1] - delta[1]", "gradient[1] - delta[0]"),
+    ("the draws of the first key", KV, "options.words(i, j)", "options.words(i, j0)"),
+    ("stats in other units", KV, "hopper::prepared<kGeneral>", "hopper::prepared<true>"),
+    ("both have the first keys", KV, "return Shape::kDivided ? 0 : 64 * consumer;", "return 0;"),
+    ("each has keys of its own, of 64", KV, "return Shape::kDivided ? 0 : 64 * consumer;", "return 64 * consumer;"),
+    ("the first head's queries for all", KV, "f(work.h_kv * given.group + n, i0)", "f(work.h_kv * given.group, i0)"),
+    ("queries of the first sequence", KV, "work.p.q_row + i0;", "i0;"),
+    ("keys of the first sequence", KV, "work.p.k_row + work.j0;", "work.j0;"),
+    # sums
+    ("sums go on from tile to tile", KV, "kDv && n < Shape::kV / 2; ++n) dv", "kDv && n < 1; ++n) dv"),
+    ("dK has no scale", KV, "dk + 2 * r, work.p.scale_float", "dk + 2 * r, 1.0f"),
+    ("a key too many is written", KV, "work.p.grad_v, work.b, work.h_kv, row,\n                                          work.p.Dv, j < work.last_key", "work.p.grad_v, work.b, work.h_kv, row,\n                                          work.p.Dv, j <= work.last_key"),
+    ("keys that nobody sees have no gradient", KV, "    for_each_tile<true>", "    for_each_tile<false>"),
+    ("the first tile is written", KV, "find(anew(static_cast<unsigned>(tile)), again);", "find(0, again);"),
+    ("both sum dK", KV, "kernel.template consume<false, true>(consumer);", "kernel.template consume<true, false>(consumer);"),
+    # dQ: barriers
+    ("Q and dO of dQ are not waited for", Q, "        mbarrier_wait(k.q_full, q_ring.parity);\n", ""),
+    ("Q and dO of the first tile", Q, "mbarrier_wait(k.q_full, q_ring.parity)", "mbarrier_wait(k.q_full, 0)"),
+    ("Q is enough for dQ", Q, "mbarrier_init(q_full, 2);", "mbarrier_init(q_full, 1);"),
+    ("K is not waited for", Q, "      mbarrier_wait(k.k_full + ring.stage, ring.parity);\n", ""),
+    ("V is not waited for", Q, "      mbarrier_wait(k.v_full + ring.stage, ring.parity);\n", ""),
+    ("K of the phase before", Q, "k.k_full + ring.stage, ring.parity)", "k.k_full + ring.stage, ring.parity ^ 1)"),
+    ("Q and dO of dQ are released while they are read", Q, _SCORES + "        if (j > 0) end_product();\n" + _FREE, "        begin_scores();\n" + _FREE + _SCORES.replace("        begin_scores();\n", "") + "        if (j > 0) end_product();\n"),
+    ("Q and dO of dQ are never released", Q, _FREE + "        if (!kGeneral", "        if (!kGeneral"),
+    ("Q and dO of dQ are loaded too early", Q, "      mbarrier_wait(q_empty, q_ring.parity ^ 1);\n", ""),
+    ("K is loaded too early", Q, "        mbarrier_wait(empty + stage, ring.parity ^ 1);\n", ""),
+    ("the K that comes is released", Q, "release(k.empty + ring.previous())", "release(k.empty + ring.stage)"),
+    ("the last product is not waited for", Q, "      wgmma_wait<0>();\n      end_product();", "      end_product();"),
+    ("S and dP are not waited for", Q, _SCORES, _SCORES.replace("<0>", "<1>")),
+    ("dP adds to what was there", Q, "of_v + Shape::VTile::columns_at(step), step > 0)", "of_v + Shape::VTile::columns_at(step), true)"),
+    ("both have the first queries", Q, "k.q_tile.of_rows() + 64 * 128 * consumer", "k.q_tile.of_rows()"),
+    ("both have the first dO", Q, "k.g_tile.of_rows() + 64 * 128 * consumer", "k.g_tile.of_rows()"),
+    ("dQ goes on from tile to tile", Q, "n < Shape::kQ / 2; ++n) dq", "n < 1; ++n) dq"),
+    ("rows that do not come are announced", Q, "g_tile.load(g.map, q_full, given.tile_rows * group,", "g_tile.load(g.map, q_full, hopper::kRows,"),
+    # dQ: clearing, and which pairs
+    ("keys are not cleared", Q, "return work.keys.has(work.key(j) + row);", "return true;"),
+    ("one parity for both stages", Q, "landed ^= 1 << ring.stage", "landed ^= 1"),
+    ("edges are no edges for K", Q, "(work.is_edge(j, given.Lk) ? k_landed : k_full)", "k_full"),
+    ("keys behind a mask are not cleared", Q, "if (masked) hopper::clear_unseen", "if (false) hopper::clear_unseen"),
+    ("flags have one buffer", Q, "flags ^= 1", "flags"),
+    ("no delta", Q, "weight * (dp[at] - row.delta)", "weight * dp[at]"),
+    ("the next step is all seen", Q, "all_seen.has(j))", "all_seen.has(j + 1))"),
+    ("the next key is seen", Q, "visible[r].has(key))", "visible[r].has(key + 1))"),
+    ("draws of the first step", Q, "options.words(i[r], j0 + 8 * n)", "options.words(i[r], 8 * n)"),
+    ("a softcap has slope 1", Q, "pair.gradient * pair.slope;", "pair.gradient;"),
+    ("dQ has no scale", Q, "work.p.scale_float, work.p.grad_q", "1.0f, work.p.grad_q"),
+    ("queries that see nothing have no gradient", Q, "for_each_query_tile<Shape::kKeys, true>", "for_each_query_tile<Shape::kKeys, false>"),
+    # delta, summed anew
+    ("the lse has no gradient", Q, "const float sum = rest[r] + ", "const float sum = "),
+    ("lse's gradient counts twice", Q, "      stats[0].rest = stats[1].rest = 0.0f;\n", ""),
+    ("delta of one lane", Q, "sum_of_row(sums[r])", "sums[r]"),
+    ("delta of a row too many", Q, "if ((lane & 3) == 0 && i[r] < work.last_query)", "if ((lane & 3) == 0)"),
+    ("delta in the place of another", Q, "i[r]) * 4 + 3] = sum", "i[r]) * 4 + 2] = sum"),
+    # the units of the exponent
+    ("lse's gradient is left out", SHARED, "row.delta + row.rest, 0.0f}", "row.delta, 0.0f}"),
+    ("half of the lse is lost", SHARED, "static_cast<double>(row.hi) + static_cast<double>(row.lo)", "static_cast<double>(row.lo)"),
 ]  # fmt: skip

@@ -20,6 +20,7 @@ import pytest
 import torch
 from emulator import build
 from test_cuda import ONE_KEY
+from test_cuda_hopper import NAN_QUERY, nan_query_faults
 from test_cuda_operators import STEEP, TABLES, Emulated
 
 from fastattn.testing import CASES, Case, Verdict, check
@@ -254,6 +255,10 @@ MUTANTS = [
         Mutant(*told, table="hopper", sources=("hopper_forward",))
         for told in hopper_mutants.MUTANTS
     ),
+    *(
+        Mutant(*told, table="hopper_backward", sources=("hopper_backward",))
+        for told in hopper_mutants.BACKWARD
+    ),
 ]  # fmt: skip
 
 # Cases of attention that between them meet every part of its kernels.
@@ -271,8 +276,12 @@ NARROW = Case("window-dropout", q_len=100, k_len=200, window=(20, 5), dropout_p=
 DTYPES = {"Bf16": torch.bfloat16, "F32": torch.float32}
 
 
+HOPPER = "attention_forward_hopper"
+HOPPER_BACKWARD = "attention_backward_q_hopper", "attention_backward_kv_hopper"
+
+
 def _judge_on_hopper(case: Case | VarlenCase, dtype: torch.dtype, target: Emulated) -> Verdict:
-    """As `check`, forward by the kernel for Hopper and by no other."""
+    """As `check`, by the kernels for Hopper and by no other of attention."""
     native = target.adapter._cuda
     native.allow_hopper(True)
     native.take_launches()
@@ -280,7 +289,8 @@ def _judge_on_hopper(case: Case | VarlenCase, dtype: torch.dtype, target: Emulat
         verdict = check_varlen(case, dtype, target)  # type: ignore[arg-type]
     else:
         verdict = check(case, dtype, target)  # type: ignore[arg-type]
-    if set(native.take_launches()) != {"attention_forward_hopper"}:
+    launches, wanted = set(native.take_launches()), {HOPPER, *(HOPPER_BACKWARD * bool(case.grads))}
+    if not wanted <= launches or launches & {"attention_forward", "attention_backward"}:
         verdict.faults.append("another kernel ran")
     return verdict
 
@@ -298,6 +308,10 @@ def verdict_on(library: Path, table: str, element: str) -> str:
         judge = _judge_on_hopper
         work = [(c, seed + n) for seed in (1, 40) for n, c in enumerate(hopper_mutants.CASES)]
         work += [(c, 0) for c in hopper_mutants.CASES]
+    elif table == "hopper_backward":
+        judge = _judge_on_hopper
+        work = [(c, n) for n, c in enumerate(hopper_mutants.GRADIENTS)]
+        work += [(c, 0 if n % 2 else 40 + n) for n, c in enumerate(hopper_mutants.GRADIENTS)]
     else:
         judge, cases, long = TABLES[table].check, TABLES[table].cases, TABLES[table].long
         work = [(c, seed) for n, c in enumerate(cases) if not long(c) for seed in (5 + n, 0)]
@@ -309,6 +323,11 @@ def verdict_on(library: Path, table: str, element: str) -> str:
             faults = [str(error)]
         if faults:
             return f"caught by {case.name}: {faults[0]}"
+    if table == "hopper_backward":  # which cases, whose results are finite, cannot ask
+        adapter._cuda.allow_hopper(True)
+        for name in NAN_QUERY:
+            if faults := nan_query_faults(adapter, name):
+                return f"caught by NaN in a query, {name}: {faults[0]}"
     return "survived"
 
 

@@ -107,11 +107,26 @@ bool waits(const Thread& thread) {
   return thread.watched != nullptr && *thread.watched == thread.seen;
 }
 
-void complete_one() {
-  const size_t n = machine.shuffled ? random_bits() % machine.in_flight.size() : 0;
-  const auto work = machine.in_flight[n];
+void complete(size_t n) {
+  const auto finish = std::move(machine.in_flight[n].finish);
   machine.in_flight.erase(machine.in_flight.begin() + static_cast<std::ptrdiff_t>(n));
-  work();
+  finish();
+}
+
+// The first, or any; what is late after all others.
+void complete_one() {
+  const auto& all = machine.in_flight;
+  const bool late = std::all_of(all.begin(), all.end(), [](const auto& work) { return work.late; });
+  std::vector<size_t> chosen;
+  for (size_t n = 0; n < all.size(); ++n)
+    if (all[n].late == late) chosen.push_back(n);
+  complete(machine.shuffled ? chosen[random_bits() % chosen.size()] : chosen[0]);
+}
+
+void complete_now_and_then() {
+  if (!machine.shuffled || machine.in_flight.empty() || random_bits() % 64 != 0) return;
+  const size_t n = random_bits() % machine.in_flight.size();
+  if (!machine.in_flight[n].late) complete(n);
 }
 
 std::string who_waits() {
@@ -141,21 +156,35 @@ uint64_t stalled_warps() {
   return stalled;
 }
 
-// Every thread that can run, once, beginning with a random warp.
+uint64_t ahead = 32, ahead_until = 0;
+
+// With a seed the first lanes of each warp now and then are ahead of the others for some rounds.
+uint64_t lanes_ahead() {
+  if (!machine.shuffled) return 32;
+  if (rounds < ahead_until) return ahead;
+  const uint64_t bits = random_bits();
+  if (bits % 16 != 0) return 32;
+  ahead = 1 + (bits >> 4) % 31;
+  ahead_until = rounds + (bits >> 9) % 32;
+  return ahead;
+}
+
+// Every thread that can run, once, beginning with a random one.
 bool run_round(size_t& left) {
   const size_t count = machine.threads.size();
-  const size_t first = machine.shuffled ? random_bits() % count & ~size_t(31) : 0;
+  const size_t first = machine.shuffled ? random_bits() % count : 0;
   const uint64_t stalled = stalled_warps();
+  const uint64_t lanes = lanes_ahead();
   bool progress = false;
   for (size_t n = 0; n < count; ++n) {
     Thread& thread = machine.threads[(first + n) % count];
     if (thread.done || waits(thread)) continue;
     progress = true;
-    if (stalled >> (thread.id / 32 % 64) & 1) continue;
+    if ((stalled >> (thread.id / 32 % 64) & 1) || thread.id % 32 >= lanes) continue;
     to_thread(thread);
     if (!machine.failure.empty()) return false;
     left -= thread.done;
-    if (machine.shuffled && !machine.in_flight.empty() && random_bits() % 64 == 0) complete_one();
+    complete_now_and_then();
   }
   return progress;
 }
@@ -211,6 +240,10 @@ uint64_t random_bits() {  // xorshift64
   machine.random ^= machine.random >> 7;
   machine.random ^= machine.random << 17;
   return machine.random;
+}
+
+void begin_work(std::function<void()> finish) {
+  machine.in_flight.push_back({std::move(finish), machine.shuffled && random_bits() % 4 == 0});
 }
 
 void fail(const std::string& what, Place place) {

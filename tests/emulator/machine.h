@@ -74,8 +74,13 @@ struct Machine {
   size_t shared_bytes = 0;
   Barrier barriers[16];
   std::vector<Collective> warps, warpgroups;
-  // What engines beside the threads have still to do, such as TMA; in any order.
-  std::vector<std::function<void()>> in_flight;
+  // What engines beside the threads have still to do, such as TMA; in any order, but what is late
+  // when no thread can go on before.
+  struct Work {
+    std::function<void()> finish;
+    bool late;
+  };
+  std::vector<Work> in_flight;
   std::function<void()> entry;
   std::string failure;
   uint64_t random = 1;
@@ -93,6 +98,8 @@ Hooks& hooks();  // made when the first one is added, which may be before `machi
 // 0 runs all in order and completes as late as may be; others shuffle.
 void set_seed(uint64_t seed);
 uint64_t random_bits();
+// Work for an engine; with a seed some of it is late.
+void begin_work(std::function<void()> finish);
 
 // Ends the launch with an exception that names the block, the thread and the place.
 [[noreturn]] void fail(const std::string& what, Place place = {});

@@ -76,7 +76,7 @@ void load_box(void* shared, const TensorMap& map, const void* barrier, const int
   const uint32_t address = check(map, shared, "cp.async.bulk.tensor", place);
   std::memset(shared, 0xFF, static_cast<size_t>(bytes_of(map)));
   const int a = at[0], b = at[1], c = at[2], d = at[3];
-  machine.in_flight.push_back([=] {
+  begin_work([=] {
     each_element(map, address, {a, b, c, d}, [&](char* to, const char* from) {
       if (from != nullptr)
         std::memcpy(to, from, static_cast<size_t>(map.element_bytes));

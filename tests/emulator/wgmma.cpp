@@ -143,7 +143,7 @@ void wait_wgmma(size_t remaining, Place place) {
     if (machine.shuffled && random_bits() % 2 == 0)
       finish();
     else
-      machine.in_flight.push_back(finish);
+      begin_work(finish);
   });
   if (*done == before) wait_while(done, before, "wgmma.wait_group", place);
 }

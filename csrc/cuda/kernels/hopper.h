@@ -283,7 +283,8 @@ FASTATTN_DEVICE void clear_unseen(int* flags, int buffer, const bool (&any)[kKey
 }
 
 // Without options the stats of a query are kept in the units of the exponent, so that
-// p = 2^(unit q . k - hi - lo) and ds = p (dp - delta). `unit` is the forward pass's own.
+// p = 2^(unit q . k - hi) and ds = p (dp - delta). `unit` is the forward pass's own. A low word of
+// the lse would be no more than the rounding of q . k.
 FASTATTN_DEVICE float exponent_unit(const AttentionArguments& p) { return p.scale_float * kLog2e; }
 
 template <bool kGeneral>
@@ -291,13 +292,11 @@ FASTATTN_DEVICE RowStats prepared(const RowStats& row) {
   if (kGeneral) return row;
   constexpr double kLog2eDouble = 1.4426950408889634;
   const double lse = (static_cast<double>(row.hi) + static_cast<double>(row.lo)) * kLog2eDouble;
-  const float hi = static_cast<float>(lse);
-  const float lo = hi == row.hi ? 0.0f : static_cast<float>(lse - static_cast<double>(hi));
-  return {hi, lo, row.delta + row.rest, 0.0f};
+  return {static_cast<float>(lse), 0.0f, row.delta + row.rest, 0.0f};
 }
 
 FASTATTN_DEVICE float weight_of(float dot, float unit, const RowStats& row) {
-  return exp2_approx(fmaf(dot, unit, -row.hi) - row.lo);
+  return exp2_approx(fmaf(dot, unit, -row.hi));
 }
 
 }  // namespace hopper

@@ -98,44 +98,7 @@ struct HopperForward {
     mbarrier_fence_init();
   }
 
-  // One tile of queries.
-  struct Work {
-    AttentionArguments p;
-    int b, h_kv, i0, last_query;
-    Range keys;        // that some query sees
-    int begin, count;  // the first key of the first step, and steps
-
-    FASTATTN_DEVICE int key(int j) const { return begin + j * kKeys; }
-    // Do keys that no query sees come with step j? Those outside of the tensor are zeros.
-    FASTATTN_DEVICE bool is_edge(int j, int64_t tensor_rows) const {
-      const int first = key(j), last = first + kKeys;
-      const int64_t rows = tensor_rows - p.k_row;
-      return first < keys.begin || (keys.end < last && keys.end < rows);
-    }
-  };
-
-  // f(work) for each tile of this block of threads that has keys to see, or for each at all.
-  template <bool kAll, class F>
-  FASTATTN_DEVICE void for_each_tile(F f) const {
-    for (int round = 0;; ++round) {
-      const int tile = hopper::tile_of_round(round);
-      if (tile >= given.tiles) break;
-      Work work{};
-      work.p = given;
-      Block block;
-      if (!hopper::enter_tile<true>(given, tile, work.p, block)) continue;
-      work.b = block.b;
-      work.h_kv = block.h;
-      work.i0 = block.row;
-      const int rows = static_cast<int>(work.p.Lq);
-      work.last_query = rows < work.i0 + given.tile_rows ? rows : work.i0 + given.tile_rows;
-      work.keys = keys_of_queries(work.p, work.i0, work.last_query);
-      work.begin = work.keys.begin / kKeys * kKeys;
-      const int length = work.keys.end - work.begin;
-      work.count = work.keys.end <= work.keys.begin ? 0 : (length + kKeys - 1) / kKeys;
-      if (kAll || work.count > 0) f(work);
-    }
-  }
+  using Work = hopper::QueryTile<kKeys>;
 
   // -- the producer ------------------------------------------------------------------------------
 
@@ -147,7 +110,7 @@ struct HopperForward {
     QRing q_ring;
     KRing k_ring;
     VRing v_ring;
-    for_each_tile<false>([&](const Work& work) {
+    hopper::for_each_query_tile<kKeys, false>(given, [&](const Work& work) {
       const auto& q = given.q_operand;
       const auto& k = given.k_operand;
       const auto& v = given.v_operand;
@@ -181,7 +144,7 @@ struct HopperForward {
     const int lane = static_cast<int>(threadIdx.x) & 31;
     VRing ring;
     int landed = 0;  // a bit for each stage: the parity of v_landed
-    for_each_tile<false>([&](const Work& work) {
+    hopper::for_each_query_tile<kKeys, false>(given, [&](const Work& work) {
       for (int j = 0; j < work.count; ++j) {
         if (work.is_edge(j, given.Lk)) {
           mbarrier_wait(v_landed + ring.stage, landed >> ring.stage & 1);
@@ -223,12 +186,8 @@ struct HopperForward {
       v_columns = k.v_tile(0).of_columns();
     }
 
-    // Row of the tile, of this thread.
-    FASTATTN_DEVICE int row(int r) const {
-      return 16 * ((static_cast<int>(threadIdx.x) - 128) / 32) + 8 * r + lane / 4;
-    }
     FASTATTN_DEVICE int head(const Work& work, int r) const {
-      return work.h_kv * k.given.group + row(r) % k.given.group;
+      return hopper::head_of_row(k.given, work, hopper::row_of_thread(r));
     }
 
     // Barrier 1 + c is consumer c's turn to begin products.
@@ -281,11 +240,10 @@ struct HopperForward {
       for (int n = 0; n < Shape::kV / 2; ++n) o[n] = 0.0f;
       FASTATTN_UNROLL
       for (int r = 0; r < 2; ++r)
-        i[r] = row(r) < k.given.tile_rows * k.given.group ? work.i0 + row(r) / k.given.group
-                                                          : static_cast<int>(work.p.Lq);
+        i[r] = hopper::query_of_row(k.given, work, hopper::row_of_thread(r));
       const int count = work.count;
       if (count > 0) {
-        all_seen = find_all_seen(work);
+        all_seen = hopper::all_seen(k.given, work, consumer);
         mbarrier_wait(k.q_full, q_ring.parity);
         if (Shape::kOverlapped)
           run_overlapped(work);
@@ -296,16 +254,6 @@ struct HopperForward {
         q_ring.advance();
       }
       finish(work);
-    }
-
-    FASTATTN_DEVICE Range find_all_seen(const Work& work) const {
-      const int first = work.i0 + 64 * consumer / k.given.group;
-      const int last = work.i0 + (64 * consumer + 63) / k.given.group;
-      const Range of_first = visible_keys(work.p, first);
-      const Range of_last =
-          visible_keys(work.p, last < work.last_query ? last : work.last_query - 1);
-      return {(of_last.begin - work.begin + kKeys - 1) / kKeys,
-              (of_first.end - work.begin) / kKeys};
     }
 
     // With options: P V_{j-1} and then Q K_j^T are computed while the other consumer weighs.
@@ -420,28 +368,14 @@ struct HopperForward {
       }
     }
 
-    // The values of keys that the mask hides from all queries of the tile become zeros. Flags have
-    // two buffers: those of the next step are cleared while these are read.
+    // The values of keys that the mask hides from all queries of the tile become zeros.
     FASTATTN_DEVICE void clear_unseen_values(const Scores& s) const {
       static_assert(Shape::kVStages == 2, "flags have a buffer for each stage");
-      constexpr int kCount = 128 * hopper::kConsumers, kBarrier = 1 + hopper::kConsumers;
-      const int thread = static_cast<int>(threadIdx.x) - 128;
-      int* flags = k.seen + v_ring.stage * kKeys;
-      int* next = k.seen + (1 - v_ring.stage) * kKeys;
       bool any[kKeyTiles * 2] = {};
       FASTATTN_UNROLL
       for (int e = 0; e < kKeys / 2; ++e) any[e / 4 * 2 + e % 2] |= s[e] != minus_infinity();
-      FASTATTN_UNROLL
-      for (int e = 0; e < kKeyTiles * 2; ++e)
-        if (any[e]) flags[column_of(e / 2, e % 2)] = 1;  // from several threads, but always 1
       await_values();
-      barrier_sync(kBarrier, kCount);
-      for (int key = thread; key < kKeys; key += kCount) next[key] = 0;
-      k.v_tile(v_ring.stage).template clear_rows<kCount>(thread, [&](int row) {
-        return flags[row] != 0;
-      });
-      fence_proxy_async();
-      barrier_sync(kBarrier, kCount);
+      hopper::clear_unseen<kKeys>(k.seen, v_ring.stage, any, k.v_tile(v_ring.stage));
     }
 
     FASTATTN_DEVICE void drop(const Work& work, int j, Scores& s) const {
@@ -462,48 +396,18 @@ struct HopperForward {
       }
     }
 
-    // O / l to global memory. The four lanes of a row exchange what they have, so that each writes
-    // 16 bytes of it, and the four 64 in a line.
+    // O / l and lse to global memory.
     FASTATTN_DEVICE void finish(const Work& work) {
       softmax.finish();
-      const int lane4 = lane & 3;
       FASTATTN_UNROLL
       for (int r = 0; r < 2; ++r) {
-        const float inverse = softmax.inverse_sum(r);
         const bool there = i[r] < work.last_query;
         const int h = head(work, r);
-        const Tensor4& out = work.p.out;
-        auto* to = static_cast<uint16_t*>(out.data) + work.b * out.stride[0] + h * out.stride[1] +
-                   (work.p.q_row + int64_t(i[r])) * out.stride[2];
-        FASTATTN_UNROLL
-        for (int n = 0; n < kValueTiles; n += 4) {
-          uint32_t x[4];  // of tiles n..n + 3; then of tile n + lane4, of its four pairs
-          FASTATTN_UNROLL
-          for (int t = 0; t < 4; ++t) {
-            const float* pair = o + 4 * (n + t) + 2 * r;
-            x[t] = T::pack(pair[0] * inverse, pair[1] * inverse);
-          }
-          exchange_in_fours(x, lane4);
-          const int column = 8 * (n + lane4);
-          if (there) store_columns(to, column, x, work.p);
-        }
-        if (there && lane4 == 0)
+        hopper::store_row<T, Shape::kV>(o + 2 * r, softmax.inverse_sum(r), work.p.out, work.b, h,
+                                        work.p.q_row + int64_t(i[r]), work.p.Dv, there);
+        if (there && (lane & 3) == 0)
           work.p.lse[stats_row(work.p, work.b, h, i[r])] = softmax.log_sum(r, unit);
       }
-    }
-
-    FASTATTN_DEVICE static void store_columns(uint16_t* row, int column, const uint32_t (&x)[4],
-                                              const AttentionArguments& p) {
-      struct alignas(16) Chunk {
-        uint32_t x[4];
-      };
-      if (column + 8 <= p.Dv) {
-        *reinterpret_cast<Chunk*>(row + column) = {{x[0], x[1], x[2], x[3]}};
-        return;
-      }
-      FASTATTN_UNROLL
-      for (int e = 0; e < 8; ++e)
-        if (column + e < p.Dv) row[column + e] = static_cast<uint16_t>(x[e / 2] >> 16 * (e % 2));
     }
   };
 };
@@ -530,7 +434,8 @@ __global__ void __launch_bounds__(hopper::kThreads, 1)
   const int consumer = warp / 4 - 1;
   typename Kernel::Consumer me(kernel, consumer);
   if (Shape::kOverlapped && consumer == 1) me.pass_turn();
-  kernel.template for_each_tile<true>([&](const typename Kernel::Work& work) { me.run(work); });
+  hopper::for_each_query_tile<Shape::kKeys, true>(
+      given, [&](const typename Kernel::Work& work) { me.run(work); });
   if (Shape::kOverlapped && consumer == 0) me.await_turn();
 #endif
 }
