@@ -42,10 +42,16 @@ bool run(HopperArguments& p, int multiprocessors, uintptr_t stream) {
   hopper::cut(kv, p.k_starts, p.Lk, p.Lq * p.group);
   const int blocks = std::min(p.tiles, multiprocessors);
   if constexpr (kGeneral) {
-    if (p.exact_delta)
-      launch({"attention_backward_delta_hopper", blocks, hopper::kThreads, OfQ::kSharedBytes,
+    // For any width up to 128, and beyond: it is a product short of the next kernel.
+    constexpr int kWidth = kQ <= 128 ? 128 : 256;
+    using OfDelta = HopperBackwardQShape<kWidth, kWidth, true>;
+    HopperArguments delta = p;
+    if (p.exact_delta) {
+      if (!describe(delta, p.group, p.tile_rows, OfDelta::kKeys)) return false;
+      launch({"attention_backward_delta_hopper", blocks, hopper::kThreads, OfDelta::kSharedBytes,
               stream, shapes(p)},
-             attention_backward_delta_hopper_kernel<T, kQ, kV>, p);
+             attention_backward_delta_hopper_kernel<T, kWidth>, delta);
+    }
   }
   launch({"attention_backward_q_hopper", blocks, hopper::kThreads, OfQ::kSharedBytes, stream,
           shapes(p)},
@@ -66,11 +72,14 @@ bool attention_backward_hopper(const FASTATTN_ELEMENT*, const AttentionArguments
   static_cast<AttentionArguments&>(p) = given;
   const bool plain = is_plain(p) && !p.exact_delta;
   bool done = false;
-  hopper::with_widths(p, [&](auto width, auto value_width) {
-    constexpr int kQ = decltype(width)::value, kV = decltype(value_width)::value;
-    done = plain ? run<kQ, kV, false>(p, device.multiprocessors, stream)
-                 : run<kQ, kV, true>(p, device.multiprocessors, stream);
-  });
+  auto run_as = [&](auto general) {
+    constexpr bool kGeneral = decltype(general)::value;
+    hopper::with_widths<kGeneral>(p, [&](auto width, auto value_width) {
+      constexpr int kQ = decltype(width)::value, kV = decltype(value_width)::value;
+      done = run<kQ, kV, kGeneral>(p, device.multiprocessors, stream);
+    });
+  };
+  plain ? run_as(std::false_type()) : run_as(std::true_type());
   return done;
 }
 

@@ -22,9 +22,9 @@ struct HopperBackwardKvShape {
   static constexpr int kQ = kQueryWidth, kV = kValueWidth;
   static constexpr bool kDivided = kQ > 128;
   static constexpr int kKeys = kDivided ? 64 : 128;
-  static constexpr int kQueries = kGeneral    ? (kQ == 128   ? 48
-                                                 : kQ == 256 ? 32
-                                                             : 64)
+  static constexpr int kQueries = kGeneral    ? (kQ == 64    ? 64
+                                                 : kQ == 128 ? 48
+                                                             : 32)
                                   : kQ == 64  ? 96
                                   : kQ == 256 ? 48
                                               : 64;

@@ -352,10 +352,10 @@ __global__ void __launch_bounds__(hopper::kThreads, 1)
   backward_q_of_hopper<T, HopperBackwardQShape<kQ, kV, kGeneral>, kGeneral, false>(given);
 }
 
-template <class T, int kQ, int kV>
+template <class T, int kWidth>
 __global__ void __launch_bounds__(hopper::kThreads, 1)
     attention_backward_delta_hopper_kernel(const __grid_constant__ HopperArguments given) {
-  backward_q_of_hopper<T, HopperBackwardQShape<kQ, kV, true>, true, true>(given);
+  backward_q_of_hopper<T, HopperBackwardQShape<kWidth, kWidth, true>, true, true>(given);
 }
 
 }  // namespace cuda

@@ -42,12 +42,15 @@ bool attention_forward_hopper(const FASTATTN_ELEMENT*, const AttentionArguments&
   HopperArguments p{};
   static_cast<AttentionArguments&>(p) = given;
   bool done = false;
-  hopper::with_widths(p, [&](auto width, auto value_width) {
-    constexpr int kQ = decltype(width)::value, kV = decltype(value_width)::value;
-    done = is_plain(p)
-               ? run<HopperForwardShape<kQ, kV, false>, false>(p, device.multiprocessors, stream)
-               : run<HopperForwardShape<kQ, kV, true>, true>(p, device.multiprocessors, stream);
-  });
+  auto run_as = [&](auto general) {
+    constexpr bool kGeneral = decltype(general)::value;
+    hopper::with_widths<kGeneral>(p, [&](auto width, auto value_width) {
+      using Shape =
+          HopperForwardShape<decltype(width)::value, decltype(value_width)::value, kGeneral>;
+      done = run<Shape, kGeneral>(p, device.multiprocessors, stream);
+    });
+  };
+  is_plain(p) ? run_as(std::false_type()) : run_as(std::true_type());
   return done;
 }
 

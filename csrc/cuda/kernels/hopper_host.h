@@ -57,14 +57,19 @@ inline bool takes(const Hopper& device, const AttentionArguments& p) {
          p.Hkv > 0 && p.Hq / p.Hkv <= kRows && p.B * p.Hq * (p.Lq + p.Lk) < int64_t(1) << 36;
 }
 
-// f(Width<D>, Width<Dv>) for the narrowest pair of widths that holds both.
-template <class F>
+// f(Width<D>, Width<Dv>) for the narrowest pair of widths that holds both. With options there are
+// fewer, since each takes seconds to compile; 96 columns have the tiles of 128 in any case.
+template <bool kGeneral, class F>
 void with_widths(const AttentionArguments& p, F f) {
   const int64_t columns = p.D > p.Dv ? p.D : p.Dv;
   if (columns <= 64) return f(Width<64>(), Width<64>());
-  if (columns <= 96) return f(Width<96>(), Width<96>());
+  if constexpr (!kGeneral) {
+    if (columns <= 96) return f(Width<96>(), Width<96>());
+  }
   if (columns <= 128) return f(Width<128>(), Width<128>());
-  if (p.D <= 192 && p.Dv <= 128) return f(Width<192>(), Width<128>());
+  if constexpr (!kGeneral) {
+    if (p.D <= 192 && p.Dv <= 128) return f(Width<192>(), Width<128>());
+  }
   if (columns <= 192) return f(Width<192>(), Width<192>());
   f(Width<256>(), Width<256>());
 }
