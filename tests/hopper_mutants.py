@@ -73,6 +73,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("Q is loaded too early", FORWARD, "      mbarrier_wait(q_empty, q_ring.parity ^ 1);\n", ""),
     ("K is loaded too early", FORWARD, "          mbarrier_wait(k_empty + k_ring.stage, k_ring.parity ^ 1);\n", ""),
     ("V is loaded too early", FORWARD, "        mbarrier_wait(v_empty + v_ring.stage, v_ring.parity ^ 1);\n", ""),
+    ("a lane is phases behind", SHARED, "    __syncwarp();\n    if ((threadIdx.x & 31) == 0) {", "    if ((threadIdx.x & 31) == 0) {"),
     ("a step too few", FORWARD, "for (int j = 0; j <= work.count; ++j)", "for (int j = 0; j < work.count; ++j)"),
     ("a panel is announced", SHARED, "rows * 128 * kPanels", "rows * 128"),
     ("rows that do not come are announced", FORWARD, "q_full, given.tile_rows * given.group,", "q_full, hopper::kRows,"),

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 
-def find_nvdisasm() -> str | None:
-    """That of a CUDA toolkit, or the one that Triton brings along."""
-    found = shutil.which("nvdisasm") or shutil.which("/usr/local/cuda/bin/nvdisasm")
+def find_tool(name: str) -> str | None:
+    """Nvdisasm or cuobjdump of a CUDA toolkit, or the one that Triton brings along."""
+    found = shutil.which(name) or shutil.which(f"/usr/local/cuda/bin/{name}")
     triton = importlib.util.find_spec("triton")
     if found or triton is None or triton.origin is None:
         return found
-    return shutil.which(Path(triton.origin).parent / "backends/nvidia/bin/nvdisasm")
+    return shutil.which(Path(triton.origin).parent / "backends/nvidia/bin" / name)
 
 
 @dataclass

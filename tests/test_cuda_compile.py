@@ -93,7 +93,7 @@ def constant(name: str) -> int:
 
 def check_instructions(source: Path, cubin: Path) -> None:
     """TMA, wgmma and setmaxnreg are there, registers beyond those taken, and spills, are not."""
-    nvdisasm = sass.find_nvdisasm()
+    nvdisasm = sass.find_tool("nvdisasm")
     if nvdisasm is None:
         pytest.skip("there is no nvdisasm here")
     for name, code in sass.disassembled(cubin, nvdisasm).items():
@@ -176,14 +176,32 @@ def check_weights_beside_product(name: str, lines: list[str]) -> None:
     assert before > 2 * after, (name, steps)
 
 
-def test_every_source_has_a_documented_count() -> None:
-    assert [source.stem for source in SOURCES] == sorted(KERNELS)
-    told = (ROOT / "docs/cuda-kernels.md").read_text()
+def documented() -> tuple[int, int]:
+    """Kernels of an architecture, and beside them those for Hopper."""
     counts = {True: 0, False: 0}
     for source in SOURCES:
         counts[is_for_hopper(source)] += len(build.elements(source)) * KERNELS[source.stem]
-    assert f"{counts[False]} an architecture" in told
-    assert f"{counts[True]} for Hopper alone" in told
+    return counts[False], counts[True]
+
+
+def check_library(library: Path) -> None:
+    """Of all that was built: as many kernels as are documented, and none has local memory."""
+    cuobjdump = sass.find_tool("cuobjdump")
+    assert cuobjdump is not None, "neither CUDA nor Triton brings cuobjdump along"
+    command = [cuobjdump, "-res-usage", str(library)]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.findall(r"Function (\S+):\s+REG:\d+ STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", told)
+    assert [name for name, stack, local in found if (stack, local) != ("0", "0")] == []
+    everywhere, for_hopper = documented()
+    assert len(found) == 2 * everywhere + for_hopper  # for 8.0 and 9.0
+
+
+def test_every_source_has_a_documented_count() -> None:
+    assert [source.stem for source in SOURCES] == sorted(KERNELS)
+    told = (ROOT / "docs/cuda-kernels.md").read_text()
+    everywhere, for_hopper = documented()
+    assert f"{everywhere} an architecture" in told
+    assert f"{for_hopper} for Hopper alone" in told
 
 
 def test_the_module_needs_no_header_of_cuda() -> None:

@@ -25,6 +25,9 @@ sys.path.insert(0, sys.argv[1])
 from pathlib import Path
 from emulator import build
 from fastattn.testing import CASES, check
+from fastattn.testing.varlen import VarlenCase, check_varlen
+from hopper_mutants import GRADIENTS
+from test_cuda_hopper import BACKWARD, FORWARD
 import test_cuda_operators as operators
 from test_cuda_operators import Emulated
 adapter = build.load_from(Path(sys.argv[2]))
@@ -40,6 +43,14 @@ for name, judge, cases in work:
             verdict = judge(case, dtype, Emulated(adapter, n))
             assert verdict.ok, (name, case.name, verdict.faults)
     print(name, len(cases), file=sys.stderr, flush=True)
+adapter._cuda.allow_hopper(True)
+adapter._cuda.take_launches()
+for n, case in enumerate(GRADIENTS[::2]):
+    judge = check_varlen if isinstance(case, VarlenCase) else check
+    verdict = judge(case, torch.bfloat16, Emulated(adapter, n))
+    assert verdict.ok, ("for Hopper", case.name, verdict.faults)
+assert {FORWARD, *BACKWARD} <= set(adapter._cuda.take_launches())
+adapter._cuda.allow_hopper(False)
 print("right", flush=True)
 x, short = (torch.zeros(1, 1, n, 64, dtype=torch.bfloat16) for n in (70, 69))
 lse = torch.zeros(70, dtype=torch.float64)

@@ -22,6 +22,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import test_cuda_compile
 import torch
 
 import fastattn
@@ -481,6 +482,7 @@ def test_the_cuda_module_is_built_and_imports_without_a_driver(cuda_source: Path
     script += "m = u.module_from_spec(s); s.loader.exec_module(m); print(m.build_info()['device'])"
     used = run([sys.executable, "-c", script, library], cuda_source)
     assert used.stdout.strip() == "cuda", used.stderr
+    test_cuda_compile.check_library(library)
     needed = run(["ldd", library], cuda_source).stdout
     assert "libcuda" not in needed
     undefined = symbols("-D", "--undefined-only", library)

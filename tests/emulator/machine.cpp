@@ -131,8 +131,12 @@ void complete_now_and_then() {
 
 std::string who_waits() {
   std::string text = "deadlock";
+  const Thread* told = nullptr;  // one thread for all of a warp that wait together
   for (const Thread& thread : machine.threads) {
-    if (thread.done || thread.id % 32 != 0) continue;
+    const bool same =
+        told != nullptr && thread.id / 32 == told->id / 32 && thread.place.line == told->place.line;
+    if (thread.done || same) continue;
+    told = &thread;
     text += "; thread " + std::to_string(thread.id) + " waits in " + thread.operation + " (" +
             thread.place.file + ":" + std::to_string(thread.place.line) + ")";
   }
@@ -156,17 +160,18 @@ uint64_t stalled_warps() {
   return stalled;
 }
 
-uint64_t ahead = 32, ahead_until = 0;
+uint64_t parted = ~uint64_t(0), lanes_ahead = 0, parted_until = 0;
 
-// With a seed the first lanes of each warp now and then are ahead of the others for some rounds.
-uint64_t lanes_ahead() {
-  if (!machine.shuffled) return 32;
-  if (rounds < ahead_until) return ahead;
-  const uint64_t bits = random_bits();
-  if (bits % 16 != 0) return 32;
-  ahead = 1 + (bits >> 4) % 31;
-  ahead_until = rounds + (bits >> 9) % 32;
-  return ahead;
+// With a seed the first lanes of a warp now and then are ahead of its others for dozens of rounds.
+bool is_behind(const Thread& thread) {
+  return rounds < parted_until && thread.id / 32 == parted && thread.id % 32 >= lanes_ahead;
+}
+
+void part_a_warp() {
+  if (!machine.shuffled || rounds < parted_until || random_bits() % 16 != 0) return;
+  parted = random_bits() % std::max<size_t>(1, machine.threads.size() / 32);
+  lanes_ahead = 1 + random_bits() % 31;
+  parted_until = rounds + random_bits() % 64;
 }
 
 // Every thread that can run, once, beginning with a random one.
@@ -174,13 +179,13 @@ bool run_round(size_t& left) {
   const size_t count = machine.threads.size();
   const size_t first = machine.shuffled ? random_bits() % count : 0;
   const uint64_t stalled = stalled_warps();
-  const uint64_t lanes = lanes_ahead();
+  part_a_warp();
   bool progress = false;
   for (size_t n = 0; n < count; ++n) {
     Thread& thread = machine.threads[(first + n) % count];
     if (thread.done || waits(thread)) continue;
     progress = true;
-    if ((stalled >> (thread.id / 32 % 64) & 1) || thread.id % 32 >= lanes) continue;
+    if ((stalled >> (thread.id / 32 % 64) & 1) || is_behind(thread)) continue;
     to_thread(thread);
     if (!machine.failure.empty()) return false;
     left -= thread.done;

@@ -80,16 +80,18 @@ struct SwizzledTile {
   static FASTATTN_DEVICE int columns_at(int step) { return step / 4 * kPanelBytes + step % 4 * 32; }
   static FASTATTN_DEVICE int rows_at(int step) { return step * 2048; }
 
-  // By one warp; `rows` of the box, all of which are announced.
+  // By one warp, all of which has waited for the tile to be empty; `rows` of the box, all of which
+  // are announced.
   FASTATTN_DEVICE void load(const TensorMap& map, uint64_t* barrier, int rows, int c1, int c2,
                             int c3) const {
+    // A lane that still looks for the tile to be empty would miss it: the next phase begins here.
+    __syncwarp();
     if ((threadIdx.x & 31) == 0) {
       mbarrier_arrive_expect(barrier, rows * 128 * kPanels);
       FASTATTN_UNROLL
       for (int n = 0; n < kPanels; ++n)
         tma_load(data + n * kPanelBytes, map, barrier, 64 * n, c1, c2, c3);
     }
-    __syncwarp();  // no lane may be phases behind
   }
 
   // Rows outside of [first, last), or whose flag is 0, become zeros. By kCount threads, the first
