@@ -164,7 +164,8 @@ uint64_t parted = ~uint64_t(0), lanes_ahead = 0, parted_until = 0;
 
 // With a seed the first lanes of a warp now and then are ahead of its others for dozens of rounds.
 bool is_behind(const Thread& thread) {
-  return rounds < parted_until && thread.id / 32 == parted && thread.id % 32 >= lanes_ahead;
+  return machine.shuffled && rounds < parted_until && thread.id / 32 == parted &&
+         thread.id % 32 >= lanes_ahead;
 }
 
 void part_a_warp() {

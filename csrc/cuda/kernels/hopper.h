@@ -68,9 +68,8 @@ struct SwizzledTile {
 
   char* data;  // aligned to 1024
 
-  // Columns 16 step, ... of its rows as a, or as b of x tile^T, from of_rows() on; and rows 16
-  // step,
-  // ... of all columns as b of x tile, from of_columns() on.
+  // Columns 16 step, ... of its rows as a, or as b of x tile^T, from of_rows() on.
+  // Rows 16 step, ... of all columns as b of x tile, from of_columns() on.
   FASTATTN_DEVICE MatrixDescriptor of_rows() const {
     return describe_matrix(shared_address_of(data), 16, 1024);
   }
