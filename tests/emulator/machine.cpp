@@ -175,23 +175,31 @@ void part_a_warp() {
   parted_until = rounds + random_bits() % 64;
 }
 
+// When nobody else can go on, nothing happens by waiting longer.
+void wake_all() {
+  parted_until = 0;
+  for (uint64_t& until : asleep_until) until = 0;
+}
+
 // Every thread that can run, once, beginning with a random one.
 bool run_round(size_t& left) {
   const size_t count = machine.threads.size();
   const size_t first = machine.shuffled ? random_bits() % count : 0;
   const uint64_t stalled = stalled_warps();
   part_a_warp();
-  bool progress = false;
+  bool progress = false, ran = false;
   for (size_t n = 0; n < count; ++n) {
     Thread& thread = machine.threads[(first + n) % count];
     if (thread.done || waits(thread)) continue;
     progress = true;
     if ((stalled >> (thread.id / 32 % 64) & 1) || is_behind(thread)) continue;
+    ran = true;
     to_thread(thread);
     if (!machine.failure.empty()) return false;
     left -= thread.done;
     complete_now_and_then();
   }
+  if (!ran) wake_all();
   return progress;
 }
 
