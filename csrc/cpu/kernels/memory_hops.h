@@ -14,6 +14,9 @@ constexpr int64_t kHopBlock = 64;  // rows whose scores are held at once
 template <class T>
 constexpr double kEpsilon = sizeof(T) == 8 ? 0x1p-52 : 0x1p-23;
 
+// One row has most of a query's weight where its own, 1 / sum e^(s - maximum), is above this.
+constexpr double kSharp = 0.5;
+
 // Rows of the memory that are merged, or shared among threads, as one: by N alone.
 FASTATTN_INLINE int64_t hop_chunk(int64_t N) {
   const int64_t wanted = max_of<int64_t>(1024, (N + 63) / 64);

@@ -33,9 +33,9 @@ class PanelBackward : public PanelSteps<S> {
           ++f.moving[0];
         const int64_t panels = panels_of(f);
         each(panels, [&](const Tiles& t, int64_t i) { prepare(f, t, group, k, i); });
-        if (p.grad_weights.data != nullptr && p.normalize) {
+        if (p.normalize && (weighted() || any_sharp(f, 0, panels))) {
           each(panels * chunks, [&](const Tiles& t, int64_t i) {
-            weigh_gradient(f, t, group, k, i % panels, i / panels);
+            sum_rest(f, t, group, k, i % panels, i / panels);
           });
           each(panels, [&](const Tiles&, int64_t i) { add_to_delta(f, i); });
         }
@@ -100,10 +100,12 @@ class PanelBackward : public PanelSteps<S> {
     if (p.normalize) set_delta(f, group, k, panel);
   }
 
-  // delta = sum_i p_i dp_i = o . g + sum_i p_i dw_i, of which this is the first part.
+  // delta = sum_i p_i dp_i, dp = C g + dw: first an estimate of it, o . g.
   //
   // Where one row has all the weight, o is that row, and p (dp - delta) must be 0, not what two
-  // roundings leave of it, times the scale: so o . g is summed as dp is.
+  // roundings leave of it, times the scale: so o . g is summed as dp is. Where one has most of it,
+  // dp - delta is small, and the rounding of o is not: then what the estimate lacks is summed with
+  // the very p and dp that it must cancel. That is also how the gradient of the weights comes in.
   void set_delta(const Group& f, int64_t group, int64_t k, int64_t panel) const {
     T* o = part(f, panel, 0);  // [D][L]; nothing else is in it yet
     for (int64_t r = panel * L; r < (panel + 1) * L; ++r) {
@@ -137,21 +139,43 @@ class PanelBackward : public PanelSteps<S> {
     }
   }
 
-  // The part of delta that the gradient of the weights adds: sum_i p_i dw_i of a chunk.
-  void weigh_gradient(const Group& f, const Tiles& t, int64_t group, int64_t k, int64_t panel,
-                      int64_t c) const {
-    Vec<T> sum[NV] = {};
+  bool weighted() const { return p.grad_weights.data != nullptr; }
+  bool any_sharp(const Group& f, int64_t first_panel, int64_t panels) const {
+    const T* inverse = f.inverse + first_panel * L;
+    for (int64_t r = 0; r < panels * L; ++r)
+      if (inverse[r] > T(kSharp)) return true;
+    return false;
+  }
+
+  // What the estimate of delta lacks, in a chunk: sum_i p_i (dp_i - delta). Of the queries for
+  // which it matters, so that none depends on its neighbours in the panel.
+  void sum_rest(const Group& f, const Tiles& t, int64_t group, int64_t k, int64_t panel,
+                int64_t c) const {
+    Vec<T> sum[NV] = {}, top[NV];
+    const bool needed = weighted() || any_sharp(f, panel, 1);
     const int64_t end = min_of(p.N, (c + 1) * chunk);
-    for (int64_t n0 = c * chunk; n0 < end; n0 += Bk) {
+    for (int64_t n0 = c * chunk; needed && n0 < end; n0 += Bk) {
       const Block block = block_of(t, group, k, n0, min_of(end, n0 + Bk));
+      if (block.count == 0) continue;
       weigh(f, t, group, k, panel, block);
-      pack_weight_gradient(t, group, k, panel, block);
-      for (int64_t i = 0; i < block.count; ++i) FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
-          const Vec<T> w = load(t.s + i * L + n * W);
-          sum[n] += select<T>(w == T(0), Vec<T>{}, w * load(t.dw + i * L + n * W));
+      score_products<P, NV>(block.count, block.out, f.g + panel * L * D, D, kChain, t.ds, top);
+      if (weighted()) pack_weight_gradient(t, group, k, panel, block);
+      FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
+        const Vec<T> delta = load(f.delta + panel * L + n * W);
+        for (int64_t i = 0; i < block.count; ++i) {
+          const int64_t at = i * L + n * W;
+          const Vec<T> w = load(t.s + at);
+          Vec<T> dp = load(t.ds + at);
+          if (weighted()) dp += load(t.dw + at);
+          sum[n] += select<T>(w == T(0), Vec<T>{}, w * (dp - delta));
         }
+      }
     }
-    FASTATTN_UNROLL for (int n = 0; n < NV; ++n) store(part(f, panel, c) + n * W, sum[n]);
+    FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
+      const Vec<T> inverse = load(f.inverse + panel * L + n * W);
+      const Vec<T> rest = weighted() ? sum[n] : select<T>(inverse > T(kSharp), sum[n], Vec<T>{});
+      store(part(f, panel, c) + n * W, rest);
+    }
   }
   void add_to_delta(const Group& f, int64_t panel) const {
     for (int64_t c = 0; c < chunks; ++c)
@@ -185,8 +209,7 @@ class PanelBackward : public PanelSteps<S> {
     Vec<T> top[NV], one[NV];
     weigh(f, t, group, k, panel, block);
     score_products<P, NV>(block.count, block.out, f.g + panel * L * D, D, kChain, t.ds, top);  // dP
-    const bool weighted = p.grad_weights.data != nullptr;
-    if (weighted) pack_weight_gradient(t, group, k, panel, block);
+    if (weighted()) pack_weight_gradient(t, group, k, panel, block);
     const bool tile = excludes() && !block.by_row;
     FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
       one[n] = splat<T>(T(1));
@@ -195,7 +218,7 @@ class PanelBackward : public PanelSteps<S> {
         const int64_t at = i * L + n * W;
         const Vec<T> weight = load(t.s + at);
         Vec<T> ds = load(t.ds + at);
-        if (weighted) ds += load(t.dw + at);
+        if (weighted()) ds += load(t.dw + at);
         if (p.normalize) ds = weight * (ds - delta);
         // What is excluded may be NaN, and 0 * NaN must not pass.
         if (tile)

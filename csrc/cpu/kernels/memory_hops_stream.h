@@ -321,12 +321,9 @@ class StreamHops : HopSteps<S> {
         store(u + d, nothing ? Vec<T>{} : load(f.u + d) * scale);
         store(g + d, load(f.g + d));
       }
-      const Hop hop{row,
-                    k,
-                    r,
-                    m == -kInf<T> ? T(0) : m,
-                    p.normalize && !nothing ? T(1) / l : T(1),
-                    delta(f, group, row, k, r, each_chunk)};
+      const T inverse = p.normalize && !nothing ? T(1) / l : T(1);
+      Hop hop{row, k, r, m == -kInf<T> ? T(0) : m, inverse, T(0)};
+      hop.delta = delta(f, group, hop, each_chunk);
       each_chunk([&](int64_t c) { derive_chunk(f, group, hop, c); });
       // g <- H^T g + scale M^T ds
       if (p.proj.data != nullptr) {
@@ -357,50 +354,58 @@ class StreamHops : HopSteps<S> {
     T delta;
   };
 
-  // s, p = softmax(s), dp = C g + dweights of one block; all in natural order of the block.
+  // Of one block: s = p = softmax(s), and rest = dp - delta, dp = C g + dweights. `dw` is scratch,
+  // zero where the weights have no gradient.
   void weigh(const Scratch& f, int64_t group, const Hop& hop, int64_t n0, const Block& block, T* s,
-             T* dweight) const {
+             T* rest, T* dw) const {
     scores(this->in_rows(group, hop.k, n0), block, f.u, s);
     if (p.normalize) {
       for (int64_t i = 0; i < block.count; i += W)
         store(s + i, weight_of(load(s + i) - hop.m) * hop.inverse);
     }
-    if (p.grad_weights.data == nullptr) return;
-    const int64_t* st = p.grad_weights.stride;
-    const S* dw = static_cast<const S*>(p.grad_weights.data) + batch_of(hop.row) * st[0] +
-                  query_of(hop.row) * st[1] + hop.k * st[2] + n0 * st[3];
-    for (int64_t i = 0; i < block.count; ++i)
-      dweight[i] = static_cast<T>(widen(dw[(block.all ? i : block.at[i]) * st[3]]));
+    if (p.grad_weights.data != nullptr) {
+      const int64_t* st = p.grad_weights.stride;
+      const S* from = static_cast<const S*>(p.grad_weights.data) + batch_of(hop.row) * st[0] +
+                      query_of(hop.row) * st[1] + hop.k * st[2] + n0 * st[3];
+      for (int64_t i = 0; i < block.count; ++i)
+        dw[i] = static_cast<T>(widen(from[(block.all ? i : block.at[i]) * st[3]]));
+    }
+    row_products<T>(block.of(this->out_rows(group, hop.k, n0)), block.count, p.D, f.g, rest);
+    for (int64_t i = 0; i < block.count; i += W)
+      store(rest + i, load(rest + i) + load(dw + i) - hop.delta);
   }
 
-  // delta = sum_i p_i dp_i = o . g + sum_i p_i dweights_i
+  // delta = sum_i p_i dp_i, dp = C g + dweights; first an estimate of it, o . g.
   //
   // Where one row has all the weight, o is that row, and p (dp - delta) must be 0, not what two
-  // roundings leave of it, times the scale: so o . g is summed as dp is.
+  // roundings leave of it, times the scale: so o . g is summed as dp is. Where one has most of it,
+  // dp - delta is small, and the rounding of o is not: then what the estimate lacks is summed with
+  // the very p and dp that it must cancel. That is also how the gradient of the weights comes in.
   template <class Each>
-  T delta(const Scratch& f, int64_t group, int64_t row, int64_t k, int64_t r,
-          Each each_chunk) const {
-    if (!p.normalize || stats(row, k)[0] == -kInf<T>) return T(0);
+  T delta(const Scratch& f, int64_t group, Hop hop, Each each_chunk) const {
+    if (!p.normalize || stats(hop.row, hop.k)[0] == -kInf<T>) return T(0);
     T products[W];
-    row_products<T>(Rows<T>{trace(row, 2 * k + 1), 0, nullptr}, 1, p.D, f.g, products);
-    T total = products[0];
-    if (p.grad_weights.data == nullptr) return total;
-    const Hop hop{row, k, r, stats(row, k)[0], T(1) / stats(row, k)[1], T(0)};
+    row_products<T>(Rows<T>{trace(hop.row, 2 * hop.k + 1), 0, nullptr}, 1, p.D, f.g, products);
+    hop.delta = products[0];
+    if (p.grad_weights.data == nullptr && hop.inverse <= T(kSharp)) return hop.delta;
     each_chunk([&](int64_t c) {
-      T s[kHopBlock], dw[kHopBlock];
+      T s[kHopBlock], rest[kHopBlock], dw[kHopBlock] = {};
       Block block;
-      T* part = f.part + c * (dp + W);
-      part[0] = T(0);
+      Vec<T> sum{};
       const int64_t end = min_of(p.N, (c + 1) * chunk);
       for (int64_t n0 = c * chunk; n0 < end; n0 += kHopBlock) {
-        see(row, k, n0, min_of(end, n0 + kHopBlock), &block);
+        see(hop.row, hop.k, n0, min_of(end, n0 + kHopBlock), &block);
         if (block.count == 0) continue;
-        weigh(f, group, hop, n0, block, s, dw);
-        for (int64_t i = 0; i < block.count; ++i) part[0] += s[i] * dw[i];
+        weigh(f, group, hop, n0, block, s, rest, dw);
+        for (int64_t i = 0; i < block.count; i += W) {
+          const int count = static_cast<int>(min_of<int64_t>(W, block.count - i));
+          sum += load(s + i) * load_first(rest + i, count);
+        }
       }
+      f.part[c * (dp + W)] = sum_lanes<T>(sum);
     });
-    for (int64_t c = 0; c < chunks; ++c) total += f.part[c * (dp + W)];
-    return total;
+    for (int64_t c = 0; c < chunks; ++c) hop.delta += f.part[c * (dp + W)];
+    return hop.delta;
   }
 
   // p and ds of a chunk, and its part of M^T ds.
@@ -418,13 +423,9 @@ class StreamHops : HopSteps<S> {
       if (!block.all)
         for (int64_t n = n0; n < n1; ++n) ds_to[n] = p_to[n] = T(0);
       if (block.count == 0) continue;
-      weigh(f, group, hop, n0, block, s, dw);
-      // dp = C g;  ds = p o (dp + dweights - delta)
-      row_products<T>(block.of(this->out_rows(group, hop.k, n0)), block.count, p.D, f.g, ds);
-      for (int64_t i = 0; i < block.count; i += W) {
-        const Vec<T> dp_ = load(ds + i) + load(dw + i);
-        store(ds + i, p.normalize ? load(s + i) * (dp_ - hop.delta) : dp_);
-      }
+      weigh(f, group, hop, n0, block, s, ds, dw);
+      for (int64_t i = 0; p.normalize && i < block.count; i += W)
+        store(ds + i, load(s + i) * load(ds + i));
       add_rows<T>(block.of(this->in_rows(group, hop.k, n0)), block.count, p.D, ds, T(1), part);
       if (block.all) {
         for (int64_t i = 0; i < block.count; i += W) {
