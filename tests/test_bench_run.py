@@ -393,10 +393,10 @@ from fastattn.bench.worker import Worker
 Worker().open({"provider": "torch", "threads": 1})
 def fresh_pages():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    parts = [torch.ones(2 << 20) for _ in range(3)]  # 24 MB
+    parts = [torch.ones(1 << 19) for _ in range(12)]  # 24 MB
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-pages = [fresh_pages() for _ in range(6)]
-print(pages[0] > 1000, max(pages[2:]) < 100)
+pages = [fresh_pages() for _ in range(12)]  # the first few find it in pieces
+print(pages[0] > 1000, max(pages[-4:]) < 100)
 """
     if platform.libc_ver()[0] != "glibc":
         pytest.skip("only glibc gives memory back by a threshold")
