@@ -8,7 +8,10 @@ helper of the kernels is used.
 
 from __future__ import annotations
 
+import mmap
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -436,3 +439,19 @@ def test_a_missing_barrier_is_seen_in_some_order(emulated: ModuleType) -> None:
         finally:
             emulated.set_seed(0)
         assert floats(out).isnan().any()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_launches_of_more_and_of_fewer_threads_take_no_more_memory(emulated: ModuleType) -> None:
+    def megabytes() -> float:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE / 2**20
+
+    def launches(times: int) -> None:
+        for _ in range(times):
+            _runner(emulated, "cpu")("exp2_approx", torch.zeros(256), 256)
+            _runner(emulated, "cpu")("cp_async", torch.zeros(128), 256)
+
+    launches(3)
+    before = megabytes()
+    launches(100)
+    assert megabytes() - before < 20  # a stack is at least a page, and 224 threads come and go

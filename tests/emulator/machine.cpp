@@ -88,9 +88,14 @@ void thread_main() {
   std::abort();  // nobody resumes a thread that is done
 }
 
+// Of all threads that there ever were at once: the next launch may have fewer, and that after it
+// more again.
+std::vector<char*> stacks;
+
 void prepare(Thread& thread, unsigned id) {
-  if (thread.stack == nullptr)
-    thread.stack = static_cast<char*>(std::aligned_alloc(64, kStackBytes));
+  if (id == stacks.size())
+    stacks.push_back(static_cast<char*>(std::aligned_alloc(64, kStackBytes)));
+  thread.stack = stacks[id];
   thread.id = id;
   thread.done = false;
   thread.watched = nullptr;
