@@ -22,6 +22,7 @@ import pytest
 import torch
 from draws import faults_beyond_chance
 from emulator import build
+from fenced import run_fenced
 
 import fastattn
 from fastattn import info
@@ -121,36 +122,25 @@ def test_every_case(adapter: ModuleType, part: int, dtype: torch.dtype) -> None:
 
 # Every tensor ends where a page begins that may not be read, so this runs in a process of its own.
 _FENCED = """
-import sys, torch
-sys.path.insert(0, sys.argv[1])
 from emulator import build
 from fastattn.testing import CASES, make_inputs
 from fastattn.testing.oracle import run
 adapter = build.load()
 dtypes = (torch.bfloat16, torch.float32)
 cases = [c for c in CASES["scaled_dot_product_attention"] if not c.slow]
-for n, case in enumerate(cases[:: int(sys.argv[2])]):
+for n, case in enumerate(cases[:: int(sys.argv[1])]):
     inputs = make_inputs(case, dtypes[n % 2], fence=True)
     print(case.name, flush=True)
     op, args = "scaled_dot_product_attention", inputs.forward_args()
     if not adapter.why_not(op, *args, **inputs.options):
         run(adapter, inputs)
-print("done")
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs mprotect")
 @pytest.mark.parametrize("every", [17, pytest.param(1, marks=pytest.mark.slow)])
 def test_reads_nothing_past_the_end(adapter: ModuleType, every: int) -> None:
-    child = subprocess.run(
-        [sys.executable, "-c", _FENCED, str(Path(__file__).parent), str(every)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONFAULTHANDLER": "1"},
-        check=False,
-    )
-    last = child.stdout.strip().splitlines()[-1:]
-    assert last == ["done"], f"died in {last}, status {child.returncode}\n{child.stderr[-2000:]}"
+    run_fenced(_FENCED, every)
 
 
 # -- the same bits --------------------------------------------------------------------------------

@@ -7,12 +7,9 @@ takes several.
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -20,6 +17,7 @@ import pytest
 import torch
 from draws import faults_beyond_chance
 from emulator import build
+from fenced import run_fenced
 from test_cuda import TABLE, Emulated
 from test_cuda_operators import Emulated as EmulatedAnywhere
 from test_cuda_sequences import FAR, WAYS, _far
@@ -399,8 +397,6 @@ def test_nan_stays_in_its_sequence(adapter: ModuleType) -> None:
 
 # Every tensor ends where a page begins that may not be read, so this runs in a process of its own.
 _FENCED = """
-import sys, torch
-sys.path.insert(0, sys.argv[1])
 from test_cuda_hopper import CASES, FORWARD, OWN, PACKED
 from emulator import build
 from fastattn.testing import make_inputs
@@ -408,7 +404,7 @@ from fastattn.testing.oracle import run
 from fastattn.testing.varlen import make_varlen, run_varlen
 adapter = build.load()
 adapter._cuda.allow_hopper(True)
-every = int(sys.argv[2])
+every = int(sys.argv[1])
 for n, case in enumerate([c for c in CASES if not c.slow][::every]):
     print(case.name, flush=True)
     run(adapter, make_inputs(case, torch.bfloat16, fence=True))
@@ -424,22 +420,13 @@ for wrong in ([0, 20, 5, 10**12, -3, 70, 9], [90, 0, 0, 0, 0, 0, 0], [-(10**15)]
         args[at] = torch.tensor(wrong)
         adapter.varlen_attention(*args, **inputs.options)
 assert adapter._cuda.take_launches()[FORWARD] > 5
-print("done")
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs mprotect")
 @pytest.mark.parametrize("every", [47, pytest.param(1, marks=pytest.mark.slow)])
 def test_reads_nothing_past_the_end(adapter: ModuleType, every: int) -> None:
-    child = subprocess.run(
-        [sys.executable, "-c", _FENCED, str(Path(__file__).parent), str(every)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONFAULTHANDLER": "1"},
-        check=False,
-    )
-    last = child.stdout.strip().splitlines()[-1:]
-    assert last == ["done"], f"died in {last}, status {child.returncode}\n{child.stderr[-2000:]}"
+    run_fenced(_FENCED, every)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs MAP_NORESERVE")

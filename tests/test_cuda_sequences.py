@@ -4,16 +4,14 @@ test_cuda_operators.py do not ask."""
 from __future__ import annotations
 
 import mmap
-import os
-import subprocess
 import sys
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from emulator import build
+from fenced import run_fenced
 from torch import Tensor
 
 from fastattn.backends import reference
@@ -149,13 +147,11 @@ def test_reasons_against_a_call(adapter: ModuleType) -> None:
 # Every tensor ends where a page begins that may not be read, so this runs in a process of its own.
 # Then numbers that no caller should give: a GPU cannot refuse them, but it reads nothing by them.
 _FENCED = """
-import sys, torch
-sys.path.insert(0, sys.argv[1])
 from emulator import build
 from fastattn.testing.decode import DECODE_CASES, make_decode
 from fastattn.testing.varlen import VARLEN_CASES, make_varlen, run_varlen
 adapter = build.load()
-every = int(sys.argv[2])
+every = int(sys.argv[1])
 dtypes = (torch.bfloat16, torch.float32)
 for n, case in enumerate([c for c in VARLEN_CASES if not c.slow][::every]):
     print(case.name, flush=True)
@@ -184,22 +180,13 @@ for name, at in (("paged", 3), ("paged", 4), ("entries", 3), ("entries", 5)):
         adapter.decode_attention(*args, **inputs.options)
         new = [torch.zeros(4, 2, 3, x.shape[3]) for x in args[1:3]]
         adapter.append_to_cache(*args[1:3], *new, *args[3:6])
-print("done")
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs mprotect")
 @pytest.mark.parametrize("every", [19, pytest.param(2, marks=pytest.mark.slow)])
 def test_nothing_beyond_the_tensors_is_touched(adapter: ModuleType, every: int) -> None:
-    child = subprocess.run(
-        [sys.executable, "-c", _FENCED, str(Path(__file__).parent), str(every)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONFAULTHANDLER": "1"},
-        check=False,
-    )
-    last = child.stdout.strip().splitlines()[-1:]
-    assert last == ["done"], f"died in {last}, status {child.returncode}\n{child.stderr[-2000:]}"
+    run_fenced(_FENCED, every)
 
 
 # -- far apart ------------------------------------------------------------------------------------

@@ -7,13 +7,13 @@ set in use, and in one dtype on each of the others; the slow run takes all of th
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from types import ModuleType
 
 import pytest
 import torch
+from fenced import run_fenced
 
 from fastattn.testing import CASES, Case, Target, check, targets
 from fastattn.testing.inputs import make_inputs
@@ -67,7 +67,6 @@ def test_there_is_a_native_backend_to_test(native: ModuleType) -> None:
 # Every tensor ends where a page begins that may not be read: too far means a crash. So it runs in
 # a process of its own, which prints the case that it is in.
 _FENCED = """
-import sys, torch
 from fastattn.testing import CASES, make_inputs, targets
 from fastattn.testing.oracle import run
 isa, every, complete = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "complete"
@@ -79,32 +78,20 @@ with target.active() as backend:
             if (n + m) % every == 0:
                 print(case.name, dtype, flush=True)
                 run(backend, make_inputs(case, dtype, fence=True))
-print("done")
 """
-
-
-def _run_fenced(target: Target, every: int, size: str) -> None:
-    child = subprocess.run(
-        [sys.executable, "-c", _FENCED, str(target), str(every), size],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONFAULTHANDLER": "1"},
-    )
-    last = child.stdout.strip().splitlines()[-1:]
-    assert last == ["done"], f"died in {last}, status {child.returncode}\n{child.stderr[-2000:]}"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs mprotect")
 @pytest.mark.parametrize("target", targets(), ids=str)
 def test_reads_nothing_past_the_end(target: Target) -> None:
-    _run_fenced(target, every=16, size="default")
+    run_fenced(_FENCED, target, 16, "default")
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="needs mprotect")
 @pytest.mark.parametrize("target", targets(), ids=str)
 def test_reads_nothing_past_the_end_in_any_case(target: Target) -> None:
-    _run_fenced(target, every=1, size="complete")
+    run_fenced(_FENCED, target, 1, "complete")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs mprotect")

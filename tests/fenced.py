@@ -1,0 +1,26 @@
+"""Runs a script in a process of its own, which ends there if it touches what it may not.
+
+Tensors are made with `fence=True`: each ends where a page begins that cannot be read.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+_BEFORE = f"import sys, torch; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+
+
+def run_fenced(script: str, *arguments: object) -> None:
+    """Run ``script`` with ``sys.argv[1:]``; it prints what it is about to do."""
+    child = subprocess.run(
+        [sys.executable, "-c", f"{_BEFORE}{script}\nprint('done')", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONFAULTHANDLER": "1"},
+        check=False,
+    )
+    last = child.stdout.strip().splitlines()[-1:]
+    assert last == ["done"], f"died in {last}, status {child.returncode}\n{child.stderr[-2000:]}"
