@@ -483,6 +483,18 @@ def test_providers_agree_with_the_oracle(cell: Cell) -> None:
     assert bytes_touched(cell) > 0
 
 
+def test_of_keys_beyond_the_windows_only_the_gradients_are_touched() -> None:
+    whole = cell_of("luong", "B=2,Lq=3,Lk=1000,D=8,Dv=4", dtype="fp32")
+    inputs, outputs = 2 * (3 * 8 + 1000 * 12) + 64, 2 * 3 * 4
+    assert bytes_touched(whole) == 4 * (inputs + outputs)
+    for window, seen in (("W=10,P=1", 63), ("W=10", 13), ("W=400,P=1", 1000)):
+        read = inputs + outputs - 2 * (1000 - seen) * 12
+        shape = f"B=2,Lq=3,Lk=1000,D=8,Dv=4,{window}"
+        assert bytes_touched(cell_of("luong", shape, dtype="fp32")) == 4 * read
+        both = cell_of("luong", shape, dtype="fp32", passes="fwd+bwd")
+        assert bytes_touched(both) == 4 * (2 * read + inputs + outputs)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in PROVIDERS if n not in ("fastattn", "torch")])
 @pytest.mark.parametrize("shape", ["B=2,H=4,Lq=16,Lk=24", "B=2,H=4,Hkv=2,L=16", "H=4,L=16,Dv=8"])

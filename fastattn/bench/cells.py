@@ -134,12 +134,14 @@ def flops(cell: Cell, true_in_mask: int | None = None) -> int:
 
 
 def bytes_touched(cell: Cell) -> int:
-    """The least that must be read and written: every input and the output once.
+    """The least that must be read and written: what the result depends on, and the output, once.
 
     The backward reads all of that again with the output's gradient and writes a gradient for every
     input.
     """
-    inputs, outputs = ops.get(cell.op).elements(cell)
-    forward, backward = inputs + outputs, 2 * inputs + 2 * outputs
+    op = ops.get(cell.op)
+    inputs, outputs = op.elements(cell)
+    forward = inputs - op.unread(cell) + outputs
+    backward = forward + inputs + outputs
     count = {"fwd": forward, "bwd": backward, "fwd+bwd": forward + backward}[cell.passes]
     return DTYPE_BYTES[cell.dtype] * count

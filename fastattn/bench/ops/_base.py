@@ -74,6 +74,10 @@ class Operator:
         """How many numbers all inputs and the output have."""
         raise NotImplementedError
 
+    def unread(self, cell: Cell) -> int:
+        """How many of the inputs' numbers nothing depends on."""
+        return 0
+
     def inputs(self, cell: Cell, draw: Draw) -> Inputs:
         """Tensors by name: the leaves, `grad_out`, masks and whatever else there is."""
         raise NotImplementedError

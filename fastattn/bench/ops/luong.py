@@ -44,6 +44,13 @@ class Luong(Operator):
         inputs = queries * cell["D"] + keys * (cell["D"] + cell["Dv"]) + cell["D"] ** 2
         return inputs, queries * cell["Dv"]
 
+    def unread(self, cell: Cell) -> int:
+        if not _is_local(cell):
+            return 0
+        queries, width = cell["Lq"], cell["W"]
+        near = queries * (2 * width + 1) if cell["P"] else queries + width
+        return cell["B"] * max(0, cell["Lk"] - near) * (cell["D"] + cell["Dv"])
+
     def inputs(self, cell: Cell, draw: Draw) -> Inputs:
         batch, width = cell["B"], cell["D"]
         inputs = {
