@@ -22,7 +22,8 @@ class StreamHops : HopSteps<S> {
   typedef typename Base::T T;
   using Base::batch_of, Base::chunk, Base::chunks, Base::dp, Base::groups, Base::p, Base::query_of,
       Base::R, Base::row_of, Base::stats, Base::trace, Base::W;
-  static constexpr double kPerFlop = 4;  // of time, against the arithmetic of whole registers
+  static constexpr int64_t kCached = 1 << 20;  // numbers that the caches hold
+  static constexpr double kPerFlop = 4;        // of time, against the arithmetic of whole registers
 
  public:
   explicit StreamHops(const MemoryHopsParams& params) : Base(params) {}
@@ -142,6 +143,23 @@ class StreamHops : HopSteps<S> {
     block->count = count;
   }
 
+  // Asks for rows [n0, n1) of the next group. The last hop of a group does: it needs its own rows
+  // for the last time, and they come from the cache, while main memory has nothing to do. Inline:
+  // the compiler leaves out calls of a function that does nothing else.
+  FASTATTN_INLINE void fetch_next(int64_t group, int64_t n0, int64_t n1) const {
+    constexpr int64_t kLine = 64 / static_cast<int64_t>(sizeof(S));
+    const Rows<S> in = this->in_rows(group + 1, 0, n0), out = this->out_rows(group + 1, 0, n0);
+    for (int64_t n = 0; n < n1 - n0; ++n)
+      for (int64_t d = 0; d < p.D; d += kLine) {
+        __builtin_prefetch(in.base + n * in.stride + d, 0, 2);
+        __builtin_prefetch(out.base + n * out.stride + d, 0, 2);
+      }
+  }
+  // Whether that is of use: one memory fits the caches, all do not, and none of its rows is hidden.
+  bool fetches() const {
+    return p.mask.data == nullptr && p.N * p.D <= kCached / 2 && groups * p.N * p.D > kCached;
+  }
+
   // The scores of a block, -inf beyond its rows up to a whole vector.
   void scores(Rows<S> rows, const Block& block, const T* u, T* s) const {
     row_products<T>(block.of(rows), block.count, p.D, u, s);
@@ -236,10 +254,13 @@ class StreamHops : HopSteps<S> {
     for (int64_t d = 0; d < dp; ++d) part[d] = T(0);
     T s[kHopBlock];
     Block block;
+    const bool ahead =
+        fetches() && group + 1 < groups && k == p.K - 1 && row + 1 == row_of(group + 1, 0);
     const int64_t end = min_of(p.N, (c + 1) * chunk);
     for (int64_t n0 = c * chunk; n0 < end; n0 += kHopBlock) {
       const int64_t n1 = min_of(end, n0 + kHopBlock);
       see(row, k, n0, n1, &block);
+      if (ahead) fetch_next(group, n0, n1);
       if (block.count > 0) {
         scores(this->in_rows(group, k, n0), block, f.u, s);
         if (p.weights != nullptr) keep(f, block, n0, n1, s);
