@@ -4,8 +4,8 @@
     python benchmarks/render.py --check   says whether a text is out of date, and exits with 1
 
 README.md's block and picture come from results/dropin.json, the tables of docs/performance.md from
-results/figures.json and results/peers.json; results/README.md has every result in full. Nothing
-between the markers is ever typed by hand.
+results/figures.json, results/family.json and results/peers.json; results/README.md has every result
+in full. Nothing between the markers is ever typed by hand.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ IMAGES = ROOT / "docs" / "images"
 MAIN = "dropin"
 BEGIN, END = "<!-- benchmark: begin -->", "<!-- benchmark: end -->"
 COLUMNS = [("fp32", "fwd"), ("fp32", "fwd+bwd"), ("bf16", "fwd"), ("bf16", "fwd+bwd")]
+DTYPES = ("fp32", "bf16", "fp16")
 PASSES = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward + backward"}
 
 # In docs/performance.md: the result and the markers of its table have one name.
-FIGURES, PEERS = "figures", "peers"
+FIGURES, FAMILY, PEERS = "figures", "family", "peers"
 
 Row = dict[str, Any]
 
@@ -127,7 +128,7 @@ def readme_block(result: Result, rows: Sequence[Row]) -> str:
 
 def figures_block(result: Result, rows: Sequence[Row]) -> str:
     """Share of the peak and speed against torch, a line for each shape, a column for each dtype."""
-    dtypes = ("fp32", "bf16", "fp16")
+    dtypes = [dtype for dtype in DTYPES if any(row["dtype"] == dtype for row in rows)]
     cells = {
         (_name_of(row), PASSES[row["pass"]], row["dtype"]): row
         for row in rows
@@ -147,6 +148,29 @@ def figures_block(result: Result, rows: Sequence[Row]) -> str:
         lines.append([*line, *texts])
     table = markdown_table(["cell", "pass", *dtypes], lines, words=2)
     return f"{table}\n\n{display.conditions(result)}"
+
+
+def family_block(result: Result, rows: Sequence[Row]) -> str:
+    """Time, speed against torch, what it comes to, and the memory that each takes."""
+    header = ["cell", "pass", "ms", "times as fast as torch", "of the peak", "GB/s", "MB"]
+    header.append("MB, torch")
+
+    def key(row: Row) -> tuple[str, str, str]:
+        return _name_of(row), row["dtype"], row["pass"]
+
+    theirs = {key(row): row for row in rows if row["provider"] == "torch"}
+    lines = []
+    for row in rows:
+        if row["provider"] != "fastattn" or row["ms"] is None:
+            continue
+        passes = PASSES[row["pass"]] + ("" if row["dtype"] == "fp32" else f", {row['dtype']}")
+        speedup = "–" if row["speedup"] is None else f"{row['speedup']:.2f}×"
+        speedup += ", busy" if row["busy"] else ""
+        line = [_name_of(row), passes, f"{row['ms']:.3g}", speedup]
+        line += [f"{row['percent_of_peak']:.0f} %", f"{row['gbs']:.1f}"]
+        line += [f"{x['peak_mb']:.1f}" for x in (row, theirs[key(row)])]
+        lines.append(line)
+    return f"{markdown_table(header, lines, words=2)}\n\n{display.conditions(result)}"
 
 
 def _name_of(row: Row) -> str:
@@ -239,7 +263,11 @@ def main() -> int:
     }
     page = ROOT / "docs" / "performance.md"
     text = page.read_text()
-    for name, block_of in ((FIGURES, figures_block), (PEERS, peers_block)):
+    for name, block_of in (
+        (FIGURES, figures_block),
+        (FAMILY, family_block),
+        (PEERS, peers_block),
+    ):
         if name in found:
             block = block_of(found[name], summary.summarise(found[name]))
             text = replaced(text, block, f"<!-- {name}: begin -->", f"<!-- {name}: end -->")
