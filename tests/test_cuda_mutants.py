@@ -21,7 +21,7 @@ import torch
 from emulator import build
 from test_cuda import ONE_KEY
 from test_cuda_hopper import NAN_QUERY, nan_query_faults
-from test_cuda_operators import STEEP, TABLES, Emulated
+from test_cuda_operators import TABLES, Emulated
 
 from fastattn.testing import CASES, Case, Verdict, check
 from fastattn.testing.varlen import VarlenCase, check_varlen
@@ -269,7 +269,7 @@ dropout-long results-1-out-lse-weights-mask gqa-decode lengths-128x129-upper_lef
 lengths-64x300-upper_left window-1000-1000-40x130-bottom_right head_dim-256 head_dim-7-value-200
 mask-nan-queries window-3-5-130x40-bottom_right results-2-out-lse-weights
 decode-1x63-group-8-head_dim-129-value-136""".split()
-TOO_LONG = ("long", "queries=70-rows=300-width=33-steps=2-bias=LN", STEEP.name)
+TOO_LONG = ("long", "queries=70-rows=300-width=33-steps=2-bias=LN")
 NARROW = Case("window-dropout", q_len=100, k_len=200, window=(20, 5), dropout_p=0.3)
 
 
