@@ -67,7 +67,7 @@ class PanelSteps : protected HopSteps<S> {
   // A thread's own.
   struct Tiles {
     T *s, *ds;        // [Bk][L]
-    T *bias, *dw;     // [Bk][L]
+    T* bias;          // [Bk][L]
     T *in, *out;      // [Bk][D]
     T *d_in, *d_out;  // [Bk][dp]
     T* vectors;       // [L + 2][dp]
@@ -95,7 +95,7 @@ class PanelSteps : protected HopSteps<S> {
     const bool back = p.grad_query != nullptr;
     Tiles t;
     t.s = a.take<T>(Bk * L), t.ds = a.take<T>(Bk * L);
-    t.bias = a.take<T>(Bk * L), t.dw = a.take<T>(Bk * L);
+    t.bias = a.take<T>(Bk * L);
     t.in = a.take<T>(Bk * D), t.out = a.take<T>(Bk * D);
     t.d_in = a.take<T>(back ? Bk * dp : 0), t.d_out = a.take<T>(back ? Bk * dp : 0);
     t.vectors = a.take<T>((L + 2) * (dp + W));

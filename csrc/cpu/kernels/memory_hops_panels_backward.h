@@ -125,17 +125,20 @@ class PanelBackward : public PanelSteps<S> {
     }
   }
 
-  // t.dw = the gradient of the weights, of a panel and a block.
-  void pack_weight_gradient(const Tiles& t, int64_t group, int64_t k, int64_t panel,
-                            const Block& block) const {
+  // Of a panel and a block: t.s = p and t.ds = dp = C g + dw.
+  void differentiate(const Group& f, const Tiles& t, int64_t group, int64_t k, int64_t panel,
+                     const Block& block) const {
+    Vec<T> top[NV];
+    weigh(f, t, group, k, panel, block);
+    score_products<P, NV>(block.count, block.out, f.g + panel * L * D, D, kChain, t.ds, top);
+    if (!weighted()) return;
     const int64_t *st = p.grad_weights.stride, queries = min_of(L, R - panel * L);
-    for (int64_t l = 0; l < L; ++l) {
-      const int64_t row = row_of(group, panel * L + min_of(l, queries - 1));
+    for (int64_t l = 0; l < queries; ++l) {
+      const int64_t row = row_of(group, panel * L + l);
       const S* from = static_cast<const S*>(p.grad_weights.data) + batch_of(row) * st[0] +
                       query_of(row) * st[1] + k * st[2] + block.n0 * st[3];
       for (int64_t i = 0; i < block.count; ++i)
-        t.dw[i * L + l] =
-            l < queries ? static_cast<T>(widen(from[(block.all ? i : t.at[i]) * st[3]])) : T(0);
+        t.ds[i * L + l] += static_cast<T>(widen(from[(block.all ? i : t.at[i]) * st[3]]));
     }
   }
 
@@ -151,23 +154,19 @@ class PanelBackward : public PanelSteps<S> {
   // which it matters, so that none depends on its neighbours in the panel.
   void sum_rest(const Group& f, const Tiles& t, int64_t group, int64_t k, int64_t panel,
                 int64_t c) const {
-    Vec<T> sum[NV] = {}, top[NV];
+    Vec<T> sum[NV] = {};
     const bool needed = weighted() || any_sharp(f, panel, 1);
     const int64_t end = min_of(p.N, (c + 1) * chunk);
     for (int64_t n0 = c * chunk; needed && n0 < end; n0 += Bk) {
       const Block block = block_of(t, group, k, n0, min_of(end, n0 + Bk));
       if (block.count == 0) continue;
-      weigh(f, t, group, k, panel, block);
-      score_products<P, NV>(block.count, block.out, f.g + panel * L * D, D, kChain, t.ds, top);
-      if (weighted()) pack_weight_gradient(t, group, k, panel, block);
+      differentiate(f, t, group, k, panel, block);
       FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
         const Vec<T> delta = load(f.delta + panel * L + n * W);
         for (int64_t i = 0; i < block.count; ++i) {
           const int64_t at = i * L + n * W;
           const Vec<T> w = load(t.s + at);
-          Vec<T> dp = load(t.ds + at);
-          if (weighted()) dp += load(t.dw + at);
-          sum[n] += select<T>(w == T(0), Vec<T>{}, w * (dp - delta));
+          sum[n] += select<T>(w == T(0), Vec<T>{}, w * (load(t.ds + at) - delta));
         }
       }
     }
@@ -206,10 +205,8 @@ class PanelBackward : public PanelSteps<S> {
   // p and ds of a panel and a block, in t.s and t.ds, and what they add to the gradients.
   void derive_block(const Group& f, const Tiles& t, int64_t group, int64_t k, int64_t panel,
                     const Block& block, T* du) const {
-    Vec<T> top[NV], one[NV];
-    weigh(f, t, group, k, panel, block);
-    score_products<P, NV>(block.count, block.out, f.g + panel * L * D, D, kChain, t.ds, top);  // dP
-    if (weighted()) pack_weight_gradient(t, group, k, panel, block);
+    Vec<T> one[NV];
+    differentiate(f, t, group, k, panel, block);
     const bool tile = excludes() && !block.by_row;
     FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
       one[n] = splat<T>(T(1));
@@ -218,7 +215,6 @@ class PanelBackward : public PanelSteps<S> {
         const int64_t at = i * L + n * W;
         const Vec<T> weight = load(t.s + at);
         Vec<T> ds = load(t.ds + at);
-        if (weighted()) ds += load(t.dw + at);
         if (p.normalize) ds = weight * (ds - delta);
         // What is excluded may be NaN, and 0 * NaN must not pass.
         if (tile)
