@@ -25,7 +25,6 @@ IMAGES = ROOT / "docs" / "images"
 MAIN = "dropin"
 BEGIN, END = "<!-- benchmark: begin -->", "<!-- benchmark: end -->"
 COLUMNS = [("fp32", "fwd"), ("fp32", "fwd+bwd"), ("bf16", "fwd"), ("bf16", "fwd+bwd")]
-DTYPES = ("fp32", "bf16", "fp16")
 PASSES = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward + backward"}
 
 # In docs/performance.md: the result and the markers of its table have one name.
@@ -128,7 +127,7 @@ def readme_block(result: Result, rows: Sequence[Row]) -> str:
 
 def figures_block(result: Result, rows: Sequence[Row]) -> str:
     """Share of the peak and speed against torch, a line for each shape, a column for each dtype."""
-    dtypes = [dtype for dtype in DTYPES if any(row["dtype"] == dtype for row in rows)]
+    dtypes = ("fp32", "bf16", "fp16")
     cells = {
         (_name_of(row), PASSES[row["pass"]], row["dtype"]): row
         for row in rows
@@ -152,8 +151,8 @@ def figures_block(result: Result, rows: Sequence[Row]) -> str:
 
 def family_block(result: Result, rows: Sequence[Row]) -> str:
     """Time, speed against torch, what it comes to, and the memory that each takes."""
-    header = ["cell", "pass", "ms", "times as fast as torch", "of the peak", "GB/s", "MB"]
-    header.append("MB, torch")
+    header = ["cell", "pass", "ms", "times as fast as torch"]
+    header += ["of the peak", "GB/s", "MB", "MB, torch"]
 
     def key(row: Row) -> tuple[str, str, str]:
         return _name_of(row), row["dtype"], row["pass"]
