@@ -68,6 +68,7 @@ MUTANTS = (
     Mutant("delta_of_panels_is_0", "memory_hops_panels_backward.h", "store(f.delta + panel * L + x, delta);", "store(f.delta + panel * L + x, Vec<T>{});", "memory_hop_attention", "memory_hops"),
     Mutant("the_rest_of_delta_is_lost", "memory_hops_stream.h", "hop.delta += f.part[c * (dp + W)];", ";", "memory_hop_attention", "memory_hops"),
     Mutant("the_rest_of_delta_of_panels_is_lost", "memory_hops_panels_backward.h", "store(delta, load(delta) + load(part(f, panel, c) + x));", ";", "memory_hop_attention", "memory_hops"),
+    Mutant("weights_of_panels_have_no_gradient", "memory_hops_panels_backward.h", "t.ds[i * L + l] += static_cast<T>(", "t.ds[i * L + l] += T(0) * static_cast<T>(", "memory_hop_attention", "memory_hops"),
     Mutant("a_time_of_padding", "encode_memory.cpp", "p.temporal.data && count > 0 ?", "p.temporal.data ?", "encode_memory"),
     Mutant("a_gradient_of_time_is_lost", "encode_memory.cpp", "load_first(at, lanes(i)) + g[i], lanes(i)", "load_first(at, lanes(i)), lanes(i)", "encode_memory"),
     Mutant("cosines_change_their_sign", "sinusoidal.cpp", "^ sign ^ second_bit", "^ second_bit", "sinusoidal_encoding"),
