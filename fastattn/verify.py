@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ import torch
 from fastattn.testing import CASES, Case, Target, Verdict, check, targets
 from fastattn.testing.additive import ADDITIVE_CASES, AdditiveCase, check_additive
 from fastattn.testing.decode import DECODE_CASES, DecodeCase, check_decode
+from fastattn.testing.draws import draw
 from fastattn.testing.encode_memory import ENCODE_CASES, EncodeCase, check_encoding
 from fastattn.testing.hopfield import HOPFIELD_CASES, HopfieldCase, check_hopfield
 from fastattn.testing.luong import LUONG_CASES, LuongCase, check_luong
@@ -75,6 +77,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dtype", choices=list(_DTYPES), help="only this dtype")
     parser.add_argument("--case", metavar="TEXT", help="only cases with TEXT in their name")
+    parser.add_argument(
+        "--draws",
+        type=int,
+        default=1,
+        metavar="N",
+        help="check every case with N draws of its values (default: 1)",
+    )
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--quick", action="store_true", help="every tenth case")
     size.add_argument("--complete", action="store_true", help="the slow cases too")
@@ -87,12 +96,14 @@ class _Result:
     case: _AnyCase
     dtype: str
     target: Target
+    draw: int
     verdict: Verdict
     seconds: float
 
     @property
     def name(self) -> str:
-        return f"{self.case.name} {self.dtype} {self.target}"
+        draw = f" draw {self.draw}" if self.draw else ""
+        return f"{self.case.name} {self.dtype} {self.target}{draw}"
 
 
 def run(args: argparse.Namespace) -> int:
@@ -111,12 +122,15 @@ def run(args: argparse.Namespace) -> int:
         for dtype in dtypes
         if _DTYPES[dtype] in case.dtypes
     ]
+    if args.draws < 1:
+        raise ValueError(f"--draws: must be at least 1, got {args.draws}")
     if not work:
         raise ValueError("no case is left by --op, --dtype and --case")
     print(f"{len(work)} checks on each of: {', '.join(map(str, chosen))}")
 
     results = []
-    for result in _progress(_results(work, chosen), len(work) * len(chosen)):
+    total = len(work) * len(chosen) * args.draws
+    for result in _progress(_results(work, chosen, args.draws), total):
         results.append(result)
         for fault in result.verdict.faults:
             print(f"FAIL {result.name}: {fault}")
@@ -170,15 +184,19 @@ def _cases(op: str, args: argparse.Namespace) -> list[_AnyCase]:
     return cases[::10] if args.quick else cases
 
 
-def _results(work: list[tuple[str, _AnyCase, str]], chosen: list[Target]) -> Iterator[_Result]:
-    for op, case, dtype in work:
+def _results(
+    work: list[tuple[str, _AnyCase, str]], chosen: list[Target], draws: int
+) -> Iterator[_Result]:
+    for (op, case, dtype), number in itertools.product(work, range(draws)):
         for target in chosen:
             start = time.perf_counter()
             try:
-                verdict = PROOFS[op][1](case, _DTYPES[dtype], target)
+                with draw(number):
+                    verdict = PROOFS[op][1](case, _DTYPES[dtype], target)
             except Exception as error:  # one broken case must not hide the others
                 verdict = Verdict(faults=[f"{type(error).__name__}: {error}".split("\n")[0]])
-            yield _Result(op, case, dtype, target, verdict, time.perf_counter() - start)
+            seconds = time.perf_counter() - start
+            yield _Result(op, case, dtype, target, number, verdict, seconds)
 
 
 def _progress(results: Iterator[_Result], total: int) -> Iterator[_Result]:

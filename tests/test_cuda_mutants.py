@@ -318,11 +318,11 @@ def verdict_on(library: Path, table: str, element: str) -> str:
         work += [(c, 3) for c in cases if long(c) and c.name not in TOO_LONG]
     for case, seed in work:
         try:
-            faults = judge(case, DTYPES[element], Emulated(adapter, seed)).faults
+            verdict = judge(case, DTYPES[element], Emulated(adapter, seed))
         except RuntimeError as error:
-            faults = [str(error)]
-        if faults:
-            return f"caught by {case.name}: {faults[0]}"
+            verdict = Verdict(faults=[str(error)])
+        if verdict.severity >= 2:  # what is right has half a bound of its own
+            return f"caught by {case.name}: {verdict.severity:.3g}, {verdict.faults[0]}"
     if table == "hopper_backward":  # which cases, whose results are finite, cannot ask
         adapter._cuda.allow_hopper(True)
         for name in NAN_QUERY:

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastattn.testing import CASES, Case, Inputs, deviation, make_inputs
-from fastattn.testing.oracle import eager, exact, run
+from fastattn.testing.oracle import definition, exact, run
+from fastattn.testing.rounding import noise
 from fastattn.testing.varlen import VARLEN_CASES, make_varlen, run_varlen
 
 ATTENTION = {case.name: case for case in CASES["scaled_dot_product_attention"]}
@@ -52,9 +53,9 @@ def allowed(setting: str = "allow_tf32") -> Iterator[None]:
 
 def tf32(x: Tensor) -> Tensor:
     """x rounded to 10 bits of fraction."""
-    words = x.contiguous().view(torch.int32)
+    words = x.float().contiguous().view(torch.int32)
     rounded = ((words + 0x1000) & ~0x1FFF).view(torch.float32)
-    return torch.where(torch.isfinite(x), rounded, x)
+    return torch.where(torch.isfinite(x), rounded.to(x.dtype), x)
 
 
 class Tf32Products(TorchDispatchMode):
@@ -64,16 +65,20 @@ class Tf32Products(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func in (aten.mm.default, aten.bmm.default):
-            args = tuple(tf32(x) if x.dtype == torch.float32 else x for x in args)
+            args = tuple(tf32(x) for x in args)
         return func(*args, **(kwargs or {}))
 
 
 def judged(inputs: Inputs, found: dict[str, Tensor]) -> list[str]:
     """The faults, by the bound of every test with the eps of tf32, which is that of float16."""
+
+    def rounded() -> dict[str, Tensor]:
+        with Tf32Products():
+            return definition(inputs)
+
     want = exact(inputs)
-    with Tf32Products():
-        plain = eager(inputs)
-    measured = [deviation(x, plain[n], want[n], n, torch.float16) for n, x in found.items()]
+    moved = noise(rounded, want, torch.float32)
+    measured = [deviation(x, want[n], moved[n], n, torch.float16) for n, x in found.items()]
     return [str(m) for m in measured if not m.ok]
 
 

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fastattn
 from fastattn.nn import MultiheadAttention
-from fastattn.testing import assert_within_bound
+from fastattn.testing import assert_right
 
 EMBED, HEADS, BATCH, LENGTH, SOURCE = 32, 4, 3, 11, 13
 
@@ -184,27 +185,21 @@ def run(
     return results | gradients, [str(w.message) for w in caught]
 
 
-DRAWS = 3  # the largest error of so few numbers is a matter of luck; of three times as many, less
-
-
 def cast(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return x if x is None or x.dtype == torch.bool else x.to(dtype)
 
 
 def compare(call: Call, generator: torch.Generator) -> None:
-    """Hold ``MultiheadAttention`` to the bound, with the noise of PyTorch taken over a few draws.
-
-    float64 has no more exact reference; its noise is that of float32 in proportion, and the
-    reference has as much of its own, which is no error of ours: 2 + 1 times it is what may differ.
-    """
+    """Hold ``MultiheadAttention`` to the bound; the definition is PyTorch's in float64."""
     stock = call.module(nn.MultiheadAttention)
     for parameter in stock.parameters():  # biases, too
         nn.init.normal_(parameter, std=0.3, generator=generator)
     stock = stock.to(call.dtype)
     fused = call.module(MultiheadAttention).to(call.dtype)
     fused.load_state_dict(stock.state_dict())
-    eager_dtype = torch.float32 if call.dtype == torch.float64 else call.dtype
-    finer = torch.finfo(call.dtype).eps / torch.finfo(eager_dtype).eps
+    tensors = call.tensors(generator)
+    source = tensors[1].shape[-2 if call.batch_first or not call.batched else 0]
+    masks = call.masks(source, generator)
 
     def run_stock(dtype: torch.dtype) -> tuple[dict[str, Tensor], list[str]]:
         by_id = {id(x): x.to(dtype) for x in tensors}
@@ -212,23 +207,14 @@ def compare(call: Call, generator: torch.Generator) -> None:
         narrow = {name: cast(mask, dtype) for name, mask in masks.items()}
         return run(copy.deepcopy(stock).to(dtype), call, inputs, narrow)
 
-    noise: dict[str, float] = {}
-    for _ in range(DRAWS):
-        tensors = call.tensors(generator)
-        source = tensors[1].shape[-2 if call.batch_first or not call.batched else 0]
-        masks = call.masks(source, generator)
-        reference, _ = run_stock(torch.float64)
-        eager, said = run_stock(eager_dtype)
-        for name, x in reference.items():
-            error = (eager[name].double() - x).abs().max().item() * finer
-            error *= 1.5 if call.dtype == torch.float64 else 1.0  # the bound takes it twice
-            noise[name] = max(noise.get(name, 0.0), error)
+    def definition() -> dict[str, Tensor]:
+        with sdpa_kernel(SDPBackend.MATH):
+            return run_stock(torch.float64)[0]
+
     ours, we_said = run(fused, call, tensors, masks)
-    assert we_said == said
-    assert ours.keys() == reference.keys()
-    for name, x in ours.items():
-        assert x.dtype == call.dtype, name
-        assert_within_bound(x, reference[name] + noise[name], reference[name], name)
+    assert we_said == run_stock(call.dtype)[1]
+    assert all(x.dtype == call.dtype for x in ours.values())
+    assert_right(ours, definition)
 
 
 @pytest.mark.parametrize("call", sample(120), ids=str)

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fastattn.nn import _linear
 from fastattn.nn._linear import linear
-from fastattn.testing import assert_within_bound
+from fastattn.testing import assert_right
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
@@ -46,20 +46,16 @@ def gradients(y: Tensor, cotangent: Tensor, inputs: list[Tensor]) -> dict[str, T
 
 
 def compare(x: Tensor, weight: Tensor, bias: Tensor | None, cotangent: Tensor) -> None:
-    """Within the bound of the house; PyTorch's own noise is that of float32 or narrower."""
-    results = []
-    for function, dtype in ((linear, None), (F.linear, None), (F.linear, torch.float64)):
-        tensors = [t if dtype is None else t.to(dtype) for t in (x, weight, bias) if t is not None]
+    """Within the bound, of what is as `F.linear` in float64."""
+
+    def run(function: Callable[..., Tensor], wide: bool) -> dict[str, Tensor]:
+        tensors = [t.double() if wide else t for t in (x, weight, bias) if t is not None]
         leaves = [t.detach().requires_grad_() for t in tensors]  # detach keeps the strides
-        results.append(gradients(function(*leaves), cotangent, leaves))
-    ours, eager, reference = results
-    for name, want in reference.items():
-        assert ours[name].dtype == x.dtype
-        assert ours[name].shape == want.shape
-        if x.dtype == torch.float64:
-            assert torch.allclose(ours[name], want, rtol=1e-12, atol=1e-12)
-        else:
-            assert_within_bound(ours[name], eager[name], want, name)
+        return gradients(function(*leaves), cotangent.to(x.dtype), leaves)
+
+    ours = run(linear, wide=False)
+    assert all(result.dtype == x.dtype for result in ours.values())
+    assert_right(ours, lambda: run(F.linear, wide=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -129,19 +125,15 @@ def test_second_derivatives(with_bias: bool, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_second_derivatives_in_float32(generator: torch.Generator) -> None:
-    results = []
     x, weight = (torch.randn(s, generator=generator) for s in ((6, 5), (3, 5)))
-    for function, dtype in (
-        (linear, torch.float32),
-        (F.linear, torch.float32),
-        (F.linear, torch.float64),
-    ):
+
+    def derivatives(function: Callable[..., Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
         leaves = [t.to(dtype).requires_grad_() for t in (x, weight)]
         first = torch.autograd.grad(function(*leaves).pow(3).sum(), leaves, create_graph=True)
         second = torch.autograd.grad(sum(g.square().sum() for g in first), leaves)
-        results.append([*first, *second])
-    for got, eager, want in zip(*results, strict=True):
-        assert_within_bound(got, eager, want)
+        return {f"derivative {n}": g.detach() for n, g in enumerate((*first, *second))}
+
+    assert_right(derivatives(linear, torch.float32), lambda: derivatives(F.linear, torch.float64))
 
 
 def test_the_operator_of_onednn_is_where_it_was() -> None:

@@ -16,20 +16,13 @@ from torch.nn.utils import parametrizations, prune
 import fastattn
 from fastattn import dispatch
 from fastattn.nn import _small
-from fastattn.testing import assert_within_bound
+from fastattn.testing import assert_right, assert_within_bound, noise
 from fastattn.testing.memory import place
 from fastattn.testing.targets import Target, targets
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
 pytestmark = pytest.mark.skipif(not targets(), reason="no native core")
-
-
-def eager_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """In float32 for 16 bits, rounded once."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    y = F.linear(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
-    return y.to(x.dtype)
 
 
 def exact_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> np.ndarray:
@@ -65,8 +58,11 @@ def test_linear(layout: str, target: Target, dtype: torch.dtype) -> None:
         bias = draw(1, n, how="contiguous")[0] if n % 2 else None
         with target.active() as backend:
             y = backend.linear(x, weight, bias)
-        want = torch.from_numpy(exact_linear(x, weight, bias).astype(np.float64))
-        assert_within_bound(y, eager_linear(x, weight, bias), want, f"{m}x{n}x{k}")
+        name = f"{m}x{n}x{k}"
+        want = {name: torch.from_numpy(exact_linear(x, weight, bias).astype(np.float64))}
+        wide = [None if t is None else t.double() for t in (x, weight, bias)]
+        moved = noise(lambda w=wide, name=name: {name: F.linear(*w)}, want, dtype)
+        assert_within_bound(y, want[name], moved[name], name)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -131,42 +127,26 @@ def test_equals_the_definition(
         y, weights = module(x, x, x, need_weights=False, **options)
         assert calls == [1]
         assert weights is None
-        with fastattn.use_backend("reference"):
-            wide = copy.deepcopy(module).double()
-            if mask == "causal":
-                options["attn_mask"] = options["attn_mask"].double()
-            want, _ = wide(*[x.double()] * 3, need_weights=False, **options)
-            eager = eager_attention(module, x, want)
-    assert y.is_contiguous()
-    if dtype == torch.float64:  # nothing here is wider
-        assert torch.allclose(y, want, rtol=1e-12, atol=1e-13)
-    else:
-        assert_within_bound(y, eager(options), want, "y")
+        wide = copy.deepcopy(module).double()
+        assert y.is_contiguous()
+        assert_right({"y": y}, lambda: {"y": self_attention(wide, x.double(), options)})
 
 
-def eager_attention(
-    module: nn.MultiheadAttention, x: Tensor, want: Tensor
-) -> Callable[[dict[str, object]], Tensor]:
-    """The same with every operator's result rounded to x's dtype."""
-
-    def run(options: dict[str, object]) -> Tensor:
-        rows = x if module.batch_first else x.transpose(0, 1)
-        n, length, width = rows.shape
-        packed = eager_linear(rows, module.in_proj_weight, module.in_proj_bias)
-        q, k, v = packed.view(n, length, 3, 3, width // 3).permute(2, 0, 3, 1, 4)
-        padding = options.get("key_padding_mask")
-        visible = torch.ones(length, length, dtype=torch.bool)
-        if "attn_mask" in options:
-            visible = visible.tril()
-        if padding is not None:
-            visible = visible & ~padding[:, None, None, :]
-        out = fastattn.scaled_dot_product_attention(q, k, v, attn_mask=visible)
-        out = eager_linear(
-            out.transpose(1, 2).flatten(2), module.out_proj.weight, module.out_proj.bias
-        )
-        return out if module.batch_first else out.transpose(0, 1)
-
-    return run
+def self_attention(module: nn.MultiheadAttention, x: Tensor, options: dict[str, object]) -> Tensor:
+    """The definition, in plain PyTorch."""
+    rows = x if module.batch_first else x.transpose(0, 1)
+    n, length, width = rows.shape
+    packed = F.linear(rows, module.in_proj_weight, module.in_proj_bias)
+    q, k, v = packed.view(n, length, 3, 3, width // 3).permute(2, 0, 3, 1, 4)
+    visible = torch.ones(length, length, dtype=torch.bool)
+    if "attn_mask" in options:
+        visible = visible.tril()
+    if "key_padding_mask" in options:
+        visible = visible & ~options["key_padding_mask"][:, None, None, :]
+    scores = (q @ k.mT) * (width // 3) ** -0.5
+    out = scores.masked_fill(~visible, float("-inf")).softmax(-1) @ v
+    out = F.linear(out.transpose(1, 2).flatten(2), module.out_proj.weight, module.out_proj.bias)
+    return out if module.batch_first else out.transpose(0, 1)
 
 
 def test_a_sequence_of_padding_alone_gives_the_bias_of_the_output(calls: list[int]) -> None:

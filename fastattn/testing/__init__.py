@@ -1,8 +1,9 @@
 """What proves the operators right: the case table, the oracle's results, the error bound."""
 
 from fastattn.testing.cases import CASES, Case
-from fastattn.testing.compare import Deviation, assert_within_bound, deviation
+from fastattn.testing.compare import Deviation, assert_right, assert_within_bound, deviation
 from fastattn.testing.inputs import Inputs, make_inputs
+from fastattn.testing.rounding import noise
 from fastattn.testing.targets import OnGpu, Target, targets
 from fastattn.testing.verdict import Verdict, check
 
@@ -14,9 +15,11 @@ __all__ = [
     "OnGpu",
     "Target",
     "Verdict",
+    "assert_right",
     "assert_within_bound",
     "check",
     "deviation",
     "make_inputs",
+    "noise",
     "targets",
 ]

@@ -6,7 +6,6 @@ written a second time, in NumPy, with its gradients by hand, in extended precisi
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +16,9 @@ from torch import Tensor
 from fastattn.backends import reference
 from fastattn.testing import memory
 from fastattn.testing.compare import deviation
+from fastattn.testing.draws import cached, generator_of
 from fastattn.testing.inputs import MASKS
+from fastattn.testing.rounding import noise
 from fastattn.testing.targets import Target
 from fastattn.testing.verdict import Verdict, fresh_memory_is_nan
 
@@ -131,7 +132,7 @@ class AdditiveInputs:
 
 def make_additive(case: AdditiveCase, dtype: torch.dtype, *, fence: bool = False) -> AdditiveInputs:
     """Return the tensors of ``case``, always the same, in hostile memory."""
-    draw = torch.Generator().manual_seed(zlib.crc32(case.name.encode()))
+    draw = generator_of(case.name)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=draw, dtype=torch.float64)
@@ -199,44 +200,18 @@ def exact_additive(inputs: AdditiveInputs) -> dict[str, Tensor]:
     """The results as they should be, in float64."""
     query = inputs.args[0]
     assert query is not None
-    if query.dtype == torch.float64:
-        return _extended(inputs)
-    return _differentiated(inputs, torch.float64)
+    return _extended(inputs) if query.dtype == torch.float64 else define_additive(inputs)
 
 
-def eager_additive(inputs: AdditiveInputs) -> dict[str, Tensor]:
-    """Plain PyTorch's results: 16 bits take each operation in float32 and round its result."""
-    query = inputs.args[0]
-    assert query is not None
-    return _differentiated(inputs, query.dtype)
+def define_additive(inputs: AdditiveInputs) -> dict[str, Tensor]:
+    """The results of the reference in float64."""
 
+    def wide(x: Tensor | None) -> Tensor | None:
+        return x.double() if x is not None and x.is_floating_point() else x
 
-def _differentiated(inputs: AdditiveInputs, dtype: torch.dtype) -> dict[str, Tensor]:
-    wide = torch.float32 if dtype.itemsize == 2 else dtype
-    args: list[Any] = []
-    for x in inputs.clean:
-        floating = x is not None and x.is_floating_point()
-        convert = dtype == torch.float64 and floating
-        args.append(x.detach().to(torch.float64) if convert and x is not None else x)
-    leaves = {}
-    for n, name in enumerate(_NAMES):
-        x = args[n]
-        if x is not None and x.is_floating_point():
-            leaves[name] = args[n] = x.detach().clone().requires_grad_()
-    options = {name: value for name, value in inputs.options.items() if name != "weights"}
-    with torch.enable_grad():
-        out, w = reference.attend_additively(
-            *args, **options, rounded=lambda x: x.to(dtype).to(wide)
-        )
-        results = {"out": out.to(dtype)}
-        if inputs.options["weights"]:
-            results["weights"] = w.to(dtype)
-        given = [g.to(dtype) for g in inputs.given if g is not None]
-        found = torch.autograd.grad(
-            list(results.values()), list(leaves.values()), given, materialize_grads=True
-        )
-    results.update(zip(leaves, found, strict=True))
-    return {name: x.detach() for name, x in results.items()}
+    given = tuple(wide(x) for x in inputs.given)
+    clean = tuple(wide(x) for x in inputs.clean)
+    return run_additive(reference, replace(inputs, args=clean, given=given))  # type: ignore[arg-type]
 
 
 def _extended(inputs: AdditiveInputs) -> dict[str, Tensor]:
@@ -299,9 +274,19 @@ def _extended(inputs: AdditiveInputs) -> dict[str, Tensor]:
     return {name: torch.from_numpy(x.astype(np.float64)) for name, x in results.items()}
 
 
+@cached
+def expected_additive(
+    case: AdditiveCase, dtype: torch.dtype
+) -> tuple[AdditiveInputs, dict[str, Tensor], dict[str, float]]:
+    """Return the inputs, what they should give, and how far rounding alone moves that."""
+    inputs = make_additive(case, dtype)
+    exact = exact_additive(inputs)
+    return inputs, exact, noise(lambda: define_additive(inputs), exact, dtype)
+
+
 def check_additive(case: AdditiveCase, dtype: torch.dtype, target: Target) -> Verdict:
     """Run ``case`` forward and backward on ``target`` and judge it by the error bound."""
-    inputs = make_additive(case, dtype)
+    inputs, exact, moved = expected_additive(case, dtype)
     verdict = Verdict()
     with target.active() as backend:
         verdict.declined = list(
@@ -315,7 +300,6 @@ def check_additive(case: AdditiveCase, dtype: torch.dtype, target: Target) -> Ve
         with fresh_memory_is_nan():
             results = run_additive(backend, inputs)
     verdict.faults += [f"{name} was written to" for name in watch.written()]
-    exact, eager = exact_additive(inputs), eager_additive(inputs)
     if set(results) != set(exact):
         verdict.faults.append(f"results {sorted(results)}, want {sorted(exact)}")
         return verdict
@@ -328,5 +312,5 @@ def check_additive(case: AdditiveCase, dtype: torch.dtype, target: Target) -> Ve
                 f"{name} is {got.dtype} {list(got.shape)}, want {wanted} {list(want.shape)}"
             )
             continue
-        verdict.judge(deviation(got, eager[name], want, name))
+        verdict.judge(deviation(got, want, moved[name], name))
     return verdict

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import zlib
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,9 @@ import fastattn
 from fastattn.backends import reference
 from fastattn.ops.hopfield import _prepared, _primitive, hopfield_retrieve, prepare
 from fastattn.testing.compare import deviation
+from fastattn.testing.draws import cached, generator_of
 from fastattn.testing.memory import Watch, place
+from fastattn.testing.rounding import noise
 from fastattn.testing.targets import Target
 from fastattn.testing.verdict import Verdict, fresh_memory_is_nan
 
@@ -97,7 +99,7 @@ class HopfieldInputs:
 def make_hopfield_inputs(
     case: HopfieldCase, dtype: torch.dtype, layout: str = "contiguous", fence: bool = False
 ) -> HopfieldInputs:
-    draw = torch.Generator().manual_seed(zlib.crc32(str(case).encode()))
+    draw = generator_of(str(case))
     sizes = {"B": case.batch, "H": case.heads, "L": case.queries, "N": case.rows, "1": 1}
 
     def normal(*shape: int) -> Tensor:
@@ -134,16 +136,17 @@ def make_hopfield_inputs(
     return HopfieldInputs(tensors, options, placed(normal(*tensors["state"].shape)))
 
 
-def retrieved_with_gradients(
-    inputs: HopfieldInputs, rounding: torch.dtype | None = None
-) -> dict[str, Tensor]:
-    """The result and the gradients, by the library; with ``rounding``, by rounded plain steps."""
+def retrieved_with_gradients(inputs: HopfieldInputs) -> dict[str, Tensor]:
+    """The result and the gradients, by the library."""
+    return _derived(inputs, hopfield_retrieve)
+
+
+def _derived(inputs: HopfieldInputs, retrieve: Callable[..., Tensor]) -> dict[str, Tensor]:
     arguments: dict[str, Any] = {
         name: x.detach().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x
         for name, x in inputs.tensors.items()
     }
     leaves = {n: x for n, x in arguments.items() if isinstance(x, Tensor) and x.requires_grad}
-    retrieve = hopfield_retrieve if rounding is None else _eager(rounding)
     out = retrieve(**arguments, **inputs.options)
     grads = torch.autograd.grad(out, list(leaves.values()), inputs.grad, allow_unused=True)
     named = {
@@ -153,60 +156,60 @@ def retrieved_with_gradients(
     return {"out": out.detach()} | named
 
 
-def _eager(dtype: torch.dtype) -> Any:
-    """Plain PyTorch in ``dtype``: each operation rounded."""
+def _definition(inputs: HopfieldInputs) -> dict[str, Tensor]:
+    """The result and the gradients, by the reference in float64."""
 
-    def rounded(x: Tensor) -> Tensor:
-        return x.to(dtype).to(x.dtype)
+    def wide(x: Any) -> Any:
+        return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
 
-    def retrieve(
-        state: Tensor,
-        stored: Tensor,
-        projection: Tensor | None,
-        beta: Any,
-        attn_mask: Tensor | None,
-        update_steps_max: int,
-        update_steps_eps: float,
-        grad: str,
-    ) -> Tensor:
-        call = _prepared(
-            state,
-            stored,
-            projection,
-            beta,
-            update_steps_max,
-            update_steps_eps,
-            "query",
-            grad,
-            attn_mask,
-            False,
-            False,
-        )
-        arguments, back = _primitive(call)
-        names = ("scale", "steps_max", "eps", "together")
-        options = dict(zip(names, arguments[5:9], strict=True))
-        xi = reference.hopfield_states(*arguments[:5], **options, grad=grad, rounded=rounded)[0]
-        key = call.stored if call.keys is None else call.keys
-        value = call.stored if call.projection is None else call.projection
-        lead = (call.state.shape[0], -1, -1, -1)
-        out = reference.attend(
-            back(xi).to(dtype),
-            key.expand(lead),
-            value.expand(lead),
-            call.mask,
-            None,
-            None,
-            scale=call.scale,
-            offset=0,
-            window_left=-1,
-            window_right=-1,
-            softcap=0.0,
-            dropout_p=0.0,
-            rounded=rounded,
-        )[0]
-        return out.to(dtype)
+    tensors = {name: wide(x) for name, x in inputs.tensors.items()}
+    return _derived(replace(inputs, tensors=tensors, grad=inputs.grad.double()), _retrieve_plainly)
 
-    return retrieve
+
+def _retrieve_plainly(
+    state: Tensor,
+    stored: Tensor,
+    projection: Tensor | None,
+    beta: Any,
+    attn_mask: Tensor | None,
+    update_steps_max: int,
+    update_steps_eps: float,
+    grad: str,
+) -> Tensor:
+    call = _prepared(
+        state,
+        stored,
+        projection,
+        beta,
+        update_steps_max,
+        update_steps_eps,
+        "query",
+        grad,
+        attn_mask,
+        False,
+        False,
+    )
+    arguments, back = _primitive(call)
+    names = ("scale", "steps_max", "eps", "together")
+    options = dict(zip(names, arguments[5:9], strict=True))
+    xi = reference.hopfield_states(*arguments[:5], **options, grad=grad)[0]
+    key = call.stored if call.keys is None else call.keys
+    value = call.stored if call.projection is None else call.projection
+    lead = (call.state.shape[0], -1, -1, -1)
+    return reference.attend(
+        back(xi),
+        key.expand(lead),
+        value.expand(lead),
+        call.mask,
+        None,
+        None,
+        scale=call.scale,
+        offset=0,
+        window_left=-1,
+        window_right=-1,
+        softcap=0.0,
+        dropout_p=0.0,
+    )[0]
 
 
 def _exact(case: HopfieldCase, inputs: HopfieldInputs) -> dict[str, Tensor]:
@@ -289,9 +292,19 @@ def _exact(case: HopfieldCase, inputs: HopfieldInputs) -> dict[str, Tensor]:
     return results
 
 
+@cached
+def expected_retrieval(
+    case: HopfieldCase, dtype: torch.dtype
+) -> tuple[HopfieldInputs, dict[str, Tensor], dict[str, float]]:
+    """Return the inputs, what they should give, and how far rounding alone moves that."""
+    inputs = make_hopfield_inputs(case, dtype)
+    exact = _exact(case, inputs)
+    return inputs, exact, noise(lambda: _definition(inputs), exact, dtype)
+
+
 def check_hopfield(case: HopfieldCase, dtype: torch.dtype, target: Target) -> Verdict:
     """Run ``case`` forward and backward on ``target`` and judge it by the error bound."""
-    inputs = make_hopfield_inputs(case, dtype)
+    inputs, want, moved = expected_retrieval(case, dtype)
     verdict = Verdict()
     with target.active() as backend:
         operator, primitive = prepare(**inputs.tensors, **inputs.options)
@@ -303,7 +316,6 @@ def check_hopfield(case: HopfieldCase, dtype: torch.dtype, target: Target) -> Ve
         with fresh_memory_is_nan(), fastattn.use_backend(target.backend):
             got = retrieved_with_gradients(inputs)
     verdict.faults += [f"{name} was written to" for name in watch.written()]
-    want, plain = _exact(case, inputs), retrieved_with_gradients(inputs, rounding=dtype)
     if got.keys() != want.keys():
         verdict.faults.append(f"results {sorted(got)}, want {sorted(want)}")
         return verdict
@@ -312,5 +324,5 @@ def check_hopfield(case: HopfieldCase, dtype: torch.dtype, target: Target) -> Ve
             shape = list(want[name].shape)
             verdict.faults.append(f"{name} is {x.dtype} {list(x.shape)}, want {dtype} {shape}")
             continue
-        verdict.judge(deviation(x, plain[name], want[name], name))
+        verdict.judge(deviation(x, want[name], moved[name], name))
     return verdict

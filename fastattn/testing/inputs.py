@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fastattn.testing.cases import Case
+from fastattn.testing.draws import generator_of
 from fastattn.testing.memory import place
 
 __all__ = ["MASKS", "Inputs", "make_inputs"]
@@ -62,7 +62,7 @@ def make_inputs(case: Case, dtype: torch.dtype, *, fence: bool = False) -> Input
 
     With ``fence`` they end where memory ends, see ``memory.place``.
     """
-    draw = torch.Generator().manual_seed(zlib.crc32(case.name.encode()))
+    draw = generator_of(case.name)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=draw, dtype=torch.float64)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +12,9 @@ from torch import Tensor
 import fastattn
 from fastattn.ops.luong import luong_attention
 from fastattn.testing.compare import deviation
+from fastattn.testing.draws import generator_of
 from fastattn.testing.memory import LAYOUTS, Watch, place
+from fastattn.testing.rounding import noise
 from fastattn.testing.targets import Target
 from fastattn.testing.verdict import Verdict, fresh_memory_is_nan
 
@@ -77,7 +78,7 @@ LUONG_CASES = tuple(_cases())
 
 def check_luong(case: LuongCase, dtype: torch.dtype, target: Target) -> Verdict:
     """Run ``case`` forward and backward on ``target`` and judge it by the error bound."""
-    draw = torch.Generator().manual_seed(zlib.crc32(case.name.encode()))
+    draw = generator_of(case.name)
 
     def normal(*size: int) -> Tensor:
         values = torch.randn(size[0], 1, *size[1:], dtype=torch.float64, generator=draw)
@@ -122,8 +123,10 @@ def check_luong(case: LuongCase, dtype: torch.dtype, target: Target) -> Verdict:
         )  # fmt: skip
         return out if case.weights else (out,)
 
-    def plain(q: Tensor, k: Tensor, v: Tensor, at: Tensor, hidden: Tensor | None) -> Any:
-        out, weights = _plainly(q, k, v, at, hidden, case)
+    seen = _seen(key, positions, padding, case)
+
+    def plain(q: Tensor, k: Tensor, v: Tensor, at: Tensor, _: Tensor | None) -> Any:
+        out, weights = _plainly(q, k, v, at, seen, case)
         return (out, weights) if case.weights else (out,)
 
     verdict = Verdict()
@@ -134,27 +137,31 @@ def check_luong(case: LuongCase, dtype: torch.dtype, target: Target) -> Verdict:
             got = run(ours, *tensors)
     verdict.faults += [f"{name} was written to" for name in watch.written()]
     clean = [x.nan_to_num(0.0) for x in tensors]  # what is hidden has no part
-    eager = run(plain, *clean)
-    if dtype is torch.float64:
-        want = _in_extended_precision(case, clean, padding, grads)
-    else:
-        want = run(plain, *(x.double() for x in clean))
     names = ["out"] + ["weights"] * case.weights
     names += [f"grad of {name}" for name in ("query", "key", "value", "positions")]
-    for name, x, other, exact in zip(names, got, eager, want, strict=False):
-        if x.dtype != other.dtype or x.shape != exact.shape:
-            wanted = f"{other.dtype} {list(exact.shape)}"
+
+    def definition() -> dict[str, Tensor]:
+        return dict(zip(names, run(plain, *(x.double() for x in clean)), strict=False))
+
+    want = definition()
+    if dtype is torch.float64:
+        want = dict(zip(want, _in_extended_precision(case, clean, padding, grads), strict=True))
+    moved = noise(definition, want, dtype)
+    for (name, exact), x in zip(want.items(), got, strict=True):
+        dtype_wanted = wide if name == "grad of positions" else dtype
+        if x.dtype != dtype_wanted or x.shape != exact.shape:
+            wanted = f"{dtype_wanted} {list(exact.shape)}"
             verdict.faults.append(f"{name} is {x.dtype} {list(x.shape)}, want {wanted}")
             continue
-        verdict.judge(deviation(x, other, exact, name, dtype))
+        verdict.judge(deviation(x, exact, moved[name], name, dtype))
     return verdict
 
 
 def _plainly(
-    query: Tensor, key: Tensor, value: Tensor, at: Tensor, hidden: Tensor | None, case: LuongCase
+    query: Tensor, key: Tensor, value: Tensor, at: Tensor, seen: Tensor, case: LuongCase
 ) -> tuple[Tensor, Tensor]:
-    """The definition, on whole matrices of scores."""
-    distance, seen = _window(key, at, hidden, case)
+    """The definition, on whole matrices of scores. Rounding does not change which keys are seen."""
+    distance = torch.arange(key.shape[1]) - at[..., None]  # [B, Tq, Tk]
     scores = (query @ key.mT).masked_fill(~seen, float("-inf"))
     some = seen.any(-1, keepdim=True)
     weights = torch.softmax(torch.where(some, scores, 0.0), -1) * seen
@@ -163,13 +170,10 @@ def _plainly(
     return weights @ value, weights
 
 
-def _window(
-    key: Tensor, at: Tensor, hidden: Tensor | None, case: LuongCase
-) -> tuple[Tensor, Tensor]:
-    """How far each key is from the position, and whether it is seen, [B, Tq, Tk] each."""
-    distance = torch.arange(key.shape[1]) - at[..., None]
-    seen = distance.detach().abs() <= case.half
-    return distance, seen if hidden is None else seen & ~hidden[:, None]
+def _seen(key: Tensor, at: Tensor, hidden: Tensor | None, case: LuongCase) -> Tensor:
+    """Whether each key is in the window and not hidden, [B, Tq, Tk]."""
+    seen = (torch.arange(key.shape[1]) - at[..., None]).abs() <= case.half
+    return seen if hidden is None else seen & ~hidden[:, None]
 
 
 def _in_extended_precision(
@@ -180,7 +184,7 @@ def _in_extended_precision(
 
     query, key, value, at = (x.numpy().astype(np.longdouble) for x in tensors)
     distance = np.arange(case.keys) - at[..., None]
-    seen = _window(tensors[1], tensors[3], hidden, case)[1].numpy()
+    seen = _seen(tensors[1], tensors[3], hidden, case).numpy()
     scores = np.where(seen, np.einsum("bqd,bkd->bqk", query, key), -np.inf)
     top = scores.max(-1, keepdims=True, initial=-np.inf)
     e = np.where(seen, np.exp(scores - np.where(np.isinf(top), 0, top)), 0)

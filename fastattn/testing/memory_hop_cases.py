@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,14 +10,23 @@ import torch
 from torch import Tensor
 
 import fastattn
-from fastattn.backends.reference import hop_states
+from fastattn.backends import reference
 from fastattn.ops.memory_hops import memory_hop_attention, prepare
 from fastattn.testing.compare import deviation
+from fastattn.testing.draws import cached, generator_of
 from fastattn.testing.memory import Watch, place
+from fastattn.testing.rounding import noise
 from fastattn.testing.targets import Target
 from fastattn.testing.verdict import Verdict, fresh_memory_is_nan
 
-__all__ = ["HOP_CASES", "HopCase", "check_hops", "make_hop_inputs", "with_gradients"]
+__all__ = [
+    "HOP_CASES",
+    "HopCase",
+    "check_hops",
+    "definition",
+    "make_hop_inputs",
+    "with_gradients",
+]
 
 
 @dataclass(frozen=True)
@@ -119,7 +128,7 @@ class HopInputs:
 def make_hop_inputs(
     case: HopCase, dtype: torch.dtype, layout: str = "contiguous", fence: bool = False
 ) -> HopInputs:
-    draw = torch.Generator().manual_seed(zlib.crc32(str(case).encode()))
+    draw = generator_of(str(case))
     sizes = {"B": case.batch, "Q": case.queries or 1, "K": case.hops, "N": case.rows}
     sizes |= {"S": case.hops + 1, "1": 1}
 
@@ -188,14 +197,32 @@ def _excluded(mask: Tensor | None, bias: Tensor | None) -> Tensor:
     return by_mask | (none if bias is None else bias == -torch.inf)
 
 
-def with_gradients(inputs: HopInputs, rounding: torch.dtype | None = None) -> dict[str, Tensor]:
-    """The results and the gradients, by the library; with ``rounding``, by rounded plain steps."""
+def with_gradients(inputs: HopInputs) -> dict[str, Tensor]:
+    """The results and the gradients, by the library."""
+    return _derived(inputs, memory_hop_attention)
+
+
+def definition(inputs: HopInputs) -> dict[str, Tensor]:
+    """The results and the gradients, by the reference in float64."""
+
+    def hops(need_weights: bool, **arguments: Any) -> Any:
+        _, primitive = prepare(**arguments)
+        names = ("hops", "activation", "normalize", "scale")
+        options = dict(zip(names, primitive[6:], strict=False))
+        out, _, _, weights = reference.memory_hop_attention(
+            *primitive[:6], **options, weights=need_weights
+        )
+        return (out, weights) if need_weights else out
+
+    return _derived(inputs.double(), hops)
+
+
+def _derived(inputs: HopInputs, function: Callable[..., Any]) -> dict[str, Tensor]:
     arguments: dict[str, Any] = {
         name: x.detach().requires_grad_() if x is not None and x.is_floating_point() else x
         for name, x in inputs.tensors.items()
     }
     leaves = {name: x for name, x in arguments.items() if x is not None and x.requires_grad}
-    function = memory_hop_attention if rounding is None else _eager(rounding)
     out = function(**arguments, **inputs.options)
     named = dict(zip(("out", "weights"), out if isinstance(out, tuple) else (out,), strict=False))
     given = [inputs.grad, inputs.grad_weights][: len(named)]
@@ -204,28 +231,10 @@ def with_gradients(inputs: HopInputs, rounding: torch.dtype | None = None) -> di
     return results | {f"grad of {name}": g for name, g in zip(leaves, grads, strict=True)}
 
 
-def _eager(dtype: torch.dtype) -> Any:
-    """Plain PyTorch in ``dtype``: each operation rounded."""
-
-    def function(need_weights: bool, **arguments: Any) -> Any:
-        _, primitive = prepare(**arguments)
-        options = dict(
-            zip(("hops", "activation", "normalize", "scale"), primitive[6:], strict=False)
-        )
-        trace, _, p = hop_states(
-            *primitive[:6], **options, rounded=lambda x: x.to(dtype).to(x.dtype)
-        )
-        out, weights = trace[-1].to(dtype), torch.stack(p, -2).to(dtype)
-        return (out, weights) if need_weights else out
-
-    return function
-
-
 def _exact(inputs: HopInputs) -> dict[str, Tensor]:
     """What is right: in float64, or, for float64 itself, in extended precision with NumPy."""
     if inputs.grad.dtype != torch.float64:
-        with fastattn.use_backend("reference"):
-            return with_gradients(inputs.double())
+        return definition(inputs)
     from fastattn.testing.memory_hops import results_and_gradients
 
     _, primitive = prepare(**inputs.tensors, **inputs.options)  # type: ignore[arg-type]
@@ -249,9 +258,19 @@ def _exact(inputs: HopInputs) -> dict[str, Tensor]:
     return {name: x.reshape(shapes[name]) for name, x in results.items()}
 
 
+@cached
+def expected_hops(
+    case: HopCase, dtype: torch.dtype
+) -> tuple[HopInputs, dict[str, Tensor], dict[str, float]]:
+    """Return the inputs, what they should give, and how far rounding alone moves that."""
+    inputs = make_hop_inputs(case, dtype)
+    exact = _exact(inputs)
+    return inputs, exact, noise(lambda: definition(inputs), exact, dtype)
+
+
 def check_hops(case: HopCase, dtype: torch.dtype, target: Target) -> Verdict:
     """Run ``case`` forward and backward on ``target`` and judge it by the error bound."""
-    inputs = make_hop_inputs(case, dtype)
+    inputs, want, moved = expected_hops(case, dtype)
     verdict = Verdict()
     with target.active() as backend:
         operator, primitive = prepare(**inputs.tensors, **inputs.options)  # type: ignore[arg-type]
@@ -263,7 +282,6 @@ def check_hops(case: HopCase, dtype: torch.dtype, target: Target) -> Verdict:
         with fresh_memory_is_nan(), fastattn.use_backend(target.backend):
             got = with_gradients(given)
     verdict.faults += [f"{name} was written to" for name in watch.written()]
-    want, plain = _exact(inputs), with_gradients(inputs, rounding=dtype)
     if got.keys() != want.keys():
         verdict.faults.append(f"results {sorted(got)}, want {sorted(want)}")
         return verdict
@@ -272,5 +290,5 @@ def check_hops(case: HopCase, dtype: torch.dtype, target: Target) -> Verdict:
             shape = list(want[name].shape)
             verdict.faults.append(f"{name} is {x.dtype} {list(x.shape)}, want {dtype} {shape}")
             continue
-        verdict.judge(deviation(x, plain[name], want[name], name))
+        verdict.judge(deviation(x, want[name], moved[name], name))
     return verdict

@@ -1,6 +1,6 @@
-"""What a case should give: in float64, and in plain PyTorch of the case's own precision.
+"""What a case should give, exactly, and what a backend gives.
 
-All three functions return results by name: out, lse, weights if asked for, and grad_query,
+All functions return results by name: out, lse, weights if asked for, and grad_query,
 grad_key, grad_value, grad_mask if any gradient is given.
 """
 
@@ -13,8 +13,9 @@ from torch import Tensor
 
 from fastattn.backends import reference
 from fastattn.testing.inputs import Inputs
+from fastattn.testing.rounding import noise
 
-__all__ = ["eager", "exact", "run"]
+__all__ = ["definition", "exact", "noise_of", "run"]
 
 Results = dict[str, Tensor]
 
@@ -30,13 +31,23 @@ def exact(inputs: Inputs) -> Results:
     For 16 and 32 bits they are those of the reference in float64. A float64 candidate needs a
     more exact judge: ``testing.naive``, which needs NumPy.
     """
-    args = inputs.forward_args(clean=True)
-    if inputs.query.dtype == torch.float64:
-        from fastattn.testing import naive
+    if inputs.query.dtype != torch.float64:
+        return definition(inputs)
+    from fastattn.testing import naive
 
-        return _run(naive, args, inputs.cotangents(clean=True), inputs)
+    return _run(naive, inputs.forward_args(clean=True), inputs.cotangents(clean=True), inputs)
+
+
+def definition(inputs: Inputs) -> Results:
+    """Return the results of the reference in float64."""
+    args = tuple(_double(arg) for arg in inputs.forward_args(clean=True))
     given = tuple(_double(grad) for grad in inputs.cotangents(clean=True))
-    return _run(reference, tuple(_double(arg) for arg in args), given, inputs)
+    return _run(reference, args, given, inputs)
+
+
+def noise_of(inputs: Inputs, results: Results) -> dict[str, float]:
+    """Return how far rounding alone moves each of the exact ``results``."""
+    return noise(lambda: definition(inputs), results, inputs.query.dtype)
 
 
 def _run(
@@ -49,48 +60,6 @@ def _run(
         *given, *args, *forward[:2], **inputs.options, needs_mask_grad=inputs.needs_mask_grad
     )
     return _named(forward, grads, inputs.options)
-
-
-def eager(inputs: Inputs) -> Results:
-    """Return plain PyTorch's results in the precision of the query.
-
-    16 bits: each operation in float32 and its result, or its gradient, rounded to the 16 bits.
-    """
-    dtype = inputs.query.dtype
-    args = inputs.forward_args(clean=True)
-    options = {name: value for name, value in inputs.options.items() if name != "weights"}
-    query, key, value, mask = (None if arg is None else arg.detach() for arg in args[:4])
-    leaves = [query, key, value, *([mask] if inputs.needs_mask_grad else [])]
-    wide = torch.float32 if dtype.itemsize == 2 else dtype
-
-    def rounded(x: Tensor) -> Tensor:
-        return x.to(dtype).to(wide)
-
-    with torch.enable_grad():
-        for leaf in leaves:
-            assert leaf is not None
-            leaf.requires_grad_()
-        out, lse, w = reference.attend(
-            query,  # type: ignore[arg-type]
-            key,  # type: ignore[arg-type]
-            value,  # type: ignore[arg-type]
-            mask,
-            *args[4:],
-            **options,
-            rounded=rounded,
-        )
-        weights = reference.requested_weights(w, inputs.options["weights"])
-        forward = (out.to(dtype), lse, weights.to(dtype))
-        pairs = zip(forward, inputs.cotangents(clean=True), strict=True)
-        given = [(y, grad.to(y.dtype)) for y, grad in pairs if grad is not None]
-        if not given:
-            return _named(forward, None, inputs.options)
-        outputs, grads = zip(*given, strict=True)
-        found = torch.autograd.grad(outputs, leaves, grads, allow_unused=True)  # type: ignore[arg-type]
-    leaf_grads = [
-        torch.zeros_like(x) if g is None else g for x, g in zip(leaves, found, strict=True)
-    ]
-    return _named(forward, tuple(leaf_grads), inputs.options)
 
 
 def _named(

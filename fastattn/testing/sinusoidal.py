@@ -6,7 +6,6 @@ tested in ``tests/test_sinusoidal.py`` with 50 digits.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -17,6 +16,8 @@ from fastattn.backends import reference
 from fastattn.sinusoids import LAYOUTS
 from fastattn.testing import memory
 from fastattn.testing.compare import deviation
+from fastattn.testing.draws import generator_of
+from fastattn.testing.rounding import noise
 from fastattn.testing.targets import Target
 from fastattn.testing.verdict import Verdict, fresh_memory_is_nan
 
@@ -67,7 +68,7 @@ SINUSOIDAL_CASES = tuple(_cases())
 
 def check_sinusoidal(case: SinusoidalCase, dtype: torch.dtype, target: Target) -> Verdict:
     """Run ``case`` on ``target`` and judge it by the error bound."""
-    draw = torch.Generator().manual_seed(zlib.crc32(case.name.encode()))
+    draw = generator_of(case.name)
     values = torch.randn(case.shape, generator=draw, dtype=torch.float64).to(dtype)
     x = memory.place(values, case.memory)
     positions = None
@@ -95,8 +96,10 @@ def check_sinusoidal(case: SinusoidalCase, dtype: torch.dtype, target: Target) -
     if out.dtype != dtype or out.shape != x.shape:
         verdict.faults.append(f"out is {out.dtype} {list(out.shape)}, want {dtype} {list(x.shape)}")
         return verdict
-    exact = reference.sinusoidal_encoding(x.double(), positions, **options)  # type: ignore[arg-type]
-    table = reference.sinusoidal_encoding(torch.zeros_like(x), positions, **options)  # type: ignore[arg-type]
-    eager: Tensor = x * case.scale + table  # each operation rounded
-    verdict.judge(deviation(out, eager, exact, "out"))
+
+    def definition() -> dict[str, Tensor]:
+        return {"out": reference.sinusoidal_encoding(x.double(), positions, **options)}  # type: ignore[arg-type]
+
+    exact = definition()
+    verdict.judge(deviation(out, exact["out"], noise(definition, exact, dtype)["out"], "out"))
     return verdict

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +13,7 @@ from torch import Tensor
 from fastattn.testing import oracle
 from fastattn.testing.cases import Case
 from fastattn.testing.compare import Deviation, deviation
+from fastattn.testing.draws import cached
 from fastattn.testing.inputs import Inputs, make_inputs
 from fastattn.testing.memory import Watch
 from fastattn.testing.targets import Target
@@ -38,6 +38,12 @@ class Verdict:
         """The worst error / bound."""
         return max((d.ratio for d in self.deviations), default=0.0)
 
+    @property
+    def severity(self) -> float:
+        """How clearly it is wrong: the worst error / bound, inf for any other fault."""
+        errors = {str(d) for d in self.deviations}
+        return self.ratio if errors.issuperset(self.faults) else float("inf")
+
     def judge(self, found: Deviation) -> None:
         """Note a measured result, and that it is wrong if it is."""
         self.deviations.append(found)
@@ -47,7 +53,7 @@ class Verdict:
 
 def check(case: Case, dtype: torch.dtype, target: Target) -> Verdict:
     """Run ``case`` forward and backward on ``target``: values, dtypes, and what it wrote to."""
-    inputs, exact, eager = expected(case, dtype)
+    inputs, exact, noise = expected(case, dtype)
     verdict = Verdict()
     with target.active() as backend:
         reasons = backend.why_not(
@@ -75,15 +81,16 @@ def check(case: Case, dtype: torch.dtype, target: Target) -> Verdict:
             continue
         # lse of 16-bit inputs is a sum of weights that were rounded to 16 bits.
         eps_of = dtype if name == "lse" else None
-        verdict.judge(deviation(results[name], eager[name], want, name, eps_of))
+        verdict.judge(deviation(results[name], want, noise[name], name, eps_of))
     return verdict
 
 
-@functools.lru_cache(maxsize=4)
-def expected(case: Case, dtype: torch.dtype) -> tuple[Inputs, dict[str, Tensor], dict[str, Tensor]]:
-    """Return the inputs, what they should give, and what plain PyTorch makes of them."""
+@cached
+def expected(case: Case, dtype: torch.dtype) -> tuple[Inputs, dict[str, Tensor], dict[str, float]]:
+    """Return the inputs, what they should give, and how far rounding alone moves that."""
     inputs = make_inputs(case, dtype)
-    return inputs, oracle.exact(inputs), oracle.eager(inputs)
+    exact = oracle.exact(inputs)
+    return inputs, exact, oracle.noise_of(inputs, exact)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,260 @@
+"""How far rounding alone can move a result: Monte Carlo arithmetic.
+
+A definition is evaluated several times in float64. In every evaluation each operation makes an
+error as large as rounding to the judged dtype does, with a random sign and size (Parker 1997,
+"Monte Carlo arithmetic: exploiting randomness in floating-point arithmetic"). How far the results
+move is the error of an implementation in that dtype: the conditioning of the scores, the length of
+the sums and cancellation are all in it, forward and backward. No BLAS, no processor and no float32
+arithmetic has a part in it, so the bound is the same on every machine.
+
+With u = eps / 2 of the dtype, s a random number of size 0.5 to 1.5 with a random sign, and
+t_1 ... t_n the terms of a sum with result r:
+
+    +  -  *  /  sqrt            r (1 + s u)
+    exp  tanh  log  sin ...     r (1 + 2 s u): libraries promise one to two units in the last place
+    sums, products of matrices  r + s u_acc sqrt(min(n, 256)) / 2 sqrt(sum t_i^2 + r^2) + s u r
+
+The last line is the size of the error of a chain of n additions. It rounds every partial sum p_k,
+which gives a mean square error of u^2 sum p_k^2 / 3: u^2 n sum t_i^2 / 6 where the terms have
+random signs, u^2 n r^2 / 9 where all have the same. Longer sums are expected to be cut into chains
+of 256. u_acc is that of float32 for 16-bit dtypes, whose sums are accumulated in float32.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._decomp import decomposition_table
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["RandomRounding", "noise"]
+
+aten = torch.ops.aten
+
+# Float64 rounds by itself. Its unit is made larger, and the deviations, which are linear in it,
+# smaller by as much.
+_MAGNIFIED = 2.0**12
+_LONGEST_CHAIN = 256
+# Of a few results all errors may be small by chance: (at least so many results, draws).
+_DRAWS = ((64, 4), (0, 8))
+
+
+def noise(
+    definition: Callable[[], Mapping[str, Tensor]],
+    exact: Mapping[str, Tensor],
+    dtype: torch.dtype,
+) -> dict[str, float]:
+    """Return the largest deviation from ``exact`` that rounding to ``dtype`` gives each result.
+
+    ``definition`` computes the results in float64, on the CPU, always the same ones. Results whose
+    reference is not finite have no part. Raises NotImplementedError for an operation without a
+    rule, ValueError if the definition has other results than ``exact``.
+    """
+    magnified = _MAGNIFIED if dtype == torch.float64 else 1.0
+    center = definition() if dtype == torch.float64 else exact
+    fewest = min((x.numel() for x in exact.values() if x.numel()), default=0)
+    largest = dict.fromkeys(exact, 0.0)
+    for draw in range(next(draws for results, draws in _DRAWS if fewest >= results)):
+        with RandomRounding(dtype, draw, magnified):
+            found = definition()
+        if found.keys() != exact.keys():
+            raise ValueError(f"the definition gives {sorted(found)}, want {sorted(exact)}")
+        for name, x in found.items():
+            off = (x.detach() - center[name].detach().double()).abs()
+            off = torch.where(torch.isfinite(exact[name]), off, 0.0)
+            if off.numel():
+                largest[name] = max(largest[name], float(off.max()) / magnified)
+    return largest
+
+
+class RandomRounding(TorchDispatchMode):
+    """Inside, each floating-point operation in float64 errs as rounding to ``dtype`` does.
+
+    Raises NotImplementedError for an operation whose errors it does not know.
+    """
+
+    def __init__(self, dtype: torch.dtype, draw: int = 0, magnified: float = 1.0) -> None:
+        super().__init__()
+        limits = torch.finfo(dtype)
+        accumulator = torch.finfo(torch.promote_types(dtype, torch.float32))
+        self._unit = limits.eps / 2 * magnified
+        self._unit_of_sums = accumulator.eps / 2 * magnified
+        # What float16 cannot hold as a normal number has an absolute error; the range of the others
+        # is not met.
+        self._tiny = limits.smallest_normal * self._unit if dtype == torch.float16 else 0.0
+        self._random = random.Random(draw)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        operation = func.overloadpacket
+        if func.is_view or operation in _EXACT:
+            return func(*args, **kwargs)
+        if operation in _UNITS:
+            result = func(*args, **kwargs)
+            if result.dtype != torch.float64:
+                return result
+            rounded = self._rounded(result, _UNITS[operation])
+            return result.copy_(rounded) if operation in _IN_PLACE else rounded
+        if operation in _SUMS:
+            result = func(*args, **kwargs)
+            if result.dtype != torch.float64:
+                return result
+            squares, terms = _SUMS[operation](func, result, args, kwargs)
+            return self._summed(result, squares, terms)
+        if operation in _BACKWARD_STABLE:  # the exact result of arguments that are slightly wrong
+            return func(*(self._rounded(x) if _is_double(x) else x for x in args), **kwargs)
+        with self:  # an operation of several steps, each with its own error
+            steps = _STEPS.get(operation) or decomposition_table.get(func)
+            if steps is not None:
+                return steps(*args, **kwargs)
+            result = func.decompose(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
+        raise NotImplementedError(f"{func} has no rule for its rounding error")
+
+    def _rounded(self, x: Tensor, units: int = 1) -> Tensor:
+        result = x * (1 + units * self._unit * self._errors(x))
+        return result + self._tiny * self._errors(x) * (x != 0) if self._tiny else result
+
+    def _summed(self, x: Tensor, squares: Tensor, terms: int) -> Tensor:
+        chain = math.sqrt(min(terms, _LONGEST_CHAIN)) / 2
+        error = (squares + x * x).sqrt_().mul_(self._unit_of_sums * chain).mul_(self._errors(x))
+        # Inf and NaN, which a sum of all terms may be before the hidden ones are taken out, stay.
+        result = x + error.nan_to_num_(0.0, 0.0, 0.0)
+        return self._rounded(result) if self._unit != self._unit_of_sums else result
+
+    def _errors(self, x: Tensor) -> Tensor:
+        """s for each element of x, cut out of a long list at random: drawing them is slow."""
+        pool = _pool_of_errors(max(2**20, 2 ** (2 * x.numel()).bit_length()))
+        start = self._random.randrange(len(pool) - x.numel())
+        return pool[start : start + x.numel()].view(x.shape)
+
+
+@functools.lru_cache(maxsize=2)
+def _pool_of_errors(size: int) -> Tensor:
+    # Not signs alone: errors of equal size cancel exactly in half of all pairs, and then two equal
+    # keys would seem to be without any.
+    draw = torch.Generator().manual_seed(size)
+    s = torch.rand(size, generator=draw, dtype=torch.float64, device="cpu") * 2 - 1
+    return s + s.sign() / 2
+
+
+def _is_double(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.dtype == torch.float64
+
+
+def _squares_of_product(
+    func: Any, result: Tensor, args: tuple[Any, ...], kwargs: Any
+) -> tuple[Tensor, int]:
+    a, b = args[:2]  # [..., M, N] @ [..., N, P]
+    return func(a * a, b * b), a.shape[-1]
+
+
+def _squares_of_sum(
+    func: Any, result: Tensor, args: tuple[Any, ...], kwargs: Any
+) -> tuple[Tensor, int]:
+    x = args[0]
+    terms = x.numel() // max(result.numel(), 1)
+    squares = func(x * x, *args[1:], **kwargs)
+    return (squares / terms if func.overloadpacket is aten.mean else squares), terms
+
+
+def _squares_of_rows(
+    func: Any, result: Tensor, args: tuple[Any, ...], kwargs: Any
+) -> tuple[Tensor, int]:
+    """embedding_dense_backward(grad, indices, rows, ...): each row is a sum of rows of grad."""
+    most = int(args[1].flatten().bincount().max()) if args[1].numel() else 1
+    return func(args[0] ** 2, *args[1:], **kwargs), most
+
+
+def _squares_of_cumulated(
+    func: Any, result: Tensor, args: tuple[Any, ...], kwargs: Any
+) -> tuple[Tensor, int]:
+    return func(args[0] ** 2, *args[1:], **kwargs), args[0].shape[args[1]] if args[0].ndim else 1
+
+
+def _squares_of_accumulated(
+    func: Any, result: Tensor, args: tuple[Any, ...], kwargs: Any
+) -> tuple[Tensor, int]:
+    """index_put and the like: what lies there, and what is added."""
+    return result * result, 2
+
+
+def _layer_norm(
+    x: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """native_layer_norm; PyTorch decomposes it into operations of another namespace."""
+    dims = tuple(range(-len(shape), 0))
+    mean = x.mean(dims, keepdim=True)
+    centered = x - mean
+    rstd = ((centered * centered).mean(dims, keepdim=True) + eps).rsqrt()
+    y = centered * rstd
+    y = y if weight is None else y * weight
+    return y if bias is None else y + bias, mean, rstd
+
+
+_STEPS: dict[Any, Callable[..., Any]] = {aten.native_layer_norm: _layer_norm}
+_SUMS: dict[Any, Callable[..., tuple[Tensor, int]]] = {
+    **dict.fromkeys((aten.mm, aten.bmm, aten.mv, aten.dot), _squares_of_product),
+    **dict.fromkeys((aten.sum, aten.mean), _squares_of_sum),
+    aten.embedding_dense_backward: _squares_of_rows,
+    aten.cumsum: _squares_of_cumulated,
+    **dict.fromkeys(
+        (aten.index_put, aten.index_put_, aten.index_add, aten.scatter_add),
+        _squares_of_accumulated,
+    ),
+}
+
+
+def _packets(names: str) -> list[Any]:
+    return [getattr(aten, name) for name in names.split() if hasattr(aten, name)]
+
+
+_IN_PLACE = frozenset(_packets("add_ sub_ mul_ div_"))
+# Operations with one rounding, and elementary functions, which are right to two units.
+_UNITS = {
+    **dict.fromkeys(_packets("add sub rsub mul div reciprocal sqrt square frac remainder"), 1),
+    **dict.fromkeys(_IN_PLACE, 1),
+    **dict.fromkeys(
+        _packets(
+            "exp exp2 expm1 log log1p log2 tanh sigmoid pow rsqrt sin cos erf special_entr"
+            " tanh_backward sigmoid_backward norm linalg_vector_norm"
+        ),
+        2,
+    ),
+}
+_BACKWARD_STABLE = frozenset(_packets("_linalg_solve_ex linalg_lu_solve"))
+# What moves, selects or compares numbers has no rounding error.
+_EXACT = frozenset(
+    _packets(
+        # copies, places, shapes
+        "_unsafe_view _reshape_alias alias clone copy_ _to_copy to detach lift_fresh expand_copy"
+        " repeat cat stack split split_with_sizes unbind flip roll triu tril constant_pad_nd"
+        " index gather index_select embedding scatter slice_scatter select_scatter slice_backward"
+        " select_backward value_selecting_reduction_backward"
+        # selections
+        " where masked_fill masked_fill_ neg abs sign amax amin max min maximum minimum clamp"
+        " clamp_ clamp_min clamp_max relu threshold_backward nan_to_num sort argsort argmax topk"
+        " nonzero native_dropout native_dropout_backward"
+        # numbers that come from nowhere
+        " zeros ones empty full eye arange scalar_tensor tril_indices zeros_like ones_like"
+        " empty_like full_like new_empty new_zeros new_ones new_full new_empty_strided zero_ fill_"
+        " rand randn randint bernoulli"
+        # integers, booleans, questions
+        " eq ne lt le gt ge logical_not logical_and logical_or logical_and_ logical_or_"
+        " bitwise_not bitwise_and bitwise_or bitwise_xor bitwise_and_ bitwise_or_"
+        " bitwise_left_shift bitwise_right_shift __and__ __or__ __xor__ __iand__ __ior__"
+        " __lshift__ __rshift__ floor ceil round trunc floor_divide isnan isinf isfinite any all"
+        " count_nonzero bincount is_same_size promote_types result_type _local_scalar_dense"
+        # whether a matrix is positive definite, and whether a solution was found
+        " linalg_cholesky_ex _linalg_check_errors"
+    )
+)
