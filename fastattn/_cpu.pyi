@@ -237,3 +237,14 @@ def local_attention_backward(
 def build_info() -> dict[str, Any]: ...
 def set_isa(name: str, /) -> None: ...
 def measure_peak(kind: str, threads: int, seconds: float = 0.1) -> float: ...
+def processor() -> dict[str, Any]: ...  # vendor, family, model, brand, features
+def usable_features(  # see csrc/cpu/processor.h
+    *,
+    leaf1_ecx: int,
+    leaf7_ebx: int,
+    leaf7_ecx: int,
+    leaf7_edx: int,
+    leaf7_1_eax: int,
+    xcr0: int,
+    tiles_allowed: bool,
+) -> list[str]: ...

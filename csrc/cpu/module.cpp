@@ -7,6 +7,7 @@
 
 #include "isa.h"
 #include "kernel_table.h"
+#include "processor.h"
 
 namespace py = pybind11;
 
@@ -45,6 +46,17 @@ py::dict build_info() {
   return info;
 }
 
+py::dict describe_processor() {
+  py::dict info;
+  const Processor& found = processor();
+  info["vendor"] = found.vendor;
+  info["family"] = found.family;
+  info["model"] = found.model;
+  info["brand"] = found.brand;
+  info["features"] = found.features;
+  return info;
+}
+
 }  // namespace
 }  // namespace fastattn
 
@@ -60,6 +72,16 @@ PYBIND11_MODULE(_cpu, m) {
   fastattn::bind_sinusoidal(m);
   m.def("build_info", &fastattn::build_info);
   m.def("set_isa", &fastattn::set_isa);
+  m.def("processor", &fastattn::describe_processor);
+  m.def(
+      "usable_features",
+      [](uint32_t leaf1_ecx, uint32_t leaf7_ebx, uint32_t leaf7_ecx, uint32_t leaf7_edx,
+         uint32_t leaf7_1_eax, uint64_t xcr0, bool tiles_allowed) {
+        return fastattn::usable_features(
+            {leaf1_ecx, leaf7_ebx, leaf7_ecx, leaf7_edx, leaf7_1_eax, xcr0}, tiles_allowed);
+      },
+      py::kw_only(), py::arg("leaf1_ecx"), py::arg("leaf7_ebx"), py::arg("leaf7_ecx"),
+      py::arg("leaf7_edx"), py::arg("leaf7_1_eax"), py::arg("xcr0"), py::arg("tiles_allowed"));
   m.def("measure_peak", &fastattn::measure_peak, py::arg("kind"), py::arg("threads"),
         py::arg("seconds") = 0.1);
 }

@@ -1,0 +1,80 @@
+"""What the processor has, and what the system lets a program use of it."""
+
+import platform
+from pathlib import Path
+
+import pytest
+
+_cpu = pytest.importorskip("fastattn._cpu")
+X86 = platform.machine() in ("x86_64", "AMD64")
+CPUINFO = Path("/proc/cpuinfo")
+
+# XCR0: whose registers the system saves.
+SSE, AVX = 1 << 0 | 1 << 1, 1 << 2
+AVX512 = 0b111 << 5
+TILES = 0b11 << 17
+
+# As an Intel Xeon of the generation "Sapphire Rapids" tells it, of the bits that are read here.
+XEON = {
+    "leaf1_ecx": 1 << 12 | 1 << 27 | 1 << 28 | 1 << 29,
+    "leaf7_ebx": 1 << 5 | 1 << 8 | 1 << 16 | 1 << 17 | 1 << 28 | 1 << 30 | 1 << 31,
+    "leaf7_ecx": 1 << 1 | 1 << 11,
+    "leaf7_edx": 1 << 22 | 1 << 23 | 1 << 24 | 1 << 25,
+    "leaf7_1_eax": 1 << 4 | 1 << 5,
+    "xcr0": SSE | AVX | AVX512 | TILES,
+    "tiles_allowed": True,
+}
+AVX2_NAMES = {"fma", "f16c", "bmi2", "avx2", "avx_vnni"}
+AVX512_NAMES = {f"avx512{part}" for part in ("f", "dq", "cd", "bw", "vl", "vbmi")}
+AVX512_NAMES |= {"avx512_vnni", "avx512_bf16", "avx512_fp16"}
+TILE_NAMES = {"amx_tile", "amx_bf16", "amx_int8"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({}, AVX2_NAMES | AVX512_NAMES | TILE_NAMES),
+        ({"leaf7_1_eax": 1 << 21}, (AVX2_NAMES | AVX512_NAMES | TILE_NAMES | {"amx_fp16"})
+         - {"avx_vnni", "avx512_bf16"}),
+        ({"leaf7_edx": 0}, AVX2_NAMES | AVX512_NAMES - {"avx512_fp16"}),
+        ({"tiles_allowed": False}, AVX2_NAMES | AVX512_NAMES),
+        ({"xcr0": SSE | AVX | AVX512 | 1 << 17}, AVX2_NAMES | AVX512_NAMES),
+        ({"xcr0": SSE | AVX | AVX512 | 1 << 18}, AVX2_NAMES | AVX512_NAMES),
+        ({"xcr0": SSE | AVX | 0b011 << 5}, AVX2_NAMES),
+        ({"xcr0": SSE}, {"bmi2"}),
+        ({"xcr0": 0}, {"bmi2"}),
+    ],
+    ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
+)  # fmt: skip
+def test_a_feature_counts_where_the_system_saves_its_registers(changed, expected):
+    assert set(_cpu.usable_features(**{**XEON, **changed})) == expected
+
+
+@pytest.mark.skipif(not (X86 and CPUINFO.exists()), reason="reads the /proc/cpuinfo of x86-64 Linux")
+def test_this_processor_is_the_one_that_linux_shows():
+    shown = {}
+    for line in CPUINFO.read_text().splitlines():
+        key, _, value = line.partition(":")
+        shown.setdefault(key.strip(), value.strip())
+    told = _cpu.processor()
+    assert told["vendor"] == shown["vendor_id"]
+    assert told["family"] == int(shown["cpu family"])
+    assert told["model"] == int(shown["model"])
+    assert told["brand"] == shown["model name"]
+    known = AVX2_NAMES | AVX512_NAMES | TILE_NAMES | {"amx_fp16"}
+    flags = known & set(shown["flags"].split())
+    tiles = {name for name in flags if name.startswith("amx_")}
+    # A sandbox may refuse the tiles of a processor that has them.
+    assert set(told["features"]) in (flags, flags - tiles)
+
+
+def test_every_supported_instruction_set_has_its_features():
+    features = set(_cpu.processor()["features"])
+    needs = {
+        "baseline": set(),
+        "avx2": AVX2_NAMES - {"avx_vnni"},
+        "avx512": {"avx2", "avx512f", "avx512dq", "avx512cd", "avx512bw", "avx512vl"},
+        "avx512_bf16": {"avx512_bf16"},
+    }
+    for isa in _cpu.build_info()["compiled"]:
+        assert (isa in _cpu.build_info()["supported"]) == (needs[isa] <= features), isa
