@@ -50,7 +50,9 @@ def test_a_feature_counts_where_the_system_saves_its_registers(changed, expected
     assert set(_cpu.usable_features(**{**XEON, **changed})) == expected
 
 
-@pytest.mark.skipif(not (X86 and CPUINFO.exists()), reason="reads the /proc/cpuinfo of x86-64 Linux")
+@pytest.mark.skipif(
+    not (X86 and CPUINFO.exists()), reason="reads the /proc/cpuinfo of x86-64 Linux"
+)
 def test_this_processor_is_the_one_that_linux_shows():
     shown = {}
     for line in CPUINFO.read_text().splitlines():
