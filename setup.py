@@ -1,7 +1,8 @@
 """Builds the native modules, which know no torch: C++ behind pybind11, compiled through ninja.
 
-`fastattn._cpu` is csrc/cpu/kernels/*.cpp, each compiled once per instruction set, and
-csrc/cpu/*.cpp, compiled once for the baseline. `fastattn._cuda`, where there is an nvcc, is
+`fastattn._cpu` is csrc/cpu/kernels/*.cpp, each compiled once per instruction set,
+csrc/cpu/peaks/*.cpp, each compiled for its own unit, and csrc/cpu/*.cpp, compiled once for the
+baseline. `fastattn._cuda`, where there is an nvcc, is
 csrc/cuda/kernels/*.cu, each compiled once per element type, and csrc/cuda/*.cpp. A module that
 cannot be built is left out and the library runs without it; `fastattn/_build.json` records what was
 built, how, and why anything was not, for `python -m fastattn info` to tell.
@@ -52,6 +53,13 @@ X86_ISAS = {
     "avx512_bf16": ["-march=x86-64-v4", "-mprefer-vector-width=512", "-mavx512bf16"],
 }
 ISAS = X86_ISAS if platform.machine() in ("x86_64", "AMD64") else {"baseline": []}
+
+# Units whose peak alone is measured: csrc/cpu/peaks/<name>.cpp. Left out where it does not compile.
+X86_PEAKS = {
+    "amx": ["-march=x86-64", "-mamx-tile", "-mamx-bf16"],
+    "avx512_fp16": ["-march=x86-64-v4", "-mprefer-vector-width=512", "-mavx512fp16"],
+}
+PEAKS = X86_PEAKS if ISAS is X86_ISAS else {}
 
 COMMON_FLAGS = ["-std=c++17", "-fPIC", "-fvisibility=hidden", "-fopenmp", "-Wall", "-Wextra"]
 # Vectors wider than the baseline's registers never cross a function that is not inlined.
@@ -176,6 +184,24 @@ def usable_isas(
     return usable, left_out
 
 
+def usable_peaks(
+    compiler: list[str], flags: list[str]
+) -> tuple[list[tuple[Path, list[str]]], dict[str, str]]:
+    """The sources of csrc/cpu/peaks with their flags, and why not the others."""
+    usable, left_out = [], {}
+    for name, its_flags in PEAKS.items():
+        source = ROOT / "csrc/cpu/peaks" / f"{name}.cpp"
+        if not source.exists():
+            continue
+        where = f"-I{source.parent}"  # what it includes
+        error = refusal(compiler, [*flags, *its_flags, where], source.read_text())
+        if error is None:
+            usable.append((source, [*flags, *its_flags]))
+        else:
+            left_out[f"peak of {name}"] = f"{compiler[-1]} cannot compile it: {error}"
+    return usable, left_out
+
+
 def plan_cpu() -> Plan:
     """Kernels once per instruction set; the rest once, of which isa.cpp is told the sets."""
     if sys.platform != "linux":
@@ -196,17 +222,21 @@ def plan_cpu() -> Plan:
             objects.append((source, f"{source.stem}.{isa}.o", one_isa))
     includes = (sysconfig.get_paths()["include"], pybind11.get_include())
     shared = [*flags, *isas["baseline"], *(f"-isystem{path}" for path in includes)]
-    sets = [f"-DFASTATTN_HAVE_{isa.upper()}=1" for isa in isas]
+    peaks, peaks_left_out = usable_peaks(compiler, flags)
+    objects += [(source, f"peak.{source.stem}.o", its_flags) for source, its_flags in peaks]
+    told = {
+        "isa": [f"-DFASTATTN_HAVE_{isa.upper()}=1" for isa in isas],
+        "peak_units": [f"-DFASTATTN_HAVE_PEAK_{source.stem.upper()}=1" for source, _ in peaks],
+    }
     for source in sorted((ROOT / "csrc/cpu").glob("*.cpp")):
-        told = sets if source.stem == "isa" else []
-        objects.append((source, f"{source.stem}.o", [*shared, *told]))
+        objects.append((source, f"{source.stem}.o", [*shared, *told.get(source.stem, [])]))
 
     version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True)
     record = {
         "compiler": version.stdout.splitlines()[0],
         "flags": " ".join(flags),
         "isas": {isa: " ".join(isa_flags) for isa, isa_flags in isas.items()},
-        "left_out": left_out,
+        "left_out": left_out | peaks_left_out,
     }
     return Plan(compiler, objects, [*words("LDFLAGS"), "-fopenmp", *link_flags], record)
 

@@ -235,6 +235,24 @@ def test_an_instruction_set_that_the_compiler_refuses_is_left_out(small_source: 
     assert compiled_in(small_source / "out") == ["baseline", "avx2", "avx512"]
 
 
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="elsewhere there is no such unit")
+def test_the_peak_of_a_unit_that_the_compiler_refuses_is_left_out(small_source: Path) -> None:
+    peaks = small_source / "csrc/cpu/peaks"
+    shutil.copytree(ROOT / "csrc/cpu/peaks", peaks)
+    compiler = small_source / "old-compiler"
+    compiler.write_text(
+        "#!/bin/sh\n"
+        'case "$*" in *-mamx-tile*) echo "error: unknown -mamx-tile" >&2; exit 1;; esac\n'
+        'exec g++ "$@"\n'
+    )
+    compiler.chmod(0o755)
+    done = build(small_source, CXX=str(compiler), FASTATTN_REQUIRE_NATIVE="1")
+    assert done.returncode == 0, done.stderr
+    left_out = record_of(small_source / "out")["left_out"]
+    assert "unknown -mamx-tile" in left_out["peak of amx"]
+    assert "compile peak.amx.o" not in done.stdout
+
+
 def test_a_second_build_compiles_only_what_changed(small_source: Path) -> None:
     assert build(small_source).returncode == 0
     assert "no work to do" in build(small_source).stdout

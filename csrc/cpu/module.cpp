@@ -7,6 +7,7 @@
 
 #include "isa.h"
 #include "kernel_table.h"
+#include "peaks/peaks.h"
 #include "processor.h"
 
 namespace py = pybind11;
@@ -26,13 +27,16 @@ namespace {
 
 double measure_peak(const std::string& kind, int threads, double seconds) {
   static const char* const names[] = {"fma_f32", "fma_f64", "dot_bf16", "read_bandwidth"};
-  for (int i = 0; i < 4; ++i) {
-    if (kind != names[i]) continue;
-    py::gil_scoped_release release;
-    return kernels().measure_peak(static_cast<Peak>(i), threads, seconds);
+  py::gil_scoped_release release;
+  for (int i = 0; i < 4; ++i)
+    if (kind == names[i]) return kernels().measure_peak(static_cast<Peak>(i), threads, seconds);
+  std::string allowed;
+  for (const char* name : names) allowed += std::string(name) + ", ";
+  for (const Unit& unit : units()) {
+    if (kind == unit.name) return measure_unit(unit, threads, seconds);
+    allowed += std::string(unit.name) + (&unit == &units().back() ? "" : ", ");
   }
-  throw std::invalid_argument("measure_peak: kind is \"" + kind +
-                              "\"; allowed are fma_f32, fma_f64, dot_bf16, read_bandwidth");
+  throw std::invalid_argument("measure_peak: kind is \"" + kind + "\"; allowed are " + allowed);
 }
 
 py::dict build_info() {

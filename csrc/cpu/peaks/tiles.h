@@ -1,0 +1,61 @@
+// The loop that measures a tile unit: products on registers alone. It is written over the unit, so
+// that a stand-in that counts can run it where there is no AMX (tests/tile_unit.cpp).
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+namespace fastattn {
+namespace {
+
+// The operand of LDTILECFG, of palette 1: eight tiles of at most 16 rows of 64 bytes.
+struct alignas(64) TileConfig {
+  uint8_t palette = 1;
+  uint8_t start_row = 0;
+  uint8_t reserved[14] = {};
+  uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};  // the upper eight must be 0
+  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+static_assert(sizeof(TileConfig) == 64);
+static_assert(offsetof(TileConfig, row_bytes) == 16 && offsetof(TileConfig, rows) == 48);
+
+// C[16, 16] += A[16, 32] B[32, 16]: a multiplication and an addition for each of 16 x 16 x 32.
+constexpr int64_t kProductOperations = 2 * 16 * 16 * 32;
+constexpr int kProductsOfTurn = 4;
+constexpr int kTurns = 4000;  // between two looks at the clock: about 0.1 ms
+
+// What A and B hold: both signs and every bit of the mantissa, so that the multipliers are at work,
+// and so small, read as bf16 or as fp16, that no sum leaves the floats.
+struct alignas(64) TileValues {
+  uint16_t values[16 * 32];
+  TileValues() {
+    for (int i = 0; i < 16 * 32; ++i)
+      values[i] = static_cast<uint16_t>((i & 1) << 15 | 0x2c00 | (37 * i & 0xff));
+  }
+};
+
+// Operations done by one thread until then. A product takes 16 cycles and its sum is ready after
+// 52: four accumulators, each with its own pair of the four operands, keep the unit at work.
+template <class TileUnit, class Clock>
+double tile_operations(TileUnit unit, double until, Clock now) {
+  const TileValues values;
+  unit.configure(TileConfig{});
+  unit.template load<4>(values.values);
+  unit.template load<5>(values.values);
+  unit.template load<6>(values.values);
+  unit.template load<7>(values.values);
+  int64_t turns = 0;
+  while (now() < until) {
+    for (int i = 0; i < kTurns; ++i) {
+      unit.template product<0, 4, 6>();
+      unit.template product<1, 4, 7>();
+      unit.template product<2, 5, 6>();
+      unit.template product<3, 5, 7>();
+    }
+    turns += kTurns;
+  }
+  unit.release();
+  return static_cast<double>(turns) * kProductsOfTurn * kProductOperations;
+}
+
+}  // namespace
+}  // namespace fastattn
