@@ -17,7 +17,7 @@ import torch
 
 import fastattn
 from fastattn import dispatch
-from fastattn.bench import cli, display, inputs, ops, stats, summary
+from fastattn.bench import cli, display, inputs, measuring, ops, stats, summary
 from fastattn.bench.cells import (
     MASKS,
     Cell,
@@ -27,6 +27,7 @@ from fastattn.bench.cells import (
     visible_pairs,
 )
 from fastattn.bench.oracle import Oracle
+from fastattn.bench.peaks import kind_of
 from fastattn.bench.presets import PRESETS, preset_cells
 from fastattn.bench.providers import PROVIDERS, load
 from fastattn.bench.providers.passes import leave
@@ -379,7 +380,7 @@ def test_verdicts(low: float, high: float, verdict: str) -> None:
 # From rounds to rows
 
 
-def a_result(rounds: list[Round], peak: float = 1e3, method: str = "measured") -> Result:
+def a_result(rounds: list[Round], method: str = "measured") -> Result:
     cell = CellResult(TINY, 10**9, 10**6, {"torch": Outcome(), "ours": Outcome()}, rounds)
     environment = {
         "cpu": "a processor",
@@ -389,16 +390,17 @@ def a_result(rounds: list[Round], peak: float = 1e3, method: str = "measured") -
         "torch": "2",
     }
     settings = {"baseline": "torch", "threads": 1, "time_budget": 1.0}
-    peaks = {"fma_f32": Peak(peak, method)}
+    peaks = {"fma_f32": Peak(2e3, method)}
     return Result(environment, settings, {}, [cell], peaks)
 
 
 def test_metrics_of_known_rounds() -> None:
-    rounds = [Round((100.0, 100.0), {"torch": 4.0, "ours": 2.0}) for _ in range(5)]
+    rounds = [Round((1e3, 990.0), {"torch": 4.0, "ours": 2.0}) for _ in range(5)]
     torch_row, ours = summary.summarise(a_result(rounds))
     assert ours["ms"] == 2.0
     assert ours["gflops"] == pytest.approx(500)
     assert ours["percent_of_peak"] == pytest.approx(50)
+    assert ours["peak_gflops"] == pytest.approx(1e3)
     assert (ours["speedup"], ours["verdict"], ours["rounds"]) == (2.0, "FASTER", 5)
     assert torch_row["speedup"] is None
 
@@ -406,8 +408,10 @@ def test_metrics_of_known_rounds() -> None:
 def test_rounds_of_a_busy_machine_are_discarded_and_counted() -> None:
     quiet = [Round((100.0, 98.0), {"torch": 4.0, "ours": 2.0}) for _ in range(4)]
     busy = [Round((100.0, 60.0), {"torch": 40.0, "ours": 2.0}) for _ in range(3)]
+    busy += [Round((70.0, 70.0), {"torch": 40.0, "ours": 2.0}) for _ in range(2)]
+    busy += [Round((100.0, 98.0), {"torch": 40.0, "ours": 2.0}, share=0.7)]
     row = summary.summarise(a_result(quiet + busy))[1]
-    assert (row["rounds"], row["discarded"], row["busy"]) == (4, 3, False)
+    assert (row["rounds"], row["discarded"], row["busy"]) == (4, 6, False)
     assert row["speedup"] == 2.0
 
 
@@ -418,14 +422,43 @@ def test_a_machine_that_is_never_quiet_is_not_judged() -> None:
     assert row["verdict"] == "UNSURE"
 
 
-def test_beyond_the_measured_peak_is_impossible() -> None:
-    rounds = [Round((1.0, 1.0), {"torch": 4.0, "ours": 2.0}) for _ in range(3)]
-    torch_row, ours = summary.summarise(a_result(rounds, peak=400))
+def test_the_share_of_the_peak_is_that_of_the_peak_beside_it() -> None:
+    """A clock that halves in the middle of a cell, or is lower than elsewhere in the run."""
+    fast = [Round((1e3, 1e3), {"torch": 4.0, "ours": 1.25}) for _ in range(3)]
+    slow = [Round((800.0, 790.0), {"torch": 5.0, "ours": 1.25 * 1e3 / 800}) for _ in range(3)]
+    row = summary.summarise(a_result(fast + slow))[1]
+    assert (row["rounds"], row["busy"]) == (6, False)
+    assert row["percent_of_peak"] == pytest.approx(80)
+    assert (row["percent_low"], row["percent_high"]) == (pytest.approx(80), pytest.approx(80))
+
+
+def test_beyond_the_measured_peak_is_impossible(capsys: pytest.CaptureFixture[str]) -> None:
+    rounds = [Round((400.0, 390.0), {"torch": 4.0, "ours": 2.0}) for _ in range(3)]
+    result = a_result(rounds)
+    rows = torch_row, ours = summary.summarise(result)
     assert ours["impossible"]
     assert not torch_row["impossible"]
     assert "IMPOSSIBLE" in display.plain_table([ours])
-    estimate = summary.summarise(a_result(rounds, peak=400, method="torch.mm estimate"))[1]
+    assert "1 row IMPOSSIBLE" in " ".join(display.closing(result, rows))
+    assert measuring.exit_code("complete", rows) == cli.FAULTS
+    assert measuring.exit_code("complete", rows[:1]) == cli.OK
+    told = capsys.readouterr().err
+    assert "ours ran at 125 % of the peak measured beside it, 95 % interval 125 to 125 %" in told
+    estimate = summary.summarise(a_result(rounds, method="torch.mm estimate"))[1]
     assert not estimate["impossible"]
+
+
+def test_above_the_peak_within_the_interval_is_not_impossible() -> None:
+    rounds = [Round((490.0, 490.0), {"torch": 4.0, "ours": ms}) for ms in (2.0, 2.01, 2.05, 2.1)]
+    row = summary.summarise(a_result(rounds))[1]
+    assert row["percent_low"] < 100 < row["percent_high"]
+    assert not row["impossible"]
+
+
+def test_the_dtypes_of_old_files_have_the_peaks_that_they_had() -> None:
+    assert kind_of("fp16", {"fma_f32": 1, "dot_bf16": 2}) == "fma_f32"
+    assert kind_of("fp16", {"fma_f32": 1, "dot_f16": 2}) == "dot_f16"
+    assert kind_of("bf16", {}) == "dot_bf16"
 
 
 # The check before the timing
@@ -595,7 +628,7 @@ def load_render() -> ModuleType:
 
 
 def test_the_readme_is_rendered_from_raw_results() -> None:
-    rounds = [Round((100.0, 100.0), {"torch": 4.0, "fastattn": 2.0}) for _ in range(5)]
+    rounds = [Round((1e3, 1e3), {"torch": 4.0, "fastattn": 2.0}) for _ in range(5)]
     result = a_result(rounds)
     cell = result.cells[0]
     cell.cell = cell_of("mha", "B=2,L=6,E=16,H=2", label="A model")
@@ -641,7 +674,7 @@ def test_the_committed_texts_are_those_of_the_committed_results(
 
 
 def test_a_run_of_a_busy_machine_is_no_evidence() -> None:
-    result = a_result([Round((100.0, 50.0), {"torch": 4.0, "ours": 2.0}) for _ in range(6)])
+    result = a_result([Round((1e3, 500.0), {"torch": 4.0, "ours": 2.0}) for _ in range(6)])
     result.ended = "interrupted"
     assert load_render().why_not(result, summary.summarise(result)) == [
         "the run was interrupted",

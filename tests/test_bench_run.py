@@ -61,6 +61,8 @@ def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "raising": ("prepare(cell, inputs)", "raise RuntimeError('out of luck')"),
         "missing": ("versions()", "raise ImportError('no wheel for this machine')"),
         "choosy": ("why_not(cell)", "return ['not today', 'nor tomorrow']"),
+        # Right, and known before it is asked for: no arithmetic is so fast.
+        "remembering": ("prepare(cell, inputs)", "x = right(cell, inputs)(); return lambda: x"),
         # Right at first: the check before the timing, which are five calls, finds nothing.
         "crashing_later": ("prepare(cell, inputs)", _after_six_calls("os.abort()")),
         "hanging_later": ("prepare(cell, inputs)", _after_six_calls("time.sleep(600)")),
@@ -71,6 +73,23 @@ def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (folder / f"{name}.py").write_text(textwrap.dedent(common) + fault)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     return folder
+
+
+def test_a_row_beyond_the_peak_fails_the_run(
+    fakes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _cpu = pytest.importorskip("fastattn._cpu")  # without it, peaks are estimates
+    assert _cpu
+    status = bench(
+        *("run", "--shapes", "B=1,H=8,L=256,D=64", "--threads", "1", "--rounds", "3", "--quiet"),
+        *("--providers", "torch,fakes.remembering", "--json", str(tmp_path / "out.json")),
+    )
+    told = capsys.readouterr()
+    assert status == cli.FAULTS, told.out
+    assert "IMPOSSIBLE: sdpa B=1,H=8,L=256,D=64 fp32 fwd: fakes.remembering ran at" in told.err
+    assert "1 row IMPOSSIBLE" in told.out
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert [row["impossible"] for row in rows] == [False, True]
 
 
 def test_bad_providers_are_named_and_the_good_survive(

@@ -14,7 +14,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullLocator
 
 from fastattn.bench import plots
-from fastattn.bench.peaks import KIND_OF_DTYPE
+from fastattn.bench.peaks import kind_of
 from fastattn.bench.results import Result
 from fastattn.bench.summary import Row, summarise
 
@@ -210,7 +210,7 @@ def roofline(result: Result, rows: Sequence[Row], look: plots.Theme) -> Figure:
     left, right = min(intensities) / 2, max(intensities) * 2
     read = result.peaks.get("read_bandwidth")
     for dtype in dict.fromkeys(row["dtype"] for row in rows):
-        peak = result.peaks.get(KIND_OF_DTYPE[dtype])
+        peak = result.peaks.get(kind_of(dtype, result.peaks))
         if peak is None:
             continue
         xs = [left, right] if read is None else [left, peak.rate / read.rate, right]

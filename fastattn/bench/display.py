@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from fastattn.bench.cells import Cell
+from fastattn.bench.peaks import UNIT_NAMES
 from fastattn.bench.results import CellResult, Result
 from fastattn.bench.summary import summarise
 
@@ -194,13 +195,16 @@ def conditions(result: Result) -> str:
     env, settings = result.environment, result.settings
     peaks = []
     for kind, unit, words in (
-        ("fma_f32", "GFLOP/s", "fp32 FMA"),
-        ("dot_bf16", "GFLOP/s", "bf16 dot products"),
+        ("fma_f32", "GFLOP/s", "fp32"),
+        ("dot_bf16", "GFLOP/s", "bf16"),
+        ("dot_f16", "GFLOP/s", "fp16"),
         ("read_bandwidth", "GB/s", "reading memory"),
         ("copy_bandwidth", "GB/s", "copying it"),
     ):
         if kind in result.peaks:
             peak = result.peaks[kind]
+            if unit := UNIT_NAMES.get(peak.unit or kind):
+                words += f" by {unit}"
             note = "" if peak.method == "measured" else f", {peak.method}"
             peaks.append(f"{words} {peak.rate:.0f} {unit}{note}")
     threads = settings["threads"]
@@ -233,6 +237,11 @@ def closing(result: Result, rows: Sequence[Row]) -> list[str]:
             key = f"{row['provider']} {row['status']}"
             faults[key] = faults.get(key, 0) + 1
     lines += [f"{key} in {count} cell{'s' if count > 1 else ''}." for key, count in faults.items()]
+    if impossible := sum(bool(row["impossible"]) for row in rows):
+        lines.append(
+            f"{impossible} row{'s' if impossible > 1 else ''} IMPOSSIBLE: faster than the peak "
+            "measured beside it. A time, a count of operations or the peak is wrong."
+        )
     skipped = sum(was_skipped(cell) for cell in result.cells)
     if skipped and result.ended == "complete":
         budget = result.settings["time_budget"]

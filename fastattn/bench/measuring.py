@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"Written: {', '.join(str(path) for path in written)}")
     for failure in failures:
         print(f"Not written: {failure.filename}: {failure.strerror}", file=sys.stderr)
-    return UNWRITTEN if failures else _exit_code(result.ended, rows)
+    return UNWRITTEN if failures else exit_code(result.ended, rows)
 
 
 def _try(write: Callable[[Path], bool | None], path: Path) -> OSError | bool:
@@ -94,14 +94,23 @@ def _try(write: Callable[[Path], bool | None], path: Path) -> OSError | bool:
         return error
 
 
-def _exit_code(ended: str, rows: Sequence[dict[str, object]]) -> int:
+def exit_code(ended: str, rows: Sequence[display.Row]) -> int:
+    """What the run amounts to; on stderr, why it is no evidence."""
     if ended == "interrupted":
         return INTERRUPTED
     if not any(row["ms"] is not None for row in rows):
         print("Nothing was measured: every row says why.", file=sys.stderr)
         return FAULTS
+    impossible = [row for row in rows if row["impossible"]]
+    for row in impossible:
+        print(
+            f"IMPOSSIBLE: {display.cell_words(row)} {row['dtype']} {row['pass']}: "
+            f"{row['provider']} ran at {row['percent_of_peak']:.0f} % of the peak measured beside "
+            f"it, 95 % interval {row['percent_low']:.0f} to {row['percent_high']:.0f} %",
+            file=sys.stderr,
+        )
     faults = {"WRONG", "ERROR", "CRASHED", "HUNG"}
-    return FAULTS if any(row["status"] in faults or row["impossible"] for row in rows) else OK
+    return FAULTS if impossible or any(row["status"] in faults for row in rows) else OK
 
 
 def check_picture(path: Path) -> None:

@@ -1,51 +1,109 @@
 """What this machine can do at most, measured while the benchmark runs.
 
-Natively it is a loop of independent fused multiply-adds on registers (or of reads over a buffer
-larger than the caches). Without the native core, and on a GPU, the rate of `torch.mm`, or of
-`torch.sum`, is an estimate from below and is called one. Copying is torch's everywhere; it counts
-what is read and what is written.
+The peak of a dtype is the highest rate that any code on these cores could reach in it, whether a
+kernel of ours uses that unit or not. Natively it is a loop of independent multiply-adds on
+registers, of the fastest unit there is (or of reads over a buffer larger than the caches). Without
+the native core, and on a GPU, the rate of `torch.mm`, or of `torch.sum`, is an estimate from below
+and is called one. Copying is torch's everywhere; it counts what is read and what is written.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
+from typing import Any, NamedTuple
 
 import torch
 
-KINDS = ("fma_f32", "fma_f64", "dot_bf16", "read_bandwidth", "copy_bandwidth")
-# The arithmetic that a dtype can count on; 16-bit floats other than bf16 are computed in fp32.
-KIND_OF_DTYPE = {"fp32": "fma_f32", "fp16": "fma_f32", "bf16": "dot_bf16"}
+KINDS = ("fma_f32", "fma_f64", "dot_bf16", "dot_f16", "read_bandwidth", "copy_bandwidth")
+KIND_OF_DTYPE = {"fp32": "fma_f32", "fp64": "fma_f64", "fp16": "dot_f16", "bf16": "dot_bf16"}
+# The units that compute a dtype; the fastest is its peak. 16-bit floats are computed in fp32 too.
+_UNITS = {
+    "dot_bf16": ("tile_bf16", "dot_bf16", "fma_f32"),
+    "dot_f16": ("tile_f16", "fma_f16", "fma_f32"),
+}
+# What a processor must have for a unit. One that has it, with a core that was built without the
+# loop that measures it, is faster than what can be measured.
+_FEATURES = {"tile_bf16": "amx_bf16", "tile_f16": "amx_fp16", "fma_f16": "avx512_fp16"}
+UNIT_NAMES = {
+    "tile_bf16": "AMX tiles",
+    "tile_f16": "AMX tiles",
+    "fma_f16": "fp16 FMA",
+    "dot_bf16": "dot products",
+    "fma_f32": "fp32 FMA",
+    "fma_f64": "fp64 FMA",
+}
+_CHOOSING_SECONDS = 0.02
+_MM_DTYPES = {"fma_f64": torch.float64, "dot_bf16": torch.bfloat16, "dot_f16": torch.float16}
 _MM_SIZE = 768
 _READ_ELEMENTS = 1 << 26  # 256 MB in fp32
 _COPY_ELEMENTS = 1 << 25
 
 
-def measure_peak(kind: str, threads: int, seconds: float, device: str = "cpu") -> tuple[float, str]:
-    """The rate in GFLOP/s (GB/s for a bandwidth), and whether it is measured or an estimate."""
+class Rate(NamedTuple):
+    """A rate in GFLOP/s (GB/s for a bandwidth), and how it was measured.
+
+    method  "measured", or why it is no ceiling
+    share   of its threads' time that this process got: less than 1 when others want the cores.
+            Only a loop of arithmetic keeps all threads at work; what else is measured has 1
+    unit    which of several units had it
+    """
+
+    rate: float
+    method: str
+    share: float = 1.0
+    unit: str = ""
+
+
+def kind_of(dtype: str, measured: Container[str]) -> str:
+    """The kind of peak of a dtype, among those `measured`: old files have one for fp16 and fp32."""
+    kind = KIND_OF_DTYPE[dtype]
+    return "fma_f32" if kind == "dot_f16" and kind not in measured else kind
+
+
+def measure_peak(kind: str, threads: int, seconds: float, device: str = "cpu") -> Rate:
+    """The rate now, and for `seconds`: a longer load may get a lower clock."""
     if kind not in KINDS:
         raise ValueError(f"unknown kind of peak {kind!r}; known are {', '.join(KINDS)}")
     if kind == "copy_bandwidth":
         source = torch.ones(_COPY_ELEMENTS, device=device)
         target = torch.zeros_like(source)
         rate = _best_rate(lambda: target.copy_(source), 8 * _COPY_ELEMENTS, seconds, device)
-        return rate, "torch copy"
+        return Rate(rate, "torch copy")
     try:
         core = importlib.import_module("fastattn._cpu") if device == "cpu" else None
     except ImportError:
         core = None
     if core is None:
-        return _estimate(kind, seconds, device)
-    # A processor without bf16 arithmetic computes bf16 in fp32.
-    kinds = ("dot_bf16", "fma_f32") if kind == "dot_bf16" else (kind,)
+        return Rate(*_estimate(kind, seconds, device))
     info = core.build_info()
     # The machine's peak is that of its best instruction set, whichever one is being measured.
     core.set_isa(info["supported"][-1])
     try:
-        return max(float(core.measure_peak(k, threads, seconds)) for k in kinds), "measured"
+        unit, unmeasured = _fastest(core, kind, threads)
+        wall, cpu = time.perf_counter(), time.process_time()
+        rate = float(core.measure_peak(unit, threads, seconds))
+        share = (time.process_time() - cpu) / (time.perf_counter() - wall) / threads
     finally:
         core.set_isa(info["isa"])
+    method = f"without {unmeasured}, which was not built" if unmeasured else "measured"
+    if kind == "read_bandwidth":
+        return Rate(rate, method)
+    return Rate(rate, method, share, unit if kind in _UNITS else "")
+
+
+@functools.cache
+def _fastest(core: Any, kind: str, threads: int) -> tuple[str, str]:
+    """The fastest unit for this kind, found once; and a feature of this processor that no loop
+    here measures, if there is one.
+    """
+    units = _UNITS.get(kind, (kind,))
+    rates = {unit: core.measure_peak(unit, threads, _CHOOSING_SECONDS) for unit in units}
+    features = core.processor()["features"]
+    unmeasured = [_FEATURES[u] for u in units if not rates[u] and _FEATURES.get(u) in features]
+    return max(units, key=lambda unit: rates[unit]), ", ".join(unmeasured)
 
 
 def _estimate(kind: str, seconds: float, device: str) -> tuple[float, str]:
@@ -53,25 +111,11 @@ def _estimate(kind: str, seconds: float, device: str) -> tuple[float, str]:
         buffer = torch.ones(_READ_ELEMENTS, device=device)
         rate = _best_rate(buffer.sum, 4 * _READ_ELEMENTS, seconds, device)
         return rate, "torch.sum estimate"
-    dtype = {"fma_f64": torch.float64, "dot_bf16": torch.bfloat16}.get(kind, torch.float32)
+    dtype = _MM_DTYPES.get(kind, torch.float32)
     size = _MM_SIZE if device == "cpu" else 8 * _MM_SIZE
     matrix = torch.ones(size, size, dtype=dtype, device=device)
     rate = _best_rate(lambda: matrix @ matrix, 2 * size**3, seconds, device)
     return rate, "torch.mm estimate"
-
-
-def measure_with_share(
-    kind: str, threads: int, seconds: float, device: str = "cpu"
-) -> tuple[float, str, float]:
-    """The same, and the share of its threads' time that this process got.
-
-    Less than all of it when others want the cores. Only a loop of arithmetic keeps all threads at
-    work from beginning to end; what else is measured has a share of 1.
-    """
-    wall, cpu = time.perf_counter(), time.process_time()
-    rate, method = measure_peak(kind, threads, seconds, device)
-    share = (time.process_time() - cpu) / (time.perf_counter() - wall) / threads
-    return rate, method, 1.0 if method != "measured" or kind == "read_bandwidth" else share
 
 
 def synchronize(device: str) -> None:

@@ -49,13 +49,15 @@ class Outcome:
 class Round:
     """One turn of every provider, in random order, between two measurements of the peak.
 
-    share   of its threads' time that the measurement of the peak got, at its worst
+    share          of its threads' time that the measurement of the peak got, at its worst
+    guard_seconds  how long the second measurement lasted: about as long as a provider's sample
     """
 
     guard: tuple[float, float]
     ms: dict[str, float]
     share: float = 1.0
     joules: dict[str, float] = field(default_factory=dict)
+    guard_seconds: float = 0.01
 
 
 @dataclass
@@ -85,11 +87,13 @@ class Peak:
     """A rate in GFLOP/s or GB/s: the best of the run, and whether it was measured or estimated.
 
     samples   before, in the middle and after; the guards of the rounds are many more
+    unit      which of the processor's units had it, where there are several for a dtype
     """
 
     rate: float
     method: str
     samples: list[float] = field(default_factory=list)
+    unit: str = ""
 
 
 @dataclass

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from fastattn.bench.peaks import KIND_OF_DTYPE, KINDS, UNIT_NAMES, measure_peak
 from fastattn.bench.results import Peak
 from fastattn.bench.summary import Row
 
-ARITHMETIC = {"fp32": "fma_f32", "fp64": "fma_f64", "bf16": "dot_bf16"}
 _SECONDS = 0.3
 
 
 def measure(threads: int) -> tuple[dict[str, Peak], float]:
     """Every peak of this machine, now, and the least share of its cores that a measurement got."""
-    from fastattn.bench.peaks import KINDS, measure_with_share
-
     peaks, least = {}, 1.0
     for kind in KINDS:
-        samples = [measure_with_share(kind, threads, _SECONDS) for _ in range(3)]
-        rates = [rate for rate, _, _ in samples]
-        peaks[kind] = Peak(max(rates), samples[0][1], rates)
-        least = min(least, *(share for _, _, share in samples))
+        samples = [measure_peak(kind, threads, _SECONDS) for _ in range(3)]
+        rates = [sample.rate for sample in samples]
+        peaks[kind] = Peak(max(rates), samples[0].method, rates, samples[0].unit)
+        least = min(least, *(sample.share for sample in samples))
     return peaks, least
 
 
@@ -30,7 +28,7 @@ def roof_lines(peaks: dict[str, Peak]) -> list[str]:
     lines = [f"reading memory  {read:8.1f} GB/s  {_spread(peaks['read_bandwidth'])}"]
     if copy := peaks.get("copy_bandwidth"):
         lines.append(f"copying it      {copy.rate:8.1f} GB/s  {_spread(copy)}")
-    for dtype, kind in ARITHMETIC.items():
+    for dtype, kind in KIND_OF_DTYPE.items():
         if kind in peaks:
             rate = peaks[kind].rate
             lines.append(
@@ -41,7 +39,8 @@ def roof_lines(peaks: dict[str, Peak]) -> list[str]:
 
 
 def _spread(peak: Peak) -> str:
-    method = "" if peak.method == "measured" else f", {peak.method}"
+    method = f", {UNIT_NAMES[peak.unit]}" if peak.unit in UNIT_NAMES else ""
+    method += "" if peak.method == "measured" else f", {peak.method}"
     if not peak.samples:
         return method.removeprefix(", ")
     return f"({min(peak.samples):.1f} to {max(peak.samples):.1f}{method})"

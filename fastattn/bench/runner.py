@@ -22,10 +22,12 @@ from fastattn.bench.peaks import KIND_OF_DTYPE
 from fastattn.bench.pool import START_SECONDS, ProviderError, WorkerProcess, usable_cpus
 from fastattn.bench.providers import DEFAULT, isa_of
 from fastattn.bench.results import CellResult, Journal, Outcome, Peak, Result, Round
-from fastattn.bench.summary import MIN_KEPT, QUIET, QUIET_SHARE, best_guards, quiet_rounds
+from fastattn.bench.summary import MIN_KEPT, QUIET, QUIET_SHARE, quiet_rounds
 
 PEAK_SECONDS = 0.2
-GUARD_SECONDS = 0.01
+# A guard lasts as long as a provider's sample, within these: the clock that a processor grants for
+# a moment is not what it grants for longer.
+GUARD_SECONDS = (0.02, 0.2)
 GUARD_TRIES = 3
 MAX_FAILURES = 3  # after so many crashes and hangs a provider is given up
 
@@ -77,6 +79,7 @@ class Runner:
         self.failures: dict[str, int] = dict.fromkeys(settings.providers, 0)
         self.random = random.Random(settings.seed)
         self.oracle: Oracle | None = None
+        self.sample_seconds: dict[str, float] = {}  # of each provider, the last one
         pinned = f"{len(self.cpus)} processors" if self.cpus else "nothing"
         environment = describe_environment() | {"threads": settings.threads, "pinned_to": pinned}
         self.result = Result(environment, settings.to_json(), {})
@@ -84,9 +87,9 @@ class Runner:
         self.earlier: dict[str, CellResult] = {}
         self.done: set[str] = set()
         if before is not None:
-            asked, best = {cell.name for cell in settings.cells}, best_guards(before)
+            asked = {cell.name for cell in settings.cells}
             self.earlier = {c.cell.name: c for c in before.cells if c.cell.name in asked}
-            self.done = {name for name, c in self.earlier.items() if self._is_done(c, best)}
+            self.done = {name for name, c in self.earlier.items() if self._is_done(c)}
             self.result.peaks, self.result.providers = before.peaks, before.providers
 
     def run(self, journal: Journal) -> Result:
@@ -126,13 +129,12 @@ class Runner:
             self.journal.write("end", self.result.end())
         return self.result
 
-    def _is_done(self, cell: CellResult, best: dict[str, float]) -> bool:
+    def _is_done(self, cell: CellResult) -> bool:
         """Whether every provider that is asked for has had its turn, on a quiet machine."""
         outcomes = [cell.outcomes.get(name) for name in self.settings.providers]
         statuses = ["SKIPPED" if outcome is None else outcome.status for outcome in outcomes]
-        quiet = quiet_rounds(cell.rounds, best[KIND_OF_DTYPE[cell.cell.dtype]])
         wanted = min(MIN_KEPT, self.settings.rounds) if "ok" in statuses else 0
-        return "SKIPPED" not in statuses and len(quiet) >= wanted
+        return "SKIPPED" not in statuses and len(quiet_rounds(cell.rounds)) >= wanted
 
     # Starting
 
@@ -169,16 +171,15 @@ class Runner:
             rate, _ = self._peak(kind, PEAK_SECONDS)
             self.result.peaks[kind].samples.append(rate)
 
-    def _guard(self, kind: str) -> tuple[float, float]:
+    def _guard(self, kind: str, seconds: float, before: float = 0.0) -> tuple[float, float]:
         """The peak just now and the share of the cores that it got.
 
-        At best of three: the first wakes threads that slept for a round.
+        Again, and the best of three, where somebody else had the cores or it is far below `before`.
         """
-        known = self.result.peaks.get(kind)
         best = (0.0, 0.0)
         for _ in range(GUARD_TRIES):
-            rate, share = best = max(best, self._peak(kind, GUARD_SECONDS))
-            if known is not None and rate >= QUIET * known.rate and share >= QUIET_SHARE:
+            rate, share = best = max(best, self._peak(kind, seconds))
+            if rate >= QUIET * before and share >= QUIET_SHARE:
                 break
         return best
 
@@ -193,7 +194,8 @@ class Runner:
             device=self.settings.cells[0].device,
         )
         rate = float(reply["rate"])
-        best = self.result.peaks.setdefault(kind, Peak(rate, reply["method"]))
+        new = Peak(rate, reply["method"], unit=reply["unit"])
+        best = self.result.peaks.setdefault(kind, new)
         best.rate = max(best.rate, rate)
         return rate, float(reply["share"])
 
@@ -258,6 +260,7 @@ class Runner:
             )
             check = oracle.check(torch.load(path))
         outcome.peak_bytes, outcome.inner = reply["peak_bytes"], reply["inner"]
+        self.sample_seconds[name] = reply["inner"] * reply["first_ms"] / 1e3
         outcome.max_error, outcome.bound = check.max_error, check.bound
         outcome.largest = check.largest
         outcome.worst_tensor, outcome.compared = check.tensor, check.compared
@@ -266,7 +269,8 @@ class Runner:
 
     def _rounds(self, found: CellResult, end: float) -> None:
         kind = KIND_OF_DTYPE[found.cell.dtype]
-        before = self._guard(kind)
+        seconds = self._guard_seconds(found)
+        before = self._guard(kind, seconds)
         # On a busy machine rounds are discarded, and others take their place while there is time.
         for number in range(4 * self.settings.rounds):
             ready = [name for name, outcome in found.outcomes.items() if outcome.status == "ok"]
@@ -275,19 +279,27 @@ class Runner:
             turn = Round((0.0, 0.0), {})
             for name in self.random.sample(ready, len(ready)):
                 self.watcher.doing(found.cell, f"round {number + 1}")
-                self._guarded(name, found, partial(self._time, name, turn))
-            after = self._guard(kind)
+                self._guarded(name, found, partial(self._time, name, found.outcomes[name], turn))
+            turn.guard_seconds = seconds = self._guard_seconds(found)
+            after = self._guard(kind, seconds, before[0])
             turn.guard = (before[0], after[0])
             turn.share = min(before[1], after[1])
             found.rounds.append(turn)
             before = after
-            best = best_guards(self.result)[kind]
-            if len(quiet_rounds(found.rounds, best)) >= self.settings.rounds:
+            if len(quiet_rounds(found.rounds)) >= self.settings.rounds:
                 return
 
-    def _time(self, name: str, turn: Round) -> None:
+    def _guard_seconds(self, found: CellResult) -> float:
+        """As long as the last samples of this cell, on average."""
+        ready = [name for name, outcome in found.outcomes.items() if outcome.status == "ok"]
+        lasted = sum(self.sample_seconds[name] for name in ready) / max(len(ready), 1)
+        least, most = GUARD_SECONDS
+        return max(least, min(most, lasted))
+
+    def _time(self, name: str, outcome: Outcome, turn: Round) -> None:
         reply = self.workers[name].ask(self.settings.timeout, "time")
         turn.ms[name] = reply["ms"]
+        self.sample_seconds[name] = (outcome.inner or 1) * reply["ms"] / 1e3
         if reply["joules"] is not None:
             turn.joules[name] = reply["joules"]
 

@@ -6,11 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from fastattn.bench import stats
-from fastattn.bench.peaks import KIND_OF_DTYPE
+from fastattn.bench.peaks import kind_of
 from fastattn.bench.results import CellResult, Peak, Result, Round
 
-# A round counts when the peak just before and just after it was this share of the run's best.
+# A round counts when the lower of the peaks just before and just after it was this share of the
+# higher. A slow change from cell to cell is no disturbance: the clock follows the load.
 QUIET = 0.9
+# ... and when the higher was this share of the best beside the same cell
+STEADY = 0.75
 # ... and when its threads got this share of their cores: of two, one shared with somebody leaves
 # three quarters; waking the threads takes up to a tenth of so short a measurement.
 QUIET_SHARE = 0.8
@@ -18,25 +21,25 @@ MIN_KEPT = 3
 # Data that fits in a cache is read faster than memory can deliver; from twice its size it is not.
 _BEYOND_CACHES = 2
 _CACHE_OF_OLD_FILES = 32 << 20
-# Arithmetic that the measured peak does not exercise, so that going beyond the peak proves nothing.
-_FASTER_UNITS = {
-    "bf16": ("amx_bf16", "bf16", "sve"),
-    "fp16": ("avx512_fp16", "amx_fp16", "asimd"),
-}
+# Arithmetic of ARM that the measured peak does not exercise: going beyond the peak proves nothing.
+_FASTER_UNITS = {"bf16": ("bf16", "sve"), "fp16": ("asimd",)}
 
 
-def quiet_rounds(rounds: list[Round], best_guard: float) -> list[Round]:
-    floor = QUIET * best_guard
-    return [r for r in rounds if min(r.guard) >= floor and r.share >= QUIET_SHARE]
+def quiet_rounds(rounds: list[Round]) -> list[Round]:
+    """Those of a cell's rounds that nothing disturbed, as far as the guards can tell."""
+    floor = STEADY * max((peak_beside(r) for r in rounds), default=0.0)
+    return [
+        r
+        for r in rounds
+        if min(r.guard) >= QUIET * max(r.guard)
+        and peak_beside(r) >= floor
+        and r.share >= QUIET_SHARE
+    ]
 
 
-def best_guards(result: Result) -> dict[str, float]:
-    """The best guard of the run, for each kind of peak."""
-    best: dict[str, float] = {}
-    for cell in result.cells:
-        kind = KIND_OF_DTYPE[cell.cell.dtype]
-        best[kind] = max([best.get(kind, 0.0), *(max(r.guard) for r in cell.rounds)])
-    return best
+def peak_beside(turn: Round) -> float:
+    """The yardstick of a round: whatever disturbs a measurement of the peak only lowers it."""
+    return max(turn.guard)
 
 
 Row = dict[str, Any]
@@ -44,28 +47,29 @@ Row = dict[str, Any]
 
 def kept_rounds(result: Result) -> list[list[float]]:
     """The samples that count, in milliseconds, for each row of `summarise`."""
-    guards = best_guards(result)
-    samples = []
-    for cell in result.cells:
-        best = guards[KIND_OF_DTYPE[cell.cell.dtype]]
-        for provider in cell.outcomes:
-            timed = [r for r in cell.rounds if provider in r.ms]
-            kept = quiet_rounds(timed, best)
-            samples.append([r.ms[provider] for r in (kept if len(kept) >= MIN_KEPT else timed)])
-    return samples
+    return [
+        [r.ms[provider] for r in _used(cell, provider)[0]]
+        for cell in result.cells
+        for provider in cell.outcomes
+    ]
+
+
+def _used(cell: CellResult, provider: str) -> tuple[list[Round], int, bool]:
+    """The rounds of a provider that count, how many were discarded, and whether none could be: on
+    a machine that was never quiet all count, and the row says so."""
+    timed = [r for r in cell.rounds if provider in r.ms]
+    kept = [r for r in quiet_rounds(cell.rounds) if provider in r.ms]
+    if len(kept) < MIN_KEPT:
+        return timed, 0, True
+    return kept, len(timed) - len(kept), False
 
 
 def summarise(result: Result) -> list[Row]:
     """One flat row for each cell and provider. Missing values are None."""
-    guards = best_guards(result)
-    rows = []
-    for cell in result.cells:
-        best = guards[KIND_OF_DTYPE[cell.cell.dtype]]
-        rows += [_row(result, cell, best, provider) for provider in cell.outcomes]
-    return rows
+    return [_row(result, cell, provider) for cell in result.cells for provider in cell.outcomes]
 
 
-def _row(result: Result, cell: CellResult, best_guard: float, provider: str) -> dict[str, Any]:
+def _row(result: Result, cell: CellResult, provider: str) -> dict[str, Any]:
     outcome = cell.outcomes[provider]
     row: dict[str, Any] = {
         "op": cell.cell.op,
@@ -92,13 +96,9 @@ def _row(result: Result, cell: CellResult, best_guard: float, provider: str) -> 
         "peak_mb": None if outcome.peak_bytes is None else outcome.peak_bytes / 1e6,
         **dict.fromkeys(_TIMED),
     }
-    timed = [r for r in cell.rounds if provider in r.ms]
-    if outcome.status == "ok" and timed:
-        kept = quiet_rounds(timed, best_guard)
-        # A machine that was never quiet: all rounds count, and the row says so.
-        row["busy"] = len(kept) < MIN_KEPT
-        used = timed if row["busy"] else kept
-        row["rounds"], row["discarded"] = len(used), len(timed) - len(used)
+    used, discarded, busy = _used(cell, provider)
+    if outcome.status == "ok" and used:
+        row |= {"rounds": len(used), "discarded": discarded, "busy": busy}
         row |= _metrics(result, cell, used, provider)
         if row["busy"] and row["verdict"]:
             row["verdict"] = "UNSURE"
@@ -112,8 +112,8 @@ def _length(sizes: Mapping[str, int]) -> int:
 
 _TIMED = (
     *("rounds", "discarded", "busy", "ms", "ms_q1", "ms_q3", "ms_low", "ms_high"),
-    *("gflops", "peak_gflops", "percent_of_peak", "impossible", "gbs", "percent_of_bandwidth"),
-    *("intensity", "roof_gflops", "percent_of_roof", "joules"),
+    *("gflops", "peak_gflops", "percent_of_peak", "percent_low", "percent_high", "impossible"),
+    *("gbs", "percent_of_bandwidth", "intensity", "roof_gflops", "percent_of_roof", "joules"),
     *("baseline", "speedup", "speedup_low", "speedup_high", "verdict"),
 )
 
@@ -135,17 +135,21 @@ def _metrics(
         "gflops": gflops,
         "gbs": gbs,
     }
-    peak = result.peaks.get(KIND_OF_DTYPE[cell.cell.dtype])
+    peak = result.peaks.get(kind_of(cell.cell.dtype, result.peaks))
+    beside = stats.median([peak_beside(r) for r in rounds])
     if peak is not None:
-        metrics["peak_gflops"] = peak.rate
-        metrics["percent_of_peak"] = 100 * gflops / peak.rate
-        metrics["impossible"] = gflops > peak.rate and _is_ceiling(result, cell, peak)
+        percents = [cell.flops / r.ms[provider] / 1e4 / peak_beside(r) for r in rounds]
+        metrics["peak_gflops"] = beside
+        metrics["percent_of_peak"] = stats.median(percents)
+        low, high = stats.bootstrap_interval(percents)
+        metrics["percent_low"], metrics["percent_high"] = low, high
+        metrics["impossible"] = low > 100 and _is_ceiling(result, cell, peak)
     bandwidth = result.peaks.get("read_bandwidth")
     metrics["intensity"] = cell.flops / cell.bytes_touched
     if bandwidth is not None and _is_from_memory(result, cell):
         metrics["percent_of_bandwidth"] = 100 * gbs / bandwidth.rate
     if peak is not None:
-        metrics["roof_gflops"] = roof = peak.rate
+        metrics["roof_gflops"] = roof = beside
         if bandwidth is not None and _is_from_memory(result, cell):
             metrics["roof_gflops"] = roof = min(roof, bandwidth.rate * metrics["intensity"])
         metrics["percent_of_roof"] = 100 * gflops / roof

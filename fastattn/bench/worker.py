@@ -5,7 +5,7 @@
     {"do": "prepare", "cell", "seed", "save", "sample", "cold"}
                                                            -> {"first_ms", "inner", "peak_bytes"}
     {"do": "time"}                                         -> {"ms", "joules"} of one call
-    {"do": "peak", "kind", "threads", "seconds", "device"} -> {"rate", "method", "share"}
+    {"do": "peak", "kind", "threads", "seconds", "device"} -> {"rate", "method", "share", "unit"}
 
 `prepare` leaves the outputs in the file `save`. Every reply has "ok"; with false it has "error".
 What a library prints goes to stderr, never between the replies.
@@ -130,10 +130,10 @@ class Worker:
 
     def peak(self, request: Request) -> Request:
         torch.set_num_threads(request["threads"])
-        rate, method, share = peaks.measure_with_share(
+        found = peaks.measure_peak(
             request["kind"], request["threads"], request["seconds"], request["device"]
         )
-        return {"rate": rate, "method": method, "share": share}
+        return found._asdict()
 
 
 def _keep_freed_memory() -> None:
