@@ -81,11 +81,11 @@ test-triton-oldest: build $(VENV)/.stamp-test ## the Triton tests with the oldes
 # The environment needs a PyTorch that sees the GPU: `make test-gpu TORCH_WHEELS=` takes the index's.
 # The CUDA kernels are tested too where FASTATTN_CUDA=1 had them built.
 GPU_BACKENDS := triton $(if $(filter-out 0,$(FASTATTN_CUDA)),cuda)
-test-gpu: build $(VENV)/.stamp-test ## on a GPU: correctness, races, speed; results to benchmarks/results/gpu
+test-gpu: build $(VENV)/.stamp-test ## on a GPU: correctness, races, speed; results to benchmarks/results
 	$(BIN)/python -m pytest tests/gpu $(ARGS)
 	for backend in $(GPU_BACKENDS); do $(BIN)/python benchmarks/gpu.py --backend $$backend || exit; done
 	$(BIN)/python -m fastattn bench run --preset dropin --device cuda --time-budget 300 \
-	  --json benchmarks/results/gpu/dropin.json
+	  --json 'benchmarks/results/{processor}/dropin.json'
 
 build: $(VENV)/.stamp-native ## make the environment and the native core; again where csrc changed
 

@@ -5,7 +5,7 @@
     .venv/bin/python benchmarks/gpu.py --backend triton     # needs no build
 
 In this order, the results written after each step, so that nothing is lost when time runs out, to
-benchmarks/results/gpu/BACKEND.json:
+benchmarks/results/GPU/BACKEND.json:
   conformance  every PTX wrapper against the manual's tables (tests/test_emulator.py); of CUDA alone
   correctness  the case tables of attention against the oracle, in hostile memory layouts
   races        the same bits in 1,000 runs, forward and backward, packed sequences and decoding too
@@ -43,6 +43,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fastattn
 from fastattn import dispatch, info
+from fastattn.bench.environment import processor_slug
 from fastattn.testing import CASES, Case, check
 from fastattn.testing.decode import DECODE_CASES, DecodeCase, check_decode, make_decode
 from fastattn.testing.inputs import make_inputs
@@ -505,7 +506,7 @@ def plan(args: argparse.Namespace) -> dict[str, list[str]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--backend", choices=("cuda", "triton"), default="cuda")
-    parser.add_argument("--out", type=Path, help="benchmarks/results/gpu/BACKEND.json")
+    parser.add_argument("--out", type=Path, help="benchmarks/results/GPU/BACKEND.json")
     parser.add_argument("--steps", nargs="+", choices=STEPS, default=STEPS)
     parser.add_argument("--repeats", type=int, default=1000, help="of each call, for races")
     parser.add_argument("--rounds", type=int, default=10, help="of all candidates, for speed")
@@ -523,9 +524,10 @@ def main() -> int:
     if isinstance(backend, str):
         print(f"the backend {args.backend} is {backend}", file=sys.stderr)
         return 2
-    args.out = args.out or ROOT / f"benchmarks/results/gpu/{args.backend}.json"
-    args.out.parent.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {"environment": environment(args.backend)}
+    folder = ROOT / "benchmarks/results" / processor_slug(results["environment"])
+    args.out = args.out or folder / f"{args.backend}.json"
+    args.out.parent.mkdir(parents=True, exist_ok=True)
     steps = {
         "conformance": conformance,
         "correctness": correctness,

@@ -3,20 +3,23 @@
     python benchmarks/render.py           writes them
     python benchmarks/render.py --check   says whether a text is out of date, and exits with 1
 
-README.md's block and picture come from results/dropin.json, the tables of docs/performance.md from
-results/figures.json, results/family.json and results/peers.json; results/README.md has every result
-in full. Nothing between the markers is ever typed by hand.
+A result lies in results/PROCESSOR/, and each table has a column for each processor that has one.
+README.md's block comes from dropin.json (the picture from the first processor's), the tables of
+docs/performance.md from figures.json, family.json and peers.json; results/README.md has every
+result in full. Nothing between the markers is ever typed by hand.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastattn.bench import display, results, summary
+from fastattn.bench.environment import processor_slug
 from fastattn.bench.results import Result
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -39,15 +42,55 @@ def markdown_table(header: Sequence[str], lines: Sequence[Sequence[str]], words:
     return "\n".join("| " + " | ".join(line) + " |" for line in [header, rule, *lines])
 
 
-def speedup_table(rows: Sequence[Row]) -> str:
+class Table(NamedTuple):
+    """A table of one processor: what its lines are, and the values that they have."""
+
+    words: list[str]
+    values: list[str]
+    lines: dict[tuple[str, ...], list[str]]
+
+
+def side_by_side(tables: dict[str, Table]) -> str:
+    """One table: of several processors each value has a column a processor."""
+    if len(tables) == 1:
+        (table,) = tables.values()
+        lines = [[*words, *values] for words, values in table.lines.items()]
+        return markdown_table([*table.words, *table.values], lines, words=len(table.words))
+    values = list(dict.fromkeys(v for table in tables.values() for v in table.values))
+    header = [f"{value}<br>{name}" for value in values for name in tables]
+    keys = dict.fromkeys(key for table in tables.values() for key in table.lines)
+    found = {
+        (key, value, name): text
+        for name, table in tables.items()
+        for key, texts in table.lines.items()
+        for value, text in zip(table.values, texts, strict=True)
+    }
+    lines = [
+        [*key, *(found.get((key, value, name), "–") for value in values for name in tables)]
+        for key in keys
+    ]
+    words = next(iter(tables.values())).words
+    return markdown_table([*words, *header], lines, words=len(words))
+
+
+def all_conditions(found: dict[str, Result]) -> str:
+    """Under what conditions each of the results was measured."""
+    several = len(found) > 1
+    return "\n\n".join(
+        (f"{name}: " if several else "") + display.conditions(result)
+        for name, result in found.items()
+    )
+
+
+def speedup_table(rows: Sequence[Row]) -> Table:
     """How many times faster, one line for each shape, one column for each dtype and pass."""
     cells = {(row["label"], row["dtype"], row["pass"]): row for row in rows}
-    lines = []
+    lines = {}
     for label in dict.fromkeys(row["label"] for row in rows):
         found = [cells.get((label, *column)) for column in COLUMNS]
-        lines.append([label, *(f"{row['speedup']:.2f}×" if row else "–" for row in found)])
-    header = ["times as fast as torch", *(f"{dtype} {PASSES[p]}" for dtype, p in COLUMNS)]
-    return markdown_table(header, lines)
+        lines[label,] = [f"{row['speedup']:.2f}×" if row else "–" for row in found]
+    header = [f"{dtype} {PASSES[p]}" for dtype, p in COLUMNS]
+    return Table(["times as fast as torch"], header, lines)
 
 
 def full_table(rows: Sequence[Row]) -> str:
@@ -86,7 +129,8 @@ def claim(result: Result, rows: Sequence[Row]) -> str:
         if ratios:
             parts.append(f"in {dtype} **{min(ratios):.1f} to {max(ratios):.1f} times**")
     env, threads = result.environment, result.settings["threads"]
-    machine = f"{env['cpu']}, {threads} thread{'s' if threads != 1 else ''} ({env['isa']})"
+    machine = env.get("gpu") or env["cpu"]
+    machine += f", {threads} thread{'s' if threads != 1 else ''} ({env['isa']})"
     return (
         f"Measured on {machine}: in place of `nn.MultiheadAttention` of torch "
         f"{env['torch'].split('+')[0]}, on the shapes of BERT, ViT and a padded batch, forward and "
@@ -108,7 +152,8 @@ def why_not(result: Result, rows: Sequence[Row]) -> list[str]:
     return reasons
 
 
-def readme_block(result: Result, rows: Sequence[Row]) -> str:
+def readme_block(found: dict[str, Result]) -> str:
+    rows = {name: summary.summarise(result) for name, result in found.items()}
     picture = (
         "<picture>\n"
         f'  <source media="(prefers-color-scheme: dark)" srcset="docs/images/{MAIN}-dark.png">\n'
@@ -117,23 +162,24 @@ def readme_block(result: Result, rows: Sequence[Row]) -> str:
         "</picture>"
     )
     source = (
-        f"{display.conditions(result)} Every number with its interval: "
+        f"{all_conditions(found)} Every number with its interval: "
         "[benchmarks/results](benchmarks/results/README.md); how it is measured: "
         "[docs/benchmarks.md](docs/benchmarks.md)."
     )
-    parts = [claim(result, rows), picture, speedup_table(ours_compared(rows)), source]
-    return "\n\n".join(parts)
+    claims = [claim(result, rows[name]) for name, result in found.items()]
+    tables = {name: speedup_table(ours_compared(rows[name])) for name in found}
+    return "\n\n".join([*claims, picture, side_by_side(tables), source])
 
 
-def figures_block(result: Result, rows: Sequence[Row]) -> str:
+def figures_table(result: Result) -> Table:
     """Share of the peak and speed against torch, a line for each shape, a column for each dtype."""
-    dtypes = ("fp32", "bf16", "fp16")
+    dtypes = ["fp32", "bf16", "fp16"]
     cells = {
         (_name_of(row), PASSES[row["pass"]], row["dtype"]): row
-        for row in rows
+        for row in summary.summarise(result)
         if row["provider"] == "fastattn"
     }
-    lines = []
+    lines = {}
     for line in dict.fromkeys(key[:2] for key in cells):
         texts = []
         for dtype in dtypes:
@@ -144,32 +190,31 @@ def figures_block(result: Result, rows: Sequence[Row]) -> str:
                 text += "" if row["speedup"] is None else f", {row['speedup']:.2f}×"
                 text += ", busy" if row["busy"] else ""
             texts.append(text)
-        lines.append([*line, *texts])
-    table = markdown_table(["cell", "pass", *dtypes], lines, words=2)
-    return f"{table}\n\n{display.conditions(result)}"
+        lines[line] = texts
+    return Table(["cell", "pass"], dtypes, lines)
 
 
-def family_block(result: Result, rows: Sequence[Row]) -> str:
+def family_table(result: Result) -> Table:
     """Time, speed against torch, what it comes to, and the memory that each takes."""
-    header = ["cell", "pass", "ms", "times as fast as torch"]
-    header += ["of the peak", "GB/s", "MB", "MB, torch"]
+    values = ["ms", "times as fast as torch", "of the peak", "GB/s", "MB", "MB, torch"]
+    rows = summary.summarise(result)
 
     def key(row: Row) -> tuple[str, str, str]:
         return _name_of(row), row["dtype"], row["pass"]
 
     theirs = {key(row): row for row in rows if row["provider"] == "torch"}
-    lines = []
+    lines = {}
     for row in rows:
         if row["provider"] != "fastattn" or row["ms"] is None:
             continue
         passes = PASSES[row["pass"]] + ("" if row["dtype"] == "fp32" else f", {row['dtype']}")
         speedup = "–" if row["speedup"] is None else f"{row['speedup']:.2f}×"
         speedup += ", busy" if row["busy"] else ""
-        line = [_name_of(row), passes, f"{row['ms']:.3g}", speedup]
-        line += [f"{row['percent_of_peak']:.0f} %", f"{row['gbs']:.1f}"]
-        line += [f"{x['peak_mb']:.1f}" for x in (row, theirs[key(row)])]
-        lines.append(line)
-    return f"{markdown_table(header, lines, words=2)}\n\n{display.conditions(result)}"
+        lines[_name_of(row), passes] = [
+            *(f"{row['ms']:.3g}", speedup, f"{row['percent_of_peak']:.0f} %", f"{row['gbs']:.1f}"),
+            *(f"{x['peak_mb']:.1f}" for x in (row, theirs[key(row)])),
+        ]
+    return Table(["cell", "pass"], values, lines)
 
 
 def _name_of(row: Row) -> str:
@@ -177,11 +222,12 @@ def _name_of(row: Row) -> str:
     return f"{row['label']}<br>{shape}" if row["label"] else shape
 
 
-def peers_block(result: Result, rows: Sequence[Row]) -> str:
+def peers_table(result: Result) -> Table:
     """How many times as fast fastattn is as each peer in its best mode, one line for each cell.
 
     fastattn is the baseline of that run, so a peer's speed-up is turned over.
     """
+    rows = summary.summarise(result)
     by_cell: dict[str, dict[str, Row]] = {}
     for row in rows:
         if row["busy"]:
@@ -192,24 +238,35 @@ def peers_block(result: Result, rows: Sequence[Row]) -> str:
             best[name] = row
     peers = list(dict.fromkeys(row["provider"].partition("@")[0] for row in rows))
     peers.remove("fastattn")
-    lines = []
+    lines = {}
     for name, found in by_cell.items():
         ours = found.get("fastattn")
-        line = [name, f"{ours['ms']:.4g}" if ours else "–"]
+        line = [f"{ours['ms']:.4g}" if ours else "–"]
         for peer in peers:
             row = found.get(peer)
             line.append("–" if row is None or row["speedup"] is None else _turned_over(row))
-        lines.append(line)
-    header = ["cell", "fastattn, ms", *(f"times as fast as {peer}" for peer in peers)]
-    versions = "; ".join(
-        f"{package} {version}"
+        lines[name,] = line
+    values = ["fastattn, ms", *(f"times as fast as {peer}" for peer in peers)]
+    return Table(["cell"], values, lines)
+
+
+def versions_of_peers(found: dict[str, Result]) -> str:
+    told = {
+        f"{package} {version}": None
+        for result in found.values()
         for name, provider in result.providers.items()
         if "@" not in name
         for package, version in provider.get("versions", {}).items()
         if package != "fastattn"
-    )
-    parts = [markdown_table(header, lines), f"{versions}. {display.conditions(result)}"]
-    return "\n\n".join(parts)
+    }
+    return "; ".join(told)
+
+
+def block_of(name: str, found: dict[str, Result]) -> str:
+    """The table of docs/performance.md of this name, and its conditions."""
+    tables = {processor: TABLES[name](result) for processor, result in found.items()}
+    versions = f"{versions_of_peers(found)}. " if name == PEERS else ""
+    return f"{side_by_side(tables)}\n\n{versions}{all_conditions(found)}"
 
 
 def _turned_over(row: Row) -> str:
@@ -217,19 +274,48 @@ def _turned_over(row: Row) -> str:
     return f"{1 / row['speedup']:.2f}× [{low:.2f}, {high:.2f}]"
 
 
-def results_page(found: dict[str, Result]) -> str:
+def results_page(found: dict[str, dict[str, Result]]) -> str:
     parts = ["# Results", "Written by `python benchmarks/render.py` from the JSON files here."]
-    for name, result in found.items():
-        rows = summary.summarise(result)
-        env = result.environment
-        parts += [
-            f"## {name}.json",
-            f"{env['utc']}, commit {env['commit']}, Python {env['python']}, {env['system']}.",
-            display.conditions(result),
-            " ".join(display.closing(result, rows)),
-            full_table(rows),
-        ]
+    for processor, of_processor in found.items():
+        parts.append(f"## {processor}")
+        for name, result in of_processor.items():
+            rows = summary.summarise(result)
+            env = result.environment
+            parts += [
+                f"### {processor}/{name}.json",
+                f"{env['utc']}, commit {env['commit']}, Python {env['python']}, {env['system']}.",
+                display.conditions(result),
+                " ".join(display.closing(result, rows)),
+                full_table(rows),
+            ]
     return "\n\n".join(parts) + "\n"
+
+
+def lies_elsewhere(processor: str, result: Result) -> str:
+    """Where a result belongs that was not measured on the processor of its folder; else nothing."""
+    slug = processor_slug(result.environment)
+    if slug == processor:
+        return ""
+    # Older records do not tell the generation, which stands before the instruction set.
+    if "cpu_family" not in result.environment and "gpu" not in result.environment:
+        name, _, feature = slug.rpartition("-")
+        if processor.startswith(f"{name}-") and processor.endswith(f"-{feature}"):
+            return ""
+    return slug
+
+
+def load_all() -> dict[str, dict[str, Result]]:
+    """Every result of `fastattn bench`, by processor and by name; raises ValueError for one that
+    lies in the folder of another processor."""
+    found: dict[str, dict[str, Result]] = {}
+    for path in sorted(RESULTS.glob("*/*.json")):
+        if json.loads(path.read_text()).get("format") != results.FORMAT:
+            continue  # of another program, such as gpu.py
+        result, processor = results.load(path), path.parent.name
+        if elsewhere := lies_elsewhere(processor, result):
+            raise ValueError(f"{path.relative_to(RESULTS)} was measured on {elsewhere}")
+        found.setdefault(processor, {})[path.stem] = result
+    return found
 
 
 def replaced(text: str, block: str, begin: str = BEGIN, end: str = END) -> str:
@@ -241,34 +327,38 @@ def replaced(text: str, block: str, begin: str = BEGIN, end: str = END) -> str:
     return f"{before}{begin}\n{block}\n{end}{after}"
 
 
+TABLES = {FIGURES: figures_table, FAMILY: family_table, PEERS: peers_table}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--check", action="store_true", help="write nothing, compare")
     check = parser.parse_args().check
 
-    found = {path.stem: results.load(path) for path in sorted(RESULTS.glob("*.json"))}
-    if MAIN not in found:
-        print(f"benchmarks/results/{MAIN}.json is missing: see benchmarks/README.md")
+    found = load_all()
+
+    def named(name: str) -> dict[str, Result]:
+        return {processor: of[name] for processor, of in found.items() if name in of}
+
+    main_results = named(MAIN)
+    if not main_results:
+        print(f"benchmarks/results/*/{MAIN}.json is missing: see benchmarks/README.md")
         return 1
-    rows = summary.summarise(found[MAIN])
-    if reasons := why_not(found[MAIN], rows):
-        print(f"{MAIN}.json is no evidence, measure again: {'; '.join(reasons)}")
-        return 1
+    for processor, result in main_results.items():
+        if reasons := why_not(result, summary.summarise(result)):
+            why = "; ".join(reasons)
+            print(f"{processor}/{MAIN}.json is no evidence, measure again: {why}")
+            return 1
     readme = ROOT / "README.md"
-    block = readme_block(found[MAIN], rows)
     texts = {
-        readme: replaced(readme.read_text(), block),
+        readme: replaced(readme.read_text(), readme_block(main_results)),
         RESULTS / "README.md": results_page(found),
     }
     page = ROOT / "docs" / "performance.md"
     text = page.read_text()
-    for name, block_of in (
-        (FIGURES, figures_block),
-        (FAMILY, family_block),
-        (PEERS, peers_block),
-    ):
-        if name in found:
-            block = block_of(found[name], summary.summarise(found[name]))
+    for name in TABLES:
+        if of_name := named(name):
+            block = block_of(name, of_name)
             text = replaced(text, block, f"<!-- {name}: begin -->", f"<!-- {name}: end -->")
     texts[page] = text
     if check:
@@ -281,7 +371,7 @@ def main() -> int:
     from fastattn.bench import plots
 
     for theme in plots.THEMES:
-        plots.draw(found[MAIN], IMAGES / f"{MAIN}-{theme}.png", theme)
+        plots.draw(next(iter(main_results.values())), IMAGES / f"{MAIN}-{theme}.png", theme)
     print(f"Written: README.md, benchmarks/results/README.md and the pictures in {IMAGES.name}/")
     return 0
 

@@ -26,12 +26,13 @@ from fastattn.bench.cells import (
     padding_lengths,
     visible_pairs,
 )
+from fastattn.bench.environment import processor_slug
 from fastattn.bench.oracle import Oracle
 from fastattn.bench.peaks import kind_of
 from fastattn.bench.presets import PRESETS, preset_cells
 from fastattn.bench.providers import PROVIDERS, load
 from fastattn.bench.providers.passes import leave
-from fastattn.bench.results import CellResult, Outcome, Peak, Result, Round
+from fastattn.bench.results import CellResult, Outcome, Peak, Result, Round, save_json
 from fastattn.bench.shapes import parse_shapes, shape_text
 
 
@@ -635,7 +636,7 @@ def test_the_readme_is_rendered_from_raw_results() -> None:
     cell.outcomes = {p: Outcome(max_error=1e-7, largest=2.0) for p in ("torch", "fastattn")}
     render = load_render()
     rows = summary.summarise(result)
-    block = render.readme_block(result, rows)
+    block = render.readme_block({"a-processor": result})
     assert "in fp32 **2.0 to 2.0 times** as fast" in block
     assert "| A model | 2.00× | – | – | – |" in block
     text = f"above\n{render.BEGIN}\nold\n{render.END}\nbelow"
@@ -647,7 +648,9 @@ def test_the_readme_is_rendered_from_raw_results() -> None:
     with pytest.raises(ValueError, match="README"):
         render.replaced("no markers", block)
     result.environment |= {"utc": "now", "commit": "abc", "python": "3", "system": "Linux"}
-    assert "2.00×" in render.results_page({"dropin": result})
+    page = render.results_page({"a-processor": {"dropin": result}})
+    assert "### a-processor/dropin.json" in page
+    assert "2.00×" in page
     assert render.why_not(result, rows) == []
 
 
@@ -657,16 +660,107 @@ def test_the_table_of_peers_takes_the_best_mode_of_each() -> None:
     result.settings["baseline"] = "fastattn"
     result.cells[0].outcomes = {name: Outcome() for name in times}
     result.providers = {"onnx": {"status": "ok", "versions": {"onnx": "9"}}}
-    block = load_render().peers_block(result, summary.summarise(result))
+    block = load_render().block_of("peers", {"a-processor": result})
     assert "| 2 | 1.50× [1.50, 1.50] |" in block
     assert "onnx 9. a processor" in block
+
+
+def test_a_table_has_a_column_for_each_processor() -> None:
+    render = load_render()
+    found = {}
+    for processor, ms in (("amd", 2.0), ("intel", 8.0)):
+        result = a_result([Round((1e3, 1e3), {"torch": 4.0, "fastattn": ms}) for _ in range(5)])
+        result.environment["cpu"] = processor
+        cell = result.cells[0]
+        cell.cell = cell_of("mha", "B=2,L=6,E=16,H=2", label="A model")
+        cell.outcomes = {p: Outcome(max_error=1e-7, largest=2.0) for p in ("torch", "fastattn")}
+        found[processor] = result
+    other = dataclasses.replace(found["intel"].cells[0])
+    other.cell = cell_of("mha", "B=4,L=6,E=16,H=2", label="Another")
+    found["intel"].cells.append(other)  # which nobody has measured on the first
+    block = render.readme_block(found)
+    for line in (
+        "Measured on amd, 1 thread",
+        "Measured on intel, 1 thread",
+        "| times as fast as torch | fp32 forward<br>amd | fp32 forward<br>intel | fp32 forward + ",
+        "| A model | 2.00× | 0.50× | – | – |",
+        "| Another | – | 0.50× | – | – |",
+        "amd: amd, 1 thread",
+        "intel: intel, 1 thread",
+    ):
+        assert line in block
+
+
+def test_a_result_lies_in_the_folder_of_its_processor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    render = load_render()
+    monkeypatch.setattr(render, "RESULTS", tmp_path)
+    result = a_result([Round((1e3, 1e3), {"torch": 4.0, "ours": 2.0})])
+    result.environment |= {
+        "cpu": "AMD EPYC",
+        "cpu_flags": ["avx2", "avx512f", "avx512_bf16"],
+        "cpu_vendor": "AuthenticAMD",
+        "cpu_family": 25,
+        "cpu_model": 17,
+    }
+    here = tmp_path / "amd-epyc-zen4-avx512_bf16"
+    save_json(result, [], here / "dropin.json")
+    (here / "other.json").write_text('{"of": "another program"}')
+    assert list(render.load_all()) == [here.name]
+    assert list(render.load_all()[here.name]) == ["dropin"]
+    save_json(result, [], tmp_path / "amd-epyc-zen5-avx512_bf16" / "dropin.json")
+    with pytest.raises(ValueError, match=r"zen5.*was measured on amd-epyc-zen4-avx512_bf16"):
+        render.load_all()
+    # Older records tell no generation.
+    for key in ("cpu_vendor", "cpu_family", "cpu_model"):
+        del result.environment[key]
+    save_json(result, [], tmp_path / "amd-epyc-zen5-avx512_bf16" / "dropin.json")
+    assert len(render.load_all()) == 2
+    save_json(result, [], tmp_path / "amd-epyc-zen5-avx2" / "dropin.json")
+    with pytest.raises(ValueError, match=r"zen5-avx2.*was measured on amd-epyc-avx512_bf16"):
+        render.load_all()
+
+
+XEON = {"cpu_vendor": "GenuineIntel", "cpu_family": 6, "cpu_model": 143}
+XEON_FLAGS = ["avx2", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16"]
+
+
+@pytest.mark.parametrize(
+    ("environment", "slug"),
+    [
+        (
+            {"cpu": "Intel(R) Xeon(R) Platinum 8481C CPU @ 2.70GHz", "cpu_flags": XEON_FLAGS}
+            | XEON,
+            "intel-xeon-platinum-8481c-sapphire-rapids-amx_bf16",
+        ),
+        (
+            {"cpu": "Intel(R) Xeon(R) Processor @ 2.10GHz", "cpu_flags": XEON_FLAGS} | XEON,
+            "intel-xeon-sapphire-rapids-amx_bf16",
+        ),
+        (
+            {"cpu": "Intel(R) Xeon(R) Processor", "cpu_flags": ["avx2"]}
+            | {**XEON, "cpu_model": 200},
+            "intel-xeon-family6-model200-avx2",
+        ),
+        (
+            {"cpu": "AMD Ryzen 9 7950X 16-Core Processor", "cpu_flags": ["avx512_bf16"]}
+            | {"cpu_vendor": "AuthenticAMD", "cpu_family": 25, "cpu_model": 97},
+            "amd-ryzen-9-7950x-zen4-avx512_bf16",
+        ),
+        ({"cpu": "aarch64", "cpu_flags": ["asimd", "bf16", "sve"]}, "aarch64-sve"),
+        ({"cpu": "AMD EPYC", "cpu_flags": ["avx2"], "gpu": "NVIDIA H200"}, "nvidia-h200"),
+    ],
+)
+def test_the_folder_of_a_processor(environment: dict[str, object], slug: str) -> None:
+    assert processor_slug(environment) == slug
 
 
 def test_the_committed_texts_are_those_of_the_committed_results(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     render = load_render()
-    if not (render.RESULTS / f"{render.MAIN}.json").exists():
+    if not list(render.RESULTS.glob(f"*/{render.MAIN}.json")):
         assert "No measurement is committed yet" in (render.ROOT / "README.md").read_text()
         return
     monkeypatch.setattr("sys.argv", ["render.py", "--check"])

@@ -295,6 +295,17 @@ def test_a_run_is_gone_on_with(
     assert again.cells[0].rounds != both.cells[0].rounds
 
 
+def test_the_folder_of_this_processor_stands_in_a_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench("env") == cli.OK
+    here = json.loads(capsys.readouterr().out)["processor"]
+    path = tmp_path / "{processor}" / "dropin.json"
+    assert bench(*TINY_RUN, "--shapes", "H=1,L=4", "--json", str(path)) == cli.OK
+    assert [p.name for p in tmp_path.iterdir()] == [here]
+    assert (tmp_path / here / "dropin.json").exists()
+
+
 @pytest.mark.slow
 def test_whatever_ends_a_run_the_next_one_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -159,7 +159,9 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--timeout", type=float, default=60.0, metavar="S", help="a provider silent so long hangs"
     )
-    out = parser.add_argument_group("what is written")
+    out = parser.add_argument_group(
+        "what is written", "{processor} in a name stands for this machine: see `bench env`"
+    )
     out.add_argument(
         "--out", type=Path, metavar="DIR", help="results.json, .jsonl, .csv, .md and .png"
     )

@@ -145,8 +145,13 @@ def record(args: argparse.Namespace) -> int:
 
 
 def env(args: argparse.Namespace) -> int:
-    """Prints the environment that goes into every result file, as JSON."""
-    from fastattn.bench.environment import describe_environment
+    """Prints the environment that goes into every result file, as JSON.
 
-    print(json.dumps(describe_environment(), indent=1))
+    `processor` is the folder of its results, which {processor} stands for in the names of files.
+    """
+    from fastattn.bench.environment import describe_environment, processor_slug
+
+    environment = describe_environment()
+    told = {"processor": processor_slug(environment), **environment}
+    print(json.dumps(told, indent=1))
     return OK

@@ -195,7 +195,7 @@ def conditions(result: Result) -> str:
     env, settings = result.environment, result.settings
     peaks = []
     for kind, unit, words in (
-        ("fma_f32", "GFLOP/s", "fp32"),
+        ("fma_f32", "GFLOP/s", "fp32 FMA"),
         ("dot_bf16", "GFLOP/s", "bf16"),
         ("dot_f16", "GFLOP/s", "fp16"),
         ("read_bandwidth", "GB/s", "reading memory"),
@@ -203,13 +203,13 @@ def conditions(result: Result) -> str:
     ):
         if kind in result.peaks:
             peak = result.peaks[kind]
-            if unit := UNIT_NAMES.get(peak.unit or kind):
-                words += f" by {unit}"
+            if kind.startswith("dot_") and (which := UNIT_NAMES.get(peak.unit or kind)):
+                words += f" {which}"
             note = "" if peak.method == "measured" else f", {peak.method}"
             peaks.append(f"{words} {peak.rate:.0f} {unit}{note}")
     threads = settings["threads"]
     return (
-        f"{env['cpu']}, {threads} thread{'s' if threads != 1 else ''}, "
+        f"{env.get('gpu') or env['cpu']}, {threads} thread{'s' if threads != 1 else ''}, "
         f"fastattn {env['fastattn']} ({env['isa'] or 'native core not built'}), "
         f"torch {env['torch']}. Medians of interleaved rounds, {settings.get('cache', 'warm')} "
         f"caches; × is the median ratio to {settings['baseline']} within a round. Best rates of "

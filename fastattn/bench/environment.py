@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import platform
+import re
 import subprocess
+from collections.abc import Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -21,8 +23,58 @@ _TELLING_FLAGS = (
 )
 
 
-def describe_environment() -> dict[str, Any]:
-    cpu, flags = _processor()
+# Vendor, family and models, of a design: what decides speed where a hypervisor hides the name.
+_GENERATIONS = (
+    ("AuthenticAMD", 23, (range(0x30),), "zen"),
+    ("AuthenticAMD", 23, (range(0x30, 0x100),), "zen2"),
+    ("AuthenticAMD", 25, (range(0x10), range(0x20, 0x60)), "zen3"),
+    ("AuthenticAMD", 25, (range(0x10, 0x20), range(0x60, 0x80), range(0xA0, 0xB0)), "zen4"),
+    ("AuthenticAMD", 26, (range(0x100),), "zen5"),
+    ("GenuineIntel", 6, ((0x55,),), "skylake"),
+    ("GenuineIntel", 6, ((0x6A, 0x6C),), "ice-lake"),
+    ("GenuineIntel", 6, ((0x8F,),), "sapphire-rapids"),
+    ("GenuineIntel", 6, ((0xCF,),), "emerald-rapids"),
+    ("GenuineIntel", 6, ((0xAD, 0xAE),), "granite-rapids"),
+)
+# The strongest of these that a processor has is part of its name.
+_NAMED_FLAGS = ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "sve", "asimd")
+# What a processor's name says besides who it is.
+_NOISE = re.compile(
+    r"\((r|tm)\)|@.*|\b(cpu|processor|w(ith|/) .*graphics)\b|\b[\w]+-core\b", re.IGNORECASE
+)
+
+
+def processor_slug(environment: Mapping[str, Any]) -> str:
+    """The folder in benchmarks/results of what a result was measured on: the GPU, or the processor
+    by its name, its generation and the strongest of its instruction sets, such as
+    `amd-epyc-zen4-avx512_bf16`. Records older than `cpu_family` have no generation.
+    """
+    if gpu := environment.get("gpu"):
+        return _slug(gpu)
+    flags = environment["cpu_flags"]
+    feature = next((flag for flag in _NAMED_FLAGS if flag in flags), "")
+    parts = (_slug(_NOISE.sub(" ", environment["cpu"])), _generation(environment), feature)
+    return "-".join(part for part in parts if part)
+
+
+def _generation(environment: Mapping[str, Any]) -> str:
+    vendor, family, model = (
+        environment.get(key) for key in ("cpu_vendor", "cpu_family", "cpu_model")
+    )
+    if family is None:
+        return ""
+    for its_vendor, its_family, models, name in _GENERATIONS:
+        if (vendor, family) == (its_vendor, its_family) and any(model in few for few in models):
+            return name
+    return f"family{family}-model{model}"
+
+
+def _slug(name: str) -> str:
+    return re.sub("[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def describe_environment(device: str = "cpu") -> dict[str, Any]:
+    gpu = {} if device == "cpu" else {"gpu": torch.cuda.get_device_name()}
     return {
         "utc": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "fastattn": __version__,
@@ -31,24 +83,35 @@ def describe_environment() -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
-        "cpu": cpu,
-        "cpu_flags": [flag for flag in _TELLING_FLAGS if flag in flags],
+        **_processor(),
+        **gpu,
         "last_cache": last_level_bytes(),
         "cores": torch.get_num_threads(),
     }
 
 
-def _processor() -> tuple[str, set[str]]:
+def _processor() -> dict[str, Any]:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        return platform.processor() or platform.machine(), set()
+        return {"cpu": platform.processor() or platform.machine(), "cpu_flags": []}
     fields: dict[str, str] = {}
     for line in lines:  # the first processor's
         key, _, value = line.partition(":")
         fields.setdefault(key.strip(), value.strip())
-    flags = fields.get("flags", fields.get("Features", ""))
-    return fields.get("model name", platform.machine()), set(flags.split())
+    flags = fields.get("flags", fields.get("Features", "")).split()
+    design = {}
+    if "cpu family" in fields:
+        design = {
+            "cpu_vendor": fields["vendor_id"],
+            "cpu_family": int(fields["cpu family"]),
+            "cpu_model": int(fields["model"]),
+        }
+    return {
+        "cpu": fields.get("model name", platform.machine()),
+        **design,
+        "cpu_flags": [flag for flag in _TELLING_FLAGS if flag in flags],
+    }
 
 
 def _isa() -> str | None:

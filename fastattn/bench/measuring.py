@@ -12,11 +12,13 @@ from pathlib import Path
 import torch
 
 from fastattn.bench import display, results, runner, summary
+from fastattn.bench.environment import describe_environment, processor_slug
 from fastattn.bench.exits import FAULTS, INTERRUPTED, OK, UNWRITTEN
 from fastattn.bench.pool import usable_cpus
 from fastattn.bench.providers import check_name
 from fastattn.bench.results import Result
 
+PROCESSOR = "{processor}"
 PICTURES = (".png", ".svg", ".pdf")
 
 
@@ -31,12 +33,15 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("--device cuda: PyTorch finds no GPU here")
     cli.check_names("--metric", args.metric, tuple(display.METRICS))
     _check_settings(args)
-    out: Path | None = args.out
+    out = _placed(args.out, args.device)
     files = {
-        "json": args.json or (out / "results.json" if out else None),
-        "csv": args.csv or (out / "results.csv" if out else None),
-        "markdown": args.markdown or (out / "results.md" if out else None),
-        "plot": args.plot or (out / "results.png" if out else None),
+        name: _placed(given, args.device) or (out / f"results.{suffix}" if out else None)
+        for name, given, suffix in (
+            ("json", args.json, "json"),
+            ("csv", args.csv, "csv"),
+            ("markdown", args.markdown, "md"),
+            ("plot", args.plot, "png"),
+        )
     }
     if args.plot:
         check_picture(args.plot)
@@ -83,6 +88,13 @@ def run(args: argparse.Namespace) -> int:
     for failure in failures:
         print(f"Not written: {failure.filename}: {failure.strerror}", file=sys.stderr)
     return UNWRITTEN if failures else exit_code(result.ended, rows)
+
+
+def _placed(path: Path | None, device: str) -> Path | None:
+    """`path` with the name of this machine's folder in place of {processor}."""
+    if path is None or PROCESSOR not in str(path):
+        return path
+    return Path(str(path).replace(PROCESSOR, processor_slug(describe_environment(device))))
 
 
 def _try(write: Callable[[Path], bool | None], path: Path) -> OSError | bool:

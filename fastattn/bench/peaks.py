@@ -27,13 +27,13 @@ _UNITS = {
 # What a processor must have for a unit. One that has it, with a core that was built without the
 # loop that measures it, is faster than what can be measured.
 _FEATURES = {"tile_bf16": "amx_bf16", "tile_f16": "amx_fp16", "fma_f16": "avx512_fp16"}
+# In words, after the dtype that they compute.
 UNIT_NAMES = {
     "tile_bf16": "AMX tiles",
     "tile_f16": "AMX tiles",
-    "fma_f16": "fp16 FMA",
+    "fma_f16": "FMA",
     "dot_bf16": "dot products",
-    "fma_f32": "fp32 FMA",
-    "fma_f64": "fp64 FMA",
+    "fma_f32": "as fp32 FMA",
 }
 _CHOOSING_SECONDS = 0.02
 _MM_DTYPES = {"fma_f64": torch.float64, "dot_bf16": torch.bfloat16, "dot_f16": torch.float16}

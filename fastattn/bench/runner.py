@@ -81,7 +81,11 @@ class Runner:
         self.oracle: Oracle | None = None
         self.sample_seconds: dict[str, float] = {}  # of each provider, the last one
         pinned = f"{len(self.cpus)} processors" if self.cpus else "nothing"
-        environment = describe_environment() | {"threads": settings.threads, "pinned_to": pinned}
+        device = settings.cells[0].device if settings.cells else "cpu"
+        environment = describe_environment(device) | {
+            "threads": settings.threads,
+            "pinned_to": pinned,
+        }
         self.result = Result(environment, settings.to_json(), {})
         before = earlier(self.result)
         self.earlier: dict[str, CellResult] = {}
