@@ -21,6 +21,7 @@ from torch import Tensor
 
 import fastattn
 from fastattn.bench.memory import peak_extra_bytes
+from fastattn.spelling import one_dtype
 from fastattn.testing import assert_within_bound
 
 # B, Tq, Tk, A, Dv: translation as in the paper's decoder (all steps at once, and one step), and the
@@ -107,7 +108,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float64"])
+    parser.add_argument(
+        "--dtype", default="float32", type=one_dtype(["float32", "bfloat16", "float64"])
+    )
     parser.add_argument("--size", choices=[*SIZES, *STEPS], help="only this one")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fastattn.backends import cpu
 from fastattn.nn._linear import linear
+from fastattn.spelling import one_dtype
 
 ROWS = (16, 64, 256, 1024, 4096, 8192)
 WIDTHS = ((256, 768), (512, 1536), (768, 2304), (768, 768), (1024, 1024))  # K, N
@@ -84,7 +85,9 @@ def race(candidates: Candidates, seconds: float) -> tuple[float, dict[str, float
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
+    parser.add_argument(
+        "--dtype", default="float32", type=one_dtype(["float32", "bfloat16", "float16"])
+    )
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--seconds", type=float, default=1.0, help="for each product")
     options = parser.parse_args()

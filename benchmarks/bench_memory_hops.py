@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from fastattn import _cpu, memory_hop_attention
+from fastattn.spelling import one_dtype
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,9 @@ def measure(row: Row, dtype: torch.dtype, backward: bool, seconds: float, thread
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
+    parser.add_argument(
+        "--dtype", default="float32", type=one_dtype(["float32", "bfloat16", "float16"])
+    )
     parser.add_argument("--rows", type=int, nargs="*", default=range(3), help="which of the rows")
     parser.add_argument("--forward", action="store_true", help="without gradients")
     parser.add_argument("--seconds", type=float, default=3.0, help="for each row")

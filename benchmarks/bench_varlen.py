@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 import fastattn
+from fastattn.spelling import one_dtype
 
 # Lengths, heads, key heads, width.
 SIZES: dict[str, tuple[list[int], int, int, int]] = {
@@ -111,7 +112,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--dtype", default="float32")
+    parser.add_argument(
+        "--dtype", default="float32", type=one_dtype(["float32", "bfloat16", "float16"])
+    )
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     dtype = getattr(torch, options.dtype)

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from fastattn import spelling
+
 __all__ = ["add_arguments", "fastest", "run"]
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -26,13 +28,18 @@ _Call = Callable[[], Any]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--op", action="append", choices=sorted(_CALLS), help="this operator only; may be repeated"
+        "--op",
+        action="extend",
+        type=spelling.list_type(spelling.operators, sorted(_CALLS)),
+        metavar="LIST",
+        help="these operators only; may be repeated",
     )
     parser.add_argument(
         "--dtype",
-        action="append",
-        choices=sorted(_DTYPES),
-        help="this dtype only; may be repeated (bfloat16 and float16 share their entries)",
+        action="extend",
+        type=spelling.list_type(spelling.dtypes, sorted(_DTYPES)),
+        metavar="LIST",
+        help="these dtypes only; may be repeated (bfloat16 and float16 share their entries)",
     )
     parser.add_argument(
         "--width",

@@ -19,6 +19,7 @@ from xml.etree import ElementTree
 
 import torch
 
+from fastattn import spelling
 from fastattn.testing import CASES, Case, Target, Verdict, check, targets
 from fastattn.testing.additive import ADDITIVE_CASES, AdditiveCase, check_additive
 from fastattn.testing.decode import DECODE_CASES, DecodeCase, check_decode
@@ -66,7 +67,7 @@ PROOFS: dict[str, tuple[tuple[_AnyCase, ...], Callable[[Any, torch.dtype, Target
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the command."""
-    parser.add_argument("--op", choices=list(PROOFS), help="only this operator")
+    spelling.add_list(parser, "--op", f"only these operators: {', '.join(PROOFS)}")
     parser.add_argument(
         "--backend", help="cpu or reference; default: every native one that is built"
     )
@@ -75,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="current",
         help="an instruction set of the backend, `all` of them, or the one in use (default)",
     )
-    parser.add_argument("--dtype", choices=list(_DTYPES), help="only this dtype")
+    spelling.add_list(parser, "--dtype", f"only these dtypes: {', '.join(_DTYPES)}")
     parser.add_argument("--case", metavar="TEXT", help="only cases with TEXT in their name")
     parser.add_argument(
         "--draws",
@@ -108,8 +109,9 @@ class _Result:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; 0 if everything was right, 1 if anything was not."""
+    dtypes = spelling.dtypes(args.dtype, _DTYPES) or list(_DTYPES)
+    operators = spelling.operators(args.op, PROOFS) or list(PROOFS)
     chosen = _targets(args.backend, args.isa)
-    dtypes = [args.dtype] if args.dtype else list(_DTYPES)
     if "float64" in dtypes and importlib.util.find_spec("numpy") is None:
         print(
             "float64 is left out: its judge, in extended precision, needs NumPy (pip install numpy)"
@@ -117,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
         dtypes.remove("float64")
     work = [
         (op, case, dtype)
-        for op in ([args.op] if args.op else PROOFS)
+        for op in operators
         for case in _cases(op, args)
         for dtype in dtypes
         if _DTYPES[dtype] in case.dtypes

@@ -9,12 +9,14 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from fastattn import spelling
 from fastattn.bench import commands, compare, display, measuring, ops
 from fastattn.bench.cells import DEVICES, DTYPES, MASKS, PASSES, WEIGHTS, Cell
 from fastattn.bench.exits import FAULTS, INTERRUPTED, OK, UNWRITTEN, USAGE
 from fastattn.bench.presets import PRESETS, Template, preset_cells, template_cells
 from fastattn.bench.providers import DEFAULT, PROVIDERS
 from fastattn.bench.shapes import Line, parse_line, read_lines
+from fastattn.spelling import names
 
 __all__ = ["FAULTS", "INTERRUPTED", "OK", "UNWRITTEN", "USAGE", "add_arguments", "add_what", "run"]
 
@@ -93,13 +95,6 @@ def _split(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
-def _names(text: str) -> list[str]:
-    """The type of a LIST; none at all is a mistake, as of a variable that is not set."""
-    if not (names := _split(text)):
-        raise argparse.ArgumentTypeError(f"{text!r} names nothing")
-    return names
-
-
 def add_what(parser: argparse.ArgumentParser) -> None:
     """The arguments that say which cells are meant."""
     what = parser.add_argument_group("what is measured")
@@ -108,12 +103,8 @@ def add_what(parser: argparse.ArgumentParser) -> None:
         metavar="LIST",
         help=f"shapes of real models: {', '.join(PRESETS)}, all (default: quick)",
     )
-    what.add_argument(
-        "--op",
-        type=_names,
-        default=[],
-        metavar="LIST",
-        help=f"only these operators (with --shapes: sdpa): {', '.join(ops.OPS)}",
+    spelling.add_list(
+        what, "--op", f"only these operators (with --shapes: sdpa): {', '.join(ops.OPS)}"
     )
     what.add_argument(
         "--shapes",
@@ -122,9 +113,9 @@ def add_what(parser: argparse.ArgumentParser) -> None:
         help='e.g. "B=1,H=8,Lq=128:8192:x2,Lk=Lq,D=64", "mha B=8,L=512,E=768,H=12 mask=padding", '
         "or @FILE with such lines; repeatable",
     )
-    what.add_argument("--dtype", type=_names, default=[], metavar="LIST", help="fp32,bf16,fp16")
+    spelling.add_list(what, "--dtype", "fp32,bf16,fp16, or float32,bfloat16,float16")
     what.add_argument(
-        "--pass", dest="passes", type=_names, default=[], metavar="LIST", help="fwd,bwd,fwd+bwd"
+        "--pass", dest="passes", type=names, default=[], metavar="LIST", help="fwd,bwd,fwd+bwd"
     )
     what.add_argument("--mask", choices=MASKS, help="the mask of every cell")
     what.add_argument("--weights", choices=WEIGHTS, help="the attention weights that are returned")
@@ -135,7 +126,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     who = parser.add_argument_group("who is measured")
     who.add_argument(
         "--providers",
-        type=_names,
+        type=names,
         default=list(DEFAULT),
         metavar="LIST",
         help=f"{', '.join(PROVIDERS)}, variants as fastattn@avx2, or a module of yours "
@@ -172,7 +163,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     out.add_argument("--resume", action="store_true", help="go on with the run that is in --out")
     out.add_argument(
         "--metric",
-        type=_names,
+        type=names,
         default=list(display.DEFAULT_METRICS),
         metavar="LIST",
         help=f"the columns of the table: {', '.join(display.METRICS)}",
@@ -192,7 +183,7 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
         metavar="P%",
         help="exit with 1 if the whole interval of a row is worse by more than this",
     )
-    parser.add_argument("--providers", type=_names, metavar="LIST", help="only these")
+    parser.add_argument("--providers", type=names, metavar="LIST", help="only these")
 
 
 def _add_plot(parser: argparse.ArgumentParser) -> None:
@@ -244,7 +235,7 @@ def _share(text: str) -> float:
 
 def cells_of(args: argparse.Namespace, dtypes: Sequence[str] = DTYPES) -> list[Cell]:
     """The cells that the arguments ask for. Raises ValueError naming the argument that is wrong."""
-    check_names("--dtype", args.dtype, dtypes)
+    args.dtype = spelling.dtypes(args.dtype, dtypes)
     check_names("--pass", args.passes, PASSES)
     wanted = [ops.resolve(name) for name in args.op]
     if args.shapes and args.preset:
@@ -278,7 +269,7 @@ def _lines(text: str) -> list[Line]:
 def _line_cells(line: Line, args: argparse.Namespace, wanted: list[str]) -> list[Cell]:
     """The cells of one line; an operator that --op does not want has none."""
     given = {flag: _split(line.options.get(flag, "")) for flag in ("dtype", "pass")}
-    check_names("dtype=", given["dtype"], DTYPES)
+    given["dtype"] = spelling.dtypes(given["dtype"], DTYPES, "dtype=")
     check_names("pass=", given["pass"], PASSES)
     passes = args.passes or given["pass"] or ["fwd"]
     named = [ops.resolve(line.op)] if line.op else wanted or ["sdpa"]

@@ -20,7 +20,7 @@ OPS = (
     *("sinusoidal", "sinusoidal_table", "positional", "learned"),
 )
 
-__all__ = ["OPS", "Operator", "get", "resolve"]
+__all__ = ["OPS", "Operator", "get", "names_of", "resolve"]
 
 
 @functools.cache
@@ -41,7 +41,13 @@ def get(name: str) -> Operator:
 def resolve(name: str) -> str:
     """The name in OPS of an operator that may be given by its name in the library."""
     for op in OPS:
-        if name in (op, get(op).FUNCTION, get(op).FUNCTION.removeprefix("nn.")):
+        if name in names_of(op):
             return op
     get(name)
     return name
+
+
+def names_of(op: str) -> tuple[str, ...]:
+    """The name in OPS, the one in the library, and that without its module."""
+    function = get(op).FUNCTION
+    return op, function, function.removeprefix("nn.")

@@ -1,0 +1,107 @@
+"""How dtypes and operators may be spelled in any command: `fp32` and `float32`, `sdpa` and
+`scaled_dot_product_attention`. A list is separated by commas, and its flag may be given again.
+
+A command has names of its own for both; what is given becomes the one of those that means the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Callable, Collection, Iterable
+
+from fastattn.bench import ops
+
+__all__ = ["add_list", "dtypes", "list_type", "names", "one_dtype", "operators"]
+
+# One line, one dtype.
+_DTYPES = (
+    ("fp64", "float64", "double"),
+    ("fp32", "float32", "float", "single"),
+    ("bf16", "bfloat16"),
+    ("fp16", "float16", "half"),
+)
+
+
+def names(text: str) -> list[str]:
+    """The type of a LIST; none at all is a mistake, as of a variable that is not set."""
+    found = [name.strip() for name in text.split(",") if name.strip()]
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r} names nothing")
+    return found
+
+
+def add_list(parser: argparse._ActionsContainer, flag: str, words: str) -> None:
+    """Adds a flag whose value is a list of names, [] where it is not given."""
+    parser.add_argument(
+        flag, type=names, action="extend", default=[], metavar="LIST", help=words + "; repeatable"
+    )
+
+
+def list_type(
+    resolve: Callable[[Iterable[str], Collection[str], str], list[str]], allowed: Collection[str]
+) -> Callable[[str], list[str]]:
+    """The type of a LIST of `dtypes` or `operators`, for a parser that refuses others by itself."""
+
+    def parse(text: str) -> list[str]:
+        try:
+            return resolve(names(text), allowed, "")
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error).strip()) from error
+
+    return parse
+
+
+def one_dtype(allowed: Collection[str]) -> Callable[[str], str]:
+    """The type of an argument that takes one dtype, in the spelling of `allowed`."""
+    parse = list_type(dtypes, allowed)
+
+    def parse_one(text: str) -> str:
+        found = parse(text)
+        if len(found) > 1:
+            raise argparse.ArgumentTypeError(f"{text!r}: one of them, not a list")
+        return found[0]
+
+    return parse_one
+
+
+def dtypes(given: Iterable[str], allowed: Collection[str], flag: str = "--dtype") -> list[str]:
+    """The dtypes in the spelling of `allowed`, each once. Raises ValueError for any other."""
+    return _spelled(given, allowed, flag, _dtypes_like)
+
+
+def operators(given: Iterable[str], allowed: Collection[str], flag: str = "--op") -> list[str]:
+    """The operators in the spelling of `allowed`, each once. Raises ValueError for any other."""
+    return _spelled(given, allowed, flag, _operators_like)
+
+
+def _spelled(
+    given: Iterable[str],
+    allowed: Collection[str],
+    flag: str,
+    like: Callable[[str], tuple[str, ...]],
+) -> list[str]:
+    found: dict[str, None] = {}
+    for name in given:
+        same = [other for other in (name, *like(name)) if other in allowed]
+        if not same:
+            told = (f"{n} ({o})" if (o := _other(n, like)) else n for n in allowed)
+            raise ValueError(f"{flag} {name!r}: allowed are {', '.join(told)}")
+        found[same[0]] = None
+    return list(found)
+
+
+def _other(name: str, like: Callable[[str], tuple[str, ...]]) -> str:
+    """The first other spelling of a name."""
+    return next((other for other in like(name) if other != name), "")
+
+
+def _dtypes_like(name: str) -> tuple[str, ...]:
+    plain = name.lower().removeprefix("torch.")
+    return next((line for line in _DTYPES if plain in line), ())
+
+
+@functools.cache
+def _operators_like(name: str) -> tuple[str, ...]:
+    plain = name.removeprefix("fastattn.")
+    return next((alike for op in ops.OPS if plain in (alike := ops.names_of(op))), ())

@@ -1,0 +1,138 @@
+"""One spelling of dtypes and operators: every command takes every name of theirs, and lists."""
+
+from __future__ import annotations
+
+import argparse
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fastattn import cli, spelling, tune, verify
+from fastattn.bench import cli as bench_cli
+from fastattn.bench import ops
+
+SHORT = ("fp32", "bf16", "fp16", "fp64")
+LONG = ("float32", "bfloat16", "float16", "float64")
+
+
+@pytest.mark.parametrize(
+    ("given", "short"),
+    [
+        *(("fp32", "fp32"), ("float32", "fp32"), ("float", "fp32"), ("torch.float32", "fp32")),
+        *(("bf16", "bf16"), ("bfloat16", "bf16"), ("BF16", "bf16")),
+        *(("fp16", "fp16"), ("float16", "fp16"), ("half", "fp16")),
+        *(("fp64", "fp64"), ("float64", "fp64"), ("double", "fp64")),
+    ],
+)
+def test_a_dtype_is_found_in_the_spelling_of_whoever_asks(given: str, short: str) -> None:
+    assert spelling.dtypes([given], SHORT) == [short]
+    assert spelling.dtypes([given], LONG) == [LONG[SHORT.index(short)]]
+
+
+@pytest.mark.parametrize("op", ops.OPS)
+def test_an_operator_is_found_by_each_of_its_names(op: str) -> None:
+    function = ops.get(op).FUNCTION
+    for name in {op, function, function.removeprefix("nn."), f"fastattn.{function}"}:
+        assert spelling.operators([name], ops.OPS) == [op]
+        assert spelling.operators([name], [function]) == [function]
+
+
+def test_a_list_keeps_its_order_and_has_each_once() -> None:
+    assert spelling.dtypes(["half", "fp32", "float16"], SHORT) == ["fp16", "fp32"]
+    assert spelling.dtypes([], SHORT) == []
+    assert spelling.names(" fp32, ,bf16 ") == ["fp32", "bf16"]
+    with pytest.raises(argparse.ArgumentTypeError, match="names nothing"):
+        spelling.names(" , ")
+    assert spelling.one_dtype(LONG)("half") == "float16"
+    with pytest.raises(argparse.ArgumentTypeError, match="'fp16,fp32': one of them, not a list"):
+        spelling.one_dtype(LONG)("fp16,fp32")
+
+
+def test_what_is_refused_names_the_argument_what_was_given_and_what_is_allowed() -> None:
+    with pytest.raises(ValueError, match=r"^--dtype 'int8': allowed are float32 \(fp32\), "):
+        spelling.dtypes(["fp32", "int8"], LONG)
+    with pytest.raises(ValueError, match=r"^dtype= 'fp64': allowed are fp32 \(float32\), bf16"):
+        spelling.dtypes(["fp64"], SHORT[:3], "dtype=")
+    with pytest.raises(ValueError, match=r"^--op 'abacus': allowed are .*_attention \(sdpa\)"):
+        spelling.operators(["abacus"], verify.PROOFS)
+
+
+# What each command makes of its arguments
+
+
+def parsed(module: Any, *arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    module.add_arguments(parser)
+    return parser.parse_args(arguments)
+
+
+FLAGS = [
+    ("--dtype", "fp32,bfloat16", "--op", "sdpa,decode_attention"),
+    ("--dtype", "float32", "--dtype", "bf16", "--op", "decode", "--op", "sdpa"),
+]
+
+
+@pytest.mark.parametrize("flags", FLAGS)
+def test_bench_and_explain(flags: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    expected = {(op, dtype) for op in ("sdpa", "decode") for dtype in ("fp32", "bf16")}
+    args = parsed(bench_cli, "run", *flags, "--pass", "fwd")
+    assert {(cell.op, cell.dtype) for cell in bench_cli.cells_of(args)} == expected
+    assert cli.main(["explain", *flags, "--pass", "fwd"]) == 0
+    told = capsys.readouterr().out
+    assert told.count("scaled_dot_product_attention on cpu") == 2
+    assert told.count("decode_attention on cpu") == 2
+    for dtype in ("fp32", "bf16"):
+        assert told.count(f" {dtype} fwd:") == 2
+
+
+def test_a_line_of_a_file_of_shapes(tmp_path: Any) -> None:
+    path = tmp_path / "shapes.txt"
+    path.write_text("scaled_dot_product_attention L=4,D=8 dtype=float16,double\n")
+    with pytest.raises(ValueError, match="dtype= 'double': allowed are fp32"):
+        bench_cli.cells_of(parsed(bench_cli, "run", "--shapes", f"@{path}"))
+    path.write_text("scaled_dot_product_attention L=4,D=8 dtype=float16,single\n")
+    cells = bench_cli.cells_of(parsed(bench_cli, "run", "--shapes", f"@{path}"))
+    assert [(cell.op, cell.dtype) for cell in cells] == [("sdpa", "fp16"), ("sdpa", "fp32")]
+
+
+@pytest.mark.parametrize("flags", FLAGS)
+def test_verify(flags: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = set()
+
+    def check(case: Any, dtype: Any, target: Any) -> Any:
+        ran.add((case.op, str(dtype)))
+        return verify.Verdict()
+
+    every = tuple(verify._DTYPES.values())
+    proofs = {
+        op: ((SimpleNamespace(name="one", slow=False, op=op, dtypes=every),), check)
+        for op in verify.PROOFS
+    }
+    monkeypatch.setattr(verify, "PROOFS", proofs)
+    assert cli.main(["verify", "--backend", "reference", *flags]) == 0
+    operators = ("scaled_dot_product_attention", "decode_attention")
+    assert ran == {(op, f"torch.{d}") for op in operators for d in ("float32", "bfloat16")}
+
+
+@pytest.mark.parametrize("flags", FLAGS)
+def test_tune(flags: tuple[str, ...]) -> None:
+    args = parsed(tune, *flags)
+    assert set(args.dtype) == {"float32", "bfloat16"}
+    assert set(args.op) == {"scaled_dot_product_attention", "decode_attention"}
+
+
+@pytest.mark.parametrize("command", ["verify", "explain", "tune", "bench run"])
+@pytest.mark.parametrize(("flag", "value"), [("--dtype", "fp32,int8"), ("--op", "sdpa,abacus")])
+def test_every_command_refuses_what_no_one_knows(
+    command: str, flag: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        status = cli.main([*command.split(), flag, value])
+    except SystemExit as stop:
+        status = stop.code
+    assert status == 2
+    told = capsys.readouterr().err
+    assert flag in told
+    assert repr(value.partition(",")[2]) in told
+    assert "fp32" in told if flag == "--dtype" else "sdpa" in told
