@@ -63,6 +63,11 @@ def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "choosy": ("why_not(cell)", "return ['not today', 'nor tomorrow']"),
         # Right, and known before it is asked for: no arithmetic is so fast.
         "remembering": ("prepare(cell, inputs)", "x = right(cell, inputs)(); return lambda: x"),
+        # As many milliseconds as the sequence is long.
+        "sleeping": (
+            "prepare(cell, inputs)",
+            "call = right(cell, inputs)\n    return lambda: time.sleep(cell['Lq'] / 1e3) or call()",
+        ),
         # Right at first: the check before the timing, which are five calls, finds nothing.
         "crashing_later": ("prepare(cell, inputs)", _after_six_calls("os.abort()")),
         "hanging_later": ("prepare(cell, inputs)", _after_six_calls("time.sleep(600)")),
@@ -90,6 +95,18 @@ def test_a_row_beyond_the_peak_fails_the_run(
     assert "1 row IMPOSSIBLE" in told.out
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert [row["impossible"] for row in rows] == [False, True]
+
+
+def test_the_peak_beside_a_call_lasts_about_as_long_as_it(fakes: Path, tmp_path: Path) -> None:
+    bench(
+        *("run", "--shapes", "B=1,H=1,L=5|60|300,D=8", "--threads", "1", "--rounds", "1"),
+        *("--quiet", "--providers", "fakes.sleeping", "--json", str(tmp_path / "out.json")),
+    )
+    cells = results.load(tmp_path / "out.json").cells
+    short, middle, long = ([r.guard_seconds for r in cell.rounds] for cell in cells)
+    assert 0.02 <= min(short) < 0.06  # samples are repeated to 20 ms
+    assert 0.06 <= min(middle) < 0.1
+    assert set(long) == {0.1}
 
 
 def test_bad_providers_are_named_and_the_good_survive(

@@ -27,8 +27,8 @@ from fastattn.bench.summary import MIN_KEPT, QUIET, QUIET_SHARE, quiet_rounds
 PEAK_SECONDS = 0.2
 # A guard lasts as long as a provider's sample, within these: the clock that a processor grants for
 # a moment is not what it grants for longer.
-GUARD_SECONDS = (0.02, 0.2)
-GUARD_TRIES = 3
+GUARD_SECONDS = (0.02, 0.1)
+GUARD_TRIES = 3  # of the shortest; of longer ones, as many as take no more time
 MAX_FAILURES = 3  # after so many crashes and hangs a provider is given up
 
 
@@ -181,7 +181,7 @@ class Runner:
         Again, and the best of three, where somebody else had the cores or it is far below `before`.
         """
         best = (0.0, 0.0)
-        for _ in range(GUARD_TRIES):
+        for _ in range(max(1, round(GUARD_TRIES * GUARD_SECONDS[0] / seconds))):
             rate, share = best = max(best, self._peak(kind, seconds))
             if rate >= QUIET * before and share >= QUIET_SHARE:
                 break
