@@ -349,6 +349,12 @@ def main() -> int:
             why = "; ".join(reasons)
             print(f"{processor}/{MAIN}.json is no evidence, measure again: {why}")
             return 1
+    for processor, of_processor in found.items():
+        for name, result in of_processor.items():
+            rows = summary.summarise(result)
+            if beyond := sum(bool(row["impossible"]) for row in rows):
+                print(f"{processor}/{name}.json has {beyond} rows beyond the peak: measure again")
+                return 1
     readme = ROOT / "README.md"
     texts = {
         readme: replaced(readme.read_text(), readme_block(main_results)),

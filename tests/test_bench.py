@@ -17,7 +17,7 @@ import torch
 
 import fastattn
 from fastattn import dispatch
-from fastattn.bench import cli, display, inputs, measuring, ops, stats, summary
+from fastattn.bench import cli, display, environment, inputs, measuring, ops, stats, summary
 from fastattn.bench.cells import (
     MASKS,
     Cell,
@@ -26,7 +26,6 @@ from fastattn.bench.cells import (
     padding_lengths,
     visible_pairs,
 )
-from fastattn.bench.environment import processor_slug
 from fastattn.bench.oracle import Oracle
 from fastattn.bench.peaks import kind_of
 from fastattn.bench.presets import PRESETS, preset_cells
@@ -722,12 +721,38 @@ def test_a_result_lies_in_the_folder_of_its_processor(
         render.load_all()
 
 
+def test_a_result_beyond_the_peak_is_not_rendered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    render = load_render()
+    monkeypatch.setattr(render, "RESULTS", tmp_path)
+    monkeypatch.setattr("sys.argv", ["render.py", "--check"])
+    right = a_result([Round((1e3, 1e3), {"torch": 4.0, "ours": 2.0}) for _ in range(3)])
+    wrong = a_result([Round((100.0, 100.0), {"torch": 4.0, "ours": 2.0}) for _ in range(3)])
+    for name, result in (("dropin", right), ("others", wrong)):
+        result.environment |= {"cpu": "a processor", "cpu_flags": ["avx2"]}
+        save_json(result, [], tmp_path / "a-fast-avx2" / f"{name}.json")
+    assert render.main() == 1
+    told = capsys.readouterr().out
+    assert "a-fast-avx2/others.json has 2 rows beyond the peak: measure again" in told
+
+
+def test_what_linux_shows_and_does_not_let_use_is_no_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = ModuleType("core")
+    core.__dict__["processor"] = lambda: {"features": ["avx2", "amx_tile"]}
+    monkeypatch.setattr(environment, "_core", lambda: core)
+    shown = ["fma", "avx2", "amx_tile", "amx_bf16"]
+    assert environment._usable(shown) == ["fma", "avx2", "amx_tile"]
+    monkeypatch.setattr(environment, "_core", lambda: None)
+    assert environment._usable(shown) == shown
+
+
 XEON = {"cpu_vendor": "GenuineIntel", "cpu_family": 6, "cpu_model": 143}
 XEON_FLAGS = ["avx2", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16"]
 
 
 @pytest.mark.parametrize(
-    ("environment", "slug"),
+    ("record", "slug"),
     [
         (
             {"cpu": "Intel(R) Xeon(R) Platinum 8481C CPU @ 2.70GHz", "cpu_flags": XEON_FLAGS}
@@ -752,8 +777,8 @@ XEON_FLAGS = ["avx2", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "amx_tile"
         ({"cpu": "AMD EPYC", "cpu_flags": ["avx2"], "gpu": "NVIDIA H200"}, "nvidia-h200"),
     ],
 )
-def test_the_folder_of_a_processor(environment: dict[str, object], slug: str) -> None:
-    assert processor_slug(environment) == slug
+def test_the_folder_of_a_processor(record: dict[str, object], slug: str) -> None:
+    assert environment.processor_slug(record) == slug
 
 
 def test_the_committed_texts_are_those_of_the_committed_results(

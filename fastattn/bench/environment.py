@@ -99,7 +99,7 @@ def _processor() -> dict[str, Any]:
     for line in lines:  # the first processor's
         key, _, value = line.partition(":")
         fields.setdefault(key.strip(), value.strip())
-    flags = fields.get("flags", fields.get("Features", "")).split()
+    flags = _usable(fields.get("flags", fields.get("Features", "")).split())
     design = {}
     if "cpu family" in fields:
         design = {
@@ -114,13 +114,27 @@ def _processor() -> dict[str, Any]:
     }
 
 
+def _usable(flags: list[str]) -> list[str]:
+    """Without AMX where Linux shows it and does not let this process use it, as in a sandbox."""
+    core = _core()
+    if core is None:
+        return flags
+    features = core.processor()["features"]
+    return [flag for flag in flags if not flag.startswith("amx_") or flag in features]
+
+
 def _isa() -> str | None:
     """The instruction set that the native core chose; None when it is not built."""
+    core = _core()
+    return None if core is None else str(core.build_info()["isa"])
+
+
+def _core() -> Any:
+    """The native core, or None where it is not built."""
     try:
-        core = importlib.import_module("fastattn._cpu")
+        return importlib.import_module("fastattn._cpu")
     except ImportError:
         return None
-    return str(core.build_info()["isa"])
 
 
 def _commit() -> str | None:
