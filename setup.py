@@ -223,7 +223,7 @@ def plan_cpu() -> Plan:
     includes = (sysconfig.get_paths()["include"], pybind11.get_include())
     shared = [*flags, *isas["baseline"], *(f"-isystem{path}" for path in includes)]
     peaks, peaks_left_out = usable_peaks(compiler, flags)
-    objects += [(source, f"peak.{source.stem}.o", its_flags) for source, its_flags in peaks]
+    objects += [(source, f"unit.{source.stem}.o", its_flags) for source, its_flags in peaks]
     told = {
         "isa": [f"-DFASTATTN_HAVE_{isa.upper()}=1" for isa in isas],
         "peak_units": [f"-DFASTATTN_HAVE_PEAK_{source.stem.upper()}=1" for source, _ in peaks],
