@@ -1,0 +1,183 @@
+"""The error bound: what it allows, what it catches, and that it is the same on every machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from fastattn.testing import assert_right, assert_within_bound, deviation, noise
+from fastattn.testing.compare import SAFETY
+from fastattn.testing.rounding import RandomRounding
+from fastattn.testing.verdict import Verdict
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def noise_of(x: Tensor, dtype: torch.dtype, function: str = "sum") -> float:
+    def definition() -> dict[str, Tensor]:
+        return {"y": getattr(x, function)(-1)}
+
+    return noise(definition, definition(), dtype)["y"]
+
+
+@pytest.mark.parametrize("positive", [True, False], ids=["one sign", "both signs"])
+@pytest.mark.parametrize("terms", [4, 30, 250])
+def test_the_noise_of_a_sum_is_that_of_a_chain_of_additions(terms: int, positive: bool) -> None:
+    """numpy adds one term after the other, in IEEE arithmetic that is the same everywhere."""
+    draws = torch.randn(400, terms, generator=torch.Generator().manual_seed(0)).double()
+    draws = (draws.abs() if positive else draws).float().double()
+    chain = np.zeros(400, dtype=np.float32)
+    for n in range(terms):
+        chain += draws[:, n].numpy().astype(np.float32)
+    error = (torch.from_numpy(chain).double() - draws.sum(-1)).abs().max()
+    assert 0.5 < noise_of(draws, torch.float32) / error < 4
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_the_noise_is_in_proportion_to_the_eps(dtype: torch.dtype) -> None:
+    x = torch.rand(1000, generator=torch.Generator().manual_seed(0)).double() + 1
+    exact = {"y": x * x}
+    relative = noise(lambda: {"y": x * x}, exact, dtype)["y"] / torch.finfo(dtype).eps
+    assert 2 < relative < 4  # of results up to 4, half an eps times 1.5
+
+
+def test_the_noise_of_a_softmax_grows_with_the_scores() -> None:
+    scores = torch.randn(50, 9, generator=torch.Generator().manual_seed(0)).double()
+    small = noise_of(scores, torch.float32, "softmax")
+    near = 1000 + scores * 1e-3  # scores that are large and nearly equal
+    assert noise_of(near - 1000, torch.float32, "softmax") < 2 * small
+    scaled = noise(lambda: {"y": (near * 1.0).softmax(-1)}, {"y": near.softmax(-1)}, torch.float32)[
+        "y"
+    ]
+    assert scaled > 50 * small
+
+
+def test_gradients_have_noise_of_their_own() -> None:
+    """Through the derivative of a softmax with one large weight, whose terms cancel."""
+    x = torch.tensor([[20.0, 0.0, 0.0]]).double()
+
+    def definition() -> dict[str, Tensor]:
+        leaf = x.clone().requires_grad_()
+        (grad,) = torch.autograd.grad(leaf.softmax(-1)[0, 0] * 5, leaf)
+        return {"grad": grad}
+
+    exact = definition()
+    found = noise(definition, exact, torch.float32)["grad"]
+    assert found > 10 * torch.finfo(torch.float32).eps * float(exact["grad"].abs().max())
+
+
+def test_what_only_moves_numbers_has_no_noise() -> None:
+    x = torch.randn(6, 8, generator=torch.Generator().manual_seed(0)).double()
+
+    def definition() -> dict[str, Tensor]:
+        return {"y": torch.cat([x.mT, -x.mT.flip(0)]).clamp(min=-1).amax(-1).abs()}
+
+    assert noise(definition, definition(), torch.float32)["y"] == 0
+
+
+def test_infinity_and_nan_have_no_part() -> None:
+    x = torch.tensor([1.0, torch.inf, -torch.inf, torch.nan, 0.0]).double()
+
+    def definition() -> dict[str, Tensor]:
+        return {"y": x * 3, "sum": x[None] @ torch.ones(5, 1).double()}
+
+    exact = definition()
+    found = noise(definition, exact, torch.bfloat16)
+    assert 0 < found["y"] < 0.1
+    with RandomRounding(torch.bfloat16):
+        moved = definition()
+    assert torch.equal(moved["y"][1:3], exact["y"][1:3])
+    assert moved["sum"].isnan().all()
+    assert deviation(exact["y"].bfloat16(), exact["y"], found["y"]).ok
+
+
+def test_an_operation_without_a_rule_is_refused() -> None:
+    x = torch.rand(3, 3).double()
+    with pytest.raises(NotImplementedError, match="no rule for its rounding error"):
+        noise(lambda: {"y": torch.linalg.eigh(x)[0]}, {"y": x[0]}, torch.float32)
+    with pytest.raises(ValueError, match="the definition gives"):
+        noise(lambda: {"z": x}, {"y": x}, torch.float32)
+
+
+def test_what_is_beyond_the_bound_is_wrong() -> None:
+    x = torch.rand(200, generator=torch.Generator().manual_seed(0)).double() + 1
+
+    def definition() -> dict[str, Tensor]:
+        return {"y": x.exp() * 3}
+
+    y = definition()["y"]
+    assert_right({"y": y.float()}, definition)
+    assert_right({"y": y}, definition, torch.float64)
+    found = noise(definition, definition(), torch.float32)["y"]
+    wrong = y.clone()
+    wrong[17] += 1.1 * (SAFETY * found + torch.finfo(torch.float32).eps * float(y.max()))
+    with pytest.raises(AssertionError, match=r"worst at \[17\].*1 of 200 elements are off"):
+        assert_within_bound(wrong.float(), y, found)
+    for bad in (torch.nan, torch.inf):
+        wrong[17] = bad
+        with pytest.raises(AssertionError, match="max error inf"):
+            assert_right({"y": wrong.float()}, definition)
+    with pytest.raises(ValueError, match=r"shape \[100\], want \[200\]"):
+        deviation(y[:100], y, found)
+    with pytest.raises(AssertionError, match="want"):
+        assert_right({"x": y}, definition)
+
+
+def test_a_verdict_says_how_clearly_a_result_is_wrong() -> None:
+    right, verdict = torch.ones(3).double(), Verdict()
+    verdict.judge(deviation(right.float(), right, 1e-7))
+    assert verdict.ok
+    assert verdict.severity == 0
+    verdict.judge(deviation(right.float() + 1, right, 1e-7))
+    assert not verdict.ok
+    assert 1e6 < verdict.severity < 1e7
+    verdict.faults.append("query was written to")
+    assert verdict.severity == float("inf")
+
+
+_SCRIPT = """
+import json, torch
+from fastattn.testing.cases import CASES
+from fastattn.testing.verdict import expected
+names = ("gqa-causal", "mask-steep", "everything", "decode-1x63-group-8-head_dim-129-value-136")
+found = {}
+for case in CASES["scaled_dot_product_attention"]:
+    if case.name in names:
+        for dtype in (torch.float32, torch.bfloat16, torch.float64):
+            for name, x in expected(case, dtype)[2].items():
+                found[f"{case.name} {dtype} {name}"] = x
+print(json.dumps(found))
+"""
+
+
+def _noise_with(**settings: str) -> dict[str, float]:
+    done = subprocess.run(
+        [sys.executable, "-c", _SCRIPT],
+        env={**os.environ, **settings},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found: dict[str, float] = json.loads(done.stdout)
+    return found
+
+
+def test_the_bound_is_the_same_whatever_pytorch_computes_with() -> None:
+    ours = _noise_with(OMP_NUM_THREADS="2")
+    others = _noise_with(
+        OMP_NUM_THREADS="1",
+        ATEN_CPU_CAPABILITY="default",
+        MKL_CBWR="COMPATIBLE",
+        ONEDNN_MAX_CPU_ISA="SSE41",
+        TORCH_MKLDNN_MATMUL_MIN_DIM="1000000",
+    )
+    assert len(ours) > 30
+    for name, x in ours.items():
+        assert others[name] == pytest.approx(x, rel=1e-3), name
