@@ -13,7 +13,7 @@ import fastattn
 from fastattn import attention_stats, scaled_dot_product_attention
 from fastattn.backends import reference
 from fastattn.bench.memory import peak_extra_bytes
-from fastattn.testing import assert_within_bound, naive, noise
+from fastattn.testing import Noise, assert_within_bound, naive
 
 CASES: dict[str, tuple[tuple[int, int, int, int, int], dict[str, Any]]] = {
     # B, Hq, Hkv, Lq, Lk
@@ -79,7 +79,7 @@ def test_within_the_bound(
         return dict(zip(names, summed_up(w, lse, top_k, rows), strict=True))
 
     exact = by(naive)
-    moved = noise(lambda: by(reference), exact, wide)
+    moved = Noise(lambda: by(reference), exact, wide)
     for name, x in zip(names, got, strict=True):
         if x is None:
             assert not (rows if name == "rows" else top_k)

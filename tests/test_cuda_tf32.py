@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastattn.testing import CASES, Case, Inputs, deviation, make_inputs
 from fastattn.testing.oracle import definition, exact, run
-from fastattn.testing.rounding import noise
+from fastattn.testing.rounding import Noise
 from fastattn.testing.varlen import VARLEN_CASES, make_varlen, run_varlen
 
 ATTENTION = {case.name: case for case in CASES["scaled_dot_product_attention"]}
@@ -77,7 +77,7 @@ def judged(inputs: Inputs, found: dict[str, Tensor]) -> list[str]:
             return definition(inputs)
 
     want = exact(inputs)
-    moved = noise(rounded, want, torch.float32)
+    moved = Noise(rounded, want, torch.float32)
     measured = [deviation(x, want[n], moved[n], n, torch.float16) for n, x in found.items()]
     return [str(m) for m in measured if not m.ok]
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastattn.testing import assert_right, assert_within_bound, deviation, noise
+from fastattn.testing import Noise, assert_right, assert_within_bound, deviation
 from fastattn.testing.compare import SAFETY
 from fastattn.testing.rounding import RandomRounding
 from fastattn.testing.verdict import Verdict
@@ -24,7 +24,7 @@ def noise_of(x: Tensor, dtype: torch.dtype, function: str = "sum") -> float:
     def definition() -> dict[str, Tensor]:
         return {"y": getattr(x, function)(-1)}
 
-    return noise(definition, definition(), dtype)["y"]
+    return Noise(definition, definition(), dtype)["y"]
 
 
 @pytest.mark.parametrize("positive", [True, False], ids=["one sign", "both signs"])
@@ -44,7 +44,7 @@ def test_the_noise_of_a_sum_is_that_of_a_chain_of_additions(terms: int, positive
 def test_the_noise_is_in_proportion_to_the_eps(dtype: torch.dtype) -> None:
     x = torch.rand(1000, generator=torch.Generator().manual_seed(0)).double() + 1
     exact = {"y": x * x}
-    relative = noise(lambda: {"y": x * x}, exact, dtype)["y"] / torch.finfo(dtype).eps
+    relative = Noise(lambda: {"y": x * x}, exact, dtype)["y"] / torch.finfo(dtype).eps
     assert 2 < relative < 4  # of results up to 4, half an eps times 1.5
 
 
@@ -53,7 +53,7 @@ def test_the_noise_of_a_softmax_grows_with_the_scores() -> None:
     small = noise_of(scores, torch.float32, "softmax")
     near = 1000 + scores * 1e-3  # scores that are large and nearly equal
     assert noise_of(near - 1000, torch.float32, "softmax") < 2 * small
-    scaled = noise(lambda: {"y": (near * 1.0).softmax(-1)}, {"y": near.softmax(-1)}, torch.float32)[
+    scaled = Noise(lambda: {"y": (near * 1.0).softmax(-1)}, {"y": near.softmax(-1)}, torch.float32)[
         "y"
     ]
     assert scaled > 50 * small
@@ -69,7 +69,7 @@ def test_gradients_have_noise_of_their_own() -> None:
         return {"grad": grad}
 
     exact = definition()
-    found = noise(definition, exact, torch.float32)["grad"]
+    found = Noise(definition, exact, torch.float32)["grad"]
     assert found > 10 * torch.finfo(torch.float32).eps * float(exact["grad"].abs().max())
 
 
@@ -79,7 +79,7 @@ def test_what_only_moves_numbers_has_no_noise() -> None:
     def definition() -> dict[str, Tensor]:
         return {"y": torch.cat([x.mT, -x.mT.flip(0)]).clamp(min=-1).amax(-1).abs()}
 
-    assert noise(definition, definition(), torch.float32)["y"] == 0
+    assert Noise(definition, definition(), torch.float32)["y"] == 0
 
 
 def test_infinity_and_nan_have_no_part() -> None:
@@ -89,7 +89,7 @@ def test_infinity_and_nan_have_no_part() -> None:
         return {"y": x * 3, "sum": x[None] @ torch.ones(5, 1).double()}
 
     exact = definition()
-    found = noise(definition, exact, torch.bfloat16)
+    found = Noise(definition, exact, torch.bfloat16)
     assert 0 < found["y"] < 0.1
     with RandomRounding(torch.bfloat16):
         moved = definition()
@@ -101,9 +101,9 @@ def test_infinity_and_nan_have_no_part() -> None:
 def test_an_operation_without_a_rule_is_refused() -> None:
     x = torch.rand(3, 3).double()
     with pytest.raises(NotImplementedError, match="no rule for its rounding error"):
-        noise(lambda: {"y": torch.linalg.eigh(x)[0]}, {"y": x[0]}, torch.float32)
+        Noise(lambda: {"y": torch.linalg.eigh(x)[0]}, {"y": x[0]}, torch.float32)
     with pytest.raises(ValueError, match="the definition gives"):
-        noise(lambda: {"z": x}, {"y": x}, torch.float32)
+        Noise(lambda: {"z": x}, {"y": x}, torch.float32)
 
 
 def test_what_is_beyond_the_bound_is_wrong() -> None:
@@ -115,7 +115,7 @@ def test_what_is_beyond_the_bound_is_wrong() -> None:
     y = definition()["y"]
     assert_right({"y": y.float()}, definition)
     assert_right({"y": y}, definition, torch.float64)
-    found = noise(definition, definition(), torch.float32)["y"]
+    found = Noise(definition, definition(), torch.float32)["y"]
     wrong = y.clone()
     wrong[17] += 1.1 * (SAFETY * found + torch.finfo(torch.float32).eps * float(y.max()))
     with pytest.raises(AssertionError, match=r"worst at \[17\].*1 of 200 elements are off"):
@@ -132,12 +132,19 @@ def test_what_is_beyond_the_bound_is_wrong() -> None:
 
 def test_a_verdict_says_how_clearly_a_result_is_wrong() -> None:
     right, verdict = torch.ones(3).double(), Verdict()
-    verdict.judge(deviation(right.float(), right, 1e-7))
+    exact, dtypes = {"y": right}, {"y": torch.float32}
+    noise = Noise(lambda: {"y": right * 1.0}, exact, torch.float32)
+    verdict.judge({"y": right.float()}, exact, noise, dtypes)
     assert verdict.ok
     assert verdict.severity == 0
-    verdict.judge(deviation(right.float() + 1, right, 1e-7))
+    for wrong in (right, right[:2].float()):
+        other = Verdict()
+        other.judge({"y": wrong}, exact, noise, dtypes)
+        assert other.severity == float("inf")
+        assert "want torch.float32 [3]" in other.faults[0]
+    verdict.judge({"y": right.float() + 1}, exact, noise, dtypes)
     assert not verdict.ok
-    assert 1e6 < verdict.severity < 1e7
+    assert 1e6 < verdict.severity < 1e8
     verdict.faults.append("query was written to")
     assert verdict.severity == float("inf")
 
@@ -146,13 +153,14 @@ _SCRIPT = """
 import json, torch
 from fastattn.testing.cases import CASES
 from fastattn.testing.verdict import expected
-names = ("gqa-causal", "mask-steep", "everything", "decode-1x63-group-8-head_dim-129-value-136")
+names = ("gqa-causal", "mask-steep", "decode-1x63-group-8-head_dim-129-value-136")
 found = {}
 for case in CASES["scaled_dot_product_attention"]:
     if case.name in names:
         for dtype in (torch.float32, torch.bfloat16, torch.float64):
-            for name, x in expected(case, dtype)[2].items():
-                found[f"{case.name} {dtype} {name}"] = x
+            _, exact, noise = expected(case, dtype)
+            for name in exact:
+                found[f"{case.name} {dtype} {name}"] = noise[name]
 print(json.dumps(found))
 """
 
@@ -178,6 +186,6 @@ def test_the_bound_is_the_same_whatever_pytorch_computes_with() -> None:
         ONEDNN_MAX_CPU_ISA="SSE41",
         TORCH_MKLDNN_MATMUL_MIN_DIM="1000000",
     )
-    assert len(ours) > 30
+    assert len(ours) > 20
     for name, x in ours.items():
         assert others[name] == pytest.approx(x, rel=1e-3), name

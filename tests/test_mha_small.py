@@ -16,7 +16,7 @@ from torch.nn.utils import parametrizations, prune
 import fastattn
 from fastattn import dispatch
 from fastattn.nn import _small
-from fastattn.testing import assert_right, assert_within_bound, noise
+from fastattn.testing import Noise, assert_right, assert_within_bound
 from fastattn.testing.memory import place
 from fastattn.testing.targets import Target, targets
 
@@ -61,7 +61,7 @@ def test_linear(layout: str, target: Target, dtype: torch.dtype) -> None:
         name = f"{m}x{n}x{k}"
         want = {name: torch.from_numpy(exact_linear(x, weight, bias).astype(np.float64))}
         wide = [None if t is None else t.double() for t in (x, weight, bias)]
-        moved = noise(lambda w=wide, name=name: {name: F.linear(*w)}, want, dtype)
+        moved = Noise(lambda w=wide, name=name: {name: F.linear(*w)}, want, dtype)
         assert_within_bound(y, want[name], moved[name], name)
 
 

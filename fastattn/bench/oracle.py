@@ -19,8 +19,8 @@ from fastattn.bench import ops
 from fastattn.bench.cells import Cell
 from fastattn.bench.inputs import TORCH_DTYPES, make_inputs
 from fastattn.bench.ops._base import EXACT
-from fastattn.testing.compare import deviation
-from fastattn.testing.rounding import noise
+from fastattn.testing.compare import deviations
+from fastattn.testing.rounding import Noise
 
 Outputs = dict[str, Tensor]
 
@@ -48,33 +48,33 @@ class Oracle:
         self.parts = self.op.parts(cell, seed)
         self.compared = self.op.coverage(cell, self.parts)
         self.reference = self._expected()
-        self.noise = noise(self._expected, self.reference, TORCH_DTYPES[cell.dtype])
+        self.noise = Noise(self._expected, self.reference, TORCH_DTYPES[cell.dtype])
 
     def check(self, outputs: Outputs) -> Check:
         """The tensor of `outputs` that is worst against its bound."""
-        worst, worst_ratio = Check(True, "", 0.0, 0.0, 1.0, self.compared), -1.0
         dtype = TORCH_DTYPES[self.cell.dtype]
-        for name, whole in outputs.items():
-            got, want = self._sample(name, whole), self.reference[name]
+        sampled = {name: self._sample(name, whole) for name, whole in outputs.items()}
+        for name, got in sampled.items():
+            want = self.reference[name]
             if got.shape != want.shape or got.dtype != dtype:
                 reason = (
                     f"{name} is {got.dtype} {list(got.shape)}, expected {dtype} {list(want.shape)}"
                 )
                 return Check(False, name, float("inf"), 0.0, 1.0, self.compared, reason)
-            found = deviation(got, want, self.noise[name], name)
-            if found.ratio > worst_ratio:
-                reason = "" if found.ok else str(found)
-                worst_ratio = found.ratio
-                worst = Check(
-                    ok=found.ok,
-                    tensor=name,
-                    max_error=found.error,
-                    bound=found.bound,
-                    largest=float(want.abs().max()) if want.numel() else 1.0,
-                    compared=self.compared,
-                    reason=reason,
-                )
-        return worst
+        if not sampled:
+            return Check(True, "", 0.0, 0.0, 1.0, self.compared)
+        found = deviations(sampled, self.reference, self.noise)
+        worst = max(found, key=lambda deviation: deviation.ratio)
+        want = self.reference[worst.name]
+        return Check(
+            ok=worst.ok,
+            tensor=worst.name,
+            max_error=worst.error,
+            bound=worst.bound,
+            largest=float(want.abs().max()) if want.numel() else 1.0,
+            compared=self.compared,
+            reason="" if worst.ok else str(worst),
+        )
 
     def _expected(self) -> Outputs:
         found = []

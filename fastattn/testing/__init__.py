@@ -3,7 +3,7 @@
 from fastattn.testing.cases import CASES, Case
 from fastattn.testing.compare import Deviation, assert_right, assert_within_bound, deviation
 from fastattn.testing.inputs import Inputs, make_inputs
-from fastattn.testing.rounding import noise
+from fastattn.testing.rounding import Noise
 from fastattn.testing.targets import OnGpu, Target, targets
 from fastattn.testing.verdict import Verdict, check
 
@@ -12,6 +12,7 @@ __all__ = [
     "Case",
     "Deviation",
     "Inputs",
+    "Noise",
     "OnGpu",
     "Target",
     "Verdict",
@@ -20,6 +21,5 @@ __all__ = [
     "check",
     "deviation",
     "make_inputs",
-    "noise",
     "targets",
 ]

@@ -14,10 +14,9 @@ from torch import Tensor
 
 from fastattn.testing import memory, oracle
 from fastattn.testing.cases import FLOATS
-from fastattn.testing.compare import deviation
 from fastattn.testing.draws import cached, generator_of
 from fastattn.testing.inputs import Inputs
-from fastattn.testing.rounding import noise
+from fastattn.testing.rounding import Noise
 from fastattn.testing.targets import Target
 from fastattn.testing.verdict import Verdict, fresh_memory_is_nan
 
@@ -150,7 +149,7 @@ def make_decode(case: DecodeCase, dtype: torch.dtype, *, fence: bool = False) ->
 @cached
 def expected_decode(
     case: DecodeCase, dtype: torch.dtype
-) -> tuple[DecodeInputs, dict[str, Tensor], dict[str, float]]:
+) -> tuple[DecodeInputs, dict[str, Tensor], Noise]:
     """Return the inputs, what they should give, and how far rounding alone moves that."""
     inputs = make_decode(case, dtype)
 
@@ -168,7 +167,7 @@ def expected_decode(
         return results
 
     exact = together(oracle.exact)
-    return inputs, exact, noise(lambda: together(oracle.definition), exact, dtype)
+    return inputs, exact, Noise(lambda: together(oracle.definition), exact, dtype)
 
 
 def _alone(inputs: DecodeInputs, b: int) -> Inputs:
@@ -199,7 +198,7 @@ def _alone(inputs: DecodeInputs, b: int) -> Inputs:
 
 def check_decode(case: DecodeCase, dtype: torch.dtype, target: Target) -> Verdict:
     """Run ``case`` on ``target``: values, dtypes, and what it wrote to."""
-    inputs, exact, moved = expected_decode(case, dtype)
+    inputs, exact, noise = expected_decode(case, dtype)
     verdict = Verdict()
     with target.active() as backend:
         verdict.declined = list(backend.why_not("decode_attention", *inputs.args, **inputs.options))
@@ -211,13 +210,6 @@ def check_decode(case: DecodeCase, dtype: torch.dtype, target: Target) -> Verdic
             out, lse = backend.decode_attention(*inputs.args, **inputs.options)
     verdict.faults += [f"{name} was written to" for name in watch.written()]
     wide = torch.promote_types(dtype, torch.float32)
-    for name, result, wanted in (("out", out, dtype), ("lse", lse.to(wide), wide)):
-        if result.dtype != wanted or result.shape != exact[name].shape:
-            verdict.faults.append(
-                f"{name} is {result.dtype} {list(result.shape)}, "
-                f"want {wanted} {list(exact[name].shape)}"
-            )
-            continue
-        eps_of = dtype if name == "lse" else None
-        verdict.judge(deviation(result, exact[name], moved[name], name, eps_of))
+    results = {"out": out, "lse": lse.to(wide)}
+    verdict.judge(results, exact, noise, {"out": dtype, "lse": wide}, {"lse": dtype})
     return verdict

@@ -10,10 +10,9 @@ from torch.nn import functional as F
 
 import fastattn
 from fastattn.ops.encode_memory import encode_memory, encoding_factors, prepare
-from fastattn.testing.compare import deviation
 from fastattn.testing.draws import generator_of
 from fastattn.testing.memory import Watch
-from fastattn.testing.rounding import noise
+from fastattn.testing.rounding import Noise
 from fastattn.testing.targets import Target
 from fastattn.testing.verdict import Verdict, fresh_memory_is_nan
 
@@ -136,13 +135,8 @@ def check_encoding(case: EncodeCase, dtype: torch.dtype, target: Target) -> Verd
     if dtype is torch.float64:
         found = _in_extended_precision(tokens, weight, factors, temporal, grad)
         want = dict(zip(names, found, strict=True))
-    moved = noise(definition, want, dtype)
-    for (name, exact), x in zip(want.items(), got, strict=True):
-        if x.dtype != dtype or x.shape != exact.shape:
-            wanted = f"{dtype} {list(exact.shape)}"
-            verdict.faults.append(f"{name} is {x.dtype} {list(x.shape)}, want {wanted}")
-            continue
-        verdict.judge(deviation(x, exact, moved[name], name))
+    results = dict(zip(names, got, strict=True))
+    verdict.judge(results, want, Noise(definition, want, dtype), dict.fromkeys(want, dtype))
     return verdict
 
 

@@ -11,10 +11,9 @@ from torch import Tensor
 
 import fastattn
 from fastattn.ops.luong import luong_attention
-from fastattn.testing.compare import deviation
 from fastattn.testing.draws import generator_of
 from fastattn.testing.memory import LAYOUTS, Watch, place
-from fastattn.testing.rounding import noise
+from fastattn.testing.rounding import Noise
 from fastattn.testing.targets import Target
 from fastattn.testing.verdict import Verdict, fresh_memory_is_nan
 
@@ -146,14 +145,10 @@ def check_luong(case: LuongCase, dtype: torch.dtype, target: Target) -> Verdict:
     want = definition()
     if dtype is torch.float64:
         want = dict(zip(want, _in_extended_precision(case, clean, padding, grads), strict=True))
-    moved = noise(definition, want, dtype)
-    for (name, exact), x in zip(want.items(), got, strict=True):
-        dtype_wanted = wide if name == "grad of positions" else dtype
-        if x.dtype != dtype_wanted or x.shape != exact.shape:
-            wanted = f"{dtype_wanted} {list(exact.shape)}"
-            verdict.faults.append(f"{name} is {x.dtype} {list(x.shape)}, want {wanted}")
-            continue
-        verdict.judge(deviation(x, exact, moved[name], name, dtype))
+    results = dict(zip(want, got, strict=True))
+    dtypes = dict.fromkeys(want, dtype) | {"grad of positions": wide}
+    eps_of = dict.fromkeys(want, dtype)
+    verdict.judge(results, want, Noise(definition, want, dtype), dtypes, eps_of)
     return verdict
 
 

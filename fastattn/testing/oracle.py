@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fastattn.backends import reference
 from fastattn.testing.inputs import Inputs
-from fastattn.testing.rounding import noise
+from fastattn.testing.rounding import Noise
 
 __all__ = ["definition", "exact", "noise_of", "run"]
 
@@ -45,9 +45,9 @@ def definition(inputs: Inputs) -> Results:
     return _run(reference, args, given, inputs)
 
 
-def noise_of(inputs: Inputs, results: Results) -> dict[str, float]:
+def noise_of(inputs: Inputs, results: Results) -> Noise:
     """Return how far rounding alone moves each of the exact ``results``."""
-    return noise(lambda: definition(inputs), results, inputs.query.dtype)
+    return Noise(lambda: definition(inputs), results, inputs.query.dtype)
 
 
 def _run(

@@ -33,7 +33,7 @@ from torch import Tensor
 from torch._decomp import decomposition_table
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["RandomRounding", "noise"]
+__all__ = ["Noise", "RandomRounding"]
 
 aten = torch.ops.aten
 
@@ -45,32 +45,56 @@ _LONGEST_CHAIN = 256
 _DRAWS = ((64, 4), (0, 8))
 
 
-def noise(
-    definition: Callable[[], Mapping[str, Tensor]],
-    exact: Mapping[str, Tensor],
-    dtype: torch.dtype,
-) -> dict[str, float]:
-    """Return the largest deviation from ``exact`` that rounding to ``dtype`` gives each result.
+class Noise:
+    """The largest deviation from ``exact`` that rounding to ``dtype`` gives each result.
 
-    ``definition`` computes the results in float64, on the CPU, always the same ones. Results whose
-    reference is not finite have no part. Raises NotImplementedError for an operation without a
-    rule, ValueError if the definition has other results than ``exact``.
+    ``definition`` computes the results in float64, on the CPU, always the same ones. Elements
+    whose reference is not finite have no part. ``noise[name]`` is the largest of all draws. Who can
+    do with fewer calls :meth:`draw` and reads ``largest``, which only grows: what is within a
+    bound that it makes is so after all draws, too.
+
+    Raises NotImplementedError for an operation without a rule, ValueError if the definition has
+    other results than ``exact``.
     """
-    magnified = _MAGNIFIED if dtype == torch.float64 else 1.0
-    center = definition() if dtype == torch.float64 else exact
-    fewest = min((x.numel() for x in exact.values() if x.numel()), default=0)
-    largest = dict.fromkeys(exact, 0.0)
-    for draw in range(next(draws for results, draws in _DRAWS if fewest >= results)):
-        with RandomRounding(dtype, draw, magnified):
-            found = definition()
-        if found.keys() != exact.keys():
-            raise ValueError(f"the definition gives {sorted(found)}, want {sorted(exact)}")
+
+    def __init__(
+        self,
+        definition: Callable[[], Mapping[str, Tensor]],
+        exact: Mapping[str, Tensor],
+        dtype: torch.dtype,
+    ) -> None:
+        self._definition = definition
+        self._exact = exact
+        self._dtype = dtype
+        self._magnified = _MAGNIFIED if dtype == torch.float64 else 1.0
+        self._center: Mapping[str, Tensor] | None = None
+        self._drawn = 0
+        fewest = min((x.numel() for x in exact.values() if x.numel()), default=0)
+        self._draws = next(draws for results, draws in _DRAWS if fewest >= results)
+        self.largest = dict.fromkeys(exact, 0.0)
+
+    def __getitem__(self, name: str) -> float:
+        while self.draw():
+            pass
+        return self.largest[name]
+
+    def draw(self) -> bool:
+        """Evaluate the definition once more; False if it was evaluated often enough."""
+        if self._drawn == self._draws:
+            return False
+        if self._center is None:
+            self._center = self._definition() if self._dtype == torch.float64 else self._exact
+        with RandomRounding(self._dtype, self._drawn, self._magnified):
+            found = self._definition()
+        if found.keys() != self._exact.keys():
+            raise ValueError(f"the definition gives {sorted(found)}, want {sorted(self._exact)}")
         for name, x in found.items():
-            off = (x.detach() - center[name].detach().double()).abs()
-            off = torch.where(torch.isfinite(exact[name]), off, 0.0)
+            off = (x.detach() - self._center[name].detach().double()).abs()
+            off = torch.where(torch.isfinite(self._exact[name]), off, 0.0)
             if off.numel():
-                largest[name] = max(largest[name], float(off.max()) / magnified)
-    return largest
+                self.largest[name] = max(self.largest[name], float(off.max()) / self._magnified)
+        self._drawn += 1
+        return True
 
 
 class RandomRounding(TorchDispatchMode):

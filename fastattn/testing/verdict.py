@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,10 +12,11 @@ from torch import Tensor
 
 from fastattn.testing import oracle
 from fastattn.testing.cases import Case
-from fastattn.testing.compare import Deviation, deviation
+from fastattn.testing.compare import Deviation, deviations
 from fastattn.testing.draws import cached
 from fastattn.testing.inputs import Inputs, make_inputs
 from fastattn.testing.memory import Watch
+from fastattn.testing.rounding import Noise
 from fastattn.testing.targets import Target
 
 __all__ = ["Verdict", "check", "expected", "fresh_memory_is_nan"]
@@ -44,11 +45,33 @@ class Verdict:
         errors = {str(d) for d in self.deviations}
         return self.ratio if errors.issuperset(self.faults) else float("inf")
 
-    def judge(self, found: Deviation) -> None:
-        """Note a measured result, and that it is wrong if it is."""
-        self.deviations.append(found)
-        if not found.ok:
-            self.faults.append(str(found))
+    def judge(
+        self,
+        results: Mapping[str, Tensor],
+        exact: Mapping[str, Tensor],
+        noise: Noise,
+        dtypes: Mapping[str, torch.dtype],
+        eps_of: Mapping[str, torch.dtype] | None = None,
+    ) -> None:
+        """Note how far ``results`` are off, and what is wrong with them.
+
+        ``dtypes`` are those that they must have; ``eps_of`` names the coarser dtypes that some were
+        computed in.
+        """
+        if results.keys() != exact.keys():
+            self.faults.append(f"results {sorted(results)}, want {sorted(exact)}")
+            return
+        comparable = {}
+        for name, want in exact.items():
+            x = results[name]
+            if x.dtype != dtypes[name] or x.shape != want.shape:
+                wanted = f"{dtypes[name]} {list(want.shape)}"
+                self.faults.append(f"{name} is {x.dtype} {list(x.shape)}, want {wanted}")
+            else:
+                comparable[name] = x
+        found = deviations(comparable, exact, noise, eps_of)
+        self.deviations += found
+        self.faults += [str(d) for d in found if not d.ok]
 
 
 def check(case: Case, dtype: torch.dtype, target: Target) -> Verdict:
@@ -65,28 +88,15 @@ def check(case: Case, dtype: torch.dtype, target: Target) -> Verdict:
         watch = Watch(**inputs.tensors())
         with fresh_memory_is_nan():
             results = oracle.run(backend, inputs)
-    for name in watch.written():
-        verdict.faults.append(f"{name} was written to")
-    if set(results) != set(exact):
-        verdict.faults.append(f"results {sorted(results)}, want {sorted(exact)}")
-        return verdict
-    for name, want in exact.items():
-        dtype_wanted = _dtype_of(name, inputs)
-        if results[name].dtype != dtype_wanted:
-            verdict.faults.append(f"{name} is {results[name].dtype}, want {dtype_wanted}")
-        if results[name].shape != want.shape:
-            verdict.faults.append(
-                f"{name} has shape {list(results[name].shape)}, want {list(want.shape)}"
-            )
-            continue
-        # lse of 16-bit inputs is a sum of weights that were rounded to 16 bits.
-        eps_of = dtype if name == "lse" else None
-        verdict.judge(deviation(results[name], want, noise[name], name, eps_of))
+    verdict.faults += [f"{name} was written to" for name in watch.written()]
+    dtypes = {name: _dtype_of(name, inputs) for name in exact}
+    # lse of 16-bit inputs is a sum of weights that were rounded to 16 bits.
+    verdict.judge(results, exact, noise, dtypes, {"lse": dtype})
     return verdict
 
 
 @cached
-def expected(case: Case, dtype: torch.dtype) -> tuple[Inputs, dict[str, Tensor], dict[str, float]]:
+def expected(case: Case, dtype: torch.dtype) -> tuple[Inputs, dict[str, Tensor], Noise]:
     """Return the inputs, what they should give, and how far rounding alone moves that."""
     inputs = make_inputs(case, dtype)
     exact = oracle.exact(inputs)
