@@ -1,6 +1,6 @@
 """Fused attention for PyTorch: drop-in for its attention function and its attention module."""
 
-from fastattn import nn, plot
+from fastattn import compat, nn, plot  # noqa: F401  (compat first: it refuses a PyTorch out of range)
 from fastattn._capture import capture
 from fastattn._version import __version__
 from fastattn.dispatch import FallbackWarning, explain, use_backend

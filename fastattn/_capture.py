@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastattn import compat
 from fastattn.nn import GlobalAttention
 from fastattn.nn._nested import nested_self_attention
 from fastattn.nn.mha import MultiheadAttention, keep_forward_called
@@ -187,7 +188,7 @@ def _called_directly(module: nn.Module) -> Iterator[None]:
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
+    return compat.compiled_call_of(module) is not None or type(module).__name__ == "OptimizedModule"
 
 
 def _random_state() -> tuple[Tensor, list[Tensor]]:

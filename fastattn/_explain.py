@@ -6,9 +6,8 @@ import argparse
 import warnings
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fastattn import dispatch
+from fastattn import compat, dispatch
 from fastattn.bench import cli, ops
 from fastattn.bench.cells import DTYPE_BYTES, Cell
 from fastattn.bench.inputs import make_inputs
@@ -43,7 +42,7 @@ def explanations(cell: Cell, device: torch.device) -> list[dispatch.Explanation]
     Tensors without memory go through the library, as the compiler sends them: nothing is computed.
     """
     found: list[dispatch.Explanation] = []
-    with FakeTensorMode(allow_non_fake_inputs=True), warnings.catch_warnings():
+    with compat.tensors_without_memory(), warnings.catch_warnings():
         # PyTorch's stacks copy their layers, and its copying warns of what it does itself.
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         inputs = {name: x.to(device) for name, x in make_inputs(cell, 0).items()}

@@ -36,28 +36,28 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
-from torch._functorch.utils import enable_single_level_autograd_function
-from torch.autograd import forward_ad
-from torch.autograd.function import _SingleLevelFunction
 
-from fastattn import dispatch
+from fastattn import compat, dispatch
+from fastattn.compat import any_requires_grad, nothing_watches, transforms_active
 
-__all__ = ["Operator", "nothing_watches", "runs_eagerly"]
+__all__ = ["Operator", "has_plain_memory", "nothing_watches", "operators", "runs_eagerly"]
 
 _library = torch.library.Library("fastattn", "DEF")
-_compiling = torch.compiler.is_compiling
-_transforms_active = torch._C._are_functorch_transforms_active
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_jit_tracing = torch._C._get_tracing_state
 _PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, type(None)})
 
+operators: dict[Any, Operator] = {}  # by what `torch.ops.fastattn` has under their names
 
-def nothing_watches() -> bool:
-    """Whether no compiler, transform, mode or tracer has to see the calls made now."""
-    if _compiling() or _transforms_active() or _dispatch_modes():
+
+def has_plain_memory(t: Tensor) -> bool:
+    """Whether the numbers of a tensor are those at its address.
+
+    They are not those of a view that promises -x, of a gradient without memory, of what a transform
+    has wrapped (batched gradients; a tensor that outlived ``torch.func``), or of a sparse tensor.
+    """
+    try:
+        return not t.is_neg() and (t.data_ptr() != 0 or t.numel() == 0)
+    except RuntimeError:  # it has no address
         return False
-    return forward_ad._current_level < 0 and _jit_tracing() is None
 
 
 def runs_eagerly(*tensors: Tensor | None) -> bool:
@@ -68,22 +68,7 @@ def runs_eagerly(*tensors: Tensor | None) -> bool:
     """
     if not (nothing_watches() and _PLAIN_TYPES.issuperset(map(type, tensors))):
         return False
-    for t in tensors:
-        if t is not None and (
-            t.is_neg()  # -x as a view of x
-            or t._is_zerotensor()  # a gradient without memory
-            or is_functorch_wrapped_tensor(t)  # outlived its transform
-        ):
-            return False
-    return True
-
-
-_outside = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-
-
-def _as_outside() -> Any:
-    """Give the dispatcher's state of plain code back: below a mode, torch.func is switched off."""
-    return torch._C._ForceDispatchKeyGuard(*_outside)
+    return all(t is None or has_plain_memory(t) for t in tensors)
 
 
 class Operator:
@@ -112,9 +97,11 @@ class Operator:
         results = ", ".join(["Tensor"] * returns)
         results = f"({results})" if returns > 1 else results
         schema = f"{schema[:-1]}, str backend) -> {results}"
-        arguments = torch._C.parse_schema(schema).arguments
-        self._names = [argument.name for argument in arguments]
-        self._tensors = sum("Tensor" in str(argument.type) for argument in arguments)
+        arguments = [
+            a.split() for a in schema[schema.index("(") + 1 : schema.index(")")].split(",")
+        ]
+        self._names = [name for _, name in arguments]
+        self._tensors = sum(kind.startswith("Tensor") for kind, _ in arguments)
         self._keywords = self._names[self._tensors : -1]
         self._opaque = [self._names.index(name) for name in opaque]
         self._recomputed = {self._names.index(name) for name in recomputed}
@@ -142,7 +129,7 @@ class Operator:
             return self._through_reference(*args)
         tensors, keywords = self._primitive(args)
         backend = dispatch.choose(self.name, tensors, keywords)
-        if torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors):
+        if torch.is_grad_enabled() and any_requires_grad(*tensors):
             return self.with_gradient(*args, backend)
         return self._run(backend, tensors, keywords)
 
@@ -152,13 +139,13 @@ class Operator:
             return self.op(*given, *seen)
         args = (*given, *seen)
         tensors, keywords = self._primitive(args)
-        if torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors):
+        if torch.is_grad_enabled() and any_requires_grad(*tensors):
             return self.with_gradient(*args)
         return self._run(args[-1], tensors, keywords)
 
     def obstacles(self, args: Sequence[Any]) -> list[str]:
         """What is asked for that no kernel has, but differentiating the reference gives."""
-        if forward_ad._current_level >= 0:
+        if compat.forward_mode():
             return ["forward-mode differentiation goes through the reference"]
         return [
             f"{self._names[n]} requires a gradient, and no kernel computes it"
@@ -194,13 +181,19 @@ class Operator:
     def _run_for_dispatcher(self, *args: Any) -> Any:
         tensors, keywords = self._primitive(args)
         backend = args[-1] or dispatch.choose(self.name, tensors, keywords)
-        with _as_outside() if backend == "reference" else contextlib.nullcontext():
+        if backend == "reference":
+            results = compat.run_outside(self._run, backend, tensors, keywords)
+        else:
             results = self._run(backend, tensors, keywords)
         return results if self._returns == 1 else _without_none(results, args)
 
-    def _primitive(self, args: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+    def split(self, args: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+        """Return the tensors, and the values by name; without the backend."""
         n = self._tensors
-        tensors, keywords = args[:n], dict(zip(self._keywords, args[n:]))  # noqa: B905  (not backend)
+        return args[:n], dict(zip(self._keywords, args[n:]))  # noqa: B905  (not backend)
+
+    def _primitive(self, args: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+        tensors, keywords = self.split(args)
         for name, derive in self._derived.items():
             if keywords[name] is None:
                 keywords[name] = derive(*tensors)
@@ -213,25 +206,27 @@ class Operator:
         _library.impl(self.name, self._autograd_kernel, "Autograd")
         torch.library.register_fake(name, self._fake, lib=_library)
         torch.library.register_vmap(name, vmap, lib=_library)
-        return getattr(torch.ops.fastattn, self.name).default
+        op = getattr(torch.ops.fastattn, self.name).default
+        operators[op] = self
+        return op
 
     def _autograd_kernel(self, *args: Any) -> Any:
         """What the dispatcher calls: once, or once for each level of ``torch.func.grad``."""
-        obstacles = self.obstacles(args)
+        obstacles = self.obstacles(args) + compat.autograd_obstacles
         if obstacles:
             self.choose(args, obstacles)
             return self._through_reference(*args)
-        if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)):
+        if not (torch.is_grad_enabled() and any_requires_grad(*args)):
             return self._below_autograd(*args)
-        if not _transforms_active():
+        if not transforms_active():
             return self._traced(*args)
-        with enable_single_level_autograd_function():  # this level; the one below follows in op()
+        with compat.single_level():  # this level; the one below follows in op()
             return self._traced(*args)
 
     def _below_autograd(self, *args: Any) -> Any:
         # A Function runs its forward without gradients; the next level of torch.func wants its own.
-        grad = torch.enable_grad() if _transforms_active() else contextlib.nullcontext()
-        with torch._C._AutoDispatchBelowAutograd(), grad:
+        grad = torch.enable_grad() if transforms_active() else contextlib.nullcontext()
+        with compat.below_autograd(), grad:
             return self.op(*args)
 
     def _through_reference(self, *args: Any) -> Any:
@@ -288,7 +283,7 @@ def _function(
         return results
 
     methods = {"forward": staticmethod(forward_and_save), "backward": staticmethod(backward)}
-    return type(name, (_SingleLevelFunction,), methods)
+    return type(name, (compat.SingleLevelFunction,), methods)
 
 
 def _without_none(results: Sequence[Tensor | None], tensors: Sequence[Any]) -> tuple[Tensor, ...]:
@@ -309,4 +304,4 @@ def _conformed(result: Tensor | None, promised: Tensor) -> Tensor:
         return promised
     conforms = result.stride() == promised.stride() and result.dtype == promised.dtype
     # A view would alias an argument, or keep a larger buffer alive.
-    return result if conforms and result._base is None else promised.copy_(result)
+    return result if conforms and not compat.may_be_view(result) else promised.copy_(result)

@@ -20,15 +20,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from fastattn import compat
 from fastattn.bench import ops
 from fastattn.bench.cells import DTYPES
 from fastattn.bench.inputs import TORCH_DTYPES
 from fastattn.bench.shapes import shape_text
+from fastattn.library import operators
 
 OnCall = Callable[[str, Sequence[Any], Mapping[str, Any]], None]
 _DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
@@ -48,24 +48,11 @@ class Calls(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if isinstance(func, OpOverload) and func.namespace == "fastattn":
-            given = func._schema.arguments
-            count = sum("Tensor" in str(argument.type) for argument in given)
-            names = [argument.name for argument in given[count:-1]]  # the last names the backend
-            keywords = dict(zip(names, args[count:], strict=False))
-            self.on_operator(func._opname, args[:count], keywords)
+        if (operator := operators.get(func)) is not None:
+            self.on_operator(operator.name, *operator.split(args))
         elif self.on_function is not None:
             self.on_function(func, args, kwargs)
         return func(*args, **kwargs)
-
-
-class _ThroughTheDispatcher(TorchDispatchMode):
-    """Does nothing; but while it watches, the library takes no shorter way."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        return func(*args, **(kwargs or {}))
 
 
 class Recording:
@@ -101,7 +88,10 @@ def record(path: str | Path | None = None) -> Iterator[Recording]:
     """
     recording = Recording()
     try:
-        with _ThroughTheDispatcher(), Calls(recording.note_operator, recording.note_function):
+        with (
+            compat.through_the_dispatcher(),
+            Calls(recording.note_operator, recording.note_function),
+        ):
             yield recording
     finally:
         if path is not None:

@@ -43,8 +43,8 @@ def replace_mha(model: nn.Module) -> list[str]:
     for name, module in model.named_modules():
         if isinstance(module, _Stock) and not isinstance(module, MultiheadAttention):
             module.__class__ = _fused_class(type(module))
-            module.__dict__[_REPLACED] = True
-            module.register_forward_pre_hook(keep_forward_called)
+            hook = module.register_forward_pre_hook(keep_forward_called)
+            module.__dict__[_REPLACED] = hook
             changed.append(name)
     return changed
 
@@ -58,11 +58,10 @@ def restore_mha(model: nn.Module) -> list[str]:
     """
     changed = []
     for name, module in model.named_modules():
-        if module.__dict__.pop(_REPLACED, False):
+        hook = module.__dict__.pop(_REPLACED, None)
+        if hook is not None:
             module.__class__ = _stock_class(type(module))
-            hooks = module._forward_pre_hooks
-            for key in [k for k, hook in hooks.items() if hook is keep_forward_called]:
-                del hooks[key]
+            hook.remove()
             changed.append(name)
     return changed
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from fastattn.compat import mha_is_batched
 from fastattn.nn._cache import KeyValueCache
 from fastattn.nn._nested import nested_self_attention
 from fastattn.nn._small import self_attention
@@ -39,9 +39,7 @@ class LayerAttention(MultiheadAttention):
             masks = (key_padding_mask, None)
             flags = (need_weights, average_attn_weights, True)
             return nested_self_attention(self, query, key, value, *masks, *flags)
-        batched = F._mha_shape_check(  # type: ignore[attr-defined]
-            query, key, value, key_padding_mask, None, self.num_heads
-        )
+        batched = mha_is_batched(query, key, value, key_padding_mask, None, self.num_heads)
         if cache is None and query is key and key is value and batched and not need_weights:
             small = self_attention(self, query, key_padding_mask, True)
             if small is not None:

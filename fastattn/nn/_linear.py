@@ -16,9 +16,8 @@ to ``torch.nn.functional.linear``, on an AMD EPYC with AVX-512 and BF16):
   once at the end, makes y and dx 4 to 10 times as fast. dW is PyTorch's in float32.
 - everything else: ``torch.nn.functional.linear``.
 
-The operator ``torch.ops.mkldnn._linear_pointwise`` is private to PyTorch. Where it is missing, or
-oneDNN is switched off (``torch.backends.mkldnn.flags(enabled=False)``),
-``torch.nn.functional.linear`` does the work.
+Where PyTorch lets no one call oneDNN's inner product (`fastattn/compat.py`), or oneDNN is switched
+off (``torch.backends.mkldnn.flags(enabled=False)``), ``torch.nn.functional.linear`` does the work.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastattn import dispatch
+from fastattn import compat, dispatch
 from fastattn.nn._eager import is_plain
 
 # The least M·N·K for which oneDNN pays, in float32. A call costs about 15 µs more than F.linear.
@@ -51,29 +50,9 @@ def _native() -> Any | None:
     return None if isinstance(found, str) else found
 
 
-def _find_onednn_linear() -> Any | None:
-    """oneDNN's inner product as an operator of PyTorch, or None where this PyTorch has none."""
-    if not torch.backends.mkldnn.is_available():
-        return None
-    try:
-        return torch.ops.mkldnn._linear_pointwise.default
-    except (AttributeError, RuntimeError):
-        return None
-
-
-def _supported(name: str) -> bool:
-    """Whether oneDNN has 16-bit arithmetic on this processor; False where PyTorch cannot say."""
-    try:
-        return bool(getattr(torch.ops.mkldnn, name)())
-    except (AttributeError, RuntimeError):
-        return False
-
-
-_ONEDNN_LINEAR = _find_onednn_linear()
-_ONEDNN_DTYPES = {torch.float32} | (
-    {torch.bfloat16} if _supported("_is_mkldnn_bf16_supported") else set()
-)
-_WIDE_DTYPES = set() if _supported("_is_mkldnn_fp16_supported") else {torch.float16}
+_ONEDNN_LINEAR = compat.onednn_linear
+_ONEDNN_DTYPES = {torch.float32} | ({torch.bfloat16} if compat.onednn_has_bfloat16 else set())
+_WIDE_DTYPES = set() if compat.onednn_has_float16 else {torch.float16}
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastattn.compat import mha_check_mask
 from fastattn.nn._eager import is_plain
 
 
@@ -27,21 +28,8 @@ def check_mask_dtypes(
     # Twice: nn.MultiheadAttention looks first, then F.multi_head_attention_forward at what came
     # out.
     for _ in range(2):
-        padding = F._canonical_mask(
-            mask=padding,
-            mask_name="key_padding_mask",
-            other_type=F._none_or_dtype(attention),
-            other_name="attn_mask",
-            target_type=query_dtype,
-        )
-        attention = F._canonical_mask(
-            mask=attention,
-            mask_name="attn_mask",
-            other_type=None,
-            other_name="",
-            target_type=query_dtype,
-            check_other=False,
-        )
+        padding = mha_check_mask(padding, "key_padding_mask", query_dtype, attention, "attn_mask")
+        attention = mha_check_mask(attention, "attn_mask", query_dtype, None, "")
 
 
 def is_causal_mask(mask: Tensor) -> bool:

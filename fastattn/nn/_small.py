@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastattn import dispatch
+from fastattn import compat, dispatch
 from fastattn.library import nothing_watches
 from fastattn.nn._linear import _WIDE_DTYPES
 
@@ -32,12 +32,13 @@ def self_attention(
     None, unless the module is in its plainest form, no gradient, no dropout and no tracer is about,
     everything is contiguous memory of one dtype on the CPU, and the size is small.
     """
-    parameters = module._parameters  # the attributes, without the cost of looking for them
+    parameters = compat.parameters_of(module)
     w_in, b_in = parameters.get("in_proj_weight"), parameters.get("in_proj_bias")
-    out_proj = module._modules["out_proj"]
+    out_proj = compat.children_of(module).get("out_proj")
     if out_proj is None:
         return None
-    w_out, b_out = out_proj._parameters.get("weight"), out_proj._parameters.get("bias")
+    out_parameters = compat.parameters_of(out_proj)
+    w_out, b_out = out_parameters.get("weight"), out_parameters.get("bias")
     if (
         w_in is None  # of other widths, or computed: by a parametrization, pruning, an adapter
         or w_out is None

@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 # Bound here: whoever puts our class under this name in torch.nn later meets no recursion.
 from torch.nn import MultiheadAttention as _Stock
 
+from fastattn import compat
+from fastattn.compat import mha_is_batched
 from fastattn.nn._cache import KeyValueCache
 from fastattn.nn._head_network import HeadNetwork
 from fastattn.nn._linear import linear
@@ -126,7 +127,7 @@ class MultiheadAttention(_Stock):
             own = MultiheadAttention.forward
             return self._watch(own, self, query, key, value, key_padding_mask, *flags)
         check_mask_dtypes(key_padding_mask, attn_mask, query.dtype)
-        plain = self._modules.get("head_network") is None
+        plain = compat.children_of(self).get("head_network") is None
         if query.is_nested or key.is_nested or value.is_nested:
             if not plain:
                 raise AssertionError("nonlinear_heads does not support NestedTensor")
@@ -134,9 +135,7 @@ class MultiheadAttention(_Stock):
             return nested_self_attention(
                 self, query, key, value, *masks, need_weights, average_attn_weights
             )
-        batched = F._mha_shape_check(  # type: ignore[attr-defined]  # with PyTorch's messages
-            query, key, value, key_padding_mask, attn_mask, self.num_heads
-        )
+        batched = mha_is_batched(query, key, value, key_padding_mask, attn_mask, self.num_heads)
         if is_causal and attn_mask is None:
             raise RuntimeError(
                 "Need attn_mask if specifying the is_causal hint. "
@@ -202,7 +201,7 @@ class MultiheadAttention(_Stock):
             bool(average_weights),
             "upper_left" if cache is None else "bottom_right",
         )
-        network = self._modules.get("head_network")  # of `nonlinear_heads`
+        network = compat.children_of(self).get("head_network")  # of `nonlinear_heads`
         if network is not None:
             out = network(out)
         out = self._project_out(out, batch_dim)

@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import _SingleLevelFunction
 
-from fastattn import dispatch
-from fastattn.library import nothing_watches
+from fastattn import compat, dispatch
+from fastattn.library import has_plain_memory, nothing_watches
 from fastattn.ops._memory_hops_operator import hop_attention, hop_attention_backward
 from fastattn.ops._sdpa_arguments import DTYPES
 
@@ -98,7 +97,7 @@ def _fits(memory: Tensor, dtype: torch.dtype, batch: int, width: int, hops: int)
     )
 
 
-class _Plain(_SingleLevelFunction):
+class _Plain(compat.SingleLevelFunction):
     """Memory hops with a gradient, with the fewest steps."""
 
     @staticmethod
@@ -130,7 +129,7 @@ class _Plain(_SingleLevelFunction):
             type(grad_out) is Tensor
             and not torch.is_grad_enabled()
             and nothing_watches()
-            and not (grad_out.is_neg() or grad_out._is_zerotensor())
+            and has_plain_memory(grad_out)
         ):
             grads = module.plain_hops_backward(
                 grad_out, query, in_memory, out_memory, mask, trace, stats, hops, scale, wants
@@ -147,7 +146,7 @@ class _Plain(_SingleLevelFunction):
         return *kept, None, None, None, None, None
 
 
-_hop: Any = _Plain.apply  # type: ignore[attr-defined]
+_hop: Any = _Plain.apply
 
 
 def _find_native(query: Tensor, in_memory: Tensor, out_memory: Tensor | None) -> Any:

@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import _SingleLevelFunction
 
-from fastattn import dispatch
+from fastattn import compat, dispatch
 from fastattn.autograd import attention, attention_backward, default_scale
-from fastattn.library import nothing_watches
+from fastattn.library import has_plain_memory, nothing_watches
 from fastattn.ops._sdpa_arguments import DTYPES
 
 # (dtype, D, Dv) -> the name of the native backend and its module. For the calls that come here a
@@ -103,7 +102,7 @@ def _is_constant_mask(mask: Any, dtype: torch.dtype) -> bool:
     )
 
 
-class _Plain(_SingleLevelFunction):
+class _Plain(compat.SingleLevelFunction):
     """Attention with a gradient, of one result and with the fewest steps."""
 
     @staticmethod
@@ -134,7 +133,7 @@ class _Plain(_SingleLevelFunction):
             type(grad_out) is Tensor
             and not torch.is_grad_enabled()
             and nothing_watches()
-            and not (grad_out.is_neg() or grad_out._is_zerotensor())
+            and has_plain_memory(grad_out)
             and out.stride(3) == 1
             and out.numel()
             and key.numel()
@@ -152,7 +151,7 @@ class _Plain(_SingleLevelFunction):
         return *grads[:3], None, None, None, None, None
 
 
-_attend: Any = _Plain.apply  # type: ignore[attr-defined]
+_attend: Any = _Plain.apply
 
 
 def _unexpanded(mask: Tensor) -> Tensor:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch._dynamo
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -31,7 +30,7 @@ def why_not(cell: Cell) -> list[str]:
 def prepare(cell: Cell, inputs: dict[str, Tensor]) -> Callable[[], Outputs]:
     query, key, value = (inputs[name] for name in ("query", "key", "value"))
     options = _options(cell, inputs)
-    torch._dynamo.reset()  # or the cells before this one count against its limit of recompilations
+    torch.compiler.reset()  # or the cells before this one count against its limit of recompilations
     # A graph for each cell, compiled for its sizes: nothing is left to be found out in a call.
     attend = torch.compile(flex_attention, dynamic=False, fullgraph=True)
 

@@ -1,0 +1,354 @@
+"""The private names of PyTorch that the package uses: which versions have each, and what is done
+without it.
+
+They stand in no other file. Each is looked up once, when this module is imported, so that a call
+pays nothing for the choice; without it stands a way that is right and slower. `NAMES` tells which
+were found. The versions beside a name are those that were looked at: 2.6 to 2.15.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+# The one declaration of what is promised; pyproject.toml says the same (tests/test_compat.py).
+OLDEST, BELOW = (2, 6), (3, 0)
+NEWEST_TESTED = (2, 15)
+RANGE = f">={OLDEST[0]}.{OLDEST[1]},<{BELOW[0]}"
+
+
+def _version() -> tuple[int, int] | None:
+    """Major and minor version of PyTorch; None of a build of one's own that has no number."""
+    number = re.match(r"(\d+)\.(\d+)", torch.__version__)
+    return (int(number[1]), int(number[2])) if number else None
+
+
+def _check_version() -> None:
+    version = _version()
+    if version is not None and not OLDEST <= version < BELOW:
+        raise ImportError(
+            f"fastattn needs torch{RANGE}, but torch {torch.__version__} is installed "
+            f"in {torch.__path__[0]}: pip install 'torch{RANGE}'"
+        )
+
+
+def is_untested() -> bool:
+    """Whether this PyTorch is newer than all that the tests were run with."""
+    version = _version()
+    return version is None or version > NEWEST_TESTED
+
+
+_check_version()
+
+NAMES: dict[str, bool] = {}  # every private name, and whether this PyTorch has it
+_ABSENT = object()
+
+
+def _find(path: str) -> Any:
+    """The object of that name, `_ABSENT` where PyTorch has none. ``Class()`` is an instance."""
+    found: Any = torch
+    for part in path.split(".")[1:]:
+        found = getattr(found, part.removesuffix("()"), _ABSENT)
+        if found is not _ABSENT and part.endswith("()"):
+            found = found()
+    NAMES[path] = found is not _ABSENT
+    return found
+
+
+def _or(path: str, otherwise: Callable[..., Any]) -> Callable[..., Any]:
+    found = _find(path)
+    return otherwise if found is _ABSENT else found
+
+
+def _attribute_or(path: str, otherwise: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Read the attribute of an instance, or what is right without it."""
+    return otherwise if _find(path) is _ABSENT else attrgetter(path.rpartition(".")[2])
+
+
+# --- who has to see the calls made now ------------------------------------------------------------
+
+
+class _OldStyle(torch.autograd.Function):
+    """Refused under a transform of ``torch.func``, since it has no ``setup_context``."""
+
+    @staticmethod
+    def forward(ctx: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any) -> None:
+        pass
+
+
+def _old_style_is_refused() -> bool:
+    try:
+        _OldStyle.apply()
+    except RuntimeError:
+        return True
+    return False
+
+
+# Whether a transform of torch.func is at work. 2.6 to 2.15. Without: try what it forbids.
+transforms_active: Callable[[], bool] = _or(
+    "torch._C._are_functorch_transforms_active", _old_style_is_refused
+)
+
+# The class to derive from in order to see what the dispatcher sees. 2.6 to 2.15. Without: nobody
+# asks below for more than the next name without answers.
+_dispatch_mode = _find("torch.utils._python_dispatch.TorchDispatchMode")
+# How many modes there are below the dispatcher. 2.6 to 2.15. Without: there may be one, so that
+# every call goes through the dispatcher.
+_dispatch_modes: Callable[[], int] = _or("torch._C._len_torch_dispatch_stack", lambda: 1)
+if _dispatch_mode is _ABSENT:
+    _dispatch_modes = lambda: 1  # noqa: E731
+
+# The state of torch.jit.trace, None outside. 2.6 to 2.15. Without: the public question, which
+# is one Python function longer.
+_jit_trace: Callable[[], Any] = _or(
+    "torch._C._get_tracing_state",
+    lambda: torch.jit.is_tracing() or None,  # type: ignore[attr-defined]
+)
+_compiling = torch.compiler.is_compiling
+_ZERO = torch.zeros(())
+
+
+def _dual_can_be_made() -> bool:
+    try:
+        forward_ad.make_dual(_ZERO, _ZERO)
+    except RuntimeError:
+        return False
+    return True
+
+
+# The nesting of forward-mode differentiation, -1 outside. 2.6 to 2.15. Without: try to make what
+# cannot be made outside.
+if _find("torch.autograd.forward_ad._current_level") is not _ABSENT:
+
+    def forward_mode() -> bool:
+        """Whether forward-mode differentiation is at work."""
+        return forward_ad._current_level >= 0
+
+    def nothing_watches() -> bool:
+        """Whether no compiler, transform, mode or tracer has to see the calls made now."""
+        if _compiling() or transforms_active() or _dispatch_modes():
+            return False
+        return forward_ad._current_level < 0 and _jit_trace() is None
+
+else:
+    forward_mode = _dual_can_be_made
+
+    def nothing_watches() -> bool:
+        """Whether no compiler, transform, mode or tracer has to see the calls made now."""
+        if _compiling() or transforms_active() or _dispatch_modes():
+            return False
+        return not forward_mode() and _jit_trace() is None
+
+
+if _dispatch_mode is not _ABSENT:
+
+    class _Onlooker(_dispatch_mode):  # type: ignore[misc, valid-type]
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+        ) -> Any:
+            return func(*args, **(kwargs or {}))
+
+
+def through_the_dispatcher() -> contextlib.AbstractContextManager[Any]:
+    """Within it, no call takes a way around the dispatcher."""
+    return contextlib.nullcontext() if _dispatch_mode is _ABSENT else _Onlooker()
+
+
+_fake_tensor_mode = _find("torch._subclasses.fake_tensor.FakeTensorMode")
+
+
+def tensors_without_memory() -> contextlib.AbstractContextManager[Any]:
+    """Within it, tensors have no memory, and what is called computes nothing.
+
+    ``FakeTensorMode``: 2.6 to 2.15. Without: real tensors, and everything is computed.
+    """
+    if _fake_tensor_mode is _ABSENT:
+        return through_the_dispatcher()
+    mode: contextlib.AbstractContextManager[Any] = _fake_tensor_mode(allow_non_fake_inputs=True)
+    return mode
+
+
+# --- autograd below the dispatcher ----------------------------------------------------------------
+
+# Functions that torch.func meets a level at a time, the permission to call one under a transform,
+# and the way to what lies below. 2.6 to 2.15, all three. Without one of them: what the dispatcher
+# sees is computed by the reference, of which PyTorch knows every derivative.
+SingleLevelFunction: Any = _find("torch.autograd.function._SingleLevelFunction")
+single_level: Any = _find("torch._functorch.utils.enable_single_level_autograd_function")
+below_autograd: Any = _find("torch._C._AutoDispatchBelowAutograd")
+autograd_obstacles: list[str] = []
+if _ABSENT in (SingleLevelFunction, single_level, below_autograd):
+    SingleLevelFunction = torch.autograd.Function  # the same, but for torch.func
+    autograd_obstacles = [f"torch {torch.__version__} lacks what our derivatives need in a graph"]
+
+
+def _any_of_them_requires_grad(*args: Any) -> bool:
+    return any(isinstance(x, Tensor) and x.requires_grad for x in args)
+
+
+# Whether an argument is a tensor that requires a gradient. 2.8 to 2.15. Without: ask each.
+any_requires_grad: Callable[..., bool] = _or(
+    "torch._C._any_requires_grad", _any_of_them_requires_grad
+)
+
+_key_guard = _find("torch._C._ForceDispatchKeyGuard")
+_included = _find("torch._C._dispatch_tls_local_include_set")
+_excluded = _find("torch._C._dispatch_tls_local_exclude_set")
+
+# The dispatcher's state of plain code: below a mode, torch.func is switched off. 2.6 to 2.15, all
+# three. Without one of them: in a new thread, where the state is that of plain code.
+if _ABSENT not in (_key_guard, _included, _excluded):
+    _outside = _included(), _excluded()
+
+    def run_outside(function: Callable[..., Any], *args: Any) -> Any:
+        """Call the function where no mode, transform or tracer is at work."""
+        with _key_guard(*_outside):
+            return function(*args)
+
+else:
+
+    def run_outside(function: Callable[..., Any], *args: Any) -> Any:
+        """Call the function where no mode, transform or tracer is at work."""
+        grad = torch.is_grad_enabled()
+
+        def call() -> Any:
+            with torch.set_grad_enabled(grad):
+                return function(*args)
+
+        with ThreadPoolExecutor(max_workers=1) as thread:
+            return thread.submit(call).result()
+
+
+# Whether memory may be shared with another tensor. ``_base``: 2.6 to 2.15. Without: it may be.
+_base_of = _attribute_or("torch.Tensor()._base", lambda x: x)
+
+
+def may_be_view(x: Tensor) -> bool:
+    """Whether memory may be shared with another tensor."""
+    return _base_of(x) is not None
+
+
+# --- modules --------------------------------------------------------------------------------------
+
+
+def _parameters_by_name(module: torch.nn.Module) -> dict[str, Any]:
+    return dict(module.named_parameters(recurse=False, remove_duplicate=False))
+
+
+def _children_by_name(module: torch.nn.Module) -> dict[str, Any]:
+    return dict(module.named_children())
+
+
+# The parameters and the children of a module, without the search of `__getattr__`, which takes as
+# long as a product of small matrices. 2.6 to 2.15. Without: the public iterators.
+parameters_of: Callable[[torch.nn.Module], Any] = _attribute_or(
+    "torch.nn.Module()._parameters", _parameters_by_name
+)
+children_of: Callable[[torch.nn.Module], Any] = _attribute_or(
+    "torch.nn.Module()._modules", _children_by_name
+)
+# What `Module.compile` has set, None before. 2.6 to 2.15. Without: it may be compiled.
+compiled_call_of: Callable[[torch.nn.Module], Any] = _attribute_or(
+    "torch.nn.Module()._compiled_call_impl", lambda module: module.__call__
+)
+
+_shape_check = _find("torch.nn.functional._mha_shape_check")
+_canonical_mask = _find("torch.nn.functional._canonical_mask")
+
+
+def mha_is_batched(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_padding_mask: Tensor | None,
+    attn_mask: Tensor | None,
+    heads: int,
+) -> bool:
+    """Whether the arguments of `nn.MultiheadAttention` have a batch; AssertionError if they
+    disagree.
+
+    ``_mha_shape_check``: 2.6 to 2.15, with PyTorch's messages. Without: with ours.
+    """
+    if _shape_check is not _ABSENT:
+        return bool(_shape_check(query, key, value, key_padding_mask, attn_mask, heads))
+    dims = query.dim()
+    if dims not in (2, 3):
+        raise AssertionError(f"query must be 2-D or 3-D, got {dims}-D")
+    allowed = [("key", key, (dims,)), ("value", value, (dims,)), ("attn_mask", attn_mask, (2, 3))]
+    for name, x, ranks in [*allowed, ("key_padding_mask", key_padding_mask, (dims - 1,))]:
+        if x is not None and x.dim() not in ranks:
+            ranks_text = " or ".join(f"{rank}-D" for rank in ranks)
+            raise AssertionError(
+                f"{name} must be {ranks_text} for a {dims}-D query, got {x.dim()}-D"
+            )
+    if dims == 2 and attn_mask is not None and attn_mask.dim() == 3:
+        expected = (heads, query.shape[0], key.shape[0])
+        if attn_mask.shape != expected:
+            raise AssertionError(
+                f"attn_mask must have the shape {expected}, got {tuple(attn_mask.shape)}"
+            )
+    return dims == 3
+
+
+def mha_check_mask(
+    mask: Tensor | None, name: str, dtype: torch.dtype, other: Tensor | None, other_name: str
+) -> Tensor | None:
+    """Return a mask of `nn.MultiheadAttention` as an additive one of ``dtype``; AssertionError if
+    it is none, a warning if its dtype is not that of the ``other`` mask.
+
+    ``_canonical_mask``: 2.6 to 2.15, with PyTorch's messages. Without: with ours.
+    """
+    other_type = None if other is None else other.dtype
+    if _canonical_mask is not _ABSENT:
+        found: Tensor | None = _canonical_mask(
+            mask=mask,
+            mask_name=name,
+            other_type=other_type,
+            other_name=other_name,
+            target_type=dtype,
+            check_other=other is not None,
+        )
+        return found
+    if mask is None:
+        return None
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise AssertionError(f"{name} must be boolean or floating-point, got {mask.dtype}")
+    if other_type not in (None, mask.dtype):
+        warnings.warn(f"{name} is {mask.dtype} but {other_name} {other_type}", stacklevel=3)
+    return mask if mask.is_floating_point() else mask.to(dtype).masked_fill(mask, float("-inf"))
+
+
+# --- oneDNN ---------------------------------------------------------------------------------------
+
+_linear_pointwise = _find("torch.ops.mkldnn._linear_pointwise.default")
+# oneDNN's inner product (x, weight, bias, "none", [], ""). 2.6 to 2.15, where PyTorch was built
+# with oneDNN. Without: None, and the caller takes another GEMM.
+onednn_linear: Any | None = None
+if _linear_pointwise is not _ABSENT and torch.backends.mkldnn.is_available():
+    onednn_linear = _linear_pointwise
+
+
+def _answer(path: str) -> bool:
+    found = _find(path)
+    try:
+        return found is not _ABSENT and bool(found())
+    except RuntimeError:  # declared, but not built
+        return False
+
+
+# Whether oneDNN has 16-bit arithmetic on this processor. 2.6 to 2.15. Without: no.
+onednn_has_bfloat16 = _answer("torch.ops.mkldnn._is_mkldnn_bf16_supported")
+onednn_has_float16 = _answer("torch.ops.mkldnn._is_mkldnn_fp16_supported")
