@@ -483,7 +483,7 @@ def _named(
     """The arguments that hflayers takes by position, by name."""
     if len(more) > len(_FURTHER):
         raise TypeError(f"{len(more) - len(_FURTHER)} arguments too many")
-    given = dict(zip(_FURTHER, more, strict=False))
+    given = dict(zip(_FURTHER, more))  # noqa: B905  (see ops/_shapes.py)
     twice = given.keys() & options.keys()
     if twice:
         raise TypeError(f"got multiple values for argument {sorted(twice)[0]!r}")

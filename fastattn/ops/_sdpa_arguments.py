@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fastattn.ops._shapes import expands_to
+
 _NAME = "scaled_dot_product_attention"
 _FLAGS = ("is_causal", "enable_gqa", "return_lse", "need_weights", "average_weights")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -169,7 +171,7 @@ def fold_mask(mask: Any, query: Tensor, k_len: int, folding: Folding) -> Tensor:
     _, heads, q_len, _ = query.shape
     scores = (*folding.batch, heads, q_len, k_len)[-folding.rank :]
     shape = mask.shape
-    if not _expands_to(shape, scores):
+    if not expands_to(shape, scores):
         raise RuntimeError(
             f"{_NAME}: attn_mask must be broadcastable to the scores {scores}, got {tuple(shape)}"
         )
@@ -226,7 +228,7 @@ def fold_slopes(slopes: Any, query: Tensor, folding: Folding) -> Tensor:
     _check_device("alibi_slopes", slopes, query)
     heads = query.shape[1]
     full = (*folding.batch, heads)
-    if slopes.dim() == 0 or slopes.shape[-1] != heads or not _expands_to(slopes.shape, full):
+    if slopes.dim() == 0 or slopes.shape[-1] != heads or not expands_to(slopes.shape, full):
         raise RuntimeError(
             f"{_NAME}: alibi_slopes must have shape {(heads,)} or {full}, got {_shape(slopes)}"
         )
@@ -347,12 +349,6 @@ def _common_shape(what: str, *shapes: Sequence[int]) -> tuple[int, ...]:
         raise RuntimeError(
             f"{_NAME}: the {what} of query, key and value must be broadcastable, got {listed}"
         ) from None
-
-
-def _expands_to(shape: Sequence[int], target: Sequence[int]) -> bool:
-    pairs = zip(reversed(shape), reversed(target), strict=False)
-    # Not `n in (1, m)`: torch.compile would compare a symbolic m without looking at its value.
-    return len(shape) <= len(target) and not [n for n, m in pairs if n != 1 and n != m]
 
 
 def _shape(x: Tensor) -> tuple[int, ...]:

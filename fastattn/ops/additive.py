@@ -11,6 +11,7 @@ from torch import Tensor
 from fastattn.autograd import _fold, _one_by_one, _size_of_batch, _unfold
 from fastattn.library import Operator
 from fastattn.ops._sdpa_arguments import as_stored_mask, autocast
+from fastattn.ops._shapes import expands_to
 
 __all__ = ["additive_attention"]
 
@@ -218,8 +219,7 @@ def _mask(attn_mask: Any, padding: Any, query: Tensor, key: Tensor, batched: boo
         (attn_mask,) = autocast(attn_mask)  # float32 goes with every query, and keeps its precision
     _check_mask("attn_mask", attn_mask, query, (torch.bool, query.dtype, torch.float32))
     scores = (query.shape[0], query.shape[1], key.shape[1])[0 if batched else 1 :]
-    pairs = zip(reversed(attn_mask.shape), reversed(scores), strict=False)
-    if attn_mask.ndim > len(scores) or [n for n, m in pairs if n != 1 and n != m]:
+    if not expands_to(attn_mask.shape, scores):
         raise ValueError(
             f"{_NAME}: attn_mask must be broadcastable to the scores {tuple(scores)}, "
             f"got {_shape(attn_mask)}"

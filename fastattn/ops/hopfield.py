@@ -13,6 +13,7 @@ from fastattn.ops import sdpa
 from fastattn.ops._hopfield_operator import hopfield_states
 from fastattn.ops._memory_hops_operator import share
 from fastattn.ops._sdpa_arguments import as_stored_mask, autocast
+from fastattn.ops._shapes import expands_to
 
 __all__ = ["hopfield_retrieve"]
 
@@ -351,8 +352,7 @@ def lifted_mask(where: str, mask: Any, state: Tensor, stored: Tensor) -> Tensor:
     if mask.device != state.device:
         raise ValueError(f"{where}: attn_mask is on {mask.device}, but state is on {state.device}")
     scores = (*state.shape[:-1], stored.shape[-2])
-    pairs = zip(reversed(mask.shape), reversed(scores), strict=False)
-    if mask.ndim > len(scores) or [n for n, m in pairs if n != 1 and n != m]:
+    if not expands_to(mask.shape, scores):
         raise ValueError(
             f"{where}: attn_mask must be broadcastable to the scores {scores}, got {_of(mask)}"
         )

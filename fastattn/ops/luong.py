@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fastattn.ops._local_attention import local_attention
 from fastattn.ops._sdpa_arguments import autocast, check_dropout, check_dtypes
+from fastattn.ops._shapes import expands_to
 from fastattn.ops.additive import additive_attention
 from fastattn.ops.sdpa import scaled_dot_product_attention
 
@@ -274,8 +275,7 @@ def _check(
     if not isinstance(positions, Tensor) or positions.is_complex():
         raise TypeError(f"{_NAME}: positions must be a real Tensor")
     shape = query.shape[:2]
-    pairs = zip(reversed(positions.shape), reversed(shape), strict=False)
-    if positions.ndim > 2 or [n for n, m in pairs if n != 1 and n != m]:
+    if not expands_to(positions.shape, shape):
         raise ValueError(
             f"{_NAME}: positions must be broadcastable to [B, Tq] = {tuple(shape)}, "
             f"got {tuple(positions.shape)}"

@@ -288,7 +288,7 @@ def _per_hop(name: str, x: Tensor, query: Tensor, hops: int, rows: int) -> Tenso
 
 
 def _sizes(batch: Sequence[int], hops: int, rows: int) -> list[tuple[str, int]]:
-    return [*zip("BQ", batch, strict=False), ("K", hops), ("N", rows)]
+    return [*zip("BQ", batch), ("K", hops), ("N", rows)]  # noqa: B905  (see _shapes.py)
 
 
 def _check_dense(name: str, x: Tensor) -> None:

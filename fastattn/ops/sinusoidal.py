@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fastattn.library import Operator
+from fastattn.ops._shapes import expands_to
 from fastattn.sinusoids import LAYOUTS
 
 __all__ = ["sinusoidal_encoding", "sinusoidal_table"]
@@ -212,18 +213,11 @@ def _check_positions(name: str, value: Tensor, x: Tensor, dims: int) -> None:
         raise TypeError(f"{name} must be int64 or int32, got {value.dtype}")
     if value.device != x.device:
         raise ValueError(f"{name} is on {value.device}, but x is on {x.device}")
-    if not _broadcasts(value.shape, x.shape[:-dims]):
+    if not expands_to(value.shape, x.shape[:-dims]):
         raise ValueError(
             f"{name} has shape {tuple(value.shape)}, which does not broadcast to "
             f"x.shape[:-{dims}] = {tuple(x.shape[:-dims])}"
         )
-
-
-def _broadcasts(shape: Sequence[int], target: Sequence[int]) -> bool:
-    """Whether a tensor of this shape expands to target."""
-    return len(shape) <= len(target) and all(
-        n == 1 or n == m for n, m in zip(reversed(shape), reversed(target), strict=False)
-    )
 
 
 def locate(x: Tensor, offset: int | Tensor, positions: Tensor | None) -> tuple[int, Tensor | None]:
