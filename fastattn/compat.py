@@ -14,11 +14,14 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+
+from fastattn import _openmp
 
 # The one declaration of what is promised; pyproject.toml says the same (tests/test_compat.py).
 OLDEST, BELOW = (2, 6), (3, 0)
@@ -48,6 +51,10 @@ def is_untested() -> bool:
 
 
 _check_version()
+
+# Before the native module is loaded. Here PyTorch's wheels keep what they bring.
+_folder = Path(torch.__path__[0])
+_openmp.share([_folder / "lib", _folder.with_name("torch.libs")])
 
 NAMES: dict[str, bool] = {}  # every private name, and whether this PyTorch has it
 _ABSENT = object()
@@ -265,6 +272,21 @@ compiled_call_of: Callable[[torch.nn.Module], Any] = _attribute_or(
     "torch.nn.Module()._compiled_call_impl", lambda module: module.__call__
 )
 
+# The feed-forward block of a decoder layer, which a subclass may have replaced. 2.6 to 2.15.
+# Without: its public parts.
+_has_ff_block = _find("torch.nn.TransformerDecoderLayer._ff_block") is not _ABSENT
+
+
+def feed_forward(layer: torch.nn.TransformerDecoderLayer, x: Tensor) -> Tensor:
+    """What a decoder layer adds to x last."""
+    if _has_ff_block:
+        return layer._ff_block(x)
+    hidden = layer.dropout(layer.activation(layer.linear1(x)))
+    return layer.dropout3(layer.linear2(hidden))
+
+
+# Of nn.MultiheadAttention: the check of its arguments' shapes, and of its masks. 2.6 to 2.15.
+# Without: ours, with other messages.
 _shape_check = _find("torch.nn.functional._mha_shape_check")
 _canonical_mask = _find("torch.nn.functional._canonical_mask")
 
@@ -279,8 +301,6 @@ def mha_is_batched(
 ) -> bool:
     """Whether the arguments of `nn.MultiheadAttention` have a batch; AssertionError if they
     disagree.
-
-    ``_mha_shape_check``: 2.6 to 2.15, with PyTorch's messages. Without: with ours.
     """
     if _shape_check is not _ABSENT:
         return bool(_shape_check(query, key, value, key_padding_mask, attn_mask, heads))
@@ -308,8 +328,6 @@ def mha_check_mask(
 ) -> Tensor | None:
     """Return a mask of `nn.MultiheadAttention` as an additive one of ``dtype``; AssertionError if
     it is none, a warning if its dtype is not that of the ``other`` mask.
-
-    ``_canonical_mask``: 2.6 to 2.15, with PyTorch's messages. Without: with ours.
     """
     other_type = None if other is None else other.dtype
     if _canonical_mask is not _ABSENT:

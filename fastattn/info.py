@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from fastattn import _openmp as _openmp_runtimes
+from fastattn import compat
 from fastattn._version import __version__
 from fastattn.dispatch import BACKENDS
 
@@ -35,10 +37,12 @@ def collect() -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "torch": torch.__version__,
+        "torch_untested": compat.is_untested(),
+        "torch_lacks": [name for name, there in compat.NAMES.items() if not there],
         "numpy": _version("numpy"),
         "cpu": _cpu(),
         "threads": torch.get_num_threads(),
-        "openmp": _openmp_runtimes(),
+        "openmp": _openmp(),
         "isa": native["build_info"],
         "backends": {name: _backend(name) for name in BACKENDS},
         "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith("FASTATTN_")},
@@ -70,15 +74,30 @@ def _cpu() -> dict[str, Any]:
     }
 
 
-def _openmp_runtimes() -> list[str]:
-    """File names of the OpenMP runtimes in this process. More than one means that torch's threads
-    and ours are strangers who compete for the same cores."""
-    try:
-        lines = Path("/proc/self/maps").read_text().splitlines()
-    except OSError:
-        return []
-    names = {line.rpartition("/")[2] for line in lines if "/" in line}
-    return sorted(name for name in names if name.startswith(("libgomp", "libomp", "libiomp")))
+def _openmp() -> dict[str, Any]:
+    """The OpenMP runtimes in this process, and which of them PyTorch and the native module use."""
+    shared = _openmp_runtimes.in_use()
+    return {
+        "runtimes": [Path(path).name for path in _openmp_runtimes.runtimes()],
+        "shared": None if shared is None else Path(shared).name,
+    }
+
+
+def _openmp_text(openmp: dict[str, Any]) -> str:
+    runtimes, shared = openmp["runtimes"], openmp["shared"]
+    if len(runtimes) < 2:
+        return ", ".join(runtimes) or "none loaded"
+    if shared is not None:
+        others = ", ".join(name for name in runtimes if name != shared)
+        return (
+            f"{shared}, which torch and fastattn share; {others} is loaded too, by another library:"
+            " if that computes in threads, they compete with ours for the cores"
+        )
+    return (
+        f"WARNING: {len(runtimes)} runtimes: {', '.join(runtimes)}. torch and fastattn may have "
+        "threads of their own each, which wait for work at full speed and take the cores from the "
+        "others: results are right, but slower. OMP_WAIT_POLICY=passive helps"
+    )
 
 
 def _native_module(name: str) -> dict[str, Any]:
@@ -138,13 +157,13 @@ def format_text(facts: dict[str, Any]) -> str:
     rows = [
         ("fastattn", facts["fastattn"]),
         ("Python", f"{facts['python']} on {facts['platform']}"),
-        ("torch", facts["torch"]),
+        ("torch", _torch_text(facts)),
         ("NumPy", facts["numpy"] or "not installed"),
         ("CPU", f"{cpu['model']} ({cpu['architecture']})"),
         ("features", " ".join(cpu["features"]) or "unknown"),
         ("cores", f"{cpu['cores']}" + (f", {usable} of them usable here" if usable else "")),
         ("threads", f"{facts['threads']} (torch.get_num_threads())"),
-        ("OpenMP", ", ".join(facts["openmp"]) or "none loaded"),
+        ("OpenMP", _openmp_text(facts["openmp"])),
         *_isa_rows(facts),
         *((f"backend {name}", _backend_text(name, facts)) for name in facts["backends"]),
         *((name, value) for name, value in facts["environment"].items()),
@@ -153,6 +172,16 @@ def format_text(facts: dict[str, Any]) -> str:
         rows.append(("FASTATTN_*", "no variable is set"))
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def _torch_text(facts: dict[str, Any]) -> str:
+    text = str(facts["torch"])
+    if facts["torch_untested"]:
+        newest = ".".join(map(str, compat.NEWEST_TESTED))
+        text += f" (untested version: the newest that was tested is {newest})"
+    if facts["torch_lacks"]:
+        text += f"; lacks {', '.join(facts['torch_lacks'])}: slower without"
+    return text
 
 
 def _isa_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:

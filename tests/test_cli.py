@@ -247,7 +247,7 @@ def test_info_tells_when_the_kernels_have_changed_since_they_were_built(
 
 
 def test_info_lists_one_openmp_runtime(native: ModuleType) -> None:
-    assert len(info.collect()["openmp"]) == 1
+    assert len(info.collect()["openmp"]["runtimes"]) == 1
 
 
 # explain

@@ -346,7 +346,7 @@ def test_one_openmp_runtime_serves_torch_and_us(native: ModuleType) -> None:
     """
     done = run([sys.executable, "-c", script], ROOT)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "['libgomp.so.1']"
+    assert done.stdout.strip() == "{'runtimes': ['libgomp.so.1'], 'shared': 'libgomp.so.1'}"
 
 
 # The real thing

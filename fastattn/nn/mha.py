@@ -259,11 +259,12 @@ class MultiheadAttention(_Stock):
             raise AssertionError(
                 f"was expecting embedding dimension of {self.embed_dim}, but got {query.shape[-1]}"
             )
-        compared = 3 if self._qkv_same_embed_dim else 2  # the widths may differ
+        joint = self.q_proj_weight is None
+        compared = 3 if joint else 2  # the widths may differ
         if key.shape[:compared] != value.shape[:compared]:
             # PyTorch words its messages for [S, N, E]
             k, v = (x.shape if batch_dim == 1 else x.transpose(0, 1).shape for x in (key, value))
-            if self._qkv_same_embed_dim:
+            if joint:
                 raise AssertionError(f"key shape {k} does not match value shape {v}")
             raise AssertionError(
                 f"key's sequence and batch dims {k[:2]} do not match value's {v[:2]}"
@@ -279,8 +280,9 @@ class MultiheadAttention(_Stock):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The projections as views [N, H, L, D], by one GEMM for all inputs that are one tensor."""
         bias = self.in_proj_bias
-        if not self._qkv_same_embed_dim:
-            weights: Sequence[Tensor] = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        q_weight: Any = self.q_proj_weight  # None where one weight is for all three
+        if q_weight is not None:
+            weights: Sequence[Tensor] = (q_weight, self.k_proj_weight, self.v_proj_weight)
         else:
             weight = self.in_proj_weight  # [3E, E]
             if query is key and key is value:
@@ -302,8 +304,9 @@ class MultiheadAttention(_Stock):
 
     def _project_query(self, query: Tensor, batch_dim: int) -> Tensor:
         bias = None if self.in_proj_bias is None else self.in_proj_bias[: self.embed_dim]
-        joint = self._qkv_same_embed_dim
-        weight = self.in_proj_weight[: self.embed_dim] if joint else self.q_proj_weight
+        weight: Any = self.q_proj_weight
+        if weight is None:
+            weight = self.in_proj_weight[: self.embed_dim]
         return self._heads(linear(query, weight, bias), batch_dim, 1)[0]
 
     def _heads(self, packed: Tensor, batch_dim: int, count: int) -> tuple[Tensor, ...]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fastattn import compat
 from fastattn.integrations.torch_mha import replace_mha
 from fastattn.nn._cache import DecoderCache, KeyValueCache
 from fastattn.nn._causal import into_layer_attention
@@ -96,10 +97,10 @@ class TransformerDecoderLayer(nn.TransformerDecoderLayer):
         if self.norm_first:
             x = x + look_back(self.norm1(x))
             x = x + look_at_memory(self.norm2(x))
-            return x + self._ff_block(self.norm3(x))
+            return x + compat.feed_forward(self, self.norm3(x))
         x = self.norm1(x + look_back(x))
         x = self.norm2(x + look_at_memory(x))
-        return self.norm3(x + self._ff_block(x))
+        return self.norm3(x + compat.feed_forward(self, x))
 
 
 class TransformerDecoder(nn.TransformerDecoder):

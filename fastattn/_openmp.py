@@ -1,0 +1,62 @@
+"""One OpenMP runtime for PyTorch and for the native module: whose threads are those of our loops?
+
+The native module asks for `libgomp.so.1`. Where PyTorch's own runtime answers to that name, as in
+all its wheels for x86-64, there is one. The wheels for arm64 before 2.10 have theirs under a name
+of its own, so that the loader brings a second one; then `share` makes PyTorch's answer first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = ["in_use", "runtimes", "share"]
+
+_A_FUNCTION = "GOMP_parallel"  # every parallel loop of GCC begins with it
+
+
+def _mapped() -> list[tuple[int, int, str]]:
+    """Where the OpenMP runtimes of this process lie, and their files; none if Linux cannot say."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        path = line[line.index("/") :] if "/" in line else ""
+        if path.rpartition("/")[2].startswith(("libgomp", "libomp", "libiomp")):
+            start, end = line.split(None, 1)[0].split("-")
+            found.append((int(start, 16), int(end, 16), path))
+    return found
+
+
+def runtimes() -> list[str]:
+    """The files of the OpenMP runtimes in this process."""
+    return sorted({path for _, _, path in _mapped()})
+
+
+def in_use() -> str | None:
+    """The file of the runtime that every library finds first; None if each finds its own."""
+    function = _found_first()
+    address = ctypes.cast(function, ctypes.c_void_p).value or 0
+    return next((path for start, end, path in _mapped() if start <= address < end), None)
+
+
+def _found_first() -> Any:
+    """The function of the first library that shows its names to all others."""
+    return getattr(ctypes.CDLL(None), _A_FUNCTION, None)
+
+
+def share(folders: Sequence[Path]) -> None:
+    """Make the GNU runtime that was loaded from one of the folders the one that is found first,
+    unless one is already.
+    """
+    if _found_first() is not None:
+        return
+    for path in runtimes():
+        if Path(path).parent in folders and Path(path).name.startswith("libgomp"):
+            ctypes.CDLL(path, mode=os.RTLD_GLOBAL | os.RTLD_NOLOAD)
+            return
