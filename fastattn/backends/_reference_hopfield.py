@@ -113,7 +113,8 @@ def hopfield_states(
         matrix = slope(last)[1]
         minimum = torch.linalg.cholesky_ex((matrix + matrix.mT) / 2).info == 0
         minimum &= counted > 0
-        short = update(last)[0] - last  # what the solution is taken to miss, so that it is `last`
+        # What the solution is taken to miss, so that it is `last`; in forward mode a constant too.
+        short = (update(last)[0] - last).detach()
     xi = last
     for _ in range(2):
         o, matrix = slope(xi)
