@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.autograd import _fold, _one_by_one, _unfold
+from fastattn.autograd import _fold, _one_by_one, _size_of_batch, _unfold
 from fastattn.library import Operator, runs_eagerly
 
 __all__ = ["hop_attention", "hop_attention_backward", "share"]
@@ -96,8 +96,22 @@ def _vmap(
 def _vmap_backward(
     info: Any, in_dims: Sequence[int | None], *args: Any
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    """By turns: what an example's batch shares has a gradient of its own in each example."""
-    return _one_by_one(hop_attention_backward, info.batch_size, in_dims, args)
+    """Fold the mapped dimension into the batch, or by turns: what an example's batch shares has a
+    gradient of its own in each example, and a memory that has none is not repeated."""
+    n, needed = info.batch_size, args[-2]
+    query, in_memory, out_memory, hop_proj, _, bias = args[2:8]
+    batch = _size_of_batch(query, in_dims[2])
+    memories = [
+        x is None or (needed >> bit & 1 and _size_of_batch(x, in_dims[place]) == batch)
+        for bit, place, x in ((1, 3, in_memory), (2, 4, out_memory), (4, 7, bias))
+    ]
+    if hop_proj is not None or not all(memories):
+        return _one_by_one(hop_attention_backward, n, in_dims, args)
+    folded = [_fold(x, dim, n, batch) for x, dim in zip(args[:10], in_dims, strict=False)]
+    results = hop_attention_backward.op(*folded, *args[10:])
+    given = (query, in_memory, out_memory, hop_proj, bias)
+    pairs = zip(results, given, strict=True)
+    return tuple(g.expand(n, 0) if x is None else _unfold(g, n) for g, x in pairs), (0,) * 5
 
 
 hop_attention = Operator(
