@@ -248,6 +248,44 @@ def may_be_view(x: Tensor) -> bool:
     return _base_of(x) is not None
 
 
+# --- the first vmap -------------------------------------------------------------------------------
+
+# PyTorch's first ``vmap``, in which torch.autograd.grad(is_grads_batched=True) runs the engine: a
+# tensor hides a dimension, as one level of several, and gives it back. 2.6 to 2.15, both. Without:
+# there is no such ``vmap``.
+_add_level = _find("torch._add_batch_dim")
+_remove_level = _find("torch._remove_batch_dim")
+
+
+def with_vmap_level(x: Tensor, dim: int, level: int) -> Tensor:
+    """Hide a dimension of a tensor; it must have no higher level."""
+    hidden: Tensor = _add_level(x, dim, level)
+    return hidden
+
+
+def without_vmap_level(x: Tensor, level: int) -> Tensor | None:
+    """The tensor with its hidden dimension in front; None: it has none of that level."""
+    # A tensor without it is expanded to the size that is named; another has its own.
+    one, two = (_remove_level(x, level, size, 0) for size in (1, 2))
+    return one if one.shape[0] == two.shape[0] else None
+
+
+def _hides_a_level(x: Tensor) -> bool:
+    try:
+        x.data_ptr()
+    except RuntimeError:
+        return any(without_vmap_level(x, level) is not None for level in range(1, 65))
+    return False
+
+
+# Whether a tensor hides a dimension so. 2.6 to 2.15. Without: look for the levels that may be.
+is_first_vmap: Callable[[Tensor], bool] = _or(
+    "torch._C._functorch.is_legacy_batchedtensor", _hides_a_level
+)
+if _ABSENT in (_add_level, _remove_level):
+    is_first_vmap = lambda _: False  # noqa: E731
+
+
 # --- modules --------------------------------------------------------------------------------------
 
 

@@ -38,6 +38,7 @@ import torch
 from torch import Tensor
 
 from fastattn import compat, dispatch
+from fastattn.batching import rule_for_any_size, through_torch_vmap
 from fastattn.compat import any_requires_grad, nothing_watches, transforms_active
 
 __all__ = ["Operator", "has_plain_memory", "nothing_watches", "operators", "runs_eagerly"]
@@ -139,7 +140,7 @@ class Operator:
     def resume(self, ctx: Any, given: Sequence[Any], seen: Sequence[Any]) -> Any:
         """Call a backward operator: with gradients, what the forward has seen, and its backend."""
         if not (ctx.eager and runs_eagerly(*given)):
-            return self.op(*given, *seen)
+            return through_torch_vmap(lambda *grads: self.op(*grads, *seen), given)
         args = (*given, *seen)
         tensors, keywords = self._primitive(args)
         if torch.is_grad_enabled() and any_requires_grad(*tensors):
@@ -181,6 +182,11 @@ class Operator:
         # Plain PyTorch leaves its results in whatever memory order.
         return _in_layout_of(results, self._fake(*tensors, *keywords.values(), backend))
 
+    def _shaped(self, *args: Any) -> Any:
+        """What these arguments make, without its values."""
+        tensors, keywords = self._primitive(args)
+        return self._fake(*tensors, *keywords.values(), args[-1])
+
     def _run_for_dispatcher(self, *args: Any) -> Any:
         tensors, keywords = self._primitive(args)
         backend = args[-1] or dispatch.choose(self.name, tensors, keywords)
@@ -208,6 +214,7 @@ class Operator:
         _library.impl(self.name, self._run_for_dispatcher, "CompositeExplicitAutograd")
         _library.impl(self.name, self._autograd_kernel, "Autograd")
         torch.library.register_fake(name, self._fake, lib=_library)
+        vmap = rule_for_any_size(vmap, self._shaped, self._returns)
         torch.library.register_vmap(name, vmap, lib=_library)
         op = getattr(torch.ops.fastattn, self.name).default
         operators[op] = self

@@ -1,0 +1,70 @@
+"""Batches of gradients: PyTorch's first ``vmap``, as ``torch.vmap``; and batches of none.
+
+``torch.autograd.grad(..., is_grads_batched=True)``, ``torch.autograd.functional.jacobian`` and
+``hessian`` with ``vectorize=True``, and ``gradcheck(check_batched_grad=True)`` run the autograd
+engine in PyTorch's first ``vmap``. It hands tensors to the backward functions that stand for a
+batch and have no memory. They are not those of ``torch.func``, whose transforms do not know them.
+
+Forward functions meet plain tensors there: the forward has run before, or, in forward mode, the
+batch lies in the tangents alone. So the backward functions are the one place to look.
+:func:`through_torch_vmap` turns the first ``vmap`` into ``torch.vmap`` around what they call, and
+the rest goes as with ``torch.func``: through the dispatcher, to the batching rule of each operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattn.compat import is_first_vmap, with_vmap_level, without_vmap_level
+
+__all__ = ["rule_for_any_size", "through_torch_vmap"]
+
+_LEVELS = 64  # so many vmaps may be nested
+
+
+def through_torch_vmap(
+    function: Callable[..., Sequence[Tensor]], grads: Sequence[Tensor | None]
+) -> Sequence[Tensor]:
+    """Return ``function(*grads)``, of gradients that may be batched, all or some of them."""
+    levels: list[int] = []
+    for level in range(1, _LEVELS + 1):
+        if not any(grad is not None and is_first_vmap(grad) for grad in grads):
+            break
+        plain = [
+            without_vmap_level(grad, level) if grad is not None and is_first_vmap(grad) else None
+            for grad in grads
+        ]
+        if any(x is not None for x in plain):
+            function = torch.vmap(function, in_dims=tuple(None if x is None else 0 for x in plain))
+            grads = [old if new is None else new for old, new in zip(grads, plain, strict=True)]
+            levels.append(level)
+    results = function(*grads)
+    # The last level's dimension is the first; but a level may only be added to lower ones.
+    for dim, level in zip(reversed(range(len(levels))), levels, strict=True):
+        results = [with_vmap_level(x, dim, level) for x in results]
+    return results
+
+
+def rule_for_any_size(
+    rule: Callable[..., Any], shaped: Callable[..., Any], returns: int
+) -> Callable[..., Any]:
+    """A batching rule for any number of examples, from one for at least one example.
+
+    ``shaped`` returns results of the right shapes for the arguments of one example.
+    """
+
+    def either(info: Any, in_dims: Sequence[int | None], *args: Any) -> Any:
+        if info.batch_size:
+            return rule(info, in_dims, *args)
+        pairs = zip(args, in_dims, strict=True)
+        example = [x if d is None else x.new_empty(x.movedim(d, 0).shape[1:]) for x, d in pairs]
+        results = shaped(*example)
+        if returns == 1:
+            return results.new_empty((0, *results.shape)), 0
+        return tuple(x.new_empty((0, *x.shape)) for x in results), (0,) * returns
+
+    return either

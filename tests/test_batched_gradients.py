@@ -1,0 +1,375 @@
+"""Many gradients in one call of the autograd engine, against a loop over single ones.
+
+Old style: ``torch.autograd.grad(is_grads_batched=True)``, ``torch.autograd.functional`` with
+``vectorize=True``, ``gradcheck(check_batched_grad=True)``. New style: ``torch.vmap`` and
+``torch.func`` around ``torch.autograd.grad``.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import batched_cases
+import pytest
+import torch
+from batched_cases import OPERATORS, rand
+from batched_modules import MODULES
+from torch import Tensor
+from torch._vmap_internals import _vmap
+from torch.autograd import gradcheck, gradgradcheck
+from torch.autograd.functional import hessian, jacobian
+from torch.testing import assert_close
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.testing._internal.common_modules import module_db
+
+import fastattn
+from fastattn.autograd import attention_backward
+from fastattn.nn._linear import linear
+from fastattn.ops._memory_hops_operator import hop_attention_backward
+
+CASES = {**OPERATORS, **MODULES}
+ATTENTION = fastattn.scaled_dot_product_attention
+# In float64. The kernels give the same bits for a row whatever else is in the batch, but where
+# PyTorch multiplies matrices (projections; the reference) it does so in other blocks.
+CLOSE: dict[str, Any] = {"rtol": 1e-11, "atol": 1e-13}
+
+
+@pytest.fixture(autouse=True)
+def _strict() -> Iterator[None]:
+    """No warning but that the reference runs, which is meant: of forward mode, say."""
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        warnings.simplefilter("ignore", fastattn.FallbackWarning)
+        yield
+
+
+def results_of(function: Callable[..., Any], inputs: Sequence[Tensor]) -> list[Tensor]:
+    found = function(*inputs)
+    return [y for y in (found if isinstance(found, tuple) else (found,)) if y.requires_grad]
+
+
+def gradient(
+    results: Sequence[Tensor], inputs: Sequence[Tensor], grads: Any, **options: Any
+) -> tuple[Tensor, ...]:
+    """With zeros for what has none, batched like the others."""
+    options.setdefault("retain_graph", True)
+    found = torch.autograd.grad(results, inputs, grads, allow_unused=True, **options)
+    lead = grads[0].shape[:1] if options.get("is_grads_batched") else ()
+    pairs = zip(found, inputs, strict=True)
+    return tuple(x.new_zeros((*lead, *x.shape)) if g is None else g for g, x in pairs)
+
+
+def looped(
+    results: Sequence[Tensor], inputs: Sequence[Tensor], grads: Sequence[Tensor], **options: Any
+) -> tuple[Tensor, ...]:
+    rows = [gradient(results, inputs, row, **options) for row in zip(*grads, strict=True)]
+    return tuple(torch.stack(column) for column in zip(*rows, strict=True))
+
+
+def grads_for(results: Sequence[Tensor], count: int, requires_grad: bool = False) -> list[Tensor]:
+    shapes = [((count, *y.shape), y.dtype) for y in results]
+    return [
+        torch.randn(shape, dtype=dtype).requires_grad_(requires_grad) for shape, dtype in shapes
+    ]
+
+
+def weighted(tensors: Sequence[Tensor]) -> Tensor:
+    """A scalar that depends on every number."""
+    terms = [(x * torch.linspace(0.5, 2, x.numel()).to(x).view_as(x)).sum() for x in tensors]
+    return torch.stack(terms).sum()
+
+
+# --- every operator and module ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_old_style(name: str) -> None:
+    function, inputs = CASES[name]()
+    results = results_of(function, inputs)
+    grads = grads_for(results, 3)
+    got = gradient(results, inputs, grads, is_grads_batched=True)
+    assert_close(got, looped(results, inputs, grads), **CLOSE)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_old_style_of_the_reference(name: str) -> None:
+    with fastattn.use_backend("reference"):
+        test_old_style(name)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_old_style_again(name: str) -> None:
+    """Batched gradients are differentiated, one by one and in a batch."""
+    function, inputs = CASES[name]()
+    results = results_of(function, inputs)
+    grads = grads_for(results, 2, requires_grad=True)
+    want = looped(results, inputs, grads, create_graph=True)
+    got = gradient(results, inputs, grads, create_graph=True, is_grads_batched=True)
+    assert_close(got, want, **CLOSE)
+    leaves = (*inputs, *grads)
+    assert_close(gradient([weighted(got)], leaves, None), gradient([weighted(want)], leaves, None))
+    differentiable = [g for g in got if g.requires_grad]
+    seconds = grads_for(differentiable, 2)
+    again = gradient(differentiable, leaves, seconds, is_grads_batched=True)
+    assert_close(again, looped(differentiable, leaves, seconds), **CLOSE)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_new_style(name: str) -> None:
+    function, inputs = CASES[name]()
+    results = results_of(function, inputs)
+    grads = grads_for(results, 3)
+    got = torch.vmap(lambda *g: gradient(results, inputs, g))(*grads)
+    assert_close(got, looped(results, inputs, grads), **CLOSE)
+
+
+# Not of modules: the second derivative of PyTorch's own layer_norm is wrong under torch.vmap.
+@pytest.mark.parametrize("name", OPERATORS)
+def test_new_style_again(name: str) -> None:
+    function, inputs = CASES[name]()
+    results = results_of(function, inputs)
+    grads = grads_for(results, 2, requires_grad=True)
+    want = looped(results, inputs, grads, create_graph=True)
+    got = torch.vmap(lambda *g: gradient(results, inputs, g, create_graph=True))(*grads)
+    leaves = (*inputs, *grads)
+    assert_close(gradient([weighted(got)], leaves, None), gradient([weighted(want)], leaves, None))
+
+
+# Not of modules: PyTorch's gradient of an embedding, say, has no rule for it.
+@pytest.mark.parametrize("name", OPERATORS)
+def test_no_gradients_at_all(name: str) -> None:
+    function, inputs = OPERATORS[name]()
+    results = results_of(function, inputs)
+    got = torch.vmap(lambda *g: gradient(results, inputs, g))(*grads_for(results, 0))
+    assert [g.shape for g in got] == [(0, *x.shape) for x in inputs]
+
+
+# --- gradcheck -------------------------------------------------------------------------------
+
+# What is not the derivative of the value, by definition.
+ESTIMATES = ("hopfield-one_step", "hopfield-energy", "hard-attention-gumbel")
+# PyTorch draws nothing in its first vmap, and forward mode runs the function there.
+DRAWING = ("dropout", "hard-attention")
+
+
+def differentiable(function: Callable[..., Any], inputs: Sequence[Tensor]) -> Callable[..., Any]:
+    """The function without the results that have no derivative."""
+    found = function(*inputs)
+    has = [y.requires_grad for y in (found if isinstance(found, tuple) else (found,))]
+
+    def call(*x: Tensor) -> tuple[Tensor, ...]:
+        found = function(*x)
+        found = found if isinstance(found, tuple) else (found,)
+        return tuple(y for y, keep in zip(found, has, strict=True) if keep)
+
+    return call
+
+
+@pytest.mark.parametrize("name", [name for name in OPERATORS if name not in ESTIMATES])
+def test_gradcheck(name: str) -> None:
+    function, inputs = OPERATORS[name]()
+    function = differentiable(function, inputs)
+    forward = not any(word in name for word in DRAWING)
+    assert gradcheck(
+        function,
+        inputs,
+        fast_mode=True,
+        check_batched_grad=True,
+        check_forward_ad=forward,
+        check_batched_forward_grad=forward,
+    )
+    assert gradgradcheck(function, inputs, fast_mode=True, check_batched_grad=True)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_gradcheck_of_modules(name: str) -> None:
+    function, inputs = MODULES[name]()
+    function = differentiable(function, inputs)
+    assert gradcheck(function, inputs, fast_mode=True, check_batched_grad=True)
+
+
+# --- torch.autograd.functional and torch.func ------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["sdpa-plain", "hops-plain", "luong-predictive", "mha-self"])
+def test_jacobians(name: str) -> None:
+    function, inputs = CASES[name]()
+    function = differentiable(function, inputs)
+    numbers = tuple(range(len(inputs)))
+    plain = tuple(x.detach() for x in inputs)
+    want = jacobian(function, inputs)
+    assert_close(jacobian(function, inputs, vectorize=True), want, **CLOSE)
+    forward = jacobian(function, plain, vectorize=True, strategy="forward-mode")
+    assert_close(forward, want, **CLOSE)
+    assert_close(torch.func.jacrev(function, numbers, chunk_size=2)(*plain), want, **CLOSE)
+    assert_close(torch.func.jacfwd(function, numbers)(*plain), want, **CLOSE)
+
+
+@pytest.mark.parametrize("name", ["sdpa-plain", "hops-plain", "additive", "hopfield-settled"])
+def test_hessians(name: str) -> None:
+    function, inputs = CASES[name]()
+    plain = tuple(x.detach() for x in inputs)
+
+    def scalar(*x: Tensor) -> Tensor:
+        return function(*x).sin().sum()
+
+    want = hessian(scalar, inputs)
+    assert_close(hessian(scalar, inputs, vectorize=True), want, **CLOSE)
+    options: dict[str, Any] = {"vectorize": True, "outer_jacobian_strategy": "forward-mode"}
+    assert_close(hessian(scalar, plain, **options), want, **CLOSE)
+    assert_close(torch.func.hessian(scalar, tuple(range(len(plain))))(*plain), want, **CLOSE)
+
+
+def test_a_batch_of_batches() -> None:
+    """One of PyTorch's first vmaps within another."""
+    x = rand(2, 3, 4)
+    out = ATTENTION(x, x.sin(), x.cos())
+    grads = torch.randn(5, 2, *out.shape, dtype=x.dtype)
+
+    def batched(g: Tensor) -> Tensor:
+        return torch.autograd.grad(out, x, g, is_grads_batched=True, retain_graph=True)[0]
+
+    want = torch.stack([batched(g) for g in grads])
+    assert_close(_vmap(batched)(grads), want, **CLOSE)
+
+
+FOLDED = {
+    "sdpa-plain": (attention_backward, (10, 2, 3, 5)),
+    "sdpa-bias-of-each": (attention_backward, (10, 2, 3, 5)),
+    "hops-plain": (hop_attention_backward, (10, 3)),
+    "hops-stack-masked": (hop_attention_backward, (10, 3)),
+}
+
+
+@pytest.mark.parametrize("name", FOLDED)
+def test_a_batch_is_one_call_of_the_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is folded into that of the operator, not taken apart."""
+    function, inputs = OPERATORS[name]()
+    results = results_of(function, inputs)
+    grads = grads_for(results, 5)
+    want = looped(results, inputs, grads)
+    operator, shape = FOLDED[name]
+    calls: list[tuple[int, ...]] = []
+    run = operator._run
+
+    def counted(backend: str, tensors: Sequence[Any], keywords: dict[str, Any]) -> Any:
+        calls.append(tensors[0].shape)
+        return run(backend, tensors, keywords)
+
+    monkeypatch.setattr(operator, "_run", counted)
+    assert_close(gradient(results, inputs, grads, is_grads_batched=True), want, **CLOSE)
+    assert calls == [shape]
+
+
+def test_only_some_gradients_are_batched() -> None:
+    q, k, v = batched_cases.qkv()
+    out, lse = ATTENTION(q, k, v, return_lse=True)
+    grads, same = torch.randn(3, *out.shape, dtype=q.dtype), torch.randn_like(lse)
+    want = looped((out, lse), (q, k, v), (grads, same.expand(3, *same.shape)))
+    got = _vmap(lambda g: torch.autograd.grad((out, lse), (q, k, v), (g, same), retain_graph=True))
+    assert_close(got(grads), want, **CLOSE)
+
+
+def test_forward_functions_take_such_tensors_too() -> None:
+    x = torch.randn(3, 2, 4, 5)
+    assert torch.equal(_vmap(ATTENTION)(x, x, x), torch.stack([ATTENTION(y, y, y) for y in x]))
+
+
+# --- other dtypes ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["sdpa-plain", "sdpa-bool-mask", "hops-plain", "additive"])
+def test_the_bits_are_those_of_single_gradients(name: str, dtype: torch.dtype) -> None:
+    """Of the kernels: a row does not depend on what else is in the batch."""
+    function, inputs = OPERATORS[name]()
+    inputs = tuple(x.detach().to(dtype).requires_grad_() for x in inputs)
+    results = results_of(function, inputs)
+    grads = grads_for(results, 3)
+    got = gradient(results, inputs, grads, is_grads_batched=True)
+    for x, want in zip(got, looped(results, inputs, grads), strict=True):
+        assert torch.equal(x, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_projections(dtype: torch.dtype) -> None:
+    """Large enough for a GEMM of our choice."""
+    shapes = (200, 160), (192, 160), (192,)
+    inputs = tuple(torch.randn(shape).to(dtype).requires_grad_() for shape in shapes)
+    out = linear(*inputs)
+    grads = grads_for([out], 3)
+    want = looped([out], inputs, grads)
+    # In float16 a single gradient is summed in float32, and PyTorch's product is not.
+    close = {"rtol": 1e-2, "atol": 0.1} if dtype != torch.float32 else {"rtol": 1e-5, "atol": 1e-4}
+    assert_close(gradient([out], inputs, grads, is_grads_batched=True), want, **close)
+    assert_close(torch.vmap(lambda g: gradient([out], inputs, [g]))(*grads), want, **close)
+
+
+# --- what cannot be --------------------------------------------------------------------------
+
+
+def test_sparse_gradients_cannot_be_batched() -> None:
+    weight = rand(5, 4)
+    out = fastattn.encode_memory(batched_cases.TOKENS, weight, sparse=True)
+    (grads,) = grads_for([out], 2)
+    with pytest.raises(RuntimeError, match="sparse=True has no batched gradients"):
+        torch.autograd.grad(out, weight, grads, is_grads_batched=True, retain_graph=True)
+    with pytest.raises(RuntimeError, match="sparse=True has no batched gradients"):
+        torch.vmap(lambda g: torch.autograd.grad(out, weight, g, retain_graph=True))(grads)
+
+
+# --- PyTorch's own samples -------------------------------------------------------------------
+
+(SDPA,) = [op for op in op_db if op.name == "nn.functional.scaled_dot_product_attention"]
+
+
+def test_the_samples_of_attention() -> None:
+    count = 0
+    for sample in SDPA.sample_inputs("cpu", torch.float64, requires_grad=True):
+        tensors = (sample.input, *sample.args)
+        inputs = tuple(x for x in tensors if isinstance(x, Tensor) and x.requires_grad)
+        if sample.kwargs.get("dropout_p") or sum(x.numel() for x in inputs) > 2000:
+            continue
+
+        rest = tensors[len(inputs) :]
+
+        def call(*x: Tensor, rest: Any = rest, kwargs: Any = sample.kwargs) -> Any:
+            return ATTENTION(*x, *rest, **kwargs)
+
+        assert gradcheck(call, inputs, fast_mode=True, check_batched_grad=True)
+        assert gradgradcheck(call, inputs, fast_mode=True, check_batched_grad=True)
+        count += 1
+    assert count > 3
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["MultiheadAttention", "TransformerEncoderLayer", "TransformerDecoderLayer", "Transformer"],
+)
+def test_the_samples_of_modules(name: str) -> None:
+    """All against a loop, every sixteenth with gradcheck."""
+    (info,) = [info for info in module_db if info.name == f"nn.{name}"]
+    options = {"device": "cpu", "dtype": torch.float64, "requires_grad": True, "training": True}
+    samples = info.module_inputs_func(info, **options)
+    assert len(samples) > 30
+    for number, sample in enumerate(samples):
+        made = sample.constructor_input
+        torch.manual_seed(number)
+        module = getattr(fastattn.nn, name)(*made.args, **made.kwargs).double()
+        given = sample.forward_input
+        inputs = (*given.args, *module.parameters())
+
+        def call(*x: Tensor, module: Any = module, given: Any = given) -> Any:
+            torch.manual_seed(1)  # of the dropout
+            return module(*x[: len(given.args)], **given.kwargs)
+
+        results = results_of(call, inputs)
+        grads = grads_for(results, 2)
+        got = gradient(results, inputs, grads, is_grads_batched=True)
+        assert_close(got, looped(results, inputs, grads), **CLOSE)
+        if number % 16 == 0:
+            function = differentiable(call, inputs)
+            assert gradcheck(function, inputs, fast_mode=True, check_batched_grad=True)
