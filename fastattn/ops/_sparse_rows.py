@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from fastattn.compat import is_first_vmap, transforms_active
+
 __all__ = ["used_rows"]
 
 
@@ -45,6 +47,11 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        if is_first_vmap(grad) or transforms_active():
+            raise RuntimeError(
+                "encode_memory: sparse=True has no batched gradients: a sparse tensor has no batch "
+                "to be put into; sparse=False has them"
+            )
         (words,) = ctx.saved_tensors
         index = words[None]  # [1, U], or [2, G·U]
         if grad.ndim == 3:

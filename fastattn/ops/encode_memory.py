@@ -60,7 +60,7 @@ def encode_memory(
         sparse: make the gradient of ``weight`` a sparse tensor (COO) of the rows that occur in
             ``tokens``, each once, for tables much larger than a batch; as for ``nn.Embedding``, an
             optimizer must take it (SparseAdam, SGD, Adagrad). It is differentiable once, not
-            under ``torch.func``, and a compiler breaks its graph there.
+            under ``torch.func`` nor in batches, and a compiler breaks its graph there.
 
     Returns:
         [B, N, D], or [B, G, N, D] with G tables, in the dtype of ``weight``; 16-bit results are
