@@ -13,7 +13,6 @@ import re
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +77,8 @@ def _or(path: str, otherwise: Callable[..., Any]) -> Callable[..., Any]:
 
 def _attribute_or(path: str, otherwise: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Read the attribute of an instance, or what is right without it."""
-    return otherwise if _find(path) is _ABSENT else attrgetter(path.rpartition(".")[2])
+    name = path.rpartition(".")[2]
+    return otherwise if _find(path) is _ABSENT else lambda x: getattr(x, name)  # Dynamo reads that
 
 
 # --- who has to see the calls made now ------------------------------------------------------------
