@@ -31,10 +31,10 @@ def _backward(
 ) -> tuple[Tensor | None, ...]:
     if grad_out is None and grad_weights is None:
         return (None,) * 7
-    seen = (*ctx.saved_tensors, ctx.backend)
+    saved = ctx.saved_tensors  # once: torch.utils.checkpoint gives them no second time
+    seen = (*saved, ctx.backend)
     *grads, grad_factor = local_attention_backward.resume(ctx, (grad_out, grad_weights), seen)
-    factor = ctx.saved_tensors[5]
-    return *grads, None, None, None if factor is None else grad_factor, None
+    return *grads, None, None, None if saved[5] is None else grad_factor, None
 
 
 def _fake_backward(
