@@ -18,6 +18,7 @@ the new xi), or until ``steps_max`` steps. The derivative is one of
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -194,7 +195,7 @@ def _descend(
     unit = _ULPS * torch.finfo(xi.dtype).eps
     moving = counted == 0 if taken is None else taken != 0
     step = 0
-    while step != steps_max and bool(moving.any()):
+    while step != steps_max and bool(_any_of_all(moving)):
         step += 1
         new = update(xi)[0]
         with torch.no_grad():
@@ -213,6 +214,22 @@ def _descend(
         xi = torch.where(at, new, xi)
         moving = still
     return xi, counted if taken is None else taken, before
+
+
+@torch.library.custom_op("fastattn::any_of_all", mutates_args=())
+def _any_of_all(x: Tensor) -> Tensor:
+    """Whether any element is True; under ``torch.vmap`` in any example, so that a loop may ask."""
+    return x.any()
+
+
+@_any_of_all.register_fake
+def _(x: Tensor) -> Tensor:
+    return x.new_empty(())
+
+
+@_any_of_all.register_vmap
+def _(info: Any, in_dims: Any, x: Tensor) -> tuple[Tensor, None]:
+    return _any_of_all(x), None
 
 
 def _with_value(value: Tensor, derivative: Tensor) -> Tensor:
