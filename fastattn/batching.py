@@ -30,6 +30,8 @@ def through_torch_vmap(
     function: Callable[..., Sequence[Tensor]], grads: Sequence[Tensor | None]
 ) -> Sequence[Tensor]:
     """Return ``function(*grads)``, of gradients that may be batched, all or some of them."""
+    if torch.compiler.is_compiling():  # a compiled backward has no such gradients
+        return function(*grads)
     levels: list[int] = []
     for level in range(1, _LEVELS + 1):
         if not any(grad is not None and is_first_vmap(grad) for grad in grads):

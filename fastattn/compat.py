@@ -200,6 +200,15 @@ autograd_obstacles: list[str] = []
 if _ABSENT in (SingleLevelFunction, single_level, below_autograd):
     SingleLevelFunction = torch.autograd.Function  # the same, but for torch.func
     autograd_obstacles = [f"torch {torch.__version__} lacks what our derivatives need in a graph"]
+elif _find("torch.autograd.Function._compiled_autograd_key") is not _ABSENT:
+
+    class SingleLevelFunction(SingleLevelFunction):  # type: ignore[no-redef]
+        """With the key by which PyTorch compiles a backward: that of ``autograd.Function``.
+
+        2.6 to 2.15. Without: the backward is not compiled.
+        """
+
+        _compiled_autograd_key = torch.autograd.Function._compiled_autograd_key
 
 
 def _any_of_them_requires_grad(*args: Any) -> bool:
