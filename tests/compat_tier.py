@@ -239,6 +239,18 @@ def twice_differentiated(f: Callable[..., Tensor], leaves: list[Tensor]) -> Any:
     return torch.autograd.grad(sum(g.sin().sum() for g in first), leaves)
 
 
+def in_batches_of_gradients(f: Callable[..., Tensor], leaves: list[Tensor]) -> Any:
+    leaves = [x.clone().requires_grad_() for x in leaves]
+    out = f(*leaves)
+    grads = torch.stack([out.detach(), out.detach().cos()])
+    old = torch.autograd.grad(out, leaves, grads, is_grads_batched=True, retain_graph=True)
+
+    def one(g: Tensor) -> Any:
+        return torch.autograd.grad(out, leaves, g, retain_graph=True)
+
+    return old, torch.func.vmap(one)(grads)
+
+
 def through_a_view_that_promises_minus(f: Callable[..., Tensor], leaves: list[Tensor]) -> Any:
     def negative(x: Tensor) -> Tensor:
         return torch.complex(torch.zeros_like(x), -x).conj().imag  # lazy: its memory holds -x
@@ -350,6 +362,7 @@ QUICK: list[Callable[..., Any]] = [
     in_inference_mode,
     with_gradients,
     twice_differentiated,
+    in_batches_of_gradients,
     through_a_view_that_promises_minus,
     grad_of_func,
     vmap_of_func,
@@ -368,7 +381,8 @@ SLOW: list[Callable[..., Any]] = [compiled, exported]
 # Decoding has no gradient.
 FORWARD_ALONE = {"decode": {with_gradients, twice_differentiated, grad_of_func, vmap_of_grad}}
 FORWARD_ALONE["decode"] |= {hvp_of_func, below_a_mode, without_memory, in_a_graph, compiled}
-_WITHOUT_VALUES = {vmap_of_grad, without_memory, in_a_graph}
+FORWARD_ALONE["decode"] |= {in_batches_of_gradients}
+_WITHOUT_VALUES = {without_memory, in_a_graph}
 
 
 def check_operator(name: str, way: Callable[..., Any]) -> None:
