@@ -109,8 +109,8 @@ transforms_active: Callable[[], bool] = _or(
     "torch._C._are_functorch_transforms_active", _old_style_is_refused
 )
 
-# The class to derive from in order to see what the dispatcher sees. 2.6 to 2.15. Without: nobody
-# asks below for more than the next name without answers.
+# The class to derive from in order to see what the dispatcher sees. 2.6 to 2.15. Without: every
+# call goes through the dispatcher, and what is derived from it here cannot be used.
 _dispatch_mode = _find("torch.utils._python_dispatch.TorchDispatchMode")
 # How many modes there are below the dispatcher. 2.6 to 2.15. Without: there may be one, so that
 # every call goes through the dispatcher.
@@ -167,6 +167,17 @@ if _dispatch_mode is not _ABSENT:
             self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
         ) -> Any:
             return func(*args, **(kwargs or {}))
+
+
+def _no_dispatch_mode(*_: Any, **__: Any) -> None:
+    raise RuntimeError(
+        f"torch {torch.__version__} has no modes of its dispatcher to check results by"
+    )
+
+
+DispatchMode: Any = _dispatch_mode
+if _dispatch_mode is _ABSENT:
+    DispatchMode = type("DispatchMode", (), {"__init__": _no_dispatch_mode})
 
 
 def through_the_dispatcher() -> contextlib.AbstractContextManager[Any]:

@@ -30,8 +30,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._decomp import decomposition_table
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from fastattn.compat import DispatchMode
+from fastattn.testing.composites import STEPS
 
 __all__ = ["Noise", "RandomRounding"]
 
@@ -97,7 +98,7 @@ class Noise:
         return True
 
 
-class RandomRounding(TorchDispatchMode):
+class RandomRounding(DispatchMode):
     """Inside, each floating-point operation in float64 errs as rounding to ``dtype`` does.
 
     Raises NotImplementedError for an operation whose errors it does not know.
@@ -136,11 +137,12 @@ class RandomRounding(TorchDispatchMode):
         if operation in _BACKWARD_STABLE:  # the exact result of arguments that are slightly wrong
             return func(*(self._rounded(x) if _is_double(x) else x for x in args), **kwargs)
         with self:  # an operation of several steps, each with its own error
-            steps = _STEPS.get(operation) or decomposition_table.get(func)
-            if steps is not None:
-                return steps(*args, **kwargs)
-            result = func.decompose(*args, **kwargs)
+            steps = STEPS.get(operation, func.decompose)
+            result = steps(*args, **kwargs)
         if result is not NotImplemented:
+            return result
+        result = func(*args, **kwargs)
+        if isinstance(result, Tensor) and not result.is_floating_point():
             return result
         raise NotImplementedError(f"{func} has no rule for its rounding error")
 
@@ -212,20 +214,6 @@ def _squares_of_accumulated(
     return result * result, 2
 
 
-def _layer_norm(
-    x: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """native_layer_norm; PyTorch decomposes it into operations of another namespace."""
-    dims = tuple(range(-len(shape), 0))
-    mean = x.mean(dims, keepdim=True)
-    centered = x - mean
-    rstd = ((centered * centered).mean(dims, keepdim=True) + eps).rsqrt()
-    y = centered * rstd
-    y = y if weight is None else y * weight
-    return y if bias is None else y + bias, mean, rstd
-
-
-_STEPS: dict[Any, Callable[..., Any]] = {aten.native_layer_norm: _layer_norm}
 _SUMS: dict[Any, Callable[..., tuple[Tensor, int]]] = {
     **dict.fromkeys((aten.mm, aten.bmm, aten.mv, aten.dot), _squares_of_product),
     **dict.fromkeys((aten.sum, aten.mean), _squares_of_sum),
