@@ -57,7 +57,7 @@ void additive_forward(int dtype, int threads, const py::tuple& sizes, const py::
   x.attention.weights = optional(results[1]);
   x.wants_weights = x.attention.weights.data != nullptr;
   py::gil_scoped_release release;
-  kernels().additive_forward(x);
+  kernels(x.attention.dtype).additive_forward(x);
 }
 
 // given: grad_out, grad_weights. results: grad_q, grad_k, grad_value, each (address, strides), then
@@ -82,7 +82,7 @@ void additive_backward(int dtype, int threads, const py::tuple& sizes, const py:
   x.chunks = parts[2].cast<int64_t>();
   x.direct = parts[3].cast<bool>();
   py::gil_scoped_release release;
-  kernels().additive_backward(x);
+  kernels(x.attention.dtype).additive_backward(x);
 }
 
 }  // namespace

@@ -26,7 +26,7 @@ void attention_forward(int dtype, int threads, const py::tuple& sizes, uintptr_t
     unwanted.reset(new double[static_cast<size_t>(p.B * p.Hq * p.Lq)]);
     p.lse = unwanted.get();
   }
-  kernels().attention_forward(p);
+  kernels(p.dtype).attention_forward(p);
 }
 
 void attention_backward(int dtype, int threads, const py::tuple& sizes, uintptr_t q,
@@ -38,7 +38,7 @@ void attention_backward(int dtype, int threads, const py::tuple& sizes, uintptr_
                                        out, out_stride, lse, scale, options);
   gradient_arguments(p, gradients);
   py::gil_scoped_release release;
-  kernels().attention_backward(p);
+  kernels(p.dtype).attention_backward(p);
 }
 
 }  // namespace

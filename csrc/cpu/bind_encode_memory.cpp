@@ -78,7 +78,7 @@ void encode_memory(int dtype, int threads, const py::tuple& sizes, uintptr_t tok
   check_tokens(p);
   const size_t element = p.dtype == DType::f64 ? 8 : p.dtype == DType::f32 ? 4 : 2;
   expect_to_fill(p.out, static_cast<size_t>(p.R * p.B * p.G * p.N * p.D) * element);
-  kernels().encode_memory(p);
+  kernels(p.dtype).encode_memory(p);
 }
 
 void encode_memory_backward(int dtype, int threads, const py::tuple& sizes, uintptr_t tokens,
@@ -94,7 +94,7 @@ void encode_memory_backward(int dtype, int threads, const py::tuple& sizes, uint
   p.grad_temporal = reinterpret_cast<void*>(grad_temporal);
   py::gil_scoped_release release;
   check_tokens(p);
-  kernels().encode_memory_backward(p);
+  kernels(p.dtype).encode_memory_backward(p);
 }
 
 }  // namespace

@@ -51,7 +51,7 @@ void local_attention(int dtype, int threads, const py::tuple& sizes, const py::t
   LocalParams p = read_common(dtype, threads, sizes, operands, first, seen, factor, weights);
   p.out = address<void>(out);
   py::gil_scoped_release release;
-  kernels().local_attention_forward(p);
+  kernels(p.dtype).local_attention_forward(p);
 }
 
 // grads: of query, key, value and factor (0: not wanted)
@@ -71,7 +71,7 @@ void local_attention_backward(int dtype, int threads, const py::tuple& sizes,
   p.grad_factor = address<void>(static_cast<uintptr_t>(to[3]));
   p.coefficients = address<void>(coefficients);
   py::gil_scoped_release release;
-  kernels().local_attention_backward(p);
+  kernels(p.dtype).local_attention_backward(p);
 }
 
 }  // namespace

@@ -61,7 +61,7 @@ void run(bool backward, const MemoryHopsParams& p) {
   if (p.grad_in != nullptr) expect_to_fill(p.grad_in, memory * static_cast<size_t>(p.in_slots));
   if (p.grad_out_memory != nullptr)
     expect_to_fill(p.grad_out_memory, memory * static_cast<size_t>(p.out_slots));
-  backward ? kernels().memory_hops_backward(p) : kernels().memory_hops_forward(p);
+  backward ? kernels(p.dtype).memory_hops_backward(p) : kernels(p.dtype).memory_hops_forward(p);
 }
 
 // sizes: B, Q, K, N, D. flags: 1 shared, 2 same_rows, 4 stack, 8 normalize. operands: query,

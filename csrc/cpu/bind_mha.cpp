@@ -31,7 +31,7 @@ void linear(int dtype, int threads, const py::tuple& sizes, uintptr_t x, const p
   p.y = reinterpret_cast<void*>(y);
   p.y_stride = p.N;
   py::gil_scoped_release release;
-  kernels().linear(p);
+  kernels(p.dtype).linear(p);
 }
 
 // A whole multi-head self-attention without gradients, for sizes at which calls cost more than
@@ -70,7 +70,7 @@ void self_attention(int dtype, int threads, const py::tuple& sizes, const py::tu
   in.w = reinterpret_cast<const void*>(w_in), in.w_stride = w_in_stride;
   in.bias = reinterpret_cast<const void*>(b_in);
   in.y = qkv, in.y_stride = 3 * E;
-  kernels().linear(in);
+  kernels(type).linear(in);
 
   AttentionParams p{};
   p.dtype = type, p.threads = threads;
@@ -92,7 +92,7 @@ void self_attention(int dtype, int threads, const py::tuple& sizes, const py::tu
     p.mask = {visible, {L, 0, 0, 1}};
     p.mask_dtype = DType::boolean;
   }
-  kernels().attention_forward(p);
+  kernels(type).attention_forward(p);
 
   LinearParams to = in;
   to.N = E;
@@ -100,7 +100,7 @@ void self_attention(int dtype, int threads, const py::tuple& sizes, const py::tu
   to.w = reinterpret_cast<const void*>(w_out), to.w_stride = w_out_stride;
   to.bias = reinterpret_cast<const void*>(b_out);
   to.y = reinterpret_cast<void*>(out), to.y_stride = E;
-  kernels().linear(to);
+  kernels(type).linear(to);
 }
 
 }  // namespace

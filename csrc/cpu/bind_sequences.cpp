@@ -105,9 +105,9 @@ void attention_sequences(int dtype, int threads, const py::tuple& sizes, uintptr
 
   py::gil_scoped_release release;
   if (gradients.is_none())
-    kernels().attention_sequences_forward(t);
+    kernels(all.dtype).attention_sequences_forward(t);
   else
-    kernels().attention_sequences_backward(t);
+    kernels(all.dtype).attention_sequences_backward(t);
 }
 
 // Rows [0, L) of `from` of sequence b become rows lengths[b], lengths[b] + 1, ... of its cache.

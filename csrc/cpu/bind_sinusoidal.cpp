@@ -39,7 +39,7 @@ void sinusoidal(int dtype, int threads, const py::tuple& sizes, uintptr_t x,
   py::gil_scoped_release release;
   const size_t element = p.dtype == DType::f64 ? 8 : p.dtype == DType::f32 ? 4 : 2;
   expect_to_fill(p.out.data, static_cast<size_t>(p.B * p.H * p.L * p.D) * element);  // out is dense
-  kernels().sinusoidal(p);
+  kernels(p.dtype).sinusoidal(p);
 }
 
 }  // namespace

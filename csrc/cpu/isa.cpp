@@ -1,5 +1,6 @@
 #include "isa.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cstdlib>
 #include <stdexcept>
@@ -62,6 +63,13 @@ const Entry kEntries[] = {
 #endif
 };
 
+// By DType.
+constexpr int kDtypes = 4;
+const char* const kDtypeNames[kDtypes] = {"float32", "float64", "bfloat16", "float16"};
+
+std::atomic<const KernelTable*> current[kDtypes];
+std::atomic<bool> was_set{false};  // by set_isa
+
 const KernelTable* find(const std::string& name) {
   for (const Entry& e : kEntries)
     if (name == e.table->isa && e.supported()) return e.table;
@@ -72,13 +80,34 @@ const KernelTable* find(const std::string& name) {
       "\" is not available here; this build on this processor has: " + allowed);
 }
 
-const KernelTable* choose() {
-  const char* forced = std::getenv("FASTATTN_CPU_ISA");
-  if (forced != nullptr && *forced != '\0') return find(forced);
-  return find(supported_isas().back());
+int dtype_named(const std::string& name) {
+  for (int i = 0; i < kDtypes; ++i)
+    if (name == kDtypeNames[i]) return i;
+  throw std::invalid_argument("FASTATTN_CPU_ISA: \"" + name +
+                              "\" is no dtype; allowed are float32, float64, bfloat16, float16");
 }
 
-std::atomic<const KernelTable*> current{nullptr};
+const char* forced() {
+  const char* name = std::getenv("FASTATTN_CPU_ISA");
+  return name != nullptr && *name != '\0' ? name : nullptr;
+}
+
+void use(const std::string& spelled) {
+  const KernelTable* chosen[kDtypes];
+  size_t end = spelled.find(',');
+  std::fill_n(chosen, kDtypes, find(spelled.substr(0, end)));
+  while (end != std::string::npos) {
+    const size_t begin = end + 1;
+    end = spelled.find(',', begin);
+    const std::string one = spelled.substr(begin, end == std::string::npos ? end : end - begin);
+    const size_t equals = one.find('=');
+    if (equals == std::string::npos)
+      throw std::invalid_argument("FASTATTN_CPU_ISA: \"" + one +
+                                  "\" after a comma must be dtype=instruction set");
+    chosen[dtype_named(one.substr(0, equals))] = find(one.substr(equals + 1));
+  }
+  for (int i = 0; i < kDtypes; ++i) current[i].store(chosen[i]);
+}
 
 }  // namespace
 
@@ -95,13 +124,32 @@ std::vector<std::string> supported_isas() {
   return names;
 }
 
-void set_isa(const std::string& name) { current.store(find(name)); }
+void set_isa(const std::string& spelled) {
+  use(spelled);
+  was_set = true;
+}
 
-const KernelTable& kernels() {
-  const KernelTable* table = current.load(std::memory_order_relaxed);
+void set_default_isa(const std::string& spelled) {
+  if (forced() == nullptr && !was_set) use(spelled);
+}
+
+std::string current_isa() {
+  const std::string most = kernels(DType::f32).isa;
+  std::string spelled = most;
+  for (int i = 1; i < kDtypes; ++i) {
+    const std::string isa = kernels(static_cast<DType>(i)).isa;
+    if (isa != most) spelled += std::string(",") + kDtypeNames[i] + "=" + isa;
+  }
+  return spelled;
+}
+
+const KernelTable& kernels(DType dtype) {
+  const std::atomic<const KernelTable*>& chosen = current[static_cast<int>(dtype)];
+  const KernelTable* table = chosen.load(std::memory_order_relaxed);
   if (table == nullptr) {
-    table = choose();
-    current.store(table);
+    const char* name = forced();
+    use(name != nullptr ? name : supported_isas().back());
+    table = chosen.load();
   }
   return *table;
 }

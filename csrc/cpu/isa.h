@@ -8,7 +8,15 @@ namespace fastattn {
 std::vector<std::string> compiled_isas();  // weakest first
 std::vector<std::string>
 supported_isas();  // the compiled ones that this processor can run, weakest first
-void set_isa(
-    const std::string& name);  // throws std::invalid_argument for any name not in supported_isas()
+
+// The instruction set in use: a name, then the dtypes that use another one:
+//
+//   "avx512_bf16"    "avx512_bf16,bfloat16=avx512"
+//
+// Anything else throws std::invalid_argument. FASTATTN_CPU_ISA is read in the same way.
+void set_isa(const std::string& spelled);
+// The same, without effect after set_isa or under FASTATTN_CPU_ISA.
+void set_default_isa(const std::string& spelled);
+std::string current_isa();  // what set_isa takes
 
 }  // namespace fastattn

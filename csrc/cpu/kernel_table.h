@@ -27,7 +27,7 @@ struct KernelTable {
   void (*local_attention_backward)(const LocalParams&);
 };
 
-// The table in use; never null. Chosen on first use, see isa.cpp.
-const KernelTable& kernels();
+// The table in use for tensors of this dtype. Chosen on first use, see isa.cpp.
+const KernelTable& kernels(DType dtype);
 
 }  // namespace fastattn

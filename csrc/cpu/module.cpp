@@ -28,8 +28,9 @@ namespace {
 double measure_peak(const std::string& kind, int threads, double seconds) {
   static const char* const names[] = {"fma_f32", "fma_f64", "dot_bf16", "read_bandwidth"};
   py::gil_scoped_release release;
+  const DType of = kind == "dot_bf16" ? DType::bf16 : DType::f32;
   for (int i = 0; i < 4; ++i)
-    if (kind == names[i]) return kernels().measure_peak(static_cast<Peak>(i), threads, seconds);
+    if (kind == names[i]) return kernels(of).measure_peak(static_cast<Peak>(i), threads, seconds);
   std::string allowed;
   for (const char* name : names) allowed += std::string(name) + ", ";
   for (const Unit& unit : units()) {
@@ -41,7 +42,7 @@ double measure_peak(const std::string& kind, int threads, double seconds) {
 
 py::dict build_info() {
   py::dict info;
-  info["isa"] = kernels().isa;
+  info["isa"] = current_isa();
   info["compiled"] = compiled_isas();
   info["supported"] = supported_isas();
 #if defined(__VERSION__)
@@ -76,6 +77,7 @@ PYBIND11_MODULE(_cpu, m) {
   fastattn::bind_sinusoidal(m);
   m.def("build_info", &fastattn::build_info);
   m.def("set_isa", &fastattn::set_isa);
+  m.def("set_default_isa", &fastattn::set_default_isa);
   m.def("processor", &fastattn::describe_processor);
   m.def(
       "usable_features",

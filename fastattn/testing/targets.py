@@ -37,7 +37,7 @@ class Target:
         if self.isa is None:
             return True
         isa: str = importlib.import_module("fastattn._cpu").build_info()["isa"]
-        return self.isa == isa
+        return self.isa == isa.split(",")[0]  # what follows are dtypes that have another
 
     @contextlib.contextmanager
     def active(self) -> Iterator[Any]:
@@ -45,6 +45,7 @@ class Target:
         if self.isa is None:
             yield self.module
             return
+        importlib.import_module("fastattn.backends.cpu")  # which chooses instruction sets
         native = importlib.import_module("fastattn._cpu")
         before = native.build_info()["isa"]
         native.set_isa(self.isa)
