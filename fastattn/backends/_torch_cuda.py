@@ -1,0 +1,81 @@
+"""PyTorch's fused attention kernel of the GPU, FlashAttention, for 16-bit inputs without a mask.
+
+    out, lse = softmax(scale · Q Kᵀ) V       lse [B, Hq, Lq], natural logarithm, float32
+
+No masks: a NaN in a key that the mask hides would reach the result, and to look for one would be to
+wait for the GPU. Checked against the operators' signatures (``tests/test_torch_backend.py``), not
+yet run on a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["backward", "forward", "why_not"]
+
+
+def _operator(name: str) -> Any | None:
+    try:
+        return getattr(torch.ops.aten, name).default
+    except AttributeError:
+        return None
+
+
+_forward = _operator("_scaled_dot_product_flash_attention")
+_backward = _operator("_scaled_dot_product_flash_attention_backward")
+
+
+def why_not(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool
+) -> list[str]:
+    """Return the reasons why PyTorch's kernel does not serve this call on a GPU."""
+    if query.device.type != "cuda" or _forward is None or _backward is None:
+        return [f"torch {torch.__version__} has no fused attention operator for {query.device}"]
+    if mask is not None:
+        return ["under a mask PyTorch's kernel spreads the NaN of hidden keys"]
+    if causal and query.shape[2] != key.shape[2]:
+        return ["PyTorch's kernel aligns causal attention to the bottom right"]
+    if query.shape[3] % 8:
+        return [f"a head dimension of {query.shape[3]} is no multiple of 8"]
+    grouped = query.shape[1] != key.shape[1]
+    parameters = torch.backends.cuda.SDPAParams(query, key, value, None, 0.0, causal, grouped)
+    if not torch.backends.cuda.can_use_flash_attention(parameters):
+        return ["PyTorch would not take its FlashAttention kernel for these tensors"]
+    return []
+
+
+def forward(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Return ``(out, lse)``."""
+    assert _forward is not None
+    out, lse = _forward(query, key, value, 0.0, causal, False, scale=scale)[:2]
+    return out, lse
+
+
+def backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value."""
+    assert _backward is not None
+    if grad_out.stride(3) != 1:
+        grad_out = grad_out.contiguous()
+    # Sequences that are not packed have no starts (None); without dropout no state is read.
+    state = torch.zeros(2, dtype=torch.uint64, device=query.device)
+    unused = torch.zeros((), dtype=torch.uint64, device=query.device)
+    sizes = (None, None, query.shape[2], key.shape[2])
+    given = (grad_out, query, key, value, out, lse.float())
+    grad_query, grad_key, grad_value = _backward(
+        *given, *sizes, 0.0, causal, state, unused, scale=scale
+    )
+    return grad_query, grad_key, grad_value

@@ -1,0 +1,301 @@
+"""PyTorch's own fused attention kernel behind the primitive of attention; never its math path.
+
+The fused operators of PyTorch are called directly, so a call that they refuse raises and is never
+computed by the math path. ``why_not`` declines every call for which the contract of
+``docs/numerics.md`` would not hold: among others float32 and float64, whose gradients exceed the
+error bound there. On the CPU it also declines NaN and inf under a mask, for which the inputs are
+summed. On a GPU this would mean to wait, so there a NaN in a key that some queries see and others
+do not may reach all of them.
+
+Some gradients are known only when the backward pass begins: of ``lse``, a ``grad_out`` with NaN or
+inf under a mask, scores so large that a float32 ``lse`` cannot give the weights back. These take
+the forward and the backward of our own kernels (:func:`_ours`), the reference without a native
+core.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattn.backends import _torch_cuda, reference
+from fastattn.backends._alloc import empty_output
+
+__all__ = [
+    "plain_attention",
+    "plain_attention_backward",
+    "scaled_dot_product_attention",
+    "scaled_dot_product_attention_backward",
+    "serves_plainly",
+    "why_not",
+]
+
+_FLASH = 1  # of torch.nn.attention.SDPBackend
+_DTYPES = (torch.bfloat16, torch.float16)
+
+# PyTorch's lse is float32, so exp(s - lse) is off by |lse| · 2^-24: here by 2^-12, half of what
+# rounding to float16 costs.
+_LARGEST_LSE = 2.0**12
+
+
+def _operator(name: str) -> Any | None:
+    """An operator that is private to PyTorch, or None where this PyTorch has none."""
+    try:
+        return getattr(torch.ops.aten, name).default
+    except AttributeError:
+        return None
+
+
+_forward = _operator("_scaled_dot_product_flash_attention_for_cpu")
+_backward = _operator("_scaled_dot_product_flash_attention_for_cpu_backward")
+_choice: Any = getattr(torch, "_fused_sdp_choice", None)
+
+
+def why_not(op: str, *tensors: Tensor | None, **options: Any) -> list[str]:
+    """Return the reasons why PyTorch's fused kernel cannot run ``op`` on these arguments."""
+    reasons = []
+    if op.endswith("_backward"):
+        if options["needs_mask_grad"]:
+            reasons.append("the mask's gradient is wanted, which PyTorch's kernel does not compute")
+        if tensors[1] is not None:
+            reasons.append("lse has a gradient, which PyTorch's kernel does not take")
+        tensors = tensors[3:]
+    query, key, value, mask, slopes, _ = tensors[:6]
+    assert query is not None
+    assert key is not None
+    assert value is not None
+    if options["weights"]:
+        reasons.append("the weights are wanted, which PyTorch's kernel does not return")
+    if options["dropout_p"]:
+        reasons.append("dropout draws other numbers there")
+    if options["softcap"]:
+        reasons.append("softcap is not in PyTorch's kernel")
+    if slopes is not None:
+        reasons.append("ALiBi is not in PyTorch's kernel")
+    causal = options["window_right"] == 0
+    if options["window_left"] != -1 or options["window_right"] > 0:
+        reasons.append("a window is not in PyTorch's kernel")
+    if causal and options["offset"]:
+        reasons.append("causal attention is aligned to the upper left there")
+    if causal and mask is not None:
+        reasons.append("a mask and causal exclusion together are not in PyTorch's kernel")
+    return reasons or _why_not_plain(query, key, value, mask, options["scale"], causal)
+
+
+def serves_plainly(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, causal: bool
+) -> bool:
+    """Whether :func:`plain_attention` keeps the contract for this call."""
+    return not _why_not_plain(query, key, value, mask, scale, causal)
+
+
+def _why_not_plain(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, causal: bool
+) -> list[str]:
+    if query.dtype not in _DTYPES:
+        return [f"gradients of {query.dtype} exceed the error bound in PyTorch's kernel"]
+    if 0 in query.shape or 0 in key.shape or 0 in value.shape:
+        return ["a size of 0 is not in PyTorch's kernel"]
+    if query.shape[3] != value.shape[3]:
+        return ["key and value have different widths, which PyTorch's kernel does not take"]
+    if any(x.shape[3] > 1 and x.stride(3) != 1 for x in (query, key, value)):
+        return ["the last dimension of query, key or value is not contiguous"]
+    if causal and query.shape[2] < key.shape[2]:
+        return ["causal exclusion hides the last keys from every query"]
+    if not 0.0 < scale < math.inf:
+        return [f"a scale of {scale} is not positive and finite"]
+    if not query.is_cpu:
+        return _torch_cuda.why_not(query, key, value, mask, causal)
+    if _forward is None or _backward is None:
+        return [f"torch {torch.__version__} has no fused attention operator for the CPU"]
+    if mask is not None and mask.dtype is not torch.bool:
+        return ["a floating mask may hold numbers for which PyTorch's gradients are wrong"]
+    if type(query) is not Tensor and type(query) is not torch.nn.Parameter:
+        return []  # without memory: nothing is computed, and nothing can be looked at
+    if _choice is not None:
+        grouped = query.shape[1] != key.shape[1]
+        if _choice(query, key, value, None, 0.0, causal, scale=scale, enable_gqa=grouped) != _FLASH:
+            return ["PyTorch would not take its fused kernel for these tensors"]
+    if causal or mask is not None:
+        for name, x in (("query", query), ("key", key), ("value", value)):
+            if not _is_finite(x):
+                return [f"{name} has NaN or inf, which PyTorch's kernel spreads under a mask"]
+    return []
+
+
+def _is_finite(x: Tensor) -> bool:
+    """Whether the sum of all elements is finite; it may not be, of large numbers, although they
+    are. This takes a fiftieth of the time of ``isfinite``."""
+    return math.isfinite(x.detach().sum())
+
+
+def scaled_dot_product_attention(
+    query: Tensor,  # [B, Hq, Lq, D]
+    key: Tensor,  # [B, Hkv, Lk, D]
+    value: Tensor,  # [B, Hkv, Lk, D]
+    attn_mask: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    seed: Tensor | None = None,
+    *,
+    scale: float,
+    window_right: int,
+    **_: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ``(out, lse, weights)``, see ``docs/design.md``."""
+    out, lse = plain_attention(query, key, value, attn_mask, scale, window_right == 0, True)
+    assert lse is not None
+    return out, lse, query.new_empty(0)
+
+
+def scaled_dot_product_attention_backward(
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    grad_weights: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    alibi_slopes: Tensor | None,
+    seed: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    scale: float,
+    window_right: int,
+    **_: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return the gradients of query, key, value; that of the mask is never wanted here."""
+    causal = window_right == 0
+    seen = (query, key, value, attn_mask)
+    if grad_lse is not None or grad_out is None:
+        return *_ours(grad_out, grad_lse, *seen, scale, causal), None
+    return *plain_attention_backward(grad_out, *seen, out, lse, scale, causal), None
+
+
+def plain_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,  # [B|1, Hq|1, Lq|1, Lk|1], or expanded
+    scale: float,
+    causal: bool,
+    needs_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Return ``(out, lse)`` of a call without other options."""
+    if not query.is_cpu:
+        out, lse = _torch_cuda.forward(query, key, value, scale, causal)
+        return _as_promised(out, query), lse.double()
+    assert _forward is not None
+    added = None if mask is None else _added(_unexpanded(mask), query.dtype, key.shape[2])
+    out, lse = _forward(query, key, value, 0.0, causal, attn_mask=added, scale=scale)
+    out = _as_promised(out, query)
+    if not needs_lse:
+        return out, None
+    lse = lse.to(torch.float64, memory_format=torch.contiguous_format)
+    if mask is not None:  # PyTorch's lse of a fully masked row is 0
+        lse.masked_fill_(~_unexpanded(mask).any(3), -math.inf)
+    return out, lse
+
+
+def plain_attention_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value of a ``plain_attention``; nothing is empty."""
+    if not query.is_cpu:
+        grads = _torch_cuda.backward(grad_out, query, key, value, out, lse, scale, causal)
+        return _all_as_promised(grads, query, key, value)
+    assert _backward is not None
+    added = None
+    if mask is not None:
+        mask = _unexpanded(mask)
+        added = _added(mask, query.dtype, key.shape[2])
+        # A NaN that comes back into a fully masked row goes no further, and exp(-inf - 0) is 0.
+        dark = lse == -math.inf
+        lse = lse.masked_fill(dark, 0.0)
+        grad_out = grad_out.masked_fill(dark.unsqueeze(3), 0.0)
+    masked = causal or mask is not None
+    if (masked and not _is_finite(grad_out)) or not lse.abs().max() <= _LARGEST_LSE:
+        return _ours(grad_out, None, query, key, value, mask, scale, causal)
+    if grad_out.stride(3) != 1:
+        grad_out = grad_out.contiguous()
+    given = (grad_out, query, key, value, out, lse.float())
+    grads = _backward(*given, 0.0, causal, attn_mask=added, scale=scale)
+    return _all_as_promised(grads, query, key, value)
+
+
+def _added(mask: Tensor, dtype: torch.dtype, keys: int) -> Tensor:
+    """A boolean mask as PyTorch adds it: 0 where it is True, else -inf."""
+    added = torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, -math.inf)
+    return added.expand(*mask.shape[:3], keys)
+
+
+def _unexpanded(mask: Tensor) -> Tensor:
+    """The mask with one element where it repeats one."""
+    for dim, stride in enumerate(mask.stride()):
+        if stride == 0 and mask.shape[dim] > 1:
+            mask = mask.narrow(dim, 0, 1)
+    return mask
+
+
+def _all_as_promised(grads: tuple[Tensor, ...], *like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    query, key, value = (_as_promised(*pair) for pair in zip(grads, like, strict=True))
+    return query, key, value
+
+
+def _as_promised(result: Tensor, like: Tensor) -> Tensor:
+    """The result in the memory order of what it belongs to; PyTorch's differs with its version."""
+    if result.stride() == like.stride():
+        return result
+    promised = empty_output(like, result.shape[3])
+    return result if result.stride() == promised.stride() else promised.copy_(result)
+
+
+@functools.cache
+def _native() -> Any:
+    try:
+        from fastattn.backends import cpu
+    except ImportError:
+        return reference
+    return cpu
+
+
+def _ours(
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients by our own kernels, which need their own, more exact, ``lse``."""
+    kernels = _native() if query.is_cpu else reference
+    tensors = (query, key, value, mask, None, None)
+    options: dict[str, Any] = {
+        "scale": scale,
+        "offset": 0,
+        "window_left": -1,
+        "window_right": 0 if causal else -1,
+        "softcap": 0.0,
+        "dropout_p": 0.0,
+        "weights": 0,
+    }
+    out, lse, _ = kernels.scaled_dot_product_attention(*tensors, **options)
+    given = (grad_out, grad_lse, None)
+    grads = kernels.scaled_dot_product_attention_backward(
+        *given, *tensors, out, lse, **options, needs_mask_grad=False
+    )
+    return _all_as_promised(grads[:3], query, key, value)
