@@ -2,7 +2,7 @@
 
 A backend is a module of ``fastattn.backends``; an operator is a function in it, under the name that
 it has in ``reference.py``. The first backend in the device's order that gives no reason against a
-call runs it. A backend gives its reasons, as plain sentences, by ``why_not(op, *tensors,
+call runs it; the order is evidence (``fastattn.evidence``). A backend gives its reasons, as plain sentences, by ``why_not(op, *tensors,
 **keywords)`` (without one it has none); a module that cannot be imported is not built, a function
 that is missing falls through.
 """
@@ -23,10 +23,13 @@ from typing import Any
 
 import torch
 
+from fastattn import evidence
+
 __all__ = ["Explanation", "FallbackWarning", "explain", "use_backend"]
 
+# The usual order of each device. Evidence may put "torch" before, or change the order.
 PRIORITY = {"cpu": ("cpu", "reference"), "cuda": ("cuda", "triton", "reference")}
-BACKENDS = ("cpu", "cuda", "triton", "reference")
+BACKENDS = ("torch", "cpu", "cuda", "triton", "reference")
 
 forced: ContextVar[str] = ContextVar("fastattn_backend", default="")
 SHORT_WAY = ("", "cpu")  # what may be forced where a call goes straight to the CPU's kernels
@@ -40,7 +43,8 @@ class FallbackWarning(UserWarning):
 def use_backend(name: str) -> Iterator[None]:
     """Run every operator inside the ``with`` block on this backend, or raise.
 
-    ``name`` is ``"cpu"``, ``"cuda"``, ``"triton"`` or ``"reference"``. A call that the backend
+    ``name`` is ``"cpu"``, ``"cuda"``, ``"triton"``, ``"reference"`` or ``"torch"``, which is
+    PyTorch's own fused attention. A call that the backend
     cannot run raises a ``RuntimeError`` with the reasons; nothing falls back. The choice holds for
     the current thread or task, and for the backward of the calls made inside the block. Around
     code compiled by ``torch.compile`` it holds whenever that code runs, its backward included;
@@ -74,6 +78,7 @@ class Explanation:
     device: str
     reasons: dict[str, list[str]]  # in the order of preference; empty: could run
     runs: str | None  # None: a forced backend cannot
+    because: str = ""  # why the order is this one
 
     def __str__(self) -> str:
         lines = [f"{self.op} on {self.device}"]
@@ -85,6 +90,8 @@ class Explanation:
             lines.append(f"  {name:<10} {verdict}")
         if self.runs is None:
             lines.append("  nothing runs: the call raises")
+        if self.because:
+            lines.append(f"  order      {self.because}")
         return "\n".join(lines)
 
     __repr__ = __str__
@@ -137,7 +144,9 @@ def why_not(
     if isinstance(backend, str):
         return [backend]
     # Triton's interpreter runs on any device, and only when it is asked for.
-    if name not in _order(device) and not getattr(backend, "INTERPRETED", False):
+    usual = PRIORITY.get(device, ("reference",))
+    on_device = name in usual or (name == "torch" and device in PRIORITY)
+    if not on_device and not getattr(backend, "INTERPRETED", False):
         return [f"does not run on {device} tensors"]
     if not hasattr(backend, op):
         return [f"has no {op}"]
@@ -151,10 +160,11 @@ def explanation(
 ) -> Explanation:
     device = _device(tensors)
     only = forced.get()
-    names = dict.fromkeys((*_order(device), only) if only else _order(device))
+    order = _order(device, op, tensors)
+    names = dict.fromkeys((*order, only) if only else order)
     reasons = {name: why_not(name, op, device, tensors, keywords, obstacles) for name in names}
     runs = next((n for n, against in reasons.items() if not against and only in ("", n)), None)
-    return Explanation(op, device, reasons, runs)
+    return Explanation(op, device, reasons, runs, _because(device, op, tensors, order, runs))
 
 
 def choose(
@@ -164,7 +174,7 @@ def choose(
     device = _device(tensors)
     only = forced.get()
     refused: dict[str, tuple[str, ...]] = {}
-    for name in (only,) if only else _order(device):
+    for name in (only,) if only else _order(device, op, tensors):
         against = why_not(name, op, device, tensors, keywords, obstacles)
         if not against:
             break
@@ -183,8 +193,52 @@ def run_reference(op: str, tensors: Sequence[Any], keywords: dict[str, Any]) -> 
         return getattr(load("reference"), op)(*tensors, **keywords)
 
 
-def _order(device: str) -> tuple[str, ...]:
-    return PRIORITY.get(device, ("reference",))
+def _order(device: str, op: str, tensors: Sequence[Any]) -> tuple[str, ...]:
+    """The backends of a device in the order of preference for this call."""
+    usual = PRIORITY.get(device, ("reference",))
+    found = _evidence(device, op, tensors)
+    # A table of other backends than the device has is not for it.
+    if found is None or not {*found.use} <= {"torch", *usual}:
+        return usual
+    return (*found.use, *(name for name in usual if name not in found.use))
+
+
+def _evidence(device: str, op: str, tensors: Sequence[Any]) -> evidence.Choice | None:
+    first = next(tensor for tensor in tensors if tensor is not None)
+    found = evidence.choose("backends", device, op.removesuffix("_backward"), first.dtype)
+    if found is not None and found.least_queries > 0 and first.shape[-2] < found.least_queries:
+        return None
+    return found
+
+
+def _because(
+    device: str, op: str, tensors: Sequence[Any], order: tuple[str, ...], runs: str | None
+) -> str:
+    """The order and its evidence, and those of the instruction set where the CPU's kernels run."""
+    if device not in PRIORITY:
+        return ""
+    if forced.get():
+        return f"{forced.get()} is forced"
+    found = _evidence(device, op, tensors)
+    source = "not measured on this processor" if found is None else found.source
+    because = f"{', '.join(order)} ({source})"
+    if runs != "cpu":
+        return because
+    dtype = next(t.dtype for t in tensors if t is not None and t.is_floating_point())
+    return f"{because}; instruction set {instruction_set(dtype)}"
+
+
+def instruction_set(dtype: torch.dtype) -> str:
+    """The instruction set that the CPU's kernels use for this dtype, and why that one."""
+    native = importlib.import_module("fastattn._cpu").build_info()
+    most, *others = native["isa"].split(",")
+    used = dict(other.split("=") for other in others).get(str(dtype).removeprefix("torch."), most)
+    found = evidence.choose("isa", "cpu", dtype=dtype)
+    if found is not None and found.use == used:
+        return f"{used} ({found.source})"
+    if used == native["supported"][-1]:
+        return f"{used} (the strongest that there is)"
+    return f"{used} (asked for)"
 
 
 def _device(tensors: Sequence[Any]) -> str:

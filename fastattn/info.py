@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from fastattn import _openmp as _openmp_runtimes
-from fastattn import compat
+from fastattn import compat, evidence
 from fastattn._version import __version__
-from fastattn.dispatch import BACKENDS
+from fastattn.dispatch import BACKENDS, PRIORITY
 
 # What decides the speed of attention on some processor, out of the hundred flags that Linux lists.
 CPU_FEATURES = """
@@ -44,9 +44,37 @@ def collect() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "openmp": _openmp(),
         "isa": native["build_info"],
+        "choices": _choices(),
         "backends": {name: _backend(name) for name in BACKENDS},
         "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith("FASTATTN_")},
     }
+
+
+def _choices() -> list[dict[str, str]]:
+    """What was chosen for this machine, and the evidence for it."""
+    attention = "scaled_dot_product_attention"
+    asked = [("cpu", "backends", attention), ("cpu", "isa", ""), ("cpu", "gemm", "")]
+    if torch.cuda.is_available():
+        asked.append(("cuda", "backends", attention))
+    found = []
+    for device, what, op in asked:
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            choice = evidence.choose(what, device, op, dtype)
+            if choice is None:
+                use = ", ".join(PRIORITY[device]) if what == "backends" else "the strongest"
+                source = "not measured on this processor"
+            else:
+                use, source = _spelled(choice.use), choice.source
+                use += f" (from {choice.least_queries} queries on)" * (choice.least_queries > 0)
+            names = {"device": device, "choice": what, "dtype": str(dtype).removeprefix("torch.")}
+            found.append({**names, "use": use, "source": source})
+    return found
+
+
+def _spelled(use: Any) -> str:
+    if isinstance(use, dict):
+        return ", ".join(f"{name} {value}" for name, value in use.items())
+    return ", ".join(use) if isinstance(use, list) else str(use)
 
 
 def _version(package: str) -> str | None:
@@ -70,7 +98,11 @@ def _cpu() -> dict[str, Any]:
         "architecture": platform.machine(),
         "cores": os.cpu_count(),
         "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
-        "features": [name for name in CPU_FEATURES if name in flags],
+        "features": [
+            name
+            for name in CPU_FEATURES
+            if name in flags or name in evidence.processor("cpu").features
+        ],
     }
 
 
@@ -103,6 +135,7 @@ def _openmp_text(openmp: dict[str, Any]) -> str:
 def _native_module(name: str) -> dict[str, Any]:
     """`build_info` of `fastattn._<name>`, or the reason why it cannot be had."""
     try:
+        importlib.import_module(f"fastattn.backends.{name}")  # which chooses instruction sets
         module = importlib.import_module(f"fastattn._{name}")
         return {"build_info": module.build_info(), "error": None}
     except Exception as error:  # a broken library or a wrong FASTATTN_CPU_ISA: tell, do not fail
@@ -131,7 +164,7 @@ def _backend(name: str) -> dict[str, Any]:
     """{"built": bool, "reason": why it is not or None} and what the build record knows."""
     if importlib.util.find_spec(f"fastattn.backends.{name}") is None:
         return {"built": False, "reason": f"fastattn {__version__} has no {name} kernels"}
-    if name == "reference":
+    if name in ("reference", "torch"):
         return {"built": True, "reason": None}
     if name == "triton":
         version = _version("triton")
@@ -165,6 +198,7 @@ def format_text(facts: dict[str, Any]) -> str:
         ("threads", f"{facts['threads']} (torch.get_num_threads())"),
         ("OpenMP", _openmp_text(facts["openmp"])),
         *_isa_rows(facts),
+        *_choice_rows(facts),
         *((f"backend {name}", _backend_text(name, facts)) for name in facts["backends"]),
         *((name, value) for name, value in facts["environment"].items()),
     ]
@@ -197,12 +231,23 @@ def _isa_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
+def _choice_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    """A row for each thing chosen, in which dtypes with the same choice stand together."""
+    rows: dict[tuple[str, str, str], list[str]] = {}
+    for made in facts["choices"]:
+        key = (f"{made['device']} {made['choice']}", made["use"], made["source"])
+        rows.setdefault(key, []).append(made["dtype"])
+    return [(what, f"{', '.join(d)}: {use} [{source}]") for (what, use, source), d in rows.items()]
+
+
 def _backend_text(name: str, facts: dict[str, Any]) -> str:
     backend = facts["backends"][name]
     if not backend["built"]:
         return f"not built: {backend['reason']}"
     if name == "reference":
         return "always there: plain PyTorch"
+    if name == "torch":
+        return f"the fused attention of torch {facts['torch']}"
     if name == "triton":
         if torch.cuda.is_available():
             return f"Triton {backend['version']}"

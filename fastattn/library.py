@@ -162,6 +162,12 @@ class Operator:
         tensors, keywords = self._primitive(args)
         return dispatch.choose(self.name, tensors, keywords, obstacles)
 
+    def reasons(self, backend: str, args: Sequence[Any]) -> list[str]:
+        """Return why this backend cannot run these arguments, empty if it can."""
+        tensors, keywords = self._primitive(args)
+        device = "cpu" if tensors[0].is_cpu else tensors[0].device.type
+        return dispatch.why_not(backend, self.name, device, tensors, keywords, ())
+
     def primitive(self, backend: str) -> Callable[..., Any]:
         """Return the function of one backend."""
         return getattr(dispatch.load(backend), self.name)

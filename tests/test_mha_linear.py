@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.func import grad, vmap
 from torch.utils.flop_counter import FlopCounterMode
 
+from fastattn import evidence
+from fastattn.evidence import Processor
 from fastattn.nn import _linear
 from fastattn.nn._linear import linear
 from fastattn.testing import assert_right
@@ -21,10 +23,16 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
 
 @pytest.fixture(autouse=True)
-def onednn_at_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is meant for large products has to be right for the small ones of these tests."""
+def onednn_at_any_size(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What is meant for large products has to be right for the small ones of these tests, and what
+    is meant for the processor with the most GEMMs on every one."""
+    monkeypatch.setattr(evidence, "processor", lambda device="cpu": Processor(device, "AMD"))
+    evidence.forget()
     for name in ("_MIN_WORK", "_MIN_WORK_WEIGHT_GRAD"):
         monkeypatch.setattr(_linear, name, 0)
+    yield
+    monkeypatch.undo()
+    evidence.forget()
 
 
 # Ways to lie in memory, each from a contiguous [2M, 2K]: all [M, K].
@@ -206,8 +214,20 @@ def test_is_ours_for_plain_tensors_only(ours: list[int]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("given", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-def test_autocast(given: torch.dtype, dtype: torch.dtype, ours: list[int]) -> None:
-    """Casts what PyTorch casts, gradients included, and stays on our GEMM."""
+@pytest.mark.parametrize("native", [True, False])
+def test_autocast(
+    native: bool,
+    given: torch.dtype,
+    dtype: torch.dtype,
+    ours: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Casts what PyTorch casts, gradients included, and stays on our GEMM where it serves the
+    dtype: bfloat16 where oneDNN has its arithmetic, float16 where oneDNN has not."""
+    onednn = {torch.float32, torch.bfloat16} if native else {torch.float32}
+    monkeypatch.setattr(_linear, "_ONEDNN_DTYPES", onednn & _linear._ONEDNN_DTYPES)
+    monkeypatch.setattr(_linear, "_WIDE_DTYPES", set() if native else {torch.float16})
+    served = dtype in _linear._ONEDNN_DTYPES | _linear._WIDE_DTYPES
     results = []
     x, weight, bias = torch.randn(3, 5), torch.randn(4, 5), torch.randn(4)
     for function in (linear, F.linear):
@@ -218,7 +238,7 @@ def test_autocast(given: torch.dtype, dtype: torch.dtype, ours: list[int]) -> No
             y = function(*leaves)
         y.sum().backward()
         results.append([y, *(leaf.grad for leaf in leaves)])
-    assert bool(ours) == (given != torch.float64)
+    assert bool(ours) == (served and given != torch.float64)
     for got, want in zip(*results, strict=True):
         assert got.dtype == want.dtype
         assert torch.allclose(got, want, rtol=1e-2, atol=5e-2)

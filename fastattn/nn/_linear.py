@@ -4,8 +4,9 @@
     dx = dy W     dW = dyᵀ x     db = Σ dy
 
 Three quarters of the arithmetic of a layer of ordinary size lies here, so the GEMM is chosen by
-measurement (docs/multihead_attention.md has the table, and how it was taken; speeds are relative
-to ``torch.nn.functional.linear``, on an AMD EPYC with AVX-512 and BF16):
+measurement: ``fastattn/evidence.json`` has the rule of each processor, a
+:class:`fastattn.evidence.Gemm`. On an AMD EPYC with AVX-512 and BF16 (docs/multihead_attention.md
+has the table, and how it was taken; speeds are relative to ``torch.nn.functional.linear``):
 
 - float32: from some size on, oneDNN's inner product has 1.1 to 2 times the speed of the MKL GEMM.
   Not so for dW of many rows, where it copies both transposed operands: ``torch.mm``.
@@ -15,6 +16,8 @@ to ``torch.nn.functional.linear``, on an AMD EPYC with AVX-512 and BF16):
 - float16 without native arithmetic: PyTorch's GEMM is scalar in part. Ours, in float32 and rounded
   once at the end, makes y and dx 4 to 10 times as fast. dW is PyTorch's in float32.
 - everything else: ``torch.nn.functional.linear``.
+
+On an Intel Xeon with AMX, MKL is the fastest in float32, and oneDNN in bfloat16 at any size.
 
 Where PyTorch lets no one call oneDNN's inner product (`fastattn/compat.py`), or oneDNN is switched
 off (``torch.backends.mkldnn.flags(enabled=False)``), ``torch.nn.functional.linear`` does the work.
@@ -29,18 +32,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastattn import compat, dispatch
+from fastattn import compat, dispatch, evidence
 from fastattn.nn._eager import is_plain
 
 # The least M·N·K for which oneDNN pays, in float32. A call costs about 15 µs more than F.linear.
 _MIN_WORK = 2**22
 _MIN_WORK_WEIGHT_GRAD = 2**25
-_MAX_ROWS_WEIGHT_GRAD = 2047  # with more, two transposed copies cost what oneDNN gains
+_MAX_ROWS_WEIGHT_GRAD = 2047  # of oneDNN; with more, two transposed copies cost what oneDNN gains
 
-
-# M·N·K up to which our own GEMM is fastest, of at least so many rows: they lie across the lanes.
-_MOST_WORK_OF_OURS = {torch.bfloat16: 2**24 - 1, torch.float16: 2**62}
+# Our own GEMM is for at least so many rows: they lie across the lanes.
 _LEAST_ROWS_OF_OURS = 8
+
+
+@functools.cache
+def rule(dtype: torch.dtype) -> evidence.Gemm:
+    """Which GEMM serves this dtype on this processor."""
+    found = evidence.choose("gemm", "cpu", dtype=dtype)
+    gemm = evidence.Gemm("torch", "torch") if found is None else evidence.Gemm(**found.use)
+    if dtype == torch.float32 and gemm.forward == "torch" and not torch.backends.mkl.is_available():
+        return gemm._replace(forward="onednn", weight_grad="onednn")
+    return gemm
+
+
+evidence.on_change(rule.cache_clear)
 
 
 @functools.cache
@@ -103,7 +117,10 @@ def _is_ours(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     if dtype == torch.float32 and x.numel() * weight.numel() < _MIN_WORK * x.shape[-1]:
         return False
     if dtype not in _WIDE_DTYPES and (
-        dtype not in _ONEDNN_DTYPES or _ONEDNN_LINEAR is None or not torch.backends.mkldnn.enabled
+        dtype not in _ONEDNN_DTYPES
+        or _ONEDNN_LINEAR is None
+        or not torch.backends.mkldnn.enabled
+        or rule(dtype).forward != "onednn"
     ):
         return False
     if not is_plain(x, weight, bias):
@@ -134,7 +151,7 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def _is_for_our_gemm(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     rows, width = x.shape
     return (
-        rows * width * weight.shape[0] <= _MOST_WORK_OF_OURS.get(x.dtype, 0)
+        rows * width * weight.shape[0] <= rule(x.dtype).ours_up_to
         and rows >= _LEAST_ROWS_OF_OURS
         and _native() is not None
         and (weight.stride(1) == 1 or (x.dtype in _WIDE_DTYPES and weight.stride(0) == 1))
@@ -147,7 +164,8 @@ def _weight_grad(grad: Tensor, x: Tensor) -> Tensor:
     if grad.dtype in _WIDE_DTYPES:
         return _weight_grad(grad.float(), x.float()).to(grad.dtype)
     m, n = grad.shape
-    work = m * n * x.shape[1] if m <= _MAX_ROWS_WEIGHT_GRAD and grad.dtype == torch.float32 else 0
+    by_onednn = m <= _MAX_ROWS_WEIGHT_GRAD and rule(grad.dtype).weight_grad == "onednn"
+    work = m * n * x.shape[1] if by_onednn else 0
     if _ONEDNN_LINEAR is None or work < _MIN_WORK_WEIGHT_GRAD:
         return grad.t() @ x
     return _ONEDNN_LINEAR(grad.t(), x.t(), None, "none", [], "")

@@ -9,14 +9,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastattn import compat, dispatch
+from fastattn import compat, dispatch, evidence
 from fastattn.library import nothing_watches
-from fastattn.nn._linear import _WIDE_DTYPES
+from fastattn.nn._linear import _WIDE_DTYPES, rule
 
-# In products of the larger projection. From there on another GEMM is faster (docs/
-# multihead_attention.md): oneDNN's, or for fewer rows than a vector has lanes, one by vectors.
-_MOST_WORK = {torch.float32: 2**22, torch.float64: 2**20, torch.bfloat16: 2**25}
-_MOST_WORK[torch.float16] = 2**62 if torch.float16 in _WIDE_DTYPES else 2**22
+# In products of the larger projection, filled as asked for. From there on another GEMM is faster
+# (docs/multihead_attention.md, docs/evidence.md): PyTorch's, or for fewer rows than a vector has
+# lanes, one by vectors.
+_MOST_WORK: dict[torch.dtype, int] = {}
+evidence.on_change(_MOST_WORK.clear)
+_NATIVE_HALF = 2**22  # of float16 where oneDNN has it
 _LEAST_ROWS, _FEW_ROWS_MOST_WORK = 8, 2**16
 _PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -56,14 +58,15 @@ def self_attention(
         return None
     dtype = x.dtype
     most = _MOST_WORK.get(dtype)
+    if most is None:
+        most = _most_work(dtype)
     heads = module.num_heads
     try:
         first, second, width = x.shape
         w_in_shape, w_out_shape = w_in.shape, w_out.shape
         w_in_stride, w_out_stride = w_in.stride(), w_out.stride()
         if (
-            most is None
-            or not (dtype is w_in.dtype is w_out.dtype)
+            not (dtype is w_in.dtype is w_out.dtype)
             or not (x.is_cpu and w_in.is_cpu and w_out.is_cpu)
             or x.is_neg()
             or not x.is_contiguous()
@@ -129,3 +132,11 @@ def self_attention(
         )
     except (RuntimeError, ValueError):  # nested, sparse, another number of dimensions
         return None
+
+
+def _most_work(dtype: torch.dtype) -> int:
+    most = rule(dtype).small_up_to
+    if dtype is torch.float16 and dtype not in _WIDE_DTYPES:
+        most = min(most, _NATIVE_HALF)
+    _MOST_WORK[dtype] = most
+    return most

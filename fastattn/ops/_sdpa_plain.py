@@ -12,14 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn import compat, dispatch
+from fastattn import compat, dispatch, evidence
 from fastattn.autograd import attention, attention_backward, default_scale
 from fastattn.library import has_plain_memory, nothing_watches
 from fastattn.ops._sdpa_arguments import DTYPES
 
-# (dtype, D, Dv) -> the name of the native backend and its module. For the calls that come here a
-# backend looks at nothing else.
-_native: dict[tuple[torch.dtype, int, int], tuple[str, Any]] = {}
+# (dtype, D, Dv) -> the name of the native backend, its module, and the module that goes before it
+# from so many queries on, or None. For the calls that come here a native backend looks at nothing
+# else; the other one is asked each time.
+_native: dict[tuple[torch.dtype, int, int], tuple[str, Any, Any, int]] = {}
+evidence.on_change(_native.clear)
 
 
 def attend_plainly(
@@ -79,8 +81,15 @@ def attend_plainly(
     native = _native.get((dtype, width, value_width)) or _find_native(query, key, value)
     if native is None:
         return None
-    backend, module = native
+    backend, module, first, least = native
     try:
+        if (
+            first is not None
+            and q_len >= least
+            and not dispatch.forced.get()
+            and first.serves_plainly(query, key, value, attn_mask, scale, is_causal)
+        ):
+            backend, module = "torch", first
         if torch.is_grad_enabled() and (
             query.requires_grad or key.requires_grad or value.requires_grad
         ):
@@ -165,11 +174,18 @@ def _unexpanded(mask: Tensor) -> Tensor:
 def _find_native(query: Tensor, key: Tensor, value: Tensor) -> Any:
     if query.dtype not in DTYPES:
         return None
-    backend = attention.choose(_arguments(query, key, value))
+    name = attention.name
+    found = evidence.choose("backends", "cpu", name, query.dtype)
+    first, least = None, 0
+    if found is not None and found.use[0] == "torch":
+        first, least = dispatch.load("torch"), found.least_queries
+    backend, *_ = dispatch.PRIORITY["cpu"]
     module: Any = dispatch.load(backend)
-    if not hasattr(module, "plain_attention"):
+    if not hasattr(module, "plain_attention") or attention.reasons(
+        backend, _arguments(query, key, value)
+    ):
         return None
-    native = backend, module
+    native = backend, module, first, least
     _native[query.dtype, query.shape[3], value.shape[3]] = native
     return native
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastattn import _cpu, evidence
 from fastattn.backends.cpu.additive import additive_attention, additive_attention_backward
 from fastattn.backends.cpu.attention import (
     plain_attention,
@@ -61,6 +62,15 @@ __all__ = [
 ]
 
 _NAMES = "float32, float64, bfloat16, float16"
+
+
+def _choose_isa() -> None:
+    """Use the instruction sets that evidence names, unless others were asked for."""
+    _cpu.set_default_isa(evidence.isa(_cpu.build_info()["supported"]))
+
+
+_choose_isa()
+evidence.on_change(_choose_isa)
 
 
 def why_not(op: str, *tensors: Tensor | None, **_: Any) -> list[str]:

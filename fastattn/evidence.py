@@ -1,0 +1,261 @@
+"""What is fastest on which processor, and how that is known.
+
+``evidence.json`` beside this file has the choices that were measured, each with its source.
+``fastattn tune`` writes the user's own, in the same format, to a file in their cache folder; those
+come first. The first entry that fits the processor decides.
+
+An entry has the fields
+
+- ``choice``: what it decides,
+    - ``"backends"``: the order of backends, ``use`` is a list of names;
+    - ``"isa"``: the instruction set of the CPU's kernels, ``use`` is its name;
+    - ``"gemm"``: which products ``fastattn.nn`` takes for its projections, ``use`` is a
+      :class:`Gemm`;
+- ``device``: ``"cpu"`` or ``"cuda"``; ``vendor``, ``name``: the processor's, as
+  :func:`processor` says; ``has``, ``lacks``: its features;
+- ``op``, ``dtype``: for which calls; ``least_queries``: for calls of at least so many queries;
+- ``source``: a file of this repository, or what else is known.
+
+All but ``choice``, ``use`` and ``source`` may be missing: then every one fits. ``vendor``, ``name``
+and ``dtype`` are lists.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+__all__ = [
+    "Choice",
+    "Gemm",
+    "Processor",
+    "choose",
+    "forget",
+    "isa",
+    "on_change",
+    "own_file",
+    "processor",
+    "set_own",
+]
+
+FORMAT = 1
+_FIELDS = {
+    "choice", "use", "source", "device", "vendor", "name", "has", "lacks", "op", "dtype",
+    "least_queries", "date",
+}  # fmt: skip
+_LISTS = ("vendor", "name", "has", "lacks", "dtype")
+_BACKENDS = ("torch", "cpu", "cuda", "triton")
+_GEMMS = ("torch", "onednn")
+_DTYPES = ("float32", "float64", "bfloat16", "float16")
+
+
+class Processor(NamedTuple):
+    device: str  # "cpu" or "cuda"
+    vendor: str = ""  # "Intel", "AMD", "ARM", "NVIDIA", another one's own word, or ""
+    name: str = ""
+    features: frozenset[str] = frozenset()  # by Linux's names, as far as they matter here
+
+
+class Choice(NamedTuple):
+    use: Any
+    source: str
+    least_queries: int = 0
+    is_own: bool = False  # by the user's `fastattn tune`
+
+
+class Gemm(NamedTuple):
+    """Which product serves the projections, see ``fastattn/nn/_linear.py``."""
+
+    forward: str  # of large products: "torch" (F.linear) or "onednn"
+    weight_grad: str  # of large products: "torch" (mm) or "onednn"
+    ours_up_to: int = 0  # products M·N·K that our own GEMM takes
+    small_up_to: int = 0  # the same of a whole layer in one native call, see nn/_small.py
+
+
+@functools.cache
+def processor(device: str = "cpu") -> Processor:
+    """What this processor, or the first GPU, is. The only place that knows; tests replace it."""
+    if device == "cuda" and torch.cuda.is_available():
+        vendor = "AMD" if torch.version.hip else "NVIDIA"
+        return Processor(device, vendor, torch.cuda.get_device_name())
+    if device != "cpu":
+        return Processor(device)
+    try:
+        from fastattn import _cpu
+
+        native = _cpu.processor()
+    except Exception:  # not built, or built wrongly: `fastattn info` tells
+        native = {"vendor": ""}
+    if native["vendor"]:
+        return Processor("cpu", native["vendor"], native["name"], frozenset(native["features"]))
+    return _processor_by_linux()
+
+
+def _processor_by_linux() -> Processor:
+    fields: dict[str, str] = {}
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            key, _, value = line.partition(":")
+            fields.setdefault(key.strip(), value.strip())
+    except OSError:
+        pass
+    vendors = {"GenuineIntel": "Intel", "AuthenticAMD": "AMD"}
+    vendor = fields.get("vendor_id", "")
+    if fields.get("CPU implementer") == "0x41":
+        vendor = "ARM"
+    flags = fields.get("flags") or fields.get("Features") or ""
+    name = fields.get("model name", "")
+    return Processor("cpu", vendors.get(vendor, vendor), name, frozenset(flags.split()))
+
+
+def choose(
+    choice: str, device: str, op: str = "", dtype: torch.dtype | None = None
+) -> Choice | None:
+    """Return what the first fitting entry decides, None where nothing is known."""
+    return _choose(choice, processor(device), op, dtype)
+
+
+@functools.cache
+def _choose(choice: str, on: Processor, op: str, dtype: torch.dtype | None) -> Choice | None:
+    kind = str(dtype).removeprefix("torch.")
+    for entries, is_own in ((_own(), True), (_shipped(), False)):
+        for entry in entries:
+            if entry["choice"] == choice and _fits(entry, on, op, kind):
+                source = entry["source"]
+                if is_own:
+                    source = f"your `fastattn tune` of {entry.get('date', 'unknown date')}"
+                return Choice(entry["use"], source, entry.get("least_queries", 0), is_own)
+    return None
+
+
+def _fits(entry: dict[str, Any], on: Processor, op: str, dtype: str) -> bool:
+    return (
+        entry.get("device", on.device) == on.device
+        and on.vendor in entry.get("vendor", (on.vendor,))
+        and on.name in entry.get("name", (on.name,))
+        and on.features.issuperset(entry.get("has", ()))
+        and on.features.isdisjoint(entry.get("lacks", ()))
+        and entry.get("op", op) == op
+        and dtype in entry.get("dtype", (dtype,))
+    )
+
+
+def isa(supported: Sequence[str]) -> str:
+    """The instruction set of each dtype, as ``_cpu.set_isa`` takes it.
+
+    ``supported``: those that build and processor have, the strongest last.
+    """
+    chosen = {}
+    for name in _DTYPES:
+        found = choose("isa", "cpu", dtype=getattr(torch, name))
+        chosen[name] = found.use if found and found.use in supported else supported[-1]
+    most = chosen.pop("float32")
+    return ",".join([most, *(f"{name}={isa}" for name, isa in chosen.items() if isa != most)])
+
+
+# -- the two files --------------------------------------------------------------------------------
+
+
+def own_file() -> Path:
+    """Where the user's own entries are. ``FASTATTN_CACHE_DIR`` names another folder."""
+    if folder := os.environ.get("FASTATTN_CACHE_DIR"):
+        return Path(folder, "evidence.json")
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache, "fastattn", "evidence.json")
+
+
+def set_own(entries: Sequence[dict[str, Any]]) -> Path:
+    """Put entries into the user's file, in place of those for the same processors; return it."""
+    path = own_file()
+    replaced = {(entry["device"], *entry["name"]) for entry in entries}
+    kept = [e for e in _own() if (e.get("device"), *e.get("name", ())) not in replaced]
+    table = {"format": FORMAT, "entries": [*entries, *kept]}
+    _checked(table, str(path))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(table, indent=1) + "\n")
+    forget()
+    return path
+
+
+@functools.cache
+def _shipped() -> list[dict[str, Any]]:
+    path = Path(__file__).with_name("evidence.json")
+    return _checked(json.loads(path.read_text()), str(path))
+
+
+@functools.cache
+def _own() -> list[dict[str, Any]]:
+    try:
+        path = own_file()
+        if not path.exists():
+            return []
+        return _checked(json.loads(path.read_text()), str(path))
+    except (OSError, ValueError, RuntimeError) as error:
+        warnings.warn(
+            f"your measurements are not used: {error}; `fastattn tune --reset` removes them",
+            stacklevel=2,
+        )
+        return []
+
+
+def _checked(table: Any, where: str) -> list[dict[str, Any]]:
+    """The entries of a table; ``ValueError`` names what is wrong."""
+    if not isinstance(table, dict) or table.get("format") != FORMAT:
+        raise ValueError(f"{where} is no table of evidence of format {FORMAT}")
+    entries: list[dict[str, Any]] = table.get("entries", [])
+    for n, entry in enumerate(entries):
+        wrong = _wrong(entry)
+        if wrong:
+            raise ValueError(f"{where}: entry {n}: {wrong}")
+    return entries
+
+
+def _wrong(entry: Any) -> str | None:
+    if not isinstance(entry, dict) or not {"choice", "use", "source"} <= set(entry):
+        return "it needs choice, use and source"
+    if unknown := sorted(set(entry) - _FIELDS):
+        return f"unknown field {unknown[0]!r}; allowed are {', '.join(sorted(_FIELDS))}"
+    for name in _LISTS:
+        if not isinstance(entry.get(name, []), list):
+            return f"{name} must be a list, got {entry[name]!r}"
+    use, choice = entry["use"], entry["choice"]
+    if choice == "backends":
+        ok = isinstance(use, list) and bool(use) and set(use) <= set(_BACKENDS)
+        return None if ok else f"use must be a list of {', '.join(_BACKENDS)}, got {use!r}"
+    if choice == "isa":
+        return None if isinstance(use, str) else f"use must be an instruction set, got {use!r}"
+    if choice == "gemm":
+        try:
+            gemm = Gemm(**use)
+            ok = gemm.forward in _GEMMS and gemm.weight_grad in _GEMMS
+            ok = ok and isinstance(gemm.ours_up_to, int) and isinstance(gemm.small_up_to, int)
+        except TypeError:
+            ok = False
+        return None if ok else f"use must be the fields of a Gemm, got {use!r}"
+    return f"choice must be backends, isa or gemm, got {choice!r}"
+
+
+# -- what is remembered ---------------------------------------------------------------------------
+
+_listeners: list[Callable[[], Any]] = []
+
+
+def on_change(clear: Callable[[], Any]) -> None:
+    """Have a function called whenever what was chosen may no longer hold."""
+    _listeners.append(clear)
+
+
+def forget() -> None:
+    """Read the user's file again, and let every choice be made again."""
+    for cached in (processor, _choose, _own):
+        if hasattr(cached, "cache_clear"):  # not where a test has replaced it
+            cached.cache_clear()
+    for clear in _listeners:
+        clear()
