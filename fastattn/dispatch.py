@@ -1,10 +1,10 @@
 """The one place where a backend is chosen.
 
 A backend is a module of ``fastattn.backends``; an operator is a function in it, under the name that
-it has in ``reference.py``. The first backend in the device's order that gives no reason against a
-call runs it; the order is evidence (``fastattn.evidence``). A backend gives its reasons, as plain sentences, by ``why_not(op, *tensors,
-**keywords)`` (without one it has none); a module that cannot be imported is not built, a function
-that is missing falls through.
+it has in ``reference.py``. The first backend in the order that gives no reason against a call runs
+it; the order is evidence, see ``fastattn.evidence``. A backend gives its reasons, as plain
+sentences, by ``why_not(op, *tensors, **keywords)`` (without one it has none); a module that cannot
+be imported is not built, a function that is missing falls through.
 """
 
 from __future__ import annotations

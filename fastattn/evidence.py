@@ -23,6 +23,7 @@ and ``dtype`` are lists.
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import os
 import warnings
@@ -42,6 +43,7 @@ __all__ = [
     "on_change",
     "own_file",
     "processor",
+    "remove_own",
     "set_own",
 ]
 
@@ -88,17 +90,20 @@ def processor(device: str = "cpu") -> Processor:
     if device != "cpu":
         return Processor(device)
     try:
-        from fastattn import _cpu
-
-        native = _cpu.processor()
+        native = importlib.import_module("fastattn._cpu").processor()
     except Exception:  # not built, or built wrongly: `fastattn info` tells
-        native = {"vendor": ""}
-    if native["vendor"]:
-        return Processor("cpu", native["vendor"], native["name"], frozenset(native["features"]))
-    return _processor_by_linux()
+        native = _processor_by_linux()
+    vendor, name = _VENDORS.get(native["vendor"], native["vendor"]), native["brand"]
+    if native["family"]:  # a hypervisor may hide the name
+        name = f"{name} (family {native['family']}, model {native['model']})".strip()
+    return Processor("cpu", vendor, name, frozenset(native["features"]))
 
 
-def _processor_by_linux() -> Processor:
+_VENDORS = {"GenuineIntel": "Intel", "AuthenticAMD": "AMD", "aarch64": "ARM", "0x41": "ARM"}
+
+
+def _processor_by_linux() -> dict[str, Any]:
+    """What ``_cpu.processor`` tells, as far as Linux does."""
     fields: dict[str, str] = {}
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -106,26 +111,31 @@ def _processor_by_linux() -> Processor:
             fields.setdefault(key.strip(), value.strip())
     except OSError:
         pass
-    vendors = {"GenuineIntel": "Intel", "AuthenticAMD": "AMD"}
-    vendor = fields.get("vendor_id", "")
-    if fields.get("CPU implementer") == "0x41":
-        vendor = "ARM"
-    flags = fields.get("flags") or fields.get("Features") or ""
-    name = fields.get("model name", "")
-    return Processor("cpu", vendors.get(vendor, vendor), name, frozenset(flags.split()))
+    return {
+        "vendor": fields.get("vendor_id") or fields.get("CPU implementer", ""),
+        "brand": fields.get("model name", ""),
+        "family": int(fields.get("cpu family", 0)),
+        "model": int(fields.get("model", 0)),
+        "features": (fields.get("flags") or fields.get("Features") or "").split(),
+    }
 
 
 def choose(
-    choice: str, device: str, op: str = "", dtype: torch.dtype | None = None
+    choice: str, device: str, op: str = "", dtype: torch.dtype | None = None, *, own: bool = True
 ) -> Choice | None:
-    """Return what the first fitting entry decides, None where nothing is known."""
-    return _choose(choice, processor(device), op, dtype)
+    """Return what the first fitting entry decides, None where nothing is known.
+
+    ``own=False`` leaves the user's entries out.
+    """
+    return _choose(choice, processor(device), op, dtype, own)
 
 
 @functools.cache
-def _choose(choice: str, on: Processor, op: str, dtype: torch.dtype | None) -> Choice | None:
+def _choose(
+    choice: str, on: Processor, op: str, dtype: torch.dtype | None, own: bool
+) -> Choice | None:
     kind = str(dtype).removeprefix("torch.")
-    for entries, is_own in ((_own(), True), (_shipped(), False)):
+    for entries, is_own in ((_own() if own else [], True), (_shipped(), False)):
         for entry in entries:
             if entry["choice"] == choice and _fits(entry, on, op, kind):
                 source = entry["source"]
@@ -174,12 +184,26 @@ def own_file() -> Path:
 def set_own(entries: Sequence[dict[str, Any]]) -> Path:
     """Put entries into the user's file, in place of those for the same processors; return it."""
     path = own_file()
-    replaced = {(entry["device"], *entry["name"]) for entry in entries}
-    kept = [e for e in _own() if (e.get("device"), *e.get("name", ())) not in replaced]
+    replaced = [_processor_of(entry) for entry in entries]
+    kept = [entry for entry in _own() if _processor_of(entry) not in replaced]
     table = {"format": FORMAT, "entries": [*entries, *kept]}
     _checked(table, str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(table, indent=1) + "\n")
+    forget()
+    return path
+
+
+def _processor_of(entry: dict[str, Any]) -> list[Any]:
+    return [entry.get(field) for field in ("device", "vendor", "name", "has", "lacks")]
+
+
+def remove_own() -> Path | None:
+    """Remove the user's file; return where it was, None if there was none."""
+    path = own_file()
+    if not path.exists():
+        return None
+    path.unlink()
     forget()
     return path
 
@@ -196,7 +220,11 @@ def _own() -> list[dict[str, Any]]:
         path = own_file()
         if not path.exists():
             return []
-        return _checked(json.loads(path.read_text()), str(path))
+        try:
+            table = json.loads(path.read_text())
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+        return _checked(table, str(path))
     except (OSError, ValueError, RuntimeError) as error:
         warnings.warn(
             f"your measurements are not used: {error}; `fastattn tune --reset` removes them",

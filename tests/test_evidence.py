@@ -1,0 +1,305 @@
+"""The table of evidence: what each kind of processor gets, the user's own entries, what is told.
+
+No test asks what this processor is: :func:`be` puts another one in its place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import fastattn
+from fastattn import dispatch, evidence, info
+from fastattn.evidence import Gemm, Processor
+from fastattn.nn import _linear, _small
+
+ATTENTION = "scaled_dot_product_attention"
+ISAS = ["baseline", "avx2", "avx512", "avx512_bf16"]
+BF16 = frozenset({"avx2", "avx512f", "avx512_bf16"})
+
+AMD = Processor("cpu", "AMD", "AMD EPYC", BF16)
+AMX = Processor("cpu", "Intel", "Xeon", BF16 | {"avx512_fp16", "amx_tile", "amx_bf16"})
+INTEL = Processor("cpu", "Intel", "Xeon without AMX", BF16)
+OLD_INTEL = Processor("cpu", "Intel", "Xeon without bf16", frozenset({"avx2", "avx512f"}))
+ARM = Processor("cpu", "ARM", "Neoverse", frozenset({"asimd", "bf16"}))
+UNKNOWN = Processor("cpu")
+EVERY = {"AMD": AMD, "AMX": AMX, "Intel": INTEL, "old Intel": OLD_INTEL, "ARM": ARM, "?": UNKNOWN}
+
+
+@contextlib.contextmanager
+def be(processor: Processor) -> Iterator[None]:
+    """Within the block this machine has another processor, or another GPU."""
+
+    def said(device: str = "cpu") -> Processor:
+        return processor if device == processor.device else Processor(device)
+
+    with mock.patch.object(evidence, "processor", said):
+        evidence.forget()
+        yield
+    evidence.forget()
+
+
+def order(dtype: torch.dtype, queries: int = 64, op: str = ATTENTION) -> tuple[str, ...]:
+    return dispatch._order("cpu", op, (torch.empty(1, 1, queries, 8, dtype=dtype),))
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_the_order_of_backends(name: str) -> None:
+    with be(EVERY[name]):
+        first = ("torch",) if name == "AMX" else ()
+        assert order(torch.bfloat16) == (*first, "cpu", "reference")
+        assert order(torch.bfloat16, op=f"{ATTENTION}_backward") == (*first, "cpu", "reference")
+        assert order(torch.bfloat16, queries=15) == ("cpu", "reference")
+        for dtype in (torch.float32, torch.float64, torch.float16):
+            assert order(dtype) == ("cpu", "reference")
+        assert order(torch.bfloat16, op="memory_hop_attention") == ("cpu", "reference")
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_the_instruction_set(name: str) -> None:
+    mixed = "avx512_bf16,bfloat16=avx512"
+    with be(EVERY[name]):
+        assert evidence.isa(ISAS) == (mixed if name in ("AMX", "Intel") else "avx512_bf16")
+        assert evidence.isa(ISAS[:2]) == "avx2"  # not what the build or the processor lacks
+        assert evidence.isa(["baseline"]) == "baseline"
+
+
+MEASURED = Gemm("onednn", "torch", 2**24 - 1, 2**25)
+GEMMS = {"AMX": Gemm("onednn", "torch", 0, 2**20)}
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_the_gemm(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
+    with be(EVERY[name]):
+        assert _linear.rule(torch.bfloat16) == GEMMS.get(name, MEASURED)
+        library = "torch" if "Intel" in name or name == "AMX" else "onednn"
+        assert _linear.rule(torch.float32) == Gemm(library, library, 0, 2**22)
+        assert _small._most_work(torch.bfloat16) == _linear.rule(torch.bfloat16).small_up_to
+    with be(INTEL):
+        monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
+        _linear.rule.cache_clear()
+        assert _linear.rule(torch.float32).forward == "onednn"
+
+
+def test_the_projections_follow_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_linear, "_ONEDNN_DTYPES", {torch.float32, torch.bfloat16})
+    monkeypatch.setattr(_linear, "_ONEDNN_LINEAR", object())
+    monkeypatch.setattr(_linear, "_native", lambda: object())
+    x, weight = torch.empty(512, 512), torch.empty(512, 512)
+    narrow, small = x.bfloat16(), torch.empty(16, 512).bfloat16()
+    with be(AMD):
+        assert _linear._is_ours(x, weight, None)
+        assert _linear._is_for_our_gemm(small, narrow, None)
+    with be(AMX):
+        assert not _linear._is_ours(x, weight, None)
+        assert _linear._is_ours(narrow, narrow, None)
+        assert not _linear._is_for_our_gemm(small, narrow, None)
+
+
+@pytest.mark.parametrize("name", ["", "NVIDIA H200", "NVIDIA A100"])
+def test_a_gpu_without_a_record_has_pytorch_first(name: str) -> None:
+    half = torch.empty(1, 1, 4, 8, dtype=torch.bfloat16)
+    with be(Processor("cuda", "NVIDIA" if name else "", name)):
+        found = dispatch._order("cuda", ATTENTION, (half,))
+        assert found == ("torch", "cuda", "triton", "reference")
+        for op, tensor in ((ATTENTION, half.float()), ("additive_attention", half)):
+            assert dispatch._order("cuda", op, (tensor,)) == ("cuda", "triton", "reference")
+
+
+def test_a_device_whose_backends_were_replaced_is_left_alone() -> None:
+    with be(AMX), mock.patch.dict(dispatch.PRIORITY, {"cpu": ("cuda", "reference")}):
+        assert order(torch.bfloat16) == ("cuda", "reference")
+
+
+def test_every_source_is_told_and_every_file_exists() -> None:
+    root = Path(fastattn.__file__).parent.parent
+    for entry in evidence._shipped():
+        named = [
+            w.strip(":,;") for w in entry["source"].split() if w.startswith(("docs/", "bench"))
+        ]
+        assert named or "not measured" in entry["source"] or "no speed" in entry["source"]
+        if (root / "docs").exists():  # a source tree
+            assert all((root / path).exists() for path in named), named
+
+
+def test_what_this_processor_is() -> None:
+    found = evidence.processor()
+    assert found.device == "cpu"
+    assert evidence.processor("cuda").device == "cuda"
+    told = info.collect()["cpu"]["features"]
+    assert found.features & set(info.CPU_FEATURES) <= set(told)
+
+
+def test_the_processor_without_a_native_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "fastattn._cpu", None)
+    intel = (
+        "vendor_id : GenuineIntel\ncpu family : 6\nmodel : 143\nmodel name : X\n"
+        "flags : avx2 amx_bf16\n"
+    )
+    for text, want in (
+        (
+            intel,
+            Processor("cpu", "Intel", "X (family 6, model 143)", frozenset({"avx2", "amx_bf16"})),
+        ),
+        (
+            "CPU implementer : 0x41\nFeatures : asimd bf16\n",
+            ARM._replace(name="", features=frozenset({"asimd", "bf16"})),
+        ),
+        ("", UNKNOWN),
+    ):
+        monkeypatch.setattr(Path, "read_text", lambda _, text=text: text)
+        evidence.processor.cache_clear()
+        assert evidence.processor() == want
+    evidence.processor.cache_clear()
+
+
+# -- the user's own -------------------------------------------------------------------------------
+
+OWN: dict[str, Any] = {
+    "choice": "backends", "device": "cpu", "name": ["AMD EPYC"], "op": ATTENTION,
+    "dtype": ["float16"], "use": ["torch", "cpu"], "source": "measured", "date": "2026-11-22",
+}  # fmt: skip
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("FASTATTN_CACHE_DIR", str(tmp_path / "of" / "mine"))
+    evidence.forget()
+    yield tmp_path / "of" / "mine" / "evidence.json"
+    monkeypatch.undo()
+    evidence.forget()
+
+
+def test_the_users_own_entries_come_first(own: Path) -> None:
+    with be(AMD):
+        assert order(torch.float16) == ("cpu", "reference")
+        assert evidence.set_own([OWN]) == own
+        assert order(torch.float16) == ("torch", "cpu", "reference")
+        told = dispatch.explanation(
+            ATTENTION, (torch.empty(1, 1, 4, 8).half(),) * 3 + (None,) * 3,
+            {"scale": 1.0, "offset": 0, "window_left": -1, "window_right": -1, "softcap": 0.0,
+             "dropout_p": 0.0, "weights": 0},
+        )  # fmt: skip
+        assert "your `fastattn tune` of 2026-11-22" in str(told)
+    with be(AMX):  # another processor: a home folder may be shared
+        assert order(torch.float16) == ("cpu", "reference")
+        evidence.set_own([{**OWN, "name": ["Xeon"]}])
+    assert len(json.loads(own.read_text())["entries"]) == 2
+    with be(AMD):
+        evidence.set_own([{**OWN, "use": ["cpu"]}])  # in place of the one for this processor
+        assert order(torch.float16) == ("cpu", "reference")
+    assert len(json.loads(own.read_text())["entries"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("{", r"evidence\.json: Expecting"),
+        ("[]", "no table of evidence of format 1"),
+        ('{"format": 2, "entries": []}', "no table of evidence of format 1"),
+        ('{"format": 1, "entries": [{"choice": "isa"}]}', "entry 0: it needs choice, use"),
+    ],
+)
+def test_a_broken_file_of_ones_own_is_told_and_passed_over(own: Path, text: str, told: str) -> None:
+    own.parent.mkdir(parents=True)
+    own.write_text(text)
+    with pytest.warns(UserWarning, match=f"not used: .*{told}.*tune --reset"), be(AMX):
+        assert order(torch.bfloat16) == ("torch", "cpu", "reference")
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"use": ["gpu"]}, "use must be a list of torch, cpu"),
+        ({"use": "cpu"}, "use must be a list"),
+        ({"choice": "isa"}, "use must be an instruction set"),
+        ({"choice": "gemm", "use": {"forward": "ours"}}, "use must be the fields of a Gemm"),
+        ({"choice": "colour"}, "choice must be backends, isa or gemm, got 'colour'"),
+        ({"dtype": "float16"}, "dtype must be a list"),
+        ({"speed": 3}, "unknown field 'speed'"),
+    ],
+)
+def test_a_wrong_entry_is_named(changed: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        evidence._checked({"format": 1, "entries": [{**OWN, **changed}]}, "here")
+
+
+def test_the_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("FASTATTN_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert evidence.own_file() == tmp_path / "fastattn" / "evidence.json"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert evidence.own_file() == tmp_path / ".cache" / "fastattn" / "evidence.json"
+
+
+# -- what is told ---------------------------------------------------------------------------------
+
+
+def test_info_and_explain_name_choice_and_evidence() -> None:
+    x = torch.empty(1, 1, 64, 8, dtype=torch.bfloat16)
+    with be(AMX):
+        text = info.format_text(info.collect())
+        assert "bfloat16: torch, cpu (from 16 queries on) [measured on an Intel Xeon" in text
+        found = str(fastattn.explain(ATTENTION, x.zero_(), x, x))
+        assert "order      torch, cpu, reference (measured on an Intel Xeon" in found
+    with be(UNKNOWN):
+        assert "cpu, reference [not measured on this processor]" in info.format_text(info.collect())
+        found = str(fastattn.explain(ATTENTION, x, x, x))
+        assert "cpu, reference (not measured on this processor)" in found
+        with fastattn.use_backend("reference"):
+            assert "reference is forced" in str(fastattn.explain(ATTENTION, x, x, x))
+
+
+# -- the instruction set of each dtype ------------------------------------------------------------
+
+
+@pytest.fixture
+def restored(native: Any) -> Iterator[Any]:
+    before = native.build_info()["isa"]
+    yield native
+    native.set_isa(before)
+
+
+def test_each_dtype_has_its_own_instruction_set(restored: Any) -> None:
+    strongest = restored.build_info()["supported"][-1]
+    weakest = restored.build_info()["supported"][0]
+    restored.set_isa(f"{strongest},bfloat16={weakest}")
+    spelled = restored.build_info()["isa"]
+    assert spelled == (strongest if strongest == weakest else f"{strongest},bfloat16={weakest}")
+    x = torch.randn(1, 2, 40, 24)
+    mixed = [
+        fastattn.scaled_dot_product_attention(*[x.to(d)] * 3) for d in (x.dtype, torch.bfloat16)
+    ]
+    for isa, dtype, got in zip((strongest, weakest), (x.dtype, torch.bfloat16), mixed, strict=True):
+        restored.set_isa(isa)
+        assert torch.equal(fastattn.scaled_dot_product_attention(*[x.to(dtype)] * 3), got)
+    restored.set_isa(spelled)
+    assert restored.build_info()["isa"] == spelled
+
+
+@pytest.mark.parametrize(
+    ("spelled", "told"),
+    [("mmx", '"mmx" is not available'), ("baseline,half=baseline", '"half" is no dtype'),
+     ("baseline,bfloat16", "must be dtype=instruction set"), ("baseline,float16=mmx", '"mmx"')],
+)  # fmt: skip
+def test_a_wrong_instruction_set_is_named(restored: Any, spelled: str, told: str) -> None:
+    before = restored.build_info()["isa"]
+    with pytest.raises(ValueError, match=told):
+        restored.set_isa(spelled)
+    assert restored.build_info()["isa"] == before
+
+
+def test_a_choice_by_evidence_yields_to_one_that_was_asked_for(restored: Any) -> None:
+    restored.set_isa("baseline")
+    restored.set_default_isa(restored.build_info()["supported"][-1])
+    assert restored.build_info()["isa"] == "baseline"
