@@ -1,0 +1,347 @@
+"""PyTorch's fused attention as a backend: right where it serves, declined where it would not be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import fastattn
+from fastattn import dispatch, evidence, explain, use_backend
+from fastattn.backends import _torch_cuda, reference
+from fastattn.backends import torch as backend
+from fastattn.evidence import Processor
+from fastattn.testing import CASES, Target, check
+from fastattn.testing.inputs import make_inputs
+
+attention = fastattn.scaled_dot_product_attention
+OP = "scaled_dot_product_attention"
+HALVES = [torch.bfloat16, torch.float16]
+pytestmark = pytest.mark.skipif(backend._forward is None, reason="not in this PyTorch")
+
+PLAIN: dict[str, Any] = {
+    "scale": 0.25, "offset": 0, "window_left": -1, "window_right": -1, "softcap": 0.0,
+    "dropout_p": 0.0, "weights": 0,
+}  # fmt: skip
+
+
+def qkv(q_len: int = 20, k_len: int = 20, width: int = 16, **options: Any) -> list[Tensor]:
+    dtype = options.pop("dtype", torch.bfloat16)
+    return [torch.randn(2, 4, n, width).to(dtype).requires_grad_(**options) if options else
+            torch.randn(2, 4, n, width).to(dtype) for n in (q_len, k_len, k_len)]  # fmt: skip
+
+
+@pytest.fixture
+def amx(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As if this processor had AMX: bfloat16 goes to PyTorch's kernel."""
+    amx = Processor("cpu", "Intel", "simulated", frozenset({"avx512_bf16", "amx_bf16"}))
+    monkeypatch.setattr(evidence, "processor", lambda device="cpu": amx)
+    evidence.forget()
+    yield
+    monkeypatch.undo()
+    evidence.forget()
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Which of PyTorch's fused operators were called."""
+    made: list[str] = []
+    for name in ("_forward", "_backward"):
+        real = getattr(backend, name)
+
+        def called(*args: Any, real: Any = real, name: str = name, **options: Any) -> Any:
+            made.append(name)
+            return real(*args, **options)
+
+        monkeypatch.setattr(backend, name, called)
+    return made
+
+
+# -- what it serves -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("part", range(4))
+def test_every_case_that_it_takes(part: int, dtype: torch.dtype) -> None:
+    taken, faults = 0, []
+    for case in CASES[OP][part::4]:
+        if dtype not in case.dtypes or case.slow:
+            continue
+        inputs = make_inputs(case, dtype)
+        if not backend.why_not(OP, *inputs.forward_args(), **inputs.options):
+            taken += 1
+            verdict = check(case, dtype, Target("torch"))
+            faults += [f"{case.name}: {fault}" for fault in verdict.faults]
+    assert not faults, "\n".join(faults)
+    assert taken > 20
+
+
+LENGTHS = torch.tensor([7, 20]).view(2, 1, 1, 1)
+SERVED = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "padding": {"attn_mask": torch.arange(20) < LENGTHS},
+    "a fully masked row": {"attn_mask": torch.arange(20)[:, None].expand(20, 20) != 3},
+    "scaled": {"scale": 0.5},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_the_function_on_a_processor_with_amx(name: str, amx: None, calls: list[str]) -> None:
+    """The fast path and the general one, with gradients, give what the reference gives."""
+    options = SERVED[name]
+    inputs = qkv(requires_grad=True)
+    cotangent = torch.randn(2, 4, 20, 16).bfloat16()
+    with use_backend("reference"):
+        want = attention(*inputs, **options)
+        wanted = torch.autograd.grad(want, inputs, cotangent)
+    for extra in ({}, {"return_lse": True}):  # the fast path; the general one
+        calls.clear()
+        out = attention(*inputs, **options, **extra)
+        out = out[0] if extra else out
+        grads = torch.autograd.grad(out, inputs, cotangent)
+        assert calls == ["_forward", "_backward"]
+        for got, expected in zip((out, *grads), (want, *wanted), strict=True):
+            assert torch.allclose(got.float(), expected.float(), atol=0.05, rtol=0.05)
+            assert got.stride() == expected.stride()
+    assert explain(attention, *inputs, **options).runs == "torch"
+
+
+def test_grouped_heads(amx: None, calls: list[str]) -> None:
+    query, key = torch.randn(1, 4, 20, 16).bfloat16(), torch.randn(1, 2, 20, 16).bfloat16()
+    out = attention(query, key, key, enable_gqa=True)
+    repeated = key.repeat_interleave(2, 1)
+    with use_backend("reference"):
+        want = attention(query, repeated, repeated)
+    assert calls == ["_forward"]
+    assert torch.allclose(out.float(), want.float(), atol=0.02)
+
+
+def test_lse_is_float64_and_minus_inf_where_nothing_is_seen() -> None:
+    query, key, value = qkv()
+    mask = torch.ones(1, 1, 20, 20, dtype=torch.bool)
+    mask[:, :, 5] = False
+    out, lse, _ = backend.scaled_dot_product_attention(query, key, value, mask, **PLAIN)
+    _, want, _ = reference.scaled_dot_product_attention(query, key, value, mask, **PLAIN)
+    assert lse.dtype == torch.float64
+    assert lse.is_contiguous()
+    assert (lse[:, :, 5] == -math.inf).all()
+    assert torch.allclose(lse, want.double(), atol=1e-2)
+    assert (out[:, :, 5] == 0).all()
+
+
+def test_a_fully_masked_row_passes_no_gradient_and_no_nan() -> None:
+    query, key, value = qkv()
+    mask = torch.ones(1, 1, 20, 20, dtype=torch.bool)
+    mask[:, :, 5] = False
+    out, lse, _ = backend.scaled_dot_product_attention(query, key, value, mask, **PLAIN)
+    grad = torch.randn_like(out)
+    grad[:, :, 5] = math.nan
+    rest = (query, key, value, mask, None, None, out, lse)
+    *grads, _ = backend.scaled_dot_product_attention_backward(
+        grad, None, None, *rest, **PLAIN, needs_mask_grad=False
+    )
+    assert all(g.isfinite().all() for g in grads)
+    assert (grads[0][:, :, 5] == 0).all()
+
+
+# -- what it declines -----------------------------------------------------------------------------
+
+MASK = torch.ones(1, 1, 20, 20, dtype=torch.bool)
+DECLINED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "weights": ({}, {"need_weights": True}, "weights are wanted"),
+    "dropout": ({}, {"dropout_p": 0.5}, "dropout draws other numbers"),
+    "softcap": ({}, {"softcap": 1.0}, "softcap"),
+    "alibi": ({}, {"alibi_slopes": torch.ones(4)}, "ALiBi"),
+    "window": ({}, {"window": (3, 0)}, "a window"),
+    "a window ahead": ({}, {"window": (-1, 2)}, "a window"),
+    "mask and causal": ({}, {"attn_mask": MASK, "window": (-1, 0)}, "together"),
+    "bottom right": (
+        {"k_len": 21}, {"is_causal": True, "causal_alignment": "bottom_right"}, "upper left",
+    ),
+    "hidden keys": ({"k_len": 21}, {"is_causal": True}, "hides the last keys"),
+    "a bias": ({}, {"attn_mask": torch.zeros(20, 20)}, "a floating mask"),
+    "a learnt bias": (
+        {}, {"attn_mask": torch.zeros(20, 20, requires_grad=True)}, "a floating mask",
+    ),
+    "negative scale": ({}, {"scale": -1.0}, "positive"),
+    "no scale": ({}, {"scale": 0.0, "is_causal": True}, "positive"),
+    "float32": ({"dtype": torch.float32}, {}, "exceed the error bound"),
+    "float64": ({"dtype": torch.float64}, {}, "exceed the error bound"),
+    "no keys": ({"k_len": 0}, {}, "a size of 0"),
+    "no queries": ({"q_len": 0}, {}, "a size of 0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DECLINED)
+def test_declined_calls_do_not_reach_it(name: str, amx: None, calls: list[str]) -> None:
+    shape, options, reason = DECLINED[name]
+    inputs = qkv(**shape)
+    found = explain(attention, *inputs, **options)
+    assert found.runs != "torch"
+    attention(*inputs, **options)
+    assert calls == []
+    with use_backend("torch"), pytest.raises(RuntimeError, match=f"'torch' cannot run .*{reason}"):
+        attention(*inputs, **options)
+    assert calls == []
+
+
+def test_strides_and_widths_that_it_does_not_take(amx: None, calls: list[str]) -> None:
+    query, key, value = qkv()
+    for inputs, reason in (
+        ((query.mT.contiguous().mT, key, value), "not contiguous"),
+        ((query, key, value[..., :8]), "different widths"),
+    ):
+        attention(*inputs)
+        with use_backend("torch"), pytest.raises(RuntimeError, match=reason):
+            attention(*inputs)
+    assert calls == []
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("where", [1, 2])
+def test_a_nan_under_a_mask_stays_where_it_is_seen(
+    bad: float, where: int, amx: None, calls: list[str]
+) -> None:
+    for options in ({"is_causal": True}, {"attn_mask": torch.ones(20, 20).tril().bool()}):
+        inputs = qkv()
+        inputs[where][:, :, 12] = bad
+        out = attention(*inputs, **options)
+        assert out[:, :, :12].isfinite().all()
+        assert "NaN or inf" in str(explain(attention, *inputs, **options))
+    assert calls == []
+    attention(*inputs)  # every query sees every key
+    assert calls == ["_forward"]
+
+
+def test_no_math_path_where_pytorch_has_the_fused_kernel_switched_off(
+    amx: None, calls: list[str]
+) -> None:
+    inputs = qkv()
+    with sdpa_kernel(SDPBackend.MATH):
+        attention(*inputs)
+        assert "would not take its fused kernel" in str(explain(attention, *inputs))
+    assert calls == []
+
+
+def test_what_it_takes_pytorch_takes_fused() -> None:
+    for q_len, k_len, width in ((1, 1, 1), (7, 300, 65), (33, 33, 256), (513, 40, 8)):
+        inputs = qkv(q_len, k_len, width)
+        if not backend.serves_plainly(*inputs, None, 1.0, False):
+            continue
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # raises where it would fall back
+            want = F.scaled_dot_product_attention(*inputs, scale=1.0)
+        assert torch.equal(backend.plain_attention(*inputs, None, 1.0, False, False)[0], want)
+
+
+def test_without_the_operator(monkeypatch: pytest.MonkeyPatch, amx: None) -> None:
+    monkeypatch.setattr(backend, "_forward", None)
+    found = explain(attention, *qkv())
+    assert "has no fused attention operator" in found.reasons["torch"][0]
+    assert found.runs != "torch"
+
+
+# -- what is only known in the backward pass ------------------------------------------------------
+
+
+def gradients_agree(
+    inputs: list[Tensor], cotangent: Tensor, lse_grad: bool, **options: Any
+) -> None:
+    results = []
+    for forced in ("torch", "reference"):
+        with use_backend(forced):
+            out, lse = attention(*inputs, return_lse=True, **options)
+        outputs = ([out, lse], [cotangent, torch.ones_like(lse)]) if lse_grad else (out, cotangent)
+        results.append(torch.autograd.grad(outputs[0], inputs, outputs[1]))
+    for got, want in zip(*results, strict=True):
+        assert torch.equal(got.isnan(), want.isnan())
+        assert torch.allclose(got.float(), want.float(), atol=0.05, rtol=0.05, equal_nan=True)
+
+
+def test_a_gradient_of_lse() -> None:
+    gradients_agree(qkv(requires_grad=True), torch.randn(2, 4, 20, 16).bfloat16(), True)
+
+
+def test_a_nan_in_the_gradient_stays_with_the_keys_of_its_query() -> None:
+    cotangent = torch.randn(2, 4, 20, 16).bfloat16()
+    cotangent[:, :, 4] = math.nan
+    gradients_agree(qkv(requires_grad=True), cotangent, False, is_causal=True)
+
+
+def test_scores_so_large_that_a_float32_lse_is_not_enough() -> None:
+    inputs = [(300 * x).bfloat16() for x in qkv()[:2]] + [qkv()[2]]
+    for x in inputs:
+        x.requires_grad_()
+    gradients_agree(inputs, torch.randn(2, 4, 20, 16).bfloat16(), False, scale=1.0)
+
+
+def test_second_derivatives() -> None:
+    inputs = qkv(requires_grad=True)
+    with use_backend("torch"):
+        out = attention(*inputs)
+    (first,) = torch.autograd.grad(out.float().pow(2).sum(), inputs[0], create_graph=True)
+    second = torch.autograd.grad(first.float().pow(2).sum(), inputs)
+    assert all(g.isfinite().all() for g in second)
+
+
+# -- a few queries, forced backends, the GPU ------------------------------------------------------
+
+
+def test_a_few_queries_stay_with_our_kernels(amx: None, calls: list[str]) -> None:
+    for q_len, expected in ((15, []), (16, ["_forward"])):
+        attention(*qkv(q_len))
+        assert calls == expected
+        attention(*qkv(q_len), return_lse=True)
+        assert calls == 2 * expected
+        calls.clear()
+
+
+def test_forcing_another_backend_wins(amx: None, calls: list[str]) -> None:
+    for forced in ("cpu", "reference"):
+        if isinstance(dispatch.load(forced), str):
+            continue
+        with use_backend(forced):
+            attention(*qkv())
+            attention(*qkv(), return_lse=True)
+    assert calls == []
+
+
+def test_a_layer_uses_it(amx: None, calls: list[str]) -> None:
+    layer = fastattn.nn.MultiheadAttention(64, 4, batch_first=True).bfloat16()
+    x = torch.randn(8, 64, 64).bfloat16()
+    layer(x, x, x, need_weights=False)[0].sum().backward()
+    assert calls == ["_forward", "_backward"]
+
+
+def test_compiled(amx: None, calls: list[str]) -> None:
+    inputs = qkv()
+    want = attention(*inputs, is_causal=True)
+    calls.clear()
+    compiled = torch.compile(lambda *x: attention(*x, is_causal=True), backend="eager")
+    assert torch.equal(compiled(*inputs), want)
+    assert calls == ["_forward"]
+
+
+def test_the_gpu_kernels_are_called_as_their_signatures_say() -> None:
+    with FakeTensorMode():
+        query = torch.empty(2, 4, 16, 64, dtype=torch.bfloat16, device="cuda")
+        key = torch.empty(2, 2, 16, 64, dtype=torch.bfloat16, device="cuda")
+        out, lse = _torch_cuda.forward(query, key, key, 0.125, True)
+        assert (out.shape, out.dtype) == (query.shape, query.dtype)
+        assert (lse.shape, lse.dtype) == (query.shape[:3], torch.float32)
+        grads = _torch_cuda.backward(out, query, key, key, out, lse.double(), 0.125, True)
+        assert [g.shape for g in grads] == [query.shape, key.shape, key.shape]
+        for mask, causal, reason in (
+            (torch.ones(1, dtype=torch.bool, device="cuda"), False, "under a mask"),
+            (None, True, "bottom right"),
+        ):
+            fewer = torch.empty(2, 2, 8, 64, dtype=torch.bfloat16, device="cuda")
+            (told,) = _torch_cuda.why_not(query, fewer, fewer, mask, causal)
+            assert reason in told
