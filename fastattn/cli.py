@@ -16,7 +16,7 @@ COMMANDS = {
     "verify": ("fastattn.verify", "check this build on this machine against the float64 oracle"),
     "bench": ("fastattn.bench.cli", "compare with PyTorch and others on this machine"),
     "explain": ("fastattn._explain", "which backend would run a call, and why not the others"),
-    "tune": ("fastattn.tune", "measure launches of the Triton kernels on this GPU, for a table"),
+    "tune": ("fastattn.tune", "measure what is fastest on this machine, and use it from then on"),
 }
 
 EXIT_CODES = """\

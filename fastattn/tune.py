@@ -1,7 +1,10 @@
-"""`fastattn tune`: which launches of the Triton kernels are fastest on this GPU?
+"""`fastattn tune`: what is fastest on this machine?
 
-From the launch of the table it goes to the fastest neighbour, one number halved or doubled, until
-none is faster. What it finds is written to a JSON file, for ``FASTATTN_TRITON_TABLE``.
+On a processor: which backend, instruction set and GEMM, see ``fastattn/tune_cpu.py``.
+
+On a GPU: which launches of the Triton kernels. From the launch of the table it goes to the fastest
+neighbour, one number halved or doubled, until none is faster. What it finds is written to a JSON
+file, for ``FASTATTN_TRITON_TABLE``.
 """
 
 from __future__ import annotations
@@ -16,47 +19,68 @@ from typing import Any
 
 import torch
 
-from fastattn import spelling
+from fastattn import evidence, spelling, tune_cpu
 
 __all__ = ["add_arguments", "fastest", "run"]
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _WIDTHS = (64, 128, 256, 512)
 _FASTER = 0.98  # of the time: less is noise
+_TABLE = Path("fastattn-triton.json")
 _Call = Callable[[], Any]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
+        "--device", choices=("cpu", "cuda"), help="what to measure; default: cuda if there is one"
+    )
+    parser.add_argument(
+        "--reset", action="store_true", help="forget what was measured on processors, then stop"
+    )
+    parser.add_argument(
         "--op",
         action="extend",
         type=spelling.list_type(spelling.operators, sorted(_CALLS)),
         metavar="LIST",
-        help="these operators only; may be repeated",
+        help="cuda: these operators only; may be repeated",
     )
     parser.add_argument(
         "--dtype",
         action="extend",
         type=spelling.list_type(spelling.dtypes, sorted(_DTYPES)),
         metavar="LIST",
-        help="these dtypes only; may be repeated (bfloat16 and float16 share their entries)",
+        help="these dtypes only; may be repeated (cuda: bfloat16 and float16 share their entries)",
     )
     parser.add_argument(
         "--width",
         action="append",
         type=int,
         choices=_WIDTHS,
-        help="head dimensions up to this one, from the next smaller on; may be repeated",
+        help="cuda: head dimensions up to this one, from the next smaller on; may be repeated",
     )
     parser.add_argument(
         "--out",
         type=Path,
-        default=Path("fastattn-triton.json"),
-        help="the table; what an existing one has of other entries is kept (%(default)s)",
+        help="cuda: the table; what an existing one has of other entries is kept "
+        f"(default: {_TABLE})",
     )
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.reset:
+        removed = evidence.remove_own()
+        print(f"removed {removed}" if removed else f"nothing to remove at {evidence.own_file()}")
+        return 0
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda":
+        return _run_on_gpu(args)
+    for name in ("op", "width", "out"):
+        if getattr(args, name) is not None:
+            raise ValueError(f"--{name} is for --device cuda, and this is --device cpu")
+    return tune_cpu.run([_DTYPES[name] for name in args.dtype or _DTYPES])
+
+
+def _run_on_gpu(args: argparse.Namespace) -> int:
     if not torch.cuda.is_available():
         print("fastattn tune: error: PyTorch sees no GPU here", file=sys.stderr)
         return 2
@@ -64,8 +88,9 @@ def run(args: argparse.Namespace) -> int:
 
     from fastattn.backends.triton import _launch, _table
 
+    out = args.out or _TABLE
     architecture = _launch.architecture_of(torch.device("cuda", torch.cuda.current_device()))
-    table = json.loads(args.out.read_text()) if args.out.exists() else {}
+    table = json.loads(out.read_text()) if out.exists() else {}
 
     def measure(call: _Call) -> float:
         return float(triton.testing.do_bench(call, warmup=10, rep=50, return_mode="median"))
@@ -81,8 +106,8 @@ def run(args: argparse.Namespace) -> int:
                     rows = dict(of_kernel.get(str(bits), ()))
                     rows[width] = list(found)
                     of_kernel[str(bits)] = sorted(map(list, rows.items()))
-                    args.out.write_text(json.dumps(table, indent=1) + "\n")
-    print(f"written to {args.out}: use it by FASTATTN_TRITON_TABLE={args.out.resolve()}")
+                    out.write_text(json.dumps(table, indent=1) + "\n")
+    print(f"written to {out}: use it by FASTATTN_TRITON_TABLE={out.resolve()}")
     return 0
 
 

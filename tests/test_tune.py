@@ -1,4 +1,5 @@
-"""`fastattn tune`, without a GPU: the descent, its file, and what it says where there is none."""
+"""`fastattn tune` of a GPU, without one: the descent, its file, and what it says where there is
+none."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ Launch = _table.Launch
 def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")
-    assert cli.main(["tune"]) == 2
+    assert cli.main(["tune", "--device", "cuda"]) == 2
     assert "PyTorch sees no GPU here" in capsys.readouterr().err
 
 
