@@ -53,6 +53,7 @@ def amx(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Which of PyTorch's fused operators were called."""
     made: list[str] = []
+    backend._zeroes_masked_rows()  # it calls them once
     for name in ("_forward", "_backward"):
         real = getattr(backend, name)
 
@@ -248,6 +249,29 @@ def test_without_the_operator(monkeypatch: pytest.MonkeyPatch, amx: None) -> Non
     assert found.runs != "torch"
 
 
+def test_a_pytorch_that_gives_nan_for_fully_masked_rows(
+    amx: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = backend._forward
+
+    def wrong(*args: Any, attn_mask: Any, **options: Any) -> Any:
+        out, lse = real(*args, attn_mask=attn_mask, **options)
+        if attn_mask is not None:
+            out[(attn_mask == -math.inf).all(-1).expand(out.shape[:3])] = math.nan
+        return out, lse
+
+    monkeypatch.setattr(backend, "_forward", wrong)
+    backend._zeroes_masked_rows.cache_clear()
+    inputs, mask = qkv(), MASK & (torch.arange(20) != 3)[:, None]
+    assert attention(*inputs, attn_mask=mask).isfinite().all()
+    assert "does not give 0 for fully masked rows" in str(
+        explain(attention, *inputs, attn_mask=mask)
+    )
+    assert explain(attention, *inputs).runs == "torch"
+    monkeypatch.undo()
+    backend._zeroes_masked_rows.cache_clear()
+
+
 # -- what is only known in the backward pass ------------------------------------------------------
 
 
@@ -276,10 +300,16 @@ def test_a_nan_in_the_gradient_stays_with_the_keys_of_its_query() -> None:
 
 
 def test_scores_so_large_that_a_float32_lse_is_not_enough() -> None:
-    inputs = [(300 * x).bfloat16() for x in qkv()[:2]] + [qkv()[2]]
-    for x in inputs:
-        x.requires_grad_()
-    gradients_agree(inputs, torch.randn(2, 4, 20, 16).bfloat16(), False, scale=1.0)
+    """Two equal keys share a weight of 1; lse = s + log 2 is s in float32, if s is large."""
+    query, key, value = qkv()
+    key[:, :, 1::2] = key[:, :, ::2]
+    value.requires_grad_()
+    cotangent, grads = torch.randn(2, 4, 20, 16).bfloat16(), []
+    for forced in ("torch", "reference"):
+        with use_backend(forced):
+            out = attention((3000 * query).bfloat16(), (3000 * key).bfloat16(), value, scale=1.0)
+        grads.append(torch.autograd.grad(out, value, cotangent)[0].float())
+    assert torch.allclose(*grads, atol=0.05, rtol=0.05)
 
 
 def test_second_derivatives() -> None:

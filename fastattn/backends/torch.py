@@ -114,6 +114,8 @@ def _why_not_plain(
         return [f"torch {torch.__version__} has no fused attention operator for the CPU"]
     if mask is not None and mask.dtype is not torch.bool:
         return ["a floating mask may hold numbers for which PyTorch's gradients are wrong"]
+    if mask is not None and not _zeroes_masked_rows():
+        return [f"torch {torch.__version__} does not give 0 for fully masked rows"]
     if type(query) is not Tensor and type(query) is not torch.nn.Parameter:
         return []  # without memory: nothing is computed, and nothing can be looked at
     if _choice is not None:
@@ -125,6 +127,22 @@ def _why_not_plain(
             if not _is_finite(x):
                 return [f"{name} has NaN or inf, which PyTorch's kernel spreads under a mask"]
     return []
+
+
+@functools.cache
+def _zeroes_masked_rows() -> bool:
+    """Whether this PyTorch has output and gradients of 0 for a fully masked row; tried once."""
+    assert _forward is not None
+    assert _backward is not None
+    x, mask = torch.ones(1, 1, 2, 8, dtype=torch.bfloat16), torch.zeros(1, 1, 2, 2)
+    mask[0, 0, 1] = -math.inf
+    mask = mask.to(x.dtype)
+    with torch.no_grad():
+        out, lse = _forward(x, x, x, 0.0, False, attn_mask=mask, scale=1.0)
+        lse[0, 0, 1] = 0.0
+        grads = _backward(x, x, x, x, out, lse, 0.0, False, attn_mask=mask, scale=1.0)
+    zero = out[0, 0, 1].eq(0).all() and grads[0][0, 0, 1].eq(0).all()
+    return bool(zero) and all(bool(g.isfinite().all()) for g in grads)
 
 
 def _is_finite(x: Tensor) -> bool:
@@ -221,10 +239,7 @@ def plain_attention_backward(
     if mask is not None:
         mask = _unexpanded(mask)
         added = _added(mask, query.dtype, key.shape[2])
-        # A NaN that comes back into a fully masked row goes no further, and exp(-inf - 0) is 0.
-        dark = lse == -math.inf
-        lse = lse.masked_fill(dark, 0.0)
-        grad_out = grad_out.masked_fill(dark.unsqueeze(3), 0.0)
+        lse = lse.masked_fill(lse == -math.inf, 0.0)  # exp(-inf - 0) is 0
     masked = causal or mask is not None
     if (masked and not _is_finite(grad_out)) or not lse.abs().max() <= _LARGEST_LSE:
         return _ours(grad_out, None, query, key, value, mask, scale, causal)

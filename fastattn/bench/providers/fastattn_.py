@@ -1,4 +1,7 @@
-"""The library itself with one backend forced, so that nothing falls back unseen."""
+"""The library itself with one backend forced, so that nothing falls back unseen.
+
+Where evidence has PyTorch's own kernel first, nothing is forced: that is what a user gets.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,11 @@ from collections.abc import Callable
 from torch import Tensor
 
 import fastattn
+from fastattn import evidence
 from fastattn._version import __version__
 from fastattn.bench import ops
 from fastattn.bench.cells import Cell
+from fastattn.bench.inputs import TORCH_DTYPES
 from fastattn.bench.providers import ISAS
 from fastattn.bench.providers.passes import Outputs, run_passes, stay_in, torch_versions
 from fastattn.dispatch import BACKENDS, PRIORITY, load
@@ -35,8 +40,15 @@ def why_not(cell: Cell) -> list[str]:
 
 
 def prepare(cell: Cell, inputs: dict[str, Tensor]) -> Callable[[], Outputs]:
-    stay_in(fastattn.use_backend(_backend(cell)))
+    if _forced or not _pytorch_is_first(cell):
+        stay_in(fastattn.use_backend(_backend(cell)))
     return run_passes(cell, *ops.get(cell.op).ours(cell, inputs), inputs["grad_out"])
+
+
+def _pytorch_is_first(cell: Cell) -> bool:
+    attention = "scaled_dot_product_attention"
+    found = evidence.choose("backends", cell.device, attention, TORCH_DTYPES[cell.dtype])
+    return found is not None and found.use[0] == "torch"
 
 
 def _backend(cell: Cell) -> str:
