@@ -52,6 +52,14 @@ def test_attention(case: Case, dtype: torch.dtype, target: OnGpu) -> None:
     _judge(check, case, dtype, target)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", CASES["scaled_dot_product_attention"], ids=lambda case: case.name)
+def test_attention_by_pytorch(case: Case, dtype: torch.dtype) -> None:
+    if dtype not in case.dtypes:
+        pytest.skip("not a case of this dtype")
+    _judge(check, case, dtype, OnGpu("torch"))
+
+
 @dtypes
 @pytest.mark.parametrize("case", VARLEN_CASES, ids=lambda case: case.name)
 def test_packed_sequences(case: VarlenCase, dtype: torch.dtype, target: OnGpu) -> None:
