@@ -178,7 +178,7 @@ def choose(
         against = why_not(name, op, device, tensors, keywords, obstacles)
         if not against:
             break
-        if isinstance(load(name), ModuleType):
+        if name != "torch" and isinstance(load(name), ModuleType):  # of ours, that is
             refused[name] = tuple(against)
     else:
         raise RuntimeError(f"the backend {only!r} cannot run {op}: {'; '.join(against)}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -341,6 +342,18 @@ def test_forcing_another_backend_wins(amx: None, calls: list[str]) -> None:
             attention(*qkv())
             attention(*qkv(), return_lse=True)
     assert calls == []
+
+
+def test_without_a_native_core(amx: None, calls: list[str], monkeypatch: Any) -> None:
+    """It serves what it can; the rest is the reference's, in silence, as everywhere without one."""
+    load = dispatch.load.__wrapped__
+    monkeypatch.setattr(dispatch, "load", lambda n: "not built" if n == "cpu" else load(n))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attention(*qkv())
+        assert calls == ["_forward"]
+        attention(*qkv(), need_weights=True)
+    assert calls == ["_forward"]
 
 
 def test_a_layer_uses_it(amx: None, calls: list[str]) -> None:
