@@ -407,6 +407,27 @@ def mha_check_mask(
     return mask if mask.is_floating_point() else mask.to(dtype).masked_fill(mask, float("-inf"))
 
 
+# --- PyTorch's fused attention kernels ------------------------------------------------------------
+
+
+def _operator(path: str) -> Any | None:
+    found = _find(path)
+    return None if found is _ABSENT else found
+
+
+# The fused kernels of the CPU, and which of its ways PyTorch would take: the public function may
+# take the slow one unasked. 2.6 to 2.15, all three. Without: None; the backend `torch` declines.
+flash_cpu = _operator("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default")
+flash_cpu_backward = _operator(
+    "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default"
+)
+fused_choice = _operator("torch._fused_sdp_choice")
+# FlashAttention of the GPU. 2.6 to 2.15, both. Without: None, and the backend `torch` declines.
+flash_cuda = _operator("torch.ops.aten._scaled_dot_product_flash_attention.default")
+flash_cuda_backward = _operator(
+    "torch.ops.aten._scaled_dot_product_flash_attention_backward.default"
+)
+
 # --- oneDNN ---------------------------------------------------------------------------------------
 
 _linear_pointwise = _find("torch.ops.mkldnn._linear_pointwise.default")

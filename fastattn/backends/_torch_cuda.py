@@ -9,23 +9,15 @@ yet run on a GPU.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
+
+from fastattn import compat
 
 __all__ = ["backward", "forward", "why_not"]
 
 
-def _operator(name: str) -> Any | None:
-    try:
-        return getattr(torch.ops.aten, name).default
-    except AttributeError:
-        return None
-
-
-_forward = _operator("_scaled_dot_product_flash_attention")
-_backward = _operator("_scaled_dot_product_flash_attention_backward")
+_forward, _backward = compat.flash_cuda, compat.flash_cuda_backward
 
 
 def why_not(

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastattn import compat
 from fastattn.backends import _torch_cuda, reference
 from fastattn.backends._alloc import empty_output
 
@@ -42,17 +43,8 @@ _DTYPES = (torch.bfloat16, torch.float16)
 _LARGEST_LSE = 2.0**12
 
 
-def _operator(name: str) -> Any | None:
-    """An operator that is private to PyTorch, or None where this PyTorch has none."""
-    try:
-        return getattr(torch.ops.aten, name).default
-    except AttributeError:
-        return None
-
-
-_forward = _operator("_scaled_dot_product_flash_attention_for_cpu")
-_backward = _operator("_scaled_dot_product_flash_attention_for_cpu_backward")
-_choice: Any = getattr(torch, "_fused_sdp_choice", None)
+_forward, _backward = compat.flash_cpu, compat.flash_cpu_backward
+_choice = compat.fused_choice
 
 
 def why_not(op: str, *tensors: Tensor | None, **options: Any) -> list[str]:
@@ -110,7 +102,7 @@ def _why_not_plain(
         return [f"a scale of {scale} is not positive and finite"]
     if not query.is_cpu:
         return _torch_cuda.why_not(query, key, value, mask, causal)
-    if _forward is None or _backward is None:
+    if _forward is None or _backward is None or _choice is None:
         return [f"torch {torch.__version__} has no fused attention operator for the CPU"]
     if mask is not None and mask.dtype is not torch.bool:
         return ["a floating mask may hold numbers for which PyTorch's gradients are wrong"]
@@ -118,10 +110,9 @@ def _why_not_plain(
         return [f"torch {torch.__version__} does not give 0 for fully masked rows"]
     if type(query) is not Tensor and type(query) is not torch.nn.Parameter:
         return []  # without memory: nothing is computed, and nothing can be looked at
-    if _choice is not None:
-        grouped = query.shape[1] != key.shape[1]
-        if _choice(query, key, value, None, 0.0, causal, scale=scale, enable_gqa=grouped) != _FLASH:
-            return ["PyTorch would not take its fused kernel for these tensors"]
+    grouped = query.shape[1] != key.shape[1]
+    if _choice(query, key, value, None, 0.0, causal, scale=scale, enable_gqa=grouped) != _FLASH:
+        return ["PyTorch would not take its fused kernel for these tensors"]
     if causal or mask is not None:
         for name, x in (("query", query), ("key", key), ("value", value)):
             if not _is_finite(x):
