@@ -76,18 +76,14 @@ def hopfield_states(
     together: int,
     grad: str,
     taken: Tensor | None = None,
-    rounded: Callable[[Tensor], Tensor] = lambda x: x,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same in the dtype of the computation; with ``taken``, so many steps of each query.
-
-    ``rounded`` is applied to the result of every operation, as in :func:`reference.attend`.
-    """
+    """The same in the dtype of the computation; with ``taken``, so many steps of each query."""
     compute = reference._compute_dtype(state.dtype)
     rows = stored.to(compute)
     compared = rows if keys is None else keys.to(compute)
 
     def update(xi: Tensor) -> tuple[Tensor, Tensor]:
-        xi, _, p = _attend(xi, compared, rows, mask, bias, scale, rounded)
+        xi, _, p = _attend(xi, compared, rows, mask, bias, scale)
         return xi, p
 
     start = state.to(compute)

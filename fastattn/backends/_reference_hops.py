@@ -86,12 +86,8 @@ def hop_states(
     activation: str,
     normalize: str,
     scale: float,
-    rounded: Callable[[Tensor], Tensor] = lambda x: x,
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Return u_1, o_1, u_2, ..., u_K+1 as the query, lse [...] and p [..., N] of each hop.
-
-    ``rounded`` is applied to the result of every operation, as in :func:`reference.attend`.
-    """
+    """Return u_1, o_1, u_2, ..., u_K+1 as the query, lse [...] and p [..., N] of each hop."""
     compute = reference._compute_dtype(query.dtype)
     u = query.to(compute) if query.ndim == 3 else query.to(compute)[:, None]  # [B, Q, D]
     trace, lses, probabilities = [u], [], []
@@ -104,11 +100,11 @@ def hop_states(
         mask = None if memory_mask is None else _of_hop(memory_mask, hop, 2)  # [B|1, Q|1, N|1]
         bias = None if memory_bias is None else _of_hop(memory_bias, hop, 2)
         read = _attend if normalize == "softmax" else _weigh
-        o, lse, p = read(u, rows_in, rows_out, mask, bias, scale, rounded)
+        o, lse, p = read(u, rows_in, rows_out, mask, bias, scale)
         if hop_proj is not None:
             projection = (hop_proj if hop_proj.ndim == 2 else hop_proj[hop]).to(compute)
-            u = rounded(u @ projection.mT)
-        u = rounded(_ACTIVATIONS[activation](rounded(u + o)))
+            u = u @ projection.mT
+        u = _ACTIVATIONS[activation](u + o)
         trace += [o, u]
         lses.append(lse)
         probabilities.append(p)
@@ -196,7 +192,6 @@ def _attend(
     mask: Tensor | None,  # [B|1, Q|1, N|1]
     bias: Tensor | None,
     scale: float,
-    rounded: Callable[[Tensor], Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """o, lse and p of a hop: attention of one head."""
     added = mask if bias is None else bias
@@ -217,7 +212,6 @@ def _attend(
         window_right=-1,
         softcap=0.0,
         dropout_p=0.0,
-        rounded=rounded,
     )
     return o[:, 0], lse[:, 0], p[:, 0]
 
@@ -229,7 +223,6 @@ def _weigh(
     mask: Tensor | None,
     bias: Tensor | None,
     scale: float,
-    rounded: Callable[[Tensor], Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same without the softmax: the scores are the weights, 0 where excluded."""
     visible = mask
@@ -239,11 +232,11 @@ def _weigh(
     s = reference._dot_products(u[:, None], rows_in[:, None], visible is not None)[:, 0]
     if visible is not None:
         s = torch.where(visible, s, 0.0)
-    s = rounded(rounded(s) * scale)
+    s = s * scale
     if bias is not None:
-        s = rounded(s + torch.where(kept, bias, 0.0).to(s.dtype))
+        s = s + torch.where(kept, bias, 0.0).to(s.dtype)
     if visible is None:
-        return rounded(s @ rows_out), s.new_zeros(s.shape[:2]), s
+        return s @ rows_out, s.new_zeros(s.shape[:2]), s
     p = torch.where(visible, s, 0.0)
     # 0 * inf is NaN: only the elements of rows that are seen may make it.
     seen = visible.to(s.dtype).expand_as(p)
@@ -251,4 +244,4 @@ def _weigh(
     met = (seen @ unbounded) > 0
     o = p @ reference._finite(rows_out)
     o = torch.where(met, float("nan"), o)
-    return rounded(o), s.new_zeros(s.shape[:2]), p
+    return o, s.new_zeros(s.shape[:2]), p

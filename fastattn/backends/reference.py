@@ -33,7 +33,6 @@ in float64, see ``docs/design.md``.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -191,15 +190,13 @@ def attend(
     window_right: int,
     softcap: float,
     dropout_p: float,
-    rounded: Callable[[Tensor], Tensor] = lambda x: x,
     distance: Tensor | None = None,
     keep: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``(out, lse, w)`` in the dtype of the computation.
 
-    ``rounded`` is applied to the result of every operation: the error bound of the tests imitates
-    plain PyTorch in 16 bits with it. Where sequences have lengths of their own, ``distance`` is
-    d_ij of every pair, ``keep`` is what dropout keeps, and ALiBi has a slope a row, [B, Hq, Lq].
+    Where sequences have lengths of their own, ``distance`` is d_ij of every pair, ``keep`` is what
+    dropout keeps, and ALiBi has a slope a row, [B, Hq, Lq].
     """
     batch, q_heads, q_len, _ = query.shape
     k_len = key.shape[-2]
@@ -216,12 +213,11 @@ def attend(
         s = _dot_products(q, k, guarded)  # [B, Hq, Lq, Lk]
         if visible is not None:
             s = torch.where(visible, s, 0.0)  # no NaN may reach the derivative of what follows
-        s = rounded(rounded(s) * scale)
+        s = s * scale
         if softcap > 0:
-            s = rounded(softcap * rounded(torch.tanh(rounded(s / softcap))))
+            s = softcap * torch.tanh(s / softcap)
         if attn_mask is not None and attn_mask.dtype != torch.bool:
             s = s + attn_mask.to(compute)
-            s = rounded(s) if attn_mask.dtype == query.dtype else s  # a wider mask widens the sum
         if alibi_slopes is not None:
             slopes = alibi_slopes if alibi_slopes.dim() == 3 else alibi_slopes[:, :, None]
             s = s - slopes.to(compute)[..., None] * distance.abs()
@@ -229,18 +225,17 @@ def attend(
             s = torch.where(visible, s, -_INF)
 
         w, lse = _softmax(s)
-        w = rounded(w)
         if dropout_p > 0:
             if keep is None:
                 assert seed is not None
                 keep = dropout_keep((batch, q_heads, q_len, k_len), dropout_p, seed)
-            w = rounded(torch.where(keep, w * _kept_scale(dropout_p), 0.0))
+            w = torch.where(keep, w * _kept_scale(dropout_p), 0.0)
         if not guarded:
-            return rounded(_matmul(w, v)), lse, w
+            return _matmul(w, v), lse, w
         out = _weighted_sum(w, v, s != -_INF)
         # The row of a query that sees nothing is 0 already. Its gradient, even inf, must end here.
         out = torch.where(lse[..., None] == -_INF, 0.0, out)
-        return rounded(out), lse, w
+        return out, lse, w
 
 
 def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -506,37 +501,34 @@ def attend_additively(
     *,
     causal: bool,
     dropout_p: float,
-    rounded: Callable[[Tensor], Tensor] = lambda x: x,
 ) -> tuple[Tensor, Tensor]:
-    """Return ``(out, w)`` in the dtype of the computation; ``rounded`` as in :func:`attend`."""
+    """Return ``(out, w)`` in the dtype of the computation."""
     (batch, q_len, _), k_len = query.shape, key.shape[1]
     compute = _compute_dtype(query.dtype)
     distance = _distance(q_len, k_len, 0, query.device)
     visible = _visible(distance, attn_mask, -1, 0 if causal else -1)
     with _without_autocast(query.device.type):
-        x = rounded(query.to(compute)[:, :, None] + key.to(compute)[:, None])  # [B, Tq, Tk, A]
+        x = query.to(compute)[:, :, None] + key.to(compute)[:, None]  # [B, Tq, Tk, A]
         if bias is not None:
-            x = rounded(x + bias.to(compute))
+            x = x + bias.to(compute)
         if visible is not None:
             x = torch.where(visible[..., None], x, 0.0)  # no NaN may reach the derivative of tanh
-        e = rounded((rounded(torch.tanh(x)) * v.to(compute)).sum(-1))  # [B, Tq, Tk]
+        e = (torch.tanh(x) * v.to(compute)).sum(-1)  # [B, Tq, Tk]
         if attn_mask is not None and attn_mask.dtype != torch.bool:
             e = e + attn_mask.to(compute)
-            e = rounded(e) if attn_mask.dtype == query.dtype else e
         if visible is not None:
             e = torch.where(visible, e, -_INF)
 
         w, lse = _softmax(e)
-        w = rounded(w)
         if dropout_p > 0:
             assert seed is not None
             keep = dropout_keep((batch, 1, q_len, k_len), dropout_p, seed)[:, 0]
-            w = rounded(torch.where(keep, w * _kept_scale(dropout_p), 0.0))
+            w = torch.where(keep, w * _kept_scale(dropout_p), 0.0)
         if visible is None:
-            return rounded(w @ value.to(compute)), w
+            return w @ value.to(compute), w
         out = _weighted_sum(w[:, None], value.to(compute)[:, None], (e != -_INF)[:, None])[:, 0]
         # A query that sees nothing hands on no gradient, even of inf.
-        return rounded(torch.where(lse[..., None] == -_INF, 0.0, out)), w
+        return torch.where(lse[..., None] == -_INF, 0.0, out), w
 
 
 # Last: it builds on what is above.
