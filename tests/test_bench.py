@@ -534,7 +534,7 @@ def test_peers_agree_with_the_oracle_where_they_are_installed(name: str, shape: 
 def test_a_wrong_answer_does_not(op: str) -> None:
     cell = cell_of(op, SMALL[op], passes=all_of(op))
     oracle = Oracle(cell, 1)
-    # Not PyTorch's own answer: of a few elements one may be beyond the bound, with some threads.
+    # The reference itself, rounded, in the layout of an answer.
     outputs = {
         name: oracle.reference[name].to(x.dtype).view_as(x)
         for name, x in answer("torch", cell).items()

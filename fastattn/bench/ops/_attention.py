@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fastattn.bench.ops._base import Inputs, Outputs, Rounded
+from fastattn.bench.ops._base import Inputs, Outputs
 
 if TYPE_CHECKING:
     from fastattn.bench.cells import Cell
@@ -30,14 +30,13 @@ def softmax_of(
     scores: Tensor,  # [..., Lq, Lk]
     visible: Tensor | None,
     bias: Tensor | None,
-    rounded: Rounded,
 ) -> Tensor:
     """The weights; bias is added, what is not visible is excluded."""
     if bias is not None:
-        scores = rounded(scores + bias)
+        scores = scores + bias
     if visible is not None:
         scores = scores.masked_fill(~visible, -torch.inf)
-    return rounded(scores.softmax(-1))
+    return scores.softmax(-1)
 
 
 def attend(
@@ -46,18 +45,17 @@ def attend(
     value: Tensor,  # [B, H, Lk, Dv]
     visible: Tensor | None,  # broadcastable to [B, H, Lq, Lk]
     bias: Tensor | None,
-    rounded: Rounded,
 ) -> tuple[Tensor, Tensor]:
-    scores = rounded(rounded(query @ key.mT) * query.shape[-1] ** -0.5)
-    weights = softmax_of(scores, visible, bias, rounded)
-    return rounded(weights @ value), weights
+    scores = (query @ key.mT) * query.shape[-1] ** -0.5
+    weights = softmax_of(scores, visible, bias)
+    return weights @ value, weights
 
 
-def with_weights(cell: Cell, out: Tensor, weights: Tensor, rounded: Rounded) -> Outputs:
+def with_weights(cell: Cell, out: Tensor, weights: Tensor) -> Outputs:
     """`out`, and the weights [B, H, Lq, Lk] as the cell asks for them."""
     if cell.weights == "none":
         return (out,)
-    return out, rounded(weights.mean(1)) if cell.weights == "average" else weights
+    return out, weights.mean(1) if cell.weights == "average" else weights
 
 
 def split_mask(inputs: Inputs) -> tuple[Tensor | None, Tensor | None]:

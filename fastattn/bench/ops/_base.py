@@ -5,12 +5,10 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 import fastattn
 
@@ -23,28 +21,6 @@ Outputs = tuple[Tensor, ...]
 Forward = Callable[[], Outputs]
 Sizes = Mapping[str, "int | str"]
 Prepared = tuple[Forward, Sequence[Tensor]]
-
-
-@dataclass(frozen=True)
-class Rounded:
-    """What 16 bits leave of a result that was computed in fp32; without a dtype, all of it."""
-
-    dtype: torch.dtype | None = None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return x if self.dtype is None else x.to(self.dtype).float()
-
-    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        """PyTorch's own in that dtype: it adds up the gradients of weight and bias in 16 bits, for
-        everyone, and an error that everyone makes is nobody's fault.
-        """
-        if self.dtype is None:
-            return functional.layer_norm(x, x.shape[-1:], weight, bias)
-        x, weight, bias = (one.to(self.dtype) for one in (x, weight, bias))
-        return functional.layer_norm(x, x.shape[-1:], weight, bias).float()
-
-
-EXACT = Rounded()
 
 
 class Operator:
@@ -82,8 +58,8 @@ class Operator:
         """Tensors by name: the leaves, `grad_out`, masks and whatever else there is."""
         raise NotImplementedError
 
-    def plain(self, cell: Cell, inputs: Inputs, rounded: Rounded) -> Outputs:
-        """The equation in plain PyTorch, `rounded` applied to the result of every operation."""
+    def plain(self, cell: Cell, inputs: Inputs) -> Outputs:
+        """The equation in plain PyTorch."""
         raise NotImplementedError
 
     def arguments(self, cell: Cell, inputs: Inputs) -> tuple[Sequence[Any], dict[str, Any]]:
@@ -98,7 +74,7 @@ class Operator:
 
     def theirs(self, cell: Cell, inputs: Inputs) -> Prepared:
         """What a user of PyTorch writes today."""
-        return lambda: self.plain(cell, inputs, EXACT), self.leaves(inputs)
+        return lambda: self.plain(cell, inputs), self.leaves(inputs)
 
     def why_not_theirs(self, cell: Cell) -> list[str]:
         """Why PyTorch has nothing for this cell."""
@@ -107,12 +83,12 @@ class Operator:
     def leaves(self, inputs: Inputs) -> list[Tensor]:
         return [inputs[name] for name in self.LEAVES]
 
-    def expected(self, cell: Cell, inputs: Inputs, rounded: Rounded) -> Inputs:
+    def expected(self, cell: Cell, inputs: Inputs) -> Inputs:
         """All outputs of the cell by name, in the dtype of `inputs`, by the plain equation."""
         wanted = cell.passes != "fwd"
         leaves = {name: inputs[name].clone().requires_grad_(wanted) for name in self.LEAVES}
         with torch.set_grad_enabled(wanted):
-            out, *weights = self.plain(cell, inputs | leaves, rounded)
+            out, *weights = self.plain(cell, inputs | leaves)
         results = {"out": out.detach()}
         if weights:
             results["weights"] = weights[0].detach()
@@ -120,7 +96,7 @@ class Operator:
             out.backward(inputs["grad_out"])
             for name, leaf in leaves.items():
                 assert leaf.grad is not None
-                results[f"grad_{name}"] = rounded(leaf.grad)
+                results[f"grad_{name}"] = leaf.grad
         return results
 
     # A long cell may be checked by a sample of its parts.

@@ -16,7 +16,7 @@ from torch import Tensor
 from fastattn.bench.cells import Cell
 from fastattn.bench.inputs import Draw
 from fastattn.bench.ops._attention import softmax_of, split_mask, visible_keys
-from fastattn.bench.ops._base import Inputs, Operator, Outputs, Rounded, Sizes
+from fastattn.bench.ops._base import Inputs, Operator, Outputs, Sizes
 
 _HIDDEN_AT_ONCE = 1 << 25  # 256 MB in fp64, and its gradients as much again
 _PER_SEQUENCE = ("query", "key", "value", "grad_out")
@@ -64,18 +64,18 @@ class Additive(Operator):
         }
         return self.leaves(inputs), options
 
-    def plain(self, cell: Cell, inputs: Inputs, rounded: Rounded) -> Outputs:
+    def plain(self, cell: Cell, inputs: Inputs) -> Outputs:
         query, key, value, v, bias = self.leaves(inputs)
-        hidden = rounded(rounded(query[:, :, None] + key[:, None]) + bias)  # [B, Lq, Lk, A]
-        scores = rounded(rounded(hidden.tanh()) @ v)
+        hidden = query[:, :, None] + key[:, None] + bias  # [B, Lq, Lk, A]
+        scores = hidden.tanh() @ v
         visible, added = split_mask(inputs)
         if cell.mask == "causal":
             visible = torch.ones(scores.shape[1:], dtype=torch.bool, device=v.device).tril()
-        weights = softmax_of(scores, visible, added, rounded)
-        out = rounded(weights @ value)
+        weights = softmax_of(scores, visible, added)
+        out = weights @ value
         return (out,) if cell.weights == "none" else (out, weights)
 
-    def expected(self, cell: Cell, inputs: Inputs, rounded: Rounded) -> Inputs:
+    def expected(self, cell: Cell, inputs: Inputs) -> Inputs:
         """Some sequences at a time, whose hidden layers memory can hold."""
         wanted = cell.passes != "fwd"
         step = max(1, _HIDDEN_AT_ONCE // (cell["Lq"] * cell["Lk"] * cell["A"]))
@@ -85,7 +85,7 @@ class Additive(Operator):
             some = slice(first, first + step)
             one = {name: _of(name, x, some) for name, x in (inputs | leaves).items()}
             with torch.set_grad_enabled(wanted):
-                outputs = self.plain(cell, one, rounded)
+                outputs = self.plain(cell, one)
             if wanted:
                 outputs[0].backward(one["grad_out"])
             found.append(tuple(x.detach() for x in outputs))
@@ -93,7 +93,7 @@ class Additive(Operator):
         results = {n: torch.cat(x) for n, x in zip(names, zip(*found, strict=True), strict=False)}
         for name, leaf in leaves.items():
             if leaf.grad is not None:
-                results[f"grad_{name}"] = rounded(leaf.grad)
+                results[f"grad_{name}"] = leaf.grad
         return results
 
 

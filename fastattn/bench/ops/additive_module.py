@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from fastattn.bench.cells import Cell
 from fastattn.bench.inputs import Draw
 from fastattn.bench.ops._attention import softmax_of
-from fastattn.bench.ops._base import Inputs, Outputs, Rounded, Sizes
+from fastattn.bench.ops._base import Inputs, Outputs, Sizes
 from fastattn.bench.ops._module import Module
 from fastattn.nn import AdditiveAttention
 
@@ -43,11 +43,11 @@ class AdditiveModule(Module):
         out: Tensor = module(inputs["query"], inputs["memory"])
         return out
 
-    def plain(self, cell: Cell, inputs: Inputs, rounded: Rounded) -> Outputs:
+    def plain(self, cell: Cell, inputs: Inputs) -> Outputs:
         query, memory, scale = self.leaves(inputs)
-        hidden = rounded(rounded(query[:, :, None] + memory[:, None]).tanh())  # [B, Lq, Lk, A]
-        weights = softmax_of(rounded(hidden @ scale), None, None, rounded)
-        return (rounded(weights @ memory),)
+        hidden = (query[:, :, None] + memory[:, None]).tanh()  # [B, Lq, Lk, A]
+        weights = softmax_of(hidden @ scale, None, None)
+        return (weights @ memory,)
 
 
 OP = AdditiveModule()

@@ -16,7 +16,7 @@ import fastattn
 from fastattn.bench.cells import Cell
 from fastattn.bench.inputs import Draw
 from fastattn.bench.ops._attention import attend, visible_keys
-from fastattn.bench.ops._base import Inputs, Operator, Outputs, Prepared, Rounded, Sizes
+from fastattn.bench.ops._base import Inputs, Operator, Outputs, Prepared, Sizes
 from fastattn.bench.ops.sdpa import OP as SDPA
 
 
@@ -64,13 +64,13 @@ class Stats(Operator):
 
         return forward, self.leaves(inputs)
 
-    def plain(self, cell: Cell, inputs: Inputs, rounded: Rounded) -> Outputs:
+    def plain(self, cell: Cell, inputs: Inputs) -> Outputs:
         query, key = self.leaves(inputs)
         key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
         visible = visible_keys(cell, Draw(query.dtype, 0))
-        _, weights = attend(query, key, key[..., :1], visible, None, rounded)
-        entropy = rounded(torch.special.entr(weights))
-        return (_joined(rounded(weights.sum(-2)), rounded(entropy.sum(-1))),)
+        _, weights = attend(query, key, key[..., :1], visible, None)
+        entropy = torch.special.entr(weights)
+        return (_joined(weights.sum(-2), entropy.sum(-1)),)
 
 
 def _joined(column_sums: Tensor, entropy: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import nn
 
 from fastattn.bench.cells import Cell
 from fastattn.bench.inputs import Draw
-from fastattn.bench.ops._base import Inputs, Operator, Outputs, Prepared, Rounded, Sizes
+from fastattn.bench.ops._base import Inputs, Operator, Outputs, Prepared, Sizes
 from fastattn.bench.ops.additive import OP as ADDITIVE
 from fastattn.nn import BahdanauAttention
 
@@ -61,17 +61,17 @@ class Bahdanau(Operator):
         parameters = (module.query_layer.weight, module.memory_layer.weight, module.v)
         return forward, [query, memory, *parameters]
 
-    def plain(self, cell: Cell, inputs: Inputs, rounded: Rounded) -> Outputs:
-        return ADDITIVE.plain(cell, _projected(inputs, rounded), rounded)
+    def plain(self, cell: Cell, inputs: Inputs) -> Outputs:
+        return ADDITIVE.plain(cell, _projected(inputs))
 
-    def expected(self, cell: Cell, inputs: Inputs, rounded: Rounded) -> Inputs:
+    def expected(self, cell: Cell, inputs: Inputs) -> Inputs:
         """The projections' gradients follow from those of additive attention."""
         wanted = cell.passes != "fwd"
         leaves = {name: inputs[name].clone().requires_grad_(wanted) for name in self.LEAVES}
         with torch.set_grad_enabled(wanted):
-            projected = _projected(leaves, rounded)
+            projected = _projected(leaves)
         detached = {name: x.detach() for name, x in projected.items()}
-        inner = ADDITIVE.expected(cell, detached | {"grad_out": inputs["grad_out"]}, rounded)
+        inner = ADDITIVE.expected(cell, detached | {"grad_out": inputs["grad_out"]})
         results = {"out": inner["out"]}
         if wanted:
             names = ("query", "key", "value", "v")
@@ -80,15 +80,15 @@ class Bahdanau(Operator):
             )
             for name, leaf in leaves.items():
                 assert leaf.grad is not None
-                results[f"grad_{name}"] = rounded(leaf.grad)
+                results[f"grad_{name}"] = leaf.grad
         return results
 
 
-def _projected(inputs: Inputs, rounded: Rounded) -> Inputs:
+def _projected(inputs: Inputs) -> Inputs:
     """The inputs of additive attention."""
     return {
-        "query": rounded(inputs["query"] @ inputs["query_layer"].T),
-        "key": rounded(inputs["memory"] @ inputs["memory_layer"].T),
+        "query": inputs["query"] @ inputs["query_layer"].T,
+        "key": inputs["memory"] @ inputs["memory_layer"].T,
         "value": inputs["memory"],
         "v": inputs["v"],
         "bias": inputs["v"].new_zeros(inputs["v"].shape),

@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from fastattn.bench.cells import Cell
 from fastattn.bench.inputs import Draw
 from fastattn.bench.ops._attention import attend
-from fastattn.bench.ops._base import Inputs, Operator, Outputs, Prepared, Rounded, Sizes
+from fastattn.bench.ops._base import Inputs, Operator, Outputs, Prepared, Sizes
 from fastattn.bench.ops.sdpa import OP as SDPA
 
 
@@ -50,11 +50,11 @@ class Decode(Operator):
             scaled_dot_product_attention(query, key, value, enable_gqa=grouped),
         ), leaves
 
-    def plain(self, cell: Cell, inputs: Inputs, rounded: Rounded) -> Outputs:
+    def plain(self, cell: Cell, inputs: Inputs) -> Outputs:
         query, key, value = self.leaves(inputs)
         group = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(group, 1) for x in (key, value))
-        return (attend(query, key, value, None, None, rounded)[0],)
+        return (attend(query, key, value, None, None)[0],)
 
 
 OP = Decode()

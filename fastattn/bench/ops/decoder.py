@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fastattn.bench.cells import Cell
-from fastattn.bench.ops._base import Inputs, Outputs, Rounded
+from fastattn.bench.ops._base import Inputs, Outputs
 from fastattn.bench.ops.decoder_layer import PARAMETERS, DecoderLayer, later, layer
 from fastattn.bench.ops.encoder import LAYERS
 from fastattn.nn import TransformerDecoder, TransformerDecoderLayer
@@ -31,16 +31,16 @@ class Decoder(DecoderLayer):
     def make_torch(self, cell: Cell, **made: Any) -> nn.Module:
         return nn.TransformerDecoder(self.of(nn.TransformerDecoderLayer, cell, made), LAYERS)
 
-    def plain(self, cell: Cell, inputs: Inputs, rounded: Rounded) -> Outputs:
-        return (decoded(cell, inputs, inputs["x"], inputs["memory"], rounded),)
+    def plain(self, cell: Cell, inputs: Inputs) -> Outputs:
+        return (decoded(cell, inputs, inputs["x"], inputs["memory"]),)
 
 
-def decoded(cell: Cell, inputs: Inputs, x: Tensor, memory: Tensor, rounded: Rounded) -> Tensor:
+def decoded(cell: Cell, inputs: Inputs, x: Tensor, memory: Tensor) -> Tensor:
     """x through all layers; their parameters are among the inputs."""
     before = ~later(cell["L"], x.device)
     for n in range(LAYERS):
         own = {name: inputs[f"layers.{n}.{name}"] for name in PARAMETERS}
-        x = layer(own, x, memory, before, cell["H"], rounded)
+        x = layer(own, x, memory, before, cell["H"])
     return x
 
 

@@ -15,7 +15,7 @@ from torch.nn import functional
 from fastattn.bench.cells import Cell
 from fastattn.bench.inputs import Draw
 from fastattn.bench.ops._attention import attend
-from fastattn.bench.ops._base import Inputs, Outputs, Prepared, Rounded, Sizes
+from fastattn.bench.ops._base import Inputs, Outputs, Prepared, Sizes
 from fastattn.bench.ops._module import Module
 from fastattn.bench.ops.mha import OP as MHA
 from fastattn.bench.ops.mha import PARAMETERS as ATTENTION
@@ -81,21 +81,19 @@ class DecoderLayer(Module):
         mask = later(cell["L"], inputs["grad_out"].device)  # torch's wants the matrix too
         return self.prepared(self.make_torch, cell, inputs | {"tgt_mask": mask})
 
-    def plain(self, cell: Cell, inputs: Inputs, rounded: Rounded) -> Outputs:
+    def plain(self, cell: Cell, inputs: Inputs) -> Outputs:
         x, memory = inputs["x"], inputs["memory"]
-        return (layer(inputs, x, memory, ~later(cell["L"], x.device), cell["H"], rounded),)
+        return (layer(inputs, x, memory, ~later(cell["L"], x.device), cell["H"]),)
 
 
-def layer(
-    own: Inputs, x: Tensor, memory: Tensor, before: Tensor, heads: int, rounded: Rounded
-) -> Tensor:
+def layer(own: Inputs, x: Tensor, memory: Tensor, before: Tensor, heads: int) -> Tensor:
     """The layer whose parameters are `own`; `before` [L, L] is True for what is not later."""
 
     def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return rounded(x @ weight.T + bias)
+        return x @ weight.T + bias
 
     def norm(n: int, x: Tensor) -> Tensor:
-        return rounded.layer_norm(x, own[f"norm{n}.weight"], own[f"norm{n}.bias"])
+        return functional.layer_norm(x, x.shape[-1:], own[f"norm{n}.weight"], own[f"norm{n}.bias"])
 
     def look(name: str, at: Tensor, visible: Tensor | None) -> Tensor:
         weights, biases = (own[f"{name}.in_proj_{kind}"].chunk(3) for kind in ("weight", "bias"))
@@ -103,12 +101,12 @@ def layer(
             linear(source, w, b).unflatten(-1, (heads, -1)).transpose(1, 2)
             for source, w, b in zip((x, at, at), weights, biases, strict=True)
         )
-        joined = attend(query, key, value, visible, None, rounded)[0].transpose(1, 2).flatten(2)
+        joined = attend(query, key, value, visible, None)[0].transpose(1, 2).flatten(2)
         return linear(joined, own[f"{name}.out_proj.weight"], own[f"{name}.out_proj.bias"])
 
     x = norm(1, x + look("self_attn", x, before))
     x = norm(2, x + look("multihead_attn", memory, None))
-    hidden = rounded(functional.gelu(linear(x, own["linear1.weight"], own["linear1.bias"])))
+    hidden = functional.gelu(linear(x, own["linear1.weight"], own["linear1.bias"]))
     return norm(3, x + linear(hidden, own["linear2.weight"], own["linear2.bias"]))
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastattn.bench.cells import Cell
 from fastattn.bench.inputs import Draw
-from fastattn.bench.ops._base import Inputs, Operator, Outputs, Rounded, Sizes
+from fastattn.bench.ops._base import Inputs, Operator, Outputs, Sizes
 from fastattn.ops.encode_memory import encoding_factors
 
 
@@ -41,19 +41,19 @@ class EncodeMemory(Operator):
     def arguments(self, cell: Cell, inputs: Inputs) -> tuple[Sequence[Any], dict[str, Any]]:
         return [inputs["tokens"], inputs["weight"]], {"temporal": inputs["temporal"]}
 
-    def plain(self, cell: Cell, inputs: Inputs, rounded: Rounded) -> Outputs:
+    def plain(self, cell: Cell, inputs: Inputs) -> Outputs:
         tokens, weight, temporal = inputs["tokens"], inputs["weight"], inputs["temporal"]
         told = (tokens != 0).any(-1, keepdim=True)
-        return (rounded(encoded(tokens, weight, rounded) + temporal * told),)
+        return (encoded(tokens, weight) + temporal * told,)
 
 
-def encoded(tokens: Tensor, table: Tensor, rounded: Rounded) -> Tensor:
+def encoded(tokens: Tensor, table: Tensor) -> Tensor:
     """Σⱼ lⱼ ∘ A xⱼ over the last dimension of `tokens`; token 0 is padding."""
     factors = encoding_factors(
         "position", tokens.shape[-1], table.shape[-1], dtype=table.dtype, device=table.device
     )
-    words = rounded(torch.nn.functional.embedding(tokens, table) * factors)
-    return rounded((words * (tokens != 0).unsqueeze(-1)).sum(-2))
+    words = torch.nn.functional.embedding(tokens, table) * factors
+    return (words * (tokens != 0).unsqueeze(-1)).sum(-2)
 
 
 OP = EncodeMemory()

@@ -9,7 +9,7 @@ from torch import nn
 
 from fastattn.bench.cells import Cell
 from fastattn.bench.inputs import Draw
-from fastattn.bench.ops._base import Inputs, Operator, Outputs, Prepared, Rounded, Sizes
+from fastattn.bench.ops._base import Inputs, Operator, Outputs, Prepared, Sizes
 from fastattn.bench.ops.encoder_layer import OP as LAYER
 from fastattn.bench.ops.mha import PARAMETERS
 from fastattn.nn import TransformerEncoder, TransformerEncoderLayer
@@ -51,11 +51,11 @@ class Encoder(Operator):
     def theirs(self, cell: Cell, inputs: Inputs) -> Prepared:
         return self._prepare(nn.TransformerEncoder, nn.TransformerEncoderLayer, cell, inputs)
 
-    def plain(self, cell: Cell, inputs: Inputs, rounded: Rounded) -> Outputs:
+    def plain(self, cell: Cell, inputs: Inputs) -> Outputs:
         out: Outputs = (inputs["x"],)
         for n in range(LAYERS):
             own = {name: inputs[f"layers.{n}.{name}"] for name in LAYER.LEAVES[1:]}
-            out = LAYER.plain(cell, own | {"x": out[0]}, rounded)
+            out = LAYER.plain(cell, own | {"x": out[0]})
         return out
 
     def _prepare(

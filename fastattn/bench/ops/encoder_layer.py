@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from fastattn.bench.cells import Cell
 from fastattn.bench.inputs import Draw
-from fastattn.bench.ops._base import Inputs, Operator, Outputs, Prepared, Rounded, Sizes
+from fastattn.bench.ops._base import Inputs, Operator, Outputs, Prepared, Sizes
 from fastattn.bench.ops.mha import OP as MHA
 from fastattn.bench.ops.mha import PARAMETERS
 from fastattn.nn import TransformerEncoderLayer
@@ -61,15 +61,17 @@ class EncoderLayer(Operator):
     def theirs(self, cell: Cell, inputs: Inputs) -> Prepared:
         return _prepare(nn.TransformerEncoderLayer, cell, inputs)
 
-    def plain(self, cell: Cell, inputs: Inputs, rounded: Rounded) -> Outputs:
+    def plain(self, cell: Cell, inputs: Inputs) -> Outputs:
         def linear(x: Tensor, n: int) -> Tensor:
-            return rounded(x @ inputs[f"linear{n}.weight"].T + inputs[f"linear{n}.bias"])
+            return x @ inputs[f"linear{n}.weight"].T + inputs[f"linear{n}.bias"]
 
         def norm(x: Tensor, n: int) -> Tensor:
-            return rounded.layer_norm(x, inputs[f"norm{n}.weight"], inputs[f"norm{n}.bias"])
+            return functional.layer_norm(
+                x, x.shape[-1:], inputs[f"norm{n}.weight"], inputs[f"norm{n}.bias"]
+            )
 
-        x = norm(rounded(inputs["x"] + MHA.plain(cell, inputs, rounded)[0]), 1)
-        return (norm(rounded(x + linear(rounded(functional.gelu(linear(x, 1))), 2)), 2),)
+        x = norm(inputs["x"] + MHA.plain(cell, inputs)[0], 1)
+        return (norm(x + linear(functional.gelu(linear(x, 1)), 2), 2),)
 
 
 def _prepare(kind: type[nn.TransformerEncoderLayer], cell: Cell, inputs: Inputs) -> Prepared:

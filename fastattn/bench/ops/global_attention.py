@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fastattn.bench.cells import Cell
 from fastattn.bench.ops._attention import softmax_of
-from fastattn.bench.ops._base import Inputs, Outputs, Rounded
+from fastattn.bench.ops._base import Inputs, Outputs
 from fastattn.bench.ops.luong_module import LuongModule
 from fastattn.nn import GlobalAttention
 
@@ -30,11 +30,11 @@ class Global(LuongModule):
         out: Tensor = module(inputs["query"], inputs["memory"])[0]
         return out
 
-    def plain(self, cell: Cell, inputs: Inputs, rounded: Rounded) -> Outputs:
+    def plain(self, cell: Cell, inputs: Inputs) -> Outputs:
         query, memory, into, out_of = self.leaves(inputs)
-        scores = rounded(rounded(query @ into.T) @ memory.mT)
-        context = rounded(softmax_of(scores, None, None, rounded) @ memory)
-        return (rounded(rounded(torch.cat((context, query), -1) @ out_of.T).tanh()),)
+        scores = query @ into.T @ memory.mT
+        context = softmax_of(scores, None, None) @ memory
+        return ((torch.cat((context, query), -1) @ out_of.T).tanh(),)
 
 
 OP = Global()

@@ -15,7 +15,7 @@ import torch
 from fastattn.bench.cells import Cell
 from fastattn.bench.inputs import Draw
 from fastattn.bench.ops._attention import attend
-from fastattn.bench.ops._base import Inputs, Operator, Outputs, Rounded, Sizes
+from fastattn.bench.ops._base import Inputs, Operator, Outputs, Sizes
 
 
 class Hard(Operator):
@@ -50,9 +50,9 @@ class Hard(Operator):
     def arguments(self, cell: Cell, inputs: Inputs) -> tuple[Sequence[Any], dict[str, Any]]:
         return self.leaves(inputs), {"estimator": "straight_through", "deterministic": True}
 
-    def plain(self, cell: Cell, inputs: Inputs, rounded: Rounded) -> Outputs:
+    def plain(self, cell: Cell, inputs: Inputs) -> Outputs:
         query, key, value = self.leaves(inputs)
-        mean, weights = attend(query, key, value.detach(), None, None, rounded)
+        mean, weights = attend(query, key, value.detach(), None, None)
         chosen = weights.argmax(-1, keepdim=True)
         out = value.gather(-2, chosen.expand(*chosen.shape[:-1], cell["Dv"]))
         # The value of the one, the derivative of the other.

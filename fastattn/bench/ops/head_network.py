@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fastattn.bench.cells import Cell
 from fastattn.bench.inputs import Draw
-from fastattn.bench.ops._base import Inputs, Outputs, Rounded, Sizes
+from fastattn.bench.ops._base import Inputs, Outputs, Sizes
 from fastattn.bench.ops._module import Module
 from fastattn.nn import HeadNetwork
 
@@ -47,10 +47,10 @@ class Heads(Module):
         out: Tensor = module(inputs["x"])
         return out
 
-    def plain(self, cell: Cell, inputs: Inputs, rounded: Rounded) -> Outputs:
+    def plain(self, cell: Cell, inputs: Inputs) -> Outputs:
         x, weight1, bias1, weight2, bias2 = self.leaves(inputs)
-        hidden = rounded(rounded(x @ weight1.mT) + bias1[:, None]).relu()
-        return (rounded(rounded(hidden @ weight2.mT) + bias2[:, None]),)
+        hidden = (x @ weight1.mT + bias1[:, None]).relu()
+        return (hidden @ weight2.mT + bias2[:, None],)
 
 
 OP = Heads()

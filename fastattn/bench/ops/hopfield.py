@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from fastattn.bench.cells import Cell
 from fastattn.bench.inputs import Draw
 from fastattn.bench.ops._attention import attend
-from fastattn.bench.ops._base import Inputs, Operator, Outputs, Rounded, Sizes
+from fastattn.bench.ops._base import Inputs, Operator, Outputs, Sizes
 
 
 class Hopfield(Operator):
@@ -42,10 +42,10 @@ class Hopfield(Operator):
     def arguments(self, cell: Cell, inputs: Inputs) -> tuple[Sequence[Any], dict[str, Any]]:
         return self.leaves(inputs), {"update_steps_max": cell["K"], "update_steps_eps": 0.0}
 
-    def plain(self, cell: Cell, inputs: Inputs, rounded: Rounded) -> Outputs:
+    def plain(self, cell: Cell, inputs: Inputs) -> Outputs:
         xi, stored = self.leaves(inputs)
         for _ in range(cell["K"] + 1):
-            xi, _ = attend(xi, stored, stored, None, None, rounded)
+            xi, _ = attend(xi, stored, stored, None, None)
         return (xi,)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from fastattn import hopfield_energy
 from fastattn.bench.cells import Cell
 from fastattn.bench.inputs import Draw
-from fastattn.bench.ops._base import Inputs, Operator, Outputs, Prepared, Rounded, Sizes
+from fastattn.bench.ops._base import Inputs, Operator, Outputs, Prepared, Sizes
 
 
 class Energy(Operator):
@@ -48,13 +48,13 @@ class Energy(Operator):
         state, stored = self.leaves(inputs)
         return lambda: (hopfield_energy(state, stored).to(state.dtype),), [state, stored]
 
-    def plain(self, cell: Cell, inputs: Inputs, rounded: Rounded) -> Outputs:
+    def plain(self, cell: Cell, inputs: Inputs) -> Outputs:
         xi, stored = self.leaves(inputs)
         root = math.sqrt(cell["D"])  # 1 / beta
-        scores = rounded(rounded(xi @ stored.mT) / root)
-        lse = rounded(root * rounded(scores.logsumexp(-1)))
-        half = rounded(rounded(xi.square()).sum(-1) / 2)
-        return (rounded(rounded(half - lse) + _constants(stored, root)),)
+        scores = (xi @ stored.mT) / root
+        lse = root * scores.logsumexp(-1)
+        half = xi.square().sum(-1) / 2
+        return (half - lse + _constants(stored, root),)
 
 
 def _constants(stored: Tensor, root: float) -> Tensor:

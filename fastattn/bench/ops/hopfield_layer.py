@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from fastattn.bench.cells import Cell
 from fastattn.bench.inputs import Draw
-from fastattn.bench.ops._base import Inputs, Outputs, Rounded
+from fastattn.bench.ops._base import Inputs, Outputs
 from fastattn.bench.ops.hopfield_module import (
     NEVER_RESTS,
     PARAMETERS,
@@ -45,9 +45,9 @@ class Layer(HopfieldModule):
         out: Tensor = module(inputs["state"])
         return out
 
-    def plain(self, cell: Cell, inputs: Inputs, rounded: Rounded) -> Outputs:
+    def plain(self, cell: Cell, inputs: Inputs) -> Outputs:
         parameters = [inputs[name] for name in _OWN]
-        found = associated(cell, inputs["lookup_weights"], inputs["state"], parameters, rounded)
+        found = associated(cell, inputs["lookup_weights"], inputs["state"], parameters)
         return (found,)
 
 

@@ -9,11 +9,12 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
+from torch.nn import functional
 
 from fastattn.bench.cells import Cell
 from fastattn.bench.inputs import Draw
 from fastattn.bench.ops._attention import attend
-from fastattn.bench.ops._base import Inputs, Outputs, Rounded, Sizes
+from fastattn.bench.ops._base import Inputs, Outputs, Sizes
 from fastattn.bench.ops._module import Module
 from fastattn.nn import Hopfield
 
@@ -77,9 +78,9 @@ class HopfieldModule(Module):
         out: Tensor = module((stored, inputs["state"], stored))
         return out
 
-    def plain(self, cell: Cell, inputs: Inputs, rounded: Rounded) -> Outputs:
+    def plain(self, cell: Cell, inputs: Inputs) -> Outputs:
         parameters = [inputs[name] for name in self.LEAVES[-len(PARAMETERS) :]]
-        return (associated(cell, inputs["stored"], inputs["state"], parameters, rounded),)
+        return (associated(cell, inputs["stored"], inputs["state"], parameters),)
 
 
 def associated(
@@ -87,16 +88,15 @@ def associated(
     stored: Tensor,  # [B or 1, N, E]
     state: Tensor,  # [B, L, E]
     parameters: list[Tensor],  # in the order of PARAMETERS
-    rounded: Rounded,
 ) -> Tensor:
     """[B, L, E]"""
     in_weight, in_bias, out_weight, out_bias, *norms = parameters
 
     def norm(n: int, x: Tensor) -> Tensor:
-        return rounded.layer_norm(x, *norms[2 * n : 2 * n + 2])
+        return functional.layer_norm(x, x.shape[-1:], norms[2 * n], norms[2 * n + 1])
 
     def heads(n: int, x: Tensor) -> Tensor:
-        projected = rounded(x @ in_weight.chunk(3)[n].T + in_bias.chunk(3)[n])
+        projected = x @ in_weight.chunk(3)[n].T + in_bias.chunk(3)[n]
         return projected.unflatten(-1, (cell["H"], -1)).transpose(1, 2)
 
     xi, keys, values = (
@@ -105,9 +105,9 @@ def associated(
         heads(2, norm(2, stored)),
     )
     for _ in range(cell["K"]):
-        xi, _ = attend(xi, keys, keys, None, None, rounded)
-    joined = attend(xi, keys, values, None, None, rounded)[0].transpose(1, 2).flatten(2)
-    return rounded(joined @ out_weight.T + out_bias)
+        xi, _ = attend(xi, keys, keys, None, None)
+    joined = attend(xi, keys, values, None, None)[0].transpose(1, 2).flatten(2)
+    return joined @ out_weight.T + out_bias
 
 
 OP = HopfieldModule()

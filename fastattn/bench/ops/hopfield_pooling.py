@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from fastattn.bench.cells import Cell
 from fastattn.bench.inputs import Draw
-from fastattn.bench.ops._base import Inputs, Outputs, Rounded, Sizes
+from fastattn.bench.ops._base import Inputs, Outputs, Sizes
 from fastattn.bench.ops.hopfield_module import (
     NEVER_RESTS,
     PARAMETERS,
@@ -45,10 +45,10 @@ class Pooling(HopfieldModule):
         out: Tensor = module(inputs["stored"])
         return out
 
-    def plain(self, cell: Cell, inputs: Inputs, rounded: Rounded) -> Outputs:
+    def plain(self, cell: Cell, inputs: Inputs) -> Outputs:
         states = inputs["pooling_weights"].expand(cell["B"], -1, -1)
         parameters = [inputs[name] for name in _OWN]
-        return (associated(cell, inputs["stored"], states, parameters, rounded).flatten(1),)
+        return (associated(cell, inputs["stored"], states, parameters).flatten(1),)
 
 
 OP = Pooling()

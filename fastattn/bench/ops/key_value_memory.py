@@ -10,7 +10,7 @@ from torch.nn import functional
 from fastattn.bench.cells import Cell
 from fastattn.bench.inputs import Draw
 from fastattn.bench.ops._attention import attend
-from fastattn.bench.ops._base import Inputs, Operator, Outputs, Prepared, Rounded, Sizes
+from fastattn.bench.ops._base import Inputs, Operator, Outputs, Prepared, Sizes
 from fastattn.nn import KeyValueMemory
 
 
@@ -50,9 +50,9 @@ class KeyValue(Operator):
         query, keys, values = leaves = self.leaves(inputs)
         return lambda: (functional.scaled_dot_product_attention(query, keys, values),), leaves
 
-    def plain(self, cell: Cell, inputs: Inputs, rounded: Rounded) -> Outputs:
+    def plain(self, cell: Cell, inputs: Inputs) -> Outputs:
         query, keys, values = self.leaves(inputs)
-        return (attend(query, keys, values, None, None, rounded)[0],)
+        return (attend(query, keys, values, None, None)[0],)
 
 
 OP = KeyValue()

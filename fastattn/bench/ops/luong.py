@@ -11,7 +11,7 @@ from torch import Tensor
 from fastattn.bench.cells import Cell
 from fastattn.bench.inputs import Draw
 from fastattn.bench.ops._attention import softmax_of, visible_keys
-from fastattn.bench.ops._base import Inputs, Operator, Outputs, Rounded, Sizes
+from fastattn.bench.ops._base import Inputs, Operator, Outputs, Sizes
 
 
 class Luong(Operator):
@@ -78,9 +78,9 @@ class Luong(Operator):
             "need_weights": cell.weights != "none",
         }
 
-    def plain(self, cell: Cell, inputs: Inputs, rounded: Rounded) -> Outputs:
+    def plain(self, cell: Cell, inputs: Inputs) -> Outputs:
         query, key, value, weight = self.leaves(inputs)
-        scores = rounded(rounded(query @ weight) @ key.mT)
+        scores = query @ weight @ key.mT
         visible = None
         if "key_padding_mask" in inputs:
             visible = ~inputs["key_padding_mask"][:, None]
@@ -88,10 +88,10 @@ class Luong(Operator):
         if _is_local(cell):
             near = distance.abs() <= cell["W"]
             visible = near if visible is None else near & visible
-        weights = softmax_of(scores, visible, None, rounded).nan_to_num()  # nothing seen: 0
+        weights = softmax_of(scores, visible, None).nan_to_num()  # nothing seen: 0
         if "positions" in inputs:
-            weights = rounded(weights * rounded(torch.exp(-2 * (distance / cell["W"]) ** 2)))
-        out = rounded(weights @ value)
+            weights = weights * torch.exp(-2 * (distance / cell["W"]) ** 2)
+        out = weights @ value
         return (out,) if cell.weights == "none" else (out, weights)
 
     @staticmethod

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fastattn.bench.cells import Cell
 from fastattn.bench.inputs import Draw
 from fastattn.bench.ops._attention import softmax_of
-from fastattn.bench.ops._base import Inputs, Outputs, Rounded, Sizes
+from fastattn.bench.ops._base import Inputs, Outputs, Sizes
 from fastattn.bench.ops._module import Module
 from fastattn.nn import LuongAttention
 
@@ -48,10 +48,10 @@ class LuongModule(Module):
         out: Tensor = module(inputs["query"], inputs["memory"], need_weights=False)[0]
         return out
 
-    def plain(self, cell: Cell, inputs: Inputs, rounded: Rounded) -> Outputs:
+    def plain(self, cell: Cell, inputs: Inputs) -> Outputs:
         query, memory, weight = self.leaves(inputs)
-        scores = rounded(rounded(query @ weight) @ memory.mT)
-        return (rounded(softmax_of(scores, None, None, rounded) @ memory),)
+        scores = query @ weight @ memory.mT
+        return (softmax_of(scores, None, None) @ memory,)
 
 
 OP = LuongModule()

@@ -10,7 +10,7 @@ from torch import nn
 
 from fastattn.bench.cells import Cell
 from fastattn.bench.inputs import Draw
-from fastattn.bench.ops._base import Inputs, Operator, Outputs, Prepared, Rounded, Sizes
+from fastattn.bench.ops._base import Inputs, Operator, Outputs, Prepared, Sizes
 from fastattn.bench.ops.encode_memory import encoded
 from fastattn.nn import MemN2N
 
@@ -58,18 +58,18 @@ class Memn2n(Operator):
         module.train(cell.passes != "fwd")
         return lambda: (module(stories, questions),), [module.embedding, module.temporal]
 
-    def plain(self, cell: Cell, inputs: Inputs, rounded: Rounded) -> Outputs:
+    def plain(self, cell: Cell, inputs: Inputs) -> Outputs:
         stories, embedding, temporal = (inputs[n] for n in ("stories", "embedding", "temporal"))
         told = (stories != 0).any(-1, keepdim=True)
         memories = [
-            rounded(encoded(stories, table, rounded) + row * told)
+            encoded(stories, table) + row * told
             for table, row in zip(embedding, temporal, strict=True)
         ]
-        u = encoded(inputs["questions"], embedding[0], rounded)
+        u = encoded(inputs["questions"], embedding[0])
         for m, c in itertools.pairwise(memories):
-            p = rounded(rounded(torch.einsum("bnd,bd->bn", m, u)).softmax(-1))
-            u = rounded(u + rounded(torch.einsum("bn,bnd->bd", p, c)))
-        return (rounded(u @ embedding[-1].T),)
+            p = torch.einsum("bnd,bd->bn", m, u).softmax(-1)
+            u = u + torch.einsum("bn,bnd->bd", p, c)
+        return (u @ embedding[-1].T,)
 
 
 OP = Memn2n()

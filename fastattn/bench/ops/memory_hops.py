@@ -14,7 +14,7 @@ import torch
 from fastattn.bench.cells import Cell
 from fastattn.bench.inputs import Draw
 from fastattn.bench.ops._attention import softmax_of
-from fastattn.bench.ops._base import Inputs, Operator, Outputs, Rounded, Sizes
+from fastattn.bench.ops._base import Inputs, Operator, Outputs, Sizes
 
 
 class MemoryHops(Operator):
@@ -57,15 +57,15 @@ class MemoryHops(Operator):
             "need_weights": cell.weights != "none",
         }
 
-    def plain(self, cell: Cell, inputs: Inputs, rounded: Rounded) -> Outputs:
+    def plain(self, cell: Cell, inputs: Inputs) -> Outputs:
         u, m, c = self.leaves(inputs)
         all_weights = []
         for _ in range(cell["K"]):
             shared = cell["S"] == 1
             scores = u @ m[0].T if shared else torch.bmm(m, u.unsqueeze(2)).squeeze(2)
-            p = softmax_of(rounded(scores), inputs.get("memory_mask"), None, rounded)  # [B, N]
+            p = softmax_of(scores, inputs.get("memory_mask"), None)  # [B, N]
             read = p @ c[0] if shared else torch.bmm(p.unsqueeze(1), c).squeeze(1)
-            u = rounded(u + rounded(read))
+            u = u + read
             all_weights.append(p)
         return (u,) if cell.weights == "none" else (u, torch.stack(all_weights, 1))
 

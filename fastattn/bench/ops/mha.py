@@ -12,7 +12,7 @@ import fastattn
 from fastattn.bench.cells import Cell
 from fastattn.bench.inputs import Draw
 from fastattn.bench.ops._attention import attend, visible_keys, with_weights
-from fastattn.bench.ops._base import Inputs, Operator, Outputs, Prepared, Rounded, Sizes
+from fastattn.bench.ops._base import Inputs, Operator, Outputs, Prepared, Sizes
 
 PARAMETERS = ("in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias")
 
@@ -66,7 +66,7 @@ class Mha(Operator):
     def theirs(self, cell: Cell, inputs: Inputs) -> Prepared:
         return _prepare(nn.MultiheadAttention, cell, inputs)
 
-    def plain(self, cell: Cell, inputs: Inputs, rounded: Rounded) -> Outputs:
+    def plain(self, cell: Cell, inputs: Inputs) -> Outputs:
         batch, length, embed = inputs["x"].shape
         visible, bias = None, None
         if "key_padding_mask" in inputs:
@@ -77,17 +77,17 @@ class Mha(Operator):
             bias = inputs["attn_mask"].view(batch, cell["H"], length, length)
 
         def project(x: Tensor, weight: Tensor, offset: Tensor) -> Tensor:
-            return rounded(x @ weight.T + offset)
+            return x @ weight.T + offset
 
         packed = project(inputs["x"], inputs["in_proj_weight"], inputs["in_proj_bias"])
         query, key, value = (
             part.view(batch, length, cell["H"], -1).transpose(1, 2)
             for part in packed.split(embed, -1)
         )
-        heads, weights = attend(query, key, value, visible, bias, rounded)
+        heads, weights = attend(query, key, value, visible, bias)
         joined = heads.transpose(1, 2).reshape(batch, length, embed)
         out = project(joined, inputs["out_proj.weight"], inputs["out_proj.bias"])
-        return with_weights(cell, out, weights, rounded)
+        return with_weights(cell, out, weights)
 
 
 def _prepare(kind: type[nn.MultiheadAttention], cell: Cell, inputs: Inputs) -> Prepared:

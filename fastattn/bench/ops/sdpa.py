@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from fastattn.bench.cells import Cell
 from fastattn.bench.inputs import Draw
 from fastattn.bench.ops._attention import attend, split_mask, visible_keys, with_weights
-from fastattn.bench.ops._base import Inputs, Operator, Outputs, Prepared, Rounded, Sizes
+from fastattn.bench.ops._base import Inputs, Operator, Outputs, Prepared, Sizes
 
 PAIRS_CHECKED = 1 << 26
 _SCORES_AT_ONCE = 1 << 23  # 64 MB in fp64
@@ -83,7 +83,7 @@ class Sdpa(Operator):
             return []
         return ["F.scaled_dot_product_attention returns no weights"]
 
-    def plain(self, cell: Cell, inputs: Inputs, rounded: Rounded) -> Outputs:
+    def plain(self, cell: Cell, inputs: Inputs) -> Outputs:
         query, key, value = self.leaves(inputs)
         group = query.shape[1] // key.shape[1]
         visible, bias = split_mask(inputs)
@@ -95,11 +95,10 @@ class Sdpa(Operator):
             value.repeat_interleave(group, 1),
             visible,
             bias,
-            rounded,
         )
-        return with_weights(cell, out, weights, rounded)
+        return with_weights(cell, out, weights)
 
-    def expected(self, cell: Cell, inputs: Inputs, rounded: Rounded) -> Inputs:
+    def expected(self, cell: Cell, inputs: Inputs) -> Inputs:
         """A block of queries at a time, which bounds the memory."""
         leaves = [x.clone().requires_grad_(cell.passes != "fwd") for x in self.leaves(inputs)]
         query, key, value = leaves
@@ -119,7 +118,6 @@ class Sdpa(Operator):
                     value.repeat_interleave(group, 1),
                     visible,
                     bias,
-                    rounded,
                 )
                 if cell.passes != "fwd":
                     out.backward(inputs["grad_out"][:, :, rows])
@@ -129,10 +127,10 @@ class Sdpa(Operator):
         results = {"out": torch.cat(outs, 2)}
         if cell.weights != "none":
             weights = torch.cat(all_weights, 2)
-            results["weights"] = with_weights(cell, results["out"], weights, rounded)[1]
+            results["weights"] = with_weights(cell, results["out"], weights)[1]
         for name, leaf in zip(self.LEAVES, leaves, strict=True):
             if leaf.grad is not None:
-                results[f"grad_{name}"] = rounded(leaf.grad)
+                results[f"grad_{name}"] = leaf.grad
         return results
 
     def parts(self, cell: Cell, seed: int) -> list[tuple[int, ...]]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastattn.bench.cells import Cell
 from fastattn.bench.inputs import Draw
-from fastattn.bench.ops._base import Inputs, Operator, Outputs, Prepared, Rounded, Sizes
+from fastattn.bench.ops._base import Inputs, Operator, Outputs, Prepared, Sizes
 
 
 class Sinusoidal(Operator):
@@ -40,10 +40,10 @@ class Sinusoidal(Operator):
         added = table(cell, torch.float64, x.device).to(x.dtype)
         return lambda: (x * scale + added,), [x]
 
-    def plain(self, cell: Cell, inputs: Inputs, rounded: Rounded) -> Outputs:
+    def plain(self, cell: Cell, inputs: Inputs) -> Outputs:
         x = inputs["x"]
         added = table(cell, torch.float64, x.device).to(x.dtype)
-        return (rounded(rounded(x * cell["E"] ** 0.5) + rounded(added)),)
+        return (x * cell["E"] ** 0.5 + added,)
 
 
 def table(cell: Cell, dtype: torch.dtype, device: torch.device) -> Tensor:

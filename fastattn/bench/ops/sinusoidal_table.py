@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastattn.bench.cells import Cell
 from fastattn.bench.inputs import Draw
-from fastattn.bench.ops._base import EXACT, Inputs, Operator, Outputs, Prepared, Rounded, Sizes
+from fastattn.bench.ops._base import Inputs, Operator, Outputs, Prepared, Sizes
 from fastattn.bench.ops.sinusoidal import table
 
 
@@ -37,11 +37,11 @@ class SinusoidalTable(Operator):
         return [cell["L"], cell["E"]], {"dtype": like.dtype, "device": like.device}
 
     def theirs(self, cell: Cell, inputs: Inputs) -> Prepared:
-        return lambda: self.plain(cell, inputs, EXACT), []
+        return lambda: self.plain(cell, inputs), []
 
-    def plain(self, cell: Cell, inputs: Inputs, rounded: Rounded) -> Outputs:
+    def plain(self, cell: Cell, inputs: Inputs) -> Outputs:
         found: Tensor = table(cell, torch.float64, inputs["like"].device)
-        return (rounded(found.to(inputs["like"].dtype)),)
+        return (found.to(inputs["like"].dtype),)
 
 
 OP = SinusoidalTable()

@@ -8,10 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn import functional
 
 from fastattn.bench.cells import Cell
 from fastattn.bench.inputs import Draw
-from fastattn.bench.ops._base import Inputs, Outputs, Rounded
+from fastattn.bench.ops._base import Inputs, Outputs
 from fastattn.bench.ops.decoder import STACK, Decoder, decoded
 from fastattn.bench.ops.encoder import LAYERS, stored
 from fastattn.bench.ops.encoder import OP as ENCODER
@@ -59,18 +60,19 @@ class WholeTransformer(Decoder):
         out: Tensor = module(inputs["src"], inputs["tgt"], tgt_mask=mask, tgt_is_causal=True)
         return out
 
-    def plain(self, cell: Cell, inputs: Inputs, rounded: Rounded) -> Outputs:
+    def plain(self, cell: Cell, inputs: Inputs) -> Outputs:
         encoder, decoder = (
             {n.removeprefix(head): x for n, x in inputs.items() if n.startswith(head)}
             for head in ("encoder.", "decoder.")
         )
 
         def norm(own: Inputs, x: Tensor) -> Tensor:
-            return rounded.layer_norm(x, *(own[name] for name in _NORM))
+            weight, bias = (own[name] for name in _NORM)
+            return functional.layer_norm(x, x.shape[-1:], weight, bias)
 
         layers = {name: encoder[stored(name)] for name in ENCODER.LEAVES[1:]}
-        memory = norm(encoder, ENCODER.plain(cell, layers | {"x": inputs["src"]}, rounded)[0])
-        return (norm(decoder, decoded(cell, decoder, inputs["tgt"], memory, rounded)),)
+        memory = norm(encoder, ENCODER.plain(cell, layers | {"x": inputs["src"]})[0])
+        return (norm(decoder, decoded(cell, decoder, inputs["tgt"], memory)),)
 
 
 OP = WholeTransformer()

@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from fastattn.bench.cells import Cell, padding_lengths
 from fastattn.bench.inputs import Draw
 from fastattn.bench.ops._attention import attend
-from fastattn.bench.ops._base import Inputs, Operator, Outputs, Prepared, Rounded, Sizes
+from fastattn.bench.ops._base import Inputs, Operator, Outputs, Prepared, Sizes
 
 
 class Varlen(Operator):
@@ -79,7 +79,7 @@ class Varlen(Operator):
 
         return forward, leaves
 
-    def plain(self, cell: Cell, inputs: Inputs, rounded: Rounded) -> Outputs:
+    def plain(self, cell: Cell, inputs: Inputs) -> Outputs:
         query, key, value = self.leaves(inputs)
         group = query.shape[1] // key.shape[1]
         lengths = inputs["ends"].diff().tolist()
@@ -90,7 +90,7 @@ class Varlen(Operator):
             if cell.mask == "causal":
                 visible = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril()
             k, v = (x.repeat_interleave(group, 1) for x in (k, v))
-            outs.append(attend(q, k, v, visible, None, rounded)[0][0].transpose(0, 1))
+            outs.append(attend(q, k, v, visible, None)[0][0].transpose(0, 1))
         return (torch.cat(outs),)
 
 

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from fastattn.bench import ops
 from fastattn.bench.cells import Cell
-from fastattn.bench.ops._base import EXACT
 from fastattn.bench.providers.passes import Outputs, run_passes, torch_versions
 
 ABOUT = "PyTorch, spelled out: softmax(Q Kᵀ) V with the scores in memory"
@@ -23,6 +22,6 @@ def prepare(cell: Cell, inputs: dict[str, Tensor]) -> Callable[[], Outputs]:
     op = ops.get(cell.op)
 
     def forward() -> Outputs:
-        return op.plain(cell, inputs, EXACT)
+        return op.plain(cell, inputs)
 
     return run_passes(cell, forward, op.leaves(inputs), inputs["grad_out"])
