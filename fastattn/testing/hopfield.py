@@ -66,7 +66,7 @@ class HopfieldCase:
 
 
 # Few steps: after many, most gradients are gone, and the one query that hardly contracts decides
-# the largest error of the candidate and of eager PyTorch, which is then a matter of luck.
+# how large the error and the noise are.
 _PLAIN = HopfieldCase()
 HOPFIELD_CASES = (
     _PLAIN,
