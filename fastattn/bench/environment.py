@@ -132,7 +132,8 @@ def _isa() -> str | None:
 def _core() -> Any:
     """The native core, or None where it is not built."""
     try:
-        return importlib.import_module("fastattn._cpu")
+        # By its adapter, which chooses the instruction set of each dtype.
+        return importlib.import_module("fastattn.backends.cpu")._cpu
     except ImportError:
         return None
 

@@ -73,7 +73,8 @@ def measure_peak(kind: str, threads: int, seconds: float, device: str = "cpu") -
         rate = _best_rate(lambda: target.copy_(source), 8 * _COPY_ELEMENTS, seconds, device)
         return Rate(rate, "torch copy")
     try:
-        core = importlib.import_module("fastattn._cpu") if device == "cpu" else None
+        # By its adapter, which chooses the instruction set of each dtype.
+        core = importlib.import_module("fastattn.backends.cpu")._cpu if device == "cpu" else None
     except ImportError:
         core = None
     if core is None:
