@@ -214,7 +214,7 @@ class _Mistaken:
         ("lse in base 2", "lse"),
         ("half of the output unwritten", "out"),
         ("wrong dtype", "torch.float64"),
-        ("wrong shape", "shape"),
+        ("wrong shape", "want torch.float32 [2, 2, 33, 16]"),
         ("query written", "query was written to"),
         ("one gradient element off", "worst at [0, 0, 3, 3]"),
         ("gradients swapped", "grad_value"),

@@ -10,7 +10,9 @@ arithmetic has a part in it, so the bound is the same on every machine.
 With u = eps / 2 of the dtype, s a random number of size 0.5 to 1.5 with a random sign, and
 t_1 ... t_n the terms of a sum with result r:
 
-    +  -  *  /  sqrt            r (1 + s u)
+    *  /  sqrt                  r (1 + s u)
+    a + b,  a - b               r + s min(u |r|, |a|, |b|): the rounding of a sum is not larger than
+                                its smaller term, as the other one is a number of the dtype
     exp  tanh  log  sin ...     r (1 + 2 s u): libraries promise one to two units in the last place
     sums, products of matrices  r + s u_acc sqrt(min(n, 256)) / 2 sqrt(sum t_i^2 + r^2) + s u r
 
@@ -122,6 +124,13 @@ class RandomRounding(DispatchMode):
         operation = func.overloadpacket
         if func.is_view or operation in _EXACT:
             return func(*args, **kwargs)
+        if operation in _ADDITIONS and not kwargs and len(args) == 2:
+            smaller = torch.minimum(*(torch.as_tensor(x).abs() for x in args))
+            result = func(*args)
+            if result.dtype != torch.float64:
+                return result
+            rounded = self._added(result, smaller)
+            return result.copy_(rounded) if operation in _IN_PLACE else rounded
         if operation in _UNITS:
             result = func(*args, **kwargs)
             if result.dtype != torch.float64:
@@ -149,6 +158,10 @@ class RandomRounding(DispatchMode):
     def _rounded(self, x: Tensor, units: int = 1) -> Tensor:
         result = x * (1 + units * self._unit * self._errors(x))
         return result + self._tiny * self._errors(x) * (x != 0) if self._tiny else result
+
+    def _added(self, x: Tensor, smaller: Tensor) -> Tensor:
+        error = torch.minimum(x.abs() * self._unit, smaller) * self._errors(x)
+        return x + error.nan_to_num_(0.0, 0.0, 0.0)
 
     def _summed(self, x: Tensor, squares: Tensor, terms: int) -> Tensor:
         chain = math.sqrt(min(terms, _LONGEST_CHAIN)) / 2
@@ -230,6 +243,7 @@ def _packets(names: str) -> list[Any]:
     return [getattr(aten, name) for name in names.split() if hasattr(aten, name)]
 
 
+_ADDITIONS = frozenset(_packets("add sub rsub add_ sub_"))
 _IN_PLACE = frozenset(_packets("add_ sub_ mul_ div_"))
 # Operations with one rounding, and elementary functions, which are right to two units.
 _UNITS = {
