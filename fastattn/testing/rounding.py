@@ -44,6 +44,7 @@ aten = torch.ops.aten
 # smaller by as much.
 _MAGNIFIED = 2.0**12
 _LONGEST_CHAIN = 256
+_POOL = 2**20
 # Of a few results all errors may be small by chance: (at least so many results, draws).
 _DRAWS = ((64, 4), (0, 8))
 
@@ -156,33 +157,36 @@ class RandomRounding(DispatchMode):
         raise NotImplementedError(f"{func} has no rule for its rounding error")
 
     def _rounded(self, x: Tensor, units: int = 1) -> Tensor:
-        result = x * (1 + units * self._unit * self._errors(x))
-        return result + self._tiny * self._errors(x) * (x != 0) if self._tiny else result
+        result = torch.add(1.0, self._errors(x), alpha=units * self._unit).mul_(x)
+        return result.add_(self._tiny * self._errors(x) * (x != 0)) if self._tiny else result
 
     def _added(self, x: Tensor, smaller: Tensor) -> Tensor:
-        error = torch.minimum(x.abs() * self._unit, smaller) * self._errors(x)
-        return x + error.nan_to_num_(0.0, 0.0, 0.0)
+        error = torch.minimum(x.abs().mul_(self._unit), smaller).mul_(self._errors(x))
+        return error.nan_to_num_(0.0, 0.0, 0.0).add_(x)
 
     def _summed(self, x: Tensor, squares: Tensor, terms: int) -> Tensor:
         chain = math.sqrt(min(terms, _LONGEST_CHAIN)) / 2
-        error = (squares + x * x).sqrt_().mul_(self._unit_of_sums * chain).mul_(self._errors(x))
+        error = squares.addcmul_(x, x).sqrt_().mul_(self._unit_of_sums * chain)
         # Inf and NaN, which a sum of all terms may be before the hidden ones are taken out, stay.
-        result = x + error.nan_to_num_(0.0, 0.0, 0.0)
+        result = error.mul_(self._errors(x)).nan_to_num_(0.0, 0.0, 0.0).add_(x)
         return self._rounded(result) if self._unit != self._unit_of_sums else result
 
     def _errors(self, x: Tensor) -> Tensor:
         """s for each element of x, cut out of a long list at random: drawing them is slow."""
-        pool = _pool_of_errors(max(2**20, 2 ** (2 * x.numel()).bit_length()))
-        start = self._random.randrange(len(pool) - x.numel())
-        return pool[start : start + x.numel()].view(x.shape)
+        pool, count = _pool_of_errors(), x.numel()
+        start = self._random.randrange(_POOL // 2)
+        part = pool[start : start + min(count, _POOL // 2 - 1)]
+        if count > len(part):
+            part = part.repeat(-(-count // len(part)))[:count]
+        return part.view(x.shape)
 
 
-@functools.lru_cache(maxsize=2)
-def _pool_of_errors(size: int) -> Tensor:
+@functools.cache
+def _pool_of_errors() -> Tensor:
     # Not signs alone: errors of equal size cancel exactly in half of all pairs, and then two equal
     # keys would seem to be without any.
-    draw = torch.Generator().manual_seed(size)
-    s = torch.rand(size, generator=draw, dtype=torch.float64, device="cpu") * 2 - 1
+    draw = torch.Generator().manual_seed(0)
+    s = torch.rand(_POOL, generator=draw, dtype=torch.float64, device="cpu") * 2 - 1
     return s + s.sign() / 2
 
 

@@ -101,8 +101,8 @@ class Operator:
 
     # A long cell may be checked by a sample of its parts.
 
-    def parts(self, cell: Cell, seed: int) -> list[tuple[int, ...]]:
-        """The parts that are compared; `[()]` is everything."""
+    def parts(self, cell: Cell, seed: int, *, few: bool = False) -> list[tuple[int, ...]]:
+        """The parts that are compared, or the few that tell of all; `[()]` is everything."""
         return [()]
 
     def part(self, cell: Cell, name: str, x: Tensor, where: tuple[int, ...]) -> Tensor:

@@ -23,6 +23,7 @@ from fastattn.bench.ops._attention import attend, split_mask, visible_keys, with
 from fastattn.bench.ops._base import Inputs, Operator, Outputs, Prepared, Sizes
 
 PAIRS_CHECKED = 1 << 26
+_PAIRS_OF_FEW = 1 << 22
 _SCORES_AT_ONCE = 1 << 23  # 64 MB in fp64
 
 
@@ -133,17 +134,18 @@ class Sdpa(Operator):
                 results[f"grad_{name}"] = leaf.grad
         return results
 
-    def parts(self, cell: Cell, seed: int) -> list[tuple[int, ...]]:
+    def parts(self, cell: Cell, seed: int, *, few: bool = False) -> list[tuple[int, ...]]:
         """Attention of one (sequence, key head) does not depend on the others: a sample of them.
 
         Where the weights are averaged over the heads the sample is of whole sequences.
         """
         pairs = cell["B"] * cell["H"] * cell["Lq"] * cell["Lk"]
-        if pairs <= PAIRS_CHECKED:
+        most = _PAIRS_OF_FEW if few else PAIRS_CHECKED
+        if pairs <= most:
             return [()]
         heads = [()] if cell.weights == "average" else [(h,) for h in range(cell["Hkv"])]
         units = [(b, *h) for b in range(cell["B"]) for h in heads]
-        count = max(1, PAIRS_CHECKED * len(units) // pairs)
+        count = max(1, most * len(units) // pairs)
         return sorted(random.Random(seed).sample(units, count))
 
     def part(self, cell: Cell, name: str, x: Tensor, where: tuple[int, ...]) -> Tensor:
