@@ -14,11 +14,13 @@ import contextlib
 import importlib
 import importlib.util
 import io
+import multiprocessing
 import os
 import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import pytest
@@ -571,12 +573,24 @@ def failures_without(path: str) -> list[str]:
     return failed
 
 
+def _modules_that_are_imported_late() -> list[str]:
+    """What PyTorch imports when it is first asked for something, in the order in which it does."""
+    before = set(sys.modules)
+    for way in set(QUICK) - {by_the_reference_below_a_mode}:
+        way(lambda *xs: _softmax_over(xs[0], xs[0].mT), [_rand(2, 3)])
+    return [name for name in sys.modules if name not in before]
+
+
 def main(paths: list[str]) -> int:
     warnings.simplefilter("ignore")
-    for way in set(QUICK) - {
-        by_the_reference_below_a_mode
-    }:  # what PyTorch imports when it is first asked is shared by all of them
-        way(lambda *xs: _softmax_over(xs[0], xs[0].mT), [_rand(2, 3)])
+    # Imported once for all of them. Found out in a process of its own, since some versions of
+    # PyTorch take no backward pass in a fork of a process that has made one.
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as elsewhere:
+        late = elsewhere.submit(_modules_that_are_imported_late).result()
+    for name in late:
+        if not name.startswith("fastattn"):
+            with contextlib.suppress(Exception):
+                importlib.import_module(name)
     failed = 0
     for path in paths:
         sys.stdout.flush()
