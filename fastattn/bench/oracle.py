@@ -3,7 +3,7 @@
 The bound is the library's own (docs/numerics.md): with ref the same maths in fp64, and noise how
 far rounding to the dtype of the cell alone moves it,
 
-    max|x − ref|  ≤  3·noise + eps(dtype)·max|ref|
+    max|x − ref|  ≤  4·noise + eps(dtype)·max|ref|
 
 Of a long cell an operator may have a random sample compared; the result file says how much.
 """
