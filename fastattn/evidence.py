@@ -38,6 +38,7 @@ __all__ = [
     "Gemm",
     "Processor",
     "choose",
+    "cpuinfo",
     "forget",
     "isa",
     "on_change",
@@ -102,8 +103,8 @@ def processor(device: str = "cpu") -> Processor:
 _VENDORS = {"GenuineIntel": "Intel", "AuthenticAMD": "AMD", "aarch64": "ARM", "0x41": "ARM"}
 
 
-def _processor_by_linux() -> dict[str, Any]:
-    """What ``_cpu.processor`` tells, as far as Linux does."""
+def cpuinfo() -> dict[str, str]:
+    """The fields that Linux lists of the first core; empty on other systems."""
     fields: dict[str, str] = {}
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -111,6 +112,12 @@ def _processor_by_linux() -> dict[str, Any]:
             fields.setdefault(key.strip(), value.strip())
     except OSError:
         pass
+    return fields
+
+
+def _processor_by_linux() -> dict[str, Any]:
+    """What ``_cpu.processor`` tells, as far as Linux does."""
+    fields = cpuinfo()
     return {
         "vendor": fields.get("vendor_id") or fields.get("CPU implementer", ""),
         "brand": fields.get("model name", ""),

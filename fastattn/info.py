@@ -85,13 +85,7 @@ def _version(package: str) -> str | None:
 
 
 def _cpu() -> dict[str, Any]:
-    fields: dict[str, str] = {}
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            key, _, value = line.partition(":")
-            fields.setdefault(key.strip(), value.strip())
-    except OSError:
-        pass  # not Linux: what platform knows has to do
+    fields = evidence.cpuinfo()  # empty if not on Linux: what platform knows has to do
     flags = (fields.get("flags") or fields.get("Features") or "").split()
     return {
         "model": fields.get("model name") or platform.processor() or platform.machine(),
