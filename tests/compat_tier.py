@@ -72,7 +72,7 @@ def without(path: str) -> Iterator[None]:
             yield
         finally:
             delattr(owner, name) if own is _GONE else setattr(owner, name, own)
-    elif owners[:2] == ["torch", "ops"]:  # found anew whenever it is asked for
+    elif owners[:2] == ["torch", "ops"]:  # looked up again on every access
         setattr(holder, owners[-1], _Without(owner, name))
         try:
             yield

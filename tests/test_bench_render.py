@@ -73,7 +73,7 @@ def test_a_table_has_a_column_for_each_processor() -> None:
         found[processor] = result
     other = dataclasses.replace(found["intel"].cells[0])
     other.cell = cell_of("mha", "B=4,L=6,E=16,H=2", label="Another")
-    found["intel"].cells.append(other)  # which nobody has measured on the first
+    found["intel"].cells.append(other)  # not measured on the first processor
     block = render.readme_block(found)
     for line in (
         "Measured on amd, 1 thread",

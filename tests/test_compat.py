@@ -236,7 +236,7 @@ _LOAD_THE_NATIVE_MODULE = """if True:
 
     _, openmp, native, runtime, shared = sys.argv
     openmp = load("_openmp", openmp)
-    ctypes.CDLL(runtime)  # as libtorch_cpu does: its names are shown to nobody else
+    ctypes.CDLL(runtime)  # as libtorch_cpu does: its symbols stay out of the global scope
     assert openmp.in_use() is None
     if shared == "shared":
         openmp.share([Path(runtime).parent])

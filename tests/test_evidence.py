@@ -1,4 +1,4 @@
-"""The table of evidence: what each kind of processor gets, the user's own entries, what is told.
+"""The table of evidence: what each kind of processor gets, the user's own entries, and its reports.
 
 No test asks what this processor is: :func:`be` puts another one in its place.
 """
@@ -242,7 +242,7 @@ def test_the_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     assert evidence.own_file() == tmp_path / ".cache" / "fastattn" / "evidence.json"
 
 
-# -- what is told ---------------------------------------------------------------------------------
+# -- info and explain --------------------------------------------------------------------------
 
 
 def test_info_and_explain_name_choice_and_evidence() -> None:
