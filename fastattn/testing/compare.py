@@ -98,13 +98,13 @@ def deviations(
     candidates: Mapping[str, Tensor],
     exact: Mapping[str, Tensor],
     noise: Noise,
-    dtypes: Mapping[str, torch.dtype] | None = None,
+    eps_of: Mapping[str, torch.dtype] | None = None,
 ) -> list[Deviation]:
-    """Measure each candidate; ``dtypes`` names those whose eps is not that of their own dtype.
+    """Measure each candidate; ``eps_of`` names those whose eps is not that of their own dtype.
 
     The noise is drawn until all are below half of their bounds, or as often as it may be.
     """
-    eps_of = dtypes or {}
+    eps_of = eps_of or {}
     found: list[Deviation] = []
     while noise.draw() or not found:
         found = [
