@@ -268,6 +268,13 @@ def may_be_view(x: Tensor) -> bool:
     return _base_of(x) is not None
 
 
+# --- a tensor without memory of its own -----------------------------------------------------------
+
+# A tensor of a subclass with this size, dtype and device, on which every operator arrives at
+# ``__torch_dispatch__``. 2.6 to 2.15. Without: None, and such a tensor is made in full.
+_wrapper = _find("torch.Tensor()._make_wrapper_subclass")
+wrapper_tensor: Callable[..., Any] | None = None if _wrapper is _ABSENT else _wrapper
+
 # --- the first vmap -------------------------------------------------------------------------------
 
 # PyTorch's first ``vmap``, in which torch.autograd.grad(is_grads_batched=True) runs the engine: a

@@ -1,0 +1,299 @@
+"""The attention function that transformers calls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastattn.integrations.transformers._masks import StructuredMask, dense_mask
+from fastattn.integrations.transformers._patterns import Pattern
+from fastattn.ops import scaled_dot_product_attention, varlen_attention
+
+__all__ = ["attention_forward"]
+
+# What models hand on to every layer, and what has no bearing on attention.
+_IRRELEVANT = frozenset(
+    """
+    cache_position deterministic max_length_k max_length_q num_items_in_batch
+    output_hidden_states output_router_logits position_ids return_dict seq_idx use_cache
+    """.split()
+)
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    position_bias: Tensor | None = None,
+    s_aux: Tensor | None = None,
+    sinks: Tensor | None = None,
+    indices: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    cache: Any = None,
+    output_attentions: bool | None = False,
+    **others: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Attend on fused kernels; it is transformers' ``AttentionInterface``.
+
+    .. math:: out = softmax(softcap(scaling \\cdot query \\, key^T) + bias) \\, value
+
+    Args:
+        module: the attention layer. Without ``is_causal``, its attribute of this name counts, and
+            without that True.
+        query: [B, Hq, Lq, D].
+        key: [B, Hkv, Lk, D]. Hkv divides Hq; nothing is repeated.
+        value: [B, Hkv, Lk, Dv].
+        attention_mask: None; a :class:`StructuredMask`; [B, Lk], nonzero at real keys; or, as in
+            :func:`fastattn.scaled_dot_product_attention`, broadcastable to [B, Hq, Lq, Lk], where
+            keys beyond Lk are left out. With a mask ``is_causal`` and ``sliding_window`` do not
+            count: the mask says it.
+        dropout: the probability of dropping a weight.
+        scaling: None is 1 / sqrt(D).
+        is_causal: without a mask, and with more than one query: query i sees keys 0, ..., i.
+        sliding_window: without a mask: how many keys a query sees, its own included; without
+            causality as many on the other side.
+        softcap: the bound of the scores.
+        position_bias: added to the scores; broadcastable to [B, Hq, Lq, Lk]. Differentiable.
+        s_aux: [Hq], attention sinks: logits that take part in the softmax and have no value.
+            Differentiable.
+        sinks: the same, [B, Hq, Lq, n]: n logits for each query.
+        indices: [B, Lq, k], the keys that each query is restricted to.
+        cu_seq_lens_q, cu_seq_lens_k: [S + 1], where packed sequences begin, and their end. The
+            rows of all B entries count as one after the other.
+        cache: the paged cache of continuous batching; it is given key and value, and gives all.
+        output_attentions: return the weights too.
+        others: arguments that attention does not depend on, or None.
+
+    Returns:
+        [B, Lq, Hq, Dv] contiguous, and the weights [B, Hq, Lq, Lk] or None. A query that sees no
+        key gets 0.
+
+    Raises:
+        TypeError: an argument that is not known here, and is not None.
+    """
+    unknown = [name for name in others if name not in _IRRELEVANT and others[name] is not None]
+    if unknown:
+        raise TypeError(
+            f"fastattn's attention for transformers does not know the argument {unknown[0]!r} of "
+            f"{type(module).__name__}; choose another attn_implementation for this model"
+        )
+    if cache is not None:
+        key, value = cache.update(
+            key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=others
+        )
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    call = _Call(query, key, value, scaling, softcap, dropout, bool(output_attentions))
+    if s_aux is not None:
+        call = replace(call, sink=s_aux.view(1, -1, 1))
+    elif sinks is not None:
+        call = replace(call, sink=sinks.logsumexp(-1))
+
+    starts = None
+    if isinstance(attention_mask, StructuredMask):
+        visible = _read(attention_mask)
+        if attention_mask.starts is not None:
+            starts = (attention_mask.starts, attention_mask.starts)
+    elif attention_mask is not None:
+        visible = _Visible(_fitted(attention_mask, query, key))
+    else:
+        visible = _told(query, key, bool(is_causal), sliding_window)
+    if indices is not None:
+        visible = replace(visible, mask=_only(indices, visible.mask, query, key))
+    if starts is None and cu_seq_lens_q is not None and cu_seq_lens_k is not None:
+        starts = (cu_seq_lens_q, cu_seq_lens_k)
+
+    if starts is not None:
+        if visible.mask is None and position_bias is None and not call.need_weights:
+            return _attend_packed(call, visible, *starts), None
+        visible = _unpacked(call, visible, *starts)
+    if position_bias is not None:
+        visible = replace(visible, mask=_biased(position_bias, visible.mask, key))
+    return _attend(call, visible)
+
+
+@dataclass(frozen=True)
+class _Call:
+    query: Tensor  # [B, Hq, Lq, D]
+    key: Tensor  # [B, Hkv, Lk, D]
+    value: Tensor  # [B, Hkv, Lk, Dv]
+    scale: float | None
+    softcap: float | None
+    dropout_p: float
+    need_weights: bool
+    sink: Tensor | None = None  # [B|1, Hq, Lq|1]
+
+
+@dataclass(frozen=True)
+class _Visible:
+    """The pairs that take part: the mask's, and of them those of the window.
+
+    With d = i + offset - j, the window is ``-right <= d <= left``; -1 is unlimited.
+    """
+
+    mask: Tensor | None = None  # broadcastable to [B, Hq, Lq, Lk]; bool, or added to the scores
+    left: int = -1
+    right: int = -1
+    offset: int = 0
+
+
+def _read(mask: StructuredMask) -> _Visible:
+    padding = None if mask.padding is None else mask.padding[:, None, None, :]
+    return _Visible(padding, mask.pattern.left, mask.pattern.right, mask.offset)
+
+
+def _told(query: Tensor, key: Tensor, is_causal: bool, sliding_window: int | None) -> _Visible:
+    """What takes part without a mask: the last query is at the last key if it is the only one."""
+    q_len, k_len = query.shape[2], key.shape[2]
+    offset = k_len - 1 if q_len == 1 else 0
+    left = -1 if sliding_window is None or sliding_window >= k_len else sliding_window - 1
+    if is_causal:
+        return _Visible(None, left, 0 if q_len > 1 else -1, offset)
+    return _Visible(None, left, left, offset)
+
+
+def _fitted(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """The mask in the form that attention takes."""
+    k_len = key.shape[2]
+    if mask.dim() == 2 and mask.shape == (query.shape[0], k_len):  # as for flash attention
+        mask = mask[:, None, None, :].bool()
+    if mask.shape[-1] > k_len:
+        mask = mask[..., :k_len]
+    if mask.dim() == 4 and mask.shape[2] > 1 and mask.stride(2) == 0:
+        mask = mask[:, :, :1]  # all queries see the same keys, which the kernels can make use of
+    if mask.dtype not in (torch.bool, torch.float32, query.dtype):
+        mask = mask.to(query.dtype)
+    return mask
+
+
+def _only(indices: Tensor, mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor:
+    """The mask, and of its keys those that are selected: ``indices`` [B, Lq, k]."""
+    batch, q_len, _ = indices.shape
+    chosen = torch.zeros(batch, q_len, key.shape[2], dtype=torch.bool, device=key.device)
+    chosen = chosen.scatter(-1, indices.long(), True)[:, None]
+    return chosen if mask is None else _both(chosen, mask)
+
+
+def _both(keep: Tensor, mask: Tensor) -> Tensor:
+    if mask.dtype is torch.bool:
+        return keep & mask
+    return torch.where(keep, mask, -torch.inf)
+
+
+def _biased(bias: Tensor, mask: Tensor | None, key: Tensor) -> Tensor:
+    bias = bias[..., : key.shape[2]]
+    if mask is None:
+        return bias
+    return _both(mask, bias) if mask.dtype is torch.bool else bias + mask
+
+
+def _attend(call: _Call, visible: _Visible) -> tuple[Tensor, Tensor | None]:
+    """[B, Lq, Hq, Dv], and the weights where they are wanted."""
+    q_len, k_len = call.query.shape[2], call.key.shape[2]
+    key, value, mask = call.key, call.value, visible.mask
+    left, right, offset = visible.left, visible.right, visible.offset
+    seen = k_len
+    if (left, right) != (-1, -1) and offset not in (0, k_len - q_len):
+        if right == 0 and offset + q_len <= k_len:  # no query reaches the keys after its own
+            seen = offset + q_len
+            key, value = key[:, :, :seen], value[:, :, :seen]
+            mask = mask if mask is None or mask.shape[-1] == 1 else mask[..., :seen]
+        else:
+            mask = _with_window(call, visible)
+            left = right = -1
+    plainly_causal = mask is None and (left, right) == (-1, 0)
+    results = scaled_dot_product_attention(
+        call.query,
+        key,
+        value,
+        mask,
+        call.dropout_p,
+        plainly_causal,
+        call.scale,
+        call.query.shape[1] != key.shape[1],
+        window=None if plainly_causal or (left, right) == (-1, -1) else (left, right),
+        softcap=call.softcap,
+        causal_alignment="upper_left" if offset == 0 else "bottom_right",
+        return_lse=call.sink is not None,
+        need_weights=call.need_weights,
+    )
+    out, *more = results if isinstance(results, tuple) else (results,)
+    weights = more[-1] if call.need_weights else None
+    if call.sink is not None:
+        kept = torch.sigmoid(more[0] - call.sink)[..., None]  # [B, Hq, Lq, 1]
+        out = (out * kept).to(out.dtype)
+        weights = None if weights is None else (weights * kept).to(weights.dtype)
+    if weights is not None and seen < k_len:
+        weights = torch.nn.functional.pad(weights, (0, k_len - seen))
+    return out.transpose(1, 2).contiguous(), weights
+
+
+def _with_window(call: _Call, visible: _Visible) -> Tensor:
+    """The mask and the window as one mask."""
+    batch, _, q_len, _ = call.query.shape
+    shape = (batch, 1, q_len, call.key.shape[2])
+    pattern = Pattern(visible.left, visible.right)
+    window = dense_mask(shape, pattern, visible.offset, call.query.device)
+    return window if visible.mask is None else _both(window, visible.mask)
+
+
+def _attend_packed(call: _Call, visible: _Visible, q_starts: Tensor, k_starts: Tensor) -> Tensor:
+    """[B, Lq, Hq, Dv] of sequences that lie one after the other in the rows of all entries."""
+    batch, heads, q_len, _ = call.query.shape
+    query, key, value = (
+        x.transpose(1, 2).flatten(0, 1) for x in (call.query, call.key, call.value)
+    )
+    results = varlen_attention(
+        query,
+        key,
+        value,
+        q_starts,
+        k_starts,
+        dropout_p=call.dropout_p,
+        scale=call.scale,
+        window=(visible.left, visible.right),
+        softcap=call.softcap,
+        causal_alignment="bottom_right",
+        return_lse=call.sink is not None,
+    )
+    if call.sink is None:
+        out = results
+    else:
+        out, lse = results  # [B · Lq, Hq, Dv], [Hq, B · Lq]
+        sink = call.sink.expand(batch, heads, q_len).transpose(0, 1).flatten(1)
+        out = (out * torch.sigmoid(lse - sink).T[..., None]).to(out.dtype)
+    return out.unflatten(0, (batch, q_len)).contiguous()
+
+
+def _unpacked(call: _Call, visible: _Visible, q_starts: Tensor, k_starts: Tensor) -> _Visible:
+    """The same pairs by a mask [B, 1, Lq, Lk], which says too what is in the same sequence."""
+    batch = call.query.shape[0]
+    q_group, q_place = _places(q_starts, batch, call.query.shape[2])
+    k_group, k_place = _places(k_starts, batch, call.key.shape[2])
+    keep = q_group[:, :, None] == k_group[:, None, :]
+    distance = q_place[:, :, None] - k_place[:, None, :]
+    if visible.left >= 0:
+        keep = keep & (distance <= visible.left)
+    if visible.right >= 0:
+        keep = keep & (distance >= -visible.right)
+    keep = keep[:, None]
+    return _Visible(keep if visible.mask is None else _both(keep, visible.mask))
+
+
+def _places(starts: Tensor, batch: int, length: int) -> tuple[Tensor, Tensor]:
+    """Of each row, the sequence that it is in, and how far from the sequence's end. Both [B, L]."""
+    rows = torch.arange(batch * length, device=starts.device, dtype=starts.dtype)
+    group = torch.searchsorted(starts[1:], rows, right=True)
+    ends = torch.nn.functional.pad(starts[1:], (0, 1), value=batch * length)
+    return group.view(batch, length), (rows - ends[group]).view(batch, length)

@@ -1,0 +1,206 @@
+"""The mask function that transformers calls, and the mask that it returns."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattn import compat
+from fastattn.integrations.transformers._patterns import Pattern, pattern_of
+from fastattn.library import runs_eagerly
+
+__all__ = ["StructuredMask", "attention_mask", "dense_mask"]
+
+
+class StructuredMask(Tensor):
+    """A boolean mask [B, 1, Lq, Lk] that is stored as what it says; True takes part.
+
+    The attention function reads the attributes. For everybody else it is a tensor: whatever
+    operator is applied to it first makes it one (:meth:`dense`).
+
+    Row i has the position ``i + offset`` among the keys. ``padding`` [B, Lk] is True at real keys.
+    ``starts`` [S + 1] says where the packed sequences begin in the rows of all entries.
+    """
+
+    pattern: Pattern
+    offset: int
+    padding: Tensor | None
+    starts: Tensor | None
+
+    @staticmethod
+    def __new__(
+        cls,
+        shape: tuple[int, int, int, int],
+        pattern: Pattern,
+        offset: int,
+        padding: Tensor | None,
+        device: torch.device,
+    ) -> StructuredMask:
+        assert compat.wrapper_tensor is not None
+        mask = compat.wrapper_tensor(cls, shape, dtype=torch.bool, device=device)
+        mask.pattern, mask.offset, mask.padding = pattern, offset, padding
+        mask.starts = None if pattern.segments is None else _starts(pattern.segments)
+        return mask
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"StructuredMask({tuple(self.shape)}, {self.pattern}, offset={self.offset})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if function is torch.ops.aten.detach.default:  # checkpoints do that
+            return args[0]
+        return function(*_as_dense(args), **_as_dense(kwargs or {}))
+
+    def dense(self) -> Tensor:
+        """The same mask as an ordinary tensor."""
+        shape = (*self.shape,)
+        mask = dense_mask(shape, self.pattern, self.offset, self.device)
+        if self.padding is not None:
+            mask = mask & self.padding[:, None, None, :]
+        return mask.expand(shape)
+
+
+def _starts(segments: Tensor) -> Tensor:
+    """[S + 1], int32: where the packed sequences of all rows [B · L] begin, and their end."""
+    begins = torch.ones_like(segments, dtype=torch.bool)
+    begins[:, 1:] = segments[:, 1:] != segments[:, :-1]
+    at = begins.flatten().nonzero().flatten()
+    return torch.nn.functional.pad(at, (0, 1), value=segments.numel()).int()
+
+
+def dense_mask(
+    shape: tuple[int, ...], pattern: Pattern, offset: int, device: torch.device
+) -> Tensor:
+    """The mask [1, 1, Lq, Lk], with packed sequences [B, 1, Lq, Lk], of a pattern."""
+    *_, q_len, k_len = shape
+    queries = torch.arange(q_len, device=device)[:, None] + offset
+    distance = queries - torch.arange(k_len, device=device)
+    mask = torch.ones(1, 1, q_len, k_len, dtype=torch.bool, device=device)
+    if pattern.left >= 0:
+        mask = mask & (distance <= pattern.left)
+    if pattern.right >= 0:
+        mask = mask & (distance >= -pattern.right)
+    if pattern.segments is not None:
+        groups = pattern.segments
+        mask = mask & (groups[:, None, :, None] == groups[:, None, None, :])
+    return mask
+
+
+def _as_dense(x: Any) -> Any:
+    if isinstance(x, StructuredMask):
+        return x.dense()
+    if isinstance(x, dict):
+        return {name: _as_dense(value) for name, value in x.items()}
+    if isinstance(x, (list, tuple)):
+        return [_as_dense(value) for value in x]
+    return x
+
+
+def attention_mask(
+    batch_size: int,
+    q_length: int | None = None,
+    kv_length: int = 0,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] | None = None,
+    attention_mask: Tensor | None = None,
+    **others: Any,
+) -> Tensor | None:
+    """Return the mask that ``mask_function`` and the padding describe.
+
+    It is transformers' ``AttentionMaskInterface``. ``None`` stands for full attention, or causal
+    attention where the model allows that; a :class:`StructuredMask` for causality, a window, packed
+    sequences and padding; what is none of these, or is compiled, becomes a tensor [B, 1, Lq, Lk].
+
+    Args:
+        batch_size, q_length, kv_length: B, Lq, Lk. transformers 5.0 gives ``cache_position`` [Lq]
+            in the place of ``q_length`` and ``q_offset``.
+        q_offset, kv_offset: the positions of the first query and the first key.
+        mask_function: (batch, head, query, key) -> whether the pair takes part; None is causal.
+        attention_mask: [B, positions so far], True at real tokens; None without padding.
+        others: what ``transformers.masking_utils.sdpa_mask`` takes besides.
+    """
+    from transformers import masking_utils
+
+    if mask_function is None:
+        mask_function = masking_utils.causal_mask_function
+    given = {
+        "batch_size": batch_size,
+        "kv_length": kv_length,
+        "kv_offset": kv_offset,
+        "mask_function": mask_function,
+        "attention_mask": attention_mask,
+        **others,
+    }
+    if "cache_position" not in others:
+        given |= {"q_length": q_length, "q_offset": q_offset}
+    as_tensor = functools.partial(masking_utils.sdpa_mask, **given)
+
+    positions = others.get("cache_position")
+    read = [x for x in (attention_mask, q_offset, positions) if isinstance(x, Tensor)]
+    if not runs_eagerly(*read) or compat.wrapper_tensor is None:
+        return as_tensor()
+    pattern = pattern_of(mask_function)
+    if pattern is None:
+        return as_tensor()
+    if positions is not None:
+        q_length, q_offset = len(positions), positions[0]
+    assert q_length is not None
+    shape = (batch_size, 1, q_length, kv_length)
+    offset = int(q_offset) - kv_offset
+    pattern = _without_idle_bounds(pattern, offset, q_length, kv_length)
+    if pattern.segments is not None and (
+        pattern.segments.shape != (batch_size, q_length) or q_length != kv_length or offset != 0
+    ):
+        return as_tensor()
+    reached = offset + q_length if pattern.right == 0 else kv_length
+    padding = _padding(attention_mask, kv_offset, kv_length, reached)
+
+    if padding is None:
+        for kind in _said_by_none(pattern, q_length, offset):
+            if others.get(f"allow_is_{kind}_skip", kind == "causal"):
+                return None
+    if pattern == Pattern() and padding is not None:  # all queries see the same keys
+        return padding[:, None, None, :].expand(shape)
+    device = torch.device(others.get("device", "cpu") if positions is None else positions.device)
+    mask = StructuredMask(shape, pattern, offset, padding, device)
+    # Decoding is compiled, and a row is small.
+    return mask.dense() if q_length == 1 else mask
+
+
+def _without_idle_bounds(pattern: Pattern, offset: int, q_len: int, k_len: int) -> Pattern:
+    """The same pattern, unlimited on the sides where no key is excluded."""
+    left, right = pattern.left, pattern.right
+    return Pattern(
+        -1 if left >= offset + q_len - 1 else left,
+        -1 if right >= k_len - 1 - offset else right,
+        pattern.segments,
+    )
+
+
+def _said_by_none(pattern: Pattern, q_len: int, offset: int) -> tuple[str, ...]:
+    """Which kinds of attention say the same without a mask.
+
+    Causal attention of one query is that to all keys, of more queries that from the upper left.
+    """
+    if pattern == Pattern():
+        return ("causal", "bidirectional") if q_len == 1 else ("bidirectional",)
+    return ("causal",) if pattern == Pattern(right=0) and offset == 0 else ()
+
+
+def _padding(mask: Tensor | None, kv_offset: int, k_len: int, reached: int) -> Tensor | None:
+    """[B, Lk], True at real keys; None where all keys that queries reach are real.
+
+    Positions beyond the mask are not real.
+    """
+    if mask is None:
+        return None
+    mask = mask[:, kv_offset : kv_offset + k_len].bool()
+    mask = torch.nn.functional.pad(mask, (0, k_len - mask.shape[1]))
+    return None if bool(mask[:, :reached].all()) else mask

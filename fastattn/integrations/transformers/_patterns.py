@@ -1,0 +1,203 @@
+"""What a mask function of transformers says, read without making a matrix of it.
+
+Such a function takes the indices (batch, head, query, key) and says whether the pair takes part. It
+is called here with objects that stand for all indices at once and record what is done to them.
+What is recorded is a conjunction of two kinds of rules, or else the function is not understood:
+
+    least <= q - k <= most                       causal, a window, both
+    groups[b, q] == groups[b, k]                 packed sequences
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Pattern", "pattern_of"]
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """The pairs that take part: with d = q - k, ``-right <= d <= left``; -1 is unlimited.
+
+    ``segments`` [B, L] numbers the packed sequences: only pairs of one number take part.
+    """
+
+    left: int = -1
+    right: int = -1
+    segments: Tensor | None = None
+
+
+def pattern_of(mask_function: Callable[..., Any]) -> Pattern | None:
+    """Return what ``mask_function`` says, None if that is no :class:`Pattern`."""
+    batch, head, query, key = (_Index(axis) for axis in ("batch", "head", "query", "key"))
+    try:
+        rule = mask_function(batch, head, query, key)
+    except Exception:  # whatever such a function does with its arguments, it was not understood
+        return None
+    return rule.pattern() if isinstance(rule, _Rule) else None
+
+
+class _NotUnderstood(Exception):
+    pass
+
+
+class _Symbol:
+    """What PyTorch's operators on a tensor and a symbol arrive at."""
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        first, second = args
+        if function is Tensor.__getitem__ and isinstance(second, tuple):  # table[b, q]
+            batch, index = second
+            if batch.axis == "batch" and index.table is None and index.shift == 0:
+                return _Index(index.axis, table=first)
+        if function is Tensor.__and__ and first.numel() == 1 and bool(first):  # True & rule
+            return second
+        raise _NotUnderstood
+
+
+@dataclass(frozen=True, eq=False)
+class _Index(_Symbol):
+    """``table[b, axis] + shift``; ``axis + shift`` without a table."""
+
+    axis: str
+    shift: int = 0
+    table: Tensor | None = None
+
+    def new_ones(self, size: Any, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.ones(size, dtype=dtype)
+
+    def __add__(self, shift: int) -> _Index:
+        return replace(self, shift=self.shift + _integer(shift))
+
+    def __sub__(self, other: Any) -> Any:
+        if not isinstance(other, _Index):
+            return self + -_integer(other)
+        if {self.axis, other.axis} != {"query", "key"} or self.table is not other.table:
+            raise _NotUnderstood
+        sign = 1 if self.axis == "query" else -1
+        return _Distance(sign, self.shift - other.shift, self.table)
+
+    def __eq__(self, other: object) -> Any:
+        if not isinstance(other, _Index):
+            raise _NotUnderstood
+        distance = self - other
+        if self.table is None:
+            return distance._between(0, 0)
+        if distance.shift:
+            raise _NotUnderstood
+        return _Rule(segments=self.table)
+
+    def __le__(self, other: Any) -> _Rule:
+        return (other - self) >= 0
+
+    def __lt__(self, other: Any) -> _Rule:
+        return (other - self) > 0
+
+    def __gt__(self, other: Any) -> _Rule:
+        return (self - other) > 0
+
+    def __ge__(self, other: Any) -> _Rule:
+        if isinstance(other, _Index):
+            return (self - other) >= 0
+        if self.table is None and self.shift >= _integer(other):  # positions are never negative
+            return _Rule()
+        raise _NotUnderstood
+
+
+@dataclass(frozen=True)
+class _Distance(_Symbol):
+    """``sign · (q - k) + shift``, or its absolute value."""
+
+    sign: int
+    shift: int
+    table: Tensor | None
+    absolute: bool = False
+
+    def __abs__(self) -> _Distance:
+        if self.shift:
+            raise _NotUnderstood
+        return replace(self, absolute=True)
+
+    def __le__(self, most: int) -> _Rule:
+        most = _integer(most)
+        return self._between(-most if self.absolute else -math.inf, most)
+
+    def __lt__(self, bound: int) -> _Rule:
+        return self <= _integer(bound) - 1
+
+    def __ge__(self, least: int) -> _Rule:
+        if self.absolute:
+            raise _NotUnderstood
+        return self._between(_integer(least), math.inf)
+
+    def __gt__(self, bound: int) -> _Rule:
+        return self >= _integer(bound) + 1
+
+    def _between(self, least: float, most: float) -> _Rule:
+        least, most = least - self.shift, most - self.shift
+        if self.sign < 0:
+            least, most = -most, -least
+        return _Rule(least, most, positions=() if self.table is None else (self.table,))
+
+
+@dataclass(frozen=True)
+class _Rule(_Symbol):
+    least: float = -math.inf  # of q - k
+    most: float = math.inf
+    segments: Tensor | None = None
+    positions: tuple[Tensor, ...] = ()  # tables through which q and k were read
+
+    device = torch.device("cpu")
+
+    def to(self, device: Any) -> _Rule:
+        return self
+
+    def __and__(self, other: Any) -> _Rule:
+        if not isinstance(other, _Rule):
+            raise _NotUnderstood
+        if self.segments is not None and other.segments is not None:
+            raise _NotUnderstood
+        return _Rule(
+            max(self.least, other.least),
+            min(self.most, other.most),
+            other.segments if self.segments is None else self.segments,
+            self.positions + other.positions,
+        )
+
+    def pattern(self) -> Pattern | None:
+        left, right = self.most, -self.least
+        if left < 0 or right < 0 or not self._positions_count_rows():
+            return None
+        return Pattern(
+            -1 if left == math.inf else int(left),
+            -1 if right == math.inf else int(right),
+            self.segments,
+        )
+
+    def _positions_count_rows(self) -> bool:
+        """Whether a sequence's rows follow each other and its positions increase by 1.
+
+        Then differences of positions are differences of rows.
+        """
+        if self.segments is None:
+            return not self.positions
+        steps = self.segments.diff(dim=-1)
+        inside = steps == 0
+        return bool((steps >= 0).all()) and all(
+            bool(((table.diff(dim=-1) == 1) | ~inside).all()) for table in self.positions
+        )
+
+
+def _integer(x: Any) -> int:
+    if type(x) is not int:
+        raise _NotUnderstood
+    return x

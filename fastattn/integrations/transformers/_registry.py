@@ -1,0 +1,145 @@
+"""Registration with transformers, and its undoing."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import re
+from types import TracebackType
+from typing import Any
+
+__all__ = ["OLDEST", "RANGE", "Registration", "register"]
+
+# The one declaration of what is promised; the extra in pyproject.toml says the same.
+OLDEST, BELOW = (5, 0), (6, 0)
+RANGE = f">={OLDEST[0]}.{OLDEST[1]},<{BELOW[0]}"
+_OVERRIDABLE = ("sdpa",)
+_EXTRA = f"pip install 'fastattn[transformers]' installs a version in the range {RANGE}"
+
+_ABSENT = object()
+
+
+def register(override: str | None = None) -> Registration:
+    """Serve ``attn_implementation="fastattn"`` in transformers, until it is undone.
+
+    Afterwards ``from_pretrained(..., attn_implementation="fastattn")`` and
+    ``model.set_attn_implementation("fastattn")`` run the attention of every model that asks
+    transformers' registry on fused kernels, forward and backward, also where PyTorch's own function
+    is not offered: with a softcap (Gemma 2), attention sinks (GPT-OSS), a relative position bias
+    (T5) or attention weights (``output_attentions=True`` in a call).
+
+    Args:
+        override: None, or ``"sdpa"``: serve that name too, for code that accepts no other, such as
+            continuous batching. Models that already run on it are served from then on.
+
+    Returns:
+        A :class:`Registration`: ``undo()`` restores what was there before; so does the end of a
+        ``with`` block.
+
+    Raises:
+        ImportError: transformers is not installed, or its version is out of the range.
+        ValueError: ``override`` is another name.
+
+    >>> from fastattn.integrations.transformers import register
+    >>> with register():
+    ...     pass  # model = AutoModel.from_pretrained(name, attn_implementation="fastattn")
+    """
+    if override is not None and override not in _OVERRIDABLE:
+        allowed = ", ".join(map(repr, _OVERRIDABLE))
+        raise ValueError(f"register: override must be None or {allowed}, got {override!r}")
+    return Registration(
+        _registries(), ("fastattn",) if override is None else ("fastattn", override)
+    )
+
+
+class Registration:
+    """The names that one call of :func:`register` serves. Usable as a context manager.
+
+    Registrations may be undone in any order, each any number of times: a name is served until the
+    last registration that serves it is undone. A function that somebody else has registered under
+    the name in the meantime stays.
+    """
+
+    def __init__(self, registries: _Registries, names: tuple[str, ...]) -> None:
+        self._registries = registries
+        self._names: tuple[str, ...] = ()
+        for name in names:
+            registries.serve(name)
+            self._names += (name,)
+
+    def undo(self) -> None:
+        """Restore what was registered before. A second call does nothing."""
+        names, self._names = self._names, ()
+        for name in names:
+            self._registries.release(name)
+
+    def __enter__(self) -> Registration:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.undo()
+
+
+class _Registries:
+    """transformers' two registries: what is served under each name, and what was there before."""
+
+    def __init__(self) -> None:
+        from fastattn.integrations.transformers._attention import attention_forward
+        from fastattn.integrations.transformers._masks import attention_mask
+
+        attention = importlib.import_module("transformers.modeling_utils").AttentionInterface
+        masks = importlib.import_module("transformers.masking_utils").AttentionMaskInterface
+        self._served = ((attention, attention_forward), (masks, attention_mask))
+        self._registrations: dict[str, int] = {}
+        self._before: dict[str, list[Any]] = {}
+
+    def serve(self, name: str) -> None:
+        if not self._registrations.get(name):
+            self._before[name] = [_entries(to).get(name, _ABSENT) for to, _ in self._served]
+        self._registrations[name] = self._registrations.get(name, 0) + 1
+        for interface, function in self._served:
+            interface.register(name, function)
+
+    def release(self, name: str) -> None:
+        self._registrations[name] -= 1
+        if self._registrations[name]:
+            return
+        for (interface, function), before in zip(self._served, self._before.pop(name), strict=True):
+            entries = _entries(interface)
+            if entries.get(name) is not function:
+                continue
+            if before is _ABSENT:
+                del entries[name]
+            else:
+                entries[name] = before
+
+
+def _entries(interface: Any) -> dict[str, Any]:
+    """The dictionary behind a registry: it can add a name, and has no public way to remove one."""
+    return interface._global_mapping
+
+
+@functools.cache
+def _registries() -> _Registries:
+    _check_version()
+    return _Registries()
+
+
+def _check_version() -> None:
+    try:
+        version = importlib.import_module("transformers").__version__
+    except ImportError as error:
+        raise ImportError(
+            f"fastattn.integrations.transformers needs transformers{RANGE}: {error}. {_EXTRA}"
+        ) from error
+    number = re.match(r"(\d+)\.(\d+)", version)
+    if number is None or not OLDEST <= (int(number[1]), int(number[2])) < BELOW:
+        raise ImportError(
+            f"fastattn.integrations.transformers needs transformers{RANGE}, "
+            f"but transformers {version} is installed. {_EXTRA}"
+        )
