@@ -21,6 +21,10 @@ _IRRELEVANT = frozenset(
     output_hidden_states output_router_logits position_ids return_dict seq_idx use_cache
     """.split()
 )
+# What continuous batching hands on besides: for its cache, and for what follows the model.
+_PAGED = _IRRELEVANT | set(
+    "block_table logits_indices logits_processor_args read_index write_index".split()
+)
 
 
 def attention_forward(
@@ -71,7 +75,8 @@ def attention_forward(
         indices: [B, Lq, k], the keys that each query is restricted to.
         cu_seq_lens_q, cu_seq_lens_k: [S + 1], where packed sequences begin, and their end. The
             rows of all B entries count as one after the other.
-        cache: the paged cache of continuous batching; it is given key and value, and gives all.
+        cache: the paged cache of continuous batching. It stores key and value, and gives those of
+            all tokens so far. A mask then says what is in the same sequence, too.
         output_attentions: return the weights too.
         others: arguments that attention does not depend on, or None.
 
@@ -82,16 +87,20 @@ def attention_forward(
     Raises:
         TypeError: an argument that is not known here, and is not None.
     """
-    unknown = [name for name in others if name not in _IRRELEVANT and others[name] is not None]
+    known = _IRRELEVANT if cache is None else _PAGED
+    unknown = [name for name in others if name not in known and others[name] is not None]
     if unknown:
         raise TypeError(
             f"fastattn's attention for transformers does not know the argument {unknown[0]!r} of "
             f"{type(module).__name__}; choose another attn_implementation for this model"
         )
     if cache is not None:
+        paged = {**others, "cu_seq_lens_k": cu_seq_lens_k}  # by type of layer; it keeps one
         key, value = cache.update(
-            key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=others
+            key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=paged
         )
+        cu_seq_lens_q = cu_seq_lens_q if attention_mask is None else None
+        cu_seq_lens_k = paged["cu_seq_lens_k"]
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     call = _Call(query, key, value, scaling, softcap, dropout, bool(output_attentions))
