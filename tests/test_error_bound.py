@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fastattn.testing import Noise, assert_right, assert_within_bound, deviation
@@ -96,6 +99,26 @@ def test_infinity_and_nan_have_no_part() -> None:
     assert torch.equal(moved["y"][1:3], exact["y"][1:3])
     assert moved["sum"].isnan().all()
     assert deviation(exact["y"].bfloat16(), exact["y"], found["y"]).ok
+
+
+@pytest.mark.parametrize(
+    "activation", [F.silu, F.gelu, functools.partial(F.gelu, approximate="tanh")]
+)
+def test_the_steps_of_an_activation_are_its_definition(activation: Callable[..., Tensor]) -> None:
+    """Where each step errs by a hundredth of the eps of float64 or less, forward and backward."""
+    x = torch.linspace(-6, 6, 25, dtype=torch.float64)
+
+    def definition() -> dict[str, Tensor]:
+        leaf = x.clone().requires_grad_()
+        y = activation(leaf)
+        (grad,) = torch.autograd.grad(y.square().sum(), leaf)
+        return {"y": y.detach(), "grad": grad}
+
+    exact = definition()
+    with RandomRounding(torch.float64, magnified=0.01):
+        stepwise = definition()
+    for name, wanted in exact.items():
+        torch.testing.assert_close(stepwise[name], wanted, rtol=1e-13, atol=1e-15)
 
 
 def test_an_operation_without_a_rule_is_refused() -> None:

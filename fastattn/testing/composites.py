@@ -52,15 +52,30 @@ def _add_product(added: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha:
     return product + (added if beta == 1 else added * beta)
 
 
+def _silu(x: Tensor) -> Tensor:
+    return x * x.sigmoid()
+
+
+def _silu_backward(grad: Tensor, x: Tensor) -> Tensor:
+    share = x.sigmoid()
+    return grad * (share * (1 + x * (1 - share)))
+
+
+# gelu by tanh: x (1 + tanh(c (x + a x^3))) / 2
+_C, _A = math.sqrt(2 / math.pi), 0.044715
+
+
 def _gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
-    if approximate != "none":
-        return NotImplemented
+    if approximate == "tanh":
+        return x * (((x + x * x * x * _A) * _C).tanh() + 1) * 0.5
     return x * ((x * math.sqrt(0.5)).erf() + 1) * 0.5
 
 
 def _gelu_backward(grad: Tensor, x: Tensor, *, approximate: str = "none") -> Tensor:
-    if approximate != "none":
-        return NotImplemented
+    if approximate == "tanh":
+        tanh = ((x + x * x * x * _A) * _C).tanh()
+        slope = (1 + x * x * (3 * _A)) * _C
+        return grad * ((tanh + 1) * 0.5 + x * (1 - tanh * tanh) * slope * 0.5)
     share = ((x * math.sqrt(0.5)).erf() + 1) * 0.5
     density = (x * x * -0.5).exp() * (1 / math.sqrt(2 * math.pi))
     return grad * (share + x * density)
@@ -109,6 +124,8 @@ _BY_NAME: dict[str, Callable[..., Any]] = {
     "logsumexp": _logsumexp,
     "addmm": _add_product,
     "baddbmm": _add_product,
+    "silu": _silu,
+    "silu_backward": _silu_backward,
     "gelu": _gelu,
     "gelu_backward": _gelu_backward,
     "native_layer_norm": _layer_norm,

@@ -261,7 +261,9 @@ _UNITS = {
         2,
     ),
 }
-_BACKWARD_STABLE = frozenset(_packets("_linalg_solve_ex linalg_lu_solve"))
+_BACKWARD_STABLE = frozenset(
+    _packets("_linalg_solve_ex linalg_lu_solve convolution convolution_backward")
+)
 # What moves, selects or compares numbers has no rounding error.
 _EXACT = frozenset(
     _packets(
@@ -271,9 +273,9 @@ _EXACT = frozenset(
         " index gather index_select embedding scatter slice_scatter select_scatter slice_backward"
         " select_backward value_selecting_reduction_backward"
         # selections
-        " where masked_fill masked_fill_ neg abs sign amax amin max min maximum minimum clamp"
-        " clamp_ clamp_min clamp_max relu threshold_backward nan_to_num sort argsort argmax topk"
-        " nonzero native_dropout native_dropout_backward"
+        " where masked_fill masked_fill_ neg abs sign amax amin aminmax max min maximum minimum"
+        " clamp clamp_ clamp_min clamp_max relu threshold_backward nan_to_num sort argsort argmax"
+        " topk nonzero native_dropout native_dropout_backward"
         # numbers that come from nowhere
         " zeros ones empty full eye arange scalar_tensor tril_indices zeros_like ones_like"
         " empty_like full_like new_empty new_zeros new_ones new_full new_empty_strided zero_ fill_"
