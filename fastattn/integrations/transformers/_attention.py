@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fastattn.integrations.transformers._masks import StructuredMask, dense_mask
 from fastattn.integrations.transformers._patterns import Pattern
+from fastattn.integrations.transformers._recording import weights_are_recorded
 from fastattn.ops import scaled_dot_product_attention, varlen_attention
 
 __all__ = ["attention_forward"]
@@ -77,7 +78,7 @@ def attention_forward(
             rows of all B entries count as one after the other.
         cache: the paged cache of continuous batching. It stores key and value, and gives those of
             all tokens so far. A mask then says what is in the same sequence, too.
-        output_attentions: return the weights too.
+        output_attentions: return the weights too; so it does where the model records them.
         others: arguments that attention does not depend on, or None.
 
     Returns:
@@ -103,7 +104,8 @@ def attention_forward(
         cu_seq_lens_k = paged["cu_seq_lens_k"]
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
-    call = _Call(query, key, value, scaling, softcap, dropout, bool(output_attentions))
+    need_weights = bool(output_attentions) or weights_are_recorded(module)
+    call = _Call(query, key, value, scaling, softcap, dropout, need_weights)
     if s_aux is not None:
         call = replace(call, sink=s_aux.view(1, -1, 1))
     elif sinks is not None:
