@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fastattn import compat
 from fastattn.integrations.transformers._patterns import Pattern, pattern_of
+from fastattn.integrations.transformers._support import takes_any_mask
 from fastattn.library import runs_eagerly
 
 __all__ = ["StructuredMask", "attention_mask", "dense_mask", "structured_mask"]
@@ -162,6 +163,8 @@ def attention_mask(
     }
     if "cache_position" not in others:
         given |= {"q_length": q_length, "q_offset": q_offset}
+    if not takes_any_mask(others.get("config")):
+        return masking_utils.eager_mask(**given | {"allow_is_bidirectional_skip": False})
     as_tensor = functools.partial(masking_utils.sdpa_mask, **given)
 
     positions = others.get("cache_position")

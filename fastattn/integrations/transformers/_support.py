@@ -1,0 +1,76 @@
+"""Which models can be given another mask than the one of eager attention."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import sys
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+__all__ = ["takes_any_mask"]
+
+
+@torch.compiler.assume_constant_result
+def takes_any_mask(config: Any) -> bool:
+    """Return whether the models of ``config`` read masks other than eager attention's.
+
+    Eager attention adds its mask to the scores. Some models compute attention themselves in this
+    way, and some ask the registry but change the mask as a matrix of scores, or leave out which of
+    their layers are causal. transformers raises an error when ``"sdpa"`` is requested for them.
+    Under any other registered name they are built, and a boolean mask, or none, makes them wrong.
+    """
+    if getattr(config, "_attn_implementation", None) != "fastattn":
+        return True  # transformers has checked the other names
+    config_class = type(config)
+    if config_class not in _takes_any_mask:
+        models = _models_of(config_class)
+        if not models:  # whoever asks for this mask, it is no model of transformers
+            return True
+        _takes_any_mask[config_class] = any(map(_reads_any_mask, models))
+        if not _takes_any_mask[config_class]:
+            warnings.warn(
+                f"attn_implementation='fastattn': the models of {config_class.__name__} support "
+                "eager attention only. Their masks stay those of eager attention; attention that "
+                "they compute themselves is not replaced",
+                stacklevel=2,
+            )
+    return _takes_any_mask[config_class]
+
+
+_takes_any_mask: dict[type, bool] = {}  # by the class of the config
+
+
+def _models_of(config_class: type) -> list[Any]:
+    """The model classes of a config; without any, those in its package."""
+    base = importlib.import_module("transformers.modeling_utils").PreTrainedModel
+    models = list(_subclasses(base))
+    package = config_class.__module__.rpartition(".")[0]
+    return [model for model in models if model.config_class is config_class] or [
+        model for model in models if model.__module__.rpartition(".")[0] == package
+    ]
+
+
+def _reads_any_mask(model: Any) -> bool:
+    return bool(model._supports_sdpa or model._supports_flex_attn) and _asks_registry(model)
+
+
+def _asks_registry(model: Any) -> bool:
+    """False if the module of a model class defines attention and does not know the registry."""
+    try:
+        code = inspect.getsource(sys.modules[model.__module__])
+    except (KeyError, OSError, TypeError):  # no source to read
+        return True
+    defines_attention = re.search(r"^class \w*Attention\w*\(nn\.Module\)", code, re.MULTILINE)
+    return defines_attention is None or "ALL_ATTENTION_FUNCTIONS" in code
+
+
+def _subclasses(of: type) -> Iterator[Any]:
+    subclasses: list[type] = of.__subclasses__()
+    for subclass in subclasses:
+        yield subclass
+        yield from _subclasses(subclass)
