@@ -15,11 +15,14 @@ from fastattn.ops import scaled_dot_product_attention, varlen_attention
 
 __all__ = ["attention_forward"]
 
-# What models hand on to every layer, and what has no bearing on attention.
+# What models hand on to every layer, and what has no bearing on attention. Models that contain
+# others (PaliGemma, LLaVA-OneVision, Janus, Diffusion Gemma) hand on what they were called with.
 _IRRELEVANT = frozenset(
     """
-    cache_position deterministic max_length_k max_length_q num_items_in_batch
-    output_hidden_states output_router_logits position_ids return_dict seq_idx use_cache
+    cache_position decoder_input_ids deterministic input_ids inputs_embeds labels logits_to_keep
+    max_length_k max_length_q mm_token_type_ids num_items_in_batch output_hidden_states
+    output_router_logits pixel_values position_ids return_dict seq_idx token_type_ids use_cache
+    vision_feature_layer vision_feature_select_strategy
     """.split()
 )
 # What continuous batching hands on besides: for its cache, and for what follows the model.

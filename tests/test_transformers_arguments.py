@@ -1,0 +1,69 @@
+"""The arguments that models of transformers hand to their attention."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+transformers = pytest.importorskip("transformers")
+
+from fastattn.integrations.transformers import register  # noqa: E402
+from fastattn.integrations.transformers._attention import attention_forward  # noqa: E402
+
+
+def query_key_value() -> tuple[Tensor, Tensor, Tensor]:
+    g = torch.Generator().manual_seed(0)
+    return torch.randn(3, 2, 4, 6, 8, generator=g).unbind()  # three times [B, H, L, D]
+
+
+def test_a_model_hands_on_labels() -> None:
+    """PaliGemma hands them to its language model, down to the attention of Gemma."""
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
+    text = {
+        **sizes,
+        "model_type": "gemma",
+        "vocab_size": 64,
+        "num_hidden_layers": 1,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+    }
+    vision = {
+        **sizes,
+        "model_type": "siglip_vision_model",
+        "num_hidden_layers": 1,
+        "image_size": 16,
+        "patch_size": 8,
+    }
+    config = transformers.PaliGemmaConfig(
+        text_config=text, vision_config=vision, projection_dim=32, image_token_index=60
+    )
+    ids = torch.tensor([[60, 60, 60, 60, 5, 6, 7, 8]])
+    inputs = {
+        "input_ids": ids,
+        "pixel_values": torch.linspace(-1, 1, 3 * 16 * 16).view(1, 3, 16, 16),
+        "token_type_ids": torch.tensor([[0, 0, 0, 0, 0, 1, 1, 1]]),
+        "labels": ids,
+    }
+    states = []
+    for implementation in ("eager", "fastattn"):
+        torch.manual_seed(0)
+        with register():
+            model = transformers.PaliGemmaModel._from_config(
+                config, attn_implementation=implementation
+            ).eval()
+            states.append(model(**inputs).last_hidden_state)
+    torch.testing.assert_close(states[1], states[0])
+
+
+@pytest.mark.parametrize("name", ["labels", "logits_to_keep", "mm_token_type_ids"])
+def test_arguments_without_bearing_change_nothing(name: str) -> None:
+    inputs = query_key_value()
+    plain, _ = attention_forward(torch.nn.Identity(), *inputs, None)
+    given, _ = attention_forward(torch.nn.Identity(), *inputs, None, **{name: torch.ones(2, 6)})
+    assert torch.equal(given, plain)
+
+
+def test_an_unknown_argument_is_named() -> None:
+    with pytest.raises(TypeError, match="does not know the argument 'tilt' of Identity"):
+        attention_forward(torch.nn.Identity(), *query_key_value(), None, tilt=torch.ones(4))
