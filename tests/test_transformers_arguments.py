@@ -67,3 +67,32 @@ def test_arguments_without_bearing_change_nothing(name: str) -> None:
 def test_an_unknown_argument_is_named() -> None:
     with pytest.raises(TypeError, match="does not know the argument 'tilt' of Identity"):
         attention_forward(torch.nn.Identity(), *query_key_value(), None, tilt=torch.ones(4))
+
+
+def test_indices_name_the_keys_of_each_query() -> None:
+    query, key, value = query_key_value()
+    indices = torch.tensor([[2, 0], [1, 1], [3, -1], [5, 4], [0, 5], [2, 3]]).expand(2, -1, -1)
+    chosen = torch.zeros(6, 7, dtype=torch.bool).scatter(-1, indices[0] % 7, True)[:, :6]
+    out, _ = attention_forward(
+        torch.nn.Identity(), query, key, value, None, is_causal=False, indices=indices
+    )
+    reference = torch.nn.functional.scaled_dot_product_attention(query, key, value, chosen)
+    torch.testing.assert_close(out, reference.transpose(1, 2))
+
+
+def test_block_indices_name_blocks_of_keys_for_groups_of_heads() -> None:
+    query, key, value = query_key_value()
+    module = torch.nn.Module()
+    module.indexer = torch.nn.Module()
+    module.indexer.block_size = 4  # type: ignore[assignment]  # keys 0, ..., 3 and 4, 5
+    blocks = torch.tensor([[[0, -1]] * 5 + [[0, 1]], [[0, 1]] * 3 + [[1, -1]] * 3])  # [G, Lq, k]
+    chosen = torch.zeros(4, 6, 6, dtype=torch.bool)
+    chosen[:2, :, :4] = chosen[:2, 5] = True
+    chosen[2:, :3] = chosen[2:, 3:, 4:] = True
+    causal = torch.ones(6, 6, dtype=torch.bool).tril()
+    out, _ = attention_forward(
+        module, query, key, value, None, is_causal=True, block_indices=blocks.expand(2, -1, -1, -1)
+    )
+    scores = query @ key.mT * query.shape[-1] ** -0.5
+    weights = scores.masked_fill(~(chosen & causal), -torch.inf).softmax(-1).nan_to_num()
+    torch.testing.assert_close(out, (weights @ value).transpose(1, 2))

@@ -19,10 +19,10 @@ __all__ = ["attention_forward"]
 # others (PaliGemma, LLaVA-OneVision, Janus, Diffusion Gemma) hand on what they were called with.
 _IRRELEVANT = frozenset(
     """
-    cache_position decoder_input_ids deterministic input_ids inputs_embeds labels logits_to_keep
-    max_length_k max_length_q mm_token_type_ids num_items_in_batch output_hidden_states
-    output_router_logits pixel_values position_ids return_dict seq_idx token_type_ids use_cache
-    vision_feature_layer vision_feature_select_strategy
+    cache_position decoder_input_ids deterministic generation_mode input_ids inputs_embeds
+    labels logits_to_keep max_length_k max_length_q mm_token_type_ids num_items_in_batch
+    output_hidden_states output_router_logits pixel_values position_ids return_dict seq_idx
+    token_type_ids use_cache vision_feature_layer vision_feature_select_strategy
     """.split()
 )
 # What continuous batching hands on besides: for its cache, and for what follows the model.
@@ -46,6 +46,7 @@ def attention_forward(
     s_aux: Tensor | None = None,
     sinks: Tensor | None = None,
     indices: Tensor | None = None,
+    block_indices: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
     cache: Any = None,
@@ -77,6 +78,8 @@ def attention_forward(
             Differentiable.
         sinks: the same, [B, Hq, Lq, n]: n logits for each query.
         indices: [B, Lq, k], the keys that each query is restricted to.
+        block_indices: [B, G, Lq, k], the same by blocks of ``module.indexer.block_size`` keys; -1
+            is no block. Each of the G rows counts for the next Hq / G heads.
         cu_seq_lens_q, cu_seq_lens_k: [S + 1], where packed sequences begin, and their end. The
             rows of all B entries count as one after the other.
         cache: the paged cache of continuous batching. It stores key and value, and gives those of
@@ -124,7 +127,12 @@ def attention_forward(
     else:
         visible = _told(query, key, bool(is_causal), sliding_window)
     if indices is not None:
-        visible = replace(visible, mask=_only(indices, visible.mask, query, key))
+        chosen = _chosen(indices[:, None], key.shape[2])
+        visible = replace(visible, mask=_restricted(chosen, visible.mask))
+    if block_indices is not None:
+        indexer: Any = module.indexer
+        chosen = _chosen_blocks(block_indices, indexer.block_size, query, key)
+        visible = replace(visible, mask=_restricted(chosen, visible.mask))
     if starts is None and cu_seq_lens_q is not None and cu_seq_lens_k is not None:
         starts = (cu_seq_lens_q, cu_seq_lens_k)
 
@@ -191,11 +199,21 @@ def _fitted(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
     return mask
 
 
-def _only(indices: Tensor, mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor:
-    """The mask, and of its keys those that are selected: ``indices`` [B, Lq, k]."""
-    batch, q_len, _ = indices.shape
-    chosen = torch.zeros(batch, q_len, key.shape[2], dtype=torch.bool, device=key.device)
-    chosen = chosen.scatter(-1, indices.long(), True)[:, None]
+def _chosen(indices: Tensor, count: int) -> Tensor:
+    """[..., Lq, count]: True at ``indices`` [..., Lq, k], where negative ones are none."""
+    chosen = torch.zeros(*indices.shape[:-1], count + 1, dtype=torch.bool, device=indices.device)
+    at = indices.long()
+    return chosen.scatter(-1, torch.where(at < 0, count, at), True)[..., :count]
+
+
+def _chosen_blocks(indices: Tensor, size: int, query: Tensor, key: Tensor) -> Tensor:
+    """[B, Hq, Lq, Lk]: True at the keys of the blocks ``indices`` [B, G, Lq, k]."""
+    k_len = key.shape[2]
+    chosen = _chosen(indices, -(-k_len // size)).repeat_interleave(size, dim=-1)[..., :k_len]
+    return chosen.repeat_interleave(query.shape[1] // indices.shape[1], dim=1)
+
+
+def _restricted(chosen: Tensor, mask: Tensor | None) -> Tensor:
     return chosen if mask is None else _both(chosen, mask)
 
 
