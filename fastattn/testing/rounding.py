@@ -231,11 +231,21 @@ def _squares_of_accumulated(
     return result * result, 2
 
 
+def _squares_of_convolution(
+    func: Any, result: Tensor, args: tuple[Any, ...], kwargs: Any
+) -> tuple[Tensor, int]:
+    """convolution(x, weight, bias, ...), with the bias as one more term."""
+    x, weight, bias, *rest = args
+    squares = None if bias is None else bias * bias
+    return func(x * x, weight * weight, squares, *rest, **kwargs), weight[0].numel() + 1
+
+
 _SUMS: dict[Any, Callable[..., tuple[Tensor, int]]] = {
     **dict.fromkeys((aten.mm, aten.bmm, aten.mv, aten.dot), _squares_of_product),
     **dict.fromkeys((aten.sum, aten.mean), _squares_of_sum),
     aten.embedding_dense_backward: _squares_of_rows,
     aten.cumsum: _squares_of_cumulated,
+    aten.convolution: _squares_of_convolution,
     **dict.fromkeys(
         (aten.index_put, aten.index_put_, aten.index_add, aten.scatter_add),
         _squares_of_accumulated,
@@ -262,7 +272,7 @@ _UNITS = {
     ),
 }
 _BACKWARD_STABLE = frozenset(
-    _packets("_linalg_solve_ex linalg_lu_solve convolution convolution_backward")
+    _packets("_linalg_solve_ex linalg_lu_solve convolution_backward")
 )
 # What moves, selects or compares numbers has no rounding error.
 _EXACT = frozenset(
