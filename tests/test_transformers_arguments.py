@@ -96,3 +96,32 @@ def test_block_indices_name_blocks_of_keys_for_groups_of_heads() -> None:
     scores = query @ key.mT * query.shape[-1] ** -0.5
     weights = scores.masked_fill(~(chosen & causal), -torch.inf).softmax(-1).nan_to_num()
     torch.testing.assert_close(out, (weights @ value).transpose(1, 2))
+
+
+def gpt2():  # type: ignore[no-untyped-def]
+    config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=64)
+    return transformers.GPT2Model, config, {"input_ids": torch.arange(3, 15).view(2, 6)}
+
+
+def siglip():  # type: ignore[no-untyped-def]
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
+    config = transformers.SiglipVisionConfig(
+        num_hidden_layers=2, image_size=16, patch_size=4, **sizes
+    )
+    pixels = torch.linspace(-1, 1, 3 * 16 * 16).view(1, 3, 16, 16)
+    return transformers.SiglipVisionModel, config, {"pixel_values": pixels}
+
+
+@pytest.mark.parametrize("model", [gpt2, siglip])
+def test_weights_of_models_that_do_not_tell_their_layers(model) -> None:  # type: ignore[no-untyped-def]
+    model_class, config, inputs = model()
+    weights = []
+    for implementation in ("eager", "fastattn"):
+        torch.manual_seed(0)
+        with register(), torch.no_grad():
+            stack = model_class._from_config(config, attn_implementation=implementation).eval()
+            weights.append(stack(**inputs, output_attentions=True).attentions)
+            if implementation == "fastattn":
+                assert stack(**inputs).attentions is None
+    assert len(weights[1]) == 2
+    torch.testing.assert_close(weights[1], weights[0])
