@@ -11,18 +11,19 @@ from torch import Tensor, nn
 from fastattn.integrations.transformers._masks import StructuredMask, dense_mask
 from fastattn.integrations.transformers._patterns import Pattern
 from fastattn.integrations.transformers._recording import weights_are_recorded
+from fastattn.integrations.transformers._support import is_model_input
 from fastattn.ops import scaled_dot_product_attention, varlen_attention
 
 __all__ = ["attention_forward"]
 
-# What models hand on to every layer, and what has no bearing on attention. Models that contain
-# others (PaliGemma, LLaVA-OneVision, Janus, Diffusion Gemma) hand on what they were called with.
+# What models hand on to every layer, and what has no bearing on attention. Besides, models that
+# contain others hand on what they were called with (PaliGemma: labels), see is_model_input.
 _IRRELEVANT = frozenset(
     """
-    cache_position decoder_input_ids deterministic generation_mode input_ids inputs_embeds
-    labels logits_to_keep max_length_k max_length_q mm_token_type_ids num_items_in_batch
-    output_hidden_states output_router_logits pixel_values position_ids return_dict seq_idx
-    token_type_ids use_cache vision_feature_layer vision_feature_select_strategy
+    cache_position decoder_attention_mask decoder_input_ids deterministic generation_mode
+    logits_to_keep max_length_k max_length_q num_items_in_batch output_hidden_states
+    output_router_logits position_ids return_dict seq_idx use_cache vision_feature_layer
+    vision_feature_select_strategy
     """.split()
 )
 # What continuous batching hands on besides: for its cache, and for what follows the model.
@@ -95,7 +96,8 @@ def attention_forward(
         TypeError: an argument that is not known here, and is not None.
     """
     known = _IRRELEVANT if cache is None else _PAGED
-    unknown = [name for name in others if name not in known and others[name] is not None]
+    given = (name for name, value in others.items() if value is not None)
+    unknown = [name for name in given if name not in known and not is_model_input(name)]
     if unknown:
         raise TypeError(
             f"fastattn's attention for transformers does not know the argument {unknown[0]!r} of "

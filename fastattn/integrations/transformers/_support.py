@@ -1,4 +1,4 @@
-"""Which models can be given another mask than the one of eager attention."""
+"""What is known of the models of transformers: the masks and the inputs that they take."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["takes_any_mask"]
+__all__ = ["is_model_input", "takes_any_mask"]
 
 
 @torch.compiler.assume_constant_result
@@ -45,10 +45,21 @@ def takes_any_mask(config: Any) -> bool:
 _takes_any_mask: dict[type, bool] = {}  # by the class of the config
 
 
+@torch.compiler.assume_constant_result
+def is_model_input(name: str) -> bool:
+    """Return whether a model that is loaded can be called with an argument of this name."""
+    if name not in _model_inputs:
+        for model in _subclasses(_base_of_models()):
+            _model_inputs.update(inspect.signature(model.forward).parameters)
+    return name in _model_inputs
+
+
+_model_inputs: set[str] = set()
+
+
 def _models_of(config_class: type) -> list[Any]:
     """The model classes of a config; without any, those in its package."""
-    base = importlib.import_module("transformers.modeling_utils").PreTrainedModel
-    models = list(_subclasses(base))
+    models = list(_subclasses(_base_of_models()))
     package = config_class.__module__.rpartition(".")[0]
     return [model for model in models if model.config_class is config_class] or [
         model for model in models if model.__module__.rpartition(".")[0] == package
@@ -67,6 +78,10 @@ def _asks_registry(model: Any) -> bool:
         return True
     defines_attention = re.search(r"^class \w*Attention\w*\(nn\.Module\)", code, re.MULTILINE)
     return defines_attention is None or "ALL_ATTENTION_FUNCTIONS" in code
+
+
+def _base_of_models() -> Any:
+    return importlib.import_module("transformers.modeling_utils").PreTrainedModel
 
 
 def _subclasses(of: type) -> Iterator[Any]:
