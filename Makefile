@@ -19,7 +19,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Tests run in as many processes as there are cores. Threads that wait for work must not keep a core
 # from another process. One test at a time, as for a debugger: ARGS="-n 0 -k name".
-test test-full test-slow test-isas test-sanitized test-triton-oldest test-torch: export OMP_WAIT_POLICY := passive
+test test-full test-slow test-isas test-sanitized test-triton-oldest test-torch test-transformers: export OMP_WAIT_POLICY := passive
 PYTEST := $(abspath $(BIN))/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 # The CUDA kernels take minutes and need a GPU to run: `make build FASTATTN_CUDA=1` asks for them.
 # Without one they are tested under an emulator (docs/emulator.md), which needs no build of them.
@@ -36,7 +36,7 @@ NATIVE_SOURCES := setup.py $(shell find csrc)
 CXX_FILES = $(shell git ls-files --cached --others --exclude-standard '*.cpp' '*.h' '*.cu')
 
 .DEFAULT_GOAL := help
-.PHONY: help bench test test-full test-slow test-isas test-sanitized test-triton-oldest test-torch test-gpu build lint format clean
+.PHONY: help bench test test-full test-slow test-isas test-sanitized test-triton-oldest test-torch test-transformers test-gpu build lint format clean
 
 help: ## say what there is to make
 	@grep -hE '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{ printf "  make %-23s %s\n", $$1, $$2 }'
@@ -48,7 +48,7 @@ test: build $(VENV)/.stamp-test ## run all tests but the slow ones; < 15 minutes
 	$(PYTEST) -m "not slow" $(ARGS)
 
 # Hours. Each part is a target of its own, so that one that failed can be run again alone.
-test-full: test test-isas test-sanitized test-triton-oldest test-torch test-slow ## test and the five below, one after the other
+test-full: test test-isas test-sanitized test-triton-oldest test-torch test-transformers test-slow ## test and the six below, one after the other
 
 test-slow: build $(VENV)/.stamp-test ## random search, mutants, every launch compiled, packaging, long benchmarks
 	$(PYTEST) -m slow $(ARGS)
@@ -89,6 +89,19 @@ test-torch: build $(VENV)/.stamp-test ## every promised torch, one after the oth
 	  PYTHONPATH=$(abspath $(OTHER_TORCH)) $(PYTEST) tests/test_compat.py $(ARGS) || exit; \
 	done
 	rm -rf $(OTHER_TORCH)
+
+# The oldest and the newest that are promised, with what they need besides torch, of which they know
+# no version. ARGS="-m 'slow or not slow'" runs all models, not only the quick ones.
+TRANSFORMERS_VERSIONS ?= 5.0.0 5.23.0
+OTHER_TRANSFORMERS := build/transformers
+test-transformers: build $(VENV)/.stamp-test ## the oldest and the newest promised transformers; TRANSFORMERS_VERSIONS="5.0.0" for some
+	for version in $(TRANSFORMERS_VERSIONS); do \
+	  rm -rf $(OTHER_TRANSFORMERS) && \
+	  $(PIP) install --quiet --target $(OTHER_TRANSFORMERS) transformers==$$version && \
+	  PYTHONPATH=$(abspath $(OTHER_TRANSFORMERS)) HF_HUB_OFFLINE=1 \
+	    $(PYTEST) -m "not slow" tests/test_transformers*.py $(ARGS) || exit; \
+	done
+	rm -rf $(OTHER_TRANSFORMERS)
 
 # The environment needs a PyTorch that sees the GPU: `make test-gpu TORCH_WHEELS=` takes the index's.
 # The CUDA kernels are tested too where FASTATTN_CUDA=1 had them built.
