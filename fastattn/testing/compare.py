@@ -102,17 +102,20 @@ def deviations(
 ) -> list[Deviation]:
     """Measure each candidate; ``eps_of`` names those whose eps is not that of their own dtype.
 
-    The noise is drawn until all are below half of their bounds, or as often as it may be.
+    The noise is drawn until all are below half of their bounds, or as often as it may be; what was
+    drawn for other candidates serves these, too.
     """
     eps_of = eps_of or {}
     found: list[Deviation] = []
-    while noise.draw() or not found:
+    may_draw = noise.drawn > 0 or noise.draw()
+    while may_draw or not found:
         found = [
             deviation(x, exact[name], noise.largest[name], name, eps_of.get(name))
             for name, x in candidates.items()
         ]
         if all(d.ratio <= _CLEARLY_RIGHT for d in found):
             break
+        may_draw = noise.draw()
     return found
 
 

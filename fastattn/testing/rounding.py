@@ -72,7 +72,7 @@ class Noise:
         self._dtype = dtype
         self._magnified = _MAGNIFIED if dtype == torch.float64 else 1.0
         self._center: Mapping[str, Tensor] | None = None
-        self._drawn = 0
+        self.drawn = 0
         fewest = min((x.numel() for x in exact.values() if x.numel()), default=0)
         self._draws = next(draws for results, draws in _DRAWS if fewest >= results)
         self.largest = dict.fromkeys(exact, 0.0)
@@ -84,11 +84,11 @@ class Noise:
 
     def draw(self) -> bool:
         """Evaluate the definition once more; False if it was evaluated often enough."""
-        if self._drawn == self._draws:
+        if self.drawn == self._draws:
             return False
         if self._center is None:
             self._center = self._definition() if self._dtype == torch.float64 else self._exact
-        with RandomRounding(self._dtype, self._drawn, self._magnified):
+        with RandomRounding(self._dtype, self.drawn, self._magnified):
             found = self._definition()
         if found.keys() != self._exact.keys():
             raise ValueError(f"the definition gives {sorted(found)}, want {sorted(self._exact)}")
@@ -97,7 +97,7 @@ class Noise:
             off = torch.where(torch.isfinite(self._exact[name]), off, 0.0)
             if off.numel():
                 self.largest[name] = max(self.largest[name], float(off.max()) / self._magnified)
-        self._drawn += 1
+        self.drawn += 1
         return True
 
 
