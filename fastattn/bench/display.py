@@ -27,8 +27,14 @@ METRICS = {
     "error": ("rel. error",),
     "energy": ("mJ",),
     "speedup": ("speed-up",),
+    "rate": ("per second",),
+    "attention": ("attention", "at most"),
 }
 DEFAULT_METRICS = ("time", "gflops", "peak", "memory", "error", "speedup")
+
+
+# Of whole models: how much of their time attention takes, and what could be gained at most.
+MODEL_METRICS = ("time", "rate", "memory", "error", "attention", "speedup")
 
 
 def columns_of(metrics: Sequence[str]) -> list[str]:
@@ -148,7 +154,19 @@ def table_line(row: Row) -> dict[str, str]:
         "% of roof": _number(row["percent_of_roof"], ".0f"),
         "mJ": "" if row["joules"] is None else f"{1e3 * row['joules']:.3g}",
         "speed-up": speedup,
+        "per second": _rate(row),
+        "attention": _percent(row["attention_share"]),
+        "at most": "" if row["speedup_limit"] is None else f"{row['speedup_limit']:.2f}×",
     }
+
+
+def _rate(row: Row) -> str:
+    rate = row["items_per_second"]
+    return "" if rate is None else f"{milliseconds(rate)} {row['item']}"
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:.1f} %"
 
 
 def _number(value: float | None, form: str) -> str:
@@ -173,10 +191,12 @@ def plain_table(rows: Sequence[Row], columns: Sequence[str] = COLUMNS) -> str:
     )
 
 
-def save_markdown(result: Result, rows: Sequence[Row], path: Path) -> None:
+def save_markdown(
+    result: Result, rows: Sequence[Row], path: Path, metrics: Sequence[str] = DEFAULT_METRICS
+) -> None:
     """The table, what it shows, and its conditions."""
-    texts = [table_line(row) for row in rows]
-    lines = [COLUMNS, ["---"] * len(COLUMNS), *([text[c] for c in COLUMNS] for text in texts)]
+    texts, columns = [table_line(row) for row in rows], columns_of(metrics)
+    lines = [columns, ["---"] * len(columns), *([text[c] for c in columns] for text in texts)]
     cells = ([text.replace("|", "\\|") for text in line] for line in lines)
     table = "\n".join("| " + " | ".join(line) + " |" for line in cells)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -62,7 +62,7 @@ def output_names(cell: Cell) -> list[str]:
         if cell.weights != "none":
             names.append("weights")
     if cell.passes != "fwd":
-        names += [f"grad_{name}" for name in ops.get(cell.op).LEAVES]
+        names += [f"grad_{name}" for name in ops.get(cell.op).leaf_names(cell)]
     return names
 
 

@@ -84,8 +84,7 @@ class Oracle:
         found = []
         for where in parts:
             taken = {n: self.op.part(self.cell, n, x, where) for n, x in self.inputs.items()}
-            cast = {n: x.double() if x.is_floating_point() else x for n, x in taken.items()}
-            found.append(self.op.expected(self.cell, cast))
+            found.append(self.op.expected(self.cell, self.op.in_double(taken)))
         return {name: torch.cat([part[name] for part in found]) for name in found[0]}
 
     def _sample(self, name: str, whole: Tensor) -> Tensor:

@@ -50,6 +50,7 @@ class Round:
     """One turn of every provider, in random order, between two measurements of the peak.
 
     share          of its threads' time that the measurement of the peak got, at its worst
+    attention      the share of a whole model's time that its attention took
     guard_seconds  how long the second measurement lasted: about as long as a provider's sample
     """
 
@@ -58,6 +59,7 @@ class Round:
     share: float = 1.0
     joules: dict[str, float] = field(default_factory=dict)
     guard_seconds: float = 0.01
+    attention: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass

@@ -306,6 +306,8 @@ class Runner:
         self.sample_seconds[name] = (outcome.inner or 1) * reply["ms"] / 1e3
         if reply["joules"] is not None:
             turn.joules[name] = reply["joules"]
+        if reply["attention"] is not None:
+            turn.attention[name] = reply["attention"]
 
     # Failures
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fastattn.bench import stats
+from fastattn.bench import ops, stats
 from fastattn.bench.peaks import kind_of
 from fastattn.bench.results import CellResult, Peak, Result, Round
 
@@ -115,6 +115,7 @@ _TIMED = (
     *("gflops", "peak_gflops", "percent_of_peak", "percent_low", "percent_high", "impossible"),
     *("gbs", "percent_of_bandwidth", "intensity", "roof_gflops", "percent_of_roof", "joules"),
     *("baseline", "speedup", "speedup_low", "speedup_high", "verdict"),
+    *("items_per_second", "item", "attention_share", "speedup_limit"),
 )
 
 
@@ -155,7 +156,22 @@ def _metrics(
         metrics["percent_of_roof"] = 100 * gflops / roof
     used = [r.joules[provider] for r in rounds if provider in r.joules]
     metrics["joules"] = stats.median(used) if used else None
-    return metrics | _against_baseline(result, rounds, provider)
+    metrics |= _against_baseline(result, rounds, provider)
+    return metrics | _of_model(cell, rounds, provider, ms)
+
+
+def _of_model(cell: CellResult, rounds: list[Round], provider: str, ms: float) -> dict[str, Any]:
+    """What a whole model computes in a second, and the share of its time that attention takes.
+
+    speedup_limit   how many times as fast it would be if its attention took no time (Amdahl 1967)
+    """
+    found: dict[str, Any] = {}
+    if (items := ops.get(cell.cell.op).items(cell.cell)) is not None:
+        found["items_per_second"], found["item"] = items[0] / ms * 1e3, items[1]
+    if shares := [r.attention[provider] for r in rounds if provider in r.attention]:
+        found["attention_share"] = share = stats.median(shares)
+        found["speedup_limit"] = 1 / (1 - share) if share < 1 else None
+    return found
 
 
 def _is_from_memory(result: Result, cell: CellResult) -> bool:

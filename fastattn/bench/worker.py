@@ -4,7 +4,8 @@
     {"do": "why_not", "cell"}                              -> {"reasons"}
     {"do": "prepare", "cell", "seed", "save", "sample", "cold"}
                                                            -> {"first_ms", "inner", "peak_bytes"}
-    {"do": "time"}                                         -> {"ms", "joules"} of one call
+    {"do": "time"}                                         -> {"ms", "joules", "attention"}: of one
+                                                              call, and its attention's share of it
     {"do": "peak", "kind", "threads", "seconds", "device"} -> {"rate", "method", "share", "unit"}
 
 `prepare` leaves the outputs in the file `save`. Every reply has "ok"; with false it has "error".
@@ -30,22 +31,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.bench import peaks
+from fastattn.bench import ops, peaks
 from fastattn.bench.caches import Sweeper
 from fastattn.bench.cells import Cell
 from fastattn.bench.energy import joules
 from fastattn.bench.inputs import make_inputs, output_names
 from fastattn.bench.memory import peak_extra_bytes
 from fastattn.bench.providers import Provider, load
+from fastattn.bench.stopwatch import Stopwatch
 
 Request = dict[str, Any]
 MAX_INNER = 10_000
 MAX_INNER_COLD = 10  # emptying the caches takes longer than most calls
 SETTLE_SECONDS = 0.25
 NEEDS_WARMING = 0.2  # seconds; a longer call refills the caches in a small part of its time
-
-# Batch and lengths of the tiny cell that loads the code; widths decide which code it is.
-_TINY = {"B": 1, "S": 1, "L": 16, "Lq": 16, "Lk": 16, "N": 16}
 
 
 class Worker:
@@ -58,6 +57,7 @@ class Worker:
         self.seconds = 0.0  # of one call, roughly
         self.awake: set[Cell] = set()
         self.device, self.cold = "cpu", False
+        self.stopwatch: Stopwatch | None = None
         self.sweeper = Sweeper()
 
     def open(self, request: Request) -> Request:
@@ -80,6 +80,7 @@ class Worker:
         save_outputs(cell, outputs, Path(request["save"]))
         del outputs
         self.device, self.cold = cell.device, request["cold"]
+        self.stopwatch = ops.get(cell.op).stopwatch
         seconds = self._seconds(call, 1)
         self.call = call
         self.seconds = seconds
@@ -89,7 +90,8 @@ class Worker:
 
     def _wake(self, cell: Cell) -> None:
         """Runs a tiny cell of the same kind once: loading code is no cost of the shape's."""
-        sizes = {key: min(size, _TINY.get(key, size)) for key, size in cell.sizes.items()}
+        least = ops.get(cell.op).TINY
+        sizes = {key: min(size, least.get(key, size)) for key, size in cell.sizes.items()}
         tiny = dataclasses.replace(cell, sizes=sizes)
         if (kind := dataclasses.replace(tiny, preset="", label="")) not in self.awake:
             assert self.provider is not None
@@ -104,13 +106,18 @@ class Worker:
         gc.disable()
         if self.seconds < NEEDS_WARMING:
             call()  # wakes the threads, brings the inputs back into the caches
+        watched = self._watched()
         before = joules()
         seconds = self._seconds_cold(call, inner) if self.cold else self._seconds(call, inner)
         after = joules()
         gc.enable()
         used = None if before is None or after is None or self.cold else (after - before) / inner
+        share = (self._watched() - watched) / seconds or None
         _settle()
-        return {"ms": seconds / inner * 1e3, "joules": used}
+        return {"ms": seconds / inner * 1e3, "joules": used, "attention": share}
+
+    def _watched(self) -> float:
+        return 0.0 if self.stopwatch is None else self.stopwatch.seconds
 
     def _seconds(self, call: Callable[[], Any], count: int) -> float:
         peaks.synchronize(self.device)

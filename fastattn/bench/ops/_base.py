@@ -15,6 +15,7 @@ import fastattn
 if TYPE_CHECKING:
     from fastattn.bench.cells import Cell
     from fastattn.bench.inputs import Draw
+    from fastattn.bench.stopwatch import Stopwatch
 
 Inputs = dict[str, Tensor]
 Outputs = tuple[Tensor, ...]
@@ -38,6 +39,19 @@ class Operator:
     WEIGHTS: ClassVar[Sequence[str]] = ("none",)
     PASSES: ClassVar[Sequence[str]] = ("fwd", "bwd", "fwd+bwd")
     LEAVES: ClassVar[Sequence[str]]  # the inputs that have a gradient, in order
+    # Batch and lengths of the tiny cell that loads the code; widths decide which code it is.
+    TINY: ClassVar[Mapping[str, int]] = dict.fromkeys(("B", "S"), 1) | dict.fromkeys(
+        ("L", "Lq", "Lk", "N"), 16
+    )
+    # Runs during the part of a call that is attention, where that is only a part.
+    stopwatch: Stopwatch | None = None
+
+    def require(self) -> None:
+        """Raises ImportError, saying what to install, where a package is missing."""
+
+    def items(self, cell: Cell) -> tuple[float, str] | None:
+        """What a call computes, as a number and a unit, where it is a whole model's."""
+        return None
 
     def check(self, sizes: Mapping[str, int]) -> None:
         """Raises ValueError, naming the keys, for sizes that do not fit together."""
@@ -74,14 +88,25 @@ class Operator:
 
     def theirs(self, cell: Cell, inputs: Inputs) -> Prepared:
         """What a user of PyTorch writes today."""
-        return lambda: self.plain(cell, inputs), self.leaves(inputs)
+        return self.eager(cell, inputs)
 
     def why_not_theirs(self, cell: Cell) -> list[str]:
         """Why PyTorch has nothing for this cell."""
         return []
 
+    def eager(self, cell: Cell, inputs: Inputs) -> Prepared:
+        """The same without any fused attention."""
+        return lambda: self.plain(cell, inputs), self.leaves(inputs)
+
+    def leaf_names(self, cell: Cell) -> Sequence[str]:
+        return self.LEAVES
+
     def leaves(self, inputs: Inputs) -> list[Tensor]:
         return [inputs[name] for name in self.LEAVES]
+
+    def in_double(self, inputs: Inputs) -> Inputs:
+        """The inputs of `expected`."""
+        return {name: x.double() if x.is_floating_point() else x for name, x in inputs.items()}
 
     def expected(self, cell: Cell, inputs: Inputs) -> Inputs:
         """All outputs of the cell by name, in the dtype of `inputs`, by the plain equation."""

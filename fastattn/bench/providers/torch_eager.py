@@ -19,9 +19,4 @@ def why_not(cell: Cell) -> list[str]:
 
 
 def prepare(cell: Cell, inputs: dict[str, Tensor]) -> Callable[[], Outputs]:
-    op = ops.get(cell.op)
-
-    def forward() -> Outputs:
-        return op.plain(cell, inputs)
-
-    return run_passes(cell, forward, op.leaves(inputs), inputs["grad_out"])
+    return run_passes(cell, *ops.get(cell.op).eager(cell, inputs), inputs["grad_out"])
