@@ -13,7 +13,14 @@ from fastattn import spelling
 from fastattn.bench import commands, compare, display, measuring, ops
 from fastattn.bench.cells import DEVICES, DTYPES, MASKS, PASSES, WEIGHTS, Cell
 from fastattn.bench.exits import FAULTS, INTERRUPTED, OK, UNWRITTEN, USAGE
-from fastattn.bench.presets import PRESETS, Template, preset_cells, template_cells
+from fastattn.bench.presets import (
+    PRESETS,
+    WHOLE_MODELS,
+    Template,
+    model_cells,
+    preset_cells,
+    template_cells,
+)
 from fastattn.bench.providers import DEFAULT, PROVIDERS
 from fastattn.bench.shapes import Line, parse_line, read_lines
 from fastattn.spelling import names
@@ -28,6 +35,12 @@ examples:
   fastattn bench run --shapes "B=1,H=8,L=128:8192:x2,D=64" --mask causal
   fastattn bench run --op mha,encoder_layer --providers torch,fastattn,fastattn@avx2
   fastattn bench run --shapes @shapes.txt    (a file that `bench record` wrote)
+
+""",
+    "model": """\
+examples:
+  fastattn bench model bert-base
+  fastattn bench model all --dtype bf16 --pass fwd --json models.json
 
 """,
     "compare": """\
@@ -49,6 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(bench_function=lambda args: _no_command(parser))
     for function, add, words in (
         (measuring.run, _add_run, "measure"),
+        (measuring.model, _add_model, "measure whole models of transformers"),
         (commands.compare, _add_compare, "compare two results, and fail where one is slower"),
         (commands.plot, _add_plot, "draw a result"),
         (commands.report, _add_report, "write a result as one HTML file"),
@@ -97,6 +111,7 @@ def _split(text: str) -> list[str]:
 
 def add_what(parser: argparse.ArgumentParser) -> None:
     """The arguments that say which cells are meant."""
+    parser.set_defaults(models=[])
     what = parser.add_argument_group("what is measured")
     what.add_argument(
         "--preset",
@@ -113,16 +128,34 @@ def add_what(parser: argparse.ArgumentParser) -> None:
         help='e.g. "B=1,H=8,Lq=128:8192:x2,Lk=Lq,D=64", "mha B=8,L=512,E=768,H=12 mask=padding", '
         "or @FILE with such lines; repeatable",
     )
-    spelling.add_list(what, "--dtype", "fp32,bf16,fp16, or float32,bfloat16,float16")
-    what.add_argument(
-        "--pass", dest="passes", type=names, default=[], metavar="LIST", help="fwd,bwd,fwd+bwd"
-    )
+    _add_passes(what)
     what.add_argument("--mask", choices=MASKS, help="the mask of every cell")
     what.add_argument("--weights", choices=WEIGHTS, help="the attention weights that are returned")
 
 
+def _add_passes(what: argparse._ActionsContainer) -> None:
+    spelling.add_list(what, "--dtype", "fp32,bf16,fp16, or float32,bfloat16,float16")
+    what.add_argument(
+        "--pass", dest="passes", type=names, default=[], metavar="LIST", help="fwd,bwd,fwd+bwd"
+    )
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    what = parser.add_argument_group("what is measured")
+    what.add_argument(
+        "models", type=names, metavar="NAME", help=f"{', '.join(WHOLE_MODELS)}, or all; or a list"
+    )
+    _add_passes(what)
+    _add_how(parser)
+    parser.set_defaults(mask=None, weights=None, rounds=9, time_budget=300.0, timeout=300.0)
+
+
 def _add_run(parser: argparse.ArgumentParser) -> None:
     add_what(parser)
+    _add_how(parser)
+
+
+def _add_how(parser: argparse.ArgumentParser) -> None:
     who = parser.add_argument_group("who is measured")
     who.add_argument(
         "--providers",
@@ -144,9 +177,15 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--threads", type=int, metavar="N", help="default: as many as torch uses")
     how.add_argument("--seed", type=int, default=0, metavar="N", help="of inputs and order (0)")
     how.add_argument(
-        "--time-budget", type=float, default=60.0, metavar="S", help="seconds for everything (60)"
+        "--time-budget",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="seconds for everything (%(default).0f)",
     )
-    how.add_argument("--rounds", type=int, default=15, metavar="N", help="quiet rounds a cell (15)")
+    how.add_argument(
+        "--rounds", type=int, default=15, metavar="N", help="quiet rounds a cell (%(default)s)"
+    )
     how.add_argument(
         "--timeout", type=float, default=60.0, metavar="S", help="a provider silent so long hangs"
     )
@@ -164,7 +203,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     out.add_argument(
         "--metric",
         type=names,
-        default=list(display.DEFAULT_METRICS),
+        default=[],
         metavar="LIST",
         help=f"the columns of the table: {', '.join(display.METRICS)}",
     )
@@ -237,6 +276,8 @@ def cells_of(args: argparse.Namespace, dtypes: Sequence[str] = DTYPES) -> list[C
     """The cells that the arguments ask for. Raises ValueError naming the argument that is wrong."""
     args.dtype = spelling.dtypes(args.dtype, dtypes)
     check_names("--pass", args.passes, PASSES)
+    if args.models:
+        return model_cells(args.models, args.dtype, args.passes)
     wanted = [ops.resolve(name) for name in args.op]
     if args.shapes and args.preset:
         raise ValueError("give either --shapes or --preset")

@@ -12,7 +12,7 @@ from fastattn.bench import compare as comparing
 from fastattn.bench import measuring, ops, results
 from fastattn.bench.display import milliseconds
 from fastattn.bench.exits import FAULTS, OK
-from fastattn.bench.presets import PRESETS
+from fastattn.bench.presets import PRESETS, WHOLE_MODELS
 from fastattn.bench.providers import PROVIDERS, load, variants
 from fastattn.bench.summary import QUIET_SHARE, summarise
 
@@ -26,6 +26,11 @@ def list_all(args: argparse.Namespace) -> int:
         op = ops.get(name)
         keys = ",".join(f"{key}={default}" for key, default in op.SIZES.items())
         print(f"  {name:<20}{op.FUNCTION}: {op.ABOUT}\n{'':<22}{keys}; torch: {op.TORCH}")
+    print("\nWhole models (bench model NAME)")
+    for name, templates in WHOLE_MODELS.items():
+        for template in templates:
+            op = ops.get(template.op)
+            print(f"  {name:<20}{template.label}: {op.FUNCTION}, {template.op} {template.shape}")
     print("\nPresets (--preset)")
     for name, preset in PRESETS.items():
         print(f"  {name:<20}{preset.about}")

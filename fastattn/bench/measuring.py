@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 
-from fastattn.bench import display, results, runner, summary
+from fastattn.bench import display, ops, results, runner, summary
+from fastattn.bench.cells import Cell
 from fastattn.bench.environment import describe_environment, processor_slug
 from fastattn.bench.exits import FAULTS, INTERRUPTED, OK, UNWRITTEN
 from fastattn.bench.pool import usable_cpus
@@ -20,6 +21,16 @@ from fastattn.bench.results import Result
 
 PROCESSOR = "{processor}"
 PICTURES = (".png", ".svg", ".pdf")
+
+
+def model(args: argparse.Namespace) -> int:
+    """Measure whole models of transformers, with its own attention and with ours, side by side.
+
+    Sizes are real, weights random: nothing is downloaded. "attention" is the share of a model's
+    time that its attention takes, and "at most" how many times as fast the model would be if that
+    took no time. A training step (--pass fwd+bwd) has no dropout and no optimizer.
+    """
+    return run(args)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -31,8 +42,11 @@ def run(args: argparse.Namespace) -> int:
     cells = [dataclasses.replace(cell, device=args.device) for cell in cli.cells_of(args)]
     if args.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: PyTorch finds no GPU here")
-    cli.check_names("--metric", args.metric, tuple(display.METRICS))
+    only_models = all(cell.op in ops.MODELS for cell in cells)
+    metrics = args.metric or (display.MODEL_METRICS if only_models else display.DEFAULT_METRICS)
+    cli.check_names("--metric", metrics, tuple(display.METRICS))
     _check_settings(args)
+    _require(cells)
     out = _placed(args.out, args.device)
     files = {
         name: _placed(given, args.device) or (out / f"results.{suffix}" if out else None)
@@ -70,13 +84,13 @@ def run(args: argparse.Namespace) -> int:
         finally:
             journal.close()
     rows = summary.summarise(result)
-    display.print_result(result, rows, args.metric)
+    display.print_result(result, rows, metrics)
     is_timed = any(row["ms"] is not None for row in rows)
     written, failures = [], [journal.failure] if journal.failure else []
     for path, write in (
         (files["json"], lambda path: results.save_json(result, rows, path)),
         (files["csv"], lambda path: results.save_csv(rows, path)),
-        (files["markdown"], lambda path: display.save_markdown(result, rows, path)),
+        (files["markdown"], lambda path: display.save_markdown(result, rows, path, metrics)),
         (files["plot"] if is_timed else None, lambda path: draw(result, path)),
     ):
         if path:
@@ -88,6 +102,15 @@ def run(args: argparse.Namespace) -> int:
     for failure in failures:
         print(f"Not written: {failure.filename}: {failure.strerror}", file=sys.stderr)
     return UNWRITTEN if failures else exit_code(result.ended, rows)
+
+
+def _require(cells: Sequence[Cell]) -> None:
+    """Raises ValueError, saying what to install, before anything is measured."""
+    try:
+        for op in dict.fromkeys(cell.op for cell in cells):
+            ops.get(op).require()
+    except ImportError as error:
+        raise ValueError(str(error)) from error
 
 
 def _placed(path: Path | None, device: str) -> Path | None:

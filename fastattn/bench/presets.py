@@ -177,6 +177,35 @@ _MEMORY = [
     Template("bAbI, the whole network", "memn2n", "B=32,N=50,J=11,V=175,D=50,K=3"),
 ]
 
+# Whole models of transformers, by the names that `bench model` takes. Sizes that are not given are
+# those of BERT-base, DistilBERT, ViT-B/16, the encoder of Whisper small, GPT-2 and TinyLlama.
+_TRAINED = ("fwd", "fwd+bwd")
+_FORWARD = ("fwd",)
+WHOLE_MODELS: dict[str, list[Template]] = {
+    "bert-base": [Template("BERT-base, 128 tokens", "bert", "B=8,L=128", passes=_TRAINED)],
+    "distilbert": [Template("DistilBERT, 128 tokens", "distilbert", "B=8,L=128", passes=_FORWARD)],
+    # Wang et al. 2020, https://arxiv.org/abs/2002.10957: MiniLM-L6-H384, which embeds sentences.
+    "minilm": [
+        Template(
+            "MiniLM, half padding",
+            "bert",
+            "B=32,L=128,N=6,E=384,H=12,F=1536",
+            "padding",
+            passes=_FORWARD,
+        )
+    ],
+    "vit-b16": [Template("ViT-B/16, 224 pixels", "vit", "B=8,I=224", passes=_FORWARD)],
+    "whisper-small": [
+        Template("Whisper small's encoder, 30 s", "whisper_encoder", "B=1,L=1500", passes=_FORWARD)
+    ],
+    "gpt2": [Template("GPT-2, prompt of 1024", "gpt2", "B=1,L=1024", passes=_FORWARD)],
+    # Zhang et al. 2024, https://arxiv.org/abs/2401.02385: the shape of Llama with 1.1 billion.
+    "llama-1b": [
+        Template("TinyLlama 1.1B, prompt of 512", "llama", "B=1,L=512", passes=_FORWARD),
+        Template("TinyLlama 1.1B, next token, cache 2048", "llama_decode", "B=1,L=2048"),
+    ],
+}
+
 PRESETS: dict[str, Preset] = {
     "quick": Preset(
         "one cell of each kind, about a minute", [_BERT[128], _BERT_CORE[512], _GPT2, _DECODE_GQA]
@@ -211,8 +240,30 @@ PRESETS: dict[str, Preset] = {
         "the attentions of recurrent translation: Bahdanau, Luong; hard attention", _SEQ2SEQ
     ),
     "memory": Preset("memories: Hopfield retrieval, end-to-end memory networks", _MEMORY),
+    "models": Preset(
+        f"whole models of transformers: {', '.join(WHOLE_MODELS)} (`bench model` has one alone)",
+        [template for templates in WHOLE_MODELS.values() for template in templates],
+    ),
 }
-MODEL_PRESETS = tuple(name for name in PRESETS if name not in ("quick", "dropin"))
+MODEL_PRESETS = tuple(name for name in PRESETS if name not in ("quick", "dropin", "models"))
+
+
+def model_cells(
+    names: Sequence[str], dtypes: Sequence[str] = (), passes: Sequence[str] = ()
+) -> list[Cell]:
+    """The cells of whole models (`all`: of every one). Raises ValueError for an unknown name."""
+    for name in names:
+        if name not in (*WHOLE_MODELS, "all"):
+            raise ValueError(f"model {name!r}: known are {', '.join([*WHOLE_MODELS, 'all'])}")
+    cells = [
+        cell
+        for name in (WHOLE_MODELS if "all" in names else dict.fromkeys(names))
+        for template in WHOLE_MODELS[name]
+        for cell in template_cells(template, dtypes, passes, "models")
+    ]
+    if not cells:
+        raise ValueError(f"--pass {','.join(passes)}: {', '.join(names)} has no such pass")
+    return cells
 
 
 def preset_cells(name: str, dtypes: Sequence[str] = (), passes: Sequence[str] = ()) -> list[Cell]:

@@ -1,7 +1,8 @@
 """What can be measured: one file for each operator and module of the library.
 
 An operator is an instance of `_base.Operator`, called OP, in `fastattn/bench/ops/<name>.py`; add
-its name to OPS. Any other importable module with an OP is one too: `--op mypackage.myoperator`.
+its name to OPS. A whole model is one too, in `fastattn/bench/models/<name>.py` and MODELS; and so
+is any other importable module with an OP: `--op mypackage.myoperator`.
 """
 
 from __future__ import annotations
@@ -19,17 +20,22 @@ OPS = (
     *("memory_hops", "encode_memory", "memn2n", "key_value_memory"),
     *("sinusoidal", "sinusoidal_table", "positional", "learned"),
 )
+# Whole models of transformers, which is imported when one is built.
+MODELS = ("bert", "distilbert", "vit", "whisper_encoder", "gpt2", "llama", "llama_decode")
+_MODULES = {name: f"{__name__}.{name}" for name in OPS} | {
+    name: f"fastattn.bench.models.{name}" for name in MODELS
+}
 
-__all__ = ["OPS", "Operator", "get", "names_of", "resolve"]
+__all__ = ["MODELS", "OPS", "Operator", "get", "names_of", "resolve"]
 
 
 @functools.cache
 def get(name: str) -> Operator:
     """The operator of that name. Raises ValueError for one that is unknown."""
-    if name not in OPS and "." not in name:
-        raise ValueError(f"--op {name!r}: known are {', '.join(OPS)}, or a.module of yours")
+    if name not in _MODULES and "." not in name:
+        raise ValueError(f"--op {name!r}: known are {', '.join(_MODULES)}, or a.module of yours")
     try:
-        module = importlib.import_module(f"fastattn.bench.ops.{name}" if name in OPS else name)
+        module = importlib.import_module(_MODULES.get(name, name))
     except ImportError as error:
         raise ValueError(f"--op {name!r} cannot be imported: {error}") from error
     operator = getattr(module, "OP", None)
@@ -39,8 +45,8 @@ def get(name: str) -> Operator:
 
 
 def resolve(name: str) -> str:
-    """The name in OPS of an operator that may be given by its name in the library."""
-    for op in OPS:
+    """The name in OPS or MODELS of an operator that may be given by its name in the library."""
+    for op in _MODULES:
         if name in names_of(op):
             return op
     get(name)

@@ -1,0 +1,343 @@
+"""What the models share: weights that we draw, the attention that is asked for, exact results."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from fastattn.bench.models._watching import watching
+from fastattn.bench.ops._attention import softmax_of
+from fastattn.bench.ops._base import Inputs, Operator, Outputs, Prepared, Sizes
+from fastattn.bench.stopwatch import Stopwatch
+from fastattn.compat import DispatchMode
+
+if TYPE_CHECKING:
+    from fastattn.bench.cells import Cell
+    from fastattn.bench.inputs import Draw
+
+Call = Callable[[], Tensor]
+EXTRA = "pip install fastattn[transformers]"
+_EXACT = "fastattn-bench-exact"  # in the registries of transformers while a reference is computed
+_POOL = 2**24  # random numbers: a billion take longer to draw than a model to run
+
+
+class Model(Operator):
+    """A model of transformers. `torch` runs it with its attention "sdpa", we with "fastattn".
+
+    Inputs are what the model is called with, and its parameters by their own names. The output is
+    `last_hidden_state` unless `bind` says otherwise. Gradients are those of all parameters.
+    """
+
+    TORCH = 'attn_implementation="sdpa", the same parameters'
+    PASSES: ClassVar[Sequence[str]] = ("fwd", "fwd+bwd")
+    TINY: ClassVar[Mapping[str, int]] = {"B": 1, "L": 16, "N": 1, "V": 64}
+    CAUSAL: ClassVar[bool] = False
+    stopwatch: Stopwatch
+
+    def __init__(self) -> None:
+        self.stopwatch = Stopwatch()
+
+    # What each model says of itself
+
+    def make(self, cell: Cell) -> nn.Module:
+        """The model of transformers, with any parameters."""
+        raise NotImplementedError
+
+    def given(self, cell: Cell, draw: Draw) -> Inputs:
+        """What the model is called with."""
+        raise NotImplementedError
+
+    def weights(self, sizes: Mapping[str, int]) -> int:
+        """By how many numbers a layer multiplies a token; a layer of an encoder."""
+        return 4 * sizes["E"] ** 2 + 2 * sizes["E"] * sizes["F"]
+
+    def other(self, sizes: Mapping[str, int]) -> tuple[int, int]:
+        """Before and after the layers: how many weights, and how many products with them."""
+        return 0, 0
+
+    def tokens(self, sizes: Mapping[str, int]) -> int:
+        return sizes["B"] * sizes["L"]
+
+    def pairs(self, cell: Cell, visible: int) -> int:
+        """Of a layer and a head, over the batch; `visible` are those of the mask alone."""
+        return cell["B"] * cell["L"] * (cell["L"] + 1) // 2 if self.CAUSAL else visible
+
+    def bind(self, cell: Cell, model: Any, given: Inputs) -> Call:
+        """The call that is timed."""
+        return lambda: model(**given).last_hidden_state
+
+    # What follows from it
+
+    def check(self, sizes: Mapping[str, int]) -> None:
+        if sizes["E"] % sizes["H"]:
+            raise ValueError(f"E={sizes['E']} is not a multiple of H={sizes['H']}")
+
+    def require(self) -> None:
+        try:
+            importlib.import_module("transformers")
+        except ImportError as error:
+            raise ImportError(f"whole models need transformers: {EXTRA} ({error})") from error
+
+    def items(self, cell: Cell) -> tuple[float, str]:
+        return self.tokens(cell.sizes), "tokens"
+
+    def flops(self, cell: Cell, pairs: int) -> tuple[int, int]:
+        sizes = cell.sizes
+        attention = sizes["N"] * self.pairs(cell, pairs) * sizes["E"]
+        weights = sizes["N"] * self.weights(sizes)
+        products = 2 * (self.tokens(sizes) * weights + self.other(sizes)[1])
+        return products + 4 * attention, 2 * products + 10 * attention
+
+    def elements(self, cell: Cell) -> tuple[int, int]:
+        weights = cell["N"] * self.weights(cell.sizes) + self.other(cell.sizes)[0]
+        tokens = self.tokens(cell.sizes) * cell["E"]
+        return weights + tokens, tokens
+
+    def inputs(self, cell: Cell, draw: Draw) -> Inputs:
+        """Matrices that keep the size of what they multiply, so attention has scores of about 1."""
+        inputs = self.given(cell, draw)
+        window = _windows(draw)
+        for name, parameter in _on_meta(self, cell).named_parameters():
+            shape, count = parameter.shape, parameter.numel()
+            if len(shape) > 1:
+                inputs[name] = window(count, (count // shape[0]) ** -0.5).view(shape)
+            else:
+                inputs[name] = window(count, 0.1) + (1 if name.endswith("weight") else 0)
+        length = self.tokens(cell.sizes) // cell["B"]
+        return inputs | {"grad_out": draw.normal(cell["B"], length, cell["E"])}
+
+    def leaf_names(self, cell: Cell) -> Sequence[str]:
+        if cell.passes == "fwd":
+            return ()
+        return [name for name, _ in _on_meta(self, cell).named_parameters()]
+
+    def ours(self, cell: Cell, inputs: Inputs) -> Prepared:
+        from fastattn.integrations.transformers import register
+
+        return self._prepared(cell, inputs, "fastattn", register)
+
+    def theirs(self, cell: Cell, inputs: Inputs) -> Prepared:
+        return self._prepared(cell, inputs, "sdpa", contextlib.nullcontext)
+
+    def eager(self, cell: Cell, inputs: Inputs) -> Prepared:
+        return self._prepared(cell, inputs, "eager", contextlib.nullcontext)
+
+    def _prepared(
+        self, cell: Cell, inputs: Inputs, attention: str, registered: Callable[[], Any]
+    ) -> Prepared:
+        """Eval mode for the forward alone, else training without dropout."""
+        model = self._model(cell, inputs)
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()  # each has memory of its own, as in a model
+        call = self.bind(cell, model, self._given(cell, inputs))
+        with registered():
+            model.set_attn_implementation(attention)
+
+        def forward() -> Outputs:
+            with registered(), watching(attention, self.stopwatch):
+                return (call(),)
+
+        own = dict(model.named_parameters())
+        return forward, [own[name] for name in self.leaf_names(cell)]
+
+    def _model(self, cell: Cell, inputs: Inputs) -> Any:
+        """The model with the parameters that are in `inputs`, of their dtype."""
+        dtype = inputs[next(iter(_on_meta(self, cell).named_parameters()))[0]].dtype
+        with _default_dtype(dtype), _NothingDrawn():
+            model = self.make(cell)
+        model.train(cell.passes != "fwd")
+        for name, parameter in model.named_parameters():
+            parameter.data = inputs[name]
+        return model
+
+    def _given(self, cell: Cell, inputs: Inputs) -> Inputs:
+        """What the model is called with."""
+        own = {"grad_out", *(name for name, _ in _on_meta(self, cell).named_parameters())}
+        return {name: x for name, x in inputs.items() if name not in own}
+
+    # The reference
+
+    def in_double(self, inputs: Inputs) -> Inputs:
+        """Left to `expected`: all weights at once in float64 may not fit into memory."""
+        return inputs
+
+    def expected(self, cell: Cell, inputs: Inputs) -> Inputs:
+        """The model in float64, with its attention spelled out.
+
+        What the model computes in float32 whatever its dtype, such as rotary angles, stays so.
+        """
+        model = self._model(cell, inputs)
+        given = {n: _double(x) for n, x in self._given(cell, inputs).items()}
+        wanted = self.leaf_names(cell)
+        _spell_attention_out(model)
+        with torch.set_grad_enabled(bool(wanted)):
+            if not wanted:
+                _double_in_turn(model)
+                return {"out": self.bind(cell, model, given)()}
+            own = dict(model.named_parameters())
+            _widen(list(own.values()))
+            out = self.bind(cell, model, given)()
+            leaves = [own[name] for name in wanted]
+            gradients = torch.autograd.grad(out, leaves, inputs["grad_out"].double())
+        names = (f"grad_{name}" for name in wanted)
+        return {"out": out.detach(), **dict(zip(names, gradients, strict=True))}
+
+    def parts(self, cell: Cell, seed: int, *, few: bool = False) -> list[tuple[int, ...]]:
+        """The noise of the forward alone is that of one sequence, or of the beginning of one.
+
+        That is a part of the whole: a token of a causal model does not depend on later ones.
+        """
+        return [self.few(cell)] if few and cell.passes == "fwd" else [()]
+
+    def few(self, cell: Cell) -> tuple[int, ...]:
+        """(sequence,), or (sequence, tokens)."""
+        last = cell["B"] - 1
+        return (last, min(cell["L"], 64)) if self.CAUSAL else (last,)
+
+    def unjudged(self, cell: Cell) -> Collection[str]:
+        """In 16 bits, the gradients of layer norms: PyTorch adds up their tokens in 16 bits."""
+        if cell.dtype == "fp32":
+            return ()
+        return {f"grad_{name}" for name in _layer_norms(_on_meta(self, cell))}
+
+    def coverage(self, cell: Cell, parts: list[tuple[int, ...]]) -> str:
+        skipped = cell.passes != "fwd" and self.unjudged(cell)
+        return "all but the gradients of layer norms" if skipped else "all"
+
+    def part(self, cell: Cell, name: str, x: Tensor, where: tuple[int, ...]) -> Tensor:
+        if not where or (name != "out" and name not in self._given(cell, {name: x})):
+            return x
+        x = x[where[0] : where[0] + 1]
+        return x[:, : where[1]] if len(where) > 1 else x
+
+
+def _layer_norms(model: nn.Module) -> list[str]:
+    return [
+        f"{name}.{own}"
+        for name, module in model.named_modules()
+        if isinstance(module, nn.LayerNorm)
+        for own, _ in module.named_parameters()
+    ]
+
+
+TEXT_SIZES: Sizes = {"B": 8, "L": 128, "N": 12, "E": 768, "H": 12, "F": 3072, "V": 30522}
+
+
+def text(cell: Cell, draw: Draw) -> Inputs:
+    """Sentences of random words, and which of the words are no padding."""
+    inputs = {"input_ids": draw.integers(0, cell["V"], cell["B"], cell["L"])}
+    if cell.mask == "padding":
+        inputs["attention_mask"] = draw.valid(cell["B"], cell["L"]).long()
+    return inputs
+
+
+def _windows(draw: Draw) -> Callable[[int, float], Tensor]:
+    """Random numbers of a size, so many at a time: windows of one list.
+
+    That is faster than new ones, and takes no memory of its own.
+    """
+    pool = draw.normal(_POOL)
+    scaled = functools.cache(pool.__mul__)
+    start = 0
+
+    def window(count: int, scale: float) -> Tensor:
+        nonlocal start
+        if count > _POOL:
+            return scaled(scale).repeat(-(-count // _POOL))[:count]
+        start = 0 if start + count > _POOL else start
+        found = scaled(scale)[start : start + count]
+        start += count
+        return found
+
+    return window
+
+
+@functools.lru_cache(maxsize=8)
+def _on_meta(model: Model, cell: Cell) -> nn.Module:
+    """The model's modules and the shapes of its parameters, without memory."""
+    with torch.device("meta"):
+        return model.make(cell)
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+class _NothingDrawn(DispatchMode):
+    """New weights are 0 where a constructor would draw random numbers, which takes longer.
+
+    Not what happens to lie in memory: `trunc_normal_` draws until all numbers are in its range.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        aten = torch.ops.aten
+        if func.overloadpacket in (aten.normal_, aten.uniform_):
+            return args[0].zero_()
+        return func(*args, **(kwargs or {}))
+
+
+def _double(x: Tensor) -> Tensor:
+    return x.double() if x.is_floating_point() else x
+
+
+def _double_in_turn(model: nn.Module) -> None:
+    """Makes the model double, but each of its layers only while it runs."""
+    layers = {x for stack in model.modules() if isinstance(stack, nn.ModuleList) for x in stack}
+    in_layers = {parameter for layer in layers for parameter in layer.parameters()}
+    for parameter in model.parameters():
+        if parameter not in in_layers:
+            parameter.data = parameter.data.double()
+    for layer in layers:
+        own = list(layer.parameters())
+        layer.register_forward_pre_hook(functools.partial(_widen, own))
+        layer.register_forward_hook(functools.partial(_restore, own, [x.data for x in own]))
+
+
+def _widen(parameters: list[nn.Parameter], *called: Any) -> None:
+    for parameter in parameters:
+        parameter.data = parameter.data.double()
+
+
+def _restore(parameters: list[nn.Parameter], kept: list[Tensor], *called: Any) -> None:
+    for parameter, data in zip(parameters, kept, strict=True):
+        parameter.data = data
+
+
+def _spell_attention_out(model: Any) -> None:
+    """Gives it attention by its equation, in the queries' dtype, and the masks of "eager"."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import eager_mask
+
+    AttentionInterface.register(_EXACT, _exact)
+    AttentionMaskInterface.register(_EXACT, eager_mask)
+    model.set_attn_implementation(_EXACT)
+
+
+def _exact(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    group = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(group, 1) for x in (key, value))
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    weights = softmax_of(query @ key.mT * scale, None, attention_mask)
+    return (weights @ value).transpose(1, 2).contiguous(), None

@@ -1,0 +1,323 @@
+"""Whole models of transformers in the benchmark: what is computed, judged, timed and reported."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bench_results import a_result, cell_of
+from torch import Tensor
+
+from fastattn.bench import cli, display, inputs, ops, summary
+from fastattn.bench.cells import Cell, flops
+from fastattn.bench.models import _model
+from fastattn.bench.oracle import Oracle
+from fastattn.bench.presets import WHOLE_MODELS, model_cells, preset_cells
+from fastattn.bench.providers import load
+from fastattn.bench.providers.passes import leave
+from fastattn.bench.results import Outcome, Round
+
+transformers = pytest.importorskip("transformers")
+
+_LAYERS = "N=1,E=16,H=4,F=24"
+SMALL = {
+    "bert": f"B=2,L=6,{_LAYERS},V=9",
+    "distilbert": f"B=2,L=6,{_LAYERS},V=9",
+    "vit": f"B=2,I=8,P=4,{_LAYERS}",
+    "whisper_encoder": f"B=2,L=6,M=5,{_LAYERS}",
+    "gpt2": f"B=2,L=6,{_LAYERS},V=9",
+    "llama": f"B=2,L=6,Hkv=2,{_LAYERS},V=9",
+    "llama_decode": f"B=2,L=6,Hkv=2,{_LAYERS},V=9",
+}
+EVERY = [
+    cell_of(op, SMALL[op], dtype=dtype, mask=mask, passes=passes)
+    for op in ops.MODELS
+    for dtype in ("fp32", "bf16")
+    for mask in ops.get(op).MASKS
+    for passes in ops.get(op).PASSES
+]
+
+
+@pytest.fixture
+def few_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_model, "_POOL", 2**12)
+
+
+def answer(provider: str, cell: Cell) -> dict[str, Tensor]:
+    arrays = load(provider).prepare(cell, inputs.make_inputs(cell, 0))()
+    leave()
+    return dict(zip(inputs.output_names(cell), arrays, strict=True))
+
+
+def parse(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser)
+    return parser.parse_args(arguments)
+
+
+# Right, or not timed
+
+
+@pytest.mark.usefixtures("few_random_numbers")
+@pytest.mark.parametrize("cell", EVERY, ids=lambda cell: cell.name)
+def test_every_provider_is_right(cell: Cell) -> None:
+    oracle = Oracle(cell, 0)
+    for provider in ("torch", "torch-eager", "fastattn"):
+        found = oracle.check(answer(provider, cell))
+        assert found.ok, f"{provider}: {found.reason}"
+
+
+@pytest.mark.usefixtures("few_random_numbers")
+def test_a_tiny_pool_still_fills_a_large_weight() -> None:
+    cell = cell_of("bert", f"B=1,L=4,{_LAYERS},V=999")
+    assert _model._POOL < 999 * 16
+    words = inputs.make_inputs(cell, 0)["embeddings.word_embeddings.weight"]
+    assert words.shape == (999, 16)
+    assert words.std() == pytest.approx(16**-0.5, rel=0.1)
+
+
+def test_a_constructor_draws_nothing() -> None:
+    drawn = torch.full((2, 3), 9.0)
+    with _model._NothingDrawn():
+        drawn[0].normal_()
+        drawn[1].uniform_()
+    assert not drawn.any()
+
+
+Attention = Callable[..., tuple[Tensor, Tensor | None]]
+
+
+def _scaled_a_little(attention: Attention) -> Attention:
+    def wrong(module: Any, query: Tensor, *rest: Any, **options: Any) -> Any:
+        return attention(module, query * 1.01, *rest, **options)
+
+    return wrong
+
+
+def _without_mask(attention: Attention) -> Attention:
+    def wrong(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any
+    ) -> Any:
+        return attention(module, query, key, value, None, **options | {"is_causal": False})
+
+    return wrong
+
+
+def _without_the_last_key(attention: Attention) -> Attention:
+    def wrong(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any
+    ) -> Any:
+        return attention(module, query, key[:, :, :-1], value[:, :, :-1], *rest, **options)
+
+    return wrong
+
+
+@pytest.mark.usefixtures("few_random_numbers")
+@pytest.mark.parametrize(
+    ("op", "mask", "fault"),
+    [
+        *((op, "none", _scaled_a_little) for op in ops.MODELS),
+        *((op, "padding", _without_mask) for op in ("bert", "distilbert")),
+        *((op, "none", _without_mask) for op in ("gpt2", "llama")),
+        *((op, "none", _without_the_last_key) for op in ("vit", "whisper_encoder")),
+        ("llama_decode", "none", _without_the_last_key),
+    ],
+)
+def test_a_wrong_attention_is_found(
+    op: str,
+    mask: str,
+    fault: Callable[[Attention], Attention],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    registered = transformers.AttentionInterface._global_mapping
+    monkeypatch.setitem(registered, "sdpa", fault(registered["sdpa"]))
+    for passes in ops.get(op).PASSES:
+        cell = cell_of(op, SMALL[op], mask=mask, passes=passes)
+        found = Oracle(cell, 0).check(answer("torch", cell))
+        assert not found.ok
+        assert found.reason
+
+
+@pytest.mark.usefixtures("few_random_numbers")
+@pytest.mark.parametrize("op", ["bert", "llama_decode"])
+def test_wrong_gradients_and_scores_are_found(op: str) -> None:
+    cell = cell_of(op, SMALL[op], passes=ops.get(op).PASSES[-1])
+    oracle, right = Oracle(cell, 0), answer("torch", cell)
+    # The gradient of a key's bias is 0: it adds the same to all scores of a query.
+    for name in [name for name in right if not name.endswith("key.bias")][:10]:
+        found = oracle.check(right | {name: right[name].detach() * 1.1})
+        assert (found.ok, found.tensor) == (False, name)
+
+
+@pytest.mark.usefixtures("few_random_numbers")
+def test_only_layer_norms_are_not_judged_in_16_bits() -> None:
+    """PyTorch sums their gradients over the tokens in 16 bits."""
+    rows = torch.randn(1024, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    bias = torch.zeros(8, dtype=torch.bfloat16, requires_grad=True)
+    out = torch.nn.functional.layer_norm(rows, (8,), torch.ones_like(bias), bias)
+    (grad,) = torch.autograd.grad(out, bias, rows)
+    exact = rows.double().sum(0)
+    off, best = (float((x.double() - exact).abs().max()) for x in (grad, rows.sum(0)))
+    assert off > 4 * best  # where it is not, they can be judged again
+    cells = [cell_of("bert", SMALL["bert"], passes="fwd+bwd", dtype=d) for d in ("fp32", "bf16")]
+    assert ops.get("bert").unjudged(cells[0]) == ()
+    skipped = {*inputs.output_names(cells[1])} & {*ops.get("bert").unjudged(cells[1])}
+    assert len(skipped) == 6  # two norms of the layer, one of the embeddings
+    assert all("LayerNorm" in name for name in skipped)
+
+
+@pytest.mark.usefixtures("few_random_numbers")
+def test_both_passes_have_the_same_weights() -> None:
+    cells = [cell_of("bert", SMALL["bert"], passes=passes) for passes in ("fwd", "fwd+bwd")]
+    first, second = (inputs.make_inputs(cell, 0) for cell in cells)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(x, second[name]) for name, x in first.items())
+
+
+@pytest.mark.usefixtures("few_random_numbers")
+def test_the_reference_is_float64_and_leaves_the_weights_as_they_are() -> None:
+    cell = cell_of("gpt2", SMALL["gpt2"], dtype="bf16")
+    given = inputs.make_inputs(cell, 0)
+    before = {name: x.clone() for name, x in given.items()}
+    assert ops.get("gpt2").expected(cell, given)["out"].dtype == torch.float64
+    assert all(torch.equal(x, before[name]) for name, x in given.items())
+
+
+@pytest.mark.usefixtures("few_random_numbers")
+def test_the_cache_is_full_again_after_each_token() -> None:
+    cell = cell_of("llama_decode", SMALL["llama_decode"])
+    call = load("fastattn").prepare(cell, inputs.make_inputs(cell, 0))
+    first, second = call()[0], call()[0]
+    leave()
+    assert torch.equal(first, second)
+
+
+# What it costs, and what is reported
+
+
+def counted(cell: Cell) -> int:
+    """Multiplications and additions of the model with its attention spelled out."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    forward, leaves = ops.get(cell.op).eager(cell, inputs.make_inputs(cell, 0))
+    with FlopCounterMode(display=False) as counter:
+        out = forward()[0]
+        if leaves:
+            torch.autograd.grad(out.sum(), leaves)
+    return counter.get_total_flops()
+
+
+@pytest.mark.usefixtures("few_random_numbers")
+@pytest.mark.parametrize("op", ["bert", "distilbert", "vit", "whisper_encoder", "llama_decode"])
+def test_operations_are_counted_as_pytorch_counts_them(op: str) -> None:
+    assert flops(cell_of(op, SMALL[op])) == counted(cell_of(op, SMALL[op]))
+
+
+@pytest.mark.usefixtures("few_random_numbers")
+@pytest.mark.parametrize("op", ["gpt2", "llama"])
+def test_a_causal_model_is_counted_without_the_future(op: str) -> None:
+    cell = cell_of(op, SMALL[op])
+    hidden_pairs = cell["B"] * cell["L"] * (cell["L"] - 1) // 2
+    hidden = 4 * cell["N"] * cell["E"] * hidden_pairs
+    assert flops(cell) == counted(cell) - hidden
+
+
+@pytest.mark.usefixtures("few_random_numbers")
+def test_the_share_of_attention_is_measured_forward_and_backward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Slow(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            time.sleep(0.01)
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Tensor:
+            time.sleep(0.02)
+            return grads[0]
+
+    registered = transformers.AttentionInterface._global_mapping
+    sdpa = registered["sdpa"]
+
+    def slow(module: Any, query: Tensor, *rest: Any, **options: Any) -> Any:
+        return sdpa(module, Slow.apply(query), *rest, **options)
+
+    monkeypatch.setitem(registered, "sdpa", slow)
+    for passes, least in (("fwd", 0.01), ("fwd+bwd", 0.03)):
+        cell = cell_of("bert", SMALL["bert"], passes=passes)
+        call = load("torch").prepare(cell, inputs.make_inputs(cell, 0))
+        watch = ops.get("bert").stopwatch
+        assert watch is not None
+        call()
+        watch.seconds, began = 0.0, time.perf_counter()
+        call()
+        assert least <= watch.seconds < time.perf_counter() - began
+    assert registered["sdpa"] is slow  # timing leaves the registry as it was
+
+
+def test_rows_tell_the_rate_the_share_and_what_can_be_gained() -> None:
+    rounds = [
+        Round(
+            (1e3, 1e3),
+            {"torch": 200.0, "fastattn": 160.0},
+            attention={"torch": 0.25, "fastattn": 0.1},
+        )
+        for _ in range(5)
+    ]
+    result = a_result(rounds)
+    result.cells[0].cell = cell_of("bert", SMALL["bert"])
+    result.cells[0].outcomes = {"torch": Outcome(), "fastattn": Outcome()}
+    stock, ours = summary.summarise(result)
+    assert (stock["items_per_second"], stock["item"]) == (60, "tokens")  # 2 x 6 in 0.2 s
+    assert stock["attention_share"] == 0.25
+    assert stock["speedup_limit"] == pytest.approx(4 / 3)
+    assert ours["speedup"] == 1.25
+    table = display.plain_table([stock, ours], display.columns_of(display.MODEL_METRICS))
+    assert "60 tokens" in table
+    assert "25.0 %" in table
+    assert "1.33×" in table
+
+
+# The command line
+
+
+def test_each_model_has_a_command_and_all_are_a_preset() -> None:
+    cells = cli.cells_of(parse("model", "gpt2,vit-b16", "--dtype", "bf16"))
+    assert [(cell.op, cell.dtype) for cell in cells] == [("gpt2", "bf16"), ("vit", "bf16")]
+    every = cli.cells_of(parse("model", "all"))
+    assert every == preset_cells("models") == model_cells([*WHOLE_MODELS])
+    assert {cell.op for cell in every} == {*ops.MODELS}
+    assert not {cell.op for cell in preset_cells("all")} & {*ops.MODELS}
+    with pytest.raises(ValueError, match=r"'bert': known are bert-base, .*, all"):
+        cli.cells_of(parse("model", "bert"))
+    with pytest.raises(ValueError, match="gpt2 has no such pass"):
+        cli.cells_of(parse("model", "gpt2", "--pass", "bwd"))
+
+
+def test_without_transformers_the_extra_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert cli.run(parse("model", "gpt2")) == 2
+    assert "pip install fastattn[transformers]" in capsys.readouterr().err
+
+
+def test_a_run_measures_stock_and_ours(tmp_path: Path) -> None:
+    path = tmp_path / "models.json"
+    run = ("--threads", "1", "--rounds", "1", "--quiet", "--timeout", "300", "--json", str(path))
+    assert cli.run(parse("run", "--shapes", f"bert {SMALL['bert']}", *run)) == 0
+    document = json.loads(path.read_text())
+    assert [row["provider"] for row in document["rows"]] == ["torch", "fastattn"]
+    for row in document["rows"]:
+        assert row["status"] == "ok"
+        assert row["items_per_second"] > 0
+        assert 0 < row["attention_share"] < 1
+    assert {*document["cells"][0]["rounds"][0]["attention"]} == {"torch", "fastattn"}
