@@ -4,9 +4,9 @@
     python benchmarks/render.py --check   says whether a text is out of date, and exits with 1
 
 A result lies in results/PROCESSOR/, and each table has a column for each processor that has one.
-README.md's block comes from dropin.json (the picture from the first processor's), the tables of
-docs/performance.md from figures.json, family.json and peers.json; results/README.md has every
-result in full. Nothing between the markers is ever typed by hand.
+README.md's block comes from dropin.json (the picture from the first processor's) and models.json,
+the tables of docs/performance.md from figures.json, models.json, family.json and peers.json;
+results/README.md has every result in full. Nothing between the markers is ever typed by hand.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ COLUMNS = [("fp32", "fwd"), ("fp32", "fwd+bwd"), ("bf16", "fwd"), ("bf16", "fwd+
 PASSES = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward + backward"}
 
 # In docs/performance.md: the result and the markers of its table have one name.
-FIGURES, FAMILY, PEERS = "figures", "family", "peers"
+FIGURES, FAMILY, PEERS, MODELS = "figures", "family", "peers", "models"
 
 Row = dict[str, Any]
 
@@ -152,7 +152,7 @@ def why_not(result: Result, rows: Sequence[Row]) -> list[str]:
     return reasons
 
 
-def readme_block(found: dict[str, Result]) -> str:
+def readme_block(found: dict[str, Result], models: dict[str, Result] | None = None) -> str:
     rows = {name: summary.summarise(result) for name, result in found.items()}
     picture = (
         "<picture>\n"
@@ -168,7 +168,57 @@ def readme_block(found: dict[str, Result]) -> str:
     )
     claims = [claim(result, rows[name]) for name, result in found.items()]
     tables = {name: speedup_table(ours_compared(rows[name])) for name in found}
-    return "\n\n".join([*claims, picture, side_by_side(tables), source])
+    whole = (
+        [side_by_side({n: gains_table(result) for n, result in models.items()})] if models else []
+    )
+    return "\n\n".join([*claims, picture, side_by_side(tables), *whole, source])
+
+
+def gains_table(result: Result) -> Table:
+    """Of whole models: the speed-up, and what it would be if attention took no time."""
+    dtypes = ["fp32", "bf16"]
+    found = stock_and_ours(result)
+    lines = {}
+    for label, passes in dict.fromkeys(key[:2] for key in found):
+        name = label if passes == "fwd" else f"{label}, {PASSES[passes]}"
+        pairs = (found.get((label, passes, dtype)) for dtype in dtypes)
+        lines[name,] = [_gain(*pair) if pair else "–" for pair in pairs]
+    return Table(["whole models of transformers: times as fast, of at most"], dtypes, lines)
+
+
+def _gain(stock: Row, ours: Row) -> str:
+    busy = ", busy" if ours["busy"] else ""
+    return f"{ours['speedup']:.2f}× of {stock['speedup_limit']:.2f}×{busy}"
+
+
+def stock_and_ours(result: Result) -> dict[tuple[str, str, str], tuple[Row, Row]]:
+    """The two rows of each whole model that was compared, by its label, pass and dtype."""
+    rows: dict[tuple[str, str, str], dict[str, Row]] = {}
+    for row in summary.summarise(result):
+        rows.setdefault((row["label"], row["pass"], row["dtype"]), {})[row["provider"]] = row
+    return {
+        key: (found["torch"], found["fastattn"])
+        for key, found in rows.items()
+        if found.get("fastattn", {}).get("speedup") is not None
+    }
+
+
+def models_table(result: Result) -> Table:
+    """Of whole models: rates, the speed-up with its interval, what it can be, and memory."""
+    values = ["a second, torch", "fastattn", "times as fast", "at most", "attention, torch"]
+    values += ["fastattn", "MB, torch", "fastattn"]
+    lines = {}
+    for (label, passes, dtype), (stock, ours) in stock_and_ours(result).items():
+        speedup = f"{ours['speedup']:.2f}× [{ours['speedup_low']:.2f}, {ours['speedup_high']:.2f}]"
+        both = (stock, ours)
+        lines[label, PASSES[passes], dtype] = [
+            *(f"{display.milliseconds(row['items_per_second'])} {row['item']}" for row in both),
+            speedup + (", busy" if ours["busy"] else ""),
+            f"{stock['speedup_limit']:.2f}×",
+            *(f"{100 * row['attention_share']:.1f} %" for row in both),
+            *(f"{row['peak_mb']:.0f}" for row in both),
+        ]
+    return Table(["model", "pass", "dtype"], values, lines)
 
 
 def figures_table(result: Result) -> Table:
@@ -327,7 +377,12 @@ def replaced(text: str, block: str, begin: str = BEGIN, end: str = END) -> str:
     return f"{before}{begin}\n{block}\n{end}{after}"
 
 
-TABLES = {FIGURES: figures_table, FAMILY: family_table, PEERS: peers_table}
+TABLES = {
+    FIGURES: figures_table,
+    FAMILY: family_table,
+    PEERS: peers_table,
+    MODELS: models_table,
+}
 
 
 def main() -> int:
@@ -357,7 +412,7 @@ def main() -> int:
                 return 1
     readme = ROOT / "README.md"
     texts = {
-        readme: replaced(readme.read_text(), readme_block(main_results)),
+        readme: replaced(readme.read_text(), readme_block(main_results, named(MODELS))),
         RESULTS / "README.md": results_page(found),
     }
     page = ROOT / "docs" / "performance.md"

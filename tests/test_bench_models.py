@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from bench_results import a_result, cell_of
+from test_bench_render import load_render
 from torch import Tensor
 
 from fastattn.bench import cli, display, inputs, ops, summary
@@ -22,7 +23,7 @@ from fastattn.bench.oracle import Oracle
 from fastattn.bench.presets import WHOLE_MODELS, model_cells, preset_cells
 from fastattn.bench.providers import load
 from fastattn.bench.providers.passes import leave
-from fastattn.bench.results import Outcome, Round
+from fastattn.bench.results import Outcome, Result, Round
 
 transformers = pytest.importorskip("transformers")
 
@@ -263,18 +264,21 @@ def test_the_share_of_attention_is_measured_forward_and_backward(
     assert registered["sdpa"] is slow  # timing leaves the registry as it was
 
 
+def a_measured_model(**options: str) -> Result:
+    turn = Round(
+        (1e3, 1e3),
+        {"torch": 200.0, "fastattn": 160.0},
+        attention={"torch": 0.25, "fastattn": 0.1},
+    )
+    result = a_result([turn] * 5)
+    outcome = Outcome(max_error=1e-7, largest=1.0, peak_bytes=2_000_000)
+    result.cells[0].cell = cell_of("bert", SMALL["bert"], **options)
+    result.cells[0].outcomes = {"torch": outcome, "fastattn": outcome}
+    return result
+
+
 def test_rows_tell_the_rate_the_share_and_what_can_be_gained() -> None:
-    rounds = [
-        Round(
-            (1e3, 1e3),
-            {"torch": 200.0, "fastattn": 160.0},
-            attention={"torch": 0.25, "fastattn": 0.1},
-        )
-        for _ in range(5)
-    ]
-    result = a_result(rounds)
-    result.cells[0].cell = cell_of("bert", SMALL["bert"])
-    result.cells[0].outcomes = {"torch": Outcome(), "fastattn": Outcome()}
+    result = a_measured_model()
     stock, ours = summary.summarise(result)
     assert (stock["items_per_second"], stock["item"]) == (60, "tokens")  # 2 x 6 in 0.2 s
     assert stock["attention_share"] == 0.25
@@ -284,6 +288,18 @@ def test_rows_tell_the_rate_the_share_and_what_can_be_gained() -> None:
     assert "60 tokens" in table
     assert "25.0 %" in table
     assert "1.33×" in table
+
+
+def test_the_documentation_tells_the_gain_and_its_limit() -> None:
+    result = a_measured_model(label="A model", passes="fwd+bwd")
+    render = load_render()
+    assert "| A model, forward + backward | 1.25× of 1.33× | – |" in render.readme_block(
+        {"cpu": result}, {"cpu": result}
+    )
+    assert (
+        "| A model | forward + backward | fp32 | 60 tokens | 75 tokens | 1.25× [1.25, 1.25] | 1.33×"
+        " | 25.0 % | 10.0 % | 2 | 2 |"
+    ) in render.block_of("models", {"cpu": result})
 
 
 # The command line
