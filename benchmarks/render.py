@@ -16,7 +16,9 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+
+import tables
+from tables import Row, ours_compared, side_by_side
 
 from fastattn.bench import display, results, summary
 from fastattn.bench.environment import processor_slug
@@ -27,50 +29,9 @@ RESULTS = ROOT / "benchmarks" / "results"
 IMAGES = ROOT / "docs" / "images"
 MAIN = "dropin"
 BEGIN, END = "<!-- benchmark: begin -->", "<!-- benchmark: end -->"
-COLUMNS = [("fp32", "fwd"), ("fp32", "fwd+bwd"), ("bf16", "fwd"), ("bf16", "fwd+bwd")]
-PASSES = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward + backward"}
 
 # In docs/performance.md: the result and the markers of its table have one name.
 FIGURES, FAMILY, PEERS, MODELS = "figures", "family", "peers", "models"
-
-Row = dict[str, Any]
-
-
-def markdown_table(header: Sequence[str], lines: Sequence[Sequence[str]], words: int = 1) -> str:
-    """A table whose first `words` columns are text and the others numbers."""
-    rule = ["---"] * words + ["---:"] * (len(header) - words)
-    return "\n".join("| " + " | ".join(line) + " |" for line in [header, rule, *lines])
-
-
-class Table(NamedTuple):
-    """A table of one processor: what its lines are, and the values that they have."""
-
-    words: list[str]
-    values: list[str]
-    lines: dict[tuple[str, ...], list[str]]
-
-
-def side_by_side(tables: dict[str, Table]) -> str:
-    """One table: of several processors each value has a column a processor."""
-    if len(tables) == 1:
-        (table,) = tables.values()
-        lines = [[*words, *values] for words, values in table.lines.items()]
-        return markdown_table([*table.words, *table.values], lines, words=len(table.words))
-    values = list(dict.fromkeys(v for table in tables.values() for v in table.values))
-    header = [f"{value}<br>{name}" for value in values for name in tables]
-    keys = dict.fromkeys(key for table in tables.values() for key in table.lines)
-    found = {
-        (key, value, name): text
-        for name, table in tables.items()
-        for key, texts in table.lines.items()
-        for value, text in zip(table.values, texts, strict=True)
-    }
-    lines = [
-        [*key, *(found.get((key, value, name), "–") for value in values for name in tables)]
-        for key in keys
-    ]
-    words = next(iter(tables.values())).words
-    return markdown_table([*words, *header], lines, words=len(words))
 
 
 def all_conditions(found: dict[str, Result]) -> str:
@@ -80,44 +41,6 @@ def all_conditions(found: dict[str, Result]) -> str:
         (f"{name}: " if several else "") + display.conditions(result)
         for name, result in found.items()
     )
-
-
-def speedup_table(rows: Sequence[Row]) -> Table:
-    """How many times faster, one line for each shape, one column for each dtype and pass."""
-    cells = {(row["label"], row["dtype"], row["pass"]): row for row in rows}
-    lines = {}
-    for label in dict.fromkeys(row["label"] for row in rows):
-        found = [cells.get((label, *column)) for column in COLUMNS]
-        lines[label,] = [f"{row['speedup']:.2f}×" if row else "–" for row in found]
-    header = [f"{dtype} {PASSES[p]}" for dtype, p in COLUMNS]
-    return Table(["times as fast as torch"], header, lines)
-
-
-def full_table(rows: Sequence[Row]) -> str:
-    header = ["cell", "dtype", "pass", "provider", "ms", "95 % interval", "GFLOP/s", "% of peak"]
-    header += ["peak MB", "rel. error", "times as fast", "95 % interval", "rounds"]
-    lines = []
-    for row in rows:
-        line = [_name_of(row), row["dtype"], PASSES[row["pass"]], row["provider"]]
-        if row["ms"] is None:
-            lines.append([*line, row["status"], *[""] * 8])
-            continue
-        speedup = ["", ""]
-        if row["speedup"] is not None:
-            speedup = [
-                f"{row['speedup']:.2f}×",
-                f"{row['speedup_low']:.2f} – {row['speedup_high']:.2f}",
-            ]
-        memory = "" if row["peak_mb"] is None else f"{row['peak_mb']:.1f}"
-        line += [f"{row['ms']:.4g}", f"{row['ms_low']:.4g} – {row['ms_high']:.4g}"]
-        line += [f"{row['gflops']:.0f}", f"{row['percent_of_peak']:.0f} %", memory]
-        line += [f"{row['relative_error']:.1e}", *speedup, str(row["rounds"])]
-        lines.append(line)
-    return markdown_table(header, lines, words=4)
-
-
-def ours_compared(rows: Sequence[Row]) -> list[Row]:
-    return [row for row in rows if row["provider"] == "fastattn" and row["speedup"] is not None]
 
 
 def claim(result: Result, rows: Sequence[Row]) -> str:
@@ -167,137 +90,11 @@ def readme_block(found: dict[str, Result], models: dict[str, Result] | None = No
         "[docs/benchmarks.md](docs/benchmarks.md)."
     )
     claims = [claim(result, rows[name]) for name, result in found.items()]
-    tables = {name: speedup_table(ours_compared(rows[name])) for name in found}
-    whole = (
-        [side_by_side({n: gains_table(result) for n, result in models.items()})] if models else []
-    )
-    return "\n\n".join([*claims, picture, side_by_side(tables), *whole, source])
-
-
-def gains_table(result: Result) -> Table:
-    """Of whole models: the speed-up, and what it would be if attention took no time."""
-    dtypes = ["fp32", "bf16"]
-    found = stock_and_ours(result)
-    lines = {}
-    for label, passes in dict.fromkeys(key[:2] for key in found):
-        name = label if passes == "fwd" else f"{label}, {PASSES[passes]}"
-        pairs = (found.get((label, passes, dtype)) for dtype in dtypes)
-        lines[name,] = [_gain(*pair) if pair else "–" for pair in pairs]
-    return Table(["whole models of transformers: times as fast, of at most"], dtypes, lines)
-
-
-def _gain(stock: Row, ours: Row) -> str:
-    busy = ", busy" if ours["busy"] else ""
-    return f"{ours['speedup']:.2f}× of {stock['speedup_limit']:.2f}×{busy}"
-
-
-def stock_and_ours(result: Result) -> dict[tuple[str, str, str], tuple[Row, Row]]:
-    """The two rows of each whole model that was compared, by its label, pass and dtype."""
-    rows: dict[tuple[str, str, str], dict[str, Row]] = {}
-    for row in summary.summarise(result):
-        rows.setdefault((row["label"], row["pass"], row["dtype"]), {})[row["provider"]] = row
-    return {
-        key: (found["torch"], found["fastattn"])
-        for key, found in rows.items()
-        if found.get("fastattn", {}).get("speedup") is not None
-    }
-
-
-def models_table(result: Result) -> Table:
-    """Of whole models: rates, the speed-up with its interval, what it can be, and memory."""
-    values = ["a second, torch", "fastattn", "times as fast", "at most", "attention, torch"]
-    values += ["fastattn", "MB, torch", "fastattn"]
-    lines = {}
-    for (label, passes, dtype), (stock, ours) in stock_and_ours(result).items():
-        speedup = f"{ours['speedup']:.2f}× [{ours['speedup_low']:.2f}, {ours['speedup_high']:.2f}]"
-        both = (stock, ours)
-        lines[label, PASSES[passes], dtype] = [
-            *(f"{display.milliseconds(row['items_per_second'])} {row['item']}" for row in both),
-            speedup + (", busy" if ours["busy"] else ""),
-            f"{stock['speedup_limit']:.2f}×",
-            *(f"{100 * row['attention_share']:.1f} %" for row in both),
-            *(f"{row['peak_mb']:.0f}" for row in both),
-        ]
-    return Table(["model", "pass", "dtype"], values, lines)
-
-
-def figures_table(result: Result) -> Table:
-    """Share of the peak and speed against torch, a line for each shape, a column for each dtype."""
-    dtypes = ["fp32", "bf16", "fp16"]
-    cells = {
-        (_name_of(row), PASSES[row["pass"]], row["dtype"]): row
-        for row in summary.summarise(result)
-        if row["provider"] == "fastattn"
-    }
-    lines = {}
-    for line in dict.fromkeys(key[:2] for key in cells):
-        texts = []
-        for dtype in dtypes:
-            row = cells.get((*line, dtype))
-            text = "" if row is None else row["status"]
-            if row is not None and row["ms"] is not None:
-                text = f"{row['percent_of_peak']:.0f} %"
-                text += "" if row["speedup"] is None else f", {row['speedup']:.2f}×"
-                text += ", busy" if row["busy"] else ""
-            texts.append(text)
-        lines[line] = texts
-    return Table(["cell", "pass"], dtypes, lines)
-
-
-def family_table(result: Result) -> Table:
-    """Time, speed against torch, what it comes to, and the memory that each takes."""
-    values = ["ms", "times as fast as torch", "of the peak", "GB/s", "MB", "MB, torch"]
-    rows = summary.summarise(result)
-
-    def key(row: Row) -> tuple[str, str, str]:
-        return _name_of(row), row["dtype"], row["pass"]
-
-    theirs = {key(row): row for row in rows if row["provider"] == "torch"}
-    lines = {}
-    for row in rows:
-        if row["provider"] != "fastattn" or row["ms"] is None:
-            continue
-        passes = PASSES[row["pass"]] + ("" if row["dtype"] == "fp32" else f", {row['dtype']}")
-        speedup = "–" if row["speedup"] is None else f"{row['speedup']:.2f}×"
-        speedup += ", busy" if row["busy"] else ""
-        lines[_name_of(row), passes] = [
-            *(f"{row['ms']:.3g}", speedup, f"{row['percent_of_peak']:.0f} %", f"{row['gbs']:.1f}"),
-            *(f"{x['peak_mb']:.1f}" for x in (row, theirs[key(row)])),
-        ]
-    return Table(["cell", "pass"], values, lines)
-
-
-def _name_of(row: Row) -> str:
-    shape = f"`{row['shape']}`"
-    return f"{row['label']}<br>{shape}" if row["label"] else shape
-
-
-def peers_table(result: Result) -> Table:
-    """How many times as fast fastattn is as each peer in its best mode, one line for each cell.
-
-    fastattn is the baseline of that run, so a peer's speed-up is turned over.
-    """
-    rows = summary.summarise(result)
-    by_cell: dict[str, dict[str, Row]] = {}
-    for row in rows:
-        if row["busy"]:
-            continue
-        name = row["provider"].partition("@")[0]
-        best = by_cell.setdefault(_name_of(row), {})
-        if row["ms"] is not None and (name not in best or row["ms"] < best[name]["ms"]):
-            best[name] = row
-    peers = list(dict.fromkeys(row["provider"].partition("@")[0] for row in rows))
-    peers.remove("fastattn")
-    lines = {}
-    for name, found in by_cell.items():
-        ours = found.get("fastattn")
-        line = [f"{ours['ms']:.4g}" if ours else "–"]
-        for peer in peers:
-            row = found.get(peer)
-            line.append("–" if row is None or row["speedup"] is None else _turned_over(row))
-        lines[name,] = line
-    values = ["fastattn, ms", *(f"times as fast as {peer}" for peer in peers)]
-    return Table(["cell"], values, lines)
+    shown = [side_by_side({n: tables.speedup_table(ours_compared(rows[n])) for n in found})]
+    if models:
+        gains = {name: tables.gains_table(result) for name, result in models.items()}
+        shown.append(side_by_side(gains))
+    return "\n\n".join([*claims, picture, *shown, source])
 
 
 def versions_of_peers(found: dict[str, Result]) -> str:
@@ -314,14 +111,9 @@ def versions_of_peers(found: dict[str, Result]) -> str:
 
 def block_of(name: str, found: dict[str, Result]) -> str:
     """The table of docs/performance.md of this name, and its conditions."""
-    tables = {processor: TABLES[name](result) for processor, result in found.items()}
+    made = {processor: TABLES[name](result) for processor, result in found.items()}
     versions = f"{versions_of_peers(found)}. " if name == PEERS else ""
-    return f"{side_by_side(tables)}\n\n{versions}{all_conditions(found)}"
-
-
-def _turned_over(row: Row) -> str:
-    low, high = 1 / row["speedup_high"], 1 / row["speedup_low"]
-    return f"{1 / row['speedup']:.2f}× [{low:.2f}, {high:.2f}]"
+    return f"{side_by_side(made)}\n\n{versions}{all_conditions(found)}"
 
 
 def results_page(found: dict[str, dict[str, Result]]) -> str:
@@ -336,7 +128,7 @@ def results_page(found: dict[str, dict[str, Result]]) -> str:
                 f"{env['utc']}, commit {env['commit']}, Python {env['python']}, {env['system']}.",
                 display.conditions(result),
                 " ".join(display.closing(result, rows)),
-                full_table(rows),
+                tables.full_table(rows),
             ]
     return "\n\n".join(parts) + "\n"
 
@@ -378,10 +170,10 @@ def replaced(text: str, block: str, begin: str = BEGIN, end: str = END) -> str:
 
 
 TABLES = {
-    FIGURES: figures_table,
-    FAMILY: family_table,
-    PEERS: peers_table,
-    MODELS: models_table,
+    FIGURES: tables.figures_table,
+    FAMILY: tables.family_table,
+    PEERS: tables.peers_table,
+    MODELS: tables.models_table,
 }
 
 
