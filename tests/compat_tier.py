@@ -531,6 +531,20 @@ def captured() -> None:
     assert list(weights) == ["self_attn"]
 
 
+def a_mask_for_transformers() -> None:
+    from fastattn.integrations.transformers._masks import structured_mask
+    from fastattn.integrations.transformers._patterns import Pattern
+
+    padding = torch.tensor([[True, True, True, True], [False, True, True, True]])
+    pattern = Pattern(left=2, right=0)
+    mask = structured_mask((2, 1, 3, 4), pattern, 1, padding, torch.device("cpu"))
+    distance = torch.arange(3)[:, None] + 1 - torch.arange(4)
+    expected = (distance >= 0) & (distance <= 2) & padding[:, None, None]
+    assert mask.shape == expected.shape
+    assert_close(mask & True, expected)
+    assert_close(torch.cat([mask.detach(), mask]), torch.cat([expected, expected]))
+
+
 TOOLS: list[Callable[[], None]] = [
     a_layer_of_an_encoder,
     a_layer_of_a_decoder,
@@ -540,6 +554,7 @@ TOOLS: list[Callable[[], None]] = [
     explained,
     recorded,
     captured,
+    a_mask_for_transformers,
 ]
 
 # --- without a name -------------------------------------------------------------------------------

@@ -31,8 +31,10 @@ SOURCES = [path for path in sorted(PACKAGE.rglob("*.py")) if path.name != "compa
 
 
 def _own_names() -> frozenset[str]:
-    """The private names that the package itself defines, or the standard library."""
+    """The private names that the package itself defines, or the standard library, or the registries
+    of transformers."""
     found = {"_replace", "_asdict", "_fields", "_getframe", "_exit", "_ActionsContainer"}
+    found.add("_global_mapping")
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             match node:

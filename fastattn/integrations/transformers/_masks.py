@@ -14,7 +14,7 @@ from fastattn.integrations.transformers._patterns import Pattern, pattern_of
 from fastattn.integrations.transformers._support import takes_any_mask
 from fastattn.library import runs_eagerly
 
-__all__ = ["StructuredMask", "attention_mask", "dense_mask"]
+__all__ = ["StructuredMask", "attention_mask", "dense_mask", "structured_mask"]
 
 
 class StructuredMask(Tensor):
@@ -61,10 +61,32 @@ class StructuredMask(Tensor):
     def dense(self) -> Tensor:
         """The same mask as an ordinary tensor."""
         shape = (*self.shape,)
-        mask = dense_mask(shape, self.pattern, self.offset, self.device)
-        if self.padding is not None:
-            mask = mask & self.padding[:, None, None, :]
-        return mask.expand(shape)
+        return _dense(shape, self.pattern, self.offset, self.padding, self.device)
+
+
+def structured_mask(
+    shape: tuple[int, int, int, int],
+    pattern: Pattern,
+    offset: int,
+    padding: Tensor | None,
+    device: torch.device,
+) -> Tensor:
+    """A :class:`StructuredMask`; an ordinary one where PyTorch has no tensors without memory."""
+    make = _dense if compat.wrapper_tensor is None else StructuredMask
+    return make(shape, pattern, offset, padding, device)
+
+
+def _dense(
+    shape: tuple[int, ...],
+    pattern: Pattern,
+    offset: int,
+    padding: Tensor | None,
+    device: torch.device,
+) -> Tensor:
+    mask = dense_mask(shape, pattern, offset, device)
+    if padding is not None:
+        mask = mask & padding[:, None, None, :]
+    return mask.expand(shape)
 
 
 def _starts(segments: Tensor) -> Tensor:
@@ -147,7 +169,7 @@ def attention_mask(
 
     positions = others.get("cache_position")
     read = [x for x in (attention_mask, q_offset, positions) if isinstance(x, Tensor)]
-    if not runs_eagerly(*read) or compat.wrapper_tensor is None:
+    if not runs_eagerly(*read):
         return as_tensor()
     pattern = pattern_of(mask_function)
     if pattern is None:
@@ -172,9 +194,9 @@ def attention_mask(
     if pattern == Pattern() and padding is not None:  # all queries see the same keys
         return padding[:, None, None, :].expand(shape)
     device = torch.device(others.get("device", "cpu") if positions is None else positions.device)
-    mask = StructuredMask(shape, pattern, offset, padding, device)
-    # Decoding is compiled, and a row is small.
-    return mask.dense() if q_length == 1 else mask
+    if q_length == 1:  # decoding is compiled, and a row is small
+        return _dense(shape, pattern, offset, padding, device)
+    return structured_mask(shape, pattern, offset, padding, device)
 
 
 def _without_idle_bounds(pattern: Pattern, offset: int, q_len: int, k_len: int) -> Pattern:
@@ -194,7 +216,8 @@ def _said_by_none(pattern: Pattern, q_len: int, offset: int) -> tuple[str, ...]:
     """
     if pattern == Pattern():
         return ("causal", "bidirectional") if q_len == 1 else ("bidirectional",)
-    return ("causal",) if pattern == Pattern(right=0) and offset == 0 else ()
+    upper_left = pattern == Pattern(right=0) and offset == 0 and q_len > 1
+    return ("causal",) if upper_left else ()
 
 
 def _padding(mask: Tensor | None, kv_offset: int, k_len: int, reached: int) -> Tensor | None:
