@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers_models import LENGTH, PAD, Entry, Inputs, params, released, text
+from transformers_inputs import LENGTH, PAD, Inputs, text
+from transformers_models import Entry, params, released
 from transformers_runs import InDouble, assert_same, compared, fused, gradients, outputs, tensors
 
 every_model = pytest.mark.parametrize("entry", params())
