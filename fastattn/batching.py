@@ -14,14 +14,24 @@ the rest goes as with ``torch.func``: through the dispatcher, to the batching ru
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from fastattn.compat import is_first_vmap, with_vmap_level, without_vmap_level
 
-__all__ = ["rule_for_any_size", "through_torch_vmap"]
+__all__ = [
+    "fold",
+    "one_by_one",
+    "rule_for_any_size",
+    "size_of_batch",
+    "through_torch_vmap",
+    "unfold",
+]
+
+if TYPE_CHECKING:
+    from fastattn.library import Operator
 
 _LEVELS = 64  # so many vmaps may be nested
 
@@ -70,3 +80,44 @@ def rule_for_any_size(
         return tuple(x.new_empty((0, *x.shape)) for x in results), (0,) * returns
 
     return either
+
+
+# --- what the batching rules of the operators are made of -----------------------------------------
+
+
+def size_of_batch(x: Tensor, mapped: int | None) -> int:
+    """B of a [B, ...] that has the dimension ``mapped`` besides."""
+    return x.shape[1 if mapped == 0 else 0]
+
+
+def fold(x: Tensor | None, dim: int | None, n: int, batch: int) -> Tensor | None:
+    """[B, ...] with a mapped dimension of size n anywhere, or none -> [n * B, ...]."""
+    if x is None or (dim is None and x.shape[0] == 1 != batch):
+        return x
+    x = x.unsqueeze(0).expand(n, *x.shape) if dim is None else x.movedim(dim, 0)
+    if x.shape[1] != batch:  # a mask common to the batch
+        x = x.expand(n, batch, *x.shape[2:])
+    return x.flatten(0, 1)
+
+
+def unfold(x: Tensor, n: int) -> Tensor:
+    return x.unflatten(0, (n, x.shape[0] // n))
+
+
+def one_by_one(
+    operator: Operator, n: int, in_dims: Sequence[int | None], args: Sequence[Any]
+) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    """A rule that calls the operator for one example after the other."""
+    *tensors, options, backend = args
+
+    def example(i: int) -> list[Any]:
+        return [
+            arg if dim is None else arg.select(dim, i)
+            for arg, dim in zip(tensors, in_dims, strict=True)
+        ]
+
+    results = [operator.dispatched(*example(i), options, backend) for i in range(n)]
+    if operator.returns == 1:
+        results = [(result,) for result in results]
+    stacked = tuple(torch.stack(column) for column in zip(*results, strict=True))
+    return stacked, (0,) * len(stacked)

@@ -3,7 +3,7 @@
 A backend is a module of ``fastattn.backends``; an operator is a function in it, under the name that
 it has in ``reference.py``. The first backend in the order that gives no reason against a call runs
 it; the order is evidence, see ``fastattn.evidence``. A backend gives its reasons, as plain
-sentences, by ``why_not(op, *tensors, **keywords)`` (without one it has none); a module that cannot
+sentences, by ``why_not(op, *tensors, **options)`` (without one it has none); a module that cannot
 be imported is not built, a function that is missing falls through.
 """
 
@@ -136,7 +136,7 @@ def why_not(
     op: str,
     device: str,
     tensors: Sequence[Any],
-    keywords: dict[str, Any],
+    options: Any,
     obstacles: Sequence[str],
 ) -> list[str]:
     """Return this backend's reasons against a call, empty if it can run."""
@@ -152,30 +152,28 @@ def why_not(
         return [f"has no {op}"]
     if name == "reference":
         return []
-    return list(obstacles) or backend.why_not(op, *tensors, **keywords)
+    return list(obstacles) or backend.why_not(op, *tensors, **vars(options))
 
 
 def explanation(
-    op: str, tensors: Sequence[Any], keywords: dict[str, Any], obstacles: Sequence[str] = ()
+    op: str, tensors: Sequence[Any], options: Any, obstacles: Sequence[str] = ()
 ) -> Explanation:
     device = _device(tensors)
     only = forced.get()
     order = _order(device, op, tensors)
     names = dict.fromkeys((*order, only) if only else order)
-    reasons = {name: why_not(name, op, device, tensors, keywords, obstacles) for name in names}
+    reasons = {name: why_not(name, op, device, tensors, options, obstacles) for name in names}
     runs = next((n for n, against in reasons.items() if not against and only in ("", n)), None)
     return Explanation(op, device, reasons, runs, _because(device, op, tensors, order, runs))
 
 
-def choose(
-    op: str, tensors: Sequence[Any], keywords: dict[str, Any], obstacles: Sequence[str] = ()
-) -> str:
+def choose(op: str, tensors: Sequence[Any], options: Any, obstacles: Sequence[str] = ()) -> str:
     """Return the name of the first backend without a reason; raise or warn where that is due."""
     device = _device(tensors)
     only = forced.get()
     refused: dict[str, tuple[str, ...]] = {}
     for name in (only,) if only else _order(device, op, tensors):
-        against = why_not(name, op, device, tensors, keywords, obstacles)
+        against = why_not(name, op, device, tensors, options, obstacles)
         if not against:
             break
         if name != "torch" and isinstance(load(name), ModuleType):  # of ours, that is
@@ -187,10 +185,10 @@ def choose(
     return name
 
 
-def run_reference(op: str, tensors: Sequence[Any], keywords: dict[str, Any]) -> Any:
+def run_reference(op: str, tensors: Sequence[Any], options: Any) -> Any:
     """Run the reference, which computes in the dtype of its arguments, whatever autocast says."""
     with _without_autocast(_device(tensors)):
-        return getattr(load("reference"), op)(*tensors, **keywords)
+        return getattr(load("reference"), op)(*tensors, **vars(options))
 
 
 def _order(device: str, op: str, tensors: Sequence[Any]) -> tuple[str, ...]:

@@ -1,17 +1,18 @@
 """How a primitive becomes an operator of PyTorch: eager, autograd, ``torch.func``, the compiler.
 
-An :class:`Operator` is declared once, by the schema of its primitive (tensors first, then plain
-values, as in the backend modules):
+An :class:`Operator` is declared once, by the schema of its primitive's tensors and the record of
+its options (``fastattn.backends.primitives``):
 
     encode = Operator(
-        "sinusoidal_encoding(Tensor x, Tensor? positions, SymInt offset, str layout)",
+        "sinusoidal_encoding(Tensor x, Tensor? positions)",
+        options=SinusoidalOptions,
         returns=1,
         fake=lambda x, *rest: torch.empty_like(x),  # shapes, dtypes and strides of the results
         setup_context=save,  # (ctx, args, results), as in torch.autograd.Function
         backward=backward,  # (ctx, *grads) -> a gradient or None for each argument
         vmap=vmap,  # (info, in_dims, *args) -> (results, out_dims)
     )
-    y = encode(x, None, 0, "interleaved")
+    y = encode(x, None, SinusoidalOptions(offset=0, layout="interleaved"))
 
 The call takes the shortest way that is right:
 
@@ -21,8 +22,10 @@ The call takes the shortest way that is right:
   fake tensors and other subclasses): through ``torch.ops.fastattn.<name>``, a dispatcher operator
   with the same backend call below it. Only there does a tensor pass that is not plain memory.
 
-Each operator has one more argument, the last: ``backend``, the name of the one that ran. Empty
-means "choose now"; the forward hands the name to the backward, which so runs on the same backend.
+The dispatcher takes plain values only: there the fields of the record are the last arguments, but
+for one more, ``backend``, the name of the one that ran. Empty means "choose now"; the forward
+passes the name to the backward, which so runs on the same backend. Everywhere else the arguments
+are the tensors, the record, and the backend where one was chosen.
 
 ``backward`` may be left out: then the gradient is taken through the reference backend, as often
 as wanted. The operators ``<op>_backward`` do that, which makes double backward work everywhere.
@@ -32,12 +35,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastattn import compat, dispatch
+from fastattn.backends.primitives import NoOptions, values_of
+from fastattn.backends.primitives import schema as schema_of
 from fastattn.batching import rule_for_any_size, through_torch_vmap
 from fastattn.compat import any_requires_grad, nothing_watches, transforms_active
 
@@ -88,6 +94,7 @@ class Operator:
         self,
         schema: str,
         *,
+        options: type = NoOptions,
         returns: int,
         fake: Callable[..., Any],
         setup_context: Callable[..., None] | None = None,
@@ -97,20 +104,14 @@ class Operator:
         recomputed: Sequence[str] = (),
         derived: Mapping[str, Callable[..., Any]] | None = None,
     ) -> None:
-        self.name = schema[: schema.index("(")]
-        results = ", ".join(["Tensor"] * returns)
-        results = f"({results})" if returns > 1 else results
-        schema = f"{schema[:-1]}, str backend) -> {results}"
-        arguments = [
-            a.split() for a in schema[schema.index("(") + 1 : schema.index(")")].split(",")
-        ]
-        self._names = [name for _, name in arguments]
-        self._tensors = sum(kind.startswith("Tensor") for kind, _ in arguments)
-        self._keywords = self._names[self._tensors : -1]
+        self.name, tensors = schema.removesuffix(")").split("(")
+        self._names = [argument.split()[1] for argument in tensors.split(",")]
+        self._tensors = len(self._names)
+        self._options = options
         self._opaque = [self._names.index(name) for name in opaque]
         self._recomputed = {self._names.index(name) for name in recomputed}
         self._derived = derived or {}
-        self._returns = returns
+        self.returns = returns
         self._fake = fake
 
         setup_context = setup_context or self._save_all
@@ -121,31 +122,46 @@ class Operator:
         self._traced = _function(
             self.name, self._below_autograd, setup_context, backward, eager=False
         ).apply
-        self.op = self._register(schema, vmap)
+        arguments = ", ".join(filter(None, (tensors, schema_of(options), "str backend")))
+        results = ", ".join(["Tensor"] * returns)
+        results = f"({results})" if returns > 1 else results
+        self.op = self._register(f"{self.name}({arguments}) -> {results}", vmap)
 
     def __call__(self, *args: Any) -> Any:
-        """Take the primitive's arguments in the order of the schema."""
+        """Take the tensors in the order of the schema, then the options; without: the defaults."""
+        if len(args) == self._tensors:
+            args = (*args, self._options())
         if not runs_eagerly(*args[: self._tensors]):
-            return self.op(*args, "")
+            return self.dispatched(*args, "")
         obstacles = self.obstacles(args)
         if obstacles:
             self.choose(args, obstacles)
             return self._through_reference(*args)
-        tensors, keywords = self._primitive(args)
-        backend = dispatch.choose(self.name, tensors, keywords)
+        tensors, options = self._primitive(args)
+        backend = dispatch.choose(self.name, tensors, options)
         if torch.is_grad_enabled() and any_requires_grad(*tensors):
             return self.with_gradient(*args, backend)
-        return self._run(backend, tensors, keywords)
+        return self._run(backend, tensors, options)
+
+    def dispatched(self, *args: Any) -> Any:
+        """The same through PyTorch's dispatcher; the last argument is the backend, or empty."""
+        *tensors, options, backend = args
+        return self.op(*tensors, *values_of(options), backend)
+
+    def _recorded(self, args: Sequence[Any]) -> tuple[Any, ...]:
+        """What the dispatcher passes, with the options as a record again."""
+        n = self._tensors
+        return *args[:n], self._options(*args[n:-1]), args[-1]
 
     def resume(self, ctx: Any, given: Sequence[Any], seen: Sequence[Any]) -> Any:
         """Call a backward operator: with gradients, what the forward has seen, and its backend."""
         if not (ctx.eager and runs_eagerly(*given)):
-            return through_torch_vmap(lambda *grads: self.op(*grads, *seen), given)
+            return through_torch_vmap(lambda *grads: self.dispatched(*grads, *seen), given)
         args = (*given, *seen)
-        tensors, keywords = self._primitive(args)
+        tensors, options = self._primitive(args)
         if torch.is_grad_enabled() and any_requires_grad(*tensors):
             return self.with_gradient(*args)
-        return self._run(args[-1], tensors, keywords)
+        return self._run(args[-1], tensors, options)
 
     def obstacles(self, args: Sequence[Any]) -> list[str]:
         """What is asked for that no kernel has, but differentiating the reference gives."""
@@ -159,80 +175,87 @@ class Operator:
 
     def choose(self, args: Sequence[Any], obstacles: Sequence[str] = ()) -> str:
         """Return the name of the backend that runs these arguments."""
-        tensors, keywords = self._primitive(args)
-        return dispatch.choose(self.name, tensors, keywords, obstacles)
+        tensors, options = self._primitive(args)
+        return dispatch.choose(self.name, tensors, options, obstacles)
 
     def reasons(self, backend: str, args: Sequence[Any]) -> list[str]:
         """Return why this backend cannot run these arguments, empty if it can."""
-        tensors, keywords = self._primitive(args)
+        tensors, options = self._primitive(args)
         device = "cpu" if tensors[0].is_cpu else tensors[0].device.type
-        return dispatch.why_not(backend, self.name, device, tensors, keywords, ())
+        return dispatch.why_not(backend, self.name, device, tensors, options, ())
 
     def primitive(self, backend: str) -> Callable[..., Any]:
         """Return the function of one backend."""
         return getattr(dispatch.load(backend), self.name)
 
     def explain(self, args: Sequence[Any]) -> dispatch.Explanation:
-        tensors, keywords = self._primitive(args)
-        return dispatch.explanation(self.name, tensors, keywords, self.obstacles(args))
+        tensors, options = self._primitive(args)
+        return dispatch.explanation(self.name, tensors, options, self.obstacles(args))
 
     def run(self, *args: Any) -> Any:
         """Run the backend named by the last argument on plain tensors."""
-        tensors, keywords = self._primitive(args)
-        return self._run(args[-1], tensors, keywords)
+        tensors, options = self._primitive(args)
+        return self._run(args[-1], tensors, options)
 
-    def _run(self, backend: str, tensors: Sequence[Any], keywords: dict[str, Any]) -> Any:
+    def _run(self, backend: str, tensors: Sequence[Any], options: Any) -> Any:
         if backend != "reference":
-            return self.primitive(backend)(*tensors, **keywords)
-        results = dispatch.run_reference(self.name, tensors, keywords)
+            return self.primitive(backend)(*tensors, **vars(options))
+        results = dispatch.run_reference(self.name, tensors, options)
         # Plain PyTorch leaves its results in whatever memory order.
-        return _in_layout_of(results, self._fake(*tensors, *keywords.values(), backend))
+        return _in_layout_of(results, self._fake(*tensors, options))
 
     def _shaped(self, *args: Any) -> Any:
-        """What these arguments make, without its values."""
-        tensors, keywords = self._primitive(args)
-        return self._fake(*tensors, *keywords.values(), args[-1])
+        """What arguments of the dispatcher make, without its values."""
+        *tensors, options, _ = self._recorded(args)
+        return self._fake(*tensors, options)
 
     def _run_for_dispatcher(self, *args: Any) -> Any:
-        tensors, keywords = self._primitive(args)
-        backend = args[-1] or dispatch.choose(self.name, tensors, keywords)
+        args = self._recorded(args)
+        tensors, options = self._primitive(args)
+        backend = args[-1] or dispatch.choose(self.name, tensors, options)
         if backend == "reference":
-            results = compat.run_outside(self._run, backend, tensors, keywords)
+            results = compat.run_outside(self._run, backend, tensors, options)
         else:
-            results = self._run(backend, tensors, keywords)
-        return results if self._returns == 1 else _without_none(results, args)
+            results = self._run(backend, tensors, options)
+        return results if self.returns == 1 else _without_none(results, tensors)
 
     def split(self, args: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
-        """Return the tensors, and the values by name; without the backend."""
-        n = self._tensors
-        return args[:n], dict(zip(self._keywords, args[n:]))  # noqa: B905  (not backend)
+        """Return the tensors and the options by name, of arguments of the dispatcher."""
+        *tensors, options, _ = self._recorded(args)
+        return tensors, vars(options)
 
-    def _primitive(self, args: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
-        tensors, keywords = self.split(args)
+    def _primitive(self, args: Sequence[Any]) -> tuple[Sequence[Any], Any]:
+        n = self._tensors
+        tensors, options = args[:n], args[n]
         for name, derive in self._derived.items():
-            if keywords[name] is None:
-                keywords[name] = derive(*tensors)
-        return tensors, keywords
+            if getattr(options, name) is None:
+                options = replace(options, **{name: derive(*tensors)})
+        return tensors, options
 
     def _register(self, schema: str, vmap: Callable[..., Any]) -> Any:
         _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
         name = f"fastattn::{self.name}"
         _library.impl(self.name, self._run_for_dispatcher, "CompositeExplicitAutograd")
         _library.impl(self.name, self._autograd_kernel, "Autograd")
-        torch.library.register_fake(name, self._fake, lib=_library)
-        vmap = rule_for_any_size(vmap, self._shaped, self._returns)
-        torch.library.register_vmap(name, vmap, lib=_library)
+        torch.library.register_fake(name, self._shaped, lib=_library)
+
+        def batched(info: Any, in_dims: Sequence[int | None], *args: Any) -> Any:
+            return vmap(info, in_dims[: self._tensors], *self._recorded(args))
+
+        rule = rule_for_any_size(batched, self._shaped, self.returns)
+        torch.library.register_vmap(name, rule, lib=_library)
         op = getattr(torch.ops.fastattn, self.name).default
         operators[op] = self
         return op
 
     def _autograd_kernel(self, *args: Any) -> Any:
         """What the dispatcher calls: once, or once for each level of ``torch.func.grad``."""
+        args = self._recorded(args)
         obstacles = self.obstacles(args) + compat.autograd_obstacles
         if obstacles:
             self.choose(args, obstacles)
             return self._through_reference(*args)
-        if not (torch.is_grad_enabled() and any_requires_grad(*args)):
+        if not (torch.is_grad_enabled() and any_requires_grad(*args[: self._tensors])):
             return self._below_autograd(*args)
         if not transforms_active():
             return self._traced(*args)
@@ -243,19 +266,19 @@ class Operator:
         # A Function runs its forward without gradients; the next level of torch.func wants its own.
         grad = torch.enable_grad() if transforms_active() else contextlib.nullcontext()
         with compat.below_autograd(), grad:
-            return self.op(*args)
+            return self.dispatched(*args)
 
     def _through_reference(self, *args: Any) -> Any:
-        tensors, keywords = self._primitive(args)
-        results = dispatch.run_reference(self.name, tensors, keywords)
-        return results if self._returns == 1 else _without_none(results, tensors)
+        tensors, options = self._primitive(args)
+        results = dispatch.run_reference(self.name, tensors, options)
+        return results if self.returns == 1 else _without_none(results, tensors)
 
     def _save_all(self, ctx: Any, args: Sequence[Any], results: Any) -> None:
         ctx.save_for_backward(*args[: self._tensors])
-        ctx.values = list(args[self._tensors :])
+        ctx.rest = args[self._tensors :]
 
     def _backward_through_reference(self, ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        args = [*ctx.saved_tensors, *ctx.values]
+        args = [*ctx.saved_tensors, *ctx.rest]
         wanted = [
             n
             for n, needed in enumerate(ctx.needs_input_grad)

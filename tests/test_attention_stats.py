@@ -67,15 +67,14 @@ def test_within_the_bound(
     stats = attention_stats(query, key, top_k=top_k, rows=rows, **options)
     wide = torch.promote_types(dtype, torch.float32)
     # Exact: in extended precision, by the arguments of attention's primitive.
-    _, (q, k, v, *rest) = sys.modules["fastattn.ops.attention_stats"].prepare(query, key, **options)
-    names = ("scale", "offset", "window_left", "window_right", "softcap", "dropout_p", "weights")
-    values = dict(zip(names, rest[3:], strict=True))
+    prepare = sys.modules["fastattn.ops.attention_stats"].prepare
+    _, (q, k, v, *rest, record) = prepare(query, key, **options)
     got = [stats.lse, stats.column_sums, stats.entropy, stats.top_values, stats.rows]
     names = ("lse", "column_sums", "entropy", "top_values", "rows")
 
     def by(module: Any) -> dict[str, Tensor]:
         tensors = (x.double() for x in (q, k, v))
-        _, lse, w = module.scaled_dot_product_attention(*tensors, *rest[:3], **values)
+        _, lse, w = module.scaled_dot_product_attention(*tensors, *rest, **vars(record))
         return dict(zip(names, summed_up(w, lse, top_k, rows), strict=True))
 
     exact = by(naive)

@@ -7,14 +7,14 @@ from typing import Any
 
 from torch import Tensor, int64
 
-from fastattn.autograd import _fold, _one_by_one, _size_of_batch, _unfold
+from fastattn.backends.primitives import HopfieldBackwardOptions, HopfieldOptions, extended
+from fastattn.batching import fold, one_by_one, size_of_batch, unfold
 from fastattn.library import Operator
 from fastattn.ops._memory_hops_operator import compute_dtype
 
 __all__ = ["hopfield_backward", "hopfield_states"]
 
 _TENSORS = "Tensor state, Tensor stored, Tensor? keys, Tensor? mask, Tensor? bias"
-_VALUES = "float scale, SymInt steps_max, float eps, SymInt together, bool crowded, str grad"
 _DIFFERENTIABLE = (0, 1, 2, 4)  # state, stored, keys, bias
 
 
@@ -22,20 +22,20 @@ def _save(ctx: Any, args: Sequence[Any], results: tuple[Tensor, ...]) -> None:
     _, taken, ends = results
     ctx.mark_non_differentiable(taken, ends)
     # Never the states in between: backward takes the steps again.
-    ctx.save_for_backward(*args[:5], taken, ends)
-    ctx.values = args[5:]
+    *tensors, ctx.options, ctx.backend = args
+    ctx.save_for_backward(*tensors, taken, ends)
 
 
 def _backward(
     ctx: Any, grad_out: Tensor | None, _taken: None, _ends: None
 ) -> tuple[Tensor | None, ...]:
-    gradients: list[Tensor | None] = [None] * 12
+    gradients: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
     if grad_out is None:
         return tuple(gradients)
     wanted = [ctx.needs_input_grad[n] for n in _DIFFERENTIABLE]
     needed = sum(1 << n for n, want in enumerate(wanted) if want)
-    *values, backend = ctx.values
-    seen = (*ctx.saved_tensors, *values, needed, backend)
+    options = extended(HopfieldBackwardOptions, ctx.options, needed=needed)
+    seen = (*ctx.saved_tensors, options, ctx.backend)
     found = hopfield_backward.resume(ctx, (grad_out,), seen)
     for n, want, grad in zip(_DIFFERENTIABLE, wanted, found, strict=True):
         gradients[n] = grad if want else None
@@ -60,7 +60,7 @@ def _fake_backward(
     bias: Tensor | None,
     *rest: Any,
 ) -> tuple[Tensor, ...]:
-    needed = rest[-2]
+    needed = rest[-1].needed
     return tuple(
         x.new_empty(x.shape)
         if x is not None and (n == 0 or needed >> n & 1)
@@ -74,15 +74,16 @@ def _vmap(
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
     """Fold the mapped dimension into the heads."""
     n = info.batch_size
-    heads = _size_of_batch(args[0], in_dims[0])
-    folded = [_expanded(arg, dim, n, heads) for arg, dim in zip(args[:5], in_dims, strict=False)]
-    results = hopfield_states.op(*folded, *args[5:])
-    return tuple(_unfold(x, n) for x in results), (0, 0, 0)
+    *tensors, options, backend = args
+    heads = size_of_batch(tensors[0], in_dims[0])
+    folded = [_expanded(x, dim, n, heads) for x, dim in zip(tensors, in_dims, strict=True)]
+    results = hopfield_states.dispatched(*folded, options, backend)
+    return tuple(unfold(x, n) for x in results), (0, 0, 0)
 
 
 def _expanded(x: Tensor | None, dim: int | None, n: int, heads: int) -> Tensor | None:
-    """As ``_fold``; of state and stored every example has its own."""
-    folded = _fold(x, dim, n, heads)
+    """As ``fold``; of state and stored every example has its own."""
+    folded = fold(x, dim, n, heads)
     if folded is None or folded.shape[0] == n * heads:
         return folded
     return folded.expand(n * heads, *folded.shape[1:])
@@ -92,11 +93,12 @@ def _vmap_backward(
     info: Any, in_dims: Sequence[int | None], *args: Any
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
     """By turns: what an example's heads share has a gradient of its own in each example."""
-    return _one_by_one(hopfield_backward, info.batch_size, in_dims, args)
+    return one_by_one(hopfield_backward, info.batch_size, in_dims, args)
 
 
 hopfield_states = Operator(
-    f"hopfield_retrieve({_TENSORS}, {_VALUES})",
+    f"hopfield_retrieve({_TENSORS})",
+    options=HopfieldOptions,
     returns=3,
     fake=_fake,
     setup_context=_save,
@@ -105,8 +107,8 @@ hopfield_states = Operator(
 )
 
 hopfield_backward = Operator(
-    f"hopfield_retrieve_backward(Tensor grad_out, {_TENSORS}, Tensor taken, Tensor ends, "
-    f"{_VALUES}, int needed)",
+    f"hopfield_retrieve_backward(Tensor grad_out, {_TENSORS}, Tensor taken, Tensor ends)",
+    options=HopfieldBackwardOptions,
     returns=4,
     fake=_fake_backward,
     vmap=_vmap_backward,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.autograd import _fold, _size_of_batch, _unfold
+from fastattn.batching import fold, size_of_batch, unfold
 from fastattn.library import Operator
 
 __all__ = ["local_attention"]
@@ -22,19 +22,21 @@ def _fake(
 
 
 def _save(ctx: Any, args: Sequence[Any], results: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*args[:6], results[1])
-    ctx.backend = args[6]
+    *tensors, ctx.options, ctx.backend = args
+    _, weights = results
+    ctx.save_for_backward(*tensors, weights)
 
 
 def _backward(
     ctx: Any, grad_out: Tensor | None, grad_weights: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     if grad_out is None and grad_weights is None:
-        return (None,) * 7
+        return (None,) * len(ctx.needs_input_grad)
     saved = ctx.saved_tensors  # once: torch.utils.checkpoint gives them no second time
-    seen = (*saved, ctx.backend)
+    *_, factor, _weights = saved
+    seen = (*saved, ctx.options, ctx.backend)
     *grads, grad_factor = local_attention_backward.resume(ctx, (grad_out, grad_weights), seen)
-    return *grads, None, None, None if saved[5] is None else grad_factor, None
+    return *grads, None, None, None if factor is None else grad_factor, None, None
 
 
 def _fake_backward(
@@ -47,18 +49,21 @@ def _fake_backward(
 
 def _vmap(info: Any, in_dims: Sequence[int | None], *args: Any) -> tuple[Any, Any]:
     """Fold the mapped dimension into the batch."""
-    n, batch = info.batch_size, _size_of_batch(args[0], in_dims[0])
-    folded = [_fold(x, dim, n, batch) for x, dim in zip(args[:6], in_dims, strict=False)]
-    results = local_attention.op(*folded, *args[6:])
-    return tuple(_unfold(x, n) for x in results), (0, 0)
+    *tensors, options, backend = args
+    n, batch = info.batch_size, size_of_batch(tensors[0], in_dims[0])
+    folded = [fold(x, dim, n, batch) for x, dim in zip(tensors, in_dims, strict=True)]
+    results = local_attention.dispatched(*folded, options, backend)
+    return tuple(unfold(x, n) for x in results), (0, 0)
 
 
 def _vmap_backward(info: Any, in_dims: Sequence[int | None], *args: Any) -> tuple[Any, Any]:
-    n, batch = info.batch_size, _size_of_batch(args[2], in_dims[2])
-    folded = [_fold(x, dim, n, batch) for x, dim in zip(args[:9], in_dims, strict=False)]
-    results = local_attention_backward.op(*folded, *args[9:])
-    of_factor = results[3].expand(n, 0) if args[7] is None else _unfold(results[3], n)
-    return (*(_unfold(x, n) for x in results[:3]), of_factor), (0,) * 4
+    *tensors, options, backend = args
+    _, _, query, *_, factor, _ = tensors
+    n, batch = info.batch_size, size_of_batch(query, in_dims[2])
+    folded = [fold(x, dim, n, batch) for x, dim in zip(tensors, in_dims, strict=True)]
+    *grads, of_factor = local_attention_backward.dispatched(*folded, options, backend)
+    of_factor = of_factor.expand(n, 0) if factor is None else unfold(of_factor, n)
+    return (*(unfold(x, n) for x in grads), of_factor), (0,) * 4
 
 
 _TENSORS = "Tensor query, Tensor key, Tensor value, Tensor first, Tensor seen, Tensor? factor"

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fastattn import compat, dispatch
+from fastattn.backends.primitives import MemoryHopBackwardOptions, MemoryHopOptions
 from fastattn.library import has_plain_memory, nothing_watches
 from fastattn.ops._memory_hops_operator import hop_attention, hop_attention_backward
 from fastattn.ops._sdpa_arguments import DTYPES
@@ -140,8 +141,8 @@ class _Plain(compat.SingleLevelFunction):
                 mask = mask[:, None, None, :]
             seen = (query, in_memory, out_memory, None, mask, None, trace, stats)
             needed = sum(1 << n for n in range(3) if wants[n])
-            values = (hops, "none", "softmax", scale, False, needed, backend)
-            grads = hop_attention_backward.resume(ctx, (grad_out, None), (*seen, *values))
+            options = MemoryHopBackwardOptions(hops=hops, scale=scale, needed=needed)
+            grads = hop_attention_backward.resume(ctx, (grad_out, None), (*seen, options, backend))
         kept = [grads[n] if wants[n] else None for n in range(3)]
         return *kept, None, None, None, None, None
 
@@ -153,7 +154,7 @@ def _find_native(query: Tensor, in_memory: Tensor, out_memory: Tensor | None) ->
     if query.dtype not in DTYPES:
         return None
     tensors = (query, in_memory, out_memory, None, None, None)
-    backend = hop_attention.choose((*tensors, 1, "none", "softmax", 1.0, False))
+    backend = hop_attention.choose((*tensors, MemoryHopOptions()))
     module: Any = dispatch.load(backend)
     if not hasattr(module, "plain_hops"):
         return None

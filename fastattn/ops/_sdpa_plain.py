@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fastattn import compat, dispatch, evidence
 from fastattn.autograd import attention, attention_backward, default_scale
+from fastattn.backends.primitives import AttentionBackwardOptions, AttentionOptions
 from fastattn.library import has_plain_memory, nothing_watches
 from fastattn.ops._sdpa_arguments import DTYPES
 
@@ -155,8 +156,8 @@ class _Plain(compat.SingleLevelFunction):
         if mask is not None:
             mask = _unexpanded(mask)
         seen = (query, key, value, mask, None, None, out, lse)
-        values = (scale, 0, -1, 0 if causal else -1, 0.0, 0.0, 0, False, backend)
-        grads = attention_backward.resume(ctx, (grad_out, None, None), (*seen, *values))
+        options = AttentionBackwardOptions(scale=scale, window_right=0 if causal else -1)
+        grads = attention_backward.resume(ctx, (grad_out, None, None), (*seen, options, backend))
         return *grads[:3], None, None, None, None, None
 
 
@@ -191,4 +192,4 @@ def _find_native(query: Tensor, key: Tensor, value: Tensor) -> Any:
 
 
 def _arguments(query: Tensor, key: Tensor, value: Tensor) -> tuple[Any, ...]:
-    return (query, key, value, None, None, None, 1.0, 0, -1, -1, 0.0, 0.0, 0)
+    return (query, key, value, None, None, None, AttentionOptions(scale=1.0))

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.autograd import _one_by_one
 from fastattn.backends._alloc import empty_output
+from fastattn.backends.primitives import VarlenOptions
+from fastattn.batching import one_by_one
 from fastattn.library import Operator
 
 __all__ = ["packed_attention", "packed_attention_backward", "width_scale"]
@@ -18,10 +19,6 @@ _TENSORS = (
     "Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
     "Tensor? alibi_slopes, Tensor? seed"
 )
-_VALUES = (
-    "float? scale, bool bottom_right, SymInt window_left, SymInt window_right, float softcap, "
-    "float dropout_p"
-)
 
 
 def width_scale(query: Tensor) -> float:
@@ -29,18 +26,18 @@ def width_scale(query: Tensor) -> float:
 
 
 def _save(ctx: Any, args: Sequence[Any], results: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*args[:7], *results)
-    ctx.values = args[7:]
+    *tensors, ctx.options, ctx.backend = args
+    ctx.save_for_backward(*tensors, *results)
 
 
 def _backward(
     ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     if grad_out is None and grad_lse is None:
-        return (None,) * 14
-    seen = (*ctx.saved_tensors, *ctx.values)
+        return (None,) * len(ctx.needs_input_grad)
+    seen = (*ctx.saved_tensors, ctx.options, ctx.backend)
     grads = packed_attention_backward.resume(ctx, (grad_out, grad_lse), seen)
-    return *grads, *(None,) * 11
+    return *grads, *(None for _ in ctx.needs_input_grad[3:])
 
 
 def _fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -64,15 +61,16 @@ def _fake_backward(
 
 def _vmap(info: Any, in_dims: Sequence[int | None], *args: Any) -> Any:
     """One after the other: the draws of every example count from its first sequence."""
-    return _one_by_one(packed_attention, info.batch_size, in_dims, args)
+    return one_by_one(packed_attention, info.batch_size, in_dims, args)
 
 
 def _vmap_backward(info: Any, in_dims: Sequence[int | None], *args: Any) -> Any:
-    return _one_by_one(packed_attention_backward, info.batch_size, in_dims, args)
+    return one_by_one(packed_attention_backward, info.batch_size, in_dims, args)
 
 
 packed_attention = Operator(
-    f"varlen_attention({_TENSORS}, {_VALUES})",
+    f"varlen_attention({_TENSORS})",
+    options=VarlenOptions,
     returns=2,
     fake=_fake,
     setup_context=_save,
@@ -84,7 +82,8 @@ packed_attention = Operator(
 
 packed_attention_backward = Operator(
     f"varlen_attention_backward(Tensor? grad_out, Tensor? grad_lse, {_TENSORS}, Tensor out, "
-    f"Tensor lse, {_VALUES})",
+    "Tensor lse)",
+    options=VarlenOptions,
     returns=3,
     fake=_fake_backward,
     vmap=_vmap_backward,

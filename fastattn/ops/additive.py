@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.autograd import _fold, _one_by_one, _size_of_batch, _unfold
+from fastattn.backends.primitives import AdditiveBackwardOptions, AdditiveOptions, extended
+from fastattn.batching import fold, one_by_one, size_of_batch, unfold
 from fastattn.library import Operator
 from fastattn.ops._sdpa_arguments import as_stored_mask, autocast
 from fastattn.ops._shapes import expands_to
@@ -18,7 +19,6 @@ __all__ = ["additive_attention"]
 _NAME = "additive_attention"
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _SEEDS = 2**63 - 1
-_SEED, _DROPOUT_P = 6, 8  # among the primitive's arguments
 
 
 def additive_attention(
@@ -87,7 +87,7 @@ def additive_attention(
         >>> out.shape, weights.shape
         (torch.Size([2, 5, 3]), torch.Size([2, 5, 7]))
     """
-    operator, args = prepare(
+    operator, (*tensors, seed, options) = prepare(
         query,
         key,
         value,
@@ -99,10 +99,9 @@ def additive_attention(
         is_causal,
         need_weights,
     )
-    if args[_DROPOUT_P] > 0:
+    if options.dropout_p > 0:
         seed = torch.randint(_SEEDS, (), dtype=torch.int64, device=query.device)
-        args = (*args[:_SEED], seed, *args[_SEED + 1 :])
-    out, weights = operator(*args)
+    out, weights = operator(*tensors, seed, options)
     if query.ndim == 2:
         out, weights = out[0], weights[0] if need_weights else weights
     return (out, weights) if need_weights else out
@@ -120,7 +119,7 @@ def prepare(
     is_causal: Any = False,
     need_weights: Any = False,
 ) -> tuple[Operator, tuple[Any, ...]]:
-    """Validate; return the operator and the primitive's arguments without the seed."""
+    """Validate; return the operator and its arguments, but for the seed."""
     given = {"query": query, "key": key, "value": value, "v": v}
     if bias is not None:
         given["bias"] = bias
@@ -137,7 +136,8 @@ def prepare(
         query, key, value = (x.unsqueeze(0) for x in (query, key, value))
     mask = _mask(attn_mask, key_padding_mask, query, key, batched)
     tensors = (query, key, value, v, bias, mask, None)
-    return _primitive, (*tensors, is_causal, dropout_p, need_weights)
+    options = AdditiveOptions(causal=is_causal, dropout_p=dropout_p, weights=need_weights)
+    return _primitive, (*tensors, options)
 
 
 # --- validation ------------------------------------------------------------------------------
@@ -255,29 +255,32 @@ def _shape(x: Tensor) -> tuple[int, ...]:
 
 def _save(ctx: Any, args: Sequence[Any], results: tuple[Tensor, Tensor]) -> None:
     # Never a result: the backward pass computes the rows again, and needs all of a row for it.
-    ctx.save_for_backward(*args[:7])
-    ctx.values = args[7:]
+    *tensors, ctx.options, ctx.backend = args
+    ctx.save_for_backward(*tensors)
 
 
 def _backward(
     ctx: Any, grad_out: Tensor | None, grad_weights: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    *values, backend = ctx.values
-    if not values[-1]:  # no weights, whatever gradient their empty tensor has
+    if not ctx.options.weights:  # no weights, whatever gradient their empty tensor has
         grad_weights = None
     if grad_out is None and grad_weights is None:
-        return (None,) * 11
-    needs_mask_grad = ctx.needs_input_grad[5]
-    seen = (*ctx.saved_tensors, *values, needs_mask_grad, backend)
-    grads = _primitive_backward.resume(ctx, (grad_out, grad_weights), seen)
-    grad_bias = grads[4] if ctx.needs_input_grad[4] else None
-    grad_mask = grads[5] if needs_mask_grad else None
-    return *grads[:4], grad_bias, grad_mask, *(None,) * 5
+        return (None,) * len(ctx.needs_input_grad)
+    _, _, _, _, needs_bias_grad, needs_mask_grad, *others = ctx.needs_input_grad
+    options = extended(AdditiveBackwardOptions, ctx.options, needs_mask_grad=needs_mask_grad)
+    seen = (*ctx.saved_tensors, options, ctx.backend)
+    *grads, grad_bias, grad_mask = _primitive_backward.resume(ctx, (grad_out, grad_weights), seen)
+    return (
+        *grads,
+        grad_bias if needs_bias_grad else None,
+        grad_mask if needs_mask_grad else None,
+        *(None for _ in others),
+    )
 
 
 def _fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     batch, queries, _ = query.shape
-    weights = (batch, queries, key.shape[1]) if rest[-2] else (0,)
+    weights = (batch, queries, key.shape[1]) if rest[-1].weights else (0,)
     return query.new_empty((batch, queries, value.shape[2])), query.new_empty(weights)
 
 
@@ -288,7 +291,7 @@ def _fake_backward(
     return (
         *(x.new_empty(x.shape) for x in (query, key, value, v)),
         query.new_empty(0 if bias is None else bias.shape),
-        mask.new_empty(mask.shape) if rest[-2] else query.new_empty(0),
+        mask.new_empty(mask.shape) if rest[-1].needs_mask_grad else query.new_empty(0),
     )
 
 
@@ -297,34 +300,37 @@ def _vmap(
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
     """Fold the mapped dimension into the batch; v and the bias have none to fold into."""
     n = info.batch_size
+    query, key, value, v, bias, attn_mask, seed, options, backend = args
     shared = in_dims[3] is None and in_dims[4] is None
-    if not shared or args[_DROPOUT_P] > 0:  # the draws count from the first batch in every example
-        return _one_by_one(_primitive, n, in_dims, args)
-    batch = _size_of_batch(args[0], in_dims[0])
-    folded = [
-        arg if place in (3, 4) else _fold(arg, dim, n, batch)
-        for place, (arg, dim) in enumerate(zip(args[:6], in_dims, strict=False))
-    ]
-    out, weights = _primitive.op(*folded, *args[6:])
-    weights = _unfold(weights, n) if args[9] else weights.expand(n, 0)
-    return (_unfold(out, n), weights), (0, 0)
+    if not shared or options.dropout_p > 0:  # the draws count from each example's first batch
+        return one_by_one(_primitive, n, in_dims, args)
+    batch = size_of_batch(query, in_dims[0])
+    query, key, value, attn_mask = (
+        fold(x, in_dims[place], n, batch)
+        for place, x in ((0, query), (1, key), (2, value), (5, attn_mask))
+    )
+    out, weights = _primitive.dispatched(
+        query, key, value, v, bias, attn_mask, seed, options, backend
+    )
+    weights = unfold(weights, n) if options.weights else weights.expand(n, 0)
+    return (unfold(out, n), weights), (0, 0)
 
 
 def _vmap_backward(
     info: Any, in_dims: Sequence[int | None], *args: Any
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
     """Every example has gradients of v and the bias of its own."""
-    return _one_by_one(_primitive_backward, info.batch_size, in_dims, args)
+    return one_by_one(_primitive_backward, info.batch_size, in_dims, args)
 
 
 _TENSORS = (
     "Tensor query, Tensor key, Tensor value, Tensor v, Tensor? bias, Tensor? attn_mask, "
     "Tensor? seed"
 )
-_VALUES = "bool causal, float dropout_p, bool weights"
 
 _primitive = Operator(
-    f"additive_attention({_TENSORS}, {_VALUES})",
+    f"additive_attention({_TENSORS})",
+    options=AdditiveOptions,
     returns=2,
     fake=_fake,
     setup_context=_save,
@@ -333,8 +339,8 @@ _primitive = Operator(
 )
 
 _primitive_backward = Operator(
-    f"additive_attention_backward(Tensor? grad_out, Tensor? grad_weights, {_TENSORS}, {_VALUES}, "
-    "bool needs_mask_grad)",
+    f"additive_attention_backward(Tensor? grad_out, Tensor? grad_weights, {_TENSORS})",
+    options=AdditiveBackwardOptions,
     returns=6,
     fake=_fake_backward,
     vmap=_vmap_backward,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,6 @@ _OP = "attention_stats"
 # Queries whose weights are held at once: a constant, so that the sums over them are in the same
 # order whatever else is in the batch.
 _BLOCK = 64
-_OFFSET = 7  # among the primitive's arguments
 
 
 class AttentionStats(NamedTuple):
@@ -197,11 +197,10 @@ def prepare(
 
 def _blocks(operator: Operator, args: tuple[Any, ...]) -> Iterator[tuple[int, Tensor, Tensor]]:
     """(first query, lse [B, Hq, n], weights [B, Hq, n, Lk]) of block after block of queries."""
-    query, key, value, mask, *rest = args
+    query, key, value, mask, slopes, seed, options = args
     for begin in range(0, max(query.shape[2], 1), _BLOCK):  # without queries, one empty block
         end = min(begin + _BLOCK, query.shape[2])
         here = mask[:, :, begin:end] if mask is not None and mask.shape[2] != 1 else mask
-        given = [query[:, :, begin:end], key, value, here, *rest]
-        given[_OFFSET] = given[_OFFSET] + begin
-        _, lse, weights = operator(*given)
+        some = replace(options, offset=options.offset + begin)
+        _, lse, weights = operator(query[:, :, begin:end], key, value, here, slopes, seed, some)
         yield begin, lse, weights

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from fastattn import dispatch
-from fastattn.autograd import _one_by_one
 from fastattn.backends._alloc import empty_output
+from fastattn.backends.primitives import DecodeOptions, NoOptions
+from fastattn.batching import one_by_one
 from fastattn.library import Operator, runs_eagerly
 from fastattn.ops import _sdpa_arguments as arguments
 from fastattn.ops import _sequences_arguments as checks
@@ -138,7 +139,7 @@ def prepare(
     alibi_slopes: Any = None,
     layout: Any = "bhnd",
     return_lse: Any = False,
-) -> tuple[Operator, list[Any], list[Any] | None]:
+) -> tuple[Operator, tuple[Any, ...], list[Any] | None]:
     """Validate; return the operator, the primitive's arguments, and those of the append."""
     if layout not in _LAYOUTS:
         raise ValueError(f"{_OP}: layout must be 'bhnd' or 'bnhd', got {layout!r}")
@@ -212,8 +213,9 @@ def prepare(
     if new is not None:
         append = [key_cache, value_cache, *new, lengths, table, entries]
         lengths = lengths + added
-    tensors = [query, key_cache, value_cache, lengths, table, entries, alibi_slopes]
-    return _decode, [*tensors, scale, left, right, cap], append
+    tensors = (query, key_cache, value_cache, lengths, table, entries, alibi_slopes)
+    options = DecodeOptions(scale=scale, window_left=left, window_right=right, softcap=cap)
+    return _decode, (*tensors, options), append
 
 
 def _check_new(
@@ -282,13 +284,13 @@ def _backward(ctx: Any, *grads: Tensor | None) -> Any:
 
 
 def _vmap(info: Any, in_dims: Sequence[int | None], *args: Any) -> Any:
-    return _one_by_one(_decode, info.batch_size, in_dims, args)
+    return one_by_one(_decode, info.batch_size, in_dims, args)
 
 
 _decode = Operator(
     "decode_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor cache_seqlens, "
-    "Tensor? block_table, Tensor? cache_batch_idx, Tensor? alibi_slopes, float? scale, "
-    "SymInt window_left, SymInt window_right, float softcap)",
+    "Tensor? block_table, Tensor? cache_batch_idx, Tensor? alibi_slopes)",
+    options=DecodeOptions,
     returns=2,
     fake=_fake,
     setup_context=lambda ctx, args, results: None,
@@ -317,7 +319,7 @@ def _append_fake(*args: Any) -> None:
 
 
 def _append_now(*tensors: Tensor | None) -> None:
-    backend = dispatch.choose("append_to_cache", tensors, {})
+    backend = dispatch.choose("append_to_cache", tensors, NoOptions())
     dispatch.load(backend).append_to_cache(*tensors)  # type: ignore[union-attr]
 
 

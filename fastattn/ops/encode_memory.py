@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastattn.backends.primitives import EncodeMemoryBackwardOptions, EncodeMemoryOptions
+from fastattn.batching import one_by_one
 from fastattn.library import Operator, nothing_watches
 from fastattn.ops._sparse_rows import used_rows
 
@@ -93,8 +95,8 @@ def prepare(
     temporal: Tensor | None = None,
     padding_idx: int | None = 0,
     sparse: bool = False,
-) -> tuple[Operator, list[Any]]:
-    """Validate the arguments of :func:`encode_memory`; return the primitive and its own."""
+) -> tuple[Operator, tuple[Any, ...]]:
+    """Validate the arguments of :func:`encode_memory`; return the operator and its own."""
     _check(tokens, weight, temporal, padding_idx)
     if not isinstance(sparse, bool):
         raise TypeError(f"sparse must be a bool, got {type(sparse).__name__}")
@@ -104,13 +106,13 @@ def prepare(
     if weight.ndim == 2:
         weight = weight.unsqueeze(0)
         temporal = None if temporal is None else temporal.unsqueeze(0)
-    return _primitive, [
+    return _primitive, (
         tokens.to(torch.int64).unsqueeze(0),
         weight.unsqueeze(0),
         factors,
         None if temporal is None else temporal.unsqueeze(0),
-        padding_idx,
-    ]
+        EncodeMemoryOptions(padding_idx),
+    )
 
 
 def encoding_factors(
@@ -209,28 +211,30 @@ def _fake(tokens: Tensor, weight: Tensor, *rest: Any) -> Tensor:
 
 
 def _fake_backward(
-    grad: Tensor, tokens: Tensor, factors: Tensor, rows: int, temporal: bool, *rest: Any
+    grad: Tensor, tokens: Tensor, factors: Tensor, options: EncodeMemoryBackwardOptions
 ) -> tuple[Tensor, Tensor]:
     models, _, tables, slots, dim = grad.shape
     return (
-        grad.new_empty((models, tables, rows, dim)),
-        grad.new_empty((models, tables, slots, dim) if temporal else (0,)),
+        grad.new_empty((models, tables, options.rows, dim)),
+        grad.new_empty((models, tables, slots, dim) if options.temporal else (0,)),
     )
 
 
 def _save(ctx: Any, args: Sequence[Any], result: Tensor) -> None:
-    tokens, weight, factors, temporal, *values = args
+    tokens, weight, factors, temporal, options, ctx.backend = args
     ctx.save_for_backward(tokens, factors)
-    ctx.rows, ctx.temporal, ctx.values = weight.shape[2], temporal is not None, values
+    ctx.options = EncodeMemoryBackwardOptions(
+        rows=weight.shape[2], temporal=temporal is not None, padding_idx=options.padding_idx
+    )
 
 
 def _backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
     """dA[x_ij] += l_j o dm_i, dT_i += dm_i; l is a constant."""
     if grad is None:
         return (None,) * 6
-    seen = (*ctx.saved_tensors, ctx.rows, ctx.temporal, *ctx.values)
+    seen = (*ctx.saved_tensors, ctx.options, ctx.backend)
     grad_weight, grad_temporal = _primitive_backward.resume(ctx, (grad,), seen)
-    return None, grad_weight, None, grad_temporal if ctx.temporal else None, None, None
+    return None, grad_weight, None, grad_temporal if ctx.options.temporal else None, None, None
 
 
 def _folded(x: Tensor | None, dim: int | None, n: int) -> Tensor | None:
@@ -241,37 +245,30 @@ def _folded(x: Tensor | None, dim: int | None, n: int) -> Tensor | None:
     return x.flatten(0, 1)
 
 
-def _one_by_one(
-    operator: Operator, n: int, in_dims: Sequence[int | None], args: Sequence[Any]
-) -> list[Any]:
-    """What a mapped dimension of the factors leaves: a call each."""
-    results = []
-    for i in range(n):
-        pairs = zip(args, in_dims, strict=True)
-        results.append(operator.op(*(a if d is None else a.select(d, i) for a, d in pairs)))
-    return results
-
-
 def _vmap(info: Any, in_dims: Sequence[int | None], *args: Any) -> tuple[Tensor, int]:
     """A mapped dimension is one more of models."""
     n = info.batch_size
-    if in_dims[2] is not None:
-        return torch.stack(_one_by_one(_primitive, n, in_dims, args)), 0
+    _, _, factors, _, options, backend = args
+    if in_dims[2] is not None:  # of the factors: a call each
+        (stacked,), _ = one_by_one(_primitive, n, in_dims, args)
+        return stacked, 0
     tokens, weight, temporal = (_folded(args[i], in_dims[i], n) for i in (0, 1, 3))
-    out: Tensor = _primitive.op(tokens, weight, args[2], temporal, *args[4:])
+    out: Tensor = _primitive.dispatched(tokens, weight, factors, temporal, options, backend)
     return out.unflatten(0, (n, out.shape[0] // n)), 0
 
 
 def _vmap_backward(
     info: Any, in_dims: Sequence[int | None], *args: Any
-) -> tuple[tuple[Tensor, ...], tuple[int, int]]:
+) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
     n = info.batch_size
+    _, _, factors, options, backend = args
     if in_dims[2] is not None:
-        results = zip(*_one_by_one(_primitive_backward, n, in_dims, args), strict=True)
-        return tuple(torch.stack(each) for each in results), (0, 0)
+        return one_by_one(_primitive_backward, n, in_dims, args)
     grad, tokens = (_folded(args[i], in_dims[i], n) for i in (0, 1))
-    grad_weight, grad_temporal = _primitive_backward.op(grad, tokens, *args[2:])
-    if args[4]:
+    grad_weight, grad_temporal = _primitive_backward.dispatched(
+        grad, tokens, factors, options, backend
+    )
+    if options.temporal:
         grad_temporal = grad_temporal.unflatten(0, (n, grad_temporal.shape[0] // n))
     else:
         grad_temporal = grad_temporal.expand(n, 0)
@@ -279,8 +276,8 @@ def _vmap_backward(
 
 
 _primitive = Operator(
-    "encode_memory(Tensor tokens, Tensor weight, Tensor factors, Tensor? temporal, "
-    "int? padding_idx)",
+    "encode_memory(Tensor tokens, Tensor weight, Tensor factors, Tensor? temporal)",
+    options=EncodeMemoryOptions,
     returns=1,
     fake=_fake,
     setup_context=_save,
@@ -289,8 +286,8 @@ _primitive = Operator(
     opaque=("factors",),
 )
 _primitive_backward = Operator(
-    "encode_memory_backward(Tensor grad, Tensor tokens, Tensor factors, SymInt rows, "
-    "bool temporal, int? padding_idx)",
+    "encode_memory_backward(Tensor grad, Tensor tokens, Tensor factors)",
+    options=EncodeMemoryBackwardOptions,
     returns=2,
     fake=_fake_backward,
     vmap=_vmap_backward,

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fastattn.backends.primitives import HopfieldOptions
 from fastattn.library import Operator
 from fastattn.ops import sdpa
 from fastattn.ops._hopfield_operator import hopfield_states
@@ -229,7 +230,7 @@ def _prepared(
 
 
 def _primitive(call: _Call) -> tuple[tuple[Any, ...], Any]:
-    """The primitive's arguments, and the way back to [B, H, L, ...]."""
+    """The operator's arguments, and the way back to [B, H, L, ...]."""
     batch, heads, queries, _ = call.state.shape
     mask, crowded = call.mask, call.stored.shape[0] == 1 != batch
 
@@ -264,12 +265,7 @@ def _primitive(call: _Call) -> tuple[tuple[Any, ...], Any]:
         *tensors,
         mask if boolean else None,
         None if boolean else mask,
-        call.scale,
-        call.steps_max,
-        call.eps,
-        together,
-        crowded,
-        call.grad,
+        HopfieldOptions(call.scale, call.steps_max, call.eps, together, crowded, call.grad),
     )
     return arguments, back
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastattn.backends.primitives import MemoryHopOptions
 from fastattn.library import Operator
 from fastattn.ops._memory_hops_operator import hop_attention, share
 from fastattn.ops._memory_hops_plain import hop_plainly
@@ -136,7 +137,7 @@ def prepare(
     normalize: str = "softmax",
     scale: float = 1.0,
     need_weights: bool = False,
-) -> tuple[Operator, list[Any]]:
+) -> tuple[Operator, tuple[Any, ...]]:
     """Validate the arguments of :func:`memory_hop_attention`; return the primitive and its own."""
     activation = "none" if activation is None else activation
     _check_options(hops, activation, normalize, scale, need_weights)
@@ -171,19 +172,9 @@ def prepare(
         hop_proj = None
     if memory_bias is not None and memory_bias.dtype in (torch.float16, torch.bfloat16):
         (memory_bias,) = autocast(memory_bias)
-    return hop_attention, [
-        query,
-        in_memory,
-        out_memory,
-        hop_proj,
-        memory_mask,
-        memory_bias,
-        hops,
-        activation,
-        normalize,
-        float(scale),
-        need_weights,
-    ]
+    options = MemoryHopOptions(hops, activation, normalize, float(scale), need_weights)
+    tensors = (query, in_memory, out_memory, hop_proj, memory_mask, memory_bias)
+    return hop_attention, (*tensors, options)
 
 
 # --- validation ------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fastattn.autograd import attention, default_scale
+from fastattn.backends.primitives import AttentionOptions
 from fastattn.library import Operator
 from fastattn.ops import _sdpa_arguments as arguments
 from fastattn.ops._sdpa_plain import attend_plainly
@@ -15,8 +16,6 @@ from fastattn.ops._sdpa_plain import attend_plainly
 __all__ = ["scaled_dot_product_attention"]
 
 _SEEDS = 2**63 - 1
-_SEED, _DROPOUT_P = 5, 11  # among the primitive's arguments
-_NO_WEIGHTS, _PER_HEAD, _AVERAGED = 0, 1, 2
 
 
 def scaled_dot_product_attention(
@@ -150,7 +149,7 @@ def scaled_dot_product_attention(
         out = attend_plainly(query, key, value, attn_mask, is_causal, scale, enable_gqa)
         if out is not None:
             return out
-    operator, args, folding = prepare(
+    operator, (*tensors, seed, options), folding = prepare(
         query,
         key,
         value,
@@ -168,12 +167,11 @@ def scaled_dot_product_attention(
         need_weights=need_weights,
         average_weights=average_weights,
     )
-    if args[_DROPOUT_P] > 0:
+    if options.dropout_p > 0:
         seed = torch.randint(
             _SEEDS, (), dtype=torch.int64, device=query.device, generator=generator
         )
-        args = (*args[:_SEED], seed, *args[_SEED + 1 :])
-    out, lse, weights = operator(*args)
+    out, lse, weights = operator(*tensors, seed, options)
     out = folding.restore(out)
     if not return_lse and not need_weights:
         return out
@@ -204,7 +202,7 @@ def prepare(
     need_weights: Any = False,
     average_weights: Any = False,
 ) -> tuple[Operator, tuple[Any, ...], arguments.Folding]:
-    """Validate, and return the operator, the primitive's arguments without the seed, the folding.
+    """Validate, and return the operator, its arguments but for the seed, and the folding.
 
     Everything that can be wrong is found here, before anything is computed.
     """
@@ -243,6 +241,13 @@ def prepare(
         scale = 1.0
     if scale is None and not torch.compiler.is_compiling():  # else found when it runs, for every D
         scale = default_scale(query)
-    weights = (_AVERAGED if average_weights else _PER_HEAD) if need_weights else _NO_WEIGHTS
-    tensors = (query, key, value, attn_mask, alibi_slopes, None)
-    return attention, (*tensors, scale, offset, left, right, cap, dropout_p, weights), folding
+    options = AttentionOptions(
+        scale=scale,
+        offset=offset,
+        window_left=left,
+        window_right=right,
+        softcap=cap,
+        dropout_p=dropout_p,
+        weights=(2 if average_weights else 1) if need_weights else 0,
+    )
+    return attention, (query, key, value, attn_mask, alibi_slopes, None, options), folding

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastattn.backends.primitives import SinusoidalOptions
 from fastattn.library import Operator
 from fastattn.ops._shapes import expands_to
 from fastattn.sinusoids import LAYOUTS
@@ -126,32 +127,26 @@ def prepare(
     max_timescale: float = 10000.0,
     scale: float | None = None,
     padding_idx: int | None = None,
-) -> tuple[Operator, list[Any]]:
-    """Validate the arguments of :func:`sinusoidal_encoding`; return the primitive and its own."""
+) -> tuple[Operator, tuple[Any, ...]]:
+    """Validate the arguments of :func:`sinusoidal_encoding`; return the operator and its own."""
     _check_x(x)
     check_options(layout, max_timescale, scale, padding_idx)
     offset, positions = locate(x, offset, positions)
     scale = 1.0 if scale is None else float(scale)
-    return _primitive, [
-        x,
-        positions,
-        offset,
-        layout,
-        float(max_timescale),
-        scale,
-        padding_idx,
-    ]
+    options = SinusoidalOptions(offset, layout, float(max_timescale), scale, padding_idx)
+    return _primitive, (x, positions, options)
 
 
 def _setup_context(ctx: Any, args: Sequence[Any], result: Tensor) -> None:
-    ctx.scale = args[5]
+    _, _, options, _ = args
+    ctx.scale = options.scale
 
 
 def _backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
     """dx = scale * grad; nothing else is differentiable."""
     if grad is not None and ctx.scale != 1.0:
         grad = grad * ctx.scale
-    return (grad, *[None] * 7)
+    return grad, *(None for _ in ctx.needs_input_grad[1:])
 
 
 def _vmap(
@@ -163,12 +158,12 @@ def _vmap(
         positions = positions.movedim(in_dims[1], 0)
         missing = x.ndim - 1 - positions.ndim
         positions = positions.reshape(info.batch_size, *[1] * missing, *positions.shape[1:])
-    return _primitive.op(x, positions, *options), 0
+    return _primitive.dispatched(x, positions, *options), 0
 
 
 _primitive = Operator(
-    "sinusoidal_encoding(Tensor x, Tensor? positions, SymInt offset, str layout, "
-    "float max_timescale, float scale, int? padding_idx)",
+    "sinusoidal_encoding(Tensor x, Tensor? positions)",
+    options=SinusoidalOptions,
     returns=1,
     fake=lambda x, *rest: torch.empty_like(x),
     setup_context=_setup_context,

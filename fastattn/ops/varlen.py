@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastattn.backends.primitives import VarlenOptions
 from fastattn.library import Operator, runs_eagerly
 from fastattn.ops import _sdpa_arguments as arguments
 from fastattn.ops import _sequences_arguments as checks
@@ -17,7 +18,6 @@ __all__ = ["varlen_attention"]
 
 _OP = "varlen_attention"
 _SEEDS = 2**63 - 1
-_SEED, _DROPOUT_P = 6, 12  # among the primitive's arguments
 
 
 def varlen_attention(
@@ -91,7 +91,7 @@ def varlen_attention(
         >>> varlen_attention(query, key, value, ends, ends, is_causal=True).shape
         torch.Size([12, 2, 64])
     """
-    operator, args = prepare(
+    operator, (*tensors, seed, options) = prepare(
         query,
         key,
         value,
@@ -109,11 +109,11 @@ def varlen_attention(
         generator=generator,
         return_lse=return_lse,
     )
-    if args[_DROPOUT_P] > 0:
-        args[_SEED] = torch.randint(
+    if options.dropout_p > 0:
+        seed = torch.randint(
             _SEEDS, (), dtype=torch.int64, device=query.device, generator=generator
         )
-    out, lse = operator(*args)
+    out, lse = operator(*tensors, seed, options)
     if not return_lse:
         return out
     return out, lse if out.dtype is torch.float64 else lse.float()
@@ -137,8 +137,8 @@ def prepare(
     causal_alignment: Any = "upper_left",
     generator: Any = None,
     return_lse: Any = False,
-) -> tuple[Operator, list[Any]]:
-    """Validate, and return the operator and the primitive's arguments without the seed."""
+) -> tuple[Operator, tuple[Any, ...]]:
+    """Validate, and return the operator and its arguments, but for the seed."""
     if not isinstance(query, Tensor):
         raise arguments.wrong_type("query", query, "Tensor", op=_OP)
     tensors = (("query", query, "Hq, D"), ("key", key, "Hkv, D"), ("value", value, "Hkv, Dv"))
@@ -182,9 +182,16 @@ def prepare(
         right = 0
     if scale is None and not torch.compiler.is_compiling():
         scale = width_scale(query)
-    bottom_right = causal_alignment == "bottom_right"
+    options = VarlenOptions(
+        scale=scale,
+        bottom_right=causal_alignment == "bottom_right",
+        window_left=left,
+        window_right=right,
+        softcap=cap,
+        dropout_p=dropout_p,
+    )
     given = (query, key, value, q_starts, k_starts, alibi_slopes, None)
-    return packed_attention, [*given, scale, bottom_right, left, right, cap, dropout_p]
+    return packed_attention, (*given, options)
 
 
 def _check_starts(name: str, starts: Any, rows: Tensor, longest: Any, longest_name: str) -> Tensor:

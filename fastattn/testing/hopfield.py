@@ -188,10 +188,15 @@ def _retrieve_plainly(
         False,
         False,
     )
-    arguments, back = _primitive(call)
-    names = ("scale", "steps_max", "eps", "together")
-    options = dict(zip(names, arguments[5:9], strict=True))
-    xi = reference.hopfield_states(*arguments[:5], **options, grad=grad)[0]
+    (*tensors, options), back = _primitive(call)
+    xi, *_ = reference.hopfield_states(
+        *tensors,
+        scale=options.scale,
+        steps_max=options.steps_max,
+        eps=options.eps,
+        together=options.together,
+        grad=grad,
+    )
     key = call.stored if call.keys is None else call.keys
     value = call.stored if call.projection is None else call.projection
     lead = (call.state.shape[0], -1, -1, -1)

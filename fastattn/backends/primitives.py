@@ -1,0 +1,185 @@
+"""What each primitive takes besides tensors, as records of named options.
+
+A record is passed, as one object, from the public function to the backend that runs. Its fields are
+also the last arguments of the dispatcher operator, in this order: :func:`schema` and
+:func:`values_of` derive them. To add an option, add a field with a default that leaves it out.
+"""
+
+from __future__ import annotations
+
+import typing
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, Literal, TypeVar
+
+__all__ = [
+    "AdditiveBackwardOptions",
+    "AdditiveOptions",
+    "AttentionBackwardOptions",
+    "AttentionOptions",
+    "DecodeOptions",
+    "EncodeMemoryBackwardOptions",
+    "EncodeMemoryOptions",
+    "HopfieldBackwardOptions",
+    "HopfieldOptions",
+    "MemoryHopBackwardOptions",
+    "MemoryHopOptions",
+    "NoOptions",
+    "SinusoidalOptions",
+    "VarlenOptions",
+    "Weights",
+    "extended",
+    "schema",
+    "values_of",
+]
+
+Record = TypeVar("Record")
+
+# The weights to return: none, one matrix a head, their mean over the heads.
+Weights = Literal[0, 1, 2]
+Constant = Annotated[int, "never a symbol of the compiler"]
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """Options of attention. For query i and key j of one sequence, d = i + offset - j."""
+
+    scale: float | None = None  # factor of the scores; None: 1 / sqrt(D), set when the call runs
+    offset: int = 0  # the position of query 0 among the keys
+    window_left: int = -1  # keys visible before a query's position (d <= left); -1: all
+    window_right: int = -1  # keys visible after it (-d <= right); -1: all; 0: causal
+    softcap: float = 0.0  # bound of the scores; 0: none
+    dropout_p: float = 0.0  # probability of dropping a weight
+    weights: Weights = 0
+
+
+@dataclass(frozen=True)
+class AttentionBackwardOptions(AttentionOptions):
+    needs_mask_grad: bool = False
+
+
+@dataclass(frozen=True)
+class VarlenOptions:
+    """Options of attention over packed sequences; positions count within a sequence."""
+
+    scale: float | None = None
+    bottom_right: bool = False  # the last query of a sequence is at its last key, not 0 at key 0
+    window_left: int = -1
+    window_right: int = -1
+    softcap: float = 0.0
+    dropout_p: float = 0.0
+
+
+@dataclass(frozen=True)
+class DecodeOptions:
+    """Options of attention to a cache; the last query is at the last key."""
+
+    scale: float | None = None
+    window_left: int = -1
+    window_right: int = -1
+    softcap: float = 0.0
+
+
+@dataclass(frozen=True)
+class AdditiveOptions:
+    """Options of additive attention."""
+
+    causal: bool = False  # key j is visible to query i for j <= i
+    dropout_p: float = 0.0
+    weights: bool = False  # return the weights
+
+
+@dataclass(frozen=True)
+class AdditiveBackwardOptions(AdditiveOptions):
+    needs_mask_grad: bool = False
+
+
+@dataclass(frozen=True)
+class MemoryHopOptions:
+    """Options of memory hops."""
+
+    hops: int = 1
+    activation: str = "none"  # of the state after a hop: or "relu", "tanh", "sigmoid"
+    normalize: str = "softmax"  # of the scores: "softmax", or "none" for the linear start
+    scale: float = 1.0
+    weights: bool = False
+
+
+@dataclass(frozen=True)
+class MemoryHopBackwardOptions(MemoryHopOptions):
+    # Bits of the gradients to compute: query, in_memory, out_memory, hop_proj, memory_bias.
+    needed: Constant = 0
+
+
+@dataclass(frozen=True)
+class HopfieldOptions:
+    """Options of Hopfield retrieval."""
+
+    scale: float = 1.0
+    steps_max: int = 1
+    eps: float = 0.0  # a query stops when its state moves less
+    together: int = 1  # queries that stop together
+    crowded: bool = False  # the queries of a group come from several entries of the batch
+    grad: str = "unroll"  # or "implicit"
+
+
+@dataclass(frozen=True)
+class HopfieldBackwardOptions(HopfieldOptions):
+    needed: Constant = 0  # bits of the gradients to compute: state, stored, keys, bias
+
+
+@dataclass(frozen=True)
+class EncodeMemoryOptions:
+    """Options of sentences as memories."""
+
+    padding_idx: Constant | None = None  # the token without an embedding
+
+
+@dataclass(frozen=True)
+class EncodeMemoryBackwardOptions:
+    rows: int = 0  # of the embedding table
+    temporal: bool = False  # whether there are temporal rows
+    padding_idx: Constant | None = None
+
+
+@dataclass(frozen=True)
+class SinusoidalOptions:
+    """Options of the sinusoidal encoding."""
+
+    offset: int = 0  # the position of the first row
+    layout: str = "interleaved"
+    max_timescale: float = 10000.0
+    scale: float = 1.0  # factor of the input
+    padding_idx: Constant | None = None  # the position that gets no encoding
+
+
+@dataclass(frozen=True)
+class NoOptions:
+    """Of a primitive that takes tensors only."""
+
+
+_KINDS = {
+    int: "SymInt",
+    bool: "bool",
+    float: "float",
+    str: "str",
+    float | None: "float?",
+    Weights: "int",
+    Constant: "int",
+    Constant | None: "int?",
+}
+
+
+def schema(record: type) -> str:
+    """The fields as arguments of a dispatcher operator."""
+    kinds = typing.get_type_hints(record, include_extras=True)
+    return ", ".join(f"{_KINDS[kinds[field.name]]} {field.name}" for field in fields(record))
+
+
+def values_of(options: Any) -> list[Any]:
+    """The values of the fields, in order."""
+    return [getattr(options, field.name) for field in fields(options)]
+
+
+def extended(record: type[Record], options: Any, **more: Any) -> Record:
+    """The options of a forward pass as those of its backward pass."""
+    return record(**vars(options), **more)
