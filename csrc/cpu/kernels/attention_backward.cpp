@@ -1,8 +1,9 @@
-// Backward attention. With P = softmax(S) recomputed from the log-sum-exp, W = dropout(P) and dP =
-// V dO^T + dW:
+// Backward attention. With P = softmax(S), recomputed from the log-sum-exp, and W = dropout(P):
 //
-//   dV = W^T dO     dS = P o (dropout(dP) - delta)     dK = scale dS^T Q     dQ = scale dS K     d
-//   mask = dS delta_i = sum_d dO_id O_id + sum_j W_ij dW_ij - dlse_i
+//   dP = dO V^T + dW
+//   delta_i = sum_d dO_id O_id + sum_j W_ij dW_ij - dlse_i
+//   dS = P o (dropout(dP) - delta)
+//   dQ = scale dS K,   dK = scale dS^T Q,   dV = W^T dO,   dmask = dS
 //
 // One pass over pairs of a block of keys and a panel of queries, scores transposed as in the
 // forward pass: S^T and dS^T are the right-hand side of dQ^T, and their rows are the broadcast

@@ -7,8 +7,7 @@ namespace fastattn {
 namespace FASTATTN_ISA {
 namespace {
 
-// ---- Which keys a query may see by position: i + offset - left <= j <= i + offset + right
-// -------------------------
+// ---- Keys visible by position: i + offset - left <= j <= i + offset + right ---------------------
 
 struct Range {
   int64_t begin, end;
@@ -40,8 +39,7 @@ FASTATTN_INLINE Range seeing_any(const AttentionParams& p, int64_t j0, int64_t j
   return r;
 }
 
-// ---- The rule that makes scores of products
-// -------------------------------------------------------------------------
+// ---- From products to scores --------------------------------------------------------------------
 
 // While nothing is added to a score it stays the raw product q.k, and `scale` enters only in the
 // exponent: p = 2^((S - m) * exponent). With a mask, softcap, ALiBi or a scale that is not positive
@@ -188,8 +186,7 @@ FASTATTN_INLINE void apply_rule(const AttentionParams& p, const ScoreRule<T>& ru
   }
 }
 
-// ---- Dropout: Philox4x32-10, counter (i, j / 8, query head, batch), key = seed
-// --------------------------------------
+// ---- Dropout: Philox4x32-10, counter (i, j / 8, query head, batch), key = seed ------------------
 
 struct DropoutRule {
   uint32_t threshold;  // keep iff a 16-bit draw is below it
@@ -292,8 +289,7 @@ FASTATTN_INLINE VecD keep_lanes(VecD x, const uint32_t* keep) {
   return y;
 }
 
-// ---- Values and keys that are not finite
-// ----------------------------------------------------------------------------
+// ---- Values and keys that are not finite --------------------------------------------------------
 
 // In a block with exclusions 0 * NaN must not reach a query that may not see the row. Such rows are
 // rare: they are zeroed in the staged copy and their products added pair by pair where the weight

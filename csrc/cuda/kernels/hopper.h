@@ -52,7 +52,7 @@ struct HopperArguments : AttentionArguments {
   int group;                                                 // Hq / Hkv
   int tile_rows;                                             // queries, or keys, of a tile
   int heads;                                                 // Hkv, of all batch entries
-  int tiles_of_head;                                         //
+  int tiles_of_head;                                         // of one batch entry, packed: of all
   int section_heads;  // heads whose keys and values fit in the L2 cache
   int tiles;          // in all
 };
