@@ -4,8 +4,9 @@
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
+#include <string>
 
-#include "../params.h"
+#include "params.h"
 
 namespace fastattn {
 
@@ -17,8 +18,10 @@ inline int64_t integer(PyObject* item) {
 
 template <int N>
 void integers(const pybind11::tuple& from, int64_t (&to)[N]) {
-  if (PyTuple_GET_SIZE(from.ptr()) != N)
-    throw pybind11::value_error("fastattn._cpu: a tuple has the wrong length");
+  const auto size = PyTuple_GET_SIZE(from.ptr());
+  if (size != N)
+    throw pybind11::value_error("fastattn: expected a tuple of " + std::to_string(N) +
+                                " integers, got " + std::to_string(size));
   for (int i = 0; i < N; ++i) to[i] = integer(PyTuple_GET_ITEM(from.ptr(), i));
 }
 

@@ -2,7 +2,7 @@
 #pragma once
 #include <pybind11/pybind11.h>
 
-#include "arguments.h"
+#include "../arguments.h"
 
 namespace fastattn {
 

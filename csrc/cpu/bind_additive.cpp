@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "arguments.h"
+#include "../arguments.h"
 #include "kernel_table.h"
 
 namespace py = pybind11;

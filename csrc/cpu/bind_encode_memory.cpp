@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <string>
 
-#include "arguments.h"
+#include "../arguments.h"
 #include "kernel_table.h"
 #include "memory.h"
 

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "arguments.h"
+#include "../arguments.h"
 #include "kernel_table.h"
 #include "memory.h"
 
@@ -45,7 +45,7 @@ MemoryHopsParams hops(bool backward, int dtype, int threads, const py::tuple& si
                             &p.grad_scores, &p.grad_states};
   const int inputs = backward ? 8 : 6, written = backward ? 10 : 4;
   if (PyTuple_GET_SIZE(operands.ptr()) != inputs || PyTuple_GET_SIZE(results.ptr()) != written)
-    throw py::value_error("fastattn._cpu: a tuple has the wrong length");
+    throw py::value_error("fastattn: memory hops got a wrong number of operands or results");
   for (int i = 0; i < inputs; ++i) *to[i] = optional_operand(PyTuple_GET_ITEM(operands.ptr(), i));
   for (int i = 0; i < written; ++i) *outputs[i] = address(results, i);
   int64_t count[3];

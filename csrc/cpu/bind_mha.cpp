@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <memory>
 
-#include "arguments.h"
+#include "../arguments.h"
 #include "kernel_table.h"
 
 namespace py = pybind11;

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "arguments.h"
+#include "../arguments.h"
 #include "kernel_table.h"
 #include "memory.h"
 

@@ -5,7 +5,7 @@
 #include <cmath>
 #include <cstdint>
 
-#include "../cpu/arguments.h"
+#include "../arguments.h"
 #include "kernels/table.h"
 #include "params.h"
 
