@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from fastattn import evidence
+from fastattn.backends.primitives import call
 
 __all__ = ["Explanation", "FallbackWarning", "explain", "use_backend"]
 
@@ -152,7 +153,7 @@ def why_not(
         return [f"has no {op}"]
     if name == "reference":
         return []
-    return list(obstacles) or backend.why_not(op, *tensors, **vars(options))
+    return list(obstacles) or call(backend.why_not, op, *tensors, options=options)
 
 
 def explanation(
@@ -188,7 +189,7 @@ def choose(op: str, tensors: Sequence[Any], options: Any, obstacles: Sequence[st
 def run_reference(op: str, tensors: Sequence[Any], options: Any) -> Any:
     """Run the reference, which computes in the dtype of its arguments, whatever autocast says."""
     with _without_autocast(_device(tensors)):
-        return getattr(load("reference"), op)(*tensors, **vars(options))
+        return call(getattr(load("reference"), op), *tensors, options=options)
 
 
 def _order(device: str, op: str, tensors: Sequence[Any]) -> tuple[str, ...]:

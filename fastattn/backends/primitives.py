@@ -8,6 +8,7 @@ also the last arguments of the dispatcher operator, in this order: :func:`schema
 from __future__ import annotations
 
 import typing
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -27,6 +28,7 @@ __all__ = [
     "SinusoidalOptions",
     "VarlenOptions",
     "Weights",
+    "call",
     "extended",
     "schema",
     "values_of",
@@ -157,6 +159,20 @@ class NoOptions:
     """Of a primitive that takes tensors only."""
 
 
+# Records whose fields the backends still take one by one, as keywords.
+_AS_KEYWORDS = (
+    AttentionOptions,
+    VarlenOptions,
+    DecodeOptions,
+    AdditiveOptions,
+    MemoryHopOptions,
+    HopfieldOptions,
+    EncodeMemoryOptions,
+    EncodeMemoryBackwardOptions,
+    SinusoidalOptions,
+    NoOptions,
+)
+
 _KINDS = {
     int: "SymInt",
     bool: "bool",
@@ -178,6 +194,13 @@ def schema(record: type) -> str:
 def values_of(options: Any) -> list[Any]:
     """The values of the fields, in order."""
     return [getattr(options, field.name) for field in fields(options)]
+
+
+def call(function: Callable[..., Any], *tensors: Any, options: Any) -> Any:
+    """Call a function of a backend, which takes the tensors and then the record."""
+    if isinstance(options, _AS_KEYWORDS):
+        return function(*tensors, **vars(options))
+    return function(*tensors, options)
 
 
 def extended(record: type[Record], options: Any, **more: Any) -> Record:
