@@ -153,9 +153,9 @@ def races(args: argparse.Namespace) -> dict[str, Any]:
             given = tuple(map(on_gpu, inputs.cotangents()))
             first: list[Tensor] | None = None
             for n in range(args.repeats):
-                out, lse, _ = module.scaled_dot_product_attention(*forward, **inputs.options)
+                out, lse, _ = module.scaled_dot_product_attention(*forward, options=inputs.options)
                 grads = module.scaled_dot_product_attention_backward(
-                    *given, *forward, out, lse, **inputs.options, needs_mask_grad=case.mask_grad
+                    *given, *forward, out, lse, options=inputs.backward_options()
                 )
                 found = [out, lse, *(grad for grad in grads if grad is not None)]
                 first = first or found
@@ -190,7 +190,7 @@ def serving_calls(module: Any, dtype: torch.dtype) -> dict[str, Callable[[], lis
     args = on_gpu(cache.args)
     return {
         "varlen_attention": lambda: list(run_varlen(module, packed).values()),
-        "decode_attention": lambda: list(module.decode_attention(*args, **cache.options)),
+        "decode_attention": lambda: list(module.decode_attention(*args, options=cache.options)),
     }
 
 

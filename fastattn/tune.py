@@ -20,6 +20,12 @@ from typing import Any
 import torch
 
 from fastattn import evidence, spelling, tune_cpu
+from fastattn.backends.primitives import (
+    AttentionBackwardOptions,
+    AttentionOptions,
+    DecodeOptions,
+    extended,
+)
 
 __all__ = ["add_arguments", "fastest", "run"]
 
@@ -169,19 +175,19 @@ def _attention(dtype: torch.dtype, width: int) -> Iterator[tuple[str, _Call]]:
 
     query, key, value, grad = (normal(2, 16, 4096, width) for _ in range(4))
     bias = normal(1, 16, 4096, 4096)
-    options: dict[str, Any] = {
-        "scale": width**-0.5, "offset": 0, "window_left": -1, "window_right": 0, "softcap": 0.0,
-        "dropout_p": 0.0, "weights": 0,
-    }  # fmt: skip
+    causal = AttentionOptions(scale=width**-0.5, window_right=0)
 
     def backward_of(mask: torch.Tensor | None) -> _Call:
         args = (query, key, value, mask, None, None)
-        out, lse, _ = backend.scaled_dot_product_attention(*args, **options)
+        out, lse, _ = backend.scaled_dot_product_attention(*args, options=causal)
+        options = extended(AttentionBackwardOptions, causal, needs_mask_grad=mask is not None)
         return lambda: backend.scaled_dot_product_attention_backward(
-            grad, None, None, *args, out, lse, **options, needs_mask_grad=mask is not None
+            grad, None, None, *args, out, lse, options=options
         )
 
-    attend = functools.partial(backend.scaled_dot_product_attention, query, key, value, **options)
+    attend = functools.partial(
+        backend.scaled_dot_product_attention, query, key, value, options=causal
+    )
     yield "forward", attend
     yield "forward_masked", functools.partial(attend, bias)
     plain, biased = backward_of(None), backward_of(bias)
@@ -199,15 +205,11 @@ def _decode(dtype: torch.dtype, width: int) -> Iterator[tuple[str, _Call]]:
 
     keys, values = (torch.randn(64, 8, 4096, width, dtype=dtype, device="cuda") for _ in range(2))
     lengths = torch.full((64,), 4096, device="cuda")
+    options = DecodeOptions(scale=width**-0.5, window_right=0)
     for kernel, queries in (("decode", 1), ("decode_rows", 16)):
         query = torch.randn(64, 32, queries, width, dtype=dtype, device="cuda")
-        yield (
-            kernel,
-            functools.partial(
-                backend.decode_attention, query, keys, values, lengths,
-                scale=width**-0.5, window_left=-1, window_right=0, softcap=0.0,
-            ),
-        )  # fmt: skip
+        args = (query, keys, values, lengths)
+        yield kernel, functools.partial(backend.decode_attention, *args, options=options)
 
 
 def _hops(dtype: torch.dtype, width: int) -> Iterator[tuple[str, _Call]]:

@@ -74,7 +74,7 @@ def test_within_the_bound(
 
     def by(module: Any) -> dict[str, Tensor]:
         tensors = (x.double() for x in (q, k, v))
-        _, lse, w = module.scaled_dot_product_attention(*tensors, *rest, **vars(record))
+        _, lse, w = module.scaled_dot_product_attention(*tensors, *rest, options=record)
         return dict(zip(names, summed_up(w, lse, top_k, rows), strict=True))
 
     exact = by(naive)

@@ -13,7 +13,7 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -129,7 +129,7 @@ for n, case in enumerate(cases[:: int(sys.argv[1])]):
     inputs = make_inputs(case, dtypes[n % 2], fence=True)
     print(case.name, flush=True)
     op, args = "scaled_dot_product_attention", inputs.forward_args()
-    if not adapter.why_not(op, *args, **inputs.options):
+    if not adapter.why_not(op, *args, options=inputs.options):
         run(adapter, inputs)
 """
 
@@ -246,7 +246,7 @@ def _why_not(adapter: ModuleType, **changes: Any) -> list[str]:
     if "mask" in changes:
         args[3] = changes.pop("mask")
     reasons: list[str] = adapter.why_not(
-        "scaled_dot_product_attention", *args, **{**inputs.options, **changes}
+        "scaled_dot_product_attention", *args, options=replace(inputs.options, **changes)
     )
     return reasons
 

@@ -63,7 +63,9 @@ def _launches(adapter: ModuleType) -> set[str]:
 def _forward(adapter: ModuleType, inputs: Inputs, seed: int = 0) -> dict[str, Tensor]:
     """Out and lse, by the kernel for Hopper."""
     adapter._cuda.set_seed(seed)
-    out, lse, _ = adapter.scaled_dot_product_attention(*inputs.forward_args(), **inputs.options)
+    out, lse, _ = adapter.scaled_dot_product_attention(
+        *inputs.forward_args(), options=inputs.options
+    )
     assert FORWARD in _launches(adapter)
     return {"out": out, "lse": lse}
 
@@ -290,10 +292,12 @@ def test_packed_sequences_have_the_bits_of_each_alone(
     inputs = make_varlen(replace(case, head_dim=64), torch.bfloat16)
 
     def alone(single: Inputs) -> dict[str, Tensor]:
-        out, lse, _ = adapter.scaled_dot_product_attention(*single.forward_args(), **single.options)
+        out, lse, _ = adapter.scaled_dot_product_attention(
+            *single.forward_args(), options=single.options
+        )
         return {"out": out, "lse": lse}
 
-    out, lse = adapter.varlen_attention(*inputs.args, **inputs.options)
+    out, lse = adapter.varlen_attention(*inputs.args, options=inputs.options)
     assert FORWARD in _launches(adapter)
     want = sequence_by_sequence(inputs, alone)
     assert FORWARD in _launches(adapter)
@@ -310,7 +314,7 @@ def test_heads_go_in_sections_that_fit_the_cache(adapter: ModuleType) -> None:
     key, value = (
         torch.cat([x.new_zeros(1, 5, rows - 960, 64), x], 2) for x in (inputs.key, inputs.value)
     )
-    options = {**inputs.options, "offset": rows - 150}
+    options = replace(inputs.options, offset=rows - 150)
     found = _forward(adapter, replace(inputs, key=key, value=value, options=options))
     for name, x in found.items():
         assert torch.equal(x, want[name]), name
@@ -417,7 +421,7 @@ for wrong in ([0, 20, 5, 10**12, -3, 70, 9], [90, 0, 0, 0, 0, 0, 0], [-(10**15)]
     for at in (3, 4):
         args = list(inputs.args)
         args[at] = torch.tensor(wrong)
-        adapter.varlen_attention(*args, **inputs.options)
+        adapter.varlen_attention(*args, options=inputs.options)
 assert adapter._cuda.take_launches()[FORWARD] > 5
 """
 
@@ -450,14 +454,14 @@ def test_the_others_run_unless_the_kernels_are_allowed(adapter: ModuleType) -> N
     inputs = make_inputs(Case("off", head_dim=64), torch.bfloat16)
     args = inputs.forward_args()
     adapter._cuda.allow_hopper(False)
-    adapter.scaled_dot_product_attention(*args, **inputs.options)
+    adapter.scaled_dot_product_attention(*args, options=inputs.options)
     assert _launches(adapter) == {"attention_forward"}
     adapter._cuda.allow_hopper(True)
-    adapter.scaled_dot_product_attention(*args, **inputs.options)
+    adapter.scaled_dot_product_attention(*args, options=inputs.options)
     assert _launches(adapter) == {FORWARD}
 
 
 def test_float32_is_left_to_the_others(adapter: ModuleType) -> None:
     inputs = make_inputs(Case("float32", head_dim=64), torch.float32)
-    adapter.scaled_dot_product_attention(*inputs.forward_args(), **inputs.options)
+    adapter.scaled_dot_product_attention(*inputs.forward_args(), options=inputs.options)
     assert FORWARD not in _launches(adapter)

@@ -15,6 +15,7 @@ from fenced import run_fenced
 from torch import Tensor
 
 from fastattn.backends import reference
+from fastattn.backends.primitives import AttentionBackwardOptions, DecodeOptions, VarlenOptions
 from fastattn.testing.decode import DecodeCase, make_decode
 from fastattn.testing.varlen import VarlenCase, make_varlen, run_varlen, sequence_by_sequence
 
@@ -40,9 +41,9 @@ def test_packed_sequences_have_the_bits_of_each_alone(
 
     def alone(single: Any) -> dict[str, Tensor]:
         args = single.forward_args()
-        out, lse, _ = adapter.scaled_dot_product_attention(*args, **single.options)
+        out, lse, _ = adapter.scaled_dot_product_attention(*args, options=single.options)
         grads = adapter.scaled_dot_product_attention_backward(
-            *single.cotangents(), *args, out, lse, **single.options, needs_mask_grad=False
+            *single.cotangents(), *args, out, lse, options=single.backward_options()
         )
         names = ("out", "lse", "grad_query", "grad_key", "grad_value")
         return dict(zip(names, (out, lse, *grads), strict=False))
@@ -60,12 +61,12 @@ def test_a_decoded_row_has_the_same_bits_whatever_is_in_the_batch(adapter: Modul
     assert keys is not None
     assert values is not None
     assert lengths is not None
-    out, lse = adapter.decode_attention(*inputs.args, **inputs.options)
+    out, lse = adapter.decode_attention(*inputs.args, options=inputs.options)
     for b, length in enumerate(case.lengths):
         one = slice(b, b + 1)
         room = -(-length // 100) * 100  # a smaller cache, too
         alone = (query[one], keys[one, :, :room], values[one, :, :room], lengths[one])
-        out_alone, lse_alone = adapter.decode_attention(*alone, **inputs.options)
+        out_alone, lse_alone = adapter.decode_attention(*alone, options=inputs.options)
         assert torch.equal(out_alone, out[one])
         assert torch.equal(lse_alone, lse[one])
 
@@ -100,9 +101,9 @@ def test_a_page_table_changes_no_bit(adapter: ModuleType) -> None:
         made[pages.flatten().long()] = parts
         return made
 
-    want = adapter.decode_attention(query, keys, values, lengths, **inputs.options)
+    want = adapter.decode_attention(query, keys, values, lengths, options=inputs.options)
     got = adapter.decode_attention(
-        query, paged(keys), paged(values), lengths, pages, **inputs.options
+        query, paged(keys), paged(values), lengths, pages, options=inputs.options
     )
     for name, one, other in zip(("out", "lse"), got, want, strict=True):
         assert torch.equal(one, other), name
@@ -159,8 +160,8 @@ for n, case in enumerate([c for c in VARLEN_CASES if not c.slow][::every]):
 for n, case in enumerate([c for c in DECODE_CASES if not c.slow][::every]):
     print(case.name, flush=True)
     inputs = make_decode(case, dtypes[n % 2], fence=True)
-    if not adapter.why_not("decode_attention", *inputs.args, **inputs.options):
-        adapter.decode_attention(*inputs.args, **inputs.options)
+    if not adapter.why_not("decode_attention", *inputs.args, options=inputs.options):
+        adapter.decode_attention(*inputs.args, options=inputs.options)
 packed = {case.name: case for case in VARLEN_CASES}["alibi-bottom-right"]
 for wrong in ([0, 20, 5, 10**12, -3, 70, 9], [90, 0, 0, 0, 0, 0, 0], [-(10**15)] * 7):
     print("starts", wrong, flush=True)
@@ -168,8 +169,8 @@ for wrong in ([0, 20, 5, 10**12, -3, 70, 9], [90, 0, 0, 0, 0, 0, 0], [-(10**15)]
     for at in (3, 4):
         args = list(inputs.args)
         args[at] = torch.tensor(wrong)
-        out, lse = adapter.varlen_attention(*args, **inputs.options)
-        adapter.varlen_attention_backward(*inputs.given, *args, out, lse, **inputs.options)
+        out, lse = adapter.varlen_attention(*args, options=inputs.options)
+        adapter.varlen_attention_backward(*inputs.given, *args, out, lse, options=inputs.options)
 cases = {case.name: case for case in DECODE_CASES}
 for name, at in (("paged", 3), ("paged", 4), ("entries", 3), ("entries", 5)):
     for wrong in (10**9, -(10**9)):
@@ -177,7 +178,7 @@ for name, at in (("paged", 3), ("paged", 4), ("entries", 3), ("entries", 5)):
         inputs = make_decode(cases[name], torch.float32, fence=True)
         args = list(inputs.args)
         args[at] = torch.full_like(args[at], wrong)
-        adapter.decode_attention(*args, **inputs.options)
+        adapter.decode_attention(*args, options=inputs.options)
         new = [torch.zeros(4, 2, 3, x.shape[3]) for x in args[1:3]]
         adapter.append_to_cache(*args[1:3], *new, *args[3:6])
 """
@@ -216,17 +217,14 @@ def test_places_beyond_two_to_the_31_elements(adapter: ModuleType) -> None:
     # [B, H, L, D] with far heads and batch entries
     tensors = [normal(2, 2, 20, 16) for _ in range(3)]
     far = [_far(x, (FAR, 2 * FAR, 16, 1)) for x in tensors]
-    options: dict[str, Any] = {
-        "scale": 0.25, "offset": 0, "window_left": -1, "window_right": 0, "softcap": 0.0,
-        "dropout_p": 0.0, "weights": 0,
-    }  # fmt: skip
+    options = AttentionBackwardOptions(scale=0.25, window_right=0)
     grad = normal(2, 2, 20, 16)
     results = []
     for given in (tensors, far):
         args = (*given, None, None, None)
-        out, lse, _ = adapter.scaled_dot_product_attention(*args, **options)
+        out, lse, _ = adapter.scaled_dot_product_attention(*args, options=options)
         grads = adapter.scaled_dot_product_attention_backward(
-            grad, None, None, *args, out, lse, **options, needs_mask_grad=False
+            grad, None, None, *args, out, lse, options=options
         )
         results.append([out, lse, *grads[:3]])
     for one, other in zip(*results, strict=True):
@@ -236,20 +234,19 @@ def test_places_beyond_two_to_the_31_elements(adapter: ModuleType) -> None:
     packed = [normal(40, 2, 16) for _ in range(3)]
     far = [_far(x, (FAR // 16, 16, 1)) for x in packed]
     ends = torch.tensor([0, 25, 40])
-    options = {"scale": 0.25, "bottom_right": False, "window_left": -1, "window_right": 0,
-               "softcap": 0.0, "dropout_p": 0.0}  # fmt: skip
+    options = VarlenOptions(scale=0.25, window_right=0)
     want, got = (
-        adapter.varlen_attention(*x, ends, ends, None, None, **options) for x in (packed, far)
+        adapter.varlen_attention(*x, ends, ends, None, None, options=options) for x in (packed, far)
     )
     assert torch.equal(got[0], want[0])
 
     # [E, H, N, D] with far pages
     query, keys, values = normal(1, 4, 1, 16), normal(3, 2, 32, 16), normal(3, 2, 32, 16)
     table, lengths = torch.tensor([[2, 0, 1]], dtype=torch.int32), torch.tensor([90])
-    options = {"scale": 0.25, "window_left": -1, "window_right": -1, "softcap": 0.0}
+    options = DecodeOptions(scale=0.25)
     caches = [_far(x, (FAR, 512, 16, 1)) for x in (keys, values)]
     want, got = (
-        adapter.decode_attention(query, *x, lengths, table, **options)
+        adapter.decode_attention(query, *x, lengths, table, options=options)
         for x in ((keys, values), caches)
     )
     assert torch.equal(got[0], want[0])

@@ -43,7 +43,7 @@ def test_nothing_beyond_the_tensors_is_touched() -> None:
                 inputs = make_decode(case, dtype, fence=True)
                 for target in targets():
                     with target.active() as backend:
-                        backend.decode_attention(*inputs.args, **inputs.options)
+                        backend.decode_attention(*inputs.args, options=inputs.options)
         """
     run = [sys.executable, "-c", textwrap.dedent(code)]
     done = subprocess.run(run, capture_output=True, text=True, timeout=300, check=False)
@@ -68,7 +68,7 @@ def test_threads_and_batch_mates_change_no_bit(target: Target, case: DecodeCase)
             results = []
             for count in (1, 2, 3, 7):
                 torch.set_num_threads(count)
-                results.append(target.module.decode_attention(*inputs.args, **inputs.options))
+                results.append(target.module.decode_attention(*inputs.args, options=inputs.options))
             for out, lse in results[1:]:
                 assert torch.equal(out, results[0][0])
                 assert torch.equal(lse, results[0][1])
@@ -78,7 +78,7 @@ def test_threads_and_batch_mates_change_no_bit(target: Target, case: DecodeCase)
                 entry = None if table is not None else torch.tensor([b])
                 rows = None if table is None else table[one]
                 out, lse = target.module.decode_attention(
-                    query[one], key, value, lengths[one], rows, entry, None, **inputs.options
+                    query[one], key, value, lengths[one], rows, entry, None, options=inputs.options
                 )
                 assert torch.equal(out[0], results[0][0][b])
                 assert torch.equal(lse[0], results[0][1][b])

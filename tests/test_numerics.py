@@ -229,7 +229,7 @@ def test_parts_of_the_keys_merge_through_lse(
             inputs.key[:, :, keys],
             inputs.value[:, :, keys],
             inputs.attn_mask[..., keys],
-            **inputs.options,
+            options=inputs.options,
         )
         outs.append(part[0].double())
         lses.append(part[1].double())
@@ -243,7 +243,9 @@ def test_parts_of_the_keys_merge_through_lse(
 def test_lse_is_handed_over_in_float64(any_backend: ModuleType, dtype: torch.dtype) -> None:
     """Backward computes the weights from it: rounded to float32 it would make them all wrong."""
     inputs = make_inputs(WAYS["square"], dtype)
-    lse = any_backend.scaled_dot_product_attention(*inputs.forward_args(), **inputs.options)[1]
+    lse = any_backend.scaled_dot_product_attention(*inputs.forward_args(), options=inputs.options)[
+        1
+    ]
     assert lse.dtype == torch.float64
 
 
@@ -255,7 +257,7 @@ def test_weights_are_those_applied_to_the_values(
     inputs = make_inputs(replace(case, grads=()), dtype)
     eye = torch.eye(90, dtype=dtype).expand_as(inputs.value)
     out, _, weights = any_backend.scaled_dot_product_attention(
-        inputs.query, inputs.key, eye, None, None, inputs.seed, **inputs.options
+        inputs.query, inputs.key, eye, None, None, inputs.seed, options=inputs.options
     )
     inputs = replace(inputs, value=eye, clean_value=eye)
     judge({"out": weights, "weights": weights}, inputs)
@@ -301,7 +303,9 @@ def test_a_query_that_sees_nothing(
         case = replace(case, window=(5, 0), k_len=max(q_len // 2, 1))
     inputs = make_inputs(case, dtype)
     if kind == "window":
-        inputs.options["offset"] = 10  # so the last queries see nothing, and of one query, it
+        inputs = replace(
+            inputs, options=replace(inputs.options, offset=10)
+        )  # so the last queries see nothing, and of one query, it
         empty = torch.arange(q_len) + 10 - 5 >= case.k_len
     else:
         empty = torch.arange(q_len) % 3 == 0

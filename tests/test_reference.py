@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,19 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastattn.backends import reference
+from fastattn.backends.primitives import AttentionBackwardOptions
 from fastattn.testing import CASES, Case, Target, check, make_inputs, oracle
 
 INF = float("inf")
 NAN = float("nan")
-PLAIN: dict[str, Any] = {
-    "scale": 1.0,
-    "offset": 0,
-    "window_left": -1,
-    "window_right": -1,
-    "softcap": 0.0,
-    "dropout_p": 0.0,
-    "weights": 1,
-}
+PLAIN = AttentionBackwardOptions(scale=1.0, weights=1)
 
 
 def attend(
@@ -36,7 +30,7 @@ def attend(
     **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return reference.scaled_dot_product_attention(
-        q, k, v, mask, slopes, seed, **{**PLAIN, **options}
+        q, k, v, mask, slopes, seed, options=replace(PLAIN, **options)
     )
 
 
@@ -254,7 +248,7 @@ def test_backward_is_the_derivative_of_forward() -> None:
     for leaf in leaves:
         assert leaf is not None
         leaf.requires_grad_()
-    results = reference.scaled_dot_product_attention(*inputs.forward_args(), **inputs.options)
+    results = reference.scaled_dot_product_attention(*inputs.forward_args(), options=inputs.options)
     grads = torch.autograd.grad(results, leaves, inputs.cotangents())
     for name, grad in zip("query key value mask".split(), grads, strict=True):
         torch.testing.assert_close(found[f"grad_{name}"], grad, rtol=1e-12, atol=1e-12)
@@ -310,12 +304,12 @@ def test_backward_is_differentiable() -> None:
     q, k, v, bias = normal(1, 2, 3, 2), normal(1, 2, 4, 2), normal(1, 2, 4, 3), normal(1, 1, 3, 4)
     grads = (normal(1, 2, 3, 3), normal(1, 2, 3), normal(1, 2, 3, 4))
     leaves = [x.requires_grad_() for x in (*grads, q, k, v, bias)]
-    options = {**PLAIN, "softcap": 2.0, "window_right": 1, "needs_mask_grad": True}
+    options = replace(PLAIN, softcap=2.0, window_right=1, needs_mask_grad=True)
 
     def backward(*leaves: Tensor) -> tuple[Tensor, ...]:
         out, lse, _ = attend(*leaves[3:])
         found = reference.scaled_dot_product_attention_backward(
-            *leaves, None, None, out, lse, **options
+            *leaves, None, None, out, lse, options=options
         )
         assert found[3] is not None
         return found  # type: ignore[return-value]
@@ -328,7 +322,7 @@ def test_backward_with_one_tensor_in_three_roles() -> None:
     out, lse, _ = attend(x, x, x)
     grad = normal(*out.shape)
     parts = reference.scaled_dot_product_attention_backward(
-        grad, None, None, x, x, x, None, None, None, out, lse, **PLAIN, needs_mask_grad=False
+        grad, None, None, x, x, x, None, None, None, out, lse, options=PLAIN
     )
     (whole,) = torch.autograd.grad(out, x, grad)
     torch.testing.assert_close(parts[0] + parts[1] + parts[2], whole)
@@ -338,7 +332,18 @@ def test_backward_without_any_gradient_is_zero() -> None:
     q, k, bias = normal(1, 1, 4, 3), normal(1, 1, 5, 3), normal(1, 1, 4, 5)
     out, lse, _ = attend(q, k, k, bias)
     grads = reference.scaled_dot_product_attention_backward(
-        None, None, None, q, k, k, bias, None, None, out, lse, **PLAIN, needs_mask_grad=True
+        None,
+        None,
+        None,
+        q,
+        k,
+        k,
+        bias,
+        None,
+        None,
+        out,
+        lse,
+        options=replace(PLAIN, needs_mask_grad=True),
     )
     for grad, x in zip(grads, (q, k, k, bias), strict=True):
         assert grad is not None

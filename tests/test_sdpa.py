@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
@@ -171,14 +172,14 @@ class _Mistaken:
     def why_not(self, *args: object, **kwargs: object) -> list[str]:
         return []
 
-    def scaled_dot_product_attention(self, q, k, v, *rest, **options):  # type: ignore[no-untyped-def]
+    def scaled_dot_product_attention(self, q, k, v, *rest, options):  # type: ignore[no-untyped-def]
         if self.mistake == "last key forgotten" and k.shape[2] > 1:
             mask = torch.ones(1, 1, 1, k.shape[2], dtype=torch.bool)
             mask[..., -1] = False
             rest = (mask, *rest[1:])
         if self.mistake == "scale off by 1e-5":
-            options["scale"] *= 1 + 1e-5
-        out, lse, w = self.reference.scaled_dot_product_attention(q, k, v, *rest, **options)
+            options = replace(options, scale=options.scale * (1 + 1e-5))
+        out, lse, w = self.reference.scaled_dot_product_attention(q, k, v, *rest, options=options)
         if self.mistake == "one NaN":
             out[-1, -1, -1, -1] = float("nan")
         if self.mistake == "lse in base 2":

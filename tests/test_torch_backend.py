@@ -18,6 +18,7 @@ import fastattn
 from fastattn import dispatch, evidence, explain, use_backend
 from fastattn.backends import _torch_cuda, reference
 from fastattn.backends import torch as backend
+from fastattn.backends.primitives import AttentionBackwardOptions
 from fastattn.evidence import Processor
 from fastattn.testing import CASES, Target, check
 from fastattn.testing.inputs import make_inputs
@@ -27,10 +28,7 @@ OP = "scaled_dot_product_attention"
 HALVES = [torch.bfloat16, torch.float16]
 pytestmark = pytest.mark.skipif(backend._forward is None, reason="not in this PyTorch")
 
-PLAIN: dict[str, Any] = {
-    "scale": 0.25, "offset": 0, "window_left": -1, "window_right": -1, "softcap": 0.0,
-    "dropout_p": 0.0, "weights": 0,
-}  # fmt: skip
+PLAIN = AttentionBackwardOptions(scale=0.25)
 
 
 def qkv(q_len: int = 20, k_len: int = 20, width: int = 16, **options: Any) -> list[Tensor]:
@@ -77,7 +75,7 @@ def test_every_case_that_it_takes(part: int, dtype: torch.dtype) -> None:
         if dtype not in case.dtypes or case.slow:
             continue
         inputs = make_inputs(case, dtype)
-        if not backend.why_not(OP, *inputs.forward_args(), **inputs.options):
+        if not backend.why_not(OP, *inputs.forward_args(), options=inputs.options):
             taken += 1
             verdict = check(case, dtype, Target("torch"))
             faults += [f"{case.name}: {fault}" for fault in verdict.faults]
@@ -130,8 +128,8 @@ def test_lse_is_float64_and_minus_inf_where_nothing_is_seen() -> None:
     query, key, value = qkv()
     mask = torch.ones(1, 1, 20, 20, dtype=torch.bool)
     mask[:, :, 5] = False
-    out, lse, _ = backend.scaled_dot_product_attention(query, key, value, mask, **PLAIN)
-    _, want, _ = reference.scaled_dot_product_attention(query, key, value, mask, **PLAIN)
+    out, lse, _ = backend.scaled_dot_product_attention(query, key, value, mask, options=PLAIN)
+    _, want, _ = reference.scaled_dot_product_attention(query, key, value, mask, options=PLAIN)
     assert lse.dtype == torch.float64
     assert lse.is_contiguous()
     assert (lse[:, :, 5] == -math.inf).all()
@@ -143,12 +141,12 @@ def test_a_fully_masked_row_passes_no_gradient_and_no_nan() -> None:
     query, key, value = qkv()
     mask = torch.ones(1, 1, 20, 20, dtype=torch.bool)
     mask[:, :, 5] = False
-    out, lse, _ = backend.scaled_dot_product_attention(query, key, value, mask, **PLAIN)
+    out, lse, _ = backend.scaled_dot_product_attention(query, key, value, mask, options=PLAIN)
     grad = torch.randn_like(out)
     grad[:, :, 5] = math.nan
     rest = (query, key, value, mask, None, None, out, lse)
     *grads, _ = backend.scaled_dot_product_attention_backward(
-        grad, None, None, *rest, **PLAIN, needs_mask_grad=False
+        grad, None, None, *rest, options=PLAIN
     )
     assert all(g.isfinite().all() for g in grads)
     assert (grads[0][:, :, 5] == 0).all()

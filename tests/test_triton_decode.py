@@ -45,16 +45,16 @@ def test_a_sequence_has_the_same_bits_in_any_company() -> None:
     inputs = make_decode(case, torch.float32)
     query, keys, values, lengths = inputs.args[:4]
     module = TRITON.module
-    both = module.decode_attention(query, keys, values, lengths, **inputs.options)
+    both = module.decode_attention(query, keys, values, lengths, options=inputs.options)
     alone = module.decode_attention(
-        query[:1], keys[:1, :, :600], values[:1, :, :600], lengths[:1], **inputs.options
+        query[:1], keys[:1, :, :600], values[:1, :, :600], lengths[:1], options=inputs.options
     )
     order = torch.randperm(32)
     scattered = [torch.empty(32, 2, 40, 16) for _ in range(2)]
     for pages, cache in zip(scattered, (keys, values), strict=True):
         pages[order] = cache.unflatten(2, (16, 40)).transpose(1, 2).flatten(0, 1)
     table = order.view(2, 16).int()
-    paged = module.decode_attention(query, *scattered, lengths, table, **inputs.options)
+    paged = module.decode_attention(query, *scattered, lengths, table, options=inputs.options)
     for whole, one, found in zip(both, alone, paged, strict=True):
         assert torch.equal(whole[:1], one)
         assert torch.equal(whole, found)
@@ -88,5 +88,5 @@ def test_pages_that_are_not_there_are_not_read() -> None:
     args = list(inputs.args)
     assert args[4] is not None
     args[4] = torch.where(args[4] < 0, args[4], 10**6)
-    out, _ = TRITON.module.decode_attention(*args, **inputs.options)
+    out, _ = TRITON.module.decode_attention(*args, options=inputs.options)
     assert torch.isfinite(out).all()

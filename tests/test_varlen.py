@@ -73,9 +73,9 @@ def test_bitwise_what_a_sequence_alone_gives(
 
     def alone(single: Any) -> dict[str, Tensor]:
         args = single.forward_args()
-        out, lse, _ = module.scaled_dot_product_attention(*args, **single.options)
+        out, lse, _ = module.scaled_dot_product_attention(*args, options=single.options)
         grads = module.scaled_dot_product_attention_backward(
-            *single.cotangents(), *args, out, lse, **single.options, needs_mask_grad=False
+            *single.cotangents(), *args, out, lse, options=single.backward_options()
         )
         names = ("out", "lse", "grad_query", "grad_key", "grad_value")
         return dict(zip(names, (out, lse, *grads), strict=False))

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from fastattn.backends import reference
+from fastattn.backends.primitives import AttentionOptions
 
 _INF = float("inf")
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -206,12 +207,7 @@ def _attend(
         None if added is None else added[:, None],
         None,
         None,
-        scale=scale,
-        offset=0,
-        window_left=-1,
-        window_right=-1,
-        softcap=0.0,
-        dropout_p=0.0,
+        AttentionOptions(scale=scale),
     )
     return o[:, 0], lse[:, 0], p[:, 0]
 

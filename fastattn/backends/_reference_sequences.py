@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fastattn.backends import reference
+from fastattn.backends.primitives import AttentionOptions, DecodeOptions, VarlenOptions
 
 
 def varlen_attention(
@@ -22,12 +23,7 @@ def varlen_attention(
     alibi_slopes: Tensor | None = None,  # [B|1, Hq]
     seed: Tensor | None = None,  # [] int64
     *,
-    scale: float,
-    bottom_right: bool,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    dropout_p: float,
+    options: VarlenOptions,
 ) -> tuple[Tensor, Tensor]:
     """Return ``(out [Tq, Hq, Dv], lse [Hq, Tq])``: attention within every sequence.
 
@@ -38,18 +34,20 @@ def varlen_attention(
     k_sequence, k_local, k_lengths = _places(cu_seqlens_k, key.shape[0])
     batch = cu_seqlens_q.shape[0] - 1
     same = (q_sequence[:, None] == k_sequence) & (q_sequence[:, None] < batch)  # [Tq, Tk]
-    offset = (k_lengths - q_lengths)[q_sequence] if bottom_right else torch.zeros_like(q_local)
+    offset = (
+        (k_lengths - q_lengths)[q_sequence] if options.bottom_right else torch.zeros_like(q_local)
+    )
     distance = (q_local + offset)[:, None] - k_local
     if alibi_slopes is not None:  # a slope for every row, [1, Hq, Tq]
         of_rows = alibi_slopes.expand(batch, -1) if batch else alibi_slopes
         rows = q_sequence.clamp(max=max(batch - 1, 0))
         alibi_slopes = of_rows[rows].mT[None]
     keep = None
-    if dropout_p > 0:
+    if options.dropout_p > 0:
         assert seed is not None
         heads = torch.arange(query.shape[1], device=query.device)[:, None, None]
         counters = (q_local[:, None], k_local, heads, q_sequence[:, None])
-        keep = _keep(counters, dropout_p, seed)
+        keep = _keep(counters, options.dropout_p, seed)
     q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
     out, lse, _ = reference.attend(
         q,
@@ -58,12 +56,13 @@ def varlen_attention(
         same[None, None],
         alibi_slopes,
         None,
-        scale=scale,
-        offset=0,
-        window_left=window_left,
-        window_right=window_right,
-        softcap=softcap,
-        dropout_p=dropout_p,
+        AttentionOptions(
+            scale=options.scale,
+            window_left=options.window_left,
+            window_right=options.window_right,
+            softcap=options.softcap,
+            dropout_p=options.dropout_p,
+        ),
         distance=distance,
         keep=keep,
     )
@@ -83,12 +82,7 @@ def varlen_attention_backward(
     out: Tensor,
     lse: Tensor,
     *,
-    scale: float,
-    bottom_right: bool,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    dropout_p: float,
+    options: VarlenOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value: the vector-Jacobian product of the forward."""
     given = [(n, grad) for n, grad in enumerate((grad_out, grad_lse)) if grad is not None]
@@ -104,12 +98,7 @@ def varlen_attention_backward(
             cu_seqlens_k,
             alibi_slopes,
             seed,
-            scale=scale,
-            bottom_right=bottom_right,
-            window_left=window_left,
-            window_right=window_right,
-            softcap=softcap,
-            dropout_p=dropout_p,
+            options=options,
         )
         return tuple(results[n] for n, _ in given)
 
@@ -126,10 +115,7 @@ def decode_attention(
     cache_batch_idx: Tensor | None = None,  # [B] int64
     alibi_slopes: Tensor | None = None,  # [B|1, Hq]
     *,
-    scale: float,
-    window_left: int,
-    window_right: int,
-    softcap: float,
+    options: DecodeOptions,
 ) -> tuple[Tensor, Tensor]:
     """Return ``(out [B, Hq, Lq, Dv], lse [B, Hq, Lq])``: attention to the first keys of a cache.
 
@@ -148,12 +134,7 @@ def decode_attention(
         position < lengths,
         alibi_slopes,
         None,
-        scale=scale,
-        offset=0,
-        window_left=window_left,
-        window_right=window_right,
-        softcap=softcap,
-        dropout_p=0.0,
+        AttentionOptions(**vars(options)),
         distance=rows + lengths - query.shape[2] - position,  # [B, 1, Lq, N]
     )
     return out.to(query.dtype), lse.double()

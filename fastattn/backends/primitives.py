@@ -38,6 +38,8 @@ Record = TypeVar("Record")
 
 # The weights to return: none, one matrix a head, their mean over the heads.
 Weights = Literal[0, 1, 2]
+# None while the compiler traces, which would tie the graph to one size; set when the call runs.
+Derived = Annotated[float, "None until the call runs"]
 Constant = Annotated[int, "never a symbol of the compiler"]
 
 
@@ -45,7 +47,7 @@ Constant = Annotated[int, "never a symbol of the compiler"]
 class AttentionOptions:
     """Options of attention. For query i and key j of one sequence, d = i + offset - j."""
 
-    scale: float | None = None  # factor of the scores; None: 1 / sqrt(D), set when the call runs
+    scale: Derived  # factor of the scores; None: 1 / sqrt(D)
     offset: int = 0  # the position of query 0 among the keys
     window_left: int = -1  # keys visible before a query's position (d <= left); -1: all
     window_right: int = -1  # keys visible after it (-d <= right); -1: all; 0: causal
@@ -61,9 +63,12 @@ class AttentionBackwardOptions(AttentionOptions):
 
 @dataclass(frozen=True)
 class VarlenOptions:
-    """Options of attention over packed sequences; positions count within a sequence."""
+    """Options of attention over packed sequences; positions count within a sequence.
 
-    scale: float | None = None
+    Those that attention has too mean the same there.
+    """
+
+    scale: Derived
     bottom_right: bool = False  # the last query of a sequence is at its last key, not 0 at key 0
     window_left: int = -1
     window_right: int = -1
@@ -75,7 +80,7 @@ class VarlenOptions:
 class DecodeOptions:
     """Options of attention to a cache; the last query is at the last key."""
 
-    scale: float | None = None
+    scale: Derived
     window_left: int = -1
     window_right: int = -1
     softcap: float = 0.0
@@ -161,9 +166,6 @@ class NoOptions:
 
 # Records whose fields the backends still take one by one, as keywords.
 _AS_KEYWORDS = (
-    AttentionOptions,
-    VarlenOptions,
-    DecodeOptions,
     AdditiveOptions,
     MemoryHopOptions,
     HopfieldOptions,
@@ -178,7 +180,7 @@ _KINDS = {
     bool: "bool",
     float: "float",
     str: "str",
-    float | None: "float?",
+    Derived: "float?",
     Weights: "int",
     Constant: "int",
     Constant | None: "int?",
@@ -200,7 +202,7 @@ def call(function: Callable[..., Any], *tensors: Any, options: Any) -> Any:
     """Call a function of a backend, which takes the tensors and then the record."""
     if isinstance(options, _AS_KEYWORDS):
         return function(*tensors, **vars(options))
-    return function(*tensors, options)
+    return function(*tensors, options=options)
 
 
 def extended(record: type[Record], options: Any, **more: Any) -> Record:

@@ -38,6 +38,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastattn.backends.primitives import AttentionBackwardOptions, AttentionOptions
 from fastattn.sinusoids import encode_positions
 
 __all__ = [
@@ -83,18 +84,12 @@ def scaled_dot_product_attention(
     alibi_slopes: Tensor | None = None,  # [B|1, Hq]
     seed: Tensor | None = None,  # [] int64
     *,
-    scale: float,
-    offset: int,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    dropout_p: float,
-    weights: int,
+    options: AttentionOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``(out [B, Hq, Lq, Dv], lse [B, Hq, Lq], weights)``, see the equations of the module.
 
-    ``weights`` is 0 for none (an empty tensor), 1 for one matrix a head [B, Hq, Lq, Lk], 2 for
-    their mean over the heads [B, Lq, Lk]; they are the w that multiply v, after dropout, in the
+    The weights are those asked for, none being an empty tensor: one matrix a head [B, Hq, Lq, Lk],
+    or their mean over the heads [B, Lq, Lk]. They are the w that multiply v, after dropout, in the
     dtype of the query.
     """
     out, lse, applied = attend(
@@ -104,14 +99,9 @@ def scaled_dot_product_attention(
         attn_mask,
         alibi_slopes,
         seed,
-        scale=scale,
-        offset=offset,
-        window_left=window_left,
-        window_right=window_right,
-        softcap=softcap,
-        dropout_p=dropout_p,
+        options,
     )
-    applied = requested_weights(applied, weights).to(query.dtype)
+    applied = requested_weights(applied, options.weights).to(query.dtype)
     return out.to(query.dtype), lse.double(), applied
 
 
@@ -128,14 +118,7 @@ def scaled_dot_product_attention_backward(
     out: Tensor,
     lse: Tensor,
     *,
-    scale: float,
-    offset: int,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    dropout_p: float,
-    weights: int,
-    needs_mask_grad: bool,
+    options: AttentionBackwardOptions,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return the gradients of query, key, value, and of the mask in its own, unexpanded shape.
 
@@ -146,7 +129,7 @@ def scaled_dot_product_attention_backward(
         (n, grad) for n, grad in enumerate((grad_out, grad_lse, grad_weights)) if grad is not None
     ]
     leaves = [query, key, value]
-    if needs_mask_grad:
+    if options.needs_mask_grad:
         assert attn_mask is not None
         leaves.append(attn_mask)
 
@@ -158,13 +141,7 @@ def scaled_dot_product_attention_backward(
             mask[0] if mask else attn_mask,
             alibi_slopes,
             seed,
-            scale=scale,
-            offset=offset,
-            window_left=window_left,
-            window_right=window_right,
-            softcap=softcap,
-            dropout_p=dropout_p,
-            weights=weights,
+            options=options,
         )
         return tuple(results[n] for n, _ in given)
 
@@ -173,7 +150,7 @@ def scaled_dot_product_attention_backward(
         grads = vjp(tuple(grad for _, grad in given))
     else:
         grads = tuple(torch.zeros_like(leaf) for leaf in leaves)
-    return grads[0], grads[1], grads[2], grads[3] if needs_mask_grad else None
+    return grads[0], grads[1], grads[2], grads[3] if options.needs_mask_grad else None
 
 
 def attend(
@@ -183,13 +160,8 @@ def attend(
     attn_mask: Tensor | None,
     alibi_slopes: Tensor | None,
     seed: Tensor | None,
+    options: AttentionOptions,
     *,
-    scale: float,
-    offset: int,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    dropout_p: float,
     distance: Tensor | None = None,
     keep: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -203,8 +175,8 @@ def attend(
     compute = _compute_dtype(query.dtype)
     q, k, v = query.to(compute), key.to(compute), value.to(compute)
     if distance is None:
-        distance = _distance(q_len, k_len, offset, query.device)
-    visible = _visible(distance, attn_mask, window_left, window_right)
+        distance = _distance(q_len, k_len, options.offset, query.device)
+    visible = _visible(distance, attn_mask, options.window_left, options.window_right)
     guarded = (
         visible is not None
     )  # without exclusions, plain products are right, NaN and inf included
@@ -213,9 +185,9 @@ def attend(
         s = _dot_products(q, k, guarded)  # [B, Hq, Lq, Lk]
         if visible is not None:
             s = torch.where(visible, s, 0.0)  # no NaN may reach the derivative of what follows
-        s = s * scale
-        if softcap > 0:
-            s = softcap * torch.tanh(s / softcap)
+        s = s * options.scale
+        if options.softcap > 0:
+            s = options.softcap * torch.tanh(s / options.softcap)
         if attn_mask is not None and attn_mask.dtype != torch.bool:
             s = s + attn_mask.to(compute)
         if alibi_slopes is not None:
@@ -225,11 +197,11 @@ def attend(
             s = torch.where(visible, s, -_INF)
 
         w, lse = _softmax(s)
-        if dropout_p > 0:
+        if options.dropout_p > 0:
             if keep is None:
                 assert seed is not None
-                keep = dropout_keep((batch, q_heads, q_len, k_len), dropout_p, seed)
-            w = torch.where(keep, w * _kept_scale(dropout_p), 0.0)
+                keep = dropout_keep((batch, q_heads, q_len, k_len), options.dropout_p, seed)
+            w = torch.where(keep, w * _kept_scale(options.dropout_p), 0.0)
         if not guarded:
             return _matmul(w, v), lse, w
         out = _weighted_sum(w, v, s != -_INF)

@@ -25,6 +25,7 @@ from torch import Tensor
 from fastattn import compat
 from fastattn.backends import _torch_cuda, reference
 from fastattn.backends._alloc import empty_output
+from fastattn.backends.primitives import AttentionBackwardOptions, AttentionOptions
 
 __all__ = [
     "plain_attention",
@@ -47,11 +48,12 @@ _forward, _backward = compat.flash_cpu, compat.flash_cpu_backward
 _choice = compat.fused_choice
 
 
-def why_not(op: str, *tensors: Tensor | None, **options: Any) -> list[str]:
+def why_not(op: str, *tensors: Tensor | None, options: AttentionOptions) -> list[str]:
     """Return the reasons why PyTorch's fused kernel cannot run ``op`` on these arguments."""
     reasons = []
     if op.endswith("_backward"):
-        if options["needs_mask_grad"]:
+        assert isinstance(options, AttentionBackwardOptions)
+        if options.needs_mask_grad:
             reasons.append("the mask's gradient is wanted, which PyTorch's kernel does not compute")
         if tensors[1] is not None:
             reasons.append("lse has a gradient, which PyTorch's kernel does not take")
@@ -60,22 +62,22 @@ def why_not(op: str, *tensors: Tensor | None, **options: Any) -> list[str]:
     assert query is not None
     assert key is not None
     assert value is not None
-    if options["weights"]:
+    if options.weights:
         reasons.append("the weights are wanted, which PyTorch's kernel does not return")
-    if options["dropout_p"]:
+    if options.dropout_p:
         reasons.append("dropout draws other numbers there")
-    if options["softcap"]:
+    if options.softcap:
         reasons.append("softcap is not in PyTorch's kernel")
     if slopes is not None:
         reasons.append("ALiBi is not in PyTorch's kernel")
-    causal = options["window_right"] == 0
-    if options["window_left"] != -1 or options["window_right"] > 0:
+    causal = options.window_right == 0
+    if options.window_left != -1 or options.window_right > 0:
         reasons.append("a window is not in PyTorch's kernel")
-    if causal and options["offset"]:
+    if causal and options.offset:
         reasons.append("causal attention is aligned to the upper left there")
     if causal and mask is not None:
         reasons.append("a mask and causal exclusion together are not in PyTorch's kernel")
-    return reasons or _why_not_plain(query, key, value, mask, options["scale"], causal)
+    return reasons or _why_not_plain(query, key, value, mask, options.scale, causal)
 
 
 def serves_plainly(
@@ -150,12 +152,11 @@ def scaled_dot_product_attention(
     alibi_slopes: Tensor | None = None,
     seed: Tensor | None = None,
     *,
-    scale: float,
-    window_right: int,
-    **_: Any,
+    options: AttentionOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``(out, lse, weights)``, see ``docs/design.md``."""
-    out, lse = plain_attention(query, key, value, attn_mask, scale, window_right == 0, True)
+    causal = options.window_right == 0
+    out, lse = plain_attention(query, key, value, attn_mask, options.scale, causal, True)
     assert lse is not None
     return out, lse, query.new_empty(0)
 
@@ -173,12 +174,10 @@ def scaled_dot_product_attention_backward(
     out: Tensor,
     lse: Tensor,
     *,
-    scale: float,
-    window_right: int,
-    **_: Any,
+    options: AttentionBackwardOptions,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return the gradients of query, key, value; that of the mask is never wanted here."""
-    causal = window_right == 0
+    scale, causal = options.scale, options.window_right == 0
     seen = (query, key, value, attn_mask)
     if grad_lse is not None or grad_out is None:
         return *_ours(grad_out, grad_lse, *seen, scale, causal), None
@@ -290,18 +289,10 @@ def _ours(
     """The gradients by our own kernels, which need their own, more exact, ``lse``."""
     kernels = _native() if query.is_cpu else reference
     tensors = (query, key, value, mask, None, None)
-    options: dict[str, Any] = {
-        "scale": scale,
-        "offset": 0,
-        "window_left": -1,
-        "window_right": 0 if causal else -1,
-        "softcap": 0.0,
-        "dropout_p": 0.0,
-        "weights": 0,
-    }
-    out, lse, _ = kernels.scaled_dot_product_attention(*tensors, **options)
+    options = AttentionBackwardOptions(scale=scale, window_right=0 if causal else -1)
+    out, lse, _ = kernels.scaled_dot_product_attention(*tensors, options=options)
     given = (grad_out, grad_lse, None)
     grads = kernels.scaled_dot_product_attention_backward(
-        *given, *tensors, out, lse, **options, needs_mask_grad=False
+        *given, *tensors, out, lse, options=options
     )
     return _all_as_promised(grads[:3], query, key, value)

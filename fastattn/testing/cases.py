@@ -12,6 +12,8 @@ from itertools import product
 
 import torch
 
+from fastattn.backends.primitives import Weights
+
 __all__ = ["CASES", "Case"]
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -47,7 +49,7 @@ class Case:
     alibi: str | None = None  # h: one slope a head; bh: of its own for every sequence
     dropout_p: float = 0.0
     layouts: tuple[str, str, str] = ("contiguous", "contiguous", "contiguous")  # of q, k, v
-    weights: int = 0  # 0 none | 1 per head | 2 averaged
+    weights: Weights = 0  # 0 none | 1 per head | 2 averaged
     grads: tuple[str, ...] = ("out",)  # the results whose gradient is given: out, lse, weights
     grad_layout: str = "contiguous"  # of the gradients of out and weights
     poison: bool = False  # NaN and inf in every key and value that no query sees

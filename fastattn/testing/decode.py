@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from fastattn.backends.primitives import AttentionOptions, DecodeOptions
 from fastattn.testing import memory, oracle
 from fastattn.testing.cases import FLOATS
 from fastattn.testing.draws import cached, generator_of
@@ -83,7 +83,7 @@ class DecodeInputs:
     """The primitive's arguments, and the keys and values of each sequence by themselves."""
 
     args: tuple[Tensor | None, ...]
-    options: dict[str, Any]
+    options: DecodeOptions
     keys: list[Tensor]  # [Hkv, length, D]
     values: list[Tensor]
 
@@ -135,12 +135,12 @@ def make_decode(case: DecodeCase, dtype: torch.dtype, *, fence: bool = False) ->
             entries,
             slopes,
         ),
-        options={
-            "scale": case.head_dim**-0.5,
-            "window_left": case.window[0],
-            "window_right": case.window[1],
-            "softcap": case.softcap,
-        },
+        options=DecodeOptions(
+            scale=case.head_dim**-0.5,
+            window_left=case.window[0],
+            window_right=case.window[1],
+            softcap=case.softcap,
+        ),
         keys=keys,
         values=values,
     )
@@ -186,12 +186,7 @@ def _alone(inputs: DecodeInputs, b: int) -> Inputs:
         grad_out=None,
         grad_lse=None,
         grad_weights=None,
-        options={
-            **inputs.options,
-            "offset": key.shape[2] - query.shape[2],
-            "dropout_p": 0.0,
-            "weights": 0,
-        },
+        options=AttentionOptions(offset=key.shape[2] - query.shape[2], **vars(inputs.options)),
         needs_mask_grad=False,
     )
 
@@ -201,13 +196,15 @@ def check_decode(case: DecodeCase, dtype: torch.dtype, target: Target) -> Verdic
     inputs, exact, noise = expected_decode(case, dtype)
     verdict = Verdict()
     with target.active() as backend:
-        verdict.declined = list(backend.why_not("decode_attention", *inputs.args, **inputs.options))
+        verdict.declined = list(
+            backend.why_not("decode_attention", *inputs.args, options=inputs.options)
+        )
         if verdict.declined:
             return verdict
         names = ("query", "key_cache", "value_cache", "seqlens", "table", "entries", "slopes")
         watch = memory.Watch(**dict(zip(names, inputs.args, strict=True)))
         with fresh_memory_is_nan():
-            out, lse = backend.decode_attention(*inputs.args, **inputs.options)
+            out, lse = backend.decode_attention(*inputs.args, options=inputs.options)
     verdict.faults += [f"{name} was written to" for name in watch.written()]
     wide = torch.promote_types(dtype, torch.float32)
     results = {"out": out, "lse": lse.to(wide)}

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import fastattn
 from fastattn.backends import reference
+from fastattn.backends.primitives import AttentionOptions
 from fastattn.ops.hopfield import _prepared, _primitive, hopfield_retrieve, prepare
 from fastattn.testing.draws import cached, generator_of
 from fastattn.testing.memory import Watch, place
@@ -207,12 +208,7 @@ def _retrieve_plainly(
         call.mask,
         None,
         None,
-        scale=call.scale,
-        offset=0,
-        window_left=-1,
-        window_right=-1,
-        softcap=0.0,
-        dropout_p=0.0,
+        AttentionOptions(scale=call.scale),
     )[0]
 
 

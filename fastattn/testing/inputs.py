@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from fastattn.backends.primitives import AttentionBackwardOptions, AttentionOptions, extended
 from fastattn.testing.cases import Case
 from fastattn.testing.draws import generator_of
 from fastattn.testing.memory import place
@@ -33,7 +33,7 @@ class Inputs:
     grad_out: Tensor | None
     grad_lse: Tensor | None
     grad_weights: Tensor | None
-    options: dict[str, Any]
+    options: AttentionOptions
     needs_mask_grad: bool
     # Where query and grad_out have NaN and inf in rows that see no key.
     clean_query: Tensor | None = None
@@ -50,6 +50,11 @@ class Inputs:
         poisoned = self.clean_grad_out is not None
         grad_out = self.clean_grad_out if clean and poisoned else self.grad_out
         return grad_out, self.grad_lse, self.grad_weights
+
+    def backward_options(self) -> AttentionBackwardOptions:
+        return extended(
+            AttentionBackwardOptions, self.options, needs_mask_grad=self.needs_mask_grad
+        )
 
     def tensors(self) -> dict[str, Tensor | None]:
         names = ("query", "key", "value", "attn_mask", "alibi_slopes")
@@ -140,29 +145,29 @@ def make_inputs(case: Case, dtype: torch.dtype, *, fence: bool = False) -> Input
     )
 
 
-def _options(case: Case) -> dict[str, Any]:
+def _options(case: Case) -> AttentionOptions:
     left, right = case.window
     if case.causal is not None:
         right = 0 if right < 0 else min(right, 0)
-    return {
-        "scale": case.head_dim**-0.5 if case.scale is None else case.scale,
-        "offset": case.k_len - case.q_len if case.causal == "bottom_right" else 0,
-        "window_left": left,
-        "window_right": right,
-        "softcap": case.softcap,
-        "dropout_p": case.dropout_p,
-        "weights": case.weights,
-    }
+    return AttentionOptions(
+        scale=case.head_dim**-0.5 if case.scale is None else case.scale,
+        offset=case.k_len - case.q_len if case.causal == "bottom_right" else 0,
+        window_left=left,
+        window_right=right,
+        softcap=case.softcap,
+        dropout_p=case.dropout_p,
+        weights=case.weights,
+    )
 
 
-def _visible(mask: Tensor | None, shape: tuple[int, ...], options: dict[str, Any]) -> Tensor:
+def _visible(mask: Tensor | None, shape: tuple[int, ...], options: AttentionOptions) -> Tensor:
     """Return which pairs are, [B, Hq, Lq, Lk]."""
-    d = torch.arange(shape[2])[:, None] + options["offset"] - torch.arange(shape[3])
+    d = torch.arange(shape[2])[:, None] + options.offset - torch.arange(shape[3])
     pairs = torch.ones(shape, dtype=torch.bool)
-    if options["window_left"] >= 0:
-        pairs &= d <= options["window_left"]
-    if options["window_right"] >= 0:
-        pairs &= d >= -options["window_right"]
+    if options.window_left >= 0:
+        pairs &= d <= options.window_left
+    if options.window_right >= 0:
+        pairs &= d >= -options.window_right
     if mask is not None:
         pairs &= mask if mask.dtype == torch.bool else mask != -_INF
     return pairs

@@ -7,13 +7,14 @@ than a float64 kernel, where ``numpy.longdouble`` is wider than float64, as on x
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fastattn.backends.primitives import AttentionBackwardOptions, AttentionOptions
 from fastattn.backends.reference import dropout_keep
 
 __all__ = ["scaled_dot_product_attention", "scaled_dot_product_attention_backward"]
@@ -28,12 +29,13 @@ def scaled_dot_product_attention(
     attn_mask: Tensor | None,
     alibi_slopes: Tensor | None,
     seed: Tensor | None,
-    **options: Any,
+    *,
+    options: AttentionOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (out, lse, weights) in float64; arguments as for the primitive, all finite."""
     results = _forward(query, key, value, attn_mask, alibi_slopes, seed, options)
     w, v = results["w"], results["v"]
-    wanted = {0: np.empty(0), 1: w, 2: w.sum(1) / max(w.shape[1], 1)}[options["weights"]]
+    wanted = {0: np.empty(0), 1: w, 2: w.sum(1) / max(w.shape[1], 1)}[options.weights]
     return _tensor(w @ v), _tensor(results["lse"]), _tensor(wanted)
 
 
@@ -50,8 +52,7 @@ def scaled_dot_product_attention_backward(
     out: Tensor,
     lse: Tensor,
     *,
-    needs_mask_grad: bool,
-    **options: Any,
+    options: AttentionBackwardOptions,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return (dq, dk, dv, dmask) in float64."""
     f = _forward(query, key, value, attn_mask, alibi_slopes, seed, options)
@@ -66,18 +67,18 @@ def scaled_dot_product_attention_backward(
         d_v = _t(w) @ d_o
     if grad_weights is not None:
         d_weights = _array(grad_weights)
-        d_w = d_w + (d_weights[:, None] / heads if options["weights"] == 2 else d_weights)
+        d_w = d_w + (d_weights[:, None] / heads if options.weights == 2 else d_weights)
 
     d_p = d_w * z
     d_s = p * (d_p - (p * d_p).sum(-1, keepdims=True))
     if grad_lse is not None:
         d_s = d_s + p * _array(grad_lse)[..., None]
     d_mask = None
-    if needs_mask_grad:
+    if options.needs_mask_grad:
         assert attn_mask is not None
         axes = tuple(n for n, size in enumerate(attn_mask.shape) if size == 1)
         d_mask = _tensor(d_s.sum(axes, keepdims=True))
-    d_s = d_s * f["softcap_slope"] * options["scale"]
+    d_s = d_s * f["softcap_slope"] * options.scale
 
     def grouped(x: Array) -> Array:  # the query heads of a group add up to the gradient of its key
         kv_heads = key.shape[1]
@@ -95,24 +96,24 @@ def _forward(
     attn_mask: Tensor | None,
     alibi_slopes: Tensor | None,
     seed: Tensor | None,
-    options: dict[str, Any],
+    options: AttentionOptions,
 ) -> dict[str, Array]:
     q, k, v = _array(query), _array(key), _array(value)
     repeats = q.shape[1] // max(k.shape[1], 1)
     k, v = k.repeat(repeats, axis=1), v.repeat(repeats, axis=1)
     shape = (*q.shape[:3], k.shape[2])
-    distance = np.arange(shape[2])[:, None] + options["offset"] - np.arange(shape[3])
+    distance = np.arange(shape[2])[:, None] + options.offset - np.arange(shape[3])
 
-    s = (q @ _t(k)) * np.longdouble(options["scale"])
+    s = (q @ _t(k)) * np.longdouble(options.scale)
     softcap_slope = np.ones_like(s)
-    if options["softcap"] > 0:
-        t = np.tanh(s / np.longdouble(options["softcap"]))
-        s, softcap_slope = t * np.longdouble(options["softcap"]), 1 - t * t
+    if options.softcap > 0:
+        t = np.tanh(s / np.longdouble(options.softcap))
+        s, softcap_slope = t * np.longdouble(options.softcap), 1 - t * t
     hidden = np.zeros(shape, dtype=bool)
-    if options["window_left"] >= 0:
-        hidden |= distance > options["window_left"]
-    if options["window_right"] >= 0:
-        hidden |= distance < -options["window_right"]
+    if options.window_left >= 0:
+        hidden |= distance > options.window_left
+    if options.window_right >= 0:
+        hidden |= distance < -options.window_right
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         hidden |= ~attn_mask.numpy()
     elif attn_mask is not None:
@@ -130,10 +131,10 @@ def _forward(
         lse = (top + np.log(total))[..., 0]
     p = e / np.where(total == 0, 1, total)
     z = np.ones_like(p)
-    if options["dropout_p"] > 0:
+    if options.dropout_p > 0:
         assert seed is not None
-        threshold = round((1 - options["dropout_p"]) * 65536)
-        keep = dropout_keep(shape, options["dropout_p"], seed).numpy()
+        threshold = round((1 - options.dropout_p) * 65536)
+        keep = dropout_keep(shape, options.dropout_p, seed).numpy()
         z = keep * (np.longdouble(65536) / max(threshold, 1))
     w = p * z
     return {

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fastattn.backends import reference
+from fastattn.backends.primitives import AttentionOptions
 from fastattn.testing.inputs import Inputs
 from fastattn.testing.rounding import Noise
 
@@ -53,20 +54,20 @@ def noise_of(inputs: Inputs, results: Results) -> Noise:
 def _run(
     backend: Any, args: tuple[Tensor | None, ...], given: tuple[Tensor | None, ...], inputs: Inputs
 ) -> Results:
-    forward = backend.scaled_dot_product_attention(*args, **inputs.options)
+    forward = backend.scaled_dot_product_attention(*args, options=inputs.options)
     if all(grad is None for grad in given):
         return _named(forward, None, inputs.options)
     grads = backend.scaled_dot_product_attention_backward(
-        *given, *args, *forward[:2], **inputs.options, needs_mask_grad=inputs.needs_mask_grad
+        *given, *args, *forward[:2], options=inputs.backward_options()
     )
     return _named(forward, grads, inputs.options)
 
 
 def _named(
-    forward: tuple[Tensor, ...], grads: tuple[Tensor | None, ...] | None, options: dict[str, Any]
+    forward: tuple[Tensor, ...], grads: tuple[Tensor | None, ...] | None, options: AttentionOptions
 ) -> Results:
     results = dict(zip(("out", "lse", "weights"), forward, strict=True))
-    if options["weights"] == 0:
+    if options.weights == 0:
         del results["weights"]
     # A primitive's lse is float64; what the user gets, and what is judged, is rounded to this.
     out = results["out"]

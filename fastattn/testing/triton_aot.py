@@ -27,6 +27,13 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
 from fastattn.backends import triton as backend
+from fastattn.backends.primitives import (
+    AttentionBackwardOptions,
+    AttentionOptions,
+    DecodeOptions,
+    VarlenOptions,
+    extended,
+)
 from fastattn.backends.triton import _launch
 from fastattn.backends.triton._table import Launch
 
@@ -257,25 +264,23 @@ def attention(
 ) -> Callable[[], Any]:
     """A call of causal attention on 2 sequences of 4096, 16 heads that share 4."""
     mask: Tensor | None = options.pop("mask", None)
-    plain: dict[str, Any] = {
-        "scale": 0.125, "offset": 0, "window_left": -1, "window_right": 0,
-        "softcap": 0.0, "dropout_p": 0.0, "weights": 0,
-    }  # fmt: skip
-    plain |= options
-    slopes = torch.empty(1, 16, device="meta") if plain.pop("alibi", False) else None
-    seed = torch.empty((), dtype=torch.int64, device="meta") if plain["dropout_p"] else None
+    slopes = torch.empty(1, 16, device="meta") if options.pop("alibi", False) else None
+    forward = AttentionOptions(**{"scale": 0.125, "window_right": 0, **options})
+    needs_mask_grad = mask is not None and mask.dtype != torch.bool
+    reverse = extended(AttentionBackwardOptions, forward, needs_mask_grad=needs_mask_grad)
+    seed = torch.empty((), dtype=torch.int64, device="meta") if forward.dropout_p else None
     query, out = (torch.empty(2, 16, 4096, width, dtype=dtype, device="meta") for _ in range(2))
     key = torch.empty(2, 4, 4096, width, dtype=dtype, device="meta")
     lse = torch.empty(2, 16, 4096, dtype=torch.float64, device="meta")
 
     def run() -> None:
         if not backward:
-            backend.scaled_dot_product_attention(query, key, key, mask, slopes, seed, **plain)
+            args = (query, key, key, mask, slopes, seed)
+            backend.scaled_dot_product_attention(*args, options=forward)
             return
         backend.scaled_dot_product_attention_backward(
-            out, None, None, query, key, key, mask, slopes, seed, out, lse, **plain,
-            needs_mask_grad=mask is not None and mask.dtype != torch.bool,
-        )  # fmt: skip
+            out, None, None, query, key, key, mask, slopes, seed, out, lse, options=reverse
+        )
 
     return run
 
@@ -294,10 +299,7 @@ def _in_tf32(call: Callable[[], Any]) -> Callable[[], Any]:
 
 def packed(dtype: torch.dtype, width: int, *, backward: bool = False) -> Callable[[], Any]:
     """A call of causal attention on 16 packed sequences, of 16 heads that share 4."""
-    options: dict[str, Any] = {
-        "scale": 0.125, "bottom_right": True, "window_left": -1, "window_right": 0,
-        "softcap": 0.0, "dropout_p": 0.0,
-    }  # fmt: skip
+    options = VarlenOptions(scale=0.125, bottom_right=True, window_right=0)
     query, key = (torch.empty(8192, heads, width, dtype=dtype, device="meta") for heads in (16, 4))
     starts = torch.empty(17, dtype=torch.int64, device="meta")
     lse = torch.empty(16, 8192, dtype=torch.float64, device="meta")
@@ -305,24 +307,22 @@ def packed(dtype: torch.dtype, width: int, *, backward: bool = False) -> Callabl
 
     def run() -> None:
         if not backward:
-            backend.varlen_attention(*args, **options)
+            backend.varlen_attention(*args, options=options)
             return
-        backend.varlen_attention_backward(query, None, *args, query, lse, **options)
+        backend.varlen_attention_backward(query, None, *args, query, lse, options=options)
 
     return run
 
 
 def decode(dtype: torch.dtype, width: int, queries: int = 1) -> Callable[[], Any]:
     """A step of 64 sequences on pages of 64 keys, of 32 heads that share 8."""
-    options: dict[str, Any] = {
-        "scale": 0.125, "window_left": -1, "window_right": 0, "softcap": 0.0,
-    }  # fmt: skip
+    options = DecodeOptions(scale=0.125, window_right=0)
     query = torch.empty(64, 32, queries, width, dtype=dtype, device="meta")
     pages = torch.empty(4096, 8, 64, width, dtype=dtype, device="meta")
     lengths = torch.empty(64, dtype=torch.int64, device="meta")
     table = torch.empty(64, 128, dtype=torch.int32, device="meta")
     args = (query, pages, pages, lengths, table, None, None)
-    return lambda: backend.decode_attention(*args, **options)
+    return lambda: backend.decode_attention(*args, options=options)
 
 
 def additive(dtype: torch.dtype, width: int, *, backward: bool = False) -> Callable[[], Any]:

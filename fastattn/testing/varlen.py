@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastattn.backends.primitives import AttentionOptions, VarlenOptions
 from fastattn.testing import memory, oracle
 from fastattn.testing.cases import FLOATS
 from fastattn.testing.draws import cached, generator_of
@@ -106,7 +107,7 @@ class VarlenInputs:
 
     args: tuple[Tensor | None, ...]
     given: tuple[Tensor | None, Tensor | None]
-    options: dict[str, Any]
+    options: VarlenOptions
     lengths: tuple[tuple[int, ...], tuple[int, ...]]
 
 
@@ -148,25 +149,25 @@ def make_varlen(case: VarlenCase, dtype: torch.dtype, *, fence: bool = False) ->
     return VarlenInputs(
         args=(query, key, value, *starts, slopes, seed),
         given=(grad_out, grad_lse),
-        options={
-            "scale": case.head_dim**-0.5,
-            "bottom_right": case.bottom_right,
-            "window_left": case.window[0],
-            "window_right": case.window[1],
-            "softcap": case.softcap,
-            "dropout_p": case.dropout_p,
-        },
+        options=VarlenOptions(
+            scale=case.head_dim**-0.5,
+            bottom_right=case.bottom_right,
+            window_left=case.window[0],
+            window_right=case.window[1],
+            softcap=case.softcap,
+            dropout_p=case.dropout_p,
+        ),
         lengths=(q_lengths, k_lengths),
     )
 
 
 def run_varlen(backend: Any, inputs: VarlenInputs) -> dict[str, Tensor]:
     """The primitive of a backend, forward and backward."""
-    out, lse = backend.varlen_attention(*inputs.args, **inputs.options)
+    out, lse = backend.varlen_attention(*inputs.args, options=inputs.options)
     results = {"out": out, "lse": lse.to(torch.promote_types(out.dtype, torch.float32))}
     if any(grad is not None for grad in inputs.given):
         grads = backend.varlen_attention_backward(
-            *inputs.given, *inputs.args, out, lse, **inputs.options
+            *inputs.given, *inputs.args, out, lse, options=inputs.options
         )
         results.update(zip(_GRADS, grads, strict=True))
     return results
@@ -219,10 +220,9 @@ def _alone(inputs: VarlenInputs, b: int, q: slice, k: slice) -> Inputs:
         full = grad_lse.new_zeros(batch, grad_lse.shape[0], q.stop - q.start)
         full[-1] = grad_lse[:, q]
         grad_lse = full
-    options = dict(inputs.options)
+    together = vars(inputs.options).copy()
     lengths = q.stop - q.start, k.stop - k.start
-    options["offset"] = lengths[1] - lengths[0] if options.pop("bottom_right") else 0
-    options["weights"] = 0
+    offset = lengths[1] - lengths[0] if together.pop("bottom_right") else 0
     alone = {"query": last(query, q), "key": last(key, k), "value": last(value, k)}
     return Inputs(
         **alone,  # type: ignore[arg-type]
@@ -234,7 +234,7 @@ def _alone(inputs: VarlenInputs, b: int, q: slice, k: slice) -> Inputs:
         grad_out=last(grad_out, q),
         grad_lse=grad_lse,
         grad_weights=None,
-        options=options,
+        options=AttentionOptions(offset=offset, **together),
         needs_mask_grad=False,
     )
 
@@ -255,7 +255,9 @@ def check_varlen(case: VarlenCase, dtype: torch.dtype, target: Target) -> Verdic
     inputs, exact, noise = expected_varlen(case, dtype)
     verdict = Verdict()
     with target.active() as backend:
-        verdict.declined = list(backend.why_not("varlen_attention", *inputs.args, **inputs.options))
+        verdict.declined = list(
+            backend.why_not("varlen_attention", *inputs.args, options=inputs.options)
+        )
         if verdict.declined:
             return verdict
         names = ("query", "key", "value", "starts_q", "starts_k", "alibi_slopes", "seed")

@@ -80,7 +80,7 @@ def check(case: Case, dtype: torch.dtype, target: Target) -> Verdict:
     verdict = Verdict()
     with target.active() as backend:
         reasons = backend.why_not(
-            "scaled_dot_product_attention", *inputs.forward_args(), **inputs.options
+            "scaled_dot_product_attention", *inputs.forward_args(), options=inputs.options
         )
         if reasons:
             verdict.declined = list(reasons)

@@ -17,6 +17,7 @@ from fastattn.backends.cpu.operands import (
     philox_key,
     slopes_operand,
 )
+from fastattn.backends.primitives import AttentionBackwardOptions, AttentionOptions
 
 
 def scaled_dot_product_attention(
@@ -27,46 +28,19 @@ def scaled_dot_product_attention(
     alibi_slopes: Tensor | None = None,
     seed: Tensor | None = None,
     *,
-    scale: float,
-    offset: int,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    dropout_p: float,
-    weights: int,
+    options: AttentionOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``(out, lse, weights)``, see ``docs/design.md``."""
     batch, heads, queries, width = query.shape
     keys, value_width = value.shape[2:]
     out = empty_output(query, value_width)
     lse = torch.empty((batch, heads, queries), dtype=torch.float64)
-    if weights == 1:
+    if options.weights == 1:
         applied = query.new_empty((batch, heads, queries, keys))
-    elif weights == 2:
+    elif options.weights == 2:
         applied = query.new_empty((batch, queries, keys))
     else:
         applied = query.new_empty(0)
-    options = None
-    if not (
-        attn_mask is None
-        and alibi_slopes is None
-        and window_left == window_right == -1
-        and softcap == dropout_p == 0.0
-        and weights == 0
-    ):
-        options = _options(
-            query,
-            attn_mask,
-            alibi_slopes,
-            seed,
-            offset,
-            window_left,
-            window_right,
-            softcap,
-            dropout_p,
-            weights,
-            applied,
-        )
     _cpu.attention_forward(
         DTYPES[query.dtype],
         torch.get_num_threads(),
@@ -80,8 +54,8 @@ def scaled_dot_product_attention(
         out.data_ptr(),
         out.stride(),
         lse.data_ptr(),
-        scale,
-        options,
+        options.scale,
+        _options(query, attn_mask, alibi_slopes, seed, options, applied),
     )
     return out, lse, applied
 
@@ -191,14 +165,7 @@ def scaled_dot_product_attention_backward(
     out: Tensor,
     lse: Tensor,
     *,
-    scale: float,
-    offset: int,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    dropout_p: float,
-    weights: int,
-    needs_mask_grad: bool,
+    options: AttentionBackwardOptions,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return the gradients of query, key, value and the mask, see ``docs/design.md``."""
     batch, heads, queries, width = query.shape
@@ -217,7 +184,7 @@ def scaled_dot_product_attention_backward(
         for grad in (grad_query, grad_key, grad_value):
             grad.zero_()
     grad_mask = None
-    if needs_mask_grad:
+    if options.needs_mask_grad:
         assert attn_mask is not None
         summed = 1 in attn_mask.shape[2:]  # thousands of terms in one element
         grad_mask = torch.zeros(
@@ -236,20 +203,8 @@ def scaled_dot_product_attention_backward(
         out.data_ptr(),
         out.stride(),
         lse.data_ptr(),
-        scale,
-        _options(
-            query,
-            attn_mask,
-            alibi_slopes,
-            seed,
-            offset,
-            window_left,
-            window_right,
-            softcap,
-            dropout_p,
-            weights,
-            None,
-        ),
+        options.scale,
+        _options(query, attn_mask, alibi_slopes, seed, options, None),
         (
             operand(grad_out),
             0 if grad_lse is None else grad_lse.data_ptr(),
@@ -270,31 +225,32 @@ def _options(
     attn_mask: Tensor | None,
     alibi_slopes: Tensor | None,
     seed: Tensor | None,
-    offset: int,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    dropout_p: float,
-    weights: int,
+    options: AttentionOptions,
     applied: Tensor | None,
 ) -> tuple[Any, ...] | None:
     """Everything beyond plain attention, None where there is nothing of it."""
-    plain = window_left < 0 and window_right < 0 and not softcap and not dropout_p and not weights
-    if plain and attn_mask is None and alibi_slopes is None:
+    if (
+        attn_mask is None
+        and alibi_slopes is None
+        and options.window_left < 0
+        and options.window_right < 0
+        and options.softcap == options.dropout_p == 0.0
+        and options.weights == 0
+    ):
         return None
     batch, heads = query.shape[:2]
     return (
-        offset,
-        window_left,
-        window_right,
-        softcap,
+        options.offset,
+        options.window_left,
+        options.window_right,
+        options.softcap,
         None if attn_mask is None else broadcast_operand(attn_mask),
         0 if attn_mask is None else DTYPES[attn_mask.dtype],
         slopes_operand(alibi_slopes, batch, heads),
-        dropout_p,
+        options.dropout_p,
         philox_key(seed),
-        weights,
-        _weights_operand(applied) if applied is not None and weights else None,
+        options.weights,
+        _weights_operand(applied) if applied is not None and options.weights else None,
     )
 
 

@@ -8,7 +8,8 @@ from torch import Tensor
 from fastattn import _cpu
 from fastattn.backends._alloc import empty_output
 from fastattn.backends.cpu.operands import DTYPES
-from fastattn.backends.cpu.sequences import _options
+from fastattn.backends.cpu.sequences import sequence_options
+from fastattn.backends.primitives import DecodeOptions
 
 _MOST_ROWS = 32  # query rows a key head up to which reading pages beats gathering them
 _WIDEST = 512  # elements of a row that the kernel of decoding takes
@@ -23,10 +24,7 @@ def decode_attention(
     cache_batch_idx: Tensor | None = None,  # [B] int64
     alibi_slopes: Tensor | None = None,  # [B|1, Hq]
     *,
-    scale: float,
-    window_left: int,
-    window_right: int,
-    softcap: float,
+    options: DecodeOptions,
 ) -> tuple[Tensor, Tensor]:
     """Return ``(out, lse)``, see ``docs/design.md``."""
     batch, heads, queries, width = query.shape
@@ -58,8 +56,8 @@ def decode_attention(
         out.data_ptr(),
         out.stride(),
         lse.data_ptr(),
-        scale,
-        _options((window_left, window_right, softcap, 0.0), alibi_slopes, None, batch, heads),
+        options.scale,
+        sequence_options(options, 0.0, alibi_slopes, None, batch, heads),
         (
             0,
             0,

@@ -10,6 +10,7 @@ from torch import Tensor
 from fastattn import _cpu
 from fastattn.backends._alloc import empty_output
 from fastattn.backends.cpu.operands import DTYPES, philox_key, slopes_operand
+from fastattn.backends.primitives import DecodeOptions, VarlenOptions
 
 
 def varlen_attention(
@@ -21,12 +22,7 @@ def varlen_attention(
     alibi_slopes: Tensor | None = None,  # [B|1, Hq]
     seed: Tensor | None = None,
     *,
-    scale: float,
-    bottom_right: bool,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    dropout_p: float,
+    options: VarlenOptions,
 ) -> tuple[Tensor, Tensor]:
     """Return ``(out, lse)``, see ``docs/design.md``."""
     rows, heads, _ = query.shape
@@ -40,11 +36,9 @@ def varlen_attention(
         out,
         lse,
         starts,
-        scale,
-        (window_left, window_right, softcap, dropout_p),
         alibi_slopes,
         seed,
-        bottom_right,
+        options,
         None,
     )
     end = int(starts[0][-1])
@@ -67,12 +61,7 @@ def varlen_attention_backward(
     out: Tensor,
     lse: Tensor,
     *,
-    scale: float,
-    bottom_right: bool,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    dropout_p: float,
+    options: VarlenOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value, see ``docs/design.md``."""
     if grad_out is None:
@@ -96,11 +85,9 @@ def varlen_attention_backward(
         out,
         lse,
         starts,
-        scale,
-        (window_left, window_right, softcap, dropout_p),
         alibi_slopes,
         seed,
-        bottom_right,
+        options,
         (
             _operand(grad_out),
             0 if grad_lse is None else grad_lse.data_ptr(),
@@ -119,11 +106,9 @@ def _run(
     out: Tensor,
     lse: Tensor,
     starts: tuple[Tensor, Tensor],
-    scale: float,
-    options: tuple[int, int, float, float],
     alibi_slopes: Tensor | None,
     seed: Tensor | None,
-    bottom_right: bool,
+    options: VarlenOptions,
     gradients: tuple[Any, ...] | None,
 ) -> None:
     batch = len(starts[0]) - 1
@@ -137,24 +122,25 @@ def _run(
         *_operand(value),
         *_operand(out),
         lse.data_ptr(),
-        scale,
-        _options(options, alibi_slopes, seed, batch, heads),
-        (starts[0].data_ptr(), starts[1].data_ptr(), 0, 0, 0, 0, 0, 0, bottom_right),
+        options.scale,
+        sequence_options(options, options.dropout_p, alibi_slopes, seed, batch, heads),
+        (starts[0].data_ptr(), starts[1].data_ptr(), 0, 0, 0, 0, 0, 0, options.bottom_right),
         gradients,
     )
 
 
-def _options(
-    options: tuple[int, int, float, float],
+def sequence_options(
+    options: VarlenOptions | DecodeOptions,
+    dropout_p: float,
     alibi_slopes: Tensor | None,
     seed: Tensor | None,
     batch: int,
     heads: int,
 ) -> tuple[Any, ...]:
-    left, right, softcap, dropout_p = options
+    """The options of attention as the native module takes them."""
     alibi = slopes_operand(alibi_slopes, batch, heads)
-    key = philox_key(seed)
-    return (0, left, right, softcap, None, 0, alibi, dropout_p, key, 0, None)
+    left, right = options.window_left, options.window_right
+    return (0, left, right, options.softcap, None, 0, alibi, dropout_p, philox_key(seed), 0, None)
 
 
 def _contiguous(x: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from fastattn.backends.cuda.operands import (
     operand,
     why_not_dtype,
 )
+from fastattn.backends.primitives import AttentionBackwardOptions, AttentionOptions
 
 __all__ = ["scaled_dot_product_attention", "scaled_dot_product_attention_backward", "why_not"]
 
@@ -56,26 +57,21 @@ def scaled_dot_product_attention(
     alibi_slopes: Tensor | None = None,
     seed: Tensor | None = None,
     *,
-    scale: float,
-    offset: int,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    dropout_p: float,
-    weights: int,
+    options: AttentionOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``(out, lse, weights)``, see ``docs/design.md``."""
     batch, heads, queries, _ = query.shape
     out = empty_output(query, value.shape[-1])
     lse = query.new_empty((batch, heads, queries), dtype=torch.float64)
     applied, results = query.new_empty(0), None
-    if weights != 0:
+    if options.weights != 0:
         # [B, Hq, Lq, Lk], or their mean over the heads as [B, 1, Lq, Lk]
-        applied = query.new_empty((batch, heads if weights == 1 else 1, queries, key.shape[2]))
+        applied = query.new_empty(
+            (batch, heads if options.weights == 1 else 1, queries, key.shape[2])
+        )
         stats = _row_stats(query)
-        results = (_result(applied), stats.data_ptr(), 1.0 if weights == 1 else 1.0 / max(heads, 1))
-    options = _options(query, key, attn_mask, alibi_slopes, seed, offset, window_left,
-                       window_right, softcap, dropout_p, weights)  # fmt: skip
+        share = 1.0 if options.weights == 1 else 1.0 / max(heads, 1)
+        results = (_result(applied), stats.data_ptr(), share)
     with on(query) as stream:
         _cuda.attention_forward(
             DTYPES[query.dtype],
@@ -83,11 +79,11 @@ def scaled_dot_product_attention(
             _sizes(query, key, value),
             (operand(query), operand(key), operand(value), operand(out)),
             lse.data_ptr(),
-            scale,
-            options,
+            options.scale,
+            _options(query, key, attn_mask, alibi_slopes, seed, options),
             results,
         )
-    return out, lse, applied[:, 0] if weights == 2 else applied
+    return out, lse, applied[:, 0] if options.weights == 2 else applied
 
 
 def scaled_dot_product_attention_backward(
@@ -103,32 +99,23 @@ def scaled_dot_product_attention_backward(
     out: Tensor,
     lse: Tensor,
     *,
-    scale: float,
-    offset: int,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    dropout_p: float,
-    weights: int,
-    needs_mask_grad: bool,
+    options: AttentionBackwardOptions,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return the gradients of query, key, value and the mask, see ``docs/design.md``."""
     if grad_out is None:
         grad_out = torch.zeros_like(out)
     if grad_lse is not None:
         grad_lse = grad_lse.to(torch.float64).contiguous()
-    if grad_weights is not None and weights == 2:
+    if grad_weights is not None and options.weights == 2:
         grad_weights = grad_weights.unsqueeze(1).expand(*query.shape[:3], key.shape[2])
     grad_query = empty_output(query, query.shape[-1])
     grad_key = empty_output(key, key.shape[-1])
     grad_value = empty_output(value, value.shape[-1])
     grad_mask = None
-    if needs_mask_grad:
+    if options.needs_mask_grad:
         assert attn_mask is not None
         grad_mask = query.new_empty(attn_mask.shape, dtype=torch.float32)
     stats = _row_stats(query)
-    options = _options(query, key, attn_mask, alibi_slopes, seed, offset, window_left,
-                       window_right, softcap, dropout_p, weights)  # fmt: skip
     with on(query) as stream:
         _cuda.attention_backward(
             DTYPES[query.dtype],
@@ -136,8 +123,8 @@ def scaled_dot_product_attention_backward(
             _sizes(query, key, value),
             (operand(query), operand(key), operand(value), operand(out)),
             lse.data_ptr(),
-            scale,
-            options,
+            options.scale,
+            _options(query, key, attn_mask, alibi_slopes, seed, options),
             (
                 operand(grad_out),
                 0 if grad_lse is None else grad_lse.data_ptr(),
@@ -175,12 +162,7 @@ def _options(
     attn_mask: Tensor | None,
     alibi_slopes: Tensor | None,
     seed: Tensor | None,
-    offset: int,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    dropout_p: float,
-    weights: int,
+    options: AttentionOptions,
 ) -> tuple[Any, ...]:
     shape = (*query.shape[:3], key.shape[2])
     alibi = None
@@ -188,16 +170,16 @@ def _options(
         alibi_slopes = alibi_slopes.expand(shape[:2])
         alibi = operand(alibi_slopes)
     return (
-        offset,
-        window_left,
-        window_right,
-        softcap,
+        options.offset,
+        options.window_left,
+        options.window_right,
+        options.softcap,
         None if attn_mask is None else operand(attn_mask.expand(shape)),
         0 if attn_mask is None else MASK_DTYPES[attn_mask.dtype],
         alibi,
-        dropout_p,
+        options.dropout_p,
         0 if seed is None else seed.data_ptr(),
-        weights,
+        options.weights,
         allows_tf32(),
         None,
     )

@@ -15,6 +15,7 @@ from fastattn import _cuda
 from fastattn.backends._alloc import empty_output
 from fastattn.backends.cuda import attention
 from fastattn.backends.cuda.operands import DTYPES, MAX_LENGTH, on, operand, why_not_dtype
+from fastattn.backends.primitives import DecodeOptions
 
 __all__ = ["append_to_cache", "decode_attention", "why_not", "why_not_append"]
 
@@ -66,10 +67,7 @@ def decode_attention(
     cache_batch_idx: Tensor | None = None,  # [B] int64
     alibi_slopes: Tensor | None = None,  # [B|1, Hq]
     *,
-    scale: float,
-    window_left: int,
-    window_right: int,
-    softcap: float,
+    options: DecodeOptions,
 ) -> tuple[Tensor, Tensor]:
     """Return ``(out, lse)``, see ``docs/design.md``."""
     batch, heads, queries, _ = query.shape
@@ -94,7 +92,7 @@ def decode_attention(
             (batch, heads, kv_heads, queries, capacity, query.shape[3], value_width),
             (operand(query), operand(out)),
             cache,
-            (scale, window_left, window_right, softcap, alibi),
+            (options.scale, options.window_left, options.window_right, options.softcap, alibi),
             (lse.data_ptr(), sums.data_ptr(), stats.data_ptr(), split_keys, splits),
         )
     del kept

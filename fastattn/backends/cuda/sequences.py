@@ -16,6 +16,7 @@ from fastattn.backends._alloc import empty_output
 from fastattn.backends._precision import allows_tf32
 from fastattn.backends.cuda import attention
 from fastattn.backends.cuda.operands import DTYPES, on, operand
+from fastattn.backends.primitives import VarlenOptions
 
 __all__ = ["varlen_attention", "varlen_attention_backward", "why_not"]
 
@@ -44,12 +45,7 @@ def varlen_attention(
     alibi_slopes: Tensor | None = None,  # [B|1, Hq]
     seed: Tensor | None = None,
     *,
-    scale: float,
-    bottom_right: bool,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    dropout_p: float,
+    options: VarlenOptions,
 ) -> tuple[Tensor, Tensor]:
     """Return ``(out, lse)``, see ``docs/design.md``."""
     rows, heads, _ = query.shape
@@ -63,18 +59,8 @@ def varlen_attention(
             _sizes(query, key, value, cu_seqlens_q),
             tuple(map(_operand, (query, key, value, out))),
             lse.data_ptr(),
-            scale,
-            _options(
-                query,
-                alibi_slopes,
-                seed,
-                window_left,
-                window_right,
-                softcap,
-                dropout_p,
-                starts,
-                bottom_right,
-            ),
+            options.scale,
+            _options(query, alibi_slopes, seed, options, starts),
             None,
         )
     return out, lse
@@ -93,12 +79,7 @@ def varlen_attention_backward(
     out: Tensor,
     lse: Tensor,
     *,
-    scale: float,
-    bottom_right: bool,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    dropout_p: float,
+    options: VarlenOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value, see ``docs/design.md``."""
     if grad_out is None:
@@ -115,18 +96,8 @@ def varlen_attention_backward(
             _sizes(query, key, value, cu_seqlens_q),
             tuple(map(_operand, (query, key, value, out))),
             lse.data_ptr(),
-            scale,
-            _options(
-                query,
-                alibi_slopes,
-                seed,
-                window_left,
-                window_right,
-                softcap,
-                dropout_p,
-                starts,
-                bottom_right,
-            ),
+            options.scale,
+            _options(query, alibi_slopes, seed, options, starts),
             (
                 _operand(grad_out),
                 0 if grad_lse is None else grad_lse.data_ptr(),
@@ -155,27 +126,23 @@ def _options(
     query: Tensor,
     alibi_slopes: Tensor | None,
     seed: Tensor | None,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    dropout_p: float,
+    options: VarlenOptions,
     starts: tuple[Tensor, Tensor],
-    bottom_right: bool,
 ) -> tuple[Any, ...]:
     alibi = None
     if alibi_slopes is not None:
         alibi = operand(alibi_slopes.expand(starts[0].shape[0] - 1, query.shape[1]))
     return (
         0,
-        window_left,
-        window_right,
-        softcap,
+        options.window_left,
+        options.window_right,
+        options.softcap,
         None,
         0,
         alibi,
-        dropout_p,
+        options.dropout_p,
         0 if seed is None else seed.data_ptr(),
         0,
         allows_tf32(),
-        (starts[0].data_ptr(), starts[1].data_ptr(), bottom_right),
+        (starts[0].data_ptr(), starts[1].data_ptr(), options.bottom_right),
     )

@@ -80,7 +80,7 @@ def why_not(op: str, *tensors: Tensor | None, **options: Any) -> list[str]:
         assert query is not None
         assert key is not None
         assert value is not None
-        return _why_not_attend(query, key, value, mask, slopes, options["offset"])
+        return _why_not_attend(query, key, value, mask, slopes, options["options"].offset)
     if op.startswith("varlen_attention"):
         query, key, value, _, _, slopes = tensors[2:8] if op.endswith("_backward") else tensors[:6]
         assert query is not None

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fastattn.backends._alloc import empty_output
+from fastattn.backends.primitives import AttentionOptions, DecodeOptions, VarlenOptions
 from fastattn.backends.triton._core import Operand, Options
 from fastattn.backends.triton._launch import block_of, launch, operand, plan, precision
 from fastattn.backends.triton._sdpa_backward import (
@@ -143,21 +144,19 @@ def differentiate(
 
 
 def options_of(
-    heads: int,
-    kv_heads: int,
-    q_len: int,
-    k_len: int,
+    sizes: tuple[int, int, int, int],  # Hq, Hkv, Lq, Lk
     attn_mask: Tensor | None,
     alibi_slopes: Tensor | None,
     seed: Tensor | None,
+    options: AttentionOptions | VarlenOptions | DecodeOptions,
     *,
     scale: float,
-    offset: int | None,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    dropout_p: float,
+    offset: int | None,  # None: the last query is at the last key
+    dropout_p: float = 0.0,
 ) -> Options:
+    """The options as the kernels take them; ``scale`` is positive, see :func:`positive_scale`."""
+    heads, kv_heads, q_len, k_len = sizes
+    left, right, softcap = options.window_left, options.window_right, options.softcap
     boolean = attn_mask is not None and attn_mask.dtype == torch.bool
     mask = None if attn_mask is None else pairs(attn_mask)
     alibi = None
@@ -172,8 +171,8 @@ def options_of(
         k_len=k_len,
         scale=scale,
         offset=offset,
-        left=None if window_left < 0 else min(window_left, _UNLIMITED),
-        right=None if window_right < 0 else min(window_right, _UNLIMITED),
+        left=None if left < 0 else min(left, _UNLIMITED),
+        right=None if right < 0 else min(right, _UNLIMITED),
         seen=mask if boolean else None,
         added=added,
         alibi=alibi,
@@ -201,11 +200,14 @@ def pairs(x: Tensor) -> Operand:
     return operand(x if max(x.stride()[2:]) < 2**23 else x.contiguous())
 
 
-def positive_scale(query: Tensor, scale: float) -> tuple[Tensor, float, int]:
+def positive_scale(
+    query: Tensor, options: AttentionOptions | VarlenOptions | DecodeOptions
+) -> tuple[Tensor, float, int]:
     """Return (sign * query, the positive rest of scale, sign), which give the same scores.
 
     The kernels multiply by the scale after the maximum of a row is found.
     """
+    scale = options.scale
     if scale > 0:
         return query, scale, 1
     sign = -1 if scale < 0 else 0

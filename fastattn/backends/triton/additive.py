@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastattn.backends.primitives import AttentionOptions
 from fastattn.backends.triton._additive_kernels import (
     additive_backward_column,
     additive_backward_scores,
@@ -186,8 +187,7 @@ def _options(
     dropout_p: float,
 ) -> Options:
     mask = None if attn_mask is None else attn_mask.unsqueeze(1)
-    options = options_of(
-        1, 1, query.shape[1], key.shape[1], mask, None, seed, scale=1.0, offset=0,
-        window_left=-1, window_right=0 if causal else -1, softcap=0.0, dropout_p=dropout_p,
-    )  # fmt: skip
+    sizes = (1, 1, query.shape[1], key.shape[1])
+    window = AttentionOptions(scale=1.0, window_right=0 if causal else -1)
+    options = options_of(sizes, mask, None, seed, window, scale=1.0, offset=0, dropout_p=dropout_p)
     return options._replace(rescored=1)  # scores in the unit of the definition

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fastattn.backends._alloc import empty_output
+from fastattn.backends.primitives import DecodeOptions
 from fastattn.backends.triton._attend import options_of, positive_scale, widths_of
 from fastattn.backends.triton._core import Operand
 from fastattn.backends.triton._decode_kernels import (
@@ -36,24 +37,19 @@ def decode_attention(
     cache_batch_idx: Tensor | None = None,  # [B] int64
     alibi_slopes: Tensor | None = None,  # [B|1, Hq]
     *,
-    scale: float,
-    window_left: int,
-    window_right: int,
-    softcap: float,
+    options: DecodeOptions,
 ) -> tuple[Tensor, Tensor]:
     """Return ``(out, lse)``, see ``docs/design.md``."""
     batch, heads, q_len, _ = query.shape
     kv_heads = key_cache.shape[1]
     out = empty_output(query, value_cache.shape[3])
     lse = query.new_empty((batch, heads, q_len), dtype=torch.float64)
-    query, scale, _ = positive_scale(query, scale)
+    query, scale, _ = positive_scale(query, options)
     cache = _cache(key_cache, cache_seqlens, block_table, cache_batch_idx)
-    options = options_of(
-        heads, kv_heads, q_len, cache.capacity, None, alibi_slopes, None, scale=scale, offset=None,
-        window_left=window_left, window_right=window_right, softcap=softcap, dropout_p=0.0,
-    )  # fmt: skip
+    sizes = (heads, kv_heads, q_len, cache.capacity)
+    o = options_of(sizes, None, alibi_slopes, None, options, scale=scale, offset=None)
     widths = widths_of(query, value_cache)
-    rows = options.group * q_len
+    rows = o.group * q_len
     kernel = "decode" if rows <= 16 else "decode_rows"
     planned = plan(kernel, query, widths["BD"], widths["BDV"])
     chunks = -(-cache.capacity // _CHUNK)
@@ -72,7 +68,7 @@ def decode_attention(
         k=_cached(key_cache),
         v=_cached(value_cache),
         cache=cache,
-        o=options,
+        o=o,
         **parts,
         chunks=chunks,
         WAYS=ways,
@@ -85,7 +81,7 @@ def decode_attention(
         batch * heads * q_len,
         query.device,
         cache=cache,
-        o=options,
+        o=o,
         **parts,
         chunks=chunks,
         out=operand(out),

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from fastattn.backends.primitives import AttentionBackwardOptions, AttentionOptions
 from fastattn.backends.triton._attend import (
     Attention,
     Cotangents,
@@ -33,28 +32,19 @@ def scaled_dot_product_attention(
     alibi_slopes: Tensor | None = None,
     seed: Tensor | None = None,
     *,
-    scale: float,
-    offset: int,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    dropout_p: float,
-    weights: int,
+    options: AttentionOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``(out, lse, weights)``, see ``docs/design.md``."""
     batch, heads, q_len, _ = query.shape
     k_len = key.shape[2]
-    query, scale, _ = positive_scale(query, scale)
-    options = _options(
-        query, key, attn_mask, alibi_slopes, seed, scale=scale, offset=offset,
-        window_left=window_left, window_right=window_right, softcap=softcap, dropout_p=dropout_p,
-    )  # fmt: skip
-    call = Attention(query, key, value, options, batch)
+    query, scale, _ = positive_scale(query, options)
+    o = _options(query, key, attn_mask, alibi_slopes, seed, options, scale)
+    call = Attention(query, key, value, o, batch)
     out, lse = attend(call)
-    if weights == 0:
+    if options.weights == 0:
         return out, lse, query.new_empty(0)
 
-    averaged = weights == 2
+    averaged = options.weights == 2
     applied = query.new_empty((batch, 1 if averaged else heads, q_len, k_len))
     of_rows = statistics(call, out, lse, Cotangents(), exact=False)
     widths = widths_of(query, value)
@@ -66,7 +56,7 @@ def scaled_dot_product_attention(
         query.device,
         q=operand(query),
         k=operand(key),
-        o=options,
+        o=o,
         p_high=of_rows["p_high"],
         p_low=of_rows["p_low"],
         weights=operand(applied),
@@ -91,33 +81,23 @@ def scaled_dot_product_attention_backward(
     out: Tensor,
     lse: Tensor,
     *,
-    scale: float,
-    offset: int,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    dropout_p: float,
-    weights: int,
-    needs_mask_grad: bool,
+    options: AttentionBackwardOptions,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return the gradients of query, key, value and the mask, see ``docs/design.md``."""
     batch, heads, q_len, _ = query.shape
     k_len = key.shape[2]
     given = Cotangents(grad_out, grad_lse, grad_weights)
-    if grad_weights is not None and weights == 2:
+    if grad_weights is not None and options.weights == 2:
         given = given._replace(weights=grad_weights.unsqueeze(1), weight_share=1.0 / max(heads, 1))
-    query, scale, sign = positive_scale(query, scale)
-    options = _options(
-        query, key, attn_mask, alibi_slopes, seed, scale=scale, offset=offset,
-        window_left=window_left, window_right=window_right, softcap=softcap, dropout_p=dropout_p,
-    )  # fmt: skip
+    query, scale, sign = positive_scale(query, options)
+    o = _options(query, key, attn_mask, alibi_slopes, seed, options, scale)
     # The row sums of a bias's gradient are exactly those of lse's: there no rounding of out may be.
-    exact = needs_mask_grad or query.dtype == torch.float32
-    call = Attention(query, key, value, options, batch)
+    exact = options.needs_mask_grad or query.dtype == torch.float32
+    call = Attention(query, key, value, o, batch)
     grad_query, grad_key, grad_value, common = differentiate(call, out, lse, given, exact=exact)
     if sign != 1:
         grad_query.mul_(sign)
-    if not needs_mask_grad:
+    if not options.needs_mask_grad:
         return grad_query, grad_key, grad_value, None
 
     assert attn_mask is not None
@@ -160,7 +140,17 @@ def _options(
     attn_mask: Tensor | None,
     alibi_slopes: Tensor | None,
     seed: Tensor | None,
-    **values: Any,
+    options: AttentionOptions,
+    scale: float,
 ) -> Options:
     (heads, q_len), (kv_heads, k_len) = query.shape[1:3], key.shape[1:3]
-    return options_of(heads, kv_heads, q_len, k_len, attn_mask, alibi_slopes, seed, **values)
+    return options_of(
+        (heads, kv_heads, q_len, k_len),
+        attn_mask,
+        alibi_slopes,
+        seed,
+        options,
+        scale=scale,
+        offset=options.offset,
+        dropout_p=options.dropout_p,
+    )

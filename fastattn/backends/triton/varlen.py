@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from fastattn.backends.primitives import VarlenOptions
 from fastattn.backends.triton._attend import (
     Attention,
     Cotangents,
@@ -29,20 +28,12 @@ def varlen_attention(
     alibi_slopes: Tensor | None = None,  # [B|1, Hq]
     seed: Tensor | None = None,
     *,
-    scale: float,
-    bottom_right: bool,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    dropout_p: float,
+    options: VarlenOptions,
 ) -> tuple[Tensor, Tensor]:
     """Return ``(out, lse)``, see ``docs/design.md``."""
-    query, scale, _ = positive_scale(query, scale)
-    options = _options(
-        query, key, cu_seqlens_q, cu_seqlens_k, alibi_slopes, seed, bottom_right, scale=scale,
-        window_left=window_left, window_right=window_right, softcap=softcap, dropout_p=dropout_p,
-    )  # fmt: skip
-    return attend(Attention(query, key, value, options, cu_seqlens_q.shape[0] - 1))
+    query, scale, _ = positive_scale(query, options)
+    o = _options(query, key, cu_seqlens_q, cu_seqlens_k, alibi_slopes, seed, options, scale)
+    return attend(Attention(query, key, value, o, cu_seqlens_q.shape[0] - 1))
 
 
 def varlen_attention_backward(
@@ -58,20 +49,12 @@ def varlen_attention_backward(
     out: Tensor,
     lse: Tensor,
     *,
-    scale: float,
-    bottom_right: bool,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    dropout_p: float,
+    options: VarlenOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value, see ``docs/design.md``."""
-    query, scale, sign = positive_scale(query, scale)
-    options = _options(
-        query, key, cu_seqlens_q, cu_seqlens_k, alibi_slopes, seed, bottom_right, scale=scale,
-        window_left=window_left, window_right=window_right, softcap=softcap, dropout_p=dropout_p,
-    )  # fmt: skip
-    call = Attention(query, key, value, options, cu_seqlens_q.shape[0] - 1)
+    query, scale, sign = positive_scale(query, options)
+    o = _options(query, key, cu_seqlens_q, cu_seqlens_k, alibi_slopes, seed, options, scale)
+    call = Attention(query, key, value, o, cu_seqlens_q.shape[0] - 1)
     given = Cotangents(grad_out, grad_lse)
     exact = query.dtype == torch.float32
     grad_query, grad_key, grad_value, _ = differentiate(call, out, lse, given, exact=exact)
@@ -87,13 +70,19 @@ def _options(
     cu_seqlens_k: Tensor,
     alibi_slopes: Tensor | None,
     seed: Tensor | None,
-    bottom_right: bool,
-    **values: Any,
+    options: VarlenOptions,
+    scale: float,
 ) -> Options:
     (rows, heads), (keys, kv_heads) = query.shape[:2], key.shape[:2]
-    offset = None if bottom_right else 0
     return options_of(
-        heads, kv_heads, rows, keys, None, alibi_slopes, seed, offset=offset, **values
+        (heads, kv_heads, rows, keys),
+        None,
+        alibi_slopes,
+        seed,
+        options,
+        scale=scale,
+        offset=None if options.bottom_right else 0,
+        dropout_p=options.dropout_p,
     )._replace(
         p_q_starts=cu_seqlens_q.to(torch.int64).contiguous(),
         p_k_starts=cu_seqlens_k.to(torch.int64).contiguous(),
