@@ -201,14 +201,14 @@ class Model(Operator):
         return (last, min(cell["L"], 64)) if self.CAUSAL else (last,)
 
     def unjudged(self, cell: Cell) -> Collection[str]:
-        """In 16 bits, the gradients of layer norms: PyTorch adds up their tokens in 16 bits."""
+        """In 16 bits, the gradients of layer norms and embeddings: sums in 16 bits, PyTorch's."""
         if cell.dtype == "fp32":
             return ()
-        return {f"grad_{name}" for name in _layer_norms(_on_meta(self, cell))}
+        return {f"grad_{name}" for name in _summed_in_16_bits(_on_meta(self, cell))}
 
     def coverage(self, cell: Cell, parts: list[tuple[int, ...]]) -> str:
         skipped = cell.passes != "fwd" and self.unjudged(cell)
-        return "all but the gradients of layer norms" if skipped else "all"
+        return "all but the gradients of layer norms and embeddings" if skipped else "all"
 
     def part(self, cell: Cell, name: str, x: Tensor, where: tuple[int, ...]) -> Tensor:
         if not where or (name != "out" and name not in self._given(cell, {name: x})):
@@ -217,11 +217,12 @@ class Model(Operator):
         return x[:, : where[1]] if len(where) > 1 else x
 
 
-def _layer_norms(model: nn.Module) -> list[str]:
+def _summed_in_16_bits(model: nn.Module) -> list[str]:
+    """The parameters whose gradients PyTorch adds up over the tokens in their own dtype."""
     return [
         f"{name}.{own}"
         for name, module in model.named_modules()
-        if isinstance(module, nn.LayerNorm)
+        if isinstance(module, (nn.LayerNorm, nn.Embedding))
         for own, _ in module.named_parameters()
     ]
 
