@@ -11,6 +11,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from fastattn.integrations.transformers import _support, register  # noqa: E402
+from fastattn.integrations.transformers._attention import attention_forward  # noqa: E402
 
 SIZES = {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
@@ -109,3 +110,16 @@ def test_models_that_ask_the_registry_take_any_mask(name: str) -> None:
     config = getattr(transformers, f"{name}Config")()
     config._attn_implementation = "fastattn"
     assert _support.takes_any_mask(config)
+
+
+@pytest.mark.filterwarnings("ignore:attn_implementation='fastattn'")
+def test_no_mask_is_full_attention_where_eager_is_all_that_is_supported() -> None:
+    """BridgeTower's layers are not marked as not causal."""
+    assert transformers.BloomModel  # transformers imports it now
+    module = torch.nn.Module()
+    _, module.config = bloom()
+    module.config._attn_implementation = "fastattn"
+    query, key, value = torch.randn(3, 2, 4, 6, 8, generator=torch.Generator().manual_seed(0))
+    out, _ = attention_forward(module, query, key, value, None)
+    reference = torch.nn.functional.scaled_dot_product_attention(query, key, value)
+    torch.testing.assert_close(out, reference.transpose(1, 2))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fastattn.integrations.transformers._masks import StructuredMask, dense_mask
 from fastattn.integrations.transformers._patterns import Pattern
 from fastattn.integrations.transformers._recording import weights_are_recorded
-from fastattn.integrations.transformers._support import is_model_input
+from fastattn.integrations.transformers._support import is_model_input, takes_any_mask
 from fastattn.ops import scaled_dot_product_attention, varlen_attention
 
 __all__ = ["attention_forward"]
@@ -110,7 +110,9 @@ def attention_forward(
         )
         cu_seq_lens_q = cu_seq_lens_q if attention_mask is None else None
         cu_seq_lens_k = paged["cu_seq_lens_k"]
-    if is_causal is None:
+    if attention_mask is None and not takes_any_mask(getattr(module, "config", None)):
+        is_causal = False  # causality would be in the mask, as in eager attention
+    elif is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     need_weights = bool(output_attentions) or weights_are_recorded(module)
     call = _Call(query, key, value, scaling, softcap, dropout, need_weights)

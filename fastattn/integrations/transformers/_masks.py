@@ -164,7 +164,7 @@ def attention_mask(
     if "cache_position" not in others:
         given |= {"q_length": q_length, "q_offset": q_offset}
     if not takes_any_mask(others.get("config")):
-        return masking_utils.eager_mask(**given | {"allow_is_bidirectional_skip": False})
+        return masking_utils.eager_mask(**given)
     as_tensor = functools.partial(masking_utils.sdpa_mask, **given)
 
     positions = others.get("cache_position")
