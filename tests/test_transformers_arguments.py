@@ -126,3 +126,17 @@ def test_weights_of_models_that_do_not_tell_their_layers(model) -> None:  # type
                 assert stack(**inputs).attentions is None
     assert len(weights[1]) == 2
     torch.testing.assert_close(weights[1], weights[0])
+
+
+def test_a_model_that_was_never_called_is_compiled_as_one_graph() -> None:
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4
+    )
+    ids = torch.arange(3, 15).view(2, 6)
+    with register(), torch.no_grad():
+        model = transformers.LlamaModel._from_config(config, attn_implementation="fastattn").eval()
+        torch.compiler.reset()
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        state = compiled(input_ids=ids, labels=ids, use_cache=False).last_hidden_state
+        want = model(input_ids=ids, use_cache=False).last_hidden_state
+    torch.testing.assert_close(state, want)

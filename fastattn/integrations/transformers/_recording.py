@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 from typing import Any
 
@@ -20,19 +19,20 @@ def weights_are_recorded(module: nn.Module) -> bool:
     and before, it replaces the ``forward`` of ``module``, the attention layer, for that time.
     Up to 5.3 some models, OPT and StableLM among them, do neither, and get no weights.
     """
-    collector = _collector()
-    if collector is None:
+    if _collector is None:
         code = getattr(vars(module).get("forward"), "__code__", None)
         return code is not None and code.co_name == "wrapped_forward"
     # Dynamo cannot follow a ContextVar; transformers keeps the list in a plain attribute for it.
-    lists = collector.global_var if torch.compiler.is_compiling() else collector.get()
+    lists = _collector.global_var if torch.compiler.is_compiling() else _collector.get()
     return lists is not None and any("attentions" in name for name in lists)
 
 
-@functools.cache
-def _collector() -> Any:
+def _find_collector() -> Any:
     try:
         capturing = importlib.import_module("transformers.utils.output_capturing")
     except ImportError:
         return None
     return getattr(capturing, "_active_collector", None)
+
+
+_collector: Any = _find_collector()  # found at import: Dynamo cannot trace one
