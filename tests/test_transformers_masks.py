@@ -195,6 +195,26 @@ def test_no_matrix_is_made_of_what_a_pattern_says(monkeypatch: pytest.MonkeyPatc
         mask & True
 
 
+def test_a_slice_of_all_keys_makes_no_matrix() -> None:
+    mask = attention_mask(2, 8, 8)
+    assert isinstance(mask, StructuredMask)
+    assert isinstance(mask[:, :, :, :8], StructuredMask)
+    assert isinstance(mask[:, :, :, :9], StructuredMask)
+    torch.testing.assert_close(mask[:, :, -3:, 1:5] & True, mask.dense()[:, :, -3:, 1:5])
+
+
+def test_causality_is_in_the_mask() -> None:
+    """Gemma 4 leaves out the first queries in its last layers."""
+    mask = attention_mask(1, 8, 8)
+    assert mask is not None
+    query, key, value = torch.randn(3, 1, 2, 8, 8, dtype=torch.float64)
+    layer = nn.Module()
+    layer.is_causal = True
+    out, _ = attention_forward(layer, query, key, value, mask)
+    last, _ = attention_forward(layer, query[:, :, -3:], key, value, mask[:, :, -3:])
+    torch.testing.assert_close(last, out[:, -3:])
+
+
 def test_a_mask_of_all_queries_alike_has_no_rows_of_its_own() -> None:
     padding = torch.arange(1000) >= torch.tensor([[0], [3]])
     function = hf.bidirectional_mask_function

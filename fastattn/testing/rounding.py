@@ -271,9 +271,7 @@ _UNITS = {
         2,
     ),
 }
-_BACKWARD_STABLE = frozenset(
-    _packets("_linalg_solve_ex linalg_lu_solve convolution_backward")
-)
+_BACKWARD_STABLE = frozenset(_packets("_linalg_solve_ex linalg_lu_solve convolution_backward"))
 # What moves, selects or compares numbers has no rounding error.
 _EXACT = frozenset(
     _packets(

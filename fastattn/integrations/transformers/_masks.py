@@ -54,8 +54,10 @@ class StructuredMask(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if function is torch.ops.aten.detach.default:  # checkpoints do that
-            return args[0]
+        # Checkpoints detach a mask, and models cut it to the number of keys that there are.
+        if function in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            (mask,) = args
+            return cls(mask.shape, mask.pattern, mask.offset, mask.padding, mask.device)
         return function(*_as_dense(args), **_as_dense(kwargs or {}))
 
     def dense(self) -> Tensor:
@@ -137,9 +139,10 @@ def attention_mask(
 ) -> Tensor | None:
     """Return the mask that ``mask_function`` and the padding describe.
 
-    It is transformers' ``AttentionMaskInterface``. ``None`` stands for full attention, or causal
-    attention where the model allows that; a :class:`StructuredMask` for causality, a window, packed
-    sequences and padding; what is none of these, or is compiled, becomes a tensor [B, 1, Lq, Lk].
+    It is transformers' ``AttentionMaskInterface``. ``None`` stands for full attention, where the
+    caller allows that; a :class:`StructuredMask` for causality, a window, packed sequences and
+    padding; what is none of these, or is compiled, becomes a tensor [B, 1, Lq, Lk]. Causality is
+    never left to the layer: models that drop rows of queries cut the mask accordingly.
 
     Args:
         batch_size, q_length, kv_length: B, Lq, Lk. transformers 5.0 gives ``cache_position`` [Lq]
@@ -187,12 +190,13 @@ def attention_mask(
     reached = offset + q_length if pattern.right == 0 else kv_length
     padding = _padding(attention_mask, kv_offset, kv_length, reached)
 
-    if padding is None:
-        for kind in _said_by_none(pattern, q_length, offset):
-            if others.get(f"allow_is_{kind}_skip", kind == "causal"):
-                return None
     if pattern == Pattern() and padding is not None:  # all queries see the same keys
         return padding[:, None, None, :].expand(shape)
+    if pattern == Pattern() and (
+        others.get("allow_is_bidirectional_skip", False)
+        or (q_length == 1 and others.get("allow_is_causal_skip", True))
+    ):
+        return None
     device = torch.device(others.get("device", "cpu") if positions is None else positions.device)
     if q_length == 1:  # decoding is compiled, and a row is small
         return _dense(shape, pattern, offset, padding, device)
@@ -207,17 +211,6 @@ def _without_idle_bounds(pattern: Pattern, offset: int, q_len: int, k_len: int) 
         -1 if right >= k_len - 1 - offset else right,
         pattern.segments,
     )
-
-
-def _said_by_none(pattern: Pattern, q_len: int, offset: int) -> tuple[str, ...]:
-    """Which kinds of attention say the same without a mask.
-
-    Causal attention of one query is that to all keys, of more queries that from the upper left.
-    """
-    if pattern == Pattern():
-        return ("causal", "bidirectional") if q_len == 1 else ("bidirectional",)
-    upper_left = pattern == Pattern(right=0) and offset == 0 and q_len > 1
-    return ("causal",) if upper_left else ()
 
 
 def _padding(mask: Tensor | None, kv_offset: int, k_len: int, reached: int) -> Tensor | None:
