@@ -219,10 +219,10 @@ class Operator:
             results = self._run(backend, tensors, options)
         return results if self.returns == 1 else _without_none(results, tensors)
 
-    def split(self, args: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
-        """Return the tensors and the options by name, of arguments of the dispatcher."""
+    def split(self, args: Sequence[Any]) -> tuple[Sequence[Any], Any]:
+        """Return the tensors and the record of options, of arguments of the dispatcher."""
         *tensors, options, _ = self._recorded(args)
-        return tensors, vars(options)
+        return tensors, options
 
     def _primitive(self, args: Sequence[Any]) -> tuple[Sequence[Any], Any]:
         n = self._tensors

@@ -24,19 +24,26 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from fastattn import compat
+from fastattn.backends.primitives import (
+    AdditiveOptions,
+    AttentionOptions,
+    HopfieldOptions,
+    MemoryHopOptions,
+    VarlenOptions,
+)
 from fastattn.bench import ops
 from fastattn.bench.cells import DTYPES
 from fastattn.bench.inputs import TORCH_DTYPES
 from fastattn.bench.shapes import shape_text
 from fastattn.library import operators
 
-OnCall = Callable[[str, Sequence[Any], Mapping[str, Any]], None]
+OnCall = Callable[[str, Sequence[Any], Any], None]
 _DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 class Calls(TorchFunctionMode):
     """Tells of every call of a function of PyTorch, and of every operator of fastattn that goes
-    through the dispatcher: its name, its tensors, its keywords.
+    through the dispatcher: its name, its tensors, its options.
     """
 
     def __init__(self, on_operator: OnCall, on_function: Callable[..., None] | None = None) -> None:
@@ -61,8 +68,8 @@ class Recording:
     def __init__(self) -> None:
         self.lines: Counter[str] = Counter()
 
-    def note_operator(self, op: str, tensors: Sequence[Any], keywords: Mapping[str, Any]) -> None:
-        if (note := _PRIMITIVES.get(op)) is not None and (line := note(*tensors, **keywords)):
+    def note_operator(self, op: str, tensors: Sequence[Any], options: Any) -> None:
+        if (note := _PRIMITIVES.get(op)) is not None and (line := note(*tensors, options=options)):
             self.lines[line] += 1
 
     def note_function(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -206,47 +213,53 @@ def _note_module(
 
 
 def _primitive_sdpa(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *rest: Any, **keywords: Any
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    *rest: Any,
+    options: AttentionOptions,
 ) -> str | None:
-    causal = keywords["window_right"] == 0 and keywords["window_left"] < 0
-    weights = ("none", "per-head", "average")[keywords["weights"]]
+    causal = options.window_right == 0 and options.window_left < 0
+    weights = ("none", "per-head", "average")[options.weights]
     sizes = _attention_sizes(query, key, value)
     kind = _mask_kind(mask, causal)
     return _line("sdpa", sizes, query, _wants_grad(query, key, value), mask=kind, weights=weights)
 
 
 def _primitive_additive(
-    query: Tensor, key: Tensor, value: Tensor, *rest: Any, causal: bool, **keywords: Any
+    query: Tensor, key: Tensor, value: Tensor, *rest: Any, options: AdditiveOptions
 ) -> str | None:
     lengths = {"Lq": query.shape[1], "Lk": key.shape[1]}
     sizes = {"B": query.shape[0], **lengths, "A": query.shape[2], "Dv": value.shape[2]}
-    kind = _mask_kind(rest[2] if len(rest) > 2 else None, causal)
+    kind = _mask_kind(rest[2] if len(rest) > 2 else None, options.causal)
     return _line("additive", sizes, query, _wants_grad(query, key, value), mask=kind)
 
 
 def _primitive_hops(
-    query: Tensor, in_memory: Tensor, *rest: Any, hops: int, **keywords: Any
+    query: Tensor, in_memory: Tensor, *rest: Any, options: MemoryHopOptions
 ) -> str | None:
     batch = query.shape[:-1].numel()
     stories = batch if in_memory.shape[0] > 1 or batch == 1 else 1
-    sizes = {"B": batch, "S": stories, "N": in_memory.shape[-2], "D": query.shape[-1], "K": hops}
+    sizes = {"B": batch, "S": stories, "N": in_memory.shape[-2], "D": query.shape[-1]}
+    sizes["K"] = options.hops
     return _line("memory_hops", sizes, query, _wants_grad(query, in_memory))
 
 
-def _primitive_encode(tokens: Tensor, weight: Tensor, *rest: Any, **keywords: Any) -> str | None:
+def _primitive_encode(tokens: Tensor, weight: Tensor, *rest: Any, **_: Any) -> str | None:
     batch, sentences, words = tokens.shape[-3:]
     sizes = {"B": batch, "N": sentences, "J": words, "V": weight.shape[-2], "D": weight.shape[-1]}
     return _line("encode_memory", sizes, weight, _wants_grad(weight))
 
 
 def _primitive_varlen(
-    query: Tensor, key: Tensor, value: Tensor, ends: Tensor, *rest: Any, **keywords: Any
+    query: Tensor, key: Tensor, value: Tensor, ends: Tensor, *rest: Any, options: VarlenOptions
 ) -> str | None:
     """The benchmark's sequences are half as long as their longest on average: so are these."""
     batch = max(ends.numel() - 1, 1)
     sizes = {"B": batch, "H": query.shape[-2], "Hkv": key.shape[-2]}
     sizes |= {"L": -(-2 * query.shape[0] // batch), "D": query.shape[-1]}
-    causal = keywords["window_right"] == 0 and keywords["window_left"] < 0
+    causal = options.window_right == 0 and options.window_left < 0
     mask = "causal" if causal else "none"
     return _line("varlen", sizes, query, _wants_grad(query, key, value), mask=mask)
 
@@ -262,14 +275,14 @@ def _primitive_decode(
 
 
 def _primitive_hopfield(
-    state: Tensor, stored: Tensor, *rest: Any, steps_max: int, **keywords: Any
+    state: Tensor, stored: Tensor, *rest: Any, options: HopfieldOptions
 ) -> str | None:
     sizes = {"B": state.shape[:-2].numel(), "H": 1, "L": state.shape[-2]}  # heads are in the batch
-    sizes |= {"N": stored.shape[-2], "D": state.shape[-1], "K": steps_max}
+    sizes |= {"N": stored.shape[-2], "D": state.shape[-1], "K": options.steps_max}
     return _line("hopfield", sizes, state, _wants_grad(state, stored))
 
 
-def _primitive_sinusoidal(x: Tensor, *rest: Any, **keywords: Any) -> str | None:
+def _primitive_sinusoidal(x: Tensor, *rest: Any, **_: Any) -> str | None:
     length = x.shape[-2] if x.dim() > 1 else 1
     sizes = {"B": x.shape[:-2].numel(), "L": length, "E": x.shape[-1]}
     return _line("sinusoidal", sizes, x, _wants_grad(x))
