@@ -3,7 +3,7 @@
 A backend is a module of ``fastattn.backends``; an operator is a function in it, under the name that
 it has in ``reference.py``. The first backend in the order that gives no reason against a call runs
 it; the order is evidence, see ``fastattn.evidence``. A backend gives its reasons, as plain
-sentences, by ``why_not(op, *tensors, **options)`` (without one it has none); a module that cannot
+sentences, by ``why_not(op, *tensors, options)`` (without one it has none); a module that cannot
 be imported is not built, a function that is missing falls through.
 """
 
@@ -24,7 +24,6 @@ from typing import Any
 import torch
 
 from fastattn import evidence
-from fastattn.backends.primitives import call
 
 __all__ = ["Explanation", "FallbackWarning", "explain", "use_backend"]
 
@@ -153,7 +152,7 @@ def why_not(
         return [f"has no {op}"]
     if name == "reference":
         return []
-    return list(obstacles) or call(backend.why_not, op, *tensors, options=options)
+    return list(obstacles) or backend.why_not(op, *tensors, options=options)
 
 
 def explanation(
@@ -189,7 +188,7 @@ def choose(op: str, tensors: Sequence[Any], options: Any, obstacles: Sequence[st
 def run_reference(op: str, tensors: Sequence[Any], options: Any) -> Any:
     """Run the reference, which computes in the dtype of its arguments, whatever autocast says."""
     with _without_autocast(_device(tensors)):
-        return call(getattr(load("reference"), op), *tensors, options=options)
+        return getattr(load("reference"), op)(*tensors, options=options)
 
 
 def _order(device: str, op: str, tensors: Sequence[Any]) -> tuple[str, ...]:

@@ -42,7 +42,7 @@ import torch
 from torch import Tensor
 
 from fastattn import compat, dispatch
-from fastattn.backends.primitives import NoOptions, call, values_of
+from fastattn.backends.primitives import NoOptions, values_of
 from fastattn.backends.primitives import schema as schema_of
 from fastattn.batching import rule_for_any_size, through_torch_vmap
 from fastattn.compat import any_requires_grad, nothing_watches, transforms_active
@@ -199,7 +199,7 @@ class Operator:
 
     def _run(self, backend: str, tensors: Sequence[Any], options: Any) -> Any:
         if backend != "reference":
-            return call(self.primitive(backend), *tensors, options=options)
+            return self.primitive(backend)(*tensors, options=options)
         results = dispatch.run_reference(self.name, tensors, options)
         # Plain PyTorch leaves its results in whatever memory order.
         return _in_layout_of(results, self._fake(*tensors, options))

@@ -21,9 +21,11 @@ import torch
 
 from fastattn import evidence, spelling, tune_cpu
 from fastattn.backends.primitives import (
+    AdditiveOptions,
     AttentionBackwardOptions,
     AttentionOptions,
     DecodeOptions,
+    MemoryHopBackwardOptions,
     extended,
 )
 
@@ -221,16 +223,12 @@ def _hops(dtype: torch.dtype, width: int) -> Iterator[tuple[str, _Call]]:
     query = torch.randn(256, width, dtype=dtype, device="cuda")
     memory = torch.randn(256, 4, 500, width, dtype=dtype, device="cuda") / width**0.5
     args = (query, memory, None, None, None, None)
-    options: dict[str, Any] = {
-        "hops": 3, "activation": "none", "normalize": "softmax", "scale": 1.0, "weights": False,
-    }  # fmt: skip
-    _, trace, stats, _ = backend.memory_hop_attention(*args, **options)
-    yield "hops", lambda: backend.memory_hop_attention(*args, **options)
+    options = MemoryHopBackwardOptions(hops=3, needed=2)
+    _, trace, stats, _ = backend.memory_hop_attention(*args, options)
+    yield "hops", lambda: backend.memory_hop_attention(*args, options)
     yield (
         "hops_backward",
-        lambda: backend.memory_hop_attention_backward(
-            query, None, *args, trace, stats, **options, needed=2
-        ),
+        lambda: backend.memory_hop_attention_backward(query, None, *args, trace, stats, options),
     )
 
 
@@ -241,10 +239,7 @@ def _additive(dtype: torch.dtype, width: int) -> Iterator[tuple[str, _Call]]:
     x = torch.randn(16, 512, width, dtype=dtype, device="cuda")
     v = torch.randn(width, dtype=dtype, device="cuda")
     args = (x, x, x, v, None, None, None)
-    yield (
-        "additive",
-        lambda: backend.additive_attention(*args, causal=False, dropout_p=0.0, weights=False),
-    )
+    yield "additive", lambda: backend.additive_attention(*args, AdditiveOptions())
 
 
 _CALLS: dict[str, Callable[[torch.dtype, int], Iterator[tuple[str, _Call]]]] = {

@@ -7,6 +7,7 @@ import torch
 
 import fastattn
 from fastattn.backends import reference
+from fastattn.backends.primitives import HopfieldOptions
 from fastattn.testing import Target
 from fastattn.testing.hopfield import HOPFIELD_CASES, HopfieldCase, check_hopfield
 
@@ -42,12 +43,10 @@ def test_each_query_takes_the_steps_that_it_needs(
 ) -> None:
     state = torch.randn(2, 35, 6, generator=generator)
     stored = 2 * torch.randn(2, 9, 6, generator=generator)
-    options = {
-        "scale": 1.0, "steps_max": steps_max, "eps": 1e-2, "together": together,
-        "crowded": False, "grad": "unroll",
-    }  # fmt: skip
-    found = TRITON.module.hopfield_retrieve(state, stored, **options)
-    wanted = reference.hopfield_retrieve(state, stored, **options)
+    options = HopfieldOptions(steps_max=steps_max, eps=1e-2, together=together)
+    arguments = (state, stored, None, None, None, options)
+    found = TRITON.module.hopfield_retrieve(*arguments)
+    wanted = reference.hopfield_retrieve(*arguments)
     assert torch.equal(found[1], wanted[1])
     assert steps_max == 0 or wanted[1].unique().numel() > 1
     for x, want in zip(found, wanted, strict=True):
@@ -59,11 +58,11 @@ def test_more_steps_than_one_launch_takes(
 ) -> None:
     """Without a limit there is a launch for every so many steps."""
     state, stored = (torch.randn(1, n, 4, generator=generator) for n in (20, 7))
-    options = {"scale": 1.0, "steps_max": -1, "eps": 1e-4, "together": 1, "crowded": False}
+    options = HopfieldOptions(steps_max=-1, eps=1e-4)
     found = []
     for steps in (256, 2):
         monkeypatch.setattr("fastattn.backends.triton.hopfield._ROUND", steps)
-        found.append(TRITON.module.hopfield_retrieve(state, stored, **options, grad="unroll"))
+        found.append(TRITON.module.hopfield_retrieve(state, stored, None, None, None, options))
     assert found[0][1].max() > 4
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -11,6 +12,7 @@ import torch
 
 from fastattn import cli
 from fastattn.backends import reference
+from fastattn.backends.primitives import SinusoidalOptions
 from fastattn.testing import Target, targets
 from fastattn.testing.sinusoidal import SINUSOIDAL_CASES, SinusoidalCase, check_sinusoidal
 
@@ -114,8 +116,8 @@ def test_sinusoidal_case(case: SinusoidalCase) -> None:
 def test_the_judge_of_sinusoids_sees_a_wrong_row(monkeypatch: pytest.MonkeyPatch) -> None:
     right = reference.sinusoidal_encoding
 
-    def wrong(x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-        return right(x, *args, **{**options, "offset": options["offset"] + 1})
+    def wrong(x: torch.Tensor, positions: Any, options: SinusoidalOptions) -> torch.Tensor:
+        return right(x, positions, replace(options, offset=options.offset + 1))
 
     class Wrong:
         why_not = staticmethod(reference.why_not)

@@ -12,6 +12,7 @@ import torch
 import triton
 
 from fastattn.backends import triton as backend
+from fastattn.backends.primitives import SinusoidalOptions
 from fastattn.backends.triton import _launch
 from fastattn.testing import triton_aot
 
@@ -57,8 +58,7 @@ def sinusoidal(
     rows: int = 48, dtype: torch.dtype = torch.float32, offset: int = 0
 ) -> Callable[[], Any]:
     x = torch.empty(2, rows, 64, dtype=dtype, device="meta")
-    options: dict[str, Any] = {"layout": "interleaved", "max_timescale": 1e4, "scale": 8.0}
-    return lambda: backend.sinusoidal_encoding(x, None, offset=offset, padding_idx=None, **options)
+    return lambda: backend.sinusoidal_encoding(x, None, SinusoidalOptions(offset, scale=8.0))
 
 
 # -- the tests ------------------------------------------------------------------------------------

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from dataclasses import dataclass, replace
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor
+
+from fastattn.backends.primitives import HopfieldOptions
 
 __all__ = ["Gradients", "Patterns"]
 
 Gradients = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 _Self = TypeVar("_Self", bound="Patterns")
-# Up to this limit there is room for all steps; beyond it the device is asked, and waited for.
-_FEW_STEPS = 8
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,10 @@ class Patterns(abc.ABC):
     keys: Tensor | None  # [G, N, D]
     mask: Tensor | None  # [G|1, Q|1, N|1]
     bias: Tensor | None  # [G|1, Q|1, N|1]
-    scale: float
-    steps_max: int = field(default=-1, kw_only=True)  # -1: unknown
+    options: HopfieldOptions
+
+    # Up to this limit there is room for all steps; beyond it the device is asked, and waited for.
+    few_steps: ClassVar[int] = 8
 
     @abc.abstractmethod
     def repeat(self, state: Tensor, taken: Tensor, steps: int) -> tuple[Tensor, Tensor]:
@@ -64,16 +66,15 @@ class Patterns(abc.ABC):
         state: Tensor,
         taken: Tensor,  # [G, Q]
         ends: Tensor,  # [G, Q, 2, D]
-        grad: str,
         needed: int,
     ) -> Gradients:
         """Return the gradients of state, stored, keys and the bias, see ``docs/design.md``."""
-        if grad == "unroll":
+        if self.options.grad == "unroll":
             return self.unroll(grad_out, state, taken.abs(), self._most(taken.abs()), needed)
         before, last = ends.unbind(2)
         once = torch.ones_like(taken)
         wide, grad_out = self._to(ends.dtype), grad_out.to(ends.dtype)
-        if grad == "one_step":
+        if self.options.grad == "one_step":
             _, *derived = wide.unroll(grad_out, before, once, 1, needed)
             return self._in_dtypes((torch.zeros_like(before), *derived), state)
 
@@ -99,8 +100,8 @@ class Patterns(abc.ABC):
 
     def _most(self, taken: Tensor) -> int:
         """So many steps were taken at most, and one at least."""
-        if 0 <= self.steps_max <= _FEW_STEPS:
-            return max(self.steps_max, 1)
+        if 0 <= self.options.steps_max <= self.few_steps:
+            return max(self.options.steps_max, 1)
         return max(int(taken.max()), 1) if taken.numel() else 1
 
     def _to(self: _Self, dtype: torch.dtype) -> _Self:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fastattn.backends import reference
+from fastattn.backends.primitives import EncodeMemoryBackwardOptions, EncodeMemoryOptions
 from fastattn.library import runs_eagerly
 
 __all__ = ["encode_memory", "encode_memory_backward"]
@@ -15,17 +16,16 @@ def encode_memory(
     tokens: Tensor,  # [R, B, N, J] int64
     weight: Tensor,  # [R, G, V, D]
     factors: Tensor,  # [J, D]
-    temporal: Tensor | None = None,  # [R, G, N, D]
-    *,
-    padding_idx: int | None,
+    temporal: Tensor | None,  # [R, G, N, D]
+    options: EncodeMemoryOptions,
 ) -> Tensor:
     """Return sum_j factors_j o weight[tokens_j] + temporal [R, B, G, N, D] (Sukhbaatar et al. 2015,
     https://arxiv.org/abs/1503.08895). A padding token is left out of the sum, not multiplied by 0;
     a sentence of nothing else is 0.
     """
-    _check_tokens(tokens, weight.shape[2], padding_idx)
+    _check_tokens(tokens, weight.shape[2], options.padding_idx)
     compute = reference._compute_dtype(weight.dtype)
-    index, counts = _rows_of_tokens(tokens, weight.shape[2], padding_idx)
+    index, counts = _rows_of_tokens(tokens, weight.shape[2], options.padding_idx)
     index = index.unsqueeze(1).expand(-1, weight.shape[1], -1, weight.shape[3])
     table = torch.nn.functional.pad(weight.to(compute), (0, 0, 0, 1))  # [R, G, V + 1, D]
     words = table.gather(2, index).unflatten(2, tokens.shape[1:])  # [R, G, B, N, J, D]
@@ -39,19 +39,19 @@ def encode_memory_backward(
     grad: Tensor,  # [R, B, G, N, D]
     tokens: Tensor,
     factors: Tensor,
-    *,
-    rows: int,
-    temporal: bool,
-    padding_idx: int | None,
+    options: EncodeMemoryBackwardOptions,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of weight [R, G, rows, D] and temporal [R, G, N, D], empty if not so."""
-    _check_tokens(tokens, rows, padding_idx)
-    index, counts = _rows_of_tokens(tokens, rows, padding_idx)
+    rows = options.rows
+    _check_tokens(tokens, rows, options.padding_idx)
+    index, counts = _rows_of_tokens(tokens, rows, options.padding_idx)
     g = grad.to(reference._compute_dtype(grad.dtype)).transpose(1, 2)  # [R, G, B, N, D]
     words = torch.where(counts, g.unsqueeze(-2) * factors, 0.0).flatten(2, 4)  # [R, G, B N J, D]
     index = index.unsqueeze(1).expand(-1, g.shape[1], -1, g.shape[4])
     table = g.new_zeros((*g.shape[:2], rows + 1, g.shape[4])).scatter_add(2, index, words)
-    grad_temporal = torch.where(counts.any(-2), g, 0.0).sum(2) if temporal else g.new_empty(0)
+    grad_temporal = g.new_empty(0)
+    if options.temporal:
+        grad_temporal = torch.where(counts.any(-2), g, 0.0).sum(2)
     return table[:, :, :rows].to(grad.dtype), grad_temporal.to(grad.dtype)
 
 

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from fastattn.backends import reference
 from fastattn.backends._reference_hops import _attend
+from fastattn.backends.primitives import HopfieldBackwardOptions, HopfieldOptions
 
 _ULPS = 4
 
@@ -32,34 +33,17 @@ _ULPS = 4
 def hopfield_retrieve(
     state: Tensor,  # [G, Q, D]
     stored: Tensor,  # [G, N, D]
-    keys: Tensor | None = None,  # [G, N, D], a multiple of stored for each g; None: stored itself
-    mask: Tensor | None = None,  # [G|1, Q|1, N|1] bool, True takes part
-    bias: Tensor | None = None,  # [G|1, Q|1, N|1], added to the scores
-    *,
-    scale: float,
-    steps_max: int,  # < 0: no limit
-    eps: float,
-    together: int,
-    crowded: bool,
-    grad: str,
+    keys: Tensor | None,  # [G, N, D], a multiple of stored for each g; None: stored itself
+    mask: Tensor | None,  # [G|1, Q|1, N|1] bool, True takes part
+    bias: Tensor | None,  # [G|1, Q|1, N|1], added to the scores
+    options: HopfieldOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``(xi [G, Q, D], taken [G, Q], ends [G, Q, 2, D])``.
 
     ``taken`` is the number of steps, negative where the query still moved, ``ends`` the last two
     states in the dtype of the computation. ``crowded`` is a hint to the kernels.
     """
-    out, taken, ends = hopfield_states(
-        state,
-        stored,
-        keys,
-        mask,
-        bias,
-        scale=scale,
-        steps_max=steps_max,
-        eps=eps,
-        together=together,
-        grad=grad,
-    )
+    out, taken, ends = hopfield_states(state, stored, keys, mask, bias, options)
     return out.to(state.dtype), taken, ends
 
 
@@ -69,12 +53,7 @@ def hopfield_states(
     keys: Tensor | None,
     mask: Tensor | None,
     bias: Tensor | None,
-    *,
-    scale: float,
-    steps_max: int,
-    eps: float,
-    together: int,
-    grad: str,
+    options: HopfieldOptions,
     taken: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same in the dtype of the computation; with ``taken``, so many steps of each query."""
@@ -83,16 +62,16 @@ def hopfield_states(
     compared = rows if keys is None else keys.to(compute)
 
     def update(xi: Tensor) -> tuple[Tensor, Tensor]:
-        xi, _, p = _attend(xi, compared, rows, mask, bias, scale)
+        xi, _, p = _attend(xi, compared, rows, mask, bias, options.scale)
         return xi, p
 
     start = state.to(compute)
-    unrolled, counted, before = _descend(update, start, steps_max, eps, together, taken)
+    unrolled, counted, before = _descend(update, start, options, taken)
     last = unrolled.detach()
     ends = torch.stack([before, last], -2)
-    if grad == "unroll":
+    if options.grad == "unroll":
         return unrolled, counted, ends
-    if grad == "one_step":
+    if options.grad == "one_step":
         return _with_value(last, update(before)[0]), counted, ends
 
     # Newton's method from the solution: a step takes the error from h to h^2, so two of them are
@@ -104,7 +83,7 @@ def hopfield_states(
         o, p = update(xi)
         mean = p @ compared
         spread = (p.unsqueeze(-2) * rows.mT.unsqueeze(1)) @ compared.unsqueeze(1)
-        return o, one - scale * (spread - o.unsqueeze(-1) * mean.unsqueeze(-2))  # f, 1 - J
+        return o, one - options.scale * (spread - o.unsqueeze(-1) * mean.unsqueeze(-2))  # f, 1 - J
 
     with torch.no_grad():
         matrix = slope(last)[1]
@@ -130,22 +109,17 @@ def hopfield_retrieve_backward(
     bias: Tensor | None,
     taken: Tensor,
     ends: Tensor,
-    *,
-    scale: float,
-    steps_max: int,
-    eps: float,
-    together: int,
-    crowded: bool,
-    grad: str,
-    needed: int,
+    options: HopfieldBackwardOptions,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Return the gradients of state, stored, keys and the bias, in their own shapes.
 
     Bit n of ``needed`` asks for gradient n; the others may be None. ``ends`` is recomputed.
     """
     inputs = [state, stored, keys, bias]
-    wanted = [n for n, x in enumerate(inputs) if x is not None and (n == 0 or needed >> n & 1)]
-    if grad == "one_step":  # where the steps began is a constant
+    wanted = [
+        n for n, x in enumerate(inputs) if x is not None and (n == 0 or options.needed >> n & 1)
+    ]
+    if options.grad == "one_step":  # where the steps began is a constant
         wanted.remove(0)
 
     def forward(*leaves: Tensor) -> Tensor:
@@ -155,19 +129,8 @@ def hopfield_retrieve_backward(
         state, stored, keys, bias = arguments
         assert state is not None
         assert stored is not None
-        return hopfield_states(
-            state,
-            stored,
-            keys,
-            mask,
-            bias,
-            scale=scale,
-            steps_max=steps_max,
-            eps=eps,
-            together=together,
-            grad=grad,
-            taken=taken,
-        )[0].to(state.dtype)
+        xi, *_ = hopfield_states(state, stored, keys, mask, bias, options, taken)
+        return xi.to(state.dtype)
 
     leaves = [x for n in wanted if (x := inputs[n]) is not None]
     found = torch.func.vjp(forward, *leaves)[1](grad_out) if leaves else ()
@@ -180,9 +143,7 @@ def hopfield_retrieve_backward(
 def _descend(
     update: Callable[[Tensor], tuple[Tensor, Tensor]],
     xi: Tensor,
-    steps_max: int,
-    eps: float,
-    together: int,
+    options: HopfieldOptions,
     taken: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the last xi, differentiable, how many steps it took, and the one before it."""
@@ -190,8 +151,8 @@ def _descend(
     before = xi.detach()
     unit = _ULPS * torch.finfo(xi.dtype).eps
     moving = counted == 0 if taken is None else taken != 0
-    step = 0
-    while step != steps_max and bool(_any_of_all(moving)):
+    step, together = 0, options.together
+    while step != options.steps_max and bool(_any_of_all(moving)):
         step += 1
         new = update(xi)[0]
         with torch.no_grad():
@@ -201,7 +162,7 @@ def _descend(
                 heads = (-1, xi.shape[1] // together, together * xi.shape[2])
                 by = (new - xi).detach().double().reshape(heads).square().sum(-1)
                 length = new.detach().double().reshape(heads).square().sum(-1)
-                moves = by > torch.clamp(unit * unit * length, min=eps * eps)
+                moves = by > torch.clamp(unit * unit * length, min=options.eps * options.eps)
                 moves = moves.repeat_interleave(together, 1)
                 counted = torch.where(moving, torch.where(moves, -step, step), counted)
                 still = moving & moves

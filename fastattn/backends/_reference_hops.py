@@ -22,7 +22,11 @@ import torch
 from torch import Tensor
 
 from fastattn.backends import reference
-from fastattn.backends.primitives import AttentionOptions
+from fastattn.backends.primitives import (
+    AttentionOptions,
+    MemoryHopBackwardOptions,
+    MemoryHopOptions,
+)
 
 _INF = float("inf")
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -36,16 +40,11 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 def memory_hop_attention(
     query: Tensor,  # [B, D] or [B, Q, D]
     in_memory: Tensor,  # [B|1, N, D] or [B|1, K, N, D]; [B|1, K+1, N, D] where out_memory is None
-    out_memory: Tensor | None = None,  # [B|1, N, D] or [B|1, K, N, D]
-    hop_proj: Tensor | None = None,  # [D, D] or [K, D, D]
-    memory_mask: Tensor | None = None,  # [B|1, Q|1, K|1, N|1] bool, True takes part
-    memory_bias: Tensor | None = None,  # [B|1, Q|1, K|1, N|1], added to the scores
-    *,
-    hops: int,
-    activation: str,
-    normalize: str,
-    scale: float,
-    weights: bool,
+    out_memory: Tensor | None,  # [B|1, N, D] or [B|1, K, N, D]
+    hop_proj: Tensor | None,  # [D, D] or [K, D, D]
+    memory_mask: Tensor | None,  # [B|1, Q|1, K|1, N|1] bool, True takes part
+    memory_bias: Tensor | None,  # [B|1, Q|1, K|1, N|1], added to the scores
+    options: MemoryHopOptions,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return ``(out, trace, stats, weights)``: as query, [..., 2K+1, D], [..., K, 2], [..., K, N].
 
@@ -54,24 +53,14 @@ def memory_hop_attention(
     free to take another m; it is -inf where nothing is seen. The weights are empty, [0], unless
     asked for.
     """
-    trace, m, p = hop_states(
-        query,
-        in_memory,
-        out_memory,
-        hop_proj,
-        memory_mask,
-        memory_bias,
-        hops=hops,
-        activation=activation,
-        normalize=normalize,
-        scale=scale,
-    )
+    tensors = (query, in_memory, out_memory, hop_proj, memory_mask, memory_bias)
+    trace, m, p = hop_states(*tensors, options)
     maxima = torch.stack(m, -1).detach()
     return (
         trace[-1].to(query.dtype),
         torch.stack([x.detach() for x in trace], -2),
         torch.stack([maxima, torch.ones_like(maxima)], -1),
-        torch.stack(p, -2).to(query.dtype) if weights else query.new_empty(0),
+        torch.stack(p, -2).to(query.dtype) if options.weights else query.new_empty(0),
     )
 
 
@@ -82,17 +71,13 @@ def hop_states(
     hop_proj: Tensor | None,
     memory_mask: Tensor | None,
     memory_bias: Tensor | None,
-    *,
-    hops: int,
-    activation: str,
-    normalize: str,
-    scale: float,
+    options: MemoryHopOptions,
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """Return u_1, o_1, u_2, ..., u_K+1 as the query, lse [...] and p [..., N] of each hop."""
     compute = reference._compute_dtype(query.dtype)
     u = query.to(compute) if query.ndim == 3 else query.to(compute)[:, None]  # [B, Q, D]
     trace, lses, probabilities = [u], [], []
-    for hop in range(hops):
+    for hop in range(options.hops):
         rows_in = _memory_of_hop(in_memory, hop).to(compute)  # [B|1, N, D]
         if out_memory is not None:
             rows_out = _memory_of_hop(out_memory, hop).to(compute)
@@ -100,12 +85,12 @@ def hop_states(
             rows_out = _memory_of_hop(in_memory, hop + 1).to(compute)
         mask = None if memory_mask is None else _of_hop(memory_mask, hop, 2)  # [B|1, Q|1, N|1]
         bias = None if memory_bias is None else _of_hop(memory_bias, hop, 2)
-        read = _attend if normalize == "softmax" else _weigh
-        o, lse, p = read(u, rows_in, rows_out, mask, bias, scale)
+        read = _attend if options.normalize == "softmax" else _weigh
+        o, lse, p = read(u, rows_in, rows_out, mask, bias, options.scale)
         if hop_proj is not None:
             projection = (hop_proj if hop_proj.ndim == 2 else hop_proj[hop]).to(compute)
             u = u @ projection.mT
-        u = _ACTIVATIONS[activation](u + o)
+        u = _ACTIVATIONS[options.activation](u + o)
         trace += [o, u]
         lses.append(lse)
         probabilities.append(p)
@@ -126,13 +111,7 @@ def memory_hop_attention_backward(
     memory_bias: Tensor | None,
     trace: Tensor,
     stats: Tensor,
-    *,
-    hops: int,
-    activation: str,
-    normalize: str,
-    scale: float,
-    weights: bool,
-    needed: int,
+    options: MemoryHopBackwardOptions,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Return the gradients of query, the memories, hop_proj and the bias, in their own shapes.
 
@@ -140,7 +119,9 @@ def memory_hop_attention_backward(
     are recomputed, not read.
     """
     inputs = [query, in_memory, out_memory, hop_proj, memory_bias]
-    wanted = [n for n, x in enumerate(inputs) if x is not None and (n == 0 or needed >> n & 1)]
+    wanted = [
+        n for n, x in enumerate(inputs) if x is not None and (n == 0 or options.needed >> n & 1)
+    ]
     given = [(n, grad) for n, grad in ((0, grad_out), (3, grad_weights)) if grad is not None]
 
     def forward(*leaves: Tensor) -> tuple[Tensor, ...]:
@@ -150,19 +131,8 @@ def memory_hop_attention_backward(
         query, in_memory, out_memory, hop_proj, memory_bias = arguments
         assert query is not None
         assert in_memory is not None
-        results = memory_hop_attention(
-            query,
-            in_memory,
-            out_memory,
-            hop_proj,
-            memory_mask,
-            memory_bias,
-            hops=hops,
-            activation=activation,
-            normalize=normalize,
-            scale=scale,
-            weights=weights,
-        )
+        tensors = (query, in_memory, out_memory, hop_proj, memory_mask, memory_bias)
+        results = memory_hop_attention(*tensors, options)
         return tuple(results[n] for n, _ in given)
 
     leaves = [x for n in wanted if (x := inputs[n]) is not None]

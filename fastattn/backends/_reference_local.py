@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fastattn.backends import reference
+from fastattn.backends.primitives import NoOptions
 
 __all__ = ["local_attention", "local_attention_backward"]
 
@@ -18,7 +19,8 @@ def local_attention(
     value: Tensor,  # [B, Lk, Dv]
     first: Tensor,  # [B, Lq] int64
     seen: Tensor,  # [B, Lq, W] bool
-    factor: Tensor | None = None,  # [B, Lq, W]
+    factor: Tensor | None,  # [B, Lq, W]
+    options: NoOptions,
 ) -> tuple[Tensor, Tensor]:
     """Return ``(out, weights)``: every query attends to the W rows from its ``first`` one on.
 
@@ -64,13 +66,15 @@ def local_attention_backward(
     seen: Tensor,
     factor: Tensor | None,
     weights: Tensor | None,
+    options: NoOptions,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return the gradients of query, key, value and factor; ``weights`` are computed again."""
     given = [(n, grad) for n, grad in enumerate((grad_out, grad_weights)) if grad is not None]
     leaves = [query, key, value] + ([] if factor is None else [factor])
 
     def forward(query: Tensor, key: Tensor, value: Tensor, *more: Tensor) -> Any:
-        results = local_attention(query, key, value, first, seen, more[0] if more else None)
+        one = more[0] if more else None
+        results = local_attention(query, key, value, first, seen, one, options)
         return tuple(results[n] for n, _ in given)
 
     if not given:

@@ -8,7 +8,6 @@ also the last arguments of the dispatcher operator, in this order: :func:`schema
 from __future__ import annotations
 
 import typing
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -28,7 +27,6 @@ __all__ = [
     "SinusoidalOptions",
     "VarlenOptions",
     "Weights",
-    "call",
     "extended",
     "schema",
     "values_of",
@@ -122,7 +120,7 @@ class HopfieldOptions:
     """Options of Hopfield retrieval."""
 
     scale: float = 1.0
-    steps_max: int = 1
+    steps_max: int = 1  # < 0: no limit
     eps: float = 0.0  # a query stops when its state moves less
     together: int = 1  # queries that stop together
     crowded: bool = False  # the queries of a group come from several entries of the batch
@@ -164,17 +162,6 @@ class NoOptions:
     """Of a primitive that takes tensors only."""
 
 
-# Records whose fields the backends still take one by one, as keywords.
-_AS_KEYWORDS = (
-    AdditiveOptions,
-    MemoryHopOptions,
-    HopfieldOptions,
-    EncodeMemoryOptions,
-    EncodeMemoryBackwardOptions,
-    SinusoidalOptions,
-    NoOptions,
-)
-
 _KINDS = {
     int: "SymInt",
     bool: "bool",
@@ -196,13 +183,6 @@ def schema(record: type) -> str:
 def values_of(options: Any) -> list[Any]:
     """The values of the fields, in order."""
     return [getattr(options, field.name) for field in fields(options)]
-
-
-def call(function: Callable[..., Any], *tensors: Any, options: Any) -> Any:
-    """Call a function of a backend, which takes the tensors and then the record."""
-    if isinstance(options, _AS_KEYWORDS):
-        return function(*tensors, **vars(options))
-    return function(*tensors, options=options)
 
 
 def extended(record: type[Record], options: Any, **more: Any) -> Record:

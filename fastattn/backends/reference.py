@@ -38,7 +38,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.backends.primitives import AttentionBackwardOptions, AttentionOptions
+from fastattn.backends.primitives import (
+    AdditiveBackwardOptions,
+    AdditiveOptions,
+    AttentionBackwardOptions,
+    AttentionOptions,
+    SinusoidalOptions,
+)
 from fastattn.sinusoids import encode_positions
 
 __all__ = [
@@ -364,22 +370,17 @@ def philox4x32(
 
 def sinusoidal_encoding(
     x: Tensor,  # [..., L, D]
-    positions: Tensor | None = None,  # [..., L] int64, broadcasts; None: offset, offset + 1, ...
-    *,
-    offset: int,
-    layout: str,
-    max_timescale: float,
-    scale: float,
-    padding_idx: int | None,
+    positions: Tensor | None,  # [..., L] int64, broadcasts; None: offset, offset + 1, ...
+    options: SinusoidalOptions,
 ) -> Tensor:
     """Return ``x * scale + PE(positions)`` [..., L, D], see :mod:`fastattn.sinusoids` for PE."""
     if positions is None:
-        positions = torch.arange(offset, offset + x.shape[-2], device=x.device)
-    encoding = encode_positions(positions, x.shape[-1], layout, max_timescale)
-    if padding_idx is not None:
-        encoding = torch.where((positions == padding_idx).unsqueeze(-1), 0.0, encoding)
+        positions = torch.arange(options.offset, options.offset + x.shape[-2], device=x.device)
+    encoding = encode_positions(positions, x.shape[-1], options.layout, options.max_timescale)
+    if options.padding_idx is not None:
+        encoding = torch.where((positions == options.padding_idx).unsqueeze(-1), 0.0, encoding)
     compute = _compute_dtype(x.dtype)
-    return (x.to(compute) * scale + encoding.to(compute)).to(x.dtype)
+    return (x.to(compute) * options.scale + encoding.to(compute)).to(x.dtype)
 
 
 def additive_attention(
@@ -387,13 +388,10 @@ def additive_attention(
     key: Tensor,  # [B, Tk, A]
     value: Tensor,  # [B, Tk, Dv]
     v: Tensor,  # [A]
-    bias: Tensor | None = None,  # [A]
-    attn_mask: Tensor | None = None,  # [B|1, Tq|1, Tk|1], bool (True sees) or floating (added)
-    seed: Tensor | None = None,  # [] int64
-    *,
-    causal: bool,
-    dropout_p: float,
-    weights: bool,
+    bias: Tensor | None,  # [A]
+    attn_mask: Tensor | None,  # [B|1, Tq|1, Tk|1], bool (True sees) or floating (added)
+    seed: Tensor | None,  # [] int64
+    options: AdditiveOptions,
 ) -> tuple[Tensor, Tensor]:
     """Return ``(out [B, Tq, Dv], w [B, Tq, Tk])``, w being empty unless ``weights``.
 
@@ -403,10 +401,8 @@ def additive_attention(
         w_i  = softmax over j of e_ij + mask_ij, excluded pairs left out; then dropout, of head 0
         o_i  = sum_j w_ij value_j
     """
-    out, applied = attend_additively(
-        query, key, value, v, bias, attn_mask, seed, causal=causal, dropout_p=dropout_p
-    )
-    applied = applied if weights else applied.new_empty(0)
+    out, applied = attend_additively(query, key, value, v, bias, attn_mask, seed, options)
+    applied = applied if options.weights else applied.new_empty(0)
     return out.to(query.dtype), applied.to(query.dtype)
 
 
@@ -420,11 +416,7 @@ def additive_attention_backward(
     bias: Tensor | None,
     attn_mask: Tensor | None,
     seed: Tensor | None,
-    *,
-    causal: bool,
-    dropout_p: float,
-    weights: bool,
-    needs_mask_grad: bool,
+    options: AdditiveBackwardOptions,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return the gradients of query, key, value, v, bias and the mask, in its own shape.
 
@@ -434,23 +426,14 @@ def additive_attention_backward(
     leaves = [query, key, value, v]
     if bias is not None:
         leaves.append(bias)
-    if needs_mask_grad:
+    if options.needs_mask_grad:
         assert attn_mask is not None
         leaves.append(attn_mask)
 
     def forward(query: Tensor, key: Tensor, value: Tensor, v: Tensor, *more: Tensor) -> Any:
-        results = additive_attention(
-            query,
-            key,
-            value,
-            v,
-            None if bias is None else more[0],
-            more[-1] if needs_mask_grad else attn_mask,
-            seed,
-            causal=causal,
-            dropout_p=dropout_p,
-            weights=weights,
-        )
+        added = None if bias is None else more[0]
+        mask = more[-1] if options.needs_mask_grad else attn_mask
+        results = additive_attention(query, key, value, v, added, mask, seed, options)
         return tuple(results[n] for n, _ in given)
 
     if given:
@@ -459,7 +442,7 @@ def additive_attention_backward(
     else:
         grads = tuple(torch.zeros_like(leaf) for leaf in leaves)
     grad_bias = None if bias is None else grads[4]
-    return *grads[:4], grad_bias, grads[-1] if needs_mask_grad else None
+    return *grads[:4], grad_bias, grads[-1] if options.needs_mask_grad else None
 
 
 def attend_additively(
@@ -470,15 +453,13 @@ def attend_additively(
     bias: Tensor | None,
     attn_mask: Tensor | None,
     seed: Tensor | None,
-    *,
-    causal: bool,
-    dropout_p: float,
+    options: AdditiveOptions,
 ) -> tuple[Tensor, Tensor]:
     """Return ``(out, w)`` in the dtype of the computation."""
     (batch, q_len, _), k_len = query.shape, key.shape[1]
     compute = _compute_dtype(query.dtype)
     distance = _distance(q_len, k_len, 0, query.device)
-    visible = _visible(distance, attn_mask, -1, 0 if causal else -1)
+    visible = _visible(distance, attn_mask, -1, 0 if options.causal else -1)
     with _without_autocast(query.device.type):
         x = query.to(compute)[:, :, None] + key.to(compute)[:, None]  # [B, Tq, Tk, A]
         if bias is not None:
@@ -492,10 +473,10 @@ def attend_additively(
             e = torch.where(visible, e, -_INF)
 
         w, lse = _softmax(e)
-        if dropout_p > 0:
+        if options.dropout_p > 0:
             assert seed is not None
-            keep = dropout_keep((batch, 1, q_len, k_len), dropout_p, seed)[:, 0]
-            w = torch.where(keep, w * _kept_scale(dropout_p), 0.0)
+            keep = dropout_keep((batch, 1, q_len, k_len), options.dropout_p, seed)[:, 0]
+            w = torch.where(keep, w * _kept_scale(options.dropout_p), 0.0)
         if visible is None:
             return w @ value.to(compute), w
         out = _weighted_sum(w[:, None], value.to(compute)[:, None], (e != -_INF)[:, None])[:, 0]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fastattn.backends import reference
+from fastattn.backends.primitives import AdditiveBackwardOptions, AdditiveOptions, extended
 from fastattn.testing import memory
 from fastattn.testing.draws import cached, generator_of
 from fastattn.testing.inputs import MASKS
@@ -125,7 +126,7 @@ class AdditiveInputs:
     args: tuple[Tensor | None, ...]
     clean: tuple[Tensor | None, ...]
     given: tuple[Tensor, Tensor | None]  # the gradients of out and weights
-    options: dict[str, Any]
+    options: AdditiveOptions
     needs_mask_grad: bool
 
 
@@ -177,19 +178,20 @@ def make_additive(case: AdditiveCase, dtype: torch.dtype, *, fence: bool = False
         args=(query, *poisoned, *rest),
         clean=(query, key, value, *rest),
         given=(grad_out, grad_weights),
-        options={"causal": case.causal, "dropout_p": case.dropout_p, "weights": case.weights},
+        options=AdditiveOptions(case.causal, case.dropout_p, case.weights),
         needs_mask_grad=mask is not None and mask.is_floating_point(),
     )
 
 
 def run_additive(backend: Any, inputs: AdditiveInputs) -> dict[str, Tensor]:
     """The primitive of a backend, forward and backward."""
-    out, weights = backend.additive_attention(*inputs.args, **inputs.options)
-    grads = backend.additive_attention_backward(
-        *inputs.given, *inputs.args, **inputs.options, needs_mask_grad=inputs.needs_mask_grad
+    out, weights = backend.additive_attention(*inputs.args, options=inputs.options)
+    options = extended(
+        AdditiveBackwardOptions, inputs.options, needs_mask_grad=inputs.needs_mask_grad
     )
+    grads = backend.additive_attention_backward(*inputs.given, *inputs.args, options)
     results = {"out": out}
-    if inputs.options["weights"]:
+    if inputs.options.weights:
         results["weights"] = weights
     results.update((n, g) for n, g in zip(_NAMES, grads, strict=True) if g is not None)
     return results
@@ -223,7 +225,7 @@ def _extended(inputs: AdditiveInputs) -> dict[str, Tensor]:
     tensors = [None if x is None else x.detach() for x in inputs.clean]
     q, k, value, v = (array(x) for x in tensors[:4] if x is not None)
     bias, mask, seed = tensors[4:]
-    b, nq, nk, causal = q.shape[0], q.shape[1], k.shape[1], inputs.options["causal"]
+    b, nq, nk, causal = q.shape[0], q.shape[1], k.shape[1], inputs.options.causal
     seen = np.ones((b, nq, nk), dtype=bool)
     hidden = q[:, :, None] + k[:, None]
     if bias is not None:
@@ -242,8 +244,8 @@ def _extended(inputs: AdditiveInputs) -> dict[str, Tensor]:
     p = p / np.where(total == 0, 1, total)
     z = np.ones_like(p)
     if seed is not None:
-        kept = reference.dropout_keep((b, 1, nq, nk), inputs.options["dropout_p"], seed)[:, 0]
-        threshold = round((1 - inputs.options["dropout_p"]) * 65536)
+        kept = reference.dropout_keep((b, 1, nq, nk), inputs.options.dropout_p, seed)[:, 0]
+        threshold = round((1 - inputs.options.dropout_p) * 65536)
         z = kept.numpy() * (np.longdouble(65536) / threshold if threshold else 0)
     w = p * z
     d_out = array(inputs.given[0])
@@ -262,7 +264,7 @@ def _extended(inputs: AdditiveInputs) -> dict[str, Tensor]:
         "grad_v": (g[..., None] * t).sum((0, 1, 2)),
         "grad_bias": h.sum((0, 1, 2)),
     }
-    if not inputs.options["weights"]:
+    if not inputs.options.weights:
         del results["weights"]
     if bias is None:
         del results["grad_bias"]
@@ -288,8 +290,8 @@ def check_additive(case: AdditiveCase, dtype: torch.dtype, target: Target) -> Ve
     inputs, exact, noise = expected_additive(case, dtype)
     verdict = Verdict()
     with target.active() as backend:
-        verdict.declined = list(
-            backend.why_not("additive_attention", *inputs.args, **inputs.options)
+        verdict.declined = backend.why_not(
+            "additive_attention", *inputs.args, options=inputs.options
         )
         if verdict.declined:
             return verdict

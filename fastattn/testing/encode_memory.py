@@ -118,7 +118,8 @@ def check_encoding(case: EncodeCase, dtype: torch.dtype, target: Target) -> Verd
     verdict = Verdict()
     with target.active() as backend:
         operator, primitive = prepare(tokens, weight, temporal=temporal, encoding=encoding)
-        verdict.declined = list(backend.why_not(operator.name, *primitive[:4]))
+        *tensors, options = primitive
+        verdict.declined = backend.why_not(operator.name, *tensors, options=options)
         if verdict.declined:
             return verdict
         watch = Watch(tokens=tokens, weight=weight, temporal=temporal, grad=grad)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import fastattn
 from fastattn.backends import reference
-from fastattn.backends.primitives import AttentionOptions
+from fastattn.backends.primitives import AttentionOptions, MemoryHopOptions
 from fastattn.ops.hopfield import _prepared, _primitive, hopfield_retrieve, prepare
 from fastattn.testing.draws import cached, generator_of
 from fastattn.testing.memory import Watch, place
@@ -189,15 +189,8 @@ def _retrieve_plainly(
         False,
         False,
     )
-    (*tensors, options), back = _primitive(call)
-    xi, *_ = reference.hopfield_states(
-        *tensors,
-        scale=options.scale,
-        steps_max=options.steps_max,
-        eps=options.eps,
-        together=options.together,
-        grad=grad,
-    )
+    arguments, back = _primitive(call)
+    xi, *_ = reference.hopfield_states(*arguments)
     key = call.stored if call.keys is None else call.keys
     value = call.stored if call.projection is None else call.projection
     lead = (call.state.shape[0], -1, -1, -1)
@@ -249,11 +242,7 @@ def _exact(case: HopfieldCase, inputs: HopfieldInputs) -> dict[str, Tensor]:
             torch.zeros(1, case.width, case.width).double(),
             full if boolean else None,
             None if boolean else full,
-            count,
-            "none",
-            "softmax",
-            scale,
-            False,
+            MemoryHopOptions(count, scale=scale),
             flat(inputs.grad.double()),
             None,
         )
@@ -308,7 +297,8 @@ def check_hopfield(case: HopfieldCase, dtype: torch.dtype, target: Target) -> Ve
     verdict = Verdict()
     with target.active() as backend:
         operator, primitive = prepare(**inputs.tensors, **inputs.options)
-        verdict.declined = list(backend.why_not(operator.name, *primitive[:5]))
+        *tensors, options = primitive
+        verdict.declined = backend.why_not(operator.name, *tensors, options=options)
         if verdict.declined:
             return verdict
         watched = {n: x for n, x in inputs.tensors.items() if isinstance(x, Tensor)}

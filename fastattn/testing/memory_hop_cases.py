@@ -204,14 +204,10 @@ def with_gradients(inputs: HopInputs) -> dict[str, Tensor]:
 def definition(inputs: HopInputs) -> dict[str, Tensor]:
     """The results and the gradients, by the reference in float64."""
 
-    def hops(need_weights: bool, **arguments: Any) -> Any:
+    def hops(**arguments: Any) -> Any:
         _, primitive = prepare(**arguments)
-        names = ("hops", "activation", "normalize", "scale")
-        options = dict(zip(names, primitive[6:], strict=False))
-        out, _, _, weights = reference.memory_hop_attention(
-            *primitive[:6], **options, weights=need_weights
-        )
-        return (out, weights) if need_weights else out
+        out, _, _, weights = reference.memory_hop_attention(*primitive)
+        return (out, weights) if arguments["need_weights"] else out
 
     return _derived(inputs.double(), hops)
 
@@ -271,7 +267,8 @@ def check_hops(case: HopCase, dtype: torch.dtype, target: Target) -> Verdict:
     verdict = Verdict()
     with target.active() as backend:
         operator, primitive = prepare(**inputs.tensors, **inputs.options)  # type: ignore[arg-type]
-        verdict.declined = list(backend.why_not(operator.name, *primitive[:6]))
+        *tensors, options = primitive
+        verdict.declined = backend.why_not(operator.name, *tensors, options=options)
         if verdict.declined:
             return verdict
         given = replace(inputs, tensors=inputs.tensors | inputs.poisoned)

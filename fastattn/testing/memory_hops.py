@@ -13,6 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fastattn.backends.primitives import MemoryHopOptions
+
 __all__ = ["results_and_gradients"]
 
 Array = NDArray[np.longdouble]
@@ -25,16 +27,13 @@ def results_and_gradients(
     hop_proj: Tensor | None,
     memory_mask: Tensor | None,
     memory_bias: Tensor | None,
-    hops: int,
-    activation: str,
-    normalize: str,
-    scale: float,
-    weights: bool,
+    options: MemoryHopOptions,
     grad_out: Tensor,
     grad_weights: Tensor | None,
 ) -> dict[str, Tensor]:
     """Return out, weights, and the gradient of every argument, by name, in float64."""
     batch, queries, width = query.shape
+    hops, scale = options.hops, np.longdouble(options.scale)
     rows = in_memory.shape[2]
     b, d = np.arange(batch), width
     full = (batch, queries, hops, rows)
@@ -59,16 +58,16 @@ def results_and_gradients(
 
     u, us, ps, ys = _array(query), [], [], []
     for k in range(hops):
-        s = np.longdouble(scale) * (u @ m[b, in_at[k]].swapaxes(1, 2)) + bias[:, :, k]
+        s = scale * (u @ m[b, in_at[k]].swapaxes(1, 2)) + bias[:, :, k]
         p = np.where(seen[:, :, k], s, 0)
-        if normalize == "softmax":
+        if options.normalize == "softmax":
             top = np.where(seen[:, :, k], s, -np.inf).max(-1, keepdims=True, initial=-1e300)
             e = np.where(seen[:, :, k], np.exp(np.minimum(s - top, 0)), 0)
             total = e.sum(-1, keepdims=True)
             p = e / np.where(total == 0, 1, total)
         us.append(u)
         ps.append(p)
-        u = _phi(activation, u @ h[h_at[k]].T + p @ c[b, out_at[k]])
+        u = _phi(options.activation, u @ h[h_at[k]].T + p @ c[b, out_at[k]])
         ys.append(u)
 
     dm, dc = np.zeros(m.shape, np.longdouble), np.zeros(c.shape, np.longdouble)
@@ -76,21 +75,21 @@ def results_and_gradients(
     g = _array(grad_out)
     dw = np.zeros(full, np.longdouble) if grad_weights is None else _array(grad_weights)
     for k in reversed(range(hops)):
-        g = g * _dphi(activation, ys[k])
+        g = g * _dphi(options.activation, ys[k])
         dc[:, out_at[k]] += ps[k].swapaxes(1, 2) @ g
         dh[h_at[k]] += np.einsum("bqi,bqj->ij", g, us[k])
         dp = g @ c[b, out_at[k]].swapaxes(1, 2) + dw[:, :, k]
         ds = np.where(seen[:, :, k], dp, 0)
-        if normalize == "softmax":
+        if options.normalize == "softmax":
             ds = ps[k] * (dp - (ps[k] * dp).sum(-1, keepdims=True))
         dbias[:, :, k] = ds
-        ds = np.longdouble(scale) * ds
+        ds = scale * ds
         dm[:, in_at[k]] += ds.swapaxes(1, 2) @ us[k]
         g = g @ h[h_at[k]] + ds @ m[b, in_at[k]]
     if out_memory is None:
         dm = dm + dc
     results = {"out": u, "grad of query": g, "grad of in_memory": _summed(dm, in_memory)}
-    if weights:
+    if options.weights:
         results["weights"] = np.stack(ps, 2)
     if out_memory is not None:
         results["grad of out_memory"] = _summed(dc, out_memory)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fastattn.backends import reference
+from fastattn.backends.primitives import SinusoidalOptions
 from fastattn.sinusoids import LAYOUTS
 from fastattn.testing import memory
 from fastattn.testing.draws import generator_of
@@ -76,25 +77,21 @@ def check_sinusoidal(case: SinusoidalCase, dtype: torch.dtype, target: Target) -
         shape = [size if dim in case.positions else 1 for dim, size in sizes]
         positions = torch.randint(-5, 10**8, shape, generator=draw)
         positions[..., ::4] = 1  # the padding index
-    options = {
-        "offset": case.offset,
-        "layout": case.layout,
-        "max_timescale": case.max_timescale,
-        "scale": case.scale,
-        "padding_idx": case.padding_idx,
-    }
+    options = SinusoidalOptions(
+        case.offset, case.layout, case.max_timescale, case.scale, case.padding_idx
+    )
     verdict = Verdict()
     with target.active() as backend:
-        verdict.declined = list(backend.why_not("sinusoidal_encoding", x, positions, **options))
+        verdict.declined = backend.why_not("sinusoidal_encoding", x, positions, options=options)
         if verdict.declined:
             return verdict
         watch = memory.Watch(x=x, positions=positions)
         with fresh_memory_is_nan():
-            out = backend.sinusoidal_encoding(x, positions, **options)
+            out = backend.sinusoidal_encoding(x, positions, options)
     verdict.faults += [f"{name} was written to" for name in watch.written()]
 
     def definition() -> dict[str, Tensor]:
-        return {"out": reference.sinusoidal_encoding(x.double(), positions, **options)}  # type: ignore[arg-type]
+        return {"out": reference.sinusoidal_encoding(x.double(), positions, options)}
 
     exact = definition()
     verdict.judge({"out": out}, exact, Noise(definition, exact, dtype), {"out": dtype})

@@ -28,9 +28,18 @@ from triton.backends.compiler import GPUTarget
 
 from fastattn.backends import triton as backend
 from fastattn.backends.primitives import (
+    AdditiveBackwardOptions,
+    AdditiveOptions,
     AttentionBackwardOptions,
     AttentionOptions,
     DecodeOptions,
+    EncodeMemoryBackwardOptions,
+    EncodeMemoryOptions,
+    HopfieldBackwardOptions,
+    HopfieldOptions,
+    MemoryHopBackwardOptions,
+    MemoryHopOptions,
+    SinusoidalOptions,
     VarlenOptions,
     extended,
 )
@@ -327,16 +336,15 @@ def decode(dtype: torch.dtype, width: int, queries: int = 1) -> Callable[[], Any
 
 def additive(dtype: torch.dtype, width: int, *, backward: bool = False) -> Callable[[], Any]:
     """A call of additive attention on 8 sequences of 512, with weights."""
-    options: dict[str, Any] = {"causal": False, "dropout_p": 0.0, "weights": True}
     x = torch.empty(8, 512, width, dtype=dtype, device="meta")
     v = torch.empty(width, dtype=dtype, device="meta")
     rest = (x, x, x, v, v, None, None)
 
     def run() -> None:
         if not backward:
-            backend.additive_attention(*rest, **options)
+            backend.additive_attention(*rest, AdditiveOptions(weights=True))
             return
-        backend.additive_attention_backward(x, None, *rest, **options, needs_mask_grad=False)
+        backend.additive_attention_backward(x, None, *rest, AdditiveBackwardOptions(weights=True))
 
     return run
 
@@ -351,10 +359,12 @@ def encode(dtype: torch.dtype, width: int, *, backward: bool = False) -> Callabl
 
     def run() -> None:
         if not backward:
-            backend.encode_memory(tokens, weight, factors, temporal, padding_idx=0)
+            backend.encode_memory(
+                tokens, weight, factors, temporal, EncodeMemoryOptions(padding_idx=0)
+            )
             return
         backend.encode_memory_backward(
-            grad, tokens, factors, rows=1000, temporal=True, padding_idx=0
+            grad, tokens, factors, EncodeMemoryBackwardOptions(1000, temporal=True, padding_idx=0)
         )
 
     return run
@@ -367,39 +377,34 @@ def hops(dtype: torch.dtype, width: int, *, backward: bool = False) -> Callable[
     mask = torch.empty(64, 1, 1, 500, dtype=torch.bool, device="meta")
     trace, stats = (torch.empty(64, *rest, device="meta") for rest in ((7, width), (3, 2)))
     args = (query, memory, None, None, mask, None)
-    options: dict[str, Any] = {
-        "hops": 3, "activation": "none", "normalize": "softmax", "scale": 1.0, "weights": False,
-    }  # fmt: skip
 
     def run() -> None:
         if not backward:
-            backend.memory_hop_attention(*args, **options)
+            backend.memory_hop_attention(*args, MemoryHopOptions(hops=3))
             return
-        backend.memory_hop_attention_backward(query, None, *args, trace, stats, **options, needed=2)
+        options = MemoryHopBackwardOptions(hops=3, needed=2)
+        backend.memory_hop_attention_backward(query, None, *args, trace, stats, options)
 
     return run
 
 
 def retrieval(dtype: torch.dtype, width: int, grad: str = "") -> Callable[[], Any]:
     """A retrieval from 1000 patterns, of at most 5 steps; ``grad``: a derivative of it."""
-    options: dict[str, Any] = {
-        "scale": 1.0, "steps_max": 5, "eps": 1e-4, "together": 1, "crowded": False,
-        "grad": grad or "unroll",
-    }  # fmt: skip
     state, stored = (torch.empty(8, n, width, dtype=dtype, device="meta") for n in (100, 1000))
     taken = torch.empty(8, 100, dtype=torch.int64, device="meta")
     ends = torch.empty(8, 100, 2, width, device="meta")
     if not grad:
-        return lambda: backend.hopfield_retrieve(state, stored, **options)
+        options = HopfieldOptions(steps_max=5, eps=1e-4)
+        return lambda: backend.hopfield_retrieve(state, stored, None, None, None, options)
+    back = HopfieldBackwardOptions(steps_max=5, eps=1e-4, grad=grad, needed=3)
     return lambda: backend.hopfield_retrieve_backward(
-        state, state, stored, None, None, None, taken, ends, **options, needed=3
+        state, state, stored, None, None, None, taken, ends, back
     )
 
 
 def sinusoidal(dtype: torch.dtype) -> Callable[[], Any]:
     x = torch.empty(8, 512, 64, dtype=dtype, device="meta")
-    options: dict[str, Any] = {"layout": "interleaved", "max_timescale": 1e4, "scale": 8.0}
-    return lambda: backend.sinusoidal_encoding(x, None, offset=0, padding_idx=None, **options)
+    return lambda: backend.sinusoidal_encoding(x, None, SinusoidalOptions(scale=8.0))
 
 
 PAGE = """# What the Triton kernels take of a GPU

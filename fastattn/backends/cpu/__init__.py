@@ -73,7 +73,7 @@ _choose_isa()
 evidence.on_change(_choose_isa)
 
 
-def why_not(op: str, *tensors: Tensor | None, **_: Any) -> list[str]:
+def why_not(op: str, *tensors: Tensor | None, options: Any) -> list[str]:
     """Return the reasons why the CPU kernels cannot run ``op`` on these arguments."""
     for tensor in tensors:
         if tensor is None:

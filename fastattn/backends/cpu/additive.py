@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fastattn import _cpu
 from fastattn.backends.cpu.operands import DTYPES, accumulator, broadcast_operand, philox_key
+from fastattn.backends.primitives import AdditiveBackwardOptions, AdditiveOptions
 
 
 def additive_attention(
@@ -16,19 +17,16 @@ def additive_attention(
     key: Tensor,  # [B, Tk, A]
     value: Tensor,  # [B, Tk, Dv]
     v: Tensor,  # [A]
-    bias: Tensor | None = None,  # [A]
-    attn_mask: Tensor | None = None,  # [B|1, Tq|1, Tk|1]
-    seed: Tensor | None = None,
-    *,
-    causal: bool,
-    dropout_p: float,
-    weights: bool,
+    bias: Tensor | None,  # [A]
+    attn_mask: Tensor | None,  # [B|1, Tq|1, Tk|1]
+    seed: Tensor | None,
+    options: AdditiveOptions,
 ) -> tuple[Tensor, Tensor]:
     """Return ``(out, weights)``, see ``docs/design.md``."""
     batch, queries, width = query.shape
     keys, value_width = value.shape[1:]
     out = query.new_empty((batch, queries, value_width))
-    applied = query.new_empty((batch, queries, keys) if weights else 0)
+    applied = query.new_empty((batch, queries, keys) if options.weights else 0)
     vector, bias = _wide(v), None if bias is None else _wide(bias)
     _cpu.additive_forward(
         DTYPES[query.dtype],
@@ -37,8 +35,8 @@ def additive_attention(
         (_headless(query), _headless(key), _headless(value)),
         vector.data_ptr(),
         0 if bias is None else bias.data_ptr(),
-        _options(attn_mask, seed, causal, dropout_p),
-        (_headless(out), _headless(applied) if weights else None),
+        _options(attn_mask, seed, options),
+        (_headless(out), _headless(applied) if options.weights else None),
     )
     return out, applied
 
@@ -60,11 +58,7 @@ def additive_attention_backward(
     bias: Tensor | None,
     attn_mask: Tensor | None,
     seed: Tensor | None,
-    *,
-    causal: bool,
-    dropout_p: float,
-    weights: bool,
-    needs_mask_grad: bool,
+    options: AdditiveBackwardOptions,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return the gradients of query, key, value, v, bias and the mask, see ``docs/design.md``."""
     batch, queries, width = query.shape
@@ -75,7 +69,7 @@ def additive_attention_backward(
     vector, wide_bias = _wide(v), None if bias is None else _wide(bias)
     grad_v, grad_bias = vector.new_empty(width), vector.new_empty(width)
     grad_scores = grad_mask = None
-    if needs_mask_grad:
+    if options.needs_mask_grad:
         assert attn_mask is not None
         grad_scores = vector.new_empty((batch, queries, keys))
         if attn_mask.shape != grad_scores.shape:  # thousands of terms in one element
@@ -92,7 +86,7 @@ def additive_attention_backward(
         (_headless(query), _headless(key), _headless(value)),
         vector.data_ptr(),
         0 if wide_bias is None else wide_bias.data_ptr(),
-        _options(attn_mask, seed, causal, dropout_p),
+        _options(attn_mask, seed, options),
         (_headless(grad_out), None if grad_weights is None else _headless(grad_weights)),
         (
             _headless(grad_query),
@@ -120,14 +114,13 @@ def additive_attention_backward(
 def _options(
     attn_mask: Tensor | None,
     seed: Tensor | None,
-    causal: bool,
-    dropout_p: float,
+    options: AdditiveOptions,
 ) -> tuple[Any, int, bool, float, int]:
     return (
         None if attn_mask is None else broadcast_operand(attn_mask.unsqueeze(1)),
         0 if attn_mask is None else DTYPES[attn_mask.dtype],
-        causal,
-        dropout_p,
+        options.causal,
+        options.dropout_p,
         philox_key(seed),
     )
 

@@ -7,15 +7,15 @@ from torch import Tensor
 
 from fastattn import _cpu
 from fastattn.backends.cpu.operands import DTYPES, with_columns_together
+from fastattn.backends.primitives import EncodeMemoryBackwardOptions, EncodeMemoryOptions
 
 
 def encode_memory(
     tokens: Tensor,  # [R, B, N, J] int64
     weight: Tensor,  # [R, G, V, D]
     factors: Tensor,  # [J, D] float32, float64 for float64
-    temporal: Tensor | None = None,  # [R, G, N, D]
-    *,
-    padding_idx: int | None,
+    temporal: Tensor | None,  # [R, G, N, D]
+    options: EncodeMemoryOptions,
 ) -> Tensor:
     """Return the memories [R, B, G, N, D], see ``docs/design.md``."""
     models, batch, slots, words = tokens.shape
@@ -30,7 +30,7 @@ def encode_memory(
         (models, tables, batch, slots, words, rows, width),
         tokens.data_ptr(),
         tokens.stride(),
-        padding_idx,
+        options.padding_idx,
         factors.data_ptr(),
         factors.stride(0),
         weight.data_ptr(),
@@ -46,14 +46,12 @@ def encode_memory_backward(
     grad: Tensor,  # [R, B, G, N, D]
     tokens: Tensor,
     factors: Tensor,
-    *,
-    rows: int,
-    temporal: bool,
-    padding_idx: int | None,
+    options: EncodeMemoryBackwardOptions,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of weight and temporal, see ``docs/design.md``."""
     models, batch, tables, slots, width = grad.shape
     grad, factors = with_columns_together(grad), with_columns_together(factors)
+    rows, temporal = options.rows, options.temporal
     dtype = torch.float64 if grad.dtype is torch.float64 else torch.float32
     grad_weight = grad.new_empty((models, tables, rows, width), dtype=dtype)
     grad_temporal = grad.new_empty((models, tables, slots, width) if temporal else 0, dtype=dtype)
@@ -63,7 +61,7 @@ def encode_memory_backward(
         (models, tables, batch, slots, tokens.shape[3], rows, width),
         tokens.data_ptr(),
         tokens.stride(),
-        padding_idx,
+        options.padding_idx,
         factors.data_ptr(),
         factors.stride(0),
         grad.data_ptr(),

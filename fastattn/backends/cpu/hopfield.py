@@ -15,6 +15,7 @@ from fastattn import _cpu
 from fastattn.backends._hopfield_gradients import Gradients, Patterns
 from fastattn.backends.cpu.memory_hops import _memory, _Operand, _summed, _with_rows
 from fastattn.backends.cpu.operands import DTYPES, broadcast_operand
+from fastattn.backends.primitives import HopfieldBackwardOptions, HopfieldOptions
 
 _SHARED, _SAME_ROWS, _NORMALIZE, _CROWDED, _SEARCH, _RESUME = 1, 2, 8, 16, 32, 64
 _ROUND = 256  # steps of one call, so that an unlimited search can be interrupted
@@ -23,20 +24,13 @@ _ROUND = 256  # steps of one call, so that an unlimited search can be interrupte
 def hopfield_retrieve(
     state: Tensor,  # [G, Q, D]
     stored: Tensor,  # [G, N, D]
-    keys: Tensor | None = None,  # [G, N, D]
-    mask: Tensor | None = None,  # [G|1, Q|1, N|1]
-    bias: Tensor | None = None,  # [G|1, Q|1, N|1]
-    *,
-    scale: float,
-    steps_max: int,
-    eps: float,
-    together: int,
-    crowded: bool,
-    grad: str,
+    keys: Tensor | None,  # [G, N, D]
+    mask: Tensor | None,  # [G|1, Q|1, N|1]
+    bias: Tensor | None,  # [G|1, Q|1, N|1]
+    options: HopfieldOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``(xi, taken, ends)``, see ``docs/design.md``."""
-    memory = _Memory.of(stored, keys, mask, bias, scale, crowded)
-    return memory.search(state, steps_max, eps, together)
+    return _Memory.of(stored, keys, mask, bias, options).search(state)
 
 
 def hopfield_retrieve_backward(
@@ -48,23 +42,16 @@ def hopfield_retrieve_backward(
     bias: Tensor | None,
     taken: Tensor,  # [G, Q]
     ends: Tensor,  # [G, Q, 2, D]
-    *,
-    scale: float,
-    steps_max: int,
-    eps: float,
-    together: int,
-    crowded: bool,
-    grad: str,
-    needed: int,
+    options: HopfieldBackwardOptions,
 ) -> Gradients:
     """Return the gradients of state, stored, keys and the bias, see ``docs/design.md``."""
-    memory = _Memory.of(stored, keys, mask, bias, scale, crowded)
-    return memory.gradients(grad_out, state, taken, ends, grad, needed)
+    memory = _Memory.of(stored, keys, mask, bias, options)
+    return memory.gradients(grad_out, state, taken, ends, options.needed)
 
 
 @dataclass(frozen=True)
 class _Memory(Patterns):
-    crowded: bool
+    few_steps = -1  # always asked: there is no device to wait for
 
     @classmethod
     def of(
@@ -73,14 +60,11 @@ class _Memory(Patterns):
         keys: Tensor | None,
         mask: Tensor | None,
         bias: Tensor | None,
-        scale: float,
-        crowded: bool,
+        options: HopfieldOptions,
     ) -> _Memory:
-        return cls(_with_rows(stored), _with_rows(keys), mask, bias, scale, crowded)
+        return cls(_with_rows(stored), _with_rows(keys), mask, bias, options)
 
-    def search(
-        self, state: Tensor, steps_max: int, eps: float, together: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def search(self, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Step until every query rests, or has taken ``steps_max`` steps."""
         wide = torch.float64 if state.dtype is torch.float64 else torch.float32
         lead, width = state.shape[:-1], state.shape[-1]
@@ -89,12 +73,13 @@ class _Memory(Patterns):
         stats = torch.empty((*lead, 2), dtype=wide)
         taken = torch.zeros(lead, dtype=torch.int64)
         moved = torch.empty((*lead, 2), dtype=torch.float64)
-        settling = (together, taken.data_ptr(), moved.data_ptr())
+        steps_max = self.options.steps_max
+        settling = (self.options.together, taken.data_ptr(), moved.data_ptr())
         flags, done = _SEARCH, 0
         while True:
             steps = _ROUND if steps_max < 0 else min(_ROUND, steps_max - done)
             results = (out.data_ptr(), ends.data_ptr(), stats.data_ptr(), 0)
-            self._run(False, state, steps, flags, (), results, settling, eps)
+            self._run(False, state, steps, flags, (), results, settling, self.options.eps)
             done += steps
             if done == steps_max or bool((taken > 0).all()):
                 return out, taken, ends
@@ -169,7 +154,9 @@ class _Memory(Patterns):
     ) -> None:
         groups, queries, width = state.shape
         stored = self.stored
-        flags |= _NORMALIZE | (_CROWDED if self.crowded else 0) | (_SHARED if groups == 1 else 0)
+        flags |= _NORMALIZE | (_SHARED if groups == 1 else 0)
+        if self.options.crowded:
+            flags |= _CROWDED
         if self.keys is None:
             flags |= _SAME_ROWS
         batch, query, column = state.stride()
@@ -181,7 +168,7 @@ class _Memory(Patterns):
             torch.get_num_threads(),
             (groups, queries, steps, stored.shape[1], width),
             flags,
-            self.scale,
+            self.options.scale,
             0 if self.bias is None else DTYPES[self.bias.dtype],
             (
                 (state.data_ptr(), (batch, query, 0, column)),

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fastattn import _cpu
 from fastattn.backends.cpu.operands import DTYPES, accumulator, with_columns_together
+from fastattn.backends.primitives import NoOptions
 
 _Operand = tuple[int, tuple[int, int]]
 
@@ -18,6 +19,7 @@ def local_attention(
     first: Tensor,  # [B, Lq] int64
     seen: Tensor,  # [B, Lq, W] bool
     factor: Tensor | None,  # [B, Lq, W]
+    options: NoOptions,
 ) -> tuple[Tensor, Tensor]:
     """Return ``(out, weights)``, see ``docs/design.md``."""
     wide = accumulator(query.dtype)
@@ -49,6 +51,7 @@ def local_attention_backward(
     seen: Tensor,
     factor: Tensor | None,
     weights: Tensor,
+    options: NoOptions,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return the gradients of query, key, value and factor, see ``docs/design.md``."""
     wide = accumulator(query.dtype)

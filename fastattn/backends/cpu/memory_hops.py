@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fastattn import _cpu
 from fastattn.backends.cpu.operands import DTYPES, accumulator, broadcast_operand
+from fastattn.backends.primitives import MemoryHopBackwardOptions, MemoryHopOptions
 
 _ACTIVATIONS = {"none": 0, "relu": 1, "tanh": 2, "sigmoid": 3}
 _SHARED, _SAME_ROWS, _STACK, _NORMALIZE = 1, 2, 4, 8
@@ -21,16 +22,11 @@ _Operand = tuple[int, tuple[int, ...]]
 def memory_hop_attention(
     query: Tensor,  # [B, D] or [B, Q, D]
     in_memory: Tensor,  # [B|1, N, D] or [B|1, K, N, D]; [B|1, K+1, N, D] where out_memory is None
-    out_memory: Tensor | None = None,  # [B|1, N, D] or [B|1, K, N, D]
-    hop_proj: Tensor | None = None,  # [D, D] or [K, D, D]
-    memory_mask: Tensor | None = None,  # [B|1, Q|1, K|1, N|1]
-    memory_bias: Tensor | None = None,  # [B|1, Q|1, K|1, N|1]
-    *,
-    hops: int,
-    activation: str,
-    normalize: str,
-    scale: float,
-    weights: bool,
+    out_memory: Tensor | None,  # [B|1, N, D] or [B|1, K, N, D]
+    hop_proj: Tensor | None,  # [D, D] or [K, D, D]
+    memory_mask: Tensor | None,  # [B|1, Q|1, K|1, N|1]
+    memory_bias: Tensor | None,  # [B|1, Q|1, K|1, N|1]
+    options: MemoryHopOptions,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return ``(out, trace, stats, weights)``, see ``docs/design.md``."""
     *lead, width = query.shape
@@ -39,19 +35,19 @@ def memory_hop_attention(
     in_memory, out_memory = _with_rows(in_memory), _with_rows(out_memory)
     hop_proj = _with_rows(hop_proj)
     shared = _one_memory(in_memory) and (out_memory is None or _one_memory(out_memory))
-    rows = in_memory.shape[-2]
+    hops, rows = options.hops, in_memory.shape[-2]
     out = torch.empty((*lead, width), dtype=dtype)  # contiguous, unlike empty_like's
     trace = torch.empty((*lead, 2 * hops + 1, width), dtype=wide)
     stats = torch.empty((*lead, hops, 2), dtype=wide)
-    applied = torch.empty((*lead, hops, rows), dtype=dtype) if weights else None
+    applied = torch.empty((*lead, hops, rows), dtype=dtype) if options.weights else None
     _cpu.memory_hops(
         False,
         DTYPES[dtype],
         torch.get_num_threads(),
         (lead[0], lead[1] if len(lead) == 2 else 1, hops, rows, width),
-        _flags(in_memory, out_memory, normalize, shared),
-        _ACTIVATIONS[activation],
-        scale,
+        _flags(in_memory, out_memory, options.normalize, shared),
+        _ACTIVATIONS[options.activation],
+        options.scale,
         0 if memory_bias is None else DTYPES[memory_bias.dtype],
         _operands(query, in_memory, out_memory, hop_proj, memory_mask, memory_bias),
         (
@@ -76,13 +72,7 @@ def memory_hop_attention_backward(
     memory_bias: Tensor | None,
     trace: Tensor,
     stats: Tensor,
-    *,
-    hops: int,
-    activation: str,
-    normalize: str,
-    scale: float,
-    weights: bool,
-    needed: int,
+    options: MemoryHopBackwardOptions,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Return the gradients of query, memories, hop_proj and bias, see ``docs/design.md``."""
     *lead, width = query.shape
@@ -92,7 +82,7 @@ def memory_hop_attention_backward(
     hop_proj = _with_rows(hop_proj)
     shared = in_memory.shape[0] == 1 and (out_memory is None or out_memory.shape[0] == 1)
     memories = 1 if shared else batch
-    rows = in_memory.shape[-2]
+    hops, rows, needed = options.hops, in_memory.shape[-2], options.needed
     grad_query = torch.empty((*lead, width), dtype=dtype)
     grad_in = grad_out_memory = grad_proj = grad_bias = scores = states = None
     if needed & 2:
@@ -109,7 +99,7 @@ def memory_hop_attention_backward(
         for result in results:
             if result is not None:
                 result.zero_()
-    if not weights:
+    if not options.weights:
         grad_weights = None
     elif grad_weights is not None and len(lead) == 1:
         grad_weights = grad_weights.unsqueeze(1)
@@ -118,9 +108,9 @@ def memory_hop_attention_backward(
         DTYPES[dtype],
         torch.get_num_threads(),
         (batch, queries, hops, rows, width),
-        _flags(in_memory, out_memory, normalize, shared),
-        _ACTIVATIONS[activation],
-        scale,
+        _flags(in_memory, out_memory, options.normalize, shared),
+        _ACTIVATIONS[options.activation],
+        options.scale,
         0 if memory_bias is None else DTYPES[memory_bias.dtype],
         (
             *_operands(query, in_memory, out_memory, hop_proj, memory_mask, memory_bias),

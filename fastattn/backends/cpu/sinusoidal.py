@@ -7,18 +7,14 @@ from torch import Tensor
 
 from fastattn import _cpu
 from fastattn.backends.cpu.operands import DTYPES
+from fastattn.backends.primitives import SinusoidalOptions
 from fastattn.sinusoids import sinusoids
 
 
 def sinusoidal_encoding(
     x: Tensor,  # [..., L, D]
-    positions: Tensor | None = None,  # [..., L] int64, broadcasts to x
-    *,
-    offset: int,
-    layout: str,
-    max_timescale: float,
-    scale: float,
-    padding_idx: int | None,
+    positions: Tensor | None,  # [..., L] int64, broadcasts to x
+    options: SinusoidalOptions,
 ) -> Tensor:
     """Return ``x * scale + PE(positions)``, see ``docs/design.md``."""
     out = target = torch.empty_like(x)
@@ -28,7 +24,7 @@ def sinusoidal_encoding(
         x, target = x.flatten(0, -4), out.flatten(0, -4)
         positions = None if positions is None else positions.flatten(0, -3)
     missing = 4 - x.ndim
-    table = sinusoids(x.shape[-1], layout, max_timescale)
+    table = sinusoids(x.shape[-1], options.layout, options.max_timescale)
     _cpu.sinusoidal(
         DTYPES[x.dtype],
         torch.get_num_threads(),
@@ -39,14 +35,14 @@ def sinusoidal_encoding(
         (0,) * missing + target.stride(),
         0 if positions is None else positions.data_ptr(),
         (0, 0, 0) if positions is None else (0,) * missing + positions.stride(),
-        offset,
+        options.offset,
         table.frequency.buffer_info()[0],
         table.phase.buffer_info()[0],
         len(table.pairs),
-        layout == "interleaved",
+        options.layout == "interleaved",
         table.pairs.buffer_info()[0],
-        scale,
-        padding_idx,
+        options.scale,
+        options.padding_idx,
     )
     if target.data_ptr() != out.data_ptr():
         out.copy_(target.view(out.shape))

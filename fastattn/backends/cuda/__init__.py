@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fastattn.backends.cuda import (
     additive,
@@ -60,7 +59,7 @@ __all__ = [
 
 _OLDEST = (8, 0)  # the first compute capability with the instructions that all kernels use
 
-# What the kernels of an operator have against a call: why_not(*tensors, **options) of the forward
+# What the kernels of an operator have against a call: why_not(*tensors, options=...) of the forward
 # pass, or of the backward without its cotangents.
 _OPERATORS: dict[str, tuple[Callable[..., list[str]], int]] = {
     "additive_attention": (additive.why_not, 2),
@@ -75,7 +74,7 @@ _OPERATORS: dict[str, tuple[Callable[..., list[str]], int]] = {
 }
 
 
-def why_not(op: str, *tensors: Tensor | None, **options: Any) -> list[str]:
+def why_not(op: str, *tensors: Tensor | None, options: Any = None) -> list[str]:
     """Return the reasons why the CUDA kernels cannot run ``op`` on these arguments."""
     given = [tensor for tensor in tensors if tensor is not None]
     for tensor in given:
@@ -85,7 +84,7 @@ def why_not(op: str, *tensors: Tensor | None, **options: Any) -> list[str]:
             return [f"tensors are on {given[0].device} and {tensor.device}"]
     reasons_of, cotangents = _OPERATORS[op.removesuffix("_backward")]
     first = cotangents if op.endswith("_backward") else 0
-    return _why_not_this_device(given[0].device) + reasons_of(*tensors[first:], **options)
+    return _why_not_this_device(given[0].device) + reasons_of(*tensors[first:], options=options)
 
 
 def _why_not_this_device(device: torch.device) -> list[str]:

@@ -16,6 +16,7 @@ from fastattn.backends.cuda.operands import (
     operand,
     why_not_dtype,
 )
+from fastattn.backends.primitives import AdditiveBackwardOptions, AdditiveOptions
 
 __all__ = ["additive_attention", "additive_attention_backward", "why_not"]
 
@@ -47,18 +48,15 @@ def additive_attention(
     key: Tensor,  # [B, Tk, A]
     value: Tensor,  # [B, Tk, Dv]
     v: Tensor,  # [A]
-    bias: Tensor | None = None,  # [A]
-    attn_mask: Tensor | None = None,  # [B|1, Tq|1, Tk|1]
-    seed: Tensor | None = None,
-    *,
-    causal: bool,
-    dropout_p: float,
-    weights: bool,
+    bias: Tensor | None,  # [A]
+    attn_mask: Tensor | None,  # [B|1, Tq|1, Tk|1]
+    seed: Tensor | None,
+    options: AdditiveOptions,
 ) -> tuple[Tensor, Tensor]:
     """Return ``(out, weights)``, see ``docs/design.md``."""
     shape = (*query.shape[:2], key.shape[1])
     out = query.new_empty((*shape[:2], value.shape[2]))
-    applied = query.new_empty(shape if weights else 0)
+    applied = query.new_empty(shape if options.weights else 0)
     scores = query.new_empty(shape, dtype=torch.float32)
     vector, wide_bias = _wide(v), None if bias is None else _wide(bias)
     with on(query) as stream:
@@ -67,8 +65,8 @@ def additive_attention(
             stream,
             (*shape, query.shape[2], value.shape[2]),
             (_headless(query), _headless(key), _headless(value)),
-            _options(shape, vector, wide_bias, attn_mask, seed, causal, dropout_p),
-            (_headless(out), _headless(applied) if weights else None, scores.data_ptr()),
+            _options(shape, vector, wide_bias, attn_mask, seed, options),
+            (_headless(out), _headless(applied) if options.weights else None, scores.data_ptr()),
         )
     return out, applied
 
@@ -83,11 +81,7 @@ def additive_attention_backward(
     bias: Tensor | None,
     attn_mask: Tensor | None,
     seed: Tensor | None,
-    *,
-    causal: bool,
-    dropout_p: float,
-    weights: bool,
-    needs_mask_grad: bool,
+    options: AdditiveBackwardOptions,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return the gradients of query, key, value, v, bias and the mask, see ``docs/design.md``."""
     batch, queries, width = query.shape
@@ -106,7 +100,7 @@ def additive_attention_backward(
             stream,
             (*shape, width, value_width),
             (_headless(query), _headless(key), _headless(value)),
-            _options(shape, vector, wide_bias, attn_mask, seed, causal, dropout_p),
+            _options(shape, vector, wide_bias, attn_mask, seed, options),
             (
                 _headless(grad_out),
                 None if grad_weights is None else _headless(grad_weights),
@@ -120,7 +114,7 @@ def additive_attention_backward(
         )
     grad_v, grad_bias = parts.sum((0, 1), dtype=torch.float64)
     grad_mask = None
-    if needs_mask_grad:
+    if options.needs_mask_grad:
         assert attn_mask is not None
         grad_mask = gradients
         dims = [n for n, size in enumerate(attn_mask.shape) if size != shape[n]]
@@ -143,16 +137,15 @@ def _options(
     bias: Tensor | None,
     attn_mask: Tensor | None,
     seed: Tensor | None,
-    causal: bool,
-    dropout_p: float,
+    options: AdditiveOptions,
 ) -> tuple[Any, ...]:
     return (
         vector.data_ptr(),
         0 if bias is None else bias.data_ptr(),
         None if attn_mask is None else _headless(attn_mask.expand(shape)),
         0 if attn_mask is None else MASK_DTYPES[attn_mask.dtype],
-        causal,
-        dropout_p,
+        options.causal,
+        options.dropout_p,
         0 if seed is None else seed.data_ptr(),
     )
 

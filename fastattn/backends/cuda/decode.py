@@ -47,6 +47,7 @@ def why_not_append(
     cache_seqlens: Tensor,
     block_table: Tensor | None = None,
     cache_batch_idx: Tensor | None = None,
+    **_: Any,
 ) -> list[str]:
     """Return the reasons why the kernel cannot append."""
     return why_not_dtype(key_cache.dtype) + _why_not_capacity(key_cache, block_table)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fastattn import _cuda
 from fastattn.backends.cuda.operands import DTYPES, on, operand, why_not_dtype
+from fastattn.backends.primitives import EncodeMemoryBackwardOptions, EncodeMemoryOptions
 
 __all__ = ["encode_memory", "encode_memory_backward", "why_not"]
 
@@ -33,9 +34,8 @@ def encode_memory(
     tokens: Tensor,  # [R, B, N, J] int64
     weight: Tensor,  # [R, G, V, D]
     factors: Tensor,  # [J, D] float32
-    temporal: Tensor | None = None,  # [R, G, N, D]
-    *,
-    padding_idx: int | None,
+    temporal: Tensor | None,  # [R, G, N, D]
+    options: EncodeMemoryOptions,
 ) -> Tensor:
     """Return the memories [R, B, G, N, D], see ``docs/design.md``."""
     models, batch, sentences, words = tokens.shape
@@ -49,7 +49,7 @@ def encode_memory(
             DTYPES[weight.dtype],
             stream,
             (models, tables, batch, sentences, words, rows, width),
-            padding_idx,
+            options.padding_idx,
             (factors.data_ptr(), factors.stride(0)),
             operand(tokens),
             operand(weight),
@@ -63,19 +63,17 @@ def encode_memory_backward(
     grad: Tensor,  # [R, B, G, N, D]
     tokens: Tensor,
     factors: Tensor,
-    *,
-    rows: int,
-    temporal: bool,
-    padding_idx: int | None,
+    options: EncodeMemoryBackwardOptions,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of weight and temporal, see ``docs/design.md``."""
     models, batch, tables, sentences, width = grad.shape
     grad, factors = _with_columns_together(grad), _with_columns_together(factors)
+    rows, temporal = options.rows, options.temporal
     grad_weight = grad.new_empty((models, tables, rows, width))
     grad_temporal = grad.new_empty((models, tables, sentences, width) if temporal else 0)
     counts = (tokens >= 0) & (tokens < rows)
-    if padding_idx is not None:
-        counts &= tokens != padding_idx
+    if options.padding_idx is not None:
+        counts &= tokens != options.padding_idx
     # What does not count goes behind the last row.
     words, order = torch.where(counts, tokens, rows).flatten(1).sort(stable=True)
     bounds = torch.arange(rows + 1, device=tokens.device).expand(models, -1).contiguous()
@@ -85,7 +83,7 @@ def encode_memory_backward(
             DTYPES[grad.dtype],
             stream,
             (models, tables, batch, sentences, tokens.shape[3], rows, width),
-            padding_idx,
+            options.padding_idx,
             (factors.data_ptr(), factors.stride(0)),
             (grad.data_ptr(), grad.stride()[:4]),
             (order.data_ptr(), starts.data_ptr(), any_word.data_ptr()),

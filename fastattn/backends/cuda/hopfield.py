@@ -16,33 +16,30 @@ from fastattn import _cuda
 from fastattn.backends._hopfield_gradients import Gradients, Patterns
 from fastattn.backends.cuda import memory_hops as hops
 from fastattn.backends.cuda.operands import DTYPES, broadcast_operand, on
+from fastattn.backends.primitives import (
+    HopfieldBackwardOptions,
+    HopfieldOptions,
+    MemoryHopOptions,
+)
 
 __all__ = ["hopfield_retrieve", "hopfield_retrieve_backward", "why_not"]
 
 
-def why_not(
-    state: Tensor, stored: Tensor, keys: Tensor | None, *_: Tensor | None, **__: Any
-) -> list[str]:
+def why_not(state: Tensor, stored: Tensor, *_: Any, **__: Any) -> list[str]:
     """Return the reasons why the kernels cannot run on these arguments."""
-    return hops.why_not(state, stored, keys, None, None, None)
+    return hops.why_not(state, stored, options=MemoryHopOptions())
 
 
 def hopfield_retrieve(
     state: Tensor,  # [G, Q, D]
     stored: Tensor,  # [G, N, D]
-    keys: Tensor | None = None,  # [G, N, D]
-    mask: Tensor | None = None,  # [G|1, Q|1, N|1]
-    bias: Tensor | None = None,  # [G|1, Q|1, N|1]
-    *,
-    scale: float,
-    steps_max: int,
-    eps: float,
-    together: int,
-    crowded: bool,
-    grad: str,
+    keys: Tensor | None,  # [G, N, D]
+    mask: Tensor | None,  # [G|1, Q|1, N|1]
+    bias: Tensor | None,  # [G|1, Q|1, N|1]
+    options: HopfieldOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``(xi, taken, ends)``, see ``docs/design.md``."""
-    memory = _Memory.of(stored, keys, mask, bias, scale)
+    memory = _Memory.of(stored, keys, mask, bias, options)
     groups, queries, width = state.shape
     out = state.new_empty(state.shape)
     ends = state.new_empty((groups, queries, 2, width), dtype=torch.float32)
@@ -52,15 +49,15 @@ def hopfield_retrieve(
         _cuda.hopfield_search(
             DTYPES[state.dtype],
             stream,
-            memory.sizes(state, steps_max),
+            memory.sizes(state, options.steps_max),
             memory.flags,
-            scale,
+            options.scale,
             memory.bias_dtype,
             memory.operands(state),
             tuple(map(hops.address, shared)),
             out.data_ptr(),
-            eps,
-            together,
+            options.eps,
+            options.together,
         )
     return out, taken, ends
 
@@ -74,18 +71,11 @@ def hopfield_retrieve_backward(
     bias: Tensor | None,
     taken: Tensor,  # [G, Q]
     ends: Tensor,  # [G, Q, 2, D]
-    *,
-    scale: float,
-    steps_max: int,
-    eps: float,
-    together: int,
-    crowded: bool,
-    grad: str,
-    needed: int,
+    options: HopfieldBackwardOptions,
 ) -> Gradients:
     """Return the gradients of state, stored, keys and the bias, see ``docs/design.md``."""
-    memory = _Memory.of(stored, keys, mask, bias, scale, steps_max)
-    return memory.gradients(grad_out, state, taken, ends, grad, needed)
+    memory = _Memory.of(stored, keys, mask, bias, options)
+    return memory.gradients(grad_out, state, taken, ends, options.needed)
 
 
 @dataclass(frozen=True)
@@ -97,12 +87,11 @@ class _Memory(Patterns):
         keys: Tensor | None,
         mask: Tensor | None,
         bias: Tensor | None,
-        scale: float,
-        steps_max: int = -1,
+        options: HopfieldOptions,
     ) -> _Memory:
         stored = hops.with_columns_together(stored)
         keys = None if keys is None else hops.with_columns_together(keys)
-        return cls(stored, keys, mask, bias, scale, steps_max=steps_max)
+        return cls(stored, keys, mask, bias, options)
 
     def _to(self, dtype: torch.dtype) -> _Memory:
         bias = None if self.bias is None else self.bias.to(dtype)  # the kernels know no third dtype
@@ -154,7 +143,7 @@ class _Memory(Patterns):
                 self.sizes(state, steps),
                 self.flags,
                 0,
-                self.scale,
+                self.options.scale,
                 self.bias_dtype,
                 self.operands(state),
                 tuple(map(hops.address, shared)),
@@ -196,7 +185,7 @@ class _Memory(Patterns):
                 self.sizes(state, steps),
                 self.flags,
                 0,
-                self.scale,
+                self.options.scale,
                 self.bias_dtype,
                 self.operands(state),
                 tuple(map(hops.address, shared)),

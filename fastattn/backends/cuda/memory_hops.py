@@ -15,6 +15,7 @@ from fastattn.backends.cuda.operands import (
     on,
     why_not_dtype,
 )
+from fastattn.backends.primitives import MemoryHopBackwardOptions, MemoryHopOptions
 
 __all__ = ["memory_hop_attention", "memory_hop_attention_backward", "why_not"]
 
@@ -23,22 +24,13 @@ _MAX_WIDTH: int = _cuda.max_hop_width
 _Operand = tuple[int, tuple[int, ...]]
 
 
-def why_not(
-    query: Tensor,
-    in_memory: Tensor,
-    out_memory: Tensor | None,
-    hop_proj: Tensor | None,
-    memory_mask: Tensor | None,
-    memory_bias: Tensor | None,
-    *_: Tensor | None,
-    **options: Any,
-) -> list[str]:
+def why_not(query: Tensor, in_memory: Tensor, *_: Any, options: MemoryHopOptions) -> list[str]:
     """Return the reasons why the kernels cannot run on these arguments."""
     reasons = why_not_dtype(query.dtype)
-    width, hops = query.shape[-1], options.get("hops", 1)
+    width = query.shape[-1]
     if width > _MAX_WIDTH:
         reasons.append(f"a memory has {width} columns; the kernels take up to {_MAX_WIDTH}")
-    if max(query.shape[:-1].numel() * (hops + 1), in_memory.shape[-2]) > MAX_LENGTH // 2:
+    if max(query.shape[:-1].numel() * (options.hops + 1), in_memory.shape[-2]) > MAX_LENGTH // 2:
         reasons.append(f"the queries times hops, or the rows, are more than {MAX_LENGTH // 2}")
     return reasons
 
@@ -46,38 +38,33 @@ def why_not(
 def memory_hop_attention(
     query: Tensor,  # [B, D] or [B, Q, D]
     in_memory: Tensor,  # [B|1, N, D] or [B|1, K, N, D]; [B|1, K+1, N, D] where out_memory is None
-    out_memory: Tensor | None = None,  # [B|1, N, D] or [B|1, K, N, D]
-    hop_proj: Tensor | None = None,  # [D, D] or [K, D, D]
-    memory_mask: Tensor | None = None,  # [B|1, Q|1, K|1, N|1]
-    memory_bias: Tensor | None = None,  # [B|1, Q|1, K|1, N|1]
-    *,
-    hops: int,
-    activation: str,
-    normalize: str,
-    scale: float,
-    weights: bool,
+    out_memory: Tensor | None,  # [B|1, N, D] or [B|1, K, N, D]
+    hop_proj: Tensor | None,  # [D, D] or [K, D, D]
+    memory_mask: Tensor | None,  # [B|1, Q|1, K|1, N|1]
+    memory_bias: Tensor | None,  # [B|1, Q|1, K|1, N|1]
+    options: MemoryHopOptions,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return ``(out, trace, stats, weights)``, see ``docs/design.md``."""
     *lead, width = query.shape
-    rows = in_memory.shape[-2]
+    hops, rows = options.hops, in_memory.shape[-2]
     out = query.new_empty((*lead, width))
     trace = query.new_empty((*lead, 2 * hops + 1, width), dtype=torch.float32)
     stats = query.new_empty((*lead, hops, 2), dtype=torch.float32)
-    applied = query.new_empty((*lead, hops, rows)) if weights else None
+    applied = query.new_empty((*lead, hops, rows)) if options.weights else None
     partial = _partial(query, rows)
     scores = None
     if partial is not None:
         trace.select(-2, 0).copy_(query)
-        scores = query.new_empty((*lead, rows), dtype=torch.float32) if weights else None
+        scores = query.new_empty((*lead, rows), dtype=torch.float32) if options.weights else None
     memories = memories_of(in_memory, out_memory, hop_proj)
     with on(query) as stream:
         _cuda.memory_hops_forward(
             DTYPES[query.dtype],
             stream,
             _sizes(query, hops, rows),
-            _flags(in_memory, out_memory, normalize),
-            _ACTIVATIONS[activation],
-            scale,
+            _flags(in_memory, out_memory, options.normalize),
+            _ACTIVATIONS[options.activation],
+            options.scale,
             0 if memory_bias is None else DTYPES[memory_bias.dtype],
             _operands(query, *memories, memory_mask, memory_bias),
             (*map(address, (trace, stats, partial, scores)), 0),
@@ -97,16 +84,11 @@ def memory_hop_attention_backward(
     memory_bias: Tensor | None,
     trace: Tensor,
     stats: Tensor,
-    *,
-    hops: int,
-    activation: str,
-    normalize: str,
-    scale: float,
-    weights: bool,
-    needed: int,
+    options: MemoryHopBackwardOptions,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Return the gradients of query, memories, hop_proj and bias, see ``docs/design.md``."""
     *lead, width = query.shape
+    hops, needed = options.hops, options.needed
     batch, queries, _, rows, _ = sizes = _sizes(query, hops, in_memory.shape[-2])
     stack = out_memory is None and in_memory.ndim == 4
     grad_query = query.new_empty((*lead, width))
@@ -126,7 +108,7 @@ def memory_hop_attention_backward(
         for result in results:
             if result is not None:
                 result.zero_()
-    if not weights:
+    if not options.weights:
         grad_weights = None
     if len(lead) == 1:
         grad_weights = None if grad_weights is None else grad_weights.unsqueeze(1)
@@ -138,9 +120,9 @@ def memory_hop_attention_backward(
             DTYPES[query.dtype],
             stream,
             sizes,
-            _flags(in_memory, out_memory, normalize),
-            _ACTIVATIONS[activation],
-            scale,
+            _flags(in_memory, out_memory, options.normalize),
+            _ACTIVATIONS[options.activation],
+            options.scale,
             0 if memory_bias is None else DTYPES[memory_bias.dtype],
             _operands(query, *memories, memory_mask, memory_bias),
             (*map(address, (trace, stats, partial)), 0, 0),

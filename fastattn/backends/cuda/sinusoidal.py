@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fastattn import _cuda
 from fastattn.backends.cuda.operands import DTYPES, on, operand, why_not_dtype
+from fastattn.backends.primitives import SinusoidalOptions
 from fastattn.sinusoids import sinusoids
 
 __all__ = ["sinusoidal_encoding", "why_not"]
@@ -37,13 +38,8 @@ def _tables(
 
 def sinusoidal_encoding(
     x: Tensor,  # [..., L, D]
-    positions: Tensor | None = None,  # [..., L] int64, broadcasts to x
-    *,
-    offset: int,
-    layout: str,
-    max_timescale: float,
-    scale: float,
-    padding_idx: int | None,
+    positions: Tensor | None,  # [..., L] int64, broadcasts to x
+    options: SinusoidalOptions,
 ) -> Tensor:
     """Return ``x * scale + PE(positions)``, see ``docs/design.md``."""
     out = target = torch.empty_like(x)
@@ -54,7 +50,7 @@ def sinusoidal_encoding(
         positions = None if positions is None else positions.flatten(0, -3)
     missing = (None,) * (4 - x.ndim)
     lifted, lifted_out = x[missing], target[missing]
-    tables = _tables(x.shape[-1], layout, max_timescale, x.device)
+    tables = _tables(x.shape[-1], options.layout, options.max_timescale, x.device)
     with on(x) as stream:
         _cuda.sinusoidal_encoding(
             DTYPES[x.dtype],
@@ -62,11 +58,11 @@ def sinusoidal_encoding(
             lifted.shape,
             (operand(lifted), operand(lifted_out)),
             None if positions is None else operand(positions[missing]),
-            offset,
+            options.offset,
             tuple(table.data_ptr() for table in tables),
-            layout == "interleaved",
-            scale,
-            padding_idx,
+            options.layout == "interleaved",
+            options.scale,
+            options.padding_idx,
         )
     if target.data_ptr() != out.data_ptr():
         out.copy_(target.view(out.shape))

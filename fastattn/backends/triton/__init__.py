@@ -58,7 +58,7 @@ _WIDEST_HOPS = 256  # a program keeps a state and its gradient whole
 _FARTHEST = 2**29  # sums of a few places are int32
 
 
-def why_not(op: str, *tensors: Tensor | None, **options: Any) -> list[str]:
+def why_not(op: str, *tensors: Tensor | None, options: Any) -> list[str]:
     """Return the reasons why the Triton kernels cannot run ``op`` on these arguments."""
     given = [tensor for tensor in tensors if tensor is not None]
     device = given[0].device
@@ -80,7 +80,7 @@ def why_not(op: str, *tensors: Tensor | None, **options: Any) -> list[str]:
         assert query is not None
         assert key is not None
         assert value is not None
-        return _why_not_attend(query, key, value, mask, slopes, options["options"].offset)
+        return _why_not_attend(query, key, value, mask, slopes, options.offset)
     if op.startswith("varlen_attention"):
         query, key, value, _, _, slopes = tensors[2:8] if op.endswith("_backward") else tensors[:6]
         assert query is not None
@@ -94,17 +94,23 @@ def why_not(op: str, *tensors: Tensor | None, **options: Any) -> list[str]:
         assert key is not None
         assert value is not None
         return _why_not_attend(query, key, value, None, slopes, 0)
-    if op.startswith(("memory_hop_attention", "hopfield_retrieve")):
-        if given[0].shape[-1] > _WIDEST_HOPS:
-            return [f"a width of {given[0].shape[-1]} is above {_WIDEST_HOPS}"]
-        if options.get("together", 1) > TOGETHER:
-            return [f"{options['together']} queries that stop together are above {TOGETHER}"]
+    if op.startswith("memory_hop_attention"):
+        return _why_not_width(given[0].shape[-1])
+    if op.startswith("hopfield_retrieve"):
+        reasons = _why_not_width(given[0].shape[-1])
+        if options.together > TOGETHER:
+            reasons.append(f"{options.together} queries that stop together are above {TOGETHER}")
+        return reasons
     if op.startswith("additive_attention"):
         value = tensors[4] if op.endswith("_backward") else tensors[2]
         assert value is not None
         if value.shape[2] > _WIDEST:
             return [f"a value dimension of {value.shape[2]} is above {_WIDEST}"]
     return []
+
+
+def _why_not_width(width: int) -> list[str]:
+    return [f"a width of {width} is above {_WIDEST_HOPS}"] if width > _WIDEST_HOPS else []
 
 
 def _why_not_attend(

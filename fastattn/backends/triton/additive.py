@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.backends.primitives import AttentionOptions
+from fastattn.backends.primitives import AdditiveBackwardOptions, AdditiveOptions, AttentionOptions
 from fastattn.backends.triton._additive_kernels import (
     additive_backward_column,
     additive_backward_scores,
@@ -27,19 +27,16 @@ def additive_attention(
     key: Tensor,  # [B, Tk, A]
     value: Tensor,  # [B, Tk, Dv]
     v: Tensor,  # [A]
-    bias: Tensor | None = None,  # [A]
-    attn_mask: Tensor | None = None,  # [B|1, Tq|1, Tk|1]
-    seed: Tensor | None = None,
-    *,
-    causal: bool,
-    dropout_p: float,
-    weights: bool,
+    bias: Tensor | None,  # [A]
+    attn_mask: Tensor | None,  # [B|1, Tq|1, Tk|1]
+    seed: Tensor | None,
+    options: AdditiveOptions,
 ) -> tuple[Tensor, Tensor]:
     """Return ``(out, weights)``, see ``docs/design.md``."""
     batch, q_len, width = query.shape
     k_len, value_width = value.shape[1:]
     out = query.new_empty((batch, q_len, value_width))
-    applied = query.new_empty((batch, q_len, k_len) if weights else 0)
+    applied = query.new_empty((batch, q_len, k_len) if options.weights else 0)
     columns = _columns(query, key, v, bias)
     planned = plan("additive", query, block_of(value_width))
     launch(
@@ -49,9 +46,9 @@ def additive_attention(
         query.device,
         **columns,
         value=operand(value.unsqueeze(1)),
-        o=_options(query, key, attn_mask, seed, causal, dropout_p),
+        o=_options(query, key, attn_mask, seed, options),
         out=operand(out.unsqueeze(1)),
-        weights=operand(applied.unsqueeze(1)) if weights else None,
+        weights=operand(applied.unsqueeze(1)) if options.weights else None,
         width=width,
         DV=value_width,
         BDV=block_of(value_width),
@@ -70,18 +67,14 @@ def additive_attention_backward(
     bias: Tensor | None,
     attn_mask: Tensor | None,
     seed: Tensor | None,
-    *,
-    causal: bool,
-    dropout_p: float,
-    weights: bool,
-    needs_mask_grad: bool,
+    options: AdditiveBackwardOptions,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return the gradients of query, key, value, v, bias and the mask, see ``docs/design.md``."""
     batch, q_len, width = query.shape
     k_len, value_width = value.shape[1:]
     if grad_out is None:
         grad_out = query.new_zeros(1).expand(batch, q_len, value_width)
-    options = _options(query, key, attn_mask, seed, causal, dropout_p)
+    o = _options(query, key, attn_mask, seed, options)
     columns = _columns(query, key, v, bias)
     planned = plan("additive", query, block_of(value_width))
 
@@ -96,14 +89,14 @@ def additive_attention_backward(
         "p_top": top,
         "p_sum": total,
         "grad_out": operand(grad_out.unsqueeze(1)),
-        "o": options,
+        "o": o,
         "DV": value_width,
         "BDV": block_of(value_width),
         "PRECISION": precision(),
     }
     tiles = planned.tiles(q_len, k_len) * batch
     launch(
-        additive_scores, planned, tiles, query.device, **columns, o=options, p_scores=scores,
+        additive_scores, planned, tiles, query.device, **columns, o=o, p_scores=scores,
         width=width,
     )  # fmt: skip
     launch(
@@ -139,7 +132,7 @@ def additive_attention_backward(
             query.device,
             **columns,
             p_grad=grad_scores,
-            o=options,
+            o=o,
             p_grad_x=grad_x,
             p_grad_v=None if of_keys else parts,
             width=width,
@@ -149,7 +142,7 @@ def additive_attention_backward(
     grad_bias = grad_mask = None
     if bias is not None:
         grad_bias = grad_q.sum((0, 2), dtype=torch.float64).to(bias.dtype)
-    if needs_mask_grad:
+    if options.needs_mask_grad:
         assert attn_mask is not None
         sizes = zip(attn_mask.shape, grad_scores.shape, strict=True)
         shared = [dim for dim, (one, size) in enumerate(sizes) if one != size]
@@ -183,11 +176,11 @@ def _options(
     key: Tensor,
     attn_mask: Tensor | None,
     seed: Tensor | None,
-    causal: bool,
-    dropout_p: float,
+    options: AdditiveOptions,
 ) -> Options:
     mask = None if attn_mask is None else attn_mask.unsqueeze(1)
     sizes = (1, 1, query.shape[1], key.shape[1])
-    window = AttentionOptions(scale=1.0, window_right=0 if causal else -1)
-    options = options_of(sizes, mask, None, seed, window, scale=1.0, offset=0, dropout_p=dropout_p)
-    return options._replace(rescored=1)  # scores in the unit of the definition
+    window = AttentionOptions(scale=1.0, window_right=0 if options.causal else -1)
+    dropout_p = options.dropout_p
+    found = options_of(sizes, mask, None, seed, window, scale=1.0, offset=0, dropout_p=dropout_p)
+    return found._replace(rescored=1)  # scores in the unit of the definition

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastattn.backends.primitives import EncodeMemoryBackwardOptions, EncodeMemoryOptions
 from fastattn.backends.triton._core import Operand
 from fastattn.backends.triton._launch import launch, operand
 from fastattn.backends.triton._table import Launch
@@ -126,9 +127,8 @@ def encode_memory(
     tokens: Tensor,  # [R, B, N, J] int64
     weight: Tensor,  # [R, G, V, D]
     factors: Tensor,  # [J, D] float32
-    temporal: Tensor | None = None,  # [R, G, N, D]
-    *,
-    padding_idx: int | None,
+    temporal: Tensor | None,  # [R, G, N, D]
+    options: EncodeMemoryOptions,
 ) -> Tensor:
     """Return the memories [R, B, G, N, D], see ``docs/design.md``."""
     models, batch, sentences, words = tokens.shape
@@ -150,7 +150,7 @@ def encode_memory(
         words=words,
         rows=rows,
         width=width,
-        padding=padding_idx,
+        padding=options.padding_idx,
     )
     return out
 
@@ -159,17 +159,14 @@ def encode_memory_backward(
     grad: Tensor,  # [R, B, G, N, D]
     tokens: Tensor,
     factors: Tensor,
-    *,
-    rows: int,
-    temporal: bool,
-    padding_idx: int | None,
+    options: EncodeMemoryBackwardOptions,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of weight and temporal, see ``docs/design.md``."""
     models, batch, tables, sentences, width = grad.shape
-    words = tokens.shape[3]
+    rows, words = options.rows, tokens.shape[3]
     counts = (tokens >= 0) & (tokens < rows)
-    if padding_idx is not None:
-        counts &= tokens != padding_idx
+    if options.padding_idx is not None:
+        counts &= tokens != options.padding_idx
     told = torch.where(counts, tokens, rows).flatten(1)  # what does not count comes last
     told, order = told.sort(dim=1, stable=True)
     every = torch.arange(rows + 1, device=tokens.device).expand(models, -1).contiguous()
@@ -191,7 +188,7 @@ def encode_memory_backward(
         rows=rows,
         width=width,
     )
-    if not temporal:
+    if not options.temporal:
         return grad_weight, grad.new_empty(0)
     any_word = counts.any(-1)[:, :, None, :, None]  # [R, B, 1, N, 1]
     # Selected: the gradient of a sentence that is none may be NaN.

@@ -8,6 +8,12 @@ import torch
 from torch import Tensor
 
 from fastattn.backends._hopfield_gradients import Gradients, Patterns
+from fastattn.backends.primitives import (
+    HopfieldBackwardOptions,
+    HopfieldOptions,
+    MemoryHopBackwardOptions,
+    MemoryHopOptions,
+)
 from fastattn.backends.triton._hops_kernels import Hops, retrieve
 from fastattn.backends.triton._launch import block_of, launch, operand, plan
 from fastattn.backends.triton.memory_hops import (
@@ -28,28 +34,22 @@ _ULPS = 4
 def hopfield_retrieve(
     state: Tensor,  # [G, Q, D]
     stored: Tensor,  # [G, N, D]
-    keys: Tensor | None = None,  # [G, N, D]
-    mask: Tensor | None = None,  # [G|1, Q|1, N|1]
-    bias: Tensor | None = None,  # [G|1, Q|1, N|1]
-    *,
-    scale: float,
-    steps_max: int,
-    eps: float,
-    together: int,
-    crowded: bool,
-    grad: str,
+    keys: Tensor | None,  # [G, N, D]
+    mask: Tensor | None,  # [G|1, Q|1, N|1]
+    bias: Tensor | None,  # [G|1, Q|1, N|1]
+    options: HopfieldOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``(xi, taken, ends)``, see ``docs/design.md``."""
     *lead, width = state.shape
-    o = _Memory(stored, keys, mask, bias, scale).options(state, 1)
+    o = _Memory(stored, keys, mask, bias, options).hops(state, 1)
     out = state.new_empty((*lead, width))
     taken = torch.zeros(lead, dtype=torch.int64, device=state.device)
     ends = state.new_empty((*lead, 2, width), dtype=torch.float32)
     planned = plan("hops", state, block_of(width))
-    of_tile = planned.BM // together * together
+    of_tile = planned.BM // options.together * options.together
     done = 0
     while True:
-        until = done + _ROUND if steps_max < 0 else steps_max
+        until = done + _ROUND if options.steps_max < 0 else options.steps_max
         launch(
             retrieve,
             planned,
@@ -62,14 +62,14 @@ def hopfield_retrieve(
             p_taken=taken,
             done=done,
             steps_max=until,
-            shortest=eps * eps,
+            shortest=options.eps * options.eps,
             unit=(_ULPS * torch.finfo(torch.float32).eps) ** 2,
-            together=together,
+            together=options.together,
             **_widths(width),
         )
         done = until
         # Only where there is no limit does anybody wait for the GPU.
-        if steps_max >= 0 or bool((taken > 0).all()):
+        if options.steps_max >= 0 or bool((taken > 0).all()):
             return out, taken, ends
 
 
@@ -82,29 +82,23 @@ def hopfield_retrieve_backward(
     bias: Tensor | None,
     taken: Tensor,  # [G, Q]
     ends: Tensor,  # [G, Q, 2, D]
-    *,
-    scale: float,
-    steps_max: int,
-    eps: float,
-    together: int,
-    crowded: bool,
-    grad: str,
-    needed: int,
+    options: HopfieldBackwardOptions,
 ) -> Gradients:
     """Return the gradients of state, stored, keys and the bias, see ``docs/design.md``."""
-    memory = _Memory(stored, keys, mask, bias, scale, steps_max=steps_max)
-    return memory.gradients(grad_out, state, taken, ends, grad, needed)
+    memory = _Memory(stored, keys, mask, bias, options)
+    return memory.gradients(grad_out, state, taken, ends, options.needed)
 
 
 @dataclass(frozen=True)
 class _Memory(Patterns):
-    def options(self, state: Tensor, steps: int) -> Hops:
+    def hops(self, state: Tensor, steps: int) -> Hops:
         mask, bias = (None if x is None else x.unsqueeze(2) for x in (self.mask, self.bias))
-        return options_of(state, *self.memories, mask, bias, steps, self.scale, shared=False)
+        options = MemoryHopOptions(steps, scale=self.options.scale)
+        return options_of(state, *self.memories, mask, bias, options, shared=False)
 
     def repeat(self, state: Tensor, taken: Tensor, steps: int) -> tuple[Tensor, Tensor]:
-        o = self.options(state, steps)._replace(p_taken=taken.contiguous())
-        _, trace, stats = run_forward(state, o, None, activation="none", normalize="softmax")
+        o = self.hops(state, steps)._replace(p_taken=taken.contiguous())
+        _, trace, stats = run_forward(state, o, MemoryHopOptions())
         return trace, stats
 
     def derive(
@@ -117,14 +111,14 @@ class _Memory(Patterns):
         steps: int,
         needed: int,
     ) -> Gradients:
-        o = self.options(state, steps)._replace(p_taken=taken.contiguous())
+        o = self.hops(state, steps)._replace(p_taken=taken.contiguous())
         if self.keys is not None:  # then they are the input memory
             needed = needed & 8 | (needed & 2) << 1 | (needed & 4) >> 1
         of_scores = self.bias is not None and bool(needed & 8)
+        options = MemoryHopBackwardOptions(needed=needed)
         grad_state, (of_input, of_output), _, scores = run_backward(
-            grad_out, state, *self.memories, o, trace, stats,
-            activation="none", normalize="softmax", needed=needed, of_scores=of_scores,
-        )  # fmt: skip
+            grad_out, state, *self.memories, o, trace, stats, options, of_scores
+        )
         grad_bias = None
         if scores is not None and self.bias is not None:
             grad_bias = summed(scores, self.bias.unsqueeze(2)).squeeze(2)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastattn.backends.primitives import MemoryHopBackwardOptions, MemoryHopOptions
 from fastattn.backends.triton._core import Operand
 from fastattn.backends.triton._hops_kernels import (
     Hops,
@@ -22,29 +23,20 @@ __all__ = ["memory_hop_attention", "memory_hop_attention_backward"]
 def memory_hop_attention(
     query: Tensor,  # [B, D] or [B, Q, D]
     in_memory: Tensor,  # [B|1, N, D] or [B|1, K, N, D]; [B|1, K+1, N, D] where out_memory is None
-    out_memory: Tensor | None = None,  # [B|1, N, D] or [B|1, K, N, D]
-    hop_proj: Tensor | None = None,  # [D, D] or [K, D, D]
-    memory_mask: Tensor | None = None,  # [B|1, Q|1, K|1, N|1]
-    memory_bias: Tensor | None = None,  # [B|1, Q|1, K|1, N|1]
-    *,
-    hops: int,
-    activation: str,
-    normalize: str,
-    scale: float,
-    weights: bool,
+    out_memory: Tensor | None,  # [B|1, N, D] or [B|1, K, N, D]
+    hop_proj: Tensor | None,  # [D, D] or [K, D, D]
+    memory_mask: Tensor | None,  # [B|1, Q|1, K|1, N|1]
+    memory_bias: Tensor | None,  # [B|1, Q|1, K|1, N|1]
+    options: MemoryHopOptions,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return ``(out, trace, stats, weights)``, see ``docs/design.md``."""
-    *lead, width = query.shape
+    *lead, _ = query.shape
     shared = _one_memory(in_memory) and (out_memory is None or _one_memory(out_memory))
-    o = options_of(
-        query, in_memory, out_memory, memory_mask, memory_bias, hops, scale, shared=shared
-    )
-    applied = query.new_empty((*lead, hops, o.rows) if weights else 0)
-    out, trace, stats = run_forward(
-        query, o, applied if weights else None, hop_proj,
-        activation=activation, normalize=normalize,
-    )  # fmt: skip
-    return out, trace, stats, applied
+    tensors = (query, in_memory, out_memory, memory_mask, memory_bias)
+    o = options_of(*tensors, options, shared=shared)
+    applied = query.new_empty((*lead, o.hops, o.rows) if options.weights else 0)
+    written = applied if options.weights else None
+    return *run_forward(query, o, options, written, hop_proj), applied
 
 
 def memory_hop_attention_backward(
@@ -58,32 +50,24 @@ def memory_hop_attention_backward(
     memory_bias: Tensor | None,
     trace: Tensor,
     stats: Tensor,
-    *,
-    hops: int,
-    activation: str,
-    normalize: str,
-    scale: float,
-    weights: bool,
-    needed: int,
+    options: MemoryHopBackwardOptions,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Return the gradients of query, memories, hop_proj and bias, see ``docs/design.md``."""
     shared = in_memory.shape[0] == 1 and (out_memory is None or out_memory.shape[0] == 1)
-    o = options_of(
-        query, in_memory, out_memory, memory_mask, memory_bias, hops, scale, shared=shared
-    )
-    if weights and grad_weights is not None:
+    tensors = (query, in_memory, out_memory, memory_mask, memory_bias)
+    o = options_of(*tensors, options, shared=shared)
+    if options.weights and grad_weights is not None:
         grad_weights = grad_weights if query.ndim == 3 else grad_weights.unsqueeze(1)
         o = o._replace(grad_weights=operand(grad_weights))
+    of_scores = memory_bias is not None and bool(options.needed & 16)
     grad_query, memories, grads, scores = run_backward(
-        grad_out, query, in_memory, out_memory, o, trace, stats, hop_proj,
-        activation=activation, normalize=normalize, needed=needed,
-        of_scores=memory_bias is not None and bool(needed & 16),
-    )  # fmt: skip
+        grad_out, query, in_memory, out_memory, o, trace, stats, options, of_scores, hop_proj
+    )
     grad_proj = grad_bias = None
-    if hop_proj is not None and needed & 8:
-        states = trace[..., : 2 * hops : 2, :]
+    if hop_proj is not None and options.needed & 8:
+        states = trace[..., : 2 * o.hops : 2, :]
         of_hops = "rki,rkj->kij" if hop_proj.ndim == 3 else "rki,rkj->ij"
-        of_rows = (x.reshape(-1, hops, query.shape[-1]) for x in (grads, states))
+        of_rows = (x.reshape(-1, o.hops, query.shape[-1]) for x in (grads, states))
         grad_proj = torch.einsum(of_hops, *of_rows).to(hop_proj.dtype)
     if scores is not None and memory_bias is not None:
         grad_bias = summed(scores, memory_bias)
@@ -96,8 +80,7 @@ def options_of(
     out_memory: Tensor | None,
     mask: Tensor | None,
     bias: Tensor | None,
-    hops: int,
-    scale: float,
+    options: MemoryHopOptions,
     *,
     shared: bool,
 ) -> Hops:
@@ -115,8 +98,8 @@ def options_of(
         queries=max(queries, 1),
         group=batch * queries if shared else queries,
         rows=in_memory.shape[-2],
-        hops=hops,
-        scale=scale,
+        hops=options.hops,
+        scale=options.scale,
         rescored=1,
     )
 
@@ -124,11 +107,9 @@ def options_of(
 def run_forward(
     query: Tensor,
     o: Hops,
-    applied: Tensor | None,
+    options: MemoryHopOptions,
+    applied: Tensor | None = None,
     hop_proj: Tensor | None = None,
-    *,
-    activation: str,
-    normalize: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the last state, all of them, and the statistics of each hop."""
     *lead, width = query.shape
@@ -156,8 +137,8 @@ def run_forward(
             p_projected=projected,
             first_hop=hops[0],
             last_hop=hops[1],
-            ACTIVATION=activation,
-            NORMALIZE=normalize == "softmax",
+            ACTIVATION=options.activation,
+            NORMALIZE=options.normalize == "softmax",
             **_widths(width),
         )
         first = None
@@ -172,12 +153,9 @@ def run_backward(
     o: Hops,
     trace: Tensor,
     stats: Tensor,
-    hop_proj: Tensor | None = None,
-    *,
-    activation: str,
-    normalize: str,
-    needed: int,
+    options: MemoryHopBackwardOptions,
     of_scores: bool,
+    hop_proj: Tensor | None = None,
 ) -> tuple[Tensor, tuple[Tensor | None, Tensor | None], Tensor, Tensor | None]:
     """Return the gradients of the query, of the memories, of each hop's sum, and of the scores."""
     *lead, width = query.shape
@@ -198,7 +176,7 @@ def run_backward(
         "p_stats": stats.contiguous(),
         "p_grads": grads,
         "p_delta": delta,
-        "NORMALIZE": normalize == "softmax",
+        "NORMALIZE": options.normalize == "softmax",
         **_widths(width),
     }
     given = grad_out
@@ -216,7 +194,7 @@ def run_backward(
             first_hop=hops[0],
             last_hop=hops[1],
             PROJECTED=hop_proj is not None,
-            ACTIVATION=activation,
+            ACTIVATION=options.activation,
         )
         if hop_proj is not None:
             of_sum = grads[:, :, hops[0]].reshape(*lead, width)
@@ -226,7 +204,7 @@ def run_backward(
         grad_query = given.to(query.dtype)
     memories: list[Tensor | None] = [None, None]
     for n, memory in enumerate((in_memory, out_memory)):
-        if memory is None or not needed >> (n + 1) & 1:
+        if memory is None or not options.needed >> (n + 1) & 1:
             continue
         memories[n] = found = memory.new_empty(memory.shape)
         slots = memory.shape[1] if memory.ndim == 4 else 1

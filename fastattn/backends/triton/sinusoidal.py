@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastattn.backends.primitives import SinusoidalOptions
 from fastattn.backends.triton._launch import launch, operand
 from fastattn.backends.triton._table import Launch
 from fastattn.sinusoids import sinusoids
@@ -105,13 +106,8 @@ def _table(
 
 def sinusoidal_encoding(
     x: Tensor,  # [..., L, D]
-    positions: Tensor | None = None,  # [..., L] int64, broadcasts to x
-    *,
-    offset: int,
-    layout: str,
-    max_timescale: float,
-    scale: float,
-    padding_idx: int | None,
+    positions: Tensor | None,  # [..., L] int64, broadcasts to x
+    options: SinusoidalOptions,
 ) -> Tensor:
     """Return ``x * scale + PE(positions)``, see ``docs/design.md``."""
     out = target = torch.empty_like(x)
@@ -123,7 +119,7 @@ def sinusoidal_encoding(
         x, target = x.flatten(0, -4), out.flatten(0, -4)
         positions = None if positions is None else positions.flatten(0, -3)
     missing = (None,) * (4 - x.ndim)
-    frequency, phase = _table(x.shape[-1], layout, max_timescale, x.device)
+    frequency, phase = _table(x.shape[-1], options.layout, options.max_timescale, x.device)
     lifted, lifted_out = x[missing], target[missing]
     batch, heads, rows, width = lifted.shape
     launch(
@@ -139,9 +135,9 @@ def sinusoidal_encoding(
         heads=heads,
         rows=rows,
         width=width,
-        offset=offset,
-        scale=scale,
-        padding=padding_idx,
+        offset=options.offset,
+        scale=options.scale,
+        padding=options.padding_idx,
     )
     if target.data_ptr() != out.data_ptr():
         out.copy_(target.view(out.shape))
