@@ -59,16 +59,16 @@ def through(backend: str, on_gpu: Callable[[Any], Any]) -> Through:
     module = dispatch.load(backend)
 
     def moved(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            results = function(*map(on_gpu, args))
+        def call(*args: Any, **options: Any) -> Any:
+            results = function(*map(on_gpu, args), **options)
             if isinstance(results, Tensor):
                 return results.cpu()
             return tuple(x.cpu() if isinstance(x, Tensor) else x for x in results)
 
         return call
 
-    def why_not(op: str, *args: Any) -> list[str]:
-        return module.why_not(op, *map(on_gpu, args))
+    def why_not(op: str, *args: Any, **options: Any) -> list[str]:
+        return module.why_not(op, *map(on_gpu, args), **options)
 
     names = [name for name in module.__all__ if name.islower() and name != "why_not"]
     functions = {name: moved(getattr(module, name)) for name in names}
