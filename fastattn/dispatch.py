@@ -3,7 +3,7 @@
 A backend is a module of ``fastattn.backends``; an operator is a function in it, under the name that
 it has in ``reference.py``. The first backend in the order that gives no reason against a call runs
 it; the order is evidence, see ``fastattn.evidence``. A backend gives its reasons, as plain
-sentences, by ``why_not(op, *tensors, options)`` (without one it has none); a module that cannot
+sentences, by ``why_not(op, *tensors, options=...)`` (without one it has none); a module that cannot
 be imported is not built, a function that is missing falls through.
 """
 

@@ -224,11 +224,13 @@ def _hops(dtype: torch.dtype, width: int) -> Iterator[tuple[str, _Call]]:
     memory = torch.randn(256, 4, 500, width, dtype=dtype, device="cuda") / width**0.5
     args = (query, memory, None, None, None, None)
     options = MemoryHopBackwardOptions(hops=3, needed=2)
-    _, trace, stats, _ = backend.memory_hop_attention(*args, options)
-    yield "hops", lambda: backend.memory_hop_attention(*args, options)
+    _, trace, stats, _ = backend.memory_hop_attention(*args, options=options)
+    yield "hops", lambda: backend.memory_hop_attention(*args, options=options)
     yield (
         "hops_backward",
-        lambda: backend.memory_hop_attention_backward(query, None, *args, trace, stats, options),
+        lambda: backend.memory_hop_attention_backward(
+            query, None, *args, trace, stats, options=options
+        ),
     )
 
 
@@ -239,7 +241,7 @@ def _additive(dtype: torch.dtype, width: int) -> Iterator[tuple[str, _Call]]:
     x = torch.randn(16, 512, width, dtype=dtype, device="cuda")
     v = torch.randn(width, dtype=dtype, device="cuda")
     args = (x, x, x, v, None, None, None)
-    yield "additive", lambda: backend.additive_attention(*args, AdditiveOptions())
+    yield "additive", lambda: backend.additive_attention(*args, options=AdditiveOptions())
 
 
 _CALLS: dict[str, Callable[[torch.dtype, int], Iterator[tuple[str, _Call]]]] = {

@@ -44,9 +44,9 @@ def test_each_query_takes_the_steps_that_it_needs(
     state = torch.randn(2, 35, 6, generator=generator)
     stored = 2 * torch.randn(2, 9, 6, generator=generator)
     options = HopfieldOptions(steps_max=steps_max, eps=1e-2, together=together)
-    arguments = (state, stored, None, None, None, options)
-    found = TRITON.module.hopfield_retrieve(*arguments)
-    wanted = reference.hopfield_retrieve(*arguments)
+    tensors = (state, stored, None, None, None)
+    found = TRITON.module.hopfield_retrieve(*tensors, options=options)
+    wanted = reference.hopfield_retrieve(*tensors, options=options)
     assert torch.equal(found[1], wanted[1])
     assert steps_max == 0 or wanted[1].unique().numel() > 1
     for x, want in zip(found, wanted, strict=True):
@@ -62,7 +62,8 @@ def test_more_steps_than_one_launch_takes(
     found = []
     for steps in (256, 2):
         monkeypatch.setattr("fastattn.backends.triton.hopfield._ROUND", steps)
-        found.append(TRITON.module.hopfield_retrieve(state, stored, None, None, None, options))
+        tensors = (state, stored, None, None, None)
+        found.append(TRITON.module.hopfield_retrieve(*tensors, options=options))
     assert found[0][1].max() > 4
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)

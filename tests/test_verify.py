@@ -117,7 +117,7 @@ def test_the_judge_of_sinusoids_sees_a_wrong_row(monkeypatch: pytest.MonkeyPatch
     right = reference.sinusoidal_encoding
 
     def wrong(x: torch.Tensor, positions: Any, options: SinusoidalOptions) -> torch.Tensor:
-        return right(x, positions, replace(options, offset=options.offset + 1))
+        return right(x, positions, options=replace(options, offset=options.offset + 1))
 
     class Wrong:
         why_not = staticmethod(reference.why_not)

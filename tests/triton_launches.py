@@ -58,7 +58,9 @@ def sinusoidal(
     rows: int = 48, dtype: torch.dtype = torch.float32, offset: int = 0
 ) -> Callable[[], Any]:
     x = torch.empty(2, rows, 64, dtype=dtype, device="meta")
-    return lambda: backend.sinusoidal_encoding(x, None, SinusoidalOptions(offset, scale=8.0))
+    return lambda: backend.sinusoidal_encoding(
+        x, None, options=SinusoidalOptions(offset, scale=8.0)
+    )
 
 
 # -- the tests ------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ def encode_memory(
     weight: Tensor,  # [R, G, V, D]
     factors: Tensor,  # [J, D]
     temporal: Tensor | None,  # [R, G, N, D]
+    *,
     options: EncodeMemoryOptions,
 ) -> Tensor:
     """Return sum_j factors_j o weight[tokens_j] + temporal [R, B, G, N, D] (Sukhbaatar et al. 2015,
@@ -39,6 +40,7 @@ def encode_memory_backward(
     grad: Tensor,  # [R, B, G, N, D]
     tokens: Tensor,
     factors: Tensor,
+    *,
     options: EncodeMemoryBackwardOptions,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of weight [R, G, rows, D] and temporal [R, G, N, D], empty if not so."""

@@ -36,6 +36,7 @@ def hopfield_retrieve(
     keys: Tensor | None,  # [G, N, D], a multiple of stored for each g; None: stored itself
     mask: Tensor | None,  # [G|1, Q|1, N|1] bool, True takes part
     bias: Tensor | None,  # [G|1, Q|1, N|1], added to the scores
+    *,
     options: HopfieldOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``(xi [G, Q, D], taken [G, Q], ends [G, Q, 2, D])``.
@@ -109,6 +110,7 @@ def hopfield_retrieve_backward(
     bias: Tensor | None,
     taken: Tensor,
     ends: Tensor,
+    *,
     options: HopfieldBackwardOptions,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Return the gradients of state, stored, keys and the bias, in their own shapes.

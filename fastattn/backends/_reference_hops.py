@@ -44,6 +44,7 @@ def memory_hop_attention(
     hop_proj: Tensor | None,  # [D, D] or [K, D, D]
     memory_mask: Tensor | None,  # [B|1, Q|1, K|1, N|1] bool, True takes part
     memory_bias: Tensor | None,  # [B|1, Q|1, K|1, N|1], added to the scores
+    *,
     options: MemoryHopOptions,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return ``(out, trace, stats, weights)``: as query, [..., 2K+1, D], [..., K, 2], [..., K, N].
@@ -111,6 +112,7 @@ def memory_hop_attention_backward(
     memory_bias: Tensor | None,
     trace: Tensor,
     stats: Tensor,
+    *,
     options: MemoryHopBackwardOptions,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Return the gradients of query, the memories, hop_proj and the bias, in their own shapes.
@@ -132,7 +134,7 @@ def memory_hop_attention_backward(
         assert query is not None
         assert in_memory is not None
         tensors = (query, in_memory, out_memory, hop_proj, memory_mask, memory_bias)
-        results = memory_hop_attention(*tensors, options)
+        results = memory_hop_attention(*tensors, options=options)
         return tuple(results[n] for n, _ in given)
 
     leaves = [x for n in wanted if (x := inputs[n]) is not None]

@@ -20,6 +20,7 @@ def local_attention(
     first: Tensor,  # [B, Lq] int64
     seen: Tensor,  # [B, Lq, W] bool
     factor: Tensor | None,  # [B, Lq, W]
+    *,
     options: NoOptions,
 ) -> tuple[Tensor, Tensor]:
     """Return ``(out, weights)``: every query attends to the W rows from its ``first`` one on.
@@ -66,6 +67,7 @@ def local_attention_backward(
     seen: Tensor,
     factor: Tensor | None,
     weights: Tensor | None,
+    *,
     options: NoOptions,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return the gradients of query, key, value and factor; ``weights`` are computed again."""
@@ -74,7 +76,7 @@ def local_attention_backward(
 
     def forward(query: Tensor, key: Tensor, value: Tensor, *more: Tensor) -> Any:
         one = more[0] if more else None
-        results = local_attention(query, key, value, first, seen, one, options)
+        results = local_attention(query, key, value, first, seen, one, options=options)
         return tuple(results[n] for n, _ in given)
 
     if not given:

@@ -371,6 +371,7 @@ def philox4x32(
 def sinusoidal_encoding(
     x: Tensor,  # [..., L, D]
     positions: Tensor | None,  # [..., L] int64, broadcasts; None: offset, offset + 1, ...
+    *,
     options: SinusoidalOptions,
 ) -> Tensor:
     """Return ``x * scale + PE(positions)`` [..., L, D], see :mod:`fastattn.sinusoids` for PE."""
@@ -391,6 +392,7 @@ def additive_attention(
     bias: Tensor | None,  # [A]
     attn_mask: Tensor | None,  # [B|1, Tq|1, Tk|1], bool (True sees) or floating (added)
     seed: Tensor | None,  # [] int64
+    *,
     options: AdditiveOptions,
 ) -> tuple[Tensor, Tensor]:
     """Return ``(out [B, Tq, Dv], w [B, Tq, Tk])``, w being empty unless ``weights``.
@@ -416,6 +418,7 @@ def additive_attention_backward(
     bias: Tensor | None,
     attn_mask: Tensor | None,
     seed: Tensor | None,
+    *,
     options: AdditiveBackwardOptions,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return the gradients of query, key, value, v, bias and the mask, in its own shape.
@@ -433,7 +436,7 @@ def additive_attention_backward(
     def forward(query: Tensor, key: Tensor, value: Tensor, v: Tensor, *more: Tensor) -> Any:
         added = None if bias is None else more[0]
         mask = more[-1] if options.needs_mask_grad else attn_mask
-        results = additive_attention(query, key, value, v, added, mask, seed, options)
+        results = additive_attention(query, key, value, v, added, mask, seed, options=options)
         return tuple(results[n] for n, _ in given)
 
     if given:

@@ -189,7 +189,7 @@ def run_additive(backend: Any, inputs: AdditiveInputs) -> dict[str, Tensor]:
     options = extended(
         AdditiveBackwardOptions, inputs.options, needs_mask_grad=inputs.needs_mask_grad
     )
-    grads = backend.additive_attention_backward(*inputs.given, *inputs.args, options)
+    grads = backend.additive_attention_backward(*inputs.given, *inputs.args, options=options)
     results = {"out": out}
     if inputs.options.weights:
         results["weights"] = weights

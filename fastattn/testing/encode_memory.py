@@ -117,8 +117,9 @@ def check_encoding(case: EncodeCase, dtype: torch.dtype, target: Target) -> Verd
 
     verdict = Verdict()
     with target.active() as backend:
-        operator, primitive = prepare(tokens, weight, temporal=temporal, encoding=encoding)
-        *tensors, options = primitive
+        operator, (*tensors, options) = prepare(
+            tokens, weight, temporal=temporal, encoding=encoding
+        )
         verdict.declined = backend.why_not(operator.name, *tensors, options=options)
         if verdict.declined:
             return verdict

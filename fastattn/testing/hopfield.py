@@ -11,7 +11,10 @@ from torch import Tensor
 
 import fastattn
 from fastattn.backends import reference
-from fastattn.backends.primitives import AttentionOptions, MemoryHopOptions
+from fastattn.backends.primitives import (
+    AttentionOptions,
+    MemoryHopOptions,
+)
 from fastattn.ops.hopfield import _prepared, _primitive, hopfield_retrieve, prepare
 from fastattn.testing.draws import cached, generator_of
 from fastattn.testing.memory import Watch, place
@@ -296,8 +299,7 @@ def check_hopfield(case: HopfieldCase, dtype: torch.dtype, target: Target) -> Ve
     inputs, exact, noise = expected_retrieval(case, dtype)
     verdict = Verdict()
     with target.active() as backend:
-        operator, primitive = prepare(**inputs.tensors, **inputs.options)
-        *tensors, options = primitive
+        operator, (*tensors, options) = prepare(**inputs.tensors, **inputs.options)
         verdict.declined = backend.why_not(operator.name, *tensors, options=options)
         if verdict.declined:
             return verdict

@@ -205,8 +205,8 @@ def definition(inputs: HopInputs) -> dict[str, Tensor]:
     """The results and the gradients, by the reference in float64."""
 
     def hops(**arguments: Any) -> Any:
-        _, primitive = prepare(**arguments)
-        out, _, _, weights = reference.memory_hop_attention(*primitive)
+        _, (*tensors, options) = prepare(**arguments)
+        out, _, _, weights = reference.memory_hop_attention(*tensors, options=options)
         return (out, weights) if arguments["need_weights"] else out
 
     return _derived(inputs.double(), hops)
@@ -266,8 +266,7 @@ def check_hops(case: HopCase, dtype: torch.dtype, target: Target) -> Verdict:
     inputs, exact, noise = expected_hops(case, dtype)
     verdict = Verdict()
     with target.active() as backend:
-        operator, primitive = prepare(**inputs.tensors, **inputs.options)  # type: ignore[arg-type]
-        *tensors, options = primitive
+        operator, (*tensors, options) = prepare(**inputs.tensors, **inputs.options)  # type: ignore[arg-type]
         verdict.declined = backend.why_not(operator.name, *tensors, options=options)
         if verdict.declined:
             return verdict

@@ -87,11 +87,11 @@ def check_sinusoidal(case: SinusoidalCase, dtype: torch.dtype, target: Target) -
             return verdict
         watch = memory.Watch(x=x, positions=positions)
         with fresh_memory_is_nan():
-            out = backend.sinusoidal_encoding(x, positions, options)
+            out = backend.sinusoidal_encoding(x, positions, options=options)
     verdict.faults += [f"{name} was written to" for name in watch.written()]
 
     def definition() -> dict[str, Tensor]:
-        return {"out": reference.sinusoidal_encoding(x.double(), positions, options)}
+        return {"out": reference.sinusoidal_encoding(x.double(), positions, options=options)}
 
     exact = definition()
     verdict.judge({"out": out}, exact, Noise(definition, exact, dtype), {"out": dtype})

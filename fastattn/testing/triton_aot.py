@@ -342,9 +342,11 @@ def additive(dtype: torch.dtype, width: int, *, backward: bool = False) -> Calla
 
     def run() -> None:
         if not backward:
-            backend.additive_attention(*rest, AdditiveOptions(weights=True))
+            backend.additive_attention(*rest, options=AdditiveOptions(weights=True))
             return
-        backend.additive_attention_backward(x, None, *rest, AdditiveBackwardOptions(weights=True))
+        backend.additive_attention_backward(
+            x, None, *rest, options=AdditiveBackwardOptions(weights=True)
+        )
 
     return run
 
@@ -360,11 +362,14 @@ def encode(dtype: torch.dtype, width: int, *, backward: bool = False) -> Callabl
     def run() -> None:
         if not backward:
             backend.encode_memory(
-                tokens, weight, factors, temporal, EncodeMemoryOptions(padding_idx=0)
+                tokens, weight, factors, temporal, options=EncodeMemoryOptions(padding_idx=0)
             )
             return
         backend.encode_memory_backward(
-            grad, tokens, factors, EncodeMemoryBackwardOptions(1000, temporal=True, padding_idx=0)
+            grad,
+            tokens,
+            factors,
+            options=EncodeMemoryBackwardOptions(1000, temporal=True, padding_idx=0),
         )
 
     return run
@@ -380,10 +385,10 @@ def hops(dtype: torch.dtype, width: int, *, backward: bool = False) -> Callable[
 
     def run() -> None:
         if not backward:
-            backend.memory_hop_attention(*args, MemoryHopOptions(hops=3))
+            backend.memory_hop_attention(*args, options=MemoryHopOptions(hops=3))
             return
         options = MemoryHopBackwardOptions(hops=3, needed=2)
-        backend.memory_hop_attention_backward(query, None, *args, trace, stats, options)
+        backend.memory_hop_attention_backward(query, None, *args, trace, stats, options=options)
 
     return run
 
@@ -395,16 +400,16 @@ def retrieval(dtype: torch.dtype, width: int, grad: str = "") -> Callable[[], An
     ends = torch.empty(8, 100, 2, width, device="meta")
     if not grad:
         options = HopfieldOptions(steps_max=5, eps=1e-4)
-        return lambda: backend.hopfield_retrieve(state, stored, None, None, None, options)
+        return lambda: backend.hopfield_retrieve(state, stored, None, None, None, options=options)
     back = HopfieldBackwardOptions(steps_max=5, eps=1e-4, grad=grad, needed=3)
     return lambda: backend.hopfield_retrieve_backward(
-        state, state, stored, None, None, None, taken, ends, back
+        state, state, stored, None, None, None, taken, ends, options=back
     )
 
 
 def sinusoidal(dtype: torch.dtype) -> Callable[[], Any]:
     x = torch.empty(8, 512, 64, dtype=dtype, device="meta")
-    return lambda: backend.sinusoidal_encoding(x, None, SinusoidalOptions(scale=8.0))
+    return lambda: backend.sinusoidal_encoding(x, None, options=SinusoidalOptions(scale=8.0))
 
 
 PAGE = """# What the Triton kernels take of a GPU

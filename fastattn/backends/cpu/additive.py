@@ -20,6 +20,7 @@ def additive_attention(
     bias: Tensor | None,  # [A]
     attn_mask: Tensor | None,  # [B|1, Tq|1, Tk|1]
     seed: Tensor | None,
+    *,
     options: AdditiveOptions,
 ) -> tuple[Tensor, Tensor]:
     """Return ``(out, weights)``, see ``docs/design.md``."""
@@ -58,6 +59,7 @@ def additive_attention_backward(
     bias: Tensor | None,
     attn_mask: Tensor | None,
     seed: Tensor | None,
+    *,
     options: AdditiveBackwardOptions,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return the gradients of query, key, value, v, bias and the mask, see ``docs/design.md``."""

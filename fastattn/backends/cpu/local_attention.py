@@ -19,6 +19,7 @@ def local_attention(
     first: Tensor,  # [B, Lq] int64
     seen: Tensor,  # [B, Lq, W] bool
     factor: Tensor | None,  # [B, Lq, W]
+    *,
     options: NoOptions,
 ) -> tuple[Tensor, Tensor]:
     """Return ``(out, weights)``, see ``docs/design.md``."""
@@ -51,6 +52,7 @@ def local_attention_backward(
     seen: Tensor,
     factor: Tensor | None,
     weights: Tensor,
+    *,
     options: NoOptions,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return the gradients of query, key, value and factor, see ``docs/design.md``."""

@@ -14,6 +14,7 @@ from fastattn.sinusoids import sinusoids
 def sinusoidal_encoding(
     x: Tensor,  # [..., L, D]
     positions: Tensor | None,  # [..., L] int64, broadcasts to x
+    *,
     options: SinusoidalOptions,
 ) -> Tensor:
     """Return ``x * scale + PE(positions)``, see ``docs/design.md``."""

@@ -42,6 +42,7 @@ def memory_hop_attention(
     hop_proj: Tensor | None,  # [D, D] or [K, D, D]
     memory_mask: Tensor | None,  # [B|1, Q|1, K|1, N|1]
     memory_bias: Tensor | None,  # [B|1, Q|1, K|1, N|1]
+    *,
     options: MemoryHopOptions,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return ``(out, trace, stats, weights)``, see ``docs/design.md``."""
@@ -84,6 +85,7 @@ def memory_hop_attention_backward(
     memory_bias: Tensor | None,
     trace: Tensor,
     stats: Tensor,
+    *,
     options: MemoryHopBackwardOptions,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Return the gradients of query, memories, hop_proj and bias, see ``docs/design.md``."""

@@ -39,6 +39,7 @@ def _tables(
 def sinusoidal_encoding(
     x: Tensor,  # [..., L, D]
     positions: Tensor | None,  # [..., L] int64, broadcasts to x
+    *,
     options: SinusoidalOptions,
 ) -> Tensor:
     """Return ``x * scale + PE(positions)``, see ``docs/design.md``."""

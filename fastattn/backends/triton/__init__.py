@@ -58,7 +58,7 @@ _WIDEST_HOPS = 256  # a program keeps a state and its gradient whole
 _FARTHEST = 2**29  # sums of a few places are int32
 
 
-def why_not(op: str, *tensors: Tensor | None, options: Any) -> list[str]:
+def why_not(op: str, *tensors: Any, options: Any = None) -> list[str]:
     """Return the reasons why the Triton kernels cannot run ``op`` on these arguments."""
     given = [tensor for tensor in tensors if tensor is not None]
     device = given[0].device
@@ -95,15 +95,16 @@ def why_not(op: str, *tensors: Tensor | None, options: Any) -> list[str]:
         assert value is not None
         return _why_not_attend(query, key, value, None, slopes, 0)
     if op.startswith("memory_hop_attention"):
-        return _why_not_width(given[0].shape[-1])
+        query, *_ = tensors[2:] if op.endswith("_backward") else tensors
+        return _why_not_width(query.shape[-1])
     if op.startswith("hopfield_retrieve"):
-        reasons = _why_not_width(given[0].shape[-1])
+        state, *_ = tensors[1:] if op.endswith("_backward") else tensors
+        reasons = _why_not_width(state.shape[-1])
         if options.together > TOGETHER:
             reasons.append(f"{options.together} queries that stop together are above {TOGETHER}")
         return reasons
     if op.startswith("additive_attention"):
-        value = tensors[4] if op.endswith("_backward") else tensors[2]
-        assert value is not None
+        _, _, value, *_ = tensors[2:] if op.endswith("_backward") else tensors
         if value.shape[2] > _WIDEST:
             return [f"a value dimension of {value.shape[2]} is above {_WIDEST}"]
     return []

@@ -7,7 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.backends.primitives import AdditiveBackwardOptions, AdditiveOptions, AttentionOptions
+from fastattn.backends.primitives import (
+    AdditiveBackwardOptions,
+    AdditiveOptions,
+    AttentionOptions,
+)
 from fastattn.backends.triton._additive_kernels import (
     additive_backward_column,
     additive_backward_scores,
@@ -30,6 +34,7 @@ def additive_attention(
     bias: Tensor | None,  # [A]
     attn_mask: Tensor | None,  # [B|1, Tq|1, Tk|1]
     seed: Tensor | None,
+    *,
     options: AdditiveOptions,
 ) -> tuple[Tensor, Tensor]:
     """Return ``(out, weights)``, see ``docs/design.md``."""
@@ -67,6 +72,7 @@ def additive_attention_backward(
     bias: Tensor | None,
     attn_mask: Tensor | None,
     seed: Tensor | None,
+    *,
     options: AdditiveBackwardOptions,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return the gradients of query, key, value, v, bias and the mask, see ``docs/design.md``."""
@@ -181,6 +187,7 @@ def _options(
     mask = None if attn_mask is None else attn_mask.unsqueeze(1)
     sizes = (1, 1, query.shape[1], key.shape[1])
     window = AttentionOptions(scale=1.0, window_right=0 if options.causal else -1)
-    dropout_p = options.dropout_p
-    found = options_of(sizes, mask, None, seed, window, scale=1.0, offset=0, dropout_p=dropout_p)
+    found = options_of(
+        sizes, mask, None, seed, window, scale=1.0, offset=0, dropout_p=options.dropout_p
+    )
     return found._replace(rescored=1)  # scores in the unit of the definition

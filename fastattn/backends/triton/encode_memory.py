@@ -128,6 +128,7 @@ def encode_memory(
     weight: Tensor,  # [R, G, V, D]
     factors: Tensor,  # [J, D] float32
     temporal: Tensor | None,  # [R, G, N, D]
+    *,
     options: EncodeMemoryOptions,
 ) -> Tensor:
     """Return the memories [R, B, G, N, D], see ``docs/design.md``."""
@@ -159,6 +160,7 @@ def encode_memory_backward(
     grad: Tensor,  # [R, B, G, N, D]
     tokens: Tensor,
     factors: Tensor,
+    *,
     options: EncodeMemoryBackwardOptions,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of weight and temporal, see ``docs/design.md``."""

@@ -37,6 +37,7 @@ def hopfield_retrieve(
     keys: Tensor | None,  # [G, N, D]
     mask: Tensor | None,  # [G|1, Q|1, N|1]
     bias: Tensor | None,  # [G|1, Q|1, N|1]
+    *,
     options: HopfieldOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``(xi, taken, ends)``, see ``docs/design.md``."""
@@ -82,6 +83,7 @@ def hopfield_retrieve_backward(
     bias: Tensor | None,
     taken: Tensor,  # [G, Q]
     ends: Tensor,  # [G, Q, 2, D]
+    *,
     options: HopfieldBackwardOptions,
 ) -> Gradients:
     """Return the gradients of state, stored, keys and the bias, see ``docs/design.md``."""
