@@ -74,8 +74,8 @@ def test_case(case: AdditiveCase) -> None:
 
 @pytest.mark.parametrize("result", range(6))
 def test_the_judge_sees_a_wrong_gradient(result: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(*args: Any) -> Any:
-        grads = list(reference.additive_attention_backward(*args))
+    def wrong(*args: Any, options: Any) -> Any:
+        grads = list(reference.additive_attention_backward(*args, options=options))
         grads[result] = grads[result] * 1.001
         return tuple(grads)
 
