@@ -31,10 +31,10 @@ SOURCES = [path for path in sorted(PACKAGE.rglob("*.py")) if path.name != "compa
 
 
 def _own_names() -> frozenset[str]:
-    """The private names that the package itself defines, or the standard library, or the registries
-    of transformers."""
+    """The private names that the package itself defines, or the standard library, or what the
+    classes of transformers have."""
     found = {"_replace", "_asdict", "_fields", "_getframe", "_exit", "_ActionsContainer"}
-    found.add("_global_mapping")
+    found |= {"_global_mapping", "_supports_sdpa", "_supports_flex_attn"}
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             match node:

@@ -18,6 +18,7 @@ import torch
 
 import fastattn
 from fastattn import dispatch, evidence, info
+from fastattn.backends.primitives import AttentionOptions
 from fastattn.evidence import Gemm, Processor
 from fastattn.nn import _linear, _small
 
@@ -186,8 +187,7 @@ def test_the_users_own_entries_come_first(own: Path) -> None:
         assert order(torch.float16) == ("torch", "cpu", "reference")
         told = dispatch.explanation(
             ATTENTION, (torch.empty(1, 1, 4, 8).half(),) * 3 + (None,) * 3,
-            {"scale": 1.0, "offset": 0, "window_left": -1, "window_right": -1, "softcap": 0.0,
-             "dropout_p": 0.0, "weights": 0},
+            AttentionOptions(scale=1.0),
         )  # fmt: skip
         assert "your `fastattn tune` of 2026-11-22" in str(told)
     with be(AMX):  # another processor: a home folder may be shared
