@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from packaging import version
 from torch import Tensor
 
 transformers = pytest.importorskip("transformers")
@@ -115,6 +116,8 @@ def siglip():  # type: ignore[no-untyped-def]
 
 @pytest.mark.parametrize("model", [gpt2, siglip])
 def test_weights_of_models_that_do_not_tell_their_layers(model) -> None:  # type: ignore[no-untyped-def]
+    if model is gpt2 and version.parse(transformers.__version__) < version.parse("5.4"):
+        pytest.skip("GPT-2 of transformers before 5.4 does not show that it records weights")
     model_class, config, inputs = model()
     weights = []
     for implementation in ("eager", "fastattn"):

@@ -16,6 +16,12 @@ from fastattn.integrations.transformers._attention import attention_forward
 from fastattn.integrations.transformers._masks import StructuredMask, attention_mask
 from fastattn.integrations.transformers._patterns import Pattern, pattern_of
 
+if not hasattr(hf, "packed_sequence_compatibility_function"):
+    pytest.skip(
+        "mask functions of older releases have other arguments; tests of models cover them",
+        allow_module_level=True,
+    )
+
 SEGMENTS = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2], [0, 0, 1, 1, 1, 1, 2, 3]])
 POSITIONS = torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2], [4, 5, 0, 1, 2, 3, 0, 7]])
 
