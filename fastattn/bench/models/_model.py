@@ -50,8 +50,11 @@ class Model(Operator):
         raise NotImplementedError
 
     def given(self, cell: Cell, draw: Draw) -> Inputs:
-        """What the model is called with."""
-        raise NotImplementedError
+        """What the model is called with: random words, and which of them are no padding."""
+        inputs = {"input_ids": draw.integers(0, cell["V"], cell["B"], cell["L"])}
+        if cell.mask == "padding":
+            inputs["attention_mask"] = draw.valid(cell["B"], cell["L"]).long()
+        return inputs
 
     def weights(self, sizes: Mapping[str, int]) -> int:
         """By how many numbers a layer multiplies a token; a layer of an encoder."""
@@ -228,14 +231,6 @@ def _summed_in_16_bits(model: nn.Module) -> list[str]:
 
 
 TEXT_SIZES: Sizes = {"B": 8, "L": 128, "N": 12, "E": 768, "H": 12, "F": 3072, "V": 30522}
-
-
-def text(cell: Cell, draw: Draw) -> Inputs:
-    """Sentences of random words, and which of the words are no padding."""
-    inputs = {"input_ids": draw.integers(0, cell["V"], cell["B"], cell["L"])}
-    if cell.mask == "padding":
-        inputs["attention_mask"] = draw.valid(cell["B"], cell["L"]).long()
-    return inputs
 
 
 def _windows(draw: Draw) -> Callable[[int, float], Tensor]:

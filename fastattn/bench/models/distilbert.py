@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING, ClassVar
 
 from torch import nn
 
-from fastattn.bench.models._model import TEXT_SIZES, Model, text
-from fastattn.bench.ops._base import Inputs, Sizes
+from fastattn.bench.models._model import TEXT_SIZES, Model
+from fastattn.bench.ops._base import Sizes
 
 if TYPE_CHECKING:
     from fastattn.bench.cells import Cell
-    from fastattn.bench.inputs import Draw
 
 
 class DistilBert(Model):
@@ -34,9 +33,6 @@ class DistilBert(Model):
             attention_dropout=0.0,
         )
         return DistilBertModel(config)
-
-    def given(self, cell: Cell, draw: Draw) -> Inputs:
-        return text(cell, draw)
 
 
 OP = DistilBert()

@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING, ClassVar
 
 from torch import nn
 
-from fastattn.bench.models._model import Model, text
-from fastattn.bench.ops._base import Inputs, Sizes
+from fastattn.bench.models._model import Model
+from fastattn.bench.ops._base import Sizes
 
 if TYPE_CHECKING:
     from fastattn.bench.cells import Cell
-    from fastattn.bench.inputs import Draw
 
 
 class Gpt2(Model):
@@ -35,9 +34,6 @@ class Gpt2(Model):
             attn_pdrop=0.0,
         )
         return GPT2Model(config)
-
-    def given(self, cell: Cell, draw: Draw) -> Inputs:
-        return text(cell, draw)
 
 
 OP = Gpt2()

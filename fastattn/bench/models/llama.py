@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import nn
 
-from fastattn.bench.models._model import Model, text
-from fastattn.bench.ops._base import Inputs, Sizes
+from fastattn.bench.models._model import Model
+from fastattn.bench.ops._base import Sizes
 
 if TYPE_CHECKING:
     from fastattn.bench.cells import Cell
-    from fastattn.bench.inputs import Draw
 
 
 class Llama(Model):
@@ -53,9 +52,6 @@ class Llama(Model):
         from transformers import LlamaModel
 
         return LlamaModel(self.config(cell))
-
-    def given(self, cell: Cell, draw: Draw) -> Inputs:
-        return text(cell, draw)
 
     def weights(self, sizes: Mapping[str, int]) -> int:
         embed, keys = sizes["E"], sizes["E"] // sizes["H"] * sizes["Hkv"]
