@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fastattn.integrations.transformers._masks import StructuredMask, dense_mask
-from fastattn.integrations.transformers._patterns import Pattern
+from fastattn.integrations.transformers._patterns import Pattern, in_window
 from fastattn.integrations.transformers._recording import weights_are_recorded
 from fastattn.integrations.transformers._support import is_model_input, takes_any_mask
 from fastattn.ops import scaled_dot_product_attention, varlen_attention
@@ -317,13 +317,9 @@ def _unpacked(call: _Call, visible: _Visible, q_starts: Tensor, k_starts: Tensor
     batch = call.query.shape[0]
     q_group, q_place = _places(q_starts, batch, call.query.shape[2])
     k_group, k_place = _places(k_starts, batch, call.key.shape[2])
-    keep = q_group[:, :, None] == k_group[:, None, :]
     distance = q_place[:, :, None] - k_place[:, None, :]
-    if visible.left >= 0:
-        keep = keep & (distance <= visible.left)
-    if visible.right >= 0:
-        keep = keep & (distance >= -visible.right)
-    keep = keep[:, None]
+    keep = in_window(distance, visible.left, visible.right)
+    keep = (keep & (q_group[:, :, None] == k_group[:, None, :]))[:, None]
     return _Visible(keep if visible.mask is None else _both(keep, visible.mask))
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastattn import compat
-from fastattn.integrations.transformers._patterns import Pattern, pattern_of
+from fastattn.integrations.transformers._patterns import Pattern, in_window, pattern_of
 from fastattn.integrations.transformers._support import takes_any_mask
 from fastattn.library import runs_eagerly
 
@@ -106,11 +106,7 @@ def dense_mask(
     *_, q_len, k_len = shape
     queries = torch.arange(q_len, device=device)[:, None] + offset
     distance = queries - torch.arange(k_len, device=device)
-    mask = torch.ones(1, 1, q_len, k_len, dtype=torch.bool, device=device)
-    if pattern.left >= 0:
-        mask = mask & (distance <= pattern.left)
-    if pattern.right >= 0:
-        mask = mask & (distance >= -pattern.right)
+    mask = in_window(distance, pattern.left, pattern.right)[None, None]
     if pattern.segments is not None:
         groups = pattern.segments
         mask = mask & (groups[:, None, :, None] == groups[:, None, None, :])

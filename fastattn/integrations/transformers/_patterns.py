@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Pattern", "pattern_of"]
+__all__ = ["Pattern", "in_window", "pattern_of"]
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,16 @@ class Pattern:
     left: int = -1
     right: int = -1
     segments: Tensor | None = None
+
+
+def in_window(distance: Tensor, left: int, right: int) -> Tensor:
+    """Whether ``-right <= distance <= left``; -1 is unlimited."""
+    inside = torch.ones_like(distance, dtype=torch.bool)
+    if left >= 0:
+        inside = inside & (distance <= left)
+    if right >= 0:
+        inside = inside & (distance >= -right)
+    return inside
 
 
 def pattern_of(mask_function: Callable[..., Any]) -> Pattern | None:
