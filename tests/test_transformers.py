@@ -97,7 +97,7 @@ SEQUENCES = (4, 7)
 def test_packed_sequences(entry: Entry, how: str) -> None:
     """Each sequence of a packed row gets what it gets alone."""
     if how not in entry.packed:
-        pytest.skip(f"{entry} is not told of packed sequences by {how}")
+        pytest.skip(f"{entry} does not take packed sequences by {how}")
     model = entry.build()
     tokens = text(entry.generator(), batch=1)["input_ids"]
     want = [outputs(model, {"input_ids": x})["logits"] for x in tokens.split(SEQUENCES, 1)]

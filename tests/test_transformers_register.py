@@ -91,7 +91,7 @@ def test_only_sdpa_can_be_overridden(override: str) -> None:
 
 
 def test_models_that_run_on_sdpa_are_served_by_the_override() -> None:
-    """Which is told by the weights: PyTorch's function has none to return."""
+    """The weights show which function runs: PyTorch's returns none."""
     entry = ENTRY["LlamaForCausalLM"]
     model, inputs = entry.build(), entry.example() | {"output_attentions": True}
     model.set_attn_implementation("sdpa")

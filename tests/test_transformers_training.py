@@ -102,7 +102,7 @@ def test_lora(entry: Entry) -> None:
 
 @pytest.mark.parametrize("entry", params("drops"))
 def test_dropout_of_weights(entry: Entry) -> None:
-    """It is drawn anew in each call, from PyTorch's seed."""
+    """Each call draws other weights, and PyTorch's seed reproduces them."""
     inputs = entry.example()
     model = entry.build(dropout=0.3).train()
 

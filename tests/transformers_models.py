@@ -48,7 +48,7 @@ class Entry:
     since: str = "5.0.0"  # the first release in which the class asks the registry for its attention
     weights_since: str = "5.0.0"  # the first in which it shows that it wants attention weights
     sub: dict[str, dict[str, Any]] = field(default_factory=dict)  # configurations of its parts
-    packed: tuple[str, ...] = ()  # how eager or flash attention are told of packed sequences
+    packed: tuple[str, ...] = ()  # the arguments by which a model takes packed sequences
     drops: bool = True  # can drop attention weights
     quick: bool = False  # runs in `make test`
 

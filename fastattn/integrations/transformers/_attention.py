@@ -16,8 +16,8 @@ from fastattn.ops import scaled_dot_product_attention, varlen_attention
 
 __all__ = ["attention_forward"]
 
-# What models hand on to every layer, and what has no bearing on attention. Besides, models that
-# contain others hand on what they were called with (PaliGemma: labels), see is_model_input.
+# Arguments that models pass to every layer and that do not change attention. Composite models also
+# pass their own inputs (PaliGemma: labels), see is_model_input.
 _IRRELEVANT = frozenset(
     """
     cache_position decoder_attention_mask decoder_input_ids deterministic generation_mode
@@ -26,7 +26,7 @@ _IRRELEVANT = frozenset(
     vision_feature_select_strategy
     """.split()
 )
-# What continuous batching hands on besides: for its cache, and for what follows the model.
+# Continuous batching also passes arguments for its cache and for the sampling of tokens.
 _PAGED = _IRRELEVANT | set(
     "block_table logits_indices logits_processor_args read_index write_index".split()
 )

@@ -29,7 +29,7 @@ def takes_any_mask(config: Any) -> bool:
     config_class = type(config)
     if config_class not in _takes_any_mask:
         models = _models_of(config_class)
-        if not models:  # whoever asks for this mask, it is no model of transformers
+        if not models:  # the config of a model that is not part of transformers
             return True
         _takes_any_mask[config_class] = any(map(_reads_any_mask, models))
         if not _takes_any_mask[config_class]:
