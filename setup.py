@@ -249,7 +249,7 @@ def cuda_elements(source: Path) -> tuple[str, ...]:
     """The element types that kernels are compiled for; tf32 is float32 to all but attention."""
     if is_for_hopper(source):
         return ("Bf16", "F16")
-    return ("Bf16", "F16", "F32", *(["Tf32"] if source.stem.startswith("attention") else []))
+    return ("Bf16", "F16", "F32", *(["Tf32"] if source.stem.startswith("sdpa") else []))
 
 
 CUDA_ARCHS = "80;90a"

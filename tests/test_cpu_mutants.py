@@ -40,15 +40,15 @@ class Mutant:
         return self.source or self.file.removesuffix(".cpp")
 
 
-FORWARD, BACKWARD = "attention_forward", "attention_backward"
+FORWARD, BACKWARD = "sdpa_forward", "sdpa_backward"
 MUTANTS = (
-    Mutant("a_sum_is_not_rescaled", "attention_forward.cpp", "store(l + n * W, alpha[n] * load(l + n * W) + sum[n])", "store(l + n * W, load(l + n * W) + sum[n])"),
-    Mutant("an_output_is_not_rescaled", "attention_forward.cpp", "store(o, alpha[n] * load(o) + x)", "store(o, load(o) + x)"),
-    Mutant("a_row_of_nothing_is_nan", "attention_forward.cpp", "select<T>(after == -kInf<T>, Vec<T>{}, after)", "after"),
-    Mutant("nan_that_nobody_sees_spreads", "attention_forward.cpp", "const bool leaky = excludes && !all_finite", "const bool leaky = false && !all_finite"),
-    Mutant("the_wrong_key_head", "attention_forward.cpp", "const int64_t hk = h / (p.Hq / p.Hkv), q1", "const int64_t hk = h % p.Hkv, q1"),
-    Mutant("hidden_weights_are_not_zeroed", "attention_forward.cpp", "hide(b, h, i0, i1, {r.end, p.Lk});", ""),
-    Mutant("pairs_begin_at_an_odd_key", "attention_forward.cpp", "range.begin = range.begin / P::kPerWord * P::kPerWord;  // pairs of keys begin at even ones", "", dtype="bfloat16"),
+    Mutant("a_sum_is_not_rescaled", "sdpa_forward.cpp", "store(l + n * W, alpha[n] * load(l + n * W) + sum[n])", "store(l + n * W, load(l + n * W) + sum[n])"),
+    Mutant("an_output_is_not_rescaled", "sdpa_forward.cpp", "store(o, alpha[n] * load(o) + x)", "store(o, load(o) + x)"),
+    Mutant("a_row_of_nothing_is_nan", "sdpa_forward.cpp", "select<T>(after == -kInf<T>, Vec<T>{}, after)", "after"),
+    Mutant("nan_that_nobody_sees_spreads", "sdpa_forward.cpp", "const bool leaky = excludes && !all_finite", "const bool leaky = false && !all_finite"),
+    Mutant("the_wrong_key_head", "sdpa_forward.cpp", "const int64_t hk = h / (p.Hq / p.Hkv), q1", "const int64_t hk = h % p.Hkv, q1"),
+    Mutant("hidden_weights_are_not_zeroed", "sdpa_forward.cpp", "hide(b, h, i0, i1, {r.end, p.Lk});", ""),
+    Mutant("pairs_begin_at_an_odd_key", "sdpa_forward.cpp", "range.begin = range.begin / P::kPerWord * P::kPerWord;  // pairs of keys begin at even ones", "", dtype="bfloat16"),
     Mutant("a_diagonal_off_by_one", "scores.h", "static_cast<T>(j - p.offset - p.window_right - i0)", "static_cast<T>(j - p.offset - p.window_right - i0 + 1)", source=FORWARD),
     Mutant("a_window_off_by_one", "scores.h", "static_cast<T>(j - p.offset + p.window_left - i0)", "static_cast<T>(j - p.offset + p.window_left - i0 - 1)", source=FORWARD),
     Mutant("alibi_has_a_sign", "scores.h", "s -= alibi * select<T>(d < T(0), -d, d);", "s -= alibi * d;", source=FORWARD),
@@ -57,11 +57,11 @@ MUTANTS = (
     Mutant("dropout_keeps_one_more", "scores.h", "draw < static_cast<int32_t>(d.threshold)", "draw <= static_cast<int32_t>(d.threshold)", source=FORWARD),
     Mutant("a_round_of_philox_less", "scores.h", "round = 3; round < 10", "round = 3; round < 9", source=FORWARD),
     Mutant("padding_is_trimmed_too_far", "mask.h", "while (r.begin < r.end && keys[r.begin] == -kInf<T>) ++r.begin;", "while (r.begin < r.end && keys[r.begin] == -kInf<T>) r.begin += 2;", source=FORWARD),
-    Mutant("a_gradient_of_keys_is_not_scaled", "attention_backward.h", "write_rows(f.dk, dp, p.D, static_cast<T>(p.scale)", "write_rows(f.dk, dp, p.D, T(1)", source=BACKWARD),
-    Mutant("a_later_chunk_is_forgotten", "attention_backward.h", "for (int64_t j = 0; j < pairs; j += chain)", "for (int64_t j = 0; j < min_of(pairs, chain); j += chain)", source=BACKWARD),
-    Mutant("what_sees_nothing_hands_on_nan", "attention_backward.h", "        clear_query(f, i);", "        ;", source=BACKWARD),
-    Mutant("weights_have_no_gradient", "attention_backward.h", "store(f.ds + x, load(f.ds + x) + load(f.grad_w + x))", "store(f.ds + x, load(f.ds + x))", source=BACKWARD),
-    Mutant("a_page_too_far", "attention_decode.h", "base + p.pages[page] * x.stride[0]", "base + p.pages[page == 0 ? 0 : page - 1] * x.stride[0]", "decode_attention", FORWARD),
+    Mutant("a_gradient_of_keys_is_not_scaled", "sdpa_backward.h", "write_rows(f.dk, dp, p.D, static_cast<T>(p.scale)", "write_rows(f.dk, dp, p.D, T(1)", source=BACKWARD),
+    Mutant("a_later_chunk_is_forgotten", "sdpa_backward.h", "for (int64_t j = 0; j < pairs; j += chain)", "for (int64_t j = 0; j < min_of(pairs, chain); j += chain)", source=BACKWARD),
+    Mutant("what_sees_nothing_hands_on_nan", "sdpa_backward.h", "        clear_query(f, i);", "        ;", source=BACKWARD),
+    Mutant("weights_have_no_gradient", "sdpa_backward.h", "store(f.ds + x, load(f.ds + x) + load(f.grad_w + x))", "store(f.ds + x, load(f.ds + x))", source=BACKWARD),
+    Mutant("a_page_too_far", "decode.h", "base + p.pages[page] * x.stride[0]", "base + p.pages[page == 0 ? 0 : page - 1] * x.stride[0]", "decode_attention", FORWARD),
     Mutant("a_hidden_row_is_read", "memory_hops_stream.h", "count += seen;", "count += 1;", "memory_hop_attention", "memory_hops"),
     Mutant("a_bias_is_not_added", "memory_hops_stream.h", "if (block.biased) x += load(block.bias + i);", "", "memory_hop_attention", "memory_hops"),
     Mutant("delta_is_0", "memory_hops_stream.h", "hop.delta = products[0];", "hop.delta = T(0);", "memory_hop_attention", "memory_hops"),
@@ -75,7 +75,7 @@ MUTANTS = (
     Mutant("padding_has_a_position", "sinusoidal.cpp", "if (tile->position[r] != p.padding_idx) continue;", "continue;", "sinusoidal_encoding"),
     Mutant("the_last_key_has_no_gradient", "local_attention.cpp", "min_of(j1, first + p.W)", "min_of(j1, first + p.W - 1)", "luong_attention"),
     Mutant("a_factor_is_forgotten", "local_attention.cpp", "if (factor != nullptr) f.s[n] *= factor[f.at[n]];", "", "luong_attention"),
-    Mutant("no_bias_beyond_tanh", "additive_attention.h", "load(k + a * k_panel) + load(bias + a * kLanes<T>)", "load(k + a * k_panel)", "additive_attention", "additive_attention"),
+    Mutant("no_bias_beyond_tanh", "additive.h", "load(k + a * k_panel) + load(bias + a * kLanes<T>)", "load(k + a * k_panel)", "additive_attention", "additive"),
 )  # fmt: skip
 
 # Prints the first case that finds the bug, if one does.

@@ -23,9 +23,9 @@ NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
 # docs/cuda-kernels.md names them. Of each element type:
 KERNELS = {
     "additive": 7,
-    "attention_forward": 6,
-    "attention_backward": 12,
-    "attention_weights": 4,
+    "sdpa_forward": 6,
+    "sdpa_backward": 12,
+    "sdpa_weights": 4,
     "encode_memory": 6,
     "hopfield": 2,
     "hopper_backward": 22,
@@ -222,7 +222,7 @@ def test_the_page_on_hopper_has_the_numbers_of_the_source() -> None:
 
 @needs_nvcc
 def test_the_forward_kernels_do_not_spill(tmp_path: Path) -> None:
-    check(ROOT / "csrc/cuda/kernels/attention_forward.cu", "Bf16", "80", tmp_path)
+    check(ROOT / "csrc/cuda/kernels/sdpa_forward.cu", "Bf16", "80", tmp_path)
 
 
 @needs_nvcc

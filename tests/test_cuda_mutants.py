@@ -48,9 +48,9 @@ class Mutant:
 
 
 # Of the headers of attention, the source whose kernels show what is wrong with them.
-USER = dict.fromkeys(("softmax", "tile", "scores", "philox", "sequence"), "attention_forward")
-USER["attention_rows"] = "attention_weights"
-FORWARD, BACKWARD, WEIGHTS = "attention_forward.h", "attention_backward.h", "attention_weights.h"
+USER = dict.fromkeys(("softmax", "tile", "scores", "philox", "varlen"), "sdpa_forward")
+USER["sdpa_rows"] = "sdpa_weights"
+FORWARD, BACKWARD, WEIGHTS = "sdpa_forward.h", "sdpa_backward.h", "sdpa_weights.h"
 K_WAIT = "cp_async_wait<0>();\n      __syncthreads();  // K has come"
 V_WAIT = "cp_async_wait<0>();\n      __syncthreads();  // V has come"
 # Of the operators beside attention: name, old, new.
@@ -195,13 +195,13 @@ MUTANTS = [
         "(c ^ (row & 7))",
         "(c ^ (row & 3))",
         "both sides of a tile use it, so all is right; bank conflicts are not modelled",
-        sources=("attention_forward", "attention_backward", "attention_weights", "decode"),
+        sources=("sdpa_forward", "sdpa_backward", "sdpa_weights", "decode"),
     ),
     Mutant("causal by one", "scores.h", "i + p.window_end, 0", "i + p.window_end - 1, 0"),
     Mutant("window by one", "scores.h", "i + p.window_begin, 0", "i + p.window_begin + 1, 0"),
-    Mutant("queries of keys by one", "scores.h", "+ 1 - p.window_end", "+ 2 - p.window_end", sources=("attention_backward",)),
+    Mutant("queries of keys by one", "scores.h", "+ 1 - p.window_end", "+ 2 - p.window_end", sources=("sdpa_backward",)),
     Mutant("ALiBi to the other side", "scores.h", "s.value -= alibi", "s.value += alibi"),
-    Mutant("softcap has slope 1", "scores.h", "1.0f - t * t", "1.0f", sources=("attention_backward",)),
+    Mutant("softcap has slope 1", "scores.h", "1.0f - t * t", "1.0f", sources=("sdpa_backward",)),
     Mutant("the mask of another row", "scores.h", "i * p.mask.stride[2]", "(i + 1) * p.mask.stride[2]"),
     Mutant("draws of four keys", "scores.h", "static_cast<uint32_t>(j) / 8", "static_cast<uint32_t>(j) / 4"),
     Mutant("halves of a draw", "philox.h", "words.x[3] : words.x[2]", "words.x[2] : words.x[3]"),
@@ -223,11 +223,11 @@ MUTANTS = [
     Mutant("copies outlive their block", BACKWARD, "  cp_async_commit();  // of a block that sees nothing\n  cp_async_wait<0>();", ""),
     Mutant("one head of a group", BACKWARD, "h < (h_kv + 1) * group", "h < h_kv * group + 1"),
     Mutant("draws of the pair transposed", BACKWARD, "words = options.words(i, j);", "words = options.words(j, i);"),
-    Mutant("the score is rounded first", "attention_pairs.h", "fmaf(dot, p.scale_float, -row.hi)", "dot * p.scale_float - row.hi", sources=("attention_backward",), element="F32"),
-    Mutant("dropped pairs have no gradient", "attention_pairs.h", "weight * (-row.delta - row.rest)", "0.0f", sources=("attention_backward",)),
-    Mutant("gradients of averaged weights", "attention_pairs.h", "g / static_cast<float>(p.Hq)", "g", sources=("attention_backward", "attention_weights")),
-    Mutant("d lse has the wrong sign", "attention_rows.h", "-static_cast<float>(p.grad_lse", "static_cast<float>(p.grad_lse"),
-    Mutant("large scores lose their sum", "attention_rows.h", "fabs(lse) > kExact", "false"),
+    Mutant("the score is rounded first", "sdpa_pairs.h", "fmaf(dot, p.scale_float, -row.hi)", "dot * p.scale_float - row.hi", sources=("sdpa_backward",), element="F32"),
+    Mutant("dropped pairs have no gradient", "sdpa_pairs.h", "weight * (-row.delta - row.rest)", "0.0f", sources=("sdpa_backward",)),
+    Mutant("gradients of averaged weights", "sdpa_pairs.h", "g / static_cast<float>(p.Hq)", "g", sources=("sdpa_backward", "sdpa_weights")),
+    Mutant("d lse has the wrong sign", "sdpa_rows.h", "-static_cast<float>(p.grad_lse", "static_cast<float>(p.grad_lse"),
+    Mutant("large scores lose their sum", "sdpa_rows.h", "fabs(lse) > kExact", "false"),
     Mutant("weights of a block too few", WEIGHTS, "j0 >= visible_to_block.end", "j0 + kKeys >= visible_to_block.end"),
     Mutant("a sum of one row", WEIGHTS, "sums_rows ? kQueries : r + 1", "r + 1"),
     Mutant("splits keep their own maximum", "memory_hops_stream.h", "(partial_of(hops, n)[width] - m) * kLog2e", "partial_of(hops, n)[width] * 0.0f", table="memory_hops"),
@@ -237,13 +237,13 @@ MUTANTS = [
     Mutant("depths are mixed up", "product.h", "rest / p.depth[1] * stride[0]", "rest / p.depth[1] * stride[1]", table="memory_hops"),
     Mutant("groups are not added", "columns.h", "int m = lanes; m < 32", "int m = 32; m < 32", table="memory_hops"),
     Mutant("infinity times nothing", "product.h", "__syncthreads_or(kMarked && odd)", "__syncthreads_or(false)", table="additive"),
-    Mutant("a block too few of all", "sequence.h", "rows / kRows + batch + 1", "rows / kRows + batch", table="varlen"),
-    Mutant("blocks of two sequences", "sequence.h", "start_of(p.q_starts, b, p.Lq) / kRows + b", "start_of(p.q_starts, b, p.Lq) / kRows", table="varlen"),
-    Mutant("keys of two sequences", "sequence.h", "start_of(p.k_starts, b, p.Lk) / kRows + b", "start_of(p.k_starts, b, p.Lk) / kRows", table="varlen", sources=("attention_backward",)),
-    Mutant("the next sequence's first row", "sequence.h", "end < begin ? begin : end", "end < begin ? begin : end + 1", table="varlen"),
-    Mutant("what is left sees keys", "sequence.h", "if (b == p.B) p.Lk = 0;", "", table="varlen"),
-    Mutant("no diagonal of its own", "sequence.h", "    set_window(p);", "", table="varlen"),
-    Mutant("lse of the first sequence", "sequence.h", "stats_stride[1] + p.q_row + i", "stats_stride[1] + i", table="varlen"),
+    Mutant("a block too few of all", "varlen.h", "rows / kRows + batch + 1", "rows / kRows + batch", table="varlen"),
+    Mutant("blocks of two sequences", "varlen.h", "start_of(p.q_starts, b, p.Lq) / kRows + b", "start_of(p.q_starts, b, p.Lq) / kRows", table="varlen"),
+    Mutant("keys of two sequences", "varlen.h", "start_of(p.k_starts, b, p.Lk) / kRows + b", "start_of(p.k_starts, b, p.Lk) / kRows", table="varlen", sources=("sdpa_backward",)),
+    Mutant("the next sequence's first row", "varlen.h", "end < begin ? begin : end", "end < begin ? begin : end + 1", table="varlen"),
+    Mutant("what is left sees keys", "varlen.h", "if (b == p.B) p.Lk = 0;", "", table="varlen"),
+    Mutant("no diagonal of its own", "varlen.h", "    set_window(p);", "", table="varlen"),
+    Mutant("lse of the first sequence", "varlen.h", "stats_stride[1] + p.q_row + i", "stats_stride[1] + i", table="varlen"),
     Mutant("a key of the next split", "decode.h", "first + p.split_keys) keys.end =", "first + p.split_keys) keys.end = 1 +", table="decode", element="F32"),
     Mutant("the low word is lost", "sinusoidal.h", "static_cast<float>(static_cast<uint32_t>(angle)) * 0x1p-64f", "0.0f", "of what the bound compares, the greatest error, it is no part: it keeps the relative error of small angles", table="sinusoidal", element="F32"),
     *(

@@ -15,12 +15,12 @@ namespace py = pybind11;
 namespace fastattn {
 
 void bind_additive(py::module_& m);
-void bind_attention(py::module_& m);
+void bind_sdpa(py::module_& m);
 void bind_local_attention(py::module_& m);
-void bind_mha(py::module_& m);
+void bind_linear(py::module_& m);
 void bind_memory_hops(py::module_& m);
 void bind_encode_memory(py::module_& m);
-void bind_sequences(py::module_& m);
+void bind_varlen(py::module_& m);
 void bind_sinusoidal(py::module_& m);
 
 namespace {
@@ -68,12 +68,12 @@ py::dict describe_processor() {
 PYBIND11_MODULE(_cpu, m) {
   m.doc() = "fastattn's CPU kernels. Import torch first: its OpenMP runtime is shared.";
   fastattn::bind_additive(m);
-  fastattn::bind_attention(m);
+  fastattn::bind_sdpa(m);
   fastattn::bind_local_attention(m);
-  fastattn::bind_mha(m);
+  fastattn::bind_linear(m);
   fastattn::bind_memory_hops(m);
   fastattn::bind_encode_memory(m);
-  fastattn::bind_sequences(m);
+  fastattn::bind_varlen(m);
   fastattn::bind_sinusoidal(m);
   m.def("build_info", &fastattn::build_info);
   m.def("set_isa", &fastattn::set_isa);

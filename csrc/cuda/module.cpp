@@ -21,7 +21,7 @@ namespace fastattn {
 namespace cuda {
 
 void bind_additive(py::module_& m);
-void bind_attention(py::module_& m);
+void bind_sdpa(py::module_& m);
 void bind_decode(py::module_& m);
 void bind_encode_memory(py::module_& m);
 void bind_memory_hops(py::module_& m);
@@ -53,7 +53,7 @@ py::dict build_info() {
 PYBIND11_MODULE(_cuda, m) {
   m.doc() = "fastattn's CUDA kernels.";
   fastattn::cuda::bind_additive(m);
-  fastattn::cuda::bind_attention(m);
+  fastattn::cuda::bind_sdpa(m);
   fastattn::cuda::bind_decode(m);
   fastattn::cuda::bind_encode_memory(m);
   fastattn::cuda::bind_memory_hops(m);

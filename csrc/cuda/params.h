@@ -31,14 +31,14 @@ struct AttentionArguments : AttentionParams {
   bool exact_delta;
 
   // backward, and weights
-  float* row_stats;  // [B, Hq, Lq, 4]: RowStats of kernels/attention_pairs.h
+  float* row_stats;  // [B, Hq, Lq, 4]: RowStats of kernels/sdpa_pairs.h
 
   // Of lse, row_stats and grad_lse between batch entries and heads, in rows.
   int64_t stats_stride[2];
 
   // Sequences packed one after the other: sequence b is rows [starts[b], starts[b + 1]). Then Lq
   // and Lk count all rows, batch strides are 0, and a kernel exchanges what follows for its own
-  // sequence's (kernels/sequence.h). Null: a rectangular batch.
+  // sequence's (kernels/varlen.h). Null: a rectangular batch.
   const int64_t* q_starts;  // [B + 1]
   const int64_t* k_starts;  // [B + 1]
   bool bottom_right;        // a diagonal of its own: offset = keys - queries of the sequence

@@ -63,7 +63,7 @@ def elements(source: Path) -> tuple[str, ...]:
     """The element types that kernels are compiled for; tf32 is float32 to all but attention."""
     if source.stem.startswith("hopper"):
         return ("Bf16", "F16")
-    return ("Bf16", "F16", "F32", *(["Tf32"] if source.stem.startswith("attention") else []))
+    return ("Bf16", "F16", "F32", *(["Tf32"] if source.stem.startswith("sdpa") else []))
 
 
 def _kernels(csrc: Path) -> Iterable[Unit]:

@@ -1,7 +1,7 @@
 // What forward and backward of additive attention share: a block of queries, and the probabilities
 // of all the keys it sees. Whole rows, so that both compute the same ones in the same way.
 #pragma once
-#include "additive_attention.h"
+#include "additive.h"
 #include "blocks.h"
 #include "mask.h"
 

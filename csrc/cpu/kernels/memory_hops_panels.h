@@ -8,7 +8,7 @@
 // a chunk there owns its rows of dM and dC.
 #pragma once
 #include "../threads.h"
-#include "attention_backward.h"
+#include "sdpa_backward.h"
 #include "memory_hops.h"
 
 namespace fastattn {

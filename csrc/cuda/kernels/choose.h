@@ -3,7 +3,7 @@
 #include <string>
 
 #include "../params.h"
-#include "sequence.h"
+#include "varlen.h"
 #include "table.h"
 
 namespace fastattn {

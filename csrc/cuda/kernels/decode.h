@@ -9,7 +9,7 @@
 //
 // In a block each warp has 16 of the keys of a step, and a softmax and an O of its own.
 #pragma once
-#include "attention_rows.h"
+#include "sdpa_rows.h"
 #include "softmax.h"
 
 namespace fastattn {

@@ -8,9 +8,9 @@
 #include "../ptx/registers.h"
 #include "../ptx/tma.h"
 #include "../ptx/wgmma.h"
-#include "attention_pairs.h"
+#include "sdpa_pairs.h"
 #include "scores.h"
-#include "sequence.h"
+#include "varlen.h"
 #include "softmax.h"
 
 namespace fastattn {

@@ -3,7 +3,7 @@
 // S = Q K^T, dP and the last dS K are on the tensor cores at once, while the other consumer
 // computes dS.
 #pragma once
-#include "attention_pairs.h"
+#include "sdpa_pairs.h"
 #include "hopper.h"
 #include "softmax.h"
 
@@ -39,7 +39,7 @@ struct HopperBackwardQShape {
                 "too many registers");
 };
 
-// kOfDelta: sums delta anew, with the very weights that it meets; see attention_backward.h.
+// kOfDelta: sums delta anew, with the very weights that it meets; see sdpa_backward.h.
 template <class T, class Shape, bool kGeneral, bool kOfDelta>
 struct HopperBackwardQ {
   static constexpr int kKeys = Shape::kKeys, kKeyTiles = kKeys / 8;

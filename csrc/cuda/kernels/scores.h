@@ -3,7 +3,7 @@
 #include "../params.h"
 #include "element.h"
 #include "philox.h"
-#include "sequence.h"
+#include "varlen.h"
 
 namespace fastattn {
 namespace cuda {

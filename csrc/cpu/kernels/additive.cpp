@@ -1,4 +1,4 @@
-// Additive attention:  O = dropout(softmax(E + mask)) V  with the scores of additive_attention.h.
+// Additive attention:  O = dropout(softmax(E + mask)) V  with the scores of additive.h.
 //
 // A block of queries meets all its keys before the softmax: a row of scores is complete, so that
 // forward and backward compute the same probabilities the same way, and nothing has to be kept for

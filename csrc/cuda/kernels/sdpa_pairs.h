@@ -2,7 +2,7 @@
 // gradient; and of one row, what these need.
 #pragma once
 #include "scores.h"
-#include "sequence.h"
+#include "varlen.h"
 #include "tile.h"
 
 namespace fastattn {

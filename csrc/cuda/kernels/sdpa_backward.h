@@ -2,9 +2,9 @@
 // anew: dQ with a block of queries that stays and keys that pass, dK and dV the other way round. So
 // every sum has one owner and one order, and the results are the same bits in every run.
 #pragma once
-#include "attention_forward.h"
-#include "attention_pairs.h"
-#include "attention_rows.h"
+#include "sdpa_forward.h"
+#include "sdpa_pairs.h"
+#include "sdpa_rows.h"
 
 namespace fastattn {
 namespace cuda {

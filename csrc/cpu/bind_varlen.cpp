@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "attention_arguments.h"
+#include "sdpa_arguments.h"
 #include "kernel_table.h"
 
 namespace py = pybind11;
@@ -168,7 +168,7 @@ void append_to_cache(int64_t element, const py::tuple& sizes, const py::tuple& k
 
 }  // namespace
 
-void bind_sequences(py::module_& m) {
+void bind_varlen(py::module_& m) {
   m.def("attention_sequences", &attention_sequences);
   m.def("append_to_cache", &append_to_cache);
 }

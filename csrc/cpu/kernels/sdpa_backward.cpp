@@ -8,11 +8,11 @@
 // One pass over pairs of a block of keys and a panel of queries, scores transposed as in the
 // forward pass: S^T and dS^T are the right-hand side of dQ^T, and their rows are the broadcast
 // left-hand side of dK and dV.
-#include "attention_backward.h"
+#include "sdpa_backward.h"
 
 #include "../threads.h"
-#include "attention_weights.h"
-#include "sequences.h"
+#include "sdpa_weights.h"
+#include "varlen.h"
 
 namespace fastattn {
 namespace FASTATTN_ISA {

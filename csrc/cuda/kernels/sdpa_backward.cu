@@ -1,4 +1,4 @@
-#include "attention_backward.h"
+#include "sdpa_backward.h"
 
 #include "../launch.h"
 #include "choose.h"

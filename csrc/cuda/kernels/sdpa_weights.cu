@@ -1,4 +1,4 @@
-#include "attention_weights.h"
+#include "sdpa_weights.h"
 
 #include "../launch.h"
 #include "choose.h"

@@ -129,7 +129,7 @@ void backward(int dtype, uintptr_t stream, const py::tuple& sizes, const py::tup
 
 }  // namespace
 
-void bind_attention(py::module_& m) {
+void bind_sdpa(py::module_& m) {
   m.def("attention_forward", &forward);
   m.def("attention_backward", &backward);
 }

@@ -1,4 +1,4 @@
-#include "attention_forward.h"
+#include "sdpa_forward.h"
 
 #include "../launch.h"
 #include "choose.h"

@@ -1,7 +1,7 @@
 // Before backward, and before weights, which need no delta: of every query hi, lo, delta = dO . O
 // and rest = -d lse, by one warp a query.
 #pragma once
-#include "attention_pairs.h"
+#include "sdpa_pairs.h"
 
 namespace fastattn {
 namespace cuda {

@@ -105,7 +105,7 @@ void self_attention(int dtype, int threads, const py::tuple& sizes, const py::tu
 
 }  // namespace
 
-void bind_mha(py::module_& m) {
+void bind_linear(py::module_& m) {
   m.def("linear", &linear);
   m.def("self_attention", &self_attention);
 }

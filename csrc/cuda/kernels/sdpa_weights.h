@@ -2,7 +2,7 @@
 // block of the result and adds up, in order, whatever is summed there: the heads of averaged
 // weights, and every dimension in which a mask is broadcast. Scores are computed anew.
 #pragma once
-#include "attention_backward.h"
+#include "sdpa_backward.h"
 
 namespace fastattn {
 namespace cuda {

@@ -5,11 +5,11 @@
 // is a column of vertical operations and its result is already laid out for the second product.
 // docs/cpu-kernels.md has the picture.
 #include "../threads.h"
-#include "attention_decode.h"
-#include "attention_weights.h"
+#include "decode.h"
+#include "sdpa_weights.h"
 #include "blocks.h"
 #include "mask.h"
-#include "sequences.h"
+#include "varlen.h"
 #include "tile.h"
 
 namespace fastattn {

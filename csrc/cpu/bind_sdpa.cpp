@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <memory>
 
-#include "attention_arguments.h"
+#include "sdpa_arguments.h"
 #include "kernel_table.h"
 
 namespace py = pybind11;
@@ -43,7 +43,7 @@ void attention_backward(int dtype, int threads, const py::tuple& sizes, uintptr_
 
 }  // namespace
 
-void bind_attention(py::module_& m) {
+void bind_sdpa(py::module_& m) {
   m.def("attention_forward", &attention_forward);
   m.def("attention_backward", &attention_backward);
 }
