@@ -1,7 +1,7 @@
 """The one place where a backend is chosen.
 
 A backend is a module of ``fastattn.backends``; an operator is a function in it, under the name that
-it has in ``reference.py``. The first backend in the order that gives no reason against a call runs
+it has in ``reference/``. The first backend in the order that gives no reason against a call runs
 it; the order is evidence, see ``fastattn.evidence``. A backend gives its reasons, as plain
 sentences, by ``why_not(op, *tensors, options=...)`` (without one it has none); a module that cannot
 be imported is not built, a function that is missing falls through.
@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from fastattn import evidence
+from fastattn import builds, evidence
 
 __all__ = ["Explanation", "FallbackWarning", "explain", "use_backend"]
 
@@ -124,11 +124,9 @@ def load(name: str) -> ModuleType | str:
     try:
         return importlib.import_module(f"fastattn.backends.{name}")
     except ImportError as error:
-        from fastattn import info  # which imports this module
-
         if importlib.util.find_spec(f"fastattn._{name}") is not None:
             _warn(f"the backend {name!r} is built but cannot be used: {error}")
-        return f"not built: {info.collect()['backends'][name]['reason']}"
+        return f"not built: {builds.backend(name)['reason']}"
 
 
 def why_not(

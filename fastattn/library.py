@@ -45,40 +45,13 @@ from fastattn import compat, dispatch
 from fastattn.backends.primitives import NoOptions, values_of
 from fastattn.backends.primitives import schema as schema_of
 from fastattn.batching import rule_for_any_size, through_torch_vmap
-from fastattn.compat import any_requires_grad, nothing_watches, transforms_active
+from fastattn.compat import any_requires_grad, transforms_active
+from fastattn.eager import runs_eagerly
 
-__all__ = ["Operator", "has_plain_memory", "nothing_watches", "operators", "runs_eagerly"]
+__all__ = ["Operator", "operators"]
 
 _library = torch.library.Library("fastattn", "DEF")
-_PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, type(None)})
-
 operators: dict[Any, Operator] = {}  # by what `torch.ops.fastattn` has under their names
-
-
-def has_plain_memory(t: Tensor) -> bool:
-    """Whether the numbers of a tensor are those at its address.
-
-    They are not those of a view that promises -x, of a gradient without memory, of what a transform
-    has wrapped (batched gradients; a tensor that outlived ``torch.func``), or of a sparse tensor.
-    """
-    try:
-        return not t.is_neg() and (t.data_ptr() != 0 or t.numel() == 0)
-    except RuntimeError:  # it has no address
-        return False
-
-
-def runs_eagerly(*tensors: Tensor | None) -> bool:
-    """Whether these tensors are plain memory, and nothing watches the dispatcher.
-
-    False sends the call through ``torch.ops``, where the tracer, the transform or the subclass
-    takes its part.
-    """
-    if not (nothing_watches() and _PLAIN_TYPES.issuperset(map(type, tensors))):
-        return False
-    for t in tensors:  # noqa: SIM110  (a generator costs as much as the questions)
-        if t is not None and not has_plain_memory(t):
-            return False
-    return True
 
 
 class Operator:

@@ -25,9 +25,9 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.common_modules import module_db
 
 import fastattn
-from fastattn.autograd import attention_backward
+from fastattn.autograd.memory_hops import hop_attention_backward
+from fastattn.autograd.sdpa import attention_backward
 from fastattn.nn._linear import linear
-from fastattn.ops._memory_hops_operator import hop_attention_backward
 
 CASES = {**OPERATORS, **MODULES}
 ATTENTION = fastattn.scaled_dot_product_attention

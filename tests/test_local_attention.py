@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import fastattn
-from fastattn.ops._local_attention import local_attention, local_attention_backward
+from fastattn.autograd.local_attention import local_attention, local_attention_backward
 from fastattn.testing import Target, targets
 from fastattn.testing.luong import LUONG_CASES, LuongCase, check_luong
 

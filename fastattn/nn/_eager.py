@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fastattn.library import runs_eagerly
+from fastattn.eager import runs_eagerly
 
 
 def is_plain(*tensors: Tensor | None) -> bool:

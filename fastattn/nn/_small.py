@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastattn import compat, dispatch, evidence
-from fastattn.library import nothing_watches
+from fastattn.eager import nothing_watches
 from fastattn.nn._linear import _WIDE_DTYPES, rule
 
 # In products of the larger projection, filled as asked for. From there on another GEMM is faster

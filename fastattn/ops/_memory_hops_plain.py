@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from fastattn import compat, dispatch
+from fastattn.autograd.memory_hops import hop_attention, hop_attention_backward
 from fastattn.backends.primitives import MemoryHopBackwardOptions, MemoryHopOptions
-from fastattn.library import has_plain_memory, nothing_watches
-from fastattn.ops._memory_hops_operator import hop_attention, hop_attention_backward
-from fastattn.ops._sdpa_arguments import DTYPES
+from fastattn.checks import DTYPES
+from fastattn.eager import has_plain_memory, nothing_watches
 
 # dtype -> the name of the native backend and its module.
 _native: dict[torch.dtype, tuple[str, Any]] = {}

@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastattn.ops._shapes import expands_to
+from fastattn.checks import autocast, expands_to, name_of, not_dense, wrong_type
 
 _NAME = "scaled_dot_product_attention"
 _FLAGS = ("is_causal", "enable_gqa", "return_lse", "need_weights", "average_weights")
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class Folding(NamedTuple):
@@ -37,9 +36,9 @@ class Folding(NamedTuple):
 def check_tensors(query: Any, key: Any, value: Any) -> None:
     for position, name, x in ((1, "query", query), (2, "key", key), (3, "value", value)):
         if not isinstance(x, Tensor):
-            raise wrong_type(name, x, "Tensor", f" (position {position})")
+            raise wrong_type(_NAME, name, x, "Tensor", position)
         if x.is_nested or x.layout is not torch.strided:
-            raise not_dense(name, x)
+            raise not_dense(_NAME, name, x)
         if x.dim() < 2:
             raise RuntimeError(
                 f"{_NAME}: {name} must have at least 2 dimensions, got shape {_shape(x)}"
@@ -49,33 +48,6 @@ def check_tensors(query: Any, key: Any, value: Any) -> None:
             f"{_NAME}: query, key and value must be on the same device, "
             f"got {query.device}, {key.device} and {value.device}"
         )
-
-
-def check_dtypes(query: Tensor, key: Tensor, value: Tensor, op: str = _NAME) -> None:
-    if not query.dtype == key.dtype == value.dtype:
-        raise RuntimeError(
-            f"{op}: query, key and value must have the same dtype, "
-            f"got {_dtype(query)}, {_dtype(key)} and {_dtype(value)}"
-        )
-    if query.dtype not in DTYPES:
-        # PyTorch's types: no kernel for complex or 8-bit floats, no meaning for integers.
-        floating = query.dtype.is_floating_point or query.dtype.is_complex
-        error = NotImplementedError if floating else RuntimeError
-        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-        raise error(f"{op}: query must be one of {allowed}, got {_dtype(query)}")
-
-
-def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Cast as PyTorch's autocast does for attention: every floating dtype but float64."""
-    device = "cpu" if tensors[0].is_cpu else tensors[0].device.type
-    if device != "cpu" and not torch.amp.is_autocast_available(device):
-        return tensors
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(
-        x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors
-    )
 
 
 def fold(
@@ -157,15 +129,15 @@ def _repeat_heads(x: Tensor, heads: int) -> Tensor:
 def fold_mask(mask: Any, query: Tensor, k_len: int, folding: Folding) -> Tensor:
     """Return the mask as [B|1, Hq|1, Lq|1, Lk|1]."""
     if not isinstance(mask, Tensor):
-        raise wrong_type("attn_mask", mask, "Tensor")
+        raise wrong_type(_NAME, "attn_mask", mask, "Tensor")
     if mask.is_nested or mask.layout is not torch.strided:
-        raise not_dense("attn_mask", mask)
+        raise not_dense(_NAME, "attn_mask", mask)
     if mask.dtype in (torch.float16, torch.bfloat16):
         (mask,) = autocast(mask)  # float32 goes with every query, so it keeps its precision
     if mask.dtype not in (torch.bool, query.dtype, torch.float32):
         raise RuntimeError(
-            f"{_NAME}: attn_mask must be bool, float32 or of query's dtype {_dtype(query)}, "
-            f"got {_dtype(mask)}"
+            f"{_NAME}: attn_mask must be bool, float32 or of query's dtype {name_of(query)}, "
+            f"got {name_of(mask)}"
         )
     _check_device("attn_mask", mask, query)
     _, heads, q_len, _ = query.shape
@@ -178,27 +150,6 @@ def fold_mask(mask: Any, query: Tensor, k_len: int, folding: Folding) -> Tensor:
     if len(shape) < 4:
         return mask.view((1,) * (4 - len(shape)) + tuple(shape))
     return mask if folding.rank == 4 else _fold_leading(mask, 3, folding.batch)
-
-
-def is_causal_bias(mask: Any) -> bool:
-    """Whether it is a ``torch.nn.attention.bias.CausalBias``: a triangle's name, without memory.
-
-    By its class's name: importing that module takes seconds.
-    """
-    return type(mask).__name__ == "CausalBias"
-
-
-def as_stored_mask(where: str, mask: Any, device: torch.device) -> Any:
-    """Return the boolean mask that a ``CausalBias`` stands for; any other mask as it is."""
-    if not is_causal_bias(mask):
-        return mask
-    if not hasattr(mask, "seq_len_q"):
-        raise RuntimeError(
-            f"{where}: attn_mask must be a tensor or a CausalBias, not a view of one"
-        )
-    queries, keys = mask.seq_len_q, mask.seq_len_kv
-    diagonal = keys - queries if mask.variant.name == "LOWER_RIGHT" else 0
-    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(diagonal)
 
 
 def causal_alignment_of(bias: Any, query: Tensor, key: Tensor, is_causal: Any, given: Any) -> str:
@@ -220,11 +171,11 @@ def causal_alignment_of(bias: Any, query: Tensor, key: Tensor, is_causal: Any, g
 def fold_slopes(slopes: Any, query: Tensor, folding: Folding) -> Tensor:
     """Return the slopes as [B|1, Hq], float32 (float64 for float64)."""
     if not isinstance(slopes, Tensor):
-        raise wrong_type("alibi_slopes", slopes, "Tensor")
+        raise wrong_type(_NAME, "alibi_slopes", slopes, "Tensor")
     if slopes.is_nested or slopes.layout is not torch.strided:
-        raise not_dense("alibi_slopes", slopes)
+        raise not_dense(_NAME, "alibi_slopes", slopes)
     if not slopes.is_floating_point():
-        raise RuntimeError(f"{_NAME}: alibi_slopes must be floating, got {_dtype(slopes)}")
+        raise RuntimeError(f"{_NAME}: alibi_slopes must be floating, got {name_of(slopes)}")
     _check_device("alibi_slopes", slopes, query)
     heads = query.shape[1]
     full = (*folding.batch, heads)
@@ -248,54 +199,7 @@ def check_flags(*flags: Any) -> None:
     if not all([flag is True or flag is False for flag in flags]):  # noqa: C419  (faster)
         for name, flag in zip(_FLAGS, flags, strict=True):
             if not isinstance(flag, bool):
-                raise wrong_type(name, flag, "bool")
-
-
-def check_real(name: str, value: Any, op: str = _NAME) -> float:
-    if isinstance(value, (float, torch.SymFloat)):
-        return value  # type: ignore[return-value]
-    if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
-        raise wrong_type(name, value, "float", op=op)
-    return float(value)
-
-
-def check_dropout(dropout_p: Any, op: str = _NAME) -> float:
-    p = check_real("dropout_p", dropout_p, op)
-    if not 0.0 <= p <= 1.0:
-        raise RuntimeError(f"{op}: dropout_p must be between 0 and 1, got {p}")
-    return p
-
-
-def check_softcap(softcap: Any, op: str = _NAME) -> float:
-    cap = check_real("softcap", softcap, op)
-    if not 0.0 < cap < math.inf:
-        raise ValueError(f"{op}: softcap must be None or positive and finite, got {cap}")
-    return cap
-
-
-def check_window(window: Any, op: str = _NAME) -> tuple[int, int]:
-    pair = isinstance(window, (tuple, list)) and len(window) == 2
-    if not pair or not all(
-        isinstance(n, (int, torch.SymInt)) and not isinstance(n, bool) for n in window
-    ):
-        raise TypeError(f"{op}: window must be None or a pair of ints, got {window!r}")
-    left, right = window
-    if left < -1 or right < -1:
-        raise ValueError(
-            f"{op}: the sizes of window must be at least -1 (unlimited), got {window!r}"
-        )
-    return left, right
-
-
-def check_generator(generator: Any, device: torch.device, op: str = _NAME) -> None:
-    if not isinstance(generator, torch.Generator):
-        raise wrong_type("generator", generator, "torch.Generator", op=op)
-    if torch.compiler.is_compiling():
-        raise RuntimeError(f"{op}: generator must be None under torch.compile")
-    if generator.device.type != device.type:
-        raise RuntimeError(
-            f"{op}: generator must be on query's device {device}, got {generator.device}"
-        )
+                raise wrong_type(_NAME, name, flag, "bool")
 
 
 def check_combinations(
@@ -315,20 +219,6 @@ def check_combinations(
 
 
 # --- shared ----------------------------------------------------------------------------------
-
-
-def wrong_type(
-    name: str, value: Any, expected: str, position: str = "", op: str = _NAME
-) -> TypeError:
-    """The error of PyTorch's own argument parser."""
-    return TypeError(
-        f"{op}(): argument '{name}'{position} must be {expected}, not {type(value).__name__}"
-    )
-
-
-def not_dense(name: str, x: Tensor, op: str = _NAME) -> RuntimeError:
-    kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
-    return RuntimeError(f"{op}: {name} must be a dense tensor, got a {kind} one")
 
 
 def _check_device(name: str, x: Tensor, query: Tensor) -> None:
@@ -353,7 +243,3 @@ def _common_shape(what: str, *shapes: Sequence[int]) -> tuple[int, ...]:
 
 def _shape(x: Tensor) -> tuple[int, ...]:
     return tuple(x.shape)
-
-
-def _dtype(x: Tensor) -> str:
-    return str(x.dtype).removeprefix("torch.")

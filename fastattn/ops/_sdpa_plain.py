@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from fastattn import compat, dispatch, evidence
-from fastattn.autograd import attention, attention_backward, default_scale
+from fastattn.autograd.sdpa import attention, attention_backward, default_scale
 from fastattn.backends.primitives import AttentionBackwardOptions, AttentionOptions
-from fastattn.library import has_plain_memory, nothing_watches
-from fastattn.ops._sdpa_arguments import DTYPES
+from fastattn.checks import DTYPES
+from fastattn.eager import has_plain_memory, nothing_watches
 
 # (dtype, D, Dv) -> the name of the native backend, its module, and the module that goes before it
 # from so many queries on, or None. For the calls that come here a native backend looks at nothing

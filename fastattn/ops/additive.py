@@ -8,17 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.backends.primitives import AdditiveBackwardOptions, AdditiveOptions, extended
-from fastattn.batching import fold, one_by_one, size_of_batch, unfold
+from fastattn.autograd.additive import additive
+from fastattn.backends.primitives import AdditiveOptions
+from fastattn.checks import as_stored_mask, autocast, draw_seed, expands_to
 from fastattn.library import Operator
-from fastattn.ops._sdpa_arguments import as_stored_mask, autocast
-from fastattn.ops._shapes import expands_to
 
 __all__ = ["additive_attention"]
 
 _NAME = "additive_attention"
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-_SEEDS = 2**63 - 1
 
 
 def additive_attention(
@@ -100,7 +98,7 @@ def additive_attention(
         need_weights,
     )
     if options.dropout_p > 0:
-        seed = torch.randint(_SEEDS, (), dtype=torch.int64, device=query.device)
+        seed = draw_seed(query.device)
     out, weights = operator(*tensors, seed, options)
     if query.ndim == 2:
         out, weights = out[0], weights[0] if need_weights else weights
@@ -137,7 +135,7 @@ def prepare(
     mask = _mask(attn_mask, key_padding_mask, query, key, batched)
     tensors = (query, key, value, v, bias, mask, None)
     options = AdditiveOptions(causal=is_causal, dropout_p=dropout_p, weights=need_weights)
-    return _primitive, (*tensors, options)
+    return additive, (*tensors, options)
 
 
 # --- validation ------------------------------------------------------------------------------
@@ -248,100 +246,3 @@ def _check_mask(name: str, mask: Any, query: Tensor, dtypes: Sequence[torch.dtyp
 
 def _shape(x: Tensor) -> tuple[int, ...]:
     return tuple(x.shape)
-
-
-# --- the operator ----------------------------------------------------------------------------
-
-
-def _save(ctx: Any, args: Sequence[Any], results: tuple[Tensor, Tensor]) -> None:
-    # Never a result: the backward pass computes the rows again, and needs all of a row for it.
-    *tensors, ctx.options, ctx.backend = args
-    ctx.save_for_backward(*tensors)
-
-
-def _backward(
-    ctx: Any, grad_out: Tensor | None, grad_weights: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    if not ctx.options.weights:  # no weights, whatever gradient their empty tensor has
-        grad_weights = None
-    if grad_out is None and grad_weights is None:
-        return (None,) * len(ctx.needs_input_grad)
-    _, _, _, _, needs_bias_grad, needs_mask_grad, *others = ctx.needs_input_grad
-    options = extended(AdditiveBackwardOptions, ctx.options, needs_mask_grad=needs_mask_grad)
-    seen = (*ctx.saved_tensors, options, ctx.backend)
-    *grads, grad_bias, grad_mask = _primitive_backward.resume(ctx, (grad_out, grad_weights), seen)
-    return (
-        *grads,
-        grad_bias if needs_bias_grad else None,
-        grad_mask if needs_mask_grad else None,
-        *(None for _ in others),
-    )
-
-
-def _fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    batch, queries, _ = query.shape
-    weights = (batch, queries, key.shape[1]) if rest[-1].weights else (0,)
-    return query.new_empty((batch, queries, value.shape[2])), query.new_empty(weights)
-
-
-def _fake_backward(
-    grad_out: Tensor | None, grad_weights: Tensor | None, *rest: Any
-) -> tuple[Tensor, ...]:
-    query, key, value, v, bias, mask = rest[:6]
-    return (
-        *(x.new_empty(x.shape) for x in (query, key, value, v)),
-        query.new_empty(0 if bias is None else bias.shape),
-        mask.new_empty(mask.shape) if rest[-1].needs_mask_grad else query.new_empty(0),
-    )
-
-
-def _vmap(
-    info: Any, in_dims: Sequence[int | None], *args: Any
-) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    """Fold the mapped dimension into the batch; v and the bias have none to fold into."""
-    n = info.batch_size
-    query, key, value, v, bias, attn_mask, seed, options, backend = args
-    shared = in_dims[3] is None and in_dims[4] is None
-    if not shared or options.dropout_p > 0:  # the draws count from each example's first batch
-        return one_by_one(_primitive, n, in_dims, args)
-    batch = size_of_batch(query, in_dims[0])
-    query, key, value, attn_mask = (
-        fold(x, in_dims[place], n, batch)
-        for place, x in ((0, query), (1, key), (2, value), (5, attn_mask))
-    )
-    out, weights = _primitive.dispatched(
-        query, key, value, v, bias, attn_mask, seed, options, backend
-    )
-    weights = unfold(weights, n) if options.weights else weights.expand(n, 0)
-    return (unfold(out, n), weights), (0, 0)
-
-
-def _vmap_backward(
-    info: Any, in_dims: Sequence[int | None], *args: Any
-) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    """Every example has gradients of v and the bias of its own."""
-    return one_by_one(_primitive_backward, info.batch_size, in_dims, args)
-
-
-_TENSORS = (
-    "Tensor query, Tensor key, Tensor value, Tensor v, Tensor? bias, Tensor? attn_mask, "
-    "Tensor? seed"
-)
-
-_primitive = Operator(
-    f"additive_attention({_TENSORS})",
-    options=AdditiveOptions,
-    returns=2,
-    fake=_fake,
-    setup_context=_save,
-    backward=_backward,
-    vmap=_vmap,
-)
-
-_primitive_backward = Operator(
-    f"additive_attention_backward(Tensor? grad_out, Tensor? grad_weights, {_TENSORS})",
-    options=AdditiveBackwardOptions,
-    returns=6,
-    fake=_fake_backward,
-    vmap=_vmap_backward,
-)

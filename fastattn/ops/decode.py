@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastattn import dispatch
-from fastattn.backends._alloc import empty_output
-from fastattn.backends.primitives import DecodeOptions, NoOptions
-from fastattn.batching import one_by_one
-from fastattn.library import Operator, runs_eagerly
-from fastattn.ops import _sdpa_arguments as arguments
-from fastattn.ops import _sequences_arguments as checks
+from fastattn import checks
+from fastattn.autograd.decode import append as append_to_cache
+from fastattn.autograd.decode import decode
+from fastattn.backends.primitives import DecodeOptions
+from fastattn.eager import runs_eagerly
+from fastattn.library import Operator
 
 __all__ = ["decode_attention"]
 
@@ -114,7 +112,7 @@ def decode_attention(
         return_lse=return_lse,
     )
     if append is not None:
-        _append(*append)
+        append_to_cache(*append)
     out, lse = operator(*args)
     out = out.transpose(1, 2) if layout == "bnhd" else out
     if not return_lse:
@@ -144,7 +142,7 @@ def prepare(
     if layout not in _LAYOUTS:
         raise ValueError(f"{_OP}: layout must be 'bhnd' or 'bnhd', got {layout!r}")
     if not isinstance(query, Tensor):
-        raise arguments.wrong_type("query", query, "Tensor", op=_OP)
+        raise checks.wrong_type(_OP, "query", query, "Tensor")
     operands = {"query": query, "key_cache": key_cache, "value_cache": value_cache}
     if key is not None or value is not None:
         operands.update(key=key, value=value)
@@ -159,7 +157,7 @@ def prepare(
             raise RuntimeError(
                 f"{_OP}: {name} must have query's dtype {query.dtype}, got {x.dtype}"
             )
-    arguments.check_dtypes(query, key_cache, value_cache, _OP)
+    checks.check_dtypes(_OP, query, key_cache, value_cache)
     checks.check_flag(_OP, "is_causal", is_causal)
     checks.check_flag(_OP, "return_lse", return_lse)
     if layout == "bnhd":
@@ -202,9 +200,9 @@ def prepare(
     if alibi_slopes is not None:
         alibi_slopes = checks.fold_slopes(_OP, alibi_slopes, query, query.shape[1], batch)
     if scale is not None:
-        scale = arguments.check_real("scale", scale, _OP)
-    cap = 0.0 if softcap is None else arguments.check_softcap(softcap, _OP)
-    left, right = (-1, -1) if window is None else arguments.check_window(window, _OP)
+        scale = checks.check_real(_OP, "scale", scale)
+    cap = 0.0 if softcap is None else checks.check_softcap(_OP, softcap)
+    left, right = (-1, -1) if window is None else checks.check_window(_OP, window)
     if is_causal:
         right = 0
     if scale is None and not torch.compiler.is_compiling():
@@ -215,7 +213,7 @@ def prepare(
         lengths = lengths + added
     tensors = (query, key_cache, value_cache, lengths, table, entries, alibi_slopes)
     options = DecodeOptions(scale=scale, window_left=left, window_right=right, softcap=cap)
-    return _decode, (*tensors, options), append
+    return decode, (*tensors, options), append
 
 
 def _check_new(
@@ -267,67 +265,3 @@ def _wrong_length(length: Any, capacity: int, added: int) -> ValueError:
         f"{_OP}: cache_seqlens must be at least 0, and with it{more} within the {capacity} keys of "
         f"a sequence, got {length}"
     )
-
-
-# --- the operators ---------------------------------------------------------------------------
-
-
-def _fake(query: Tensor, key_cache: Tensor, value_cache: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    return (
-        empty_output(query, value_cache.shape[3]),
-        query.new_empty(query.shape[:3], dtype=torch.float64),
-    )
-
-
-def _backward(ctx: Any, *grads: Tensor | None) -> Any:
-    raise RuntimeError(f"{_OP} has no gradient: it is for inference")
-
-
-def _vmap(info: Any, in_dims: Sequence[int | None], *args: Any) -> Any:
-    return one_by_one(_decode, info.batch_size, in_dims, args)
-
-
-_decode = Operator(
-    "decode_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor cache_seqlens, "
-    "Tensor? block_table, Tensor? cache_batch_idx, Tensor? alibi_slopes)",
-    options=DecodeOptions,
-    returns=2,
-    fake=_fake,
-    setup_context=lambda ctx, args, results: None,
-    backward=_backward,
-    vmap=_vmap,
-    derived={"scale": lambda query, *_: query.shape[3] ** -0.5},
-)
-
-
-@torch.library.custom_op("fastattn::append_to_cache", mutates_args=("key_cache", "value_cache"))
-def _append_operator(
-    key_cache: Tensor,
-    value_cache: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cache_seqlens: Tensor,
-    block_table: Tensor | None,
-    cache_batch_idx: Tensor | None,
-) -> None:
-    _append_now(key_cache, value_cache, key, value, cache_seqlens, block_table, cache_batch_idx)
-
-
-@_append_operator.register_fake
-def _append_fake(*args: Any) -> None:
-    return None
-
-
-def _append_now(*tensors: Tensor | None) -> None:
-    backend = dispatch.choose("append_to_cache", tensors, NoOptions())
-    dispatch.load(backend).append_to_cache(*tensors)  # type: ignore[union-attr]
-
-
-def _append(*tensors: Tensor | None) -> None:
-    """Through the dispatcher only where it is watched: a step of decoding is short."""
-    if runs_eagerly(*tensors):
-        _append_now(*tensors)
-        for cache in tensors[:2]:
-            torch.autograd.graph.increment_version(cache)  # type: ignore[arg-type]
-    else:
-        _append_operator(*tensors)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.ops._sdpa_arguments import as_stored_mask
+from fastattn.checks import as_stored_mask
 from fastattn.ops.sdpa import scaled_dot_product_attention
 
 __all__ = ["hard_attention"]

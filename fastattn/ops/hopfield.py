@@ -8,13 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fastattn.autograd.hopfield import hopfield_states
+from fastattn.autograd.memory_hops import share
 from fastattn.backends.primitives import HopfieldOptions
+from fastattn.checks import as_stored_mask, autocast, expands_to
 from fastattn.library import Operator
 from fastattn.ops import sdpa
-from fastattn.ops._hopfield_operator import hopfield_states
-from fastattn.ops._memory_hops_operator import share
-from fastattn.ops._sdpa_arguments import as_stored_mask, autocast
-from fastattn.ops._shapes import expands_to
 
 __all__ = ["hopfield_retrieve"]
 

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.ops._local_attention import local_attention
-from fastattn.ops._sdpa_arguments import autocast, check_dropout, check_dtypes
-from fastattn.ops._shapes import expands_to
+from fastattn.autograd.local_attention import local_attention
+from fastattn.checks import autocast, check_dropout, check_dtypes, expands_to
 from fastattn.ops.additive import additive_attention
 from fastattn.ops.sdpa import scaled_dot_product_attention
 
@@ -104,8 +103,8 @@ def luong_attention(
     # A GPU has no kernel for windows where they lie, but attention for copies of them.
     if v is None and query.is_cpu:
         query, key, value = autocast(query, key, value)
-        check_dtypes(query, key, value, _NAME)
-        if check_dropout(dropout_p, _NAME) > 0:
+        check_dtypes(_NAME, query, key, value)
+        if check_dropout(_NAME, dropout_p) > 0:
             bell = torch.ones_like(j, dtype=p.dtype) if bell is None else bell
             bell = torch.nn.functional.dropout(bell, float(dropout_p))
         out, near = local_attention(query, key, value, first, seen, bell)

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastattn.autograd.memory_hops import hop_attention, share
 from fastattn.backends.primitives import MemoryHopOptions
+from fastattn.checks import autocast
 from fastattn.library import Operator
-from fastattn.ops._memory_hops_operator import hop_attention, share
 from fastattn.ops._memory_hops_plain import hop_plainly
-from fastattn.ops._sdpa_arguments import autocast
 
 __all__ = ["memory_hop_attention"]
 

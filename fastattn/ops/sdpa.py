@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.autograd import attention, default_scale
+from fastattn import checks
+from fastattn.autograd.sdpa import attention, default_scale
 from fastattn.backends.primitives import AttentionOptions
 from fastattn.library import Operator
 from fastattn.ops import _sdpa_arguments as arguments
@@ -15,7 +16,7 @@ from fastattn.ops._sdpa_plain import attend_plainly
 
 __all__ = ["scaled_dot_product_attention"]
 
-_SEEDS = 2**63 - 1
+_NAME = "scaled_dot_product_attention"
 
 
 def scaled_dot_product_attention(
@@ -168,9 +169,7 @@ def scaled_dot_product_attention(
         average_weights=average_weights,
     )
     if options.dropout_p > 0:
-        seed = torch.randint(
-            _SEEDS, (), dtype=torch.int64, device=query.device, generator=generator
-        )
+        seed = checks.draw_seed(query.device, generator)
     out, lse, weights = operator(*tensors, seed, options)
     out = folding.restore(out)
     if not return_lse and not need_weights:
@@ -209,14 +208,14 @@ def prepare(
     arguments.check_tensors(query, key, value)
     arguments.check_flags(is_causal, enable_gqa, return_lse, need_weights, average_weights)
     if dropout_p != 0.0 or type(dropout_p) is not float:
-        dropout_p = arguments.check_dropout(dropout_p)
+        dropout_p = checks.check_dropout(_NAME, dropout_p)
     if scale is not None:
-        scale = arguments.check_real("scale", scale)
-    cap = 0.0 if softcap is None else arguments.check_softcap(softcap)
-    left, right = (-1, -1) if window is None else arguments.check_window(window)
+        scale = checks.check_real(_NAME, "scale", scale)
+    cap = 0.0 if softcap is None else checks.check_softcap(_NAME, softcap)
+    left, right = (-1, -1) if window is None else checks.check_window(_NAME, window)
     if generator is not None:
-        arguments.check_generator(generator, query.device)
-    if attn_mask is not None and arguments.is_causal_bias(attn_mask):
+        checks.check_generator(_NAME, generator, query.device)
+    if attn_mask is not None and checks.is_causal_bias(attn_mask):
         causal_alignment = arguments.causal_alignment_of(
             attn_mask, query, key, is_causal, causal_alignment
         )
@@ -225,8 +224,8 @@ def prepare(
         attn_mask, is_causal, need_weights, average_weights, causal_alignment
     )
 
-    query, key, value = arguments.autocast(query, key, value)
-    arguments.check_dtypes(query, key, value)
+    query, key, value = checks.autocast(query, key, value)
+    checks.check_dtypes(_NAME, query, key, value)
     query, key, value, folding = arguments.fold(query, key, value, enable_gqa)
     if attn_mask is not None:
         attn_mask = arguments.fold_mask(attn_mask, query, key.shape[2], folding)

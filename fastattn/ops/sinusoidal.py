@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fastattn.autograd.sinusoidal import encode_positions
 from fastattn.backends.primitives import SinusoidalOptions
+from fastattn.checks import expands_to
 from fastattn.library import Operator
-from fastattn.ops._shapes import expands_to
 from fastattn.sinusoids import LAYOUTS
 
 __all__ = ["sinusoidal_encoding", "sinusoidal_table"]
@@ -134,42 +134,7 @@ def prepare(
     offset, positions = locate(x, offset, positions)
     scale = 1.0 if scale is None else float(scale)
     options = SinusoidalOptions(offset, layout, float(max_timescale), scale, padding_idx)
-    return _primitive, (x, positions, options)
-
-
-def _setup_context(ctx: Any, args: Sequence[Any], result: Tensor) -> None:
-    _, _, options, _ = args
-    ctx.scale = options.scale
-
-
-def _backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-    """dx = scale * grad; nothing else is differentiable."""
-    if grad is not None and ctx.scale != 1.0:
-        grad = grad * ctx.scale
-    return grad, *(None for _ in ctx.needs_input_grad[1:])
-
-
-def _vmap(
-    info: Any, in_dims: Sequence[int | None], x: Tensor, positions: Tensor | None, *options: Any
-) -> tuple[Tensor, int]:
-    """The new dimension goes first; positions get theirs in front of all of x's others."""
-    x = x.expand(info.batch_size, *x.shape) if in_dims[0] is None else x.movedim(in_dims[0], 0)
-    if positions is not None and in_dims[1] is not None:
-        positions = positions.movedim(in_dims[1], 0)
-        missing = x.ndim - 1 - positions.ndim
-        positions = positions.reshape(info.batch_size, *[1] * missing, *positions.shape[1:])
-    return _primitive.dispatched(x, positions, *options), 0
-
-
-_primitive = Operator(
-    "sinusoidal_encoding(Tensor x, Tensor? positions)",
-    options=SinusoidalOptions,
-    returns=1,
-    fake=lambda x, *rest: torch.empty_like(x),
-    setup_context=_setup_context,
-    backward=_backward,
-    vmap=_vmap,
-)
+    return encode_positions, (x, positions, options)
 
 
 def _check_x(x: Tensor) -> None:

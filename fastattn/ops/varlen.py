@@ -8,16 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastattn import checks
+from fastattn.autograd.varlen import packed_attention, width_scale
 from fastattn.backends.primitives import VarlenOptions
-from fastattn.library import Operator, runs_eagerly
-from fastattn.ops import _sdpa_arguments as arguments
-from fastattn.ops import _sequences_arguments as checks
-from fastattn.ops._varlen_operator import packed_attention, width_scale
+from fastattn.eager import runs_eagerly
+from fastattn.library import Operator
 
 __all__ = ["varlen_attention"]
 
 _OP = "varlen_attention"
-_SEEDS = 2**63 - 1
 
 
 def varlen_attention(
@@ -110,9 +109,7 @@ def varlen_attention(
         return_lse=return_lse,
     )
     if options.dropout_p > 0:
-        seed = torch.randint(
-            _SEEDS, (), dtype=torch.int64, device=query.device, generator=generator
-        )
+        seed = checks.draw_seed(query.device, generator)
     out, lse = operator(*tensors, seed, options)
     if not return_lse:
         return out
@@ -140,27 +137,27 @@ def prepare(
 ) -> tuple[Operator, tuple[Any, ...]]:
     """Validate, and return the operator and its arguments, but for the seed."""
     if not isinstance(query, Tensor):
-        raise arguments.wrong_type("query", query, "Tensor", op=_OP)
+        raise checks.wrong_type(_OP, "query", query, "Tensor")
     tensors = (("query", query, "Hq, D"), ("key", key, "Hkv, D"), ("value", value, "Hkv, Dv"))
     for name, x, dims in tensors:
         checks.check_tensor(_OP, name, x, f"[T, {dims}]", 3, query.device)
     checks.check_flag(_OP, "is_causal", is_causal)
     checks.check_flag(_OP, "return_lse", return_lse)
-    dropout_p = arguments.check_dropout(dropout_p, _OP)
+    dropout_p = checks.check_dropout(_OP, dropout_p)
     if scale is not None:
-        scale = arguments.check_real("scale", scale, _OP)
-    cap = 0.0 if softcap is None else arguments.check_softcap(softcap, _OP)
-    left, right = (-1, -1) if window is None else arguments.check_window(window, _OP)
+        scale = checks.check_real(_OP, "scale", scale)
+    cap = 0.0 if softcap is None else checks.check_softcap(_OP, softcap)
+    left, right = (-1, -1) if window is None else checks.check_window(_OP, window)
     if generator is not None:
-        arguments.check_generator(generator, query.device, _OP)
+        checks.check_generator(_OP, generator, query.device)
     if causal_alignment not in ("upper_left", "bottom_right"):
         raise ValueError(
             f"{_OP}: causal_alignment must be 'upper_left' or 'bottom_right', "
             f"got {causal_alignment!r}"
         )
 
-    query, key, value = arguments.autocast(query, key, value)
-    arguments.check_dtypes(query, key, value, _OP)
+    query, key, value = checks.autocast(query, key, value)
+    checks.check_dtypes(_OP, query, key, value)
     checks.check_widths(_OP, query, key)
     checks.check_heads(_OP, query, key, value, 1)
     if key.shape[0] != value.shape[0]:
@@ -201,7 +198,7 @@ def _check_starts(name: str, starts: Any, rows: Tensor, longest: Any, longest_na
     if longest is not None and (
         isinstance(longest, bool) or not isinstance(longest, (int, torch.SymInt))
     ):
-        raise arguments.wrong_type(longest_name, longest, "int or None", op=_OP)
+        raise checks.wrong_type(_OP, longest_name, longest, "int or None")
     if starts.is_cpu and runs_eagerly(starts):
         _check_values(name, starts.tolist(), rows.shape[0], longest, longest_name)
     return starts

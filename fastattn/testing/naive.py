@@ -1,6 +1,6 @@
 """Attention written a second time, in NumPy, with its gradients by hand, in extended precision.
 
-It shares no line with ``backends/reference.py`` (but for the dropout mask, which is integer
+It shares no line with ``backends/reference/`` (but for the dropout mask, which is integer
 arithmetic with known answers), so each checks the other; and it is the only reference more exact
 than a float64 kernel, where ``numpy.longdouble`` is wider than float64, as on x86.
 """

@@ -1,6 +1,6 @@
 """The adapter of the native CPU module: from tensors to addresses, shapes and strides.
 
-Every function has the name and the arguments that it has in ``reference.py``; ``docs/design.md``
+Every function has the name and the arguments that it has in ``reference/``; ``docs/design.md``
 defines the primitives.
 """
 
@@ -13,12 +13,6 @@ from torch import Tensor
 
 from fastattn import _cpu, evidence
 from fastattn.backends.cpu.additive import additive_attention, additive_attention_backward
-from fastattn.backends.cpu.attention import (
-    plain_attention,
-    plain_attention_backward,
-    scaled_dot_product_attention,
-    scaled_dot_product_attention_backward,
-)
 from fastattn.backends.cpu.decode import append_to_cache, decode_attention
 from fastattn.backends.cpu.encode_memory import encode_memory, encode_memory_backward
 from fastattn.backends.cpu.hopfield import hopfield_retrieve, hopfield_retrieve_backward
@@ -31,8 +25,14 @@ from fastattn.backends.cpu.memory_hops import (
     plain_hops_backward,
 )
 from fastattn.backends.cpu.operands import DTYPES
-from fastattn.backends.cpu.sequences import varlen_attention, varlen_attention_backward
+from fastattn.backends.cpu.sdpa import (
+    plain_attention,
+    plain_attention_backward,
+    scaled_dot_product_attention,
+    scaled_dot_product_attention_backward,
+)
 from fastattn.backends.cpu.sinusoidal import sinusoidal_encoding
+from fastattn.backends.cpu.varlen import varlen_attention, varlen_attention_backward
 
 __all__ = [
     "additive_attention",

@@ -8,7 +8,7 @@ from torch import Tensor
 from fastattn import _cpu
 from fastattn.backends._alloc import empty_output
 from fastattn.backends.cpu.operands import DTYPES
-from fastattn.backends.cpu.sequences import sequence_options
+from fastattn.backends.cpu.varlen import sequence_options
 from fastattn.backends.primitives import DecodeOptions
 
 _MOST_ROWS = 32  # query rows a key head up to which reading pages beats gathering them

@@ -1,6 +1,6 @@
 """The adapter of the native CUDA module: from tensors to addresses, shapes, strides and a stream.
 
-Every function has the name and the arguments that it has in ``reference.py``; ``docs/design.md``
+Every function has the name and the arguments that it has in ``reference/``; ``docs/design.md``
 defines the primitives. The tests bind the same adapter to a module whose kernels run under an
 emulator, on CPU tensors (``tests/emulator``).
 """
@@ -15,19 +15,15 @@ from torch import Tensor
 
 from fastattn.backends.cuda import (
     additive,
-    attention,
     decode,
     hopfield,
     memory_hops,
-    sequences,
+    sdpa,
     sinusoidal,
+    varlen,
 )
 from fastattn.backends.cuda import encode_memory as encoding
 from fastattn.backends.cuda.additive import additive_attention, additive_attention_backward
-from fastattn.backends.cuda.attention import (
-    scaled_dot_product_attention,
-    scaled_dot_product_attention_backward,
-)
 from fastattn.backends.cuda.decode import append_to_cache, decode_attention
 from fastattn.backends.cuda.encode_memory import encode_memory, encode_memory_backward
 from fastattn.backends.cuda.hopfield import hopfield_retrieve, hopfield_retrieve_backward
@@ -36,8 +32,12 @@ from fastattn.backends.cuda.memory_hops import (
     memory_hop_attention_backward,
 )
 from fastattn.backends.cuda.operands import DEVICE
-from fastattn.backends.cuda.sequences import varlen_attention, varlen_attention_backward
+from fastattn.backends.cuda.sdpa import (
+    scaled_dot_product_attention,
+    scaled_dot_product_attention_backward,
+)
 from fastattn.backends.cuda.sinusoidal import sinusoidal_encoding
+from fastattn.backends.cuda.varlen import varlen_attention, varlen_attention_backward
 
 __all__ = [
     "additive_attention",
@@ -69,9 +69,9 @@ _OPERATORS: dict[str, tuple[Callable[..., list[str]], int]] = {
     "encode_memory": (encoding.why_not, 0),
     "hopfield_retrieve": (hopfield.why_not, 1),
     "memory_hop_attention": (memory_hops.why_not, 2),
-    "scaled_dot_product_attention": (attention.why_not, 3),
+    "scaled_dot_product_attention": (sdpa.why_not, 3),
     "sinusoidal_encoding": (sinusoidal.why_not, 0),
-    "varlen_attention": (sequences.why_not, 2),
+    "varlen_attention": (varlen.why_not, 2),
 }
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fastattn import _cuda
 from fastattn.backends._alloc import empty_output
-from fastattn.backends.cuda import attention
+from fastattn.backends.cuda import sdpa
 from fastattn.backends.cuda.operands import DTYPES, MAX_LENGTH, on, operand, why_not_dtype
 from fastattn.backends.primitives import DecodeOptions
 
@@ -35,7 +35,7 @@ def why_not(
     **_: Any,
 ) -> list[str]:
     """Return the reasons why the kernels cannot run on these arguments."""
-    reasons = attention.why_not(query, key_cache, value_cache, None, alibi_slopes)
+    reasons = sdpa.why_not(query, key_cache, value_cache, None, alibi_slopes)
     return reasons + _why_not_capacity(key_cache, block_table)
 
 

@@ -1,6 +1,6 @@
 """The Triton backend: the operators on any GPU that Triton knows; ``docs/triton.md`` describes it.
 
-Every function has the name and the arguments that it has in ``reference.py``. With the environment
+Every function has the name and the arguments that it has in ``reference/``. With the environment
 variable ``TRITON_INTERPRET=1`` the kernels run on CPU tensors, interpreted: slow, and for tests.
 """
 

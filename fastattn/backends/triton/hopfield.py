@@ -14,8 +14,8 @@ from fastattn.backends.primitives import (
     MemoryHopBackwardOptions,
     MemoryHopOptions,
 )
-from fastattn.backends.triton._hops_kernels import Hops, retrieve
 from fastattn.backends.triton._launch import block_of, launch, operand, plan
+from fastattn.backends.triton._memory_hops_kernels import Hops, retrieve
 from fastattn.backends.triton.memory_hops import (
     _widths,
     options_of,

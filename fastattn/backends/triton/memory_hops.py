@@ -9,13 +9,13 @@ from torch import Tensor
 
 from fastattn.backends.primitives import MemoryHopBackwardOptions, MemoryHopOptions
 from fastattn.backends.triton._core import Operand
-from fastattn.backends.triton._hops_kernels import (
+from fastattn.backends.triton._launch import block_of, launch, operand, plan, precision
+from fastattn.backends.triton._memory_hops_kernels import (
     Hops,
     hops_backward_memory,
     hops_backward_query,
     hops_forward,
 )
-from fastattn.backends.triton._launch import block_of, launch, operand, plan, precision
 
 __all__ = ["memory_hop_attention", "memory_hop_attention_backward"]
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from fastattn import compat
+from fastattn.eager import runs_eagerly
 from fastattn.integrations.transformers._patterns import Pattern, in_window, pattern_of
 from fastattn.integrations.transformers._support import takes_any_mask
-from fastattn.library import runs_eagerly
 
 __all__ = ["StructuredMask", "attention_mask", "dense_mask", "structured_mask"]
 

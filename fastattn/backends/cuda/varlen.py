@@ -14,7 +14,7 @@ from torch import Tensor
 from fastattn import _cuda
 from fastattn.backends._alloc import empty_output
 from fastattn.backends._precision import allows_tf32
-from fastattn.backends.cuda import attention
+from fastattn.backends.cuda import sdpa
 from fastattn.backends.cuda.operands import DTYPES, on, operand
 from fastattn.backends.primitives import VarlenOptions
 
@@ -33,7 +33,7 @@ def why_not(
 ) -> list[str]:
     """Return the reasons why the kernels cannot run on these arguments."""
     one = [x.transpose(0, 1)[None] for x in (query, key, value)]
-    return attention.why_not(*one, None, alibi_slopes)
+    return sdpa.why_not(*one, None, alibi_slopes)
 
 
 def varlen_attention(

@@ -1,13 +1,13 @@
-"""The oracle of ``encode_memory``; see ``reference.py``, where it belongs."""
+"""The definition of memory encoding."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from fastattn.backends import reference
 from fastattn.backends.primitives import EncodeMemoryBackwardOptions, EncodeMemoryOptions
-from fastattn.library import runs_eagerly
+from fastattn.backends.reference._masked import compute_dtype
+from fastattn.eager import runs_eagerly
 
 __all__ = ["encode_memory", "encode_memory_backward"]
 
@@ -25,7 +25,7 @@ def encode_memory(
     a sentence of nothing else is 0.
     """
     _check_tokens(tokens, weight.shape[2], options.padding_idx)
-    compute = reference._compute_dtype(weight.dtype)
+    compute = compute_dtype(weight.dtype)
     index, counts = _rows_of_tokens(tokens, weight.shape[2], options.padding_idx)
     index = index.unsqueeze(1).expand(-1, weight.shape[1], -1, weight.shape[3])
     table = torch.nn.functional.pad(weight.to(compute), (0, 0, 0, 1))  # [R, G, V + 1, D]
@@ -47,7 +47,7 @@ def encode_memory_backward(
     rows = options.rows
     _check_tokens(tokens, rows, options.padding_idx)
     index, counts = _rows_of_tokens(tokens, rows, options.padding_idx)
-    g = grad.to(reference._compute_dtype(grad.dtype)).transpose(1, 2)  # [R, G, B, N, D]
+    g = grad.to(compute_dtype(grad.dtype)).transpose(1, 2)  # [R, G, B, N, D]
     words = torch.where(counts, g.unsqueeze(-2) * factors, 0.0).flatten(2, 4)  # [R, G, B N J, D]
     index = index.unsqueeze(1).expand(-1, g.shape[1], -1, g.shape[4])
     table = g.new_zeros((*g.shape[:2], rows + 1, g.shape[4])).scatter_add(2, index, words)

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from fastattn.backends.primitives import MemoryHopBackwardOptions, MemoryHopOptions, extended
 from fastattn.batching import fold, one_by_one, size_of_batch, unfold
-from fastattn.library import Operator, runs_eagerly
+from fastattn.eager import runs_eagerly
+from fastattn.library import Operator
 
 __all__ = ["hop_attention", "hop_attention_backward", "share"]
 

@@ -1,4 +1,4 @@
-"""The oracle of memory hops, see :mod:`fastattn.backends.reference`.
+"""The definition of memory hops.
 
 ``memory_hop_attention`` (Sukhbaatar et al. 2015, https://arxiv.org/abs/1503.08895), for one query
 u_1 and the hops k = 1 ... K, with M_k the rows of its input memory and C_k those of its output
@@ -21,14 +21,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fastattn.backends import reference
 from fastattn.backends.primitives import (
     AttentionOptions,
     MemoryHopBackwardOptions,
     MemoryHopOptions,
 )
+from fastattn.backends.reference._masked import INF, compute_dtype, dot_products, finite
+from fastattn.backends.reference.sdpa import attend
 
-_INF = float("inf")
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda x: x,
     "relu": torch.relu,
@@ -75,7 +75,7 @@ def hop_states(
     options: MemoryHopOptions,
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """Return u_1, o_1, u_2, ..., u_K+1 as the query, lse [...] and p [..., N] of each hop."""
-    compute = reference._compute_dtype(query.dtype)
+    compute = compute_dtype(query.dtype)
     u = query.to(compute) if query.ndim == 3 else query.to(compute)[:, None]  # [B, Q, D]
     trace, lses, probabilities = [u], [], []
     for hop in range(options.hops):
@@ -169,10 +169,10 @@ def _attend(
     """o, lse and p of a hop: attention of one head."""
     added = mask if bias is None else bias
     if mask is not None and bias is not None:
-        added = torch.where(mask, bias, -_INF)
+        added = torch.where(mask, bias, -INF)
     if added is not None and added.shape[-1] != rows_in.shape[1]:
         added = added.expand(*added.shape[:-1], rows_in.shape[1])
-    o, lse, p = reference.attend(
+    o, lse, p = attend(
         u[:, None],
         rows_in[:, None],
         rows_out[:, None],
@@ -195,9 +195,9 @@ def _weigh(
     """The same without the softmax: the scores are the weights, 0 where excluded."""
     visible = mask
     if bias is not None:
-        kept = bias != -_INF
+        kept = bias != -INF
         visible = kept if mask is None else mask & kept
-    s = reference._dot_products(u[:, None], rows_in[:, None], visible is not None)[:, 0]
+    s = dot_products(u[:, None], rows_in[:, None], visible is not None)[:, 0]
     if visible is not None:
         s = torch.where(visible, s, 0.0)
     s = s * scale
@@ -210,6 +210,6 @@ def _weigh(
     seen = visible.to(s.dtype).expand_as(p)
     unbounded = torch.where(torch.isfinite(rows_out), 0.0, torch.ones_like(rows_out))
     met = (seen @ unbounded) > 0
-    o = p @ reference._finite(rows_out)
+    o = p @ finite(rows_out)
     o = torch.where(met, float("nan"), o)
     return o, s.new_zeros(s.shape[:2]), p

@@ -1,4 +1,4 @@
-"""The oracle of Hopfield retrieval, see :mod:`fastattn.backends.reference`.
+"""The definition of Hopfield retrieval.
 
 ``hopfield_retrieve`` (Ramsauer et al. 2021, https://arxiv.org/abs/2008.02217), for the queries of a
 head, with x_n the rows of ``stored``:
@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.backends import reference
-from fastattn.backends._reference_hops import _attend
 from fastattn.backends.primitives import HopfieldBackwardOptions, HopfieldOptions
+from fastattn.backends.reference._masked import compute_dtype, finite
+from fastattn.backends.reference.memory_hops import _attend
 
 _ULPS = 4
 
@@ -58,7 +58,7 @@ def hopfield_states(
     taken: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same in the dtype of the computation; with ``taken``, so many steps of each query."""
-    compute = reference._compute_dtype(state.dtype)
+    compute = compute_dtype(state.dtype)
     rows = stored.to(compute)
     compared = rows if keys is None else keys.to(compute)
 
@@ -77,7 +77,7 @@ def hopfield_states(
 
     # Newton's method from the solution: a step takes the error from h to h^2, so two of them are
     # right to the third order of whatever changes the solution.
-    compared, rows = reference._finite(compared), reference._finite(rows)
+    compared, rows = finite(compared), finite(rows)
     one = torch.eye(state.shape[-1], dtype=compute, device=state.device)
 
     def slope(xi: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor, int64
 
+from fastattn.autograd.memory_hops import compute_dtype
 from fastattn.backends.primitives import HopfieldBackwardOptions, HopfieldOptions, extended
 from fastattn.batching import fold, one_by_one, size_of_batch, unfold
 from fastattn.library import Operator
-from fastattn.ops._memory_hops_operator import compute_dtype
 
 __all__ = ["hopfield_backward", "hopfield_states"]
 

@@ -1,4 +1,4 @@
-"""The oracle of sequences with lengths of their own, see :mod:`fastattn.backends.reference`.
+"""The definition of attention over packed sequences.
 
 Packed rows are one long attention in which a query sees the keys of its own sequence alone: so
 nothing here depends on how long they are. Positions count within a sequence, and so do the draws
@@ -10,8 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastattn.backends import reference
-from fastattn.backends.primitives import AttentionOptions, DecodeOptions, VarlenOptions
+from fastattn.backends.primitives import AttentionOptions, VarlenOptions
+from fastattn.backends.reference._dropout import WORD, keep_threshold, philox4x32
+from fastattn.backends.reference.sdpa import attend
+
+__all__ = ["varlen_attention", "varlen_attention_backward"]
 
 
 def varlen_attention(
@@ -49,7 +52,7 @@ def varlen_attention(
         counters = (q_local[:, None], k_local, heads, q_sequence[:, None])
         keep = _keep(counters, options.dropout_p, seed)
     q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
-    out, lse, _ = reference.attend(
+    out, lse, _ = attend(
         q,
         k,
         v,
@@ -106,74 +109,6 @@ def varlen_attention_backward(
     return vjp(tuple(grad for _, grad in given))
 
 
-def decode_attention(
-    query: Tensor,  # [B, Hq, Lq, D]
-    key_cache: Tensor,  # [E, Hkv, N, D], E entries of N keys, or pages of N keys
-    value_cache: Tensor,  # [E, Hkv, N, Dv]
-    cache_seqlens: Tensor,  # [B] int64
-    block_table: Tensor | None = None,  # [B, P] int32
-    cache_batch_idx: Tensor | None = None,  # [B] int64
-    alibi_slopes: Tensor | None = None,  # [B|1, Hq]
-    *,
-    options: DecodeOptions,
-) -> tuple[Tensor, Tensor]:
-    """Return ``(out [B, Hq, Lq, Dv], lse [B, Hq, Lq])``: attention to the first keys of a cache.
-
-    Sequence b sees the first cache_seqlens[b] keys of its entry, or of the pages that its row of
-    the block table names; its last query stands at the last of them.
-    """
-    key, value = (_of_sequences(x, query, block_table, cache_batch_idx) for x in (
-        key_cache, value_cache))  # fmt: skip
-    position = torch.arange(key.shape[2], device=query.device)
-    lengths = cache_seqlens[:, None, None, None]
-    rows = torch.arange(query.shape[2], device=query.device)[:, None]
-    out, lse, _ = reference.attend(
-        query,
-        key,
-        value,
-        position < lengths,
-        alibi_slopes,
-        None,
-        AttentionOptions(**vars(options)),
-        distance=rows + lengths - query.shape[2] - position,  # [B, 1, Lq, N]
-    )
-    return out.to(query.dtype), lse.double()
-
-
-def append_to_cache(
-    key_cache: Tensor,  # [E, Hkv, N, D]
-    value_cache: Tensor,  # [E, Hkv, N, Dv]
-    key: Tensor,  # [B, Hkv, L, D]
-    value: Tensor,  # [B, Hkv, L, Dv]
-    cache_seqlens: Tensor,  # [B] int64, without the new rows
-    block_table: Tensor | None = None,  # [B, P] int32
-    cache_batch_idx: Tensor | None = None,  # [B] int64
-) -> None:
-    """Write the new keys and values behind those of each sequence, in place."""
-    at = cache_seqlens[:, None] + torch.arange(key.shape[2], device=key.device)  # [B, L]
-    if block_table is not None:
-        page = key_cache.shape[2]
-        entry = block_table.long().gather(1, at // page)
-        at = at % page
-    elif cache_batch_idx is not None:
-        entry = cache_batch_idx[:, None]
-    else:
-        entry = torch.arange(key.shape[0], device=key.device)[:, None]
-    key_cache[entry, :, at] = key.transpose(1, 2)
-    value_cache[entry, :, at] = value.transpose(1, 2)
-
-
-def _of_sequences(
-    cache: Tensor, query: Tensor, block_table: Tensor | None, entries: Tensor | None
-) -> Tensor:
-    """The keys of every sequence in order, [B, Hkv, P * N, D]."""
-    if block_table is not None:
-        # Pages beyond a sequence's length may have any number: they are seen by nobody.
-        pages = block_table.long().clamp(0, max(cache.shape[0] - 1, 0))
-        return cache[pages].transpose(1, 2).flatten(2, 3)
-    return cache[: query.shape[0]] if entries is None else cache[entries]
-
-
 def _places(starts: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
     """The sequence of every row, its position there, and the lengths; B after the last sequence.
 
@@ -190,8 +125,8 @@ def _places(starts: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
 def _keep(counters: tuple[Tensor, ...], dropout_p: float, seed: Tensor) -> Tensor:
     """What dropout keeps of pairs (i, j, head, batch) in any order, see ``dropout_keep``."""
     i, j, h, b = counters
-    key = (seed & reference._WORD, (seed >> 32) & reference._WORD)
-    words = torch.broadcast_tensors(*reference.philox4x32((i, j // 8, h, b), key))
+    key = (seed & WORD, (seed >> 32) & WORD)
+    words = torch.broadcast_tensors(*philox4x32((i, j // 8, h, b), key))
     draws = torch.stack([half for word in words for half in (word & 0xFFFF, word >> 16)], dim=-1)
     turn = (j % 8).expand(draws.shape[:-1])[..., None]
-    return draws.gather(-1, turn).squeeze(-1) < reference._keep_threshold(dropout_p)
+    return draws.gather(-1, turn).squeeze(-1) < keep_threshold(dropout_p)

@@ -1,4 +1,4 @@
-"""The oracle of ``local_attention``; see ``reference.py``, where it belongs."""
+"""The definition of local attention."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.backends import reference
 from fastattn.backends.primitives import NoOptions
+from fastattn.backends.reference._masked import compute_dtype, without_autocast
 
 __all__ = ["local_attention", "local_attention_backward"]
 
@@ -28,13 +28,13 @@ def local_attention(
     weights [B, Lq, W] = softmax(q . k) over the rows that exist and are ``seen``, 0 elsewhere, in
     the dtype of the computation; out [B, Lq, Dv] = sum weights factor v.
     """
-    compute, keys = reference._compute_dtype(query.dtype), key.shape[1]
+    compute, keys = compute_dtype(query.dtype), key.shape[1]
     j = first[..., None] + torch.arange(seen.shape[2], device=query.device)
     seen = seen & (j >= 0) & (j < keys)
     if keys == 0:  # nothing to gather from, but derivatives of the right shapes
         key, value = (torch.nn.functional.pad(x, (0, 0, 0, 1)) for x in (key, value))
     at = torch.where(seen, j, 0)[..., None]
-    with reference._without_autocast(query.device.type):
+    with without_autocast(query.device.type):
         near, values = (
             torch.where(
                 seen[..., None],

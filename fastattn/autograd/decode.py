@@ -1,0 +1,79 @@
+"""Attention to a cache, and appending to it, as operators of PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattn import dispatch
+from fastattn.backends._alloc import empty_output
+from fastattn.backends.primitives import DecodeOptions, NoOptions
+from fastattn.batching import one_by_one
+from fastattn.eager import runs_eagerly
+from fastattn.library import Operator
+
+__all__ = ["append", "decode"]
+
+
+def _fake(query: Tensor, key_cache: Tensor, value_cache: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return (
+        empty_output(query, value_cache.shape[3]),
+        query.new_empty(query.shape[:3], dtype=torch.float64),
+    )
+
+
+def _backward(ctx: Any, *grads: Tensor | None) -> Any:
+    raise RuntimeError("decode_attention has no gradient: it is for inference")
+
+
+def _vmap(info: Any, in_dims: Sequence[int | None], *args: Any) -> Any:
+    return one_by_one(decode, info.batch_size, in_dims, args)
+
+
+decode = Operator(
+    "decode_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor cache_seqlens, "
+    "Tensor? block_table, Tensor? cache_batch_idx, Tensor? alibi_slopes)",
+    options=DecodeOptions,
+    returns=2,
+    fake=_fake,
+    setup_context=lambda ctx, args, results: None,
+    backward=_backward,
+    vmap=_vmap,
+    derived={"scale": lambda query, *_: query.shape[3] ** -0.5},
+)
+
+
+@torch.library.custom_op("fastattn::append_to_cache", mutates_args=("key_cache", "value_cache"))
+def append_operator(
+    key_cache: Tensor,
+    value_cache: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cache_seqlens: Tensor,
+    block_table: Tensor | None,
+    cache_batch_idx: Tensor | None,
+) -> None:
+    _append_now(key_cache, value_cache, key, value, cache_seqlens, block_table, cache_batch_idx)
+
+
+@append_operator.register_fake
+def _append_fake(*args: Any) -> None:
+    return None
+
+
+def _append_now(*tensors: Tensor | None) -> None:
+    backend = dispatch.choose("append_to_cache", tensors, NoOptions())
+    dispatch.load(backend).append_to_cache(*tensors)  # type: ignore[union-attr]
+
+
+def append(*tensors: Tensor | None) -> None:
+    """Through the dispatcher only where it is watched: a step of decoding is short."""
+    if runs_eagerly(*tensors):
+        _append_now(*tensors)
+        for cache in tensors[:2]:
+            torch.autograd.graph.increment_version(cache)  # type: ignore[arg-type]
+    else:
+        append_operator(*tensors)

@@ -1,0 +1,49 @@
+"""The sinusoidal encoding as a differentiable operator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattn.backends.primitives import SinusoidalOptions
+from fastattn.library import Operator
+
+__all__ = ["encode_positions"]
+
+
+def _save(ctx: Any, args: Sequence[Any], result: Tensor) -> None:
+    _, _, options, _ = args
+    ctx.scale = options.scale
+
+
+def _backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+    """dx = scale * grad; nothing else is differentiable."""
+    if grad is not None and ctx.scale != 1.0:
+        grad = grad * ctx.scale
+    return grad, *(None for _ in ctx.needs_input_grad[1:])
+
+
+def _vmap(
+    info: Any, in_dims: Sequence[int | None], x: Tensor, positions: Tensor | None, *options: Any
+) -> tuple[Tensor, int]:
+    """The new dimension goes first; positions get theirs in front of all of x's others."""
+    x = x.expand(info.batch_size, *x.shape) if in_dims[0] is None else x.movedim(in_dims[0], 0)
+    if positions is not None and in_dims[1] is not None:
+        positions = positions.movedim(in_dims[1], 0)
+        missing = x.ndim - 1 - positions.ndim
+        positions = positions.reshape(info.batch_size, *[1] * missing, *positions.shape[1:])
+    return encode_positions.dispatched(x, positions, *options), 0
+
+
+encode_positions = Operator(
+    "sinusoidal_encoding(Tensor x, Tensor? positions)",
+    options=SinusoidalOptions,
+    returns=1,
+    fake=lambda x, *rest: torch.empty_like(x),
+    setup_context=_save,
+    backward=_backward,
+    vmap=_vmap,
+)

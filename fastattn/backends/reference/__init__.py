@@ -1,0 +1,72 @@
+"""The oracle: every primitive as its definition, in plain PyTorch.
+
+Nothing here is fast. Everything here is differentiable as often as wanted, runs in any floating
+dtype on any device, and works under ``vmap``, ``torch.func`` and ``torch.compile``: no Python
+branch looks at a tensor's values, but for the steps of Hopfield retrieval, which are counted.
+
+**Excluded pairs contribute nothing**: a pair with s_ij = -inf is left out of every sum, not
+multiplied by zero. So NaN and inf in a key or value reach only the queries that see it, in the
+results and in every gradient. A query that sees nothing has o = 0, w = 0, lse = -inf, and passes
+on no gradient.
+
+**Precision**: 16-bit inputs are computed in float32 and rounded once, at the end. lse is returned
+in float64, see ``docs/design.md``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastattn.backends.reference._dropout import dropout_keep, philox4x32
+from fastattn.backends.reference.additive import additive_attention, additive_attention_backward
+from fastattn.backends.reference.decode import append_to_cache, decode_attention
+from fastattn.backends.reference.encode_memory import encode_memory, encode_memory_backward
+from fastattn.backends.reference.hopfield import (
+    hopfield_retrieve,
+    hopfield_retrieve_backward,
+    hopfield_states,
+)
+from fastattn.backends.reference.local_attention import local_attention, local_attention_backward
+from fastattn.backends.reference.memory_hops import (
+    hop_states,
+    memory_hop_attention,
+    memory_hop_attention_backward,
+)
+from fastattn.backends.reference.sdpa import (
+    attend,
+    scaled_dot_product_attention,
+    scaled_dot_product_attention_backward,
+)
+from fastattn.backends.reference.sinusoidal import sinusoidal_encoding
+from fastattn.backends.reference.varlen import varlen_attention, varlen_attention_backward
+
+__all__ = [
+    "additive_attention",
+    "additive_attention_backward",
+    "append_to_cache",
+    "attend",
+    "decode_attention",
+    "dropout_keep",
+    "encode_memory",
+    "encode_memory_backward",
+    "hop_states",
+    "hopfield_retrieve",
+    "hopfield_retrieve_backward",
+    "hopfield_states",
+    "local_attention",
+    "local_attention_backward",
+    "memory_hop_attention",
+    "memory_hop_attention_backward",
+    "philox4x32",
+    "scaled_dot_product_attention",
+    "scaled_dot_product_attention_backward",
+    "sinusoidal_encoding",
+    "varlen_attention",
+    "varlen_attention_backward",
+    "why_not",
+]
+
+
+def why_not(op: str, *args: Any, **kwargs: Any) -> list[str]:
+    """Return the reasons why this backend cannot run ``op``: there are none."""
+    return []

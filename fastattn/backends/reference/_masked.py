@@ -1,0 +1,107 @@
+"""What the definitions share: products, softmax and sums that leave excluded pairs out."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+INF = float("inf")
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
+    if torch.amp.is_autocast_available(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return contextlib.nullcontext()
+
+
+def visible_pairs(distance: Tensor, mask: Tensor | None, left: int, right: int) -> Tensor | None:
+    """Return which pairs take part, broadcastable to [B, Hq, Lq, Lk]; None if all of them do."""
+    parts: list[Tensor] = []
+    parts += [distance <= left] if left >= 0 else []
+    parts += [distance >= -right] if right >= 0 else []
+    if mask is not None:
+        parts += [mask if mask.dtype == torch.bool else mask != -INF]
+    if not parts:
+        return None
+    visible = parts[0]
+    for part in parts[1:]:
+        visible = visible & part
+    return visible
+
+
+def distances(q_len: int, k_len: int, offset: int, device: torch.device) -> Tensor:
+    """d_ij = i + offset - j, [Lq, Lk]."""
+    return torch.arange(q_len, device=device)[:, None] + offset - torch.arange(k_len, device=device)
+
+
+def matmul(a: Tensor, b: Tensor) -> Tensor:
+    """[B, Hq, M, N] @ [B, Hkv, N, P]: query head h meets key head h // (Hq // Hkv).
+
+    The heads of a group share b, so they are stacked as rows instead of repeating b.
+    """
+    batch, q_heads, m, n = a.shape
+    kv_heads, p = b.shape[1], b.shape[3]
+    if q_heads == kv_heads:
+        return a @ b
+    return (a.reshape(batch, kv_heads, q_heads // kv_heads * m, n) @ b).reshape(
+        batch, q_heads, m, p
+    )
+
+
+def finite(x: Tensor) -> Tensor:
+    """x with 0 for NaN and inf: what may be multiplied by a zero weight, or by a zero gradient."""
+    return torch.where(torch.isfinite(x), x, 0.0)
+
+
+def dot_products(q: Tensor, k: Tensor, guarded: bool) -> Tensor:
+    """q_i . k_j [B, Hq, Lq, Lk].
+
+    Excluded products are dropped later by selection. Their derivatives, dq_i = sum_j ds_ij k_j and
+    dk_j = sum_i ds_ij q_i, cannot be: there an excluded pair has ds_ij = 0, and 0 * NaN is NaN. So
+    what is differentiated is the product of finite operands, and NaN and inf are added to it.
+    """
+    dots = matmul(q, k.mT)
+    if not guarded:
+        return dots
+    not_finite = torch.where(torch.isfinite(dots), 0.0, dots).detach()
+    return matmul(finite(q), finite(k).mT) + not_finite
+
+
+def softmax(s: Tensor) -> tuple[Tensor, Tensor]:
+    """Return softmax(s) and logsumexp(s) over the last dimension; 0 and -inf for a row of -inf."""
+    if s.shape[-1] == 0:
+        return s, s.sum(-1) - INF  # amax needs an element
+    # The results are the same for any m, so m is a constant. In a row of -inf, -inf - m must not
+    # be NaN.
+    m = s.detach().amax(-1, keepdim=True)
+    m = torch.where(m == -INF, 0.0, m)
+    e = torch.exp(s - m)
+    total = e.sum(-1, keepdim=True)
+    # Selected before the division and the logarithm too: their derivatives at 0 are not finite.
+    empty = total == 0
+    total = torch.where(empty, 1.0, total)
+    lse = torch.where(empty, -INF, m + torch.log(total))
+    return e / total, lse.squeeze(-1)
+
+
+def weighted_sum(w: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+    """sum_j w_ij v_j over the seen pairs only [B, Hq, Lq, Dv].
+
+    The finite elements of v go through an ordinary product. The others cannot: 0 * inf is NaN. What
+    they make of a sum is found by counting: +inf and NaN push it up, -inf and NaN push it down,
+    and what is pushed both ways is NaN.
+    """
+    nan = torch.isnan(v)
+    pushes = torch.cat([(v == INF) | nan, (v == -INF) | nan], dim=-1)  # [B, Hkv, Lk, 2 * Dv]
+    up, down = (matmul(seen.to(w.dtype), pushes.to(w.dtype)) > 0).chunk(2, dim=-1)
+    infinite = torch.where(up, INF, 0.0) - torch.where(down, INF, 0.0)
+    # The weights add up to 1: the product keeps the value, and hands the row a non-finite gradient.
+    poison = torch.where(infinite == 0, 0.0, infinite.to(w.dtype) * w.sum(-1, keepdim=True))
+    return matmul(w, finite(v)) + poison

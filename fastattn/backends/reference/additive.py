@@ -1,0 +1,125 @@
+"""The definition of additive attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattn.backends.primitives import AdditiveBackwardOptions, AdditiveOptions
+from fastattn.backends.reference._dropout import dropout_keep, kept_scale
+from fastattn.backends.reference._masked import (
+    INF,
+    compute_dtype,
+    distances,
+    softmax,
+    visible_pairs,
+    weighted_sum,
+    without_autocast,
+)
+
+__all__ = ["additive_attention", "additive_attention_backward"]
+
+
+def additive_attention(
+    query: Tensor,  # [B, Tq, A]
+    key: Tensor,  # [B, Tk, A]
+    value: Tensor,  # [B, Tk, Dv]
+    v: Tensor,  # [A]
+    bias: Tensor | None,  # [A]
+    attn_mask: Tensor | None,  # [B|1, Tq|1, Tk|1], bool (True sees) or floating (added)
+    seed: Tensor | None,  # [] int64
+    *,
+    options: AdditiveOptions,
+) -> tuple[Tensor, Tensor]:
+    """Return ``(out [B, Tq, Dv], w [B, Tq, Tk])``, w being empty unless ``weights``.
+
+    Bahdanau et al. 2015, https://arxiv.org/abs/1409.0473:
+
+        e_ij = sum_a v_a tanh(query_ia + key_ja + bias_a)
+        w_i  = softmax over j of e_ij + mask_ij, excluded pairs left out; then dropout, of head 0
+        o_i  = sum_j w_ij value_j
+    """
+    out, applied = attend_additively(query, key, value, v, bias, attn_mask, seed, options)
+    applied = applied if options.weights else applied.new_empty(0)
+    return out.to(query.dtype), applied.to(query.dtype)
+
+
+def additive_attention_backward(
+    grad_out: Tensor | None,
+    grad_weights: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    attn_mask: Tensor | None,
+    seed: Tensor | None,
+    *,
+    options: AdditiveBackwardOptions,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Return the gradients of query, key, value, v, bias and the mask, in its own shape.
+
+    They are the vector-Jacobian product of the forward, and so are themselves differentiable.
+    """
+    given = [(n, grad) for n, grad in enumerate((grad_out, grad_weights)) if grad is not None]
+    leaves = [query, key, value, v]
+    if bias is not None:
+        leaves.append(bias)
+    if options.needs_mask_grad:
+        assert attn_mask is not None
+        leaves.append(attn_mask)
+
+    def forward(query: Tensor, key: Tensor, value: Tensor, v: Tensor, *more: Tensor) -> Any:
+        added = None if bias is None else more[0]
+        mask = more[-1] if options.needs_mask_grad else attn_mask
+        results = additive_attention(query, key, value, v, added, mask, seed, options=options)
+        return tuple(results[n] for n, _ in given)
+
+    if given:
+        vjp = torch.func.vjp(forward, *leaves)[1]
+        grads = vjp(tuple(grad for _, grad in given))
+    else:
+        grads = tuple(torch.zeros_like(leaf) for leaf in leaves)
+    grad_bias = None if bias is None else grads[4]
+    return *grads[:4], grad_bias, grads[-1] if options.needs_mask_grad else None
+
+
+def attend_additively(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    attn_mask: Tensor | None,
+    seed: Tensor | None,
+    options: AdditiveOptions,
+) -> tuple[Tensor, Tensor]:
+    """Return ``(out, w)`` in the dtype of the computation."""
+    (batch, q_len, _), k_len = query.shape, key.shape[1]
+    compute = compute_dtype(query.dtype)
+    distance = distances(q_len, k_len, 0, query.device)
+    visible = visible_pairs(distance, attn_mask, -1, 0 if options.causal else -1)
+    with without_autocast(query.device.type):
+        x = query.to(compute)[:, :, None] + key.to(compute)[:, None]  # [B, Tq, Tk, A]
+        if bias is not None:
+            x = x + bias.to(compute)
+        if visible is not None:
+            x = torch.where(visible[..., None], x, 0.0)  # no NaN may reach the derivative of tanh
+        e = (torch.tanh(x) * v.to(compute)).sum(-1)  # [B, Tq, Tk]
+        if attn_mask is not None and attn_mask.dtype != torch.bool:
+            e = e + attn_mask.to(compute)
+        if visible is not None:
+            e = torch.where(visible, e, -INF)
+
+        w, lse = softmax(e)
+        if options.dropout_p > 0:
+            assert seed is not None
+            keep = dropout_keep((batch, 1, q_len, k_len), options.dropout_p, seed)[:, 0]
+            w = torch.where(keep, w * kept_scale(options.dropout_p), 0.0)
+        if visible is None:
+            return w @ value.to(compute), w
+        out = weighted_sum(w[:, None], value.to(compute)[:, None], (e != -INF)[:, None])[:, 0]
+        # A query that sees nothing hands on no gradient, even of inf.
+        return torch.where(lse[..., None] == -INF, 0.0, out), w

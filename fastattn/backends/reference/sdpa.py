@@ -1,0 +1,181 @@
+"""The definition of attention.
+
+``scaled_dot_product_attention`` (Vaswani et al. 2017, https://arxiv.org/abs/1706.03762), for query
+i and key j of one head, with d_ij = i + offset - j:
+
+    s_ij = scale * q_i . k_j
+    s_ij = softcap * tanh(s_ij / softcap)      if softcap > 0
+    s_ij = s_ij + mask_ij                      if the mask is floating
+    s_ij = s_ij - slope * |d_ij|               ALiBi, https://arxiv.org/abs/2108.12409
+    s_ij = -inf                                unless -window_right <= d_ij <= window_left,
+                                               and mask_ij is neither False nor -inf
+    lse_i = log sum_j exp(s_ij)
+    w_ij = exp(s_ij - lse_i)                   0 where s_ij = -inf, even if all of the row is
+    w_ij = w_ij * kept_ij * 65536 / T          T = round((1 - dropout_p) * 65536)
+    o_i  = sum_j w_ij v_j
+
+A window of -1 is unlimited on that side. kept_ij, 0 or 1, is drawn by Philox4x32-10 (Salmon et al.
+2011, https://doi.org/10.1145/2063384.2063405), see :func:`dropout_keep`; T = 0 keeps nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastattn.backends.primitives import AttentionBackwardOptions, AttentionOptions
+from fastattn.backends.reference._dropout import dropout_keep, kept_scale
+from fastattn.backends.reference._masked import (
+    INF,
+    compute_dtype,
+    distances,
+    dot_products,
+    matmul,
+    softmax,
+    visible_pairs,
+    weighted_sum,
+    without_autocast,
+)
+
+__all__ = ["scaled_dot_product_attention", "scaled_dot_product_attention_backward"]
+
+
+def scaled_dot_product_attention(
+    query: Tensor,  # [B, Hq, Lq, D]
+    key: Tensor,  # [B, Hkv, Lk, D]
+    value: Tensor,  # [B, Hkv, Lk, Dv]
+    attn_mask: Tensor
+    | None = None,  # [B|1, Hq|1, Lq|1, Lk|1], bool (True sees) or floating (added)
+    alibi_slopes: Tensor | None = None,  # [B|1, Hq]
+    seed: Tensor | None = None,  # [] int64
+    *,
+    options: AttentionOptions,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ``(out [B, Hq, Lq, Dv], lse [B, Hq, Lq], weights)``, see the equations of the module.
+
+    The weights are those asked for, none being an empty tensor: one matrix a head [B, Hq, Lq, Lk],
+    or their mean over the heads [B, Lq, Lk]. They are the w that multiply v, after dropout, in the
+    dtype of the query.
+    """
+    out, lse, applied = attend(
+        query,
+        key,
+        value,
+        attn_mask,
+        alibi_slopes,
+        seed,
+        options,
+    )
+    applied = requested_weights(applied, options.weights).to(query.dtype)
+    return out.to(query.dtype), lse.double(), applied
+
+
+def scaled_dot_product_attention_backward(
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    grad_weights: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    alibi_slopes: Tensor | None,
+    seed: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    options: AttentionBackwardOptions,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return the gradients of query, key, value, and of the mask in its own, unexpanded shape.
+
+    They are the vector-Jacobian product of the forward, taken by ``torch.func.vjp``, and so are
+    themselves differentiable in everything. ``out`` and ``lse`` are recomputed, not read.
+    """
+    given = [
+        (n, grad) for n, grad in enumerate((grad_out, grad_lse, grad_weights)) if grad is not None
+    ]
+    leaves = [query, key, value]
+    if options.needs_mask_grad:
+        assert attn_mask is not None
+        leaves.append(attn_mask)
+
+    def forward(query: Tensor, key: Tensor, value: Tensor, *mask: Tensor) -> tuple[Tensor, ...]:
+        results = scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            mask[0] if mask else attn_mask,
+            alibi_slopes,
+            seed,
+            options=options,
+        )
+        return tuple(results[n] for n, _ in given)
+
+    if given:
+        vjp = torch.func.vjp(forward, *leaves)[1]
+        grads = vjp(tuple(grad for _, grad in given))
+    else:
+        grads = tuple(torch.zeros_like(leaf) for leaf in leaves)
+    return grads[0], grads[1], grads[2], grads[3] if options.needs_mask_grad else None
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    alibi_slopes: Tensor | None,
+    seed: Tensor | None,
+    options: AttentionOptions,
+    *,
+    distance: Tensor | None = None,
+    keep: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ``(out, lse, w)`` in the dtype of the computation.
+
+    Where sequences have lengths of their own, ``distance`` is d_ij of every pair, ``keep`` is what
+    dropout keeps, and ALiBi has a slope a row, [B, Hq, Lq].
+    """
+    batch, q_heads, q_len, _ = query.shape
+    k_len = key.shape[-2]
+    compute = compute_dtype(query.dtype)
+    q, k, v = query.to(compute), key.to(compute), value.to(compute)
+    if distance is None:
+        distance = distances(q_len, k_len, options.offset, query.device)
+    visible = visible_pairs(distance, attn_mask, options.window_left, options.window_right)
+    guarded = (
+        visible is not None
+    )  # without exclusions, plain products are right, NaN and inf included
+
+    with without_autocast(query.device.type):
+        s = dot_products(q, k, guarded)  # [B, Hq, Lq, Lk]
+        if visible is not None:
+            s = torch.where(visible, s, 0.0)  # no NaN may reach the derivative of what follows
+        s = s * options.scale
+        if options.softcap > 0:
+            s = options.softcap * torch.tanh(s / options.softcap)
+        if attn_mask is not None and attn_mask.dtype != torch.bool:
+            s = s + attn_mask.to(compute)
+        if alibi_slopes is not None:
+            slopes = alibi_slopes if alibi_slopes.dim() == 3 else alibi_slopes[:, :, None]
+            s = s - slopes.to(compute)[..., None] * distance.abs()
+        if visible is not None:
+            s = torch.where(visible, s, -INF)
+
+        w, lse = softmax(s)
+        if options.dropout_p > 0:
+            if keep is None:
+                assert seed is not None
+                keep = dropout_keep((batch, q_heads, q_len, k_len), options.dropout_p, seed)
+            w = torch.where(keep, w * kept_scale(options.dropout_p), 0.0)
+        if not guarded:
+            return matmul(w, v), lse, w
+        out = weighted_sum(w, v, s != -INF)
+        # The row of a query that sees nothing is 0 already. Its gradient, even inf, must end here.
+        out = torch.where(lse[..., None] == -INF, 0.0, out)
+        return out, lse, w
+
+
+def requested_weights(w: Tensor, weights: int) -> Tensor:
+    if weights == 0:
+        return w.new_empty(0)
+    return w if weights == 1 else w.sum(1) / max(w.shape[1], 1)

@@ -1,0 +1,211 @@
+"""What the operators check in the same words, and how they prepare what they share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_INTEGERS = (torch.int64, torch.int32)
+
+
+def wrong_type(
+    op: str, name: str, value: Any, expected: str, position: int | None = None
+) -> TypeError:
+    """The error of PyTorch's own argument parser."""
+    where = "" if position is None else f" (position {position})"
+    return TypeError(
+        f"{op}(): argument '{name}'{where} must be {expected}, not {type(value).__name__}"
+    )
+
+
+def not_dense(op: str, name: str, x: Tensor) -> RuntimeError:
+    kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
+    return RuntimeError(f"{op}: {name} must be a dense tensor, got a {kind} one")
+
+
+def expands_to(shape: Sequence[int], target: Sequence[int]) -> bool:
+    """Whether a tensor of this shape broadcasts to the target without changing it."""
+    # Without `strict=False`: the compiler of torch 2.6 to 2.8 takes it for True.
+    pairs = zip(reversed(shape), reversed(target))  # noqa: B905
+    # Not `n in (1, m)`: torch.compile would compare a symbolic m without looking at its value.
+    return len(shape) <= len(target) and not [n for n, m in pairs if n != 1 and n != m]
+
+
+def check_tensor(op: str, name: str, x: Any, shape: str, dims: int, device: torch.device) -> None:
+    if not isinstance(x, Tensor):
+        raise wrong_type(op, name, x, "Tensor")
+    if x.is_nested or x.layout is not torch.strided:
+        raise not_dense(op, name, x)
+    if x.dim() != dims:
+        raise ValueError(f"{op}: {name} must be {shape}, got shape {tuple(x.shape)}")
+    if x.device != device:
+        raise RuntimeError(f"{op}: {name} must be on query's device {device}, got {x.device}")
+
+
+def check_integers(
+    op: str, name: str, x: Any, shape: str, dims: int, device: torch.device
+) -> Tensor:
+    """An int32 or int64 tensor, as int64."""
+    check_tensor(op, name, x, shape, dims, device)
+    if x.dtype not in _INTEGERS:
+        raise TypeError(f"{op}: {name} must be int32 or int64, got {x.dtype}")
+    return x.to(torch.int64)
+
+
+def check_flag(op: str, name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise wrong_type(op, name, value, "bool")
+
+
+def check_real(op: str, name: str, value: Any) -> float:
+    if isinstance(value, (float, torch.SymFloat)):
+        return value  # type: ignore[return-value]
+    if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
+        raise wrong_type(op, name, value, "float")
+    return float(value)
+
+
+def check_dropout(op: str, dropout_p: Any) -> float:
+    p = check_real(op, "dropout_p", dropout_p)
+    if not 0.0 <= p <= 1.0:
+        raise RuntimeError(f"{op}: dropout_p must be between 0 and 1, got {p}")
+    return p
+
+
+def check_softcap(op: str, softcap: Any) -> float:
+    cap = check_real(op, "softcap", softcap)
+    if not 0.0 < cap < math.inf:
+        raise ValueError(f"{op}: softcap must be None or positive and finite, got {cap}")
+    return cap
+
+
+def check_window(op: str, window: Any) -> tuple[int, int]:
+    pair = isinstance(window, (tuple, list)) and len(window) == 2
+    if not pair or not all(
+        isinstance(n, (int, torch.SymInt)) and not isinstance(n, bool) for n in window
+    ):
+        raise TypeError(f"{op}: window must be None or a pair of ints, got {window!r}")
+    left, right = window
+    if left < -1 or right < -1:
+        raise ValueError(
+            f"{op}: the sizes of window must be at least -1 (unlimited), got {window!r}"
+        )
+    return left, right
+
+
+def check_generator(op: str, generator: Any, device: torch.device) -> None:
+    if not isinstance(generator, torch.Generator):
+        raise wrong_type(op, "generator", generator, "torch.Generator")
+    if torch.compiler.is_compiling():
+        raise RuntimeError(f"{op}: generator must be None under torch.compile")
+    if generator.device.type != device.type:
+        raise RuntimeError(
+            f"{op}: generator must be on query's device {device}, got {generator.device}"
+        )
+
+
+def check_dtypes(op: str, query: Tensor, key: Tensor, value: Tensor) -> None:
+    if not query.dtype == key.dtype == value.dtype:
+        raise RuntimeError(
+            f"{op}: query, key and value must have the same dtype, "
+            f"got {name_of(query)}, {name_of(key)} and {name_of(value)}"
+        )
+    if query.dtype not in DTYPES:
+        # PyTorch's types: no kernel for complex or 8-bit floats, no meaning for integers.
+        floating = query.dtype.is_floating_point or query.dtype.is_complex
+        error = NotImplementedError if floating else RuntimeError
+        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+        raise error(f"{op}: query must be one of {allowed}, got {name_of(query)}")
+
+
+def check_heads(op: str, query: Tensor, key: Tensor, value: Tensor, dim: int) -> None:
+    """Query head h uses key head h // (Hq // Hkv)."""
+    heads, kv_heads = query.shape[dim], key.shape[dim]
+    if value.shape[dim] != kv_heads:
+        raise ValueError(
+            f"{op}: key and value must have the same number of heads (dimension {dim}), got "
+            f"{kv_heads} and {value.shape[dim]}"
+        )
+    if heads % kv_heads if kv_heads else heads:
+        raise ValueError(
+            f"{op}: the number of heads of key must divide that of query (dimension {dim}), got "
+            f"{kv_heads} and {heads}"
+        )
+
+
+def check_widths(op: str, query: Tensor, key: Tensor) -> None:
+    if query.shape[-1] != key.shape[-1]:
+        raise ValueError(
+            f"{op}: query and key must have the same last dimension, "
+            f"got shapes {tuple(query.shape)} and {tuple(key.shape)}"
+        )
+    if query.shape[-1] == 0:
+        raise ValueError(f"{op}: the last dimension of query and key must not be 0")
+
+
+def fold_slopes(op: str, slopes: Any, query: Tensor, heads: int, batch: int) -> Tensor:
+    """ALiBi's slopes as [B|1, Hq], float32 (float64 for float64)."""
+    if not isinstance(slopes, Tensor):
+        raise wrong_type(op, "alibi_slopes", slopes, "Tensor")
+    if not slopes.is_floating_point():
+        raise TypeError(f"{op}: alibi_slopes must be floating, got {slopes.dtype}")
+    if tuple(slopes.shape) not in ((heads,), (batch, heads)):
+        raise ValueError(
+            f"{op}: alibi_slopes must have shape {(heads,)} or {(batch, heads)}, "
+            f"got {tuple(slopes.shape)}"
+        )
+    if slopes.device != query.device:
+        raise RuntimeError(
+            f"{op}: alibi_slopes must be on query's device {query.device}, got {slopes.device}"
+        )
+    slopes = slopes.to(torch.float64 if query.dtype == torch.float64 else torch.float32)
+    return slopes[None] if slopes.dim() == 1 else slopes
+
+
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Cast as PyTorch's autocast does for attention: every floating dtype but float64."""
+    device = "cpu" if tensors[0].is_cpu else tensors[0].device.type
+    if device != "cpu" and not torch.amp.is_autocast_available(device):
+        return tensors
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(
+        x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors
+    )
+
+
+def is_causal_bias(mask: Any) -> bool:
+    """Whether it is a ``torch.nn.attention.bias.CausalBias``: a triangle's name, without memory.
+
+    By its class's name: importing that module takes seconds.
+    """
+    return type(mask).__name__ == "CausalBias"
+
+
+def as_stored_mask(where: str, mask: Any, device: torch.device) -> Any:
+    """Return the boolean mask that a ``CausalBias`` stands for; any other mask as it is."""
+    if not is_causal_bias(mask):
+        return mask
+    if not hasattr(mask, "seq_len_q"):
+        raise RuntimeError(
+            f"{where}: attn_mask must be a tensor or a CausalBias, not a view of one"
+        )
+    queries, keys = mask.seq_len_q, mask.seq_len_kv
+    diagonal = keys - queries if mask.variant.name == "LOWER_RIGHT" else 0
+    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(diagonal)
+
+
+def draw_seed(device: torch.device, generator: torch.Generator | None = None) -> Tensor:
+    """The key of one call's dropout, from ``generator`` or PyTorch's default one."""
+    return torch.randint(2**63 - 1, (), dtype=torch.int64, device=device, generator=generator)
+
+
+def name_of(x: Tensor) -> str:
+    """The dtype of a tensor without "torch."."""
+    return str(x.dtype).removeprefix("torch.")

@@ -1,0 +1,38 @@
+"""Whether a call may go straight to a kernel, past PyTorch's dispatcher."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastattn.compat import nothing_watches
+
+__all__ = ["has_plain_memory", "nothing_watches", "runs_eagerly"]
+
+_PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, type(None)})
+
+
+def has_plain_memory(t: Tensor) -> bool:
+    """Whether the numbers of a tensor are those at its address.
+
+    They are not those of a view that promises -x, of a gradient without memory, of what a transform
+    has wrapped (batched gradients; a tensor that outlived ``torch.func``), or of a sparse tensor.
+    """
+    try:
+        return not t.is_neg() and (t.data_ptr() != 0 or t.numel() == 0)
+    except RuntimeError:  # it has no address
+        return False
+
+
+def runs_eagerly(*tensors: Tensor | None) -> bool:
+    """Whether these tensors are plain memory, and no transform or mode watches the dispatcher.
+
+    False sends the call through ``torch.ops``, where the tracer, the transform or the subclass
+    takes its part.
+    """
+    if not (nothing_watches() and _PLAIN_TYPES.issuperset(map(type, tensors))):
+        return False
+    for t in tensors:  # noqa: SIM110  (a generator costs as much as the questions)
+        if t is not None and not has_plain_memory(t):
+            return False
+    return True
