@@ -8,14 +8,15 @@ import warnings
 import torch
 
 from fastattn import compat, dispatch
-from fastattn.bench import cli, ops
+from fastattn.bench import ops
 from fastattn.bench.cells import DTYPE_BYTES, Cell
 from fastattn.bench.inputs import make_inputs
 from fastattn.bench.recording import Calls
+from fastattn.bench.selection import add_what, cells_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    cli.add_what(parser)
+    add_what(parser)
     parser.add_argument("--device", default="cpu", help="default: %(default)s")
 
 
@@ -29,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
         ) from error
     if not (args.shapes or args.preset):
         args.shapes = args.op or ["sdpa"]
-    for cell in cli.cells_of(args, tuple(DTYPE_BYTES)):
+    for cell in cells_of(args, tuple(DTYPE_BYTES)):
         print(f"{cell.name}:")
         found = explanations(cell, device)
         print(*found, sep="\n") if found else print("plain PyTorch: it calls no kernel of ours")

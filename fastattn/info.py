@@ -6,19 +6,16 @@ A report for people and for bug reports: nothing here may raise because somethin
 from __future__ import annotations
 
 import argparse
-import importlib
-import importlib.util
 import json
 import os
 import platform
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from fastattn import _openmp as _openmp_runtimes
-from fastattn import compat, evidence
+from fastattn import builds, compat, evidence
 from fastattn._version import __version__
 from fastattn.dispatch import BACKENDS, PRIORITY
 
@@ -31,7 +28,7 @@ CPU_FEATURES = """
 
 def collect() -> dict[str, Any]:
     """Everything that `info` prints, as plain values that JSON can carry."""
-    native = _native_module("cpu")
+    native = builds.native_module("cpu")
     return {
         "fastattn": __version__,
         "python": platform.python_version(),
@@ -39,13 +36,13 @@ def collect() -> dict[str, Any]:
         "torch": torch.__version__,
         "torch_untested": compat.is_untested(),
         "torch_lacks": [name for name, there in compat.NAMES.items() if not there],
-        "numpy": _version("numpy"),
+        "numpy": builds.version_of("numpy"),
         "cpu": _cpu(),
         "threads": torch.get_num_threads(),
         "openmp": _openmp(),
         "isa": native["build_info"],
         "choices": _choices(),
-        "backends": {name: _backend(name) for name in BACKENDS},
+        "backends": {name: builds.backend(name) for name in BACKENDS},
         "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith("FASTATTN_")},
     }
 
@@ -75,13 +72,6 @@ def _spelled(use: Any) -> str:
     if isinstance(use, dict):
         return ", ".join(f"{name} {value}" for name, value in use.items())
     return ", ".join(use) if isinstance(use, list) else str(use)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _cpu() -> dict[str, Any]:
@@ -124,58 +114,6 @@ def _openmp_text(openmp: dict[str, Any]) -> str:
         "threads of their own each, which wait for work at full speed and take the cores from the "
         "others: results are right, but slower. OMP_WAIT_POLICY=passive helps"
     )
-
-
-def _native_module(name: str) -> dict[str, Any]:
-    """`build_info` of `fastattn._<name>`, or the reason why it cannot be had."""
-    try:
-        importlib.import_module(f"fastattn.backends.{name}")  # which chooses instruction sets
-        module = importlib.import_module(f"fastattn._{name}")
-        return {"build_info": module.build_info(), "error": None}
-    except Exception as error:  # a broken library or a wrong FASTATTN_CPU_ISA: tell, do not fail
-        return {"build_info": None, "error": f"{type(error).__name__}: {error}"}
-
-
-def _build_record() -> dict[str, Any]:
-    try:
-        record: dict[str, Any] = json.loads(Path(__file__).with_name("_build.json").read_text())
-    except FileNotFoundError:
-        return {}
-    return record
-
-
-def _is_stale() -> bool:
-    """Whether this is a source tree whose kernels have changed since they were built."""
-    package = Path(__file__).parent
-    try:
-        built = package.joinpath("_build.json").stat().st_mtime
-    except FileNotFoundError:
-        return False
-    return any(path.stat().st_mtime > built for path in package.parent.glob("csrc/**/*.*"))
-
-
-def _backend(name: str) -> dict[str, Any]:
-    """{"built": bool, "reason": why it is not or None} and what the build record knows."""
-    if importlib.util.find_spec(f"fastattn.backends.{name}") is None:
-        return {"built": False, "reason": f"fastattn {__version__} has no {name} kernels"}
-    if name in ("reference", "torch"):
-        return {"built": True, "reason": None}
-    if name == "triton":
-        version = _version("triton")
-        reason = None if version else "triton is not installed: `pip install triton`"
-        return {"built": version is not None, "reason": reason, "version": version}
-    record = _build_record()
-    module = record.get("modules", {}).get(name)
-    error = _native_module(name)["error"]
-    if error is None:
-        return {**(module or {}), "built": True, "reason": None, "stale": _is_stale()}
-    if module is None:
-        reason = "no native build was made here; `make build` or `pip install .` makes one"
-    elif not module["built"]:
-        reason = module["reason"]
-    else:
-        reason = f"it was built but cannot be used: {error}"
-    return {**(module or {}), "built": False, "reason": reason}
 
 
 def format_text(facts: dict[str, Any]) -> str:

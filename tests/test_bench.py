@@ -16,7 +16,7 @@ from bench_results import TINY, a_result, cell_of
 
 import fastattn
 from fastattn import dispatch
-from fastattn.bench import cli, display, inputs, measuring, ops, stats, summary
+from fastattn.bench import cli, display, inputs, measuring, ops, selection, stats, summary
 from fastattn.bench.cells import (
     MASKS,
     Cell,
@@ -137,7 +137,7 @@ mha B=2,L=8|16,E=8,H=2 dtype=bf16 pass=fwd+bwd mask=padding weights=average  # l
 
 sdpa L=4
 """)
-    cells = cli.cells_of(parse("run", "--shapes", f"@{path}", "--shapes", "additive L=3"))
+    cells = selection.cells_of(parse("run", "--shapes", f"@{path}", "--shapes", "additive L=3"))
     assert [c.name for c in cells] == [
         "mha B=2,L=8,E=8,H=2 bf16 fwd+bwd padding, average weights",
         "mha B=2,L=16,E=8,H=2 bf16 fwd+bwd padding, average weights",
@@ -145,11 +145,13 @@ sdpa L=4
         "additive B=8,L=3,A=256 fp32 fwd",
     ]
     assert cells[0].label == "layer 1"
-    only = cli.cells_of(parse("run", "--shapes", f"@{path}", "--op", "sdpa", "--dtype", "fp16"))
+    only = selection.cells_of(
+        parse("run", "--shapes", f"@{path}", "--op", "sdpa", "--dtype", "fp16")
+    )
     assert [c.name for c in only] == ["sdpa B=1,H=8,L=4,D=64 fp16 fwd"]
     path.write_text("sdpa L=4\nmha L=4 mask\n")
     with pytest.raises(ValueError, match=r"shapes\.txt, line 2: .*'mask' does not belong"):
-        cli.cells_of(parse("run", "--shapes", f"@{path}"))
+        selection.cells_of(parse("run", "--shapes", f"@{path}"))
 
 
 # Grammar
@@ -157,7 +159,7 @@ sdpa L=4
 
 def test_arguments_make_cells() -> None:
     args = parse("run", "--shapes", "B=1,H=2,L=8|16,D=4", "--dtype", "fp32,bf16", "--pass", "fwd")
-    cells = cli.cells_of(args)
+    cells = selection.cells_of(args)
     assert [(c["Lq"], c.dtype) for c in cells] == [
         (8, "fp32"),
         (8, "bf16"),
@@ -168,22 +170,22 @@ def test_arguments_make_cells() -> None:
 
 
 def test_a_preset_can_be_narrowed() -> None:
-    cells = cli.cells_of(
+    cells = selection.cells_of(
         parse("run", "--preset", "bert", "--op", "mha", "--pass", "bwd", "--mask", "causal")
     )
     assert {(c.op, c.passes, c.mask) for c in cells} == {("mha", "bwd", "causal")}
 
 
 def test_a_size_is_0_only_where_that_is_what_it_is_unless_given() -> None:
-    (cell,) = cli.cells_of(parse("run", "--op", "luong", "--shapes", "L=4,P=0"))
+    (cell,) = selection.cells_of(parse("run", "--op", "luong", "--shapes", "L=4,P=0"))
     assert cell["P"] == 0
     with pytest.raises(ValueError, match="W=0 must be at least 1"):
-        cli.cells_of(parse("run", "--op", "luong", "--shapes", "L=4,W=0"))
+        selection.cells_of(parse("run", "--op", "luong", "--shapes", "L=4,W=0"))
 
 
 @pytest.mark.parametrize("op", ops.OPS)
 def test_every_operator_has_a_preset_and_both_its_names(op: str) -> None:
-    cells = cli.cells_of(parse("run", "--op", op))
+    cells = selection.cells_of(parse("run", "--op", op))
     assert cells
     assert {c.op for c in cells} == {op}
     assert ops.resolve(ops.get(op).FUNCTION) == op

@@ -13,14 +13,14 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 import fastattn
-from fastattn.bench import cli, record
+from fastattn.bench import cli, record, selection
 from fastattn.bench.cells import Cell
 
 
 def cells(path: Path) -> list[Cell]:
     parser = argparse.ArgumentParser()
     cli.add_arguments(parser)
-    return cli.cells_of(parser.parse_args(["run", "--shapes", f"@{path}"]))
+    return selection.cells_of(parser.parse_args(["run", "--shapes", f"@{path}"]))
 
 
 def recorded(path: Path) -> dict[str, str]:

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import fastattn
-from fastattn import cli, info
+from fastattn import builds, cli, info
 from fastattn.bench import ops
 
 
@@ -227,7 +227,7 @@ def test_info_survives_a_wrong_instruction_set(native: ModuleType) -> None:
 def test_info_without_a_native_core(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "fastattn._cpu", None)
     record = {"modules": {"cpu": {"built": False, "reason": "no C++ compiler was found"}}}
-    monkeypatch.setattr(info, "_build_record", lambda: record)
+    monkeypatch.setattr(builds, "build_record", lambda: record)
     text = info.format_text(info.collect())
     assert re.search(r"^ISA +none: there is no native core", text, re.MULTILINE)
     assert re.search(r"^backend cpu +not built: no C\+\+ compiler was found$", text, re.MULTILINE)
@@ -242,7 +242,7 @@ def test_info_tells_when_the_kernels_have_changed_since_they_were_built(
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("{}")
         os.utime(file, (changed, changed))
-    monkeypatch.setattr(info, "__file__", str(package / "info.py"))
+    monkeypatch.setattr(builds, "__file__", str(package / "builds.py"))
     assert "csrc has changed since" not in info.format_text(info.collect())
     os.utime(kernel, (3000, 3000))
     assert "csrc has changed since: `make build`" in info.format_text(info.collect())

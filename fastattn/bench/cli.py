@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
-from fastattn import spelling
-from fastattn.bench import commands, compare, display, measuring, ops
-from fastattn.bench.cells import DEVICES, DTYPES, MASKS, PASSES, WEIGHTS, Cell
+from fastattn.bench import commands, compare, display, measuring
+from fastattn.bench.cells import DEVICES
 from fastattn.bench.exits import FAULTS, INTERRUPTED, OK, UNWRITTEN, USAGE
 from fastattn.bench.presets import (
-    PRESETS,
     WHOLE_MODELS,
-    Template,
-    model_cells,
-    preset_cells,
-    template_cells,
 )
 from fastattn.bench.providers import DEFAULT, PROVIDERS
-from fastattn.bench.shapes import Line, parse_line, read_lines
+from fastattn.bench.selection import add_passes, add_what
 from fastattn.spelling import names
 
-__all__ = ["FAULTS", "INTERRUPTED", "OK", "UNWRITTEN", "USAGE", "add_arguments", "add_what", "run"]
+__all__ = ["FAULTS", "INTERRUPTED", "OK", "UNWRITTEN", "USAGE", "add_arguments", "run"]
 
 EXAMPLES = {
     "run": """\
@@ -105,47 +98,12 @@ def run(args: argparse.Namespace) -> int:
         return USAGE
 
 
-def _split(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
-
-
-def add_what(parser: argparse.ArgumentParser) -> None:
-    """The arguments that say which cells are meant."""
-    parser.set_defaults(models=[])
-    what = parser.add_argument_group("what is measured")
-    what.add_argument(
-        "--preset",
-        metavar="LIST",
-        help=f"shapes of real models: {', '.join(PRESETS)}, all (default: quick)",
-    )
-    spelling.add_list(
-        what, "--op", f"only these operators (with --shapes: sdpa): {', '.join(ops.OPS)}"
-    )
-    what.add_argument(
-        "--shapes",
-        action="append",
-        metavar="S",
-        help='e.g. "B=1,H=8,Lq=128:8192:x2,Lk=Lq,D=64", "mha B=8,L=512,E=768,H=12 mask=padding", '
-        "or @FILE with such lines; repeatable",
-    )
-    _add_passes(what)
-    what.add_argument("--mask", choices=MASKS, help="the mask of every cell")
-    what.add_argument("--weights", choices=WEIGHTS, help="the attention weights that are returned")
-
-
-def _add_passes(what: argparse._ActionsContainer) -> None:
-    spelling.add_list(what, "--dtype", "fp32,bf16,fp16, or float32,bfloat16,float16")
-    what.add_argument(
-        "--pass", dest="passes", type=names, default=[], metavar="LIST", help="fwd,bwd,fwd+bwd"
-    )
-
-
 def _add_model(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("what is measured")
     what.add_argument(
         "models", type=names, metavar="NAME", help=f"{', '.join(WHOLE_MODELS)}, or all; or a list"
     )
-    _add_passes(what)
+    add_passes(what)
     _add_how(parser)
     parser.set_defaults(mask=None, weights=None, rounds=9, time_budget=300.0, timeout=300.0)
 
@@ -270,66 +228,3 @@ def _share(text: str) -> float:
     if not 0 <= share < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a share such as 5% or 0.05")
     return share
-
-
-def cells_of(args: argparse.Namespace, dtypes: Sequence[str] = DTYPES) -> list[Cell]:
-    """The cells that the arguments ask for. Raises ValueError naming the argument that is wrong."""
-    args.dtype = spelling.dtypes(args.dtype, dtypes)
-    check_names("--pass", args.passes, PASSES)
-    if args.models:
-        return model_cells(args.models, args.dtype, args.passes)
-    wanted = [ops.resolve(name) for name in args.op]
-    if args.shapes and args.preset:
-        raise ValueError("give either --shapes or --preset")
-    if args.shapes:
-        lines = [line for text in args.shapes for line in _lines(text)]
-        cells = [cell for line in lines for cell in _line_cells(line, args, wanted)]
-    else:
-        preset = args.preset or ("all" if wanted else "quick")
-        cells = preset_cells(preset, args.dtype, args.passes)
-        cells = [cell for cell in cells if not wanted or cell.op in wanted]
-        if not cells:
-            raise ValueError(f"--preset {preset} has no cell of --op {','.join(args.op)}")
-    if args.mask:
-        cells = [dataclasses.replace(cell, mask=args.mask) for cell in cells]
-    if args.weights:
-        cells = [dataclasses.replace(cell, weights=args.weights) for cell in cells]
-    return cells
-
-
-def check_names(flag: str, given: Sequence[str], allowed: Sequence[str]) -> None:
-    for name in given:
-        if name not in allowed:
-            raise ValueError(f"{flag} {name!r}: allowed are {', '.join(allowed)}")
-
-
-def _lines(text: str) -> list[Line]:
-    return read_lines(Path(text[1:])) if text.startswith("@") else [parse_line(text)]
-
-
-def _line_cells(line: Line, args: argparse.Namespace, wanted: list[str]) -> list[Cell]:
-    """The cells of one line; an operator that --op does not want has none."""
-    given = {flag: _split(line.options.get(flag, "")) for flag in ("dtype", "pass")}
-    given["dtype"] = spelling.dtypes(given["dtype"], DTYPES, "dtype=")
-    check_names("pass=", given["pass"], PASSES)
-    passes = args.passes or given["pass"] or ["fwd"]
-    named = [ops.resolve(line.op)] if line.op else wanted or ["sdpa"]
-    for op in named:
-        if not set(passes) & set(ops.get(op).PASSES):
-            raise ValueError(f"--pass {','.join(passes)}: {op} has {','.join(ops.get(op).PASSES)}")
-    return [
-        cell
-        for op in named
-        if op in (wanted or named)
-        for cell in template_cells(
-            Template(
-                line.label,
-                op,
-                line.shape,
-                line.options.get("mask", "none"),
-                line.options.get("weights", "none"),
-            ),
-            args.dtype or given["dtype"] or ["fp32"],
-            passes,
-        )
-    ]

@@ -1,8 +1,7 @@
-"""Progress and tables on a terminal: live with rich, line by line without it."""
+"""What progress, tables and conditions of a run say."""
 
 from __future__ import annotations
 
-import sys
 import textwrap
 import time
 from collections.abc import Sequence
@@ -43,20 +42,6 @@ def columns_of(metrics: Sequence[str]) -> list[str]:
 
 COLUMNS = tuple(columns_of(DEFAULT_METRICS))
 _COLOURS = {"FASTER": "green", "SLOWER": "red", "SAME": "default", "UNSURE": "yellow"}
-
-
-def make_watcher(quiet: bool = False) -> PlainWatcher:
-    """The live display on a terminal with rich installed; else lines, or nothing when `quiet`."""
-    if quiet:
-        return PlainWatcher(None)
-    if sys.stderr.isatty():
-        try:
-            from fastattn.bench.live import LiveWatcher
-
-            return LiveWatcher()
-        except ImportError:
-            pass
-    return PlainWatcher(sys.stderr)
 
 
 class PlainWatcher:
@@ -280,22 +265,3 @@ def closing(result: Result, rows: Sequence[Row]) -> list[str]:
     if result.ended != "complete":
         lines.append(f"The run was {result.ended}; this is what it had measured.")
     return lines
-
-
-def print_result(
-    result: Result, rows: Sequence[Row], metrics: Sequence[str] = DEFAULT_METRICS
-) -> None:
-    """The final table, what it shows, and its conditions, on stdout."""
-    shown = [row for row in rows if row["status"] != "SKIPPED"]
-    try:
-        from rich.console import Console
-
-        from fastattn.bench.live import rich_table
-    except ImportError:
-        print(plain_table(shown, columns_of(metrics)))
-    else:
-        # Piped into a file there is no width to keep to.
-        console = Console() if sys.stdout.isatty() else Console(width=200)
-        console.print(rich_table(shown, console.width, columns_of(metrics)))
-    print("\n".join(closing(result, rows)))
-    print(conditions(result))

@@ -11,13 +11,14 @@ from pathlib import Path
 
 import torch
 
-from fastattn.bench import display, ops, results, runner, summary
+from fastattn.bench import display, ops, results, runner, screen, summary
 from fastattn.bench.cells import Cell
 from fastattn.bench.environment import describe_environment, processor_slug
 from fastattn.bench.exits import FAULTS, INTERRUPTED, OK, UNWRITTEN
 from fastattn.bench.pool import usable_cpus
 from fastattn.bench.providers import check_name
 from fastattn.bench.results import Result
+from fastattn.bench.selection import cells_of, check_names
 
 PROCESSOR = "{processor}"
 PICTURES = (".png", ".svg", ".pdf")
@@ -35,16 +36,14 @@ def model(args: argparse.Namespace) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Measure. Every answer is compared with fp64 before it is timed."""
-    from fastattn.bench import cli  # which imports this module
-
     for name in args.providers:
         check_name(name)
-    cells = [dataclasses.replace(cell, device=args.device) for cell in cli.cells_of(args)]
+    cells = [dataclasses.replace(cell, device=args.device) for cell in cells_of(args)]
     if args.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: PyTorch finds no GPU here")
     only_models = all(cell.op in ops.MODELS for cell in cells)
     metrics = args.metric or (display.MODEL_METRICS if only_models else display.DEFAULT_METRICS)
-    cli.check_names("--metric", metrics, tuple(display.METRICS))
+    check_names("--metric", metrics, tuple(display.METRICS))
     _check_settings(args)
     _require(cells)
     out = _placed(args.out, args.device)
@@ -76,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     def earlier(now: results.Result) -> results.Result | None:
         return results.resumable(line_by_line, now) if line_by_line and args.resume else None
 
-    with display.make_watcher(args.quiet) as watcher:
+    with screen.make_watcher(args.quiet) as watcher:
         measuring = runner.Runner(settings, watcher, earlier)
         journal = results.Journal(line_by_line)
         try:
@@ -84,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
         finally:
             journal.close()
     rows = summary.summarise(result)
-    display.print_result(result, rows, metrics)
+    screen.print_result(result, rows, metrics)
     is_timed = any(row["ms"] is not None for row in rows)
     written, failures = [], [journal.failure] if journal.failure else []
     for path, write in (

@@ -1,0 +1,52 @@
+"""Progress and results on a terminal: live with rich, line by line without it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from fastattn.bench.display import (
+    DEFAULT_METRICS,
+    PlainWatcher,
+    Row,
+    closing,
+    columns_of,
+    conditions,
+    plain_table,
+)
+from fastattn.bench.results import Result
+
+__all__ = ["make_watcher", "print_result"]
+
+
+def make_watcher(quiet: bool = False) -> PlainWatcher:
+    """The live display on a terminal with rich installed; else lines, or nothing when `quiet`."""
+    if quiet:
+        return PlainWatcher(None)
+    if sys.stderr.isatty():
+        try:
+            from fastattn.bench.live import LiveWatcher
+
+            return LiveWatcher()
+        except ImportError:
+            pass
+    return PlainWatcher(sys.stderr)
+
+
+def print_result(
+    result: Result, rows: Sequence[Row], metrics: Sequence[str] = DEFAULT_METRICS
+) -> None:
+    """The final table, what it shows, and its conditions, on stdout."""
+    shown = [row for row in rows if row["status"] != "SKIPPED"]
+    try:
+        from rich.console import Console
+
+        from fastattn.bench.live import rich_table
+    except ImportError:
+        print(plain_table(shown, columns_of(metrics)))
+    else:
+        # Piped into a file there is no width to keep to.
+        console = Console() if sys.stdout.isatty() else Console(width=200)
+        console.print(rich_table(shown, console.width, columns_of(metrics)))
+    print("\n".join(closing(result, rows)))
+    print(conditions(result))

@@ -1,0 +1,115 @@
+"""Which cells the arguments of a command name."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+from fastattn import spelling
+from fastattn.bench import ops
+from fastattn.bench.cells import DTYPES, MASKS, PASSES, WEIGHTS, Cell
+from fastattn.bench.presets import PRESETS, Template, model_cells, preset_cells, template_cells
+from fastattn.bench.shapes import Line, parse_line, read_lines
+from fastattn.spelling import names
+
+__all__ = ["add_passes", "add_what", "cells_of", "check_names"]
+
+
+def add_what(parser: argparse.ArgumentParser) -> None:
+    """The arguments that say which cells are meant."""
+    parser.set_defaults(models=[])
+    what = parser.add_argument_group("what is measured")
+    what.add_argument(
+        "--preset",
+        metavar="LIST",
+        help=f"shapes of real models: {', '.join(PRESETS)}, all (default: quick)",
+    )
+    spelling.add_list(
+        what, "--op", f"only these operators (with --shapes: sdpa): {', '.join(ops.OPS)}"
+    )
+    what.add_argument(
+        "--shapes",
+        action="append",
+        metavar="S",
+        help='e.g. "B=1,H=8,Lq=128:8192:x2,Lk=Lq,D=64", "mha B=8,L=512,E=768,H=12 mask=padding", '
+        "or @FILE with such lines; repeatable",
+    )
+    add_passes(what)
+    what.add_argument("--mask", choices=MASKS, help="the mask of every cell")
+    what.add_argument("--weights", choices=WEIGHTS, help="the attention weights that are returned")
+
+
+def add_passes(what: argparse._ActionsContainer) -> None:
+    spelling.add_list(what, "--dtype", "fp32,bf16,fp16, or float32,bfloat16,float16")
+    what.add_argument(
+        "--pass", dest="passes", type=names, default=[], metavar="LIST", help="fwd,bwd,fwd+bwd"
+    )
+
+
+def cells_of(args: argparse.Namespace, dtypes: Sequence[str] = DTYPES) -> list[Cell]:
+    """The cells that the arguments ask for. Raises ValueError naming the argument that is wrong."""
+    args.dtype = spelling.dtypes(args.dtype, dtypes)
+    check_names("--pass", args.passes, PASSES)
+    if args.models:
+        return model_cells(args.models, args.dtype, args.passes)
+    wanted = [ops.resolve(name) for name in args.op]
+    if args.shapes and args.preset:
+        raise ValueError("give either --shapes or --preset")
+    if args.shapes:
+        lines = [line for text in args.shapes for line in _lines(text)]
+        cells = [cell for line in lines for cell in _line_cells(line, args, wanted)]
+    else:
+        preset = args.preset or ("all" if wanted else "quick")
+        cells = preset_cells(preset, args.dtype, args.passes)
+        cells = [cell for cell in cells if not wanted or cell.op in wanted]
+        if not cells:
+            raise ValueError(f"--preset {preset} has no cell of --op {','.join(args.op)}")
+    if args.mask:
+        cells = [dataclasses.replace(cell, mask=args.mask) for cell in cells]
+    if args.weights:
+        cells = [dataclasses.replace(cell, weights=args.weights) for cell in cells]
+    return cells
+
+
+def check_names(flag: str, given: Sequence[str], allowed: Sequence[str]) -> None:
+    for name in given:
+        if name not in allowed:
+            raise ValueError(f"{flag} {name!r}: allowed are {', '.join(allowed)}")
+
+
+def _split(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _lines(text: str) -> list[Line]:
+    return read_lines(Path(text[1:])) if text.startswith("@") else [parse_line(text)]
+
+
+def _line_cells(line: Line, args: argparse.Namespace, wanted: list[str]) -> list[Cell]:
+    """The cells of one line; an operator that --op does not want has none."""
+    given = {flag: _split(line.options.get(flag, "")) for flag in ("dtype", "pass")}
+    given["dtype"] = spelling.dtypes(given["dtype"], DTYPES, "dtype=")
+    check_names("pass=", given["pass"], PASSES)
+    passes = args.passes or given["pass"] or ["fwd"]
+    named = [ops.resolve(line.op)] if line.op else wanted or ["sdpa"]
+    for op in named:
+        if not set(passes) & set(ops.get(op).PASSES):
+            raise ValueError(f"--pass {','.join(passes)}: {op} has {','.join(ops.get(op).PASSES)}")
+    return [
+        cell
+        for op in named
+        if op in (wanted or named)
+        for cell in template_cells(
+            Template(
+                line.label,
+                op,
+                line.shape,
+                line.options.get("mask", "none"),
+                line.options.get("weights", "none"),
+            ),
+            args.dtype or given["dtype"] or ["fp32"],
+            passes,
+        )
+    ]

@@ -1,0 +1,73 @@
+"""Which backends this installation has, and why not the others."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from fastattn._version import __version__
+
+__all__ = ["backend", "build_record", "is_stale", "native_module", "version_of"]
+
+
+def backend(name: str) -> dict[str, Any]:
+    """{"built": bool, "reason": why it is not or None} and what the build record knows."""
+    if importlib.util.find_spec(f"fastattn.backends.{name}") is None:
+        return {"built": False, "reason": f"fastattn {__version__} has no {name} kernels"}
+    if name in ("reference", "torch"):
+        return {"built": True, "reason": None}
+    if name == "triton":
+        version = version_of("triton")
+        reason = None if version else "triton is not installed: `pip install triton`"
+        return {"built": version is not None, "reason": reason, "version": version}
+    record = build_record()
+    module = record.get("modules", {}).get(name)
+    error = native_module(name)["error"]
+    if error is None:
+        return {**(module or {}), "built": True, "reason": None, "stale": is_stale()}
+    if module is None:
+        reason = "no native build was made here; `make build` or `pip install .` makes one"
+    elif not module["built"]:
+        reason = module["reason"]
+    else:
+        reason = f"it was built but cannot be used: {error}"
+    return {**(module or {}), "built": False, "reason": reason}
+
+
+def native_module(name: str) -> dict[str, Any]:
+    """`build_info` of `fastattn._<name>`, or the reason why it cannot be had."""
+    try:
+        importlib.import_module(f"fastattn.backends.{name}")  # which chooses instruction sets
+        module = importlib.import_module(f"fastattn._{name}")
+        return {"build_info": module.build_info(), "error": None}
+    except Exception as error:  # a broken library or a wrong FASTATTN_CPU_ISA: tell, do not fail
+        return {"build_info": None, "error": f"{type(error).__name__}: {error}"}
+
+
+def build_record() -> dict[str, Any]:
+    try:
+        record: dict[str, Any] = json.loads(Path(__file__).with_name("_build.json").read_text())
+    except FileNotFoundError:
+        return {}
+    return record
+
+
+def is_stale() -> bool:
+    """Whether this is a source tree whose kernels have changed since they were built."""
+    package = Path(__file__).parent
+    try:
+        built = package.joinpath("_build.json").stat().st_mtime
+    except FileNotFoundError:
+        return False
+    return any(path.stat().st_mtime > built for path in package.parent.glob("csrc/**/*.*"))
+
+
+def version_of(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
