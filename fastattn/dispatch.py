@@ -32,7 +32,6 @@ PRIORITY = {"cpu": ("cpu", "reference"), "cuda": ("cuda", "triton", "reference")
 BACKENDS = ("torch", "cpu", "cuda", "triton", "reference")
 
 forced: ContextVar[str] = ContextVar("fastattn_backend", default="")
-SHORT_WAY = ("", "cpu")  # what may be forced where a call goes straight to the CPU's kernels
 
 
 class FallbackWarning(UserWarning):

@@ -15,7 +15,7 @@ FLOORS = (
     "sinusoids eager backends.primitives backends._alloc backends._precision",
     "evidence backends",
     "dispatch batching",
-    "library",
+    "fast_path library",
     "autograd",
     "checks",
     "ops",

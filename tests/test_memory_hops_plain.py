@@ -1,4 +1,4 @@
-"""The short way of plain memory hops gives, bit for bit, what the general way gives."""
+"""The fast path of plain memory hops gives, bit for bit, what the general way gives."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import fastattn
-from fastattn import dispatch
+from fastattn import fast_path
 from fastattn.backends import cpu
 from fastattn.ops._memory_hops_plain import hop_plainly
 
@@ -76,7 +76,7 @@ def test_both_ways_agree_to_the_bit(
     monkeypatch.setattr(cpu, "plain_hops", counted)
     short = run(kind, dtype, masked, **wants)
     assert len(calls) == 1
-    monkeypatch.setattr(dispatch, "SHORT_WAY", ("",))
+    monkeypatch.setattr(fast_path, "BACKENDS", ("",))
     with fastattn.use_backend("cpu"):
         general = run(kind, dtype, masked, **wants)
     assert len(calls) == 1
@@ -105,7 +105,7 @@ def test_a_second_derivative_passes(kind: str) -> None:
     torch.testing.assert_close(second(None), second("reference"), rtol=1e-12, atol=1e-12)
 
 
-def test_what_the_short_way_cannot_do_is_left_to_the_general_one() -> None:
+def test_what_the_fast_path_cannot_do_is_left_to_the_general_one() -> None:
     q, m = torch.randn(3, 4), torch.randn(3, 5, 4)
     given = (q, m, m, None, 2, 1.0)
     assert hop_plainly(*given) is not None

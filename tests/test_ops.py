@@ -261,6 +261,22 @@ def test_a_tensor_that_outlived_its_transform_is_a_tensor(backend: str) -> None:
     assert_same(attention(query, leaked[0], leaked[0], torch.zeros(3, 3)).detach(), expected)
 
 
+def test_a_zero_without_memory_is_read_as_zero(backend: str) -> None:
+    x, zero = rand(1, 2, 3, 4), torch._efficientzerotensor((1, 2, 3, 4), dtype=torch.float64)
+    assert zero.data_ptr() == 0
+    assert_same(attention(zero, x, x), stock(torch.zeros_like(x), x, x))
+    assert_same(attention(x, zero, x), stock(x, torch.zeros_like(x), x))
+    assert_same(attention(x, x, zero), torch.zeros_like(x))
+    assert_same(attention(x, x, x, zero[0, 0, :, :3]), stock(x, x, x))
+    memory = rand(3, 5, 4)
+    zero = torch._efficientzerotensor((3, 4), dtype=torch.float64)
+    hop = fastattn.memory_hop_attention
+    assert_same(hop(zero, memory), hop(torch.zeros(3, 4, dtype=torch.float64), memory))
+    layer = fastattn.MultiheadAttention(4, 2, dtype=torch.float64).eval().requires_grad_(False)
+    zero, out = zero.unsqueeze(1), torch.zeros(3, 1, 4, dtype=torch.float64)
+    assert_same(layer(zero, zero, zero)[0], layer(out, out, out)[0])
+
+
 def test_a_view_that_promises_minus_x_is_read_as_minus_x(backend: str) -> None:
     x = rand(1, 2, 3, 4)
     lazy = torch._neg_view(x)
@@ -553,7 +569,7 @@ def _refused(monkeypatch: pytest.MonkeyPatch, *args: Any, **kwargs: Any) -> Exce
 
     cpu = dispatch.load("cpu")
     if not isinstance(cpu, str):
-        monkeypatch.setattr(cpu.attention, "_cpu", Forbidden())
+        monkeypatch.setattr(cpu.sdpa, "_cpu", Forbidden())
     monkeypatch.setattr(reference, "attend", Forbidden())
     monkeypatch.setattr(_sdpa_plain, "_native", {})  # nothing known from the calls of other tests
     state = torch.get_rng_state()

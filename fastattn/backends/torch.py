@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -219,6 +220,7 @@ def plain_attention_backward(
     lse: Tensor,
     scale: float,
     causal: bool,
+    wants: Sequence[bool] | None = None,  # all three are computed anyway
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value of a ``plain_attention``; nothing is empty."""
     if not query.is_cpu:

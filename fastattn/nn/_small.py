@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastattn import compat, dispatch, evidence
-from fastattn.eager import nothing_watches
+from fastattn.fast_path import is_open
 from fastattn.nn._linear import _WIDE_DTYPES, rule
 
 # In products of the larger projection, filled as asked for. From there on another GEMM is faster
@@ -19,8 +19,8 @@ from fastattn.nn._linear import _WIDE_DTYPES, rule
 _MOST_WORK: dict[torch.dtype, int] = {}
 evidence.on_change(_MOST_WORK.clear)
 _NATIVE_HALF = 2**22  # of float16 where oneDNN has it
-_LEAST_ROWS, _FEW_ROWS_MOST_WORK = 8, 2**16
 _PLAIN = (Tensor, torch.nn.Parameter)
+_LEAST_ROWS, _FEW_ROWS_MOST_WORK = 8, 2**16
 
 
 def self_attention(
@@ -45,50 +45,46 @@ def self_attention(
         w_in is None  # of other widths, or computed: by a parametrization, pruning, an adapter
         or w_out is None
         or (b_in is None) != (b_out is None)
-        or type(x) is not Tensor
-        or type(w_in) not in _PLAIN
-        or type(w_out) not in _PLAIN
         or (module.training and module.dropout > 0)
         or module.add_zero_attn
         or parameters.get("bias_k") is not None
-        or not nothing_watches()
-        or dispatch.forced.get() not in dispatch.SHORT_WAY
-        or torch.is_autocast_enabled("cpu")
+        or type(w_in) not in _PLAIN
+        or type(w_out) not in _PLAIN
+        or not is_open(x, key_padding_mask)
+        or x.is_nested
+        or x.dim() != 3
     ):
         return None
     dtype = x.dtype
+    first, second, width = x.shape
     most = _MOST_WORK.get(dtype)
     if most is None:
         most = _most_work(dtype)
-    heads = module.num_heads
+    rows = first * second
+    work = 3 * rows * width * width
+    if not 0 < work <= most or (rows < _LEAST_ROWS and work > _FEW_ROWS_MOST_WORK):
+        return None
+    if (
+        not (dtype is w_in.dtype is w_out.dtype)
+        or not (w_in.is_cpu and w_out.is_cpu)
+        or not x.is_contiguous()
+        or w_in.shape != (3 * width, width)
+        or w_out.shape != (width, width)
+        or w_in.stride(1) != 1
+        or w_out.stride(1) != 1
+    ):
+        return None
+    if torch.is_grad_enabled() and (
+        x.requires_grad
+        or w_in.requires_grad
+        or w_out.requires_grad
+        or (b_in is not None and b_in.requires_grad)
+        or (b_out is not None and b_out.requires_grad)
+    ):
+        return None
+    biases = (0, 0)
     try:
-        first, second, width = x.shape
-        w_in_shape, w_out_shape = w_in.shape, w_out.shape
-        w_in_stride, w_out_stride = w_in.stride(), w_out.stride()
-        if (
-            not (dtype is w_in.dtype is w_out.dtype)
-            or not (x.is_cpu and w_in.is_cpu and w_out.is_cpu)
-            or x.is_neg()
-            or not x.is_contiguous()
-            or w_in_shape != (3 * width, width)
-            or w_out_shape != (width, width)
-            or w_in_stride[1] != 1
-            or w_out_stride[1] != 1
-        ):
-            return None
-        rows = first * second
-        work = 3 * rows * width * width
-        if not 0 < work <= most or (rows < _LEAST_ROWS and work > _FEW_ROWS_MOST_WORK):
-            return None
-        if torch.is_grad_enabled() and (
-            x.requires_grad
-            or w_in.requires_grad
-            or w_out.requires_grad
-            or (b_in is not None and b_in.requires_grad)
-            or (b_out is not None and b_out.requires_grad)
-        ):
-            return None
-        biases = (0, 0)
+        weights = w_in.data_ptr(), w_out.data_ptr()
         if b_in is not None and b_out is not None:
             for bias, size in ((b_in, 3 * width), (b_out, width)):
                 if (
@@ -100,38 +96,33 @@ def self_attention(
                 ):
                     return None
             biases = b_in.data_ptr(), b_out.data_ptr()
-        batch_first = module.batch_first
-        batch, length = (first, second) if batch_first else (second, first)
-        padding_stride: tuple[int, ...]
-        padding, padding_stride = 0, (0, 0)
-        if key_padding_mask is not None:
-            if (
-                type(key_padding_mask) is not Tensor
-                or key_padding_mask.dtype is not torch.bool
-                or not key_padding_mask.is_cpu
-                or key_padding_mask.shape != (batch, length)
-            ):
-                return None
-            padding, padding_stride = key_padding_mask.data_ptr(), key_padding_mask.stride()
-        native = dispatch.load("cpu")
-        if isinstance(native, str):
-            return None
-        return native.self_attention(
-            x,
-            (batch, length, width, heads),
-            (length, 1) if batch_first else (1, batch),
-            w_in.data_ptr(),
-            w_in_stride[0],
-            biases[0],
-            w_out.data_ptr(),
-            w_out_stride[0],
-            biases[1],
-            padding,
-            padding_stride,
-            is_causal,
-        )
-    except (RuntimeError, ValueError):  # nested, sparse, another number of dimensions
+    except RuntimeError:  # a parameter without memory, wrapped by a transform
         return None
+    batch_first = module.batch_first
+    batch, length = (first, second) if batch_first else (second, first)
+    padding_stride: tuple[int, ...]
+    padding, padding_stride = 0, (0, 0)
+    if key_padding_mask is not None:
+        if key_padding_mask.dtype is not torch.bool or key_padding_mask.shape != (batch, length):
+            return None
+        padding, padding_stride = key_padding_mask.data_ptr(), key_padding_mask.stride()
+    native = dispatch.load("cpu")
+    if isinstance(native, str):
+        return None
+    return native.self_attention(
+        x,
+        (batch, length, width, module.num_heads),
+        (length, 1) if batch_first else (1, batch),
+        weights[0],
+        w_in.stride(0),
+        biases[0],
+        weights[1],
+        w_out.stride(0),
+        biases[1],
+        padding,
+        padding_stride,
+        is_causal,
+    )
 
 
 def _most_work(dtype: torch.dtype) -> int:

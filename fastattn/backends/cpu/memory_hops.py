@@ -147,6 +147,7 @@ def plain_hops(
     mask: Tensor | None,  # [B, N]
     hops: int,
     scale: float,
+    differentiable: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``(out, trace, stats)`` of a call without other options: the least Python."""
     batch, width = query.shape

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -117,6 +118,7 @@ def plain_attention_backward(
     lse: Tensor,
     scale: float,
     causal: bool,
+    wants: Sequence[bool] | None = None,  # all three are computed anyway
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value of a ``plain_attention``; nothing is empty."""
     batch, heads, queries, width = query.shape
