@@ -1,0 +1,32 @@
+"""What a user may import: none of these names goes away, and none comes without a line here."""
+
+import importlib
+
+import pytest
+
+NAMES = {
+    "fastattn": """
+        FallbackWarning MultiheadAttention __version__ additive_attention attention_stats capture
+        decode_attention encode_memory explain hard_attention hopfield_energy hopfield_retrieve
+        luong_attention memory_hop_attention nn plot replace_mha restore_mha
+        scaled_dot_product_attention sinusoidal_encoding sinusoidal_table use_backend
+        varlen_attention""",
+    "fastattn.nn": """
+        AdditiveAttention BahdanauAttention GlobalAttention HeadNetwork Hopfield HopfieldLayer
+        HopfieldPooling KeyValueMemory LearnedPositionalEncoding LuongAttention MemN2N
+        MultiheadAttention SinusoidalPositionalEncoding Transformer TransformerDecoder
+        TransformerDecoderLayer TransformerEncoder TransformerEncoderLayer
+        insert_empty_memories""",
+    "fastattn.flash_attn": """
+        flash_attn_func flash_attn_qkvpacked_func flash_attn_varlen_func flash_attn_with_kvcache""",
+    "fastattn.integrations": "replace_mha restore_mha",
+    "fastattn.integrations.transformers": "Registration register",
+    "fastattn.plot": "heatmap hops html",
+}
+
+
+@pytest.mark.parametrize("module", NAMES)
+def test_names(module: str) -> None:
+    found = importlib.import_module(module)
+    assert sorted(found.__all__) == sorted(NAMES[module].split())
+    assert all(hasattr(found, name) for name in found.__all__)
