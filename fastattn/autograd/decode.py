@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fastattn import dispatch
+from fastattn.autograd.sdpa import default_scale
 from fastattn.backends._alloc import empty_output
 from fastattn.backends.primitives import DecodeOptions, NoOptions
 from fastattn.batching import one_by_one
@@ -42,7 +43,7 @@ decode = Operator(
     setup_context=lambda ctx, args, results: None,
     backward=_backward,
     vmap=_vmap,
-    derived={"scale": lambda query, *_: query.shape[3] ** -0.5},
+    derived={"scale": lambda query, *_: default_scale(query)},
 )
 
 

@@ -81,7 +81,7 @@ def _fake_backward(
 
 
 def default_scale(query: Tensor) -> float:
-    return 1.0 / math.sqrt(query.shape[3])
+    return 1.0 / math.sqrt(query.shape[-1])
 
 
 def _vmap(

@@ -8,21 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastattn.autograd.sdpa import default_scale
 from fastattn.backends._alloc import empty_output
 from fastattn.backends.primitives import VarlenOptions
 from fastattn.batching import one_by_one
 from fastattn.library import Operator
 
-__all__ = ["packed_attention", "packed_attention_backward", "width_scale"]
+__all__ = ["packed_attention", "packed_attention_backward"]
 
 _TENSORS = (
     "Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
     "Tensor? alibi_slopes, Tensor? seed"
 )
-
-
-def width_scale(query: Tensor) -> float:
-    return query.shape[-1] ** -0.5
 
 
 def _save(ctx: Any, args: Sequence[Any], results: tuple[Tensor, Tensor]) -> None:
@@ -77,7 +74,7 @@ packed_attention = Operator(
     backward=_backward,
     vmap=_vmap,
     opaque=("alibi_slopes",),
-    derived={"scale": lambda query, *_: width_scale(query)},
+    derived={"scale": lambda query, *_: default_scale(query)},
 )
 
 packed_attention_backward = Operator(
@@ -88,5 +85,5 @@ packed_attention_backward = Operator(
     fake=_fake_backward,
     vmap=_vmap_backward,
     recomputed=("out", "lse"),
-    derived={"scale": lambda _out, _lse, query, *_: width_scale(query)},
+    derived={"scale": lambda _out, _lse, query, *_: default_scale(query)},
 )

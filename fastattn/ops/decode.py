@@ -10,6 +10,7 @@ from torch import Tensor
 from fastattn import checks
 from fastattn.autograd.decode import append as append_to_cache
 from fastattn.autograd.decode import decode
+from fastattn.autograd.sdpa import default_scale
 from fastattn.backends.primitives import DecodeOptions
 from fastattn.eager import runs_eagerly
 from fastattn.library import Operator
@@ -206,7 +207,7 @@ def prepare(
     if is_causal:
         right = 0
     if scale is None and not torch.compiler.is_compiling():
-        scale = query.shape[3] ** -0.5
+        scale = default_scale(query)
     append = None
     if new is not None:
         append = [key_cache, value_cache, *new, lengths, table, entries]

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from fastattn import checks
-from fastattn.autograd.varlen import packed_attention, width_scale
+from fastattn.autograd.sdpa import default_scale
+from fastattn.autograd.varlen import packed_attention
 from fastattn.backends.primitives import VarlenOptions
 from fastattn.eager import runs_eagerly
 from fastattn.library import Operator
@@ -178,7 +179,7 @@ def prepare(
     if is_causal:
         right = 0
     if scale is None and not torch.compiler.is_compiling():
-        scale = width_scale(query)
+        scale = default_scale(query)
     options = VarlenOptions(
         scale=scale,
         bottom_right=causal_alignment == "bottom_right",
