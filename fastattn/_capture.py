@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fastattn import compat
 from fastattn.nn import GlobalAttention
-from fastattn.nn._nested import nested_self_attention
+from fastattn.nn._nested import nested_attention
 from fastattn.nn.mha import MultiheadAttention, keep_forward_called
 
 __all__ = ["capture"]
@@ -148,7 +148,7 @@ class _Recorder:
                 query = given.arguments.get("query")
                 if isinstance(query, Tensor) and query.is_nested:  # the stock class has no weights
                     module, query, key, value = given.args[:4]
-                    return nested_self_attention(module, query, key, value, None, None, True, False)
+                    return nested_attention(module, query, key, value, None, None, True, False)
                 return forward(*given.args, **given.kwargs)
         finally:
             self.paused = False

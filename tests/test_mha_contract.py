@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 
 from fastattn import scaled_dot_product_attention
-from fastattn.nn import MultiheadAttention, mha
+from fastattn.nn import MultiheadAttention, _projections, mha
 
 EMBED, HEADS = 16, 4
 X = torch.randn(3, 6, EMBED, generator=torch.Generator().manual_seed(0))
@@ -124,7 +124,7 @@ def test_one_product_for_inputs_that_are_one_tensor(
         widths.append(len(weight) // EMBED)
         return F.linear(x, weight, bias)
 
-    monkeypatch.setattr(mha, "linear", counted)
+    monkeypatch.setattr(_projections, "linear", counted)
     fused = MultiheadAttention(EMBED, HEADS)
     a, b, c = (x if batched else x[0] for x in (X, X.clone(), X.clone()))
     for inputs, products in (((a, a, a), [3]), ((a, b, b), [1, 2]), ((a, b, c), [1, 1, 1])):
@@ -148,7 +148,7 @@ def test_nothing_is_copied_on_the_way(batch_first: bool, monkeypatch: pytest.Mon
         memory.append((out := scaled_dot_product_attention(q, *args, **keywords)).data_ptr())
         return out
 
-    monkeypatch.setattr(mha, "linear", projected)
+    monkeypatch.setattr(_projections, "linear", projected)
     monkeypatch.setattr(mha, "scaled_dot_product_attention", attended)
     MultiheadAttention(EMBED, HEADS, batch_first=batch_first)(X, X, X, need_weights=False)
     x, packed, query, out, rows, _ = memory

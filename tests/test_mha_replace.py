@@ -14,7 +14,13 @@ import torch
 from torch import Tensor, nn
 
 import fastattn
-from fastattn import fast_path, replace_mha, restore_mha, scaled_dot_product_attention
+from fastattn import (
+    fast_path,
+    replace_mha,
+    restore_mha,
+    scaled_dot_product_attention,
+    varlen_attention,
+)
 from fastattn.nn import MultiheadAttention, _nested, mha
 
 EMBED, HEADS = 16, 4
@@ -26,12 +32,17 @@ def calls(monkeypatch: pytest.MonkeyPatch, backend: str) -> list[str]:
     """The backend of each attention, which is forced: it ran there, or it would have raised."""
     names: list[str] = []
 
-    def counted(*args: Any, **keywords: Any) -> Any:
-        names.append(backend)
-        return scaled_dot_product_attention(*args, **keywords)
+    def counted(function: Any) -> Any:
+        def call(*args: Any, **keywords: Any) -> Any:
+            names.append(backend)
+            return function(*args, **keywords)
+
+        return call
 
     for module in (mha, _nested):
-        monkeypatch.setattr(module, "scaled_dot_product_attention", counted)
+        attend = counted(scaled_dot_product_attention)
+        monkeypatch.setattr(module, "scaled_dot_product_attention", attend)
+    monkeypatch.setattr(_nested, "varlen_attention", counted(varlen_attention))
     monkeypatch.setattr(fast_path, "BACKENDS", ())  # small layers call the function, too
     return names
 
@@ -117,13 +128,7 @@ def test_reaches_our_kernel_in_every_mode(name: str, mode: str, calls: list[str]
     assert not calls
     assert len(replace_mha(model)) == attentions
     got = in_mode(mode, model, run)
-    # A NestedTensor is one call a sequence.
-    nested = "padding" in name and "causal" not in name and mode in ("no_grad", "inference")
-    per_call = 3 if nested and name.startswith("encoder,") else 1
-    if name == "transformer" and mode in ("no_grad", "inference"):
-        assert len(calls) == 2 * 3 + 4
-    else:
-        assert len(calls) == attentions * per_call
+    assert len(calls) == attentions
     assert torch.allclose(got, want, atol=2e-6)
     calls.clear()
     assert len(restore_mha(model)) == attentions

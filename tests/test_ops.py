@@ -600,7 +600,12 @@ OWN_ERRORS: dict[str, tuple[Callable[[], list[Any]], dict[str, Any], type[Except
     "dropout-negative": (tensors, {"dropout_p": -0.1}, RuntimeError, "dropout_p .* got -0.1"),
     "dropout-nan": (tensors, {"dropout_p": math.nan}, RuntimeError, "dropout_p .* got nan"),
     "nested": (lambda: nested(torch.strided), {}, RuntimeError, "query must be a dense .* nested"),
-    "jagged": (lambda: nested(torch.jagged), {}, RuntimeError, "query must be a dense .* nested"),
+    "jagged-key": (
+        lambda: [torch.ones(2, 3, 4), *nested(torch.jagged)[1:]],
+        {},
+        RuntimeError,
+        "key must be a dense .* nested",
+    ),
     "sparse": (
         lambda: [torch.ones(Q), torch.ones(Q).to_sparse(), torch.ones(Q)],
         {},

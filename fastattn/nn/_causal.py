@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from fastattn.compat import mha_is_batched
 from fastattn.nn._cache import KeyValueCache
-from fastattn.nn._nested import nested_self_attention
+from fastattn.nn._nested import nested_attention
 from fastattn.nn._small import self_attention
 from fastattn.nn.mha import MultiheadAttention, keep_forward_called
 
@@ -38,7 +38,7 @@ class LayerAttention(MultiheadAttention):
         if query.is_nested:
             masks = (key_padding_mask, None)
             flags = (need_weights, average_attn_weights, True)
-            return nested_self_attention(self, query, key, value, *masks, *flags)
+            return nested_attention(self, query, key, value, *masks, *flags)
         batched = mha_is_batched(query, key, value, key_padding_mask, None, self.num_heads)
         if cache is None and query is key and key is value and batched and not need_weights:
             small = self_attention(self, query, key_padding_mask, True)

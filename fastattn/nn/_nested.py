@@ -1,22 +1,19 @@
-"""Self-attention over a NestedTensor, which is what ``torch.nn.TransformerEncoder`` makes of a
-padded batch."""
+"""Attention over NestedTensors: jagged ones, and the strided ones that
+``torch.nn.TransformerEncoder`` makes of a padded batch."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from fastattn.nn._linear import linear
+from fastattn.nn._projections import project, project_out
+from fastattn.ops._jagged import is_jagged, packed_rows, same_lengths
 from fastattn.ops.sdpa import scaled_dot_product_attention
-
-if TYPE_CHECKING:
-    from fastattn.nn.mha import MultiheadAttention
+from fastattn.ops.varlen import varlen_attention
 
 
-def nested_self_attention(
-    module: MultiheadAttention,
+def nested_attention(
+    module: nn.MultiheadAttention,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -28,56 +25,120 @@ def nested_self_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Sequences of N different lengths L_n: no padding is stored, projected or attended.
 
-    Returns the output, nested as ``query``, and the weights padded with 0, [N, (H,) max L_n, max
-    L_n], or None.
+    Of the jagged layout, any attention without masks and appended keys, with gradients; of the
+    strided one, what ``torch.nn.MultiheadAttention`` takes. Returns the output, nested as
+    ``query``, and the weights padded with 0, [N, (H,) max L_n, max S_n], or None.
 
     Raises:
-        AssertionError: in the cases in which ``torch.nn.MultiheadAttention`` takes no NestedTensor.
+        AssertionError: for a NestedTensor that is not taken.
     """
-    reason = _why_not(module, query, key, value, key_padding_mask, attn_mask)
-    if reason:
-        raise AssertionError(
-            "MultiheadAttention does not support NestedTensor outside of its fast path. "
-            f"The fast path was not hit because {reason}"
-        )
-    need_weights = bool(need_weights)
-    average_weights = need_weights and bool(average_attn_weights)
-    sequences = query.unbind()  # N of [L_n, E]
-    lengths = [len(sequence) for sequence in sequences]
-    heads = (3, module.num_heads, module.head_dim)
-    packed = linear(torch.cat(sequences), module.in_proj_weight, module.in_proj_bias).unflatten(
-        -1, heads
+    jagged = is_jagged(query)
+    reason = (_why_not_jagged if jagged else _why_not)(
+        module, query, key, value, key_padding_mask, attn_mask
     )
-    outs, weights = [], []
-    for qkv in packed.split(lengths):  # [L_n, 3, H, D]
-        q, k, v = qkv.permute(1, 2, 0, 3).unsqueeze(1).unbind()  # [1, H, L_n, D]
-        result = scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            is_causal=is_causal,
-            need_weights=need_weights,
-            average_weights=average_weights,
+    if reason:
+        raise AssertionError(reason)
+    rows, q_starts = _pack(query)
+    if key is query:
+        keys, k_starts = rows, q_starts
+    else:
+        keys, k_starts = _pack(key)
+    values = keys if value is key else _pack(value)[0]
+    # One batch of all rows for the projections, [1, H, T, D]; packed sequences are [T, H, D].
+    q, k, v = (x[0].transpose(0, 1) for x in project(module, rows, keys, values, 0))
+    dropout = module.dropout if module.training else 0.0
+    if need_weights:
+        out, weights = _attend_padded(
+            q, k, v, q_starts, k_starts, dropout, is_causal, bool(average_attn_weights)
         )
-        if need_weights:
-            result, w = result
-            weights.append(w)
-        outs.append(result[0].transpose(0, 1).flatten(1))  # [L_n, E]
-    rows = linear(torch.cat(outs), module.out_proj.weight, module.out_proj.bias)
-    nested = torch.nested.as_nested_tensor(list(rows.split(lengths)), layout=torch.strided)
-    return nested, _pad(weights, max(lengths)) if need_weights else None
+    else:
+        weights = None
+        out = varlen_attention(q, k, v, q_starts, k_starts, dropout_p=dropout, is_causal=is_causal)
+    result = project_out(module, out.transpose(0, 1)[None], 0)[0]
+    if jagged:
+        return torch.nested.nested_tensor_from_jagged(result, q_starts), weights
+    parts = result.split(q_starts.diff().tolist())
+    return torch.nested.as_nested_tensor(list(parts), layout=torch.strided), weights
 
 
-def _pad(weights: list[Tensor], longest: int) -> Tensor:
-    """N of [1, (H,) L_n, L_n] -> [N, (H,) L, L]"""
-    padded = weights[0].new_zeros(len(weights), *weights[0].shape[1:-2], longest, longest)
-    for row, w in zip(padded, weights, strict=True):
-        row[..., : w.shape[-2], : w.shape[-1]] = w[0]
-    return padded
+def _pack(nested: Tensor) -> tuple[Tensor, Tensor]:
+    """N sequences of [L_n, E] as [1, T, E], and where each of them starts, [N + 1]."""
+    if is_jagged(nested):
+        rows, starts = packed_rows(nested)
+        return rows[None], starts
+    sequences = nested.unbind()
+    lengths = torch.tensor([0, *(len(sequence) for sequence in sequences)])
+    return torch.cat(sequences)[None], lengths.cumsum(0)
+
+
+def _attend_padded(
+    q: Tensor,  # [Tq, H, D]
+    k: Tensor,  # [Tk, H, D]
+    v: Tensor,
+    q_starts: Tensor,  # [N + 1]
+    k_starts: Tensor,
+    dropout: float,
+    is_causal: bool,
+    average: bool,
+) -> tuple[Tensor, Tensor]:
+    """The weights are padded in any case, so here the rows are, too."""
+    q, q_valid = _padded(q, q_starts)
+    (k, k_valid), (v, _) = _padded(k, k_starts), _padded(v, k_starts)
+    out, weights = scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        (q_valid[:, :, None] & k_valid[:, None])[:, None],
+        dropout_p=dropout,
+        window=(-1, 0) if is_causal else None,  # is_causal, which excludes a mask, allowing one
+        need_weights=True,
+        average_weights=average,
+    )
+    return out.transpose(1, 2)[q_valid], weights
+
+
+def _padded(rows: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+    """[T, H, D] as [N, H, L, D], and which of its rows are of a sequence, [N, L]."""
+    lengths = starts.diff()
+    valid = torch.arange(int(lengths.max()), device=rows.device) < lengths[:, None]
+    padded = rows.new_zeros(*valid.shape, *rows.shape[1:])
+    return padded.masked_scatter(valid[..., None, None], rows).transpose(1, 2), valid
+
+
+def _why_not_jagged(
+    module: nn.MultiheadAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_padding_mask: Tensor | None,
+    attn_mask: Tensor | None,
+) -> str:
+    name = "MultiheadAttention"
+    for argument, x, width in (
+        ("query", query, module.embed_dim),
+        ("key", key, module.kdim),
+        ("value", value, module.vdim),
+    ):
+        if not is_jagged(x):
+            return f"{name}: {argument} must be jagged, as query is"
+        if x.dim() != 3 or x.shape[2] != width:
+            return f"{name}: a jagged {argument} must be [N, *, {width}], got {tuple(x.shape)}"
+    if not query.shape[0] == key.shape[0] == value.shape[0]:
+        return f"{name}: query, key and value must have the same number of sequences"
+    if not same_lengths(key, value):
+        return f"{name}: key and value must have the same lengths"
+    refused = {
+        "key_padding_mask must be None": key_padding_mask is not None,
+        "attn_mask must be None": attn_mask is not None,
+        "add_bias_kv must be False": module.bias_k is not None,
+        "add_zero_attn must be False": module.add_zero_attn,
+    }
+    found = next((reason for reason, holds in refused.items() if holds), "")
+    return found and f"{name}: {found} where query is jagged"
 
 
 def _why_not(
-    module: MultiheadAttention,
+    module: nn.MultiheadAttention,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -115,4 +176,8 @@ def _why_not(
         "grad is enabled and at least one of query or the input/output projection weights or "
         "biases requires_grad": needs_grad,
     }
-    return next((reason for reason, holds in reasons.items() if holds), "")
+    reason = next((reason for reason, holds in reasons.items() if holds), "")
+    return reason and (
+        "MultiheadAttention does not support NestedTensor outside of its fast path. "
+        f"The fast path was not hit because {reason}"
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,10 +15,11 @@ from fastattn import compat
 from fastattn.compat import mha_is_batched
 from fastattn.nn._cache import KeyValueCache
 from fastattn.nn._head_network import HeadNetwork
-from fastattn.nn._linear import linear
 from fastattn.nn._masks import check_mask_dtypes, is_causal_mask, merge_masks
-from fastattn.nn._nested import nested_self_attention
+from fastattn.nn._nested import nested_attention
+from fastattn.nn._projections import project, project_out, project_query
 from fastattn.nn._small import self_attention
+from fastattn.ops._jagged import is_jagged
 from fastattn.ops.sdpa import scaled_dot_product_attention
 
 
@@ -110,7 +111,8 @@ class MultiheadAttention(_Stock):
             attn_mask: [L, S] or [N·H, L, S]; True is not allowed, floating is added.
             average_attn_weights: weights averaged over the heads, [N, L, S], else [N, H, L, S].
             is_causal: a hint that ``attn_mask`` is causal. Without weights and padding it is taken
-                on trust and the mask is not read; else the mask counts.
+                on trust and the mask is not read; else the mask counts. Jagged NestedTensors have
+                no mask: there it is causal attention.
 
         Returns:
             The output, shaped as ``query``, and the weights (without N if unbatched) or None. Keys
@@ -132,9 +134,8 @@ class MultiheadAttention(_Stock):
             if not plain:
                 raise AssertionError("nonlinear_heads does not support NestedTensor")
             masks = (key_padding_mask, attn_mask)
-            return nested_self_attention(
-                self, query, key, value, *masks, need_weights, average_attn_weights
-            )
+            flags = (need_weights, average_attn_weights, is_causal and is_jagged(query))
+            return nested_attention(self, query, key, value, *masks, *flags)
         batched = mha_is_batched(query, key, value, key_padding_mask, attn_mask, self.num_heads)
         if is_causal and attn_mask is None:
             raise RuntimeError(
@@ -183,13 +184,13 @@ class MultiheadAttention(_Stock):
             key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
         self._check_shapes(query, key, value, batch_dim)
         if cache is None:
-            q, k, v = self._project(query, key, value, batch_dim)
+            q, k, v = project(self, query, key, value, batch_dim)
         elif key is query:
-            q, k, v = self._project(query, key, value, batch_dim)
+            q, k, v = project(self, query, key, value, batch_dim)
             k, v = cache.extended(k, v)
         else:
-            q = self._project_query(query, batch_dim)
-            k, v = cache.kept(lambda: self._project(query, key, value, batch_dim)[1:])
+            q = project_query(self, query, batch_dim)
+            k, v = cache.kept(lambda: project(self, query, key, value, batch_dim)[1:])
         out, weights = self._attend(
             q,
             k,
@@ -204,7 +205,7 @@ class MultiheadAttention(_Stock):
         network = compat.children_of(self).get("head_network")  # of `nonlinear_heads`
         if network is not None:
             out = network(out)
-        out = self._project_out(out, batch_dim)
+        out = project_out(self, out, batch_dim)
         if not batched:
             out = out.squeeze(0)
             weights = None if weights is None else weights.squeeze(0)
@@ -275,47 +276,6 @@ class MultiheadAttention(_Stock):
                 f"{query.shape[batch_dim]}; they must be equal"
             )
 
-    def _project(
-        self, query: Tensor, key: Tensor, value: Tensor, batch_dim: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The projections as views [N, H, L, D], by one GEMM for all inputs that are one tensor."""
-        bias = self.in_proj_bias
-        q_weight: Any = self.q_proj_weight  # None where one weight is for all three
-        if q_weight is not None:
-            weights: Sequence[Tensor] = (q_weight, self.k_proj_weight, self.v_proj_weight)
-        else:
-            weight = self.in_proj_weight  # [3E, E]
-            if query is key and key is value:
-                q, k, v = self._heads(linear(query, weight, bias), batch_dim, 3)
-                return q, k, v
-            if key is value:
-                e = self.embed_dim
-                b_q, b_kv = (None, None) if bias is None else (bias[:e], bias[e:])
-                (q,) = self._heads(linear(query, weight[:e], b_q), batch_dim, 1)
-                k, v = self._heads(linear(key, weight[e:], b_kv), batch_dim, 2)
-                return q, k, v
-            weights = weight.chunk(3)
-        biases: Sequence[Tensor | None] = (None, None, None) if bias is None else bias.chunk(3)
-        q, k, v = (
-            self._heads(linear(x, w, b), batch_dim, 1)[0]
-            for x, w, b in zip((query, key, value), weights, biases, strict=True)
-        )
-        return q, k, v
-
-    def _project_query(self, query: Tensor, batch_dim: int) -> Tensor:
-        bias = None if self.in_proj_bias is None else self.in_proj_bias[: self.embed_dim]
-        weight: Any = self.q_proj_weight
-        if weight is None:
-            weight = self.in_proj_weight[: self.embed_dim]
-        return self._heads(linear(query, weight, bias), batch_dim, 1)[0]
-
-    def _heads(self, packed: Tensor, batch_dim: int, count: int) -> tuple[Tensor, ...]:
-        """[N, L, count·E] or [L, N, count·E] -> ``count`` views [N, H, L, D]"""
-        split = packed.view(*packed.shape[:2], count, self.num_heads, self.head_dim)
-        order = (0, 2, 1, 3) if batch_dim == 0 else (1, 2, 0, 3)
-        # unbind first: its backward then writes the gradient of `packed` as it lies, in one pass
-        return tuple(part.permute(order) for part in split.unbind(2))
-
     def _append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Append what ``add_bias_kv`` (learned) and ``add_zero_attn`` ask for to [N, H, S, D]."""
         if (self.bias_k is None) != (self.bias_v is None):
@@ -332,12 +292,6 @@ class MultiheadAttention(_Stock):
         if len(keys) == 1:
             return k, v
         return torch.cat(keys, dim=2), torch.cat(values, dim=2)
-
-    def _project_out(self, out: Tensor, batch_dim: int) -> Tensor:
-        """[N, H, L, D] -> [N, L, E] or [L, N, E]"""
-        order = (0, 2, 1, 3) if batch_dim == 0 else (2, 0, 1, 3)
-        # out_proj is read, not called, as in PyTorch: clients wrap it and rely on that.
-        return linear(out.permute(order).flatten(2), self.out_proj.weight, self.out_proj.bias)
 
 
 def _is_symbolic(x: object) -> bool:

@@ -11,6 +11,7 @@ from fastattn import checks
 from fastattn.autograd.sdpa import attention, default_scale
 from fastattn.backends.primitives import AttentionOptions
 from fastattn.library import Operator
+from fastattn.ops import _jagged
 from fastattn.ops import _sdpa_arguments as arguments
 from fastattn.ops._sdpa_plain import attend_plainly
 
@@ -62,7 +63,9 @@ def scaled_dot_product_attention(
     The first eight arguments, their errors included, are those of
     ``torch.nn.functional.scaled_dot_product_attention``. The shapes below are those of four
     dimensions; as there, 2 (no batch, no head), 3 (no batch) or more than 4 are allowed, the batch
-    dimensions broadcast, and so does a head dimension of 1.
+    dimensions broadcast, and so does a head dimension of 1. Jagged NestedTensors [B, Hq, *, D] (or
+    [B, *, D]) are attended to without padding, by the kernels of :func:`varlen_attention`; a mask
+    and weights are not possible there.
 
     Args:
         query: [B, Hq, Lq, D], float32, bfloat16, float16 or float64, any strides; sizes may be 0.
@@ -170,7 +173,7 @@ def scaled_dot_product_attention(
     )
     if options.dropout_p > 0:
         seed = checks.draw_seed(query.device, generator)
-    out, lse, weights = operator(*tensors, seed, options)
+    out, lse, *weights = operator(*tensors, seed, options)  # of jagged tensors, no weights
     out = folding.restore(out)
     if not return_lse and not need_weights:
         return out
@@ -178,7 +181,7 @@ def scaled_dot_product_attention(
     if return_lse:
         results.append(folding.restore(lse if query.dtype is torch.float64 else lse.float()))
     if need_weights:
-        results.append(folding.restore(weights, has_head=not average_weights))
+        results.append(folding.restore(weights[0], has_head=not average_weights))
     return tuple(results)
 
 
@@ -200,11 +203,30 @@ def prepare(
     return_lse: Any = False,
     need_weights: Any = False,
     average_weights: Any = False,
-) -> tuple[Operator, tuple[Any, ...], arguments.Folding]:
+) -> tuple[Operator, tuple[Any, ...], arguments.Folding | _jagged.JaggedFolding]:
     """Validate, and return the operator, its arguments but for the seed, and the folding.
 
     Everything that can be wrong is found here, before anything is computed.
     """
+    if _jagged.is_jagged(query):
+        return _jagged.prepare(
+            query,
+            key,
+            value,
+            attn_mask,
+            dropout_p,
+            is_causal,
+            scale,
+            enable_gqa,
+            window=window,
+            softcap=softcap,
+            alibi_slopes=alibi_slopes,
+            causal_alignment=causal_alignment,
+            generator=generator,
+            return_lse=return_lse,
+            need_weights=need_weights,
+            average_weights=average_weights,
+        )
     arguments.check_tensors(query, key, value)
     arguments.check_flags(is_causal, enable_gqa, return_lse, need_weights, average_weights)
     if dropout_p != 0.0 or type(dropout_p) is not float:

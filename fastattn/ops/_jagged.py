@@ -1,0 +1,118 @@
+"""Jagged NestedTensors, whose rows are packed already: attention over them is that of varlen."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastattn.checks import check_flag, wrong_type
+from fastattn.library import Operator
+from fastattn.ops import varlen
+
+_NAME = "scaled_dot_product_attention"
+
+
+class JaggedFolding(NamedTuple):
+    """How packed rows came from the caller's [B, H, *, D], or [B, *, D] without a head."""
+
+    offsets: Tensor  # [B + 1] int64, the starts of the sequences of queries
+    has_heads: bool
+
+    def restore(self, x: Tensor, has_head: bool = True) -> Tensor:
+        """out [T, H, Dv] -> [B, H, *, Dv]; lse [H, T] -> [B, H, *]; without H where it was not."""
+        if x.dim() == 2:
+            x = x.mT
+        if not self.has_heads:
+            return torch.nested.nested_tensor_from_jagged(x[:, 0], self.offsets)
+        return torch.nested.nested_tensor_from_jagged(x, self.offsets).transpose(1, 2)
+
+
+def is_jagged(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_nested and x.layout is torch.jagged
+
+
+def packed_rows(x: Any) -> tuple[Tensor, Tensor]:
+    """A jagged [B, *, ...] as rows [T, ...], and where each sequence starts, [B + 1]."""
+    if x.lengths() is not None:  # there are rows between its sequences
+        x = x.contiguous()
+    return x.values(), x.offsets()
+
+
+def same_lengths(x: Any, y: Any) -> bool:
+    """Whether two jagged tensors with the same number of dimensions have the same lengths."""
+    # Tensors made of one set of offsets have equal symbolic sizes; others are compared by value.
+    return x.shape[-2] == y.shape[-2] or torch.equal(x.offsets(), y.offsets())
+
+
+def prepare(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any,
+    dropout_p: Any,
+    is_causal: Any,
+    scale: Any,
+    enable_gqa: Any,
+    *,
+    need_weights: Any,
+    average_weights: Any,
+    **options: Any,
+) -> tuple[Operator, tuple[Any, ...], JaggedFolding]:
+    """Return the operator of packed sequences, its arguments but for the seed, and the folding."""
+    check_flag(_NAME, "enable_gqa", enable_gqa)
+    if attn_mask is not None:
+        raise RuntimeError(f"{_NAME}: attn_mask must be None where query is jagged")
+    if need_weights or average_weights:
+        raise RuntimeError(f"{_NAME}: need_weights must be False where query is jagged")
+    (q, q_starts), (k, k_starts), (v, _) = (
+        _packed(name, x, query) for name, x in (("query", query), ("key", key), ("value", value))
+    )
+    batch = q_starts.shape[0] - 1
+    if k_starts.shape[0] - 1 != batch:
+        raise RuntimeError(
+            f"{_NAME}: query and key must have the same number of sequences, "
+            f"got {batch} and {k_starts.shape[0] - 1}"
+        )
+    if not same_lengths(key, value):
+        raise RuntimeError(f"{_NAME}: key and value must have the same lengths")
+    if q.shape[1] != k.shape[1] and not enable_gqa:
+        raise RuntimeError(
+            f"{_NAME}: query and key must have the same number of heads without enable_gqa=True, "
+            f"got {q.shape[1]} and {k.shape[1]}"
+        )
+    operator, arguments = varlen.prepare(
+        q,
+        k,
+        v,
+        q_starts,
+        k_starts,
+        dropout_p=dropout_p,
+        is_causal=is_causal,
+        scale=scale,
+        **options,
+    )
+    return operator, arguments, JaggedFolding(q_starts, query.dim() == 4)
+
+
+def _packed(name: str, x: Any, query: Tensor) -> tuple[Tensor, Tensor]:
+    """[B, H, *, D] or [B, *, D] as rows [T, H, D], and where the sequences start [B + 1]."""
+    if not isinstance(x, Tensor):
+        raise wrong_type(_NAME, name, x, "Tensor")
+    if not is_jagged(x):
+        raise RuntimeError(f"{_NAME}: {name} must be jagged, as query is")
+    if x.dim() == query.dim() == 4:
+        packed, starts = packed_rows(x.transpose(1, 2))
+        fits = packed.shape[1] == x.shape[1]
+    elif x.dim() == query.dim() == 3:
+        packed, starts = packed_rows(x)
+        fits, packed = packed.shape[1] == x.shape[2], packed.unsqueeze(1)
+    else:
+        fits = False
+    if not fits:
+        raise RuntimeError(
+            f"{_NAME}: a jagged {name} must be [B, H, *, D], or [B, *, D] without heads, as query "
+            f"is, got shape {tuple(x.shape)}"
+        )
+    return packed, starts
