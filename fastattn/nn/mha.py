@@ -134,8 +134,8 @@ class MultiheadAttention(_Stock):
             if not plain:
                 raise AssertionError("nonlinear_heads does not support NestedTensor")
             masks = (key_padding_mask, attn_mask)
-            flags = (need_weights, average_attn_weights, is_causal and is_jagged(query))
-            return nested_attention(self, query, key, value, *masks, *flags)
+            wanted = (need_weights, average_attn_weights, is_causal and is_jagged(query))
+            return nested_attention(self, query, key, value, *masks, *wanted)
         batched = mha_is_batched(query, key, value, key_padding_mask, attn_mask, self.num_heads)
         if is_causal and attn_mask is None:
             raise RuntimeError(
