@@ -27,9 +27,9 @@ export FASTATTN_CUDA ?= 0
 # What the two commands promise is the native core: without it they fail, they do not fall back.
 export FASTATTN_REQUIRE_NATIVE := 1
 
-# Nothing in these runs a kernel of the CPU: once is enough for them.
-WITHOUT_KERNELS := $(addprefix --ignore=,$(abspath $(wildcard $(addprefix tests/test_, \
-  packaging.py emulator.py cuda*.py cli.py bench*.py plot.py reference.py triton_*.py))))
+# The tests in these folders, and those with the marker, run no kernel of the CPU: once is enough.
+WITH_KERNELS := not slow and not without_kernels
+WITHOUT_KERNELS := $(addprefix --ignore=$(abspath tests)/,bench cuda packaging triton)
 
 # Folders too, so that a file taken away also counts as a change.
 NATIVE_SOURCES := setup.py $(shell find csrc)
@@ -57,7 +57,7 @@ test-slow: build $(VENV)/.stamp-test ## random search, mutants, every launch com
 test-isas: build $(VENV)/.stamp-test ## every case on every instruction set there is here, and all tests but the slow ones
 	$(BIN)/python -m fastattn verify --isa all --complete
 	for isa in $$($(BIN)/python -c 'import torch, fastattn._cpu as c; print(*c.build_info()["supported"][:-1])'); do \
-	  FASTATTN_CPU_ISA=$$isa $(PYTEST) -m "not slow and not every_isa" $(WITHOUT_KERNELS) $(ARGS) || exit; \
+	  FASTATTN_CPU_ISA=$$isa $(PYTEST) -m "$(WITH_KERNELS) and not every_isa" $(WITHOUT_KERNELS) $(ARGS) || exit; \
 	done
 
 # In a folder of its own, so that the fast build stays. The runtime of ASan must come first in the
@@ -70,13 +70,13 @@ test-sanitized: build $(VENV)/.stamp-test ## the tests that run kernels, under A
 	cd $(SANITIZED) && \
 	LD_PRELOAD="$$($${CXX:-g++} -print-file-name=libasan.so) $$($${CXX:-g++} -print-file-name=libstdc++.so)" \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONPATH=lib \
-	$(PYTEST) -m "not slow" $(WITHOUT_KERNELS) $(abspath tests) $(ARGS)
+	$(PYTEST) -m "$(WITH_KERNELS)" $(WITHOUT_KERNELS) $(abspath tests) $(ARGS)
 
 # `make test` takes the newest Triton. Its interpreter of 3.6 is for NumPy below 2.4.
 OLDEST_TRITON := $(VENV)/triton-3.6
 test-triton-oldest: build $(VENV)/.stamp-test ## the Triton tests with the oldest version that we promise
 	$(PIP) install --quiet --target $(OLDEST_TRITON) --upgrade --no-deps triton==3.6.0 'numpy<2.4'
-	PYTHONPATH=$(OLDEST_TRITON) $(PYTEST) -m "not slow" tests/test_triton_*.py $(ARGS)
+	PYTHONPATH=$(OLDEST_TRITON) $(PYTEST) -m "not slow" tests/triton $(ARGS)
 
 # The oldest and the newest that are promised, and those between them in which something that we need
 # has changed. Gigabytes each, where pip finds no CPU builds: one is deleted before the next.
@@ -86,7 +86,7 @@ test-torch: build $(VENV)/.stamp-test ## every promised torch, one after the oth
 	for version in $(TORCH_VERSIONS); do \
 	  rm -rf $(OTHER_TORCH) && \
 	  $(PIP) install --quiet --target $(OTHER_TORCH) $(addprefix --find-links=,$(TORCH_WHEELS)) torch==$$version && \
-	  PYTHONPATH=$(abspath $(OTHER_TORCH)) $(PYTEST) tests/test_compat.py $(ARGS) || exit; \
+	  PYTHONPATH=$(abspath $(OTHER_TORCH)) $(PYTEST) tests/core/test_compat.py $(ARGS) || exit; \
 	done
 	rm -rf $(OTHER_TORCH)
 
@@ -99,7 +99,7 @@ test-transformers: build $(VENV)/.stamp-test ## the oldest and the newest promis
 	  rm -rf $(OTHER_TRANSFORMERS) && \
 	  $(PIP) install --quiet --target $(OTHER_TRANSFORMERS) transformers==$$version && \
 	  PYTHONPATH=$(abspath $(OTHER_TRANSFORMERS)) HF_HUB_OFFLINE=1 \
-	    $(PYTEST) -m "not slow" tests/test_transformers*.py $(ARGS) || exit; \
+	    $(PYTEST) -m "not slow" tests/integrations $(ARGS) || exit; \
 	done
 	rm -rf $(OTHER_TRANSFORMERS)
 

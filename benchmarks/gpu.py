@@ -6,7 +6,7 @@
 
 In this order, the results written after each step, so that nothing is lost when time runs out, to
 benchmarks/results/GPU/BACKEND.json:
-  conformance  every PTX wrapper against the manual's tables (tests/test_emulator.py); of CUDA alone
+  conformance  every PTX wrapper against the manual's tables, for CUDA only (test_emulator.py)
   correctness  the case tables of attention against the oracle, in hostile memory layouts
   races        the same bits in 1,000 runs, forward and backward, packed sequences and decoding too
   hopper       of CUDA on compute capability 9.0: that the kernels for Hopper run, and that those
@@ -123,7 +123,7 @@ class OnGpu:
 def conformance(args: argparse.Namespace) -> dict[str, Any]:
     if args.backend != "cuda":
         return {"ok": True, "told": "these kernels have no PTX of their own"}
-    command = [sys.executable, "-m", "pytest", "-q", "-k", "cuda", "tests/test_emulator.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-k", "cuda", "tests/cuda/test_emulator.py"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     return {"ok": done.returncode == 0, "told": done.stdout[-4000:]}
 
@@ -474,7 +474,7 @@ def plan(args: argparse.Namespace) -> dict[str, list[str]]:
     dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
     peers = ", ".join(candidates(args.backend, 1024, False, False))
     return {
-        "conformance": ["every PTX wrapper of csrc/cuda/ptx: tests/test_emulator.py"],
+        "conformance": ["every PTX wrapper of csrc/cuda/ptx: tests/cuda/test_emulator.py"],
         "correctness": [
             f"{op}: {sum(not getattr(case, 'slow', False) for case in cases)} cases in {dtypes}"
             for op, (cases, _) in TABLES.items()

@@ -22,7 +22,7 @@ from torch.autograd import forward_ad
 
 from fastattn import _openmp
 
-# The one declaration of what is promised; pyproject.toml says the same (tests/test_compat.py).
+# The one declaration of what is promised; pyproject.toml says the same (tests/core/test_compat.py).
 OLDEST, BELOW = (2, 6), (3, 0)
 NEWEST_TESTED = (2, 15)
 RANGE = f">={OLDEST[0]}.{OLDEST[1]},<{BELOW[0]}"

@@ -24,6 +24,9 @@ import fastattn
 from fastattn import dispatch, info
 from fastattn.testing import Target, targets
 
+# pytest puts this folder on the path, where its `triton` would pass for the package of that name.
+sys.path.remove(os.path.dirname(__file__))
+
 # `make` sets it: a native core that is missing then fails the tests that need it.
 REQUIRE_NATIVE = os.environ.get("FASTATTN_REQUIRE_NATIVE", "0") not in ("", "0")
 
@@ -78,8 +81,10 @@ def native() -> ModuleType:
 
 @pytest.fixture
 def generator(request: pytest.FixtureRequest) -> torch.Generator:
-    """Random numbers that depend on the test's name alone, not on which tests ran before."""
-    return torch.Generator().manual_seed(zlib.crc32(request.node.nodeid.encode()))
+    """Random numbers that depend on the test's file and name: not on its folder, nor on which tests
+    ran before."""
+    name = request.node.nodeid.partition("::")[2]
+    return torch.Generator().manual_seed(zlib.crc32(f"tests/{request.path.name}::{name}".encode()))
 
 
 @pytest.fixture
@@ -91,7 +96,7 @@ def triton_interpreter() -> Iterator[None]:
         pytest.skip("triton is not installed")
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("Triton's kernels run on the GPU here: see tests/gpu")
-    import triton_interpreter  # of this folder
+    import triton_interpreter
 
     triton_interpreter.mend()
     with triton_interpreter.quiet():

@@ -1,7 +1,7 @@
 """The cases of ``sinusoidal_encoding`` and their judge.
 
 The judge is the reference in float64, whose positions and frequencies are exact; that they are is
-tested in ``tests/test_sinusoidal.py`` with 50 digits.
+tested in ``tests/ops/test_sinusoidal.py`` with 50 digits.
 """
 
 from __future__ import annotations

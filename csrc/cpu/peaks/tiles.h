@@ -1,5 +1,5 @@
 // The loop that measures a tile unit: products on registers alone. It is written over the unit, so
-// that a stand-in that counts can run it where there is no AMX (tests/tile_unit.cpp).
+// that a stand-in that counts can run it where there is no AMX (tests/support/tile_unit.cpp).
 #pragma once
 #include <cstddef>
 #include <cstdint>

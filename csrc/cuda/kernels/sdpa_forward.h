@@ -23,7 +23,7 @@ struct ForwardShape {
   static constexpr int kColumnGroups = kWide && kD == 256 ? 2 : 1;
   static constexpr int kThreads = 32 * kWarps * kColumnGroups;
   static constexpr int kQueries = 16 * kRowTiles * kWarps;
-  // As many as registers hold beside O without a spill, which tests/test_cuda_compile.py refuses.
+  // As many as registers hold beside O without a spill, which test_cuda_compile.py refuses.
   static constexpr int kKeys = kWide      ? (kD == 64    ? 64
                                              : kD == 128 ? 32
                                                          : 16)

@@ -2,9 +2,9 @@
 
 A tile has BM queries and BN keys; a program has ``warps`` warps, and loads ``stages`` tiles ahead.
 Nothing is tried out when a kernel is first called. The entries are to compile without a spilled
-register and within the chip's shared memory: ``tests/test_triton_aot.py`` holds the commonest to
-that, and its slow test all of them. Their speed is unmeasured. ``FASTATTN_TRITON_TABLE`` may name
-a JSON file that goes before, of the form
+register and within the chip's shared memory: ``tests/triton/test_triton_aot.py`` tests the
+commonest, and its slow test all of them. Their speed is unmeasured. ``FASTATTN_TRITON_TABLE`` may
+name a JSON file that goes before, of the form
 ``{architecture: {kernel: {bits: [[width, [BM, BN, warps, stages, greedy]], ...]}}}``, where greedy
 may be missing; ``python -m fastattn tune`` measures one.
 """

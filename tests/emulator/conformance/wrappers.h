@@ -1,5 +1,5 @@
 // One kernel for each PTX wrapper of csrc/cuda/ptx: it puts what `in` holds through the wrapper and
-// writes down what every thread got. tests/test_emulator.py knows what that must be.
+// writes down what every thread got. tests/cuda/test_emulator.py knows what that must be.
 #pragma once
 #include "../../../csrc/cuda/ptx/arithmetic.h"
 #include "../../../csrc/cuda/ptx/copy.h"

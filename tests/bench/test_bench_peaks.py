@@ -1,0 +1,136 @@
+"""The yardstick: what is measured as the peak of a dtype, and by which unit of the processor."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from fastattn.bench import peaks
+
+ROOT = Path(__file__).resolve().parents[2]
+COMPILER = shlex.split(os.environ.get("CXX", "g++"))
+
+
+class Count(ctypes.Structure):
+    """Count of tile_unit.cpp."""
+
+    _fields_ = [
+        ("config", ctypes.c_uint8 * 64),
+        ("operations", ctypes.c_int64),
+        ("accumulated", ctypes.c_int64 * 8),
+        ("read", ctypes.c_int64 * 8),
+        ("from_nothing", ctypes.c_int64),
+        ("loads", ctypes.c_int64),
+        ("released", ctypes.c_int64),
+    ]
+
+
+@pytest.mark.skipif(not shutil.which(COMPILER[0]), reason="it is compiled here")
+def test_the_loop_over_tiles_does_what_it_counts(tmp_path: Path) -> None:
+    library = tmp_path / "tile_unit.so"
+    command = [*COMPILER, "-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared"]
+    subprocess.run(
+        [*command, str(ROOT / "tests/support/tile_unit.cpp"), "-o", str(library)], check=True
+    )
+    count_tiles = ctypes.CDLL(str(library)).count_tiles
+    count_tiles.restype = ctypes.c_double
+    count = Count()
+    told = count_tiles(ctypes.byref(count), 3)
+    # Intel's manual: palette, start row, 14 reserved; 16 x bytes of a row; 16 x rows. Of palette 1
+    # there are eight tiles, the rest is reserved and zero.
+    rows_of_64_bytes = [64, 0] * 8 + [0] * 16
+    assert list(count.config) == [1, *[0] * 15, *rows_of_64_bytes, *[16] * 8, *[0] * 8]
+    assert told == count.operations > 0
+    assert count.from_nothing == 0
+    accumulated, read = list(count.accumulated), list(count.read)
+    assert accumulated == [accumulated[0]] * 4 + [0] * 4  # four chains, all the same length
+    assert read[:4] == [0] * 4  # nothing waits for a sum
+    assert count.loads == 4  # once, not in the loop
+    assert count.released == sum(accumulated)
+
+
+def fake_core(rates: dict[str, float], features: list[str]) -> ModuleType:
+    """A native core whose units have these rates, of a processor with these features."""
+    core = ModuleType("fake_core")
+    core.__dict__.update(
+        build_info=lambda: {"isa": "avx2", "supported": ["baseline", "avx2"]},
+        set_isa=lambda name: None,
+        processor=lambda: {"features": features},
+        measure_peak=lambda kind, threads, seconds: rates.get(kind, 0.0),
+    )
+    core.__dict__["_cpu"] = core  # as of its adapter, too
+    return core
+
+
+XEON = {"fma_f32": 446.0, "dot_bf16": 457.0, "tile_bf16": 6000.0, "fma_f16": 900.0, "fma_f64": 223}
+
+
+@pytest.mark.parametrize(
+    ("kind", "rates", "features", "expected"),
+    [
+        ("dot_bf16", XEON, ["amx_bf16", "avx512_fp16"], (6000.0, "tile_bf16", "measured")),
+        ("dot_f16", XEON, ["amx_bf16", "avx512_fp16"], (900.0, "fma_f16", "measured")),
+        ("fma_f32", XEON, ["amx_bf16", "avx512_fp16"], (446.0, "", "measured")),
+        ("dot_f16", XEON | {"tile_f16": 5e3}, ["amx_fp16"], (5e3, "tile_f16", "measured")),
+        ("dot_bf16", {"fma_f32": 235.0, "dot_bf16": 470.0}, [], (470.0, "dot_bf16", "measured")),
+        ("dot_bf16", {"fma_f32": 118.0}, [], (118.0, "fma_f32", "measured")),
+        ("dot_f16", {"fma_f32": 118.0}, [], (118.0, "fma_f32", "measured")),
+        # Built by a compiler that knows no AMX: what was measured is no ceiling, and says so.
+        (
+            "dot_bf16",
+            {"fma_f32": 446.0, "dot_bf16": 457.0},
+            ["amx_bf16"],
+            (457.0, "dot_bf16", "without amx_bf16, which was not built"),
+        ),
+    ],
+)
+def test_the_peak_of_a_dtype_is_that_of_its_fastest_unit(
+    kind: str,
+    rates: dict[str, float],
+    features: list[str],
+    expected: tuple[float, str, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    core = fake_core(rates, features)
+    monkeypatch.setattr(peaks.importlib, "import_module", lambda name: core)
+    found = peaks.measure_peak(kind, 2, 0.01)
+    assert (found.rate, found.unit, found.method) == expected
+
+
+def test_a_peak_is_measured_for_as_long_as_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def measure(kind: str, threads: int, seconds: float) -> float:
+        asked.append((kind, threads, seconds))
+        return 100.0
+
+    core = fake_core({}, [])
+    core.__dict__["measure_peak"] = measure
+    monkeypatch.setattr(peaks.importlib, "import_module", lambda name: core)
+    for seconds in (0.02, 0.2):
+        peaks.measure_peak("fma_f64", 2, seconds)
+    assert asked[1:] == [("fma_f64", 2, 0.02), ("fma_f64", 2, 0.2)]  # the first one chose the unit
+
+
+def test_the_units_of_this_processor_are_measured() -> None:
+    core = pytest.importorskip("fastattn._cpu")
+    features = core.processor()["features"]
+    for unit, feature in (
+        ("tile_bf16", "amx_bf16"),
+        ("tile_f16", "amx_fp16"),
+        ("fma_f16", "avx512_fp16"),
+    ):
+        rate = core.measure_peak(unit, 1, 0.02)
+        if feature not in features:
+            assert rate == 0
+        else:
+            assert rate >= 0  # 0: the compiler of this build knows no such unit
+    with pytest.raises(ValueError, match=r"allowed are fma_f32, .* tile_bf16, tile_f16, fma_f16"):
+        core.measure_peak("fma_f128", 1, 0.02)

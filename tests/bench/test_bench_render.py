@@ -1,0 +1,203 @@
+"""The documentation's figures: rendered from raw results, which lie in their processor's folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from bench_results import a_result, cell_of
+
+from fastattn.bench import environment, summary
+from fastattn.bench.results import Outcome, Round, save_json
+
+
+def load_render() -> ModuleType:
+    path = Path(__file__).parents[2] / "benchmarks" / "render.py"
+    spec = importlib.util.spec_from_file_location("render", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.parent))  # where its tables are
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(path.parent))
+    return module
+
+
+def test_the_readme_is_rendered_from_raw_results() -> None:
+    rounds = [Round((1e3, 1e3), {"torch": 4.0, "fastattn": 2.0}) for _ in range(5)]
+    result = a_result(rounds)
+    cell = result.cells[0]
+    cell.cell = cell_of("mha", "B=2,L=6,E=16,H=2", label="A model")
+    cell.outcomes = {p: Outcome(max_error=1e-7, largest=2.0) for p in ("torch", "fastattn")}
+    render = load_render()
+    rows = summary.summarise(result)
+    block = render.readme_block({"a-processor": result})
+    assert "in fp32 **2.0 to 2.0 times** as fast" in block
+    assert "| A model | 2.00× | – | – | – |" in block
+    text = f"above\n{render.BEGIN}\nold\n{render.END}\nbelow"
+    once = render.replaced(text, block)
+    assert once.startswith("above\n")
+    assert once.endswith("\nbelow")
+    assert "old" not in once
+    assert render.replaced(once, block) == once
+    with pytest.raises(ValueError, match="README"):
+        render.replaced("no markers", block)
+    result.environment |= {"utc": "now", "commit": "abc", "python": "3", "system": "Linux"}
+    page = render.results_page({"a-processor": {"dropin": result}})
+    assert "### a-processor/dropin.json" in page
+    assert "2.00×" in page
+    assert render.why_not(result, rows) == []
+
+
+def test_the_table_of_peers_takes_the_best_mode_of_each() -> None:
+    times = {"fastattn": 2.0, "onnx": 4.0, "onnx@mha": 3.0}
+    result = a_result([Round((100.0, 100.0), times) for _ in range(5)])
+    result.settings["baseline"] = "fastattn"
+    result.cells[0].outcomes = {name: Outcome() for name in times}
+    result.providers = {"onnx": {"status": "ok", "versions": {"onnx": "9"}}}
+    block = load_render().block_of("peers", {"a-processor": result})
+    assert "| 2 | 1.50× [1.50, 1.50] |" in block
+    assert "onnx 9. a processor" in block
+
+
+def test_a_table_has_a_column_for_each_processor() -> None:
+    render = load_render()
+    found = {}
+    for processor, ms in (("amd", 2.0), ("intel", 8.0)):
+        result = a_result([Round((1e3, 1e3), {"torch": 4.0, "fastattn": ms}) for _ in range(5)])
+        result.environment["cpu"] = processor
+        cell = result.cells[0]
+        cell.cell = cell_of("mha", "B=2,L=6,E=16,H=2", label="A model")
+        cell.outcomes = {p: Outcome(max_error=1e-7, largest=2.0) for p in ("torch", "fastattn")}
+        found[processor] = result
+    other = dataclasses.replace(found["intel"].cells[0])
+    other.cell = cell_of("mha", "B=4,L=6,E=16,H=2", label="Another")
+    found["intel"].cells.append(other)  # not measured on the first processor
+    block = render.readme_block(found)
+    for line in (
+        "Measured on amd, 1 thread",
+        "Measured on intel, 1 thread",
+        "| times as fast as torch | fp32 forward<br>amd | fp32 forward<br>intel | fp32 forward + ",
+        "| A model | 2.00× | 0.50× | – | – |",
+        "| Another | – | 0.50× | – | – |",
+        "amd: amd, 1 thread",
+        "intel: intel, 1 thread",
+    ):
+        assert line in block
+
+
+def test_a_result_lies_in_the_folder_of_its_processor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    render = load_render()
+    monkeypatch.setattr(render, "RESULTS", tmp_path)
+    result = a_result([Round((1e3, 1e3), {"torch": 4.0, "ours": 2.0})])
+    result.environment |= {
+        "cpu": "AMD EPYC",
+        "cpu_flags": ["avx2", "avx512f", "avx512_bf16"],
+        "cpu_vendor": "AuthenticAMD",
+        "cpu_family": 25,
+        "cpu_model": 17,
+    }
+    here = tmp_path / "amd-epyc-zen4-avx512_bf16"
+    save_json(result, [], here / "dropin.json")
+    (here / "other.json").write_text('{"of": "another program"}')
+    assert list(render.load_all()) == [here.name]
+    assert list(render.load_all()[here.name]) == ["dropin"]
+    save_json(result, [], tmp_path / "amd-epyc-zen5-avx512_bf16" / "dropin.json")
+    with pytest.raises(ValueError, match=r"zen5.*was measured on amd-epyc-zen4-avx512_bf16"):
+        render.load_all()
+    # Older records tell no generation.
+    for key in ("cpu_vendor", "cpu_family", "cpu_model"):
+        del result.environment[key]
+    save_json(result, [], tmp_path / "amd-epyc-zen5-avx512_bf16" / "dropin.json")
+    assert len(render.load_all()) == 2
+    save_json(result, [], tmp_path / "amd-epyc-zen5-avx2" / "dropin.json")
+    with pytest.raises(ValueError, match=r"zen5-avx2.*was measured on amd-epyc-avx512_bf16"):
+        render.load_all()
+
+
+def test_a_result_beyond_the_peak_is_not_rendered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    render = load_render()
+    monkeypatch.setattr(render, "RESULTS", tmp_path)
+    monkeypatch.setattr("sys.argv", ["render.py", "--check"])
+    right = a_result([Round((1e3, 1e3), {"torch": 4.0, "ours": 2.0}) for _ in range(3)])
+    wrong = a_result([Round((100.0, 100.0), {"torch": 4.0, "ours": 2.0}) for _ in range(3)])
+    for name, result in (("dropin", right), ("others", wrong)):
+        result.environment |= {"cpu": "a processor", "cpu_flags": ["avx2"]}
+        save_json(result, [], tmp_path / "a-fast-avx2" / f"{name}.json")
+    assert render.main() == 1
+    told = capsys.readouterr().out
+    assert "a-fast-avx2/others.json has 2 rows beyond the peak: measure again" in told
+
+
+def test_what_linux_shows_and_does_not_let_use_is_no_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = ModuleType("core")
+    core.__dict__["processor"] = lambda: {"features": ["avx2", "amx_tile"]}
+    monkeypatch.setattr(environment, "_core", lambda: core)
+    shown = ["fma", "avx2", "amx_tile", "amx_bf16"]
+    assert environment._usable(shown) == ["fma", "avx2", "amx_tile"]
+    monkeypatch.setattr(environment, "_core", lambda: None)
+    assert environment._usable(shown) == shown
+
+
+XEON = {"cpu_vendor": "GenuineIntel", "cpu_family": 6, "cpu_model": 143}
+XEON_FLAGS = ["avx2", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16"]
+
+
+@pytest.mark.parametrize(
+    ("record", "slug"),
+    [
+        (
+            {"cpu": "Intel(R) Xeon(R) Platinum 8481C CPU @ 2.70GHz", "cpu_flags": XEON_FLAGS}
+            | XEON,
+            "intel-xeon-platinum-8481c-sapphire-rapids-amx_bf16",
+        ),
+        (
+            {"cpu": "Intel(R) Xeon(R) Processor @ 2.10GHz", "cpu_flags": XEON_FLAGS} | XEON,
+            "intel-xeon-sapphire-rapids-amx_bf16",
+        ),
+        (
+            {"cpu": "Intel(R) Xeon(R) Processor", "cpu_flags": ["avx2"]}
+            | {**XEON, "cpu_model": 200},
+            "intel-xeon-family6-model200-avx2",
+        ),
+        (
+            {"cpu": "AMD Ryzen 9 7950X 16-Core Processor", "cpu_flags": ["avx512_bf16"]}
+            | {"cpu_vendor": "AuthenticAMD", "cpu_family": 25, "cpu_model": 97},
+            "amd-ryzen-9-7950x-zen4-avx512_bf16",
+        ),
+        ({"cpu": "aarch64", "cpu_flags": ["asimd", "bf16", "sve"]}, "aarch64-sve"),
+        ({"cpu": "AMD EPYC", "cpu_flags": ["avx2"], "gpu": "NVIDIA H200"}, "nvidia-h200"),
+    ],
+)
+def test_the_folder_of_a_processor(record: dict[str, object], slug: str) -> None:
+    assert environment.processor_slug(record) == slug
+
+
+def test_the_committed_texts_are_those_of_the_committed_results(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    render = load_render()
+    if not list(render.RESULTS.glob(f"*/{render.MAIN}.json")):
+        assert "No measurement is committed yet" in (render.ROOT / "README.md").read_text()
+        return
+    monkeypatch.setattr("sys.argv", ["render.py", "--check"])
+    assert render.main() == 0
+
+
+def test_a_run_of_a_busy_machine_is_no_evidence() -> None:
+    result = a_result([Round((1e3, 500.0), {"torch": 4.0, "ours": 2.0}) for _ in range(6)])
+    result.ended = "interrupted"
+    assert load_render().why_not(result, summary.summarise(result)) == [
+        "the run was interrupted",
+        "2 of 2 rows were measured on a busy machine",
+    ]

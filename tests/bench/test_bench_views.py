@@ -1,0 +1,271 @@
+"""What is made of results: comparisons, pictures, the report, the roof."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from fastattn.bench import cli, commands, compare, display, results, summary
+from fastattn.bench.cells import Cell
+from fastattn.bench.results import CellResult, Outcome, Peak, Result, Round
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+
+
+def bench(*arguments: str) -> int:
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser)
+    return cli.run(parser.parse_args(arguments))
+
+
+def a_result(scale: float = 1.0, lengths: tuple[int, ...] = (16, 32)) -> Result:
+    """Two lengths, two providers; fastattn's times are multiplied by `scale`."""
+    cells = []
+    for length in lengths:
+        sizes = {"B": 1, "H": 2, "Hkv": 2, "Lq": length, "Lk": length, "D": 8, "Dv": 8}
+        rounds = [
+            Round((200.0, 200.0), {"torch": 4.0 + n / 50, "fastattn": scale * (2.0 + n / 100)})
+            for n in range(9)
+        ]
+        outcomes = {
+            name: Outcome(max_error=1e-7, largest=2.0, bound=1e-6, peak_bytes=length * 1000)
+            for name in ("torch", "fastattn")
+        }
+        outcomes["broken<b>"] = Outcome("WRONG", "out is <i>off</i> & more")
+        cells.append(CellResult(Cell("sdpa", sizes), 10**8, 10**6, outcomes, rounds))
+    environment = {
+        "cpu": "a processor",
+        "cpu_flags": [],
+        "isa": "avx2",
+        "fastattn": "0",
+        "torch": "2",
+        "utc": "now",
+        "commit": "abc",
+        "python": "3",
+        "last_cache": 32 << 20,
+    }
+    settings = {"baseline": "torch", "threads": 1, "time_budget": 1.0, "cache": "warm", "seed": 0}
+    peaks = {
+        "fma_f32": Peak(200.0, "measured", [190.0, 200.0]),
+        "read_bandwidth": Peak(30.0, "measured", [30.0]),
+        "copy_bandwidth": Peak(25.0, "torch copy", [25.0]),
+    }
+    return Result(environment, settings, {"torch": {}, "fastattn": {}}, cells, peaks)
+
+
+def saved(result: Result, path: Path) -> Path:
+    results.save_json(result, summary.summarise(result), path)
+    return path
+
+
+# compare
+
+
+@pytest.mark.parametrize(
+    ("scale", "limit", "code", "verdict"),
+    [
+        (1.0, "5%", cli.OK, "SAME"),
+        (1.2, "5%", cli.FAULTS, "SLOWER"),
+        (1.2, "0.3", cli.OK, "SLOWER"),
+        (0.8, "5%", cli.OK, "FASTER"),
+    ],
+)
+def test_compare_fails_where_a_row_became_slower(
+    scale: float,
+    limit: str,
+    code: int,
+    verdict: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    before = saved(a_result(), tmp_path / "a.json")
+    after = saved(a_result(scale), tmp_path / "b.json")
+    assert bench("compare", str(before), str(after), "--fail-slower", limit) == code
+    told, complaints = capsys.readouterr()
+    assert told.count(f"fastattn: {verdict}") == 2
+    assert told.count("torch: SAME") == 2
+    assert complaints.count("WORSE by more than 5%") == (2 if code else 0)
+    # A ratio to the baseline of the same run needs no equal machine.
+    assert bench("compare", str(before), str(after), "--metric", "speedup") == cli.OK
+    assert verdict in capsys.readouterr().out
+
+
+def test_compare_tells_what_was_not_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = a_result(lengths=(16, 64))
+    other.environment["torch"], other.settings["threads"] = "3", 8
+    before = saved(a_result(), tmp_path / "a.json")
+    after = saved(other, tmp_path / "b.json")
+    assert bench("compare", str(before), str(after), "--providers", "fastattn") == cli.OK
+    told = capsys.readouterr().out
+    assert "Not the same: torch: 2 and 3" in told
+    assert "Not the same: threads: 1 and 8" in told
+    assert "1 rows: 0 better, 0 worse, 1 the same" in told
+    assert "4 rows are in one result alone: sdpa B=1,H=2,L=32,D=8 fp32 fwd torch" in told
+    nothing = saved(a_result(lengths=(8,)), tmp_path / "c.json")
+    assert bench("compare", str(before), str(nothing)) == cli.USAGE
+    with pytest.raises(SystemExit):
+        bench("compare", str(before), str(after), "--fail-slower", "often")
+    capsys.readouterr()
+    assert bench("compare", str(before), str(after), "--providers", "nobody") == cli.USAGE
+    assert "'nobody': in both results are torch, fastattn" in capsys.readouterr().err
+
+
+def test_a_noisy_change_is_unsure() -> None:
+    before, after = a_result(), a_result()
+    for cell in after.cells:
+        for n, turn in enumerate(cell.rounds):
+            turn.ms["fastattn"] *= (0.8, 1.0, 1.3)[n % 3]
+    found = {c.name.split()[-1]: c for c in compare.changes(before, after, "time")[0]}
+    assert found["fastattn"].verdict == "UNSURE"
+    assert not found["fastattn"].is_slower_than(0.05)
+
+
+# Pictures and the report
+
+
+@pytest.mark.parametrize("kind", commands.PLOTS)
+def test_every_picture_can_be_drawn(kind: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = saved(a_result(), tmp_path / "results.json")
+    picture = tmp_path / "picture.svg"
+    assert bench("plot", str(path), "--metric", kind, "--plot", str(picture)) == cli.OK
+    assert "<svg" in picture.read_text()
+
+
+def test_all_pictures_have_names_of_their_own(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = saved(a_result(), tmp_path / "results.json")
+    assert bench("plot", str(path), "--metric", "all", "--plot", str(tmp_path / "p.png")) == cli.OK
+    written = {path.name for path in tmp_path.glob("p-*.png")}
+    assert written == {f"p-{kind}.png" for kind in commands.PLOTS}
+
+
+class Page(HTMLParser):
+    """The rows of a table and every address that a browser would ask."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.rows, self.addresses = 0, list[str]()
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.rows += tag == "tr"
+        for name, value in attrs:
+            inside = (value or "").startswith(("#", "data:"))
+            if name in ("src", "href", "xlink:href", "action") and not inside:
+                self.addresses.append(f"{tag} {name}={value}")
+
+
+def a_report(tmp_path: Path) -> Path:
+    pytest.importorskip("matplotlib")
+    path = saved(a_result(), tmp_path / "results.json")
+    assert bench("report", str(path), "--title", "A <title>") == cli.OK
+    return tmp_path / "results.html"
+
+
+def test_the_report_is_one_file_that_needs_no_other(tmp_path: Path) -> None:
+    text = a_report(tmp_path).read_text()
+    page = Page(text)
+    assert page.addresses == []
+    assert page.rows == 1 + 6
+    assert "@import" not in text
+    assert "url(http" not in text
+    assert "<title>A &lt;title&gt;</title>" in text
+    assert "broken&lt;b&gt;" in text
+    assert "out is &lt;i&gt;off&lt;/i&gt; &amp; more" in text
+    assert text.count("<svg") == 2 * len(commands.PLOTS)
+
+
+@pytest.mark.slow
+def test_the_report_sorts_and_filters_in_a_browser(tmp_path: Path) -> None:
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("there is no chromium")
+    page = a_report(tmp_path)
+    script = """<script>
+      const texts = () => [...body.rows].filter(r => !r.hidden).map(r => r.cells[3].innerText
+        + " " + r.cells[4].dataset.value);
+      const head = [...table.tHead.rows[0].cells].find(c => c.innerText.startsWith("ms"));
+      const seen = [];
+      head.querySelector("button").click(); seen.push(texts());
+      head.querySelector("button").click(); seen.push(texts());
+      const input = document.querySelector("input");
+      input.value = "L=32 fastattn"; input.dispatchEvent(new Event("input"));
+      seen.push(texts());
+      const out = document.createElement("output");
+      out.textContent = JSON.stringify(seen); document.body.append(out);
+    </script></body>"""
+    page.write_text(page.read_text().replace("</body>", script))
+    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", page.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    found = re.search(r"<output>(.*)</output>", done.stdout)
+    assert found is not None
+    up, down, filtered = json.loads(found[1])
+    measured = [[line.split()[0] for line in lines] for lines in (up, down)]
+    broken = ["broken&lt;b&gt;"] * 2  # not measured: always below
+    assert measured[0] == ["fastattn"] * 2 + ["torch"] * 2 + broken
+    assert measured[1] == ["torch"] * 2 + ["fastattn"] * 2 + broken
+    assert filtered == ["fastattn 2.04"]
+
+
+# The roof, and the columns
+
+
+def test_the_roof_is_the_lower_of_arithmetic_and_memory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    warm = a_result()
+    row = summary.summarise(warm)[1]
+    assert row["intensity"] == 100
+    assert row["roof_gflops"] == 200  # what fits in the caches is not bound by memory
+    warm.cells[0].bytes_touched = 10**8  # beyond any cache: one FLOP per byte at 30 GB/s
+    assert summary.summarise(warm)[1]["roof_gflops"] == pytest.approx(30)
+    cold = a_result()
+    cold.settings["cache"] = "cold"
+    cold.cells[0].bytes_touched = 10**8 // 2
+    assert summary.summarise(cold)[1]["roof_gflops"] == pytest.approx(60)
+    path = saved(cold, tmp_path / "cold.json")
+    assert bench("roofline", str(path)) == cli.OK
+    told = capsys.readouterr().out
+    assert "reading memory      30.0 GB/s" in told
+    assert "copying it          25.0 GB/s  (25.0 to 25.0, torch copy)" in told
+    assert "the limit from 6.7 FLOP per byte on" in told
+    assert "sdpa B=1,H=2,L=16,D=8 fp32 fwd fastattn" in told
+
+
+def test_the_table_has_the_columns_that_are_asked_for() -> None:
+    rows = summary.summarise(a_result())
+    table = display.plain_table(rows, display.columns_of(["gbs", "roof", "speedup"]))
+    head = table.splitlines()[0]
+    assert re.split(r"\s{2,}", head) == [*display.HEAD, "GB/s", "% of roof", "speed-up"]
+    assert bench("run", "--metric", "luck") == cli.USAGE
+
+
+def test_energy_is_shown_where_it_was_counted() -> None:
+    result = a_result()
+    assert display.table_line(summary.summarise(result)[0])["mJ"] == ""
+    for turn in result.cells[0].rounds:
+        turn.joules["torch"] = 0.25
+    assert display.table_line(summary.summarise(result)[0])["mJ"] == "250"
+
+
+def test_a_round_that_lost_its_cores_does_not_count() -> None:
+    result = a_result()
+    for turn in result.cells[0].rounds[:3]:
+        turn.share = 0.6
+    row = summary.summarise(result)[1]
+    assert (row["rounds"], row["discarded"]) == (6, 3)
+
+
+def test_committed_results_of_the_first_version_can_be_read() -> None:
+    for path in RESULTS.glob("*.json"):
+        assert summary.summarise(results.load(path))

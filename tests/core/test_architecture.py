@@ -1,0 +1,89 @@
+"""The arrows between the package's modules: down the floors of ``docs/design.md``, in no circle."""
+
+import ast
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Lowest first. A module is on the floor of the longest name here that begins its own.
+FLOORS = (
+    "_version _cpu _cuda compat _openmp builds",
+    "sinusoids eager backends.primitives backends._alloc backends._precision",
+    "evidence backends",
+    "dispatch batching",
+    "fast_path library",
+    "autograd",
+    "checks",
+    "ops",
+    "_capture flash_attn integrations nn plot",
+    "fastattn",
+    "testing",
+    "bench info spelling",
+    "_explain tune tune_cpu verify",
+    "cli __main__",
+)
+FLOOR = {name: n for n, names in enumerate(FLOORS) for name in names.split()}
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for path in (ROOT / "fastattn").rglob("*.py"):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+MODULES = modules()
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    """The modules of the package that a source imports, wherever in it, but not for types alone."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute here"
+            for name in node.names:
+                inner = f"{node.module}.{name.name}"
+                yield inner if inner in MODULES or inner in NATIVE else str(node.module)
+        else:
+            yield from imported(node)
+
+
+NATIVE = ("fastattn._cpu", "fastattn._cuda")
+GRAPH = {
+    module: {
+        name
+        for name in imported(ast.parse(path.read_text()))
+        if name.split(".")[0] == "fastattn" and name != module
+    }
+    for module, path in MODULES.items()
+}
+
+
+def floor(module: str) -> int:
+    name = module.removeprefix("fastattn.")
+    while name not in FLOOR:
+        name, dot, _ = name.rpartition(".")
+        assert dot, f"{module} is on no floor"
+    return FLOOR[name]
+
+
+def test_no_import_goes_in_a_circle() -> None:
+    # A package's __init__ runs before its modules, but they do not need what it re-exports.
+    try:
+        list(TopologicalSorter(GRAPH).static_order())
+    except CycleError as circle:
+        pytest.fail(" -> ".join(circle.args[1]))
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_imports_point_down(module: str) -> None:
+    up = [name for name in GRAPH[module] if floor(name) > floor(module)]
+    assert not up, f"{module} imports {up} from a higher floor"

@@ -1,0 +1,285 @@
+"""Every promised version of PyTorch: its private names in one file, and what is done without each.
+
+`make test-torch` runs this file with one version after the other; `make test` with the pinned one.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import compat_tier  # of this folder
+import pytest
+import torch
+
+import fastattn
+from fastattn import _openmp, compat, info
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = Path(fastattn.__file__).parent
+SOURCES = [path for path in sorted(PACKAGE.rglob("*.py")) if path.name != "compat.py"]
+
+
+# --- private names stand in one file --------------------------------------------------------------
+
+
+def _own_names() -> frozenset[str]:
+    """The private names that the package itself defines, or the standard library, or what the
+    classes of transformers have."""
+    found = {"_replace", "_asdict", "_fields", "_getframe", "_exit", "_ActionsContainer"}
+    found |= {"_global_mapping", "_supports_sdpa", "_supports_flex_attn"}
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.arg(arg=name):
+                    found.add(name)
+                case ast.Name(id=name, ctx=ast.Store()):
+                    found.add(name)
+                case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
+                    found.add(name)
+                case ast.Constant(value="_fastattn_stock_class"):  # set by type(...)
+                    found.add("_fastattn_stock_class")
+    return frozenset(found | {path.stem for path in PACKAGE.rglob("_*")})
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.endswith("__")
+
+
+def _private_names_of_torch(source: str, own: frozenset[str]) -> list[str]:
+    """The lines and names with which a source reaches into PyTorch."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        names: list[str] = []
+        match node:
+            case ast.Import(names=aliases):
+                names = [a.name for a in aliases if a.name.split(".")[0] == "torch"]
+            case ast.ImportFrom(module=str(module), names=aliases) if module.startswith("torch"):
+                names = [f"{module}.{a.name}" for a in aliases]
+            case ast.Attribute(attr=name) if _is_private(name) and name not in own:
+                names = [name]
+            case ast.Constant(value=str(text)) if re.fullmatch(r"\w+", text):
+                names = [text] if text in _LAST_PARTS else []
+        found += [
+            f"{getattr(node, 'lineno', 0)}: {name}"
+            for name in names
+            if any(map(_is_private, name.split("."))) or name in _LAST_PARTS
+        ]
+    return found
+
+
+_LAST_PARTS = {path.removesuffix(".default").rpartition(".")[2] for path in compat.NAMES} - {
+    "FakeTensorMode",
+    "TorchDispatchMode",
+}
+
+
+def test_no_other_file_has_a_private_name() -> None:
+    own = _own_names()
+    found = {path: _private_names_of_torch(path.read_text(), own) for path in SOURCES}
+    assert not {path: names for path, names in found.items() if names}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch._dynamo",
+        "from torch._ops import OpOverload",
+        "from torch.autograd.function import _SingleLevelFunction",
+        "import torch\ntorch._C._any_requires_grad(x)",
+        "x._is_zerotensor()",
+        "module._parameters['weight']",
+        "getattr(torch.ops.mkldnn, '_linear_pointwise')",
+    ],
+)
+def test_a_private_name_would_be_found(source: str) -> None:
+    assert _private_names_of_torch(source, _own_names())
+
+
+def test_each_name_says_which_versions_have_it() -> None:
+    """The comment above a name, or the docstring after it, begins with the versions."""
+    lines = (PACKAGE / "compat.py").read_text().splitlines()
+    for name in compat.NAMES:
+        (at,) = [n for n, line in enumerate(lines) if f'"{name}"' in line]
+        nearby = "\n".join(lines[max(0, at - 9) : at + 12])
+        assert re.search(r"2\.\d+ to 2\.\d+", nearby), name
+        assert "Without" in nearby, name
+
+
+# --- each way, and each name taken away -----------------------------------------------------------
+
+
+@pytest.fixture
+def _quiet() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("way", compat_tier.QUICK + compat_tier.SLOW, ids=lambda f: f.__name__)
+@pytest.mark.usefixtures("_quiet")
+@pytest.mark.parametrize("operator", compat_tier.operators())
+@pytest.mark.filterwarnings("ignore")
+def test_each_way_of_each_operator(operator: str, way: Callable[..., Any]) -> None:
+    compat_tier.check_operator(operator, way)
+
+
+@pytest.mark.parametrize("tool", compat_tier.TOOLS, ids=lambda f: f.__name__)
+@pytest.mark.filterwarnings("ignore")
+def test_each_tool(tool: Callable[[], None]) -> None:
+    tool()
+
+
+def _run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    # A fork of a process with an OpenMP pool would wait for its threads.
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        env=env | environment,
+        check=False,
+        cwd=ROOT,
+    )
+
+
+_PRESENT = [name for name, there in compat.NAMES.items() if there]
+
+
+@pytest.mark.parametrize("part", range(4))  # each imports PyTorch once, which takes a while
+def test_without_each_name(part: int) -> None:
+    names = _PRESENT[part::4]
+    done = _run(compat_tier.__file__, *names)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert done.stdout.splitlines() == [f"{name}: 0 failed" for name in names]
+
+
+# --- the range ------------------------------------------------------------------------------------
+
+
+def _imported_as(version: str) -> subprocess.CompletedProcess[str]:
+    script = f"import torch; torch.__version__ = {version!r}\nimport fastattn"
+    return _run("-c", script)
+
+
+@pytest.mark.parametrize("version", ["2.5.1+cu124", "1.13.1", "3.0.0", "3.1.0a0+git1234"])
+def test_a_version_out_of_range_is_refused_by_name(version: str) -> None:
+    done = _imported_as(version)
+    assert done.returncode == 1
+    told = done.stderr.splitlines()[-1]
+    assert told.startswith("ImportError: fastattn needs torch>=2.6,<3")
+    assert f"torch {version} is installed" in told
+    assert "AttributeError" not in done.stderr
+
+
+@pytest.mark.parametrize("version", ["2.6.0a0+git1234", "2.99.0.dev20270101+cpu", "of-my-own"])
+def test_a_version_in_range_is_taken(version: str) -> None:
+    done = _imported_as(version)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_range_is_that_of_the_project() -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    assert f'dependencies = ["torch{compat.RANGE}"]' in project
+    newest = "{}.{}".format(*compat.NEWEST_TESTED)
+    versions = re.search(r"TORCH_VERSIONS .?= (.+)", (ROOT / "Makefile").read_text())
+    assert versions is not None
+    tested = versions[1].split()
+    assert tested[0].startswith("{}.{}.".format(*compat.OLDEST))
+    assert tested[-1].startswith(f"{newest}.")
+
+
+@pytest.mark.parametrize(("version", "untested"), [("2.6.0", False), ("2.99.1", True)])
+def test_info_says_what_was_not_tested(
+    version: str, untested: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    assert ("untested version" in info.format_text(info.collect())) is untested
+
+
+def test_info_names_what_pytorch_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "lacks" not in info.format_text({**info.collect(), "torch_lacks": []})
+    monkeypatch.setitem(compat.NAMES, "torch._C._any_requires_grad", False)
+    assert "lacks torch._C._any_requires_grad" in info.format_text(info.collect())
+
+
+# --- the OpenMP runtime ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hashed_runtime(tmp_path: Path) -> Path:
+    """A copy of the OpenMP runtime under a name of its own, as PyTorch's arm64 wheels have it."""
+    (own,) = _openmp.runtimes()
+    copy = tmp_path / "torch.libs/libgomp-0123.so.1.0.0"
+    copy.parent.mkdir()
+    name, other = b"libgomp.so.1\0", b"libgomq.so.1\0"  # what the loader goes by
+    content = Path(own).read_bytes()
+    assert name in content
+    copy.write_bytes(content.replace(name, other))
+    return copy
+
+
+_LOAD_THE_NATIVE_MODULE = """if True:
+    import ctypes, importlib.util, sys
+    from pathlib import Path
+
+    def load(name, path):
+        spec = importlib.util.spec_from_file_location(name, path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    _, openmp, native, runtime, shared = sys.argv
+    openmp = load("_openmp", openmp)
+    ctypes.CDLL(runtime)  # as libtorch_cpu does: its symbols stay out of the global scope
+    assert openmp.in_use() is None
+    if shared == "shared":
+        openmp.share([Path(runtime).parent])
+        assert openmp.in_use() == runtime
+    load("_cpu", native)
+"""
+
+
+@pytest.mark.parametrize("shared", ["shared", "alone"])
+def test_the_native_module_takes_the_runtime_of_torch(
+    shared: str, native: ModuleType, hashed_runtime: Path
+) -> None:
+    arguments = (_openmp.__file__, native.__file__, str(hashed_runtime), shared)
+    done = _run("-c", _LOAD_THE_NATIVE_MODULE, *map(str, arguments), LD_DEBUG="bindings")
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = [line for line in done.stderr.splitlines() if "symbol `GOMP_parallel'" in line]
+    (bound,) = [line.partition(" to ")[2] for line in lines if "_cpu." in line]
+    assert (str(hashed_runtime) in bound) is (shared == "shared")
+
+
+def test_info_warns_of_a_second_runtime() -> None:
+    def told(runtimes: list[str], shared: str | None) -> str:
+        openmp = {"runtimes": runtimes, "shared": shared}
+        return info.format_text({**info.collect(), "openmp": openmp})
+
+    hashed, own = "libgomp-0123.so.1.0.0", "libgomp.so.1"
+    assert "WARNING" not in told([own], own)
+    assert "WARNING: 2 runtimes: libgomp-0123.so.1.0.0, libgomp.so.1" in told([hashed, own], None)
+    assert "libgomp.so.1 is loaded too" in told([hashed, own], hashed)
+
+
+def test_info_sees_a_second_runtime(hashed_runtime: Path) -> None:
+    script = f"""if True:
+        import ctypes
+        from fastattn import info
+        import fastattn._cpu
+        ctypes.CDLL({str(hashed_runtime)!r})
+        print(info.collect()["openmp"]["runtimes"])
+        print(info.format_text(info.collect()))
+    """
+    done = _run("-c", script)
+    assert done.returncode == 0, done.stderr
+    assert hashed_runtime.name in done.stdout.splitlines()[0]
+    assert f"{hashed_runtime.name} is loaded too" in done.stdout

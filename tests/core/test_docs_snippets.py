@@ -1,0 +1,180 @@
+"""The Python blocks of README's start and of docs/integrations/*.md do what the text says.
+
+The blocks of a page run one after the other, as in one session. What they would download is made
+here, tiny and with random weights.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fastattn
+from fastattn import cli
+from fastattn.integrations import transformers as integration
+from fastattn.integrations.transformers import _attention
+
+transformers = pytest.importorskip("transformers")
+
+ROOT = Path(__file__).resolve().parents[2]
+BLOCK = re.compile(r"^( *)```python\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+DECODER = {"num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2}
+MODELS = {
+    "google-bert/bert-base-uncased": ("bert", {}),
+    "meta-llama/Llama-3.2-1B": ("llama", DECODER),
+}
+CALLS_MODEL = re.compile(r"\b(model|generate_batch|judged)\(")
+SIZES = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+
+
+@pytest.fixture(autouse=True)
+def registrations(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """What the snippets register; it is undone after the test."""
+    made: list[Any] = []
+    register = integration.register
+
+    def remembered(*args: Any, **kwargs: Any) -> Any:
+        made.append(register(*args, **kwargs))
+        return made[-1]
+
+    monkeypatch.setattr(integration, "register", remembered)
+    yield made
+    for registration in made:
+        registration.undo()
+
+
+@pytest.fixture(autouse=True)
+def fused(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the operators that the attention function has called."""
+    called: list[str] = []
+    for name in ("scaled_dot_product_attention", "varlen_attention"):
+        operator = getattr(_attention, name)
+
+        def noted(*args: Any, name: str = name, operator: Any = operator, **kwargs: Any) -> Any:
+            called.append(name)
+            return operator(*args, **kwargs)
+
+        monkeypatch.setattr(_attention, name, noted)
+    return called
+
+
+@pytest.fixture(autouse=True)
+def without_downloads(monkeypatch: pytest.MonkeyPatch) -> None:
+    def from_pretrained(cls: Any, name: str, **kwargs: Any) -> nn.Module:
+        kind, more = MODELS[name]
+        torch.manual_seed(0)
+        config = transformers.AutoConfig.for_model(kind, **SIZES, **more)
+        return cls.from_config(config, **kwargs).eval()
+
+    for auto in (transformers.AutoModel, transformers.AutoModelForCausalLM):
+        monkeypatch.setattr(auto, "from_pretrained", classmethod(from_pretrained))
+
+
+def padded_tokens() -> dict[str, torch.Tensor]:
+    """Two sequences, of 10 tokens and of 6."""
+    mask = torch.ones(2, 10, dtype=torch.long)
+    mask[1, 6:] = 0
+    tokens = torch.randint(3, 100, (2, 10), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": tokens, "attention_mask": mask}
+
+
+def blocks(page: Path) -> list[tuple[int, str]]:
+    """The Python blocks of a page, each with the number of its first line."""
+    text = page.read_text()
+    return [
+        (1 + text.count("\n", 0, match.start(2)), textwrap.dedent(match[2]))
+        for match in BLOCK.finditer(text)
+    ]
+
+
+def run(page: Path, block: tuple[int, str], names: dict[str, Any]) -> None:
+    """Run a block; errors name the line of the page."""
+    line, source = block
+    exec(compile("\n" * (line - 1) + source, str(page), "exec"), names)
+
+
+def check_transformers(names: dict[str, Any], fused: list[str]) -> None:
+    """What docs/integrations/transformers.md says of its results."""
+    model, tokens = names["model"], names["tokens"]
+    assert "varlen_attention" in fused, "packed sequences were not taken as such"
+
+    model.set_attn_implementation("eager")
+    alone = [model(part).logits for part in tokens.split([4, 6], dim=1)]
+    torch.testing.assert_close(names["logits"], torch.cat(alone, dim=1))
+    expected = model(tokens, output_attentions=True).attentions
+    torch.testing.assert_close(names["attentions"], expected)
+
+    assert names["difference"] < 1.3e-6  # what torch.testing grants float32
+
+    model.set_attn_implementation("sdpa")
+    for request in names["generated"].values():
+        prompt = torch.tensor([request.prompt_ids])
+        text = model.generate(prompt, generation_config=names["settings"])
+        assert request.generated_tokens == text[0, prompt.shape[1] :].tolist()
+        assert request.generated_tokens
+
+    assert cli.main(["explain", "--shapes", "@shapes.txt"]) == 0
+
+    registration = names["registration"]
+    with pytest.raises(ValueError, match="fastattn"):
+        model.set_attn_implementation("fastattn")
+    registration.undo()
+
+
+CHECKS: dict[str, Callable[[dict[str, Any], list[str]], None]] = {
+    "transformers": check_transformers
+}
+
+
+@pytest.mark.parametrize(
+    "page", sorted((ROOT / "docs/integrations").glob("*.md")), ids=lambda page: page.stem
+)
+def test_integrations(
+    page: Path, fused: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Before, continuous batching asks for another name, as the page says.
+    pytest.importorskip("transformers", minversion="5.20")
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"inputs": padded_tokens()}
+    for block in blocks(page):
+        before = len(fused)
+        run(page, block, names)
+        if CALLS_MODEL.search(block[1]):
+            assert len(fused) > before, f"no fused attention ran from line {block[0]} on"
+    CHECKS[page.stem](names, fused)
+
+
+def test_first_example_of_readme(fused: list[str]) -> None:
+    page = ROOT / "README.md"
+    inputs = padded_tokens()
+    names: dict[str, Any] = {"inputs": inputs}
+    run(page, blocks(page)[0], names)
+    assert len(fused) == SIZES["num_hidden_layers"]
+    model, output = names["model"], names["output"]
+    model.set_attn_implementation("eager")
+    expected = model(**inputs).last_hidden_state
+    torch.testing.assert_close(output.last_hidden_state, expected)
+
+
+def test_second_example_of_readme() -> None:
+    page = ROOT / "README.md"
+    layer = nn.TransformerEncoderLayer(64, 4, 64, batch_first=True).eval()
+    inputs = torch.randn(2, 10, 64, generator=torch.Generator().manual_seed(0))
+    expected = layer(inputs)
+    names: dict[str, Any] = {"model": layer, "inputs": inputs}
+    run(page, blocks(page)[1], names)
+    assert isinstance(layer.self_attn, fastattn.MultiheadAttention)
+    torch.testing.assert_close(names["output"], expected)

@@ -1,0 +1,156 @@
+"""Would the case tables see it? Each mutant is a bug put into the CPU kernels on purpose.
+
+Slow: of every one a source is compiled again, for the strongest instruction set, and cases run
+until one of them fails.
+"""
+
+# ruff: noqa: E501  (source lines are quoted whole)
+from __future__ import annotations
+
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+KERNELS = ROOT / "csrc/cpu/kernels"
+BUILD = ROOT / f"build/native-{sys.implementation.cache_tag}/cpu"
+ATTENTION = "scaled_dot_product_attention"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    name: str
+    file: str
+    old: str  # its only occurrence ...
+    new: str  # ... becomes this
+    op: str = ATTENTION  # whose cases are to find it
+    source: str = ""  # what is compiled; default: the file
+    dtype: str = "float32"
+
+    def __str__(self) -> str:
+        return f"{self.op}-{self.name}".replace(" ", "_")
+
+    @property
+    def compiled(self) -> str:
+        return self.source or self.file.removesuffix(".cpp")
+
+
+FORWARD, BACKWARD = "sdpa_forward", "sdpa_backward"
+MUTANTS = (
+    Mutant("a_sum_is_not_rescaled", "sdpa_forward.cpp", "store(l + n * W, alpha[n] * load(l + n * W) + sum[n])", "store(l + n * W, load(l + n * W) + sum[n])"),
+    Mutant("an_output_is_not_rescaled", "sdpa_forward.cpp", "store(o, alpha[n] * load(o) + x)", "store(o, load(o) + x)"),
+    Mutant("a_row_of_nothing_is_nan", "sdpa_forward.cpp", "select<T>(after == -kInf<T>, Vec<T>{}, after)", "after"),
+    Mutant("nan_that_nobody_sees_spreads", "sdpa_forward.cpp", "const bool leaky = excludes && !all_finite", "const bool leaky = false && !all_finite"),
+    Mutant("the_wrong_key_head", "sdpa_forward.cpp", "const int64_t hk = h / (p.Hq / p.Hkv), q1", "const int64_t hk = h % p.Hkv, q1"),
+    Mutant("hidden_weights_are_not_zeroed", "sdpa_forward.cpp", "hide(b, h, i0, i1, {r.end, p.Lk});", ""),
+    Mutant("pairs_begin_at_an_odd_key", "sdpa_forward.cpp", "range.begin = range.begin / P::kPerWord * P::kPerWord;  // pairs of keys begin at even ones", "", dtype="bfloat16"),
+    Mutant("a_diagonal_off_by_one", "scores.h", "static_cast<T>(j - p.offset - p.window_right - i0)", "static_cast<T>(j - p.offset - p.window_right - i0 + 1)", source=FORWARD),
+    Mutant("a_window_off_by_one", "scores.h", "static_cast<T>(j - p.offset + p.window_left - i0)", "static_cast<T>(j - p.offset + p.window_left - i0 - 1)", source=FORWARD),
+    Mutant("alibi_has_a_sign", "scores.h", "s -= alibi * select<T>(d < T(0), -d, d);", "s -= alibi * d;", source=FORWARD),
+    Mutant("a_row_of_nothing_has_lse_0", "scores.h", "if (maximum == -kInf<T>) return -kInf<double>;", "if (maximum == -kInf<T>) return 0;", source=FORWARD),
+    Mutant("a_capped_maximum_is_stale", "scores.h", "    FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) maximum[n] = minus_inf;\n  }", "  }", source=FORWARD),
+    Mutant("dropout_keeps_one_more", "scores.h", "draw < static_cast<int32_t>(d.threshold)", "draw <= static_cast<int32_t>(d.threshold)", source=FORWARD),
+    Mutant("a_round_of_philox_less", "scores.h", "round = 3; round < 10", "round = 3; round < 9", source=FORWARD),
+    Mutant("padding_is_trimmed_too_far", "mask.h", "while (r.begin < r.end && keys[r.begin] == -kInf<T>) ++r.begin;", "while (r.begin < r.end && keys[r.begin] == -kInf<T>) r.begin += 2;", source=FORWARD),
+    Mutant("a_gradient_of_keys_is_not_scaled", "sdpa_backward.h", "write_rows(f.dk, dp, p.D, static_cast<T>(p.scale)", "write_rows(f.dk, dp, p.D, T(1)", source=BACKWARD),
+    Mutant("a_later_chunk_is_forgotten", "sdpa_backward.h", "for (int64_t j = 0; j < pairs; j += chain)", "for (int64_t j = 0; j < min_of(pairs, chain); j += chain)", source=BACKWARD),
+    Mutant("what_sees_nothing_hands_on_nan", "sdpa_backward.h", "        clear_query(f, i);", "        ;", source=BACKWARD),
+    Mutant("weights_have_no_gradient", "sdpa_backward.h", "store(f.ds + x, load(f.ds + x) + load(f.grad_w + x))", "store(f.ds + x, load(f.ds + x))", source=BACKWARD),
+    Mutant("a_page_too_far", "decode.h", "base + p.pages[page] * x.stride[0]", "base + p.pages[page == 0 ? 0 : page - 1] * x.stride[0]", "decode_attention", FORWARD),
+    Mutant("a_hidden_row_is_read", "memory_hops_stream.h", "count += seen;", "count += 1;", "memory_hop_attention", "memory_hops"),
+    Mutant("a_bias_is_not_added", "memory_hops_stream.h", "if (block.biased) x += load(block.bias + i);", "", "memory_hop_attention", "memory_hops"),
+    Mutant("delta_is_0", "memory_hops_stream.h", "hop.delta = products[0];", "hop.delta = T(0);", "memory_hop_attention", "memory_hops"),
+    Mutant("delta_of_panels_is_0", "memory_hops_panels_backward.h", "store(f.delta + panel * L + x, delta);", "store(f.delta + panel * L + x, Vec<T>{});", "memory_hop_attention", "memory_hops"),
+    Mutant("the_rest_of_delta_is_lost", "memory_hops_stream.h", "hop.delta += f.part[c * (dp + W)];", ";", "memory_hop_attention", "memory_hops"),
+    Mutant("the_rest_of_delta_of_panels_is_lost", "memory_hops_panels_backward.h", "store(delta, load(delta) + load(part(f, panel, c) + x));", ";", "memory_hop_attention", "memory_hops"),
+    Mutant("weights_of_panels_have_no_gradient", "memory_hops_panels_backward.h", "t.ds[i * L + l] += static_cast<T>(", "t.ds[i * L + l] += T(0) * static_cast<T>(", "memory_hop_attention", "memory_hops"),
+    Mutant("a_time_of_padding", "encode_memory.cpp", "p.temporal.data && count > 0 ?", "p.temporal.data ?", "encode_memory"),
+    Mutant("a_gradient_of_time_is_lost", "encode_memory.cpp", "load_first(at, lanes(i)) + g[i], lanes(i)", "load_first(at, lanes(i)), lanes(i)", "encode_memory"),
+    Mutant("cosines_change_their_sign", "sinusoidal.cpp", "^ sign ^ second_bit", "^ second_bit", "sinusoidal_encoding"),
+    Mutant("padding_has_a_position", "sinusoidal.cpp", "if (tile->position[r] != p.padding_idx) continue;", "continue;", "sinusoidal_encoding"),
+    Mutant("the_last_key_has_no_gradient", "local_attention.cpp", "min_of(j1, first + p.W)", "min_of(j1, first + p.W - 1)", "luong_attention"),
+    Mutant("a_factor_is_forgotten", "local_attention.cpp", "if (factor != nullptr) f.s[n] *= factor[f.at[n]];", "", "luong_attention"),
+    Mutant("no_bias_beyond_tanh", "additive.h", "load(k + a * k_panel) + load(bias + a * kLanes<T>)", "load(k + a * k_panel)", "additive_attention", "additive"),
+)  # fmt: skip
+
+# Prints the first case that finds the bug, if one does.
+_JUDGE = """
+import importlib.util, sys
+import torch
+spec = importlib.util.spec_from_file_location("fastattn._cpu", sys.argv[1])
+module = sys.modules["fastattn._cpu"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+from fastattn.testing import Target
+from fastattn.verify import PROOFS
+cases, judge = PROOFS[sys.argv[2]]
+dtype = getattr(torch, sys.argv[3])
+target = Target("cpu", module.build_info()["supported"][-1])
+for case in cases:
+    if dtype in case.dtypes and not getattr(case, "slow", False):
+        verdict = judge(case, dtype, target)
+        if verdict.severity >= 2:  # what is right has half a bound of its own
+            print(f"caught by {case.name}: {verdict.severity:.3g}, {verdict.faults[0]}", flush=True)
+            break
+"""
+
+
+def _ninja(*words: str) -> str:
+    """What ninja tells of the build of the native core."""
+    import ninja
+
+    command = [str(Path(ninja.BIN_DIR, "ninja")), "-C", str(BUILD), "-t", *words]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def _made_again(target: str, new: dict[str, str]) -> None:
+    """Run the command that made a file of the build, with some of its words changed."""
+    words = shlex.split(_ninja("commands", "-s", target))
+    command = [new.get(word, word) for word in words]
+    subprocess.run(command, cwd=BUILD, check=True, capture_output=True, text=True)
+
+
+def _judged(library: str, op: str, dtype: str) -> str:
+    """By which case it is caught, or "survived"; a mutant may also crash."""
+    command = [sys.executable, "-c", _JUDGE, library, op, dtype]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, cwd=ROOT)
+    if done.returncode < 0:
+        return f"caught: it died of signal {-done.returncode}"
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.strip() or "survived"
+
+
+def test_mutants_are_of_what_there_is() -> None:
+    for mutant in MUTANTS:
+        assert (KERNELS / mutant.file).read_text().count(mutant.old) == 1, mutant.name
+        assert (KERNELS / f"{mutant.compiled}.cpp").exists(), mutant.name
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not BUILD.exists(), reason="the native core was not built here: make build")
+@pytest.mark.parametrize("mutant", MUTANTS, ids=str)
+def test_a_mutant_is_caught(mutant: Mutant, tmp_path: Path) -> None:
+    import fastattn._cpu as native
+
+    isa = native.build_info()["supported"][-1]
+    name = f"{mutant.compiled}.{isa}.o"
+    # The kernels include their headers by the way from their own folder, so all of them move.
+    shutil.copytree(ROOT / "csrc/cpu", tmp_path / "csrc/cpu")
+    shutil.copy2(ROOT / "csrc/params.h", tmp_path / "csrc")
+    file = tmp_path / "csrc/cpu/kernels" / mutant.file
+    file.write_text(file.read_text().replace(mutant.old, mutant.new))
+    changed, library = str(tmp_path / name), str(tmp_path / "_cpu.so")
+    source = f"csrc/cpu/kernels/{mutant.compiled}.cpp"
+    _made_again(
+        name,
+        {str(ROOT / source): str(tmp_path / source), name: changed, f"{name}.d": f"{changed}.d"},
+    )
+    whole = _ninja("targets", "rule", "link")
+    _made_again(whole, {name: changed, whole: library})
+    verdict = _judged(library, mutant.op, mutant.dtype)
+    print(f"{mutant}: {verdict}")
+    assert verdict.startswith("caught"), verdict

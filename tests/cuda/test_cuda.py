@@ -1,0 +1,271 @@
+"""The CUDA kernels on CPU tensors, under the emulator of tests/emulator, against the oracle.
+
+The same adapter, bindings and kernels as on a GPU; only the machine is another. Each case runs with
+random stalls and completions of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import runpy
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import emulator
+import pytest
+import torch
+from fenced import run_fenced
+
+import fastattn
+from fastattn import info
+from fastattn.testing import CASES, Case, check
+from fastattn.testing.inputs import make_inputs
+from fastattn.testing.oracle import run
+
+TABLE = CASES["scaled_dot_product_attention"]
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True)
+class Emulated:
+    """A target of `check`: the adapter of the CUDA kernels, and the order in which they run."""
+
+    adapter: ModuleType
+    seed: int
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[ModuleType]:
+        self.adapter._cuda.set_seed(self.seed)
+        yield self.adapter
+
+
+@pytest.fixture(scope="session")
+def adapter() -> ModuleType:
+    return emulator.load()
+
+
+def _declined(case: Case) -> str | None:
+    """The reason that the kernels must give against a case, None if they are to run it."""
+    if max(case.head_dim, case.value_dim or 0) > 256:
+        return "the kernels take up to 256"
+    return None
+
+
+def _is_for_the_slow_run(n: int, case: Case) -> bool:
+    """A second or more under the emulator, or every second one of the many pairs of lengths."""
+    pairs = case.batch * case.heads * case.q_len * case.k_len
+    return case.slow or pairs > 300_000 or (case.name.startswith("lengths-") and n // 3 % 2 == 1)
+
+
+WORK = [
+    pytest.param(case, dtype, n, id=f"{case.name}-{str(dtype).removeprefix('torch.')}")
+    for n, case in enumerate(TABLE)
+    for m, dtype in enumerate(DTYPES)
+    if (n % len(DTYPES) == m and not _is_for_the_slow_run(n, case))
+    # Of a mask that is wider than the rest, the gradient is held to the eps of the mask.
+    or (case.name.startswith("mask-float32-") and dtype == torch.bfloat16)
+]
+
+
+@pytest.mark.parametrize(("case", "dtype", "seed"), WORK)
+def test_case(adapter: ModuleType, case: Case, dtype: torch.dtype, seed: int) -> None:
+    verdict = check(case, dtype, Emulated(adapter, seed))  # type: ignore[arg-type]
+    reason = _declined(case)
+    if reason is not None:
+        assert reason in "; ".join(verdict.declined)
+        return
+    assert not verdict.declined, verdict.declined
+    assert verdict.ok, "\n".join(verdict.faults)
+
+
+# A query that sees one key gives it the weight 1 whatever its score is, and has no gradient: in
+# float32 these are exact, in scores of hundreds and with a scale that no float is.
+ONE_KEY = [
+    Case("one-key-window", window=(0, 0), scale=33.3, head_dim=40, q_len=65),
+    Case("one-key-mask", mask="one_key", scale=33.3, head_dim=40, q_len=65),
+]
+
+
+@pytest.mark.parametrize("case", ONE_KEY, ids=lambda case: case.name)
+def test_the_only_key_has_all_the_weight(adapter: ModuleType, case: Case) -> None:
+    verdict = check(case, torch.float32, Emulated(adapter, 3))  # type: ignore[arg-type]
+    assert verdict.ok, verdict.faults
+    assert [d.error for d in verdict.deviations if d.name in ("grad_query", "grad_key")] == [0, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize("part", range(10))
+def test_every_case(adapter: ModuleType, part: int, dtype: torch.dtype) -> None:
+    """As late as may be, or in random order: neighbours and dtypes take turns."""
+    faults = [
+        f"{case.name} {dtype} {seed}: {fault}"
+        for n, case in enumerate(TABLE[part::10])
+        if _declined(case) is None
+        for seed in [(n + DTYPES.index(dtype)) % 2 * (n + 1)]
+        for fault in check(case, dtype, Emulated(adapter, seed)).faults
+    ]
+    assert not faults, "\n".join(faults)
+
+
+# -- memory ---------------------------------------------------------------------------------------
+
+# Every tensor ends where a page begins that may not be read, so this runs in a process of its own.
+_FENCED = """
+import emulator
+from fastattn.testing import CASES, make_inputs
+from fastattn.testing.oracle import run
+adapter = emulator.load()
+dtypes = (torch.bfloat16, torch.float32)
+cases = [c for c in CASES["scaled_dot_product_attention"] if not c.slow]
+for n, case in enumerate(cases[:: int(sys.argv[1])]):
+    inputs = make_inputs(case, dtypes[n % 2], fence=True)
+    print(case.name, flush=True)
+    op, args = "scaled_dot_product_attention", inputs.forward_args()
+    if not adapter.why_not(op, *args, options=inputs.options):
+        run(adapter, inputs)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs mprotect")
+@pytest.mark.parametrize("every", [17, pytest.param(1, marks=pytest.mark.slow)])
+def test_reads_nothing_past_the_end(adapter: ModuleType, every: int) -> None:
+    run_fenced(_FENCED, every)
+
+
+# -- the same bits --------------------------------------------------------------------------------
+
+SAME = Case("same", heads=4, kv_heads=2, q_len=150, k_len=170, head_dim=64, causal="bottom_right",
+            mask="float_inf", mask_grad=True, dropout_p=0.1)  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
+def test_same_bits_in_whatever_order_warps_run(adapter: ModuleType, dtype: torch.dtype) -> None:
+    inputs = make_inputs(SAME, dtype)
+    results = []
+    for seed in (0, 1, 2):
+        adapter._cuda.set_seed(seed)
+        results.append(run(adapter, inputs))
+    for other in results[1:]:
+        for name, found in results[0].items():
+            assert torch.equal(found, other[name]), name
+
+
+# -- NaN and inf ----------------------------------------------------------------------------------
+
+CAUSAL = Case("nan", q_len=190, k_len=190, causal="upper_left")
+TRIANGLE = Case("nan-mask", q_len=190, k_len=190, mask="tril", mask_dims="qk")
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [(CAUSAL, torch.bfloat16), (TRIANGLE, torch.float32)],
+    ids=["causal-bfloat16", "mask-float32"],
+)
+def test_nan_reaches_only_the_queries_that_see_it(
+    adapter: ModuleType, case: Case, dtype: torch.dtype
+) -> None:
+    """Of a key that some queries see; the poisoned cases of the table are about the others.
+
+    NaN in a key goes into scores, which are selected. NaN in a value, and whatever comes back, is
+    multiplied by weights of 0: as docs/cuda-kernels.md says, that ends with the block of 128 rows.
+    """
+    inputs = make_inputs(case, dtype)
+    clean = run(adapter, inputs)
+    first = 150 if case is CAUSAL else 147  # of the queries that see key 150
+    before = inputs.key[:, :, 150].clone()
+    inputs.key[:, :, 150] = torch.nan
+    found = run(adapter, inputs)
+    assert found["out"][:, :, first:].isnan().all()
+    for name in ("out", "lse"):
+        assert torch.equal(found[name][:, :, :first], clean[name][:, :, :first]), name
+    inputs.key[:, :, 150] = before
+    inputs.value[:, :, 150] = torch.inf
+    found = run(adapter, inputs)
+    assert torch.equal(found["lse"], clean["lse"])
+    assert not found["out"][:, :, first:].isfinite().any()
+    for name in ("out", "grad_query"):
+        assert torch.equal(found[name][:, :, :128], clean[name][:, :, :128]), name
+
+
+# -- the first time on a GPU -----------------------------------------------------------------------
+
+
+def test_the_script_for_a_gpu_says_that_there_is_none(tmp_path: Path) -> None:
+    script = Path(__file__).parents[2] / "benchmarks/gpu.py"
+    done = subprocess.run(
+        [sys.executable, str(script), "--out", str(tmp_path / "out.json")],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "there is no CUDA device here" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_script_for_a_gpu_has_a_plan(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = Path(__file__).parents[2] / "benchmarks/gpu.py"
+    monkeypatch.syspath_prepend(script.parent)
+    monkeypatch.setattr(sys, "argv", [str(script), "--plan", "--repeats", "7"])
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_path(str(script), run_name="__main__")
+    told = capsys.readouterr().out
+    steps = [line for line in told.splitlines() if not line.startswith(" ")]
+    assert steps == [
+        "conformance",
+        "correctness",
+        "races",
+        "hopper",
+        "operators",
+        "speed",
+        "serving",
+    ]
+    assert re.search(r"scaled_dot_product_attention: \d+ cases", told)
+    assert "7 runs each" in told
+    assert "10 rounds of fastattn, triton, flash_attention, cudnn_attention" in told
+    assert "[2, 16, 16, 4096, 128], causal, tf32" in told
+
+
+# -- what is refused, and why ---------------------------------------------------------------------
+
+
+def _why_not(adapter: ModuleType, **changes: Any) -> list[str]:
+    inputs = make_inputs(Case("plain"), changes.pop("dtype", torch.float16))
+    args = list(inputs.forward_args())
+    if "mask" in changes:
+        args[3] = changes.pop("mask")
+    reasons: list[str] = adapter.why_not(
+        "scaled_dot_product_attention", *args, options=replace(inputs.options, **changes)
+    )
+    return reasons
+
+
+def test_reasons_against_a_call_are_plain_sentences(adapter: ModuleType) -> None:
+    assert _why_not(adapter) == []
+    assert _why_not(adapter, dtype=torch.float64) == [
+        "the dtype torch.float64 is not one of float32, bfloat16, float16"
+    ]
+    mask = torch.zeros(1, 1, 1, 1, dtype=torch.float64)
+    assert _why_not(adapter, mask=mask) == [
+        "the mask's dtype torch.float64 is not bool, float32, bfloat16 or float16"
+    ]
+    assert _why_not(adapter, mask=mask.to("meta")) == ["a tensor is on meta"]
+
+
+def test_a_cpu_tensor_says_why_there_are_no_cuda_kernels() -> None:
+    x = torch.ones(1, 1, 2, 4)
+    reasons = fastattn.explain("scaled_dot_product_attention", x, x, x).reasons
+    assert "cuda" not in reasons  # not a backend of the CPU
+    facts = info.collect()["backends"]["cuda"]
+    assert facts["built"] or facts["reason"]

@@ -1,0 +1,222 @@
+"""The CUDA kernels through the real compiler: no spills, and no more kernels than are documented.
+
+Needs an nvcc; without one these say so. What the kernels compute is tested in test_cuda.py.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import shutil
+import subprocess
+from pathlib import Path
+
+import emulator
+import pytest
+import sass
+
+ROOT = Path(__file__).resolve().parents[2]
+NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
+
+needs_nvcc = pytest.mark.skipif(NVCC is None, reason="there is no nvcc here")
+
+
+def compiled(source: Path, element: str, arch: str, folder: Path) -> dict[str, dict[str, int]]:
+    """What ptxas says of every kernel: registers, and bytes of stack and spills."""
+    assert NVCC is not None
+    ptx = "90a" if sass.is_for_hopper(source) else "80"  # as setup.py
+    command = [NVCC, "-std=c++17", "-O3", f"-gencode=arch=compute_{ptx},code=sm_{arch}", "-cubin"]
+    command += [f"-DFASTATTN_ELEMENT={element}", "-Xptxas=-v", "-Werror=all-warnings"]
+    command += [str(source), "-o", str(folder / f"{source.stem}.{element}.{arch}.cubin")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    # C7510 and others: it waits for each product of wgmma before it begins the next one.
+    assert "(C75" not in done.stderr, re.findall(r"\(C75\d+\).*", done.stderr)
+    kernels = {}
+    for part in done.stderr.split("Compiling entry function ")[1:]:
+        found = re.search(
+            r"'(\S+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
+            r".*?Used (\d+) registers",
+            part,
+            re.DOTALL,
+        )
+        assert found, part
+        name, *numbers = found.groups()
+        keys = ("stack", "stores", "loads", "registers")
+        kernels[name] = dict(zip(keys, map(int, numbers), strict=True))
+    return kernels
+
+
+def check(source: Path, element: str, arch: str, folder: Path) -> None:
+    kernels = compiled(source, element, arch, folder)
+    assert len(kernels) == sass.KERNELS[source.stem], list(kernels)
+    spilling = {
+        name: report
+        for name, report in kernels.items()
+        if report["stack"] or report["stores"] or report["loads"]
+    }
+    assert not spilling
+    if sass.is_for_hopper(source):
+        check_instructions(source, folder / f"{source.stem}.{element}.{arch}.cubin")
+
+
+# -- Hopper ----------------------------------------------------------------------------------------
+
+
+def constant(name: str) -> int:
+    """An int of hopper.h."""
+    found = re.search(rf"{name} = (\d+)", (ROOT / "csrc/cuda/kernels/hopper.h").read_text())
+    assert found, name
+    return int(found[1])
+
+
+def check_instructions(source: Path, cubin: Path) -> None:
+    """TMA, wgmma and setmaxnreg are there, registers beyond those taken, and spills, are not."""
+    nvdisasm = sass.find_tool("nvdisasm")
+    if nvdisasm is None:
+        pytest.skip("there is no nvdisasm here")
+    for name, code in sass.disassembled(cubin, nvdisasm).items():
+        text = "\n".join(code.lines)
+        for needed in ("HGMMA", "UTMALDG", "USETMAXREG.TRY_ALLOC", "USETMAXREG.DEALLOC"):
+            assert needed in text, (name, needed)
+        assert not re.search(r"\b(LDL|STL)\b", text), name
+        consumer = code.reachable(code.find("USETMAXREG.TRY_ALLOC"))
+        producer = code.reachable(code.find("USETMAXREG.DEALLOC"))
+        for lines, registers in (
+            (consumer, "kConsumerRegisters"),
+            (producer, "kProducerRegisters"),
+        ):
+            assert sass.highest_register(lines) < constant(registers), (name, registers)
+        if source.stem == "hopper_forward":
+            check_overlap(name, consumer)
+        elif "_kv_" in name:
+            check_weights_beside_product(name, consumer)
+
+
+def events(lines: list[str]) -> str:
+    """One letter an instruction: Q, P a product Q K^T, P V; e an exponential; 0, 1 a wait that
+    leaves so many groups of products."""
+    kinds = {
+        r"HGMMA\S* R\d+, gdesc": "Q",
+        r"HGMMA\S* R\d+, R\d+": "P",
+        r"MUFU\.EX2": "e",
+        r"WARPGROUP\.DEPBAR\.LE gsb0, 0x0": "0",
+        r"WARPGROUP\.DEPBAR\.LE gsb0, 0x1": "1",
+    }
+    return "".join(
+        letter for line in lines for kind, letter in kinds.items() if re.search(kind, line)
+    )
+
+
+def check_overlap(name: str, lines: list[str]) -> None:
+    """Are the next Q K^T and the last P V computed beside the exponentials of this step?
+
+    Then between the products of Q K^T and those of P V nothing is waited for before nearly all
+    exponentials, and then the last P V alone.
+    """
+    found = re.search(r"Li(\d+)ELi(\d+)ELb([01])", name)
+    assert found, name
+    value_width, general = int(found[2]), found[3] == "1"
+    happened = events(lines)
+    scores = re.findall(r"(?<=Q)[e01]+(?=P)", happened)
+    assert scores, name
+    if general or value_width == 256:  # one product after the other
+        assert all(re.fullmatch("0e+", gap) for gap in scores), (name, scores)
+        return
+    # Two steps of the loop, and one after it.
+    assert len(scores) == 3, (name, scores)
+    for gap in scores:
+        before, *rest = re.split("[01]", gap)
+        assert re.fullmatch("e+1e*", gap), (name, gap)
+        assert len(before) > 9 * sum(map(len, rest)), (name, gap)
+    # And two last steps, whose Q K^T has been waited for.
+    last = re.findall(r"(?<=P)1?(e+)0(e*)(?=P)", happened)
+    assert len(last) == 2, (name, happened)
+    assert all(len(before) > 9 * len(after) for before, after in last), (name, last)
+
+
+def check_weights_beside_product(name: str, lines: list[str]) -> None:
+    """Without options: is dP^T = V dO^T computed beside most exponentials of P^T?
+
+    A step waits for K Q^T alone before them, in code for the edge of the window and code for the
+    rest. (A consumer that sums dV alone has no dP.)
+    """
+    found = re.search(r"Li(\d+)ELi(\d+)ELb([01])", name)
+    assert found, name
+    steps = re.findall(r"(?<=Q)[e01]+(?=P)", events(lines))
+    assert len(steps) == (1 if int(found[1]) <= 128 else 2), (name, steps)
+    if found[3] == "1":
+        assert not any("1" in step for step in steps), (name, steps)
+        return
+    waits = re.fullmatch(r"1(e+)0(e+)1(e+)0(e+)", steps[0])
+    assert waits, (name, steps)
+    before_edge, after_edge, before, after = map(len, waits.groups())
+    assert before_edge > after_edge, (name, steps)
+    assert before > 2 * after, (name, steps)
+
+
+def test_every_source_has_a_documented_count() -> None:
+    assert [source.stem for source in sass.SOURCES] == sorted(sass.KERNELS)
+    told = (ROOT / "docs/cuda-kernels.md").read_text()
+    everywhere, for_hopper = sass.documented()
+    assert f"{everywhere} an architecture" in told
+    assert f"{for_hopper} for Hopper alone" in told
+
+
+def test_the_module_needs_no_header_of_cuda() -> None:
+    """setup.py gives these to the C++ compiler alone."""
+    command = [*emulator.compiler(), "-std=c++17", "-fsyntax-only", "-Wall", "-Werror"]
+    command += [*emulator._python_flags(), '-DFASTATTN_CUDA_ARCHS="80;90a"', "-DFASTATTN_HOPPER"]
+    command += map(str, sorted((ROOT / "csrc/cuda").glob("*.cpp")))
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_the_page_on_hopper_has_the_numbers_of_the_source() -> None:
+    made = runpy.run_path(str(ROOT / "docs/make_hopper_picture.py"))
+    told = (ROOT / "docs/hopper.md").read_text()
+    for table in "\n".join(made["tables"]()).split("\n\n"):
+        assert table in told
+
+
+@needs_nvcc
+def test_the_forward_kernels_do_not_spill(tmp_path: Path) -> None:
+    check(ROOT / "csrc/cuda/kernels/sdpa_forward.cu", "Bf16", "80", tmp_path)
+
+
+@needs_nvcc
+def test_the_forward_kernels_for_hopper_overlap(tmp_path: Path) -> None:
+    check(ROOT / "csrc/cuda/kernels/hopper_forward.cu", "Bf16", "90a", tmp_path)
+
+
+@needs_nvcc
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("source", "element", "arch"),
+    [
+        pytest.param(source, element, arch, id=f"{source.stem}-{element}-{arch}")
+        for source in sass.SOURCES
+        for element in emulator.elements(source)
+        for arch in (["90a"] if sass.is_for_hopper(source) else ["80", "90"])
+    ],
+)
+def test_no_kernel_spills(source: Path, element: str, arch: str, tmp_path: Path) -> None:
+    check(source, element, arch, tmp_path)
+
+
+@needs_nvcc
+@pytest.mark.slow
+def test_the_wrappers_assemble(tmp_path: Path) -> None:
+    """Every instruction of csrc/cuda/ptx, by the kernels of the conformance tests."""
+    includes = [flag.replace("-isystem", "-I") for flag in emulator._python_flags()]
+    for arch in ("80", "90a"):
+        command = [str(NVCC), "-std=c++17", f"-gencode=arch=compute_{arch},code=sm_{arch}"]
+        command += [*includes, "-cubin", str(ROOT / "tests/emulator/conformance/module.cu")]
+        done = subprocess.run(
+            [*command, "-o", os.fspath(tmp_path / f"{arch}.cubin")],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]

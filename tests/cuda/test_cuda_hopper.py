@@ -1,0 +1,467 @@
+"""The CUDA kernels for Hopper on CPU tensors, under the emulator, against the oracle.
+
+They take what TMA can copy, and leave the rest to the other kernels: each test says which of them
+ran. The emulated machine has three multiprocessors, so of more than three tiles a block of threads
+takes several.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import emulator
+import pytest
+import torch
+from fenced import run_fenced
+from test_cuda import TABLE, Emulated
+from test_cuda_operators import Emulated as EmulatedAnywhere
+from test_cuda_sequences import FAR, WAYS, _far
+from torch import Tensor
+
+from fastattn.backends._alloc import empty_output
+from fastattn.testing import Case, check
+from fastattn.testing.inputs import Inputs, make_inputs
+from fastattn.testing.oracle import run
+from fastattn.testing.varlen import (
+    VARLEN_CASES,
+    VarlenCase,
+    check_varlen,
+    make_varlen,
+    run_varlen,
+    sequence_by_sequence,
+)
+
+FORWARD = "attention_forward_hopper"
+BACKWARD = ("attention_backward_q_hopper", "attention_backward_kv_hopper")
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@pytest.fixture
+def adapter() -> Iterator[ModuleType]:
+    """The adapter of the emulated kernels, those for Hopper among them."""
+    adapter = emulator.load()
+    adapter._cuda.allow_hopper(True)
+    adapter._cuda.take_launches()
+    yield adapter
+    adapter._cuda.allow_hopper(False)
+    adapter._cuda.set_seed(0)
+
+
+def _launches(adapter: ModuleType) -> set[str]:
+    """The kernels that have run since this was last asked, or since the test began."""
+    return set(adapter._cuda.take_launches())
+
+
+def _forward(adapter: ModuleType, inputs: Inputs, seed: int = 0) -> dict[str, Tensor]:
+    """Out and lse, by the kernel for Hopper."""
+    adapter._cuda.set_seed(seed)
+    out, lse, _ = adapter.scaled_dot_product_attention(
+        *inputs.forward_args(), options=inputs.options
+    )
+    assert FORWARD in _launches(adapter)
+    return {"out": out, "lse": lse}
+
+
+def _both(adapter: ModuleType, inputs: Inputs, seed: int) -> dict[str, Tensor]:
+    """Out, lse and the gradients, by the kernels for Hopper."""
+    adapter._cuda.set_seed(seed)
+    found = run(adapter, inputs)
+    assert {FORWARD, *BACKWARD} <= _launches(adapter)
+    return found
+
+
+def _is_for_hopper(inputs: Inputs) -> bool:
+    """Is there something to do, in tensors that TMA can copy?"""
+    query, key, value = inputs.query, inputs.key, inputs.value
+    tensors = (query, key, value, empty_output(query, value.shape[-1]))
+    if any(x.numel() == 0 for x in tensors):
+        return False
+    for x in tensors:
+        *strides, last = x.stride()
+        if last != 1 or any(stride % 8 != 0 for stride in strides) or x.data_ptr() % 16 != 0:
+            return False
+    # A box cannot repeat itself.
+    if any(x.stride(2) == 0 and x.shape[2] > 1 for x in tensors):
+        return False
+    group = query.shape[1] // key.shape[1]
+    return group <= 128 and (query.stride(1) != 0 or group == 1)
+
+
+def _faults(adapter: ModuleType, case: Case, dtype: torch.dtype, seed: int) -> list[str]:
+    """What is wrong, the wrong kernel included."""
+    _launches(adapter)
+    target: Any = Emulated(adapter, seed)
+    verdict = check(case, dtype, target)
+    assert not verdict.declined, verdict.declined
+    launches, takes = _launches(adapter), _is_for_hopper(make_inputs(case, dtype))
+    others = {"attention_forward", "attention_backward"}
+    wrong = launches & (others if takes else {FORWARD, *BACKWARD})
+    faults = [f"{name} ran" for name in sorted(wrong)]
+    if takes and FORWARD not in launches:
+        faults.append("the kernel for Hopper did not run")
+    return [*faults, *verdict.faults]
+
+
+# -- the case table, and what it does not ask ------------------------------------------------------
+
+
+def _cases() -> Iterator[Case]:
+    """Slow are those that differ from others in one thing alone."""
+    base = Case("base", batch=1, heads=1, q_len=140, k_len=250)
+    every: dict[str, Any] = {"mask": "float_inf", "softcap": 4.0, "alibi": "bh", "dropout_p": 0.2}
+    for n, (d, dv) in enumerate(((64, 64), (40, 40), (72, 96), (104, 104), (128, 128), (192, 128),
+                                 (136, 192), (256, 256), (200, 24), (24, 200))):  # fmt: skip
+        wide = replace(base, head_dim=d, value_dim=dv)
+        yield replace(wide, name=f"width-{d}-{dv}-full", slow=n % 2 == 0 or n > 7)
+        causal = replace(wide, name=f"width-{d}-{dv}-causal", causal="bottom_right")
+        yield replace(causal, slow=n % 2 == 1 or n > 7)
+        yield replace(
+            wide, name=f"width-{d}-{dv}-options", k_len=130, slow=n not in (2, 5), **every
+        )
+    for group in (2, 3, 5, 8, 128, 130):
+        grouped = replace(base, heads=2 * group, kv_heads=2, q_len=50, k_len=110, head_dim=64)
+        if group > 8:
+            grouped = replace(grouped, heads=group, kv_heads=1, q_len=2)
+        for rule in ("upper_left", "bottom_right"):
+            case = replace(grouped, name=f"group-{group}-{rule}", causal=rule)
+            yield replace(case, slow=rule == "bottom_right" and group not in (3, 5))
+            case = replace(case, name=f"{case.name}-options", mask_dims="hqk", **every)
+            yield replace(case, slow=rule == "upper_left" or group > 8)
+        bool_ = replace(grouped, name=f"group-{group}-bool", mask="bool_rows", mask_dims="bqk")
+        yield replace(bool_, slow=group != 8)
+    # Tiles of no, one, two, three ... steps, one after the other.
+    steps = replace(base, name="tiles", heads=2, q_len=400, k_len=400, causal="upper_left")
+    for d in (64, 128, 256):
+        yield replace(steps, name=f"tiles-{d}", head_dim=d, slow=d > 64)
+    steps = replace(base, q_len=600, head_dim=64)
+    yield replace(steps, name="tiles-that-see-nothing", k_len=290, window=(3, 3))
+    yield replace(steps, name="tiles-that-see-nothing-first", k_len=90, causal="bottom_right")
+    for length in (1, 7, 64, 79, 80, 81, 95, 96, 97, 160, 161, 192, 193):
+        few = replace(base, k_len=length, grads=("out", "lse"))
+        yield replace(few, name=f"keys-{length}", q_len=129, head_dim=64)
+        yield replace(few, name=f"keys-{length}-wide", q_len=5, head_dim=128)
+    # NaN in what no query sees, in a step with keys that one sees: after these, and before.
+    for d in (64, 128, 192):
+        hidden = replace(base, head_dim=d, poison=True)
+        yield replace(hidden, name=f"nan-after-{d}", q_len=100, causal="upper_left")
+        before = replace(hidden, name=f"nan-before-{d}", q_len=20, window=(30, 0))
+        yield replace(before, causal="bottom_right")
+        hidden = replace(hidden, slow=d > 64)
+        yield replace(hidden, name=f"nan-masked-{d}", mask="padding", mask_dims="bk")
+        yield replace(hidden, name=f"nan-rows-{d}", mask="tril", q_len=100, dropout_p=0.5)
+    # A delta that is summed anew.
+    for d, dv in ((64, 64), (72, 128), (136, 40), (200, 200)):
+        delta = replace(base, head_dim=d, value_dim=dv, weights=1, grads=("out", "lse", "weights"))
+        yield replace(delta, name=f"delta-{d}-{dv}", mask="float_inf", mask_grad=True, slow=d == 72)
+    for layout in ("blhd", "packed", "expanded_batch", "expanded_heads", "expanded_rows",
+                   "transposed", "unaligned"):  # fmt: skip
+        laid = replace(base, batch=2, layouts=(layout,) * 3, head_dim=64, q_len=40, k_len=70)
+        laid = replace(laid, grads=("out", "lse"))
+        yield replace(laid, name=f"layout-{layout}", heads=2)
+        yield replace(laid, name=f"layout-{layout}-group", heads=4, kv_heads=2, slow=True)
+
+
+OWN = tuple(_cases())
+CASES = [c for c in (*OWN, *TABLE) if max(c.head_dim, c.value_dim or 0) <= 256]
+WORK = [
+    pytest.param(case, DTYPES[n % 2], n, id=f"{case.name}-{_name(DTYPES[n % 2])}")
+    for n, case in enumerate(CASES)
+    if not case.slow and (case in OWN or (n % 16 == 5 and max(case.q_len, case.k_len) < 1000))
+]
+
+
+@pytest.mark.parametrize(("case", "dtype", "seed"), WORK)
+def test_case(adapter: ModuleType, case: Case, dtype: torch.dtype, seed: int) -> None:
+    assert _faults(adapter, case, dtype, seed) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES, ids=_name)
+@pytest.mark.parametrize("part", range(10))
+def test_every_case(adapter: ModuleType, part: int, dtype: torch.dtype) -> None:
+    """As late as may be, or in random order: neighbours and dtypes take turns."""
+    faults = [
+        f"{case.name} {dtype} {seed}: {fault}"
+        for n, case in enumerate(CASES[part::10])
+        for seed in [(n + DTYPES.index(dtype)) % 2 * (n + 1)]
+        for fault in _faults(adapter, case, dtype, seed)
+    ]
+    assert not faults, "\n".join(faults)
+
+
+# -- packed sequences ------------------------------------------------------------------------------
+
+
+def _packed() -> Iterator[VarlenCase]:
+    lengths = (40, 1, 200, 0, 7, 30), (40, 9, 200, 3, 0, 90)
+    base = VarlenCase("causal-64", *lengths, head_dim=64, window=(-1, 0))
+    yield base
+    yield replace(base, name="causal-64-bottom-right", bottom_right=True, kv_heads=1, heads=3)
+    yield replace(base, name="window-128", head_dim=128, window=(50, 9), after=(5, 9), slow=True)
+    yield replace(base, name="options-72", head_dim=72, softcap=4.0, alibi="bh", dropout_p=0.2,
+                  heads=4, kv_heads=2, window=(-1, -1), slow=True)  # fmt: skip
+    yield replace(
+        base, name="full-192-128", head_dim=192, value_dim=128, window=(-1, -1), slow=True
+    )
+    yield replace(base, name="causal-256", head_dim=256, after=(90, 2), heads=1, slow=True)
+
+
+PACKED = tuple(_packed())
+LONG = [c for c in VARLEN_CASES if sum(c.q_lengths) > 220 or sum(c.k_lengths or ()) > 1000]
+SHORT = [c for n, c in enumerate(VARLEN_CASES) if n % 6 == 1 and c not in LONG]
+
+
+def _packed_faults(
+    adapter: ModuleType, case: VarlenCase, dtype: torch.dtype, seed: int
+) -> list[str]:
+    _launches(adapter)
+    target: Any = EmulatedAnywhere(adapter, seed)
+    verdict = check_varlen(case, dtype, target)
+    assert not verdict.declined, verdict.declined
+    args: Any = make_varlen(case, dtype).args[:3]
+    query, key, value = (x[None].transpose(1, 2) for x in args)
+    made = replace(make_inputs(Case("any"), dtype), query=query, key=key, value=value)
+    took, takes = FORWARD in _launches(adapter), _is_for_hopper(made)
+    return [*verdict.faults, *([] if took == takes else [f"the kernel for Hopper ran: {took}"])]
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype", "seed"),
+    [
+        pytest.param(case, DTYPES[n % 2], n, id=f"{case.name}-{_name(DTYPES[n % 2])}")
+        for n, case in enumerate((*(case for case in PACKED if not case.slow), *SHORT))
+    ],
+)
+def test_packed_sequences(
+    adapter: ModuleType, case: VarlenCase, dtype: torch.dtype, seed: int
+) -> None:
+    assert _packed_faults(adapter, case, dtype, seed) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES, ids=_name)
+def test_every_case_of_packed_sequences(adapter: ModuleType, dtype: torch.dtype) -> None:
+    faults = [
+        f"{case.name}: {fault}"
+        for n, case in enumerate((*PACKED, *VARLEN_CASES))
+        for fault in _packed_faults(adapter, case, dtype, (n + DTYPES.index(dtype)) % 2 * n)
+    ]
+    assert not faults, "\n".join(faults)
+
+
+# -- the same bits ---------------------------------------------------------------------------------
+
+PLAIN = Case("bits", heads=4, kv_heads=2, q_len=150, k_len=330, head_dim=128, causal="bottom_right")
+OPTIONS = replace(PLAIN, mask="float_inf", k_len=170, head_dim=64, dropout_p=0.1)
+
+
+@pytest.mark.parametrize("case", [PLAIN, OPTIONS], ids=["plain", "options"])
+def test_same_bits_in_whatever_order_warps_run(adapter: ModuleType, case: Case) -> None:
+    inputs = make_inputs(case, torch.bfloat16)
+    first, *others = (_both(adapter, inputs, seed) for seed in (0, 1, 2))
+    for other in others:
+        for name, found in first.items():
+            assert torch.equal(found, other[name]), name
+
+
+@pytest.mark.parametrize("case", [PLAIN, replace(OPTIONS, dropout_p=0.0)], ids=["plain", "options"])
+def test_same_bits_whatever_else_is_in_the_batch(adapter: ModuleType, case: Case) -> None:
+    """But for dropout, which counts the batch entries."""
+    inputs = make_inputs(replace(case, batch=3), torch.float16)
+    together = _both(adapter, inputs, 3)
+    one = slice(2, 3)
+    alone = replace(
+        inputs, **{name: x[one] for name, x in inputs.tensors().items() if x is not None}
+    )
+    for name, found in _both(adapter, alone, 4).items():
+        assert torch.equal(found, together[name][one]), name
+
+
+@pytest.mark.parametrize("case", WAYS.values(), ids=WAYS)
+def test_packed_sequences_have_the_bits_of_each_alone(
+    adapter: ModuleType, case: VarlenCase
+) -> None:
+    inputs = make_varlen(replace(case, head_dim=64), torch.bfloat16)
+
+    def alone(single: Inputs) -> dict[str, Tensor]:
+        out, lse, _ = adapter.scaled_dot_product_attention(
+            *single.forward_args(), options=single.options
+        )
+        return {"out": out, "lse": lse}
+
+    out, lse = adapter.varlen_attention(*inputs.args, options=inputs.options)
+    assert FORWARD in _launches(adapter)
+    want = sequence_by_sequence(inputs, alone)
+    assert FORWARD in _launches(adapter)
+    assert torch.equal(out, want["out"].to(out.dtype))
+    assert torch.equal(lse, want["lse"])
+
+
+def test_heads_go_in_sections_that_fit_the_cache(adapter: ModuleType) -> None:
+    """Of long keys: the bits of their last ones alone, which is all that the window shows."""
+    short = Case("sections", batch=1, heads=5, q_len=150, k_len=960, head_dim=64, window=(300, 0))
+    inputs = make_inputs(replace(short, causal="bottom_right"), torch.bfloat16)
+    want = _forward(adapter, inputs)
+    rows = 40 * 960  # of K and V: 10 MB a head, of which three heads fit in 32 MB
+    key, value = (
+        torch.cat([x.new_zeros(1, 5, rows - 960, 64), x], 2) for x in (inputs.key, inputs.value)
+    )
+    options = replace(inputs.options, offset=rows - 150)
+    found = _forward(adapter, replace(inputs, key=key, value=value, options=options))
+    for name, x in found.items():
+        assert torch.equal(x, want[name]), name
+
+
+# -- NaN, and memory -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("group", [1, 2])
+@pytest.mark.parametrize("options", [{}, {"alibi": "h"}], ids=["plain", "options"])
+def test_nan_reaches_only_the_tile_of_queries_that_see_it(
+    adapter: ModuleType, group: int, options: dict[str, Any]
+) -> None:
+    """A tile has 128 rows, which heads that share keys divide among them."""
+    case = Case("nan", heads=2 * group, kv_heads=2, q_len=190, k_len=190, head_dim=64,
+                causal="upper_left", **options)  # fmt: skip
+    inputs = make_inputs(case, torch.bfloat16)
+    clean = _forward(adapter, inputs)
+    inputs.key[:, :, 150] = torch.nan
+    found = _forward(adapter, inputs)
+    assert found["out"][:, :, 150:].isnan().all()
+    for name in ("out", "lse"):
+        assert torch.equal(found[name][:, :, :150], clean[name][:, :, :150]), name
+    inputs = make_inputs(case, torch.bfloat16)
+    inputs.value[:, :, 150] = torch.nan
+    found = _forward(adapter, inputs)
+    assert torch.equal(found["lse"], clean["lse"])
+    assert found["out"][:, :, 150:].isnan().all()
+    assert torch.equal(found["out"][:, :, :128], clean["out"][:, :, :128])
+
+
+NAN_QUERY = {"plain": Case("nan-query", head_dim=64), "options": Case("nan-query", alibi="h")}
+
+
+def nan_query_faults(adapter: ModuleType, name: str) -> list[str]:
+    """A query that holds NaN, and what comes back to it, reach no other query, nor the tile of keys
+    that it does not see, though it passes with queries that do."""
+    case = replace(NAN_QUERY[name], heads=4, kv_heads=2, q_len=190, k_len=190, causal="upper_left",
+                   head_dim=64 if name == "plain" else 128, grads=("out", "lse"))  # fmt: skip
+    inputs = make_inputs(case, torch.bfloat16)
+    clean = _both(adapter, inputs, 0)
+    assert inputs.grad_out is not None
+    inputs.query[:, :, 100] = inputs.grad_out[:, :, 100] = torch.nan
+    found = _both(adapter, inputs, 0)
+    others = torch.arange(190) != 100
+    same = {"grad_query": others, "grad_key": slice(128, None), "grad_value": slice(128, None)}
+    return [
+        f"NaN in {name}"
+        for name, rows in same.items()
+        if not torch.equal(found[name][:, :, rows], clean[name][:, :, rows])
+    ]
+
+
+@pytest.mark.parametrize("name", NAN_QUERY)
+def test_nan_in_a_query_reaches_only_the_tile_of_keys_that_it_sees(
+    adapter: ModuleType, name: str
+) -> None:
+    assert nan_query_faults(adapter, name) == []
+
+
+def test_nan_stays_in_its_sequence(adapter: ModuleType) -> None:
+    lengths = (40, 1, 140, 0, 7), (40, 9, 140, 3, 80)
+    for window in ((-1, -1), (-1, 0)):
+        inputs = make_varlen(VarlenCase("nan", *lengths, head_dim=64, window=window), torch.float16)
+        clean = run_varlen(adapter, inputs)
+        query, key, value = inputs.args[:3]
+        assert query is not None
+        assert key is not None
+        assert value is not None
+        for x, rows in ((query, (41, 181)), (key, (49, 189)), (value, (49, 189))):
+            x[slice(*rows)] = torch.nan  # the third sequence
+        found = run_varlen(adapter, inputs)
+        assert {FORWARD, *BACKWARD} <= _launches(adapter)
+        queries, keys = torch.arange(query.shape[0]), torch.arange(key.shape[0])
+        others = (queries < 41) | (queries >= 181)
+        of_keys = (keys < 49) | (keys >= 189)
+        for name, x in found.items():
+            rows = of_keys if name in ("grad_key", "grad_value") else others
+            one, two = (y.mT if name == "lse" else y for y in (x, clean[name]))
+            assert torch.equal(one[rows], two[rows]), name
+            assert one[~rows].isnan().all(), name
+
+
+# Every tensor ends where a page begins that may not be read, so this runs in a process of its own.
+_FENCED = """
+from test_cuda_hopper import CASES, FORWARD, OWN, PACKED
+import emulator
+from fastattn.testing import make_inputs
+from fastattn.testing.oracle import run
+from fastattn.testing.varlen import make_varlen, run_varlen
+adapter = emulator.load()
+adapter._cuda.allow_hopper(True)
+every = int(sys.argv[1])
+for n, case in enumerate([c for c in CASES if not c.slow][::every]):
+    print(case.name, flush=True)
+    run(adapter, make_inputs(case, torch.bfloat16, fence=True))
+for n, case in enumerate([c for c in PACKED if not c.slow or every == 1]):
+    print(case.name, flush=True)
+    run_varlen(adapter, make_varlen(case, torch.float16, fence=True))
+# Numbers that no caller should give.
+for wrong in ([0, 20, 5, 10**12, -3, 70, 9], [90, 0, 0, 0, 0, 0, 0], [-(10**15)] * 7):
+    print("starts", wrong, flush=True)
+    inputs = make_varlen(PACKED[0], torch.bfloat16, fence=True)
+    for at in (3, 4):
+        args = list(inputs.args)
+        args[at] = torch.tensor(wrong)
+        adapter.varlen_attention(*args, options=inputs.options)
+assert adapter._cuda.take_launches()[FORWARD] > 5
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs mprotect")
+@pytest.mark.parametrize("every", [47, pytest.param(1, marks=pytest.mark.slow)])
+def test_reads_nothing_past_the_end(adapter: ModuleType, every: int) -> None:
+    run_fenced(_FENCED, every)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs MAP_NORESERVE")
+def test_places_beyond_two_to_the_31_elements(adapter: ModuleType) -> None:
+    case = Case("far", heads=4, kv_heads=2, q_len=40, k_len=90, head_dim=64)
+    inputs = make_inputs(case, torch.bfloat16)
+    want = _forward(adapter, inputs)
+    tensors = {
+        "heads": [_far(x, (FAR, 2 * FAR, 64, 1)) for x in (inputs.query, inputs.key, inputs.value)],
+        "rows": [_far(x, (64, 128, FAR // 8, 1)) for x in (inputs.query, inputs.key, inputs.value)],
+    }
+    for query, key, value in tensors.values():
+        found = _forward(adapter, replace(inputs, query=query, key=key, value=value))
+        for name, x in found.items():
+            assert torch.equal(x, want[name]), name
+
+
+# -- what the kernels are not for ------------------------------------------------------------------
+
+
+def test_the_others_run_unless_the_kernels_are_allowed(adapter: ModuleType) -> None:
+    inputs = make_inputs(Case("off", head_dim=64), torch.bfloat16)
+    args = inputs.forward_args()
+    adapter._cuda.allow_hopper(False)
+    adapter.scaled_dot_product_attention(*args, options=inputs.options)
+    assert _launches(adapter) == {"attention_forward"}
+    adapter._cuda.allow_hopper(True)
+    adapter.scaled_dot_product_attention(*args, options=inputs.options)
+    assert _launches(adapter) == {FORWARD}
+
+
+def test_float32_is_left_to_the_others(adapter: ModuleType) -> None:
+    inputs = make_inputs(Case("float32", head_dim=64), torch.float32)
+    adapter.scaled_dot_product_attention(*inputs.forward_args(), options=inputs.options)
+    assert FORWARD not in _launches(adapter)

@@ -1,0 +1,388 @@
+"""Would the emulator see it? Each mutant is a bug put into the kernels on purpose.
+
+Slow: of every one a source is compiled, and cases run until one of them fails. 95 % of the mutants
+must be caught; the others are named, with the reason.
+"""
+
+# ruff: noqa: E501  (source lines are quoted whole)
+from __future__ import annotations
+
+import multiprocessing
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import emulator
+import hopper_mutants
+import pytest
+import torch
+from test_cuda import ONE_KEY
+from test_cuda_hopper import NAN_QUERY, nan_query_faults
+from test_cuda_operators import TABLES, Emulated
+
+from fastattn.testing import CASES, Case, Verdict, check
+from fastattn.testing.varlen import VarlenCase, check_varlen
+
+KERNELS = emulator.ROOT / "csrc/cuda/kernels"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    name: str
+    file: str
+    old: str  # its first occurrence ...
+    new: str  # ... becomes this
+    survives: str = ""  # why nothing could see it here
+    table: str = "attention"  # of cases: this or one of test_cuda_operators.py
+    sources: tuple[str, ...] = ()  # what is compiled with it; the other kernels stay as they are
+    element: str = "Bf16"  # of them; float32 where an error is too small for bfloat16
+
+    @property
+    def compiled(self) -> tuple[str, ...]:
+        own = self.file.removesuffix(".h")
+        alone = own if (KERNELS / f"{own}.cu").exists() else self.table
+        return self.sources or (USER.get(own, alone),)
+
+
+# Of the headers of attention, the source whose kernels show what is wrong with them.
+USER = dict.fromkeys(("softmax", "tile", "scores", "philox", "varlen"), "sdpa_forward")
+USER["sdpa_rows"] = "sdpa_weights"
+FORWARD, BACKWARD, WEIGHTS = "sdpa_forward.h", "sdpa_backward.h", "sdpa_weights.h"
+K_WAIT = "cp_async_wait<0>();\n      __syncthreads();  // K has come"
+V_WAIT = "cp_async_wait<0>();\n      __syncthreads();  // V has come"
+# Of the operators beside attention: name, old, new.
+OPERATORS = {
+    "sinusoidal": [
+        ("a row too few", "n + r < last) add", "n + r + 1 < last) add"),
+        ("the wrong partner", "c0 / 2 + i", "c0 / 2 + i + 1"),
+        ("quadrants change their sign", "sign ^ (odd ? 0x80000000u : 0u)", "sign"),
+        ("padding is a position", "position == p.padding_idx", "false"),
+        ("heads do not wrap", "if (++h == p.H) h = 0, ++b", "++h"),
+    ],
+    "decode": [
+        (
+            "K is not waited for",
+            "    cp_async_wait<0>();\n    __syncthreads();  // K has",
+            "    __syncthreads();  // K has",
+        ),
+        (
+            "V is not waited for",
+            "    cp_async_wait<0>();\n    __syncthreads();  // V has",
+            "    __syncthreads();  // V has",
+        ),
+        ("V changes while it is read", "__syncthreads();  // K has come", "// K has come"),
+        ("the next page", "pages[j / page_size]", "pages[j / page_size + 1]"),
+        ("entries in order", "p.entries == nullptr ? b : p.entries[b]", "b"),
+        ("the options of the first head", "h_kv * group + there % group", "h_kv * group"),
+        ("queries of heads", "(row0 + r) / group, h =", "(row0 + r) / group / 2, h ="),
+        ("warps add at once", "      }\n    }\n    __syncthreads();\n  }", "      }\n    }\n  }"),
+        ("m of one warp", "m = fmaxf(m, stats[2 * (from", "m = (stats[2 * (from"),
+        ("l as it is", "l += from[1] * shrink_to(from[0], m)", "l += from[1]"),
+        ("a split too few", "(p.Lk + p.split_keys - 1) / p.split_keys", "p.Lk / p.split_keys"),
+        ("splits as they are", "p.Dv + d] * shrink_to(stats[2 * s], most)", "p.Dv + d]"),
+    ],
+    "additive": [
+        ("no guard", "kFactoredLimit = 21.0f", "kFactoredLimit = 1e30f"),
+        ("q and bias are added first", "? exp_twice(q[n]) * bias_factor", "? exp_twice(q[n])"),
+        ("tiles are read too early", "__syncthreads();  // the tiles are there", ""),
+        (
+            "tiles are overwritten too early",
+            "  __syncthreads();\n  FASTATTN_UNROLL\n  for (int n = 0; n < kAdditiveWarps; ++n)\n    x = fmaxf",
+            "  FASTATTN_UNROLL\n  for (int n = 0; n < kAdditiveWarps; ++n)\n    x = fmaxf",
+        ),
+        ("the reciprocal of the other", "v * (n0 * (d1 * both))", "v * (n0 * (d0 * both))"),
+        ("no delta", "(gradients[j] - delta)", "gradients[j]"),
+        ("dropped gradients stay", "dp = z == 0.0f ? 0.0f : dp * z", "dp = z == 2.0f ? 0.0f : dp"),
+        ("nothing is marked", "seen ? w : no_part()", "seen ? w : 0.0f"),
+        (
+            "the slope of another",
+            "if (!kOfKeys) slope += w0 * (e0 - 1.0f)",
+            "if (!kOfKeys) slope += w0 * (e1 - 1.0f)",
+        ),
+        (
+            "G is not transposed",
+            "kOfKeys ? n % kRows * kPitch + n / kRows",
+            "kOfKeys ? n / kRows * kPitch + n % kRows",
+        ),
+        (
+            "causal queries begin too late",
+            "tile * kRows < last ? tile * kRows : last",
+            "tile * kRows + kRows < last ? tile * kRows + kRows : last",
+        ),
+        ("what is excluded is computed", "if (gj == 0.0f) continue;", ""),
+    ],
+    "encode_memory": [
+        ("padding is a word", "token == p.padding_idx", "false"),
+        ("T without a word", "p.temporal.data != nullptr && any", "p.temporal.data != nullptr && (any || true)"),
+        ("the factor of another place", "factors[j * p.factor_stride + c * kN + e] * x[e]", "factors[(j + 1) % p.J * p.factor_stride + c * kN + e] * x[e]"),
+        ("one sentence", "n = place / p.J % p.N", "n = place / p.J % 2"),
+        ("a warp too few", "for (int n = 0; n < kEncodeWarps; ++n)", "for (int n = 1; n < kEncodeWarps; ++n)"),
+        ("sums are read too early", "  }\n  __syncthreads();\n  auto* result", "  }\n  auto* result"),
+        ("empty sentences count", "if (sentences[b * p.N] == 0) continue;", "if (sentences[b * p.N] == 2) continue;"),
+    ],
+    "hopfield": [
+        ("all rest at once", "moves = by > least", "moves = by > least + 1e300"),
+        ("the state before is lost", "ends[d] = room.u[d];", ""),
+        ("the state is read too early", "for (int d = thread; d < width; d += kHopThreads) room.u[d] = ends[width + d];\n      __syncthreads();", "for (int d = thread; d < width; d += kHopThreads) room.u[d] = ends[width + d];"),
+        ("one query of those together", "state[d * p.query.stride[3]]", "state[0]"),
+    ],
+    "memory_hops": [
+        ("a sum of three warps", "for (int n = 0; n < kHopWarps; ++n) sum += sums", "for (int n = 1; n < kHopWarps; ++n) sum += sums"),
+        ("excluded rows are read", "if (!takes_part(w)) continue;", ""),
+        ("a bias of -inf is a number", "more == minus_infinity() ? more : s + more", "s + more"),
+        ("a memory resides in another order", "store(room + n * kN)", "store(room + (n ^ 1) * kN)"),
+        ("the old state", "const float before = p.settles ? 0.0f : p.proj.data != nullptr ? y[d] : u[d]", "const float before = u[d]"),
+        ("the slope of tanh", "return 1.0f - y * y", "return 1.0f"),
+        ("no delta", "weight * (dp - delta)", "weight * (dp - 0.0f * delta)"),
+        ("H is not read", "before += sums[n * width + d]", "before = g[d]"),
+        ("a stack is not shifted", "which == 1 && p.stack ? 1 : 0", "0"),
+        ("the state changes too early", "y[d] = dot; });\n    __syncthreads();", "y[d] = dot; });"),
+    ],
+}  # fmt: skip
+MUTANTS = [
+    Mutant("K is not waited for", FORWARD, K_WAIT, "__syncthreads();  // K"),
+    Mutant("no barrier after K", FORWARD, K_WAIT, "cp_async_wait<0>();  // K"),
+    Mutant("V is not waited for", FORWARD, V_WAIT, "__syncthreads();  // V"),
+    Mutant("no barrier after V", FORWARD, V_WAIT, "cp_async_wait<0>();  // V"),
+    Mutant(
+        "the next K is not committed",
+        FORWARD,
+        "keys.begin, keys.end);\n        cp_async_commit();",
+        "keys.begin, keys.end);",
+    ),
+    Mutant("a block too few", FORWARD, "j0 < keys.end; j0 +=", "j0 + 64 < keys.end; j0 +="),
+    Mutant(
+        "blocks begin at the first key",
+        FORWARD,
+        "keys.begin / Shape::kKeys * Shape::kKeys",
+        "keys.begin",
+    ),
+    Mutant("no mask at the right edge", FORWARD, "j0 + Shape::kKeys <= v", "j0 <= v"),
+    Mutant("one factor for both rows", FORWARD, "shrink[n / 2 % 2]", "shrink[0]"),
+    Mutant("rows go out too early", FORWARD, "__syncwarp();", ";"),
+    Mutant("hidden values stay", FORWARD, "v_tile.template clear_rows", "if (0) v_tile.template clear_rows"),
+    Mutant(
+        "flags are read too early",
+        FORWARD,
+        "but always 1\n    __syncthreads();",
+        "but always 1",
+    ),
+    Mutant(
+        "lse without the sum",
+        "softmax.h",
+        "unit) + log(static_cast<double>(l[r]))",
+        "unit)",
+    ),
+    Mutant(
+        "the greatest of two lanes",
+        "softmax.h",
+        "return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));",
+        "return x;",
+    ),
+    Mutant("the sum of two lanes", "softmax.h", "return x + __shfl_xor_sync(0xffffffffu, x, 2);", "return x;"),
+    Mutant("inf - inf", "softmax.h", "most == minus_infinity() ? 0.0f : most", "most"),
+    Mutant("one row too many", "tile.h", "row0 + r < last ?", "row0 + r <= last ?"),
+    Mutant("one row too many, element by element", "tile.h", "row < last &&", "row <= last &&"),
+    Mutant("a: chunks of other lanes", "tile.h", "2 * k + (lane >> 4)", "2 * k + (lane >> 3 & 1)"),
+    Mutant("b: chunks of other lanes", "tile.h", "2 * k + (lane >> 3 & 1)", "2 * k + (lane >> 4)"),
+    Mutant("V is not transposed", "tile.h", "ldmatrix_x4_transposed(r, chunk(", "ldmatrix_x4(r, chunk("),
+    Mutant(
+        "half of the swizzle",
+        "tile.h",
+        "(c ^ (row & 7))",
+        "(c ^ (row & 3))",
+        "both sides of a tile use it, so all is right; bank conflicts are not modelled",
+        sources=("sdpa_forward", "sdpa_backward", "sdpa_weights", "decode"),
+    ),
+    Mutant("causal by one", "scores.h", "i + p.window_end, 0", "i + p.window_end - 1, 0"),
+    Mutant("window by one", "scores.h", "i + p.window_begin, 0", "i + p.window_begin + 1, 0"),
+    Mutant("queries of keys by one", "scores.h", "+ 1 - p.window_end", "+ 2 - p.window_end", sources=("sdpa_backward",)),
+    Mutant("ALiBi to the other side", "scores.h", "s.value -= alibi", "s.value += alibi"),
+    Mutant("softcap has slope 1", "scores.h", "1.0f - t * t", "1.0f", sources=("sdpa_backward",)),
+    Mutant("the mask of another row", "scores.h", "i * p.mask.stride[2]", "(i + 1) * p.mask.stride[2]"),
+    Mutant("draws of four keys", "scores.h", "static_cast<uint32_t>(j) / 8", "static_cast<uint32_t>(j) / 4"),
+    Mutant("halves of a draw", "philox.h", "words.x[3] : words.x[2]", "words.x[2] : words.x[3]"),
+    Mutant("nine rounds", "philox.h", "n < 10", "n < 9"),
+    Mutant("the heads of another group", FORWARD, "h / static_cast<int>(p.Hq / p.Hkv)", "h % static_cast<int>(p.Hkv)"),
+    Mutant("keys change while they are read", BACKWARD, "__syncthreads();  // the keys before", "// the keys before"),
+    Mutant("queries change while they are read", BACKWARD, "__syncthreads();  // the queries before", "// the queries before"),
+    Mutant("dK is not scaled", BACKWARD, "column0, dk, p.scale_float", "column0, dk, 1.0f"),
+    Mutant("columns of dQ of another warp", BACKWARD, "kColumns;  // of dQ", "0;  // of dQ"),
+    Mutant("columns of dK of another warp", BACKWARD, "kColumns;  // of dK", "0;  // of dK"),
+    Mutant("delta is that of the rounded output", BACKWARD, "kGeneral && p.exact_delta", "false"),
+    Mutant("delta is not exact in float32", BACKWARD, "sizeof(Storage) == 4 ||", "", element="F32"),
+    Mutant("an exact delta loses d lse", BACKWARD, "rest[r] + sum_of_row", "sum_of_row"),
+    Mutant("dK has another delta", BACKWARD, "(p, b, h, i) * 4 + 3] = stats[r].rest", "(p, b, h, i) * 4 + 3] = rest[r]"),
+    Mutant("hidden keys stay", BACKWARD, "k_tile.template clear_rows<kThreads>(seen);", ""),
+    Mutant("keys are hidden too early", BACKWARD, "% 2)] = 1;\n        __syncthreads();", "% 2)] = 1;"),
+    Mutant("blind queries stay", BACKWARD, "q_tile.template clear_rows<kThreads>(seen);", ""),
+    Mutant("gradients of blind queries stay", BACKWARD, "g_tile.template clear_rows<kThreads>(seen);", ""),
+    Mutant("copies outlive their block", BACKWARD, "  cp_async_commit();  // of a block that sees nothing\n  cp_async_wait<0>();", ""),
+    Mutant("one head of a group", BACKWARD, "h < (h_kv + 1) * group", "h < h_kv * group + 1"),
+    Mutant("draws of the pair transposed", BACKWARD, "words = options.words(i, j);", "words = options.words(j, i);"),
+    Mutant("the score is rounded first", "sdpa_pairs.h", "fmaf(dot, p.scale_float, -row.hi)", "dot * p.scale_float - row.hi", sources=("sdpa_backward",), element="F32"),
+    Mutant("dropped pairs have no gradient", "sdpa_pairs.h", "weight * (-row.delta - row.rest)", "0.0f", sources=("sdpa_backward",)),
+    Mutant("gradients of averaged weights", "sdpa_pairs.h", "g / static_cast<float>(p.Hq)", "g", sources=("sdpa_backward", "sdpa_weights")),
+    Mutant("d lse has the wrong sign", "sdpa_rows.h", "-static_cast<float>(p.grad_lse", "static_cast<float>(p.grad_lse"),
+    Mutant("large scores lose their sum", "sdpa_rows.h", "fabs(lse) > kExact", "false"),
+    Mutant("weights of a block too few", WEIGHTS, "j0 >= visible_to_block.end", "j0 + kKeys >= visible_to_block.end"),
+    Mutant("a sum of one row", WEIGHTS, "sums_rows ? kQueries : r + 1", "r + 1"),
+    Mutant("splits keep their own maximum", "memory_hops_stream.h", "(partial_of(hops, n)[width] - m) * kLog2e", "partial_of(hops, n)[width] * 0.0f", table="memory_hops"),
+    Mutant("the last split is whole", "memory_hops_stream.h", "sum += factor(n) * partial_of(hops, n)[d]", "sum += partial_of(hops, n)[d]", table="memory_hops"),
+    Mutant("one delta", "memory_hops_stream.h", "delta += partial_of(hops, n)[width]", "delta = partial_of(hops, n)[width]", table="memory_hops"),
+    Mutant("scores are read too early", "memory_hops.h", "room.s[n] = hops.score(dot, k, n); });\n    __syncthreads();", "room.s[n] = hops.score(dot, k, n); });", "the maximum alone is read before the next barrier, and a softmax is right from that of some rows on, too", table="memory_hops"),
+    Mutant("depths are mixed up", "product.h", "rest / p.depth[1] * stride[0]", "rest / p.depth[1] * stride[1]", table="memory_hops"),
+    Mutant("groups are not added", "columns.h", "int m = lanes; m < 32", "int m = 32; m < 32", table="memory_hops"),
+    Mutant("infinity times nothing", "product.h", "__syncthreads_or(kMarked && odd)", "__syncthreads_or(false)", table="additive"),
+    Mutant("a block too few of all", "varlen.h", "rows / kRows + batch + 1", "rows / kRows + batch", table="varlen"),
+    Mutant("blocks of two sequences", "varlen.h", "start_of(p.q_starts, b, p.Lq) / kRows + b", "start_of(p.q_starts, b, p.Lq) / kRows", table="varlen"),
+    Mutant("keys of two sequences", "varlen.h", "start_of(p.k_starts, b, p.Lk) / kRows + b", "start_of(p.k_starts, b, p.Lk) / kRows", table="varlen", sources=("sdpa_backward",)),
+    Mutant("the next sequence's first row", "varlen.h", "end < begin ? begin : end", "end < begin ? begin : end + 1", table="varlen"),
+    Mutant("what is left sees keys", "varlen.h", "if (b == p.B) p.Lk = 0;", "", table="varlen"),
+    Mutant("no diagonal of its own", "varlen.h", "    set_window(p);", "", table="varlen"),
+    Mutant("lse of the first sequence", "varlen.h", "stats_stride[1] + p.q_row + i", "stats_stride[1] + i", table="varlen"),
+    Mutant("a key of the next split", "decode.h", "first + p.split_keys) keys.end =", "first + p.split_keys) keys.end = 1 +", table="decode", element="F32"),
+    Mutant("the low word is lost", "sinusoidal.h", "static_cast<float>(static_cast<uint32_t>(angle)) * 0x1p-64f", "0.0f", "of what the bound compares, the greatest error, it is no part: it keeps the relative error of small angles", table="sinusoidal", element="F32"),
+    *(
+        Mutant(name, f"{table}.h", old, new, table=table)
+        for table, mutants in OPERATORS.items()
+        for name, old, new in mutants
+    ),
+    *(
+        Mutant(*told, table="hopper", sources=("hopper_forward",))
+        for told in hopper_mutants.MUTANTS
+    ),
+    *(
+        Mutant(*told, table="hopper_backward", sources=("hopper_backward",))
+        for told in hopper_mutants.BACKWARD
+    ),
+]  # fmt: skip
+
+# Cases of attention that between them meet every part of its kernels.
+NAMES = """head_dim-64 gqa-causal gqa-mask everything window-3-5-65x65-full mask-padding-poison
+mask-tril-poison mask-nothing softcap-0.5-mask alibi-bh-causal dropout-0.5-causal mask-steep
+window-narrow-long mask-finfo-min mask-float-qk mask-float-k mask-float-one layout-transposed
+dropout-long results-1-out-lse-weights-mask gqa-decode lengths-128x129-upper_left
+lengths-64x300-upper_left window-1000-1000-40x130-bottom_right head_dim-256 head_dim-7-value-200
+mask-nan-queries window-3-5-130x40-bottom_right results-2-out-lse-weights
+decode-1x63-group-8-head_dim-129-value-136""".split()
+TOO_LONG = ("long", "queries=70-rows=300-width=33-steps=2-bias=LN")
+NARROW = Case("window-dropout", q_len=100, k_len=200, window=(20, 5), dropout_p=0.3)
+
+
+DTYPES = {"Bf16": torch.bfloat16, "F32": torch.float32}
+
+
+HOPPER = "attention_forward_hopper"
+HOPPER_BACKWARD = "attention_backward_q_hopper", "attention_backward_kv_hopper"
+
+
+def _judge_on_hopper(case: Case | VarlenCase, dtype: torch.dtype, target: Emulated) -> Verdict:
+    """As `check`, by the kernels for Hopper and by no other of attention."""
+    native = target.adapter._cuda
+    native.allow_hopper(True)
+    native.take_launches()
+    if isinstance(case, VarlenCase):
+        verdict = check_varlen(case, dtype, target)  # type: ignore[arg-type]
+    else:
+        verdict = check(case, dtype, target)  # type: ignore[arg-type]
+    launches, wanted = set(native.take_launches()), {HOPPER, *(HOPPER_BACKWARD * bool(case.grads))}
+    if not wanted <= launches or launches & {"attention_forward", "attention_backward"}:
+        verdict.faults.append("another kernel ran")
+    return verdict
+
+
+def verdict_on(library: Path, table: str, element: str) -> str:
+    """The first thing that is wrong, or "survived"."""
+    adapter = emulator.load_from(library)
+    work: list[tuple[Any, int]]
+    if table == "attention":
+        named = {case.name: case for case in CASES["scaled_dot_product_attention"]}
+        judge: Callable[..., Verdict] = check
+        chosen = [*map(named.__getitem__, NAMES), NARROW, *(ONE_KEY if element == "F32" else ())]
+        work = [(c, seed) for seed in (0, 5, 9) for c in chosen]
+    elif table == "hopper":
+        judge = _judge_on_hopper
+        work = [(c, seed + n) for seed in (1, 40) for n, c in enumerate(hopper_mutants.CASES)]
+        work += [(c, 0) for c in hopper_mutants.CASES]
+    elif table == "hopper_backward":
+        judge = _judge_on_hopper
+        work = [(c, n) for n, c in enumerate(hopper_mutants.GRADIENTS)]
+        work += [(c, 0 if n % 2 else 40 + n) for n, c in enumerate(hopper_mutants.GRADIENTS)]
+    else:
+        judge, cases, long = TABLES[table].check, TABLES[table].cases, TABLES[table].long
+        work = [(c, seed) for n, c in enumerate(cases) if not long(c) for seed in (5 + n, 0)]
+        work += [(c, 3) for c in cases if long(c) and c.name not in TOO_LONG]
+    for case, seed in work:
+        try:
+            verdict = judge(case, DTYPES[element], Emulated(adapter, seed))
+        except RuntimeError as error:
+            verdict = Verdict(faults=[str(error)])
+        if verdict.severity >= 2:  # what is right has half a bound of its own
+            return f"caught by {case.name}: {verdict.severity:.3g}, {verdict.faults[0]}"
+    if table == "hopper_backward":  # which cases, whose results are finite, cannot ask
+        adapter._cuda.allow_hopper(True)
+        for name in NAN_QUERY:
+            if faults := nan_query_faults(adapter, name):
+                return f"caught by NaN in a query, {name}: {faults[0]}"
+    return "survived"
+
+
+# A mutant may die, or never end: each is judged in a process of its own, forked from one that has
+# imported all that takes long.
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["fastattn.verify"])
+
+
+def _answer(library: Path, table: str, element: str, to: Connection) -> None:
+    to.send(verdict_on(library, table, element))
+
+
+def judged(library: Path, table: str, element: str = "Bf16") -> str:
+    receiver, sender = PROCESSES.Pipe(duplex=False)
+    child = PROCESSES.Process(target=_answer, args=(library, table, element, sender))
+    child.start()
+    sender.close()
+    try:
+        if not receiver.poll(600):
+            return "caught: it never ends"
+        return str(receiver.recv())
+    except EOFError:
+        child.join()
+        return f"caught: it died, status {child.exitcode}"
+    finally:
+        child.kill()
+        child.join()
+
+
+def test_every_mutant_changes_the_source() -> None:
+    for mutant in MUTANTS:
+        assert mutant.old in (KERNELS / mutant.file).read_text(), mutant.name
+        assert all((KERNELS / f"{name}.cu").exists() for name in mutant.compiled), mutant.name
+    assert len([m for m in MUTANTS if m.survives]) <= len(MUTANTS) * 0.05
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("table", sorted({mutant.table for mutant in MUTANTS}))
+def test_what_is_not_a_mutant_survives(table: str) -> None:
+    assert judged(emulator.build(), table) == "survived"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: f"{mutant.table}: {mutant.name}")
+def test_a_mutant_is_caught(mutant: Mutant, tmp_path: Path) -> None:
+    csrc = tmp_path / "csrc"
+    shutil.copytree(emulator.ROOT / "csrc/cuda", csrc / "cuda")
+    shutil.copy2(emulator.ROOT / "csrc/params.h", csrc)
+    file = csrc / "cuda/kernels" / mutant.file
+    file.write_text(file.read_text().replace(mutant.old, mutant.new, 1))
+    library = emulator.build_changed(csrc, tmp_path / "out", mutant.compiled, mutant.element)
+    verdict = judged(library, mutant.table, mutant.element)
+    print(f"{mutant.table}: {mutant.name}: {verdict}")
+    if mutant.survives:
+        assert verdict == "survived"
+    else:
+        assert verdict.startswith("caught"), verdict

@@ -1,0 +1,245 @@
+"""The CUDA kernels of the operators beside attention, under the emulator, against the oracle.
+
+By default some cases of an operator's table run, in one of their dtypes each; when slow all of them
+do, in all dtypes. As in test_cuda.py each runs with random stalls of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import emulator
+import pytest
+import torch
+from torch import Tensor
+
+import fastattn
+from fastattn import dispatch
+from fastattn.testing.additive import ADDITIVE_CASES, check_additive
+from fastattn.testing.decode import DECODE_CASES, check_decode
+from fastattn.testing.encode_memory import ENCODE_CASES, check_encoding
+from fastattn.testing.hopfield import HOPFIELD_CASES, check_hopfield
+from fastattn.testing.memory_hop_cases import HOP_CASES, check_hops
+from fastattn.testing.sinusoidal import SINUSOIDAL_CASES, SinusoidalCase, check_sinusoidal
+from fastattn.testing.varlen import VARLEN_CASES, check_varlen
+from fastattn.testing.verdict import Verdict
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Emulated:
+    """A target: the CUDA adapter on CPU tensors, where the library finds it, and a seed."""
+
+    adapter: ModuleType
+    seed: int = 0
+    backend: str = "cuda"
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[ModuleType]:
+        self.adapter._cuda.set_seed(self.seed)
+        real = dispatch.load
+
+        def load(name: str) -> ModuleType | str:
+            return self.adapter if name == "cuda" else real(name)
+
+        order = {"cpu": ("cuda", "reference")}
+        with mock.patch.object(dispatch, "load", load), mock.patch.dict(dispatch.PRIORITY, order):
+            yield self.adapter
+
+
+@pytest.fixture(scope="session")
+def adapter() -> ModuleType:
+    return emulator.load()
+
+
+@dataclass(frozen=True)
+class Table:
+    """The cases of an operator, their judge, and which of them are for the slow run."""
+
+    cases: Sequence[Any]
+    check: Callable[[Any, torch.dtype, Any], Verdict]
+    long: Callable[[Any], bool]
+    every: int  # one of so many is not
+
+
+# So many that a thread takes several batch rows, whose heads are not the next in memory.
+MANY_ROWS = SinusoidalCase("many-rows", shape=(2, 3, 520, 257), memory="blhd")
+TABLES = {
+    "sinusoidal": Table(
+        (*SINUSOIDAL_CASES, MANY_ROWS),
+        check_sinusoidal,
+        lambda case: torch.Size(case.shape).numel() > 10_000,
+        every=4,
+    ),
+    "additive": Table(
+        ADDITIVE_CASES,
+        check_additive,
+        lambda case: case.batch * case.q_len * case.k_len * case.width > 40_000,
+        every=2,
+    ),
+    "encode_memory": Table(ENCODE_CASES, check_encoding, lambda case: False, every=2),
+    "hopfield": Table(
+        HOPFIELD_CASES,
+        check_hopfield,
+        # With the one memory that shared memory has no room for.
+        lambda case: case.rows < 1000 and case.steps * case.queries * case.rows * case.width > 2e4,
+        every=1,
+    ),
+    "memory_hops": Table(
+        HOP_CASES,
+        check_hops,
+        lambda case: case.batch * case.hops * case.rows * case.width > 50_000,
+        every=1,
+    ),
+    "decode": Table(
+        [case for case in DECODE_CASES if max(case.head_dim, case.value_dim or 0) <= 256],
+        check_decode,
+        lambda case: case.capacity * len(case.lengths) * case.queries * case.heads > 4_000,
+        every=2,
+    ),
+    "varlen": Table(
+        VARLEN_CASES,
+        check_varlen,
+        lambda case: sum(case.q_lengths) > 220 or sum(case.k_lengths or ()) > 1000,
+        every=2,
+    ),
+}
+WORK = [
+    pytest.param(
+        table,
+        case,
+        DTYPES[n % 3],
+        n,
+        id=f"{name}-{case.name}-{str(DTYPES[n % 3])[6:]}",
+    )
+    for name, table in TABLES.items()
+    for n, case in enumerate(table.cases)
+    if n % table.every == 0 and not table.long(case)
+]
+
+
+@pytest.mark.parametrize(("table", "case", "dtype", "seed"), WORK)
+def test_case(adapter: ModuleType, table: Table, case: Any, dtype: torch.dtype, seed: int) -> None:
+    verdict = table.check(case, dtype, Emulated(adapter, seed))
+    assert not verdict.declined, verdict.declined
+    assert verdict.ok, "\n".join(verdict.faults)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize("name", TABLES)
+def test_every_case(adapter: ModuleType, name: str, dtype: torch.dtype) -> None:
+    table = TABLES[name]
+    faults = [
+        f"{case.name} {seed}: {fault}"
+        for n, case in enumerate(table.cases)
+        for seed in [(n + DTYPES.index(dtype)) % 2 * (n + 1)]
+        for fault in table.check(case, dtype, Emulated(adapter, seed)).faults
+    ]
+    assert not faults, "\n".join(faults)
+
+
+def _calls(dtype: torch.dtype) -> dict[str, tuple[Callable[..., Tensor], list[Tensor]]]:
+    """Name -> a call of the library and the tensors that it is differentiated by."""
+    draw = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draw).to(dtype).requires_grad_()
+
+    tokens = torch.randint(0, 9, (3, 4, 5), generator=draw)
+    return {
+        "sinusoidal_encoding": (fastattn.sinusoidal_encoding, [normal(2, 5, 24)]),
+        "additive_attention": (
+            fastattn.additive_attention,
+            [normal(1, 70, 9), normal(1, 5, 9), normal(1, 5, 8), normal(9)],
+        ),
+        "memory_hop_attention": (
+            lambda u, m, h: fastattn.memory_hop_attention(u, m, hops=2, hop_proj=h),
+            [normal(3, 16), normal(3, 3, 530, 16), normal(16, 16)],
+        ),
+        "encode_memory": (lambda weight: fastattn.encode_memory(tokens, weight), [normal(9, 16)]),
+        "hopfield_retrieve": (fastattn.hopfield_retrieve, [normal(2, 1, 3, 8), normal(2, 1, 6, 8)]),
+    }
+
+
+@pytest.mark.parametrize("name", _calls(torch.float32))
+def test_same_bits_in_whatever_order_warps_run(adapter: ModuleType, name: str) -> None:
+    call, leaves = _calls(torch.bfloat16)[name]
+    first: list[Tensor] = []
+    for seed in (0, 1, 2):
+        with Emulated(adapter, seed).active(), fastattn.use_backend("cuda"):
+            out = call(*leaves)
+            found = [out.detach(), *torch.autograd.grad(out, leaves, torch.ones_like(out))]
+        first = first or found
+        assert all(torch.equal(a, b) for a, b in zip(first, found, strict=True))
+
+
+@pytest.mark.parametrize("name", _calls(torch.float64))
+def test_float64_is_declined_with_a_reason(adapter: ModuleType, name: str) -> None:
+    call, leaves = _calls(torch.float64)[name]
+    with (
+        Emulated(adapter).active(),
+        fastattn.use_backend("cuda"),
+        pytest.raises(RuntimeError, match=r"the dtype torch\.float64 is not one of float32"),
+    ):
+        call(*leaves)
+
+
+def test_a_memory_that_is_too_wide_is_declined_with_a_reason(adapter: ModuleType) -> None:
+    u, m = torch.ones(1, 3000), torch.ones(1, 2, 3000)
+    reason = "a memory has 3000 columns; the kernels take up to 2048"
+    with (
+        Emulated(adapter).active(),
+        fastattn.use_backend("cuda"),
+        pytest.raises(RuntimeError, match=reason),
+    ):
+        fastattn.memory_hop_attention(u, m, m, hops=1)
+
+
+@pytest.mark.parametrize("rows", [40, 600])  # in one block of threads, and in several
+def test_no_score_is_too_large_for_its_exponential(adapter: ModuleType, rows: int) -> None:
+    draw = torch.Generator().manual_seed(3)
+    u, m = torch.randn(3, 8, generator=draw), torch.randn(3, rows, 8, generator=draw)
+    with Emulated(adapter).active(), fastattn.use_backend("cuda"):
+        got = fastattn.memory_hop_attention(u, m, m, hops=1, scale=100.0)
+    with fastattn.use_backend("reference"):
+        want = fastattn.memory_hop_attention(u, m, m, hops=1, scale=100.0)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("excluded_by", ["mask", "bias"])
+def test_nan_in_a_hidden_pattern_reaches_nothing(adapter: ModuleType, excluded_by: str) -> None:
+    draw = torch.Generator().manual_seed(1)
+    state, stored = (torch.randn(2, 1, n, 8, generator=draw).requires_grad_() for n in (3, 7))
+    mask = torch.rand(2, 1, 3, 7, generator=draw) < 0.6
+    mask[..., 0], mask[..., 1], mask[0, 0, 0] = True, False, False
+    given = (
+        mask if excluded_by == "mask" else torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)
+    )
+    results = []
+    for what in (0.0, torch.nan, torch.inf):
+        patterns = stored.detach().clone()
+        patterns[:, :, 1] = what
+        patterns.requires_grad_()
+        with Emulated(adapter, 5).active(), fastattn.use_backend("cuda"):
+            out = fastattn.hopfield_retrieve(state, patterns, attn_mask=given, update_steps_max=3)
+            grads = torch.autograd.grad(out.sin().sum(), (state, patterns))
+        results.append((out.detach(), *grads))
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+    assert not results[0][0][0, 0, 0].any()
+
+
+def test_an_unlimited_search_rests(adapter: ModuleType) -> None:
+    state, stored = torch.eye(4)[:3], 3 * torch.eye(4)
+    with Emulated(adapter).active(), fastattn.use_backend("cuda"):
+        got = fastattn.hopfield_retrieve(state, stored, beta=2.0)
+    with fastattn.use_backend("reference"):
+        want = fastattn.hopfield_retrieve(state, stored, beta=2.0)
+    torch.testing.assert_close(got, want)

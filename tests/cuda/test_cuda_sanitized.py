@@ -1,0 +1,87 @@
+"""The CUDA kernels under the emulator and AddressSanitizer, in a process and a build of their own.
+
+Slow: the emulator and the kernels of two element types are compiled again.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import emulator
+import pytest
+
+# GCC takes what ASan adds for a variable that may be uninitialised: a warning, no error.
+FLAGS = ("-fsanitize=address", "-g1", "-fno-omit-frame-pointer", "-Wno-error")
+ELEMENTS = ("Bf16", "F32")
+
+# Some cases of each operator. Then a tensor that has a row less than the call says it has, which
+# must be told of.
+_RUN = """
+import sys, torch
+from pathlib import Path
+import emulator
+from fastattn.testing import CASES, check
+from fastattn.testing.varlen import VarlenCase, check_varlen
+from hopper_mutants import GRADIENTS
+from test_cuda_hopper import BACKWARD, FORWARD
+import test_cuda_operators as operators
+from test_cuda_operators import Emulated
+adapter = emulator.load_from(Path(sys.argv[1]))
+names = '''head_dim-33 everything mask-padding-poison results-2-out-lse-weights-mask gqa-causal
+layout-transposed lengths-64x65-upper_left'''.split()
+work = [("attention", check, [c for c in CASES["scaled_dot_product_attention"] if c.name in names])]
+for name, table in operators.TABLES.items():
+    cases = [case for case in table.cases if not table.long(case)]
+    work.append((name, table.check, cases[:: max(len(cases) // 5, 1)]))
+for name, judge, cases in work:
+    for n, case in enumerate(cases):
+        for dtype in (torch.bfloat16, torch.float32):
+            verdict = judge(case, dtype, Emulated(adapter, n))
+            assert verdict.ok, (name, case.name, verdict.faults)
+    print(name, len(cases), file=sys.stderr, flush=True)
+adapter._cuda.allow_hopper(True)
+adapter._cuda.take_launches()
+for n, case in enumerate(GRADIENTS[::2]):
+    judge = check_varlen if isinstance(case, VarlenCase) else check
+    verdict = judge(case, torch.bfloat16, Emulated(adapter, n))
+    assert verdict.ok, ("for Hopper", case.name, verdict.faults)
+assert {FORWARD, *BACKWARD} <= set(adapter._cuda.take_launches())
+adapter._cuda.allow_hopper(False)
+print("right", flush=True)
+x, short = (torch.zeros(1, 1, n, 64, dtype=torch.bfloat16) for n in (70, 69))
+lse = torch.zeros(70, dtype=torch.float64)
+operands = [(t.data_ptr(), t.stride()) for t in (x, short, x, torch.empty_like(x))]
+options = (0, -1, -1, 0.0, None, 0, None, 0.0, 0, 0, False, None)
+sizes = (1, 1, 1, 70, 70, 64, 64)
+adapter._cuda.attention_forward(2, 0, sizes, tuple(operands), lse.data_ptr(), 1.0, options, None)
+print("missed", flush=True)
+"""
+
+
+def _runtime(name: str) -> str:
+    command = [*emulator.compiler(), f"-print-file-name={name}"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="LD_PRELOAD is of Linux")
+def test_nothing_is_read_or_written_outside_of_its_memory() -> None:
+    library = emulator.build_with(FLAGS, emulator.ROOT / "build/emulator/address", ELEMENTS)
+    preload = " ".join(map(_runtime, ("libasan.so", "libstdc++.so")))
+    child = subprocess.run(
+        [sys.executable, "-c", _RUN, str(library)],
+        capture_output=True,
+        text=True,
+        env={
+            **os.environ,
+            "LD_PRELOAD": preload,
+            "ASAN_OPTIONS": "detect_leaks=0",
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        },
+        check=False,
+    )
+    assert child.stdout.split() == ["right"], child.stdout + child.stderr[-3000:]
+    assert "heap-buffer-overflow" in child.stderr, child.stderr[-3000:]
+    assert "READ of size" in child.stderr

@@ -1,0 +1,256 @@
+"""Packed sequences and decoding on the CUDA kernels, under the emulator: what the case tables of
+test_cuda_operators.py do not ask."""
+
+from __future__ import annotations
+
+import mmap
+import sys
+from types import ModuleType
+from typing import Any
+
+import emulator
+import pytest
+import torch
+from fenced import run_fenced
+from torch import Tensor
+
+from fastattn.backends import reference
+from fastattn.backends.primitives import AttentionBackwardOptions, DecodeOptions, VarlenOptions
+from fastattn.testing.decode import DecodeCase, make_decode
+from fastattn.testing.varlen import VarlenCase, make_varlen, run_varlen, sequence_by_sequence
+
+
+@pytest.fixture(scope="session")
+def adapter() -> ModuleType:
+    return emulator.load()
+
+
+WAYS = {
+    "causal": VarlenCase("causal", (40, 1, 140, 0, 7), (40, 9, 140, 3, 80), window=(-1, 0)),
+    "options": VarlenCase("options", (90, 70), (70, 90), window=(30, 9), softcap=4.0, alibi="bh",
+                          bottom_right=True, dropout_p=0.2, heads=4, kv_heads=2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize("case", WAYS.values(), ids=WAYS)
+def test_packed_sequences_have_the_bits_of_each_alone(
+    adapter: ModuleType, case: VarlenCase, dtype: torch.dtype
+) -> None:
+    inputs = make_varlen(case, dtype)
+
+    def alone(single: Any) -> dict[str, Tensor]:
+        args = single.forward_args()
+        out, lse, _ = adapter.scaled_dot_product_attention(*args, options=single.options)
+        grads = adapter.scaled_dot_product_attention_backward(
+            *single.cotangents(), *args, out, lse, options=single.backward_options()
+        )
+        names = ("out", "lse", "grad_query", "grad_key", "grad_value")
+        return dict(zip(names, (out, lse, *grads), strict=False))
+
+    found = run_varlen(adapter, inputs)
+    for name, want in sequence_by_sequence(inputs, alone).items():
+        assert torch.equal(found[name], want.to(found[name].dtype)), name
+
+
+def test_a_decoded_row_has_the_same_bits_whatever_is_in_the_batch(adapter: ModuleType) -> None:
+    case = DecodeCase("batch", lengths=(300, 700, 1), capacity=720, heads=4, kv_heads=2)
+    inputs = make_decode(case, torch.bfloat16)
+    query, keys, values, lengths = inputs.args[:4]
+    assert query is not None
+    assert keys is not None
+    assert values is not None
+    assert lengths is not None
+    out, lse = adapter.decode_attention(*inputs.args, options=inputs.options)
+    for b, length in enumerate(case.lengths):
+        one = slice(b, b + 1)
+        room = -(-length // 100) * 100  # a smaller cache, too
+        alone = (query[one], keys[one, :, :room], values[one, :, :room], lengths[one])
+        out_alone, lse_alone = adapter.decode_attention(*alone, options=inputs.options)
+        assert torch.equal(out_alone, out[one])
+        assert torch.equal(lse_alone, lse[one])
+
+
+def test_nan_stays_in_its_sequence(adapter: ModuleType) -> None:
+    inputs = make_varlen(WAYS["causal"], torch.bfloat16)
+    clean = run_varlen(adapter, inputs)
+    for x, rows in zip(inputs.args[:3], ((41, 181), (49, 189), (49, 189)), strict=True):
+        assert x is not None
+        x[slice(*rows)] = torch.nan  # the third sequence
+    found = run_varlen(adapter, inputs)
+    for name, x in clean.items():
+        first, last = (41, 181) if name in ("out", "lse", "grad_query") else (49, 189)
+        rows = torch.arange(x.shape[1 if name == "lse" else 0])
+        others = (rows < first) | (rows >= last)
+        one, other = (y.movedim(1, 0) if name == "lse" else y for y in (x, found[name]))
+        assert torch.equal(one[others], other[others]), name
+        assert other[~others].isnan().any(), name
+
+
+def test_a_page_table_changes_no_bit(adapter: ModuleType) -> None:
+    case = DecodeCase("pages", lengths=(300, 65), capacity=320)
+    inputs = make_decode(case, torch.float32)
+    query, keys, values, lengths = inputs.args[:4]
+    assert keys is not None
+    assert values is not None
+    pages = torch.randperm(10, generator=torch.Generator().manual_seed(1)).view(2, 5).int()
+
+    def paged(cache: Tensor) -> Tensor:
+        parts = torch.stack(cache.split(64, 2), 1).flatten(0, 1)  # of [2, Hkv, 320, D]
+        made = torch.empty_like(parts)
+        made[pages.flatten().long()] = parts
+        return made
+
+    want = adapter.decode_attention(query, keys, values, lengths, options=inputs.options)
+    got = adapter.decode_attention(
+        query, paged(keys), paged(values), lengths, pages, options=inputs.options
+    )
+    for name, one, other in zip(("out", "lse"), got, want, strict=True):
+        assert torch.equal(one, other), name
+
+
+@pytest.mark.parametrize("way", ["contiguous", "entries", "paged"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+def test_append_writes_behind_each_sequence_and_nowhere_else(
+    adapter: ModuleType, way: str, dtype: torch.dtype
+) -> None:
+    draw = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draw).to(dtype)
+
+    caches = [normal(6, 2, 8, 5).transpose(1, 2).contiguous().transpose(1, 2), normal(6, 2, 8, 7)]
+    new = [normal(2, 2, 3, 5), normal(2, 2, 3, 7).transpose(2, 3).contiguous().transpose(2, 3)]
+    table = torch.tensor([[5, 0], [3, 1]], dtype=torch.int32) if way == "paged" else None
+    entries = torch.tensor([4, 2]) if way == "entries" else None
+    lengths = torch.tensor([7, 2] if way == "paged" else [5, 0])
+    want = [cache.clone() for cache in caches]
+    reference.append_to_cache(*want, *new, lengths, table, entries)
+    assert adapter.why_not("append_to_cache", *caches, *new, lengths, table, entries) == []
+    adapter.append_to_cache(*caches, *new, lengths, table, entries)
+    for got, expected in zip(caches, want, strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_reasons_against_a_call(adapter: ModuleType) -> None:
+    x, ends = torch.zeros(3, 2, 300), torch.tensor([0, 3])
+    wide = "a head has 300 columns; the kernels take up to 256"
+    assert adapter.why_not("varlen_attention", x, x, x, ends, ends) == [wide]
+    x = x[None].transpose(1, 2)
+    assert adapter.why_not("decode_attention", x, x, x, torch.tensor([3])) == [wide]
+    table = torch.zeros(1, 2**28, dtype=torch.int32)
+    x = torch.zeros(1, 2, 8, 4, dtype=torch.float16)
+    for op, tensors in (("decode_attention", (x, x, x)), ("append_to_cache", (x, x, x, x))):
+        reasons = adapter.why_not(op, *tensors, torch.tensor([3]), table.expand(1, -1))
+        assert reasons == ["the cache has more than 1073741824 keys of a sequence, or entries"]
+
+
+# Every tensor ends where a page begins that may not be read, so this runs in a process of its own.
+# Then numbers that no caller should give: a GPU cannot refuse them, but it reads nothing by them.
+_FENCED = """
+import emulator
+from fastattn.testing.decode import DECODE_CASES, make_decode
+from fastattn.testing.varlen import VARLEN_CASES, make_varlen, run_varlen
+adapter = emulator.load()
+every = int(sys.argv[1])
+dtypes = (torch.bfloat16, torch.float32)
+for n, case in enumerate([c for c in VARLEN_CASES if not c.slow][::every]):
+    print(case.name, flush=True)
+    run_varlen(adapter, make_varlen(case, dtypes[n % 2], fence=True))
+for n, case in enumerate([c for c in DECODE_CASES if not c.slow][::every]):
+    print(case.name, flush=True)
+    inputs = make_decode(case, dtypes[n % 2], fence=True)
+    if not adapter.why_not("decode_attention", *inputs.args, options=inputs.options):
+        adapter.decode_attention(*inputs.args, options=inputs.options)
+packed = {case.name: case for case in VARLEN_CASES}["alibi-bottom-right"]
+for wrong in ([0, 20, 5, 10**12, -3, 70, 9], [90, 0, 0, 0, 0, 0, 0], [-(10**15)] * 7):
+    print("starts", wrong, flush=True)
+    inputs = make_varlen(packed, torch.bfloat16, fence=True)
+    for at in (3, 4):
+        args = list(inputs.args)
+        args[at] = torch.tensor(wrong)
+        out, lse = adapter.varlen_attention(*args, options=inputs.options)
+        adapter.varlen_attention_backward(*inputs.given, *args, out, lse, options=inputs.options)
+cases = {case.name: case for case in DECODE_CASES}
+for name, at in (("paged", 3), ("paged", 4), ("entries", 3), ("entries", 5)):
+    for wrong in (10**9, -(10**9)):
+        print(name, at, wrong, flush=True)
+        inputs = make_decode(cases[name], torch.float32, fence=True)
+        args = list(inputs.args)
+        args[at] = torch.full_like(args[at], wrong)
+        adapter.decode_attention(*args, options=inputs.options)
+        new = [torch.zeros(4, 2, 3, x.shape[3]) for x in args[1:3]]
+        adapter.append_to_cache(*args[1:3], *new, *args[3:6])
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs mprotect")
+@pytest.mark.parametrize("every", [19, pytest.param(2, marks=pytest.mark.slow)])
+def test_nothing_beyond_the_tensors_is_touched(adapter: ModuleType, every: int) -> None:
+    run_fenced(_FENCED, every)
+
+
+# -- far apart ------------------------------------------------------------------------------------
+
+
+def _far(x: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """x with these strides, in address space of which only the pages that are touched exist."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, strides, strict=True))
+    memory = mmap.mmap(-1, (last + 1) * x.element_size(), flags=flags)
+    far = torch.frombuffer(memory, dtype=x.dtype).as_strided(x.shape, strides)
+    far.copy_(x)
+    return far
+
+
+NO_RESERVE = 0x4000  # of Linux; mmap names it from Python 3.13 on
+FAR = 2**31 + 64  # elements, beyond what 32 bits hold
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs MAP_NORESERVE")
+def test_places_beyond_two_to_the_31_elements(adapter: ModuleType) -> None:
+    draw = torch.Generator().manual_seed(2)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draw).to(torch.bfloat16)
+
+    # [B, H, L, D] with far heads and batch entries
+    tensors = [normal(2, 2, 20, 16) for _ in range(3)]
+    far = [_far(x, (FAR, 2 * FAR, 16, 1)) for x in tensors]
+    options = AttentionBackwardOptions(scale=0.25, window_right=0)
+    grad = normal(2, 2, 20, 16)
+    results = []
+    for given in (tensors, far):
+        args = (*given, None, None, None)
+        out, lse, _ = adapter.scaled_dot_product_attention(*args, options=options)
+        grads = adapter.scaled_dot_product_attention_backward(
+            grad, None, None, *args, out, lse, options=options
+        )
+        results.append([out, lse, *grads[:3]])
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+    # [T, H, D] with far rows
+    packed = [normal(40, 2, 16) for _ in range(3)]
+    far = [_far(x, (FAR // 16, 16, 1)) for x in packed]
+    ends = torch.tensor([0, 25, 40])
+    options = VarlenOptions(scale=0.25, window_right=0)
+    want, got = (
+        adapter.varlen_attention(*x, ends, ends, None, None, options=options) for x in (packed, far)
+    )
+    assert torch.equal(got[0], want[0])
+
+    # [E, H, N, D] with far pages
+    query, keys, values = normal(1, 4, 1, 16), normal(3, 2, 32, 16), normal(3, 2, 32, 16)
+    table, lengths = torch.tensor([[2, 0, 1]], dtype=torch.int32), torch.tensor([90])
+    options = DecodeOptions(scale=0.25)
+    caches = [_far(x, (FAR, 512, 16, 1)) for x in (keys, values)]
+    want, got = (
+        adapter.decode_attention(query, *x, lengths, table, options=options)
+        for x in ((keys, values), caches)
+    )
+    assert torch.equal(got[0], want[0])
+    new = [normal(1, 2, 4, 16) for _ in range(2)]
+    adapter.append_to_cache(*caches, *new, lengths, table)
+    adapter.append_to_cache(keys, values, *new, lengths, table)
+    assert torch.equal(caches[0], keys)

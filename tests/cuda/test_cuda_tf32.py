@@ -1,0 +1,134 @@
+"""Float32 by tf32 products on the CUDA kernels, where PyTorch may round its own so."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import emulator
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fastattn.testing import CASES, Case, Inputs, deviation, make_inputs
+from fastattn.testing.oracle import definition, exact, run
+from fastattn.testing.rounding import Noise
+from fastattn.testing.varlen import VARLEN_CASES, make_varlen, run_varlen
+
+ATTENTION = {case.name: case for case in CASES["scaled_dot_product_attention"]}
+PACKED = {case.name: case for case in VARLEN_CASES}
+aten = torch.ops.aten
+
+
+@pytest.fixture(scope="session")
+def adapter() -> ModuleType:
+    return emulator.load()
+
+
+@contextlib.contextmanager
+def allowed(setting: str = "allow_tf32") -> Iterator[None]:
+    """PyTorch's products of float32 may be rounded to tf32."""
+    matmul = torch.backends.cuda.matmul
+    before = torch.get_float32_matmul_precision()
+    # PyTorch's own testing module, which another test imports, freezes its flags.
+    with torch.backends.__allow_nonbracketed_mutation():
+        try:
+            if setting == "allow_tf32":
+                matmul.allow_tf32 = True
+            elif setting == "set_float32_matmul_precision":
+                torch.set_float32_matmul_precision("high")
+            elif setting == "matmul.fp32_precision":
+                matmul.fp32_precision = "tf32"
+            else:
+                matmul.fp32_precision, torch.backends.fp32_precision = "none", "tf32"
+            yield
+        finally:
+            if hasattr(torch.backends, "fp32_precision"):
+                torch.backends.fp32_precision = matmul.fp32_precision = "none"
+            torch.set_float32_matmul_precision(before)
+
+
+def tf32(x: Tensor) -> Tensor:
+    """x rounded to 10 bits of fraction."""
+    words = x.float().contiguous().view(torch.int32)
+    rounded = ((words + 0x1000) & ~0x1FFF).view(torch.float32)
+    return torch.where(torch.isfinite(x), rounded.to(x.dtype), x)
+
+
+class Tf32Products(TorchDispatchMode):
+    """Every product of matrices has its factors rounded, as on a GPU that is allowed to."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in (aten.mm.default, aten.bmm.default):
+            args = tuple(tf32(x) for x in args)
+        return func(*args, **(kwargs or {}))
+
+
+def judged(inputs: Inputs, found: dict[str, Tensor]) -> list[str]:
+    """The faults, by the bound of every test with the eps of tf32, which is that of float16."""
+
+    def rounded() -> dict[str, Tensor]:
+        with Tf32Products():
+            return definition(inputs)
+
+    want = exact(inputs)
+    moved = Noise(rounded, want, torch.float32)
+    measured = [deviation(x, want[n], moved[n], n, torch.float16) for n, x in found.items()]
+    return [str(m) for m in measured if not m.ok]
+
+
+SMALL = Case("small", batch=1, heads=1, q_len=9, k_len=9)
+SOME = ("head_dim-64", "mask-padding-poison", "everything")
+MORE = """head_dim-128-value-64 head_dim-7-value-200 gqa-causal mask-float-bhqk mask-finfo-min
+results-1-out-lse-weights-mask layout-transposed mask-one_key""".split()
+
+
+@pytest.mark.parametrize("name", [*SOME, *(pytest.param(n, marks=pytest.mark.slow) for n in MORE)])
+def test_errors_are_those_of_tf32(adapter: ModuleType, name: str) -> None:
+    inputs = make_inputs(ATTENTION[name], torch.float32)
+    with allowed():
+        found = run(adapter, inputs)
+    faults = judged(inputs, found)
+    assert not faults, "\n".join(faults)
+
+
+SETTINGS = ["allow_tf32", "set_float32_matmul_precision"]
+if hasattr(torch.backends, "fp32_precision"):
+    SETTINGS += ["matmul.fp32_precision", "fp32_precision"]
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_whatever_allows_it_to_pytorch_allows_it_here(adapter: ModuleType, setting: str) -> None:
+    inputs = make_inputs(SMALL, torch.float32)
+    full = run(adapter, inputs)
+    with allowed(setting):
+        rounded = run(adapter, inputs)
+    again = run(adapter, inputs)
+    for name, x in full.items():
+        assert torch.equal(again[name], x), name
+        assert not torch.equal(rounded[name], x), name
+
+
+def test_packed_sequences_may_be_rounded_too(adapter: ModuleType) -> None:
+    inputs = make_varlen(PACKED["causal-bottom-right"], torch.float32)
+    full = run_varlen(adapter, inputs)
+    with allowed():
+        rounded = run_varlen(adapter, inputs)
+    for name, x in full.items():
+        seen = x.isfinite()  # the lse of a query that sees nothing is not
+        off = (rounded[name] - x)[seen].abs().max()
+        assert 0 < off < 2**-8 * x[seen].abs().max(), name
+
+
+def test_sixteen_bits_do_not_care(adapter: ModuleType) -> None:
+    inputs = make_inputs(SMALL, torch.bfloat16)
+    full = run(adapter, inputs)
+    with allowed():
+        again = run(adapter, inputs)
+    for name, x in full.items():
+        assert torch.equal(again[name], x), name

@@ -1,0 +1,507 @@
+"""Installation: with and without a compiler, isolated, editable; and what the libraries contain.
+
+Every build happens in a copy of the source tree. The quick tests build a small stand-in for
+csrc/cpu, the slow ones the real thing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import sass
+import torch
+
+import fastattn
+
+ROOT = Path(__file__).resolve().parents[2]
+EXT_SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
+ISAS = ("baseline", "avx2", "avx512", "avx512_bf16")
+
+STAND_IN_KERNEL = """
+#define STRING_(x) #x
+#define STRING(x) STRING_(x)
+namespace fastattn { namespace FASTATTN_ISA {
+extern const char* const isa;
+const char* const isa = STRING(FASTATTN_ISA);
+}}
+"""
+STAND_IN_MODULE = """
+#include <pybind11/pybind11.h>
+namespace fastattn {
+namespace baseline { extern const char* const isa; }
+#if FASTATTN_HAVE_AVX2
+namespace avx2 { extern const char* const isa; }
+#endif
+#if FASTATTN_HAVE_AVX512
+namespace avx512 { extern const char* const isa; }
+#endif
+#if FASTATTN_HAVE_AVX512_BF16
+namespace avx512_bf16 { extern const char* const isa; }
+#endif
+}
+PYBIND11_MODULE(_cpu, m) {
+  std::string compiled = fastattn::baseline::isa;
+#if FASTATTN_HAVE_AVX2
+  compiled += std::string(" ") + fastattn::avx2::isa;
+#endif
+#if FASTATTN_HAVE_AVX512
+  compiled += std::string(" ") + fastattn::avx512::isa;
+#endif
+#if FASTATTN_HAVE_AVX512_BF16
+  compiled += std::string(" ") + fastattn::avx512_bf16::isa;
+#endif
+  m.attr("compiled") = compiled;
+}
+"""
+
+
+def run(
+    command: list[str | Path], cwd: Path, unset: tuple[str, ...] = (), **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run to the end; the environment is this process's, without what steers a build."""
+    steering = ("FASTATTN_REQUIRE_NATIVE", "FASTATTN_NATIVE", "FASTATTN_SANITIZE", "PYTHONPATH")
+    kept = {k: v for k, v in os.environ.items() if k not in (*steering, *unset)}
+    return subprocess.run(
+        [str(word) for word in command],
+        cwd=cwd,
+        env={"FASTATTN_CUDA": "0", **kept, **environment},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+
+
+def source_files() -> list[str]:
+    """Everything that belongs to the package's source, relative to the root."""
+    trees = [p for tree in ("csrc", "fastattn") for p in (ROOT / tree).rglob("*") if p.is_file()]
+    built = {".so", ".pyc", ".o"}
+    return sorted(
+        str(path.relative_to(ROOT))
+        for path in trees
+        if path.suffix not in built
+        and path.name != "_build.json"
+        and "__pycache__" not in path.parts
+    )
+
+
+def copy_source(folder: Path) -> Path:
+    top = "setup.py pyproject.toml MANIFEST.in README.md LICENSE Makefile"
+    for name in [*top.split(), "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", *source_files()]:
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, target)
+    return folder
+
+
+@pytest.fixture
+def small_source(tmp_path: Path) -> Path:
+    """A copy of the source with a stand-in for the kernels that compiles in a moment."""
+    folder = copy_source(tmp_path / "source")
+    shutil.rmtree(folder / "csrc/cpu")
+    (folder / "csrc/cpu/kernels").mkdir(parents=True)
+    (folder / "csrc/cpu/kernels/stand_in.cpp").write_text(STAND_IN_KERNEL)
+    (folder / "csrc/cpu/isa.cpp").write_text(STAND_IN_MODULE)
+    return folder
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path) -> Path:
+    """A new Python environment, which sees torch and what builds need, but no fastattn."""
+    environment = tmp_path / "environment"
+    made = run([sys.executable, "-m", "venv", "--without-pip", environment], tmp_path)
+    assert made.returncode == 0, made.stderr
+    site = next(environment.glob("lib/python*/site-packages"))
+    # The .pth file of an editable install, fastattn's own among them, is not read along this way.
+    (site / "outer.pth").write_text(str(Path(torch.__file__).parents[1]) + "\n")
+    return environment
+
+
+def build(source: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "setup.py", "build", "--build-lib", "out"]
+    return run(command, source, unset=("CXX", "CXXFLAGS", "LDFLAGS"), **environment)
+
+
+def record_of(folder: Path) -> dict[str, object]:
+    module: dict[str, object] = json.loads((folder / "fastattn/_build.json").read_text())[
+        "modules"
+    ]["cpu"]
+    return module
+
+
+def compiled_in(folder: Path) -> list[str]:
+    """What the stand-in library says it was compiled for."""
+    script = "import importlib.util as u, sys; s = u.spec_from_file_location('_cpu', sys.argv[1]);"
+    script += "m = u.module_from_spec(s); s.loader.exec_module(m); print(m.compiled)"
+    done = run([sys.executable, "-c", script, folder / f"fastattn/_cpu{EXT_SUFFIX}"], folder)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+# Metadata
+
+
+def test_the_version_is_written_once() -> None:
+    assert fastattn.__version__ == metadata.version("fastattn")
+    written = f'"{fastattn.__version__}"'
+    places = [f for f in source_files() if f.endswith(".py") and written in (ROOT / f).read_text()]
+    assert places == ["fastattn/_version.py"]
+    assert written not in (ROOT / "pyproject.toml").read_text()
+
+
+def test_torch_is_required_at_run_time_and_not_to_build() -> None:
+    required = metadata.requires("fastattn") or []
+    assert [r for r in required if "extra ==" not in r] == ["torch<3,>=2.6"]
+    build_system = (ROOT / "pyproject.toml").read_text().split("[project]")[0]
+    assert re.findall(r'^  "(\w+)', build_system, re.MULTILINE) == [
+        "setuptools",
+        "pybind11",
+        "ninja",
+    ]
+
+
+def test_the_sdist_has_every_source_and_nothing_built(tmp_path: Path) -> None:
+    source = copy_source(tmp_path / "source")
+    (source / f"fastattn/_cpu{EXT_SUFFIX}").write_bytes(b"built")
+    (source / "fastattn/_build.json").write_text("{}")
+    done = run([sys.executable, "setup.py", "-q", "sdist", "-d", tmp_path], source)
+    assert done.returncode == 0, done.stderr
+    with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
+        names = {member.name.partition("/")[2] for member in archive if member.isfile()}
+    assert {*source_files(), "setup.py", "pyproject.toml", "README.md", "LICENSE"} <= names
+    assert not [n for n in names if n.endswith((".so", ".o", ".pyc", "_build.json"))]
+
+
+# Building
+
+
+def test_every_instruction_set_is_built_and_recorded(small_source: Path) -> None:
+    done = build(small_source, FASTATTN_REQUIRE_NATIVE="1", MAX_JOBS="1")
+    assert done.returncode == 0, done.stderr
+    record = record_of(small_source / "out")
+    assert record["built"] is True
+    assert record["left_out"] == {}
+    assert list(record["isas"]) == compiled_in(small_source / "out")
+    assert "-ffast-math" not in record["flags"]
+    assert str(small_source) not in json.dumps(record)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="elsewhere there is one set only")
+def test_a_build_for_this_machine_has_its_strongest_instruction_set(small_source: Path) -> None:
+    done = build(small_source, FASTATTN_CPU_ISAS="native", FASTATTN_REQUIRE_NATIVE="1")
+    assert done.returncode == 0, done.stderr
+    record = record_of(small_source / "out")
+    supported = importlib.import_module("fastattn._cpu").build_info()["supported"]
+    assert list(record["isas"]) == list(dict.fromkeys(["baseline", supported[-1]]))
+    assert set(record["left_out"]) == set(ISAS) - set(record["isas"])
+    assert compiled_in(small_source / "out") == list(record["isas"])
+
+
+def test_an_unknown_choice_of_instruction_sets_is_named(small_source: Path) -> None:
+    done = build(small_source, FASTATTN_CPU_ISAS="avx9", FASTATTN_REQUIRE_NATIVE="1")
+    assert done.returncode != 0
+    assert "FASTATTN_CPU_ISAS must be 'all' or 'native', got 'avx9'" in done.stderr
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="elsewhere there is one set only")
+def test_an_instruction_set_that_the_compiler_refuses_is_left_out(small_source: Path) -> None:
+    compiler = small_source / "old-compiler"
+    compiler.write_text(
+        "#!/bin/sh\n"
+        'case "$*" in *-mavx512bf16*) echo "error: unknown -mavx512bf16" >&2; exit 1;; esac\n'
+        'exec g++ "$@"\n'
+    )
+    compiler.chmod(0o755)
+    done = build(small_source, CXX=str(compiler), FASTATTN_REQUIRE_NATIVE="1")
+    assert done.returncode == 0, done.stderr
+    record = record_of(small_source / "out")
+    assert list(record["left_out"]) == ["avx512_bf16"]
+    assert "unknown -mavx512bf16" in record["left_out"]["avx512_bf16"]
+    assert "built without avx512_bf16" in done.stderr
+    assert compiled_in(small_source / "out") == ["baseline", "avx2", "avx512"]
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="elsewhere there is no such unit")
+def test_the_peak_of_a_unit_that_the_compiler_refuses_is_left_out(small_source: Path) -> None:
+    peaks = small_source / "csrc/cpu/peaks"
+    shutil.copytree(ROOT / "csrc/cpu/peaks", peaks)
+    compiler = small_source / "old-compiler"
+    compiler.write_text(
+        "#!/bin/sh\n"
+        'case "$*" in *-mamx-tile*) echo "error: unknown -mamx-tile" >&2; exit 1;; esac\n'
+        'exec g++ "$@"\n'
+    )
+    compiler.chmod(0o755)
+    done = build(small_source, CXX=str(compiler), FASTATTN_REQUIRE_NATIVE="1")
+    assert done.returncode == 0, done.stderr
+    left_out = record_of(small_source / "out")["left_out"]
+    assert "unknown -mamx-tile" in left_out["peak of amx"]
+    assert "compile unit.amx.o" not in done.stdout
+
+
+def test_a_second_build_compiles_only_what_changed(small_source: Path) -> None:
+    assert build(small_source).returncode == 0
+    assert "no work to do" in build(small_source).stdout
+    kernel = small_source / "csrc/cpu/kernels/stand_in.cpp"
+    kernel.write_text(kernel.read_text() + "// changed\n")
+    again = build(small_source).stdout
+    assert "compile stand_in.avx2.o" in again
+    assert "compile module.o" not in again
+
+
+def test_without_a_compiler_it_installs_and_says_so(small_source: Path, elsewhere: Path) -> None:
+    done = build(small_source, PATH="/nowhere")
+    assert done.returncode == 0, done.stderr
+    reason = "no C++ compiler was found"
+    assert reason in done.stderr
+    assert reason in record_of(small_source / "out")["reason"]
+    assert not list(small_source.rglob("*.so"))
+
+    python, out = elsewhere / "bin/python", str(small_source / "out")
+    told = run([python, "-m", "fastattn", "info"], elsewhere, PYTHONPATH=out)
+    assert told.returncode == 0, told.stderr
+    assert f"not built: {reason}" in told.stdout
+    script = """if True:
+        import torch, fastattn
+        x = torch.randn(1, 2, 5, 4)
+        expected = torch.nn.functional.scaled_dot_product_attention(x, x, x)
+        torch.testing.assert_close(fastattn.scaled_dot_product_attention(x, x, x), expected)
+        print(fastattn.__file__)
+    """
+    used = run([python, "-c", script], elsewhere, PYTHONPATH=out)
+    assert used.returncode == 0, used.stderr
+    assert used.stdout.startswith(out)
+
+
+def test_a_broken_kernel_is_named(small_source: Path) -> None:
+    (small_source / "csrc/cpu/kernels/stand_in.cpp").write_text("int broken = ;\n")
+    done = build(small_source)
+    assert done.returncode == 0
+    assert "stand_in.cpp:1:14: error:" in record_of(small_source / "out")["reason"]
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"PATH": "/nowhere"}, "no C++ compiler was found"),
+        ({"CXX": "no-such-compiler"}, "'no-such-compiler', was not found"),
+        ({"FASTATTN_SANITIZE": "address,memory"}, "allowed are address, undefined, thread"),
+        ({"FASTATTN_NATIVE": "0"}, "FASTATTN_NATIVE=0 was set"),
+    ],
+)
+def test_a_required_build_that_cannot_be_is_an_error(
+    small_source: Path, environment: dict[str, str], message: str
+) -> None:
+    done = build(small_source, FASTATTN_REQUIRE_NATIVE="1", **environment)
+    assert done.returncode != 0
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_library_of_an_earlier_build_does_not_stay_behind(small_source: Path) -> None:
+    library = small_source / f"fastattn/_cpu{EXT_SUFFIX}"
+    command = [sys.executable, "setup.py", "build_ext", "--inplace"]
+    assert run(command, small_source).returncode == 0
+    assert library.exists()
+    assert run(command, small_source, FASTATTN_NATIVE="0").returncode == 0
+    assert not library.exists()
+    assert record_of(small_source)["built"] is False
+
+
+# The library in use
+
+
+def symbols(*arguments: str | Path) -> list[str]:
+    done = run(["nm", "-C", *arguments], ROOT)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_the_library_knows_no_torch(native: ModuleType) -> None:
+    undefined = symbols("-D", "--undefined-only", native.__file__)
+    assert undefined
+    assert not [s for s in undefined if re.search(r"\b(at|c10|torch|caffe2)::", s)]
+
+
+def test_one_openmp_runtime_serves_torch_and_us(native: ModuleType) -> None:
+    script = """if True:
+        import torch, fastattn._cpu
+        from fastattn import info
+        torch.ones(1000, 1000) @ torch.ones(1000, 1000)
+        print(info.collect()["openmp"])
+    """
+    done = run([sys.executable, "-c", script], ROOT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "{'runtimes': ['libgomp.so.1'], 'shared': 'libgomp.so.1'}"
+
+
+# The real thing
+
+
+@pytest.fixture(scope="module")
+def built_source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The sdist, unpacked and made into a wheel by an isolated build, in which torch is absent."""
+    folder = tmp_path_factory.mktemp("isolated")
+    source = copy_source(folder / "source")
+    done = run([sys.executable, "setup.py", "-q", "sdist", "-d", folder], source)
+    assert done.returncode == 0, done.stderr
+    with tarfile.open(next(folder.glob("*.tar.gz"))) as archive:
+        archive.extractall(folder, filter="data")
+    unpacked = next(path for path in folder.glob("fastattn-*") if path.is_dir())
+    script = (unpacked / "setup.py").read_text()
+    check = "import importlib.util\nassert importlib.util.find_spec('torch') is None\n"
+    future = "from __future__ import annotations\n"
+    (unpacked / "setup.py").write_text(script.replace(future, future + check))
+    wheel = [sys.executable, "-m", "pip", "wheel", "--no-deps", "-w", folder, unpacked]
+    done = run(wheel, folder, FASTATTN_REQUIRE_NATIVE="1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return unpacked
+
+
+@pytest.mark.slow
+def test_an_isolated_wheel_is_complete_and_runs(built_source: Path, elsewhere: Path) -> None:
+    wheel = zipfile.ZipFile(next(built_source.parent.glob("*.whl")))
+    names = set(wheel.namelist())
+    assert {f for f in source_files() if f.startswith("fastattn/")} <= names
+    assert {f"fastattn/_cpu{EXT_SUFFIX}", "fastattn/_build.json", "fastattn/py.typed"} <= names
+    assert not [name for name in names if name.startswith(("csrc/", "tests/"))]
+
+    installed = elsewhere / "installed"
+    wheel.extractall(installed)
+    script = """if True:
+        import torch, fastattn
+        x = torch.randn(1, 2, 5, 4)
+        with fastattn.use_backend("cpu"):
+            ours = fastattn.scaled_dot_product_attention(x, x, x)
+        torch.testing.assert_close(ours, torch.nn.functional.scaled_dot_product_attention(x, x, x))
+        print(fastattn.__file__)
+    """
+    used = run([elsewhere / "bin/python", "-c", script], elsewhere, PYTHONPATH=str(installed))
+    assert used.returncode == 0, used.stderr
+    assert used.stdout.startswith(str(installed))
+
+
+@pytest.mark.slow
+def test_kernels_of_one_instruction_set_leak_nothing_to_another(built_source: Path) -> None:
+    """A weak symbol outside of the instruction set's own namespace, such as an inline function of
+    the standard library, is merged by the linker with those of the same name: a processor without
+    AVX-512 could then meet the copy that was compiled for it."""
+    objects = sorted(built_source.glob("build/native-*/cpu/*.o"))
+    kernels = [o for o in objects if o.stem.rpartition(".")[2] in ISAS]
+    assert {o.stem.rpartition(".")[2] for o in kernels} >= {"baseline"}
+    for file in kernels:
+        own = f"fastattn::{file.stem.rpartition('.')[2]}::"
+        for line in symbols("--defined-only", "--extern-only", file):
+            _, kind, name = line.split(maxsplit=2)
+            # The hidden pointer to the routine that unwinds C++ frames: data, the same in all.
+            if name.startswith("DW.ref."):
+                continue
+            assert own in name, f"{file.name} exports {name!r} (nm: {kind}) outside of {own}"
+
+
+@pytest.mark.slow
+def test_an_editable_install_runs_from_the_source(small_source: Path, elsewhere: Path) -> None:
+    python = elsewhere / "bin/python"
+    install = [sys.executable, "-m", "pip", "--python", python, "install", "--no-deps"]
+    options = ["--no-build-isolation", "--force-reinstall", "-e", small_source]
+    done = run([*install, *options], elsewhere)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (small_source / f"fastattn/_cpu{EXT_SUFFIX}").exists()
+    assert record_of(small_source)["built"] is True
+    again = run([python, "setup.py", "build_ext", "--inplace"], small_source)
+    assert again.returncode == 0, again.stderr
+    assert "compile" not in again.stdout  # the install and later builds share their objects
+
+    told = run([elsewhere / "bin/fastattn", "info"], elsewhere)
+    assert told.returncode == 0, told.stderr
+    assert re.search(rf"^fastattn +{fastattn.__version__}$", told.stdout, re.MULTILINE)
+    where = run([python, "-c", "import fastattn; print(fastattn.__file__)"], elsewhere)
+    assert where.stdout.startswith(str(small_source)), where.stdout + where.stderr
+
+
+# The CUDA module
+
+
+@pytest.fixture
+def cuda_source(tmp_path: Path) -> Path:
+    """A copy of the source with the stand-in for the CPU's kernels and the real ones for CUDA."""
+    folder = copy_source(tmp_path / "source")
+    for name in ("kernels", "simd"):
+        shutil.rmtree(folder / "csrc/cpu" / name)
+    for file in (folder / "csrc/cpu").glob("*.cpp"):
+        file.unlink()
+    (folder / "csrc/cpu/kernels").mkdir()
+    (folder / "csrc/cpu/kernels/stand_in.cpp").write_text(STAND_IN_KERNEL)
+    (folder / "csrc/cpu/module.cpp").write_text(STAND_IN_MODULE)
+    return folder
+
+
+def modules_of(folder: Path) -> dict[str, dict[str, object]]:
+    found: dict[str, dict[str, object]] = json.loads((folder / "fastattn/_build.json").read_text())
+    return found["modules"]  # type: ignore[return-value]
+
+
+def test_without_nvcc_cuda_is_left_out_in_silence(small_source: Path) -> None:
+    path = f"{small_source}:/usr/bin:/bin"
+    missing = {"CUDA_HOME": "/nowhere", "FASTATTN_CUDA": "1", "FASTATTN_REQUIRE_NATIVE": "1"}
+    done = build(small_source, PATH=path, **missing)
+    assert done.returncode == 0, done.stderr
+    assert "nvcc" not in done.stderr
+    modules = modules_of(small_source / "out")
+    assert modules["cpu"]["built"] is True
+    assert "no CUDA compiler was found" in str(modules["cuda"]["reason"])
+
+
+def test_a_broken_nvcc_does_not_lose_the_cpu_kernels(small_source: Path) -> None:
+    nvcc = small_source / "nvcc"
+    nvcc.write_text("#!/bin/sh\necho 'nvcc fatal error: broken' >&2\nexit 1\n")
+    nvcc.chmod(0o755)
+    done = build(small_source, NVCC=str(nvcc), FASTATTN_CUDA="1")
+    assert done.returncode == 0, done.stderr
+    modules = modules_of(small_source / "out")
+    assert modules["cpu"]["built"] is True
+    assert modules["cuda"]["built"] is False
+    assert "fastattn._cuda was not built" in done.stderr
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc here")
+def test_architectures_that_are_none_are_a_reason(small_source: Path) -> None:
+    done = build(small_source, FASTATTN_CUDA="1", FASTATTN_CUDA_ARCHS="native")
+    assert done.returncode == 0, done.stderr
+    modules = modules_of(small_source / "out")
+    assert modules["cpu"]["built"] is True
+    assert "'native', not a list" in str(modules["cuda"]["reason"])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc here")
+def test_the_cuda_module_is_built_and_imports_without_a_driver(cuda_source: Path) -> None:
+    done = build(cuda_source, FASTATTN_CUDA="1", FASTATTN_REQUIRE_NATIVE="1")
+    assert done.returncode == 0, done.stderr
+    record = modules_of(cuda_source / "out")["cuda"]
+    assert record["architectures"] == "80;90a"
+    assert "-gencode=arch=compute_80,code=[compute_80,sm_80,sm_90]" in str(record["flags"])
+    library = cuda_source / f"out/fastattn/_cuda{EXT_SUFFIX}"
+    script = "import importlib.util as u, sys; s = u.spec_from_file_location('_cuda', sys.argv[1]);"
+    script += "m = u.module_from_spec(s); s.loader.exec_module(m); print(m.build_info()['device'])"
+    used = run([sys.executable, "-c", script, library], cuda_source)
+    assert used.stdout.strip() == "cuda", used.stderr
+    sass.check_library(library)
+    needed = run(["ldd", library], cuda_source).stdout
+    assert "libcuda" not in needed
+    undefined = symbols("-D", "--undefined-only", library)
+    assert not [s for s in undefined if re.search(r"\b(at|c10|torch|caffe2)::", s)]

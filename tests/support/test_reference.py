@@ -1,0 +1,580 @@
+"""The oracle itself: hand-worked values, limits, PyTorch, a second implementation, derivatives."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastattn.backends import reference
+from fastattn.backends.primitives import AttentionBackwardOptions
+from fastattn.testing import CASES, Case, Target, check, make_inputs, oracle
+
+pytestmark = pytest.mark.without_kernels
+
+INF = float("inf")
+NAN = float("nan")
+PLAIN = AttentionBackwardOptions(scale=1.0, weights=1)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    slopes: Tensor | None = None,
+    seed: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return reference.scaled_dot_product_attention(
+        q, k, v, mask, slopes, seed, options=replace(PLAIN, **options)
+    )
+
+
+def row(*values: float) -> Tensor:
+    """Scores: the [1, 1, 1, n] float64 bias that makes them of zero queries."""
+    return torch.tensor(values, dtype=torch.float64).view(1, 1, 1, -1)
+
+
+def with_scores(scores: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Attend with given scores: key j has the feature s_j, the only query is 1, value j is e_j."""
+    n = scores.shape[-1]
+    q = torch.ones(1, 1, 1, 1, dtype=torch.float64)
+    v = torch.eye(n, dtype=torch.float64).view(1, 1, n, n)
+    return attend(q, scores.reshape(1, 1, n, 1), v, **options)
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    draw = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(shape, generator=draw, dtype=torch.float64)
+
+
+# -- hand-worked values ---------------------------------------------------------------------------
+
+
+def test_weights_of_two_keys() -> None:
+    # exp(ln 3) : exp(0) = 3 : 1, and their sum is 4
+    out, lse, w = with_scores(row(math.log(3), 0))
+    torch.testing.assert_close(w.flatten(), torch.tensor([0.75, 0.25], dtype=torch.float64))
+    torch.testing.assert_close(out.flatten(), w.flatten())
+    assert lse.item() == pytest.approx(math.log(4))
+
+
+def test_scale_multiplies_the_scores() -> None:
+    _, _, w = with_scores(row(math.log(3), 0), scale=2.0)
+    assert w.flatten().tolist() == pytest.approx([0.9, 0.1])
+
+
+def test_negative_scale_turns_the_order_round() -> None:
+    _, _, w = with_scores(row(math.log(3), 0), scale=-1.0)
+    assert w.flatten().tolist() == pytest.approx([0.25, 0.75])
+
+
+def test_softcap() -> None:
+    _, lse, w = with_scores(row(1.0, -2.0), softcap=3.0)
+    s = [3 * math.tanh(1 / 3), 3 * math.tanh(-2 / 3)]
+    total = math.exp(s[0]) + math.exp(s[1])
+    assert w.flatten().tolist() == pytest.approx([math.exp(x) / total for x in s])
+    assert lse.item() == pytest.approx(math.log(total))
+
+
+def test_additive_mask_comes_after_softcap() -> None:
+    bias = row(10.0, 0.0)
+    _, _, w = with_scores(row(100.0, 100.0), softcap=1.0, mask=bias)
+    assert w.flatten()[0].item() == pytest.approx(1 / (1 + math.exp(-10)))
+
+
+def test_boolean_mask_true_takes_part() -> None:
+    _, _, w = with_scores(row(0, 0, 9), mask=torch.tensor([True, True, False]).view(1, 1, 1, 3))
+    assert w.flatten().tolist() == [0.5, 0.5, 0.0]
+
+
+def test_alibi_falls_with_the_distance_on_both_sides() -> None:
+    q = torch.zeros(1, 1, 1, 1, dtype=torch.float64)
+    slopes = torch.tensor([[math.log(2)]], dtype=torch.float64)
+    # the query stands at position offset = 1: distances 1, 0, 1, 2, weights as 4 : 8 : 4 : 2
+    k = torch.zeros(1, 1, 4, 1, dtype=torch.float64)
+    _, _, w = attend(q, k, k, slopes=slopes, offset=1)
+    assert w.flatten().tolist() == pytest.approx([4 / 18, 8 / 18, 4 / 18, 2 / 18])
+
+
+@pytest.mark.parametrize(
+    ("offset", "left", "right", "seen"),
+    [
+        (0, -1, 0, ["x....", "xx...", "xxx.."]),  # causal, upper left
+        (2, -1, 0, ["xxx..", "xxxx.", "xxxxx"]),  # causal, bottom right
+        (0, 1, 1, ["xx...", "xxx..", ".xxx."]),
+        (0, 0, 0, ["x....", ".x...", "..x.."]),
+        (1, 0, -1, [".xxxx", "..xxx", "...xx"]),
+        (-2, -1, 0, [".....", ".....", "x...."]),
+        (7, 2, -1, [".....", ".....", "....."]),
+        (0, -1, -1, ["xxxxx", "xxxxx", "xxxxx"]),
+    ],
+)
+def test_which_keys_a_window_shows(offset: int, left: int, right: int, seen: list[str]) -> None:
+    q, k = normal(1, 1, 3, 2), normal(1, 1, 5, 2)
+    out, lse, w = attend(q, k, k, offset=offset, window_left=left, window_right=right)
+    expected = torch.tensor([[c == "x" for c in line] for line in seen])
+    assert torch.equal(w[0, 0] > 0, expected)
+    assert torch.equal(lse[0, 0] == -INF, ~expected.any(-1))
+    assert torch.equal((out[0, 0] == 0).all(-1), ~expected.any(-1))
+
+
+def test_averaged_weights_are_the_mean_over_the_heads() -> None:
+    q, k = normal(2, 6, 3, 4), normal(2, 3, 5, 4)
+    _, _, each = attend(q, k, k, weights=1)
+    _, _, mean = attend(q, k, k, weights=2)
+    _, _, none = attend(q, k, k, weights=0)
+    torch.testing.assert_close(mean, each.mean(1))
+    assert none.shape == (0,)
+
+
+def test_grouped_queries_equal_repeated_keys() -> None:
+    q, k, v = normal(2, 6, 3, 4), normal(2, 2, 5, 4), normal(2, 2, 5, 3)
+    grouped = attend(q, k, v)
+    repeated = attend(q, k.repeat_interleave(3, 1), v.repeat_interleave(3, 1))
+    for a, b in zip(grouped, repeated, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+# -- limits ---------------------------------------------------------------------------------------
+
+
+def test_zero_scale_gives_the_mean_of_the_values() -> None:
+    q, k, v = normal(2, 2, 3, 4), normal(2, 2, 5, 4), normal(2, 2, 5, 3)
+    out, lse, _ = attend(q, k, v, scale=0.0)
+    torch.testing.assert_close(out, v.mean(2, keepdim=True).expand_as(out))
+    torch.testing.assert_close(lse, torch.full_like(lse, math.log(5)))
+
+
+def test_one_large_score_gives_its_value() -> None:
+    scores = row(1e6, 0, -1e6, 5e5)
+    out, lse, _ = with_scores(scores)
+    assert out.flatten().tolist() == [1, 0, 0, 0]
+    assert lse.item() == 1e6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_row_of_finfo_min_is_uniform(dtype: torch.dtype) -> None:
+    q, k, v = (x.to(dtype) for x in (normal(1, 1, 2, 4), normal(1, 1, 5, 4), normal(1, 1, 5, 3)))
+    mask = torch.full((1, 1, 1, 5), torch.finfo(dtype).min, dtype=dtype)
+    out, _, w = attend(q, k, v, mask)
+    torch.testing.assert_close(w, torch.full_like(w, 0.2))
+    torch.testing.assert_close(out, v.mean(2, keepdim=True).expand_as(out))
+
+
+# -- PyTorch --------------------------------------------------------------------------------------
+
+
+# PyTorch documents a mask together with is_causal as an error.
+@pytest.mark.parametrize(
+    ("mask", "causal"), [(None, False), (None, True), ("bool", False), ("float", False)]
+)
+def test_equals_torch_in_float64(mask: str | None, causal: bool) -> None:
+    q, k, v = normal(2, 6, 9, 8), normal(2, 2, 11, 8), normal(2, 2, 11, 5)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    m = None
+    if mask:
+        m = normal(2, 1, 9, 11)
+        m = m > -0.5 if mask == "bool" else m
+    ours = attend(q, k, v, m, scale=0.3, window_right=0 if causal else -1)[0]
+    theirs = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=m, is_causal=causal, scale=0.3, enable_gqa=True
+    )
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)
+    grad = normal(*ours.shape)
+    for a, b in zip(
+        torch.autograd.grad(ours, leaves, grad),
+        torch.autograd.grad(theirs, leaves, grad),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_16_bits_are_computed_in_float32_and_rounded_once(dtype: torch.dtype) -> None:
+    q, k, v = (x.to(dtype) for x in (normal(1, 2, 9, 8), normal(1, 2, 7, 8), normal(1, 2, 7, 8)))
+    out, lse, w = attend(q, k, v)
+    wide, wide_lse, wide_w = attend(q.float(), k.float(), v.float())
+    assert out.dtype == w.dtype == dtype
+    assert lse.dtype == torch.float64
+    assert torch.equal(out, wide.to(dtype))
+    assert torch.equal(w, wide_w.to(dtype))
+    assert torch.equal(lse, wide_lse)
+
+
+def test_autocast_does_not_lower_the_precision() -> None:
+    q, k, v = (x.float() for x in (normal(1, 1, 9, 8), normal(1, 1, 7, 8), normal(1, 1, 7, 8)))
+    expected = attend(q, k, v)[0]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(attend(q, k, v)[0], expected)
+
+
+# -- the second implementation --------------------------------------------------------------------
+
+# Every case of the table in float64, where the naive implementation judges the reference.
+TABLE = CASES["scaled_dot_product_attention"]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [case for case in TABLE if torch.float64 in case.dtypes and not case.slow],
+    ids=lambda case: case.name,
+)
+def test_equals_the_naive_implementation(case: Case) -> None:
+    verdict = check(case, torch.float64, Target("reference"))
+    assert verdict.ok, "\n".join(verdict.faults)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "name",
+    ["head_dim-1024", "gqa-mask", "mask-padding-poison", "everything", "decode-float", "gqa-alibi"],
+)
+def test_is_within_the_bound_as_a_backend(name: str, dtype: torch.dtype) -> None:
+    (case,) = [case for case in TABLE if case.name == name]
+    verdict = check(case, dtype, Target("reference"))
+    assert verdict.ok, "\n".join(verdict.faults)
+
+
+def test_backward_is_the_derivative_of_forward() -> None:
+    (case,) = [case for case in TABLE if case.name == "everything"]
+    inputs = make_inputs(case, torch.float64)
+    found = oracle.run(reference, inputs)
+    leaves = [inputs.query, inputs.key, inputs.value, inputs.attn_mask]
+    for leaf in leaves:
+        assert leaf is not None
+        leaf.requires_grad_()
+    results = reference.scaled_dot_product_attention(*inputs.forward_args(), options=inputs.options)
+    grads = torch.autograd.grad(results, leaves, inputs.cotangents())
+    for name, grad in zip("query key value mask".split(), grads, strict=True):
+        torch.testing.assert_close(found[f"grad_{name}"], grad, rtol=1e-12, atol=1e-12)
+
+
+# -- derivatives ----------------------------------------------------------------------------------
+
+SEED = torch.tensor(-6148914691236517206)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"window_right": 0},
+    "bottom_right": {"window_right": 0, "offset": 1},
+    "window": {"window_left": 1, "window_right": 1},
+    "softcap": {"softcap": 1.5},
+    "alibi": {"slopes": torch.tensor([[0.3, 0.7]], dtype=torch.float64)},
+    "dropout": {"dropout_p": 0.4, "seed": SEED},
+    "everything": {
+        "window_left": 2,
+        "window_right": 1,
+        "softcap": 2.0,
+        "dropout_p": 0.3,
+        "seed": SEED,
+        "slopes": torch.tensor([[0.3, 0.7], [0.0, 1.0]], dtype=torch.float64),
+    },
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize(
+    ("mask", "weights"), [("none", 1), ("bool", 2), ("learned", 1), ("learned_broadcast", 2)]
+)
+def test_first_and_second_derivatives(options: dict[str, Any], mask: str, weights: int) -> None:
+    q, k, v = normal(2, 2, 3, 2), normal(2, 1, 4, 2), normal(2, 1, 4, 3)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    m = None
+    if mask == "bool":
+        m = normal(2, 2, 3, 4) > -0.8
+        m[0, 0, 1] = False  # a query that sees nothing
+    elif mask != "none":
+        m = normal(1, 2, 1, 4) if mask == "learned_broadcast" else normal(2, 2, 3, 4)
+        leaves.append(m.requires_grad_())
+
+    def results(*leaves: Tensor) -> tuple[Tensor, ...]:
+        learned = leaves[3] if len(leaves) > 3 else m
+        out, lse, w = attend(*leaves[:3], learned, scale=0.7, weights=weights, **options)
+        return out, torch.where(lse == -INF, 0.0, lse), w  # numerical differences of -inf are NaN
+
+    assert torch.autograd.gradcheck(results, leaves)
+    assert torch.autograd.gradgradcheck(results, leaves, atol=1e-4, fast_mode=True)
+
+
+def test_backward_is_differentiable() -> None:
+    q, k, v, bias = normal(1, 2, 3, 2), normal(1, 2, 4, 2), normal(1, 2, 4, 3), normal(1, 1, 3, 4)
+    grads = (normal(1, 2, 3, 3), normal(1, 2, 3), normal(1, 2, 3, 4))
+    leaves = [x.requires_grad_() for x in (*grads, q, k, v, bias)]
+    options = replace(PLAIN, softcap=2.0, window_right=1, needs_mask_grad=True)
+
+    def backward(*leaves: Tensor) -> tuple[Tensor, ...]:
+        out, lse, _ = attend(*leaves[3:])
+        found = reference.scaled_dot_product_attention_backward(
+            *leaves, None, None, out, lse, options=options
+        )
+        assert found[3] is not None
+        return found  # type: ignore[return-value]
+
+    assert torch.autograd.gradcheck(backward, leaves)
+
+
+def test_backward_with_one_tensor_in_three_roles() -> None:
+    x = normal(1, 1, 4, 3).requires_grad_()
+    out, lse, _ = attend(x, x, x)
+    grad = normal(*out.shape)
+    parts = reference.scaled_dot_product_attention_backward(
+        grad, None, None, x, x, x, None, None, None, out, lse, options=PLAIN
+    )
+    (whole,) = torch.autograd.grad(out, x, grad)
+    torch.testing.assert_close(parts[0] + parts[1] + parts[2], whole)
+
+
+def test_backward_without_any_gradient_is_zero() -> None:
+    q, k, bias = normal(1, 1, 4, 3), normal(1, 1, 5, 3), normal(1, 1, 4, 5)
+    out, lse, _ = attend(q, k, k, bias)
+    grads = reference.scaled_dot_product_attention_backward(
+        None,
+        None,
+        None,
+        q,
+        k,
+        k,
+        bias,
+        None,
+        None,
+        out,
+        lse,
+        options=replace(PLAIN, needs_mask_grad=True),
+    )
+    for grad, x in zip(grads, (q, k, k, bias), strict=True):
+        assert grad is not None
+        assert torch.equal(grad, torch.zeros_like(x))
+
+
+# -- excluded pairs -------------------------------------------------------------------------------
+
+
+def gradients(loss: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(loss, leaves)
+
+
+@pytest.mark.parametrize("kind", ["bool", "additive"])
+def test_a_query_that_sees_nothing(kind: str) -> None:
+    q, k, v = (
+        x.requires_grad_() for x in (normal(1, 1, 3, 2), normal(1, 1, 4, 2), normal(1, 1, 4, 2))
+    )
+    seen = torch.ones(1, 1, 3, 4, dtype=torch.bool)
+    seen[0, 0, 1] = False
+    mask = seen if kind == "bool" else torch.where(seen, 0.5, -INF).double().requires_grad_()
+    out, lse, w = attend(q, k, v, mask)
+    assert torch.equal(out[0, 0, 1], torch.zeros(2, dtype=torch.float64))
+    assert torch.equal(w[0, 0, 1], torch.zeros(4, dtype=torch.float64))
+    assert lse[0, 0, 1].item() == -INF
+    leaves = [q, k, v] + ([mask] if kind == "additive" else [])
+    # even an infinite gradient of that row must end there
+    into = torch.ones_like(out)
+    into[0, 0, 1] = INF
+    grads = torch.autograd.grad((out, lse), leaves, (into, torch.ones_like(lse)))
+    assert all(torch.isfinite(grad).all() for grad in grads)
+    assert torch.equal(grads[0][0, 0, 1], torch.zeros(2, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+def test_what_no_query_sees_never_leaks(bad: float, softcap: float) -> None:
+    q, k, v = normal(1, 2, 3, 2), normal(1, 2, 4, 2), normal(1, 2, 4, 2)
+    mask = torch.tensor([True, True, False, False]).view(1, 1, 1, 4)
+
+    def run(k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+        results = attend(*leaves, mask, softcap=softcap)
+        loss = sum((x**2).sum() for x in results)
+        return (*results, *gradients(loss, *leaves))  # type: ignore[arg-type]
+
+    bad_k, bad_v = k.clone(), v.clone()
+    bad_k[:, :, 2:], bad_v[:, :, 2:] = bad, bad
+    for clean, dirty in zip(run(k, v), run(bad_k, bad_v), strict=True):
+        assert torch.equal(clean, dirty)
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+@pytest.mark.parametrize("where", ["key", "value"])
+def test_what_some_queries_see_reaches_only_those(bad: float, where: str) -> None:
+    q, k, v = normal(1, 2, 5, 2), normal(1, 2, 5, 2), normal(1, 2, 5, 3)
+    clean = attend(q, k, v, window_right=0)
+    (k if where == "key" else v)[:, :, 3] = bad  # queries 3 and 4 see it
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    dirty = attend(*leaves, window_right=0)
+    for a, b in zip(clean, dirty, strict=True):
+        assert torch.equal(a[:, :, :3], b[:, :, :3])
+    if where == "value":  # as IEEE has it: a visible value carries its weight
+        assert torch.equal(dirty[0][:, :, 3:], torch.full_like(dirty[0][:, :, 3:], bad)) or (
+            math.isnan(bad) and dirty[0][:, :, 3:].isnan().all()
+        )
+    loss = sum((x[:, :, :3] ** 2).sum() for x in dirty)
+    assert isinstance(loss, Tensor)
+    # zero gradients into rows 3 and 4 meet NaN weights there: only dq of the rows before is theirs
+    assert torch.isfinite(gradients(loss, *leaves)[0][:, :, :3]).all()
+
+
+def test_a_visible_nan_is_not_hidden() -> None:
+    q, k, v = normal(1, 1, 2, 2), normal(1, 1, 3, 2), normal(1, 1, 3, 2)
+    v[0, 0, 1, 0] = NAN
+    mask = torch.tensor([[True, True, True], [True, False, True]]).view(1, 1, 2, 3)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = attend(*leaves, mask)[0]
+    assert out.isnan()[0, 0].tolist() == [[True, False], [False, False]]
+    grad_q = gradients(out.sum(), *leaves)[0]
+    assert grad_q.isnan().any(-1)[0, 0].tolist() == [True, False]
+
+
+def test_opposite_infinities_make_nan() -> None:
+    v = torch.tensor([INF, -INF, 1.0], dtype=torch.float64).view(1, 1, 3, 1)
+    q, k = normal(1, 1, 3, 2), normal(1, 1, 3, 2)
+    mask = torch.tensor([[1, 1, 1], [1, 0, 1], [0, 1, 1]], dtype=torch.bool).view(1, 1, 3, 3)
+    out = attend(q, k, v, mask)[0].flatten()
+    assert out[0].isnan()
+    assert out[1:].tolist() == [INF, -INF]
+
+
+def test_a_key_infinitely_far_away_gets_nothing() -> None:
+    """As IEEE has it: q . k is -inf, which is a score like any other."""
+    q, v = torch.ones(1, 1, 1, 1, dtype=torch.float64), normal(1, 1, 3, 2)
+    k = torch.tensor([0.0, -INF, 0.0], dtype=torch.float64).view(1, 1, 3, 1)
+    for options in ({}, {"window_right": 2}):
+        assert attend(q, k, v, **options)[2].flatten().tolist() == [0.5, 0.0, 0.5]
+
+
+def test_nan_in_a_mask_is_seen() -> None:
+    _, lse, w = with_scores(row(0, 0), mask=row(0, NAN))
+    assert lse.isnan().all()
+    assert w.isnan().all()
+
+
+@pytest.mark.parametrize(
+    "shape", [(0, 2, 2, 3, 4), (2, 0, 0, 3, 4), (2, 4, 2, 0, 4), (2, 4, 2, 3, 0), (0, 0, 0, 0, 0)]
+)
+@pytest.mark.parametrize("weights", [0, 1, 2])
+def test_empty_dimensions(shape: tuple[int, ...], weights: int) -> None:
+    b, h, hkv, lq, lk = shape
+    q, k, v = (
+        x.requires_grad_()
+        for x in (normal(b, h, lq, 3), normal(b, hkv, lk, 3), normal(b, hkv, lk, 2))
+    )
+    bias = normal(1, 1, lq, lk).requires_grad_()
+    out, lse, w = attend(q, k, v, bias, weights=weights, window_right=0, dropout_p=0.5, seed=SEED)
+    assert out.shape == (b, h, lq, 2)
+    assert lse.shape == (b, h, lq)
+    assert w.shape == {0: (0,), 1: (b, h, lq, lk), 2: (b, lq, lk)}[weights]
+    assert (out == 0).all()
+    assert (lse == -INF).all()
+    total = out.sum() + lse.sum() + w.sum()
+    for grad in torch.autograd.grad(total, (q, k, v, bias), allow_unused=True):
+        assert grad is None or (grad == 0).all()
+
+
+# -- dropout --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "words"),
+    [
+        # Random123's published known answers of philox4x32-10
+        ("00000000 00000000 00000000 00000000", "00000000 00000000",
+         "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+        ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff",
+         "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+        ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0",
+         "d16cfe09 94fdcceb 5001e420 24126ea1"),
+    ],
+)  # fmt: skip
+def test_philox_known_answers(counter: str, key: str, words: str) -> None:
+    def parse(text: str) -> tuple[Tensor, ...]:
+        return tuple(torch.tensor(int(word, 16)) for word in text.split())
+
+    found = reference.philox4x32(parse(counter), parse(key))  # type: ignore[arg-type]
+    assert [int(word) for word in found] == [int(word) for word in parse(words)]
+
+
+def philox_of_integers(counter: list[int], key: list[int]) -> list[int]:
+    """Philox4x32-10 once more, in Python's integers."""
+    c, k = list(counter), list(key)
+    for _ in range(10):
+        p0, p1 = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
+        c = [p1 >> 32 ^ c[1] ^ k[0], p1 & 0xFFFFFFFF, p0 >> 32 ^ c[3] ^ k[1], p0 & 0xFFFFFFFF]
+        k = [(k[0] + 0x9E3779B9) & 0xFFFFFFFF, (k[1] + 0xBB67AE85) & 0xFFFFFFFF]
+    return c
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**32, 2**63 - 1, -1, -(2**63)])
+def test_dropout_follows_the_definition(seed: int) -> None:
+    shape, p = (2, 3, 4, 19), 0.3
+    keep = reference.dropout_keep(shape, p, torch.tensor(seed))
+    assert keep.shape == shape
+    threshold = round(0.7 * 65536)
+    for b, h, i, j in [(0, 0, 0, 0), (1, 2, 3, 18), (0, 1, 2, 7), (1, 0, 3, 8), (1, 1, 0, 13)]:
+        word = philox_of_integers([i, j // 8, h, b], [seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF])
+        draw = word[j % 8 // 2] >> (16 * (j % 2)) & 0xFFFF
+        assert keep[b, h, i, j].item() == (draw < threshold)
+
+
+@pytest.mark.parametrize("p", [0.05, 0.5, 0.9])
+def test_dropout_keeps_its_share_and_the_mean(p: float) -> None:
+    shape = (2, 4, 128, 256)
+    keep = reference.dropout_keep(shape, p, torch.tensor(12345))
+    count = keep.numel()
+    sigma = math.sqrt(p * (1 - p) / count)
+    assert abs(keep.double().mean().item() - (1 - p)) < 5 * sigma + 1 / 65536
+    # no two neighbours agree more often than chance: along keys, queries, heads, batch
+    for dim in range(4):
+        a, b = keep.narrow(dim, 0, shape[dim] - 1), keep.narrow(dim, 1, shape[dim] - 1)
+        agree = (a == b).double().mean().item()
+        chance = p * p + (1 - p) * (1 - p)
+        assert abs(agree - chance) < 6 * math.sqrt(chance * (1 - chance) / a.numel())
+    q, k = torch.zeros(2, 4, 128, 4), torch.zeros(2, 4, 256, 4)
+    v = torch.ones(2, 4, 256, 1)
+    out = attend(q, k, v, dropout_p=p, seed=torch.tensor(12345))[0]
+    assert abs(out.mean().item() - 1) < 5 * sigma / (1 - p) + 1e-4
+
+
+def test_dropout_of_everything_gives_zero() -> None:
+    q, k = normal(1, 1, 3, 2).requires_grad_(), normal(1, 1, 4, 2)
+    out, lse, w = attend(q, k, k, dropout_p=1.0, seed=SEED)
+    assert (out == 0).all()
+    assert (w == 0).all()
+    assert torch.equal(lse, attend(q, k, k)[1])
+    assert (torch.autograd.grad(out.sum(), q)[0] == 0).all()
+
+
+def test_dropout_scales_what_it_keeps_by_the_share_it_keeps() -> None:
+    q, k = normal(1, 1, 3, 2), normal(1, 1, 40, 2)
+    plain = attend(q, k, k)[2]
+    dropped = attend(q, k, k, dropout_p=0.3, seed=SEED)[2]
+    keep = reference.dropout_keep((1, 1, 3, 40), 0.3, SEED)
+    torch.testing.assert_close(dropped, torch.where(keep, plain * 65536 / 45875, 0.0))
+
+
+# -- transforms -----------------------------------------------------------------------------------
+
+
+def test_vmap_hessian_and_compile() -> None:
+    q, k, v = normal(3, 1, 2, 3, 2), normal(3, 1, 2, 4, 2), normal(3, 1, 2, 4, 2)
+    bias = torch.where(normal(3, 4) > -0.5, 0.0, -INF).double().view(1, 1, 3, 4)
+    bias[:, :, 1] = -INF
+
+    def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (attend(q, k, v, bias, softcap=3.0, window_right=1)[0] ** 2).sum()
+
+    mapped = torch.func.vmap(torch.func.grad(loss, argnums=(0, 1, 2)))(q, k, v)
+    for n in range(3):
+        leaves = [x[n].clone().requires_grad_() for x in (q, k, v)]
+        for a, b in zip(mapped, torch.autograd.grad(loss(*leaves), leaves), strict=True):
+            torch.testing.assert_close(a[n], b)
+    assert torch.isfinite(torch.func.hessian(loss)(q[0], k[0], v[0])).all()
+    compiled = torch.compile(loss, fullgraph=True, dynamic=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(q[0], k[0], v[0]), loss(q[0], k[0], v[0]))
+
+
+def test_declines_nothing() -> None:
+    assert reference.why_not("scaled_dot_product_attention", normal(1, 1, 1, 1)) == []

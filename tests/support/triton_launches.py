@@ -1,0 +1,108 @@
+"""What a driver is told of launches, by a driver that writes it down.
+
+Imported in processes of their own (test_triton_launch.py): in the tests' Triton interprets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+
+from fastattn.backends import triton as backend
+from fastattn.backends.primitives import SinusoidalOptions
+from fastattn.backends.triton import _launch
+from fastattn.testing import triton_aot
+
+told: list[tuple[Any, ...]] = []
+by_triton: list[Any] = []  # the kernels that went through Triton's own launch
+
+
+def _told(*args: Any) -> None:
+    told.append(args)
+
+
+driver = triton_aot.Driver(triton_aot.CHIPS["sm_90"].target, _told)
+triton.runtime.driver.set_active(driver)
+_launch.architecture_of = lambda device: "sm_90"
+_run = triton.runtime.JITFunction.run
+
+
+def _noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+    by_triton.append(self)
+    return _run(self, *args, **kwargs)
+
+
+triton.runtime.JITFunction.run = _noted
+
+
+def launches(call: Callable[[], Any]) -> tuple[list[Any], bool]:
+    """What the driver is told by a call, and whether Triton's own launch told it."""
+    told.clear()
+    by_triton.clear()
+    call()
+    return [(args[:5], _numbers(args[9:])) for args in told], bool(by_triton)
+
+
+def _numbers(args: Any) -> list[Any]:
+    """Without tensors, which are others in each call; their place and their dtype count."""
+    return [
+        _numbers(x) if isinstance(x, tuple) else (x.dtype if isinstance(x, torch.Tensor) else x)
+        for x in args
+    ]
+
+
+def sinusoidal(
+    rows: int = 48, dtype: torch.dtype = torch.float32, offset: int = 0
+) -> Callable[[], Any]:
+    x = torch.empty(2, rows, 64, dtype=dtype, device="meta")
+    return lambda: backend.sinusoidal_encoding(
+        x, None, options=SinusoidalOptions(offset, scale=8.0)
+    )
+
+
+# -- the tests ------------------------------------------------------------------------------------
+
+
+def a_warm_launch_is_that_of_triton() -> None:
+    first, again = launches(sinusoidal()), launches(sinusoidal())
+    assert first[1], "the first launch did not go through Triton"
+    assert not again[1], "the second did"
+    assert first[0] == again[0], (first, again)
+    for other in (sinusoidal(32), sinusoidal(dtype=torch.bfloat16), sinusoidal(offset=1)):
+        assert launches(other)[1], "a kernel that was compiled for another call"
+    assert not launches(sinusoidal(32))[1]
+
+
+def a_profiler_is_told() -> None:
+    def hook(metadata: Any) -> None:
+        pass
+
+    launches(sinusoidal())
+    triton.knobs.runtime.launch_enter_hook.add(hook)
+    assert launches(sinusoidal())[1]
+    triton.knobs.runtime.launch_enter_hook.remove(hook)
+    assert not launches(sinusoidal())[1]
+
+
+def a_launch_is_on_the_current_stream() -> None:
+    for stream in (7, 9):  # Triton's own launch, then one that is found again
+        driver.stream = stream
+        (found, _), *rest = launches(sinusoidal(40))[0]
+        assert not rest
+        assert found[3] == stream, found
+
+
+def every_kernel_is_found_again() -> None:
+    kernels = set()
+    for work in triton_aot.work(complete=True):
+        if work.width > 128 or work.dtype == torch.float32:
+            continue
+        first = launches(work.call)
+        kernels |= {kernel.__name__ for kernel in by_triton}
+        again = launches(work.call)
+        assert not again[1], work
+        assert first[0] == again[0], work
+    assert len(kernels) > 15, kernels
