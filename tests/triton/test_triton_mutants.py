@@ -40,7 +40,7 @@ class Mutant:
         return f"{self.op}-{self.name}"
 
 
-FORWARD, BACKWARD, HOP_KERNELS = "_sdpa_forward", "_sdpa_backward", "_hops_kernels"
+FORWARD, BACKWARD, HOP_KERNELS = "_sdpa_forward", "_sdpa_backward", "_memory_hops_kernels"
 MUTANTS = (
     Mutant("a_sum_is_not_rescaled", "_core", "l * shrink + tl.sum(p, axis=1)", "l + tl.sum(p, axis=1)", "results-0-out-lse"),
     Mutant("an_output_is_not_rescaled", FORWARD, "acc * shrink[:, None]", "acc", "results-0-out-lse", dtype="bfloat16"),
