@@ -3,7 +3,7 @@
 `fastattn._cpu` is csrc/cpu/kernels/*.cpp, each compiled once per instruction set,
 csrc/cpu/peaks/*.cpp, each compiled for its own unit, and csrc/cpu/*.cpp, compiled once for the
 baseline. `fastattn._cuda`, where there is an nvcc, is
-csrc/cuda/kernels/*.cu, each compiled once per element type, and csrc/cuda/*.cpp. A module that
+csrc/cuda/kernels/**/*.cu, each compiled once per element type, and csrc/cuda/*.cpp. A module that
 cannot be built is left out and the library runs without it; `fastattn/_build.json` records what was
 built, how, and why anything was not, for `python -m fastattn info` to tell.
 
@@ -242,7 +242,7 @@ def plan_cpu() -> Plan:
 
 
 def is_for_hopper(source: Path) -> bool:
-    return source.stem.startswith("hopper")
+    return source.parent.name == "hopper"
 
 
 def cuda_elements(source: Path) -> tuple[str, ...]:
@@ -312,13 +312,16 @@ def plan_cuda() -> Plan:
     flags = [*common, *architecture_flags(archs)]
     hopper = "90a" in archs.split(";")  # its kernels are for no other
     objects = []
-    for source in sorted((ROOT / "csrc/cuda/kernels").glob("*.cu")):
+    kernels = ROOT / "csrc/cuda/kernels"
+    for source in sorted(kernels.rglob("*.cu")):
         if is_for_hopper(source) and not hopper:
             continue
         chosen = [*common, HOPPER_ARCH] if is_for_hopper(source) else flags
+        # With the folder: an operator has the same file name in each.
+        name = source.relative_to(kernels).with_suffix("")
         for element in cuda_elements(source):
             told = [*chosen, f"-DFASTATTN_ELEMENT={element}"]
-            objects.append((source, f"{source.stem}.{element}.o", told))
+            objects.append((source, f"{name}.{element}.o", told))
     includes = (sysconfig.get_paths()["include"], pybind11.get_include())
     host = [*words("CXXFLAGS"), "-std=c++17", "-fPIC", "-fvisibility=hidden", "-O2", "-Wall"]
     host += [*(f"-isystem{path}" for path in includes), f'-DFASTATTN_CUDA_ARCHS="{archs}"']

@@ -15,7 +15,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 SOURCE, SOURCE_Q, SOURCE_KV = (
-    (HERE.parent / f"csrc/cuda/kernels/hopper_{name}.h").read_text()
+    (HERE.parent / f"csrc/cuda/kernels/hopper/sdpa_{name}.h").read_text()
     for name in ("forward", "backward_q", "backward_kv")
 )
 WIDTHS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))

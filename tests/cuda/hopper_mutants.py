@@ -33,7 +33,7 @@ CASES: list[Case | VarlenCase] = [
     replace(PACKED[1], grads=(), after=(90, 40)),
 ]
 
-FORWARD, SHARED, HOST = "hopper_forward.h", "hopper.h", "hopper_host.h"
+FORWARD, SHARED, HOST = "hopper/sdpa_forward.h", "hopper/common.h", "hopper/host.h"
 _STEP = "      await_values();\n      wgmma_wait<1>();\n      if (j > 0) end_values();"
 _LAST = "      await_values();\n      wgmma_wait<0>();\n      if (j > 0) end_values();"
 _OPTIONS = "        begin_scores(scores[0]);\n        wgmma_wait<0>();\n        end_scores(scores[0]);\n        if (j > 0) end_values();\n        if (j + 1 == work.count) release(k.q_empty);\n"
@@ -147,7 +147,7 @@ GRADIENTS: list[Case | VarlenCase] = [
     ),
     replace(EDGE, name="steep", scale=1e4),
 ]
-KV, Q = "hopper_backward_kv.h", "hopper_backward_q.h"
+KV, Q = "hopper/sdpa_backward_kv.h", "hopper/sdpa_backward_q.h"
 _SUM = "        mbarrier_wait(k.k_full, k_ring.parity);\n        k.for_each_step"
 _FULL = "      mbarrier_wait(k.full + stage, ring.parity);\n"
 _LANDED = "      mbarrier_wait(k.landed + stage, ring.parity);\n"

@@ -25,7 +25,7 @@ needs_nvcc = pytest.mark.skipif(NVCC is None, reason="there is no nvcc here")
 def compiled(source: Path, element: str, arch: str, folder: Path) -> dict[str, dict[str, int]]:
     """What ptxas says of every kernel: registers, and bytes of stack and spills."""
     assert NVCC is not None
-    ptx = "90a" if sass.is_for_hopper(source) else "80"  # as setup.py
+    ptx = "90a" if emulator.is_for_hopper(source) else "80"  # as setup.py
     command = [NVCC, "-std=c++17", "-O3", f"-gencode=arch=compute_{ptx},code=sm_{arch}", "-cubin"]
     command += [f"-DFASTATTN_ELEMENT={element}", "-Xptxas=-v", "-Werror=all-warnings"]
     command += [str(source), "-o", str(folder / f"{source.stem}.{element}.{arch}.cubin")]
@@ -50,14 +50,14 @@ def compiled(source: Path, element: str, arch: str, folder: Path) -> dict[str, d
 
 def check(source: Path, element: str, arch: str, folder: Path) -> None:
     kernels = compiled(source, element, arch, folder)
-    assert len(kernels) == sass.KERNELS[source.stem], list(kernels)
+    assert len(kernels) == sass.KERNELS[sass.name_of(source)], list(kernels)
     spilling = {
         name: report
         for name, report in kernels.items()
         if report["stack"] or report["stores"] or report["loads"]
     }
     assert not spilling
-    if sass.is_for_hopper(source):
+    if emulator.is_for_hopper(source):
         check_instructions(source, folder / f"{source.stem}.{element}.{arch}.cubin")
 
 
@@ -65,8 +65,8 @@ def check(source: Path, element: str, arch: str, folder: Path) -> None:
 
 
 def constant(name: str) -> int:
-    """An int of hopper.h."""
-    found = re.search(rf"{name} = (\d+)", (ROOT / "csrc/cuda/kernels/hopper.h").read_text())
+    """An int of hopper/common.h."""
+    found = re.search(rf"{name} = (\d+)", (sass.FOLDER / "hopper/common.h").read_text())
     assert found, name
     return int(found[1])
 
@@ -88,7 +88,7 @@ def check_instructions(source: Path, cubin: Path) -> None:
             (producer, "kProducerRegisters"),
         ):
             assert sass.highest_register(lines) < constant(registers), (name, registers)
-        if source.stem == "hopper_forward":
+        if source.stem == "sdpa_forward":
             check_overlap(name, consumer)
         elif "_kv_" in name:
             check_weights_beside_product(name, consumer)
@@ -157,7 +157,7 @@ def check_weights_beside_product(name: str, lines: list[str]) -> None:
 
 
 def test_every_source_has_a_documented_count() -> None:
-    assert [source.stem for source in sass.SOURCES] == sorted(sass.KERNELS)
+    assert sorted(map(sass.name_of, sass.SOURCES)) == sorted(sass.KERNELS)
     told = (ROOT / "docs/cuda-kernels.md").read_text()
     everywhere, for_hopper = sass.documented()
     assert f"{everywhere} an architecture" in told
@@ -182,12 +182,12 @@ def test_the_page_on_hopper_has_the_numbers_of_the_source() -> None:
 
 @needs_nvcc
 def test_the_forward_kernels_do_not_spill(tmp_path: Path) -> None:
-    check(ROOT / "csrc/cuda/kernels/sdpa_forward.cu", "Bf16", "80", tmp_path)
+    check(sass.FOLDER / "sdpa_forward.cu", "Bf16", "80", tmp_path)
 
 
 @needs_nvcc
 def test_the_forward_kernels_for_hopper_overlap(tmp_path: Path) -> None:
-    check(ROOT / "csrc/cuda/kernels/hopper_forward.cu", "Bf16", "90a", tmp_path)
+    check(sass.FOLDER / "hopper/sdpa_forward.cu", "Bf16", "90a", tmp_path)
 
 
 @needs_nvcc
@@ -195,10 +195,10 @@ def test_the_forward_kernels_for_hopper_overlap(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "element", "arch"),
     [
-        pytest.param(source, element, arch, id=f"{source.stem}-{element}-{arch}")
+        pytest.param(source, element, arch, id=f"{sass.name_of(source)}-{element}-{arch}")
         for source in sass.SOURCES
         for element in emulator.elements(source)
-        for arch in (["90a"] if sass.is_for_hopper(source) else ["80", "90"])
+        for arch in (["90a"] if emulator.is_for_hopper(source) else ["80", "90"])
     ],
 )
 def test_no_kernel_spills(source: Path, element: str, arch: str, tmp_path: Path) -> None:

@@ -252,11 +252,11 @@ MUTANTS = [
         for name, old, new in mutants
     ),
     *(
-        Mutant(*told, table="hopper", sources=("hopper_forward",))
+        Mutant(*told, table="hopper", sources=("hopper/sdpa_forward",))
         for told in hopper_mutants.MUTANTS
     ),
     *(
-        Mutant(*told, table="hopper_backward", sources=("hopper_backward",))
+        Mutant(*told, table="hopper_backward", sources=("hopper/sdpa_backward",))
         for told in hopper_mutants.BACKWARD
     ),
 ]  # fmt: skip

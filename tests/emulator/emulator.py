@@ -59,9 +59,13 @@ def _emulator() -> Iterable[Unit]:
         yield source, source.stem, ["-O2"]
 
 
+def is_for_hopper(source: Path) -> bool:
+    return source.parent.name == "hopper"
+
+
 def elements(source: Path) -> tuple[str, ...]:
     """The element types that kernels are compiled for; tf32 is float32 to all but attention."""
-    if source.stem.startswith("hopper"):
+    if is_for_hopper(source):
         return ("Bf16", "F16")
     return ("Bf16", "F16", "F32", *(["Tf32"] if source.stem.startswith("sdpa") else []))
 
@@ -69,10 +73,13 @@ def elements(source: Path) -> tuple[str, ...]:
 def _kernels(csrc: Path) -> Iterable[Unit]:
     for source in sorted((csrc / "cuda").glob("*.cpp")):
         yield source, source.stem, ["-O1", *_python_flags()]
-    for source in sorted((csrc / "cuda/kernels").glob("*.cu")):
+    kernels = csrc / "cuda/kernels"
+    for source in sorted(kernels.rglob("*.cu")):
+        # With the folder: an operator has the same file name in each.
+        name = source.relative_to(kernels).with_suffix("")
         for element in elements(source):
             flags = ["-O1", "-x", "c++", f"-DFASTATTN_ELEMENT={element}"]
-            yield source, f"{source.stem}.{element}", flags
+            yield source, f"{name}.{element}", flags
 
 
 def _run(command: list[str]) -> None:
@@ -95,6 +102,7 @@ def _compile(unit: Unit, folder: Path, extra: Flags) -> Path:
     source, stem, flags = unit
     target = folder / f"{stem}.o"
     if not _is_current(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
         command = [*compiler(), *COMMON, *extra, f"-I{ROOT / 'tests'}", *flags]
         _run([*command, "-MMD", "-MF", f"{target}.d", "-c", str(source), "-o", f"{target}.new"])
         os.replace(f"{target}.new", target)

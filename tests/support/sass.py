@@ -11,7 +11,8 @@ from pathlib import Path
 
 import emulator
 
-SOURCES = sorted((emulator.ROOT / "csrc/cuda/kernels").glob("*.cu"))
+FOLDER = emulator.ROOT / "csrc/cuda/kernels"
+SOURCES = sorted(FOLDER.rglob("*.cu"))
 
 # docs/cuda-kernels.md names them. Of each element type:
 KERNELS = {
@@ -21,8 +22,8 @@ KERNELS = {
     "sdpa_weights": 4,
     "encode_memory": 6,
     "hopfield": 2,
-    "hopper_backward": 22,
-    "hopper_forward": 10,
+    "hopper/sdpa_backward": 22,
+    "hopper/sdpa_forward": 10,
     "memory_hops": 15,
     "decode": 5,
     "sinusoidal": 2,
@@ -84,15 +85,17 @@ def highest_register(lines: list[str]) -> int:
     return max(int(n) for line in lines for n in re.findall(r"\bR(\d+)\b", line))
 
 
-def is_for_hopper(source: Path) -> bool:
-    return source.stem.startswith("hopper")
+def name_of(source: Path) -> str:
+    return source.relative_to(FOLDER).with_suffix("").as_posix()
 
 
 def documented() -> tuple[int, int]:
     """Kernels of an architecture, and beside them those for Hopper."""
     counts = {True: 0, False: 0}
     for source in SOURCES:
-        counts[is_for_hopper(source)] += len(emulator.elements(source)) * KERNELS[source.stem]
+        counts[emulator.is_for_hopper(source)] += (
+            len(emulator.elements(source)) * KERNELS[name_of(source)]
+        )
     return counts[False], counts[True]
 
 

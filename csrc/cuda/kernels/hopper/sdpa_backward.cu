@@ -1,9 +1,9 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "hopper_backward_kv.h"
-#include "hopper_backward_q.h"
-#include "hopper_host.h"
+#include "host.h"
+#include "sdpa_backward_kv.h"
+#include "sdpa_backward_q.h"
 
 namespace fastattn {
 namespace cuda {

@@ -1,9 +1,9 @@
 // From the arguments of a call to those of a kernel for Hopper, on the host.
 #pragma once
-#include "../launch.h"
-#include "../tensor_map.h"
-#include "choose.h"
-#include "hopper.h"
+#include "../../launch.h"
+#include "../../tensor_map.h"
+#include "../choose.h"
+#include "common.h"
 
 namespace fastattn {
 namespace cuda {

@@ -4,14 +4,14 @@
 // One warpgroup, the producer, gives most of its registers to two others, the consumers. Its first
 // warp loads; its second clears what must not be read. See docs/hopper.md.
 #pragma once
-#include "../ptx/barrier.h"
-#include "../ptx/registers.h"
-#include "../ptx/tma.h"
-#include "../ptx/wgmma.h"
-#include "sdpa_pairs.h"
-#include "scores.h"
-#include "varlen.h"
-#include "softmax.h"
+#include "../../ptx/barrier.h"
+#include "../../ptx/registers.h"
+#include "../../ptx/tma.h"
+#include "../../ptx/wgmma.h"
+#include "../scores.h"
+#include "../sdpa_pairs.h"
+#include "../softmax.h"
+#include "../varlen.h"
 
 namespace fastattn {
 namespace cuda {

@@ -6,8 +6,8 @@
 // Up to 128 columns a consumer has 64 keys and both sums of theirs; beyond, where registers hold
 // only one, the two consumers have the same 64 keys, and one sums dV, the other dK.
 #pragma once
-#include "sdpa_pairs.h"
-#include "hopper.h"
+#include "../sdpa_pairs.h"
+#include "common.h"
 
 namespace fastattn {
 namespace cuda {

@@ -3,9 +3,9 @@
 // S = Q K^T, dP and the last dS K are on the tensor cores at once, while the other consumer
 // computes dS.
 #pragma once
-#include "sdpa_pairs.h"
-#include "hopper.h"
-#include "softmax.h"
+#include "../sdpa_pairs.h"
+#include "../softmax.h"
+#include "common.h"
 
 namespace fastattn {
 namespace cuda {

@@ -1,9 +1,9 @@
-#include "hopper_forward.h"
+#include "sdpa_forward.h"
 
 #include <algorithm>
 #include <type_traits>
 
-#include "hopper_host.h"
+#include "host.h"
 
 namespace fastattn {
 namespace cuda {

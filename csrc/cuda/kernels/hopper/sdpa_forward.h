@@ -8,8 +8,8 @@
 #pragma once
 #include <type_traits>
 
-#include "hopper.h"
-#include "softmax.h"
+#include "../softmax.h"
+#include "common.h"
 
 namespace fastattn {
 namespace cuda {
