@@ -36,23 +36,23 @@ CASES: list[Case | VarlenCase] = [
 FORWARD, SHARED, HOST = "hopper/sdpa_forward.h", "hopper/common.h", "hopper/host.h"
 _STEP = "      await_values();\n      wgmma_wait<1>();\n      if (j > 0) end_values();"
 _LAST = "      await_values();\n      wgmma_wait<0>();\n      if (j > 0) end_values();"
-_OPTIONS = "        begin_scores(scores[0]);\n        wgmma_wait<0>();\n        end_scores(scores[0]);\n        if (j > 0) end_values();\n        if (j + 1 == work.count) release(k.q_empty);\n"
+_OPTIONS = "        begin_scores(scores[0]);\n        wgmma_wait<0>();\n        end_scores(scores[0]);\n        if (j > 0) end_values();\n        if (j + 1 == work.count) release(kernel.q_empty);\n"
 # name, file, old, new and, if nothing can see it here, why.
 MUTANTS: list[tuple[str, ...]] = [
     # barriers of the consumers
-    ("K is not waited for", FORWARD, "      mbarrier_wait(k.k_full + k_ring.stage, k_ring.parity);\n", ""),
-    ("K of the phase before", FORWARD, "k.k_full + k_ring.stage, k_ring.parity)", "k.k_full + k_ring.stage, k_ring.parity ^ 1)"),
-    ("V is not waited for", FORWARD, "      mbarrier_wait(k.v_full + v_ring.stage, v_ring.parity);\n", ""),
-    ("V of the phase before", FORWARD, "k.v_full + v_ring.stage, v_ring.parity)", "k.v_full + v_ring.stage, v_ring.parity ^ 1)"),
-    ("Q is not waited for", FORWARD, "        mbarrier_wait(k.q_full, q_ring.parity);\n", ""),
-    ("Q of the first tile", FORWARD, "mbarrier_wait(k.q_full, q_ring.parity)", "mbarrier_wait(k.q_full, 0)"),
+    ("K is not waited for", FORWARD, "      mbarrier_wait(kernel.k_full + k_ring.stage, k_ring.parity);\n", ""),
+    ("K of the phase before", FORWARD, "kernel.k_full + k_ring.stage, k_ring.parity)", "kernel.k_full + k_ring.stage, k_ring.parity ^ 1)"),
+    ("V is not waited for", FORWARD, "      mbarrier_wait(kernel.v_full + v_ring.stage, v_ring.parity);\n", ""),
+    ("V of the phase before", FORWARD, "kernel.v_full + v_ring.stage, v_ring.parity)", "kernel.v_full + v_ring.stage, v_ring.parity ^ 1)"),
+    ("Q is not waited for", FORWARD, "        mbarrier_wait(kernel.q_full, q_ring.parity);\n", ""),
+    ("Q of the first tile", FORWARD, "mbarrier_wait(kernel.q_full, q_ring.parity)", "mbarrier_wait(kernel.q_full, 0)"),
     ("Q is the same for all tiles", FORWARD, "        q_ring.advance();\n      }\n      finish", "      }\n      finish"),
     # what is released too early, or never
-    ("K is released while it is read", FORWARD, "                                  b + Shape::KTile::columns_at(step), step > 0);\n      wgmma_commit();\n    }\n\n    // It has been computed.\n    FASTATTN_DEVICE void end_scores(Scores& s) {\n      wgmma_arrived(s);\n      release(k.k_empty + k_ring.stage);", "                                  b + Shape::KTile::columns_at(step), step > 0);\n      wgmma_commit();\n      release(k.k_empty + k_ring.stage);\n    }\n\n    // It has been computed.\n    FASTATTN_DEVICE void end_scores(Scores& s) {\n      wgmma_arrived(s);"),
+    ("K is released while it is read", FORWARD, "                                  b + Shape::KTile::columns_at(step), step > 0);\n      wgmma_commit();\n    }\n\n    // It has been computed.\n    FASTATTN_DEVICE void end_scores(Scores& s) {\n      wgmma_arrived(s);\n      release(kernel.k_empty + k_ring.stage);", "                                  b + Shape::KTile::columns_at(step), step > 0);\n      wgmma_commit();\n      release(kernel.k_empty + k_ring.stage);\n    }\n\n    // It has been computed.\n    FASTATTN_DEVICE void end_scores(Scores& s) {\n      wgmma_arrived(s);"),
     ("V is released while it is read", FORWARD, _STEP, "      await_values();\n      if (j > 0) end_values();\n      wgmma_wait<1>();"),
-    ("the V that comes is released", FORWARD, "release(k.v_empty + v_ring.previous())", "release(k.v_empty + v_ring.stage)"),
-    ("Q is released while it is read", FORWARD, _OPTIONS, "        begin_scores(scores[0]);\n        if (j + 1 == work.count) release(k.q_empty);\n        wgmma_wait<0>();\n        end_scores(scores[0]);\n        if (j > 0) end_values();\n"),
-    ("Q is never released", FORWARD, "      release(k.q_empty);\n      float shrink", "      float shrink"),
+    ("the V that comes is released", FORWARD, "release(kernel.v_empty + v_ring.previous())", "release(kernel.v_empty + v_ring.stage)"),
+    ("Q is released while it is read", FORWARD, _OPTIONS, "        begin_scores(scores[0]);\n        if (j + 1 == work.count) release(kernel.q_empty);\n        wgmma_wait<0>();\n        end_scores(scores[0]);\n        if (j > 0) end_values();\n"),
+    ("Q is never released", FORWARD, "      release(kernel.q_empty);\n      float shrink", "      float shrink"),
     ("every thread releases", FORWARD, "if (lane == 0) mbarrier_arrive(barrier);", "mbarrier_arrive(barrier);"),
     ("one consumer is enough", FORWARD, "kConsumerWarps = 4 * hopper::kConsumers", "kConsumerWarps = 4"),
     # products
@@ -67,7 +67,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("weights of the buffer that comes", FORWARD, "        step(work, j + 1, scores[1], scores[0]);", "        step(work, j + 1, scores[0], scores[1]);"),
     ("both consumers have the first queries", FORWARD, "of_rows() + 64 * 128 * consumer", "of_rows()"),
     # turns
-    ("a turn is kept", FORWARD, "      pass_turn();\n      release(k.q_empty);", "      release(k.q_empty);"),
+    ("a turn is kept", FORWARD, "      pass_turn();\n      release(kernel.q_empty);", "      release(kernel.q_empty);"),
     ("a turn is left", FORWARD, "  if (Shape::kOverlapped && consumer == 0) me.await_turn();\n", ""),
     # the producer
     ("Q is loaded too early", FORWARD, "      mbarrier_wait(q_empty, q_ring.parity ^ 1);\n", ""),
@@ -148,24 +148,24 @@ GRADIENTS: list[Case | VarlenCase] = [
     replace(EDGE, name="steep", scale=1e4),
 ]
 KV, Q = "hopper/sdpa_backward_kv.h", "hopper/sdpa_backward_q.h"
-_SUM = "        mbarrier_wait(k.k_full, k_ring.parity);\n        k.for_each_step"
-_FULL = "      mbarrier_wait(k.full + stage, ring.parity);\n"
-_LANDED = "      mbarrier_wait(k.landed + stage, ring.parity);\n"
-_ENDS = "      wgmma_wait<0>();\n      if (kDv) wgmma_arrived(dv);\n      if (kDk) wgmma_arrived(dk);\n      release(k.empty + stage);\n"
+_SUM = "        mbarrier_wait(kernel.k_full, k_ring.parity);\n        kernel.for_each_step"
+_FULL = "      mbarrier_wait(kernel.full + stage, ring.parity);\n"
+_LANDED = "      mbarrier_wait(kernel.landed + stage, ring.parity);\n"
+_ENDS = "      wgmma_wait<0>();\n      if (kDv) wgmma_arrived(dv);\n      if (kDk) wgmma_arrived(dk);\n      release(kernel.empty + stage);\n"
 _SCORES = "        begin_scores();\n        wgmma_wait<0>();\n        wgmma_arrived(s);\n        wgmma_arrived(dp);\n"
-_FREE = "        if (j + 1 == work.count) release(k.q_empty);\n"
+_FREE = "        if (j + 1 == work.count) release(kernel.q_empty);\n"
 BACKWARD: list[tuple[str, ...]] = [
     # dK and dV: barriers
-    ("K and V are not waited for", KV, _SUM, "        k.for_each_step"),
-    ("K and V of the first tile", KV, "mbarrier_wait(k.k_full, k_ring.parity)", "mbarrier_wait(k.k_full, 0)"),
+    ("K and V are not waited for", KV, _SUM, "        kernel.for_each_step"),
+    ("K and V of the first tile", KV, "mbarrier_wait(kernel.k_full, k_ring.parity)", "mbarrier_wait(kernel.k_full, 0)"),
     ("K and V are the same for all tiles", KV, "        k_ring.advance();\n      }\n    }\n\n    FASTATTN_DEVICE void store", "      }\n    }\n\n    FASTATTN_DEVICE void store"),
-    ("K and V are never released", KV, "        release(k.k_empty);\n", ""),
+    ("K and V are never released", KV, "        release(kernel.k_empty);\n", ""),
     ("K is enough", KV, "mbarrier_init(k_full, 2);", "mbarrier_init(k_full, 1);"),
     ("Q is enough", KV, "mbarrier_init(landed + n, 2);", "mbarrier_init(landed + n, 1);"),
     ("Q and dO are not waited for", KV, _LANDED + _FULL, ""),
     ("stats are not waited for", KV, _FULL, ""),
     ("Q and dO of the phase before", KV, _LANDED + _FULL, _LANDED + _FULL.replace("parity", "parity ^ 1")),
-    ("Q and dO are released while they are read", KV, _ENDS, "      release(k.empty + stage);\n" + _ENDS.replace("      release(k.empty + stage);\n", "")),
+    ("Q and dO are released while they are read", KV, _ENDS, "      release(kernel.empty + stage);\n" + _ENDS.replace("      release(kernel.empty + stage);\n", "")),
     ("the last products are not waited for", KV, _ENDS, _ENDS.replace("      wgmma_wait<0>();\n", "")),
     ("dP is not waited for", KV, "      wgmma_wait<0>();\n      wgmma_arrived(s);\n", "      wgmma_wait<1>();\n      wgmma_arrived(s);\n"),
     ("S is not waited for", KV, "wgmma_wait<kDk ? 1 : 0>();", "wgmma_wait<2>();"),
@@ -188,7 +188,7 @@ BACKWARD: list[tuple[str, ...]] = [
     ("the query before", KV, "!sees.has(i0 + column)", "!sees.has(i0 + column + 1)"),
     ("what is not seen is multiplied", KV, "return kEdge && weight == 0.0f ? 0.0f : weight", "return weight"),
     ("keys see every query", KV, "{j, j + sees[r].has(i)}", "{j, j + 1}"),
-    ("stats of the other step", KV, "k.stats + ring.stage * kQueries", "k.stats + (1 - ring.stage) * kQueries"),
+    ("stats of the other step", KV, "kernel.stats + ring.stage * kQueries", "kernel.stats + (1 - ring.stage) * kQueries"),
     ("the neighbour's delta", KV, "gradient[1] - delta[1]", "gradient[1] - delta[0]"),
     ("the draws of the first key", KV, "options.words(i, j)", "options.words(i, j0)"),
     ("stats in other units", KV, "hopper::prepared<kGeneral>", "hopper::prepared<true>"),
@@ -205,29 +205,29 @@ BACKWARD: list[tuple[str, ...]] = [
     ("the first tile is written", KV, "find(anew(static_cast<unsigned>(tile)), again);", "find(0, again);"),
     ("both sum dK", KV, "kernel.template consume<false, true>(consumer);", "kernel.template consume<true, false>(consumer);"),
     # dQ: barriers
-    ("Q and dO of dQ are not waited for", Q, "        mbarrier_wait(k.q_full, q_ring.parity);\n", ""),
-    ("Q and dO of the first tile", Q, "mbarrier_wait(k.q_full, q_ring.parity)", "mbarrier_wait(k.q_full, 0)"),
+    ("Q and dO of dQ are not waited for", Q, "        mbarrier_wait(kernel.q_full, q_ring.parity);\n", ""),
+    ("Q and dO of the first tile", Q, "mbarrier_wait(kernel.q_full, q_ring.parity)", "mbarrier_wait(kernel.q_full, 0)"),
     ("Q is enough for dQ", Q, "mbarrier_init(q_full, 2);", "mbarrier_init(q_full, 1);"),
-    ("K is not waited for", Q, "      mbarrier_wait(k.k_full + ring.stage, ring.parity);\n", ""),
-    ("V is not waited for", Q, "      mbarrier_wait(k.v_full + ring.stage, ring.parity);\n", ""),
-    ("K of the phase before", Q, "k.k_full + ring.stage, ring.parity)", "k.k_full + ring.stage, ring.parity ^ 1)"),
+    ("K is not waited for", Q, "      mbarrier_wait(kernel.k_full + ring.stage, ring.parity);\n", ""),
+    ("V is not waited for", Q, "      mbarrier_wait(kernel.v_full + ring.stage, ring.parity);\n", ""),
+    ("K of the phase before", Q, "kernel.k_full + ring.stage, ring.parity)", "kernel.k_full + ring.stage, ring.parity ^ 1)"),
     ("Q and dO of dQ are released while they are read", Q, _SCORES + "        if (j > 0) end_product();\n" + _FREE, "        begin_scores();\n" + _FREE + _SCORES.replace("        begin_scores();\n", "") + "        if (j > 0) end_product();\n"),
     ("Q and dO of dQ are never released", Q, _FREE + "        if (!kGeneral", "        if (!kGeneral"),
     ("Q and dO of dQ are loaded too early", Q, "      mbarrier_wait(q_empty, q_ring.parity ^ 1);\n", ""),
     ("K is loaded too early", Q, "        mbarrier_wait(empty + stage, ring.parity ^ 1);\n", ""),
-    ("the K that comes is released", Q, "release(k.empty + ring.previous())", "release(k.empty + ring.stage)"),
+    ("the K that comes is released", Q, "release(kernel.empty + ring.previous())", "release(kernel.empty + ring.stage)"),
     ("the last product is not waited for", Q, "      wgmma_wait<0>();\n      end_product();", "      end_product();"),
     ("S and dP are not waited for", Q, _SCORES, _SCORES.replace("<0>", "<1>")),
     ("dP adds to what was there", Q, "of_v + Shape::VTile::columns_at(step), step > 0)", "of_v + Shape::VTile::columns_at(step), true)"),
-    ("both have the first queries", Q, "k.q_tile.of_rows() + 64 * 128 * consumer", "k.q_tile.of_rows()"),
-    ("both have the first dO", Q, "k.g_tile.of_rows() + 64 * 128 * consumer", "k.g_tile.of_rows()"),
+    ("both have the first queries", Q, "kernel.q_tile.of_rows() + 64 * 128 * consumer", "kernel.q_tile.of_rows()"),
+    ("both have the first dO", Q, "kernel.g_tile.of_rows() + 64 * 128 * consumer", "kernel.g_tile.of_rows()"),
     ("dQ goes on from tile to tile", Q, "n < Shape::kQ / 2; ++n) dq", "n < 1; ++n) dq"),
     ("rows that do not come are announced", Q, "g_tile.load(g.map, q_full, given.tile_rows * group,", "g_tile.load(g.map, q_full, hopper::kRows,"),
     # dQ: clearing, and which pairs
     ("keys are not cleared", Q, "return work.keys.has(work.key(j) + row);", "return true;"),
     ("one parity for both stages", Q, "landed ^= 1 << ring.stage", "landed ^= 1"),
     ("edges are no edges for K", Q, "(work.is_edge(j, given.Lk) ? k_landed : k_full)", "k_full"),
-    ("keys behind a mask are not cleared", Q, "if (masked) hopper::clear_unseen", "if (false) hopper::clear_unseen"),
+    ("keys behind a mask are not cleared", Q, "if (masked)\n        hopper::clear_unseen", "if (false)\n        hopper::clear_unseen"),
     ("flags have one buffer", Q, "flags ^= 1", "flags"),
     ("no delta", Q, "weight * (dp[at] - row.delta)", "weight * dp[at]"),
     ("the next step is all seen", Q, "all_seen.has(j))", "all_seen.has(j + 1))"),

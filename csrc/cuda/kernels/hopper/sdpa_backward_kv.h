@@ -197,7 +197,7 @@ struct HopperBackwardKv {
   // kDk, kDv: the gradients that it sums.
   template <bool kDk, bool kDv>
   struct Consumer {
-    const HopperBackwardKv& k;  // the kernel
+    const HopperBackwardKv& kernel;
     float dk[kDk ? Shape::kQ / 2 : 1], dv[kDv ? Shape::kV / 2 : 1];
     float s[kQueries / 2], dp[kQueries / 2];
     uint32_t weights[kDv ? kQueries / 16 : 1][4], ds[kDk ? kQueries / 16 : 1][4];
@@ -205,13 +205,13 @@ struct HopperBackwardKv {
     Ring ring;
     MatrixDescriptor k_rows, v_rows, q_rows, g_rows, q_columns, g_columns;  // of the first buffers
 
-    FASTATTN_DEVICE Consumer(const HopperBackwardKv& kernel, int consumer) : k(kernel) {
-      k_rows = k.k_tile.of_rows() + first_row(consumer) * 128;
-      v_rows = k.v_tile.of_rows() + first_row(consumer) * 128;
-      q_rows = k.q_tile(0).of_rows();
-      g_rows = k.g_tile(0).of_rows();
-      q_columns = k.q_tile(0).of_columns();
-      g_columns = k.g_tile(0).of_columns();
+    FASTATTN_DEVICE Consumer(const HopperBackwardKv& kernel, int consumer) : kernel(kernel) {
+      k_rows = kernel.k_tile.of_rows() + first_row(consumer) * 128;
+      v_rows = kernel.v_tile.of_rows() + first_row(consumer) * 128;
+      q_rows = kernel.q_tile(0).of_rows();
+      g_rows = kernel.g_tile(0).of_rows();
+      q_columns = kernel.q_tile(0).of_columns();
+      g_columns = kernel.g_tile(0).of_columns();
     }
 
     // Of the tile.
@@ -239,9 +239,9 @@ struct HopperBackwardKv {
       FASTATTN_UNROLL
       for (int n = 0; kDv && n < Shape::kV / 2; ++n) dv[n] = 0.0f;
       if (work.begin < work.queries.end) {
-        mbarrier_wait(k.k_full, k_ring.parity);
-        k.for_each_step(work, [&](int h, int i0) { step(work, h, i0); });
-        release(k.k_empty);
+        mbarrier_wait(kernel.k_full, k_ring.parity);
+        kernel.for_each_step(work, [&](int h, int i0) { step(work, h, i0); });
+        release(kernel.k_empty);
         k_ring.advance();
       }
     }
@@ -262,8 +262,8 @@ struct HopperBackwardKv {
 
     FASTATTN_DEVICE void step(const Work& work, int h, int i0) {
       const int stage = ring.stage;
-      mbarrier_wait(k.landed + stage, ring.parity);
-      mbarrier_wait(k.full + stage, ring.parity);
+      mbarrier_wait(kernel.landed + stage, ring.parity);
+      mbarrier_wait(kernel.full + stage, ring.parity);
       const MatrixDescriptor of_q = q_rows + stage * Shape::QTile::kBytes;
       const MatrixDescriptor of_g = g_rows + stage * Shape::GTile::kBytes;
       // S^T = K Q^T, dP^T = V dO^T
@@ -307,7 +307,7 @@ struct HopperBackwardKv {
       wgmma_wait<0>();
       if (kDv) wgmma_arrived(dv);
       if (kDk) wgmma_arrived(dk);
-      release(k.empty + stage);
+      release(kernel.empty + stage);
       ring.advance();
     }
 
@@ -328,9 +328,9 @@ struct HopperBackwardKv {
     // queries see all keys.
     template <bool kEdge>
     FASTATTN_DEVICE void differentiate(const Work& work, int i0) {
-      const float unit = hopper::exponent_unit(k.given);
+      const float unit = hopper::exponent_unit(kernel.given);
       const int j0 = key(work, 0), column0 = 2 * (lane() & 3);
-      const RowStats* of_stage = k.stats + ring.stage * kQueries;
+      const RowStats* of_stage = kernel.stats + ring.stage * kQueries;
       wgmma_wait<kDk ? 1 : 0>();
       wgmma_arrived(s);
       FASTATTN_UNROLL
@@ -348,7 +348,7 @@ struct HopperBackwardKv {
       }
       // Long since over, but a branch: without one ptxas waits for dP^T before all but a few
       // weights.
-      mbarrier_wait(k.full + ring.stage, ring.parity);
+      mbarrier_wait(kernel.full + ring.stage, ring.parity);
       await_all();
       FASTATTN_UNROLL
       for (int n = 0; n < kQueryTiles; ++n) {
@@ -377,7 +377,7 @@ struct HopperBackwardKv {
     FASTATTN_DEVICE void differentiate_general(const Work& work, int h, int i0) {
       const Options options(work.p, work.b, h);
       const int j0 = key(work, 0), column0 = 2 * (lane() & 3);
-      const RowStats* of_stage = k.stats + ring.stage * kQueries;
+      const RowStats* of_stage = kernel.stats + ring.stage * kQueries;
       Range sees[2]{};  // of the queries, each key; none a key that is not there, nor has a mask
       FASTATTN_UNROLL
       for (int r = 0; r < 2; ++r)

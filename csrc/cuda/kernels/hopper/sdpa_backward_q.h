@@ -141,7 +141,7 @@ struct HopperBackwardQ {
   }
 
   struct Consumer {
-    const HopperBackwardQ& k;  // the kernel
+    const HopperBackwardQ& kernel;
     const int consumer, lane;
     float dq[Shape::kQ / 2];
     Scores s, dp;  // then both dS
@@ -155,12 +155,12 @@ struct HopperBackwardQ {
     MatrixDescriptor q_rows, g_rows, k_rows, v_rows, k_columns;  // of the first buffers
 
     FASTATTN_DEVICE Consumer(const HopperBackwardQ& kernel, int which)
-        : k(kernel), consumer(which), lane(static_cast<int>(threadIdx.x) & 31) {
-      q_rows = k.q_tile.of_rows() + 64 * 128 * consumer;
-      g_rows = k.g_tile.of_rows() + 64 * 128 * consumer;
-      k_rows = k.k_tile(0).of_rows();
-      v_rows = k.v_tile(0).of_rows();
-      k_columns = k.k_tile(0).of_columns();
+        : kernel(kernel), consumer(which), lane(static_cast<int>(threadIdx.x) & 31) {
+      q_rows = kernel.q_tile.of_rows() + 64 * 128 * consumer;
+      g_rows = kernel.g_tile.of_rows() + 64 * 128 * consumer;
+      k_rows = kernel.k_tile(0).of_rows();
+      v_rows = kernel.v_tile(0).of_rows();
+      k_columns = kernel.k_tile(0).of_columns();
     }
 
     FASTATTN_DEVICE void release(uint64_t* barrier) const {
@@ -168,7 +168,7 @@ struct HopperBackwardQ {
     }
 
     FASTATTN_DEVICE int head(const Work& work, int r) const {
-      return hopper::head_of_row(k.given, work, hopper::row_of_thread(r));
+      return hopper::head_of_row(kernel.given, work, hopper::row_of_thread(r));
     }
 
     FASTATTN_DEVICE void run(const Work& work) {
@@ -176,12 +176,12 @@ struct HopperBackwardQ {
       for (int n = 0; n < Shape::kQ / 2; ++n) dq[n] = 0.0f;
       FASTATTN_UNROLL
       for (int r = 0; r < 2; ++r) {
-        i[r] = hopper::query_of_row(k.given, work, hopper::row_of_thread(r));
+        i[r] = hopper::query_of_row(kernel.given, work, hopper::row_of_thread(r));
         stats[r] = hopper::prepared<kGeneral>(stats_of(work.p, work.b, head(work, r), i[r]));
         visible[r] = visible_keys(work.p, i[r]);
       }
       if (work.count > 0) {
-        mbarrier_wait(k.q_full, q_ring.parity);
+        mbarrier_wait(kernel.q_full, q_ring.parity);
         if (kOfDelta)
           sum_delta(work);
         else
@@ -200,14 +200,14 @@ struct HopperBackwardQ {
     }
 
     FASTATTN_DEVICE void sum_gradient(const Work& work) {
-      const Range all_seen = hopper::all_seen(k.given, work, consumer);
+      const Range all_seen = hopper::all_seen(kernel.given, work, consumer);
       for (int j = 0; j < work.count; ++j) {
         begin_scores();
         wgmma_wait<0>();
         wgmma_arrived(s);
         wgmma_arrived(dp);
         if (j > 0) end_product();
-        if (j + 1 == work.count) release(k.q_empty);
+        if (j + 1 == work.count) release(kernel.q_empty);
         if (!kGeneral && all_seen.has(j))
           differentiate<false>(work, j);
         else
@@ -220,8 +220,8 @@ struct HopperBackwardQ {
 
     // S = Q K^T and dP = dO V^T, begun.
     FASTATTN_DEVICE void begin_scores() {
-      mbarrier_wait(k.k_full + ring.stage, ring.parity);
-      mbarrier_wait(k.v_full + ring.stage, ring.parity);
+      mbarrier_wait(kernel.k_full + ring.stage, ring.parity);
+      mbarrier_wait(kernel.v_full + ring.stage, ring.parity);
       const MatrixDescriptor of_k = k_rows + ring.stage * Shape::KTile::kBytes;
       const MatrixDescriptor of_v = v_rows + ring.stage * Shape::VTile::kBytes;
       wgmma_fence();
@@ -250,7 +250,7 @@ struct HopperBackwardQ {
     // It has been computed, and the keys are no longer needed.
     FASTATTN_DEVICE void end_product() {
       wgmma_arrived(dq);
-      release(k.empty + ring.previous());
+      release(kernel.empty + ring.previous());
     }
 
     FASTATTN_DEVICE Pair plain_pair(int at, float unit, const RowStats& row) const {
@@ -261,7 +261,7 @@ struct HopperBackwardQ {
     // f(r, place in s, the pair); r of the two rows
     template <bool kEdge, class F>
     FASTATTN_DEVICE void for_each_pair(const Work& work, int j, F f) {
-      const float unit = hopper::exponent_unit(k.given);
+      const float unit = hopper::exponent_unit(kernel.given);
       const int j0 = work.key(j);
       FASTATTN_UNROLL
       for (int r = 0; r < 2; ++r) {
@@ -294,9 +294,9 @@ struct HopperBackwardQ {
         wgmma_wait<0>();
         wgmma_arrived(s);
         wgmma_arrived(dp);
-        release(k.empty + ring.stage);
+        release(kernel.empty + ring.stage);
         ring.advance();
-        if (j + 1 == work.count) release(k.q_empty);
+        if (j + 1 == work.count) release(kernel.q_empty);
         for_each_pair<true>(work, j,
                             [&](int r, int, const Pair& pair) { sums[r] += pair.gradient; });
       }
@@ -317,7 +317,8 @@ struct HopperBackwardQ {
         s[at] = pair.gradient * pair.slope;
         if (masked) any[at / 4 * 2 + at % 2] |= pair.slope != 0.0f;
       });
-      if (masked) hopper::clear_unseen<kKeys>(k.seen, flags ^= 1, any, k.k_tile(ring.stage));
+      if (masked)
+        hopper::clear_unseen<kKeys>(kernel.seen, flags ^= 1, any, kernel.k_tile(ring.stage));
       FASTATTN_UNROLL
       for (int e = 0; e < kKeys / 4; ++e) ds[e / 4][e % 4] = T::pack(s[2 * e], s[2 * e + 1]);
     }

@@ -164,7 +164,7 @@ struct HopperForward {
   // -- the consumers -----------------------------------------------------------------------------
 
   struct Consumer {
-    const HopperForward& k;  // the kernel
+    const HopperForward& kernel;
     const int consumer, lane;
     float o[Shape::kV / 2];  // of O, not yet divided by the sum of the weights
     Scores scores[2];
@@ -179,15 +179,15 @@ struct HopperForward {
     MatrixDescriptor q_rows, k_rows, v_columns;  // of the first buffers
 
     FASTATTN_DEVICE Consumer(const HopperForward& kernel, int which)
-        : k(kernel), consumer(which), lane(static_cast<int>(threadIdx.x) & 31) {
-      unit = kGeneral ? 1.0f : k.given.scale_float;
-      q_rows = k.q_tile.of_rows() + 64 * 128 * consumer;
-      k_rows = k.k_tile(0).of_rows();
-      v_columns = k.v_tile(0).of_columns();
+        : kernel(kernel), consumer(which), lane(static_cast<int>(threadIdx.x) & 31) {
+      unit = kGeneral ? 1.0f : kernel.given.scale_float;
+      q_rows = kernel.q_tile.of_rows() + 64 * 128 * consumer;
+      k_rows = kernel.k_tile(0).of_rows();
+      v_columns = kernel.v_tile(0).of_columns();
     }
 
     FASTATTN_DEVICE int head(const Work& work, int r) const {
-      return hopper::head_of_row(k.given, work, hopper::row_of_thread(r));
+      return hopper::head_of_row(kernel.given, work, hopper::row_of_thread(r));
     }
 
     // Barrier 1 + c is consumer c's turn to begin products.
@@ -200,7 +200,7 @@ struct HopperForward {
 
     // The next S = Q K^T, begun.
     FASTATTN_DEVICE void begin_scores(Scores& s) const {
-      mbarrier_wait(k.k_full + k_ring.stage, k_ring.parity);
+      mbarrier_wait(kernel.k_full + k_ring.stage, k_ring.parity);
       const MatrixDescriptor b = k_rows + k_ring.stage * Shape::KTile::kBytes;
       wgmma_fence();
       FASTATTN_UNROLL
@@ -213,14 +213,14 @@ struct HopperForward {
     // It has been computed.
     FASTATTN_DEVICE void end_scores(Scores& s) {
       wgmma_arrived(s);
-      release(k.k_empty + k_ring.stage);
+      release(kernel.k_empty + k_ring.stage);
       k_ring.advance();
     }
 
     // Before the wait for P V that follows the softmax. It is a loop: without one the compiler puts
     // that wait in front of all exponentials, and P V is not computed beside them.
     FASTATTN_DEVICE void await_values() const {
-      mbarrier_wait(k.v_full + v_ring.stage, v_ring.parity);
+      mbarrier_wait(kernel.v_full + v_ring.stage, v_ring.parity);
     }
 
     // O += P V, begun.
@@ -240,11 +240,11 @@ struct HopperForward {
       for (int n = 0; n < Shape::kV / 2; ++n) o[n] = 0.0f;
       FASTATTN_UNROLL
       for (int r = 0; r < 2; ++r)
-        i[r] = hopper::query_of_row(k.given, work, hopper::row_of_thread(r));
+        i[r] = hopper::query_of_row(kernel.given, work, hopper::row_of_thread(r));
       const int count = work.count;
       if (count > 0) {
-        all_seen = hopper::all_seen(k.given, work, consumer);
-        mbarrier_wait(k.q_full, q_ring.parity);
+        all_seen = hopper::all_seen(kernel.given, work, consumer);
+        mbarrier_wait(kernel.q_full, q_ring.parity);
         if (Shape::kOverlapped)
           run_overlapped(work);
         else
@@ -263,7 +263,7 @@ struct HopperForward {
         wgmma_wait<0>();
         end_scores(scores[0]);
         if (j > 0) end_values();
-        if (j + 1 == work.count) release(k.q_empty);
+        if (j + 1 == work.count) release(kernel.q_empty);
         float shrink[2];
         weigh(work, j, scores[0], shrink);
         await_values();
@@ -310,7 +310,7 @@ struct HopperForward {
 
     FASTATTN_DEVICE void last_step(const Work& work, int j, Scores& s) {
       pass_turn();
-      release(k.q_empty);
+      release(kernel.q_empty);
       float shrink[2];
       weigh(work, j, s, shrink);
       await_values();
@@ -331,7 +331,7 @@ struct HopperForward {
     // It has been computed.
     FASTATTN_DEVICE void end_values() {
       wgmma_arrived(o);
-      release(k.v_empty + v_ring.previous());
+      release(kernel.v_empty + v_ring.previous());
     }
 
     // O is brought to the new maximum, and P V made ready.
@@ -375,7 +375,7 @@ struct HopperForward {
       FASTATTN_UNROLL
       for (int e = 0; e < kKeys / 2; ++e) any[e / 4 * 2 + e % 2] |= s[e] != minus_infinity();
       await_values();
-      hopper::clear_unseen<kKeys>(k.seen, v_ring.stage, any, k.v_tile(v_ring.stage));
+      hopper::clear_unseen<kKeys>(kernel.seen, v_ring.stage, any, kernel.v_tile(v_ring.stage));
     }
 
     FASTATTN_DEVICE void drop(const Work& work, int j, Scores& s) const {
