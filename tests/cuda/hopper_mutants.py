@@ -90,8 +90,8 @@ MUTANTS: list[tuple[str, ...]] = [
     ("the edge of the wrong step", FORWARD, "work.is_edge(j - 1, given.Lk) ? v_landed", "work.is_edge(j, given.Lk) ? v_landed"),
     ("one parity for both stages", FORWARD, "landed ^= 1 << ring.stage", "landed ^= 1"),
     ("edges alone are counted", FORWARD, "mbarrier_arrive(v_full + ring.stage);\n        }\n        ring.advance();", "mbarrier_arrive(v_full + ring.stage);\n        ring.advance();\n        }"),
-    ("flags are read too early", SHARED, "  barrier_sync(kBarrier, kCount);\n  for", "  for"),
-    ("values are read before all are cleared", SHARED, "  fence_proxy_async();\n  barrier_sync(kBarrier, kCount);\n", ""),
+    ("flags are read too early", SHARED, "  barrier_sync(kClearBarrier, kConsumerThreads);\n  for", "  for"),
+    ("values are read before all are cleared", SHARED, "  fence_proxy_async();\n  barrier_sync(kClearBarrier, kConsumerThreads);\n", ""),
     ("flags stay", SHARED, "next[key] = 0", "next[key] = 1"),
     # which pairs are seen
     ("steps at the left edge are all seen", SHARED, "(of_last.begin - tile.begin + kKeys - 1) / kKeys", "(of_last.begin - tile.begin) / kKeys"),

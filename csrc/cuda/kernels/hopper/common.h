@@ -20,7 +20,14 @@ namespace hopper {
 
 constexpr int kConsumers = 2;
 constexpr int kThreads = 128 * (1 + kConsumers);
+constexpr int kConsumerThreads = 128 * kConsumers;
 constexpr int kRows = 64 * kConsumers;  // of the tile that stays: queries, or keys
+
+// Those of bar.sync; 0 is __syncthreads.
+enum NamedBarrier {
+  kTurnBarrier = 1,                           // + c: consumer c may begin products
+  kClearBarrier = kTurnBarrier + kConsumers,  // the consumers meet before and after clearing rows
+};
 
 // A block is launched with so many registers a thread, of 64 Ki, and shares them out anew: what
 // consumers take the producer must have given, or they wait for ever.
@@ -269,18 +276,17 @@ FASTATTN_DEVICE void store_row(const float* x, float factor, const Tensor4& out,
 template <int kKeys, class Tile>
 FASTATTN_DEVICE void clear_unseen(int* flags, int buffer, const bool (&any)[kKeys / 4],
                                   const Tile& tile) {
-  constexpr int kCount = 128 * kConsumers, kBarrier = 1 + kConsumers;
   const int thread = static_cast<int>(threadIdx.x) - 128;
   int* mine = flags + buffer * kKeys;
   int* next = flags + (1 - buffer) * kKeys;
   FASTATTN_UNROLL
   for (int n = 0; n < kKeys / 4; ++n)  // from several threads, but always 1
     if (any[n]) mine[n / 2 * 8 + thread % 4 * 2 + n % 2] = 1;
-  barrier_sync(kBarrier, kCount);
-  for (int key = thread; key < kKeys; key += kCount) next[key] = 0;
-  tile.template clear_rows<kCount>(thread, [&](int row) { return mine[row] != 0; });
+  barrier_sync(kClearBarrier, kConsumerThreads);
+  for (int key = thread; key < kKeys; key += kConsumerThreads) next[key] = 0;
+  tile.template clear_rows<kConsumerThreads>(thread, [&](int row) { return mine[row] != 0; });
   fence_proxy_async();
-  barrier_sync(kBarrier, kCount);
+  barrier_sync(kClearBarrier, kConsumerThreads);
 }
 
 // Without options the stats of a query are kept in the units of the exponent, so that

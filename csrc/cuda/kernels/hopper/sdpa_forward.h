@@ -190,9 +190,12 @@ struct HopperForward {
       return hopper::head_of_row(kernel.given, work, hopper::row_of_thread(r));
     }
 
-    // Barrier 1 + c is consumer c's turn to begin products.
-    FASTATTN_DEVICE void await_turn() const { barrier_sync(1 + consumer, 256); }
-    FASTATTN_DEVICE void pass_turn() const { barrier_arrive(2 - consumer, 256); }
+    FASTATTN_DEVICE void await_turn() const {
+      barrier_sync(hopper::kTurnBarrier + consumer, hopper::kConsumerThreads);
+    }
+    FASTATTN_DEVICE void pass_turn() const {
+      barrier_arrive(hopper::kTurnBarrier + 1 - consumer, hopper::kConsumerThreads);
+    }
 
     FASTATTN_DEVICE void release(uint64_t* barrier) const {
       if (lane == 0) mbarrier_arrive(barrier);
