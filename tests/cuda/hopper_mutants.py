@@ -36,23 +36,23 @@ CASES: list[Case | VarlenCase] = [
 FORWARD, SHARED, HOST = "hopper/sdpa_forward.h", "hopper/common.h", "hopper/host.h"
 _STEP = "      await_values();\n      wgmma_wait<1>();\n      if (j > 0) end_values();"
 _LAST = "      await_values();\n      wgmma_wait<0>();\n      if (j > 0) end_values();"
-_OPTIONS = "        begin_scores(scores[0]);\n        wgmma_wait<0>();\n        end_scores(scores[0]);\n        if (j > 0) end_values();\n        if (j + 1 == work.count) release(kernel.q_empty);\n"
+_OPTIONS = "        begin_scores(scores[0]);\n        wgmma_wait<0>();\n        end_scores(scores[0]);\n        if (j > 0) end_values();\n        if (j + 1 == work.count) release(&kernel.shared.q_empty);\n"
 # name, file, old, new and, if nothing can see it here, why.
 MUTANTS: list[tuple[str, ...]] = [
     # barriers of the consumers
-    ("K is not waited for", FORWARD, "      mbarrier_wait(kernel.k_full + k_ring.stage, k_ring.parity);\n", ""),
-    ("K of the phase before", FORWARD, "kernel.k_full + k_ring.stage, k_ring.parity)", "kernel.k_full + k_ring.stage, k_ring.parity ^ 1)"),
-    ("V is not waited for", FORWARD, "      mbarrier_wait(kernel.v_full + v_ring.stage, v_ring.parity);\n", ""),
-    ("V of the phase before", FORWARD, "kernel.v_full + v_ring.stage, v_ring.parity)", "kernel.v_full + v_ring.stage, v_ring.parity ^ 1)"),
-    ("Q is not waited for", FORWARD, "        mbarrier_wait(kernel.q_full, q_ring.parity);\n", ""),
-    ("Q of the first tile", FORWARD, "mbarrier_wait(kernel.q_full, q_ring.parity)", "mbarrier_wait(kernel.q_full, 0)"),
+    ("K is not waited for", FORWARD, "      mbarrier_wait(kernel.shared.k_full + k_ring.stage, k_ring.parity);\n", ""),
+    ("K of the phase before", FORWARD, "kernel.shared.k_full + k_ring.stage, k_ring.parity)", "kernel.shared.k_full + k_ring.stage, k_ring.parity ^ 1)"),
+    ("V is not waited for", FORWARD, "      mbarrier_wait(kernel.shared.v_full + v_ring.stage, v_ring.parity);\n", ""),
+    ("V of the phase before", FORWARD, "kernel.shared.v_full + v_ring.stage, v_ring.parity)", "kernel.shared.v_full + v_ring.stage, v_ring.parity ^ 1)"),
+    ("Q is not waited for", FORWARD, "        mbarrier_wait(&kernel.shared.q_full, q_ring.parity);\n", ""),
+    ("Q of the first tile", FORWARD, "mbarrier_wait(&kernel.shared.q_full, q_ring.parity)", "mbarrier_wait(&kernel.shared.q_full, 0)"),
     ("Q is the same for all tiles", FORWARD, "        q_ring.advance();\n      }\n      finish", "      }\n      finish"),
     # what is released too early, or never
-    ("K is released while it is read", FORWARD, "                                  b + Shape::KTile::columns_at(step), step > 0);\n      wgmma_commit();\n    }\n\n    // It has been computed.\n    FASTATTN_DEVICE void end_scores(Scores& s) {\n      wgmma_arrived(s);\n      release(kernel.k_empty + k_ring.stage);", "                                  b + Shape::KTile::columns_at(step), step > 0);\n      wgmma_commit();\n      release(kernel.k_empty + k_ring.stage);\n    }\n\n    // It has been computed.\n    FASTATTN_DEVICE void end_scores(Scores& s) {\n      wgmma_arrived(s);"),
+    ("K is released while it is read", FORWARD, "                                  b + Shape::KTile::columns_at(step), step > 0);\n      wgmma_commit();\n    }\n\n    // It has been computed.\n    FASTATTN_DEVICE void end_scores(Scores& s) {\n      wgmma_arrived(s);\n      release(kernel.shared.k_empty + k_ring.stage);", "                                  b + Shape::KTile::columns_at(step), step > 0);\n      wgmma_commit();\n      release(kernel.shared.k_empty + k_ring.stage);\n    }\n\n    // It has been computed.\n    FASTATTN_DEVICE void end_scores(Scores& s) {\n      wgmma_arrived(s);"),
     ("V is released while it is read", FORWARD, _STEP, "      await_values();\n      if (j > 0) end_values();\n      wgmma_wait<1>();"),
-    ("the V that comes is released", FORWARD, "release(kernel.v_empty + v_ring.previous())", "release(kernel.v_empty + v_ring.stage)"),
-    ("Q is released while it is read", FORWARD, _OPTIONS, "        begin_scores(scores[0]);\n        if (j + 1 == work.count) release(kernel.q_empty);\n        wgmma_wait<0>();\n        end_scores(scores[0]);\n        if (j > 0) end_values();\n"),
-    ("Q is never released", FORWARD, "      release(kernel.q_empty);\n      float shrink", "      float shrink"),
+    ("the V that comes is released", FORWARD, "release(kernel.shared.v_empty + v_ring.previous())", "release(kernel.shared.v_empty + v_ring.stage)"),
+    ("Q is released while it is read", FORWARD, _OPTIONS, "        begin_scores(scores[0]);\n        if (j + 1 == work.count) release(&kernel.shared.q_empty);\n        wgmma_wait<0>();\n        end_scores(scores[0]);\n        if (j > 0) end_values();\n"),
+    ("Q is never released", FORWARD, "      release(&kernel.shared.q_empty);\n      float shrink", "      float shrink"),
     ("every thread releases", FORWARD, "if (lane == 0) mbarrier_arrive(barrier);", "mbarrier_arrive(barrier);"),
     ("one consumer is enough", FORWARD, "kConsumerWarps = 4 * hopper::kConsumers", "kConsumerWarps = 4"),
     # products
@@ -67,29 +67,29 @@ MUTANTS: list[tuple[str, ...]] = [
     ("weights of the buffer that comes", FORWARD, "        step(work, j + 1, scores[1], scores[0]);", "        step(work, j + 1, scores[0], scores[1]);"),
     ("both consumers have the first queries", FORWARD, "of_rows() + 64 * 128 * consumer", "of_rows()"),
     # turns
-    ("a turn is kept", FORWARD, "      pass_turn();\n      release(kernel.q_empty);", "      release(kernel.q_empty);"),
+    ("a turn is kept", FORWARD, "      pass_turn();\n      release(&kernel.shared.q_empty);", "      release(&kernel.shared.q_empty);"),
     ("a turn is left", FORWARD, "  if (Shape::kOverlapped && consumer == 0) me.await_turn();\n", ""),
     # the producer
-    ("Q is loaded too early", FORWARD, "      mbarrier_wait(q_empty, q_ring.parity ^ 1);\n", ""),
-    ("K is loaded too early", FORWARD, "          mbarrier_wait(k_empty + k_ring.stage, k_ring.parity ^ 1);\n", ""),
-    ("V is loaded too early", FORWARD, "        mbarrier_wait(v_empty + v_ring.stage, v_ring.parity ^ 1);\n", ""),
+    ("Q is loaded too early", FORWARD, "      mbarrier_wait(&shared.q_empty, q_ring.parity ^ 1);\n", ""),
+    ("K is loaded too early", FORWARD, "          mbarrier_wait(shared.k_empty + k_ring.stage, k_ring.parity ^ 1);\n", ""),
+    ("V is loaded too early", FORWARD, "        mbarrier_wait(shared.v_empty + v_ring.stage, v_ring.parity ^ 1);\n", ""),
     ("a lane is phases behind", SHARED, "    __syncwarp();\n    if ((threadIdx.x & 31) == 0) {", "    if ((threadIdx.x & 31) == 0) {"),
     ("a step too few", FORWARD, "for (int j = 0; j <= work.count; ++j)", "for (int j = 0; j < work.count; ++j)"),
     ("a panel is announced", SHARED, "rows * 128 * kPanels", "rows * 128"),
-    ("rows that do not come are announced", FORWARD, "q_full, given.tile_rows * given.group,", "q_full, hopper::kRows,"),
+    ("rows that do not come are announced", FORWARD, "&shared.q_full, given.tile_rows * given.group,", "&shared.q_full, hopper::kRows,"),
     ("K of the first sequence", FORWARD, "work.p.k_row + work.key(j), work", "work.key(j), work"),
     ("V of the first sequence", FORWARD, "work.p.k_row + work.key(j - 1), work", "work.key(j - 1), work"),
     ("queries of the first sequence", FORWARD, "work.p.q_row + work.i0,", "work.i0,"),
     ("a head that repeats itself is the next", HOST, "operand.head_step = d.size[1] > 1", "operand.head_step = 1"),
-    ("buffers of K and V meet", FORWARD, "v_tiles = k_tiles + Shape::kKStages *", "v_tiles = k_tiles + (Shape::kKStages - 1) *"),
+    ("buffers of K and V meet", FORWARD, "k_tiles[kKStages];", "k_tiles[kKStages - 1];"),
     # clearing
     ("nothing is cleared", FORWARD, "return work.keys.has(work.key(j) + row);", "return true;"),
     ("no edge on the left", SHARED, "return first < keys.begin ||", "return"),
     ("no edge on the right", SHARED, "|| (keys.end < last && keys.end < tensor_rows - p.k_row)", ""),
     ("an edge of one key is none", SHARED, "(keys.end < last &&", "(keys.end + 1 < last &&"),
-    ("the edge of the wrong step", FORWARD, "work.is_edge(j - 1, given.Lk) ? v_landed", "work.is_edge(j, given.Lk) ? v_landed"),
+    ("the edge of the wrong step", FORWARD, "work.is_edge(j - 1, given.Lk) ? shared.v_landed", "work.is_edge(j, given.Lk) ? shared.v_landed"),
     ("one parity for both stages", FORWARD, "landed ^= 1 << ring.stage", "landed ^= 1"),
-    ("edges alone are counted", FORWARD, "mbarrier_arrive(v_full + ring.stage);\n        }\n        ring.advance();", "mbarrier_arrive(v_full + ring.stage);\n        ring.advance();\n        }"),
+    ("edges alone are counted", FORWARD, "mbarrier_arrive(shared.v_full + ring.stage);\n        }\n        ring.advance();", "mbarrier_arrive(shared.v_full + ring.stage);\n        ring.advance();\n        }"),
     ("flags are read too early", SHARED, "  barrier_sync(kClearBarrier, kConsumerThreads);\n  for", "  for"),
     ("values are read before all are cleared", SHARED, "  fence_proxy_async();\n  barrier_sync(kClearBarrier, kConsumerThreads);\n", ""),
     ("flags stay", SHARED, "next[key] = 0", "next[key] = 1"),
@@ -148,32 +148,32 @@ GRADIENTS: list[Case | VarlenCase] = [
     replace(EDGE, name="steep", scale=1e4),
 ]
 KV, Q = "hopper/sdpa_backward_kv.h", "hopper/sdpa_backward_q.h"
-_SUM = "        mbarrier_wait(kernel.k_full, k_ring.parity);\n        kernel.for_each_step"
-_FULL = "      mbarrier_wait(kernel.full + stage, ring.parity);\n"
-_LANDED = "      mbarrier_wait(kernel.landed + stage, ring.parity);\n"
-_ENDS = "      wgmma_wait<0>();\n      if (kDv) wgmma_arrived(dv);\n      if (kDk) wgmma_arrived(dk);\n      release(kernel.empty + stage);\n"
+_SUM = "        mbarrier_wait(&kernel.shared.k_full, k_ring.parity);\n        kernel.for_each_step"
+_FULL = "      mbarrier_wait(kernel.shared.full + stage, ring.parity);\n"
+_LANDED = "      mbarrier_wait(kernel.shared.landed + stage, ring.parity);\n"
+_ENDS = "      wgmma_wait<0>();\n      if (kDv) wgmma_arrived(dv);\n      if (kDk) wgmma_arrived(dk);\n      release(kernel.shared.empty + stage);\n"
 _SCORES = "        begin_scores();\n        wgmma_wait<0>();\n        wgmma_arrived(s);\n        wgmma_arrived(dp);\n"
-_FREE = "        if (j + 1 == work.count) release(kernel.q_empty);\n"
+_FREE = "        if (j + 1 == work.count) release(&kernel.shared.q_empty);\n"
 BACKWARD: list[tuple[str, ...]] = [
     # dK and dV: barriers
     ("K and V are not waited for", KV, _SUM, "        kernel.for_each_step"),
-    ("K and V of the first tile", KV, "mbarrier_wait(kernel.k_full, k_ring.parity)", "mbarrier_wait(kernel.k_full, 0)"),
+    ("K and V of the first tile", KV, "mbarrier_wait(&kernel.shared.k_full, k_ring.parity)", "mbarrier_wait(&kernel.shared.k_full, 0)"),
     ("K and V are the same for all tiles", KV, "        k_ring.advance();\n      }\n    }\n\n    FASTATTN_DEVICE void store", "      }\n    }\n\n    FASTATTN_DEVICE void store"),
-    ("K and V are never released", KV, "        release(kernel.k_empty);\n", ""),
-    ("K is enough", KV, "mbarrier_init(k_full, 2);", "mbarrier_init(k_full, 1);"),
-    ("Q is enough", KV, "mbarrier_init(landed + n, 2);", "mbarrier_init(landed + n, 1);"),
+    ("K and V are never released", KV, "        release(&kernel.shared.k_empty);\n", ""),
+    ("K is enough", KV, "mbarrier_init(&shared.k_full, 2);", "mbarrier_init(&shared.k_full, 1);"),
+    ("Q is enough", KV, "mbarrier_init(shared.landed + n, 2);", "mbarrier_init(shared.landed + n, 1);"),
     ("Q and dO are not waited for", KV, _LANDED + _FULL, ""),
     ("stats are not waited for", KV, _FULL, ""),
     ("Q and dO of the phase before", KV, _LANDED + _FULL, _LANDED + _FULL.replace("parity", "parity ^ 1")),
-    ("Q and dO are released while they are read", KV, _ENDS, "      release(kernel.empty + stage);\n" + _ENDS.replace("      release(kernel.empty + stage);\n", "")),
+    ("Q and dO are released while they are read", KV, _ENDS, "      release(kernel.shared.empty + stage);\n" + _ENDS.replace("      release(kernel.shared.empty + stage);\n", "")),
     ("the last products are not waited for", KV, _ENDS, _ENDS.replace("      wgmma_wait<0>();\n", "")),
     ("dP is not waited for", KV, "      wgmma_wait<0>();\n      wgmma_arrived(s);\n", "      wgmma_wait<1>();\n      wgmma_arrived(s);\n"),
     ("S is not waited for", KV, "wgmma_wait<kDk ? 1 : 0>();", "wgmma_wait<2>();"),
-    ("K and V are loaded too early", KV, "      mbarrier_wait(k_empty, k_ring.parity ^ 1);\n", ""),
-    ("Q and dO are loaded too early", KV, "        mbarrier_wait(empty + ring.stage, ring.parity ^ 1);\n        const int first", "        const int first"),
-    ("stats are brought too early", KV, "        mbarrier_wait(empty + ring.stage, ring.parity ^ 1);\n        int blind", "        int blind"),
-    ("what lands is cleared before it lands", KV, "        mbarrier_wait(landed + ring.stage, ring.parity);\n", ""),
-    ("stats are there when one lane's are", KV, "        __syncwarp();\n        if (lane == 0) mbarrier_arrive(full", "        if (lane == 0) mbarrier_arrive(full"),
+    ("K and V are loaded too early", KV, "      mbarrier_wait(&shared.k_empty, k_ring.parity ^ 1);\n", ""),
+    ("Q and dO are loaded too early", KV, "        mbarrier_wait(shared.empty + ring.stage, ring.parity ^ 1);\n        const int first", "        const int first"),
+    ("stats are brought too early", KV, "        mbarrier_wait(shared.empty + ring.stage, ring.parity ^ 1);\n        int blind", "        int blind"),
+    ("what lands is cleared before it lands", KV, "        mbarrier_wait(shared.landed + ring.stage, ring.parity);\n", ""),
+    ("stats are there when one lane's are", KV, "        __syncwarp();\n        if (lane == 0) mbarrier_arrive(shared.full", "        if (lane == 0) mbarrier_arrive(shared.full"),
     # clearing
     ("queries outside are not cleared", KV, "return work.queries.has(i0 + n) && of", "return of"),
     ("queries that see nothing are not cleared", KV, " && of_stage[n].hi != float_of_bits(0x7f800000u)", ""),
@@ -188,7 +188,7 @@ BACKWARD: list[tuple[str, ...]] = [
     ("the query before", KV, "!sees.has(i0 + column)", "!sees.has(i0 + column + 1)"),
     ("what is not seen is multiplied", KV, "return kEdge && weight == 0.0f ? 0.0f : weight", "return weight"),
     ("keys see every query", KV, "{j, j + sees[r].has(i)}", "{j, j + 1}"),
-    ("stats of the other step", KV, "kernel.stats + ring.stage * kQueries", "kernel.stats + (1 - ring.stage) * kQueries"),
+    ("stats of the other step", KV, "kernel.shared.stats + ring.stage * kQueries", "kernel.shared.stats + (1 - ring.stage) * kQueries"),
     ("the neighbour's delta", KV, "gradient[1] - delta[1]", "gradient[1] - delta[0]"),
     ("the draws of the first key", KV, "options.words(i, j)", "options.words(i, j0)"),
     ("stats in other units", KV, "hopper::prepared<kGeneral>", "hopper::prepared<true>"),
@@ -205,28 +205,28 @@ BACKWARD: list[tuple[str, ...]] = [
     ("the first tile is written", KV, "find(anew(static_cast<unsigned>(tile)), again);", "find(0, again);"),
     ("both sum dK", KV, "kernel.template consume<false, true>(consumer);", "kernel.template consume<true, false>(consumer);"),
     # dQ: barriers
-    ("Q and dO of dQ are not waited for", Q, "        mbarrier_wait(kernel.q_full, q_ring.parity);\n", ""),
-    ("Q and dO of the first tile", Q, "mbarrier_wait(kernel.q_full, q_ring.parity)", "mbarrier_wait(kernel.q_full, 0)"),
-    ("Q is enough for dQ", Q, "mbarrier_init(q_full, 2);", "mbarrier_init(q_full, 1);"),
-    ("K is not waited for", Q, "      mbarrier_wait(kernel.k_full + ring.stage, ring.parity);\n", ""),
-    ("V is not waited for", Q, "      mbarrier_wait(kernel.v_full + ring.stage, ring.parity);\n", ""),
-    ("K of the phase before", Q, "kernel.k_full + ring.stage, ring.parity)", "kernel.k_full + ring.stage, ring.parity ^ 1)"),
+    ("Q and dO of dQ are not waited for", Q, "        mbarrier_wait(&kernel.shared.q_full, q_ring.parity);\n", ""),
+    ("Q and dO of the first tile", Q, "mbarrier_wait(&kernel.shared.q_full, q_ring.parity)", "mbarrier_wait(&kernel.shared.q_full, 0)"),
+    ("Q is enough for dQ", Q, "mbarrier_init(&shared.q_full, 2);", "mbarrier_init(&shared.q_full, 1);"),
+    ("K is not waited for", Q, "      mbarrier_wait(kernel.shared.k_full + ring.stage, ring.parity);\n", ""),
+    ("V is not waited for", Q, "      mbarrier_wait(kernel.shared.v_full + ring.stage, ring.parity);\n", ""),
+    ("K of the phase before", Q, "kernel.shared.k_full + ring.stage, ring.parity)", "kernel.shared.k_full + ring.stage, ring.parity ^ 1)"),
     ("Q and dO of dQ are released while they are read", Q, _SCORES + "        if (j > 0) end_product();\n" + _FREE, "        begin_scores();\n" + _FREE + _SCORES.replace("        begin_scores();\n", "") + "        if (j > 0) end_product();\n"),
     ("Q and dO of dQ are never released", Q, _FREE + "        if (!kGeneral", "        if (!kGeneral"),
-    ("Q and dO of dQ are loaded too early", Q, "      mbarrier_wait(q_empty, q_ring.parity ^ 1);\n", ""),
-    ("K is loaded too early", Q, "        mbarrier_wait(empty + stage, ring.parity ^ 1);\n", ""),
-    ("the K that comes is released", Q, "release(kernel.empty + ring.previous())", "release(kernel.empty + ring.stage)"),
+    ("Q and dO of dQ are loaded too early", Q, "      mbarrier_wait(&shared.q_empty, q_ring.parity ^ 1);\n", ""),
+    ("K is loaded too early", Q, "        mbarrier_wait(shared.empty + stage, ring.parity ^ 1);\n", ""),
+    ("the K that comes is released", Q, "release(kernel.shared.empty + ring.previous())", "release(kernel.shared.empty + ring.stage)"),
     ("the last product is not waited for", Q, "      wgmma_wait<0>();\n      end_product();", "      end_product();"),
     ("S and dP are not waited for", Q, _SCORES, _SCORES.replace("<0>", "<1>")),
     ("dP adds to what was there", Q, "of_v + Shape::VTile::columns_at(step), step > 0)", "of_v + Shape::VTile::columns_at(step), true)"),
-    ("both have the first queries", Q, "kernel.q_tile.of_rows() + 64 * 128 * consumer", "kernel.q_tile.of_rows()"),
-    ("both have the first dO", Q, "kernel.g_tile.of_rows() + 64 * 128 * consumer", "kernel.g_tile.of_rows()"),
+    ("both have the first queries", Q, "kernel.q_tile().of_rows() + 64 * 128 * consumer", "kernel.q_tile().of_rows()"),
+    ("both have the first dO", Q, "kernel.g_tile().of_rows() + 64 * 128 * consumer", "kernel.g_tile().of_rows()"),
     ("dQ goes on from tile to tile", Q, "n < Shape::kQ / 2; ++n) dq", "n < 1; ++n) dq"),
-    ("rows that do not come are announced", Q, "g_tile.load(g.map, q_full, given.tile_rows * group,", "g_tile.load(g.map, q_full, hopper::kRows,"),
+    ("rows that do not come are announced", Q, "g_tile().load(g.map, &shared.q_full, given.tile_rows * group,", "g_tile().load(g.map, &shared.q_full, hopper::kRows,"),
     # dQ: clearing, and which pairs
     ("keys are not cleared", Q, "return work.keys.has(work.key(j) + row);", "return true;"),
     ("one parity for both stages", Q, "landed ^= 1 << ring.stage", "landed ^= 1"),
-    ("edges are no edges for K", Q, "(work.is_edge(j, given.Lk) ? k_landed : k_full)", "k_full"),
+    ("edges are no edges for K", Q, "(work.is_edge(j, given.Lk) ? shared.k_landed : shared.k_full)", "shared.k_full"),
     ("keys behind a mask are not cleared", Q, "if (masked)\n        hopper::clear_unseen", "if (false)\n        hopper::clear_unseen"),
     ("flags have one buffer", Q, "flags ^= 1", "flags"),
     ("no delta", Q, "weight * (dp[at] - row.delta)", "weight * dp[at]"),

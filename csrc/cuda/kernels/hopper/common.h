@@ -42,7 +42,6 @@ constexpr int kMaxSharedBytes = 227 << 10;  // of a block
 
 // [rows, 64] elements of 16 bits, 128 bytes a row, swizzled by TMA; `columns` of them side by side.
 constexpr int panels_of(int columns) { return (columns + 63) / 64; }
-constexpr int tile_bytes(int rows, int columns) { return rows * 128 * panels_of(columns); }
 
 }  // namespace hopper
 
@@ -73,7 +72,17 @@ struct SwizzledTile {
   static constexpr int kBytes = kPanels * kPanelBytes;
   static_assert(kTileRows % 8 == 0, "the pattern of the swizzle has 8 rows");
 
-  char* data;  // aligned to 1024
+  // The swizzle is a pattern of 1024 bytes, and a tile begins where one does.
+  struct alignas(1024) Storage {
+    char data[kBytes];
+  };
+
+  char* data;
+
+  // The offset has 32 bits: with 64 nvcc peels the loops of the producer.
+  static FASTATTN_DEVICE SwizzledTile nth(Storage* tiles, int n) {
+    return {tiles->data + n * kBytes};
+  }
 
   // Columns 16 step, ... of its rows as a, or as b of x tile^T, from of_rows() on.
   // Rows 16 step, ... of all columns as b of x tile, from of_columns() on.

@@ -48,16 +48,16 @@ bool run(HopperArguments& p, int multiprocessors, uintptr_t stream) {
     HopperArguments delta = p;
     if (p.exact_delta) {
       if (!describe(delta, p.group, p.tile_rows, OfDelta::kKeys)) return false;
-      launch({"attention_backward_delta_hopper", blocks, hopper::kThreads, OfDelta::kSharedBytes,
-              stream, shapes(p)},
+      launch({"attention_backward_delta_hopper", blocks, hopper::kThreads,
+              sizeof(typename OfDelta::SharedStorage), stream, shapes(p)},
              attention_backward_delta_hopper_kernel<T, kWidth>, delta);
     }
   }
-  launch({"attention_backward_q_hopper", blocks, hopper::kThreads, OfQ::kSharedBytes, stream,
-          shapes(p)},
+  launch({"attention_backward_q_hopper", blocks, hopper::kThreads,
+          sizeof(typename OfQ::SharedStorage), stream, shapes(p)},
          attention_backward_q_hopper_kernel<T, kQ, kV, kGeneral>, p);
   launch({"attention_backward_kv_hopper", std::min(kv.tiles, multiprocessors), hopper::kThreads,
-          OfKv::kSharedBytes, stream, shapes(p)},
+          sizeof(typename OfKv::SharedStorage), stream, shapes(p)},
          attention_backward_kv_hopper_kernel<T, kQ, kV, kGeneral>, kv);
   return true;
 }

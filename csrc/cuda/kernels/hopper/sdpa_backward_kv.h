@@ -33,12 +33,17 @@ struct HopperBackwardKvShape {
   using VTile = hopper::SwizzledTile<kKeys, kV>;
   using QTile = hopper::SwizzledTile<kQueries, kQ>;
   using GTile = hopper::SwizzledTile<kQueries, kV>;
-  static constexpr int kTileBytes =
-      KTile::kBytes + VTile::kBytes + kStages * (QTile::kBytes + GTile::kBytes);
-  static constexpr int kStatsBytes = kStages * kQueries * static_cast<int>(sizeof(RowStats));
-  static constexpr int kBarriers = 2 + 3 * kStages;
-  static constexpr int kSharedBytes = kTileBytes + kStatsBytes + 8 * kBarriers;
-  static_assert(kSharedBytes <= hopper::kMaxSharedBytes, "too much shared memory");
+  struct SharedStorage {
+    typename KTile::Storage k_tile;
+    typename VTile::Storage v_tile;
+    typename QTile::Storage q_tiles[kStages];
+    typename GTile::Storage g_tiles[kStages];
+    RowStats stats[kStages * kQueries];  // [kStages, kQueries]
+    uint64_t k_full, k_empty;            // of K and V
+    // Q and dO have landed, and then, with the stats, they are full.
+    uint64_t landed[kStages], full[kStages], empty[kStages];
+  };
+  static_assert(sizeof(SharedStorage) <= hopper::kMaxSharedBytes, "too much shared memory");
   static_assert(backward_kv_registers(kQueries, kDivided ? kQ : kQ + kV) <=
                     hopper::kConsumerRegisters,
                 "too many registers");
@@ -49,44 +54,31 @@ struct HopperBackwardKv {
   static constexpr int kKeys = Shape::kKeys, kQueries = Shape::kQueries;
   static constexpr int kQueryTiles = kQueries / 8;
   using Ring = hopper::Ring<Shape::kStages>;
+  using SharedStorage = typename Shape::SharedStorage;
 
   const HopperArguments& given;
-  typename Shape::KTile k_tile;
-  typename Shape::VTile v_tile;
-  char *q_tiles, *g_tiles;
-  RowStats* stats;  // [kStages, kQueries]
-  // k_*: of K and V. Q and dO have landed, and then, with the stats, they are full.
-  uint64_t *k_full, *k_empty, *landed, *full, *empty;
+  SharedStorage& shared;
 
-  FASTATTN_DEVICE explicit HopperBackwardKv(const HopperArguments& arguments) : given(arguments) {
-    char* shared = dynamic_shared();
-    k_tile.data = shared;
-    v_tile.data = shared + Shape::KTile::kBytes;
-    q_tiles = v_tile.data + Shape::VTile::kBytes;
-    g_tiles = q_tiles + Shape::kStages * Shape::QTile::kBytes;
-    stats = reinterpret_cast<RowStats*>(shared + Shape::kTileBytes);
-    k_full = reinterpret_cast<uint64_t*>(shared + Shape::kTileBytes + Shape::kStatsBytes);
-    k_empty = k_full + 1;
-    landed = k_empty + 1;
-    full = landed + Shape::kStages;
-    empty = full + Shape::kStages;
-  }
+  FASTATTN_DEVICE explicit HopperBackwardKv(const HopperArguments& arguments)
+      : given(arguments), shared(*reinterpret_cast<SharedStorage*>(dynamic_shared())) {}
 
+  FASTATTN_DEVICE typename Shape::KTile k_tile() const { return {shared.k_tile.data}; }
+  FASTATTN_DEVICE typename Shape::VTile v_tile() const { return {shared.v_tile.data}; }
   FASTATTN_DEVICE typename Shape::QTile q_tile(int stage) const {
-    return {q_tiles + stage * Shape::QTile::kBytes};
+    return Shape::QTile::nth(shared.q_tiles, stage);
   }
   FASTATTN_DEVICE typename Shape::GTile g_tile(int stage) const {
-    return {g_tiles + stage * Shape::GTile::kBytes};
+    return Shape::GTile::nth(shared.g_tiles, stage);
   }
 
   FASTATTN_DEVICE void init_barriers() const {
     constexpr int kConsumerWarps = 4 * hopper::kConsumers;
-    mbarrier_init(k_full, 2);  // K and V
-    mbarrier_init(k_empty, kConsumerWarps);
+    mbarrier_init(&shared.k_full, 2);  // K and V
+    mbarrier_init(&shared.k_empty, kConsumerWarps);
     for (int n = 0; n < Shape::kStages; ++n) {
-      mbarrier_init(landed + n, 2);  // Q and dO
-      mbarrier_init(full + n, 1);
-      mbarrier_init(empty + n, kConsumerWarps);
+      mbarrier_init(shared.landed + n, 2);  // Q and dO
+      mbarrier_init(shared.full + n, 1);
+      mbarrier_init(shared.empty + n, kConsumerWarps);
     }
     mbarrier_fence_init();
   }
@@ -141,21 +133,23 @@ struct HopperBackwardKv {
     for_each_tile<false>([&](int, const Work& work) {
       const auto& k = given.k_operand;
       const auto& v = given.v_operand;
-      mbarrier_wait(k_empty, k_ring.parity ^ 1);
+      mbarrier_wait(&shared.k_empty, k_ring.parity ^ 1);
       const int row = work.p.k_row + work.j0;
-      k_tile.load(k.map, k_full, kKeys, work.h_kv * k.head_step, row, work.b * k.batch_step);
-      v_tile.load(v.map, k_full, kKeys, work.h_kv * v.head_step, row, work.b * v.batch_step);
+      k_tile().load(k.map, &shared.k_full, kKeys, work.h_kv * k.head_step, row,
+                    work.b * k.batch_step);
+      v_tile().load(v.map, &shared.k_full, kKeys, work.h_kv * v.head_step, row,
+                    work.b * v.batch_step);
       k_ring.advance();
       for_each_step(work, [&](int h, int i0) {
         const auto& q = given.q_operand;
         const auto& g = given.g_operand;
-        mbarrier_wait(empty + ring.stage, ring.parity ^ 1);
+        mbarrier_wait(shared.empty + ring.stage, ring.parity ^ 1);
         const int first = work.p.q_row + i0;
         q_tile(ring.stage)
-            .load(q.map, landed + ring.stage, kQueries, h * q.head_step, first,
+            .load(q.map, shared.landed + ring.stage, kQueries, h * q.head_step, first,
                   work.b * q.batch_step);
         g_tile(ring.stage)
-            .load(g.map, landed + ring.stage, kQueries, h * g.head_step, first,
+            .load(g.map, shared.landed + ring.stage, kQueries, h * g.head_step, first,
                   work.b * g.batch_step);
         ring.advance();
       });
@@ -169,11 +163,11 @@ struct HopperBackwardKv {
     Ring ring;
     for_each_tile<false>([&](int, const Work& work) {
       for_each_step(work, [&](int h, int i0) {
-        RowStats* of_stage = stats + ring.stage * kQueries;
+        RowStats* of_stage = shared.stats + ring.stage * kQueries;
         auto sees = [&](int n) {
           return work.queries.has(i0 + n) && of_stage[n].hi != float_of_bits(0x7f800000u);
         };
-        mbarrier_wait(empty + ring.stage, ring.parity ^ 1);
+        mbarrier_wait(shared.empty + ring.stage, ring.parity ^ 1);
         int blind = 0;
         for (int n = lane; n < kQueries; n += 32) {
           of_stage[n] = hopper::prepared<kGeneral>(stats_of(work.p, work.b, h, i0 + n));
@@ -181,14 +175,14 @@ struct HopperBackwardKv {
         }
         FASTATTN_UNROLL
         for (int n = 16; n > 0; n /= 2) blind |= __shfl_xor_sync(0xffffffffu, blind, n);
-        mbarrier_wait(landed + ring.stage, ring.parity);
+        mbarrier_wait(shared.landed + ring.stage, ring.parity);
         if (blind) {
           q_tile(ring.stage).template clear_rows<32>(lane, sees);
           g_tile(ring.stage).template clear_rows<32>(lane, sees);
           fence_proxy_async();
         }
         __syncwarp();
-        if (lane == 0) mbarrier_arrive(full + ring.stage);
+        if (lane == 0) mbarrier_arrive(shared.full + ring.stage);
         ring.advance();
       });
     });
@@ -206,8 +200,8 @@ struct HopperBackwardKv {
     MatrixDescriptor k_rows, v_rows, q_rows, g_rows, q_columns, g_columns;  // of the first buffers
 
     FASTATTN_DEVICE Consumer(const HopperBackwardKv& kernel, int consumer) : kernel(kernel) {
-      k_rows = kernel.k_tile.of_rows() + first_row(consumer) * 128;
-      v_rows = kernel.v_tile.of_rows() + first_row(consumer) * 128;
+      k_rows = kernel.k_tile().of_rows() + first_row(consumer) * 128;
+      v_rows = kernel.v_tile().of_rows() + first_row(consumer) * 128;
       q_rows = kernel.q_tile(0).of_rows();
       g_rows = kernel.g_tile(0).of_rows();
       q_columns = kernel.q_tile(0).of_columns();
@@ -239,9 +233,9 @@ struct HopperBackwardKv {
       FASTATTN_UNROLL
       for (int n = 0; kDv && n < Shape::kV / 2; ++n) dv[n] = 0.0f;
       if (work.begin < work.queries.end) {
-        mbarrier_wait(kernel.k_full, k_ring.parity);
+        mbarrier_wait(&kernel.shared.k_full, k_ring.parity);
         kernel.for_each_step(work, [&](int h, int i0) { step(work, h, i0); });
-        release(kernel.k_empty);
+        release(&kernel.shared.k_empty);
         k_ring.advance();
       }
     }
@@ -262,8 +256,8 @@ struct HopperBackwardKv {
 
     FASTATTN_DEVICE void step(const Work& work, int h, int i0) {
       const int stage = ring.stage;
-      mbarrier_wait(kernel.landed + stage, ring.parity);
-      mbarrier_wait(kernel.full + stage, ring.parity);
+      mbarrier_wait(kernel.shared.landed + stage, ring.parity);
+      mbarrier_wait(kernel.shared.full + stage, ring.parity);
       const MatrixDescriptor of_q = q_rows + stage * Shape::QTile::kBytes;
       const MatrixDescriptor of_g = g_rows + stage * Shape::GTile::kBytes;
       // S^T = K Q^T, dP^T = V dO^T
@@ -307,7 +301,7 @@ struct HopperBackwardKv {
       wgmma_wait<0>();
       if (kDv) wgmma_arrived(dv);
       if (kDk) wgmma_arrived(dk);
-      release(kernel.empty + stage);
+      release(kernel.shared.empty + stage);
       ring.advance();
     }
 
@@ -330,7 +324,7 @@ struct HopperBackwardKv {
     FASTATTN_DEVICE void differentiate(const Work& work, int i0) {
       const float unit = hopper::exponent_unit(kernel.given);
       const int j0 = key(work, 0), column0 = 2 * (lane() & 3);
-      const RowStats* of_stage = kernel.stats + ring.stage * kQueries;
+      const RowStats* of_stage = kernel.shared.stats + ring.stage * kQueries;
       wgmma_wait<kDk ? 1 : 0>();
       wgmma_arrived(s);
       FASTATTN_UNROLL
@@ -348,7 +342,7 @@ struct HopperBackwardKv {
       }
       // Long since over, but a branch: without one ptxas waits for dP^T before all but a few
       // weights.
-      mbarrier_wait(kernel.full + ring.stage, ring.parity);
+      mbarrier_wait(kernel.shared.full + ring.stage, ring.parity);
       await_all();
       FASTATTN_UNROLL
       for (int n = 0; n < kQueryTiles; ++n) {
@@ -377,7 +371,7 @@ struct HopperBackwardKv {
     FASTATTN_DEVICE void differentiate_general(const Work& work, int h, int i0) {
       const Options options(work.p, work.b, h);
       const int j0 = key(work, 0), column0 = 2 * (lane() & 3);
-      const RowStats* of_stage = kernel.stats + ring.stage * kQueries;
+      const RowStats* of_stage = kernel.shared.stats + ring.stage * kQueries;
       Range sees[2]{};  // of the queries, each key; none a key that is not there, nor has a mask
       FASTATTN_UNROLL
       for (int r = 0; r < 2; ++r)

@@ -29,12 +29,16 @@ struct HopperBackwardQShape {
   using GTile = hopper::SwizzledTile<hopper::kRows, kV>;
   using KTile = hopper::SwizzledTile<kKeys, kQ>;
   using VTile = hopper::SwizzledTile<kKeys, kV>;
-  static constexpr int kTileBytes =
-      QTile::kBytes + GTile::kBytes + kStages * (KTile::kBytes + VTile::kBytes);
-  static constexpr int kBarriers = 2 + 4 * kStages;
-  // The tiles, the barriers, and for each key of two steps a flag.
-  static constexpr int kSharedBytes = kTileBytes + 8 * kBarriers + 2 * 4 * kKeys;
-  static_assert(kSharedBytes <= hopper::kMaxSharedBytes, "too much shared memory");
+  struct SharedStorage {
+    typename QTile::Storage q_tile;
+    typename GTile::Storage g_tile;
+    typename KTile::Storage k_tiles[kStages];
+    typename VTile::Storage v_tiles[kStages];
+    uint64_t q_full, q_empty;
+    uint64_t k_full[kStages], k_landed[kStages], v_full[kStages], empty[kStages];
+    int seen[2 * kKeys];  // [2, kKeys], of two steps: does a query see the key?
+  };
+  static_assert(sizeof(SharedStorage) <= hopper::kMaxSharedBytes, "too much shared memory");
   static_assert(backward_q_registers(kKeys, kQ) <= hopper::kConsumerRegisters,
                 "too many registers");
 };
@@ -45,45 +49,32 @@ struct HopperBackwardQ {
   static constexpr int kKeys = Shape::kKeys, kKeyTiles = kKeys / 8;
   using Ring = hopper::Ring<Shape::kStages>;
   using Scores = float[kKeys / 2];
+  using SharedStorage = typename Shape::SharedStorage;
 
   const HopperArguments& given;
-  typename Shape::QTile q_tile;
-  typename Shape::GTile g_tile;
-  char *k_tiles, *v_tiles;
-  uint64_t *q_full, *q_empty, *k_full, *k_landed, *v_full, *empty;
-  int* seen;  // [2, kKeys]
+  SharedStorage& shared;
 
-  FASTATTN_DEVICE explicit HopperBackwardQ(const HopperArguments& arguments) : given(arguments) {
-    char* shared = dynamic_shared();
-    q_tile.data = shared;
-    g_tile.data = shared + Shape::QTile::kBytes;
-    k_tiles = g_tile.data + Shape::GTile::kBytes;
-    v_tiles = k_tiles + Shape::kStages * Shape::KTile::kBytes;
-    q_full = reinterpret_cast<uint64_t*>(shared + Shape::kTileBytes);
-    q_empty = q_full + 1;
-    k_full = q_empty + 1;
-    k_landed = k_full + Shape::kStages;
-    v_full = k_landed + Shape::kStages;
-    empty = v_full + Shape::kStages;
-    seen = reinterpret_cast<int*>(empty + Shape::kStages);
-  }
+  FASTATTN_DEVICE explicit HopperBackwardQ(const HopperArguments& arguments)
+      : given(arguments), shared(*reinterpret_cast<SharedStorage*>(dynamic_shared())) {}
 
+  FASTATTN_DEVICE typename Shape::QTile q_tile() const { return {shared.q_tile.data}; }
+  FASTATTN_DEVICE typename Shape::GTile g_tile() const { return {shared.g_tile.data}; }
   FASTATTN_DEVICE typename Shape::KTile k_tile(int stage) const {
-    return {k_tiles + stage * Shape::KTile::kBytes};
+    return Shape::KTile::nth(shared.k_tiles, stage);
   }
   FASTATTN_DEVICE typename Shape::VTile v_tile(int stage) const {
-    return {v_tiles + stage * Shape::VTile::kBytes};
+    return Shape::VTile::nth(shared.v_tiles, stage);
   }
 
   FASTATTN_DEVICE void init_barriers() const {
     constexpr int kConsumerWarps = 4 * hopper::kConsumers;
-    mbarrier_init(q_full, 2);  // Q and dO
-    mbarrier_init(q_empty, kConsumerWarps);
+    mbarrier_init(&shared.q_full, 2);  // Q and dO
+    mbarrier_init(&shared.q_empty, kConsumerWarps);
     for (int n = 0; n < Shape::kStages; ++n) {
-      mbarrier_init(k_full + n, 1);
-      mbarrier_init(k_landed + n, 1);
-      mbarrier_init(v_full + n, 1);
-      mbarrier_init(empty + n, kConsumerWarps);
+      mbarrier_init(shared.k_full + n, 1);
+      mbarrier_init(shared.k_landed + n, 1);
+      mbarrier_init(shared.v_full + n, 1);
+      mbarrier_init(shared.empty + n, kConsumerWarps);
     }
     mbarrier_fence_init();
   }
@@ -96,22 +87,23 @@ struct HopperBackwardQ {
     Ring ring;
     hopper::for_each_query_tile<kKeys, false>(given, [&](const Work& work) {
       const int group = given.group, first_row = work.p.q_row + work.i0;
-      mbarrier_wait(q_empty, q_ring.parity ^ 1);
+      mbarrier_wait(&shared.q_empty, q_ring.parity ^ 1);
       const auto& q = given.q_operand;
       const auto& g = given.g_operand;
-      q_tile.load(q.map, q_full, given.tile_rows * group, work.h_kv * group * q.head_step,
-                  first_row, work.b * q.batch_step);
-      g_tile.load(g.map, q_full, given.tile_rows * group, work.h_kv * group * g.head_step,
-                  first_row, work.b * g.batch_step);
+      q_tile().load(q.map, &shared.q_full, given.tile_rows * group, work.h_kv * group * q.head_step,
+                    first_row, work.b * q.batch_step);
+      g_tile().load(g.map, &shared.q_full, given.tile_rows * group, work.h_kv * group * g.head_step,
+                    first_row, work.b * g.batch_step);
       q_ring.advance();
       const auto& k = given.k_operand;
       const auto& v = given.v_operand;
       for (int j = 0; j < work.count; ++j) {
         const int stage = ring.stage, row = work.p.k_row + work.key(j);
-        mbarrier_wait(empty + stage, ring.parity ^ 1);
-        k_tile(stage).load(k.map, (work.is_edge(j, given.Lk) ? k_landed : k_full) + stage, kKeys,
-                           work.h_kv * k.head_step, row, work.b * k.batch_step);
-        v_tile(stage).load(v.map, v_full + stage, kKeys, work.h_kv * v.head_step, row,
+        mbarrier_wait(shared.empty + stage, ring.parity ^ 1);
+        k_tile(stage).load(k.map,
+                           (work.is_edge(j, given.Lk) ? shared.k_landed : shared.k_full) + stage,
+                           kKeys, work.h_kv * k.head_step, row, work.b * k.batch_step);
+        v_tile(stage).load(v.map, shared.v_full + stage, kKeys, work.h_kv * v.head_step, row,
                            work.b * v.batch_step);
         ring.advance();
       }
@@ -126,14 +118,14 @@ struct HopperBackwardQ {
     hopper::for_each_query_tile<kKeys, false>(given, [&](const Work& work) {
       for (int j = 0; j < work.count; ++j) {
         if (work.is_edge(j, given.Lk)) {
-          mbarrier_wait(k_landed + ring.stage, landed >> ring.stage & 1);
+          mbarrier_wait(shared.k_landed + ring.stage, landed >> ring.stage & 1);
           landed ^= 1 << ring.stage;
           k_tile(ring.stage).template clear_rows<32>(lane, [&](int row) {
             return work.keys.has(work.key(j) + row);
           });
           fence_proxy_async();
           __syncwarp();
-          if (lane == 0) mbarrier_arrive(k_full + ring.stage);
+          if (lane == 0) mbarrier_arrive(shared.k_full + ring.stage);
         }
         ring.advance();
       }
@@ -156,8 +148,8 @@ struct HopperBackwardQ {
 
     FASTATTN_DEVICE Consumer(const HopperBackwardQ& kernel, int which)
         : kernel(kernel), consumer(which), lane(static_cast<int>(threadIdx.x) & 31) {
-      q_rows = kernel.q_tile.of_rows() + 64 * 128 * consumer;
-      g_rows = kernel.g_tile.of_rows() + 64 * 128 * consumer;
+      q_rows = kernel.q_tile().of_rows() + 64 * 128 * consumer;
+      g_rows = kernel.g_tile().of_rows() + 64 * 128 * consumer;
       k_rows = kernel.k_tile(0).of_rows();
       v_rows = kernel.v_tile(0).of_rows();
       k_columns = kernel.k_tile(0).of_columns();
@@ -181,7 +173,7 @@ struct HopperBackwardQ {
         visible[r] = visible_keys(work.p, i[r]);
       }
       if (work.count > 0) {
-        mbarrier_wait(kernel.q_full, q_ring.parity);
+        mbarrier_wait(&kernel.shared.q_full, q_ring.parity);
         if (kOfDelta)
           sum_delta(work);
         else
@@ -207,7 +199,7 @@ struct HopperBackwardQ {
         wgmma_arrived(s);
         wgmma_arrived(dp);
         if (j > 0) end_product();
-        if (j + 1 == work.count) release(kernel.q_empty);
+        if (j + 1 == work.count) release(&kernel.shared.q_empty);
         if (!kGeneral && all_seen.has(j))
           differentiate<false>(work, j);
         else
@@ -220,8 +212,8 @@ struct HopperBackwardQ {
 
     // S = Q K^T and dP = dO V^T, begun.
     FASTATTN_DEVICE void begin_scores() {
-      mbarrier_wait(kernel.k_full + ring.stage, ring.parity);
-      mbarrier_wait(kernel.v_full + ring.stage, ring.parity);
+      mbarrier_wait(kernel.shared.k_full + ring.stage, ring.parity);
+      mbarrier_wait(kernel.shared.v_full + ring.stage, ring.parity);
       const MatrixDescriptor of_k = k_rows + ring.stage * Shape::KTile::kBytes;
       const MatrixDescriptor of_v = v_rows + ring.stage * Shape::VTile::kBytes;
       wgmma_fence();
@@ -250,7 +242,7 @@ struct HopperBackwardQ {
     // It has been computed, and the keys are no longer needed.
     FASTATTN_DEVICE void end_product() {
       wgmma_arrived(dq);
-      release(kernel.empty + ring.previous());
+      release(kernel.shared.empty + ring.previous());
     }
 
     FASTATTN_DEVICE Pair plain_pair(int at, float unit, const RowStats& row) const {
@@ -294,9 +286,9 @@ struct HopperBackwardQ {
         wgmma_wait<0>();
         wgmma_arrived(s);
         wgmma_arrived(dp);
-        release(kernel.empty + ring.stage);
+        release(kernel.shared.empty + ring.stage);
         ring.advance();
-        if (j + 1 == work.count) release(kernel.q_empty);
+        if (j + 1 == work.count) release(&kernel.shared.q_empty);
         for_each_pair<true>(work, j,
                             [&](int r, int, const Pair& pair) { sums[r] += pair.gradient; });
       }
@@ -318,7 +310,7 @@ struct HopperBackwardQ {
         if (masked) any[at / 4 * 2 + at % 2] |= pair.slope != 0.0f;
       });
       if (masked)
-        hopper::clear_unseen<kKeys>(kernel.seen, flags ^= 1, any, kernel.k_tile(ring.stage));
+        hopper::clear_unseen<kKeys>(kernel.shared.seen, flags ^= 1, any, kernel.k_tile(ring.stage));
       FASTATTN_UNROLL
       for (int e = 0; e < kKeys / 4; ++e) ds[e / 4][e % 4] = T::pack(s[2 * e], s[2 * e + 1]);
     }
@@ -332,7 +324,8 @@ FASTATTN_DEVICE void backward_q_of_hopper(const HopperArguments& given) {
   const Kernel kernel(given);
   const int thread = static_cast<int>(threadIdx.x), warp = hopper::uniform(thread / 32);
   if (thread == 0) kernel.init_barriers();
-  for (int n = thread; kGeneral && n < 2 * Shape::kKeys; n += hopper::kThreads) kernel.seen[n] = 0;
+  for (int n = thread; kGeneral && n < 2 * Shape::kKeys; n += hopper::kThreads)
+    kernel.shared.seen[n] = 0;
   __syncthreads();
   if (warp < 4) {
     give_registers<hopper::kProducerRegisters>();

@@ -28,7 +28,7 @@ bool run(HopperArguments& p, int multiprocessors, uintptr_t stream) {
     return false;
   hopper::cut(p, p.q_starts, p.Lq, p.Lk);
   launch({"attention_forward_hopper", std::min(p.tiles, multiprocessors), hopper::kThreads,
-          Shape::kSharedBytes, stream, shapes(p)},
+          sizeof(typename Shape::SharedStorage), stream, shapes(p)},
          attention_forward_hopper_kernel<FASTATTN_ELEMENT, Shape::kQ, Shape::kV, kGeneral>, p);
   return true;
 }

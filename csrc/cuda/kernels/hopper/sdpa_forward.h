@@ -35,12 +35,16 @@ struct HopperForwardShape {
   using QTile = hopper::SwizzledTile<hopper::kRows, kQ>;
   using KTile = hopper::SwizzledTile<kKeys, kQ>;
   using VTile = hopper::SwizzledTile<kKeys, kV>;
-  static constexpr int kTileBytes =
-      QTile::kBytes + kKStages * KTile::kBytes + kVStages * VTile::kBytes;
-  static constexpr int kBarriers = 2 + 2 * kKStages + 3 * kVStages;
-  // The tiles, the barriers, and for each key of two steps a flag.
-  static constexpr int kSharedBytes = kTileBytes + 8 * kBarriers + 2 * 4 * kKeys;
-  static_assert(kSharedBytes <= hopper::kMaxSharedBytes, "too much shared memory");
+  struct SharedStorage {
+    typename QTile::Storage q_tile;
+    typename KTile::Storage k_tiles[kKStages];
+    typename VTile::Storage v_tiles[kVStages];
+    uint64_t q_full, q_empty;
+    uint64_t k_full[kKStages], k_empty[kKStages];
+    uint64_t v_full[kVStages], v_empty[kVStages], v_landed[kVStages];
+    int seen[2 * kKeys];  // [2, kKeys], of two steps: does a query see the key?
+  };
+  static_assert(sizeof(SharedStorage) <= hopper::kMaxSharedBytes, "too much shared memory");
   static_assert(forward_registers(kKeys, kV, kOverlapped ? 2 : 1) <= hopper::kConsumerRegisters,
                 "too many registers");
 };
@@ -53,47 +57,34 @@ struct HopperForward {
   using QRing = hopper::Ring<1>;
   using Scores = float[kKeys / 2];
   using Softmax = typename std::conditional<kGeneral, OnlineSoftmax, ScaledSoftmax>::type;
+  using SharedStorage = typename Shape::SharedStorage;
 
   const HopperArguments& given;
-  typename Shape::QTile q_tile;
-  char *k_tiles, *v_tiles;
-  uint64_t *q_full, *q_empty, *k_full, *k_empty, *v_full, *v_empty, *v_landed;
-  int* seen;  // [2, kKeys]
+  SharedStorage& shared;
 
-  FASTATTN_DEVICE explicit HopperForward(const HopperArguments& arguments) : given(arguments) {
-    char* shared = dynamic_shared();
-    q_tile.data = shared;
-    k_tiles = shared + Shape::QTile::kBytes;
-    v_tiles = k_tiles + Shape::kKStages * Shape::KTile::kBytes;
-    q_full = reinterpret_cast<uint64_t*>(shared + Shape::kTileBytes);
-    q_empty = q_full + 1;
-    k_full = q_empty + 1;
-    k_empty = k_full + Shape::kKStages;
-    v_full = k_empty + Shape::kKStages;
-    v_empty = v_full + Shape::kVStages;
-    v_landed = v_empty + Shape::kVStages;
-    seen = reinterpret_cast<int*>(v_landed + Shape::kVStages);
-  }
+  FASTATTN_DEVICE explicit HopperForward(const HopperArguments& arguments)
+      : given(arguments), shared(*reinterpret_cast<SharedStorage*>(dynamic_shared())) {}
 
+  FASTATTN_DEVICE typename Shape::QTile q_tile() const { return {shared.q_tile.data}; }
   FASTATTN_DEVICE typename Shape::KTile k_tile(int stage) const {
-    return {k_tiles + stage * Shape::KTile::kBytes};
+    return Shape::KTile::nth(shared.k_tiles, stage);
   }
   FASTATTN_DEVICE typename Shape::VTile v_tile(int stage) const {
-    return {v_tiles + stage * Shape::VTile::kBytes};
+    return Shape::VTile::nth(shared.v_tiles, stage);
   }
 
   FASTATTN_DEVICE void init_barriers() const {
     constexpr int kConsumerWarps = 4 * hopper::kConsumers;
-    mbarrier_init(q_full, 1);
-    mbarrier_init(q_empty, kConsumerWarps);
+    mbarrier_init(&shared.q_full, 1);
+    mbarrier_init(&shared.q_empty, kConsumerWarps);
     for (int n = 0; n < Shape::kKStages; ++n) {
-      mbarrier_init(k_full + n, 1);
-      mbarrier_init(k_empty + n, kConsumerWarps);
+      mbarrier_init(shared.k_full + n, 1);
+      mbarrier_init(shared.k_empty + n, kConsumerWarps);
     }
     for (int n = 0; n < Shape::kVStages; ++n) {
-      mbarrier_init(v_full + n, 1);
-      mbarrier_init(v_empty + n, kConsumerWarps);
-      mbarrier_init(v_landed + n, 1);
+      mbarrier_init(shared.v_full + n, 1);
+      mbarrier_init(shared.v_empty + n, kConsumerWarps);
+      mbarrier_init(shared.v_landed + n, 1);
     }
     mbarrier_fence_init();
   }
@@ -114,23 +105,23 @@ struct HopperForward {
       const auto& q = given.q_operand;
       const auto& k = given.k_operand;
       const auto& v = given.v_operand;
-      mbarrier_wait(q_empty, q_ring.parity ^ 1);
-      q_tile.load(q.map, q_full, given.tile_rows * given.group,
-                  work.h_kv * given.group * q.head_step, work.p.q_row + work.i0,
-                  work.b * q.batch_step);
+      mbarrier_wait(&shared.q_empty, q_ring.parity ^ 1);
+      q_tile().load(q.map, &shared.q_full, given.tile_rows * given.group,
+                    work.h_kv * given.group * q.head_step, work.p.q_row + work.i0,
+                    work.b * q.batch_step);
       q_ring.advance();
       // K goes one step ahead of V.
       for (int j = 0; j <= work.count; ++j) {
         if (j < work.count) {
-          mbarrier_wait(k_empty + k_ring.stage, k_ring.parity ^ 1);
+          mbarrier_wait(shared.k_empty + k_ring.stage, k_ring.parity ^ 1);
           k_tile(k_ring.stage)
-              .load(k.map, k_full + k_ring.stage, kKeys, work.h_kv * k.head_step,
+              .load(k.map, shared.k_full + k_ring.stage, kKeys, work.h_kv * k.head_step,
                     work.p.k_row + work.key(j), work.b * k.batch_step);
           k_ring.advance();
         }
         if (j == 0) continue;
-        mbarrier_wait(v_empty + v_ring.stage, v_ring.parity ^ 1);
-        uint64_t* barrier = work.is_edge(j - 1, given.Lk) ? v_landed : v_full;
+        mbarrier_wait(shared.v_empty + v_ring.stage, v_ring.parity ^ 1);
+        uint64_t* barrier = work.is_edge(j - 1, given.Lk) ? shared.v_landed : shared.v_full;
         v_tile(v_ring.stage)
             .load(v.map, barrier + v_ring.stage, kKeys, work.h_kv * v.head_step,
                   work.p.k_row + work.key(j - 1), work.b * v.batch_step);
@@ -147,14 +138,14 @@ struct HopperForward {
     hopper::for_each_query_tile<kKeys, false>(given, [&](const Work& work) {
       for (int j = 0; j < work.count; ++j) {
         if (work.is_edge(j, given.Lk)) {
-          mbarrier_wait(v_landed + ring.stage, landed >> ring.stage & 1);
+          mbarrier_wait(shared.v_landed + ring.stage, landed >> ring.stage & 1);
           landed ^= 1 << ring.stage;
           v_tile(ring.stage).template clear_rows<32>(lane, [&](int row) {
             return work.keys.has(work.key(j) + row);
           });
           fence_proxy_async();
           __syncwarp();
-          if (lane == 0) mbarrier_arrive(v_full + ring.stage);
+          if (lane == 0) mbarrier_arrive(shared.v_full + ring.stage);
         }
         ring.advance();
       }
@@ -181,7 +172,7 @@ struct HopperForward {
     FASTATTN_DEVICE Consumer(const HopperForward& kernel, int which)
         : kernel(kernel), consumer(which), lane(static_cast<int>(threadIdx.x) & 31) {
       unit = kGeneral ? 1.0f : kernel.given.scale_float;
-      q_rows = kernel.q_tile.of_rows() + 64 * 128 * consumer;
+      q_rows = kernel.q_tile().of_rows() + 64 * 128 * consumer;
       k_rows = kernel.k_tile(0).of_rows();
       v_columns = kernel.v_tile(0).of_columns();
     }
@@ -203,7 +194,7 @@ struct HopperForward {
 
     // The next S = Q K^T, begun.
     FASTATTN_DEVICE void begin_scores(Scores& s) const {
-      mbarrier_wait(kernel.k_full + k_ring.stage, k_ring.parity);
+      mbarrier_wait(kernel.shared.k_full + k_ring.stage, k_ring.parity);
       const MatrixDescriptor b = k_rows + k_ring.stage * Shape::KTile::kBytes;
       wgmma_fence();
       FASTATTN_UNROLL
@@ -216,14 +207,14 @@ struct HopperForward {
     // It has been computed.
     FASTATTN_DEVICE void end_scores(Scores& s) {
       wgmma_arrived(s);
-      release(kernel.k_empty + k_ring.stage);
+      release(kernel.shared.k_empty + k_ring.stage);
       k_ring.advance();
     }
 
     // Before the wait for P V that follows the softmax. It is a loop: without one the compiler puts
     // that wait in front of all exponentials, and P V is not computed beside them.
     FASTATTN_DEVICE void await_values() const {
-      mbarrier_wait(kernel.v_full + v_ring.stage, v_ring.parity);
+      mbarrier_wait(kernel.shared.v_full + v_ring.stage, v_ring.parity);
     }
 
     // O += P V, begun.
@@ -247,7 +238,7 @@ struct HopperForward {
       const int count = work.count;
       if (count > 0) {
         all_seen = hopper::all_seen(kernel.given, work, consumer);
-        mbarrier_wait(kernel.q_full, q_ring.parity);
+        mbarrier_wait(&kernel.shared.q_full, q_ring.parity);
         if (Shape::kOverlapped)
           run_overlapped(work);
         else
@@ -266,7 +257,7 @@ struct HopperForward {
         wgmma_wait<0>();
         end_scores(scores[0]);
         if (j > 0) end_values();
-        if (j + 1 == work.count) release(kernel.q_empty);
+        if (j + 1 == work.count) release(&kernel.shared.q_empty);
         float shrink[2];
         weigh(work, j, scores[0], shrink);
         await_values();
@@ -313,7 +304,7 @@ struct HopperForward {
 
     FASTATTN_DEVICE void last_step(const Work& work, int j, Scores& s) {
       pass_turn();
-      release(kernel.q_empty);
+      release(&kernel.shared.q_empty);
       float shrink[2];
       weigh(work, j, s, shrink);
       await_values();
@@ -334,7 +325,7 @@ struct HopperForward {
     // It has been computed.
     FASTATTN_DEVICE void end_values() {
       wgmma_arrived(o);
-      release(kernel.v_empty + v_ring.previous());
+      release(kernel.shared.v_empty + v_ring.previous());
     }
 
     // O is brought to the new maximum, and P V made ready.
@@ -378,7 +369,8 @@ struct HopperForward {
       FASTATTN_UNROLL
       for (int e = 0; e < kKeys / 2; ++e) any[e / 4 * 2 + e % 2] |= s[e] != minus_infinity();
       await_values();
-      hopper::clear_unseen<kKeys>(kernel.seen, v_ring.stage, any, kernel.v_tile(v_ring.stage));
+      hopper::clear_unseen<kKeys>(kernel.shared.seen, v_ring.stage, any,
+                                  kernel.v_tile(v_ring.stage));
     }
 
     FASTATTN_DEVICE void drop(const Work& work, int j, Scores& s) const {
@@ -425,7 +417,8 @@ __global__ void __launch_bounds__(hopper::kThreads, 1)
   const Kernel kernel(given);
   const int thread = static_cast<int>(threadIdx.x), warp = hopper::uniform(thread / 32);
   if (thread == 0) kernel.init_barriers();
-  for (int n = thread; kGeneral && n < 2 * Shape::kKeys; n += hopper::kThreads) kernel.seen[n] = 0;
+  for (int n = thread; kGeneral && n < 2 * Shape::kKeys; n += hopper::kThreads)
+    kernel.shared.seen[n] = 0;
   __syncthreads();
   if (warp < 4) {
     give_registers<hopper::kProducerRegisters>();
