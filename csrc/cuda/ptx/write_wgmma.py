@@ -1,5 +1,8 @@
 """Writes wgmma_instructions.h: PTX names every register of an instruction one by one.
 
+C++ cannot do it by an index sequence: the operands of an asm statement expand no parameter pack,
+nvcc refuses `"+f"(d[I])...`.
+
 python csrc/cuda/ptx/write_wgmma.py > csrc/cuda/ptx/wgmma_instructions.h
 """
 
