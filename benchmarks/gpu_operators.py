@@ -23,7 +23,7 @@ from fastattn import dispatch
 from fastattn.testing.additive import ADDITIVE_CASES, check_additive
 from fastattn.testing.encode_memory import ENCODE_CASES, check_encoding
 from fastattn.testing.hopfield import HOPFIELD_CASES, check_hopfield
-from fastattn.testing.memory_hop_cases import HOP_CASES, check_hops
+from fastattn.testing.memory_hops import HOP_CASES, check_hops
 from fastattn.testing.sinusoidal import SINUSOIDAL_CASES, check_sinusoidal
 
 TABLES: tuple[tuple[Any, Callable[..., Any]], ...] = (
@@ -82,7 +82,7 @@ def correctness(backend: str, on_gpu: Callable[[Any], Any]) -> dict[str, Any]:
             for dtype in DTYPES:
                 verdict = check(case, dtype, target)
                 ran += not verdict.declined
-                faults += [f"{check.__name__} {case.name} {dtype}: {f}" for f in verdict.faults]
+                faults += [f"{check.operator} {case.name} {dtype}: {f}" for f in verdict.faults]
     return {"cases": ran, "faults": faults[:100]}
 
 

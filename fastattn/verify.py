@@ -27,7 +27,7 @@ from fastattn.testing.draws import draw
 from fastattn.testing.encode_memory import ENCODE_CASES, EncodeCase, check_encoding
 from fastattn.testing.hopfield import HOPFIELD_CASES, HopfieldCase, check_hopfield
 from fastattn.testing.luong import LUONG_CASES, LuongCase, check_luong
-from fastattn.testing.memory_hop_cases import HOP_CASES, HopCase, check_hops
+from fastattn.testing.memory_hops import HOP_CASES, HopCase, check_hops
 from fastattn.testing.sinusoidal import SINUSOIDAL_CASES, SinusoidalCase, check_sinusoidal
 from fastattn.testing.varlen import VARLEN_CASES, VarlenCase, check_varlen
 

@@ -3,9 +3,10 @@
 from fastattn.testing.cases import CASES, Case
 from fastattn.testing.compare import Deviation, assert_right, assert_within_bound, deviation
 from fastattn.testing.inputs import Inputs, make_inputs
+from fastattn.testing.oracle import check
 from fastattn.testing.rounding import Noise
 from fastattn.testing.targets import OnGpu, Target, targets
-from fastattn.testing.verdict import Verdict, check
+from fastattn.testing.verdict import Proof, Verdict
 
 __all__ = [
     "CASES",
@@ -14,6 +15,7 @@ __all__ = [
     "Inputs",
     "Noise",
     "OnGpu",
+    "Proof",
     "Target",
     "Verdict",
     "assert_right",

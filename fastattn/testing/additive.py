@@ -1,8 +1,4 @@
-"""The cases of ``additive_attention`` and their judge.
-
-The judge of 16 and 32 bits is the reference in float64; that of float64 is additive attention
-written a second time, in NumPy, with its gradients by hand, in extended precision.
-"""
+"""The cases of ``additive_attention``, their inputs and their proof."""
 
 from __future__ import annotations
 
@@ -16,15 +12,16 @@ from torch import Tensor
 from fastattn.backends import reference
 from fastattn.backends.primitives import AdditiveBackwardOptions, AdditiveOptions, extended
 from fastattn.testing import memory
-from fastattn.testing.draws import cached, generator_of
+from fastattn.testing.calls import double
+from fastattn.testing.cases import FLOATS
+from fastattn.testing.draws import generator_of
 from fastattn.testing.inputs import MASKS
-from fastattn.testing.rounding import Noise
-from fastattn.testing.targets import Target
-from fastattn.testing.verdict import Verdict, fresh_memory_is_nan
+from fastattn.testing.verdict import Proof
 
 __all__ = ["ADDITIVE_CASES", "AdditiveCase", "AdditiveInputs", "check_additive", "make_additive"]
 
-_NAMES = ("grad_query", "grad_key", "grad_value", "grad_v", "grad_bias", "grad_mask")
+_NAMES = ("query", "key", "value", "v", "bias", "mask")
+_GRADS = tuple(f"grad_{name}" for name in _NAMES)
 
 
 @dataclass(frozen=True)
@@ -47,12 +44,7 @@ class AdditiveCase:
     weights: bool = False  # asked for, and given a gradient
     poison: bool = False  # NaN and inf in keys and values that no query sees
     layouts: tuple[str, str, str] = ("contiguous", "contiguous", "contiguous")
-    dtypes: tuple[torch.dtype, ...] = (
-        torch.float32,
-        torch.bfloat16,
-        torch.float16,
-        torch.float64,
-    )
+    dtypes: tuple[torch.dtype, ...] = FLOATS
     slow: bool = False
 
 
@@ -127,7 +119,6 @@ class AdditiveInputs:
     clean: tuple[Tensor | None, ...]
     given: tuple[Tensor, Tensor | None]  # the gradients of out and weights
     options: AdditiveOptions
-    needs_mask_grad: bool
 
 
 def make_additive(case: AdditiveCase, dtype: torch.dtype, *, fence: bool = False) -> AdditiveInputs:
@@ -179,129 +170,40 @@ def make_additive(case: AdditiveCase, dtype: torch.dtype, *, fence: bool = False
         clean=(query, key, value, *rest),
         given=(grad_out, grad_weights),
         options=AdditiveOptions(case.causal, case.dropout_p, case.weights),
-        needs_mask_grad=mask is not None and mask.is_floating_point(),
     )
 
 
 def run_additive(backend: Any, inputs: AdditiveInputs) -> dict[str, Tensor]:
     """The primitive of a backend, forward and backward."""
     out, weights = backend.additive_attention(*inputs.args, options=inputs.options)
+    mask = inputs.args[5]
     options = extended(
-        AdditiveBackwardOptions, inputs.options, needs_mask_grad=inputs.needs_mask_grad
+        AdditiveBackwardOptions,
+        inputs.options,
+        needs_mask_grad=mask is not None and mask.is_floating_point(),
     )
     grads = backend.additive_attention_backward(*inputs.given, *inputs.args, options=options)
     results = {"out": out}
     if inputs.options.weights:
         results["weights"] = weights
-    results.update((n, g) for n, g in zip(_NAMES, grads, strict=True) if g is not None)
+    results.update((n, g) for n, g in zip(_GRADS, grads, strict=True) if g is not None)
     return results
 
 
-def exact_additive(inputs: AdditiveInputs) -> dict[str, Tensor]:
-    """The results as they should be, in float64."""
-    query = inputs.args[0]
-    assert query is not None
-    return _extended(inputs) if query.dtype == torch.float64 else define_additive(inputs)
+def _definition(inputs: AdditiveInputs) -> dict[str, Tensor]:
+    wide = replace(inputs, args=double(inputs.clean), given=double(inputs.given))
+    return run_additive(reference, wide)
 
 
-def define_additive(inputs: AdditiveInputs) -> dict[str, Tensor]:
-    """The results of the reference in float64."""
-
-    def wide(x: Tensor | None) -> Tensor | None:
-        return x.double() if x is not None and x.is_floating_point() else x
-
-    given = tuple(wide(x) for x in inputs.given)
-    clean = tuple(wide(x) for x in inputs.clean)
-    return run_additive(reference, replace(inputs, args=clean, given=given))  # type: ignore[arg-type]
-
-
-def _extended(inputs: AdditiveInputs) -> dict[str, Tensor]:
-    """Forward and backward by hand, in extended precision."""
-    import numpy as np
-
-    def array(x: Tensor) -> Any:
-        return np.asarray(x.detach().cpu(), dtype=np.longdouble)
-
-    tensors = [None if x is None else x.detach() for x in inputs.clean]
-    q, k, value, v = (array(x) for x in tensors[:4] if x is not None)
-    bias, mask, seed = tensors[4:]
-    b, nq, nk, causal = q.shape[0], q.shape[1], k.shape[1], inputs.options.causal
-    seen = np.ones((b, nq, nk), dtype=bool)
-    hidden = q[:, :, None] + k[:, None]
-    if bias is not None:
-        hidden = hidden + array(bias)
-    t = np.tanh(hidden)
-    e = (t * v).sum(-1)
-    if mask is not None and mask.dtype == torch.bool:
-        seen = seen & mask.numpy()
-    elif mask is not None:
-        seen = seen & (mask.numpy() != -np.inf)
-        e = e + np.where(np.isfinite(array(mask)), array(mask), 0)
-    seen = np.tril(seen) if causal else seen
-    top = np.where(seen, e, -np.inf).max(-1, keepdims=True, initial=-np.inf)
-    p = np.where(seen, np.exp(e - np.where(np.isfinite(top), top, 0)), 0)
-    total = p.sum(-1, keepdims=True)
-    p = p / np.where(total == 0, 1, total)
-    z = np.ones_like(p)
-    if seed is not None:
-        kept = reference.dropout_keep((b, 1, nq, nk), inputs.options.dropout_p, seed)[:, 0]
-        threshold = round((1 - inputs.options.dropout_p) * 65536)
-        z = kept.numpy() * (np.longdouble(65536) / threshold if threshold else 0)
-    w = p * z
-    d_out = array(inputs.given[0])
-    d_w = d_out @ value.swapaxes(1, 2)
-    if inputs.given[1] is not None:
-        d_w = d_w + array(inputs.given[1])
-    d_p = d_w * z
-    g = p * (d_p - (p * d_p).sum(-1, keepdims=True))
-    h = g[..., None] * v * (1 - t) * (1 + t)
-    results = {
-        "out": w @ value,
-        "weights": w,
-        "grad_query": h.sum(2),
-        "grad_key": h.sum(1),
-        "grad_value": w.swapaxes(1, 2) @ d_out,
-        "grad_v": (g[..., None] * t).sum((0, 1, 2)),
-        "grad_bias": h.sum((0, 1, 2)),
-    }
-    if not inputs.options.weights:
-        del results["weights"]
-    if bias is None:
-        del results["grad_bias"]
-    if inputs.needs_mask_grad:
-        assert mask is not None
-        axes = tuple(n for n, size in enumerate(mask.shape) if size == 1)
-        results["grad_mask"] = g.sum(axes, keepdims=True)
-    return {name: torch.from_numpy(x.astype(np.float64)) for name, x in results.items()}
-
-
-@cached
-def expected_additive(
-    case: AdditiveCase, dtype: torch.dtype
-) -> tuple[AdditiveInputs, dict[str, Tensor], Noise]:
-    """Return the inputs, what they should give, and how far rounding alone moves that."""
-    inputs = make_additive(case, dtype)
-    exact = exact_additive(inputs)
-    return inputs, exact, Noise(lambda: define_additive(inputs), exact, dtype)
-
-
-def check_additive(case: AdditiveCase, dtype: torch.dtype, target: Target) -> Verdict:
-    """Run ``case`` forward and backward on ``target`` and judge it by the error bound."""
-    inputs, exact, noise = expected_additive(case, dtype)
-    verdict = Verdict()
-    with target.active() as backend:
-        verdict.declined = backend.why_not(
-            "additive_attention", *inputs.args, options=inputs.options
-        )
-        if verdict.declined:
-            return verdict
-        names = ("query", "key", "value", "v", "bias", "mask")
-        tensors = dict(zip(names, inputs.args, strict=False))
-        watch = memory.Watch(**tensors, grad_out=inputs.given[0], grad_weights=inputs.given[1])
-        with fresh_memory_is_nan():
-            results = run_additive(backend, inputs)
-    verdict.faults += [f"{name} was written to" for name in watch.written()]
-    mask = inputs.args[5]
-    dtypes = dict.fromkeys(exact, dtype) | ({} if mask is None else {"grad_mask": mask.dtype})
-    verdict.judge(results, exact, noise, dtypes)
-    return verdict
+check_additive = Proof(
+    "additive_attention",
+    make=make_additive,
+    watched=lambda inputs: dict(
+        zip((*_NAMES, "seed", "grad_out", "grad_weights"), inputs.args + inputs.given, strict=True)
+    ),
+    primitive=lambda inputs: (inputs.args, inputs.options),
+    run=run_additive,
+    definition=_definition,
+    extended=lambda naive, x: naive.additive_attention(*x.clean, x.options, *x.given),
+    dtypes=lambda inputs: {} if inputs.args[5] is None else {"grad_mask": inputs.args[5].dtype},
+)

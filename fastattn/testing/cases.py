@@ -7,14 +7,14 @@ A case is data: lengths, heads, mask, options, memory layout, which results carr
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import product
 
 import torch
 
 from fastattn.backends.primitives import Weights
 
-__all__ = ["CASES", "Case"]
+__all__ = ["CASES", "FLOATS", "Case", "NamedByFields"]
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -22,6 +22,20 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # constant weight, a bias that is the same for all keys changes no weight. Their gradients are then
 # 0 but for rounding, and no bound can be relative to that.
 SCALED = ("out", "lse")
+
+
+@dataclass(frozen=True)
+class NamedByFields:
+    """A case whose name says what differs from the plainest one."""
+
+    @property
+    def name(self) -> str:
+        given = [(x.name, getattr(self, x.name), x.default) for x in fields(self)]
+        changed = [f"{name}={value}" for name, value, default in given if value != default]
+        return "-".join(changed) or "plain"
+
+    def __str__(self) -> str:
+        return self.name
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,14 @@
-"""The cases of ``decode_attention`` and their judge: the oracle of attention, by sequence.
+"""The cases of ``decode_attention`` and their proof: the oracle of attention, by sequence.
 
 Everything in the cache that no sequence sees is NaN.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,11 +16,9 @@ from torch import Tensor
 from fastattn.backends.primitives import AttentionOptions, DecodeOptions
 from fastattn.testing import memory, oracle
 from fastattn.testing.cases import FLOATS
-from fastattn.testing.draws import cached, generator_of
+from fastattn.testing.draws import generator_of
 from fastattn.testing.inputs import Inputs
-from fastattn.testing.rounding import Noise
-from fastattn.testing.targets import Target
-from fastattn.testing.verdict import Verdict, fresh_memory_is_nan
+from fastattn.testing.verdict import Proof
 
 __all__ = ["DECODE_CASES", "DecodeCase", "DecodeInputs", "check_decode", "make_decode"]
 
@@ -146,28 +146,28 @@ def make_decode(case: DecodeCase, dtype: torch.dtype, *, fence: bool = False) ->
     )
 
 
-@cached
-def expected_decode(
-    case: DecodeCase, dtype: torch.dtype
-) -> tuple[DecodeInputs, dict[str, Tensor], Noise]:
-    """Return the inputs, what they should give, and how far rounding alone moves that."""
-    inputs = make_decode(case, dtype)
+def _run(backend: Any, inputs: DecodeInputs) -> dict[str, Tensor]:
+    out, lse = backend.decode_attention(*inputs.args, options=inputs.options)
+    return {"out": out, "lse": lse.to(torch.promote_types(out.dtype, torch.float32))}
 
-    def together(run: Callable[[Inputs], dict[str, Tensor]]) -> dict[str, Tensor]:
-        alone = [run(_alone(inputs, b)) for b in range(len(case.lengths))]
-        shape = inputs.args[0].shape[:3]  # type: ignore[union-attr]
-        width = inputs.args[2].shape[3]  # type: ignore[union-attr]
-        results = {
-            "out": torch.zeros(*shape, width, dtype=torch.float64),
-            "lse": torch.zeros(shape, dtype=torch.float64),
-        }
-        for b, one in enumerate(alone):
-            for name in results:
-                results[name][b] = one[name][0]
-        return results
 
-    exact = together(oracle.exact)
-    return inputs, exact, Noise(lambda: together(oracle.definition), exact, dtype)
+def _sequence_by_sequence(
+    inputs: DecodeInputs, run: Callable[[Inputs], dict[str, Tensor]]
+) -> dict[str, Tensor]:
+    """What ``run``, of attention, makes of every sequence."""
+    query, _, value_cache, *_ = inputs.args
+    assert query is not None
+    assert value_cache is not None
+    shape = query.shape[:3]
+    results = {
+        "out": torch.zeros(*shape, value_cache.shape[3], dtype=torch.float64),
+        "lse": torch.zeros(shape, dtype=torch.float64),
+    }
+    for b in range(shape[0]):
+        alone = run(_alone(inputs, b))
+        for name, result in results.items():
+            result[b] = alone[name][0]
+    return results
 
 
 def _alone(inputs: DecodeInputs, b: int) -> Inputs:
@@ -191,22 +191,18 @@ def _alone(inputs: DecodeInputs, b: int) -> Inputs:
     )
 
 
-def check_decode(case: DecodeCase, dtype: torch.dtype, target: Target) -> Verdict:
-    """Run ``case`` on ``target``: values, dtypes, and what it wrote to."""
-    inputs, exact, noise = expected_decode(case, dtype)
-    verdict = Verdict()
-    with target.active() as backend:
-        verdict.declined = list(
-            backend.why_not("decode_attention", *inputs.args, options=inputs.options)
-        )
-        if verdict.declined:
-            return verdict
-        names = ("query", "key_cache", "value_cache", "seqlens", "table", "entries", "slopes")
-        watch = memory.Watch(**dict(zip(names, inputs.args, strict=True)))
-        with fresh_memory_is_nan():
-            out, lse = backend.decode_attention(*inputs.args, options=inputs.options)
-    verdict.faults += [f"{name} was written to" for name in watch.written()]
-    wide = torch.promote_types(dtype, torch.float32)
-    results = {"out": out, "lse": lse.to(wide)}
-    verdict.judge(results, exact, noise, {"out": dtype, "lse": wide}, {"lse": dtype})
-    return verdict
+_NAMES = ("query", "key_cache", "value_cache", "seqlens", "table", "entries", "slopes")
+
+check_decode = Proof(
+    "decode_attention",
+    make=make_decode,
+    watched=lambda inputs: dict(zip(_NAMES, inputs.args, strict=True)),
+    primitive=lambda inputs: (inputs.args, inputs.options),
+    run=_run,
+    definition=lambda inputs: _sequence_by_sequence(inputs, oracle.definition),
+    extended=lambda naive, inputs: _sequence_by_sequence(
+        inputs, functools.partial(oracle.extended, naive)
+    ),
+    dtypes=lambda x: {"lse": torch.promote_types(x.args[0].dtype, torch.float32)},
+    coarse=("lse",),
+)

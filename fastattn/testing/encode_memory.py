@@ -1,22 +1,22 @@
-"""The cases of ``encode_memory``, their inputs and their judge."""
+"""The cases of ``encode_memory``, their inputs and their proof."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-import fastattn
+from fastattn.backends import reference
+from fastattn.backends.primitives import EncodeMemoryOptions
 from fastattn.ops.encode_memory import encode_memory, encoding_factors, prepare
+from fastattn.testing.calls import Call
+from fastattn.testing.cases import FLOATS
 from fastattn.testing.draws import generator_of
-from fastattn.testing.memory import Watch
-from fastattn.testing.rounding import Noise
-from fastattn.testing.targets import Target
-from fastattn.testing.verdict import Verdict, fresh_memory_is_nan
+from fastattn.testing.verdict import Proof
 
-__all__ = ["ENCODE_CASES", "EncodeCase", "check_encoding", "draw_sentences", "plain_encoding"]
+__all__ = ["ENCODE_CASES", "EncodeCase", "check_encoding", "draw_sentences"]
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,7 @@ class EncodeCase:
     width: int
     tables: int | None
     encoding: str  # "own": factors of the caller's
-    dtypes: tuple[torch.dtype, ...] = (
-        torch.float32,
-        torch.bfloat16,
-        torch.float16,
-        torch.float64,
-    )
+    dtypes: tuple[torch.dtype, ...] = FLOATS
     slow: bool = False
 
     @property
@@ -83,88 +78,60 @@ def draw_sentences(
     return tokens, normal(v, d), normal(n, d)
 
 
-def plain_encoding(tokens: Tensor, weight: Tensor, factors: Tensor, temporal: Tensor) -> Tensor:
-    """The definition in plain PyTorch, where 0 is padding."""
-    if weight.ndim == 3:
-        each = zip(weight, temporal, strict=True)
-        return torch.stack([plain_encoding(tokens, w, factors, t) for w, t in each], 1)
-    told = tokens != 0
-    words = F.embedding(tokens, weight) * factors.to(weight.dtype) * told.unsqueeze(-1)
-    return words.sum(-2) + temporal * told.any(-1, keepdim=True)
-
-
-def check_encoding(case: EncodeCase, dtype: torch.dtype, target: Target) -> Verdict:
-    """Run ``case`` forward and backward on ``target`` and judge it by the error bound."""
+def _make(case: EncodeCase, dtype: torch.dtype) -> Call:
     draw = generator_of(case.name)
     shape = (case.batch, case.sentences, case.words, case.rows, case.width, case.tables)
     tokens, weight, temporal = draw_sentences(shape, dtype, draw)
     encoding: str | Tensor = case.encoding
     if case.encoding == "own":
         encoding = torch.randn(case.words, case.width, dtype=torch.float64, generator=draw)
-        factors = encoding
-    else:
-        factors = encoding_factors(case.encoding, case.words, case.width, dtype=torch.float64)
     size = (case.batch, *weight.shape[:-2], case.sentences, case.width)
     grad = torch.randn(size, dtype=torch.float64, generator=draw).to(dtype)
-
-    def run(encode: bool, weight: Tensor, temporal: Tensor, grad: Tensor) -> list[Tensor]:
-        leaves = [weight.detach().requires_grad_(), temporal.detach().requires_grad_()]
-        if encode:
-            out = encode_memory(tokens, leaves[0], temporal=leaves[1], encoding=encoding)
-        else:
-            out = plain_encoding(tokens, leaves[0], factors, leaves[1])
-        return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
-
-    verdict = Verdict()
-    with target.active() as backend:
-        operator, (*tensors, options) = prepare(
-            tokens, weight, temporal=temporal, encoding=encoding
-        )
-        verdict.declined = backend.why_not(operator.name, *tensors, options=options)
-        if verdict.declined:
-            return verdict
-        watch = Watch(tokens=tokens, weight=weight, temporal=temporal, grad=grad)
-        with fresh_memory_is_nan(), fastattn.use_backend(target.backend):
-            got = run(True, weight, temporal, grad)
-    verdict.faults += [f"{name} was written to" for name in watch.written()]
-    names = ("out", "grad of weight", "grad of temporal")
-
-    def definition() -> dict[str, Tensor]:
-        found = run(False, weight.double(), temporal.double(), grad.double())
-        return dict(zip(names, found, strict=True))
-
-    want = definition()
-    if dtype is torch.float64:
-        found = _in_extended_precision(tokens, weight, factors, temporal, grad)
-        want = dict(zip(names, found, strict=True))
-    results = dict(zip(names, got, strict=True))
-    verdict.judge(results, want, Noise(definition, want, dtype), dict.fromkeys(want, dtype))
-    return verdict
+    tensors = {"tokens": tokens, "weight": weight, "temporal": temporal}
+    return Call(tensors, {"encoding": encoding}, grad)
 
 
-def _in_extended_precision(
-    tokens: Tensor, weight: Tensor, factors: Tensor, temporal: Tensor, grad: Tensor
-) -> list[Tensor]:
-    """What is right for float64, word by word in NumPy's long doubles."""
-    import numpy as np
+def _factors(inputs: Call) -> Tensor:
+    encoding, weight = inputs.options["encoding"], inputs.tensors["weight"]
+    if isinstance(encoding, Tensor):
+        return encoding
+    words = inputs.tensors["tokens"].shape[-1]
+    return encoding_factors(encoding, words, weight.shape[-1], dtype=torch.float64)
 
-    def wide(x: Tensor) -> np.ndarray:
-        return x.numpy().astype(np.longdouble)
 
-    one = weight.ndim == 2
-    tables, rows = (wide(x)[None] if one else wide(x) for x in (weight, temporal))
-    g = wide(grad.unsqueeze(1) if one else grad)  # [B, G, N, D]
-    f = wide(factors)
-    out, grad_tables, grad_rows = np.zeros_like(g), np.zeros_like(tables), np.zeros_like(rows)
-    for b, story in enumerate(tokens.tolist()):
-        for n, sentence in enumerate(story):
-            if any(sentence):
-                out[b, :, n] += rows[:, n]
-                grad_rows[:, n] += g[b, :, n]
-            for j, token in enumerate(sentence):
-                if token:
-                    out[b, :, n] += f[j] * tables[:, token]
-                    grad_tables[:, token] += f[j] * g[b, :, n]
-    shapes = (grad.shape, weight.shape, temporal.shape)
-    exact = zip((out, grad_tables, grad_rows), shapes, strict=True)
-    return [torch.from_numpy(x.astype(np.float64).reshape(s)) for x, s in exact]
+def _definition(inputs: Call) -> dict[str, Tensor]:
+    one = inputs.tensors["weight"].ndim == 2
+
+    def encode(**arguments: Any) -> Tensor:
+        _, (*tensors, options) = prepare(**arguments)
+        out = reference.encode_memory(*tensors, options=options).squeeze(0)
+        return out.squeeze(1) if one else out
+
+    exact = replace(inputs.doubled(), options={"encoding": _factors(inputs)})
+    return exact.run(encode)
+
+
+def _extended(naive: Any, inputs: Call) -> dict[str, Tensor]:
+    tokens, *tables = inputs.tensors.values()
+    weight, temporal = (x.unsqueeze(0) if x.ndim == 2 else x for x in tables)
+    grad = inputs.grad if inputs.grad.ndim == 4 else inputs.grad.unsqueeze(1)
+    results = naive.encode_memory(tokens, weight, _factors(inputs), temporal, grad)
+    shapes = (inputs.grad.shape, *(x.shape for x in tables))
+    return {name: x.view(s) for (name, x), s in zip(results.items(), shapes, strict=True)}
+
+
+def _primitive(inputs: Call) -> tuple[list[Any], EncodeMemoryOptions]:
+    _, (*tensors, options) = prepare(**inputs.tensors, **inputs.options)
+    return tensors, options
+
+
+check_encoding = Proof(
+    "encode_memory",
+    make=_make,
+    watched=Call.watched,
+    primitive=_primitive,
+    run=lambda backend, inputs: inputs.run(encode_memory),
+    definition=_definition,
+    extended=_extended,
+    public=True,
+)

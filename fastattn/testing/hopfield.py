@@ -1,31 +1,25 @@
-"""The cases of ``hopfield_retrieve``, their inputs and their judge."""
+"""The cases of ``hopfield_retrieve``, their inputs and their proof."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import fastattn
 from fastattn.backends import reference
-from fastattn.backends.primitives import (
-    AttentionOptions,
-    MemoryHopOptions,
-)
+from fastattn.backends.primitives import AttentionOptions, HopfieldOptions
 from fastattn.ops.hopfield import _prepared, _primitive, hopfield_retrieve, prepare
-from fastattn.testing.draws import cached, generator_of
-from fastattn.testing.memory import Watch, place
-from fastattn.testing.rounding import Noise
-from fastattn.testing.targets import Target
-from fastattn.testing.verdict import Verdict, fresh_memory_is_nan
+from fastattn.testing.calls import Call
+from fastattn.testing.cases import FLOATS, NamedByFields
+from fastattn.testing.draws import generator_of
+from fastattn.testing.memory import place
+from fastattn.testing.verdict import Proof
 
 __all__ = [
     "HOPFIELD_CASES",
     "HopfieldCase",
-    "HopfieldInputs",
     "check_hopfield",
     "make_hopfield_inputs",
     "retrieved_with_gradients",
@@ -33,7 +27,7 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class HopfieldCase:
+class HopfieldCase(NamedByFields):
     """Sizes, and which of the arguments there are; masks and biases by their dimensions."""
 
     batch: int = 2
@@ -48,25 +42,8 @@ class HopfieldCase:
     bias: str | None = None
     beta: str = "number"  # or "scalar", "heads"
     grad: str = "unroll"
-    dtypes: tuple[torch.dtype, ...] = (
-        torch.float32,
-        torch.bfloat16,
-        torch.float16,
-        torch.float64,
-    )
+    dtypes: tuple[torch.dtype, ...] = FLOATS
     slow: bool = False
-
-    @property
-    def name(self) -> str:
-        changed = [
-            f"{name}={value}"
-            for name, value in vars(self).items()
-            if value != getattr(_PLAIN, name)
-        ]
-        return "-".join(changed) or "plain"
-
-    def __str__(self) -> str:
-        return self.name
 
 
 # Few steps: after many, most gradients are gone, and the one query that hardly contracts decides
@@ -92,16 +69,9 @@ HOPFIELD_CASES = (
 )
 
 
-@dataclass
-class HopfieldInputs:
-    tensors: dict[str, Any]
-    options: dict[str, Any]
-    grad: Tensor
-
-
 def make_hopfield_inputs(
     case: HopfieldCase, dtype: torch.dtype, layout: str = "contiguous", fence: bool = False
-) -> HopfieldInputs:
+) -> Call:
     draw = generator_of(str(case))
     sizes = {"B": case.batch, "H": case.heads, "L": case.queries, "N": case.rows, "1": 1}
 
@@ -136,37 +106,12 @@ def make_hopfield_inputs(
     if case.bias is not None:
         tensors["attn_mask"] = placed(normal(*(sizes[dim] for dim in case.bias)))
     options = {"update_steps_max": case.steps, "update_steps_eps": 0.0, "grad": case.grad}
-    return HopfieldInputs(tensors, options, placed(normal(*tensors["state"].shape)))
+    return Call(tensors, options, placed(normal(*tensors["state"].shape)))
 
 
-def retrieved_with_gradients(inputs: HopfieldInputs) -> dict[str, Tensor]:
+def retrieved_with_gradients(inputs: Call) -> dict[str, Tensor]:
     """The result and the gradients, by the library."""
-    return _derived(inputs, hopfield_retrieve)
-
-
-def _derived(inputs: HopfieldInputs, retrieve: Callable[..., Tensor]) -> dict[str, Tensor]:
-    arguments: dict[str, Any] = {
-        name: x.detach().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x
-        for name, x in inputs.tensors.items()
-    }
-    leaves = {n: x for n, x in arguments.items() if isinstance(x, Tensor) and x.requires_grad}
-    out = retrieve(**arguments, **inputs.options)
-    grads = torch.autograd.grad(out, list(leaves.values()), inputs.grad, allow_unused=True)
-    named = {
-        f"grad of {name}": torch.zeros_like(leaf) if grad is None else grad
-        for (name, leaf), grad in zip(leaves.items(), grads, strict=True)
-    }
-    return {"out": out.detach()} | named
-
-
-def _definition(inputs: HopfieldInputs) -> dict[str, Tensor]:
-    """The result and the gradients, by the reference in float64."""
-
-    def wide(x: Any) -> Any:
-        return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
-
-    tensors = {name: wide(x) for name, x in inputs.tensors.items()}
-    return _derived(replace(inputs, tensors=tensors, grad=inputs.grad.double()), _retrieve_plainly)
+    return inputs.run(hopfield_retrieve)
 
 
 def _retrieve_plainly(
@@ -179,19 +124,8 @@ def _retrieve_plainly(
     update_steps_eps: float,
     grad: str,
 ) -> Tensor:
-    call = _prepared(
-        state,
-        stored,
-        projection,
-        beta,
-        update_steps_max,
-        update_steps_eps,
-        "query",
-        grad,
-        attn_mask,
-        False,
-        False,
-    )
+    steps = (update_steps_max, update_steps_eps, "query", grad)
+    call = _prepared(state, stored, projection, beta, *steps, attn_mask, False, False)
     arguments, back = _primitive(call)
     xi, *_ = reference.hopfield_states(*arguments)
     key = call.stored if call.keys is None else call.keys
@@ -208,105 +142,29 @@ def _retrieve_plainly(
     )[0]
 
 
-def _exact(case: HopfieldCase, inputs: HopfieldInputs) -> dict[str, Tensor]:
-    """What is right, in extended precision: memory hops with H = 0, the last of them the reading.
-
-    The derivative of a solution is that of many steps from it.
-    """
-    from fastattn.testing.memory_hops import results_and_gradients
-
-    def wide(x: Any) -> Any:
-        return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
-
-    tensors = {name: wide(x) for name, x in inputs.tensors.items()}
-    lead = (case.batch, case.heads)
-
-    def flat(x: Tensor) -> Tensor:
-        return x.expand(*lead, *x.shape[2:]).flatten(0, 1)
-
-    stored, beta = tensors["stored"], tensors["beta"]
-    factor = beta.view(1, -1, 1, 1) if isinstance(beta, Tensor) else torch.tensor(1.0)
-    keys, value = stored * factor, tensors["projection"]
-    value = stored if value is None else value
-    scale = 1.0 if isinstance(beta, Tensor) else beta
-    mask = tensors["attn_mask"]
-    scores = (*lead, case.queries, case.rows)
-    full = None
-    if mask is not None:
-        full = mask.expand(scores).flatten(0, 1).unsqueeze(2)
-
-    def hops(state: Tensor, count: int) -> dict[str, Tensor]:
-        read = torch.stack([*[flat(stored)] * (count - 1), flat(value)], 1)
-        boolean = full is not None and full.dtype == torch.bool
-        return results_and_gradients(
-            state,
-            flat(keys).unsqueeze(1),
-            read,
-            torch.zeros(1, case.width, case.width).double(),
-            full if boolean else None,
-            None if boolean else full,
-            MemoryHopOptions(count, scale=scale),
-            flat(inputs.grad.double()),
-            None,
-        )
-
-    state = flat(tensors["state"])
-    found = hops(state, case.steps + 1)
-    if case.grad != "unroll":
-        reading, value = value, stored
-        before = hops(state, case.steps - 1)["out"] if case.steps > 1 else state
-        value = reading
-        derived = hops(before, 2 if case.grad == "one_step" else 150)
-        found = derived | {"out": found["out"], "grad of query": torch.zeros_like(state)}
-
-    def of(x: Tensor, like: Tensor) -> Tensor:
-        """The sum over whatever ``like`` is common to."""
-        return x.unflatten(0, lead).sum_to_size(like.shape)
-
-    by_key = found["grad of in_memory"][:, 0]
-    by_row = found["grad of out_memory"]
-    results = {
-        "out": found["out"].unflatten(0, lead),
-        "grad of state": found["grad of query"].unflatten(0, lead),
-    }
-    steps, read = by_row[:, :-1].sum(1), by_row[:, -1]
-    grad_stored = steps + flat(factor.double().expand(keys.shape)) * by_key
-    if case.projection:
-        results["grad of projection"] = of(read, value)
-    else:
-        grad_stored = grad_stored + read
-    results["grad of stored"] = of(grad_stored, stored)
-    if isinstance(beta, Tensor):
-        by_head = (by_key.unflatten(0, lead) * stored).sum((0, 2, 3))
-        results["grad of beta"] = by_head if beta.ndim else by_head.sum()
-    if case.bias is not None:
-        results["grad of attn_mask"] = of(found["grad of memory_bias"].sum(2), mask)
-    return results
+def _extended(naive: Any, inputs: Call) -> dict[str, Tensor]:
+    options = inputs.options
+    tensors = inputs.doubled().tensors.values()
+    grad = inputs.grad.double()
+    found: dict[str, Tensor] = naive.hopfield_retrieve(
+        *tensors, options["update_steps_max"], options["grad"], grad
+    )
+    return found
 
 
-@cached
-def expected_retrieval(
-    case: HopfieldCase, dtype: torch.dtype
-) -> tuple[HopfieldInputs, dict[str, Tensor], Noise]:
-    """Return the inputs, what they should give, and how far rounding alone moves that."""
-    inputs = make_hopfield_inputs(case, dtype)
-    exact = _exact(case, inputs)
-    return inputs, exact, Noise(lambda: _definition(inputs), exact, dtype)
+def _arguments(inputs: Call) -> tuple[list[Any], HopfieldOptions]:
+    _, (*tensors, options) = prepare(**inputs.tensors, **inputs.options)
+    return tensors, options
 
 
-def check_hopfield(case: HopfieldCase, dtype: torch.dtype, target: Target) -> Verdict:
-    """Run ``case`` forward and backward on ``target`` and judge it by the error bound."""
-    inputs, exact, noise = expected_retrieval(case, dtype)
-    verdict = Verdict()
-    with target.active() as backend:
-        operator, (*tensors, options) = prepare(**inputs.tensors, **inputs.options)
-        verdict.declined = backend.why_not(operator.name, *tensors, options=options)
-        if verdict.declined:
-            return verdict
-        watched = {n: x for n, x in inputs.tensors.items() if isinstance(x, Tensor)}
-        watch = Watch(**watched, grad=inputs.grad)
-        with fresh_memory_is_nan(), fastattn.use_backend(target.backend):
-            got = retrieved_with_gradients(inputs)
-    verdict.faults += [f"{name} was written to" for name in watch.written()]
-    verdict.judge(got, exact, noise, dict.fromkeys(exact, dtype))
-    return verdict
+check_hopfield = Proof(
+    "hopfield_retrieve",
+    make=make_hopfield_inputs,
+    watched=Call.watched,
+    primitive=_arguments,
+    run=lambda backend, inputs: retrieved_with_gradients(inputs),
+    definition=lambda inputs: inputs.doubled().run(_retrieve_plainly),
+    extended=_extended,
+    extended_for=FLOATS,
+    public=True,
+)

@@ -1,126 +1,212 @@
-"""Memory hops written a second time, in NumPy, with their gradients by hand, in extended precision.
-
-It shares no line with the reference backend, so each checks the other; and it is the only reference
-more exact than a float64 kernel, where ``numpy.longdouble`` is wider than float64, as on x86.
-"""
+"""The cases of ``memory_hop_attention``, their inputs and their proof."""
 
 from __future__ import annotations
 
-from typing import cast
+from dataclasses import dataclass, replace
+from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from fastattn.backends import reference
 from fastattn.backends.primitives import MemoryHopOptions
+from fastattn.ops.memory_hops import memory_hop_attention, prepare
+from fastattn.testing.calls import Call
+from fastattn.testing.cases import FLOATS, NamedByFields
+from fastattn.testing.draws import generator_of
+from fastattn.testing.memory import place
+from fastattn.testing.verdict import Proof
 
-__all__ = ["results_and_gradients"]
-
-Array = NDArray[np.longdouble]
-
-
-def results_and_gradients(
-    query: Tensor,  # [B, Q, D]; the primitive's arguments, all finite
-    in_memory: Tensor,
-    out_memory: Tensor | None,
-    hop_proj: Tensor | None,
-    memory_mask: Tensor | None,
-    memory_bias: Tensor | None,
-    options: MemoryHopOptions,
-    grad_out: Tensor,
-    grad_weights: Tensor | None,
-) -> dict[str, Tensor]:
-    """Return out, weights, and the gradient of every argument, by name, in float64."""
-    batch, queries, width = query.shape
-    hops, scale = options.hops, np.longdouble(options.scale)
-    rows = in_memory.shape[2]
-    b, d = np.arange(batch), width
-    full = (batch, queries, hops, rows)
-    m = np.broadcast_to(_array(in_memory), (batch, *in_memory.shape[1:]))
-    c = (
-        m
-        if out_memory is None
-        else np.broadcast_to(_array(out_memory), (batch, *out_memory.shape[1:]))
-    )
-    in_at = [k if m.shape[1] > 1 else 0 for k in range(hops)]
-    out_at = [
-        (k if out_memory is not None else k + 1) if c.shape[1] > 1 else 0 for k in range(hops)
-    ]
-    h = np.eye(d, dtype=np.longdouble)[None] if hop_proj is None else _array(hop_proj)
-    h_at = [k if h.shape[0] > 1 else 0 for k in range(hops)]
-    bias = np.zeros(full, np.longdouble)
-    if memory_bias is not None:
-        bias = np.broadcast_to(_array(memory_bias), full)
-    seen = np.ones(full, bool)
-    if memory_mask is not None:
-        seen = np.broadcast_to(memory_mask.numpy(), full)
-
-    u, us, ps, ys = _array(query), [], [], []
-    for k in range(hops):
-        s = scale * (u @ m[b, in_at[k]].swapaxes(1, 2)) + bias[:, :, k]
-        p = np.where(seen[:, :, k], s, 0)
-        if options.normalize == "softmax":
-            top = np.where(seen[:, :, k], s, -np.inf).max(-1, keepdims=True, initial=-1e300)
-            e = np.where(seen[:, :, k], np.exp(np.minimum(s - top, 0)), 0)
-            total = e.sum(-1, keepdims=True)
-            p = e / np.where(total == 0, 1, total)
-        us.append(u)
-        ps.append(p)
-        u = _phi(options.activation, u @ h[h_at[k]].T + p @ c[b, out_at[k]])
-        ys.append(u)
-
-    dm, dc = np.zeros(m.shape, np.longdouble), np.zeros(c.shape, np.longdouble)
-    dh, dbias = np.zeros(h.shape, np.longdouble), np.zeros(full, np.longdouble)
-    g = _array(grad_out)
-    dw = np.zeros(full, np.longdouble) if grad_weights is None else _array(grad_weights)
-    for k in reversed(range(hops)):
-        g = g * _dphi(options.activation, ys[k])
-        dc[:, out_at[k]] += ps[k].swapaxes(1, 2) @ g
-        dh[h_at[k]] += np.einsum("bqi,bqj->ij", g, us[k])
-        dp = g @ c[b, out_at[k]].swapaxes(1, 2) + dw[:, :, k]
-        ds = np.where(seen[:, :, k], dp, 0)
-        if options.normalize == "softmax":
-            ds = ps[k] * (dp - (ps[k] * dp).sum(-1, keepdims=True))
-        dbias[:, :, k] = ds
-        ds = scale * ds
-        dm[:, in_at[k]] += ds.swapaxes(1, 2) @ us[k]
-        g = g @ h[h_at[k]] + ds @ m[b, in_at[k]]
-    if out_memory is None:
-        dm = dm + dc
-    results = {"out": u, "grad of query": g, "grad of in_memory": _summed(dm, in_memory)}
-    if options.weights:
-        results["weights"] = np.stack(ps, 2)
-    if out_memory is not None:
-        results["grad of out_memory"] = _summed(dc, out_memory)
-    if hop_proj is not None:
-        results["grad of hop_proj"] = dh
-    if memory_bias is not None:
-        results["grad of memory_bias"] = _summed(dbias, memory_bias)
-    return {name: torch.from_numpy(x.astype(np.float64)) for name, x in results.items()}
+__all__ = [
+    "HOP_CASES",
+    "HopCase",
+    "check_hops",
+    "definition",
+    "make_hop_inputs",
+    "with_gradients",
+]
 
 
-def _array(x: Tensor) -> Array:
-    return cast(Array, x.detach().double().numpy().astype(np.longdouble))
+@dataclass(frozen=True)
+class HopCase(NamedByFields):
+    """Sizes, and which of the arguments there are, in which shape."""
+
+    batch: int = 3
+    queries: int | None = None  # None: query [B, D]
+    rows: int = 11
+    width: int = 7
+    hops: int = 2
+    in_memory: str = "BN"  # dimensions before D: "BN", "1N", "BKN", "1KN", or "BSN", a stack
+    out_memory: str | None = "BN"
+    hop_proj: str | None = None  # "", or "K"
+    mask: str | None = None  # dimensions
+    bias: str | None = None
+    bias_excludes: bool = False  # it is -inf in places, too
+    poison: bool = False  # NaN and inf in rows of memories "BN" that a mask or bias "BN" excludes
+    activation: str | None = None
+    normalize: str = "softmax"
+    scale: float = 0.8
+    weights: bool = False
+    dtypes: tuple[torch.dtype, ...] = FLOATS
+    slow: bool = False
 
 
-def _phi(name: str, x: Array) -> Array:
-    if name == "relu":
-        return np.maximum(x, 0)
-    if name == "tanh":
-        return np.tanh(x)
-    return cast(Array, 1 / (1 + np.exp(-x)) if name == "sigmoid" else x)
+_PLAIN = HopCase()
+_LINEAR = HopCase(normalize="none", scale=0.2)
+HOP_CASES = (
+    _PLAIN,
+    HopCase(batch=1, rows=1, width=1, hops=1),
+    HopCase(rows=50, width=20, hops=3, out_memory=None),
+    HopCase(rows=64, width=16, in_memory="BKN", out_memory="BKN", hops=3),
+    HopCase(rows=65, width=33, in_memory="BSN", out_memory=None, hops=3, hop_proj=""),
+    HopCase(rows=130, width=64, in_memory="BN", out_memory="BKN", hop_proj="K", activation="tanh"),
+    HopCase(rows=17, width=15, in_memory="BKN", activation="relu", hop_proj=""),
+    HopCase(rows=17, width=31, activation="sigmoid", weights=True),
+    HopCase(rows=63, width=100, mask="BN", bias="BKN", weights=True),
+    HopCase(queries=2, rows=70, width=48, mask="BQN", bias="N", weights=True),
+    HopCase(rows=30, width=20, mask="BN", poison=True, weights=True),
+    HopCase(queries=2, rows=40, width=24, bias="BQKN", bias_excludes=True, weights=True),
+    HopCase(rows=600, width=6, mask="BN", bias="BN", bias_excludes=True, poison=True),
+    HopCase(queries=3, rows=40, width=129, bias="BQKN", mask="N", hop_proj="K"),
+    HopCase(queries=3, rows=30, width=9, in_memory="BSN", out_memory=None, bias="BQ1N"),
+    HopCase(batch=5, in_memory="1N", out_memory="1N", rows=90, width=24, weights=True),
+    HopCase(batch=5, in_memory="1N", out_memory="BN", rows=20, width=12),
+    HopCase(batch=2, in_memory="BN", out_memory="1KN", rows=20, width=12),
+    HopCase(batch=9, queries=5, in_memory="1N", out_memory=None, rows=97, width=40, mask="BN"),
+    HopCase(
+        batch=40, in_memory="1SN", out_memory=None, rows=77, width=20, bias="BKN", weights=True
+    ),
+    HopCase(batch=70, in_memory="1KN", out_memory="1KN", rows=33, width=65, bias="N"),
+    HopCase(batch=2, queries=37, rows=41, width=18, hops=3, mask="BQN", hop_proj="", weights=True),
+    HopCase(batch=1, rows=3000, width=6, mask="BN", weights=True),
+    HopCase(batch=2, rows=1100, width=5, in_memory="BSN", out_memory=None, bias="BN"),
+    HopCase(batch=20, rows=2100, width=19, in_memory="1N", out_memory=None, hops=1),
+    _LINEAR,
+    replace(_LINEAR, rows=50, width=20, hops=3, mask="BN", bias="BN", weights=True, scale=0.05),
+    replace(
+        _LINEAR, batch=33, in_memory="1N", out_memory="1N", mask="BKN", bias="BKN", weights=True
+    ),
+    replace(_LINEAR, rows=20, in_memory="BSN", out_memory=None, hop_proj="K", activation="tanh"),
+)
 
 
-def _dphi(name: str, y: Array) -> Array:
-    """The derivative, by the value."""
-    if name == "relu":
-        return (y > 0).astype(np.longdouble)
-    if name == "tanh":
-        return 1 - y * y
-    return cast(Array, y * (1 - y) if name == "sigmoid" else np.ones_like(y))
+def make_hop_inputs(
+    case: HopCase, dtype: torch.dtype, layout: str = "contiguous", fence: bool = False
+) -> Call:
+    draw = generator_of(str(case))
+    sizes = {"B": case.batch, "Q": case.queries or 1, "K": case.hops, "N": case.rows}
+    sizes |= {"S": case.hops + 1, "1": 1}
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draw, dtype=torch.float64)
+
+    def placed(values: Tensor, as_dtype: torch.dtype = dtype) -> Tensor:
+        lead = (1,) * (4 - values.ndim)
+        laid = place(values.view(*lead, *values.shape).to(as_dtype), layout, fence=fence)
+        return laid[(0,) * len(lead)]
+
+    def shape(dims: str) -> tuple[int, ...]:
+        return tuple(sizes[dim] for dim in dims)
+
+    d = case.width
+    lead = (case.batch,) if case.queries is None else (case.batch, case.queries)
+    tensors: dict[str, Tensor | None] = {
+        "query": placed(normal(*lead, d)),
+        "in_memory": placed(normal(*shape(case.in_memory), d) * 2 / d**0.5),
+        "out_memory": None,
+        "hop_proj": None,
+        "memory_mask": None,
+        "memory_bias": None,
+    }
+    if case.out_memory is not None:
+        tensors["out_memory"] = placed(normal(*shape(case.out_memory), d))
+    if case.hop_proj is not None:
+        tensors["hop_proj"] = placed(normal(*shape(case.hop_proj), d, d) / d**0.5)
+    if case.mask is not None:
+        mask = torch.rand(shape(case.mask), generator=draw) < 0.6
+        if mask.ndim > 1 and mask.shape[0] > 1:
+            mask[1].view(-1, case.rows)[0] = False  # one query, or all of its batch, sees nothing
+        tensors["memory_mask"] = placed(mask, torch.bool)
+    if case.bias is not None:
+        bias = normal(*shape(case.bias))
+        if case.bias_excludes:
+            bias[torch.rand(bias.shape, generator=draw) < 0.3] = -torch.inf
+        tensors["memory_bias"] = placed(bias)
+    options = {
+        "hops": case.hops,
+        "activation": case.activation,
+        "normalize": case.normalize,
+        "scale": case.scale,
+        "need_weights": case.weights,
+    }
+    weights = None
+    if case.weights:
+        weights = placed(normal(*lead, case.hops, case.rows))
+    grad = placed(normal(*lead, d))
+    poisoned: dict[str, Tensor | None] = {}
+    if case.poison:
+        excluded = _excluded(tensors["memory_mask"], tensors["memory_bias"])
+        kinds = torch.tensor([torch.nan, torch.inf, -torch.inf], dtype=dtype)
+        for name in ("in_memory", "out_memory"):
+            memory = tensors[name]
+            assert memory is not None
+            bad = kinds[torch.arange(case.rows) % 3].view(1, -1, 1)
+            poisoned[name] = placed(torch.where(excluded[:, :, None], bad, memory))
+    return Call(tensors, options, grad, weights, poisoned)
 
 
-def _summed(grad: Array, like: Tensor) -> Array:
-    axes = tuple(n for n, size in enumerate(like.shape) if size == 1 and grad.shape[n] != 1)
-    return cast(Array, grad.sum(axes, keepdims=True)) if axes else grad
+def _excluded(mask: Tensor | None, bias: Tensor | None) -> Tensor:
+    """[B, N]: the rows that no query of the batch entry sees."""
+    none = torch.tensor(False)
+    by_mask = none if mask is None else ~mask
+    return by_mask | (none if bias is None else bias == -torch.inf)
+
+
+def with_gradients(inputs: Call) -> dict[str, Tensor]:
+    """The results and the gradients, by the library."""
+    return inputs.run(memory_hop_attention)
+
+
+def definition(inputs: Call) -> dict[str, Tensor]:
+    """The results and the gradients, by the reference in float64."""
+
+    def hops(**arguments: Any) -> Any:
+        _, (*tensors, options) = prepare(**arguments)
+        out, _, _, weights = reference.memory_hop_attention(*tensors, options=options)
+        return (out, weights) if arguments["need_weights"] else out
+
+    return inputs.doubled().run(hops)
+
+
+def _extended(naive: Any, inputs: Call) -> dict[str, Tensor]:
+    tensors, options = _primitive(inputs)
+    query, m, c, hop_proj, *rest = tensors
+    given = [inputs.grad, inputs.grad_weights]
+    if query.ndim == 2:
+        query, *given = (None if x is None else x.unsqueeze(1) for x in (query, *given))
+    m, c = (x.unsqueeze(1) if x is not None and x.ndim == 3 else x for x in (m, c))
+    if hop_proj is not None and hop_proj.ndim == 2:
+        hop_proj = hop_proj.unsqueeze(0)
+    results = naive.memory_hop_attention(query, m, c, hop_proj, *rest, options, *given)
+    shapes = {f"grad of {name}": x.shape for name, x in inputs.tensors.items() if x is not None}
+    shapes |= {"out": inputs.grad.shape}
+    if inputs.grad_weights is not None:
+        shapes["weights"] = inputs.grad_weights.shape
+    return {name: x.reshape(shapes[name]) for name, x in results.items()}
+
+
+def _primitive(inputs: Call) -> tuple[list[Any], MemoryHopOptions]:
+    _, (*tensors, options) = prepare(**inputs.tensors, **inputs.options)
+    return tensors, options
+
+
+check_hops = Proof(
+    "memory_hop_attention",
+    make=make_hop_inputs,
+    watched=Call.watched,
+    primitive=_primitive,
+    run=lambda backend, inputs: with_gradients(inputs),
+    definition=definition,
+    extended=_extended,
+    public=True,
+)

@@ -1,4 +1,4 @@
-"""What a case should give, exactly, and what a backend gives.
+"""The proof of ``scaled_dot_product_attention``: what a case should give, and what a backend gives.
 
 All functions return results by name: out, lse, weights if asked for, and grad_query,
 grad_key, grad_value, grad_mask if any gradient is given.
@@ -13,12 +13,12 @@ from torch import Tensor
 
 from fastattn.backends import reference
 from fastattn.backends.primitives import AttentionOptions
-from fastattn.testing.inputs import Inputs
+from fastattn.testing.calls import double
+from fastattn.testing.inputs import Inputs, make_inputs
 from fastattn.testing.rounding import Noise
+from fastattn.testing.verdict import Proof, Results
 
-__all__ = ["definition", "exact", "noise_of", "run"]
-
-Results = dict[str, Tensor]
+__all__ = ["check", "definition", "exact", "extended", "noise_of", "run"]
 
 
 def run(backend: Any, inputs: Inputs) -> Results:
@@ -36,14 +36,18 @@ def exact(inputs: Inputs) -> Results:
         return definition(inputs)
     from fastattn.testing import naive
 
+    return extended(naive, inputs)
+
+
+def extended(naive: Any, inputs: Inputs) -> Results:
+    """Return the results in extended precision, rounded to float64."""
     return _run(naive, inputs.forward_args(clean=True), inputs.cotangents(clean=True), inputs)
 
 
 def definition(inputs: Inputs) -> Results:
     """Return the results of the reference in float64."""
-    args = tuple(_double(arg) for arg in inputs.forward_args(clean=True))
-    given = tuple(_double(grad) for grad in inputs.cotangents(clean=True))
-    return _run(reference, args, given, inputs)
+    args, given = inputs.forward_args(clean=True), inputs.cotangents(clean=True)
+    return _run(reference, double(args), double(given), inputs)
 
 
 def noise_of(inputs: Inputs, results: Results) -> Noise:
@@ -77,5 +81,19 @@ def _named(
     return {name: tensor.detach() for name, tensor in results.items()}
 
 
-def _double(x: Tensor | None) -> Tensor | None:
-    return x.double() if x is not None and x.is_floating_point() else x
+def _dtypes(inputs: Inputs) -> dict[str, torch.dtype]:
+    dtypes = {"lse": torch.promote_types(inputs.query.dtype, torch.float32)}
+    return dtypes if inputs.attn_mask is None else dtypes | {"grad_mask": inputs.attn_mask.dtype}
+
+
+check = Proof(
+    "scaled_dot_product_attention",
+    make=make_inputs,
+    watched=Inputs.tensors,
+    primitive=lambda inputs: (inputs.forward_args(), inputs.options),
+    run=run,
+    definition=definition,
+    extended=extended,
+    dtypes=_dtypes,
+    coarse=("lse",),  # that of 16-bit inputs is a sum of weights that were rounded to 16 bits
+)

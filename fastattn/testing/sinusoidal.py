@@ -1,4 +1,4 @@
-"""The cases of ``sinusoidal_encoding`` and their judge.
+"""The cases of ``sinusoidal_encoding``, their inputs and their proof.
 
 The judge is the reference in float64, whose positions and frequencies are exact; that they are is
 tested in ``tests/ops/test_sinusoidal.py`` with 50 digits.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,10 +17,9 @@ from fastattn.backends import reference
 from fastattn.backends.primitives import SinusoidalOptions
 from fastattn.sinusoids import LAYOUTS
 from fastattn.testing import memory
+from fastattn.testing.cases import FLOATS
 from fastattn.testing.draws import generator_of
-from fastattn.testing.rounding import Noise
-from fastattn.testing.targets import Target
-from fastattn.testing.verdict import Verdict, fresh_memory_is_nan
+from fastattn.testing.verdict import Proof
 
 __all__ = ["SINUSOIDAL_CASES", "SinusoidalCase", "check_sinusoidal"]
 
@@ -37,12 +37,7 @@ class SinusoidalCase:
     scale: float = 1.0
     padding_idx: int | None = None
     memory: str = "contiguous"
-    dtypes: tuple[torch.dtype, ...] = (
-        torch.float32,
-        torch.bfloat16,
-        torch.float16,
-        torch.float64,
-    )
+    dtypes: tuple[torch.dtype, ...] = FLOATS
     slow: bool = False
 
 
@@ -66,11 +61,16 @@ def _cases() -> Iterator[SinusoidalCase]:
 SINUSOIDAL_CASES = tuple(_cases())
 
 
-def check_sinusoidal(case: SinusoidalCase, dtype: torch.dtype, target: Target) -> Verdict:
-    """Run ``case`` on ``target`` and judge it by the error bound."""
+@dataclass(frozen=True)
+class _Inputs:
+    x: Tensor
+    positions: Tensor | None
+    options: SinusoidalOptions
+
+
+def _make(case: SinusoidalCase, dtype: torch.dtype) -> _Inputs:
     draw = generator_of(case.name)
     values = torch.randn(case.shape, generator=draw, dtype=torch.float64).to(dtype)
-    x = memory.place(values, case.memory)
     positions = None
     if case.positions is not None:
         sizes = zip("bhl", case.shape, strict=False)
@@ -80,19 +80,19 @@ def check_sinusoidal(case: SinusoidalCase, dtype: torch.dtype, target: Target) -
     options = SinusoidalOptions(
         case.offset, case.layout, case.max_timescale, case.scale, case.padding_idx
     )
-    verdict = Verdict()
-    with target.active() as backend:
-        verdict.declined = backend.why_not("sinusoidal_encoding", x, positions, options=options)
-        if verdict.declined:
-            return verdict
-        watch = memory.Watch(x=x, positions=positions)
-        with fresh_memory_is_nan():
-            out = backend.sinusoidal_encoding(x, positions, options=options)
-    verdict.faults += [f"{name} was written to" for name in watch.written()]
+    return _Inputs(memory.place(values, case.memory), positions, options)
 
-    def definition() -> dict[str, Tensor]:
-        return {"out": reference.sinusoidal_encoding(x.double(), positions, options=options)}
 
-    exact = definition()
-    verdict.judge({"out": out}, exact, Noise(definition, exact, dtype), {"out": dtype})
-    return verdict
+def _run(backend: Any, inputs: _Inputs) -> dict[str, Tensor]:
+    x, positions, options = inputs.x, inputs.positions, inputs.options
+    return {"out": backend.sinusoidal_encoding(x, positions, options=options)}
+
+
+check_sinusoidal = Proof(
+    "sinusoidal_encoding",
+    make=_make,
+    watched=lambda inputs: {"x": inputs.x, "positions": inputs.positions},
+    primitive=lambda inputs: ((inputs.x, inputs.positions), inputs.options),
+    run=_run,
+    definition=lambda inputs: _run(reference, replace(inputs, x=inputs.x.double())),
+)

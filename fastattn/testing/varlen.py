@@ -1,4 +1,4 @@
-"""The cases of ``varlen_attention`` and their judge: the oracle of attention, sequence by sequence.
+"""The cases of ``varlen_attention`` and their proof: the oracle of attention, sequence by sequence.
 
 It knows nothing of packing, so it also judges the packed reference.
 """
@@ -16,11 +16,9 @@ from torch import Tensor
 from fastattn.backends.primitives import AttentionOptions, VarlenOptions
 from fastattn.testing import memory, oracle
 from fastattn.testing.cases import FLOATS
-from fastattn.testing.draws import cached, generator_of
+from fastattn.testing.draws import generator_of
 from fastattn.testing.inputs import Inputs
-from fastattn.testing.rounding import Noise
-from fastattn.testing.targets import Target
-from fastattn.testing.verdict import Verdict, fresh_memory_is_nan
+from fastattn.testing.verdict import Proof
 
 __all__ = ["VARLEN_CASES", "VarlenCase", "VarlenInputs", "check_varlen", "make_varlen"]
 
@@ -239,33 +237,18 @@ def _alone(inputs: VarlenInputs, b: int, q: slice, k: slice) -> Inputs:
     )
 
 
-@cached
-def expected_varlen(
-    case: VarlenCase, dtype: torch.dtype
-) -> tuple[VarlenInputs, dict[str, Tensor], Noise]:
-    """Return the inputs, what they should give, and how far rounding alone moves that."""
-    inputs = make_varlen(case, dtype)
-    exact = sequence_by_sequence(inputs, oracle.exact)
-    definition = functools.partial(sequence_by_sequence, inputs, oracle.definition)
-    return inputs, exact, Noise(definition, exact, dtype)
+_NAMES = ("query", "key", "value", "starts_q", "starts_k", "alibi_slopes", "seed")
 
-
-def check_varlen(case: VarlenCase, dtype: torch.dtype, target: Target) -> Verdict:
-    """Run ``case`` forward and backward on ``target``: values, dtypes, and what it wrote to."""
-    inputs, exact, noise = expected_varlen(case, dtype)
-    verdict = Verdict()
-    with target.active() as backend:
-        verdict.declined = list(
-            backend.why_not("varlen_attention", *inputs.args, options=inputs.options)
-        )
-        if verdict.declined:
-            return verdict
-        names = ("query", "key", "value", "starts_q", "starts_k", "alibi_slopes", "seed")
-        watch = memory.Watch(**dict(zip(names, inputs.args, strict=True)), grad=inputs.given[0])
-        with fresh_memory_is_nan():
-            results = run_varlen(backend, inputs)
-    verdict.faults += [f"{name} was written to" for name in watch.written()]
-    wide = torch.promote_types(dtype, torch.float32)
-    dtypes = dict.fromkeys(exact, dtype) | {"lse": wide}
-    verdict.judge(results, exact, noise, dtypes, {"lse": dtype})
-    return verdict
+check_varlen = Proof(
+    "varlen_attention",
+    make=make_varlen,
+    watched=lambda x: {**dict(zip(_NAMES, x.args, strict=True)), "grad": x.given[0]},
+    primitive=lambda inputs: (inputs.args, inputs.options),
+    run=run_varlen,
+    definition=lambda inputs: sequence_by_sequence(inputs, oracle.definition),
+    extended=lambda naive, inputs: sequence_by_sequence(
+        inputs, functools.partial(oracle.extended, naive)
+    ),
+    dtypes=lambda x: {"lse": torch.promote_types(x.args[0].dtype, torch.float32)},
+    coarse=("lse",),
+)

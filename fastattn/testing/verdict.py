@@ -1,25 +1,25 @@
-"""Judges one case on one target."""
+"""Judges one case of any operator on one target."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastattn.testing import oracle
-from fastattn.testing.cases import Case
+from fastattn import use_backend
 from fastattn.testing.compare import Deviation, deviations
 from fastattn.testing.draws import cached
-from fastattn.testing.inputs import Inputs, make_inputs
 from fastattn.testing.memory import Watch
 from fastattn.testing.rounding import Noise
 from fastattn.testing.targets import Target
 
-__all__ = ["Verdict", "check", "expected", "fresh_memory_is_nan"]
+__all__ = ["Proof", "Results", "Verdict", "fresh_memory_is_nan"]
+
+Results = dict[str, Tensor]
 
 
 @dataclass
@@ -74,33 +74,63 @@ class Verdict:
         self.faults += [str(d) for d in found if not d.ok]
 
 
-def check(case: Case, dtype: torch.dtype, target: Target) -> Verdict:
-    """Run ``case`` forward and backward on ``target``: values, dtypes, and what it wrote to."""
-    inputs, exact, noise = expected(case, dtype)
-    verdict = Verdict()
-    with target.active() as backend:
-        reasons = backend.why_not(
-            "scaled_dot_product_attention", *inputs.forward_args(), options=inputs.options
-        )
-        if reasons:
-            verdict.declined = list(reasons)
-            return verdict
-        watch = Watch(**inputs.tensors())
-        with fresh_memory_is_nan():
-            results = oracle.run(backend, inputs)
-    verdict.faults += [f"{name} was written to" for name in watch.written()]
-    dtypes = {name: _dtype_of(name, inputs) for name in exact}
-    # lse of 16-bit inputs is a sum of weights that were rounded to 16 bits.
-    verdict.judge(results, exact, noise, dtypes, {"lse": dtype})
-    return verdict
+@dataclass(frozen=True)
+class Proof:
+    """How a case of one operator is made, run and judged; call it with (case, dtype, target).
+
+    The exact results are those of the reference in float64. A float64 candidate needs a more exact
+    judge: one in extended precision, of ``testing.naive``, which needs NumPy.
+    """
+
+    operator: str  # of the primitive
+    make: Callable[[Any, torch.dtype], Any]  # the inputs of a case
+    watched: Callable[[Any], Mapping[str, Tensor | None]]  # those that may not be written to
+    # The primitive's tensors and options, for ``why_not``; None: any backend can run it.
+    primitive: Callable[[Any], tuple[Sequence[Any], Any]] | None
+    run: Callable[[Any, Any], Results]  # of a backend and the inputs: results by name
+    definition: Callable[[Any], Results]  # of the reference, in float64
+    # Of ``testing.naive`` and the inputs; None: the definition is exact enough.
+    extended: Callable[[Any, Any], Results] | None = None
+    extended_for: tuple[torch.dtype, ...] = (torch.float64,)
+    public: bool = False  # `run` calls the public function, which must choose the target's backend
+    # The dtypes of results that are not of the judged dtype, and which of them still have its eps.
+    dtypes: Callable[[Any], Mapping[str, torch.dtype]] = lambda inputs: {}
+    coarse: tuple[str, ...] = ()
+
+    def __call__(self, case: Any, dtype: torch.dtype, target: Target) -> Verdict:
+        """Run ``case`` on ``target``, forward and backward, and judge it by the error bound."""
+        inputs, exact, noise = self.expected(case, dtype)
+        verdict = Verdict()
+        with target.active() as backend:
+            if self.primitive is not None:
+                tensors, options = self.primitive(inputs)
+                verdict.declined = list(backend.why_not(self.operator, *tensors, options=options))
+                if verdict.declined:
+                    return verdict
+            watch = Watch(**self.watched(inputs))
+            chosen = use_backend(target.backend) if self.public else contextlib.nullcontext()
+            with fresh_memory_is_nan(), chosen:
+                results = self.run(backend, inputs)
+        verdict.faults += [f"{name} was written to" for name in watch.written()]
+        dtypes = {**dict.fromkeys(exact, dtype), **self.dtypes(inputs)}
+        verdict.judge(results, exact, noise, dtypes, dict.fromkeys(self.coarse, dtype))
+        return verdict
+
+    def expected(self, case: Any, dtype: torch.dtype) -> tuple[Any, Results, Noise]:
+        """Return the inputs, what they should give, and how far rounding alone moves that."""
+        return _expected(self, case, dtype)
 
 
 @cached
-def expected(case: Case, dtype: torch.dtype) -> tuple[Inputs, dict[str, Tensor], Noise]:
-    """Return the inputs, what they should give, and how far rounding alone moves that."""
-    inputs = make_inputs(case, dtype)
-    exact = oracle.exact(inputs)
-    return inputs, exact, oracle.noise_of(inputs, exact)
+def _expected(proof: Proof, case: Any, dtype: torch.dtype) -> tuple[Any, Results, Noise]:
+    inputs = proof.make(case, dtype)
+    if proof.extended is not None and dtype in proof.extended_for:
+        from fastattn.testing import naive  # which needs NumPy
+
+        exact = proof.extended(naive, inputs)
+    else:
+        exact = proof.definition(inputs)
+    return inputs, exact, Noise(lambda: proof.definition(inputs), exact, dtype)
 
 
 @contextlib.contextmanager
@@ -115,12 +145,3 @@ def fresh_memory_is_nan() -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(before[0])
         memory.fill_uninitialized_memory = before[1]
-
-
-def _dtype_of(name: str, inputs: Inputs) -> torch.dtype:
-    if name == "lse":
-        return torch.promote_types(inputs.query.dtype, torch.float32)
-    if name == "grad_mask":
-        assert inputs.attn_mask is not None
-        return inputs.attn_mask.dtype
-    return inputs.query.dtype

@@ -24,7 +24,7 @@ from fastattn.testing.additive import ADDITIVE_CASES, check_additive
 from fastattn.testing.decode import DECODE_CASES, check_decode
 from fastattn.testing.encode_memory import ENCODE_CASES, check_encoding
 from fastattn.testing.hopfield import HOPFIELD_CASES, check_hopfield
-from fastattn.testing.memory_hop_cases import HOP_CASES, check_hops
+from fastattn.testing.memory_hops import HOP_CASES, check_hops
 from fastattn.testing.sinusoidal import SINUSOIDAL_CASES, SinusoidalCase, check_sinusoidal
 from fastattn.testing.varlen import VARLEN_CASES, check_varlen
 from fastattn.testing.verdict import Verdict

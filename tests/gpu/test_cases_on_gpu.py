@@ -17,7 +17,7 @@ from fastattn.testing.additive import ADDITIVE_CASES, AdditiveCase, check_additi
 from fastattn.testing.decode import DECODE_CASES, DecodeCase, check_decode
 from fastattn.testing.encode_memory import ENCODE_CASES, EncodeCase, check_encoding
 from fastattn.testing.hopfield import HOPFIELD_CASES, HopfieldCase, check_hopfield
-from fastattn.testing.memory_hop_cases import HOP_CASES, HopCase, check_hops
+from fastattn.testing.memory_hops import HOP_CASES, HopCase, check_hops
 from fastattn.testing.sinusoidal import SINUSOIDAL_CASES, SinusoidalCase, check_sinusoidal
 from fastattn.testing.varlen import VARLEN_CASES, VarlenCase, check_varlen
 

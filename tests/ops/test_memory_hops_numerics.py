@@ -14,7 +14,7 @@ import torch
 from fastattn import memory_hop_attention
 from fastattn.testing import Target
 from fastattn.testing.memory import LAYOUTS, Watch
-from fastattn.testing.memory_hop_cases import (
+from fastattn.testing.memory_hops import (
     HOP_CASES,
     HopCase,
     check_hops,

@@ -174,14 +174,13 @@ def test_a_verdict_says_how_clearly_a_result_is_wrong() -> None:
 
 _SCRIPT = """
 import json, torch
-from fastattn.testing.cases import CASES
-from fastattn.testing.verdict import expected
+from fastattn.testing import CASES, check
 names = ("gqa-causal", "mask-steep", "decode-1x63-group-8-head_dim-129-value-136")
 found = {}
 for case in CASES["scaled_dot_product_attention"]:
     if case.name in names:
         for dtype in (torch.float32, torch.bfloat16, torch.float64):
-            _, exact, noise = expected(case, dtype)
+            _, exact, noise = check.expected(case, dtype)
             for name in exact:
                 found[f"{case.name} {dtype} {name}"] = noise[name]
 print(json.dumps(found))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fastattn.testing import OnGpu, Target
-from fastattn.testing.memory_hop_cases import HOP_CASES, HopCase, check_hops
+from fastattn.testing.memory_hops import HOP_CASES, HopCase, check_hops
 
 pytestmark = pytest.mark.usefixtures("triton_interpreter")
 

@@ -1,0 +1,67 @@
+"""Calls of public functions, with gradients: what the proofs of composite operators run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Call", "double"]
+
+
+def double(x: Any) -> Any:
+    """A floating tensor, or each of a sequence of such, in float64; anything else as it is."""
+    if isinstance(x, (tuple, list)):
+        return tuple(map(double, x))
+    return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
+
+
+@dataclass
+class Call:
+    """The arguments of a function by name, and the gradients of its results.
+
+    The floating ones of ``tensors`` are differentiated, those in ``options`` are not.
+    """
+
+    tensors: dict[str, Any]
+    options: dict[str, Any]
+    grad: Tensor
+    grad_weights: Tensor | None = None
+    poisoned: dict[str, Any] = field(default_factory=dict)  # what a target gets instead
+
+    def doubled(self) -> Call:
+        tensors = {name: double(x) for name, x in self.tensors.items()}
+        return Call(tensors, self.options, self.grad.double(), double(self.grad_weights))
+
+    def watched(self) -> dict[str, Tensor | None]:
+        """Everything that the function may not write to."""
+        given = self.tensors | self.options | self.poisoned
+        tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
+        return {**tensors, "grad": self.grad, "grad_weights": self.grad_weights}
+
+    def run(self, function: Callable[..., Any]) -> dict[str, Tensor]:
+        """The results of ``function`` and the gradients of its arguments, by name."""
+        arguments = {
+            name: x.detach().requires_grad_()
+            if isinstance(x, Tensor) and x.is_floating_point()
+            else x
+            for name, x in (self.tensors | self.poisoned).items()
+        }
+        leaves = {n: x for n, x in arguments.items() if isinstance(x, Tensor) and x.requires_grad}
+        out = function(**arguments, **self.options)
+        outs = out if isinstance(out, tuple) else (out,)
+        named = dict(zip(("out", "weights"), outs, strict=False))
+        given = zip(outs, (self.grad, self.grad_weights), strict=False)
+        pairs = [(x, g.to(x.dtype)) for x, g in given if g is not None and x.requires_grad]
+        grads = torch.autograd.grad(
+            [x for x, _ in pairs],
+            list(leaves.values()),
+            [g for _, g in pairs],
+            allow_unused=True,
+            materialize_grads=True,
+        )
+        derived = {f"grad of {name}": g for name, g in zip(leaves, grads, strict=True)}
+        return {name: x.detach() for name, x in named.items()} | derived

@@ -1,0 +1,32 @@
+"""Every operator written a second time, in NumPy, in extended precision, its gradients by hand.
+
+The judges share no line with ``backends/reference/`` (except for the dropout mask, which is integer
+arithmetic with known answers), so each checks the other. They are also the only references more
+exact than a float64 kernel, where ``numpy.longdouble`` is wider than float64, as on x86.
+
+Packed sequences and decoding are attention for each sequence. Hopfield retrieval is memory hops.
+``sinusoidal_encoding`` has no judge here: ``tests/test_sinusoidal.py`` checks its reference with 50
+digits.
+"""
+
+from __future__ import annotations
+
+from fastattn.testing.naive.additive import additive_attention
+from fastattn.testing.naive.encode_memory import encode_memory
+from fastattn.testing.naive.hopfield import hopfield_retrieve
+from fastattn.testing.naive.luong import luong_attention
+from fastattn.testing.naive.memory_hops import memory_hop_attention
+from fastattn.testing.naive.sdpa import (
+    scaled_dot_product_attention,
+    scaled_dot_product_attention_backward,
+)
+
+__all__ = [
+    "additive_attention",
+    "encode_memory",
+    "hopfield_retrieve",
+    "luong_attention",
+    "memory_hop_attention",
+    "scaled_dot_product_attention",
+    "scaled_dot_product_attention_backward",
+]
