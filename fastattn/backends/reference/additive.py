@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from fastattn.backends.reference._masked import (
     weighted_sum,
     without_autocast,
 )
+from fastattn.backends.reference._vjp import gradients
 
 __all__ = ["additive_attention", "additive_attention_backward"]
 
@@ -63,27 +64,10 @@ def additive_attention_backward(
 
     They are the vector-Jacobian product of the forward, and so are themselves differentiable.
     """
-    given = [(n, grad) for n, grad in enumerate((grad_out, grad_weights)) if grad is not None]
-    leaves = [query, key, value, v]
-    if bias is not None:
-        leaves.append(bias)
-    if options.needs_mask_grad:
-        assert attn_mask is not None
-        leaves.append(attn_mask)
-
-    def forward(query: Tensor, key: Tensor, value: Tensor, v: Tensor, *more: Tensor) -> Any:
-        added = None if bias is None else more[0]
-        mask = more[-1] if options.needs_mask_grad else attn_mask
-        results = additive_attention(query, key, value, v, added, mask, seed, options=options)
-        return tuple(results[n] for n, _ in given)
-
-    if given:
-        vjp = torch.func.vjp(forward, *leaves)[1]
-        grads = vjp(tuple(grad for _, grad in given))
-    else:
-        grads = tuple(torch.zeros_like(leaf) for leaf in leaves)
-    grad_bias = None if bias is None else grads[4]
-    return *grads[:4], grad_bias, grads[-1] if options.needs_mask_grad else None
+    forward = functools.partial(additive_attention, options=options)
+    arguments = (query, key, value, v, bias, attn_mask, seed)
+    wanted = range(6 if options.needs_mask_grad else 5)
+    return gradients(forward, arguments, wanted, (grad_out, grad_weights))[:6]
 
 
 def attend_additively(

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from fastattn.backends.primitives import HopfieldBackwardOptions, HopfieldOptions
 from fastattn.backends.reference._masked import compute_dtype, finite
+from fastattn.backends.reference._vjp import gradients
 from fastattn.backends.reference.memory_hops import _attend
 
 _ULPS = 4
@@ -117,29 +118,17 @@ def hopfield_retrieve_backward(
 
     Bit n of ``needed`` asks for gradient n; the others may be None. ``ends`` is recomputed.
     """
-    inputs = [state, stored, keys, bias]
-    wanted = [
-        n for n, x in enumerate(inputs) if x is not None and (n == 0 or options.needed >> n & 1)
-    ]
-    if options.grad == "one_step":  # where the steps began is a constant
-        wanted.remove(0)
 
-    def forward(*leaves: Tensor) -> Tensor:
-        arguments = list(inputs)
-        for n, leaf in zip(wanted, leaves, strict=True):
-            arguments[n] = leaf
-        state, stored, keys, bias = arguments
-        assert state is not None
-        assert stored is not None
+    def forward(state: Tensor, stored: Tensor, keys: Any, mask: Any, bias: Any) -> tuple[Tensor]:
         xi, *_ = hopfield_states(state, stored, keys, mask, bias, options, taken)
-        return xi.to(state.dtype)
+        return (xi.to(state.dtype),)
 
-    leaves = [x for n in wanted if (x := inputs[n]) is not None]
-    found = torch.func.vjp(forward, *leaves)[1](grad_out) if leaves else ()
-    gradients: list[Tensor | None] = [torch.zeros_like(state), None, None, None]
-    for n, gradient in zip(wanted, found, strict=True):
-        gradients[n] = gradient
-    return tuple(gradients)  # type: ignore[return-value]
+    # With "one_step", the state where the steps began is a constant.
+    wanted = [n for bit, n in enumerate((0, 1, 2, 4)) if n == 0 or options.needed >> bit & 1]
+    wanted = wanted[1:] if options.grad == "one_step" else wanted
+    found = gradients(forward, (state, stored, keys, mask, bias), wanted, (grad_out,))
+    grad_state = torch.zeros_like(state) if found[0] is None else found[0]
+    return grad_state, found[1], found[2], found[4]
 
 
 def _descend(

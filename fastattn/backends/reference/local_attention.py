@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
 
 import torch
 from torch import Tensor
 
 from fastattn.backends.primitives import NoOptions
 from fastattn.backends.reference._masked import compute_dtype, without_autocast
+from fastattn.backends.reference._vjp import gradients
 
 __all__ = ["local_attention", "local_attention_backward"]
 
@@ -71,16 +72,7 @@ def local_attention_backward(
     options: NoOptions,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return the gradients of query, key, value and factor; ``weights`` are computed again."""
-    given = [(n, grad) for n, grad in enumerate((grad_out, grad_weights)) if grad is not None]
-    leaves = [query, key, value] + ([] if factor is None else [factor])
-
-    def forward(query: Tensor, key: Tensor, value: Tensor, *more: Tensor) -> Any:
-        one = more[0] if more else None
-        results = local_attention(query, key, value, first, seen, one, options=options)
-        return tuple(results[n] for n, _ in given)
-
-    if not given:
-        grads = tuple(torch.zeros_like(leaf) for leaf in leaves)
-    else:
-        grads = torch.func.vjp(forward, *leaves)[1](tuple(grad for _, grad in given))
-    return grads[0], grads[1], grads[2], None if factor is None else grads[3]
+    forward = functools.partial(local_attention, options=options)
+    arguments = (query, key, value, first, seen, factor)
+    found = gradients(forward, arguments, (0, 1, 2, 5), (grad_out, grad_weights))
+    return *found[:3], found[5]

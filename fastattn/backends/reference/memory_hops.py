@@ -16,6 +16,7 @@ NaN and inf included, and a query without a memory row has o = 0, p = 0.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -27,6 +28,7 @@ from fastattn.backends.primitives import (
     MemoryHopOptions,
 )
 from fastattn.backends.reference._masked import INF, compute_dtype, dot_products, finite
+from fastattn.backends.reference._vjp import gradients
 from fastattn.backends.reference.sdpa import attend
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -120,33 +122,11 @@ def memory_hop_attention_backward(
     Bit n of ``needed`` asks for gradient n; the others may be None. ``trace`` and ``stats``
     are recomputed, not read.
     """
-    inputs = [query, in_memory, out_memory, hop_proj, memory_bias]
-    wanted = [
-        n for n, x in enumerate(inputs) if x is not None and (n == 0 or options.needed >> n & 1)
-    ]
-    given = [(n, grad) for n, grad in ((0, grad_out), (3, grad_weights)) if grad is not None]
-
-    def forward(*leaves: Tensor) -> tuple[Tensor, ...]:
-        arguments = list(inputs)
-        for n, leaf in zip(wanted, leaves, strict=True):
-            arguments[n] = leaf
-        query, in_memory, out_memory, hop_proj, memory_bias = arguments
-        assert query is not None
-        assert in_memory is not None
-        tensors = (query, in_memory, out_memory, hop_proj, memory_mask, memory_bias)
-        results = memory_hop_attention(*tensors, options=options)
-        return tuple(results[n] for n, _ in given)
-
-    leaves = [x for n in wanted if (x := inputs[n]) is not None]
-    if given:
-        vjp = torch.func.vjp(forward, *leaves)[1]
-        found = vjp(tuple(grad for _, grad in given))
-    else:
-        found = tuple(torch.zeros_like(leaf) for leaf in leaves)
-    gradients: list[Tensor | None] = [None] * 5
-    for n, gradient in zip(wanted, found, strict=True):
-        gradients[n] = gradient
-    return tuple(gradients)  # type: ignore[return-value]
+    forward = functools.partial(memory_hop_attention, options=options)
+    arguments = (query, in_memory, out_memory, hop_proj, memory_mask, memory_bias)
+    wanted = [n for bit, n in enumerate((0, 1, 2, 3, 5)) if n == 0 or options.needed >> bit & 1]
+    found = gradients(forward, arguments, wanted, (grad_out, None, None, grad_weights))
+    return *found[:4], found[5]
 
 
 def _memory_of_hop(memory: Tensor, hop: int) -> Tensor:

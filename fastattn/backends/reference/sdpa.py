@@ -20,6 +20,8 @@ A window of -1 is unlimited on that side. kept_ij, 0 or 1, is drawn by Philox4x3
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -36,6 +38,7 @@ from fastattn.backends.reference._masked import (
     weighted_sum,
     without_autocast,
 )
+from fastattn.backends.reference._vjp import gradients
 
 __all__ = ["scaled_dot_product_attention", "scaled_dot_product_attention_backward"]
 
@@ -90,32 +93,10 @@ def scaled_dot_product_attention_backward(
     They are the vector-Jacobian product of the forward, taken by ``torch.func.vjp``, and so are
     themselves differentiable in everything. ``out`` and ``lse`` are recomputed, not read.
     """
-    given = [
-        (n, grad) for n, grad in enumerate((grad_out, grad_lse, grad_weights)) if grad is not None
-    ]
-    leaves = [query, key, value]
-    if options.needs_mask_grad:
-        assert attn_mask is not None
-        leaves.append(attn_mask)
-
-    def forward(query: Tensor, key: Tensor, value: Tensor, *mask: Tensor) -> tuple[Tensor, ...]:
-        results = scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            mask[0] if mask else attn_mask,
-            alibi_slopes,
-            seed,
-            options=options,
-        )
-        return tuple(results[n] for n, _ in given)
-
-    if given:
-        vjp = torch.func.vjp(forward, *leaves)[1]
-        grads = vjp(tuple(grad for _, grad in given))
-    else:
-        grads = tuple(torch.zeros_like(leaf) for leaf in leaves)
-    return grads[0], grads[1], grads[2], grads[3] if options.needs_mask_grad else None
+    forward = functools.partial(scaled_dot_product_attention, options=options)
+    arguments = (query, key, value, attn_mask, alibi_slopes, seed)
+    wanted = range(4 if options.needs_mask_grad else 3)
+    return gradients(forward, arguments, wanted, (grad_out, grad_lse, grad_weights))[:4]
 
 
 def attend(

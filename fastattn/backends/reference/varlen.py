@@ -7,11 +7,14 @@ of the dropout, whose batch is the number of the sequence.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
 from fastattn.backends.primitives import AttentionOptions, VarlenOptions
 from fastattn.backends.reference._dropout import WORD, keep_threshold, philox4x32
+from fastattn.backends.reference._vjp import gradients
 from fastattn.backends.reference.sdpa import attend
 
 __all__ = ["varlen_attention", "varlen_attention_backward"]
@@ -88,25 +91,9 @@ def varlen_attention_backward(
     options: VarlenOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value: the vector-Jacobian product of the forward."""
-    given = [(n, grad) for n, grad in enumerate((grad_out, grad_lse)) if grad is not None]
-    if not given:
-        return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
-
-    def forward(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-        results = varlen_attention(
-            query,
-            key,
-            value,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            alibi_slopes,
-            seed,
-            options=options,
-        )
-        return tuple(results[n] for n, _ in given)
-
-    vjp = torch.func.vjp(forward, query, key, value)[1]
-    return vjp(tuple(grad for _, grad in given))
+    forward = functools.partial(varlen_attention, options=options)
+    arguments = (query, key, value, cu_seqlens_q, cu_seqlens_k, alibi_slopes, seed)
+    return gradients(forward, arguments, range(3), (grad_out, grad_lse))[:3]
 
 
 def _places(starts: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
