@@ -28,7 +28,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -44,19 +44,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import fastattn
 from fastattn import dispatch, info
 from fastattn.bench.environment import processor_slug
-from fastattn.testing import CASES, Case, check
-from fastattn.testing.decode import DECODE_CASES, DecodeCase, check_decode, make_decode
+from fastattn.testing import Case, check
+from fastattn.testing.decode import DecodeCase, check_decode, make_decode
 from fastattn.testing.inputs import make_inputs
-from fastattn.testing.varlen import VARLEN_CASES, VarlenCase, check_varlen, make_varlen, run_varlen
+from fastattn.testing.varlen import VarlenCase, check_varlen, make_varlen, run_varlen
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = ("conformance", "correctness", "races", "hopper", "operators", "speed", "serving")
 SPEEDS = ("speed", "serving")
-TABLES: dict[str, tuple[Iterable[Any], Callable[..., Any]]] = {
-    "scaled_dot_product_attention": (CASES["scaled_dot_product_attention"], check),
-    "varlen_attention": (VARLEN_CASES, check_varlen),
-    "decode_attention": (DECODE_CASES, check_decode),
-}
+PROOFS = (check, check_varlen, check_decode)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SHAPES = [  # batch, heads, kv_heads, length, head_dim, causal
     *((2, 16, 16, n, d, c) for n in (1024, 4096, 16384) for d in (64, 128) for c in (False, True)),
@@ -129,13 +125,14 @@ def conformance(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def correctness(args: argparse.Namespace) -> dict[str, Any]:
-    target, faults, ran = OnGpu(args.backend), [], dict.fromkeys(TABLES, 0)
-    for op, (cases, judge) in TABLES.items():
-        for case in cases:
+    target, faults, ran = OnGpu(args.backend), [], {proof.operator: 0 for proof in PROOFS}
+    for proof in PROOFS:
+        op = proof.operator
+        for case in proof.cases:
             for dtype in DTYPES:
-                if getattr(case, "slow", False) or dtype not in getattr(case, "dtypes", DTYPES):
+                if case.slow or dtype not in case.dtypes:
                     continue
-                verdict = judge(case, dtype, target)
+                verdict = proof(case, dtype, target)
                 ran[op] += not verdict.declined
                 faults += [f"{op} {case.name} {dtype}: {fault}" for fault in verdict.faults]
     return {"ok": not faults, "cases": ran, "faults": faults[:100]}
@@ -476,8 +473,8 @@ def plan(args: argparse.Namespace) -> dict[str, list[str]]:
     return {
         "conformance": ["every PTX wrapper of csrc/cuda/ptx: tests/cuda/test_emulator.py"],
         "correctness": [
-            f"{op}: {sum(not getattr(case, 'slow', False) for case in cases)} cases in {dtypes}"
-            for op, (cases, _) in TABLES.items()
+            f"{proof.operator}: {sum(not case.slow for case in proof.cases)} cases in {dtypes}"
+            for proof in PROOFS
         ],
         "races": [
             f"{args.repeats} runs each, in {dtypes}: attention forward and backward without and "
@@ -488,7 +485,7 @@ def plan(args: argparse.Namespace) -> dict[str, list[str]]:
             f"Hopper, too, which speed and serving call 'fastattn, {SM_80}'"
         ],
         "operators": [
-            *(f"{judge.__name__}: {len(cases)} cases" for cases, judge in gpu_operators.TABLES),
+            *(f"{proof.operator}: {len(proof.cases)} cases" for proof in gpu_operators.PROOFS),
             f"{args.repeats} runs each, then {args.rounds} rounds beside plain PyTorch",
         ],
         "speed": [

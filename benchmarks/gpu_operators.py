@@ -20,19 +20,13 @@ from torch import Tensor
 
 import fastattn
 from fastattn import dispatch
-from fastattn.testing.additive import ADDITIVE_CASES, check_additive
-from fastattn.testing.encode_memory import ENCODE_CASES, check_encoding
-from fastattn.testing.hopfield import HOPFIELD_CASES, check_hopfield
-from fastattn.testing.memory_hops import HOP_CASES, check_hops
-from fastattn.testing.sinusoidal import SINUSOIDAL_CASES, check_sinusoidal
+from fastattn.testing.additive import check_additive
+from fastattn.testing.encode_memory import check_encoding
+from fastattn.testing.hopfield import check_hopfield
+from fastattn.testing.memory_hops import check_hops
+from fastattn.testing.sinusoidal import check_sinusoidal
 
-TABLES: tuple[tuple[Any, Callable[..., Any]], ...] = (
-    (SINUSOIDAL_CASES, check_sinusoidal),
-    (ADDITIVE_CASES, check_additive),
-    (HOP_CASES, check_hops),
-    (ENCODE_CASES, check_encoding),
-    (HOPFIELD_CASES, check_hopfield),
-)
+PROOFS = (check_sinusoidal, check_additive, check_hops, check_encoding, check_hopfield)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -77,12 +71,12 @@ def through(backend: str, on_gpu: Callable[[Any], Any]) -> Through:
 
 def correctness(backend: str, on_gpu: Callable[[Any], Any]) -> dict[str, Any]:
     target, faults, ran = through(backend, on_gpu), [], 0
-    for cases, check in TABLES:
-        for case in cases:
+    for proof in PROOFS:
+        for case in proof.cases:
             for dtype in DTYPES:
-                verdict = check(case, dtype, target)
+                verdict = proof(case, dtype, target)
                 ran += not verdict.declined
-                faults += [f"{check.operator} {case.name} {dtype}: {f}" for f in verdict.faults]
+                faults += [f"{proof.operator} {case.name} {dtype}: {f}" for f in verdict.faults]
     return {"cases": ran, "faults": faults[:100]}
 
 

@@ -11,57 +11,26 @@ import importlib.util
 import itertools
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 import torch
 
 from fastattn import spelling
-from fastattn.testing import CASES, Case, Target, Verdict, check, targets
-from fastattn.testing.additive import ADDITIVE_CASES, AdditiveCase, check_additive
-from fastattn.testing.decode import DECODE_CASES, DecodeCase, check_decode
+from fastattn.testing import Target, Verdict, targets
 from fastattn.testing.draws import draw
-from fastattn.testing.encode_memory import ENCODE_CASES, EncodeCase, check_encoding
-from fastattn.testing.hopfield import HOPFIELD_CASES, HopfieldCase, check_hopfield
-from fastattn.testing.luong import LUONG_CASES, LuongCase, check_luong
-from fastattn.testing.memory_hops import HOP_CASES, HopCase, check_hops
-from fastattn.testing.sinusoidal import SINUSOIDAL_CASES, SinusoidalCase, check_sinusoidal
-from fastattn.testing.varlen import VARLEN_CASES, VarlenCase, check_varlen
+from fastattn.testing.proofs import PROOFS
+from fastattn.testing.verdict import AnyCase
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["PROOFS", "add_arguments", "run"]
 
 _DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
     "float64": torch.float64,
-}
-
-# Operator: its cases, and the function that runs and judges one.
-_AnyCase = (
-    Case
-    | AdditiveCase
-    | DecodeCase
-    | EncodeCase
-    | HopCase
-    | HopfieldCase
-    | LuongCase
-    | SinusoidalCase
-    | VarlenCase
-)
-PROOFS: dict[str, tuple[tuple[_AnyCase, ...], Callable[[Any, torch.dtype, Target], Verdict]]] = {
-    "scaled_dot_product_attention": (CASES["scaled_dot_product_attention"], check),
-    "additive_attention": (ADDITIVE_CASES, check_additive),
-    "decode_attention": (DECODE_CASES, check_decode),
-    "encode_memory": (ENCODE_CASES, check_encoding),
-    "hopfield_retrieve": (HOPFIELD_CASES, check_hopfield),
-    "luong_attention": (LUONG_CASES, check_luong),
-    "memory_hop_attention": (HOP_CASES, check_hops),
-    "sinusoidal_encoding": (SINUSOIDAL_CASES, check_sinusoidal),
-    "varlen_attention": (VARLEN_CASES, check_varlen),
 }
 
 
@@ -94,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 @dataclass
 class _Result:
     op: str
-    case: _AnyCase
+    case: AnyCase
     dtype: str
     target: Target
     draw: int
@@ -178,8 +147,8 @@ def _targets(backend: str | None, isa: str) -> list[Target]:
     return chosen
 
 
-def _cases(op: str, args: argparse.Namespace) -> list[_AnyCase]:
-    cases = [case for case in PROOFS[op][0] if args.complete or args.case or not case.slow]
+def _cases(op: str, args: argparse.Namespace) -> list[AnyCase]:
+    cases = [case for case in PROOFS[op].cases if args.complete or args.case or not case.slow]
     if args.case:
         exact = [case for case in cases if case.name == args.case]
         cases = exact or [case for case in cases if args.case in case.name]
@@ -187,14 +156,14 @@ def _cases(op: str, args: argparse.Namespace) -> list[_AnyCase]:
 
 
 def _results(
-    work: list[tuple[str, _AnyCase, str]], chosen: list[Target], draws: int
+    work: list[tuple[str, AnyCase, str]], chosen: list[Target], draws: int
 ) -> Iterator[_Result]:
     for (op, case, dtype), number in itertools.product(work, range(draws)):
         for target in chosen:
             start = time.perf_counter()
             try:
                 with draw(number):
-                    verdict = PROOFS[op][1](case, _DTYPES[dtype], target)
+                    verdict = PROOFS[op](case, _DTYPES[dtype], target)
             except Exception as error:  # one broken case must not hide the others
                 verdict = Verdict(faults=[f"{type(error).__name__}: {error}".split("\n")[0]])
             seconds = time.perf_counter() - start

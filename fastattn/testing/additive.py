@@ -197,6 +197,7 @@ def _definition(inputs: AdditiveInputs) -> dict[str, Tensor]:
 
 check_additive = Proof(
     "additive_attention",
+    ADDITIVE_CASES,
     make=make_additive,
     watched=lambda inputs: dict(
         zip((*_NAMES, "seed", "grad_out", "grad_weights"), inputs.args + inputs.given, strict=True)

@@ -195,6 +195,7 @@ _NAMES = ("query", "key_cache", "value_cache", "seqlens", "table", "entries", "s
 
 check_decode = Proof(
     "decode_attention",
+    DECODE_CASES,
     make=make_decode,
     watched=lambda inputs: dict(zip(_NAMES, inputs.args, strict=True)),
     primitive=lambda inputs: (inputs.args, inputs.options),

@@ -127,6 +127,7 @@ def _primitive(inputs: Call) -> tuple[list[Any], EncodeMemoryOptions]:
 
 check_encoding = Proof(
     "encode_memory",
+    ENCODE_CASES,
     make=_make,
     watched=Call.watched,
     primitive=_primitive,

@@ -159,6 +159,7 @@ def _arguments(inputs: Call) -> tuple[list[Any], HopfieldOptions]:
 
 check_hopfield = Proof(
     "hopfield_retrieve",
+    HOPFIELD_CASES,
     make=make_hopfield_inputs,
     watched=Call.watched,
     primitive=_arguments,

@@ -152,6 +152,7 @@ def _extended(naive: Any, inputs: Call) -> dict[str, Tensor]:
 
 check_luong = Proof(
     "luong_attention",
+    LUONG_CASES,
     make=_make,
     watched=Call.watched,
     primitive=None,

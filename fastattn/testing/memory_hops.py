@@ -202,6 +202,7 @@ def _primitive(inputs: Call) -> tuple[list[Any], MemoryHopOptions]:
 
 check_hops = Proof(
     "memory_hop_attention",
+    HOP_CASES,
     make=make_hop_inputs,
     watched=Call.watched,
     primitive=_primitive,

@@ -14,6 +14,7 @@ from torch import Tensor
 from fastattn.backends import reference
 from fastattn.backends.primitives import AttentionOptions
 from fastattn.testing.calls import double
+from fastattn.testing.cases import CASES
 from fastattn.testing.inputs import Inputs, make_inputs
 from fastattn.testing.rounding import Noise
 from fastattn.testing.verdict import Proof, Results
@@ -88,6 +89,7 @@ def _dtypes(inputs: Inputs) -> dict[str, torch.dtype]:
 
 check = Proof(
     "scaled_dot_product_attention",
+    CASES["scaled_dot_product_attention"],
     make=make_inputs,
     watched=Inputs.tensors,
     primitive=lambda inputs: (inputs.forward_args(), inputs.options),

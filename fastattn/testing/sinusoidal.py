@@ -90,6 +90,7 @@ def _run(backend: Any, inputs: _Inputs) -> dict[str, Tensor]:
 
 check_sinusoidal = Proof(
     "sinusoidal_encoding",
+    SINUSOIDAL_CASES,
     make=_make,
     watched=lambda inputs: {"x": inputs.x, "positions": inputs.positions},
     primitive=lambda inputs: ((inputs.x, inputs.positions), inputs.options),

@@ -241,6 +241,7 @@ _NAMES = ("query", "key", "value", "starts_q", "starts_k", "alibi_slopes", "seed
 
 check_varlen = Proof(
     "varlen_attention",
+    VARLEN_CASES,
     make=make_varlen,
     watched=lambda x: {**dict(zip(_NAMES, x.args, strict=True)), "grad": x.given[0]},
     primitive=lambda inputs: (inputs.args, inputs.options),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from fastattn.testing.memory import Watch
 from fastattn.testing.rounding import Noise
 from fastattn.testing.targets import Target
 
-__all__ = ["Proof", "Results", "Verdict", "fresh_memory_is_nan"]
+__all__ = ["AnyCase", "Proof", "Results", "Verdict", "fresh_memory_is_nan"]
 
 Results = dict[str, Tensor]
 
@@ -74,15 +74,27 @@ class Verdict:
         self.faults += [str(d) for d in found if not d.ok]
 
 
+class AnyCase(Protocol):
+    """A case of any operator."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]: ...
+    @property
+    def slow(self) -> bool: ...
+
+
 @dataclass(frozen=True)
 class Proof:
-    """How a case of one operator is made, run and judged; call it with (case, dtype, target).
+    """The cases of one operator: how they are made, run and judged by a call of the proof.
 
     The exact results are those of the reference in float64. A float64 candidate needs a more exact
     judge: one in extended precision, of ``testing.naive``, which needs NumPy.
     """
 
-    operator: str  # of the primitive
+    operator: str
+    cases: Sequence[AnyCase]
     make: Callable[[Any, torch.dtype], Any]  # the inputs of a case
     watched: Callable[[Any], Mapping[str, Tensor | None]]  # those that may not be written to
     # The primitive's tensors and options, for ``why_not``; None: any backend can run it.

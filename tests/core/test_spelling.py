@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -100,16 +101,16 @@ def test_a_line_of_a_file_of_shapes(tmp_path: Any) -> None:
 def test_verify(flags: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     ran = set()
 
-    def check(case: Any, dtype: Any, target: Any) -> Any:
-        ran.add((case.op, str(dtype)))
-        return verify.Verdict()
+    @dataclass
+    class Noted:
+        op: str
+        cases = (SimpleNamespace(name="one", slow=False, dtypes=tuple(verify._DTYPES.values())),)
 
-    every = tuple(verify._DTYPES.values())
-    proofs = {
-        op: ((SimpleNamespace(name="one", slow=False, op=op, dtypes=every),), check)
-        for op in verify.PROOFS
-    }
-    monkeypatch.setattr(verify, "PROOFS", proofs)
+        def __call__(self, case: Any, dtype: Any, target: Any) -> Any:
+            ran.add((self.op, str(dtype)))
+            return verify.Verdict()
+
+    monkeypatch.setattr(verify, "PROOFS", {op: Noted(op) for op in verify.PROOFS})
     assert cli.main(["verify", "--backend", "reference", *flags]) == 0
     operators = ("scaled_dot_product_attention", "decode_attention")
     assert ran == {(op, f"torch.{d}") for op in operators for d in ("float32", "bfloat16")}

@@ -87,11 +87,11 @@ module = sys.modules["fastattn._cpu"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
 from fastattn.testing import Target
 from fastattn.verify import PROOFS
-cases, judge = PROOFS[sys.argv[2]]
+judge = PROOFS[sys.argv[2]]
 dtype = getattr(torch, sys.argv[3])
 target = Target("cpu", module.build_info()["supported"][-1])
-for case in cases:
-    if dtype in case.dtypes and not getattr(case, "slow", False):
+for case in judge.cases:
+    if dtype in case.dtypes and not case.slow:
         verdict = judge(case, dtype, target)
         if verdict.severity >= 2:  # what is right has half a bound of its own
             print(f"caught by {case.name}: {verdict.severity:.3g}, {verdict.faults[0]}", flush=True)

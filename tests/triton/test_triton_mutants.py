@@ -100,9 +100,9 @@ from fastattn.verify import PROOFS
 import fastattn
 print(fastattn.__file__)
 triton_interpreter.mend()
-(cases, judge), dtype = PROOFS[sys.argv[2]], getattr(torch, sys.argv[3])
+judge, dtype = PROOFS[sys.argv[2]], getattr(torch, sys.argv[3])
 with triton_interpreter.quiet():
-    for case in cases:
+    for case in judge.cases:
         if case.name in sys.argv[4:]:
             verdict = judge(case, dtype, Target("triton"))
             assert not verdict.declined, verdict.declined
@@ -138,7 +138,7 @@ def test_mutants_are_of_what_there_is() -> None:
         source = (PACKAGE / "backends/triton" / f"{mutant.file}.py").read_text()
         assert source.count(mutant.old) == 1, mutant.name
         assert mutant.new not in ("", mutant.old), mutant.name
-        names = {case.name for case in PROOFS[mutant.op][0]}
+        names = {case.name for case in PROOFS[mutant.op].cases}
         assert names.issuperset(mutant.cases.split()), mutant.name
 
 
