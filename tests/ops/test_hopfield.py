@@ -16,7 +16,8 @@ from torch import Tensor
 
 import fastattn
 from fastattn import hopfield_energy, hopfield_retrieve
-from fastattn.testing import Target, targets
+from fastattn.testing import Target, naive, targets
+from fastattn.testing.calls import Call
 
 
 @pytest.fixture(params=[*targets(), Target("reference")], ids=str)
@@ -34,12 +35,9 @@ def normal(*shape: int, generator: torch.Generator) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=generator)
 
 
-def plain(state: Tensor, stored: Tensor, value: Tensor, beta: float, steps: int) -> Tensor:
-    """The equations of the paper."""
-    xi = state
-    for _ in range(steps):
-        xi = torch.softmax(beta * (xi @ stored.mT), -1) @ stored
-    return torch.softmax(beta * (xi @ stored.mT), -1) @ value
+def step(xi: Tensor, stored: Tensor, beta: float | Tensor, bias: float | Tensor = 0.0) -> Tensor:
+    """The equation of the paper."""
+    return torch.softmax(beta * (xi @ stored.mT) + bias, -1) @ stored
 
 
 def test_one_step_by_hand(engine: Target) -> None:
@@ -56,19 +54,17 @@ def test_one_step_by_hand(engine: Target) -> None:
 def test_follows_the_equations(
     engine: Target, queries: int, shared: bool, generator: torch.Generator
 ) -> None:
-    def draw(*shape: int) -> Tensor:
-        return normal(*shape, generator=generator).requires_grad_()
-
-    stored, value = (draw(1 if shared else 3, 2, 9, 5) for _ in range(2))
-    inputs = [draw(3, 2, queries, 5), stored, value]
-    got = hopfield_retrieve(*inputs, beta=0.7, update_steps_max=3, update_steps_eps=0.0)
-    want = plain(*inputs, 0.7, 3)
-    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
-    weight = normal(*got.shape, generator=generator)
-    grads = torch.autograd.grad((got * weight).sum(), inputs)
-    wanted = torch.autograd.grad((want * weight).sum(), inputs)
-    for grad, expected in zip(grads, wanted, strict=True):
-        torch.testing.assert_close(grad, expected, rtol=1e-10, atol=1e-12)
+    lead, options = 1 if shared else 3, {"update_steps_max": 3, "update_steps_eps": 0.0}
+    shapes = {"stored": (lead, 2, 9, 5), "projection": (lead, 2, 9, 5), "state": (3, 2, queries, 5)}
+    drawn = {name: normal(*shape, generator=generator) for name, shape in shapes.items()}
+    grad = normal(3, 2, queries, 5, generator=generator)
+    tensors = {name: drawn[name] for name in ("state", "stored", "projection")}
+    got = Call(tensors | {"beta": 0.7}, options, grad).run(hopfield_retrieve)
+    want = naive.hopfield_retrieve(*tensors.values(), 0.7, None, 3, "unroll", grad)
+    torch.testing.assert_close(got["out"], want["out"], rtol=1e-12, atol=1e-13)
+    assert got.keys() == want.keys()
+    for name, x in got.items():
+        torch.testing.assert_close(x, want[name], rtol=1e-10, atol=1e-12)
 
 
 def test_without_steps_it_is_attention(engine: Target, generator: torch.Generator) -> None:
@@ -115,7 +111,7 @@ def test_counts_the_steps(engine: Target, generator: torch.Generator) -> None:
             for i in range(9):
                 xi, count = state[b, i], 0
                 while count != limit:
-                    new = torch.softmax(1.5 * (stored[b] @ xi), -1) @ stored[b]
+                    new = step(xi, stored[b], 1.5)
                     count, by, xi = count + 1, torch.linalg.vector_norm(new - xi), new
                     if by <= 1e-3:
                         break
@@ -153,12 +149,12 @@ def test_stop_of_a_head(engine: Target, queries: int, generator: torch.Generator
             for h in range(2):
                 x, xi, count = stored[b % stored.shape[0], h], state[b, h], 0
                 while True:
-                    new = torch.softmax(1.5 * (xi @ x.mT), -1) @ x
+                    new = step(xi, x, 1.5)
                     count, by, xi = count + 1, torch.linalg.vector_norm(new - xi), new
                     if by <= 1e-3:
                         break
                 assert (steps[b, h] == count).all()
-                torch.testing.assert_close(out[b, h], plain(xi, x, x, 1.5, 0))
+                torch.testing.assert_close(out[b, h], step(xi, x, 1.5))
 
 
 @pytest.mark.parametrize("queries", [2, 40])
@@ -218,7 +214,7 @@ def test_gradients(grad: str, queries: int, backend: str, generator: torch.Gener
             x, b = stored[0, 0], bias
             before = state[0, 0]
             for _ in range(2):
-                before = torch.softmax(beta * (before @ x.mT) + b, -1) @ x
+                before = step(before, x, beta, b)
 
     def f(stored: Tensor, bias: Tensor, beta: Tensor) -> Tensor:
         return hopfield_retrieve(  # type: ignore[no-any-return]
@@ -238,8 +234,7 @@ def test_gradients(grad: str, queries: int, backend: str, generator: torch.Gener
 
     def last(stored: Tensor, bias: Tensor, beta: Tensor) -> Tensor:
         x = stored[0, 0]
-        xi = torch.softmax(beta * (before @ x.mT) + bias, -1) @ x
-        return torch.softmax(beta * (xi @ x.mT) + bias, -1) @ x
+        return step(step(before, x, beta, bias), x, beta, bias)
 
     got, want = f(stored, bias, beta)[0, 0], last(stored, bias, beta)
     torch.testing.assert_close(got, want)

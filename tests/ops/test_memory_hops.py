@@ -14,10 +14,13 @@ from torch import Tensor
 
 import fastattn
 from fastattn import memory_hop_attention
-from fastattn.testing import Target, targets
+from fastattn.backends.primitives import MemoryHopOptions
+from fastattn.testing import Target, naive, targets
+from fastattn.testing.calls import Call
+from fastattn.testing.memory_hops import check_hops
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-ACTIVATIONS = {None: lambda x: x, "relu": torch.relu, "tanh": torch.tanh, "sigmoid": torch.sigmoid}
+ACTIVATIONS = (None, "relu", "tanh", "sigmoid")
 
 
 @pytest.fixture(params=[*targets(), Target("reference")], ids=str)
@@ -31,30 +34,12 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Target]:
         torch.use_deterministic_algorithms(False)
 
 
-def plain(
-    query: Tensor,
-    in_memory: Tensor,
-    out_memory: Tensor,
-    hops: int,
-    hop_proj: Tensor | None = None,
-    activation: str | None = None,
-    normalize: str = "softmax",
-    scale: float = 1.0,
-    bias: Tensor | None = None,
-) -> Tensor:
-    """The equations, one by one, of queries [B, D] on memories [B, N, D] or [B, K, N, D]."""
-    u = query
-    for hop in range(hops):
-        m = in_memory if in_memory.ndim == 3 else in_memory[:, hop]
-        c = out_memory if out_memory.ndim == 3 else out_memory[:, hop]
-        s = scale * torch.einsum("bnd,bd->bn", m, u)
-        s = s if bias is None else s + bias
-        p = torch.softmax(s, -1) if normalize == "softmax" else s
-        o = torch.einsum("bn,bnd->bd", p, c)
-        if hop_proj is not None:
-            u = u @ (hop_proj if hop_proj.ndim == 2 else hop_proj[hop]).T
-        u = ACTIVATIONS[activation](u + o)
-    return u
+def is_the_equation(call: Call) -> None:
+    """The results and every gradient, of float64."""
+    got, want = call.run(memory_hop_attention), check_hops.extended(naive, call)
+    assert got.keys() == want.keys()
+    for name, x in got.items():
+        torch.testing.assert_close(x, want[name], rtol=1e-10, atol=1e-12)
 
 
 def normal(*shape: int, generator: torch.Generator) -> Tensor:
@@ -90,54 +75,43 @@ def test_hops_are_taken_in_order(engine: Target) -> None:
 
 
 @pytest.mark.parametrize("normalize", ["softmax", "none"])
-@pytest.mark.parametrize("activation", list(ACTIVATIONS))
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_follows_the_equations(
     engine: Target, activation: str | None, normalize: str, generator: torch.Generator
 ) -> None:
     def draw(*shape: int) -> Tensor:
-        return (0.5 * normal(*shape, generator=generator)).requires_grad_()
+        return 0.5 * normal(*shape, generator=generator)
 
     query, hop_proj = draw(3, 5), draw(2, 5, 5)
     for memories in ((draw(3, 7, 5), draw(3, 7, 5)), (draw(3, 2, 7, 5), draw(3, 2, 7, 5))):
         for projection in (None, hop_proj, hop_proj[0]):
-            rest: dict[str, Any] = {
-                "activation": activation,
-                "normalize": normalize,
-                "scale": 0.7,
-            }
-            got = memory_hop_attention(query, *memories, hops=2, hop_proj=projection, **rest)
-            want = plain(query, *memories, 2, projection, **rest)
-            torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
-            inputs = [query, *memories] + ([] if projection is None else [hop_proj])
-            weight = normal(3, 5, generator=generator)
-            grads = torch.autograd.grad((got * weight).sum(), inputs)
-            wanted = torch.autograd.grad((want * weight).sum(), inputs)
-            for grad, expected in zip(grads, wanted, strict=True):
-                torch.testing.assert_close(grad, expected, rtol=1e-10, atol=1e-12)
+            tensors = {"query": query, "in_memory": memories[0], "out_memory": memories[1]}
+            rest = {"activation": activation, "normalize": normalize, "scale": 0.7}
+            grad = normal(3, 5, generator=generator)
+            is_the_equation(Call(tensors | {"hop_proj": projection}, {"hops": 2} | rest, grad))
 
 
 def test_a_stack_is_each_output_and_the_next_input(
     engine: Target, generator: torch.Generator
 ) -> None:
-    stack = normal(2, 4, 6, 5, generator=generator).requires_grad_()
-    query = normal(2, 5, generator=generator)
-    got = memory_hop_attention(query, stack, hops=3)
-    want = plain(query, stack[:, :3], stack[:, 1:], 3)
-    torch.testing.assert_close(got, want)
-    (grad,) = torch.autograd.grad(got.sin().sum(), stack)
-    (expected,) = torch.autograd.grad(want.sin().sum(), stack)
-    torch.testing.assert_close(grad, expected)
+    stack, query = normal(2, 4, 6, 5, generator=generator), normal(2, 5, generator=generator)
+    grad = normal(2, 5, generator=generator)
+    apart = {"query": query, "in_memory": stack[:, :3], "out_memory": stack[:, 1:]}
+    want = check_hops.extended(naive, Call(apart, {"hops": 3}, grad))
+    got = Call({"query": query, "in_memory": stack}, {"hops": 3}, grad).run(memory_hop_attention)
+    torch.testing.assert_close(got["out"], want["out"])
+    inputs, outputs = want["grad of in_memory"], want["grad of out_memory"]
+    expected = torch.nn.functional.pad(inputs, (0, 0, 0, 0, 0, 1))
+    expected[:, 1:] += outputs
+    torch.testing.assert_close(got["grad of in_memory"], expected)
 
 
 def test_a_single_memory_is_its_own_output(engine: Target, generator: torch.Generator) -> None:
-    memory = normal(2, 6, 5, generator=generator).requires_grad_()
-    query = normal(2, 5, generator=generator)
-    got = memory_hop_attention(query, memory, hops=3)
-    want = plain(query, memory, memory, 3)
-    torch.testing.assert_close(got, want)
-    (grad,) = torch.autograd.grad(got.sin().sum(), memory)
-    (expected,) = torch.autograd.grad(want.sin().sum(), memory)
-    torch.testing.assert_close(grad, expected)
+    tensors = {
+        "query": normal(2, 5, generator=generator),
+        "in_memory": normal(2, 6, 5, generator=generator),
+    }
+    is_the_equation(Call(tensors, {"hops": 3}, normal(2, 5, generator=generator)))
 
 
 @pytest.mark.parametrize("dims", ["N", "BN", "1N", "BQN", "1QN", "B1N", "BQKN", "B1KN", "1QK1"])
@@ -148,36 +122,18 @@ def test_masks_and_biases_of_every_shape(
     shape = [sizes[dim] for dim in dims]
     query = normal(2, 3, 5, generator=generator)
     memory = normal(2, 6, 5, generator=generator)
-    bias = normal(*shape, generator=generator).requires_grad_()
+    bias = normal(*shape, generator=generator)
     mask = torch.rand(shape, generator=generator) < 0.6
-    full = bias if len(shape) == 4 else bias[..., None, :]
-    if len(shape) == 2:
-        full = bias[:, None, None]
-    kept = mask.reshape(full.shape) if full.ndim == 4 else mask
-    full_mask = kept.expand(2, 3, 2, 6)
-
-    got, p = memory_hop_attention(
-        query, memory, hops=2, memory_mask=mask, memory_bias=bias, need_weights=True
-    )
-    u, weights = query, []
-    for hop in range(2):
-        s = torch.einsum("bnd,bqd->bqn", memory, u) + full.expand(2, 3, 2, 6)[:, :, hop]
-        s = s.masked_fill(~full_mask[:, :, hop], -math.inf)
-        w = torch.nan_to_num(torch.softmax(s, -1))  # 0 where nothing is seen
-        weights.append(w)
-        u = u + w @ memory
-    torch.testing.assert_close(got, u)
-    torch.testing.assert_close(p, torch.stack(weights, 2))
-    weight, weight_p = (
-        normal(*got.shape, generator=generator),
-        normal(*p.shape, generator=generator),
-    )
-    (grad,) = torch.autograd.grad((got * weight).sum() + (p * weight_p).sum(), bias)
-    assert torch.isfinite(grad).all()
-    if full_mask.any(-1).all():
-        loss = (u * weight).sum() + (torch.stack(weights, 2) * weight_p).sum()
-        (expected,) = torch.autograd.grad(loss, bias)
-        torch.testing.assert_close(grad, expected)
+    full = {1: (1, 1, 1, 6), 2: (*shape[:1], 1, 1, 6), 3: (*shape[:2], 1, *shape[2:])}
+    whole = [x.reshape(full.get(len(shape), shape)) for x in (mask, bias)]
+    grads = normal(2, 3, 5, generator=generator), normal(2, 3, 2, 6, generator=generator)
+    tensors = {"query": query, "in_memory": memory, "memory_mask": mask, "memory_bias": bias}
+    got = Call(tensors, {"hops": 2, "need_weights": True}, *grads).run(memory_hop_attention)
+    options = MemoryHopOptions(hops=2, weights=True)
+    memories = (memory.unsqueeze(1), None, None)
+    want = naive.memory_hop_attention(query, *memories, *whole, options, *grads)
+    for name, x in got.items():
+        torch.testing.assert_close(x, want[name].reshape(x.shape))
 
 
 @pytest.mark.parametrize("normalize", ["softmax", "none"])
