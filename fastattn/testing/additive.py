@@ -14,7 +14,7 @@ from fastattn.backends.primitives import AdditiveBackwardOptions, AdditiveOption
 from fastattn.testing import memory
 from fastattn.testing.calls import double
 from fastattn.testing.cases import FLOATS
-from fastattn.testing.draws import generator_of
+from fastattn.testing.draws import dropout_seed, numbers_of
 from fastattn.testing.inputs import MASKS
 from fastattn.testing.verdict import Proof
 
@@ -123,10 +123,7 @@ class AdditiveInputs:
 
 def make_additive(case: AdditiveCase, dtype: torch.dtype, *, fence: bool = False) -> AdditiveInputs:
     """Return the tensors of ``case``, always the same, in hostile memory."""
-    draw = generator_of(case.name)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=draw, dtype=torch.float64)
+    draw, normal = numbers_of(case.name)
 
     def placed(values: Tensor, layout: str, as_dtype: torch.dtype = dtype) -> Tensor:
         return memory.place(values[:, None].to(as_dtype), layout, fence=fence)[:, 0]
@@ -145,23 +142,19 @@ def make_additive(case: AdditiveCase, dtype: torch.dtype, *, fence: bool = False
         values = MASKS[case.mask]((shape[0], 1, *shape[1:]), draw, mask_dtype)[:, 0]
         as_dtype = torch.bool if values.dtype == torch.bool else mask_dtype
         mask = placed(values, "contiguous", as_dtype)
-    seed = None
-    if case.dropout_p > 0:
-        seed = torch.randint(-(2**63), 2**63 - 1, (), generator=draw, dtype=torch.int64)
-    poisoned = key, value
+    seed = dropout_seed(draw, case.dropout_p)
+    poisoned = [key, value]
     if case.poison:
         seen = torch.ones(b, q, k, dtype=torch.bool)
         if mask is not None:
             seen = seen & (mask if mask.dtype == torch.bool else mask != -torch.inf)
-        seen = seen.tril() if case.causal else seen
-        unseen = ~seen.any(1)[:, :, None]
+        unseen = ~(seen.tril() if case.causal else seen).any(1)[:, :, None]
         assert unseen.any(), case.name
         kinds = torch.tensor([torch.nan, torch.inf, -torch.inf], dtype=dtype)
-        columns = [kinds[torch.arange(x.shape[2]) % 3].expand_as(x) for x in poisoned]
-        poisoned = tuple(  # type: ignore[assignment]
-            placed(torch.where(unseen, column, x), layout)
-            for x, column, layout in zip(poisoned, columns, case.layouts[1:], strict=True)
-        )
+        poisoned = [
+            placed(torch.where(unseen, kinds[torch.arange(x.shape[2]) % 3], x), layout)
+            for x, layout in zip(poisoned, case.layouts[1:], strict=True)
+        ]
     grad_out = placed(normal(b, q, case.value_dim), "every_second")
     grad_weights = placed(normal(b, q, k), "transposed") if case.weights else None
     rest = (v, bias, mask, seed)

@@ -178,16 +178,8 @@ def _alone(inputs: DecodeInputs, b: int) -> Inputs:
         query=query[b : b + 1],
         key=key,
         value=value,
-        clean_key=key,
-        clean_value=value,
-        attn_mask=None,
         alibi_slopes=None if slopes is None else slopes[b % slopes.shape[0]][None],
-        seed=None,
-        grad_out=None,
-        grad_lse=None,
-        grad_weights=None,
         options=AttentionOptions(offset=key.shape[2] - query.shape[2], **vars(inputs.options)),
-        needs_mask_grad=False,
     )
 
 

@@ -10,8 +10,9 @@ from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
-__all__ = ["cached", "draw", "generator_of"]
+__all__ = ["cached", "draw", "dropout_seed", "generator_of", "numbers_of"]
 
 _current: ContextVar[int] = ContextVar("fastattn_draw", default=0)
 _Result = TypeVar("_Result")
@@ -30,6 +31,23 @@ def draw(number: int) -> Iterator[None]:
 def generator_of(name: str) -> torch.Generator:
     """The generator of the case with this name, in the current draw."""
     return torch.Generator().manual_seed(zlib.crc32(name.encode()) + (_current.get() << 32))
+
+
+def numbers_of(name: str) -> tuple[torch.Generator, Callable[..., Tensor]]:
+    """The generator of a case, and what draws normal numbers of a shape from it, in float64."""
+    generator = generator_of(name)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    return generator, normal
+
+
+def dropout_seed(generator: torch.Generator, dropout_p: float) -> Tensor | None:
+    """The key of a case's dropout, if it has any."""
+    if dropout_p == 0:
+        return None
+    return torch.randint(-(2**63), 2**63 - 1, (), generator=generator, dtype=torch.int64)
 
 
 def cached(function: Callable[..., _Result]) -> Callable[..., _Result]:

@@ -13,8 +13,8 @@ from fastattn.backends.primitives import AttentionOptions, HopfieldOptions
 from fastattn.ops.hopfield import _prepared, _primitive, hopfield_retrieve, prepare
 from fastattn.testing.calls import Call
 from fastattn.testing.cases import FLOATS, NamedByFields
-from fastattn.testing.draws import generator_of
-from fastattn.testing.memory import place
+from fastattn.testing.draws import numbers_of
+from fastattn.testing.memory import place_any
 from fastattn.testing.verdict import Proof
 
 __all__ = [
@@ -72,17 +72,11 @@ HOPFIELD_CASES = (
 def make_hopfield_inputs(
     case: HopfieldCase, dtype: torch.dtype, layout: str = "contiguous", fence: bool = False
 ) -> Call:
-    draw = generator_of(str(case))
+    draw, normal = numbers_of(str(case))
     sizes = {"B": case.batch, "H": case.heads, "L": case.queries, "N": case.rows, "1": 1}
 
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=draw, dtype=torch.float64)
-
     def placed(values: Tensor, as_dtype: torch.dtype = dtype) -> Tensor:
-        lead = (1,) * (4 - values.ndim)
-        return place(values.view(*lead, *values.shape).to(as_dtype), layout, fence=fence)[
-            (0,) * len(lead)
-        ]
+        return place_any(values.to(as_dtype), layout, fence=fence)
 
     # A solution is what implicit derivatives are of: there the steps must get to one.
     sharp = 3.0 if case.grad == "implicit" else 1.0

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from fastattn.backends.primitives import AttentionBackwardOptions, AttentionOptions, extended
 from fastattn.testing.cases import Case
-from fastattn.testing.draws import generator_of
+from fastattn.testing.draws import dropout_seed, numbers_of
 from fastattn.testing.memory import place
 
-__all__ = ["MASKS", "Inputs", "make_inputs"]
+__all__ = ["MASKS", "Inputs", "make_inputs", "poison"]
 
 _INF = float("inf")
 
@@ -25,26 +25,26 @@ class Inputs:
     query: Tensor
     key: Tensor  # as value, with NaN and inf where no query looks, if the case asks for it
     value: Tensor
-    clean_key: Tensor  # as clean_value, all finite: what the references get
-    clean_value: Tensor
-    attn_mask: Tensor | None
-    alibi_slopes: Tensor | None
-    seed: Tensor | None
-    grad_out: Tensor | None
-    grad_lse: Tensor | None
-    grad_weights: Tensor | None
     options: AttentionOptions
-    needs_mask_grad: bool
-    # Where query and grad_out have NaN and inf in rows that see no key.
+    attn_mask: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    seed: Tensor | None = None
+    grad_out: Tensor | None = None
+    grad_lse: Tensor | None = None
+    grad_weights: Tensor | None = None
+    needs_mask_grad: bool = False
+    # What the references get, all finite, where the above have NaN and inf.
     clean_query: Tensor | None = None
+    clean_key: Tensor | None = None
+    clean_value: Tensor | None = None
     clean_grad_out: Tensor | None = None
 
     def forward_args(self, *, clean: bool = False) -> tuple[Tensor | None, ...]:
-        rest = self.attn_mask, self.alibi_slopes, self.seed
-        if not clean:
-            return (self.query, self.key, self.value, *rest)
-        query = self.query if self.clean_query is None else self.clean_query
-        return (query, self.clean_key, self.clean_value, *rest)
+        given = [self.query, self.key, self.value]
+        if clean:
+            finite = (self.clean_query, self.clean_key, self.clean_value)
+            given = [x if y is None else y for x, y in zip(given, finite, strict=True)]
+        return (*given, self.attn_mask, self.alibi_slopes, self.seed)
 
     def cotangents(self, *, clean: bool = False) -> tuple[Tensor | None, ...]:
         poisoned = self.clean_grad_out is not None
@@ -67,10 +67,7 @@ def make_inputs(case: Case, dtype: torch.dtype, *, fence: bool = False) -> Input
 
     With ``fence`` they end where memory ends, see ``memory.place``.
     """
-    draw = generator_of(case.name)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=draw, dtype=torch.float64)
+    draw, normal = numbers_of(case.name)
 
     b, h, hkv = case.batch, case.heads, case.heads if case.kv_heads is None else case.kv_heads
     d, dv = case.head_dim, case.head_dim if case.value_dim is None else case.value_dim
@@ -97,9 +94,7 @@ def make_inputs(case: Case, dtype: torch.dtype, *, fence: bool = False) -> Input
     if case.alibi is not None:
         slope_shape = (1, 1, b if case.alibi == "bh" else 1, h)
         slopes = placed(torch.rand(slope_shape, generator=draw), "contiguous", wide)[0, 0]
-    seed = None
-    if case.dropout_p > 0:
-        seed = torch.randint(-(2**63), 2**63 - 1, (), generator=draw, dtype=torch.int64)
+    seed = dropout_seed(draw, case.dropout_p)
 
     grad_out = grad_lse = grad_weights = None
     if "out" in case.grads:
@@ -119,13 +114,13 @@ def make_inputs(case: Case, dtype: torch.dtype, *, fence: bool = False) -> Input
         pairs = _visible(mask, (b, h, case.q_len, case.k_len), options)
     if case.poison:
         unseen = ~pairs.any(2).view(b, hkv, h // hkv, case.k_len).any(2)
-        poisoned_key = placed(_poison(key, unseen), k_layout)
-        poisoned_value = placed(_poison(value, unseen), v_layout)
+        poisoned_key = placed(poison(key, unseen), k_layout)
+        poisoned_value = placed(poison(value, unseen), v_layout)
     poisoned_query, poisoned_grad = query, grad_out
     if case.poison_queries:
-        poisoned_query = placed(_poison(query, ~pairs.any(3)), q_layout)
+        poisoned_query = placed(poison(query, ~pairs.any(3)), q_layout)
         if grad_out is not None:
-            poisoned_grad = placed(_poison(grad_out, ~pairs.any(3)), case.grad_layout)
+            poisoned_grad = placed(poison(grad_out, ~pairs.any(3)), case.grad_layout)
     return Inputs(
         query=poisoned_query,
         key=poisoned_key,
@@ -173,9 +168,9 @@ def _visible(mask: Tensor | None, shape: tuple[int, ...], options: AttentionOpti
     return pairs
 
 
-def _poison(x: Tensor, where: Tensor) -> Tensor:
-    """Return x [B, H, L, D] with rows of NaN, inf and -inf in turn, where [B, H, L] says so."""
-    turn = torch.arange(x.shape[2]) % 3
+def poison(x: Tensor, where: Tensor) -> Tensor:
+    """Return x [..., L, D] with rows of NaN, inf and -inf in turn, where [..., L] says so."""
+    turn = torch.arange(x.shape[-2]) % 3
     fill = torch.tensor([float("nan"), _INF, -_INF], dtype=x.dtype)[turn]
     return torch.where(where[..., None], fill[:, None], x)
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-__all__ = ["LAYOUTS", "Watch", "place"]
+__all__ = ["LAYOUTS", "Watch", "place", "place_any"]
 
 _GUARD = 2048  # poisoned elements before and after a tensor, a multiple of every vector's width
 
@@ -73,6 +73,13 @@ def place(values: Tensor, layout: str = "contiguous", *, fence: bool = False) ->
     target = view.as_strided(first.shape, view.stride(), view.storage_offset())
     target.copy_(first)
     return view
+
+
+def place_any(values: Tensor, layout: str = "contiguous", *, fence: bool = False) -> Tensor:
+    """The same for values of four dimensions or fewer."""
+    lead = (1,) * (4 - values.ndim)
+    placed = place(values.view(*lead, *values.shape), layout, fence=fence)
+    return placed[(0,) * len(lead)]
 
 
 class Watch:

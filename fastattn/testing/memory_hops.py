@@ -13,8 +13,9 @@ from fastattn.backends.primitives import MemoryHopOptions
 from fastattn.ops.memory_hops import memory_hop_attention, prepare
 from fastattn.testing.calls import Call
 from fastattn.testing.cases import FLOATS, NamedByFields
-from fastattn.testing.draws import generator_of
-from fastattn.testing.memory import place
+from fastattn.testing.draws import numbers_of
+from fastattn.testing.inputs import poison
+from fastattn.testing.memory import place_any
 from fastattn.testing.verdict import Proof
 
 __all__ = [
@@ -93,17 +94,12 @@ HOP_CASES = (
 def make_hop_inputs(
     case: HopCase, dtype: torch.dtype, layout: str = "contiguous", fence: bool = False
 ) -> Call:
-    draw = generator_of(str(case))
+    draw, normal = numbers_of(str(case))
     sizes = {"B": case.batch, "Q": case.queries or 1, "K": case.hops, "N": case.rows}
     sizes |= {"S": case.hops + 1, "1": 1}
 
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=draw, dtype=torch.float64)
-
     def placed(values: Tensor, as_dtype: torch.dtype = dtype) -> Tensor:
-        lead = (1,) * (4 - values.ndim)
-        laid = place(values.view(*lead, *values.shape).to(as_dtype), layout, fence=fence)
-        return laid[(0,) * len(lead)]
+        return place_any(values.to(as_dtype), layout, fence=fence)
 
     def shape(dims: str) -> tuple[int, ...]:
         return tuple(sizes[dim] for dim in dims)
@@ -146,12 +142,10 @@ def make_hop_inputs(
     poisoned: dict[str, Tensor | None] = {}
     if case.poison:
         excluded = _excluded(tensors["memory_mask"], tensors["memory_bias"])
-        kinds = torch.tensor([torch.nan, torch.inf, -torch.inf], dtype=dtype)
         for name in ("in_memory", "out_memory"):
             memory = tensors[name]
             assert memory is not None
-            bad = kinds[torch.arange(case.rows) % 3].view(1, -1, 1)
-            poisoned[name] = placed(torch.where(excluded[:, :, None], bad, memory))
+            poisoned[name] = placed(poison(memory, excluded))
     return Call(tensors, options, grad, weights, poisoned)
 
 

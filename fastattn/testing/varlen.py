@@ -16,7 +16,7 @@ from torch import Tensor
 from fastattn.backends.primitives import AttentionOptions, VarlenOptions
 from fastattn.testing import memory, oracle
 from fastattn.testing.cases import FLOATS
-from fastattn.testing.draws import generator_of
+from fastattn.testing.draws import dropout_seed, numbers_of
 from fastattn.testing.inputs import Inputs
 from fastattn.testing.verdict import Proof
 
@@ -111,10 +111,7 @@ class VarlenInputs:
 
 def make_varlen(case: VarlenCase, dtype: torch.dtype, *, fence: bool = False) -> VarlenInputs:
     """Return the tensors of ``case``, always the same, in hostile memory."""
-    draw = generator_of(case.name)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=draw, dtype=torch.float64)
+    draw, normal = numbers_of(case.name)
 
     def packed(values: Tensor, rows: int, layout: str) -> Tensor:
         values[rows:] = torch.nan
@@ -133,12 +130,11 @@ def make_varlen(case: VarlenCase, dtype: torch.dtype, *, fence: bool = False) ->
     value = packed(normal(k_all, kv_heads, value_dim), k_rows, case.layouts[2])
     starts = [torch.tensor((0, *n), dtype=torch.int64).cumsum(0) for n in (q_lengths, k_lengths)]
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    slopes = seed = None
+    slopes = None
     if case.alibi is not None:
         slopes = torch.rand(len(q_lengths) if case.alibi == "bh" else 1, case.heads, generator=draw)
         slopes = slopes.to(wide)
-    if case.dropout_p > 0:
-        seed = torch.randint(-(2**63), 2**63 - 1, (), generator=draw, dtype=torch.int64)
+    seed = dropout_seed(draw, case.dropout_p)
     grad_out = grad_lse = None
     if "out" in case.grads:
         grad_out = packed(normal(q_all, case.heads, value_dim), q_rows, case.layouts[0])
@@ -224,16 +220,11 @@ def _alone(inputs: VarlenInputs, b: int, q: slice, k: slice) -> Inputs:
     alone = {"query": last(query, q), "key": last(key, k), "value": last(value, k)}
     return Inputs(
         **alone,  # type: ignore[arg-type]
-        clean_key=alone["key"],  # type: ignore[arg-type]
-        clean_value=alone["value"],  # type: ignore[arg-type]
-        attn_mask=None,
         alibi_slopes=None if slopes is None else slopes[b % slopes.shape[0]][None],
         seed=seed,
         grad_out=last(grad_out, q),
         grad_lse=grad_lse,
-        grad_weights=None,
         options=AttentionOptions(offset=offset, **together),
-        needs_mask_grad=False,
     )
 
 
