@@ -97,19 +97,8 @@ def hopfield_retrieve(
         >>> out.round(), steps
         (tensor([[ 1.,  1., -1., -1.]]), tensor([3]))
     """
-    call = _prepared(
-        state,
-        stored,
-        projection,
-        beta,
-        update_steps_max,
-        update_steps_eps,
-        stop,
-        grad,
-        attn_mask,
-        need_weights,
-        need_steps,
-    )
+    limits = (update_steps_max, update_steps_eps, stop, grad)
+    call = _prepared(state, stored, projection, beta, *limits, attn_mask, need_weights, need_steps)
     xi, taken = call.state, None
     if update_steps_max != 0:
         arguments, back = _primitive(call)
@@ -149,19 +138,8 @@ def prepare(
     need_steps: bool = False,
 ) -> tuple[Operator, tuple[Any, ...]]:
     """Validate; return the operator of the steps (without steps: of attention), its arguments."""
-    call = _prepared(
-        state,
-        stored,
-        projection,
-        beta,
-        update_steps_max,
-        update_steps_eps,
-        stop,
-        grad,
-        attn_mask,
-        need_weights,
-        need_steps,
-    )
+    limits = (update_steps_max, update_steps_eps, stop, grad)
+    call = _prepared(state, stored, projection, beta, *limits, attn_mask, need_weights, need_steps)
     if update_steps_max != 0:
         return hopfield_states, _primitive(call)[0]
     key = call.stored if call.keys is None else call.keys
