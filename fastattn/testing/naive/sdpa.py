@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 from torch import Tensor
@@ -24,17 +24,10 @@ __all__ = ["scaled_dot_product_attention", "scaled_dot_product_attention_backwar
 
 
 def scaled_dot_product_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    alibi_slopes: Tensor | None,
-    seed: Tensor | None,
-    *,
-    options: AttentionOptions,
+    *tensors: Any, options: AttentionOptions
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (out, lse, weights) in float64; arguments as for the primitive, all finite."""
-    results = _forward(query, key, value, attn_mask, alibi_slopes, seed, options)
+    results = _forward(options, *tensors)
     w, v = results["w"], results["v"]
     wanted = {0: np.empty(0), 1: w, 2: w.sum(1) / max(w.shape[1], 1)}[options.weights]
     return tensor(w @ v), tensor(results["lse"]), tensor(wanted)
@@ -44,19 +37,13 @@ def scaled_dot_product_attention_backward(
     grad_out: Tensor | None,
     grad_lse: Tensor | None,
     grad_weights: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    alibi_slopes: Tensor | None,
-    seed: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    *,
+    *tensors: Any,  # those of the forward, then its out and lse
     options: AttentionBackwardOptions,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return (dq, dk, dv, dmask) in float64."""
-    f = _forward(query, key, value, attn_mask, alibi_slopes, seed, options)
+    *inputs, _, _ = tensors
+    _, key, _, attn_mask, *_ = inputs
+    f = _forward(options, *inputs)
     q, k, v, p, w, z = (f[name] for name in ("q", "k", "v", "p", "w", "z"))
     heads = q.shape[1]
 
@@ -75,7 +62,6 @@ def scaled_dot_product_attention_backward(
         d_s = d_s + p * array(grad_lse)[..., None]
     d_mask = None
     if options.needs_mask_grad:
-        assert attn_mask is not None
         d_mask = tensor(summed(d_s, attn_mask))
     d_s = d_s * f["slope"] * options.scale
 
@@ -89,13 +75,13 @@ def scaled_dot_product_attention_backward(
 
 
 def _forward(
+    options: AttentionOptions,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attn_mask: Tensor | None,
     alibi_slopes: Tensor | None,
     seed: Tensor | None,
-    options: AttentionOptions,
 ) -> dict[str, Array]:
     q, k, v = array(query), array(key), array(value)
     repeats = q.shape[1] // max(k.shape[1], 1)
