@@ -106,7 +106,7 @@ def shape_text(sizes: Mapping[str, int], defaults: Defaults) -> str:
     parts = []
     for key, default in defaults.items():
         size = sizes[key]
-        if key == "Lq" and sizes.get("Lk") == size:
+        if key == "Lq" and defaults.get("Lk") == "Lq" and sizes["Lk"] == size:
             parts.append(f"L={size}")
         elif not isinstance(default, str) or sizes[default] != size:
             parts.append(f"{key}={size}")
@@ -163,7 +163,7 @@ def _complete(
         if "Lq" in given or "Lk" in given:
             raise ValueError("--shapes: give either L or Lq and Lk")
         given["Lq"] = given["Lk"] = given.pop("L")
-    elif "Lk" in given and "Lq" in defaults:
+    elif "Lk" in given and defaults["Lk"] == "Lq":
         given.setdefault("Lq", given["Lk"])
     if "H" in defaults:
         _resolve_width(given, defaults)

@@ -92,6 +92,15 @@ def test_shape_fills_in_what_is_left_out() -> None:
     assert parse_shapes("H=12,D=64,L=128", MHA) == [{"B": 1, "L": 128, "E": 768, "H": 12}]
 
 
+def test_a_cache_has_one_query_unless_more_are_given() -> None:
+    sizes = ops.get("decode").SIZES
+    assert parse_shapes("Lk=64", sizes)[0]["Lq"] == 1
+    assert parse_shapes("Lk=64", SDPA)[0]["Lq"] == 64
+    (square,) = parse_shapes("Lq=64,Lk=64", sizes)
+    assert parse_shapes(shape_text(square, sizes), sizes) == [square]
+    assert {cell["Lq"] for cell in preset_cells("decode")} == {1}
+
+
 def test_ranges_lists_and_references() -> None:
     assert [s["Lq"] for s in parse_shapes("Lq=128:1024:x2", SDPA)] == [128, 256, 512, 1024]
     assert [s["Lq"] for s in parse_shapes("Lq=100:250:+50", SDPA)] == [100, 150, 200, 250]
