@@ -96,7 +96,12 @@ class Cell:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Cell:
         fields = {field.name for field in dataclasses.fields(cls)}
-        return cls(**{key: value for key, value in data.items() if key in fields})
+        known = {key: value for key, value in data.items() if key in fields}
+        sizes = dict(known["sizes"])
+        # A result may be older than a size, whose default is what was measured then.
+        for key, default in ops.get(known["op"]).SIZES.items():
+            sizes.setdefault(key, sizes[default] if isinstance(default, str) else default)
+        return cls(**known | {"sizes": sizes})
 
 
 def padding_lengths(batch: int, keys: int) -> list[int]:

@@ -102,13 +102,13 @@ def parse_shapes(text: str, defaults: Defaults) -> list[dict[str, int]]:
 
 
 def shape_text(sizes: Mapping[str, int], defaults: Defaults) -> str:
-    """The shape in this grammar, as short as it can be read."""
+    """The shape in this grammar, as short as it can be read: a size of 0 was not given."""
     parts = []
     for key, default in defaults.items():
-        size = sizes[key]
+        size = sizes.get(key, 0)
         if key == "Lq" and defaults.get("Lk") == "Lq" and sizes["Lk"] == size:
             parts.append(f"L={size}")
-        elif not isinstance(default, str) or sizes[default] != size:
+        elif size and (not isinstance(default, str) or sizes[default] != size):
             parts.append(f"{key}={size}")
     return ",".join(parts)
 

@@ -28,7 +28,7 @@ from fastattn.bench.cells import (
 from fastattn.bench.oracle import Oracle
 from fastattn.bench.peaks import kind_of
 from fastattn.bench.presets import PRESETS, preset_cells
-from fastattn.bench.providers import PROVIDERS, load
+from fastattn.bench.providers import PROVIDERS, load, torch_default
 from fastattn.bench.providers.passes import leave
 from fastattn.bench.results import Round
 from fastattn.bench.shapes import parse_shapes, shape_text
@@ -67,6 +67,16 @@ SMALL = {
     "sinusoidal_table": "L=6,E=9",
     "positional": "B=2,L=6,E=9",
 }
+
+
+# Sizes that are 0 unless given, and memories of one for all.
+MORE = [
+    ("luong", SMALL["luong"] + ",P=1"),
+    ("varlen", SMALL["varlen"] + ",S=2"),
+    ("decode", SMALL["decode"] + ",P=3"),
+    ("attention_stats", SMALL["attention_stats"] + ",K=3"),
+    ("hopfield", SMALL["hopfield"] + ",S=1"),
+]
 
 
 def parse(*arguments: str) -> argparse.Namespace:
@@ -229,6 +239,10 @@ def test_presets_are_cells_with_a_name_of_their_own(name: str) -> None:
         (["--shapes", "L=4 dtype=fp8"], "'fp8'"),
         (["--op", "abacus"], "'abacus'"),
         (["--shapes", "decode", "--pass", "bwd"], "decode has fwd"),
+        (["--shapes", "decode Lk=100,P=16"], "Lk=100 is not a multiple of P=16"),
+        (["--shapes", "attention_stats L=8,K=9"], "K=9 is more than the Lk=8 keys"),
+        (["--shapes", "varlen L=8,S=9"], "S=9, the shortest, is more than L=8"),
+        (["--shapes", "hopfield B=4,S=2"], "S=2 must be 1 or B=4"),
         (["--op", "os.path"], "'os.path' has no OP"),
         (["--op", "sinusoidal", "--mask", "causal"], "allowed for sinusoidal are none"),
         (["--providers", "abacus"], "'abacus'"),
@@ -325,6 +339,32 @@ def test_half_of_a_padded_batch_is_padding() -> None:
     assert sum(padding_lengths(16, 256)) == 16 * 128
     mask = inputs.make_inputs(cell, 0)["attn_mask"]
     assert mask.sum(-1).flatten().tolist() == padding_lengths(16, 256)
+
+
+def test_packed_sequences_grow_by_a_factor_from_the_shortest() -> None:
+    ends = inputs.make_inputs(cell_of("varlen", "B=4,H=1,L=800,S=100,D=1"), 0)["ends"]
+    assert ends.diff().tolist() == [800, 400, 200, 100]
+    ends = inputs.make_inputs(cell_of("varlen", "B=1,H=1,L=8,S=2,D=1"), 0)["ends"]
+    assert ends.diff().tolist() == [8]
+
+
+def test_pages_of_a_cache_are_in_random_order() -> None:
+    cell = cell_of("decode", "B=3,H=2,Hkv=1,Lk=32,D=4,P=4")
+    drawn = inputs.make_inputs(cell, 0)
+    (_, keys, _), options = ops.get("decode").arguments(cell, drawn)
+    table = options["block_table"].long()
+    assert sorted(table.flatten().tolist()) == list(range(24)) != table.flatten().tolist()
+    # [pages, Hkv, P, D]: those of a sequence, in its order, are its keys.
+    assert torch.equal(keys[table].transpose(1, 2).flatten(2, 3), drawn["key"])
+
+
+def test_a_cell_of_a_result_may_be_older_than_a_size() -> None:
+    cell = cell_of("hopfield", SMALL["hopfield"])
+    data = cell.to_json()
+    del data["sizes"]["S"]
+    assert Cell.from_json(data) == cell
+    assert "S=" not in cell.name
+    assert "P=0" not in cell_of("decode", SMALL["decode"]).name
 
 
 def test_a_module_is_told_what_to_ignore() -> None:
@@ -464,7 +504,7 @@ def cells_to_check() -> list[Cell]:
     dtypes = itertools.cycle(("fp32", "bf16", "fp16"))
     return [
         cell_of(op, shape, passes=all_of(op), mask=mask, weights=weights, dtype=next(dtypes))
-        for op, shape in (*SMALL.items(), ("luong", SMALL["luong"] + ",P=1"))
+        for op, shape in (*SMALL.items(), *MORE)
         for mask in ops.get(op).MASKS
         for weights in ops.get(op).WEIGHTS
     ]
@@ -504,6 +544,21 @@ def test_providers_agree_with_the_oracle(cell: Cell) -> None:
             assert found.ok, found.reason
     assert flops(cell, inputs.true_in_mask(cell, 1)) > 0
     assert bytes_touched(cell) > 0
+
+
+@pytest.mark.parametrize("mask", ops.get("varlen").MASKS)
+def test_a_loop_over_packed_sequences_agrees_too(
+    mask: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_default, "_variant", "")  # which the next line changes
+    loop = load("torch@loop")
+    assert loop.why_not(cell_of("sdpa", SMALL["sdpa"])) == [
+        "it has no packed sequences to loop over"
+    ]
+    cell = cell_of("varlen", SMALL["varlen"], passes="fwd+bwd", mask=mask)
+    assert not loop.why_not(cell)
+    found = Oracle(cell, 1).check(answer("torch@loop", cell))
+    assert found.ok, found.reason
 
 
 def test_of_keys_beyond_the_windows_only_the_gradients_are_touched() -> None:

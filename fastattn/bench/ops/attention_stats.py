@@ -1,4 +1,4 @@
-"""`attention_stats`: the sums of the weights over the queries, and the entropy of each query.
+"""`attention_stats`: column sums of the weights; the entropy and the K largest of each query.
 
 The cost is that of the scores, Q Kᵀ; what is summed is O(Lq·Lk) and not counted. No backward is
 timed: it keeps the weights, which the function is there to avoid.
@@ -22,15 +22,29 @@ from fastattn.bench.ops.sdpa import OP as SDPA
 
 class Stats(Operator):
     FUNCTION = "attention_stats"
-    ABOUT = "column sums and entropies of softmax(Q Kᵀ / √D), [B, H, Lq, D], [B, Hkv, Lk, D]"
+    ABOUT = (
+        "column sums, entropies and the K largest weights a query of softmax(Q Kᵀ / √D), "
+        "[B, H, Lq, D], [B, Hkv, Lk, D]"
+    )
     TORCH = "the equation: torch has no such function"
-    SIZES: ClassVar[Sizes] = {"B": 1, "H": 8, "Hkv": "H", "Lq": 512, "Lk": "Lq", "D": 64}
+    SIZES: ClassVar[Sizes] = {
+        "B": 1,
+        "H": 8,
+        "Hkv": "H",
+        "Lq": 512,
+        "Lk": "Lq",
+        "D": 64,
+        "K": 0,
+    }
     MASKS = ("none", "causal")
     PASSES = ("fwd",)
+    TINY: ClassVar[Mapping[str, int]] = {**Operator.TINY, "K": 1}
     LEAVES = ("query", "key")
 
     def check(self, sizes: Mapping[str, int]) -> None:
         SDPA.check(sizes)
+        if sizes["K"] > sizes["Lk"]:
+            raise ValueError(f"K={sizes['K']} is more than the Lk={sizes['Lk']} keys")
 
     def flops(self, cell: Cell, pairs: int) -> tuple[int, int]:
         return 2 * pairs * cell["H"] * cell["D"], 0
@@ -38,7 +52,7 @@ class Stats(Operator):
     def elements(self, cell: Cell) -> tuple[int, int]:
         batch, heads, width = cell["B"], cell["H"], cell["D"]
         read = batch * (heads * cell["Lq"] + cell["Hkv"] * cell["Lk"]) * width
-        return read, batch * heads * (cell["Lq"] + cell["Lk"])
+        return read, batch * heads * (cell["Lq"] * (1 + cell["K"]) + cell["Lk"])
 
     def inputs(self, cell: Cell, draw: Draw) -> Inputs:
         batch, width = cell["B"], cell["D"]
@@ -50,8 +64,8 @@ class Stats(Operator):
         return inputs
 
     def arguments(self, cell: Cell, inputs: Inputs) -> tuple[Sequence[Any], dict[str, Any]]:
-        grouped = cell["H"] != cell["Hkv"]
-        return self.leaves(inputs), {"is_causal": cell.mask == "causal", "enable_gqa": grouped}
+        options = {"is_causal": cell.mask == "causal", "enable_gqa": cell["H"] != cell["Hkv"]}
+        return self.leaves(inputs), options | {"top_k": cell["K"]}
 
     def ours(self, cell: Cell, inputs: Inputs) -> Prepared:
         args, options = self.arguments(cell, inputs)
@@ -60,7 +74,8 @@ class Stats(Operator):
             stats = fastattn.attention_stats(*args, **options)
             assert stats.column_sums is not None
             assert stats.entropy is not None
-            return (_joined(stats.column_sums, stats.entropy).to(args[0].dtype),)
+            found = _joined(stats.column_sums, stats.entropy, stats.top_values)
+            return (found.to(args[0].dtype),)
 
         return forward, self.leaves(inputs)
 
@@ -70,12 +85,14 @@ class Stats(Operator):
         visible = visible_keys(cell, Draw(query.dtype, 0))
         _, weights = attend(query, key, key[..., :1], visible, None)
         entropy = torch.special.entr(weights)
-        return (_joined(weights.sum(-2), entropy.sum(-1)),)
+        largest = weights.topk(cell["K"]).values if cell["K"] else None
+        return (_joined(weights.sum(-2), entropy.sum(-1), largest),)
 
 
-def _joined(column_sums: Tensor, entropy: Tensor) -> Tensor:
-    """One output, [B, H, Lk + Lq]."""
-    return torch.cat([column_sums, entropy], -1)
+def _joined(column_sums: Tensor, entropy: Tensor, largest: Tensor | None) -> Tensor:
+    """One output, [B, H, Lk + Lq (1 + K)]."""
+    found = [column_sums, entropy] + ([] if largest is None else [largest.flatten(-2)])
+    return torch.cat(found, -1)
 
 
 OP = Stats()

@@ -1,10 +1,15 @@
-"""`decode_attention`: the newest tokens against a cache of keys and values; no gradient."""
+"""`decode_attention`: the newest tokens against a cache of keys and values; no gradient.
+
+A cache in pages has them in random order. What torch reads is contiguous: it has no pages.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+import torch
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from fastattn.bench.cells import Cell
@@ -16,14 +21,20 @@ from fastattn.bench.ops.sdpa import OP as SDPA
 
 class Decode(Operator):
     FUNCTION = "decode_attention"
-    ABOUT = "the newest Lq tokens against a full cache of Lk, [B, H, Lq, D], [B, Hkv, Lk, D]"
-    TORCH = "F.scaled_dot_product_attention"
-    SIZES: ClassVar[Sizes] = {"B": 1, "H": 32, "Hkv": 8, "Lq": 1, "Lk": 4096, "D": 128}
+    ABOUT = (
+        "the newest Lq tokens against a full cache of Lk, [B, H, Lq, D], [B, Hkv, Lk, D]; in pages "
+        "of P keys where P is given"
+    )
+    TORCH = "F.scaled_dot_product_attention on the contiguous cache"
+    SIZES: ClassVar[Sizes] = {"B": 1, "H": 32, "Hkv": 8, "Lq": 1, "Lk": 4096, "D": 128, "P": 0}
     PASSES = ("fwd",)
+    TINY: ClassVar[Mapping[str, int]] = {**Operator.TINY, "P": 1}
     LEAVES = ("query", "key", "value")
 
     def check(self, sizes: Mapping[str, int]) -> None:
         SDPA.check(sizes)
+        if sizes["P"] and sizes["Lk"] % sizes["P"]:
+            raise ValueError(f"Lk={sizes['Lk']} is not a multiple of P={sizes['P']}")
 
     def flops(self, cell: Cell, pairs: int) -> tuple[int, int]:
         return 4 * pairs * cell["H"] * cell["D"], 0
@@ -38,10 +49,19 @@ class Decode(Operator):
         inputs["grad_out"] = inputs["query"][:0]  # there is no backward
         for name in ("key", "value"):
             inputs[name] = draw.normal(batch, cell["Hkv"], cell["Lk"], width)
+        if cell["P"]:
+            pages = batch * cell["Lk"] // cell["P"]
+            order = torch.randperm(pages, generator=draw.generator)
+            inputs["block_table"] = order.view(batch, -1).int()
         return inputs
 
     def arguments(self, cell: Cell, inputs: Inputs) -> tuple[Sequence[Any], dict[str, Any]]:
-        return self.leaves(inputs), {}
+        query, key, value = self.leaves(inputs)
+        if not cell["P"]:
+            return [query, key, value], {}
+        table = inputs["block_table"]
+        pages = [_in_pages(x, table, cell["P"]) for x in (key, value)]
+        return [query, *pages], {"block_table": table}
 
     def theirs(self, cell: Cell, inputs: Inputs) -> Prepared:
         query, key, value = leaves = self.leaves(inputs)
@@ -55,6 +75,12 @@ class Decode(Operator):
         group = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(group, 1) for x in (key, value))
         return (attend(query, key, value, None, None)[0],)
+
+
+def _in_pages(cache: Tensor, table: Tensor, size: int) -> Tensor:
+    """[B, Hkv, Lk, D] as [pages, Hkv, size, D], each page where the table has it."""
+    pages = cache.unflatten(2, (-1, size)).transpose(1, 2).flatten(0, 1)
+    return torch.empty_like(pages).index_copy_(0, table.flatten().long(), pages)
 
 
 OP = Decode()

@@ -6,36 +6,44 @@ again. No query rests early: as many steps are compared as are counted.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from fastattn.bench.cells import Cell
 from fastattn.bench.inputs import Draw
 from fastattn.bench.ops._attention import attend
 from fastattn.bench.ops._base import Inputs, Operator, Outputs, Sizes
+from fastattn.bench.ops.memory_hops import OP as MEMORY_HOPS
 
 
 class Hopfield(Operator):
     FUNCTION = "hopfield_retrieve"
-    ABOUT = "ξ ← Xᵀ softmax(X ξ / √D), K steps and a reading, ξ [B, H, L, D], X [B, H, N, D]"
+    ABOUT = (
+        "ξ ← Xᵀ softmax(X ξ / √D), K steps and a reading, ξ [B, H, L, D], X [S, H, N, D]; S = 1 is "
+        "one for all"
+    )
     TORCH = "the equation: torch has no such function"
-    SIZES: ClassVar[Sizes] = {"B": 4, "H": 8, "L": 128, "N": 128, "D": 64, "K": 3}
+    SIZES: ClassVar[Sizes] = {"B": 4, "S": "B", "H": 8, "L": 128, "N": 128, "D": 64, "K": 3}
     LEAVES = ("state", "stored")
+
+    def check(self, sizes: Mapping[str, int]) -> None:
+        MEMORY_HOPS.check(sizes)
 
     def flops(self, cell: Cell, pairs: int) -> tuple[int, int]:
         attention = cell["B"] * cell["H"] * cell["L"] * cell["N"] * cell["D"] * (cell["K"] + 1)
         return 4 * attention, 10 * attention
 
     def elements(self, cell: Cell) -> tuple[int, int]:
-        heads = cell["B"] * cell["H"] * cell["D"]
-        return heads * (cell["L"] + cell["N"]), heads * cell["L"]
+        width = cell["H"] * cell["D"]
+        states = cell["B"] * cell["L"] * width
+        return states + cell["S"] * cell["N"] * width, states
 
     def inputs(self, cell: Cell, draw: Draw) -> Inputs:
         # Small enough for the steps to draw states together: where they part, rounding decides.
         state = (cell["B"], cell["H"], cell["L"], cell["D"])
         return {
             "state": draw.normal(*state, scale=0.5),
-            "stored": draw.normal(cell["B"], cell["H"], cell["N"], cell["D"], scale=0.5),
+            "stored": draw.normal(cell["S"], cell["H"], cell["N"], cell["D"], scale=0.5),
             "grad_out": draw.normal(*state),
         }
 

@@ -1,7 +1,8 @@
 """`varlen_attention`: attention within packed sequences; torch pads them.
 
-The lengths are those of a padded batch: evenly from a quarter to three quarters of L. What is
-counted is what the sequences need, not what padding would.
+The lengths are those of a padded batch: evenly from a quarter to three quarters of L; or, where S
+is given, from S to L, each the same factor longer than the one before. What is counted is what the
+sequences need, not what padding would.
 """
 
 from __future__ import annotations
@@ -21,15 +22,17 @@ from fastattn.bench.ops._base import Inputs, Operator, Outputs, Prepared, Sizes
 
 class Varlen(Operator):
     FUNCTION = "varlen_attention"
-    ABOUT = "attention within B packed sequences of L/4 to 3L/4, [T, H, D], [T, Hkv, D]"
+    ABOUT = "attention within B packed sequences of L/4 to 3L/4, or S to L, [T, H, D], [T, Hkv, D]"
     TORCH = "F.scaled_dot_product_attention on the padded batch, packed again"
-    SIZES: ClassVar[Sizes] = {"B": 16, "H": 8, "Hkv": "H", "L": 256, "D": 64}
+    SIZES: ClassVar[Sizes] = {"B": 16, "H": 8, "Hkv": "H", "L": 256, "S": 0, "D": 64}
     MASKS = ("none", "causal")
     LEAVES = ("query", "key", "value")
 
     def check(self, sizes: Mapping[str, int]) -> None:
         if sizes["H"] % sizes["Hkv"]:
             raise ValueError(f"H={sizes['H']} is not a multiple of Hkv={sizes['Hkv']}")
+        if sizes["S"] > sizes["L"]:
+            raise ValueError(f"S={sizes['S']}, the shortest, is more than L={sizes['L']}")
 
     def flops(self, cell: Cell, pairs: int) -> tuple[int, int]:
         lengths = _lengths(cell)
@@ -79,6 +82,22 @@ class Varlen(Operator):
 
         return forward, leaves
 
+    def one_by_one(self, cell: Cell, inputs: Inputs) -> Prepared:
+        """A loop over the sequences, which pads nothing."""
+        leaves = self.leaves(inputs)
+        lengths = inputs["ends"].diff().tolist()
+        causal, grouped = cell.mask == "causal", cell["H"] != cell["Hkv"]
+
+        def forward() -> Outputs:
+            outs = []
+            for parts in zip(*(x.split(lengths) for x in leaves), strict=True):
+                q, k, v = (x.transpose(0, 1)[None] for x in parts)  # [1, H, L, D]
+                out = scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
+                outs.append(out[0].transpose(0, 1))
+            return (torch.cat(outs),)
+
+        return forward, leaves
+
     def plain(self, cell: Cell, inputs: Inputs) -> Outputs:
         query, key, value = self.leaves(inputs)
         group = query.shape[1] // key.shape[1]
@@ -95,7 +114,11 @@ class Varlen(Operator):
 
 
 def _lengths(cell: Cell) -> list[int]:
-    return padding_lengths(cell["B"], cell["L"])
+    batch, shortest, longest = cell["B"], cell["S"], cell["L"]
+    if not shortest:
+        return padding_lengths(batch, longest)
+    step = (longest / shortest) ** (1 / max(batch - 1, 1))
+    return [round(longest / step**n) for n in range(batch)]
 
 
 OP = Varlen()

@@ -9,6 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fastattn.bench import ops
 from fastattn.bench.cells import Cell
+from fastattn.bench.ops.varlen import OP as VARLEN
 from fastattn.bench.providers.passes import Outputs, run_passes, stay_in, torch_versions
 
 ABOUT = "PyTorch: F.scaled_dot_product_attention, nn.MultiheadAttention, else the equation"
@@ -18,7 +19,8 @@ _BACKENDS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
 }
-VARIANTS = tuple(_BACKENDS)  # of scaled_dot_product_attention
+# A kernel of scaled_dot_product_attention, or how packed sequences are attended to.
+VARIANTS = (*_BACKENDS, "loop")
 _variant = ""
 versions = torch_versions
 
@@ -26,10 +28,13 @@ versions = torch_versions
 def select(variant: str) -> None:
     global _variant
     _variant = variant
-    stay_in(sdpa_kernel(_BACKENDS[variant]))
+    if variant in _BACKENDS:
+        stay_in(sdpa_kernel(_BACKENDS[variant]))
 
 
 def why_not(cell: Cell) -> list[str]:
+    if _variant == "loop":
+        return [] if cell.op == "varlen" else ["it has no packed sequences to loop over"]
     if _variant and cell.op not in ("sdpa", "mha"):
         return ["it does not call scaled_dot_product_attention"]
     if _variant in ("efficient", "cudnn") and cell.device == "cpu":
@@ -38,4 +43,5 @@ def why_not(cell: Cell) -> list[str]:
 
 
 def prepare(cell: Cell, inputs: dict[str, Tensor]) -> Callable[[], Outputs]:
-    return run_passes(cell, *ops.get(cell.op).theirs(cell, inputs), inputs["grad_out"])
+    theirs = VARLEN.one_by_one if _variant == "loop" else ops.get(cell.op).theirs
+    return run_passes(cell, *theirs(cell, inputs), inputs["grad_out"])
