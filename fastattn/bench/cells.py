@@ -17,6 +17,7 @@ DTYPES = ("fp32", "bf16", "fp16")
 PASSES = ("fwd", "bwd", "fwd+bwd")
 MASKS = ("none", "causal", "padding", "bool", "bias")
 WEIGHTS = ("none", "average", "per-head")
+OPTIONS = ("none", "window", "softcap", "alibi", "dropout", "learnable", "stepwise")
 DEVICES = ("cpu", "cuda")
 
 # float64 has no wider arithmetic here to be judged by: it can be explained, not measured.
@@ -33,6 +34,9 @@ class Cell:
     mask      none, causal (upper left), padding (a key padding mask, half of the keys on average),
               bool (a random [Lq, Lk] mask, half of it True), bias (an additive mask)
     weights   which attention weights are returned: none, average (over the heads) or per-head
+    option    none, window (keys at most Lk / 4 places away), softcap (2), alibi (the slopes of its
+              paper), dropout (of 0.1), learnable (the bias of the mask has a gradient) or stepwise
+              (one position at a time, on a cache)
     label     the model it comes from, in words
     """
 
@@ -42,6 +46,7 @@ class Cell:
     passes: str = "fwd"
     mask: str = "none"
     weights: str = "none"
+    option: str = "none"
     device: str = "cpu"
     preset: str = ""
     label: str = ""
@@ -53,6 +58,7 @@ class Cell:
             ("passes", op.PASSES),
             ("mask", op.MASKS),
             ("weights", op.WEIGHTS),
+            ("option", op.OPTIONS),
             ("device", DEVICES),
         ):
             if getattr(self, name) not in allowed:
@@ -61,6 +67,7 @@ class Cell:
                     f"{', '.join(allowed)}"
                 )
         op.check(self.sizes)
+        op.check_option(self)
 
     def __hash__(self) -> int:
         return hash(self.name)
@@ -75,12 +82,14 @@ class Cell:
 
     @property
     def options(self) -> str:
-        """Mask and weights in words; empty when there are none."""
+        """Mask, weights and option in words; empty when there are none."""
         words = []
         if self.mask != "none":
             words.append(self.mask)
         if self.weights != "none":
             words.append(f"{self.weights} weights")
+        if self.option != "none":
+            words.append(self.option)
         return ", ".join(words)
 
     @property
@@ -111,6 +120,11 @@ def padding_lengths(batch: int, keys: int) -> list[int]:
     return [max(1, round(keys * share)) for share in middle]
 
 
+def window_width(cell: Cell) -> int:
+    """How many places away the keys of a cell with a window may be."""
+    return max(1, cell["Lk"] // 4)
+
+
 def visible_pairs(cell: Cell, true_in_mask: int | None = None) -> int:
     """Pairs (query, key) of one head that take part, over the whole batch.
 
@@ -126,6 +140,12 @@ def visible_pairs(cell: Cell, true_in_mask: int | None = None) -> int:
         if true_in_mask is None:
             raise ValueError("a cell with a bool mask needs true_in_mask")
         return batch * true_in_mask
+    if cell.option == "window":
+        width, causal = window_width(cell), cell.mask == "causal"
+        return batch * sum(
+            min(keys, i + 1 if causal else i + width + 1) - max(0, i - width)
+            for i in range(queries)
+        )
     if cell.mask == "causal":
         return batch * sum(min(keys, i + 1) for i in range(queries))
     return batch * queries * keys

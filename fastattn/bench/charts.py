@@ -114,6 +114,7 @@ def _family(row: Row) -> str:
     words = [row["op"], row["family"]]
     words += [row["mask"]] if row["mask"] != "none" else []
     words += [f"{row['weights']} weights"] if row["weights"] != "none" else []
+    words += [row["option"]] if row["option"] != "none" else []
     return " ".join(words)
 
 
@@ -199,7 +200,8 @@ def heatmap(result: Result, rows: Sequence[Row], look: plots.Theme) -> Figure:
 
 def _cell_name(row: Row) -> str:
     words = [row["label"] or f"{row['op']} {row['shape']}"]
-    words += [row[name] for name in ("mask", "weights") if not row["label"] and row[name] != "none"]
+    options = [row[name] for name in ("mask", "weights", "option")]
+    words += [name for name in options if not row["label"] and name != "none"]
     return " ".join(words)
 
 

@@ -105,7 +105,9 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     )
     add_passes(what)
     _add_how(parser)
-    parser.set_defaults(mask=None, weights=None, rounds=9, time_budget=300.0, timeout=300.0)
+    parser.set_defaults(
+        mask=None, weights=None, option=None, rounds=9, time_budget=300.0, timeout=300.0
+    )
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:

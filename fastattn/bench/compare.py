@@ -16,7 +16,7 @@ _CONDITIONS = {
     "environment": ("cpu", "isa", "torch", "fastattn", "commit", "python"),
     "settings": ("threads", "cache", "seed"),
 }
-_KEY = ("op", "shape", "device", "dtype", "pass", "mask", "weights", "provider")
+_KEY = ("op", "shape", "device", "dtype", "pass", "mask", "weights", "option", "provider")
 _COLUMN = {"time": "ms", "speedup": "speedup", "memory": "peak_mb", "error": "relative_error"}
 
 

@@ -112,6 +112,8 @@ def cell_words(row: Row) -> str:
         words.append(row["mask"])
     if row["weights"] != "none":
         words.append(f"{row['weights']} weights")
+    if row["option"] != "none":
+        words.append(row["option"])
     return " ".join(words)
 
 

@@ -28,6 +28,7 @@ class Template:
     weights: str = "none"
     dtypes: Sequence[str] = ("fp32", "bf16")
     passes: Sequence[str] = ("fwd", "fwd+bwd")
+    option: str = "none"
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ def template_cells(
             passes=direction,
             mask=template.mask,
             weights=template.weights,
+            option=template.option,
             preset=preset,
             label=template.label,
         )

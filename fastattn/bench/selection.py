@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fastattn import spelling
 from fastattn.bench import ops
-from fastattn.bench.cells import DTYPES, MASKS, PASSES, WEIGHTS, Cell
+from fastattn.bench.cells import DTYPES, MASKS, OPTIONS, PASSES, WEIGHTS, Cell
 from fastattn.bench.presets import PRESETS, Template, model_cells, preset_cells, template_cells
 from fastattn.bench.shapes import Line, parse_line, read_lines
 from fastattn.spelling import names
@@ -39,6 +39,7 @@ def add_what(parser: argparse.ArgumentParser) -> None:
     add_passes(what)
     what.add_argument("--mask", choices=MASKS, help="the mask of every cell")
     what.add_argument("--weights", choices=WEIGHTS, help="the attention weights that are returned")
+    what.add_argument("--option", choices=OPTIONS, help="the option of every cell")
 
 
 def add_passes(what: argparse._ActionsContainer) -> None:
@@ -70,6 +71,8 @@ def cells_of(args: argparse.Namespace, dtypes: Sequence[str] = DTYPES) -> list[C
         cells = [dataclasses.replace(cell, mask=args.mask) for cell in cells]
     if args.weights:
         cells = [dataclasses.replace(cell, weights=args.weights) for cell in cells]
+    if args.option:
+        cells = [dataclasses.replace(cell, option=args.option) for cell in cells]
     return cells
 
 
@@ -108,6 +111,7 @@ def _line_cells(line: Line, args: argparse.Namespace, wanted: list[str]) -> list
                 line.shape,
                 line.options.get("mask", "none"),
                 line.options.get("weights", "none"),
+                option=line.options.get("option", "none"),
             ),
             args.dtype or given["dtype"] or ["fp32"],
             passes,

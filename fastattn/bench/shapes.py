@@ -9,7 +9,8 @@ A shape with several ranges stands for every combination. The keys are the opera
 out has its default. `L` sets Lq and Lk at once; where an operator has H and one of D and E, the
 other may be given. A line, on the command line or in a file, may say more:
 
-    [OPERATOR] [SHAPE] [dtype=LIST] [pass=LIST] [mask=NAME] [weights=NAME] [# what it is]
+    [OPERATOR] [SHAPE] [dtype=LIST] [pass=LIST] [mask=NAME] [weights=NAME] [option=NAME]
+    [# what it is]
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pathlib import Path
 Defaults = Mapping[str, "int | str"]
 MAX_SHAPES = 1000
 _RANGE = re.compile(r"(\d+):(\d+):([x+])(\d+)")
-_OPTIONS = ("dtype", "pass", "mask", "weights")
+_OPTIONS = ("dtype", "pass", "mask", "weights", "option")
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,8 @@ def parse_line(text: str) -> Line:
         else:
             raise ValueError(
                 f"--shapes: {word!r} does not belong in {text.strip()!r}; the form is "
-                "[OPERATOR] [SHAPE] [dtype=LIST] [pass=LIST] [mask=NAME] [weights=NAME] [# LABEL]"
+                "[OPERATOR] [SHAPE] [dtype=LIST] [pass=LIST] [mask=NAME] [weights=NAME] "
+                "[option=NAME] [# LABEL]"
             )
     if not shape and not op:
         raise ValueError(f"--shapes: {text.strip()!r} has no KEY=VALUE and no operator")

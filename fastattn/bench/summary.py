@@ -83,6 +83,7 @@ def _row(result: Result, cell: CellResult, provider: str) -> dict[str, Any]:
         "pass": cell.cell.passes,
         "mask": cell.cell.mask,
         "weights": cell.cell.weights,
+        "option": cell.cell.option,
         "provider": provider,
         "status": outcome.status,
         "reason": outcome.reason,

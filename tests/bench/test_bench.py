@@ -155,19 +155,26 @@ def test_shapes_come_from_a_file(tmp_path: Path) -> None:
 mha B=2,L=8|16,E=8,H=2 dtype=bf16 pass=fwd+bwd mask=padding weights=average  # layer 1
 
 sdpa L=4
+sdpa L=4 mask=causal option=softcap
 """)
     cells = selection.cells_of(parse("run", "--shapes", f"@{path}", "--shapes", "additive L=3"))
     assert [c.name for c in cells] == [
         "mha B=2,L=8,E=8,H=2 bf16 fwd+bwd padding, average weights",
         "mha B=2,L=16,E=8,H=2 bf16 fwd+bwd padding, average weights",
         "sdpa B=1,H=8,L=4,D=64 fp32 fwd",
+        "sdpa B=1,H=8,L=4,D=64 fp32 fwd causal, softcap",
         "additive B=8,L=3,A=256 fp32 fwd",
     ]
     assert cells[0].label == "layer 1"
     only = selection.cells_of(
         parse("run", "--shapes", f"@{path}", "--op", "sdpa", "--dtype", "fp16")
     )
-    assert [c.name for c in only] == ["sdpa B=1,H=8,L=4,D=64 fp16 fwd"]
+    assert [c.name for c in only] == [
+        "sdpa B=1,H=8,L=4,D=64 fp16 fwd",
+        "sdpa B=1,H=8,L=4,D=64 fp16 fwd causal, softcap",
+    ]
+    other = selection.cells_of(parse("run", "--shapes", "sdpa L=4", "--option", "alibi"))
+    assert [c.option for c in other] == ["alibi"]
     path.write_text("sdpa L=4\nmha L=4 mask\n")
     with pytest.raises(ValueError, match=r"shapes\.txt, line 2: .*'mask' does not belong"):
         selection.cells_of(parse("run", "--shapes", f"@{path}"))
@@ -243,6 +250,11 @@ def test_presets_are_cells_with_a_name_of_their_own(name: str) -> None:
         (["--shapes", "attention_stats L=8,K=9"], "K=9 is more than the Lk=8 keys"),
         (["--shapes", "varlen L=8,S=9"], "S=9, the shortest, is more than L=8"),
         (["--shapes", "hopfield B=4,S=2"], "S=2 must be 1 or B=4"),
+        (["--shapes", "mha option=alibi"], "allowed for mha are none"),
+        (["--shapes", "sdpa option=window mask=bias"], "option=window: with a bias mask"),
+        (["--shapes", "sdpa Lq=9,Lk=8 option=window"], "option=window: Lq=9"),
+        (["--shapes", "sdpa option=learnable"], "option=learnable: needs mask=bias"),
+        (["--shapes", "transformer option=stepwise pass=fwd+bwd"], "no backward"),
         (["--op", "os.path"], "'os.path' has no OP"),
         (["--op", "sinusoidal", "--mask", "causal"], "allowed for sinusoidal are none"),
         (["--providers", "abacus"], "'abacus'"),
@@ -295,6 +307,8 @@ def test_list_names_every_provider(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def sees(cell: Cell, i: int, j: int, b: int, mask: torch.Tensor | None) -> bool:
+    if cell.option == "window" and abs(i - j) > max(1, cell["Lk"] // 4):
+        return False
     if cell.mask == "causal":
         return j <= i
     if cell.mask == "padding":
@@ -319,6 +333,27 @@ def test_flops_are_counted_for_visible_pairs_only(mask: str, q_len: int, kv_len:
     assert flops(cell, count) == pairs * (2 * 8 + 2 * 6)
     both = dataclasses.replace(cell, passes="fwd+bwd")
     assert flops(both, count) == pairs * (2 * 8 + 2 * 6 + 6 * 8 + 4 * 6)
+
+
+def test_the_cells_of_a_shape_share_their_forward_pass() -> None:
+    """By which the answers of one are found for the others; an option must not be in the way."""
+    for option in ops.get("sdpa").OPTIONS:
+        mask = "bias" if option == "learnable" else "none"
+        cell = cell_of("sdpa", SMALL["sdpa"], option=option, mask=mask, passes="bwd")
+        assert dataclasses.replace(cell, passes="fwd") != cell
+
+
+@pytest.mark.parametrize("mask", ["none", "causal"])
+@pytest.mark.parametrize(("q_len", "kv_len"), [(5, 7), (16, 16), (1, 9), (3, 3)])
+def test_pairs_within_a_window_are_counted(mask: str, q_len: int, kv_len: int) -> None:
+    sizes = {**TINY.sizes, "Lq": q_len, "Lk": kv_len}
+    cell = dataclasses.replace(TINY, mask=mask, sizes=sizes, option="window")
+    pairs = [(i, j) for i in range(q_len) for j in range(kv_len) if sees(cell, i, j, 0, None)]
+    assert visible_pairs(cell) == cell["B"] * len(pairs)
+    whole = dataclasses.replace(cell, option="none")
+    unread = kv_len - len({j for _, j in pairs}) if mask == "none" else max(0, kv_len - q_len)
+    width = cell["B"] * cell["Hkv"] * (cell["D"] + cell["Dv"])
+    assert bytes_touched(whole) - bytes_touched(cell) == 4 * width * unread
 
 
 def test_flops_per_pair_are_four_and_ten_times_d() -> None:
@@ -500,13 +535,25 @@ def all_of(op: str) -> str:
 
 
 def cells_to_check() -> list[Cell]:
-    """Every operator with its masks and weights, forward and backward, in turn in each dtype."""
+    """Every operator with its masks, weights and options, in turn in each dtype; forward and
+    backward where they have one.
+    """
     dtypes = itertools.cycle(("fp32", "bf16", "fp16"))
     return [
         cell_of(op, shape, passes=all_of(op), mask=mask, weights=weights, dtype=next(dtypes))
         for op, shape in (*SMALL.items(), *MORE)
         for mask in ops.get(op).MASKS
         for weights in ops.get(op).WEIGHTS
+    ] + [
+        cell_of("transformer", SMALL["transformer"], option="stepwise"),
+        *(
+            cell_of("sdpa", shape, passes=passes, mask=mask, option=option, dtype=next(dtypes))
+            for option in ops.get("sdpa").OPTIONS[1:]
+            for mask in ("causal", "bias" if option != "window" else "none")
+            if option != "learnable" or mask == "bias"
+            for passes in ("bwd", "fwd+bwd")
+            for shape in (SMALL["sdpa"], "B=2,H=4,L=40,D=8")
+        ),
     ]
 
 

@@ -37,6 +37,7 @@ class Operator:
     SIZES: ClassVar[Sizes]  # keys of --shapes; the default is a number or a key
     MASKS: ClassVar[Sequence[str]] = ("none",)
     WEIGHTS: ClassVar[Sequence[str]] = ("none",)
+    OPTIONS: ClassVar[Sequence[str]] = ("none",)
     PASSES: ClassVar[Sequence[str]] = ("fwd", "bwd", "fwd+bwd")
     LEAVES: ClassVar[Sequence[str]]  # the inputs that have a gradient, in order
     # Batch and lengths of the tiny cell that loads the code; widths decide which code it is.
@@ -55,6 +56,9 @@ class Operator:
 
     def check(self, sizes: Mapping[str, int]) -> None:
         """Raises ValueError, naming the keys, for sizes that do not fit together."""
+
+    def check_option(self, cell: Cell) -> None:
+        """Raises ValueError where its option does not go with the rest of the cell."""
 
     def flops(self, cell: Cell, pairs: int) -> tuple[int, int]:
         """Of the forward and of the backward pass; `pairs` are the visible ones of one head."""

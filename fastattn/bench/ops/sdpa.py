@@ -17,14 +17,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from fastattn.bench.cells import Cell
+from fastattn.backends.reference._dropout import dropout_keep, kept_scale
+from fastattn.bench.cells import Cell, window_width
 from fastattn.bench.inputs import Draw
-from fastattn.bench.ops._attention import attend, split_mask, visible_keys, with_weights
+from fastattn.bench.ops._attention import softmax_of, split_mask, visible_keys, with_weights
 from fastattn.bench.ops._base import Inputs, Operator, Outputs, Prepared, Sizes
+from fastattn.checks import draw_seed
 
 PAIRS_CHECKED = 1 << 26
 _PAIRS_OF_FEW = 1 << 22
 _SCORES_AT_ONCE = 1 << 23  # 64 MB in fp64
+_SOFTCAP = 2.0  # of scores of about 1: a wrong one shows in 16 bits
+_DROPOUT = 0.1
 
 
 class Sdpa(Operator):
@@ -34,11 +38,22 @@ class Sdpa(Operator):
     SIZES: ClassVar[Sizes] = {"B": 1, "H": 8, "Hkv": "H", "Lq": 512, "Lk": "Lq", "D": 64, "Dv": "D"}
     MASKS = ("none", "causal", "padding", "bool", "bias")
     WEIGHTS = ("none", "average", "per-head")
+    OPTIONS = ("none", "window", "softcap", "alibi", "dropout", "learnable")
     LEAVES = ("query", "key", "value")
 
     def check(self, sizes: Mapping[str, int]) -> None:
         if sizes["H"] % sizes["Hkv"]:
             raise ValueError(f"H={sizes['H']} is not a multiple of Hkv={sizes['Hkv']}")
+
+    def check_option(self, cell: Cell) -> None:
+        if cell.option == "window" and cell.mask not in ("none", "causal"):
+            raise ValueError(f"option=window: with a {cell.mask} mask its pairs are not counted")
+        if cell.option == "window" and cell["Lq"] > cell["Lk"]:
+            raise ValueError(f"option=window: Lq={cell['Lq']} is more than Lk={cell['Lk']}")
+        if cell.option == "learnable" and cell.mask != "bias":
+            raise ValueError("option=learnable: needs mask=bias")
+        if cell.option == "dropout" and cell.device != "cpu":
+            raise ValueError("option=dropout: the generator of a GPU gives another seed to check")
 
     def flops(self, cell: Cell, pairs: int) -> tuple[int, int]:
         pairs *= cell["H"]
@@ -62,65 +77,71 @@ class Sdpa(Operator):
             inputs["attn_mask"] = draw.normal(heads, cell["Lq"], cell["Lk"])
         elif cell.mask != "causal" and (visible := visible_keys(cell, draw)) is not None:
             inputs["attn_mask"] = visible[:, None] if cell.mask == "padding" else visible
+        if cell.option == "alibi":
+            powers = torch.arange(1, heads + 1) * (-8 / heads)
+            inputs["alibi_slopes"] = powers.exp2().view(1, heads, 1, 1)
+        elif cell.option == "dropout":
+            scores = (batch, heads, cell["Lq"], cell["Lk"])
+            inputs["kept"] = dropout_keep(scores, _DROPOUT, draw_seed(*_first_seed()))
         return inputs
+
+    def unread(self, cell: Cell) -> int:
+        if cell.option != "window":
+            return 0
+        reached = cell["Lq"] + (0 if cell.mask == "causal" else window_width(cell))
+        beyond = max(0, cell["Lk"] - reached)
+        return cell["B"] * cell["Hkv"] * beyond * (cell["D"] + cell["Dv"])
 
     def arguments(self, cell: Cell, inputs: Inputs) -> tuple[Sequence[Any], dict[str, Any]]:
         options = _options(cell, inputs) | {
             "need_weights": cell.weights != "none",
             "average_weights": cell.weights == "average",
         }
-        return self.leaves(inputs), options
+        return self.leaves(inputs), options | _own_options(cell, inputs)
+
+    def leaf_names(self, cell: Cell) -> Sequence[str]:
+        return [*self.LEAVES, *(["attn_mask"] if cell.option == "learnable" else [])]
+
+    def ours(self, cell: Cell, inputs: Inputs) -> Prepared:
+        return super().ours(cell, inputs)[0], [inputs[name] for name in self.leaf_names(cell)]
 
     def theirs(self, cell: Cell, inputs: Inputs) -> Prepared:
         query, key, value = self.leaves(inputs)
         options = _options(cell, inputs)
         return (
             lambda: (scaled_dot_product_attention(query, key, value, **options),),
-            (query, key, value),
+            [inputs[name] for name in self.leaf_names(cell)],
         )
 
     def why_not_theirs(self, cell: Cell) -> list[str]:
-        if cell.weights == "none":
-            return []
-        return ["F.scaled_dot_product_attention returns no weights"]
+        reasons = []
+        if cell.weights != "none":
+            reasons.append("F.scaled_dot_product_attention returns no weights")
+        if cell.option in ("window", "softcap", "alibi"):
+            reasons.append(f"F.scaled_dot_product_attention has no {cell.option}")
+        if cell.option == "dropout":
+            reasons.append("PyTorch drops other weights, whose result nothing here can check")
+        return reasons
+
+    def eager(self, cell: Cell, inputs: Inputs) -> Prepared:
+        leaves = [inputs[name] for name in self.leaf_names(cell)]
+        return lambda: self.plain(cell, inputs), leaves
 
     def plain(self, cell: Cell, inputs: Inputs) -> Outputs:
-        query, key, value = self.leaves(inputs)
-        group = query.shape[1] // key.shape[1]
-        visible, bias = split_mask(inputs)
-        if cell.mask == "causal":
-            visible = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril()
-        out, weights = attend(
-            query,
-            key.repeat_interleave(group, 1),
-            value.repeat_interleave(group, 1),
-            visible,
-            bias,
-        )
-        return with_weights(cell, out, weights)
+        return with_weights(cell, *_attended(cell, inputs, slice(None)))
 
     def expected(self, cell: Cell, inputs: Inputs) -> Inputs:
         """A block of queries at a time, which bounds the memory."""
-        leaves = [x.clone().requires_grad_(cell.passes != "fwd") for x in self.leaves(inputs)]
-        query, key, value = leaves
-        group = query.shape[1] // key.shape[1]
-        all_visible, all_bias = split_mask(inputs)
+        wanted = cell.passes != "fwd"
+        leaves = {n: inputs[n].clone().requires_grad_(wanted) for n in self.leaf_names(cell)}
+        query = inputs["query"]
         step = max(1, _SCORES_AT_ONCE // (query.shape[0] * query.shape[1] * cell["Lk"]))
         outs, all_weights = [], []
         for first in range(0, cell["Lq"], step):
             rows = slice(first, min(first + step, cell["Lq"]))
-            visible, bias = _rows(all_visible, rows), _rows(all_bias, rows)
-            if cell.mask == "causal":
-                visible = torch.arange(cell["Lk"]) <= torch.arange(rows.start, rows.stop)[:, None]
-            with torch.set_grad_enabled(cell.passes != "fwd"):
-                out, weights = attend(
-                    query[:, :, rows],
-                    key.repeat_interleave(group, 1),
-                    value.repeat_interleave(group, 1),
-                    visible,
-                    bias,
-                )
-                if cell.passes != "fwd":
+            with torch.set_grad_enabled(wanted):
+                out, weights = _attended(cell, inputs | leaves, rows)
+                if wanted:
                     out.backward(inputs["grad_out"][:, :, rows])
             outs.append(out.detach())
             if cell.weights != "none":
@@ -129,7 +150,7 @@ class Sdpa(Operator):
         if cell.weights != "none":
             weights = torch.cat(all_weights, 2)
             results["weights"] = with_weights(cell, results["out"], weights)[1]
-        for name, leaf in zip(self.LEAVES, leaves, strict=True):
+        for name, leaf in leaves.items():
             if leaf.grad is not None:
                 results[f"grad_{name}"] = leaf.grad
         return results
@@ -141,7 +162,7 @@ class Sdpa(Operator):
         """
         pairs = cell["B"] * cell["H"] * cell["Lq"] * cell["Lk"]
         most = _PAIRS_OF_FEW if few else PAIRS_CHECKED
-        if pairs <= most:
+        if pairs <= most or cell.option == "learnable":  # the gradient of a bias is of all of them
             return [()]
         heads = [()] if cell.weights == "average" else [(h,) for h in range(cell["Hkv"])]
         units = [(b, *h) for b in range(cell["B"]) for h in heads]
@@ -176,6 +197,49 @@ def _options(cell: Cell, inputs: Inputs) -> dict[str, Any]:
         "is_causal": cell.mask == "causal",
         "enable_gqa": cell["H"] != cell["Hkv"],
     }
+
+
+def _own_options(cell: Cell, inputs: Inputs) -> dict[str, Any]:
+    """What the library's function has alone."""
+    if cell.option == "window":
+        return {"window": (window_width(cell), window_width(cell))}
+    if cell.option == "softcap":
+        return {"softcap": _SOFTCAP}
+    if cell.option == "alibi":
+        return {"alibi_slopes": inputs["alibi_slopes"].flatten()}
+    if cell.option == "dropout":
+        return {"dropout_p": _DROPOUT, "generator": _first_seed()[1]}
+    return {}
+
+
+def _first_seed() -> tuple[torch.device, torch.Generator]:
+    """What the seed of the first call with dropout is drawn from: the call that is checked."""
+    return torch.device("cpu"), torch.Generator().manual_seed(0)
+
+
+def _attended(cell: Cell, inputs: Inputs, rows: slice) -> tuple[Tensor, Tensor]:
+    """The output of some of the queries, and their weights [B, H, rows, Lk]."""
+    query, key, value = (inputs[name] for name in ("query", "key", "value"))
+    group = query.shape[1] // key.shape[1]
+    visible, bias = (_rows(x, rows) for x in split_mask(inputs))
+    # How many places a key is before a query.
+    keys, queries = (torch.arange(cell[k], device=query.device) for k in ("Lk", "Lq"))
+    before = queries[rows, None] - keys
+    if cell.mask == "causal":
+        visible = before >= 0
+    if cell.option == "window":
+        near = before.abs() <= window_width(cell)
+        visible = near if visible is None else visible & near
+    if cell.option == "alibi":
+        slopes = -inputs["alibi_slopes"] * before.abs()
+        bias = slopes if bias is None else bias + slopes
+    scores = query[:, :, rows] @ key.repeat_interleave(group, 1).mT * query.shape[-1] ** -0.5
+    if cell.option == "softcap":
+        scores = _SOFTCAP * (scores / _SOFTCAP).tanh()
+    weights = softmax_of(scores, visible, bias).to(value.dtype)  # slopes are float32
+    if cell.option == "dropout":
+        weights = weights * inputs["kept"][:, :, rows] * kept_scale(_DROPOUT)
+    return weights @ value.repeat_interleave(group, 1), weights
 
 
 def _rows(mask: Tensor | None, rows: slice) -> Tensor | None:

@@ -113,6 +113,8 @@ def sdpa_reasons(
         reasons.append(f"no {cell.mask} mask is wired up")
     if cell.weights != "none":
         reasons.append("it returns no weights")
+    if cell.option != "none":
+        reasons.append(f"no {cell.option} is wired up")
     if cell["H"] != cell["Hkv"] and not grouped:
         reasons.append("it has no grouped heads")
     return reasons
