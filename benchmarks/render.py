@@ -152,7 +152,7 @@ def load_all() -> dict[str, dict[str, Result]]:
     found: dict[str, dict[str, Result]] = {}
     for path in sorted(RESULTS.glob("*/*.json")):
         if json.loads(path.read_text()).get("format") != results.FORMAT:
-            continue  # of another program, such as gpu.py
+            continue  # of another program
         result, processor = results.load(path), path.parent.name
         if elsewhere := lies_elsewhere(processor, result):
             raise ValueError(f"{path.relative_to(RESULTS)} was measured on {elsewhere}")

@@ -7,8 +7,10 @@ import dataclasses
 import gc
 import itertools
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,7 +30,7 @@ from fastattn.bench.cells import (
 from fastattn.bench.oracle import Oracle
 from fastattn.bench.peaks import kind_of
 from fastattn.bench.presets import PRESETS, preset_cells
-from fastattn.bench.providers import PROVIDERS, load, torch_default
+from fastattn.bench.providers import PROVIDERS, fastattn_, load, torch_default
 from fastattn.bench.providers.passes import leave
 from fastattn.bench.results import Round
 from fastattn.bench.shapes import parse_shapes, shape_text
@@ -580,6 +582,21 @@ def test_a_variant_is_in_force_while_its_provider_runs() -> None:
     assert not torch.backends.cuda.flash_sdp_enabled()
     leave()
     assert torch.backends.cuda.flash_sdp_enabled()
+
+
+def test_the_kernels_for_hopper_can_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    allowed: list[bool] = []
+    native = SimpleNamespace(allow_hopper=allowed.append)
+    monkeypatch.setitem(sys.modules, "fastattn._cuda", native)
+    monkeypatch.setattr(fastattn_, "load", lambda name: native)
+    monkeypatch.setattr(fastattn_, "_forced", "")  # which the next line changes
+    provider = load("fastattn@sm_80")
+    assert allowed == [False]
+    assert not provider.why_not(cell_of("sdpa", SMALL["sdpa"]))
+    monkeypatch.setattr(fastattn_, "load", lambda name: f"{name}: not built")
+    assert provider.why_not(cell_of("sdpa", SMALL["sdpa"])) == [
+        "the backend cuda is cuda: not built"
+    ]
 
 
 @pytest.mark.parametrize("cell", cells_to_check(), ids=lambda cell: cell.name)

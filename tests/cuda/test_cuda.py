@@ -7,14 +7,9 @@ random stalls and completions of its own.
 from __future__ import annotations
 
 import contextlib
-import os
-import re
-import runpy
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -193,48 +188,6 @@ def test_nan_reaches_only_the_queries_that_see_it(
     assert not found["out"][:, :, first:].isfinite().any()
     for name in ("out", "grad_query"):
         assert torch.equal(found[name][:, :, :128], clean[name][:, :, :128]), name
-
-
-# -- the first time on a GPU -----------------------------------------------------------------------
-
-
-def test_the_script_for_a_gpu_says_that_there_is_none(tmp_path: Path) -> None:
-    script = Path(__file__).parents[2] / "benchmarks/gpu.py"
-    done = subprocess.run(
-        [sys.executable, str(script), "--out", str(tmp_path / "out.json")],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-        check=False,
-    )
-    assert done.returncode == 2
-    assert "there is no CUDA device here" in done.stderr
-    assert not list(tmp_path.iterdir())
-
-
-def test_the_script_for_a_gpu_has_a_plan(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    script = Path(__file__).parents[2] / "benchmarks/gpu.py"
-    monkeypatch.syspath_prepend(script.parent)
-    monkeypatch.setattr(sys, "argv", [str(script), "--plan", "--repeats", "7"])
-    with pytest.raises(SystemExit, match="0"):
-        runpy.run_path(str(script), run_name="__main__")
-    told = capsys.readouterr().out
-    steps = [line for line in told.splitlines() if not line.startswith(" ")]
-    assert steps == [
-        "conformance",
-        "correctness",
-        "races",
-        "hopper",
-        "operators",
-        "speed",
-        "serving",
-    ]
-    assert re.search(r"scaled_dot_product_attention: \d+ cases", told)
-    assert "7 runs each" in told
-    assert "10 rounds of fastattn, triton, flash_attention, cudnn_attention" in told
-    assert "[2, 16, 16, 4096, 128], causal, tf32" in told
 
 
 # -- what is refused, and why ---------------------------------------------------------------------

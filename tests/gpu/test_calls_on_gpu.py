@@ -142,22 +142,6 @@ def test_more_than_two_to_the_31_elements() -> None:
     assert torch.equal(out[:, -1:], want)
 
 
-@calls
-def test_a_race_would_show_in_some_of_many_runs(name: str) -> None:
-    run, tensors = _calls()[name]
-    leaves = [x.requires_grad_(name != "decode") for x in tensors]  # which has no backward
-
-    def results() -> list[torch.Tensor]:
-        out = run(*leaves)
-        grads = torch.autograd.grad(out, leaves, torch.ones_like(out)) if out.requires_grad else ()
-        return [out, *grads]
-
-    first = results()
-    for _ in range(50):
-        for one, other in zip(first, results(), strict=True):
-            assert torch.equal(one, other)
-
-
 def test_multihead_attention_has_the_contract_of_torch() -> None:
     torch.manual_seed(0)
     theirs = torch.nn.MultiheadAttention(64, 4, batch_first=True, device="cuda")

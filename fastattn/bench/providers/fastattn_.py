@@ -5,6 +5,7 @@ Where evidence has PyTorch's own kernel first, nothing is forced: that is what a
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 
 from torch import Tensor
@@ -20,14 +21,17 @@ from fastattn.bench.providers.passes import Outputs, run_passes, stay_in, torch_
 from fastattn.dispatch import BACKENDS, PRIORITY, load
 
 ABOUT = "fastattn: its native kernels; @reference: plain PyTorch, as where nothing was built"
-VARIANTS = (*BACKENDS, *ISAS)
+SM_80 = "sm_80"  # the CUDA kernels without those for Hopper
+VARIANTS = (*BACKENDS, SM_80, *ISAS)
 _forced = ""
 
 
 def select(variant: str) -> None:
     """A backend; an instruction set was chosen when the process started."""
     global _forced
-    _forced = variant if variant in BACKENDS else ""
+    _forced = "cuda" if variant == SM_80 else variant if variant in BACKENDS else ""
+    if variant == SM_80 and not isinstance(load("cuda"), str):
+        importlib.import_module("fastattn._cuda").allow_hopper(False)
 
 
 def versions() -> dict[str, str]:

@@ -1,0 +1,73 @@
+"""On compute capability 9.0 attention in 16 bits has two kernels for a call: those for Hopper, and
+those for sm_80, which run where the others are not allowed.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import fastattn
+from fastattn import dispatch
+from fastattn.testing import CASES, OnGpu, check
+from fastattn.testing.decode import DECODE_CASES, check_decode
+from fastattn.testing.varlen import VARLEN_CASES, check_varlen
+
+if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+    pytest.skip("there is no GPU of compute capability 9.0 here", allow_module_level=True)
+if isinstance(reason := dispatch.load("cuda"), str):
+    pytest.skip(f"cuda: {reason}", allow_module_level=True)
+pytestmark = pytest.mark.gpu
+
+PROOFS: list[tuple[Callable[..., Any], Any]] = [
+    *((check, case) for case in CASES["scaled_dot_product_attention"]),
+    *((check_varlen, case) for case in VARLEN_CASES),
+    *((check_decode, case) for case in DECODE_CASES),
+]
+
+
+@pytest.fixture
+def without_hopper() -> Iterator[None]:
+    native: Any = importlib.import_module("fastattn._cuda")
+    native.allow_hopper(False)
+    yield
+    native.allow_hopper(True)
+
+
+def _ran() -> list[str]:
+    """The kernels that a call of attention launches, as the profiler names them."""
+    q = torch.randn(1, 2, 300, 128, device="cuda", dtype=torch.bfloat16)
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with fastattn.use_backend("cuda"):
+        fastattn.scaled_dot_product_attention(q, q, q)  # the first call may set things up
+        with torch.profiler.profile(activities=activities) as profile:
+            fastattn.scaled_dot_product_attention(q, q, q)
+            torch.cuda.synchronize()
+    return [event.key for event in profile.key_averages() if "attention_forward" in event.key]
+
+
+def test_the_kernels_for_hopper_run() -> None:
+    ran = _ran()
+    assert ["hopper" in kernel for kernel in ran] == [True], ran
+
+
+def test_the_others_run_where_those_are_not_allowed(without_hopper: None) -> None:
+    ran = _ran()
+    assert ["hopper" in kernel for kernel in ran] == [False], ran
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize(("judge", "case"), PROOFS, ids=[case.name for _, case in PROOFS])
+def test_the_others_are_right_there_too(
+    judge: Callable[..., Any], case: Any, dtype: torch.dtype, without_hopper: None
+) -> None:
+    if dtype not in case.dtypes:
+        pytest.skip("not a case of this dtype")
+    verdict = judge(case, dtype, OnGpu("cuda"))
+    if verdict.declined:
+        pytest.skip("; ".join(verdict.declined))
+    assert verdict.ok, "\n".join(verdict.faults)
