@@ -549,6 +549,10 @@ def cells_to_check() -> list[Cell]:
     ] + [
         cell_of("transformer", SMALL["transformer"], option="stepwise"),
         *(
+            cell_of("memn2n", SMALL["memn2n"], option="layerwise", passes=passes)
+            for passes in ops.get("memn2n").PASSES
+        ),
+        *(
             cell_of("sdpa", shape, passes=passes, mask=mask, option=option, dtype=next(dtypes))
             for option in ops.get("sdpa").OPTIONS[1:]
             for mask in ("causal", "bias" if option != "window" else "none")

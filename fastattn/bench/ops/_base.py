@@ -88,7 +88,8 @@ class Operator:
         """The library, ready to be called, and the leaves of its gradient."""
         function = operator.attrgetter(self.FUNCTION)(fastattn)
         args, kwargs = self.arguments(cell, inputs)
-        return _returning_tuples(functools.partial(function, *args, **kwargs)), self.leaves(inputs)
+        forward = _returning_tuples(functools.partial(function, *args, **kwargs))
+        return forward, [inputs[name] for name in self.leaf_names(cell)]
 
     def theirs(self, cell: Cell, inputs: Inputs) -> Prepared:
         """What a user of PyTorch writes today."""
@@ -100,9 +101,10 @@ class Operator:
 
     def eager(self, cell: Cell, inputs: Inputs) -> Prepared:
         """The same without any fused attention."""
-        return lambda: self.plain(cell, inputs), self.leaves(inputs)
+        return lambda: self.plain(cell, inputs), [inputs[name] for name in self.leaf_names(cell)]
 
     def leaf_names(self, cell: Cell) -> Sequence[str]:
+        """LEAVES, and those that the cell's option adds."""
         return self.LEAVES
 
     def leaves(self, inputs: Inputs) -> list[Tensor]:
@@ -115,7 +117,8 @@ class Operator:
     def expected(self, cell: Cell, inputs: Inputs) -> Inputs:
         """All outputs of the cell by name, in the dtype of `inputs`, by the plain equation."""
         wanted = cell.passes != "fwd"
-        leaves = {name: inputs[name].clone().requires_grad_(wanted) for name in self.LEAVES}
+        names = self.leaf_names(cell)
+        leaves = {name: inputs[name].clone().requires_grad_(wanted) for name in names}
         with torch.set_grad_enabled(wanted):
             out, *weights = self.plain(cell, inputs | leaves)
         results = {"out": out.detach()}

@@ -102,9 +102,6 @@ class Sdpa(Operator):
     def leaf_names(self, cell: Cell) -> Sequence[str]:
         return [*self.LEAVES, *(["attn_mask"] if cell.option == "learnable" else [])]
 
-    def ours(self, cell: Cell, inputs: Inputs) -> Prepared:
-        return super().ours(cell, inputs)[0], [inputs[name] for name in self.leaf_names(cell)]
-
     def theirs(self, cell: Cell, inputs: Inputs) -> Prepared:
         query, key, value = self.leaves(inputs)
         options = _options(cell, inputs)
@@ -122,10 +119,6 @@ class Sdpa(Operator):
         if cell.option == "dropout":
             reasons.append("PyTorch drops other weights, whose result nothing here can check")
         return reasons
-
-    def eager(self, cell: Cell, inputs: Inputs) -> Prepared:
-        leaves = [inputs[name] for name in self.leaf_names(cell)]
-        return lambda: self.plain(cell, inputs), leaves
 
     def plain(self, cell: Cell, inputs: Inputs) -> Outputs:
         return with_weights(cell, *_attended(cell, inputs, slice(None)))
