@@ -16,7 +16,7 @@ from bench_results import a_result, cell_of
 from test_bench_render import load_render
 from torch import Tensor
 
-from fastattn.bench import cli, display, inputs, ops, summary
+from fastattn.bench import cli, display, inputs, ops, selection, summary
 from fastattn.bench.cells import Cell, flops
 from fastattn.bench.models import _model
 from fastattn.bench.oracle import Oracle
@@ -311,16 +311,16 @@ def test_the_documentation_tells_the_gain_and_its_limit() -> None:
 
 
 def test_each_model_has_a_command_and_all_are_a_preset() -> None:
-    cells = cli.cells_of(parse("model", "gpt2,vit-b16", "--dtype", "bf16"))
+    cells = selection.cells_of(parse("model", "gpt2,vit-b16", "--dtype", "bf16"))
     assert [(cell.op, cell.dtype) for cell in cells] == [("gpt2", "bf16"), ("vit", "bf16")]
-    every = cli.cells_of(parse("model", "all"))
+    every = selection.cells_of(parse("model", "all"))
     assert every == preset_cells("models") == model_cells([*WHOLE_MODELS])
     assert {cell.op for cell in every} == {*ops.MODELS}
     assert not {cell.op for cell in preset_cells("all")} & {*ops.MODELS}
     with pytest.raises(ValueError, match=r"'bert': known are bert-base, .*, all"):
-        cli.cells_of(parse("model", "bert"))
+        selection.cells_of(parse("model", "bert"))
     with pytest.raises(ValueError, match="gpt2 has no such pass"):
-        cli.cells_of(parse("model", "gpt2", "--pass", "bwd"))
+        selection.cells_of(parse("model", "gpt2", "--pass", "bwd"))
 
 
 def test_without_transformers_the_extra_is_named(
