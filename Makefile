@@ -107,7 +107,7 @@ test-transformers: build $(VENV)/.stamp-test ## the oldest and the newest promis
 # The CUDA kernels are tested too where FASTATTN_CUDA=1 had them built, their PTX wrappers first.
 GPU_PROVIDERS := torch,torch@flash,torch@cudnn,torch@efficient,torch@math,torch-flex,fastattn@cuda,fastattn@sm_80,fastattn@triton
 test-gpu: build $(VENV)/.stamp-test ## on a GPU: correctness, races, speed; results to benchmarks/results
-	$(if $(filter-out 0,$(FASTATTN_CUDA)),$(BIN)/python -m pytest -k cuda tests/test_emulator.py $(ARGS))
+	$(if $(filter-out 0,$(FASTATTN_CUDA)),$(BIN)/python -m pytest -k cuda tests/cuda/test_emulator.py $(ARGS))
 	$(BIN)/python -m pytest tests/gpu $(ARGS)
 	$(BIN)/python -m fastattn bench run --device cuda --shapes @benchmarks/gpu.txt --time-budget 1200 \
 	  --providers $(GPU_PROVIDERS) --json 'benchmarks/results/{processor}/gpu.json'

@@ -4,8 +4,8 @@
 #include <cstdint>
 #include <memory>
 
-#include "sdpa_arguments.h"
 #include "kernel_table.h"
+#include "sdpa_arguments.h"
 
 namespace py = pybind11;
 

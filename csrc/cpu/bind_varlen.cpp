@@ -10,8 +10,8 @@
 #include <string>
 #include <vector>
 
-#include "sdpa_arguments.h"
 #include "kernel_table.h"
+#include "sdpa_arguments.h"
 
 namespace py = pybind11;
 

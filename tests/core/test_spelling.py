@@ -11,7 +11,7 @@ import pytest
 
 from fastattn import cli, spelling, tune, verify
 from fastattn.bench import cli as bench_cli
-from fastattn.bench import ops
+from fastattn.bench import ops, selection
 
 SHORT = ("fp32", "bf16", "fp16", "fp64")
 LONG = ("float32", "bfloat16", "float16", "float64")
@@ -78,7 +78,7 @@ FLAGS = [
 def test_bench_and_explain(flags: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     expected = {(op, dtype) for op in ("sdpa", "decode") for dtype in ("fp32", "bf16")}
     args = parsed(bench_cli, "run", *flags, "--pass", "fwd")
-    assert {(cell.op, cell.dtype) for cell in bench_cli.cells_of(args)} == expected
+    assert {(cell.op, cell.dtype) for cell in selection.cells_of(args)} == expected
     assert cli.main(["explain", *flags, "--pass", "fwd"]) == 0
     told = capsys.readouterr().out
     assert told.count("scaled_dot_product_attention on cpu") == 2
@@ -91,9 +91,9 @@ def test_a_line_of_a_file_of_shapes(tmp_path: Any) -> None:
     path = tmp_path / "shapes.txt"
     path.write_text("scaled_dot_product_attention L=4,D=8 dtype=float16,double\n")
     with pytest.raises(ValueError, match="dtype= 'double': allowed are fp32"):
-        bench_cli.cells_of(parsed(bench_cli, "run", "--shapes", f"@{path}"))
+        selection.cells_of(parsed(bench_cli, "run", "--shapes", f"@{path}"))
     path.write_text("scaled_dot_product_attention L=4,D=8 dtype=float16,single\n")
-    cells = bench_cli.cells_of(parsed(bench_cli, "run", "--shapes", f"@{path}"))
+    cells = selection.cells_of(parsed(bench_cli, "run", "--shapes", f"@{path}"))
     assert [(cell.op, cell.dtype) for cell in cells] == [("sdpa", "fp16"), ("sdpa", "fp32")]
 
 

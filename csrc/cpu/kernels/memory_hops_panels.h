@@ -8,8 +8,8 @@
 // a chunk there owns its rows of dM and dC.
 #pragma once
 #include "../threads.h"
-#include "sdpa_backward.h"
 #include "memory_hops.h"
+#include "sdpa_backward.h"
 
 namespace fastattn {
 namespace FASTATTN_ISA {

@@ -5,12 +5,12 @@
 // is a column of vertical operations and its result is already laid out for the second product.
 // docs/cpu-kernels.md has the picture.
 #include "../threads.h"
-#include "decode.h"
-#include "sdpa_weights.h"
 #include "blocks.h"
+#include "decode.h"
 #include "mask.h"
-#include "varlen.h"
+#include "sdpa_weights.h"
 #include "tile.h"
+#include "varlen.h"
 
 namespace fastattn {
 namespace FASTATTN_ISA {

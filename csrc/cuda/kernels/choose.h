@@ -3,8 +3,8 @@
 #include <string>
 
 #include "../params.h"
-#include "varlen.h"
 #include "table.h"
+#include "varlen.h"
 
 namespace fastattn {
 namespace cuda {

@@ -5,9 +5,9 @@
 // this step is on its way while S = Q K^T is computed, K of the next while O += P V is.
 #pragma once
 #include "scores.h"
-#include "varlen.h"
 #include "softmax.h"
 #include "tile.h"
+#include "varlen.h"
 
 namespace fastattn {
 namespace cuda {

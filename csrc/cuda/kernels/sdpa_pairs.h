@@ -2,8 +2,8 @@
 // gradient; and of one row, what these need.
 #pragma once
 #include "scores.h"
-#include "varlen.h"
 #include "tile.h"
+#include "varlen.h"
 
 namespace fastattn {
 namespace cuda {
