@@ -1,5 +1,9 @@
-// What crosses the border between Python and the kernels: addresses, shapes and element strides. No
-// torch anywhere.
+// What crosses the border between Python and the kernels: options, addresses, shapes and element
+// strides. No torch anywhere.
+//
+// A struct of options has the fields, under the names, of the record of the same name in
+// fastattn/backends/primitives.py, which explains them; options.h reads them. Fields that only
+// Python needs are left out.
 #pragma once
 #include <cstdint>
 
@@ -15,9 +19,19 @@ struct Tensor4 {
   int64_t stride[4] = {0, 0, 0, 0};
 };
 
+struct AttentionOptions {
+  double scale = 1;
+  int64_t offset = 0;         // the diagonal: query i is at position i + offset on the key axis
+  int64_t window_left = -1;   // keys visible to the left of the diagonal, -1 = all
+  int64_t window_right = -1;  // keys visible to its right, -1 = all; 0 = causal
+  double softcap = 0;         // 0 = off
+  double dropout_p = 0;       // 0 = off
+  Weights weights = Weights::none;
+};
+
 // Scaled dot-product attention, forward and backward. "acc" is f32, or f64 for f64.
-struct AttentionParams {
-  DType dtype;  // of q, k, v, out, weights and their gradients
+struct AttentionParams : AttentionOptions {
+  DType dtype;  // of q, k, v, out, applied and their gradients
   int threads;
 
   int64_t B, Hq, Hkv, Lq, Lk, D, Dv;
@@ -29,27 +43,17 @@ struct AttentionParams {
   double* lse;  // [B, Hq, Lq] contiguous; wider than f32, or the backward pass would inherit its
                 // rounding
 
-  double scale;
-  double softcap;        // 0 = off
-  int64_t offset;        // the diagonal: query i is at position i + offset on the key axis
-  int64_t window_left;   // keys visible to the left of the diagonal, -1 = all
-  int64_t window_right;  // keys visible to its right, -1 = all; 0 = causal
-
   Tensor4 mask;       // [B, Hq, Lq, Lk], null = none
   DType mask_dtype;   // boolean (true = takes part) or floating (added)
   const void* alibi;  // [B, Hq] acc, null = none: score -= slope * |i + offset - j|
   int64_t alibi_stride[2];
-
-  double dropout_p;  // 0 = off
-  uint64_t seed;
-
-  Weights weights_mode;
-  Tensor4 weights;  // [B, Hq, Lq, Lk] (averaged: [B, -, Lq, Lk], head stride 0)
+  uint64_t seed;    // of dropout: the Philox key
+  Tensor4 applied;  // the weights, [B, Hq, Lq, Lk] (averaged: [B, -, Lq, Lk], head stride 0)
 
   // backward only
   Tensor4 grad_out;        // [B, Hq, Lq, Dv], null = zero
   const double* grad_lse;  // [B, Hq, Lq] contiguous, null = zero
-  Tensor4 grad_weights;    // as weights, null = zero
+  Tensor4 grad_weights;    // as applied, null = zero
   Tensor4 grad_q;          // [B, Hq, Lq, D]
   Tensor4 grad_k;          // [B, Hkv, Lk, D]
   Tensor4 grad_v;          // [B, Hkv, Lk, Dv]
@@ -66,6 +70,12 @@ struct Sequence : AttentionParams {
   const int32_t* pages;  // [ceil(Lk / page_size)], null = none: key j is row j % page_size of the
   int64_t page_size;     // batch entry pages[j / page_size] of k and v
 };
+
+struct VarlenOptions : AttentionOptions {  // without offset and weights
+  bool bottom_right = false;
+};
+
+using DecodeOptions = AttentionOptions;  // without offset, dropout_p and weights
 
 // Sequences with lengths of their own: packed one after the other, or each a part of a cache.
 struct SequencesParams {
@@ -84,12 +94,19 @@ struct SequencesParams {
   int64_t page_size;
 };
 
+struct SinusoidalOptions {
+  int64_t offset = 0;
+  double scale = 1;
+  bool has_padding_idx = false;  // else padding_idx is None
+  int64_t padding_idx = 0;
+};
+
 // out = x * scale + PE(position), and 0 for PE where position == padding_idx.
 //
 // Angles are 64-bit fractions of a turn: column c of PE is sin(2 pi a / 2^64) with
 // a = position * frequency[c] + phase[c] mod 2^64, which unsigned arithmetic gives exactly; cosines
 // have phase 2^62.
-struct SinusoidalParams {
+struct SinusoidalParams : SinusoidalOptions {
   DType dtype;  // of x and out; f32, f64, bf16 or f16
   int threads;
 
@@ -100,7 +117,6 @@ struct SinusoidalParams {
 
   const int64_t* positions;  // [B, H, L], null = offset + l
   int64_t position_stride[3];
-  int64_t offset;
 
   const uint64_t* frequency;  // [D], readable (zeros) to a multiple of 16
   const uint64_t* phase;      // [D], as frequency
@@ -109,10 +125,6 @@ struct SinusoidalParams {
   int64_t pairs;
   bool interleaved;
   const uint64_t* pair_frequency;  // [pairs]
-
-  double scale;
-  bool has_padding_idx;
-  int64_t padding_idx;
 };
 
 // y = x W^T + b. K > 0.
@@ -130,6 +142,11 @@ struct LinearParams {
   const void* bias;  // [N], null = 0
   void* y;           // [M, N], rows dense
   int64_t y_stride;
+};
+
+struct AdditiveOptions {
+  bool causal = false;
+  double dropout_p = 0;
 };
 
 // Additive attention, forward and backward, on the operands of attention with one head: D is the
@@ -155,10 +172,23 @@ struct AdditiveParams {
 
 enum class Activation : int { none = 0, relu = 1, tanh = 2, sigmoid = 3 };
 
+struct MemoryHopOptions {
+  Activation activation = Activation::none;
+  bool normalize = true;  // "softmax"; else the scores are the weights
+  double scale = 1;
+};
+
+struct HopfieldOptions {
+  double scale = 1;
+  double eps = 0;        // a step no longer than this is the last
+  int64_t together = 1;  // so many consecutive queries rest together; divides Q
+  bool crowded = false;  // the queries on a memory are many, whatever Q is
+};
+
 // Memory hops, forward and backward: u' = phi(H u + C^T softmax(scale M u + bias)), K times. "acc"
 // is f32, or f64 for f64. Where a memory, a projection, a mask or a bias is common to the batch,
 // the queries or the hops, the stride there is 0.
-struct MemoryHopsParams {
+struct MemoryHopsParams : MemoryHopOptions {
   DType dtype;  // of all but the mask, the bias and what is in acc
   int threads;
 
@@ -166,9 +196,6 @@ struct MemoryHopsParams {
   bool shared;     // one memory for all B, in and out
   bool same_rows;  // M_k and C_k are the same rows, in every hop
   bool stack;      // C_k is M_k+1
-  bool normalize;  // softmax; else the scores are the weights
-  Activation activation;
-  double scale;
 
   Tensor4 query;       // [B, Q, -, D]
   Tensor4 in_memory;   // [B, K, N, D], D contiguous
@@ -208,9 +235,14 @@ struct MemoryHopsParams {
   // with stats [B, Q, 1, 2].
 };
 
+struct EncodeMemoryOptions {
+  bool has_padding_idx = false;  // else padding_idx is None
+  int64_t padding_idx = 0;
+};
+
 // out[i] = sum_j factors[j] o weight[tokens[i, j]] + temporal[i], for R models with G tables each;
 // 0 for a sentence without a word. "acc" is f32, or f64 for f64.
-struct EncodeMemoryParams {
+struct EncodeMemoryParams : EncodeMemoryOptions {
   DType dtype;  // of weight, temporal, out and grad; f32, f64, bf16 or f16
   int threads;
 
@@ -218,8 +250,6 @@ struct EncodeMemoryParams {
 
   const int64_t* tokens;  // [R, B, N, J]; each is in [0, V) or the padding
   int64_t token_stride[4];
-  bool has_padding_idx;
-  int64_t padding_idx;
 
   const void* factors;  // [J, D] acc, columns contiguous
   int64_t factor_stride;

@@ -1,35 +1,34 @@
 # The native module, where it was built: addresses, shapes and element strides, see csrc/params.h.
-# An operand is (address, strides), None where there is none.
+# An operand is (address, strides), None where there is none. Options and the dicts of operands are
+# read by name; a name that is missing is a TypeError, and so is a value of another type.
 from typing import Any, TypeAlias
+
+from fastattn.backends import primitives
 
 Ints: TypeAlias = tuple[int, ...]
 Operand: TypeAlias = tuple[int, Ints] | None
+Operands: TypeAlias = dict[str, Any]
 
 def additive_forward(
     dtype: int,
     threads: int,
     sizes: Ints,  # B, Tq, Tk, A, Dv
-    operands: tuple[Operand, Operand, Operand],  # query, key, value, with a head of stride 0
-    vector: int,
-    bias: int,
-    options: tuple[Operand, int, bool, float, int],  # mask, its dtype, causal, dropout_p, seed
-    results: tuple[Operand, Operand],  # out, weights
+    options: primitives.AdditiveOptions,
+    operands: Operands,  # query, key, value (with a head of stride 0), vector, bias, mask, ...
+    results: Operands,  # out, applied
     /,
 ) -> None: ...
 def additive_backward(
     dtype: int,
     threads: int,
     sizes: Ints,
-    operands: tuple[Operand, Operand, Operand],
-    vector: int,
-    bias: int,
-    options: tuple[Operand, int, bool, float, int],
-    given: tuple[Operand, Operand],  # grad_out, grad_weights
-    # of query, key, value, v, bias, scores, mask
-    results: tuple[Operand, Operand, Operand, int, int, int, Operand],
-    parts: tuple[int, int, int, bool],  # workspace, rows of a chunk, chunks, direct
+    options: primitives.AdditiveOptions,
+    operands: Operands,
+    gradients: Operands,  # given and written, and the workspace
     /,
 ) -> None: ...
+
+# Of options, the scale alone stands for a record of defaults.
 def attention_forward(
     dtype: int,
     threads: int,
@@ -43,8 +42,8 @@ def attention_forward(
     out: int,
     out_stride: Ints,
     lse: int,
-    scale: float,
-    options: tuple[object, ...] | None,
+    options: primitives.AttentionOptions | float,
+    operands: Operands | None,  # mask, mask_dtype, alibi, alibi_stride, seed, applied
     /,
 ) -> None: ...
 def attention_backward(
@@ -60,12 +59,12 @@ def attention_backward(
     out: int,
     out_stride: Ints,
     lse: int,
-    scale: float,
-    options: tuple[object, ...] | None,
-    gradients: tuple[Operand, int, Operand, Operand, Operand, Operand, Operand],
+    options: primitives.AttentionOptions | float,
+    operands: Operands | None,
+    gradients: Operands,  # grad_out, grad_lse, grad_weights, grad_query, ..., grad_mask
     /,
 ) -> None: ...
-def attention_sequences(
+def varlen_attention(
     dtype: int,
     threads: int,
     sizes: Ints,  # B, Hq, Hkv, Lq, Lk, D, Dv
@@ -78,23 +77,44 @@ def attention_sequences(
     out: int,
     out_stride: Ints,
     lse: int,
-    scale: float,
-    options: tuple[object, ...] | None,
-    # q_starts, k_starts, k_lengths, k_batch, block_table, its stride, page_size, entries of the
-    # cache, bottom_right
-    table: tuple[int, int, int, int, int, int, int, int, bool],
-    gradients: tuple[Any, ...] | None,
+    options: primitives.VarlenOptions,
+    operands: Operands,  # mask, mask_dtype, alibi, alibi_stride, seed
+    q_starts: int,
+    k_starts: int,
+    gradients: Operands | None,  # None: the forward pass
+    /,
+) -> None: ...
+def decode_attention(
+    dtype: int,
+    threads: int,
+    sizes: Ints,  # B, Hq, Hkv, Lq, Lk, D, Dv
+    q: int,
+    q_stride: Ints,
+    k: int,
+    k_stride: Ints,
+    v: int,
+    v_stride: Ints,
+    out: int,
+    out_stride: Ints,
+    lse: int,
+    options: primitives.DecodeOptions,
+    operands: Operands,  # mask, mask_dtype, alibi, alibi_stride, seed
+    cache: Operands,  # lengths, entries, block_table, block_table_stride, page_size
+    cache_entries: int,
     /,
 ) -> None: ...
 def append_to_cache(
     element: int,  # bytes
     sizes: Ints,  # B, Hkv, rows, keys of the cache, D, Dv, entries of the cache
-    key: Operand,
-    value: Operand,
-    key_cache: Operand,
-    value_cache: Operand,
-    # k_lengths with the new rows, k_batch, block_table, its stride, page_size
-    table: tuple[int, int, int, int, int],
+    key: int,
+    key_stride: Ints,
+    value: int,
+    value_stride: Ints,
+    key_cache: int,
+    key_cache_stride: Ints,
+    value_cache: int,
+    value_cache_stride: Ints,
+    cache: Operands,  # lengths with the new rows, the others as above
     /,
 ) -> None: ...
 def linear(
@@ -138,14 +158,12 @@ def sinusoidal(
     out_stride: Ints,
     positions: int,
     position_stride: Ints,
-    offset: int,
     frequency: int,
     phase: int,
     pairs: int,
     interleaved: bool,
     pair_frequency: int,
-    scale: float,
-    padding_idx: int | None,
+    options: primitives.SinusoidalOptions,
     /,
 ) -> None: ...
 def memory_hops(
@@ -154,8 +172,7 @@ def memory_hops(
     threads: int,
     sizes: Ints,  # B, Q, K, N, D
     flags: int,
-    activation: int,
-    scale: float,
+    options: primitives.MemoryHopOptions | float,  # the scale alone: the others are defaults
     bias_dtype: int,
     operands: tuple[Operand, ...],
     results: Ints,
@@ -168,12 +185,12 @@ def hopfield_steps(
     threads: int,
     sizes: Ints,  # B, Q, K, N, D
     flags: int,
-    scale: float,
+    options: primitives.HopfieldOptions,
     bias_dtype: int,
     operands: tuple[Operand, ...],
     results: Ints,
-    settling: Ints,  # queries that rest together, addresses of taken and moved
-    eps: float,
+    taken: int,
+    moved: int,
     /,
 ) -> None: ...
 def encode_memory(
@@ -182,7 +199,7 @@ def encode_memory(
     sizes: Ints,  # R, G, B, N, J, V, D
     tokens: int,
     token_stride: Ints,
-    padding_idx: int | None,
+    options: primitives.EncodeMemoryOptions,
     factors: int,
     factor_stride: int,
     weight: int,
@@ -198,7 +215,7 @@ def encode_memory_backward(
     sizes: Ints,  # R, G, B, N, J, V, D
     tokens: int,
     token_stride: Ints,
-    padding_idx: int | None,
+    options: primitives.EncodeMemoryBackwardOptions,
     factors: int,
     factor_stride: int,
     grad: int,

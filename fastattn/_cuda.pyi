@@ -1,6 +1,11 @@
 # What csrc/cuda/module.cpp and bind_*.cpp define. Under the emulator there is set_seed, too.
+# Options and the dicts of operands are read by name; a name that is missing is a TypeError, and so
+# is a value of another type.
 from typing import Any
 
+from fastattn.backends import primitives
+
+_Operands = dict[str, Any]
 _Operand = tuple[int, tuple[int, ...]]  # address, strides
 _Result = tuple[int, tuple[int, ...], tuple[int, ...]]  # address, strides, sizes
 
@@ -13,37 +18,33 @@ def additive_forward(
     dtype: int,
     stream: int,
     sizes: tuple[int, ...],
-    operands: tuple[_Operand, ...],
-    options: tuple[Any, ...],
-    results: tuple[_Operand, _Operand | None, int],
+    options: primitives.AdditiveOptions,
+    operands: _Operands,
+    results: _Operands,
 ) -> None: ...
 def additive_backward(
     dtype: int,
     stream: int,
     sizes: tuple[int, ...],
-    operands: tuple[_Operand, ...],
-    options: tuple[Any, ...],
-    gradients: tuple[Any, ...],
+    options: primitives.AdditiveOptions,
+    operands: _Operands,
+    gradients: _Operands,
 ) -> None: ...
 def attention_forward(
     dtype: int,
     stream: int,
     sizes: tuple[int, ...],
-    operands: tuple[_Operand, ...],
-    lse: int,
-    scale: float,
-    options: tuple[Any, ...],
+    options: primitives.AttentionOptions | primitives.VarlenOptions,  # by operands["q_starts"]
+    operands: _Operands,
     weights: tuple[_Result, int, float] | None,
 ) -> None: ...
 def attention_backward(
     dtype: int,
     stream: int,
     sizes: tuple[int, ...],
-    operands: tuple[_Operand, ...],
-    lse: int,
-    scale: float,
-    options: tuple[Any, ...],
-    gradients: tuple[Any, ...],
+    options: primitives.AttentionOptions | primitives.VarlenOptions,
+    operands: _Operands,
+    gradients: _Operands,
 ) -> None: ...
 def sinusoidal_encoding(
     dtype: int,
@@ -51,17 +52,15 @@ def sinusoidal_encoding(
     sizes: tuple[int, ...],
     operands: tuple[_Operand, _Operand],
     positions: _Operand | None,
-    offset: int,
     tables: tuple[int, ...],
     interleaved: bool,
-    scale: float,
-    padding_idx: int | None,
+    options: primitives.SinusoidalOptions,
 ) -> None: ...
 def encode_memory_forward(
     dtype: int,
     stream: int,
     sizes: tuple[int, ...],
-    padding_idx: int | None,
+    options: primitives.EncodeMemoryOptions,
     factors: tuple[int, int],
     tokens: _Operand,
     weight: _Operand,
@@ -72,7 +71,7 @@ def encode_memory_backward(
     dtype: int,
     stream: int,
     sizes: tuple[int, ...],
-    padding_idx: int | None,
+    options: primitives.EncodeMemoryBackwardOptions,
     factors: tuple[int, int],
     grad: _Operand,
     words: tuple[int, int, int],
@@ -83,21 +82,18 @@ def hopfield_search(
     stream: int,
     sizes: tuple[int, ...],
     flags: tuple[bool, ...],
-    scale: float,
+    options: primitives.HopfieldOptions,
     bias_dtype: int,
     operands: tuple[_Operand | None, ...],
     shared: tuple[int, ...],
     out: int,
-    eps: float,
-    together: int,
 ) -> None: ...
 def memory_hops_forward(
     dtype: int,
     stream: int,
     sizes: tuple[int, ...],
     flags: tuple[bool, ...],
-    activation: int,
-    scale: float,
+    options: primitives.MemoryHopOptions | float,  # the scale alone: the others are defaults
     bias_dtype: int,
     operands: tuple[_Operand | None, ...],
     shared: tuple[int, ...],
@@ -108,8 +104,7 @@ def memory_hops_backward(
     stream: int,
     sizes: tuple[int, ...],
     flags: tuple[bool, ...],
-    activation: int,
-    scale: float,
+    options: primitives.MemoryHopOptions | float,  # the scale alone: the others are defaults
     bias_dtype: int,
     operands: tuple[_Operand | None, ...],
     shared: tuple[int, ...],
@@ -122,16 +117,16 @@ def decode_attention(
     dtype: int,
     stream: int,
     sizes: tuple[int, ...],
-    operands: tuple[_Operand, ...],
-    cache: tuple[Any, ...],
-    options: tuple[Any, ...],
-    results: tuple[int, ...],
+    options: primitives.DecodeOptions,
+    operands: _Operands,
+    cache: _Operands,
+    results: _Operands,
 ) -> None: ...
 def append_to_cache(
     dtype: int,
     stream: int,
     sizes: tuple[int, ...],
     operands: tuple[_Operand, ...],
-    cache: tuple[Any, ...],
+    cache: _Operands,
 ) -> None: ...
 def build_info() -> dict[str, Any]: ...

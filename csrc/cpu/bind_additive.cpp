@@ -5,26 +5,22 @@
 
 #include "../arguments.h"
 #include "kernel_table.h"
+#include "named.h"
 
 namespace py = pybind11;
 
 namespace fastattn {
 namespace {
 
-// (address, strides) or None
-Tensor4 optional(const py::object& pair) {
-  if (pair.is_none()) return {};
-  const auto t = pair.cast<py::tuple>();
-  return operand(t[0].cast<uintptr_t>(), t[1].cast<py::tuple>());
-}
-
-void* address(const py::handle& number) {
-  return reinterpret_cast<void*>(number.cast<uintptr_t>());
-}
-
-// operands: q, k, value. options: mask, mask_dtype, causal, dropout_p, seed.
-AdditiveParams common(int dtype, int threads, const py::tuple& sizes, const py::tuple& operands,
-                      uintptr_t vector, uintptr_t bias, const py::tuple& options) {
+// operands: query, key, value, the addresses of vector and bias, mask, mask_dtype, seed.
+AdditiveParams common(int dtype, int threads, const py::tuple& sizes, const py::object& options,
+                      const py::dict& operands) {
+  using P = AttentionParams;
+  using A = AdditiveParams;
+  static const auto shared = std::make_tuple(
+      field("query", &P::q), field("key", &P::k), field("value", &P::v), field("mask", &P::mask),
+      field("mask_dtype", &P::mask_dtype), field("seed", &P::seed));
+  static const auto own = std::make_tuple(field("vector", &A::vector), field("bias", &A::bias));
   AdditiveParams x{};
   AttentionParams& p = x.attention;
   p.dtype = static_cast<DType>(dtype);
@@ -33,54 +29,45 @@ AdditiveParams common(int dtype, int threads, const py::tuple& sizes, const py::
   integers(sizes, n);
   p.B = n[0], p.Lq = n[1], p.Lk = n[2], p.D = n[3], p.Dv = n[4];
   p.Hq = p.Hkv = 1;
-  p.q = optional(operands[0]);
-  p.k = optional(operands[1]);
-  p.v = optional(operands[2]);
-  p.scale = 1;
-  p.mask = optional(options[0]);
-  p.mask_dtype = static_cast<DType>(options[1].cast<int>());
-  p.window_left = -1;
-  p.window_right = options[2].cast<bool>() ? 0 : -1;
-  p.dropout_p = options[3].cast<double>();
-  p.seed = options[4].cast<uint64_t>();
-  x.vector = reinterpret_cast<const void*>(vector);
-  x.bias = reinterpret_cast<const void*>(bias);
+  AdditiveOptions asked;
+  read_additive_options(named(options), asked);
+  p.window_right = asked.causal ? 0 : -1;
+  p.dropout_p = asked.dropout_p;
+  named(operands).read(p, shared);
+  named(operands).read(x, own);
   return x;
 }
 
-// results: out, weights
-void additive_forward(int dtype, int threads, const py::tuple& sizes, const py::tuple& operands,
-                      uintptr_t vector, uintptr_t bias, const py::tuple& options,
-                      const py::tuple& results) {
-  AdditiveParams x = common(dtype, threads, sizes, operands, vector, bias, options);
-  x.attention.out = optional(results[0]);
-  x.attention.weights = optional(results[1]);
-  x.wants_weights = x.attention.weights.data != nullptr;
+// results: out, applied
+void additive_forward(int dtype, int threads, const py::tuple& sizes, const py::object& options,
+                      const py::dict& operands, const py::dict& results) {
+  using P = AttentionParams;
+  static const auto written = std::make_tuple(field("out", &P::out), field("applied", &P::applied));
+  AdditiveParams x = common(dtype, threads, sizes, options, operands);
+  named(results).read(x.attention, written);
+  x.wants_weights = x.attention.applied.data != nullptr;
   py::gil_scoped_release release;
   kernels(x.attention.dtype).additive_forward(x);
 }
 
-// given: grad_out, grad_weights. results: grad_q, grad_k, grad_value, each (address, strides), then
-// the addresses of grad_vector, grad_bias, grad_scores, then grad_mask as those. parts: (address,
-// chunk_rows, chunks).
-void additive_backward(int dtype, int threads, const py::tuple& sizes, const py::tuple& operands,
-                       uintptr_t vector, uintptr_t bias, const py::tuple& options,
-                       const py::tuple& given, const py::tuple& results, const py::tuple& parts) {
-  AdditiveParams x = common(dtype, threads, sizes, operands, vector, bias, options);
-  AttentionParams& p = x.attention;
-  p.grad_out = optional(given[0]);
-  p.grad_weights = optional(given[1]);
-  p.grad_q = optional(results[0]);
-  p.grad_k = optional(results[1]);
-  p.grad_v = optional(results[2]);
-  x.grad_vector = address(results[3]);
-  x.grad_bias = address(results[4]);
-  x.grad_scores = address(results[5]);
-  p.grad_mask = optional(results[6]);
-  x.parts = address(parts[0]);
-  x.chunk_rows = parts[1].cast<int64_t>();
-  x.chunks = parts[2].cast<int64_t>();
-  x.direct = parts[3].cast<bool>();
+// gradients: grad_out, grad_weights, grad_query, grad_key, grad_value, grad_mask, then the addresses
+// of grad_vector, grad_bias, grad_scores and parts, then chunk_rows, chunks, direct.
+void additive_backward(int dtype, int threads, const py::tuple& sizes, const py::object& options,
+                       const py::dict& operands, const py::dict& gradients) {
+  using P = AttentionParams;
+  using A = AdditiveParams;
+  static const auto shared =
+      std::make_tuple(field("grad_out", &P::grad_out), field("grad_weights", &P::grad_weights),
+                      field("grad_query", &P::grad_q), field("grad_key", &P::grad_k),
+                      field("grad_value", &P::grad_v), field("grad_mask", &P::grad_mask));
+  static const auto own =
+      std::make_tuple(field("grad_vector", &A::grad_vector), field("grad_bias", &A::grad_bias),
+                      field("grad_scores", &A::grad_scores), field("parts", &A::parts),
+                      field("chunk_rows", &A::chunk_rows), field("chunks", &A::chunks),
+                      field("direct", &A::direct));
+  AdditiveParams x = common(dtype, threads, sizes, options, operands);
+  named(gradients).read(x.attention, shared);
+  named(gradients).read(x, own);
   py::gil_scoped_release release;
   kernels(x.attention.dtype).additive_backward(x);
 }

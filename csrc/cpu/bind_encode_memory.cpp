@@ -8,6 +8,7 @@
 #include "../arguments.h"
 #include "kernel_table.h"
 #include "memory.h"
+#include "named.h"
 
 namespace py = pybind11;
 
@@ -48,7 +49,7 @@ void check_tokens(const EncodeMemoryParams& p) {
 
 // sizes: R, G, B, N, J, V, D
 EncodeMemoryParams read_common(int dtype, int threads, const py::tuple& sizes, uintptr_t tokens,
-                               const py::tuple& token_stride, const py::object& padding_idx,
+                               const py::tuple& token_stride, const py::object& options,
                                uintptr_t factors, int64_t factor_stride) {
   EncodeMemoryParams p{};
   p.dtype = static_cast<DType>(dtype);
@@ -58,19 +59,18 @@ EncodeMemoryParams read_common(int dtype, int threads, const py::tuple& sizes, u
   p.R = n[0], p.G = n[1], p.B = n[2], p.N = n[3], p.J = n[4], p.V = n[5], p.D = n[6];
   p.tokens = reinterpret_cast<const int64_t*>(tokens);
   integers(token_stride, p.token_stride);
-  p.has_padding_idx = !padding_idx.is_none();
-  if (p.has_padding_idx) p.padding_idx = integer(padding_idx.ptr());
+  read_encode_memory_options(named(options), p);
   p.factors = reinterpret_cast<const void*>(factors);
   p.factor_stride = factor_stride;
   return p;
 }
 
 void encode_memory(int dtype, int threads, const py::tuple& sizes, uintptr_t tokens,
-                   const py::tuple& token_stride, const py::object& padding_idx, uintptr_t factors,
+                   const py::tuple& token_stride, const py::object& options, uintptr_t factors,
                    int64_t factor_stride, uintptr_t weight, const py::tuple& weight_stride,
                    uintptr_t temporal, const py::tuple& temporal_stride, uintptr_t out) {
   EncodeMemoryParams p =
-      read_common(dtype, threads, sizes, tokens, token_stride, padding_idx, factors, factor_stride);
+      read_common(dtype, threads, sizes, tokens, token_stride, options, factors, factor_stride);
   p.weight = operand(weight, weight_stride);
   p.temporal = operand(temporal, temporal_stride);
   p.out = reinterpret_cast<void*>(out);
@@ -82,12 +82,12 @@ void encode_memory(int dtype, int threads, const py::tuple& sizes, uintptr_t tok
 }
 
 void encode_memory_backward(int dtype, int threads, const py::tuple& sizes, uintptr_t tokens,
-                            const py::tuple& token_stride, const py::object& padding_idx,
+                            const py::tuple& token_stride, const py::object& options,
                             uintptr_t factors, int64_t factor_stride, uintptr_t grad,
                             const py::tuple& grad_stride, uintptr_t grad_weight,
                             uintptr_t grad_temporal) {
   EncodeMemoryParams p =
-      read_common(dtype, threads, sizes, tokens, token_stride, padding_idx, factors, factor_stride);
+      read_common(dtype, threads, sizes, tokens, token_stride, options, factors, factor_stride);
   p.grad = reinterpret_cast<const void*>(grad);
   integers(grad_stride, p.grad_stride);
   p.grad_weight = reinterpret_cast<void*>(grad_weight);

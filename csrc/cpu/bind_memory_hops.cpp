@@ -6,6 +6,7 @@
 #include "../arguments.h"
 #include "kernel_table.h"
 #include "memory.h"
+#include "named.h"
 
 namespace py = pybind11;
 
@@ -26,17 +27,15 @@ void* address(const py::tuple& from, int i) {
 
 // What both functions below are given.
 MemoryHopsParams hops(bool backward, int dtype, int threads, const py::tuple& sizes, int flags,
-                      int activation, double scale, int bias_dtype, const py::tuple& operands,
-                      const py::tuple& results, const py::tuple& slots) {
+                      int bias_dtype, const py::tuple& operands, const py::tuple& results,
+                      const py::tuple& slots) {
   MemoryHopsParams p{};
   p.dtype = static_cast<DType>(dtype);
   p.threads = threads;
   int64_t n[5];
   integers(sizes, n);
   p.B = n[0], p.Q = n[1], p.K = n[2], p.N = n[3], p.D = n[4];
-  p.shared = flags & 1, p.same_rows = flags & 2, p.stack = flags & 4, p.normalize = flags & 8;
-  p.activation = static_cast<Activation>(activation);
-  p.scale = scale;
+  p.shared = flags & 1, p.same_rows = flags & 2, p.stack = flags & 4;
   p.bias_dtype = static_cast<DType>(bias_dtype);
   Tensor4* const to[] = {&p.query, &p.in_memory, &p.out_memory, &p.proj,
                          &p.mask,  &p.bias,      &p.grad_out,   &p.grad_weights};
@@ -64,33 +63,37 @@ void run(bool backward, const MemoryHopsParams& p) {
   backward ? kernels(p.dtype).memory_hops_backward(p) : kernels(p.dtype).memory_hops_forward(p);
 }
 
-// sizes: B, Q, K, N, D. flags: 1 shared, 2 same_rows, 4 stack, 8 normalize. operands: query,
-// in_memory, out_memory, proj, mask, bias; for backward grad_out, grad_weights. results: out,
-// trace, stats, weights; for backward grad_query, grad_in, grad_out_memory, grad_proj, grad_scores,
-// grad_states. slots: in, out, proj.
+// sizes: B, Q, K, N, D. flags: 1 shared, 2 same_rows, 4 stack. operands: query, in_memory,
+// out_memory, proj, mask, bias; for backward grad_out, grad_weights. results: out, trace, stats,
+// weights; for backward grad_query, grad_in, grad_out_memory, grad_proj, grad_scores, grad_states.
+// slots: in, out, proj.
 void memory_hops(bool backward, int dtype, int threads, const py::tuple& sizes, int flags,
-                 int activation, double scale, int bias_dtype, const py::tuple& operands,
+                 const py::object& options, int bias_dtype, const py::tuple& operands,
                  const py::tuple& results, const py::tuple& slots) {
-  run(backward, hops(backward, dtype, threads, sizes, flags, activation, scale, bias_dtype,
-                     operands, results, slots));
+  MemoryHopsParams p =
+      hops(backward, dtype, threads, sizes, flags, bias_dtype, operands, results, slots);
+  read_memory_hop_options(named(options), p);
+  run(backward, p);
 }
 
-// The same with u' = o. flags: also 16 crowded, 32 search, 64 resume. settling: how many rest
-// together, the addresses of taken and moved.
+// The same with u' = o. flags: also 8 search, 16 resume; without a search, each query repeats its
+// steps alone.
 void hopfield_steps(bool backward, int dtype, int threads, const py::tuple& sizes, int flags,
-                    double scale, int bias_dtype, const py::tuple& operands,
-                    const py::tuple& results, const py::tuple& settling, double eps) {
+                    const py::object& options, int bias_dtype, const py::tuple& operands,
+                    const py::tuple& results, uintptr_t taken, uintptr_t moved) {
   const py::tuple one_each = py::make_tuple(1, 1, 1);
-  MemoryHopsParams p = hops(backward, dtype, threads, sizes, flags, 0, scale, bias_dtype, operands,
-                            results, one_each);
-  int64_t n[3];
-  integers(settling, n);
+  MemoryHopsParams p =
+      hops(backward, dtype, threads, sizes, flags, bias_dtype, operands, results, one_each);
+  HopfieldOptions asked;
+  read_hopfield_options(named(options), asked);
   p.settles = true;
-  p.crowded = flags & 16, p.search = flags & 32, p.resume = flags & 64;
-  p.together = n[0];
-  p.taken = reinterpret_cast<int64_t*>(static_cast<uintptr_t>(n[1]));
-  p.moved = reinterpret_cast<double*>(static_cast<uintptr_t>(n[2]));
-  p.eps = eps;
+  p.search = flags & 8, p.resume = flags & 16;
+  p.scale = asked.scale;
+  p.crowded = asked.crowded;
+  p.together = p.search ? asked.together : 1;
+  p.eps = p.search ? asked.eps : 0;
+  p.taken = reinterpret_cast<int64_t*>(taken);
+  p.moved = reinterpret_cast<double*>(moved);
   run(backward, p);
 }
 

@@ -12,13 +12,24 @@ namespace py = pybind11;
 namespace fastattn {
 namespace {
 
+// operands: see optional_arguments; applied, the weights, too.
+AttentionParams arguments(AttentionParams p, const py::object& options,
+                          const py::object& operands) {
+  static const auto applied = std::make_tuple(field("applied", &AttentionParams::applied));
+  read_attention_options(named(options), p);
+  optional_arguments(p, operands);
+  if (!operands.is_none()) named(operands).read(p, applied);
+  return p;
+}
+
 void attention_forward(int dtype, int threads, const py::tuple& sizes, uintptr_t q,
                        const py::tuple& q_stride, uintptr_t k, const py::tuple& k_stride,
                        uintptr_t v, const py::tuple& v_stride, uintptr_t out,
-                       const py::tuple& out_stride, uintptr_t lse, double scale,
-                       const py::object& options) {
-  AttentionParams p = common_arguments(dtype, threads, sizes, q, q_stride, k, k_stride, v, v_stride,
-                                       out, out_stride, lse, scale, options);
+                       const py::tuple& out_stride, uintptr_t lse, const py::object& options,
+                       const py::object& operands) {
+  AttentionParams p = arguments(common_arguments(dtype, threads, sizes, q, q_stride, k, k_stride, v,
+                                                 v_stride, out, out_stride, lse),
+                                options, operands);
   py::gil_scoped_release release;
   // A caller without a gradient leaves it out: a tensor costs two microseconds, this a twentieth.
   std::unique_ptr<double[]> unwanted;
@@ -29,14 +40,18 @@ void attention_forward(int dtype, int threads, const py::tuple& sizes, uintptr_t
   kernels(p.dtype).attention_forward(p);
 }
 
+// gradients: see read_gradients; grad_mask, too.
 void attention_backward(int dtype, int threads, const py::tuple& sizes, uintptr_t q,
                         const py::tuple& q_stride, uintptr_t k, const py::tuple& k_stride,
                         uintptr_t v, const py::tuple& v_stride, uintptr_t out,
-                        const py::tuple& out_stride, uintptr_t lse, double scale,
-                        const py::object& options, const py::tuple& gradients) {
-  AttentionParams p = common_arguments(dtype, threads, sizes, q, q_stride, k, k_stride, v, v_stride,
-                                       out, out_stride, lse, scale, options);
-  gradient_arguments(p, gradients);
+                        const py::tuple& out_stride, uintptr_t lse, const py::object& options,
+                        const py::object& operands, const py::dict& gradients) {
+  static const auto mask = std::make_tuple(field("grad_mask", &AttentionParams::grad_mask));
+  AttentionParams p = arguments(common_arguments(dtype, threads, sizes, q, q_stride, k, k_stride, v,
+                                                 v_stride, out, out_stride, lse),
+                                options, operands);
+  read_gradients(named(gradients), p);
+  named(gradients).read(p, mask);
   py::gil_scoped_release release;
   kernels(p.dtype).attention_backward(p);
 }

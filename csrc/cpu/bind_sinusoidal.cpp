@@ -6,6 +6,7 @@
 #include "../arguments.h"
 #include "kernel_table.h"
 #include "memory.h"
+#include "named.h"
 
 namespace py = pybind11;
 
@@ -14,9 +15,9 @@ namespace {
 
 void sinusoidal(int dtype, int threads, const py::tuple& sizes, uintptr_t x,
                 const py::tuple& x_stride, uintptr_t out, const py::tuple& out_stride,
-                uintptr_t positions, const py::tuple& position_stride, int64_t offset,
-                uintptr_t frequency, uintptr_t phase, int64_t pairs, bool interleaved,
-                uintptr_t pair_frequency, double scale, const py::object& padding_idx) {
+                uintptr_t positions, const py::tuple& position_stride, uintptr_t frequency,
+                uintptr_t phase, int64_t pairs, bool interleaved, uintptr_t pair_frequency,
+                const py::object& options) {
   SinusoidalParams p{};
   p.dtype = static_cast<DType>(dtype);
   p.threads = threads;
@@ -27,15 +28,12 @@ void sinusoidal(int dtype, int threads, const py::tuple& sizes, uintptr_t x,
   p.out = operand(out, out_stride);
   p.positions = reinterpret_cast<const int64_t*>(positions);
   integers(position_stride, p.position_stride);
-  p.offset = offset;
   p.frequency = reinterpret_cast<const uint64_t*>(frequency);
   p.phase = reinterpret_cast<const uint64_t*>(phase);
   p.pairs = pairs;
   p.interleaved = interleaved;
   p.pair_frequency = reinterpret_cast<const uint64_t*>(pair_frequency);
-  p.scale = scale;
-  p.has_padding_idx = !padding_idx.is_none();
-  if (p.has_padding_idx) p.padding_idx = integer(padding_idx.ptr());
+  read_sinusoidal_options(named(options), p);
   py::gil_scoped_release release;
   const size_t element = p.dtype == DType::f64 ? 8 : p.dtype == DType::f32 ? 4 : 2;
   expect_to_fill(p.out.data, static_cast<size_t>(p.B * p.H * p.L * p.D) * element);  // out is dense

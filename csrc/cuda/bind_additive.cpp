@@ -8,58 +8,52 @@ namespace cuda {
 
 namespace {
 
-float* floats(const py::handle& address) {
-  return reinterpret_cast<float*>(address.cast<uintptr_t>());
-}
-
-// sizes: (B, Tq, Tk, A, Dv); operands: (query, key, value), each (address, strides); options:
-// (vector, bias, mask, mask_dtype, causal, dropout_p, seed address), the first two addresses.
-AdditiveArguments arguments(int dtype, const py::tuple& sizes, const py::tuple& operands,
-                            const py::tuple& options) {
+// sizes: (B, Tq, Tk, A, Dv); operands: query, key, value, the addresses of vector and bias, mask,
+// mask_dtype, the address of seed.
+AdditiveArguments arguments(int dtype, const py::tuple& sizes, const py::object& options,
+                            const py::dict& operands) {
+  using P = AdditiveArguments;
+  static const auto fields =
+      std::make_tuple(field("query", &P::q), field("key", &P::k), field("value", &P::v),
+                      field("vector", &P::vector), field("bias", &P::bias), field("mask", &P::mask),
+                      field("mask_dtype", &P::mask_dtype), field("seed", &P::seed_address));
   AdditiveArguments p{};
   p.dtype = static_cast<DType>(dtype);
   int64_t n[5];
   integers(sizes, n);
   p.B = n[0], p.Hq = p.Hkv = 1, p.Lq = n[1], p.Lk = n[2], p.D = n[3], p.Dv = n[4];
-  p.q = optional_operand(operands[0]);
-  p.k = optional_operand(operands[1]);
-  p.v = optional_operand(operands[2]);
-  p.scale = p.scale_float = 1.0f;
-  p.vector = floats(options[0]);
-  p.bias = floats(options[1]);
-  p.mask = optional_operand(options[2]);
-  p.mask_dtype = static_cast<DType>(options[3].cast<int>());
-  p.window_left = -1;
-  p.window_right = options[4].cast<bool>() ? 0 : -1;
+  named(operands).read(p, fields);
+  AdditiveOptions asked;
+  read_additive_options(named(options), asked);
+  p.window_right = asked.causal ? 0 : -1;
+  p.dropout_p = asked.dropout_p;
+  p.scale_float = 1.0f;
   set_window(p);
-  set_dropout(p, options[5].cast<double>(), options[6].cast<uintptr_t>());
+  set_dropout(p);
   return p;
 }
 
-// results: (out, weights or None, scores), scores an address.
-void forward(int dtype, uintptr_t stream, const py::tuple& sizes, const py::tuple& operands,
-             const py::tuple& options, const py::tuple& results) {
-  AdditiveArguments p = arguments(dtype, sizes, operands, options);
-  p.out = optional_operand(results[0]);
-  p.weights = optional_operand(results[1]);
-  p.scores = floats(results[2]);
+// results: out, applied, the address of scores.
+void forward(int dtype, uintptr_t stream, const py::tuple& sizes, const py::object& options,
+             const py::dict& operands, const py::dict& results) {
+  using P = AdditiveArguments;
+  static const auto written = std::make_tuple(field("out", &P::out), field("applied", &P::applied),
+                                              field("scores", &P::scores));
+  AdditiveArguments p = arguments(dtype, sizes, options, operands);
+  named(results).read(p, written);
   py::gil_scoped_release release;
   with_element(p.dtype, [&](auto* element) { additive_forward(element, p, stream); });
 }
 
-// gradients: (grad_out, grad_weights or None, grad_query, grad_key, grad_value, scores, gradients,
-// parts), the last three addresses.
-void backward(int dtype, uintptr_t stream, const py::tuple& sizes, const py::tuple& operands,
-              const py::tuple& options, const py::tuple& gradients) {
-  AdditiveArguments p = arguments(dtype, sizes, operands, options);
-  p.grad_out = optional_operand(gradients[0]);
-  p.grad_weights = optional_operand(gradients[1]);
-  p.grad_q = optional_operand(gradients[2]);
-  p.grad_k = optional_operand(gradients[3]);
-  p.grad_v = optional_operand(gradients[4]);
-  p.scores = floats(gradients[5]);
-  p.gradients = floats(gradients[6]);
-  p.parts = floats(gradients[7]);
+// gradients: see read_gradients, then the addresses of scores, gradients and parts.
+void backward(int dtype, uintptr_t stream, const py::tuple& sizes, const py::object& options,
+              const py::dict& operands, const py::dict& gradients) {
+  using P = AdditiveArguments;
+  static const auto own = std::make_tuple(
+      field("scores", &P::scores), field("gradients", &P::gradients), field("parts", &P::parts));
+  AdditiveArguments p = arguments(dtype, sizes, options, operands);
+  read_gradients(named(gradients), p);
+  named(gradients).read(p, own);
   py::gil_scoped_release release;
   with_element(p.dtype, [&](auto* element) { additive_backward(element, p, stream); });
 }

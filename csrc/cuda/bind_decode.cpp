@@ -8,50 +8,41 @@ namespace cuda {
 
 namespace {
 
-// sizes: (B, Hq, Hkv, Lq, capacity, D, Dv); cache: (key_cache, value_cache, lengths, entries,
-// block_table, block_table_stride, page_size, cache_entries), the first two (address, strides),
-// then three addresses.
-DecodeArguments arguments(int dtype, const py::tuple& sizes, const py::tuple& cache) {
+// sizes: (B, Hq, Hkv, Lq, capacity, D, Dv); cache: key_cache, value_cache, the addresses of
+// lengths, entries or 0, and block_table or 0, its row stride, page_size and cache_entries.
+DecodeArguments arguments(int dtype, const py::tuple& sizes, const py::dict& cache) {
+  using P = DecodeArguments;
+  static const auto fields = std::make_tuple(
+      field("key_cache", &P::k), field("value_cache", &P::v), field("lengths", &P::lengths),
+      field("entries", &P::entries), field("block_table", &P::block_table),
+      field("block_table_stride", &P::block_table_stride), field("page_size", &P::page_size),
+      field("cache_entries", &P::cache_entries));
   DecodeArguments p{};
   p.dtype = static_cast<DType>(dtype);
   int64_t n[7];
   integers(sizes, n);
   p.B = n[0], p.Hq = n[1], p.Hkv = n[2], p.Lq = n[3], p.Lk = n[4], p.D = n[5], p.Dv = n[6];
-  p.k = optional_operand(cache[0]);
-  p.v = optional_operand(cache[1]);
-  p.lengths = reinterpret_cast<const int64_t*>(cache[2].cast<uintptr_t>());
-  p.entries = reinterpret_cast<const int64_t*>(cache[3].cast<uintptr_t>());
-  p.block_table = reinterpret_cast<const int32_t*>(cache[4].cast<uintptr_t>());
-  p.block_table_stride = cache[5].cast<int64_t>();
-  p.page_size = cache[6].cast<int64_t>();
-  p.cache_entries = cache[7].cast<int64_t>();
+  named(cache).read(p, fields);
   return p;
 }
 
-// operands: (query, out), each (address, strides); options: (scale, window_left, window_right,
-// softcap, alibi or None); results: (lse, part_sums, part_stats, split_keys, splits), the first
-// three addresses.
-void decode(int dtype, uintptr_t stream, const py::tuple& sizes, const py::tuple& operands,
-            const py::tuple& cache, const py::tuple& options, const py::tuple& results) {
+// operands: query, and see read_biases; results: out, the addresses of lse,
+// part_sums and part_stats, split_keys, splits.
+void decode(int dtype, uintptr_t stream, const py::tuple& sizes, const py::object& options,
+            const py::dict& operands, const py::dict& cache, const py::dict& results) {
+  using P = DecodeArguments;
+  static const auto given = std::make_tuple(field("query", &P::q));
+  static const auto written =
+      std::make_tuple(field("out", &P::out), field("lse", &P::lse),
+                      field("part_sums", &P::part_sums), field("part_stats", &P::part_stats),
+                      field("split_keys", &P::split_keys), field("splits", &P::splits));
   DecodeArguments p = arguments(dtype, sizes, cache);
-  p.q = optional_operand(operands[0]);
-  p.out = optional_operand(operands[1]);
-  p.scale = options[0].cast<double>();
+  read_decode_options(named(options), p);
+  named(operands).read(p, given);
+  read_biases(named(operands), p);
+  named(results).read(p, written);
   p.scale_float = static_cast<float>(p.scale);
-  p.window_left = options[1].cast<int64_t>();
-  p.window_right = options[2].cast<int64_t>();
-  p.softcap = options[3].cast<double>();
   p.softcap_float = static_cast<float>(p.softcap);
-  if (!options[4].is_none()) {
-    const auto alibi = options[4].cast<py::tuple>();
-    p.alibi = reinterpret_cast<const void*>(alibi[0].cast<uintptr_t>());
-    integers(alibi[1].cast<py::tuple>(), p.alibi_stride);
-  }
-  p.lse = reinterpret_cast<double*>(results[0].cast<uintptr_t>());
-  p.part_sums = reinterpret_cast<float*>(results[1].cast<uintptr_t>());
-  p.part_stats = reinterpret_cast<float*>(results[2].cast<uintptr_t>());
-  p.split_keys = results[3].cast<int64_t>();
-  p.splits = results[4].cast<int64_t>();
   const int64_t bytes = p.dtype == DType::f32 ? 4 : 2;
   p.aligned = is_aligned(p.q, bytes) && is_aligned(p.k, bytes) && is_aligned(p.v, bytes);
   py::gil_scoped_release release;
@@ -60,7 +51,7 @@ void decode(int dtype, uintptr_t stream, const py::tuple& sizes, const py::tuple
 
 // operands: (key, value), each (address, strides).
 void append(int dtype, uintptr_t stream, const py::tuple& sizes, const py::tuple& operands,
-            const py::tuple& cache) {
+            const py::dict& cache) {
   DecodeArguments p = arguments(dtype, sizes, cache);
   p.new_k = optional_operand(operands[0]);
   p.new_v = optional_operand(operands[1]);

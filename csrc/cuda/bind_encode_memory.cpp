@@ -14,25 +14,24 @@ const T* pointer(const py::handle& address) {
 }
 
 // sizes: (R, G, B, N, J, V, D); factors: (address, row stride).
-EncodeMemoryArguments arguments(int dtype, const py::tuple& sizes, const py::object& padding_idx,
+EncodeMemoryArguments arguments(int dtype, const py::tuple& sizes, const py::object& options,
                                 const py::tuple& factors) {
   EncodeMemoryArguments p{};
   p.dtype = static_cast<DType>(dtype);
   int64_t n[7];
   integers(sizes, n);
   p.R = n[0], p.G = n[1], p.B = n[2], p.N = n[3], p.J = n[4], p.V = n[5], p.D = n[6];
-  p.has_padding_idx = !padding_idx.is_none();
-  if (p.has_padding_idx) p.padding_idx = integer(padding_idx.ptr());
+  read_encode_memory_options(named(options), p);
   p.factors = pointer<float>(factors[0]);
   p.factor_stride = factors[1].cast<int64_t>();
   return p;
 }
 
 // tokens, weight and temporal (or None): (address, strides); out: an address.
-void forward(int dtype, uintptr_t stream, const py::tuple& sizes, const py::object& padding_idx,
+void forward(int dtype, uintptr_t stream, const py::tuple& sizes, const py::object& options,
              const py::tuple& factors, const py::tuple& tokens, const py::tuple& weight,
              const py::object& temporal, uintptr_t out) {
-  EncodeMemoryArguments p = arguments(dtype, sizes, padding_idx, factors);
+  EncodeMemoryArguments p = arguments(dtype, sizes, options, factors);
   p.tokens = pointer<int64_t>(tokens[0]);
   integers(tokens[1].cast<py::tuple>(), p.token_stride);
   p.weight = optional_operand(weight);
@@ -47,10 +46,10 @@ void forward(int dtype, uintptr_t stream, const py::tuple& sizes, const py::obje
 
 // grad: (address, strides of R, B, G, N); words: addresses of (order, starts, sentences); results:
 // of (grad_weight, grad_temporal or 0).
-void backward(int dtype, uintptr_t stream, const py::tuple& sizes, const py::object& padding_idx,
+void backward(int dtype, uintptr_t stream, const py::tuple& sizes, const py::object& options,
               const py::tuple& factors, const py::tuple& grad, const py::tuple& words,
               const py::tuple& results) {
-  EncodeMemoryArguments p = arguments(dtype, sizes, padding_idx, factors);
+  EncodeMemoryArguments p = arguments(dtype, sizes, options, factors);
   Tensor4 given = optional_operand(grad);
   p.grad = given.data;
   for (int n = 0; n < 4; ++n) p.grad_stride[n] = given.stride[n];

@@ -13,13 +13,12 @@ T* pointer(const py::handle& address) {
   return reinterpret_cast<T*>(address.cast<uintptr_t>());
 }
 
-// sizes: (B, Q, K, N, D); flags: (same rows, stack, normalize); operands: (query [B, Q, -, D],
+// sizes: (B, Q, K, N, D); flags: (same rows, stack); operands: (query [B, Q, -, D],
 // in_memory and out_memory [B, K, N, D], proj [-, K, D, D], mask and bias [B, Q, K, N]), each
 // (address, strides) or None; shared: addresses of (trace, stats, partial, scores, taken). partial
 // is 0 where one block takes a query; taken, of a retrieval, is the steps of each [B, Q], else 0.
-HopsArguments arguments(int dtype, const py::tuple& sizes, const py::tuple& flags, int activation,
-                        double scale, int bias_dtype, const py::tuple& operands,
-                        const py::tuple& shared) {
+HopsArguments arguments(int dtype, const py::tuple& sizes, const py::tuple& flags, int bias_dtype,
+                        const py::tuple& operands, const py::tuple& shared) {
   HopsArguments p{};
   p.dtype = static_cast<DType>(dtype);
   int64_t n[5];
@@ -27,10 +26,6 @@ HopsArguments arguments(int dtype, const py::tuple& sizes, const py::tuple& flag
   p.B = n[0], p.Q = n[1], p.K = n[2], p.N = n[3], p.D = n[4];
   p.same_rows = flags[0].cast<bool>();
   p.stack = flags[1].cast<bool>();
-  p.normalize = flags[2].cast<bool>();
-  p.activation = static_cast<Activation>(activation);
-  p.scale = scale;
-  p.scale_float = static_cast<float>(scale);
   p.query = optional_operand(operands[0]);
   p.in_memory = optional_operand(operands[1]);
   p.out_memory = optional_operand(operands[2]);
@@ -58,9 +53,11 @@ bool rows_are_aligned(const HopsArguments& p) {
 
 // results: addresses of (out, weights or 0).
 void forward(int dtype, uintptr_t stream, const py::tuple& sizes, const py::tuple& flags,
-             int activation, double scale, int bias_dtype, const py::tuple& operands,
+             const py::object& options, int bias_dtype, const py::tuple& operands,
              const py::tuple& shared, const py::tuple& results) {
-  HopsArguments p = arguments(dtype, sizes, flags, activation, scale, bias_dtype, operands, shared);
+  HopsArguments p = arguments(dtype, sizes, flags, bias_dtype, operands, shared);
+  read_memory_hop_options(named(options), p);
+  p.scale_float = static_cast<float>(p.scale);
   p.out = pointer<void>(results[0]);
   p.weights = pointer<void>(results[1]);
   py::gil_scoped_release release;
@@ -73,10 +70,12 @@ void forward(int dtype, uintptr_t stream, const py::tuple& sizes, const py::tupl
 // of (xs, ys, grad_query, grad_in, grad_out_memory, grad_proj), 0 where one is not wanted; slots:
 // of in_memory, out_memory and proj; common: whether in_memory, and out_memory, are one for all B.
 void backward(int dtype, uintptr_t stream, const py::tuple& sizes, const py::tuple& flags,
-              int activation, double scale, int bias_dtype, const py::tuple& operands,
+              const py::object& options, int bias_dtype, const py::tuple& operands,
               const py::tuple& shared, const py::tuple& given, const py::tuple& results,
               const py::tuple& slots, const py::tuple& common) {
-  HopsArguments p = arguments(dtype, sizes, flags, activation, scale, bias_dtype, operands, shared);
+  HopsArguments p = arguments(dtype, sizes, flags, bias_dtype, operands, shared);
+  read_memory_hop_options(named(options), p);
+  p.scale_float = static_cast<float>(p.scale);
   p.grad_out = optional_operand(given[0]);
   p.grad_weights = optional_operand(given[1]);
   p.xs = pointer<float>(results[0]);
@@ -99,12 +98,16 @@ void backward(int dtype, uintptr_t stream, const py::tuple& sizes, const py::tup
 // Retrieval: the queries of `together` neighbours rest together; trace is [B, Q, 2, D], taken is
 // written, K < 0 is no limit.
 void search(int dtype, uintptr_t stream, const py::tuple& sizes, const py::tuple& flags,
-            double scale, int bias_dtype, const py::tuple& operands, const py::tuple& shared,
-            uintptr_t out, double eps, int64_t together) {
-  HopsArguments p = arguments(dtype, sizes, flags, 0, scale, bias_dtype, operands, shared);
+            const py::object& options, int bias_dtype, const py::tuple& operands,
+            const py::tuple& shared, uintptr_t out) {
+  HopsArguments p = arguments(dtype, sizes, flags, bias_dtype, operands, shared);
+  HopfieldOptions asked;
+  read_hopfield_options(named(options), asked);
+  p.scale = asked.scale;
+  p.scale_float = static_cast<float>(p.scale);
+  p.eps = asked.eps;
+  p.together = asked.together;
   p.out = reinterpret_cast<void*>(out);
-  p.eps = eps;
-  p.together = together;
   py::gil_scoped_release release;
   with_element(p.dtype,
                [&](auto* element) { hopfield_search(element, p, rows_are_aligned(p), stream); });

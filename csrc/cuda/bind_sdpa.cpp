@@ -12,48 +12,37 @@ namespace cuda {
 
 namespace {
 
-// operands: (q, k, v, out), each (address, strides); options: (offset, window_left, window_right,
-// softcap, mask, mask_dtype, alibi, dropout_p, seed address, weights_mode, tf32, packed), where
-// packed is None or (address of q_starts, of k_starts, bottom_right).
-AttentionArguments arguments(int dtype, const py::tuple& sizes, const py::tuple& operands,
-                             uintptr_t lse, double scale, const py::tuple& options) {
+// operands: query, key, value, out, the address of lse, mask, mask_dtype, the address of alibi or 0,
+// alibi_stride, the address of seed or 0, tf32, and the addresses of q_starts and k_starts, 0 but
+// for packed sequences; then options are VarlenOptions, else AttentionOptions.
+AttentionArguments arguments(int dtype, const py::tuple& sizes, const py::object& options,
+                             const py::dict& operands) {
+  using P = AttentionArguments;
+  static const auto fields = std::make_tuple(
+      field("query", &P::q), field("key", &P::k), field("value", &P::v), field("out", &P::out),
+      field("lse", &P::lse), field("seed", &P::seed_address), field("tf32", &P::tf32),
+      field("q_starts", &P::q_starts), field("k_starts", &P::k_starts));
   AttentionArguments p{};
   p.dtype = static_cast<DType>(dtype);
   int64_t n[7];
   integers(sizes, n);
   p.B = n[0], p.Hq = n[1], p.Hkv = n[2], p.Lq = n[3], p.Lk = n[4], p.D = n[5], p.Dv = n[6];
-  p.q = optional_operand(operands[0]);
-  p.k = optional_operand(operands[1]);
-  p.v = optional_operand(operands[2]);
-  p.out = optional_operand(operands[3]);
-  p.lse = reinterpret_cast<double*>(lse);
-  p.scale = scale;
-  p.scale_float = static_cast<float>(scale);
-
-  p.offset = options[0].cast<int64_t>();
-  p.window_left = options[1].cast<int64_t>();
-  p.window_right = options[2].cast<int64_t>();
-  p.softcap = options[3].cast<double>();
-  p.softcap_float = static_cast<float>(p.softcap);
-  p.mask = optional_operand(options[4]);
-  p.mask_dtype = static_cast<DType>(options[5].cast<int>());
-  if (!options[6].is_none()) {
-    const auto alibi = options[6].cast<py::tuple>();
-    p.alibi = reinterpret_cast<const void*>(alibi[0].cast<uintptr_t>());
-    integers(alibi[1].cast<py::tuple>(), p.alibi_stride);
+  named(operands).read(p, fields);
+  read_biases(named(operands), p);
+  if (p.q_starts == nullptr) {
+    read_attention_options(named(options), p);
+    p.stats_stride[0] = p.Hq * p.Lq;
+  } else {
+    VarlenOptions asked;
+    read_varlen_options(named(options), asked);
+    static_cast<AttentionOptions&>(p) = asked;
+    p.bottom_right = asked.bottom_right;
   }
-  set_dropout(p, options[7].cast<double>(), options[8].cast<uintptr_t>());
-  p.weights_mode = static_cast<Weights>(options[9].cast<int>());
-  p.stats_stride[0] = p.Hq * p.Lq;
   p.stats_stride[1] = p.Lq;
-  p.tf32 = p.dtype == DType::f32 && options[10].cast<bool>();
-  if (!options[11].is_none()) {
-    const auto packed = options[11].cast<py::tuple>();
-    p.q_starts = reinterpret_cast<const int64_t*>(packed[0].cast<uintptr_t>());
-    p.k_starts = reinterpret_cast<const int64_t*>(packed[1].cast<uintptr_t>());
-    p.bottom_right = packed[2].cast<bool>();
-    p.stats_stride[0] = 0;
-  }
+  p.scale_float = static_cast<float>(p.scale);
+  p.softcap_float = static_cast<float>(p.softcap);
+  p.tf32 = p.tf32 && p.dtype == DType::f32;
+  set_dropout(p);
   set_window(p);
 
   const int64_t bytes = p.dtype == DType::f32 ? 4 : 2;
@@ -79,9 +68,9 @@ PairsArguments pairs(const AttentionArguments& p, const py::tuple& result, bool 
 }
 
 // weights: None, or (result of attention_pairs, row_stats, factor)
-void forward(int dtype, uintptr_t stream, const py::tuple& sizes, const py::tuple& operands,
-             uintptr_t lse, double scale, const py::tuple& options, const py::object& weights) {
-  AttentionArguments p = arguments(dtype, sizes, operands, lse, scale, options);
+void forward(int dtype, uintptr_t stream, const py::tuple& sizes, const py::object& options,
+             const py::dict& operands, const py::object& weights) {
+  AttentionArguments p = arguments(dtype, sizes, options, operands);
   PairsArguments w{};
   if (!weights.is_none()) {
     const auto given = weights.cast<py::tuple>();
@@ -97,28 +86,23 @@ void forward(int dtype, uintptr_t stream, const py::tuple& sizes, const py::tupl
   });
 }
 
-// gradients: (grad_out, grad_lse, grad_weights, grad_q, grad_k, grad_v, row_stats, grad_mask), the
-// operands as (address, strides) or None, grad_lse and row_stats addresses, grad_mask a result of
-// attention_pairs or None.
-void backward(int dtype, uintptr_t stream, const py::tuple& sizes, const py::tuple& operands,
-              uintptr_t lse, double scale, const py::tuple& options, const py::tuple& gradients) {
-  AttentionArguments p = arguments(dtype, sizes, operands, lse, scale, options);
-  p.grad_out = optional_operand(gradients[0]);
-  p.grad_lse = reinterpret_cast<const double*>(gradients[1].cast<uintptr_t>());
-  p.grad_weights = optional_operand(gradients[2]);
-  p.grad_q = optional_operand(gradients[3]);
-  p.grad_k = optional_operand(gradients[4]);
-  p.grad_v = optional_operand(gradients[5]);
-  p.row_stats = reinterpret_cast<float*>(gradients[6].cast<uintptr_t>());
+// gradients: see read_gradients; the address of row_stats; grad_mask, a result of attention_pairs or
+// None.
+void backward(int dtype, uintptr_t stream, const py::tuple& sizes, const py::object& options,
+              const py::dict& operands, const py::dict& gradients) {
+  static const auto stats = std::make_tuple(field("row_stats", &AttentionArguments::row_stats));
+  AttentionArguments p = arguments(dtype, sizes, options, operands);
+  read_gradients(named(gradients), p);
+  named(gradients).read(p, stats);
+  const py::object grad_mask = gradients["grad_mask"];
   const int64_t bytes = p.dtype == DType::f32 ? 4 : 2;
   for (const Tensor4& t : {p.grad_out, p.grad_q, p.grad_k, p.grad_v})
     p.aligned = p.aligned && is_aligned(t, bytes);
   // The gradient of a mask has row sums that are those of lse's gradient, to the eps of the mask's
   // dtype, which may be float32; and dO . O knows nothing of a gradient of the weights.
-  p.exact_delta =
-      p.dtype == DType::f32 || p.grad_weights.data != nullptr || !gradients[7].is_none();
+  p.exact_delta = p.dtype == DType::f32 || p.grad_weights.data != nullptr || !grad_mask.is_none();
   PairsArguments mask{};
-  if (!gradients[7].is_none()) mask = pairs(p, gradients[7].cast<py::tuple>(), true, 1.0f);
+  if (!grad_mask.is_none()) mask = pairs(p, grad_mask.cast<py::tuple>(), true, 1.0f);
   py::gil_scoped_release release;
   with_element_of_attention(p, [&](auto* element) {
     attention_rows(element, p, stream);

@@ -11,9 +11,8 @@ namespace {
 // operands: (x, out), each (address, strides); positions: (address, strides) or None; tables:
 // addresses of frequency, phase, pair_frequency.
 void sinusoidal_encoding(int dtype, uintptr_t stream, const py::tuple& sizes,
-                         const py::tuple& operands, const py::object& positions, int64_t offset,
-                         const py::tuple& tables, bool interleaved, double scale,
-                         const py::object& padding_idx) {
+                         const py::tuple& operands, const py::object& positions,
+                         const py::tuple& tables, bool interleaved, const py::object& options) {
   SinusoidalParams p{};
   p.dtype = static_cast<DType>(dtype);
   int64_t n[4];
@@ -26,14 +25,11 @@ void sinusoidal_encoding(int dtype, uintptr_t stream, const py::tuple& sizes,
     p.positions = reinterpret_cast<const int64_t*>(given[0].cast<uintptr_t>());
     integers(given[1].cast<py::tuple>(), p.position_stride);
   }
-  p.offset = offset;
   p.frequency = reinterpret_cast<const uint64_t*>(tables[0].cast<uintptr_t>());
   p.phase = reinterpret_cast<const uint64_t*>(tables[1].cast<uintptr_t>());
   p.pair_frequency = reinterpret_cast<const uint64_t*>(tables[2].cast<uintptr_t>());
   p.interleaved = interleaved;
-  p.scale = scale;
-  p.has_padding_idx = !padding_idx.is_none();
-  if (p.has_padding_idx) p.padding_idx = integer(padding_idx.ptr());
+  read_sinusoidal_options(named(options), p);
   const int64_t bytes = p.dtype == DType::f32 ? 4 : 2;
   const bool aligned = is_aligned(p.x, bytes) && is_aligned(p.out, bytes);
   py::gil_scoped_release release;

@@ -6,11 +6,14 @@
 #include <cstdint>
 
 #include "../arguments.h"
+#include "../options.h"
 #include "kernels/table.h"
 #include "params.h"
 
 namespace fastattn {
 namespace cuda {
+
+inline Named named(pybind11::handle from) { return Named(from, "fastattn._cuda"); }
 
 // (address, strides) or None
 inline Tensor4 optional_operand(const pybind11::object& pair) {
@@ -19,11 +22,10 @@ inline Tensor4 optional_operand(const pybind11::object& pair) {
   return operand(t[0].cast<uintptr_t>(), t[1].cast<pybind11::tuple>());
 }
 
-inline void set_dropout(AttentionArguments& p, double probability, uintptr_t seed_address) {
-  p.dropout_p = probability;
-  p.seed_address = reinterpret_cast<const uint64_t*>(seed_address);
+// After dropout_p.
+inline void set_dropout(AttentionArguments& p) {
   // A half is rounded to even, as everywhere.
-  p.keep_below = static_cast<uint32_t>(std::nearbyint((1.0 - probability) * 65536.0));
+  p.keep_below = static_cast<uint32_t>(std::nearbyint((1.0 - p.dropout_p) * 65536.0));
   p.keep_scale = p.keep_below == 0 ? 0.0f : static_cast<float>(65536.0 / p.keep_below);
 }
 

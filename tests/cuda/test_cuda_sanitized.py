@@ -52,10 +52,11 @@ adapter._cuda.allow_hopper(False)
 print("right", flush=True)
 x, short = (torch.zeros(1, 1, n, 64, dtype=torch.bfloat16) for n in (70, 69))
 lse = torch.zeros(70, dtype=torch.float64)
-operands = [(t.data_ptr(), t.stride()) for t in (x, short, x, torch.empty_like(x))]
-options = (0, -1, -1, 0.0, None, 0, None, 0.0, 0, 0, False, None)
+from fastattn.backends.primitives import AttentionOptions
+operands = adapter.sdpa._operands(x, x, x, torch.empty_like(x), lse, None, None, None)
+operands["key"] = short.data_ptr(), short.stride()
 sizes = (1, 1, 1, 70, 70, 64, 64)
-adapter._cuda.attention_forward(2, 0, sizes, tuple(operands), lse.data_ptr(), 1.0, options, None)
+adapter._cuda.attention_forward(2, 0, sizes, AttentionOptions(scale=1.0), operands, None)
 print("missed", flush=True)
 """
 

@@ -106,7 +106,7 @@ class Forward : AdditiveRows<P> {
 
   void write_weights(const Buffers& f, Block q, Range range) const {
     for (int64_t i = q.begin; i < q.end; ++i) {
-      Storage* const to = const_cast<Storage*>(row(p.weights, q.b, i));
+      Storage* const to = const_cast<Storage*>(row(p.applied, q.b, i));
       const T* const from = f.s + (i - q.begin) * ld;
       for (int64_t j = 0; j < p.Lk; ++j)
         narrow(j >= range.begin && j < range.end ? from[j] : T(0), to + j);

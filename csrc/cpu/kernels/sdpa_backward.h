@@ -18,7 +18,7 @@ __attribute__((noinline)) void pack_grad_weights(const AttentionParams& p, int64
   typedef typename P::Acc T;
   constexpr int64_t lanes = kPanelLanes<P>;
   const int64_t* st = p.grad_weights.stride;
-  const bool averaged = p.weights_mode == Weights::averaged;
+  const bool averaged = p.weights == Weights::averaged;
   const auto* g = static_cast<const typename P::Storage*>(p.grad_weights.data) + b * st[0] +
                   (averaged ? 0 : h * st[1]);
   pack_transposed<T>(g + i0 * st[2] + j0 * st[3], st[2], st[3], i1 - i0, j1 - j0, lanes, dst,

@@ -29,7 +29,7 @@ class Forward {
       : p(params),
         rule(make_rule<T>(params)),
         dropout(make_dropout(params)),
-        weights(gives_weights(params) ? params.weights_mode : Weights::none),
+        weights(gives_weights(params) ? params.weights : Weights::none),
         Bk(weights != Weights::none ? whole_key_block<P>(params.Lk)
                                     : key_block<P>(params.D, params.Dv)),
         Bq(weights == Weights::averaged
@@ -41,7 +41,7 @@ class Forward {
   // Where all keys of a row fit one block, its probabilities are there, and its sum is known, when
   // they have been multiplied with the values: the weights cost no product of their own.
   static bool gives_weights(const Sequence& p) {
-    return p.weights_mode != Weights::none && p.Lk <= kWholeKeys;
+    return p.weights != Weights::none && p.Lk <= kWholeKeys;
   }
 
   int64_t tasks() const { return groups() * blocks(); }
@@ -290,12 +290,12 @@ class Forward {
     hide(b, h, i0, i1, {0, r.begin});
     hide(b, h, i0, i1, {r.end, p.Lk});
     unpack_transposed<T>(tile, lanes, inverse, i1 - i0, nk, weights_row(b, h, i0) + r.begin,
-                         p.weights.stride[2]);
+                         p.applied.stride[2]);
   }
 
   Storage* weights_row(int64_t b, int64_t h, int64_t i) const {
-    const int64_t* st = p.weights.stride;
-    return static_cast<Storage*>(p.weights.data) + b * st[0] + h * st[1] + i * st[2];
+    const int64_t* st = p.applied.stride;
+    return static_cast<Storage*>(p.applied.data) + b * st[0] + h * st[1] + i * st[2];
   }
   // No weight of queries [i0, i1) is on these keys.
   void hide(int64_t b, int64_t h, int64_t i0, int64_t i1, Range keys) const {
@@ -310,7 +310,7 @@ class Forward {
     for (int64_t i = q0; i < min_of(p.Lq, q0 + Bq); i += kLanesOfPanel) {
       const int64_t rows = min_of(kLanesOfPanel, p.Lq - i);
       unpack_transposed<T>(buf.mean + (i - q0) * Bk, lanes_for(rows), share, rows, p.Lk,
-                           weights_row(b, 0, i), p.weights.stride[2]);
+                           weights_row(b, 0, i), p.applied.stride[2]);
     }
   }
 
@@ -497,7 +497,7 @@ void attention_forward(const AttentionParams& p) {
     typedef decltype(policy) P;
     const Sequences sequences(p);
     Schedule<P>(sequences).run();
-    if (p.weights_mode == Weights::none) return;
+    if (p.weights == Weights::none) return;
     const Sequence all = sequences.at(0);
     if (Decode<P>::serves(all) || !Forward<P>::gives_weights(all)) WeightsPass<P>(all).run();
   });

@@ -27,7 +27,7 @@ class WeightsPass {
         rule(make_rule<T>(params)),
         dropout(make_dropout(params)),
         Bk(key_block<P>(params.D, params.Dv)),
-        averaged(params.weights_mode == Weights::averaged) {}
+        averaged(params.weights == Weights::averaged) {}
 
   static FASTATTN_INLINE int64_t lanes_for(int64_t rows) { return rows <= W ? W : kLanesOfPanel; }
 
@@ -228,8 +228,8 @@ class WeightsPass {
 
   void write(const T* tile, int64_t b, int64_t h, int64_t i, int64_t rows, int64_t j0, int64_t j1,
              T factor) {
-    const int64_t* st = p.weights.stride;
-    Storage* dst = static_cast<Storage*>(p.weights.data) + b * st[0] + h * st[1] + i * st[2] + j0;
+    const int64_t* st = p.applied.stride;
+    Storage* dst = static_cast<Storage*>(p.applied.data) + b * st[0] + h * st[1] + i * st[2] + j0;
     T factors[kLanesOfPanel];
     for (T& f : factors) f = factor;
     unpack_transposed<T>(tile, lanes_for(rows), factors, rows, j1 - j0, dst, st[2]);

@@ -210,13 +210,13 @@ __global__ void __launch_bounds__(kAdditiveThreads, 2)
       scores[j] = seen ? w * kept(j) : no_part();
     }
   } else {
-    const int64_t asked = b * p.weights.stride[0] + i * p.weights.stride[2];
-    auto* weights = static_cast<typename T::Storage*>(p.weights.data);
+    const int64_t asked = b * p.applied.stride[0] + i * p.applied.stride[2];
+    auto* weights = static_cast<typename T::Storage*>(p.applied.data);
     for (int j = lane; j < keys; j += 32) {
       const bool seen = scores[j] != minus_infinity();
       const float w = seen ? weight(j) * kept(j) : 0.0f;
       scores[j] = seen ? w : no_part();
-      if (weights != nullptr) weights[asked + j * p.weights.stride[3]] = narrow<T>(w);
+      if (weights != nullptr) weights[asked + j * p.applied.stride[3]] = narrow<T>(w);
     }
   }
 }

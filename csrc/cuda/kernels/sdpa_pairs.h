@@ -49,7 +49,7 @@ FASTATTN_DEVICE float weight_gradient(const AttentionArguments& p, int b, int h,
   const int64_t* stride = p.grad_weights.stride;
   const int64_t n = b * stride[0] + h * stride[1] + i * stride[2] + j * stride[3];
   const float g = widen(p.grad_weights.data, n);
-  return p.weights_mode == Weights::averaged ? g / static_cast<float>(p.Hq) : g;
+  return p.weights == Weights::averaged ? g / static_cast<float>(p.Hq) : g;
 }
 
 template <class T>

@@ -33,11 +33,9 @@ def additive_attention(
         DTYPES[query.dtype],
         torch.get_num_threads(),
         (batch, queries, keys, width, value_width),
-        (_headless(query), _headless(key), _headless(value)),
-        vector.data_ptr(),
-        0 if bias is None else bias.data_ptr(),
-        _options(attn_mask, seed, options),
-        (_headless(out), _headless(applied) if options.weights else None),
+        options,
+        _operands(query, key, value, vector, bias, attn_mask, seed),
+        {"out": _headless(out), "applied": _headless(applied) if options.weights else None},
     )
     return out, applied
 
@@ -85,21 +83,23 @@ def additive_attention_backward(
         DTYPES[query.dtype],
         torch.get_num_threads(),
         (batch, queries, keys, width, value_width),
-        (_headless(query), _headless(key), _headless(value)),
-        vector.data_ptr(),
-        0 if wide_bias is None else wide_bias.data_ptr(),
-        _options(attn_mask, seed, options),
-        (_headless(grad_out), None if grad_weights is None else _headless(grad_weights)),
-        (
-            _headless(grad_query),
-            _headless(grad_key),
-            _headless(grad_value),
-            grad_v.data_ptr(),
-            grad_bias.data_ptr(),
-            0 if grad_scores is None else grad_scores.data_ptr(),
-            None if grad_mask is None else broadcast_operand(grad_mask.unsqueeze(1)),
-        ),
-        (parts.data_ptr(), chunk, chunks, direct),
+        options,
+        _operands(query, key, value, vector, wide_bias, attn_mask, seed),
+        {
+            "grad_out": _headless(grad_out),
+            "grad_weights": None if grad_weights is None else _headless(grad_weights),
+            "grad_query": _headless(grad_query),
+            "grad_key": _headless(grad_key),
+            "grad_value": _headless(grad_value),
+            "grad_mask": None if grad_mask is None else broadcast_operand(grad_mask.unsqueeze(1)),
+            "grad_vector": grad_v.data_ptr(),
+            "grad_bias": grad_bias.data_ptr(),
+            "grad_scores": 0 if grad_scores is None else grad_scores.data_ptr(),
+            "parts": parts.data_ptr(),
+            "chunk_rows": chunk,
+            "chunks": chunks,
+            "direct": direct,
+        },
     )
     if grad_mask is None:
         grad_mask = grad_scores
@@ -113,18 +113,25 @@ def additive_attention_backward(
     )
 
 
-def _options(
+def _operands(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    vector: Tensor,
+    bias: Tensor | None,
     attn_mask: Tensor | None,
     seed: Tensor | None,
-    options: AdditiveOptions,
-) -> tuple[Any, int, bool, float, int]:
-    return (
-        None if attn_mask is None else broadcast_operand(attn_mask.unsqueeze(1)),
-        0 if attn_mask is None else DTYPES[attn_mask.dtype],
-        options.causal,
-        options.dropout_p,
-        philox_key(seed),
-    )
+) -> dict[str, Any]:
+    return {
+        "query": _headless(query),
+        "key": _headless(key),
+        "value": _headless(value),
+        "vector": vector.data_ptr(),
+        "bias": 0 if bias is None else bias.data_ptr(),
+        "mask": None if attn_mask is None else broadcast_operand(attn_mask.unsqueeze(1)),
+        "mask_dtype": 0 if attn_mask is None else DTYPES[attn_mask.dtype],
+        "seed": philox_key(seed),
+    }
 
 
 def _wide(x: Tensor) -> Tensor:

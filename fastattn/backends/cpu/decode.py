@@ -7,8 +7,7 @@ from torch import Tensor
 
 from fastattn import _cpu
 from fastattn.backends._alloc import empty_output
-from fastattn.backends.cpu.operands import DTYPES
-from fastattn.backends.cpu.varlen import sequence_options
+from fastattn.backends.cpu.operands import DTYPES, optional_operands
 from fastattn.backends.primitives import DecodeOptions
 
 _MOST_ROWS = 32  # query rows a key head up to which reading pages beats gathering them
@@ -40,13 +39,13 @@ def decode_attention(
             x[pages].transpose(1, 2).flatten(2, 3) for x in (key_cache, value_cache)
         )
         entries, keys, block_table = batch, key_cache.shape[2], None
-    page, table = (0, None) if block_table is None else (keys, _rows(block_table))
-    capacity = keys if table is None else table.shape[1] * page
+    table = None if block_table is None else _rows(block_table)
     lengths = cache_seqlens.contiguous()
-    _cpu.attention_sequences(
+    chosen = None if cache_batch_idx is None else cache_batch_idx.contiguous()
+    _cpu.decode_attention(
         DTYPES[query.dtype],
         torch.get_num_threads(),
-        (batch, heads, kv_heads, queries, capacity, width, value_width),
+        (batch, heads, kv_heads, queries, _capacity(keys, table), width, value_width),
         query.data_ptr(),
         query.stride(),
         key_cache.data_ptr(),
@@ -56,20 +55,10 @@ def decode_attention(
         out.data_ptr(),
         out.stride(),
         lse.data_ptr(),
-        options.scale,
-        sequence_options(options, 0.0, alibi_slopes, None, batch, heads),
-        (
-            0,
-            0,
-            lengths.data_ptr(),
-            0 if cache_batch_idx is None else cache_batch_idx.contiguous().data_ptr(),
-            0 if table is None else table.data_ptr(),
-            0 if table is None else table.stride(0),
-            page,
-            entries,
-            True,
-        ),
-        None,
+        options,
+        optional_operands(batch, heads, None, alibi_slopes),
+        _cache(lengths, chosen, table, keys),
+        entries,
     )
     return out, lse
 
@@ -86,31 +75,40 @@ def append_to_cache(
     """Write the new keys and values behind those of each sequence, in place."""
     batch, kv_heads, rows, width = key.shape
     entries, _, keys, value_width = value_cache.shape
-    page, table = (0, None) if block_table is None else (keys, _rows(block_table))
+    table = None if block_table is None else _rows(block_table)
     lengths = cache_seqlens + rows
+    chosen = None if cache_batch_idx is None else cache_batch_idx.contiguous()
     _cpu.append_to_cache(
         key.itemsize,
-        (
-            batch,
-            kv_heads,
-            rows,
-            keys if table is None else table.shape[1] * page,
-            width,
-            value_width,
-            entries,
-        ),
-        (key.data_ptr(), key.stride()),
-        (value.data_ptr(), value.stride()),
-        (key_cache.data_ptr(), key_cache.stride()),
-        (value_cache.data_ptr(), value_cache.stride()),
-        (
-            lengths.data_ptr(),
-            0 if cache_batch_idx is None else cache_batch_idx.contiguous().data_ptr(),
-            0 if table is None else table.data_ptr(),
-            0 if table is None else table.stride(0),
-            page,
-        ),
+        (batch, kv_heads, rows, _capacity(keys, table), width, value_width, entries),
+        key.data_ptr(),
+        key.stride(),
+        value.data_ptr(),
+        value.stride(),
+        key_cache.data_ptr(),
+        key_cache.stride(),
+        value_cache.data_ptr(),
+        value_cache.stride(),
+        _cache(lengths, chosen, table, keys),
     )
+
+
+def _capacity(keys: int, table: Tensor | None) -> int:
+    """The keys that a sequence has room for, in an entry or in a row of pages of ``keys``."""
+    return keys if table is None else table.shape[1] * keys
+
+
+def _cache(
+    lengths: Tensor, entries: Tensor | None, table: Tensor | None, keys: int
+) -> dict[str, int]:
+    """Where the keys of each sequence are, by name; the tensors must live until the call ends."""
+    return {
+        "lengths": lengths.data_ptr(),
+        "entries": 0 if entries is None else entries.data_ptr(),
+        "block_table": 0 if table is None else table.data_ptr(),
+        "block_table_stride": 0 if table is None else table.stride(0),
+        "page_size": 0 if table is None else keys,
+    }
 
 
 def _reads_pages(query: Tensor, key_cache: Tensor, value_cache: Tensor) -> bool:

@@ -17,7 +17,7 @@ from fastattn.backends.cpu.memory_hops import _memory, _Operand, _summed, _with_
 from fastattn.backends.cpu.operands import DTYPES, broadcast_operand
 from fastattn.backends.primitives import HopfieldBackwardOptions, HopfieldOptions
 
-_SHARED, _SAME_ROWS, _NORMALIZE, _CROWDED, _SEARCH, _RESUME = 1, 2, 8, 16, 32, 64
+_SHARED, _SAME_ROWS, _SEARCH, _RESUME = 1, 2, 8, 16
 _ROUND = 256  # steps of one call, so that an unlimited search can be interrupted
 
 
@@ -76,12 +76,11 @@ class _Memory(Patterns):
         taken = torch.zeros(lead, dtype=torch.int64)
         moved = torch.empty((*lead, 2), dtype=torch.float64)
         steps_max = self.options.steps_max
-        settling = (self.options.together, taken.data_ptr(), moved.data_ptr())
         flags, done = _SEARCH, 0
         while True:
             steps = _ROUND if steps_max < 0 else min(_ROUND, steps_max - done)
             results = (out.data_ptr(), ends.data_ptr(), stats.data_ptr(), 0)
-            self._run(False, state, steps, flags, (), results, settling, self.options.eps)
+            self._run(False, state, steps, flags, (), results, taken, moved)
             done += steps
             if done == steps_max or bool((taken > 0).all()):
                 return out, taken, ends
@@ -95,7 +94,7 @@ class _Memory(Patterns):
         trace = torch.empty((*lead, steps + 1, width), dtype=wide)
         stats = torch.empty((*lead, steps, 2), dtype=wide)
         results = (out.data_ptr(), trace.data_ptr(), stats.data_ptr(), 0)
-        self._run(False, state, steps, 0, (), results, (1, taken.data_ptr(), 0), 0.0)
+        self._run(False, state, steps, 0, (), results, taken)
         return trace, stats
 
     def derive(
@@ -132,8 +131,7 @@ class _Memory(Patterns):
             0,
             ((grad_out.data_ptr(), (batch, query, 0, column)), None),
             (0, trace.data_ptr(), stats.data_ptr(), 0, *addresses),
-            (1, taken.data_ptr(), 0),
-            0.0,
+            taken,
         )
         grad_bias = None
         if scores is not None and bias is not None:
@@ -151,14 +149,12 @@ class _Memory(Patterns):
         flags: int,
         given: tuple[_Operand | None, ...],
         results: tuple[int, ...],
-        settling: tuple[int, int, int],
-        eps: float,
+        taken: Tensor,
+        moved: Tensor | None = None,
     ) -> None:
         groups, queries, width = state.shape
         stored = self.stored
-        flags |= _NORMALIZE | (_SHARED if groups == 1 else 0)
-        if self.options.crowded:
-            flags |= _CROWDED
+        flags |= _SHARED if groups == 1 else 0
         if self.keys is None:
             flags |= _SAME_ROWS
         batch, query, column = state.stride()
@@ -170,7 +166,7 @@ class _Memory(Patterns):
             torch.get_num_threads(),
             (groups, queries, steps, stored.shape[1], width),
             flags,
-            self.options.scale,
+            self.options,
             0 if self.bias is None else DTYPES[self.bias.dtype],
             (
                 (state.data_ptr(), (batch, query, 0, column)),
@@ -182,6 +178,6 @@ class _Memory(Patterns):
                 *given,
             ),
             results,
-            settling,
-            eps,
+            taken.data_ptr(),
+            0 if moved is None else moved.data_ptr(),
         )

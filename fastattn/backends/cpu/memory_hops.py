@@ -12,8 +12,7 @@ from fastattn import _cpu
 from fastattn.backends.cpu.operands import DTYPES, accumulator, broadcast_operand
 from fastattn.backends.primitives import MemoryHopBackwardOptions, MemoryHopOptions
 
-_ACTIVATIONS = {"none": 0, "relu": 1, "tanh": 2, "sigmoid": 3}
-_SHARED, _SAME_ROWS, _STACK, _NORMALIZE = 1, 2, 4, 8
+_SHARED, _SAME_ROWS, _STACK = 1, 2, 4
 _NO_SLOTS = (1, 1, 1)
 
 _Operand = tuple[int, tuple[int, ...]]
@@ -46,9 +45,8 @@ def memory_hop_attention(
         DTYPES[dtype],
         torch.get_num_threads(),
         (lead[0], lead[1] if len(lead) == 2 else 1, hops, rows, width),
-        _flags(in_memory, out_memory, options.normalize, shared),
-        _ACTIVATIONS[options.activation],
-        options.scale,
+        _flags(in_memory, out_memory, shared),
+        options,
         0 if memory_bias is None else DTYPES[memory_bias.dtype],
         _operands(query, in_memory, out_memory, hop_proj, memory_mask, memory_bias),
         (
@@ -110,9 +108,8 @@ def memory_hop_attention_backward(
         DTYPES[dtype],
         torch.get_num_threads(),
         (batch, queries, hops, rows, width),
-        _flags(in_memory, out_memory, options.normalize, shared),
-        _ACTIVATIONS[options.activation],
-        options.scale,
+        _flags(in_memory, out_memory, shared),
+        options,
         0 if memory_bias is None else DTYPES[memory_bias.dtype],
         (
             *_operands(query, in_memory, out_memory, hop_proj, memory_mask, memory_bias),
@@ -161,8 +158,7 @@ def plain_hops(
         DTYPES[dtype],
         torch.get_num_threads(),
         (batch, 1, hops, in_memory.shape[-2], width),
-        _plain_flags(in_memory, out_memory),
-        0,
+        _flags(in_memory, out_memory, False),
         scale,
         0,
         _plain_operands(query, in_memory, out_memory, mask),
@@ -197,8 +193,7 @@ def plain_hops_backward(
         DTYPES[dtype],
         torch.get_num_threads(),
         (batch, 1, hops, in_memory.shape[-2], width),
-        _plain_flags(in_memory, out_memory),
-        0,
+        _flags(in_memory, out_memory, False),
         scale,
         0,
         (*_plain_operands(query, in_memory, out_memory, mask), _vectors(grad_out), None),
@@ -221,12 +216,6 @@ def plain_hops_backward(
         ),
     )
     return grad_query, grad_in, grad_out_memory
-
-
-def _plain_flags(in_memory: Tensor, out_memory: Tensor | None) -> int:
-    if out_memory is not None:
-        return _NORMALIZE
-    return _NORMALIZE | (_STACK if in_memory.dim() == 4 else _SAME_ROWS)
 
 
 def _plain_operands(
@@ -258,11 +247,11 @@ def _one_memory(memory: Tensor) -> bool:
     return memory.shape[0] == 1 or memory.stride(0) == 0
 
 
-def _flags(in_memory: Tensor, out_memory: Tensor | None, normalize: str, shared: bool) -> int:
+def _flags(in_memory: Tensor, out_memory: Tensor | None, shared: bool) -> int:
     flags = _SHARED if shared else 0
-    if out_memory is None:
-        flags |= _STACK if in_memory.ndim == 4 else _SAME_ROWS
-    return flags | _NORMALIZE if normalize == "softmax" else flags
+    if out_memory is not None:
+        return flags
+    return flags | (_STACK if in_memory.dim() == 4 else _SAME_ROWS)
 
 
 def _operands(

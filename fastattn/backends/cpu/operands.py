@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -35,11 +37,34 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
-def slopes_operand(
-    alibi_slopes: Tensor | None, batch: int, heads: int
-) -> tuple[int, tuple[int, ...]] | None:
-    """[B|1, H] for every sequence, without being expanded in memory."""
-    return None if alibi_slopes is None else operand(alibi_slopes.expand(batch, heads))
+# The operands of attention that a call may be without.
+NO_OPERANDS: dict[str, Any] = {
+    "mask": None,
+    "mask_dtype": 0,
+    "alibi": 0,
+    "alibi_stride": (0, 0),
+    "seed": 0,
+    "applied": None,
+}
+
+
+def optional_operands(
+    batch: int,
+    heads: int,
+    attn_mask: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    seed: Tensor | None = None,
+) -> dict[str, Any]:
+    """The operands of :data:`NO_OPERANDS`, by name; slopes [B|1, H] are not expanded in memory."""
+    operands = NO_OPERANDS.copy()
+    if attn_mask is not None:
+        operands["mask"] = broadcast_operand(attn_mask)
+        operands["mask_dtype"] = DTYPES[attn_mask.dtype]
+    if alibi_slopes is not None:
+        operands["alibi"], operands["alibi_stride"] = operand(alibi_slopes.expand(batch, heads))
+    if seed is not None:
+        operands["seed"] = philox_key(seed)
+    return operands
 
 
 def philox_key(seed: Tensor | None) -> int:

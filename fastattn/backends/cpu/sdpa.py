@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,11 +13,11 @@ from fastattn import _cpu
 from fastattn.backends._alloc import empty_output
 from fastattn.backends.cpu.operands import (
     DTYPES,
+    NO_OPERANDS,
     accumulator,
     broadcast_operand,
     operand,
-    philox_key,
-    slopes_operand,
+    optional_operands,
 )
 from fastattn.backends.primitives import AttentionBackwardOptions, AttentionOptions
 
@@ -55,21 +56,21 @@ def scaled_dot_product_attention(
         out.data_ptr(),
         out.stride(),
         lse.data_ptr(),
-        options.scale,
-        _options(query, attn_mask, alibi_slopes, seed, options, applied),
+        options,
+        _operands(query, attn_mask, alibi_slopes, seed, applied if options.weights else None),
     )
     return out, lse, applied
 
 
-# The options of causal attention: of none but window_right.
-_CAUSAL = (0, -1, 0, 0.0, None, 0, None, 0.0, 0, 0, None)
+@functools.lru_cache(maxsize=64)
+def _causal_options(scale: float) -> AttentionOptions:
+    return AttentionOptions(scale=scale, window_right=0)
 
 
-def _plain_options(mask: Tensor | None, causal: bool) -> tuple[Any, ...] | None:
+def _plain_operands(mask: Tensor | None) -> dict[str, Any] | None:
     if mask is None:
-        return _CAUSAL if causal else None
-    right = 0 if causal else -1
-    return (0, -1, right, 0.0, operand(mask), DTYPES[mask.dtype], None, 0.0, 0, 0, None)
+        return None
+    return {**NO_OPERANDS, "mask": operand(mask), "mask_dtype": DTYPES[mask.dtype]}
 
 
 def plain_attention(
@@ -102,8 +103,8 @@ def plain_attention(
         out.data_ptr(),
         out.stride(),
         0 if lse is None else lse.data_ptr(),
-        scale,
-        _plain_options(mask, causal),
+        _causal_options(scale) if causal else scale,
+        _plain_operands(mask),
     )
     return out, lse
 
@@ -139,17 +140,17 @@ def plain_attention_backward(
         out.data_ptr(),
         out.stride(),
         lse.data_ptr(),
-        scale,
-        _plain_options(mask, causal),
-        (
-            operand(grad_out),
-            0,
-            None,
-            operand(grad_query),
-            operand(grad_key),
-            operand(grad_value),
-            None,
-        ),
+        _causal_options(scale) if causal else scale,
+        _plain_operands(mask),
+        {
+            "grad_out": operand(grad_out),
+            "grad_lse": 0,
+            "grad_weights": None,
+            "grad_query": operand(grad_query),
+            "grad_key": operand(grad_key),
+            "grad_value": operand(grad_value),
+            "grad_mask": None,
+        },
     )
     return grad_query, grad_key, grad_value
 
@@ -205,55 +206,38 @@ def scaled_dot_product_attention_backward(
         out.data_ptr(),
         out.stride(),
         lse.data_ptr(),
-        options.scale,
-        _options(query, attn_mask, alibi_slopes, seed, options, None),
-        (
-            operand(grad_out),
-            0 if grad_lse is None else grad_lse.data_ptr(),
-            None if grad_weights is None else _weights_operand(grad_weights),
-            operand(grad_query),
-            operand(grad_key),
-            operand(grad_value),
-            None if grad_mask is None else broadcast_operand(grad_mask),
-        ),
+        options,
+        _operands(query, attn_mask, alibi_slopes, seed, None),
+        {
+            "grad_out": operand(grad_out),
+            "grad_lse": 0 if grad_lse is None else grad_lse.data_ptr(),
+            "grad_weights": None if grad_weights is None else _weights_operand(grad_weights),
+            "grad_query": operand(grad_query),
+            "grad_key": operand(grad_key),
+            "grad_value": operand(grad_value),
+            "grad_mask": None if grad_mask is None else broadcast_operand(grad_mask),
+        },
     )
     if grad_mask is not None and attn_mask is not None:
         grad_mask = grad_mask.to(attn_mask.dtype)
     return grad_query, grad_key, grad_value, grad_mask
 
 
-def _options(
+def _operands(
     query: Tensor,
     attn_mask: Tensor | None,
     alibi_slopes: Tensor | None,
     seed: Tensor | None,
-    options: AttentionOptions,
     applied: Tensor | None,
-) -> tuple[Any, ...] | None:
-    """Everything beyond plain attention, None where there is nothing of it."""
-    if (
-        attn_mask is None
-        and alibi_slopes is None
-        and options.window_left < 0
-        and options.window_right < 0
-        and options.softcap == options.dropout_p == 0.0
-        and options.weights == 0
-    ):
+) -> dict[str, Any] | None:
+    """What a call may be without, None where it is without all of it."""
+    if attn_mask is None and alibi_slopes is None and seed is None and applied is None:
         return None
     batch, heads = query.shape[:2]
-    return (
-        options.offset,
-        options.window_left,
-        options.window_right,
-        options.softcap,
-        None if attn_mask is None else broadcast_operand(attn_mask),
-        0 if attn_mask is None else DTYPES[attn_mask.dtype],
-        slopes_operand(alibi_slopes, batch, heads),
-        options.dropout_p,
-        philox_key(seed),
-        options.weights,
-        _weights_operand(applied) if applied is not None and options.weights else None,
-    )
+    operands = optional_operands(batch, heads, attn_mask, alibi_slopes, seed)
+    if applied is not None:
+        operands["applied"] = _weights_operand(applied)
+    return operands
 
 
 def _weights_operand(weights: Tensor) -> tuple[int, tuple[int, ...]]:

@@ -36,14 +36,12 @@ def sinusoidal_encoding(
         (0,) * missing + target.stride(),
         0 if positions is None else positions.data_ptr(),
         (0, 0, 0) if positions is None else (0,) * missing + positions.stride(),
-        options.offset,
         table.frequency.buffer_info()[0],
         table.phase.buffer_info()[0],
         len(table.pairs),
         options.layout == "interleaved",
         table.pairs.buffer_info()[0],
-        options.scale,
-        options.padding_idx,
+        options,
     )
     if target.data_ptr() != out.data_ptr():
         out.copy_(target.view(out.shape))

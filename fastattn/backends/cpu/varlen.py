@@ -9,8 +9,8 @@ from torch import Tensor
 
 from fastattn import _cpu
 from fastattn.backends._alloc import empty_output
-from fastattn.backends.cpu.operands import DTYPES, philox_key, slopes_operand
-from fastattn.backends.primitives import DecodeOptions, VarlenOptions
+from fastattn.backends.cpu.operands import DTYPES, optional_operands
+from fastattn.backends.primitives import VarlenOptions
 
 
 def varlen_attention(
@@ -88,13 +88,14 @@ def varlen_attention_backward(
         alibi_slopes,
         seed,
         options,
-        (
-            _operand(grad_out),
-            0 if grad_lse is None else grad_lse.data_ptr(),
-            None,
-            *(_operand(grad) for grad in grads),
-            None,
-        ),
+        {
+            "grad_out": _operand(grad_out),
+            "grad_lse": 0 if grad_lse is None else grad_lse.data_ptr(),
+            "grad_weights": None,
+            "grad_query": _operand(grads[0]),
+            "grad_key": _operand(grads[1]),
+            "grad_value": _operand(grads[2]),
+        },
     )
     return grads[0], grads[1], grads[2]
 
@@ -109,11 +110,11 @@ def _run(
     alibi_slopes: Tensor | None,
     seed: Tensor | None,
     options: VarlenOptions,
-    gradients: tuple[Any, ...] | None,
+    gradients: dict[str, Any] | None,
 ) -> None:
     batch = len(starts[0]) - 1
     (rows, heads, width), (keys, kv_heads, value_width) = query.shape, value.shape
-    _cpu.attention_sequences(
+    _cpu.varlen_attention(
         DTYPES[query.dtype],
         torch.get_num_threads(),
         (batch, heads, kv_heads, rows, keys, width, value_width),
@@ -122,25 +123,12 @@ def _run(
         *_operand(value),
         *_operand(out),
         lse.data_ptr(),
-        options.scale,
-        sequence_options(options, options.dropout_p, alibi_slopes, seed, batch, heads),
-        (starts[0].data_ptr(), starts[1].data_ptr(), 0, 0, 0, 0, 0, 0, options.bottom_right),
+        options,
+        optional_operands(batch, heads, None, alibi_slopes, seed),
+        starts[0].data_ptr(),
+        starts[1].data_ptr(),
         gradients,
     )
-
-
-def sequence_options(
-    options: VarlenOptions | DecodeOptions,
-    dropout_p: float,
-    alibi_slopes: Tensor | None,
-    seed: Tensor | None,
-    batch: int,
-    heads: int,
-) -> tuple[Any, ...]:
-    """The options of attention as the native module takes them."""
-    alibi = slopes_operand(alibi_slopes, batch, heads)
-    left, right = options.window_left, options.window_right
-    return (0, left, right, options.softcap, None, 0, alibi, dropout_p, philox_key(seed), 0, None)
 
 
 def _contiguous(x: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from fastattn.backends.cuda.operands import (
     DTYPES,
     MASK_DTYPES,
     MAX_LENGTH,
+    address,
     on,
     operand,
     why_not_dtype,
@@ -65,9 +66,13 @@ def additive_attention(
             DTYPES[query.dtype],
             stream,
             (*shape, query.shape[2], value.shape[2]),
-            (_headless(query), _headless(key), _headless(value)),
-            _options(shape, vector, wide_bias, attn_mask, seed, options),
-            (_headless(out), _headless(applied) if options.weights else None, scores.data_ptr()),
+            options,
+            _operands(query, key, value, vector, wide_bias, attn_mask, seed),
+            {
+                "out": _headless(out),
+                "applied": _headless(applied) if options.weights else None,
+                "scores": scores.data_ptr(),
+            },
         )
     return out, applied
 
@@ -101,18 +106,19 @@ def additive_attention_backward(
             DTYPES[query.dtype],
             stream,
             (*shape, width, value_width),
-            (_headless(query), _headless(key), _headless(value)),
-            _options(shape, vector, wide_bias, attn_mask, seed, options),
-            (
-                _headless(grad_out),
-                None if grad_weights is None else _headless(grad_weights),
-                _headless(grad_query),
-                _headless(grad_key),
-                _headless(grad_value),
-                scores.data_ptr(),
-                gradients.data_ptr(),
-                parts.data_ptr(),
-            ),
+            options,
+            _operands(query, key, value, vector, wide_bias, attn_mask, seed),
+            {
+                "grad_out": _headless(grad_out),
+                "grad_lse": 0,
+                "grad_weights": None if grad_weights is None else _headless(grad_weights),
+                "grad_query": _headless(grad_query),
+                "grad_key": _headless(grad_key),
+                "grad_value": _headless(grad_value),
+                "scores": scores.data_ptr(),
+                "gradients": gradients.data_ptr(),
+                "parts": parts.data_ptr(),
+            },
         )
     grad_v, grad_bias = parts.sum((0, 1), dtype=torch.float64)
     grad_mask = None
@@ -133,23 +139,26 @@ def additive_attention_backward(
     )
 
 
-def _options(
-    shape: tuple[int, ...],
+def _operands(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     vector: Tensor,
     bias: Tensor | None,
     attn_mask: Tensor | None,
     seed: Tensor | None,
-    options: AdditiveOptions,
-) -> tuple[Any, ...]:
-    return (
-        vector.data_ptr(),
-        0 if bias is None else bias.data_ptr(),
-        None if attn_mask is None else _headless(attn_mask.expand(shape)),
-        0 if attn_mask is None else MASK_DTYPES[attn_mask.dtype],
-        options.causal,
-        options.dropout_p,
-        0 if seed is None else seed.data_ptr(),
-    )
+) -> dict[str, Any]:
+    shape = (*query.shape[:2], key.shape[1])
+    return {
+        "query": _headless(query),
+        "key": _headless(key),
+        "value": _headless(value),
+        "vector": vector.data_ptr(),
+        "bias": address(bias),
+        "mask": None if attn_mask is None else _headless(attn_mask.expand(shape)),
+        "mask_dtype": 0 if attn_mask is None else MASK_DTYPES[attn_mask.dtype],
+        "seed": address(seed),
+    }
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -14,7 +14,15 @@ from torch import Tensor
 from fastattn import _cuda
 from fastattn.backends._alloc import empty_output
 from fastattn.backends.cuda import sdpa
-from fastattn.backends.cuda.operands import DTYPES, MAX_LENGTH, on, operand, why_not_dtype
+from fastattn.backends.cuda.operands import (
+    DTYPES,
+    MAX_LENGTH,
+    address,
+    biases,
+    on,
+    operand,
+    why_not_dtype,
+)
 from fastattn.backends.primitives import DecodeOptions
 
 __all__ = ["append_to_cache", "decode_attention", "why_not", "why_not_append"]
@@ -82,19 +90,23 @@ def decode_attention(
     shape = (batch, heads, queries, splits)
     sums = query.new_empty((*shape, value_width), dtype=torch.float32)
     stats = query.new_empty((*shape, 2), dtype=torch.float32)
-    alibi = None
-    if alibi_slopes is not None:
-        alibi = operand(alibi_slopes.expand(batch, heads))
     kept, cache = _cache(key_cache, value_cache, cache_seqlens, block_table, cache_batch_idx)
     with on(query) as stream:
         _cuda.decode_attention(
             DTYPES[query.dtype],
             stream,
             (batch, heads, kv_heads, queries, capacity, query.shape[3], value_width),
-            (operand(query), operand(out)),
+            options,
+            {"query": operand(query), **biases(None, alibi_slopes, (batch, heads))},
             cache,
-            (options.scale, options.window_left, options.window_right, options.softcap, alibi),
-            (lse.data_ptr(), sums.data_ptr(), stats.data_ptr(), split_keys, splits),
+            {
+                "out": operand(out),
+                "lse": lse.data_ptr(),
+                "part_sums": sums.data_ptr(),
+                "part_stats": stats.data_ptr(),
+                "split_keys": split_keys,
+                "splits": splits,
+            },
         )
     del kept
     return out, lse
@@ -135,20 +147,20 @@ def _cache(
     cache_seqlens: Tensor,
     block_table: Tensor | None,
     cache_batch_idx: Tensor | None,
-) -> tuple[tuple[Tensor | None, ...], tuple[Any, ...]]:
-    """What must live until the launch, and the cache as the native module takes it."""
+) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:
+    """What must live until the launch, and the cache as the native module takes it, by name."""
     lengths = cache_seqlens.contiguous()
     entries = None if cache_batch_idx is None else cache_batch_idx.contiguous()
     table = block_table
     if table is not None and table.stride(1) != 1:
         table = table.contiguous()
-    return (lengths, entries, table), (
-        operand(key_cache),
-        operand(value_cache),
-        lengths.data_ptr(),
-        0 if entries is None else entries.data_ptr(),
-        0 if table is None else table.data_ptr(),
-        0 if table is None else table.stride(0),
-        key_cache.shape[2],
-        key_cache.shape[0],
-    )
+    return (lengths, entries, table), {
+        "key_cache": operand(key_cache),
+        "value_cache": operand(value_cache),
+        "lengths": lengths.data_ptr(),
+        "entries": address(entries),
+        "block_table": address(table),
+        "block_table_stride": 0 if table is None else table.stride(0),
+        "page_size": key_cache.shape[2],
+        "cache_entries": key_cache.shape[0],
+    }

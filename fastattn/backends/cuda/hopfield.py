@@ -15,7 +15,7 @@ from torch import Tensor
 from fastattn import _cuda
 from fastattn.backends._hopfield_gradients import Gradients, Patterns
 from fastattn.backends.cuda import memory_hops as hops
-from fastattn.backends.cuda.operands import DTYPES, broadcast_operand, on
+from fastattn.backends.cuda.operands import DTYPES, address, broadcast_operand, on
 from fastattn.backends.primitives import (
     HopfieldBackwardOptions,
     HopfieldOptions,
@@ -52,13 +52,11 @@ def hopfield_retrieve(
             stream,
             memory.sizes(state, options.steps_max),
             memory.flags,
-            options.scale,
+            options,
             memory.bias_dtype,
             memory.operands(state),
-            tuple(map(hops.address, shared)),
+            tuple(map(address, shared)),
             out.data_ptr(),
-            options.eps,
-            options.together,
         )
     return out, taken, ends
 
@@ -100,9 +98,9 @@ class _Memory(Patterns):
         return replace(super()._to(dtype), bias=bias)
 
     @property
-    def flags(self) -> tuple[bool, bool, bool]:
-        """Same rows, a stack, a softmax."""
-        return self.keys is None, False, True
+    def flags(self) -> tuple[bool, bool]:
+        """Same rows, a stack."""
+        return self.keys is None, False
 
     @property
     def bias_dtype(self) -> int:
@@ -144,11 +142,10 @@ class _Memory(Patterns):
                 stream,
                 self.sizes(state, steps),
                 self.flags,
-                0,
                 self.options.scale,
                 self.bias_dtype,
                 self.operands(state),
-                tuple(map(hops.address, shared)),
+                tuple(map(address, shared)),
                 (out.data_ptr(), 0),
             )
         return trace, stats
@@ -186,13 +183,12 @@ class _Memory(Patterns):
                 stream,
                 self.sizes(state, steps),
                 self.flags,
-                0,
                 self.options.scale,
                 self.bias_dtype,
                 self.operands(state),
-                tuple(map(hops.address, shared)),
+                tuple(map(address, shared)),
                 (broadcast_operand(grad_out.unsqueeze(2)), None),
-                tuple(map(hops.address, results)),
+                tuple(map(address, results)),
                 (1, 1, 1),
                 (groups == 1, groups == 1),
             )

@@ -11,6 +11,7 @@ from fastattn import _cuda
 from fastattn.backends.cuda.operands import (
     DTYPES,
     MAX_LENGTH,
+    address,
     broadcast_operand,
     on,
     why_not_dtype,
@@ -19,7 +20,6 @@ from fastattn.backends.primitives import MemoryHopBackwardOptions, MemoryHopOpti
 
 __all__ = ["memory_hop_attention", "memory_hop_attention_backward", "why_not"]
 
-_ACTIVATIONS = {"none": 0, "relu": 1, "tanh": 2, "sigmoid": 3}
 _MAX_WIDTH: int = _cuda.max_hop_width
 _Operand = tuple[int, tuple[int, ...]]
 
@@ -63,9 +63,8 @@ def memory_hop_attention(
             DTYPES[query.dtype],
             stream,
             _sizes(query, hops, rows),
-            _flags(in_memory, out_memory, options.normalize),
-            _ACTIVATIONS[options.activation],
-            options.scale,
+            _flags(in_memory, out_memory),
+            options,
             0 if memory_bias is None else DTYPES[memory_bias.dtype],
             _operands(query, *memories, memory_mask, memory_bias),
             (*map(address, (trace, stats, partial, scores)), 0),
@@ -122,9 +121,8 @@ def memory_hop_attention_backward(
             DTYPES[query.dtype],
             stream,
             sizes,
-            _flags(in_memory, out_memory, options.normalize),
-            _ACTIVATIONS[options.activation],
-            options.scale,
+            _flags(in_memory, out_memory),
+            options,
             0 if memory_bias is None else DTYPES[memory_bias.dtype],
             _operands(query, *memories, memory_mask, memory_bias),
             (*map(address, (trace, stats, partial)), 0, 0),
@@ -164,9 +162,10 @@ def _partial(query: Tensor, rows: int) -> Tensor | None:
     return query.new_empty(shape, dtype=torch.float32)
 
 
-def _flags(in_memory: Tensor, out_memory: Tensor | None, normalize: str) -> tuple[bool, bool, bool]:
+def _flags(in_memory: Tensor, out_memory: Tensor | None) -> tuple[bool, bool]:
+    """Whether the memories are the same rows, and whether they are a stack."""
     same_rows = out_memory is None and in_memory.ndim == 3
-    return same_rows, out_memory is None and not same_rows, normalize == "softmax"
+    return same_rows, out_memory is None and not same_rows
 
 
 def memories_of(
@@ -220,7 +219,3 @@ def rows_of(memory: Tensor) -> _Operand:
     """[B|1, K|1, N, D] as [B, K, N, D]; a single column counts as contiguous."""
     address, (batch, hop, row, _) = broadcast_operand(memory)
     return address, (batch, hop, row, 1)
-
-
-def address(x: Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()

@@ -28,6 +28,23 @@ def broadcast_operand(tensor: Tensor) -> tuple[int, tuple[int, ...]]:
     return tensor.data_ptr(), tuple([0 if size == 1 else stride for size, stride in pairs])
 
 
+def biases(
+    attn_mask: Tensor | None, alibi_slopes: Tensor | None, shape: tuple[int, ...]
+) -> dict[str, Any]:
+    """A mask, expanded to [B, Hq, Lq, Lk], and slopes, expanded to [B, Hq], as named operands."""
+    alibi = (0, (0, 0)) if alibi_slopes is None else operand(alibi_slopes.expand(shape[:2]))
+    return {
+        "mask": None if attn_mask is None else operand(attn_mask.expand(shape)),
+        "mask_dtype": 0 if attn_mask is None else MASK_DTYPES[attn_mask.dtype],
+        "alibi": alibi[0],
+        "alibi_stride": alibi[1],
+    }
+
+
+def address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
+
+
 def why_not_dtype(dtype: torch.dtype) -> list[str]:
     if dtype in DTYPES:
         return []

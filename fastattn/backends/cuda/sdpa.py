@@ -15,6 +15,8 @@ from fastattn.backends.cuda.operands import (
     INFO,
     MASK_DTYPES,
     MAX_LENGTH,
+    address,
+    biases,
     on,
     operand,
     why_not_dtype,
@@ -77,10 +79,8 @@ def scaled_dot_product_attention(
             DTYPES[query.dtype],
             stream,
             _sizes(query, key, value),
-            (operand(query), operand(key), operand(value), operand(out)),
-            lse.data_ptr(),
-            options.scale,
-            _options(query, key, attn_mask, alibi_slopes, seed, options),
+            options,
+            _operands(query, key, value, out, lse, attn_mask, alibi_slopes, seed),
             results,
         )
     return out, lse, applied[:, 0] if options.weights == 2 else applied
@@ -121,20 +121,18 @@ def scaled_dot_product_attention_backward(
             DTYPES[query.dtype],
             stream,
             _sizes(query, key, value),
-            (operand(query), operand(key), operand(value), operand(out)),
-            lse.data_ptr(),
-            options.scale,
-            _options(query, key, attn_mask, alibi_slopes, seed, options),
-            (
-                operand(grad_out),
-                0 if grad_lse is None else grad_lse.data_ptr(),
-                None if grad_weights is None else operand(grad_weights),
-                operand(grad_query),
-                operand(grad_key),
-                operand(grad_value),
-                stats.data_ptr(),
-                None if grad_mask is None else _result(grad_mask),
-            ),
+            options,
+            _operands(query, key, value, out, lse, attn_mask, alibi_slopes, seed),
+            {
+                "grad_out": operand(grad_out),
+                "grad_lse": address(grad_lse),
+                "grad_weights": None if grad_weights is None else operand(grad_weights),
+                "grad_query": operand(grad_query),
+                "grad_key": operand(grad_key),
+                "grad_value": operand(grad_value),
+                "grad_mask": None if grad_mask is None else _result(grad_mask),
+                "row_stats": stats.data_ptr(),
+            },
         )
     if grad_mask is not None and attn_mask is not None:
         grad_mask = grad_mask.to(attn_mask.dtype)
@@ -156,30 +154,25 @@ def _result(x: Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
     return x.data_ptr(), x.stride(), tuple(x.shape)
 
 
-def _options(
+def _operands(
     query: Tensor,
     key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
     attn_mask: Tensor | None,
     alibi_slopes: Tensor | None,
     seed: Tensor | None,
-    options: AttentionOptions,
-) -> tuple[Any, ...]:
-    shape = (*query.shape[:3], key.shape[2])
-    alibi = None
-    if alibi_slopes is not None:
-        alibi_slopes = alibi_slopes.expand(shape[:2])
-        alibi = operand(alibi_slopes)
-    return (
-        options.offset,
-        options.window_left,
-        options.window_right,
-        options.softcap,
-        None if attn_mask is None else operand(attn_mask.expand(shape)),
-        0 if attn_mask is None else MASK_DTYPES[attn_mask.dtype],
-        alibi,
-        options.dropout_p,
-        0 if seed is None else seed.data_ptr(),
-        options.weights,
-        allows_tf32(),
-        None,
-    )
+) -> dict[str, Any]:
+    return {
+        "query": operand(query),
+        "key": operand(key),
+        "value": operand(value),
+        "out": operand(out),
+        "lse": lse.data_ptr(),
+        **biases(attn_mask, alibi_slopes, (*query.shape[:3], key.shape[2])),
+        "seed": address(seed),
+        "tf32": allows_tf32(),
+        "q_starts": 0,
+        "k_starts": 0,
+    }

@@ -59,11 +59,9 @@ def sinusoidal_encoding(
             lifted.shape,
             (operand(lifted), operand(lifted_out)),
             None if positions is None else operand(positions[missing]),
-            options.offset,
             tuple(table.data_ptr() for table in tables),
             options.layout == "interleaved",
-            options.scale,
-            options.padding_idx,
+            options,
         )
     if target.data_ptr() != out.data_ptr():
         out.copy_(target.view(out.shape))

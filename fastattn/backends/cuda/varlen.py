@@ -15,7 +15,7 @@ from fastattn import _cuda
 from fastattn.backends._alloc import empty_output
 from fastattn.backends._precision import allows_tf32
 from fastattn.backends.cuda import sdpa
-from fastattn.backends.cuda.operands import DTYPES, on, operand
+from fastattn.backends.cuda.operands import DTYPES, address, biases, on
 from fastattn.backends.primitives import VarlenOptions
 
 __all__ = ["varlen_attention", "varlen_attention_backward", "why_not"]
@@ -57,10 +57,8 @@ def varlen_attention(
             DTYPES[query.dtype],
             stream,
             _sizes(query, key, value, cu_seqlens_q),
-            tuple(map(_operand, (query, key, value, out))),
-            lse.data_ptr(),
-            options.scale,
-            _options(query, alibi_slopes, seed, options, starts),
+            options,
+            _operands(query, key, value, out, lse, starts, alibi_slopes, seed),
             None,
         )
     return out, lse
@@ -94,18 +92,18 @@ def varlen_attention_backward(
             DTYPES[query.dtype],
             stream,
             _sizes(query, key, value, cu_seqlens_q),
-            tuple(map(_operand, (query, key, value, out))),
-            lse.data_ptr(),
-            options.scale,
-            _options(query, alibi_slopes, seed, options, starts),
-            (
-                _operand(grad_out),
-                0 if grad_lse is None else grad_lse.data_ptr(),
-                None,
-                *map(_operand, grads),
-                stats.data_ptr(),
-                None,
-            ),
+            options,
+            _operands(query, key, value, out, lse, starts, alibi_slopes, seed),
+            {
+                "grad_out": _operand(grad_out),
+                "grad_lse": address(grad_lse),
+                "grad_weights": None,
+                "grad_query": _operand(grads[0]),
+                "grad_key": _operand(grads[1]),
+                "grad_value": _operand(grads[2]),
+                "grad_mask": None,
+                "row_stats": stats.data_ptr(),
+            },
         )
     return grads[0], grads[1], grads[2]
 
@@ -122,27 +120,25 @@ def _operand(x: Tensor) -> tuple[int, tuple[int, ...]]:
     return x.data_ptr(), (0, heads, rows, columns)
 
 
-def _options(
+def _operands(
     query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    starts: tuple[Tensor, Tensor],
     alibi_slopes: Tensor | None,
     seed: Tensor | None,
-    options: VarlenOptions,
-    starts: tuple[Tensor, Tensor],
-) -> tuple[Any, ...]:
-    alibi = None
-    if alibi_slopes is not None:
-        alibi = operand(alibi_slopes.expand(starts[0].shape[0] - 1, query.shape[1]))
-    return (
-        0,
-        options.window_left,
-        options.window_right,
-        options.softcap,
-        None,
-        0,
-        alibi,
-        options.dropout_p,
-        0 if seed is None else seed.data_ptr(),
-        0,
-        allows_tf32(),
-        (starts[0].data_ptr(), starts[1].data_ptr(), options.bottom_right),
-    )
+) -> dict[str, Any]:
+    return {
+        "query": _operand(query),
+        "key": _operand(key),
+        "value": _operand(value),
+        "out": _operand(out),
+        "lse": lse.data_ptr(),
+        **biases(None, alibi_slopes, (starts[0].shape[0] - 1, query.shape[1])),
+        "seed": address(seed),
+        "tf32": allows_tf32(),
+        "q_starts": starts[0].data_ptr(),
+        "k_starts": starts[1].data_ptr(),
+    }

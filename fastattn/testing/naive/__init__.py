@@ -5,8 +5,8 @@ arithmetic with known answers), so each checks the other. They are also the only
 exact than a float64 kernel, where ``numpy.longdouble`` is wider than float64, as on x86.
 
 Packed sequences and decoding are attention for each sequence. Hopfield retrieval is memory hops.
-``sinusoidal_encoding`` has no judge here: ``tests/ops/test_sinusoidal.py`` checks its reference with
-50 digits.
+``sinusoidal_encoding`` has no judge here: ``tests/ops/test_sinusoidal.py`` checks its reference
+with 50 digits.
 """
 
 from __future__ import annotations

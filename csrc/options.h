@@ -1,0 +1,282 @@
+// Reads what a call passes by name: the records of fastattn/backends/primitives.py, by their
+// attributes, and dicts of operands, by their keys.
+//
+// Each reader below lists its names beside the members that they fill. To add an option, add it to
+// its struct in params.h and to its reader here.
+#pragma once
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <string>
+#include <tuple>
+
+#include "params.h"
+
+namespace fastattn {
+
+// What fills one member. The name is interned once, so that a look-up compares addresses.
+template <class Struct, class Member>
+struct Field {
+  PyObject* name;
+  Member Struct::* member;
+};
+
+template <class Struct, class Member>
+Field<Struct, Member> field(const char* name, Member Struct::* member) {
+  return {PyUnicode_InternFromString(name), member};
+}
+
+// None is a bool that is false beside the number.
+template <class Struct>
+struct OptionalField {
+  PyObject* name;
+  bool Struct::* given;
+  int64_t Struct::* member;
+};
+
+template <class Struct>
+OptionalField<Struct> field(const char* name, bool Struct::* given, int64_t Struct::* member) {
+  return {PyUnicode_InternFromString(name), given, member};
+}
+
+// Choices of a field that is a string in Python: the first is 0.
+template <class Struct, class Member, int N>
+struct ChoiceField {
+  PyObject* name;
+  Member Struct::* member;
+  PyObject* choices[N];
+};
+
+template <class Struct, class Member, class... Choices>
+ChoiceField<Struct, Member, sizeof...(Choices)> choice(const char* name, Member Struct::* member,
+                                                       Choices... choices) {
+  return {PyUnicode_InternFromString(name), member, {PyUnicode_InternFromString(choices)...}};
+}
+
+class Named {
+ public:
+  // `module` is the one that complains.
+  Named(pybind11::handle from, const char* module) : from_(from.ptr()), module_(module) {}
+
+  template <class Struct, class... Fields>
+  void read(Struct& to, const std::tuple<Fields...>& fields) const {
+    std::apply([&](const auto&... each) { (fill(to, each), ...); }, fields);
+  }
+
+  // The scale alone, a float, is a record of defaults: a plain call then reads nothing by name.
+  template <class Options>
+  bool is_scale(Options& to) const {
+    if (!PyFloat_CheckExact(from_)) return false;
+    to.scale = PyFloat_AS_DOUBLE(from_);
+    return true;
+  }
+
+ private:
+  template <class Struct, class Owner, class Member>
+  void fill(Struct& to, const Field<Owner, Member>& field) const {
+    const pybind11::object value = get(field.name);
+    if (!convert(value.ptr(), to.*field.member)) complain(field.name, value);
+  }
+
+  template <class Struct, class Owner>
+  void fill(Struct& to, const OptionalField<Owner>& field) const {
+    const pybind11::object value = get(field.name);
+    to.*field.given = !value.is_none();
+    if (to.*field.given && !convert(value.ptr(), to.*field.member)) complain(field.name, value);
+  }
+
+  template <class Struct, class Owner, class Member, int N>
+  void fill(Struct& to, const ChoiceField<Owner, Member, N>& field) const {
+    const pybind11::object value = get(field.name);
+    for (int n = 0; n < N; ++n) {
+      if (!PyUnicode_Check(value.ptr()) || PyUnicode_Compare(value.ptr(), field.choices[n]) != 0)
+        continue;
+      to.*field.member = static_cast<Member>(n);
+      return;
+    }
+    complain(field.name, value);
+  }
+
+  pybind11::object get(PyObject* name) const {
+    if (PyDict_CheckExact(from_)) {
+      if (PyObject* value = PyDict_GetItemWithError(from_, name))
+        return pybind11::reinterpret_borrow<pybind11::object>(value);
+    } else if (PyObject* value = PyObject_GetAttr(from_, name)) {
+      return pybind11::reinterpret_steal<pybind11::object>(value);
+    }
+    PyErr_Clear();
+    throw pybind11::type_error(place(name) + " is missing");
+  }
+
+  [[noreturn]] void complain(PyObject* name, const pybind11::object& value) const {
+    throw pybind11::type_error(place(name) + " cannot be " + std::string(pybind11::repr(value)));
+  }
+
+  // Such as "fastattn._cpu: softcap of AttentionOptions".
+  std::string place(PyObject* name) const {
+    return std::string(module_) + ": " + PyUnicode_AsUTF8(name) + " of " + Py_TYPE(from_)->tp_name;
+  }
+
+  // False, without an error, where the value is of another type.
+  static bool convert(PyObject* value, double& to) {
+    to = PyFloat_AsDouble(value);
+    return succeeded(to == -1.0);
+  }
+
+  static bool convert(PyObject* value, int64_t& to) {
+    to = PyLong_AsLongLong(value);
+    return succeeded(to == -1);
+  }
+
+  static bool convert(PyObject* value, int& to) {
+    int64_t wide;
+    if (!convert(value, wide)) return false;
+    to = static_cast<int>(wide);
+    return to == wide;
+  }
+
+  static bool convert(PyObject* value, uint64_t& to) {
+    if (!PyLong_Check(value)) return false;
+    to = PyLong_AsUnsignedLongLong(value);
+    return succeeded(to == static_cast<uint64_t>(-1));
+  }
+
+  static bool convert(PyObject* value, bool& to) {
+    to = value == Py_True;
+    return PyBool_Check(value);
+  }
+
+  static bool convert(PyObject* value, Weights& to) { return convert_enum(value, to); }
+  static bool convert(PyObject* value, DType& to) { return convert_enum(value, to); }
+
+  template <class Enum>
+  static bool convert_enum(PyObject* value, Enum& to) {
+    int number;
+    if (!convert(value, number)) return false;
+    to = static_cast<Enum>(number);
+    return true;
+  }
+
+  // An address, 0 for none.
+  template <class T>
+  static bool convert(PyObject* value, T*& to) {
+    uint64_t address;
+    if (!convert(value, address)) return false;
+    to = reinterpret_cast<T*>(static_cast<uintptr_t>(address));
+    return true;
+  }
+
+  // (address, strides) or None
+  static bool convert(PyObject* value, Tensor4& to) {
+    to = {};
+    return value == Py_None || (PyTuple_Check(value) && PyTuple_GET_SIZE(value) == 2 &&
+                                convert(PyTuple_GET_ITEM(value, 0), to.data) &&
+                                convert(PyTuple_GET_ITEM(value, 1), to.stride));
+  }
+
+  template <int N>
+  static bool convert(PyObject* value, int64_t (&to)[N]) {
+    if (!PyTuple_Check(value) || PyTuple_GET_SIZE(value) != N) return false;
+    for (int n = 0; n < N; ++n)
+      if (!convert(PyTuple_GET_ITEM(value, n), to[n])) return false;
+    return true;
+  }
+
+  static bool succeeded(bool may_be_error) {
+    if (!may_be_error || !PyErr_Occurred()) return true;
+    PyErr_Clear();
+    return false;
+  }
+
+  PyObject* from_;
+  const char* module_;
+};
+
+// -- records ----------------------------------------------------------------------------------
+
+inline void read_attention_options(const Named& from, AttentionOptions& to) {
+  using O = AttentionOptions;
+  static const auto fields = std::make_tuple(
+      field("scale", &O::scale), field("offset", &O::offset), field("window_left", &O::window_left),
+      field("window_right", &O::window_right), field("softcap", &O::softcap),
+      field("dropout_p", &O::dropout_p), field("weights", &O::weights));
+  if (!from.is_scale(to)) from.read(to, fields);
+}
+
+inline void read_varlen_options(const Named& from, VarlenOptions& to) {
+  using O = VarlenOptions;
+  static const auto fields = std::make_tuple(
+      field("scale", &O::scale), field("bottom_right", &O::bottom_right),
+      field("window_left", &O::window_left), field("window_right", &O::window_right),
+      field("softcap", &O::softcap), field("dropout_p", &O::dropout_p));
+  from.read(to, fields);
+}
+
+inline void read_decode_options(const Named& from, DecodeOptions& to) {
+  using O = DecodeOptions;
+  static const auto fields =
+      std::make_tuple(field("scale", &O::scale), field("window_left", &O::window_left),
+                      field("window_right", &O::window_right), field("softcap", &O::softcap));
+  from.read(to, fields);
+}
+
+inline void read_additive_options(const Named& from, AdditiveOptions& to) {
+  using O = AdditiveOptions;
+  static const auto fields =
+      std::make_tuple(field("causal", &O::causal), field("dropout_p", &O::dropout_p));
+  from.read(to, fields);
+}
+
+inline void read_memory_hop_options(const Named& from, MemoryHopOptions& to) {
+  using O = MemoryHopOptions;
+  static const auto fields = std::make_tuple(
+      choice("activation", &O::activation, "none", "relu", "tanh", "sigmoid"),
+      choice("normalize", &O::normalize, "none", "softmax"), field("scale", &O::scale));
+  if (!from.is_scale(to)) from.read(to, fields);
+}
+
+inline void read_hopfield_options(const Named& from, HopfieldOptions& to) {
+  using O = HopfieldOptions;
+  static const auto fields =
+      std::make_tuple(field("scale", &O::scale), field("eps", &O::eps),
+                      field("together", &O::together), field("crowded", &O::crowded));
+  from.read(to, fields);
+}
+
+inline void read_encode_memory_options(const Named& from, EncodeMemoryOptions& to) {
+  using O = EncodeMemoryOptions;
+  static const auto fields =
+      std::make_tuple(field("padding_idx", &O::has_padding_idx, &O::padding_idx));
+  from.read(to, fields);
+}
+
+inline void read_sinusoidal_options(const Named& from, SinusoidalOptions& to) {
+  using O = SinusoidalOptions;
+  static const auto fields =
+      std::make_tuple(field("offset", &O::offset), field("scale", &O::scale),
+                      field("padding_idx", &O::has_padding_idx, &O::padding_idx));
+  from.read(to, fields);
+}
+
+// -- operands of attention --------------------------------------------------------------------
+
+// A mask and ALiBi slopes; their dtype and strides are not read where they are null.
+inline void read_biases(const Named& from, AttentionParams& to) {
+  using P = AttentionParams;
+  static const auto fields =
+      std::make_tuple(field("mask", &P::mask), field("mask_dtype", &P::mask_dtype),
+                      field("alibi", &P::alibi), field("alibi_stride", &P::alibi_stride));
+  from.read(to, fields);
+}
+
+// What the backward pass is given, and what it writes.
+inline void read_gradients(const Named& from, AttentionParams& to) {
+  using P = AttentionParams;
+  static const auto fields =
+      std::make_tuple(field("grad_out", &P::grad_out), field("grad_lse", &P::grad_lse),
+                      field("grad_weights", &P::grad_weights), field("grad_query", &P::grad_q),
+                      field("grad_key", &P::grad_k), field("grad_value", &P::grad_v));
+  from.read(to, fields);
+}
+
+}  // namespace fastattn
