@@ -1,15 +1,16 @@
 // Additive attention:  O = dropout(softmax(E + mask)) V  with the scores of additive.h.
 //
-// A block of queries meets all its keys before the softmax: a row of scores is complete, so that
-// forward and backward compute the same probabilities the same way, and nothing has to be kept for
-// the backward pass but the operands. With D = dropout(dO V^T + dW):
+// A block of queries computes its scores for all its keys before the softmax. A row of scores is
+// then complete, so forward and backward compute the same probabilities the same way, and the
+// backward pass needs only the operands. With D = dropout(dO V^T + dW):
 //
 //   G = P o (D - sum_j P D)           d mask = G             dV = W^T dO
 //   h_ija = G_ij (1 - t_ija^2) / 4    dq = 4 v o sum_j h     dk = 4 v o sum_i h
 //   dv = sum_ij G_ij t_ija            dbias = sum_i dq
 //
-// Rows of dq belong to a block of queries. dk, dV, dv and dbias are summed over the blocks of a
-// chunk of queries in order, and over the chunks (see AdditiveParams) in order, whoever ran them.
+// Rows of dq belong to one block of queries. dk, dV, dv and dbias are summed in order over the
+// blocks of a chunk of queries, then in order over the chunks (see AdditiveParams), whichever
+// thread computed them.
 #include "../threads.h"
 #include "additive_rows.h"
 #include "tile.h"
@@ -78,7 +79,7 @@ class Forward : AdditiveRows<P> {
     }
   }
 
-  // O += P V of a block of keys.
+  // O += P V for a block of keys.
   void add_values(Buffers& f, Block q, int64_t j0, int64_t keys) const {
     const Storage* v = row(p.v, q.b, j0);
     const int64_t* st = p.v.stride;
@@ -224,7 +225,7 @@ class Backward : AdditiveRows<P> {
     finish_queries(f, q, to);
   }
 
-  // D = dO V^T + dW of a block of keys.
+  // D = dO V^T + dW for a block of keys.
   void grad_probabilities(Buffers& f, Block q, int64_t j0, int64_t keys) const {
     const int64_t rows = q.end - q.begin, *st = p.v.stride;
     pack_transposed<T>(row(p.v, q.b, j0), st[2], st[3], keys, p.Dv, kKeys, f.values, kKeys);
@@ -252,7 +253,7 @@ class Backward : AdditiveRows<P> {
     }
   }
 
-  // D -> G of one row, 0 where P is 0.
+  // Replaces D by G in one row, 0 where P is 0.
   static void grad_scores(const T* s, T* d, Range range) {
     const int64_t end = range.begin + round_up(range.end - range.begin, kKeys);
     Vec<T> delta{};
@@ -311,7 +312,7 @@ class Backward : AdditiveRows<P> {
     }
   }
 
-  // dV += W^T dO of a block of keys.
+  // dV += W^T dO for a block of keys.
   void add_grad_values(const Buffers& f, int64_t rows, int64_t j0, int64_t keys, bool leaky,
                        T* to) const {
     if (leaky) {
@@ -335,12 +336,12 @@ class Backward : AdditiveRows<P> {
           });
   }
 
-  // dq of the block, and what it gives to dv and dbias.
+  // dq of the block, and its contribution to dv and dbias.
   void finish_queries(const Buffers& f, Block q, const Part& to) const {
     for (int64_t n = 0; n < panels; ++n) {
       const int count = static_cast<int>(min_of<int64_t>(W, p.D - n * W));
       const Vec<T> factor = T(4) * load(f.v + n * W);
-      Vec<T> sum[4] = {};  // short chains of additions: errors do not cancel as the terms do
+      Vec<T> sum[4] = {};  // short chains: the terms cancel, their rounding errors do not
       for (int64_t i = q.begin; i < q.end; ++i) {
         const Vec<T> g = factor * load(f.dq + n * kPanel + (i - q.begin) * W);
         store_as<T>(const_cast<Storage*>(row(p.grad_q, q.b, i)) + n * W, g, count);
@@ -352,7 +353,7 @@ class Backward : AdditiveRows<P> {
     }
   }
 
-  // The chunks' parts of one key's gradients, in order.
+  // Sums the chunks' parts of one key's gradients, in order.
   void finish_key(int64_t b, int64_t j) const {
     const auto sum = [&](T* Part::* which, int64_t width, const Tensor4& grad) {
       Storage* const to = const_cast<Storage*>(row(grad, b, j));
@@ -397,7 +398,7 @@ class Backward : AdditiveRows<P> {
   }
 };
 
-// Scores are no product of matrices: pairs of bf16 are of no use.
+// The scores are not a matrix product, so bf16 uses the fp32 policy instead of pairs.
 template <class F>
 FASTATTN_INLINE void with_arithmetic(DType dtype, F f) {
   switch (dtype) {

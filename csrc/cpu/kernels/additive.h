@@ -1,13 +1,14 @@
 // Additive scores,  e_ij = sum_a v_a tanh(q_ia + k_ja),  and their derivatives.
 //
-// tanh(q + k) = 1 - 2 r  with  r = 1 / (1 + e^2q e^2k):  the exponentials belong to single rows and
-// are taken once a row; a pair of rows costs a few multiplications and half a reciprocal for each
-// a. Two reciprocals come from one:  1/x = y / (x y)  and  1/y = x / (x y).
+// tanh(q + k) = 1 - 2 r  with  r = 1 / (1 + e^2q e^2k)
+// The exponentials depend on one row each and are computed once per row. A pair of rows then costs
+// a few multiplications and half a reciprocal for each a: two reciprocals come from one division,
+// 1/x = y / (x y) and 1/y = x / (x y).
 //
-// The hidden dimension lies across the lanes, so queries, keys and their gradients are read and
+// The hidden dimension runs across the lanes. So queries, keys and their gradients are read and
 // written in their own order, and a single query keeps all lanes busy. A block of rows is stored in
-// panels, [ceil(A / lanes)][rows + 1][lanes]: one more row keeps panels off each other's cache
-// sets.
+// panels, [ceil(A / lanes)][rows + 1][lanes]. The extra row makes the panels start in different
+// cache sets.
 #pragma once
 #include "policy.h"
 
@@ -15,8 +16,9 @@ namespace fastattn {
 namespace FASTATTN_ISA {
 namespace {
 
-// Where max|q| + max|k| of two blocks is at most this, the product of two 1 + e^2q e^2k is finite,
-// and its reciprocal not subnormal. Beyond, tanh itself is taken. (A v beyond kLargestVector too.)
+// The factored form is used where max|q| + max|k| of two blocks is at most this: then the product
+// of two factors 1 + e^2q e^2k is finite and its reciprocal is not subnormal. Larger values go
+// through tanh itself, and so does a v beyond kLargestVector.
 template <class T>
 constexpr T kFactoredLimit = T(21);
 template <>
@@ -24,8 +26,7 @@ constexpr double kFactoredLimit<double> = 150;
 template <class T>
 constexpr T kLargestVector = T(1e12);
 
-// ln(2) / 2 in two parts: the product of the first with a whole number up to kFactoredLimit * 3 is
-// exact.
+// ln(2) / 2 in two parts. The high part times an integer up to kFactoredLimit * 3 is exact.
 template <class T>
 constexpr T kHalfLn2High = 0.346572875976562500f;
 template <class T>
@@ -35,8 +36,8 @@ constexpr double kHalfLn2High<double> = 0x1.62e42fefa3000p-2;
 template <>
 constexpr double kHalfLn2Low<double> = 1.4117645281515789e-13;
 
-// e^(2 x) for |x| <= kFactoredLimit. The argument is reduced before it is multiplied by log2(e): a
-// rounded product would cost |x| units in the last place.
+// e^(2 x) for |x| <= kFactoredLimit. The argument is reduced before the multiplication by log2(e),
+// because rounding the product first would cost |x| units in the last place.
 template <class T>
 FASTATTN_INLINE Vec<T> exp_twice(Vec<T> x) {
   constexpr T kRound = sizeof(T) == 4 ? T(12582912) : T(6755399441055744);  // 1.5 * 2^23, 2^52
@@ -63,8 +64,9 @@ FASTATTN_INLINE VecD reciprocal(VecD x) {
   return 1.0 / x;
 }
 
-// x, as a product that is not to be merged with the sums that it enters: an addition beside a
-// multiplication occupies other units than two multiply-adds, and the multipliers are the limit.
+// Returns x and stops the compiler from fusing this product with the addition that follows. A
+// separate addition and multiplication run on different units than two multiply-adds, and the
+// multipliers are the bottleneck.
 template <class V>
 FASTATTN_INLINE V product(V x) {
 #if defined(__x86_64__)
@@ -75,8 +77,7 @@ FASTATTN_INLINE V product(V x) {
 
 // The scores of kQ queries and lanes / kQ keys, in lane r * (lanes / kQ) + c, from
 //   -tanh = n / d  with  n = 1 - e^2q e^2k,  d = 1 + e^2q e^2k.
-// 1 - 2 / d would do without n, but where d is near 1 its last place is worth four of those of
-// tanh.
+// 1 - 2 / d needs no n, but near d = 1 one unit in its last place is four units of tanh.
 template <class T, bool kCoarse, int kQ>
 FASTATTN_INLINE Vec<T> score_tile(const T* eq, int64_t q_panel, const T* ek, int64_t k_panel,
                                   const T* v, int64_t panels) {
@@ -139,9 +140,9 @@ FASTATTN_INLINE void gradient_tile(const T* eq, const T* ek, const T* g, int64_t
   store(dv, load(dv) + sum);
 }
 
-// The same from q, k and the bias themselves, through tanh: for large, infinite and NaN values. q
-// and k are added first: where they cancel, the sum is exact. Of a key that a query may not see
-// nothing is computed, its g being 0.
+// The same from q, k and the bias through tanh, for large, infinite and NaN values. q and k are
+// added first: where they cancel, the sum is exact. A key that the query may not see has g = 0 and
+// is skipped.
 template <class T>
 __attribute__((noinline)) T score_exactly(const T* q, int64_t q_panel, const T* k, int64_t k_panel,
                                           const T* bias, const T* v, int64_t panels) {

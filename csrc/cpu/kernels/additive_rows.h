@@ -1,5 +1,6 @@
-// What forward and backward of additive attention share: a block of queries, and the probabilities
-// of all the keys it sees. Whole rows, so that both compute the same ones in the same way.
+// Shared by the forward and the backward pass of additive attention: a block of queries and its
+// probabilities over all visible keys. Both passes compute whole rows with the same code, so their
+// probabilities are equal.
 #pragma once
 #include "additive.h"
 #include "blocks.h"
@@ -9,7 +10,7 @@ namespace fastattn {
 namespace FASTATTN_ISA {
 namespace {
 
-constexpr int64_t kQueries = 64, kKeys = 64;  // of a block: 64 KiB each at A = 256
+constexpr int64_t kQueries = 64, kKeys = 64;  // per block: 64 KiB each at A = 256
 
 template <class P>
 class AdditiveRows {
@@ -92,7 +93,7 @@ class AdditiveRows {
     return f;
   }
 
-  // Rows of scores: whole blocks of keys, and not a multiple of the page size apart.
+  // The row stride of the scores: whole blocks of keys, never a multiple of the page size.
   static int64_t leading(int64_t keys) {
     const int64_t n = round_up(keys, kKeys);
     return n * static_cast<int64_t>(sizeof(T)) % 4096 == 0 ? n + 16 : n;
@@ -104,7 +105,7 @@ class AdditiveRows {
 
   // ---- Staging ---------------------------------------------------------------------------------
 
-  // v and the bias, padded, and what of the limit they leave to queries and keys.
+  // Pads v and the bias, and sets the limit that remains for queries and keys.
   void prepare_vectors(Buffers& f) const {
     const T *v = static_cast<const T*>(x.vector), *bias = static_cast<const T*>(x.bias);
     const auto magnitude = [](T u) { return u < T(0) ? -u : u; };
@@ -119,8 +120,9 @@ class AdditiveRows {
     f.limit = small ? kFactoredLimit<T> - top : -kInf<T>;
   }
 
-  // `rows` rows, and zeros up to `to` of them, which tiles read -> panels
-  // dst[a / lanes][row][a % lanes]; returns the largest magnitude, inf if one is not finite.
+  // Stages `rows` rows, then zero rows up to `to`, which the tiles read, as panels:
+  // dst[a / lanes][row][a % lanes]
+  // Returns the largest magnitude, or inf if an element is not finite.
   T stage(const Storage* src, const int64_t* stride, int64_t rows, int64_t to, T* dst) const {
     Vec<T> top{}, finite{};
     for (int64_t r = 0; r < to; ++r) {
@@ -166,7 +168,7 @@ class AdditiveRows {
     }
   }
 
-  // Whether the block is in its factored form, e^2k.
+  // Returns whether the block is stored in the factored form, e^2k.
   bool stage_keys_block(Buffers& f, int64_t b, int64_t j0, int64_t rows) const {
     const int64_t to = round_up(rows, W);
     const T top = stage(row(p.k, b, j0), p.k.stride, rows, to, f.k);
@@ -177,7 +179,7 @@ class AdditiveRows {
 
   // ---- Probabilities ---------------------------------------------------------------------------
 
-  // The keys that any of the queries may see, their beginning rounded down to a block.
+  // The range of keys visible to at least one of the queries; begin is rounded down to a block.
   Range visible(Buffers& f, Block q) const {
     Range range = visible_to_any(p, q.begin, q.end);
     if (key_mask) {
@@ -187,7 +189,7 @@ class AdditiveRows {
     return {range.begin / kKeys * kKeys, range.end};
   }
 
-  // S = P over the range, zero from there to the end of the last block.
+  // S = P over the range, and zero up to the end of the last block.
   void probabilities(Buffers& f, Block q, Range range) const {
     stage_queries(f, q);
     for (int64_t j0 = range.begin; j0 < range.end; j0 += kKeys) {
@@ -202,8 +204,8 @@ class AdditiveRows {
     for (int64_t i = q.begin; i < q.end; ++i) softmax(f, q, i, range);
   }
 
-  // The last of the rows may lie beyond the queries, and the last columns beyond the keys: they are
-  // computed from zeros.
+  // The last rows may be past the queries and the last columns past the keys. They are computed
+  // from zeros.
   template <int kQ>
   __attribute__((noinline)) void scores(Buffers& f, Block q, int64_t j0, int64_t j1) const {
     constexpr int kK = W / kQ;
@@ -230,7 +232,7 @@ class AdditiveRows {
     }
   }
 
-  // P_ij = exp(S_ij + mask_ij - max) / sum; a row that sees nothing is 0.
+  // P_ij = exp(S_ij + mask_ij - max) / sum; a fully masked row is 0.
   void softmax(Buffers& f, Block q, int64_t i, Range range) const {
     T* const s = f.s + (i - q.begin) * ld;
     const int64_t end = max_of(range.begin, min_of(range.end, visible_to_any(p, i, i + 1).end));
@@ -242,11 +244,11 @@ class AdditiveRows {
       if (!key_mask) read_mask_row(p, q.b, 0, i, range.begin, end, f.bias + range.begin);
       for (int64_t j = range.begin; j < end; j += W) {
         const int count = static_cast<int>(min_of<int64_t>(W, end - j));
-        const Vec<T> b = load_first(bias + j, count);  // selected: an excluded NaN must not survive
+        const Vec<T> b = load_first(bias + j, count);  // select: an excluded NaN must not survive
         store(s + j, select<T>(b == minus_inf, minus_inf, load(s + j) + b));
       }
     }
-    // The maximum may miss a NaN, the sum does not.
+    // max() may drop a NaN; the sum keeps it.
     Vec<T> top = minus_inf, sum{};
     for (int64_t j = range.begin; j < end; j += W) top = max_of(top, load(s + j));
     const T m = max_lanes<T>(top), reference = m == -kInf<T> ? T(0) : m;
@@ -260,7 +262,7 @@ class AdditiveRows {
     for (int64_t j = round_up(end, W); j < padded; ++j) s[j] = T(0);
   }
 
-  // M = M where kept, times the factor, else 0, for rows of the queries.
+  // M = factor * M where kept, else 0.
   void drop(Buffers& f, Block q, Range range, T* m) const {
     const T factor = static_cast<T>(dropout.factor);
     const int64_t lanes = round_up(q.end - q.begin, kLanes<float>);

@@ -1,6 +1,6 @@
-// Block sizes: pure functions of the dtype and the head dims, never of the batch, the threads or
-// the load, so that a row's bits do not depend on them. Budgets are for a 32 KiB L1 and a 1 MiB L2
-// cache a core.
+// Block sizes are pure functions of the dtype and the head dims. They never depend on the batch,
+// the threads or the load, so the bits of a row do not depend on these. The budgets assume 32 KiB
+// of L1 and 1 MiB of L2 cache per core.
 #pragma once
 #include "policy.h"
 
@@ -9,12 +9,12 @@ namespace FASTATTN_ISA {
 namespace {
 
 constexpr int kPanelVectors =
-    2;  // a panel of queries is two vectors wide, one where few queries are left
+    2;  // a panel of queries is two vectors wide, or one where few queries are left
 
 template <class P>
 constexpr int64_t kPanelLanes = kPanelVectors * kLanes<typename P::Acc>;
 
-// Queries of a task: their packed copies and outputs stay in L2 while all keys stream by.
+// Queries per task: their packed copies and outputs stay in L2 while all keys stream by.
 template <class P>
 FASTATTN_INLINE int64_t query_block(int64_t D, int64_t Dv) {
   const int64_t bytes = (words<P>(D) + Dv) * static_cast<int64_t>(sizeof(typename P::Word));
@@ -22,7 +22,7 @@ FASTATTN_INLINE int64_t query_block(int64_t D, int64_t Dv) {
   return max_of<int64_t>(1, wanted / kPanelLanes<P>) * kPanelLanes<P>;
 }
 
-// Keys of a block: a multiple of the score tile's rows (and of a pair), small enough that keys and
+// Keys per block: a multiple of the score tile's rows (and of a pair), small enough that keys and
 // values stay in L2 and the scores of a panel in L1.
 template <class P>
 FASTATTN_INLINE int64_t key_block(int64_t D, int64_t Dv) {
@@ -33,14 +33,15 @@ FASTATTN_INLINE int64_t key_block(int64_t D, int64_t Dv) {
   return max_of<int64_t>(1, wanted / step) * step;
 }
 
-// Up to here a panel can meet all its keys at once: two tiles of scores this long still fit L2.
+// Up to this many keys, a panel processes all its keys in one block: two tiles of scores of this
+// length still fit in L2.
 constexpr int64_t kWholeKeys = 1024;
 template <class P>
 FASTATTN_INLINE int64_t whole_key_block(int64_t Lk) {
   return round_up(max_of<int64_t>(Lk, 1), 2 * P::kScoreRows);
 }
 
-// A bump allocator over the thread's scratch; first measured with a null base, then taken.
+// A bump allocator over the thread's scratch. A first pass with a null base measures the size.
 class Arena {
  public:
   explicit Arena(void* base) : base_(static_cast<char*>(base)) {}

@@ -1,13 +1,13 @@
-// Attention for a few queries on many keys (decoding): bound by reading keys and values once.
+// Attention for a few queries over many keys (decoding). The bound is reading keys and values once.
 //
-// The query panel of the general kernel would leave most lanes empty, so here the head dim lies
-// across the lanes, all query heads that share a key head are served while its rows are in
-// registers, and the keys are split into chunks of a fixed length that run in parallel and are
-// merged in order. The chunk never depends on batch or threads, so neither do the bits.
+// The query panel of the general kernel would leave most lanes empty. So here the head dim runs
+// across the lanes, all query heads of a key head are served while its rows are in registers, and
+// the keys are split into fixed-length chunks that run in parallel and are merged in order. The
+// chunk length depends on neither the batch nor the threads, so the bits do not either.
 //
-// Keys and values come block by block, a few rows of the group (R) at a time: sixteen dot products
-// are in flight at once and summed over their lanes together; outputs stay in registers for a
-// block.
+// Keys and values are processed block by block, for a few rows of the group (R) at a time. Sixteen
+// dot products run at once and are summed over their lanes together. Outputs stay in registers for
+// a block.
 #pragma once
 #include "../threads.h"
 #include "blocks.h"
@@ -24,13 +24,13 @@ class Decode {
   typedef typename P::Word Word;
   static constexpr int W = kLanes<T>;
   static constexpr int kPerWord = P::kPerWord;
-  static constexpr int64_t kMaxRows = 64;  // query rows served by one pass over the keys
-  static constexpr int64_t kChunk = 512;   // keys of a task
+  static constexpr int64_t kMaxRows = 64;  // query rows per pass over the keys
+  static constexpr int64_t kChunk = 512;   // keys per task
   static constexpr int64_t kBlock = 64;    // keys whose scores are held at once
 
  public:
-  // Few rows a key head, and no option that is rare in decoding. Pages are read by nothing else:
-  // the caller sees to it that they can be.
+  // True for few rows per key head and no option that is rare in decoding. Only this kernel reads
+  // pages: the caller makes sure that it can.
   static bool serves(const Sequence& p) {
     const int64_t rows = p.Lq * (p.Hq / max_of<int64_t>(1, p.Hkv));
     return p.pages != nullptr || (rows <= kMaxRows && p.Lq * 4 <= W && reads(p));
@@ -52,7 +52,7 @@ class Decode {
   int64_t chunks() const { return chunks_; }
   int64_t state_size() const { return rows * (dim_v + 2); }
 
-  // All of a key head, chunk after chunk.
+  // A whole key head, chunk by chunk.
   void run_head(int64_t head) const {
     Buffers buf = scratch();
     begin(buf.total);
@@ -63,7 +63,7 @@ class Decode {
     finish(buf.total, head);
   }
 
-  // Chunk t % chunks of key head t / chunks, into its state.
+  // Writes the state of chunk t % chunks of key head t / chunks.
   void run_chunk(int64_t t, T* states) const {
     Buffers buf = scratch();
     chunk(buf, t / chunks_, t % chunks_, states + t * state_size());
@@ -82,8 +82,8 @@ class Decode {
   const ScoreRule<T> rule;
   const int64_t group, rows, dim, dim_v, chunks_;
 
-  // {o [rows][dim_v], m [rows], l [rows]} is a state: O, the maximum and the sum of its
-  // exponentials. Of a pair of vectors of O the first has the even columns, where a word is a pair.
+  // A state is {o [rows][dim_v], m [rows], l [rows]}: the output, the maximum, and the sum of
+  // exponentials. Where a word is a pair, the first of two vectors of o holds the even columns.
   struct Buffers {
     Word* q;   // [rows][dim], zero beyond D
     T* s;      // [rows][kBlock]
@@ -114,13 +114,13 @@ class Decode {
     for (int64_t r = 0; r < rows; ++r) maxima(state)[r] = -kInf<T>, sums(state)[r] = T(0);
   }
 
-  // factor of a sum whose maximum may still be -inf
+  // The factor that rescales a sum from one maximum to another; the old one may be -inf.
   T decay(T from, T to) const {
     if (from == -kInf<T>) return T(0);
     return exponential(rule, splat<T>(from - to))[0];
   }
 
-  // total <- total and part, of two disjoint sets of keys
+  // Merges part into total. They cover disjoint sets of keys.
   void merge(T* total, T* part) const {
     for (int64_t r = 0; r < rows; ++r) {
       T &m = maxima(total)[r], &l = sums(total)[r];
@@ -180,7 +180,7 @@ class Decode {
     return load(reinterpret_cast<const T*>(lanes));
   }
 
-  // Calls f(Width<R>(), r) for the rows of the group from r: R = 4 at a time, then 2, then 1.
+  // Calls f(Width<R>(), r) for the rows of the group from r on, with R = 4, then 2, then 1.
   template <int kMost, class F>
   FASTATTN_INLINE void by_rows(F f) const {
     int64_t r = 0;
@@ -204,7 +204,7 @@ class Decode {
     }
   }
 
-  // Where the rows of a block begin.
+  // The addresses of the rows of a block.
   struct InOrder {
     const Storage* first;
     int64_t stride;
@@ -233,7 +233,8 @@ class Decode {
     });
   }
 
-  // The rows of keys [j0, j1), page by page. Pages are no more than other addresses: same bits.
+  // The addresses of keys [j0, j1), page by page. Paging changes only addresses, so the bits are
+  // the same.
   void locate(const Tensor4& x, int64_t hk, int64_t j0, int64_t j1, const Storage** rows_at) const {
     const Storage* base = static_cast<const Storage*>(x.data) + hk * x.stride[1];
     for (int64_t j = j0; j < j1;) {
@@ -244,7 +245,7 @@ class Decode {
     }
   }
 
-  // Keys that padding hides from every row are not even read.
+  // Keys that padding masks out for every row are not read.
   bool excluded_for_all(int64_t b, int64_t j0, int64_t j1) const {
     if (p.mask.data == nullptr || p.mask_dtype != DType::boolean || p.mask.stride[1] != 0 ||
         !is_key_mask(p))
@@ -255,9 +256,9 @@ class Decode {
     return true;
   }
 
-  // s[r][j] = q_r . k_j for R rows: the keys one after the other, as they lie in memory, and summed
-  // over the lanes as soon as there is a vector of sums. Past the last key it is read again, within
-  // the block of scores.
+  // s[r][j] = q_r . k_j for R rows. Keys are read in memory order, and lanes are summed as soon as
+  // there is a vector of sums. Past the last key, the last key is read again; the results stay
+  // within the block of scores.
   template <int R, class Rows>
   __attribute__((noinline)) void products(const Word* q, Rows k, int64_t nk, T* s) const {
     constexpr int kKeys = W / R;
@@ -287,8 +288,8 @@ class Decode {
     return load(reinterpret_cast<const T*>(k + d * W * kPerWord));
   }
 
-  // Scores of one row, keys across lanes: the rule, the new maximum, the probabilities in place.
-  // alpha is what the row's output so far has to be scaled by.
+  // Scores of one row, keys across lanes: applies the rule, updates the maximum, and replaces the
+  // scores by probabilities. alpha is the factor for the row's output so far.
   void softmax(Buffers& buf, int64_t b, int64_t hk, int64_t r, int64_t j0, int64_t j1,
                T* state) const {
     const int64_t h = hk * group + r / p.Lq, i = r % p.Lq;
@@ -371,8 +372,7 @@ class Decode {
     }
   }
 
-  // The same sums where one of them is NaN or inf: a weight of zero adds nothing, whatever the
-  // value.
+  // The same sums for a block with NaN or inf values: a weight of zero adds nothing.
   template <int R, int C, bool kWhole, class Rows>
   __attribute__((noinline)) void visible_only(const T* s, Rows v, int64_t nk, int64_t d0,
                                               Vec<T>* acc) const {
@@ -386,8 +386,8 @@ class Decode {
     }
   }
 
-  // C vectors of a row of values, of which `count` columns are left. Pairs are split into their
-  // even and their odd columns, which takes no shuffle; finish() puts them in order.
+  // C vectors of a row of values, with `count` columns left. Pairs are split into even and odd
+  // columns, which needs no shuffle; finish() restores the order.
   template <int C, bool kWhole>
   FASTATTN_INLINE void value_columns(const Storage* v, int64_t count, Vec<T>* x) const {
     if constexpr (kPerWord == 1) {
@@ -403,7 +403,7 @@ class Decode {
     }
   }
 
-  // Lanes `First` and following of a and b in turn.
+  // Interleaves a and b from lane `First` on.
   template <int First, int... I>
   static FASTATTN_INLINE Vec<T> zip(Vec<T> a, Vec<T> b, Indices<I...>) {
     return __builtin_shuffle(a, b, Mask<T>{(First + I / 2 + (I % 2 ? W : 0))...});

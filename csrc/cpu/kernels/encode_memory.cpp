@@ -1,8 +1,8 @@
-// Sentences as memories, m_i = sum_j l_j o A[x_ij] + T_i, and the gradients of A and T. Without a
-// word m_i is 0.
+// Sentences as memories, m_i = sum_j l_j o A[x_ij] + T_i, and the gradients of A and T. A sentence
+// of padding alone has m_i = 0.
 //
-// The embeddings [B, N, J, D] are never stored: a sentence's sum stays in registers, a block of
-// columns at a time, while the rows of its words are added.
+// The embeddings [B, N, J, D] are never stored. The rows of a sentence's words are added in
+// registers, one block of columns at a time.
 #include <cstddef>
 #include <cstdint>
 
@@ -15,15 +15,15 @@ namespace fastattn {
 namespace FASTATTN_ISA {
 namespace {
 
-// Columns that are summed at once: enough chains of additions to hide their latency.
+// Vectors of columns summed at once: enough independent chains to hide the latency of an addition.
 constexpr int kVectors = 4;
 
-// A word that counts: its row of the table, and its place in the sentence.
+// A word that is not padding: its row of the table, and its position in the sentence.
 struct Word {
   int64_t row, place;
 };
 
-// The words of sentence (r, b, n) that are not padding; returns how many.
+// Reads the words of sentence (r, b, n) that are not padding; returns their number.
 int64_t read_sentence(const EncodeMemoryParams& p, int64_t r, int64_t b, int64_t n, Word* words) {
   const int64_t* token =
       p.tokens + r * p.token_stride[0] + b * p.token_stride[1] + n * p.token_stride[2];
@@ -44,8 +44,8 @@ const S* row_of(const Tensor4& t, int64_t i, int64_t j, int64_t k) {
   return static_cast<const S*>(t.data) + i * t.stride[0] + j * t.stride[1] + k * t.stride[2];
 }
 
-// out [columns] = sum_w factors[w.place] o table[w.row] + start, in N vectors, the last of `last`
-// lanes. start may be null.
+// out [columns] = sum_w factors[w.place] o table[w.row] + start, in N vectors; the last one has
+// `last` lanes. start may be null.
 template <class T, class S, int N>
 FASTATTN_INLINE void sum_words(const S* table, int64_t row_stride, const T* factors,
                                int64_t factor_stride, const Word* words, int64_t count,
@@ -92,8 +92,7 @@ FASTATTN_INLINE void spread_words(T* table, int64_t row_stride, const T* factors
   }
 }
 
-// f(N, c, last) for blocks of N vectors from column c on, of which the last vector has `last`
-// lanes.
+// Calls f(N, c, last) for blocks of N vectors from column c on; the last vector has `last` lanes.
 template <class T, class F>
 FASTATTN_INLINE void for_columns(int64_t c, int64_t end, const F& f) {
   constexpr int kN = kLanes<T>;
@@ -106,7 +105,7 @@ FASTATTN_INLINE void for_columns(int64_t c, int64_t end, const F& f) {
   if (rest > 0) return f(Width<1>(), c, rest);
 }
 
-// Every sentence with all of the tables: its words are read once.
+// One sentence with all tables: its words are read once.
 template <class T, class S>
 void encode_sentence(const EncodeMemoryParams& p, int64_t r, int64_t b, int64_t n, Word* words) {
   const int64_t count = read_sentence(p, r, b, n, words);
@@ -138,8 +137,8 @@ void run_forward(const EncodeMemoryParams& p) {
   }
 }
 
-// The gradients of the columns [c0, c1) of one table. One task owns them, and meets the sentences
-// in their order: the sums are the same however many threads there are.
+// The gradients of the columns [c0, c1) of one table. One task owns them and processes the
+// sentences in order, so the sums do not depend on the number of threads.
 template <class T, class S>
 void gather_gradient(const EncodeMemoryParams& p, int64_t r, int64_t g, int64_t c0, int64_t c1,
                      Word* words) {

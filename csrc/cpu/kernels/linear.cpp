@@ -1,10 +1,10 @@
-// A linear layer:  y = x W^T + b, and what its backward pass needs of matrix products.
+// A linear layer:  y = x W^T + b, and the matrix products of its backward pass.
 //
-// The tiles are those of attention: 32 rows of x are transposed once into a panel, with the rows
-// across the lanes; the weight is read where it lies, by broadcast, and never packed. So there is
-// nothing to cache, and a small layer pays for no preparation. The reduction is cut into blocks of
-// a fixed length that are added in order: an element's bits depend on K alone, not on the other
-// rows, the split into tasks, or the threads.
+// The tiles are those of attention. 32 rows of x are transposed once into a panel, with the rows
+// across the lanes. The weight is read in place, by broadcast, and never packed. So there is
+// nothing to cache, and a small layer pays for no preparation. The reduction is split into blocks
+// of a fixed length that are added in order. An element's bits therefore depend on K alone, not on
+// the other rows, the split into tasks, or the threads.
 #include "../threads.h"
 #include "blocks.h"
 #include "pack.h"
@@ -14,8 +14,8 @@ namespace fastattn {
 namespace FASTATTN_ISA {
 namespace {
 
-// y[m][n] = sum_k x[m][k] W(n, k) + b[n]. The weight is [N, K] with its rows dense, or their
-// transpose, [K, N] with its rows dense.
+// y[m][n] = sum_k x[m][k] W(n, k) + b[n]. The weight is [N, K] with dense rows, or its transpose,
+// [K, N] with dense rows.
 template <class P, bool kTransposed>
 class Linear {
   typedef typename P::Storage Storage;
@@ -63,7 +63,7 @@ class Linear {
 
   static constexpr int64_t ceil(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-  // Few tasks for few threads, as long as the sums of one stay in L2.
+  // Larger tasks for fewer threads, as long as the sums of one task stay in L2.
   int64_t columns_of_task() const {
     const int64_t wanted = ceil(p.N * m_tasks, 4 * max_of(1, p.threads));
     return min_of<int64_t>(384, max_of<int64_t>(1, ceil(wanted, kStaged)) * kStaged);
@@ -106,7 +106,7 @@ class Linear {
     }
   }
 
-  // Columns [n, n_end) of all panels, over [k0, k1) of the reduction.
+  // Columns [n, n_end) of all panels, reduced over [k0, k1).
   void block(Buffers& buf, int64_t m0, int64_t m1, int64_t n0, int64_t n, int64_t n_end,
              int64_t width, int64_t k0, int64_t k1) const {
     const Storage* w = static_cast<const Storage*>(p.w);

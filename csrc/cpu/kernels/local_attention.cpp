@@ -7,9 +7,9 @@
 //   dp_w = z_w (g . v_w) + dweights_w,  ds_w = p_w (dp_w - sum p dp),  dq = sum_w ds_w k_w
 //   dk_j = sum_i ds_i(j) q_i,  dv_j = sum_i p_i(j) z_i(j) g_i
 //
-// Nothing outside a window is computed, and rows that are not seen are not read. The first pass
-// over the queries leaves ds and p z; the gradients of the rows are sums over queries in their
-// order, by blocks of rows that a task owns: the same bits for any number of threads.
+// Nothing outside a window is computed, and masked rows are not read. The first pass over the
+// queries stores ds and p z. The gradients of the rows are sums over queries in order, by blocks of
+// rows that one task owns, so the bits do not depend on the number of threads.
 #include "../../params.h"
 #include "../threads.h"
 #include "blocks.h"
@@ -23,7 +23,7 @@ template <class S>
 class LocalAttention {
   typedef typename Accumulator<S>::type T;
   static constexpr int W = kLanes<T>;
-  static constexpr int64_t kRows = 32;  // of keys and values, a task of the second pass
+  static constexpr int64_t kRows = 32;  // of keys and values, per task of the second pass
 
  public:
   explicit LocalAttention(const LocalParams& params)
@@ -54,9 +54,9 @@ class LocalAttention {
 
   struct Scratch {
     T *x, *g, *y;  // [dp], [dvp], [dp | dvp]
-    T *s, *d;      // [W], of the rows that are seen
-    int64_t* row;  // [W], where they are
-    int64_t* at;   // [W], their place in the window
+    T *s, *d;      // [W], of the visible rows
+    int64_t* row;  // [W], their index in key and value
+    int64_t* at;   // [W], their position in the window
     Scratch(const LocalAttention& l, Arena& a)
         : x(a.take<T>(l.dp)),
           g(a.take<T>(l.dvp)),
@@ -107,7 +107,7 @@ class LocalAttention {
     for (int64_t d = 0; d < count; d += W) store(x + d, Vec<T>{});
   }
 
-  // The rows that query i sees; returns how many.
+  // Finds the rows that query i can see; returns their number.
   int64_t look(const Scratch& f, int64_t i) const {
     const uint8_t* const seen = p.seen + i * p.W;
     const int64_t first = p.first[i];
@@ -140,15 +140,15 @@ class LocalAttention {
     write_row(f.y, p.Dv, static_cast<S*>(p.out) + i * p.Dv);
   }
 
-  // s[n] = row at[n] of t . x, written to whole vectors.
+  // s[n] = (row at[n] of t) . x, written in whole vectors.
   void products(const Tensor4& t, int64_t b, const int64_t* at, int64_t count, int64_t columns,
                 const T* x, T* s) const {
     if (columns > 0) return row_products<T>(rows(t, b, at), count, columns, x, s);
     for (int64_t n = 0; n < count; ++n) s[n] = T(0);
   }
 
-  // s <- e^(s - max) / sum. Where every score is -inf, or one is NaN, the weights are what plain
-  // PyTorch gives: NaN.
+  // s <- e^(s - max) / sum. If every score is -inf, or one is NaN, the weights are NaN, as in plain
+  // PyTorch.
   static void soften(T* s, int64_t count) {
     for (int64_t n = count; n < (count + W - 1) / W * W; ++n) s[n] = -kInf<T>;
     Vec<T> top = load(s), sum{};
@@ -186,7 +186,8 @@ class LocalAttention {
         of_values[w] = weights[w] * z;
         f.d[n] = f.d[n] * z + (grad_weights == nullptr ? T(0) : grad_weights[w]);
       }
-      // Twice: what is left after the first is small, and so is its rounding.
+      // Twice: the first pass leaves a small residue, and the rounding error of the second is small
+      // too.
       center(f, weights, count);
       center(f, weights, count);
       for (int64_t n = 0; n < count; ++n) of_keys[f.at[n]] = f.s[n] = weights[f.at[n]] * f.d[n];
@@ -202,7 +203,7 @@ class LocalAttention {
     for (int64_t n = 0; n < count; ++n) f.d[n] -= mean;
   }
 
-  // The gradients of rows [j0, j1) of one batch.
+  // The gradients of rows [j0, j1) of one batch entry.
   void collect(const Sums& f, int64_t b, int64_t j0, int64_t j1) const {
     clear(f.dk, kRows * dp);
     clear(f.dv, kRows * dvp);
@@ -223,7 +224,7 @@ class LocalAttention {
       write_row(f.dv + (j - j0) * dvp, p.Dv, static_cast<S*>(p.grad_value) + (b * p.Lk + j) * p.Dv);
     }
   }
-  // y += c x. A row that is not seen has no part, not even in NaN.
+  // y += c x. A masked row (c = 0) adds nothing, not even NaN.
   static FASTATTN_INLINE void add(T c, const T* x, int64_t padded, T* y) {
     if (c == T(0)) return;
     for (int64_t d = 0; d < padded; d += W) store(y + d, load(y + d) + c * load(x + d));

@@ -24,8 +24,8 @@ FASTATTN_INLINE void with_storage(const void* data, DType dtype, F f) {
   }
 }
 
-// load_as between float and double is not a vector operation worth having; masks of another width
-// go by element.
+// True if load_as converts S to T with vector operations. Conversions between float and double go
+// element by element.
 template <class T, class S>
 constexpr bool kVectorConvertible = kSame<T, S> || (sizeof(T) == 4 && !kSame<S, double>);
 
@@ -75,8 +75,8 @@ FASTATTN_INLINE bool all_excluded(const T* bias, int64_t count) {
   return true;
 }
 
-// [begin, end) without the excluded keys at either end: padding is skipped, not computed and
-// masked.
+// [begin, end) without the excluded keys at either end, so that padding is skipped instead of
+// computed and masked.
 template <class T>
 FASTATTN_INLINE Range trim(const T* keys, Range r) {
   while (r.begin < r.end && keys[r.end - 1] == -kInf<T>) --r.end;

@@ -1,4 +1,4 @@
-// Memory hops, forward and backward: which kernel, and the gradients that belong to no memory.
+// Memory hops, forward and backward: the choice of the kernel, and the gradient of the projection.
 #include "memory_hops_panels_backward.h"
 #include "memory_hops_panels_forward.h"
 #include "memory_hops_stream.h"
@@ -7,13 +7,13 @@ namespace fastattn {
 namespace FASTATTN_ISA {
 namespace {
 
-// dH = sum g u^T over the queries, and over the hops where they share H: some rows of dH a task.
+// dH = sum g u^T over the queries, and over the hops if they share H. A task owns some rows of dH.
 template <class S>
 class ProjectionGradient : HopSteps<S> {
   typedef HopSteps<S> Base;
   typedef typename Base::T T;
   using Base::dp, Base::p, Base::W;
-  static constexpr int64_t kRows = 16;    // of dH, a task
+  static constexpr int64_t kRows = 16;    // of dH, per task
   static constexpr int64_t kTerms = 256;  // the longest chain of additions
 
  public:

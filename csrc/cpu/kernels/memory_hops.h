@@ -1,4 +1,4 @@
-// What the kernels of memory hops share: what a hop does to one query beside reading its memory.
+// Shared by the kernels of memory hops: the steps of a hop that do not read the memory.
 #pragma once
 #include "blocks.h"
 #include "mask.h"
@@ -14,16 +14,17 @@ constexpr int64_t kHopBlock = 64;  // rows whose scores are held at once
 template <class T>
 constexpr double kEpsilon = sizeof(T) == 8 ? 0x1p-52 : 0x1p-23;
 
-// One row has most of a query's weight where its own, 1 / sum e^(s - maximum), is above this.
+// A row has most of a query's weight if its own weight, 1 / sum e^(s - maximum), is above this.
 constexpr double kSharp = 0.5;
 
-// Rows of the memory that are merged, or shared among threads, as one: by N alone.
+// The number of memory rows per chunk, the unit of merging and of sharing among threads. It depends
+// on N alone.
 FASTATTN_INLINE int64_t hop_chunk(int64_t N) {
   const int64_t wanted = max_of<int64_t>(1024, (N + 63) / 64);
   return (wanted + kHopBlock - 1) / kHopBlock * kHopBlock;
 }
 
-// What tile.h needs to know of T.
+// The policy that tile.h needs for T.
 template <class T>
 struct HopTile {
   typedef T Acc;
@@ -49,7 +50,7 @@ FASTATTN_INLINE void outer_products(int64_t rows, const T* A, int64_t lda, const
   block(Width<1>());
 }
 
-// The typed parts of a call, and the steps of a hop that concern one query alone.
+// The typed parts of a call, and the steps of a hop that concern one query only.
 template <class S>
 class HopSteps {
  protected:
@@ -58,7 +59,7 @@ class HopSteps {
 
   const MemoryHopsParams& p;
   const int64_t dp;      // D in whole vectors
-  const int64_t R;       // queries on one memory
+  const int64_t R;       // queries per memory
   const int64_t groups;  // memories
   const int64_t chunk, chunks;
 
@@ -70,7 +71,7 @@ class HopSteps {
         chunk(hop_chunk(params.N)),
         chunks((params.N + chunk - 1) / chunk) {}
 
-  // Query r of a group as [b][q], flattened.
+  // Maps query r of a group to its flattened index [b][q].
   int64_t row_of(int64_t group, int64_t r) const { return group * R + r; }
   int64_t batch_of(int64_t row) const { return row / p.Q; }
   int64_t query_of(int64_t row) const { return row % p.Q; }
@@ -83,7 +84,7 @@ class HopSteps {
   }
   Rows<S> proj_rows(int64_t k) const { return memory(p.proj, 0, k, 0); }
 
-  // u_k+1 is at 2 k, o_k+1 at 2 k + 1, which is u_k+2 where queries settle.
+  // u_k+1 is at 2 k and o_k+1 at 2 k + 1. If `settles`, o_k+1 is u_k+2.
   T* trace(int64_t row, int64_t at) const {
     int64_t states = 2 * p.K + 1;
     if (p.search)
@@ -96,7 +97,7 @@ class HopSteps {
     return static_cast<T*>(p.stats) + (p.search ? row : row * p.K + k) * 2;
   }
 
-  // x[dp] = the D elements at src, zero beyond.
+  // x[dp] = the D elements at src, then zeros.
   template <class From>
   void read_vector(const From* src, int64_t stride, T* x) const {
     if (stride == 1) return read_row(src, p.D, x);
@@ -104,7 +105,7 @@ class HopSteps {
     for (int64_t d = p.D; d < dp; ++d) x[d] = T(0);
   }
 
-  // Of the vector at d of a row.
+  // The number of valid lanes in the vector at d of a row.
   int lanes_at(int64_t d) const { return static_cast<int>(min_of<int64_t>(W, p.D - d)); }
 
   void read_query(int64_t row, T* u) const {
@@ -113,13 +114,13 @@ class HopSteps {
                 st[3], u);
   }
 
-  // Whether hop k is one of this query's.
+  // Whether this query takes hop k.
   bool moves(int64_t row, int64_t k) const {
     if (!p.settles) return true;
     return p.search ? p.taken[row] <= 0 : k < p.taken[row];
   }
 
-  // u <- o, and of a search how far that was.
+  // u <- o; a search also records the length of the step.
   void settle(int64_t row, int64_t k, T* u, const T* o) const {
     if (p.search) {
       double step = 0, length = 0;
@@ -136,8 +137,8 @@ class HopSteps {
     __builtin_memcpy(trace(row, 2 * k + 2), u, static_cast<size_t>(p.D) * sizeof(T));
   }
 
-  // Counts the step of the queries that rest together from `row` on. They rest when the step was
-  // not longer than eps or than what rounding moves; NaN rests.
+  // Counts the step of the `together` queries from `row` on. They stop when the step is at most
+  // eps, or within the rounding error; NaN stops too.
   void rest(int64_t row) const {
     double step = 0, length = 0;
     for (int64_t i = row; i < row + p.together; ++i)
@@ -147,7 +148,7 @@ class HopSteps {
     for (int64_t i = row; i < row + p.together; ++i)
       p.taken[i] = rests ? 1 - p.taken[i] : p.taken[i] - 1;
   }
-  // After hop k, where more than one query rests at a time.
+  // Called after hop k where several queries stop together.
   void rest_together(int64_t group) const {
     if (!p.search || p.together == 1) return;
     for (int64_t r = 0; r < R; r += p.together)
@@ -212,7 +213,7 @@ class HopSteps {
                        static_cast<size_t>(p.D) * sizeof(T));
   }
 
-  // out[D] of the last u, rounded.
+  // out[D] = the last u, rounded.
   void write_vector(void* to, int64_t row, const T* x) const {
     write_row(x, p.D, static_cast<S*>(to) + row * p.D);
   }

@@ -1,11 +1,12 @@
 // Memory hops of many queries on one memory: matrix products, bound by arithmetic.
 //
-// As in attention, scores lie transposed, S^T = M U^T, a panel of queries across the lanes: the
-// memory is read where it lies, by broadcast, the softmax is vertical, and its result is the
-// right-hand side of O^T = C^T P^T. Rows go by chunks that depend on N and the width alone. A hop
-// needs all of the one before, so each is two steps, shared among the threads: every chunk against
-// every panel, and the merge of a panel's chunks, which ends with its next u. Backward likewise;
-// a chunk there owns its rows of dM and dC.
+// As in attention, scores are stored transposed, S^T = M U^T, with a panel of queries across the
+// lanes. The memory is read in place, by broadcast; the softmax is vertical; its result is the
+// right-hand side of O^T = C^T P^T. Rows are split into chunks that depend only on N and the width.
+//
+// A hop needs the result of the previous hop, so each hop has two parallel steps: every chunk
+// against every panel, then the merge of each panel's chunks, which also computes its next u.
+// Backward has the same structure; there a chunk owns its rows of dM and dC.
 #pragma once
 #include "../threads.h"
 #include "memory_hops.h"
@@ -24,13 +25,14 @@ struct HopPolicy<double> {
   typedef Double type;
 };
 
-// What both passes need: who is in which lane, the rows and what of them is seen, scores, weights.
+// Shared by both passes: the assignment of queries to lanes, the visible rows, scores and weights.
 template <class S>
 class PanelSteps : protected HopSteps<S> {
   typedef HopSteps<S> Base;
 
  public:
-  // More queries than this on a memory, and lanes of queries beat lanes of the width.
+  // With more queries per memory than this, queries across the lanes are faster than the width
+  // across the lanes.
   static bool serves(const MemoryHopsParams& p) {
     return p.crowded || (p.shared ? p.B * p.Q : p.Q) > 4;
   }
@@ -54,17 +56,17 @@ class PanelSteps : protected HopSteps<S> {
 
   const int64_t D, Bk, chunk, chunks, panels;
 
-  // What the threads share of one group of queries.
+  // Buffers of one group of queries, shared by the threads.
   struct Group {
     T* u;                          // [panels][D][L]
     T* g;                          // [panels][D][L]
     T *u_rows, *g_rows;            // [panels L][dp]: scale u, and g
     T* part;                       // [chunks][panels][D + 2][L]: O^T (backward: dU^T), m and l
     T *m, *inverse, *delta;        // [panels L]
-    int64_t *order, *moving;       // [R]: the query in each lane; [1]: how many there are
+    int64_t *order, *moving;       // [R]: the query of each lane; [1]: the number of queries
     T *grad_in, *grad_out_memory;  // [slots][N][D], in T
   };
-  // A thread's own.
+  // Buffers of one thread.
   struct Tiles {
     T *s, *ds;        // [Bk][L]
     T* bias;          // [Bk][L]
@@ -107,7 +109,7 @@ class PanelSteps : protected HopSteps<S> {
     return f.part + (c * panels + panel) * part_size();
   }
 
-  // Many groups are shared among the threads; else the tasks within one are.
+  // Many groups are shared among the threads; otherwise the tasks within each group are.
   template <class F>
   void run(double flops, F of_group) {
     Arena group_size(nullptr), tile_size(nullptr);
@@ -145,17 +147,17 @@ class PanelSteps : protected HopSteps<S> {
     }
   }
 
-  // ---- which queries
+  // ---- the queries
 
-  // The lanes of hop k: the queries that still move, close together.
+  // The lanes of hop k: the queries that have not stopped, packed without gaps.
   void choose(const Group& f, int64_t group, int64_t k) const {
     int64_t count = 0;
     for (int64_t r = 0; r < R; ++r)
       if (this->moves(row_of(group, r), k)) f.order[count++] = r;
     f.moving[0] = count;
   }
-  // Those of all hops of backward: who moves longest comes first, so that the lanes in use are
-  // always the first ones.
+  // The lanes of all hops of the backward pass. Queries are sorted by their number of steps,
+  // longest first, so that the lanes in use are always the first ones.
   void arrange(const Group& f, int64_t group) const {
     f.moving[0] = p.settles ? 0 : R;
     for (int64_t r = 0; r < R; ++r) f.order[r] = r;
@@ -174,10 +176,10 @@ class PanelSteps : protected HopSteps<S> {
     return row_of(group, f.order[lane]);
   }
 
-  // ---- rows and what of them is seen
+  // ---- rows and their visibility
 
   bool excludes() const { return p.mask.data != nullptr || p.bias.data != nullptr; }
-  // The mask and the bias are the same for all queries of a group: one value a row.
+  // True if mask and bias are the same for all queries of a group: one value per row.
   bool by_row() const {
     const auto common = [&](const Tensor4& x) {
       return x.data == nullptr || (x.stride[1] == 0 && (x.stride[0] == 0 || !p.shared));
@@ -199,12 +201,12 @@ class PanelSteps : protected HopSteps<S> {
     return x;
   }
 
-  // A block of rows in cache, without those that no query may see.
+  // A block of rows in cache, without rows that are masked out for all queries.
   struct Block {
     int64_t n0, count;
     bool all;           // row i of the block is n0 + i, else n0 + at[i]
-    bool by_row;        // bias[i] is that of row i; else it comes by panel
-    bool leaky;         // holds a number that is not finite beside a partial mask
+    bool by_row;        // bias[i] is the bias of row i; else the bias is per panel
+    bool leaky;         // has a non-finite element, and a partial mask
     const T *in, *out;  // [count][D]
   };
 
@@ -242,7 +244,7 @@ class PanelSteps : protected HopSteps<S> {
     return dst;
   }
 
-  // t.bias of a panel and a block; lanes without a query see nothing.
+  // t.bias of a panel and a block; in lanes without a query, every row is excluded.
   __attribute__((noinline)) void bias_tile(const Group& f, const Tiles& t, int64_t group, int64_t k,
                                            int64_t panel, const Block& block) const {
     const int64_t queries = lanes_of(f, panel);
@@ -271,7 +273,7 @@ class PanelSteps : protected HopSteps<S> {
     }
   }
 
-  // t.s = scale M U^T + bias [count][L] of a panel, -inf where excluded, and the maximum.
+  // t.s = scale M U^T + bias [count][L] of a panel, -inf where excluded; also finds the maximum.
   __attribute__((noinline)) void scores(const Group& f, const Tiles& t, int64_t group, int64_t k,
                                         int64_t panel, const Block& block, Vec<T>* top) const {
     score_products<P, NV>(block.count, block.in, f.u + panel * L * D, D, kChain, t.s, top);
@@ -297,7 +299,7 @@ class PanelSteps : protected HopSteps<S> {
       }
   }
 
-  // y[D][L] += A^T x: A [count][D], x [count][L]; zeros are left out where A is not finite.
+  // y[D][L] += A^T x: A [count][D], x [count][L]. Zeros of x are skipped where A is not finite.
   void add_transposed(const T* A, const T* x, const Block& block, const Vec<T>* alpha, T* y) const {
     if (!block.leaky) {
       tile_rows<P, P::kOutputRows, NV, true>(
@@ -350,7 +352,7 @@ class PanelSteps : protected HopSteps<S> {
     }
   }
 
-  // Tile rows back to the places of the block's rows, zero elsewhere.
+  // Moves tile rows to the positions of the block's rows; zero elsewhere.
   static void spread(T* tile, const Block& block, const int64_t* at, int64_t rows) {
     if (block.all) return;
     int64_t i = block.count - 1;

@@ -1,5 +1,5 @@
-// Memory hops of many queries on one memory, backward: a chunk owns its rows of dM and dC, and what
-// the chunks of a panel give to dU is summed in order.
+// Memory hops of many queries on one memory, backward. A chunk owns its rows of dM and dC. The
+// chunks' contributions to dU of a panel are summed in order.
 #pragma once
 #include "memory_hops_panels.h"
 
@@ -65,7 +65,7 @@ class PanelBackward : public PanelSteps<S> {
     }
   }
 
-  // g <- g o phi', and everything of a panel that does not depend on the rows.
+  // g <- g o phi', and all values of a panel that do not depend on the rows.
   void prepare(const Group& f, const Tiles& t, int64_t group, int64_t k, int64_t panel) const {
     const T scale = static_cast<T>(p.scale);
     for (int64_t r = panel * L; r < (panel + 1) * L; ++r) {
@@ -91,7 +91,7 @@ class PanelBackward : public PanelSteps<S> {
     }
     pack(f, t, group, 2 * k, panel);
     pack_transposed<T>(f.g_rows + panel * L * dp, dp, int64_t(1), L, D, L, f.g + panel * L * D, L);
-    // A query that sees nothing hands on nothing, not even its own NaN times zero.
+    // A fully masked query passes no gradient, not even NaN times zero.
     for (int64_t r = panel * L; r < min_of(R, (panel + 1) * L); ++r) {
       if (f.inverse[r] != T(0)) continue;
       for (int64_t d = 0; d < D; ++d)
@@ -100,14 +100,15 @@ class PanelBackward : public PanelSteps<S> {
     if (p.normalize) set_delta(f, group, k, panel);
   }
 
-  // delta = sum_i p_i dp_i, dp = C g + dw: first an estimate of it, o . g.
+  // delta = sum_i p_i dp_i, dp = C g + dw. This computes an estimate of it, o . g.
   //
-  // Where one row has all the weight, o is that row, and p (dp - delta) must be 0, not what two
-  // roundings leave of it, times the scale: so o . g is summed as dp is. Where one has most of it,
-  // dp - delta is small, and the rounding of o is not: then what the estimate lacks is summed with
-  // the very p and dp that it must cancel. That is also how the gradient of the weights comes in.
+  // If one row has all the weight, o is that row, and p (dp - delta) must be exactly 0 rather than
+  // a rounding residue times the scale. So o . g is summed in the same order as dp. If one row has
+  // most of the weight, dp - delta is small but the rounding error of o is not. Then sum_rest()
+  // adds the missing part, from the same p and dp that it must cancel. The gradient of the weights
+  // enters there too.
   void set_delta(const Group& f, int64_t group, int64_t k, int64_t panel) const {
-    T* o = part(f, panel, 0);  // [D][L]; nothing else is in it yet
+    T* o = part(f, panel, 0);  // [D][L], free at this point
     for (int64_t r = panel * L; r < (panel + 1) * L; ++r) {
       const T* from = f.inverse[r] != T(0) ? trace(row_in(f, group, r), 2 * k + 1) : nullptr;
       for (int64_t d = 0; d < D; ++d) o[d * L + r % L] = from != nullptr ? from[d] : T(0);
@@ -125,7 +126,7 @@ class PanelBackward : public PanelSteps<S> {
     }
   }
 
-  // Of a panel and a block: t.s = p and t.ds = dp = C g + dw.
+  // For a panel and a block: t.s = p and t.ds = dp = C g + dw.
   void differentiate(const Group& f, const Tiles& t, int64_t group, int64_t k, int64_t panel,
                      const Block& block) const {
     Vec<T> top[NV];
@@ -150,8 +151,8 @@ class PanelBackward : public PanelSteps<S> {
     return false;
   }
 
-  // What the estimate of delta lacks, in a chunk: sum_i p_i (dp_i - delta). Of the queries for
-  // which it matters, so that none depends on its neighbours in the panel.
+  // The part of a chunk that the estimate of delta lacks: sum_i p_i (dp_i - delta). Computed only
+  // for the queries that need it, so that no query depends on its neighbours in the panel.
   void sum_rest(const Group& f, const Tiles& t, int64_t group, int64_t k, int64_t panel,
                 int64_t c) const {
     Vec<T> sum[NV] = {};
@@ -202,7 +203,7 @@ class PanelBackward : public PanelSteps<S> {
     }
   }
 
-  // p and ds of a panel and a block, in t.s and t.ds, and what they add to the gradients.
+  // t.s = p and t.ds = ds of a panel and a block, and their contributions to the gradients.
   void derive_block(const Group& f, const Tiles& t, int64_t group, int64_t k, int64_t panel,
                     const Block& block, T* du) const {
     Vec<T> one[NV];
@@ -216,7 +217,7 @@ class PanelBackward : public PanelSteps<S> {
         const Vec<T> weight = load(t.s + at);
         Vec<T> ds = load(t.ds + at);
         if (p.normalize) ds = weight * (ds - delta);
-        // What is excluded may be NaN, and 0 * NaN must not pass.
+        // An excluded element may be NaN, and 0 * NaN must not pass.
         if (tile)
           ds = p.normalize ? select<T>(weight == T(0), Vec<T>{}, ds)
                            : select<T>(load(t.bias + at) == -kInf<T>, Vec<T>{}, ds);
@@ -255,7 +256,7 @@ class PanelBackward : public PanelSteps<S> {
     }
   }
 
-  // Adds a block's gradients to those of the memories, whose first hop overwrites.
+  // Adds a block's gradients to those of the memories. The first hop overwrites.
   void add_gradients(const Group& f, const Tiles& t, int64_t group, int64_t k, const Block& block,
                      int64_t n1) const {
     spread_rows(t.d_in, block, t.at, n1 - block.n0);
@@ -295,7 +296,8 @@ class PanelBackward : public PanelSteps<S> {
     }
   }
 
-  // Where a memory's gradient is summed: in the result, or in T beside a narrower one.
+  // The buffer where a memory's gradient is summed: the result itself, or one of type T if the
+  // result is narrower.
   T* gradient(T* wide, void* result, int64_t group, int64_t slots) const {
     if (result == nullptr) return nullptr;
     if constexpr (kSame<S, T>) return static_cast<T*>(result) + group * slots * p.N * D;
@@ -320,7 +322,7 @@ class PanelBackward : public PanelSteps<S> {
     all(f.grad_out_memory, p.grad_out_memory, p.out_slots);
   }
 
-  // g <- H^T g + scale M^T ds of a panel, from its chunks.
+  // g <- H^T g + scale M^T ds of a panel, summed over its chunks.
   void collect(const Group& f, const Tiles& t, int64_t k, int64_t panel) const {
     T* total = part(f, panel, 0);
     if (chunks == 0) __builtin_memset(total, 0, static_cast<size_t>(D * L) * sizeof(T));

@@ -1,5 +1,5 @@
 // Memory hops of many queries on one memory, forward: every chunk against every panel, then the
-// merge of each panel's chunks and its step to the next u.
+// merge of each panel's chunks and the step to the next u.
 #pragma once
 #include "memory_hops_panels.h"
 
@@ -20,7 +20,7 @@ class PanelForward : public PanelSteps<S> {
       Base::NV, Base::p, Base::pack, Base::panels, Base::panels_of, Base::part, Base::query_of,
       Base::R, Base::row_in, Base::row_of, Base::run, Base::scores, Base::spread, Base::stats,
       Base::trace, Base::W, Base::weigh;
-  static constexpr int64_t kBlockPanels = 256 / L;  // panels that meet a block of rows in cache
+  static constexpr int64_t kBlockPanels = 256 / L;  // panels per block of rows in cache
 
  public:
   explicit PanelForward(const MemoryHopsParams& params) : Base(params) {}
@@ -48,7 +48,7 @@ class PanelForward : public PanelSteps<S> {
   }
 
  private:
-  // u_1 of a panel, before any is left out.
+  // u_1 of a panel, before any query stops.
   void begin(const Group&, int64_t group, int64_t panel) const {
     if (p.resume) return;
     const int64_t* st = p.query.stride;
@@ -85,7 +85,7 @@ class PanelForward : public PanelSteps<S> {
     }
   }
 
-  // O^T <- alpha O^T + C^T P^T of a panel and a block of rows.
+  // For a panel and a block of rows: O^T <- alpha O^T + C^T P^T.
   void read_block(const Group& f, const Tiles& t, int64_t group, int64_t k, int64_t panel,
                   const Block& block, T* o) const {
     Vec<T> top[NV], alpha[NV];
@@ -126,7 +126,7 @@ class PanelForward : public PanelSteps<S> {
         store(l + n * W, alpha[n] * load(l + n * W) + sum[n]);
   }
 
-  // o of a panel from its chunks, and the step to the next u.
+  // o of a panel from its chunks, then the step to the next u.
   void merge(const Group& f, const Tiles& t, int64_t group, int64_t k, int64_t panel) const {
     T* total = part(f, panel, 0);
     T *m = total + D * L, *l = m + L;

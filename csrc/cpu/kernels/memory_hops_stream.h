@@ -1,13 +1,13 @@
-// Memory hops of a few queries on a memory of their own: bound by reading the memory.
+// Memory hops of a few queries on a memory of their own. The bound is reading the memory.
 //
-// The width of a row lies across the lanes. A block of rows is read once a hop, as input and as
-// output memory, with a running maximum; all hops of a query follow each other, so that a memory
-// that fits the caches comes from main memory once. Backward recomputes the weights from the
-// forward's maximum and sum, keeps p and ds of all hops (2 K numbers a row), and writes the
+// The width of a row runs across the lanes. A block of rows is read once per hop, as input and as
+// output memory, with a running maximum. All hops of a query run one after the other, so a memory
+// that fits in the caches comes from main memory once. Backward recomputes the weights from the
+// forward's maximum and sum, keeps p and ds of all hops (2 K numbers per row), and writes the
 // gradient of each memory once, at the end: dM = sum_k ds_k u_k^T, dC = sum_k p_k g_k^T.
 //
-// Rows go by chunks that depend on N alone; what a chunk adds is merged in order, whoever computed
-// it. So the bits depend neither on the batch nor on the threads.
+// Rows are split into chunks that depend on N alone. The chunks are merged in order, whichever
+// thread computed them. So the bits depend on neither the batch nor the threads.
 #pragma once
 #include "../threads.h"
 #include "memory_hops.h"
@@ -22,8 +22,8 @@ class StreamHops : HopSteps<S> {
   typedef typename Base::T T;
   using Base::batch_of, Base::chunk, Base::chunks, Base::dp, Base::groups, Base::p, Base::query_of,
       Base::R, Base::row_of, Base::stats, Base::trace, Base::W;
-  static constexpr int64_t kCached = 1 << 20;  // numbers that the caches hold
-  static constexpr double kPerFlop = 4;        // of time, against the arithmetic of whole registers
+  static constexpr int64_t kCached = 1 << 20;  // elements that fit in the caches
+  static constexpr double kPerFlop = 4;        // cost relative to full-register arithmetic
 
  public:
   explicit StreamHops(const MemoryHopsParams& params) : Base(params) {}
@@ -45,7 +45,7 @@ class StreamHops : HopSteps<S> {
   }
 
  private:
-  // Scratch of one group; of one chunk where there is a chunk's index.
+  // Scratch of one group; indexed by chunk where the shape says so.
   struct Scratch {
     T* u;       // [dp]
     T* o;       // [dp]
@@ -70,7 +70,7 @@ class StreamHops : HopSteps<S> {
   }
 
   // Calls of_group(scratch, group, each_chunk) for every group. Many groups are shared among the
-  // threads; else the chunks of one are.
+  // threads; otherwise the chunks of each group are.
   template <class F>
   void run(double flops, F of_group) {
     Arena size(nullptr);
@@ -95,8 +95,9 @@ class StreamHops : HopSteps<S> {
     {
       Arena arena(thread_scratch(size.used()));
       const Scratch f = allocate(arena);
-      // The same memories for a thread in every call: their gradients, in memory that is handed out
-      // again, are then still in its own cache. At bAbI's size that is a third of the time.
+      // A static schedule gives a thread the same memories in every call. Their gradients often
+      // reuse the same allocation and are then still in that thread's cache. At bAbI's size this
+      // saves a third of the time.
 #pragma omp for schedule(static)
       for (int64_t group = 0; group < groups; ++group)
         of_group(f, group, [&](auto of_chunk) {
@@ -105,7 +106,7 @@ class StreamHops : HopSteps<S> {
     }
   }
 
-  // A block of rows that a query sees in a hop: their places in the memory from n0 on.
+  // The rows of a block that a query can see in a hop: their positions in the memory, from n0 on.
   struct Block {
     int64_t count;
     bool all;  // at[i] = i
@@ -143,9 +144,9 @@ class StreamHops : HopSteps<S> {
     block->count = count;
   }
 
-  // Asks for rows [n0, n1) of the next group. The last hop of a group does: it needs its own rows
-  // for the last time, and they come from the cache, while main memory has nothing to do. Inline:
-  // the compiler leaves out calls of a function that does nothing else.
+  // Prefetches rows [n0, n1) of the next group. This happens in the last hop of a group: its own
+  // rows then come from the cache, and main memory is idle. Inline, because the compiler removes
+  // calls of a function that only prefetches.
   FASTATTN_INLINE void fetch_next(int64_t group, int64_t n0, int64_t n1) const {
     constexpr int64_t kLine = 64 / static_cast<int64_t>(sizeof(S));
     const Rows<S> in = this->in_rows(group + 1, 0, n0), out = this->out_rows(group + 1, 0, n0);
@@ -155,12 +156,13 @@ class StreamHops : HopSteps<S> {
         __builtin_prefetch(out.base + n * out.stride + d, 0, 2);
       }
   }
-  // Whether that is of use: one memory fits the caches, all do not, and none of its rows is hidden.
+  // Whether prefetching helps: one memory fits in the caches, all of them do not, and no row is
+  // masked.
   bool fetches() const {
     return p.mask.data == nullptr && p.N * p.D <= kCached / 2 && groups * p.N * p.D > kCached;
   }
 
-  // The scores of a block, -inf beyond its rows up to a whole vector.
+  // The scores of a block, -inf past its rows up to a whole vector.
   void scores(Rows<S> rows, const Block& block, const T* u, T* s) const {
     row_products<T>(block.of(rows), block.count, p.D, u, s);
     const T scale = static_cast<T>(p.scale);
@@ -182,7 +184,7 @@ class StreamHops : HopSteps<S> {
     this->write_vector(p.out, row, f.u);
   }
 
-  // The same where the queries rest together: hop by hop.
+  // The same hop by hop, for queries that stop together.
   template <class Each>
   void forward_together(const Scratch& f, int64_t group, Each each_chunk) const {
     for (int64_t r = 0; r < R; ++r) begin(f, row_of(group, r));
@@ -204,7 +206,7 @@ class StreamHops : HopSteps<S> {
     }
   }
 
-  // f.u = u_1, in the trace too.
+  // f.u = u_1; also written to the trace.
   void begin(const Scratch& f, int64_t row) const {
     if (p.resume) return this->read_vector(trace(row, 0), 1, f.u);
     this->read_query(row, f.u);
@@ -273,7 +275,7 @@ class StreamHops : HopSteps<S> {
     part[dp] = m, part[dp + 1] = l;
   }
 
-  // s <- e^(s - m) with the new maximum m; returns what the sums so far are to be multiplied with.
+  // s <- e^(s - m) with the new maximum m; returns the factor for the sums so far.
   static T soften(T* s, int64_t count, T* m, T* l) {
     Vec<T> top = load(s);
     for (int64_t i = W; i < count; i += W) top = max_of(top, load(s + i));
@@ -309,8 +311,8 @@ class StreamHops : HopSteps<S> {
 
   // ---- backward
 
-  // Where ds and p of hop k, and their vectors, lie: the rows that meet in one gradient follow each
-  // other.
+  // The rows of ds and p of hop k, and of their vectors. Rows that contribute to one gradient are
+  // adjacent.
   int64_t ds_row(int64_t k, int64_t r) const { return (p.stack ? 2 * k : k) * R + r; }
   int64_t p_row(int64_t k, int64_t r) const { return (p.stack ? 2 * k + 1 : p.K + k) * R + r; }
 
@@ -375,7 +377,7 @@ class StreamHops : HopSteps<S> {
     T delta;
   };
 
-  // Of one block: s = p = softmax(s), and rest = dp - delta, dp = C g + dweights. `dw` is scratch,
+  // For one block: s = p = softmax(s) and rest = dp - delta, dp = C g + dweights. `dw` is scratch,
   // zero where the weights have no gradient.
   void weigh(const Scratch& f, int64_t group, const Hop& hop, int64_t n0, const Block& block, T* s,
              T* rest, T* dw) const {
@@ -396,12 +398,13 @@ class StreamHops : HopSteps<S> {
       store(rest + i, load(rest + i) + load(dw + i) - hop.delta);
   }
 
-  // delta = sum_i p_i dp_i, dp = C g + dweights; first an estimate of it, o . g.
+  // delta = sum_i p_i dp_i, dp = C g + dweights. It starts from an estimate, o . g.
   //
-  // Where one row has all the weight, o is that row, and p (dp - delta) must be 0, not what two
-  // roundings leave of it, times the scale: so o . g is summed as dp is. Where one has most of it,
-  // dp - delta is small, and the rounding of o is not: then what the estimate lacks is summed with
-  // the very p and dp that it must cancel. That is also how the gradient of the weights comes in.
+  // If one row has all the weight, o is that row, and p (dp - delta) must be exactly 0 rather than
+  // a rounding residue times the scale. So o . g is summed in the same order as dp. If one row has
+  // most of the weight, dp - delta is small but the rounding error of o is not. Then the missing
+  // part is summed from the same p and dp that it must cancel. The gradient of the weights enters
+  // there too.
   template <class Each>
   T delta(const Scratch& f, int64_t group, Hop hop, Each each_chunk) const {
     if (!p.normalize || stats(hop.row, hop.k)[0] == -kInf<T>) return T(0);
@@ -429,7 +432,7 @@ class StreamHops : HopSteps<S> {
     return hop.delta;
   }
 
-  // p and ds of a chunk, and its part of M^T ds.
+  // p and ds of a chunk, and its contribution to M^T ds.
   void derive_chunk(const Scratch& f, int64_t group, const Hop& hop, int64_t c) const {
     T* part = f.part + c * (dp + W);
     T* ds_to = f.coef + ds_row(hop.k, hop.r) * p.N;
@@ -469,7 +472,7 @@ class StreamHops : HopSteps<S> {
   template <class Each>
   void write_gradients(const Scratch& f, int64_t group, Each each_chunk) const {
     if (p.grad_in == nullptr && p.grad_out_memory == nullptr) return;
-    Vec<T> rest{};  // 0, or NaN in a lane that has met what is not finite
+    Vec<T> rest{};  // 0, or NaN in a lane with a non-finite element
     for (int64_t x = 0; x < 2 * p.K * R * dp; x += W) {
       const Vec<T> v = load(f.vector + x);
       rest += v - v;
@@ -516,7 +519,7 @@ class StreamHops : HopSteps<S> {
                       });
   }
 
-  // The same, leaving out zeros: an excluded row has no part in a query that is not finite.
+  // The same without the zeros: an excluded row adds nothing, even where a query is not finite.
   __attribute__((noinline)) void write_nonzero(const T* coef, const T* vector, int64_t terms,
                                                S* dst, int64_t n0, int64_t n1) const {
     for (int64_t n = n0; n < n1; ++n)

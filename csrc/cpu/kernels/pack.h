@@ -1,9 +1,9 @@
-// Bringing blocks of a strided tensor into the layouts that the tiles read, and back.
+// Packs blocks of a strided tensor into the layouts that the tiles read, and unpacks them.
 //
-// "Transposed" means [columns][rows of the tensor across lanes]: how queries, their outputs and
-// every tile of scores lie. "Staged" means row-major and contiguous: how keys and values lie.
-// Nothing outside the given rows and columns is ever read or written; what lies beyond them in a
-// packed block is zero.
+// "Transposed" means [columns][rows of the tensor across lanes]: the layout of queries, their
+// outputs and every tile of scores. "Staged" means row-major and contiguous: the layout of keys and
+// values. Nothing outside the given rows and columns is read or written. The padding of a packed
+// block is zero.
 #pragma once
 #include "policy.h"
 
@@ -28,7 +28,7 @@ FASTATTN_INLINE void pack_transposed(const S* src, int64_t row_stride, int64_t c
   for (int64_t r0 = 0; r0 < lanes; r0 += W) {
     int64_t c0 = 0;
     if constexpr (kSame<S, Bf16> && kSame<T, float>) {
-      // Two columns are one word to the transposition, which then takes half the time.
+      // Two columns move as one word, which halves the time of the transposition.
       for (; c0 + 2 * W <= cols; c0 += 2 * W) {
         VecF v[W];
         FASTATTN_UNROLL for (int i = 0; i < W; ++i) v[i] =
@@ -55,8 +55,8 @@ FASTATTN_INLINE void pack_transposed(const S* src, int64_t row_stride, int64_t c
   }
 }
 
-// The inverse: dst[r * row_stride + c] = src[c * ld + r] * factor[r], rounded to S; added to what
-// is there if `add`.
+// The inverse: dst[r * row_stride + c] = src[c * ld + r] * factor[r], rounded to S. With `add`, the
+// result is added to dst.
 template <class T, class S>
 FASTATTN_INLINE void unpack_transposed(const T* src, int64_t ld, const T* factor, int64_t rows,
                                        int64_t cols, S* dst, int64_t row_stride, bool add = false) {
@@ -170,8 +170,8 @@ FASTATTN_INLINE void pack_panel(const typename P::Storage* src, int64_t row_stri
   }
 }
 
-// Keys (or values) as the broadcast rows of a tile. Returns where they lie: in place if they are
-// contiguous words already, else in dst.
+// Keys (or values) as the broadcast rows of a tile. Returns their address: in place if they are
+// contiguous words already, else dst.
 template <class P>
 FASTATTN_INLINE const typename P::Word* stage_keys(const typename P::Storage* src,
                                                    int64_t row_stride, int64_t col_stride,
@@ -193,8 +193,8 @@ FASTATTN_INLINE const typename P::Word* stage_keys(const typename P::Storage* sr
   }
 }
 
-// Rows to be reduced over (values under probabilities, keys under score gradients): words of two
-// rows where a word is a pair. One block of `rows` takes words<P>(rows) * cols words.
+// Rows that a product reduces over (values under probabilities, keys under score gradients). Where
+// a word is a pair, it holds two rows. One block of `rows` takes words<P>(rows) * cols words.
 template <class P>
 FASTATTN_INLINE const typename P::Word* stage_reduced(const typename P::Storage* src,
                                                       int64_t row_stride, int64_t col_stride,

@@ -1,4 +1,4 @@
-// What this machine can do at most, measured: the yardstick of every benchmark.
+// Measures the peak performance of this machine, the reference of every benchmark.
 #include <omp.h>
 
 #include "../kernel_table.h"
@@ -8,8 +8,8 @@ namespace fastattn {
 namespace FASTATTN_ISA {
 namespace {
 
-// Independent chains of multiply-adds, enough to cover the latency; returns operations done by one
-// thread.
+// Independent chains of multiply-adds, enough to hide the latency; returns the operations done by
+// one thread.
 template <class V, class Step>
 FASTATTN_INLINE double chains(double until, int64_t per_step, Step step) {
   constexpr int kChains = kRegisters == 32 ? 16 : 12;

@@ -1,5 +1,5 @@
-// What a kernel computes in. A policy names the accumulator type and the *word* of a product: one
-// element, or a pair of bf16 that one instruction multiplies and adds. Reductions run over words.
+// A policy names the accumulator type and the *word* of a product: one element, or a pair of bf16
+// that one instruction multiplies and adds. Reductions run over words.
 #pragma once
 #include "../../params.h"
 #include "../simd/convert.h"
@@ -62,13 +62,13 @@ FASTATTN_INLINE VecI pack_pair(VecF even, VecF odd) {
 typedef Single<Bf16> PolicyBf16;
 #endif
 
-// How many words hold `count` elements.
+// The number of words that hold `count` elements.
 template <class P>
 FASTATTN_INLINE constexpr int64_t words(int64_t count) {
   return (count + P::kPerWord - 1) / P::kPerWord;
 }
 
-// Calls f(Policy()) with the policy that serves a dtype on this instruction set.
+// Calls f(Policy()) with the policy for a dtype on this instruction set.
 template <class F>
 FASTATTN_INLINE void with_policy(DType dtype, F f) {
   switch (dtype) {

@@ -1,5 +1,5 @@
-// Some rows of a matrix against one vector, the width across the lanes: dot products, and weighted
-// sums. For queries that read rows of their own.
+// Rows of a matrix against one vector, the width across the lanes: dot products and weighted sums.
+// Used where each query reads rows of its own.
 #pragma once
 #include "tile.h"
 
@@ -16,12 +16,12 @@ struct Accumulator<double> {
   typedef double type;
 };
 
-// e^x for x <= 0: in float32 to an ulp or so, as the weights of one hop go into the next.
+// e^x for x <= 0, accurate to about one ulp in float32, because the weights of one hop enter the
+// next.
 FASTATTN_INLINE VecF weight_of(VecF x) { return exp_neg(x); }
 FASTATTN_INLINE VecD weight_of(VecD x) { return exp2_neg(x * kLog2E<double>); }
 
-// Some rows of a matrix: row i begins at base + at[i] * stride, or base + i * stride without a
-// list.
+// A set of rows: row i begins at base + at[i] * stride, or at base + i * stride without a list.
 template <class S>
 struct Rows {
   const S* base;
@@ -42,7 +42,7 @@ FASTATTN_INLINE int last_lanes(int64_t D) {
   return static_cast<int>(D - (vectors_of<T>(D) - 1) * kLanes<T>);
 }
 
-// As max_lanes, by halves: half the latency.
+// Like max_lanes, but by halves, which has half the latency.
 template <class T>
 FASTATTN_INLINE T largest_lane(Vec<T> v) {
   T lanes[kLanes<T>];
@@ -54,8 +54,8 @@ FASTATTN_INLINE T largest_lane(Vec<T> v) {
   return lanes[0];
 }
 
-// s[i] = rows[i] . x for i < count, a vector of rows at a time; s is written to whole vectors.
-// Every dot product is the same tree of additions, wherever its row lies.
+// s[i] = rows[i] . x for i < count, a vector of rows at a time; s is written in whole vectors.
+// Every dot product is the same tree of additions, wherever its row is stored.
 template <class T, class S>
 FASTATTN_INLINE void row_products(Rows<S> rows, int64_t count, int64_t D, const T* x, T* s) {
   constexpr int W = kLanes<T>;
@@ -68,7 +68,7 @@ FASTATTN_INLINE void row_products(Rows<S> rows, int64_t count, int64_t D, const 
     } else {
       FASTATTN_UNROLL for (int r = 0; r < W; ++r) row[r] = rows[min_of<int64_t>(i + r, count - 1)];
     }
-    // Narrow vectors have long chains of additions: then several of them.
+    // Narrow vectors give long chains of additions, so the chain is split into several.
     constexpr int kWays = max_of(1, 8 / W);
     Vec<T> acc[kWays][W] = {};
     const auto add = [&](int a, int64_t at, int lanes) __attribute__((always_inline)) {
@@ -137,7 +137,7 @@ FASTATTN_INLINE void add_rows(Rows<S> rows, int64_t count, int64_t D, const T* w
     add_rows_of<true>(rows, count, D, w, alpha, y);
 }
 
-// x = the row, 0 from its end to that of the last vector; and back.
+// read_row: x = the row, then zeros up to a whole vector. write_row is the inverse.
 template <class T, class S>
 FASTATTN_INLINE void read_row(const S* row, int64_t columns, T* x) {
   for (int64_t d = 0; d < columns; d += kLanes<T>)
@@ -149,7 +149,7 @@ FASTATTN_INLINE void write_row(const T* x, int64_t columns, S* row) {
     store_as<T>(row + d, load(x + d), static_cast<int>(min_of<int64_t>(kLanes<T>, columns - d)));
 }
 
-// f(an element of this dtype).
+// Calls f with an element of this dtype.
 template <class F>
 FASTATTN_INLINE void with_element(DType dtype, F f) {
   switch (dtype) {

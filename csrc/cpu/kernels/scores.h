@@ -1,4 +1,4 @@
-// What happens to a block of scores between the two matrix products. A block is S[key][query],
+// The operations on a block of scores between the two matrix products. A block is S[key][query],
 // queries across lanes.
 #pragma once
 #include "policy.h"
@@ -13,7 +13,7 @@ struct Range {
   int64_t begin, end;
 };
 
-// Keys that at least one of the queries [i0, i1) may see, within [0, Lk).
+// Keys visible to at least one of the queries [i0, i1), within [0, Lk).
 FASTATTN_INLINE Range visible_to_any(const AttentionParams& p, int64_t i0, int64_t i1) {
   Range r{0, p.Lk};
   if (p.window_left >= 0) r.begin = max_of<int64_t>(0, i0 + p.offset - p.window_left);
@@ -22,7 +22,7 @@ FASTATTN_INLINE Range visible_to_any(const AttentionParams& p, int64_t i0, int64
   return r;
 }
 
-// Keys that all of them may see; rows outside need a comparison by lane.
+// Keys visible to all of them; keys outside need a comparison per lane.
 FASTATTN_INLINE Range visible_to_all(const AttentionParams& p, int64_t i0, int64_t i1) {
   Range r{0, p.Lk};
   if (p.window_left >= 0) r.begin = i1 - 1 + p.offset - p.window_left;
@@ -41,14 +41,14 @@ FASTATTN_INLINE Range seeing_any(const AttentionParams& p, int64_t j0, int64_t j
 
 // ---- From products to scores --------------------------------------------------------------------
 
-// While nothing is added to a score it stays the raw product q.k, and `scale` enters only in the
-// exponent: p = 2^((S - m) * exponent). With a mask, softcap, ALiBi or a scale that is not positive
-// it is brought to natural units first. Either way the row maximum is subtracted before the
-// multiplication by log2(e), so that a row of finfo.min is uniform and not -inf.
+// As long as nothing is added to a score, it stays the raw product q.k, and `scale` enters only in
+// the exponent: p = 2^((S - m) * exponent). With a mask, softcap, ALiBi or a scale that is not
+// positive, scores are converted to natural units first. Either way the row maximum is subtracted
+// before the multiplication by log2(e), so that a row of finfo.min is uniform and not -inf.
 template <class T>
 struct ScoreRule {
   bool natural;
-  bool excludes;  // some pairs may be excluded, so that rows of NaN may have to be kept out
+  bool excludes;  // some pairs may be excluded, so their NaN must not pass
   T scale;
   T softcap;
   T cap_unit;  // scale / softcap, in the unit of tanh_of_scaled
@@ -60,7 +60,7 @@ template <class T>
 FASTATTN_INLINE ScoreRule<T> make_rule(const AttentionParams& p) {
   ScoreRule<T> rule;
   const bool additive = p.mask.data != nullptr && p.mask_dtype != DType::boolean;
-  // fp64 too: nothing there is wide enough to carry a maximum from one unit to the other and back.
+  // fp64 too: no wider type can carry a maximum between the two units without rounding.
   rule.natural =
       additive || p.softcap > 0 || p.alibi != nullptr || !(p.scale > 0) || kSame<T, double>;
   rule.excludes = p.mask.data != nullptr || p.window_left >= 0 || p.window_right >= 0;
@@ -72,7 +72,7 @@ FASTATTN_INLINE ScoreRule<T> make_rule(const AttentionParams& p) {
   return rule;
 }
 
-// 2^(x exponent), of the difference x <= 0 between a score and its row's maximum.
+// 2^(x exponent) for the difference x <= 0 between a score and its row's maximum.
 template <bool Coarse = false, class T>
 FASTATTN_INLINE Vec<T> exponential(const ScoreRule<T>& rule, Vec<T> x) {
   if constexpr (kSame<T, double>)
@@ -81,15 +81,15 @@ FASTATTN_INLINE Vec<T> exponential(const ScoreRule<T>& rule, Vec<T> x) {
     return exp2_neg<Coarse>(x * rule.exponent);
 }
 
-// The natural logarithm of a row's sum of exponentials, from its maximum and its sum relative to
-// that.
+// The natural logarithm of a row's sum of exponentials, from the row's maximum and the sum relative
+// to it.
 template <class T>
 FASTATTN_INLINE double log_sum_exp(const ScoreRule<T>& rule, T maximum, T sum) {
   if (maximum == -kInf<T>) return -kInf<double>;
   return static_cast<double>(rule.unit) * maximum + __builtin_log(static_cast<double>(sum));
 }
 
-// What turns the scores of a row into probabilities: p = 2^((S - high - low) * exponent) * inverse.
+// Turns the scores of a row into probabilities: p = 2^((S - high - low) * exponent) * inverse.
 template <class T>
 struct RowScale {
   T* high;
@@ -98,8 +98,8 @@ struct RowScale {
   FASTATTN_INLINE RowScale at(int64_t i) const { return {high + i, low + i, inverse + i}; }
 };
 
-// From the log-sum-exp, in the units of S: high + low keep the precision of double. A row that sees
-// nothing gets +inf, which makes all its probabilities 0.
+// From the log-sum-exp, in the units of S: high + low keep the precision of double. A fully masked
+// row gets +inf, which makes all its probabilities 0.
 template <class T>
 FASTATTN_INLINE void scale_from_lse(const ScoreRule<T>& rule, double lse, RowScale<T> row) {
   const double exact = lse == -kInf<double> ? kInf<double> : lse / rule.unit;
@@ -108,22 +108,22 @@ FASTATTN_INLINE void scale_from_lse(const ScoreRule<T>& rule, double lse, RowSca
   *row.inverse = T(1);
 }
 
-// Beyond this a score's own rounding is worth more than a percent of its exponential, and in a row
-// of finfo.min the logarithm of the sum is lost beside the maximum: the row is then normalised by
-// its recomputed sum.
+// Beyond this, the rounding of a score changes its exponential by more than a percent, and in a row
+// of finfo.min the maximum absorbs the logarithm of the sum. Such a row is normalised by its
+// recomputed sum.
 constexpr double kHugeLse = 1 << 16;
 
-// The bias of a block: what a mask adds, -inf where it excludes. One value a key where the mask is
-// the same for all queries (padding), else a tile in the layout of S.
+// The bias of a block: the value that a mask adds, or -inf where it excludes. One value per key if
+// the mask is the same for all queries (padding), else a tile in the layout of S.
 template <class T>
 struct Bias {
   const T* tile = nullptr;  // [keys][lanes]
   const T* keys = nullptr;  // [keys]
 };
 
-// S = softcap tanh(scale S / softcap) of S[rows][kVectors], and its maximum over the rows;
-// slope_out takes its derivative by scale S if it is not null. Nothing else is in this loop: the
-// tangent is a long chain, and only short loops have many of them under way.
+// S = softcap tanh(scale S / softcap) for S[rows][kVectors], and its maximum over the rows.
+// slope_out, if not null, takes its derivative by scale S. The loop does nothing else: tanh is a
+// long dependency chain, and only short loop bodies overlap many of them.
 template <class T, int kVectors>
 FASTATTN_INLINE void cap_scores(const ScoreRule<T>& rule, T* S, int64_t rows, T* slope_out,
                                 Vec<T>* maximum) {
@@ -138,8 +138,8 @@ FASTATTN_INLINE void cap_scores(const ScoreRule<T>& rule, T* S, int64_t rows, T*
 }
 
 // Turns the products S[rows][kVectors] of keys j0... and queries i0... into scores, -inf where
-// excluded, and leaves their maximum over the keys. With softcap, slope_out takes d score / d
-// (scale q.k) if it is not null.
+// excluded, and finds their maximum over the keys. With softcap, slope_out (if not null) takes d
+// score / d (scale q.k).
 template <class T, int kVectors>
 FASTATTN_INLINE void apply_rule(const AttentionParams& p, const ScoreRule<T>& rule, T* S,
                                 int64_t rows, int64_t i0, int64_t i1, int64_t j0, Bias<T> bias,
@@ -159,7 +159,7 @@ FASTATTN_INLINE void apply_rule(const AttentionParams& p, const ScoreRule<T>& ru
   for (int64_t r = 0; r < rows; ++r) {
     const int64_t j = j0 + r;
     const bool edge = j < all.begin || j >= all.end;
-    // Lane l is query i0 + l; it sees key j iff low <= l <= high.
+    // Lane l is query i0 + l; key j is visible to it iff low <= l <= high.
     const T low =
         p.window_right >= 0 ? static_cast<T>(j - p.offset - p.window_right - i0) : -kInf<T>;
     const T high = p.window_left >= 0 ? static_cast<T>(j - p.offset + p.window_left - i0) : kInf<T>;
@@ -168,7 +168,7 @@ FASTATTN_INLINE void apply_rule(const AttentionParams& p, const ScoreRule<T>& ru
     FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) {
       const Vec<T> lane = iota<T>() + T(n * W);
       Vec<T> s = load(row + n * W) * scale;
-      if (bias.tile != nullptr) {  // a selection, not only a sum: an excluded NaN must not survive
+      if (bias.tile != nullptr) {  // select, not only add: an excluded NaN must not survive
         const Vec<T> b = load(bias.tile + r * kVectors * W + n * W);
         s = select<T>(b == minus_inf, minus_inf, rule.natural ? s + b : s);
       } else if (bias.keys != nullptr) {
@@ -191,7 +191,7 @@ FASTATTN_INLINE void apply_rule(const AttentionParams& p, const ScoreRule<T>& ru
 struct DropoutRule {
   uint32_t threshold;  // keep iff a 16-bit draw is below it
   uint32_t key[2];
-  double factor;  // of what is kept; 0 if nothing is
+  double factor;  // of kept values; 0 if none is kept
 };
 
 FASTATTN_INLINE DropoutRule make_dropout(const AttentionParams& p) {
@@ -203,12 +203,12 @@ FASTATTN_INLINE DropoutRule make_dropout(const AttentionParams& p) {
   return d;
 }
 
-// Philox4x32-10 of a vector of queries: for each group of eight keys, eight 16-bit draws a query,
-// in four words, low half first. Head and batch are the same in all lanes and the queries in all
-// groups, so a quarter of the products is taken once, or not by lane:
-//   round 0: c0 = i, c1 = group, c2 = head, c3 = batch; of what it leaves, c2 and c3 know no group
-//   round 1: c0 and c1 know no group; the other half is that of a scalar
-//   round 2: c2 and c3 are of both
+// Philox4x32-10 for a vector of queries: for each group of eight keys, each query gets eight 16-bit
+// draws in four words, low half first. Head and batch are the same in all lanes, and the queries
+// are the same in all groups. So a quarter of the products is hoisted or scalar:
+//   round 0: c0 = i, c1 = group, c2 = head, c3 = batch; then c2, c3 do not depend on the group
+//   round 1: then c0, c1 do not depend on the group; the other half is scalar
+//   round 2: c2 and c3 depend on both
 class Philox {
  public:
   FASTATTN_INLINE Philox(const DropoutRule& d, int64_t i0, int64_t head, int64_t batch)
@@ -245,14 +245,14 @@ class Philox {
   static constexpr uint32_t kM0 = 0xD2511F53u, kM1 = 0xCD9E8D57u;  // the multipliers
   static constexpr uint32_t kW0 = 0x9E3779B9u, kW1 = 0xBB67AE85u;  // the keys' steps
   uint32_t key_[2];
-  uint32_t first_;           // c0 after round 0, but for the group
-  VecU in2_;                 // c2 after round 1, but for the group
-  VecU out0_, out2_, out3_;  // c0, c2, c3 after round 2, but for the group
+  uint32_t first_;           // c0 after round 0, without the group
+  VecU in2_;                 // c2 after round 1, without the group
+  VecU out0_, out2_, out3_;  // c0, c2, c3 after round 2, without the group
 };
 
-// keep[r][lane]: all ones where the pair (query i0 + lane, key j0 + r) is kept, else zero; `lanes`
-// a multiple of the float vector or its half (fp64 panels). Of words of two keys, [r / 2][lane], a
-// half of the bits for each; j0 is then even.
+// keep[r][lane]: all ones where the pair (query i0 + lane, key j0 + r) is kept, else zero. `lanes`
+// is a multiple of the float vector, or of its half (fp64 panels). With words of two keys the
+// layout is [r / 2][lane], half of the bits for each key, and j0 is even.
 template <int kPerWord = 1>
 FASTATTN_INLINE void dropout_mask(const DropoutRule& d, int64_t i0, int64_t j0, int64_t rows,
                                   int64_t lanes, int64_t head, int64_t batch, uint32_t* keep) {
@@ -289,11 +289,11 @@ FASTATTN_INLINE VecD keep_lanes(VecD x, const uint32_t* keep) {
   return y;
 }
 
-// ---- Values and keys that are not finite --------------------------------------------------------
+// ---- Non-finite values and keys -----------------------------------------------------------------
 
-// In a block with exclusions 0 * NaN must not reach a query that may not see the row. Such rows are
-// rare: they are zeroed in the staged copy and their products added pair by pair where the weight
-// is not zero.
+// In a block with exclusions, 0 * NaN must not reach a query that may not see the row. Such rows
+// are rare: they are zeroed in the staged copy, and their products are added pair by pair where the
+// weight is not zero.
 template <class S>
 FASTATTN_INLINE bool all_finite(const S* src, int64_t row_stride, int64_t col_stride, int64_t rows,
                                 int64_t cols) {

@@ -5,7 +5,7 @@
 //   dS = P o (dropout(dP) - delta)
 //   dQ = scale dS K,   dK = scale dS^T Q,   dV = W^T dO,   dmask = dS
 //
-// One pass over pairs of a block of keys and a panel of queries, scores transposed as in the
+// One pass over pairs of a block of keys and a panel of queries, with scores transposed as in the
 // forward pass: S^T and dS^T are the right-hand side of dQ^T, and their rows are the broadcast
 // left-hand side of dK and dV.
 #include "sdpa_backward.h"
@@ -18,7 +18,7 @@ namespace fastattn {
 namespace FASTATTN_ISA {
 namespace {
 
-// What makes probabilities of scores, and delta, for every query.
+// For every query: delta, and the row scale that turns scores into probabilities.
 template <class P>
 class Prepare {
   typedef typename P::Storage Storage;
@@ -28,13 +28,13 @@ class Prepare {
   static constexpr int64_t kLanesOfPanel = kPanelLanes<P>;
 
  public:
-  // `whole`: the unit computes delta itself, and needs an estimate only.
+  // `whole`: the unit computes delta itself and needs only an estimate.
   Prepare(const Sequence& params, PreparedRows<T> out, bool whole)
       : p(params), tiles(params), out_(out), Bk(key_block<P>(params.D, params.Dv)), whole_(whole) {}
 
   int64_t tasks() const { return p.B * p.Hq * panels(); }
 
-  // A panel of queries of a head.
+  // Task t: a panel of queries of a head.
   void run(int64_t t) const {
     const size_t own = static_cast<size_t>((2 * p.Dv + Bk) * kLanesOfPanel) * sizeof(T);
     char* base = static_cast<char*>(thread_scratch(tiles.allocate(nullptr).bytes + own));
@@ -59,8 +59,8 @@ class Prepare {
 
   int64_t panels() const { return (p.Lq + kLanesOfPanel - 1) / kLanesOfPanel; }
 
-  // The sum over d is the same chain of multiply-adds as in score_products: for a row that sees one
-  // key, O is its value, and dP - delta is exactly 0.
+  // The sum over d is the same chain of multiply-adds as in score_products. If a row can see only
+  // one key, O is its value, and dP - delta is exactly 0.
   void from_output(T* o, T* g, int64_t b, int64_t h, int64_t i0, int64_t i1) const {
     constexpr int64_t lanes = kLanesOfPanel;
     const int64_t *so = p.out.stride, *sg = p.grad_out.stride, rows = i1 - i0,
@@ -133,8 +133,8 @@ class Prepare {
 };
 
 // The parallel schedule. A unit is (key head, chunk of keys): it owns dK and dV of its chunk and
-// adds a partial dQ. Chunks depend on Lk alone and partial dQs are added in the order of chunks, in
-// parallel or not: same bits.
+// adds a partial dQ. Chunks depend on Lk alone, and partial dQs are added in the order of chunks,
+// in parallel or not, so the bits are the same.
 template <class P>
 class Backward {
   typedef typename P::Acc T;
@@ -159,8 +159,8 @@ class Backward {
         static_cast<T*>(__builtin_malloc(static_cast<size_t>(5 * rows.total()) * sizeof(T) + 1));
     prepare(rows);
 
-    // In round m the m-th member of every owner has its turn; where no mask's gradient is shared
-    // there is one round.
+    // Round m runs the m-th member of every owner. There is one round if no gradient of a mask is
+    // shared.
     const Tasks parts(count, [&](int64_t n) { return plan(n).partial; });
     T* const partial =
         static_cast<T*>(__builtin_malloc(static_cast<size_t>(parts.total()) * sizeof(T) + 1));
@@ -200,8 +200,8 @@ class Backward {
 
   static bool empty(const Sequence& s) { return s.Lq == 0 || s.Lk == 0; }
 
-  // Units that add to the same element of the mask's gradient must follow each other. `count` sets
-  // of key heads are independent; the members of one take turns.
+  // Units that add to the same element of the mask's gradient must run one after the other. `count`
+  // sets of key heads are independent; the members of a set take turns.
   struct Owners {
     int64_t count, members;
     bool own_batch, own_head;
@@ -220,7 +220,7 @@ class Backward {
     return {count, s.B * s.Hkv / count, own_batch, own_head};
   }
 
-  // An owner that is more than its share of the work is split. Chunks are independent unless the
+  // An owner larger than one thread's share of the work is split. Chunks are independent unless the
   // mask has no key axis.
   bool splits(const Sequence& s) const {
     const bool own_keys = s.grad_mask.data == nullptr || s.grad_mask.stride[3] != 0;
@@ -303,7 +303,7 @@ class Backward {
 
 }  // namespace
 
-// Where there are no pairs there is nothing to add: the caller passed zeros.
+// Without pairs there is nothing to add: the caller passed zeros.
 void attention_backward(const AttentionParams& p) {
   if (p.B == 0 || p.Hq == 0 || p.Lq == 0 || p.Lk == 0) return;
   with_policy(p.dtype, [&](auto policy) {

@@ -1,5 +1,5 @@
 // One unit of the backward pass: a key head and a chunk of its keys, against all queries of its
-// group of heads.
+// head group.
 #pragma once
 #include "blocks.h"
 #include "mask.h"
@@ -9,8 +9,8 @@ namespace fastattn {
 namespace FASTATTN_ISA {
 namespace {
 
-// dst[key][lane] = the gradient of the weights, of one head: the averaged ones share theirs among
-// the heads.
+// dst[key][lane] = the gradient of the weights of one head. Averaged weights share their gradient
+// among the heads.
 template <class P>
 __attribute__((noinline)) void pack_grad_weights(const AttentionParams& p, int64_t b, int64_t h,
                                                  int64_t i0, int64_t i1, int64_t j0, int64_t j1,
@@ -28,7 +28,7 @@ __attribute__((noinline)) void pack_grad_weights(const AttentionParams& p, int64
   for (int64_t i = 0; i < (j1 - j0) * lanes; i += kLanes<T>) store(dst + i, load(dst + i) * share);
 }
 
-// C[rows][vectors] += A B over K words, columns across lanes; as many vectors at a time as the
+// C[rows][vectors] += A B over K words, columns across lanes, with as many vectors at a time as the
 // registers hold.
 template <class P>
 FASTATTN_INLINE void add_product(int64_t rows, const typename P::Word* A, int64_t lda,
@@ -53,12 +53,12 @@ FASTATTN_INLINE void add_product(int64_t rows, const typename P::Word* A, int64_
   block(Width<1>());
 }
 
-// What every query needs of a pass over it alone, [B, Hq, Lq] each.
+// Per-query values, computed by a pass of their own, [B, Hq, Lq] each.
 template <class T>
 struct PreparedRows {
   RowScale<T> rows;
-  T* center;  // an estimate of delta, taken off dP before their difference is summed
-  T* delta;   // delta - center, as far as it is known beforehand
+  T* center;  // an estimate of delta, subtracted from dP before summing
+  T* delta;   // delta - center, as far as known before the main pass
 };
 
 template <class P>
@@ -75,12 +75,12 @@ class BackwardUnit {
       : p(params),
         rule(make_rule<T>(params)),
         dropout(make_dropout(params)),
-        // Where a panel meets all its keys at once each row is normalised, and its delta summed,
-        // exactly as plain PyTorch does it.
+        // If one block holds all keys, each row is normalised, and its delta summed, exactly as in
+        // plain PyTorch.
         Bk(params.Lk <= kWholeKeys ? whole_key_block<P>(params.Lk)
                                    : key_block<P>(params.D, params.Dv)),
-        // At most eight chunks, none shorter than 256 keys: enough to share among threads, few
-        // enough that the partial dQs stay O(Lq D).
+        // At most eight chunks of at least 256 keys: enough to share among threads, few enough that
+        // the partial dQs stay O(Lq D).
         chunk(round_up(max_of<int64_t>(256, (params.Lk + 7) / 8), Bk)),
         queries(round_up(params.Lq, L)),
         dw(words<P>(params.D)),
@@ -90,8 +90,8 @@ class BackwardUnit {
         key_mask(is_key_mask(params)),
         whole(params.Lk <= Bk) {}
 
-  // All keys fit one block: delta is then summed where it is used, from the very products that it
-  // must cancel, less an estimate of it: what is summed is small, and so is its rounding.
+  // All keys fit in one block. delta is then summed where it is used, from the same products that
+  // it must cancel, minus an estimate of it. The terms are small, and so is their rounding error.
   bool sums_delta() const { return whole; }
   int64_t chunks() const { return (p.Lk + chunk - 1) / chunk; }
   int64_t dq_size() const { return queries * p.D; }
@@ -140,7 +140,7 @@ class BackwardUnit {
     return f;
   }
 
-  // dK and dV of chunk c of key head `head`, and its part of dQ, [query head of the
+  // dK and dV of chunk c of key head `head`, and its partial dQ, [query head of the
   // group][panels][D][lanes].
   void run(Buffers& f, int64_t head, int64_t c, const PreparedRows<T>& prepared, T* dq) const {
     const int64_t b = head / p.Hkv, hk = head % p.Hkv, group = p.Hq / p.Hkv;
@@ -167,7 +167,7 @@ class BackwardUnit {
     write_rows(f.dv, dvp, p.Dv, T(1), p.grad_v, b, hk, keys);
   }
 
-  // dQ of query head g of a group, scaled and rounded, from its sum [panels][D][lanes].
+  // Writes dQ of query head g of a group, scaled and rounded, from its sum [panels][D][lanes].
   void write_dq(int64_t head, int64_t g, const T* dq) const {
     const int64_t b = head / p.Hkv, h = head % p.Hkv * (p.Hq / p.Hkv) + g;
     Storage* out =
@@ -186,7 +186,7 @@ class BackwardUnit {
   const int64_t Bk, chunk, queries, dw, dvw, dp, dvp;
   const bool key_mask, whole;
 
-  // Everything of one query head that does not depend on the keys.
+  // Packs all data of one query head that does not depend on the keys.
   void pack_queries(Buffers& f, int64_t b, int64_t h, const PreparedRows<T>& prepared) const {
     const int64_t *sq = p.q.stride, *sg = p.grad_out.stride;
     const Storage* q = static_cast<const Storage*>(p.q.data) + b * sq[0] + h * sq[1];
@@ -201,7 +201,7 @@ class BackwardUnit {
     const int64_t row = (b * p.Hq + h) * p.Lq;
     const RowScale<T> from = prepared.rows.at(row);
     for (int64_t i = 0; i < queries; ++i) {
-      scale_from_lse(rule, -kInf<double>, f.rows.at(i));  // past the end: no probability
+      scale_from_lse(rule, -kInf<double>, f.rows.at(i));  // past the end: probability 0
       f.center[i] = f.delta[i] = T(0);
       if (i >= p.Lq) continue;
       f.rows.high[i] = from.high[i], f.rows.low[i] = from.low[i],
@@ -213,7 +213,7 @@ class BackwardUnit {
     }
   }
 
-  // A query that sees nothing hands on nothing, not even its own NaN times zero.
+  // A fully masked query passes no gradient, not even NaN times zero.
   __attribute__((noinline)) void clear_query(Buffers& f, int64_t i) const {
     const int64_t panel = i / L * L, lane = i % L;
     for (int64_t k = 0; k < dw; ++k) f.q[panel * dw + k * L + lane] = Word(0);
@@ -231,7 +231,7 @@ class BackwardUnit {
     clear_row(f.g_rows, dvp);
   }
 
-  // Rows of queries as words to be reduced over, columns padded with zero to whole vectors.
+  // Rows of queries as words to reduce over, columns padded with zero to whole vectors.
   void pack_rows(const Storage* src, const int64_t* stride, int64_t cols, int64_t padded,
                  Word* dst) const {
     if (padded != cols)
@@ -298,8 +298,8 @@ class BackwardUnit {
     }
   }
 
-  // The tile of W and dS of queries [i0, i1) and keys r, in every layout the products want. False:
-  // nothing visible.
+  // The tiles of W and dS of queries [i0, i1) and keys r, in every layout that the products need.
+  // Returns false if no pair is visible.
   bool scores(Buffers& f, int64_t b, int64_t h, int64_t i0, int64_t i1, Range r, const Word* ks,
               const Word* vs) const {
     const int64_t nk = r.end - r.begin;
@@ -325,7 +325,7 @@ class BackwardUnit {
     if (p.dropout_p > 0) dropout_mask(dropout, i0, r.begin, nk, L, h, p.index + b, f.keep);
     gradients(f, i0, nk);
     if (p.grad_mask.data != nullptr) add_mask_gradient(f, b, h, i0, i1, r);
-    if (rule.softcap > 0) {  // through softcap * tanh(. / softcap); an excluded pair keeps its 0
+    if (rule.softcap > 0) {  // backward of softcap; an excluded pair keeps its 0
       for (int64_t x = 0; x < nk * L; x += W) {
         const Vec<T> d = load(f.ds + x);
         store(f.ds + x, select<T>(d == T(0), d, d * load(f.cap + x)));
@@ -335,7 +335,7 @@ class BackwardUnit {
     return true;
   }
 
-  // P = exp(S - lse), W = dropout(P) into s, dS = P o (dropout(dP) - delta) into ds.
+  // s = W = dropout(P), P = exp(S - lse); ds = dS = P o (dropout(dP) - delta).
   void gradients(Buffers& f, int64_t i0, int64_t nk) const {
     Vec<T> high[NV], low[NV], inverse[NV], center[NV], delta[NV], rows[NV] = {}, sums[NV] = {};
     FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
@@ -350,7 +350,7 @@ class BackwardUnit {
     const auto probability = [&](int64_t at, int n) __attribute__((always_inline)) {
       const Vec<T> e =
           exponential<P::kCoarseExp>(rule, load(f.s + at) - high[n] - low[n]) * inverse[n];
-      // A lane without a query, or whose query sees nothing, may have met a NaN.
+      // A lane without a query, or with a fully masked one, may hold NaN.
       return rule.excludes ? select<T>(high[n] == kInf<T>, Vec<T>{}, e) : e;
     };
     const auto dropped = [&](Vec<T> x, int64_t at) __attribute__((always_inline)) {
@@ -400,8 +400,8 @@ class BackwardUnit {
       }
   }
 
-  // Words for the products: pairs of queries in the rows (w_rows, ds_rows), pairs of keys across
-  // lanes (ds in place).
+  // Packs words for the products: pairs of queries in the rows (w_rows, ds_rows), pairs of keys
+  // across lanes (ds in place).
   void pair_up(Buffers& f, int64_t nk) const {
 #if defined(__AVX512BF16__)
     if constexpr (P::kPerWord == 2) {
@@ -434,7 +434,7 @@ class BackwardUnit {
   }
 #endif
 
-  // dQ^T += K^T dS^T pair by pair, leaving out zeros: for blocks with keys that are not finite.
+  // dQ^T += K^T dS^T pair by pair, skipping zeros: for blocks with non-finite keys.
   __attribute__((noinline)) void add_nonzero(const T* ds, int64_t nk, const Storage* k,
                                              T* dq) const {
     for (int64_t j = 0; j < nk; ++j) {
@@ -451,9 +451,9 @@ class BackwardUnit {
     }
   }
 
-  // d mask += dS. Where the mask is broadcast over queries or keys, thousands of terms meet in one
-  // element: they are summed within the tile first, and its buffer is of doubles; else it is in the
-  // accumulator type.
+  // d mask += dS. If the mask is broadcast over queries or keys, thousands of terms add to one
+  // element: they are summed within the tile first, into a buffer of doubles. Otherwise the buffer
+  // has the accumulator type.
   __attribute__((noinline)) void add_mask_gradient(Buffers& f, int64_t b, int64_t h, int64_t i0,
                                                    int64_t i1, Range r) const {
     const int64_t *st = p.grad_mask.stride, nk = r.end - r.begin, rows = i1 - i0;

@@ -1,9 +1,9 @@
 // Forward attention:  O = softmax(scale Q K^T + bias) V  by blocks of keys with a running maximum.
 //
-// Scores are computed transposed, S^T = K Q^T, with queries across the lanes. Then keys and values
-// are read where they lie, by broadcast; only queries and outputs are transposed, once; the softmax
-// is a column of vertical operations and its result is already laid out for the second product.
-// docs/cpu-kernels.md has the picture.
+// Scores are computed transposed, S^T = K Q^T, with queries across the lanes. Keys and values are
+// then read in place, by broadcast. Only queries and outputs are transposed, once. The softmax
+// consists of vertical operations, and its result already has the layout of the second product. See
+// the picture in docs/cpu-kernels.md.
 #include "../threads.h"
 #include "blocks.h"
 #include "decode.h"
@@ -38,16 +38,16 @@ class Forward {
         key_mask(is_key_mask(params)),
         bytes(allocate(nullptr).bytes) {}
 
-  // Where all keys of a row fit one block, its probabilities are there, and its sum is known, when
-  // they have been multiplied with the values: the weights cost no product of their own.
+  // If all keys of a row fit in one block, its probabilities are still stored, and its sum is
+  // known, after the product with the values. The weights then need no second product Q K^T.
   static bool gives_weights(const Sequence& p) {
     return p.weights != Weights::none && p.Lk <= kWholeKeys;
   }
 
   int64_t tasks() const { return groups() * blocks(); }
 
-  // Task t. The blocks of a head share its keys in cache; under a causal mask the longest come
-  // first, to end together. The mean of the weights over the heads is one task's.
+  // Task t. The blocks of a head share its keys in cache. Under a causal mask the longest blocks
+  // come first, to balance the end. One task computes the mean of the weights over the heads.
   void run(int64_t t) const {
     Buffers buf = allocate(thread_scratch(bytes));
     const bool causal = p.window_right >= 0;
@@ -63,12 +63,12 @@ class Forward {
   const Sequence& p;
   const ScoreRule<T> rule;
   const DropoutRule dropout;
-  const Weights weights;  // what is to be written of them
+  const Weights weights;  // which weights to write
   const int64_t Bk, Bq;
   const bool key_mask;
   const size_t bytes;
 
-  // Queries of a task that averages: as many as have their weights in L2 while the heads pass, and
+  // Queries per task that averages weights: as many as keep their weights in L2 over all heads, and
   // leave two tasks for each thread.
   int64_t averaged_queries() const {
     constexpr int64_t kBytes = 256 << 10;
@@ -91,8 +91,8 @@ class Forward {
     Word* k;         // [Bk][words of D]
     Word* v;         // [words of Bk][Dv]
     Word* temp;      // [lanes][words of D]
-    T* w;            // [Bk][lanes] weights, of pairs
-    T* mean;         // [panels][Bk][lanes] their sum over the heads
+    T* w;            // [Bk][lanes] weights, where words are pairs
+    T* mean;         // [panels][Bk][lanes] sum of the weights over the heads
     size_t bytes;
   };
 
@@ -116,7 +116,7 @@ class Forward {
     return buf;
   }
 
-  // One block of queries of one head against all the keys it may see.
+  // One block of queries of one head against all keys visible to it.
   void task(Buffers& buf, int64_t b, int64_t h, int64_t q0) const {
     const int64_t hk = h / (p.Hq / p.Hkv), q1 = min_of(p.Lq, q0 + Bq);
     const Storage* q =
@@ -160,11 +160,11 @@ class Forward {
     const Storage* k_rows = k + block.begin * p.k.stride[2];
     const Storage* v_rows = v + block.begin * p.v.stride[2];
     const Word* ks = stage_keys<P>(k_rows, p.k.stride[2], p.k.stride[3], nk, p.D, buf.k);
-    // Where every query sees every key nothing has to be kept from any.
+    // If every key is visible to every query, no values need to be kept out.
     const Range all = visible_to_all(p, q0, q1);
     const bool excludes = p.mask.data != nullptr || block.begin < all.begin || block.end > all.end;
     const bool leaky = excludes && !all_finite(v_rows, p.v.stride[2], p.v.stride[3], nk, p.Dv);
-    // Values in words of two keys need the first key of a panel to be the first of a pair.
+    // Values in words of two keys need an even first key in a panel.
     const Word* vs =
         leaky ? nullptr : stage_reduced<P>(v_rows, p.v.stride[2], p.v.stride[3], nk, p.Dv, buf.v);
     for (int64_t i = q0; i < q1; i += kLanesOfPanel) {
@@ -186,7 +186,7 @@ class Forward {
   }
 
   // Queries [i0, i1) against keys [r.begin, r.end): scores, running softmax, O = alpha O + V^T P.
-  // False if a mask hides all of them.
+  // Returns false if a mask excludes all pairs.
   template <int NV>
   __attribute__((noinline)) bool panel(Buffers& buf, int64_t b, int64_t h, int64_t q0, int64_t i0,
                                        int64_t i1, Range r, int64_t block_begin, const Word* ks,
@@ -220,7 +220,7 @@ class Forward {
     FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
       const Vec<T> before = load(m + n * W), after = max_of(before, top[n]);
       store(m + n * W, after);
-      // A row that has seen nothing yet keeps m = -inf; any finite reference then gives exact
+      // A row without a visible key so far keeps m = -inf. Any finite reference then gives exact
       // zeros, not NaN.
       reference[n] = select<T>(after == -kInf<T>, Vec<T>{}, after);
       alpha[n] = exponential(rule, before - reference[n]);
@@ -232,8 +232,8 @@ class Forward {
     FASTATTN_UNROLL for (int n = 0; n < NV; ++n)
         store(l + n * W, alpha[n] * load(l + n * W) + sum[n]);
 
-    // O = alpha O + V^T P, the product summed by itself: shorter chains of additions, smaller
-    // errors
+    // O = alpha O + V^T P. The product is summed separately: shorter chains of additions, smaller
+    // errors.
     if (vs != nullptr) {
       tile_rows<P, P::kOutputRows, NV, true>(
           p.Dv, vs + shift / P::kPerWord * p.Dv, p.Dv, reinterpret_cast<const Word*>(S), lanes,
@@ -252,8 +252,8 @@ class Forward {
     return true;
   }
 
-  // W = P / l, of a panel that has met all the keys that it may see, [r.begin, r.end): into its
-  // rows of the result, or into their sum over the heads.
+  // W = P / l for a panel that has processed all its visible keys, [r.begin, r.end). Written to its
+  // rows of the result, or added to their sum over the heads.
   template <int NV>
   __attribute__((noinline)) void weigh(Buffers& buf, int64_t b, int64_t h, int64_t q0, int64_t i0,
                                        int64_t i1, Range r) const {
@@ -297,7 +297,7 @@ class Forward {
     const int64_t* st = p.applied.stride;
     return static_cast<Storage*>(p.applied.data) + b * st[0] + h * st[1] + i * st[2];
   }
-  // No weight of queries [i0, i1) is on these keys.
+  // Writes zero weights for queries [i0, i1) and these keys.
   void hide(int64_t b, int64_t h, int64_t i0, int64_t i1, Range keys) const {
     if (keys.begin >= keys.end) return;
     for (int64_t i = i0; i < i1; ++i)
@@ -314,8 +314,8 @@ class Forward {
     }
   }
 
-  // S -> P in place, as words; returns how many rows of words there are. Dropped probabilities
-  // still count in the sum.
+  // S -> P in place, as words; returns the number of rows of words. Dropped probabilities still
+  // count in the sum.
   template <int NV>
   FASTATTN_INLINE int64_t probabilities(Buffers& buf, int64_t nk, const Vec<T>* reference,
                                         Vec<T>* sum) const {
@@ -334,8 +334,8 @@ class Forward {
       return nk;
     } else {
 #if defined(__AVX512BF16__)
-      // Pairs of keys, rounded to bf16; the sum is of the rounded values, so that the weights still
-      // add to one.
+      // Pairs of keys, rounded to bf16. The sum is that of the rounded values, so that the weights
+      // add up to one.
       if (nk % 2)
         FASTATTN_UNROLL for (int n = 0; n < NV; ++n)
             store(S + nk * lanes + n * W, splat<T>(-kInf<T>));
@@ -358,8 +358,7 @@ class Forward {
     }
   }
 
-  // O += V^T P pair by pair, leaving out weights of zero: for blocks with values that are not
-  // finite.
+  // O += V^T P pair by pair, skipping weights of zero: for blocks with non-finite values.
   template <int NV>
   __attribute__((noinline)) void add_visible_only(const T* S, int64_t nk, const Storage* v,
                                                   T* O) const {
@@ -380,7 +379,7 @@ class Forward {
     return float_of(j % 2 ? pair & 0xffff0000u : pair << 16);
   }
 
-  // out = O / l, lse = m + ln l; a row that saw nothing gives 0 and -inf.
+  // out = O / l, lse = m + ln l; a fully masked row gives 0 and -inf.
   void finish(Buffers& buf, int64_t b, int64_t h, int64_t q0, int64_t q1) const {
     Storage* out = static_cast<Storage*>(p.out.data) + b * p.out.stride[0] + h * p.out.stride[1];
     double* lse = p.lse + (b * p.Hq + h) * p.lse_stride;
@@ -399,9 +398,10 @@ class Forward {
   }
 };
 
-// The parallel schedule of all sequences: a task is a block of queries of a head, or where decoding
-// serves a sequence, one of its key heads. A key head that is more than its share of the work is
-// split into chunks of keys, which are merged when all tasks are done: same bits.
+// The parallel schedule of all sequences. A task is a block of queries of a head, or, for a
+// sequence that Decode serves, one of its key heads. A key head larger than one thread's share of
+// the work is split into chunks of keys, which are merged after all tasks are done, so the bits are
+// the same.
 template <class P>
 class Schedule {
   typedef typename P::Acc T;
@@ -412,13 +412,13 @@ class Schedule {
       const Sequence s = sequences.at(n);
       const double pairs = static_cast<double>(s.B * s.Hq) * s.Lq * s.Lk;
       const bool decoded = Decode<P>::serves(s);
-      flops_ += (decoded ? 8 : 2) * pairs * (s.D + s.Dv);  // decoding waits for memory
+      flops_ += (decoded ? 8 : 2) * pairs * (s.D + s.Dv);  // decoding is bound by memory
       if (decoded) keys_ += static_cast<double>(s.B * s.Hkv) * s.Lk;
     }
   }
 
   void run() {
-    // A rectangle, be it tiny, is looked at once.
+    // The first sequence and its plan are computed once: a tiny rectangular batch has no other.
     const int64_t count = sequences_.count();
     const Sequence first = sequences_.at(0);
     const Forward<P> whole(first);
@@ -469,7 +469,7 @@ class Schedule {
   struct Plan {
     bool decoded;
     int64_t tasks, state, merges;
-    int64_t neighbours;  // tasks in a row that read the same keys
+    int64_t neighbours;  // consecutive tasks that read the same keys
   };
 
   bool splits(const Sequence& s) const {

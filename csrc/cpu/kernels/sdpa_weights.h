@@ -1,6 +1,6 @@
 // Attention weights from the log-sum-exp of a finished forward pass: W = softmax(scores) after
-// dropout, tile by tile, so that only what is asked for is ever stored: [B, Hq, Lq, Lk], or its
-// mean over the heads [B, Lq, Lk].
+// dropout, tile by tile. Only the requested result is stored: [B, Hq, Lq, Lk], or its mean over the
+// heads [B, Lq, Lk].
 #pragma once
 #include "../threads.h"
 #include "blocks.h"
@@ -19,7 +19,7 @@ class WeightsPass {
   static constexpr int W = kLanes<T>;
   static constexpr int64_t kLanesOfPanel = kPanelLanes<P>;
   static constexpr int64_t kQueries =
-      4 * kLanesOfPanel;  // of a task, so that staged keys serve several panels
+      4 * kLanesOfPanel;  // per task, so that several panels share staged keys
 
  public:
   explicit WeightsPass(const Sequence& params)
@@ -78,9 +78,8 @@ class WeightsPass {
     }
   }
 
-  // What makes probabilities of the scores of queries [i0, i1), whose packed panel is Q. The
-  // log-sum-exp is enough unless it is too large or too coarse (fp64); then the maximum and the sum
-  // are computed again.
+  // The row scales of queries [i0, i1), whose packed panel is Q. The log-sum-exp is enough unless
+  // it is too large or too coarse (fp64). In these cases the maximum and the sum are recomputed.
   void scale_rows(Buffers& buf, int64_t b, int64_t h, int64_t i0, int64_t i1, const Word* Q,
                   RowScale<T> rows) const {
     const double* lse = p.lse + (b * p.Hq + h) * p.lse_stride;
@@ -97,8 +96,8 @@ class WeightsPass {
       recompute<kPanelVectors>(buf, b, h, i0, i1, Q, rows);
   }
 
-  // W of queries [i0, i1) and keys [j0, j1) of one head into buf.s[key][lane], or added to `sum` of
-  // that layout if it is not null; Q is their packed panel, ks the staged keys.
+  // W of queries [i0, i1) and keys [j0, j1) of one head, written to buf.s[key][lane], or added to
+  // `sum` of that layout if it is not null. Q is the packed panel, ks the staged keys.
   template <int NV>
   FASTATTN_INLINE void weights_tile(Buffers& buf, int64_t b, int64_t h, int64_t i0, int64_t i1,
                                     int64_t j0, int64_t j1, const Word* Q, const Word* ks,
@@ -134,7 +133,7 @@ class WeightsPass {
   const int64_t Bk;
   const bool averaged;
 
-  // The scores of a tile into buf.s, and their maximum over the keys.
+  // Writes the scores of a tile to buf.s and finds their maximum over the keys.
   template <int NV>
   FASTATTN_INLINE void scores_tile(Buffers& buf, int64_t b, int64_t h, int64_t i0, int64_t i1,
                                    int64_t j0, int64_t j1, const Word* Q, const Word* ks,
@@ -150,7 +149,7 @@ class WeightsPass {
                         top);
   }
 
-  // Maximum and sum of the rows of a panel, as the forward pass finds them.
+  // Maximum and sum of the rows of a panel, computed as in the forward pass.
   template <int NV>
   __attribute__((noinline)) void recompute(Buffers& buf, int64_t b, int64_t h, int64_t i0,
                                            int64_t i1, const Word* Q, RowScale<T> rows) const {

@@ -1,8 +1,8 @@
-// out = x * scale + PE(position): see SinusoidalParams for the angles, docs/sinusoidal.md for their
-// accuracy.
+// out = x * scale + PE(position). SinusoidalParams defines the angles; docs/sinusoidal.md gives
+// their accuracy.
 //
-// The work is bound by memory: a tile of PE is computed once, in L1, and added to every batch row
-// that has the same positions.
+// The work is bound by memory. A tile of PE is computed once, in L1, and added to every batch row
+// with the same positions.
 #include "../../params.h"
 #include "../simd/convert.h"
 #include "../simd/math.h"
@@ -17,10 +17,10 @@ typedef uint64_t VecUL __attribute__((vector_size(kVectorBytes), may_alias));
 
 constexpr int64_t kTileBytes = 16 * 1024;  // half of the smallest L1; the rest is for x and out
 constexpr int64_t kTileRows = 64;
-// Beyond this, out is written past the caches: 0.65 to 0.8 of the time on Zen 4 with 32 MiB of L3,
-// see docs/sinusoidal.md.
+// Larger results bypass the caches: 0.65 to 0.8 of the time on Zen 4 with 32 MiB of L3, see
+// docs/sinusoidal.md.
 constexpr int64_t kStreamBytes = 4 << 20;
-constexpr double kFlopsPerElement = 20;  // the time of one element, in flops
+constexpr double kFlopsPerElement = 20;  // cost of one element, in flops
 
 template <class T>
 constexpr auto kSignBit = static_cast<int64_t>(uint64_t{1} << 63);
@@ -72,8 +72,9 @@ struct Waves {
   Vec<T> sine, cosine;
 };
 
-// Sine and cosine of an angle that is t of a turn, |t| <= 1/8, from the quadrant in the two top
-// bits: the sines are sin t, cos t, -sin t, -cos t, and the cosines are a quadrant ahead of them.
+// Sine and cosine of an angle that is t of a turn, |t| <= 1/8, plus the quadrant in the two top
+// bits. Per quadrant, the sines are sin t, cos t, -sin t, -cos t; the cosines are one quadrant
+// ahead.
 template <class T>
 FASTATTN_INLINE Waves<T> waves(Mask<T> quadrant, Vec<T> t) {
   constexpr int kSign = 8 * sizeof(T) - 1;
@@ -93,8 +94,8 @@ FASTATTN_INLINE VecU odd_words(VecU a, VecU b, Indices<I...>) {
   return __builtin_shufflevector(a, b, (2 * I + 1)...);
 }
 
-// Adding an eighth of a turn makes the two top bits the nearest quadrant, and the rest the distance
-// from it plus that eighth.
+// After adding an eighth of a turn, the two top bits are the nearest quadrant, and the rest is the
+// distance from it plus that eighth.
 constexpr uint64_t kEighth = uint64_t{1} << 61;
 
 FASTATTN_INLINE Waves<float> waves_of(const Angles<float>& angles) {
@@ -103,7 +104,7 @@ FASTATTN_INLINE Waves<float> waves_of(const Angles<float>& angles) {
   const VecI high = (VecI)odd_words(a, b, All());
   const VecI low = (VecI)(even_words(a, b, All()) >> 1);  // one bit less converts as signed
   const VecI distance = (high & 0x3fffffff) - 0x20000000;
-  // Both words, so that small angles keep their relative accuracy.
+  // Both words are used, so that small angles keep their relative accuracy.
   return waves<float>(high, __builtin_convertvector(distance, VecF) * 0x1p-32f +
                                 __builtin_convertvector(low, VecF) * 0x1p-63f);
 }
@@ -113,7 +114,7 @@ FASTATTN_INLINE Waves<double> waves_of(const Angles<double>& angles) {
   return waves<double>(a, __builtin_convertvector(distance, VecD) * 0x1p-64);
 }
 
-// a0 b0 a1 b1 ..., the lower or upper half of it.
+// The lower or upper half of a0 b0 a1 b1 ...
 template <class T, int... I>
 FASTATTN_INLINE Vec<T> zip_lower(Vec<T> a, Vec<T> b, Indices<I...>) {
   return __builtin_shufflevector(a, b, (I / 2 + I % 2 * kLanes<T>)...);
@@ -123,8 +124,8 @@ FASTATTN_INLINE Vec<T> zip_upper(Vec<T> a, Vec<T> b, Indices<I...>) {
   return __builtin_shufflevector(a, b, (I / 2 + I % 2 * kLanes<T> + kLanes<T> / 2)...);
 }
 
-// A whole vector past the caches: nobody reads it soon, and its line need not be fetched first.
-// p is aligned to what is written.
+// Stores a whole vector with a non-temporal store: it is not read soon, and its line need not be
+// fetched first. p is aligned to the size of what is written.
 template <class T, class S>
 FASTATTN_INLINE void stream_as(S* p, Vec<T> v) {
 #if defined(__SSE2__)
@@ -148,15 +149,15 @@ FASTATTN_INLINE void stream_as(S* p, Vec<T> v) {
   store_as<T>(p, v, kLanes<T>);
 }
 
-// Makes streamed vectors visible before whatever is stored next.
+// Orders non-temporal stores before any later store.
 FASTATTN_INLINE void stream_fence() {
 #if defined(__SSE2__)
   _mm_sfence();
 #endif
 }
 
-// One row of n columns: out = x * scale + pe. In 16 bits a tile's rows are short for the hardware
-// prefetcher, which does not follow the jump to the next batch row: that row, `next`, is fetched
+// One row of n columns: out = x * scale + pe. In 16 bits a tile's rows are short, and the hardware
+// prefetcher does not follow the jump to the next batch row. So that row, `next`, is prefetched
 // while this one streams (0.75 of the time; float32 gains nothing).
 template <class T, class S>
 void add_row(const S* x, int64_t x_stride, [[maybe_unused]] const S* next, const T* pe, T scale,
@@ -182,7 +183,7 @@ void add_row(const S* x, int64_t x_stride, [[maybe_unused]] const S* next, const
   if (rest > 0) store_as<T>(out + c, load_as<T>(x + c, rest) * scale + load(pe + c), rest);
 }
 
-// The work is cut into blocks of positions and, where these are few, groups of batch rows.
+// The work is split into blocks of positions and, if these are few, groups of batch rows.
 struct Plan {
   int64_t rows;     // positions in a tile
   int64_t columns;  // columns in a tile, a multiple of the vector length
@@ -209,8 +210,8 @@ struct Tile {
   int64_t position[kTileRows];
 };
 
-// From the angles at position[r - 1] to those at position[r]. The next position is one addition
-// away; 64-bit products are slow where they have no instruction.
+// Moves from the angles at position[r - 1] to those at position[r]. The next position is one
+// addition away; 64-bit products are slow on processors without such an instruction.
 template <class T>
 FASTATTN_INLINE void advance(Angles<T>* angles, const Angles<T>& frequency, const Angles<T>& phase,
                              const int64_t* position, int64_t r) {
@@ -222,8 +223,8 @@ FASTATTN_INLINE void advance(Angles<T>* angles, const Angles<T>& frequency, cons
   }
 }
 
-// PE of the tile's positions [rows, columns], from column c0 of all on, each column for itself.
-// Meanwhile x, the first batch row with these positions, is fetched.
+// PE of the tile's positions [rows, columns], from column c0 on, each column separately. Also
+// prefetches x, the first batch row with these positions.
 template <class T, class S>
 void fill_columns(Tile<T>* tile, const SinusoidalParams& p, int64_t rows, int64_t c0,
                   int64_t columns, const S* x) {
@@ -239,8 +240,8 @@ void fill_columns(Tile<T>* tile, const SinusoidalParams& p, int64_t rows, int64_
   }
 }
 
-// The same for all columns at once where they come in pairs: one angle gives both. The last vector
-// overlaps the one before.
+// The same for all columns at once if they come in pairs: one angle gives both. The last vector
+// overlaps the previous one.
 template <class T, class S>
 void fill_pairs(Tile<T>* tile, const SinusoidalParams& p, int64_t rows, int64_t columns,
                 const S* x) {
@@ -283,7 +284,7 @@ void fill(Tile<T>* tile, const SinusoidalParams& p, int64_t rows, int64_t c0, in
   }
 }
 
-// A block of positions for the batch rows [n0, n1).
+// One block of positions for the batch rows [n0, n1).
 template <class T, class S>
 void run_block(const SinusoidalParams& p, const Plan& plan, int64_t block, int64_t n0, int64_t n1) {
   Tile<T> tile;

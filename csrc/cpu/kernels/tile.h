@@ -1,5 +1,5 @@
-// The one matrix product that everything here is made of: a few rows, broadcast word by word, times
-// a panel of vectors.
+// The matrix product that all kernels are built from: a few rows, broadcast word by word, times a
+// panel of vectors.
 #pragma once
 #include "policy.h"
 
@@ -8,8 +8,7 @@ namespace FASTATTN_ISA {
 namespace {
 
 // acc[r][n] = start(r, n) + sum_k A(r, k) * B[k * ldb + n * lanes]; then finish(r, n, acc[r][n]).
-// A(r, k) is A[r * lda + k], or A[k * lda + r] where kColumns: both are read where they lie, by
-// broadcast.
+// A(r, k) is A[r * lda + k], or A[k * lda + r] with kColumns. A is read in place, by broadcast.
 template <class P, int kRows, int kVectors, bool kColumns, class Start, class Finish>
 FASTATTN_INLINE void tile(const typename P::Word* __restrict A, int64_t lda,
                           const typename P::Word* __restrict B, int64_t ldb, int64_t K, Start start,
@@ -38,9 +37,9 @@ FASTATTN_INLINE void tile(const typename P::Word* __restrict A, int64_t lda,
       finish(r, n, acc[r][n]);
 }
 
-// A tile over any number of rows: full tiles, then four, then single rows. start and finish get the
-// row within `rows`. Every row is the same chain of additions over k whichever tile computes it, so
-// results do not depend on the tiling.
+// A tile over any number of rows: full tiles, then four rows, then single rows. start and finish
+// get the row within `rows`. Every row is the same chain of additions over k, so results do not
+// depend on the tiling.
 template <class P, int kRows, int kVectors, bool kColumns, class Start, class Finish>
 FASTATTN_INLINE void tile_rows(int64_t rows, const typename P::Word* A, int64_t lda,
                                const typename P::Word* B, int64_t ldb, int64_t K, Start start,
@@ -59,10 +58,10 @@ FASTATTN_INLINE void tile_rows(int64_t rows, const typename P::Word* A, int64_t 
   for (; r0 < rows; ++r0) tile<P, 1, kVectors, kColumns>(A + r0 * step, lda, B, ldb, K, from, to);
 }
 
-// The longest chain of additions in a dot product, in words. For a few queries PyTorch multiplies a
-// matrix by vectors, whose short chains we have to equal; the time goes into reading keys there.
-// Doubles are for accuracy; and where products are rounded before they are added, a long chain
-// rounds twice as much as PyTorch's.
+// The longest chain of additions in a dot product, in words. For a few queries PyTorch uses a
+// matrix-vector product with short chains, whose error ours must match; there, reading keys takes
+// the time. Doubles favour accuracy. Without FMA, products are rounded before they are added, and a
+// long chain has twice PyTorch's rounding error.
 template <class T>
 FASTATTN_INLINE int64_t longest_chain(const AttentionParams& p) {
 #if defined(__FMA__) || defined(__AVX512F__) || defined(__aarch64__)
@@ -77,7 +76,7 @@ FASTATTN_INLINE int64_t longest_chain(const AttentionParams& p) {
 
 // S[row][lane] = sum_k A[row * K + k] * panel[k][lane], and the maximum over the rows.
 //
-// Chains longer than `chain` are cut and their parts added, so that the error does not grow with
+// Chains longer than `chain` are split and their parts added, so that the error does not grow with
 // the head dim.
 template <class P, int kVectors>
 FASTATTN_INLINE void score_products(int64_t rows, const typename P::Word* A,

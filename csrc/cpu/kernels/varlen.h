@@ -1,4 +1,4 @@
-// A batch as sequences: one that is a rectangle, or many with lengths of their own.
+// A batch as sequences: one rectangle, or many sequences with lengths of their own.
 #pragma once
 #include "policy.h"
 
@@ -67,7 +67,7 @@ class Sequences {
   }
 };
 
-// How many tasks each sequence has, and which sequence a task belongs to.
+// Maps tasks to sequences, from the number of tasks of each sequence.
 class Tasks {
  public:
   template <class F>
