@@ -1,4 +1,4 @@
-// Which instruction sets were compiled, which this processor has, and which one is in use.
+// The instruction sets: compiled, supported by this processor, and in use.
 #pragma once
 #include <string>
 #include <vector>
@@ -13,10 +13,10 @@ supported_isas();  // the compiled ones that this processor can run, weakest fir
 //
 //   "avx512_bf16"    "avx512_bf16,bfloat16=avx512"
 //
-// Anything else throws std::invalid_argument. FASTATTN_CPU_ISA is read in the same way.
+// Anything else throws std::invalid_argument. FASTATTN_CPU_ISA has the same syntax.
 void set_isa(const std::string& spelled);
-// The same, without effect after set_isa or under FASTATTN_CPU_ISA.
+// The same, but without effect after set_isa or under FASTATTN_CPU_ISA.
 void set_default_isa(const std::string& spelled);
-std::string current_isa();  // what set_isa takes
+std::string current_isa();  // in the syntax of set_isa
 
 }  // namespace fastattn

@@ -1,4 +1,4 @@
-// One table of kernels per instruction set; the binding calls through the one that the processor
+// One table of kernels per instruction set. The binding calls through the table that the processor
 // supports.
 #pragma once
 #include "../params.h"
@@ -27,7 +27,7 @@ struct KernelTable {
   void (*local_attention_backward)(const LocalParams&);
 };
 
-// The table in use for tensors of this dtype. Chosen on first use, see isa.cpp.
+// The table in use for tensors of this dtype, chosen on first use (isa.cpp).
 const KernelTable& kernels(DType dtype);
 
 }  // namespace fastattn

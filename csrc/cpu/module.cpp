@@ -1,4 +1,5 @@
-// The Python module fastattn._cpu. It knows no torch: one build serves every torch version.
+// The Python module fastattn._cpu. It does not depend on torch: one build serves every torch
+// version.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

@@ -56,7 +56,7 @@ struct Leaf {
   uint32_t eax = 0, ebx = 0, ecx = 0, edx = 0;
 };
 
-// Zeros for a leaf or subleaf that the processor has not.
+// Returns zeros for a leaf or subleaf that the processor does not have.
 Leaf cpuid(uint32_t leaf, uint32_t subleaf = 0) {
   Leaf r;
   __get_cpuid_count(leaf, subleaf, &r.eax, &r.ebx, &r.ecx, &r.edx);
@@ -133,7 +133,7 @@ std::vector<std::string> usable_features(const FeatureRegisters& registers, bool
 
 bool tiles_allowed() {
 #if defined(__x86_64__) && defined(__linux__)
-  // arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA), which libc has no name for.
+  // arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA); libc has no wrapper for it.
   static const bool allowed = syscall(SYS_arch_prctl, 0x1023, 18) == 0;
   return allowed;
 #else

@@ -1,4 +1,4 @@
-// Which processor this is, and what it has of the units that kernels ask for.
+// Identifies the processor and the features that kernels need.
 #pragma once
 #include <cstdint>
 #include <string>
@@ -9,12 +9,12 @@ namespace fastattn {
 struct Processor {
   std::string vendor;  // "AuthenticAMD", "GenuineIntel"; elsewhere the architecture, as "aarch64"
   int family = 0, model = 0;          // as lscpu shows them; 0 where the architecture has none
-  std::string brand;                  // "" where the processor does not tell
+  std::string brand;                  // "" if the processor does not report it
   std::vector<std::string> features;  // named as in /proc/cpuinfo, see processor.cpp
 };
 
-// What a feature is read from on x86-64: three leaves of cpuid, and XCR0, in which the system says
-// whose registers it saves (0 where it says nothing).
+// The registers that the features are read from on x86-64: three leaves of cpuid, and XCR0, the
+// mask of registers that the system saves (0 if unknown).
 struct FeatureRegisters {
   uint32_t leaf1_ecx = 0;
   uint32_t leaf7_ebx = 0, leaf7_ecx = 0, leaf7_edx = 0;
@@ -22,13 +22,13 @@ struct FeatureRegisters {
   uint64_t xcr0 = 0;
 };
 
-// The features that can be used: the processor has them, and the system saves their registers.
-// Pure, so that any processor's registers can be tried on any other. `tiles_allowed`: whether Linux
+// The usable features: the processor has them, and the system saves their registers. A pure
+// function, so that tests can pass the registers of any processor. `tiles_allowed`: whether Linux
 // lets this process use AMX's tiles, see tiles_allowed().
 std::vector<std::string> usable_features(const FeatureRegisters& registers, bool tiles_allowed);
 
-// Asks Linux for AMX's tiles, once for the process; without that, their first use ends it. False
-// where the kernel knows no such request or refuses it.
+// Requests AMX's tiles from Linux, once per process; without the request, their first use kills the
+// process. False if the kernel does not know the request or refuses it.
 bool tiles_allowed();
 
 const Processor& processor();  // read once

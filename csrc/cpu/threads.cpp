@@ -24,7 +24,7 @@ struct Scratch {
 
 thread_local Scratch scratch;
 
-// Entering a team costs a few microseconds; a core does about this much work in that time.
+// Starting a team costs a few microseconds; a core does about this much work in that time.
 constexpr double kSerialFlops = 1e6;
 
 }  // namespace

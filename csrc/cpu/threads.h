@@ -1,5 +1,5 @@
-// Threads and scratch memory, compiled once for the baseline so that no kernel carries library code
-// of its own.
+// Threads and scratch memory, compiled once for the baseline so that no kernel contains library
+// code.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -10,12 +10,11 @@ namespace fastattn {
 // hang.
 bool in_forked_child();
 
-// How many threads a kernel may start for `tasks` independent tasks worth `flops` in all: 1 in a
-// forked child, inside another parallel region, and where starting a team would cost more than it
-// saves.
+// The number of threads for `tasks` independent tasks worth `flops` in total: 1 in a forked child,
+// inside another parallel region, and where starting a team would cost more than it saves.
 int team_size(int wanted, int64_t tasks, double flops);
 
-// This thread's scratch, at least `bytes`, 4 KiB aligned, kept for the next call. Contents are
+// This thread's scratch: at least `bytes`, 4 KiB aligned, kept for the next call, contents
 // undefined.
 void* thread_scratch(size_t bytes);
 

@@ -1,13 +1,13 @@
-// The peaks of AMX's tiles. Written from Intel's manual and compiled here, not yet run by us: the
-// machines it was built on have no AMX (docs/benchmarks.md says how it is tested without).
+// The peaks of AMX's tiles. Written from Intel's manual and compiled, but not yet run on a
+// processor with AMX (docs/benchmarks.md says how it is tested without).
 #include "peaks.h"
 #include "tiles.h"
 
 namespace fastattn {
 namespace {
 
-// Own asm: GCC's intrinsics are macros that take literals alone, and its _tile_loadd names no
-// memory, so that the stores of what is loaded may come later.
+// Inline asm, because GCC's intrinsics are macros that take only literals, and its _tile_loadd has
+// no memory operand, so the compiler may move the stores of the loaded values after it.
 struct TilesBf16 {
   void configure(const TileConfig& config) { asm volatile("ldtilecfg %0" ::"m"(config)); }
   void release() { asm volatile("tilerelease"); }
@@ -22,8 +22,8 @@ struct TilesBf16 {
 };
 
 struct TilesFp16 : TilesBf16 {
-  // TDPFP16PS is younger than many assemblers: VEX.128.F2.0F38.W0 5C /r, of which the sum is reg,
-  // A is rm and B is vvvv, inverted. (TDPBF16PS has F3 in place of F2: 2 in the last two bits.)
+  // TDPFP16PS is unknown to many assemblers: VEX.128.F2.0F38.W0 5C /r, where reg is the sum, rm is
+  // A, and vvvv, inverted, is B. (TDPBF16PS has F3 in place of F2: 2 in the last two bits.)
   template <int C, int A, int B>
   void product() {
     asm volatile(".byte 0xc4, 0xe2, %c0, 0x5c, %c1" ::"i"((~B & 15) << 3 | 3),

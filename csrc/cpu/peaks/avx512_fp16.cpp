@@ -1,5 +1,6 @@
-// The peak of multiply-adds that round to fp16. Ours accumulate in fp32 and do not use them; other
-// libraries do. Compiled here, not yet run by us: Intel's Xeons have it, from Sapphire Rapids on.
+// The peak of multiply-adds that round to fp16. Our kernels accumulate in fp32 and do not use them;
+// other libraries do. Compiled, but not yet run: Intel's Xeons have this unit from Sapphire Rapids
+// on.
 #include <immintrin.h>
 
 #include "peaks.h"
@@ -7,7 +8,7 @@
 namespace fastattn {
 namespace {
 
-// Independent chains, enough to cover the latency on two ports.
+// Independent chains, enough to hide the latency on two ports.
 constexpr int kChains = 16, kLanes = 32;
 
 double operations(double until) {

@@ -1,6 +1,7 @@
-// The peaks of units that no kernel uses and others do: the yardstick of a dtype is the fastest
-// arithmetic that any code can reach on this processor. One unit a file, compiled with its flags;
-// a compiler that refuses them leaves the file out (FASTATTN_HAVE_PEAK_*, see setup.py).
+// The peaks of units that other libraries use and our kernels do not. The reference for a dtype is
+// the fastest arithmetic that any code can reach on this processor. One unit per file, compiled
+// with its own flags; if the compiler rejects them, the file is left out (FASTATTN_HAVE_PEAK_*, see
+// setup.py).
 #pragma once
 #include <omp.h>
 
@@ -17,17 +18,18 @@ double peak_of_fma_fp16(int threads, double seconds);    // VFMADD213PH: avx512_
 
 struct Unit {
   const char* name;     // "tile_bf16", "tile_f16", "fma_f16": kinds of measure_peak
-  const char* feature;  // what it needs, as in processor.h
-  double (*measure)(int threads, double seconds);  // null where it was not compiled
+  const char* feature;  // the required feature, as in processor.h
+  double (*measure)(int threads, double seconds);  // null if not compiled
 };
 const std::vector<Unit>& units();
-// 0 where this processor or this build has no such unit.
+// 0 if this processor or this build has no such unit.
 double measure_unit(const Unit& unit, int threads, double seconds);
 
 namespace {
 
-// All threads at work from the same begin to the same end; `operations(until)` returns how many one
-// thread did. Of internal linkage: each file's is compiled with that file's instructions.
+// Runs all threads from the same start to the same end; `operations(until)` returns how many
+// operations one thread did. Internal linkage, because each file compiles it with its own
+// instructions.
 template <class Operations>
 double rate_of(int threads, double seconds, Operations operations) {
   double done = 0;

@@ -1,5 +1,5 @@
-// The loop that measures a tile unit: products on registers alone. It is written over the unit, so
-// that a stand-in that counts can run it where there is no AMX (tests/support/tile_unit.cpp).
+// The loop that measures a tile unit: products on registers only. The unit is a template argument,
+// so that a counting stand-in can run without AMX (tests/tile_unit.cpp).
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -21,10 +21,10 @@ static_assert(offsetof(TileConfig, row_bytes) == 16 && offsetof(TileConfig, rows
 // C[16, 16] += A[16, 32] B[32, 16]: a multiplication and an addition for each of 16 x 16 x 32.
 constexpr int64_t kProductOperations = 2 * 16 * 16 * 32;
 constexpr int kProductsOfTurn = 4;
-constexpr int kTurns = 4000;  // between two looks at the clock: about 0.1 ms
+constexpr int kTurns = 4000;  // between two reads of the clock: about 0.1 ms
 
-// What A and B hold: both signs and every bit of the mantissa, so that the multipliers are at work,
-// and so small, read as bf16 or as fp16, that no sum leaves the floats.
+// The values of A and B. They have both signs and every bit of the mantissa, so that the
+// multipliers toggle, and are small enough as bf16 and as fp16 that no sum overflows.
 struct alignas(64) TileValues {
   uint16_t values[16 * 32];
   TileValues() {
@@ -33,8 +33,8 @@ struct alignas(64) TileValues {
   }
 };
 
-// Operations done by one thread until then. A product takes 16 cycles and its sum is ready after
-// 52: four accumulators, each with its own pair of the four operands, keep the unit at work.
+// Operations done by one thread until `until`. A product takes 16 cycles and its sum is ready after
+// 52. Four accumulators, each with its own pair of the four operands, keep the unit busy.
 template <class TileUnit, class Clock>
 double tile_operations(TileUnit unit, double until, Clock now) {
   const TileValues values;

@@ -1,4 +1,4 @@
-// Storage types (what tensors hold) and their conversion from and to the type computed in.
+// Storage types (the element types of tensors) and their conversion from and to the compute type.
 #pragma once
 #include "simd.h"
 
@@ -40,7 +40,7 @@ FASTATTN_INLINE float widen(F16 h) {
 FASTATTN_INLINE float widen(Bf16 b) { return float_of(static_cast<uint32_t>(b.bits) << 16); }
 FASTATTN_INLINE float widen(float x) { return x; }
 FASTATTN_INLINE double widen(double x) { return x; }
-// A mask's "takes part" adds nothing, its opposite excludes.
+// A boolean mask as a bias: true adds 0, false excludes.
 FASTATTN_INLINE float widen(Bool b) { return b.bits ? 0.0f : -kInf<float>; }
 
 // Round to nearest, ties to even; NaN stays NaN.
@@ -53,7 +53,7 @@ FASTATTN_INLINE void narrow(float x, F16* out) {
   uint32_t h;
   if (magnitude > 0x7f800000u) {
     h = 0x7e00 | ((magnitude >> 13) & 0x3ff);
-  } else if (magnitude >= 0x477ff000u) {  // rounds to 2^16 or beyond
+  } else if (magnitude >= 0x477ff000u) {  // rounds to 2^16 or more
     h = 0x7c00;
   } else if (magnitude <
              0x38800000u) {  // below 2^-14: adding 0.5 leaves the rounded subnormal in the low bits
@@ -78,7 +78,7 @@ FASTATTN_INLINE VecU bf16_bits(VecF v) {
   return (VecU)(v != v ? VecI{} + 0x7fc0 : rounded);
 }
 
-// A vector of T from the first n elements at p, n <= lanes (zero beyond).
+// A vector of T from the first n elements at p, n <= lanes; the other lanes are zero.
 template <class T, class S>
 FASTATTN_INLINE Vec<T> load_as(const S* p, int n) {
   if constexpr (kSame<T, S>) return load_first(p, n);
@@ -117,7 +117,7 @@ FASTATTN_INLINE Vec<T> load_as(const S* p, int n) {
   return load(lanes);
 }
 
-// The first n lanes of v to p, rounded to the storage type.
+// Stores the first n lanes of v to p, rounded to the storage type.
 template <class T, class S>
 FASTATTN_INLINE void store_as(S* p, Vec<T> v, int n) {
   if constexpr (kSame<T, S>) return store_first(p, v, n);

@@ -78,8 +78,8 @@ FASTATTN_INLINE VecD exp2_neg(VecD x, VecD rest = VecD{}) {
 #endif
 }
 
-// e^x = 2^(x c) for x <= 0 in double, c = log2 e. The rounding of the product x c would be one of
-// the result, |x| times as large: it goes into the fraction.
+// e^x = 2^(x c) for x <= 0 in double, c = log2 e. The rounding error of x c would appear in the
+// result multiplied by |x|, so it is added to the fraction.
 FASTATTN_INLINE VecD exp_neg(VecD x) {
   x = max_of(splat(-2000.0), x);  // the error of an infinite product is NaN
   const VecD product = x * kLog2E<double>;
@@ -89,7 +89,7 @@ FASTATTN_INLINE VecD exp_neg(VecD x) {
 #elif defined(__FMA__)
   const VecD error =
       (VecD)_mm256_fmsub_pd((__m256d)x, _mm256_set1_pd(kLog2E<double>), (__m256d)product);
-#else  // of halves of both factors, whose products are exact
+#else  // split both factors into halves, whose products are exact
   constexpr double kHigh = 0x1.7154760000000p+0, kLow = kLog2E<double> - kHigh;
   const VecD high = (VecD)((VecL)x & -(1LL << 27)), low = x - high;
   const VecD error = ((high * kHigh - product) + high * kLow + low * kHigh) + low * kLow;
@@ -98,7 +98,7 @@ FASTATTN_INLINE VecD exp_neg(VecD x) {
   return exp2_neg(product, error + x * kRest);
 }
 
-// The same in float32: the rounding of x log2 e is kept out by taking n ln 2 from x before.
+// The same in float32. Subtracting n ln 2 from x first keeps out the rounding error of x log2 e.
 FASTATTN_INLINE VecF exp_neg(VecF x) {
   constexpr float kShift = 12582912.0f;  // 1.5 * 2^23 leaves round(x) in the low mantissa bits
   constexpr float kHigh = 0.693359375f, kLow = -2.12194440e-4f;  // ln 2; n kHigh is exact
@@ -109,7 +109,7 @@ FASTATTN_INLINE VecF exp_neg(VecF x) {
   return select<float>(x < -87.0f, VecF{}, exp2_fraction<false>(f) * power);
 }
 
-// round(x) and 2^round(x), of |x| < 126.
+// round(x) and 2^round(x) for |x| < 126.
 FASTATTN_INLINE VecF round_of(VecF x, VecF* power) {
   const VecF shifted = x + 12582912.0f;  // 1.5 * 2^23
   *power = (VecF)(((VecI)shifted << 23) + (127 << 23));
@@ -121,7 +121,7 @@ FASTATTN_INLINE VecD round_of(VecD x, VecD* power) {
   return shifted - 6755399441055744.0;
 }
 
-// 1 / d of a d that is neither huge nor tiny, for less time than a division: to 2^-23.
+// 1 / d for a d that is neither huge nor tiny, accurate to 2^-23, cheaper than a division.
 FASTATTN_INLINE VecF reciprocal(VecF d) {
 #if defined(__AVX512F__)
   const VecF r = (VecF)_mm512_rcp14_ps((__m512)d);
@@ -132,8 +132,9 @@ FASTATTN_INLINE VecF reciprocal(VecF d) {
 }
 FASTATTN_INLINE VecD reciprocal(VecD d) { return 1.0 / d; }
 
-// tanh(x), of y = 2 log2(e) x:  sign(y) m / (2 - m)  with  m = 1 - 2^-|y| = (1 - 2^n) - 2^n (2^f -
-// 1), n + f = -|y|. For small |y| the first part is 0, so that m keeps its relative accuracy.
+// tanh(x) from y = 2 log2(e) x:  sign(y) m / (2 - m)  with  m = 1 - 2^-|y|
+// m = (1 - 2^n) - 2^n (2^f - 1), n + f = -|y|. For small |y| the first part is 0, so m keeps its
+// relative accuracy.
 template <class T>
 constexpr T kTanhUnit = 2 * kLog2E<T>;
 template <class T>
@@ -173,7 +174,7 @@ FASTATTN_INLINE void multiply_wide(VecU a, uint32_t m, VecU* high, VecU* low) {
 #endif
 }
 
-// In each 16-bit half all ones where it is below the limit (<= 2^16), without a sign; else 0.
+// All ones in each 16-bit half that is below the limit (<= 2^16) as unsigned; else 0.
 FASTATTN_INLINE VecI smaller_halves(VecU x, uint32_t limit) {
 #if defined(__AVX512BW__)
   if (limit == 0) return VecI{};

@@ -1,16 +1,15 @@
 // Vectors of one instruction set: types, loads and stores, conversions, transposition.
 //
-// Everything is written with the compiler's vector extensions, which are the same source for SSE2,
-// AVX2, AVX-512 and NEON; intrinsics appear only where an instruction has no such spelling
-// (convert.h, math.h). A new instruction set is a vector width here and, where it pays, a few lines
-// there.
+// All code uses the compiler's vector extensions, which are the same source for SSE2, AVX2, AVX-512
+// and NEON. Intrinsics appear only for instructions that the extensions cannot express (convert.h,
+// math.h). A new instruction set is a vector width here and, where it pays, a few lines there.
 //
-// Everything lives in the namespace of the instruction set and is force-inlined: see docs/design.md
-// on weak symbols.
+// All code is in the namespace of the instruction set and is force-inlined: see docs/design.md on
+// weak symbols.
 #pragma once
 #if defined(__x86_64__)
-// GCC's own headers pass an undefined vector where a mask leaves nothing of it, and warn of it when
-// inlined.
+// GCC's own headers pass an undefined vector where a mask selects none of it, and warn about it
+// when inlined.
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC diagnostic ignored "-Wuninitialized"
@@ -79,8 +78,8 @@ struct CountTo<0, I...> {
   typedef Indices<I...> type;
 };
 
-// x in every lane. Spelt as a list: a sum with zero would be computed, and would not keep -0 or a
-// pair of bf16.
+// x in every lane. Written as a list, because a sum with zero would be computed and would change -0
+// and a pair of bf16.
 template <class T, int... I>
 FASTATTN_INLINE Vec<T> splat_lanes(T x, Indices<I...>) {
   return Vec<T>{((void)I, x)...};
@@ -101,12 +100,12 @@ template <class T>
 FASTATTN_INLINE constexpr T max_of(T a, T b) {
   return a < b ? b : a;
 }
-// The least multiple of `step` that is not below n.
+// The smallest multiple of `step` that is >= n.
 FASTATTN_INLINE constexpr int64_t round_up(int64_t n, int64_t step) {
   return (n + step - 1) / step * step;
 }
 
-// At any address: a word of two bf16 may begin at an odd one of them.
+// Loads from any address: a word of two bf16 may start at an odd element.
 template <class T>
 FASTATTN_INLINE Vec<T> load(const T* p) {
   typedef T Unaligned __attribute__((vector_size(kVectorBytes), aligned(1), may_alias));
@@ -118,7 +117,8 @@ FASTATTN_INLINE void store(T* p, Vec<T> v) {
   *reinterpret_cast<Unaligned*>(p) = v;
 }
 
-// The first n lanes (0 <= n <= lanes); the others read as zero and are not touched in memory.
+// Loads the first n lanes (0 <= n <= lanes). The other lanes are zero, and their memory is not
+// read.
 template <class T>
 FASTATTN_INLINE Vec<T> load_first(const T* p, int n) {
   if (n >= kLanes<T>) return load(p);
@@ -214,7 +214,7 @@ struct Width {
   static constexpr int value = N;
 };
 
-// Blocks of `Step` lanes from a and b in turn: the lower (High = 0) or upper half of each pair of
+// Interleaves blocks of `Step` lanes of a and b: the lower (High = 0) or upper half of each pair of
 // blocks.
 template <int Step, int High, int N>
 constexpr int interleave_index(int i) {
@@ -232,8 +232,8 @@ FASTATTN_INLINE Vec<T> interleave(Vec<T> a, Vec<T> b, Indices<I...>) {
 #endif
 }
 
-// rows[i][j] <-> rows[j][i] for a square of vectors: log2(lanes) rounds that exchange off-diagonal
-// blocks.
+// rows[i][j] <-> rows[j][i] for a square of vectors, in log2(lanes) rounds that exchange
+// off-diagonal blocks.
 template <class T, int Step>
 FASTATTN_INLINE void transpose_round(Vec<T>* rows) {
   typedef typename CountTo<kLanes<T>>::type All;
@@ -252,8 +252,8 @@ FASTATTN_INLINE void transpose(Vec<T>* rows) {
   if constexpr (kLanes<T> > 8) transpose_round<T, 8>(rows);
 }
 
-// Lane i of the result is the sum over the lanes of x[i], for as many vectors as there are lanes;
-// x is spent. Each is summed in the same order.
+// Lane i of the result is the sum over the lanes of x[i], for as many vectors as there are lanes. x
+// is overwritten. Every sum has the same order of additions.
 template <class T, int Step>
 FASTATTN_INLINE void sum_each_round(Vec<T>* x) {
   typedef typename CountTo<kLanes<T>>::type All;
