@@ -1,5 +1,5 @@
-// What crosses the border between Python and the kernels: options, addresses, shapes and element
-// strides. No torch anywhere.
+// The arguments that Python passes to the kernels: options, addresses, shapes and element strides.
+// No dependency on torch.
 //
 // A struct of options has the fields, under the names, of the record of the same name in
 // fastattn/backends/primitives.py, which explains them; options.h reads them. Fields that only
@@ -40,11 +40,11 @@ struct AttentionParams : AttentionOptions {
   Tensor4 k;    // [B, Hkv, Lk, D]
   Tensor4 v;    // [B, Hkv, Lk, Dv]
   Tensor4 out;  // [B, Hq, Lq, Dv]
-  double* lse;  // [B, Hq, Lq] contiguous; wider than f32, or the backward pass would inherit its
+  double* lse;  // [B, Hq, Lq] contiguous; f64, because the backward pass would inherit f32's
                 // rounding
 
   Tensor4 mask;       // [B, Hq, Lq, Lk], null = none
-  DType mask_dtype;   // boolean (true = takes part) or floating (added)
+  DType mask_dtype;   // boolean (true = visible) or floating (added)
   const void* alibi;  // [B, Hq] acc, null = none: score -= slope * |i + offset - j|
   int64_t alibi_stride[2];
   uint64_t seed;    // of dropout: the Philox key
@@ -62,10 +62,10 @@ struct AttentionParams : AttentionOptions {
                   // f64 where it is broadcast over queries or keys, else acc with key stride 1
 };
 
-// One sequence of many, as the kernels see it: B is 1 and every pointer is at its first row. A
-// rectangular batch is one "sequence" too, of B entries.
+// One sequence of a batch: B is 1 and every pointer is at its first row. A rectangular batch counts
+// as one "sequence" with B entries.
 struct Sequence : AttentionParams {
-  int64_t index;         // in the batch: what dropout counts
+  int64_t index;         // in the batch: dropout's batch index
   int64_t lse_stride;    // of lse and grad_lse, between heads
   const int32_t* pages;  // [ceil(Lk / page_size)], null = none: key j is row j % page_size of the
   int64_t page_size;     // batch entry pages[j / page_size] of k and v
@@ -77,16 +77,16 @@ struct VarlenOptions : AttentionOptions {  // without offset and weights
 
 using DecodeOptions = AttentionOptions;  // without offset, dropout_p and weights
 
-// Sequences with lengths of their own: packed one after the other, or each a part of a cache.
+// Sequences of different lengths: packed one after the other, or each a part of a cache.
 struct SequencesParams {
-  AttentionParams attention;  // B sequences; Lq and Lk bound each of theirs
-  bool bottom_right;          // a diagonal of their own: offset = keys - queries of the sequence
+  AttentionParams attention;  // B sequences; Lq and Lk are upper bounds of their lengths
+  bool bottom_right;          // per sequence: offset = keys - queries of the sequence
 
   const int64_t* q_starts;   // [B + 1] rows of q, null = sequence b is batch entry b
   const int64_t* k_starts;   // [B + 1] rows of k and v, null = batch entry k_batch[b], from row 0
   const int64_t* k_lengths;  // [B], where k_starts is null
   const int64_t* k_batch;    // [B], null = b
-  const int64_t* order;      // [B] a permutation, the most work first
+  const int64_t* order;      // [B] a permutation, most work first
   int64_t lse_stride;        // between heads of lse; between sequences it is q_starts, or Hq * it
 
   const int32_t* block_table;  // [B, pages], null = the cache is not paged
@@ -120,8 +120,8 @@ struct SinusoidalParams : SinusoidalOptions {
 
   const uint64_t* frequency;  // [D], readable (zeros) to a multiple of 16
   const uint64_t* phase;      // [D], as frequency
-  // Where the columns are pairs of a sine and a cosine of one frequency: columns 2i and 2i + 1 if
-  // interleaved, else i and pairs + i; columns from 2 * pairs on are 0. Else pairs is 0.
+  // The number of sine and cosine pairs of one frequency, or 0 if the columns are not pairs. A pair
+  // is columns 2i and 2i + 1 if interleaved, else i and pairs + i. Columns from 2 * pairs on are 0.
   int64_t pairs;
   bool interleaved;
   const uint64_t* pair_frequency;  // [pairs]
@@ -159,7 +159,7 @@ struct AdditiveParams {
   bool wants_weights;
 
   // backward only
-  int64_t chunk_rows;  // queries whose parts of dk, dv, ... are summed at once, a function of Lq
+  int64_t chunk_rows;  // queries per partial sum of dk, dv, ...; a function of Lq
   int64_t chunks;      // ceil(Lq / chunk_rows)
   bool direct;        // one chunk, of the storage type: dk and d value are the gradients themselves
   void* parts;        // acc, uninitialised: [B, chunks, 2 * A], and if not direct also
@@ -180,16 +180,16 @@ struct MemoryHopOptions {
 
 struct HopfieldOptions {
   double scale = 1;
-  double eps = 0;        // a step no longer than this is the last
-  int64_t together = 1;  // so many consecutive queries rest together; divides Q
-  bool crowded = false;  // the queries on a memory are many, whatever Q is
+  double eps = 0;        // a step of at most this length is the last
+  int64_t together = 1;  // this many consecutive queries stop together; divides Q
+  bool crowded = false;  // many queries per memory, whatever Q is
 };
 
 // Memory hops, forward and backward: u' = phi(H u + C^T softmax(scale M u + bias)), K times. "acc"
-// is f32, or f64 for f64. Where a memory, a projection, a mask or a bias is common to the batch,
-// the queries or the hops, the stride there is 0.
+// is f32, or f64 for f64. A memory, projection, mask or bias that is shared by the batch, the
+// queries or the hops has stride 0 there.
 struct MemoryHopsParams : MemoryHopOptions {
-  DType dtype;  // of all but the mask, the bias and what is in acc
+  DType dtype;  // of all but the mask, the bias and the acc arrays
   int threads;
 
   int64_t B, Q, K, N, D;
@@ -222,17 +222,17 @@ struct MemoryHopsParams : MemoryHopOptions {
   int64_t proj_slots;
   void* grad_scores;  // [B, Q, K, N] acc: of the bias before it is summed to its own shape
 
-  // Hopfield retrieval: u' = o instead, for each query until it rests.
+  // Hopfield retrieval: u' = o, until each query converges.
   bool settles;
-  bool crowded;      // the queries on a memory are many, whatever Q is
-  bool search;       // find out when they rest; else repeat `taken` steps
-  bool resume;       // of a search: go on from what the trace holds
-  int64_t together;  // so many consecutive queries rest together; divides Q
-  double eps;        // a step no longer than this is the last
-  int64_t* taken;    // [B, Q]: steps until rest; of a search, minus the steps so far while it moves
+  bool crowded;      // many queries per memory, whatever Q is
+  bool search;       // search for the convergence step; else repeat `taken` steps
+  bool resume;       // of a search: continue from the trace
+  int64_t together;  // this many consecutive queries stop together; divides Q
+  double eps;        // a step of at most this length is the last
+  int64_t* taken;    // [B, Q]: steps taken; during a search, minus the steps so far
   double* moved;     // [B, Q, 2], scratch of a search: |u' - u|^2 and |u'|^2
-  // Then the trace is u_1 ... u_K+1 [B, Q, K + 1, D], or, of a search, the last two [B, Q, 2, D]
-  // with stats [B, Q, 1, 2].
+  // Without a search the trace is u_1 ... u_K+1 [B, Q, K + 1, D]. During a search it is the last
+  // two states [B, Q, 2, D], with stats [B, Q, 1, 2].
 };
 
 struct EncodeMemoryOptions {
@@ -241,7 +241,7 @@ struct EncodeMemoryOptions {
 };
 
 // out[i] = sum_j factors[j] o weight[tokens[i, j]] + temporal[i], for R models with G tables each;
-// 0 for a sentence without a word. "acc" is f32, or f64 for f64.
+// 0 for a sentence of padding alone. "acc" is f32, or f64 for f64.
 struct EncodeMemoryParams : EncodeMemoryOptions {
   DType dtype;  // of weight, temporal, out and grad; f32, f64, bf16 or f16
   int threads;
@@ -266,9 +266,9 @@ struct EncodeMemoryParams : EncodeMemoryOptions {
   void* grad_temporal;  // [R, G, N, D] acc, contiguous, null = not wanted
 };
 
-// Local attention: query i reads the W rows of key and value from first[i] on, those of them that
-// exist and are seen.  p = softmax(q . k),  out = sum_w p_w factor_w v_w. "acc" is f32, or f64 for
-// f64. Everything without a stride is contiguous.
+// Local attention: query i reads the W rows of key and value from first[i] on that exist and are
+// visible.  p = softmax(q . k),  out = sum_w p_w factor_w v_w. "acc" is f32, or f64 for f64. Arrays
+// without a stride are contiguous.
 struct LocalParams {
   DType dtype;  // of query, key, value, out and their gradients; f32, f64, bf16 or f16
   int threads;
@@ -291,7 +291,7 @@ struct LocalParams {
   void* grad_key;            // [B, Lk, D]
   void* grad_value;          // [B, Lk, Dv]
   void* grad_factor;         // [B, Lq, W] acc, null = not wanted
-  void* coefficients;        // [2, B, Lq, W] acc: what each key and value is multiplied with
+  void* coefficients;        // [2, B, Lq, W] acc: the factors of each key and value
 };
 
 }  // namespace fastattn

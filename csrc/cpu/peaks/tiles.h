@@ -1,5 +1,5 @@
 // The loop that measures a tile unit: products on registers only. The unit is a template argument,
-// so that a counting stand-in can run without AMX (tests/tile_unit.cpp).
+// so that a counting stand-in can run without AMX (tests/support/tile_unit.cpp).
 #pragma once
 #include <cstddef>
 #include <cstdint>
