@@ -92,6 +92,7 @@ _GPT_STATS = Template(
     "causal",
     passes=("fwd",),
 )
+_GPT_MERGE = Template("GPT prefix and suffix, 2048 tokens", "merge_states", "B=1,H=16,L=2048,D=64")
 _GPT_8K = Template("GPT SDPA, causal, 8192 tokens", "sdpa", "B=1,H=8,L=8192,D=64", "causal")
 # One new token against a cache of 4096: Llama 3 8B has 8 key heads for 32 heads, Llama 2 7B has 32.
 _DECODE_GQA = Template(
@@ -225,7 +226,8 @@ PRESETS: dict[str, Preset] = {
     ),
     "vit": Preset("ViT-B/16 at 224 pixels: batch 8, 12 heads of 64", [_VIT, _VIT_CORE]),
     "gpt": Preset(
-        "GPT-2 and its heirs: causal, 1024 and 2048 tokens", [_GPT2, _GPT_2K, _GPT_STATS]
+        "GPT-2 and its heirs: causal, 1024 and 2048 tokens",
+        [_GPT2, _GPT_2K, _GPT_STATS, _GPT_MERGE],
     ),
     "decode": Preset(
         "the next token on a cache of 4096: Llama 3 8B and Llama 2 7B",

@@ -9,6 +9,7 @@ from fastattn.ops.hopfield import hopfield_retrieve
 from fastattn.ops.hopfield_energy import hopfield_energy
 from fastattn.ops.luong import luong_attention
 from fastattn.ops.memory_hops import memory_hop_attention
+from fastattn.ops.merge_states import merge_states
 from fastattn.ops.sdpa import scaled_dot_product_attention
 from fastattn.ops.sinusoidal import sinusoidal_encoding, sinusoidal_table
 from fastattn.ops.varlen import varlen_attention
@@ -23,6 +24,7 @@ __all__ = [
     "hopfield_retrieve",
     "luong_attention",
     "memory_hop_attention",
+    "merge_states",
     "scaled_dot_product_attention",
     "sinusoidal_encoding",
     "sinusoidal_table",

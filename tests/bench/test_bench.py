@@ -44,6 +44,7 @@ SMALL = {
     "decoder": "B=2,L=6,S=5,E=16,H=2,F=24",
     "varlen": "B=3,H=4,Hkv=2,L=12,D=8",
     "decode": "B=2,H=4,Hkv=2,Lq=2,Lk=9,D=8",
+    "merge_states": "B=2,H=4,L=5,D=8",
     "additive": "B=2,Lq=5,Lk=7,A=9,Dv=6",
     "bahdanau": "B=2,Lq=5,Lk=7,E=9,A=6",
     "luong": "B=2,Lq=5,Lk=7,D=9,Dv=6,W=2",

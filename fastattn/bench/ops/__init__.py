@@ -14,7 +14,7 @@ from fastattn.bench.ops._base import Operator
 
 OPS = (
     *("sdpa", "mha", "encoder_layer", "encoder", "decoder_layer", "decoder", "transformer"),
-    *("varlen", "decode", "attention_stats", "hard", "head_network"),
+    *("varlen", "decode", "merge_states", "attention_stats", "hard", "head_network"),
     *("additive", "additive_module", "bahdanau", "luong", "luong_module", "global_attention"),
     *("hopfield", "hopfield_energy", "hopfield_module", "hopfield_layer", "hopfield_pooling"),
     *("memory_hops", "encode_memory", "memn2n", "key_value_memory"),

@@ -1,0 +1,54 @@
+"""`merge_states`: attention over two sets of keys becomes attention over both.
+
+Memory bound: two outputs are read and one is written, 4 operations for each of its elements.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+
+import fastattn
+from fastattn.bench.cells import Cell
+from fastattn.bench.inputs import Draw
+from fastattn.bench.ops._base import Inputs, Operator, Outputs, Prepared, Sizes
+
+
+class MergeStates(Operator):
+    FUNCTION = "merge_states"
+    ABOUT = "(e^lse_a out_a + e^lse_b out_b) / (e^lse_a + e^lse_b), [B, H, L, D], [B, H, L]"
+    TORCH = "the equation: torch has no such function"
+    SIZES: ClassVar[Sizes] = {"B": 8, "H": 8, "L": 512, "D": 64}
+    LEAVES = ("out_a", "lse_a", "out_b", "lse_b")
+
+    def flops(self, cell: Cell, pairs: int) -> tuple[int, int]:
+        elements = cell["B"] * cell["H"] * cell["L"] * cell["D"]
+        return 4 * elements, 8 * elements
+
+    def elements(self, cell: Cell) -> tuple[int, int]:
+        rows = cell["B"] * cell["H"] * cell["L"]
+        return 2 * rows * (cell["D"] + 1), rows * cell["D"]
+
+    def inputs(self, cell: Cell, draw: Draw) -> Inputs:
+        rows = (cell["B"], cell["H"], cell["L"])
+        wide = torch.promote_types(draw.dtype, torch.float32)
+        return {
+            "out_a": draw.normal(*rows, cell["D"]),
+            "lse_a": draw.normal(*rows).to(wide),
+            "out_b": draw.normal(*rows, cell["D"]),
+            "lse_b": draw.normal(*rows).to(wide),
+            "grad_out": draw.normal(*rows, cell["D"]),
+        }
+
+    def ours(self, cell: Cell, inputs: Inputs) -> Prepared:
+        leaves = self.leaves(inputs)
+        return lambda: fastattn.merge_states(*leaves)[:1], leaves  # of the results, the output
+
+    def plain(self, cell: Cell, inputs: Inputs) -> Outputs:
+        out_a, lse_a, out_b, lse_b = self.leaves(inputs)
+        a, b = torch.stack([lse_a, lse_b]).softmax(0)[..., None]
+        return ((a * out_a + b * out_b).to(out_a.dtype),)
+
+
+OP = MergeStates()

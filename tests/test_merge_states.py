@@ -1,0 +1,210 @@
+"""merge_states: two partial results are the result over all keys, in value and derivative."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import gradgradcheck
+
+import fastattn
+from fastattn import merge_states, scaled_dot_product_attention
+from fastattn.backends import reference
+from fastattn.backends.primitives import AttentionOptions
+from fastattn.testing.compare import assert_right
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+INF = float("inf")
+
+
+def normal(*shape: int, generator: torch.Generator) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+
+def partial(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    return scaled_dot_product_attention(q, k, v, mask, return_lse=True)
+
+
+def by_definition(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> Any:
+    """For states that are not empty."""
+    a, b = lse_a.exp()[..., None], lse_b.exp()[..., None]
+    return (a * out_a + b * out_b) / (a + b), (lse_a.exp() + lse_b.exp()).log()
+
+
+def states(dtype: torch.dtype, generator: torch.Generator) -> list[Tensor]:
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    shape = (2, 3, 5)
+    made = [normal(*shape, 4, generator=generator).to(dtype) for _ in range(2)]
+    lses = [2 * normal(*shape, generator=generator).to(wide) for _ in range(2)]
+    return [made[0], lses[0], made[1], lses[1]]
+
+
+NAMES = ("out", "lse", "grad_out_a", "grad_lse_a", "grad_out_b", "grad_lse_b")
+
+
+def with_gradients(
+    names: tuple[str, ...], results: Any, leaves: list[Tensor], grads: list[Tensor]
+) -> dict[str, Tensor]:
+    found = torch.autograd.grad(results, leaves, grads, allow_unused=True)
+    return dict(zip(names, (*results, *found), strict=True))
+
+
+def exactly(leaves: list[Tensor]) -> list[Tensor]:
+    return [x.detach().double().requires_grad_() for x in leaves]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("cut", [0, 1, 40, 90])
+def test_two_sets_of_keys_are_one(dtype: torch.dtype, cut: int, generator: torch.Generator) -> None:
+    sizes = ((2, 3, 7, 8), (2, 3, 90, 8), (2, 3, 90, 4))
+    leaves = [normal(*size, generator=generator).to(dtype).requires_grad_() for size in sizes]
+    mask = torch.rand(7, 90, generator=generator) < 0.5
+    mask[0] = False  # masked in both sets
+    mask[1, :cut] = False  # masked in the first
+    grads = [normal(2, 3, 7, 4, generator=generator).to(dtype), torch.randn(2, 3, 7)]
+    grads[1][:, :, 0] = 0  # of a constant, -inf
+    names = ("out", "lse", "grad_query", "grad_key", "grad_value")
+
+    q, k, v = leaves
+    first = partial(q, k[:, :, :cut], v[:, :, :cut], mask[:, :cut])
+    second = partial(q, k[:, :, cut:], v[:, :, cut:], mask[:, cut:])
+    out, lse = merge_states(*first, *second)
+    assert out.dtype == dtype
+    assert lse.dtype == first[1].dtype
+    assert not out[:, :, 0].any()
+    assert (lse[:, :, 0] == -INF).all()
+    found = with_gradients(names, (out, lse), leaves, grads)
+    assert not found["grad_query"][:, :, 0].any()
+
+    def definition() -> dict[str, Tensor]:
+        exact = exactly(leaves)
+        options = AttentionOptions(scale=8**-0.5)
+        whole = reference.scaled_dot_product_attention(*exact, mask[None, None], options=options)
+        return with_gradients(names, whole[:2], exact, [x.double() for x in grads])
+
+    # -inf is compared above: an error has no size there.
+    finite = lambda x: {**x, "lse": x["lse"][:, :, 1:]}  # noqa: E731
+    assert_right(finite(found), lambda: finite(definition()), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:1] + DTYPES[2:], ids=str)
+def test_values_and_derivatives(dtype: torch.dtype, generator: torch.Generator) -> None:
+    leaves = [x.requires_grad_() for x in states(dtype, generator)]
+    grads = [normal(*x.shape, generator=generator).to(x.dtype) for x in leaves[:2]]
+    found = with_gradients(NAMES, merge_states(*leaves), leaves, grads)
+
+    def definition() -> dict[str, Tensor]:
+        exact = exactly(leaves)
+        return with_gradients(NAMES, by_definition(*exact), exact, [x.double() for x in grads])
+
+    assert_right(found, definition, dtype)
+
+
+def test_derivatives_of_both_orders(generator: torch.Generator) -> None:
+    given = [x.requires_grad_() for x in states(torch.float64, generator)]
+    torch.autograd.gradcheck(merge_states, given, check_forward_ad=True, check_batched_grad=True)
+    gradgradcheck(merge_states, given)
+
+
+@pytest.mark.parametrize("poison", [0.0, float("nan"), INF])
+def test_an_empty_state_contributes_nothing(poison: float, generator: torch.Generator) -> None:
+    out_a, lse_a, out_b, lse_b = states(torch.float64, generator)
+    out_a[0], lse_a[0] = poison, -INF
+    out_b[:, 0], lse_b[:, 0] = poison, -INF
+    given = [x.requires_grad_() for x in (out_a, lse_a, out_b, lse_b)]
+    out, lse = merge_states(*given)
+    torch.testing.assert_close(out[0, 1:], out_b[0, 1:], rtol=0, atol=0)
+    torch.testing.assert_close(lse[0, 1:], lse_b[0, 1:], rtol=0, atol=0)
+    torch.testing.assert_close(out[1, 0], out_a[1, 0], rtol=0, atol=0)
+    assert not out[0, 0].any()
+    assert (lse[0, 0] == -INF).all()
+    grads = torch.autograd.grad((out.sum() + lse[lse > -INF].sum()), given)
+    assert all(torch.isfinite(grad).all() for grad in grads)
+    assert not grads[0][0].any()
+    assert not grads[1][0].any()
+    assert not grads[2][:, 0].any()
+    assert not grads[3][:, 0].any()
+    assert (grads[2][0, 1:] == 1).all()
+
+
+def test_large_and_distant_states(generator: torch.Generator) -> None:
+    out_a, _, out_b, _ = states(torch.float32, generator)
+    lse_a, lse_b = torch.full((2, 3, 5), -1e4), torch.full((2, 3, 5), 3.0)
+    out, lse = merge_states(out_a, lse_a, out_b, lse_b)
+    assert torch.equal(out, out_b)
+    assert torch.equal(lse, lse_b)
+    out, lse = merge_states(out_a, lse_a - 1e30, out_a, lse_a - 1e30)
+    assert torch.equal(out, out_a)
+
+
+def test_order_and_grouping(generator: torch.Generator) -> None:
+    a, b = states(torch.float64, generator)[:2], states(torch.float64, generator)[:2]
+    c = states(torch.float64, generator)[2:]
+    for x, y in zip(merge_states(*a, *b), merge_states(*b, *a), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-13, atol=1e-13)
+    left, right = merge_states(*merge_states(*a, *b), *c), merge_states(*a, *merge_states(*b, *c))
+    for x, y in zip(left, right, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-13, atol=1e-13)
+
+
+def test_packed_sequences(generator: torch.Generator) -> None:
+    q, k, v = (normal(9, 2, 4, generator=generator) for _ in range(3))
+    starts, empty = torch.tensor([0, 4, 9]), torch.tensor([0, 0, 0])
+    out, lse = fastattn.varlen_attention(q, k, v, starts, starts, return_lse=True)
+    nothing = fastattn.varlen_attention(q, k[:0], v[:0], starts, empty, return_lse=True)
+    merged = merge_states(out, lse.mT, nothing[0], nothing[1].mT)
+    assert torch.equal(merged[0], out)
+    assert torch.equal(merged[1], lse.mT)
+
+
+def test_compile_and_vmap(generator: torch.Generator) -> None:
+    given = states(torch.float64, generator)
+    want = merge_states(*given)
+    compiled = torch.compile(merge_states, fullgraph=True)(*given)
+    mapped = torch.func.vmap(merge_states)(*given)
+    for results in (compiled, mapped):
+        for x, y in zip(results, want, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-13, atol=1e-13)
+
+
+OUT, LSE = torch.zeros(2, 3, 4), torch.zeros(2, 3)
+
+
+@pytest.mark.parametrize(
+    ("args", "error", "message"),
+    [
+        ((None, LSE, OUT, LSE), TypeError, "argument 'out_a' must be Tensor, not NoneType"),
+        ((OUT, LSE, OUT, 1.0), TypeError, "argument 'lse_b' must be Tensor, not float"),
+        ((OUT.to_sparse(), LSE, OUT, LSE), RuntimeError, "out_a must be a dense tensor"),
+        ((OUT.int(), LSE, OUT, LSE), RuntimeError, "out_a must be one of float32.*got int32"),
+        (
+            (OUT, LSE.half(), OUT, LSE),
+            RuntimeError,
+            "lse_a must be float32 or float64, got float16",
+        ),
+        (
+            (OUT[0, 0], LSE, OUT, LSE),
+            RuntimeError,
+            r"out_a must be \[..., L, Dv\], got shape \(4,\)",
+        ),
+        ((OUT, LSE.T, OUT, LSE), RuntimeError, r"lse_a must have shape \(2, 3\), got \(3, 2\)"),
+        ((OUT, LSE, OUT[:1], LSE), RuntimeError, r"out_b must have shape \(2, 3, 4\)"),
+        ((OUT, LSE, OUT, LSE[:1]), RuntimeError, r"lse_b must have shape \(2, 3\)"),
+        ((OUT, LSE, OUT.double(), LSE), RuntimeError, "out_b must be of out_a's dtype float32"),
+        ((OUT, LSE, OUT, LSE.double()), RuntimeError, "lse_b must be of lse_a's dtype float32"),
+        ((OUT, LSE, OUT.to("meta"), LSE), RuntimeError, "out_b must be on out_a's device cpu"),
+    ],
+)
+def test_bad_input(args: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=rf"merge_states(\(\))?: {message}"):
+        merge_states(*args)
+
+
+def test_the_example() -> None:
+    module = importlib.import_module("fastattn.ops.merge_states")
+    names = {**vars(fastattn), "torch": torch}
+    assert doctest.testmod(module, extraglobs=names).failed == 0
