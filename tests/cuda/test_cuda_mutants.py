@@ -230,7 +230,7 @@ MUTANTS = [
     Mutant("large scores lose their sum", "sdpa_rows.h", "fabs(lse) > kExact", "false"),
     Mutant("weights of a block too few", WEIGHTS, "j0 >= visible_to_block.end", "j0 + kKeys >= visible_to_block.end"),
     Mutant("a sum of one row", WEIGHTS, "sums_rows ? kQueries : r + 1", "r + 1"),
-    Mutant("splits keep their own maximum", "memory_hops_stream.h", "(partial_of(hops, n)[width] - m) * kLog2e", "partial_of(hops, n)[width] * 0.0f", table="memory_hops"),
+    Mutant("splits keep their own maximum", "memory_hops_stream.h", "shrink_to(partial_of(hops, n)[width], m)", "shrink_to(m, m)", table="memory_hops"),
     Mutant("the last split is whole", "memory_hops_stream.h", "sum += factor(n) * partial_of(hops, n)[d]", "sum += partial_of(hops, n)[d]", table="memory_hops"),
     Mutant("one delta", "memory_hops_stream.h", "delta += partial_of(hops, n)[width]", "delta = partial_of(hops, n)[width]", table="memory_hops"),
     Mutant("scores are read too early", "memory_hops.h", "room.s[n] = hops.score(dot, k, n); });\n    __syncthreads();", "room.s[n] = hops.score(dot, k, n); });", "the maximum alone is read before the next barrier, and a softmax is right from that of some rows on, too", table="memory_hops"),

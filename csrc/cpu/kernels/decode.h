@@ -12,6 +12,7 @@
 #include "../threads.h"
 #include "blocks.h"
 #include "mask.h"
+#include "softmax_state.h"
 
 namespace fastattn {
 namespace FASTATTN_ISA {
@@ -123,16 +124,10 @@ class Decode {
   // Merges part into total. They cover disjoint sets of keys.
   void merge(T* total, T* part) const {
     for (int64_t r = 0; r < rows; ++r) {
-      T &m = maxima(total)[r], &l = sums(total)[r];
-      const T mp = maxima(part)[r];
-      const T to = m > mp ? m : mp;
-      const T a = decay(m, to), b = decay(mp, to);
-      for (int64_t d = 0; d < dim_v; d += W) {
-        T* o = total + r * dim_v + d;
-        store(o, load(o) * a + load(part + r * dim_v + d) * b);
-      }
-      l = l * a + sums(part)[r] * b;
-      m = to;
+      const Shares<T> share = merge_sums<T>(
+          maxima(total) + r, sums(total) + r, maxima(part)[r], sums(part)[r],
+          [&](Vec<T> x) __attribute__((always_inline)) { return exponential(rule, x); });
+      merge_outputs<T>(share, total + r * dim_v, part + r * dim_v, dim_v);
     }
   }
 

@@ -3,6 +3,7 @@
 #include "blocks.h"
 #include "mask.h"
 #include "rows.h"
+#include "softmax_state.h"
 #include "tile.h"
 
 namespace fastattn {
@@ -23,6 +24,10 @@ FASTATTN_INLINE int64_t hop_chunk(int64_t N) {
   const int64_t wanted = max_of<int64_t>(1024, (N + 63) / 64);
   return (wanted + kHopBlock - 1) / kHopBlock * kHopBlock;
 }
+
+// weight_of as an object that can be passed as an argument.
+template <class T>
+constexpr auto kWeight = [](Vec<T> x) __attribute__((always_inline)) { return weight_of(x); };
 
 // The policy that tile.h needs for T.
 template <class T>

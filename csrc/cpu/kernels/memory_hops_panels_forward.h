@@ -137,18 +137,16 @@ class PanelForward : public PanelSteps<S> {
     for (int64_t c = 1; c < chunks; ++c) {
       const T* other = part(f, panel, c);
       for (int64_t x = 0; x < L; x += W) {
-        Vec<T> a = splat<T>(T(1)), b = a;
+        Shares<T> share = {splat<T>(T(1)), splat<T>(T(1))};
         if (p.normalize) {
-          const Vec<T> mine = load(m + x), its = load(other + D * L + x), to = max_of(mine, its);
-          const Vec<T> reference = select<T>(to == -kInf<T>, Vec<T>{}, to);
-          a = weight_of(mine - reference);
-          b = weight_of(its - reference);
-          store(m + x, to);
-          store(l + x, load(l + x) * a + load(other + (D + 1) * L + x) * b);
+          Vec<T> to = load(m + x), sum = load(l + x);
+          share = merge_sums<T>(&to, &sum, load(other + D * L + x), load(other + (D + 1) * L + x),
+                                kWeight<T>);
+          store(m + x, to), store(l + x, sum);
         }
         for (int64_t d = 0; d < D; ++d) {
           T* o = total + d * L + x;
-          store(o, load(o) * a + load(other + d * L + x) * b);
+          store(o, load(o) * share.mine + load(other + d * L + x) * share.its);
         }
       }
     }

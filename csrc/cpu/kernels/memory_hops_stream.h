@@ -239,14 +239,9 @@ class StreamHops : HopSteps<S> {
   }
 
   void merge(const T* part, T* o, T* m, T* l) const {
-    T a = T(1), b = T(1);
-    if (p.normalize) {
-      const T other = part[dp], to = *m > other ? *m : other;
-      a = decay(*m, to), b = decay(other, to);
-      *l = *l * a + part[dp + 1] * b;
-      *m = to;
-    }
-    for (int64_t d = 0; d < dp; d += W) store(o + d, load(o + d) * a + load(part + d) * b);
+    Shares<T> share = {splat<T>(T(1)), splat<T>(T(1))};
+    if (p.normalize) share = merge_sums<T>(m, l, part[dp], part[dp + 1], kWeight<T>);
+    merge_outputs<T>(share, o, part, dp);
   }
 
   // part = {o, m, l} of the rows of one chunk.

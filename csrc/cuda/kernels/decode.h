@@ -11,6 +11,7 @@
 #pragma once
 #include "sdpa_rows.h"
 #include "softmax.h"
+#include "softmax_state.h"
 
 namespace fastattn {
 namespace cuda {
@@ -92,11 +93,6 @@ FASTATTN_DEVICE void load_rows(const Tile& tile, int columns, int64_t column_str
             from != nullptr && e < left ? from[(c * kChunk + e) * column_stride] : Storage(0);
     }
   }
-}
-
-// What sums from maximum m on are multiplied by, to be from `most` on.
-FASTATTN_DEVICE float shrink_to(float m, float most) {
-  return m == minus_infinity() ? 0.0f : exp2_approx((m - most) * kLog2e);
 }
 
 // Where the sums of row i of head h and split s are.

@@ -2,6 +2,7 @@
 // by launch. The splits are a function of the number of rows alone.
 #pragma once
 #include "memory_hops.h"
+#include "softmax_state.h"
 
 namespace fastattn {
 namespace cuda {
@@ -59,7 +60,7 @@ __global__ void __launch_bounds__(kHopThreads, 4)
   float m = minus_infinity(), l = 0.0f;
   for (int n = 0; n < p.splits; ++n) m = fmaxf(m, partial_of(hops, n)[width]);
   const auto factor = [&](int n) {  // of a split that has seen something
-    return p.normalize ? exp2_approx((partial_of(hops, n)[width] - m) * kLog2e) : 1.0f;
+    return p.normalize ? shrink_to(partial_of(hops, n)[width], m) : 1.0f;
   };
   const auto is_empty = [&](int n) { return partial_of(hops, n)[width] == minus_infinity(); };
   for (int n = 0; n < p.splits; ++n)

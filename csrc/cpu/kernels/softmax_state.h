@@ -1,0 +1,47 @@
+// The state of an online softmax (Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867):
+// m, the greatest score so far, l, the sum of e^(s - m), and o, the sum of e^(s - m) v. What merges
+// the states of two disjoint sets of keys stands here, for decoding, memory hops and merge_states.
+#pragma once
+#include "../simd/simd.h"
+
+namespace fastattn {
+namespace FASTATTN_ISA {
+namespace {
+
+// What the sums of two states are multiplied by to be those of both; 0 of a state without a key.
+template <class T>
+struct Shares {
+  Vec<T> mine, its;
+};
+
+// m and l of both, a state in each lane. weight(x) is e^x of x <= 0 in the unit of the scores.
+template <class T, class Weight>
+FASTATTN_INLINE Shares<T> merge_sums(Vec<T>* m, Vec<T>* l, Vec<T> its_m, Vec<T> its_l,
+                                     Weight weight) {
+  const Vec<T> to = max_of(*m, its_m);
+  const Vec<T> reference = select<T>(to == -kInf<T>, Vec<T>{}, to);
+  const Shares<T> share = {weight(*m - reference), weight(its_m - reference)};
+  *l = *l * share.mine + its_l * share.its;
+  *m = to;
+  return share;
+}
+
+// The same for one state, whose shares are in all lanes.
+template <class T, class Weight>
+FASTATTN_INLINE Shares<T> merge_sums(T* m, T* l, T its_m, T its_l, Weight weight) {
+  Vec<T> all_m = splat<T>(*m), all_l = splat<T>(*l);
+  const Shares<T> share = merge_sums<T>(&all_m, &all_l, splat<T>(its_m), splat<T>(its_l), weight);
+  *m = all_m[0], *l = all_l[0];
+  return share;
+}
+
+// o of both, [columns] in whole vectors.
+template <class T>
+FASTATTN_INLINE void merge_outputs(Shares<T> share, T* o, const T* its, int64_t columns) {
+  for (int64_t d = 0; d < columns; d += kLanes<T>)
+    store(o + d, load(o + d) * share.mine + load(its + d) * share.its);
+}
+
+}  // namespace
+}  // namespace FASTATTN_ISA
+}  // namespace fastattn
