@@ -294,4 +294,28 @@ struct LocalParams {
   void* coefficients;        // [2, B, Lq, W] acc: the factors of each key and value
 };
 
+// Two states of attention made one, forward and backward; a, b: those of two disjoint sets of keys.
+//   lse = log(e^lse_a + e^lse_b),  out = e^(lse_a - lse) out_a + e^(lse_b - lse) out_b
+// An lse of -inf is an empty state, whose output is not read and whose gradients are 0.
+struct MergeStatesParams {
+  DType dtype;      // of outputs and their gradients; f32, f64, bf16 or f16
+  DType lse_dtype;  // of lse and its gradients; f32 or f64
+  int threads;
+
+  int64_t B, H, L, D;
+
+  Tensor4 out_a, out_b;  // [B, H, L, D]
+  Tensor4 lse_a, lse_b;  // [B, H, L, -]
+
+  // forward
+  Tensor4 out;  // [B, H, L, D]
+  Tensor4 lse;  // [B, H, L, -]
+
+  // backward
+  Tensor4 grad_out;                // [B, H, L, D], null = zero
+  Tensor4 grad_lse;                // [B, H, L, -], null = zero
+  Tensor4 grad_out_a, grad_out_b;  // [B, H, L, D]
+  Tensor4 grad_lse_a, grad_lse_b;  // [B, H, L, -]
+};
+
 }  // namespace fastattn

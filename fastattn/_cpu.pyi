@@ -148,6 +148,23 @@ def self_attention(
     out: int,
     /,
 ) -> None: ...
+def merge_states(
+    dtypes: tuple[int, int],  # of outputs, of lse
+    threads: int,
+    sizes: Ints,  # B, H, L, D
+    states: tuple[Operand, ...],  # out_a, lse_a, out_b, lse_b; lse as [B, H, L, 1]
+    results: tuple[Operand, ...],  # out, lse
+    /,
+) -> None: ...
+def merge_states_backward(
+    dtypes: tuple[int, int],
+    threads: int,
+    sizes: Ints,
+    given: tuple[Operand, ...],  # grad_out, grad_lse
+    states: tuple[Operand, ...],
+    results: tuple[Operand, ...],  # the gradients of the states
+    /,
+) -> None: ...
 def sinusoidal(
     dtype: int,
     threads: int,

@@ -25,6 +25,8 @@ struct KernelTable {
   void (*attention_sequences_backward)(const SequencesParams&);
   void (*local_attention_forward)(const LocalParams&);
   void (*local_attention_backward)(const LocalParams&);
+  void (*merge_states_forward)(const MergeStatesParams&);
+  void (*merge_states_backward)(const MergeStatesParams&);
 };
 
 // The table in use for tensors of this dtype, chosen on first use (isa.cpp).

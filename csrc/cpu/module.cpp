@@ -21,6 +21,7 @@ void bind_decode(py::module_& m);
 void bind_local_attention(py::module_& m);
 void bind_linear(py::module_& m);
 void bind_memory_hops(py::module_& m);
+void bind_merge_states(py::module_& m);
 void bind_encode_memory(py::module_& m);
 void bind_varlen(py::module_& m);
 void bind_sinusoidal(py::module_& m);
@@ -75,6 +76,7 @@ PYBIND11_MODULE(_cpu, m) {
   fastattn::bind_local_attention(m);
   fastattn::bind_linear(m);
   fastattn::bind_memory_hops(m);
+  fastattn::bind_merge_states(m);
   fastattn::bind_encode_memory(m);
   fastattn::bind_varlen(m);
   fastattn::bind_sinusoidal(m);

@@ -7,12 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastattn.autograd.merge_states import merge_states as merge
+from fastattn.backends.primitives import NoOptions
 from fastattn.checks import DTYPES, name_of, not_dense, wrong_type
+from fastattn.library import Operator
 
 __all__ = ["merge_states"]
 
 _NAME = "merge_states"
-_INF = float("inf")
 
 
 def merge_states(
@@ -58,18 +60,16 @@ def merge_states(
         >>> torch.allclose(out, scaled_dot_product_attention(query, key, value), atol=1e-6)
         True
     """
+    operator, states = prepare(out_a, lse_a, out_b, lse_b)
+    return operator(*states)
+
+
+def prepare(
+    out_a: Any, lse_a: Any, out_b: Any, lse_b: Any
+) -> tuple[Operator, tuple[Tensor, Tensor, Tensor, Tensor, NoOptions]]:
+    """Validate the arguments of :func:`merge_states`; return the operator and its own."""
     _check(out_a, lse_a, out_b, lse_b)
-    empty_a, empty_b = lse_a == -_INF, lse_b == -_INF
-    # -inf is selected away before it meets an operation whose result or derivative would be NaN.
-    safe_a, safe_b = torch.where(empty_a, 0.0, lse_a), torch.where(empty_b, 0.0, lse_b)
-    lse = torch.where(empty_a, lse_b, torch.where(empty_b, lse_a, torch.logaddexp(safe_a, safe_b)))
-    # The share of the second state, e^(lse_b - lse).
-    share = torch.where(empty_a | empty_b, 0.0, torch.sigmoid(safe_b - safe_a))
-    share = torch.where(empty_a & ~empty_b, 1.0, share)
-    wide = torch.promote_types(out_a.dtype, torch.float32)
-    a = torch.where(empty_a[..., None], 0.0, out_a.to(wide))
-    b = torch.where(empty_b[..., None], 0.0, out_b.to(wide))
-    return torch.lerp(a, b, share[..., None].to(wide)).to(out_a.dtype), lse
+    return merge, (out_a, lse_a, out_b, lse_b, NoOptions())
 
 
 def _check(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> None:

@@ -47,6 +47,10 @@ def _logsumexp(x: Tensor, dims: list[int], keepdim: bool = False) -> Tensor:
     return result if keepdim else result.squeeze(dims)
 
 
+def _logaddexp(a: Tensor, b: Tensor) -> Tensor:
+    return torch.maximum(a, b) + (a - b).abs().neg().exp().log1p()
+
+
 def _add_product(added: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
     product = a @ b if alpha == 1 else (a @ b) * alpha
     return product + (added if beta == 1 else added * beta)
@@ -122,6 +126,7 @@ _BY_NAME: dict[str, Callable[..., Any]] = {
     "_softmax_backward_data": _softmax_backward_data,
     "_log_softmax": _log_softmax,
     "logsumexp": _logsumexp,
+    "logaddexp": _logaddexp,
     "addmm": _add_product,
     "baddbmm": _add_product,
     "silu": _silu,

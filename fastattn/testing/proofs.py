@@ -8,6 +8,7 @@ from fastattn.testing.encode_memory import check_encoding
 from fastattn.testing.hopfield import check_hopfield
 from fastattn.testing.luong import check_luong
 from fastattn.testing.memory_hops import check_hops
+from fastattn.testing.merge_states import check_merge
 from fastattn.testing.oracle import check
 from fastattn.testing.sinusoidal import check_sinusoidal
 from fastattn.testing.varlen import check_varlen
@@ -24,6 +25,7 @@ PROOFS = {
         check_hopfield,
         check_luong,
         check_hops,
+        check_merge,
         check_sinusoidal,
         check_varlen,
     )

@@ -75,6 +75,9 @@ MUTANTS = (
     Mutant("padding_has_a_position", "sinusoidal.cpp", "if (tile->position[r] != p.padding_idx) continue;", "continue;", "sinusoidal_encoding"),
     Mutant("the_last_key_has_no_gradient", "local_attention.cpp", "min_of(j1, first + p.W)", "min_of(j1, first + p.W - 1)", "luong_attention"),
     Mutant("a_factor_is_forgotten", "local_attention.cpp", "if (factor != nullptr) f.s[n] *= factor[f.at[n]];", "", "luong_attention"),
+    Mutant("two_empty_states_are_one", "merge_states.cpp", "const bool of_a = block.is_empty_b(r)", "const bool of_a = !block.is_empty_a(r)", "merge_states"),
+    Mutant("a_gradient_of_lse_has_the_wrong_sign", "merge_states.cpp", "a * h + both", "a * h - both", "merge_states"),
+    Mutant("merged_sums_are_not_rescaled", "softmax_state.h", "*l = *l * share.mine + its_l * share.its;", "*l = *l + its_l;", "merge_states", "merge_states"),
     Mutant("no_bias_beyond_tanh", "additive.h", "load(k + a * k_panel) + load(bias + a * kLanes<T>)", "load(k + a * k_panel)", "additive_attention", "additive"),
 )  # fmt: skip
 

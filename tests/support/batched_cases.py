@@ -300,3 +300,8 @@ def hopfield_energy() -> Case:
 @in_table(OPERATORS)
 def sinusoidal_encoding() -> Case:
     return lambda x: fastattn.sinusoidal_encoding(x, scale=2.0), (rand(2, 3, 4),)
+
+
+@in_table(OPERATORS)
+def merge_states() -> Case:
+    return fastattn.merge_states, (rand(2, 3, 4), rand(2, 3), rand(2, 3, 4), rand(2, 3))

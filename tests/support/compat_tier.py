@@ -141,6 +141,11 @@ def _sinusoids(x: Tensor) -> Tensor:
     return 2.0 * x + torch.stack([angle.sin(), angle.cos()], -1).flatten(-2)
 
 
+def _merged(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> Tensor:
+    a, b = torch.stack([lse_a, lse_b]).softmax(0)[..., None]
+    return a * out_a + b * out_b
+
+
 def _local(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     distance = torch.arange(q.shape[1])[:, None] - torch.arange(k.shape[1])
     return _softmax_over(q @ k.mT, v, distance.abs() <= 1)
@@ -177,6 +182,11 @@ def operators() -> dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor],
             lambda q, k, v: fa.decode_attention(q, k, v, torch.tensor(_LENGTHS)),
             _decode,
             [_rand(2, 2, 1, 3), *attention[1:]],
+        ),
+        "merge": (
+            lambda *states: fa.merge_states(*states)[0],
+            _merged,
+            [_rand(2, 4, 3), _rand(2, 4), _rand(2, 4, 3, seed=1), _rand(2, 4, seed=1)],
         ),
         "additive": (fa.additive_attention, _additive, [*sequence, _rand(3)]),
         "luong": (

@@ -19,6 +19,8 @@ void attention_sequences_forward(const SequencesParams&);
 void attention_sequences_backward(const SequencesParams&);
 void local_attention_forward(const LocalParams&);
 void local_attention_backward(const LocalParams&);
+void merge_states_forward(const MergeStatesParams&);
+void merge_states_backward(const MergeStatesParams&);
 
 #define FASTATTN_STRING_(x) #x
 #define FASTATTN_STRING(x) FASTATTN_STRING_(x)
@@ -41,6 +43,8 @@ const KernelTable table = {
     attention_sequences_backward,
     local_attention_forward,
     local_attention_backward,
+    merge_states_forward,
+    merge_states_backward,
 };
 
 }  // namespace FASTATTN_ISA

@@ -24,6 +24,7 @@ from fastattn.backends.cpu.memory_hops import (
     plain_hops,
     plain_hops_backward,
 )
+from fastattn.backends.cpu.merge_states import merge_states, merge_states_backward
 from fastattn.backends.cpu.operands import DTYPES
 from fastattn.backends.cpu.sdpa import (
     plain_attention,
@@ -48,6 +49,8 @@ __all__ = [
     "local_attention_backward",
     "memory_hop_attention",
     "memory_hop_attention_backward",
+    "merge_states",
+    "merge_states_backward",
     "plain_attention",
     "plain_attention_backward",
     "plain_hops",

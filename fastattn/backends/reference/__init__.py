@@ -32,6 +32,7 @@ from fastattn.backends.reference.memory_hops import (
     memory_hop_attention,
     memory_hop_attention_backward,
 )
+from fastattn.backends.reference.merge_states import merge_states, merge_states_backward
 from fastattn.backends.reference.sdpa import (
     attend,
     scaled_dot_product_attention,
@@ -57,6 +58,8 @@ __all__ = [
     "local_attention_backward",
     "memory_hop_attention",
     "memory_hop_attention_backward",
+    "merge_states",
+    "merge_states_backward",
     "philox4x32",
     "scaled_dot_product_attention",
     "scaled_dot_product_attention_backward",

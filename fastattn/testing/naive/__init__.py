@@ -16,6 +16,7 @@ from fastattn.testing.naive.encode_memory import encode_memory
 from fastattn.testing.naive.hopfield import hopfield_retrieve
 from fastattn.testing.naive.luong import luong_attention
 from fastattn.testing.naive.memory_hops import memory_hop_attention
+from fastattn.testing.naive.merge_states import merge_states, merge_states_backward
 from fastattn.testing.naive.sdpa import (
     scaled_dot_product_attention,
     scaled_dot_product_attention_backward,
@@ -27,6 +28,8 @@ __all__ = [
     "hopfield_retrieve",
     "luong_attention",
     "memory_hop_attention",
+    "merge_states",
+    "merge_states_backward",
     "scaled_dot_product_attention",
     "scaled_dot_product_attention_backward",
 ]

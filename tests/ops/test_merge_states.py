@@ -3,22 +3,52 @@
 from __future__ import annotations
 
 import doctest
+import functools
 import importlib
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from fenced import run_fenced
 from torch import Tensor
 from torch.autograd import gradgradcheck
 
 import fastattn
 from fastattn import merge_states, scaled_dot_product_attention
 from fastattn.backends import reference
-from fastattn.backends.primitives import AttentionOptions
+from fastattn.backends.primitives import AttentionOptions, NoOptions
+from fastattn.testing import Target, targets
 from fastattn.testing.compare import assert_right
+from fastattn.testing.merge_states import (
+    MERGE_CASES,
+    MergeCase,
+    check_merge,
+    make_merge,
+    run_merge,
+)
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 INF = float("inf")
+ENGINES = [*targets(), Target("reference")]
+NAMES = ("out", "lse", "grad_out_a", "grad_lse_a", "grad_out_b", "grad_lse_b")
+
+
+@pytest.fixture(params=ENGINES, ids=str)
+def engine(request: pytest.FixtureRequest) -> Iterator[Target]:
+    """Every backend, on each of its instruction sets."""
+    with fastattn.use_backend(request.param.backend), request.param.active():
+        yield request.param
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
 
 
 def normal(*shape: int, generator: torch.Generator) -> Tensor:
@@ -43,9 +73,6 @@ def states(dtype: torch.dtype, generator: torch.Generator) -> list[Tensor]:
     return [made[0], lses[0], made[1], lses[1]]
 
 
-NAMES = ("out", "lse", "grad_out_a", "grad_lse_a", "grad_out_b", "grad_lse_b")
-
-
 def with_gradients(
     names: tuple[str, ...], results: Any, leaves: list[Tensor], grads: list[Tensor]
 ) -> dict[str, Tensor]:
@@ -55,6 +82,98 @@ def with_gradients(
 
 def exactly(leaves: list[Tensor]) -> list[Tensor]:
     return [x.detach().double().requires_grad_() for x in leaves]
+
+
+@pytest.mark.parametrize("case", MERGE_CASES, ids=lambda case: case.name)
+def test_case(case: MergeCase) -> None:
+    for dtype, target in itertools.product(case.dtypes, ENGINES):
+        verdict = check_merge(case, dtype, target)
+        assert verdict.ok, f"{target} {dtype}: {verdict.faults}"
+        assert not verdict.declined
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_the_judge_sees_a_wrong_result(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = replace(MERGE_CASES[0], name="judged")
+    off = 32 * torch.finfo(dtype if "out" in name else torch.float32).eps
+
+    class Wrong:
+        why_not = staticmethod(reference.why_not)
+
+        @staticmethod
+        def merge_states(*args: Any, options: NoOptions) -> Any:
+            results = reference.merge_states(*args, options=options)
+            found = zip(NAMES[:2], results, strict=True)
+            return tuple(x * (1 + off) if n == name else x for n, x in found)
+
+        @staticmethod
+        def merge_states_backward(*args: Any, options: NoOptions) -> Any:
+            grads = reference.merge_states_backward(*args, options=options)
+            found = zip(NAMES[2:], grads, strict=True)
+            return tuple(x * (1 + off) if n == name else x for n, x in found)
+
+    assert check_merge(case, dtype, Target("reference")).ok
+    monkeypatch.setattr(Target, "module", property(lambda _: Wrong))
+    (fault,) = check_merge(case, dtype, Target("wrong")).faults
+    assert fault.startswith(f"{name} [")
+
+
+@pytest.mark.parametrize("target", targets(), ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_same_bits_for_any_threads_and_batch(
+    target: Target, dtype: torch.dtype, threads: Callable[[int], None]
+) -> None:
+    case = MergeCase("bits", shape=(3, 7, 150, 40), empty=("a", "b", "both"), poison=True)
+    inputs = make_merge(case, dtype)
+    with target.active() as backend:
+        threads(1)
+        want = run_merge(backend, inputs)
+        for count in (2, 3, 7):
+            threads(count)
+            got = run_merge(backend, inputs)
+            assert all(torch.equal(got[name], want[name]) for name in want)
+        for b, h in itertools.product(range(3), range(7)):
+            one = tuple(x[b, h] for x in inputs.states)
+            given = tuple(None if x is None else x[b, h] for x in inputs.given)
+            got = run_merge(backend, replace(inputs, states=one, given=given))
+            assert all(torch.equal(got[name], want[name][b, h]) for name in want)
+
+
+@pytest.mark.parametrize("target", targets(), ids=str)
+def test_a_result_beyond_the_caches(target: Target, generator: torch.Generator) -> None:
+    """Whole vectors of it are streamed where they are aligned; here some are not."""
+    size = (1200, 1000)
+    given = [normal(*size, generator=generator).float(), normal(size[0], generator=generator)]
+    given = [*given, given[0].flip(0), given[1].flip(0)]
+    halves = [[x[n] for x in given] for n in (slice(0, 600), slice(600, 1200))]
+    with target.active() as backend:
+        forward = functools.partial(backend.merge_states, options=NoOptions())
+        backward = functools.partial(backend.merge_states_backward, options=NoOptions())
+        whole = (*forward(*given), *backward(*given[:2], *given))
+        parts = [(*forward(*half), *backward(*half[:2], *half)) for half in halves]
+    for x, *y in zip(whole, *parts, strict=True):
+        assert torch.equal(x, torch.cat(y))
+
+
+FENCED = """
+from fastattn.testing import targets
+from fastattn.testing.merge_states import MERGE_CASES, make_merge, run_merge
+for case in MERGE_CASES:
+    for dtype in case.dtypes:
+        inputs = make_merge(case, dtype, fence=True)
+        for target in targets():
+            print(case.name, dtype, target, flush=True)
+            with target.active() as backend:
+                run_merge(backend, inputs)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="fences need mprotect")
+def test_nothing_is_read_beyond_a_tensor() -> None:
+    run_fenced(FENCED)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -92,7 +211,9 @@ def test_two_sets_of_keys_are_one(dtype: torch.dtype, cut: int, generator: torch
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:1] + DTYPES[2:], ids=str)
-def test_values_and_derivatives(dtype: torch.dtype, generator: torch.Generator) -> None:
+def test_values_and_derivatives(
+    engine: Target, dtype: torch.dtype, generator: torch.Generator
+) -> None:
     leaves = [x.requires_grad_() for x in states(dtype, generator)]
     grads = [normal(*x.shape, generator=generator).to(x.dtype) for x in leaves[:2]]
     found = with_gradients(NAMES, merge_states(*leaves), leaves, grads)
@@ -104,14 +225,46 @@ def test_values_and_derivatives(dtype: torch.dtype, generator: torch.Generator) 
     assert_right(found, definition, dtype)
 
 
+@pytest.mark.filterwarnings("ignore::fastattn.FallbackWarning")  # forward mode
 def test_derivatives_of_both_orders(generator: torch.Generator) -> None:
     given = [x.requires_grad_() for x in states(torch.float64, generator)]
     torch.autograd.gradcheck(merge_states, given, check_forward_ad=True, check_batched_grad=True)
     gradgradcheck(merge_states, given)
 
 
+@pytest.mark.parametrize("needed", list(itertools.product([False, True], repeat=4)), ids=str)
+def test_any_of_the_states_may_need_a_gradient(
+    engine: Target, needed: tuple[bool, ...], generator: torch.Generator
+) -> None:
+    given = states(torch.float64, generator)
+    whole = [x.clone().requires_grad_() for x in given]
+    loss = lambda out, lse: out.sin().sum() + lse.cos().sum()  # noqa: E731
+    want = torch.autograd.grad(loss(*merge_states(*whole)), whole)
+    leaves = [x.requires_grad_(n) for x, n in zip(given, needed, strict=True)]
+    results = merge_states(*leaves)
+    assert results[0].requires_grad == any(needed)
+    if any(needed):
+        loss(*results).backward()
+    for x, n, grad in zip(leaves, needed, want, strict=True):
+        assert x.grad is None if not n else torch.equal(x.grad, grad)  # type: ignore[arg-type]
+
+
+def test_where_both_are_empty_a_gradient_of_anything_is_zero(
+    engine: Target, generator: torch.Generator
+) -> None:
+    given = states(torch.float64, generator)
+    for lse in given[1::2]:
+        lse.fill_(-INF)
+    leaves = [x.requires_grad_() for x in given]
+    results = merge_states(*leaves)
+    grads = torch.autograd.grad(results, leaves, [torch.full_like(x, INF) for x in results])
+    assert not any(grad.any() for grad in grads)
+
+
 @pytest.mark.parametrize("poison", [0.0, float("nan"), INF])
-def test_an_empty_state_contributes_nothing(poison: float, generator: torch.Generator) -> None:
+def test_an_empty_state_contributes_nothing(
+    engine: Target, poison: float, generator: torch.Generator
+) -> None:
     out_a, lse_a, out_b, lse_b = states(torch.float64, generator)
     out_a[0], lse_a[0] = poison, -INF
     out_b[:, 0], lse_b[:, 0] = poison, -INF
@@ -131,7 +284,7 @@ def test_an_empty_state_contributes_nothing(poison: float, generator: torch.Gene
     assert (grads[2][0, 1:] == 1).all()
 
 
-def test_large_and_distant_states(generator: torch.Generator) -> None:
+def test_large_and_distant_states(engine: Target, generator: torch.Generator) -> None:
     out_a, _, out_b, _ = states(torch.float32, generator)
     lse_a, lse_b = torch.full((2, 3, 5), -1e4), torch.full((2, 3, 5), 3.0)
     out, lse = merge_states(out_a, lse_a, out_b, lse_b)
@@ -141,7 +294,7 @@ def test_large_and_distant_states(generator: torch.Generator) -> None:
     assert torch.equal(out, out_a)
 
 
-def test_order_and_grouping(generator: torch.Generator) -> None:
+def test_order_and_grouping(engine: Target, generator: torch.Generator) -> None:
     a, b = states(torch.float64, generator)[:2], states(torch.float64, generator)[:2]
     c = states(torch.float64, generator)[2:]
     for x, y in zip(merge_states(*a, *b), merge_states(*b, *a), strict=True):
@@ -161,14 +314,42 @@ def test_packed_sequences(generator: torch.Generator) -> None:
     assert torch.equal(merged[1], lse.mT)
 
 
-def test_compile_and_vmap(generator: torch.Generator) -> None:
+def test_compile_and_vmap(engine: Target, generator: torch.Generator) -> None:
     given = states(torch.float64, generator)
     want = merge_states(*given)
     compiled = torch.compile(merge_states, fullgraph=True)(*given)
     mapped = torch.func.vmap(merge_states)(*given)
-    for results in (compiled, mapped):
+    inner = torch.func.vmap(merge_states, (1, 1, 1, 1), (1, 1))(*given)
+    for results in (compiled, mapped, inner):
         for x, y in zip(results, want, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-13, atol=1e-13)
+
+
+def test_one_state_common_to_all(engine: Target, generator: torch.Generator) -> None:
+    out_a, lse_a, out_b, lse_b = states(torch.float64, generator)
+    got = torch.func.vmap(merge_states, (None, None, 0, 0))(out_a[0], lse_a[0], out_b, lse_b)
+    for n in range(2):
+        for x, y in zip(got, merge_states(out_a[0], lse_a[0], out_b[n], lse_b[n]), strict=True):
+            torch.testing.assert_close(x[n], y, rtol=1e-13, atol=1e-13)
+
+
+def test_results_have_the_memory_order_of_the_first_state(
+    engine: Target, generator: torch.Generator
+) -> None:
+    out = normal(2, 5, 3, 4, generator=generator).transpose(1, 2)
+    lse = normal(2, 5, 3, generator=generator).transpose(1, 2)
+    for results in (
+        merge_states(out, lse, out, lse),
+        torch.compile(merge_states)(out, lse, out, lse),
+    ):
+        assert results[0].stride() == out.stride()
+        assert results[1].stride() == lse.stride()
+
+
+def test_it_can_be_explained() -> None:
+    out, lse = torch.zeros(2, 3, 4), torch.zeros(2, 3)
+    found = fastattn.explain(merge_states, out, lse, out, lse)
+    assert found.runs == ("cpu" if targets() else "reference")
 
 
 OUT, LSE = torch.zeros(2, 3, 4), torch.zeros(2, 3)

@@ -1,0 +1,57 @@
+"""The merge of two states of attention."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import numpy as np
+from torch import Tensor
+
+from fastattn.backends.primitives import NoOptions
+from fastattn.testing.naive._arrays import Array, array, tensor
+
+__all__ = ["merge_states", "merge_states_backward"]
+
+
+def merge_states(
+    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, *, options: NoOptions
+) -> tuple[Tensor, Tensor]:
+    """Return (out, lse) in float64; where lse is not -inf, all arguments are finite."""
+    a, b, lse = _shares(lse_a, lse_b)
+    return tensor(a[..., None] * _held(out_a, lse_a) + b[..., None] * _held(out_b, lse_b)), lse
+
+
+def merge_states_backward(
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    out_a: Tensor,
+    lse_a: Tensor,
+    out_b: Tensor,
+    lse_b: Tensor,
+    *,
+    options: NoOptions,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of out_a, lse_a, out_b and lse_b in float64."""
+    a, b, _ = _shares(lse_a, lse_b)
+    g = np.zeros(out_a.shape, np.longdouble) if grad_out is None else array(grad_out)
+    h = np.zeros(lse_a.shape, np.longdouble) if grad_lse is None else array(grad_lse)
+    rest = a * b * (g * (_held(out_a, lse_a) - _held(out_b, lse_b))).sum(-1)
+    of_a, of_b = a[..., None] * g, b[..., None] * g
+    return tensor(of_a), tensor(a * h + rest), tensor(of_b), tensor(b * h - rest)
+
+
+def _shares(lse_a: Tensor, lse_b: Tensor) -> tuple[Array, Array, Tensor]:
+    """e^(lse_a - lse), e^(lse_b - lse) and lse."""
+    a, b = array(lse_a), array(lse_b)
+    top = np.maximum(a, b)
+    top = np.where(top == -np.inf, 0, top)
+    x, y = np.exp(a - top), np.exp(b - top)
+    with np.errstate(divide="ignore"):
+        lse = np.where(x + y == 0, -np.inf, top + np.log1p(np.minimum(x, y)))
+    total = np.where(x + y == 0, 1, x + y)
+    return cast(Array, x / total), cast(Array, y / total), tensor(lse)
+
+
+def _held(out: Tensor, lse: Tensor) -> Array:
+    """The output of a state, 0 of an empty one."""
+    return np.where(array(lse)[..., None] == -np.inf, 0, array(out))
