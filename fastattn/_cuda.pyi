@@ -113,6 +113,21 @@ def memory_hops_backward(
     slots: tuple[int, ...],
     common: tuple[bool, ...],
 ) -> None: ...
+def merge_states(
+    dtypes: tuple[int, int],
+    stream: int,
+    sizes: tuple[int, ...],
+    states: tuple[_Operand, ...],
+    results: tuple[_Operand, ...],
+) -> None: ...
+def merge_states_backward(
+    dtypes: tuple[int, int],
+    stream: int,
+    sizes: tuple[int, ...],
+    given: tuple[_Operand | None, ...],
+    states: tuple[_Operand, ...],
+    results: tuple[_Operand, ...],
+) -> None: ...
 def decode_attention(
     dtype: int,
     stream: int,

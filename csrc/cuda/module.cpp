@@ -25,6 +25,7 @@ void bind_sdpa(py::module_& m);
 void bind_decode(py::module_& m);
 void bind_encode_memory(py::module_& m);
 void bind_memory_hops(py::module_& m);
+void bind_merge_states(py::module_& m);
 void bind_sinusoidal(py::module_& m);
 
 namespace {
@@ -57,6 +58,7 @@ PYBIND11_MODULE(_cuda, m) {
   fastattn::cuda::bind_decode(m);
   fastattn::cuda::bind_encode_memory(m);
   fastattn::cuda::bind_memory_hops(m);
+  fastattn::cuda::bind_merge_states(m);
   fastattn::cuda::bind_sinusoidal(m);
   m.def("build_info", &fastattn::cuda::build_info);
   m.def("allow_hopper", [](bool allowed) { fastattn::cuda::hopper_allowed() = allowed; });

@@ -130,6 +130,10 @@ struct EncodeMemoryArguments : EncodeMemoryParams {
   const uint8_t* sentences;  // [R, B, N]
 };
 
+struct MergeStatesArguments : MergeStatesParams {
+  int lanes;  // that share a row, a power of two
+};
+
 struct SinusoidalArguments : SinusoidalParams {
   float scale_float;
   // How the work is cut, see kernels/sinusoidal.h.

@@ -123,6 +123,10 @@ OPERATORS = {
         ("sums are read too early", "  }\n  __syncthreads();\n  auto* result", "  }\n  auto* result"),
         ("empty sentences count", "if (sentences[b * p.N] == 0) continue;", "if (sentences[b * p.N] == 2) continue;"),
     ],
+    "merge_states": [
+        ("an empty state is read", "if (state.has_a) x = load(p.out_a, c);", "x = load(p.out_a, c);"),
+        ("a sum of half the lanes", "for (int m = p.lanes / 2; m > 0; m /= 2) d +=", "for (int m = p.lanes / 2; m > 1; m /= 2) d +="),
+    ],
     "hopfield": [
         ("all rest at once", "moves = by > least", "moves = by > least + 1e300"),
         ("the state before is lost", "ends[d] = room.u[d];", ""),

@@ -25,6 +25,7 @@ from fastattn.testing.decode import DECODE_CASES, check_decode
 from fastattn.testing.encode_memory import ENCODE_CASES, check_encoding
 from fastattn.testing.hopfield import HOPFIELD_CASES, check_hopfield
 from fastattn.testing.memory_hops import HOP_CASES, check_hops
+from fastattn.testing.merge_states import MERGE_CASES, check_merge
 from fastattn.testing.sinusoidal import SINUSOIDAL_CASES, SinusoidalCase, check_sinusoidal
 from fastattn.testing.varlen import VARLEN_CASES, check_varlen
 from fastattn.testing.verdict import Verdict
@@ -97,6 +98,12 @@ TABLES = {
         lambda case: case.batch * case.hops * case.rows * case.width > 50_000,
         every=1,
     ),
+    "merge_states": Table(
+        [case for case in MERGE_CASES if torch.float32 in case.dtypes],
+        check_merge,
+        lambda case: torch.Size(case.shape).numel() > 60_000,
+        every=1,
+    ),
     "decode": Table(
         [case for case in DECODE_CASES if max(case.head_dim, case.value_dim or 0) <= 256],
         check_decode,
@@ -152,6 +159,9 @@ def _calls(dtype: torch.dtype) -> dict[str, tuple[Callable[..., Tensor], list[Te
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=draw).to(dtype).requires_grad_()
 
+    def lse(*shape: int) -> Tensor:
+        return normal(*shape).detach().float().requires_grad_()
+
     tokens = torch.randint(0, 9, (3, 4, 5), generator=draw)
     return {
         "sinusoidal_encoding": (fastattn.sinusoidal_encoding, [normal(2, 5, 24)]),
@@ -162,6 +172,10 @@ def _calls(dtype: torch.dtype) -> dict[str, tuple[Callable[..., Tensor], list[Te
         "memory_hop_attention": (
             lambda u, m, h: fastattn.memory_hop_attention(u, m, hops=2, hop_proj=h),
             [normal(3, 16), normal(3, 3, 530, 16), normal(16, 16)],
+        ),
+        "merge_states": (
+            lambda *states: fastattn.merge_states(*states)[0],
+            [normal(2, 9, 24), lse(2, 9), normal(2, 9, 24), lse(2, 9)],
         ),
         "encode_memory": (lambda weight: fastattn.encode_memory(tokens, weight), [normal(9, 16)]),
         "hopfield_retrieve": (fastattn.hopfield_retrieve, [normal(2, 1, 3, 8), normal(2, 1, 6, 8)]),

@@ -25,6 +25,7 @@ KERNELS = {
     "hopper/sdpa_backward": 22,
     "hopper/sdpa_forward": 10,
     "memory_hops": 15,
+    "merge_states": 4,
     "decode": 5,
     "sinusoidal": 2,
 }

@@ -37,6 +37,9 @@ struct Tf32;
   void hopfield_search(const T*, const HopsArguments& p, bool aligned, uintptr_t stream);      \
   void memory_hops_forward(const T*, const HopsArguments& p, bool aligned, uintptr_t stream);  \
   void memory_hops_backward(const T*, const HopsArguments& p, bool aligned, uintptr_t stream); \
+  void merge_states(const T*, const MergeStatesParams& p, bool aligned, uintptr_t stream);     \
+  void merge_states_backward(const T*, const MergeStatesParams& p, bool aligned,               \
+                             uintptr_t stream);                                                \
   void sinusoidal(const T*, const SinusoidalParams& p, bool aligned, uintptr_t stream);
 
 // The kernels for Hopper: false if they do not take the call, which the others then do.

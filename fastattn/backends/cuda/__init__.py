@@ -23,6 +23,7 @@ from fastattn.backends.cuda import (
     varlen,
 )
 from fastattn.backends.cuda import encode_memory as encoding
+from fastattn.backends.cuda import merge_states as states
 from fastattn.backends.cuda.additive import additive_attention, additive_attention_backward
 from fastattn.backends.cuda.decode import append_to_cache, decode_attention
 from fastattn.backends.cuda.encode_memory import encode_memory, encode_memory_backward
@@ -31,6 +32,7 @@ from fastattn.backends.cuda.memory_hops import (
     memory_hop_attention,
     memory_hop_attention_backward,
 )
+from fastattn.backends.cuda.merge_states import merge_states, merge_states_backward
 from fastattn.backends.cuda.operands import DEVICE
 from fastattn.backends.cuda.sdpa import (
     scaled_dot_product_attention,
@@ -50,6 +52,8 @@ __all__ = [
     "hopfield_retrieve_backward",
     "memory_hop_attention",
     "memory_hop_attention_backward",
+    "merge_states",
+    "merge_states_backward",
     "scaled_dot_product_attention",
     "scaled_dot_product_attention_backward",
     "sinusoidal_encoding",
@@ -69,6 +73,7 @@ _OPERATORS: dict[str, tuple[Callable[..., list[str]], int]] = {
     "encode_memory": (encoding.why_not, 0),
     "hopfield_retrieve": (hopfield.why_not, 1),
     "memory_hop_attention": (memory_hops.why_not, 2),
+    "merge_states": (states.why_not, 2),
     "scaled_dot_product_attention": (sdpa.why_not, 3),
     "sinusoidal_encoding": (sinusoidal.why_not, 0),
     "varlen_attention": (varlen.why_not, 2),
