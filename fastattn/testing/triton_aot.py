@@ -39,6 +39,7 @@ from fastattn.backends.primitives import (
     HopfieldOptions,
     MemoryHopBackwardOptions,
     MemoryHopOptions,
+    NoOptions,
     SinusoidalOptions,
     VarlenOptions,
     extended,
@@ -266,6 +267,8 @@ def _others() -> Iterator[Work]:
         yield Work(f"encode{suffix}", HALF, 128, encode(HALF, 128, backward=backward))
     for grad in ("unroll", "one_step"):
         yield Work("retrieval backward", HALF, 64, retrieval(HALF, 64, grad))
+    yield Work("merged states", HALF, 64, merged(HALF, 64))
+    yield Work("merged states backward", HALF, 64, merged(HALF, 64, backward=True))
 
 
 def attention(
@@ -410,6 +413,21 @@ def retrieval(dtype: torch.dtype, width: int, grad: str = "") -> Callable[[], An
 def sinusoidal(dtype: torch.dtype) -> Callable[[], Any]:
     x = torch.empty(8, 512, 64, dtype=dtype, device="meta")
     return lambda: backend.sinusoidal_encoding(x, None, options=SinusoidalOptions(scale=8.0))
+
+
+def merged(dtype: torch.dtype, width: int, *, backward: bool = False) -> Callable[[], Any]:
+    """Two states of 8 sequences of 512 and 8 heads."""
+    out = torch.empty(8, 8, 512, width, dtype=dtype, device="meta")
+    lse = torch.empty(8, 8, 512, device="meta")
+    states = (out, lse, out, lse)
+
+    def run() -> None:
+        if not backward:
+            backend.merge_states(*states, options=NoOptions())
+            return
+        backend.merge_states_backward(out, lse, *states, options=NoOptions())
+
+    return run
 
 
 PAGE = """# What the Triton kernels take of a GPU

@@ -24,6 +24,7 @@ ATTENTION = "scaled_dot_product_attention"
 ADDITIVE, DECODE, VARLEN = "additive_attention", "decode_attention", "varlen_attention"
 ENCODE, SINUSOIDAL = "encode_memory", "sinusoidal_encoding"
 HOPS, HOPFIELD = "memory_hop_attention", "hopfield_retrieve"
+MERGE = "merge_states"
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,8 @@ MUTANTS = (
     Mutant("padding_is_a_word", "encode_memory", "counts = counts & (token != padding)", "counts = counts", "3x4x5x11x8-position", ENCODE),
     Mutant("a_time_of_padding", "encode_memory", "mask=any_word[:, None] & m_d", "mask=m_n[:, None] & m_d", "3x4x5x11x8-position", ENCODE),
     Mutant("gradients_of_words_have_one_factor", "encode_memory", "i_j = place % words", "i_j = place * 0", "3x4x5x11x8-position", ENCODE),
+    Mutant("an_empty_state_is_read", "merge_states", "m_a = (a != -INF)[:, None] & (o_d < width)", "m_a = m_row[:, None] & (o_d < width)", "empty-a-poison", MERGE),
+    Mutant("a_gradient_of_lse_has_the_wrong_sign", "merge_states", "share_a * h + rest", "share_a * h - rest", "plain", MERGE),
     Mutant("a_quadrant_has_the_wrong_sign", "sinusoidal", "tl.where(quadrant >= 2", "tl.where(quadrant > 2", "interleaved-16", SINUSOIDAL),
     Mutant("padding_has_a_position", "sinusoidal", "tl.where((position == padding)[:, None], 0.0, encoding)", "encoding", "interleaved-negative", SINUSOIDAL),
 )  # fmt: skip

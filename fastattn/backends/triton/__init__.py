@@ -24,6 +24,7 @@ from fastattn.backends.triton.memory_hops import (
     memory_hop_attention,
     memory_hop_attention_backward,
 )
+from fastattn.backends.triton.merge_states import merge_states, merge_states_backward
 from fastattn.backends.triton.sdpa import (
     scaled_dot_product_attention,
     scaled_dot_product_attention_backward,
@@ -43,6 +44,8 @@ __all__ = [
     "hopfield_retrieve_backward",
     "memory_hop_attention",
     "memory_hop_attention_backward",
+    "merge_states",
+    "merge_states_backward",
     "scaled_dot_product_attention",
     "scaled_dot_product_attention_backward",
     "sinusoidal_encoding",
@@ -71,7 +74,9 @@ def why_not(op: str, *tensors: Any, options: Any = None) -> list[str]:
     for tensor in given:
         if tensor.device != device:
             return [f"tensors are on {device} and on {tensor.device}"]
-    dtype = next(tensor.dtype for tensor in given if tensor.is_floating_point())
+    floating = (tensor.dtype for tensor in given if tensor.is_floating_point())
+    # lse and its gradient may be float64 where the outputs are not.
+    dtype = tensors[2].dtype if op == "merge_states_backward" else next(floating)
     if dtype not in _FLOATS:
         return [f"the dtype {dtype} is not one of float32, bfloat16, float16"]
     if op.startswith("scaled_dot_product_attention"):

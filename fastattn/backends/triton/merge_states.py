@@ -1,0 +1,207 @@
+"""Merged states of attention on Triton: lse = log(e^lse_a + e^lse_b), and the outputs by share.
+
+Bound by memory: a program owns a tile of rows and goes through their columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastattn.backends._states import merged, merged_backward, sizes
+from fastattn.backends.primitives import NoOptions
+from fastattn.backends.triton._core import INF, Operand
+from fastattn.backends.triton._launch import launch, operand
+from fastattn.backends.triton._table import Launch
+
+__all__ = ["merge_states", "merge_states_backward"]
+
+_TILE = Launch(16, 64, 4, 1)  # rows, columns at a time
+
+
+@triton.jit
+def joint_state(a, b):
+    """The joint lse of two states [BM], and the share of each in the output."""
+    most = tl.maximum(a, b)
+    reference = tl.where(most == -INF, 0.0, most)
+    x = tl.exp(a - reference)
+    y = tl.exp(b - reference)
+    # log(1 + e), where one of x and y is 1 and e the other one; the quotient takes back what the
+    # sum has rounded off.
+    e = x * y
+    sum = 1.0 + e
+    rest = tl.where(sum == 1.0, 1.0, sum - 1.0)
+    log = tl.where(sum == 1.0, e, tl.log(sum) * (e / rest))
+    total = x + y
+    total = tl.where(total == 0.0, 1.0, total)
+    return most + log, x / total, y / total
+
+
+@triton.jit
+def places(x, row, heads, length):
+    """Where rows [BM] of all of x's begin."""
+    i_bh = row // length
+    return x.p + i_bh // heads * x.b + i_bh % heads * x.h + row % length * x.l
+
+
+@triton.jit
+def merge_rows(
+    out_a,  # [B, H, L, D]
+    lse_a,  # [B, H, L, 1]
+    out_b,
+    lse_b,
+    out,
+    lse,
+    heads,
+    length,
+    rows,  # B H L
+    width,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    m_row = row < rows
+    a = tl.load(places(lse_a, row, heads, length), mask=m_row, other=-INF)
+    b = tl.load(places(lse_b, row, heads, length), mask=m_row, other=-INF)
+    total, share_a, share_b = joint_state(a, b)
+    tl.store(places(lse, row, heads, length), total, mask=m_row)
+    share_a = share_a.to(tl.float32)[:, None]
+    share_b = share_b.to(tl.float32)[:, None]
+    p_a = places(out_a, row, heads, length)[:, None]
+    p_b = places(out_b, row, heads, length)[:, None]
+    p_out = places(out, row, heads, length)[:, None]
+    for first in range(0, width, BN):
+        o_d = (first + tl.arange(0, BN)).to(tl.int64)[None, :]
+        # What an empty state holds is not read.
+        m_a = (a != -INF)[:, None] & (o_d < width)
+        m_b = (b != -INF)[:, None] & (o_d < width)
+        b_a = tl.load(p_a + o_d * out_a.d, mask=m_a, other=0.0).to(tl.float32)
+        b_b = tl.load(p_b + o_d * out_b.d, mask=m_b, other=0.0).to(tl.float32)
+        y = (share_a * b_a + share_b * b_b).to(out.p.dtype.element_ty)
+        tl.store(p_out + o_d * out.d, y, mask=m_row[:, None] & (o_d < width))
+
+
+@triton.jit
+def merge_rows_backward(
+    grad_out,  # [B, H, L, D], or None
+    grad_lse,  # [B, H, L, 1], or None
+    out_a,
+    lse_a,
+    out_b,
+    lse_b,
+    grad_out_a,
+    grad_lse_a,
+    grad_out_b,
+    grad_lse_b,
+    heads,
+    length,
+    rows,
+    width,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """With p the shares, g and h the gradients of out and lse, and d = sum g (out_a - out_b).
+
+    dout_a = p_a g, dlse_a = p_a h + p_a p_b d, dout_b = p_b g, dlse_b = p_b h - p_a p_b d.
+    """
+    row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    m_row = row < rows
+    a = tl.load(places(lse_a, row, heads, length), mask=m_row, other=-INF)
+    b = tl.load(places(lse_b, row, heads, length), mask=m_row, other=-INF)
+    has_a = a != -INF
+    has_b = b != -INF
+    total, share_a, share_b = joint_state(a, b)
+    d = tl.zeros([BM], tl.float32)
+    p_a = places(out_a, row, heads, length)[:, None]
+    p_b = places(out_b, row, heads, length)[:, None]
+    p_da = places(grad_out_a, row, heads, length)[:, None]
+    p_db = places(grad_out_b, row, heads, length)[:, None]
+    for first in range(0, width, BN):
+        o_d = (first + tl.arange(0, BN)).to(tl.int64)[None, :]
+        m_d = m_row[:, None] & (o_d < width)
+        m_both = (has_a & has_b)[:, None] & (o_d < width)
+        b_g = tl.zeros([BM, BN], tl.float32)
+        if grad_out is not None:
+            p_g = places(grad_out, row, heads, length)[:, None]
+            b_g = tl.load(p_g + o_d * grad_out.d, mask=m_d, other=0.0).to(tl.float32)
+        b_a = tl.load(p_a + o_d * out_a.d, mask=m_both, other=0.0).to(tl.float32)
+        b_b = tl.load(p_b + o_d * out_b.d, mask=m_both, other=0.0).to(tl.float32)
+        d += tl.sum(tl.where(m_both, b_g * (b_a - b_b), 0.0), axis=1)
+        of_a = tl.where(has_a[:, None], share_a.to(tl.float32)[:, None] * b_g, 0.0)
+        of_b = tl.where(has_b[:, None], share_b.to(tl.float32)[:, None] * b_g, 0.0)
+        tl.store(p_da + o_d * grad_out_a.d, of_a.to(grad_out_a.p.dtype.element_ty), mask=m_d)
+        tl.store(p_db + o_d * grad_out_b.d, of_b.to(grad_out_b.p.dtype.element_ty), mask=m_d)
+    h = tl.zeros([BM], a.dtype)
+    if grad_lse is not None:
+        h = tl.load(places(grad_lse, row, heads, length), mask=m_row, other=0.0)
+    rest = share_a * share_b * d
+    of_a = tl.where(has_a, share_a * h + rest, 0.0)
+    of_b = tl.where(has_b, share_b * h - rest, 0.0)
+    tl.store(places(grad_lse_a, row, heads, length), of_a, mask=m_row)
+    tl.store(places(grad_lse_b, row, heads, length), of_b, mask=m_row)
+
+
+def merge_states(
+    out_a: Tensor,  # [..., L, Dv]
+    lse_a: Tensor,  # [..., L] float32 or float64
+    out_b: Tensor,  # [..., L, Dv]
+    lse_b: Tensor,  # [..., L]
+    *,
+    options: NoOptions,
+) -> tuple[Tensor, ...]:
+    """Return ``(out, lse)``, see ``docs/design.md``."""
+
+    def run(states: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+        _launch(merge_rows, (*states, *results), (*_STATES, "out", "lse"))
+
+    return merged(run, out_a, lse_a, out_b, lse_b)
+
+
+def merge_states_backward(
+    grad_out: Tensor | None,  # [..., L, Dv]
+    grad_lse: Tensor | None,  # [..., L]
+    out_a: Tensor,
+    lse_a: Tensor,
+    out_b: Tensor,
+    lse_b: Tensor,
+    *,
+    options: NoOptions,
+) -> tuple[Tensor, ...]:
+    """Return the gradients of out_a, lse_a, out_b and lse_b, see ``docs/design.md``."""
+
+    def run(given: Sequence[Any], states: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+        names = ("grad_out", "grad_lse", *_STATES, *(f"grad_{name}" for name in _STATES))
+        _launch(merge_rows_backward, (*given, *states, *results), names)
+
+    return merged_backward(run, (grad_out, grad_lse), out_a, lse_a, out_b, lse_b)
+
+
+_STATES = ("out_a", "lse_a", "out_b", "lse_b")
+
+
+def _launch(kernel: Any, tensors: Sequence[Any], names: Sequence[str]) -> None:
+    batch, heads, length, width = sizes(tensors[-2])  # a result, of outputs
+    rows = batch * heads * length
+    groups = {
+        name: None if x is None else _operand(x.unsqueeze(-1) if "lse" in name else x)
+        for name, x in zip(names, tensors, strict=True)
+    }
+    launch(
+        kernel,
+        _TILE,
+        _TILE.q_tiles(rows),
+        tensors[-2].device,
+        **groups,
+        heads=heads,
+        length=length,
+        rows=rows,
+        width=width,
+    )
+
+
+def _operand(x: Tensor) -> Operand:
+    return operand(x[(None,) * (4 - x.ndim)])
