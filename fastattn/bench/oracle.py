@@ -60,10 +60,10 @@ class Oracle:
         unjudged = self.op.unjudged(self.cell)
         sampled = {n: self._sample(n, whole) for n, whole in outputs.items() if n not in unjudged}
         for name, got in sampled.items():
-            want = self.reference[name]
-            if got.shape != want.shape or got.dtype != dtype:
+            want, wanted = self.reference[name], self.op.dtype_of(name, dtype)
+            if got.shape != want.shape or got.dtype != wanted:
                 reason = (
-                    f"{name} is {got.dtype} {list(got.shape)}, expected {dtype} {list(want.shape)}"
+                    f"{name} is {got.dtype} {list(got.shape)}, expected {wanted} {list(want.shape)}"
                 )
                 return Check(False, name, float("inf"), 0.0, 1.0, self.compared, reason)
         if not sampled:

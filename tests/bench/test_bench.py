@@ -683,6 +683,17 @@ def test_a_wrong_answer_does_not(op: str) -> None:
         assert not oracle.check(nan).ok
 
 
+def test_an_output_has_the_dtype_that_its_operator_gives_it() -> None:
+    cell = cell_of("merge_states", SMALL["merge_states"], passes="fwd+bwd", dtype="bf16")
+    oracle, outputs = Oracle(cell, 1), answer("fastattn@reference", cell)
+    assert outputs["grad_out_a"].dtype == torch.bfloat16
+    assert oracle.check(outputs).ok
+    found = oracle.check(outputs | {"grad_lse_a": outputs["grad_lse_a"].bfloat16()})
+    assert not found.ok
+    assert "grad_lse_a is torch.bfloat16" in found.reason
+    assert not oracle.check(outputs | {"grad_lse_a": outputs["grad_lse_a"] * 1.1}).ok
+
+
 def test_a_long_cell_is_checked_by_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fastattn.bench.ops.sdpa.PAIRS_CHECKED", 2 * 2 * 5 * 7)
     monkeypatch.setattr("fastattn.bench.ops.sdpa._SCORES_AT_ONCE", 2 * 7 * 2)  # two rows of queries

@@ -145,6 +145,10 @@ class Operator:
         """Outputs that are not compared, because PyTorch's part of them misses the bound."""
         return ()
 
+    def dtype_of(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of an output of a cell with this dtype."""
+        return dtype
+
     def coverage(self, cell: Cell, parts: list[tuple[int, ...]]) -> str:
         return "all"
 

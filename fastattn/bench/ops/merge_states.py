@@ -41,6 +41,9 @@ class MergeStates(Operator):
             "grad_out": draw.normal(*rows, cell["D"]),
         }
 
+    def dtype_of(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        return torch.promote_types(dtype, torch.float32) if "lse" in name else dtype
+
     def ours(self, cell: Cell, inputs: Inputs) -> Prepared:
         leaves = self.leaves(inputs)
         return lambda: fastattn.merge_states(*leaves)[:1], leaves  # of the results, the output
