@@ -14,6 +14,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import mutants
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,17 +24,13 @@ ATTENTION = "scaled_dot_product_attention"
 
 
 @dataclass(frozen=True)
-class Mutant:
-    name: str
-    file: str
-    old: str  # its only occurrence ...
-    new: str  # ... becomes this
+class Mutant(mutants.Mutant):
     op: str = ATTENTION  # whose cases are to find it
     source: str = ""  # what is compiled; default: the file
     dtype: str = "float32"
 
     def __str__(self) -> str:
-        return f"{self.op}-{self.name}".replace(" ", "_")
+        return f"{self.op}-{self.name}"
 
     @property
     def compiled(self) -> str:
@@ -53,13 +50,13 @@ MUTANTS = (
     Mutant("a_window_off_by_one", "scores.h", "static_cast<T>(j - p.offset + p.window_left - i0)", "static_cast<T>(j - p.offset + p.window_left - i0 - 1)", source=FORWARD),
     Mutant("alibi_has_a_sign", "scores.h", "s -= alibi * select<T>(d < T(0), -d, d);", "s -= alibi * d;", source=FORWARD),
     Mutant("a_row_of_nothing_has_lse_0", "scores.h", "if (maximum == -kInf<T>) return -kInf<double>;", "if (maximum == -kInf<T>) return 0;", source=FORWARD),
-    Mutant("a_capped_maximum_is_stale", "scores.h", "    FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) maximum[n] = minus_inf;\n  }", "  }", source=FORWARD),
+    Mutant("a_capped_maximum_is_stale", "scores.h", "FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) maximum[n] = minus_inf; }", "}", source=FORWARD),
     Mutant("dropout_keeps_one_more", "scores.h", "draw < static_cast<int32_t>(d.threshold)", "draw <= static_cast<int32_t>(d.threshold)", source=FORWARD),
     Mutant("a_round_of_philox_less", "scores.h", "round = 3; round < 10", "round = 3; round < 9", source=FORWARD),
     Mutant("padding_is_trimmed_too_far", "mask.h", "while (r.begin < r.end && keys[r.begin] == -kInf<T>) ++r.begin;", "while (r.begin < r.end && keys[r.begin] == -kInf<T>) r.begin += 2;", source=FORWARD),
     Mutant("a_gradient_of_keys_is_not_scaled", "sdpa_backward.h", "write_rows(f.dk, dp, p.D, static_cast<T>(p.scale)", "write_rows(f.dk, dp, p.D, T(1)", source=BACKWARD),
     Mutant("a_later_chunk_is_forgotten", "sdpa_backward.h", "for (int64_t j = 0; j < pairs; j += chain)", "for (int64_t j = 0; j < min_of(pairs, chain); j += chain)", source=BACKWARD),
-    Mutant("what_sees_nothing_hands_on_nan", "sdpa_backward.h", "        clear_query(f, i);", "        ;", source=BACKWARD),
+    Mutant("what_sees_nothing_hands_on_nan", "sdpa_backward.h", "clear_query(f, i);", ";", source=BACKWARD),
     Mutant("weights_have_no_gradient", "sdpa_backward.h", "store(f.ds + x, load(f.ds + x) + load(f.grad_w + x))", "store(f.ds + x, load(f.ds + x))", source=BACKWARD),
     Mutant("a_page_too_far", "decode.h", "base + p.pages[page] * x.stride[0]", "base + p.pages[page == 0 ? 0 : page - 1] * x.stride[0]", "decode_attention", FORWARD),
     Mutant("a_hidden_row_is_read", "memory_hops_stream.h", "count += seen;", "count += 1;", "memory_hop_attention", "memory_hops"),
@@ -129,7 +126,7 @@ def _judged(library: str, op: str, dtype: str) -> str:
 
 def test_mutants_are_of_what_there_is() -> None:
     for mutant in MUTANTS:
-        assert (KERNELS / mutant.file).read_text().count(mutant.old) == 1, mutant.name
+        mutant.changed((KERNELS / mutant.file).read_text())
         assert (KERNELS / f"{mutant.compiled}.cpp").exists(), mutant.name
 
 
@@ -144,8 +141,7 @@ def test_a_mutant_is_caught(mutant: Mutant, tmp_path: Path) -> None:
     # The kernels include their headers by the way from their own folder, so all of them move.
     shutil.copytree(ROOT / "csrc/cpu", tmp_path / "csrc/cpu")
     shutil.copy2(ROOT / "csrc/params.h", tmp_path / "csrc")
-    file = tmp_path / "csrc/cpu/kernels" / mutant.file
-    file.write_text(file.read_text().replace(mutant.old, mutant.new))
+    mutant.put_into(tmp_path / "csrc/cpu/kernels")
     changed, library = str(tmp_path / name), str(tmp_path / "_cpu.so")
     source = f"csrc/cpu/kernels/{mutant.compiled}.cpp"
     _made_again(

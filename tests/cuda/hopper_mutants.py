@@ -34,46 +34,46 @@ CASES: list[Case | VarlenCase] = [
 ]
 
 FORWARD, SHARED, HOST = "hopper/sdpa_forward.h", "hopper/common.h", "hopper/host.h"
-_STEP = "      await_values();\n      wgmma_wait<1>();\n      if (j > 0) end_values();"
-_LAST = "      await_values();\n      wgmma_wait<0>();\n      if (j > 0) end_values();"
-_OPTIONS = "        begin_scores(scores[0]);\n        wgmma_wait<0>();\n        end_scores(scores[0]);\n        if (j > 0) end_values();\n        if (j + 1 == work.count) release(&kernel.shared.q_empty);\n"
+_STEP = "await_values(); wgmma_wait<1>(); if (j > 0) end_values();"
+_LAST = "await_values(); wgmma_wait<0>(); if (j > 0) end_values();"
+_OPTIONS = "begin_scores(scores[0]); wgmma_wait<0>(); end_scores(scores[0]); if (j > 0) end_values(); if (j + 1 == work.count) release(&kernel.shared.q_empty);"
 # name, file, old, new and, if nothing can see it here, why.
 MUTANTS: list[tuple[str, ...]] = [
     # barriers of the consumers
-    ("K is not waited for", FORWARD, "      mbarrier_wait(kernel.shared.k_full + k_ring.stage, k_ring.parity);\n", ""),
+    ("K is not waited for", FORWARD, "mbarrier_wait(kernel.shared.k_full + k_ring.stage, k_ring.parity);", ""),
     ("K of the phase before", FORWARD, "kernel.shared.k_full + k_ring.stage, k_ring.parity)", "kernel.shared.k_full + k_ring.stage, k_ring.parity ^ 1)"),
-    ("V is not waited for", FORWARD, "      mbarrier_wait(kernel.shared.v_full + v_ring.stage, v_ring.parity);\n", ""),
+    ("V is not waited for", FORWARD, "mbarrier_wait(kernel.shared.v_full + v_ring.stage, v_ring.parity);", ""),
     ("V of the phase before", FORWARD, "kernel.shared.v_full + v_ring.stage, v_ring.parity)", "kernel.shared.v_full + v_ring.stage, v_ring.parity ^ 1)"),
-    ("Q is not waited for", FORWARD, "        mbarrier_wait(&kernel.shared.q_full, q_ring.parity);\n", ""),
+    ("Q is not waited for", FORWARD, "mbarrier_wait(&kernel.shared.q_full, q_ring.parity);", ""),
     ("Q of the first tile", FORWARD, "mbarrier_wait(&kernel.shared.q_full, q_ring.parity)", "mbarrier_wait(&kernel.shared.q_full, 0)"),
-    ("Q is the same for all tiles", FORWARD, "        q_ring.advance();\n      }\n      finish", "      }\n      finish"),
+    ("Q is the same for all tiles", FORWARD, "q_ring.advance(); } finish", "} finish"),
     # what is released too early, or never
     ("K is released while it is read", FORWARD, "                                  b + Shape::KTile::columns_at(step), step > 0);\n      wgmma_commit();\n    }\n\n    // It has been computed.\n    FASTATTN_DEVICE void end_scores(Scores& s) {\n      wgmma_arrived(s);\n      release(kernel.shared.k_empty + k_ring.stage);", "                                  b + Shape::KTile::columns_at(step), step > 0);\n      wgmma_commit();\n      release(kernel.shared.k_empty + k_ring.stage);\n    }\n\n    // It has been computed.\n    FASTATTN_DEVICE void end_scores(Scores& s) {\n      wgmma_arrived(s);"),
-    ("V is released while it is read", FORWARD, _STEP, "      await_values();\n      if (j > 0) end_values();\n      wgmma_wait<1>();"),
+    ("V is released while it is read", FORWARD, _STEP, "await_values(); if (j > 0) end_values(); wgmma_wait<1>();"),
     ("the V that comes is released", FORWARD, "release(kernel.shared.v_empty + v_ring.previous())", "release(kernel.shared.v_empty + v_ring.stage)"),
-    ("Q is released while it is read", FORWARD, _OPTIONS, "        begin_scores(scores[0]);\n        if (j + 1 == work.count) release(&kernel.shared.q_empty);\n        wgmma_wait<0>();\n        end_scores(scores[0]);\n        if (j > 0) end_values();\n"),
-    ("Q is never released", FORWARD, "      release(&kernel.shared.q_empty);\n      float shrink", "      float shrink"),
+    ("Q is released while it is read", FORWARD, _OPTIONS, "begin_scores(scores[0]); if (j + 1 == work.count) release(&kernel.shared.q_empty); wgmma_wait<0>(); end_scores(scores[0]); if (j > 0) end_values();"),
+    ("Q is never released", FORWARD, "pass_turn(); release(&kernel.shared.q_empty); float", "pass_turn(); float"),
     ("every thread releases", FORWARD, "if (lane == 0) mbarrier_arrive(barrier);", "mbarrier_arrive(barrier);"),
     ("one consumer is enough", FORWARD, "kConsumerWarps = 4 * hopper::kConsumers", "kConsumerWarps = 4"),
     # products
-    ("P V of the step before is not waited for", FORWARD, _STEP, "      await_values();\n      wgmma_wait<2>();\n      if (j > 0) end_values();"),
-    ("the next S is not waited for", FORWARD, "      wgmma_wait<1>();\n      end_scores(next);", "      wgmma_wait<2>();\n      end_scores(next);"),
-    ("the first S is not waited for", FORWARD, "        wgmma_wait<0>();\n        end_scores(scores[0]);\n        if", "        end_scores(scores[0]);\n        if"),
-    ("the first S is not waited for, overlapped", FORWARD, "      wgmma_wait<0>();\n      end_scores(scores[0]);\n      await", "      end_scores(scores[0]);\n      await"),
-    ("the last P V but one is not waited for", FORWARD, _LAST, "      await_values();\n      if (j > 0) end_values();"),
-    ("the last P V is not waited for", FORWARD, "        wgmma_wait<0>();\n        end_values();", "        end_values();"),
+    ("P V of the step before is not waited for", FORWARD, _STEP, "await_values(); wgmma_wait<2>(); if (j > 0) end_values();"),
+    ("the next S is not waited for", FORWARD, "wgmma_wait<1>(); end_scores(next);", "wgmma_wait<2>(); end_scores(next);"),
+    ("the first S is not waited for", FORWARD, "wgmma_wait<0>(); end_scores(scores[0]); if", "end_scores(scores[0]); if"),
+    ("the first S is not waited for, overlapped", FORWARD, "wgmma_wait<0>(); end_scores(scores[0]); await", "end_scores(scores[0]); await"),
+    ("the last P V but one is not waited for", FORWARD, _LAST, "await_values(); if (j > 0) end_values();"),
+    ("the last P V is not waited for", FORWARD, "wgmma_wait<0>(); end_values();", "end_values();"),
     ("O has one factor for both rows", FORWARD, "shrink[e / 2 % 2]", "shrink[0]"),
     ("S adds to what was there", FORWARD, "b + Shape::KTile::columns_at(step), step > 0)", "b + Shape::KTile::columns_at(step), true)"),
-    ("weights of the buffer that comes", FORWARD, "        step(work, j + 1, scores[1], scores[0]);", "        step(work, j + 1, scores[0], scores[1]);"),
+    ("weights of the buffer that comes", FORWARD, "step(work, j + 1, scores[1], scores[0]);", "step(work, j + 1, scores[0], scores[1]);"),
     ("both consumers have the first queries", FORWARD, "of_rows() + 64 * 128 * consumer", "of_rows()"),
     # turns
-    ("a turn is kept", FORWARD, "      pass_turn();\n      release(&kernel.shared.q_empty);", "      release(&kernel.shared.q_empty);"),
-    ("a turn is left", FORWARD, "  if (Shape::kOverlapped && consumer == 0) me.await_turn();\n", ""),
+    ("a turn is kept", FORWARD, "pass_turn(); release(&kernel.shared.q_empty);", "release(&kernel.shared.q_empty);"),
+    ("a turn is left", FORWARD, "if (Shape::kOverlapped && consumer == 0) me.await_turn();", ""),
     # the producer
-    ("Q is loaded too early", FORWARD, "      mbarrier_wait(&shared.q_empty, q_ring.parity ^ 1);\n", ""),
-    ("K is loaded too early", FORWARD, "          mbarrier_wait(shared.k_empty + k_ring.stage, k_ring.parity ^ 1);\n", ""),
-    ("V is loaded too early", FORWARD, "        mbarrier_wait(shared.v_empty + v_ring.stage, v_ring.parity ^ 1);\n", ""),
-    ("a lane is phases behind", SHARED, "    __syncwarp();\n    if ((threadIdx.x & 31) == 0) {", "    if ((threadIdx.x & 31) == 0) {"),
+    ("Q is loaded too early", FORWARD, "mbarrier_wait(&shared.q_empty, q_ring.parity ^ 1);", ""),
+    ("K is loaded too early", FORWARD, "mbarrier_wait(shared.k_empty + k_ring.stage, k_ring.parity ^ 1);", ""),
+    ("V is loaded too early", FORWARD, "mbarrier_wait(shared.v_empty + v_ring.stage, v_ring.parity ^ 1);", ""),
+    ("a lane is phases behind", SHARED, "__syncwarp(); if ((threadIdx.x & 31) == 0) {", "if ((threadIdx.x & 31) == 0) {"),
     ("a step too few", FORWARD, "for (int j = 0; j <= work.count; ++j)", "for (int j = 0; j < work.count; ++j)"),
     ("a panel is announced", SHARED, "rows * 128 * kPanels", "rows * 128"),
     ("rows that do not come are announced", FORWARD, "&shared.q_full, given.tile_rows * given.group,", "&shared.q_full, hopper::kRows,"),
@@ -89,9 +89,9 @@ MUTANTS: list[tuple[str, ...]] = [
     ("an edge of one key is none", SHARED, "(keys.end < last &&", "(keys.end + 1 < last &&"),
     ("the edge of the wrong step", FORWARD, "work.is_edge(j - 1, given.Lk) ? shared.v_landed", "work.is_edge(j, given.Lk) ? shared.v_landed"),
     ("one parity for both stages", FORWARD, "landed ^= 1 << ring.stage", "landed ^= 1"),
-    ("edges alone are counted", FORWARD, "mbarrier_arrive(shared.v_full + ring.stage);\n        }\n        ring.advance();", "mbarrier_arrive(shared.v_full + ring.stage);\n        ring.advance();\n        }"),
-    ("flags are read too early", SHARED, "  barrier_sync(kClearBarrier, kConsumerThreads);\n  for", "  for"),
-    ("values are read before all are cleared", SHARED, "  fence_proxy_async();\n  barrier_sync(kClearBarrier, kConsumerThreads);\n", ""),
+    ("edges alone are counted", FORWARD, "mbarrier_arrive(shared.v_full + ring.stage); } ring.advance();", "mbarrier_arrive(shared.v_full + ring.stage); ring.advance(); }"),
+    ("flags are read too early", SHARED, "barrier_sync(kClearBarrier, kConsumerThreads); for", "for"),
+    ("values are read before all are cleared", SHARED, "fence_proxy_async(); barrier_sync(kClearBarrier, kConsumerThreads);", ""),
     ("flags stay", SHARED, "next[key] = 0", "next[key] = 1"),
     # which pairs are seen
     ("steps at the left edge are all seen", SHARED, "(of_last.begin - tile.begin + kKeys - 1) / kKeys", "(of_last.begin - tile.begin) / kKeys"),
@@ -107,7 +107,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("draws of the first step", FORWARD, "options.words(i[r], work.key(j) + 8 * n)", "options.words(i[r], 8 * n)"),
     ("half of an exchange", "softmax.h", "for (int bit = 1; bit < 4; bit *= 2)", "for (int bit = 1; bit < 2; bit *= 2)"),
     ("an exchange the other way", "softmax.h", "const bool upper = (lane & bit) != 0;", "const bool upper = (lane & bit) == 0;"),
-    ("a row that sees nothing is NaN", "softmax.h", "max_of_row(most) * unit_log2);\n      // In a row that has seen nothing, -inf - m must not be NaN.\n      const float from = most == minus_infinity() ? 0.0f : most;", "max_of_row(most) * unit_log2);\n      const float from = most;"),
+    ("a row that sees nothing is NaN", "softmax.h", "max_of_row(most) * unit_log2);\n      // In a row that has seen nothing, -inf - m must not be NaN.\n      const float from = most == minus_infinity() ? 0.0f : most;", "max_of_row(most) * unit_log2); const float from = most;"),
     ("lse in bits", "softmax.h", "m[r] * kLn2 + log", "m[r] + log"),
     # tiles
     ("the way back is one off", SHARED, "blocks - 1 - block : block", "blocks - block : block"),
@@ -148,39 +148,39 @@ GRADIENTS: list[Case | VarlenCase] = [
     replace(EDGE, name="steep", scale=1e4),
 ]
 KV, Q = "hopper/sdpa_backward_kv.h", "hopper/sdpa_backward_q.h"
-_SUM = "        mbarrier_wait(&kernel.shared.k_full, k_ring.parity);\n        kernel.for_each_step"
-_FULL = "      mbarrier_wait(kernel.shared.full + stage, ring.parity);\n"
-_LANDED = "      mbarrier_wait(kernel.shared.landed + stage, ring.parity);\n"
-_ENDS = "      wgmma_wait<0>();\n      if (kDv) wgmma_arrived(dv);\n      if (kDk) wgmma_arrived(dk);\n      release(kernel.shared.empty + stage);\n"
-_SCORES = "        begin_scores();\n        wgmma_wait<0>();\n        wgmma_arrived(s);\n        wgmma_arrived(dp);\n"
-_FREE = "        if (j + 1 == work.count) release(&kernel.shared.q_empty);\n"
+_SUM = "mbarrier_wait(&kernel.shared.k_full, k_ring.parity); kernel.for_each_step"
+_FULL = "mbarrier_wait(kernel.shared.full + stage, ring.parity);"
+_LANDED = "mbarrier_wait(kernel.shared.landed + stage, ring.parity);"
+_ENDS = "wgmma_wait<0>(); if (kDv) wgmma_arrived(dv); if (kDk) wgmma_arrived(dk); release(kernel.shared.empty + stage);"
+_SCORES = "begin_scores(); wgmma_wait<0>(); wgmma_arrived(s); wgmma_arrived(dp);"
+_FREE = "if (j + 1 == work.count) release(&kernel.shared.q_empty);"
 BACKWARD: list[tuple[str, ...]] = [
     # dK and dV: barriers
     ("K and V are not waited for", KV, _SUM, "        kernel.for_each_step"),
     ("K and V of the first tile", KV, "mbarrier_wait(&kernel.shared.k_full, k_ring.parity)", "mbarrier_wait(&kernel.shared.k_full, 0)"),
-    ("K and V are the same for all tiles", KV, "        k_ring.advance();\n      }\n    }\n\n    FASTATTN_DEVICE void store", "      }\n    }\n\n    FASTATTN_DEVICE void store"),
-    ("K and V are never released", KV, "        release(&kernel.shared.k_empty);\n", ""),
+    ("K and V are the same for all tiles", KV, "k_ring.advance(); } } FASTATTN_DEVICE void store", "} } FASTATTN_DEVICE void store"),
+    ("K and V are never released", KV, "release(&kernel.shared.k_empty);", ""),
     ("K is enough", KV, "mbarrier_init(&shared.k_full, 2);", "mbarrier_init(&shared.k_full, 1);"),
     ("Q is enough", KV, "mbarrier_init(shared.landed + n, 2);", "mbarrier_init(shared.landed + n, 1);"),
     ("Q and dO are not waited for", KV, _LANDED + _FULL, ""),
     ("stats are not waited for", KV, _FULL, ""),
     ("Q and dO of the phase before", KV, _LANDED + _FULL, _LANDED + _FULL.replace("parity", "parity ^ 1")),
-    ("Q and dO are released while they are read", KV, _ENDS, "      release(kernel.shared.empty + stage);\n" + _ENDS.replace("      release(kernel.shared.empty + stage);\n", "")),
-    ("the last products are not waited for", KV, _ENDS, _ENDS.replace("      wgmma_wait<0>();\n", "")),
-    ("dP is not waited for", KV, "      wgmma_wait<0>();\n      wgmma_arrived(s);\n", "      wgmma_wait<1>();\n      wgmma_arrived(s);\n"),
+    ("Q and dO are released while they are read", KV, _ENDS, "release(kernel.shared.empty + stage);" + _ENDS.replace("release(kernel.shared.empty + stage);", "")),
+    ("the last products are not waited for", KV, _ENDS, _ENDS.replace("wgmma_wait<0>();", "")),
+    ("dP is not waited for", KV, "wgmma_wait<0>(); wgmma_arrived(s);", "wgmma_wait<1>(); wgmma_arrived(s);"),
     ("S is not waited for", KV, "wgmma_wait<kDk ? 1 : 0>();", "wgmma_wait<2>();"),
-    ("K and V are loaded too early", KV, "      mbarrier_wait(&shared.k_empty, k_ring.parity ^ 1);\n", ""),
-    ("Q and dO are loaded too early", KV, "        mbarrier_wait(shared.empty + ring.stage, ring.parity ^ 1);\n        const int first", "        const int first"),
-    ("stats are brought too early", KV, "        mbarrier_wait(shared.empty + ring.stage, ring.parity ^ 1);\n        int blind", "        int blind"),
-    ("what lands is cleared before it lands", KV, "        mbarrier_wait(shared.landed + ring.stage, ring.parity);\n", ""),
-    ("stats are there when one lane's are", KV, "        __syncwarp();\n        if (lane == 0) mbarrier_arrive(shared.full", "        if (lane == 0) mbarrier_arrive(shared.full"),
+    ("K and V are loaded too early", KV, "mbarrier_wait(&shared.k_empty, k_ring.parity ^ 1);", ""),
+    ("Q and dO are loaded too early", KV, "mbarrier_wait(shared.empty + ring.stage, ring.parity ^ 1); const int first", "const int first"),
+    ("stats are brought too early", KV, "mbarrier_wait(shared.empty + ring.stage, ring.parity ^ 1); int blind", "int blind"),
+    ("what lands is cleared before it lands", KV, "mbarrier_wait(shared.landed + ring.stage, ring.parity);", ""),
+    ("stats are there when one lane's are", KV, "__syncwarp(); if (lane == 0) mbarrier_arrive(shared.full", "if (lane == 0) mbarrier_arrive(shared.full"),
     # clearing
     ("queries outside are not cleared", KV, "return work.queries.has(i0 + n) && of", "return of"),
-    ("queries that see nothing are not cleared", KV, " && of_stage[n].hi != float_of_bits(0x7f800000u)", ""),
+    ("queries that see nothing are not cleared", KV, "&& of_stage[n].hi != float_of_bits(0x7f800000u)", ""),
     ("no query is cleared", KV, "if (blind) {", "if (false) {"),
     ("a lane clears alone", KV, "for (int n = 16; n > 0; n /= 2) blind", "for (int n = 16; n > 16; n /= 2) blind"),
-    ("Q is not cleared", KV, "          q_tile(ring.stage).template clear_rows<32>(lane, sees);\n", ""),
-    ("dO is not cleared", KV, "          g_tile(ring.stage).template clear_rows<32>(lane, sees);\n", ""),
+    ("Q is not cleared", KV, "q_tile(ring.stage).template clear_rows<32>(lane, sees);", ""),
+    ("dO is not cleared", KV, "g_tile(ring.stage).template clear_rows<32>(lane, sees);", ""),
     # which pairs
     ("a key too many is seen by all", KV, "first + 64 <= visible_keys", "first + 63 <= visible_keys"),
     ("queries that are not there see all", KV, "return last < work.p.Lq && visible", "return visible"),
@@ -188,7 +188,7 @@ BACKWARD: list[tuple[str, ...]] = [
     ("the query before", KV, "!sees.has(i0 + column)", "!sees.has(i0 + column + 1)"),
     ("what is not seen is multiplied", KV, "return kEdge && weight == 0.0f ? 0.0f : weight", "return weight"),
     ("keys see every query", KV, "{j, j + sees[r].has(i)}", "{j, j + 1}"),
-    ("stats of the other step", KV, "kernel.shared.stats + ring.stage * kQueries", "kernel.shared.stats + (1 - ring.stage) * kQueries"),
+    ("stats of the other step", KV, "kernel.shared.stats + ring.stage * kQueries; wgmma", "kernel.shared.stats + (1 - ring.stage) * kQueries; wgmma"),
     ("the neighbour's delta", KV, "gradient[1] - delta[1]", "gradient[1] - delta[0]"),
     ("the draws of the first key", KV, "options.words(i, j)", "options.words(i, j0)"),
     ("stats in other units", KV, "hopper::prepared<kGeneral>", "hopper::prepared<true>"),
@@ -205,19 +205,19 @@ BACKWARD: list[tuple[str, ...]] = [
     ("the first tile is written", KV, "find(anew(static_cast<unsigned>(tile)), again);", "find(0, again);"),
     ("both sum dK", KV, "kernel.template consume<false, true>(consumer);", "kernel.template consume<true, false>(consumer);"),
     # dQ: barriers
-    ("Q and dO of dQ are not waited for", Q, "        mbarrier_wait(&kernel.shared.q_full, q_ring.parity);\n", ""),
+    ("Q and dO of dQ are not waited for", Q, "mbarrier_wait(&kernel.shared.q_full, q_ring.parity);", ""),
     ("Q and dO of the first tile", Q, "mbarrier_wait(&kernel.shared.q_full, q_ring.parity)", "mbarrier_wait(&kernel.shared.q_full, 0)"),
     ("Q is enough for dQ", Q, "mbarrier_init(&shared.q_full, 2);", "mbarrier_init(&shared.q_full, 1);"),
-    ("K is not waited for", Q, "      mbarrier_wait(kernel.shared.k_full + ring.stage, ring.parity);\n", ""),
-    ("V is not waited for", Q, "      mbarrier_wait(kernel.shared.v_full + ring.stage, ring.parity);\n", ""),
+    ("K is not waited for", Q, "mbarrier_wait(kernel.shared.k_full + ring.stage, ring.parity);", ""),
+    ("V is not waited for", Q, "mbarrier_wait(kernel.shared.v_full + ring.stage, ring.parity);", ""),
     ("K of the phase before", Q, "kernel.shared.k_full + ring.stage, ring.parity)", "kernel.shared.k_full + ring.stage, ring.parity ^ 1)"),
-    ("Q and dO of dQ are released while they are read", Q, _SCORES + "        if (j > 0) end_product();\n" + _FREE, "        begin_scores();\n" + _FREE + _SCORES.replace("        begin_scores();\n", "") + "        if (j > 0) end_product();\n"),
-    ("Q and dO of dQ are never released", Q, _FREE + "        if (!kGeneral", "        if (!kGeneral"),
-    ("Q and dO of dQ are loaded too early", Q, "      mbarrier_wait(&shared.q_empty, q_ring.parity ^ 1);\n", ""),
-    ("K is loaded too early", Q, "        mbarrier_wait(shared.empty + stage, ring.parity ^ 1);\n", ""),
+    ("Q and dO of dQ are released while they are read", Q, _SCORES + "if (j > 0) end_product();" + _FREE, "begin_scores();" + _FREE + _SCORES.replace("begin_scores();", "") + "if (j > 0) end_product();"),
+    ("Q and dO of dQ are never released", Q, _FREE + "if (!kGeneral", "if (!kGeneral"),
+    ("Q and dO of dQ are loaded too early", Q, "mbarrier_wait(&shared.q_empty, q_ring.parity ^ 1);", ""),
+    ("K is loaded too early", Q, "mbarrier_wait(shared.empty + stage, ring.parity ^ 1);", ""),
     ("the K that comes is released", Q, "release(kernel.shared.empty + ring.previous())", "release(kernel.shared.empty + ring.stage)"),
-    ("the last product is not waited for", Q, "      wgmma_wait<0>();\n      end_product();", "      end_product();"),
-    ("S and dP are not waited for", Q, _SCORES, _SCORES.replace("<0>", "<1>")),
+    ("the last product is not waited for", Q, "wgmma_wait<0>(); end_product();", "end_product();"),
+    ("S and dP are not waited for", Q, _SCORES + "if (j", _SCORES.replace("<0>", "<1>") + "if (j"),
     ("dP adds to what was there", Q, "of_v + Shape::VTile::columns_at(step), step > 0)", "of_v + Shape::VTile::columns_at(step), true)"),
     ("both have the first queries", Q, "kernel.q_tile().of_rows() + 64 * 128 * consumer", "kernel.q_tile().of_rows()"),
     ("both have the first dO", Q, "kernel.g_tile().of_rows() + 64 * 128 * consumer", "kernel.g_tile().of_rows()"),
@@ -227,7 +227,7 @@ BACKWARD: list[tuple[str, ...]] = [
     ("keys are not cleared", Q, "return work.keys.has(work.key(j) + row);", "return true;"),
     ("one parity for both stages", Q, "landed ^= 1 << ring.stage", "landed ^= 1"),
     ("edges are no edges for K", Q, "(work.is_edge(j, given.Lk) ? shared.k_landed : shared.k_full)", "shared.k_full"),
-    ("keys behind a mask are not cleared", Q, "if (masked)\n        hopper::clear_unseen", "if (false)\n        hopper::clear_unseen"),
+    ("keys behind a mask are not cleared", Q, "if (masked) hopper::clear_unseen", "if (false) hopper::clear_unseen"),
     ("flags have one buffer", Q, "flags ^= 1", "flags"),
     ("no delta", Q, "weight * (dp[at] - row.delta)", "weight * dp[at]"),
     ("the next step is all seen", Q, "all_seen.has(j))", "all_seen.has(j + 1))"),
@@ -238,7 +238,7 @@ BACKWARD: list[tuple[str, ...]] = [
     ("queries that see nothing have no gradient", Q, "for_each_query_tile<Shape::kKeys, true>", "for_each_query_tile<Shape::kKeys, false>"),
     # delta, summed anew
     ("the lse has no gradient", Q, "const float sum = rest[r] + ", "const float sum = "),
-    ("lse's gradient counts twice", Q, "      stats[0].rest = stats[1].rest = 0.0f;\n", ""),
+    ("lse's gradient counts twice", Q, "stats[0].rest = stats[1].rest = 0.0f;", ""),
     ("delta of one lane", Q, "sum_of_row(sums[r])", "sums[r]"),
     ("delta of a row too many", Q, "if ((lane & 3) == 0 && i[r] < work.last_query)", "if ((lane & 3) == 0)"),
     ("delta in the place of another", Q, "i[r]) * 4 + 3] = sum", "i[r]) * 4 + 2] = sum"),

@@ -17,6 +17,7 @@ from typing import Any
 
 import emulator
 import hopper_mutants
+import mutants
 import pytest
 import torch
 from test_cuda import ONE_KEY
@@ -30,11 +31,7 @@ KERNELS = emulator.ROOT / "csrc/cuda/kernels"
 
 
 @dataclass(frozen=True)
-class Mutant:
-    name: str
-    file: str
-    old: str  # its first occurrence ...
-    new: str  # ... becomes this
+class Mutant(mutants.Mutant):
     survives: str = ""  # why nothing could see it here
     table: str = "attention"  # of cases: this or one of test_cuda_operators.py
     sources: tuple[str, ...] = ()  # what is compiled with it; the other kernels stay as they are
@@ -51,8 +48,8 @@ class Mutant:
 USER = dict.fromkeys(("softmax", "tile", "scores", "philox", "varlen"), "sdpa_forward")
 USER["sdpa_rows"] = "sdpa_weights"
 FORWARD, BACKWARD, WEIGHTS = "sdpa_forward.h", "sdpa_backward.h", "sdpa_weights.h"
-K_WAIT = "cp_async_wait<0>();\n      __syncthreads();  // K has come"
-V_WAIT = "cp_async_wait<0>();\n      __syncthreads();  // V has come"
+K_WAIT = "cp_async_wait<0>(); __syncthreads(); // K has come"
+V_WAIT = "cp_async_wait<0>(); __syncthreads(); // V has come"
 # Of the operators beside attention: name, old, new.
 OPERATORS = {
     "sinusoidal": [
@@ -63,22 +60,14 @@ OPERATORS = {
         ("heads do not wrap", "if (++h == p.H) h = 0, ++b", "++h"),
     ],
     "decode": [
-        (
-            "K is not waited for",
-            "    cp_async_wait<0>();\n    __syncthreads();  // K has",
-            "    __syncthreads();  // K has",
-        ),
-        (
-            "V is not waited for",
-            "    cp_async_wait<0>();\n    __syncthreads();  // V has",
-            "    __syncthreads();  // V has",
-        ),
+        ("K is not waited for", "cp_async_wait<0>(); __syncthreads(); // K has", "__syncthreads(); // K has"),
+        ("V is not waited for", "cp_async_wait<0>(); __syncthreads(); // V has", "__syncthreads(); // V has"),
         ("V changes while it is read", "__syncthreads();  // K has come", "// K has come"),
         ("the next page", "pages[j / page_size]", "pages[j / page_size + 1]"),
-        ("entries in order", "p.entries == nullptr ? b : p.entries[b]", "b"),
+        ("entries in order", "const int64_t entry = p.entries == nullptr ? b : p.entries[b]", "const int64_t entry = b"),
         ("the options of the first head", "h_kv * group + there % group", "h_kv * group"),
         ("queries of heads", "(row0 + r) / group, h =", "(row0 + r) / group / 2, h ="),
-        ("warps add at once", "      }\n    }\n    __syncthreads();\n  }", "      }\n    }\n  }"),
+        ("warps add at once", "} } __syncthreads(); }", "} } }"),
         ("m of one warp", "m = fmaxf(m, stats[2 * (from", "m = (stats[2 * (from"),
         ("l as it is", "l += from[1] * shrink_to(from[0], m)", "l += from[1]"),
         ("a split too few", "(p.Lk + p.split_keys - 1) / p.split_keys", "p.Lk / p.split_keys"),
@@ -87,31 +76,15 @@ OPERATORS = {
     "additive": [
         ("no guard", "kFactoredLimit = 21.0f", "kFactoredLimit = 1e30f"),
         ("q and bias are added first", "? exp_twice(q[n]) * bias_factor", "? exp_twice(q[n])"),
-        ("tiles are read too early", "__syncthreads();  // the tiles are there", ""),
-        (
-            "tiles are overwritten too early",
-            "  __syncthreads();\n  FASTATTN_UNROLL\n  for (int n = 0; n < kAdditiveWarps; ++n)\n    x = fmaxf",
-            "  FASTATTN_UNROLL\n  for (int n = 0; n < kAdditiveWarps; ++n)\n    x = fmaxf",
-        ),
+        ("tiles are read too early", "__syncthreads();  // the tiles are there\n float part[4][4]", "float part[4][4]"),
+        ("tiles are overwritten too early", "__syncthreads(); FASTATTN_UNROLL for (int n = 0; n < kAdditiveWarps; ++n) x = fmaxf", "FASTATTN_UNROLL for (int n = 0; n < kAdditiveWarps; ++n) x = fmaxf"),
         ("the reciprocal of the other", "v * (n0 * (d1 * both))", "v * (n0 * (d0 * both))"),
         ("no delta", "(gradients[j] - delta)", "gradients[j]"),
         ("dropped gradients stay", "dp = z == 0.0f ? 0.0f : dp * z", "dp = z == 2.0f ? 0.0f : dp"),
         ("nothing is marked", "seen ? w : no_part()", "seen ? w : 0.0f"),
-        (
-            "the slope of another",
-            "if (!kOfKeys) slope += w0 * (e0 - 1.0f)",
-            "if (!kOfKeys) slope += w0 * (e1 - 1.0f)",
-        ),
-        (
-            "G is not transposed",
-            "kOfKeys ? n % kRows * kPitch + n / kRows",
-            "kOfKeys ? n / kRows * kPitch + n % kRows",
-        ),
-        (
-            "causal queries begin too late",
-            "tile * kRows < last ? tile * kRows : last",
-            "tile * kRows + kRows < last ? tile * kRows + kRows : last",
-        ),
+        ("the slope of another", "if (!kOfKeys) slope += w0 * (e0 - 1.0f)", "if (!kOfKeys) slope += w0 * (e1 - 1.0f)"),
+        ("G is not transposed", "kOfKeys ? n % kRows * kPitch + n / kRows", "kOfKeys ? n / kRows * kPitch + n % kRows"),
+        ("causal queries begin too late", "tile * kRows < last ? tile * kRows : last", "tile * kRows + kRows < last ? tile * kRows + kRows : last"),
         ("what is excluded is computed", "if (gj == 0.0f) continue;", ""),
     ],
     "encode_memory": [
@@ -120,7 +93,7 @@ OPERATORS = {
         ("the factor of another place", "factors[j * p.factor_stride + c * kN + e] * x[e]", "factors[(j + 1) % p.J * p.factor_stride + c * kN + e] * x[e]"),
         ("one sentence", "n = place / p.J % p.N", "n = place / p.J % 2"),
         ("a warp too few", "for (int n = 0; n < kEncodeWarps; ++n)", "for (int n = 1; n < kEncodeWarps; ++n)"),
-        ("sums are read too early", "  }\n  __syncthreads();\n  auto* result", "  }\n  auto* result"),
+        ("sums are read too early", "} __syncthreads(); auto* result", "} auto* result"),
         ("empty sentences count", "if (sentences[b * p.N] == 0) continue;", "if (sentences[b * p.N] == 2) continue;"),
     ],
     "merge_states": [
@@ -130,7 +103,7 @@ OPERATORS = {
     "hopfield": [
         ("all rest at once", "moves = by > least", "moves = by > least + 1e300"),
         ("the state before is lost", "ends[d] = room.u[d];", ""),
-        ("the state is read too early", "for (int d = thread; d < width; d += kHopThreads) room.u[d] = ends[width + d];\n      __syncthreads();", "for (int d = thread; d < width; d += kHopThreads) room.u[d] = ends[width + d];"),
+        ("the state is read too early", "for (int d = thread; d < width; d += kHopThreads) room.u[d] = ends[width + d]; __syncthreads();", "for (int d = thread; d < width; d += kHopThreads) room.u[d] = ends[width + d];"),
         ("one query of those together", "state[d * p.query.stride[3]]", "state[0]"),
     ],
     "memory_hops": [
@@ -143,7 +116,7 @@ OPERATORS = {
         ("no delta", "weight * (dp - delta)", "weight * (dp - 0.0f * delta)"),
         ("H is not read", "before += sums[n * width + d]", "before = g[d]"),
         ("a stack is not shifted", "which == 1 && p.stack ? 1 : 0", "0"),
-        ("the state changes too early", "y[d] = dot; });\n    __syncthreads();", "y[d] = dot; });"),
+        ("the state changes too early", "y[d] = dot; }); __syncthreads();", "y[d] = dot; });"),
     ],
 }  # fmt: skip
 MUTANTS = [
@@ -151,56 +124,24 @@ MUTANTS = [
     Mutant("no barrier after K", FORWARD, K_WAIT, "cp_async_wait<0>();  // K"),
     Mutant("V is not waited for", FORWARD, V_WAIT, "__syncthreads();  // V"),
     Mutant("no barrier after V", FORWARD, V_WAIT, "cp_async_wait<0>();  // V"),
-    Mutant(
-        "the next K is not committed",
-        FORWARD,
-        "keys.begin, keys.end);\n        cp_async_commit();",
-        "keys.begin, keys.end);",
-    ),
+    Mutant("the next K is not committed", FORWARD, "j0 + Shape::kKeys, keys.begin, keys.end); cp_async_commit();", "j0 + Shape::kKeys, keys.begin, keys.end);"),
     Mutant("a block too few", FORWARD, "j0 < keys.end; j0 +=", "j0 + 64 < keys.end; j0 +="),
-    Mutant(
-        "blocks begin at the first key",
-        FORWARD,
-        "keys.begin / Shape::kKeys * Shape::kKeys",
-        "keys.begin",
-    ),
+    Mutant("blocks begin at the first key", FORWARD, "keys.begin / Shape::kKeys * Shape::kKeys", "keys.begin"),
     Mutant("no mask at the right edge", FORWARD, "j0 + Shape::kKeys <= v", "j0 <= v"),
     Mutant("one factor for both rows", FORWARD, "shrink[n / 2 % 2]", "shrink[0]"),
     Mutant("rows go out too early", FORWARD, "__syncwarp();", ";"),
     Mutant("hidden values stay", FORWARD, "v_tile.template clear_rows", "if (0) v_tile.template clear_rows"),
-    Mutant(
-        "flags are read too early",
-        FORWARD,
-        "but always 1\n    __syncthreads();",
-        "but always 1",
-    ),
-    Mutant(
-        "lse without the sum",
-        "softmax.h",
-        "unit) + log(static_cast<double>(l[r]))",
-        "unit)",
-    ),
-    Mutant(
-        "the greatest of two lanes",
-        "softmax.h",
-        "return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));",
-        "return x;",
-    ),
+    Mutant("flags are read too early", FORWARD, "but always 1\n __syncthreads();", "but always 1"),
+    Mutant("lse without the sum", "softmax.h", "unit) + log(static_cast<double>(l[r]))", "unit)"),
+    Mutant("the greatest of two lanes", "softmax.h", "return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));", "return x;"),
     Mutant("the sum of two lanes", "softmax.h", "return x + __shfl_xor_sync(0xffffffffu, x, 2);", "return x;"),
-    Mutant("inf - inf", "softmax.h", "most == minus_infinity() ? 0.0f : most", "most"),
+    Mutant("inf - inf", "softmax.h", "most == minus_infinity() ? 0.0f : most; shrink[r] = exp2_approx((", "most; shrink[r] = exp2_approx(("),
     Mutant("one row too many", "tile.h", "row0 + r < last ?", "row0 + r <= last ?"),
     Mutant("one row too many, element by element", "tile.h", "row < last &&", "row <= last &&"),
     Mutant("a: chunks of other lanes", "tile.h", "2 * k + (lane >> 4)", "2 * k + (lane >> 3 & 1)"),
     Mutant("b: chunks of other lanes", "tile.h", "2 * k + (lane >> 3 & 1)", "2 * k + (lane >> 4)"),
     Mutant("V is not transposed", "tile.h", "ldmatrix_x4_transposed(r, chunk(", "ldmatrix_x4(r, chunk("),
-    Mutant(
-        "half of the swizzle",
-        "tile.h",
-        "(c ^ (row & 7))",
-        "(c ^ (row & 3))",
-        "both sides of a tile use it, so all is right; bank conflicts are not modelled",
-        sources=("sdpa_forward", "sdpa_backward", "sdpa_weights", "decode"),
-    ),
+    Mutant("half of the swizzle", "tile.h", "(c ^ (row & 7))", "(c ^ (row & 3))", "both sides of a tile use it, so all is right; bank conflicts are not modelled", sources=("sdpa_forward", "sdpa_backward", "sdpa_weights", "decode")),
     Mutant("causal by one", "scores.h", "i + p.window_end, 0", "i + p.window_end - 1, 0"),
     Mutant("window by one", "scores.h", "i + p.window_begin, 0", "i + p.window_begin + 1, 0"),
     Mutant("queries of keys by one", "scores.h", "+ 1 - p.window_end", "+ 2 - p.window_end", sources=("sdpa_backward",)),
@@ -221,10 +162,10 @@ MUTANTS = [
     Mutant("an exact delta loses d lse", BACKWARD, "rest[r] + sum_of_row", "sum_of_row"),
     Mutant("dK has another delta", BACKWARD, "(p, b, h, i) * 4 + 3] = stats[r].rest", "(p, b, h, i) * 4 + 3] = rest[r]"),
     Mutant("hidden keys stay", BACKWARD, "k_tile.template clear_rows<kThreads>(seen);", ""),
-    Mutant("keys are hidden too early", BACKWARD, "% 2)] = 1;\n        __syncthreads();", "% 2)] = 1;"),
+    Mutant("keys are hidden too early", BACKWARD, "% 2)] = 1; __syncthreads();", "% 2)] = 1;"),
     Mutant("blind queries stay", BACKWARD, "q_tile.template clear_rows<kThreads>(seen);", ""),
     Mutant("gradients of blind queries stay", BACKWARD, "g_tile.template clear_rows<kThreads>(seen);", ""),
-    Mutant("copies outlive their block", BACKWARD, "  cp_async_commit();  // of a block that sees nothing\n  cp_async_wait<0>();", ""),
+    Mutant("copies outlive their block", BACKWARD, "cp_async_commit();  // of a block that sees nothing\n cp_async_wait<0>(); __syncthreads(); put<kColumns / 8>(q_tile", "__syncthreads(); put<kColumns / 8>(q_tile"),
     Mutant("one head of a group", BACKWARD, "h < (h_kv + 1) * group", "h < h_kv * group + 1"),
     Mutant("draws of the pair transposed", BACKWARD, "words = options.words(i, j);", "words = options.words(j, i);"),
     Mutant("the score is rounded first", "sdpa_pairs.h", "fmaf(dot, p.scale_float, -row.hi)", "dot * p.scale_float - row.hi", sources=("sdpa_backward",), element="F32"),
@@ -237,7 +178,7 @@ MUTANTS = [
     Mutant("splits keep their own maximum", "memory_hops_stream.h", "shrink_to(partial_of(hops, n)[width], m)", "shrink_to(m, m)", table="memory_hops"),
     Mutant("the last split is whole", "memory_hops_stream.h", "sum += factor(n) * partial_of(hops, n)[d]", "sum += partial_of(hops, n)[d]", table="memory_hops"),
     Mutant("one delta", "memory_hops_stream.h", "delta += partial_of(hops, n)[width]", "delta = partial_of(hops, n)[width]", table="memory_hops"),
-    Mutant("scores are read too early", "memory_hops.h", "room.s[n] = hops.score(dot, k, n); });\n    __syncthreads();", "room.s[n] = hops.score(dot, k, n); });", "the maximum alone is read before the next barrier, and a softmax is right from that of some rows on, too", table="memory_hops"),
+    Mutant("scores are read too early", "memory_hops.h", "room.s[n] = hops.score(dot, k, n); }); __syncthreads();", "room.s[n] = hops.score(dot, k, n); });", "the maximum alone is read before the next barrier, and a softmax is right from that of some rows on, too", table="memory_hops"),
     Mutant("depths are mixed up", "product.h", "rest / p.depth[1] * stride[0]", "rest / p.depth[1] * stride[1]", table="memory_hops"),
     Mutant("groups are not added", "columns.h", "int m = lanes; m < 32", "int m = 32; m < 32", table="memory_hops"),
     Mutant("infinity times nothing", "product.h", "__syncthreads_or(kMarked && odd)", "__syncthreads_or(false)", table="additive"),
@@ -246,7 +187,7 @@ MUTANTS = [
     Mutant("keys of two sequences", "varlen.h", "start_of(p.k_starts, b, p.Lk) / kRows + b", "start_of(p.k_starts, b, p.Lk) / kRows", table="varlen", sources=("sdpa_backward",)),
     Mutant("the next sequence's first row", "varlen.h", "end < begin ? begin : end", "end < begin ? begin : end + 1", table="varlen"),
     Mutant("what is left sees keys", "varlen.h", "if (b == p.B) p.Lk = 0;", "", table="varlen"),
-    Mutant("no diagonal of its own", "varlen.h", "    set_window(p);", "", table="varlen"),
+    Mutant("no diagonal of its own", "varlen.h", "set_window(p);", "", table="varlen"),
     Mutant("lse of the first sequence", "varlen.h", "stats_stride[1] + p.q_row + i", "stats_stride[1] + i", table="varlen"),
     Mutant("a key of the next split", "decode.h", "first + p.split_keys) keys.end =", "first + p.split_keys) keys.end = 1 +", table="decode", element="F32"),
     Mutant("the low word is lost", "sinusoidal.h", "static_cast<float>(static_cast<uint32_t>(angle)) * 0x1p-64f", "0.0f", "of what the bound compares, the greatest error, it is no part: it keeps the relative error of small angles", table="sinusoidal", element="F32"),
@@ -364,7 +305,7 @@ def judged(library: Path, table: str, element: str = "Bf16") -> str:
 
 def test_every_mutant_changes_the_source() -> None:
     for mutant in MUTANTS:
-        assert mutant.old in (KERNELS / mutant.file).read_text(), mutant.name
+        mutant.changed((KERNELS / mutant.file).read_text())
         assert all((KERNELS / f"{name}.cu").exists() for name in mutant.compiled), mutant.name
     assert len([m for m in MUTANTS if m.survives]) <= len(MUTANTS) * 0.05
 
@@ -381,8 +322,7 @@ def test_a_mutant_is_caught(mutant: Mutant, tmp_path: Path) -> None:
     csrc = tmp_path / "csrc"
     shutil.copytree(emulator.ROOT / "csrc/cuda", csrc / "cuda")
     shutil.copy2(emulator.ROOT / "csrc/params.h", csrc)
-    file = csrc / "cuda/kernels" / mutant.file
-    file.write_text(file.read_text().replace(mutant.old, mutant.new, 1))
+    mutant.put_into(csrc / "cuda/kernels")
     library = emulator.build_changed(csrc, tmp_path / "out", mutant.compiled, mutant.element)
     verdict = judged(library, mutant.table, mutant.element)
     print(f"{mutant.table}: {mutant.name}: {verdict}")

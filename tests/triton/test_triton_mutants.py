@@ -14,6 +14,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import mutants
 import pytest
 
 from fastattn.verify import PROOFS
@@ -28,11 +29,7 @@ MERGE = "merge_states"
 
 
 @dataclass(frozen=True)
-class Mutant:
-    name: str
-    file: str  # of fastattn/backends/triton, without its suffix
-    old: str  # its only occurrence ...
-    new: str  # ... becomes this
+class Mutant(mutants.Mutant):
     cases: str  # one of them has to find it
     op: str = ATTENTION
     dtype: str = "float32"
@@ -41,26 +38,26 @@ class Mutant:
         return f"{self.op}-{self.name}"
 
 
-FORWARD, BACKWARD, HOP_KERNELS = "_sdpa_forward", "_sdpa_backward", "_memory_hops_kernels"
+FORWARD, BACKWARD, HOP_KERNELS = "_sdpa_forward.py", "_sdpa_backward.py", "_memory_hops_kernels.py"
 MUTANTS = (
-    Mutant("a_sum_is_not_rescaled", "_core", "l * shrink + tl.sum(p, axis=1)", "l + tl.sum(p, axis=1)", "results-0-out-lse"),
+    Mutant("a_sum_is_not_rescaled", "_core.py", "l * shrink + tl.sum(p, axis=1)", "l + tl.sum(p, axis=1)", "results-0-out-lse"),
     Mutant("an_output_is_not_rescaled", FORWARD, "acc * shrink[:, None]", "acc", "results-0-out-lse", dtype="bfloat16"),
-    Mutant("lse_lacks_the_maximum", "_core", "top + tl.log(total)", "tl.log(total)", "results-0-out-lse"),
-    Mutant("a_diagonal_off_by_one", "_core", "visible & (d >= -o.right)", "visible & (d > -o.right - 2)", "lengths-33x33-upper_left lengths-33x65-bottom_right"),
-    Mutant("a_window_off_by_one", "_core", "visible & (d <= o.left)", "visible & (d < o.left)", "window-3-5-65x65-full"),
-    Mutant("the_last_key_before_the_diagonal_is_lost", "_core", "last + at.offset + o.right + 1), 0)", "last + at.offset + o.right), 0)", "results-0-out-lse-causal"),
-    Mutant("a_tile_on_the_diagonal_is_not_checked", "_core", "first + at.offset + o.right + 1), 0)", "last + at.offset + o.right + 1), 0)", "results-0-out-lse-causal"),
-    Mutant("the_tail_is_not_excluded", "_core", "(o_n < at.k_len)[None, :]", "(o_n >= 0)[None, :]", "results-0-out-lse"),
-    Mutant("queries_before_the_diagonal_are_lost", "_core", "tl.maximum(first - at.offset - o.right, 0) // BM * BM", "tl.maximum(first - at.offset - o.right, 0) // BM * BM + BM", "results-0-out-lse-causal"),
+    Mutant("lse_lacks_the_maximum", "_core.py", "top + tl.log(total)", "tl.log(total)", "results-0-out-lse"),
+    Mutant("a_diagonal_off_by_one", "_core.py", "visible & (d >= -o.right)", "visible & (d > -o.right - 2)", "lengths-33x33-upper_left lengths-33x65-bottom_right"),
+    Mutant("a_window_off_by_one", "_core.py", "visible & (d <= o.left)", "visible & (d < o.left)", "window-3-5-65x65-full"),
+    Mutant("the_last_key_before_the_diagonal_is_lost", "_core.py", "last + at.offset + o.right + 1), 0)", "last + at.offset + o.right), 0)", "results-0-out-lse-causal"),
+    Mutant("a_tile_on_the_diagonal_is_not_checked", "_core.py", "first + at.offset + o.right + 1), 0)", "last + at.offset + o.right + 1), 0)", "results-0-out-lse-causal"),
+    Mutant("the_tail_is_not_excluded", "_core.py", "(o_n < at.k_len)[None, :]", "(o_n >= 0)[None, :]", "results-0-out-lse"),
+    Mutant("queries_before_the_diagonal_are_lost", "_core.py", "tl.maximum(first - at.offset - o.right, 0) // BM * BM", "tl.maximum(first - at.offset - o.right, 0) // BM * BM + BM", "results-0-out-lse-causal"),
     Mutant("the_wrong_value_head", FORWARD, "load_rows(v, at.k_at, i_h // o.group,", "load_rows(v, at.k_at, i_h % (o.heads // o.group),", "heads-4-2"),
     Mutant("one_head_of_a_group", BACKWARD, "i_hkv * o.group + o.group)", "i_hkv * o.group + 1)", "heads-4-2", dtype="float16"),
-    Mutant("a_row_of_the_mask_is_shifted", "_core", "tl.cast(row, tl.int64) * x.l", "tl.cast(tl.maximum(row - 1, 0), tl.int64) * x.l", "mask-bool-qk"),
+    Mutant("a_row_of_the_mask_is_shifted", "_core.py", "tl.cast(row, tl.int64) * x.l", "tl.cast(tl.maximum(row - 1, 0), tl.int64) * x.l", "mask-bool-qk"),
     Mutant("nan_that_no_query_sees_spreads", FORWARD, "m_n = m_n & keys_visible(visible)", "m_n = m_n", "mask-padding-poison"),
     Mutant("a_huge_maximum_hides_the_sum", BACKWARD, "if tl.max(huge.to(tl.int32), axis=0) > 0:", "if tl.max(huge.to(tl.int32), axis=0) > 1:", "mask-finfo-min"),
-    Mutant("alibi_has_a_sign", "_core", "s = s - slope_of_head", "s = s + slope_of_head", "alibi-h-window"),
-    Mutant("a_softcap_has_slope_1", "_core", "slope = 1.0 - t * t", "slope = 1.0", "softcap-0.5"),
-    Mutant("halves_of_dropout_are_swapped", "_core", "tl.join(words & 0xFFFF, words >> 16)", "tl.join(words >> 16, words & 0xFFFF)", "dropout-0.5"),
-    Mutant("draws_of_dropout_are_shifted", "_core", "blocks = first // 8 + tl.arange", "blocks = first // 8 + 1 + tl.arange", "dropout-0.5"),
+    Mutant("alibi_has_a_sign", "_core.py", "s = s - slope_of_head", "s = s + slope_of_head", "alibi-h-window"),
+    Mutant("a_softcap_has_slope_1", "_core.py", "slope = 1.0 - t * t", "slope = 1.0", "softcap-0.5"),
+    Mutant("halves_of_dropout_are_swapped", "_core.py", "tl.join(words & 0xFFFF, words >> 16)", "tl.join(words >> 16, words & 0xFFFF)", "dropout-0.5"),
+    Mutant("draws_of_dropout_are_shifted", "_core.py", "blocks = first // 8 + tl.arange", "blocks = first // 8 + 1 + tl.arange", "dropout-0.5"),
     Mutant("gradients_of_kept_weights_are_not_scaled", BACKWARD, "tl.where(keep, dp * o.kept_scale, 0.0)", "tl.where(keep, dp, 0.0)", "dropout-0.5"),
     Mutant("delta_is_0", BACKWARD, "tl.sum(b_out * b_do.to(tl.float32), axis=1)", "tl.zeros([BM], tl.float32)", "results-0-out-lse", dtype="bfloat16"),
     Mutant("delta_lacks_the_weights", BACKWARD, "delta += rest", "delta += 0.0 * rest", "results-1-out-weights"),
@@ -68,29 +65,29 @@ MUTANTS = (
     Mutant("dq_is_not_scaled", BACKWARD, "store_rows(grad_q, at.q_at, i_h, o_m, m_m, acc * o.scale", "store_rows(grad_q, at.q_at, i_h, o_m, m_m, acc", "results-0-out-lse"),
     Mutant("a_mask_of_all_heads_has_the_gradient_of_one", BACKWARD, "i_mask % mask_heads + n % head_sum", "i_mask % mask_heads", "mask-float-bqk"),
     Mutant("averaged_weights_are_a_sum", FORWARD, "total = total / o.heads", "total = total", "results-2-out-weights"),
-    Mutant("offsets_of_queries_in_a_cache_are_off_by_one", "_decode_kernels", "k_len - o.q_len, i_b, i_b)", "k_len - o.q_len + 1, i_b, i_b)", "window", DECODE),
-    Mutant("all_keys_are_in_the_first_page", "_decode_kernels", "p_table + o_n // cache.length", "p_table + o_n * 0", "page-7", DECODE),
-    Mutant("chunks_keep_their_own_maximum", "_decode_kernels", "tl.exp2(exponent(tops, m_safe[:, None], unit, o))", "tl.where(tops == -INF, 0.0, 1.0)", "long", DECODE),
-    Mutant("heads_and_queries_are_swapped", "_decode_kernels", "i_hkv * o.group + o_r // o.q_len", "i_hkv * o.group + o_r % o.group", "softcap-alibi", DECODE),
-    Mutant("a_tile_of_the_sequence_before", "_core", "(starts // BLOCK + o_b <= n)", "(starts // BLOCK + o_b < n)", "plain", VARLEN),
-    Mutant("lse_of_the_first_sequence", "_core", "tl.cast(i_h, tl.int64) * o.q_len + at.q_at", "tl.cast(i_h, tl.int64) * o.q_len", "plain", VARLEN),
-    Mutant("a_corner_off_by_one", "_core", "        offset = 0\n        if o.offset is None:\n            offset = k_len - q_len", "        offset = 0\n        if o.offset is None:\n            offset = k_len - q_len + 1", "causal-bottom-right", VARLEN),
-    Mutant("no_bias", "_additive_kernels", "x if p_bias is None else x + tl.load(p_bias + a)", "x", "plain", ADDITIVE),
-    Mutant("a_derivative_of_tanh", "_additive_kernels", "de * (1.0 - t * t)", "de * (1.0 - t)", "plain", ADDITIVE),
-    Mutant("delta_of_additive_is_0", "_additive_kernels", "delta += rest", "delta += 0.0 * rest", "plain", ADDITIVE),
-    Mutant("dropped_weights_are_not_rescaled", "_additive_kernels", "w * o.kept_scale", "w", "dropout-mask", ADDITIVE),
+    Mutant("offsets_of_queries_in_a_cache_are_off_by_one", "_decode_kernels.py", "k_len - o.q_len, i_b, i_b)", "k_len - o.q_len + 1, i_b, i_b)", "window", DECODE),
+    Mutant("all_keys_are_in_the_first_page", "_decode_kernels.py", "p_table + o_n // cache.length", "p_table + o_n * 0", "page-7", DECODE),
+    Mutant("chunks_keep_their_own_maximum", "_decode_kernels.py", "tl.exp2(exponent(tops, m_safe[:, None], unit, o))", "tl.where(tops == -INF, 0.0, 1.0)", "long", DECODE),
+    Mutant("heads_and_queries_are_swapped", "_decode_kernels.py", "i_hkv * o.group + o_r // o.q_len", "i_hkv * o.group + o_r % o.group", "softcap-alibi", DECODE),
+    Mutant("a_tile_of_the_sequence_before", "_core.py", "(starts // BLOCK + o_b <= n)", "(starts // BLOCK + o_b < n)", "plain", VARLEN),
+    Mutant("lse_of_the_first_sequence", "_core.py", "tl.cast(i_h, tl.int64) * o.q_len + at.q_at", "tl.cast(i_h, tl.int64) * o.q_len", "plain", VARLEN),
+    Mutant("a_corner_off_by_one", "_core.py", "offset = 0 if o.offset is None: offset = k_len - q_len", "offset = 0\n        if o.offset is None:\n            offset = k_len - q_len + 1", "causal-bottom-right", VARLEN),
+    Mutant("no_bias", "_additive_kernels.py", "x if p_bias is None else x + tl.load(p_bias + a)", "x", "plain", ADDITIVE),
+    Mutant("a_derivative_of_tanh", "_additive_kernels.py", "de * (1.0 - t * t)", "de * (1.0 - t)", "plain", ADDITIVE),
+    Mutant("delta_of_additive_is_0", "_additive_kernels.py", "delta += rest", "delta += 0.0 * rest", "plain", ADDITIVE),
+    Mutant("dropped_weights_are_not_rescaled", "_additive_kernels.py", "w * o.kept_scale", "w", "dropout-mask", ADDITIVE),
     Mutant("delta_of_hops_is_0", HOP_KERNELS, "delta += tl.sum(tl.where(visible, p * dp, 0.0), axis=1)", "delta += 0.0 * tl.sum(p, axis=1)", "plain", HOPS),
     Mutant("relu_passes_all_gradients", HOP_KERNELS, "tl.where(b_y > 0.0, b_g, 0.0)", "tl.where(b_y >= 0.0, b_g, 0.0)", "rows=17-width=15-in_memory=BKN-hop_proj=-activation=relu", HOPS),
     Mutant("a_common_memory_has_the_gradient_of_one_group", HOP_KERNELS, "end = begin + groups", "end = begin + 1", "batch=5-rows=20-width=12-in_memory=1N", HOPS),
     Mutant("a_slot_has_the_gradient_of_the_next_hop", HOP_KERNELS, "tl.maximum(slot - out_first, 0)", "tl.maximum(slot - out_first - 1, 0)", "rows=64-width=16-hops=3-in_memory=BKN-out_memory=BKN", HOPS),
     Mutant("a_step_is_not_rescaled", HOP_KERNELS, "tl.dot(p.to(b_c.dtype), b_c, acc * shrink[:, None]", "tl.dot(p.to(b_c.dtype), b_c, acc", "queries=4-rows=40-width=65-steps=2-bias=BHLN", HOPFIELD),
-    Mutant("padding_is_a_word", "encode_memory", "counts = counts & (token != padding)", "counts = counts", "3x4x5x11x8-position", ENCODE),
-    Mutant("a_time_of_padding", "encode_memory", "mask=any_word[:, None] & m_d", "mask=m_n[:, None] & m_d", "3x4x5x11x8-position", ENCODE),
-    Mutant("gradients_of_words_have_one_factor", "encode_memory", "i_j = place % words", "i_j = place * 0", "3x4x5x11x8-position", ENCODE),
-    Mutant("an_empty_state_is_read", "merge_states", "m_a = (a != -INF)[:, None] & (o_d < width)", "m_a = m_row[:, None] & (o_d < width)", "empty-a-poison", MERGE),
-    Mutant("a_gradient_of_lse_has_the_wrong_sign", "merge_states", "share_a * h + rest", "share_a * h - rest", "plain", MERGE),
-    Mutant("a_quadrant_has_the_wrong_sign", "sinusoidal", "tl.where(quadrant >= 2", "tl.where(quadrant > 2", "interleaved-16", SINUSOIDAL),
-    Mutant("padding_has_a_position", "sinusoidal", "tl.where((position == padding)[:, None], 0.0, encoding)", "encoding", "interleaved-negative", SINUSOIDAL),
+    Mutant("padding_is_a_word", "encode_memory.py", "counts = counts & (token != padding)", "counts = counts", "3x4x5x11x8-position", ENCODE),
+    Mutant("a_time_of_padding", "encode_memory.py", "mask=any_word[:, None] & m_d", "mask=m_n[:, None] & m_d", "3x4x5x11x8-position", ENCODE),
+    Mutant("gradients_of_words_have_one_factor", "encode_memory.py", "i_j = place % words", "i_j = place * 0", "3x4x5x11x8-position", ENCODE),
+    Mutant("an_empty_state_is_read", "merge_states.py", "m_a = (a != -INF)[:, None] & (o_d < width)", "m_a = m_row[:, None] & (o_d < width)", "empty-a-poison", MERGE),
+    Mutant("a_gradient_of_lse_has_the_wrong_sign", "merge_states.py", "share_a * h + rest", "share_a * h - rest", "plain", MERGE),
+    Mutant("a_quadrant_has_the_wrong_sign", "sinusoidal.py", "tl.where(quadrant >= 2", "tl.where(quadrant > 2", "interleaved-16", SINUSOIDAL),
+    Mutant("padding_has_a_position", "sinusoidal.py", "tl.where((position == padding)[:, None], 0.0, encoding)", "encoding", "interleaved-negative", SINUSOIDAL),
 )  # fmt: skip
 
 # Prints how wrong each case is, until one is clearly so.
@@ -138,9 +135,8 @@ def _judged(folder: Path, op: str, dtype: str, cases: list[str]) -> dict[str, fl
 
 def test_mutants_are_of_what_there_is() -> None:
     for mutant in MUTANTS:
-        source = (PACKAGE / "backends/triton" / f"{mutant.file}.py").read_text()
-        assert source.count(mutant.old) == 1, mutant.name
-        assert mutant.new not in ("", mutant.old), mutant.name
+        mutant.changed((PACKAGE / "backends/triton" / mutant.file).read_text())
+        assert mutant.new, mutant.name
         names = {case.name for case in PROOFS[mutant.op].cases}
         assert names.issuperset(mutant.cases.split()), mutant.name
 
@@ -167,7 +163,6 @@ def test_what_is_not_a_mutant_is_right(op: str, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("triton_interpreter")
 @pytest.mark.parametrize("mutant", MUTANTS, ids=str)
 def test_a_mutant_is_caught(mutant: Mutant, tmp_path: Path) -> None:
-    file = _copied(tmp_path) / f"{mutant.file}.py"
-    file.write_text(file.read_text().replace(mutant.old, mutant.new))
+    mutant.put_into(_copied(tmp_path))
     found = _judged(tmp_path, mutant.op, mutant.dtype, mutant.cases.split())
     assert max(found.values()) >= 2, found
