@@ -6,10 +6,8 @@
 from __future__ import annotations
 
 import ast
-import os
 import re
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -18,6 +16,7 @@ from typing import Any
 import compat_tier  # of this folder
 import pytest
 import torch
+from child_process import run_python
 
 import fastattn
 from fastattn import _openmp, compat, info
@@ -139,15 +138,7 @@ def test_each_tool(tool: Callable[[], None]) -> None:
 
 def _run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     # A fork of a process with an OpenMP pool would wait for its threads.
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    return subprocess.run(
-        [sys.executable, *arguments],
-        capture_output=True,
-        text=True,
-        env=env | environment,
-        check=False,
-        cwd=ROOT,
-    )
+    return run_python(*arguments, cwd=ROOT, OMP_NUM_THREADS="1", **environment)
 
 
 _PRESENT = [name for name, there in compat.NAMES.items() if there]

@@ -5,12 +5,12 @@ Slow: the emulator and the kernels of two element types are compiled again.
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 
 import emulator
 import pytest
+from child_process import run_python
 
 # GCC takes what ASan adds for a variable that may be uninitialised: a warning, no error.
 FLAGS = ("-fsanitize=address", "-g1", "-fno-omit-frame-pointer", "-Wno-error")
@@ -71,18 +71,7 @@ def _runtime(name: str) -> str:
 def test_nothing_is_read_or_written_outside_of_its_memory() -> None:
     library = emulator.build_with(FLAGS, emulator.ROOT / "build/emulator/address", ELEMENTS)
     preload = " ".join(map(_runtime, ("libasan.so", "libstdc++.so")))
-    child = subprocess.run(
-        [sys.executable, "-c", _RUN, str(library)],
-        capture_output=True,
-        text=True,
-        env={
-            **os.environ,
-            "LD_PRELOAD": preload,
-            "ASAN_OPTIONS": "detect_leaks=0",
-            "PYTHONPATH": os.pathsep.join(sys.path),
-        },
-        check=False,
-    )
+    child = run_python("-c", _RUN, str(library), LD_PRELOAD=preload, ASAN_OPTIONS="detect_leaks=0")
     assert child.stdout.split() == ["right"], child.stdout + child.stderr[-3000:]
     assert "heap-buffer-overflow" in child.stderr, child.stderr[-3000:]
     assert "READ of size" in child.stderr

@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from child_process import run_python
 from conftest import REQUIRE_NATIVE
 
 
@@ -25,12 +23,7 @@ def _needs_triton() -> None:
 def _in_a_process_of_its_own(*names: str) -> None:
     """Functions of tests/support/triton_launches.py; here Triton interprets."""
     calls = "; ".join(f"triton_launches.{name}()" for name in names)
-    child = subprocess.run(
-        [sys.executable, "-c", f"import triton_launches; {calls}"],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
+    child = run_python("-c", f"import triton_launches; {calls}", TRITON_INTERPRET="0")
     assert child.returncode == 0, child.stderr[-3000:]
 
 
