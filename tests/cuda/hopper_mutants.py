@@ -48,7 +48,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("Q of the first tile", FORWARD, "mbarrier_wait(&kernel.shared.q_full, q_ring.parity)", "mbarrier_wait(&kernel.shared.q_full, 0)"),
     ("Q is the same for all tiles", FORWARD, "q_ring.advance(); } finish", "} finish"),
     # what is released too early, or never
-    ("K is released while it is read", FORWARD, "                                  b + Shape::KTile::columns_at(step), step > 0);\n      wgmma_commit();\n    }\n\n    // It has been computed.\n    FASTATTN_DEVICE void end_scores(Scores& s) {\n      wgmma_arrived(s);\n      release(kernel.shared.k_empty + k_ring.stage);", "                                  b + Shape::KTile::columns_at(step), step > 0);\n      wgmma_commit();\n      release(kernel.shared.k_empty + k_ring.stage);\n    }\n\n    // It has been computed.\n    FASTATTN_DEVICE void end_scores(Scores& s) {\n      wgmma_arrived(s);"),
+    ("K is released while it is read", FORWARD, "                                  b + Shape::KTile::columns_at(step), step > 0);\n      wgmma_commit();\n    }\n\n    // S is complete.\n    FASTATTN_DEVICE void end_scores(Scores& s) {\n      wgmma_arrived(s);\n      release(kernel.shared.k_empty + k_ring.stage);", "                                  b + Shape::KTile::columns_at(step), step > 0);\n      wgmma_commit();\n      release(kernel.shared.k_empty + k_ring.stage);\n    }\n\n    // S is complete.\n    FASTATTN_DEVICE void end_scores(Scores& s) {\n      wgmma_arrived(s);"),
     ("V is released while it is read", FORWARD, _STEP, "await_values(); if (j > 0) end_values(); wgmma_wait<1>();"),
     ("the V that comes is released", FORWARD, "release(kernel.shared.v_empty + v_ring.previous())", "release(kernel.shared.v_empty + v_ring.stage)"),
     ("Q is released while it is read", FORWARD, _OPTIONS, "begin_scores(scores[0]); if (j + 1 == work.count) release(&kernel.shared.q_empty); wgmma_wait<0>(); end_scores(scores[0]); if (j > 0) end_values();"),
@@ -107,7 +107,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("draws of the first step", FORWARD, "options.words(i[r], work.key(j) + 8 * n)", "options.words(i[r], 8 * n)"),
     ("half of an exchange", "softmax.h", "for (int bit = 1; bit < 4; bit *= 2)", "for (int bit = 1; bit < 2; bit *= 2)"),
     ("an exchange the other way", "softmax.h", "const bool upper = (lane & bit) != 0;", "const bool upper = (lane & bit) == 0;"),
-    ("a row that sees nothing is NaN", "softmax.h", "max_of_row(most) * unit_log2);\n      // In a row that has seen nothing, -inf - m must not be NaN.\n      const float from = most == minus_infinity() ? 0.0f : most;", "max_of_row(most) * unit_log2); const float from = most;"),
+    ("a row that sees nothing is NaN", "softmax.h", "max_of_row(most) * unit_log2);\n      // In a row without a visible key so far, -inf - m must not be NaN.\n      const float from = most == minus_infinity() ? 0.0f : most;", "max_of_row(most) * unit_log2); const float from = most;"),
     ("lse in bits", "softmax.h", "m[r] * kLn2 + log", "m[r] + log"),
     # tiles
     ("the way back is one off", SHARED, "blocks - 1 - block : block", "blocks - block : block"),

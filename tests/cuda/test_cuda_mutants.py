@@ -48,8 +48,8 @@ class Mutant(mutants.Mutant):
 USER = dict.fromkeys(("softmax", "tile", "scores", "philox", "varlen"), "sdpa_forward")
 USER["sdpa_rows"] = "sdpa_weights"
 FORWARD, BACKWARD, WEIGHTS = "sdpa_forward.h", "sdpa_backward.h", "sdpa_weights.h"
-K_WAIT = "cp_async_wait<0>(); __syncthreads(); // K has come"
-V_WAIT = "cp_async_wait<0>(); __syncthreads(); // V has come"
+K_WAIT = "cp_async_wait<0>(); __syncthreads(); // K has arrived"
+V_WAIT = "cp_async_wait<0>(); __syncthreads(); // V has arrived"
 # Of the operators beside attention: name, old, new.
 OPERATORS = {
     "sinusoidal": [
@@ -62,7 +62,7 @@ OPERATORS = {
     "decode": [
         ("K is not waited for", "cp_async_wait<0>(); __syncthreads(); // K has", "__syncthreads(); // K has"),
         ("V is not waited for", "cp_async_wait<0>(); __syncthreads(); // V has", "__syncthreads(); // V has"),
-        ("V changes while it is read", "__syncthreads();  // K has come", "// K has come"),
+        ("V changes while it is read", "__syncthreads();  // K has arrived", "// K has arrived"),
         ("the next page", "pages[j / page_size]", "pages[j / page_size + 1]"),
         ("entries in order", "const int64_t entry = p.entries == nullptr ? b : p.entries[b]", "const int64_t entry = b"),
         ("the options of the first head", "h_kv * group + there % group", "h_kv * group"),
@@ -152,8 +152,8 @@ MUTANTS = [
     Mutant("halves of a draw", "philox.h", "words.x[3] : words.x[2]", "words.x[2] : words.x[3]"),
     Mutant("nine rounds", "philox.h", "n < 10", "n < 9"),
     Mutant("the heads of another group", FORWARD, "h / static_cast<int>(p.Hq / p.Hkv)", "h % static_cast<int>(p.Hkv)"),
-    Mutant("keys change while they are read", BACKWARD, "__syncthreads();  // the keys before", "// the keys before"),
-    Mutant("queries change while they are read", BACKWARD, "__syncthreads();  // the queries before", "// the queries before"),
+    Mutant("keys change while they are read", BACKWARD, "__syncthreads();  // the previous keys", "// the previous keys"),
+    Mutant("queries change while they are read", BACKWARD, "__syncthreads();  // the previous queries", "// the previous queries"),
     Mutant("dK is not scaled", BACKWARD, "column0, dk, p.scale_float", "column0, dk, 1.0f"),
     Mutant("columns of dQ of another warp", BACKWARD, "kColumns;  // of dQ", "0;  // of dQ"),
     Mutant("columns of dK of another warp", BACKWARD, "kColumns;  // of dK", "0;  // of dK"),
@@ -165,7 +165,7 @@ MUTANTS = [
     Mutant("keys are hidden too early", BACKWARD, "% 2)] = 1; __syncthreads();", "% 2)] = 1;"),
     Mutant("blind queries stay", BACKWARD, "q_tile.template clear_rows<kThreads>(seen);", ""),
     Mutant("gradients of blind queries stay", BACKWARD, "g_tile.template clear_rows<kThreads>(seen);", ""),
-    Mutant("copies outlive their block", BACKWARD, "cp_async_commit();  // of a block that sees nothing\n cp_async_wait<0>(); __syncthreads(); put<kColumns / 8>(q_tile", "__syncthreads(); put<kColumns / 8>(q_tile"),
+    Mutant("copies outlive their block", BACKWARD, "cp_async_commit();  // without visible keys, the first copies are still pending\n cp_async_wait<0>(); __syncthreads(); put<kColumns / 8>(q_tile", "__syncthreads(); put<kColumns / 8>(q_tile"),
     Mutant("one head of a group", BACKWARD, "h < (h_kv + 1) * group", "h < h_kv * group + 1"),
     Mutant("draws of the pair transposed", BACKWARD, "words = options.words(i, j);", "words = options.words(j, i);"),
     Mutant("the score is rounded first", "sdpa_pairs.h", "fmaf(dot, p.scale_float, -row.hi)", "dot * p.scale_float - row.hi", sources=("sdpa_backward",), element="F32"),

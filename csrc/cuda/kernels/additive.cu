@@ -36,7 +36,7 @@ void gradient(const AdditiveArguments& p, uintptr_t stream) {
          additive_gradient_kernel<T, kOfKeys>, p);
 }
 
-// Of every batch entry, rows x depth by depth x columns.
+// A batch of products, [rows, depth] x [depth, columns] for each batch entry.
 ProductArguments product(const AdditiveArguments& p, int64_t rows, int64_t depth, int64_t columns) {
   ProductArguments c{};
   c.batch[0] = p.B, c.batch[1] = 1;

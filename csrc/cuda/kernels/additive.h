@@ -1,8 +1,8 @@
 // Additive scores,  e_ij = sum_a v_a tanh(q_ia + k_ja + bias_a),  and their derivatives.
 //
-// tanh(x) = (e - 1) / (e + 1)  with  e = e^2x,  and here  e = e^2(q + bias) e^2k:  the exponentials
-// belong to single rows and are taken once a tile; a pair costs a few multiplications and half a
-// reciprocal for each a, since two come from one:  1/x = y / (x y)  and  1/y = x / (x y).
+// tanh(x) = (e - 1) / (e + 1)  with  e = e^2x = e^2(q + bias) e^2k.  The exponentials depend on one
+// row each and are computed once per tile. A pair then costs a few multiplications and half a
+// reciprocal for each a: two reciprocals come from one,  1/x = y / (x y)  and  1/y = x / (x y).
 #pragma once
 #include "product.h"
 #include "scores.h"
@@ -10,15 +10,16 @@
 namespace fastattn {
 namespace cuda {
 
-// A block of threads meets 64 rows of each side, 32 columns of a at a time; a thread then copies 8
-// elements of each, of one column.
+// A block of threads processes 64 rows of each side, 32 columns of a at a time. So a thread copies
+// 8 elements of each side, all from one column.
 constexpr int kAdditiveRows = kAdditiveTile, kAdditiveColumns = 32, kAdditiveThreads = 256;
 constexpr int kAdditiveWarps = kAdditiveThreads / 32;
 constexpr int kAdditiveOwn = kAdditiveRows / kAdditiveWarps;
 constexpr int kAdditivePitch = kAdditiveRows + 1;
 
-// Where max|q| + max|k| + max|bias| is at most this, the product of two 1 + e is finite, and its
-// reciprocal normal. Beyond, tanh itself is taken.
+// The factored form is used where max|q| + max|k| + max|bias| is at most this: then the product of
+// two factors 1 + e is finite and its reciprocal is not subnormal. Larger values go through tanh
+// itself.
 constexpr float kFactoredLimit = 21.0f;
 
 // One side of the scores: queries or keys of a batch entry.
@@ -34,7 +35,7 @@ struct AdditiveSide {
         column_stride(t.stride[3]),
         rows(static_cast<int>(rows)) {}
 
-  // x[n] = row row0 + n of column a, zeros outside; returns max|x|, inf if one is NaN.
+  // x[n] = row row0 + step n of column a, zeros outside; returns max|x|, inf if one is NaN.
   FASTATTN_DEVICE float read(float (&x)[kAdditiveOwn], int row0, int step, int a,
                              int columns) const {
     float most = 0.0f;
@@ -48,8 +49,8 @@ struct AdditiveSide {
   }
 };
 
-// The sum of the greatest numbers x and y of all threads of a block; `most` is shared memory, [2]
-// [warps]. Whatever was read from shared memory before is read when this returns.
+// The sum of the maxima of x and of y over all threads of a block. `most` is shared memory, [2]
+// [warps]. On return, all threads have finished their earlier reads of shared memory.
 FASTATTN_DEVICE float greatest_sum(float* most, float x, float y) {
   const unsigned warp = threadIdx.x / 32;
   FASTATTN_UNROLL
@@ -93,7 +94,7 @@ __global__ void __launch_bounds__(kAdditiveThreads, 2)
   // Thread (row, column) owns the pairs of queries row + 16 r and keys column + 16 c.
   const int row = thread / 16, column = thread % 16;
   float e[4][4] = {};
-  const bool visible = p.window_right < 0 || j0 < i0 + kRows;  // to some query of the tile
+  const bool visible = p.window_right < 0 || j0 < i0 + kRows;  // to at least one query of the tile
   for (int a0 = 0; a0 < width && visible; a0 += kColumns) {
     const int a = a0 + lane;
     float q[kAdditiveOwn], k[kAdditiveOwn];
@@ -101,7 +102,7 @@ __global__ void __launch_bounds__(kAdditiveThreads, 2)
     const float q_most = queries.read(q, i0 + warp, kAdditiveWarps, a, width);
     const float k_most = keys.read(k, j0 + warp, kAdditiveWarps, a, width);
     const bool factored = greatest_sum(most, q_most + fabsf(bias), k_most) <= kFactoredLimit;
-    // A sum q + bias would be rounded before it meets k.
+    // The bias has its own factor, because a sum q + bias would be rounded before k is added.
     const float bias_factor = exp_twice(bias);
     FASTATTN_UNROLL
     for (int n = 0; n < kAdditiveOwn; ++n) {
@@ -157,8 +158,9 @@ __global__ void __launch_bounds__(kAdditiveThreads, 2)
   }
 }
 
-// By one warp a query: scores become weights after dropout, no_part() where the pair is excluded;
-// and, backward, gradients dp of the weights, dO . V, become those of the scores,
+// Turns scores into weights after dropout, no_part() where the pair is excluded. One warp per
+// query. The backward pass also turns the gradients dp of the weights, dO . V, into those of the
+// scores,
 //   g = p (dp - sum of p dp).
 template <class T, bool kBackward>
 __global__ void __launch_bounds__(kAdditiveThreads, 2)
@@ -198,7 +200,7 @@ __global__ void __launch_bounds__(kAdditiveThreads, 2)
       float dp = gradients[j];
       if (more != nullptr) dp += T::widen(more[given + j * p.grad_weights.stride[3]]);
       const float z = kept(j);
-      dp = z == 0.0f ? 0.0f : dp * z;  // what is dropped is selected, too
+      dp = z == 0.0f ? 0.0f : dp * z;  // dropped gradients are selected, too
       gradients[j] = dp;
       delta += weight(j) * dp;
     }
@@ -221,11 +223,11 @@ __global__ void __launch_bounds__(kAdditiveThreads, 2)
   }
 }
 
-// 64 queries that stay and keys that pass, or the other way round, for 32 columns. With
+// One side of 64 rows stays and the other side is streamed, for 32 columns of a. With
 // h = g e / (1 + e)^2, which is g (1 - tanh^2) / 4:
-//   dq_i = 4 v sum_j h_ij     dk_j = 4 v sum_i h_ij     dv = sum_ij g_ij tanh_ij     dbias = sum_i
-//   dq_i
-// A lane has a column, a warp 8 of the rows that stay.
+//   dq_i = 4 v sum_j h_ij     dk_j = 4 v sum_i h_ij     dv = sum_ij g_ij tanh_ij
+//   dbias = sum_i dq_i
+// A lane has one column, and a warp 8 of the rows that stay.
 template <class T, bool kOfKeys>
 __global__ void __launch_bounds__(kAdditiveThreads, 2)
     additive_gradient_kernel(const __grid_constant__ AdditiveArguments p) {
@@ -292,7 +294,7 @@ __global__ void __launch_bounds__(kAdditiveThreads, 2)
         FASTATTN_UNROLL
         for (int r = 0; r < kOwn; ++r) {
           const float gj = g[r * kPitch + j];
-          if (gj == 0.0f) continue;  // of a pair that is excluded nothing is computed
+          if (gj == 0.0f) continue;  // excluded pairs are skipped
           // 1 / (1 + e^-2|x|) and 1 / (1 + e^2|x|): their product is (1 - t^2) / 4, their
           // difference |t|. q and k are added first: where they cancel, the sum is exact.
           const float sum = raw[r] + passing[j * kColumns + lane] + bias;

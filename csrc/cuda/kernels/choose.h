@@ -1,4 +1,4 @@
-// From run-time numbers to the kernel that is compiled for them.
+// Chooses the compiled kernel for run-time sizes and options.
 #pragma once
 #include <string>
 
@@ -23,7 +23,7 @@ void with_width(const AttentionArguments& p, F f) {
   f(Width<64>());
 }
 
-// Nothing but a window, in memory that is copied 16 bytes at a time.
+// No options but a window, in memory that can be copied 16 bytes at a time.
 inline bool is_plain(const AttentionArguments& p) {
   return p.aligned && p.scale_float > 0 && p.softcap_float == 0 && p.mask.data == nullptr &&
          p.alibi == nullptr && p.seed_address == nullptr && p.grad_weights.data == nullptr;

@@ -1,12 +1,13 @@
-// Sums of rows. A warp's lanes are groups of `lanes` neighbours, a power of two: a group takes a
-// row, a lane of it some chunks of kN columns.
+// Sums of rows. The lanes of a warp form groups of `lanes` neighbours, a power of two. Each group
+// takes a row, and each lane of it some chunks of kN columns.
 #pragma once
 #include "vector.h"
 
 namespace fastattn {
 namespace cuda {
 
-// As many lanes as a row of `width` columns has chunks, or the whole warp.
+// The number of lanes per row: one per chunk of kN columns, rounded up to a power of two, at most a
+// warp.
 template <int kN>
 int lanes_of_row(int64_t width) {
   int lanes = 1;
@@ -14,7 +15,7 @@ int lanes_of_row(int64_t width) {
   return lanes;
 }
 
-// sums[.] = the warp's sum of chunk c, from those of its groups. All lanes call it.
+// sums[.] = the sum of chunk c over the groups of the warp. All lanes call it.
 template <int kN>
 FASTATTN_DEVICE void sum_groups(float (&sum)[kN], int lanes, int c, int chunks, float* sums) {
   FASTATTN_UNROLL

@@ -1,13 +1,13 @@
-// Decoding: a few queries a sequence on a cache of keys and values, contiguous or in pages.
+// Decoding: a few queries per sequence attend to a cache of keys and values, contiguous or paged.
 //
-// It is bound by the memory that it reads, so a block of threads reads each key once for all query
-// heads that share it: its 16 rows are the queries of one key head, heads first. A long sequence is
-// divided between blocks at fixed places; a second kernel merges what they found, in order. So a
-// row comes out the same whatever else is in the batch.
+// Decoding is memory bound. So a block of threads reads each key once for all query heads that
+// share it: its 16 rows are the queries of one key head, and the head varies fastest. A long
+// sequence is split between blocks at fixed positions, and a second kernel merges their partial
+// results in order. So the result of a row does not depend on the rest of the batch.
 //
-// A split is a multiple of a step, so that what is beyond it is in no step.
+// A split is a multiple of a step, so no step crosses the end of a split.
 //
-// In a block each warp has 16 of the keys of a step, and a softmax and an O of its own.
+// Within a block each warp has 16 of the keys of a step, with its own softmax and its own O.
 #pragma once
 #include "sdpa_rows.h"
 #include "softmax.h"
@@ -22,19 +22,19 @@ struct DecodeShape {
   static constexpr int kRows = 16;
   static constexpr int kKeysOfWarp = 16;
   static constexpr int kKeyWarps = kWide && kD == 256 ? 2 : 4;
-  // Where O does not fit a warp's registers, so many warps have the same keys and divide its
-  // columns.
+  // If O does not fit in a warp's registers, this many warps have the same keys and divide the
+  // columns of O.
   static constexpr int kColumnGroups = kD == 256 ? 2 : 1;
   static constexpr int kThreads = 32 * kKeyWarps * kColumnGroups;
   static constexpr int kKeys = kKeysOfWarp * kKeyWarps;
   using QTile = Tile<T, kRows, kD>;
   using KTile = Tile<T, kKeys, kD>;
-  using WarpTile = Tile<T, kKeysOfWarp, kD>;  // a warp's part of it
-  // The tiles, and m and l of each warp's rows.
+  using WarpTile = Tile<T, kKeysOfWarp, kD>;  // the part of one warp
+  // The tiles, and m and l of the rows of each warp.
   static constexpr int kTileBytes = QTile::kBytes + 2 * KTile::kBytes;
   static constexpr int kSharedBytes = kTileBytes + kKeyWarps * kRows * 8;
   static_assert(kSharedBytes <= 97 << 10, "too much shared memory");
-  static_assert(kRows * kD * 4 <= 2 * KTile::kBytes, "the sum of O passes through the tiles");
+  static_assert(kRows * kD * 4 <= 2 * KTile::kBytes, "the sum of O reuses the tiles");
 };
 
 // The rows of a head in the cache of one sequence.
@@ -42,14 +42,14 @@ template <class Storage>
 struct CacheRows {
   const Storage* data;  // of the head
   int64_t entry_stride, row_stride, column_stride;
-  const int32_t* pages;  // of this sequence, null = the cache is not paged
-  int64_t entry;         // then this one
+  const int32_t* pages;  // the pages of this sequence, null = the cache is not paged
+  int64_t entry;         // the cache entry if it is not paged
   int page_size;
   int64_t entries;
   int columns;
   bool aligned;
 
-  // Whatever the table holds, nothing outside of the cache is read.
+  // Page numbers are clamped, so an invalid table never causes a read outside the cache.
   FASTATTN_DEVICE const Storage* row(int j) const {
     if (pages == nullptr) return data + entry * entry_stride + j * row_stride;
     const int64_t page = clamp_int(pages[j / page_size], 0, static_cast<int>(entries) - 1);
@@ -73,8 +73,8 @@ FASTATTN_DEVICE CacheRows<Storage> cache_rows(const DecodeArguments& p, const Te
           p.aligned};
 }
 
-// tile[r] = row(r), and 0 where that is null and in columns that there are not. To be waited for by
-// cp_async_wait and a barrier.
+// tile[r] = row(r). Rows whose row(r) is null and columns from `columns` on are zeros. The caller
+// waits with cp_async_wait and a barrier.
 template <int kThreads, int kRows, class Tile, class Row>
 FASTATTN_DEVICE void load_rows(const Tile& tile, int columns, int64_t column_stride, bool aligned,
                                const typename Tile::Storage* anywhere, Row row) {
@@ -95,12 +95,12 @@ FASTATTN_DEVICE void load_rows(const Tile& tile, int columns, int64_t column_str
   }
 }
 
-// Where the sums of row i of head h and split s are.
+// The row of the partial sums of query i, head h and split s.
 FASTATTN_DEVICE int64_t part_row(const DecodeArguments& p, int b, int h, int i, int s) {
   return ((b * p.Hq + h) * p.Lq + i) * p.splits + s;
 }
 
-// p becomes what sequence b alone would be given: its last query stands at its last key.
+// Restricts p to sequence b. Its last query is at the position of its last key.
 FASTATTN_DEVICE void enter_cached_sequence(DecodeArguments& p, int b) {
   p.Lk = clamp_int(p.lengths[b], 0, static_cast<int>(p.Lk));
   p.offset = p.Lk - p.Lq;
@@ -128,7 +128,7 @@ __global__ void __launch_bounds__(DecodeShape<T, kD>::kThreads, 1)
   const int b = static_cast<int>(n / static_cast<unsigned>(p.Hkv));
   enter_cached_sequence(p, b);
   const int first = split * static_cast<int>(p.split_keys);
-  if (first >= p.Lk) return;  // the merge knows that it is not there
+  if (first >= p.Lk) return;  // the merge skips splits without keys
 
   const int last_row = all_rows < row0 + kRows ? all_rows : row0 + kRows;
   Range keys = keys_of_queries(p, row0 / group, (last_row - 1) / group + 1);
@@ -171,7 +171,7 @@ __global__ void __launch_bounds__(DecodeShape<T, kD>::kThreads, 1)
   }
   for (int j0 = begin; j0 < keys.end; j0 += kKeys) {
     cp_async_wait<0>();
-    __syncthreads();  // K has come, and the V before is no longer read
+    __syncthreads();  // K has arrived, and the previous V is no longer read
     load(v_tile, v, j0);
     cp_async_commit();
     // S = Q K^T
@@ -180,7 +180,7 @@ __global__ void __launch_bounds__(DecodeShape<T, kD>::kThreads, 1)
     for (int m = 0; m < kTiles * 4; ++m) s[m] = 0.0f;
     add_product_of_rows<kSteps, kTiles>(s, q_tile, 0, k_warp);
     cp_async_wait<0>();
-    __syncthreads();  // V has come, and K is no longer read
+    __syncthreads();  // V has arrived, and K is no longer read
     if (j0 + kKeys < keys.end) {
       load(k_tile, k, j0 + kKeys);
       cp_async_commit();
@@ -206,17 +206,18 @@ __global__ void __launch_bounds__(DecodeShape<T, kD>::kThreads, 1)
     for (int m = 0; m < kColumns / 2; ++m) o[m] *= shrink[m / 2 % 2];
     add_product_of_columns<Shape::kKeysOfWarp, kColumns / 8>(o, s, v_warp, column0);
   }
-  cp_async_commit();  // of a block that sees nothing
+  cp_async_commit();  // no copy is pending from here on
   cp_async_wait<0>();
   softmax.finish();
 
-  // The sums of the warps, one after the other. Those of a row, from m = max of all m's on.
+  // The sums of the warps, added in order. Those of a row are rescaled to m, the maximum over the
+  // warps.
   FASTATTN_UNROLL
   for (int r = 0; r < 2; ++r) {
     float* to = stats + 2 * (key_warp * kRows + 8 * r + lane / 4);
     if (lane % 4 == 0 && column0 == 0) to[0] = softmax.m[r], to[1] = softmax.l[r];
   }
-  __syncthreads();                                    // and the tiles are no longer read
+  __syncthreads();                                    // stats are written, tiles no longer read
   auto* sum = reinterpret_cast<float*>(k_tile.data);  // [kRows, kD]
   for (int w = 0; w < Shape::kKeyWarps; ++w) {
     if (w == key_warp) {
@@ -256,8 +257,8 @@ __global__ void __launch_bounds__(DecodeShape<T, kD>::kThreads, 1)
 
 constexpr int kMergeThreads = 128;
 
-// O = sum of the splits' O, each times exp(its m - m); by a warp a row, its columns across the
-// lanes.
+// O = sum over the splits of exp(m_s - m) O_s, divided by the sum of the weights. One warp per row,
+// with its columns across the lanes.
 template <class T>
 __global__ void __launch_bounds__(kMergeThreads)
     decode_merge_kernel(const __grid_constant__ DecodeArguments given) {
@@ -295,7 +296,7 @@ __global__ void __launch_bounds__(kMergeThreads)
         l == 0.0f ? static_cast<double>(minus_infinity()) : most + log(static_cast<double>(l));
 }
 
-// The new keys and values behind those of each sequence, by a warp a row of both.
+// Appends the new keys and values to those of each sequence. One warp per row of both.
 template <class T>
 __global__ void __launch_bounds__(kMergeThreads)
     append_to_cache_kernel(const __grid_constant__ DecodeArguments p) {
@@ -306,7 +307,7 @@ __global__ void __launch_bounds__(kMergeThreads)
   const int b = static_cast<int>(row / p.Lq / p.Hkv), lane = static_cast<int>(threadIdx.x) & 31;
   int64_t at = p.lengths[b] + l;
   int64_t entry = p.entries == nullptr ? b : p.entries[b];
-  if (at < 0 || at >= p.Lk) return;  // nothing is written outside of the cache
+  if (at < 0 || at >= p.Lk) return;  // never write outside the cache
   if (p.block_table != nullptr) {
     entry = p.block_table[b * p.block_table_stride + at / p.page_size];
     at %= p.page_size;

@@ -1,6 +1,6 @@
-// What the tensor cores make of an element type: how it is stored, its fragments, its products. See
-// ptx/mma.h for the layout of fragments. One step of a product takes kDepth columns of a and two
-// neighbouring tiles of 8 columns of the result.
+// How the tensor cores use an element type: its storage, fragments and products. See ptx/mma.h for
+// the layout of fragments. One step of a product takes kDepth columns of a and two neighbouring
+// tiles of 8 columns of the result.
 #pragma once
 #include "../ptx/arithmetic.h"
 #include "../ptx/mma.h"
@@ -31,7 +31,7 @@ struct F32 {
   static FASTATTN_DEVICE float widen(float x) { return x; }
 };
 
-// Float32 of which the factors of every product are rounded to tf32 numbers.
+// float32 whose factors are rounded to tf32 in every product.
 struct Tf32 : F32 {};
 
 template <class T>
@@ -44,13 +44,13 @@ struct Product {
     uint32_t x[4];
   };
 
-  // x as a factor.
+  // The value that a product uses for x.
   static FASTATTN_DEVICE float factor(float x) { return x; }
 
   static FASTATTN_DEVICE A a_of(const uint32_t (&r)[4]) { return {{r[0], r[1], r[2], r[3]}}; }
   static FASTATTN_DEVICE B b_of(const uint32_t (&r)[4]) { return {{r[0], r[1], r[2], r[3]}}; }
 
-  // The accumulators of two neighbouring column tiles, rounded, as the a of a next product.
+  // The accumulators of two neighbouring column tiles, rounded, as operand a of the next product.
   static FASTATTN_DEVICE A a_of_accumulators(const float* d) {
     return {{T::pack(d[0], d[1]), T::pack(d[2], d[3]), T::pack(d[4], d[5]), T::pack(d[6], d[7])}};
   }
@@ -63,9 +63,9 @@ struct Product {
   }
 };
 
-// A float is the sum of two tf32 numbers to 23 bits, and its product with another the sum of four
-// products. Of these the last, small by small, is as small as the rounding of a float; scores under
-// an exponential need it all the same.
+// A float is the sum of two tf32 numbers, to 23 bits, and a product of floats is the sum of four
+// products. The last of them, small by small, is only as large as the rounding of a float, but
+// scores in an exponential need it.
 template <>
 struct Product<F32> {
   static constexpr int kDepth = 8;
@@ -78,7 +78,7 @@ struct Product<F32> {
 
   static FASTATTN_DEVICE void split(float x, uint32_t& big, uint32_t& small) {
     big = to_tf32(x);
-    // An infinity's rest would be NaN.
+    // For an infinity, x - big would be NaN.
     const float rest = x - float_of_bits(big);
     small = to_tf32(rest == rest ? rest : 0.0f);
   }
@@ -91,8 +91,8 @@ struct Product<F32> {
   }
   static FASTATTN_DEVICE B b_of(const uint32_t (&r)[4]) { return a_of(r); }
 
-  // Column q of a is column 2q of the accumulators and q + 4 is 2q + 1: the order in which a
-  // product sums is free, and b's rows are read in the same one.
+  // Column q of a is column 2q of the accumulators, and q + 4 is 2q + 1. The order of the sum in a
+  // product is free, and the rows of b are read in the same order.
   static FASTATTN_DEVICE A a_of_accumulators(const float* d) {
     A a;
     split(d[0], a.big[0], a.small[0]);
@@ -102,8 +102,8 @@ struct Product<F32> {
     return a;
   }
 
-  // Transposed, the two middle products change places, so that y x^T is x y^T to the last bit. (To
-  // sum the four by themselves rounds less, but takes registers that the forward pass has not.)
+  // Transposed, the two middle products swap, so that y x^T is bitwise equal to x y^T. (A separate
+  // sum of the four products would round less, but the forward pass has no registers left for it.)
   template <bool kTransposed = false>
   static FASTATTN_DEVICE void add(float* d, const A& a, const B& b) {
     FASTATTN_UNROLL
@@ -135,7 +135,7 @@ struct Product<Tf32> {
   }
   static FASTATTN_DEVICE B b_of(const uint32_t (&r)[4]) { return a_of(r); }
 
-  // In the order of Product<F32>.
+  // In the column order of Product<F32>.
   static FASTATTN_DEVICE A a_of_accumulators(const float* d) {
     return {{to_tf32(d[0]), to_tf32(d[2]), to_tf32(d[1]), to_tf32(d[3])}};
   }

@@ -1,5 +1,6 @@
-// Sentences as memories, m_i = sum_j l_j o A[x_ij] + T_i, and the gradients of A and T. Without a
-// word m_i is 0. Embeddings [B, N, J, D] are never stored, and nothing is added by atomics.
+// Encodes sentences as memories, m_i = sum_j l_j o A[x_ij] + T_i, and computes the gradients of A
+// and T. m_i is 0 for a sentence without words. Embeddings [B, N, J, D] are never stored, and no
+// sum uses atomics.
 #pragma once
 #include "../params.h"
 #include "columns.h"
@@ -9,7 +10,7 @@ namespace cuda {
 
 constexpr int kEncodeThreads = 128, kEncodeWarps = kEncodeThreads / 32;
 
-// A token that the table does not have is left out, as padding is: it cannot be read.
+// A token outside the table is skipped like padding, so it is never read.
 FASTATTN_DEVICE bool is_word(const EncodeMemoryParams& p, int64_t token) {
   return token >= 0 && token < p.V && !(p.has_padding_idx && token == p.padding_idx);
 }
@@ -57,7 +58,7 @@ __global__ void __launch_bounds__(kEncodeThreads, 4)
   }
 }
 
-// A block owns a row of a gradient, of a word's embedding or of a sentence's T, and sums its terms
+// A block owns one row of a gradient, for a word's embedding or a sentence's T, and sums its terms
 // in a fixed order.
 template <class T, int kN, bool kOfTemporal>
 __global__ void __launch_bounds__(kEncodeThreads, 4)

@@ -1,18 +1,19 @@
-// Hopfield retrieval: hops without the old state, u' = C^T softmax(scale M u + bias), until it
-// rests.
+// Hopfield retrieval: memory hops without the old state, u' = C^T softmax(scale M u + bias),
+// repeated until convergence.
 //
-// A block of threads takes the queries that rest together, usually one, and stops by itself: the
-// host never waits.
+// A block of threads takes the queries that stop together, usually one. It detects convergence
+// itself, so the host never waits.
 #pragma once
 #include "memory_hops.h"
 
 namespace fastattn {
 namespace cuda {
 
-// Steps of a search without a limit: by then it goes round in circles that rounding made.
+// The limit of steps for a search without a limit. A search that takes this many steps is caught in
+// a cycle caused by rounding.
 constexpr int64_t kMostSteps = 1 << 20;
 
-// p.K is the greatest number of steps, < 0: no limit; p.trace is [B, Q, 2, D], the last two states.
+// p.K is the maximum number of steps, < 0 = no limit; p.trace is [B, Q, 2, D], the last two states.
 template <class T, int kN>
 __global__ void __launch_bounds__(kHopThreads, 4)
     hopfield_kernel(const __grid_constant__ HopsArguments p) {
@@ -54,7 +55,7 @@ __global__ void __launch_bounds__(kHopThreads, 4)
     for (int64_t query = first; query < first + p.together; ++query) {
       const Hops<T, kN> hops(p, query, room.sums);
       float* ends = ends_of(query);
-      __syncthreads();  // the memory is there, the query before is done
+      __syncthreads();  // the memory is loaded, and the previous query is done
       for (int d = thread; d < width; d += kHopThreads) room.u[d] = ends[width + d];
       __syncthreads();
       hops.dots(in, room.u, 0, rows, [&](int n, float dot) { room.s[n] = hops.score(dot, 0, n); });
@@ -72,14 +73,15 @@ __global__ void __launch_bounds__(kHopThreads, 4)
     }
     by = sum_of_block(by);
     length = sum_of_block(length);
-    // Not longer than eps, or than what rounding moves; NaN rests.
+    // Converged if the step is at most eps, or no longer than its rounding error. NaN counts as
+    // converged.
     constexpr double kUnit = 4 * 0x1p-23;
     const double least = fmax(p.eps * p.eps, kUnit * kUnit * length);
     moves = by > least;
     taken = moves ? -step : step;
   }
 
-  __syncthreads();  // the last states are there
+  __syncthreads();  // the last states are written
   for (int64_t query = first; query < first + p.together; ++query) {
     auto* result = static_cast<Storage*>(p.out) + query * width;
     for (int d = thread; d < width; d += kHopThreads)

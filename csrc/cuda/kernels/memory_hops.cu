@@ -49,7 +49,7 @@ void backward(HopsArguments p, uintptr_t stream) {
 }
 
 // A gradient of memories [memories, slots, N, D]: the sum of xs[which] ys[which]^T over the queries
-// of each, and over the hops where they share it.
+// of each memory, and over the hops if they share it.
 void memory_gradient(const HopsArguments& p, void* result, int which, int count, bool of_batch,
                      int64_t slots, uintptr_t stream) {
   const int64_t all = p.B * p.Q * p.slots;
@@ -74,7 +74,7 @@ void memory_gradient(const HopsArguments& p, void* result, int which, int count,
   run_product<F32, F32, T, true>("memory_hops_memory_gradient", c, stream);
 }
 
-// dH = sum g u^T over the queries, and over the hops where they share H.
+// dH = sum g u^T over the queries, and over the hops if they share H.
 void projection_gradient(const HopsArguments& p, uintptr_t stream) {
   ProductArguments c{};
   c.rows = c.columns = static_cast<int>(p.D);

@@ -1,7 +1,7 @@
 // Memory hops:  u' = phi(H u + C^T p),  p = softmax(scale M u + bias),  K times.
 //
-// A block of threads owns one query, and takes all of its hops in one launch. Where a memory is the
-// same in every hop and fits, it is copied to shared memory first.
+// A block of threads owns one query and computes all of its hops in one launch. A memory that is
+// the same in every hop is first copied to shared memory, if it fits.
 #pragma once
 #include "../params.h"
 #include "columns.h"
@@ -33,7 +33,7 @@ FASTATTN_DEVICE float activate(Activation activation, float x) {
   }
 }
 
-// Its derivative, by its value.
+// The derivative of the activation, from its value y.
 FASTATTN_DEVICE float slope_of(Activation activation, float y) {
   switch (activation) {
     case Activation::relu:
@@ -47,8 +47,8 @@ FASTATTN_DEVICE float slope_of(Activation activation, float y) {
   }
 }
 
-// One query, and what its block of threads does with rows. kN columns are read at once; `lanes`
-// neighbouring lanes share a row.
+// One query, and the operations of its block of threads on rows. kN columns are read at once;
+// `lanes` neighbouring lanes share a row.
 template <class T, int kN>
 struct Hops {
   using Storage = typename T::Storage;
@@ -74,21 +74,21 @@ struct Hops {
     return {data + b * t.stride[0] + k * t.stride[1], t.stride[2]};
   }
 
-  // How many hops this query takes: all, or, of a retrieval, so many.
+  // The number of hops of this query: all, or for a retrieval the number that it took.
   FASTATTN_DEVICE int steps() const {
     const int64_t own = p.taken == nullptr ? p.K : p.taken[query()];
     return static_cast<int>(own < p.K ? own : p.K);
   }
 
   FASTATTN_DEVICE int64_t query() const { return b * p.Q + q; }
-  FASTATTN_DEVICE float* state(int n) const {  // [D], number n of the trace
+  FASTATTN_DEVICE float* state(int n) const {  // [D], state n of the trace
     return static_cast<float*>(p.trace) + (query() * (2 * p.K + 1) + n) * p.D;
   }
   FASTATTN_DEVICE float* stats(int k) const {
     return static_cast<float*>(p.stats) + (query() * p.K + k) * 2;
   }
 
-  // f(n, rows[n] . x), on one thread, for every row of [first, last); x is shared.
+  // Calls f(n, rows[n] . x) on one thread for every row of [first, last); x is in shared memory.
   template <class F>
   FASTATTN_DEVICE void dots(const MemoryRows<T>& rows, const float* x, int first, int last,
                             F f) const {
@@ -106,8 +106,9 @@ struct Hops {
     }
   }
 
-  // to(d, sum of weights[n - first] rows[n][d]) for every column, on one thread; rows whose weight
-  // is no_part() are not read. `weights` is shared; a barrier precedes the calls of `to`.
+  // Calls to(d, sum of weights[n - first] rows[n][d]) on one thread for every column. Rows whose
+  // weight is no_part() are not read. `weights` is in shared memory; a barrier precedes the calls
+  // of `to`.
   template <class F>
   FASTATTN_DEVICE void weighted_sum(const MemoryRows<T>& rows, const float* weights, int first,
                                     int last, F to) const {
@@ -133,7 +134,7 @@ struct Hops {
     }
   }
 
-  // From a dot product to a score, -inf where the row is excluded.
+  // The score of a dot product, -inf if the row is excluded.
   FASTATTN_DEVICE float score(float dot, int k, int n) const {
     const int64_t at = b * p.mask.stride[0] + q * p.mask.stride[1] + k * p.mask.stride[2];
     if (p.mask.data != nullptr &&
@@ -149,13 +150,13 @@ struct Hops {
     return more == minus_infinity() ? more : s + more;
   }
 
-  // The weight of a score, before the division by the sum; no_part() where it is excluded.
+  // The weight of a score before the division by the sum; no_part() if it is excluded.
   FASTATTN_DEVICE float weight(float s, float most) const {
     if (s == minus_infinity()) return no_part();
     return p.normalize ? exp2_approx((s - most) * kLog2e) : s + 0.0f;  // not -0: that is no_part()
   }
 
-  // The sum, or the greatest, of one number of each thread; `room` is shared, [warps]. Two
+  // The sum, or the maximum, of one number per thread. `room` is shared memory, [warps]. Two
   // barriers.
   FASTATTN_DEVICE float sum_of_block(float* room, float x) const {
     FASTATTN_UNROLL
@@ -180,8 +181,8 @@ struct Hops {
     return most;
   }
 
-  // s[first..last) - shared, scores - become weights, not yet divided by the sum l; m is the
-  // greatest.
+  // Turns the scores in s, in shared memory, into weights not yet divided by their sum l; m is the
+  // maximum.
   FASTATTN_DEVICE void weigh(float* s, int count, float* room, float& m, float& l) const {
     float most = minus_infinity(), sum = 0.0f;
     for (int n = static_cast<int>(threadIdx.x); n < count; n += kHopThreads)
@@ -194,7 +195,7 @@ struct Hops {
     l = sum_of_block(room, sum);
   }
 
-  // A memory of the first hop, copied to shared memory if it is to be.
+  // A memory of the first hop, copied to shared memory.
   FASTATTN_DEVICE MemoryRows<T> residing(const Tensor4& t, Storage* room) const {
     const MemoryRows<T> rows = rows_of(t, b, 0);
     const int all = static_cast<int>(p.N) * chunks;
@@ -203,7 +204,7 @@ struct Hops {
     return {room, width};
   }
 
-  // u' = phi(H u + o): `u` becomes u'. x is o [D], all shared; y is scratch, [D].
+  // u' = phi(H u + o), written to `u`. o is [D], y is scratch [D], all in shared memory.
   FASTATTN_DEVICE void step(float* u, const float* o, float* y, int k) const {
     if (p.proj.data != nullptr)
       dots(rows_of(p.proj, 0, k), u, 0, width, [&](int d, float dot) { y[d] = dot; });
@@ -217,8 +218,8 @@ struct Hops {
 
   // -- backward
 
-  // Row n of xs[which] and ys[which], [2][B, Q, slots, N] and [..., D]: 0 is ds and scale u of hop
-  // k, 1 is p and g. In a stack C_k is memory k + 1.
+  // The slot of hop k in xs[which] and ys[which], [2][B, Q, slots, N] and [..., D]: 0 holds ds and
+  // scale u, 1 holds p and g. In a stack, C_k is memory k + 1.
   FASTATTN_DEVICE int64_t slot(int which, int k) const {
     const int64_t all = p.B * p.Q * p.slots;
     return which * all + query() * p.slots + k + (which == 1 && p.stack ? 1 : 0);
@@ -231,7 +232,7 @@ struct Hops {
       g[d] = p.grad_out.data == nullptr ? 0.0f : T::widen(given[d * p.grad_out.stride[3]]);
   }
 
-  // g <- g o phi'(y), and u is read; both go to ys.
+  // g <- g o phi'(y), and reads u; stores both in ys.
   FASTATTN_DEVICE void enter(float* g, float* u, int k) const {
     for (int d = static_cast<int>(threadIdx.x); d < width; d += kHopThreads) {
       g[d] *= slope_of(p.activation, state(2 * k + 2)[d]);
@@ -248,7 +249,7 @@ struct Hops {
     return T::widen(given[b * stride[0] + q * stride[1] + k * stride[2] + n * stride[3]]);
   }
 
-  // From p and dp to ds; both go to xs.
+  // Returns ds from p and dp; stores ds and p in xs.
   FASTATTN_DEVICE float hand_on(float weight, float dp, float delta, int k, int n) const {
     const bool seen = takes_part(weight);
     const float ds = !seen ? no_part() : p.normalize ? weight * (dp - delta) : dp;
@@ -257,7 +258,8 @@ struct Hops {
     return ds;
   }
 
-  // g <- H^T g + more, all shared; `more` is read by the threads that wrote it.
+  // g <- H^T g + more, all in shared memory. Each element of `more` is read by the thread that
+  // wrote it.
   FASTATTN_DEVICE void leave(float* g, const float* more, int k) const {
     const int thread = static_cast<int>(threadIdx.x);
     if (p.proj.data != nullptr) {
@@ -278,11 +280,11 @@ struct Hops {
   }
 };
 
-// Where things are in the shared memory of a block.
+// The layout of a block's shared memory.
 struct HopRooms {
   float *sums, *u, *o, *y, *s, *t, *few;
-  char* memory;  // [rows in, rows out] that reside, 16-byte aligned
-  // Scores that are too many are in global memory, elsewhere [blocks, 2, rows].
+  char* memory;  // [in rows, out rows] that are kept here, 16-byte aligned
+  // Scores that do not fit are in global memory, `elsewhere` [blocks, 2, rows].
   FASTATTN_DEVICE HopRooms(int width, int rows, float* elsewhere = nullptr) {
     const int w = (width + 3) / 4 * 4, n = elsewhere != nullptr ? 0 : (rows + 3) / 4 * 4;
     sums = reinterpret_cast<float*>(dynamic_shared());
@@ -351,11 +353,11 @@ __global__ void __launch_bounds__(kHopThreads, 4)
   for (int d = thread; d < width; d += kHopThreads) result[d] = narrow<T>(room.u[d]);
 }
 
-// Backward, hop by hop from the last one; with u and y = u' of a hop,
-//   g <- g o phi'     dp = C g (+ what came for p)     ds = p o (dp - p . dp)
+// Backward, hop by hop from the last one. With u and y = u' of a hop,
+//   g <- g o phi'     dp = C g (+ the gradient of p)     ds = p o (dp - p . dp)
 //   g <- H^T g + scale M^T ds
-// and what the sums dM = scale ds u^T, dC = p g^T, dH = g u^T are made of goes to memory: ds and p
-// to xs, scale u and g to ys.
+// The terms of the sums dM = scale ds u^T, dC = p g^T, dH = g u^T are stored: ds and p in xs, scale
+// u and g in ys.
 template <class T, int kN>
 __global__ void __launch_bounds__(kHopThreads, 4)
     memory_hops_backward_kernel(const __grid_constant__ HopsArguments p) {

@@ -1,5 +1,5 @@
-// Memory hops of a long memory: a block for each few of its rows, then one for each query, launch
-// by launch. The splits are a function of the number of rows alone.
+// Memory hops over a long memory. In each hop one launch gives a block to every few rows, and the
+// next launch gives a block to every query. The splits depend only on the number of rows.
 #pragma once
 #include "memory_hops.h"
 #include "softmax_state.h"
@@ -7,7 +7,7 @@
 namespace fastattn {
 namespace cuda {
 
-// The rows of a block, and what it leaves to the block that combines.
+// The rows of a block, and the partial result that the combining block reads.
 template <class T, int kN>
 struct Split {
   Hops<T, kN> hops;
@@ -24,7 +24,8 @@ FASTATTN_DEVICE float* partial_of(const Hops<T, kN>& hops, int split) {
   return hops.p.partial + (hops.query() * hops.p.splits + split) * (hops.width + 2);
 }
 
-// Of one split: sums of weights and rows, the greatest score, the sum of the weights.
+// The partial result of one split: the weighted sum of rows, the maximum score and the sum of the
+// weights.
 template <class T, int kN>
 __global__ void __launch_bounds__(kHopThreads, 4)
     memory_hops_split_kernel(const __grid_constant__ HopsArguments p) {
@@ -49,7 +50,7 @@ __global__ void __launch_bounds__(kHopThreads, 4)
   if (thread == 0) to[width] = m, to[width + 1] = l;
 }
 
-// Of one query: o, its statistics, the weights if they are asked for, and u'.
+// The results of one query: o, its statistics, the weights if they are requested, and u'.
 template <class T, int kN>
 __global__ void __launch_bounds__(kHopThreads, 4)
     memory_hops_combine_kernel(const __grid_constant__ HopsArguments p) {
@@ -59,7 +60,7 @@ __global__ void __launch_bounds__(kHopThreads, 4)
   const Hops<T, kN> hops(p, blockIdx.x, room.sums);
   float m = minus_infinity(), l = 0.0f;
   for (int n = 0; n < p.splits; ++n) m = fmaxf(m, partial_of(hops, n)[width]);
-  const auto factor = [&](int n) {  // of a split that has seen something
+  const auto factor = [&](int n) {  // only for a split with visible rows
     return p.normalize ? shrink_to(partial_of(hops, n)[width], m) : 1.0f;
   };
   const auto is_empty = [&](int n) { return partial_of(hops, n)[width] == minus_infinity(); };
@@ -92,7 +93,7 @@ __global__ void __launch_bounds__(kHopThreads, 4)
   }
 }
 
-// Backward, of one split: p and dp, to xs, and its part of p . dp.
+// Backward for one split: stores p and dp in xs, and its part of p . dp.
 template <class T, int kN>
 __global__ void __launch_bounds__(kHopThreads, 4)
     memory_hops_split_weights_kernel(const __grid_constant__ HopsArguments p) {
@@ -127,7 +128,7 @@ __global__ void __launch_bounds__(kHopThreads, 4)
   if (thread == 0) partial_of(hops, split.index)[width] = delta;
 }
 
-// Then ds, and its part of M^T ds.
+// Then ds, and the split's part of M^T ds.
 template <class T, int kN>
 __global__ void __launch_bounds__(kHopThreads, 4)
     memory_hops_split_scores_kernel(const __grid_constant__ HopsArguments p) {
@@ -148,8 +149,8 @@ __global__ void __launch_bounds__(kHopThreads, 4)
                     [&](int d, float sum) { to[d] = sum; });
 }
 
-// Then the gradient of u, from the parts of hop `hop` (K: from what was given), which enters the
-// hop before it.
+// Then the gradient of u, summed over the splits of hop `hop` (K: the incoming gradient), which
+// continues into the hop before it.
 template <class T, int kN>
 __global__ void __launch_bounds__(kHopThreads, 4)
     memory_hops_combine_backward_kernel(const __grid_constant__ HopsArguments p) {

@@ -1,5 +1,5 @@
-// Dropout: which pairs are kept, a function of the seed and the pair's place alone. The definition
-// is in docs/numerics.md; Philox4x32-10 is from Salmon et al. 2011,
+// Dropout: whether a pair is kept is a function of the seed and the pair's position only. The
+// definition is in docs/numerics.md; Philox4x32-10 is from Salmon et al. 2011,
 // https://doi.org/10.1145/2063384.2063405.
 #pragma once
 #include "../device.h"
@@ -27,7 +27,7 @@ FASTATTN_DEVICE Words philox(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3,
   return {{c0, c1, c2, c3}};
 }
 
-// The 16-bit draw of a key, key % 8, out of its block's eight.
+// The 16-bit draw of a key: number key % 8 of the eight of its block.
 FASTATTN_DEVICE uint32_t draw_of(const Words& words, int key) {
   const uint32_t word =
       key & 4 ? (key & 2 ? words.x[3] : words.x[2]) : (key & 2 ? words.x[1] : words.x[0]);

@@ -1,9 +1,10 @@
-// Products of matrices in float, on the ordinary units: what operators other than attention need
-// beside their own arithmetic. Any strides; a sum runs over up to three dimensions.
+// Matrix products in float, without tensor cores, for the operators other than attention. Any
+// strides; a sum runs over up to three dimensions.
 //
 //   c[s, t][m, n] = sum over k of x[s, t][m, k] y[s, t][k, n],  k = (k0, k1, k2)
 //
-// A block owns 64 x 64 numbers of c and sums them in order: no atomics, the same bits in every run.
+// A block owns 64 x 64 elements of c and sums them in order, without atomics, so the results are
+// bitwise equal in every run.
 #pragma once
 #include "vector.h"
 
@@ -13,7 +14,7 @@ namespace cuda {
 struct ProductArguments {
   int64_t batch[2];
   int rows, columns;  // of c
-  int depth[3];       // their product is an int, too
+  int depth[3];       // their product fits in an int, too
   const void* x;
   int64_t x_batch[2], x_row, x_depth[3];  // strides
   const void* y;
@@ -23,11 +24,12 @@ struct ProductArguments {
 };
 
 constexpr int kProductTile = 64, kProductDepth = 32, kProductThreads = 256;
-// One more: neighbouring lanes that write down a column meet neighbouring banks.
+// One more element per row, so that neighbouring lanes that write down a column use different
+// banks.
 constexpr int kProductPitch = kProductTile + 1;
 
-// In place of a weight of a pair that takes no part: whatever it is to be multiplied with, the
-// product is 0. (A weight of 0 times NaN is NaN.)
+// Stands for the weight of an excluded pair: any product with it is 0. (A weight of 0 times NaN
+// would be NaN.)
 FASTATTN_DEVICE float no_part() { return float_of_bits(0x80000000u); }
 FASTATTN_DEVICE bool takes_part(float weight) { return bits_of_float(weight) != 0x80000000u; }
 
@@ -55,7 +57,7 @@ __global__ void __launch_bounds__(kProductThreads)
   float sum[4][4] = {};
   const int depth = p.depth[0] * p.depth[1] * p.depth[2];
   for (int k0 = 0; k0 < depth; k0 += kDepth) {
-    // Neighbouring lanes read along whichever dimension of x, or of y, is the dense one.
+    // Neighbouring lanes read along the contiguous dimension of x, and of y.
     bool odd = false;
     for (int n = thread; n < kTile * kDepth; n += kProductThreads) {
       const bool x_along_depth = p.x_row != 1, y_along_depth = p.y_column != 1;
@@ -79,7 +81,7 @@ __global__ void __launch_bounds__(kProductThreads)
       odd |= !(fabsf(b) < float_of_bits(0x7f800000u));
     }
     const bool careful = __syncthreads_or(kMarked && odd) != 0;
-    // Sums of sums: a long chain of additions would round more than a library's does.
+    // Sums of partial sums: one long chain of additions would round more than a library does.
     float part[4][4] = {};
     for (int k = 0; k < kDepth; ++k) {
       float a[4], b[4];

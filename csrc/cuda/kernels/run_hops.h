@@ -1,4 +1,4 @@
-// Launching kernels that take memory hops; host code.
+// Launches the kernels of memory hops; host code.
 #pragma once
 #include "../launch.h"
 #include "memory_hops.h"
@@ -6,7 +6,7 @@
 namespace fastattn {
 namespace cuda {
 
-inline int64_t rooms_bytes(int64_t width, int64_t rows) {  // of HopRooms
+inline int64_t rooms_bytes(int64_t width, int64_t rows) {  // the size of HopRooms
   const int64_t w = (width + 3) / 4 * 4, n = (rows + 3) / 4 * 4;
   return 4 * ((kHopWarps + 3) * w + 2 * n + 2 * kHopWarps);
 }
@@ -23,7 +23,7 @@ inline Launch launch_of(const char* name, const HopsArguments& p, int64_t blocks
               " D=" + text(p.D)};
 }
 
-// A memory that is the same in every hop stays in shared memory if there is room.
+// A memory that is the same in every hop is kept in shared memory if it fits.
 template <class T>
 int64_t choose_residents(HopsArguments& p) {
   constexpr int64_t kMostShared = 96 << 10;  // two blocks on a multiprocessor of sm_80

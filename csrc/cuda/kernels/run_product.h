@@ -1,4 +1,4 @@
-// Launching a product; host code.
+// Launches a product; host code.
 #pragma once
 #include "../launch.h"
 #include "product.h"

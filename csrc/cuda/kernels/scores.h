@@ -1,4 +1,4 @@
-// From a dot product to a score, and which keys a query sees: every option of attention.
+// All options of attention: the score of a dot product, and the keys that a query can see.
 #pragma once
 #include "../params.h"
 #include "element.h"
@@ -12,25 +12,25 @@ constexpr float kLog2e = 1.4426950408889634f;
 
 FASTATTN_DEVICE float minus_infinity() { return float_of_bits(0xff800000u); }
 
-// Keys, or queries, [begin, end).
+// A range of keys or queries, [begin, end).
 struct Range {
   int begin, end;
   FASTATTN_DEVICE bool has(int n) const { return n >= begin && n < end; }
 };
 
-// The keys that the window lets query i see; none for a query that is not there.
+// The keys of query i in the window; none if the query does not exist.
 FASTATTN_DEVICE Range visible_keys(const AttentionArguments& p, int i) {
   if (i >= p.Lq) return {0, 0};
   const int lk = static_cast<int>(p.Lk);
   return {clamp_int(i + p.window_begin, 0, lk), clamp_int(i + p.window_end, 0, lk)};
 }
 
-// The keys that some query of [first, last) sees.
+// The keys that at least one query of [first, last) can see.
 FASTATTN_DEVICE Range keys_of_queries(const AttentionArguments& p, int first, int last) {
   return {visible_keys(p, first).begin, visible_keys(p, last - 1).end};
 }
 
-// The queries that see some key of [first, last).
+// The queries that can see at least one key of [first, last).
 FASTATTN_DEVICE Range queries_of_keys(const AttentionArguments& p, int first, int last) {
   const int lq = static_cast<int>(p.Lq);
   return {clamp_int(int64_t(first) + 1 - p.window_end, 0, lq),
@@ -39,26 +39,26 @@ FASTATTN_DEVICE Range queries_of_keys(const AttentionArguments& p, int first, in
 
 struct Score {
   float value;  // -inf if the pair is excluded
-  float slope;  // its derivative by scale * q . k, not 1 with softcap only
+  float slope;  // its derivative by scale * q . k: 1 without softcap, 0 if excluded
 };
 
 // The options of one head.
 struct Options {
   const AttentionArguments& p;
   int b, h;
-  int64_t mask_offset;  // of [b, h] in elements
+  int64_t mask_offset;  // of [b, h], in elements
   float alibi;
   uint64_t seed;
 
   FASTATTN_DEVICE Options(const AttentionArguments& arguments, int b, int h)
       : p(arguments), b(b), h(h), mask_offset(0), alibi(0.0f), seed(0) {
     if (p.mask.data != nullptr) mask_offset = b * p.mask.stride[0] + h * p.mask.stride[1];
-    if (p.alibi != nullptr && b < p.B)  // rows after the last sequence have none
+    if (p.alibi != nullptr && b < p.B)  // rows after the last sequence have no slope
       alibi = static_cast<const float*>(p.alibi)[b * p.alibi_stride[0] + h * p.alibi_stride[1]];
     if (p.seed_address != nullptr) seed = *p.seed_address;
   }
 
-  // The mask at a visible pair: 0 or -inf if it is boolean, else what it adds.
+  // The mask at a visible pair: 0 or -inf if it is boolean, else the added value.
   FASTATTN_DEVICE float mask(int i, int j) const {
     const int64_t n = mask_offset + i * p.mask.stride[2] + j * p.mask.stride[3];
     switch (p.mask_dtype) {
@@ -73,7 +73,7 @@ struct Options {
     }
   }
 
-  // Excluded pairs are selected, not computed: what a key holds that is not seen does not matter.
+  // Excluded pairs are selected, so NaN or inf in a key that the query cannot see has no effect.
   FASTATTN_DEVICE Score score(float dot, int i, int j, const Range& visible) const {
     Score s{dot * p.scale_float, 1.0f};
     if (!visible.has(j)) return {minus_infinity(), 0.0f};
@@ -95,8 +95,8 @@ struct Options {
 
   FASTATTN_DEVICE bool drops() const { return p.seed_address != nullptr; }
 
-  // The factor of the weight of (i, j), 0 or the inverse of the share that is kept; `words` are of
-  // (i, j / 8).
+  // The factor of the weight of (i, j): 0, or the inverse of the share of kept weights. `words`
+  // holds the draws of (i, j / 8).
   FASTATTN_DEVICE Words words(int i, int j) const {
     return philox(static_cast<uint32_t>(i), static_cast<uint32_t>(j) / 8, static_cast<uint32_t>(h),
                   static_cast<uint32_t>(b), seed);

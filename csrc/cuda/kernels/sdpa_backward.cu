@@ -13,7 +13,7 @@ void run(const AttentionArguments& p, uintptr_t stream) {
   using Shape = BackwardQueriesShape<T, kD, kGeneral>;
   using KeysShape = BackwardKeysShape<T, kD, kGeneral>;
   const std::string sizes = shapes(p);
-  // dQ first: where the weights have a gradient, it completes delta.
+  // dQ first, because its kernel completes delta if the weights have a gradient.
   launch({"attention_backward_q", blocks_of_queries<Shape::kStaying>(p), Shape::kThreads,
           Shape::kSharedBytes, stream, sizes},
          attention_backward_q_kernel<T, kD, kGeneral>, p);

@@ -1,6 +1,7 @@
-// Attention backward for sm_80 and up, by mma.sync. Two kernels, each of which computes the scores
-// anew: dQ with a block of queries that stays and keys that pass, dK and dV the other way round. So
-// every sum has one owner and one order, and the results are the same bits in every run.
+// Attention backward for sm_80 and up, with mma.sync. Two kernels, which both recompute the scores.
+// One computes dQ: a block of queries stays, and the keys are streamed. The other computes dK and
+// dV: a block of keys stays, and the queries are streamed. So every sum has one owner and one
+// order, and the results are bitwise equal in every run.
 #pragma once
 #include "sdpa_forward.h"
 #include "sdpa_pairs.h"
@@ -9,7 +10,7 @@
 namespace fastattn {
 namespace cuda {
 
-// Where a thread's accumulators are.
+// The rows and columns of a thread's accumulators.
 struct Place4 {
   int warp_row;
   FASTATTN_DEVICE int row(int r) const {
@@ -26,7 +27,7 @@ FASTATTN_DEVICE void set_zero(float (&x)[kCount]) {
   for (int n = 0; n < kCount; ++n) x[n] = 0.0f;
 }
 
-// x * factor as rows of a tile, columns from column0 on.
+// Stores x * factor as rows of a tile, from column column0 on.
 template <int kTiles, class Tile>
 FASTATTN_DEVICE void put(const Tile& tile, const Place4& place, int column0,
                          const float (&x)[kTiles * 4], float factor) {
@@ -37,8 +38,8 @@ FASTATTN_DEVICE void put(const Tile& tile, const Place4& place, int column0,
                     x[4 * n + 2 * r + 1] * factor);
 }
 
-// Where the sums do not fit a warp's registers, kColumnGroups warps have the same rows and divide
-// the columns of dQ, or of dK and dV, between them; each computes the scores for itself.
+// If the sums do not fit in a warp's registers, kColumnGroups warps have the same rows and divide
+// the columns of dQ, or of dK and dV. Each of them computes all the scores.
 template <class T, int kD, bool kGeneral>
 struct BackwardQueriesShape : BackwardShape<T, kD> {
   using Base = BackwardShape<T, kD>;
@@ -102,9 +103,9 @@ __global__ void __launch_bounds__(BackwardQueriesShape<T, kD, kGeneral>::kThread
 
   float dq[kColumns / 2];
   set_zero(dq);
-  // Of float32 more is asked: dP - delta must be 0 to the last bit where a query sees one key.
-  // There, and with a gradient of the weights or of the mask, what dO . O leaves of delta is summed
-  // with the very weights that it meets, in a pass of its own.
+  // float32 needs a more accurate delta: dP - delta must be exactly 0 for a query that sees one
+  // key. So for float32, and with a gradient of the weights or of the mask, a first pass sums what
+  // dO . O misses of delta. It uses the same weights as the second pass, where delta is subtracted.
   const bool exact = sizeof(Storage) == 4 || (kGeneral && p.exact_delta);
   const bool masked = kGeneral && p.mask.data != nullptr;
   const float rest[2] = {stats[0].rest, stats[1].rest};
@@ -112,7 +113,7 @@ __global__ void __launch_bounds__(BackwardQueriesShape<T, kD, kGeneral>::kThread
   for (int pass = exact ? 0 : 1; pass < 2; ++pass) {
     float sums[2] = {0.0f, 0.0f};
     for (int j0 = begin; j0 < keys.end; j0 += kKeys) {
-      __syncthreads();  // the keys before are no longer read
+      __syncthreads();  // the previous keys are no longer read
       k_tile.template load<kThreads>(k, j0, keys.begin, keys.end);
       v_tile.template load<kThreads>(v, j0, keys.begin, keys.end);
       cp_async_commit();
@@ -127,7 +128,7 @@ __global__ void __launch_bounds__(BackwardQueriesShape<T, kD, kGeneral>::kThread
       add_product_of_rows<kSteps, kTiles>(s, q_tile, place.warp_row, k_tile);
       add_product_of_rows<kSteps, kTiles>(dp, g_tile, place.warp_row, v_tile);
 
-      bool any[kTiles * 2] = {};  // of the keys of this thread: is it seen?
+      bool any[kTiles * 2] = {};  // for each key of this thread: can a query see it?
       FASTATTN_UNROLL
       for (int n = 0; n < kTiles; ++n) FASTATTN_UNROLL
       for (int r = 0; r < 2; ++r) {
@@ -145,7 +146,7 @@ __global__ void __launch_bounds__(BackwardQueriesShape<T, kD, kGeneral>::kThread
         }
       }
       if (pass == 0) continue;
-      if (masked) {  // 0 times what a hidden key holds may be NaN
+      if (masked) {  // 0 times NaN or inf in a hidden key would be NaN
         FASTATTN_UNROLL
         for (int n = 0; n < kTiles * 2; ++n)
           if (any[n]) seen[place.column(n / 2, n % 2)] = 1;
@@ -161,11 +162,11 @@ __global__ void __launch_bounds__(BackwardQueriesShape<T, kD, kGeneral>::kThread
     for (int r = 0; r < 2; ++r) {
       stats[r].rest = rest[r] + sum_of_row(sums[r]);
       const int i = i0 + place.row(r);
-      if (threadIdx.x % 4 == 0 && i < last_row)  // for the kernel of dK
+      if (threadIdx.x % 4 == 0 && i < last_row)  // read by the kernel of dK and dV
         p.row_stats[stats_row(p, b, h, i) * 4 + 3] = stats[r].rest;
     }
   }
-  cp_async_commit();  // of a block that sees nothing
+  cp_async_commit();  // without visible keys, the first copies are still pending
   cp_async_wait<0>();
   __syncthreads();
   put<kColumns / 8>(q_tile, place, column0, dq, p.scale_float);
@@ -175,7 +176,7 @@ __global__ void __launch_bounds__(BackwardQueriesShape<T, kD, kGeneral>::kThread
                     warp * kRows, kRows);
 }
 
-// Scores transposed: rows are keys, columns are queries.
+// The scores are transposed: rows are keys, columns are queries.
 template <class T, int kD, bool kGeneral>
 __global__ void __launch_bounds__(BackwardKeysShape<T, kD, kGeneral>::kThreads, 1)
     attention_backward_kv_kernel(const __grid_constant__ AttentionArguments given) {
@@ -218,7 +219,7 @@ __global__ void __launch_bounds__(BackwardKeysShape<T, kD, kGeneral>::kThreads, 
     const auto g = head_of<const Storage>(p.grad_out, b, h, p.q_row, p.Dv, aligned);
     const Options options(p, b, h);
     for (int i0 = begin; i0 < queries.end; i0 += kQueries) {
-      __syncthreads();  // the queries before are no longer read
+      __syncthreads();  // the previous queries are no longer read
       q_tile.template load<kThreads>(q, i0, queries.begin, queries.end);
       g_tile.template load<kThreads>(g, i0, queries.begin, queries.end);
       cp_async_commit();
@@ -230,8 +231,8 @@ __global__ void __launch_bounds__(BackwardKeysShape<T, kD, kGeneral>::kThreads, 
       }
       cp_async_wait<0>();
       if (__syncthreads_or(hidden)) {
-        // What comes back into the row of a query that sees nothing ends here: 0 times it may be
-        // NaN.
+        // A fully masked row passes no gradient. Its Q and dO are cleared, because 0 times NaN or
+        // inf would be NaN.
         q_tile.template clear_rows<kThreads>(seen);
         g_tile.template clear_rows<kThreads>(seen);
         __syncthreads();
@@ -264,7 +265,7 @@ __global__ void __launch_bounds__(BackwardKeysShape<T, kD, kGeneral>::kThreads, 
       add_product_of_columns<kQueries, kColumns / 8>(dk, dp, q_tile, column0);
     }
   }
-  cp_async_commit();  // of a block that sees nothing
+  cp_async_commit();  // without visible queries, the first copies are still pending
   cp_async_wait<0>();
   __syncthreads();
   put<kColumns / 8>(k_tile, place, column0, dk, p.scale_float);

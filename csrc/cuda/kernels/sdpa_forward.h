@@ -1,8 +1,8 @@
-// Attention forward for sm_80 and up: O = softmax(scale Q K^T + bias) V, by mma.sync.
+// Attention forward for sm_80 and up: O = softmax(scale Q K^T + bias) V, with mma.sync.
 //
-// A block of threads has kQueries queries of one head; each warp has 16 kRowTiles of them and keeps
-// their O in registers. K and V go through shared memory kKeys at a time, one buffer each: V of
-// this step is on its way while S = Q K^T is computed, K of the next while O += P V is.
+// A block of threads computes kQueries queries of one head. Each warp has 16 kRowTiles of them and
+// keeps their O in registers. K and V go through shared memory, kKeys rows at a time, with one
+// buffer each: this step's V is copied during S = Q K^T, and the next step's K during O += P V.
 #pragma once
 #include "scores.h"
 #include "softmax.h"
@@ -12,18 +12,19 @@
 namespace fastattn {
 namespace cuda {
 
-// Shared memory is at most 97 KiB, so that a block fits on every chip from sm_80 on (sm_86: 99).
+// Shared memory is at most 97 KiB, so that a block fits on every GPU from sm_80 on (sm_86: 99 KiB).
 template <class T, int kD, bool kGeneral>
 struct ForwardShape {
   static constexpr bool kWide = sizeof(typename T::Storage) == 4;
   static constexpr int kRowTiles = !kWide && !kGeneral && kD <= 128 ? 2 : 1;
   static constexpr int kWarps = kWide && kD == 256 ? 2 : 4;
-  // Where O does not fit a warp's registers, so many warps have the same rows and divide its
-  // columns between them; each computes the scores for itself.
+  // If O does not fit in a warp's registers, this many warps have the same rows and divide the
+  // columns of O. Each of them computes all the scores.
   static constexpr int kColumnGroups = kWide && kD == 256 ? 2 : 1;
   static constexpr int kThreads = 32 * kWarps * kColumnGroups;
   static constexpr int kQueries = 16 * kRowTiles * kWarps;
-  // As many as registers hold beside O without a spill, which test_cuda_compile.py refuses.
+  // As many keys as fit in registers beside O without spilling; test_cuda_compile.py fails if a
+  // kernel spills.
   static constexpr int kKeys = kWide      ? (kD == 64    ? 64
                                              : kD == 128 ? 32
                                                          : 16)
@@ -49,12 +50,12 @@ struct AttentionForward {
   static constexpr int kRowTiles = Shape::kRowTiles;
 
   const AttentionArguments& p;
-  int b, h, i0;  // this block's head and first query
-  int warp_row;  // this warp's first row of the tile,
-  int column0;   // and column of O
+  int b, h, i0;  // the head and the first query of this block
+  int warp_row;  // the first row of this warp in the tile,
+  int column0;   // and its first column of O
   QTile q_tile;
   KTile k_tile, v_tile;
-  int* seen;  // [kKeys], of the keys of a step
+  int* seen;  // [kKeys]: can a query see this key of the step?
 
   float s[kRowTiles][kKeyTiles * 4];    // scores, then weights
   float o[kRowTiles][kValueTiles * 4];  // of O, not yet divided by the sum of the weights
@@ -71,7 +72,8 @@ struct AttentionForward {
       : p(arguments), b(block.b), h(block.h), i0(block.row) {
     const int warp = static_cast<int>(threadIdx.x) / 32;
     warp_row = warp % Shape::kWarps * 16 * kRowTiles;
-    // The compiler knows no number of warps, and would keep addresses that column0 goes into.
+    // The compiler does not know the number of warps, and would keep addresses that depend on
+    // column0 in registers.
     column0 = Shape::kColumnGroups == 1 ? 0 : warp / Shape::kWarps * kColumns;
     char* shared = dynamic_shared();
     q_tile.data = reinterpret_cast<Storage*>(shared);
@@ -96,7 +98,8 @@ struct AttentionForward {
       for (int n = 0; n < kValueTiles * 4; ++n) o[t][n] = 0.0f;
     }
 
-    // Keys that no query of the block sees are zeros: what they hold reaches nothing.
+    // Keys that no query of the block can see are loaded as zeros, so NaN or inf in them has no
+    // effect.
     const Range keys = keys_of_queries(p, i0, last_row);
     const int begin = keys.begin / Shape::kKeys * Shape::kKeys;
     if (begin < keys.end) {
@@ -106,12 +109,12 @@ struct AttentionForward {
     }
     for (int j0 = begin; j0 < keys.end; j0 += Shape::kKeys) {
       cp_async_wait<0>();
-      __syncthreads();  // K has come, and the V before is no longer read
+      __syncthreads();  // K has arrived, and the previous V is no longer read
       v_tile.template load<Shape::kThreads>(v, j0, keys.begin, keys.end);
       cp_async_commit();
       multiply_scores();
       cp_async_wait<0>();
-      __syncthreads();  // V has come, and K is no longer read
+      __syncthreads();  // V has arrived, and K is no longer read
       if (j0 + Shape::kKeys < keys.end) {
         k_tile.template load<Shape::kThreads>(k, j0 + Shape::kKeys, keys.begin, keys.end);
         cp_async_commit();
@@ -133,7 +136,7 @@ struct AttentionForward {
     finish(last_row);
   }
 
-  // S = Q K^T; both row tiles of a warp meet each fragment of K.
+  // S = Q K^T; every row tile of a warp uses the same fragment of K.
   FASTATTN_DEVICE void multiply_scores() {
     FASTATTN_UNROLL
     for (int t = 0; t < kRowTiles; ++t) FASTATTN_UNROLL
@@ -172,7 +175,8 @@ struct AttentionForward {
     }
   }
 
-  // Dot products become scores. Without options they stay unscaled, and only the window counts.
+  // Turns dot products into scores. Without options they stay unscaled, and only the window
+  // applies.
   FASTATTN_DEVICE void apply_options(int t, int j0, int last_row) {
     if (!kGeneral) {
       const bool inner =
@@ -198,8 +202,8 @@ struct AttentionForward {
     }
   }
 
-  // 0 times what an excluded key holds may be NaN: the values of keys that the mask hides from all
-  // of this block's queries become zeros.
+  // Zeroes the values of keys that the mask hides from all queries of this block, because 0 times
+  // NaN or inf would be NaN.
   FASTATTN_DEVICE void clear_unseen_values() {
     for (int n = static_cast<int>(threadIdx.x); n < Shape::kKeys; n += Shape::kThreads) seen[n] = 0;
     __syncthreads();
@@ -209,7 +213,7 @@ struct AttentionForward {
     for (int n = 0; n < kKeyTiles * 4; ++n) any[n / 4 * 2 + n % 2] |= s[t][n] != minus_infinity();
     FASTATTN_UNROLL
     for (int n = 0; n < kKeyTiles * 2; ++n)
-      if (any[n]) seen[column_of(n / 2, n % 2)] = 1;  // from several threads, but always 1
+      if (any[n]) seen[column_of(n / 2, n % 2)] = 1;  // written by several threads, but always 1
     __syncthreads();
     v_tile.template clear_rows<Shape::kThreads>(seen);
     __syncthreads();
@@ -226,12 +230,13 @@ struct AttentionForward {
       for (int e = 0; e < 2; ++e) {
         float& x = s[t][4 * n + 2 * r + e];
         const float kept = options.kept(words, column_of(n, e));
-        x = kept == 0.0f ? 0.0f : x * kept;  // what is dropped is 0, even if it is NaN
+        x = kept == 0.0f ? 0.0f : x * kept;  // a dropped weight is 0 even if it is NaN
       }
     }
   }
 
-  // O / l through shared memory to global, whole rows at a time; each warp in its own rows of Q.
+  // Writes O / l through shared memory to global memory, whole rows at a time. Each warp uses its
+  // own rows of the Q tile.
   FASTATTN_DEVICE void finish(int last_row) {
     const bool aligned = !kGeneral || p.aligned;
     const auto out = head_of<Storage>(p.out, b, h, p.q_row, p.Dv, aligned);
@@ -254,7 +259,7 @@ struct AttentionForward {
       }
     }
     constexpr int kRows =
-        16 * kRowTiles / Shape::kColumnGroups;  // each warp writes a share of them
+        16 * kRowTiles / Shape::kColumnGroups;  // each warp writes a share of the rows
     if (Shape::kColumnGroups == 1)
       __syncwarp();
     else

@@ -1,5 +1,5 @@
-// What backward and the weights share: of one pair of a query and a key, its weight and its
-// gradient; and of one row, what these need.
+// Shared by the backward pass and the weights: the weight and the gradient of one pair of a query
+// and a key, and the statistics of a row that they need.
 #pragma once
 #include "scores.h"
 #include "tile.h"
@@ -8,25 +8,26 @@
 namespace fastattn {
 namespace cuda {
 
-// The tiles of backward: one side of the scores stays, the other one streams past it. Their four
-// tiles, K, V, Q and dO, take at most 96 KiB of shared memory.
+// The tiles of the backward pass. One side of the scores stays in shared memory, and the other side
+// is streamed past it. The four tiles, K, V, Q and dO, take at most 96 KiB of shared memory.
 template <class T, int kD>
 struct BackwardShape {
   static constexpr bool kWide = sizeof(typename T::Storage) == 4;
   static constexpr int kWarps = kWide && kD == 256 ? 2 : 4;
   static constexpr int kThreads = 32 * kWarps;
-  static constexpr int kStaying = 16 * kWarps;  // 16 rows a warp
-  // As many as registers hold beside the sums without a spill.
+  static constexpr int kStaying = 16 * kWarps;  // 16 rows per warp
+  // As many rows as fit in registers beside the sums without spilling.
   static constexpr int kPassing = kD <= (kWide ? 64 : 128) ? 32 : 16;
   using Staying = Tile<T, kStaying, kD>;
   using Passing = Tile<T, kPassing, kD>;
   static constexpr int kTileBytes = 2 * (Staying::kBytes + Passing::kBytes);
-  // Behind the tiles: statistics and a flag of every row that passes.
+  // After the tiles: the statistics and a flag of each streamed row.
   static constexpr int kSharedBytes = kTileBytes + 20 * kPassing;
   static_assert(kSharedBytes <= 97 << 10, "too much shared memory");
 };
 
-// Of one query: p = exp((s - hi) - lo), ds = p ((dp - delta) - rest). hi is inf if it sees nothing.
+// The statistics of one query: p = exp((s - hi) - lo), ds = p ((dp - delta) - rest). hi is inf if
+// the row is fully masked or does not exist.
 struct RowStats {
   float hi, lo, delta, rest;
 };
@@ -40,10 +41,10 @@ FASTATTN_DEVICE RowStats stats_of(const AttentionArguments& p, int b, int h, int
 struct Pair {
   float weight;    // after dropout
   float gradient;  // of the score
-  float slope;     // of the score by scale q . k
+  float slope;     // derivative with respect to scale q . k
 };
 
-// The gradient that arrives at the weight itself, beside the one through the output.
+// The gradient passed in for the weight itself, in addition to the one through the output.
 FASTATTN_DEVICE float weight_gradient(const AttentionArguments& p, int b, int h, int i, int j,
                                       float (*widen)(const void*, int64_t)) {
   const int64_t* stride = p.grad_weights.stride;
@@ -57,15 +58,16 @@ FASTATTN_DEVICE float element_at(const void* data, int64_t n) {
   return T::widen(static_cast<const typename T::Storage*>(data)[n]);
 }
 
-// dp is dO_i . V_j; `words` are the draws of (i, j / 8).
+// dp is dO_i . V_j; `words` holds the dropout draws of (i, j / 8).
 template <class T, bool kGeneral>
 FASTATTN_DEVICE Pair pair_of(const Options& options, float dot, float dp, int i, int j,
                              const Range& visible, const RowStats& row, const Words& words) {
   const AttentionArguments& p = options.p;
-  // Selected, so that nothing of an excluded pair gets through.
+  // Excluded pairs are selected, not multiplied by 0, so that NaN or inf in them has no effect.
   if (!kGeneral) {
     if (!visible.has(j)) return {0.0f, 0.0f, 0.0f};
-    // The score is not rounded before hi is taken off it, as it was not when lse was summed.
+    // The score is not rounded before hi is subtracted, as it was not rounded when lse was
+    // computed.
     const float s = fmaf(dot, p.scale_float, -row.hi);
     const float weight = exp2_approx((s - row.lo) * kLog2e);
     return {weight, weight * ((dp - row.delta) - row.rest), 1.0f};

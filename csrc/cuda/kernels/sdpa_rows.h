@@ -1,5 +1,5 @@
-// Before backward, and before weights, which need no delta: of every query hi, lo, delta = dO . O
-// and rest = -d lse, by one warp a query.
+// Runs before the backward pass and before the weights, which need no delta. Computes hi, lo, delta
+// = dO . O and rest = -d lse of every query, one warp per query.
 #pragma once
 #include "sdpa_pairs.h"
 
@@ -20,8 +20,8 @@ FASTATTN_DEVICE float max_of_warp(float x) {
   return x;
 }
 
-// The greatest score of query i, and the logarithm of the sum of exp(s - hi): for a row whose
-// scores are so large that their log-sum-exp, even in double, has lost that sum. Rare, and slow.
+// The maximum score of query i, and the logarithm of the sum of exp(s - hi). Used for a row whose
+// scores are so large that their log-sum-exp has lost that sum, even in double. Rare and slow.
 template <class T>
 FASTATTN_DEVICE void exact_stats(const AttentionArguments& p, int b, int h, int i, float& hi,
                                  float& lo) {
@@ -50,7 +50,7 @@ template <class T>
 __global__ void __launch_bounds__(kRowsThreads)
     attention_rows_kernel(const __grid_constant__ AttentionArguments given) {
   AttentionArguments p = given;
-  constexpr double kExact = 1 << 22;  // up to here a double holds a sum's logarithm to 30 bits
+  constexpr double kExact = 1 << 22;  // up to here a double keeps 30 bits of a sum's logarithm
   const int lane = static_cast<int>(threadIdx.x) & 31;
   const int64_t row = blockIdx.x * int64_t(kRowsThreads / 32) + threadIdx.x / 32;
   if (row >= rows_of(p)) return;

@@ -1,13 +1,14 @@
-// What is a matrix of pairs: the weights, and the gradient of an additive mask. A block owns one
-// block of the result and adds up, in order, whatever is summed there: the heads of averaged
-// weights, and every dimension in which a mask is broadcast. Scores are computed anew.
+// The results that are matrices of pairs: the weights, and the gradient of an additive mask. A
+// block of threads owns one block of the result. It recomputes the scores and sums in a fixed order
+// over the heads, for averaged weights, or over every dimension in which the mask is broadcast.
 #pragma once
 #include "sdpa_backward.h"
 
 namespace fastattn {
 namespace cuda {
 
-// Nothing is copied while a block computes: others must, as many as 128 registers a thread allow.
+// A block does not copy while it computes, so other blocks on the multiprocessor must hide the
+// latency: as many as 128 registers per thread allow.
 constexpr int kPairsBlocks = 4;
 
 template <class T, int kD>
@@ -17,7 +18,7 @@ __global__ void __launch_bounds__(BackwardShape<T, kD>::kThreads, kPairsBlocks)
   using Storage = typename T::Storage;
   constexpr int kThreads = Shape::kThreads, kQueries = Shape::kStaying, kKeys = Shape::kPassing;
   constexpr int kTiles = kKeys / 8, kSteps = kD / Product<T>::kDepth;
-  static_assert(kQueries * kKeys * 4 <= Shape::kTileBytes, "the result passes through the tiles");
+  static_assert(kQueries * kKeys * 4 <= Shape::kTileBytes, "the result reuses the tiles");
 
   const int rows = static_cast<int>(p.Lq), keys = static_cast<int>(p.Lk);
   const int q_blocks = (p.sizes[2] + kQueries - 1) / kQueries;
@@ -29,7 +30,7 @@ __global__ void __launch_bounds__(BackwardShape<T, kD>::kThreads, kPairsBlocks)
   n /= static_cast<unsigned>(q_blocks);
   const int head = static_cast<int>(n % static_cast<unsigned>(p.sizes[1]));
   const int batch = static_cast<int>(n / static_cast<unsigned>(p.sizes[1]));
-  // [begin, end) of what goes into this block of the result.
+  // The range [begin, end) of a dimension that is summed into this block of the result.
   auto extent = [&](int dim, int64_t all, int begin, int count) {
     return p.sizes[dim] == 1
                ? Range{0, static_cast<int>(all)}
@@ -97,7 +98,8 @@ __global__ void __launch_bounds__(BackwardShape<T, kD>::kThreads, kPairsBlocks)
         }
       }
 
-  // Through shared memory, so that rows and columns that are one in the result can be summed.
+  // The sums pass through shared memory, so that the rows or columns of a dimension of size 1 in
+  // the result can be added.
   __syncthreads();
   auto* block = reinterpret_cast<float*>(shared);  // [kQueries, kKeys]
   FASTATTN_UNROLL

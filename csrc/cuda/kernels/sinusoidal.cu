@@ -8,7 +8,7 @@ namespace cuda {
 
 namespace {
 
-// Batch rows for one thread; few, where else too few blocks would be left for a whole GPU.
+// Batch rows per thread; fewer where there would otherwise be too few blocks for a whole GPU.
 constexpr int64_t kGroupRows = 8, kManyBlocks = 1024;
 
 template <int kN>

@@ -1,8 +1,8 @@
-// out = x * scale + PE(position): see SinusoidalParams for the angles, docs/sinusoidal.md for their
-// accuracy.
+// out = x * scale + PE(position): see SinusoidalParams for the angles and docs/sinusoidal.md for
+// their accuracy.
 //
-// The work is bound by memory. A thread owns one chunk of columns of one row l, and adds what it
-// computed once to that row of every batch row that has the same position there.
+// The kernel is memory bound. A thread owns one chunk of columns of one row l. It computes the
+// encoding once and adds it to that row of every batch row that has the same position there.
 #pragma once
 #include "../params.h"
 #include "vector.h"
@@ -11,15 +11,16 @@ namespace fastattn {
 namespace cuda {
 
 constexpr int kSinusoidalThreads = 256;
-// Batch rows whose chunks a thread has on their way at once.
+// Batch rows that a thread loads at once.
 constexpr int kSinusoidalRows = 4;
 
 struct Waves {
   float sine, cosine;
 };
 
-// Of an angle that is a 64-bit fraction of a turn. Adding an eighth makes the two top bits the
-// nearest quadrant, and the rest the distance t from it plus that eighth, |t| <= 1/8:
+// Sine and cosine of an angle given as a 64-bit fraction of a turn. After adding an eighth of a
+// turn, the two top bits are the nearest quadrant, and the other bits are the distance t from it
+// plus that eighth, |t| <= 1/8:
 //   sin(2 pi t) = t P(t^2), its leading coefficient in two parts, relative error 3e-9
 //   cos(2 pi t) = 1 + t^2 Q(t^2), error 2e-10
 // The sines of the quadrants are sin t, cos t, -sin t, -cos t; the cosines are one quadrant ahead.
@@ -41,7 +42,7 @@ FASTATTN_DEVICE Waves waves_of(uint64_t angle) {
           float_of_bits(bits_of_float(odd ? s : 1.0f + c) ^ ahead)};
 }
 
-// PE of columns c0..+kN; of all zeros at the padding position.
+// PE of columns c0..+kN; zeros at the padding position.
 template <int kN>
 FASTATTN_DEVICE void encode(float (&pe)[kN], const SinusoidalArguments& p, int64_t position,
                             int64_t c0) {
@@ -63,8 +64,8 @@ FASTATTN_DEVICE void encode(float (&pe)[kN], const SinusoidalArguments& p, int64
   }
 }
 
-// A block of threads: 2^column_bits chunks of columns, rows_per_block rows, one group of batch
-// rows.
+// A block of threads covers 2^column_bits chunks of columns, rows_per_block rows and one group of
+// batch rows.
 template <class T, int kN>
 __global__ void __launch_bounds__(kSinusoidalThreads)
     sinusoidal_kernel(const __grid_constant__ SinusoidalArguments p) {

@@ -1,5 +1,5 @@
 // The state of an online softmax (Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867)
-// for the two rows of accumulators that a thread has: lane / 4, and 8 below it.
+// for the two rows of a thread's accumulators: lane / 4 and lane / 4 + 8.
 #pragma once
 #include "element.h"
 #include "scores.h"
@@ -18,8 +18,8 @@ FASTATTN_DEVICE float sum_of_row(float x) {
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
-// A transposition of 4 x 4 registers between four neighbouring lanes: x[t] of lane n becomes x[n]
-// of lane t.
+// Transposes 4 x 4 registers between four neighbouring lanes: x[t] of lane n becomes x[n] of lane
+// t.
 FASTATTN_DEVICE void exchange_in_fours(uint32_t (&x)[4], int lane) {
   FASTATTN_UNROLL
   for (int bit = 1; bit < 4; bit *= 2) FASTATTN_UNROLL
@@ -32,15 +32,15 @@ FASTATTN_DEVICE void exchange_in_fours(uint32_t (&x)[4], int lane) {
 }
 
 struct OnlineSoftmax {
-  float m[2];  // the greatest score so far
-  float l[2];  // the sum of exp(s - m), of this thread's columns
+  float m[2];  // the maximum score so far
+  float l[2];  // the sum of exp(s - m) over this thread's columns
 
   FASTATTN_DEVICE void init() {
     m[0] = m[1] = minus_infinity();
     l[0] = l[1] = 0.0f;
   }
 
-  // s <- exp(unit (s - m)); shrink[r] is what earlier sums are to be multiplied by. unit > 0.
+  // s <- exp(unit (s - m)); shrink[r] is the factor that rescales earlier sums. unit > 0.
   template <int kTiles>
   FASTATTN_DEVICE void update(float (&s)[kTiles * 4], float unit, float (&shrink)[2]) {
     const float unit_log2 = unit * kLog2e;
@@ -51,7 +51,7 @@ struct OnlineSoftmax {
       for (int n = 0; n < kTiles; ++n)
         most = fmaxf(most, fmaxf(s[4 * n + 2 * r], s[4 * n + 2 * r + 1]));
       most = max_of_row(most);
-      // In a row that has seen nothing, -inf - m must not be NaN.
+      // In a row without a visible key so far, -inf - m must not be NaN.
       const float from = most == minus_infinity() ? 0.0f : most;
       shrink[r] = exp2_approx((m[r] - from) * unit_log2);
       m[r] = most;
@@ -60,7 +60,8 @@ struct OnlineSoftmax {
       for (int n = 0; n < kTiles; ++n) FASTATTN_UNROLL
       for (int e = 0; e < 2; ++e) {
         float& x = s[4 * n + 2 * r + e];
-        // m first, then the unit: a row full of finfo.min would overflow otherwise.
+        // Subtract m before multiplying by the unit: a row full of finfo.min would overflow
+        // otherwise.
         x = exp2_approx((x - from) * unit_log2);
         sum += x;
       }
@@ -75,16 +76,17 @@ struct OnlineSoftmax {
 
   FASTATTN_DEVICE float inverse_sum(int r) const { return l[r] == 0.0f ? 0.0f : 1.0f / l[r]; }
 
-  // By the unit that `update` was given, or the weights that backward finds do not sum to 1.
+  // `unit` is the one passed to `update`. Otherwise the weights recomputed by the backward pass
+  // would not sum to 1.
   FASTATTN_DEVICE double log_sum(int r, float unit) const {
     return l[r] == 0.0f ? static_cast<double>(minus_infinity())
                         : m[r] * static_cast<double>(unit) + log(static_cast<double>(l[r]));
   }
 };
 
-// The same for dot products that are still to be multiplied by `unit`, and where no mask adds
-// numbers near the greatest there are: one operation less a score. m is scaled, and whatever the
-// product with the unit has rounded away of it is taken from all weights of the row alike.
+// The same for dot products that are not yet multiplied by `unit`. It needs one operation less per
+// score, and is used only where no mask adds values near the largest float. m is scaled; the
+// rounding error of that product changes all weights of a row by the same factor.
 struct ScaledSoftmax : OnlineSoftmax {
   template <int kTiles>
   FASTATTN_DEVICE void update(float (&s)[kTiles * 4], float unit, float (&shrink)[2]) {
@@ -96,7 +98,7 @@ struct ScaledSoftmax : OnlineSoftmax {
       for (int n = 0; n < kTiles; ++n)
         most = fmaxf(most, fmaxf(s[4 * n + 2 * r], s[4 * n + 2 * r + 1]));
       most = fmaxf(m[r], max_of_row(most) * unit_log2);
-      // In a row that has seen nothing, -inf - m must not be NaN.
+      // In a row without a visible key so far, -inf - m must not be NaN.
       const float from = most == minus_infinity() ? 0.0f : most;
       shrink[r] = exp2_approx(m[r] - from);
       m[r] = most;

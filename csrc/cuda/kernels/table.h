@@ -1,6 +1,6 @@
-// The kernels, each chosen by its arguments. kernels/*.cu are compiled once for each of
-// FASTATTN_ELEMENT = Bf16, F16, F32, and those of attention for Tf32, too; a first argument that is
-// never read says which is meant.
+// The kernels, chosen by the types of their arguments. kernels/*.cu are compiled once for each of
+// FASTATTN_ELEMENT = Bf16, F16, F32, and those of attention also for Tf32. The first argument is
+// never read; its type selects the element type.
 #pragma once
 #include <cstdint>
 
@@ -9,7 +9,7 @@
 namespace fastattn {
 namespace cuda {
 
-// The widths that kernels are made for: a head of up to so many columns takes it.
+// The widths that kernels are compiled for: a head uses the smallest width that holds its columns.
 constexpr int kWidths[] = {64, 128, 256};
 constexpr int kMaxWidth = 256;
 
@@ -42,7 +42,7 @@ struct Tf32;
                              uintptr_t stream);                                                \
   void sinusoidal(const T*, const SinusoidalParams& p, bool aligned, uintptr_t stream);
 
-// The kernels for Hopper: false if they do not take the call, which the others then do.
+// The kernels for Hopper return false if they do not support the call; the others then run.
 #ifdef FASTATTN_HOPPER
 bool attention_forward_hopper(const Bf16*, const AttentionArguments& p, uintptr_t stream);
 bool attention_forward_hopper(const F16*, const AttentionArguments& p, uintptr_t stream);

@@ -1,7 +1,7 @@
-// A block of a matrix in shared memory: how it gets there, and how a warp's fragments come out.
+// A block of a matrix in shared memory: loading it, and reading a warp's fragments from it.
 //
-// Rows are divided into chunks of 16 bytes; chunk c of row r lies at c ^ (r % 8). So the 8 rows of
-// one column that ldmatrix reads at a time are in 8 different groups of banks.
+// Rows are divided into chunks of 16 bytes; chunk c of row r is stored at c ^ (r % 8). So the 8
+// rows of one column that ldmatrix reads at a time are in 8 different groups of banks.
 #pragma once
 #include "../ptx/copy.h"
 #include "../ptx/matrix.h"
@@ -16,15 +16,15 @@ struct Matrix {
   Storage* data;
   int64_t stride, column_stride;  // in elements
   int columns;                    // D
-  bool aligned;                   // every row begins at a multiple of 16 bytes, column_stride is 1
+  bool aligned;                   // every row is aligned to 16 bytes, and column_stride is 1
 };
 
 template <class T, int kRows, int kColumns>
 struct Tile {
   using Storage = typename T::Storage;
   using Multiply = Product<T>;
-  static constexpr int kChunk = 16 / sizeof(Storage);  // elements in a chunk
-  static constexpr int kChunks = kColumns / kChunk;    // in a row
+  static constexpr int kChunk = 16 / sizeof(Storage);  // elements per chunk
+  static constexpr int kChunks = kColumns / kChunk;    // chunks per row
   static constexpr int kBytes = kRows * kColumns * static_cast<int>(sizeof(Storage));
   static_assert(kChunks % 8 == 0, "the swizzle exchanges 8 chunks");
 
@@ -37,8 +37,8 @@ struct Tile {
     return chunk(row, column / kChunk) + column % kChunk;
   }
 
-  // tile[r] = from[row0 + r], 0 for rows outside of [first, last) and for columns from D on. To be
-  // waited for by cp_async_wait and a barrier.
+  // tile[r] = from[row0 + r]. Rows outside [first, last) and columns from D on are zeros. The
+  // caller waits with cp_async_wait and a barrier.
   template <int kThreads>
   FASTATTN_DEVICE void load(const Matrix<const Storage>& from, int row0, int first,
                             int last) const {
@@ -54,7 +54,7 @@ struct Tile {
   template <int kThreads>
   FASTATTN_DEVICE void load_chunks(const Matrix<const Storage>& from, int row0, int first,
                                    int last) const {
-    // A thread keeps to one column of chunks, so that one pointer walks down the rows.
+    // Each thread copies one column of chunks, so that one pointer advances from row to row.
     static_assert(kThreads % kChunks == 0, "a thread has one column of chunks");
     constexpr int kStep = kThreads / kChunks;
     const int thread = anew(threadIdx.x), c = thread % kChunks;
@@ -65,27 +65,27 @@ struct Tile {
     FASTATTN_UNROLL_BY(4)
     for (; r < kRows; r += kStep) {
       const int bytes = row0 + r >= first && row0 + r < last ? present : 0;
-      // Nothing is read where bytes is 0, but the address must be aligned all the same.
+      // Nothing is read if bytes is 0, but the address must be aligned even then.
       cp_async_16(chunk(r, c), bytes > 0 ? source : from.data, bytes);
       source += kStep * from.stride;
     }
   }
 
-  // Rows row0..+15, columns of step k: the left operand.
+  // Rows row0..+15 and the columns of step k, as the left operand.
   FASTATTN_DEVICE typename Multiply::A a(int lane, int row0, int k) const {
     uint32_t r[4];
     ldmatrix_x4(r, chunk(row0 + (lane & 15), 2 * k + (lane >> 4)));
     return Multiply::a_of(r);
   }
 
-  // The right operand whose columns are rows row0..+15 of the tile: for x tile^T.
+  // Rows row0..+15 of the tile as columns of the right operand: for x tile^T.
   FASTATTN_DEVICE typename Multiply::B b_of_rows(int lane, int row0, int k) const {
     uint32_t r[4];
     ldmatrix_x4(r, chunk(row0 + (lane & 7) + (lane >> 4) * 8, 2 * k + (lane >> 3 & 1)));
     return Multiply::b_of(r);
   }
 
-  // The right operand of columns column0..+15, rows of step k: for x tile, where x is
+  // Columns column0..+15 and the rows of step k as the right operand: for x tile, where x is
   // a_of_accumulators.
   FASTATTN_DEVICE typename Multiply::B b_of_columns(int lane, int k, int column0) const {
     uint32_t r[4];
@@ -101,14 +101,14 @@ struct Tile {
     return Multiply::b_of(r);
   }
 
-  // Rows whose flag is 0 become zeros.
+  // Zeroes the rows whose flag is 0.
   template <int kThreads>
   FASTATTN_DEVICE void clear_rows(const int* flags) const {
     for (int n = static_cast<int>(threadIdx.x); n < kRows * kColumns; n += kThreads)
       if (flags[n / kColumns] == 0) data[n] = Storage(0);
   }
 
-  // Two neighbouring elements, column even.
+  // Stores two neighbouring elements; `column` is even.
   FASTATTN_DEVICE void store_pair(int row, int column, float x, float y) const {
     if constexpr (sizeof(Storage) == 2) {
       *reinterpret_cast<uint32_t*>(at(row, column)) = T::pack(x, y);
@@ -119,7 +119,7 @@ struct Tile {
     }
   }
 
-  // to[row0 + r] = tile[r] for the warp's own rows first..+count, as far as `to` has rows.
+  // to[row0 + r] = tile[r] for the warp's own rows first..+count that exist in `to`.
   FASTATTN_DEVICE void store_rows(const Matrix<Storage>& to, int row0, int rows, int first,
                                   int count) const {
     struct alignas(16) Chunk {
@@ -144,7 +144,7 @@ struct Tile {
 template <int kSteps, int kTiles, bool kTransposed = false, class X, class Y>
 FASTATTN_DEVICE void add_product_of_rows(float (&d)[kTiles * 4], const X& x, int row0, const Y& y) {
   const int lane = anew(threadIdx.x & 31);
-  FASTATTN_UNROLL_BY(X::kChunk / 2)  // more addresses than that cost registers
+  FASTATTN_UNROLL_BY(X::kChunk / 2)  // more unrolling needs registers for addresses
   for (int k = 0; k < kSteps; ++k) {
     const auto a = x.a(lane, row0, k);
     FASTATTN_UNROLL
@@ -153,7 +153,7 @@ FASTATTN_DEVICE void add_product_of_rows(float (&d)[kTiles * 4], const X& x, int
   }
 }
 
-// d += p y[., column0..], where p are accumulators of kRows columns.
+// d += p y[., column0..], where p holds accumulators of kRows columns.
 template <int kRows, int kTiles, class Y>
 FASTATTN_DEVICE void add_product_of_columns(float (&d)[kTiles * 4], const float* p, const Y& y,
                                             int column0) {

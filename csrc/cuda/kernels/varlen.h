@@ -1,9 +1,10 @@
-// Which sequence a block of threads works on, and which of its rows.
+// Maps a block of threads to a sequence and to rows of it.
 //
-// In a rectangular batch every head has the same number of blocks. Of packed sequences the host
-// knows only how many rows there are in all, since it does not wait for the lengths: sequence b has
-// the blocks from starts[b] / kRows + b on. These are as many as it needs or one more, which finds
-// no rows. B stands for the rows after the last sequence, which see nothing and are seen by none.
+// In a rectangular batch every head has the same number of blocks. For packed sequences the host
+// knows only the total number of rows, because it does not wait for the lengths. So the blocks of
+// sequence b start at starts[b] / kRows + b. That is as many blocks as the sequence needs, or one
+// more, which has no rows and returns. The rows after the last sequence form one extra sequence,
+// number B: its queries are fully masked, and no query can see its keys.
 #pragma once
 #include "../params.h"
 #include "tile.h"
@@ -11,26 +12,26 @@
 namespace fastattn {
 namespace cuda {
 
-// Blocks of a head: of Lq, or of Lk, rows.
+// The number of blocks of a head; `rows` is Lq or Lk.
 template <int kRows>
 FASTATTN_BOTH int64_t blocks_of_head(const int64_t* starts, int64_t rows, int64_t batch) {
   return starts == nullptr ? (rows + kRows - 1) / kRows : rows / kRows + batch + 1;
 }
 
-// Row starts[b]. Whatever there is in memory, starts begin at 0 and are never outside of the
-// tensor.
+// The first row of sequence b. Invalid starts are harmless: the first start is always 0, and all
+// are clamped to the tensor.
 FASTATTN_DEVICE int start_of(const int64_t* starts, int64_t b, int64_t rows) {
   return b == 0 ? 0 : clamp_int(starts[b], 0, static_cast<int>(rows));
 }
 
-// Where sequence b ends; after the last one are the rows that are left.
+// The end of sequence b. The extra sequence b == batch ends at the last row.
 FASTATTN_DEVICE int end_of(const int64_t* starts, int64_t b, int64_t batch, int64_t rows) {
   const int begin = start_of(starts, b, rows);
   const int end = b < batch ? start_of(starts, b + 1, rows) : static_cast<int>(rows);
   return end < begin ? begin : end;
 }
 
-// The last b of [0, B] with begin(b) <= n, where begin rises.
+// The last b in [0, B] with begin(b) <= n; `begin` must not decrease.
 template <class Begin>
 FASTATTN_DEVICE int last_sequence(int64_t batch, int64_t n, Begin begin) {
   int64_t low = 0, high = batch;
@@ -44,7 +45,7 @@ FASTATTN_DEVICE int last_sequence(int64_t batch, int64_t n, Begin begin) {
   return static_cast<int>(low);
 }
 
-// p becomes what sequence b alone would be given.
+// Restricts p to sequence b.
 FASTATTN_DEVICE void enter_sequence(AttentionArguments& p, int b) {
   const int64_t all_q = p.Lq, all_k = p.Lk;  // of all sequences
   p.q_row = start_of(p.q_starts, b, all_q);
@@ -58,16 +59,16 @@ FASTATTN_DEVICE void enter_sequence(AttentionArguments& p, int b) {
 }
 
 struct Block {
-  int b, h;  // h: of the side that is divided into blocks
-  int row;   // its first row, of the sequence
+  int b, h;  // h: the head of the side that is divided into blocks
+  int row;   // its first row within the sequence
 };
 
-// The block of queries, false if there are no such rows.
+// Finds this block's queries; false if it has none.
 template <int kRows>
 FASTATTN_DEVICE bool enter_queries(AttentionArguments& p, Block& block) {
   const auto blocks = static_cast<unsigned>(blocks_of_head<kRows>(p.q_starts, p.Lq, p.B));
   const auto head = blockIdx.x / blocks;
-  // Last queries first: with a causal mask theirs is the most work.
+  // Last queries first, because with a causal mask they have the most work.
   const int n = static_cast<int>(blocks - 1 - blockIdx.x % blocks);
   if (p.q_starts == nullptr) {
     block = {static_cast<int>(head / static_cast<unsigned>(p.Hq)),
@@ -82,7 +83,7 @@ FASTATTN_DEVICE bool enter_queries(AttentionArguments& p, Block& block) {
   return block.row < p.Lq;
 }
 
-// The block of keys, false if there are no such rows.
+// Finds this block's keys; false if it has none.
 template <int kRows>
 FASTATTN_DEVICE bool enter_keys(AttentionArguments& p, Block& block) {
   const auto blocks = static_cast<unsigned>(blocks_of_head<kRows>(p.k_starts, p.Lk, p.B));
@@ -101,12 +102,12 @@ FASTATTN_DEVICE bool enter_keys(AttentionArguments& p, Block& block) {
   return block.row < p.Lk;
 }
 
-// All queries of all heads.
+// The number of queries of all heads.
 FASTATTN_BOTH int64_t rows_of(const AttentionArguments& p) {
   return (p.q_starts == nullptr ? p.B : 1) * p.Hq * p.Lq;
 }
 
-// Query i of a batch entry; of packed sequences row i of all, which becomes query i of b.
+// Packed sequences: turns row i of all sequences into query i of sequence b.
 FASTATTN_DEVICE void enter_row(AttentionArguments& p, int& b, int& i) {
   if (p.q_starts == nullptr) return;
   b = last_sequence(p.B, i, [&](int64_t n) { return start_of(p.q_starts, n, p.Lq); });
@@ -114,12 +115,12 @@ FASTATTN_DEVICE void enter_row(AttentionArguments& p, int& b, int& i) {
   i -= static_cast<int>(p.q_row);
 }
 
-// Of lse and of row_stats: query i.
+// The row of lse and row_stats for query i.
 FASTATTN_DEVICE int64_t stats_row(const AttentionArguments& p, int b, int h, int i) {
   return b * p.stats_stride[0] + h * p.stats_stride[1] + p.q_row + i;
 }
 
-// The matrix of one head of an operand, from row `row` on.
+// The matrix of one head of an operand, starting at row `row`.
 template <class Storage>
 FASTATTN_DEVICE Matrix<Storage> head_of(const Tensor4& t, int b, int h, int64_t row,
                                         int64_t columns, bool aligned) {

@@ -1,11 +1,11 @@
-// Rows of elements as floats: one element at a time, or the 16 bytes of one memory access.
+// Rows of elements as floats: one element at a time, or 16 bytes per memory access.
 #pragma once
 #include "element.h"
 
 namespace fastattn {
 namespace cuda {
 
-// Elements of 16 bytes.
+// The number of elements in 16 bytes.
 template <class T>
 constexpr int kChunk = 16 / static_cast<int>(sizeof(typename T::Storage));
 
@@ -17,7 +17,8 @@ FASTATTN_DEVICE typename T::Storage narrow(float x) {
     return x;
 }
 
-// What one access brings, still as it is stored; kN is 1 or kChunk, then aligned to 16 bytes.
+// The elements of one memory access, in their storage type; kN is 1 or kChunk, which needs 16-byte
+// alignment.
 template <class T, int kN>
 struct Elements {
   using Storage = typename T::Storage;

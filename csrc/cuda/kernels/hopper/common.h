@@ -1,8 +1,8 @@
-// What the kernels for Hopper (sm_90a) share: tiles that TMA fills and wgmma reads, the pipeline
-// between them, and which tile of queries or keys a block of threads takes next.
+// Shared by the kernels for Hopper (sm_90a): tiles that TMA fills and wgmma reads, the pipeline
+// between them, and the order in which blocks of threads take tiles of queries or keys.
 //
-// One warpgroup, the producer, gives most of its registers to two others, the consumers. Its first
-// warp loads; its second clears what must not be read. See docs/hopper.md.
+// One warpgroup, the producer, gives most of its registers to the two others, the consumers. Its
+// first warp loads; its second warp clears rows that must not be read. See docs/hopper.md.
 #pragma once
 #include "../../ptx/barrier.h"
 #include "../../ptx/registers.h"
@@ -21,58 +21,59 @@ namespace hopper {
 constexpr int kConsumers = 2;
 constexpr int kThreads = 128 * (1 + kConsumers);
 constexpr int kConsumerThreads = 128 * kConsumers;
-constexpr int kRows = 64 * kConsumers;  // of the tile that stays: queries, or keys
+constexpr int kRows = 64 * kConsumers;  // of the tile that stays: queries or keys
 
-// Those of bar.sync; 0 is __syncthreads.
+// The barriers of bar.sync; 0 is __syncthreads.
 enum NamedBarrier {
-  kTurnBarrier = 1,                           // + c: consumer c may begin products
+  kTurnBarrier = 1,                           // + c: consumer c may issue products
   kClearBarrier = kTurnBarrier + kConsumers,  // the consumers meet before and after clearing rows
 };
 
-// A block is launched with so many registers a thread, of 64 Ki, and shares them out anew: what
-// consumers take the producer must have given, or they wait for ever.
+// A block is launched with this many registers per thread, of 64 Ki, and redistributes them. The
+// producer must give up as many as the consumers take, or the consumers wait for ever.
 constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
 constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <=
                   (1 + kConsumers) * kLaunchRegisters,
               "more registers than a block has");
-// What a consumer needs beside its sums and scores: addresses, indices, the softmax.
+// The registers that a consumer needs beside its sums and scores: addresses, indices, the softmax.
 constexpr int kSpareRegisters = 40;
-constexpr int kMaxSharedBytes = 227 << 10;  // of a block
+constexpr int kMaxSharedBytes = 227 << 10;  // per block
 
-// [rows, 64] elements of 16 bits, 128 bytes a row, swizzled by TMA; `columns` of them side by side.
+// The number of panels for `columns` columns. A panel is [rows, 64] elements of 16 bits, 128 bytes
+// per row, swizzled by TMA.
 constexpr int panels_of(int columns) { return (columns + 63) / 64; }
 
 }  // namespace hopper
 
-// A pair of tensor dimensions that TMA leaves out where their stride is 0.
+// An operand as TMA reads it. A dimension whose stride is 0 has size 1 in the map and step 0.
 struct TensorOperand {
   TensorMap map;              // [B, H, L, columns]
-  int head_step, batch_step;  // 0 where all heads, or batch entries, are the same one
+  int head_step, batch_step;  // 0 if all heads, or batch entries, are the same data
 };
 
-// What a kernel for Hopper is given beside the operands themselves. Heads that share keys are
-// packed: row n of a tile of queries is query n / group of head n % group.
+// The arguments of a kernel for Hopper. Heads that share keys are packed: row n of a tile of
+// queries is query n / group of head n % group.
 struct HopperArguments : AttentionArguments {
   TensorOperand q_operand, k_operand, v_operand, g_operand;  // g: the gradient of the output
   int group;                                                 // Hq / Hkv
-  int tile_rows;                                             // queries, or keys, of a tile
-  int heads;                                                 // Hkv, of all batch entries
+  int tile_rows;                                             // queries or keys of a tile
+  int heads;                                                 // Hkv, times B if not packed
   int tiles_of_head;                                         // of one batch entry, packed: of all
   int section_heads;  // heads whose keys and values fit in the L2 cache
-  int tiles;          // in all
+  int tiles;          // in total
 };
 
 namespace hopper {
 
-// [kTileRows, kColumns] in shared memory, and as an operand of wgmma.
+// A tile [kTileRows, kColumns] in shared memory, as an operand of wgmma.
 template <int kTileRows, int kColumns>
 struct SwizzledTile {
   static constexpr int kPanels = panels_of(kColumns), kPanelBytes = kTileRows * 128;
   static constexpr int kBytes = kPanels * kPanelBytes;
-  static_assert(kTileRows % 8 == 0, "the pattern of the swizzle has 8 rows");
+  static_assert(kTileRows % 8 == 0, "the swizzle pattern has 8 rows");
 
-  // The swizzle is a pattern of 1024 bytes, and a tile begins where one does.
+  // The swizzle pattern repeats every 1024 bytes, and a tile begins at such a boundary.
   struct alignas(1024) Storage {
     char data[kBytes];
   };
@@ -84,8 +85,8 @@ struct SwizzledTile {
     return {tiles->data + n * kBytes};
   }
 
-  // Columns 16 step, ... of its rows as a, or as b of x tile^T, from of_rows() on.
-  // Rows 16 step, ... of all columns as b of x tile, from of_columns() on.
+  // of_rows(): columns 16 step, ... of its rows, as operand a, or as b of x tile^T.
+  // of_columns(): rows 16 step, ... of all columns, as b of x tile.
   FASTATTN_DEVICE MatrixDescriptor of_rows() const {
     return describe_matrix(shared_address_of(data), 16, 1024);
   }
@@ -95,11 +96,12 @@ struct SwizzledTile {
   static FASTATTN_DEVICE int columns_at(int step) { return step / 4 * kPanelBytes + step % 4 * 32; }
   static FASTATTN_DEVICE int rows_at(int step) { return step * 2048; }
 
-  // By one warp, all of which has waited for the tile to be empty; `rows` of the box, all of which
-  // are announced.
+  // Called by one warp whose lanes have all waited for the empty tile. Announces the bytes of all
+  // `rows` rows of the box to the barrier.
   FASTATTN_DEVICE void load(const TensorMap& map, uint64_t* barrier, int rows, int c1, int c2,
                             int c3) const {
-    // A lane that still looks for the tile to be empty would miss it: the next phase begins here.
+    // A lane that still polls for the empty tile would miss its phase, because the next phase
+    // begins here.
     __syncwarp();
     if ((threadIdx.x & 31) == 0) {
       mbarrier_arrive_expect(barrier, rows * 128 * kPanels);
@@ -109,8 +111,8 @@ struct SwizzledTile {
     }
   }
 
-  // Rows outside of [first, last), or whose flag is 0, become zeros. By kCount threads, the first
-  // of which is `thread` 0; then fence_proxy_async.
+  // Zeroes the rows that `keep` rejects. Called by kCount threads, numbered from 0 by `thread`;
+  // then fence_proxy_async.
   template <int kCount, class Keep>
   FASTATTN_DEVICE void clear_rows(int thread, Keep keep) const {
     struct alignas(16) Chunk {
@@ -125,7 +127,7 @@ struct SwizzledTile {
   }
 };
 
-// The buffer that is next in a ring of kStages of them, and the parity of its barriers.
+// The next buffer in a ring of kStages buffers, and the parity of its barriers.
 template <int kStages>
 struct Ring {
   int stage = 0, parity = 0;
@@ -137,20 +139,22 @@ struct Ring {
   FASTATTN_DEVICE int previous() const { return (stage == 0 ? kStages : stage) - 1; }
 };
 
-// x, which is the same in all threads of a warp, and known to be so: what follows from it is kept
-// once for the warp.
+// Returns x, which must be equal in all threads of a warp. The compiler then knows that it is, and
+// keeps values computed from it once per warp.
 FASTATTN_DEVICE int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 
-// The n-th tile of a block of threads, of all tiles: in turn forth and back over the blocks, so
-// that tiles that are ordered by their work are divided evenly. From `tiles` on there is none.
+// The tile of this block of threads in its n-th round. Rounds go alternately forwards and backwards
+// over the blocks, so that tiles ordered by their work are divided evenly. There is no tile from
+// `tiles` on.
 FASTATTN_DEVICE int tile_of_round(int round) {
   const int blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x);
   return round * blocks + (round & 1 ? blocks - 1 - block : block);
 }
 
-// By whole warps. The tile's batch entry, head of keys and first row; false if there are no such
-// rows. Heads go section by section, so that their keys and values stay in the L2 cache, and within
-// a section the last queries come first: with a causal mask theirs is the most work.
+// Finds the tile's batch entry, head of keys and first row; false if there are no such rows. Called
+// by whole warps. Heads are processed section by section, so that their keys and values stay in the
+// L2 cache. Within a section the last queries come first, because with a causal mask they have the
+// most work.
 template <bool kOfQueries>
 FASTATTN_DEVICE bool enter_tile(const HopperArguments& given, int tile, AttentionArguments& p,
                                 Block& block) {
@@ -179,24 +183,25 @@ FASTATTN_DEVICE bool enter_tile(const HopperArguments& given, int tile, Attentio
   return block.row < (kOfQueries ? p.Lq : p.Lk);
 }
 
-// A tile of queries that stays while keys pass, kKeys in a step.
+// A tile of queries that stays while keys are streamed, kKeys per step.
 template <int kKeys>
 struct QueryTile {
   AttentionArguments p;
   int b, h_kv, i0, last_query;
-  Range keys;        // that some query sees
-  int begin, count;  // the first key of the first step, and steps
+  Range keys;        // visible to at least one query
+  int begin, count;  // the first key, and the number of steps
 
   FASTATTN_DEVICE int key(int j) const { return begin + j * kKeys; }
-  // Do keys that no query sees come with step j? Those outside of the tensor are zeros.
+  // Does step j load keys that no query can see? Keys outside of the tensor are loaded as zeros and
+  // do not count.
   FASTATTN_DEVICE bool is_edge(int j, int64_t tensor_rows) const {
     const int first = key(j), last = first + kKeys;
     return first < keys.begin || (keys.end < last && keys.end < tensor_rows - p.k_row);
   }
 };
 
-// f(tile) for each of this block of threads that has keys to see, or for each at all. By whole
-// warps.
+// Calls f(tile) for each tile of this block of threads that has visible keys, or with kAll for each
+// tile. Called by whole warps.
 template <int kKeys, bool kAll, class F>
 FASTATTN_DEVICE void for_each_query_tile(const HopperArguments& given, F f) {
   for (int round = 0;; ++round) {
@@ -219,13 +224,13 @@ FASTATTN_DEVICE void for_each_query_tile(const HopperArguments& given, F f) {
   }
 }
 
-// Of a consumer's thread: row r of its two, among the rows of the tile.
+// The row in the tile of row r, 0 or 1, of a consumer's thread.
 FASTATTN_DEVICE int row_of_thread(int r) {
   const int thread = static_cast<int>(threadIdx.x) - 128;
   return thread / 32 * 16 + 8 * r + thread % 32 / 4;
 }
 
-// Row n of a tile is query n / group of head n % group; rows that are left over are none.
+// Row n of a tile is query n / group of head n % group. Rows left over are no queries.
 template <class Tile>
 FASTATTN_DEVICE int query_of_row(const HopperArguments& given, const Tile& tile, int row) {
   return row < given.tile_rows * given.group ? tile.i0 + row / given.group
@@ -236,7 +241,7 @@ FASTATTN_DEVICE int head_of_row(const HopperArguments& given, const Tile& tile, 
   return tile.h_kv * given.group + row % given.group;
 }
 
-// Steps all of whose keys all queries of a consumer see, if only the window counts.
+// The steps whose keys are all visible to all queries of a consumer, as far as the window decides.
 template <int kKeys>
 FASTATTN_DEVICE Range all_seen(const HopperArguments& given, const QueryTile<kKeys>& tile,
                                int consumer) {
@@ -247,9 +252,9 @@ FASTATTN_DEVICE Range all_seen(const HopperArguments& given, const QueryTile<kKe
   return {(of_last.begin - tile.begin + kKeys - 1) / kKeys, (of_first.end - tile.begin) / kKeys};
 }
 
-// x[4 n + 0, 1] * factor, of a row's kColumns columns, to row `row` of head (b, h), if it is there.
-// The four lanes of a row exchange what they have, so that each writes 16 bytes, and all 64 in a
-// line.
+// Stores x[4 n + 0, 1] * factor, a row of kColumns columns, to row `row` of head (b, h), if
+// `there`. The four lanes of a row exchange elements, so that each writes 16 bytes and all four
+// write 64 contiguous bytes.
 template <class T, int kColumns>
 FASTATTN_DEVICE void store_row(const float* x, float factor, const Tensor4& out, int b, int h,
                                int64_t row, int64_t columns, bool there) {
@@ -261,7 +266,7 @@ FASTATTN_DEVICE void store_row(const float* x, float factor, const Tensor4& out,
              row * out.stride[2];
   FASTATTN_UNROLL
   for (int n = 0; n < kColumns / 8; n += 4) {
-    uint32_t pairs[4];  // of tiles n..n + 3; then of tile n + lane, its four
+    uint32_t pairs[4];  // of tiles n..n + 3; after the exchange the four of tile n + lane
     FASTATTN_UNROLL
     for (int t = 0; t < 4; ++t)
       pairs[t] = T::pack(x[4 * (n + t)] * factor, x[4 * (n + t) + 1] * factor);
@@ -279,9 +284,10 @@ FASTATTN_DEVICE void store_row(const float* x, float factor, const Tensor4& out,
   }
 }
 
-// The rows of a tile whose keys the mask hides from all queries become zeros: 0 times what they
-// hold may be NaN. any[2 n + e]: does this thread see key 8 n + 2 (lane % 4) + e? By all consumers.
-// Flags, [2, kKeys], have two buffers: those of the next call are cleared while these are read.
+// Zeroes the rows of a tile whose keys the mask hides from all queries, because 0 times NaN or inf
+// would be NaN. any[2 n + e]: can a query of this thread see key 8 n + 2 (lane % 4) + e? Called by
+// all consumers. The flags, [2, kKeys], have two buffers: those of the next call are cleared while
+// these are read.
 template <int kKeys, class Tile>
 FASTATTN_DEVICE void clear_unseen(int* flags, int buffer, const bool (&any)[kKeys / 4],
                                   const Tile& tile) {
@@ -289,7 +295,7 @@ FASTATTN_DEVICE void clear_unseen(int* flags, int buffer, const bool (&any)[kKey
   int* mine = flags + buffer * kKeys;
   int* next = flags + (1 - buffer) * kKeys;
   FASTATTN_UNROLL
-  for (int n = 0; n < kKeys / 4; ++n)  // from several threads, but always 1
+  for (int n = 0; n < kKeys / 4; ++n)  // written by several threads, but always 1
     if (any[n]) mine[n / 2 * 8 + thread % 4 * 2 + n % 2] = 1;
   barrier_sync(kClearBarrier, kConsumerThreads);
   for (int key = thread; key < kKeys; key += kConsumerThreads) next[key] = 0;
@@ -298,9 +304,9 @@ FASTATTN_DEVICE void clear_unseen(int* flags, int buffer, const bool (&any)[kKey
   barrier_sync(kClearBarrier, kConsumerThreads);
 }
 
-// Without options the stats of a query are kept in the units of the exponent, so that
-// p = 2^(unit q . k - hi) and ds = p (dp - delta). `unit` is the forward pass's own. A low word of
-// the lse would be no more than the rounding of q . k.
+// Without options the stats of a query are kept in units of the exponent, so that p = 2^(unit q . k
+// - hi) and ds = p (dp - delta). `unit` is the one of the forward pass. A low word of the lse would
+// be no larger than the rounding error of q . k.
 FASTATTN_DEVICE float exponent_unit(const AttentionArguments& p) { return p.scale_float * kLog2e; }
 
 template <bool kGeneral>

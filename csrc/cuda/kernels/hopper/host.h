@@ -1,4 +1,4 @@
-// From the arguments of a call to those of a kernel for Hopper, on the host.
+// Derives the arguments of a kernel for Hopper from those of a call; host code.
 #pragma once
 #include "../../launch.h"
 #include "../../tensor_map.h"
@@ -9,8 +9,8 @@ namespace fastattn {
 namespace cuda {
 namespace hopper {
 
-// The box of a tile: `rows` rows of `heads` heads of an operand [batch, H, L, columns]. False if
-// TMA cannot copy it.
+// Describes an operand [batch, H, L, columns] to TMA, with `rows` rows of `heads` heads as the box
+// of a tile. False if TMA cannot copy it.
 inline bool describe(const Tensor4& t, bool is_half, int64_t batch, int64_t H, int64_t L,
                      int64_t columns, int heads, int rows, TensorOperand& operand) {
   TensorDescription d{};
@@ -23,7 +23,7 @@ inline bool describe(const Tensor4& t, bool is_half, int64_t batch, int64_t H, i
     d.size[n] = size[n];
     d.box[n] = box[n];
     if (n == 0) continue;
-    // Of a dimension that repeats itself TMA is shown the first.
+    // TMA gets only the first entry of a dimension with stride 0.
     if (stride[n] == 0) d.size[n] = 1;
     if (stride[n] == 0 && size[n] > 1 && (n == 2 || box[n] > 1)) return false;
     if (stride[n] < 0 || 2 * stride[n] >= int64_t(1) << 40) return false;
@@ -35,10 +35,10 @@ inline bool describe(const Tensor4& t, bool is_half, int64_t batch, int64_t H, i
   return true;
 }
 
-// Keys and values of so many bytes are expected to stay in an L2 cache of 50 MB.
+// This many bytes of keys and values are expected to stay in an L2 cache of 50 MB.
 constexpr int64_t kSectionBytes = 32 << 20;
 
-// All but the operands; `staying` rows are cut into tiles of tile_rows.
+// Sets all arguments but the operands; `staying` rows are cut into tiles of tile_rows.
 inline void cut(HopperArguments& p, const int64_t* starts, int64_t staying, int64_t passing) {
   const int64_t batches = starts == nullptr ? p.B : 1;
   const int64_t heads = p.Hkv * batches;
@@ -51,14 +51,15 @@ inline void cut(HopperArguments& p, const int64_t* starts, int64_t staying, int6
   p.tiles = clamp_int(tiles * heads, 0, 0x7fffffff);
 }
 
-// Is there something to do, and can it be done here?
+// Is there work to do, and do these kernels support it?
 inline bool takes(const Hopper& device, const AttentionArguments& p) {
   return device.present && p.aligned && p.D > 0 && p.Dv > 0 && p.Lq > 0 && p.Lk > 0 && p.B > 0 &&
          p.Hkv > 0 && p.Hq / p.Hkv <= kRows && p.B * p.Hq * (p.Lq + p.Lk) < int64_t(1) << 36;
 }
 
-// f(Width<D>, Width<Dv>) for the narrowest pair of widths that holds both. With options there are
-// fewer, since each takes seconds to compile; 96 columns have the tiles of 128 in any case.
+// Calls f(Width<D>, Width<Dv>) for the narrowest pair of widths that holds both. There are fewer
+// pairs with options, because each takes seconds to compile; 96 columns use the tiles of 128 in any
+// case.
 template <bool kGeneral, class F>
 void with_widths(const AttentionArguments& p, F f) {
   const int64_t columns = p.D > p.Dv ? p.D : p.Dv;

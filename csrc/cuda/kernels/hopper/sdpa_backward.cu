@@ -12,8 +12,8 @@ namespace {
 
 constexpr bool kIsF16 = std::is_same<FASTATTN_ELEMENT, F16>::value;
 
-// The operands, where tiles of queries have q_rows rows of q_heads heads, and of keys k_rows. False
-// if TMA cannot copy one.
+// Describes the operands to TMA. Tiles of queries have q_rows rows of q_heads heads, and tiles of
+// keys k_rows rows. False if TMA cannot copy one.
 bool describe(HopperArguments& p, int q_heads, int q_rows, int k_rows) {
   const int64_t batches = p.q_starts == nullptr ? p.B : 1;
   auto one = [&](const Tensor4& t, int64_t H, int64_t L, int64_t columns, int heads, int rows,
@@ -42,7 +42,7 @@ bool run(HopperArguments& p, int multiprocessors, uintptr_t stream) {
   hopper::cut(kv, p.k_starts, p.Lk, p.Lq * p.group);
   const int blocks = std::min(p.tiles, multiprocessors);
   if constexpr (kGeneral) {
-    // For any width up to 128, and beyond: it is a product short of the next kernel.
+    // Compiled for two widths only, because it computes one product less than the next kernel.
     constexpr int kWidth = kQ <= 128 ? 128 : 256;
     using OfDelta = HopperBackwardQShape<kWidth, kWidth, true>;
     HopperArguments delta = p;

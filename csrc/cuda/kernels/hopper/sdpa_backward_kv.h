@@ -1,10 +1,10 @@
 // Attention backward for Hopper, the gradients of keys and values: dV = P^T dO, dK = scale dS^T Q.
-// Keys stay, queries pass, head by head of those that share the keys. Scores are transposed,
-// S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T are in the registers that the next product
-// reads them from.
+// Keys stay and queries are streamed, one head after the other of those that share the keys. The
+// scores are transposed, S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T are already in the
+// registers from which the next product reads them.
 //
-// Up to 128 columns a consumer has 64 keys and both sums of theirs; beyond, where registers hold
-// only one, the two consumers have the same 64 keys, and one sums dV, the other dK.
+// Up to 128 columns a consumer has 64 keys and both of their sums. With more columns, registers
+// hold only one sum. The two consumers then have the same 64 keys; one sums dV and the other dK.
 #pragma once
 #include "../sdpa_pairs.h"
 #include "common.h"
@@ -12,7 +12,7 @@
 namespace fastattn {
 namespace cuda {
 
-// A consumer's thread has half a row of dK and dV, or of one of them, and of S and dP.
+// A thread of a consumer holds half a row of dK and dV, or of one of them, and of S and dP.
 constexpr int backward_kv_registers(int queries, int sums) {
   return sums / 2 + 2 * (queries / 2) + hopper::kSpareRegisters;
 }
@@ -40,7 +40,7 @@ struct HopperBackwardKvShape {
     typename GTile::Storage g_tiles[kStages];
     RowStats stats[kStages * kQueries];  // [kStages, kQueries]
     uint64_t k_full, k_empty;            // of K and V
-    // Q and dO have landed, and then, with the stats, they are full.
+    // `landed`: Q and dO have arrived. `full`: they are cleared, and the stats are there, too.
     uint64_t landed[kStages], full[kStages], empty[kStages];
   };
   static_assert(sizeof(SharedStorage) <= hopper::kMaxSharedBytes, "too much shared memory");
@@ -83,11 +83,11 @@ struct HopperBackwardKv {
     mbarrier_fence_init();
   }
 
-  // A tile of keys that stays.
+  // A tile of keys that stays while queries are streamed.
   struct Work {
     AttentionArguments p;
     int b, h_kv, j0, last_key;
-    Range queries;  // that see some key
+    Range queries;  // that can see at least one key
     int begin;      // the first query of a head's first step
   };
 
@@ -107,7 +107,8 @@ struct HopperBackwardKv {
     return true;
   }
 
-  // f(tile, work) for each of this block of threads that some query sees, or for each at all.
+  // Calls f(tile, work) for each tile of this block of threads that some query can see, or with
+  // kAll for each tile.
   template <bool kAll, class F>
   FASTATTN_DEVICE void for_each_tile(F f) const {
     for (int round = 0;; ++round) {
@@ -118,7 +119,7 @@ struct HopperBackwardKv {
     }
   }
 
-  // f(head, first query) of each step
+  // Calls f(head, first query) for each step.
   template <class F>
   FASTATTN_DEVICE void for_each_step(const Work& work, F f) const {
     for (int n = 0; n < given.group; ++n)
@@ -126,7 +127,7 @@ struct HopperBackwardKv {
         f(work.h_kv * given.group + n, i0);
   }
 
-  // By one warp.
+  // Called by one warp.
   FASTATTN_DEVICE void load_all() const {
     hopper::Ring<1> k_ring;
     Ring ring;
@@ -156,8 +157,8 @@ struct HopperBackwardKv {
     });
   }
 
-  // Brings the stats of the queries. What comes back into the row of a query that sees nothing of
-  // these keys ends here: 0 times it may be NaN. By one warp.
+  // Loads the stats of the queries. Called by one warp. Clears Q and dO of queries that can see
+  // none of these keys: they pass no gradient, but 0 times NaN or inf would be NaN.
   FASTATTN_DEVICE void bring_stats() const {
     const int lane = static_cast<int>(threadIdx.x) & 31;
     Ring ring;
@@ -188,7 +189,7 @@ struct HopperBackwardKv {
     });
   }
 
-  // kDk, kDv: the gradients that it sums.
+  // kDk, kDv: the gradients that this consumer sums.
   template <bool kDk, bool kDv>
   struct Consumer {
     const HopperBackwardKv& kernel;
@@ -208,13 +209,13 @@ struct HopperBackwardKv {
       g_columns = kernel.g_tile(0).of_columns();
     }
 
-    // Of the tile.
+    // The consumer's first row in the tile.
     static FASTATTN_DEVICE int first_row(int consumer) {
       return Shape::kDivided ? 0 : 64 * consumer;
     }
 
-    // What the thread's number tells is computed anew where it is used: there is no register for
-    // it.
+    // Values that depend on the thread index are recomputed at each use, because no register is
+    // free to keep them.
     static FASTATTN_DEVICE int thread() { return anew(threadIdx.x) - 128; }
     static FASTATTN_DEVICE int lane() { return thread() & 31; }
     // The key of row r of this thread.
@@ -305,7 +306,7 @@ struct HopperBackwardKv {
       ring.advance();
     }
 
-    // Do all queries of a step see all keys of this consumer, if only the window counts?
+    // Can all queries of a step see all keys of this consumer, as far as the window decides?
     FASTATTN_DEVICE bool all_see(const Work& work, int i0) const {
       const int first = work.j0 + first_row(thread() / 128), last = i0 + kQueries - 1;
       return last < work.p.Lq && visible_keys(work.p, last).begin <= first &&
@@ -318,8 +319,8 @@ struct HopperBackwardKv {
       if (kDk) wgmma_arrived(dp);
     }
 
-    // S^T and dP^T become P^T and dS^T, and the weights are computed before dP^T is. Not kEdge: all
-    // queries see all keys.
+    // Turns S^T and dP^T into P^T and dS^T. The weights are computed while dP^T is not yet
+    // complete. Without kEdge, all queries can see all keys.
     template <bool kEdge>
     FASTATTN_DEVICE void differentiate(const Work& work, int i0) {
       const float unit = hopper::exponent_unit(kernel.given);
@@ -340,8 +341,8 @@ struct HopperBackwardKv {
           if (kEdge && !sees.has(i0 + column)) x = 0.0f;
         }
       }
-      // Long since over, but a branch: without one ptxas waits for dP^T before all but a few
-      // weights.
+      // Already complete; kept because without this branch ptxas moves the wait for dP^T before all
+      // but a few of the weights.
       mbarrier_wait(kernel.shared.full + ring.stage, ring.parity);
       await_all();
       FASTATTN_UNROLL
@@ -361,7 +362,7 @@ struct HopperBackwardKv {
       }
     }
 
-    // Selected where a query does not see a key: what comes back to it may be NaN.
+    // Selected where a query cannot see a key, because the incoming gradient may be NaN.
     template <bool kEdge>
     static FASTATTN_DEVICE float score_gradient(float weight, float gradient) {
       return kEdge && weight == 0.0f ? 0.0f : weight * gradient;
@@ -372,14 +373,14 @@ struct HopperBackwardKv {
       const Options options(work.p, work.b, h);
       const int j0 = key(work, 0), column0 = 2 * (lane() & 3);
       const RowStats* of_stage = kernel.shared.stats + ring.stage * kQueries;
-      Range sees[2]{};  // of the queries, each key; none a key that is not there, nor has a mask
+      Range sees[2]{};  // queries that can see each key; none for keys past the end
       FASTATTN_UNROLL
       for (int r = 0; r < 2; ++r)
         if (j0 + 8 * r < work.last_key)
           sees[r] = queries_of_keys(work.p, j0 + 8 * r, j0 + 8 * r + 1);
       FASTATTN_UNROLL
       for (int n = 0; n < kQueryTiles; ++n) {
-        Pair pairs[2][2];  // of each key, of two queries
+        Pair pairs[2][2];  // [key, query]
         FASTATTN_UNROLL
         for (int e = 0; e < 2; ++e) {
           const int column = 8 * n + column0 + e, i = i0 + column;
@@ -409,7 +410,7 @@ struct HopperBackwardKv {
     Consumer<kDk, kDv> me(*this, consumer);
     for_each_tile<true>([&](int tile, const Work& work) {
       me.sum(work);
-      // What it needs is found anew: there are no registers for it beside the sums.
+      // Recomputes the work, because no registers are free to keep it beside the sums.
       Work again{};
       find(anew(static_cast<unsigned>(tile)), again);
       me.store(again);

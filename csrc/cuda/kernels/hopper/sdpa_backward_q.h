@@ -1,6 +1,6 @@
-// Attention backward for Hopper, the gradient of the queries: dQ = scale dS K, where
-// dS = P (dP - delta), dP = dO V^T. Queries stay, keys pass, as in the forward pass: of each step
-// S = Q K^T, dP and the last dS K are on the tensor cores at once, while the other consumer
+// Attention backward for Hopper, the gradient of the queries: dQ = scale dS K, where dS = P (dP -
+// delta), dP = dO V^T. Queries stay and keys are streamed, as in the forward pass. In each step the
+// tensor cores compute S = Q K^T, dP and the previous dS K at once, while the other consumer
 // computes dS.
 #pragma once
 #include "../sdpa_pairs.h"
@@ -10,7 +10,7 @@
 namespace fastattn {
 namespace cuda {
 
-// A consumer's thread has half a row of dQ, of S and of dP, and a quarter of one of dS.
+// A thread of a consumer holds half a row of dQ, of S and of dP, and a quarter of a row of dS.
 constexpr int backward_q_registers(int keys, int width) {
   return width / 2 + 2 * (keys / 2) + keys / 4 + hopper::kSpareRegisters;
 }
@@ -36,14 +36,15 @@ struct HopperBackwardQShape {
     typename VTile::Storage v_tiles[kStages];
     uint64_t q_full, q_empty;
     uint64_t k_full[kStages], k_landed[kStages], v_full[kStages], empty[kStages];
-    int seen[2 * kKeys];  // [2, kKeys], of two steps: does a query see the key?
+    int seen[2 * kKeys];  // [2, kKeys], for two steps: can a query see the key?
   };
   static_assert(sizeof(SharedStorage) <= hopper::kMaxSharedBytes, "too much shared memory");
   static_assert(backward_q_registers(kKeys, kQ) <= hopper::kConsumerRegisters,
                 "too many registers");
 };
 
-// kOfDelta: sums delta anew, with the very weights that it meets; see sdpa_backward.h.
+// kOfDelta: only completes delta, with the same weights that it is multiplied by later; see
+// sdpa_backward.h.
 template <class T, class Shape, bool kGeneral, bool kOfDelta>
 struct HopperBackwardQ {
   static constexpr int kKeys = Shape::kKeys, kKeyTiles = kKeys / 8;
@@ -81,7 +82,7 @@ struct HopperBackwardQ {
 
   using Work = hopper::QueryTile<kKeys>;
 
-  // By one warp.
+  // Called by one warp.
   FASTATTN_DEVICE void load_all() const {
     hopper::Ring<1> q_ring;
     Ring ring;
@@ -110,11 +111,11 @@ struct HopperBackwardQ {
     });
   }
 
-  // 0 times what a key holds that no query sees may be NaN: it becomes 0. By one warp.
+  // Zeroes keys that no query can see, because 0 times NaN or inf would be NaN. Called by one warp.
   FASTATTN_DEVICE void clear_all() const {
     const int lane = static_cast<int>(threadIdx.x) & 31;
     Ring ring;
-    int landed = 0;  // a bit for each stage: the parity of k_landed
+    int landed = 0;  // one bit per stage: the parity of k_landed
     hopper::for_each_query_tile<kKeys, false>(given, [&](const Work& work) {
       for (int j = 0; j < work.count; ++j) {
         if (work.is_edge(j, given.Lk)) {
@@ -136,12 +137,12 @@ struct HopperBackwardQ {
     const HopperBackwardQ& kernel;
     const int consumer, lane;
     float dq[Shape::kQ / 2];
-    Scores s, dp;  // then both dS
+    Scores s, dp;  // `s` then holds dS
     uint32_t ds[kKeys / 16][4];
     int i[2];  // the queries of this thread's rows
     RowStats stats[2];
     Range visible[2];
-    int flags = 0;  // the buffer of flags that was used last
+    int flags = 0;  // the buffer of flags used last
     hopper::Ring<1> q_ring;
     Ring ring;
     MatrixDescriptor q_rows, g_rows, k_rows, v_rows, k_columns;  // of the first buffers
@@ -210,7 +211,7 @@ struct HopperBackwardQ {
       end_product();
     }
 
-    // S = Q K^T and dP = dO V^T, begun.
+    // Issues S = Q K^T and dP = dO V^T.
     FASTATTN_DEVICE void begin_scores() {
       mbarrier_wait(kernel.shared.k_full + ring.stage, ring.parity);
       mbarrier_wait(kernel.shared.v_full + ring.stage, ring.parity);
@@ -228,7 +229,7 @@ struct HopperBackwardQ {
       wgmma_commit();
     }
 
-    // dQ += dS K, begun.
+    // Issues dQ += dS K.
     FASTATTN_DEVICE void begin_product() {
       const MatrixDescriptor of_k = k_columns + ring.stage * Shape::KTile::kBytes;
       wgmma_fence();
@@ -239,7 +240,7 @@ struct HopperBackwardQ {
       ring.advance();
     }
 
-    // It has been computed, and the keys are no longer needed.
+    // The product is complete, and the keys are no longer needed.
     FASTATTN_DEVICE void end_product() {
       wgmma_arrived(dq);
       release(kernel.shared.empty + ring.previous());
@@ -250,7 +251,7 @@ struct HopperBackwardQ {
       return {weight, weight * (dp[at] - row.delta), 1.0f};
     }
 
-    // f(r, place in s, the pair); r of the two rows
+    // Calls f(r, index in s, pair) for each pair; r is 0 or 1, the row.
     template <bool kEdge, class F>
     FASTATTN_DEVICE void for_each_pair(const Work& work, int j, F f) {
       const float unit = hopper::exponent_unit(kernel.given);
@@ -300,11 +301,11 @@ struct HopperBackwardQ {
       }
     }
 
-    // S and dP become dS.
+    // Turns S and dP into dS.
     template <bool kEdge>
     FASTATTN_DEVICE void differentiate(const Work& work, int j) {
       const bool masked = kGeneral && work.p.mask.data != nullptr;
-      bool any[kKeyTiles * 2] = {};  // of the keys of this thread: is it seen?
+      bool any[kKeyTiles * 2] = {};  // for each key of this thread: can a query see it?
       for_each_pair<kEdge>(work, j, [&](int, int at, const Pair& pair) {
         s[at] = pair.gradient * pair.slope;
         if (masked) any[at / 4 * 2 + at % 2] |= pair.slope != 0.0f;

@@ -1,10 +1,10 @@
-// Attention forward for Hopper: O = softmax(scale Q K^T + bias) V, by TMA and wgmma.
+// Attention forward for Hopper: O = softmax(scale Q K^T + bias) V, with TMA and wgmma.
 //
-// A block of threads takes tiles of 128 rows, one after the other, 64 for each consumer. While one
-// computes a softmax, on the tensor cores are
-//   its own   P_{j-1} V_{j-1} and Q K_{j+1}^T, begun before, and then
-//   the other consumer's, which has its turn: barriers let them issue products in turns.
-// So S has two buffers of registers and K one buffer more than V.
+// A block of threads takes tiles of 128 rows, one after the other, 64 rows for each consumer. While
+// a consumer computes a softmax, the tensor cores compute
+//   its own P_{j-1} V_{j-1} and Q K_{j+1}^T, issued before, and then
+//   the products of the other consumer: barriers let the consumers issue products in turn.
+// So S has two buffers of registers, and K has one buffer more than V.
 #pragma once
 #include <type_traits>
 
@@ -14,8 +14,8 @@
 namespace fastattn {
 namespace cuda {
 
-// The keys of a step, by the widths of Q and K, and of V: as many as registers and shared memory
-// hold. A consumer's thread has half a row of O, of each S and a quarter of one of P.
+// The keys per step for the widths of Q and K, and of V: as many as fit in registers and shared
+// memory. A thread of a consumer holds half a row of O and of each S, and a quarter of a row of P.
 constexpr int forward_registers(int keys, int value_width, int score_buffers) {
   return value_width / 2 + score_buffers * keys / 2 + keys / 4 + hopper::kSpareRegisters;
 }
@@ -29,7 +29,8 @@ struct HopperForwardShape {
                                : kV == 128 ? 80
                                : kV == 192 ? 64
                                            : 80;
-  // Scores have two buffers of registers, which options and 256 columns of O leave no room for.
+  // Two buffers of scores in registers; with options or with 256 columns of O there is room for one
+  // only.
   static constexpr bool kOverlapped = !kGeneral && kV < 256;
   static constexpr int kKStages = kOverlapped ? 3 : 2, kVStages = 2;
   using QTile = hopper::SwizzledTile<hopper::kRows, kQ>;
@@ -42,7 +43,7 @@ struct HopperForwardShape {
     uint64_t q_full, q_empty;
     uint64_t k_full[kKStages], k_empty[kKStages];
     uint64_t v_full[kVStages], v_empty[kVStages], v_landed[kVStages];
-    int seen[2 * kKeys];  // [2, kKeys], of two steps: does a query see the key?
+    int seen[2 * kKeys];  // [2, kKeys], for two steps: can a query see the key?
   };
   static_assert(sizeof(SharedStorage) <= hopper::kMaxSharedBytes, "too much shared memory");
   static_assert(forward_registers(kKeys, kV, kOverlapped ? 2 : 1) <= hopper::kConsumerRegisters,
@@ -93,7 +94,7 @@ struct HopperForward {
 
   // -- the producer ------------------------------------------------------------------------------
 
-  // By one warp.
+  // Called by one warp.
   FASTATTN_DEVICE void load_all() const {
     prefetch_tensor_map(given.q_operand.map);
     prefetch_tensor_map(given.k_operand.map);
@@ -110,7 +111,7 @@ struct HopperForward {
                     work.h_kv * given.group * q.head_step, work.p.q_row + work.i0,
                     work.b * q.batch_step);
       q_ring.advance();
-      // K goes one step ahead of V.
+      // K is loaded one step ahead of V.
       for (int j = 0; j <= work.count; ++j) {
         if (j < work.count) {
           mbarrier_wait(shared.k_empty + k_ring.stage, k_ring.parity ^ 1);
@@ -130,11 +131,12 @@ struct HopperForward {
     });
   }
 
-  // 0 times what a key holds that no query sees may be NaN: it becomes 0. By one warp.
+  // Zeroes the values of keys that no query can see, because 0 times NaN or inf would be NaN.
+  // Called by one warp.
   FASTATTN_DEVICE void clear_all() const {
     const int lane = static_cast<int>(threadIdx.x) & 31;
     VRing ring;
-    int landed = 0;  // a bit for each stage: the parity of v_landed
+    int landed = 0;  // one bit per stage: the parity of v_landed
     hopper::for_each_query_tile<kKeys, false>(given, [&](const Work& work) {
       for (int j = 0; j < work.count; ++j) {
         if (work.is_edge(j, given.Lk)) {
@@ -163,7 +165,7 @@ struct HopperForward {
     Softmax softmax;
     float unit;      // of the scores
     int i[2];        // the queries of this thread's rows
-    Range all_seen;  // steps whose keys all queries of this consumer see
+    Range all_seen;  // steps whose keys are visible to all queries of this consumer
     QRing q_ring;
     KRing k_ring;
     VRing v_ring;
@@ -192,7 +194,7 @@ struct HopperForward {
       if (lane == 0) mbarrier_arrive(barrier);
     }
 
-    // The next S = Q K^T, begun.
+    // Issues the next S = Q K^T.
     FASTATTN_DEVICE void begin_scores(Scores& s) const {
       mbarrier_wait(kernel.shared.k_full + k_ring.stage, k_ring.parity);
       const MatrixDescriptor b = k_rows + k_ring.stage * Shape::KTile::kBytes;
@@ -204,20 +206,21 @@ struct HopperForward {
       wgmma_commit();
     }
 
-    // It has been computed.
+    // S is complete.
     FASTATTN_DEVICE void end_scores(Scores& s) {
       wgmma_arrived(s);
       release(kernel.shared.k_empty + k_ring.stage);
       k_ring.advance();
     }
 
-    // Before the wait for P V that follows the softmax. It is a loop: without one the compiler puts
-    // that wait in front of all exponentials, and P V is not computed beside them.
+    // Called before the wait for P V that follows the softmax. This wait contains a loop. Without
+    // one the compiler moves the wait for P V before all exponentials, and the two no longer
+    // overlap.
     FASTATTN_DEVICE void await_values() const {
       mbarrier_wait(kernel.shared.v_full + v_ring.stage, v_ring.parity);
     }
 
-    // O += P V, begun.
+    // Issues O += P V.
     FASTATTN_DEVICE void begin_values() {
       const MatrixDescriptor b = v_columns + v_ring.stage * Shape::VTile::kBytes;
       wgmma_fence();
@@ -250,7 +253,8 @@ struct HopperForward {
       finish(work);
     }
 
-    // With options: P V_{j-1} and then Q K_j^T are computed while the other consumer weighs.
+    // With options: P V_{j-1} and then Q K_j^T are computed while the other consumer computes its
+    // weights.
     FASTATTN_DEVICE void run_one_by_one(const Work& work) {
       for (int j = 0; j < work.count; ++j) {
         begin_scores(scores[0]);
@@ -266,8 +270,9 @@ struct HopperForward {
       }
     }
 
-    // Without: S has two buffers, and code for each, since registers have no addresses. Its
-    // products must not be begun in a branch, or the compiler waits for each of them.
+    // Without options: S has two buffers, and each has its own code, because registers cannot be
+    // indexed. The products of S must not be issued in a branch, or the compiler waits for each of
+    // them.
     FASTATTN_DEVICE void run_overlapped(const Work& work) {
       begin_scores(scores[0]);
       wgmma_wait<0>();
@@ -286,7 +291,7 @@ struct HopperForward {
       }
     }
 
-    // S_j is there, P V_{j-1} on its way. Q K_{j+1}^T is computed while this takes the softmax.
+    // S_j is complete, and P V_{j-1} is issued. Q K_{j+1}^T is computed during this softmax.
     FASTATTN_DEVICE void step(const Work& work, int j, Scores& s, Scores& next) {
       begin_scores(next);
       pass_turn();
@@ -314,7 +319,7 @@ struct HopperForward {
       begin_values();
     }
 
-    // Scores become weights.
+    // Turns scores into weights.
     FASTATTN_DEVICE void weigh(const Work& work, int j, Scores& s, float (&shrink)[2]) {
       apply_options(work, j, s);
       if (kGeneral && work.p.mask.data != nullptr) clear_unseen_values(s);
@@ -322,17 +327,17 @@ struct HopperForward {
       if (kGeneral) drop(work, j, s);
     }
 
-    // It has been computed.
+    // P V is complete.
     FASTATTN_DEVICE void end_values() {
       wgmma_arrived(o);
       release(kernel.shared.v_empty + v_ring.previous());
     }
 
-    // O is brought to the new maximum, and P V made ready.
+    // Rescales O to the new maximum, and packs P for the next product.
     FASTATTN_DEVICE void take_weights(const float (&shrink)[2], Scores& s) {
       FASTATTN_UNROLL
       for (int e = 0; e < Shape::kV / 2; ++e) o[e] *= shrink[e / 2 % 2];
-      wgmma_arrived(s);  // or the old weights and these were kept at a time
+      wgmma_arrived(s);  // otherwise the compiler keeps the old and the new weights live at once
       FASTATTN_UNROLL
       for (int e = 0; e < kKeys / 4; ++e) weights[e / 4][e % 4] = T::pack(s[2 * e], s[2 * e + 1]);
     }
@@ -341,7 +346,8 @@ struct HopperForward {
       return 8 * n + 2 * (static_cast<int>(threadIdx.x) & 3) + e;
     }
 
-    // Dot products become scores. Without options they stay unscaled, and only the window counts.
+    // Turns dot products into scores. Without options they stay unscaled, and only the window
+    // applies.
     FASTATTN_DEVICE void apply_options(const Work& work, int j, Scores& s) const {
       const int j0 = work.key(j);
       if (!kGeneral && all_seen.has(j)) return;
@@ -362,7 +368,7 @@ struct HopperForward {
       }
     }
 
-    // The values of keys that the mask hides from all queries of the tile become zeros.
+    // Zeroes the values of keys that the mask hides from all queries of the tile.
     FASTATTN_DEVICE void clear_unseen_values(const Scores& s) const {
       static_assert(Shape::kVStages == 2, "flags have a buffer for each stage");
       bool any[kKeyTiles * 2] = {};
@@ -385,13 +391,13 @@ struct HopperForward {
           for (int e = 0; e < 2; ++e) {
             float& x = s[4 * n + 2 * r + e];
             const float kept = options.kept(words, column_of(n, e));
-            x = kept == 0.0f ? 0.0f : x * kept;  // what is dropped is 0, even if it is NaN
+            x = kept == 0.0f ? 0.0f : x * kept;  // a dropped weight is 0 even if it is NaN
           }
         }
       }
     }
 
-    // O / l and lse to global memory.
+    // Writes O / l and lse to global memory.
     FASTATTN_DEVICE void finish(const Work& work) {
       softmax.finish();
       FASTATTN_UNROLL
@@ -410,7 +416,7 @@ struct HopperForward {
 template <class T, int kQueryWidth, int kValueWidth, bool kGeneral>
 __global__ void __launch_bounds__(hopper::kThreads, 1)
     attention_forward_hopper_kernel(const __grid_constant__ HopperArguments given) {
-// The host's pass must see the body, and no other architecture's can have it.
+// The host pass must see the body; other architectures cannot compile it.
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using Shape = HopperForwardShape<kQueryWidth, kValueWidth, kGeneral>;
   using Kernel = HopperForward<T, Shape, kGeneral>;
