@@ -1,5 +1,5 @@
-// Reading a binding's arguments. Tuples are read with the C API: a plain call then costs well under
-// a microsecond.
+// Reads the arguments of a binding. Tuples are read with the C API, so that a plain call costs well
+// under a microsecond.
 #pragma once
 #include <pybind11/pybind11.h>
 

@@ -14,7 +14,7 @@
 
 namespace fastattn {
 
-// What fills one member. The name is interned once, so that a look-up compares addresses.
+// Fills one member. The name is interned once, so a look-up compares addresses.
 template <class Struct, class Member>
 struct Field {
   PyObject* name;
@@ -26,7 +26,7 @@ Field<Struct, Member> field(const char* name, Member Struct::* member) {
   return {PyUnicode_InternFromString(name), member};
 }
 
-// None is a bool that is false beside the number.
+// A field that may be None: a bool tells whether it has a value.
 template <class Struct>
 struct OptionalField {
   PyObject* name;
@@ -39,7 +39,7 @@ OptionalField<Struct> field(const char* name, bool Struct::* given, int64_t Stru
   return {PyUnicode_InternFromString(name), given, member};
 }
 
-// Choices of a field that is a string in Python: the first is 0.
+// A field that is a string in Python, one of `choices`; the first is 0.
 template <class Struct, class Member, int N>
 struct ChoiceField {
   PyObject* name;
@@ -55,7 +55,7 @@ ChoiceField<Struct, Member, sizeof...(Choices)> choice(const char* name, Member 
 
 class Named {
  public:
-  // `module` is the one that complains.
+  // `module` is named in error messages.
   Named(pybind11::handle from, const char* module) : from_(from.ptr()), module_(module) {}
 
   template <class Struct, class... Fields>
@@ -63,7 +63,8 @@ class Named {
     std::apply([&](const auto&... each) { (fill(to, each), ...); }, fields);
   }
 
-  // The scale alone, a float, is a record of defaults: a plain call then reads nothing by name.
+  // A float instead of a record is the scale, with defaults for the rest: a plain call then reads
+  // nothing by name.
   template <class Options>
   bool is_scale(Options& to) const {
     if (!PyFloat_CheckExact(from_)) return false;
@@ -117,7 +118,7 @@ class Named {
     return std::string(module_) + ": " + PyUnicode_AsUTF8(name) + " of " + Py_TYPE(from_)->tp_name;
   }
 
-  // False, without an error, where the value is of another type.
+  // Returns false, without an error, if the value has another type.
   static bool convert(PyObject* value, double& to) {
     to = PyFloat_AsDouble(value);
     return succeeded(to == -1.0);
@@ -260,7 +261,7 @@ inline void read_sinusoidal_options(const Named& from, SinusoidalOptions& to) {
 
 // -- operands of attention --------------------------------------------------------------------
 
-// A mask and ALiBi slopes; their dtype and strides are not read where they are null.
+// A mask and ALiBi slopes; their dtype and strides are not used if they are null.
 inline void read_biases(const Named& from, AttentionParams& to) {
   using P = AttentionParams;
   static const auto fields =
@@ -269,7 +270,7 @@ inline void read_biases(const Named& from, AttentionParams& to) {
   from.read(to, fields);
 }
 
-// What the backward pass is given, and what it writes.
+// The inputs and the results of the backward pass.
 inline void read_gradients(const Named& from, AttentionParams& to) {
   using P = AttentionParams;
   static const auto fields =

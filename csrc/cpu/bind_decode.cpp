@@ -1,4 +1,4 @@
-// Python's view of attention to a cache, and of appending to it.
+// Python's view of attention with a cache, and of appending to it.
 #include <pybind11/pybind11.h>
 
 #include <cstdint>

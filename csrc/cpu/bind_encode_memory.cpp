@@ -1,4 +1,4 @@
-// Python's view of the encoding of memories. The tokens are addresses into a table: they are
+// Python's view of the encoding of memories. The tokens are row indices of a table, so they are
 // checked here, before a kernel reads anything.
 #include <pybind11/pybind11.h>
 
@@ -15,10 +15,11 @@ namespace py = pybind11;
 namespace fastattn {
 namespace {
 
-// Whether all of the tokens are in [0, V) or the padding; if not, where the first other one is.
+// Whether all tokens are in [0, V) or the padding; if not, `place` is the position of the first
+// other one.
 bool tokens_are_rows(const EncodeMemoryParams& p, int64_t (&place)[4]) {
   const uint64_t rows = static_cast<uint64_t>(p.V);
-  const int64_t models = p.token_stride[0] == 0 && p.R > 0 ? 1 : p.R;  // one batch for all of them
+  const int64_t models = p.token_stride[0] == 0 && p.R > 0 ? 1 : p.R;  // all models share one batch
   for (int64_t r = 0; r < models; ++r) {
     for (int64_t b = 0; b < p.B; ++b) {
       for (int64_t n = 0; n < p.N; ++n) {

@@ -1,5 +1,5 @@
-// Python's view of a linear layer, and of the two around an attention: addresses, shapes and
-// strides in, nothing out.
+// Python's view of a linear layer, and of self-attention between two linear layers: addresses,
+// shapes and strides in, nothing out.
 #include <pybind11/pybind11.h>
 
 #include <cmath>
@@ -39,7 +39,7 @@ void linear(int dtype, int threads, const py::tuple& sizes, uintptr_t x, const p
 //
 //   [q | k | v] = x W_in^T + b_in        out = attention(q, k, v) W_out^T + b_out
 //
-// x is [N, L, E] or [L, N, E], contiguous; its positions (n, l) are row n * row[0] + l * row[1].
+// x is [N, L, E] or [L, N, E], contiguous; position (n, l) is row n * row[0] + l * row[1].
 // padding is [N, L] bool, true = ignored, null = none.
 void self_attention(int dtype, int threads, const py::tuple& sizes, const py::tuple& row_steps,
                     uintptr_t x, uintptr_t w_in, int64_t w_in_stride, uintptr_t b_in,

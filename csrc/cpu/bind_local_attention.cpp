@@ -11,7 +11,7 @@ namespace py = pybind11;
 namespace fastattn {
 namespace {
 
-// [rows of a batch] as (address, strides of batch and row); the columns are contiguous.
+// [B, rows, columns] as (address, strides of batch and row); the columns are contiguous.
 Tensor4 rows_of(const py::handle& item) {
   if (item.is_none()) return {};
   const py::tuple pair = py::cast<py::tuple>(item);

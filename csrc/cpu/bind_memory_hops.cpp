@@ -25,7 +25,7 @@ void* address(const py::tuple& from, int i) {
   return reinterpret_cast<void*>(integer(PyTuple_GET_ITEM(from.ptr(), i)));
 }
 
-// What both functions below are given.
+// Reads the arguments of both functions below.
 MemoryHopsParams hops(bool backward, int dtype, int threads, const py::tuple& sizes, int flags,
                       int bias_dtype, const py::tuple& operands, const py::tuple& results,
                       const py::tuple& slots) {
@@ -76,8 +76,8 @@ void memory_hops(bool backward, int dtype, int threads, const py::tuple& sizes, 
   run(backward, p);
 }
 
-// The same with u' = o. flags: also 8 search, 16 resume; without a search, each query repeats its
-// steps alone.
+// The same with u' = o. flags: also 8 search, 16 resume. Without a search, each query repeats its
+// own number of steps.
 void hopfield_steps(bool backward, int dtype, int threads, const py::tuple& sizes, int flags,
                     const py::object& options, int bias_dtype, const py::tuple& operands,
                     const py::tuple& results, uintptr_t taken, uintptr_t moved) {

@@ -12,7 +12,7 @@ namespace py = pybind11;
 namespace fastattn {
 namespace {
 
-// operands: see optional_arguments; applied, the weights, too.
+// operands: see optional_arguments; and applied, the weights.
 AttentionParams arguments(AttentionParams p, const py::object& options,
                           const py::object& operands) {
   static const auto applied = std::make_tuple(field("applied", &AttentionParams::applied));
@@ -31,7 +31,8 @@ void attention_forward(int dtype, int threads, const py::tuple& sizes, uintptr_t
                                                  v_stride, out, out_stride, lse),
                                 options, operands);
   py::gil_scoped_release release;
-  // A caller without a gradient leaves it out: a tensor costs two microseconds, this a twentieth.
+  // A caller without a gradient passes no lse: a tensor costs two microseconds, this buffer a
+  // twentieth.
   std::unique_ptr<double[]> unwanted;
   if (lse == 0) {
     unwanted.reset(new double[static_cast<size_t>(p.B * p.Hq * p.Lq)]);
@@ -40,7 +41,7 @@ void attention_forward(int dtype, int threads, const py::tuple& sizes, uintptr_t
   kernels(p.dtype).attention_forward(p);
 }
 
-// gradients: see read_gradients; grad_mask, too.
+// gradients: see read_gradients; and grad_mask.
 void attention_backward(int dtype, int threads, const py::tuple& sizes, uintptr_t q,
                         const py::tuple& q_stride, uintptr_t k, const py::tuple& k_stride,
                         uintptr_t v, const py::tuple& v_stride, uintptr_t out,

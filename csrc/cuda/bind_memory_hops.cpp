@@ -1,4 +1,4 @@
-// Python's view of the memory hops on a GPU, and of Hopfield retrieval, which is made of them.
+// Python's view of memory hops on a GPU, and of Hopfield retrieval, which uses the same kernels.
 #include "binding.h"
 
 namespace py = pybind11;
@@ -13,10 +13,10 @@ T* pointer(const py::handle& address) {
   return reinterpret_cast<T*>(address.cast<uintptr_t>());
 }
 
-// sizes: (B, Q, K, N, D); flags: (same rows, stack); operands: (query [B, Q, -, D],
-// in_memory and out_memory [B, K, N, D], proj [-, K, D, D], mask and bias [B, Q, K, N]), each
-// (address, strides) or None; shared: addresses of (trace, stats, partial, scores, taken). partial
-// is 0 where one block takes a query; taken, of a retrieval, is the steps of each [B, Q], else 0.
+// sizes: (B, Q, K, N, D); flags: (same rows, stack); operands: (query [B, Q, -, D], in_memory and
+// out_memory [B, K, N, D], proj [-, K, D, D], mask and bias [B, Q, K, N]), each (address, strides)
+// or None; shared: addresses of (trace, stats, partial, scores, taken). partial is 0 if one block
+// takes a whole query; taken [B, Q] is the number of steps of a retrieval, else 0.
 HopsArguments arguments(int dtype, const py::tuple& sizes, const py::tuple& flags, int bias_dtype,
                         const py::tuple& operands, const py::tuple& shared) {
   HopsArguments p{};
@@ -67,8 +67,8 @@ void forward(int dtype, uintptr_t stream, const py::tuple& sizes, const py::tupl
 }
 
 // given: (grad_out [B, Q, -, D], grad_weights [B, Q, K, N]), operands or None; results: addresses
-// of (xs, ys, grad_query, grad_in, grad_out_memory, grad_proj), 0 where one is not wanted; slots:
-// of in_memory, out_memory and proj; common: whether in_memory, and out_memory, are one for all B.
+// of (xs, ys, grad_query, grad_in, grad_out_memory, grad_proj), 0 if not wanted; slots: of
+// in_memory, out_memory and proj; common: whether all B share in_memory, and out_memory.
 void backward(int dtype, uintptr_t stream, const py::tuple& sizes, const py::tuple& flags,
               const py::object& options, int bias_dtype, const py::tuple& operands,
               const py::tuple& shared, const py::tuple& given, const py::tuple& results,
@@ -95,7 +95,7 @@ void backward(int dtype, uintptr_t stream, const py::tuple& sizes, const py::tup
   });
 }
 
-// Retrieval: the queries of `together` neighbours rest together; trace is [B, Q, 2, D], taken is
+// Retrieval: `together` neighbouring queries stop together; trace is [B, Q, 2, D], taken is
 // written, K < 0 is no limit.
 void search(int dtype, uintptr_t stream, const py::tuple& sizes, const py::tuple& flags,
             const py::object& options, int bias_dtype, const py::tuple& operands,

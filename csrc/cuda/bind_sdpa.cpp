@@ -12,9 +12,10 @@ namespace cuda {
 
 namespace {
 
-// operands: query, key, value, out, the address of lse, mask, mask_dtype, the address of alibi or 0,
-// alibi_stride, the address of seed or 0, tf32, and the addresses of q_starts and k_starts, 0 but
-// for packed sequences; then options are VarlenOptions, else AttentionOptions.
+// operands: query, key, value, out, the address of lse, mask, mask_dtype, the address of alibi or
+// 0, alibi_stride, the address of seed or 0, tf32, and the addresses of q_starts and k_starts. For
+// packed sequences options are VarlenOptions. Otherwise they are AttentionOptions, and both starts
+// are 0.
 AttentionArguments arguments(int dtype, const py::tuple& sizes, const py::object& options,
                              const py::dict& operands) {
   using P = AttentionArguments;
@@ -86,8 +87,8 @@ void forward(int dtype, uintptr_t stream, const py::tuple& sizes, const py::obje
   });
 }
 
-// gradients: see read_gradients; the address of row_stats; grad_mask, a result of attention_pairs or
-// None.
+// gradients: see read_gradients; the address of row_stats; grad_mask, a result of attention_pairs
+// or None.
 void backward(int dtype, uintptr_t stream, const py::tuple& sizes, const py::object& options,
               const py::dict& operands, const py::dict& gradients) {
   static const auto stats = std::make_tuple(field("row_stats", &AttentionArguments::row_stats));
@@ -98,8 +99,8 @@ void backward(int dtype, uintptr_t stream, const py::tuple& sizes, const py::obj
   const int64_t bytes = p.dtype == DType::f32 ? 4 : 2;
   for (const Tensor4& t : {p.grad_out, p.grad_q, p.grad_k, p.grad_v})
     p.aligned = p.aligned && is_aligned(t, bytes);
-  // The gradient of a mask has row sums that are those of lse's gradient, to the eps of the mask's
-  // dtype, which may be float32; and dO . O knows nothing of a gradient of the weights.
+  // The row sums of the gradient of a mask equal the gradient of lse, to the eps of the mask's
+  // dtype, which may be float32. And dO . O does not include a gradient of the weights.
   p.exact_delta = p.dtype == DType::f32 || p.grad_weights.data != nullptr || !grad_mask.is_none();
   PairsArguments mask{};
   if (!grad_mask.is_none()) mask = pairs(p, grad_mask.cast<py::tuple>(), true, 1.0f);

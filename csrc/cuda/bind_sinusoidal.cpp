@@ -1,4 +1,4 @@
-// Python's view of the sinusoidal encoding on a GPU; positions and the tables are there, too.
+// Python's view of the sinusoidal encoding on a GPU; positions and the tables are on the GPU, too.
 #include "binding.h"
 
 namespace py = pybind11;

@@ -1,4 +1,4 @@
-// What the bindings of all operators share: reading operands, and choosing the element type.
+// Shared by the bindings of all operators: reading operands, and choosing the element type.
 #pragma once
 #include <pybind11/pybind11.h>
 
@@ -22,21 +22,21 @@ inline Tensor4 optional_operand(const pybind11::object& pair) {
   return operand(t[0].cast<uintptr_t>(), t[1].cast<pybind11::tuple>());
 }
 
-// After dropout_p.
+// Derives the dropout parameters from dropout_p.
 inline void set_dropout(AttentionArguments& p) {
-  // A half is rounded to even, as everywhere.
+  // Halves are rounded to even, as in every backend.
   p.keep_below = static_cast<uint32_t>(std::nearbyint((1.0 - p.dropout_p) * 65536.0));
   p.keep_scale = p.keep_below == 0 ? 0.0f : static_cast<float>(65536.0 / p.keep_below);
 }
 
-// Rows that are copied 16 bytes at a time.
+// Can rows be copied 16 bytes at a time?
 inline bool is_aligned(const Tensor4& t, int64_t element_bytes) {
   auto multiple = [&](int64_t n) { return n * element_bytes % 16 == 0; };
   return reinterpret_cast<uintptr_t>(t.data) % 16 == 0 && t.stride[3] == 1 &&
          multiple(t.stride[0]) && multiple(t.stride[1]) && multiple(t.stride[2]);
 }
 
-// f(a null pointer to the element type of the call): the kernels of one type are overloads.
+// Calls f with a null pointer to the element type: the kernels of an operator are overloads.
 template <class F>
 void with_element(DType dtype, F f) {
   switch (dtype) {
@@ -51,7 +51,7 @@ void with_element(DType dtype, F f) {
   }
 }
 
-// Attention has kernels for one more: float32 by tf32 products.
+// Attention has one more type: float32 with tf32 products.
 template <class F>
 void with_element_of_attention(const AttentionArguments& p, F f) {
   p.tf32 ? f(static_cast<Tf32*>(nullptr)) : with_element(p.dtype, f);

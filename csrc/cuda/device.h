@@ -1,5 +1,5 @@
-// What every device header begins with: CUDA's own, or, compiled by g++ with FASTATTN_EMULATED, the
-// emulator of tests/emulator.
+// Included by every device header: CUDA itself or, under g++ with FASTATTN_EMULATED, the emulator
+// of tests/emulator.
 #pragma once
 #include <cstdint>
 
@@ -18,8 +18,8 @@
 namespace fastattn {
 namespace cuda {
 
-// x, of which the compiler no longer knows what it is: what is computed from it, such as addresses,
-// is computed where it is used, and not kept in registers throughout a loop.
+// Returns x but hides its value from the compiler. Values computed from it, such as addresses, are
+// then computed where they are used, and not kept in registers throughout a loop.
 FASTATTN_DEVICE int anew(unsigned x) {
 #ifndef FASTATTN_EMULATED
   asm volatile("" : "+r"(x));
@@ -27,7 +27,7 @@ FASTATTN_DEVICE int anew(unsigned x) {
   return static_cast<int>(x);
 }
 
-// The block's dynamic shared memory, as aligned as TMA wants it.
+// The block's dynamic shared memory, with the alignment that TMA needs.
 FASTATTN_DEVICE char* dynamic_shared() {
 #ifdef FASTATTN_EMULATED
   return emulator::machine.shared;

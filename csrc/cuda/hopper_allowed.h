@@ -1,10 +1,10 @@
-// Whether the kernels for Hopper may run: a header for the module, too, which knows no CUDA.
+// Whether the kernels for Hopper may run. The module includes this header, too, so it has no CUDA.
 #pragma once
 
 namespace fastattn {
 namespace cuda {
 
-// They may be switched off, to test and to measure the others on their machine.
+// Can be switched off, to test and measure the other kernels on the same GPU.
 inline bool& hopper_allowed() {
 #ifdef FASTATTN_EMULATED
   static bool allowed = false;

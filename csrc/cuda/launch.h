@@ -1,4 +1,5 @@
-// Launching a kernel, by CUDA or by the emulator; an error is an exception that names the launch.
+// Launches a kernel with CUDA or in the emulator; an error raises an exception that names the
+// launch.
 #pragma once
 #include <map>
 #include <stdexcept>
@@ -14,7 +15,7 @@
 namespace fastattn {
 namespace cuda {
 
-// What the kernels for Hopper need to know of the current device.
+// The properties of the current device that the kernels for Hopper need.
 struct Hopper {
   bool present;
   int multiprocessors;
@@ -36,15 +37,15 @@ inline Hopper find_hopper() {
 
 struct Launch {
   const char* name;    // for errors
-  int64_t blocks;      // one dimension; 0 launches nothing
-  int threads;         // of a block
+  int64_t blocks;      // one dimension; nothing is launched for 0
+  int threads;         // per block
   int shared_bytes;    // dynamic
   uintptr_t stream;    // cudaStream_t
   std::string shapes;  // for errors
 };
 
 #ifdef FASTATTN_EMULATED
-// How often each kernel was launched, by its name: by this a test sees which of them took a call.
+// The number of launches of each kernel, by name. Tests read from it which kernels served a call.
 inline std::map<std::string, int>& launches() {
   static std::map<std::string, int> counts;
   return counts;
@@ -68,7 +69,8 @@ void launch(const Launch& how, void (*kernel)(Arguments), const Arguments& argum
   const auto check = [&](cudaError_t error) {
     if (error != cudaSuccess) refuse(how, cudaGetErrorString(error));
   };
-  // Beyond 48 KiB a kernel must ask for it; the call is cheap, and a stream capture permits it.
+  // Above 48 KiB a kernel must request its shared memory. The request is cheap and allowed during
+  // stream capture.
   check(
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, how.shared_bytes));
   kernel<<<static_cast<unsigned>(how.blocks), how.threads, how.shared_bytes,

@@ -1,4 +1,5 @@
-// The Python module fastattn._cuda. It knows no torch, and it imports where there is no GPU.
+// The Python module fastattn._cuda. It does not depend on torch, and it can be imported without a
+// GPU.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -30,7 +31,7 @@ void bind_sinusoidal(py::module_& m);
 
 namespace {
 
-// The architectures compiled for, such as "80;90a".
+// The compiled architectures, such as "80;90a".
 #ifndef FASTATTN_CUDA_ARCHS
 #define FASTATTN_CUDA_ARCHS ""
 #endif

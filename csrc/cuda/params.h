@@ -1,8 +1,9 @@
-// What a CUDA kernel is given: the operands that the CPU's kernels have, and what the host derives.
+// The arguments of the CUDA kernels: the operands of the CPU kernels, and values that the host
+// derives.
 #pragma once
 #include "../params.h"
 
-// A function of the host and of kernels.
+// A function for the host and for kernels.
 #ifdef __CUDACC__
 #define FASTATTN_BOTH __host__ __device__ __forceinline__
 #else
@@ -12,44 +13,45 @@
 namespace fastattn {
 namespace cuda {
 
-// The greatest that a length, a head count or a batch may be: indices are ints, offsets 64-bit.
+// The largest length, head count or batch: indices are ints, offsets 64-bit.
 constexpr int64_t kMaxLength = int64_t(1) << 30;
 
 struct AttentionArguments : AttentionParams {
-  // The Philox key, [] on the device, so that the host never waits for it; null = no dropout.
+  // The Philox key, [] on the device, so the host never waits for it; null = no dropout.
   const uint64_t* seed_address;
-  uint32_t keep_below;  // of 65536: a pair whose draw is below it is kept
+  uint32_t keep_below;  // of 65536: a pair is kept if its draw is below it
   float keep_scale;     // 65536 / keep_below, 0 if that is 0
 
   float scale_float, softcap_float;
-  // Query i sees keys [i + begin, i + end), before 0 <= j < Lk: the offset and both windows, within
-  // +-kMaxLength, which is as good as unlimited.
+  // Query i can see keys [i + begin, i + end) that exist. Includes the offset and both windows,
+  // clamped to +-kMaxLength, which is as good as unlimited.
   int window_begin, window_end;
   bool aligned;  // q, k, v and out: 16-byte rows, contiguous columns
-  bool tf32;     // of float32: the factors of products may be rounded to tf32
-  // Backward: delta is summed with the very weights that it meets, not from the rounded output.
+  bool tf32;     // float32 only: products may round their factors to tf32
+  // Backward: delta is summed with the same weights that it is multiplied by, not computed from the
+  // rounded output.
   bool exact_delta;
 
   // backward, and weights
   float* row_stats;  // [B, Hq, Lq, 4]: RowStats of kernels/sdpa_pairs.h
 
-  // Of lse, row_stats and grad_lse between batch entries and heads, in rows.
+  // The strides of lse, row_stats and grad_lse between batch entries and heads, in rows.
   int64_t stats_stride[2];
 
   // Sequences packed one after the other: sequence b is rows [starts[b], starts[b + 1]). Then Lq
-  // and Lk count all rows, batch strides are 0, and a kernel exchanges what follows for its own
-  // sequence's (kernels/varlen.h). Null: a rectangular batch.
+  // and Lk count all rows, batch strides are 0, and a kernel replaces these and the fields below by
+  // those of its own sequence (kernels/varlen.h). Null: a rectangular batch.
   const int64_t* q_starts;  // [B + 1]
   const int64_t* k_starts;  // [B + 1]
-  bool bottom_right;        // a diagonal of its own: offset = keys - queries of the sequence
-  int q_row, k_row;         // where the sequence begins, 0 in a rectangular batch
+  bool bottom_right;        // per sequence: offset = keys - queries of the sequence
+  int q_row, k_row;         // the first row of the sequence, 0 in a rectangular batch
 };
 
 FASTATTN_BOTH int clamp_int(int64_t x, int low, int high) {
   return static_cast<int>(x < low ? low : x > high ? high : x);
 }
 
-// After a change of the offset.
+// Updates the window after the offset has changed.
 FASTATTN_BOTH void set_window(AttentionArguments& p) {
   constexpr int kAll = static_cast<int>(kMaxLength);
   p.window_begin = p.window_left < 0 ? -kAll : clamp_int(p.offset - p.window_left, -kAll, kAll);
@@ -60,22 +62,23 @@ struct PairsArguments : AttentionArguments {
   bool gradient;  // of the mask, else weights
   void* result;   // weights: in the element type; gradient: float
   int64_t result_stride[4];
-  // The extent of the result in each dimension of [B, Hq, Lq, Lk]: that, or 1 where it is a sum.
+  // The size of the result in each dimension of [B, Hq, Lq, Lk]: the full size, or 1 if it is
+  // summed.
   int sizes[4];
-  float factor;  // of the sums
+  float factor;  // multiplies the sums
 };
 
-// Decoding on a cache: k and v are [E, Hkv, N, .], entries of N keys or pages of N keys, Lk bounds
-// the keys of a sequence. For the append, Lq is the number of new keys.
+// Decoding with a cache: k and v are [E, Hkv, N, .], entries of N keys or pages of N keys, and Lk
+// bounds the keys of a sequence. For the append, Lq is the number of new keys.
 struct DecodeArguments : AttentionArguments {
   const int64_t* lengths;      // [B]
-  const int64_t* entries;      // [B] of each sequence, null = b
+  const int64_t* entries;      // [B], the entry of each sequence, null = b
   const int32_t* block_table;  // [B, pages], null = the cache is not paged
   int64_t block_table_stride;
   int64_t page_size;      // N
   int64_t cache_entries;  // E
 
-  int64_t split_keys;  // a sequence is divided at the multiples of it
+  int64_t split_keys;  // a sequence is split at multiples of this
   int64_t splits;      // ceil(Lk / split_keys)
   float* part_sums;    // [B, Hq, Lq, splits, Dv]: of exp(s - m) V
   float* part_stats;   // [B, Hq, Lq, splits, 2]: m and the sum of exp(s - m)
@@ -88,7 +91,7 @@ struct DecodeArguments : AttentionArguments {
 constexpr int kAdditiveTile = 64;
 
 // Additive attention: D is the hidden width A, there is one head, and v of the scores and the bias
-// are contiguous floats. Between its kernels stand numbers of pairs, never of [B, Lq, Lk, A].
+// are contiguous floats. The kernels exchange arrays of [B, Lq, Lk], never of [B, Lq, Lk, A].
 struct AdditiveArguments : AttentionArguments {
   const float* vector;  // [A]
   const float* bias;    // [A], null = none
@@ -97,34 +100,35 @@ struct AdditiveArguments : AttentionArguments {
   float* parts;         // [B, tiles of queries, 2, A], backward: of dv and dbias
 };
 
-// A query with more rows than one block of threads takes has a block for each so many of them.
+// If a query has more rows than kHopRowsOfBlock, each block takes kHopRowsOfSplit of them.
 constexpr int kHopRowsOfBlock = 512, kHopRowsOfSplit = 256;
 constexpr int64_t kMaxHopWidth = 2048;
 
 struct HopsArguments : MemoryHopsParams {
   float scale_float;
-  int lanes;                     // that share a row, a power of two
-  bool in_resides, out_resides;  // in shared memory, for all hops
+  int lanes;                     // lanes that share a row, a power of two
+  bool in_resides, out_resides;  // kept in shared memory for all hops
 
-  // backward: [2][B, Q, slots, N] and [2][B, Q, slots, D], what the gradients of the memories are
-  // sums of; see Hops::slot
+  // backward: [2][B, Q, slots, N] and [2][B, Q, slots, D], the terms of the gradients of the
+  // memories; see Hops::slot
   float *xs, *ys;
   int64_t slots;                   // hops, and one more for a stack
   bool in_of_batch, out_of_batch;  // one memory for all B, and one gradient
 
-  // split over blocks: the hop of this launch, and of each split of a query [D + 2]
+  // If a query is split over blocks: the hop of this launch, and the partial results, [D + 2] per
+  // split.
   int hop, splits;
   float* partial;  // [B, Q, splits, D + 2]
-  // Split: [B, Q, N], null = no weights are asked for. Else [B, Q, 2, N] for what shared memory has
-  // no room for, null = it has.
+  // If split: [B, Q, N], null = weights are not requested. Otherwise [B, Q, 2, N] for scores that
+  // do not fit in shared memory, null = they fit.
   float* scores;
 };
 
 struct EncodeMemoryArguments : EncodeMemoryParams {
-  int lanes;        // that share a row, a power of two
-  int column_bits;  // forward: 2^column_bits threads a sentence
-  // backward: the places of the words, sorted by their row of the table and then in order; where
-  // those of each row begin; whether a sentence has a word
+  int lanes;        // lanes that share a row, a power of two
+  int column_bits;  // forward: 2^column_bits threads per sentence
+  // backward: the positions of the words, sorted by their row of the table and then by position;
+  // the first of each row; whether a sentence has a word
   const int64_t* order;      // [R, B N J]
   const int64_t* starts;     // [R, V + 1]
   const uint8_t* sentences;  // [R, B, N]
@@ -136,7 +140,7 @@ struct MergeStatesArguments : MergeStatesParams {
 
 struct SinusoidalArguments : SinusoidalParams {
   float scale_float;
-  // How the work is cut, see kernels/sinusoidal.h.
+  // How the work is divided; see kernels/sinusoidal.h.
   int column_bits, rows_per_block;
   unsigned column_blocks, tiles;  // blocks of one group of batch rows
   int64_t group_rows;

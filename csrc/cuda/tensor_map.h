@@ -1,4 +1,4 @@
-// Makes the tensor maps that TMA copies by, without linking the driver's library.
+// Creates the tensor maps that TMA needs, without linking the driver's library.
 #pragma once
 #include <stdexcept>
 #include <string>
@@ -14,7 +14,7 @@ namespace cuda {
 
 enum class TensorElement { bf16, f16, f32 };
 
-// A tensor of four dimensions, the innermost one first and contiguous; strides count bytes and are
+// A tensor of four dimensions, the innermost one first and contiguous. Strides count bytes and are
 // multiples of 16, `base` is aligned to 16 bytes, and a row of the box has at most 128 bytes.
 struct TensorDescription {
   void* base;
@@ -24,7 +24,7 @@ struct TensorDescription {
   int box[4];
 };
 
-// With the 128-byte swizzle: bits 4 to 6 of an address in shared memory are exchanged with 7 to 9.
+// Uses the 128-byte swizzle: bits 4 to 6 of an address in shared memory are XORed with bits 7 to 9.
 inline TensorMap make_tensor_map(const TensorDescription& t) {
 #ifdef FASTATTN_EMULATED
   TensorMap map;
@@ -66,7 +66,7 @@ inline TensorMap make_tensor_map(const TensorDescription& t) {
              CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
              CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS)
-    throw std::runtime_error("fastattn: cuTensorMapEncodeTiled gave " +
+    throw std::runtime_error("fastattn: cuTensorMapEncodeTiled failed with error " +
                              std::to_string(static_cast<int>(result)));
   return map;
 #endif

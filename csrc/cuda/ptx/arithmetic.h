@@ -1,4 +1,4 @@
-// Conversions and functions of one register. PTX ISA: cvt, ex2, rcp.
+// Conversions and functions of a single register. PTX ISA: cvt, ex2, rcp.
 #pragma once
 #include "../device.h"
 
@@ -9,21 +9,21 @@
 namespace fastattn {
 namespace cuda {
 
-// 2^x to 2 ulp or so; denormal results are 0.
+// 2^x to about 2 ulp; denormal results are 0.
 FASTATTN_DEVICE float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
-// 1 / x to 1 ulp, for x and 1 / x that are normal.
+// 1 / x to 1 ulp, for normal x and 1 / x.
 FASTATTN_DEVICE float reciprocal_approx(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
-// Two floats, rounded to nearest even, as one register: `low` in the lower half.
+// Two floats, rounded to nearest even, in one register: `low` in the lower half.
 FASTATTN_DEVICE uint32_t pack_bf16(float low, float high) {
   uint32_t r;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
@@ -46,7 +46,7 @@ FASTATTN_DEVICE float float_of_f16(uint16_t x) {
   return y;
 }
 
-// x rounded to 10 bits of fraction, ties away from zero, in the bits of a float.
+// x rounded to a fraction of 10 bits, ties away from zero, in the bits of a float.
 FASTATTN_DEVICE uint32_t to_tf32(float x) {
   uint32_t r;
   asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(r) : "f"(x));

@@ -1,6 +1,6 @@
-// Barriers beside __syncthreads. PTX ISA: bar.sync, bar.arrive, mbarrier, fence.proxy.async. An
-// mbarrier is 8 bytes of shared memory, aligned to 8; its phase ends when all arrivals that it was
-// made for, and all bytes that were announced, have come, and then the next one begins.
+// Barriers other than __syncthreads. PTX ISA: bar.sync, bar.arrive, mbarrier, fence.proxy.async. An
+// mbarrier is 8 bytes of shared memory, aligned to 8. Its phase ends when all the arrivals it was
+// initialised for and all announced bytes have arrived; then the next phase begins.
 #pragma once
 #include "../device.h"
 
@@ -16,7 +16,7 @@ FASTATTN_DEVICE void barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Counts as having come, without waiting.
+// Arrives without waiting.
 FASTATTN_DEVICE void barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
@@ -25,7 +25,7 @@ FASTATTN_DEVICE uint32_t address_of_barrier(const uint64_t* barrier) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(barrier));
 }
 
-// By one thread; others may use it after mbarrier_fence_init and a barrier.
+// Called by one thread. The others may use it after mbarrier_fence_init and a barrier.
 FASTATTN_DEVICE void mbarrier_init(uint64_t* barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address_of_barrier(barrier)),
                "r"(arrivals)
@@ -37,7 +37,7 @@ FASTATTN_DEVICE void mbarrier_arrive(uint64_t* barrier) {
                : "memory");
 }
 
-// sm_90 and up, as all that follows: arrives, and announces bytes that a bulk copy will bring.
+// sm_90 and up, as everything below. Arrives, and announces the bytes that a bulk copy will bring.
 FASTATTN_DEVICE void mbarrier_arrive_expect(uint64_t* barrier, int bytes) {
   asm volatile(
       "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address_of_barrier(barrier)),
@@ -45,7 +45,7 @@ FASTATTN_DEVICE void mbarrier_arrive_expect(uint64_t* barrier, int bytes) {
       : "memory");
 }
 
-// Waits until the phase of this parity has ended: 0 for the first, 1 for the second, 0 ...
+// Waits until the phase of this parity has ended: 0 for the first phase, 1 for the second, 0 ...
 FASTATTN_DEVICE void mbarrier_wait(uint64_t* barrier, int parity) {
   asm volatile(
       "{\n"
@@ -63,7 +63,7 @@ FASTATTN_DEVICE void mbarrier_fence_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// Between ordinary stores to shared memory and their use by TMA or wgmma.
+// Required between ordinary stores to shared memory and their use by TMA or wgmma.
 FASTATTN_DEVICE void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

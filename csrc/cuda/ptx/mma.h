@@ -1,8 +1,8 @@
 // d += a b on the tensor cores, by one warp: a row-major, b column-major, d in float. PTX ISA:
 // mma.sync. With g = lane / 4 and q = lane % 4, a thread holds
 //   d[0..3]  (g, 2q) (g, 2q+1) (g+8, 2q) (g+8, 2q+1)
-//   a[0..3]  rows g, g+8, g, g+8; columns 2q, 2q+1 and from a[2] on 8 more (tf32: q, and 4 more)
-//   b[0..1]  column g; rows 2q, 2q+1 and in b[1] 8 more (tf32: q, and 4 more)
+//   a[0..3]  rows g, g+8, g, g+8; columns 2q, 2q+1, from a[2] on plus 8 (tf32: q, plus 4)
+//   b[0..1]  column g; rows 2q, 2q+1, in b[1] plus 8 (tf32: q, plus 4)
 #pragma once
 #include "../device.h"
 

@@ -1,4 +1,5 @@
-// How many registers a thread has. PTX ISA: setmaxnreg; sm_90a. By all four warps of a warpgroup.
+// Changes the number of registers per thread. PTX ISA: setmaxnreg; sm_90a. Called by all four warps
+// of a warpgroup.
 #pragma once
 #include "../device.h"
 
@@ -11,13 +12,13 @@ namespace cuda {
 
 // The count is a multiple of 8, from 24 to 256.
 
-// Gives back what is beyond kCount.
+// Releases the registers above kCount.
 template <int kCount>
 FASTATTN_DEVICE void give_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
 }
 
-// Waits until there are kCount, which others have to give back first.
+// Waits until kCount registers are available; others must release them first.
 template <int kCount>
 FASTATTN_DEVICE void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));

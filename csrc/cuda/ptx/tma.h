@@ -1,8 +1,8 @@
 // Bulk copies of a box of a tensor between global and shared memory, by one thread. PTX ISA:
-// cp.async.bulk.tensor, cp.reduce.async.bulk.tensor; sm_90 and up. The tensor map says what the
-// tensor is and how a box lies in shared memory; it is made on the host (tensor_map.h) and passed
-// as a __grid_constant__ argument. Coordinates count elements, the innermost dimension first; what
-// is outside of the tensor comes as zeros and is not written.
+// cp.async.bulk.tensor, cp.reduce.async.bulk.tensor; sm_90 and up. The tensor map describes the
+// tensor and the layout of a box in shared memory. It is created on the host (tensor_map.h) and
+// passed as a __grid_constant__ argument. Coordinates count elements, the innermost dimension
+// first. Elements outside of the tensor are loaded as zeros and not stored.
 #pragma once
 #include "../device.h"
 
@@ -20,7 +20,7 @@ FASTATTN_DEVICE void prefetch_tensor_map(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// The whole box is announced to `barrier` by its bytes, inside and outside of the tensor.
+// `barrier` receives the bytes of the whole box, inside and outside of the tensor.
 FASTATTN_DEVICE void tma_load(void* shared, const TensorMap& map, uint64_t* barrier, int c0, int c1,
                               int c2, int c3) {
   const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
@@ -42,7 +42,7 @@ FASTATTN_DEVICE void tma_store(const TensorMap& map, const void* shared, int c0,
       : "memory");
 }
 
-// Adds the box to the tensor instead, element by element.
+// Adds the box to the tensor instead of storing it, element by element.
 FASTATTN_DEVICE void tma_reduce_add(const TensorMap& map, const void* shared, int c0, int c1,
                                     int c2, int c3) {
   const auto from = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
@@ -56,7 +56,7 @@ FASTATTN_DEVICE void tma_reduce_add(const TensorMap& map, const void* shared, in
 // Closes a group of this thread's stores.
 FASTATTN_DEVICE void tma_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// Waits until all but N groups have read shared memory, which may then be written again.
+// Waits until all but N groups have read shared memory, which may then be overwritten.
 template <int N>
 FASTATTN_DEVICE void tma_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory");

@@ -1,11 +1,11 @@
 // d (+)= a b on the tensor cores, asynchronously, by a warpgroup: four warps, the first of them a
 // multiple of four. PTX ISA: wgmma; sm_90a. a is 64 x 16 in shared memory ("ss") or in registers
 // ("rs"), b is 16 x N in shared memory, d is 64 x N floats in registers. Warp w of the four has
-// rows 16 w to 16 w + 15; within them, with g = lane / 4 and q = lane % 4,
+// rows 16 w to 16 w + 15. Within them, with g = lane / 4 and q = lane % 4,
 //   d[4 n + 0..3]  (g, 8n + 2q) (g, 8n + 2q + 1) (g + 8, 8n + 2q) (g + 8, 8n + 2q + 1)
-//   a[0..3]        rows g, g + 8, g, g + 8; columns 2q, 2q + 1 and from a[2] on 8 more
-// Order: write registers, wgmma_fence, wgmma..., wgmma_commit, wgmma_wait, wgmma_arrived; in
-// between nothing may touch d, a, or the shared memory that is read.
+//   a[0..3]        rows g, g + 8, g, g + 8; columns 2q, 2q + 1, from a[2] on plus 8
+// Order: write registers, wgmma_fence, wgmma..., wgmma_commit, wgmma_wait, wgmma_arrived. In this
+// time nothing may access d, a, or the shared memory that is read.
 #pragma once
 #include "../device.h"
 
@@ -15,8 +15,8 @@ namespace cuda {
 struct Bf16;  // kernels/element.h
 struct F16;
 
-// How an operand of 16-bit elements lies in shared memory, with the 128-byte swizzle of TMA. Blocks
-// of 8 rows by 128 bytes are contiguous, aligned to 1024.
+// The layout of an operand of 16-bit elements in shared memory, with the 128-byte swizzle of TMA.
+// Blocks of 8 rows by 128 bytes are contiguous, aligned to 1024.
 //   K-major (rows are m or n, columns are k): `stride` from 8 rows to the next 8; `leading` unused.
 //   MN-major (rows are k, columns are m or n; "transposed"): `stride` from 8 k to the next 8,
 //   `leading` from 64 columns to the next 64.
@@ -30,7 +30,7 @@ FASTATTN_DEVICE MatrixDescriptor describe_matrix(uint32_t shared_address, int le
           static_cast<uint64_t>(stride >> 4) << 32 | kSwizzle128};
 }
 
-// The operand `bytes` further on.
+// The operand that starts `bytes` later.
 FASTATTN_DEVICE MatrixDescriptor operator+(MatrixDescriptor d, int bytes) {
   return {d.bits + static_cast<uint32_t>(bytes >> 4)};
 }
@@ -53,14 +53,14 @@ FASTATTN_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::
 FASTATTN_DEVICE void wgmma_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
-// Waits until at most N groups are on their way.
+// Waits until at most N groups are pending.
 template <int N>
 FASTATTN_DEVICE void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
 
-// Between wgmma_wait and the first use of what has arrived: the compiler, to which d is known from
-// the moment on that the product begins, must not use it before.
+// Called between wgmma_wait and the first use of d. The compiler sees d written when the product is
+// issued, and must not read it earlier.
 template <int kCount>
 FASTATTN_DEVICE void wgmma_arrived(float (&d)[kCount]) {
   FASTATTN_UNROLL
