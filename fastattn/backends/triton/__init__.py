@@ -1,7 +1,7 @@
-"""The Triton backend: the operators on any GPU that Triton knows; ``docs/triton.md`` describes it.
+"""The Triton backend: the operators on any GPU that Triton supports; see ``docs/triton.md``.
 
-Every function has the name and the arguments that it has in ``reference/``. With the environment
-variable ``TRITON_INTERPRET=1`` the kernels run on CPU tensors, interpreted: slow, and for tests.
+Every function has the same name and arguments as in ``reference/``. With the environment variable
+``TRITON_INTERPRET=1`` the kernels run interpreted on CPU tensors: slow, and meant for tests.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ __all__ = [
 _FLOATS = {torch.float32, torch.bfloat16, torch.float16}
 _OLDEST = (8, 0)
 _WIDEST = 512
-_WIDEST_HOPS = 256  # a program keeps a state and its gradient whole
-_FARTHEST = 2**29  # sums of a few places are int32
+_WIDEST_HOPS = 256  # a program keeps a whole state and its gradient
+_FARTHEST = 2**29  # sums of a few positions are int32
 
 
 def why_not(op: str, *tensors: Any, options: Any = None) -> list[str]:

@@ -1,8 +1,8 @@
 """The kernels of additive attention: e_ij = sum_a v_a tanh(q_ia + k_ja + bias_a).
 
-Queries (with the bias added) and keys come as float32 [B, A, L], so that a column of a tile is one
-run of memory. The forward makes no tensor of the size Tq x Tk; the backward two, of scores and of
-their gradients, none of the size Tq x Tk x A.
+Queries and keys are float32 [B, A, L], so that a column of a tile is contiguous in memory. The
+forward pass stores no tensor of size Tq x Tk. The backward pass stores two, the scores and their
+gradients, and none of size Tq x Tk x A.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fastattn.backends.triton._core import (
 
 @triton.jit
 def _sum(b_q, b_k, p_bias, a):
-    """q + k + bias of a tile; q + k first, so that no bias rounds what large q and k cancel."""
+    """q + k + bias of a tile; q + k first, so that large q and k cancel without rounding."""
     x = b_q[:, None] + b_k[None, :]
     return x if p_bias is None else x + tl.load(p_bias + a)
 
@@ -50,7 +50,7 @@ def _scores(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Return the scores [BM, BN], -inf where excluded, and what is visible."""
+    """Return the scores [BM, BN], -inf where excluded, and the visible pairs."""
     o_m = row + tl.arange(0, BM)
     o_n = first + tl.arange(0, BN)
     e = tl.zeros([BM, BN], tl.float32)
@@ -85,7 +85,7 @@ def additive_forward(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """out = softmax(e) @ value of one tile of queries, and the softmax itself if it is wanted."""
+    """out = softmax(e) @ value for one tile of queries, and the softmax itself if requested."""
     tiles = tl.cdiv(o.q_len, BM)
     row = tl.program_id(0) % tiles * BM
     i_b = (tl.program_id(0) // tiles).to(tl.int64)
@@ -175,7 +175,7 @@ def _weight_gradients(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """d loss / d softmax [BM, BN], 0 where excluded."""
+    """The gradient of the softmax [BM, BN], 0 where excluded."""
     wait_for_loads(b_v, PRECISION)
     dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
     if grad_weights is not None:
@@ -193,8 +193,8 @@ def additive_backward_scores(
     grad_out,  # [B, 1, Tq, Dv]
     grad_weights,  # [B, 1, Tq, Tk] or None
     o,
-    p_top,  # [B, Tq] float32: the maximum of each row, +inf for one that sees nothing
-    p_sum,  # [B, Tq] float32: of exp(e - maximum)
+    p_top,  # [B, Tq] float32: the maximum of each row, +inf for a fully masked row
+    p_sum,  # [B, Tq] float32: the sum of exp(e - maximum)
     p_grad,  # [B, Tq, Tk] float32
     DV: tl.constexpr,
     BDV: tl.constexpr,
@@ -202,10 +202,10 @@ def additive_backward_scores(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """d loss / d e = p (dp - sum_j p dp) of one tile of queries, and the statistics of its rows.
+    """d loss / d e = p (dp - sum_j p dp) for one tile of queries, and the statistics of its rows.
 
-    The rows are there whole, so their sums are those of the very numbers that they must cancel:
-    first roughly, then of what is left.
+    The whole rows are stored, so each sum is taken over the same numbers that it must cancel: a
+    first sum, and then a sum of the remainder.
     """
     tiles = tl.cdiv(o.q_len, BM)
     row = tl.program_id(0) % tiles * BM
@@ -264,7 +264,7 @@ def additive_backward_value(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """d loss / d value = w.T @ do of one tile of keys."""
+    """d loss / d value = w.T @ do for one tile of keys."""
     tiles = tl.cdiv(o.k_len, BN)
     first = tl.program_id(0) % tiles * BN
     i_b = (tl.program_id(0) // tiles).to(tl.int64)
@@ -300,7 +300,7 @@ def additive_backward_column(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Column a of the gradient of one tile of queries, or of keys, and its part in that of v_a.
+    """Column a of the gradient of one tile of queries or keys, and its part of the gradient of v_a.
 
     With t = tanh(x): dx = v_a sum de (1 - t^2), dv_a = sum de t.
     """
@@ -322,7 +322,7 @@ def additive_backward_column(
         b_k = tl.load(p_k + i_ba * o.k_len + o_n, mask=o_n < o.k_len, other=0.0)
         de = _load_tile(p_grad, i_b, row, first, o, 0.0, BM, BN)
         t = tanh(_sum(b_q, b_k, p_bias, i_ba % width))
-        # Selected: x may be NaN where nobody looks.
+        # Selected: x may be NaN in excluded pairs.
         dx = tl.where(de != 0.0, de * (1.0 - t * t), 0.0)
         total += tl.sum(dx, axis=0 if OF_KEYS else 1)
         if p_grad_v is not None:

@@ -1,4 +1,4 @@
-"""The launches of attention, of a batch [B, H, L, D] and of packed sequences [T, H, D]."""
+"""The launches of attention for a batch [B, H, L, D] and for packed sequences [T, H, D]."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ __all__ = [
     "widths_of",
 ]
 
-_UNLIMITED = 2**30  # farther than any two places are from each other, and an int32
+_UNLIMITED = 2**30  # larger than any distance of two positions, and an int32
 
 
 class Attention(NamedTuple):
     """A call of attention."""
 
-    query: Tensor  # [B, Hq, Lq, D], or of packed sequences [Tq, Hq, D]
+    query: Tensor  # [B, Hq, Lq, D], or [Tq, Hq, D] for packed sequences
     key: Tensor  # [B, Hkv, Lk, D], [Tk, Hkv, D]
     value: Tensor  # [B, Hkv, Lk, Dv], [Tk, Hkv, Dv]
     options: Options
-    batch: int  # how many sequences
+    batch: int  # the number of sequences
 
     @property
     def masked(self) -> str:
-        """What the name of an entry of the table ends in."""
+        """The suffix of the name of an entry in the table."""
         o = self.options
         return "" if o.seen is None and o.added is None else "_masked"
 
     def operands(self) -> dict[str, Any]:
-        """What every kernel is told of it."""
+        """The arguments of every kernel that describe the call."""
         return {
             "q": _rows(self.query),
             "k": _rows(self.key),
@@ -60,7 +60,7 @@ class Attention(NamedTuple):
         }
 
     def run(self, kernel: Any, entry: str, *, of_keys: bool = False, **arguments: Any) -> None:
-        """Launch a kernel, a program for each tile of queries, or of keys, of each head."""
+        """Launch a kernel with one program for each tile of queries or keys of each head."""
         operands = self.operands()
         planned = plan(entry, self.query, operands["BD"], operands["BDV"])
         programs = _programs(planned, self.options, self.batch, of_keys=of_keys)
@@ -68,15 +68,15 @@ class Attention(NamedTuple):
 
 
 class Cotangents(NamedTuple):
-    """The gradients of what a call returned; None where nobody asks."""
+    """The gradients of the results of a call; None where there is none."""
 
     out: Tensor | None = None  # [B, Hq, Lq, Dv], [Tq, Hq, Dv]
     lse: Tensor | None = None  # [B, Hq, Lq], [Hq, Tq]
     weights: Tensor | None = None  # [B, Hq, Lq, Lk], a dimension of size 1 is repeated
-    weight_share: float = 1.0  # of a head's weights in those that were returned
+    weight_share: float = 1.0  # of one head's weights in the returned weights
 
     def operands(self) -> dict[str, Any]:
-        """What every kernel is told of them."""
+        """The arguments of every kernel that describe them."""
         return {
             "grad_out": None if self.out is None else _rows(self.out),
             "grad_weights": None if self.weights is None else pairs(self.weights),
@@ -98,7 +98,7 @@ def attend(call: Attention) -> tuple[Tensor, Tensor]:
 def statistics(
     call: Attention, out: Tensor, lse: Tensor, given: Cotangents, *, exact: bool
 ) -> dict[str, Tensor]:
-    """Return what the kernels after it read, as lse and float32: lse in two parts, and delta."""
+    """Return lse in two parts and delta for the next kernels, shaped like lse, in float32."""
     high, low, delta = lse.new_empty((3, *lse.shape), dtype=torch.float32)
     of_rows = {"p_high": high, "p_low": low, "p_delta": delta}
     grad_lse = given.lse
@@ -120,7 +120,7 @@ def statistics(
 def differentiate(
     call: Attention, out: Tensor, lse: Tensor, given: Cotangents, *, exact: bool
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
-    """Return the gradients of query, key and value, and what the kernel of the mask's needs too."""
+    """Return the gradients of query, key and value, and arguments for the mask's kernel."""
     tensors = call.query, call.key, call.value
     grad_query, grad_key, grad_value = (empty_output(x, x.shape[-1]) for x in tensors)
     if given.out is None:
@@ -154,7 +154,7 @@ def options_of(
     offset: int | None,  # None: the last query is at the last key
     dropout_p: float = 0.0,
 ) -> Options:
-    """The options as the kernels take them; ``scale`` is positive, see :func:`positive_scale`."""
+    """The options in the form of the kernels; ``scale`` is positive, see :func:`positive_scale`."""
     heads, kv_heads, q_len, k_len = sizes
     left, right, softcap = options.window_left, options.window_right, options.softcap
     boolean = attn_mask is not None and attn_mask.dtype == torch.bool
@@ -203,7 +203,7 @@ def pairs(x: Tensor) -> Operand:
 def positive_scale(
     query: Tensor, options: AttentionOptions | VarlenOptions | DecodeOptions
 ) -> tuple[Tensor, float, int]:
-    """Return (sign * query, the positive rest of scale, sign), which give the same scores.
+    """Return (sign * query, abs(scale), sign), which give the same scores.
 
     The kernels multiply by the scale after the maximum of a row is found.
     """
@@ -222,7 +222,7 @@ def _rows(x: Tensor) -> Operand:
 
 
 def _programs(planned: Launch, options: Options, batch: int, *, of_keys: bool) -> int:
-    """How many there are: ``_core.locate`` says which is which."""
+    """The number of programs; ``_core.locate`` maps a program to its work."""
     length, block, heads = (
         (options.k_len, planned.BN, options.heads // options.group)
         if of_keys

@@ -1,11 +1,11 @@
-"""What attention kernels are made of: operands, visibility, scores, the online softmax, dropout.
+"""Building blocks of the attention kernels: operands, visibility, scores, online softmax, dropout.
 
-Scores have one of two units. Without an option that changes them they stay the bare q . k, and the
-softmax works on s * unit with unit = scale * log2(e), in one multiply-add. Else they are those of
-``docs/design.md`` and unit = log2(e), which is applied after the row's maximum is taken off: a mask
-full of finfo.min would overflow before.
+Scores have one of two units. Without an option that changes them they stay the plain q . k, and the
+softmax works on s * unit with unit = scale * log2(e), in one multiply-add. Otherwise they are the
+scores of ``docs/design.md`` and unit = log2(e). It is applied after the row's maximum is
+subtracted, because a mask full of finfo.min would overflow before.
 
-Places in a sequence are int32, which ``why_not`` sees to; what is added to an address is int64.
+Positions in a sequence are int32, which ``why_not`` ensures; offsets of addresses are int64.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ LN2 = tl.constexpr(0.6931471805599453)
 class Operand(NamedTuple):
     """A tensor [B, H, L, D], or [B, H, Lq, Lk]. A broadcast dimension has stride 0.
 
-    Of packed sequences, [T, H, D], b is the stride of a row, as l is: what is counted by b there is
-    the rows before a sequence.
+    For packed sequences, [T, H, D], b is the stride of a row, like l: it multiplies the number of
+    rows before a sequence.
     """
 
     p: Any
@@ -35,11 +35,11 @@ class Operand(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What the scores of a call are made with. What is None compiles to nothing."""
+    """The options of a call. Fields that are None compile to nothing."""
 
     heads: int
     group: int  # query heads that share a key head
-    q_len: int  # of packed sequences: of all of them
+    q_len: int  # packed sequences: the rows of all of them
     k_len: int
     scale: float  # positive
     offset: int | None  # None: the last query is at the last key
@@ -49,29 +49,29 @@ class Options(NamedTuple):
     added: Operand | None  # the additive mask
     alibi: Operand | None  # slopes, of strides b and h
     softcap: float | None
-    rescored: int | None  # 1 if any of the last three is there
+    rescored: int | None  # 1 if any of the last three is set
     p_seed: Any  # None without dropout
-    threshold: int | None  # a draw below it is kept
+    threshold: int | None  # draws below it are kept
     kept_scale: float | None  # 65536 / threshold
-    p_q_starts: Any = None  # [B + 1] int64, of packed sequences
+    p_q_starts: Any = None  # [B + 1] int64, for packed sequences
     p_k_starts: Any = None
     batch: int | None = None
 
 
 class Sequence(NamedTuple):
-    """What a program works on."""
+    """The sequence that a program works on."""
 
-    i_b: Any  # its number
+    i_b: Any  # its index
     q_len: Any
     k_len: Any
     offset: Any
-    q_at: Any  # what its operands count by b: its number, or the rows before it
+    q_at: Any  # the factor of stride b: the index of the sequence, or the rows before it
     k_at: Any
 
 
 @triton.jit
 def whole(o, i_b):
-    """Sequence i_b of a batch of equals."""
+    """Sequence i_b of a rectangular batch."""
     i_b = tl.cast(i_b, tl.int64)
     offset = 0
     if o.offset is None:
@@ -83,11 +83,11 @@ def whole(o, i_b):
 
 @triton.jit
 def locate(o, OF_KEYS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return this program's sequence, its head, and which tile of it, which may be beyond its end.
+    """Return this program's sequence, head and tile; the tile may be past the end.
 
-    Packed sequences begin anywhere. Sequence b has the tiles start_b // BLOCK + b and on: so there
-    are enough for each, and nobody has to add up the lengths. One more sequence are the rows after
-    the last one, which see nothing and are seen by nobody.
+    Packed sequences begin anywhere. The tiles of sequence b begin at start_b // BLOCK + b. So each
+    sequence has enough tiles, and the lengths need not be summed. The rows after the last sequence
+    form one extra sequence: its queries are fully masked, and no query can see its keys.
     """
     if o.p_q_starts is None:
         heads = o.heads // o.group if OF_KEYS else o.heads
@@ -118,7 +118,7 @@ def locate(o, OF_KEYS: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _extent(p_starts, i_b, batch, rows, TO_THE_END: tl.constexpr):
-    """Where a sequence begins, and its length; within the rows there are, whatever is stored."""
+    """The first row and the length of a sequence, clamped to the existing rows."""
     begin = tl.minimum(tl.maximum(tl.load(p_starts + i_b), 0), rows)
     end = tl.load(p_starts + tl.minimum(i_b + 1, batch))
     if TO_THE_END:
@@ -129,7 +129,7 @@ def _extent(p_starts, i_b, batch, rows, TO_THE_END: tl.constexpr):
 
 @triton.jit
 def first_row(o, at, i_h):
-    """Where the rows of a head lie in lse [B, Hq, Lq], or [Hq, T] of packed sequences."""
+    """The first row of a head in lse [B, Hq, Lq], or [Hq, T] for packed sequences."""
     i_row = at.i_b * 0
     if o.p_q_starts is None:
         i_row = (at.i_b * o.heads + i_h) * o.q_len
@@ -140,7 +140,7 @@ def first_row(o, at, i_h):
 
 @triton.jit
 def load_rows(x, i_b, i_h, o_l, m_l, D: tl.constexpr, BD: tl.constexpr):
-    """Rows ``o_l`` of a head [BL, BD], 0 where ``m_l`` is False and beyond D."""
+    """Rows ``o_l`` of a head [BL, BD], 0 where ``m_l`` is False and in columns from D on."""
     o_d = tl.arange(0, BD)
     p_x = x.p + i_b * x.b + i_h * x.h
     p_x = p_x + o_l.to(tl.int64)[:, None] * x.l + o_d.to(tl.int64)[None, :] * x.d
@@ -162,7 +162,7 @@ def store_rows(x, i_b, i_h, o_l, m_l, block, D: tl.constexpr, BD: tl.constexpr):
 def load_pairs(x, at, i_h, row, first, other, BM: tl.constexpr, BN: tl.constexpr):
     """The tile [BM, BN] at (row, first) of an operand [B, H, Lq, Lk].
 
-    Within the tile offsets are int32, half the registers; ``sdpa.py`` sees to the strides.
+    Offsets within the tile are int32, which halves the registers; ``pairs`` limits the strides.
     """
     p_x = x.p + at.i_b * x.b + i_h * x.h
     p_x = p_x + tl.cast(row, tl.int64) * x.l + tl.cast(first, tl.int64) * x.d
@@ -178,7 +178,7 @@ def in_matrix(o_m, o_n, at):
 
 @triton.jit
 def tanh(x):
-    """x P(x^2) where |x| < 0.625, which keeps small x relatively exact; else by e^-2|x|."""
+    """x P(x^2) where |x| < 0.625, to keep the relative accuracy of small x; else from e^-2|x|."""
     a = tl.abs(x)
     xx = x * x
     small = xx * -0.00565999533 + 0.0205909947
@@ -195,8 +195,8 @@ def tanh(x):
 def keys_seen(first, last, at, o, BN: tl.constexpr):
     """The keys that the queries first...last can see: (lo, full_lo, full_hi, hi).
 
-    Each of [lo, hi) is seen by some query, each of [full_lo, full_hi) by all of them: there is no
-    window and no tail to look at. These two are multiples of BN.
+    Keys of [lo, hi) are visible to at least one query. Keys of [full_lo, full_hi) are visible to
+    all of them, so the window and the tail need no check. These two bounds are multiples of BN.
     """
     lo = 0
     full_lo = 0
@@ -229,7 +229,7 @@ def queries_seeing(first, last, at, o, BM: tl.constexpr):
 
 @triton.jit
 def in_window(o_m, o_n, at, o):
-    """Which pairs [BM, BN] are inside the window and inside the matrix."""
+    """Whether pairs [BM, BN] are inside the window and inside the matrix."""
     visible = in_matrix(o_m, o_n, at)
     d = (o_m + at.offset)[:, None] - o_n[None, :]
     if o.left is not None:
@@ -241,7 +241,7 @@ def in_window(o_m, o_n, at, o):
 
 @triton.jit
 def exponent_unit(o):
-    """What scores are multiplied by for exp2."""
+    """The factor that turns scores into exponents of 2."""
     unit = LOG2E
     if o.rescored is None:
         unit = o.scale * LOG2E
@@ -250,7 +250,7 @@ def exponent_unit(o):
 
 @triton.jit
 def scaled(s, o):
-    """Return the scores of these dot products before what is added to them; d score / d s."""
+    """Return the scores of dot products before anything is added, and d score / d s."""
     slope = 1.0
     if o.rescored is not None:
         s = s * o.scale
@@ -272,13 +272,13 @@ def scores(
     b_k,  # [BN, BD]
     at,
     i_h,
-    row,  # where the tile begins
+    row,  # the first row of the tile
     first,
     o,
-    CHECKED: tl.constexpr,  # whether the window and the tails have to be looked at
+    CHECKED: tl.constexpr,  # whether to check the window and the tails
     PRECISION: tl.constexpr,
 ):
-    """Return the scores [BM, BN], -inf where excluded; what is visible; d score / d (scale q.k)."""
+    """Return the scores [BM, BN], -inf where excluded; visible pairs; d score / d (scale q.k)."""
     BM: tl.constexpr = b_q.shape[0]
     BN: tl.constexpr = b_k.shape[0]
     o_m = row + tl.arange(0, BM)
@@ -297,16 +297,16 @@ def scores(
         slope_of_head = tl.load(o.alibi.p + at.i_b * o.alibi.b + i_h * o.alibi.h)
         s = s - slope_of_head * distance(o_m, o_n, at)
     if CHECKED or o.seen is not None or o.added is not None:
-        s = tl.where(visible, s, -INF)  # selected: a NaN that nobody sees ends here
+        s = tl.where(visible, s, -INF)  # selected: NaN in excluded pairs has no effect
     return s, visible, slope
 
 
 @triton.jit
 def wait_for_loads(b_x, PRECISION: tl.constexpr):
-    """Wait for the whole program, after what two products read is loaded and before the first one.
+    """Barrier after the loads of two products and before the first product.
 
     In float32 a thread reads whole rows of both operands. If the compiler waits only between the
-    one and the other, all of the first is in registers meanwhile, and they spill.
+    two products, all of the first operand stays in registers meanwhile, and registers spill.
     """
     if b_x.dtype == tl.float32 and PRECISION == "ieee":
         tl.debug_barrier()
@@ -314,20 +314,20 @@ def wait_for_loads(b_x, PRECISION: tl.constexpr):
 
 @triton.jit
 def keys_visible(visible):
-    """Which keys of a tile [BM, BN] any query sees [BN]."""
+    """Whether at least one query of a tile [BM, BN] can see each key [BN]."""
     return tl.max(visible.to(tl.int32), axis=0) > 0
 
 
 @triton.jit
 def start_softmax(BM: tl.constexpr, BD: tl.constexpr):
-    """The state of the online softmax of nothing: m, l, acc."""
+    """The initial state of the online softmax: m, l, acc."""
     m = tl.full([BM], -INF, tl.float32)
     return m, tl.zeros([BM], tl.float32), tl.zeros([BM, BD], tl.float32)
 
 
 @triton.jit
 def exponent(s, m, unit, o):
-    """(s - m) * unit, by the way that is exact enough in this unit; see the module."""
+    """(s - m) * unit, in the order that is exact enough for this unit; see the module."""
     if o.rescored is None:
         x = s * unit - m * unit
     else:
@@ -337,7 +337,7 @@ def exponent(s, m, unit, o):
 
 @triton.jit
 def update_softmax(m, l, s, unit, o):
-    """Return the new m and l, exp(s - m) [BM, BN], and what everything older is multiplied by."""
+    """Return the new m and l, exp(s - m) [BM, BN], and the factor that rescales earlier sums."""
     m_new = tl.maximum(m, tl.max(s, axis=1))
     m_safe = tl.where(m_new == -INF, 0.0, m_new)  # -inf - m must not be NaN
     p = tl.exp2(exponent(s, m_safe[:, None], unit, o))
@@ -347,9 +347,9 @@ def update_softmax(m, l, s, unit, o):
 
 @triton.jit
 def log_sum_exp(m, l, unit, o):
-    """m + log(l) in natural units and float64, -inf for a row that sees nothing."""
+    """m + log(l) in natural units and float64, -inf for a fully masked row."""
     if o.rescored is None:
-        top = (m * unit).to(tl.float64) * LN2  # of the very m * unit that was taken off
+        top = (m * unit).to(tl.float64) * LN2  # from the same m * unit that was subtracted
     else:
         top = m.to(tl.float64)
     total = tl.where(l == 0.0, 1.0, l).to(tl.float64)
@@ -368,10 +368,10 @@ def probabilities(s, high, low, unit, o):
 
 @triton.jit
 def kept(at, i_h, o_m, first, o, BM: tl.constexpr, BN: tl.constexpr):
-    """Which pairs [BM, BN] dropout keeps; see ``reference.dropout_keep``.
+    """Whether dropout keeps pairs [BM, BN]; see ``reference.dropout_keep``.
 
-    One Philox call gives the draws of eight neighbours. Joins put them side by side: the outermost
-    of the new dimensions is the high bit of the word's number, the innermost its half.
+    One Philox call gives the draws of eight neighbouring keys. Joins interleave them: the outermost
+    new dimension is the high bit of the word's number, the innermost selects the half of the word.
     """
     zero = tl.zeros([BM, BN // 8], tl.int32)
     blocks = first // 8 + tl.arange(0, BN // 8)

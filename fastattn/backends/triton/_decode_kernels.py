@@ -1,8 +1,8 @@
-"""The kernels of decoding: a cache in chunks of its keys, and what its chunks gave put together.
+"""The kernels of decoding: attention to chunks of a cache, and the merge of their results.
 
-A chunk has a fixed number of keys, whatever the batch, so that a row's bits depend on its own
-sequence alone. The query heads that share a key head are rows of one tile, r = head * Lq + i: keys
-and values are read once for all of them.
+A chunk has a fixed number of keys, whatever the batch is, so that the result of a row depends only
+on its own sequence. The query heads that share a key head are rows of one tile,
+r = head * Lq + i, so keys and values are read once for all of them.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from fastattn.backends.triton._core import (
 
 
 class Cache(NamedTuple):
-    """Where the keys of a sequence are: in an entry of their own, or in pages."""
+    """The location of the keys of a sequence: an entry of the cache, or pages."""
 
     p_lengths: Any  # [B] int64
     p_entries: Any  # [B] int64, or None: entry b
     p_table: Any  # [B, P] int32, or None
     table_row: int | None  # its stride
     length: int  # keys of an entry or a page
-    entries: int  # entries or pages that there are
-    capacity: int  # keys that a sequence can have
+    entries: int  # number of entries or pages
+    capacity: int  # the most keys of a sequence
 
 
 @triton.jit
 def _place(cache, i_b, o_n, m_n):
-    """The entries, or pages, of keys ``o_n``, and the rows there; within what there is."""
+    """The entries, or pages, of keys ``o_n`` and their rows, clamped to the cache."""
     if cache.p_table is not None:
         p_table = cache.p_table + i_b * cache.table_row
         entry = tl.load(p_table + o_n // cache.length, mask=m_n, other=0).to(tl.int64)
@@ -56,7 +56,7 @@ def _place(cache, i_b, o_n, m_n):
 
 @triton.jit
 def _load_cached(x, entry, row, i_h, m_n, D: tl.constexpr, BD: tl.constexpr):
-    """Rows of a cache [E, Hkv, N, D], 0 where ``m_n`` is False and beyond D: [BN, BD]."""
+    """Rows [BN, BD] of a cache [E, Hkv, N, D], 0 where ``m_n`` is False and from column D on."""
     o_d = tl.arange(0, BD)
     p_x = x.p + i_h * x.h + (entry * x.b + row * x.l)[:, None] + o_d.to(tl.int64)[None, :] * x.d
     return tl.load(p_x, mask=m_n[:, None] & (o_d < D)[None, :], other=0.0)
@@ -78,7 +78,7 @@ def decode_chunks(
     p_max,  # [B, Hq, Lq, chunks] float32
     p_sum,  # [B, Hq, Lq, chunks] float32
     p_acc,  # [B, Hq, Lq, chunks, Dv] float32
-    chunks,  # of the longest sequence that fits
+    chunks,  # of a sequence that fills the cache
     WAYS: tl.constexpr,  # programs that share the chunks of a sequence
     CHUNK: tl.constexpr,  # keys, a multiple of BN
     D: tl.constexpr,
@@ -89,7 +89,7 @@ def decode_chunks(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """The softmax's state, of one tile of rows of a key head, for every WAYS-th chunk."""
+    """The softmax state of one tile of rows of a key head, for every WAYS-th chunk."""
     rows = o.group * o.q_len
     tiles = tl.cdiv(rows, BM)
     kv_heads = o.heads // o.group
@@ -153,7 +153,7 @@ def decode_combine(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """One row: the chunks in their order, BN at a time."""
+    """Merge the chunks of one row in order, BN at a time."""
     i_row = tl.program_id(0).to(tl.int64)
     i_m = i_row % o.q_len
     i_bh = i_row // o.q_len
@@ -201,7 +201,7 @@ def append_rows(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Write one tile of the new rows of a head behind the old ones."""
+    """Append one tile of the new rows of a head to the old ones."""
     column_tiles = tl.cdiv(width, BN)
     row_tiles = tl.cdiv(rows, BM)
     o_d = tl.program_id(0) % column_tiles * BN + tl.arange(0, BN)

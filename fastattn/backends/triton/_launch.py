@@ -1,4 +1,4 @@
-"""How a kernel is launched: on the tensors' own device and its current stream, by the table."""
+"""Launches kernels on the tensors' device and its current stream, with the table's settings."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ INTERPRETED: bool = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 @dataclass(frozen=True)
 class Recording:
-    """A launch that was asked for while :func:`recording`, and did not happen."""
+    """A launch that was requested while :func:`recording`, and not executed."""
 
     kernel: Any
     arguments: dict[str, Any]
@@ -53,9 +53,9 @@ _recorder: ContextVar[_Recorder | None] = ContextVar("fastattn_triton_recorder",
 
 @contextlib.contextmanager
 def recording(architecture: str) -> Iterator[list[Recording]]:
-    """Within the block nothing is launched: the list gets what would be, on that architecture.
+    """Record launches for that architecture in the list, instead of executing them.
 
-    So the kernels can be compiled where no GPU is, from tensors of the device "meta".
+    So kernels can be compiled without a GPU, from tensors of the device "meta".
     """
     launches: list[Recording] = []
     token = _recorder.set(_Recorder(architecture, launches))
@@ -94,7 +94,7 @@ def launch(
     if recorder is not None:
         recorder.launches.append(Recording(kernel, arguments, planned))
         return
-    # Triton takes the current device's current stream, whatever the tensors' own device is.
+    # Triton uses the current stream of the current device, whatever the device of the tensors is.
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             _run(kernel, planned, programs, device, arguments)
@@ -102,11 +102,11 @@ def launch(
         _run(kernel, planned, programs, device, arguments)
 
 
-# What Triton compiled for a call, by all that it may have looked at: the numbers themselves, and
-# dtype and alignment of the tensors. To find it again from the arguments takes Triton longer.
+# The compiled kernel of a call, keyed by everything that Triton may specialise on: the numbers
+# themselves, and the dtype and alignment of the tensors. Triton's own look-up takes longer.
 _compiled: dict[Any, Any] = {}
 _MOST_COMPILED = 4096
-# The versions of which a compiled kernel is known to be run like this.
+# The Triton versions whose compiled kernels are known to run like this.
 _KNOWN = not INTERPRETED and (3, 6) <= tuple(map(int, triton.__version__.split(".")[:2])) <= (3, 9)
 
 
@@ -133,7 +133,7 @@ def _run(
 
 
 def _hooked() -> bool:
-    """Whether a profiler wants to be told of launches."""
+    """Whether a profiler has hooks on launches."""
     hooks = triton.knobs.runtime
     return bool(hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls)
 
@@ -153,11 +153,11 @@ def _looked_at(x: Any) -> Any:
 
 
 def options_of(planned: Launch) -> dict[str, Any]:
-    """What Triton is told of a launch beside its arguments."""
+    """The options of a launch, other than the arguments of the kernel."""
     options: dict[str, Any] = {
         "num_warps": planned.warps,
         "num_stages": planned.stages,
-        # What the bounds are proven with; Triton 3.10 stops fusing by itself.
+        # The error bounds are proven with fusion; Triton 3.10 no longer fuses by default.
         "enable_fp_fusion": True,
     }
     if planned.greedy:
@@ -166,15 +166,15 @@ def options_of(planned: Launch) -> dict[str, Any]:
 
 
 def block_of(width: int) -> int:
-    """The columns of a tile: a power of two, and what a matrix unit takes at least."""
+    """The columns of a tile: a power of two, and at least the minimum of a matrix unit."""
     return 16 if width <= 16 else 1 << (width - 1).bit_length()
 
 
 def operand(x: Tensor) -> Operand:
-    """[B, H, L, D]; a dimension of size 1 is one that may be repeated."""
+    """[B, H, L, D]; a dimension of size 1 is broadcast."""
     return Operand(x, *[0 if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True)])
 
 
 def precision() -> str:
-    """Whether products of float32 may be rounded to tf32: only if PyTorch's own may."""
+    """Whether float32 products may round to tf32: only if PyTorch's own products may."""
     return "tf32" if allows_tf32() else "ieee"

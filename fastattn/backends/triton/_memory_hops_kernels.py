@@ -1,11 +1,11 @@
 """The kernels of memory hops: u <- phi(H_k u + C_k^T softmax(scale M_k u + bias_k)), k = 1 ... K.
 
-A program takes a tile of queries through all hops, without another launch between them; with a
-projection through one hop, and H_k u_k comes from a library's product. Queries are rows
-r = b * Q + q; a group of them shares a memory: those of a sequence, or all of them.
+A program computes all hops of a tile of queries in one launch. With a projection it computes one
+hop, and H_k u_k comes from PyTorch's matrix product. Queries are rows r = b * Q + q. A group of
+them shares a memory: those of a sequence, or all of them.
 
-Hopfield retrieval is hops without the old state, u <- C^T softmax(scale M u + bias), of which each
-query takes a number of its own.
+Hopfield retrieval is memory hops without the old state, u <- C^T softmax(scale M u + bias), where
+each query takes its own number of hops.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fastattn.backends.triton._core import (
 
 
 class Hops(NamedTuple):
-    """What a call is made with. Memories are [B, K, N, D], masks [B, Q, K, N]."""
+    """The operands of a call. Memories are [B, K, N, D], masks [B, Q, K, N]."""
 
     m: Operand
     c: Operand
@@ -41,13 +41,13 @@ class Hops(NamedTuple):
     rows: int  # of a memory
     hops: int
     scale: float
-    rescored: int  # 1: scores are those of the definition
-    p_taken: Any = None  # [B, Q] int64, of a retrieval: how many hops each query takes
+    rescored: int  # 1: scores have the unit of the definition
+    p_taken: Any = None  # [B, Q] int64, retrieval only: the number of hops of each query
 
 
 @triton.jit
 def _rows_of(i_group, tile, o, BM: tl.constexpr):
-    """The rows of a tile, and which of them there are."""
+    """The rows of a tile, and whether each of them exists."""
     o_local = tile * BM + tl.arange(0, BM)
     return tl.cast(i_group, tl.int64) * o.group + o_local, o_local < o.group
 
@@ -69,7 +69,7 @@ def _store_state(p_x, row, m_r, block, D: tl.constexpr, BD: tl.constexpr):
 
 @triton.jit
 def _load_vectors(x, o_r, m_r, o, D: tl.constexpr, BD: tl.constexpr):
-    """Rows of [B, Q, D] in any strides, as float32 [BM, BD]."""
+    """Rows of [B, Q, D] with any strides, as float32 [BM, BD]."""
     o_d = tl.arange(0, BD)
     p_x = x.p + ((o_r // o.queries) * x.b + (o_r % o.queries) * x.h)[:, None]
     p_x = p_x + o_d.to(tl.int64)[None, :] * x.d
@@ -85,7 +85,7 @@ def _load_pairs(x, o_r, hop, o_n, inside, other, o):
 
 @triton.jit
 def _scores(b_u, b_m, o_r, m_r, hop, o_n, o, PRECISION: tl.constexpr):
-    """Return the scores [BM, BN], and what is visible."""
+    """Return the scores [BM, BN] and the visible pairs."""
     s = tl.dot(b_u.to(b_m.dtype), tl.trans(b_m), input_precision=PRECISION) * o.scale
     visible = m_r[:, None] & (o_n < o.rows)[None, :]
     if o.seen is not None:
@@ -99,7 +99,7 @@ def _scores(b_u, b_m, o_r, m_r, hop, o_n, o, PRECISION: tl.constexpr):
 
 @triton.jit
 def _weights(s, visible, m, l, NORMALIZE: tl.constexpr):
-    """p [BM, BN] of scores, 0 where excluded."""
+    """The weights p [BM, BN] of scores, 0 where excluded."""
     if NORMALIZE:
         return tl.where(visible, tl.exp2((s - m[:, None]) * LOG2E) / l[:, None], 0.0)
     else:
@@ -108,7 +108,7 @@ def _weights(s, visible, m, l, NORMALIZE: tl.constexpr):
 
 @triton.jit
 def hops_forward(
-    query,  # [B, Q, D] as [B, Q, -, D], or None: the state of the first hop is in the trace
+    query,  # [B, Q, D] as [B, Q, -, D]; None: the state of the first hop is in the trace
     o,
     p_trace,  # [B, Q, 2K + 1, D] float32: u_1, o_1, u_2, ..., u_K+1
     p_stats,  # [B, Q, K, 2] float32: m and l of p = exp(s - m) / l
@@ -175,7 +175,7 @@ def hops_forward(
                 b_u = _load_state(p_projected, o_r, m_r, D, BD)
             b_u = b_u + acc
         if ACTIVATION == "relu":
-            b_u = tl.where(b_u < 0.0, 0.0, b_u)  # a NaN stays one
+            b_u = tl.where(b_u < 0.0, 0.0, b_u)  # NaN stays NaN
         if ACTIVATION == "tanh":
             b_u = tanh(b_u)
         if ACTIVATION == "sigmoid":
@@ -186,7 +186,7 @@ def hops_forward(
 
 @triton.jit
 def _statistics(p_stats, o_r, m_r, hop, o):
-    """m and l of each row; +inf and 1 for one that sees nothing, so that its p is 0."""
+    """m and l of each row; +inf and 1 for a fully masked row, so that its p is 0."""
     o_stats = (o_r * o.hops + hop) * 2
     m = tl.load(p_stats + o_stats, mask=m_r, other=-INF)
     l = tl.load(p_stats + o_stats + 1, mask=m_r, other=1.0)
@@ -223,7 +223,7 @@ def hops_backward_query(
     p_grad_query,  # [B, Q, D]
     first_hop,
     last_hop,
-    PROJECTED: tl.constexpr,  # then H_k^T times the gradient of its sum is still to be added
+    PROJECTED: tl.constexpr,  # H_k^T times the gradient of its sum is added later
     ACTIVATION: tl.constexpr,
     NORMALIZE: tl.constexpr,
     D: tl.constexpr,
@@ -232,8 +232,8 @@ def hops_backward_query(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """The hops of one tile of queries backwards."""
-    # In float32 both memories are loaded before what waits for them; else that costs registers.
+    """The backward pass of the hops of one tile of queries."""
+    # In float32 both memories are loaded before any wait; otherwise the waits cost registers.
     EARLY: tl.constexpr = o.c.p.dtype.element_ty == tl.float32
     tiles = tl.cdiv(o.group, BM)
     i_group = (tl.program_id(0) // tiles).to(tl.int64)
@@ -314,10 +314,10 @@ def hops_backward_memory(
     p_grad_memory,  # [groups or 1, slots, N, D]
     groups,
     slots,
-    out_first,  # the slot that is the first hop's output memory
-    READ: tl.constexpr,  # it is the input memory of hops
-    WRITTEN: tl.constexpr,  # it is the output memory of hops
-    SUMMED: tl.constexpr,  # it is common to all groups
+    out_first,  # the slot of the first hop's output memory
+    READ: tl.constexpr,  # the slot is an input memory
+    WRITTEN: tl.constexpr,  # the slot is an output memory
+    SUMMED: tl.constexpr,  # all groups share the slot
     NORMALIZE: tl.constexpr,
     D: tl.constexpr,
     BD: tl.constexpr,
@@ -325,7 +325,7 @@ def hops_backward_memory(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """One tile of rows of one slot of a memory: dM = scale ds^T u, dC = p^T g, hop after hop."""
+    """One tile of rows of one slot of a memory: dM = scale ds^T u, dC = p^T g, hop by hop."""
     tiles = tl.cdiv(o.rows, BN)
     first = tl.program_id(0) % tiles * BN
     rest = (tl.program_id(0) // tiles).to(tl.int64)
@@ -385,23 +385,23 @@ def hops_backward_memory(
 
 @triton.jit
 def retrieve(
-    state,  # [G, Q, D] as [G, Q, -, D], or None: p_ends has it
+    state,  # [G, Q, D] as [G, Q, -, D]; None: the state is in p_ends
     o,
     p_out,  # [G, Q, D]
     p_ends,  # [G, Q, 2, D] float32: the state before the last step, and after it
-    p_taken,  # [G, Q] int64: steps taken; negative where the query still moved
-    done,  # steps that were taken before, by the call that this one goes on with
+    p_taken,  # [G, Q] int64: steps taken; negative if not converged
+    done,  # steps already taken by earlier launches
     steps_max,
     shortest,  # eps^2
-    unit,  # what rounding may move, relative and squared
-    together,  # so many queries stop at the same time, BM at most
+    unit,  # the rounding error of a step, relative and squared
+    together,  # this many queries stop together, at most BM
     D: tl.constexpr,
     BD: tl.constexpr,
     PRECISION: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Step until every query of the tile rests, or has taken ``steps_max`` steps."""
+    """Step until every query of the tile has converged or has taken ``steps_max`` steps."""
     of_tile = BM // together * together
     tiles = tl.cdiv(o.group, of_tile)
     i_group = (tl.program_id(0) // tiles).to(tl.int64)

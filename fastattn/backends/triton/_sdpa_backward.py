@@ -1,10 +1,10 @@
-"""The kernels of attention, backward, in two passes without atomics: the same bits in every run.
+"""The backward kernels of attention: two passes without atomics, bitwise equal in every run.
 
 With dp_ij = (do_i . v_j + gw_ij) * kept_ij / share kept and delta_i = sum_j p_ij dp_ij,
 
     d loss / d s_ij = p_ij (dp_ij - delta_i + glse_i)
 
-where gw and glse are the gradients of the weights and of lse. Without gw delta is out_i . do_i,
+where gw and glse are the gradients of the weights and of lse. Without gw, delta is out_i . do_i,
 which needs no pass over the keys.
 """
 
@@ -67,7 +67,7 @@ def _score_gradients(
         keep = kept(at, i_h, row + tl.arange(0, BM), first, o, BM, BN)
         dp = tl.where(keep, dp * o.kept_scale, 0.0)
         w = tl.where(keep, p, 0.0)
-    # Selected: the row of a query that sees nothing may carry a gradient of NaN.
+    # Selected: the gradient of a fully masked row may be NaN.
     ds = tl.where(visible & (high != INF)[:, None], p * (dp - delta[:, None]), 0.0)
     return w, ds
 
@@ -78,7 +78,7 @@ def attention_statistics(
     k,
     v,
     out,  # [B, Hq, Lq, Dv]
-    grad_out,  # [B, Hq, Lq, Dv]; None: only lse is wanted
+    grad_out,  # [B, Hq, Lq, Dv]; None: only lse is needed
     grad_lse,  # [B, Hq, Lq, 1] or None
     grad_weights,  # [B, Hq, Lq, Lk] or None
     weight_share,  # 1 / Hq if the weights were averaged, else 1
@@ -96,13 +96,13 @@ def attention_statistics(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """lse in two floats of the exponent's unit, and delta - glse, of one tile of queries.
+    """lse in two floats of the exponent's unit, and delta - glse, for one tile of queries.
 
-    One float of the size of lse would make every exp(s - lse) wrong by its rounding. A row that
-    sees nothing gets +inf, so that its probabilities are 0.
+    With a single float, the rounding error of lse would be in every exp(s - lse). A fully masked
+    row gets +inf, so that its probabilities are 0.
 
-    out . do carries the rounding of out. EXACT takes it as an estimate, and sums what is left with
-    the very probabilities that it has to cancel: sum_j p_ij (dp_ij - estimate).
+    out . do contains the rounding error of out. EXACT uses it as an estimate and sums the remainder
+    with the same probabilities that the backward kernels use: sum_j p_ij (dp_ij - estimate).
     """
     unit = exponent_unit(o)
     at, i_h, tile = locate(o, False, BM)
@@ -125,7 +125,8 @@ def attention_statistics(
     high = tl.where(sees, high, INF)
     low = tl.where(sees & (tl.abs(high) != INF), low, 0.0)
     if o.added is not None:
-        # Below such a maximum, of finfo.min say, even float64 has lost log(l): find it again.
+        # Next to such a maximum, for example finfo.min, even float64 has lost log(l), so it is
+        # recomputed.
         huge = sees & (tl.abs(high) > 2.0**30)
         if tl.max(huge.to(tl.int32), axis=0) > 0:
             m = tl.full([BM], -INF, tl.float32)
@@ -247,7 +248,7 @@ def attention_backward_key_value(
 ):
     """dv_j = sum_i w_ij do_i and dk_j = scale * sum_i ds_ij q_i for one tile of keys of one head.
 
-    The query heads that share the key head are added up here, one after the other.
+    The query heads that share the key head are summed here, one after the other.
     """
     at, i_hkv, tile = locate(o, True, BN)
     first = tile * BN
@@ -302,7 +303,7 @@ def attention_backward_mask(
     p_delta,
     p_grad,  # [Bm, Hm, Lq or its tiles, Lk or its tiles] float32
     mask_heads,
-    batch_sum,  # how many sequences, and how many heads, share one element of the mask
+    batch_sum,  # the number of sequences, and of heads, that share one element of the mask
     head_sum,
     SUM_Q: tl.constexpr,  # the mask is the same for every query
     SUM_K: tl.constexpr,  # ... for every key
@@ -314,7 +315,7 @@ def attention_backward_mask(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """d loss / d mask of one tile of pairs: the sum of ds over all that share an element."""
+    """d loss / d mask for one tile of pairs: the sum of ds over all pairs that share an element."""
     k_tiles = tl.cdiv(o.k_len, BN)
     q_tiles = tl.cdiv(o.q_len, BM)
     k_tile = tl.program_id(0) % k_tiles
@@ -348,7 +349,7 @@ def attention_backward_mask(
             b_v, b_do, high, low, delta, grad_weights, weight_share,
             at, i_h, row, first, s, visible, o, BM, BN, PRECISION,
         )  # fmt: skip
-        # Thousands of terms may meet in one element: what the sum rounds off is summed too.
+        # One element may be the sum of thousands of terms, so the rounding errors are summed, too.
         grown = total + ds
         back = grown - total
         lost += (total - (grown - back)) + (ds - back)

@@ -1,4 +1,4 @@
-"""The kernels of attention, forward: the output with its log-sum-exp, and the weights."""
+"""The forward kernels of attention: the output with its log-sum-exp, and the weights."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _attend_to(
     acc,  # [BM, BDV]
     start,  # a multiple of BN
     end,
-    lo,  # the keys of [start, end) that are in [lo, hi) are seen by some query
+    lo,  # keys of [start, end) in [lo, hi) are visible to at least one query
     hi,
     b_q,  # [BM, BD]
     k,
@@ -48,7 +48,7 @@ def _attend_to(
     BDV: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Take the keys [start, end) into the state of the softmax."""
+    """Update the state of the softmax with the keys [start, end)."""
     unit = exponent_unit(o)
     for first in range(start, end, BN):
         o_n = first + tl.arange(0, BN)
@@ -86,7 +86,7 @@ def attention_forward(
     at, i_h, tile = locate(o, False, BM)
     if tile * BM >= at.q_len:
         return
-    row = (tl.cdiv(at.q_len, BM) - 1 - tile) * BM  # causal: those with most keys start first
+    row = (tl.cdiv(at.q_len, BM) - 1 - tile) * BM  # causal: the tiles with most keys start first
     o_m = row + tl.arange(0, BM)
     m_m = o_m < at.q_len
     b_q = load_rows(q, at.q_at, i_h, o_m, m_m, D, BD)
@@ -121,7 +121,7 @@ def attention_weights(
     k,
     o,
     p_high,  # [B, Hq, Lq] float32: lse in the unit of the exponent
-    p_low,  # [B, Hq, Lq] float32: what its rounding left
+    p_low,  # [B, Hq, Lq] float32: the rounding error of p_high
     weights,  # [B, Hq, Lq, Lk], or [B, 1, Lq, Lk]
     AVERAGED: tl.constexpr,
     D: tl.constexpr,
@@ -130,7 +130,7 @@ def attention_weights(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """The weights of one tile of pairs, of one head or their mean over all of them."""
+    """The weights of one tile of pairs, for one head or averaged over all heads."""
     unit = exponent_unit(o)
     k_tiles = tl.cdiv(o.k_len, BN)
     q_tiles = tl.cdiv(o.q_len, BM)

@@ -1,12 +1,12 @@
 """The table of launches: (architecture, kernel, bits of an element, width of a row) -> tile.
 
-A tile has BM queries and BN keys; a program has ``warps`` warps, and loads ``stages`` tiles ahead.
-Nothing is tried out when a kernel is first called. The entries are to compile without a spilled
-register and within the chip's shared memory: ``tests/triton/test_triton_aot.py`` tests the
-commonest, and its slow test all of them. Their speed is unmeasured. ``FASTATTN_TRITON_TABLE`` may
-name a JSON file that goes before, of the form
+A tile has BM queries and BN keys; a program has ``warps`` warps and loads ``stages`` tiles ahead.
+There is no autotuning at the first call of a kernel. The entries must compile without spilled
+registers and within the GPU's shared memory: ``tests/triton/test_triton_aot.py`` tests the most
+common ones, and its slow test all of them. Their speed is unmeasured. ``FASTATTN_TRITON_TABLE`` may
+name a JSON file that takes precedence, of the form
 ``{architecture: {kernel: {bits: [[width, [BM, BN, warps, stages, greedy]], ...]}}}``, where greedy
-may be missing; ``python -m fastattn tune`` measures one.
+is optional; ``python -m fastattn tune`` measures such a table.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Launch(NamedTuple):
     BN: int  # keys
     warps: int
     stages: int
-    greedy: int = 0  # 1: the compiler may take all registers that there are; NVIDIA
+    greedy: int = 0  # 1: the compiler may use all registers; NVIDIA only
 
     def q_tiles(self, q_len: int) -> int:
         return -(-q_len // self.BM)
@@ -39,7 +39,7 @@ class Launch(NamedTuple):
         return self.q_tiles(q_len) * self.k_tiles(k_len)
 
 
-# kernel -> bits -> (up to this width, launch), the narrowest first
+# kernel -> bits -> (maximum width, launch), the narrowest first
 _Rows = list[tuple[int, Launch]]
 _Table = dict[str, dict[int, _Rows]]
 
@@ -49,7 +49,7 @@ def _with(rows: _Rows, changed: dict[int, Launch]) -> _Rows:
     return [(up_to, changed.get(up_to, launch)) for up_to, launch in rows]
 
 
-# Small, so that a short sequence has several tiles: this is for tests.
+# Small, so that a short sequence has several tiles; used by tests.
 _INTERPRETER = Launch(32, 32, 4, 1)
 
 _HOPPER: _Table = {
@@ -97,7 +97,7 @@ _HOPPER: _Table = {
     },
 }
 
-# Rows are the query heads of a key head, up to 16 of them or more. Bound by memory.
+# Rows are the query heads of a key head, 16 or more. Memory bound.
 _HOPPER["decode"] = {
     16: [
         (128, Launch(16, 64, 4, 3)),
@@ -118,7 +118,7 @@ _HOPPER["decode_rows"] = {
     ],
     32: _HOPPER["decode"][32],
 }
-# A tile of queries goes through all hops; they are few in most calls.
+# A program computes all hops of a tile of queries. Most calls have few queries.
 _HOPPER["hops"] = {
     16: [(256, Launch(16, 32, 4, 1))],
     32: [(128, Launch(16, 16, 4, 1, greedy=1)), (256, Launch(16, 16, 8, 1))],
@@ -127,7 +127,7 @@ _HOPPER["hops_backward"] = {
     16: [(128, Launch(16, 32, 4, 1, greedy=1)), (256, Launch(16, 16, 8, 1))],
     32: [(256, Launch(16, 16, 8, 1))],
 }
-# A mask takes registers, and so does what is summed with it.
+# A mask needs registers, and so do the values that are summed with it.
 _HOPPER["forward_masked"] = {
     16: _with(_HOPPER["forward"][16], {128: Launch(128, 32, 8, 3), 256: Launch(64, 32, 8, 2)}),
     32: _HOPPER["forward"][32],
@@ -150,13 +150,13 @@ _HOPPER["backward_mask"] = {
     16: _with(_HOPPER["backward_key_value"][16], {256: Launch(16, 32, 4, 1)}),
     32: _HOPPER["backward_key_value_masked"][32],
 }
-# Bound by its tanh: a tile needs no more than enough pairs for its threads.
+# Bound by tanh: a tile needs only enough pairs for its threads.
 _HOPPER["additive"] = {
     16: [(512, Launch(16, 32, 4, 1))],
     32: [(64, Launch(16, 32, 4, 1)), (256, Launch(16, 16, 8, 1)), (512, Launch(16, 16, 16, 1))],
 }
 
-# mma.sync keeps its operands in registers, and there is less shared memory.
+# mma.sync keeps its operands in registers, and the GPU has less shared memory.
 _AMPERE: _Table = {
     **_HOPPER,
     "forward": {
@@ -197,7 +197,7 @@ _AMPERE["hops"] = {
     32: [(256, Launch(16, 16, 8, 1))],
 }
 
-# A wave of 64 lanes: 4 of them leave 512 registers a lane, 8 only 256. 64 KiB of local memory.
+# Waves of 64 lanes: 4 waves leave 512 registers per lane, 8 only 256. 64 KiB of local memory.
 _CDNA: _Table = {
     "forward": {
         16: [
@@ -317,10 +317,11 @@ _BLACKWELL: _Table = {
 
 
 def _greedy(table: _Table, *bits: int) -> _Table:
-    """For elements of so many bits, ptxas must not settle for few registers, and spill.
+    """Let ptxas use all registers for elements of these sizes, where it would otherwise spill.
 
-    In 16 bits these are the forward and its statistics, in float32 additive attention and the
-    backward of others: told so of the rest, it takes too many, and spills. Entries may say it, too.
+    With 16 bits this concerns the forward kernels and the statistics, with float32 additive
+    attention and the backward kernels. For the others ptxas would then take too many registers and
+    spill. Entries of the table may set it, too.
     """
 
     def told(kernel: str, size: int, rows: _Rows) -> _Rows:
@@ -349,7 +350,7 @@ _trials: dict[str, Launch] = {}
 
 @contextlib.contextmanager
 def trying(kernel: str, launch: Launch) -> Iterator[None]:
-    """Within the block a kernel has this launch, whatever the tables say; for measurements."""
+    """Use this launch for a kernel instead of the table's within the block; for measurements."""
     _trials[kernel] = launch
     try:
         yield
@@ -371,9 +372,9 @@ def choose(architecture: str, kernel: str, bits: int, width: int) -> Launch:
 
 @functools.cache
 def table_of(architecture: str) -> _Table:
-    """The table of an architecture: the user's own, then ours, or that of the chip nearest to it.
+    """The table of an architecture: the user's entries, then ours or those of the nearest GPU.
 
-    Raises ``ValueError`` if the file of the user's own has another form.
+    Raises ``ValueError`` if the user's file has another form.
     """
     nearest = next((name for name in ARCHITECTURES if name[:-1] == architecture[:-1]), "sm_80")
     if architecture.startswith("gfx"):
@@ -396,6 +397,6 @@ def table_of(architecture: str) -> _Table:
 
 
 def _before(own: list[Any], ours: _Rows) -> _Rows:
-    """Rows from a file, then those of ours that are for wider rows than any of them."""
+    """Rows from a file, then those of our rows that are wider than all of them."""
     rows = sorted((int(up_to), Launch(*map(int, launch))) for up_to, launch in own)
     return rows + [row for row in ours if not rows or row[0] > rows[-1][0]]

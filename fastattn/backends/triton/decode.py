@@ -21,10 +21,11 @@ from fastattn.backends.triton._table import Launch
 __all__ = ["append_to_cache", "decode_attention"]
 
 # A chunk is enough work for a program, and small enough that one long sequence fills a GPU. More
-# programs than WAYS a head fill it anyway: where sequences are short of the cache, most do nothing.
+# than WAYS programs per head are not needed to fill it; where sequences are shorter than the cache,
+# most of them would do nothing.
 _CHUNK = 256
 _WAYS = 64
-_COMBINE = Launch(1, 16, 4, 1)  # chunks at a time; bound by memory
+_COMBINE = Launch(1, 16, 4, 1)  # chunks at a time; memory bound
 _APPEND = Launch(16, 64, 4, 1)  # rows, columns
 
 
@@ -102,7 +103,7 @@ def append_to_cache(
     block_table: Tensor | None = None,  # [B, P] int32
     cache_batch_idx: Tensor | None = None,  # [B] int64
 ) -> None:
-    """Write the new keys and values behind those of each sequence, in place."""
+    """Append the new keys and values to those of each sequence, in place."""
     cache = _cache(key_cache, cache_seqlens, block_table, cache_batch_idx)
     for x, kept in ((key, key_cache), (value, value_cache)):
         batch, heads, rows, width = x.shape

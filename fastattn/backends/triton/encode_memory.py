@@ -1,7 +1,7 @@
 """Memory encoding on Triton: m_i = sum_j factors_j o weight[tokens_ij] + temporal_i.
 
-The gradient of the table is summed in the order of the tokens, without atomics: they are sorted by
-their row, and a program goes through those of its row.
+The gradient of the table is summed in the order of the tokens, without atomics: the tokens are
+sorted by their row, and each program sums those of its row.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from fastattn.backends.triton._table import Launch
 
 __all__ = ["encode_memory", "encode_memory_backward"]
 
-_TILE = Launch(16, 64, 4, 1)  # sentences, or words at a time, and columns; bound by memory
+_TILE = Launch(16, 64, 4, 1)  # sentences, or words at a time, and columns; memory bound
 
 
 @triton.jit
 def _is_word(token, rows, padding):
-    """Whether a token counts. One that the table does not have is left out: it cannot be read."""
+    """Whether a token counts. Tokens outside the table do not, so they are never read."""
     counts = (token >= 0) & (token < rows)
     if padding is not None:
         counts = counts & (token != padding)
@@ -83,8 +83,8 @@ def encode_sentences(
 @triton.jit
 def sum_by_row(
     p_grad,  # [R, B, G, N, D]
-    p_order,  # [R, B N J] int64: the places of the words, sorted by their row of the table
-    p_starts,  # [R, V + 1] int64: where those of a row begin
+    p_order,  # [R, B N J] int64: the positions of the words, sorted by their row of the table
+    p_starts,  # [R, V + 1] int64: the first position of each row
     p_factors,  # [J, D] float32
     p_sums,  # [R, G, V, D]
     tables,
@@ -96,7 +96,7 @@ def sum_by_row(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """d loss / d weight_v = sum of factors_j o grad_i over the places (i, j) of the word v."""
+    """d loss / d weight_v = sum of factors_j o grad_i over the positions (i, j) of the word v."""
     column_tiles = tl.cdiv(width, BN)
     o_d = tl.program_id(0) % column_tiles * BN + tl.arange(0, BN)
     i_rgv = (tl.program_id(0) // column_tiles).to(tl.int64)
@@ -169,7 +169,7 @@ def encode_memory_backward(
     counts = (tokens >= 0) & (tokens < rows)
     if options.padding_idx is not None:
         counts &= tokens != options.padding_idx
-    told = torch.where(counts, tokens, rows).flatten(1)  # what does not count comes last
+    told = torch.where(counts, tokens, rows).flatten(1)  # tokens that do not count come last
     told, order = told.sort(dim=1, stable=True)
     every = torch.arange(rows + 1, device=tokens.device).expand(models, -1).contiguous()
     grad_weight = grad.new_empty((models, tables, rows, width))
@@ -193,6 +193,6 @@ def encode_memory_backward(
     if not options.temporal:
         return grad_weight, grad.new_empty(0)
     any_word = counts.any(-1)[:, :, None, :, None]  # [R, B, 1, N, 1]
-    # Selected: the gradient of a sentence that is none may be NaN.
+    # Selected: the gradient of a sentence without words may be NaN.
     of_sentences = torch.where(any_word, grad, 0.0)
     return grad_weight, of_sentences.sum(1, dtype=torch.float32).to(grad.dtype)

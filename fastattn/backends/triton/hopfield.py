@@ -26,8 +26,8 @@ from fastattn.backends.triton.memory_hops import (
 
 __all__ = ["TOGETHER", "hopfield_retrieve", "hopfield_retrieve_backward"]
 
-TOGETHER = 16  # queries that may stop together: those of one tile
-_ROUND = 256  # steps of one launch of a search without a limit, which may never come to rest
+TOGETHER = 16  # the most queries that can stop together: those of one tile
+_ROUND = 256  # steps per launch of a search without a limit, which may never converge
 _ULPS = 4
 
 
@@ -69,7 +69,7 @@ def hopfield_retrieve(
             **_widths(width),
         )
         done = until
-        # Only where there is no limit does anybody wait for the GPU.
+        # The host waits for the GPU only if there is no limit.
         if options.steps_max >= 0 or bool((taken > 0).all()):
             return out, taken, ends
 
@@ -114,7 +114,7 @@ class _Memory(Patterns):
         needed: int,
     ) -> Gradients:
         o = self.hops(state, steps)._replace(p_taken=taken.contiguous())
-        if self.keys is not None:  # then they are the input memory
+        if self.keys is not None:  # then the keys are the input memory
             needed = needed & 8 | (needed & 2) << 1 | (needed & 4) >> 1
         of_scores = self.bias is not None and bool(needed & 8)
         options = MemoryHopBackwardOptions(needed=needed)

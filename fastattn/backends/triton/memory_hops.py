@@ -86,7 +86,7 @@ def options_of(
     *,
     shared: bool,
 ) -> Hops:
-    """``shared``: all of the batch reads one memory."""
+    """``shared``: the whole batch reads one memory."""
     batch, queries = query.shape[0], query.shape[1] if query.ndim == 3 else 1
     read = in_memory
     if out_memory is None:  # the next memory of a stack, or the only one
@@ -113,7 +113,7 @@ def run_forward(
     applied: Tensor | None = None,
     hop_proj: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the last state, all of them, and the statistics of each hop."""
+    """Return the last state, all states, and the statistics of each hop."""
     *lead, width = query.shape
     out = query.new_empty((*lead, width))
     trace = query.new_empty((*lead, 2 * o.hops + 1, width), dtype=torch.float32)
@@ -228,7 +228,7 @@ def run_backward(
 
 
 def summed(scores: Tensor, bias: Tensor) -> Tensor:
-    """[B, Q, K, N] in the shape of a bias."""
+    """Sum [B, Q, K, N] to the shape of a bias."""
     shared = [n for n, size in enumerate(bias.shape) if size == 1 and scores.shape[n] != 1]
     if shared:
         scores = scores.sum(shared, keepdim=True, dtype=torch.float64)
@@ -250,12 +250,12 @@ def _widths(width: int) -> dict[str, Any]:
 
 
 def _one_memory(memory: Tensor) -> bool:
-    """The same for all of the batch."""
+    """Whether the whole batch shares one memory."""
     return memory.shape[0] == 1 or memory.stride(0) == 0
 
 
 def _memory(x: Tensor) -> Operand:
-    """[B|1, N, D] or [B|1, K, N, D] as [B, K, N, D]; there is the same for every hop."""
+    """[B|1, N, D] or [B|1, K, N, D] as [B, K, N, D]; the first is the same for every hop."""
     return operand(x if x.ndim == 4 else x.unsqueeze(1))
 
 

@@ -1,4 +1,4 @@
-"""Attention on Triton: from tensors to operands, and the launches of each primitive."""
+"""Attention on Triton: converts tensors to operands, and launches each primitive."""
 
 from __future__ import annotations
 
@@ -91,7 +91,8 @@ def scaled_dot_product_attention_backward(
         given = given._replace(weights=grad_weights.unsqueeze(1), weight_share=1.0 / max(heads, 1))
     query, scale, sign = positive_scale(query, options)
     o = _options(query, key, attn_mask, alibi_slopes, seed, options, scale)
-    # The row sums of a bias's gradient are exactly those of lse's: there no rounding of out may be.
+    # The row sums of a bias's gradient equal the gradient of lse, so the rounding of out must not
+    # appear in them.
     exact = options.needs_mask_grad or query.dtype == torch.float32
     call = Attention(query, key, value, o, batch)
     grad_query, grad_key, grad_value, common = differentiate(call, out, lse, given, exact=exact)

@@ -1,6 +1,6 @@
 """Sinusoidal position encoding on Triton: x * scale + sin(2 pi frac(position * frequency + phase)).
 
-Angles are 64-bit fractions of a turn, whose products wrap as wanted; see ``fastattn/sinusoids.py``.
+Angles are 64-bit fractions of a turn, so products wrap correctly; see ``fastattn/sinusoids.py``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fastattn.sinusoids import sinusoids
 
 __all__ = ["sinusoidal_encoding"]
 
-_TILE = Launch(16, 64, 4, 1)  # rows, columns; bound by memory: any that is wide enough for a line
+_TILE = Launch(16, 64, 4, 1)  # rows, columns; memory bound: any width of at least one cache line
 
 QUARTER = tl.constexpr(2**62)
 EIGHTH = tl.constexpr(2**61)
@@ -30,7 +30,7 @@ TURN = tl.constexpr(2.0**64)
 def sine_of(angle):
     """sin(2 pi angle / 2^64) in float32: the nearest quadrant, and t of a turn from it, |t| <= 1/8.
 
-    Relative error 3e-9 of the sine, 2e-10 of the cosine, beside the rounding.
+    The relative error is 3e-9 for the sine and 2e-10 for the cosine, plus the rounding.
     """
     turned = angle + EIGHTH
     quadrant = (turned >> 62) & 3
@@ -116,7 +116,7 @@ def sinusoidal_encoding(
         return out
     if positions is not None:
         positions = positions.expand(x.shape[:-1])
-    if x.ndim > 4:  # the kernel's rank; leading dimensions that are not one run are copied
+    if x.ndim > 4:  # the kernel's rank; leading dimensions that cannot be merged are copied
         x, target = x.flatten(0, -4), out.flatten(0, -4)
         positions = None if positions is None else positions.flatten(0, -3)
     missing = (None,) * (4 - x.ndim)

@@ -1,4 +1,4 @@
-"""Attention over packed sequences on Triton: the kernels of attention, told where each one lies."""
+"""Attention over packed sequences on Triton: the kernels of attention, with sequence starts."""
 
 from __future__ import annotations
 
