@@ -1,7 +1,7 @@
 """The adapter of the native CPU module: from tensors to addresses, shapes and strides.
 
-Every function has the name and the arguments that it has in ``reference/``; ``docs/design.md``
-defines the primitives.
+Every function has the same name and arguments as in ``reference/``; ``docs/design.md`` defines the
+primitives.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _NAMES = "float32, float64, bfloat16, float16"
 
 
 def _choose_isa() -> None:
-    """Use the instruction sets that evidence names, unless others were asked for."""
+    """Use the instruction sets chosen by the measurements, unless others are requested."""
     _cpu.set_default_isa(evidence.isa(_cpu.build_info()["supported"]))
 
 

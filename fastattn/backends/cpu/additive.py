@@ -40,7 +40,7 @@ def additive_attention(
     return out, applied
 
 
-# Parts of the gradients of keys are summed over at most this many chunks of queries.
+# The gradients of keys are summed from parts, of at most this many chunks of queries.
 _MOST_CHUNKS = 8
 
 
@@ -72,13 +72,13 @@ def additive_attention_backward(
     if options.needs_mask_grad:
         assert attn_mask is not None
         grad_scores = vector.new_empty((batch, queries, keys))
-        if attn_mask.shape != grad_scores.shape:  # thousands of terms in one element
+        if attn_mask.shape != grad_scores.shape:  # one element may sum thousands of terms
             grad_mask = torch.zeros(attn_mask.shape, dtype=torch.float64)
     chunk = max(_CHUNK_ROWS, -(-queries // (_MOST_CHUNKS * _CHUNK_ROWS)) * _CHUNK_ROWS)
     chunks = -(-queries // chunk)
     direct = chunks == 1 and query.dtype == vector.dtype
     part = 2 * width + (0 if direct else keys * (width + value_width))
-    parts = vector.new_empty(max(1, batch * chunks * part))  # its address says "backward"
+    parts = vector.new_empty(max(1, batch * chunks * part))  # not null: backward
     _cpu.additive_backward(
         DTYPES[query.dtype],
         torch.get_num_threads(),
@@ -135,7 +135,7 @@ def _operands(
 
 
 def _wide(x: Tensor) -> Tensor:
-    """A small vector as the kernel reads it: contiguous, in the dtype of the computation."""
+    """A small vector in the form that the kernel reads: contiguous, in the accumulator's dtype."""
     return x.to(accumulator(x.dtype)).contiguous()
 
 

@@ -10,8 +10,8 @@ from fastattn.backends._alloc import empty_output
 from fastattn.backends.cpu.operands import DTYPES, optional_operands
 from fastattn.backends.primitives import DecodeOptions
 
-_MOST_ROWS = 32  # query rows a key head up to which reading pages beats gathering them
-_WIDEST = 512  # elements of a row that the kernel of decoding takes
+_MOST_ROWS = 32  # query rows per key head up to which reading pages is faster than gathering them
+_WIDEST = 512  # the most elements of a row in the kernel of decoding
 
 
 def decode_attention(
@@ -72,7 +72,7 @@ def append_to_cache(
     block_table: Tensor | None = None,  # [B, P] int32
     cache_batch_idx: Tensor | None = None,  # [B] int64
 ) -> None:
-    """Write the new keys and values behind those of each sequence, in place."""
+    """Append the new keys and values to those of each sequence, in place."""
     batch, kv_heads, rows, width = key.shape
     entries, _, keys, value_width = value_cache.shape
     table = None if block_table is None else _rows(block_table)
@@ -101,7 +101,7 @@ def _capacity(keys: int, table: Tensor | None) -> int:
 def _cache(
     lengths: Tensor, entries: Tensor | None, table: Tensor | None, keys: int
 ) -> dict[str, int]:
-    """Where the keys of each sequence are, by name; the tensors must live until the call ends."""
+    """The operands that locate the keys of each sequence; the tensors must outlive the call."""
     return {
         "lengths": lengths.data_ptr(),
         "entries": 0 if entries is None else entries.data_ptr(),
@@ -112,7 +112,7 @@ def _cache(
 
 
 def _reads_pages(query: Tensor, key_cache: Tensor, value_cache: Tensor) -> bool:
-    """Whether the kernel reads pages where they lie: a few queries, rows that are dense."""
+    """Whether the kernel reads pages in place: few queries, dense rows."""
     (_, heads, queries, width), (_, kv_heads, _, value_width) = query.shape, value_cache.shape
     rows = queries * heads // max(kv_heads, 1)
     dense = key_cache.stride(3) == 1 == value_cache.stride(3)

@@ -1,7 +1,7 @@
 """The adapter of Hopfield retrieval: from tensors to addresses and strides.
 
-The steps are memory hops without the old state, u' = o, on the kernels of those. What is here
-is what to do with them: rounds of steps until every query rests, and the three derivatives.
+The steps use the kernels of memory hops, without the old state: u' = o. This module repeats rounds
+of steps until every query has converged, and computes the three derivatives.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fastattn.backends.cpu.operands import DTYPES, broadcast_operand
 from fastattn.backends.primitives import HopfieldBackwardOptions, HopfieldOptions
 
 _SHARED, _SAME_ROWS, _SEARCH, _RESUME = 1, 2, 8, 16
-_ROUND = 256  # steps of one call, so that an unlimited search can be interrupted
+_ROUND = 256  # steps per call, so that a search without a limit can be interrupted
 
 
 def hopfield_retrieve(
@@ -53,7 +53,7 @@ def hopfield_retrieve_backward(
 
 @dataclass(frozen=True)
 class _Memory(Patterns):
-    few_steps = -1  # always asked: there is no device to wait for
+    few_steps = -1  # always read `taken`, because there is no device to wait for
 
     @classmethod
     def of(
@@ -67,7 +67,7 @@ class _Memory(Patterns):
         return cls(_with_rows(stored), _with_rows(keys), mask, bias, options)
 
     def search(self, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Step until every query rests, or has taken ``steps_max`` steps."""
+        """Step until every query has converged or has taken ``steps_max`` steps."""
         wide = torch.float64 if state.dtype is torch.float64 else torch.float32
         lead, width = state.shape[:-1], state.shape[-1]
         out = torch.empty(state.shape, dtype=state.dtype)
@@ -87,7 +87,7 @@ class _Memory(Patterns):
             flags = _SEARCH | _RESUME
 
     def repeat(self, state: Tensor, taken: Tensor, steps: int) -> tuple[Tensor, Tensor]:
-        """All states [G, Q, K + 1, D], and statistics."""
+        """Return all states [G, Q, K + 1, D], and the statistics."""
         wide = torch.float64 if state.dtype is torch.float64 else torch.float32
         lead, width = state.shape[:-1], state.shape[-1]
         out = torch.empty(state.shape, dtype=state.dtype)
@@ -118,7 +118,7 @@ class _Memory(Patterns):
         if bias is not None and needed & 8:
             scores = torch.zeros((*state.shape[:-1], steps, stored.shape[1]), dtype=trace.dtype)
         results = (grad_state, grad_in, grad_stored, None, scores, None)
-        if state.shape[0] * state.shape[1] == 0:  # then the kernel has nothing to write
+        if state.shape[0] * state.shape[1] == 0:  # the kernel writes nothing then
             for result in results:
                 if result is not None:
                     result.zero_()

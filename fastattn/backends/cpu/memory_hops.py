@@ -95,7 +95,7 @@ def memory_hop_attention_backward(
     if needed & 16 and memory_bias is not None:
         scores = torch.empty((batch, queries, hops, rows), dtype=trace.dtype)
     results = (grad_query, grad_in, grad_out_memory, grad_proj, scores, states)
-    if batch * queries == 0:  # then the kernel has nothing to write
+    if batch * queries == 0:  # the kernel writes nothing then
         for result in results:
             if result is not None:
                 result.zero_()
@@ -129,7 +129,7 @@ def memory_hop_attention_backward(
             hop_proj.shape[0] if hop_proj is not None and hop_proj.ndim == 3 else 1,
         ),
     )
-    if not shared:  # one of two memories may be common to the batch
+    if not shared:  # one of the two memories may be shared by the batch
         grad_in = _reduced(grad_in, in_memory)
         grad_out_memory = _reduced(grad_out_memory, out_memory)
     if scores is not None and memory_bias is not None:
@@ -146,7 +146,7 @@ def plain_hops(
     scale: float,
     differentiable: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ``(out, trace, stats)`` of a call without other options: the least Python."""
+    """Return ``(out, trace, stats)`` of a call without other options, with the least Python."""
     batch, width = query.shape
     dtype = query.dtype
     wide = accumulator(dtype)
@@ -180,7 +180,7 @@ def plain_hops_backward(
     scale: float,
     wants: Sequence[bool],  # the gradients of query and of the memories
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the gradients of query, in_memory and out_memory of a ``plain_hops``."""
+    """Return the gradients of query, in_memory and out_memory of :func:`plain_hops`."""
     batch, width = query.shape
     dtype = query.dtype
     grad_query = torch.empty((batch, width), dtype=dtype)
@@ -234,7 +234,7 @@ def _plain_operands(
 
 
 def _with_rows(x: Any) -> Any:
-    """The kernel's rows are contiguous; others are copied, but not once for each of a batch."""
+    """Return x with contiguous rows. A copy of a broadcast batch has one entry."""
     if x is None or x.stride(-1) == 1 or x.shape[-1] <= 1:
         return x
     if x.ndim > 2 and x.stride(0) == 0 and x.shape[0] > 1:
@@ -243,7 +243,7 @@ def _with_rows(x: Any) -> Any:
 
 
 def _one_memory(memory: Tensor) -> bool:
-    """The same for all of the batch."""
+    """Whether the whole batch shares one memory."""
     return memory.shape[0] == 1 or memory.stride(0) == 0
 
 
@@ -300,7 +300,7 @@ def _reduced(grad: Tensor | None, memory: Tensor | None) -> Tensor | None:
 
 
 def _summed(scores: Tensor, bias: Tensor) -> Tensor:
-    """[B, Q, K, N] in the shape of a bias, thousands of terms perhaps: in float64."""
+    """Sum [B, Q, K, N] to the shape of a bias, in float64, because there may be many terms."""
     dims = [n for n, size in enumerate(bias.shape) if size == 1 and scores.shape[n] != 1]
     if dims:
         scores = scores.sum(dims, keepdim=True, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""What every adapter hands to the native module: dtypes, addresses and strides."""
+"""The arguments that all adapters pass to the native module: dtypes, addresses and strides."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ def operand(tensor: Tensor) -> tuple[int, tuple[int, ...]]:
 
 
 def broadcast_operand(tensor: Tensor) -> tuple[int, tuple[int, ...]]:
-    """A dimension of size one is read with stride 0, so a mask is never expanded in memory."""
+    """Dimensions of size 1 get stride 0, so a mask is never expanded in memory."""
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
-    # From a list, which takes less time than a generator.
+    # From a list, because a generator is slower.
     strides = tuple([0 if size == 1 else stride for size, stride in pairs])
     return tensor.data_ptr(), strides
 
 
 def with_columns_together(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy of it whose last dimension is the innermost."""
+    """Return the tensor, or a copy whose last dimension is contiguous."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
@@ -37,7 +37,7 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
-# The operands of attention that a call may be without.
+# The optional operands of attention.
 NO_OPERANDS: dict[str, Any] = {
     "mask": None,
     "mask_dtype": 0,
@@ -68,5 +68,5 @@ def optional_operands(
 
 
 def philox_key(seed: Tensor | None) -> int:
-    """The key of the draws, as 64 bits without a sign; 0 where nothing is drawn."""
+    """The key of the random draws as an unsigned 64-bit number; 0 without dropout."""
     return 0 if seed is None else int(seed) & 0xFFFFFFFFFFFFFFFF

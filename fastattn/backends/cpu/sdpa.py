@@ -82,7 +82,7 @@ def plain_attention(
     causal: bool,
     needs_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return ``(out, lse)`` of a call without other options: the least Python that it takes.
+    """Return ``(out, lse)`` of a call without other options, with the least Python.
 
     At 16 rows of 64 in 8 heads this saves 4 of 17 us, and leaving out lse, 2.
     """
@@ -121,7 +121,7 @@ def plain_attention_backward(
     causal: bool,
     wants: Sequence[bool] | None = None,  # all three are computed anyway
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value of a ``plain_attention``; nothing is empty."""
+    """Return the gradients of :func:`plain_attention`; no tensor may be empty."""
     batch, heads, queries, width = query.shape
     _, kv_heads, keys, value_width = value.shape
     grad_query = empty_output(query, width)
@@ -179,7 +179,7 @@ def scaled_dot_product_attention_backward(
         out = out.contiguous()
     if grad_lse is not None:
         grad_lse = grad_lse.to(torch.float64).contiguous()
-    empty = min(queries, keys) == 0  # then the kernel has nothing to write
+    empty = min(queries, keys) == 0  # the kernel writes nothing then
     grad_query = empty_output(query, width)
     grad_key = empty_output(key, width)
     grad_value = empty_output(value, value_width)
@@ -189,7 +189,7 @@ def scaled_dot_product_attention_backward(
     grad_mask = None
     if options.needs_mask_grad:
         assert attn_mask is not None
-        summed = 1 in attn_mask.shape[2:]  # thousands of terms in one element
+        summed = 1 in attn_mask.shape[2:]  # one element may sum thousands of terms
         grad_mask = torch.zeros(
             attn_mask.shape, dtype=torch.float64 if summed else accumulator(query.dtype)
         )
@@ -230,7 +230,7 @@ def _operands(
     seed: Tensor | None,
     applied: Tensor | None,
 ) -> dict[str, Any] | None:
-    """What a call may be without, None where it is without all of it."""
+    """The optional operands of a call, None if it has none of them."""
     if attn_mask is None and alibi_slopes is None and seed is None and applied is None:
         return None
     batch, heads = query.shape[:2]

@@ -21,7 +21,7 @@ def sinusoidal_encoding(
     out = target = torch.empty_like(x)
     if positions is not None:
         positions = positions.expand(x.shape[:-1])
-    if x.ndim > 4:  # the kernel's rank; leading dimensions that are not one run are copied
+    if x.ndim > 4:  # the kernel's rank; leading dimensions that cannot be merged are copied
         x, target = x.flatten(0, -4), out.flatten(0, -4)
         positions = None if positions is None else positions.flatten(0, -3)
     missing = 4 - x.ndim

@@ -1,4 +1,4 @@
-"""The adapter of attention over sequences with lengths of their own."""
+"""The adapter of attention over packed sequences of different lengths."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def varlen_attention(
         None,
     )
     end = int(starts[0][-1])
-    if end < rows:  # of no sequence
+    if end < rows:  # rows after the last sequence
         out[end:] = 0
         lse[:, end:] = -torch.inf
     return out, lse
@@ -73,8 +73,8 @@ def varlen_attention_backward(
     starts = _contiguous(cu_seqlens_q), _contiguous(cu_seqlens_k)
     widths = (query, query.shape[2]), (key, key.shape[2]), (value, value.shape[2])
     grads = [empty_output(x, width) for x, width in widths]
-    # A sequence without queries or without keys is left out by the kernel, and so are rows after
-    # the last one: their gradients are 0.
+    # The kernel skips sequences without queries or without keys, and rows after the last sequence:
+    # their gradients are 0.
     if _has_gaps(*starts, query.shape[0], key.shape[0]):
         for grad in grads:
             grad.zero_()

@@ -1,8 +1,8 @@
 """The adapter of the native CUDA module: from tensors to addresses, shapes, strides and a stream.
 
-Every function has the name and the arguments that it has in ``reference/``; ``docs/design.md``
-defines the primitives. The tests bind the same adapter to a module whose kernels run under an
-emulator, on CPU tensors (``tests/emulator``).
+Every function has the same name and arguments as in ``reference/``; ``docs/design.md`` defines the
+primitives. Tests bind the same adapter to a module whose kernels run in an emulator, on CPU tensors
+(``tests/emulator``).
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ __all__ = [
     "why_not",
 ]
 
-_OLDEST = (8, 0)  # the first compute capability with the instructions that all kernels use
+_OLDEST = (8, 0)  # the first compute capability with all instructions that the kernels need
 
-# What the kernels of an operator have against a call: why_not(*tensors, options=...) of the forward
-# pass, or of the backward without its cotangents.
+# For each operator why_not(*tensors, options=...) of its forward pass, and the number of cotangents
+# that the backward pass has before the same tensors.
 _OPERATORS: dict[str, tuple[Callable[..., list[str]], int]] = {
     "additive_attention": (additive.why_not, 2),
     "append_to_cache": (decode.why_not_append, 0),

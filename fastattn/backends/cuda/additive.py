@@ -126,7 +126,7 @@ def additive_attention_backward(
         assert attn_mask is not None
         grad_mask = gradients
         dims = [n for n, size in enumerate(attn_mask.shape) if size != shape[n]]
-        if dims:  # thousands of terms in one element
+        if dims:  # one element may sum thousands of terms
             grad_mask = grad_mask.sum(dims, keepdim=True, dtype=torch.float64)
         grad_mask = grad_mask.to(attn_mask.dtype)
     return (
@@ -162,7 +162,7 @@ def _operands(
 
 
 def _wide(x: Tensor) -> Tensor:
-    """A small vector as the kernels read it."""
+    """A small vector in the form that the kernels read."""
     return x.to(torch.float32).contiguous()
 
 

@@ -1,7 +1,7 @@
 """Decoding on a cache of keys and values on the CUDA kernels.
 
-Lengths, pages and entries stay on the GPU, so nothing waits for them: the kernels take them as they
-are, and keep to the cache that there is.
+Lengths, pages and entries stay on the GPU, so the host never waits for them. Invalid ones raise
+no error, but the kernels never access memory outside the cache.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from fastattn.backends.primitives import DecodeOptions
 
 __all__ = ["append_to_cache", "decode_attention", "why_not", "why_not_append"]
 
-# A sequence is divided between blocks of threads at the multiples of this; chosen without a
-# measurement. More query rows a key head than this are work enough undivided.
+# A sequence is split between blocks of threads at multiples of _SPLIT_KEYS; chosen without a
+# measurement. With more than _MOST_ROWS query rows per key head there is enough work without a
+# split.
 _SPLIT_KEYS, _MOST_ROWS = 256, 64
 
 
@@ -121,7 +122,7 @@ def append_to_cache(
     block_table: Tensor | None = None,  # [B, P] int32
     cache_batch_idx: Tensor | None = None,  # [B] int64
 ) -> None:
-    """Write the new keys and values behind those of each sequence, in place."""
+    """Append the new keys and values to those of each sequence, in place."""
     batch, kv_heads, rows, width = key.shape
     capacity = _capacity(key_cache, block_table)
     kept, cache = _cache(key_cache, value_cache, cache_seqlens, block_table, cache_batch_idx)
@@ -148,7 +149,7 @@ def _cache(
     block_table: Tensor | None,
     cache_batch_idx: Tensor | None,
 ) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:
-    """What must live until the launch, and the cache as the native module takes it, by name."""
+    """The tensors that must live until the launch, and the cache's operands by name."""
     lengths = cache_seqlens.contiguous()
     entries = None if cache_batch_idx is None else cache_batch_idx.contiguous()
     table = block_table

@@ -1,7 +1,7 @@
 """Memory encoding on the CUDA kernels.
 
 The gradient of the table is summed without atomics: PyTorch sorts the words by their row of the
-table, and a block of threads goes through those of its row.
+table, and each block of threads sums those of its row.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def encode_memory_backward(
     counts = (tokens >= 0) & (tokens < rows)
     if options.padding_idx is not None:
         counts &= tokens != options.padding_idx
-    # What does not count goes behind the last row.
+    # Words that do not count are sorted after the last row.
     words, order = torch.where(counts, tokens, rows).flatten(1).sort(stable=True)
     bounds = torch.arange(rows + 1, device=tokens.device).expand(models, -1).contiguous()
     starts, any_word = torch.searchsorted(words, bounds), counts.any(-1)

@@ -1,7 +1,7 @@
 """Hopfield retrieval on the CUDA kernels.
 
-The search stops on the device, each query by itself. Its derivatives are made of memory hops
-without the old state, u' = o, on the kernels of those.
+The search stops on the device, separately for each query. Its derivatives use the kernels of memory
+hops, without the old state: u' = o.
 """
 
 from __future__ import annotations
@@ -94,12 +94,12 @@ class _Memory(Patterns):
         return cls(stored, keys, mask, bias, options)
 
     def _to(self, dtype: torch.dtype) -> _Memory:
-        bias = None if self.bias is None else self.bias.to(dtype)  # the kernels know no third dtype
+        bias = None if self.bias is None else self.bias.to(dtype)  # kernels have no third dtype
         return replace(super()._to(dtype), bias=bias)
 
     @property
     def flags(self) -> tuple[bool, bool]:
-        """Same rows, a stack."""
+        """Whether both memories are the same rows, and whether they are a stack."""
         return self.keys is None, False
 
     @property
@@ -122,14 +122,14 @@ class _Memory(Patterns):
         )
 
     def room(self, state: Tensor) -> Tensor | None:
-        """For what a block has no room for in shared memory."""
+        """Global memory for scores that do not fit in shared memory, None if they fit."""
         rows = self.stored.shape[1]
         if rows <= _cuda.hop_rows_of_block:
             return None
         return state.new_empty((*state.shape[:-1], 2, rows), dtype=torch.float32)
 
     def repeat(self, state: Tensor, taken: Tensor, steps: int) -> tuple[Tensor, Tensor]:
-        """All states [G, Q, 2 K + 1, D], and statistics."""
+        """Return all states [G, Q, 2 K + 1, D], and the statistics."""
         taken = taken.contiguous()
         lead, width = state.shape[:-1], state.shape[-1]
         out = state.new_empty(state.shape)
@@ -173,7 +173,7 @@ class _Memory(Patterns):
         )
         results = (xs, ys, grad_state, grad_in, grad_read, None)
         shared = (trace, stats, None, self.room(state), taken)
-        if groups * queries == 0:  # then the kernels have nothing to write
+        if groups * queries == 0:  # the kernels write nothing then
             for result in results:
                 if result is not None:
                     result.zero_()

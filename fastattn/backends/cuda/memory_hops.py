@@ -100,12 +100,12 @@ def memory_hop_attention_backward(
     slots = hops + 1 if stack else hops
     xs = query.new_empty((2, batch, queries, slots, rows), dtype=torch.float32)
     ys = query.new_empty((2, batch, queries, slots, width), dtype=torch.float32)
-    if stack:  # the first memory is never read from, nor is a query compared with the last one
+    if stack:  # the first memory is never an output memory, the last one never an input memory
         for x in (xs, ys):
             x[0, :, :, hops] = 0
             x[1, :, :, 0] = 0
     results = (xs, ys, grad_query, grad_in, grad_out_memory, grad_proj)
-    if batch * queries == 0:  # then the kernels have nothing to write
+    if batch * queries == 0:  # the kernels write nothing then
         for result in results:
             if result is not None:
                 result.zero_()
@@ -141,7 +141,7 @@ def memory_hop_attention_backward(
 
 
 def summed(scores: Tensor, bias: Tensor) -> Tensor:
-    """[B, Q, K, N] in the shape of a bias, thousands of terms perhaps: in float64."""
+    """Sum [B, Q, K, N] to the shape of a bias, in float64, because there may be many terms."""
     dims = [n for n, size in enumerate(bias.shape) if size == 1 and scores.shape[n] != 1]
     if dims:
         scores = scores.sum(dims, keepdim=True, dtype=torch.float64)
@@ -154,7 +154,7 @@ def _sizes(query: Tensor, hops: int, rows: int) -> tuple[int, int, int, int, int
 
 
 def _partial(query: Tensor, rows: int) -> Tensor | None:
-    """What the splits of a long memory leave of each query, None where one block takes it."""
+    """The partial results of the splits of a long memory; None if one block takes a whole query."""
     if rows <= _cuda.hop_rows_of_block:
         return None
     splits = -(-rows // _cuda.hop_rows_of_split)
@@ -171,7 +171,7 @@ def _flags(in_memory: Tensor, out_memory: Tensor | None) -> tuple[bool, bool]:
 def memories_of(
     in_memory: Tensor, out_memory: Tensor | None, hop_proj: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """As the kernels read them, with contiguous columns: memories [B|1, -, N, D], H [-, D, D]."""
+    """The operands with contiguous columns: memories [B|1, -, N, D], H [-, D, D]."""
     m = with_columns_together(in_memory if in_memory.ndim == 4 else in_memory.unsqueeze(1))
     if out_memory is not None:
         c = with_columns_together(out_memory if out_memory.ndim == 4 else out_memory.unsqueeze(1))
@@ -183,7 +183,7 @@ def memories_of(
 
 
 def with_columns_together(x: Tensor) -> Tensor:
-    """Copied if need be, but not once for each of a batch."""
+    """Return x with contiguous columns. A copy of a broadcast batch has one entry."""
     if x.stride(-1) == 1 or x.shape[-1] <= 1:
         return x
     if x.ndim == 4 and x.stride(0) == 0 and x.shape[0] > 1:
@@ -192,7 +192,7 @@ def with_columns_together(x: Tensor) -> Tensor:
 
 
 def _own(x: Tensor | None, ndim: int) -> int:
-    """How many there are for the hops: one, or one each."""
+    """The number of slots of an operand: one for all hops, or one per hop."""
     return 1 if x is None or x.ndim < ndim else x.shape[-3]
 
 

@@ -1,4 +1,4 @@
-"""What every adapter hands to the native module: dtypes, addresses, strides and a stream."""
+"""The arguments that all adapters pass to the native module: dtypes, addresses, strides, stream."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def operand(tensor: Tensor) -> tuple[int, tuple[int, ...]]:
 
 
 def broadcast_operand(tensor: Tensor) -> tuple[int, tuple[int, ...]]:
-    """A dimension of size one is read with stride 0, so nothing is expanded in memory."""
+    """Dimensions of size 1 get stride 0, so nothing is expanded in memory."""
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
     return tensor.data_ptr(), tuple([0 if size == 1 else stride for size, stride in pairs])
 
@@ -53,7 +53,7 @@ def why_not_dtype(dtype: torch.dtype) -> list[str]:
 
 @contextlib.contextmanager
 def on(tensor: Tensor) -> Iterator[int]:
-    """The tensor's device is current within the block; yields its current stream, as a number."""
+    """Make the tensor's device current within the block; yield its current stream as a number."""
     if tensor.device.type != "cuda":
         yield 0
         return

@@ -146,7 +146,7 @@ def _sizes(query: Tensor, key: Tensor, value: Tensor) -> tuple[int, ...]:
 
 
 def _row_stats(query: Tensor) -> Tensor:
-    """What the kernels keep of each row between them, see RowStats in csrc/cuda/kernels."""
+    """The statistics of each row that kernels exchange; see RowStats in csrc/cuda/kernels."""
     return query.new_empty((*query.shape[:3], 4), dtype=torch.float32)
 
 

@@ -28,7 +28,7 @@ def _tables(
     """Frequencies and phases of the columns, and frequencies of pairs, on the device."""
     table = sinusoids(width, layout, max_timescale)
     columns = (table.frequency, table.phase, table.pairs)
-    # On the CPU, where the emulator runs, a copy too: the tables are its own to keep.
+    # This copies on the CPU, too, where the emulator runs: the tensors must own their memory.
     frequency, phase, pairs = (
         torch.tensor(column.tolist() or [0], dtype=torch.uint64).view(torch.int64).to(device)
         for column in columns
@@ -46,7 +46,7 @@ def sinusoidal_encoding(
     out = target = torch.empty_like(x)
     if positions is not None:
         positions = positions.expand(x.shape[:-1])
-    if x.ndim > 4:  # the kernel's rank; leading dimensions that are not one run are copied
+    if x.ndim > 4:  # the kernel's rank; leading dimensions that cannot be merged are copied
         x, target = x.flatten(0, -4), out.flatten(0, -4)
         positions = None if positions is None else positions.flatten(0, -3)
     missing = (None,) * (4 - x.ndim)

@@ -1,7 +1,7 @@
-"""Attention over packed sequences on the CUDA kernels: those of attention, sequence by sequence.
+"""Attention over packed sequences, on the CUDA kernels of attention.
 
-Where the sequences begin stays on the GPU, so nothing waits for it: the kernels take it as it is,
-and keep to the rows that there are.
+The starts of the sequences stay on the GPU, so the host never waits for them. Invalid ones raise
+no error, but the kernels never access rows outside the tensors.
 """
 
 from __future__ import annotations
