@@ -1,13 +1,13 @@
 """Writes wgmma_instructions.h: PTX names every register of an instruction one by one.
 
-C++ cannot do it by an index sequence: the operands of an asm statement expand no parameter pack,
-nvcc refuses `"+f"(d[I])...`.
+C++ cannot do it with an index sequence: the operands of an asm statement cannot expand a parameter
+pack, so nvcc rejects `"+f"(d[I])...`.
 
 python csrc/cuda/ptx/write_wgmma.py > csrc/cuda/ptx/wgmma_instructions.h
 """
 
-# Scores need a and b with their rows in shared memory, and the products with scores have these in
-# registers and b transposed; 64 columns have all forms, for tests.
+# Products that compute scores read a and b from shared memory, not transposed. Products with scores
+# read the scores from registers and b transposed. 64 columns have all forms, for tests.
 ROWS = (32, 48, 64, 80, 96)  # columns of scores
 TRANSPOSED = (64, 96, 128, 192, 256)  # columns of values
 TYPES = {"Bf16": "bf16", "F16": "f16"}
