@@ -1,4 +1,4 @@
-// Reading the arguments of attention: what its bindings share.
+// Shared by the bindings of attention: reading its arguments.
 #pragma once
 #include <pybind11/pybind11.h>
 
@@ -28,7 +28,7 @@ inline AttentionParams common_arguments(int dtype, int threads, const py::tuple&
   return p;
 }
 
-// operands: mask, mask_dtype, alibi, alibi_stride, seed; None where there are none.
+// operands: mask, mask_dtype, alibi, alibi_stride, seed; None if absent.
 inline void optional_arguments(AttentionParams& p, const py::object& operands) {
   using P = AttentionParams;
   static const auto seed = std::make_tuple(field("seed", &P::seed));

@@ -24,7 +24,7 @@ struct AttentionArguments : AttentionParams {
 
   float scale_float, softcap_float;
   // Query i can see keys [i + begin, i + end) that exist. Includes the offset and both windows,
-  // clamped to +-kMaxLength, which is as good as unlimited.
+  // clamped to +-kMaxLength, which no distance reaches.
   int window_begin, window_end;
   bool aligned;  // q, k, v and out: 16-byte rows, contiguous columns
   bool tf32;     // float32 only: products may round their factors to tf32

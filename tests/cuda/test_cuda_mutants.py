@@ -76,7 +76,7 @@ OPERATORS = {
     "additive": [
         ("no guard", "kFactoredLimit = 21.0f", "kFactoredLimit = 1e30f"),
         ("q and bias are added first", "? exp_twice(q[n]) * bias_factor", "? exp_twice(q[n])"),
-        ("tiles are read too early", "__syncthreads();  // the tiles are there\n float part[4][4]", "float part[4][4]"),
+        ("tiles are read too early", "__syncthreads();  // the tiles are loaded\n float part[4][4]", "float part[4][4]"),
         ("tiles are overwritten too early", "__syncthreads(); FASTATTN_UNROLL for (int n = 0; n < kAdditiveWarps; ++n) x = fmaxf", "FASTATTN_UNROLL for (int n = 0; n < kAdditiveWarps; ++n) x = fmaxf"),
         ("the reciprocal of the other", "v * (n0 * (d1 * both))", "v * (n0 * (d0 * both))"),
         ("no delta", "(gradients[j] - delta)", "gradients[j]"),

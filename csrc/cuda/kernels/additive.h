@@ -114,9 +114,9 @@ __global__ void __launch_bounds__(kAdditiveThreads, 2)
       v_tile[lane] = a < width ? p.vector[a] : 0.0f;
       bias_tile[lane] = bias;
     }
-    __syncthreads();  // the tiles are there
+    __syncthreads();  // the tiles are loaded
 
-    float part[4][4] = {};  // sums of sums, as in product.h
+    float part[4][4] = {};  // partial sums, as in product.h
     if (!factored) {
       for (int n = 0; n < kColumns && a0 + n < width; ++n) FASTATTN_UNROLL
       for (int r = 0; r < 4; ++r) FASTATTN_UNROLL
@@ -272,10 +272,10 @@ __global__ void __launch_bounds__(kAdditiveThreads, 2)
       const float g = i < p.Lq && j < p.Lk ? p.gradients[(b * p.Lq + i) * p.Lk + j] : 0.0f;
       g_tile[kOfKeys ? n % kRows * kPitch + n / kRows : n / kRows * kPitch + n % kRows] = g;
     }
-    __syncthreads();  // the tiles are there
+    __syncthreads();  // the tiles are loaded
 
     const float* g = g_tile + warp * kOwn * kPitch;
-    float part[kOwn] = {}, slope = 0.0f;  // sums of sums, as in product.h
+    float part[kOwn] = {}, slope = 0.0f;  // partial sums, as in product.h
     if (factored) {
       for (int j = 0; j < kRows; j += 2) {
         const float x0 = passing[j * kColumns + lane], x1 = passing[(j + 1) * kColumns + lane];

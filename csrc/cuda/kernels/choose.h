@@ -14,7 +14,7 @@ struct Width {
   static constexpr int value = kN;
 };
 
-// f(Width<N>) for the smallest N that holds both D and Dv.
+// Calls f(Width<N>) for the smallest N that holds both D and Dv.
 template <class F>
 void with_width(const AttentionArguments& p, F f) {
   const int64_t columns = p.D > p.Dv ? p.D : p.Dv;

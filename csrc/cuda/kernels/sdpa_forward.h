@@ -58,7 +58,7 @@ struct AttentionForward {
   int* seen;  // [kKeys]: can a query see this key of the step?
 
   float s[kRowTiles][kKeyTiles * 4];    // scores, then weights
-  float o[kRowTiles][kValueTiles * 4];  // of O, not yet divided by the sum of the weights
+  float o[kRowTiles][kValueTiles * 4];  // O, not yet divided by the sum of the weights
   OnlineSoftmax softmax[kRowTiles];
 
   FASTATTN_DEVICE int row_of(int tile, int r) const {

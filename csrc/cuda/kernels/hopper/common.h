@@ -26,7 +26,7 @@ constexpr int kRows = 64 * kConsumers;  // of the tile that stays: queries or ke
 // The barriers of bar.sync; 0 is __syncthreads.
 enum NamedBarrier {
   kTurnBarrier = 1,                           // + c: consumer c may issue products
-  kClearBarrier = kTurnBarrier + kConsumers,  // the consumers meet before and after clearing rows
+  kClearBarrier = kTurnBarrier + kConsumers,  // joins the consumers before and after clearing
 };
 
 // A block is launched with this many registers per thread, of 64 Ki, and redistributes them. The

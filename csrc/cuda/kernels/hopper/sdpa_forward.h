@@ -159,7 +159,7 @@ struct HopperForward {
   struct Consumer {
     const HopperForward& kernel;
     const int consumer, lane;
-    float o[Shape::kV / 2];  // of O, not yet divided by the sum of the weights
+    float o[Shape::kV / 2];  // O, not yet divided by the sum of the weights
     Scores scores[2];
     uint32_t weights[kKeys / 16][4];
     Softmax softmax;
