@@ -1,4 +1,4 @@
-"""Jagged NestedTensors, whose rows are packed already: attention over them is that of varlen."""
+"""Attention over jagged NestedTensors: their rows are already packed, so it calls varlen."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _NAME = "scaled_dot_product_attention"
 
 
 class JaggedFolding(NamedTuple):
-    """How packed rows came from the caller's [B, H, *, D], or [B, *, D] without a head."""
+    """Restores the caller's [B, H, *, D], or [B, *, D] without heads, from packed rows."""
 
     offsets: Tensor  # [B + 1] int64, the starts of the sequences of queries
     has_heads: bool
 
     def restore(self, x: Tensor, has_head: bool = True) -> Tensor:
-        """out [T, H, Dv] -> [B, H, *, Dv]; lse [H, T] -> [B, H, *]; without H where it was not."""
+        """out [T, H, Dv] -> [B, H, *, Dv]; lse [H, T] -> [B, H, *]; no H if the input had none."""
         if x.dim() == 2:
             x = x.mT
         if not self.has_heads:
@@ -34,15 +34,15 @@ def is_jagged(x: Any) -> bool:
 
 
 def packed_rows(x: Any) -> tuple[Tensor, Tensor]:
-    """A jagged [B, *, ...] as rows [T, ...], and where each sequence starts, [B + 1]."""
-    if x.lengths() is not None:  # there are rows between its sequences
+    """A jagged [B, *, ...] as rows [T, ...], and the start of each sequence, [B + 1]."""
+    if x.lengths() is not None:  # unused rows between its sequences
         x = x.contiguous()
     return x.values(), x.offsets()
 
 
 def same_lengths(x: Any, y: Any) -> bool:
     """Whether two jagged tensors with the same number of dimensions have the same lengths."""
-    # Tensors made of one set of offsets have equal symbolic sizes; others are compared by value.
+    # Tensors built from the same offsets have equal symbolic sizes; others are compared by value.
     return x.shape[-2] == y.shape[-2] or torch.equal(x.offsets(), y.offsets())
 
 
@@ -60,12 +60,12 @@ def prepare(
     average_weights: Any,
     **options: Any,
 ) -> tuple[Operator, tuple[Any, ...], JaggedFolding]:
-    """Return the operator of packed sequences, its arguments but for the seed, and the folding."""
+    """Return the operator of packed sequences, its arguments except the seed, and the folding."""
     check_flag(_NAME, "enable_gqa", enable_gqa)
     if attn_mask is not None:
-        raise RuntimeError(f"{_NAME}: attn_mask must be None where query is jagged")
+        raise RuntimeError(f"{_NAME}: attn_mask must be None if query is jagged")
     if need_weights or average_weights:
-        raise RuntimeError(f"{_NAME}: need_weights must be False where query is jagged")
+        raise RuntimeError(f"{_NAME}: need_weights must be False if query is jagged")
     (q, q_starts), (k, k_starts), (v, _) = (
         _packed(name, x, query) for name, x in (("query", query), ("key", key), ("value", value))
     )
@@ -97,7 +97,7 @@ def prepare(
 
 
 def _packed(name: str, x: Any, query: Tensor) -> tuple[Tensor, Tensor]:
-    """[B, H, *, D] or [B, *, D] as rows [T, H, D], and where the sequences start [B + 1]."""
+    """[B, H, *, D] or [B, *, D] as rows [T, H, D], and the starts of the sequences [B + 1]."""
     if not isinstance(x, Tensor):
         raise wrong_type(_NAME, name, x, "Tensor")
     if not is_jagged(x):

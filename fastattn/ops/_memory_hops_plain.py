@@ -25,10 +25,10 @@ def hop_plainly(
     hops: Any,
     scale: Any,
 ) -> Tensor | None:
-    """Return the result of a call without other options, or None: take the general path.
+    """Return the result of a call with default options, or None: take the general path.
 
-    None, unless query is [B, D], each memory [B, N, D] or [B, K, N, D] with contiguous rows and a
-    batch of its own, the mask [B, N], and nothing is wrong.
+    Returns None unless query is [B, D], each memory is [B, N, D] or [B, K, N, D] with contiguous
+    rows and its own batch dimension, the mask is [B, N], and all arguments are valid.
     """
     if (
         type(hops) is not int
@@ -76,7 +76,7 @@ def _fits(memory: Tensor, dtype: torch.dtype, batch: int, width: int, hops: int)
         and shape[0] == batch
         and shape[-1] == width
         and memory.stride(-1) == 1
-        # A memory that all queries share has a kernel of its own.
+        # A separate kernel handles a memory that all queries share.
         and batch > 1
         and memory.stride(0) != 0
     )

@@ -1,4 +1,4 @@
-"""From PyTorch's argument list of attention to the primitive's: validate, broadcast, fold."""
+"""Validates, broadcasts and folds PyTorch's arguments of attention into the primitive's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FLAGS = ("is_causal", "enable_gqa", "return_lse", "need_weights", "average_weig
 
 
 class Folding(NamedTuple):
-    """How the primitive's [B, H, ...] came from the caller's leading dimensions."""
+    """How to restore the caller's leading dimensions from the primitive's [B, H, ...]."""
 
     rank: int  # of the scores: 2 has no head, 3 no batch, more than 4 has several
     batch: tuple[int, ...]  # the caller's batch dimensions, before the head
@@ -55,7 +55,8 @@ def fold(
 ) -> tuple[Tensor, Tensor, Tensor, Folding]:
     """Return query [B, Hq, Lq, D], key [B, Hkv, Lk, D], value [B, Hkv, Lk, Dv], without copies.
 
-    (Except where several batch dimensions broadcast, or key and value have different heads.)
+    Copies are needed only if several batch dimensions broadcast, or if key and value have
+    different numbers of heads.
     """
     qs, ks, vs = query.shape, key.shape, value.shape
     if qs[-1] != ks[-1]:
@@ -85,7 +86,7 @@ def fold(
 
 
 def _fold_batch(x: Tensor, batch: tuple[int, ...]) -> Tensor:
-    """[*, H, L, D] -> [B, H, L, D], B the product of ``batch``."""
+    """[*, H, L, D] -> [B, H, L, D], where B is the product of ``batch``."""
     if x.dim() == 2:
         x = x.unsqueeze(0)
     rows = x.shape[-3:]
@@ -93,7 +94,7 @@ def _fold_batch(x: Tensor, batch: tuple[int, ...]) -> Tensor:
 
 
 def _broadcast_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """A single head of key and value stays one: the group of all query heads."""
+    """Broadcast the heads. A single head of key and value is kept: all query heads share it."""
     q_heads, k_heads, v_heads = query.shape[1], key.shape[1], value.shape[1]
     what = "numbers of heads (dimension -3)"
     (heads,) = _common_shape(what, (q_heads,), (k_heads,), (v_heads,))
@@ -133,7 +134,7 @@ def fold_mask(mask: Any, query: Tensor, k_len: int, folding: Folding) -> Tensor:
     if mask.is_nested or mask.layout is not torch.strided:
         raise not_dense(_NAME, "attn_mask", mask)
     if mask.dtype in (torch.float16, torch.bfloat16):
-        (mask,) = autocast(mask)  # float32 goes with every query, so it keeps its precision
+        (mask,) = autocast(mask)  # float32 is valid for every query dtype, so it stays float32
     if mask.dtype not in (torch.bool, query.dtype, torch.float32):
         raise RuntimeError(
             f"{_NAME}: attn_mask must be bool, float32 or of query's dtype {name_of(query)}, "
@@ -153,12 +154,12 @@ def fold_mask(mask: Any, query: Tensor, k_len: int, folding: Folding) -> Tensor:
 
 
 def causal_alignment_of(bias: Any, query: Tensor, key: Tensor, is_causal: Any, given: Any) -> str:
-    """Return the ``causal_alignment`` with which ``is_causal`` is this bias."""
+    """Return the ``causal_alignment`` that makes ``is_causal`` equal to this bias."""
     if is_causal:
         raise ValueError(f"{_NAME}: CausalBias should not be used with causal=True")
     if given != "upper_left":
         raise ValueError(f"{_NAME}: causal_alignment must be left out with a CausalBias")
-    lengths = getattr(bias, "seq_len_q", None), getattr(bias, "seq_len_kv", None)  # None: a view's
+    lengths = getattr(bias, "seq_len_q", None), getattr(bias, "seq_len_kv", None)  # None: a view
     expected = query.shape[-2], key.shape[-2]
     if lengths != expected:
         raise RuntimeError(

@@ -13,9 +13,9 @@ from fastattn.backends.primitives import AttentionBackwardOptions, AttentionOpti
 from fastattn.checks import DTYPES
 from fastattn.fast_path import differentiable, is_open
 
-# (dtype, D, Dv) -> the name of the native backend, its module, and the module that goes before it
-# from so many queries on, or None. For the calls that come here a native backend looks at nothing
-# else; the other one is asked each time.
+# (dtype, D, Dv) -> the name of the native backend, its module, the module preferred over it (or
+# None), and the number of queries from which that module is preferred. For these calls nothing else
+# affects whether a native backend can run; the preferred module is asked on each call.
 _native: dict[tuple[torch.dtype, int, int], tuple[str, Any, Any, int]] = {}
 evidence.on_change(_native.clear)
 
@@ -29,10 +29,10 @@ def attend_plainly(
     scale: Any,
     enable_gqa: Any,
 ) -> Tensor | None:
-    """Return the output of a call without other options, or None: take the general path.
+    """Return the output of a call with default options, or None: take the general path.
 
-    None, unless query, key and value are [B, H, L, D] of one dtype and batch, the mask needs no
-    gradient, and nothing is empty or wrong.
+    Returns None unless query, key and value are [B, H, L, D] with the same dtype and batch size,
+    the mask needs no gradient, no dimension is empty, and all arguments are valid.
     """
     if (
         (is_causal is not True and is_causal is not False)
@@ -45,7 +45,7 @@ def attend_plainly(
         batch, heads, q_len, width = query.shape
         key_batch, key_heads, k_len, key_width = key.shape
         value_batch, value_heads, v_len, value_width = value.shape
-    except (AttributeError, RuntimeError, ValueError):  # None; nested; not of 4 dimensions
+    except (AttributeError, RuntimeError, ValueError):  # None, nested, or not 4-D
         return None
     dtype = query.dtype
     if (
@@ -63,7 +63,7 @@ def attend_plainly(
             return None
         try:
             attn_mask = attn_mask.expand(batch, heads, q_len, k_len)
-        except RuntimeError:  # of another shape
+        except RuntimeError:  # not broadcastable
             return None
     if scale is None:
         scale = default_scale(query)
@@ -108,7 +108,7 @@ _attend = differentiable("plain_attention", 0, _resume)
 
 
 def _unexpanded(mask: Tensor) -> Tensor:
-    """The mask with one element where it repeats one."""
+    """The mask with every expanded (stride 0) dimension reduced to size 1."""
     for dim, stride in enumerate(mask.stride()):
         if stride == 0 and mask.shape[dim] > 1:
             mask = mask.narrow(dim, 0, 1)

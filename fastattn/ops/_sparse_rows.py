@@ -1,4 +1,4 @@
-"""The rows of a table that are used: a gradient as small as they are, not as large as the table."""
+"""Sparse gradients of a table: only the rows that are used, not the whole table."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ __all__ = ["used_rows"]
 def used_rows(
     tokens: Tensor, weight: Tensor, padding_idx: int | None
 ) -> tuple[Tensor, Tensor, int | None]:
-    """Return tokens, weight and padding_idx for the same result from a table of the used rows.
+    """Return tokens, weight and padding_idx renumbered to a table of the used rows only.
 
-    The gradient of weight, [V, D] or [G, V, D], is sparse: those rows, each once.
+    The result is the same. The gradient of weight, [V, D] or [G, V, D], is sparse: each used row
+    occurs once.
 
     Raises:
         IndexError: a token that is neither the padding nor a row.
@@ -30,13 +31,13 @@ def used_rows(
         word = int(words[wrong][0])
         where = (tokens == word).nonzero()[0].tolist()
         raise IndexError(f"tokens{where} is {word}, but weight has {weight.shape[-2]} rows")
-    number = (told.cumsum(0) - 1).masked_fill(~told, -1)  # of a word, among those used
+    number = (told.cumsum(0) - 1).masked_fill(~told, -1)  # new row of each word; -1: padding
     rows = _Rows.apply(weight, words[told].long())
     return number[place], rows, None if padding_idx is None else -1
 
 
 class _Rows(torch.autograd.Function):
-    """weight[..., words, :]; words are sorted, each once."""
+    """weight[..., words, :]; words are sorted and unique."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, words: Tensor) -> Tensor:
@@ -49,8 +50,8 @@ class _Rows(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         if is_first_vmap(grad) or transforms_active():
             raise RuntimeError(
-                "encode_memory: sparse=True has no batched gradients: a sparse tensor has no batch "
-                "to be put into; sparse=False has them"
+                "encode_memory: sparse=True has no batched gradients, because a sparse tensor "
+                "cannot hold a batch of them; use sparse=False"
             )
         (words,) = ctx.saved_tensors
         index = words[None]  # [1, U], or [2, G·U]

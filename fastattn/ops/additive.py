@@ -1,4 +1,4 @@
-"""Additive attention: scores of one hidden layer instead of a dot product."""
+"""Additive attention: a hidden layer computes the scores instead of a dot product."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ def additive_attention(
               out_i = \sum_j dropout(softmax_j(e_{ij})) \, value_j
 
     (Bahdanau et al. 2015, https://arxiv.org/abs/1409.0473, where query is :math:`W s_{i-1}` and
-    key :math:`U h_j`: both come projected, :class:`fastattn.nn.BahdanauAttention` holds the
-    projections.) Nothing of size B * Tq * Tk * A is ever stored, forward or backward.
+    key :math:`U h_j`. Both must already be projected; :class:`fastattn.nn.BahdanauAttention` holds
+    the projections.) No tensor of size B * Tq * Tk * A is ever stored, forward or backward.
 
-    In full: a pair (i, j) is *excluded* if ``attn_mask`` is False or -inf there, if
-    ``key_padding_mask`` is True for key j, or if ``is_causal`` and j > i. Softmax runs over the
-    keys that are left. A query that sees no key at all has ``out = 0``, weights 0, and hands on no
-    gradient. What nobody sees is not read as a number: NaN or inf in it reaches no result.
+    A pair (i, j) is *excluded* if ``attn_mask`` is False or -inf there, if ``key_padding_mask`` is
+    True for key j, or if ``is_causal`` and j > i. Softmax runs over the remaining keys. A fully
+    masked row has ``out = 0`` and weights 0, and passes no gradient. NaN or inf in a key or value
+    that no query can see never affects the result.
 
     Args:
-        query: [B, Tq, A], float32, float64, bfloat16 or float16, any strides; sizes may be 0. A
-            query without batch, [Tq, A], goes with a key and a value without batch. 16-bit inputs
-            are computed in float32.
+        query: [B, Tq, A], float32, float64, bfloat16 or float16, any strides; sizes may be 0. If
+            query has no batch dimension, [Tq, A], key and value must not have one either. 16-bit
+            inputs are computed in float32.
         key: [B, Tk, A], of query's dtype and device.
         value: [B, Tk, Dv], of query's dtype and device.
         v: [A], of query's dtype and device.
@@ -57,15 +57,15 @@ def additive_attention(
             or float32: added to the scores; differentiable.
         key_padding_mask: [B, Tk] bool, True is ignored (without batch: [Tk]).
         dropout_p: the probability of dropping a weight, in [0, 1]. Always applied: pass 0 in
-            evaluation. The draws are a function of one 64-bit seed a call, from PyTorch's default
-            generator, the same on every backend and for any number of threads. Without dropout no
+            evaluation. The draws are a function of one 64-bit seed per call, from PyTorch's default
+            generator: the same on every backend and for any number of threads. Without dropout no
             random number is consumed.
-        is_causal: exclude the keys after the query's own position, query 0 being at key 0. Goes
-            with masks.
-        need_weights: return the weights too: those applied to value, after dropout.
+        is_causal: exclude the keys after the query's own position; query 0 is at key 0. Can be
+            combined with masks.
+        need_weights: also return the weights that are applied to value, after dropout.
 
     Returns:
-        ``out`` [B, Tq, Dv] in query's dtype, or ``(out, weights [B, Tq, Tk])``. All is
+        ``out`` [B, Tq, Dv] in query's dtype, or ``(out, weights [B, Tq, Tk])``. Both are
         differentiable in query, key, value, v, bias and a floating mask, any number of times:
         derivatives beyond the first, and forward mode, go through the reference backend.
 
@@ -73,7 +73,7 @@ def additive_attention(
 
     Raises:
         TypeError: an argument of the wrong type, or a tensor of a dtype other than those listed.
-        ValueError: shapes or devices that do not fit together, ``dropout_p`` outside [0, 1].
+        ValueError: shapes or devices that do not match, ``dropout_p`` outside [0, 1].
         RuntimeError: a forced backend that cannot run the call.
 
     Examples:
@@ -117,7 +117,7 @@ def prepare(
     is_causal: Any = False,
     need_weights: Any = False,
 ) -> tuple[Operator, tuple[Any, ...]]:
-    """Validate; return the operator and its arguments, but for the seed."""
+    """Validate; return the operator and its arguments, except the seed."""
     given = {"query": query, "key": key, "value": value, "v": v}
     if bias is not None:
         given["bias"] = bias
@@ -200,7 +200,7 @@ def _check_probability(p: Any) -> float:
 
 
 def _mask(attn_mask: Any, padding: Any, query: Tensor, key: Tensor, batched: bool) -> Tensor | None:
-    """Both masks as one: [B|1, Tq|1, Tk|1], True or finite takes part."""
+    """Both masks combined: [B|1, Tq|1, Tk|1], True or finite takes part."""
     if padding is not None:
         shape = key.shape[:2] if batched else key.shape[1:2]
         _check_mask("key_padding_mask", padding, query, (torch.bool,))
@@ -214,7 +214,7 @@ def _mask(attn_mask: Any, padding: Any, query: Tensor, key: Tensor, batched: boo
         return None if padding is None else ~padding
     attn_mask = as_stored_mask(_NAME, attn_mask, query.device)
     if isinstance(attn_mask, Tensor) and attn_mask.dtype in (torch.float16, torch.bfloat16):
-        (attn_mask,) = autocast(attn_mask)  # float32 goes with every query, and keeps its precision
+        (attn_mask,) = autocast(attn_mask)  # float32 is valid for every query, so it stays float32
     _check_mask("attn_mask", attn_mask, query, (torch.bool, query.dtype, torch.float32))
     scores = (query.shape[0], query.shape[1], key.shape[1])[0 if batched else 1 :]
     if not expands_to(attn_mask.shape, scores):

@@ -1,4 +1,4 @@
-"""Statistics of attention's weights, streamed: the specification."""
+"""Streaming statistics of attention weights: the specification."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from fastattn.ops import sdpa
 __all__ = ["AttentionStats", "attention_stats"]
 
 _OP = "attention_stats"
-# Queries whose weights are held at once: a constant, so that the sums over them are in the same
-# order whatever else is in the batch.
+# The number of queries whose weights are in memory at once. It is a constant, so the order of the
+# sums over queries does not depend on the batch.
 _BLOCK = 64
 
 
 class AttentionStats(NamedTuple):
-    """What :func:`attention_stats` returns; None is what was not asked for."""
+    """The result of :func:`attention_stats`; fields that were not requested are None."""
 
     lse: Tensor
     column_sums: Tensor | None
@@ -49,35 +49,35 @@ def attention_stats(
     alibi_slopes: Tensor | None = None,
     causal_alignment: str = "upper_left",
 ) -> AttentionStats:
-    r"""Sum up where attention looks, without ever storing the matrix of its weights.
+    r"""Compute statistics of the attention weights without storing the full matrix.
 
     With w the weights of :func:`scaled_dot_product_attention` without dropout,
 
     .. math::
         column\_sums_j = \sum_i w_{ij} \qquad entropy_i = -\sum_j w_{ij} \log w_{ij}
 
-    The first says how much of all queries' attention a key received, by which caches of keys are
-    thinned out (https://arxiv.org/abs/2306.14048); the second how widely a query looks, in nats.
-    The weights of 64 queries exist at a time.
+    ``column_sums`` is the total attention that each key receives; it can be used to evict keys from
+    a cache (https://arxiv.org/abs/2306.14048). ``entropy`` measures how widely a query spreads its
+    attention, in nats. Only the weights of 64 queries are in memory at a time.
 
     Args:
         query, key, attn_mask, is_causal, scale, enable_gqa, window, softcap, alibi_slopes,
-            causal_alignment: as in :func:`scaled_dot_product_attention`, of four dimensions:
-            [B, Hq, Lq, D] and [B, Hkv, Lk, D]. 16 bits are computed in float32.
-        column_sums, entropy: whether they are wanted.
-        top_k: how many of the largest weights of every query are wanted; at most Lk.
-        rows: queries whose weights are wanted whole; negative ones count from the end.
+            causal_alignment: as in :func:`scaled_dot_product_attention`, but 4-D only:
+            [B, Hq, Lq, D] and [B, Hkv, Lk, D]. 16-bit inputs are computed in float32.
+        column_sums, entropy: whether to compute them.
+        top_k: how many of the largest weights of every query to return; at most Lk.
+        rows: queries whose full rows of weights to return; negative indices count from the end.
 
     Returns:
         A named tuple, in float32 (float64 for float64): ``lse`` [B, Hq, Lq], ``column_sums``
         [B, Hq, Lk], ``entropy`` [B, Hq, Lq], ``top_values`` and ``top_indices`` (int64)
-        [B, Hq, Lq, top_k], the largest first, and ``rows`` [B, Hq, len(rows), Lk]. A query that
-        sees nothing has weights and entropy 0 and lse -inf. Differentiable, but for the indices;
-        a gradient of the entropy or of the largest weights keeps the weights of all blocks.
+        [B, Hq, Lq, top_k], the largest first, and ``rows`` [B, Hq, len(rows), Lk]. A fully masked
+        row has weights and entropy 0 and lse -inf. All but the indices are differentiable. A
+        gradient of the entropy or of the largest weights keeps the weights of all blocks.
 
     Raises:
-        TypeError, RuntimeError, ValueError: as :func:`scaled_dot_product_attention`; ``top_k`` or
-            ``rows`` that Lk or Lq does not have.
+        TypeError, RuntimeError, ValueError: as :func:`scaled_dot_product_attention`, and for
+            ``top_k`` larger than Lk or ``rows`` outside Lq.
 
     Example:
         >>> import torch
@@ -108,8 +108,8 @@ def attention_stats(
     results: dict[str, Tensor] = {}
 
     def put(name: str, begin: int, part: Tensor) -> None:
-        """Write a block of queries into its place in the result, [B, Hq, Lq, ...]."""
-        # Not a list to be joined: parts that stay would break up the memory that blocks leave.
+        """Write the result of a block of queries into the whole result, [B, Hq, Lq, ...]."""
+        # Not a list to concatenate: parts kept alive would fragment the memory that blocks free.
         if name not in results:
             results[name] = part.new_empty((batch, heads, q_len, *part.shape[3:]))
         results[name][:, :, begin : begin + part.shape[2]] = part
@@ -127,7 +127,7 @@ def attention_stats(
             put("top_indices", begin, largest.indices)
         for n in chosen:
             if begin <= n < begin + w.shape[2]:
-                found[n] = w[:, :, n - begin].clone()  # not a view that keeps all of the block
+                found[n] = w[:, :, n - begin].clone()  # a view would keep the whole block alive
     return AttentionStats(
         results["lse"],
         sums if column_sums else None,
@@ -169,9 +169,9 @@ def prepare(
         raise TypeError(f"{_OP}: rows must be a sequence of ints, got {rows!r}")
     if isinstance(attn_mask, Tensor) and attn_mask.dtype in (torch.float16, torch.bfloat16):
         attn_mask = attn_mask.float()
-    # Attention to one column of the keys: the weights are the same, and a value costs least.
+    # One column of the keys serves as the value: the weights are the same, at the lowest cost.
     value = key[..., :1] if isinstance(key, Tensor) else key
-    # What is asked for is exact weights, also where autocast would round query and key.
+    # The weights are exact, even where autocast would round query and key.
     device = query.device.type if isinstance(query, Tensor) else "cpu"
     with dispatch._without_autocast(device):
         operator, args, _ = sdpa.prepare(
@@ -196,7 +196,7 @@ def prepare(
 
 
 def _blocks(operator: Operator, args: tuple[Any, ...]) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """(first query, lse [B, Hq, n], weights [B, Hq, n, Lk]) of block after block of queries."""
+    """Yield (first query, lse [B, Hq, n], weights [B, Hq, n, Lk]) for each block of queries."""
     query, key, value, mask, slopes, seed, options = args
     for begin in range(0, max(query.shape[2], 1), _BLOCK):  # without queries, one empty block
         end = min(begin + _BLOCK, query.shape[2])

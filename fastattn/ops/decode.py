@@ -1,4 +1,4 @@
-"""Attention of new tokens to a cache of keys and values: the specification."""
+"""Attention of new tokens over a key/value cache: the specification."""
 
 from __future__ import annotations
 
@@ -43,46 +43,46 @@ def decode_attention(
 
     .. math:: out_b = scaled\_dot\_product\_attention(query_b, K_b, V_b)
 
-    K_b and V_b are the first ``cache_seqlens[b]`` rows of the cache of sequence b, after ``key``
-    and ``value``, if given, have been written behind them in place. The diagonal of ``is_causal``,
-    ``window`` and ``alibi_slopes`` is that of the last query at the last key. A row's bits depend
-    on its own sequence alone: not on the batch, the number of threads, or on how pages lie.
+    K_b and V_b are the first ``cache_seqlens[b]`` rows of the cache of sequence b, followed by the
+    rows of ``key`` and ``value``, if given, which are first written there in place. ``is_causal``,
+    ``window`` and ``alibi_slopes`` align the last query with the last key. The bits of a row depend
+    on its own sequence alone: not on the batch, the number of threads, or the order of the pages.
 
-    Inference only: there is no gradient.
+    Inference only: the operator has no gradient.
 
-    The shapes below are those of ``layout="bhnd"``; with "bnhd" the dimensions 1 and 2 of all
-    operands, and of the result, are exchanged. Neither is copied.
+    The shapes below are those of ``layout="bhnd"``; with "bnhd", dimensions 1 and 2 of all operands
+    and of the result are swapped. No layout needs a copy.
 
     Args:
         query: [B, Hq, Lq, D], float32, bfloat16, float16 or float64, any strides.
         key_cache: [E, Hkv, N, D], of query's dtype and device. An entry is a sequence of at most N
-            keys, or, with ``block_table``, a page of N keys, any N. Hkv divides Hq: a key head is
-            read once for all its query heads.
-        value_cache: [E, Hkv, N, Dv], likewise.
-        cache_seqlens: [B], int32 or int64, or a number common to all: how many keys of each
+            keys, or, with ``block_table``, a page of N keys, any N. Hkv must divide Hq: a key head
+            is read once for all its query heads.
+        value_cache: [E, Hkv, N, Dv], of the same dtype and device.
+        cache_seqlens: [B], int32 or int64, or one number for all sequences: how many keys of each
             sequence are in the cache before the call. None: the cache is full.
         key, value: [B, Hkv, L, D] and [B, Hkv, L, Dv], rows to append. Both or neither; they need
             ``cache_seqlens``, which itself is not changed.
         block_table: [B, P], int32 or int64: the pages of each sequence, in order. Entries beyond
-            its length are not looked at.
-        cache_batch_idx: [B], int32 or int64: the entry of each sequence; None is b. Not together
-            with ``block_table``.
-        is_causal: a query does not see the keys after its own position.
+            its length are never read.
+        cache_batch_idx: [B], int32 or int64: the entry of each sequence; None means entry b. Not
+            together with ``block_table``.
+        is_causal: a query cannot see the keys after its own position.
         scale, window, softcap: as in :func:`scaled_dot_product_attention`.
         alibi_slopes: floating, [Hq] or [B, Hq].
         layout: "bhnd" or "bnhd".
-        return_lse: return the logarithm of the sum of exponentials too.
+        return_lse: also return the logarithm of the sum of exponentials.
 
     Returns:
         ``out`` [B, Hq, Lq, Dv]; with ``return_lse`` a tuple of it and ``lse`` [B, Hq, Lq] in
-        float32 (float64 for float64). A query that sees nothing gives 0 and -inf.
+        float32 (float64 for float64). A fully masked row has out 0 and lse -inf.
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
-        ValueError: shapes that do not fit together, lengths beyond the cache, pages or entries
-            that it does not have. (Values are looked at on the CPU.)
-        RuntimeError: dtypes or devices that do not fit together, a tensor that requires a gradient
-            while gradients are enabled, or a forced backend that cannot run the call.
+        ValueError: shapes that do not match, lengths beyond the cache, pages or entries that do
+            not exist. (Values are checked on the CPU only.)
+        RuntimeError: dtypes or devices that do not match, a tensor that requires a gradient while
+            gradients are enabled, or a forced backend that cannot run the call.
 
     Example:
         >>> import torch
@@ -151,7 +151,7 @@ def prepare(
         checks.check_tensor(_OP, name, x, _LAYOUTS[layout], 4, query.device)
         if x.requires_grad and torch.is_grad_enabled():
             raise RuntimeError(
-                f"{_OP}: {name} requires a gradient, and there is none: call it under "
+                f"{_OP}: {name} requires a gradient, but this operator has none: call it under "
                 "torch.no_grad() or torch.inference_mode(), or use scaled_dot_product_attention"
             )
         if x.dtype != query.dtype:
@@ -182,7 +182,7 @@ def prepare(
     capacity = key_cache.shape[2]
     if block_table is not None:
         if cache_batch_idx is not None:
-            raise ValueError(f"{_OP}: block_table and cache_batch_idx exclude each other")
+            raise ValueError(f"{_OP}: block_table and cache_batch_idx must not be given together")
         table = checks.check_integers(_OP, "block_table", block_table, "[B, P]", 2, device)
         _check_batch("block_table", table, batch)
         capacity = capacity * table.shape[1]
@@ -193,8 +193,8 @@ def prepare(
         _check_batch(name, entries, batch)
     elif key_cache.shape[0] != batch:
         raise ValueError(
-            f"{_OP}: key_cache must have an entry for each of the {batch} sequences, or "
-            f"cache_batch_idx say which are theirs; got {key_cache.shape[0]} entries"
+            f"{_OP}: key_cache must have an entry for each of the {batch} sequences, unless "
+            f"cache_batch_idx assigns entries to them; got {key_cache.shape[0]} entries"
         )
     added = 0 if new is None else new[0].shape[2]
     lengths = _lengths(cache_seqlens, batch, capacity, added, device)
@@ -226,7 +226,7 @@ def _check_new(
     cache_seqlens: Any,
 ) -> None:
     if cache_seqlens is None:
-        raise ValueError(f"{_OP}: key and value need cache_seqlens: where to append them")
+        raise ValueError(f"{_OP}: key and value need cache_seqlens, the positions to append at")
     length = key.shape[2]
     for name, x, cache in (("key", key, key_cache), ("value", value, value_cache)):
         want = (query.shape[0], cache.shape[1], length, cache.shape[3])
@@ -261,8 +261,8 @@ def _lengths(given: Any, batch: int, capacity: int, added: int, device: torch.de
 
 
 def _wrong_length(length: Any, capacity: int, added: int) -> ValueError:
-    more = f" and the {added} to append" if added else ""
+    more = f", plus {added} to append," if added else ""
     return ValueError(
-        f"{_OP}: cache_seqlens must be at least 0, and with it{more} within the {capacity} keys of "
-        f"a sequence, got {length}"
+        f"{_OP}: cache_seqlens must be at least 0, and{more} at most {capacity} keys per sequence, "
+        f"got {length}"
     )

@@ -1,4 +1,4 @@
-"""Sentences as memories: the weighted sum of the embeddings of their words."""
+"""Encodes sentences as memories: weighted sums of word embeddings."""
 
 from __future__ import annotations
 
@@ -43,36 +43,37 @@ def encode_memory(
     a tensor       l itself, [J, D]
     ============== ================================================================================
 
-    J is the width of ``tokens``, the same for every sentence whatever its own length: pad all
-    batches of one model to one width (Sukhbaatar et al. 2015, End-To-End Memory Networks,
+    J is the width of ``tokens``, including padding, so it is the same for every sentence: pad all
+    batches of a model to the same width (Sukhbaatar et al. 2015, End-To-End Memory Networks,
     https://arxiv.org/abs/1503.08895, section 4.1). ``"centered"`` is about twice ``"position"``,
-    with a mean of 1, and what many implementations compute instead; see docs/encode_memory.md.
+    with a mean of 1; many implementations compute it instead, see docs/encode_memory.md.
     The embeddings [B, N, J, D] are never stored.
 
     Args:
         tokens: [B, N, J] int64 or int32, rows of ``weight``; any strides, sizes may be 0.
         weight: [V, D] float32, float64, bfloat16 or float16. Or [G, V, D]: G tables that encode
             the same tokens, such as the K + 1 of a network with K hops.
-        encoding: one of the above; a tensor has a floating dtype, and may be differentiated (by
+        encoding: one of the above; a tensor must have a floating dtype and is differentiable (by
             the reference backend).
         temporal: [N, D], or [G, N, D] with G tables; row i is added to memory i, in the order of
-            ``tokens``. The paper counts from the most recent sentence: there, tokens[:, 0] is it.
+            ``tokens``. The paper counts from the most recent sentence, so tokens[:, 0] must be
+            the most recent one there.
         padding_idx: a token that contributes nothing: its row is not read and gets no gradient, and
-            it need not be a row at all. None: every token counts.
-        sparse: make the gradient of ``weight`` a sparse tensor (COO) of the rows that occur in
-            ``tokens``, each once, for tables much larger than a batch; as for ``nn.Embedding``, an
-            optimizer must take it (SparseAdam, SGD, Adagrad). It is differentiable once, not
-            under ``torch.func`` nor in batches, and a compiler breaks its graph there.
+            it may be outside [0, V). None: every token counts.
+        sparse: make the gradient of ``weight`` a sparse tensor (COO) that holds each row used by
+            ``tokens`` once, for tables much larger than a batch. As with ``nn.Embedding``, the
+            optimizer must support it (SparseAdam, SGD, Adagrad). It is differentiable once, not
+            under ``torch.func`` and not in batches, and it causes a graph break in a compiler.
 
     Returns:
         [B, N, D], or [B, G, N, D] with G tables, in the dtype of ``weight``; 16-bit results are
-        summed in float32 and rounded once. A sentence of padding alone is no sentence: its memory
-        is 0, without T_i, as with the paper's null symbol. Differentiable in ``weight`` (a dense
-        gradient unless ``sparse``, the same bits for every number of threads) and ``temporal``.
+        summed in float32 and rounded once. A sentence that is all padding has the memory 0, without
+        T_i, as with the paper's null symbol. Differentiable in ``weight`` (a dense gradient unless
+        ``sparse``, the same bits for every number of threads) and ``temporal``.
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
-        ValueError: shapes that do not fit, an unknown encoding, or tensors on different devices.
+        ValueError: shapes that do not match, an unknown encoding, or tensors on different devices.
         IndexError: a token that is neither ``padding_idx`` nor in [0, V); nothing is read.
     """
     operator, arguments = prepare(
@@ -96,7 +97,7 @@ def prepare(
     padding_idx: int | None = 0,
     sparse: bool = False,
 ) -> tuple[Operator, tuple[Any, ...]]:
-    """Validate the arguments of :func:`encode_memory`; return the operator and its own."""
+    """Validate the arguments of :func:`encode_memory`; return the operator and its arguments."""
     _check(tokens, weight, temporal, padding_idx)
     if not isinstance(sparse, bool):
         raise TypeError(f"sparse must be a bool, got {type(sparse).__name__}")
@@ -145,7 +146,7 @@ def _known_factors(
 
 
 def _factors(encoding: str | Tensor, words: int, weight: Tensor) -> Tensor:
-    """l [J, D], in the dtype that is computed in."""
+    """l [J, D], in the dtype of the computation."""
     dtype = torch.float64 if weight.dtype is torch.float64 else torch.float32
     dim = weight.shape[-1]
     if isinstance(encoding, Tensor):
@@ -163,7 +164,7 @@ def _factors(encoding: str | Tensor, words: int, weight: Tensor) -> Tensor:
         raise ValueError(
             f"encoding must be one of {', '.join(ENCODINGS)}, or a Tensor, got {encoding!r}"
         )
-    # Kept from call to call, but not what a tracer or a mode would make of it.
+    # Cached between calls, except under a tracer or a mode, which may replace the tensor.
     make = _known_factors if nothing_watches() else _known_factors.__wrapped__
     return make(encoding, words, dim, dtype, weight.device)
 

@@ -1,4 +1,4 @@
-"""Hard attention: one key is drawn for each query, composed of the attention core."""
+"""Hard attention: samples one key for each query, composed from the attention core."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def hard_attention(
     generator: torch.Generator | None = None,
     need_weights: bool = False,
 ) -> Any:
-    r"""Attend to one key only, drawn with the probability that attention gives it.
+    r"""Attend to a single key, sampled with its attention weight as the probability.
 
     .. math:: j \sim p_i = softmax(scale \cdot query_i \, key^T + mask), \qquad out_i = value_j
 
     (The stochastic attention of Show, Attend and Tell, Xu et al. 2015,
-    https://arxiv.org/abs/1502.03044.) The choice has no derivative; an estimator stands in:
+    https://arxiv.org/abs/1502.03044.) Sampling has no derivative; an estimator replaces it:
 
     ==================== =======================================================================
     ``estimator``        the gradient of query and key
@@ -47,27 +47,26 @@ def hard_attention(
                          noise that chose j (Jang et al. 2017, https://arxiv.org/abs/1611.01144)
     ==================== =======================================================================
 
-    The gradient of ``value`` is exact: it goes to the rows that were chosen.
+    The gradient of ``value`` is exact: it goes to the chosen rows.
 
     Args:
         query: [..., L, D] with any leading dimensions, float32, float64, bfloat16 or float16.
-        key: [..., S, D], the leading dimensions those of query.
+        key: [..., S, D], with the leading dimensions of query.
         value: [..., S, Dv].
         attn_mask: broadcastable to [..., L, S]: bool, True takes part, or floating, added.
         scale: None is 1 / sqrt(D).
-        temperature: positive, of ``gumbel``.
-        deterministic: take the most probable key instead of drawing one, as in evaluation.
-        generator: of the noise; None is the default generator.
-        need_weights: return the one-hot weights too, [..., L, S].
+        temperature: positive; used by ``gumbel``.
+        deterministic: take the most probable key instead of sampling one, for evaluation.
+        generator: the source of the noise; None is the default generator.
+        need_weights: also return the one-hot weights, [..., L, S].
 
     Returns:
         ``out`` [..., L, Dv]; or a tuple of it, ``log_prob`` [..., L] (float32, or float64) for
-        "reinforce", and the weights if asked for. A query that sees nothing gives 0, and
-            log_prob 0.
+        "reinforce", and the weights if requested. A fully masked row has out 0 and log_prob 0.
 
     Raises:
         TypeError, ValueError: an unknown estimator, a temperature that is not positive, leading
-            dimensions that differ, and what attention raises.
+            dimensions that differ, and all errors of attention.
 
     Examples:
         >>> import torch
@@ -85,7 +84,7 @@ def hard_attention(
     scale = 1.0 / math.sqrt(max(query.shape[-1], 1)) if scale is None else scale
     scores = (*query.shape[:-1], key.shape[-2])
 
-    # The largest of log p + Gumbel noise is a draw from p. The noise is an additive mask.
+    # argmax(log p + Gumbel noise) is a sample from p. The noise is passed as an additive mask.
     noise = None
     if not deterministic:
         noise = torch.empty(scores, dtype=wide, device=query.device)
@@ -111,7 +110,7 @@ def hard_attention(
         elif estimator == "gumbel":
             soft, heat = _added(attn_mask, None, temperature), temperature
         mean = scaled_dot_product_attention(query, key, value.detach(), soft, scale=scale / heat)
-        out = out + (mean - mean.detach())  # the value of the one, the derivative of the other
+        out = out + (mean - mean.detach())  # value of out, derivative of mean
     results = [out]
     if estimator == "reinforce":
         results.append(_log_prob(query, key, attn_mask, scale, chosen, seen, wide))
@@ -132,7 +131,7 @@ def _log_prob(
     seen: Tensor,
     dtype: torch.dtype,
 ) -> Tensor:
-    """log p of the chosen keys: their score minus the log-sum-exp of all."""
+    """log p of the chosen keys: their score minus the log-sum-exp of all scores."""
     if chosen is None:
         return seen.to(dtype)
     columns = key.new_zeros(1).expand(*key.shape[:-1], 1)

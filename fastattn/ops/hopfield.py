@@ -39,54 +39,55 @@ def hopfield_retrieve(
     need_weights: bool = False,
     need_steps: bool = False,
 ) -> Any:
-    r"""Retrieve stored patterns: attend again and again until each query rests.
+    r"""Retrieve stored patterns: repeat attention until each query converges.
 
     .. math:: \xi \leftarrow X^T softmax(\beta X \xi), \qquad out = V^T softmax(\beta X \xi)
 
     (Hopfield Networks is All You Need, Ramsauer et al. 2021, https://arxiv.org/abs/2008.02217.)
-    :math:`\xi` begins as a row of ``state``, the rows of X are the ``stored`` patterns, those of V
-    their ``projection``. A query takes at most ``update_steps_max`` steps; it *rests* after a step
-    not longer than ``update_steps_eps`` (in the Euclidean norm), or than rounding is. Then it is
-    read: the result is one attention more, so that ``update_steps_max=0`` is attention.
+    :math:`\xi` starts as a row of ``state``, the rows of X are the ``stored`` patterns, and those
+    of V their ``projection``. A query takes at most ``update_steps_max`` steps. It *rests* (has
+    converged) after a step not longer than ``update_steps_eps`` in the Euclidean norm, or not
+    longer than the rounding error. One more attention then reads the result, so
+    ``update_steps_max=0`` is plain attention.
 
     Args:
-        state: [B, H, L, D], [B, L, D] or [L, D]; float32, float64, bfloat16 or float16. 16 bits are
-            computed in float32, and so are all states within the call.
-        stored: [B, H, N, D], with as many dimensions as ``state``. B may be 1: the same patterns
-            for all of the batch, whose queries then go together.
+        state: [B, H, L, D], [B, L, D] or [L, D]; float32, float64, bfloat16 or float16. 16-bit
+            inputs are computed in float32, and all states within the call stay in float32.
+        stored: [B, H, N, D], with as many dimensions as ``state``. B may be 1: the whole batch then
+            shares these patterns and is computed together.
         projection: [B, H, N, Dv], B may be 1; None is ``stored``.
         beta: positive; a tensor [] or [H] is differentiable. None is 1 / sqrt(D).
         update_steps_max: None: until every query rests.
         update_steps_eps: not negative.
-        stop: "query": each for itself, so that a result never depends on the other queries.
+        stop: "query": each query stops on its own, so its result never depends on other queries.
             "head": the queries of a head stop together, once the norm over all of their steps is
-            not longer than eps.
-        grad: the derivative of the state that is read.
+            at most eps.
+        grad: how to differentiate the final state.
 
-            * "unroll": that of the steps taken. They are taken again in backward; a row of D
-              numbers is held there for every step.
-            * "implicit": that of the solution of :math:`\xi = X^T softmax(\beta X \xi)`, by
+            * "unroll": through the steps taken. Backward recomputes them, and stores a row of D
+              numbers for every step.
+            * "implicit": through the fixed point :math:`\xi = X^T softmax(\beta X \xi)`, by
               conjugate gradients; the same memory for any number of steps, and no gradient for
               ``state``. A query that does not rest, or not at a strict minimum of the energy, is
               unrolled.
-            * "one_step": that of the last step alone (Bolte et al. 2023,
+            * "one_step": through the last step only (Bolte et al. 2023,
               https://arxiv.org/abs/2305.13768); no gradient for ``state``.
         attn_mask: broadcastable to the scores [B, H, L, N]. bool: True takes part; floating: added
             to the scores, of the dtype of ``state`` or float32, differentiable. In every step.
-        dropout_p: the probability of dropping a weight where the state is read, not in the steps.
-        need_weights: return the weights of the reading too, [B, H, L, N].
-        need_steps: return how many steps each query took, int64 [B, H, L].
+        dropout_p: the probability of dropping a weight in the final reading, not in the steps.
+        need_weights: also return the weights of the final reading, [B, H, L, N].
+        need_steps: also return how many steps each query took, int64 [B, H, L].
 
     Returns:
-        ``out`` [B, H, L, Dv], or a tuple of it and what was asked for. All but the steps is
-        differentiable, any number of times: beyond the first derivative by the reference. A query
-        that sees nothing has out = 0.
+        ``out`` [B, H, L, Dv], or a tuple of it and the requested extras. All but the steps are
+        differentiable, any number of times: derivatives beyond the first go through the reference
+        backend. A fully masked row has out = 0.
 
     Under autocast, state, stored and projection are cast as PyTorch casts those of attention.
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
-        ValueError: shapes, devices or values that do not fit.
+        ValueError: shapes or devices that do not match, or invalid values.
 
     Examples:
         >>> import torch
@@ -137,7 +138,7 @@ def prepare(
     need_weights: bool = False,
     need_steps: bool = False,
 ) -> tuple[Operator, tuple[Any, ...]]:
-    """Validate; return the operator of the steps (without steps: of attention), its arguments."""
+    """Validate; return the operator (attention if there are no steps) and its arguments."""
     limits = (update_steps_max, update_steps_eps, stop, grad)
     call = _prepared(state, stored, projection, beta, *limits, attn_mask, need_weights, need_steps)
     if update_steps_max != 0:
@@ -207,7 +208,7 @@ def _prepared(
 
 
 def _primitive(call: _Call) -> tuple[tuple[Any, ...], Any]:
-    """The operator's arguments, and the way back to [B, H, L, ...]."""
+    """The operator's arguments, and a function that restores [B, H, L, ...]."""
     batch, heads, queries, _ = call.state.shape
     mask, crowded = call.mask, call.stored.shape[0] == 1 != batch
 
@@ -231,7 +232,7 @@ def _primitive(call: _Call) -> tuple[tuple[Any, ...], Any]:
             mask = mask[0]
         else:
             mask = mask.expand(batch, heads, -1, -1).flatten(0, 1)
-    if state.shape[-1] == 0:  # every score is its bias, also with one dimension of zeros
+    if state.shape[-1] == 0:  # the score is the bias; one column of zeros keeps it so
         pad = torch.nn.functional.pad
         state = pad(state, (0, 1))
         tensors = [None if x is None else pad(x, (0, 1)) for x in tensors]
@@ -258,7 +259,7 @@ def _lowered(x: Tensor, rank: int) -> Tensor:
     return x[:, 0] if rank == 3 else x[0, 0]
 
 
-# --- validation, that of hopfield_energy too ---------------------------------------------------
+# --- validation, shared with hopfield_energy ---------------------------------------------------
 
 
 def check_patterns(where: str, state: Any, stored: Any) -> None:
@@ -291,7 +292,7 @@ def check_patterns(where: str, state: Any, stored: Any) -> None:
 
 
 def check_beta(where: str, beta: Any, state: Tensor) -> tuple[float, Tensor | None]:
-    """The number beta; or 1 and the tensor."""
+    """Return (beta, None) for a number, or (1, beta) for a tensor."""
     if beta is None:
         return 1.0 / math.sqrt(max(state.shape[-1], 1)), None
     if isinstance(beta, Tensor):
@@ -359,7 +360,7 @@ def _check_projection(projection: Any, stored: Tensor) -> None:
     _check_like("projection", _NAME, projection, stored)
     if projection.shape[:-1] != stored.shape[:-1]:
         raise ValueError(
-            f"{_NAME}: projection must have the shape of stored, {_of(stored)}, but for its last "
+            f"{_NAME}: projection must have the shape of stored, {_of(stored)}, except in the last "
             f"dimension, got {_of(projection)}"
         )
 

@@ -1,4 +1,4 @@
-"""The energy that Hopfield retrieval descends."""
+"""The energy that Hopfield retrieval minimizes."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def hopfield_energy(
 
     (Ramsauer et al. 2021, https://arxiv.org/abs/2008.02217, equation 2.) A step of
     :func:`fastattn.hopfield_retrieve` never increases it, and
-    :math:`\nabla E = \xi - X^T softmax(\beta X \xi)` is what that step moves, backwards. N and the
-    maximum are those of the patterns that a state sees; they are constants to the derivative.
+    :math:`\nabla E = \xi - X^T softmax(\beta X \xi)` is minus that step. N and the maximum are
+    taken over the patterns that a state can see; the derivative treats them as constants.
 
     Args:
         state: [B, H, L, D], [B, L, D] or [L, D]; float32, float64, bfloat16 or float16.
@@ -38,8 +38,8 @@ def hopfield_energy(
             added to the scores.
 
     Returns:
-        [B, H, L], float32 (float64 for float64); inf for a state that sees nothing.
-        Differentiable any number of times in state, stored, beta and the mask.
+        [B, H, L], float32 (float64 for float64); inf for a fully masked state. Differentiable any
+        number of times in state, stored, beta and the mask.
 
     Raises:
         TypeError, ValueError: as ``hopfield_retrieve``.
@@ -62,7 +62,7 @@ def hopfield_energy(
     if factor is not None:
         factor = factor.reshape(1, -1, 1, 1)
         keys, temperature = stored * factor.to(stored.dtype), 1 / factor[..., 0].to(wide)
-    # The values of the attention are not looked at: one column is the least there can be.
+    # The output of the attention is not used, so the value has the smallest width, one column.
     value = stored.detach().new_zeros((1, 1, 1, 1)).expand(*stored.shape[:-1], 1)
     lse = scaled_dot_product_attention(state, keys, value, mask, scale=scale, return_lse=True)[1]
     seen, longest = _seen(stored.detach().to(wide), mask)
@@ -73,7 +73,7 @@ def hopfield_energy(
 
 
 def _seen(stored: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """How many patterns a state sees, and the largest of their squared norms."""
+    """How many patterns a state can see, and the largest of their squared norms."""
     squares = stored.square().sum(-1).unsqueeze(-2)  # [B|1, H, 1, N]
     count = squares.shape[-1]
     if count == 0:

@@ -1,4 +1,4 @@
-"""Luong attention: three scores, three windows, composed of the other operators."""
+"""Luong attention: three scores and three windows, composed from the other operators."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ def luong_attention(
     ============ ======================================== ============================
 
     ============ ==========================================================================
-    ``window``   which keys a query sees
+    ``window``   which keys a query can see
     ============ ==========================================================================
     ``global``   all
     ``local-m``  those with abs(j - p_i) <= D; p_i is ``positions``, i unless given
-    ``local-p``  the same, p_i being predicted; after the softmax their weights are multiplied by
+    ``local-p``  the same, with a predicted p_i; after the softmax the weights are multiplied by
                  exp(-(j - p_i)^2 / (2 s^2)), s = D / 2, and not normalised again
     ============ ==========================================================================
 
-    No score outside a local window is computed (but for whole blocks at its edges).
+    Scores outside a local window are not computed, except within the blocks at its edges.
 
     Args:
         query: [B, Tq, Dq], float32, float64, bfloat16 or float16.
@@ -64,15 +64,15 @@ def luong_attention(
             Tk * sigmoid(...). Differentiable in ``local-p``, where it must be given.
         key_padding_mask: [B, Tk] bool, True is ignored.
         dropout_p: the probability of dropping a weight; pass 0 in evaluation.
-        need_weights: return the weights too, [B, Tq, Tk], 0 outside a window.
+        need_weights: also return the weights, [B, Tq, Tk], 0 outside a window.
 
     Returns:
-        ``out`` [B, Tq, Dv], or ``(out, weights)``. A query whose window is empty gives 0.
+        ``out`` [B, Tq, Dv], or ``(out, weights)``. A query with an empty window has out 0.
 
     Raises:
         TypeError, ValueError: an unknown ``method`` or ``window``, a ``weight`` or ``positions``
-            that does not fit them, ``D`` that is not a positive integer, and what the operators
-            below raise.
+            that does not match them, ``D`` that is not a positive integer, and all errors of the
+            underlying operators.
 
     Examples:
         >>> import torch
@@ -91,7 +91,7 @@ def luong_attention(
     batch, queries, keys = *query.shape[:2], key.shape[1]
     p = positions.expand(batch, queries).to(torch.promote_types(query.dtype, torch.float32))
 
-    # The window of a query: 2 D + 1 keys from the first one on, of which some may not be seen.
+    # The window of a query: 2 D + 1 keys, starting at ``first``; some of them may be excluded.
     first = torch.ceil(p.detach() - D).long()
     j = first[..., None] + torch.arange(2 * D + 1, device=query.device)  # [B, Tq, 2D + 1]
     seen = (j >= 0) & (j < keys) & (j <= p.detach()[..., None] + D)
@@ -100,7 +100,7 @@ def luong_attention(
     if key_padding_mask is not None and keys > 0:
         seen = seen & ~_rows(key_padding_mask, row)
     bell = torch.exp(-2 * ((j - p[..., None]) / D) ** 2) if window == "local-p" else None
-    # A GPU has no kernel for windows where they lie, but attention for copies of them.
+    # No GPU kernel reads windows in place, so GPUs use attention over copies of them.
     if v is None and query.is_cpu:
         query, key, value = autocast(query, key, value)
         check_dtypes(_NAME, query, key, value)
@@ -128,16 +128,16 @@ def _gathered(
     dropout_p: float,
     need_weights: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Attention to copies of the windows: each query becomes a sequence of its own.
+    """Attention over copies of the windows: each query becomes its own sequence.
 
-    Return the result and the weights, before the bell; the latter empty if nobody needs them.
+    Return the result and the weights before the bell; the weights are empty if not needed.
     """
     batch, queries = query.shape[:2]
     if key.shape[1] == 0:
         return query.new_zeros((batch, queries, value.shape[2])), query.new_zeros(row.shape)
     near, values = _rows(key, row), _rows(value, row)  # [B, Tq, 2D + 1, ...]
     if bell is not None:
-        # A weight times the bell, times a value, is a weight times (the bell times the value).
+        # (weight * bell) * value = weight * (bell * value)
         values = values * bell.to(values.dtype)[..., None]
     result = _attend(
         query.flatten(0, 1).unsqueeze(1),
@@ -169,7 +169,7 @@ def _attend(
     need_weights: bool,
     window: tuple[int, int] | None,
 ) -> Any:
-    """Additive with a v, else the dot product: both with the same masks and results."""
+    """Additive attention if v is given, else dot-product attention; masks and results agree."""
     if v is not None:
         return additive_attention(
             query,

@@ -36,52 +36,52 @@ def memory_hop_attention(
     scale: float = 1.0,
     need_weights: bool = False,
 ) -> Any:
-    r"""Read a memory ``hops`` times, each time with what was read before: all hops in one call.
+    r"""Read a memory ``hops`` times in one call; each hop's result updates the query of the next.
 
     .. math::
         p_k = softmax(scale \cdot M_k u_k + b_k), \quad o_k = C_k^T p_k, \quad
         u_{k+1} = \phi(H_k u_k + o_k), \qquad k = 1 \ldots K
 
     u_1 is the query and u_{K+1} the result (End-To-End Memory Networks, Sukhbaatar et al. 2015,
-    https://arxiv.org/abs/1503.08895). M_k [N, D] is the input memory of hop k, that a query is
-    compared with, C_k [N, D] its output memory, that is read; both hold one row a sentence, or
-    whatever is remembered.
+    https://arxiv.org/abs/1503.08895). M_k [N, D] is the input memory of hop k, which a query is
+    compared with; C_k [N, D] is its output memory, which is read. Both have one row per stored
+    item, such as a sentence.
 
     Args:
         query: [B, D], or [B, Q, D] for several queries on each memory; float32, float64, bfloat16
-            or float16, any strides; sizes may be 0. 16 bits are computed in float32, and every u_k
+            or float16, any strides; sizes may be 0. 16-bit inputs use float32, and every u_k
             within the call stays float32.
-        in_memory: [B, N, D], the same for all hops, or [B, K, N, D], one for each. B may be 1: one
-            memory for all queries, which is then read once for all of them and whose gradient is
-            summed where it lies. So is a memory whose batch dimension is expanded (stride 0).
-        out_memory: as ``in_memory``, each of the two of either shape. None: a 4-D ``in_memory`` is
+        in_memory: [B, N, D], the same for all hops, or [B, K, N, D], one per hop. B may be 1: all
+            queries share one memory, which is read once for all of them and whose gradient is
+            summed in place. The same holds if the batch dimension is expanded (stride 0).
+        out_memory: as ``in_memory``; the two shapes may differ. None: a 4-D ``in_memory`` is
             a stack of K + 1 memories in which each is the output of one hop and the input of the
             next, M_{k+1} = C_k (the paper's adjacent tying); a 3-D one is both input and output of
             every hop.
         hops: K, at least 1.
-        hop_proj: H, [D, D] for all hops or [K, D, D]; as the weight of ``nn.Linear``, H u is
+        hop_proj: H, [D, D] for all hops or [K, D, D]. As with the weight of ``nn.Linear``, H u is
             ``u @ H.T``. None is the identity.
         memory_mask: bool, True takes part. [N], [B, N], [B, Q, N] (for a 3-D query), or, for each
-            hop, [B, K, N] ([B, Q, K, N]); every size may be 1 instead. A row that no query may see
-            is never read as a number: NaN in it reaches no result.
+            hop, [B, K, N] ([B, Q, K, N]); every size may be 1 instead. NaN or inf in a row that no
+            query can see never affects the result.
         memory_bias: b, in one of the shapes of ``memory_mask``; floating, of query's dtype or
             float32. -inf excludes as the mask does.
         activation: phi, one of "relu", "tanh", "sigmoid"; None is the identity.
         normalize: "softmax", or "none": p = scale M u + b itself, the paper's linear start.
         scale: multiplies the dot products.
-        need_weights: return the p_k too.
+        need_weights: also return the p_k.
 
     Returns:
-        u_{K+1} in the shape and dtype of ``query``; with ``need_weights`` a pair of it and of the
+        u_{K+1} in the shape and dtype of ``query``; with ``need_weights`` a pair of it and the
         weights, [B, K, N] ([B, Q, K, N]). Both are differentiable any number of times; derivatives
-        beyond the first, and forward mode, go through the reference backend. A query that sees no
-        row at all has p = 0 and o = 0, and hands no gradient to the memory.
+        beyond the first, and forward mode, go through the reference backend. A fully masked query
+        has p = 0 and o = 0, and passes no gradient to the memory.
 
     Under autocast, query, memories and hop_proj are cast as PyTorch casts them for attention.
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
-        ValueError: shapes, devices or values that do not fit.
+        ValueError: shapes or devices that do not match, or invalid values.
 
     Examples:
         >>> import torch
@@ -138,7 +138,7 @@ def prepare(
     scale: float = 1.0,
     need_weights: bool = False,
 ) -> tuple[Operator, tuple[Any, ...]]:
-    """Validate the arguments of :func:`memory_hop_attention`; return the primitive and its own."""
+    """Validate the arguments of :func:`memory_hop_attention`; return the operator and its own."""
     activation = "none" if activation is None else activation
     _check_options(hops, activation, normalize, scale, need_weights)
     _check_query(query)
@@ -165,7 +165,7 @@ def prepare(
         out_memory = share(autocast(out_memory)[0])
     if hop_proj is not None:
         (hop_proj,) = autocast(hop_proj)
-    if query.shape[-1] == 0:  # every score is its bias, also with one dimension of zeros
+    if query.shape[-1] == 0:  # the score is the bias; one column of zeros keeps it so
         pad = torch.nn.functional.pad
         query, in_memory = pad(query, (0, 1)), pad(in_memory, (0, 1))
         out_memory = None if out_memory is None else pad(out_memory, (0, 1))

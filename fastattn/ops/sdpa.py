@@ -1,4 +1,4 @@
-"""Scaled dot-product attention: the specification, and the way from PyTorch's arguments to it."""
+"""Scaled dot-product attention: the specification, and the conversion of PyTorch's arguments."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def scaled_dot_product_attention(
     need_weights: bool = False,
     average_weights: bool = False,
 ) -> Any:
-    r"""Attend from every query to all keys it may see, without storing the matrix of scores.
+    r"""Attend from every query to all keys it can see, without storing the matrix of scores.
 
     .. math:: out = dropout(softmax(scale \cdot query \, key^T + bias)) \, value
 
@@ -57,15 +57,15 @@ def scaled_dot_product_attention(
        T = round((1 - dropout_p) * 65536), and otherwise makes it 0
     8. ``out[i]`` is the sum of ``w * value[j]``
 
-    A query that sees no key at all has ``out = 0``, weights 0, ``lse = -inf``, and hands on no
-    gradient. What nobody sees is not read as a number: NaN or inf in it reaches no result.
+    A fully masked row has ``out = 0``, weights 0 and ``lse = -inf``, and passes no gradient. NaN or
+    inf in a key or value that no query can see never affects the result.
 
-    The first eight arguments, their errors included, are those of
-    ``torch.nn.functional.scaled_dot_product_attention``. The shapes below are those of four
-    dimensions; as there, 2 (no batch, no head), 3 (no batch) or more than 4 are allowed, the batch
-    dimensions broadcast, and so does a head dimension of 1. Jagged NestedTensors [B, Hq, *, D] (or
-    [B, *, D]) are attended to without padding, by the kernels of :func:`varlen_attention`; a mask
-    and weights are not possible there.
+    The first eight arguments, including their errors, are those of
+    ``torch.nn.functional.scaled_dot_product_attention``. The shapes below have four dimensions. As
+    in PyTorch, 2 (no batch, no head), 3 (no batch) or more than 4 are allowed, the batch dimensions
+    broadcast, and so does a head dimension of 1. Jagged NestedTensors [B, Hq, *, D] (or [B, *, D])
+    are computed without padding by the kernels of :func:`varlen_attention`; they support no mask
+    and no weights.
 
     Args:
         query: [B, Hq, Lq, D], float32, bfloat16, float16 or float64, any strides; sizes may be 0.
@@ -74,29 +74,29 @@ def scaled_dot_product_attention(
         value: [B, Hkv, Lk, Dv], of query's dtype and device.
         attn_mask: broadcastable to [B, Hq, Lq, Lk], never expanded in memory. bool: True takes
             part. Floating, of query's dtype or float32: added to the scores; differentiable. A
-            ``torch.nn.attention.bias.CausalBias`` of these lengths stands for ``is_causal`` and
-            ``causal_alignment``, and is never made a tensor.
+            ``torch.nn.attention.bias.CausalBias`` of these lengths is replaced by ``is_causal`` and
+            ``causal_alignment``, and is never expanded to a tensor.
         dropout_p: the probability of dropping a weight, in [0, 1]. Always applied: pass 0 in
-            evaluation. The draws are a function of one 64-bit seed a call, the same on every
+            evaluation. The draws are a function of one 64-bit seed per call: the same on every
             backend, for any number of threads, in forward and backward. Without dropout no random
             number is consumed.
         is_causal: exclude the keys after the query's own position. Not together with ``attn_mask``;
-            ``window=(-1, 0)`` is the same and goes with a mask.
+            ``window=(-1, 0)`` is equivalent and can be combined with a mask.
         scale: None is ``1 / sqrt(D)``.
         enable_gqa: allow Hkv < Hq: query head h uses head ``h // (Hq // Hkv)`` of key and value.
-        window: (left, right), how many keys are seen before and after the query's own position; -1
+        window: (left, right), how many keys before and after its own position a query can see; -1
             is unlimited. https://arxiv.org/abs/2004.05150
         softcap: None, or the positive bound of the scores.
         alibi_slopes: floating, [Hq] or [B, Hq]. Differentiable, but only by the reference.
-        causal_alignment: where the diagonal of ``is_causal``, ``window`` and ``alibi_slopes`` lies
+        causal_alignment: how ``is_causal``, ``window`` and ``alibi_slopes`` align queries and keys
             if Lq is not Lk. "upper_left": query 0 is at key 0 (offset = 0), as in PyTorch.
             "bottom_right": the last query is at the last key (offset = Lk - Lq).
-        generator: where the seed of the dropout is drawn; None is the default generator. Under
-            ``torch.compile`` only None.
-        return_lse: return lse too.
-        need_weights: return the weights too: those applied to value, after dropout.
-        average_weights: with ``need_weights``, their mean over the heads; the weights of single
-            heads are then never stored.
+        generator: the source of the dropout seed; None is the default generator. Under
+            ``torch.compile`` only None is supported.
+        return_lse: also return lse.
+        need_weights: also return the weights that are applied to value, after dropout.
+        average_weights: with ``need_weights``, return their mean over the heads. The weights of
+            single heads are then never stored.
 
     Returns:
         ``out`` [B, Hq, Lq, Dv], in query's dtype and memory order; or a tuple of ``out``, then
@@ -109,7 +109,7 @@ def scaled_dot_product_attention(
 
     Raises:
         TypeError: an argument of the wrong type.
-        RuntimeError: dtypes, devices or shapes that do not fit together, ``dropout_p`` outside
+        RuntimeError: dtypes, devices or shapes that do not match, ``dropout_p`` outside
             [0, 1], ``attn_mask`` with ``is_causal``, or a forced backend that cannot run the call.
         IndexError: ``enable_gqa`` without a head dimension.
         NotImplementedError: a complex or an 8-bit dtype.
@@ -132,10 +132,10 @@ def scaled_dot_product_attention(
         >>> weights[0, 1, :4]
         tensor([0.3333, 0.3333, 0.3333, 0.0000])
 
-        A query without keys:
+        A fully masked row:
 
-        >>> nobody = torch.zeros(10, 10, dtype=torch.bool)
-        >>> out, lse = scaled_dot_product_attention(query, key, value, nobody, return_lse=True)
+        >>> mask = torch.zeros(10, 10, dtype=torch.bool)
+        >>> out, lse = scaled_dot_product_attention(query, key, value, mask, return_lse=True)
         >>> out.abs().max(), lse[0, 0, 0]
         (tensor(0.), tensor(-inf))
     """
@@ -173,7 +173,7 @@ def scaled_dot_product_attention(
     )
     if options.dropout_p > 0:
         seed = checks.draw_seed(query.device, generator)
-    out, lse, *weights = operator(*tensors, seed, options)  # of jagged tensors, no weights
+    out, lse, *weights = operator(*tensors, seed, options)  # jagged tensors have no weights
     out = folding.restore(out)
     if not return_lse and not need_weights:
         return out
@@ -204,9 +204,9 @@ def prepare(
     need_weights: Any = False,
     average_weights: Any = False,
 ) -> tuple[Operator, tuple[Any, ...], arguments.Folding | _jagged.JaggedFolding]:
-    """Validate, and return the operator, its arguments but for the seed, and the folding.
+    """Validate; return the operator, its arguments except the seed, and the folding.
 
-    Everything that can be wrong is found here, before anything is computed.
+    All errors are raised here, before any computation.
     """
     if _jagged.is_jagged(query):
         return _jagged.prepare(
@@ -257,10 +257,10 @@ def prepare(
     offset = key.shape[2] - query.shape[2] if causal_alignment == "bottom_right" else 0
     if is_causal:
         right = 0
-    if query.shape[3] == 0:  # every score is 0, also with one dimension of zeros
+    if query.shape[3] == 0:  # every score is 0; one column of zeros keeps it so
         query, key = (torch.nn.functional.pad(x, (0, 1)) for x in (query, key))
         scale = 1.0
-    if scale is None and not torch.compiler.is_compiling():  # else found when it runs, for every D
+    if scale is None and not torch.compiler.is_compiling():  # compiled: found at run time
         scale = default_scale(query)
     options = AttentionOptions(
         scale=scale,

@@ -44,15 +44,15 @@ def sinusoidal_encoding(
     ================== ======================================= ================================
 
     where h = d // 2 (and h - 1 counts as 1 for d < 4) and s = (d + 1) // 2. An odd d leaves one
-    column without a partner: it is a sine, but zero in ``tensor2tensor``. ``interleaved`` is the
-    paper's (Vaswani et al. 2017, https://arxiv.org/abs/1706.03762); docs/sinusoidal.md tells who
-    uses which.
+    column without a partner: a sine, or zero in ``tensor2tensor``. ``interleaved`` is the layout of
+    the paper (Vaswani et al. 2017, https://arxiv.org/abs/1706.03762); docs/sinusoidal.md says which
+    library uses which.
 
     Args:
         x: [..., L, d], float32, float64, bfloat16 or float16, any strides; sizes may be 0.
         offset: the position of the first row. Row l is at ``offset + l``. An integer, or an
             int64/int32 tensor that broadcasts to ``x.shape[:-2]``: a scalar tensor, or [B] for
-            sequences that have come differently far. Not together with ``positions``.
+            sequences at different positions. Not together with ``positions``.
         positions: int64 or int32, broadcasts to ``x.shape[:-1]``: the position of every row.
         layout: one of the four above.
         max_timescale: T, finite and at least 1.
@@ -98,7 +98,7 @@ def sinusoidal_table(
     """Return the encodings of positions ``offset``, ..., ``offset + length - 1``: [length, dim].
 
     The arguments are those of :func:`sinusoidal_encoding`; ``dtype`` and ``device`` default to
-    PyTorch's defaults. No table is kept anywhere: a call costs about as much as reading one.
+    PyTorch's defaults. No table is stored: a call costs about as much as reading one.
 
     Raises:
         TypeError, ValueError: as :func:`sinusoidal_encoding`; ``length`` or ``dim`` negative.
@@ -107,7 +107,7 @@ def sinusoidal_table(
         _check_int(name, size)
         if size < 0:
             raise ValueError(f"{name} must not be negative, got {size}")
-    # One row of zeros, seen length times: nothing is read that is not in the cache.
+    # One row of zeros, expanded to length rows: all reads hit the cache.
     zeros = torch.zeros(dim, dtype=dtype, device=device).expand(length, dim)
     return sinusoidal_encoding(
         zeros,
@@ -181,7 +181,7 @@ def _check_positions(name: str, value: Tensor, x: Tensor, dims: int) -> None:
 
 
 def locate(x: Tensor, offset: int | Tensor, positions: Tensor | None) -> tuple[int, Tensor | None]:
-    """Return (offset, None) where the positions follow from a number, else (0, int64 tensor)."""
+    """Return (offset, None) if a number determines the positions, else (0, int64 tensor)."""
     if positions is not None:
         if isinstance(offset, Tensor) or offset != 0:
             raise ValueError("offset and positions exclude each other: add the offset to positions")

@@ -39,48 +39,48 @@ def varlen_attention(
     generator: torch.Generator | None = None,
     return_lse: bool = False,
 ) -> Any:
-    r"""Attend within each of several sequences that are packed one after the other, unpadded.
+    r"""Attend within each of several sequences, packed one after the other without padding.
 
     Sequence b has the queries ``cu_seqlens_q[b]``, ..., ``cu_seqlens_q[b + 1] - 1`` and the keys
     ``cu_seqlens_k[b]``, ..., ``cu_seqlens_k[b + 1] - 1``, and its result is
 
     .. math:: out_b = scaled\_dot\_product\_attention(query_b, key_b, value_b)
 
-    with the options below, bit for bit that of a call on this sequence alone (on one backend; but
-    for dropout, whose draws are those of entry b of a batch). No padding is stored or computed, and
-    threads share the work by the lengths of the sequences.
+    with the options below. On one backend it is bitwise equal to a call on this sequence alone,
+    except for dropout, whose draws are those of entry b of a batch. No padding is stored or
+    computed, and the work is split among threads by the lengths of the sequences.
 
     Args:
         query: [Tq, Hq, D], float32, bfloat16, float16 or float64, any strides; sizes may be 0.
-        key: [Tk, Hkv, D], of query's dtype and device. Hkv divides Hq: query head h uses head
+        key: [Tk, Hkv, D], of query's dtype and device. Hkv must divide Hq: query head h uses head
             ``h // (Hq // Hkv)`` of key and value.
         value: [Tk, Hkv, Dv], of query's dtype and device.
         cu_seqlens_q: [B + 1], int32 or int64: 0, then where each sequence of queries ends. A
             sequence may be empty. Rows after the last sequence give 0, ``lse`` -inf, and have
             gradient 0.
-        cu_seqlens_k: [B + 1], the same of keys and values.
+        cu_seqlens_k: [B + 1], the same for keys and values.
         max_seqlen_q: not needed; if given, it must not be less than the longest sequence.
         max_seqlen_k: likewise.
         dropout_p, is_causal, scale, window, softcap, generator: as in
             :func:`scaled_dot_product_attention`; positions count within a sequence.
         alibi_slopes: floating, [Hq] or [B, Hq]. Differentiable, but only by the reference.
-        causal_alignment: where the diagonal of ``is_causal``, ``window`` and ``alibi_slopes`` lies
+        causal_alignment: how ``is_causal``, ``window`` and ``alibi_slopes`` align queries and keys
             in a sequence with more, or fewer, keys than queries. "upper_left": query 0 is at key
             0. "bottom_right": the last query is at the last key.
-        return_lse: return the logarithm of the sum of exponentials too.
+        return_lse: also return the logarithm of the sum of exponentials.
 
     Returns:
         ``out`` [Tq, Hq, Dv], in query's dtype and memory order; with ``return_lse`` a tuple of it
         and ``lse`` [Hq, Tq] in float32 (float64 for float64). Both are differentiable in query,
         key and value, any number of times; derivatives beyond the first, and forward mode, go
-        through the reference backend, which makes a matrix [Hq, Tq, Tk].
+        through the reference backend, which stores a matrix [Hq, Tq, Tk].
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
-        ValueError: shapes that do not fit together, or ``cu_seqlens`` that do not begin with 0,
-            decrease, or end beyond the rows there are. (Their values are looked at on the CPU.)
-        RuntimeError: dtypes or devices that do not fit together, ``dropout_p`` outside [0, 1], or
-            a forced backend that cannot run the call.
+        ValueError: shapes that do not match, or ``cu_seqlens`` that do not start with 0, decrease,
+            or end beyond the last row. (Their values are checked on the CPU only.)
+        RuntimeError: dtypes or devices that do not match, ``dropout_p`` outside [0, 1], or a
+            forced backend that cannot run the call.
         NotImplementedError: a complex or an 8-bit dtype.
 
     Example:
@@ -136,7 +136,7 @@ def prepare(
     generator: Any = None,
     return_lse: Any = False,
 ) -> tuple[Operator, tuple[Any, ...]]:
-    """Validate, and return the operator and its arguments, but for the seed."""
+    """Validate; return the operator and its arguments, except the seed."""
     if not isinstance(query, Tensor):
         raise checks.wrong_type(_OP, "query", query, "Tensor")
     tensors = (("query", query, "Hq, D"), ("key", key, "Hkv, D"), ("value", value, "Hkv, Dv"))
@@ -212,9 +212,7 @@ def _check_values(name: str, starts: list[int], rows: int, longest: Any, longest
     if min(lengths, default=0) < 0:
         raise ValueError(f"{_OP}: {name} must not decrease, got {starts}")
     if starts[-1] > rows:
-        raise ValueError(
-            f"{_OP}: {name} must end within the {rows} rows there are, got {starts[-1]}"
-        )
+        raise ValueError(f"{_OP}: {name} must not end beyond the {rows} rows, got {starts[-1]}")
     if longest is not None and max(lengths, default=0) > longest:
         raise ValueError(
             f"{_OP}: {longest_name} must be at least the longest sequence, {max(lengths)}, "

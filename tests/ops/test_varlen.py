@@ -190,7 +190,7 @@ def _bad() -> list[tuple[dict[str, Any], type[Exception], str]]:
         ({"cu_seqlens_q": ends[:0]}, ValueError, r"must be \[B \+ 1\], got shape \(0,\)"),
         ({"cu_seqlens_q": ends + 1}, ValueError, "cu_seqlens_q must begin with 0, got 1"),
         ({"cu_seqlens_k": ends.flip(0) - 4}, ValueError, "cu_seqlens_k must not decrease"),
-        ({"cu_seqlens_k": 2 * ends}, ValueError, "within the 4 rows there are, got 8"),
+        ({"cu_seqlens_k": 2 * ends}, ValueError, "not end beyond the 4 rows, got 8"),
         ({"cu_seqlens_q": ends[:2]}, ValueError, "must have the same length, got 2 and 3"),
         ({"max_seqlen_q": 2}, ValueError, "max_seqlen_q must be at least the longest sequence, 3"),
         ({"max_seqlen_k": 2.5}, TypeError, "argument 'max_seqlen_k' must be int or None"),
