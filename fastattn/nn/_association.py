@@ -1,4 +1,4 @@
-"""What the Hopfield modules hold in common: projections, heads, masks, and the retrieval."""
+"""The shared part of the Hopfield modules: projections, heads, masks, and the retrieval."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ __all__ = ["Association"]
 
 
 class Association(nn.Module):
-    """Stored patterns, states and what is read, projected to heads; the steps; the way out.
+    """Projects stored patterns, states and values to heads, retrieves, and projects the result.
 
-    The names and shapes of the parameters are those of ``HopfieldCore`` of hflayers, so that its
-    checkpoints load. H heads of width ``head_dim`` (what is compared) and ``pattern_dim`` (what is
-    read).
+    The names and shapes of the parameters are those of ``HopfieldCore`` of hflayers, so its
+    checkpoints load. There are H heads: queries and keys have the width ``head_dim``, values the
+    width ``pattern_dim``.
     """
 
     in_proj_weight: Parameter | None
@@ -59,7 +59,7 @@ class Association(nn.Module):
     ) -> None:
         super().__init__()
         static = key_as_static and query_as_static and value_as_static
-        # Nothing is projected: the widths are those of what is given.
+        # Without projections the widths are those of the inputs.
         self.static_execution = static and disable_out_projection and not normalize_pattern
         if self.static_execution:
             embed_dim = kdim = vdim = None
@@ -83,7 +83,7 @@ class Association(nn.Module):
             pattern_dim = head_dim if pattern_dim is None else pattern_dim
             if value_as_connected and pattern_dim != head_dim:
                 raise ValueError(
-                    "pattern_size must be hidden_size where the pattern projection is connected, "
+                    "pattern_size must be hidden_size if the pattern projection is connected, "
                     f"got {pattern_dim} and {head_dim}"
                 )
         self.head_dim, self.pattern_dim = head_dim, pattern_dim
@@ -106,13 +106,13 @@ class Association(nn.Module):
         for name, size in sizes.items():
             own = None if self._qkv_same_embed_dim else size
             self._parameter(f"{name}_proj_weight", own, made)
-        # The bias has a part for what is read even where that is static.
+        # The bias has a part for the values even if they are static.
         length = rows + (patterns if value_as_static else 0)
         self._parameter("in_proj_bias", (length,) if bias and rows else None, made)
         affine = (head_dim,) if normalize_pattern_affine else None
         self._parameter("p_norm_weight", affine, made)
         self._parameter("p_norm_bias", affine, made)
-        # Of hflayers' two kinds of appended patterns this one cannot be used there.
+        # hflayers does not support this kind of appended pattern for static patterns either.
         bias_k = (1, 1, hidden) if add_bias_kv and not key_as_static else None
         bias_v = (1, 1, patterns) if add_bias_kv and not value_as_static else None
         if add_bias_kv and (bias_k is None or bias_v is None):
@@ -130,7 +130,7 @@ class Association(nn.Module):
         )
 
     def reset_parameters(self) -> None:
-        """Weights from N(0, 0.02^2), biases 0, as hflayers."""
+        """Draw the weights from N(0, 0.02^2) and set the biases to 0, as hflayers does."""
         for name, parameter in self.named_parameters():
             if name == "p_norm_weight":
                 nn.init.ones_(parameter)
@@ -142,7 +142,7 @@ class Association(nn.Module):
     # --- [N, S, E] -> [N, H, S, D] ---------------------------------------------------------------
 
     def project(self, stored: Tensor, state: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-        """State, stored and what is read, as heads; stored and value may have N = 1."""
+        """Return state, stored and value as heads; stored and value may have N = 1."""
         if self._qkv_same_embed_dim and self.in_proj_weight is not None:
             static = (self.query_as_static, self.key_as_static, self.value_as_static)
             counts = [0 if s else self.num_heads * (self.head_dim or 0) for s in static]
@@ -161,7 +161,7 @@ class Association(nn.Module):
         k = self._heads(stored, weights[1], biases[1], self.key_as_static)
         if self.value_as_connected and not self.key_as_static:
             value = linear(value, weights[1], biases[1])
-            if self.value_as_static:  # read as they are, once they are what is compared
+            if self.value_as_static:  # the keys serve as values, without another projection
                 v = value.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
             else:
                 v = self._heads(value, weights[2], biases[2], False)
@@ -172,7 +172,7 @@ class Association(nn.Module):
         return q, k, v
 
     def _heads(self, x: Tensor, weight: Any, bias: Tensor | None, static: bool) -> Tensor:
-        if static:  # every head sees all of it
+        if static:  # every head gets the full width
             return x.unsqueeze(1).expand(-1, self.num_heads, -1, -1)
         return linear(x, weight, bias).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
 
@@ -240,7 +240,7 @@ class Association(nn.Module):
             )
             return result if need_weights else (result, None)
 
-        if isinstance(steps_max, Tensor) or isinstance(steps_eps, Tensor):  # a limit a head
+        if isinstance(steps_max, Tensor) or isinstance(steps_eps, Tensor):  # one limit per head
             parts = [
                 retrieve(
                     slice(h, h + 1),

@@ -1,4 +1,4 @@
-"""What a decoder remembers between its steps: the keys and values of the positions so far."""
+"""The state of a decoder between its steps: the keys and values of all earlier positions."""
 
 from __future__ import annotations
 
@@ -13,23 +13,21 @@ __all__ = ["DecoderCache", "KeyValueCache"]
 class KeyValueCache:
     """Keys and values [N, H, S, D] of one attention.
 
-    What an attention writes behind the first ``length`` positions counts from ``advance`` on: until
-    then the same positions are written again, so that a step can be repeated.
+    Rows written after the first ``length`` positions become permanent with ``advance``. Until then
+    they are overwritten, so a step can be repeated.
     """
 
     def __init__(self) -> None:
         self.length = 0
-        self._pair: tuple[Tensor, Tensor] | None = None  # with room behind `length`
+        self._pair: tuple[Tensor, Tensor] | None = None  # with free space after `length`
 
     def extended(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Return all keys and values, those given [N, H, L, D] behind the others."""
+        """Append k and v [N, H, L, D], and return all keys and values."""
         start, end = self.length, self.length + k.shape[2]
         if self._pair is not None and self._pair[0].shape[0] != k.shape[0]:
-            raise ValueError(
-                f"the cache holds a batch of {self._pair[0].shape[0]}, got one of {k.shape[0]}"
-            )
+            raise ValueError(f"the cache has batch size {self._pair[0].shape[0]}, got {k.shape[0]}")
         if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
-            # What a gradient goes through must not be written over.
+            # Tensors that autograd has saved must not be overwritten.
             if self._pair is not None:
                 k, v = (
                     torch.cat((past[:, :, :start], new), 2)
@@ -44,7 +42,7 @@ class KeyValueCache:
         return self._pair[0][:, :, :end], self._pair[1][:, :, :end]
 
     def kept(self, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, Tensor]:
-        """Return the keys and values that do not change, made the first time."""
+        """Return the keys and values that do not change; computed in the first call."""
         if self._pair is None:
             k, v = make()
             self._pair = k, v
@@ -68,15 +66,15 @@ class KeyValueCache:
 
 
 class DecoderCache:
-    """What a :class:`fastattn.nn.TransformerDecoder` has computed of earlier positions.
+    """The keys and values of earlier positions in a :class:`fastattn.nn.TransformerDecoder`.
 
-    Made by ``decoder.new_cache()``, filled by each call that it is given to. It belongs to one
-    batch and one memory.
+    ``decoder.new_cache()`` creates it, and each call that gets it fills it. It belongs to one batch
+    and one memory.
 
     Attributes:
         length: the number of positions so far.
         layers: for each layer, the caches of self- and of cross-attention.
-        padding: [N, length] bool, the padding among the positions so far, where it is known.
+        padding: [N, length] bool, which of the positions so far are padding, if known.
     """
 
     def __init__(self, layers: int) -> None:
@@ -88,7 +86,7 @@ class DecoderCache:
         return self.layers[0][0].length
 
     def select(self, index: Tensor) -> None:
-        """Go on with these sequences of the batch, [N'] int64: the survivors of a beam search."""
+        """Keep only these sequences of the batch, [N'] int64: the selected beams of a search."""
         for pair in self.layers:
             for cache in pair:
                 cache.select(index)

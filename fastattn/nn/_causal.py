@@ -1,4 +1,4 @@
-"""The attention inside the layers of a Transformer: causal without a mask, and with a memory."""
+"""The attention inside Transformer layers: causal without a mask, and with a cache."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["LayerAttention", "into_layer_attention"]
 
 
 class LayerAttention(MultiheadAttention):
-    """``MultiheadAttention``, where ``is_causal=True`` needs no mask, and that may have a cache."""
+    """``MultiheadAttention`` whose ``is_causal=True`` needs no mask, with an optional cache."""
 
     def forward(
         self,
@@ -49,6 +49,6 @@ class LayerAttention(MultiheadAttention):
 
 
 def into_layer_attention(attention: nn.MultiheadAttention) -> None:
-    """Switch the class: parameters, and the random numbers they came from, stay PyTorch's."""
+    """Change the class in place, so parameters and their random numbers stay PyTorch's."""
     attention.__class__ = LayerAttention
     attention.register_forward_pre_hook(keep_forward_called)

@@ -1,4 +1,4 @@
-"""Whether tensors may be looked at in Python, and handed to an operator that knows only them."""
+"""Whether Python may read tensor values and call operators that support plain tensors only."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from fastattn.eager import runs_eagerly
 
 
 def is_plain(*tensors: Tensor | None) -> bool:
-    """Whether these are ordinary CPU tensors and nobody traces, transforms, compiles or counts.
+    """Whether these are ordinary CPU tensors, and no tracer, transform, compiler or mode is active.
 
-    Only then may a branch depend on their values, and only then is an operator that knows no
-    batching, no fake tensors and no forward-mode derivative in nobody's way.
+    Only then may a branch depend on their values, and only then is it safe to call an operator
+    without support for batching, fake tensors and forward-mode derivatives.
     """
     return runs_eagerly(*tensors) and all(t is None or t.is_cpu for t in tensors)

@@ -1,4 +1,4 @@
-"""``HeadNetwork``: what ``nonlinear_heads`` puts after the heads of attention."""
+"""``HeadNetwork``: the network that ``nonlinear_heads`` applies to the heads of attention."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ __all__ = ["HeadNetwork"]
 
 
 class HeadNetwork(nn.Module):
-    r"""A feed-forward network of each head's own.
+    r"""A separate feed-forward network for each head.
 
     .. math:: g_h(x) = W_{2,h} \, relu(W_{1,h} \, x + b_{1,h}) + b_{2,h}
 
     Args:
         num_heads: H.
-        head_dim: D, the width of a head, in and out.
-        hidden: F, the width between.
+        head_dim: D, the width of a head, both input and output.
+        hidden: F, the width of the hidden layer.
         device, dtype: of the parameters.
 
     Attributes:
-        weight1 [H, F, D], bias1 [H, F], weight2 [H, D, F], bias2 [H, D]: drawn as ``nn.Linear``
-            draws its own.
+        weight1 [H, F, D], bias1 [H, F], weight2 [H, D, F], bias2 [H, D]: initialized as in
+            ``nn.Linear``.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class HeadNetwork(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw everything uniformly within 1 / sqrt(inputs)."""
+        """Draw all parameters uniformly within 1 / sqrt(inputs)."""
         for weight, bias in ((self.weight1, self.bias1), (self.weight2, self.bias2)):
             bound = weight.shape[-1] ** -0.5
             nn.init.uniform_(weight, -bound, bound)

@@ -1,26 +1,26 @@
-"""The projections of an attention layer: ``linear`` is the one seam between them and a GEMM.
+"""The projections of an attention layer; ``linear`` is the only function that calls a GEMM.
 
     y = x Wᵀ + b          x [..., K]   W [N, K]   b [N]   y [..., N]
     dx = dy W     dW = dyᵀ x     db = Σ dy
 
-Three quarters of the arithmetic of a layer of ordinary size lies here, so the GEMM is chosen by
-measurement: ``fastattn/evidence.json`` has the rule of each processor, a
-:class:`fastattn.evidence.Gemm`. On an AMD EPYC with AVX-512 and BF16 (docs/multihead_attention.md
-has the table, and how it was taken; speeds are relative to ``torch.nn.functional.linear``):
+Three quarters of the arithmetic of a typical layer is here, so the GEMM is chosen by measurement:
+``fastattn/evidence.json`` has the rule of each processor, a :class:`fastattn.evidence.Gemm`. On an
+AMD EPYC with AVX-512 and BF16 (docs/multihead_attention.md has the table and the method; speeds are
+relative to ``torch.nn.functional.linear``):
 
 - float32: from some size on, oneDNN's inner product has 1.1 to 2 times the speed of the MKL GEMM.
-  Not so for dW of many rows, where it copies both transposed operands: ``torch.mm``.
-- bfloat16: our own GEMM, which reads the weight where it lies and prepares nothing, makes small y
-  1.1 to 1.6 times as fast; oneDNN called directly the others, up to 1.1 times, the gain being the
-  bias, which it adds on the way. The gradients have no bias, and no gain.
-- float16 without native arithmetic: PyTorch's GEMM is scalar in part. Ours, in float32 and rounded
-  once at the end, makes y and dx 4 to 10 times as fast. dW is PyTorch's in float32.
+  For dW of many rows it copies both transposed operands and is slower, so ``torch.mm`` is used.
+- bfloat16: our own GEMM reads the weight in place without packing and is 1.1 to 1.6 times as fast
+  for small y. For larger y a direct call of oneDNN is up to 1.1 times as fast, because it fuses the
+  bias. The gradients have no bias, and no gain.
+- float16 without native arithmetic: PyTorch's GEMM is partly scalar. Ours computes in float32,
+  rounds once at the end, and is 4 to 10 times as fast for y and dx. dW uses PyTorch in float32.
 - everything else: ``torch.nn.functional.linear``.
 
 On an Intel Xeon with AMX, MKL is the fastest in float32, and oneDNN in bfloat16 at any size.
 
-Where PyTorch lets no one call oneDNN's inner product (`fastattn/compat.py`), or oneDNN is switched
-off (``torch.backends.mkldnn.flags(enabled=False)``), ``torch.nn.functional.linear`` does the work.
+If this PyTorch does not expose oneDNN's inner product (`fastattn/compat.py`), or oneDNN is switched
+off (``torch.backends.mkldnn.flags(enabled=False)``), ``torch.nn.functional.linear`` is used.
 """
 
 from __future__ import annotations
@@ -35,18 +35,19 @@ from torch import Tensor
 from fastattn import compat, dispatch, evidence
 from fastattn.nn._eager import is_plain
 
-# The least M·N·K for which oneDNN pays, in float32. A call costs about 15 µs more than F.linear.
+# The smallest M·N·K for which oneDNN pays off in float32. A call costs about 15 µs more than that
+# of F.linear.
 _MIN_WORK = 2**22
 _MIN_WORK_WEIGHT_GRAD = 2**25
-_MAX_ROWS_WEIGHT_GRAD = 2047  # of oneDNN; with more, two transposed copies cost what oneDNN gains
+_MAX_ROWS_WEIGHT_GRAD = 2047  # for oneDNN; with more, two transposed copies cancel its gain
 
-# Our own GEMM is for at least so many rows: they lie across the lanes.
+# The minimum number of rows for our own GEMM, which maps rows to vector lanes.
 _LEAST_ROWS_OF_OURS = 8
 
 
 @functools.cache
 def rule(dtype: torch.dtype) -> evidence.Gemm:
-    """Which GEMM serves this dtype on this processor."""
+    """Return which GEMM to use for this dtype on this processor."""
     found = evidence.choose("gemm", "cpu", dtype=dtype)
     gemm = evidence.Gemm("torch", "torch") if found is None else evidence.Gemm(**found.use)
     if dtype == torch.float32 and gemm.forward == "torch" and not torch.backends.mkl.is_available():
@@ -59,7 +60,7 @@ evidence.on_change(rule.cache_clear)
 
 @functools.cache
 def _native() -> Any | None:
-    """The backend module, or None where it is not built. Not at import, which loads no backend."""
+    """The backend module, or None if it is not built. Called late: import loads no backend."""
     found = dispatch.load("cpu")
     return None if isinstance(found, str) else found
 
@@ -70,7 +71,7 @@ _WIDE_DTYPES = set() if compat.onednn_has_float16 else {torch.float16}
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x @ weight.T + bias``, as ``torch.nn.functional.linear`` but on the fastest GEMM there is.
+    """``x @ weight.T + bias``, as ``torch.nn.functional.linear`` but on the fastest GEMM.
 
     Args:
         x: [..., K], any strides.
@@ -80,9 +81,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Returns:
         [..., N], contiguous, in the dtype of the arguments. Differentiable any number of times.
 
-    Under ``torch.func`` transforms, ``torch.compile``, tensor subclasses, other devices and
-    dispatch modes this is ``torch.nn.functional.linear`` itself. Errors are those of
-    ``torch.nn.functional.linear``, except that a bias of another dtype is always taken.
+    Under ``torch.func`` transforms, ``torch.compile`` and dispatch modes, and for tensor subclasses
+    and other devices, this calls ``torch.nn.functional.linear``. Errors are those of
+    ``torch.nn.functional.linear``, except that a bias of another dtype is always accepted.
     """
     if torch.is_autocast_enabled("cpu") and x.is_cpu:
         dtype = torch.get_autocast_dtype("cpu")
@@ -91,7 +92,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if not _is_ours(x, weight, bias):
         if bias is None or bias.dtype == x.dtype or x.dtype != weight.dtype:
             return F.linear(x, weight, bias)
-        # PyTorch takes a bias of another dtype or not, depending on the strides of x.
+        # Whether PyTorch accepts a bias of another dtype depends on the strides of x.
         y = F.linear(x, weight)
         return y + bias.to(y.dtype)
     rows = x.reshape(-1, x.shape[-1])
@@ -105,14 +106,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """What autocast does with an argument of ``torch.nn.functional.linear``."""
+    """Cast as autocast casts an argument of ``torch.nn.functional.linear``."""
     return x if x.dtype == torch.float64 or not x.is_floating_point() else x.to(dtype)
 
 
 def _is_ours(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether the arguments are valid and another GEMM than that of ``F.linear`` serves them."""
+    """Whether the arguments are valid and use another GEMM than that of ``F.linear``."""
     if torch.compiler.is_compiling():
-        return False  # before any size is looked at: it would be a guard in the compiled code
+        return False  # before reading any size, which would add a guard to the compiled code
     dtype = x.dtype
     if dtype == torch.float32 and x.numel() * weight.numel() < _MIN_WORK * x.shape[-1]:
         return False
@@ -172,8 +173,8 @@ def _weight_grad(grad: Tensor, x: Tensor) -> Tensor:
 
 
 class _Linear(torch.autograd.Function):
-    """The old style, without ``setup_context``: it costs a third, and no transform reaches it
-    (``is_plain``)."""
+    """Old style, without ``setup_context``: a third of the cost. No transform reaches it, see
+    ``is_plain``."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

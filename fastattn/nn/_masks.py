@@ -1,8 +1,8 @@
-"""From the masks of ``torch.nn.MultiheadAttention`` to the one mask of
+"""Converts the masks of ``torch.nn.MultiheadAttention`` to the single mask of
 ``scaled_dot_product_attention``.
 
-Two things change on the way: the polarity (True is *ignored* there, *takes part* here) and the
-shape, which stays as small as the masks allow: padding alone is [N, 1, 1, S], never [N, H, L, S].
+Two things change: the polarity (True is *ignored* there, *takes part* here) and the shape, which
+stays as small as the masks allow: padding alone is [N, 1, 1, S], never [N, H, L, S].
 """
 
 from __future__ import annotations
@@ -18,25 +18,24 @@ from fastattn.nn._eager import is_plain
 def check_mask_dtypes(
     key_padding_mask: Tensor | None, attn_mask: Tensor | None, query_dtype: torch.dtype
 ) -> None:
-    """Raise and warn as PyTorch does about the masks' dtypes: ask it about empty masks of those."""
+    """Raise and warn about the masks' dtypes as PyTorch does, by passing it empty masks."""
     dtypes = {mask.dtype for mask in (key_padding_mask, attn_mask) if mask is not None}
     alike = len(dtypes) < 2 and all(d == torch.bool or d.is_floating_point for d in dtypes)
     if alike:
-        return  # nothing to say
+        return
     padding = None if key_padding_mask is None else key_padding_mask.new_empty(0)
     attention = None if attn_mask is None else attn_mask.new_empty(0)
-    # Twice: nn.MultiheadAttention looks first, then F.multi_head_attention_forward at what came
-    # out.
+    # PyTorch checks twice: in nn.MultiheadAttention, then F.multi_head_attention_forward checks
+    # the result.
     for _ in range(2):
         padding = mha_check_mask(padding, "key_padding_mask", query_dtype, attention, "attn_mask")
         attention = mha_check_mask(attention, "attn_mask", query_dtype, None, "")
 
 
 def is_causal_mask(mask: Tensor) -> bool:
-    """Whether ``mask`` [L, S] is exactly "no key after the query", so that it need not be read at
-    all.
+    """Whether ``mask`` [L, S] is exactly "no key after the query", so attention need not read it.
 
-    False when its values cannot be looked at (tracing, transforms, other devices) or it is learned.
+    False if its values cannot be read (tracing, transforms, other devices), or if it is learned.
     """
     if mask.dim() != 2 or mask.requires_grad or not is_plain(mask):
         return False
@@ -56,12 +55,12 @@ def merge_masks(
     source: int,
     appended: int,
 ) -> Tensor | None:
-    """One mask [N|1, H|1, L|1, S + appended] with True where a key takes part, or floating and
-    added, or None.
+    """Return one mask [N|1, H|1, L|1, S + appended], bool (True takes part) or floating (added),
+    or None.
 
-    ``appended`` counts the keys that ``add_bias_kv`` and ``add_zero_attn`` put at the end; no mask
-    hides them. A floating padding mask of 0 and -inf only, which is what the layers of
-    ``torch.nn.Transformer`` make of a boolean one, becomes boolean again.
+    ``appended`` counts the keys that ``add_bias_kv`` and ``add_zero_attn`` append; no mask hides
+    them. A floating padding mask that holds only 0 and -inf, which the layers of
+    ``torch.nn.Transformer`` create from a boolean one, becomes boolean again.
 
     Raises:
         RuntimeError: ``attn_mask`` has the wrong shape.
@@ -118,7 +117,7 @@ def _padding_mask(mask: Tensor | None, batch: int, source: int, appended: int) -
 
 
 def _only_excludes(mask: Tensor) -> bool:
-    """Whether a floating mask is 0 and -inf only. False when its values cannot be looked at."""
+    """Whether a floating mask holds only 0 and -inf. False if its values cannot be read."""
     if mask.requires_grad or not is_plain(mask):
         return False
     return bool(((mask == 0) | (mask == float("-inf"))).all())

@@ -1,5 +1,5 @@
 """Attention over NestedTensors: jagged ones, and the strided ones that
-``torch.nn.TransformerEncoder`` makes of a padded batch."""
+``torch.nn.TransformerEncoder`` creates from a padded batch."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def nested_attention(
     average_attn_weights: bool,
     is_causal: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Sequences of N different lengths L_n: no padding is stored, projected or attended.
+    """Attention over N sequences of lengths L_n, without storing or computing any padding.
 
-    Of the jagged layout, any attention without masks and appended keys, with gradients; of the
-    strided one, what ``torch.nn.MultiheadAttention`` takes. Returns the output, nested as
-    ``query``, and the weights padded with 0, [N, (H,) max L_n, max S_n], or None.
+    The jagged layout supports any attention without masks and appended keys, with gradients. The
+    strided layout supports what ``torch.nn.MultiheadAttention`` supports. Returns the output,
+    nested as ``query``, and the weights padded with 0, [N, (H,) max L_n, max S_n], or None.
 
     Raises:
-        AssertionError: for a NestedTensor that is not taken.
+        AssertionError: an unsupported NestedTensor.
     """
     jagged = is_jagged(query)
     reason = (_why_not_jagged if jagged else _why_not)(
@@ -44,7 +44,7 @@ def nested_attention(
     else:
         keys, k_starts = _pack(key)
     values = keys if value is key else _pack(value)[0]
-    # One batch of all rows for the projections, [1, H, T, D]; packed sequences are [T, H, D].
+    # The projections take all rows as one batch, [1, H, T, D]; packed sequences are [T, H, D].
     q, k, v = (x[0].transpose(0, 1) for x in project(module, rows, keys, values, 0))
     dropout = module.dropout if module.training else 0.0
     if need_weights:
@@ -62,7 +62,7 @@ def nested_attention(
 
 
 def _pack(nested: Tensor) -> tuple[Tensor, Tensor]:
-    """N sequences of [L_n, E] as [1, T, E], and where each of them starts, [N + 1]."""
+    """N sequences of [L_n, E] as [1, T, E], and the start of each, [N + 1]."""
     if is_jagged(nested):
         rows, starts = packed_rows(nested)
         return rows[None], starts
@@ -81,7 +81,7 @@ def _attend_padded(
     is_causal: bool,
     average: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The weights are padded in any case, so here the rows are, too."""
+    """Attention over padded rows, for the weights, which have to be padded in any case."""
     q, q_valid = _padded(q, q_starts)
     (k, k_valid), (v, _) = _padded(k, k_starts), _padded(v, k_starts)
     out, weights = scaled_dot_product_attention(
@@ -90,7 +90,7 @@ def _attend_padded(
         v,
         (q_valid[:, :, None] & k_valid[:, None])[:, None],
         dropout_p=dropout,
-        window=(-1, 0) if is_causal else None,  # is_causal, which excludes a mask, allowing one
+        window=(-1, 0) if is_causal else None,  # as is_causal, but allows a mask
         need_weights=True,
         average_weights=average,
     )
@@ -98,7 +98,7 @@ def _attend_padded(
 
 
 def _padded(rows: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
-    """[T, H, D] as [N, H, L, D], and which of its rows are of a sequence, [N, L]."""
+    """[T, H, D] as [N, H, L, D], and which of its rows are not padding, [N, L]."""
     lengths = starts.diff()
     valid = torch.arange(int(lengths.max()), device=rows.device) < lengths[:, None]
     padded = rows.new_zeros(*valid.shape, *rows.shape[1:])
@@ -134,7 +134,7 @@ def _why_not_jagged(
         "add_zero_attn must be False": module.add_zero_attn,
     }
     found = next((reason for reason, holds in refused.items() if holds), "")
-    return found and f"{name}: {found} where query is jagged"
+    return found and f"{name}: {found} if query is jagged"
 
 
 def _why_not(
@@ -145,7 +145,7 @@ def _why_not(
     key_padding_mask: Tensor | None,
     attn_mask: Tensor | None,
 ) -> str:
-    """Why PyTorch would refuse this NestedTensor, in its words; empty if it would not."""
+    """PyTorch's error message if it would reject this NestedTensor, else empty."""
     tensors = (
         query,
         module.in_proj_weight,

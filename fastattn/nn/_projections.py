@@ -1,4 +1,4 @@
-"""The projections of multi-head attention: from rows to heads, and back."""
+"""The projections of multi-head attention, from rows to heads and back."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ __all__ = ["project", "project_out", "project_query"]
 def project(
     module: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor, batch_dim: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The projections as views [N, H, L, D], by one GEMM for all inputs that are one tensor."""
+    """The projections as views [N, H, L, D]; inputs that are the same tensor share one GEMM."""
     bias = module.in_proj_bias
-    q_weight: Any = module.q_proj_weight  # None where one weight is for all three
+    q_weight: Any = module.q_proj_weight  # None if one weight serves all three
     if q_weight is not None:
         weights: Sequence[Tensor] = (q_weight, module.k_proj_weight, module.v_proj_weight)
     else:
@@ -54,12 +54,12 @@ def _heads(
     """[N, L, count·E] or [L, N, count·E] -> ``count`` views [N, H, L, D]"""
     split = packed.view(*packed.shape[:2], count, module.num_heads, module.head_dim)
     order = (0, 2, 1, 3) if batch_dim == 0 else (1, 2, 0, 3)
-    # unbind first: its backward then writes the gradient of `packed` as it lies, in one pass
+    # unbind first: its backward then writes the gradient of `packed` in its own layout, in one pass
     return tuple(part.permute(order) for part in split.unbind(2))
 
 
 def project_out(module: nn.MultiheadAttention, out: Tensor, batch_dim: int) -> Tensor:
     """[N, H, L, D] -> [N, L, E] or [L, N, E]"""
     order = (0, 2, 1, 3) if batch_dim == 0 else (2, 0, 1, 3)
-    # out_proj is read, not called, as in PyTorch: clients wrap it and rely on that.
+    # As in PyTorch, out_proj's parameters are read and it is never called; wrappers rely on that.
     return linear(out.permute(order).flatten(2), module.out_proj.weight, module.out_proj.bias)

@@ -1,7 +1,7 @@
-"""Multi-head self-attention in one native call, for sizes at which calls cost more than arithmetic.
+"""Multi-head self-attention in one native call, for sizes where calls cost more than arithmetic.
 
-At 16 positions of width 64 the projections and the attention take 10 µs, and the six PyTorch
-operators around them, with what Python does between them, another 55.
+At 16 positions of width 64 the projections and the attention take 10 µs. The six PyTorch operators
+around them, and the Python code in between, take another 55.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from fastattn import compat, dispatch, evidence
 from fastattn.fast_path import is_open
 from fastattn.nn._linear import _WIDE_DTYPES, rule
 
-# In products of the larger projection, filled as asked for. From there on another GEMM is faster
-# (docs/multihead_attention.md, docs/evidence.md): PyTorch's, or for fewer rows than a vector has
-# lanes, one by vectors.
+# The largest number of products of the larger projection for this path, filled on first use. Above
+# it another GEMM is faster (docs/multihead_attention.md, docs/evidence.md): PyTorch's, or one that
+# works on vectors if there are fewer rows than vector lanes.
 _MOST_WORK: dict[torch.dtype, int] = {}
 evidence.on_change(_MOST_WORK.clear)
-_NATIVE_HALF = 2**22  # of float16 where oneDNN has it
+_NATIVE_HALF = 2**22  # for float16, if oneDNN supports it natively
 _PLAIN = (Tensor, torch.nn.Parameter)
 _LEAST_ROWS, _FEW_ROWS_MOST_WORK = 8, 2**16
 
@@ -29,10 +29,10 @@ def self_attention(
     key_padding_mask: Tensor | None,
     is_causal: bool,
 ) -> Tensor | None:
-    """Return the output for one 3-D tensor as query, key and value, or None: go the general way.
+    """Return the output for one 3-D tensor as query, key and value, or None: use the general path.
 
-    None, unless the module is in its plainest form, no gradient, no dropout and no tracer is about,
-    everything is contiguous memory of one dtype on the CPU, and the size is small.
+    Returns None unless the module has no optional features, there is no gradient, dropout or
+    tracer, all tensors are contiguous, on the CPU and of one dtype, and the size is small.
     """
     parameters = compat.parameters_of(module)
     w_in, b_in = parameters.get("in_proj_weight"), parameters.get("in_proj_bias")
@@ -42,7 +42,7 @@ def self_attention(
     out_parameters = compat.parameters_of(out_proj)
     w_out, b_out = out_parameters.get("weight"), out_parameters.get("bias")
     if (
-        w_in is None  # of other widths, or computed: by a parametrization, pruning, an adapter
+        w_in is None  # other widths, or computed by a parametrization, pruning or an adapter
         or w_out is None
         or (b_in is None) != (b_out is None)
         or (module.training and module.dropout > 0)
@@ -96,7 +96,7 @@ def self_attention(
                 ):
                     return None
             biases = b_in.data_ptr(), b_out.data_ptr()
-    except RuntimeError:  # a parameter without memory, wrapped by a transform
+    except RuntimeError:  # a parameter without memory: wrapped by a transform
         return None
     batch_first = module.batch_first
     batch, length = (first, second) if batch_first else (second, first)

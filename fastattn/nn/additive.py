@@ -1,4 +1,4 @@
-"""Modules of additive attention, under the names that users know."""
+"""Modules of additive attention, under the names of other libraries."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ __all__ = ["AdditiveAttention", "BahdanauAttention"]
 
 
 class BahdanauAttention(nn.Module):
-    r"""The attention of Bahdanau et al. 2015 (https://arxiv.org/abs/1409.0473), projections held.
+    r"""The attention of Bahdanau et al. 2015 (https://arxiv.org/abs/1409.0473), with projections.
 
     .. math:: e_{ij} = v^T \tanh(W query_i + U memory_j), \qquad
               context_i = \sum_j softmax_j(e_{ij}) \, value_j
 
-    As in TensorFlow's ``BahdanauAttention(units)``, the projections have no bias, and learn the
-    width of their inputs from the first call; ``query_size`` and ``memory_size`` fix them at once.
+    As in TensorFlow's ``BahdanauAttention(units)``, the projections have no bias, and the first
+    call sets the widths of their inputs unless ``query_size`` and ``memory_size`` are given.
 
     Args:
         units: the width A of the hidden layer.
         normalize: use :math:`g \cdot v / \|v\|` for v, and add a bias in the hidden layer (Salimans
             and Kingma 2016, https://arxiv.org/abs/1602.07868).
-        query_size, memory_size: the widths of query and memory; None: from the first call.
+        query_size, memory_size: the widths of query and memory; None: set by the first call.
         dropout: the probability of dropping a weight in training.
         device, dtype: of the parameters.
 
     Attributes:
         query_layer, memory_layer: ``nn.Linear(..., units, bias=False)``: W and U.
-        v: [units]. With ``normalize`` also g [] and bias [units], else None.
+        v: [units]. g [] and bias [units] with ``normalize``, else None.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class BahdanauAttention(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw v uniformly within 1 / sqrt(units); g is that too, the bias 0."""
+        """Draw v uniformly within 1 / sqrt(units); set g to 1 / sqrt(units) and the bias to 0."""
         bound = 1 / math.sqrt(self.units)
         nn.init.uniform_(self.v, -bound, bound)
         if self.g is not None:
@@ -90,7 +90,7 @@ class BahdanauAttention(nn.Module):
             query: [B, Tq, Dq], or [B, Dq] for one step of a decoder.
             memory: [B, Tk, Dk].
             value: [B, Tk, Dv]; None is memory.
-            keys: ``memory_layer(memory)``, if it is known already: a decoder computes it once.
+            keys: ``memory_layer(memory)``, if already computed: a decoder computes it once.
             attn_mask, key_padding_mask: as for :func:`fastattn.additive_attention`.
             need_weights: return them, [B, Tq, Tk] ([B, Tk] for one step).
         """
@@ -126,11 +126,11 @@ class AdditiveAttention(LazyModuleMixin, nn.Module):
     Args:
         use_scale: learn ``scale``; else it is 1.
         dropout: the probability of dropping a weight in training.
-        dim: the width of query and key; None: from the first call.
+        dim: the width of query and key; None: set by the first call.
         device, dtype: of the parameter.
     """
 
-    scale: Any  # a Parameter, not yet initialised before the first call, or None
+    scale: Any  # a Parameter (uninitialized before the first call), or None
     cls_to_become = None
 
     def __init__(
@@ -185,7 +185,7 @@ class AdditiveAttention(LazyModuleMixin, nn.Module):
             query_mask: [B, Tq] bool, False gives a result of 0.
             value_mask: [B, Tk] bool, False is ignored: the opposite of a ``key_padding_mask``.
             use_causal_mask: exclude the keys after the query's own position.
-            return_attention_scores: return the weights too.
+            return_attention_scores: also return the weights.
         """
         scale = query.new_ones(query.shape[-1]) if self.scale is None else self.scale
         result = additive_attention(

@@ -21,33 +21,35 @@ class Hopfield(nn.Module):
               \xi \leftarrow X^T softmax(\beta X \xi), \quad out = V^T softmax(\beta X \xi) \, W_O
 
     (Hopfield Networks is All You Need, Ramsauer et al. 2021, https://arxiv.org/abs/2008.02217.)
-    :math:`\xi` begins as a row of R and takes the steps of :func:`fastattn.hopfield_retrieve`.
+    :math:`\xi` starts as a row of R and takes the steps of :func:`fastattn.hopfield_retrieve`.
 
     The arguments, their order and their defaults, the names of the parameters and of the results
-    are those of hflayers (https://github.com/ml-jku/hopfield-layers), whose checkpoints load;
-    docs/hopfield.md tells what is different on purpose.
+    are those of hflayers (https://github.com/ml-jku/hopfield-layers), whose checkpoints load.
+    docs/hopfield.md lists the intended differences.
 
     Args:
-        input_size: the width of the states, and of whatever has no width of its own.
-        hidden_size: of a head, where patterns are compared; None is input_size / num_heads.
-        output_size: of the result; None is input_size.
-        pattern_size: of a head of what is read; None is hidden_size.
+        input_size: the width of the states, and the default of all other widths.
+        hidden_size: the width of a head of states and stored patterns; None is input_size /
+            num_heads.
+        output_size: the width of the result; None is input_size.
+        pattern_size: the width of a head of the projection; None is hidden_size.
         num_heads: the number of heads.
-        scaling: beta, a number or a tensor [num_heads]; None is 1 / sqrt(hidden_size), or 1 where
+        scaling: beta, a number or a tensor [num_heads]; None is 1 / sqrt(hidden_size), or 1 if
             nothing is projected.
         update_steps_max, update_steps_eps: as for ``hopfield_retrieve``, or a tensor [num_heads];
-            None or a negative number of steps is no limit.
-        normalize_stored_pattern, normalize_state_pattern, normalize_pattern_projection: a layer
-            norm of these, ``_affine`` with learned scales, ``_eps`` its epsilon.
-        normalize_hopfield_space: a layer norm of every head of R and X.
-        stored_pattern_as_static, state_pattern_as_static, pattern_projection_as_static: without a
-            projection: every head sees all of it.
-        pattern_projection_as_connected: V is X, projected once more.
+            None or a negative number of steps means no limit.
+        normalize_stored_pattern, normalize_state_pattern, normalize_pattern_projection: apply a
+            layer norm to these; ``_affine`` adds learned scales, ``_eps`` is its epsilon.
+        normalize_hopfield_space: apply a layer norm to every head of R and X.
+        stored_pattern_as_static, state_pattern_as_static, pattern_projection_as_static: skip the
+            projection: every head gets the full input.
+        pattern_projection_as_connected: V is a projection of X.
         stored_pattern_size, pattern_projection_size: their widths; None is input_size.
         batch_first: [N, L, E], else [L, N, E].
-        association_activation: the name of a function of ``torch`` for the result, as "relu".
-        dropout: the probability of dropping an association in training, where the state is read.
-        input_bias: biases of all projections.
+        association_activation: the name of a function of ``torch`` applied to the result, such as
+            "relu".
+        dropout: the probability of dropping an association in training, in the final reading.
+        input_bias: add biases to all projections.
         concat_bias_pattern: append a learned pattern to the stored ones.
         add_zero_association: append a pattern of zeros.
         disable_out_projection: the result is the heads, [N, L, num_heads * pattern_size].
@@ -55,7 +57,7 @@ class Hopfield(nn.Module):
         device, dtype: of the parameters.
 
     Raises:
-        ValueError: arguments that do not fit together.
+        ValueError: incompatible arguments.
     """
 
     norm_stored_pattern: nn.LayerNorm | None
@@ -178,7 +180,7 @@ class Hopfield(nn.Module):
             if affine and not wanted:
                 raise ValueError(f"normalize_{name}_affine needs normalize_{name}")
             if wanted and size is None:
-                raise ValueError(f"normalize_{name} needs the width of what it normalizes")
+                raise ValueError(f"normalize_{name} needs the width of its input")
             norm = nn.LayerNorm(size, eps, affine, **made) if wanted and size is not None else None
             setattr(self, f"norm_{name}", norm)
         if normalize_hopfield_space_affine and not normalize_hopfield_space:
@@ -196,7 +198,7 @@ class Hopfield(nn.Module):
         self.pattern_size = core.pattern_dim
 
     def reset_parameters(self) -> None:
-        """Draw all parameters anew."""
+        """Draw all parameters again."""
         norms = (self.norm_stored_pattern, self.norm_state_pattern, self.norm_pattern_projection)
         for module in (self.association_core, *norms):
             if module is not None:
@@ -209,7 +211,7 @@ class Hopfield(nn.Module):
         if len(input) != 3:
             raise ValueError(
                 "input must be one tensor, or (stored_pattern, state_pattern, pattern_projection), "
-                f"got {len(input)} of them"
+                f"got {len(input)} tensors"
             )
         stored, state, value = input if self.batch_first else [x.transpose(0, 1) for x in input]
         for name, x in (
@@ -278,7 +280,7 @@ class Hopfield(nn.Module):
         stored_pattern_padding_mask: Tensor | None = None,
         association_mask: Tensor | None = None,
     ) -> Tensor:
-        """Return what is read, projected, [N, num_heads, S, pattern_size], without a gradient."""
+        """Return the projected values, [N, num_heads, S, pattern_size], without a gradient."""
         with torch.no_grad():
             core = self.association_core
             _, k, v = core.project(*self._patterns(input))
@@ -286,7 +288,7 @@ class Hopfield(nn.Module):
 
 
 class _Wrapper(nn.Module):
-    """A ``Hopfield`` one of whose inputs is learned."""
+    """A ``Hopfield`` with one learned input."""
 
     def __init__(self, quantity: int, options: dict[str, Any], *leading: Any) -> None:
         super().__init__()
@@ -321,7 +323,7 @@ class _Wrapper(nn.Module):
         stored_pattern_padding_mask: Tensor | None = None,
         association_mask: Tensor | None = None,
     ) -> Tensor:
-        """Return what is read, projected, [N, num_heads, S, pattern_size], without a gradient."""
+        """Return the projected values, [N, num_heads, S, pattern_size], without a gradient."""
         return self.hopfield.get_projected_pattern_matrix(self._inputs(input))
 
 
@@ -335,8 +337,8 @@ class HopfieldPooling(_Wrapper):
     """Pool a bag of patterns by learned states: :class:`Hopfield` with ``quantity`` states.
 
     Args:
-        input_size, ...: as for :class:`Hopfield`, in the order of hflayers; what follows
-            ``update_steps_eps`` is best given by name.
+        input_size, ...: as for :class:`Hopfield`, in the order of hflayers; pass the arguments
+            after ``update_steps_eps`` by name.
         quantity: the number of learned states.
         trainable: whether they are learned.
 
@@ -370,7 +372,7 @@ class HopfieldPooling(_Wrapper):
         nn.init.normal_(self.pooling_weights, std=0.02)
 
     def reset_parameters(self) -> None:
-        """Draw all parameters anew."""
+        """Draw all parameters again."""
         self.hopfield.reset_parameters()
         nn.init.normal_(self.pooling_weights, std=0.02)
 
@@ -393,19 +395,19 @@ class HopfieldPooling(_Wrapper):
 
 
 class HopfieldLayer(_Wrapper):
-    """Look up learned patterns: :class:`Hopfield` with ``quantity`` stored patterns of its own.
+    """Look up learned patterns: :class:`Hopfield` with ``quantity`` learned stored patterns.
 
     Args:
-        input_size, ...: as for :class:`Hopfield`, in the order of hflayers; what follows
-            ``lookup_targets_as_trainable`` is best given by name.
-        lookup_weights_as_separated: what is read is learned by itself, not the stored patterns.
-        lookup_targets_as_trainable: whether it is learned.
+        input_size, ...: as for :class:`Hopfield`, in the order of hflayers; pass the arguments
+            after ``lookup_targets_as_trainable`` by name.
+        lookup_weights_as_separated: the values are a separate parameter, not the stored patterns.
+        lookup_targets_as_trainable: whether the values are learned.
         quantity: the number of stored patterns.
         trainable: whether they are learned.
 
     Attributes:
         lookup_weights: [1, quantity, E] ([quantity, 1, E] without ``batch_first``).
-        target_weights: the same for what is read, or None.
+        target_weights: the same for the values, or None.
     """
 
     def __init__(
@@ -441,7 +443,7 @@ class HopfieldLayer(_Wrapper):
         self._draw()
 
     def reset_parameters(self) -> None:
-        """Draw all parameters anew."""
+        """Draw all parameters again."""
         self.hopfield.reset_parameters()
         self._draw()
 
@@ -451,7 +453,7 @@ class HopfieldLayer(_Wrapper):
                 nn.init.normal_(learned, std=0.02)
 
     def _inputs(self, input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        stored = self.lookup_weights  # one for all of the batch: projected once
+        stored = self.lookup_weights  # shared by the batch, so it is projected once
         return stored, input, stored if self.target_weights is None else self.target_weights
 
     def forward(
@@ -465,7 +467,7 @@ class HopfieldLayer(_Wrapper):
         return self.hopfield(self._inputs(input), *masks)
 
 
-# What hflayers takes by position after the arguments that are named above.
+# The arguments that hflayers takes by position after those named above.
 _FURTHER = tuple(
     "normalize_stored_pattern normalize_stored_pattern_affine normalize_state_pattern "
     "normalize_state_pattern_affine normalize_pattern_projection "
@@ -482,7 +484,7 @@ def _named(
 ) -> tuple[dict[str, Any], int, bool]:
     """The arguments that hflayers takes by position, by name."""
     if len(more) > len(_FURTHER):
-        raise TypeError(f"{len(more) - len(_FURTHER)} arguments too many")
+        raise TypeError(f"{len(more) - len(_FURTHER)} too many positional arguments")
     given = dict(zip(_FURTHER, more))  # noqa: B905  (see ops/_shapes.py)
     twice = given.keys() & options.keys()
     if twice:

@@ -14,7 +14,7 @@ __all__ = ["GlobalAttention", "LuongAttention"]
 
 
 class LuongAttention(nn.Module):
-    r"""The attention of Luong et al. 2015 (https://arxiv.org/abs/1508.04025), weights held.
+    r"""The attention of Luong et al. 2015 (https://arxiv.org/abs/1508.04025), with its weights.
 
     Args:
         query_size, key_size: the widths Dq and Dk; key_size None is query_size.
@@ -101,7 +101,7 @@ class LuongAttention(nn.Module):
             key: [B, Tk, Dk].
             value: [B, Tk, Dv]; None is key.
             key_padding_mask: [B, Tk], True is ignored. "local-p" predicts a position among the
-                keys that are left.
+                remaining keys.
             need_weights: return them, [B, Tq, Tk] ([B, Tk] for one step).
         """
         step = query.ndim == 2
@@ -145,15 +145,15 @@ class GlobalAttention(nn.Module):
     The score is Luong's "dot" or "general", or Bahdanau's "mlp", whose output has no tanh.
 
     Args:
-        dim: the width of everything.
-        coverage: add a learned multiple of how much was attended to before, and a tanh, to the
-            memory (Tu et al. 2016, https://arxiv.org/abs/1601.04811).
+        dim: the width of source, memory and output.
+        coverage: add a learned multiple of the sum of earlier weights to the memory, followed by a
+            tanh (Tu et al. 2016, https://arxiv.org/abs/1601.04811).
         attn_type: "dot", "general" or "mlp".
         device, dtype: of the parameters.
 
     Attributes:
         linear_in (general), linear_context, linear_query, v (mlp), linear_out, linear_cover
-        (coverage): ``nn.Linear`` layers of the names and shapes that OpenNMT-py's checkpoints have.
+        (coverage): ``nn.Linear`` layers, with the names and shapes of OpenNMT-py's checkpoints.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class GlobalAttention(nn.Module):
         Args:
             source: [B, Tq, dim], or [B, dim] for one step.
             memory_bank: [B, Tk, dim].
-            memory_lengths: [B]: how many rows of each memory there are; None: all.
+            memory_lengths: [B], the number of valid rows of each memory; None: all.
             coverage: [B, Tk], the sum of the weights so far; needs ``coverage=True``.
 
         Returns:

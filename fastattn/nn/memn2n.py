@@ -1,4 +1,4 @@
-"""End-to-end memory networks: a question, answered from sentences in several hops."""
+"""End-to-end memory networks: they answer a question from sentences in several hops."""
 
 from __future__ import annotations
 
@@ -30,31 +30,32 @@ class MemN2N(nn.Module):
     ``weight_tying="adjacent"``: the output table of a hop is the input table of the next, A_{k+1} =
     C_k, the question shares the first, B = A_1, the answer the last, W = C_K, and H = 1.
     ``"layerwise"``: A and C are the same in all hops, as in a recurrent network; B, W and H are
-    their own.
+    separate parameters.
 
     Args:
-        vocab_size: V, the words, the padding among them; the answers are words.
+        vocab_size: V, the number of words, including padding; the answers are words.
         dim: D, the width of the embeddings.
         hops: K.
-        memory_size: how many sentences are remembered at most: the rows of T.
+        memory_size: the maximum number of sentences in a memory: the rows of T.
         weight_tying: "adjacent" or "layerwise".
-        encoding: of the words of a sentence, "position" (the paper's formula), "centered" (with
-            which its results came out, see docs/memn2n.md) or "bow"; see ``encode_memory``.
-        temporal: whether memories have a learned row T(i) of their place; i = 0 is the most recent.
+        encoding: of the words of a sentence: "position" (the paper's formula), "centered" (which
+            reproduces its results, see docs/memn2n.md) or "bow"; see ``encode_memory``.
+        temporal: whether to add a learned row T(i) to memory i; i = 0 is the most recent.
         activation: phi: None, "relu", "tanh" or "sigmoid".
-        random_noise: in training, empty time steps are inserted into each story, at most this part
-            of its length (the paper's RN is 0.1), see :func:`insert_empty_memories`.
-        padding_idx: the word that fills sentences, and stories, up.
-        mask_empty: whether no question sees a sentence of padding alone. False is the paper's way:
-            it is a memory of zeros with a score of 0, a place to look at when nothing is wanted.
-            Then the answer depends on N: fill all stories up to the same.
-        init_std: of the normal distribution that all parameters come from, the paper's 0.1.
+        random_noise: in training, insert empty time steps into each story, at most this fraction of
+            its length (the paper's RN is 0.1), see :func:`insert_empty_memories`.
+        padding_idx: the word that pads sentences and stories.
+        mask_empty: whether to mask sentences that are all padding. False is the paper's method:
+            such a sentence is a memory of zeros with a score of 0, which a question can attend to
+            when no sentence is relevant. Then the answer depends on N: pad all stories to the same
+            length.
+        init_std: the standard deviation of the initial parameters, 0.1 in the paper.
         sparse: make the gradients of ``embedding`` and ``question`` sparse tensors of the rows that
-            occur in a batch, for ``torch.optim.SparseAdam`` or SGD. Only "layerwise": otherwise the
-            answer multiplies with all rows of an embedding.
+            occur in a batch, for ``torch.optim.SparseAdam`` or SGD. Only for "layerwise": otherwise
+            the output layer uses all rows of an embedding.
 
-    ``linear_start`` is an attribute to switch, and not in the ``state_dict``: while it is True the
-    hops have no softmax (the paper trains so until the validation loss stops falling).
+        While the attribute ``linear_start`` is True, the hops have no softmax (the paper trains so
+        until the validation loss stops falling). It is not in the ``state_dict``.
 
     Attributes:
         embedding: [K + 1, V, D], A_1, C_1 = A_2, ..., C_K; layerwise: [2, V, D], A and C.
@@ -133,14 +134,14 @@ class MemN2N(nn.Module):
             nn.init.normal_(parameter, std=self.init_std)
 
     def forward(self, stories: Tensor, questions: Tensor, *, need_weights: bool = False) -> Any:
-        """Return the logits of the answers [B, V]; with ``need_weights`` a pair, with the hops' p.
+        """Return the logits of the answers [B, V]; with ``need_weights`` also the hops' weights.
 
         Args:
             stories: [B, N, J] int64 or int32, N <= memory_size; stories[:, 0] is the most recent
                 sentence.
-            questions: [B, J], filled up to the width of the stories, on which their encoding
-                depends.
-            need_weights: return the weights [B, K, N] of the sentences in each hop too.
+            questions: [B, J], padded to the width of the stories, because their encoding depends
+                on it.
+            need_weights: also return the weights [B, K, N] of the sentences in each hop.
         """
         self._check(stories, questions)
         if self.training and self.random_noise > 0:
@@ -155,7 +156,7 @@ class MemN2N(nn.Module):
     def _read(
         self, stories: Tensor, questions: Tensor, need_weights: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Return u_{K+1} [B, D] and, if they are wanted, the weights [B, K, N]."""
+        """Return u_{K+1} [B, D] and, if requested, the weights [B, K, N]."""
         slots = stories.shape[1]
         memory = encode_memory(
             stories,
@@ -216,15 +217,15 @@ def insert_empty_memories(
 ) -> Tensor:
     """Insert empty time steps at random: the random noise of Sukhbaatar et al. 2015, section 4.1.
 
-    A story of n sentences gets between 0 and ceil(fraction * n) of them, each number as likely, at
-    places that are all as likely. So the rows of a temporal encoding are met in new positions.
+    A story of n sentences gets between 0 and ceil(fraction * n) of them, with equal probability for
+    each number and for each place. This trains the rows of a temporal encoding in new positions.
 
     Args:
         stories: [B, N, J]; the sentences of a story come first, then padding.
         fraction: at least 0.
-        padding_idx: the word of which an empty sentence is made.
-        limit: how many time steps are kept; None is N. What is later is lost.
-        generator: of the random numbers.
+        padding_idx: the word that fills an empty sentence.
+        limit: how many time steps to keep; None is N. Later ones are dropped.
+        generator: the source of the random numbers.
 
     Returns:
         [B, limit, J].
@@ -242,7 +243,7 @@ def insert_empty_memories(
     length = told.sum(1, keepdim=True)
     at_most = torch.ceil(fraction * length)
     empty = (uniform(batch, 1) * (at_most + 1)).floor().clamp(max=at_most)
-    # The sentences take the places that drew the smallest of length + empty numbers, in order.
+    # Each place draws a number; the sentences take the places with the smallest draws, in order.
     draws = uniform(batch, steps)
     draws = draws.masked_fill(torch.arange(steps, device=device) >= length + empty, 2.0)
     place = torch.arange(slots, device=device).expand(batch, slots)

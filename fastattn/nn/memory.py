@@ -1,4 +1,4 @@
-"""``KeyValueMemory``: the external memory that attention writes and reads."""
+"""``KeyValueMemory``: an external memory that attention writes and reads."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ __all__ = ["KeyValueMemory"]
 
 
 class KeyValueMemory(nn.Module):
-    r"""Slots of keys and values: appended to, overwritten where attention says, read by attention.
+    r"""Slots of keys and values: append rows, overwrite the most similar slot, read by attention.
 
     .. math:: read(q) = softmax(scale \cdot q \, K^T) \, V
 
-    over the slots that hold something (Key-Value Memory Networks, Miller et al. 2016,
-    https://arxiv.org/abs/1606.03126). Writing makes new tensors of the slots: what was read before
-    keeps its gradient, and gradients flow from a reading into what was written. ``detach_`` cuts
-    them, between episodes.
+    over the used slots (Key-Value Memory Networks, Miller et al. 2016,
+    https://arxiv.org/abs/1606.03126). Writing creates new tensors for the slots: earlier results
+    keep their gradients, and gradients flow from a result into the rows that were written.
+    ``detach_`` cuts them between episodes.
 
     Args:
-        slots: how many there are.
-        key_dim, value_dim: their widths; value_dim None is key_dim.
-        batch_size: how many memories.
+        slots: the number of slots.
+        key_dim, value_dim: the widths of keys and values; value_dim None is key_dim.
+        batch_size: the number of memories.
         scale: of the scores; None is 1 / sqrt(key_dim).
         device, dtype: of the slots.
 
     Attributes:
         keys, values: [batch_size, slots, ...], in the ``state_dict``.
         written: int64, how many rows were appended so far; the next slot is ``written % slots``.
-        used: bool [batch_size, slots], which slots hold something.
+        used: bool [batch_size, slots], which slots have been written.
     """
 
     keys: Tensor
@@ -65,16 +65,16 @@ class KeyValueMemory(nn.Module):
         self.register_buffer("written", torch.zeros((), dtype=torch.int64, device=device))
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Clear all slots."""
         self.keys, self.values = torch.zeros_like(self.keys), torch.zeros_like(self.values)
         self.used, self.written = torch.zeros_like(self.used), torch.zeros_like(self.written)
 
     def detach_(self) -> None:
-        """Keep what is stored, without where it came from."""
+        """Detach the slots from the graph; their values stay."""
         self.keys, self.values = self.keys.detach(), self.values.detach()
 
     def append(self, key: Tensor, value: Tensor) -> None:
-        """Write rows [batch_size, n, ...] into the next slots; a full memory loses its oldest."""
+        """Write rows [batch_size, n, ...] into the next slots; a full memory drops its oldest."""
         self._check(key, value)
         count = key.shape[1]
         if count > self.slots:
@@ -89,10 +89,10 @@ class KeyValueMemory(nn.Module):
         self.written = last
 
     def overwrite(self, key: Tensor, value: Tensor, slot: Tensor | None = None) -> Tensor:
-        """Write one row [batch_size, ...] into a slot, and return which, int64 [batch_size].
+        """Write one row [batch_size, ...] into a slot, and return its index, int64 [batch_size].
 
-        ``slot`` [batch_size] says where; None is the slot that attention from ``key`` weighs most:
-        what is most alike is replaced. An empty memory takes slot 0.
+        ``slot`` is [batch_size]; None takes the slot with the largest attention weight for ``key``,
+        which is the most similar one. An empty memory takes slot 0.
         """
         self._check(key.unsqueeze(1), value.unsqueeze(1))
         if slot is None:
@@ -111,9 +111,10 @@ class KeyValueMemory(nn.Module):
         return slot
 
     def read(self, query: Tensor, *, need_weights: bool = False) -> Any:
-        """Return what queries [batch_size, L, key_dim] read, [batch_size, L, value_dim].
+        """Return the result of queries [batch_size, L, key_dim], [batch_size, L, value_dim].
 
-        With ``need_weights`` a pair of it and the weights [batch_size, L, slots]. Nothing is 0.
+        With ``need_weights`` also return the weights [batch_size, L, slots]. An empty memory
+        gives 0.
         """
         if query.ndim != 3 or query.shape[-1] != self.keys.shape[-1]:
             raise ValueError(
@@ -138,8 +139,8 @@ class KeyValueMemory(nn.Module):
             want = (stored.shape[0], stored.shape[2])
             if x.ndim != 3 or (x.shape[0], x.shape[2]) != want or key.shape[1] != value.shape[1]:
                 raise ValueError(
-                    f"{name} must have a batch of {want[0]} and a width of {want[1]}, and as many "
-                    f"rows as there are of the other, got shape {tuple(x.shape)}"
+                    f"{name} must have batch size {want[0]}, width {want[1]}, and as many rows as "
+                    f"the other tensor, got shape {tuple(x.shape)}"
                 )
             if x.dtype != stored.dtype:
                 raise TypeError(f"{name} must be {stored.dtype}, got {x.dtype}")

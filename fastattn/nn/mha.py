@@ -1,4 +1,4 @@
-"""``MultiheadAttention``: the drop-in for ``torch.nn.MultiheadAttention``."""
+"""``MultiheadAttention``: a drop-in replacement for ``torch.nn.MultiheadAttention``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Bound here: whoever puts our class under this name in torch.nn later meets no recursion.
+# Bound at import, so that patching our class into torch.nn later causes no recursion.
 from torch.nn import MultiheadAttention as _Stock
 
 from fastattn import compat
@@ -24,11 +24,11 @@ from fastattn.ops.sdpa import scaled_dot_product_attention
 
 
 def keep_forward_called(module: torch.nn.Module, args: Any) -> None:
-    """A forward-pre-hook that does nothing; that it is there makes the encoder layer call us.
+    """A forward-pre-hook that does nothing; its presence makes the encoder layer call us.
 
-    In eval mode without gradients ``torch.nn.TransformerEncoderLayer`` hands the *weights* of its
-    attention to a fused operator of PyTorch and never calls ``self_attn.forward``, whatever class
-    it is of, unless a submodule has a hook.
+    In eval mode without gradients ``torch.nn.TransformerEncoderLayer`` passes the *weights* of its
+    attention to a fused operator of PyTorch. It then never calls ``self_attn.forward``, whatever
+    its class, unless a submodule has a hook.
     """
 
 
@@ -39,21 +39,22 @@ class MultiheadAttention(_Stock):
         out = [head_1, …, head_H] W_oᵀ + b_o              Q = query W_qᵀ + b_q, K and V likewise
 
     Constructor, ``forward``, parameters, ``state_dict``, initial values, random numbers, warnings
-    and errors are those of ``torch.nn.MultiheadAttention``, whose documentation holds:
+    and errors are those of ``torch.nn.MultiheadAttention``, see its documentation:
     https://docs.pytorch.org/docs/stable/generated/torch.nn.MultiheadAttention.html. The paper is
-    Vaswani et al. 2017, https://arxiv.org/abs/1706.03762. What differs, on purpose:
+    Vaswani et al. 2017, https://arxiv.org/abs/1706.03762. Intended differences:
 
-    - A query that may see no key gets attention output 0, hence ``out_proj.bias``, weights 0, and
-      passes on no gradient. PyTorch gives NaN on some of its paths and this on others.
+    - A fully masked row gets attention output 0, hence ``out_proj.bias``, and weights 0, and passes
+      no gradient. PyTorch gives NaN on some of its paths and the same result on others.
     - There is one path: ``need_weights=True`` stays on the fused kernel, keys hidden by
       ``key_padding_mask`` are skipped, and ``is_causal=True`` without ``attn_mask`` always raises.
-    - The output is contiguous. With ``batch_first=True``, PyTorch's is so only on its fast path.
-    - ``nonlinear_heads``, by name: the hidden width of a network g of each head's own, between
-      attention and ``out_proj``: out = [g_1(head_1), …, g_H(head_H)] W_oᵀ + b_o, see
-      :class:`fastattn.nn.HeadNetwork`. None, the default, is none.
+    - The output is contiguous. With ``batch_first=True``, PyTorch's is contiguous only on its fast
+      path.
+    - ``nonlinear_heads`` (keyword only) is the hidden width of a separate network g_h for each head
+      between attention and ``out_proj``: out = [g_1(head_1), …, g_H(head_H)] W_oᵀ + b_o, see
+      :class:`fastattn.nn.HeadNetwork`. None, the default, adds no network.
     """
 
-    _watch: Callable[..., Any] | None = None  # fastattn.capture's, on the module it watches
+    _watch: Callable[..., Any] | None = None  # set by fastattn.capture
 
     def __init__(
         self,
@@ -110,9 +111,9 @@ class MultiheadAttention(_Stock):
             need_weights: whether to return the attention weights, as applied, after dropout.
             attn_mask: [L, S] or [N·H, L, S]; True is not allowed, floating is added.
             average_attn_weights: weights averaged over the heads, [N, L, S], else [N, H, L, S].
-            is_causal: a hint that ``attn_mask`` is causal. Without weights and padding it is taken
-                on trust and the mask is not read; else the mask counts. Jagged NestedTensors have
-                no mask: there it is causal attention.
+            is_causal: a hint that ``attn_mask`` is causal. Without weights and padding the hint is
+                trusted and the mask is not read; otherwise the mask is used. Jagged NestedTensors
+                have no mask: there it means causal attention.
 
         Returns:
             The output, shaped as ``query``, and the weights (without N if unbatched) or None. Keys
@@ -144,7 +145,7 @@ class MultiheadAttention(_Stock):
                 "`generate_square_subsequent_mask` to create this mask."
             )
         if plain and query is key and key is value and batched and not need_weights:
-            # The hint, without padding, is taken on trust.
+            # Without padding, the hint is trusted.
             causal = is_causal and key_padding_mask is None
             if attn_mask is None or causal:
                 small = self_attention(self, query, key_padding_mask, causal)
@@ -154,7 +155,7 @@ class MultiheadAttention(_Stock):
         return self._general(query, key, value, *rest, batched)
 
     def __prepare_scriptable__(self) -> None:
-        """What ``torch.jit.script`` asks a module for."""
+        """Called by ``torch.jit.script``."""
         raise RuntimeError(
             "torch.jit.script cannot compile fastattn.nn.MultiheadAttention: call "
             "fastattn.restore_mha(model) first, or use torch.compile or torch.export"
@@ -173,10 +174,11 @@ class MultiheadAttention(_Stock):
         batched: bool,
         cache: KeyValueCache | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Projections, attention, and the projection of its output, on tensors of any size.
+        """Input projections, attention and output projection, for tensors of any size.
 
-        With a cache, ``key`` and ``value`` are what comes after those in it (self-attention), or
-        what they came from (any other). Causal queries are then the last of the keys.
+        With a cache, ``key`` and ``value`` follow the positions in it (self-attention), or are the
+        memory that its keys and values were computed from (cross-attention). Causal queries are
+        then at the last positions of the keys.
         """
         batch_dim = 0 if self.batch_first or not batched else 1
         if not batched:
@@ -202,7 +204,7 @@ class MultiheadAttention(_Stock):
             bool(average_weights),
             "upper_left" if cache is None else "bottom_right",
         )
-        network = compat.children_of(self).get("head_network")  # of `nonlinear_heads`
+        network = compat.children_of(self).get("head_network")  # from `nonlinear_heads`
         if network is not None:
             out = network(out)
         out = project_out(self, out, batch_dim)
@@ -229,8 +231,8 @@ class MultiheadAttention(_Stock):
         appended = k.shape[2] - source
         causal = is_causal and attn_mask is None
         if is_causal and attn_mask is not None:
-            # Where PyTorch would read the mask, the hint still serves if the mask bears it out.
-            # (Appended keys are visible to a mask, and in the future of a hint.)
+            # PyTorch would read the mask here; the hint can be used if the mask is really causal.
+            # (A mask never hides appended keys, but a causal hint would.)
             trusted = key_padding_mask is None and not need_weights
             causal = trusted or (appended == 0 and is_causal_mask(attn_mask))
         mask = merge_masks(
@@ -248,7 +250,7 @@ class MultiheadAttention(_Stock):
             v,
             attn_mask=mask,
             dropout_p=self.dropout if self.training else 0.0,
-            window=(-1, 0) if causal else None,  # is_causal, which excludes a mask, allowing one
+            window=(-1, 0) if causal else None,  # as is_causal, but allows a mask
             causal_alignment=causal_alignment,
             need_weights=need_weights,
             average_weights=need_weights and average_weights,
@@ -263,7 +265,7 @@ class MultiheadAttention(_Stock):
         joint = self.q_proj_weight is None
         compared = 3 if joint else 2  # the widths may differ
         if key.shape[:compared] != value.shape[:compared]:
-            # PyTorch words its messages for [S, N, E]
+            # PyTorch's messages assume [S, N, E]
             k, v = (x.shape if batch_dim == 1 else x.transpose(0, 1).shape for x in (key, value))
             if joint:
                 raise AssertionError(f"key shape {k} does not match value shape {v}")
@@ -272,12 +274,12 @@ class MultiheadAttention(_Stock):
             )
         if key.shape[batch_dim] != query.shape[batch_dim]:
             raise RuntimeError(
-                f"the batch of key and value is {key.shape[batch_dim]}, that of query is "
+                f"the batch size of key and value is {key.shape[batch_dim]}, that of query is "
                 f"{query.shape[batch_dim]}; they must be equal"
             )
 
     def _append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append what ``add_bias_kv`` (learned) and ``add_zero_attn`` ask for to [N, H, S, D]."""
+        """Append the rows of ``add_bias_kv`` (learned) and ``add_zero_attn`` to [N, H, S, D]."""
         if (self.bias_k is None) != (self.bias_v is None):
             names = ("bias_k", "bias_v") if self.bias_v is None else ("bias_v", "bias_k")
             raise AssertionError("{} is set but {} is None".format(*names))
@@ -304,7 +306,7 @@ def _leaf(query: Any, module: MultiheadAttention, args: tuple[Any, ...]) -> Any:
 
 
 def _add_batch(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Add a batch of one in front, keeping which of the inputs are one tensor."""
+    """Add a batch dimension of size 1; inputs that are the same tensor stay so."""
     q = query[None]
     k = q if key is query else key[None]
     return q, k, (k if value is key else value[None])

@@ -1,4 +1,4 @@
-"""Modules that add positions to a sequence: sinusoids, or a learned table."""
+"""Modules that add position encodings to a sequence: sinusoids, or a learned table."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["LearnedPositionalEncoding", "SinusoidalPositionalEncoding"]
 
 
 class _PositionalEncoding(nn.Module):
-    """What both have in common: the order of the dimensions, the scale, dropout."""
+    """The common part: the order of the dimensions, the scale, and dropout."""
 
     def __init__(
         self, d_model: int, dropout: float, scale: float | str | None, batch_first: bool
@@ -36,12 +36,12 @@ class _PositionalEncoding(nn.Module):
             x: [B, L, d_model], or [L, B, d_model] with ``batch_first=False``, or [L, d_model].
             offset: the position of the first row: an integer, or an int64/int32 tensor, scalar or
                 [B]. In incremental decoding it is the number of tokens that came before.
-            positions: instead of ``offset``, the position of every row: int64 or int32, [L] or in
-                the shape of x without its last dimension.
+            positions: instead of ``offset``, the position of every row: int64 or int32, [L] or the
+                shape of x without its last dimension.
         """
         if x.ndim not in (2, 3) or x.shape[-1] != self.d_model:
             raise ValueError(
-                f"x must be a sequence or a batch of them with d_model = {self.d_model}, "
+                f"x must be a sequence or a batch of sequences with d_model = {self.d_model}, "
                 f"got shape {tuple(x.shape)}"
             )
         if self.batch_first or x.ndim == 2:
@@ -61,7 +61,7 @@ class _PositionalEncoding(nn.Module):
 class SinusoidalPositionalEncoding(_PositionalEncoding):
     """``dropout(x * scale + PE(position))``, see :func:`fastattn.sinusoidal_encoding`.
 
-    There is no table: any length and any position will do, nothing is in the ``state_dict``, and
+    There is no table: any length and any position is supported, the ``state_dict`` is empty, and
     the module follows the dtype and the device of its input.
 
     Args:
@@ -114,17 +114,17 @@ class SinusoidalPositionalEncoding(_PositionalEncoding):
 class LearnedPositionalEncoding(_PositionalEncoding):
     """``dropout(x * scale + weight[position])``; the table ``weight`` is trained.
 
-    As in BERT (Devlin et al. 2019, https://arxiv.org/abs/1810.04805) and fairseq. ``weight`` is
-    [num_embeddings, d_model] and has the name that it has in ``nn.Embedding``, whose parameters
-    can be loaded.
+    As in BERT (Devlin et al. 2019, https://arxiv.org/abs/1810.04805) and fairseq. ``weight``,
+    [num_embeddings, d_model], has the same name as in ``nn.Embedding``, whose parameters can be
+    loaded.
 
     Args:
-        num_embeddings: how many positions there are. A position that is negative or at least this
+        num_embeddings: the number of positions. A position that is negative or at least this
             raises an ``IndexError``; on a GPU, PyTorch's device-side assertion.
         d_model: the last dimension of the input.
         dropout: the probability of zeroing an element of the result, in training.
         scale: multiplies the input: a number, None for 1, ``"sqrt_dim"`` for ``d_model ** 0.5``.
-        padding_idx: the row of ``weight`` that is zero at first and gets no gradient.
+        padding_idx: the row of ``weight`` that is initially zero and gets no gradient.
         batch_first: whether inputs are [B, L, d_model] or [L, B, d_model].
         device, dtype: of ``weight``.
     """

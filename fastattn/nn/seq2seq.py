@@ -1,4 +1,4 @@
-"""``Transformer``: encoder and decoder, between vectors as in ``torch.nn``, or between tokens."""
+"""``Transformer``: encoder and decoder, on vectors as in ``torch.nn``, or on tokens."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ __all__ = ["Transformer"]
 class Transformer(nn.Transformer):
     r"""The Transformer of Vaswani et al. 2017 (https://arxiv.org/abs/1706.03762).
 
-    Without ``vocab_size`` it is ``torch.nn.Transformer`` on fused attention: from vectors to
-    vectors, same arguments, same parameters from the same seed, same ``state_dict``.
+    Without ``vocab_size`` it is ``torch.nn.Transformer`` on fused attention: vectors in, vectors
+    out, with the same arguments, the same parameters from the same seed, the same ``state_dict``.
 
     With ``vocab_size`` it is the network of the paper, from tokens to logits:
 
@@ -38,17 +38,17 @@ class Transformer(nn.Transformer):
         logits = decoder(dropout(y), memory) \, table^T
 
     with the sinusoids of :class:`SinusoidalPositionalEncoding` and one table for source, target
-    and output. Padding is hidden, and the decoder is causal, without being asked to.
+    and output. Padding is masked and the decoder is causal by default.
 
     Args:
         d_model, nhead, num_encoder_layers, num_decoder_layers, dim_feedforward, dropout,
             activation, custom_encoder, custom_decoder, layer_norm_eps, batch_first, norm_first,
             bias, device, dtype: as in ``torch.nn.Transformer``, whose defaults are the paper's base
             model: 512, 8, 6, 6, 2048, 0.1, ReLU.
-        vocab_size: how many tokens there are: one vocabulary, or (source's, target's).
-        tie_embeddings: whether the output's weights are the target's table, and, of one
-            vocabulary, the source's table too.
-        padding_idx: the token that fills sequences up.
+        vocab_size: the number of tokens: of one vocabulary, or (source, target).
+        tie_embeddings: whether the output shares its weights with the target's table and, with
+            one vocabulary, also with the source's.
+        padding_idx: the token that pads sequences.
 
     Attributes:
         encoder, decoder: the stacks.
@@ -56,7 +56,7 @@ class Transformer(nn.Transformer):
             output: ``nn.Linear`` without bias. None without ``vocab_size``.
     """
 
-    decoder: Any  # has a cache if it is ours
+    decoder: Any  # ours supports a cache
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class Transformer(nn.Transformer):
             return nn.LayerNorm(d_model, eps=layer_norm_eps, bias=bias, **made)
 
         if custom_encoder is None:
-            with warnings.catch_warnings():  # that some layers cannot skip padding so
+            with warnings.catch_warnings():  # PyTorch warns about layers that cannot skip padding
                 warnings.filterwarnings("ignore", "enable_nested_tensor is True")
                 encoder_layer = TransformerEncoderLayer(*options, *flags, **made)
                 custom_encoder = TransformerEncoder(encoder_layer, num_encoder_layers, norm())
@@ -154,12 +154,12 @@ class Transformer(nn.Transformer):
 
         Args:
             src: vectors [N, S, E], or tokens [N, S], int64 or int32.
-            tgt: vectors [N, T, E], or tokens [N, T]. (Without ``batch_first`` N is second; it may
-                be missing.)
+            tgt: vectors [N, T, E], or tokens [N, T]. (Without ``batch_first``, N is the second
+                dimension. N may be missing.)
             src_mask, tgt_mask, memory_mask, src_key_padding_mask, tgt_key_padding_mask,
                 memory_key_padding_mask, src_is_causal, tgt_is_causal, memory_is_causal: as in
                 ``torch.nn.Transformer``, but ``is_causal`` needs no mask. For tokens, missing
-                padding masks are where ``padding_idx`` is, and ``tgt_is_causal`` is True unless a
+                padding masks follow from ``padding_idx``, and ``tgt_is_causal`` is True unless
                 ``tgt_mask`` is given.
         """
         if self.tgt_embedding is None:
@@ -218,9 +218,9 @@ class Transformer(nn.Transformer):
     ) -> Tensor:
         """Return the output for the targets; arguments as in :meth:`forward`.
 
-        With ``cache = model.decoder.new_cache()`` the targets are those that follow the ones
-        before; masks as in :class:`TransformerDecoder`. The padding of the memory cannot be known
-        from it: give ``memory_key_padding_mask=model.padding_of(src)``.
+        With ``cache = model.decoder.new_cache()`` the targets follow those of earlier calls; masks
+        are as in :class:`TransformerDecoder`. The padding of the memory cannot be derived from it:
+        pass ``memory_key_padding_mask=model.padding_of(src)``.
         """
         if self.tgt_embedding is not None:
             if tgt_key_padding_mask is None:
@@ -235,7 +235,7 @@ class Transformer(nn.Transformer):
         return out if self.output is None else self.output(out)
 
     def padding_of(self, tokens: Tensor) -> Tensor:
-        """Return where the padding is, [N, L], as key padding masks have it."""
+        """Return the key padding mask of tokens, [N, L]."""
         padding = tokens == self.padding_idx
         return padding if self.batch_first or tokens.ndim == 1 else padding.T
 
@@ -243,22 +243,22 @@ class Transformer(nn.Transformer):
     def generate(
         self, src: Tensor, *, bos_idx: int, eos_idx: int, max_length: int, beams: int = 1
     ) -> Tensor:
-        """Return the likeliest targets that greedy search, or beam search, finds.
+        """Return the most likely targets that greedy search or beam search finds.
 
         Args:
             src: tokens [N, S] ([S, N] without ``batch_first``).
             bos_idx: the token that every target starts with.
             eos_idx: the token that ends one.
-            max_length: how many tokens at most, without the first.
-            beams: how many partial targets are kept of each; 1 is greedy. The one with the largest
-                mean logarithm of its tokens' probabilities wins.
+            max_length: the maximum number of tokens, without the first.
+            beams: how many partial targets to keep per sequence; 1 is greedy. The target with the
+                largest mean log-probability per token is returned.
 
         Returns:
-            Tokens [N, T] ([T, N]), T <= max_length, without ``bos_idx``; filled up with padding.
-            Call it in eval mode, or dropout is applied.
+            Tokens [N, T] ([T, N]), T <= max_length, without ``bos_idx``; padded. Call it in eval
+            mode; otherwise dropout is applied.
         """
         if self.tgt_embedding is None:
-            raise RuntimeError("generate needs tokens: make the Transformer with a vocab_size")
+            raise RuntimeError("generate needs tokens: create the Transformer with vocab_size")
         if src.ndim != 2:
             raise ValueError(f"src must be a batch of tokens, got shape {tuple(src.shape)}")
         for name, value in (("max_length", max_length), ("beams", beams)):
@@ -270,7 +270,7 @@ class Transformer(nn.Transformer):
         count = src.shape[rows]  # N; below, beam b of sequence n is row n·beams + b
         first = torch.arange(count, device=src.device)[:, None] * beams
         scores = memory.new_full((count, beams), -math.inf, dtype=torch.float32)
-        scores[:, 0] = 0.0  # all beams are alike in the beginning
+        scores[:, 0] = 0.0  # all beams are equal at first, so only one counts
         tokens = src.new_full((count * beams, 1), bos_idx)
         done = torch.zeros(count * beams, dtype=torch.bool, device=src.device)
         cache = self.decoder.new_cache()
@@ -279,7 +279,7 @@ class Transformer(nn.Transformer):
             logits = self.decode(last, memory, memory_key_padding_mask=hidden, cache=cache)
             more = logits.select(steps, 0).float().log_softmax(-1)  # [N·beams, V]
             more[done] = -math.inf
-            more[done, self.padding_idx] = 0.0  # what has ended goes on with padding, for nothing
+            more[done, self.padding_idx] = 0.0  # an ended beam continues with padding, at no cost
             scores, best = (scores.flatten()[:, None] + more).view(count, -1).topk(beams)
             parent = (first + best // more.shape[1]).flatten()
             word = (best % more.shape[1]).flatten()
@@ -296,7 +296,7 @@ class Transformer(nn.Transformer):
     def _embed(self, name: str, tokens: Tensor, embedding: nn.Embedding, offset: int) -> Tensor:
         if tokens.is_floating_point() or tokens.dtype == torch.bool or tokens.ndim not in (1, 2):
             raise ValueError(
-                f"{name} must be tokens, int64 or int32, in a batch or alone, got "
+                f"{name} must be tokens, int64 or int32, with or without a batch dimension, got "
                 f"{tokens.dtype} {tuple(tokens.shape)}"
             )
         assert self.positional is not None
@@ -320,7 +320,7 @@ class Transformer(nn.Transformer):
 
 
 def _if_any(padding: Tensor) -> Tensor | None:
-    """No mask where it would hide nothing, if that can be seen."""
+    """Return None if the mask hides nothing and its values can be read."""
     return None if is_plain(padding) and not padding.any() else padding
 
 

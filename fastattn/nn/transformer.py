@@ -1,4 +1,4 @@
-"""The stacks of a Transformer: those of ``torch.nn`` on fused attention, decoding step by step."""
+"""The stacks of a Transformer, as in ``torch.nn``, on fused attention and with a decoder cache."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
 class TransformerEncoder(nn.TransformerEncoder):
     """``torch.nn.TransformerEncoder`` on fused attention, N layers of any encoder layer.
 
-    In eval mode without gradient, a batch whose padding is at the end is computed without it.
+    In eval mode without gradients, padding at the end of sequences is not computed.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class TransformerEncoder(nn.TransformerEncoder):
         mask_check: bool = True,
     ) -> None:
         super().__init__(encoder_layer, num_layers, norm, enable_nested_tensor, mask_check)
-        replace_mha(self)  # in a layer that is PyTorch's
+        replace_mha(self)  # in layers of PyTorch
 
 
 class TransformerDecoderLayer(nn.TransformerDecoderLayer):
@@ -79,7 +79,7 @@ class TransformerDecoderLayer(nn.TransformerDecoderLayer):
     ) -> Tensor:
         """As ``torch.nn.TransformerDecoderLayer``; ``cache`` as in :class:`TransformerDecoder`."""
         if cache is not None and memory_is_causal:
-            raise ValueError("memory_is_causal does not go with a cache: give a memory_mask")
+            raise ValueError("memory_is_causal is not supported with a cache: pass memory_mask")
         own, cross = (None, None) if cache is None else cache
 
         def look_back(x: Tensor) -> Tensor:
@@ -104,14 +104,14 @@ class TransformerDecoderLayer(nn.TransformerDecoderLayer):
 
 
 class TransformerDecoder(nn.TransformerDecoder):
-    """``torch.nn.TransformerDecoder`` on fused attention, and step by step with a cache.
+    """``torch.nn.TransformerDecoder`` on fused attention, with a cache for decoding in steps.
 
         cache = decoder.new_cache()
         for tgt in steps:                                       # [N, 1, E], or several positions
             out = decoder(tgt, memory, tgt_is_causal=True, cache=cache)
 
-    gives, up to rounding, what ``decoder(torch.cat(steps, 1), memory, tgt_is_causal=True)`` gives
-    at once: keys and values of earlier positions, and those of the memory, are not computed again.
+    gives, up to rounding, the result of one call ``decoder(torch.cat(steps, 1), memory,
+    tgt_is_causal=True)``, without recomputing keys and values of earlier positions and the memory.
     """
 
     def __init__(
@@ -152,22 +152,22 @@ class TransformerDecoder(nn.TransformerDecoder):
             tgt: [N, T, E], [T, N, E] without ``batch_first``, or [T, E]. With a cache, the T
                 positions that follow those in it.
             memory: the encoder's output. With a cache it is read in the first call only.
-            tgt_mask: [T, T] or [N·H, T, T]. With a cache [T, S], S the positions until now.
+            tgt_mask: [T, T] or [N·H, T, T]. With a cache [T, S], with S all positions so far.
             memory_mask, memory_key_padding_mask, memory_is_causal: as in PyTorch.
             tgt_key_padding_mask: [N, T]. With a cache [N, S].
-            tgt_is_causal: whether position i sees up to i alone; needs no mask. None: if
-                ``tgt_mask`` is that mask.
-            cache: of :meth:`new_cache`. It is filled, and gradients go through it.
+            tgt_is_causal: whether position i can see only positions up to i; needs no mask. None:
+                True if ``tgt_mask`` is that mask.
+            cache: from :meth:`new_cache`. It is filled, and gradients flow through it.
 
         Returns:
-            In the shape of ``tgt``.
+            The result, in the shape of ``tgt``.
         """
         masks = (tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask)
         if cache is None:
             return super().forward(tgt, memory, *masks, tgt_is_causal, memory_is_causal)
         if len(cache.layers) != len(self.layers):
             raise ValueError(
-                f"the cache is of {len(cache.layers)} layers, the decoder has {len(self.layers)}"
+                f"the cache has {len(cache.layers)} layers, but the decoder has {len(self.layers)}"
             )
         x = tgt
         for layer, pair in zip(self.layers, cache.layers, strict=True):

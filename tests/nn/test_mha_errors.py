@@ -80,7 +80,7 @@ def test_half_a_learned_key_is_an_error(name: str) -> None:
 
 
 def test_a_batch_of_keys_unlike_that_of_queries_is_an_error() -> None:
-    with pytest.raises(RuntimeError, match="batch of key and value is 3, that of query is 2"):
+    with pytest.raises(RuntimeError, match="batch size of key and value is 3, that of query is 2"):
         MultiheadAttention(8, 2)(X, ones(5, 3, 8), ones(5, 3, 8))
 
 

@@ -260,13 +260,13 @@ def test_captured_steps_are_the_same_steps() -> None:
 def test_errors_of_the_cache() -> None:
     model = stacks(fastattn.nn)
     other = fastattn.nn.Transformer(E, H, 1, 1, FEED, batch_first=True, **DOUBLE)
-    with pytest.raises(ValueError, match="cache is of 1 layers, the decoder has 2"):
+    with pytest.raises(ValueError, match="cache has 1 layers, but the decoder has 2"):
         model.decode(TARGET, SOURCE, cache=other.decoder.new_cache())
     cache = model.decoder.new_cache()
-    with pytest.raises(ValueError, match="memory_is_causal does not go with a cache"):
+    with pytest.raises(ValueError, match="memory_is_causal is not supported with a cache"):
         model.decode(TARGET, SOURCE, memory_is_causal=True, cache=cache)
     model.decode(TARGET, SOURCE, cache=cache)
-    with pytest.raises(ValueError, match="cache holds a batch of 3, got one of 2"):
+    with pytest.raises(ValueError, match="cache has batch size 3, got 2"):
         model.decode(TARGET[:2], SOURCE[:2], cache=cache)
     with pytest.raises(RuntimeError, match="2D attn_mask is"):
         model.decode(TARGET, SOURCE, FUTURE(5, **DOUBLE), cache=cache)
