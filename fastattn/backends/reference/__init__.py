@@ -1,13 +1,13 @@
-"""The oracle: every primitive as its definition, in plain PyTorch.
+"""The reference backend: the definition of every primitive, in plain PyTorch.
 
-Nothing here is fast. Everything here is differentiable as often as wanted, runs in any floating
-dtype on any device, and works under ``vmap``, ``torch.func`` and ``torch.compile``: no Python
-branch looks at a tensor's values, but for the steps of Hopfield retrieval, which are counted.
+It is slow. It is differentiable any number of times, runs in any floating dtype on any device, and
+works under ``vmap``, ``torch.func`` and ``torch.compile``: no Python branch depends on the values
+of a tensor, except in Hopfield retrieval, which counts its steps.
 
 **Excluded pairs contribute nothing**: a pair with s_ij = -inf is left out of every sum, not
-multiplied by zero. So NaN and inf in a key or value reach only the queries that see it, in the
-results and in every gradient. A query that sees nothing has o = 0, w = 0, lse = -inf, and passes
-on no gradient.
+multiplied by zero. So NaN and inf in a key or value affect only the queries that can see it, in the
+results and in every gradient. A fully masked row has o = 0, w = 0, lse = -inf, and passes no
+gradient.
 
 **Precision**: 16-bit inputs are computed in float32 and rounded once, at the end. lse is returned
 in float64, see ``docs/design.md``.

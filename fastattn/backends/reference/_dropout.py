@@ -44,11 +44,11 @@ def dropout_keep(shape: tuple[int, int, int, int], dropout_p: float, seed: Tenso
 def philox4x32(
     counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor], rounds: int = 10
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the four words of Philox4x32 for every broadcast (counter, key): uint32 held in int64.
+    """Return the four words of Philox4x32 for every broadcast (counter, key): uint32 in int64.
 
     A round is (c0, c1, c2, c3) <- (hi(M1 c2) ^ c1 ^ k0, lo(M1 c2), hi(M0 c0) ^ c3 ^ k1, lo(M0 c0)),
-    and between rounds a constant is added to each key word. The 64-bit products wrap in int64,
-    which leaves all of their bits right.
+    and between rounds a constant is added to each key word. The 64-bit products wrap around in
+    int64, so all of their bits are correct.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key

@@ -1,4 +1,4 @@
-"""What the definitions share: products, softmax and sums that leave excluded pairs out."""
+"""Shared by the definitions: products, softmax and sums that leave out excluded pairs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def distances(q_len: int, k_len: int, offset: int, device: torch.device) -> Tens
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """[B, Hq, M, N] @ [B, Hkv, N, P]: query head h meets key head h // (Hq // Hkv).
+    """[B, Hq, M, N] @ [B, Hkv, N, P]: query head h uses key head h // (Hq // Hkv).
 
     The heads of a group share b, so they are stacked as rows instead of repeating b.
     """
@@ -56,16 +56,16 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 
 
 def finite(x: Tensor) -> Tensor:
-    """x with 0 for NaN and inf: what may be multiplied by a zero weight, or by a zero gradient."""
+    """x with 0 for NaN and inf, so it is safe to multiply by a zero weight or a zero gradient."""
     return torch.where(torch.isfinite(x), x, 0.0)
 
 
 def dot_products(q: Tensor, k: Tensor, guarded: bool) -> Tensor:
     """q_i . k_j [B, Hq, Lq, Lk].
 
-    Excluded products are dropped later by selection. Their derivatives, dq_i = sum_j ds_ij k_j and
-    dk_j = sum_i ds_ij q_i, cannot be: there an excluded pair has ds_ij = 0, and 0 * NaN is NaN. So
-    what is differentiated is the product of finite operands, and NaN and inf are added to it.
+    A selection drops excluded products later. This does not work for the derivatives, dq_i =
+    sum_j ds_ij k_j and dk_j = sum_i ds_ij q_i: there an excluded pair has ds_ij = 0, and 0 * NaN is
+    NaN. So autograd differentiates the product of finite operands, and NaN and inf are added to it.
     """
     dots = matmul(q, k.mT)
     if not guarded:
@@ -78,13 +78,13 @@ def softmax(s: Tensor) -> tuple[Tensor, Tensor]:
     """Return softmax(s) and logsumexp(s) over the last dimension; 0 and -inf for a row of -inf."""
     if s.shape[-1] == 0:
         return s, s.sum(-1) - INF  # amax needs an element
-    # The results are the same for any m, so m is a constant. In a row of -inf, -inf - m must not
-    # be NaN.
+    # The result does not depend on m, so m is a constant for autograd. In a row of -inf, -inf - m
+    # must not be NaN.
     m = s.detach().amax(-1, keepdim=True)
     m = torch.where(m == -INF, 0.0, m)
     e = torch.exp(s - m)
     total = e.sum(-1, keepdim=True)
-    # Selected before the division and the logarithm too: their derivatives at 0 are not finite.
+    # Also select before the division and the logarithm: their derivatives at 0 are not finite.
     empty = total == 0
     total = torch.where(empty, 1.0, total)
     lse = torch.where(empty, -INF, m + torch.log(total))
@@ -92,16 +92,16 @@ def softmax(s: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def weighted_sum(w: Tensor, v: Tensor, seen: Tensor) -> Tensor:
-    """sum_j w_ij v_j over the seen pairs only [B, Hq, Lq, Dv].
+    """sum_j w_ij v_j over the visible pairs only [B, Hq, Lq, Dv].
 
-    The finite elements of v go through an ordinary product. The others cannot: 0 * inf is NaN. What
-    they make of a sum is found by counting: +inf and NaN push it up, -inf and NaN push it down,
-    and what is pushed both ways is NaN.
+    The finite elements of v use an ordinary product. The others cannot, because 0 * inf is NaN, so
+    they are counted: NaN counts as both +inf and -inf. A sum with +inf terms only is +inf, with
+    -inf terms only -inf, and with both NaN.
     """
     nan = torch.isnan(v)
     pushes = torch.cat([(v == INF) | nan, (v == -INF) | nan], dim=-1)  # [B, Hkv, Lk, 2 * Dv]
     up, down = (matmul(seen.to(w.dtype), pushes.to(w.dtype)) > 0).chunk(2, dim=-1)
     infinite = torch.where(up, INF, 0.0) - torch.where(down, INF, 0.0)
-    # The weights add up to 1: the product keeps the value, and hands the row a non-finite gradient.
+    # The weights sum to 1, so the product keeps the value and gives the row a non-finite gradient.
     poison = torch.where(infinite == 0, 0.0, infinite.to(w.dtype) * w.sum(-1, keepdim=True))
     return matmul(w, finite(v)) + poison

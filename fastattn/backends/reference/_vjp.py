@@ -1,4 +1,4 @@
-"""The derivative of a definition: its vector-Jacobian product, itself differentiable."""
+"""The derivative of a definition: its vector-Jacobian product, which is differentiable again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def gradients(
 ) -> Any:
     """Return a gradient for each argument of ``forward``; None for those that are not ``wanted``.
 
-    ``grads`` are those of the results, None for a result without one.
+    ``grads`` are the gradients of the results, None for a result without one.
     """
     places = [n for n in wanted if arguments[n] is not None]
     leaves = [x for n in places if (x := arguments[n]) is not None]

@@ -29,17 +29,17 @@ def additive_attention(
     value: Tensor,  # [B, Tk, Dv]
     v: Tensor,  # [A]
     bias: Tensor | None,  # [A]
-    attn_mask: Tensor | None,  # [B|1, Tq|1, Tk|1], bool (True sees) or floating (added)
+    attn_mask: Tensor | None,  # [B|1, Tq|1, Tk|1], bool (True takes part) or floating (added)
     seed: Tensor | None,  # [] int64
     *,
     options: AdditiveOptions,
 ) -> tuple[Tensor, Tensor]:
-    """Return ``(out [B, Tq, Dv], w [B, Tq, Tk])``, w being empty unless ``weights``.
+    """Return ``(out [B, Tq, Dv], w [B, Tq, Tk])``; w is empty unless ``weights``.
 
     Bahdanau et al. 2015, https://arxiv.org/abs/1409.0473:
 
         e_ij = sum_a v_a tanh(query_ia + key_ja + bias_a)
-        w_i  = softmax over j of e_ij + mask_ij, excluded pairs left out; then dropout, of head 0
+        w_i  = softmax over j of e_ij + mask_ij, without excluded pairs; then dropout of head 0
         o_i  = sum_j w_ij value_j
     """
     out, applied = attend_additively(query, key, value, v, bias, attn_mask, seed, options)
@@ -62,7 +62,7 @@ def additive_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return the gradients of query, key, value, v, bias and the mask, in its own shape.
 
-    They are the vector-Jacobian product of the forward, and so are themselves differentiable.
+    They are the vector-Jacobian product of the forward, so they are differentiable again.
     """
     forward = functools.partial(additive_attention, options=options)
     arguments = (query, key, value, v, bias, attn_mask, seed)
@@ -90,7 +90,7 @@ def attend_additively(
         if bias is not None:
             x = x + bias.to(compute)
         if visible is not None:
-            x = torch.where(visible[..., None], x, 0.0)  # no NaN may reach the derivative of tanh
+            x = torch.where(visible[..., None], x, 0.0)  # keep NaN out of the derivative of tanh
         e = (torch.tanh(x) * v.to(compute)).sum(-1)  # [B, Tq, Tk]
         if attn_mask is not None and attn_mask.dtype != torch.bool:
             e = e + attn_mask.to(compute)
@@ -105,5 +105,5 @@ def attend_additively(
         if visible is None:
             return w @ value.to(compute), w
         out = weighted_sum(w[:, None], value.to(compute)[:, None], (e != -INF)[:, None])[:, 0]
-        # A query that sees nothing hands on no gradient, even of inf.
+        # A fully masked row passes no gradient, even if the incoming one is inf.
         return torch.where(lse[..., None] == -INF, 0.0, out), w

@@ -1,4 +1,4 @@
-"""The definition of attention to a cache of keys and values."""
+"""The definition of attention over a cache of keys and values."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def decode_attention(
     *,
     options: DecodeOptions,
 ) -> tuple[Tensor, Tensor]:
-    """Return ``(out [B, Hq, Lq, Dv], lse [B, Hq, Lq])``: attention to the first keys of a cache.
+    """Return ``(out [B, Hq, Lq, Dv], lse [B, Hq, Lq])``: attention over the first keys of a cache.
 
-    Sequence b sees the first cache_seqlens[b] keys of its entry, or of the pages that its row of
-    the block table names; its last query stands at the last of them.
+    Sequence b uses the first cache_seqlens[b] keys of its entry, or of the pages in its row of the
+    block table. Its last query is at the position of the last of these keys.
     """
     key, value = (_of_sequences(x, query, block_table, cache_batch_idx) for x in (
         key_cache, value_cache))  # fmt: skip
@@ -50,11 +50,11 @@ def append_to_cache(
     value_cache: Tensor,  # [E, Hkv, N, Dv]
     key: Tensor,  # [B, Hkv, L, D]
     value: Tensor,  # [B, Hkv, L, Dv]
-    cache_seqlens: Tensor,  # [B] int64, without the new rows
+    cache_seqlens: Tensor,  # [B] int64, before the new rows are added
     block_table: Tensor | None = None,  # [B, P] int32
     cache_batch_idx: Tensor | None = None,  # [B] int64
 ) -> None:
-    """Write the new keys and values behind those of each sequence, in place."""
+    """Append the new keys and values to each sequence, in place."""
     at = cache_seqlens[:, None] + torch.arange(key.shape[2], device=key.device)  # [B, L]
     if block_table is not None:
         page = key_cache.shape[2]
@@ -73,7 +73,7 @@ def _of_sequences(
 ) -> Tensor:
     """The keys of every sequence in order, [B, Hkv, P * N, D]."""
     if block_table is not None:
-        # Pages beyond a sequence's length may have any number: they are seen by nobody.
+        # Page numbers beyond a sequence's length may be invalid; no query can see those keys.
         pages = block_table.long().clamp(0, max(cache.shape[0] - 1, 0))
         return cache[pages].transpose(1, 2).flatten(2, 3)
     return cache[: query.shape[0]] if entries is None else cache[entries]

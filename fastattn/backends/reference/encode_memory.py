@@ -21,8 +21,8 @@ def encode_memory(
     options: EncodeMemoryOptions,
 ) -> Tensor:
     """Return sum_j factors_j o weight[tokens_j] + temporal [R, B, G, N, D] (Sukhbaatar et al. 2015,
-    https://arxiv.org/abs/1503.08895). A padding token is left out of the sum, not multiplied by 0;
-    a sentence of nothing else is 0.
+    https://arxiv.org/abs/1503.08895). A padding token is left out of the sum, not multiplied by 0.
+    A sentence that is all padding gives 0.
     """
     _check_tokens(tokens, weight.shape[2], options.padding_idx)
     compute = compute_dtype(weight.dtype)
@@ -43,7 +43,7 @@ def encode_memory_backward(
     *,
     options: EncodeMemoryBackwardOptions,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of weight [R, G, rows, D] and temporal [R, G, N, D], empty if not so."""
+    """Return the gradients of weight [R, G, rows, D] and temporal [R, G, N, D] (empty without)."""
     rows = options.rows
     _check_tokens(tokens, rows, options.padding_idx)
     index, counts = _rows_of_tokens(tokens, rows, options.padding_idx)
@@ -58,7 +58,7 @@ def encode_memory_backward(
 
 
 def _rows_of_tokens(tokens: Tensor, rows: int, padding_idx: int | None) -> tuple[Tensor, Tensor]:
-    """Return each token's row [R, B N J, 1], ``rows`` for padding, and which of them count."""
+    """Return each token's row [R, B N J, 1], ``rows`` for padding, and which are not padding."""
     counts = torch.ones_like(tokens, dtype=torch.bool)
     if padding_idx is not None:
         counts = tokens != padding_idx
@@ -69,7 +69,7 @@ def _rows_of_tokens(tokens: Tensor, rows: int, padding_idx: int | None) -> tuple
 def _check_tokens(tokens: Tensor, rows: int, padding_idx: int | None) -> None:
     """Raise IndexError for a token that is neither the padding nor in [0, rows).
 
-    Only where values can be looked at for nothing: plain tensors on the CPU.
+    Only for plain tensors on the CPU, where reading the values costs no synchronization.
     """
     if not (tokens.is_cpu and runs_eagerly(tokens)):
         return

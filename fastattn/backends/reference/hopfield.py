@@ -3,16 +3,16 @@
 ``hopfield_retrieve`` (Ramsauer et al. 2021, https://arxiv.org/abs/2008.02217), for the queries of a
 head, with x_n the rows of ``stored``:
 
-    f(xi) = sum_n p_n x_n,    p = softmax(scale keys xi + bias)      excluded rows left out
+    f(xi) = sum_n p_n x_n,    p = softmax(scale keys xi + bias)      without excluded rows
     xi_0 = state,    xi_{t+1} = f(xi_t)
 
-until a step is not longer than eps, or than what rounding moves (four units in the last place of
-the new xi), or until ``steps_max`` steps. The derivative is one of
+until a step is not longer than eps or the rounding error (four units in the last place of the new
+xi), or until ``steps_max`` steps. The derivative is one of
 
-    unroll     that of the steps taken
-    implicit   that of the solution of xi = f(xi): (1 - J) dxi = df, J = df/dxi, where the query
-               rests at a strict minimum of the energy (1 - J is positive definite); else unroll
-    one_step   that of the last step alone: what came before it is a constant
+    unroll     through the steps taken
+    implicit   through the solution of xi = f(xi): (1 - J) dxi = df, J = df/dxi, if the query rests
+               at a strict minimum of the energy (1 - J is positive definite); else unroll
+    one_step   through the last step only: the state before it is a constant
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def hopfield_retrieve(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``(xi [G, Q, D], taken [G, Q], ends [G, Q, 2, D])``.
 
-    ``taken`` is the number of steps, negative where the query still moved, ``ends`` the last two
-    states in the dtype of the computation. ``crowded`` is a hint to the kernels.
+    ``taken`` is the number of steps, negative if the query has not come to rest. ``ends`` holds the
+    last two states in the dtype of the computation. ``crowded`` is a hint to the kernels.
     """
     out, taken, ends = hopfield_states(state, stored, keys, mask, bias, options)
     return out.to(state.dtype), taken, ends
@@ -58,7 +58,7 @@ def hopfield_states(
     options: HopfieldOptions,
     taken: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same in the dtype of the computation; with ``taken``, so many steps of each query."""
+    """The same in the dtype of the computation; ``taken``, if given, fixes each query's steps."""
     compute = compute_dtype(state.dtype)
     rows = stored.to(compute)
     compared = rows if keys is None else keys.to(compute)
@@ -76,8 +76,8 @@ def hopfield_states(
     if options.grad == "one_step":
         return _with_value(last, update(before)[0]), counted, ends
 
-    # Newton's method from the solution: a step takes the error from h to h^2, so two of them are
-    # right to the third order of whatever changes the solution.
+    # Newton's method from the solution: a step reduces the error from h to h^2, so two steps are
+    # exact to third order.
     compared, rows = finite(compared), finite(rows)
     one = torch.eye(state.shape[-1], dtype=compute, device=state.device)
 
@@ -91,7 +91,7 @@ def hopfield_states(
         matrix = slope(last)[1]
         minimum = torch.linalg.cholesky_ex((matrix + matrix.mT) / 2).info == 0
         minimum &= counted > 0
-        # What the solution is taken to miss, so that it is `last`; in forward mode a constant too.
+        # The residual of `last`: without it, `last` is the solution. Constant in forward mode too.
         short = (update(last)[0] - last).detach()
     xi = last
     for _ in range(2):
@@ -123,7 +123,7 @@ def hopfield_retrieve_backward(
         xi, *_ = hopfield_states(state, stored, keys, mask, bias, options, taken)
         return (xi.to(state.dtype),)
 
-    # With "one_step", the state where the steps began is a constant.
+    # With "one_step", the initial state is a constant.
     wanted = [n for bit, n in enumerate((0, 1, 2, 4)) if n == 0 or options.needed >> bit & 1]
     wanted = wanted[1:] if options.grad == "one_step" else wanted
     found = gradients(forward, (state, stored, keys, mask, bias), wanted, (grad_out,))
@@ -137,7 +137,7 @@ def _descend(
     options: HopfieldOptions,
     taken: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the last xi, differentiable, how many steps it took, and the one before it."""
+    """Return the last xi (differentiable), the number of steps, and the xi before it."""
     counted = torch.zeros(xi.shape[:-1], dtype=torch.int64, device=xi.device)
     before = xi.detach()
     unit = _ULPS * torch.finfo(xi.dtype).eps
@@ -166,7 +166,7 @@ def _descend(
 
 @torch.library.custom_op("fastattn::any_of_all", mutates_args=())
 def _any_of_all(x: Tensor) -> Tensor:
-    """Whether any element is True; under ``torch.vmap`` in any example, so that a loop may ask."""
+    """Whether any element is True, over all examples under ``torch.vmap``: a loop condition."""
     return x.any()
 
 
@@ -181,5 +181,5 @@ def _(info: Any, in_dims: Any, x: Tensor) -> tuple[Tensor, None]:
 
 
 def _with_value(value: Tensor, derivative: Tensor) -> Tensor:
-    """``value``, with the derivative of the other."""
+    """``value``, with the derivative of ``derivative``."""
     return value + (derivative - derivative.detach())

@@ -24,7 +24,7 @@ def local_attention(
     *,
     options: NoOptions,
 ) -> tuple[Tensor, Tensor]:
-    """Return ``(out, weights)``: every query attends to the W rows from its ``first`` one on.
+    """Return ``(out, weights)``: every query attends to W rows, starting at its ``first``.
 
     weights [B, Lq, W] = softmax(q . k) over the rows that exist and are ``seen``, 0 elsewhere, in
     the dtype of the computation; out [B, Lq, Dv] = sum weights factor v.
@@ -32,7 +32,7 @@ def local_attention(
     compute, keys = compute_dtype(query.dtype), key.shape[1]
     j = first[..., None] + torch.arange(seen.shape[2], device=query.device)
     seen = seen & (j >= 0) & (j < keys)
-    if keys == 0:  # nothing to gather from, but derivatives of the right shapes
+    if keys == 0:  # nothing to gather from, but the derivatives need the right shapes
         key, value = (torch.nn.functional.pad(x, (0, 0, 0, 1)) for x in (key, value))
     at = torch.where(seen, j, 0)[..., None]
     with without_autocast(query.device.type):
@@ -47,7 +47,7 @@ def local_attention(
             for x in (key, value)
         )
         some = seen.any(-1, keepdim=True)
-        q = torch.where(some, query.to(compute), 0.0)  # one that sees nothing hands on nothing
+        q = torch.where(some, query.to(compute), 0.0)  # a fully masked row passes no gradient
         scores = (near * q[:, :, None]).sum(-1)
         scores = torch.where(seen | ~some, scores, -torch.inf)
         weights = torch.where(seen, torch.softmax(scores, -1), 0.0)
@@ -71,7 +71,7 @@ def local_attention_backward(
     *,
     options: NoOptions,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the gradients of query, key, value and factor; ``weights`` are computed again."""
+    """Return the gradients of query, key, value and factor; ``weights`` are recomputed."""
     forward = functools.partial(local_attention, options=options)
     arguments = (query, key, value, first, seen, factor)
     found = gradients(forward, arguments, (0, 1, 2, 5), (grad_out, grad_weights))

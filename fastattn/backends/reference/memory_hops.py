@@ -10,8 +10,8 @@ memory:
     o_k  = sum_i p_ki C_ki
     u_k+1 = phi(H_k u_k + o_k)                 H_k = 1 without hop_proj
 
-The exclusions are those of attention: a memory row that the mask excludes is left out of every sum,
-NaN and inf included, and a query without a memory row has o = 0, p = 0.
+Exclusion works as in attention: a memory row that the mask excludes is left out of every sum, even
+if it holds NaN or inf, and a fully masked query has o = 0, p = 0.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 def memory_hop_attention(
     query: Tensor,  # [B, D] or [B, Q, D]
-    in_memory: Tensor,  # [B|1, N, D] or [B|1, K, N, D]; [B|1, K+1, N, D] where out_memory is None
+    in_memory: Tensor,  # [B|1, N, D] or [B|1, K, N, D]; [B|1, K+1, N, D] if out_memory is None
     out_memory: Tensor | None,  # [B|1, N, D] or [B|1, K, N, D]
     hop_proj: Tensor | None,  # [D, D] or [K, D, D]
     memory_mask: Tensor | None,  # [B|1, Q|1, K|1, N|1] bool, True takes part
@@ -51,10 +51,9 @@ def memory_hop_attention(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return ``(out, trace, stats, weights)``: as query, [..., 2K+1, D], [..., K, 2], [..., K, N].
 
-    ``trace`` holds u_1, o_1, u_2, ..., o_K, u_K+1 in the dtype of the computation, and ``stats`` m
-    and l of p = exp(s - m) / l; they are what backward needs, and have no gradient. A backend is
-    free to take another m; it is -inf where nothing is seen. The weights are empty, [0], unless
-    asked for.
+    ``trace`` holds u_1, o_1, u_2, ..., o_K, u_K+1 in the dtype of the computation. ``stats`` holds
+    m and l of p = exp(s - m) / l. Backward needs both; they have no gradient. A backend may choose
+    another m; it is -inf for a fully masked query. The weights are empty, [0], unless requested.
     """
     tensors = (query, in_memory, out_memory, hop_proj, memory_mask, memory_bias)
     trace, m, p = hop_states(*tensors, options)
@@ -84,7 +83,7 @@ def hop_states(
         rows_in = _memory_of_hop(in_memory, hop).to(compute)  # [B|1, N, D]
         if out_memory is not None:
             rows_out = _memory_of_hop(out_memory, hop).to(compute)
-        else:  # a stack hands on its next memory, a single one is its own output
+        else:  # the next memory of a stack; a single memory is its own output
             rows_out = _memory_of_hop(in_memory, hop + 1).to(compute)
         mask = None if memory_mask is None else _of_hop(memory_mask, hop, 2)  # [B|1, Q|1, N|1]
         bias = None if memory_bias is None else _of_hop(memory_bias, hop, 2)
@@ -134,7 +133,7 @@ def _memory_of_hop(memory: Tensor, hop: int) -> Tensor:
 
 
 def _of_hop(x: Tensor, hop: int, dim: int) -> Tensor:
-    """What this hop takes of x: the only one, or its own."""
+    """The entry of x for this hop; x may have a single entry for all hops."""
     return x.select(dim, hop if x.shape[dim] > 1 else 0)
 
 
@@ -172,7 +171,7 @@ def _weigh(
     bias: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same without the softmax: the scores are the weights, 0 where excluded."""
+    """The same without softmax: the scores are the weights, 0 where excluded."""
     visible = mask
     if bias is not None:
         kept = bias != -INF
@@ -186,7 +185,7 @@ def _weigh(
     if visible is None:
         return s @ rows_out, s.new_zeros(s.shape[:2]), s
     p = torch.where(visible, s, 0.0)
-    # 0 * inf is NaN: only the elements of rows that are seen may make it.
+    # 0 * inf is NaN: only elements of visible rows may produce it.
     seen = visible.to(s.dtype).expand_as(p)
     unbounded = torch.where(torch.isfinite(rows_out), 0.0, torch.ones_like(rows_out))
     met = (seen @ unbounded) > 0

@@ -10,11 +10,11 @@ i and key j of one head, with d_ij = i + offset - j:
     s_ij = -inf                                unless -window_right <= d_ij <= window_left,
                                                and mask_ij is neither False nor -inf
     lse_i = log sum_j exp(s_ij)
-    w_ij = exp(s_ij - lse_i)                   0 where s_ij = -inf, even if all of the row is
+    w_ij = exp(s_ij - lse_i)                   0 where s_ij = -inf, even in a fully masked row
     w_ij = w_ij * kept_ij * 65536 / T          T = round((1 - dropout_p) * 65536)
     o_i  = sum_j w_ij v_j
 
-A window of -1 is unlimited on that side. kept_ij, 0 or 1, is drawn by Philox4x32-10 (Salmon et al.
+A window of -1 is unlimited on that side. kept_ij is 0 or 1, drawn by Philox4x32-10 (Salmon et al.
 2011, https://doi.org/10.1145/2063384.2063405), see :func:`dropout_keep`; T = 0 keeps nothing.
 """
 
@@ -48,16 +48,16 @@ def scaled_dot_product_attention(
     key: Tensor,  # [B, Hkv, Lk, D]
     value: Tensor,  # [B, Hkv, Lk, Dv]
     attn_mask: Tensor
-    | None = None,  # [B|1, Hq|1, Lq|1, Lk|1], bool (True sees) or floating (added)
+    | None = None,  # [B|1, Hq|1, Lq|1, Lk|1], bool (True takes part) or floating (added)
     alibi_slopes: Tensor | None = None,  # [B|1, Hq]
     seed: Tensor | None = None,  # [] int64
     *,
     options: AttentionOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ``(out [B, Hq, Lq, Dv], lse [B, Hq, Lq], weights)``, see the equations of the module.
+    """Return ``(out [B, Hq, Lq, Dv], lse [B, Hq, Lq], weights)``, see the equations above.
 
-    The weights are those asked for, none being an empty tensor: one matrix a head [B, Hq, Lq, Lk],
-    or their mean over the heads [B, Lq, Lk]. They are the w that multiply v, after dropout, in the
+    The weights are one matrix per head [B, Hq, Lq, Lk], or their mean over the heads [B, Lq, Lk],
+    or an empty tensor if not requested. They are the w that multiply v, after dropout, in the
     dtype of the query.
     """
     out, lse, applied = attend(
@@ -90,8 +90,8 @@ def scaled_dot_product_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return the gradients of query, key, value, and of the mask in its own, unexpanded shape.
 
-    They are the vector-Jacobian product of the forward, taken by ``torch.func.vjp``, and so are
-    themselves differentiable in everything. ``out`` and ``lse`` are recomputed, not read.
+    They are the vector-Jacobian product of the forward by ``torch.func.vjp``, so they are
+    differentiable again in all arguments. ``out`` and ``lse`` are recomputed, not read.
     """
     forward = functools.partial(scaled_dot_product_attention, options=options)
     arguments = (query, key, value, attn_mask, alibi_slopes, seed)
@@ -113,8 +113,8 @@ def attend(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``(out, lse, w)`` in the dtype of the computation.
 
-    Where sequences have lengths of their own, ``distance`` is d_ij of every pair, ``keep`` is what
-    dropout keeps, and ALiBi has a slope a row, [B, Hq, Lq].
+    If sequences differ in length, ``distance`` is d_ij of every pair, ``keep`` says which pairs
+    dropout keeps, and ALiBi has one slope per row, [B, Hq, Lq].
     """
     batch, q_heads, q_len, _ = query.shape
     k_len = key.shape[-2]
@@ -125,12 +125,12 @@ def attend(
     visible = visible_pairs(distance, attn_mask, options.window_left, options.window_right)
     guarded = (
         visible is not None
-    )  # without exclusions, plain products are right, NaN and inf included
+    )  # without exclusions, plain products are correct, even with NaN and inf
 
     with without_autocast(query.device.type):
         s = dot_products(q, k, guarded)  # [B, Hq, Lq, Lk]
         if visible is not None:
-            s = torch.where(visible, s, 0.0)  # no NaN may reach the derivative of what follows
+            s = torch.where(visible, s, 0.0)  # keep NaN out of later derivatives
         s = s * options.scale
         if options.softcap > 0:
             s = options.softcap * torch.tanh(s / options.softcap)
@@ -151,7 +151,7 @@ def attend(
         if not guarded:
             return matmul(w, v), lse, w
         out = weighted_sum(w, v, s != -INF)
-        # The row of a query that sees nothing is 0 already. Its gradient, even inf, must end here.
+        # A fully masked row is already 0. Its gradient, even inf, must stop here.
         out = torch.where(lse[..., None] == -INF, 0.0, out)
         return out, lse, w
 

@@ -1,8 +1,8 @@
 """The definition of attention over packed sequences.
 
-Packed rows are one long attention in which a query sees the keys of its own sequence alone: so
-nothing here depends on how long they are. Positions count within a sequence, and so do the draws
-of the dropout, whose batch is the number of the sequence.
+Packed rows are one long attention in which a query can see only the keys of its own sequence, so
+no shape depends on the lengths. Positions count within a sequence. The draws of the dropout use
+these positions too, with the index of the sequence as the batch.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def varlen_attention(
 ) -> tuple[Tensor, Tensor]:
     """Return ``(out [Tq, Hq, Dv], lse [Hq, Tq])``: attention within every sequence.
 
-    Sequence b is the queries cu_seqlens_q[b] ... cu_seqlens_q[b + 1] - 1 and the keys likewise.
-    Rows after the last sequence see nothing, and nobody sees them.
+    Sequence b has the queries cu_seqlens_q[b] ... cu_seqlens_q[b + 1] - 1, and the keys likewise.
+    Queries after the last sequence are fully masked, and no query can see keys after it.
     """
     q_sequence, q_local, q_lengths = _places(cu_seqlens_q, query.shape[0])
     k_sequence, k_local, k_lengths = _places(cu_seqlens_k, key.shape[0])
@@ -44,7 +44,7 @@ def varlen_attention(
         (k_lengths - q_lengths)[q_sequence] if options.bottom_right else torch.zeros_like(q_local)
     )
     distance = (q_local + offset)[:, None] - k_local
-    if alibi_slopes is not None:  # a slope for every row, [1, Hq, Tq]
+    if alibi_slopes is not None:  # one slope per row, [1, Hq, Tq]
         of_rows = alibi_slopes.expand(batch, -1) if batch else alibi_slopes
         rows = q_sequence.clamp(max=max(batch - 1, 0))
         alibi_slopes = of_rows[rows].mT[None]
@@ -97,12 +97,12 @@ def varlen_attention_backward(
 
 
 def _places(starts: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The sequence of every row, its position there, and the lengths; B after the last sequence.
+    """The sequence of every row (B after the last sequence), its position there, and the lengths.
 
-    The lengths have one entry more, for the rows that belong to no sequence.
+    The lengths have one extra entry, for the rows that belong to no sequence.
     """
     row = torch.arange(rows, device=starts.device)
-    # Sequence b ends where b + 1 begins; empty ones share their begin and are passed over.
+    # Sequence b ends where b + 1 starts; empty sequences share a start and are skipped.
     sequence = (row[:, None] >= starts[1:]).sum(1)
     local = row - starts[sequence]
     lengths = torch.nn.functional.pad(starts.diff(), (0, 1))
@@ -110,7 +110,7 @@ def _places(starts: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _keep(counters: tuple[Tensor, ...], dropout_p: float, seed: Tensor) -> Tensor:
-    """What dropout keeps of pairs (i, j, head, batch) in any order, see ``dropout_keep``."""
+    """Which pairs (i, j, head, batch), in any order, dropout keeps; see ``dropout_keep``."""
     i, j, h, b = counters
     key = (seed & WORD, (seed >> 32) & WORD)
     words = torch.broadcast_tensors(*philox4x32((i, j // 8, h, b), key))
