@@ -1,1 +1,1 @@
-"""Each primitive as an operator of PyTorch: what it saves, its derivative, batching and fake."""
+"""Each primitive as a PyTorch operator: saved tensors, derivative, batching rule, fake kernel."""

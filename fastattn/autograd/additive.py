@@ -15,7 +15,7 @@ __all__ = ["additive", "additive_backward"]
 
 
 def _save(ctx: Any, args: Sequence[Any], results: tuple[Tensor, Tensor]) -> None:
-    # Never a result: the backward pass computes the rows again, and needs all of a row for it.
+    # No result is saved: backward recomputes whole rows from the inputs.
     *tensors, ctx.options, ctx.backend = args
     ctx.save_for_backward(*tensors)
 
@@ -23,7 +23,7 @@ def _save(ctx: Any, args: Sequence[Any], results: tuple[Tensor, Tensor]) -> None
 def _backward(
     ctx: Any, grad_out: Tensor | None, grad_weights: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    if not ctx.options.weights:  # no weights, whatever gradient their empty tensor has
+    if not ctx.options.weights:  # ignore the gradient of the empty placeholder
         grad_weights = None
     if grad_out is None and grad_weights is None:
         return (None,) * len(ctx.needs_input_grad)
@@ -59,11 +59,11 @@ def _fake_backward(
 def _vmap(
     info: Any, in_dims: Sequence[int | None], *args: Any
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    """Fold the mapped dimension into the batch; v and the bias have none to fold into."""
+    """Fold the mapped dimension into the batch; v and the bias have no batch dimension."""
     n = info.batch_size
     query, key, value, v, bias, attn_mask, seed, options, backend = args
     shared = in_dims[3] is None and in_dims[4] is None
-    if not shared or options.dropout_p > 0:  # the draws count from each example's first batch
+    if not shared or options.dropout_p > 0:  # draws are indexed by each example's own batch
         return one_by_one(additive, n, in_dims, args)
     batch = size_of_batch(query, in_dims[0])
     query, key, value, attn_mask = (
@@ -80,7 +80,7 @@ def _vmap(
 def _vmap_backward(
     info: Any, in_dims: Sequence[int | None], *args: Any
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    """Every example has gradients of v and the bias of its own."""
+    """Loop over the examples: each has its own gradients of v and the bias."""
     return one_by_one(additive_backward, info.batch_size, in_dims, args)
 
 

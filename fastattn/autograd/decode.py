@@ -1,4 +1,4 @@
-"""Attention to a cache, and appending to it, as operators of PyTorch."""
+"""Attention over a cache, and appending to it, as PyTorch operators."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _append_now(*tensors: Tensor | None) -> None:
 
 
 def append(*tensors: Tensor | None) -> None:
-    """Through the dispatcher only where it is watched: a step of decoding is short."""
+    """Use the dispatcher only under a tracer, mode or transform: a decoding step is short."""
     if runs_eagerly(*tensors):
         _append_now(*tensors)
         for cache in tensors[:2]:

@@ -47,7 +47,7 @@ def _backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
 
 
 def _folded(x: Tensor | None, dim: int | None, n: int) -> Tensor | None:
-    """[R, ...] with a mapped dimension of size n anywhere, or none -> [n * R, ...]."""
+    """[R, ...] with a mapped dimension of size n at any position, or none -> [n * R, ...]."""
     if x is None:
         return None
     x = x.expand(n, *x.shape) if dim is None else x.movedim(dim, 0)
@@ -55,10 +55,10 @@ def _folded(x: Tensor | None, dim: int | None, n: int) -> Tensor | None:
 
 
 def _vmap(info: Any, in_dims: Sequence[int | None], *args: Any) -> tuple[Tensor, int]:
-    """A mapped dimension is one more of models."""
+    """Fold the mapped dimension into R, the dimension of models."""
     n = info.batch_size
     _, _, factors, _, options, backend = args
-    if in_dims[2] is not None:  # of the factors: a call each
+    if in_dims[2] is not None:  # mapped factors: one call per example
         (stacked,), _ = one_by_one(encode, n, in_dims, args)
         return stacked, 0
     tokens, weight, temporal = (_folded(args[i], in_dims[i], n) for i in (0, 1, 3))

@@ -1,4 +1,4 @@
-"""Hopfield retrieval as a differentiable operator: what is saved, derivative, batching, fake."""
+"""Hopfield retrieval as an operator: saved tensors, derivative, batching rule, fake kernel."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _DIFFERENTIABLE = (0, 1, 2, 4)  # state, stored, keys, bias
 def _save(ctx: Any, args: Sequence[Any], results: tuple[Tensor, ...]) -> None:
     _, taken, ends = results
     ctx.mark_non_differentiable(taken, ends)
-    # Never the states in between: backward takes the steps again.
+    # Intermediate states are not saved: backward recomputes the steps.
     *tensors, ctx.options, ctx.backend = args
     ctx.save_for_backward(*tensors, taken, ends)
 
@@ -82,7 +82,7 @@ def _vmap(
 
 
 def _expanded(x: Tensor | None, dim: int | None, n: int, heads: int) -> Tensor | None:
-    """As ``fold``; of state and stored every example has its own."""
+    """As ``fold``; every example gets its own state and stored patterns."""
     folded = fold(x, dim, n, heads)
     if folded is None or folded.shape[0] == n * heads:
         return folded
@@ -92,7 +92,7 @@ def _expanded(x: Tensor | None, dim: int | None, n: int, heads: int) -> Tensor |
 def _vmap_backward(
     info: Any, in_dims: Sequence[int | None], *args: Any
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    """By turns: what an example's heads share has a gradient of its own in each example."""
+    """Loop over the examples: tensors shared by the heads have one gradient per example."""
     return one_by_one(hopfield_backward, info.batch_size, in_dims, args)
 
 

@@ -1,4 +1,4 @@
-"""Local attention as an operator of PyTorch: what ``luong_attention`` is made of in a window."""
+"""Local attention as a PyTorch operator; ``luong_attention`` uses it for local windows."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _backward(
 ) -> tuple[Tensor | None, ...]:
     if grad_out is None and grad_weights is None:
         return (None,) * len(ctx.needs_input_grad)
-    saved = ctx.saved_tensors  # once: torch.utils.checkpoint gives them no second time
+    saved = ctx.saved_tensors  # read once: torch.utils.checkpoint allows no second read
     *_, factor, _weights = saved
     seen = (*saved, ctx.options, ctx.backend)
     *grads, grad_factor = local_attention_backward.resume(ctx, (grad_out, grad_weights), seen)

@@ -1,4 +1,4 @@
-"""Memory hops as a differentiable operator: what is saved, its derivative, batching and fake."""
+"""Memory hops as an operator: saved tensors, derivative, batching rule, fake kernel."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TENSORS = (
 def _save(ctx: Any, args: Sequence[Any], results: tuple[Tensor, ...]) -> None:
     _, trace, stats, _ = results
     ctx.mark_non_differentiable(trace, stats)
-    # Never the weights: what is saved does not grow with the memory.
+    # The weights are not saved, so the saved tensors do not grow with the memory.
     *tensors, ctx.options, ctx.backend = args
     ctx.save_for_backward(*tensors, trace, stats)
 
@@ -76,7 +76,7 @@ def _fake_backward(
 def _vmap(
     info: Any, in_dims: Sequence[int | None], *args: Any
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    """Fold the mapped dimension into the batch; a projection has none, so its own goes by turns."""
+    """Fold the mapped dimension into the batch; loop if the projection is mapped (no batch)."""
     n = info.batch_size
     query, in_memory, out_memory, hop_proj, mask, bias, options, backend = args
     if hop_proj is not None and in_dims[3] is not None:
@@ -96,8 +96,8 @@ def _vmap(
 def _vmap_backward(
     info: Any, in_dims: Sequence[int | None], *args: Any
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    """Fold the mapped dimension into the batch, or by turns: what an example's batch shares has a
-    gradient of its own in each example, and a memory that has none is not repeated."""
+    """Fold the mapped dimension into the batch if possible, else loop: tensors shared by an
+    example's batch have one gradient per example, and a memory without batch is not repeated."""
     *tensors, options, backend = args
     n, needed = info.batch_size, options.needed
     query, in_memory, out_memory, hop_proj, _, bias = tensors[2:8]
@@ -139,8 +139,8 @@ hop_attention_backward = Operator(
 class _Share(torch.autograd.Function):
     """The one memory of an expanded batch [B, ...] (stride 0) -> [1, ...].
 
-    The derivative by each of the B equal entries is the B-th part of the whole, so that their sum,
-    which is what the expansion's own derivative takes, is the whole; it is not stored B times.
+    The backward of ``expand()`` sums over the batch, so each of the B entries receives grad / B, as
+    an expanded tensor that is not stored B times.
     """
 
     @staticmethod
@@ -154,7 +154,7 @@ class _Share(torch.autograd.Function):
 
 
 def share(memory: Tensor) -> Tensor:
-    """Undo the expansion of a memory over its batch, where nothing watches."""
+    """Undo a memory's expansion over its batch, unless a tracer, mode or transform is active."""
     if memory.shape[0] <= 1 or memory.stride(0) != 0 or not runs_eagerly(memory):
         return memory
     if memory.requires_grad and torch.is_grad_enabled():

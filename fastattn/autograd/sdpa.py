@@ -1,7 +1,7 @@
-"""Attention as a differentiable operator: what is saved, how it is derived, batched, and faked.
+"""Attention as an operator: saved tensors, derivative, batching rule, fake kernel.
 
-``scaled_dot_product_attention_backward`` is one more operator, so each derivative reaches the
-backends the same way as the forward; its own derivative goes through the reference.
+``scaled_dot_product_attention_backward`` is a separate operator, so backward reaches the backends
+in the same way as forward. Its own derivative goes through the reference.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _TENSORS = (
 
 def _save(ctx: Any, args: Sequence[Any], results: tuple[Tensor, Tensor, Tensor]) -> None:
     *tensors, ctx.options, ctx.backend = args
-    out, lse, _ = results  # never the weights: O(L) memory
+    out, lse, _ = results  # the weights are not saved: O(L) memory
     ctx.save_for_backward(*tensors, out, lse)
 
 
@@ -37,7 +37,7 @@ def _backward(
     grad_lse: Tensor | None,
     grad_weights: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
-    if not ctx.options.weights:  # the weights were not asked for: their stand-in has no gradient
+    if not ctx.options.weights:  # ignore the gradient of the empty placeholder
         grad_weights = None
     if grad_out is None and grad_lse is None and grad_weights is None:
         return (None,) * len(ctx.needs_input_grad)
@@ -90,7 +90,7 @@ def _vmap(
     """Fold the mapped dimension into the batch."""
     n = info.batch_size
     query, key, value, attn_mask, alibi_slopes, seed, options, backend = args
-    if options.dropout_p > 0:  # the draws count from the first batch in every example
+    if options.dropout_p > 0:  # draws are indexed by each example's own batch
         return one_by_one(attention, n, in_dims, args)
     batch = size_of_batch(query, in_dims[0])
     tensors = (query, key, value, attn_mask, alibi_slopes)
@@ -111,7 +111,7 @@ def _vmap_backward(
     folded = [fold(x, dim, n, batch) for x, dim in zip(tensors, in_dims, strict=True)]
     mask = folded[_MASK]
     if options.needs_mask_grad and mask is not None and mask.shape[0] == 1:
-        # a mask common to all, but not its gradient
+        # the examples share the mask, but not its gradient
         folded[_MASK] = mask.expand(n * batch, -1, -1, -1)
     *grads, grad_mask = attention_backward.dispatched(*folded, options, backend)
     if options.needs_mask_grad:
@@ -123,7 +123,7 @@ def _vmap_backward(
     return (*(unfold(g, n) for g in grads), grad_mask), (0, 0, 0, 0)
 
 
-_QUERY, _MASK = 3, 6  # among the tensors of the backward: behind three gradients
+_QUERY, _MASK = 3, 6  # indices in the tensors of the backward, after three gradients
 
 attention = Operator(
     f"scaled_dot_product_attention({_TENSORS})",

@@ -57,7 +57,7 @@ def _fake_backward(
 
 
 def _vmap(info: Any, in_dims: Sequence[int | None], *args: Any) -> Any:
-    """One after the other: the draws of every example count from its first sequence."""
+    """Loop over the examples: draws are indexed by each example's own sequences."""
     return one_by_one(packed_attention, info.batch_size, in_dims, args)
 
 
