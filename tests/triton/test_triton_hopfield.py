@@ -1,4 +1,4 @@
-"""Hopfield retrieval on Triton: the table of cases, and when a query stops."""
+"""Hopfield retrieval on Triton: when a query stops."""
 
 from __future__ import annotations
 
@@ -9,31 +9,10 @@ import fastattn
 from fastattn.backends import reference
 from fastattn.backends.primitives import HopfieldOptions
 from fastattn.testing import Target
-from fastattn.testing.hopfield import HOPFIELD_CASES, HopfieldCase, check_hopfield
 
 pytestmark = pytest.mark.usefixtures("triton_interpreter")
 
 TRITON = Target("triton")
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-FEW = [case for case in HOPFIELD_CASES if case.rows * case.queries < 300 and case.batch < 5]
-WORK = [
-    pytest.param(case, DTYPES[n % 3], id=f"{case}-{DTYPES[n % 3]}") for n, case in enumerate(FEW)
-]
-
-
-@pytest.mark.parametrize(("case", "dtype"), WORK)
-def test_case(case: HopfieldCase, dtype: torch.dtype) -> None:
-    verdict = check_hopfield(case, dtype, TRITON)
-    assert not verdict.declined, verdict.declined
-    assert verdict.ok, "\n".join(verdict.faults)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", HOPFIELD_CASES, ids=str)
-def test_case_in_every_dtype(case: HopfieldCase) -> None:
-    for dtype in DTYPES:
-        verdict = check_hopfield(case, dtype, TRITON)
-        assert verdict.ok, f"{dtype}: {verdict.faults}"
 
 
 @pytest.mark.parametrize("together", [1, 5])

@@ -1,4 +1,4 @@
-"""Attention on Triton: the case table, interpreted on the CPU where there is no GPU."""
+"""Attention on Triton through the public function."""
 
 from __future__ import annotations
 
@@ -7,84 +7,8 @@ import torch
 
 import fastattn
 from fastattn import dispatch
-from fastattn.testing import CASES, Case, Target, check
 
 pytestmark = pytest.mark.usefixtures("triton_interpreter")
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-TABLE = [
-    case
-    for case in CASES["scaled_dot_product_attention"]
-    if max(case.head_dim, case.value_dim or 0) <= 512 and set(DTYPES) & set(case.dtypes)
-]
-TILE = 32  # of the interpreter's launches
-
-
-def _work(case: Case) -> int:
-    """Tiles of pairs; the interpreter takes some 15 ms for each, forward and backward."""
-    return case.batch * case.heads * -(-case.q_len // TILE) * -(-case.k_len // TILE)
-
-
-# One after the other, in one dtype after the other.
-SMALL = [case for case in TABLE if not case.slow and _work(case) <= 24]
-WORK = [(case, DTYPES[n % 3]) for n, case in enumerate(SMALL[::5]) if DTYPES[n % 3] in case.dtypes]
-# Whatever else is chosen: the options that meet in these are met nowhere else.
-NAMED = {
-    "empty-heads": torch.float16,
-    "gqa-mask-heads": torch.float32,
-    "alibi-bh-window": torch.float32,
-    "mask-padding-poison": torch.float32,
-    "mask-nan-queries": torch.float32,
-    "mask-one_key-poison": torch.bfloat16,
-    "mask-float32-hq": torch.bfloat16,
-    "mask-float-one": torch.float32,
-    "mask-finfo-min": torch.float16,
-    "window-3-5-65x65-full": torch.float32,
-    "window-3--1-40x130-bottom_right": torch.bfloat16,
-    "window-sees-nothing": torch.float32,
-    "layout-expanded_rows-causal-wide": torch.float32,
-    "dropout-0.5-mask": torch.float32,
-    "head_dim-512": torch.float32,
-}
-WORK += [(case, NAMED[case.name]) for case in TABLE if case.name in NAMED]
-
-
-def _name(value: object) -> str:
-    return value.name if isinstance(value, Case) else str(value).removeprefix("torch.")
-
-
-@pytest.mark.parametrize(("case", "dtype"), WORK, ids=_name)
-def test_case(case: Case, dtype: torch.dtype) -> None:
-    verdict = check(case, dtype, Target("triton"))
-    assert not verdict.declined, verdict.declined
-    assert verdict.ok, "\n".join(verdict.faults)
-
-
-def _dtype(n: int, case: Case) -> torch.dtype:
-    """The dtypes take turns: neighbours in the table differ in one option, and each meets all."""
-    known = [dtype for dtype in DTYPES if dtype in case.dtypes]
-    return known[n % len(known)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("part", range(20))
-def test_every_case(part: int) -> None:
-    """In one dtype each; in every dtype on a GPU, those too that take the interpreter minutes."""
-    faults = [
-        f"{case.name} {dtype}: {fault}"
-        for n, case in list(enumerate(TABLE))[part::20]
-        for dtype in [_dtype(n, case)]
-        if _work(case) <= 1000
-        for fault in check(case, dtype, Target("triton")).faults
-    ]
-    assert not faults, "\n".join(faults)
-
-
-def test_every_named_case_is_there() -> None:
-    assert {case.name for case in TABLE} >= set(NAMED)
-
-
-# -- through the public function ------------------------------------------------------------------
 
 
 def _qkv(generator: torch.Generator, *shape: int, grad: bool = True) -> list[torch.Tensor]:

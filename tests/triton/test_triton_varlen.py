@@ -1,4 +1,4 @@
-"""Packed sequences on Triton: the table of cases, and each sequence as alone."""
+"""Packed sequences on Triton: each as alone, and how they are found."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import torch
 
 from fastattn.testing import Target
 from fastattn.testing.varlen import (
-    VARLEN_CASES,
     VarlenCase,
     check_varlen,
     make_varlen,
@@ -20,30 +19,6 @@ from fastattn.testing.varlen import (
 pytestmark = pytest.mark.usefixtures("triton_interpreter")
 
 TRITON = Target("triton")
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-TABLE = [case for case in VARLEN_CASES if not case.slow]
-NAMED = ("plain", "window-bottom-right", "alibi-upper-left", "lengths-none", "lengths-all-empty",
-         "after-causal", "dropout-0.5", "head_dim-33-48", "layout-transposed",
-         "grads-lse")  # fmt: skip
-WORK = [
-    pytest.param(case, DTYPES[n % 3], id=f"{case.name}-{DTYPES[n % 3]}")
-    for n, case in enumerate(case for case in TABLE if case.name in NAMED)
-]
-
-
-@pytest.mark.parametrize(("case", "dtype"), WORK)
-def test_case(case: VarlenCase, dtype: torch.dtype) -> None:
-    verdict = check_varlen(case, dtype, TRITON)
-    assert not verdict.declined, verdict.declined
-    assert verdict.ok, "\n".join(verdict.faults)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", TABLE, ids=lambda case: case.name)
-def test_case_in_every_dtype(case: VarlenCase) -> None:
-    for dtype in DTYPES:
-        verdict = check_varlen(case, dtype, TRITON)
-        assert verdict.ok, f"{dtype}: {verdict.faults}"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

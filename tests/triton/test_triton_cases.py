@@ -1,0 +1,170 @@
+"""The case tables of all operators on Triton, interpreted on the CPU where there is no GPU.
+
+By default some cases of each table run, in one dtype each; when slow all that the interpreter can
+run in minutes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from fastattn.testing import Proof, Target
+from fastattn.testing.proofs import PROOFS
+
+pytestmark = pytest.mark.usefixtures("triton_interpreter")
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ATTENTION, ADDITIVE = "scaled_dot_product_attention", "additive_attention"
+OPERATORS = [name for name in PROOFS if name != "luong_attention"]  # its windows have no kernel
+TILE = 32  # of the interpreter's launches
+
+
+def _tiles(case: Any) -> int:
+    """Tiles of pairs; the interpreter takes some 15 ms for each, forward and backward."""
+    return case.batch * -(-case.q_len // TILE) * -(-case.k_len // TILE)
+
+
+# The cases that Triton's kernels can run, where these are not all. `varlen_attention` has a slow
+# one, which the interpreter cannot.
+FITS: dict[str, Callable[[Any], bool]] = {
+    ATTENTION: lambda case: max(case.head_dim, case.value_dim or 0) <= 512,
+    ADDITIVE: lambda case: case.value_dim <= 512,
+    "decode_attention": lambda case: max(case.head_dim, case.value_dim or 0) <= 512,
+    "varlen_attention": lambda case: not case.slow,
+}
+TABLES = {
+    name: [
+        case
+        for case in PROOFS[name].cases
+        if set(DTYPES) & set(case.dtypes) and (name not in FITS or FITS[name](case))
+    ]
+    for name in OPERATORS
+}
+
+# What runs by default, where it is not the whole table.
+FEW: dict[str, Callable[[list[Any]], Sequence[Any]]] = {
+    ATTENTION: lambda cases: [
+        case for case in cases if not case.slow and _tiles(case) * case.heads <= 24
+    ][::5],
+    "encode_memory": lambda cases: cases[::3],
+    "hopfield_retrieve": lambda cases: [
+        case for case in cases if case.rows * case.queries < 300 and case.batch < 5
+    ],
+    "memory_hop_attention": lambda cases: [
+        case for case in cases if case.rows * case.batch * (case.queries or 1) < 1000
+    ],
+}
+NAMED = {
+    ADDITIVE: """size-step mask-bool_rows-qk mask-float-k poison-padding causal-mask dropout-mask
+        mask-float32 size-no-key mask-nothing-k size-one""",
+    "decode_attention": """plain paged entries page-7 paged-heads-40-2 head_dim-100-33
+        paged-queries-5-causal paged-window softcap-alibi paged-alibi long paged-layout-transposed
+        no-sequences""",
+    "varlen_attention": """plain window-bottom-right alibi-upper-left lengths-none
+        lengths-all-empty after-causal dropout-0.5 head_dim-33-48 layout-transposed grads-lse""",
+}
+
+
+def _few(name: str) -> Sequence[Any]:
+    if name in NAMED:
+        return [case for case in TABLES[name] if case.name in NAMED[name].split()]
+    return FEW[name](TABLES[name]) if name in FEW else TABLES[name]
+
+
+# One after the other, in one dtype after the other.
+WORK = [
+    (name, case, DTYPES[n % 3])
+    for name in OPERATORS
+    for n, case in enumerate(_few(name))
+    if DTYPES[n % 3] in case.dtypes
+]
+# Whatever else is chosen: the options that meet in these are met nowhere else.
+OF_ATTENTION = {
+    "empty-heads": torch.float16,
+    "gqa-mask-heads": torch.float32,
+    "alibi-bh-window": torch.float32,
+    "mask-padding-poison": torch.float32,
+    "mask-nan-queries": torch.float32,
+    "mask-one_key-poison": torch.bfloat16,
+    "mask-float32-hq": torch.bfloat16,
+    "mask-float-one": torch.float32,
+    "mask-finfo-min": torch.float16,
+    "window-3-5-65x65-full": torch.float32,
+    "window-3--1-40x130-bottom_right": torch.bfloat16,
+    "window-sees-nothing": torch.float32,
+    "layout-expanded_rows-causal-wide": torch.float32,
+    "dropout-0.5-mask": torch.float32,
+    "head_dim-512": torch.float32,
+}
+WORK += [
+    (ATTENTION, case, OF_ATTENTION[case.name])
+    for case in TABLES[ATTENTION]
+    if case.name in OF_ATTENTION
+]
+# Large q and k that nearly cancel, in a size for the interpreter.
+SATURATED: Any = next(case for case in TABLES[ADDITIVE] if case.name == "saturated")
+SMALL = replace(SATURATED, q_len=30, k_len=60)
+WORK.append((ADDITIVE, SMALL, torch.float32))
+
+
+@pytest.mark.parametrize(
+    ("proof", "case", "dtype"),
+    [
+        pytest.param(PROOFS[name], case, dtype, id=f"{name}-{case.name}-{str(dtype)[6:]}")
+        for name, case, dtype in WORK
+    ],
+)
+def test_case(proof: Proof, case: Any, dtype: torch.dtype) -> None:
+    verdict = proof(case, dtype, Target("triton"))
+    assert not verdict.declined, verdict.declined
+    assert verdict.ok, "\n".join(verdict.faults)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("proof", "case"),
+    [
+        pytest.param(PROOFS[name], case, id=f"{name}-{case.name}")
+        for name in OPERATORS
+        if name != ATTENTION  # of which there are too many
+        for case in TABLES[name]
+    ],
+)
+def test_case_in_every_dtype(proof: Proof, case: Any) -> None:
+    if proof.operator == ADDITIVE and _tiles(case) * case.width > 4000:
+        pytest.skip("takes the interpreter many minutes")
+    for dtype in DTYPES:
+        if dtype in case.dtypes:
+            verdict = proof(case, dtype, Target("triton"))
+            assert verdict.ok, f"{dtype}: {verdict.faults}"
+
+
+def _dtype(n: int, case: Any) -> torch.dtype:
+    """The dtypes take turns: neighbours in the table differ in one option, and each meets all."""
+    known = [dtype for dtype in DTYPES if dtype in case.dtypes]
+    return known[n % len(known)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(20))
+def test_every_case_of_attention(part: int) -> None:
+    """In one dtype each; in every dtype on a GPU, those too that take the interpreter minutes."""
+    faults = [
+        f"{case.name} {dtype}: {fault}"
+        for n, case in list(enumerate(TABLES[ATTENTION]))[part::20]
+        for dtype in [_dtype(n, case)]
+        if _tiles(case) * case.heads <= 1000
+        for fault in PROOFS[ATTENTION](case, dtype, Target("triton")).faults
+    ]
+    assert not faults, "\n".join(faults)
+
+
+def test_every_named_case_is_there() -> None:
+    assert {case.name for case in TABLES[ATTENTION]} >= set(OF_ATTENTION)
+    for name, named in NAMED.items():
+        assert {case.name for case in TABLES[name]} >= set(named.split())
