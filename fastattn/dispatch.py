@@ -192,14 +192,21 @@ def _order(device: str, op: str, tensors: Sequence[Any]) -> tuple[str, ...]:
     """The backends of a device in the order of preference for this call."""
     usual = PRIORITY.get(device, ("reference",))
     found = _evidence(device, op, tensors)
+    return usual if found is None else _preferring(tuple(found.use), usual)
+
+
+@functools.cache
+def _preferring(use: tuple[str, ...], usual: tuple[str, ...]) -> tuple[str, ...]:
     # A table of other backends than the device has is not for it.
-    if found is None or not {*found.use} <= {"torch", *usual}:
+    if not {*use} <= {"torch", *usual}:
         return usual
-    return (*found.use, *(name for name in usual if name not in found.use))
+    return (*use, *(name for name in usual if name not in use))
 
 
 def _evidence(device: str, op: str, tensors: Sequence[Any]) -> evidence.Choice | None:
-    first = next(tensor for tensor in tensors if tensor is not None)
+    first = tensors[0]
+    if first is None:
+        first = next(tensor for tensor in tensors if tensor is not None)
     found = evidence.choose("backends", device, op.removesuffix("_backward"), first.dtype)
     if found is not None and found.least_queries > 0 and first.shape[-2] < found.least_queries:
         return None
