@@ -3,8 +3,9 @@
 A backend is a module of ``fastattn.backends``; an operator is a function in it, under the name that
 it has in ``reference/``. The first backend in the order that gives no reason against a call runs
 it; the order is evidence, see ``fastattn.evidence``. A backend gives its reasons, as plain
-sentences, by ``why_not(op, *tensors, options=...)`` (without one it has none); a module that cannot
-be imported is not built, a function that is missing falls through.
+sentences, by ``why_not(op, tensors, options)``, where ``tensors`` maps the names of the reference's
+parameters to tensors; a module that cannot be imported is not built, a function that is missing
+falls through.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ import contextlib
 import functools
 import importlib
 import importlib.util
+import inspect
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import FrameType, ModuleType
@@ -149,7 +151,18 @@ def why_not(
         return [f"has no {op}"]
     if name == "reference":
         return []
-    return list(obstacles) or backend.why_not(op, *tensors, options=options)
+    return list(obstacles) or backend.why_not(op, named(op, tensors), options)
+
+
+def named(op: str, tensors: Sequence[Any]) -> Mapping[str, Any]:
+    """Return the tensors of a primitive by name; optional ones at the end may be left out."""
+    return dict(zip(_names(op), tensors, strict=False))
+
+
+@functools.cache
+def _names(op: str) -> tuple[str, ...]:
+    parameters = inspect.signature(getattr(load("reference"), op)).parameters.values()
+    return tuple(p.name for p in parameters if p.kind is not p.KEYWORD_ONLY)
 
 
 def explanation(

@@ -2,13 +2,15 @@
 
 A record is passed, as one object, from the public function to the backend that runs. Its fields are
 also the last arguments of the dispatcher operator, in this order: :func:`schema` and
-:func:`values_of` derive them. To add an option, add a field with a default that leaves it out.
+:func:`values_of` derive them. To add an option, add a field with a default that leaves it out. A
+backend that does not list it (:func:`served`) then declines each call that uses it.
 """
 
 from __future__ import annotations
 
+import functools
 import typing
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import Annotated, Any, Literal, TypeVar
 
 __all__ = [
@@ -29,6 +31,8 @@ __all__ = [
     "Weights",
     "extended",
     "schema",
+    "served",
+    "unserved",
     "values_of",
 ]
 
@@ -183,6 +187,30 @@ def schema(record: type) -> str:
 def values_of(options: Any) -> list[Any]:
     """The values of the fields, in order."""
     return [getattr(options, field.name) for field in fields(options)]
+
+
+def served(**options: str) -> dict[str, frozenset[str]]:
+    """The fields that a backend serves, by primitive; given as one string for each."""
+    return {op: frozenset(names.split()) for op, names in options.items()}
+
+
+def unserved(options: Any, served: frozenset[str]) -> list[str]:
+    """Reasons against a call: the options that are in use but not among the served fields."""
+    record: Any = type(options)
+    others = _with_default(record, served)
+    if not others:
+        return []
+    return [f"has no {name}" for name, default in others if getattr(options, name) != default]
+
+
+@functools.cache
+def _with_default(record: type, served: frozenset[str]) -> tuple[tuple[str, Any], ...]:
+    """The other fields of a record and their defaults; empty if the backend is up to date."""
+    return tuple(
+        (field.name, field.default)
+        for field in fields(record)
+        if field.name not in served and field.default is not MISSING
+    )
 
 
 def extended(record: type[Record], options: Any, **more: Any) -> Record:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,12 @@ from torch import Tensor
 from fastattn import compat
 from fastattn.backends import _torch_cuda, reference
 from fastattn.backends._alloc import empty_output
-from fastattn.backends.primitives import AttentionBackwardOptions, AttentionOptions
+from fastattn.backends.primitives import (
+    AttentionBackwardOptions,
+    AttentionOptions,
+    served,
+    unserved,
+)
 
 __all__ = [
     "plain_attention",
@@ -49,36 +54,51 @@ _forward, _backward = compat.flash_cpu, compat.flash_cpu_backward
 _choice = compat.fused_choice
 
 
-def why_not(op: str, *tensors: Tensor | None, options: AttentionOptions) -> list[str]:
+# Those of them that are not always served have a reason of their own in _why_not_attend.
+_SERVED = served(
+    scaled_dot_product_attention="scale offset window_left window_right softcap dropout_p weights "
+    "needs_mask_grad"
+)
+
+
+def why_not(op: str, tensors: Mapping[str, Tensor | None], options: AttentionOptions) -> list[str]:
     """Return the reasons why PyTorch's fused kernel cannot run ``op`` on these arguments."""
-    reasons = []
-    if op.endswith("_backward"):
-        assert isinstance(options, AttentionBackwardOptions)
-        if options.needs_mask_grad:
-            reasons.append("the mask's gradient is wanted, which PyTorch's kernel does not compute")
-        if tensors[1] is not None:
-            reasons.append("lse has a gradient, which PyTorch's kernel does not take")
-        tensors = tensors[3:]
-    query, key, value, mask, slopes, _ = tensors[:6]
-    assert query is not None
-    assert key is not None
-    assert value is not None
+    missing = unserved(options, _SERVED[op.removesuffix("_backward")])
+    call: Mapping[str, Any] = tensors
+    return _why_not_attend(missing, options=options, **call)
+
+
+def _why_not_attend(
+    reasons: list[str],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    options: AttentionOptions,
+    attn_mask: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    grad_lse: Tensor | None = None,
+    **_: Any,
+) -> list[str]:
+    if isinstance(options, AttentionBackwardOptions) and options.needs_mask_grad:
+        reasons.append("the mask's gradient is wanted, which PyTorch's kernel does not compute")
+    if grad_lse is not None:
+        reasons.append("lse has a gradient, which PyTorch's kernel does not take")
     if options.weights:
         reasons.append("the weights are wanted, which PyTorch's kernel does not return")
     if options.dropout_p:
         reasons.append("dropout draws other numbers there")
     if options.softcap:
         reasons.append("softcap is not in PyTorch's kernel")
-    if slopes is not None:
+    if alibi_slopes is not None:
         reasons.append("ALiBi is not in PyTorch's kernel")
     causal = options.window_right == 0
     if options.window_left != -1 or options.window_right > 0:
         reasons.append("a window is not in PyTorch's kernel")
     if causal and options.offset:
         reasons.append("causal attention is aligned to the upper left there")
-    if causal and mask is not None:
+    if causal and attn_mask is not None:
         reasons.append("a mask and causal exclusion together are not in PyTorch's kernel")
-    return reasons or _why_not_plain(query, key, value, mask, options.scale, causal)
+    return reasons or _why_not_plain(query, key, value, attn_mask, options.scale, causal)
 
 
 def serves_plainly(

@@ -91,9 +91,11 @@ class OnGpu(Target):
 
 
 def moved(x: Any, device: str) -> Any:
-    """A tensor on another device, with its strides, stride 0 included; a tuple of such."""
+    """A tensor on another device, with its strides, stride 0 included; a tuple or dict of such."""
     if isinstance(x, tuple):
         return tuple(moved(item, device) for item in x)
+    if isinstance(x, dict):
+        return {name: moved(item, device) for name, item in x.items()}
     if not isinstance(x, torch.Tensor):
         return x
     size = x.untyped_storage().nbytes() // x.element_size()

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fastattn import use_backend
+from fastattn import dispatch, use_backend
 from fastattn.testing.compare import Deviation, deviations
 from fastattn.testing.draws import cached
 from fastattn.testing.memory import Watch
@@ -116,7 +116,8 @@ class Proof:
         with target.active() as backend:
             if self.primitive is not None:
                 tensors, options = self.primitive(inputs)
-                verdict.declined = list(backend.why_not(self.operator, *tensors, options=options))
+                by_name = dispatch.named(self.operator, tensors)
+                verdict.declined = list(backend.why_not(self.operator, by_name, options))
                 if verdict.declined:
                     return verdict
             watch = Watch(**self.watched(inputs))

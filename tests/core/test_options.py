@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from new_option import Extended, assert_declined
 
+from fastattn import dispatch
+from fastattn.backends import torch as by_torch
 from fastattn.backends.primitives import AttentionOptions, MemoryHopOptions
 
 cpu = pytest.importorskip("fastattn.backends.cpu")
@@ -44,3 +47,17 @@ def test_a_field_that_is_no_choice_is_an_error_that_names_it() -> None:
     x = torch.ones(1, 4)
     with pytest.raises(TypeError, match=wrong):
         cpu.memory_hop_attention(x, x[None], None, None, None, None, options=options)
+
+
+def test_a_backend_declines_an_option_that_it_does_not_know() -> None:
+    assert_declined(cpu, torch.float32)
+    assert_declined(by_torch, torch.bfloat16)
+
+
+def test_the_reference_runs_an_option_that_no_kernel_knows() -> None:
+    x, options = torch.ones(1, 1, 2, 4), Extended(scale=1.0, sharpness=2.0)
+    tensors = (x, x, x, None, None, None)
+    with pytest.warns(dispatch.FallbackWarning, match="cpu: has no sharpness"):
+        assert dispatch.choose("scaled_dot_product_attention", tensors, options) == "reference"
+    out, _, _ = dispatch.run_reference("scaled_dot_product_attention", tensors, options)
+    assert torch.equal(out, x)

@@ -17,9 +17,10 @@ import emulator
 import pytest
 import torch
 from fenced import run_fenced
+from new_option import assert_declined
 
 import fastattn
-from fastattn import info
+from fastattn import dispatch, info
 from fastattn.testing import CASES, Case, check
 from fastattn.testing.inputs import make_inputs
 from fastattn.testing.oracle import run
@@ -115,6 +116,7 @@ def test_every_case(adapter: ModuleType, part: int, dtype: torch.dtype) -> None:
 # Every tensor ends where a page begins that may not be read, so this runs in a process of its own.
 _FENCED = """
 import emulator
+from fastattn.dispatch import named
 from fastattn.testing import CASES, make_inputs
 from fastattn.testing.oracle import run
 adapter = emulator.load()
@@ -124,7 +126,7 @@ for n, case in enumerate(cases[:: int(sys.argv[1])]):
     inputs = make_inputs(case, dtypes[n % 2], fence=True)
     print(case.name, flush=True)
     op, args = "scaled_dot_product_attention", inputs.forward_args()
-    if not adapter.why_not(op, *args, options=inputs.options):
+    if not adapter.why_not(op, named(op, args), inputs.options):
         run(adapter, inputs)
 """
 
@@ -195,12 +197,11 @@ def test_nan_reaches_only_the_queries_that_see_it(
 
 def _why_not(adapter: ModuleType, **changes: Any) -> list[str]:
     inputs = make_inputs(Case("plain"), changes.pop("dtype", torch.float16))
-    args = list(inputs.forward_args())
+    op = "scaled_dot_product_attention"
+    tensors = {**dispatch.named(op, inputs.forward_args())}
     if "mask" in changes:
-        args[3] = changes.pop("mask")
-    reasons: list[str] = adapter.why_not(
-        "scaled_dot_product_attention", *args, options=replace(inputs.options, **changes)
-    )
+        tensors["attn_mask"] = changes.pop("mask")
+    reasons: list[str] = adapter.why_not(op, tensors, replace(inputs.options, **changes))
     return reasons
 
 
@@ -214,6 +215,10 @@ def test_reasons_against_a_call_are_plain_sentences(adapter: ModuleType) -> None
         "the mask's dtype torch.float64 is not bool, float32, bfloat16 or float16"
     ]
     assert _why_not(adapter, mask=mask.to("meta")) == ["a tensor is on meta"]
+
+
+def test_declines_an_option_that_it_does_not_know(adapter: ModuleType) -> None:
+    assert_declined(adapter, torch.float16)
 
 
 def test_a_cpu_tensor_says_why_there_are_no_cuda_kernels() -> None:

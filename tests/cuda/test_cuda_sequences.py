@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import mmap
 import sys
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -14,8 +15,14 @@ import torch
 from fenced import run_fenced
 from torch import Tensor
 
+from fastattn import dispatch
 from fastattn.backends import reference
-from fastattn.backends.primitives import AttentionBackwardOptions, DecodeOptions, VarlenOptions
+from fastattn.backends.primitives import (
+    AttentionBackwardOptions,
+    DecodeOptions,
+    NoOptions,
+    VarlenOptions,
+)
 from fastattn.testing.decode import DecodeCase, make_decode
 from fastattn.testing.varlen import VarlenCase, make_varlen, run_varlen, sequence_by_sequence
 
@@ -126,22 +133,33 @@ def test_append_writes_behind_each_sequence_and_nowhere_else(
     lengths = torch.tensor([7, 2] if way == "paged" else [5, 0])
     want = [cache.clone() for cache in caches]
     reference.append_to_cache(*want, *new, lengths, table, entries)
-    assert adapter.why_not("append_to_cache", *caches, *new, lengths, table, entries) == []
-    adapter.append_to_cache(*caches, *new, lengths, table, entries)
+    tensors = (*caches, *new, lengths, table, entries)
+    assert _why_not(adapter, "append_to_cache", tensors, NoOptions()) == []
+    adapter.append_to_cache(*tensors)
     for got, expected in zip(caches, want, strict=True):
         assert torch.equal(got, expected)
 
 
+def _why_not(adapter: ModuleType, op: str, tensors: Sequence[Any], options: Any) -> list[str]:
+    reasons: list[str] = adapter.why_not(op, dispatch.named(op, tensors), options)
+    return reasons
+
+
 def test_reasons_against_a_call(adapter: ModuleType) -> None:
+    packed, cached = VarlenOptions(scale=1.0), DecodeOptions(scale=1.0)
     x, ends = torch.zeros(3, 2, 300), torch.tensor([0, 3])
     wide = "a head has 300 columns; the kernels take up to 256"
-    assert adapter.why_not("varlen_attention", x, x, x, ends, ends) == [wide]
+    assert _why_not(adapter, "varlen_attention", (x, x, x, ends, ends), packed) == [wide]
     x = x[None].transpose(1, 2)
-    assert adapter.why_not("decode_attention", x, x, x, torch.tensor([3])) == [wide]
+    length = torch.tensor([3])
+    assert _why_not(adapter, "decode_attention", (x, x, x, length), cached) == [wide]
     table = torch.zeros(1, 2**28, dtype=torch.int32)
     x = torch.zeros(1, 2, 8, 4, dtype=torch.float16)
-    for op, tensors in (("decode_attention", (x, x, x)), ("append_to_cache", (x, x, x, x))):
-        reasons = adapter.why_not(op, *tensors, torch.tensor([3]), table.expand(1, -1))
+    for op, tensors, options in (
+        ("decode_attention", (x, x, x), cached),
+        ("append_to_cache", (x, x, x, x), NoOptions()),
+    ):
+        reasons = _why_not(adapter, op, (*tensors, length, table.expand(1, -1)), options)
         assert reasons == ["the cache has more than 1073741824 keys of a sequence, or entries"]
 
 
@@ -149,6 +167,7 @@ def test_reasons_against_a_call(adapter: ModuleType) -> None:
 # Then numbers that no caller should give: a GPU cannot refuse them, but it reads nothing by them.
 _FENCED = """
 import emulator
+from fastattn.dispatch import named
 from fastattn.testing.decode import DECODE_CASES, make_decode
 from fastattn.testing.varlen import VARLEN_CASES, make_varlen, run_varlen
 adapter = emulator.load()
@@ -160,7 +179,8 @@ for n, case in enumerate([c for c in VARLEN_CASES if not c.slow][::every]):
 for n, case in enumerate([c for c in DECODE_CASES if not c.slow][::every]):
     print(case.name, flush=True)
     inputs = make_decode(case, dtypes[n % 2], fence=True)
-    if not adapter.why_not("decode_attention", *inputs.args, options=inputs.options):
+    by_name = named("decode_attention", inputs.args)
+    if not adapter.why_not("decode_attention", by_name, inputs.options):
         adapter.decode_attention(*inputs.args, options=inputs.options)
 packed = {case.name: case for case in VARLEN_CASES}["alibi-bottom-right"]
 for wrong in ([0, 20, 5, 10**12, -3, 70, 9], [90, 0, 0, 0, 0, 0, 0], [-(10**15)] * 7):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from new_option import assert_declined
 
 import fastattn
 from fastattn import dispatch
@@ -90,3 +91,7 @@ def test_it_says_what_it_cannot_run(dtype: torch.dtype, width: int, word: str) -
         pytest.raises(RuntimeError, match=word),
     ):
         fastattn.scaled_dot_product_attention(query, query, query)
+
+
+def test_declines_an_option_that_it_does_not_know() -> None:
+    assert_declined(dispatch.load("triton"), torch.float32)

@@ -6,6 +6,7 @@ primitives.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from fastattn.backends.cpu.sdpa import (
 )
 from fastattn.backends.cpu.sinusoidal import sinusoidal_encoding
 from fastattn.backends.cpu.varlen import varlen_attention, varlen_attention_backward
+from fastattn.backends.primitives import served, unserved
 
 __all__ = [
     "additive_attention",
@@ -66,6 +68,22 @@ __all__ = [
 
 _NAMES = "float32, float64, bfloat16, float16"
 
+# The options that the kernels of each primitive, forward and backward, serve.
+_SERVED = served(
+    additive_attention="causal dropout_p weights needs_mask_grad",
+    append_to_cache="",
+    decode_attention="scale window_left window_right softcap",
+    encode_memory="padding_idx rows temporal",
+    hopfield_retrieve="scale steps_max eps together crowded grad needed",
+    local_attention="",
+    memory_hop_attention="hops activation normalize scale weights needed",
+    merge_states="",
+    scaled_dot_product_attention="scale offset window_left window_right softcap dropout_p weights "
+    "needs_mask_grad",
+    sinusoidal_encoding="offset layout max_timescale scale padding_idx",
+    varlen_attention="scale bottom_right window_left window_right softcap dropout_p",
+)
+
 
 def _choose_isa() -> None:
     """Use the instruction sets chosen by the measurements, unless others are requested."""
@@ -76,17 +94,18 @@ _choose_isa()
 evidence.on_change(_choose_isa)
 
 
-def why_not(op: str, *tensors: Tensor | None, options: Any) -> list[str]:
+def why_not(op: str, tensors: Mapping[str, Tensor | None], options: Any) -> list[str]:
     """Return the reasons why the CPU kernels cannot run ``op`` on these arguments."""
-    for tensor in tensors:
+    for tensor in tensors.values():
         if tensor is None:
             continue
         if not tensor.is_cpu:
             return [f"a tensor is on {tensor.device}"]
         if tensor.dtype not in DTYPES and tensor.dtype not in (torch.int64, torch.int32):
             return [f"the dtype {tensor.dtype} is not one of {_NAMES}"]
-    if op.startswith("scaled_dot_product_attention"):
-        alibi_slopes = tensors[4] if op == "scaled_dot_product_attention" else tensors[7]
+    op = op.removesuffix("_backward")
+    if op == "scaled_dot_product_attention":
+        alibi_slopes = tensors.get("alibi_slopes")
         if alibi_slopes is not None and alibi_slopes.requires_grad:
             return ["alibi_slopes requires a gradient, which the kernel does not compute"]
-    return []
+    return unserved(options, _SERVED[op])

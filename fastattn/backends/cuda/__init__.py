@@ -7,7 +7,7 @@ primitives. Tests bind the same adapter to a module whose kernels run in an emul
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -40,6 +40,7 @@ from fastattn.backends.cuda.sdpa import (
 )
 from fastattn.backends.cuda.sinusoidal import sinusoidal_encoding
 from fastattn.backends.cuda.varlen import varlen_attention, varlen_attention_backward
+from fastattn.backends.primitives import served, unserved
 
 __all__ = [
     "additive_attention",
@@ -64,33 +65,48 @@ __all__ = [
 
 _OLDEST = (8, 0)  # the first compute capability with all instructions that the kernels need
 
-# For each operator why_not(*tensors, options=...) of its forward pass, and the number of cotangents
-# that the backward pass has before the same tensors.
-_OPERATORS: dict[str, tuple[Callable[..., list[str]], int]] = {
-    "additive_attention": (additive.why_not, 2),
-    "append_to_cache": (decode.why_not_append, 0),
-    "decode_attention": (decode.why_not, 0),
-    "encode_memory": (encoding.why_not, 0),
-    "hopfield_retrieve": (hopfield.why_not, 1),
-    "memory_hop_attention": (memory_hops.why_not, 2),
-    "merge_states": (states.why_not, 2),
-    "scaled_dot_product_attention": (sdpa.why_not, 3),
-    "sinusoidal_encoding": (sinusoidal.why_not, 0),
-    "varlen_attention": (varlen.why_not, 2),
+# What the kernels of an operator, forward and backward, have against a call:
+# why_not(**tensors, options=...).
+_REASONS: dict[str, Callable[..., list[str]]] = {
+    "additive_attention": additive.why_not,
+    "append_to_cache": decode.why_not_append,
+    "decode_attention": decode.why_not,
+    "encode_memory": encoding.why_not,
+    "hopfield_retrieve": hopfield.why_not,
+    "memory_hop_attention": memory_hops.why_not,
+    "merge_states": states.why_not,
+    "scaled_dot_product_attention": sdpa.why_not,
+    "sinusoidal_encoding": sinusoidal.why_not,
+    "varlen_attention": varlen.why_not,
 }
 
+# The options that they serve.
+_SERVED = served(
+    additive_attention="causal dropout_p weights needs_mask_grad",
+    append_to_cache="",
+    decode_attention="scale window_left window_right softcap",
+    encode_memory="padding_idx rows temporal",
+    hopfield_retrieve="scale steps_max eps together crowded grad needed",
+    memory_hop_attention="hops activation normalize scale weights needed",
+    merge_states="",
+    scaled_dot_product_attention="scale offset window_left window_right softcap dropout_p weights "
+    "needs_mask_grad",
+    sinusoidal_encoding="offset layout max_timescale scale padding_idx",
+    varlen_attention="scale bottom_right window_left window_right softcap dropout_p",
+)
 
-def why_not(op: str, *tensors: Tensor | None, options: Any = None) -> list[str]:
+
+def why_not(op: str, tensors: Mapping[str, Tensor | None], options: Any) -> list[str]:
     """Return the reasons why the CUDA kernels cannot run ``op`` on these arguments."""
-    given = [tensor for tensor in tensors if tensor is not None]
+    given = [tensor for tensor in tensors.values() if tensor is not None]
     for tensor in given:
         if tensor.device.type != DEVICE:
             return [f"a tensor is on {tensor.device}"]
         if tensor.device != given[0].device:
             return [f"tensors are on {given[0].device} and {tensor.device}"]
-    reasons_of, cotangents = _OPERATORS[op.removesuffix("_backward")]
-    first = cotangents if op.endswith("_backward") else 0
-    return _why_not_this_device(given[0].device) + reasons_of(*tensors[first:], options=options)
+    op = op.removesuffix("_backward")
+    reasons = _why_not_this_device(given[0].device) + unserved(options, _SERVED[op])
+    return reasons + _REASONS[op](**tensors, options=options)
 
 
 def _why_not_this_device(device: torch.device) -> list[str]:

@@ -24,16 +24,7 @@ __all__ = ["additive_attention", "additive_attention_backward", "why_not"]
 _Operand = tuple[int, tuple[int, ...]]
 
 
-def why_not(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    attn_mask: Tensor | None,
-    *_: Tensor | None,
-    **__: Any,
-) -> list[str]:
+def why_not(query: Tensor, value: Tensor, attn_mask: Tensor | None = None, **_: Any) -> list[str]:
     """Return the reasons why the kernels cannot run on these arguments."""
     reasons = why_not_dtype(query.dtype)
     if attn_mask is not None and attn_mask.dtype not in MASK_DTYPES:

@@ -37,27 +37,16 @@ def why_not(
     query: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
-    cache_seqlens: Tensor,
     block_table: Tensor | None = None,
-    cache_batch_idx: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     **_: Any,
 ) -> list[str]:
     """Return the reasons why the kernels cannot run on these arguments."""
-    reasons = sdpa.why_not(query, key_cache, value_cache, None, alibi_slopes)
+    reasons = sdpa.why_not(query, key_cache, value_cache, alibi_slopes=alibi_slopes)
     return reasons + _why_not_capacity(key_cache, block_table)
 
 
-def why_not_append(
-    key_cache: Tensor,
-    value_cache: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cache_seqlens: Tensor,
-    block_table: Tensor | None = None,
-    cache_batch_idx: Tensor | None = None,
-    **_: Any,
-) -> list[str]:
+def why_not_append(key_cache: Tensor, block_table: Tensor | None = None, **_: Any) -> list[str]:
     """Return the reasons why the kernel cannot append."""
     return why_not_dtype(key_cache.dtype) + _why_not_capacity(key_cache, block_table)
 

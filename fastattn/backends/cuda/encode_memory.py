@@ -20,10 +20,10 @@ __all__ = ["encode_memory", "encode_memory_backward", "why_not"]
 _MAX_WIDTH = 8192  # a block's sums, [4, D] floats, fit in shared memory
 
 
-def why_not(*tensors: Tensor | None, **_: Any) -> list[str]:
+def why_not(weight: Tensor | None = None, grad: Tensor | None = None, **_: Any) -> list[str]:
     """Return the reasons why the kernels cannot run on these arguments."""
-    # The table, or, of the backward, the gradient.
-    x = next(tensor for tensor in tensors if tensor is not None and tensor.is_floating_point())
+    x = grad if weight is None else weight  # the backward pass has no weight
+    assert x is not None
     reasons = why_not_dtype(x.dtype)
     if x.shape[-1] > _MAX_WIDTH:
         reasons.append(f"a memory has {x.shape[-1]} columns; the kernels take up to {_MAX_WIDTH}")

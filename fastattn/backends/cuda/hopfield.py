@@ -25,7 +25,7 @@ from fastattn.backends.primitives import (
 __all__ = ["hopfield_retrieve", "hopfield_retrieve_backward", "why_not"]
 
 
-def why_not(state: Tensor, stored: Tensor, *_: Any, **__: Any) -> list[str]:
+def why_not(state: Tensor, stored: Tensor, **_: Any) -> list[str]:
     """Return the reasons why the kernels cannot run on these arguments."""
     return hops.why_not(state, stored, options=MemoryHopOptions())
 

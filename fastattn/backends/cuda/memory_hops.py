@@ -24,7 +24,7 @@ _MAX_WIDTH: int = _cuda.max_hop_width
 _Operand = tuple[int, tuple[int, ...]]
 
 
-def why_not(query: Tensor, in_memory: Tensor, *_: Any, options: MemoryHopOptions) -> list[str]:
+def why_not(query: Tensor, in_memory: Tensor, *, options: MemoryHopOptions, **_: Any) -> list[str]:
     """Return the reasons why the kernels cannot run on these arguments."""
     reasons = why_not_dtype(query.dtype)
     width = query.shape[-1]

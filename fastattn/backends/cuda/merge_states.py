@@ -18,7 +18,7 @@ __all__ = ["merge_states", "merge_states_backward", "why_not"]
 _LSE_DTYPES = {torch.float32: 0, torch.float64: 1}
 
 
-def why_not(out_a: Tensor, *_: Tensor | None, **__: Any) -> list[str]:
+def why_not(out_a: Tensor, **_: Any) -> list[str]:
     """Return the reasons why the kernels cannot run on these arguments."""
     return why_not_dtype(out_a.dtype)
 

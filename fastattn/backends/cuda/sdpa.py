@@ -32,15 +32,15 @@ def why_not(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Tensor | None,
-    alibi_slopes: Tensor | None,
-    *_: Tensor | None,
-    **__: Any,
+    attn_mask: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    **_: Any,
 ) -> list[str]:
     """Return the reasons why the kernels cannot run on these arguments."""
     reasons = why_not_dtype(query.dtype)
-    if mask is not None and mask.dtype not in MASK_DTYPES:
-        reasons.append(f"the mask's dtype {mask.dtype} is not bool, float32, bfloat16 or float16")
+    if attn_mask is not None and attn_mask.dtype not in MASK_DTYPES:
+        dtype = attn_mask.dtype
+        reasons.append(f"the mask's dtype {dtype} is not bool, float32, bfloat16 or float16")
     width = max(query.shape[-1], value.shape[-1])
     if width > _MAX_WIDTH:
         reasons.append(f"a head has {width} columns; the kernels take up to {_MAX_WIDTH}")

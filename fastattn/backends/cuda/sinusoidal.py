@@ -16,7 +16,7 @@ from fastattn.sinusoids import sinusoids
 __all__ = ["sinusoidal_encoding", "why_not"]
 
 
-def why_not(x: Tensor, *_: Tensor | None, **__: Any) -> list[str]:
+def why_not(x: Tensor, **_: Any) -> list[str]:
     """Return the reasons why the kernels cannot run on these arguments."""
     return why_not_dtype(x.dtype)
 

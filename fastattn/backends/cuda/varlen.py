@@ -25,15 +25,12 @@ def why_not(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
     alibi_slopes: Tensor | None = None,
-    *_: Tensor | None,
-    **__: Any,
+    **_: Any,
 ) -> list[str]:
     """Return the reasons why the kernels cannot run on these arguments."""
-    one = [x.transpose(0, 1)[None] for x in (query, key, value)]
-    return sdpa.why_not(*one, None, alibi_slopes)
+    query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
+    return sdpa.why_not(query, key, value, alibi_slopes=alibi_slopes)
 
 
 def varlen_attention(

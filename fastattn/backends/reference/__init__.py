@@ -15,7 +15,10 @@ in float64, see ``docs/design.md``.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
+
+from torch import Tensor
 
 from fastattn.backends.reference._dropout import dropout_keep, philox4x32
 from fastattn.backends.reference.additive import additive_attention, additive_attention_backward
@@ -70,6 +73,6 @@ __all__ = [
 ]
 
 
-def why_not(op: str, *args: Any, **kwargs: Any) -> list[str]:
+def why_not(op: str, tensors: Mapping[str, Tensor | None], options: Any) -> list[str]:
     """Return the reasons why this backend cannot run ``op``: there are none."""
     return []

@@ -6,11 +6,13 @@ Every function has the same name and arguments as in ``reference/``. With the en
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fastattn.backends.primitives import AttentionOptions, HopfieldOptions, served, unserved
 from fastattn.backends.triton._launch import INTERPRETED
 from fastattn.backends.triton.additive import additive_attention, additive_attention_backward
 from fastattn.backends.triton.decode import append_to_cache, decode_attention
@@ -61,9 +63,25 @@ _WIDEST_HOPS = 256  # a program keeps a whole state and its gradient
 _FARTHEST = 2**29  # sums of a few positions are int32
 
 
-def why_not(op: str, *tensors: Any, options: Any = None) -> list[str]:
+# The options that the kernels of each primitive, forward and backward, serve.
+_SERVED = served(
+    additive_attention="causal dropout_p weights needs_mask_grad",
+    append_to_cache="",
+    decode_attention="scale window_left window_right softcap",
+    encode_memory="padding_idx rows temporal",
+    hopfield_retrieve="scale steps_max eps together crowded grad needed",
+    memory_hop_attention="hops activation normalize scale weights needed",
+    merge_states="",
+    scaled_dot_product_attention="scale offset window_left window_right softcap dropout_p weights "
+    "needs_mask_grad",
+    sinusoidal_encoding="offset layout max_timescale scale padding_idx",
+    varlen_attention="scale bottom_right window_left window_right softcap dropout_p",
+)
+
+
+def why_not(op: str, tensors: Mapping[str, Tensor | None], options: Any) -> list[str]:
     """Return the reasons why the Triton kernels cannot run ``op`` on these arguments."""
-    given = [tensor for tensor in tensors if tensor is not None]
+    given = [tensor for tensor in tensors.values() if tensor is not None]
     device = given[0].device
     if device.type == "cpu" and not INTERPRETED:
         return ["CPU tensors need the interpreter: set TRITON_INTERPRET=1 before Python starts"]
@@ -76,65 +94,78 @@ def why_not(op: str, *tensors: Any, options: Any = None) -> list[str]:
             return [f"tensors are on {device} and on {tensor.device}"]
     floating = (tensor.dtype for tensor in given if tensor.is_floating_point())
     # lse and its gradient may be float64 where the outputs are not.
-    dtype = tensors[2].dtype if op == "merge_states_backward" else next(floating)
+    out_a = tensors.get("out_a")
+    dtype = next(floating) if out_a is None else out_a.dtype
     if dtype not in _FLOATS:
         return [f"the dtype {dtype} is not one of float32, bfloat16, float16"]
-    if op.startswith("scaled_dot_product_attention"):
-        backward = op.endswith("_backward")
-        query, key, value, mask, slopes = tensors[3:8] if backward else tensors[:5]
-        assert query is not None
-        assert key is not None
-        assert value is not None
-        return _why_not_attend(query, key, value, mask, slopes, options.offset)
-    if op.startswith("varlen_attention"):
-        query, key, value, _, _, slopes = tensors[2:8] if op.endswith("_backward") else tensors[:6]
-        assert query is not None
-        assert key is not None
-        assert value is not None
-        query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
-        return _why_not_attend(query, key, value, None, slopes, 0)
-    if op == "decode_attention":
-        query, key, value, *_, slopes = tensors
-        assert query is not None
-        assert key is not None
-        assert value is not None
-        return _why_not_attend(query, key, value, None, slopes, 0)
-    if op.startswith("memory_hop_attention"):
-        query, *_ = tensors[2:] if op.endswith("_backward") else tensors
-        return _why_not_width(query.shape[-1])
-    if op.startswith("hopfield_retrieve"):
-        state, *_ = tensors[1:] if op.endswith("_backward") else tensors
-        reasons = _why_not_width(state.shape[-1])
-        if options.together > TOGETHER:
-            reasons.append(f"{options.together} queries that stop together are above {TOGETHER}")
-        return reasons
-    if op.startswith("additive_attention"):
-        _, _, value, *_ = tensors[2:] if op.endswith("_backward") else tensors
-        if value.shape[2] > _WIDEST:
-            return [f"a value dimension of {value.shape[2]} is above {_WIDEST}"]
-    return []
-
-
-def _why_not_width(width: int) -> list[str]:
-    return [f"a width of {width} is above {_WIDEST_HOPS}"] if width > _WIDEST_HOPS else []
+    op = op.removesuffix("_backward")
+    reasons = unserved(options, _SERVED[op])
+    return reasons + _REASONS[op](**tensors, options=options) if op in _REASONS else reasons
 
 
 def _why_not_attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Tensor | None,
-    slopes: Tensor | None,
-    offset: int,
+    options: AttentionOptions | None = None,
+    attn_mask: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    **_: Any,
 ) -> list[str]:
     reasons = []
-    if mask is not None and mask.dtype not in _FLOATS | {torch.bool}:
-        reasons.append(f"the dtype {mask.dtype} of attn_mask is not float32, bfloat16 or float16")
-    if slopes is not None and slopes.requires_grad:
+    if attn_mask is not None and attn_mask.dtype not in _FLOATS | {torch.bool}:
+        dtype = attn_mask.dtype
+        reasons.append(f"the dtype {dtype} of attn_mask is not float32, bfloat16 or float16")
+    if alibi_slopes is not None and alibi_slopes.requires_grad:
         reasons.append("alibi_slopes requires a gradient, which the kernel does not compute")
     width = max(query.shape[3], value.shape[3])
     if width > _WIDEST:
         reasons.append(f"a head dimension of {width} is above {_WIDEST}")
-    if max(query.shape[2], key.shape[2], abs(offset)) > _FARTHEST:
+    offset = 0 if options is None else abs(options.offset)
+    if max(query.shape[2], key.shape[2], offset) > _FARTHEST:
         reasons.append(f"a length or an offset is above {_FARTHEST}")
     return reasons
+
+
+def _why_not_packed(
+    query: Tensor, key: Tensor, value: Tensor, alibi_slopes: Tensor | None = None, **_: Any
+) -> list[str]:
+    query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
+    return _why_not_attend(query, key, value, alibi_slopes=alibi_slopes)
+
+
+def _why_not_cache(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    alibi_slopes: Tensor | None = None,
+    **_: Any,
+) -> list[str]:
+    return _why_not_attend(query, key_cache, value_cache, alibi_slopes=alibi_slopes)
+
+
+def _why_not_hops(query: Tensor, **_: Any) -> list[str]:
+    width = query.shape[-1]
+    return [f"a width of {width} is above {_WIDEST_HOPS}"] if width > _WIDEST_HOPS else []
+
+
+def _why_not_retrieve(state: Tensor, options: HopfieldOptions, **_: Any) -> list[str]:
+    reasons = _why_not_hops(state)
+    if options.together > TOGETHER:
+        reasons.append(f"{options.together} queries that stop together are above {TOGETHER}")
+    return reasons
+
+
+def _why_not_additive(value: Tensor, **_: Any) -> list[str]:
+    width = value.shape[2]
+    return [f"a value dimension of {width} is above {_WIDEST}"] if width > _WIDEST else []
+
+
+_REASONS: dict[str, Callable[..., list[str]]] = {
+    "additive_attention": _why_not_additive,
+    "decode_attention": _why_not_cache,
+    "hopfield_retrieve": _why_not_retrieve,
+    "memory_hop_attention": _why_not_hops,
+    "scaled_dot_product_attention": _why_not_attend,
+    "varlen_attention": _why_not_packed,
+}
