@@ -1,4 +1,4 @@
-"""``capture``: the attention weights of every attention layer of a model, while it runs."""
+"""``capture``: records the attention weights of every attention layer while a model runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fastattn.nn.mha import MultiheadAttention, keep_forward_called
 
 __all__ = ["capture"]
 
-# How a layer is asked for its weights: the arguments of its forward, and what to give for them.
+# How to request a layer's weights: keyword arguments of its forward, with their values.
 _REQUESTS: tuple[dict[str, bool], ...] = (
     {"need_weights": True, "average_attn_weights": False},  # torch.nn.MultiheadAttention
     {"need_weights": True},
@@ -34,12 +34,12 @@ def capture(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
     module whose ``forward`` takes ``need_weights`` or ``return_attention_scores`` and then returns
     a tuple with the weights last, as all attention modules of :mod:`fastattn.nn` do.
 
-    The model computes what it always does, bit for bit: a layer that is not asked for its weights
-    by the model itself runs a second time for them, without gradient and with the same random
-    numbers, so that they are those of this call after dropout. This takes time and memory; nothing
-    of it is left when the block ends. What is not the same: a *stock*
+    The results of the model stay bitwise the same. A layer whose weights the model itself does not
+    request runs a second time for them, without gradient and with the same random numbers, so the
+    weights are those of this call after dropout. This costs time and memory. The model is restored
+    when the block ends. Two things differ inside the block: a *stock*
     ``torch.nn.TransformerEncoderLayer`` calls its attention instead of its fast path, which agrees
-    with it up to rounding, and a compiled model runs without its compilation.
+    with it up to rounding, and a compiled model runs uncompiled.
 
     Args:
         model: any module; it may itself be the attention layer.
@@ -47,16 +47,16 @@ def capture(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
     Yields:
         A dictionary from the name of a layer, as in ``model.named_modules()``, to its weights,
         detached, one tensor for each call: [N, H, L, S] of multi-head attention, for every head
-        ([H, L, S] unbatched; of a NestedTensor padded with 0), [B, K, N] of ``MemN2N``,
+        ([H, L, S] unbatched; padded with 0 for a NestedTensor), [B, K, N] of ``MemN2N``,
         [B, Tq, Tk] of ``BahdanauAttention`` ([B, Tk] for one step), [N, H, L, S] of the
         ``association_core`` in ``Hopfield`` and its kin. Layers are in the order of their first
         call.
 
     Raises:
-        TypeError: ``model`` is no module, or a layer does not return its weights as it should.
-        ValueError: there is no attention layer in it, or a stock one whose own ``forward`` takes no
+        TypeError: ``model`` is not a module, or a layer does not return its weights as expected.
+        ValueError: it has no attention layer, or a stock one whose own ``forward`` does not take
             ``need_weights``.
-        RuntimeError: it is being captured already.
+        RuntimeError: it is already being captured.
 
     Examples:
         >>> import torch, fastattn
@@ -94,7 +94,7 @@ class _Recorder:
     def watch(
         self, name: str, module: nn.Module, request: dict[str, bool], undo: contextlib.ExitStack
     ) -> None:
-        """Let `run` stand in the place of the layer's forward, until `undo`."""
+        """Replace the layer's forward by `run`, until `undo`."""
         run = functools.partial(self.run, name, request)
         if isinstance(module, MultiheadAttention):
             place = "_watch"
@@ -118,7 +118,7 @@ class _Recorder:
         *args: Any,
         **keywords: Any,
     ) -> Any:
-        """What forward does; and record the weights."""
+        """Run forward and record the weights."""
         with _called_directly(module):
             if self.paused:
                 return forward(module, *args, **keywords)
@@ -155,7 +155,7 @@ class _Recorder:
 
 
 def _request(name: str, module: nn.Module) -> dict[str, bool] | None:
-    """What a layer must be given so that it returns its weights; None: it is no such layer."""
+    """The arguments that make a layer return its weights; None: not an attention layer."""
     if isinstance(module, MultiheadAttention):
         return _REQUESTS[0]  # of our forward: a subclass may have another in front of it
     if isinstance(module, GlobalAttention):
@@ -198,7 +198,7 @@ def _random_state() -> tuple[Tensor, list[Tensor]]:
 
 @contextlib.contextmanager
 def _random_numbers_from(state: tuple[Tensor, list[Tensor]] | None) -> Iterator[None]:
-    """Draw the numbers again that were drawn since; afterwards, go on where one was."""
+    """Rewind the random number generators to `state`; afterwards, restore where they were."""
     if state is None:
         yield
         return

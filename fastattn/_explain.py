@@ -38,13 +38,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def explanations(cell: Cell, device: torch.device) -> list[dispatch.Explanation]:
-    """One for each kernel that the cell calls; a module may call several, or none.
+    """One explanation for each kernel that the cell calls; a module may call several, or none.
 
     Tensors without memory go through the library, as the compiler sends them: nothing is computed.
     """
     found: list[dispatch.Explanation] = []
     with compat.tensors_without_memory(), warnings.catch_warnings():
-        # PyTorch's stacks copy their layers, and its copying warns of what it does itself.
+        # PyTorch's stacks copy their layers, and copying fake tensors makes PyTorch warn.
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         inputs = {name: x.to(device) for name, x in make_inputs(cell, 0).items()}
         with Calls(lambda *call: found.append(dispatch.explanation(*call))):

@@ -1,14 +1,14 @@
-"""Batches of gradients: PyTorch's first ``vmap``, as ``torch.vmap``; and batches of none.
+"""Batched gradients: runs PyTorch's legacy ``vmap`` as ``torch.vmap``; also empty batches.
 
 ``torch.autograd.grad(..., is_grads_batched=True)``, ``torch.autograd.functional.jacobian`` and
 ``hessian`` with ``vectorize=True``, and ``gradcheck(check_batched_grad=True)`` run the autograd
-engine in PyTorch's first ``vmap``. It hands tensors to the backward functions that stand for a
-batch and have no memory. They are not those of ``torch.func``, whose transforms do not know them.
+engine in PyTorch's legacy ``vmap``. It passes batched tensors without memory to the backward
+functions. They differ from those of ``torch.func``, whose transforms do not support them.
 
-Forward functions meet plain tensors there: the forward has run before, or, in forward mode, the
-batch lies in the tangents alone. So the backward functions are the one place to look.
-:func:`through_torch_vmap` turns the first ``vmap`` into ``torch.vmap`` around what they call, and
-the rest goes as with ``torch.func``: through the dispatcher, to the batching rule of each operator.
+Forward functions get plain tensors there: the forward ran before, or, in forward mode, only the
+tangents are batched. So only the backward functions need a check. :func:`through_torch_vmap`
+converts the legacy ``vmap`` into ``torch.vmap`` around their calls. The rest works as with
+``torch.func``: through the dispatcher, to the batching rule of each operator.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ __all__ = [
 if TYPE_CHECKING:
     from fastattn.library import Operator
 
-_LEVELS = 64  # so many vmaps may be nested
+_LEVELS = 64  # the maximum nesting of vmaps
 
 
 def through_torch_vmap(
     function: Callable[..., Sequence[Tensor]], grads: Sequence[Tensor | None]
 ) -> Sequence[Tensor]:
-    """Return ``function(*grads)``, of gradients that may be batched, all or some of them."""
+    """Return ``function(*grads)``, where any of the gradients may be batched."""
     if torch.compiler.is_compiling():  # a compiled backward has no such gradients
         return function(*grads)
     levels: list[int] = []
@@ -55,7 +55,7 @@ def through_torch_vmap(
             grads = [old if new is None else new for old, new in zip(grads, plain, strict=True)]
             levels.append(level)
     results = function(*grads)
-    # The last level's dimension is the first; but a level may only be added to lower ones.
+    # The last level's dimension comes first, but levels must be added in increasing order.
     for dim, level in zip(reversed(range(len(levels))), levels, strict=True):
         results = [with_vmap_level(x, dim, level) for x in results]
     return results
@@ -64,7 +64,7 @@ def through_torch_vmap(
 def rule_for_any_size(
     rule: Callable[..., Any], shaped: Callable[..., Any], returns: int
 ) -> Callable[..., Any]:
-    """A batching rule for any number of examples, from one for at least one example.
+    """A batching rule for any number of examples, made from a rule for at least one example.
 
     ``shaped`` returns results of the right shapes for the arguments of one example.
     """
@@ -82,20 +82,20 @@ def rule_for_any_size(
     return either
 
 
-# --- what the batching rules of the operators are made of -----------------------------------------
+# --- helpers for the batching rules of the operators ----------------------------------------------
 
 
 def size_of_batch(x: Tensor, mapped: int | None) -> int:
-    """B of a [B, ...] that has the dimension ``mapped`` besides."""
+    """B of a tensor [B, ...] that also has the dimension ``mapped``."""
     return x.shape[1 if mapped == 0 else 0]
 
 
 def fold(x: Tensor | None, dim: int | None, n: int, batch: int) -> Tensor | None:
-    """[B, ...] with a mapped dimension of size n anywhere, or none -> [n * B, ...]."""
+    """[B, ...] with a mapped dimension of size n at any position, or none -> [n * B, ...]."""
     if x is None or (dim is None and x.shape[0] == 1 != batch):
         return x
     x = x.unsqueeze(0).expand(n, *x.shape) if dim is None else x.movedim(dim, 0)
-    if x.shape[1] != batch:  # a mask common to the batch
+    if x.shape[1] != batch:  # a mask shared by the batch
         x = x.expand(n, batch, *x.shape[2:])
     return x.flatten(0, 1)
 
@@ -107,7 +107,7 @@ def unfold(x: Tensor, n: int) -> Tensor:
 def one_by_one(
     operator: Operator, n: int, in_dims: Sequence[int | None], args: Sequence[Any]
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    """A rule that calls the operator for one example after the other."""
+    """A batching rule that calls the operator once per example."""
     *tensors, options, backend = args
 
     def example(i: int) -> list[Any]:

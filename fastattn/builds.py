@@ -1,4 +1,4 @@
-"""Which backends this installation has, and why not the others."""
+"""Which backends this installation has, and why it lacks the others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["backend", "build_record", "is_stale", "native_module", "version_of"]
 
 
 def backend(name: str) -> dict[str, Any]:
-    """{"built": bool, "reason": why it is not or None} and what the build record knows."""
+    """{"built": bool, "reason": why it is not built, or None} plus the build record."""
     if importlib.util.find_spec(f"fastattn.backends.{name}") is None:
         return {"built": False, "reason": f"fastattn {__version__} has no {name} kernels"}
     if name in ("reference", "torch"):
@@ -39,12 +39,14 @@ def backend(name: str) -> dict[str, Any]:
 
 
 def native_module(name: str) -> dict[str, Any]:
-    """`build_info` of `fastattn._<name>`, or the reason why it cannot be had."""
+    """`build_info` of `fastattn._<name>`, or the error."""
     try:
         importlib.import_module(f"fastattn.backends.{name}")  # which chooses instruction sets
         module = importlib.import_module(f"fastattn._{name}")
         return {"build_info": module.build_info(), "error": None}
-    except Exception as error:  # a broken library or a wrong FASTATTN_CPU_ISA: tell, do not fail
+    except (
+        Exception
+    ) as error:  # a broken library or an invalid FASTATTN_CPU_ISA: report it, do not fail
         return {"build_info": None, "error": f"{type(error).__name__}: {error}"}
 
 

@@ -1,4 +1,4 @@
-"""What the operators check in the same words, and how they prepare what they share."""
+"""Shared argument checks of the operators, with the same messages, and shared preparation."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def not_dense(op: str, name: str, x: Tensor) -> RuntimeError:
 
 def expands_to(shape: Sequence[int], target: Sequence[int]) -> bool:
     """Whether a tensor of this shape broadcasts to the target without changing it."""
-    # Without `strict=False`: the compiler of torch 2.6 to 2.8 takes it for True.
+    # Without `strict=False`: the compiler of torch 2.6 to 2.8 treats it as True.
     pairs = zip(reversed(shape), reversed(target))  # noqa: B905
-    # Not `n in (1, m)`: torch.compile would compare a symbolic m without looking at its value.
+    # Not `n in (1, m)`: torch.compile would compare a symbolic m without reading its value.
     return len(shape) <= len(target) and not [n for n, m in pairs if n != 1 and n != m]
 
 
@@ -116,7 +116,7 @@ def check_dtypes(op: str, query: Tensor, key: Tensor, value: Tensor) -> None:
             f"got {name_of(query)}, {name_of(key)} and {name_of(value)}"
         )
     if query.dtype not in DTYPES:
-        # PyTorch's types: no kernel for complex or 8-bit floats, no meaning for integers.
+        # PyTorch's error types: complex and 8-bit floats have no kernel, integers are invalid.
         floating = query.dtype.is_floating_point or query.dtype.is_complex
         error = NotImplementedError if floating else RuntimeError
         allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
@@ -168,7 +168,7 @@ def fold_slopes(op: str, slopes: Any, query: Tensor, heads: int, batch: int) -> 
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Cast as PyTorch's autocast does for attention: every floating dtype but float64."""
+    """Cast as PyTorch's autocast does for attention: every floating dtype except float64."""
     device = "cpu" if tensors[0].is_cpu else tensors[0].device.type
     if device != "cpu" and not torch.amp.is_autocast_available(device):
         return tensors
@@ -181,15 +181,15 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def is_causal_bias(mask: Any) -> bool:
-    """Whether it is a ``torch.nn.attention.bias.CausalBias``: a triangle's name, without memory.
+    """Whether it is a ``torch.nn.attention.bias.CausalBias``, a causal mask without memory.
 
-    By its class's name: importing that module takes seconds.
+    Compares the class's name, because importing that module takes seconds.
     """
     return type(mask).__name__ == "CausalBias"
 
 
 def as_stored_mask(where: str, mask: Any, device: torch.device) -> Any:
-    """Return the boolean mask that a ``CausalBias`` stands for; any other mask as it is."""
+    """Return the boolean mask that a ``CausalBias`` represents; any other mask unchanged."""
     if not is_causal_bias(mask):
         return mask
     if not hasattr(mask, "seq_len_q"):
@@ -202,7 +202,7 @@ def as_stored_mask(where: str, mask: Any, device: torch.device) -> Any:
 
 
 def draw_seed(device: torch.device, generator: torch.Generator | None = None) -> Tensor:
-    """The key of one call's dropout, from ``generator`` or PyTorch's default one."""
+    """The dropout seed of one call, from ``generator`` or PyTorch's default generator."""
     return torch.randint(2**63 - 1, (), dtype=torch.int64, device=device, generator=generator)
 
 

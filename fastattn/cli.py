@@ -30,8 +30,8 @@ exit codes:
 
 
 def build_parser(command: str | None) -> argparse.ArgumentParser:
-    """The parser of all commands, with the arguments of `command` only: the others, and what they
-    import, are never loaded."""
+    """The parser of all commands, with the arguments of `command` only: other commands, and their
+    imports, are never loaded."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
         prog="fastattn",
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader, such as `head`, has left; so do we, quietly
+    except BrokenPipeError:  # the reader, such as `head`, has exited; exit silently
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except ModuleNotFoundError as error:

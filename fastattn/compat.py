@@ -1,9 +1,9 @@
-"""The private names of PyTorch that the package uses: which versions have each, and what is done
-without it.
+"""The private names of PyTorch that the package uses: which versions have each, and the fallback
+for the others.
 
-They stand in no other file. Each is looked up once, when this module is imported, so that a call
-pays nothing for the choice; without it stands a way that is right and slower. `NAMES` tells which
-were found. The versions beside a name are those that were looked at: 2.6 to 2.15.
+No other file uses private names. Each is looked up once, at import, so the choice costs nothing
+per call. If a name is missing, a correct but slower fallback replaces it. `NAMES` lists which were
+found. The versions next to a name are those that were checked: 2.6 to 2.15.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from torch.autograd import forward_ad
 
 from fastattn import _openmp
 
-# The one declaration of what is promised; pyproject.toml says the same (tests/core/test_compat.py).
+# The supported versions; pyproject.toml says the same (tests/core/test_compat.py).
 OLDEST, BELOW = (2, 6), (3, 0)
 NEWEST_TESTED = (2, 15)
 RANGE = f">={OLDEST[0]}.{OLDEST[1]},<{BELOW[0]}"
 
 
 def _version() -> tuple[int, int] | None:
-    """Major and minor version of PyTorch; None of a build of one's own that has no number."""
+    """Major and minor version of PyTorch; None for a custom build without a number."""
     number = re.match(r"(\d+)\.(\d+)", torch.__version__)
     return (int(number[1]), int(number[2])) if number else None
 
@@ -44,14 +44,14 @@ def _check_version() -> None:
 
 
 def is_untested() -> bool:
-    """Whether this PyTorch is newer than all that the tests were run with."""
+    """Whether this PyTorch is newer than every tested version."""
     version = _version()
     return version is None or version > NEWEST_TESTED
 
 
 _check_version()
 
-# Before the native module is loaded. Here PyTorch's wheels keep what they bring.
+# Before the native module is loaded. PyTorch's wheels keep their bundled libraries here.
 _folder = Path(torch.__path__[0])
 _openmp.share([_folder / "lib", _folder.with_name("torch.libs")])
 
@@ -60,7 +60,7 @@ _ABSENT = object()
 
 
 def _find(path: str) -> Any:
-    """The object of that name, `_ABSENT` where PyTorch has none. ``Class()`` is an instance."""
+    """The object of that name, or `_ABSENT`. ``Class()`` means an instance of the class."""
     found: Any = torch
     for part in path.split(".")[1:]:
         found = getattr(found, part.removesuffix("()"), _ABSENT)
@@ -76,16 +76,18 @@ def _or(path: str, otherwise: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _attribute_or(path: str, otherwise: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Read the attribute of an instance, or what is right without it."""
+    """Return a function that reads the attribute of an instance, or the fallback."""
     name = path.rpartition(".")[2]
-    return otherwise if _find(path) is _ABSENT else lambda x: getattr(x, name)  # Dynamo reads that
+    return (
+        otherwise if _find(path) is _ABSENT else lambda x: getattr(x, name)
+    )  # Dynamo can trace this
 
 
-# --- who has to see the calls made now ------------------------------------------------------------
+# --- what intercepts calls: compilers, transforms, modes, tracers ---------------------------------
 
 
 class _OldStyle(torch.autograd.Function):
-    """Refused under a transform of ``torch.func``, since it has no ``setup_context``."""
+    """Rejected under a transform of ``torch.func``, because it has no ``setup_context``."""
 
     @staticmethod
     def forward(ctx: Any) -> None:
@@ -104,22 +106,22 @@ def _old_style_is_refused() -> bool:
     return False
 
 
-# Whether a transform of torch.func is at work. 2.6 to 2.15. Without: try what it forbids.
+# Whether a transform of torch.func is active. 2.6 to 2.15. Without: try an operation it forbids.
 transforms_active: Callable[[], bool] = _or(
     "torch._C._are_functorch_transforms_active", _old_style_is_refused
 )
 
-# The class to derive from in order to see what the dispatcher sees. 2.6 to 2.15. Without: every
-# call goes through the dispatcher, and what is derived from it here cannot be used.
+# The base class for modes, which intercept the dispatcher's calls. 2.6 to 2.15. Without: every
+# call goes through the dispatcher, and the classes derived from it here cannot be used.
 _dispatch_mode = _find("torch.utils._python_dispatch.TorchDispatchMode")
-# How many modes there are below the dispatcher. 2.6 to 2.15. Without: there may be one, so that
-# every call goes through the dispatcher.
+# The number of modes below the dispatcher. 2.6 to 2.15. Without: assume one, so every call goes
+# through the dispatcher.
 _dispatch_modes: Callable[[], int] = _or("torch._C._len_torch_dispatch_stack", lambda: 1)
 if _dispatch_mode is _ABSENT:
     _dispatch_modes = lambda: 1  # noqa: E731
 
-# The state of torch.jit.trace, None outside. 2.6 to 2.15. Without: the public question, which
-# is one Python function longer.
+# The state of torch.jit.trace, None outside. 2.6 to 2.15. Without: the public function, which costs
+# one more Python call.
 _jit_trace: Callable[[], Any] = _or(
     "torch._C._get_tracing_state",
     lambda: torch.jit.is_tracing() or None,  # type: ignore[attr-defined]
@@ -136,12 +138,12 @@ def _dual_can_be_made() -> bool:
     return True
 
 
-# The nesting of forward-mode differentiation, -1 outside. 2.6 to 2.15. Without: try to make what
-# cannot be made outside.
+# The nesting of forward-mode differentiation, -1 outside. 2.6 to 2.15. Without: try to create a
+# dual tensor, which fails outside.
 if _find("torch.autograd.forward_ad._current_level") is not _ABSENT:
 
     def forward_mode() -> bool:
-        """Whether forward-mode differentiation is at work."""
+        """Whether forward-mode differentiation is active."""
         return forward_ad._current_level >= 0
 
     def nothing_watches() -> bool:
@@ -181,7 +183,7 @@ if _dispatch_mode is _ABSENT:
 
 
 def through_the_dispatcher() -> contextlib.AbstractContextManager[Any]:
-    """Within it, no call takes a way around the dispatcher."""
+    """A context in which no call skips the dispatcher."""
     return contextlib.nullcontext() if _dispatch_mode is _ABSENT else _Onlooker()
 
 
@@ -189,7 +191,7 @@ _fake_tensor_mode = _find("torch._subclasses.fake_tensor.FakeTensorMode")
 
 
 def tensors_without_memory() -> contextlib.AbstractContextManager[Any]:
-    """Within it, tensors have no memory, and what is called computes nothing.
+    """A context in which tensors have no memory and calls compute nothing.
 
     ``FakeTensorMode``: 2.6 to 2.15. Without: real tensors, and everything is computed.
     """
@@ -201,20 +203,20 @@ def tensors_without_memory() -> contextlib.AbstractContextManager[Any]:
 
 # --- autograd below the dispatcher ----------------------------------------------------------------
 
-# Functions that torch.func meets a level at a time, the permission to call one under a transform,
-# and the way to what lies below. 2.6 to 2.15, all three. Without one of them: what the dispatcher
-# sees is computed by the reference, of which PyTorch knows every derivative.
+# Single-level autograd functions, the permission to call one under a transform, and the call to the
+# level below. 2.6 to 2.15, all three. Without one of them: calls through the dispatcher use the
+# reference, which PyTorch can differentiate.
 SingleLevelFunction: Any = _find("torch.autograd.function._SingleLevelFunction")
 single_level: Any = _find("torch._functorch.utils.enable_single_level_autograd_function")
 below_autograd: Any = _find("torch._C._AutoDispatchBelowAutograd")
 autograd_obstacles: list[str] = []
 if _ABSENT in (SingleLevelFunction, single_level, below_autograd):
-    SingleLevelFunction = torch.autograd.Function  # the same, but for torch.func
+    SingleLevelFunction = torch.autograd.Function  # the same, except under torch.func
     autograd_obstacles = [f"torch {torch.__version__} lacks what our derivatives need in a graph"]
 elif _find("torch.autograd.Function._compiled_autograd_key") is not _ABSENT:
 
     class SingleLevelFunction(SingleLevelFunction):  # type: ignore[no-redef]
-        """With the key by which PyTorch compiles a backward: that of ``autograd.Function``.
+        """Adds the key with which PyTorch compiles a backward: that of ``autograd.Function``.
 
         2.6 to 2.15. Without: the backward is not compiled.
         """
@@ -235,8 +237,8 @@ _key_guard = _find("torch._C._ForceDispatchKeyGuard")
 _included = _find("torch._C._dispatch_tls_local_include_set")
 _excluded = _find("torch._C._dispatch_tls_local_exclude_set")
 
-# The dispatcher's state of plain code: below a mode, torch.func is switched off. 2.6 to 2.15, all
-# three. Without one of them: in a new thread, where the state is that of plain code.
+# Restores the dispatcher's state outside all modes and transforms: below a mode, torch.func is
+# switched off. 2.6 to 2.15, all three. Without one of them: run in a new thread with that state.
 if _ABSENT not in (_key_guard, _included, _excluded):
     _outside = _included(), _excluded()
 
@@ -270,16 +272,16 @@ def may_be_view(x: Tensor) -> bool:
 
 # --- a tensor without memory of its own -----------------------------------------------------------
 
-# A tensor of a subclass with this size, dtype and device, on which every operator arrives at
-# ``__torch_dispatch__``. 2.6 to 2.15. Without: None, and such a tensor is made in full.
+# A tensor of a subclass with this size, dtype and device; all its operators call
+# ``__torch_dispatch__``. 2.6 to 2.15. Without: None, and the tensor is created with its memory.
 _wrapper = _find("torch.Tensor()._make_wrapper_subclass")
 wrapper_tensor: Callable[..., Any] | None = None if _wrapper is _ABSENT else _wrapper
 
-# --- the first vmap -------------------------------------------------------------------------------
+# --- the legacy vmap ------------------------------------------------------------------------------
 
-# PyTorch's first ``vmap``, in which torch.autograd.grad(is_grads_batched=True) runs the engine: a
-# tensor hides a dimension, as one level of several, and gives it back. 2.6 to 2.15, both. Without:
-# there is no such ``vmap``.
+# PyTorch's legacy ``vmap``, which torch.autograd.grad(is_grads_batched=True) uses: one function
+# hides a dimension of a tensor as a level, the other restores it. 2.6 to 2.15, both. Without: there
+# is no such ``vmap``.
 _add_level = _find("torch._add_batch_dim")
 _remove_level = _find("torch._remove_batch_dim")
 
@@ -291,8 +293,8 @@ def with_vmap_level(x: Tensor, dim: int, level: int) -> Tensor:
 
 
 def without_vmap_level(x: Tensor, level: int) -> Tensor | None:
-    """The tensor with its hidden dimension in front; None: it has none of that level."""
-    # A tensor without it is expanded to the size that is named; another has its own.
+    """The tensor with its hidden dimension in front; None if it has no such level."""
+    # A tensor without this level is expanded to the size given here; others keep their own.
     one, two = (_remove_level(x, level, size, 0) for size in (1, 2))
     return one if one.shape[0] == two.shape[0] else None
 
@@ -305,7 +307,7 @@ def _hides_a_level(x: Tensor) -> bool:
     return False
 
 
-# Whether a tensor hides a dimension so. 2.6 to 2.15. Without: look for the levels that may be.
+# Whether a tensor hides a dimension this way. 2.6 to 2.15. Without: try all possible levels.
 is_first_vmap: Callable[[Tensor], bool] = _or(
     "torch._C._functorch.is_legacy_batchedtensor", _hides_a_level
 )
@@ -324,7 +326,7 @@ def _children_by_name(module: torch.nn.Module) -> dict[str, Any]:
     return dict(module.named_children())
 
 
-# The parameters and the children of a module, without the search of `__getattr__`, which takes as
+# The parameters and the children of a module, without the lookup by `__getattr__`, which takes as
 # long as a product of small matrices. 2.6 to 2.15. Without: the public iterators.
 parameters_of: Callable[[torch.nn.Module], Any] = _attribute_or(
     "torch.nn.Module()._parameters", _parameters_by_name
@@ -332,7 +334,7 @@ parameters_of: Callable[[torch.nn.Module], Any] = _attribute_or(
 children_of: Callable[[torch.nn.Module], Any] = _attribute_or(
     "torch.nn.Module()._modules", _children_by_name
 )
-# What `Module.compile` has set, None before. 2.6 to 2.15. Without: it may be compiled.
+# Set by `Module.compile`, None before. 2.6 to 2.15. Without: assume it is compiled.
 compiled_call_of: Callable[[torch.nn.Module], Any] = _attribute_or(
     "torch.nn.Module()._compiled_call_impl", lambda module: module.__call__
 )
@@ -343,15 +345,15 @@ _has_ff_block = _find("torch.nn.TransformerDecoderLayer._ff_block") is not _ABSE
 
 
 def feed_forward(layer: torch.nn.TransformerDecoderLayer, x: Tensor) -> Tensor:
-    """What a decoder layer adds to x last."""
+    """The output of a decoder layer's feed-forward block."""
     if _has_ff_block:
         return layer._ff_block(x)
     hidden = layer.dropout(layer.activation(layer.linear1(x)))
     return layer.dropout3(layer.linear2(hidden))
 
 
-# Of nn.MultiheadAttention: the check of its arguments' shapes, and of its masks. 2.6 to 2.15.
-# Without: ours, with other messages.
+# nn.MultiheadAttention's checks of its arguments' shapes and masks. 2.6 to 2.15. Without: ours,
+# with other messages.
 _shape_check = _find("torch.nn.functional._mha_shape_check")
 _canonical_mask = _find("torch.nn.functional._canonical_mask")
 
@@ -422,14 +424,14 @@ def _operator(path: str) -> Any | None:
     return None if found is _ABSENT else found
 
 
-# The fused kernels of the CPU, and which of its ways PyTorch would take: the public function may
-# take the slow one unasked. 2.6 to 2.15, all three. Without: None; the backend `torch` declines.
+# The fused kernels of the CPU, and which kernel PyTorch would choose: the public function may
+# silently choose the slow one. 2.6 to 2.15, all three. Without: None; the backend `torch` declines.
 flash_cpu = _operator("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default")
 flash_cpu_backward = _operator(
     "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default"
 )
 fused_choice = _operator("torch._fused_sdp_choice")
-# FlashAttention of the GPU. 2.6 to 2.15, both. Without: None, and the backend `torch` declines.
+# FlashAttention on GPUs. 2.6 to 2.15, both. Without: None, and the backend `torch` declines.
 flash_cuda = _operator("torch.ops.aten._scaled_dot_product_flash_attention.default")
 flash_cuda_backward = _operator(
     "torch.ops.aten._scaled_dot_product_flash_attention_backward.default"
@@ -438,8 +440,8 @@ flash_cuda_backward = _operator(
 # --- oneDNN ---------------------------------------------------------------------------------------
 
 _linear_pointwise = _find("torch.ops.mkldnn._linear_pointwise.default")
-# oneDNN's inner product (x, weight, bias, "none", [], ""). 2.6 to 2.15, where PyTorch was built
-# with oneDNN. Without: None, and the caller takes another GEMM.
+# oneDNN's inner product (x, weight, bias, "none", [], ""). 2.6 to 2.15, if PyTorch was built with
+# oneDNN. Without: None, and the caller uses another GEMM.
 onednn_linear: Any | None = None
 if _linear_pointwise is not _ABSENT and torch.backends.mkldnn.is_available():
     onednn_linear = _linear_pointwise

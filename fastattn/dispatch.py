@@ -1,11 +1,11 @@
-"""The one place where a backend is chosen.
+"""Chooses the backend of a call. No other module does.
 
-A backend is a module of ``fastattn.backends``; an operator is a function in it, under the name that
-it has in ``reference/``. The first backend in the order that gives no reason against a call runs
-it; the order is evidence, see ``fastattn.evidence``. A backend gives its reasons, as plain
+A backend is a module of ``fastattn.backends``; an operator is a function in it, with the same name
+as in ``reference/``. The first backend in the order without a reason against a call runs it; the
+order comes from evidence, see ``fastattn.evidence``. A backend gives its reasons, in plain
 sentences, by ``why_not(op, tensors, options)``, where ``tensors`` maps the names of the reference's
-parameters to tensors; a module that cannot be imported is not built, a function that is missing
-falls through.
+parameters to tensors. A module that cannot be imported is not built. A missing function falls
+through to the next backend.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ def use_backend(name: str) -> Iterator[None]:
     """Run every operator inside the ``with`` block on this backend, or raise.
 
     ``name`` is ``"cpu"``, ``"cuda"``, ``"triton"``, ``"reference"`` or ``"torch"``, which is
-    PyTorch's own fused attention. A call that the backend
-    cannot run raises a ``RuntimeError`` with the reasons; nothing falls back. The choice holds for
-    the current thread or task, and for the backward of the calls made inside the block. Around
-    code compiled by ``torch.compile`` it holds whenever that code runs, its backward included;
-    inside such code it is a graph break.
+    PyTorch's own fused attention. A call that the backend cannot run raises a ``RuntimeError`` with
+    the reasons; nothing falls back. The choice applies to the current thread or task, and to the
+    backward of the calls made inside the block. Around code compiled by ``torch.compile`` it
+    applies to every run of that code, including its backward; inside such code it causes a graph
+    break.
 
     Raises ``ValueError`` for an unknown name, ``RuntimeError`` for a backend that is not built.
 
@@ -73,7 +73,7 @@ def use_backend(name: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Which backend runs a call, and what each other one has against it."""
+    """Which backend runs a call, and the reasons against the others."""
 
     op: str
     device: str
@@ -99,10 +99,10 @@ class Explanation:
 
 
 def explain(op: Any, *args: Any, **kwargs: Any) -> Explanation:
-    """Say which backend would run ``op(*args, **kwargs)``, and why no other; run nothing.
+    """Say which backend would run ``op(*args, **kwargs)``, and why not the others; run nothing.
 
-    ``op`` is a public function of fastattn or its name, the arguments are that function's. They are
-    validated as the function does it, and raise what it raises.
+    ``op`` is a public function of fastattn or its name, with that function's arguments. They are
+    validated in the same way and raise the same errors.
 
     >>> import torch, fastattn
     >>> x = torch.ones(1, 1, 2, 4)
@@ -178,7 +178,7 @@ def explanation(
 
 
 def choose(op: str, tensors: Sequence[Any], options: Any, obstacles: Sequence[str] = ()) -> str:
-    """Return the name of the first backend without a reason; raise or warn where that is due."""
+    """Return the name of the first backend without a reason; raise or warn if necessary."""
     device = _device(tensors)
     only = forced.get()
     refused: dict[str, tuple[str, ...]] = {}
@@ -196,7 +196,7 @@ def choose(op: str, tensors: Sequence[Any], options: Any, obstacles: Sequence[st
 
 
 def run_reference(op: str, tensors: Sequence[Any], options: Any) -> Any:
-    """Run the reference, which computes in the dtype of its arguments, whatever autocast says."""
+    """Run the reference in the dtype of its arguments, without autocast."""
     with _without_autocast(_device(tensors)):
         return getattr(load("reference"), op)(*tensors, options=options)
 
@@ -229,7 +229,7 @@ def _evidence(device: str, op: str, tensors: Sequence[Any]) -> evidence.Choice |
 def _because(
     device: str, op: str, tensors: Sequence[Any], order: tuple[str, ...], runs: str | None
 ) -> str:
-    """The order and its evidence, and those of the instruction set where the CPU's kernels run."""
+    """The order and its evidence; for the CPU's kernels also those of the instruction set."""
     if device not in PRIORITY:
         return ""
     if forced.get():
@@ -244,7 +244,7 @@ def _because(
 
 
 def instruction_set(dtype: torch.dtype) -> str:
-    """The instruction set that the CPU's kernels use for this dtype, and why that one."""
+    """The instruction set that the CPU's kernels use for this dtype, and why."""
     native = importlib.import_module("fastattn._cpu").build_info()
     most, *others = native["isa"].split(",")
     used = dict(other.split("=") for other in others).get(str(dtype).removeprefix("torch."), most)
@@ -274,7 +274,7 @@ def _warn(message: str) -> None:
 
 
 def _frames_inside() -> int:
-    """How many calls deep in fastattn and torch this one is: the warning names the user's line."""
+    """How many stack frames are in fastattn and torch, so that a warning names the user's line."""
     frame: FrameType | None = sys._getframe(1)
     depth = 1
     while frame and frame.f_globals.get("__name__", "").split(".")[0] in ("fastattn", "torch"):

@@ -1,4 +1,4 @@
-"""Whether a call may go straight to a kernel, past PyTorch's dispatcher."""
+"""Whether a call may skip PyTorch's dispatcher and go directly to a kernel."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, type(None)})
 
 
 def has_plain_memory(t: Tensor) -> bool:
-    """Whether the numbers of a tensor are those at its address.
+    """Whether the values of a tensor are stored at its address.
 
-    They are not those of a view that promises -x, of a gradient without memory, of what a transform
-    has wrapped (batched gradients; a tensor that outlived ``torch.func``), or of a sparse tensor.
+    They are not for a lazy negation, a gradient without memory, a tensor wrapped by a transform
+    (batched gradients; a tensor that outlived ``torch.func``), or a sparse tensor.
     """
     try:
         return not t.is_neg() and (t.data_ptr() != 0 or t.numel() == 0)
@@ -25,14 +25,14 @@ def has_plain_memory(t: Tensor) -> bool:
 
 
 def runs_eagerly(*tensors: Tensor | None) -> bool:
-    """Whether these tensors are plain memory, and no transform or mode watches the dispatcher.
+    """Whether these tensors are plain memory, and no transform or mode is active.
 
-    False sends the call through ``torch.ops``, where the tracer, the transform or the subclass
-    takes its part.
+    If False, the call goes through ``torch.ops``, where the tracer, the transform or the subclass
+    intercepts it.
     """
     if not (nothing_watches() and _PLAIN_TYPES.issuperset(map(type, tensors))):
         return False
-    for t in tensors:  # noqa: SIM110  (a generator costs as much as the questions)
+    for t in tensors:  # noqa: SIM110  (a generator costs as much as the checks)
         if t is not None and not has_plain_memory(t):
             return False
     return True

@@ -1,23 +1,23 @@
-"""What is fastest on which processor, and how that is known.
+"""Which choice is fastest on which processor, and the source of this information.
 
-``evidence.json`` beside this file has the choices that were measured, each with its source.
-``fastattn tune`` writes the user's own, in the same format, to a file in their cache folder; those
-come first. The first entry that fits the processor decides.
+``evidence.json`` next to this file has the measured choices, each with its source. ``fastattn
+tune`` writes the user's own, in the same format, to a file in their cache folder; those come first.
+The first entry that matches the processor decides.
 
 An entry has the fields
 
 - ``choice``: what it decides,
     - ``"backends"``: the order of backends, ``use`` is a list of names;
     - ``"isa"``: the instruction set of the CPU's kernels, ``use`` is its name;
-    - ``"gemm"``: which products ``fastattn.nn`` takes for its projections, ``use`` is a
+    - ``"gemm"``: which GEMM ``fastattn.nn`` uses for its projections, ``use`` is a
       :class:`Gemm`;
 - ``device``: ``"cpu"`` or ``"cuda"``; ``vendor``, ``name``: the processor's, as
   :func:`processor` says; ``has``, ``lacks``: its features;
-- ``op``, ``dtype``: for which calls; ``least_queries``: for calls of at least so many queries;
-- ``source``: a file of this repository, or what else is known.
+- ``op``, ``dtype``: the calls it applies to; ``least_queries``: their minimum number of queries;
+- ``source``: a file of this repository, or another source.
 
-All but ``choice``, ``use`` and ``source`` may be missing: then every one fits. ``vendor``, ``name``
-and ``dtype`` are lists.
+All fields except ``choice``, ``use`` and ``source`` are optional: a missing field matches anything.
+``vendor``, ``name`` and ``dtype`` are lists.
 """
 
 from __future__ import annotations
@@ -61,30 +61,30 @@ _DTYPES = ("float32", "float64", "bfloat16", "float16")
 
 class Processor(NamedTuple):
     device: str  # "cpu" or "cuda"
-    vendor: str = ""  # "Intel", "AMD", "ARM", "NVIDIA", another one's own word, or ""
+    vendor: str = ""  # "Intel", "AMD", "ARM", "NVIDIA", another vendor's string, or ""
     name: str = ""
-    features: frozenset[str] = frozenset()  # by Linux's names, as far as they matter here
+    features: frozenset[str] = frozenset()  # the relevant ones, with Linux's names
 
 
 class Choice(NamedTuple):
     use: Any
     source: str
     least_queries: int = 0
-    is_own: bool = False  # by the user's `fastattn tune`
+    is_own: bool = False  # from the user's `fastattn tune`
 
 
 class Gemm(NamedTuple):
-    """Which product serves the projections, see ``fastattn/nn/_linear.py``."""
+    """Which GEMM computes the projections, see ``fastattn/nn/_linear.py``."""
 
     forward: str  # of large products: "torch" (F.linear) or "onednn"
     weight_grad: str  # of large products: "torch" (mm) or "onednn"
-    ours_up_to: int = 0  # products M·N·K that our own GEMM takes
-    small_up_to: int = 0  # the same of a whole layer in one native call, see nn/_small.py
+    ours_up_to: int = 0  # the largest M·N·K for our own GEMM
+    small_up_to: int = 0  # the same for a whole layer in one native call, see nn/_small.py
 
 
 @functools.cache
 def processor(device: str = "cpu") -> Processor:
-    """What this processor, or the first GPU, is. The only place that knows; tests replace it."""
+    """Describe this processor, or the first GPU. No other code does; tests replace it."""
     if device == "cuda" and torch.cuda.is_available():
         vendor = "AMD" if torch.version.hip else "NVIDIA"
         return Processor(device, vendor, torch.cuda.get_device_name())
@@ -92,7 +92,7 @@ def processor(device: str = "cpu") -> Processor:
         return Processor(device)
     try:
         native = importlib.import_module("fastattn._cpu").processor()
-    except Exception:  # not built, or built wrongly: `fastattn info` tells
+    except Exception:  # not built, or broken: `fastattn info` says which
         native = _processor_by_linux()
     vendor, name = _VENDORS.get(native["vendor"], native["vendor"]), native["brand"]
     if native["family"]:  # a hypervisor may hide the name
@@ -104,7 +104,7 @@ _VENDORS = {"GenuineIntel": "Intel", "AuthenticAMD": "AMD", "aarch64": "ARM", "0
 
 
 def cpuinfo() -> dict[str, str]:
-    """The fields that Linux lists of the first core; empty on other systems."""
+    """The fields that Linux lists for the first core; empty on other systems."""
     fields: dict[str, str] = {}
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -116,7 +116,7 @@ def cpuinfo() -> dict[str, str]:
 
 
 def _processor_by_linux() -> dict[str, Any]:
-    """What ``_cpu.processor`` tells, as far as Linux does."""
+    """The same as ``_cpu.processor``, as far as Linux provides it."""
     fields = cpuinfo()
     return {
         "vendor": fields.get("vendor_id") or fields.get("CPU implementer", ""),
@@ -130,9 +130,9 @@ def _processor_by_linux() -> dict[str, Any]:
 def choose(
     choice: str, device: str, op: str = "", dtype: torch.dtype | None = None, *, own: bool = True
 ) -> Choice | None:
-    """Return what the first fitting entry decides, None where nothing is known.
+    """Return the choice of the first matching entry, None if there is none.
 
-    ``own=False`` leaves the user's entries out.
+    ``own=False`` ignores the user's entries.
     """
     return _choose(choice, processor(device), op, dtype, own)
 
@@ -189,7 +189,7 @@ def own_file() -> Path:
 
 
 def set_own(entries: Sequence[dict[str, Any]]) -> Path:
-    """Put entries into the user's file, in place of those for the same processors; return it."""
+    """Put entries into the user's file, replacing those for the same processors; return it."""
     path = own_file()
     replaced = [_processor_of(entry) for entry in entries]
     kept = [entry for entry in _own() if _processor_of(entry) not in replaced]
@@ -277,20 +277,20 @@ def _wrong(entry: Any) -> str | None:
     return f"choice must be backends, isa or gemm, got {choice!r}"
 
 
-# -- what is remembered ---------------------------------------------------------------------------
+# -- caches ---------------------------------------------------------------------------------------
 
 _listeners: list[Callable[[], Any]] = []
 
 
 def on_change(clear: Callable[[], Any]) -> None:
-    """Have a function called whenever what was chosen may no longer hold."""
+    """Register a function that is called when cached choices become invalid."""
     _listeners.append(clear)
 
 
 def forget() -> None:
-    """Read the user's file again, and let every choice be made again."""
+    """Clear all caches, so the user's file is read and every choice is made again."""
     for cached in (processor, _choose, _own):
-        if hasattr(cached, "cache_clear"):  # not where a test has replaced it
+        if hasattr(cached, "cache_clear"):  # missing if a test has replaced it
             cached.cache_clear()
     for clear in _listeners:
         clear()

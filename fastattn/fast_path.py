@@ -1,10 +1,10 @@
-"""The fast path: a plain call on plain tensors of the CPU goes straight to its native kernel.
+"""The fast path: a plain call on plain CPU tensors goes directly to its native kernel.
 
-At 8 heads of 16 rows of 64, half of the time of PyTorch's own attention is not arithmetic, and the
-general path (``prepare``, ``library.Operator``) takes longer still to find out that no option was
-given. At the size of the bAbI tasks, 32 queries on 50 rows of 20, it doubles the time of memory
-hops. An operator that has a fast path checks its own arguments first; :func:`is_open` is the guard
-that all of them share, and every line of it was measured.
+With 8 heads, 16 rows and head dimension 64, half of the time of PyTorch's own attention is not
+arithmetic, and the general path (``prepare``, ``library.Operator``) takes even longer to find that
+no option was given. At the size of the bAbI tasks, 32 queries on 50 rows of width 20, it doubles
+the time of memory hops. An operator with a fast path checks its own arguments first;
+:func:`is_open` is the guard that all of them share, and every line of it was measured.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ BACKENDS = ("", "cpu")  # with no backend forced, or the one that the fast path 
 def is_open(*tensors: Any) -> bool:
     """Whether these are plain tensors of the CPU (or None), and no mode or transform is active.
 
-    A tensor without memory (sparse, a zero that is only a promise, wrapped by a transform that has
-    ended), a lazy negation and autocast belong to the general path, which handles them or says what
-    is wrong.
+    A tensor without memory (sparse, an undefined zero gradient, wrapped by a transform that has
+    ended), a lazy negation and autocast need the general path, which handles them or raises the
+    error.
     """
     if (
         not nothing_watches()
@@ -53,11 +53,11 @@ def is_open(*tensors: Any) -> bool:
 def differentiable(kernel: str, first_saved: int, resume: Callable[..., Any]) -> Any:
     """Return the differentiable fast path ``f(x, y, z, mask, a, b, backend, module) -> output``.
 
-    A backend that serves it has ``kernel(x, y, z, mask, a, b, differentiable) -> results``, the
-    output first, and ``<kernel>_backward(grad_out, *saved, a, b, wants)``, the gradients of x, y
-    and z; ``saved`` are the tensors and ``results[first_saved:]``. ``resume(ctx, grad_out, saved,
-    a, b, backend)`` computes them on the general path: for a derivative of the derivative, or where
-    a mode or transform has become active since.
+    A backend with a fast path has ``kernel(x, y, z, mask, a, b, differentiable) -> results``, with
+    the output first, and ``<kernel>_backward(grad_out, *saved, a, b, wants)``, the gradients of x,
+    y and z; ``saved`` are the tensors and ``results[first_saved:]``. ``resume(ctx, grad_out, saved,
+    a, b, backend)`` computes them on the general path: for a second derivative, or if a mode or
+    transform has become active since.
     """
     kernel_backward = f"{kernel}_backward"
 

@@ -1,10 +1,10 @@
-"""The functions of the package flash-attn, by its names and in its order of arguments.
+"""The functions of the package flash-attn, with its names and its order of arguments.
 
 ``from flash_attn import flash_attn_func`` becomes ``from fastattn.flash_attn import
-flash_attn_func``. Tensors are [B, L, H, D] there, the diagonal of ``causal`` and ``window_size`` is
-that of the last query and the last key, a softcap of 0 is none, and key heads may be fewer than
-query heads (https://github.com/Dao-AILab/flash-attention). Every function is an alias of an
-operator here, whose documentation holds for all else.
+flash_attn_func``. As there, tensors are [B, L, H, D], ``causal`` and ``window_size`` align the last
+query with the last key, a softcap of 0 means none, and there may be fewer key heads than query
+heads (https://github.com/Dao-AILab/flash-attention). Every function is an alias of an operator
+here; see its documentation for everything else.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def flash_attn_func(
 ) -> Any:
     """:func:`fastattn.scaled_dot_product_attention` of q, k, v [B, L, H, D].
 
-    ``deterministic`` is always so. With ``return_attn_probs`` the result is a tuple of the output,
-    ``softmax_lse`` [B, H, Lq], and None; flash-attn's third result, the dropped probabilities for
-    its own tests, is not made: with dropout this raises NotImplementedError.
+    Always ``deterministic``. With ``return_attn_probs`` the result is a tuple of the output,
+    ``softmax_lse`` [B, H, Lq], and None. flash-attn's third result, the dropped probabilities for
+    its own tests, is not supported: with dropout this raises NotImplementedError.
     """
     _refuse_probabilities("flash_attn_func", return_attn_probs, dropout_p)
     if not all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, k, v)):
@@ -169,8 +169,8 @@ def flash_attn_with_kvcache(
 ) -> Any:
     """:func:`fastattn.decode_attention` of q [B, Lq, H, D]; k and v are written into the cache.
 
-    ``num_splits`` is not looked at: a split depends on a sequence's own length alone, so that its
-    bits do not depend on the batch. ``rotary_interleaved`` means nothing without a rotation. Raises
+    ``num_splits`` is ignored: a split depends on a sequence's own length alone, so its bits do not
+    depend on the batch. ``rotary_interleaved`` has no effect without a rotation. Raises
     NotImplementedError for ``rotary_cos``, ``rotary_sin`` and ``cache_leftpad``: rotate q and k
     before the call.
     """

@@ -1,6 +1,6 @@
 """What is installed, what this processor offers, and which backends run: `python -m fastattn info`.
 
-A report for people and for bug reports: nothing here may raise because something is missing.
+The report is also for bug reports, so nothing here may raise because something is missing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fastattn import builds, compat, evidence
 from fastattn._version import __version__
 from fastattn.dispatch import BACKENDS, PRIORITY
 
-# What decides the speed of attention on some processor, out of the hundred flags that Linux lists.
+# The CPU flags that affect the speed of attention, out of the hundred that Linux lists.
 CPU_FEATURES = """
     avx avx2 fma f16c avx512f avx512dq avx512bw avx512vl avx512_bf16 avx512_fp16 avx512_vnni
     amx_tile amx_bf16 amx_fp16 amx_int8 asimd fphp asimdhp bf16 sve sve2 sme
@@ -27,7 +27,7 @@ CPU_FEATURES = """
 
 
 def collect() -> dict[str, Any]:
-    """Everything that `info` prints, as plain values that JSON can carry."""
+    """Everything that `info` prints, as JSON-compatible values."""
     native = builds.native_module("cpu")
     return {
         "fastattn": __version__,
@@ -48,7 +48,7 @@ def collect() -> dict[str, Any]:
 
 
 def _choices() -> list[dict[str, str]]:
-    """What was chosen for this machine, and the evidence for it."""
+    """The choices for this machine, and the evidence for them."""
     attention = "scaled_dot_product_attention"
     asked = [("cpu", "backends", attention), ("cpu", "isa", ""), ("cpu", "gemm", "")]
     if torch.cuda.is_available():
@@ -75,7 +75,7 @@ def _spelled(use: Any) -> str:
 
 
 def _cpu() -> dict[str, Any]:
-    fields = evidence.cpuinfo()  # empty if not on Linux: what platform knows has to do
+    fields = evidence.cpuinfo()  # empty if not on Linux: fall back to `platform`
     flags = (fields.get("flags") or fields.get("Features") or "").split()
     return {
         "model": fields.get("model name") or platform.processor() or platform.machine(),
@@ -107,12 +107,12 @@ def _openmp_text(openmp: dict[str, Any]) -> str:
         others = ", ".join(name for name in runtimes if name != shared)
         return (
             f"{shared}, which torch and fastattn share; {others} is loaded too, by another library:"
-            " if that computes in threads, they compete with ours for the cores"
+            " if it computes in threads, they compete with ours for the cores"
         )
     return (
         f"WARNING: {len(runtimes)} runtimes: {', '.join(runtimes)}. torch and fastattn may have "
-        "threads of their own each, which wait for work at full speed and take the cores from the "
-        "others: results are right, but slower. OMP_WAIT_POLICY=passive helps"
+        "separate threads, which busy-wait and take the cores from each other: results are "
+        "correct, but slower. OMP_WAIT_POLICY=passive helps"
     )
 
 
@@ -164,7 +164,7 @@ def _isa_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _choice_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
-    """A row for each thing chosen, in which dtypes with the same choice stand together."""
+    """One row per choice; dtypes with the same choice share a row."""
     rows: dict[tuple[str, str, str], list[str]] = {}
     for made in facts["choices"]:
         key = (f"{made['device']} {made['choice']}", made["use"], made["source"])

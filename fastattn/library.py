@@ -1,4 +1,4 @@
-"""How a primitive becomes an operator of PyTorch: eager, autograd, ``torch.func``, the compiler.
+"""Makes a PyTorch operator of a primitive: eager, autograd, ``torch.func``, the compiler.
 
 An :class:`Operator` is declared once, by the schema of its primitive's tensors and the record of
 its options (``fastattn.backends.primitives``):
@@ -14,21 +14,21 @@ its options (``fastattn.backends.primitives``):
     )
     y = encode(x, None, SinusoidalOptions(offset=0, layout="interleaved"))
 
-The call takes the shortest way that is right:
+A call takes the shortest path that is correct:
 
-* plain tensors, no gradient wanted: straight to the backend that :mod:`fastattn.dispatch` picks;
-* a gradient: through one ``torch.autograd.Function``;
+* plain tensors without a gradient: directly to the backend that :mod:`fastattn.dispatch` chooses;
+* with a gradient: through one ``torch.autograd.Function``;
 * anything else (``torch.compile``, ``torch.export``, ``torch.func`` transforms, dispatch modes,
   fake tensors and other subclasses): through ``torch.ops.fastattn.<name>``, a dispatcher operator
-  with the same backend call below it. Only there does a tensor pass that is not plain memory.
+  that calls the same backend. Tensors that are not plain memory take this path only.
 
-The dispatcher takes plain values only: there the fields of the record are the last arguments, but
-for one more, ``backend``, the name of the one that ran. Empty means "choose now"; the forward
-passes the name to the backward, which so runs on the same backend. Everywhere else the arguments
-are the tensors, the record, and the backend where one was chosen.
+The dispatcher accepts plain values only. There the last arguments are the fields of the record,
+followed by ``backend``, the name of the backend that ran. An empty name means "choose now". The
+forward passes the name to the backward, so both run on the same backend. Everywhere else the
+arguments are the tensors, the record, and the backend if one was chosen.
 
-``backward`` may be left out: then the gradient is taken through the reference backend, as often
-as wanted. The operators ``<op>_backward`` do that, which makes double backward work everywhere.
+``backward`` may be omitted: then the gradient goes through the reference backend, any number of
+times. The operators ``<op>_backward`` do that, so double backward works everywhere.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ from fastattn.eager import runs_eagerly
 __all__ = ["Operator", "operators"]
 
 _library = torch.library.Library("fastattn", "DEF")
-operators: dict[Any, Operator] = {}  # by what `torch.ops.fastattn` has under their names
+operators: dict[Any, Operator] = {}  # key: the entry of `torch.ops.fastattn`
 
 
 class Operator:
-    """One primitive, callable on any tensor that PyTorch knows; see the module's docstring.
+    """One primitive, callable on any kind of tensor; see the module's docstring.
 
-    ``opaque`` names tensors that the kernels treat as constants: when one of them requires a
+    ``opaque`` names tensors that the kernels treat as constants: if one of them requires a
     gradient, the reference runs instead. ``recomputed`` names tensors that a derivative through the
-    reference does not read. ``derived`` finds a value that is None from the tensors: when it runs,
-    not while it is traced, which would tie the graph to one size.
+    reference does not read. ``derived`` computes an option that is None from the tensors, at run
+    time: during tracing this would specialize the graph to one size.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Operator:
         self.op = self._register(f"{self.name}({arguments}) -> {results}", vmap)
 
     def __call__(self, *args: Any) -> Any:
-        """Take the tensors in the order of the schema, then the options; without: the defaults."""
+        """Call with the tensors in the order of the schema, then the options or none (defaults)."""
         if len(args) == self._tensors:
             args = (*args, self._options())
         if not runs_eagerly(*args[: self._tensors]):
@@ -117,17 +117,17 @@ class Operator:
         return self._run(backend, tensors, options)
 
     def dispatched(self, *args: Any) -> Any:
-        """The same through PyTorch's dispatcher; the last argument is the backend, or empty."""
+        """The same through PyTorch's dispatcher; the last argument is the backend or empty."""
         *tensors, options, backend = args
         return self.op(*tensors, *values_of(options), backend)
 
     def _recorded(self, args: Sequence[Any]) -> tuple[Any, ...]:
-        """What the dispatcher passes, with the options as a record again."""
+        """Convert the dispatcher's arguments: collect the options in a record again."""
         n = self._tensors
         return *args[:n], self._options(*args[n:-1]), args[-1]
 
     def resume(self, ctx: Any, given: Sequence[Any], seen: Sequence[Any]) -> Any:
-        """Call a backward operator: with gradients, what the forward has seen, and its backend."""
+        """Call a backward operator with the gradients, the forward's arguments, and its backend."""
         if not (ctx.eager and runs_eagerly(*given)):
             return through_torch_vmap(lambda *grads: self.dispatched(*grads, *seen), given)
         args = (*given, *seen)
@@ -137,7 +137,7 @@ class Operator:
         return self._run(args[-1], tensors, options)
 
     def obstacles(self, args: Sequence[Any]) -> list[str]:
-        """What is asked for that no kernel has, but differentiating the reference gives."""
+        """Requirements of this call that no kernel supports, but the reference does."""
         if compat.forward_mode():
             return ["forward-mode differentiation goes through the reference"]
         return [
@@ -174,11 +174,11 @@ class Operator:
         if backend != "reference":
             return self.primitive(backend)(*tensors, options=options)
         results = dispatch.run_reference(self.name, tensors, options)
-        # Plain PyTorch leaves its results in whatever memory order.
+        # Plain PyTorch may return results in any memory order.
         return _in_layout_of(results, self._fake(*tensors, options))
 
     def _shaped(self, *args: Any) -> Any:
-        """What arguments of the dispatcher make, without its values."""
+        """The fake results for arguments of the dispatcher."""
         *tensors, options, _ = self._recorded(args)
         return self._fake(*tensors, options)
 
@@ -193,7 +193,7 @@ class Operator:
         return results if self.returns == 1 else _without_none(results, tensors)
 
     def split(self, args: Sequence[Any]) -> tuple[Sequence[Any], Any]:
-        """Return the tensors and the record of options, of arguments of the dispatcher."""
+        """Split the dispatcher's arguments into the tensors and the record of options."""
         *tensors, options, _ = self._recorded(args)
         return tensors, options
 
@@ -222,7 +222,7 @@ class Operator:
         return op
 
     def _autograd_kernel(self, *args: Any) -> Any:
-        """What the dispatcher calls: once, or once for each level of ``torch.func.grad``."""
+        """The dispatcher's Autograd kernel, called once for each level of ``torch.func.grad``."""
         args = self._recorded(args)
         obstacles = self.obstacles(args) + compat.autograd_obstacles
         if obstacles:
@@ -236,7 +236,7 @@ class Operator:
             return self._traced(*args)
 
     def _below_autograd(self, *args: Any) -> Any:
-        # A Function runs its forward without gradients; the next level of torch.func wants its own.
+        # A Function disables gradients in its forward, but the next level of torch.func needs them.
         grad = torch.enable_grad() if transforms_active() else contextlib.nullcontext()
         with compat.below_autograd(), grad:
             return self.dispatched(*args)
@@ -281,10 +281,10 @@ def _function(
     backward: Callable[..., Any],
     eager: bool,
 ) -> Any:
-    """Return the autograd Function of one forward; ``ctx.eager`` says whether on plain tensors.
+    """Return the autograd Function of one forward; ``ctx.eager``: it got plain tensors.
 
-    The class has its context in the forward, which is three times as fast as ``setup_context``,
-    and is single-level: ``torch.func`` meets it only inside the dispatcher, a level at a time.
+    The forward takes the context, which is three times as fast as ``setup_context``. The class is
+    single-level: ``torch.func`` reaches it only inside the dispatcher, one level at a time.
     """
 
     def forward_and_save(ctx: Any, *args: Any) -> Any:
@@ -299,7 +299,7 @@ def _function(
 
 
 def _without_none(results: Sequence[Tensor | None], tensors: Sequence[Any]) -> tuple[Tensor, ...]:
-    """A dispatcher operator returns tensors only: an absent result is an empty one."""
+    """Replace None by empty tensors, because a dispatcher operator returns tensors only."""
     like = next(t for t in tensors if t is not None)
     return tuple(like.new_empty(0) if result is None else result for result in results)
 

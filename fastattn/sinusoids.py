@@ -24,7 +24,7 @@ _QUARTER = 2**62
 _EIGHTH = 2**61
 _PI = Decimal("3.14159265358979323846264338327950288419716939937510582097494459")
 _DIGITS = 50  # 64 bits are 20 digits; the rest absorbs up to dim multiplications
-_MULTIPLE = 16  # kernels read whole vectors
+_MULTIPLE = 16  # kernels load whole vectors
 
 
 class _Column(NamedTuple):
@@ -63,16 +63,16 @@ LAYOUTS = tuple(_LAYOUTS)
 
 
 class Sinusoids(NamedTuple):
-    """64-bit unsigned integers; those of the columns go on with zeros up to a multiple of 16."""
+    """64-bit unsigned integers; those of the columns are zero-padded to a multiple of 16."""
 
     frequency: array[int]
     phase: array[int]
-    pairs: array[int]  # the frequencies that a sine and a cosine share; none in split_exponent
+    pairs: array[int]  # frequencies shared by a sine and a cosine; empty in split_exponent
 
 
 @lru_cache(maxsize=256)
 def sinusoids(dim: int, layout: str, max_timescale: float) -> Sinusoids:
-    """Return the columns' frequencies (turns a position) and phases (turns), times 2**64."""
+    """Return the columns' frequencies (turns per position) and phases (turns), times 2**64."""
     step, columns = _LAYOUTS[layout](dim) if dim > 0 else (Fraction(0), [])
     with localcontext() as context:
         context.prec = _DIGITS
@@ -107,7 +107,7 @@ def encode_positions(positions: Tensor, dim: int, layout: str, max_timescale: fl
         for column in (table.frequency, table.phase)
     )
     # The nearest quadrant and the distance from it, at most an eighth of a turn. int64 products
-    # wrap around, as wanted.
+    # wrap around, as intended.
     angle = positions.unsqueeze(-1) * frequency + phase + _EIGHTH
     quadrant = (angle >> 62) & 3
     distance = ((angle & (_QUARTER - 1)) - _EIGHTH).to(torch.float64) * (2 * math.pi / _TURN)

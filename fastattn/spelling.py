@@ -1,7 +1,7 @@
 """How dtypes and operators may be spelled in any command: `fp32` and `float32`, `sdpa` and
 `scaled_dot_product_attention`. A list is separated by commas, and its flag may be given again.
 
-A command has names of its own for both; what is given becomes the one of those that means the same.
+Each command has its own names for both. The given spelling is converted to the command's name.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _DTYPES = (
 
 
 def names(text: str) -> list[str]:
-    """The type of a LIST; none at all is a mistake, as of a variable that is not set."""
+    """The type of a LIST; an empty one is an error, because a shell variable is probably unset."""
     found = [name.strip() for name in text.split(",") if name.strip()]
     if not found:
         raise argparse.ArgumentTypeError(f"{text!r} names nothing")
@@ -32,7 +32,7 @@ def names(text: str) -> list[str]:
 
 
 def add_list(parser: argparse._ActionsContainer, flag: str, words: str) -> None:
-    """Adds a flag whose value is a list of names, [] where it is not given."""
+    """Add a flag whose value is a list of names, [] if it is not given."""
     parser.add_argument(
         flag, type=names, action="extend", default=[], metavar="LIST", help=words + "; repeatable"
     )
@@ -41,7 +41,7 @@ def add_list(parser: argparse._ActionsContainer, flag: str, words: str) -> None:
 def list_type(
     resolve: Callable[[Iterable[str], Collection[str], str], list[str]], allowed: Collection[str]
 ) -> Callable[[str], list[str]]:
-    """The type of a LIST of `dtypes` or `operators`, for a parser that refuses others by itself."""
+    """The type of a LIST of `dtypes` or `operators`; the parser itself rejects other names."""
 
     def parse(text: str) -> list[str]:
         try:

@@ -1,10 +1,10 @@
-"""`fastattn tune`: what is fastest on this machine?
+"""`fastattn tune`: find what is fastest on this machine.
 
-On a processor: which backend, instruction set and GEMM, see ``fastattn/tune_cpu.py``.
+On a CPU: the backend, instruction set and GEMM, see ``fastattn/tune_cpu.py``.
 
-On a GPU: which launches of the Triton kernels. From the launch of the table it goes to the fastest
-neighbour, one number halved or doubled, until none is faster. What it finds is written to a JSON
-file, for ``FASTATTN_TRITON_TABLE``.
+On a GPU: the launch parameters of the Triton kernels. The search starts at the table's launch and
+moves to the fastest neighbour, with one number halved or doubled, until none is faster. It writes
+the result to a JSON file, for ``FASTATTN_TRITON_TABLE``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["add_arguments", "fastest", "run"]
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _WIDTHS = (64, 128, 256, 512)
-_FASTER = 0.98  # of the time: less is noise
+_FASTER = 0.98  # required ratio of times; a smaller gain is noise
 _TABLE = Path("fastattn-triton.json")
 _Call = Callable[[], Any]
 
@@ -126,7 +126,7 @@ def fastest(
     measure: Callable[[_Call], float],
     report: Callable[[str], None],
 ) -> Any:
-    """Return the launch at the end of the descent from ``start``; report every trial."""
+    """Return the launch that the descent from ``start`` ends at; report every trial."""
     from fastattn.backends.triton._table import trying
 
     times: dict[Any, float] = {}
@@ -137,7 +137,7 @@ def fastest(
                 with trying(kernel, launch):
                     times[launch] = measure(call)
                 outcome = f"{1000 * times[launch]:.1f} us"
-            except Exception as error:  # too large for the chip, or for the compiler
+            except Exception as error:  # needs too many resources, or does not compile
                 times[launch] = float("inf")
                 outcome = f"does not run: {type(error).__name__}"
             report(f"{kernel} {tuple(launch)}: {outcome}")
@@ -165,7 +165,7 @@ def _neighbours(launch: Any) -> Iterator[Any]:
             yield launch._replace(stages=stages)
 
 
-# -- what is measured: for each operator the kernels, and a call that takes each of them ----------
+# -- the measured calls: for each operator its kernels, and a call that uses each of them ---------
 
 
 def _attention(dtype: torch.dtype, width: int) -> Iterator[tuple[str, _Call]]:

@@ -1,7 +1,7 @@
-"""`fastattn tune` on a processor: which backend, instruction set and GEMM are fastest here?
+"""`fastattn tune` on a CPU: find the fastest backend, instruction set and GEMM.
 
-The candidates of a choice run in turn, round after round, and are compared by their medians, so
-that a change of the clock meets all of them. What the shipped table of evidence chooses stays,
+The candidates of a choice run in turn, round after round, and are compared by their medians, so a
+change of the clock frequency affects all of them. The choice of the shipped evidence table stays
 unless another candidate is faster by more than 3 %. The result is written as the user's own
 entries, see ``fastattn.evidence``.
 """
@@ -28,13 +28,13 @@ from fastattn.nn import _linear
 __all__ = ["attention", "clearly_fastest", "gemm", "measure", "run"]
 
 _ATTENTION = "scaled_dot_product_attention"
-_FASTER = 0.97  # of the time: less is noise
-_LEAST_QUERIES = 16  # of what is measured here nothing holds for a single query
+_FASTER = 0.97  # required ratio of times; a smaller gain is noise
+_LEAST_QUERIES = 16  # these measurements do not apply to single queries
 _SHAPE = 1, 8, 512, 64  # B, H, L, D
 _LARGE = 512, 768, 2304  # M, K, N
 _FEW_ROWS = 16, 768, 768
 _OURS_UP_TO = 2**24 - 1
-_ROUNDS, _SECONDS = 7, 3.0  # at least so many rounds, and for so long, a choice
+_ROUNDS, _SECONDS = 7, 3.0  # the minimum rounds and seconds per choice
 _TOLD_APART = ("avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16")
 
 Candidates = dict[str, Callable[[], Any]]
@@ -81,7 +81,7 @@ def measure(what: str, candidates: Candidates) -> dict[str, float]:
 
 
 def clearly_fastest(times: dict[str, float], usual: str) -> str:
-    """Return the fastest, but the usual one unless that is slower by more than noise."""
+    """Return the fastest candidate, or the usual one if the difference is within the noise."""
     best = min(times, key=lambda name: times[name])
     if usual in times and not times[best] < _FASTER * times[usual]:
         return usual
@@ -89,8 +89,8 @@ def clearly_fastest(times: dict[str, float], usual: str) -> str:
 
 
 def attention(dtype: torch.dtype, measure: Measure) -> list[Entry]:
-    """The entries of instruction set and backend. A time is the geometric mean of that of the
-    forward pass and that of both passes."""
+    """The entries of instruction set and backend. A time is the geometric mean of the time of the
+    forward pass and the time of both passes."""
     native = importlib.import_module("fastattn._cpu")
     supported = native.build_info()["supported"]
     isas = [isa for isa in supported if isa != "baseline"] or supported
@@ -142,7 +142,7 @@ def attention(dtype: torch.dtype, measure: Measure) -> list[Entry]:
 
 
 def gemm(dtype: torch.dtype, measure: Measure) -> list[Entry]:
-    """The entry of the products of the projections, none where there is nothing to choose."""
+    """The entry of the GEMM of the projections, none if there is nothing to choose."""
     onednn: Any = _linear._ONEDNN_LINEAR
     if onednn is None or dtype not in _linear._ONEDNN_DTYPES:
         return []

@@ -1,7 +1,7 @@
-"""`fastattn verify`: is this build right, on this machine?
+"""`fastattn verify`: check that this build is correct on this machine.
 
 Runs the case table of ``fastattn.testing`` on every native backend, forward and backward, and
-compares with the oracle by the error bound of ``docs/numerics.md``.
+compares with the reference by the error bound of ``docs/numerics.md``.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class _Result:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command; 0 if everything was right, 1 if anything was not."""
+    """Run the command; return 0 if all checks passed, else 1."""
     dtypes = spelling.dtypes(args.dtype, _DTYPES) or list(_DTYPES)
     operators = spelling.operators(args.op, PROOFS) or list(PROOFS)
     chosen = _targets(args.backend, args.isa)
@@ -123,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _targets(backend: str | None, isa: str) -> list[Target]:
-    """The targets that the arguments ask for. Raises ValueError if there is none such."""
+    """The targets that the arguments select. Raises ValueError if there is none."""
     native = targets()
     if backend == "reference":
         return [Target("reference")]
@@ -171,7 +171,7 @@ def _results(
 
 
 def _progress(results: Iterator[_Result], total: int) -> Iterator[_Result]:
-    """Pass the results on; on a terminal, keep a line below them that says how far we are."""
+    """Pass the results on; on a terminal, show a progress line below them."""
     live = sys.stdout.isatty()
     start = time.perf_counter()
     for count, result in enumerate(results, 1):
