@@ -1,7 +1,7 @@
-"""Pictures of attention: heat maps and hops by matplotlib, and a page to look around in.
+"""Plots of attention: heat maps and hops with matplotlib, and an interactive HTML page.
 
 matplotlib is an optional dependency (``pip install 'fastattn[plot]'``); :func:`html` needs nothing.
-What to draw comes from ``need_weights=True``, or from :func:`fastattn.capture`.
+The weights come from ``need_weights=True``, or from :func:`fastattn.capture`.
 """
 
 from fastattn.plot._figures import heatmap, hops

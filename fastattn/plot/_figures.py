@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["heatmap", "hops"]
 
-_INCHES = 0.28  # of a row or a column
+_INCHES = 0.28  # per row or column
 _LARGEST = 14.0
 
 
@@ -37,11 +37,11 @@ def heatmap(
         weights: [Tq, Tk]: a tensor of any dtype and device, an array, or lists. NaN is left grey.
         x_tokens: the Tk keys, along the top. None: their numbers.
         y_tokens: the Tq queries, from the top down. None: their numbers.
-        ax: where to draw; None: into a figure of its own, large enough for all tokens.
-        title: above it all.
-        vmax: the weight that gets the full colour; None: the largest there is.
+        ax: the axes to draw into; None: a new figure, large enough for all tokens.
+        title: above the plot.
+        vmax: the weight that gets the full colour; None: the largest weight.
         cmap: a colour map of matplotlib; None: white to blue, with negative weights red to blue.
-        colorbar: draw the scale beside it.
+        colorbar: also draw the colour scale.
         values: write each weight into its cell.
 
     Returns:
@@ -77,15 +77,15 @@ def hops(
     vmax: float | None = None,
     cmap: str | None = None,
 ) -> Figure:
-    """Draw where each hop of a memory network looks: one panel a hop.
+    """Draw the attention of each hop of a memory network, one panel per hop.
 
     Args:
-        weights: [K, N], of one query in K hops, or [K, Q, N], of Q queries.
+        weights: [K, N] for one query in K hops, or [K, Q, N] for Q queries.
         sentences: the N memories, in the order of the weights. None: their numbers.
-        queries: of [K, Q, N], the Q queries. None: their numbers.
-        support: the indices of the memories that hold the answer: they are printed bold.
+        queries: the Q queries of [K, Q, N]. None: their numbers.
+        support: the indices of the memories that hold the answer, printed in bold.
         title: above the panels, such as the question and its answer.
-        vmax: the weight that gets the full colour in all panels; None: the largest there is.
+        vmax: the weight that gets the full colour in all panels; None: the largest weight.
         cmap: as for :func:`heatmap`.
 
     Returns:
@@ -99,7 +99,7 @@ def hops(
     stack = matrices("weights", weights, (2, 3))
     single = stack.ndim == 2
     if single and queries is not None:
-        raise ValueError("queries go with weights [K, Q, N], got [K, N]")
+        raise ValueError("queries need weights [K, Q, N], got [K, N]")
     panels = (stack[:, None] if single else stack).transpose(1, 2)  # [K, N, Q]
     count, memories, asked = panels.shape
     y = tokens_of("sentences", sentences, memories)
@@ -148,7 +148,7 @@ def _draw(ax: Axes, matrix: Tensor, vmax: float | None, cmap: str | None, values
 
 def _label(ax: Axes, x: list[str], y: list[str], left: bool = True) -> None:
     ax.xaxis.tick_top()
-    # parse_math: a token may be a dollar sign.
+    # parse_math=False, because a token may be a dollar sign.
     ax.set_xticks(range(len(x)), x, rotation=90, fontsize="small", parse_math=False)
     ax.tick_params(length=0, labelleft=left)
     if left:
@@ -156,7 +156,7 @@ def _label(ax: Axes, x: list[str], y: list[str], left: bool = True) -> None:
 
 
 def _inches(labels: list[str], count: int) -> float:
-    """The size of a side: its labels, then so many cells."""
+    """The size of a side: its labels plus ``count`` cells."""
     return min(0.6 + 0.085 * max(map(len, labels)) + _INCHES * count, _LARGEST)
 
 

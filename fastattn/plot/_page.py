@@ -1,4 +1,4 @@
-"""A page to look around in: one file, with a picker of layers and heads, and no network."""
+"""An interactive page: one file, with pickers of layer and head, that needs no network."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ def html(
     picker: str = "head",
     title: str = "Attention",
 ) -> str:
-    """Make a page that shows one heat map at a time, with pickers of the layer and the head.
+    """Create a page that shows one heat map at a time, with pickers of the layer and the head.
 
     It is one file that loads nothing, runs without a network, and shows the exact weight of the
     cell under the pointer. The mean over the heads can be picked too.
 
     Args:
-        weights: of one layer, or a dictionary from the names of layers to theirs, such as
-            :func:`fastattn.capture` gives. Weights are [Tq, Tk], [H, Tq, Tk] or [N, H, Tq, Tk], of
+        weights: of one layer, or a dictionary from layer names to weights, such as
+            :func:`fastattn.capture` yields. Weights are [Tq, Tk], [H, Tq, Tk] or [N, H, Tq, Tk], of
             which ``example`` is shown; or a list of these, one for each call of the layer. The
-            weights of the hops of one query, [K, N], are a matrix with a row for each hop; as
-            ``weights[:, None]`` with ``picker="hop"`` there is a hop to pick.
+            weights of the hops of one query, [K, N], are shown as a matrix with one row per hop;
+            pass ``weights[:, None]`` and ``picker="hop"`` to get a picker of the hop.
         x_tokens: the Tk keys: a sequence of strings, or a dictionary from the names of layers to
             one. None, or a layer that is not in it: their numbers.
-        y_tokens: the Tq queries, likewise.
-        path: where to write the page; None: it is only returned.
+        y_tokens: the Tq queries, in the same form.
+        path: the file to write the page to; None: only return it.
         example: which of the N to show.
-        picker: what the first of three dimensions is called.
+        picker: the name of the first of three dimensions.
         title: of the page.
 
     Returns:
@@ -87,7 +87,7 @@ def _layers(weights: Any) -> Iterator[tuple[str, str, Any]]:
     for key, calls in weights.items():
         name = str(key) or "attention"  # the model itself
         if not isinstance(calls, Sequence) or not calls or not hasattr(calls[0], "shape"):
-            yield name, key, calls  # lists of numbers too
+            yield name, key, calls  # includes lists of numbers
             continue
         for n, call in enumerate(calls):
             yield (name if len(calls) == 1 else f"{name} (call {n + 1})"), key, call

@@ -1,4 +1,4 @@
-"""What the pictures take: weights as tensors, arrays or lists, and the tokens along their sides."""
+"""The inputs of the plots: weights as tensors, arrays or lists, and the tokens of both axes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["matrices", "tokens_of"]
 
 
 def matrices(name: str, weights: Any, dims: Sequence[int]) -> Tensor:
-    """Return the weights in float32 on the CPU, of one of so many dimensions."""
+    """Return the weights in float32 on the CPU; ``dims`` lists the allowed dimensions."""
     try:
         x = torch.as_tensor(weights)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -30,7 +30,7 @@ def matrices(name: str, weights: Any, dims: Sequence[int]) -> Tensor:
 
 
 def tokens_of(name: str, tokens: Any, count: int) -> list[str]:
-    """Return the labels of one side: those given, or numbers."""
+    """Return the labels of one axis: the tokens if given, else numbers."""
     if tokens is None:
         return [str(n) for n in range(count)]
     if isinstance(tokens, str) or not isinstance(tokens, Sequence):

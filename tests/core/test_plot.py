@@ -102,7 +102,11 @@ def test_hops_of_several_queries() -> None:
         (lambda: plot.heatmap([[1.0]], ["a", "b"]), ValueError, "x_tokens must be 1, .*got 2"),
         (lambda: plot.heatmap([[1.0]], None, "a"), TypeError, "y_tokens must be a sequence .*str"),
         (lambda: plot.hops(torch.ones(3)), ValueError, "must have 2 or 3 dimensions"),
-        (lambda: plot.hops(torch.ones(1, 2), queries=["a"]), ValueError, r"queries go with .*K, Q"),
+        (
+            lambda: plot.hops(torch.ones(1, 2), queries=["a"]),
+            ValueError,
+            r"queries need weights .*K, Q",
+        ),
         (lambda: plot.hops(torch.ones(1, 2), support=[2]), ValueError, "support must be .*below 2"),
         (lambda: plot.html(torch.ones(3)), ValueError, "of attention must have 2 or 3 or 4 dim"),
         (lambda: plot.html({}), ValueError, "at least one layer"),
