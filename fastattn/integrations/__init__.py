@@ -1,4 +1,4 @@
-"""Explicit, reversible ways to bring fastattn into code written for something else."""
+"""Explicit, reversible integrations of fastattn into other libraries."""
 
 from fastattn.integrations.torch_mha import replace_mha, restore_mha
 

@@ -1,8 +1,8 @@
-"""Put ``fastattn.nn.MultiheadAttention`` in the place of ``torch.nn.MultiheadAttention`` inside a
-model, and back.
+"""Replaces ``torch.nn.MultiheadAttention`` by ``fastattn.nn.MultiheadAttention`` in a model, and
+restores it.
 
-The *class* of each module is switched, the module stays the same object: parameters, buffers,
-hooks, training state, attributes and every reference to it, from optimizers, shared parents or
+The *class* of each module changes, but the module stays the same object: parameters, buffers,
+hooks, training state, attributes and all references to it, from optimizers, shared parents or
 closures, remain valid. Nothing global is patched.
 """
 
@@ -15,20 +15,18 @@ from torch.nn import MultiheadAttention as _Stock
 
 from fastattn.nn.mha import MultiheadAttention, keep_forward_called
 
-_REPLACED = (
-    "_fastattn_replaced"  # an entry of the module's __dict__: this one was ours to switch back
-)
+_REPLACED = "_fastattn_replaced"  # set in the module's __dict__ if replace_mha changed its class
 
 
 def replace_mha(model: nn.Module) -> list[str]:
     """Make every ``torch.nn.MultiheadAttention`` in ``model`` run on fused kernels, in place.
 
-    A subclass keeps its own methods and attributes: it gets ``fastattn.nn.MultiheadAttention``
-    behind it in the method resolution order, so that its ``super().forward(...)`` arrives there.
-    One whose ``forward`` does not call ``super().forward`` computes what it always did.
+    A subclass keeps its own methods and attributes: ``fastattn.nn.MultiheadAttention`` follows it
+    in the method resolution order, so its ``super().forward(...)`` calls our class. A subclass
+    whose ``forward`` does not call ``super().forward`` computes the same as before.
 
-    ``torch.nn.TransformerEncoderLayer`` then calls its attention in eval mode too, rather than
-    handing the weights to an operator of PyTorch, and ``torch.nn.TransformerEncoder`` still skips
+    ``torch.nn.TransformerEncoderLayer`` then calls its attention in eval mode too, instead of
+    passing the weights to a PyTorch operator, and ``torch.nn.TransformerEncoder`` still skips
     padding with NestedTensors.
 
     Args:
@@ -50,8 +48,7 @@ def replace_mha(model: nn.Module) -> list[str]:
 
 
 def restore_mha(model: nn.Module) -> list[str]:
-    """Undo ``replace_mha``. Modules that were built as ``fastattn.nn.MultiheadAttention`` are left
-    alone.
+    """Undo ``replace_mha``. Modules created as ``fastattn.nn.MultiheadAttention`` do not change.
 
     Returns:
         The names of the modules that were switched back.
@@ -70,7 +67,7 @@ _fused_classes: dict[type, type] = {_Stock: MultiheadAttention}
 
 
 def _fused_class(stock: type) -> type:
-    """The class that does what ``stock`` does, on fused kernels."""
+    """The class equivalent to ``stock`` on fused kernels."""
     if stock not in _fused_classes:
         if _is_parametrized_class(stock):
             return _rebased(stock, _fused_class(stock.__bases__[0]))
@@ -87,7 +84,7 @@ def _fused_class(stock: type) -> type:
 
 
 def _stock_class(fused: type) -> type:
-    """The inverse of ``_fused_class``, also when the module was parametrized in between."""
+    """The inverse of ``_fused_class``, even if the module was parametrized in between."""
     if _is_parametrized_class(fused):
         return _rebased(fused, _stock_class(fused.__bases__[0]))
     return fused.__dict__.get("_fastattn_stock_class", _Stock)
@@ -105,7 +102,7 @@ def _rebased(cls: type, base: type) -> type:
 
 
 def _reduce_fused(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
-    """Pickle by the name of the client's class: the one made here cannot be imported by name."""
+    """Pickle by the name of the user's class: the class created here cannot be imported by name."""
     stock = type(self)._fastattn_stock_class  # type: ignore[attr-defined]
     return _new_fused, (stock,), *object.__reduce_ex__(self, protocol)[2:]
 

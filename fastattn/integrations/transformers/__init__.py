@@ -1,7 +1,7 @@
 """Models of Hugging Face transformers on fused kernels.
 
-transformers asks two registries, under the name in ``attn_implementation``, for an attention
-function and for the function that makes the mask (``AttentionInterface`` and
+transformers looks up the name in ``attn_implementation`` in two registries: one for the attention
+function and one for the function that creates the mask (``AttentionInterface`` and
 ``AttentionMaskInterface``). :func:`register` adds both; transformers is imported only then.
 """
 

@@ -59,41 +59,42 @@ def attention_forward(
     .. math:: out = softmax(softcap(scaling \\cdot query \\, key^T) + bias) \\, value
 
     Args:
-        module: the attention layer. Without ``is_causal``, its attribute of this name counts, and
-            without that True.
+        module: the attention layer. Its attribute ``is_causal`` is the default of ``is_causal``;
+            without the attribute, True.
         query: [B, Hq, Lq, D].
-        key: [B, Hkv, Lk, D]. Hkv divides Hq; nothing is repeated.
+        key: [B, Hkv, Lk, D]. Hkv must divide Hq; nothing is repeated.
         value: [B, Hkv, Lk, Dv].
         attention_mask: None; a :class:`StructuredMask`; [B, Lk], nonzero at real keys; or, as in
             :func:`fastattn.scaled_dot_product_attention`, broadcastable to [B, Hq, Lq, Lk], where
-            keys beyond Lk are left out. With a mask ``is_causal`` and ``sliding_window`` do not
-            count: the mask says it.
+            keys beyond Lk are left out. With a mask, ``is_causal`` and ``sliding_window`` are
+            ignored, because the mask includes them.
         dropout: the probability of dropping a weight.
         scaling: None is 1 / sqrt(D).
-        is_causal: without a mask, and with more than one query: query i sees keys 0, ..., i.
-        sliding_window: without a mask: how many keys a query sees, its own included; without
-            causality as many on the other side.
+        is_causal: without a mask, and with more than one query: query i can see keys 0, ..., i.
+        sliding_window: without a mask: how many keys a query can see, including its own; without
+            causality the same number on the other side.
         softcap: the bound of the scores.
         position_bias: added to the scores; broadcastable to [B, Hq, Lq, Lk]. Differentiable.
         s_aux: [Hq], attention sinks: logits that take part in the softmax and have no value.
             Differentiable.
         sinks: the same, [B, Hq, Lq, n]: n logits for each query.
         indices: [B, Lq, k], the keys that each query is restricted to.
-        block_indices: [B, G, Lq, k], the same by blocks of ``module.indexer.block_size`` keys; -1
-            is no block. Each of the G rows counts for the next Hq / G heads.
-        cu_seq_lens_q, cu_seq_lens_k: [S + 1], where packed sequences begin, and their end. The
-            rows of all B entries count as one after the other.
-        cache: the paged cache of continuous batching. It stores key and value, and gives those of
-            all tokens so far. A mask then says what is in the same sequence, too.
-        output_attentions: return the weights too; so it does where the model records them.
+        block_indices: [B, G, Lq, k], the same in blocks of ``module.indexer.block_size`` keys; -1
+            is no block. Each of the G rows applies to the next Hq / G heads.
+        cu_seq_lens_q, cu_seq_lens_k: [S + 1], the starts of the packed sequences, then the end.
+            The rows of all B entries are numbered consecutively.
+        cache: the paged cache of continuous batching. It stores key and value, and returns those
+            of all tokens so far. The mask then also separates the sequences.
+        output_attentions: also return the weights; they are also returned if the model records
+            them.
         others: arguments that attention does not depend on, or None.
 
     Returns:
-        [B, Lq, Hq, Dv] contiguous, and the weights [B, Hq, Lq, Lk] or None. A query that sees no
-        key gets 0.
+        [B, Lq, Hq, Dv] contiguous, and the weights [B, Hq, Lq, Lk] or None. A fully masked row
+        is 0.
 
     Raises:
-        TypeError: an argument that is not known here, and is not None.
+        TypeError: an unknown argument that is not None.
     """
     known = _IRRELEVANT if cache is None else _PAGED
     given = (name for name, value in others.items() if value is not None)
@@ -104,14 +105,14 @@ def attention_forward(
             f"{type(module).__name__}; choose another attn_implementation for this model"
         )
     if cache is not None:
-        paged = {**others, "cu_seq_lens_k": cu_seq_lens_k}  # by type of layer; it keeps one
+        paged = {**others, "cu_seq_lens_k": cu_seq_lens_k}  # per layer type; the cache selects one
         key, value = cache.update(
             key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=paged
         )
         cu_seq_lens_q = cu_seq_lens_q if attention_mask is None else None
         cu_seq_lens_k = paged["cu_seq_lens_k"]
     if attention_mask is None and not takes_any_mask(getattr(module, "config", None)):
-        is_causal = False  # causality would be in the mask, as in eager attention
+        is_causal = False  # a causal model would pass a mask, as in eager attention
     elif is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     need_weights = bool(output_attentions) or weights_are_recorded(module)
@@ -163,7 +164,7 @@ class _Call:
 
 @dataclass(frozen=True)
 class _Visible:
-    """The pairs that take part: the mask's, and of them those of the window.
+    """The pairs that take part: those allowed by both the mask and the window.
 
     With d = i + offset - j, the window is ``-right <= d <= left``; -1 is unlimited.
     """
@@ -180,7 +181,7 @@ def _read(mask: StructuredMask) -> _Visible:
 
 
 def _told(query: Tensor, key: Tensor, is_causal: bool, sliding_window: int | None) -> _Visible:
-    """What takes part without a mask: the last query is at the last key if it is the only one."""
+    """The visible pairs without a mask. A single query is at the last key."""
     q_len, k_len = query.shape[2], key.shape[2]
     offset = k_len - 1 if q_len == 1 else 0
     left = -1 if sliding_window is None or sliding_window >= k_len else sliding_window - 1
@@ -190,21 +191,21 @@ def _told(query: Tensor, key: Tensor, is_causal: bool, sliding_window: int | Non
 
 
 def _fitted(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """The mask in the form that attention takes."""
+    """The mask in the form that our attention takes."""
     k_len = key.shape[2]
     if mask.dim() == 2 and mask.shape == (query.shape[0], k_len):  # as for flash attention
         mask = mask[:, None, None, :].bool()
     if mask.shape[-1] > k_len:
         mask = mask[..., :k_len]
     if mask.dim() == 4 and mask.shape[2] > 1 and mask.stride(2) == 0:
-        mask = mask[:, :, :1]  # all queries see the same keys, which the kernels can make use of
+        mask = mask[:, :, :1]  # all queries can see the same keys; kernels use this
     if mask.dtype not in (torch.bool, torch.float32, query.dtype):
         mask = mask.to(query.dtype)
     return mask
 
 
 def _chosen(indices: Tensor, count: int) -> Tensor:
-    """[..., Lq, count]: True at ``indices`` [..., Lq, k], where negative ones are none."""
+    """[..., Lq, count]: True at ``indices`` [..., Lq, k]; negative indices are ignored."""
     chosen = torch.zeros(*indices.shape[:-1], count + 1, dtype=torch.bool, device=indices.device)
     at = indices.long()
     return chosen.scatter(-1, torch.where(at < 0, count, at), True)[..., :count]
@@ -235,13 +236,13 @@ def _biased(bias: Tensor, mask: Tensor | None, key: Tensor) -> Tensor:
 
 
 def _attend(call: _Call, visible: _Visible) -> tuple[Tensor, Tensor | None]:
-    """[B, Lq, Hq, Dv], and the weights where they are wanted."""
+    """[B, Lq, Hq, Dv], and the weights if requested."""
     q_len, k_len = call.query.shape[2], call.key.shape[2]
     key, value, mask = call.key, call.value, visible.mask
     left, right, offset = visible.left, visible.right, visible.offset
     seen = k_len
     if (left, right) != (-1, -1) and offset not in (0, k_len - q_len):
-        if right == 0 and offset + q_len <= k_len:  # no query reaches the keys after its own
+        if right == 0 and offset + q_len <= k_len:  # no query can see the keys after its own
             seen = offset + q_len
             key, value = key[:, :, :seen], value[:, :, :seen]
             mask = mask if mask is None or mask.shape[-1] == 1 else mask[..., :seen]
@@ -285,7 +286,7 @@ def _with_window(call: _Call, visible: _Visible) -> Tensor:
 
 
 def _attend_packed(call: _Call, visible: _Visible, q_starts: Tensor, k_starts: Tensor) -> Tensor:
-    """[B, Lq, Hq, Dv] of sequences that lie one after the other in the rows of all entries."""
+    """[B, Lq, Hq, Dv] of sequences that are packed in the rows of all entries."""
     batch, heads, q_len, _ = call.query.shape
     query, key, value = (
         x.transpose(1, 2).flatten(0, 1) for x in (call.query, call.key, call.value)
@@ -313,7 +314,7 @@ def _attend_packed(call: _Call, visible: _Visible, q_starts: Tensor, k_starts: T
 
 
 def _unpacked(call: _Call, visible: _Visible, q_starts: Tensor, k_starts: Tensor) -> _Visible:
-    """The same pairs by a mask [B, 1, Lq, Lk], which says too what is in the same sequence."""
+    """The same pairs as a mask [B, 1, Lq, Lk] that also separates the sequences."""
     batch = call.query.shape[0]
     q_group, q_place = _places(q_starts, batch, call.query.shape[2])
     k_group, k_place = _places(k_starts, batch, call.key.shape[2])
@@ -324,7 +325,7 @@ def _unpacked(call: _Call, visible: _Visible, q_starts: Tensor, k_starts: Tensor
 
 
 def _places(starts: Tensor, batch: int, length: int) -> tuple[Tensor, Tensor]:
-    """Of each row, the sequence that it is in, and how far from the sequence's end. Both [B, L]."""
+    """The sequence of each row, and its distance from the sequence's end. Both [B, L]."""
     rows = torch.arange(batch * length, device=starts.device, dtype=starts.dtype)
     group = torch.searchsorted(starts[1:], rows, right=True)
     ends = torch.nn.functional.pad(starts[1:], (0, 1), value=batch * length)

@@ -18,13 +18,13 @@ __all__ = ["StructuredMask", "attention_mask", "dense_mask", "structured_mask"]
 
 
 class StructuredMask(Tensor):
-    """A boolean mask [B, 1, Lq, Lk] that is stored as what it says; True takes part.
+    """A boolean mask [B, 1, Lq, Lk], stored as its pattern instead of a matrix; True takes part.
 
-    The attention function reads the attributes. For everybody else it is a tensor: whatever
-    operator is applied to it first makes it one (:meth:`dense`).
+    The attention function reads the attributes. All other code can use it as a tensor: any operator
+    first converts it to an ordinary one (:meth:`dense`).
 
     Row i has the position ``i + offset`` among the keys. ``padding`` [B, Lk] is True at real keys.
-    ``starts`` [S + 1] says where the packed sequences begin in the rows of all entries.
+    ``starts`` [S + 1] holds the starts of the packed sequences in the rows of all entries.
     """
 
     pattern: Pattern
@@ -54,7 +54,7 @@ class StructuredMask(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        # Checkpoints detach a mask, and models cut it to the number of keys that there are.
+        # Checkpointing detaches a mask, and models slice it to the number of keys.
         if function in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             (mask,) = args
             return cls(mask.shape, mask.pattern, mask.offset, mask.padding, mask.device)
@@ -73,7 +73,7 @@ def structured_mask(
     padding: Tensor | None,
     device: torch.device,
 ) -> Tensor:
-    """A :class:`StructuredMask`; an ordinary one where PyTorch has no tensors without memory."""
+    """A :class:`StructuredMask`, or a dense one if PyTorch has no tensors without memory."""
     make = _dense if compat.wrapper_tensor is None else StructuredMask
     return make(shape, pattern, offset, padding, device)
 
@@ -92,7 +92,7 @@ def _dense(
 
 
 def _starts(segments: Tensor) -> Tensor:
-    """[S + 1], int32: where the packed sequences of all rows [B · L] begin, and their end."""
+    """[S + 1], int32: the starts of the packed sequences in all rows [B · L], then the end."""
     begins = torch.ones_like(segments, dtype=torch.bool)
     begins[:, 1:] = segments[:, 1:] != segments[:, :-1]
     at = begins.flatten().nonzero().flatten()
@@ -135,18 +135,18 @@ def attention_mask(
 ) -> Tensor | None:
     """Return the mask that ``mask_function`` and the padding describe.
 
-    It is transformers' ``AttentionMaskInterface``. ``None`` stands for full attention, where the
+    It is transformers' ``AttentionMaskInterface``. It returns None for full attention, if the
     caller allows that; a :class:`StructuredMask` for causality, a window, packed sequences and
-    padding; what is none of these, or is compiled, becomes a tensor [B, 1, Lq, Lk]. Causality is
-    never left to the layer: models that drop rows of queries cut the mask accordingly.
+    padding; and a tensor [B, 1, Lq, Lk] for any other mask, or under a compiler. The mask always
+    includes causality: models that drop rows of queries slice the mask accordingly.
 
     Args:
-        batch_size, q_length, kv_length: B, Lq, Lk. transformers 5.0 gives ``cache_position`` [Lq]
-            in the place of ``q_length`` and ``q_offset``.
+        batch_size, q_length, kv_length: B, Lq, Lk. transformers 5.0 passes ``cache_position`` [Lq]
+            instead of ``q_length`` and ``q_offset``.
         q_offset, kv_offset: the positions of the first query and the first key.
         mask_function: (batch, head, query, key) -> whether the pair takes part; None is causal.
         attention_mask: [B, positions so far], True at real tokens; None without padding.
-        others: what ``transformers.masking_utils.sdpa_mask`` takes besides.
+        others: the other arguments of ``transformers.masking_utils.sdpa_mask``.
     """
     from transformers import masking_utils
 
@@ -186,7 +186,7 @@ def attention_mask(
     reached = offset + q_length if pattern.right == 0 else kv_length
     padding = _padding(attention_mask, kv_offset, kv_length, reached)
 
-    if pattern == Pattern() and padding is not None:  # all queries see the same keys
+    if pattern == Pattern() and padding is not None:  # all queries can see the same keys
         return padding[:, None, None, :].expand(shape)
     if pattern == Pattern() and (
         others.get("allow_is_bidirectional_skip", False)
@@ -194,7 +194,7 @@ def attention_mask(
     ):
         return None
     device = torch.device(others.get("device", "cpu") if positions is None else positions.device)
-    if q_length == 1:  # decoding is compiled, and a row is small
+    if q_length == 1:  # decoding may be compiled, and one row is small
         return _dense(shape, pattern, offset, padding, device)
     return structured_mask(shape, pattern, offset, padding, device)
 
@@ -210,7 +210,7 @@ def _without_idle_bounds(pattern: Pattern, offset: int, q_len: int, k_len: int) 
 
 
 def _padding(mask: Tensor | None, kv_offset: int, k_len: int, reached: int) -> Tensor | None:
-    """[B, Lk], True at real keys; None where all keys that queries reach are real.
+    """[B, Lk], True at real keys; None if all keys that queries can see are real.
 
     Positions beyond the mask are not real.
     """

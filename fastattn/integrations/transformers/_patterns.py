@@ -1,8 +1,8 @@
-"""What a mask function of transformers says, read without making a matrix of it.
+"""Analyses a mask function of transformers without creating its matrix.
 
-Such a function takes the indices (batch, head, query, key) and says whether the pair takes part. It
-is called here with objects that stand for all indices at once and record what is done to them.
-What is recorded is a conjunction of two kinds of rules, or else the function is not understood:
+Such a function takes the indices (batch, head, query, key) and returns whether the pair takes part.
+Here it is called with symbolic indices that record the operations on them. The recorded pattern
+must be a conjunction of two kinds of rules; otherwise the function is not supported:
 
     least <= q - k <= most                       causal, a window, both
     groups[b, q] == groups[b, k]                 packed sequences
@@ -25,7 +25,7 @@ __all__ = ["Pattern", "in_window", "pattern_of"]
 class Pattern:
     """The pairs that take part: with d = q - k, ``-right <= d <= left``; -1 is unlimited.
 
-    ``segments`` [B, L] numbers the packed sequences: only pairs of one number take part.
+    ``segments`` [B, L] numbers the packed sequences: both of a pair must have the same number.
     """
 
     left: int = -1
@@ -44,11 +44,11 @@ def in_window(distance: Tensor, left: int, right: int) -> Tensor:
 
 
 def pattern_of(mask_function: Callable[..., Any]) -> Pattern | None:
-    """Return what ``mask_function`` says, None if that is no :class:`Pattern`."""
+    """Return the :class:`Pattern` of ``mask_function``, None if it has none."""
     batch, head, query, key = (_Index(axis) for axis in ("batch", "head", "query", "key"))
     try:
         rule = mask_function(batch, head, query, key)
-    except Exception:  # whatever such a function does with its arguments, it was not understood
+    except Exception:  # the function uses its arguments in an unsupported way
         return None
     return rule.pattern() if isinstance(rule, _Rule) else None
 
@@ -58,7 +58,7 @@ class _NotUnderstood(Exception):
 
 
 class _Symbol:
-    """What PyTorch's operators on a tensor and a symbol arrive at."""
+    """The base of symbols; handles PyTorch's operators on a tensor and a symbol."""
 
     @classmethod
     def __torch_function__(
@@ -164,7 +164,7 @@ class _Rule(_Symbol):
     least: float = -math.inf  # of q - k
     most: float = math.inf
     segments: Tensor | None = None
-    positions: tuple[Tensor, ...] = ()  # tables through which q and k were read
+    positions: tuple[Tensor, ...] = ()  # tables that q and k were looked up in
 
     device = torch.device("cpu")
 
@@ -194,9 +194,9 @@ class _Rule(_Symbol):
         )
 
     def _positions_count_rows(self) -> bool:
-        """Whether a sequence's rows follow each other and its positions increase by 1.
+        """Whether the rows of each sequence are consecutive and its positions increase by 1.
 
-        Then differences of positions are differences of rows.
+        Then differences of positions equal differences of rows.
         """
         if self.segments is None:
             return not self.positions

@@ -1,4 +1,4 @@
-"""Whether transformers wants attention weights where it does not tell the attention function."""
+"""Whether transformers records attention weights without telling the attention function."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["weights_are_recorded"]
 def weights_are_recorded(module: nn.Module) -> bool:
     """True within a call of a model with ``output_attentions=True``.
 
-    Some models, GPT-2 and SigLIP among them, do not hand that argument on to their layers.
-    transformers records what the layers return: from 5.2 on it has a list for it while it does,
-    and before, it replaces the ``forward`` of ``module``, the attention layer, for that time.
-    Up to 5.3 some models, OPT and StableLM among them, do neither, and get no weights.
+    Some models, such as GPT-2 and SigLIP, do not pass that argument to their layers. transformers
+    then records what the layers return. While recording, versions from 5.2 keep a list for it;
+    earlier versions replace the ``forward`` of ``module``, the attention layer. Up to 5.3 some
+    models, such as OPT and StableLM, do neither, and get no weights.
     """
     if _collector is None:
         code = getattr(vars(module).get("forward"), "__code__", None)

@@ -1,4 +1,4 @@
-"""Registration with transformers, and its undoing."""
+"""Registration with transformers, and how to undo it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 __all__ = ["OLDEST", "RANGE", "Registration", "register"]
 
-# The one declaration of what is promised; the extra in pyproject.toml says the same.
+# The supported versions; the extra in pyproject.toml says the same.
 OLDEST, BELOW = (5, 0), (6, 0)
 RANGE = f">={OLDEST[0]}.{OLDEST[1]},<{BELOW[0]}"
 _OVERRIDABLE = ("sdpa",)
@@ -23,17 +23,17 @@ def register(override: str | None = None) -> Registration:
     """Serve ``attn_implementation="fastattn"`` in transformers, until it is undone.
 
     Afterwards ``from_pretrained(..., attn_implementation="fastattn")`` and
-    ``model.set_attn_implementation("fastattn")`` run the attention of every model that asks
-    transformers' registry on fused kernels, forward and backward, also where PyTorch's own function
-    is not offered: with a softcap (Gemma 2), attention sinks (GPT-OSS), a relative position bias
-    (T5) or attention weights (``output_attentions=True`` in a call).
+    ``model.set_attn_implementation("fastattn")`` run the attention of every model that uses
+    transformers' registry on fused kernels, forward and backward. This includes models for which
+    PyTorch's own function is not offered: with a softcap (Gemma 2), attention sinks (GPT-OSS), a
+    relative position bias (T5) or attention weights (``output_attentions=True`` in a call).
 
     Args:
-        override: None, or ``"sdpa"``: serve that name too, for code that accepts no other, such as
-            continuous batching. Models that already run on it are served from then on.
+        override: None, or ``"sdpa"``: also serve that name, for code that accepts no other, such as
+            continuous batching. This includes models that already use it.
 
     Returns:
-        A :class:`Registration`: ``undo()`` restores what was there before; so does the end of a
+        A :class:`Registration`: ``undo()`` restores the previous state; so does the end of a
         ``with`` block.
 
     Raises:
@@ -56,7 +56,7 @@ class Registration:
     """The names that one call of :func:`register` serves. Usable as a context manager.
 
     Registrations may be undone in any order, each any number of times: a name is served until the
-    last registration that serves it is undone. A function that somebody else has registered under
+    last registration that serves it is undone. A function that other code has registered under
     the name in the meantime stays.
     """
 
@@ -86,7 +86,7 @@ class Registration:
 
 
 class _Registries:
-    """transformers' two registries: what is served under each name, and what was there before."""
+    """transformers' two registries: our functions for each name, and the previous ones."""
 
     def __init__(self) -> None:
         from fastattn.integrations.transformers._attention import attention_forward
@@ -120,7 +120,7 @@ class _Registries:
 
 
 def _entries(interface: Any) -> dict[str, Any]:
-    """The dictionary behind a registry: it can add a name, and has no public way to remove one."""
+    """The dictionary of a registry, which has no public function to remove a name."""
     return interface._global_mapping
 
 

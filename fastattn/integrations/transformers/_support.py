@@ -1,4 +1,4 @@
-"""What is known of the models of transformers: the masks and the inputs that they take."""
+"""Which masks and inputs the models of transformers accept."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def takes_any_mask(config: Any) -> bool:
     """Return whether the models of ``config`` read masks other than eager attention's.
 
     Eager attention adds its mask to the scores. Some models compute attention themselves in this
-    way, and some ask the registry but change the mask as a matrix of scores, or leave out which of
-    their layers are causal. transformers raises an error when ``"sdpa"`` is requested for them.
-    Under any other registered name they are built, and a boolean mask, or none, makes them wrong.
+    way. Others use the registry but modify the mask as a matrix of scores, or do not say which of
+    their layers are causal. transformers raises an error if ``"sdpa"`` is requested for them. Under
+    any other registered name they run, and a boolean mask, or none, makes their results wrong.
     """
     if getattr(config, "_attn_implementation", None) != "fastattn":
         return True  # transformers has checked the other names
@@ -58,7 +58,7 @@ _model_inputs: set[str] = set()
 
 
 def _models_of(config_class: type) -> list[Any]:
-    """The model classes of a config; without any, those in its package."""
+    """The model classes of a config; if it has none, those in its package."""
     models = list(_subclasses(_base_of_models()))
     package = config_class.__module__.rpartition(".")[0]
     return [model for model in models if model.config_class is config_class] or [
@@ -71,7 +71,7 @@ def _reads_any_mask(model: Any) -> bool:
 
 
 def _asks_registry(model: Any) -> bool:
-    """False if the module of a model class defines attention and does not know the registry."""
+    """False if the module of a model class defines attention and does not use the registry."""
     try:
         code = inspect.getsource(sys.modules[model.__module__])
     except (KeyError, OSError, TypeError):  # no source to read
