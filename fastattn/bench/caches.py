@@ -13,7 +13,7 @@ _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def last_level_bytes() -> int:
-    """Of the largest cache that a processor sees; 32 MB where the system does not tell."""
+    """The size of the largest cache of a processor; 32 MB if the system does not report it."""
     try:
         texts = [(index / "size").read_text().strip() for index in _CPU.glob("index*")]
         return max(int(text[:-1]) * _UNITS[text[-1]] for text in texts)
@@ -22,7 +22,7 @@ def last_level_bytes() -> int:
 
 
 class Sweeper:
-    """Writes a buffer twice as large as the last cache: what was there is gone."""
+    """Writes a buffer twice as large as the last-level cache, which evicts all other data."""
 
     def __init__(self) -> None:
         self._buffer: Tensor | None = None

@@ -1,6 +1,6 @@
 """One cell of a benchmark: an operator on one shape, dtype and pass, and what it must cost.
 
-What an operator's sizes mean, and what its passes cost, is told by its file in `bench/ops`.
+The operator's file in `bench/ops` defines its sizes and the cost of its passes.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ WEIGHTS = ("none", "average", "per-head")
 OPTIONS = ("none", "window", "softcap", "alibi", "dropout", "learnable", "stepwise", "layerwise")
 DEVICES = ("cpu", "cuda")
 
-# float64 has no wider arithmetic here to be judged by: it can be explained, not measured.
+# float64 has no wider arithmetic here to check it: it can be explained, not measured.
 DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
 
 @dataclass(frozen=True)
 class Cell:
-    """What is measured: plain data, so that a cell can travel to another process as JSON.
+    """One measurement as plain data, so it can be sent to another process as JSON.
 
     op        a name of `bench.ops`, or an importable module of that form
     sizes     the operator's sizes by their keys, such as {"B": 1, "H": 8, "Lq": 512, ...}
-    passes    fwd (no gradient), bwd (the backward alone) or fwd+bwd
+    passes    fwd (no gradient), bwd (the backward only) or fwd+bwd
     mask      none, causal (upper left), padding (a key padding mask, half of the keys on average),
               bool (a random [Lq, Lk] mask, half of it True), bias (an additive mask)
     weights   which attention weights are returned: none, average (over the heads) or per-head

@@ -1,4 +1,4 @@
-"""Two results side by side: what became faster, what slower, and whether it can be told."""
+"""Compares two results: what became faster or slower, and whether this is significant."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ _COUNTERS = Path("/sys/class/powercap")
 
 
 def joules() -> float | None:
-    """What all processor packages have used since some time; None where nothing tells."""
+    """The energy used so far by all processor packages; None if it cannot be read."""
     try:
         used = [int((p / "energy_uj").read_text()) for p in _COUNTERS.glob("*-rapl:?")]
     except (OSError, ValueError):

@@ -29,7 +29,7 @@ _KEEP_LINES = 16  # of the table while it is live; the whole table is printed at
 
 
 class LiveWatcher(PlainWatcher):
-    """Draws on stderr, so that stdout keeps the final table alone."""
+    """Draws on stderr, so stdout has only the final table."""
 
     def __init__(self) -> None:
         super().__init__(None)

@@ -161,7 +161,7 @@ def check_threads(threads: int | None) -> None:
 
 
 def draw(result: Result, path: Path, kind: str = "speedup", theme: str = "light") -> bool:
-    """Whether the picture could be drawn; without matplotlib that is told, and no error."""
+    """Whether the plot could be drawn; without matplotlib it prints a message, not an error."""
     try:
         from fastattn.bench import charts
     except ImportError:

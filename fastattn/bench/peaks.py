@@ -120,7 +120,7 @@ def _estimate(kind: str, seconds: float, device: str) -> tuple[float, str]:
 
 
 def synchronize(device: str) -> None:
-    """Waits for what the device was told; a CPU has done it."""
+    """Synchronizes the device; does nothing on a CPU."""
     if device != "cpu":
         torch.accelerator.synchronize()
 

@@ -39,7 +39,7 @@ class WorkerProcess:
             stdout=subprocess.PIPE,
             stderr=self._errors,
             env=os.environ | thread_variables(threads) | ({ISA_VARIABLE: isa} if isa else {}),
-            # Its own group: Ctrl-C reaches the parent alone, which then ends the workers.
+            # A separate process group: Ctrl-C reaches only the parent, which then ends the workers.
             start_new_session=True,
         )
         if cpus and hasattr(os, "sched_setaffinity"):

@@ -118,7 +118,7 @@ def run_program(command: Sequence[str], path: Path) -> int:
             "-- python train.py or -- python -m module"
         )
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.touch()  # where it cannot be written, it is told before the program has run for hours
+    path.touch()  # an unwritable path raises now, not after the program has run for hours
     command = [python, "-m", "fastattn.bench.recording", str(path), *words]
     done = subprocess.run(command, check=False)
     if path.exists():
@@ -159,7 +159,7 @@ def _mask_kind(mask: Tensor | None, causal: bool) -> str:
 
 
 def _attention_sizes(query: Tensor, key: Tensor, value: Tensor) -> dict[str, int]:
-    """[..., H, L, D], whatever stands before the heads being the batch."""
+    """[..., H, L, D]; all dimensions before the heads are the batch."""
     heads, kv_heads = (x.shape[-3] if x.dim() > 2 else 1 for x in (query, key))
     batch = query.shape[:-3].numel()
     lengths = {"Lq": query.shape[-2], "Lk": key.shape[-2]}

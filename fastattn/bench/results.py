@@ -137,7 +137,7 @@ class Journal:
         self._has_begun = False
 
     def write(self, record: str, data: dict[str, Any]) -> None:
-        """A disk that is full ends the journal, not the run: what was measured is still told."""
+        """A full disk ends the journal, not the run: the results are still printed."""
         if self._file is None or self.failure is not None:
             return
         if not self._has_begun and record != "header":
@@ -260,7 +260,7 @@ def _document(text: str) -> dict[str, Any]:
     document = dict(records[0])
     document.update(next((r for r in records if r["record"] == "end"), {"ended": "killed"}))
     document.setdefault("peaks", {})
-    # A cell that was measured again stands there twice.
+    # A cell that was measured again occurs twice.
     cells = {json.dumps(r["cell"]): r for r in records if r["record"] == "cell"}
     document["cells"] = list(cells.values())
     return document

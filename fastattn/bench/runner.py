@@ -43,7 +43,7 @@ class Settings:
     cache: str = "warm"  # or cold: the caches are emptied before every call
     seed: int = 0
     time_budget: float = 60.0  # seconds for everything
-    rounds: int = 15  # quiet rounds wanted for each cell
+    rounds: int = 15  # the required number of quiet rounds per cell
     sample_ms: float = 20.0  # a sample repeats the call until it lasts at least this long
     timeout: float = 60.0  # seconds without an answer after which a provider hangs
 
@@ -312,7 +312,7 @@ class Runner:
     # Failures
 
     def _guarded(self, name: str, found: CellResult, action: Callable[[], None]) -> None:
-        """Runs `action`; whatever the provider does wrong becomes its outcome and nobody else's."""
+        """Runs `action`; an error of the provider becomes its own outcome only."""
         try:
             action()
         except ProviderError as error:

@@ -38,7 +38,7 @@ def quiet_rounds(rounds: list[Round]) -> list[Round]:
 
 
 def peak_beside(turn: Round) -> float:
-    """The yardstick of a round: whatever disturbs a measurement of the peak only lowers it."""
+    """The reference of a round: a disturbance can only lower a measured peak."""
     return max(turn.guard)
 
 

@@ -198,7 +198,7 @@ def main() -> int:
         request = json.loads(line)
         try:
             reply = {"ok": True, **actions[request["do"]](request)}
-        except Exception as error:  # whatever a provider raises is its row's reason, not our end
+        except Exception as error:  # reported in the provider's row; the run continues
             reply = {"ok": False, "error": f"{type(error).__name__}: {error}".splitlines()[0]}
         replies.write(json.dumps(reply) + "\n")
     return 0

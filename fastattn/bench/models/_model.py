@@ -68,7 +68,7 @@ class Model(Operator):
         return sizes["B"] * sizes["L"]
 
     def pairs(self, cell: Cell, visible: int) -> int:
-        """Of a layer and a head, over the batch; `visible` are those of the mask alone."""
+        """The count for a layer and a head, over the batch; `visible` counts the mask only."""
         return cell["B"] * cell["L"] * (cell["L"] + 1) // 2 if self.CAUSAL else visible
 
     def bind(self, cell: Cell, model: Any, given: Inputs) -> Call:
@@ -134,7 +134,7 @@ class Model(Operator):
     def _prepared(
         self, cell: Cell, inputs: Inputs, attention: str, registered: Callable[[], Any]
     ) -> Prepared:
-        """Eval mode for the forward alone, else training without dropout."""
+        """Eval mode for the forward only, else training without dropout."""
         model = self._model(cell, inputs)
         for parameter in model.parameters():
             parameter.data = parameter.data.clone()  # each has memory of its own, as in a model
@@ -173,7 +173,7 @@ class Model(Operator):
     def expected(self, cell: Cell, inputs: Inputs) -> Inputs:
         """The model in float64, with its attention spelled out.
 
-        What the model computes in float32 whatever its dtype, such as rotary angles, stays so.
+        Parts that the model always computes in float32, such as rotary angles, stay in float32.
         """
         model = self._model(cell, inputs)
         given = {n: _double(x) for n, x in self._given(cell, inputs).items()}
@@ -192,7 +192,7 @@ class Model(Operator):
         return {"out": out.detach(), **dict(zip(names, gradients, strict=True))}
 
     def parts(self, cell: Cell, seed: int, *, few: bool = False) -> list[tuple[int, ...]]:
-        """The noise of the forward alone is that of one sequence, or of the beginning of one.
+        """The noise of the forward alone is measured on one sequence, or on the start of one.
 
         That is a part of the whole: a token of a causal model does not depend on later ones.
         """
@@ -236,7 +236,7 @@ TEXT_SIZES: Sizes = {"B": 8, "L": 128, "N": 12, "E": 768, "H": 12, "F": 3072, "V
 def _windows(draw: Draw) -> Callable[[int, float], Tensor]:
     """Random numbers of a size, so many at a time: windows of one list.
 
-    That is faster than new ones, and takes no memory of its own.
+    This is faster than creating new ones, and needs no extra memory.
     """
     pool = draw.normal(_POOL)
     scaled = functools.cache(pool.__mul__)
@@ -274,7 +274,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 class _NothingDrawn(DispatchMode):
     """New weights are 0 where a constructor would draw random numbers, which takes longer.
 
-    Not what happens to lie in memory: `trunc_normal_` draws until all numbers are in its range.
+    Uninitialized memory does not work: `trunc_normal_` draws until all numbers are in its range.
     """
 
     def __torch_dispatch__(

@@ -73,7 +73,7 @@ class Operator:
         return 0
 
     def inputs(self, cell: Cell, draw: Draw) -> Inputs:
-        """Tensors by name: the leaves, `grad_out`, masks and whatever else there is."""
+        """Tensors by name: the leaves, `grad_out`, masks and all other inputs."""
         raise NotImplementedError
 
     def plain(self, cell: Cell, inputs: Inputs) -> Outputs:

@@ -54,7 +54,7 @@ class Module(Operator):
         return self.prepared(self.make, cell, inputs)
 
     def prepared(self, make: Make, cell: Cell, inputs: Inputs) -> Prepared:
-        """Eval mode for the forward alone, else training; no module here has dropout."""
+        """Eval mode for the forward only, else training; no module here has dropout."""
         some = next(inputs[name] for name in self.LEAVES)
         module = make(cell, dtype=some.dtype, device=some.device)
         own = dict(module.named_parameters())

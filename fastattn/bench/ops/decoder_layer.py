@@ -78,7 +78,7 @@ class DecoderLayer(Module):
         return out
 
     def theirs(self, cell: Cell, inputs: Inputs) -> Prepared:
-        mask = later(cell["L"], inputs["grad_out"].device)  # torch's wants the matrix too
+        mask = later(cell["L"], inputs["grad_out"].device)  # PyTorch also needs the matrix
         return self.prepared(self.make_torch, cell, inputs | {"tgt_mask": mask})
 
     def plain(self, cell: Cell, inputs: Inputs) -> Outputs:
@@ -111,7 +111,7 @@ def layer(own: Inputs, x: Tensor, memory: Tensor, before: Tensor, heads: int) ->
 
 
 def later(length: int, device: torch.device) -> Tensor:
-    """[L, L], True for what lies in the future."""
+    """[L, L], True for keys after the query."""
     return torch.ones(length, length, dtype=torch.bool, device=device).triu(1)
 
 

@@ -61,7 +61,7 @@ class Encoder(Operator):
     def _prepare(
         self, stack: Callable[..., Any], layer: Callable[..., Any], cell: Cell, inputs: Inputs
     ) -> Prepared:
-        """Eval mode for the forward alone, else training without dropout."""
+        """Eval mode for the forward only, else training without dropout."""
         x = inputs["x"]
         options = {"dropout": 0.0, "activation": "gelu", "batch_first": True}
         one = layer(cell["E"], cell["H"], cell["F"], **options, dtype=x.dtype, device=x.device)

@@ -75,7 +75,7 @@ class EncoderLayer(Operator):
 
 
 def _prepare(kind: type[nn.TransformerEncoderLayer], cell: Cell, inputs: Inputs) -> Prepared:
-    """Eval mode for the forward alone, else training without dropout."""
+    """Eval mode for the forward only, else training without dropout."""
     x = inputs["x"]
     module = kind(
         cell["E"],

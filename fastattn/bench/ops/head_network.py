@@ -39,7 +39,7 @@ class Heads(Module):
     def parameter(self, name: str, shape: tuple[int, ...], draw: Draw) -> Tensor:
         drawn = super().parameter(name, shape, draw)
         if name == "bias1":  # half of the units far below 0, half far above
-            # The gradient of a ReLU jumps at 0: there rounding alone would tell right from wrong.
+            # The gradient of a ReLU jumps at 0, where rounding alone would decide the result.
             drawn = drawn + 8 * (2 * (torch.arange(shape[-1]) % 2) - 1)
         return drawn
 

@@ -50,7 +50,7 @@ class Mha(Operator):
             "out_proj.weight": draw.normal(embed, embed, scale=embed**-0.5),
             "out_proj.bias": draw.normal(embed, scale=0.1),
         }
-        if cell.mask == "bias":  # the module wants masks of three dimensions as [B·H, L, S]
+        if cell.mask == "bias":  # the module expects 3-D masks as [B·H, L, S]
             bias = draw.normal(cell["H"], length, length)
             inputs["attn_mask"] = bias.repeat(batch, 1, 1)
         elif (visible := visible_keys(cell, draw)) is not None:
@@ -91,7 +91,7 @@ class Mha(Operator):
 
 
 def _prepare(kind: type[nn.MultiheadAttention], cell: Cell, inputs: Inputs) -> Prepared:
-    """Self-attention: eval mode for the forward alone, else training."""
+    """Self-attention: eval mode for the forward only, else training."""
     x = inputs["x"]
     module = kind(cell["E"], cell["H"], batch_first=True, dtype=x.dtype, device=x.device)
     module.load_state_dict({name: inputs[name] for name in PARAMETERS})

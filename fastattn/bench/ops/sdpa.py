@@ -193,7 +193,7 @@ def _options(cell: Cell, inputs: Inputs) -> dict[str, Any]:
 
 
 def _own_options(cell: Cell, inputs: Inputs) -> dict[str, Any]:
-    """What the library's function has alone."""
+    """The options that only the library's function has."""
     if cell.option == "window":
         return {"window": (window_width(cell), window_width(cell))}
     if cell.option == "softcap":

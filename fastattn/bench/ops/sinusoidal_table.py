@@ -29,7 +29,7 @@ class SinusoidalTable(Operator):
         return 0, cell["L"] * cell["E"]
 
     def inputs(self, cell: Cell, draw: Draw) -> Inputs:
-        """It has none; this one tells dtype and device."""
+        """The table has no input; this tensor carries dtype and device."""
         return {"like": draw.normal(0), "grad_out": draw.normal(0)}
 
     def arguments(self, cell: Cell, inputs: Inputs) -> tuple[Sequence[Any], dict[str, Any]]:

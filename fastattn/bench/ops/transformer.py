@@ -86,7 +86,7 @@ class WholeTransformer(Decoder):
 
 
 def _step_by_step(model: Any, source: Tensor, target: Tensor, mask: Tensor | None) -> Tensor:
-    """Ours decodes on a cache. PyTorch's has none, and wants the mask."""
+    """Ours decodes with a cache. PyTorch's has none, and needs the mask."""
     memory = model.encoder(source)
     if mask is None:
         cache = model.decoder.new_cache()

@@ -56,5 +56,5 @@ def _pytorch_is_first(cell: Cell) -> bool:
 
 
 def _backend(cell: Cell) -> str:
-    """The best that the device has, built or not: what is missing is told, not replaced."""
+    """The best backend for the device, built or not: a missing one is reported, not replaced."""
     return _forced or PRIORITY[cell.device][0]

@@ -62,7 +62,7 @@ def prepare(cell: Cell, inputs: dict[str, Tensor]) -> Callable[[], list[Any]]:
 
 
 def _as_rows(cell: Cell, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """It wants every row of a mask: written out, untimed."""
+    """onnxruntime needs every row of a mask, so it is expanded, outside the timing."""
     kept = {name: inputs[name] for name in ("query", "key", "value")}
     if "attn_mask" in inputs:
         mask = inputs["attn_mask"]

@@ -18,7 +18,7 @@ _entered = contextlib.ExitStack()
 def stay_in(context: contextlib.AbstractContextManager[Any]) -> None:
     """Enters `context` until the next one, or `leave`: inside the call it would be timed.
 
-    It is held here, for a context manager that nobody holds is left at once.
+    A reference is kept here, because a context manager without one exits immediately.
     """
     _entered.close()
     _entered.enter_context(context)
@@ -37,7 +37,7 @@ def run_passes(
 ) -> Callable[[], Outputs]:
     """A callable that runs the cell's passes; the gradient flows from the first output.
 
-    Gradients are returned, not accumulated: `torch.autograd.grad` allocates them anew in every
+    Gradients are returned, not accumulated: `torch.autograd.grad` allocates new ones in every
     call, as the first backward after `zero_grad` does.
     """
     if cell.passes == "fwd":
