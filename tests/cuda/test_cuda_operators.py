@@ -20,15 +20,9 @@ from torch import Tensor
 
 import fastattn
 from fastattn import dispatch
-from fastattn.testing.additive import ADDITIVE_CASES, check_additive
-from fastattn.testing.decode import DECODE_CASES, check_decode
-from fastattn.testing.encode_memory import ENCODE_CASES, check_encoding
-from fastattn.testing.hopfield import HOPFIELD_CASES, check_hopfield
-from fastattn.testing.memory_hops import HOP_CASES, check_hops
-from fastattn.testing.merge_states import MERGE_CASES, check_merge
-from fastattn.testing.sinusoidal import SINUSOIDAL_CASES, SinusoidalCase, check_sinusoidal
-from fastattn.testing.varlen import VARLEN_CASES, check_varlen
-from fastattn.testing.verdict import Verdict
+from fastattn.testing import Proof
+from fastattn.testing.proofs import PROOFS
+from fastattn.testing.sinusoidal import SinusoidalCase
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -61,58 +55,62 @@ def adapter() -> ModuleType:
 
 @dataclass(frozen=True)
 class Table:
-    """The cases of an operator, their judge, and which of them are for the slow run."""
+    """The cases of an operator, and which of them are for the slow run."""
 
-    cases: Sequence[Any]
-    check: Callable[[Any, torch.dtype, Any], Verdict]
+    operator: str
     long: Callable[[Any], bool]
     every: int  # one of so many is not
+    fits: Callable[[Any], bool] = lambda case: True  # what the kernels can run
+    more: Sequence[Any] = ()
+
+    @property
+    def check(self) -> Proof:
+        return PROOFS[self.operator]
+
+    @property
+    def cases(self) -> list[Any]:
+        return [*filter(self.fits, self.check.cases), *self.more]
 
 
-# So many that a thread takes several batch rows, whose heads are not the next in memory.
-MANY_ROWS = SinusoidalCase("many-rows", shape=(2, 3, 520, 257), memory="blhd")
 TABLES = {
     "sinusoidal": Table(
-        (*SINUSOIDAL_CASES, MANY_ROWS),
-        check_sinusoidal,
+        "sinusoidal_encoding",
         lambda case: torch.Size(case.shape).numel() > 10_000,
         every=4,
+        # So many that a thread takes several batch rows, whose heads are not the next in memory.
+        more=[SinusoidalCase("many-rows", shape=(2, 3, 520, 257), memory="blhd")],
     ),
     "additive": Table(
-        ADDITIVE_CASES,
-        check_additive,
+        "additive_attention",
         lambda case: case.batch * case.q_len * case.k_len * case.width > 40_000,
         every=2,
     ),
-    "encode_memory": Table(ENCODE_CASES, check_encoding, lambda case: False, every=2),
+    "encode_memory": Table("encode_memory", lambda case: False, every=2),
     "hopfield": Table(
-        HOPFIELD_CASES,
-        check_hopfield,
+        "hopfield_retrieve",
         # With the one memory that shared memory has no room for.
         lambda case: case.rows < 1000 and case.steps * case.queries * case.rows * case.width > 2e4,
         every=1,
     ),
     "memory_hops": Table(
-        HOP_CASES,
-        check_hops,
+        "memory_hop_attention",
         lambda case: case.batch * case.hops * case.rows * case.width > 50_000,
         every=1,
     ),
     "merge_states": Table(
-        [case for case in MERGE_CASES if torch.float32 in case.dtypes],
-        check_merge,
+        "merge_states",
         lambda case: torch.Size(case.shape).numel() > 60_000,
         every=1,
+        fits=lambda case: torch.float32 in case.dtypes,
     ),
     "decode": Table(
-        [case for case in DECODE_CASES if max(case.head_dim, case.value_dim or 0) <= 256],
-        check_decode,
+        "decode_attention",
         lambda case: case.capacity * len(case.lengths) * case.queries * case.heads > 4_000,
         every=2,
+        fits=lambda case: max(case.head_dim, case.value_dim or 0) <= 256,
     ),
     "varlen": Table(
-        VARLEN_CASES,
-        check_varlen,
+        "varlen_attention",
         lambda case: sum(case.q_lengths) > 220 or sum(case.k_lengths or ()) > 1000,
         every=2,
     ),
