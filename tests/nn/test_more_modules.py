@@ -178,9 +178,9 @@ def test_a_memory_is_state() -> None:
 
 def test_bad_writing_is_named() -> None:
     memory, x = nn.KeyValueMemory(4, 3), torch.ones(1, 2, 3)
-    with pytest.raises(ValueError, match="key must have a batch of 1 and a width of 3"):
+    with pytest.raises(ValueError, match="key must have batch size 1, width 3"):
         memory.append(torch.ones(2, 2, 3), x)
-    with pytest.raises(ValueError, match="must have a batch of 1"):
+    with pytest.raises(ValueError, match="must have batch size 1, width 3, and as many rows"):
         memory.append(x, torch.ones(1, 3, 3))
     with pytest.raises(TypeError, match=r"value must be torch\.float32"):
         memory.append(x, x.double())

@@ -309,7 +309,6 @@ def test_the_same_bits_whatever_the_batch(target: Target, case: AdditiveCase) ->
             clean=(),
             given=(whole.given[0][rows], None),
             options=whole.options,
-            needs_mask_grad=False,
         )
         got = run_additive(target.module, part)
         for name in ("out", "grad_query", "grad_key", "grad_value"):
