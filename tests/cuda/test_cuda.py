@@ -21,7 +21,7 @@ from new_option import assert_declined
 
 import fastattn
 from fastattn import dispatch, info
-from fastattn.testing import CASES, Case, check
+from fastattn.testing import CASES, Case, Deviation, Verdict, check
 from fastattn.testing.inputs import make_inputs
 from fastattn.testing.oracle import run
 
@@ -89,11 +89,18 @@ ONE_KEY = [
 ]
 
 
+def inexact_gradients(verdict: Verdict) -> list[Deviation]:
+    """Those of the queries and keys of a ONE_KEY case that are not exactly 0."""
+    gradients = ("grad_query", "grad_key")
+    return [d for d in verdict.deviations if d.name in gradients and d.error != 0]
+
+
 @pytest.mark.parametrize("case", ONE_KEY, ids=lambda case: case.name)
 def test_the_only_key_has_all_the_weight(adapter: ModuleType, case: Case) -> None:
     verdict = check(case, torch.float32, Emulated(adapter, 3))  # type: ignore[arg-type]
     assert verdict.ok, verdict.faults
-    assert [d.error for d in verdict.deviations if d.name in ("grad_query", "grad_key")] == [0, 0]
+    assert {"grad_query", "grad_key"} <= {d.name for d in verdict.deviations}
+    assert not inexact_gradients(verdict)
 
 
 @pytest.mark.slow
