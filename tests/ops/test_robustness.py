@@ -8,6 +8,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -299,6 +300,33 @@ def test_a_tensor_changed_before_backward_is_an_error(backend: str) -> None:
     key.zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
+
+
+# --- overlapping rows -----------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("backend", ["cpu", None])
+@pytest.mark.parametrize(
+    ("shape", "strides"),
+    [((3, 2, 2, 4), (1, 6, 8, 1)), ((1, 2, 2, 4), (6, 1, 1, 1)), ((2, 3, 2, 4), (1, 4, 12, 1))],
+)
+def test_queries_whose_rows_overlap(
+    shape: tuple[int, ...], strides: tuple[int, ...], backend: str | None
+) -> None:
+    """Sliding windows over memory: several dimensions have the stride of the last one."""
+    memory = torch.randn(64, dtype=torch.float64, requires_grad=True)
+    key, value = (torch.randn(*shape[:2], 5, 4, dtype=torch.float64) for _ in range(2))
+    grad_out = torch.randn(shape, dtype=torch.float64)
+
+    def results(backend: str | None) -> tuple[Tensor, ...]:
+        leaves = [memory, key.requires_grad_(), value.requires_grad_()]
+        with use_backend(backend) if backend else nullcontext():
+            out = attention(memory.as_strided(shape, strides), key, value)
+            return out.detach(), *torch.autograd.grad(out, leaves, grad_out)
+
+    for got, expected in zip(results(backend), results("reference"), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
 
 
 # --- large offsets ---------------------------------------------------------------------------
