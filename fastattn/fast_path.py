@@ -30,11 +30,7 @@ def is_open(*tensors: Any) -> bool:
     ended), a lazy negation and autocast need the general path, which handles them or raises the
     error.
     """
-    if (
-        not nothing_watches()
-        or dispatch.forced.get() not in BACKENDS
-        or torch.is_autocast_enabled("cpu")
-    ):
+    if not nothing_watches() or dispatch.forced.get() not in BACKENDS or compat.any_autocast():
         return False
     try:
         for t in tensors:

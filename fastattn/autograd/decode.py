@@ -43,7 +43,7 @@ decode = Operator(
     setup_context=lambda ctx, args, results: None,
     backward=_backward,
     vmap=_vmap,
-    derived={"scale": lambda query, *_: default_scale(query)},
+    derived={"scale": lambda query, *_: default_scale(query.shape[-1])},
 )
 
 

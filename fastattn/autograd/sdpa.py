@@ -80,8 +80,8 @@ def _fake_backward(
     )
 
 
-def default_scale(query: Tensor) -> float:
-    return 1.0 / math.sqrt(query.shape[-1])
+def default_scale(width: int) -> float:
+    return 1.0 / math.sqrt(width)
 
 
 def _vmap(
@@ -134,7 +134,7 @@ attention = Operator(
     backward=_backward,
     vmap=_vmap,
     opaque=("alibi_slopes",),
-    derived={"scale": lambda query, *_: default_scale(query)},
+    derived={"scale": lambda query, *_: default_scale(query.shape[-1])},
 )
 
 attention_backward = Operator(
@@ -145,5 +145,5 @@ attention_backward = Operator(
     fake=_fake_backward,
     vmap=_vmap_backward,
     recomputed=("out", "lse"),
-    derived={"scale": lambda _out, _lse, _weights, query, *_: default_scale(query)},
+    derived={"scale": lambda _out, _lse, _weights, query, *_: default_scale(query.shape[-1])},
 )

@@ -74,7 +74,7 @@ packed_attention = Operator(
     backward=_backward,
     vmap=_vmap,
     opaque=("alibi_slopes",),
-    derived={"scale": lambda query, *_: default_scale(query)},
+    derived={"scale": lambda query, *_: default_scale(query.shape[-1])},
 )
 
 packed_attention_backward = Operator(
@@ -85,5 +85,5 @@ packed_attention_backward = Operator(
     fake=_fake_backward,
     vmap=_vmap_backward,
     recomputed=("out", "lse"),
-    derived={"scale": lambda _out, _lse, query, *_: default_scale(query)},
+    derived={"scale": lambda _out, _lse, query, *_: default_scale(query.shape[-1])},
 )

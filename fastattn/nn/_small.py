@@ -51,12 +51,13 @@ def self_attention(
         or type(w_in) not in _PLAIN
         or type(w_out) not in _PLAIN
         or not is_open(x, key_padding_mask)
-        or x.is_nested
-        or x.dim() != 3
     ):
         return None
+    try:
+        first, second, width = x.shape
+    except (RuntimeError, ValueError):  # nested, or not 3-D
+        return None
     dtype = x.dtype
-    first, second, width = x.shape
     most = _MOST_WORK.get(dtype)
     if most is None:
         most = _most_work(dtype)
@@ -64,14 +65,15 @@ def self_attention(
     work = 3 * rows * width * width
     if not 0 < work <= most or (rows < _LEAST_ROWS and work > _FEW_ROWS_MOST_WORK):
         return None
+    w_in_stride, w_out_stride = w_in.stride(), w_out.stride()
     if (
         not (dtype is w_in.dtype is w_out.dtype)
         or not (w_in.is_cpu and w_out.is_cpu)
         or not x.is_contiguous()
         or w_in.shape != (3 * width, width)
         or w_out.shape != (width, width)
-        or w_in.stride(1) != 1
-        or w_out.stride(1) != 1
+        or w_in_stride[1] != 1
+        or w_out_stride[1] != 1
     ):
         return None
     if torch.is_grad_enabled() and (
@@ -114,10 +116,10 @@ def self_attention(
         (batch, length, width, module.num_heads),
         (length, 1) if batch_first else (1, batch),
         weights[0],
-        w_in.stride(0),
+        w_in_stride[0],
         biases[0],
         weights[1],
-        w_out.stride(0),
+        w_out_stride[0],
         biases[1],
         padding,
         padding_stride,

@@ -69,16 +69,16 @@ def hop_plainly(
 def _fits(memory: Tensor, dtype: torch.dtype, batch: int, width: int, hops: int) -> bool:
     if memory.is_nested:
         return False
-    shape = memory.shape
+    shape, strides = memory.shape, memory.stride()
     return (
         memory.dtype is dtype
         and (len(shape) == 3 or (len(shape) == 4 and shape[1] == hops))
         and shape[0] == batch
         and shape[-1] == width
-        and memory.stride(-1) == 1
+        and strides[-1] == 1
         # A separate kernel handles a memory that all queries share.
         and batch > 1
-        and memory.stride(0) != 0
+        and strides[0] != 0
     )
 
 

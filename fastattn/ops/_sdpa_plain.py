@@ -66,7 +66,7 @@ def attend_plainly(
         except RuntimeError:  # not broadcastable
             return None
     if scale is None:
-        scale = default_scale(query)
+        scale = default_scale(width)
     native = _native.get((dtype, width, value_width)) or _find_native(query, key, value)
     if native is None:
         return None

@@ -207,7 +207,7 @@ def prepare(
     if is_causal:
         right = 0
     if scale is None and not torch.compiler.is_compiling():
-        scale = default_scale(query)
+        scale = default_scale(query.shape[-1])
     append = None
     if new is not None:
         append = [key_cache, value_cache, *new, lengths, table, entries]

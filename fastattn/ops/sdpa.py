@@ -261,7 +261,7 @@ def prepare(
         query, key = (torch.nn.functional.pad(x, (0, 1)) for x in (query, key))
         scale = 1.0
     if scale is None and not torch.compiler.is_compiling():  # compiled: found at run time
-        scale = default_scale(query)
+        scale = default_scale(query.shape[-1])
     options = AttentionOptions(
         scale=scale,
         offset=offset,

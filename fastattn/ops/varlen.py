@@ -179,7 +179,7 @@ def prepare(
     if is_causal:
         right = 0
     if scale is None and not torch.compiler.is_compiling():
-        scale = default_scale(query)
+        scale = default_scale(query.shape[-1])
     options = VarlenOptions(
         scale=scale,
         bottom_right=causal_alignment == "bottom_right",
