@@ -134,8 +134,18 @@ def check_transformers(names: dict[str, Any], fused: list[str]) -> None:
     registration.undo()
 
 
+def check_torch(names: dict[str, Any], fused: list[str]) -> None:
+    out, query, key, value = (names[name] for name in ("out", "query", "key", "value"))
+    assert torch.equal(out, names["out_too"])
+    after = names["F"].scaled_dot_product_attention(query, key, value, is_causal=True)
+    torch.testing.assert_close(out, after)
+    assert out.grad_fn.name() == names["out_too"].grad_fn.name() == "plain_attentionBackward"
+    assert "plain_attention" not in after.grad_fn.name()
+
+
 CHECKS: dict[str, Callable[[dict[str, Any], list[str]], None]] = {
-    "transformers": check_transformers
+    "torch": check_torch,
+    "transformers": check_transformers,
 }
 
 

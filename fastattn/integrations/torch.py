@@ -1,0 +1,116 @@
+"""PyTorch's own ``scaled_dot_product_attention`` on fused kernels, for a whole process.
+
+:func:`activate` registers our function for the dispatcher operator
+``aten::scaled_dot_product_attention`` on the CPU. So it serves each call, by whatever import, from
+Python, TorchScript or C++, with no Python name patched.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattn import checks
+from fastattn.ops._sdpa_plain import attend_plainly
+from fastattn.ops.sdpa import prepare
+
+__all__ = ["Activation", "activate"]
+
+_STOCK = torch.ops.aten.scaled_dot_product_attention.default
+# With gradients recorded, and in inference mode, where tensors have no autograd key.
+_KEYS = ("AutogradCPU", "CPU")
+
+_lock = threading.Lock()
+_active: set[Activation] = set()
+_library: torch.library.Library | None = None  # registered while any activation is active
+
+
+class Activation:
+    """Keeps :func:`activate` in effect until :meth:`undo`, or until the end of a ``with`` block."""
+
+    def undo(self) -> None:
+        """Give the operator back to PyTorch, once no other activation is left."""
+        global _library
+        with _lock:
+            _active.discard(self)
+            if not _active:
+                _library = None  # PyTorch unregisters the functions of a deleted Library
+
+    def __enter__(self) -> Activation:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.undo()
+
+
+def activate() -> Activation:
+    """Run ``torch.nn.functional.scaled_dot_product_attention`` on fused kernels on the CPU.
+
+    All calls in this process, forward and backward, also those of ``torch.nn.MultiheadAttention``
+    without weights, of timm, diffusers, Whisper and others, and those traced by ``torch.compile``
+    from now on. Arguments, results and gradients are those of PyTorch, within rounding; dropout
+    draws other numbers from the same generator, and a fully masked row is 0.
+
+    PyTorch serves, as before, whatever :func:`fastattn.scaled_dot_product_attention` does not
+    accept: other dtypes and devices, shapes that PyTorch alone broadcasts, NestedTensors, calls
+    under ``torch.vmap``, invalid arguments; and all calls where its fused kernel is disabled, as by
+    ``torch.nn.attention.sdpa_kernel(SDPBackend.MATH)``.
+
+    Returns:
+        An :class:`Activation`. Its ``undo()``, or leaving it as a context manager, gives the
+        operator back to PyTorch. Several may be active at once, and end in any order.
+
+    ::
+
+        fastattn.integrations.torch.activate()  # until the process ends
+
+        with fastattn.integrations.torch.activate():
+            model(x)
+    """
+    global _library
+    activation = Activation()
+    with _lock:
+        if _library is None:
+            _library = torch.library.Library("aten", "IMPL")
+            for key in _KEYS:
+                _library.impl("scaled_dot_product_attention", _attention, key)
+        _active.add(activation)
+    return activation
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    call = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if torch.backends.cuda.flash_sdp_enabled():  # which holds for the CPU too
+        if dropout_p == 0.0:
+            out = attend_plainly(query, key, value, attn_mask, is_causal, scale, enable_gqa)
+            if out is not None:
+                return out
+        try:
+            operator, arguments, folding = prepare(*call)
+        except (NotImplementedError, RuntimeError, TypeError, ValueError):
+            pass  # checks only: PyTorch accepts the call, or raises its own error
+        else:
+            return _run(operator, arguments, folding)
+    stock: Any = _STOCK.decompose(*call[:6], scale=scale, enable_gqa=enable_gqa)
+    return stock
+
+
+def _run(operator: Any, arguments: Any, folding: Any) -> Tensor:
+    *tensors, seed, options = arguments
+    if options.dropout_p > 0:
+        seed = checks.draw_seed(tensors[0].device, None)
+    out: Tensor = folding.restore(operator(*tensors, seed, options)[0])
+    return out

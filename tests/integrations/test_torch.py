@@ -1,0 +1,282 @@
+"""``scaled_dot_product_attention`` of PyTorch itself on our kernels."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import gradcheck
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention as imported_before
+from torch.testing._internal.common_methods_invocations import op_db
+
+from fastattn.integrations.torch import activate
+from fastattn.ops._sdpa_plain import attend_plainly
+
+(OP,) = [op for op in op_db if op.name == "nn.functional.scaled_dot_product_attention"]
+
+
+def attend(*tensors: Any, **options: Any) -> Tensor:
+    return torch.nn.functional.scaled_dot_product_attention(*tensors, **options)
+
+
+@pytest.fixture
+def active() -> Iterator[None]:
+    with activate():
+        yield
+
+
+def make(*shape: int, dtype: torch.dtype = torch.float64, requires_grad: bool = True) -> Any:
+    torch.manual_seed(0)
+    return [torch.randn(shape, dtype=dtype, requires_grad=requires_grad) for _ in range(3)]
+
+
+def is_ours(out: Tensor) -> bool:
+    """By the graph: PyTorch names the nodes after its kernels, or after those of the equation."""
+    names, nodes = set(), [out.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        assert node is not None
+        names.add(node.name())
+        nodes.extend(parent for parent, _ in node.next_functions if parent is not None)
+    theirs = any("ScaledDotProduct" in name or "Softmax" in name for name in names)
+    ours = any("_attentionBackward" in name for name in names)
+    assert ours != theirs, names
+    return ours
+
+
+def results(function: Any, tensors: Any, options: Any) -> list[Tensor]:
+    """The output and the gradients of all inputs that require one."""
+    leaves = [
+        t.detach().clone().requires_grad_(t.requires_grad) if isinstance(t, Tensor) else t
+        for t in tensors
+    ]
+    out = function(*leaves, **options)
+    wanted = [t for t in leaves if isinstance(t, Tensor) and t.requires_grad]
+    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=out.dtype)
+    return [out, *torch.autograd.grad(out, wanted, grad)]
+
+
+# --- which calls are served -----------------------------------------------------------------------
+
+
+def test_every_way_to_the_operator_is_served(active: None) -> None:
+    q, k, v = make(2, 2, 5, 8)
+    for function in (
+        torch.nn.functional.scaled_dot_product_attention,
+        imported_before,
+        torch._C._nn.scaled_dot_product_attention,
+        torch.ops.aten.scaled_dot_product_attention,
+        torch.jit.script(_scripted),
+    ):
+        assert is_ours(function(q, k, v))
+
+
+def _scripted(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+
+
+def test_inference_mode_is_served(active: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def counted(*args: Any) -> Any:
+        calls.append(args)
+        return attend_plainly(*args)
+
+    monkeypatch.setattr("fastattn.integrations.torch.attend_plainly", counted)
+    q, k, v = make(2, 2, 5, 8, requires_grad=False)
+    with torch.inference_mode():
+        out = attend(q, k, v)
+    assert out.is_inference()
+    assert len(calls) == 1
+    torch.testing.assert_close(out, attend(q, k, v))
+
+
+def test_modules_of_pytorch_are_served(active: None) -> None:
+    layer = nn.MultiheadAttention(16, 2, batch_first=True, dtype=torch.float64)
+    out, _ = layer(*make(2, 5, 16), need_weights=False)
+    assert is_ours(out)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dropout_p": 0.5},
+        {"is_causal": True},
+        {"scale": 0.3},
+        {"attn_mask": torch.ones(5, 5, dtype=torch.bool).tril()},
+        {"attn_mask": torch.zeros(2, 1, 5, 5, dtype=torch.float64, requires_grad=True)},
+    ],
+    ids=lambda options: "-".join(options),
+)
+def test_options_are_served(active: None, options: dict[str, Any]) -> None:
+    assert is_ours(attend(*make(2, 2, 5, 8), **options))
+
+
+def test_what_only_pytorch_serves_stays_its_own(active: None) -> None:
+    q, k, v = make(2, 2, 5, 8)
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = attend(q, k, v)
+    assert not is_ours(expected)
+    torch.testing.assert_close(attend(q, k, v), expected)
+    mask = torch.ones(5, 5, dtype=torch.bool)
+    assert not is_ours(attend(q, k, v, mask, is_causal=True))  # an error of ours
+
+
+@pytest.mark.parametrize(
+    "break_it",
+    [
+        lambda q, k, v: ((q, k[..., :4], v), {}),
+        lambda q, k, v: ((q, k.float(), v), {}),
+        lambda q, k, v: ((q, k, v, torch.ones(7, 5).bool()), {}),
+        lambda q, k, v: ((q[0, 0, 0], k, v), {}),
+        lambda q, k, v: ([x.to(torch.complex128) for x in (q, k, v)], {}),
+    ],
+)
+def test_errors_are_those_of_pytorch(break_it: Any) -> None:
+    tensors, options = break_it(*make(2, 2, 5, 8))
+    with pytest.raises(Exception) as theirs:
+        attend(*tensors, **options)
+    with activate(), pytest.raises(theirs.type) as ours:
+        attend(*tensors, **options)
+    assert str(ours.value) == str(theirs.value)
+
+
+# --- the results ----------------------------------------------------------------------------------
+
+
+def test_samples_of_pytorch(active: None) -> None:
+    served = 0
+    for sample in OP.sample_inputs("cpu", torch.float64, requires_grad=True):
+        if sample.kwargs.get("dropout_p"):
+            continue
+        call = [sample.input, *sample.args], sample.kwargs
+        ours = results(attend, *call)
+        served += is_ours(ours[0])
+        with sdpa_kernel(SDPBackend.MATH):
+            theirs = results(attend, *call)
+        for got, expected in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
+    assert served >= 8
+
+
+def test_derivatives(active: None) -> None:
+    inputs = make(1, 2, 3, 4)
+    assert gradcheck(attend, inputs)
+    mask = torch.randn(3, 3, dtype=torch.float64, requires_grad=True)
+    assert gradcheck(attend, (*inputs, mask))
+
+
+def test_dropout_follows_the_generator(active: None) -> None:
+    q, k, v = make(1, 2, 64, 8)
+    torch.manual_seed(3)
+    first = attend(q, k, v, dropout_p=0.5)
+    assert not torch.equal(first, attend(q, k, v, dropout_p=0.5))
+    torch.manual_seed(3)
+    assert torch.equal(first, attend(q, k, v, dropout_p=0.5))
+
+
+def test_transforms(active: None) -> None:
+    q, k, v = make(3, 1, 2, 5, 8, requires_grad=False)
+
+    def total(*tensors: Tensor) -> Tensor:
+        return attend(*tensors, is_causal=True).sin().sum()
+
+    def grads(*tensors: Tensor) -> tuple[Tensor, ...]:
+        leaves = [t.detach().requires_grad_() for t in tensors]
+        return torch.autograd.grad(total(*leaves), leaves)
+
+    for got, expected in zip(
+        torch.func.grad(total, (0, 1, 2))(q[0], k[0], v[0]), grads(q[0], k[0], v[0]), strict=True
+    ):
+        torch.testing.assert_close(got, expected)
+    each = torch.stack([attend(*x) for x in zip(q, k, v, strict=True)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch's kernel has no batching rule, and says so
+        torch.testing.assert_close(torch.vmap(attend)(q, k, v), each)
+
+
+def test_autocast(active: None) -> None:
+    q, k, v = make(2, 2, 5, 8, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = attend(q, k, v)
+    assert out.dtype == torch.bfloat16
+    out.sum().backward()
+    assert q.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"dropout_p": 0.25}])
+def test_compiled(active: None, options: dict[str, Any]) -> None:
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(q * 2, k, v, **options) + 1
+
+    seen: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        seen.extend(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    from torch._dynamo.backends.common import aot_autograd
+
+    torch._dynamo.reset()
+    compiled = torch.compile(call, backend=aot_autograd(fw_compiler=backend), fullgraph=True)
+    tensors = make(2, 2, 5, 8)
+    torch.manual_seed(0)
+    expected = results(call, tensors, {})
+    torch.manual_seed(0)
+    got = results(compiled, tensors, {})
+    assert any("fastattn.scaled_dot_product_attention" in name for name in seen)
+    if not options.get("dropout_p"):  # the compiler draws from a generator of its own
+        for x, y in zip(got, expected, strict=True):
+            torch.testing.assert_close(x, y)
+
+
+# --- activation and undo --------------------------------------------------------------------------
+
+
+def test_activations_end_in_any_order() -> None:
+    q, k, v = make(1, 2, 5, 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        first, second = activate(), activate()
+        assert is_ours(attend(q, k, v))
+        first.undo()
+        first.undo()
+        assert is_ours(attend(q, k, v))
+        second.undo()
+        assert not is_ours(attend(q, k, v))
+        with activate():
+            assert is_ours(attend(q, k, v))
+        assert not is_ours(attend(q, k, v))
+
+
+def test_an_error_within_the_block_ends_it() -> None:
+    q, k, v = make(1, 2, 5, 8)
+    with pytest.raises(KeyError), activate():
+        raise KeyError
+    assert not is_ours(attend(q, k, v))
+
+
+def test_a_backward_after_the_end_is_still_ours() -> None:
+    q, k, v = make(1, 2, 5, 8)
+    with activate():
+        out = attend(q, k, v)
+    out.sum().backward()
+    assert q.grad is not None
+
+
+def test_threads_are_served(active: None) -> None:
+    q, k, v = make(1, 2, 5, 8)
+    outs: list[Tensor] = []
+    threads = [threading.Thread(target=lambda: outs.append(attend(q, k, v))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(outs) == 4
+    assert all(is_ours(out) for out in outs)
