@@ -2,6 +2,7 @@
 
 from fastattn import compat, nn, plot  # noqa: F401  (compat first: it refuses a PyTorch out of range)
 from fastattn._capture import capture
+from fastattn._trace import trace
 from fastattn._version import __version__
 from fastattn.dispatch import FallbackWarning, explain, use_backend
 from fastattn.integrations import replace_mha, restore_mha
@@ -46,6 +47,7 @@ __all__ = [
     "scaled_dot_product_attention",
     "sinusoidal_encoding",
     "sinusoidal_table",
+    "trace",
     "use_backend",
     "varlen_attention",
 ]

@@ -19,7 +19,7 @@ FLOORS = (
     "autograd",
     "checks",
     "ops",
-    "_capture flash_attn integrations nn plot",
+    "_capture _trace flash_attn integrations nn plot",
     "fastattn",
     "testing",
     "bench info spelling",

@@ -9,7 +9,7 @@ NAMES = {
         FallbackWarning MultiheadAttention __version__ additive_attention attention_stats capture
         decode_attention encode_memory explain hard_attention hopfield_energy hopfield_retrieve
         luong_attention memory_hop_attention merge_states nn plot replace_mha restore_mha
-        scaled_dot_product_attention sinusoidal_encoding sinusoidal_table use_backend
+        scaled_dot_product_attention sinusoidal_encoding sinusoidal_table trace use_backend
         varlen_attention""",
     "fastattn.nn": """
         AdditiveAttention BahdanauAttention GlobalAttention HeadNetwork Hopfield HopfieldLayer

@@ -1,0 +1,168 @@
+"""``trace``: counts the calls of fused attention, and says which kernel ran them."""
+
+from __future__ import annotations
+
+import contextlib
+import html
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattn.compat import DispatchMode
+from fastattn.library import operators
+
+__all__ = ["Call", "Calls", "trace"]
+
+# PyTorch's own fused attention. Its unfused attention is a product, a softmax and another product,
+# which no name distinguishes from others.
+_STOCK = ("aten::_scaled_dot_product_", "aten::_native_multi_head_attention", "aten::_transformer_")
+
+
+@dataclass
+class Call:
+    """The calls of one operator with the same shapes, dtype, backend and reason."""
+
+    operator: str  # a derivative ends in "_backward"
+    shapes: tuple[tuple[int, ...], ...]  # of the tensors given, in the order of the operator
+    dtype: torch.dtype
+    backend: str  # as in fastattn.use_backend; "" if PyTorch's own operator ran
+    reason: str  # why no preferred backend ran; "" if the first one did
+    count: int = 0
+    seconds: float = 0.0  # of all calls together; 0 unless timed
+
+
+@contextlib.contextmanager
+def trace(timed: bool = False) -> Iterator[Calls]:
+    """Count every call of fused attention within a ``with`` block, by kernel and shape.
+
+    Each call of an operator of fastattn counts, forward and backward apart, and each call of
+    PyTorch's own fused attention, whose ``backend`` is empty: that call did not reach fastattn.
+    ``explain`` says why a call of fastattn takes the backend it does; ``trace`` says what a model
+    calls.
+
+    Results stay the same up to rounding. Within the block, each operator of PyTorch takes longer to
+    call, and code compiled by ``torch.compile`` runs uncompiled. Only the calls of this thread
+    count, with the backward of their results.
+
+    Args:
+        timed: measure the time of each call too. On a GPU this waits for each kernel.
+
+    Yields:
+        A sequence of :class:`Call`, in the order of first calls. ``print`` and notebooks show it as
+        a table.
+
+    >>> import torch, fastattn
+    >>> x = torch.ones(1, 2, 5, 8)
+    >>> with fastattn.trace() as calls:
+    ...     for _ in range(3):
+    ...         out = fastattn.scaled_dot_product_attention(x, x, x)
+    >>> [(call.operator, call.shapes[0], call.count) for call in calls]
+    [('scaled_dot_product_attention', (1, 2, 5, 8), 3)]
+    """
+    if not isinstance(timed, bool):
+        raise TypeError(f"trace: timed must be a bool, got {type(timed).__name__}")
+    calls = Calls(timed)
+    with contextlib.ExitStack() as stack:
+        if "torch._dynamo" in sys.modules:  # or nothing is compiled; the import takes a second
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(calls)
+        yield calls
+
+
+class Calls(DispatchMode):
+    """What :func:`trace` yields: a mode of PyTorch's dispatcher, and the calls that it saw."""
+
+    def __init__(self, timed: bool) -> None:
+        super().__init__()
+        self._timed = timed
+        self._calls: dict[Any, Call] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func not in operators and not func._schema.name.startswith(_STOCK):
+            return func(*args, **kwargs)
+        call = self._call(func, args)
+        call.count += 1
+        if not self._timed:
+            return func(*args, **kwargs)
+        _wait(args)
+        start = time.perf_counter()
+        results = func(*args, **kwargs)
+        _wait(args)
+        call.seconds += time.perf_counter() - start
+        return results
+
+    def _call(self, func: Any, args: Sequence[Any]) -> Call:
+        tensors = [x for x in args if isinstance(x, Tensor)]
+        name = func._schema.name.removeprefix("aten::").removeprefix("fastattn::")
+        shapes = tuple(tuple(x.shape) for x in tensors)
+        key = (name, shapes, tensors[0].dtype, *_backend(func, args))
+        return self._calls.setdefault(key, Call(*key))
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def __iter__(self) -> Iterator[Call]:
+        return iter(self._calls.values())
+
+    def __getitem__(self, index: int) -> Call:
+        return list(self)[index]
+
+    def __repr__(self) -> str:
+        rows = self._rows()
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        padded = (map(str.ljust, row, widths) for row in rows)
+        return "\n".join("  ".join(row).rstrip() for row in padded)
+
+    def _repr_html_(self) -> str:
+        rows = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in self._rows())
+        return "<table>" + "".join(f"<tr>{row}</tr>" for row in rows) + "</table>"
+
+    def _rows(self) -> list[list[str]]:
+        """The table with its head; times in ms."""
+        head = ["calls", "operator", "shapes", "dtype", "backend", "reason"]
+        rows = [
+            [
+                str(call.count),
+                call.operator,
+                " ".join("×".join(map(str, shape)) or "scalar" for shape in call.shapes),
+                str(call.dtype).removeprefix("torch."),
+                call.backend or "not fastattn",
+                call.reason,
+            ]
+            for call in self
+        ]
+        if self._timed:
+            head.insert(1, "ms")
+            for row, call in zip(rows, self, strict=True):
+                row.insert(1, f"{call.seconds * 1e3:.3g}")
+        return [head, *rows]
+
+
+def _backend(func: Any, args: Sequence[Any]) -> tuple[str, str]:
+    """Which backend runs this operator, and why not those before it in the order."""
+    operator = operators.get(func)
+    if operator is None:
+        return "", ""
+    if args[-1]:  # a backward runs on the backend of its forward
+        return args[-1], ""
+    tensors, options = operator.split(args)
+    explanation = operator.explain((*tensors, options))
+    runs = explanation.runs or ""
+    earlier = list(explanation.reasons).index(runs) if runs else 0
+    refused = list(explanation.reasons.items())[:earlier]
+    return runs, "; ".join(f"{name}: {', '.join(reasons)}" for name, reasons in refused)
+
+
+def _wait(args: Sequence[Any]) -> None:
+    for x in args:
+        if isinstance(x, Tensor) and x.is_cuda:
+            torch.cuda.synchronize(x.device)
+            return
