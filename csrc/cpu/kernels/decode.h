@@ -56,7 +56,7 @@ class Decode {
   // A whole key head, chunk by chunk.
   void run_head(int64_t head) const {
     Buffers buf = scratch();
-    begin(buf.total);
+    begin_total(buf.total, head);
     for (int64_t c = 0; c < chunks_; ++c) {
       chunk(buf, head, c, buf.part);
       merge(buf.total, buf.part);
@@ -72,7 +72,7 @@ class Decode {
 
   void merge_head(int64_t head, T* states) const {
     Buffers buf = scratch();
-    begin(buf.total);
+    begin_total(buf.total, head);
     for (int64_t c = 0; c < chunks_; ++c)
       merge(buf.total, states + (head * chunks_ + c) * state_size());
     finish(buf.total, head);
@@ -113,6 +113,15 @@ class Decode {
   void begin(T* state) const {
     for (int64_t i = 0; i < rows * dim_v; ++i) state[i] = T(0);
     for (int64_t r = 0; r < rows; ++r) maxima(state)[r] = -kInf<T>, sums(state)[r] = T(0);
+  }
+
+  void begin_total(T* total, int64_t head) const {
+    begin(total);
+    for (int64_t r = 0; r < rows; ++r) {
+      const int64_t h = head % p.Hkv * group + r / p.Lq;
+      const FirstState<T> first = first_state<T>(p, rule, head / p.Hkv, h);
+      maxima(total)[r] = first.maximum, sums(total)[r] = first.sum;
+    }
   }
 
   // The factor that rescales a sum from one maximum to another; the old one may be -inf.

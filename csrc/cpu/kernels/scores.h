@@ -89,6 +89,17 @@ FASTATTN_INLINE double log_sum_exp(const ScoreRule<T>& rule, T maximum, T sum) {
   return static_cast<double>(rule.unit) * maximum + __builtin_log(static_cast<double>(sum));
 }
 
+// Maximum and sum of the rows of a query head before their first key.
+template <class T>
+struct FirstState {
+  T maximum, sum;
+};
+template <class T>
+FASTATTN_INLINE FirstState<T> first_state(const AttentionParams&, const ScoreRule<T>&, int64_t,
+                                          int64_t) {
+  return {-kInf<T>, T(0)};
+}
+
 // Turns the scores of a row into probabilities: p = 2^((S - high - low) * exponent) * inverse.
 template <class T>
 struct RowScale {

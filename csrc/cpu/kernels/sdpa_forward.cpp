@@ -133,7 +133,8 @@ class Forward {
     }
     const int64_t queries = (q1 - q0 + kLanesOfPanel - 1) / kLanesOfPanel * kLanesOfPanel;
     __builtin_memset(buf.o, 0, static_cast<size_t>(queries * p.Dv) * sizeof(T));
-    for (int64_t i = 0; i < queries; ++i) buf.m[i] = -kInf<T>, buf.l[i] = T(0);
+    const FirstState<T> first = first_state<T>(p, rule, b, h);
+    for (int64_t i = 0; i < queries; ++i) buf.m[i] = first.maximum, buf.l[i] = first.sum;
 
     Range range = visible_to_any(p, q0, q1);
     if (key_mask) {

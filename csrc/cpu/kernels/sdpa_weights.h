@@ -156,8 +156,12 @@ class WeightsPass {
     const int64_t hk = h / (p.Hq / p.Hkv);
     const Storage* k =
         static_cast<const Storage*>(p.k.data) + b * p.k.stride[0] + hk * p.k.stride[1];
-    Vec<T> m[NV], l[NV] = {};
-    FASTATTN_UNROLL for (int n = 0; n < NV; ++n) m[n] = splat<T>(-kInf<T>);
+    const FirstState<T> first = first_state<T>(p, rule, b, h);
+    Vec<T> m[NV], l[NV];
+    FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
+      m[n] = splat<T>(first.maximum);
+      l[n] = splat<T>(first.sum);
+    }
     const Range seen = visible_to_any(p, i0, i1);
     for (int64_t j0 = seen.begin; j0 < seen.end; j0 += Bk) {
       const int64_t j1 = min_of(seen.end, j0 + Bk);
