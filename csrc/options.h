@@ -63,6 +63,15 @@ class Named {
     std::apply([&](const auto&... each) { (fill(to, each), ...); }, fields);
   }
 
+  // The same for a dict that may lack names: their members keep their values.
+  template <class Struct, class... Fields>
+  void read_given(Struct& to, const std::tuple<Fields...>& fields) const {
+    const auto read = [&](const auto& field) {
+      if (PyDict_GetItemWithError(from_, field.name) != nullptr) fill(to, field);
+    };
+    std::apply([&](const auto&... each) { (read(each), ...); }, fields);
+  }
+
   // A float instead of a record is the scale, with defaults for the rest: a plain call then reads
   // nothing by name.
   template <class Options>
@@ -261,13 +270,13 @@ inline void read_sinusoidal_options(const Named& from, SinusoidalOptions& to) {
 
 // -- operands of attention --------------------------------------------------------------------
 
-// A mask and ALiBi slopes; their dtype and strides are not used if they are null.
+// A mask and ALiBi slopes, those of them that the call has.
 inline void read_biases(const Named& from, AttentionParams& to) {
   using P = AttentionParams;
   static const auto fields =
       std::make_tuple(field("mask", &P::mask), field("mask_dtype", &P::mask_dtype),
                       field("alibi", &P::alibi), field("alibi_stride", &P::alibi_stride));
-  from.read(to, fields);
+  from.read_given(to, fields);
 }
 
 // The inputs and the results of the backward pass.

@@ -18,7 +18,7 @@ AttentionParams arguments(AttentionParams p, const py::object& options,
   static const auto applied = std::make_tuple(field("applied", &AttentionParams::applied));
   read_attention_options(named(options), p);
   optional_arguments(p, operands);
-  if (!operands.is_none()) named(operands).read(p, applied);
+  if (!operands.is_none()) named(operands).read_given(p, applied);
   return p;
 }
 

@@ -28,14 +28,14 @@ inline AttentionParams common_arguments(int dtype, int threads, const py::tuple&
   return p;
 }
 
-// operands: mask, mask_dtype, alibi, alibi_stride, seed; None if absent.
+// operands: mask, mask_dtype, alibi, alibi_stride, seed, those that the call has; None: none of them.
 inline void optional_arguments(AttentionParams& p, const py::object& operands) {
   using P = AttentionParams;
   static const auto seed = std::make_tuple(field("seed", &P::seed));
   if (operands.is_none()) return;
   const Named given = named(operands);
   read_biases(given, p);
-  given.read(p, seed);
+  given.read_given(p, seed);
 }
 
 }  // namespace fastattn

@@ -37,17 +37,6 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
-# The optional operands of attention.
-NO_OPERANDS: dict[str, Any] = {
-    "mask": None,
-    "mask_dtype": 0,
-    "alibi": 0,
-    "alibi_stride": (0, 0),
-    "seed": 0,
-    "applied": None,
-}
-
-
 def optional_operands(
     batch: int,
     heads: int,
@@ -55,8 +44,8 @@ def optional_operands(
     alibi_slopes: Tensor | None = None,
     seed: Tensor | None = None,
 ) -> dict[str, Any]:
-    """The operands of :data:`NO_OPERANDS`, by name; slopes [B|1, H] are not expanded in memory."""
-    operands = NO_OPERANDS.copy()
+    """The operands that a call of attention has, by name; slopes are not expanded in memory."""
+    operands: dict[str, Any] = {}
     if attn_mask is not None:
         operands["mask"] = broadcast_operand(attn_mask)
         operands["mask_dtype"] = DTYPES[attn_mask.dtype]

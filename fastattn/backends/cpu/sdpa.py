@@ -13,7 +13,6 @@ from fastattn import _cpu
 from fastattn.backends._alloc import empty_output
 from fastattn.backends.cpu.operands import (
     DTYPES,
-    NO_OPERANDS,
     accumulator,
     broadcast_operand,
     operand,
@@ -70,7 +69,7 @@ def _causal_options(scale: float) -> AttentionOptions:
 def _plain_operands(mask: Tensor | None) -> dict[str, Any] | None:
     if mask is None:
         return None
-    return {**NO_OPERANDS, "mask": operand(mask), "mask_dtype": DTYPES[mask.dtype]}
+    return {"mask": operand(mask), "mask_dtype": DTYPES[mask.dtype]}
 
 
 def plain_attention(
