@@ -6,6 +6,10 @@ order comes from evidence, see ``fastattn.evidence``. A backend gives its reason
 sentences, by ``why_not(op, tensors, options)``, where ``tensors`` maps the names of the reference's
 parameters to tensors. A module that cannot be imported is not built. A missing function falls
 through to the next backend.
+
+The parameters of a backend's function say which tensors it takes. To add an optional one, add it
+as the last parameter of the reference's function, and to each backend that supports it: the others
+are called without it, and decline each call that uses it.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ import importlib.util
 import inspect
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import FrameType, ModuleType
@@ -151,18 +155,40 @@ def why_not(
         return [f"has no {op}"]
     if name == "reference":
         return []
-    return list(obstacles) or backend.why_not(op, named(op, tensors), options)
+    return list(obstacles) or reasons_of(backend, op, tensors, options)
+
+
+def reasons_of(backend: Any, op: str, tensors: Sequence[Any], options: Any) -> list[str]:
+    """Return the reasons of a backend's module, which has the function ``op``."""
+    given = named(op, tensors)
+    taken = taken_by(getattr(backend, op), tensors)
+    lacking = [f"has no {name}" for name in list(given)[len(taken) :] if given[name] is not None]
+    return lacking + list(backend.why_not(op, named(op, taken), options))
 
 
 def named(op: str, tensors: Sequence[Any]) -> Mapping[str, Any]:
     """Return the tensors of a primitive by name; optional ones at the end may be left out."""
-    return dict(zip(_names(op), tensors, strict=False))
+    return dict(zip(_parameters(getattr(load("reference"), op)), tensors, strict=False))
+
+
+def taken_by(function: Callable[..., Any], tensors: Sequence[Any]) -> Sequence[Any]:
+    """Return the tensors that a function takes, without those at the end that it does not."""
+    return tensors[: _most_tensors(function)]
 
 
 @functools.cache
-def _names(op: str) -> tuple[str, ...]:
-    parameters = inspect.signature(getattr(load("reference"), op)).parameters.values()
+def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
+    parameters = inspect.signature(function).parameters.values()
     return tuple(p.name for p in parameters if p.kind is not p.KEYWORD_ONLY)
+
+
+@functools.cache
+def _most_tensors(function: Callable[..., Any]) -> int | None:
+    """How many tensors a function takes; None for one with ``*tensors``, which takes any."""
+    kinds = [p.kind for p in inspect.signature(function).parameters.values()]
+    if inspect.Parameter.VAR_POSITIONAL in kinds:
+        return None
+    return kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def explanation(

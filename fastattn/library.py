@@ -172,10 +172,18 @@ class Operator:
 
     def _run(self, backend: str, tensors: Sequence[Any], options: Any) -> Any:
         if backend != "reference":
-            return self.primitive(backend)(*tensors, options=options)
-        results = dispatch.run_reference(self.name, tensors, options)
+            function = self.primitive(backend)
+            given = dispatch.taken_by(function, tensors)
+            return self._completed(function(*given, options=options))
+        results = self._completed(dispatch.run_reference(self.name, tensors, options))
         # Plain PyTorch may return results in any memory order.
         return _in_layout_of(results, self._fake(*tensors, options))
+
+    def _completed(self, results: Any) -> Any:
+        """Add None for the gradients at the end, of operands that a call does not have."""
+        if self.returns == 1 or len(results) == self.returns:
+            return results
+        return (*results, *[None] * (self.returns - len(results)))
 
     def _shaped(self, *args: Any) -> Any:
         """The fake results for arguments of the dispatcher."""
@@ -191,6 +199,12 @@ class Operator:
         else:
             results = self._run(backend, tensors, options)
         return results if self.returns == 1 else _without_none(results, tensors)
+
+    def tensors(self, **given: Tensor | None) -> list[Tensor | None]:
+        """Return the tensors in the order of the schema, None for those that are not given."""
+        unknown = given.keys() - set(self._names)
+        assert not unknown, f"{self.name} has no {unknown}"
+        return [given.get(name) for name in self._names]
 
     def split(self, args: Sequence[Any]) -> tuple[Sequence[Any], Any]:
         """Split the dispatcher's arguments into the tensors and the record of options."""
@@ -243,7 +257,7 @@ class Operator:
 
     def _through_reference(self, *args: Any) -> Any:
         tensors, options = self._primitive(args)
-        results = dispatch.run_reference(self.name, tensors, options)
+        results = self._completed(dispatch.run_reference(self.name, tensors, options))
         return results if self.returns == 1 else _without_none(results, tensors)
 
     def _save_all(self, ctx: Any, args: Sequence[Any], results: Any) -> None:

@@ -99,9 +99,11 @@ def _resume(
     query, key, value, mask, out, lse = saved
     if mask is not None:
         mask = _unexpanded(mask)
-    seen = (query, key, value, mask, None, None, out, lse)
+    seen = {"query": query, "key": key, "value": value, "attn_mask": mask, "out": out, "lse": lse}
+    grads = (grad_out, None, None)
+    tensors = attention_backward.tensors(**seen)[len(grads) :]
     record = AttentionBackwardOptions(scale=scale, window_right=0 if causal else -1)
-    return attention_backward.resume(ctx, (grad_out, None, None), (*seen, record, backend))
+    return attention_backward.resume(ctx, grads, (*tensors, record, backend))
 
 
 _attend = differentiable("plain_attention", 0, _resume)
@@ -125,7 +127,8 @@ def _find_native(query: Tensor, key: Tensor, value: Tensor) -> Any:
         first, least = dispatch.load("torch"), found.least_queries
     backend, *_ = dispatch.PRIORITY["cpu"]
     module: Any = dispatch.load(backend)
-    call = (query, key, value, None, None, None, AttentionOptions(scale=1.0))
+    tensors = attention.tensors(query=query, key=key, value=value)
+    call = (*tensors, AttentionOptions(scale=1.0))
     if not hasattr(module, "plain_attention") or attention.reasons(backend, call):
         return None
     native = backend, module, first, least

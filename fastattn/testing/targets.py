@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
@@ -84,6 +85,7 @@ class OnGpu(Target):
             yield found
 
     def _there(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)  # whose parameters say which tensors it takes
         def call(*args: Any, **options: Any) -> Any:
             return moved(function(*moved(args, self.device), **options), "cpu")
 

@@ -116,8 +116,7 @@ class Proof:
         with target.active() as backend:
             if self.primitive is not None:
                 tensors, options = self.primitive(inputs)
-                by_name = dispatch.named(self.operator, tensors)
-                verdict.declined = list(backend.why_not(self.operator, by_name, options))
+                verdict.declined = dispatch.reasons_of(backend, self.operator, tensors, options)
                 if verdict.declined:
                     return verdict
             watch = Watch(**self.watched(inputs))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from new_option import Extended, assert_declined
+from new_option import Extended, assert_declined, assert_tensor_declined
 
 from fastattn import dispatch
 from fastattn.backends import torch as by_torch
@@ -52,6 +52,11 @@ def test_a_field_that_is_no_choice_is_an_error_that_names_it() -> None:
 def test_a_backend_declines_an_option_that_it_does_not_know() -> None:
     assert_declined(cpu, torch.float32)
     assert_declined(by_torch, torch.bfloat16)
+
+
+def test_a_backend_declines_a_tensor_that_it_does_not_take() -> None:
+    assert_tensor_declined(cpu, torch.float32)
+    assert_tensor_declined(by_torch, torch.bfloat16)
 
 
 def test_the_reference_runs_an_option_that_no_kernel_knows() -> None:

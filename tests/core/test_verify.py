@@ -78,6 +78,7 @@ def test_what_is_declined_is_counted_and_reported(
 ) -> None:
     class Declines:
         why_not = staticmethod(lambda *args, **options: ["not today"])
+        scaled_dot_product_attention = staticmethod(reference.scaled_dot_product_attention)
 
     monkeypatch.setattr(Target, "module", property(lambda _: Declines))
     report = tmp_path / "report.xml"

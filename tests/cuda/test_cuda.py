@@ -17,7 +17,7 @@ import emulator
 import pytest
 import torch
 from fenced import run_fenced
-from new_option import assert_declined
+from new_option import assert_declined, assert_tensor_declined
 
 import fastattn
 from fastattn import dispatch, info
@@ -226,6 +226,7 @@ def test_reasons_against_a_call_are_plain_sentences(adapter: ModuleType) -> None
 
 def test_declines_an_option_that_it_does_not_know(adapter: ModuleType) -> None:
     assert_declined(adapter, torch.float16)
+    assert_tensor_declined(adapter, torch.float16)
 
 
 def test_a_cpu_tensor_says_why_there_are_no_cuda_kernels() -> None:

@@ -21,10 +21,22 @@ from torch.utils._pytree import tree_map
 
 import fastattn
 from fastattn import use_backend
+from fastattn.library import operators
 
 attention = fastattn.scaled_dot_product_attention
 forward_op = torch.ops.fastattn.scaled_dot_product_attention.default
 backward_op = torch.ops.fastattn.scaled_dot_product_attention_backward.default
+
+
+def forward_tensors(query: Tensor, key: Tensor, value: Tensor, **others: Tensor) -> list[Any]:
+    return operators[forward_op].tensors(query=query, key=key, value=value, **others)
+
+
+def backward_tensors(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, **others: Tensor
+) -> list[Any]:
+    given = {"grad_out": grad_out, "query": query, "key": key, "value": value, **others}
+    return operators[backward_op].tensors(**given)
 
 
 @pytest.fixture(autouse=True)
@@ -86,27 +98,28 @@ PLAIN = (0.5, 0, -1, -1, 0.0, 0.0)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_opcheck_of_the_forward(backend: str, layout: str) -> None:
     tensors = [LAYOUTS[layout](x).requires_grad_() for x in qkv(heads=2)]
-    torch.library.opcheck(forward_op, (*tensors, None, None, None, *PLAIN, 1, ""))
+    torch.library.opcheck(forward_op, (*forward_tensors(*tensors), *PLAIN, 1, ""))
 
 
 def test_opcheck_of_the_forward_without_weights(backend: str) -> None:
     """The compiler differentiates every result, the empty one in the weights' place too."""
-    torch.library.opcheck(forward_op, (*qkv(True, heads=2), None, None, None, *PLAIN, 0, ""))
+    torch.library.opcheck(forward_op, (*forward_tensors(*qkv(True, heads=2)), *PLAIN, 0, ""))
 
 
 def test_opcheck_of_the_forward_with_everything(backend: str) -> None:
     mask, slopes, seed = rand(1, 4, 1, 7, requires_grad=True), rand(1, 4).abs(), torch.tensor(3)
     options = (*OPTIONS[:5], 0.25)
-    torch.library.opcheck(forward_op, (*qkv(True), mask, slopes, seed, *options, 2, ""))
+    tensors = forward_tensors(*qkv(True), attn_mask=mask, alibi_slopes=slopes, seed=seed)
+    torch.library.opcheck(forward_op, (*tensors, *options, 2, ""))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_opcheck_of_the_backward(backend: str, layout: str) -> None:
     relaid = LAYOUTS[layout]
-    args = (*(relaid(x) for x in qkv(heads=2)), None, None, None)
-    out, lse, _ = forward_op(*args, *PLAIN, 0, "")
-    grads = (relaid(torch.randn_like(out)), None, None)
-    torch.library.opcheck(backward_op, (*grads, *args, out, lse, *PLAIN, 0, False, ""))
+    args = [relaid(x) for x in qkv(heads=2)]
+    out, lse, _ = forward_op(*forward_tensors(*args), *PLAIN, 0, "")
+    tensors = backward_tensors(relaid(torch.randn_like(out)), *args, out=out, lse=lse)
+    torch.library.opcheck(backward_op, (*tensors, *PLAIN, 0, False, ""))
 
 
 @pytest.mark.parametrize(
@@ -119,18 +132,22 @@ def test_opcheck_of_the_backward(backend: str, layout: str) -> None:
 )
 def test_opcheck_of_the_backward_with_everything(backend: str, twice: bool) -> None:
     mask, slopes, seed = rand(2, 1, 5, 1, requires_grad=twice), rand(1, 4).abs(), torch.tensor(3)
-    args = (*qkv(twice, heads=2), mask, slopes, seed)
+    tensors, others = qkv(twice, heads=2), {"attn_mask": mask, "alibi_slopes": slopes, "seed": seed}
     options = (*OPTIONS[:5], 0.25)
     with torch.no_grad():
-        results = forward_op(*args, *options, 2, "")
+        results = forward_op(*forward_tensors(*tensors, **others), *options, 2, "")
+    out, lse, _ = results
     grads = [torch.randn_like(x) for x in results]
-    torch.library.opcheck(backward_op, (*grads, *args, *results[:2], *options, 2, True, ""))
+    rest = {"grad_lse": grads[1], "grad_weights": grads[2], "out": out, "lse": lse}
+    args = backward_tensors(grads[0], *tensors, **others, **rest)
+    torch.library.opcheck(backward_op, (*args, *options, 2, True, ""))
 
 
 def test_opcheck_in_16_bits() -> None:
     tensors = [x.bfloat16().requires_grad_() for x in qkv()]
     mask = torch.randn(5, 7).requires_grad_()[None, None]
-    torch.library.opcheck(forward_op, (*tensors, mask, None, None, *PLAIN, 1, ""))
+    args = forward_tensors(*tensors, attn_mask=mask)
+    torch.library.opcheck(forward_op, (*args, *PLAIN, 1, ""))
 
 
 def test_fake_tensors_have_the_shapes_and_strides_of_real_ones(backend: str) -> None:
@@ -433,13 +450,12 @@ def test_vmap_over_everything_and_its_gradients(
 def test_vmap_of_the_backward_operator_keeps_the_shape_of_the_mask(mapped: bool) -> None:
     n, tensors = 3, qkv()
     mask = rand(n, 1, 4, 1, 7) if mapped else rand(1, 4, 1, 7)
-    args = (*tensors, None, None)
-    out, lse, _ = forward_op(*tensors, None, None, None, *PLAIN, 0, "")
+    out, lse, _ = forward_op(*forward_tensors(*tensors), *PLAIN, 0, "")
     grads = torch.stack([torch.randn_like(out) for _ in range(n)])
 
     def backward(grad_out: Tensor, attn_mask: Tensor) -> tuple[Tensor, ...]:
-        rest = (attn_mask, None, None, out, lse, *PLAIN, 0, True, "")
-        return backward_op(grad_out, None, None, *args[:3], *rest)
+        given = backward_tensors(grad_out, *tensors, attn_mask=attn_mask, out=out, lse=lse)
+        return backward_op(*given, *PLAIN, 0, True, "")
 
     together = vmap(backward, (0, 0 if mapped else None))(grads, mask)
     alone = [backward(grads[i], mask[i] if mapped else mask) for i in range(n)]

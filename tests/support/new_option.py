@@ -1,16 +1,18 @@
-"""An option of attention that no kernel knows."""
+"""An option and a tensor of attention that no kernel knows."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 
 from fastattn import dispatch
+from fastattn.autograd.sdpa import attention
 from fastattn.backends.primitives import AttentionBackwardOptions, AttentionOptions
 
-__all__ = ["Extended", "assert_declined"]
+__all__ = ["Extended", "assert_declined", "assert_tensor_declined"]
 
 _OP = "scaled_dot_product_attention"
 
@@ -36,3 +38,18 @@ def assert_declined(backend: Any, dtype: torch.dtype) -> None:
         assert backend.why_not(_OP, forward, options) == reasons
         options = _ExtendedBackward(scale=1.0, sharpness=sharpness)
         assert backend.why_not(f"{_OP}_backward", backward, options) == reasons
+
+
+def assert_tensor_declined(backend: Any, dtype: torch.dtype) -> None:
+    """Assert that a call runs on the backend, without the tensor, exactly if it is None."""
+    x = torch.ones(1, 2, 16, 8, dtype=dtype)
+    known, options = attention.tensors(query=x, key=x, value=x), AttentionOptions(scale=1.0)
+    names = (*dispatch.named(_OP, known), "tilt")
+    with mock.patch.object(
+        dispatch, "named", lambda op, tensors: dict(zip(names, tensors, strict=False))
+    ):
+        for tilt, reasons in ((None, []), (x, ["has no tilt"])):
+            assert dispatch.reasons_of(backend, _OP, (*known, tilt), options) == reasons
+    function = getattr(backend, _OP)
+    out, *_ = function(*dispatch.taken_by(function, (*known, None)), options=options)
+    assert out.shape == x.shape

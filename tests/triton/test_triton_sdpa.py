@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from new_option import assert_declined
+from new_option import assert_declined, assert_tensor_declined
 
 import fastattn
 from fastattn import dispatch
@@ -95,3 +95,4 @@ def test_it_says_what_it_cannot_run(dtype: torch.dtype, width: int, word: str) -
 
 def test_declines_an_option_that_it_does_not_know() -> None:
     assert_declined(dispatch.load("triton"), torch.float32)
+    assert_tensor_declined(dispatch.load("triton"), torch.float32)
