@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -51,10 +51,26 @@ class Inputs:
         grad_out = self.clean_grad_out if clean and poisoned else self.grad_out
         return grad_out, self.grad_lse, self.grad_weights
 
+    def backward_args(
+        self, out: Tensor, lse: Tensor, *, clean: bool = False
+    ) -> tuple[Tensor | None, ...]:
+        return (*self.cotangents(clean=clean), *self.forward_args(clean=clean), out, lse)
+
     def backward_options(self) -> AttentionBackwardOptions:
         return extended(
             AttentionBackwardOptions, self.options, needs_mask_grad=self.needs_mask_grad
         )
+
+    def gradients(self, grads: Sequence[Tensor | None]) -> dict[str, Tensor]:
+        """The results of the backward by name, without those that are None."""
+        names = ("grad_query", "grad_key", "grad_value", "grad_mask")
+        given = zip(names, grads, strict=False)
+        return {name: grad for name, grad in given if grad is not None}
+
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """The dtypes of the results that are not of query's dtype."""
+        dtypes = {"lse": torch.promote_types(self.query.dtype, torch.float32)}
+        return dtypes if self.attn_mask is None else dtypes | {"grad_mask": self.attn_mask.dtype}
 
     def tensors(self) -> dict[str, Tensor | None]:
         names = ("query", "key", "value", "attn_mask", "alibi_slopes")

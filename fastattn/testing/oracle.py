@@ -6,13 +6,13 @@ grad_key, grad_value, grad_mask if any gradient is given.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from fastattn import dispatch
 from fastattn.backends import reference
-from fastattn.backends.primitives import AttentionOptions
 from fastattn.testing.calls import double
 from fastattn.testing.cases import CASES
 from fastattn.testing.inputs import Inputs, make_inputs
@@ -24,7 +24,7 @@ __all__ = ["check", "definition", "exact", "extended", "noise_of", "run"]
 
 def run(backend: Any, inputs: Inputs) -> Results:
     """Return what a backend gives, forward and backward, NaN in unseen keys and values included."""
-    return _run(backend, inputs.forward_args(), inputs.cotangents(), inputs)
+    return _run(backend, inputs)
 
 
 def exact(inputs: Inputs) -> Results:
@@ -42,13 +42,12 @@ def exact(inputs: Inputs) -> Results:
 
 def extended(naive: Any, inputs: Inputs) -> Results:
     """Return the results in extended precision, rounded to float64."""
-    return _run(naive, inputs.forward_args(clean=True), inputs.cotangents(clean=True), inputs)
+    return _run(naive, inputs, clean=True)
 
 
 def definition(inputs: Inputs) -> Results:
     """Return the results of the reference in float64."""
-    args, given = inputs.forward_args(clean=True), inputs.cotangents(clean=True)
-    return _run(reference, double(args), double(given), inputs)
+    return _run(reference, inputs, clean=True, convert=double)
 
 
 def noise_of(inputs: Inputs, results: Results) -> Noise:
@@ -57,34 +56,27 @@ def noise_of(inputs: Inputs, results: Results) -> Noise:
 
 
 def _run(
-    backend: Any, args: tuple[Tensor | None, ...], given: tuple[Tensor | None, ...], inputs: Inputs
+    backend: Any,
+    inputs: Inputs,
+    *,
+    clean: bool = False,
+    convert: Callable[[Any], Any] = lambda tensors: tensors,
 ) -> Results:
-    forward = backend.scaled_dot_product_attention(*args, options=inputs.options)
-    if all(grad is None for grad in given):
-        return _named(forward, None, inputs.options)
-    grads = backend.scaled_dot_product_attention_backward(
-        *given, *args, *forward[:2], options=inputs.backward_options()
+    forward = backend.scaled_dot_product_attention
+    given = dispatch.taken_by(forward, convert(inputs.forward_args(clean=clean)))
+    results = dict(
+        zip(("out", "lse", "weights"), forward(*given, options=inputs.options), strict=True)
     )
-    return _named(forward, grads, inputs.options)
-
-
-def _named(
-    forward: tuple[Tensor, ...], grads: tuple[Tensor | None, ...] | None, options: AttentionOptions
-) -> Results:
-    results = dict(zip(("out", "lse", "weights"), forward, strict=True))
-    if options.weights == 0:
+    if any(grad is not None for grad in inputs.cotangents()):
+        backward = backend.scaled_dot_product_attention_backward
+        args = inputs.backward_args(results["out"], results["lse"], clean=clean)
+        given = dispatch.taken_by(backward, convert(args))
+        results |= inputs.gradients(backward(*given, options=inputs.backward_options()))
+    if inputs.options.weights == 0:
         del results["weights"]
     # A primitive's lse is float64; what the user gets, and what is judged, is rounded to this.
-    out = results["out"]
-    results["lse"] = results["lse"].to(torch.promote_types(out.dtype, torch.float32))
-    names = ("grad_query", "grad_key", "grad_value", "grad_mask")
-    results.update((n, g) for n, g in zip(names, grads or (), strict=False) if g is not None)
+    results["lse"] = results["lse"].to(torch.promote_types(results["out"].dtype, torch.float32))
     return {name: tensor.detach() for name, tensor in results.items()}
-
-
-def _dtypes(inputs: Inputs) -> dict[str, torch.dtype]:
-    dtypes = {"lse": torch.promote_types(inputs.query.dtype, torch.float32)}
-    return dtypes if inputs.attn_mask is None else dtypes | {"grad_mask": inputs.attn_mask.dtype}
 
 
 check = Proof(
@@ -96,6 +88,6 @@ check = Proof(
     run=run,
     definition=definition,
     extended=extended,
-    dtypes=_dtypes,
+    dtypes=Inputs.dtypes,
     coarse=("lse",),  # that of 16-bit inputs is a sum of weights that were rounded to 16 bits
 )

@@ -50,7 +50,7 @@ def test_packed_sequences_have_the_bits_of_each_alone(
         args = single.forward_args()
         out, lse, _ = adapter.scaled_dot_product_attention(*args, options=single.options)
         grads = adapter.scaled_dot_product_attention_backward(
-            *single.cotangents(), *args, out, lse, options=single.backward_options()
+            *single.backward_args(out, lse), options=single.backward_options()
         )
         names = ("out", "lse", "grad_query", "grad_key", "grad_value")
         return dict(zip(names, (out, lse, *grads), strict=False))
