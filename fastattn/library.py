@@ -206,6 +206,9 @@ class Operator:
         assert not unknown, f"{self.name} has no {unknown}"
         return [given.get(name) for name in self._names]
 
+    def place_of(self, name: str) -> int:
+        return self._names.index(name)
+
     def split(self, args: Sequence[Any]) -> tuple[Sequence[Any], Any]:
         """Split the dispatcher's arguments into the tensors and the record of options."""
         *tensors, options, _ = self._recorded(args)

@@ -197,10 +197,10 @@ def prepare(
 
 def _blocks(operator: Operator, args: tuple[Any, ...]) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yield (first query, lse [B, Hq, n], weights [B, Hq, n, Lk]) for each block of queries."""
-    query, key, value, mask, slopes, seed, options = args
+    query, key, value, mask, *others, options = args
     for begin in range(0, max(query.shape[2], 1), _BLOCK):  # without queries, one empty block
         end = min(begin + _BLOCK, query.shape[2])
         here = mask[:, :, begin:end] if mask is not None and mask.shape[2] != 1 else mask
         some = replace(options, offset=options.offset + begin)
-        _, lse, weights = operator(query[:, :, begin:end], key, value, here, slopes, seed, some)
+        _, lse, weights = operator(query[:, :, begin:end], key, value, here, *others, some)
         yield begin, lse, weights

@@ -153,7 +153,7 @@ def scaled_dot_product_attention(
         out = attend_plainly(query, key, value, attn_mask, is_causal, scale, enable_gqa)
         if out is not None:
             return out
-    operator, (*tensors, seed, options), folding = prepare(
+    operator, (*tensors, options), folding = prepare(
         query,
         key,
         value,
@@ -172,8 +172,8 @@ def scaled_dot_product_attention(
         average_weights=average_weights,
     )
     if options.dropout_p > 0:
-        seed = checks.draw_seed(query.device, generator)
-    out, lse, *weights = operator(*tensors, seed, options)  # jagged tensors have no weights
+        tensors[operator.place_of("seed")] = checks.draw_seed(query.device, generator)
+    out, lse, *weights = operator(*tensors, options)  # jagged tensors have no weights
     out = folding.restore(out)
     if not return_lse and not need_weights:
         return out
@@ -204,7 +204,7 @@ def prepare(
     need_weights: Any = False,
     average_weights: Any = False,
 ) -> tuple[Operator, tuple[Any, ...], arguments.Folding | _jagged.JaggedFolding]:
-    """Validate; return the operator, its arguments except the seed, and the folding.
+    """Validate; return the operator, its arguments with None for the seed, and the folding.
 
     All errors are raised here, before any computation.
     """
