@@ -270,12 +270,13 @@ inline void read_sinusoidal_options(const Named& from, SinusoidalOptions& to) {
 
 // -- operands of attention --------------------------------------------------------------------
 
-// A mask and ALiBi slopes, those of them that the call has.
+// A mask, ALiBi slopes and sinks, those of them that the call has.
 inline void read_biases(const Named& from, AttentionParams& to) {
   using P = AttentionParams;
   static const auto fields =
       std::make_tuple(field("mask", &P::mask), field("mask_dtype", &P::mask_dtype),
-                      field("alibi", &P::alibi), field("alibi_stride", &P::alibi_stride));
+                      field("alibi", &P::alibi), field("alibi_stride", &P::alibi_stride),
+                      field("sinks", &P::sinks), field("sinks_stride", &P::sinks_stride));
   from.read_given(to, fields);
 }
 
@@ -286,7 +287,9 @@ inline void read_gradients(const Named& from, AttentionParams& to) {
       std::make_tuple(field("grad_out", &P::grad_out), field("grad_lse", &P::grad_lse),
                       field("grad_weights", &P::grad_weights), field("grad_query", &P::grad_q),
                       field("grad_key", &P::grad_k), field("grad_value", &P::grad_v));
+  static const auto of_sinks = std::make_tuple(field("grad_sinks", &P::grad_sinks));
   from.read(to, fields);
+  from.read_given(to, of_sinks);
 }
 
 }  // namespace fastattn

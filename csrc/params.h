@@ -47,6 +47,8 @@ struct AttentionParams : AttentionOptions {
   DType mask_dtype;   // boolean (true = visible) or floating (added)
   const void* alibi;  // [B, Hq] acc, null = none: score -= slope * |i + offset - j|
   int64_t alibi_stride[2];
+  const void* sinks;  // [B, Hq] acc, null = none: the score of one more key, whose value is 0
+  int64_t sinks_stride[2];
   uint64_t seed;    // of dropout: the Philox key
   Tensor4 applied;  // the weights, [B, Hq, Lq, Lk] (averaged: [B, -, Lq, Lk], head stride 0)
 
@@ -60,6 +62,7 @@ struct AttentionParams : AttentionOptions {
   Tensor4
       grad_mask;  // zeroed by the caller, stride 0 where the mask is broadcast; null = not wanted.
                   // f64 where it is broadcast over queries or keys, else acc with key stride 1
+  double* grad_sinks;  // [B, Hq] contiguous, zeroed by the caller; null = not wanted
 };
 
 // One sequence of a batch: B is 1 and every pointer is at its first row. A rectangular batch counts

@@ -23,12 +23,13 @@ __all__ = ["attention", "attention_backward"]
 _TENSORS = (
     "Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? alibi_slopes, Tensor? seed"
 )
+_SINKS = "Tensor? sinks"
 
 
 def _save(ctx: Any, args: Sequence[Any], results: tuple[Tensor, Tensor, Tensor]) -> None:
-    *tensors, ctx.options, ctx.backend = args
+    *tensors, sinks, ctx.options, ctx.backend = args
     out, lse, _ = results  # the weights are not saved: O(L) memory
-    ctx.save_for_backward(*tensors, out, lse)
+    ctx.save_for_backward(*tensors, out, lse, sinks)
 
 
 def _backward(
@@ -41,11 +42,20 @@ def _backward(
         grad_weights = None
     if grad_out is None and grad_lse is None and grad_weights is None:
         return (None,) * len(ctx.needs_input_grad)
-    _, _, _, needs_mask_grad, *others = ctx.needs_input_grad
+    _, _, _, needs_mask_grad, _, _, needs_sinks_grad, _, _ = ctx.needs_input_grad
     options = extended(AttentionBackwardOptions, ctx.options, needs_mask_grad=needs_mask_grad)
     seen = (*ctx.saved_tensors, options, ctx.backend)
-    *grads, grad_mask = attention_backward.resume(ctx, (grad_out, grad_lse, grad_weights), seen)
-    return *grads, grad_mask if needs_mask_grad else None, *(None for _ in others)
+    given = (grad_out, grad_lse, grad_weights)
+    *grads, grad_mask, grad_sinks = attention_backward.resume(ctx, given, seen)
+    return (
+        *grads,
+        grad_mask if needs_mask_grad else None,
+        None,
+        None,
+        grad_sinks if needs_sinks_grad else None,
+        None,
+        None,
+    )
 
 
 def _fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -68,15 +78,16 @@ def _fake_backward(
     value: Tensor,
     attn_mask: Tensor | None,
     *rest: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    needs_mask_grad = rest[-1].needs_mask_grad
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    *_, sinks, options = rest
     return (
         empty_output(query, query.shape[3]),
         empty_output(key, key.shape[3]),
         empty_output(value, value.shape[3]),
         attn_mask.new_empty(attn_mask.shape)
-        if attn_mask is not None and needs_mask_grad
+        if attn_mask is not None and options.needs_mask_grad
         else query.new_empty(0),
+        query.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape),
     )
 
 
@@ -89,13 +100,13 @@ def _vmap(
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
     """Fold the mapped dimension into the batch."""
     n = info.batch_size
-    query, key, value, attn_mask, alibi_slopes, seed, options, backend = args
+    query, key, value, attn_mask, alibi_slopes, seed, sinks, options, backend = args
     if options.dropout_p > 0:  # draws are indexed by each example's own batch
         return one_by_one(attention, n, in_dims, args)
     batch = size_of_batch(query, in_dims[0])
-    tensors = (query, key, value, attn_mask, alibi_slopes)
-    folded = [fold(x, dim, n, batch) for x, dim in zip(tensors, in_dims, strict=False)]
-    out, lse, weights = attention.dispatched(*folded, seed, options, backend)
+    tensors = (query, key, value, attn_mask, alibi_slopes, seed, sinks)
+    folded = [fold(x, dim, n, batch) for x, dim in zip(tensors, in_dims, strict=True)]
+    out, lse, weights = attention.dispatched(*folded, options, backend)
     weights = unfold(weights, n) if options.weights else weights.expand(n, 0)
     return (unfold(out, n), unfold(lse, n), weights), (0, 0, 0)
 
@@ -109,24 +120,29 @@ def _vmap_backward(
         return one_by_one(attention_backward, n, in_dims, args)
     batch = size_of_batch(tensors[_QUERY], in_dims[_QUERY])
     folded = [fold(x, dim, n, batch) for x, dim in zip(tensors, in_dims, strict=True)]
-    mask = folded[_MASK]
-    if options.needs_mask_grad and mask is not None and mask.shape[0] == 1:
-        # the examples share the mask, but not its gradient
-        folded[_MASK] = mask.expand(n * batch, -1, -1, -1)
-    *grads, grad_mask = attention_backward.dispatched(*folded, options, backend)
-    if options.needs_mask_grad:
-        grad_mask = unfold(grad_mask, n)
-        if size_of_batch(tensors[_MASK], in_dims[_MASK]) == 1:
-            grad_mask = grad_mask.sum(1, keepdim=True)
-    else:
-        grad_mask = grad_mask.expand(n, 0)
-    return (*(unfold(g, n) for g in grads), grad_mask), (0, 0, 0, 0)
+    wanted = {_MASK: options.needs_mask_grad, _SINKS_AT: folded[_SINKS_AT] is not None}
+    for n_th, needed in wanted.items():
+        x = folded[n_th]
+        if needed and x is not None and x.shape[0] == 1:
+            # the examples share it, but not its gradient
+            folded[n_th] = x.expand(n * batch, *x.shape[1:])
+    *grads, grad_mask, grad_sinks = attention_backward.dispatched(*folded, options, backend)
+    results = [unfold(g, n) for g in grads]
+    for (n_th, needed), x in zip(wanted.items(), (grad_mask, grad_sinks), strict=True):
+        if not needed:
+            results.append(x.expand(n, 0))
+        elif size_of_batch(tensors[n_th], in_dims[n_th]) == 1:
+            results.append(unfold(x, n).sum(1, keepdim=True))
+        else:
+            results.append(unfold(x, n))
+    return tuple(results), (0,) * len(results)
 
 
-_QUERY, _MASK = 3, 6  # indices in the tensors of the backward, after three gradients
+# Indices in the tensors of the backward, after three gradients.
+_QUERY, _MASK, _SINKS_AT = 3, 6, 11
 
 attention = Operator(
-    f"scaled_dot_product_attention({_TENSORS})",
+    f"scaled_dot_product_attention({_TENSORS}, {_SINKS})",
     options=AttentionOptions,
     returns=3,
     fake=_fake,
@@ -139,9 +155,9 @@ attention = Operator(
 
 attention_backward = Operator(
     "scaled_dot_product_attention_backward(Tensor? grad_out, Tensor? grad_lse, "
-    f"Tensor? grad_weights, {_TENSORS}, Tensor out, Tensor lse)",
+    f"Tensor? grad_weights, {_TENSORS}, Tensor out, Tensor lse, {_SINKS})",
     options=AttentionBackwardOptions,
-    returns=4,
+    returns=5,
     fake=_fake_backward,
     vmap=_vmap_backward,
     recomputed=("out", "lse"),

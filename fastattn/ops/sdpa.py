@@ -33,6 +33,7 @@ def scaled_dot_product_attention(
     window: tuple[int, int] | None = None,
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
     causal_alignment: str = "upper_left",
     generator: torch.Generator | None = None,
     return_lse: bool = False,
@@ -52,13 +53,15 @@ def scaled_dot_product_attention(
     4. ``s = s - alibi_slopes * abs(d)`` (https://arxiv.org/abs/2108.12409)
     5. the pair is *excluded* if the mask is False or -inf there, if ``is_causal`` and ``d < 0``, or
        if it is outside the ``window``: not ``-right <= d <= left``
-    6. ``lse[i]`` is the logarithm of the sum of exp(s) over the keys that are left
+    6. ``lse[i]`` is the logarithm of the sum of exp(s) over the keys that are left, plus
+       exp(sinks[h]) for query head h if ``sinks``
     7. ``w = exp(s - lse[i])``; dropout keeps it with probability T / 65536, times 65536 / T, where
        T = round((1 - dropout_p) * 65536), and otherwise makes it 0
     8. ``out[i]`` is the sum of ``w * value[j]``
 
-    A fully masked row has ``out = 0``, weights 0 and ``lse = -inf``, and passes no gradient. NaN or
-    inf in a key or value that no query can see never affects the result.
+    A fully masked row has ``out = 0``, weights 0 and ``lse = -inf`` (with ``sinks``: the sink), and
+    passes no gradient except that of ``lse`` to the sink. NaN or inf in a key or value that no
+    query can see never affects the result.
 
     The first eight arguments, including their errors, are those of
     ``torch.nn.functional.scaled_dot_product_attention``. The shapes below have four dimensions. As
@@ -88,6 +91,12 @@ def scaled_dot_product_attention(
             is unlimited. https://arxiv.org/abs/2004.05150
         softcap: None, or the positive bound of the scores.
         alibi_slopes: floating, [Hq] or [B, Hq]. Differentiable, but only by the reference.
+        sinks: [Hq], float32 or of query's dtype: attention sinks, a logit for each query head that
+            joins the sum of the softmax and has no value, so the weights of a row sum to less than
+            1 (https://arxiv.org/abs/2309.17453). Scale, mask, window, ``softcap``, ALiBi and
+            dropout do not apply to it. -inf is no sink; inf makes the output 0. Differentiable.
+            ``lse`` includes it: to attend to the keys in parts for :func:`merge_states`, give the
+            sinks to one part only.
         causal_alignment: how ``is_causal``, ``window`` and ``alibi_slopes`` align queries and keys
             if Lq is not Lk. "upper_left": query 0 is at key 0 (offset = 0), as in PyTorch.
             "bottom_right": the last query is at the last key (offset = Lk - Lq).
@@ -144,6 +153,7 @@ def scaled_dot_product_attention(
         and window is None
         and softcap is None
         and alibi_slopes is None
+        and sinks is None
         and causal_alignment == "upper_left"
         and generator is None
         and return_lse is False
@@ -165,6 +175,7 @@ def scaled_dot_product_attention(
         window=window,
         softcap=softcap,
         alibi_slopes=alibi_slopes,
+        sinks=sinks,
         causal_alignment=causal_alignment,
         generator=generator,
         return_lse=return_lse,
@@ -198,6 +209,7 @@ def prepare(
     window: Any = None,
     softcap: Any = None,
     alibi_slopes: Any = None,
+    sinks: Any = None,
     causal_alignment: Any = "upper_left",
     generator: Any = None,
     return_lse: Any = False,
@@ -209,6 +221,8 @@ def prepare(
     All errors are raised here, before any computation.
     """
     if _jagged.is_jagged(query):
+        if sinks is not None:
+            raise RuntimeError(f"{_NAME}: sinks must be None if query is jagged")
         return _jagged.prepare(
             query,
             key,
@@ -253,6 +267,8 @@ def prepare(
         attn_mask = arguments.fold_mask(attn_mask, query, key.shape[2], folding)
     if alibi_slopes is not None:
         alibi_slopes = arguments.fold_slopes(alibi_slopes, query, folding)
+    if sinks is not None:
+        sinks = _checked_sinks(sinks, query)
 
     offset = key.shape[2] - query.shape[2] if causal_alignment == "bottom_right" else 0
     if is_causal:
@@ -271,4 +287,29 @@ def prepare(
         dropout_p=dropout_p,
         weights=(2 if average_weights else 1) if need_weights else 0,
     )
-    return attention, (query, key, value, attn_mask, alibi_slopes, None, options), folding
+    return attention, (query, key, value, attn_mask, alibi_slopes, None, sinks, options), folding
+
+
+def _checked_sinks(sinks: Any, query: Tensor) -> Tensor:
+    """The sinks as [1, Hq], float32 (float64 for float64)."""
+    if not isinstance(sinks, Tensor):
+        raise checks.wrong_type(_NAME, "sinks", sinks, "Tensor")
+    if sinks.is_nested or sinks.layout is not torch.strided:
+        raise checks.not_dense(_NAME, "sinks", sinks)
+    if sinks.dtype in (torch.float16, torch.bfloat16):
+        (sinks,) = checks.autocast(sinks)  # float32 is valid for every query dtype
+    if sinks.dtype not in (query.dtype, torch.float32):
+        raise RuntimeError(
+            f"{_NAME}: sinks must be float32 or of query's dtype {checks.name_of(query)}, "
+            f"got {checks.name_of(sinks)}"
+        )
+    if sinks.device != query.device:
+        raise RuntimeError(
+            f"{_NAME}: sinks must be on query's device {query.device}, got {sinks.device}"
+        )
+    if sinks.shape != query.shape[1:2]:
+        raise RuntimeError(
+            f"{_NAME}: sinks must have shape {tuple(query.shape[1:2])}, one for each query head, "
+            f"got {tuple(sinks.shape)}"
+        )
+    return sinks.to(torch.float64 if query.dtype == torch.float64 else torch.float32)[None]

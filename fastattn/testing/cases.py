@@ -61,6 +61,7 @@ class Case:
     scale: float | None = None  # None: 1 / sqrt(head_dim)
     softcap: float = 0.0
     alibi: str | None = None  # h: one slope a head; bh: of its own for every sequence
+    sinks: str | None = None  # h: one a head; bh: of its own for every sequence
     dropout_p: float = 0.0
     layouts: tuple[str, str, str] = ("contiguous", "contiguous", "contiguous")  # of q, k, v
     weights: Weights = 0  # 0 none | 1 per head | 2 averaged
@@ -229,6 +230,39 @@ def _options() -> Iterator[Case]:
     )
 
 
+def _sinks() -> Iterator[Case]:
+    all_grads = ("out", "lse", "weights")
+    base = Case("sinks", heads=4, kv_heads=2, sinks="h")
+    yield replace(base, name="sinks-h")
+    yield replace(base, name="sinks-bh", sinks="bh", grads=SCALED)
+    yield replace(base, name="sinks-lse", grads=("lse",), causal="upper_left")
+    for q_len, k_len in ((1, 1), (1, 700), (3, 0), (40, 1), (70, 600), (300, 300)):
+        case = replace(base, q_len=q_len, k_len=k_len, grads=SCALED)
+        yield replace(case, name=f"sinks-{q_len}x{k_len}")
+        yield replace(case, name=f"sinks-{q_len}x{k_len}-causal", causal="bottom_right")
+    for kind in ("bool_rows", "padding", "nothing", "float_inf", "finfo_min", "steep"):
+        added = kind not in ("bool_rows", "padding", "nothing")
+        case = replace(base, name=f"sinks-mask-{kind}", mask=kind, mask_grad=added, grads=SCALED)
+        yield replace(case, weights=2 if added else 1, k_len=100)
+        yield replace(case, name=f"{case.name}-long", k_len=700, poison=not added)
+    hidden = replace(base, mask="bool_rows", q_len=66, grads=SCALED)
+    yield replace(hidden, name="sinks-nan-queries", poison_queries=True)
+    yield replace(hidden, name="sinks-nan-queries-long", poison_queries=True, k_len=700)
+    yield replace(base, name="sinks-window", window=(2, 2), q_len=200, k_len=20, grads=SCALED)
+    yield replace(base, name="sinks-softcap", softcap=2.0, weights=1, grads=all_grads)
+    yield replace(base, name="sinks-alibi", alibi="bh", causal="upper_left", scale=-0.3)
+    for weights in (0, 1, 2):
+        grads = all_grads if weights else SCALED
+        case = replace(base, dropout_p=0.3, weights=weights, grads=grads)
+        yield replace(case, name=f"sinks-dropout-weights-{weights}")
+        yield replace(case, name=f"sinks-dropout-weights-{weights}-long", k_len=600)
+    yield replace(base, name="sinks-decode", q_len=1, k_len=1500, mask="padding", weights=1)
+    yield replace(base, name="sinks-decode-window", q_len=2, k_len=1500, window=(70, 0),
+                  causal="bottom_right", grads=SCALED)  # fmt: skip
+    everything = next(case for case in _options() if case.name == "everything")
+    yield replace(everything, name="sinks-everything", sinks="h")
+
+
 def _layouts() -> Iterator[Case]:
     names = ("unaligned", "blhd", "lbhd", "packed", "transposed", "every_second", "sliced",
              "expanded_batch", "expanded_heads", "expanded_rows", "expanded_dims")  # fmt: skip
@@ -336,6 +370,7 @@ CASES: dict[str, tuple[Case, ...]] = {
         _masks(),
         _windows(),
         _options(),
+        _sinks(),
         _layouts(),
         _results(),
         _long(),

@@ -29,6 +29,7 @@ class Inputs:
     attn_mask: Tensor | None = None
     alibi_slopes: Tensor | None = None
     seed: Tensor | None = None
+    sinks: Tensor | None = None
     grad_out: Tensor | None = None
     grad_lse: Tensor | None = None
     grad_weights: Tensor | None = None
@@ -44,7 +45,8 @@ class Inputs:
         if clean:
             finite = (self.clean_query, self.clean_key, self.clean_value)
             given = [x if y is None else y for x, y in zip(given, finite, strict=True)]
-        return (*given, self.attn_mask, self.alibi_slopes, self.seed)
+        tensors = (*given, self.attn_mask, self.alibi_slopes, self.seed)
+        return tensors if self.sinks is None else (*tensors, self.sinks)
 
     def cotangents(self, *, clean: bool = False) -> tuple[Tensor | None, ...]:
         poisoned = self.clean_grad_out is not None
@@ -54,7 +56,8 @@ class Inputs:
     def backward_args(
         self, out: Tensor, lse: Tensor, *, clean: bool = False
     ) -> tuple[Tensor | None, ...]:
-        return (*self.cotangents(clean=clean), *self.forward_args(clean=clean), out, lse)
+        seen = self.forward_args(clean=clean)
+        return (*self.cotangents(clean=clean), *seen[:6], out, lse, *seen[6:])
 
     def backward_options(self) -> AttentionBackwardOptions:
         return extended(
@@ -63,17 +66,18 @@ class Inputs:
 
     def gradients(self, grads: Sequence[Tensor | None]) -> dict[str, Tensor]:
         """The results of the backward by name, without those that are None."""
-        names = ("grad_query", "grad_key", "grad_value", "grad_mask")
+        names = ("grad_query", "grad_key", "grad_value", "grad_mask", "grad_sinks")
         given = zip(names, grads, strict=False)
         return {name: grad for name, grad in given if grad is not None}
 
     def dtypes(self) -> dict[str, torch.dtype]:
         """The dtypes of the results that are not of query's dtype."""
         dtypes = {"lse": torch.promote_types(self.query.dtype, torch.float32)}
-        return dtypes if self.attn_mask is None else dtypes | {"grad_mask": self.attn_mask.dtype}
+        own = {"grad_mask": self.attn_mask, "grad_sinks": self.sinks}
+        return dtypes | {name: x.dtype for name, x in own.items() if x is not None}
 
     def tensors(self) -> dict[str, Tensor | None]:
-        names = ("query", "key", "value", "attn_mask", "alibi_slopes")
+        names = ("query", "key", "value", "attn_mask", "alibi_slopes", "sinks")
         grads = ("grad_out", "grad_lse", "grad_weights")
         return {name: getattr(self, name) for name in (*names, *grads)}
 
@@ -124,6 +128,11 @@ def make_inputs(case: Case, dtype: torch.dtype, *, fence: bool = False) -> Input
         grad_weights = placed(normal(b, heads, case.q_len, case.k_len), case.grad_layout)
         grad_weights = grad_weights if case.weights == 1 else grad_weights[:, 0]
 
+    sinks = None
+    if case.sinks is not None:
+        rows = b if case.sinks == "bh" else 1
+        sinks = placed(2 * normal(1, 1, rows, h), "every_second", wide)[0, 0]
+
     options = _options(case)
     poisoned_key, poisoned_value = key, value
     if case.poison or case.poison_queries:
@@ -147,6 +156,7 @@ def make_inputs(case: Case, dtype: torch.dtype, *, fence: bool = False) -> Input
         attn_mask=mask,
         alibi_slopes=slopes,
         seed=seed,
+        sinks=sinks,
         grad_out=poisoned_grad,
         clean_grad_out=grad_out if case.poison_queries else None,
         grad_lse=grad_lse,

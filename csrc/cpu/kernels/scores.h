@@ -89,15 +89,21 @@ FASTATTN_INLINE double log_sum_exp(const ScoreRule<T>& rule, T maximum, T sum) {
   return static_cast<double>(rule.unit) * maximum + __builtin_log(static_cast<double>(sum));
 }
 
-// Maximum and sum of the rows of a query head before their first key.
+// Maximum and sum of the rows of a query head before their first key: -inf and 0, or those of the
+// head's sink, in the unit of S. A sink of inf has the sum inf, so all other weights are 0.
 template <class T>
 struct FirstState {
   T maximum, sum;
 };
 template <class T>
-FASTATTN_INLINE FirstState<T> first_state(const AttentionParams&, const ScoreRule<T>&, int64_t,
-                                          int64_t) {
-  return {-kInf<T>, T(0)};
+FASTATTN_INLINE FirstState<T> first_state(const AttentionParams& p, const ScoreRule<T>& rule,
+                                          int64_t b, int64_t h) {
+  if (p.sinks == nullptr) return {-kInf<T>, T(0)};
+  constexpr T kMost = kSame<T, double> ? static_cast<T>(__DBL_MAX__) : static_cast<T>(__FLT_MAX__);
+  const T* sinks = static_cast<const T*>(p.sinks);
+  const T sink = sinks[b * p.sinks_stride[0] + h * p.sinks_stride[1]] / rule.unit;
+  if (sink > kMost) return {kMost, kInf<T>};
+  return {sink, T(1)};
 }
 
 // Turns the scores of a row into probabilities: p = 2^((S - high - low) * exponent) * inverse.

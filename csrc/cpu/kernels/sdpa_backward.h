@@ -162,6 +162,8 @@ class BackwardUnit {
         if (key_mask && all_excluded(f.keys + block.begin, block.end - block.begin)) continue;
         block_of_keys(f, b, h, hk, block, keys.begin, dq + g * dq_size());
       }
+      if (c == 0 && p.grad_sinks != nullptr)
+        p.grad_sinks[(p.index + b) * p.Hq + h] = sink_gradient(f, b, h);
     }
     write_rows(f.dk, dp, p.D, static_cast<T>(p.scale), p.grad_k, b, hk, keys);
     write_rows(f.dv, dvp, p.Dv, T(1), p.grad_v, b, hk, keys);
@@ -206,11 +208,56 @@ class BackwardUnit {
       if (i >= p.Lq) continue;
       f.rows.high[i] = from.high[i], f.rows.low[i] = from.low[i],
       f.rows.inverse[i] = from.inverse[i];
-      if (from.high[i] == kInf<T>)
+      if (p.sinks != nullptr && sees_only_sink(b, h, i))
+        scale_from_lse(rule, -kInf<double>, f.rows.at(i));
+      if (f.rows.high[i] == kInf<T>)
         clear_query(f, i);
       else
         f.center[i] = prepared.center[row + i], f.delta[i] = prepared.delta[row + i];
     }
+  }
+
+  // Whether all keys are excluded for query i, whose log-sum-exp is then the sink; so is it if the
+  // sink is inf. Reads the mask only if the log-sum-exp leaves a doubt.
+  bool sees_only_sink(int64_t b, int64_t h, int64_t i) const {
+    const double sink =
+        static_cast<const T*>(p.sinks)[b * p.sinks_stride[0] + h * p.sinks_stride[1]];
+    const double lse = p.lse[(b * p.Hq + h) * p.lse_stride + i];
+    if (lse == kInf<double>) return true;
+    if (!rule.excludes || lse - sink > 1e-6 * __builtin_fabs(sink)) return false;
+    const Range seen = visible_to_any(p, i, i + 1);
+    if (p.mask.data == nullptr) return seen.begin >= seen.end;
+    constexpr int64_t kPart = 64;
+    T bias[kPart];
+    for (int64_t j = seen.begin; j < seen.end; j += kPart) {
+      const int64_t j1 = min_of(seen.end, j + kPart);
+      read_mask_row(p, b, h, i, j, j1, bias);
+      if (!all_excluded(bias, j1 - j)) return false;
+    }
+    return true;
+  }
+
+  // The sink's share of the rows of a vector, as `high` and `low` of exponential() are scaled.
+  FASTATTN_INLINE Vec<T> sink_weight(T sink, Vec<T> high, Vec<T> low, Vec<T> inverse) const {
+    return exponential(rule, sink - high - low) * inverse;
+  }
+
+  // d sink = sum_i w_i (0 - delta_i) over all queries of a head: the sink is a key whose value is
+  // 0, and w_i its weight, 1 where nothing else is visible.
+  double sink_gradient(const Buffers& f, int64_t b, int64_t h) const {
+    const T sink = first_state<T>(p, rule, b, h).maximum;
+    double total = 0;
+    for (int64_t i = 0; i < queries; i += W) {
+      const Vec<T> w = sink_weight(sink, load(f.rows.high + i), load(f.rows.low + i),
+                                   load(f.rows.inverse + i)),
+                   delta = load(f.center + i) + load(f.delta + i);
+      total -= static_cast<double>(sum_lanes<T>(w * delta));
+    }
+    if (p.grad_lse == nullptr) return total;
+    const double* grad_lse = p.grad_lse + (b * p.Hq + h) * p.lse_stride;
+    for (int64_t i = 0; i < p.Lq; ++i)
+      if (f.rows.high[i] == kInf<T>) total += grad_lse[i];
+    return total;
   }
 
   // A fully masked query passes no gradient, not even NaN times zero.
@@ -323,7 +370,7 @@ class BackwardUnit {
       for (int64_t x = 0; x < nk * L; x += W) store(f.ds + x, load(f.ds + x) + load(f.grad_w + x));
     }
     if (p.dropout_p > 0) dropout_mask(dropout, i0, r.begin, nk, L, h, p.index + b, f.keep);
-    gradients(f, i0, nk);
+    gradients(f, b, h, i0, nk);
     if (p.grad_mask.data != nullptr) add_mask_gradient(f, b, h, i0, i1, r);
     if (rule.softcap > 0) {  // backward of softcap; an excluded pair keeps its 0
       for (int64_t x = 0; x < nk * L; x += W) {
@@ -336,7 +383,7 @@ class BackwardUnit {
   }
 
   // s = W = dropout(P), P = exp(S - lse); ds = dS = P o (dropout(dP) - delta).
-  void gradients(Buffers& f, int64_t i0, int64_t nk) const {
+  void gradients(Buffers& f, int64_t b, int64_t h, int64_t i0, int64_t nk) const {
     Vec<T> high[NV], low[NV], inverse[NV], center[NV], delta[NV], rows[NV] = {}, sums[NV] = {};
     FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
       high[n] = load(f.rows.high + i0 + n * W);
@@ -371,6 +418,13 @@ class BackwardUnit {
       }
       return;
     }
+    if (p.sinks != nullptr) {
+      const T sink = first_state<T>(p, rule, b, h).maximum;
+      FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
+        rows[n] = sink_weight(sink, high[n], low[n], inverse[n]);
+        sums[n] = -rows[n] * center[n];
+      }
+    }
     constexpr int64_t kPart =
         16;  // terms of a partial sum: a chain over all keys would round more than PyTorch's sum
     for (int64_t j0 = 0; j0 < nk; j0 += kPart) {
@@ -393,6 +447,9 @@ class BackwardUnit {
     FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
       rows[n] = select<T>(rows[n] == T(0), Vec<T>{}, T(1) / rows[n]);
       delta[n] += sums[n] * rows[n];
+      if (p.sinks == nullptr) continue;
+      store(f.delta + i0 + n * W, delta[n]);  // for sink_gradient
+      store(f.rows.inverse + i0 + n * W, inverse[n] * rows[n]);
     }
     for (int64_t j = 0; j < nk; ++j) FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
         const int64_t at = j * L + n * W;

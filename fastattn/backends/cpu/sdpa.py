@@ -28,6 +28,7 @@ def scaled_dot_product_attention(
     attn_mask: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     seed: Tensor | None = None,
+    sinks: Tensor | None = None,  # [B|1, Hq]
     *,
     options: AttentionOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -56,7 +57,9 @@ def scaled_dot_product_attention(
         out.stride(),
         lse.data_ptr(),
         options,
-        _operands(query, attn_mask, alibi_slopes, seed, applied if options.weights else None),
+        _operands(
+            query, attn_mask, alibi_slopes, seed, sinks, applied if options.weights else None
+        ),
     )
     return out, lse, applied
 
@@ -166,10 +169,11 @@ def scaled_dot_product_attention_backward(
     seed: Tensor | None,
     out: Tensor,
     lse: Tensor,
+    sinks: Tensor | None = None,
     *,
     options: AttentionBackwardOptions,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the gradients of query, key, value and the mask, see ``docs/design.md``."""
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of query, key, value, the mask, and of sinks if there are any."""
     batch, heads, queries, width = query.shape
     keys, value_width = value.shape[2:]
     if grad_out is None:
@@ -192,6 +196,11 @@ def scaled_dot_product_attention_backward(
         grad_mask = torch.zeros(
             attn_mask.shape, dtype=torch.float64 if summed else accumulator(query.dtype)
         )
+    grad_sinks = None
+    if sinks is not None:
+        grad_sinks = torch.zeros((batch, heads), dtype=torch.float64)
+        if keys == 0 and grad_lse is not None:
+            grad_sinks += grad_lse.sum(2)  # lse is the sink
     _cpu.attention_backward(
         DTYPES[query.dtype],
         torch.get_num_threads(),
@@ -206,7 +215,7 @@ def scaled_dot_product_attention_backward(
         out.stride(),
         lse.data_ptr(),
         options,
-        _operands(query, attn_mask, alibi_slopes, seed, None),
+        _operands(query, attn_mask, alibi_slopes, seed, sinks, None),
         {
             "grad_out": operand(grad_out),
             "grad_lse": 0 if grad_lse is None else grad_lse.data_ptr(),
@@ -215,11 +224,15 @@ def scaled_dot_product_attention_backward(
             "grad_key": operand(grad_key),
             "grad_value": operand(grad_value),
             "grad_mask": None if grad_mask is None else broadcast_operand(grad_mask),
+            "grad_sinks": 0 if grad_sinks is None else grad_sinks.data_ptr(),
         },
     )
     if grad_mask is not None and attn_mask is not None:
         grad_mask = grad_mask.to(attn_mask.dtype)
-    return grad_query, grad_key, grad_value, grad_mask
+    if sinks is None or grad_sinks is None:
+        return grad_query, grad_key, grad_value, grad_mask
+    grad_sinks = grad_sinks.sum_to_size(sinks.shape).to(sinks.dtype)
+    return grad_query, grad_key, grad_value, grad_mask, grad_sinks
 
 
 def _operands(
@@ -227,13 +240,17 @@ def _operands(
     attn_mask: Tensor | None,
     alibi_slopes: Tensor | None,
     seed: Tensor | None,
+    sinks: Tensor | None,
     applied: Tensor | None,
 ) -> dict[str, Any] | None:
     """The optional operands of a call, None if it has none of them."""
-    if attn_mask is None and alibi_slopes is None and seed is None and applied is None:
+    optional = (attn_mask, alibi_slopes, seed, sinks, applied)
+    if all([x is None for x in optional]):  # noqa: C419  (faster)
         return None
     batch, heads = query.shape[:2]
     operands = optional_operands(batch, heads, attn_mask, alibi_slopes, seed)
+    if sinks is not None:
+        operands["sinks"], operands["sinks_stride"] = operand(sinks.expand(batch, heads))
     if applied is not None:
         operands["applied"] = _weights_operand(applied)
     return operands

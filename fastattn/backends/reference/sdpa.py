@@ -9,13 +9,15 @@ i and key j of one head, with d_ij = i + offset - j:
     s_ij = s_ij - slope * |d_ij|               ALiBi, https://arxiv.org/abs/2108.12409
     s_ij = -inf                                unless -window_right <= d_ij <= window_left,
                                                and mask_ij is neither False nor -inf
-    lse_i = log sum_j exp(s_ij)
+    lse_i = log(sum_j exp(s_ij) + exp(sink))   the sink only if there is one
     w_ij = exp(s_ij - lse_i)                   0 where s_ij = -inf, even in a fully masked row
     w_ij = w_ij * kept_ij * 65536 / T          T = round((1 - dropout_p) * 65536)
     o_i  = sum_j w_ij v_j
 
-A window of -1 is unlimited on that side. kept_ij is 0 or 1, drawn by Philox4x32-10 (Salmon et al.
-2011, https://doi.org/10.1145/2063384.2063405), see :func:`dropout_keep`; T = 0 keeps nothing.
+The sink is a logit of the query head: a key whose value is 0, which every query can see, and to
+which nothing above applies. A window of -1 is unlimited on that side. kept_ij is 0 or 1, drawn by
+Philox4x32-10 (Salmon et al. 2011, https://doi.org/10.1145/2063384.2063405), see
+:func:`dropout_keep`; T = 0 keeps nothing.
 """
 
 from __future__ import annotations
@@ -51,6 +53,7 @@ def scaled_dot_product_attention(
     | None = None,  # [B|1, Hq|1, Lq|1, Lk|1], bool (True takes part) or floating (added)
     alibi_slopes: Tensor | None = None,  # [B|1, Hq]
     seed: Tensor | None = None,  # [] int64
+    sinks: Tensor | None = None,  # [B|1, Hq]
     *,
     options: AttentionOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -68,6 +71,7 @@ def scaled_dot_product_attention(
         alibi_slopes,
         seed,
         options,
+        sinks=sinks,
     )
     applied = requested_weights(applied, options.weights).to(query.dtype)
     return out.to(query.dtype), lse.double(), applied
@@ -85,18 +89,21 @@ def scaled_dot_product_attention_backward(
     seed: Tensor | None,
     out: Tensor,
     lse: Tensor,
+    sinks: Tensor | None = None,
     *,
     options: AttentionBackwardOptions,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor | None, ...]:
     """Return the gradients of query, key, value, and of the mask in its own, unexpanded shape.
 
-    They are the vector-Jacobian product of the forward by ``torch.func.vjp``, so they are
-    differentiable again in all arguments. ``out`` and ``lse`` are recomputed, not read.
+    With sinks, theirs is the last, in their own shape. They are the vector-Jacobian product of the
+    forward by ``torch.func.vjp``, so they are differentiable again in all arguments. ``out`` and
+    ``lse`` are recomputed, not read.
     """
     forward = functools.partial(scaled_dot_product_attention, options=options)
-    arguments = (query, key, value, attn_mask, alibi_slopes, seed)
-    wanted = range(4 if options.needs_mask_grad else 3)
-    return gradients(forward, arguments, wanted, (grad_out, grad_lse, grad_weights))[:4]
+    arguments = (query, key, value, attn_mask, alibi_slopes, seed, sinks)
+    wanted = (0, 1, 2, 3, 6) if options.needs_mask_grad else (0, 1, 2, 6)
+    found = gradients(forward, arguments, wanted, (grad_out, grad_lse, grad_weights))
+    return found[:4] if sinks is None else (*found[:4], found[6])
 
 
 def attend(
@@ -110,6 +117,7 @@ def attend(
     *,
     distance: Tensor | None = None,
     keep: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``(out, lse, w)`` in the dtype of the computation.
 
@@ -142,7 +150,7 @@ def attend(
         if visible is not None:
             s = torch.where(visible, s, -INF)
 
-        w, lse = softmax(s)
+        w, lse = softmax(s) if sinks is None else _softmax_with_sinks(s, sinks.to(compute))
         if options.dropout_p > 0:
             if keep is None:
                 assert seed is not None
@@ -150,10 +158,23 @@ def attend(
             w = torch.where(keep, w * kept_scale(options.dropout_p), 0.0)
         if not guarded:
             return matmul(w, v), lse, w
-        out = weighted_sum(w, v, s != -INF)
+        seen = s != -INF
+        out = weighted_sum(w, v, seen)
         # A fully masked row is already 0. Its gradient, even inf, must stop here.
-        out = torch.where(lse[..., None] == -INF, 0.0, out)
+        out = torch.where(seen.any(-1, keepdim=True), out, 0.0)
         return out, lse, w
+
+
+def _softmax_with_sinks(s: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """The weights of the keys, and logsumexp with the sinks [B|1, Hq], or a sink a row.
+
+    A sink of inf takes all the weight.
+    """
+    sinks = sinks if sinks.dim() == 3 else sinks[:, :, None]
+    sinks = sinks.expand(s.shape[:3])
+    finite = sinks.clamp(max=torch.finfo(s.dtype).max)
+    w, lse = softmax(torch.cat([s, finite[..., None]], -1))
+    return w[..., :-1], torch.where(sinks == INF, sinks, lse)
 
 
 def requested_weights(w: Tensor, weights: int) -> Tensor:

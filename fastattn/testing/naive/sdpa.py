@@ -37,13 +37,14 @@ def scaled_dot_product_attention_backward(
     grad_out: Tensor | None,
     grad_lse: Tensor | None,
     grad_weights: Tensor | None,
-    *tensors: Any,  # those of the forward, then its out and lse
+    *tensors: Any,  # those of the forward, but out and lse before the sinks
     options: AttentionBackwardOptions,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return (dq, dk, dv, dmask) in float64."""
-    *inputs, _, _ = tensors
+) -> tuple[Tensor | None, ...]:
+    """Return (dq, dk, dv, dmask), and dsinks if there are sinks, in float64."""
+    *inputs, _, _ = tensors[:8]
     _, key, _, attn_mask, *_ = inputs
-    f = _forward(options, *inputs)
+    sinks = tensors[8:]
+    f = _forward(options, *inputs, *sinks)
     q, k, v, p, w, z = (f[name] for name in ("q", "k", "v", "p", "w", "z"))
     heads = q.shape[1]
 
@@ -58,8 +59,11 @@ def scaled_dot_product_attention_backward(
         d_w = d_w + (d_weights[:, None] / heads if options.weights == 2 else d_weights)
 
     d_s = softmax_backward(p, d_w * z)
+    d_sink = -f["p_sink"] * (p * d_w * z).sum(-1)
     if grad_lse is not None:
         d_s = d_s + p * array(grad_lse)[..., None]
+        d_sink = d_sink + f["p_sink"] * array(grad_lse)
+    d_sinks = [tensor(summed(d_sink.sum(-1), x)) for x in sinks]
     d_mask = None
     if options.needs_mask_grad:
         d_mask = tensor(summed(d_s, attn_mask))
@@ -71,7 +75,8 @@ def scaled_dot_product_attention_backward(
             return x
         return cast(Array, x.reshape(x.shape[0], kv_heads, heads // kv_heads, *x.shape[2:]).sum(2))
 
-    return tensor(d_s @ k), tensor(grouped(transposed(d_s) @ q)), tensor(grouped(d_v)), d_mask
+    d_q, d_k = tensor(d_s @ k), tensor(grouped(transposed(d_s) @ q))
+    return d_q, d_k, tensor(grouped(d_v)), d_mask, *d_sinks
 
 
 def _forward(
@@ -82,6 +87,7 @@ def _forward(
     attn_mask: Tensor | None,
     alibi_slopes: Tensor | None,
     seed: Tensor | None,
+    sinks: Tensor | None = None,
 ) -> dict[str, Array]:
     q, k, v = array(query), array(key), array(value)
     repeats = q.shape[1] // max(k.shape[1], 1)
@@ -101,7 +107,11 @@ def _forward(
         seen &= distance >= -options.window_right
     if alibi_slopes is not None:
         s = s - array(alibi_slopes)[:, :, None, None] * np.abs(distance)
-    p, lse = softmax(s, seen)
+    sink = np.full((1, 1), -np.inf) if sinks is None else array(sinks)
+    column = np.broadcast_to(sink[:, :, None, None], (*s.shape[:3], 1))
+    p, lse = softmax(np.append(s, column, -1), np.append(seen, column != -np.inf, -1))
+    p, p_sink = p[..., :-1], p[..., -1]
     z = dropout(shape, options.dropout_p, seed)
     w = p * z
-    return {"q": q, "k": k, "v": v, "p": p, "w": w, "z": z, "lse": lse, "slope": softcap_slope}
+    named = {"q": q, "k": k, "v": v, "p": p, "w": w, "z": z, "lse": lse, "p_sink": p_sink}
+    return named | {"slope": softcap_slope}
