@@ -109,8 +109,8 @@ def _attention(
 
 
 def _run(operator: Any, arguments: Any, folding: Any) -> Tensor:
-    *tensors, seed, options = arguments
+    *tensors, options = arguments
     if options.dropout_p > 0:
-        seed = checks.draw_seed(tensors[0].device, None)
-    out: Tensor = folding.restore(operator(*tensors, seed, options)[0])
+        tensors[operator.place_of("seed")] = checks.draw_seed(tensors[0].device, None)
+    out: Tensor = folding.restore(operator(*tensors, options)[0])
     return out
