@@ -167,6 +167,39 @@ def fold_slopes(op: str, slopes: Any, query: Tensor, heads: int, batch: int) -> 
     return slopes[None] if slopes.dim() == 1 else slopes
 
 
+def check_sinks(
+    op: str,
+    sinks: Any,
+    query: Tensor,
+    heads: int,
+    *,
+    wrong_dtype: type[Exception] = TypeError,
+    wrong_shape: type[Exception] = ValueError,
+) -> Tensor:
+    """Attention sinks [Hq] as [1, Hq], float32 (float64 for float64)."""
+    if not isinstance(sinks, Tensor):
+        raise wrong_type(op, "sinks", sinks, "Tensor")
+    if sinks.is_nested or sinks.layout is not torch.strided:
+        raise not_dense(op, "sinks", sinks)
+    if sinks.dtype in (torch.float16, torch.bfloat16):
+        (sinks,) = autocast(sinks)  # float32 is valid for every query dtype, so it stays float32
+    if sinks.dtype not in (query.dtype, torch.float32):
+        raise wrong_dtype(
+            f"{op}: sinks must be float32 or of query's dtype {name_of(query)}, "
+            f"got {name_of(sinks)}"
+        )
+    if sinks.device != query.device:
+        raise RuntimeError(
+            f"{op}: sinks must be on query's device {query.device}, got {sinks.device}"
+        )
+    if sinks.dim() != 1 or sinks.shape[0] != heads:
+        raise wrong_shape(
+            f"{op}: sinks must have shape {(heads,)}, one for each query head, "
+            f"got {tuple(sinks.shape)}"
+        )
+    return sinks.to(torch.float64 if query.dtype == torch.float64 else torch.float32)[None]
+
+
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Cast as PyTorch's autocast does for attention: every floating dtype except float64."""
     device = "cpu" if tensors[0].is_cpu else tensors[0].device.type

@@ -20,11 +20,12 @@ _TENSORS = (
     "Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
     "Tensor? alibi_slopes, Tensor? seed"
 )
+_SINKS = "Tensor? sinks"
 
 
 def _save(ctx: Any, args: Sequence[Any], results: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.options, ctx.backend = args
-    ctx.save_for_backward(*tensors, *results)
+    *tensors, sinks, ctx.options, ctx.backend = args
+    ctx.save_for_backward(*tensors, *results, sinks)
 
 
 def _backward(
@@ -33,8 +34,10 @@ def _backward(
     if grad_out is None and grad_lse is None:
         return (None,) * len(ctx.needs_input_grad)
     seen = (*ctx.saved_tensors, ctx.options, ctx.backend)
-    grads = packed_attention_backward.resume(ctx, (grad_out, grad_lse), seen)
-    return *grads, *(None for _ in ctx.needs_input_grad[3:])
+    *grads, grad_sinks = packed_attention_backward.resume(ctx, (grad_out, grad_lse), seen)
+    *others, needs_sinks_grad, _, _ = ctx.needs_input_grad[3:]
+    nothing = [None for _ in others]
+    return *grads, *nothing, grad_sinks if needs_sinks_grad else None, None, None
 
 
 def _fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -53,7 +56,9 @@ def _fake_backward(
     value: Tensor,
     *rest: Any,
 ) -> tuple[Tensor, ...]:
-    return tuple(empty_output(x, x.shape[2]) for x in (query, key, value))
+    *_, sinks, _ = rest
+    grads = tuple(empty_output(x, x.shape[2]) for x in (query, key, value))
+    return *grads, query.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
 
 
 def _vmap(info: Any, in_dims: Sequence[int | None], *args: Any) -> Any:
@@ -66,7 +71,7 @@ def _vmap_backward(info: Any, in_dims: Sequence[int | None], *args: Any) -> Any:
 
 
 packed_attention = Operator(
-    f"varlen_attention({_TENSORS})",
+    f"varlen_attention({_TENSORS}, {_SINKS})",
     options=VarlenOptions,
     returns=2,
     fake=_fake,
@@ -79,9 +84,9 @@ packed_attention = Operator(
 
 packed_attention_backward = Operator(
     f"varlen_attention_backward(Tensor? grad_out, Tensor? grad_lse, {_TENSORS}, Tensor out, "
-    "Tensor lse)",
+    f"Tensor lse, {_SINKS})",
     options=VarlenOptions,
-    returns=3,
+    returns=4,
     fake=_fake_backward,
     vmap=_vmap_backward,
     recomputed=("out", "lse"),

@@ -36,6 +36,7 @@ def decode_attention(
     window: tuple[int, int] | None = None,
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
     layout: str = "bhnd",
     return_lse: bool = False,
 ) -> Any:
@@ -70,12 +71,14 @@ def decode_attention(
         is_causal: a query cannot see the keys after its own position.
         scale, window, softcap: as in :func:`scaled_dot_product_attention`.
         alibi_slopes: floating, [Hq] or [B, Hq].
+        sinks: [Hq], as in :func:`scaled_dot_product_attention`.
         layout: "bhnd" or "bnhd".
         return_lse: also return the logarithm of the sum of exponentials.
 
     Returns:
         ``out`` [B, Hq, Lq, Dv]; with ``return_lse`` a tuple of it and ``lse`` [B, Hq, Lq] in
-        float32 (float64 for float64). A fully masked row has out 0 and lse -inf.
+        float32 (float64 for float64). A fully masked row has out 0 and lse -inf (with ``sinks``:
+        the sink).
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
@@ -109,6 +112,7 @@ def decode_attention(
         window=window,
         softcap=softcap,
         alibi_slopes=alibi_slopes,
+        sinks=sinks,
         layout=layout,
         return_lse=return_lse,
     )
@@ -136,6 +140,7 @@ def prepare(
     window: Any = None,
     softcap: Any = None,
     alibi_slopes: Any = None,
+    sinks: Any = None,
     layout: Any = "bhnd",
     return_lse: Any = False,
 ) -> tuple[Operator, tuple[Any, ...], list[Any] | None]:
@@ -149,11 +154,7 @@ def prepare(
         operands.update(key=key, value=value)
     for name, x in operands.items():
         checks.check_tensor(_OP, name, x, _LAYOUTS[layout], 4, query.device)
-        if x.requires_grad and torch.is_grad_enabled():
-            raise RuntimeError(
-                f"{_OP}: {name} requires a gradient, but this operator has none: call it under "
-                "torch.no_grad() or torch.inference_mode(), or use scaled_dot_product_attention"
-            )
+        _check_constant(name, x)
         if x.dtype != query.dtype:
             raise RuntimeError(
                 f"{_OP}: {name} must have query's dtype {query.dtype}, got {x.dtype}"
@@ -200,6 +201,9 @@ def prepare(
     lengths = _lengths(cache_seqlens, batch, capacity, added, device)
     if alibi_slopes is not None:
         alibi_slopes = checks.fold_slopes(_OP, alibi_slopes, query, query.shape[1], batch)
+    if sinks is not None:
+        _check_constant("sinks", sinks)
+        sinks = checks.check_sinks(_OP, sinks, query, query.shape[1])
     if scale is not None:
         scale = checks.check_real(_OP, "scale", scale)
     cap = 0.0 if softcap is None else checks.check_softcap(_OP, softcap)
@@ -212,9 +216,17 @@ def prepare(
     if new is not None:
         append = [key_cache, value_cache, *new, lengths, table, entries]
         lengths = lengths + added
-    tensors = (query, key_cache, value_cache, lengths, table, entries, alibi_slopes)
+    tensors = (query, key_cache, value_cache, lengths, table, entries, alibi_slopes, sinks)
     options = DecodeOptions(scale=scale, window_left=left, window_right=right, softcap=cap)
     return decode, (*tensors, options), append
+
+
+def _check_constant(name: str, x: Any) -> None:
+    if isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{_OP}: {name} requires a gradient, but this operator has none: call it under "
+            "torch.no_grad() or torch.inference_mode(), or use scaled_dot_product_attention"
+        )
 
 
 def _check_new(

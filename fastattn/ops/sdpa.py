@@ -221,8 +221,6 @@ def prepare(
     All errors are raised here, before any computation.
     """
     if _jagged.is_jagged(query):
-        if sinks is not None:
-            raise RuntimeError(f"{_NAME}: sinks must be None if query is jagged")
         return _jagged.prepare(
             query,
             key,
@@ -235,6 +233,7 @@ def prepare(
             window=window,
             softcap=softcap,
             alibi_slopes=alibi_slopes,
+            sinks=sinks,
             causal_alignment=causal_alignment,
             generator=generator,
             return_lse=return_lse,
@@ -268,7 +267,14 @@ def prepare(
     if alibi_slopes is not None:
         alibi_slopes = arguments.fold_slopes(alibi_slopes, query, folding)
     if sinks is not None:
-        sinks = _checked_sinks(sinks, query)
+        sinks = checks.check_sinks(
+            _NAME,
+            sinks,
+            query,
+            query.shape[1],
+            wrong_dtype=RuntimeError,
+            wrong_shape=RuntimeError,
+        )
 
     offset = key.shape[2] - query.shape[2] if causal_alignment == "bottom_right" else 0
     if is_causal:
@@ -288,28 +294,3 @@ def prepare(
         weights=(2 if average_weights else 1) if need_weights else 0,
     )
     return attention, (query, key, value, attn_mask, alibi_slopes, None, sinks, options), folding
-
-
-def _checked_sinks(sinks: Any, query: Tensor) -> Tensor:
-    """The sinks as [1, Hq], float32 (float64 for float64)."""
-    if not isinstance(sinks, Tensor):
-        raise checks.wrong_type(_NAME, "sinks", sinks, "Tensor")
-    if sinks.is_nested or sinks.layout is not torch.strided:
-        raise checks.not_dense(_NAME, "sinks", sinks)
-    if sinks.dtype in (torch.float16, torch.bfloat16):
-        (sinks,) = checks.autocast(sinks)  # float32 is valid for every query dtype
-    if sinks.dtype not in (query.dtype, torch.float32):
-        raise RuntimeError(
-            f"{_NAME}: sinks must be float32 or of query's dtype {checks.name_of(query)}, "
-            f"got {checks.name_of(sinks)}"
-        )
-    if sinks.device != query.device:
-        raise RuntimeError(
-            f"{_NAME}: sinks must be on query's device {query.device}, got {sinks.device}"
-        )
-    if sinks.shape != query.shape[1:2]:
-        raise RuntimeError(
-            f"{_NAME}: sinks must have shape {tuple(query.shape[1:2])}, one for each query head, "
-            f"got {tuple(sinks.shape)}"
-        )
-    return sinks.to(torch.float64 if query.dtype == torch.float64 else torch.float32)[None]

@@ -35,6 +35,7 @@ def varlen_attention(
     window: tuple[int, int] | None = None,
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
     causal_alignment: str = "upper_left",
     generator: torch.Generator | None = None,
     return_lse: bool = False,
@@ -64,6 +65,7 @@ def varlen_attention(
         dropout_p, is_causal, scale, window, softcap, generator: as in
             :func:`scaled_dot_product_attention`; positions count within a sequence.
         alibi_slopes: floating, [Hq] or [B, Hq]. Differentiable, but only by the reference.
+        sinks: [Hq], as in :func:`scaled_dot_product_attention`, for every sequence.
         causal_alignment: how ``is_causal``, ``window`` and ``alibi_slopes`` align queries and keys
             in a sequence with more, or fewer, keys than queries. "upper_left": query 0 is at key
             0. "bottom_right": the last query is at the last key.
@@ -72,8 +74,8 @@ def varlen_attention(
     Returns:
         ``out`` [Tq, Hq, Dv], in query's dtype and memory order; with ``return_lse`` a tuple of it
         and ``lse`` [Hq, Tq] in float32 (float64 for float64). Both are differentiable in query,
-        key and value, any number of times; derivatives beyond the first, and forward mode, go
-        through the reference backend, which stores a matrix [Hq, Tq, Tk].
+        key, value and sinks, any number of times; derivatives beyond the first, and forward mode,
+        go through the reference backend, which stores a matrix [Hq, Tq, Tk].
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
@@ -91,7 +93,7 @@ def varlen_attention(
         >>> varlen_attention(query, key, value, ends, ends, is_causal=True).shape
         torch.Size([12, 2, 64])
     """
-    operator, (*tensors, seed, options) = prepare(
+    operator, (*tensors, options) = prepare(
         query,
         key,
         value,
@@ -105,13 +107,14 @@ def varlen_attention(
         window=window,
         softcap=softcap,
         alibi_slopes=alibi_slopes,
+        sinks=sinks,
         causal_alignment=causal_alignment,
         generator=generator,
         return_lse=return_lse,
     )
     if options.dropout_p > 0:
-        seed = checks.draw_seed(query.device, generator)
-    out, lse = operator(*tensors, seed, options)
+        tensors[operator.place_of("seed")] = checks.draw_seed(query.device, generator)
+    out, lse = operator(*tensors, options)
     if not return_lse:
         return out
     return out, lse if out.dtype is torch.float64 else lse.float()
@@ -132,11 +135,12 @@ def prepare(
     window: Any = None,
     softcap: Any = None,
     alibi_slopes: Any = None,
+    sinks: Any = None,
     causal_alignment: Any = "upper_left",
     generator: Any = None,
     return_lse: Any = False,
 ) -> tuple[Operator, tuple[Any, ...]]:
-    """Validate; return the operator and its arguments, except the seed."""
+    """Validate; return the operator and its arguments, with None for the seed."""
     if not isinstance(query, Tensor):
         raise checks.wrong_type(_OP, "query", query, "Tensor")
     tensors = (("query", query, "Hq, D"), ("key", key, "Hkv, D"), ("value", value, "Hkv, Dv"))
@@ -176,6 +180,8 @@ def prepare(
     if alibi_slopes is not None:
         batch = q_starts.shape[0] - 1
         alibi_slopes = checks.fold_slopes(_OP, alibi_slopes, query, query.shape[1], batch)
+    if sinks is not None:
+        sinks = checks.check_sinks(_OP, sinks, query, query.shape[1])
     if is_causal:
         right = 0
     if scale is None and not torch.compiler.is_compiling():
@@ -188,7 +194,7 @@ def prepare(
         softcap=cap,
         dropout_p=dropout_p,
     )
-    given = (query, key, value, q_starts, k_starts, alibi_slopes, None)
+    given = (query, key, value, q_starts, k_starts, alibi_slopes, None, sinks)
     return packed_attention, (*given, options)
 
 

@@ -40,6 +40,7 @@ class DecodeCase:
     window: tuple[int, int] = (-1, -1)
     softcap: float = 0.0
     alibi: str | None = None  # h: one slope a head; bh: of its own for every sequence
+    sinks: bool = False
     layouts: tuple[str, str] = ("contiguous", "contiguous")  # of the query and of the caches
     dtypes: tuple[torch.dtype, ...] = FLOATS
     slow: bool = False
@@ -66,8 +67,10 @@ def _cases() -> Iterator[DecodeCase]:
         yield replace(case, name=f"{label}window", window=(20, 0), queries=3)
         yield replace(case, name=f"{label}softcap-alibi", softcap=4.0, alibi="bh", queries=2)
         yield replace(case, name=f"{label}alibi", alibi="h", window=(-1, 0))
+        yield replace(case, name=f"{label}sinks", sinks=True, window=(20, 0), queries=2)
         long = replace(case, lengths=(2000, 513, 512, 1), capacity=2050, kv_heads=1)
         yield replace(long, name=f"{label}long")
+        yield replace(long, name=f"{label}long-sinks", sinks=True)
         yield replace(long, name=f"{label}long-batch", lengths=(600, 9, 700, 512, 0, 1024, 33, 7))
         for layout in ("blhd", "unaligned", "sliced", "every_second", "transposed"):
             yield replace(case, name=f"{label}layout-{layout}", layouts=(layout, layout))
@@ -118,6 +121,10 @@ def make_decode(case: DecodeCase, dtype: torch.dtype, *, fence: bool = False) ->
     if case.alibi is not None:
         slopes = torch.rand(batch if case.alibi == "bh" else 1, case.heads, generator=draw)
         slopes = slopes.to(torch.float64 if dtype == torch.float64 else torch.float32)
+    sinks: tuple[Tensor, ...] = ()
+    if case.sinks:
+        wide = torch.promote_types(dtype, torch.float32)
+        sinks = (2 * torch.randn(1, case.heads, generator=draw, dtype=torch.float64).to(wide),)
     block_table = entries = None
     if case.page:
         block_table = table.int()
@@ -134,6 +141,7 @@ def make_decode(case: DecodeCase, dtype: torch.dtype, *, fence: bool = False) ->
             block_table,
             entries,
             slopes,
+            *sinks,
         ),
         options=DecodeOptions(
             scale=case.head_dim**-0.5,
@@ -171,7 +179,7 @@ def _sequence_by_sequence(
 
 
 def _alone(inputs: DecodeInputs, b: int) -> Inputs:
-    query, *_, slopes = inputs.args
+    query, _, _, _, _, _, slopes, *sinks = inputs.args
     assert query is not None
     key, value = inputs.keys[b][None], inputs.values[b][None]
     return Inputs(
@@ -179,17 +187,18 @@ def _alone(inputs: DecodeInputs, b: int) -> Inputs:
         key=key,
         value=value,
         alibi_slopes=None if slopes is None else slopes[b % slopes.shape[0]][None],
+        sinks=sinks[0] if sinks else None,
         options=AttentionOptions(offset=key.shape[2] - query.shape[2], **vars(inputs.options)),
     )
 
 
-_NAMES = ("query", "key_cache", "value_cache", "seqlens", "table", "entries", "slopes")
+_NAMES = ("query", "key_cache", "value_cache", "seqlens", "table", "entries", "slopes", "sinks")
 
 check_decode = Proof(
     "decode_attention",
     DECODE_CASES,
     make=make_decode,
-    watched=lambda inputs: dict(zip(_NAMES, inputs.args, strict=True)),
+    watched=lambda inputs: dict(zip(_NAMES, inputs.args, strict=False)),
     primitive=lambda inputs: (inputs.args, inputs.options),
     run=_run,
     definition=lambda inputs: _sequence_by_sequence(inputs, oracle.definition),

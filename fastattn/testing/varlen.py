@@ -22,7 +22,7 @@ from fastattn.testing.verdict import Proof
 
 __all__ = ["VARLEN_CASES", "VarlenCase", "VarlenInputs", "check_varlen", "make_varlen"]
 
-_GRADS = ("grad_query", "grad_key", "grad_value")
+_GRADS = ("grad_query", "grad_key", "grad_value", "grad_sinks")
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class VarlenCase:
     window: tuple[int, int] = (-1, -1)
     softcap: float = 0.0
     alibi: str | None = None  # h: one slope a head; bh: of its own for every sequence
+    sinks: bool = False
     dropout_p: float = 0.0
     layouts: tuple[str, str, str] = ("blhd", "blhd", "blhd")  # of [1, H, T, D]
     grads: tuple[str, ...] = ("out", "lse")
@@ -83,6 +84,10 @@ def _cases() -> Iterator[VarlenCase]:
     yield replace(base, name="gqa", heads=6, kv_heads=2, **cross)
     for d, dv in ((1, 1), (33, 48), (64, 64), (128, 40), (200, 136)):
         yield replace(causal, name=f"head_dim-{d}-{dv}", head_dim=d, value_dim=dv)
+    with_sinks = replace(causal, sinks=True, heads=4, kv_heads=2, bottom_right=True)
+    yield replace(with_sinks, name="sinks")
+    yield replace(with_sinks, name="sinks-dropout", dropout_p=0.2, softcap=3.0, **cross)
+    yield replace(with_sinks, name="sinks-mixed-after", after=(7, 3), grads=("out",), **mixed)
     for p in (0.1, 0.5, 1.0):
         yield replace(causal, name=f"dropout-{p}", dropout_p=p, heads=4, kv_heads=2, **cross)
     yield replace(base, name="alibi-h", alibi="h")
@@ -140,8 +145,11 @@ def make_varlen(case: VarlenCase, dtype: torch.dtype, *, fence: bool = False) ->
         grad_out = packed(normal(q_all, case.heads, value_dim), q_rows, case.layouts[0])
     if "lse" in case.grads:
         grad_lse = normal(case.heads, q_all).abs().to(wide).double()
+    sinks: tuple[Tensor, ...] = ()
+    if case.sinks:
+        sinks = ((2 * normal(1, case.heads)).to(wide),)
     return VarlenInputs(
-        args=(query, key, value, *starts, slopes, seed),
+        args=(query, key, value, *starts, slopes, seed, *sinks),
         given=(grad_out, grad_lse),
         options=VarlenOptions(
             scale=case.head_dim**-0.5,
@@ -160,10 +168,11 @@ def run_varlen(backend: Any, inputs: VarlenInputs) -> dict[str, Tensor]:
     out, lse = backend.varlen_attention(*inputs.args, options=inputs.options)
     results = {"out": out, "lse": lse.to(torch.promote_types(out.dtype, torch.float32))}
     if any(grad is not None for grad in inputs.given):
+        seen, sinks = inputs.args[:7], inputs.args[7:]
         grads = backend.varlen_attention_backward(
-            *inputs.given, *inputs.args, out, lse, options=inputs.options
+            *inputs.given, *seen, out, lse, *sinks, options=inputs.options
         )
-        results.update(zip(_GRADS, grads, strict=True))
+        results.update(zip(_GRADS[: 3 + len(sinks)], grads, strict=True))
     return results
 
 
@@ -172,6 +181,7 @@ def sequence_by_sequence(
 ) -> dict[str, Tensor]:
     """What ``run``, of attention, makes of every sequence, packed again."""
     query, key, value = inputs.args[:3]
+    sinks = inputs.args[7:]
     assert query is not None
     assert key is not None
     assert value is not None
@@ -181,7 +191,8 @@ def sequence_by_sequence(
         "lse": query.new_full((heads, q_rows), -torch.inf, dtype=torch.float64),
     }
     if any(grad is not None for grad in inputs.given):
-        for name, x in zip(_GRADS, (query, key, value), strict=True):
+        for name, x in zip(_GRADS, (query, key, value, *sinks), strict=False):
+            assert x is not None
             packed[name] = torch.zeros_like(x, dtype=torch.float64)
     ends = [0, 0]
     for b, lengths in enumerate(zip(*inputs.lengths, strict=True)):
@@ -189,6 +200,9 @@ def sequence_by_sequence(
         ends = [q.stop, k.stop]
         found = run(_alone(inputs, b, q, k))
         for name, result in found.items():
+            if name == "grad_sinks":
+                packed[name] += result.double()
+                continue
             rows = result[-1].double() if name == "lse" else result[-1].transpose(0, 1).double()
             if name == "lse":
                 packed[name][:, q] = rows
@@ -199,7 +213,7 @@ def sequence_by_sequence(
 
 def _alone(inputs: VarlenInputs, b: int, q: slice, k: slice) -> Inputs:
     """Sequence b as the last of a batch, so that its dropout has its number."""
-    query, key, value, _, _, slopes, seed = inputs.args
+    query, key, value, _, _, slopes, seed, *sinks = inputs.args
     batch = b + 1 if seed is not None else 1
 
     def last(x: Tensor | None, rows: slice) -> Tensor | None:
@@ -222,25 +236,28 @@ def _alone(inputs: VarlenInputs, b: int, q: slice, k: slice) -> Inputs:
         **alone,  # type: ignore[arg-type]
         alibi_slopes=None if slopes is None else slopes[b % slopes.shape[0]][None],
         seed=seed,
+        sinks=sinks[0] if sinks else None,
         grad_out=last(grad_out, q),
         grad_lse=grad_lse,
         options=AttentionOptions(offset=offset, **together),
     )
 
 
-_NAMES = ("query", "key", "value", "starts_q", "starts_k", "alibi_slopes", "seed")
+_NAMES = ("query", "key", "value", "starts_q", "starts_k", "alibi_slopes", "seed", "sinks")
 
 check_varlen = Proof(
     "varlen_attention",
     VARLEN_CASES,
     make=make_varlen,
-    watched=lambda x: {**dict(zip(_NAMES, x.args, strict=True)), "grad": x.given[0]},
+    watched=lambda x: {**dict(zip(_NAMES, x.args, strict=False)), "grad": x.given[0]},
     primitive=lambda inputs: (inputs.args, inputs.options),
     run=run_varlen,
     definition=lambda inputs: sequence_by_sequence(inputs, oracle.definition),
     extended=lambda naive, inputs: sequence_by_sequence(
         inputs, functools.partial(oracle.extended, naive)
     ),
-    dtypes=lambda x: {"lse": torch.promote_types(x.args[0].dtype, torch.float32)},
+    dtypes=lambda x: dict.fromkeys(
+        ("lse", "grad_sinks"), torch.promote_types(x.args[0].dtype, torch.float32)
+    ),
     coarse=("lse",),
 )

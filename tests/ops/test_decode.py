@@ -290,10 +290,10 @@ def test_compiled_equals_eager_without_graph_breaks(
 def test_opcheck(backend: str) -> None:
     query, keys, values, lengths, key, value = operands()
     slopes, values_of = torch.rand(1, 4), (0.3, 5, 0, 2.0, "")
-    args = (query, keys, values, lengths, None, None, slopes, *values_of)
+    args = (query, keys, values, lengths, None, None, slopes, None, *values_of)
     torch.library.opcheck(torch.ops.fastattn.decode_attention.default, args)
     table = torch.tensor([[0], [1], [2]], dtype=torch.int32)
-    args = (query, keys, values, lengths, table, None, None, *values_of)
+    args = (query, keys, values, lengths, table, None, None, torch.rand(1, 4), *values_of)
     torch.library.opcheck(torch.ops.fastattn.decode_attention.default, args)
     args = (keys, values, key, value, lengths, None, torch.tensor([2, 1, 0]))
     torch.library.opcheck(torch.ops.fastattn.append_to_cache.default, args)
@@ -313,7 +313,7 @@ def test_vmap(backend: str) -> None:
 def test_the_operator_has_no_gradient() -> None:
     query, keys, values, lengths, _, _ = operands()
     query.requires_grad_()
-    args = (query, keys, values, lengths, None, None, None, 0.3, -1, -1, 0.0, "")
+    args = (query, keys, values, lengths, None, None, None, None, 0.3, -1, -1, 0.0, "")
     out, _ = torch.ops.fastattn.decode_attention(*args)
     with pytest.raises(RuntimeError, match="decode_attention has no gradient"):
         out.sum().backward()

@@ -12,7 +12,13 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.func import grad, vmap
 from torch.testing import assert_close
 
-from fastattn import merge_states, scaled_dot_product_attention, use_backend
+from fastattn import (
+    decode_attention,
+    merge_states,
+    scaled_dot_product_attention,
+    use_backend,
+    varlen_attention,
+)
 
 BACKENDS = pytest.mark.parametrize("backend", ["cpu", "reference"])
 
@@ -177,6 +183,84 @@ def test_compiled() -> None:
         results.append((out, *torch.autograd.grad(out.sin().sum(), leaves)))
     for got, want in zip(*results, strict=True):
         assert torch.equal(got, want)
+
+
+# --- packed sequences and caches ------------------------------------------------------------------
+
+
+@BACKENDS
+def test_sequences_without_keys_have_the_lse_of_the_sink(backend: str) -> None:
+    query, key, value = torch.randn(3, 9, 4, 8)
+    sinks = torch.randn(4, requires_grad=True)
+    q_starts, k_starts = torch.tensor([0, 2, 5, 8]), torch.tensor([0, 2, 2, 8])
+    with use_backend(backend):
+        out, lse = varlen_attention(
+            query, key, value, q_starts, k_starts, sinks=sinks, return_lse=True
+        )
+        (found,) = torch.autograd.grad(lse[:, 2:5].sum(), sinks)
+    assert (out[2:5] == 0).all()
+    assert_close(lse[:, 2:5], sinks[:, None].expand(4, 3))
+    assert (lse[:, 8] == -math.inf).all()  # after the last sequence
+    assert_close(found, torch.full((4,), 3.0))
+
+
+def test_packed_derivatives() -> None:
+    starts = torch.tensor([0, 2, 2, 5])
+    leaves = [torch.randn(5, 2, 4).double().requires_grad_() for _ in "qkv"]
+    leaves.append(torch.randn(2).double().requires_grad_())
+
+    def call(*x: Tensor) -> Any:
+        return varlen_attention(*x[:3], starts, starts, sinks=x[3], return_lse=True)
+
+    assert gradcheck(call, leaves, check_batched_grad=True)
+    assert gradgradcheck(call, leaves)
+
+
+def test_jagged_tensors() -> None:
+    rows = [torch.randn(4, n, 8) for n in (3, 5)]
+    sinks = torch.randn(4)
+    packed = torch.nested.nested_tensor([x.transpose(0, 1) for x in rows], layout=torch.jagged)
+    jagged = packed.transpose(1, 2)
+    out = scaled_dot_product_attention(jagged, jagged, jagged, sinks=sinks)
+    for got, x in zip(out.unbind(), rows, strict=True):
+        assert_close(got, scaled_dot_product_attention(x[None], x[None], x[None], sinks=sinks)[0])
+
+
+def test_decoding() -> None:
+    query, keys, values = torch.randn(2, 4, 1, 8), *torch.randn(2, 2, 2, 20, 8)
+    sinks = torch.randn(4)
+    lengths = torch.tensor([7, 0])
+    out, lse = decode_attention(query, keys, values, lengths, sinks=sinks, return_lse=True)
+    want, want_lse = attend(
+        query[:1], keys[:1, :, :7], values[:1, :, :7], sinks=sinks, return_lse=True
+    )
+    assert_close(out[:1], want)
+    assert_close(lse[:1], want_lse)
+    assert (out[1] == 0).all()
+    assert_close(lse[1, :, 0], sinks)
+    with pytest.raises(RuntimeError, match="decode_attention: sinks requires a gradient"):
+        decode_attention(query, keys, values, lengths, sinks=sinks.requires_grad_())
+
+
+@pytest.mark.parametrize(
+    ("sinks", "error", "message"),
+    [
+        ([0.0], TypeError, "argument 'sinks' must be Tensor, not list"),
+        (torch.zeros(3), ValueError, r"sinks must have shape \(4,\), .* got \(3,\)"),
+        (torch.zeros(4).double(), TypeError, "sinks must be float32 or .* got float64"),
+        (torch.zeros(4, device="meta"), RuntimeError, "sinks must be on query's device cpu"),
+    ],
+)
+def test_errors_of_the_others(sinks: Any, error: type[Exception], message: str) -> None:
+    x, starts = torch.zeros(5, 4, 8), torch.tensor([0, 5])
+    with pytest.raises(error, match=f"varlen_attention.*{message}"):
+        varlen_attention(x, x, x, starts, starts, sinks=sinks)
+    x = torch.zeros(1, 4, 5, 8)
+    with pytest.raises(error, match=f"decode_attention.*{message}"):
+        decode_attention(x, x, x, sinks=sinks)
+
+
+# --- errors ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

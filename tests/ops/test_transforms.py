@@ -109,7 +109,8 @@ def test_opcheck_of_the_forward_without_weights(backend: str) -> None:
 def test_opcheck_of_the_forward_with_everything(backend: str) -> None:
     mask, slopes, seed = rand(1, 4, 1, 7, requires_grad=True), rand(1, 4).abs(), torch.tensor(3)
     options = (*OPTIONS[:5], 0.25)
-    tensors = forward_tensors(*qkv(True), attn_mask=mask, alibi_slopes=slopes, seed=seed)
+    others = {"attn_mask": mask, "alibi_slopes": slopes, "seed": seed, "sinks": rand(1, 4)}
+    tensors = forward_tensors(*qkv(True), **others)
     torch.library.opcheck(forward_op, (*tensors, *options, 2, ""))
 
 
@@ -132,7 +133,8 @@ def test_opcheck_of_the_backward(backend: str, layout: str) -> None:
 )
 def test_opcheck_of_the_backward_with_everything(backend: str, twice: bool) -> None:
     mask, slopes, seed = rand(2, 1, 5, 1, requires_grad=twice), rand(1, 4).abs(), torch.tensor(3)
-    tensors, others = qkv(twice, heads=2), {"attn_mask": mask, "alibi_slopes": slopes, "seed": seed}
+    tensors = qkv(twice, heads=2)
+    others = {"attn_mask": mask, "alibi_slopes": slopes, "seed": seed, "sinks": rand(1, 4)}
     options = (*OPTIONS[:5], 0.25)
     with torch.no_grad():
         results = forward_op(*forward_tensors(*tensors, **others), *options, 2, "")

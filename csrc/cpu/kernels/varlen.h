@@ -38,9 +38,8 @@ class Sequences {
     const int64_t lse_at = q_packed ? q_at : b * all_.Hq * t.lse_stride;
     s.lse += lse_at;
     if (s.grad_lse != nullptr) s.grad_lse += lse_at;
-    if (s.alibi != nullptr)
-      s.alibi = static_cast<const char*>(s.alibi) +
-                b * s.alibi_stride[0] * size_of(s.dtype == DType::f64 ? DType::f64 : DType::f32);
+    s.alibi = moved(s.alibi, b * s.alibi_stride[0]);
+    s.sinks = moved(s.sinks, b * s.sinks_stride[0]);
 
     if (t.block_table != nullptr) {
       s.pages = t.block_table + b * t.block_table_stride;
@@ -60,6 +59,12 @@ class Sequences {
 
   static int64_t size_of(DType dtype) {
     return dtype == DType::f64 ? 8 : dtype == DType::f32 ? 4 : 2;
+  }
+  // An operand of the accumulator's type, null if it is.
+  const void* moved(const void* x, int64_t elements) const {
+    if (x == nullptr) return x;
+    return static_cast<const char*>(x) +
+           elements * size_of(all_.dtype == DType::f64 ? DType::f64 : DType::f32);
   }
   void move(Tensor4& x, int dim, int64_t steps) const {
     if (x.data != nullptr)

@@ -22,6 +22,7 @@ def decode_attention(
     block_table: Tensor | None = None,  # [B, P] int32
     cache_batch_idx: Tensor | None = None,  # [B] int64
     alibi_slopes: Tensor | None = None,  # [B|1, Hq]
+    sinks: Tensor | None = None,  # [B|1, Hq]
     *,
     options: DecodeOptions,
 ) -> tuple[Tensor, Tensor]:
@@ -56,7 +57,7 @@ def decode_attention(
         out.stride(),
         lse.data_ptr(),
         options,
-        optional_operands(batch, heads, None, alibi_slopes),
+        optional_operands(batch, heads, None, alibi_slopes, None, sinks),
         _cache(lengths, chosen, table, keys),
         entries,
     )

@@ -43,14 +43,17 @@ def optional_operands(
     attn_mask: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     seed: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> dict[str, Any]:
-    """The operands that a call of attention has, by name; slopes are not expanded in memory."""
+    """The operands that a call of attention has, by name; nothing is expanded in memory."""
     operands: dict[str, Any] = {}
     if attn_mask is not None:
         operands["mask"] = broadcast_operand(attn_mask)
         operands["mask_dtype"] = DTYPES[attn_mask.dtype]
     if alibi_slopes is not None:
         operands["alibi"], operands["alibi_stride"] = operand(alibi_slopes.expand(batch, heads))
+    if sinks is not None:
+        operands["sinks"], operands["sinks_stride"] = operand(sinks.expand(batch, heads))
     if seed is not None:
         operands["seed"] = philox_key(seed)
     return operands

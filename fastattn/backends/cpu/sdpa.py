@@ -248,9 +248,7 @@ def _operands(
     if all([x is None for x in optional]):  # noqa: C419  (faster)
         return None
     batch, heads = query.shape[:2]
-    operands = optional_operands(batch, heads, attn_mask, alibi_slopes, seed)
-    if sinks is not None:
-        operands["sinks"], operands["sinks_stride"] = operand(sinks.expand(batch, heads))
+    operands = optional_operands(batch, heads, attn_mask, alibi_slopes, seed, sinks)
     if applied is not None:
         operands["applied"] = _weights_operand(applied)
     return operands

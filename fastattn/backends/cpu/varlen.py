@@ -21,6 +21,7 @@ def varlen_attention(
     cu_seqlens_k: Tensor,  # [B + 1] int64
     alibi_slopes: Tensor | None = None,  # [B|1, Hq]
     seed: Tensor | None = None,
+    sinks: Tensor | None = None,  # [B|1, Hq]
     *,
     options: VarlenOptions,
 ) -> tuple[Tensor, Tensor]:
@@ -36,8 +37,7 @@ def varlen_attention(
         out,
         lse,
         starts,
-        alibi_slopes,
-        seed,
+        optional_operands(len(starts[0]) - 1, heads, None, alibi_slopes, seed, sinks),
         options,
         None,
     )
@@ -60,10 +60,11 @@ def varlen_attention_backward(
     seed: Tensor | None,
     out: Tensor,
     lse: Tensor,
+    sinks: Tensor | None = None,
     *,
     options: VarlenOptions,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value, see ``docs/design.md``."""
+) -> tuple[Tensor, ...]:
+    """Return the gradients of query, key, value, and of sinks if there are any."""
     if grad_out is None:
         grad_out = query.new_zeros(1).expand(*query.shape[:2], value.shape[2])
     if out.stride(-1) != 1:
@@ -78,6 +79,8 @@ def varlen_attention_backward(
     if _has_gaps(*starts, query.shape[0], key.shape[0]):
         for grad in grads:
             grad.zero_()
+    batch, heads = len(starts[0]) - 1, query.shape[1]
+    grad_sinks = None if sinks is None else _grad_sinks(grad_lse, starts, heads)
     _run(
         query,
         key,
@@ -85,8 +88,7 @@ def varlen_attention_backward(
         out,
         lse,
         starts,
-        alibi_slopes,
-        seed,
+        optional_operands(batch, heads, None, alibi_slopes, seed, sinks),
         options,
         {
             "grad_out": _operand(grad_out),
@@ -95,9 +97,22 @@ def varlen_attention_backward(
             "grad_query": _operand(grads[0]),
             "grad_key": _operand(grads[1]),
             "grad_value": _operand(grads[2]),
+            "grad_sinks": 0 if grad_sinks is None else grad_sinks.data_ptr(),
         },
     )
-    return grads[0], grads[1], grads[2]
+    if sinks is None or grad_sinks is None:
+        return tuple(grads)
+    return *grads, grad_sinks.sum_to_size(sinks.shape).to(sinks.dtype)
+
+
+def _grad_sinks(grad_lse: Tensor | None, starts: tuple[Tensor, Tensor], heads: int) -> Tensor:
+    """The gradient [B, Hq] of sequences without keys, whose lse is the sink; else 0 for now."""
+    q_starts, k_starts = starts
+    grad = torch.zeros((len(q_starts) - 1, heads), dtype=torch.float64)
+    if grad_lse is not None:
+        for b in (k_starts.diff() == 0).nonzero().flatten().tolist():
+            grad[b] = grad_lse[:, q_starts[b] : q_starts[b + 1]].sum(1)
+    return grad
 
 
 def _run(
@@ -107,8 +122,7 @@ def _run(
     out: Tensor,
     lse: Tensor,
     starts: tuple[Tensor, Tensor],
-    alibi_slopes: Tensor | None,
-    seed: Tensor | None,
+    operands: dict[str, Any],
     options: VarlenOptions,
     gradients: dict[str, Any] | None,
 ) -> None:
@@ -124,7 +138,7 @@ def _run(
         *_operand(out),
         lse.data_ptr(),
         options,
-        optional_operands(batch, heads, None, alibi_slopes, seed),
+        operands,
         starts[0].data_ptr(),
         starts[1].data_ptr(),
         gradients,

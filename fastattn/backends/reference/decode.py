@@ -19,6 +19,7 @@ def decode_attention(
     block_table: Tensor | None = None,  # [B, P] int32
     cache_batch_idx: Tensor | None = None,  # [B] int64
     alibi_slopes: Tensor | None = None,  # [B|1, Hq]
+    sinks: Tensor | None = None,  # [B|1, Hq]
     *,
     options: DecodeOptions,
 ) -> tuple[Tensor, Tensor]:
@@ -41,6 +42,7 @@ def decode_attention(
         None,
         AttentionOptions(**vars(options)),
         distance=rows + lengths - query.shape[2] - position,  # [B, 1, Lq, N]
+        sinks=sinks,
     )
     return out.to(query.dtype), lse.double()
 

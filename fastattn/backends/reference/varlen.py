@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fastattn.backends.primitives import AttentionOptions, VarlenOptions
 from fastattn.backends.reference._dropout import WORD, keep_threshold, philox4x32
+from fastattn.backends.reference._masked import INF
 from fastattn.backends.reference._vjp import gradients
 from fastattn.backends.reference.sdpa import attend
 
@@ -28,6 +29,7 @@ def varlen_attention(
     cu_seqlens_k: Tensor,  # [B + 1] int64
     alibi_slopes: Tensor | None = None,  # [B|1, Hq]
     seed: Tensor | None = None,  # [] int64
+    sinks: Tensor | None = None,  # [B|1, Hq]
     *,
     options: VarlenOptions,
 ) -> tuple[Tensor, Tensor]:
@@ -44,10 +46,12 @@ def varlen_attention(
         (k_lengths - q_lengths)[q_sequence] if options.bottom_right else torch.zeros_like(q_local)
     )
     distance = (q_local + offset)[:, None] - k_local
-    if alibi_slopes is not None:  # one slope per row, [1, Hq, Tq]
-        of_rows = alibi_slopes.expand(batch, -1) if batch else alibi_slopes
-        rows = q_sequence.clamp(max=max(batch - 1, 0))
-        alibi_slopes = of_rows[rows].mT[None]
+    rows = q_sequence.clamp(max=max(batch - 1, 0))
+
+    def of_rows(x: Tensor | None) -> Tensor | None:
+        """[B|1, Hq] as one number per row, [1, Hq, Tq]."""
+        return None if x is None else (x.expand(batch, -1) if batch else x)[rows].mT[None]
+
     keep = None
     if options.dropout_p > 0:
         assert seed is not None
@@ -60,7 +64,7 @@ def varlen_attention(
         k,
         v,
         same[None, None],
-        alibi_slopes,
+        of_rows(alibi_slopes),
         None,
         AttentionOptions(
             scale=options.scale,
@@ -71,8 +75,10 @@ def varlen_attention(
         ),
         distance=distance,
         keep=keep,
+        sinks=of_rows(sinks),
     )
-    return out[0].transpose(0, 1).to(query.dtype), lse[0].double()
+    lse = torch.where(q_sequence < batch, lse[0].double(), -INF)
+    return out[0].transpose(0, 1).to(query.dtype), lse
 
 
 def varlen_attention_backward(
@@ -87,13 +93,18 @@ def varlen_attention_backward(
     seed: Tensor | None,
     out: Tensor,
     lse: Tensor,
+    sinks: Tensor | None = None,
     *,
     options: VarlenOptions,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value: the vector-Jacobian product of the forward."""
+) -> tuple[Tensor, ...]:
+    """Return the gradients of query, key, value, and of sinks if there are any.
+
+    They are the vector-Jacobian product of the forward.
+    """
     forward = functools.partial(varlen_attention, options=options)
-    arguments = (query, key, value, cu_seqlens_q, cu_seqlens_k, alibi_slopes, seed)
-    return gradients(forward, arguments, range(3), (grad_out, grad_lse))[:3]
+    arguments = (query, key, value, cu_seqlens_q, cu_seqlens_k, alibi_slopes, seed, sinks)
+    found = gradients(forward, arguments, (0, 1, 2, 7), (grad_out, grad_lse))
+    return found[:3] if sinks is None else (*found[:3], found[7])
 
 
 def _places(starts: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
