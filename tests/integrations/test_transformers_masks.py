@@ -266,13 +266,15 @@ def test_sinks_take_part_in_the_softmax(kind: str) -> None:
     )
 
 
-def test_packed_sequences_with_sinks() -> None:
+@pytest.mark.parametrize("kind", ["s_aux", "sinks"])
+def test_packed_sequences_with_sinks(kind: str) -> None:
     query, key, value = torch.randn(3, 2, 4, 8, 8, dtype=torch.float64)
-    sink = torch.randn(4, dtype=torch.float64)
+    sink = torch.randn((4,) if kind == "s_aux" else (2, 4, 8, 3), dtype=torch.float64)
     mask = attention_mask(2, 8, 8, mask_function=_packed(hf.causal_mask_function))
     assert mask is not None
-    out, _ = attention_forward(nn.Module(), query, key, value, mask, s_aux=sink)
-    expected, _ = _exact(query, key, value, mask & True, sink.view(1, 4, 1, 1))
+    out, _ = attention_forward(nn.Module(), query, key, value, mask, **{kind: sink})
+    whole = sink.view(1, 4, 1, 1) if kind == "s_aux" else sink
+    expected, _ = _exact(query, key, value, mask & True, whole)
     torch.testing.assert_close(out, expected)
 
 

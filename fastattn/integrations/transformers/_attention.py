@@ -12,7 +12,7 @@ from fastattn.integrations.transformers._masks import StructuredMask, dense_mask
 from fastattn.integrations.transformers._patterns import Pattern, in_window
 from fastattn.integrations.transformers._recording import weights_are_recorded
 from fastattn.integrations.transformers._support import is_model_input, takes_any_mask
-from fastattn.ops import scaled_dot_product_attention, varlen_attention
+from fastattn.ops import merge_states, scaled_dot_product_attention, varlen_attention
 
 __all__ = ["attention_forward"]
 
@@ -118,9 +118,10 @@ def attention_forward(
     need_weights = bool(output_attentions) or weights_are_recorded(module)
     call = _Call(query, key, value, scaling, softcap, dropout, need_weights)
     if s_aux is not None:
-        call = replace(call, sink=s_aux.view(1, -1, 1))
+        wide = torch.promote_types(query.dtype, torch.float32)
+        call = replace(call, sinks=s_aux.to(wide))
     elif sinks is not None:
-        call = replace(call, sink=sinks.logsumexp(-1))
+        call = replace(call, row_sinks=sinks.logsumexp(-1))
 
     starts = None
     if isinstance(attention_mask, StructuredMask):
@@ -159,7 +160,8 @@ class _Call:
     softcap: float | None
     dropout_p: float
     need_weights: bool
-    sink: Tensor | None = None  # [B|1, Hq, Lq|1]
+    sinks: Tensor | None = None  # [Hq]
+    row_sinks: Tensor | None = None  # [B, Hq, Lq]
 
 
 @dataclass(frozen=True)
@@ -261,16 +263,16 @@ def _attend(call: _Call, visible: _Visible) -> tuple[Tensor, Tensor | None]:
         call.query.shape[1] != key.shape[1],
         window=None if plainly_causal or (left, right) == (-1, -1) else (left, right),
         softcap=call.softcap,
+        sinks=call.sinks,
         causal_alignment="upper_left" if offset == 0 else "bottom_right",
-        return_lse=call.sink is not None,
+        return_lse=call.row_sinks is not None,
         need_weights=call.need_weights,
     )
     out, *more = results if isinstance(results, tuple) else (results,)
     weights = more[-1] if call.need_weights else None
-    if call.sink is not None:
-        kept = torch.sigmoid(more[0] - call.sink)[..., None]  # [B, Hq, Lq, 1]
-        out = (out * kept).to(out.dtype)
-        weights = None if weights is None else (weights * kept).to(weights.dtype)
+    if call.row_sinks is not None:
+        out, kept = _with_row_sinks(out, more[0], call.row_sinks)
+        weights = None if weights is None else (weights * kept[..., None]).to(weights.dtype)
     if weights is not None and seen < k_len:
         weights = torch.nn.functional.pad(weights, (0, k_len - seen))
     return out.transpose(1, 2).contiguous(), weights
@@ -287,7 +289,7 @@ def _with_window(call: _Call, visible: _Visible) -> Tensor:
 
 def _attend_packed(call: _Call, visible: _Visible, q_starts: Tensor, k_starts: Tensor) -> Tensor:
     """[B, Lq, Hq, Dv] of sequences that are packed in the rows of all entries."""
-    batch, heads, q_len, _ = call.query.shape
+    batch, _, q_len, _ = call.query.shape
     query, key, value = (
         x.transpose(1, 2).flatten(0, 1) for x in (call.query, call.key, call.value)
     )
@@ -301,16 +303,27 @@ def _attend_packed(call: _Call, visible: _Visible, q_starts: Tensor, k_starts: T
         scale=call.scale,
         window=(visible.left, visible.right),
         softcap=call.softcap,
+        sinks=call.sinks,
         causal_alignment="bottom_right",
-        return_lse=call.sink is not None,
+        return_lse=call.row_sinks is not None,
     )
-    if call.sink is None:
+    if call.row_sinks is None:
         out = results
     else:
         out, lse = results  # [B · Lq, Hq, Dv], [Hq, B · Lq]
-        sink = call.sink.expand(batch, heads, q_len).transpose(0, 1).flatten(1)
-        out = (out * torch.sigmoid(lse - sink).T[..., None]).to(out.dtype)
+        sinks = call.row_sinks.transpose(0, 1).flatten(1)
+        out = _with_row_sinks(out.transpose(0, 1), lse, sinks)[0].transpose(0, 1)
     return out.unflatten(0, (batch, q_len)).contiguous()
+
+
+def _with_row_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Add a sink to each row of [..., L, Dv]; return out, and the share of the keys [..., L].
+
+    The operators have a sink per head. A sink is a state with the value 0.
+    """
+    nothing = out.new_zeros(1).expand_as(out)
+    out, total = merge_states(out, lse, nothing, sinks.to(lse.dtype).contiguous())
+    return out, torch.where(lse == -torch.inf, 0.0, torch.exp(lse - total))
 
 
 def _unpacked(call: _Call, visible: _Visible, q_starts: Tensor, k_starts: Tensor) -> _Visible:
