@@ -17,7 +17,17 @@ DTYPES = ("fp32", "bf16", "fp16")
 PASSES = ("fwd", "bwd", "fwd+bwd")
 MASKS = ("none", "causal", "padding", "bool", "bias")
 WEIGHTS = ("none", "average", "per-head")
-OPTIONS = ("none", "window", "softcap", "alibi", "dropout", "learnable", "stepwise", "layerwise")
+OPTIONS = (
+    "none",
+    "window",
+    "softcap",
+    "alibi",
+    "sinks",
+    "dropout",
+    "learnable",
+    "stepwise",
+    "layerwise",
+)
 DEVICES = ("cpu", "cuda")
 
 # float64 has no wider arithmetic here to check it: it can be explained, not measured.
@@ -35,8 +45,9 @@ class Cell:
               bool (a random [Lq, Lk] mask, half of it True), bias (an additive mask)
     weights   which attention weights are returned: none, average (over the heads) or per-head
     option    none, window (keys at most Lk / 4 places away), softcap (2), alibi (the slopes of its
-              paper), dropout (of 0.1), learnable (the bias of the mask has a gradient), stepwise
-              (one position at a time, on a cache) or layerwise (tying of a memory network)
+              paper), sinks (a logit per head), dropout (of 0.1), learnable (the bias of the mask
+              has a gradient), stepwise (one position at a time, on a cache) or layerwise (tying of
+              a memory network)
     label     the model it comes from, in words
     """
 

@@ -9,13 +9,14 @@ backward pass has five products where the forward has two:
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from fastattn.backends.reference._dropout import dropout_keep, kept_scale
 from fastattn.bench.cells import Cell, window_width
@@ -38,7 +39,7 @@ class Sdpa(Operator):
     SIZES: ClassVar[Sizes] = {"B": 1, "H": 8, "Hkv": "H", "Lq": 512, "Lk": "Lq", "D": 64, "Dv": "D"}
     MASKS = ("none", "causal", "padding", "bool", "bias")
     WEIGHTS = ("none", "average", "per-head")
-    OPTIONS = ("none", "window", "softcap", "alibi", "dropout", "learnable")
+    OPTIONS = ("none", "window", "softcap", "alibi", "sinks", "dropout", "learnable")
     LEAVES = ("query", "key", "value")
 
     def check(self, sizes: Mapping[str, int]) -> None:
@@ -80,6 +81,8 @@ class Sdpa(Operator):
         if cell.option == "alibi":
             powers = torch.arange(1, heads + 1) * (-8 / heads)
             inputs["alibi_slopes"] = powers.exp2().view(1, heads, 1, 1)
+        elif cell.option == "sinks":  # of the size of lse, so that a wrong one shows
+            inputs["sinks"] = draw.normal(1, heads, 1, 1) + math.log(cell["Lk"])
         elif cell.option == "dropout":
             scores = (batch, heads, cell["Lq"], cell["Lk"])
             inputs["kept"] = dropout_keep(scores, _DROPOUT, draw_seed(*_first_seed()))
@@ -114,7 +117,7 @@ class Sdpa(Operator):
         reasons = []
         if cell.weights != "none":
             reasons.append("F.scaled_dot_product_attention returns no weights")
-        if cell.option in ("window", "softcap", "alibi"):
+        if cell.option in ("window", "softcap", "alibi", "sinks"):
             reasons.append(f"F.scaled_dot_product_attention has no {cell.option}")
         if cell.option == "dropout":
             reasons.append("PyTorch drops other weights, whose result nothing here can check")
@@ -200,6 +203,8 @@ def _own_options(cell: Cell, inputs: Inputs) -> dict[str, Any]:
         return {"softcap": _SOFTCAP}
     if cell.option == "alibi":
         return {"alibi_slopes": inputs["alibi_slopes"].flatten()}
+    if cell.option == "sinks":
+        return {"sinks": inputs["sinks"].flatten()}
     if cell.option == "dropout":
         return {"dropout_p": _DROPOUT, "generator": _first_seed()[1]}
     return {}
@@ -229,7 +234,12 @@ def _attended(cell: Cell, inputs: Inputs, rows: slice) -> tuple[Tensor, Tensor]:
     scores = query[:, :, rows] @ key.repeat_interleave(group, 1).mT * query.shape[-1] ** -0.5
     if cell.option == "softcap":
         scores = _SOFTCAP * (scores / _SOFTCAP).tanh()
+    if cell.option == "sinks":  # one more key, whose value is 0
+        scores = torch.cat([scores, inputs["sinks"].expand(*scores.shape[:3], 1)], -1)
+        visible = visible if visible is None else pad(visible, (0, 1), value=True)
+        bias = bias if bias is None else pad(bias, (0, 1))
     weights = softmax_of(scores, visible, bias).to(value.dtype)  # slopes are float32
+    weights = weights[..., : cell["Lk"]]
     if cell.option == "dropout":
         weights = weights * inputs["kept"][:, :, rows] * kept_scale(_DROPOUT)
     return weights @ value.repeat_interleave(group, 1), weights
