@@ -10,6 +10,11 @@
 
 namespace fastattn {
 
+// Of a floating type.
+inline int64_t element_bytes(DType dtype) {
+  return dtype == DType::f64 ? 8 : dtype == DType::f32 ? 4 : 2;
+}
+
 inline int64_t integer(PyObject* item) {
   const int64_t value = PyLong_AsLongLong(item);
   if (value == -1 && PyErr_Occurred()) throw pybind11::error_already_set();

@@ -53,6 +53,13 @@ ChoiceField<Struct, Member, sizeof...(Choices)> choice(const char* name, Member 
   return {PyUnicode_InternFromString(name), member, {PyUnicode_InternFromString(choices)...}};
 }
 
+// An operand as PyTorch has it: (address, strides), of any rank up to 4. None has rank 0.
+struct Strided {
+  void* data;
+  int rank;
+  int64_t stride[4];
+};
+
 class Named {
  public:
   // `module` is named in error messages.
@@ -184,11 +191,25 @@ class Named {
                                 convert(PyTuple_GET_ITEM(value, 1), to.stride));
   }
 
+  static bool convert(PyObject* value, Strided& to) {
+    to = {};
+    if (value == Py_None) return true;
+    if (!PyTuple_Check(value) || PyTuple_GET_SIZE(value) != 2) return false;
+    PyObject* const strides = PyTuple_GET_ITEM(value, 1);
+    if (!PyTuple_Check(strides) || PyTuple_GET_SIZE(strides) > 4) return false;
+    to.rank = static_cast<int>(PyTuple_GET_SIZE(strides));
+    return convert(PyTuple_GET_ITEM(value, 0), to.data) &&
+           convert_each(strides, to.stride, to.rank);
+  }
+
   template <int N>
   static bool convert(PyObject* value, int64_t (&to)[N]) {
-    if (!PyTuple_Check(value) || PyTuple_GET_SIZE(value) != N) return false;
-    for (int n = 0; n < N; ++n)
-      if (!convert(PyTuple_GET_ITEM(value, n), to[n])) return false;
+    return PyTuple_Check(value) && PyTuple_GET_SIZE(value) == N && convert_each(value, to, N);
+  }
+
+  static bool convert_each(PyObject* tuple, int64_t* to, int count) {
+    for (int n = 0; n < count; ++n)
+      if (!convert(PyTuple_GET_ITEM(tuple, n), to[n])) return false;
     return true;
   }
 
@@ -268,9 +289,9 @@ inline void read_sinusoidal_options(const Named& from, SinusoidalOptions& to) {
   from.read(to, fields);
 }
 
-// -- operands of attention --------------------------------------------------------------------
+// -- operands that both modules read ------------------------------------------------------------
 
-// A mask, ALiBi slopes and sinks, those of them that the call has.
+// Of attention: a mask, ALiBi slopes and sinks, those of them that the call has.
 inline void read_biases(const Named& from, AttentionParams& to) {
   using P = AttentionParams;
   static const auto fields =
@@ -280,7 +301,7 @@ inline void read_biases(const Named& from, AttentionParams& to) {
   from.read_given(to, fields);
 }
 
-// The inputs and the results of the backward pass.
+// Of attention: the inputs and the results of the backward pass.
 inline void read_gradients(const Named& from, AttentionParams& to) {
   using P = AttentionParams;
   static const auto fields =
@@ -290,6 +311,24 @@ inline void read_gradients(const Named& from, AttentionParams& to) {
   static const auto of_sinks = std::make_tuple(field("grad_sinks", &P::grad_sinks));
   from.read(to, fields);
   from.read_given(to, of_sinks);
+}
+
+// Of the sinusoidal encoding: the tensors.
+inline void read_sinusoidal_operands(const Named& from, SinusoidalParams& to) {
+  using P = SinusoidalParams;
+  static const auto fields =
+      std::make_tuple(field("x", &P::x), field("out", &P::out), field("positions", &P::positions),
+                      field("position_stride", &P::position_stride));
+  from.read(to, fields);
+}
+
+// Of the sinusoidal encoding: the columns, as addresses.
+inline void read_columns(const Named& from, SinusoidalParams& to) {
+  using P = SinusoidalParams;
+  static const auto fields = std::make_tuple(
+      field("frequency", &P::frequency), field("phase", &P::phase), field("pairs", &P::pairs),
+      field("interleaved", &P::interleaved), field("pair_frequency", &P::pair_frequency));
+  from.read(to, fields);
 }
 
 }  // namespace fastattn

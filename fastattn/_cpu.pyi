@@ -6,7 +6,6 @@ from typing import Any, TypeAlias
 from fastattn.backends import primitives
 
 Ints: TypeAlias = tuple[int, ...]
-Operand: TypeAlias = tuple[int, Ints] | None
 Operands: TypeAlias = dict[str, Any]
 
 def additive_forward(
@@ -106,15 +105,8 @@ def decode_attention(
 def append_to_cache(
     element: int,  # bytes
     sizes: Ints,  # B, Hkv, rows, keys of the cache, D, Dv, entries of the cache
-    key: int,
-    key_stride: Ints,
-    value: int,
-    value_stride: Ints,
-    key_cache: int,
-    key_cache_stride: Ints,
-    value_cache: int,
-    value_cache_stride: Ints,
-    cache: Operands,  # lengths with the new rows, the others as above
+    operands: Operands,  # key, value, key_cache, value_cache
+    cache: Operands,  # as above; lengths without the new rows
     /,
 ) -> None: ...
 def linear(
@@ -149,123 +141,104 @@ def self_attention(
     /,
 ) -> None: ...
 def merge_states(
-    dtypes: tuple[int, int],  # of outputs, of lse
+    dtype: int,
+    lse_dtype: int,
     threads: int,
     sizes: Ints,  # B, H, L, D
-    states: tuple[Operand, ...],  # out_a, lse_a, out_b, lse_b; lse as [B, H, L, 1]
-    results: tuple[Operand, ...],  # out, lse
+    operands: Operands,  # out_a, lse_a, out_b, lse_b, out, lse; lse as [B, H, L, 1]
     /,
 ) -> None: ...
 def merge_states_backward(
-    dtypes: tuple[int, int],
+    dtype: int,
+    lse_dtype: int,
     threads: int,
     sizes: Ints,
-    given: tuple[Operand, ...],  # grad_out, grad_lse
-    states: tuple[Operand, ...],
-    results: tuple[Operand, ...],  # the gradients of the states
+    operands: Operands,  # grad_out, grad_lse, the states, the gradients of the states
     /,
 ) -> None: ...
 def sinusoidal(
     dtype: int,
     threads: int,
     sizes: Ints,  # B, H, L, D
-    x: int,
-    x_stride: Ints,
-    out: int,
-    out_stride: Ints,
-    positions: int,
-    position_stride: Ints,
-    frequency: int,
-    phase: int,
-    pairs: int,
-    interleaved: bool,
-    pair_frequency: int,
     options: primitives.SinusoidalOptions,
+    operands: Operands,  # x, out, positions, position_stride
+    columns: Operands,  # frequency, phase, pairs, interleaved, pair_frequency
     /,
 ) -> None: ...
-def memory_hops(
-    backward: bool,
+def memory_hops_forward(
     dtype: int,
     threads: int,
     sizes: Ints,  # B, Q, K, N, D
-    flags: int,
     options: primitives.MemoryHopOptions | float,  # the scale alone: the others are defaults
-    bias_dtype: int,
-    operands: tuple[Operand, ...],
-    results: Ints,
-    slots: Ints,  # memories in in_memory and out_memory, projections
+    operands: Operands,  # query, in_memory, out_memory, hop_proj, trace, stats, shared
+    biases: Operands | None,  # mask, bias, bias_dtype
+    results: Operands,  # out, weights
     /,
 ) -> None: ...
-def hopfield_steps(
-    backward: bool,
+def memory_hops_backward(
+    dtype: int,
+    threads: int,
+    sizes: Ints,
+    options: primitives.MemoryHopOptions | float,
+    operands: Operands,
+    biases: Operands | None,
+    gradients: Operands,  # given and written
+    /,
+) -> None: ...
+def hopfield_forward(
     dtype: int,
     threads: int,
     sizes: Ints,  # B, Q, K, N, D
-    flags: int,
     options: primitives.HopfieldOptions,
-    bias_dtype: int,
-    operands: tuple[Operand, ...],
-    results: Ints,
-    taken: int,
-    moved: int,
+    operands: Operands,  # as those of memory hops
+    biases: Operands | None,
+    steps: Operands,  # taken, moved, search, resume
+    results: Operands,
+    /,
+) -> None: ...
+def hopfield_backward(
+    dtype: int,
+    threads: int,
+    sizes: Ints,
+    options: primitives.HopfieldOptions,
+    operands: Operands,
+    biases: Operands | None,
+    steps: Operands,
+    gradients: Operands,
     /,
 ) -> None: ...
 def encode_memory(
     dtype: int,
     threads: int,
     sizes: Ints,  # R, G, B, N, J, V, D
-    tokens: int,
-    token_stride: Ints,
     options: primitives.EncodeMemoryOptions,
-    factors: int,
-    factor_stride: int,
-    weight: int,
-    weight_stride: Ints,
-    temporal: int,
-    temporal_stride: Ints,
+    operands: Operands,  # tokens, token_stride, factors, factor_stride, weight, temporal
     out: int,
     /,
 ) -> None: ...
 def encode_memory_backward(
     dtype: int,
     threads: int,
-    sizes: Ints,  # R, G, B, N, J, V, D
-    tokens: int,
-    token_stride: Ints,
+    sizes: Ints,
     options: primitives.EncodeMemoryBackwardOptions,
-    factors: int,
-    factor_stride: int,
-    grad: int,
-    grad_stride: Ints,
-    grad_weight: int,
-    grad_temporal: int,
+    operands: Operands,  # tokens, token_stride, factors, factor_stride
+    gradients: Operands,  # grad, grad_stride, grad_weight, grad_temporal
     /,
 ) -> None: ...
 def local_attention(
     dtype: int,
     threads: int,
     sizes: Ints,  # B, Lq, Lk, D, Dv, W
-    operands: tuple[Any, ...],  # query, key, value: (address, (stride of batch, stride of row))
-    first: int,
-    seen: int,
-    factor: int,
-    weights: int,
+    operands: Operands,  # query, key, value, first, seen, factor, weights
     out: int,
     /,
 ) -> None: ...
 def local_attention_backward(
     dtype: int,
     threads: int,
-    sizes: Ints,  # B, Lq, Lk, D, Dv, W
-    operands: tuple[Any, ...],  # query, key, value: (address, (stride of batch, stride of row))
-    first: int,
-    seen: int,
-    factor: int,
-    weights: int,
-    grad_out: tuple[Any, ...] | None,
-    grad_weights: int,
-    grads: Ints,  # of query, key, value and factor; 0: not wanted
-    coefficients: int,
+    sizes: Ints,
+    operands: Operands,
+    gradients: Operands,  # grad_out, grad_weights, grad_query, ..., coefficients
     /,
 ) -> None: ...
 def build_info() -> dict[str, Any]: ...

@@ -6,7 +6,6 @@ from typing import Any
 from fastattn.backends import primitives
 
 _Operands = dict[str, Any]
-_Operand = tuple[int, tuple[int, ...]]  # address, strides
 _Result = tuple[int, tuple[int, ...], tuple[int, ...]]  # address, strides, sizes
 
 additive_tile: int
@@ -50,21 +49,16 @@ def sinusoidal_encoding(
     dtype: int,
     stream: int,
     sizes: tuple[int, ...],
-    operands: tuple[_Operand, _Operand],
-    positions: _Operand | None,
-    tables: tuple[int, ...],
-    interleaved: bool,
     options: primitives.SinusoidalOptions,
+    operands: _Operands,
+    columns: _Operands,
 ) -> None: ...
 def encode_memory_forward(
     dtype: int,
     stream: int,
     sizes: tuple[int, ...],
     options: primitives.EncodeMemoryOptions,
-    factors: tuple[int, int],
-    tokens: _Operand,
-    weight: _Operand,
-    temporal: _Operand | None,
+    operands: _Operands,
     out: int,
 ) -> None: ...
 def encode_memory_backward(
@@ -72,61 +66,38 @@ def encode_memory_backward(
     stream: int,
     sizes: tuple[int, ...],
     options: primitives.EncodeMemoryBackwardOptions,
-    factors: tuple[int, int],
-    grad: _Operand,
-    words: tuple[int, int, int],
-    results: tuple[int, int],
+    operands: _Operands,
+    gradients: _Operands,
 ) -> None: ...
 def hopfield_search(
     dtype: int,
     stream: int,
     sizes: tuple[int, ...],
-    flags: tuple[bool, ...],
     options: primitives.HopfieldOptions,
-    bias_dtype: int,
-    operands: tuple[_Operand | None, ...],
-    shared: tuple[int, ...],
+    operands: _Operands,
     out: int,
 ) -> None: ...
 def memory_hops_forward(
     dtype: int,
     stream: int,
     sizes: tuple[int, ...],
-    flags: tuple[bool, ...],
     options: primitives.MemoryHopOptions | float,  # the scale alone: the others are defaults
-    bias_dtype: int,
-    operands: tuple[_Operand | None, ...],
-    shared: tuple[int, ...],
-    results: tuple[int, ...],
+    operands: _Operands,
+    results: _Operands,
 ) -> None: ...
 def memory_hops_backward(
     dtype: int,
     stream: int,
     sizes: tuple[int, ...],
-    flags: tuple[bool, ...],
-    options: primitives.MemoryHopOptions | float,  # the scale alone: the others are defaults
-    bias_dtype: int,
-    operands: tuple[_Operand | None, ...],
-    shared: tuple[int, ...],
-    given: tuple[_Operand | None, ...],
-    results: tuple[int, ...],
-    slots: tuple[int, ...],
-    common: tuple[bool, ...],
+    options: primitives.MemoryHopOptions | float,
+    operands: _Operands,
+    gradients: _Operands,
 ) -> None: ...
 def merge_states(
-    dtypes: tuple[int, int],
-    stream: int,
-    sizes: tuple[int, ...],
-    states: tuple[_Operand, ...],
-    results: tuple[_Operand, ...],
+    dtype: int, lse_dtype: int, stream: int, sizes: tuple[int, ...], operands: _Operands
 ) -> None: ...
 def merge_states_backward(
-    dtypes: tuple[int, int],
-    stream: int,
-    sizes: tuple[int, ...],
-    given: tuple[_Operand | None, ...],
-    states: tuple[_Operand, ...],
-    results: tuple[_Operand, ...],
+    dtype: int, lse_dtype: int, stream: int, sizes: tuple[int, ...], operands: _Operands
 ) -> None: ...
 def decode_attention(
     dtype: int,
@@ -141,7 +112,7 @@ def append_to_cache(
     dtype: int,
     stream: int,
     sizes: tuple[int, ...],
-    operands: tuple[_Operand, ...],
+    operands: _Operands,
     cache: _Operands,
 ) -> None: ...
 def build_info() -> dict[str, Any]: ...

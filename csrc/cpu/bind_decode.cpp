@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <vector>
 
 #include "kernel_table.h"
 #include "sdpa_arguments.h"
@@ -102,11 +103,20 @@ void append(const SequencesParams& t, int64_t element, int64_t rows, int64_t wid
   }
 }
 
-// sizes: (B, Hkv, rows, keys of the cache, D, Dv, entries of the cache); lengths include the rows.
-void append_to_cache(int64_t element, const py::tuple& sizes, uintptr_t key,
-                     const py::tuple& key_stride, uintptr_t value, const py::tuple& value_stride,
-                     uintptr_t key_cache, const py::tuple& key_cache_stride, uintptr_t value_cache,
-                     const py::tuple& value_cache_stride, const py::dict& cache) {
+// The rows to append, and where to.
+struct NewRows {
+  Tensor4 key, value;              // [B, Hkv, rows, D or Dv]
+  Tensor4 key_cache, value_cache;  // [entries, Hkv, keys, D or Dv]
+};
+
+// sizes: (B, Hkv, rows, keys of the cache, D, Dv, entries of the cache); operands: those of NewRows;
+// lengths of the cache are those without the rows.
+void append_to_cache(int64_t element, const py::tuple& sizes, const py::dict& operands,
+                     const py::dict& cache) {
+  using R = NewRows;
+  static const auto fields =
+      std::make_tuple(field("key", &R::key), field("value", &R::value),
+                      field("key_cache", &R::key_cache), field("value_cache", &R::value_cache));
   int64_t n[7];
   integers(sizes, n);
   SequencesParams t{};
@@ -114,16 +124,18 @@ void append_to_cache(int64_t element, const py::tuple& sizes, uintptr_t key,
   t.attention.Hkv = n[1];
   t.attention.Lk = n[3];
   read_cache(cache, t);
+  std::vector<int64_t> lengths(t.k_lengths, t.k_lengths + n[0]);
+  for (int64_t& length : lengths) length += n[2];
+  t.k_lengths = lengths.data();
   check_cache(t, n[6]);
-  for (int64_t b = 0; b < n[0]; ++b)
-    expect(t.k_lengths[b] >= n[2],
-           "cache_seqlens must not be negative, got " + std::to_string(t.k_lengths[b] - n[2]));
-  const Tensor4 k = operand(key, key_stride), v = operand(value, value_stride),
-                k_to = operand(key_cache, key_cache_stride),
-                v_to = operand(value_cache, value_cache_stride);
+  for (const int64_t length : lengths)
+    expect(length >= n[2],
+           "cache_seqlens must not be negative, got " + std::to_string(length - n[2]));
+  NewRows rows;
+  named(operands).read(rows, fields);
   py::gil_scoped_release release;
-  append(t, element, n[2], n[4], k, k_to);
-  append(t, element, n[2], n[5], v, v_to);
+  append(t, element, n[2], n[4], rows.key, rows.key_cache);
+  append(t, element, n[2], n[5], rows.value, rows.value_cache);
 }
 
 }  // namespace

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <string>
 
-#include "../arguments.h"
+#include "../encode_memory_arguments.h"
 #include "kernel_table.h"
 #include "memory.h"
 #include "named.h"
@@ -48,51 +48,35 @@ void check_tokens(const EncodeMemoryParams& p) {
                         ", but weight has " + std::to_string(p.V) + " rows");
 }
 
-// sizes: R, G, B, N, J, V, D
-EncodeMemoryParams read_common(int dtype, int threads, const py::tuple& sizes, uintptr_t tokens,
-                               const py::tuple& token_stride, const py::object& options,
-                               uintptr_t factors, int64_t factor_stride) {
+// operands: see read_encoding and read_tokens.
+EncodeMemoryParams common(int dtype, int threads, const py::tuple& sizes, const py::object& options,
+                          const py::dict& operands) {
   EncodeMemoryParams p{};
-  p.dtype = static_cast<DType>(dtype);
+  read_encoding(dtype, sizes, named(options), named(operands), p);
+  read_tokens(named(operands), p);
   p.threads = threads;
-  int64_t n[7];
-  integers(sizes, n);
-  p.R = n[0], p.G = n[1], p.B = n[2], p.N = n[3], p.J = n[4], p.V = n[5], p.D = n[6];
-  p.tokens = reinterpret_cast<const int64_t*>(tokens);
-  integers(token_stride, p.token_stride);
-  read_encode_memory_options(named(options), p);
-  p.factors = reinterpret_cast<const void*>(factors);
-  p.factor_stride = factor_stride;
   return p;
 }
 
-void encode_memory(int dtype, int threads, const py::tuple& sizes, uintptr_t tokens,
-                   const py::tuple& token_stride, const py::object& options, uintptr_t factors,
-                   int64_t factor_stride, uintptr_t weight, const py::tuple& weight_stride,
-                   uintptr_t temporal, const py::tuple& temporal_stride, uintptr_t out) {
-  EncodeMemoryParams p =
-      read_common(dtype, threads, sizes, tokens, token_stride, options, factors, factor_stride);
-  p.weight = operand(weight, weight_stride);
-  p.temporal = operand(temporal, temporal_stride);
+// operands: also see read_tables. out: an address.
+void encode_memory(int dtype, int threads, const py::tuple& sizes, const py::object& options,
+                   const py::dict& operands, uintptr_t out) {
+  EncodeMemoryParams p = common(dtype, threads, sizes, options, operands);
+  read_tables(named(operands), p);
   p.out = reinterpret_cast<void*>(out);
   py::gil_scoped_release release;
   check_tokens(p);
-  const size_t element = p.dtype == DType::f64 ? 8 : p.dtype == DType::f32 ? 4 : 2;
-  expect_to_fill(p.out, static_cast<size_t>(p.R * p.B * p.G * p.N * p.D) * element);
+  const int64_t elements = p.R * p.B * p.G * p.N * p.D;
+  expect_to_fill(p.out, static_cast<size_t>(elements * element_bytes(p.dtype)));
   kernels(p.dtype).encode_memory(p);
 }
 
-void encode_memory_backward(int dtype, int threads, const py::tuple& sizes, uintptr_t tokens,
-                            const py::tuple& token_stride, const py::object& options,
-                            uintptr_t factors, int64_t factor_stride, uintptr_t grad,
-                            const py::tuple& grad_stride, uintptr_t grad_weight,
-                            uintptr_t grad_temporal) {
-  EncodeMemoryParams p =
-      read_common(dtype, threads, sizes, tokens, token_stride, options, factors, factor_stride);
-  p.grad = reinterpret_cast<const void*>(grad);
-  integers(grad_stride, p.grad_stride);
-  p.grad_weight = reinterpret_cast<void*>(grad_weight);
-  p.grad_temporal = reinterpret_cast<void*>(grad_temporal);
+// gradients: see read_gradients.
+void encode_memory_backward(int dtype, int threads, const py::tuple& sizes,
+                            const py::object& options, const py::dict& operands,
+                            const py::dict& gradients) {
+  EncodeMemoryParams p = common(dtype, threads, sizes, options, operands);
+  read_gradients(named(gradients), p);
   py::gil_scoped_release release;
   check_tokens(p);
   kernels(p.dtype).encode_memory_backward(p);

@@ -51,7 +51,7 @@ void self_attention(int dtype, int threads, const py::tuple& sizes, const py::tu
   integers(padding_stride, pad);
   const int64_t N = n[0], L = n[1], E = n[2], H = n[3], D = E / H, rows = N * L;
   const auto type = static_cast<DType>(dtype);
-  const int64_t element = type == DType::f64 ? 8 : type == DType::f32 ? 4 : 2;
+  const int64_t element = element_bytes(type);
   py::gil_scoped_release release;
 
   // qkv [rows, 3E], attended [rows, E], lse [N, H, L], visible [N, L]

@@ -5,71 +5,51 @@
 
 #include "../arguments.h"
 #include "kernel_table.h"
+#include "named.h"
 
 namespace py = pybind11;
 
 namespace fastattn {
 namespace {
 
-// [B, rows, columns] as (address, strides of batch and row); the columns are contiguous.
-Tensor4 rows_of(const py::handle& item) {
-  if (item.is_none()) return {};
-  const py::tuple pair = py::cast<py::tuple>(item);
-  int64_t stride[2];
-  integers(py::cast<py::tuple>(pair[1]), stride);
-  Tensor4 t;
-  t.data = reinterpret_cast<void*>(py::cast<uintptr_t>(pair[0]));
-  t.stride[0] = stride[0], t.stride[1] = stride[1], t.stride[2] = 1;
-  return t;
-}
-
-template <class T>
-T* address(uintptr_t data) {
-  return reinterpret_cast<T*>(data);
-}
-
-// sizes: B, Lq, Lk, D, Dv, W; operands: query, key, value
-LocalParams read_common(int dtype, int threads, const py::tuple& sizes, const py::tuple& operands,
-                        uintptr_t first, uintptr_t seen, uintptr_t factor, uintptr_t weights) {
+// sizes: B, Lq, Lk, D, Dv, W; operands: query, key and value, and the addresses of first, seen,
+// factor and weights.
+LocalParams read_common(int dtype, int threads, const py::tuple& sizes, const py::dict& operands) {
+  using P = LocalParams;
+  static const auto fields =
+      std::make_tuple(field("query", &P::query), field("key", &P::key), field("value", &P::value),
+                      field("first", &P::first), field("seen", &P::seen),
+                      field("factor", &P::factor), field("weights", &P::weights));
   LocalParams p{};
   p.dtype = static_cast<DType>(dtype);
   p.threads = threads;
   int64_t n[6];
   integers(sizes, n);
   p.B = n[0], p.Lq = n[1], p.Lk = n[2], p.D = n[3], p.Dv = n[4], p.W = n[5];
-  p.query = rows_of(operands[0]), p.key = rows_of(operands[1]), p.value = rows_of(operands[2]);
-  p.first = address<const int64_t>(first);
-  p.seen = address<const uint8_t>(seen);
-  p.factor = address<const void>(factor);
-  p.weights = address<void>(weights);
+  named(operands).read(p, fields);
   return p;
 }
 
-void local_attention(int dtype, int threads, const py::tuple& sizes, const py::tuple& operands,
-                     uintptr_t first, uintptr_t seen, uintptr_t factor, uintptr_t weights,
+// out: an address
+void local_attention(int dtype, int threads, const py::tuple& sizes, const py::dict& operands,
                      uintptr_t out) {
-  LocalParams p = read_common(dtype, threads, sizes, operands, first, seen, factor, weights);
-  p.out = address<void>(out);
+  LocalParams p = read_common(dtype, threads, sizes, operands);
+  p.out = reinterpret_cast<void*>(out);
   py::gil_scoped_release release;
   kernels(p.dtype).local_attention_forward(p);
 }
 
-// grads: of query, key, value and factor (0: not wanted)
+// gradients: grad_out, and the addresses of grad_weights, the four gradients and coefficients.
 void local_attention_backward(int dtype, int threads, const py::tuple& sizes,
-                              const py::tuple& operands, uintptr_t first, uintptr_t seen,
-                              uintptr_t factor, uintptr_t weights, const py::object& grad_out,
-                              uintptr_t grad_weights, const py::tuple& grads,
-                              uintptr_t coefficients) {
-  LocalParams p = read_common(dtype, threads, sizes, operands, first, seen, factor, weights);
-  p.grad_out = rows_of(grad_out);
-  p.grad_weights = address<const void>(grad_weights);
-  int64_t to[4];
-  integers(grads, to);
-  p.grad_query = address<void>(static_cast<uintptr_t>(to[0]));
-  p.grad_key = address<void>(static_cast<uintptr_t>(to[1]));
-  p.grad_value = address<void>(static_cast<uintptr_t>(to[2]));
-  p.grad_factor = address<void>(static_cast<uintptr_t>(to[3]));
-  p.coefficients = address<void>(coefficients);
+                              const py::dict& operands, const py::dict& gradients) {
+  using P = LocalParams;
+  static const auto fields =
+      std::make_tuple(field("grad_out", &P::grad_out), field("grad_weights", &P::grad_weights),
+                      field("grad_query", &P::grad_query), field("grad_key", &P::grad_key),
+                      field("grad_value", &P::grad_value), field("grad_factor", &P::grad_factor),
+                      field("coefficients", &P::coefficients));
+  LocalParams p = read_common(dtype, threads, sizes, operands);
+  named(gradients).read(p, fields);
   py::gil_scoped_release release;
   kernels(p.dtype).local_attention_backward(p);
 }

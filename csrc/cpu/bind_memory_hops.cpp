@@ -1,9 +1,10 @@
-// Python's view of memory hops: addresses, shapes and strides in, nothing out.
+// Python's view of memory hops, and of Hopfield retrieval, which uses the same kernels: addresses,
+// shapes and strides in, nothing out.
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
 
-#include "../arguments.h"
+#include "../memory_hops_arguments.h"
 #include "kernel_table.h"
 #include "memory.h"
 #include "named.h"
@@ -13,95 +14,105 @@ namespace py = pybind11;
 namespace fastattn {
 namespace {
 
-// (address, stride) or None.
-Tensor4 optional_operand(const py::handle& from) {
-  if (from.is_none()) return {};
-  const auto pair = py::reinterpret_borrow<py::tuple>(from);
-  return operand(static_cast<uintptr_t>(integer(PyTuple_GET_ITEM(pair.ptr(), 0))),
-                 py::reinterpret_borrow<py::tuple>(PyTuple_GET_ITEM(pair.ptr(), 1)));
-}
-
-void* address(const py::tuple& from, int i) {
-  return reinterpret_cast<void*>(integer(PyTuple_GET_ITEM(from.ptr(), i)));
-}
-
-// Reads the arguments of both functions below.
-MemoryHopsParams hops(bool backward, int dtype, int threads, const py::tuple& sizes, int flags,
-                      int bias_dtype, const py::tuple& operands, const py::tuple& results,
-                      const py::tuple& slots) {
+// operands: see read_hops; and shared, whether all B have one memory. biases: see read_hop_biases;
+// None = none.
+MemoryHopsParams common(int dtype, int threads, const py::tuple& sizes, const py::dict& operands,
+                        const py::object& biases) {
+  static const auto shared = std::make_tuple(field("shared", &MemoryHopsParams::shared));
   MemoryHopsParams p{};
-  p.dtype = static_cast<DType>(dtype);
+  read_hops(named(operands), dtype, sizes, p);
+  named(operands).read(p, shared);
+  if (!biases.is_none()) read_hop_biases(named(biases), p);
   p.threads = threads;
-  int64_t n[5];
-  integers(sizes, n);
-  p.B = n[0], p.Q = n[1], p.K = n[2], p.N = n[3], p.D = n[4];
-  p.shared = flags & 1, p.same_rows = flags & 2, p.stack = flags & 4;
-  p.bias_dtype = static_cast<DType>(bias_dtype);
-  Tensor4* const to[] = {&p.query, &p.in_memory, &p.out_memory, &p.proj,
-                         &p.mask,  &p.bias,      &p.grad_out,   &p.grad_weights};
-  void** const outputs[] = {&p.out,         &p.trace,      &p.stats,           &p.weights,
-                            &p.grad_query,  &p.grad_in,    &p.grad_out_memory, &p.grad_proj,
-                            &p.grad_scores, &p.grad_states};
-  const int inputs = backward ? 8 : 6, written = backward ? 10 : 4;
-  if (PyTuple_GET_SIZE(operands.ptr()) != inputs || PyTuple_GET_SIZE(results.ptr()) != written)
-    throw py::value_error("fastattn: memory hops got a wrong number of operands or results");
-  for (int i = 0; i < inputs; ++i) *to[i] = optional_operand(PyTuple_GET_ITEM(operands.ptr(), i));
-  for (int i = 0; i < written; ++i) *outputs[i] = address(results, i);
-  int64_t count[3];
-  integers(slots, count);
-  p.in_slots = count[0], p.out_slots = count[1], p.proj_slots = count[2];
   return p;
 }
 
-void run(bool backward, const MemoryHopsParams& p) {
+void read_gradients(const py::dict& gradients, MemoryHopsParams& p) {
+  using P = MemoryHopsParams;
+  static const auto own =
+      std::make_tuple(field("grad_scores", &P::grad_scores), field("grad_states", &P::grad_states));
+  read_hop_gradients(named(gradients), p);
+  named(gradients).read(p, own);
+}
+
+void run_forward(const MemoryHopsParams& p) {
   py::gil_scoped_release release;
-  const size_t element = p.dtype == DType::f64 ? 8 : p.dtype == DType::f32 ? 4 : 2;
-  const size_t memory = static_cast<size_t>((p.shared ? 1 : p.B) * p.N * p.D) * element;
-  if (p.grad_in != nullptr) expect_to_fill(p.grad_in, memory * static_cast<size_t>(p.in_slots));
+  kernels(p.dtype).memory_hops_forward(p);
+}
+
+void run_backward(const MemoryHopsParams& p) {
+  py::gil_scoped_release release;
+  const int64_t memory = (p.shared ? 1 : p.B) * p.N * p.D * element_bytes(p.dtype);
+  if (p.grad_in != nullptr) expect_to_fill(p.grad_in, static_cast<size_t>(memory * p.in_slots));
   if (p.grad_out_memory != nullptr)
-    expect_to_fill(p.grad_out_memory, memory * static_cast<size_t>(p.out_slots));
-  backward ? kernels(p.dtype).memory_hops_backward(p) : kernels(p.dtype).memory_hops_forward(p);
+    expect_to_fill(p.grad_out_memory, static_cast<size_t>(memory * p.out_slots));
+  kernels(p.dtype).memory_hops_backward(p);
 }
 
-// sizes: B, Q, K, N, D. flags: 1 shared, 2 same_rows, 4 stack. operands: query, in_memory,
-// out_memory, proj, mask, bias; for backward grad_out, grad_weights. results: out, trace, stats,
-// weights; for backward grad_query, grad_in, grad_out_memory, grad_proj, grad_scores, grad_states.
-// slots: in, out, proj.
-void memory_hops(bool backward, int dtype, int threads, const py::tuple& sizes, int flags,
-                 const py::object& options, int bias_dtype, const py::tuple& operands,
-                 const py::tuple& results, const py::tuple& slots) {
-  MemoryHopsParams p =
-      hops(backward, dtype, threads, sizes, flags, bias_dtype, operands, results, slots);
+// results: see read_hop_results.
+void memory_hops_forward(int dtype, int threads, const py::tuple& sizes, const py::object& options,
+                         const py::dict& operands, const py::object& biases,
+                         const py::dict& results) {
+  MemoryHopsParams p = common(dtype, threads, sizes, operands, biases);
   read_memory_hop_options(named(options), p);
-  run(backward, p);
+  read_hop_results(named(results), p);
+  run_forward(p);
 }
 
-// The same with u' = o. flags: also 8 search, 16 resume. Without a search, each query repeats its
+// gradients: see read_hop_gradients; and the addresses of grad_scores and grad_states.
+void memory_hops_backward(int dtype, int threads, const py::tuple& sizes, const py::object& options,
+                          const py::dict& operands, const py::object& biases,
+                          const py::dict& gradients) {
+  MemoryHopsParams p = common(dtype, threads, sizes, operands, biases);
+  read_memory_hop_options(named(options), p);
+  read_gradients(gradients, p);
+  run_backward(p);
+}
+
+// steps: the addresses of taken and moved, search, resume. Without a search, each query repeats its
 // own number of steps.
-void hopfield_steps(bool backward, int dtype, int threads, const py::tuple& sizes, int flags,
-                    const py::object& options, int bias_dtype, const py::tuple& operands,
-                    const py::tuple& results, uintptr_t taken, uintptr_t moved) {
-  const py::tuple one_each = py::make_tuple(1, 1, 1);
-  MemoryHopsParams p =
-      hops(backward, dtype, threads, sizes, flags, bias_dtype, operands, results, one_each);
+MemoryHopsParams retrieval(int dtype, int threads, const py::tuple& sizes,
+                           const py::object& options, const py::dict& operands,
+                           const py::object& biases, const py::dict& steps) {
+  using P = MemoryHopsParams;
+  static const auto fields =
+      std::make_tuple(field("taken", &P::taken), field("moved", &P::moved),
+                      field("search", &P::search), field("resume", &P::resume));
+  MemoryHopsParams p = common(dtype, threads, sizes, operands, biases);
   HopfieldOptions asked;
   read_hopfield_options(named(options), asked);
+  named(steps).read(p, fields);
   p.settles = true;
-  p.search = flags & 8, p.resume = flags & 16;
   p.scale = asked.scale;
   p.crowded = asked.crowded;
   p.together = p.search ? asked.together : 1;
   p.eps = p.search ? asked.eps : 0;
-  p.taken = reinterpret_cast<int64_t*>(taken);
-  p.moved = reinterpret_cast<double*>(moved);
-  run(backward, p);
+  return p;
+}
+
+void hopfield_forward(int dtype, int threads, const py::tuple& sizes, const py::object& options,
+                      const py::dict& operands, const py::object& biases, const py::dict& steps,
+                      const py::dict& results) {
+  MemoryHopsParams p = retrieval(dtype, threads, sizes, options, operands, biases, steps);
+  read_hop_results(named(results), p);
+  run_forward(p);
+}
+
+void hopfield_backward(int dtype, int threads, const py::tuple& sizes, const py::object& options,
+                       const py::dict& operands, const py::object& biases, const py::dict& steps,
+                       const py::dict& gradients) {
+  MemoryHopsParams p = retrieval(dtype, threads, sizes, options, operands, biases, steps);
+  read_gradients(gradients, p);
+  run_backward(p);
 }
 
 }  // namespace
 
 void bind_memory_hops(py::module_& m) {
-  m.def("memory_hops", &memory_hops);
-  m.def("hopfield_steps", &hopfield_steps);
+  m.def("memory_hops_forward", &memory_hops_forward);
+  m.def("memory_hops_backward", &memory_hops_backward);
+  m.def("hopfield_forward", &hopfield_forward);
+  m.def("hopfield_backward", &hopfield_backward);
 }
 
 }  // namespace fastattn

@@ -2,6 +2,7 @@
 #include "../merge_states_arguments.h"
 #include "kernel_table.h"
 #include "memory.h"
+#include "named.h"
 
 namespace py = pybind11;
 
@@ -10,25 +11,26 @@ namespace {
 
 // Of a dense result with the shape of the outputs.
 void expect(const MergeStatesParams& p, const Tensor4& result) {
-  const size_t element = p.dtype == DType::f64 ? 8 : p.dtype == DType::f32 ? 4 : 2;
-  expect_to_fill(result.data, static_cast<size_t>(p.B * p.H * p.L * p.D) * element);
+  const int64_t elements = p.B * p.H * p.L * p.D;
+  expect_to_fill(result.data, static_cast<size_t>(elements * element_bytes(p.dtype)));
 }
 
-void merge_states(const py::tuple& dtypes, int threads, const py::tuple& sizes,
-                  const py::tuple& states, const py::tuple& results) {
-  MergeStatesParams p = read_states(dtypes, sizes, states);
-  read_results(results, p);
+// operands: see read_states and read_results
+void merge_states(int dtype, int lse_dtype, int threads, const py::tuple& sizes,
+                  const py::dict& operands) {
+  MergeStatesParams p = read_states(dtype, lse_dtype, sizes, named(operands));
+  read_results(named(operands), p);
   p.threads = threads;
   py::gil_scoped_release release;
   expect(p, p.out);
   kernels(p.dtype).merge_states_forward(p);
 }
 
-void merge_states_backward(const py::tuple& dtypes, int threads, const py::tuple& sizes,
-                           const py::tuple& given, const py::tuple& states,
-                           const py::tuple& results) {
-  MergeStatesParams p = read_states(dtypes, sizes, states);
-  read_gradients(given, results, p);
+// operands: see read_states and read_gradients
+void merge_states_backward(int dtype, int lse_dtype, int threads, const py::tuple& sizes,
+                           const py::dict& operands) {
+  MergeStatesParams p = read_states(dtype, lse_dtype, sizes, named(operands));
+  read_gradients(named(operands), p);
   p.threads = threads;
   py::gil_scoped_release release;
   expect(p, p.grad_out_a);

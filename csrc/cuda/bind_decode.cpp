@@ -43,18 +43,19 @@ void decode(int dtype, uintptr_t stream, const py::tuple& sizes, const py::objec
   named(results).read(p, written);
   p.scale_float = static_cast<float>(p.scale);
   p.softcap_float = static_cast<float>(p.softcap);
-  const int64_t bytes = p.dtype == DType::f32 ? 4 : 2;
+  const int64_t bytes = element_bytes(p.dtype);
   p.aligned = is_aligned(p.q, bytes) && is_aligned(p.k, bytes) && is_aligned(p.v, bytes);
   py::gil_scoped_release release;
   with_element(p.dtype, [&](auto* element) { decode_attention(element, p, stream); });
 }
 
-// operands: (key, value), each (address, strides).
-void append(int dtype, uintptr_t stream, const py::tuple& sizes, const py::tuple& operands,
+// operands: key, value
+void append(int dtype, uintptr_t stream, const py::tuple& sizes, const py::dict& operands,
             const py::dict& cache) {
+  using P = DecodeArguments;
+  static const auto rows = std::make_tuple(field("key", &P::new_k), field("value", &P::new_v));
   DecodeArguments p = arguments(dtype, sizes, cache);
-  p.new_k = optional_operand(operands[0]);
-  p.new_v = optional_operand(operands[1]);
+  named(operands).read(p, rows);
   py::gil_scoped_release release;
   with_element(p.dtype, [&](auto* element) { append_to_cache(element, p, stream); });
 }

@@ -1,4 +1,4 @@
-// Shared by the bindings of all operators: reading operands, and choosing the element type.
+// Shared by the bindings of all operators: what the host derives, and choosing the element type.
 #pragma once
 #include <pybind11/pybind11.h>
 
@@ -14,13 +14,6 @@ namespace fastattn {
 namespace cuda {
 
 inline Named named(pybind11::handle from) { return Named(from, "fastattn._cuda"); }
-
-// (address, strides) or None
-inline Tensor4 optional_operand(const pybind11::object& pair) {
-  if (pair.is_none()) return {};
-  const auto t = pair.cast<pybind11::tuple>();
-  return operand(t[0].cast<uintptr_t>(), t[1].cast<pybind11::tuple>());
-}
 
 // Derives the dropout parameters from dropout_p.
 inline void set_dropout(AttentionArguments& p) {

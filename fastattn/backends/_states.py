@@ -1,7 +1,6 @@
-"""What the adapters of merge_states share: results, and all tensors in the rank of the kernels.
+"""merge_states for every backend with kernels: results, and all tensors in the rank of the kernels.
 
-Groups of tensors are outputs [..., L, Dv] and lse [..., L] in turn. The kernels take [B, H, L, Dv]
-and [B, H, L, 1].
+The kernels take outputs [B, H, L, Dv] and lse [B, H, L, 1].
 """
 
 from __future__ import annotations
@@ -12,39 +11,69 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["merged", "merged_backward", "operands", "sizes"]
+from fastattn.backends.primitives import NoOptions
 
-Group = Sequence[Tensor | None]
+__all__ = ["named_operands", "operators", "sizes"]
+
+# Outputs and lse in turn.
+_STATES = ("out_a", "lse_a", "out_b", "lse_b")
+_FORWARD = (*_STATES, "out", "lse")
+_BACKWARD = ("grad_out", "grad_lse", *_STATES, *(f"grad_{name}" for name in _STATES))
+
+# Calls a kernel with all its tensors, by name; one that is not given is None.
+Run = Callable[[dict[str, Any]], None]
 
 
-def merged(run: Callable[..., None], *states: Tensor) -> tuple[Tensor, ...]:
-    """Return ``(out, lse)``, which ``run(states, results)`` writes."""
-    return _written(run, (states,), states[:2])
+def operators(forward: Run, backward: Run) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return ``merge_states`` and ``merge_states_backward`` on these kernels."""
 
+    def merge_states(
+        out_a: Tensor,  # [..., L, Dv]
+        lse_a: Tensor,  # [..., L] float32 or float64
+        out_b: Tensor,  # [..., L, Dv]
+        lse_b: Tensor,  # [..., L]
+        *,
+        options: NoOptions,
+    ) -> tuple[Tensor, ...]:
+        """Return ``(out, lse)``, see ``docs/design.md``."""
+        states = (out_a, lse_a, out_b, lse_b)
+        return _written(forward, _FORWARD, states, states[:2])
 
-def merged_backward(run: Callable[..., None], given: Group, *states: Tensor) -> tuple[Tensor, ...]:
-    """Return the gradients of ``states``, which ``run(given, states, results)`` writes."""
-    return _written(run, (given, states), states)
+    def merge_states_backward(
+        grad_out: Tensor | None,  # [..., L, Dv]
+        grad_lse: Tensor | None,  # [..., L]
+        out_a: Tensor,
+        lse_a: Tensor,
+        out_b: Tensor,
+        lse_b: Tensor,
+        *,
+        options: NoOptions,
+    ) -> tuple[Tensor, ...]:
+        """Return the gradients of out_a, lse_a, out_b and lse_b, see ``docs/design.md``."""
+        states = (out_a, lse_a, out_b, lse_b)
+        return _written(backward, _BACKWARD, (grad_out, grad_lse, *states), states)
+
+    return merge_states, merge_states_backward
 
 
 def _written(
-    run: Callable[..., None], groups: Sequence[Group], like: Sequence[Tensor]
+    run: Run, names: Sequence[str], read: Sequence[Tensor | None], like: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
     results = tuple([torch.empty_like(x) for x in like])
     if like[0].ndim <= 4:
-        run(*groups, results)
+        run(dict(zip(names, (*read, *results), strict=True)))
         return results
     targets = _flattened(results)
-    run(*map(_flattened, groups), targets)
+    run(dict(zip(names, (*_flattened(read), *targets), strict=True)))
     for result, target in zip(results, targets, strict=True):
         if target.data_ptr() != result.data_ptr():
             result.copy_(target.view(result.shape))
     return results
 
 
-def _flattened(group: Group) -> tuple[Any, ...]:
+def _flattened(tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
     """At most four dimensions: views where their memory allows it, else copies."""
-    return tuple(x if x is None else x.flatten(0, n % 2 - 4) for n, x in enumerate(group))
+    return tuple(x if x is None else x.flatten(0, n % 2 - 4) for n, x in enumerate(tensors))
 
 
 def sizes(out: Tensor) -> tuple[int, ...]:
@@ -52,15 +81,12 @@ def sizes(out: Tensor) -> tuple[int, ...]:
     return (1,) * (4 - out.ndim) + out.shape
 
 
-def operands(group: Group) -> tuple[tuple[int, tuple[int, ...]] | None, ...]:
+def named_operands(tensors: dict[str, Tensor | None]) -> dict[str, Any]:
     """Addresses and the four strides of the kernels, for the native modules."""
-    # From a list, which takes less time than a generator.
-    return tuple(
-        [
-            None if x is None else (x.data_ptr(), _strides(x.stride() + (1,) * (n % 2)))
-            for n, x in enumerate(group)
-        ]
-    )
+    return {
+        name: None if x is None else (x.data_ptr(), _strides(x.stride() + (1,) * (n % 2)))
+        for n, (name, x) in enumerate(tensors.items())
+    }
 
 
 def _strides(own: tuple[int, ...]) -> tuple[int, ...]:

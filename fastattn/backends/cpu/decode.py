@@ -77,19 +77,17 @@ def append_to_cache(
     batch, kv_heads, rows, width = key.shape
     entries, _, keys, value_width = value_cache.shape
     table = None if block_table is None else _rows(block_table)
-    lengths = cache_seqlens + rows
+    lengths = cache_seqlens.contiguous()
     chosen = None if cache_batch_idx is None else cache_batch_idx.contiguous()
     _cpu.append_to_cache(
         key.itemsize,
         (batch, kv_heads, rows, _capacity(keys, table), width, value_width, entries),
-        key.data_ptr(),
-        key.stride(),
-        value.data_ptr(),
-        value.stride(),
-        key_cache.data_ptr(),
-        key_cache.stride(),
-        value_cache.data_ptr(),
-        value_cache.stride(),
+        {
+            "key": (key.data_ptr(), key.stride()),
+            "value": (value.data_ptr(), value.stride()),
+            "key_cache": (key_cache.data_ptr(), key_cache.stride()),
+            "value_cache": (value_cache.data_ptr(), value_cache.stride()),
+        },
         _cache(lengths, chosen, table, keys),
     )
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fastattn import _cpu
-from fastattn.backends.cpu.operands import DTYPES, with_columns_together
+from fastattn.backends.cpu.operands import DTYPES, accumulator, operand, with_columns_together
 from fastattn.backends.primitives import EncodeMemoryBackwardOptions, EncodeMemoryOptions
 
 
@@ -29,15 +29,15 @@ def encode_memory(
         DTYPES[weight.dtype],
         torch.get_num_threads(),
         (models, tables, batch, slots, words, rows, width),
-        tokens.data_ptr(),
-        tokens.stride(),
         options,
-        factors.data_ptr(),
-        factors.stride(0),
-        weight.data_ptr(),
-        weight.stride(),
-        0 if temporal is None else temporal.data_ptr(),
-        (0, 0, 0, 0) if temporal is None else temporal.stride(),
+        {
+            "tokens": tokens.data_ptr(),
+            "token_stride": tokens.stride(),
+            "factors": factors.data_ptr(),
+            "factor_stride": factors.stride()[0],
+            "weight": (weight.data_ptr(), weight.stride()),
+            "temporal": None if temporal is None else operand(temporal),
+        },
         out.data_ptr(),
     )
     return out
@@ -54,21 +54,25 @@ def encode_memory_backward(
     models, batch, tables, slots, width = grad.shape
     grad, factors = with_columns_together(grad), with_columns_together(factors)
     rows, temporal = options.rows, options.temporal
-    dtype = torch.float64 if grad.dtype is torch.float64 else torch.float32
+    dtype = accumulator(grad.dtype)
     grad_weight = grad.new_empty((models, tables, rows, width), dtype=dtype)
     grad_temporal = grad.new_empty((models, tables, slots, width) if temporal else 0, dtype=dtype)
     _cpu.encode_memory_backward(
         DTYPES[grad.dtype],
         torch.get_num_threads(),
         (models, tables, batch, slots, tokens.shape[3], rows, width),
-        tokens.data_ptr(),
-        tokens.stride(),
         options,
-        factors.data_ptr(),
-        factors.stride(0),
-        grad.data_ptr(),
-        grad.stride()[:4],
-        grad_weight.data_ptr(),
-        grad_temporal.data_ptr() if temporal else 0,
+        {
+            "tokens": tokens.data_ptr(),
+            "token_stride": tokens.stride(),
+            "factors": factors.data_ptr(),
+            "factor_stride": factors.stride()[0],
+        },
+        {
+            "grad": grad.data_ptr(),
+            "grad_stride": grad.stride()[:4],
+            "grad_weight": grad_weight.data_ptr(),
+            "grad_temporal": grad_temporal.data_ptr() if temporal else 0,
+        },
     )
     return grad_weight.to(grad.dtype), grad_temporal.to(grad.dtype)

@@ -7,17 +7,18 @@ of steps until every query has converged, and computes the three derivatives.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastattn import _cpu
 from fastattn.backends._hopfield_gradients import Gradients, Patterns
-from fastattn.backends.cpu.memory_hops import _memory, _Operand, _summed, _with_rows
-from fastattn.backends.cpu.operands import DTYPES, broadcast_operand
+from fastattn.backends._memories import summed, with_rows
+from fastattn.backends.cpu.memory_hops import hop_biases, hop_operands, vectors
+from fastattn.backends.cpu.operands import DTYPES, accumulator, address, operand
 from fastattn.backends.primitives import HopfieldBackwardOptions, HopfieldOptions
 
-_SHARED, _SAME_ROWS, _SEARCH, _RESUME = 1, 2, 8, 16
 _ROUND = 256  # steps per call, so that a search without a limit can be interrupted
 
 
@@ -64,37 +65,47 @@ class _Memory(Patterns):
         bias: Tensor | None,
         options: HopfieldOptions,
     ) -> _Memory:
-        return cls(_with_rows(stored), _with_rows(keys), mask, bias, options)
+        return cls(with_rows(stored), with_rows(keys), mask, bias, options)
 
     def search(self, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Step until every query has converged or has taken ``steps_max`` steps."""
-        wide = torch.float64 if state.dtype is torch.float64 else torch.float32
-        lead, width = state.shape[:-1], state.shape[-1]
-        out = torch.empty(state.shape, dtype=state.dtype)
-        ends = torch.empty((*lead, 2, width), dtype=wide)
-        stats = torch.empty((*lead, 2), dtype=wide)
-        taken = torch.zeros(lead, dtype=torch.int64)
-        moved = torch.empty((*lead, 2), dtype=torch.float64)
+        wide = accumulator(state.dtype)
+        groups, queries, width = state.shape
+        out = torch.empty((groups, queries, width), dtype=state.dtype)
+        ends = torch.empty((groups, queries, 2, width), dtype=wide)
+        stats = torch.empty((groups, queries, 2), dtype=wide)
+        taken = torch.zeros((groups, queries), dtype=torch.int64)
+        moved = torch.empty((groups, queries, 2), dtype=torch.float64)
         steps_max = self.options.steps_max
-        flags, done = _SEARCH, 0
+        done = 0
         while True:
             steps = _ROUND if steps_max < 0 else min(_ROUND, steps_max - done)
-            results = (out.data_ptr(), ends.data_ptr(), stats.data_ptr(), 0)
-            self._run(False, state, steps, flags, (), results, taken, moved)
+            _cpu.hopfield_forward(
+                *self._arguments(state, steps, ends, stats),
+                {
+                    "taken": taken.data_ptr(),
+                    "moved": moved.data_ptr(),
+                    "search": True,
+                    "resume": done > 0,
+                },
+                {"out": out.data_ptr(), "weights": 0},
+            )
             done += steps
             if done == steps_max or bool((taken > 0).all()):
                 return out, taken, ends
-            flags = _SEARCH | _RESUME
 
     def repeat(self, state: Tensor, taken: Tensor, steps: int) -> tuple[Tensor, Tensor]:
         """Return all states [G, Q, K + 1, D], and the statistics."""
-        wide = torch.float64 if state.dtype is torch.float64 else torch.float32
+        wide = accumulator(state.dtype)
         lead, width = state.shape[:-1], state.shape[-1]
         out = torch.empty(state.shape, dtype=state.dtype)
         trace = torch.empty((*lead, steps + 1, width), dtype=wide)
         stats = torch.empty((*lead, steps, 2), dtype=wide)
-        results = (out.data_ptr(), trace.data_ptr(), stats.data_ptr(), 0)
-        self._run(False, state, steps, 0, (), results, taken)
+        _cpu.hopfield_forward(
+            *self._arguments(state, steps, trace, stats),
+            _repeated(taken),
+            {"out": out.data_ptr(), "weights": 0},
+        )
         return trace, stats
 
     def derive(
@@ -117,67 +128,50 @@ class _Memory(Patterns):
         scores = None
         if bias is not None and needed & 8:
             scores = torch.zeros((*state.shape[:-1], steps, stored.shape[1]), dtype=trace.dtype)
-        results = (grad_state, grad_in, grad_stored, None, scores, None)
         if state.shape[0] * state.shape[1] == 0:  # the kernel writes nothing then
-            for result in results:
+            for result in (grad_state, grad_in, grad_stored, scores):
                 if result is not None:
                     result.zero_()
-        addresses = [0 if x is None else x.data_ptr() for x in results]
-        batch, query, column = grad_out.stride()
-        self._run(
-            True,
-            state,
-            steps,
-            0,
-            ((grad_out.data_ptr(), (batch, query, 0, column)), None),
-            (0, trace.data_ptr(), stats.data_ptr(), 0, *addresses),
-            taken,
+        _cpu.hopfield_backward(
+            *self._arguments(state, steps, trace, stats),
+            _repeated(taken),
+            {
+                "grad_out": vectors(grad_out),
+                "grad_weights": None,
+                "grad_query": grad_state.data_ptr(),
+                "grad_in": address(grad_in),
+                "grad_out_memory": address(grad_stored),
+                "grad_proj": 0,
+                "grad_scores": address(scores),
+                "grad_states": 0,
+            },
         )
         grad_bias = None
         if scores is not None and bias is not None:
-            grad_bias = _summed(scores, bias.unsqueeze(2)).squeeze(2)
+            grad_bias = summed(scores, bias.unsqueeze(2)).squeeze(2)
         if keys is None:
             return grad_state, grad_in, None, grad_bias
         grad_stored = grad_stored if needed & 2 else None
         return grad_state, grad_stored, grad_in if needed & 4 else None, grad_bias
 
-    def _run(
-        self,
-        backward: bool,
-        state: Tensor,
-        steps: int,
-        flags: int,
-        given: tuple[_Operand | None, ...],
-        results: tuple[int, ...],
-        taken: Tensor,
-        moved: Tensor | None = None,
-    ) -> None:
+    def _arguments(self, state: Tensor, steps: int, trace: Tensor, stats: Tensor) -> Any:
         groups, queries, width = state.shape
-        stored = self.stored
-        flags |= _SHARED if groups == 1 else 0
-        if self.keys is None:
-            flags |= _SAME_ROWS
-        batch, query, column = state.stride()
-        mask = None if self.mask is None else broadcast_operand(self.mask.unsqueeze(2))
-        bias = None if self.bias is None else broadcast_operand(self.bias.unsqueeze(2))
-        _cpu.hopfield_steps(
-            backward,
+        m, c = self.memories
+        memories = operand(m), None if c is None else operand(c)
+        biases = None
+        if self.mask is not None or self.bias is not None:
+            mask, bias = (None if x is None else x.unsqueeze(2) for x in (self.mask, self.bias))
+            biases = hop_biases(mask, bias)
+        return (
             DTYPES[state.dtype],
             torch.get_num_threads(),
-            (groups, queries, steps, stored.shape[1], width),
-            flags,
+            (groups, queries, steps, self.stored.shape[1], width),
             self.options,
-            0 if self.bias is None else DTYPES[self.bias.dtype],
-            (
-                (state.data_ptr(), (batch, query, 0, column)),
-                _memory(stored if self.keys is None else self.keys),
-                _memory(stored),
-                None,
-                mask,
-                bias,
-                *given,
-            ),
-            results,
-            taken.data_ptr(),
-            0 if moved is None else moved.data_ptr(),
+            hop_operands(state, *memories, None, trace, stats, groups == 1),
+            biases,
         )
+
+
+def _repeated(taken: Tensor) -> dict[str, Any]:
+    """Each query repeats its own number of steps."""
+    return {"taken": taken.data_ptr(), "moved": 0, "search": False, "resume": False}

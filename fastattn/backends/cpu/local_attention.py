@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from fastattn import _cpu
-from fastattn.backends.cpu.operands import DTYPES, accumulator, with_columns_together
+from fastattn.backends.cpu.operands import (
+    DTYPES,
+    Operand,
+    accumulator,
+    address,
+    with_columns_together,
+)
 from fastattn.backends.primitives import NoOptions
-
-_Operand = tuple[int, tuple[int, int]]
 
 
 def local_attention(
@@ -32,11 +38,7 @@ def local_attention(
         DTYPES[query.dtype],
         torch.get_num_threads(),
         _sizes(query, value, seen),
-        (_rows(query), _rows(key), _rows(value)),
-        first.data_ptr(),
-        seen.data_ptr(),
-        0 if factor is None else factor.data_ptr(),
-        weights.data_ptr(),
+        _operands(query, key, value, first, seen, factor, weights),
         out.data_ptr(),
     )
     return out, weights
@@ -68,15 +70,16 @@ def local_attention_backward(
         DTYPES[query.dtype],
         torch.get_num_threads(),
         _sizes(query, value, seen),
-        (_rows(query), _rows(key), _rows(value)),
-        first.data_ptr(),
-        seen.data_ptr(),
-        0 if wide_factor is None else wide_factor.data_ptr(),
-        weights.data_ptr(),
-        None if grad_out is None else _rows(grad_out),
-        0 if grad_weights is None else grad_weights.data_ptr(),
-        (*(x.data_ptr() for x in grads), 0 if grad_factor is None else grad_factor.data_ptr()),
-        coefficients.data_ptr(),
+        _operands(query, key, value, first, seen, wide_factor, weights),
+        {
+            "grad_out": None if grad_out is None else _rows(grad_out),
+            "grad_weights": address(grad_weights),
+            "grad_query": grads[0].data_ptr(),
+            "grad_key": grads[1].data_ptr(),
+            "grad_value": grads[2].data_ptr(),
+            "grad_factor": address(grad_factor),
+            "coefficients": coefficients.data_ptr(),
+        },
     )
     if factor is not None and grad_factor is not None:
         grad_factor = grad_factor.to(factor.dtype)
@@ -88,8 +91,29 @@ def _sizes(query: Tensor, value: Tensor, seen: Tensor) -> tuple[int, ...]:
     return batch, queries, value.shape[1], width, value.shape[2], seen.shape[2]
 
 
-def _rows(x: Tensor) -> _Operand:
-    return x.data_ptr(), (x.stride(0), x.stride(1))
+def _operands(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    first: Tensor,
+    seen: Tensor,
+    factor: Tensor | None,
+    weights: Tensor,
+) -> dict[str, Any]:
+    return {
+        "query": _rows(query),
+        "key": _rows(key),
+        "value": _rows(value),
+        "first": first.data_ptr(),
+        "seen": seen.data_ptr(),
+        "factor": address(factor),
+        "weights": weights.data_ptr(),
+    }
+
+
+def _rows(x: Tensor) -> Operand:
+    """[B, rows, columns] as an operand [B, rows, columns, -]; the columns are contiguous."""
+    return x.data_ptr(), (x.stride(0), x.stride(1), 1, 0)
 
 
 def _flat(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:

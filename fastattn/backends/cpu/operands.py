@@ -16,11 +16,18 @@ DTYPES = {
 }
 
 
-def operand(tensor: Tensor) -> tuple[int, tuple[int, ...]]:
+Operand = tuple[int, tuple[int, ...]]  # address and strides
+
+
+def operand(tensor: Tensor) -> Operand:
     return tensor.data_ptr(), tensor.stride()
 
 
-def broadcast_operand(tensor: Tensor) -> tuple[int, tuple[int, ...]]:
+def address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def broadcast_operand(tensor: Tensor) -> Operand:
     """Dimensions of size 1 get stride 0, so a mask is never expanded in memory."""
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
     # From a list, because a generator is slower.
@@ -30,7 +37,7 @@ def broadcast_operand(tensor: Tensor) -> tuple[int, tuple[int, ...]]:
 
 def with_columns_together(tensor: Tensor) -> Tensor:
     """Return the tensor, or a copy whose last dimension is contiguous."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+    return tensor if tensor.stride()[-1] == 1 else tensor.contiguous()
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:

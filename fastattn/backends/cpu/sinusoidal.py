@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
 from fastattn import _cpu
 from fastattn.backends.cpu.operands import DTYPES
 from fastattn.backends.primitives import SinusoidalOptions
-from fastattn.sinusoids import sinusoids
+from fastattn.sinusoids import Sinusoids, sinusoids
+
+
+@functools.lru_cache(maxsize=64)
+def _columns(width: int, layout: str, max_timescale: float) -> tuple[Sinusoids, dict[str, int]]:
+    """The columns, and what the kernel reads of them: addresses, so both are kept."""
+    table = sinusoids(width, layout, max_timescale)
+    return table, {
+        "frequency": table.frequency.buffer_info()[0],
+        "phase": table.phase.buffer_info()[0],
+        "pairs": len(table.pairs),
+        "interleaved": layout == "interleaved",
+        "pair_frequency": table.pairs.buffer_info()[0],
+    }
 
 
 def sinusoidal_encoding(
@@ -25,23 +40,21 @@ def sinusoidal_encoding(
         x, target = x.flatten(0, -4), out.flatten(0, -4)
         positions = None if positions is None else positions.flatten(0, -3)
     missing = 4 - x.ndim
-    table = sinusoids(x.shape[-1], options.layout, options.max_timescale)
+    _, columns = _columns(x.shape[-1], options.layout, options.max_timescale)
     _cpu.sinusoidal(
         DTYPES[x.dtype],
         torch.get_num_threads(),
         (1,) * missing + x.shape,
-        x.data_ptr(),
-        (0,) * missing + x.stride(),
-        target.data_ptr(),
-        (0,) * missing + target.stride(),
-        0 if positions is None else positions.data_ptr(),
-        (0, 0, 0) if positions is None else (0,) * missing + positions.stride(),
-        table.frequency.buffer_info()[0],
-        table.phase.buffer_info()[0],
-        len(table.pairs),
-        options.layout == "interleaved",
-        table.pairs.buffer_info()[0],
         options,
+        {
+            "x": (x.data_ptr(), (0,) * missing + x.stride()),
+            "out": (target.data_ptr(), (0,) * missing + target.stride()),
+            "positions": 0 if positions is None else positions.data_ptr(),
+            "position_stride": (0, 0, 0)
+            if positions is None
+            else (0,) * missing + positions.stride(),
+        },
+        columns,
     )
     if target.data_ptr() != out.data_ptr():
         out.copy_(target.view(out.shape))

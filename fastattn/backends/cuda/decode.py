@@ -120,7 +120,7 @@ def append_to_cache(
             DTYPES[key.dtype],
             stream,
             (batch, kv_heads, kv_heads, rows, capacity, width, value.shape[3]),
-            (operand(key), operand(value)),
+            {"key": operand(key), "value": operand(value)},
             cache,
         )
     del kept

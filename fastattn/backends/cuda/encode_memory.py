@@ -51,10 +51,14 @@ def encode_memory(
             stream,
             (models, tables, batch, sentences, words, rows, width),
             options,
-            (factors.data_ptr(), factors.stride(0)),
-            operand(tokens),
-            operand(weight),
-            None if temporal is None else operand(temporal),
+            {
+                "tokens": tokens.data_ptr(),
+                "token_stride": tokens.stride(),
+                "factors": factors.data_ptr(),
+                "factor_stride": factors.stride(0),
+                "weight": operand(weight),
+                "temporal": None if temporal is None else operand(temporal),
+            },
             out.data_ptr(),
         )
     return out
@@ -86,10 +90,19 @@ def encode_memory_backward(
             stream,
             (models, tables, batch, sentences, tokens.shape[3], rows, width),
             options,
-            (factors.data_ptr(), factors.stride(0)),
-            (grad.data_ptr(), grad.stride()[:4]),
-            (order.data_ptr(), starts.data_ptr(), any_word.data_ptr()),
-            (grad_weight.data_ptr(), grad_temporal.data_ptr() if temporal else 0),
+            {
+                "factors": factors.data_ptr(),
+                "factor_stride": factors.stride(0),
+                "order": order.data_ptr(),
+                "starts": starts.data_ptr(),
+                "sentences": any_word.data_ptr(),
+            },
+            {
+                "grad": grad.data_ptr(),
+                "grad_stride": grad.stride()[:4],
+                "grad_weight": grad_weight.data_ptr(),
+                "grad_temporal": grad_temporal.data_ptr() if temporal else 0,
+            },
         )
     return grad_weight, grad_temporal
 

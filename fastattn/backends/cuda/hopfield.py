@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fastattn import _cuda
 from fastattn.backends._hopfield_gradients import Gradients, Patterns
+from fastattn.backends._memories import summed, with_rows
 from fastattn.backends.cuda import memory_hops as hops
 from fastattn.backends.cuda.operands import DTYPES, address, broadcast_operand, on
 from fastattn.backends.primitives import (
@@ -45,17 +46,14 @@ def hopfield_retrieve(
     out = state.new_empty(state.shape)
     ends = state.new_empty((groups, queries, 2, width), dtype=torch.float32)
     taken = torch.empty((groups, queries), dtype=torch.int64, device=state.device)
-    shared = (ends, None, None, memory.room(state), taken)
+    room = memory.room(state)
     with on(state) as stream:
         _cuda.hopfield_search(
             DTYPES[state.dtype],
             stream,
             memory.sizes(state, options.steps_max),
-            memory.flags,
             options,
-            memory.bias_dtype,
-            memory.operands(state),
-            tuple(map(address, shared)),
+            memory.operands(state, trace=ends, scores=room, taken=taken),
             out.data_ptr(),
         )
     return out, taken, ends
@@ -89,37 +87,19 @@ class _Memory(Patterns):
         bias: Tensor | None,
         options: HopfieldOptions,
     ) -> _Memory:
-        stored = hops.with_columns_together(stored)
-        keys = None if keys is None else hops.with_columns_together(keys)
-        return cls(stored, keys, mask, bias, options)
+        return cls(with_rows(stored), with_rows(keys), mask, bias, options)
 
     def _to(self, dtype: torch.dtype) -> _Memory:
         bias = None if self.bias is None else self.bias.to(dtype)  # kernels have no third dtype
         return replace(super()._to(dtype), bias=bias)
 
-    @property
-    def flags(self) -> tuple[bool, bool]:
-        """Whether both memories are the same rows, and whether they are a stack."""
-        return self.keys is None, False
-
-    @property
-    def bias_dtype(self) -> int:
-        return 0 if self.bias is None else DTYPES[self.bias.dtype]
-
     def sizes(self, state: Tensor, steps: int) -> tuple[int, ...]:
         groups, queries, width = state.shape
         return groups, queries, steps, self.stored.shape[1], width
 
-    def operands(self, state: Tensor) -> tuple[tuple[int, tuple[int, ...]] | None, ...]:
+    def operands(self, state: Tensor, **states: Any) -> dict[str, Any]:
         mask, bias = (None if x is None else x.unsqueeze(2) for x in (self.mask, self.bias))
-        return (
-            broadcast_operand(state.unsqueeze(2)),
-            hops.rows_of(self.memories[0].unsqueeze(1)),
-            hops.rows_of(self.stored.unsqueeze(1)),
-            None,
-            None if mask is None else broadcast_operand(mask),
-            None if bias is None else broadcast_operand(bias),
-        )
+        return hops.hop_operands(state, *self.memories, None, mask, bias, **states)
 
     def room(self, state: Tensor) -> Tensor | None:
         """Global memory for scores that do not fit in shared memory, None if they fit."""
@@ -135,18 +115,15 @@ class _Memory(Patterns):
         out = state.new_empty(state.shape)
         trace = state.new_empty((*lead, 2 * steps + 1, width), dtype=torch.float32)
         stats = state.new_empty((*lead, steps, 2), dtype=torch.float32)
-        shared = (trace, stats, None, self.room(state), taken)
+        room = self.room(state)
         with on(state) as stream:
             _cuda.memory_hops_forward(
                 DTYPES[state.dtype],
                 stream,
                 self.sizes(state, steps),
-                self.flags,
                 self.options.scale,
-                self.bias_dtype,
-                self.operands(state),
-                tuple(map(address, shared)),
-                (out.data_ptr(), 0),
+                self.operands(state, trace=trace, stats=stats, scores=room, taken=taken),
+                {"out": out.data_ptr(), "weights": 0},
             )
         return trace, stats
 
@@ -171,10 +148,9 @@ class _Memory(Patterns):
             state.new_empty((2, groups, queries, steps, length), dtype=torch.float32)
             for length in (self.stored.shape[1], width)
         )
-        results = (xs, ys, grad_state, grad_in, grad_read, None)
-        shared = (trace, stats, None, self.room(state), taken)
+        room = self.room(state)
         if groups * queries == 0:  # the kernels write nothing then
-            for result in results:
+            for result in (xs, ys, grad_state, grad_in, grad_read):
                 if result is not None:
                     result.zero_()
         with on(state) as stream:
@@ -182,19 +158,24 @@ class _Memory(Patterns):
                 DTYPES[state.dtype],
                 stream,
                 self.sizes(state, steps),
-                self.flags,
                 self.options.scale,
-                self.bias_dtype,
-                self.operands(state),
-                tuple(map(address, shared)),
-                (broadcast_operand(grad_out.unsqueeze(2)), None),
-                tuple(map(address, results)),
-                (1, 1, 1),
-                (groups == 1, groups == 1),
+                self.operands(state, trace=trace, stats=stats, scores=room, taken=taken),
+                {
+                    "grad_out": broadcast_operand(grad_out.unsqueeze(2)),
+                    "grad_weights": None,
+                    "grad_query": grad_state.data_ptr(),
+                    "grad_in": address(grad_in),
+                    "grad_out_memory": address(grad_read),
+                    "grad_proj": 0,
+                    "xs": xs.data_ptr(),
+                    "ys": ys.data_ptr(),
+                    "in_of_batch": groups == 1,
+                    "out_of_batch": groups == 1,
+                },
             )
         grad_bias = None
         if self.bias is not None and needed & 8:
-            grad_bias = hops.summed(xs[0], self.bias.unsqueeze(2)).squeeze(2)
+            grad_bias = summed(xs[0], self.bias.unsqueeze(2)).squeeze(2)
         if self.keys is None:
             return grad_state, grad_in, None, grad_bias
         return (

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fastattn import _cuda
+from fastattn.backends._memories import summed, with_rows
 from fastattn.backends.cuda.operands import (
     DTYPES,
     MAX_LENGTH,
@@ -21,7 +22,6 @@ from fastattn.backends.primitives import MemoryHopBackwardOptions, MemoryHopOpti
 __all__ = ["memory_hop_attention", "memory_hop_attention_backward", "why_not"]
 
 _MAX_WIDTH: int = _cuda.max_hop_width
-_Operand = tuple[int, tuple[int, ...]]
 
 
 def why_not(query: Tensor, in_memory: Tensor, *, options: MemoryHopOptions, **_: Any) -> list[str]:
@@ -57,18 +57,24 @@ def memory_hop_attention(
     if partial is not None:
         trace.select(-2, 0).copy_(query)
         scores = query.new_empty((*lead, rows), dtype=torch.float32) if options.weights else None
-    memories = memories_of(in_memory, out_memory, hop_proj)
+    memories = with_rows(in_memory), with_rows(out_memory), with_rows(hop_proj)
     with on(query) as stream:
         _cuda.memory_hops_forward(
             DTYPES[query.dtype],
             stream,
             _sizes(query, hops, rows),
-            _flags(in_memory, out_memory),
             options,
-            0 if memory_bias is None else DTYPES[memory_bias.dtype],
-            _operands(query, *memories, memory_mask, memory_bias),
-            (*map(address, (trace, stats, partial, scores)), 0),
-            (out.data_ptr(), address(applied)),
+            hop_operands(
+                query,
+                *memories,
+                memory_mask,
+                memory_bias,
+                trace=trace,
+                stats=stats,
+                partial=partial,
+                scores=scores,
+            ),
+            {"out": out.data_ptr(), "weights": address(applied)},
         )
     return out, trace, stats, applied
 
@@ -104,9 +110,8 @@ def memory_hop_attention_backward(
         for x in (xs, ys):
             x[0, :, :, hops] = 0
             x[1, :, :, 0] = 0
-    results = (xs, ys, grad_query, grad_in, grad_out_memory, grad_proj)
     if batch * queries == 0:  # the kernels write nothing then
-        for result in results:
+        for result in (xs, ys, grad_query, grad_in, grad_out_memory, grad_proj):
             if result is not None:
                 result.zero_()
     if not options.weights:
@@ -115,37 +120,39 @@ def memory_hop_attention_backward(
         grad_weights = None if grad_weights is None else grad_weights.unsqueeze(1)
         grad_out = None if grad_out is None else grad_out.unsqueeze(1)
     partial = _partial(query, rows)
-    memories = memories_of(in_memory, out_memory, hop_proj)
+    memories = with_rows(in_memory), with_rows(out_memory), with_rows(hop_proj)
     with on(query) as stream:
         _cuda.memory_hops_backward(
             DTYPES[query.dtype],
             stream,
             sizes,
-            _flags(in_memory, out_memory),
             options,
-            0 if memory_bias is None else DTYPES[memory_bias.dtype],
-            _operands(query, *memories, memory_mask, memory_bias),
-            (*map(address, (trace, stats, partial)), 0, 0),
-            (
-                None if grad_out is None else broadcast_operand(grad_out.unsqueeze(2)),
-                None if grad_weights is None else broadcast_operand(grad_weights),
+            hop_operands(
+                query,
+                *memories,
+                memory_mask,
+                memory_bias,
+                trace=trace,
+                stats=stats,
+                partial=partial,
             ),
-            tuple(map(address, results)),
-            (_own(in_memory, 4), _own(out_memory, 4), _own(hop_proj, 3)),
-            tuple(x is not None and x.shape[0] == 1 for x in (in_memory, out_memory)),
+            {
+                "grad_out": None if grad_out is None else broadcast_operand(grad_out.unsqueeze(2)),
+                "grad_weights": None if grad_weights is None else broadcast_operand(grad_weights),
+                "grad_query": grad_query.data_ptr(),
+                "grad_in": address(grad_in),
+                "grad_out_memory": address(grad_out_memory),
+                "grad_proj": address(grad_proj),
+                "xs": xs.data_ptr(),
+                "ys": ys.data_ptr(),
+                "in_of_batch": in_memory.shape[0] == 1,
+                "out_of_batch": out_memory is not None and out_memory.shape[0] == 1,
+            },
         )
     grad_bias = None
     if needed & 16 and memory_bias is not None:
         grad_bias = summed(xs[0, :, :, :hops], memory_bias)
     return grad_query, grad_in, grad_out_memory, grad_proj, grad_bias
-
-
-def summed(scores: Tensor, bias: Tensor) -> Tensor:
-    """Sum [B, Q, K, N] to the shape of a bias, in float64, because there may be many terms."""
-    dims = [n for n, size in enumerate(bias.shape) if size == 1 and scores.shape[n] != 1]
-    if dims:
-        scores = scores.sum(dims, keepdim=True, dtype=torch.float64)
-    return scores.to(bias.dtype)
 
 
 def _sizes(query: Tensor, hops: int, rows: int) -> tuple[int, int, int, int, int]:
@@ -162,60 +169,35 @@ def _partial(query: Tensor, rows: int) -> Tensor | None:
     return query.new_empty(shape, dtype=torch.float32)
 
 
-def _flags(in_memory: Tensor, out_memory: Tensor | None) -> tuple[bool, bool]:
-    """Whether the memories are the same rows, and whether they are a stack."""
-    same_rows = out_memory is None and in_memory.ndim == 3
-    return same_rows, out_memory is None and not same_rows
-
-
-def memories_of(
-    in_memory: Tensor, out_memory: Tensor | None, hop_proj: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The operands with contiguous columns: memories [B|1, -, N, D], H [-, D, D]."""
-    m = with_columns_together(in_memory if in_memory.ndim == 4 else in_memory.unsqueeze(1))
-    if out_memory is not None:
-        c = with_columns_together(out_memory if out_memory.ndim == 4 else out_memory.unsqueeze(1))
-    else:  # the next memory of a stack, or the only one
-        c = m[:, 1:] if in_memory.ndim == 4 else m
-    if hop_proj is not None:
-        hop_proj = with_columns_together(hop_proj if hop_proj.ndim == 3 else hop_proj.unsqueeze(0))
-    return m, c, hop_proj
-
-
-def with_columns_together(x: Tensor) -> Tensor:
-    """Return x with contiguous columns. A copy of a broadcast batch has one entry."""
-    if x.stride(-1) == 1 or x.shape[-1] <= 1:
-        return x
-    if x.ndim == 4 and x.stride(0) == 0 and x.shape[0] > 1:
-        return x[:1].contiguous().expand(x.shape)
-    return x.contiguous()
-
-
-def _own(x: Tensor | None, ndim: int) -> int:
-    """The number of slots of an operand: one for all hops, or one per hop."""
-    return 1 if x is None or x.ndim < ndim else x.shape[-3]
-
-
-def _operands(
+def hop_operands(
     query: Tensor,
     in_memory: Tensor,
-    out_memory: Tensor,
+    out_memory: Tensor | None,  # None: the next memory of a stack, or in_memory itself
     hop_proj: Tensor | None,
     mask: Tensor | None,
     bias: Tensor | None,
-) -> tuple[_Operand | None, ...]:
-    query = query.unsqueeze(-2) if query.ndim == 3 else query[:, None, None]
-    return (
-        broadcast_operand(query),
-        rows_of(in_memory),
-        rows_of(out_memory),
-        None if hop_proj is None else rows_of(hop_proj.unsqueeze(0)),
-        None if mask is None else broadcast_operand(mask),
-        None if bias is None else broadcast_operand(bias),
-    )
-
-
-def rows_of(memory: Tensor) -> _Operand:
-    """[B|1, K|1, N, D] as [B, K, N, D]; a single column counts as contiguous."""
-    address, (batch, hop, row, _) = broadcast_operand(memory)
-    return address, (batch, hop, row, 1)
+    *,
+    trace: Tensor,
+    stats: Tensor | None = None,
+    partial: Tensor | None = None,
+    scores: Tensor | None = None,
+    taken: Tensor | None = None,
+) -> dict[str, Any]:
+    """The named operands of a call; the columns of memories and projections are contiguous."""
+    tensors = {
+        "query": query,
+        "in_memory": in_memory,
+        "out_memory": out_memory,
+        "hop_proj": hop_proj,
+        "mask": mask,
+        "bias": bias,
+    }
+    return {
+        **{name: None if x is None else broadcast_operand(x) for name, x in tensors.items()},
+        "bias_dtype": 0 if bias is None else DTYPES[bias.dtype],
+        "trace": trace.data_ptr(),
+        "stats": address(stats),
+        "partial": address(partial),
+        "scores": address(scores),
+        "taken": address(taken),
+    }

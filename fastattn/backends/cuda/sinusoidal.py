@@ -22,18 +22,24 @@ def why_not(x: Tensor, **_: Any) -> list[str]:
 
 
 @functools.lru_cache(maxsize=64)
-def _tables(
+def _columns(
     width: int, layout: str, max_timescale: float, device: torch.device
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Frequencies and phases of the columns, and frequencies of pairs, on the device."""
+) -> tuple[list[Tensor], dict[str, int]]:
+    """The columns on the device, and what the kernel reads of them: addresses, so both are kept."""
     table = sinusoids(width, layout, max_timescale)
-    columns = (table.frequency, table.phase, table.pairs)
     # This copies on the CPU, too, where the emulator runs: the tensors must own their memory.
-    frequency, phase, pairs = (
+    tensors = [
         torch.tensor(column.tolist() or [0], dtype=torch.uint64).view(torch.int64).to(device)
-        for column in columns
-    )
-    return frequency, phase, pairs
+        for column in (table.frequency, table.phase, table.pairs)
+    ]
+    frequency, phase, pairs = (x.data_ptr() for x in tensors)
+    return tensors, {
+        "frequency": frequency,
+        "phase": phase,
+        "pairs": len(table.pairs),
+        "interleaved": layout == "interleaved",
+        "pair_frequency": pairs,
+    }
 
 
 def sinusoidal_encoding(
@@ -50,18 +56,22 @@ def sinusoidal_encoding(
         x, target = x.flatten(0, -4), out.flatten(0, -4)
         positions = None if positions is None else positions.flatten(0, -3)
     missing = (None,) * (4 - x.ndim)
-    lifted, lifted_out = x[missing], target[missing]
-    tables = _tables(x.shape[-1], options.layout, options.max_timescale, x.device)
+    lifted = x[missing]
+    _, columns = _columns(x.shape[-1], options.layout, options.max_timescale, x.device)
+    at = (0, (0, 0, 0)) if positions is None else operand(positions[missing])
     with on(x) as stream:
         _cuda.sinusoidal_encoding(
             DTYPES[x.dtype],
             stream,
             lifted.shape,
-            (operand(lifted), operand(lifted_out)),
-            None if positions is None else operand(positions[missing]),
-            tuple(table.data_ptr() for table in tables),
-            options.layout == "interleaved",
             options,
+            {
+                "x": operand(lifted),
+                "out": operand(target[missing]),
+                "positions": at[0],
+                "position_stride": at[1],
+            },
+            columns,
         )
     if target.data_ptr() != out.data_ptr():
         out.copy_(target.view(out.shape))

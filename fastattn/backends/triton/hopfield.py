@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fastattn.backends._hopfield_gradients import Gradients, Patterns
+from fastattn.backends._memories import summed
 from fastattn.backends.primitives import (
     HopfieldBackwardOptions,
     HopfieldOptions,
@@ -21,7 +22,6 @@ from fastattn.backends.triton.memory_hops import (
     options_of,
     run_backward,
     run_forward,
-    summed,
 )
 
 __all__ = ["TOGETHER", "hopfield_retrieve", "hopfield_retrieve_backward"]

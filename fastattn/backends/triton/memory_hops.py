@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastattn.backends._memories import one_memory, summed
 from fastattn.backends.primitives import MemoryHopBackwardOptions, MemoryHopOptions
 from fastattn.backends.triton._core import Operand
 from fastattn.backends.triton._launch import block_of, launch, operand, plan, precision
@@ -32,7 +33,7 @@ def memory_hop_attention(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return ``(out, trace, stats, weights)``, see ``docs/design.md``."""
     *lead, _ = query.shape
-    shared = _one_memory(in_memory) and (out_memory is None or _one_memory(out_memory))
+    shared = one_memory(in_memory) and (out_memory is None or one_memory(out_memory))
     tensors = (query, in_memory, out_memory, memory_mask, memory_bias)
     o = options_of(*tensors, options, shared=shared)
     applied = query.new_empty((*lead, o.hops, o.rows) if options.weights else 0)
@@ -227,14 +228,6 @@ def run_backward(
     return grad_query, (memories[0], memories[1]), grads, scores
 
 
-def summed(scores: Tensor, bias: Tensor) -> Tensor:
-    """Sum [B, Q, K, N] to the shape of a bias."""
-    shared = [n for n, size in enumerate(bias.shape) if size == 1 and scores.shape[n] != 1]
-    if shared:
-        scores = scores.sum(shared, keepdim=True, dtype=torch.float64)
-    return scores.to(bias.dtype)
-
-
 def _groups(query: Tensor, o: Hops) -> int:
     rows = query.shape[0] * (query.shape[1] if query.ndim == 3 else 1)
     return rows // max(o.group, 1) if rows else 0
@@ -247,11 +240,6 @@ def _of_hop(hop_proj: Tensor, hop: int) -> Tensor:
 
 def _widths(width: int) -> dict[str, Any]:
     return {"D": width, "BD": block_of(width), "PRECISION": precision()}
-
-
-def _one_memory(memory: Tensor) -> bool:
-    """Whether the whole batch shares one memory."""
-    return memory.shape[0] == 1 or memory.stride(0) == 0
 
 
 def _memory(x: Tensor) -> Operand:

@@ -5,15 +5,14 @@ Bound by memory: a program owns a tile of rows and goes through their columns.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastattn.backends._states import merged, merged_backward, sizes
-from fastattn.backends.primitives import NoOptions
+from fastattn.backends._states import operators, sizes
 from fastattn.backends.triton._core import INF, Operand
 from fastattn.backends.triton._launch import launch, operand
 from fastattn.backends.triton._table import Launch
@@ -145,63 +144,32 @@ def merge_rows_backward(
     tl.store(places(grad_lse_b, row, heads, length), of_b, mask=m_row)
 
 
-def merge_states(
-    out_a: Tensor,  # [..., L, Dv]
-    lse_a: Tensor,  # [..., L] float32 or float64
-    out_b: Tensor,  # [..., L, Dv]
-    lse_b: Tensor,  # [..., L]
-    *,
-    options: NoOptions,
-) -> tuple[Tensor, ...]:
-    """Return ``(out, lse)``, see ``docs/design.md``."""
+def _call(kernel: Any) -> Callable[[dict[str, Any]], None]:
+    def run(tensors: dict[str, Any]) -> None:
+        out = tensors["out_a"]
+        batch, heads, length, width = sizes(out)
+        rows = batch * heads * length
+        operands = {
+            name: None if x is None else _operand(x.unsqueeze(-1) if "lse" in name else x)
+            for name, x in tensors.items()
+        }
+        launch(
+            kernel,
+            _TILE,
+            _TILE.q_tiles(rows),
+            out.device,
+            **operands,
+            heads=heads,
+            length=length,
+            rows=rows,
+            width=width,
+        )
 
-    def run(states: Sequence[Tensor], results: Sequence[Tensor]) -> None:
-        _launch(merge_rows, (*states, *results), (*_STATES, "out", "lse"))
-
-    return merged(run, out_a, lse_a, out_b, lse_b)
-
-
-def merge_states_backward(
-    grad_out: Tensor | None,  # [..., L, Dv]
-    grad_lse: Tensor | None,  # [..., L]
-    out_a: Tensor,
-    lse_a: Tensor,
-    out_b: Tensor,
-    lse_b: Tensor,
-    *,
-    options: NoOptions,
-) -> tuple[Tensor, ...]:
-    """Return the gradients of out_a, lse_a, out_b and lse_b, see ``docs/design.md``."""
-
-    def run(given: Sequence[Any], states: Sequence[Tensor], results: Sequence[Tensor]) -> None:
-        names = ("grad_out", "grad_lse", *_STATES, *(f"grad_{name}" for name in _STATES))
-        _launch(merge_rows_backward, (*given, *states, *results), names)
-
-    return merged_backward(run, (grad_out, grad_lse), out_a, lse_a, out_b, lse_b)
-
-
-_STATES = ("out_a", "lse_a", "out_b", "lse_b")
-
-
-def _launch(kernel: Any, tensors: Sequence[Any], names: Sequence[str]) -> None:
-    batch, heads, length, width = sizes(tensors[-2])  # a result, of outputs
-    rows = batch * heads * length
-    groups = {
-        name: None if x is None else _operand(x.unsqueeze(-1) if "lse" in name else x)
-        for name, x in zip(names, tensors, strict=True)
-    }
-    launch(
-        kernel,
-        _TILE,
-        _TILE.q_tiles(rows),
-        tensors[-2].device,
-        **groups,
-        heads=heads,
-        length=length,
-        rows=rows,
-        width=width,
-    )
+    return run
 
 
 def _operand(x: Tensor) -> Operand:
     return operand(x[(None,) * (4 - x.ndim)])
+
+
+merge_states, merge_states_backward = operators(_call(merge_rows), _call(merge_rows_backward))

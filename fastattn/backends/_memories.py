@@ -1,0 +1,34 @@
+"""What the adapters of memory hops and of Hopfield retrieval share."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+__all__ = ["one_memory", "summed", "with_rows"]
+
+_Memory = TypeVar("_Memory", Tensor, "Tensor | None")
+
+
+def one_memory(memory: Tensor) -> bool:
+    """Whether the whole batch shares one memory."""
+    return memory.shape[0] == 1 or memory.stride(0) == 0
+
+
+def with_rows(x: _Memory) -> _Memory:
+    """Return x with contiguous rows. A copy of a broadcast batch has one entry."""
+    if x is None or x.stride(-1) == 1 or x.shape[-1] <= 1:
+        return x
+    if x.ndim > 2 and x.stride(0) == 0 and x.shape[0] > 1:
+        return x[:1].contiguous().expand(x.shape)
+    return x.contiguous()
+
+
+def summed(scores: Tensor, bias: Tensor) -> Tensor:
+    """Sum [B, Q, K, N] to the shape of a bias, in float64, because there may be many terms."""
+    dims = [n for n, size in enumerate(bias.shape) if size == 1 and scores.shape[n] != 1]
+    if dims:
+        scores = scores.sum(dims, keepdim=True, dtype=torch.float64)
+    return scores.to(bias.dtype)
