@@ -6,7 +6,6 @@ from typing import Any
 from fastattn.backends import primitives
 
 _Operands = dict[str, Any]
-_Result = tuple[int, tuple[int, ...], tuple[int, ...]]  # address, strides, sizes
 
 additive_tile: int
 hop_rows_of_block: int
@@ -35,7 +34,7 @@ def attention_forward(
     sizes: tuple[int, ...],
     options: primitives.AttentionOptions | primitives.VarlenOptions,  # by operands["q_starts"]
     operands: _Operands,
-    weights: tuple[_Result, int, float] | None,
+    weights: _Operands | None,
 ) -> None: ...
 def attention_backward(
     dtype: int,

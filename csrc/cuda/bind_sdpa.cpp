@@ -46,37 +46,40 @@ AttentionArguments arguments(int dtype, const py::tuple& sizes, const py::object
   set_dropout(p);
   set_window(p);
 
-  const int64_t bytes = p.dtype == DType::f32 ? 4 : 2;
+  const int64_t bytes = element_bytes(p.dtype);
   p.aligned = is_aligned(p.q, bytes) && is_aligned(p.k, bytes) && is_aligned(p.v, bytes) &&
               is_aligned(p.out, bytes);
   return p;
 }
 
-// A result of attention_pairs, (address, strides, sizes): sizes are those of [B, Hq, Lq, Lk], or 1
-// where the result is a sum over the dimension.
-PairsArguments pairs(const AttentionArguments& p, const py::tuple& result, bool gradient,
+// Where the stride of the result is 0, it is a sum over the dimension.
+PairsArguments pairs(const AttentionArguments& p, const Tensor4& result, bool gradient,
                      float factor) {
   PairsArguments pairs{};
   static_cast<AttentionArguments&>(pairs) = p;
   pairs.gradient = gradient;
   pairs.factor = factor;
-  pairs.result = reinterpret_cast<void*>(result[0].cast<uintptr_t>());
-  integers(result[1].cast<py::tuple>(), pairs.result_stride);
-  int64_t sizes[4];
-  integers(result[2].cast<py::tuple>(), sizes);
-  for (int n = 0; n < 4; ++n) pairs.sizes[n] = static_cast<int>(sizes[n]);
+  pairs.result = result.data;
+  const int64_t sizes[4] = {p.B, p.Hq, p.Lq, p.Lk};
+  for (int n = 0; n < 4; ++n) {
+    pairs.result_stride[n] = result.stride[n];
+    pairs.sizes[n] = result.stride[n] == 0 ? 1 : static_cast<int>(sizes[n]);
+  }
   return pairs;
 }
 
-// weights: None, or (result of attention_pairs, row_stats, factor)
+// weights: applied and the address of row_stats, or None
 void forward(int dtype, uintptr_t stream, const py::tuple& sizes, const py::object& options,
              const py::dict& operands, const py::object& weights) {
+  using P = AttentionArguments;
+  static const auto written =
+      std::make_tuple(field("applied", &P::applied), field("row_stats", &P::row_stats));
   AttentionArguments p = arguments(dtype, sizes, options, operands);
   PairsArguments w{};
   if (!weights.is_none()) {
-    const auto given = weights.cast<py::tuple>();
-    p.row_stats = reinterpret_cast<float*>(given[1].cast<uintptr_t>());
-    w = pairs(p, given[0].cast<py::tuple>(), false, given[2].cast<float>());
+    named(weights).read(p, written);
+    const bool averaged = p.weights == Weights::averaged && p.Hq > 0;
+    w = pairs(p, p.applied, false, averaged ? static_cast<float>(1.0 / p.Hq) : 1.0f);
   }
   py::gil_scoped_release release;
   with_element_of_attention(p, [&](auto* element) {
@@ -87,23 +90,23 @@ void forward(int dtype, uintptr_t stream, const py::tuple& sizes, const py::obje
   });
 }
 
-// gradients: see read_gradients; the address of row_stats; grad_mask, a result of attention_pairs
-// or None.
+// gradients: see read_gradients; the address of row_stats; grad_mask.
 void backward(int dtype, uintptr_t stream, const py::tuple& sizes, const py::object& options,
               const py::dict& operands, const py::dict& gradients) {
-  static const auto stats = std::make_tuple(field("row_stats", &AttentionArguments::row_stats));
+  using P = AttentionArguments;
+  static const auto own =
+      std::make_tuple(field("row_stats", &P::row_stats), field("grad_mask", &P::grad_mask));
   AttentionArguments p = arguments(dtype, sizes, options, operands);
   read_gradients(named(gradients), p);
-  named(gradients).read(p, stats);
-  const py::object grad_mask = gradients["grad_mask"];
-  const int64_t bytes = p.dtype == DType::f32 ? 4 : 2;
+  named(gradients).read(p, own);
+  const int64_t bytes = element_bytes(p.dtype);
   for (const Tensor4& t : {p.grad_out, p.grad_q, p.grad_k, p.grad_v})
     p.aligned = p.aligned && is_aligned(t, bytes);
   // The row sums of the gradient of a mask equal the gradient of lse, to the eps of the mask's
   // dtype, which may be float32. And dO . O does not include a gradient of the weights.
-  p.exact_delta = p.dtype == DType::f32 || p.grad_weights.data != nullptr || !grad_mask.is_none();
-  PairsArguments mask{};
-  if (!grad_mask.is_none()) mask = pairs(p, grad_mask.cast<py::tuple>(), true, 1.0f);
+  p.exact_delta =
+      p.dtype == DType::f32 || p.grad_weights.data != nullptr || p.grad_mask.data != nullptr;
+  const PairsArguments mask = pairs(p, p.grad_mask, true, 1.0f);
   py::gil_scoped_release release;
   with_element_of_attention(p, [&](auto* element) {
     attention_rows(element, p, stream);

@@ -17,6 +17,7 @@ from fastattn.backends.cuda.operands import (
     MAX_LENGTH,
     address,
     biases,
+    broadcast_operand,
     on,
     operand,
     why_not_dtype,
@@ -65,15 +66,14 @@ def scaled_dot_product_attention(
     batch, heads, queries, _ = query.shape
     out = empty_output(query, value.shape[-1])
     lse = query.new_empty((batch, heads, queries), dtype=torch.float64)
-    applied, results = query.new_empty(0), None
+    applied, weights = query.new_empty(0), None
     if options.weights != 0:
         # [B, Hq, Lq, Lk], or their mean over the heads as [B, 1, Lq, Lk]
         applied = query.new_empty(
             (batch, heads if options.weights == 1 else 1, queries, key.shape[2])
         )
         stats = _row_stats(query)
-        share = 1.0 if options.weights == 1 else 1.0 / max(heads, 1)
-        results = (_result(applied), stats.data_ptr(), share)
+        weights = {"applied": broadcast_operand(applied), "row_stats": stats.data_ptr()}
     with on(query) as stream:
         _cuda.attention_forward(
             DTYPES[query.dtype],
@@ -81,7 +81,7 @@ def scaled_dot_product_attention(
             _sizes(query, key, value),
             options,
             _operands(query, key, value, out, lse, attn_mask, alibi_slopes, seed),
-            results,
+            weights,
         )
     return out, lse, applied[:, 0] if options.weights == 2 else applied
 
@@ -130,7 +130,7 @@ def scaled_dot_product_attention_backward(
                 "grad_query": operand(grad_query),
                 "grad_key": operand(grad_key),
                 "grad_value": operand(grad_value),
-                "grad_mask": None if grad_mask is None else _result(grad_mask),
+                "grad_mask": None if grad_mask is None else broadcast_operand(grad_mask),
                 "row_stats": stats.data_ptr(),
             },
         )
@@ -148,10 +148,6 @@ def _sizes(query: Tensor, key: Tensor, value: Tensor) -> tuple[int, ...]:
 def _row_stats(query: Tensor) -> Tensor:
     """The statistics of each row that kernels exchange; see RowStats in csrc/cuda/kernels."""
     return query.new_empty((*query.shape[:3], 4), dtype=torch.float32)
-
-
-def _result(x: Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-    return x.data_ptr(), x.stride(), tuple(x.shape)
 
 
 def _operands(
