@@ -24,12 +24,11 @@ import torch
 from torch import Tensor
 
 from fastattn import compat
-from fastattn.backends import _torch_cuda, reference
+from fastattn.backends import _served, _torch_cuda, reference
 from fastattn.backends._alloc import empty_output
 from fastattn.backends.primitives import (
     AttentionBackwardOptions,
     AttentionOptions,
-    served,
     unserved,
 )
 
@@ -54,16 +53,9 @@ _forward, _backward = compat.flash_cpu, compat.flash_cpu_backward
 _choice = compat.fused_choice
 
 
-# Those of them that are not always served have a reason of their own in _why_not_attend.
-_SERVED = served(
-    scaled_dot_product_attention="scale offset window_left window_right softcap dropout_p weights "
-    "needs_mask_grad"
-)
-
-
 def why_not(op: str, tensors: Mapping[str, Tensor | None], options: AttentionOptions) -> list[str]:
     """Return the reasons why PyTorch's fused kernel cannot run ``op`` on these arguments."""
-    missing = unserved(options, _SERVED[op.removesuffix("_backward")])
+    missing = unserved(options, _served.TORCH[op.removesuffix("_backward")])
     call: Mapping[str, Any] = tensors
     return _why_not_attend(missing, options=options, **call)
 

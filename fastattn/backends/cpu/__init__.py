@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fastattn import _cpu, evidence
+from fastattn.backends import _served
 from fastattn.backends.cpu.additive import additive_attention, additive_attention_backward
 from fastattn.backends.cpu.decode import append_to_cache, decode_attention
 from fastattn.backends.cpu.encode_memory import encode_memory, encode_memory_backward
@@ -35,7 +36,7 @@ from fastattn.backends.cpu.sdpa import (
 )
 from fastattn.backends.cpu.sinusoidal import sinusoidal_encoding
 from fastattn.backends.cpu.varlen import varlen_attention, varlen_attention_backward
-from fastattn.backends.primitives import served, unserved
+from fastattn.backends.primitives import unserved
 
 __all__ = [
     "additive_attention",
@@ -68,22 +69,6 @@ __all__ = [
 
 _NAMES = "float32, float64, bfloat16, float16"
 
-# The options that the kernels of each primitive, forward and backward, serve.
-_SERVED = served(
-    additive_attention="causal dropout_p weights needs_mask_grad",
-    append_to_cache="",
-    decode_attention="scale window_left window_right softcap",
-    encode_memory="padding_idx rows temporal",
-    hopfield_retrieve="scale steps_max eps together crowded grad needed",
-    local_attention="",
-    memory_hop_attention="hops activation normalize scale weights needed",
-    merge_states="",
-    scaled_dot_product_attention="scale offset window_left window_right softcap dropout_p weights "
-    "needs_mask_grad",
-    sinusoidal_encoding="offset layout max_timescale scale padding_idx",
-    varlen_attention="scale bottom_right window_left window_right softcap dropout_p",
-)
-
 
 def _choose_isa() -> None:
     """Use the instruction sets chosen by the measurements, unless others are requested."""
@@ -108,4 +93,4 @@ def why_not(op: str, tensors: Mapping[str, Tensor | None], options: Any) -> list
         alibi_slopes = tensors.get("alibi_slopes")
         if alibi_slopes is not None and alibi_slopes.requires_grad:
             return ["alibi_slopes requires a gradient, which the kernel does not compute"]
-    return unserved(options, _SERVED[op])
+    return unserved(options, _served.CPU[op])

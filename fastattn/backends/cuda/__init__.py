@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastattn.backends import _served
 from fastattn.backends.cuda import (
     additive,
     decode,
@@ -40,7 +41,7 @@ from fastattn.backends.cuda.sdpa import (
 )
 from fastattn.backends.cuda.sinusoidal import sinusoidal_encoding
 from fastattn.backends.cuda.varlen import varlen_attention, varlen_attention_backward
-from fastattn.backends.primitives import served, unserved
+from fastattn.backends.primitives import unserved
 
 __all__ = [
     "additive_attention",
@@ -80,21 +81,6 @@ _REASONS: dict[str, Callable[..., list[str]]] = {
     "varlen_attention": varlen.why_not,
 }
 
-# The options that they serve.
-_SERVED = served(
-    additive_attention="causal dropout_p weights needs_mask_grad",
-    append_to_cache="",
-    decode_attention="scale window_left window_right softcap",
-    encode_memory="padding_idx rows temporal",
-    hopfield_retrieve="scale steps_max eps together crowded grad needed",
-    memory_hop_attention="hops activation normalize scale weights needed",
-    merge_states="",
-    scaled_dot_product_attention="scale offset window_left window_right softcap dropout_p weights "
-    "needs_mask_grad",
-    sinusoidal_encoding="offset layout max_timescale scale padding_idx",
-    varlen_attention="scale bottom_right window_left window_right softcap dropout_p",
-)
-
 
 def why_not(op: str, tensors: Mapping[str, Tensor | None], options: Any) -> list[str]:
     """Return the reasons why the CUDA kernels cannot run ``op`` on these arguments."""
@@ -105,7 +91,7 @@ def why_not(op: str, tensors: Mapping[str, Tensor | None], options: Any) -> list
         if tensor.device != given[0].device:
             return [f"tensors are on {given[0].device} and {tensor.device}"]
     op = op.removesuffix("_backward")
-    reasons = _why_not_this_device(given[0].device) + unserved(options, _SERVED[op])
+    reasons = _why_not_this_device(given[0].device) + unserved(options, _served.CUDA[op])
     return reasons + _REASONS[op](**tensors, options=options)
 
 

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.backends.primitives import AttentionOptions, HopfieldOptions, served, unserved
+from fastattn.backends import _served
+from fastattn.backends.primitives import AttentionOptions, HopfieldOptions, unserved
 from fastattn.backends.triton._launch import INTERPRETED
 from fastattn.backends.triton.additive import additive_attention, additive_attention_backward
 from fastattn.backends.triton.decode import append_to_cache, decode_attention
@@ -63,22 +64,6 @@ _WIDEST_HOPS = 256  # a program keeps a whole state and its gradient
 _FARTHEST = 2**29  # sums of a few positions are int32
 
 
-# The options that the kernels of each primitive, forward and backward, serve.
-_SERVED = served(
-    additive_attention="causal dropout_p weights needs_mask_grad",
-    append_to_cache="",
-    decode_attention="scale window_left window_right softcap",
-    encode_memory="padding_idx rows temporal",
-    hopfield_retrieve="scale steps_max eps together crowded grad needed",
-    memory_hop_attention="hops activation normalize scale weights needed",
-    merge_states="",
-    scaled_dot_product_attention="scale offset window_left window_right softcap dropout_p weights "
-    "needs_mask_grad",
-    sinusoidal_encoding="offset layout max_timescale scale padding_idx",
-    varlen_attention="scale bottom_right window_left window_right softcap dropout_p",
-)
-
-
 def why_not(op: str, tensors: Mapping[str, Tensor | None], options: Any) -> list[str]:
     """Return the reasons why the Triton kernels cannot run ``op`` on these arguments."""
     given = [tensor for tensor in tensors.values() if tensor is not None]
@@ -99,7 +84,7 @@ def why_not(op: str, tensors: Mapping[str, Tensor | None], options: Any) -> list
     if dtype not in _FLOATS:
         return [f"the dtype {dtype} is not one of float32, bfloat16, float16"]
     op = op.removesuffix("_backward")
-    reasons = unserved(options, _SERVED[op])
+    reasons = unserved(options, _served.TRITON[op])
     return reasons + _REASONS[op](**tensors, options=options) if op in _REASONS else reasons
 
 
