@@ -224,6 +224,32 @@ FASTATTN_DEVICE void for_each_query_tile(const HopperArguments& given, F f) {
   }
 }
 
+// Zeroes the rows of keys that no query can see, because 0 times NaN or inf would be NaN. Of each
+// stage, tile(stage) is the buffer; landed[stage] completes when rows to clear have arrived, and
+// full[stage] when they are cleared. Called by one warp.
+template <int kKeys, int kStages, class Tile>
+FASTATTN_DEVICE void clear_edges(const HopperArguments& given, uint64_t* landed, uint64_t* full,
+                                 Tile tile) {
+  const int lane = static_cast<int>(threadIdx.x) & 31;
+  Ring<kStages> ring;
+  int parities = 0;  // of `landed`, one bit per stage
+  for_each_query_tile<kKeys, false>(given, [&](const QueryTile<kKeys>& work) {
+    for (int j = 0; j < work.count; ++j) {
+      if (work.is_edge(j, given.Lk)) {
+        mbarrier_wait(landed + ring.stage, parities >> ring.stage & 1);
+        parities ^= 1 << ring.stage;
+        tile(ring.stage).template clear_rows<32>(lane, [&](int row) {
+          return work.keys.has(work.key(j) + row);
+        });
+        fence_proxy_async();
+        __syncwarp();
+        if (lane == 0) mbarrier_arrive(full + ring.stage);
+      }
+      ring.advance();
+    }
+  });
+}
+
 // The row in the tile of row r, 0 or 1, of a consumer's thread.
 FASTATTN_DEVICE int row_of_thread(int r) {
   const int thread = static_cast<int>(threadIdx.x) - 128;

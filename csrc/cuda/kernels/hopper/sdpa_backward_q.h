@@ -111,26 +111,9 @@ struct HopperBackwardQ {
     });
   }
 
-  // Zeroes keys that no query can see, because 0 times NaN or inf would be NaN. Called by one warp.
   FASTATTN_DEVICE void clear_all() const {
-    const int lane = static_cast<int>(threadIdx.x) & 31;
-    Ring ring;
-    int landed = 0;  // one bit per stage: the parity of k_landed
-    hopper::for_each_query_tile<kKeys, false>(given, [&](const Work& work) {
-      for (int j = 0; j < work.count; ++j) {
-        if (work.is_edge(j, given.Lk)) {
-          mbarrier_wait(shared.k_landed + ring.stage, landed >> ring.stage & 1);
-          landed ^= 1 << ring.stage;
-          k_tile(ring.stage).template clear_rows<32>(lane, [&](int row) {
-            return work.keys.has(work.key(j) + row);
-          });
-          fence_proxy_async();
-          __syncwarp();
-          if (lane == 0) mbarrier_arrive(shared.k_full + ring.stage);
-        }
-        ring.advance();
-      }
-    });
+    hopper::clear_edges<kKeys, Shape::kStages>(given, shared.k_landed, shared.k_full,
+                                               [&](int stage) { return k_tile(stage); });
   }
 
   struct Consumer {

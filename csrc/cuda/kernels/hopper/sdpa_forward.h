@@ -131,27 +131,9 @@ struct HopperForward {
     });
   }
 
-  // Zeroes the values of keys that no query can see, because 0 times NaN or inf would be NaN.
-  // Called by one warp.
   FASTATTN_DEVICE void clear_all() const {
-    const int lane = static_cast<int>(threadIdx.x) & 31;
-    VRing ring;
-    int landed = 0;  // one bit per stage: the parity of v_landed
-    hopper::for_each_query_tile<kKeys, false>(given, [&](const Work& work) {
-      for (int j = 0; j < work.count; ++j) {
-        if (work.is_edge(j, given.Lk)) {
-          mbarrier_wait(shared.v_landed + ring.stage, landed >> ring.stage & 1);
-          landed ^= 1 << ring.stage;
-          v_tile(ring.stage).template clear_rows<32>(lane, [&](int row) {
-            return work.keys.has(work.key(j) + row);
-          });
-          fence_proxy_async();
-          __syncwarp();
-          if (lane == 0) mbarrier_arrive(shared.v_full + ring.stage);
-        }
-        ring.advance();
-      }
-    });
+    hopper::clear_edges<kKeys, Shape::kVStages>(given, shared.v_landed, shared.v_full,
+                                                [&](int stage) { return v_tile(stage); });
   }
 
   // -- the consumers -----------------------------------------------------------------------------
