@@ -44,9 +44,7 @@ def native_module(name: str) -> dict[str, Any]:
         importlib.import_module(f"fastattn.backends.{name}")  # which chooses instruction sets
         module = importlib.import_module(f"fastattn._{name}")
         return {"build_info": module.build_info(), "error": None}
-    except (
-        Exception
-    ) as error:  # a broken library or an invalid FASTATTN_CPU_ISA: report it, do not fail
+    except Exception as error:  # such as a broken library, or an invalid FASTATTN_CPU_ISA
         return {"build_info": None, "error": f"{type(error).__name__}: {error}"}
 
 
