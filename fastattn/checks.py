@@ -163,7 +163,7 @@ def fold_slopes(op: str, slopes: Any, query: Tensor, heads: int, batch: int) -> 
         raise RuntimeError(
             f"{op}: alibi_slopes must be on query's device {query.device}, got {slopes.device}"
         )
-    slopes = slopes.to(torch.float64 if query.dtype == torch.float64 else torch.float32)
+    slopes = slopes.to(torch.promote_types(query.dtype, torch.float32))
     return slopes[None] if slopes.dim() == 1 else slopes
 
 

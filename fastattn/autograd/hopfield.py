@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor, int64
+import torch
+from torch import Tensor
 
-from fastattn.autograd.memory_hops import compute_dtype
 from fastattn.backends.primitives import HopfieldBackwardOptions, HopfieldOptions, extended
 from fastattn.batching import fold, one_by_one, size_of_batch, unfold
 from fastattn.library import Operator
@@ -46,8 +46,8 @@ def _fake(state: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     *lead, width = state.shape
     return (
         state.new_empty(state.shape),
-        state.new_empty(lead, dtype=int64),
-        state.new_empty((*lead, 2, width), dtype=compute_dtype(state.dtype)),
+        state.new_empty(lead, dtype=torch.int64),
+        state.new_empty((*lead, 2, width), dtype=torch.promote_types(state.dtype, torch.float32)),
     )
 
 

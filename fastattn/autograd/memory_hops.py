@@ -44,13 +44,9 @@ def _backward(
     return *kept, None, grad_bias, None, None
 
 
-def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype is torch.float64 else torch.float32
-
-
 def _fake(query: Tensor, in_memory: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     lead, hops, weights = query.shape[:-1], rest[-1].hops, rest[-1].weights
-    wide = compute_dtype(query.dtype)
+    wide = torch.promote_types(query.dtype, torch.float32)
     return (
         query.new_empty(query.shape),
         query.new_empty((*lead, 2 * hops + 1, query.shape[-1]), dtype=wide),

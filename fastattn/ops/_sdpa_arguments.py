@@ -184,7 +184,7 @@ def fold_slopes(slopes: Any, query: Tensor, folding: Folding) -> Tensor:
         raise RuntimeError(
             f"{_NAME}: alibi_slopes must have shape {(heads,)} or {full}, got {_shape(slopes)}"
         )
-    slopes = slopes.to(torch.float64 if query.dtype == torch.float64 else torch.float32)
+    slopes = slopes.to(torch.promote_types(query.dtype, torch.float32))
     return slopes[None] if slopes.dim() == 1 else _fold_leading(slopes, 1, folding.batch)
 
 
