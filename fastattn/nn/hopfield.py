@@ -485,7 +485,7 @@ def _named(
     """The arguments that hflayers takes by position, by name."""
     if len(more) > len(_FURTHER):
         raise TypeError(f"{len(more) - len(_FURTHER)} too many positional arguments")
-    given = dict(zip(_FURTHER, more))  # noqa: B905  (see ops/_shapes.py)
+    given = dict(zip(_FURTHER, more))  # noqa: B905  (see checks.expands_to)
     twice = given.keys() & options.keys()
     if twice:
         raise TypeError(f"got multiple values for argument {sorted(twice)[0]!r}")

@@ -279,7 +279,7 @@ def _per_hop(name: str, x: Tensor, query: Tensor, hops: int, rows: int) -> Tenso
 
 
 def _sizes(batch: Sequence[int], hops: int, rows: int) -> list[tuple[str, int]]:
-    return [*zip("BQ", batch), ("K", hops), ("N", rows)]  # noqa: B905  (see _shapes.py)
+    return [*zip("BQ", batch), ("K", hops), ("N", rows)]  # noqa: B905  (see checks.expands_to)
 
 
 def _check_dense(name: str, x: Tensor) -> None:
