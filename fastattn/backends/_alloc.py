@@ -1,4 +1,4 @@
-"""Where the memory order of a result is decided, for the kernels and for the compiler alike."""
+"""The memory that results and masks occupy, for the kernels and for the compiler alike."""
 
 from __future__ import annotations
 
@@ -22,3 +22,11 @@ def empty_output(query: Tensor, width: int) -> Tensor:
     return torch.empty_strided(
         (*rows.shape, width), (*strides, 1), dtype=query.dtype, device=query.device
     )
+
+
+def unexpanded(mask: Tensor) -> Tensor:
+    """The mask with every expanded (stride 0) dimension reduced to size 1."""
+    for dim, stride in enumerate(mask.stride()):
+        if stride == 0 and mask.shape[dim] > 1:
+            mask = mask.narrow(dim, 0, 1)
+    return mask

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fastattn import compat
 from fastattn.backends import _served, _torch_cuda, reference
-from fastattn.backends._alloc import empty_output
+from fastattn.backends._alloc import empty_output, unexpanded
 from fastattn.backends.primitives import (
     AttentionBackwardOptions,
     AttentionOptions,
@@ -211,14 +211,14 @@ def plain_attention(
         out, lse = _torch_cuda.forward(query, key, value, scale, causal)
         return _as_promised(out, query), lse.double()
     assert _forward is not None
-    added = None if mask is None else _added(_unexpanded(mask), query.dtype, key.shape[2])
+    added = None if mask is None else _added(unexpanded(mask), query.dtype, key.shape[2])
     out, lse = _forward(query, key, value, 0.0, causal, attn_mask=added, scale=scale)
     out = _as_promised(out, query)
     if not needs_lse:
         return out, None
     lse = lse.to(torch.float64, memory_format=torch.contiguous_format)
     if mask is not None:  # PyTorch's lse of a fully masked row is 0
-        lse.masked_fill_(~_unexpanded(mask).any(3), -math.inf)
+        lse.masked_fill_(~unexpanded(mask).any(3), -math.inf)
     return out, lse
 
 
@@ -241,7 +241,7 @@ def plain_attention_backward(
     assert _backward is not None
     added = None
     if mask is not None:
-        mask = _unexpanded(mask)
+        mask = unexpanded(mask)
         added = _added(mask, query.dtype, key.shape[2])
         lse = lse.masked_fill(lse == -math.inf, 0.0)  # exp(-inf - 0) is 0
     masked = causal or mask is not None
@@ -258,14 +258,6 @@ def _added(mask: Tensor, dtype: torch.dtype, keys: int) -> Tensor:
     """A boolean mask as PyTorch adds it: 0 where it is True, else -inf."""
     added = torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, -math.inf)
     return added.expand(*mask.shape[:3], keys)
-
-
-def _unexpanded(mask: Tensor) -> Tensor:
-    """The mask with one element where it repeats one."""
-    for dim, stride in enumerate(mask.stride()):
-        if stride == 0 and mask.shape[dim] > 1:
-            mask = mask.narrow(dim, 0, 1)
-    return mask
 
 
 def _all_as_promised(grads: tuple[Tensor, ...], *like: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fastattn import dispatch, evidence
 from fastattn.autograd.sdpa import attention, attention_backward, default_scale
+from fastattn.backends._alloc import unexpanded
 from fastattn.backends.primitives import AttentionBackwardOptions, AttentionOptions
 from fastattn.checks import DTYPES
 from fastattn.fast_path import differentiable, is_open
@@ -98,7 +99,7 @@ def _resume(
 ) -> Any:
     query, key, value, mask, out, lse = saved
     if mask is not None:
-        mask = _unexpanded(mask)
+        mask = unexpanded(mask)
     seen = {"query": query, "key": key, "value": value, "attn_mask": mask, "out": out, "lse": lse}
     grads = (grad_out, None, None)
     tensors = attention_backward.tensors(**seen)[len(grads) :]
@@ -107,14 +108,6 @@ def _resume(
 
 
 _attend = differentiable("plain_attention", 0, _resume)
-
-
-def _unexpanded(mask: Tensor) -> Tensor:
-    """The mask with every expanded (stride 0) dimension reduced to size 1."""
-    for dim, stride in enumerate(mask.stride()):
-        if stride == 0 and mask.shape[dim] > 1:
-            mask = mask.narrow(dim, 0, 1)
-    return mask
 
 
 def _find_native(query: Tensor, key: Tensor, value: Tensor) -> Any:
