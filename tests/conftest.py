@@ -7,7 +7,7 @@ import importlib.util
 import os
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
 
 import pytest
@@ -23,6 +23,7 @@ os.environ["FASTATTN_CACHE_DIR"] = "/nonexistent"
 import fastattn
 from fastattn import dispatch, info
 from fastattn.testing import Target, targets
+from fastattn.testing.verdict import fresh_memory_is_nan
 
 # pytest puts this folder on the path, where its `triton` would pass for the package of that name.
 sys.path.remove(os.path.dirname(__file__))
@@ -60,6 +61,25 @@ def target(request: pytest.FixtureRequest) -> Iterator[Target]:
     """Each native backend on each of its instruction sets in turn, active within the test."""
     with request.param.active():
         yield request.param
+
+
+@pytest.fixture(params=[*targets(), Target("reference")], ids=str)
+def engine(request: pytest.FixtureRequest) -> Iterator[Target]:
+    """Each native backend on each of its instruction sets, and the reference, forced in turn.
+
+    Fresh memory is NaN, so that an element that is never written shows.
+    """
+    target = request.param
+    with fastattn.use_backend(target.backend), target.active(), fresh_memory_is_nan():
+        yield target
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    """Sets the number of threads of PyTorch; the test leaves it as it was."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -8,7 +8,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -31,13 +31,6 @@ from fastattn.testing.additive import (
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 NAN, INF = math.nan, math.inf
-
-
-@pytest.fixture
-def threads() -> Iterator[Callable[[int], None]]:
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
 
 
 def operands(

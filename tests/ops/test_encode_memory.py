@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import astuple
 from typing import Any
 
@@ -26,17 +26,6 @@ from fastattn.testing.memory import Watch, place
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 NAN = float("nan")
-
-
-@pytest.fixture(params=[*targets(), Target("reference")], ids=str)
-def engine(request: pytest.FixtureRequest) -> Iterator[Target]:
-    """Every backend, on each of its instruction sets; fresh memory is NaN."""
-    torch.use_deterministic_algorithms(True)
-    try:
-        with fastattn.use_backend(request.param.backend), request.param.active():
-            yield request.param
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def results(

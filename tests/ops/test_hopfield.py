@@ -5,7 +5,6 @@ from __future__ import annotations
 import doctest
 import importlib
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,19 +15,8 @@ from torch import Tensor
 
 import fastattn
 from fastattn import hopfield_energy, hopfield_retrieve
-from fastattn.testing import Target, naive, targets
+from fastattn.testing import Target, naive
 from fastattn.testing.calls import Call
-
-
-@pytest.fixture(params=[*targets(), Target("reference")], ids=str)
-def engine(request: pytest.FixtureRequest) -> Iterator[Target]:
-    """Every backend, on each of its instruction sets; fresh memory is NaN."""
-    torch.use_deterministic_algorithms(True)
-    try:
-        with fastattn.use_backend(request.param.backend), request.param.active():
-            yield request.param
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def normal(*shape: int, generator: torch.Generator) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import doctest
 import importlib
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,23 +14,12 @@ from torch import Tensor
 import fastattn
 from fastattn import memory_hop_attention
 from fastattn.backends.primitives import MemoryHopOptions
-from fastattn.testing import Target, naive, targets
+from fastattn.testing import Target, naive
 from fastattn.testing.calls import Call
 from fastattn.testing.memory_hops import check_hops
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 ACTIVATIONS = (None, "relu", "tanh", "sigmoid")
-
-
-@pytest.fixture(params=[*targets(), Target("reference")], ids=str)
-def engine(request: pytest.FixtureRequest) -> Iterator[Target]:
-    """Every backend, on each of its instruction sets; fresh memory is NaN."""
-    torch.use_deterministic_algorithms(True)
-    try:
-        with fastattn.use_backend(request.param.backend), request.param.active():
-            yield request.param
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def is_the_equation(call: Call) -> None:

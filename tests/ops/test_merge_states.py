@@ -7,7 +7,7 @@ import functools
 import importlib
 import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -35,20 +35,6 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 INF = float("inf")
 ENGINES = [*targets(), Target("reference")]
 NAMES = ("out", "lse", "grad_out_a", "grad_lse_a", "grad_out_b", "grad_lse_b")
-
-
-@pytest.fixture(params=ENGINES, ids=str)
-def engine(request: pytest.FixtureRequest) -> Iterator[Target]:
-    """Every backend, on each of its instruction sets."""
-    with fastattn.use_backend(request.param.backend), request.param.active():
-        yield request.param
-
-
-@pytest.fixture
-def threads() -> Iterator[Callable[[int], None]]:
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
 
 
 def normal(*shape: int, generator: torch.Generator) -> Tensor:

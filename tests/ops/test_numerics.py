@@ -40,13 +40,6 @@ def any_backend(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
         yield module
 
 
-@pytest.fixture
-def threads() -> Iterator[Callable[[int], None]]:
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
 def assert_same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
     assert a.keys() == b.keys()
     for name in a:

@@ -6,7 +6,6 @@ import functools
 import math
 import multiprocessing
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import mpmath
@@ -17,23 +16,12 @@ from torch import Tensor
 import fastattn
 from fastattn import sinusoidal_encoding, sinusoidal_table
 from fastattn.sinusoids import LAYOUTS, sinusoids
-from fastattn.testing import Target, assert_right, targets
+from fastattn.testing import Target, assert_right
 from fastattn.testing.memory import LAYOUTS as MEMORY_LAYOUTS
 from fastattn.testing.memory import Watch, place
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 FAR = (0, 1, 2, 3, -1, -7, 511, 4095, 123_457, 1_000_001, 99_999_999, 10**8, -(10**8))
-
-
-@pytest.fixture(params=[*targets(), Target("reference")], ids=str)
-def engine(request: pytest.FixtureRequest) -> Iterator[Target]:
-    """Every backend, on each of its instruction sets; fresh memory is NaN."""
-    torch.use_deterministic_algorithms(True)
-    try:
-        with fastattn.use_backend(request.param.backend), request.param.active():
-            yield request.param
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 @functools.cache
