@@ -9,6 +9,7 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -80,6 +81,21 @@ def threads() -> Iterator[Callable[[int], None]]:
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def same_for_any_threads(threads: Callable[[int], None]) -> Callable[[Callable[[], Any]], Any]:
+    """Runs a function with several numbers of threads, and checks that no bit differs."""
+
+    def check(run: Callable[[], Any]) -> Any:
+        threads(1)
+        want = run()
+        for count in (2, 3, 7, 2):
+            threads(count)
+            torch.testing.assert_close(run(), want, rtol=0, atol=0)
+        return want
+
+    return check
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

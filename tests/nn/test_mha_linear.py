@@ -277,13 +277,9 @@ def test_errors_are_those_of_pytorch(args: tuple[Any, ...]) -> None:
     assert texts[0] == texts[1]
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-def test_the_same_bits_every_time(threads: int) -> None:
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(threads)
-        x, weight = torch.randn(70, 64), torch.randn(96, 64)
-        first = linear(x, weight)
-        assert all(torch.equal(linear(x, weight), first) for _ in range(5))
-    finally:
-        torch.set_num_threads(before)
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_same_bits_every_time(count: int, threads: Callable[[int], None]) -> None:
+    threads(count)
+    x, weight = torch.randn(70, 64), torch.randn(96, 64)
+    first = linear(x, weight)
+    assert all(torch.equal(linear(x, weight), first) for _ in range(5))

@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -278,15 +277,10 @@ BITS = (
 @pytest.mark.parametrize("case", BITS, ids=lambda case: case.name)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_same_bits_for_any_number_of_threads(
-    target: Target, case: AdditiveCase, dtype: torch.dtype, threads: Callable[[int], None]
+    target: Target, case: AdditiveCase, dtype: torch.dtype, same_for_any_threads: Any
 ) -> None:
     inputs = make_additive(case, dtype)
-    threads(1)
-    want = run_additive(target.module, inputs)
-    for count in (2, 3, 7, 2):
-        threads(count)
-        got = run_additive(target.module, inputs)
-        assert all(torch.equal(got[name], want[name]) for name in want)
+    same_for_any_threads(lambda: run_additive(target.module, inputs))
 
 
 @pytest.mark.parametrize("case", BITS[2:], ids=lambda case: case.name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 import textwrap
@@ -60,30 +61,21 @@ ways = pytest.mark.parametrize("case", WAYS.values(), ids=WAYS)
 
 
 @ways
-def test_threads_and_batch_mates_change_no_bit(target: Target, case: DecodeCase) -> None:
-    before = torch.get_num_threads()
-    try:
-        for dtype in (torch.float32, torch.bfloat16):
-            inputs = make_decode(case, dtype)
-            results = []
-            for count in (1, 2, 3, 7):
-                torch.set_num_threads(count)
-                results.append(target.module.decode_attention(*inputs.args, options=inputs.options))
-            for out, lse in results[1:]:
-                assert torch.equal(out, results[0][0])
-                assert torch.equal(lse, results[0][1])
-            query, key, value, lengths, table, _, _ = inputs.args
-            for b in range(len(case.lengths)):
-                one = slice(b, b + 1)
-                entry = None if table is not None else torch.tensor([b])
-                rows = None if table is None else table[one]
-                out, lse = target.module.decode_attention(
-                    query[one], key, value, lengths[one], rows, entry, None, options=inputs.options
-                )
-                assert torch.equal(out[0], results[0][0][b])
-                assert torch.equal(lse[0], results[0][1][b])
-    finally:
-        torch.set_num_threads(before)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_threads_and_batch_mates_change_no_bit(
+    target: Target, case: DecodeCase, dtype: torch.dtype, same_for_any_threads: Any
+) -> None:
+    inputs = make_decode(case, dtype)
+    decode = functools.partial(target.module.decode_attention, options=inputs.options)
+    whole = same_for_any_threads(lambda: decode(*inputs.args))
+    query, key, value, lengths, table, _, _ = inputs.args
+    for b in range(len(case.lengths)):
+        one = slice(b, b + 1)
+        entry = None if table is not None else torch.tensor([b])
+        rows = None if table is None else table[one]
+        out, lse = decode(query[one], key, value, lengths[one], rows, entry, None)
+        assert torch.equal(out[0], whole[0][b])
+        assert torch.equal(lse[0], whole[1][b])
 
 
 def test_bits_do_not_depend_on_where_pages_lie(target: Target, generator: torch.Generator) -> None:

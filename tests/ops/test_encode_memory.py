@@ -195,7 +195,9 @@ def test_nothing_outside_the_tensors(target: Target, generator: torch.Generator)
             out.backward(fenced(torch.ones_like(out)))
 
 
-def test_threads_give_the_same_bits(target: Target, generator: torch.Generator) -> None:
+def test_threads_give_the_same_bits(
+    target: Target, generator: torch.Generator, same_for_any_threads: Any
+) -> None:
     for shape in ((40, 20, 9, 60, 50, None), (16, 20, 9, 60, 50, 4), (8, 20, 9, 60, 300, 2)):
         tokens, weight, temporal = draw_sentences(shape, torch.float32, generator)
         grad = torch.randn((shape[0], *temporal.shape), generator=generator)
@@ -203,16 +205,8 @@ def test_threads_give_the_same_bits(target: Target, generator: torch.Generator) 
         def encode(w: Tensor, t: Tensor, tokens: Tensor = tokens) -> Tensor:
             return encode_memory(tokens, w, temporal=t)
 
-        before = torch.get_num_threads()
-        try:
-            runs = []
-            for threads in (1, 2, 3, 7):
-                torch.set_num_threads(threads)
-                runs.append(results(encode, weight, temporal, grad))
-        finally:
-            torch.set_num_threads(before)
-        for run in runs[1:]:
-            assert all(torch.equal(*pair) for pair in zip(run, runs[0], strict=True))
+        given = (encode, weight, temporal, grad)
+        same_for_any_threads(lambda given=given: results(*given))
 
 
 def test_a_sentence_does_not_depend_on_its_batch(

@@ -44,20 +44,12 @@ SCHEDULES = [
 
 
 @pytest.mark.parametrize("case", SCHEDULES, ids=str)
-def test_threads_give_the_same_bits(target: Target, case: HopfieldCase) -> None:
+def test_threads_give_the_same_bits(
+    target: Target, case: HopfieldCase, same_for_any_threads: Any
+) -> None:
     inputs = make_hopfield_inputs(case, torch.float32)
     inputs.options["update_steps_eps"] = 0.3  # so that some rest before others
-    before = torch.get_num_threads()
-    results = []
-    try:
-        for threads in (1, 3, 2):
-            torch.set_num_threads(threads)
-            results.append(retrieved_with_gradients(inputs))
-    finally:
-        torch.set_num_threads(before)
-    for other in results[1:]:
-        for name, x in other.items():
-            assert torch.equal(x, results[0][name]), name
+    same_for_any_threads(lambda: retrieved_with_gradients(inputs))
 
 
 LAID = [

@@ -7,7 +7,6 @@ import functools
 import importlib
 import itertools
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -110,17 +109,12 @@ def test_the_judge_sees_a_wrong_result(
 @pytest.mark.parametrize("target", targets(), ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_same_bits_for_any_threads_and_batch(
-    target: Target, dtype: torch.dtype, threads: Callable[[int], None]
+    target: Target, dtype: torch.dtype, same_for_any_threads: Any
 ) -> None:
     case = MergeCase("bits", shape=(3, 7, 150, 40), empty=("a", "b", "both"), poison=True)
     inputs = make_merge(case, dtype)
     with target.active() as backend:
-        threads(1)
-        want = run_merge(backend, inputs)
-        for count in (2, 3, 7):
-            threads(count)
-            got = run_merge(backend, inputs)
-            assert all(torch.equal(got[name], want[name]) for name in want)
+        want = same_for_any_threads(lambda: run_merge(backend, inputs))
         for b, h in itertools.product(range(3), range(7)):
             one = tuple(x[b, h] for x in inputs.states)
             given = tuple(None if x is None else x[b, h] for x in inputs.given)

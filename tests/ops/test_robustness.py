@@ -203,28 +203,18 @@ def test_backward_in_another_thread_than_forward(backend: str) -> None:
     assert_bitwise_equal(found, list(expected))
 
 
-@pytest.fixture
-def thread_count() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("thread_count", "native")
+@pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
-def test_any_number_of_threads_gives_the_same_bits(dtype: torch.dtype, dropout_p: float) -> None:
+def test_any_number_of_threads_gives_the_same_bits(
+    dtype: torch.dtype, dropout_p: float, same_for_any_threads: Any
+) -> None:
     def compute() -> list[Tensor]:
         generator = torch.Generator().manual_seed(2)
         return results_and_gradients(qkv(dtype), dropout_p=dropout_p, generator=generator)
 
     with use_backend("cpu"):
-        torch.set_num_threads(1)
-        expected = compute()
-        for n in (2, 3, 7):
-            torch.set_num_threads(n)
-            assert_bitwise_equal(compute(), expected)
-        assert_bitwise_equal(compute(), expected)  # and from run to run
+        same_for_any_threads(compute)
 
 
 @pytest.mark.usefixtures("native")

@@ -297,21 +297,16 @@ def test_wide_rows(target: Target, layout: str, width: int, generator: torch.Gen
     "shape", [(1, 700, 300), (64, 1, 512), (5, 40, 9000), (2, 3, 1000, 3)], ids=str
 )
 def test_threads_give_the_same_bits(
-    target: Target, shape: tuple[int, ...], generator: torch.Generator
+    target: Target,
+    shape: tuple[int, ...],
+    generator: torch.Generator,
+    same_for_any_threads: Any,
 ) -> None:
     x = torch.randn(shape, generator=generator)
     positions = torch.randint(10**6, shape[:-1], generator=generator)
-    before = torch.get_num_threads()
-    results = []
-    try:
-        for threads in (1, 2, 3, 7):
-            torch.set_num_threads(threads)
-            results.append((sinusoidal_encoding(x), sinusoidal_encoding(x, positions=positions)))
-    finally:
-        torch.set_num_threads(before)
-    for shared, own in results[1:]:
-        assert torch.equal(shared, results[0][0])
-        assert torch.equal(own, results[0][1])
+    same_for_any_threads(
+        lambda: (sinusoidal_encoding(x), sinusoidal_encoding(x, positions=positions))
+    )
 
 
 def test_after_fork(target: Target) -> None:

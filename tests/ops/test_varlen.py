@@ -87,20 +87,12 @@ def test_bitwise_what_a_sequence_alone_gives(
 
 
 @ways
-def test_threads_give_the_same_bits(target: Target, case: VarlenCase) -> None:
-    before = torch.get_num_threads()
-    try:
-        for dtype in (torch.float32, torch.bfloat16):
-            inputs = make_varlen(case, dtype)
-            results = []
-            for count in (1, 2, 3, 7):
-                torch.set_num_threads(count)
-                results.append(run_varlen(target.module, inputs))
-            for other in results[1:]:
-                for name, want in results[0].items():
-                    assert torch.equal(other[name], want), name
-    finally:
-        torch.set_num_threads(before)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_threads_give_the_same_bits(
+    target: Target, case: VarlenCase, dtype: torch.dtype, same_for_any_threads: Any
+) -> None:
+    inputs = make_varlen(case, dtype)
+    same_for_any_threads(lambda: run_varlen(target.module, inputs))
 
 
 def test_nothing_beyond_the_tensors_is_touched() -> None:
