@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import doctest
 import math
-import multiprocessing
-import os
 import subprocess
 import sys
 from typing import Any
@@ -300,22 +298,6 @@ def test_the_same_bits_whatever_the_batch(target: Target, case: AdditiveCase) ->
         got = run_additive(target.module, part)
         for name in ("out", "grad_query", "grad_key", "grad_value"):
             assert torch.equal(got[name][0], want[name][b]), name
-
-
-def test_after_fork(target: Target) -> None:
-    args = operands(4, 70, 90, 33, 20, dtype=torch.float32)
-    want = additive_attention(*args)  # starts the threads
-
-    def child() -> None:
-        got = additive_attention(*args)
-        os._exit(0 if torch.equal(got, want) else 1)
-
-    process = multiprocessing.get_context("fork").Process(target=child)
-    process.start()
-    process.join(60)
-    if process.exitcode is None:
-        process.kill()
-    assert process.exitcode == 0
 
 
 FENCED = """

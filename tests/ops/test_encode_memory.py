@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 from collections.abc import Callable
 from dataclasses import astuple
 from typing import Any
@@ -216,24 +214,6 @@ def test_a_sentence_does_not_depend_on_its_batch(
     whole = encode_memory(tokens, weight)
     for b in range(6):
         assert torch.equal(encode_memory(tokens[b : b + 1, 3:5], weight), whole[b : b + 1, :, 3:5])
-
-
-def test_after_fork(target: Target, generator: torch.Generator) -> None:
-    """A forked child has none of its parent's threads."""
-    tokens, weight, _ = draw_sentences((64, 20, 9, 60, 50, 4), torch.float32, generator)
-    want = encode_memory(tokens, weight)
-
-    def child() -> None:
-        got = encode_memory(tokens, weight)
-        torch.set_num_threads(1)  # PyTorch's own operators would wait for those threads
-        os._exit(0 if torch.equal(got, want) else 1)
-
-    process = multiprocessing.get_context("fork").Process(target=child)
-    process.start()
-    process.join(60)
-    if process.exitcode is None:
-        process.kill()
-    assert process.exitcode == 0
 
 
 @pytest.mark.parametrize(

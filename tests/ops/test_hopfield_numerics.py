@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 from typing import Any
 
 import pytest
 import torch
+from child_process import in_fork
 from torch import Tensor
 
 import fastattn
@@ -74,19 +73,14 @@ def test_any_strides(layout: str, case: HopfieldCase) -> None:
 def test_nothing_is_read_past_the_end(target: Target) -> None:
     """Every tensor ends where memory ends: one read more and the child dies."""
 
-    def child() -> None:
+    def child() -> bool:
         torch.set_num_threads(1)
         for case in (*LAID, *SCHEDULES[2:], *HOPFIELD_CASES[:2], HOPFIELD_CASES[-1]):
             for dtype in (torch.float32, torch.float16):
                 retrieved_with_gradients(make_hopfield_inputs(case, dtype, fence=True))
-        os._exit(0)
+        return True
 
-    process = multiprocessing.get_context("fork").Process(target=child)
-    process.start()
-    process.join(120)
-    if process.exitcode is None:
-        process.kill()
-    assert process.exitcode == 0
+    in_fork(child, timeout=120)
 
 
 GRADS = ("unroll", "one_step", "implicit")

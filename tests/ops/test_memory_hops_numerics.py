@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import multiprocessing
-import os
 import statistics
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from child_process import in_fork
 
 from fastattn import memory_hop_attention
 from fastattn.testing import Target
@@ -100,19 +99,14 @@ def test_any_strides(target: Target, layout: str, case: HopCase) -> None:
 def test_nothing_is_read_past_the_end(target: Target) -> None:
     """Every tensor ends where memory ends: one read more and the child dies."""
 
-    def child() -> None:
+    def child() -> bool:
         torch.set_num_threads(1)
         for case in (*LAID, *SCHEDULES[2:4], *HOP_CASES[:3]):
             for dtype in (torch.float32, torch.float16):
                 with_gradients(make_hop_inputs(case, dtype, fence=True))
-        os._exit(0)
+        return True
 
-    process = multiprocessing.get_context("fork").Process(target=child)
-    process.start()
-    process.join(60)
-    if process.exitcode is None:
-        process.kill()
-    assert process.exitcode == 0
+    in_fork(child)
 
 
 @pytest.mark.parametrize("queries", [1, 8])

@@ -13,10 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+from child_process import in_fork
 from torch import Tensor
 
 import fastattn
 from fastattn import use_backend
+from fastattn.testing import Target
+from fastattn.testing.encode_memory import draw_sentences
 
 attention = fastattn.scaled_dot_product_attention
 
@@ -166,6 +169,32 @@ def test_dataloader_workers(method: str, tmp_path: Any) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+LARGE = {  # for more than one thread
+    "additive_attention": ((4, 70, 33), (4, 90, 33), (4, 90, 20), (33,), (33,)),
+    "encode_memory": (),
+    "memory_hop_attention": ((40, 20), (40, 50, 20)),
+    "sinusoidal_encoding": ((8, 300, 512),),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_other_operators_compute_after_a_fork(
+    target: Target, name: str, generator: torch.Generator
+) -> None:
+    call = getattr(fastattn, name)
+    tensors = [torch.randn(shape, generator=generator) for shape in LARGE[name]]
+    if name == "encode_memory":
+        tensors += draw_sentences((64, 20, 9, 60, 50, 4), torch.float32, generator)[:2]
+    want = call(*tensors)  # starts the threads
+
+    def child() -> bool:
+        got = call(*tensors)
+        torch.set_num_threads(1)  # PyTorch's own operators would wait for those threads
+        return torch.equal(got, want)
+
+    in_fork(child)
 
 
 # --- threads ---------------------------------------------------------------------------------

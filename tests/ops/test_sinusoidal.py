@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import multiprocessing
-import os
 from typing import Any
 
 import mpmath
@@ -307,24 +305,6 @@ def test_threads_give_the_same_bits(
     same_for_any_threads(
         lambda: (sinusoidal_encoding(x), sinusoidal_encoding(x, positions=positions))
     )
-
-
-def test_after_fork(target: Target) -> None:
-    """A forked child has none of its parent's threads."""
-    x = torch.zeros(8, 300, 512)
-    want = sinusoidal_encoding(x)  # starts the threads
-
-    def child() -> None:
-        got = sinusoidal_encoding(x)
-        torch.set_num_threads(1)  # PyTorch's own operators would wait for those threads
-        os._exit(0 if torch.equal(got, want) else 1)
-
-    process = multiprocessing.get_context("fork").Process(target=child)
-    process.start()
-    process.join(60)
-    if process.exitcode is None:
-        process.kill()
-    assert process.exitcode == 0
 
 
 def test_rows_do_not_depend_on_their_batch(target: Target, generator: torch.Generator) -> None:

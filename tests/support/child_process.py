@@ -1,10 +1,12 @@
-"""Runs Python in a process of its own, which imports what the tests import."""
+"""Runs Python, or a function, in a process of its own, which imports what the tests import."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 
@@ -20,3 +22,20 @@ def run_python(
         check=False,
         cwd=cwd,
     )
+
+
+def in_fork(work: Callable[[], bool], timeout: float = 60) -> None:
+    """Run ``work`` in a fork of this process, which has none of its threads.
+
+    It must return True.
+    """
+
+    def child() -> None:
+        os._exit(0 if work() else 1)
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    process.join(timeout)
+    if process.exitcode is None:
+        process.kill()
+    assert process.exitcode == 0
