@@ -6,13 +6,11 @@ import doctest
 import functools
 import importlib
 import itertools
-import sys
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from fenced import run_fenced
 from torch import Tensor
 from torch.autograd import gradgradcheck
 
@@ -136,24 +134,6 @@ def test_a_result_beyond_the_caches(target: Target, generator: torch.Generator) 
         parts = [(*forward(*half), *backward(*half[:2], *half)) for half in halves]
     for x, *y in zip(whole, *parts, strict=True):
         assert torch.equal(x, torch.cat(y))
-
-
-FENCED = """
-from fastattn.testing import targets
-from fastattn.testing.merge_states import MERGE_CASES, make_merge, run_merge
-for case in MERGE_CASES:
-    for dtype in case.dtypes:
-        inputs = make_merge(case, dtype, fence=True)
-        for target in targets():
-            print(case.name, dtype, target, flush=True)
-            with target.active() as backend:
-                run_merge(backend, inputs)
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="fences need mprotect")
-def test_nothing_is_read_beyond_a_tensor() -> None:
-    run_fenced(FENCED)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -7,14 +7,11 @@ set in use, and in one dtype on each of the others; the slow run takes all of th
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
 from types import ModuleType
 
 import pytest
 import torch
-from fenced import run_fenced
 
 from fastattn.testing import CASES, Case, Target, check, targets
 from fastattn.testing.inputs import make_inputs
@@ -61,53 +58,6 @@ def test_every_case_everywhere(part: int) -> None:
 
 def test_there_is_a_native_backend_to_test(native: ModuleType) -> None:
     assert [target.isa for target in targets()] == native.build_info()["supported"]
-
-
-# -- no byte outside a tensor is touched ----------------------------------------------------------
-
-# Every tensor ends where a page begins that may not be read: too far means a crash. So it runs in
-# a process of its own, which prints the case that it is in.
-_FENCED = """
-from fastattn.testing import CASES, make_inputs, targets
-from fastattn.testing.oracle import run
-isa, every, complete = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "complete"
-(target,) = [target for target in targets() if str(target) == isa]
-cases = [c for c in CASES["scaled_dot_product_attention"] if complete or not c.slow]
-with target.active() as backend:
-    for n, case in enumerate(cases):
-        for m, dtype in enumerate(case.dtypes):
-            if (n + m) % every == 0:
-                print(case.name, dtype, flush=True)
-                run(backend, make_inputs(case, dtype, fence=True))
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="needs mprotect")
-@pytest.mark.parametrize("target", targets(), ids=str)
-def test_reads_nothing_past_the_end(target: Target) -> None:
-    run_fenced(_FENCED, target, 16, "default")
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="needs mprotect")
-@pytest.mark.parametrize("target", targets(), ids=str)
-def test_reads_nothing_past_the_end_in_any_case(target: Target) -> None:
-    run_fenced(_FENCED, target, 1, "complete")
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="needs mprotect")
-def test_a_fence_stops_a_read_past_the_end() -> None:
-    reads_one_more = """
-import ctypes, torch
-from fastattn.testing.memory import place
-x = place(torch.ones(1, 1, 3, 5), fence=True)
-end = x.data_ptr() + x.numel() * 4
-print(ctypes.string_at(end - 1, 1) is not None, flush=True)
-print(ctypes.string_at(end, 1))
-"""
-    child = subprocess.run([sys.executable, "-c", reads_one_more], capture_output=True, text=True)
-    assert child.stdout == "True\n"
-    assert child.returncode != 0  # killed by a signal, which a sanitizer may catch
 
 
 # -- the table's own tools ------------------------------------------------------------------------

@@ -1,0 +1,60 @@
+"""No kernel reads past the end of a tensor: a page begins there that may not be read."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from child_process import run_python
+from fenced import run_fenced
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="fences need mprotect")
+
+# Its arguments: the operator, how many pairs of a case and a dtype to step by, which cases.
+SCRIPT = """
+from fastattn.testing import targets
+from fastattn.testing.proofs import PROOFS
+proof, every, complete = PROOFS[sys.argv[1]], int(sys.argv[2]), sys.argv[3] == "complete"
+cases = [case for case in proof.cases if complete or not case.slow]
+for target in targets():
+    with target.active() as backend:
+        for n, case in enumerate(cases):
+            for m, dtype in enumerate(case.dtypes):
+                if (n + m) % every == 0:
+                    print(case.name, dtype, target, flush=True)
+                    proof.run(backend, proof.make(case, dtype, fence=True))
+"""
+STEPS = {
+    "scaled_dot_product_attention": 16,
+    "varlen_attention": 4,
+    "decode_attention": 4,
+    "merge_states": 1,
+    "additive_attention": 1,
+}
+
+
+@pytest.mark.parametrize("operator", STEPS)
+def test_reads_nothing_past_the_end(operator: str, native: object) -> None:
+    run_fenced(SCRIPT, operator, STEPS[operator], "quick")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("operator", STEPS)
+def test_reads_nothing_past_the_end_in_any_case(operator: str, native: object) -> None:
+    run_fenced(SCRIPT, operator, 1, "complete")
+
+
+def test_a_fence_stops_a_read_past_the_end() -> None:
+    child = run_python(
+        "-c",
+        """
+import ctypes, torch
+from fastattn.testing.memory import place
+x = place(torch.ones(1, 1, 3, 5), fence=True)
+end = x.data_ptr() + x.numel() * 4
+print(ctypes.string_at(end - 1, 1) is not None, flush=True)
+print(ctypes.string_at(end, 1))
+""",
+    )
+    assert child.stdout == "True\n"
+    assert child.returncode != 0  # killed by a signal, which a sanitizer may catch
