@@ -57,6 +57,16 @@ def backend(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
 
 
+@pytest.fixture(params=["unforced", *available_backends()])
+def choice(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each available backend, forced; and the first, not forced: plain calls take the fast path."""
+    if request.param == "unforced":
+        yield available_backends()[0]
+        return
+    with fastattn.use_backend(request.param):
+        yield request.param
+
+
 @pytest.fixture(params=targets(), ids=str)
 def target(request: pytest.FixtureRequest) -> Iterator[Target]:
     """Each native backend on each of its instruction sets in turn, active within the test."""

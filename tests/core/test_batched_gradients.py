@@ -194,7 +194,9 @@ def test_gradcheck_of_modules(name: str) -> None:
 # --- torch.autograd.functional and torch.func ------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["sdpa-plain", "hops-plain", "luong-predictive", "mha-self"])
+@pytest.mark.parametrize(
+    "name", ["sdpa-plain", "hops-plain", "luong-predictive", "encode-memory", "mha-self"]
+)
 def test_jacobians(name: str) -> None:
     function, inputs = CASES[name]()
     function = differentiable(function, inputs)

@@ -360,54 +360,6 @@ def test_only_the_gradients_that_are_wanted(backend: str) -> None:
     assert v.grad is not None
 
 
-@pytest.mark.filterwarnings("ignore::fastattn.FallbackWarning")
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(o) or "plain")
-def test_transforms(options: dict[str, Any]) -> None:
-    args = operands()
-
-    def f(*args: Tensor) -> Tensor:
-        got = additive_attention(*args, **options)
-        return (got[0] * got[1].sum() if isinstance(got, tuple) else got).square().sum()
-
-    leaves = [x.clone().requires_grad_() for x in args]
-    want = torch.autograd.grad(f(*leaves), leaves)
-    for got, theirs in zip(torch.func.grad(f, tuple(range(5)))(*args), want, strict=True):
-        torch.testing.assert_close(got, theirs)
-    tangents = tuple(torch.randn_like(x) for x in args)
-    _, jvp = torch.func.jvp(f, tuple(args), tangents)
-    along = sum((g * t).sum() for g, t in zip(want, tangents, strict=True))
-    torch.testing.assert_close(jvp, along)
-
-
-@pytest.mark.parametrize("mapped", [(0,), (1, 2), (0, 1, 2), (3,), (0, 1, 2, 3, 4)])
-def test_vmap(backend: str, mapped: tuple[int, ...]) -> None:
-    examples = [operands(seed=n) for n in range(3)]
-    args = [
-        torch.stack([e[n] for e in examples], -1) if n in mapped else examples[0][n]
-        for n in range(5)
-    ]
-    dims = tuple(-1 if n in mapped else None for n in range(5))
-
-    def f(*args: Tensor) -> Any:
-        return additive_attention(*args, is_causal=True, need_weights=True)
-
-    rows = [[x[..., i] if n in mapped else x for n, x in enumerate(args)] for i in range(3)]
-    for got, want in zip(
-        torch.vmap(f, in_dims=dims)(*args),
-        zip(*[f(*row) for row in rows], strict=True),
-        strict=True,
-    ):
-        torch.testing.assert_close(got, torch.stack(want))
-
-    def loss(*args: Tensor) -> Tensor:
-        return f(*args)[0].square().sum()
-
-    per_example = torch.vmap(torch.func.grad(loss, (0, 3)), in_dims=dims)(*args)
-    want = [torch.func.grad(loss, (0, 3))(*row) for row in rows]
-    for n in range(2):
-        torch.testing.assert_close(per_example[n], torch.stack([w[n] for w in want]))
-
-
 def test_vmap_of_masks_and_dropout(backend: str) -> None:
     args = operands()
     masks = torch.rand(3, 3, 5) < 0.7
@@ -421,22 +373,6 @@ def test_vmap_of_masks_and_dropout(backend: str) -> None:
     )
     torch.manual_seed(2)
     torch.testing.assert_close(got[0], additive_attention(*args, dropout_p=0.5))
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(o) or "plain")
-def test_compiles_without_a_break(backend: str, options: dict[str, Any]) -> None:
-    torch._dynamo.reset()
-    args = operands(grad=True)
-
-    def f(*args: Tensor) -> Any:
-        return additive_attention(*args, **options)
-
-    compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
-    got, want = compiled(*args), f(*args)
-    torch.testing.assert_close(got, want)
-    loss = [(x[0] if isinstance(x, tuple) else x).square().sum() for x in (got, want)]
-    for mine, theirs in zip(*(torch.autograd.grad(x, args) for x in loss), strict=True):
-        torch.testing.assert_close(mine, theirs)
 
 
 def test_compiles_with_any_size(backend: str) -> None:
@@ -472,20 +408,6 @@ def test_fake_tensors_and_meta() -> None:
 
 
 # --- dtypes and errors -----------------------------------------------------------------------
-
-
-def test_autocast_casts_everything(backend: str) -> None:
-    args = operands(dtype=torch.float32, grad=True)
-    args[0] = args[0].detach().to(torch.bfloat16)
-    with torch.autocast("cpu", torch.bfloat16):
-        out = additive_attention(*args)
-    assert out.dtype == torch.bfloat16
-    out.float().sum().backward()
-    assert args[3].grad is not None
-    assert args[3].grad.dtype == torch.float32
-    with torch.no_grad():
-        want = additive_attention(*[x.to(torch.bfloat16) for x in args])
-    assert torch.equal(out, want)
 
 
 def test_explain_names_the_backend(backend: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from torch.func import functional_call, grad, jacrev, stack_module_state, vmap
+from torch.func import functional_call, grad, stack_module_state, vmap
 
 from fastattn import encode_memory
 
@@ -50,14 +50,6 @@ def test_only_what_is_needed_is_saved(backend: str) -> None:
     assert sorted(tuple(s.shape) for s in saved) == [(1, 2, 3, 4), (4, 5)]  # tokens and factors
 
 
-def test_no_gradient_no_graph(backend: str) -> None:
-    tokens, weight, temporal = inputs(2)
-    weight.requires_grad_()
-    with torch.no_grad():
-        assert not encode(tokens, weight, temporal).requires_grad
-    assert not encode(tokens, weight.detach(), temporal).requires_grad
-
-
 def test_only_the_temporal_rows_are_trained(backend: str) -> None:
     tokens, weight, temporal = inputs(2)
     temporal.requires_grad_()
@@ -96,17 +88,6 @@ def test_vmap_in_vmap(backend: str) -> None:
     torch.testing.assert_close(vmap(vmap(encode))(tokens, weight, temporal), want)
 
 
-def test_vmap_over_the_encoding(backend: str) -> None:
-    tokens, weight, _ = inputs(2)
-    factors = torch.randn(3, 4, 5, dtype=torch.float64)
-
-    def own(factors: Tensor) -> Tensor:
-        return encode_memory(tokens, weight, encoding=factors)
-
-    want = torch.stack([own(each) for each in factors])
-    torch.testing.assert_close(vmap(own)(factors), want)
-
-
 def test_gradient_of_each_example(backend: str) -> None:
     tokens, weight, temporal = inputs(2)
 
@@ -143,51 +124,6 @@ def test_several_models_train_as_each_alone(backend: str) -> None:
         (model(tokens[r]) ** 2).sum().backward()
         assert model.weight.grad is not None
         torch.testing.assert_close(stacked["weight"].grad[r], model.weight.grad)
-
-
-def test_functional_derivatives(backend: str) -> None:
-    tokens, weight, temporal = inputs(None)
-    jacobian = jacrev(lambda w: encode(tokens, w, temporal))(weight)
-    want = torch.autograd.functional.jacobian(lambda w: encode(tokens, w, temporal), weight)
-    torch.testing.assert_close(jacobian, want)
-
-
-@pytest.mark.filterwarnings("ignore::fastattn.FallbackWarning")
-def test_forward_mode() -> None:
-    tokens, weight, temporal = inputs(2)
-    tangent = torch.randn_like(weight)
-    out, derivative = torch.func.jvp(lambda w: encode(tokens, w, temporal), (weight,), (tangent,))
-    torch.testing.assert_close(out, encode(tokens, weight, temporal))
-    torch.testing.assert_close(derivative, encode_memory(tokens, tangent))
-
-
-@pytest.mark.parametrize("options", [{}, {"encoding": "bow"}, {"padding_idx": None}], ids=str)
-@pytest.mark.parametrize("tables", TABLES)
-def test_compiles_without_a_break(
-    backend: str, tables: int | None, options: dict[str, object]
-) -> None:
-    tokens, weight, temporal = inputs(tables)
-    weight.requires_grad_()
-
-    def f(tokens: Tensor, weight: Tensor) -> Tensor:
-        return encode_memory(tokens, weight, temporal=temporal, **options).sin()  # type: ignore[arg-type]
-
-    compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(tokens, weight), f(tokens, weight))
-    (got,) = torch.autograd.grad(compiled(tokens, weight).sum(), weight)
-    (want,) = torch.autograd.grad(f(tokens, weight).sum(), weight)
-    torch.testing.assert_close(got, want)
-
-
-def test_exports(backend: str) -> None:
-    tokens, weight, temporal = inputs(2)
-
-    class Encoder(torch.nn.Module):
-        def forward(self, tokens: Tensor) -> Tensor:
-            return encode(tokens, weight, temporal)
-
-    program = torch.export.export(Encoder(), (tokens,))
-    torch.testing.assert_close(program.module()(tokens), encode(tokens, weight, temporal))
 
 
 def test_tokens_are_checked_inside_transforms(backend: str) -> None:

@@ -92,35 +92,12 @@ def normal(*shape: int, generator: torch.Generator) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=generator)
 
 
-@pytest.fixture(params=GRADS)
-def retrieve(request: pytest.FixtureRequest) -> Any:
-    def function(state: Tensor, stored: Tensor, beta: Tensor, bias: Tensor) -> Tensor:
-        return hopfield_retrieve(  # type: ignore[no-any-return]
-            state, stored, beta=beta, attn_mask=bias, grad=request.param, update_steps_eps=1e-9
-        )
-
-    return function
-
-
 @pytest.fixture
 def inputs(generator: torch.Generator) -> tuple[Tensor, ...]:
     state = normal(2, 2, 3, 4, generator=generator)
     stored = 0.6 * normal(2, 2, 5, 4, generator=generator)
     beta = torch.tensor([0.5, 0.7], dtype=torch.float64)
     return state, stored, beta, 0.3 * normal(3, 5, generator=generator)
-
-
-def test_compiles_without_a_break(backend: str, retrieve: Any, inputs: tuple[Tensor, ...]) -> None:
-    torch._dynamo.reset()
-    leaves = [x.clone().requires_grad_() for x in inputs]
-    got = torch.compile(retrieve, fullgraph=True, backend="aot_eager")(*leaves)
-    want = retrieve(*leaves)
-    torch.testing.assert_close(got, want)
-    grads, expected = (
-        torch.autograd.grad(x.sin().sum(), leaves, allow_unused=True) for x in (got, want)
-    )
-    for grad, other in zip(grads, expected, strict=True):
-        torch.testing.assert_close(grad, other)
 
 
 def test_compiles_with_patterns_for_all(backend: str, inputs: tuple[Tensor, ...]) -> None:
@@ -135,41 +112,6 @@ def test_compiles_with_patterns_for_all(backend: str, inputs: tuple[Tensor, ...]
     torch.testing.assert_close(compiled(inputs[0], one), f(inputs[0], one))
 
 
-def test_exports(inputs: tuple[Tensor, ...]) -> None:
-    class Model(torch.nn.Module):
-        def forward(self, state: Tensor, stored: Tensor) -> Tensor:
-            return hopfield_retrieve(state, stored, beta=0.5)  # type: ignore[no-any-return]
-
-    exported = torch.export.export(Model(), inputs[:2]).module()
-    torch.testing.assert_close(exported(*inputs[:2]), Model()(*inputs[:2]))
-
-
-@pytest.mark.parametrize("mapped", [(0, 0, 0, 0), (0, None, None, None), (None, 1, None, 0)])
-def test_vmap(
-    backend: str, retrieve: Any, inputs: tuple[Tensor, ...], mapped: tuple[int | None, ...]
-) -> None:
-    many = [
-        x if dim is None else torch.stack([x, 0.5 * x, x.flip(-1)], dim)
-        for x, dim in zip(inputs, mapped, strict=True)
-    ]
-    got = torch.vmap(retrieve, in_dims=mapped)(*many)
-    for i in range(3):
-        one = [x if dim is None else x.select(dim, i) for x, dim in zip(many, mapped, strict=True)]
-        torch.testing.assert_close(got[i], retrieve(*one))
-
-
-def test_per_sample_gradients(backend: str, retrieve: Any, inputs: tuple[Tensor, ...]) -> None:
-    state, stored, beta, bias = inputs
-    examples = torch.stack([state, -state, state + 1])
-
-    def loss(stored: Tensor, state: Tensor) -> Tensor:
-        return retrieve(state, stored, beta, bias).sin().sum()
-
-    got = torch.vmap(torch.func.grad(loss), in_dims=(None, 0))(stored, examples)
-    for i in range(3):
-        torch.testing.assert_close(got[i], torch.func.grad(loss)(stored, examples[i]))
-
-
 @pytest.mark.parametrize("grad", GRADS)
 def test_hessian(grad: str, inputs: tuple[Tensor, ...]) -> None:
     state, stored = (x[:1, :1] for x in inputs[:2])
@@ -182,18 +124,6 @@ def test_hessian(grad: str, inputs: tuple[Tensor, ...]) -> None:
     assert torch.isfinite(hessian).all()
     if grad != "one_step":  # that is the gradient of no function
         torch.testing.assert_close(hessian, hessian.mT, rtol=1e-5, atol=1e-7)
-
-
-def test_forward_mode(inputs: tuple[Tensor, ...]) -> None:
-    state, stored = inputs[:2]
-
-    def f(stored: Tensor) -> Tensor:
-        return hopfield_retrieve(state, stored, beta=0.5)  # type: ignore[no-any-return]
-
-    out, derivative = torch.func.jvp(f, (stored,), (torch.ones_like(stored),))
-    torch.testing.assert_close(out, f(stored))
-    jacobian = torch.func.jacrev(f)(stored)
-    torch.testing.assert_close(derivative, jacobian.sum((-1, -2, -3, -4)))
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
@@ -214,14 +144,6 @@ def test_operator_is_registered_rightly(backend: str, requires_grad: bool) -> No
                 torch.library.opcheck(
                     operator, (state, stored, keys, None, draw(1, 3, 5), *options)
                 )
-
-
-def test_autocast() -> None:
-    state, stored = torch.randn(2, 3), torch.randn(4, 3)
-    with torch.autocast("cpu", torch.bfloat16):
-        out = hopfield_retrieve(state, stored)
-    assert out.dtype == torch.bfloat16
-    assert torch.equal(out, hopfield_retrieve(state.bfloat16(), stored.bfloat16()))
 
 
 def test_what_is_saved_does_not_grow_with_the_steps() -> None:

@@ -88,14 +88,6 @@ def test_opcheck(factored: bool) -> None:
     torch.library.opcheck(local_attention_backward.op, (*given, *constants, weights, ""))
 
 
-def test_vmap(backend: str) -> None:
-    query, key, value, first, seen, factor = operands(grad=False)
-    many = torch.stack([query, 2 * query, -query])
-    got = torch.vmap(lambda q: local_attention(q, key, value, first, seen, factor)[0])(many)
-    want = [local_attention(q, key, value, first, seen, factor)[0] for q in many]
-    torch.testing.assert_close(got, torch.stack(want))
-
-
 def test_compiles(backend: str) -> None:
     query, key, value, first, seen, factor = operands()
 

@@ -181,18 +181,6 @@ def test_dropout_and_dtypes(backend: str) -> None:
             torch.testing.assert_close(weights @ value, out, atol=0.03, rtol=0.03)
 
 
-def test_compiles_without_a_break(backend: str) -> None:
-    torch._dynamo.reset()
-    query, key, value, weight = operands("general")
-
-    def f(query: Tensor, positions: Tensor) -> Tensor:
-        options: dict[str, Any] = {"method": "general", "weight": weight, "D": 2}
-        return luong_attention(query, key, value, window="local-p", positions=positions, **options)
-
-    compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(query, PLACES), f(query, PLACES))
-
-
 def test_the_examples_of_the_documentation_are_true() -> None:
     assert doctest.testmod(luong).failed == 0
     assert doctest.testmod(luong).attempted > 0

@@ -257,6 +257,33 @@ def test_the_order_of_the_rows_does_not_matter(
     torch.testing.assert_close(q, p[..., order])
 
 
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_operator_is_registered_rightly(choice: str, requires_grad: bool) -> None:
+    operator = torch.ops.fastattn.memory_hop_attention.default
+    for dtype in (torch.float32, torch.bfloat16):
+
+        def draw(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+            return torch.randn(*shape).to(dtype).requires_grad_(requires_grad)
+
+        tensors = draw(2, 2, 3), draw(2, 4, 3), draw(2, 2, 4, 3), draw(3, 3)
+        mask = torch.ones(2, 1, 1, 4, dtype=torch.bool)
+        for weights in (False, True):
+            options = (2, "relu", "softmax", 0.5, weights, "")
+            torch.library.opcheck(operator, (*tensors, mask, draw(1, 1, 2, 4), *options))
+        stack = draw(2, 3, 4, 3)
+        linear = (2, "none", "none", 1.0, False, "")
+        torch.library.opcheck(operator, (tensors[0], stack, None, None, None, None, *linear))
+
+
+def test_what_is_saved_does_not_grow_with_the_memory(choice: str) -> None:
+    saved: list[Tensor] = []
+    query, memory = torch.randn(2, 3, requires_grad=True), torch.randn(2, 50, 3)
+    with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda s: s):
+        memory_hop_attention(query, memory, hops=4)
+    own = [x for x in saved if x.data_ptr() != memory.data_ptr()]
+    assert sum(x.numel() for x in own) <= 2 * (3 + 9 * 3 + 4 * 2)
+
+
 def test_explain_names_the_backend() -> None:
     x = torch.zeros(2, 3)
     explanation = fastattn.explain("memory_hop_attention", x, torch.zeros(2, 5, 3), hops=2)

@@ -274,27 +274,8 @@ def test_packed_sequences(generator: torch.Generator) -> None:
     assert torch.equal(merged[1], lse.mT)
 
 
-def test_compile_and_vmap(engine: Target, generator: torch.Generator) -> None:
-    given = states(torch.float64, generator)
-    want = merge_states(*given)
-    compiled = torch.compile(merge_states, fullgraph=True)(*given)
-    mapped = torch.func.vmap(merge_states)(*given)
-    inner = torch.func.vmap(merge_states, (1, 1, 1, 1), (1, 1))(*given)
-    for results in (compiled, mapped, inner):
-        for x, y in zip(results, want, strict=True):
-            torch.testing.assert_close(x, y, rtol=1e-13, atol=1e-13)
-
-
-def test_one_state_common_to_all(engine: Target, generator: torch.Generator) -> None:
-    out_a, lse_a, out_b, lse_b = states(torch.float64, generator)
-    got = torch.func.vmap(merge_states, (None, None, 0, 0))(out_a[0], lse_a[0], out_b, lse_b)
-    for n in range(2):
-        for x, y in zip(got, merge_states(out_a[0], lse_a[0], out_b[n], lse_b[n]), strict=True):
-            torch.testing.assert_close(x[n], y, rtol=1e-13, atol=1e-13)
-
-
 def test_results_have_the_memory_order_of_the_first_state(
-    engine: Target, generator: torch.Generator
+    backend: str, generator: torch.Generator
 ) -> None:
     out = normal(2, 5, 3, 4, generator=generator).transpose(1, 2)
     lse = normal(2, 5, 3, generator=generator).transpose(1, 2)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import doctest
 import math
 import warnings
-from collections.abc import Callable, Iterator
-from types import ModuleType
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -40,17 +39,9 @@ def assert_same(ours: Tensor, theirs: Tensor) -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)
 
 
-BUILT = [name for name in dispatch.PRIORITY["cpu"] if isinstance(dispatch.load(name), ModuleType)]
-
-
-@pytest.fixture(params=["unforced", *BUILT])
-def backend(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Every backend; and none forced, when the commonest calls take a way of their own."""
-    if request.param == "unforced":
-        yield BUILT[0]
-    else:
-        with fastattn.use_backend(request.param):
-            yield request.param
+@pytest.fixture
+def backend(choice: str) -> str:
+    return choice
 
 
 @pytest.fixture(autouse=True)

@@ -54,29 +54,12 @@ def test_nothing_is_saved_for_the_gradient(backend: str) -> None:
     assert saved == []
 
 
-def test_no_gradient_no_graph(backend: str) -> None:
-    x = torch.zeros(2, 3, 4, requires_grad=True)
-    with torch.no_grad():
-        assert not sinusoidal_encoding(x).requires_grad
-    assert not sinusoidal_encoding(x.detach()).requires_grad
-
-
 def test_double_backward_through_a_nonlinear_function(backend: str, x: Tensor) -> None:
     x.requires_grad_()
     y = sinusoidal_encoding(x, offset=3, scale=2.0)
     (first,) = torch.autograd.grad((y**3).sum(), x, create_graph=True)
     (second,) = torch.autograd.grad(first.sum(), x)
     torch.testing.assert_close(second, 24 * y.detach())
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(o) or "plain")
-def test_vmap_over_x(backend: str, options: dict[str, object], x: Tensor) -> None:
-    stack = torch.stack([x, -x, 2 * x])
-    f = encoding(**options)
-    want = torch.stack([f(each) for each in stack])
-    for dim in (0, 1, -1):
-        got = torch.vmap(f, in_dims=dim)(stack.movedim(0, dim))
-        torch.testing.assert_close(got, want)
 
 
 def test_vmap_over_positions(backend: str, x: Tensor) -> None:
@@ -101,38 +84,6 @@ def test_vmap_in_vmap_and_over_offsets(backend: str, x: Tensor) -> None:
 
     got = torch.vmap(torch.vmap(f, in_dims=(None, 0)), in_dims=(None, 0))(x, offsets)
     want = torch.stack([torch.stack([f(x, o) for o in row]) for row in offsets])
-    torch.testing.assert_close(got, want)
-
-
-def test_functional_derivatives(backend: str, x: Tensor) -> None:
-    def loss(x: Tensor) -> Tensor:
-        return (sinusoidal_encoding(x, offset=2, scale=3.0) ** 2).sum()
-
-    y = sinusoidal_encoding(x, offset=2, scale=3.0)
-    torch.testing.assert_close(torch.func.grad(loss)(x), 6 * y)
-    hessian = torch.func.jacrev(torch.func.grad(loss))(x).view(30, 30)
-    torch.testing.assert_close(hessian, 18 * torch.eye(30, dtype=x.dtype))
-    per_sample = torch.vmap(torch.func.grad(loss))(torch.stack([x, 2 * x]))
-    torch.testing.assert_close(per_sample[0], 6 * y)
-
-
-@pytest.mark.filterwarnings("ignore::fastattn.FallbackWarning")
-def test_forward_mode(x: Tensor) -> None:
-    tangent = torch.randn_like(x)
-    out, derivative = torch.func.jvp(encoding(offset=4, scale=1.5), (x,), (tangent,))
-    torch.testing.assert_close(out, sinusoidal_encoding(x, offset=4, scale=1.5))
-    torch.testing.assert_close(derivative, 1.5 * tangent)
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(o) or "plain")
-def test_compiles_without_a_break(backend: str, options: dict[str, object], x: Tensor) -> None:
-    x.requires_grad_()
-    f = encoding(**options)
-    compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(x), f(x))
-    weight = torch.randn_like(x)
-    (got,) = torch.autograd.grad((compiled(x) * weight).sum(), x)
-    (want,) = torch.autograd.grad((f(x) * weight).sum(), x)
     torch.testing.assert_close(got, want)
 
 

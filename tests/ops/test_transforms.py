@@ -11,13 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
-from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.testing import assert_close
-from torch.utils._pytree import tree_map
 
 import fastattn
 from fastattn import use_backend
@@ -530,17 +528,6 @@ def test_learnable_slopes_under_torch_func() -> None:
         )
 
 
-@pytest.mark.filterwarnings("ignore::fastattn.FallbackWarning")
-def test_forward_mode_without_torch_func() -> None:
-    inputs = qkv()
-    tangents = [x.cos() for x in inputs]
-    expected = jvp(stock, tuple(inputs), tuple(tangents))[1]
-    with forward_ad.dual_level():
-        duals = [forward_ad.make_dual(x, t) for x, t in zip(inputs, tangents, strict=True)]
-        tangent = forward_ad.unpack_dual(attention(*duals)).tangent
-    assert_close(tangent, expected)
-
-
 # --- higher derivatives ----------------------------------------------------------------------
 
 
@@ -636,12 +623,3 @@ def test_checkpointing_recomputes_the_same_dropout(backend: str) -> None:
     torch.manual_seed(1)
     out = torch.utils.checkpoint.checkpoint(call, query, use_reentrant=False)
     assert_close(torch.autograd.grad(loss(out), query)[0], expected)
-
-
-def test_inference_mode_and_deepcopied_graph_free_tensors(backend: str) -> None:
-    inputs = qkv()
-    expected = attention(*inputs)
-    with torch.inference_mode():
-        out = attention(*tree_map(torch.clone, inputs))
-        assert out.is_inference()
-        assert_close(out.clone(), expected)

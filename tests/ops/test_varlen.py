@@ -132,12 +132,6 @@ def test_dropout_draws_from_the_generator_and_is_that_of_a_batch(
     assert not torch.equal(out, varlen_attention(*tensors, ends, ends))
 
 
-def test_autocast_casts(packed: tuple[list[Tensor], Tensor]) -> None:
-    tensors, ends = packed
-    with torch.autocast("cpu", torch.bfloat16):
-        assert varlen_attention(*tensors, ends, ends).dtype == torch.bfloat16
-
-
 def test_explain(packed: tuple[list[Tensor], Tensor]) -> None:
     tensors, ends = packed
     assert fastattn.explain(varlen_attention, *tensors, ends, ends).runs in ("cpu", "reference")

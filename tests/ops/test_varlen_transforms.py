@@ -116,18 +116,3 @@ def test_vmap_and_functional_gradients(backend: str) -> None:
         want = gradient(*(x[n] for x in tensors), ends[n])
         for a, b in zip(got, want, strict=True):
             torch.testing.assert_close(a[n], b)
-
-
-@pytest.mark.filterwarnings("ignore::fastattn.FallbackWarning")
-def test_forward_mode() -> None:
-    tensors = inputs(requires_grad=False)
-    tangents = [torch.randn_like(x) for x in tensors]
-
-    def f(*tensors: Tensor) -> Tensor:
-        return call(*tensors)[0]
-
-    _, tangent = torch.func.jvp(f, tuple(tensors), tuple(tangents))
-    step = 1e-6
-    moved = f(*(x + step * t for x, t in zip(tensors, tangents, strict=True)))
-    back = f(*(x - step * t for x, t in zip(tensors, tangents, strict=True)))
-    torch.testing.assert_close(tangent, (moved - back) / (2 * step), rtol=1e-6, atol=1e-8)

@@ -1,4 +1,4 @@
-"""What is differentiated in batches: each operator, small and in float64; modules lie beside it."""
+"""Small float64 calls of each operator, to be differentiated, mapped and compiled."""
 
 from __future__ import annotations
 
@@ -39,6 +39,18 @@ def in_table(table: dict[str, Callable[[], Case]]) -> Callable[[Callable[[], Cas
 
 def sdpa(tensors: tuple[Tensor, ...], *args: Any, **options: Any) -> Case:
     return lambda *x: fastattn.scaled_dot_product_attention(*x, *args, **options), tensors
+
+
+def seeded(case: Case) -> Case:
+    """The case with the same draws in every call, for an operator that takes no generator."""
+    call, tensors = case
+
+    def again(*x: Tensor) -> Any:
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            return call(*x)
+
+    return again, tensors
 
 
 def drawn(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -209,6 +221,11 @@ def encode_memory_tables() -> Case:
 
 
 @in_table(OPERATORS)
+def encode_memory_all_words() -> Case:
+    return lambda w: fastattn.encode_memory(TOKENS, w, padding_idx=None), (rand(5, 4),)
+
+
+@in_table(OPERATORS)
 def encode_memory_learned_factors() -> Case:
     return lambda x, l_: fastattn.encode_memory(TOKENS, x, encoding=l_), (rand(5, 4), rand(3, 4))
 
@@ -222,9 +239,7 @@ def additive(*names: str, **options: Any) -> Case:
 
     def call(*x: Tensor) -> Any:
         more = dict(zip(names, x[4:], strict=True))
-        with torch.random.fork_rng():
-            torch.manual_seed(3)
-            return fastattn.additive_attention(*x[:4], **more, **options)
+        return fastattn.additive_attention(*x[:4], **more, **options)
 
     return call, (*tensors, *(rand(*shapes[name]) for name in names))
 
@@ -233,15 +248,17 @@ OPERATORS["additive"] = lambda: additive()
 OPERATORS["additive-everything"] = lambda: additive(
     "bias", "attn_mask", is_causal=True, need_weights=True
 )
-OPERATORS["additive-dropout"] = lambda: additive("bias", dropout_p=0.5)
+OPERATORS["additive-dropout"] = lambda: seeded(additive("bias", dropout_p=0.5))
+OPERATORS["additive-bool-mask"] = lambda: additive(attn_mask=lower(3, 4))
+OPERATORS["additive-padding"] = lambda: additive(
+    key_padding_mask=torch.tensor([[0, 0, 0, 1], [1, 1, 1, 1]]).bool(), need_weights=True
+)
 
 
 def luong(*weights: Tensor, **options: Any) -> Case:
     def call(q: Tensor, k: Tensor, v: Tensor, *x: Tensor) -> Any:
         weight = None if not x else x[0] if len(x) == 1 else x
-        with torch.random.fork_rng():
-            torch.manual_seed(3)
-            return fastattn.luong_attention(q, k, v, weight=weight, **options)
+        return fastattn.luong_attention(q, k, v, weight=weight, **options)
 
     return call, (rand(2, 3, 4), rand(2, 6, 4), rand(2, 6, 2), *weights)
 
@@ -250,7 +267,7 @@ OPERATORS["luong-dot"] = lambda: luong()
 OPERATORS["luong-general"] = lambda: luong(rand(4, 4), method="general", need_weights=True)
 OPERATORS["luong-concat"] = lambda: luong(rand(5, 8), rand(5), method="concat")
 OPERATORS["luong-monotonic"] = lambda: luong(window="local-m", D=1, need_weights=True)
-OPERATORS["luong-dropout"] = lambda: luong(window="local-m", D=1, dropout_p=0.5)
+OPERATORS["luong-dropout"] = lambda: seeded(luong(window="local-m", D=1, dropout_p=0.5))
 
 
 @in_table(OPERATORS)
@@ -297,9 +314,15 @@ def hopfield_energy() -> Case:
     return call, (rand(1, 2, 2, 3), rand(1, 2, 4, 3), rand(2))
 
 
-@in_table(OPERATORS)
-def sinusoidal_encoding() -> Case:
-    return lambda x: fastattn.sinusoidal_encoding(x, scale=2.0), (rand(2, 3, 4),)
+def sinusoids(**options: Any) -> Case:
+    return lambda x: fastattn.sinusoidal_encoding(x, **options), (rand(2, 3, 5),)
+
+
+OPERATORS["sinusoidal-encoding"] = lambda: sinusoids(scale=2.0)
+OPERATORS["sinusoidal-offset"] = lambda: sinusoids(offset=torch.tensor([2, 70]))
+OPERATORS["sinusoidal-positions"] = lambda: sinusoids(
+    positions=torch.tensor([[4, 1, 1], [9, 0, 1]]), scale=0.5, padding_idx=1
+)
 
 
 @in_table(OPERATORS)

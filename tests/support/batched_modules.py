@@ -1,4 +1,4 @@
-"""What is differentiated in batches: each module, as a function of its inputs and parameters."""
+"""Small float64 calls of each module, as functions of its inputs and parameters."""
 
 from __future__ import annotations
 
