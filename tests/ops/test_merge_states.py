@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import doctest
 import functools
-import importlib
 import itertools
 from dataclasses import replace
 from typing import Any
@@ -324,9 +322,3 @@ OUT, LSE = torch.zeros(2, 3, 4), torch.zeros(2, 3)
 def test_bad_input(args: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=rf"merge_states(\(\))?: {message}"):
         merge_states(*args)
-
-
-def test_the_example() -> None:
-    module = importlib.import_module("fastattn.ops.merge_states")
-    names = {**vars(fastattn), "torch": torch}
-    assert doctest.testmod(module, extraglobs=names).failed == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import math
 import warnings
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 import fastattn
 from fastattn import dispatch
 from fastattn.backends import reference
-from fastattn.ops import _sdpa_plain, sdpa
+from fastattn.ops import _sdpa_plain
 
 attention = fastattn.scaled_dot_product_attention
 
@@ -749,12 +748,6 @@ def test_autocast_gives_gradients_in_the_dtype_of_the_parameters(backend: str) -
 
 
 # --- documentation ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("module", [sdpa, dispatch], ids=lambda m: m.__name__)
-def test_the_examples_of_the_documentation_are_true(module: Any) -> None:
-    assert doctest.testmod(module).failed == 0
-    assert doctest.testmod(module).attempted > 0
 
 
 def test_the_arguments_are_those_of_pytorch_and_more() -> None:
