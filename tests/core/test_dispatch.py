@@ -284,8 +284,24 @@ def test_explain_tells_of_learnable_slopes() -> None:
     assert "alibi_slopes" in str(found) or "not built" in str(found)
 
 
-def test_explain_covers_every_operator() -> None:
-    assert explain(fastattn.sinusoidal_encoding, torch.ones(2, 3, 4)).runs is not None
+X, STARTS = torch.zeros(2, 3, 4), torch.tensor([0, 1, 2])
+EXPLAINED: dict[str, tuple[tuple[Tensor, ...], dict[str, Any]]] = {
+    "additive_attention": ((X, X, X, torch.zeros(4)), {}),
+    "attention_stats": ((X[None], X[None]), {}),
+    "decode_attention": ((X[None],) * 3, {"cache_seqlens": torch.tensor([1]), "layout": "bnhd"}),
+    "encode_memory": ((torch.zeros(1, 2, 3, dtype=torch.int64), torch.ones(4, 5)), {}),
+    "memory_hop_attention": ((X[:, 0], X), {"hops": 2}),
+    "merge_states": ((X, X[..., 0], X, X[..., 0]), {}),
+    "sinusoidal_encoding": ((X,), {"offset": 3}),
+    "varlen_attention": ((X, X, X, STARTS, STARTS), {}),
+}
+
+
+@pytest.mark.parametrize("name", EXPLAINED)
+def test_explain_names_the_backend_of_every_operator(name: str, backend: str) -> None:
+    operands, options = EXPLAINED[name]
+    assert explain(name, *operands, **options).runs == backend
+    assert explain(getattr(fastattn, name), *operands, **options).runs == backend
 
 
 def test_explain_validates_as_the_function_does() -> None:

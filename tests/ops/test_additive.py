@@ -408,11 +408,6 @@ def test_fake_tensors_and_meta() -> None:
 # --- dtypes and errors -----------------------------------------------------------------------
 
 
-def test_explain_names_the_backend(backend: str) -> None:
-    assert fastattn.explain(additive_attention, *operands()).runs == backend
-    assert fastattn.explain("additive_attention", *operands()).runs == backend
-
-
 Q, K, V, W = (torch.zeros(s) for s in ((2, 3, 4), (2, 5, 4), (2, 5, 6), (4,)))
 BAD: list[tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = [
     (([1.0], K, V, W), {}, TypeError, "query must be a Tensor, got list"),

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import fastattn
 from fastattn import attention_stats, scaled_dot_product_attention
 from fastattn.backends import reference
 from fastattn.bench.memory import peak_extra_bytes
@@ -181,8 +180,3 @@ def test_errors_say_what_is_wrong(given: Any, error: type[Exception], match: str
     args = {"query": torch.ones(1, 2, 4, 8), "key": torch.ones(1, 2, 5, 8)}
     with pytest.raises(error, match=match):
         attention_stats(**{**args, **given})
-
-
-def test_explain() -> None:
-    x = torch.ones(1, 2, 4, 8)
-    assert fastattn.explain(attention_stats, x, x).runs in ("cpu", "reference")

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import fastattn
 from fastattn import decode_attention, scaled_dot_product_attention
 from fastattn.testing import Target, targets
 from fastattn.testing.decode import DECODE_CASES, DecodeCase, check_decode, make_decode
@@ -216,10 +215,6 @@ def test_without_gradients_a_parameter_may_come_in(backend: str) -> None:
     assert not out.requires_grad
     with torch.inference_mode():
         assert torch.equal(decode_attention(**caches()), out)
-
-
-def test_explain() -> None:
-    assert fastattn.explain(decode_attention, **caches()).runs in ("cpu", "reference")
 
 
 def test_autocast_is_not_applied(backend: str) -> None:

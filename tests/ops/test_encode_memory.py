@@ -247,11 +247,6 @@ def test_nothing_of_an_integer_but_its_value(engine: Target) -> None:
         encode_memory(torch.full((1, 1, 1), -(2**63)), torch.ones(3, 2))
 
 
-def test_explain_names_the_backend() -> None:
-    tokens = torch.zeros(1, 2, 3, dtype=torch.int64)
-    assert fastattn.explain(encode_memory, tokens, torch.ones(4, 5)).runs in ("cpu", "reference")
-
-
 def test_gradient_of_the_encoding(generator: torch.Generator) -> None:
     """A tensor of factors that requires a gradient goes through the reference, and says so."""
     tokens, weight, temporal = draw_sentences((2, 3, 4, 5, 6, 2), torch.float64, generator)

@@ -285,12 +285,6 @@ def test_results_have_the_memory_order_of_the_first_state(
         assert results[1].stride() == lse.stride()
 
 
-def test_it_can_be_explained() -> None:
-    out, lse = torch.zeros(2, 3, 4), torch.zeros(2, 3)
-    found = fastattn.explain(merge_states, out, lse, out, lse)
-    assert found.runs == ("cpu" if targets() else "reference")
-
-
 OUT, LSE = torch.zeros(2, 3, 4), torch.zeros(2, 3)
 
 

@@ -325,11 +325,6 @@ def test_tables_follow_the_defaults() -> None:
     assert sinusoidal_table(2, 3, device="meta").is_meta
 
 
-def test_explain_names_the_backend() -> None:
-    x = torch.zeros(2, 3)
-    assert fastattn.explain(sinusoidal_encoding, x, offset=3).runs in ("cpu", "reference")
-
-
 X = torch.zeros(2, 3, 4)
 BAD = [
     ((torch.zeros(3, 4, dtype=torch.int64),), {}, TypeError, "x must be float32"),

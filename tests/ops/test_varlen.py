@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import fastattn
 from fastattn import scaled_dot_product_attention, varlen_attention
 from fastattn.testing import Target, targets
 from fastattn.testing.varlen import (
@@ -130,11 +129,6 @@ def test_dropout_draws_from_the_generator_and_is_that_of_a_batch(
     want = scaled_dot_product_attention(*batch, dropout_p=0.4, generator=seeded())
     torch.testing.assert_close(out, want.transpose(1, 2).flatten(0, 1))
     assert not torch.equal(out, varlen_attention(*tensors, ends, ends))
-
-
-def test_explain(packed: tuple[list[Tensor], Tensor]) -> None:
-    tensors, ends = packed
-    assert fastattn.explain(varlen_attention, *tensors, ends, ends).runs in ("cpu", "reference")
 
 
 def _bad() -> list[tuple[dict[str, Any], type[Exception], str]]:
