@@ -125,6 +125,14 @@ def native() -> ModuleType:
         pytest.skip(f"no native core: {error}")
 
 
+@pytest.fixture(scope="session")
+def adapter() -> ModuleType:
+    """The adapter of the CUDA kernels, which run under the emulator."""
+    import emulator
+
+    return emulator.load()
+
+
 @pytest.fixture
 def generator(request: pytest.FixtureRequest) -> torch.Generator:
     """Random numbers that depend on the test's file and name: not on its folder, nor on which tests

@@ -6,16 +6,14 @@ random stalls and completions of its own.
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
-import emulator
 import pytest
 import torch
+from emulated import Emulated
 from fenced import run_fenced
 from new_option import assert_declined, assert_tensor_declined
 
@@ -27,24 +25,6 @@ from fastattn.testing.oracle import run
 
 TABLE = CASES["scaled_dot_product_attention"]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-@dataclass(frozen=True)
-class Emulated:
-    """A target of `check`: the adapter of the CUDA kernels, and the order in which they run."""
-
-    adapter: ModuleType
-    seed: int
-
-    @contextlib.contextmanager
-    def active(self) -> Iterator[ModuleType]:
-        self.adapter._cuda.set_seed(self.seed)
-        yield self.adapter
-
-
-@pytest.fixture(scope="session")
-def adapter() -> ModuleType:
-    return emulator.load()
 
 
 def _declined(case: Case) -> str | None:

@@ -16,9 +16,9 @@ from typing import Any
 import emulator
 import pytest
 import torch
+from emulated import Emulated
 from fenced import run_fenced
-from test_cuda import TABLE, Emulated
-from test_cuda_operators import Emulated as EmulatedAnywhere
+from test_cuda import TABLE
 from test_cuda_sequences import FAR, WAYS, _far
 from torch import Tensor
 
@@ -223,7 +223,7 @@ def _packed_faults(
     adapter: ModuleType, case: VarlenCase, dtype: torch.dtype, seed: int
 ) -> list[str]:
     _launches(adapter)
-    target: Any = EmulatedAnywhere(adapter, seed)
+    target: Any = Emulated(adapter, seed)
     verdict = check_varlen(case, dtype, target)
     assert not verdict.declined, verdict.declined
     args: Any = make_varlen(case, dtype).args[:3]

@@ -20,9 +20,10 @@ import hopper_mutants
 import mutants
 import pytest
 import torch
+from emulated import Emulated
 from test_cuda import ONE_KEY, inexact_gradients
 from test_cuda_hopper import NAN_QUERY, nan_query_faults
-from test_cuda_operators import TABLES, Emulated
+from test_cuda_operators import TABLES
 
 from fastattn.testing import CASES, Case, Verdict, check
 from fastattn.testing.varlen import VarlenCase, check_varlen

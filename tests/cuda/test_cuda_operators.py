@@ -6,51 +6,22 @@ do, in all dtypes. As in test_cuda.py each runs with random stalls of its own.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
-from unittest import mock
 
-import emulator
 import pytest
 import torch
+from emulated import Emulated
 from torch import Tensor
 
 import fastattn
-from fastattn import dispatch
 from fastattn.testing import Proof
 from fastattn.testing.proofs import PROOFS
 from fastattn.testing.sinusoidal import SinusoidalCase
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-@dataclass(frozen=True)
-class Emulated:
-    """A target: the CUDA adapter on CPU tensors, where the library finds it, and a seed."""
-
-    adapter: ModuleType
-    seed: int = 0
-    backend: str = "cuda"
-
-    @contextlib.contextmanager
-    def active(self) -> Iterator[ModuleType]:
-        self.adapter._cuda.set_seed(self.seed)
-        real = dispatch.load
-
-        def load(name: str) -> ModuleType | str:
-            return self.adapter if name == "cuda" else real(name)
-
-        order = {"cpu": ("cuda", "reference")}
-        with mock.patch.object(dispatch, "load", load), mock.patch.dict(dispatch.PRIORITY, order):
-            yield self.adapter
-
-
-@pytest.fixture(scope="session")
-def adapter() -> ModuleType:
-    return emulator.load()
 
 
 @dataclass(frozen=True)

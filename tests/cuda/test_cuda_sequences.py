@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-import emulator
 import pytest
 import torch
 from fenced import run_fenced
@@ -25,12 +24,6 @@ from fastattn.backends.primitives import (
 )
 from fastattn.testing.decode import DecodeCase, make_decode
 from fastattn.testing.varlen import VarlenCase, make_varlen, run_varlen, sequence_by_sequence
-
-
-@pytest.fixture(scope="session")
-def adapter() -> ModuleType:
-    return emulator.load()
-
 
 WAYS = {
     "causal": VarlenCase("causal", (40, 1, 140, 0, 7), (40, 9, 140, 3, 80), window=(-1, 0)),

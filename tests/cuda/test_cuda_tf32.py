@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
-import emulator
 import pytest
 import torch
 from torch import Tensor
@@ -21,11 +20,6 @@ from fastattn.testing.varlen import VARLEN_CASES, make_varlen, run_varlen
 ATTENTION = {case.name: case for case in CASES["scaled_dot_product_attention"]}
 PACKED = {case.name: case for case in VARLEN_CASES}
 aten = torch.ops.aten
-
-
-@pytest.fixture(scope="session")
-def adapter() -> ModuleType:
-    return emulator.load()
 
 
 @contextlib.contextmanager
