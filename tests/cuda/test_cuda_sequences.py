@@ -3,6 +3,7 @@ test_cuda_operators.py do not ask."""
 
 from __future__ import annotations
 
+import functools
 import mmap
 import sys
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from fastattn.backends.primitives import (
     NoOptions,
     VarlenOptions,
 )
+from fastattn.testing import oracle
 from fastattn.testing.decode import DecodeCase, make_decode
 from fastattn.testing.varlen import VarlenCase, make_varlen, run_varlen, sequence_by_sequence
 
@@ -38,18 +40,9 @@ def test_packed_sequences_have_the_bits_of_each_alone(
     adapter: ModuleType, case: VarlenCase, dtype: torch.dtype
 ) -> None:
     inputs = make_varlen(case, dtype)
-
-    def alone(single: Any) -> dict[str, Tensor]:
-        args = single.forward_args()
-        out, lse, _ = adapter.scaled_dot_product_attention(*args, options=single.options)
-        grads = adapter.scaled_dot_product_attention_backward(
-            *single.backward_args(out, lse), options=single.backward_options()
-        )
-        names = ("out", "lse", "grad_query", "grad_key", "grad_value")
-        return dict(zip(names, (out, lse, *grads), strict=False))
-
     found = run_varlen(adapter, inputs)
-    for name, want in sequence_by_sequence(inputs, alone).items():
+    expected = sequence_by_sequence(inputs, functools.partial(oracle.run, adapter))
+    for name, want in expected.items():
         assert torch.equal(found[name], want.to(found[name].dtype)), name
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fastattn import scaled_dot_product_attention, varlen_attention
-from fastattn.testing import Target, targets
+from fastattn.testing import Target, oracle, targets
 from fastattn.testing.varlen import (
     VARLEN_CASES,
     VarlenCase,
@@ -65,18 +66,8 @@ def test_bitwise_what_a_sequence_alone_gives(
     target: Target, case: VarlenCase, dtype: torch.dtype
 ) -> None:
     inputs = make_varlen(replace(case, head_dim=40), dtype)
-    module = target.module
-
-    def alone(single: Any) -> dict[str, Tensor]:
-        args = single.forward_args()
-        out, lse, _ = module.scaled_dot_product_attention(*args, options=single.options)
-        grads = module.scaled_dot_product_attention_backward(
-            *single.backward_args(out, lse), options=single.backward_options()
-        )
-        return {"out": out, "lse": lse, **single.gradients(grads)}
-
-    expected = sequence_by_sequence(inputs, alone)
-    found = run_varlen(module, inputs)
+    expected = sequence_by_sequence(inputs, functools.partial(oracle.run, target.module))
+    found = run_varlen(target.module, inputs)
     for name, want in expected.items():
         want = want.to(found[name].dtype)
         assert torch.equal(found[name], want), name

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import pytest
 import torch
 
-from fastattn.testing import Target
+from fastattn.testing import Target, oracle
 from fastattn.testing.varlen import (
     VarlenCase,
     check_varlen,
@@ -26,17 +27,8 @@ def test_each_sequence_has_the_bits_that_it_has_alone(dtype: torch.dtype) -> Non
     case = VarlenCase("alone", (40, 0, 33, 7), (70, 3, 33, 0), heads=2, kv_heads=1, dropout_p=0.2)
     inputs = make_varlen(replace(case, window=(50, 3), bottom_right=True), dtype)
     module = TRITON.module
-
-    def alone(single):  # type: ignore[no-untyped-def]
-        args = single.forward_args()
-        out, lse, _ = module.scaled_dot_product_attention(*args, options=single.options)
-        grads = module.scaled_dot_product_attention_backward(
-            *single.backward_args(out, lse), options=single.backward_options()
-        )
-        return dict(zip(("out", "lse", "grad_query", "grad_key", "grad_value"),
-                        (out, lse, *grads), strict=False))  # fmt: skip
-
-    expected, found = sequence_by_sequence(inputs, alone), run_varlen(module, inputs)
+    expected = sequence_by_sequence(inputs, functools.partial(oracle.run, module))
+    found = run_varlen(module, inputs)
     for name, want in expected.items():
         assert torch.equal(found[name], want.to(found[name].dtype)), name
 
