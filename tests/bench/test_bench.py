@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import gc
 import itertools
@@ -14,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from bench_results import TINY, a_result, cell_of
+from bench_results import TINY, a_result, bench, cell_of, parse
 
 import fastattn
 from fastattn import dispatch
@@ -80,16 +79,6 @@ MORE = [
     ("attention_stats", SMALL["attention_stats"] + ",K=3"),
     ("hopfield", SMALL["hopfield"] + ",S=1"),
 ]
-
-
-def parse(*arguments: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    cli.add_arguments(parser)
-    return parser.parse_args(arguments)
-
-
-def bench(*arguments: str) -> int:
-    return cli.run(parse(*arguments))
 
 
 # Shapes

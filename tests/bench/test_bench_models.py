@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from bench_results import a_result, cell_of
+from bench_results import a_result, cell_of, parse
 from test_bench_render import load_render
 from torch import Tensor
 
@@ -55,12 +54,6 @@ def answer(provider: str, cell: Cell) -> dict[str, Tensor]:
     arrays = load(provider).prepare(cell, inputs.make_inputs(cell, 0))()
     leave()
     return dict(zip(inputs.output_names(cell), arrays, strict=True))
-
-
-def parse(*arguments: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    cli.add_arguments(parser)
-    return parser.parse_args(arguments)
 
 
 # Right, or not timed

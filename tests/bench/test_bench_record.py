@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from bench_results import parse
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -18,9 +19,7 @@ from fastattn.bench.cells import Cell
 
 
 def cells(path: Path) -> list[Cell]:
-    parser = argparse.ArgumentParser()
-    cli.add_arguments(parser)
-    return selection.cells_of(parser.parse_args(["run", "--shapes", f"@{path}"]))
+    return selection.cells_of(parse("run", "--shapes", f"@{path}"))
 
 
 def recorded(path: Path) -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import csv
 import json
 import math
@@ -17,14 +16,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from bench_results import bench
 
 from fastattn.bench import cli, results, runner, summary, worker
-
-
-def bench(*arguments: str) -> int:
-    parser = argparse.ArgumentParser()
-    cli.add_arguments(parser)
-    return cli.run(parser.parse_args(arguments))
 
 
 def _after_six_calls(fault: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import shutil
@@ -11,18 +10,13 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from bench_results import bench
 
 from fastattn.bench import cli, commands, compare, display, results, summary
 from fastattn.bench.cells import Cell
 from fastattn.bench.results import CellResult, Outcome, Peak, Result, Round
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-
-
-def bench(*arguments: str) -> int:
-    parser = argparse.ArgumentParser()
-    cli.add_arguments(parser)
-    return cli.run(parser.parse_args(arguments))
 
 
 def a_result(scale: float = 1.0, lengths: tuple[int, ...] = (16, 32)) -> Result:

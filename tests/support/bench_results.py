@@ -1,11 +1,25 @@
-"""Cells and results for the tests of the benchmark."""
+"""Commands, cells and results for the tests of the benchmark."""
 
 from __future__ import annotations
 
-from fastattn.bench import ops
+import argparse
+
+from fastattn.bench import cli, ops
 from fastattn.bench.cells import Cell
 from fastattn.bench.results import CellResult, Outcome, Peak, Result, Round
 from fastattn.bench.shapes import parse_shapes
+
+
+def parse(*arguments: str) -> argparse.Namespace:
+    """The arguments of `fastattn bench`."""
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser)
+    return parser.parse_args(arguments)
+
+
+def bench(*arguments: str) -> int:
+    """The exit code of `fastattn bench` with these arguments."""
+    return cli.run(parse(*arguments))
 
 
 def cell_of(op: str, shape: str, **options: str) -> Cell:
