@@ -73,8 +73,12 @@ WAYS = {
     "averaged": Case("averaged", heads=6, kv_heads=3, q_len=100, k_len=260, weights=2),
     "weights": Case("weights", q_len=100, k_len=260, weights=1, causal="upper_left"),
     "dropout": Case("dropout", q_len=200, k_len=200, dropout_p=0.2, weights=1),
+    "biased-window": Case("biased-window", heads=8, q_len=256, k_len=256, head_dim=64, mask="float",
+                          mask_dims="qk", mask_grad=True, window=(100, 50), weights=1),
+    "everything": Case("everything", heads=8, q_len=256, k_len=256, head_dim=64, mask="float",
+                       mask_dims="qk", mask_grad=True, window=(100, 50), weights=1, dropout_p=0.3),
     "wide": Case("wide", head_dim=200, value_dim=136, q_len=70, k_len=70),
-}
+}  # fmt: skip
 
 
 def with_all_gradients(case: Case) -> Case:

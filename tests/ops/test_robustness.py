@@ -232,33 +232,6 @@ def test_backward_in_another_thread_than_forward(backend: str) -> None:
     assert_bitwise_equal(found, list(expected))
 
 
-@pytest.mark.usefixtures("native")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
-def test_any_number_of_threads_gives_the_same_bits(
-    dtype: torch.dtype, dropout_p: float, same_for_any_threads: Any
-) -> None:
-    def compute() -> list[Tensor]:
-        generator = torch.Generator().manual_seed(2)
-        return results_and_gradients(qkv(dtype), dropout_p=dropout_p, generator=generator)
-
-    with use_backend("cpu"):
-        same_for_any_threads(compute)
-
-
-@pytest.mark.usefixtures("native")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_sequence_does_not_depend_on_its_batch_mates(dtype: torch.dtype) -> None:
-    with use_backend("cpu"):
-        both = results_and_gradients(qkv(dtype))
-        inputs = [x.clone().requires_grad_() for x in qkv(dtype)]
-        one = [x[1:] for x in inputs]
-        mask = torch.linspace(-1, 1, SIZE[2] * SIZE[2]).view(1, 1, SIZE[2], SIZE[2])
-        alone = attention(*one, mask, window=(100, 50), return_lse=True, need_weights=True)
-    for a, b in zip(alone, both[:3], strict=True):
-        assert torch.equal(a[0], b[1])
-
-
 # --- modes of PyTorch ------------------------------------------------------------------------
 
 
