@@ -30,6 +30,17 @@ CALLS: list[dict[str, Any]] = [
 ]
 
 
+class SelfAttention(nn.Module):
+    """A model that calls an attention."""
+
+    def __init__(self, attention: nn.Module, **keywords: Any) -> None:
+        super().__init__()
+        self.attention, self.keywords = attention, keywords
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x, x, x, **self.keywords)[0]
+
+
 @pytest.fixture
 def fused() -> MultiheadAttention:
     torch.manual_seed(0)
@@ -92,15 +103,7 @@ def test_exports(fused: MultiheadAttention) -> None:
     )
     assert close(program.module()(X, X, X, need_weights=False), fused(X, X, X, need_weights=False))
 
-    class Self(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attention = fused
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.attention(x, x, x)[0]
-
-    dynamic = torch.export.export(Self().eval(), (X,), dynamic_shapes=({0: batch},))
+    dynamic = torch.export.export(SelfAttention(fused).eval(), (X,), dynamic_shapes=({0: batch},))
     wide = torch.cat([X, X])
     assert close([dynamic.module()(wide)], [fused(wide, wide, wide)[0]])
 
@@ -209,30 +212,14 @@ def test_autocast(options: dict[str, Any], masked: bool, need_weights: bool) -> 
 
 
 def test_a_leaf_for_symbolic_tracing(fused: MultiheadAttention) -> None:
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attention = fused
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x + self.attention(x, x, x, need_weights=False)[0]
-
-    block = Block()
+    block = SelfAttention(fused, need_weights=False)
     traced = torch.fx.symbolic_trace(block)
     assert [node.target for node in traced.graph.nodes if node.op == "call_module"] == ["attention"]
     assert close([traced(X)], [block(X)], 0)
 
 
 def test_traces_with_jit(fused: MultiheadAttention) -> None:
-    class Self(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attention = fused
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.attention(x, x, x, need_weights=False)[0]
-
-    module = Self().eval()
+    module = SelfAttention(fused, need_weights=False).eval()
     traced = torch.jit.trace(module, (X,), check_trace=False)
     assert close([traced(2 * X)], [module(2 * X)])
 
