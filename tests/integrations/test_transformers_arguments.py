@@ -66,11 +66,6 @@ def test_arguments_without_bearing_change_nothing(name: str) -> None:
     assert torch.equal(given, plain)
 
 
-def test_an_unknown_argument_is_named() -> None:
-    with pytest.raises(TypeError, match="does not know the argument 'tilt' of Identity"):
-        attention_forward(torch.nn.Identity(), *query_key_value(), None, tilt=torch.ones(4))
-
-
 def test_indices_name_the_keys_of_each_query() -> None:
     query, key, value = query_key_value()
     indices = torch.tensor([[2, 0], [1, 1], [3, -1], [5, 4], [0, 5], [2, 3]]).expand(2, -1, -1)

@@ -324,13 +324,6 @@ def test_selected_keys() -> None:
     )
 
 
-def test_an_unknown_argument_is_named() -> None:
-    query = torch.randn(1, 2, 3, 8)
-    attention_forward(nn.Module(), query, query, query, None, position_ids=None, gate=None)
-    with pytest.raises(TypeError, match="does not know the argument 'gate' of Module"):
-        attention_forward(nn.Module(), query, query, query, None, gate=torch.ones(3))
-
-
 def test_the_output_is_contiguous_without_a_copy() -> None:
     rows = torch.randn(2, 5, 4, 8)
     query = rows.transpose(1, 2)

@@ -120,7 +120,7 @@ def test_an_unknown_argument_is_named() -> None:
         attend = ALL_ATTENTION_FUNCTIONS["fastattn"]
     module = torch.nn.Module()
     attend(module, q, q, q, None, logit_bias=None)
-    with pytest.raises(TypeError, match="argument 'logit_bias' of Module"):
+    with pytest.raises(TypeError, match="does not know the argument 'logit_bias' of Module"):
         attend(module, q, q, q, None, logit_bias=q)
 
 
