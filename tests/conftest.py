@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import os
@@ -139,6 +140,12 @@ def generator(request: pytest.FixtureRequest) -> torch.Generator:
     ran before."""
     name = request.node.nodeid.partition("::")[2]
     return torch.Generator().manual_seed(zlib.crc32(f"tests/{request.path.name}::{name}".encode()))
+
+
+@pytest.fixture
+def normal(generator: torch.Generator) -> Callable[..., torch.Tensor]:
+    """Draws normal numbers of a shape from the test's generator, in float64."""
+    return functools.partial(torch.randn, dtype=torch.float64, generator=generator)
 
 
 @pytest.fixture

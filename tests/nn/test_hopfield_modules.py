@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -48,10 +49,6 @@ def made(kind: type = nn.Hopfield, *args: Any, **options: Any) -> Any:
     return module
 
 
-def normal(*shape: int, generator: torch.Generator) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=generator)
-
-
 @pytest.mark.parametrize("steps", [0, 3])
 @pytest.mark.parametrize(
     "options",
@@ -65,26 +62,26 @@ def normal(*shape: int, generator: torch.Generator) -> Tensor:
     ids=str,
 )
 def test_follows_the_equations(
-    options: dict[str, Any], steps: int, generator: torch.Generator
+    options: dict[str, Any], steps: int, normal: Callable[..., Tensor]
 ) -> None:
     limits = {"update_steps_max": steps, "update_steps_eps": 1e-300}
     module = made(nn.Hopfield, 8, **options, **limits)
-    state = normal(2, 3, 8, generator=generator)
-    stored = normal(2, 6, options.get("stored_pattern_size", 8), generator=generator)
-    value = normal(2, 6, options.get("pattern_projection_size", 8), generator=generator)
+    state = normal(2, 3, 8)
+    stored = normal(2, 6, options.get("stored_pattern_size", 8))
+    value = normal(2, 6, options.get("pattern_projection_size", 8))
     out = module((stored, state, value))
     torch.testing.assert_close(out, plain(module, stored, state, value, steps))
     out.sum().backward()
     assert all(parameter.grad is not None for parameter in module.parameters())
 
 
-def test_one_tensor_is_all_three(generator: torch.Generator) -> None:
-    module, x = made(nn.Hopfield, 8, num_heads=2), normal(2, 5, 8, generator=generator)
+def test_one_tensor_is_all_three(normal: Callable[..., Tensor]) -> None:
+    module, x = made(nn.Hopfield, 8, num_heads=2), normal(2, 5, 8)
     assert torch.equal(module(x), module((x, x, x)))
 
 
-def test_batch_second(generator: torch.Generator) -> None:
-    x = normal(2, 5, 8, generator=generator)
+def test_batch_second(normal: Callable[..., Tensor]) -> None:
+    x = normal(2, 5, 8)
     for kind, options in (
         (nn.Hopfield, {}),
         (nn.HopfieldPooling, {"quantity": 3}),
@@ -103,7 +100,7 @@ def test_batch_second(generator: torch.Generator) -> None:
         torch.testing.assert_close(got if got.ndim == 2 else got.transpose(0, 1), want)
 
 
-def test_static_patterns_belong_to_their_example(generator: torch.Generator) -> None:
+def test_static_patterns_belong_to_their_example(normal: Callable[..., Tensor]) -> None:
     """Every head sees all of a static pattern, of its own example."""
     off = dict.fromkeys(
         [
@@ -122,7 +119,7 @@ def test_static_patterns_belong_to_their_example(generator: torch.Generator) -> 
         update_steps_eps=1e-300, **off, **static,
     )  # fmt: skip
     assert not list(module.parameters())
-    stored, state = normal(3, 6, 4, generator=generator), normal(3, 2, 4, generator=generator)
+    stored, state = normal(3, 6, 4), normal(3, 2, 4)
     xi = state
     for _ in range(3):
         xi = torch.softmax(0.7 * xi @ stored.mT, -1) @ stored
@@ -130,12 +127,12 @@ def test_static_patterns_belong_to_their_example(generator: torch.Generator) -> 
     assert nn.Hopfield(disable_out_projection=True, **off, **static).scaling == 1.0
 
 
-def test_connected_projection(generator: torch.Generator) -> None:
+def test_connected_projection(normal: Callable[..., Tensor]) -> None:
     """V = (X W_K) W_V."""
     module = made(nn.Hopfield, 8, num_heads=2, pattern_projection_as_connected=True)
     core = module.association_core
     assert core.v_proj_weight.shape == (8, 8)
-    stored, state = normal(2, 5, 8, generator=generator), normal(2, 3, 8, generator=generator)
+    stored, state = normal(2, 5, 8), normal(2, 3, 8)
     k = F.linear(
         module.norm_pattern_projection(stored), core.k_proj_weight, core.in_proj_bias[8:16]
     )
@@ -144,13 +141,13 @@ def test_connected_projection(generator: torch.Generator) -> None:
     torch.testing.assert_close(got, v.unflatten(-1, (2, -1)).transpose(1, 2))
 
 
-def test_normalized_space(generator: torch.Generator) -> None:
+def test_normalized_space(normal: Callable[..., Tensor]) -> None:
     module = made(
         nn.Hopfield, 8, num_heads=2, normalize_hopfield_space=True,
         normalize_hopfield_space_affine=True,
     )  # fmt: skip
     assert module.association_core.p_norm_weight.shape == (4,)
-    x = normal(2, 5, 8, generator=generator)
+    x = normal(2, 5, 8)
     q, k, _ = module.association_core.project(x, x, x)
     bare = made(nn.Hopfield, 8, num_heads=2).association_core
     bare.load_state_dict(module.association_core.state_dict(), strict=False)
@@ -159,9 +156,9 @@ def test_normalized_space(generator: torch.Generator) -> None:
         torch.testing.assert_close(got, F.layer_norm(raw, (4,), weight, bias))
 
 
-def test_appended_patterns(generator: torch.Generator) -> None:
+def test_appended_patterns(normal: Callable[..., Tensor]) -> None:
     """A learned one, which hflayers cannot append, and zeros; no mask hides them."""
-    x = normal(2, 5, 8, generator=generator)
+    x = normal(2, 5, 8)
     module = made(nn.Hopfield, 8, num_heads=2, concat_bias_pattern=True, add_zero_association=True)
     padding = torch.ones(2, 5, dtype=torch.bool)
     matrix = module.get_association_matrix(x, padding)
@@ -171,9 +168,9 @@ def test_appended_patterns(generator: torch.Generator) -> None:
 
 
 @pytest.mark.parametrize("steps", [0, None])
-def test_masks(steps: int | None, generator: torch.Generator) -> None:
+def test_masks(steps: int | None, normal: Callable[..., Tensor]) -> None:
     module = made(nn.Hopfield, 8, num_heads=2, update_steps_max=steps)
-    x = normal(2, 5, 8, generator=generator)
+    x = normal(2, 5, 8)
     padding = torch.zeros(2, 5, dtype=torch.bool)
     padding[0, 3:] = True
     mask = torch.ones(5, 5, dtype=torch.bool).triu(1)
@@ -192,8 +189,8 @@ def test_masks(steps: int | None, generator: torch.Generator) -> None:
     assert torch.isfinite(module(x, padding)).all()  # nothing to associate with is 0, not NaN
 
 
-def test_limits_of_each_head(generator: torch.Generator) -> None:
-    x = normal(2, 5, 8, generator=generator)
+def test_limits_of_each_head(normal: Callable[..., Tensor]) -> None:
+    x = normal(2, 5, 8)
     tensors = {
         "update_steps_max": torch.tensor([0, 2]),
         "update_steps_eps": torch.tensor([1e-4, 1e-300], dtype=torch.float64),
@@ -208,19 +205,19 @@ def test_limits_of_each_head(generator: torch.Generator) -> None:
         assert torch.equal(out[..., 4 * head : 4 * head + 4], one(x)[..., 4 * head : 4 * head + 4])
 
 
-def test_a_result_does_not_depend_on_the_batch(generator: torch.Generator) -> None:
+def test_a_result_does_not_depend_on_the_batch(normal: Callable[..., Tensor]) -> None:
     """In hflayers the largest change within the batch stops all of it."""
-    x = normal(6, 5, 8, generator=generator)
+    x = normal(6, 5, 8)
     module = made(nn.Hopfield, 8, num_heads=2, update_steps_max=None, update_steps_eps=1e-2)
     whole = module(x)
     for n in range(6):
         torch.testing.assert_close(module(x[n : n + 1])[0], whole[n], rtol=1e-12, atol=1e-12)
 
 
-def test_pooling(generator: torch.Generator) -> None:
+def test_pooling(normal: Callable[..., Tensor]) -> None:
     module = made(nn.HopfieldPooling, 8, num_heads=2, quantity=3, output_size=5)
     assert module.pooling_weights.shape == (1, 3, 8)
-    x = normal(2, 6, 8, generator=generator)
+    x = normal(2, 6, 8)
     out = module(x)
     assert out.shape == (2, 15)
     states = module.pooling_weights.expand(2, 3, 8)
@@ -232,13 +229,13 @@ def test_pooling(generator: torch.Generator) -> None:
 
 
 @pytest.mark.parametrize("separated", [False, True])
-def test_layer(separated: bool, generator: torch.Generator) -> None:
+def test_layer(separated: bool, normal: Callable[..., Tensor]) -> None:
     """One set of learned patterns for all of the batch, projected once."""
     module = made(
         nn.HopfieldLayer, 8, num_heads=2, quantity=7, update_steps_max=2,
         lookup_weights_as_separated=separated,
     )  # fmt: skip
-    x = normal(3, 4, 8, generator=generator)
+    x = normal(3, 4, 8)
     stored = module.lookup_weights.expand(3, 7, 8)
     value = module.target_weights.expand(3, 7, 8) if separated else stored
     torch.testing.assert_close(module(x), module.hopfield((stored, x, value)))
@@ -283,8 +280,8 @@ def test_arguments_by_position() -> None:
         nn.HopfieldPooling(8, 4, 8, None, 2, None, 1, 1e-3, *rest, batch_first=True)
 
 
-def test_activation_and_dropout(generator: torch.Generator) -> None:
-    x = normal(2, 5, 8, generator=generator)
+def test_activation_and_dropout(normal: Callable[..., Tensor]) -> None:
+    x = normal(2, 5, 8)
     plain_out = made(nn.Hopfield, 8)(x)
     torch.testing.assert_close(
         made(nn.Hopfield, 8, association_activation="relu")(x), plain_out.relu()
@@ -294,11 +291,11 @@ def test_activation_and_dropout(generator: torch.Generator) -> None:
     assert torch.equal(dropping.eval()(x), plain_out)
 
 
-def test_compiles_without_a_break(generator: torch.Generator) -> None:
+def test_compiles_without_a_break(normal: Callable[..., Tensor]) -> None:
     torch._dynamo.reset()
     module, x = (
         made(nn.Hopfield, 8, num_heads=2, update_steps_max=2),
-        normal(2, 5, 8, generator=generator),
+        normal(2, 5, 8),
     )
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x), module(x))

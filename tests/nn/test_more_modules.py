@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,19 +12,14 @@ from torch import Tensor
 
 from fastattn import luong_attention, nn
 
-
-def normal(*shape: int, generator: torch.Generator) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=generator)
-
-
 # --- Luong ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", ["dot", "general", "concat"])
 @pytest.mark.parametrize("window", ["global", "local-m", "local-p"])
-def test_luong_holds_the_weights(method: str, window: str, generator: torch.Generator) -> None:
+def test_luong_holds_the_weights(method: str, window: str, normal: Callable[..., Tensor]) -> None:
     module = nn.LuongAttention(6, None, method, window, 2, dtype=torch.float64)
-    query, key = normal(2, 3, 6, generator=generator), normal(2, 9, 6, generator=generator)
+    query, key = normal(2, 3, 6), normal(2, 9, 6)
     weight: Any = (module.weight, module.v) if method == "concat" else module.weight
     positions = None
     if window == "local-p":
@@ -45,9 +41,9 @@ def test_luong_holds_the_weights(method: str, window: str, generator: torch.Gene
     assert step[1].shape == (2, 9)
 
 
-def test_luong_predicts_within_the_sentence(generator: torch.Generator) -> None:
+def test_luong_predicts_within_the_sentence(normal: Callable[..., Tensor]) -> None:
     module = nn.LuongAttention(6, window="local-p", D=1, dtype=torch.float64)
-    query, key = normal(2, 3, 6, generator=generator), normal(2, 9, 6, generator=generator)
+    query, key = normal(2, 3, 6), normal(2, 9, 6)
     padding = torch.arange(9) >= torch.tensor([[4], [9]])
     whole = module(query, key, key_padding_mask=padding)[0][0]
     short = module(query[:1], key[:1, :4])[0][0]
@@ -56,9 +52,11 @@ def test_luong_predicts_within_the_sentence(generator: torch.Generator) -> None:
 
 @pytest.mark.parametrize("attn_type", ["dot", "general", "mlp"])
 @pytest.mark.parametrize("covered", [False, True])
-def test_global_attention(attn_type: str, covered: bool, generator: torch.Generator) -> None:
+def test_global_attention(
+    attn_type: str, covered: bool, normal: Callable[..., Tensor], generator: torch.Generator
+) -> None:
     module = nn.GlobalAttention(6, covered, attn_type, dtype=torch.float64)
-    source, memory = normal(2, 3, 6, generator=generator), normal(2, 5, 6, generator=generator)
+    source, memory = normal(2, 3, 6), normal(2, 5, 6)
     lengths = torch.tensor([2, 5])
     coverage = torch.rand(2, 5, generator=generator).double() if covered else None
     bank = memory
@@ -104,11 +102,11 @@ def test_coverage_must_be_asked_for() -> None:
 # --- the memory ----------------------------------------------------------------------------------
 
 
-def test_a_memory_is_read_by_attention(generator: torch.Generator) -> None:
+def test_a_memory_is_read_by_attention(normal: Callable[..., Tensor]) -> None:
     memory = nn.KeyValueMemory(5, 4, 3, batch_size=2, dtype=torch.float64)
-    query = normal(2, 6, 4, generator=generator)
+    query = normal(2, 6, 4)
     assert not memory.read(query).any()
-    key, value = normal(2, 3, 4, generator=generator), normal(2, 3, 3, generator=generator)
+    key, value = normal(2, 3, 4), normal(2, 3, 3)
     memory.append(key, value)
     out, weights = memory(query, need_weights=True)
     want = torch.softmax(query @ key.mT / 2, -1)
@@ -145,11 +143,11 @@ def test_overwrites_what_is_most_alike(generator: torch.Generator) -> None:
     assert memory.used.tolist() == [[True] * 4, [True, True, True, False]]
 
 
-def test_gradients_flow_through_the_memory(generator: torch.Generator) -> None:
+def test_gradients_flow_through_the_memory(normal: Callable[..., Tensor]) -> None:
     """From readings into what was written; a later writing does not disturb an earlier reading."""
     memory = nn.KeyValueMemory(4, 3, dtype=torch.float64)
-    key, value = (normal(1, 2, 3, generator=generator).requires_grad_() for _ in range(2))
-    query = normal(1, 2, 3, generator=generator)
+    key, value = (normal(1, 2, 3).requires_grad_() for _ in range(2))
+    query = normal(1, 2, 3)
     memory.append(key, value)
     before = memory.read(query)
     memory.overwrite(key[:, 0].detach() + 1, value[:, 0].detach(), torch.tensor([0]))
@@ -196,11 +194,11 @@ def test_bad_writing_is_named() -> None:
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_nonlinear_heads(training: bool, generator: torch.Generator) -> None:
+def test_nonlinear_heads(training: bool, normal: Callable[..., Tensor]) -> None:
     """out = [g_1(head_1), ...] W_o + b_o, on the small path of inference too."""
     module = nn.MultiheadAttention(8, 2, batch_first=True, nonlinear_heads=5, dtype=torch.float64)
     module.train(training)
-    x = normal(2, 3, 8, generator=generator)
+    x = normal(2, 3, 8)
     q, k, v = F.linear(x, module.in_proj_weight, module.in_proj_bias).chunk(3, -1)
     heads = []
     for h in range(2):

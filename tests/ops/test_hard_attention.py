@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,16 +19,12 @@ from fastattn.testing.compare import assert_right
 ESTIMATORS = ["reinforce", "straight_through", "gumbel"]
 
 
-def normal(*shape: int, generator: torch.Generator) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=generator)
-
-
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_gives_one_value_of_those_it_sees(
-    backend: str, estimator: str, generator: torch.Generator
+    backend: str, estimator: str, normal: Callable[..., Tensor], generator: torch.Generator
 ) -> None:
-    q, k = normal(2, 3, 40, 5, generator=generator), normal(2, 3, 7, 5, generator=generator)
-    value = normal(2, 3, 7, 4, generator=generator)
+    q, k = normal(2, 3, 40, 5), normal(2, 3, 7, 5)
+    value = normal(2, 3, 7, 4)
     mask = torch.rand(2, 1, 40, 7, generator=generator) < 0.5
     mask[0, 0, 0] = False
     result = hard_attention(
@@ -42,10 +39,12 @@ def test_gives_one_value_of_those_it_sees(
     assert not out[0, :, 0].any()
 
 
-def test_draws_with_the_probability_of_attention(backend: str, generator: torch.Generator) -> None:
+def test_draws_with_the_probability_of_attention(
+    backend: str, normal: Callable[..., Tensor], generator: torch.Generator
+) -> None:
     """The frequencies of 20000 draws, within five standard deviations."""
-    q, k = normal(1, 5, generator=generator), normal(4, 5, generator=generator)
-    bias = normal(1, 4, generator=generator)
+    q, k = normal(1, 5), normal(4, 5)
+    bias = normal(1, 4)
     p = torch.softmax(q @ k.T / math.sqrt(5) + bias, -1)[0]
     n = 20_000
     _, log_prob, weights = hard_attention(
@@ -56,19 +55,19 @@ def test_draws_with_the_probability_of_attention(backend: str, generator: torch.
     torch.testing.assert_close(log_prob, torch.log(p)[weights.argmax(-1)])
 
 
-def test_deterministic_takes_the_most_probable(backend: str, generator: torch.Generator) -> None:
-    q, k = normal(9, 5, generator=generator), normal(7, 5, generator=generator)
+def test_deterministic_takes_the_most_probable(backend: str, normal: Callable[..., Tensor]) -> None:
+    q, k = normal(9, 5), normal(7, 5)
     for estimator in ("straight_through", "gumbel"):
         out = hard_attention(q, k, k, estimator=estimator, deterministic=True)
         torch.testing.assert_close(out, k[(q @ k.T).argmax(-1)])
 
 
 def test_reinforce_has_the_derivative_of_the_logarithm(
-    backend: str, generator: torch.Generator
+    backend: str, normal: Callable[..., Tensor], generator: torch.Generator
 ) -> None:
-    q, k = (normal(n, 5, generator=generator).requires_grad_() for n in (6, 4))
-    bias = normal(6, 4, generator=generator).requires_grad_()
-    value = normal(4, 3, generator=generator).requires_grad_()
+    q, k = (normal(n, 5).requires_grad_() for n in (6, 4))
+    bias = normal(6, 4).requires_grad_()
+    value = normal(4, 3).requires_grad_()
     out, log_prob, weights = hard_attention(
         q, k, value, bias, generator=generator, need_weights=True
     )
@@ -89,12 +88,12 @@ def test_reinforce_has_the_derivative_of_the_logarithm(
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 def test_gradients_of_the_estimators(
-    backend: str, temperature: float, generator: torch.Generator
+    backend: str, temperature: float, normal: Callable[..., Tensor], generator: torch.Generator
 ) -> None:
     """By their definitions: one_hot + y - y.detach(), with the noise that was drawn."""
-    q, k = (normal(n, 5, generator=generator).requires_grad_() for n in (6, 4))
-    value = normal(4, 3, generator=generator).requires_grad_()
-    weight = normal(6, 3, generator=generator)
+    q, k = (normal(n, 5).requires_grad_() for n in (6, 4))
+    value = normal(4, 3).requires_grad_()
+    weight = normal(6, 3)
     for estimator in ("straight_through", "gumbel"):
         scores = q @ k.T / math.sqrt(5)
         seed = torch.Generator().manual_seed(3)
@@ -116,10 +115,10 @@ def test_gradients_of_the_estimators(
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_second_derivatives(backend: str, estimator: str, generator: torch.Generator) -> None:
-    q, k = (normal(n, 3, generator=generator).requires_grad_() for n in (3, 4))
-    bias = normal(3, 4, generator=generator).requires_grad_()
-    weight = normal(3, 3, generator=generator)
+def test_second_derivatives(backend: str, estimator: str, normal: Callable[..., Tensor]) -> None:
+    q, k = (normal(n, 3).requires_grad_() for n in (3, 4))
+    bias = normal(3, 4).requires_grad_()
+    weight = normal(3, 3)
 
     def run(q: Tensor, k: Tensor, bias: Tensor) -> Tensor:
         result = hard_attention(
@@ -142,7 +141,7 @@ def test_second_derivatives(backend: str, estimator: str, generator: torch.Gener
 
 @pytest.mark.parametrize("estimator", ["reinforce", "gumbel"])  # all that is called is among it
 def test_the_operators_below_pass_opcheck(
-    backend: str, estimator: str, generator: torch.Generator
+    backend: str, estimator: str, normal: Callable[..., Tensor], generator: torch.Generator
 ) -> None:
     calls: list[tuple[Any, tuple[Any, ...]]] = []
 
@@ -152,7 +151,7 @@ def test_the_operators_below_pass_opcheck(
                 calls.append((func, args))
             return func(*args, **(kwargs or {}))
 
-    q, k = (normal(2, n, 5, generator=generator).requires_grad_() for n in (6, 4))
+    q, k = (normal(2, n, 5).requires_grad_() for n in (6, 4))
     with Watch():
         hard_attention(q, k, k, estimator=estimator, generator=generator)
     assert len(calls) == 2
@@ -161,8 +160,8 @@ def test_the_operators_below_pass_opcheck(
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_the_transforms_of_torch_func(estimator: str, generator: torch.Generator) -> None:
-    q, k = (normal(2, n, 5, generator=generator) for n in (6, 4))
+def test_the_transforms_of_torch_func(estimator: str, normal: Callable[..., Tensor]) -> None:
+    q, k = (normal(2, n, 5) for n in (6, 4))
 
     def loss(q: Tensor, k: Tensor) -> Tensor:
         result = hard_attention(q, k, k, estimator=estimator, deterministic=True)
@@ -174,9 +173,9 @@ def test_the_transforms_of_torch_func(estimator: str, generator: torch.Generator
     torch.testing.assert_close(vmap(grad(loss))(q, k), expected)
 
 
-def test_sixteen_bits(backend: str, generator: torch.Generator) -> None:
+def test_sixteen_bits(backend: str, normal: Callable[..., Tensor]) -> None:
     """The choice is that of the rounded inputs in float32."""
-    q, k = (normal(n, 16, generator=generator).bfloat16() for n in (50, 300))
+    q, k = (normal(n, 16).bfloat16() for n in (50, 300))
     out, log_prob = hard_attention(q, k, k, deterministic=True)
 
     def definition() -> dict[str, Tensor]:

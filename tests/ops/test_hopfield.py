@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,10 +16,6 @@ import fastattn
 from fastattn import hopfield_energy, hopfield_retrieve
 from fastattn.testing import Target, naive
 from fastattn.testing.calls import Call
-
-
-def normal(*shape: int, generator: torch.Generator) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=generator)
 
 
 def step(xi: Tensor, stored: Tensor, beta: float | Tensor, bias: float | Tensor = 0.0) -> Tensor:
@@ -38,12 +35,12 @@ def test_one_step_by_hand(engine: Target) -> None:
 @pytest.mark.parametrize("queries", [1, 3, 7, 40])
 @pytest.mark.parametrize("shared", [False, True])
 def test_follows_the_equations(
-    engine: Target, queries: int, shared: bool, generator: torch.Generator
+    engine: Target, queries: int, shared: bool, normal: Callable[..., Tensor]
 ) -> None:
     lead, options = 1 if shared else 3, {"update_steps_max": 3, "update_steps_eps": 0.0}
     shapes = {"stored": (lead, 2, 9, 5), "projection": (lead, 2, 9, 5), "state": (3, 2, queries, 5)}
-    drawn = {name: normal(*shape, generator=generator) for name, shape in shapes.items()}
-    grad = normal(3, 2, queries, 5, generator=generator)
+    drawn = {name: normal(*shape) for name, shape in shapes.items()}
+    grad = normal(3, 2, queries, 5)
     tensors = {name: drawn[name] for name in ("state", "stored", "projection")}
     got = Call(tensors | {"beta": 0.7}, options, grad).run(hopfield_retrieve)
     want = naive.hopfield_retrieve(*tensors.values(), 0.7, None, 3, "unroll", grad)
@@ -53,17 +50,17 @@ def test_follows_the_equations(
         torch.testing.assert_close(x, want[name], rtol=1e-10, atol=1e-12)
 
 
-def test_without_steps_it_is_attention(engine: Target, generator: torch.Generator) -> None:
-    x = normal(2, 3, 5, 4, generator=generator)
+def test_without_steps_it_is_attention(engine: Target, normal: Callable[..., Tensor]) -> None:
+    x = normal(2, 3, 5, 4)
     got, weights = hopfield_retrieve(x, x, beta=0.3, update_steps_max=0, need_weights=True)
     want, expected = fastattn.scaled_dot_product_attention(x, x, x, scale=0.3, need_weights=True)
     assert torch.equal(got, want)
     assert torch.equal(weights, expected)
 
 
-def test_shapes(engine: Target, generator: torch.Generator) -> None:
-    state, stored = normal(2, 3, 4, 5, generator=generator), normal(2, 3, 6, 5, generator=generator)
-    value = normal(2, 3, 6, 7, generator=generator)
+def test_shapes(engine: Target, normal: Callable[..., Tensor]) -> None:
+    state, stored = normal(2, 3, 4, 5), normal(2, 3, 6, 5)
+    value = normal(2, 3, 6, 7)
     whole = hopfield_retrieve(state, stored, value, need_weights=True, need_steps=True)
     assert [tuple(x.shape) for x in whole] == [(2, 3, 4, 7), (2, 3, 4, 6), (2, 3, 4)]
     for index in ((slice(None), 1), (1, 1)):
@@ -74,10 +71,10 @@ def test_shapes(engine: Target, generator: torch.Generator) -> None:
             torch.testing.assert_close(x, y[index])
 
 
-def test_rests_at_a_solution(engine: Target, generator: torch.Generator) -> None:
+def test_rests_at_a_solution(engine: Target, normal: Callable[..., Tensor]) -> None:
     """Well separated patterns are solutions but for what the others add."""
     stored = torch.eye(8, dtype=torch.float64)
-    state = stored[:3] + 0.2 * normal(3, 8, generator=generator)
+    state = stored[:3] + 0.2 * normal(3, 8)
     for eps in (1e-2, 1e-6, 0.0):
         out, steps = hopfield_retrieve(
             state, stored, beta=20.0, update_steps_eps=eps, need_steps=True
@@ -86,9 +83,9 @@ def test_rests_at_a_solution(engine: Target, generator: torch.Generator) -> None
         assert 1 <= steps.min() <= steps.max() < 20
 
 
-def test_counts_the_steps(engine: Target, generator: torch.Generator) -> None:
+def test_counts_the_steps(engine: Target, normal: Callable[..., Tensor]) -> None:
     """As a loop that looks at every step does."""
-    state, stored = normal(2, 9, 4, generator=generator), normal(2, 12, 4, generator=generator)
+    state, stored = normal(2, 9, 4), normal(2, 12, 4)
     for limit in (None, 1, 4):
         _, steps = hopfield_retrieve(
             state, stored, beta=1.5, update_steps_max=limit, update_steps_eps=1e-3, need_steps=True
@@ -124,10 +121,10 @@ def test_takes_as_many_steps_as_it_needs(engine: Target, queries: int) -> None:
 
 
 @pytest.mark.parametrize("queries", [3, 20])
-def test_stop_of_a_head(engine: Target, queries: int, generator: torch.Generator) -> None:
+def test_stop_of_a_head(engine: Target, queries: int, normal: Callable[..., Tensor]) -> None:
     """All of a head stop together: by the norm over all of their steps, of no other head."""
-    state = normal(3, 2, queries, 4, generator=generator)
-    for stored in (normal(b, 2, 12, 4, generator=generator) for b in (3, 1)):
+    state = normal(3, 2, queries, 4)
+    for stored in (normal(b, 2, 12, 4) for b in (3, 1)):
         out, steps = hopfield_retrieve(
             state, stored, beta=1.5, update_steps_eps=1e-3, stop="head", need_steps=True
         )
@@ -145,10 +142,10 @@ def test_stop_of_a_head(engine: Target, queries: int, generator: torch.Generator
 
 @pytest.mark.parametrize("queries", [2, 40])
 def test_a_query_does_not_depend_on_the_others(
-    engine: Target, queries: int, generator: torch.Generator
+    engine: Target, queries: int, normal: Callable[..., Tensor], generator: torch.Generator
 ) -> None:
-    state = normal(4, 2, queries, 6, generator=generator).float()
-    stored = normal(4, 2, 30, 6, generator=generator).float()
+    state = normal(4, 2, queries, 6).float()
+    stored = normal(4, 2, 30, 6).float()
     whole, steps = hopfield_retrieve(state, stored, beta=1.2, need_steps=True)
     assert steps.max() > steps.min()
     for b in range(4):
@@ -162,16 +159,18 @@ def test_a_query_does_not_depend_on_the_others(
         assert torch.equal(mixed, whole[:, :, order])
 
 
-def test_masks_exclude(engine: Target, generator: torch.Generator) -> None:
+def test_masks_exclude(
+    engine: Target, normal: Callable[..., Tensor], generator: torch.Generator
+) -> None:
     """What is masked is not read, not even NaN; and a query that sees nothing is 0."""
     for queries in (2, 9):
-        clean = normal(2, 1, 7, 5, generator=generator)
+        clean = normal(2, 1, 7, 5)
         mask = torch.rand(2, 1, queries, 7, generator=generator) < 0.6
         mask[..., 0], mask[..., 1] = True, False
         mask[0, 0, 0] = False
         dirty = clean.clone()
         dirty[:, :, 1] = math.nan
-        state = normal(2, 1, queries, 5, generator=generator).requires_grad_()
+        state = normal(2, 1, queries, 5).requires_grad_()
         results = []
         for stored in (clean, dirty):
             stored = stored.clone().requires_grad_()
@@ -189,11 +188,11 @@ def test_masks_exclude(engine: Target, generator: torch.Generator) -> None:
 
 @pytest.mark.parametrize("grad", ["unroll", "one_step", "implicit"])
 @pytest.mark.parametrize("queries", [2, 6])
-def test_gradients(grad: str, queries: int, backend: str, generator: torch.Generator) -> None:
+def test_gradients(grad: str, queries: int, backend: str, normal: Callable[..., Tensor]) -> None:
     """By finite differences: of the solution, where the derivative is implicit."""
-    state = 0.3 * normal(1, 1, queries, 3, generator=generator)
-    stored = (0.5 * normal(1, 1, 4, 3, generator=generator)).requires_grad_()
-    bias = normal(queries, 4, generator=generator).requires_grad_()
+    state = 0.3 * normal(1, 1, queries, 3)
+    stored = (0.5 * normal(1, 1, 4, 3)).requires_grad_()
+    bias = normal(queries, 4).requires_grad_()
     beta = torch.tensor([0.6], dtype=torch.float64, requires_grad=True)
     if grad == "one_step":  # the derivative of one step from where the others led
         with torch.no_grad():
@@ -229,20 +228,20 @@ def test_gradients(grad: str, queries: int, backend: str, generator: torch.Gener
         torch.testing.assert_close(a, b)
 
 
-def test_gradient_of_the_state(engine: Target, generator: torch.Generator) -> None:
+def test_gradient_of_the_state(engine: Target, normal: Callable[..., Tensor]) -> None:
     """Where a state begins moves the result of the steps, and not that of the solution."""
-    stored = normal(5, 4, generator=generator)
-    state = (0.1 * normal(3, 4, generator=generator)).requires_grad_()
+    stored = normal(5, 4)
+    state = (0.1 * normal(3, 4)).requires_grad_()
     for grad, zero in (("unroll", False), ("one_step", True), ("implicit", True)):
         out = hopfield_retrieve(state, stored, beta=0.5, grad=grad)
         (gradient,) = torch.autograd.grad(out.sum(), state)
         assert (not gradient.any()) == zero
 
 
-def test_implicit_falls_back_to_unrolling(engine: Target, generator: torch.Generator) -> None:
+def test_implicit_falls_back_to_unrolling(engine: Target, normal: Callable[..., Tensor]) -> None:
     """Where a query still moves, and at a saddle, where 1 - J is not positive definite."""
-    stored = normal(9, 4, generator=generator).requires_grad_()
-    state = normal(3, 4, generator=generator)
+    stored = normal(9, 4).requires_grad_()
+    state = normal(3, 4)
     results = []
     for grad in ("unroll", "implicit"):
         out = hopfield_retrieve(state, stored, beta=1.0, update_steps_max=2, grad=grad)
@@ -260,8 +259,8 @@ def test_implicit_falls_back_to_unrolling(engine: Target, generator: torch.Gener
     torch.testing.assert_close(*results)
 
 
-def test_a_beta_for_each_head(engine: Target, generator: torch.Generator) -> None:
-    state, stored = normal(2, 3, 4, 5, generator=generator), normal(2, 3, 6, 5, generator=generator)
+def test_a_beta_for_each_head(engine: Target, normal: Callable[..., Tensor]) -> None:
+    state, stored = normal(2, 3, 4, 5), normal(2, 3, 6, 5)
     beta = torch.tensor([0.3, 1.0, 2.0], dtype=torch.float64)
     whole = hopfield_retrieve(state, stored, beta=beta, update_steps_max=4)
     for h in range(3):
@@ -291,11 +290,11 @@ def test_a_bias_common_to_all_changes_nothing(
     dtype: torch.dtype,
     high: float,
     close: float,
-    generator: torch.Generator,
+    normal: Callable[..., Tensor],
 ) -> None:
     """Not even one whose exponential is infinite, beside queries that rest before others."""
-    state = normal(2, queries, 5, generator=generator).to(dtype)
-    stored = normal(2, 9, 5, generator=generator).to(dtype).requires_grad_()
+    state = normal(2, queries, 5).to(dtype)
+    stored = normal(2, 9, 5).to(dtype).requires_grad_()
     results = []
     for shape in (None, (9,), (queries, 9)):
         bias = None if shape is None else torch.full(shape, high, dtype=dtype)
@@ -318,8 +317,8 @@ def test_nan_comes_to_rest(engine: Target) -> None:
     assert torch.isfinite(out[1]).all()
 
 
-def test_dropout_is_where_the_state_is_read(engine: Target, generator: torch.Generator) -> None:
-    x = normal(1, 2, 30, 5, generator=generator)
+def test_dropout_is_where_the_state_is_read(engine: Target, normal: Callable[..., Tensor]) -> None:
+    x = normal(1, 2, 30, 5)
     torch.manual_seed(3)
     whole, weights = hopfield_retrieve(x, x, beta=3.0, dropout_p=0.5, need_weights=True)
     kept, steady = hopfield_retrieve(x, x, beta=3.0, need_weights=True)
@@ -338,9 +337,9 @@ def test_energy_by_hand(engine: Target) -> None:
     torch.testing.assert_close(hopfield_energy(state, stored, beta=0.5).item(), want)
 
 
-def test_energy_of_what_is_seen(engine: Target, generator: torch.Generator) -> None:
-    stored = normal(2, 6, 4, generator=generator)
-    state = normal(2, 3, 4, generator=generator)
+def test_energy_of_what_is_seen(engine: Target, normal: Callable[..., Tensor]) -> None:
+    stored = normal(2, 6, 4)
+    state = normal(2, 3, 4)
     mask = torch.ones(2, 3, 6, dtype=torch.bool)
     mask[0, 0, 4:] = False
     mask[1, 1] = False
@@ -352,10 +351,10 @@ def test_energy_of_what_is_seen(engine: Target, generator: torch.Generator) -> N
     torch.testing.assert_close(hopfield_energy(state, stored, beta=0.8, attn_mask=bias), energy)
 
 
-def test_a_step_goes_down_the_gradient(engine: Target, generator: torch.Generator) -> None:
+def test_a_step_goes_down_the_gradient(engine: Target, normal: Callable[..., Tensor]) -> None:
     """grad E = xi - f(xi), for a number and for a beta of each head."""
-    state = normal(2, 3, 5, 4, generator=generator).requires_grad_()
-    stored = normal(2, 3, 7, 4, generator=generator)
+    state = normal(2, 3, 5, 4).requires_grad_()
+    stored = normal(2, 3, 7, 4)
     for beta in (0.8, torch.tensor([0.5, 1.0, 3.0], dtype=torch.float64)):
         energy = hopfield_energy(state, stored, beta=beta)
         (gradient,) = torch.autograd.grad(energy.sum(), state)
@@ -376,8 +375,8 @@ def test_energy_never_increases(
     seed: int, width: int, rows: int, queries: int, beta: float, size: float
 ) -> None:
     draw = torch.Generator().manual_seed(seed)
-    state = size * normal(queries, width, generator=draw)
-    stored = size * normal(rows, width, generator=draw)
+    state = size * torch.randn(queries, width, dtype=torch.float64, generator=draw)
+    stored = size * torch.randn(rows, width, dtype=torch.float64, generator=draw)
     before = hopfield_energy(state, stored, beta=beta)
     scale = before.abs().max() + state.square().sum(-1).max() + stored.square().sum(-1).max()
     for _ in range(6):
@@ -399,8 +398,8 @@ def test_the_order_of_the_patterns_does_not_matter(
     seed: int, rows: int, queries: int, grad: str
 ) -> None:
     draw = torch.Generator().manual_seed(seed)
-    state = normal(queries, 5, generator=draw)
-    stored = normal(rows, 5, generator=draw).requires_grad_()
+    state = torch.randn(queries, 5, dtype=torch.float64, generator=draw)
+    stored = torch.randn(rows, 5, dtype=torch.float64, generator=draw).requires_grad_()
     order = torch.randperm(rows, generator=draw)
     options: dict[str, Any] = {"beta": 0.7, "update_steps_max": 3, "grad": grad}
     out = hopfield_retrieve(state, stored, **options)

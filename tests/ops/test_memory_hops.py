@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,10 +26,6 @@ def is_the_equation(call: Call) -> None:
     assert got.keys() == want.keys()
     for name, x in got.items():
         torch.testing.assert_close(x, want[name], rtol=1e-10, atol=1e-12)
-
-
-def normal(*shape: int, generator: torch.Generator) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=generator)
 
 
 def test_one_hop_by_hand(engine: Target) -> None:
@@ -62,25 +59,25 @@ def test_hops_are_taken_in_order(engine: Target) -> None:
 @pytest.mark.parametrize("normalize", ["softmax", "none"])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_follows_the_equations(
-    engine: Target, activation: str | None, normalize: str, generator: torch.Generator
+    engine: Target, activation: str | None, normalize: str, normal: Callable[..., Tensor]
 ) -> None:
     def draw(*shape: int) -> Tensor:
-        return 0.5 * normal(*shape, generator=generator)
+        return 0.5 * normal(*shape)
 
     query, hop_proj = draw(3, 5), draw(2, 5, 5)
     for memories in ((draw(3, 7, 5), draw(3, 7, 5)), (draw(3, 2, 7, 5), draw(3, 2, 7, 5))):
         for projection in (None, hop_proj, hop_proj[0]):
             tensors = {"query": query, "in_memory": memories[0], "out_memory": memories[1]}
             rest = {"activation": activation, "normalize": normalize, "scale": 0.7}
-            grad = normal(3, 5, generator=generator)
+            grad = normal(3, 5)
             is_the_equation(Call(tensors | {"hop_proj": projection}, {"hops": 2} | rest, grad))
 
 
 def test_a_stack_is_each_output_and_the_next_input(
-    engine: Target, generator: torch.Generator
+    engine: Target, normal: Callable[..., Tensor]
 ) -> None:
-    stack, query = normal(2, 4, 6, 5, generator=generator), normal(2, 5, generator=generator)
-    grad = normal(2, 5, generator=generator)
+    stack, query = normal(2, 4, 6, 5), normal(2, 5)
+    grad = normal(2, 5)
     apart = {"query": query, "in_memory": stack[:, :3], "out_memory": stack[:, 1:]}
     want = check_hops.extended(naive, Call(apart, {"hops": 3}, grad))
     got = Call({"query": query, "in_memory": stack}, {"hops": 3}, grad).run(memory_hop_attention)
@@ -91,27 +88,27 @@ def test_a_stack_is_each_output_and_the_next_input(
     torch.testing.assert_close(got["grad of in_memory"], expected)
 
 
-def test_a_single_memory_is_its_own_output(engine: Target, generator: torch.Generator) -> None:
+def test_a_single_memory_is_its_own_output(engine: Target, normal: Callable[..., Tensor]) -> None:
     tensors = {
-        "query": normal(2, 5, generator=generator),
-        "in_memory": normal(2, 6, 5, generator=generator),
+        "query": normal(2, 5),
+        "in_memory": normal(2, 6, 5),
     }
-    is_the_equation(Call(tensors, {"hops": 3}, normal(2, 5, generator=generator)))
+    is_the_equation(Call(tensors, {"hops": 3}, normal(2, 5)))
 
 
 @pytest.mark.parametrize("dims", ["N", "BN", "1N", "BQN", "1QN", "B1N", "BQKN", "B1KN", "1QK1"])
 def test_masks_and_biases_of_every_shape(
-    engine: Target, dims: str, generator: torch.Generator
+    engine: Target, dims: str, normal: Callable[..., Tensor], generator: torch.Generator
 ) -> None:
     sizes = {"B": 2, "Q": 3, "K": 2, "N": 6, "1": 1}
     shape = [sizes[dim] for dim in dims]
-    query = normal(2, 3, 5, generator=generator)
-    memory = normal(2, 6, 5, generator=generator)
-    bias = normal(*shape, generator=generator)
+    query = normal(2, 3, 5)
+    memory = normal(2, 6, 5)
+    bias = normal(*shape)
     mask = torch.rand(shape, generator=generator) < 0.6
     full = {1: (1, 1, 1, 6), 2: (*shape[:1], 1, 1, 6), 3: (*shape[:2], 1, *shape[2:])}
     whole = [x.reshape(full.get(len(shape), shape)) for x in (mask, bias)]
-    grads = normal(2, 3, 5, generator=generator), normal(2, 3, 2, 6, generator=generator)
+    grads = normal(2, 3, 5), normal(2, 3, 2, 6)
     tensors = {"query": query, "in_memory": memory, "memory_mask": mask, "memory_bias": bias}
     got = Call(tensors, {"hops": 2, "need_weights": True}, *grads).run(memory_hop_attention)
     options = MemoryHopOptions(hops=2, weights=True)
@@ -122,9 +119,9 @@ def test_masks_and_biases_of_every_shape(
 
 
 @pytest.mark.parametrize("normalize", ["softmax", "none"])
-def test_gradients(engine: Target, normalize: str, generator: torch.Generator) -> None:
+def test_gradients(engine: Target, normalize: str, normal: Callable[..., Tensor]) -> None:
     def draw(*shape: int) -> Tensor:
-        return (0.7 * normal(*shape, generator=generator)).requires_grad_()
+        return (0.7 * normal(*shape)).requires_grad_()
 
     def f(query: Tensor, m: Tensor, c: Tensor, hop_proj: Tensor, bias: Tensor) -> Any:
         return memory_hop_attention(
@@ -146,10 +143,12 @@ def test_gradients(engine: Target, normalize: str, generator: torch.Generator) -
     assert torch.autograd.gradgradcheck(f, inputs)
 
 
-def test_weights_of_the_softmax_add_up_to_one(engine: Target, generator: torch.Generator) -> None:
+def test_weights_of_the_softmax_add_up_to_one(
+    engine: Target, normal: Callable[..., Tensor]
+) -> None:
     for dtype in FLOATS:
-        query = normal(2, 3, 9, generator=generator).to(dtype)
-        memory = normal(2, 40, 9, generator=generator).to(dtype)
+        query = normal(2, 3, 9).to(dtype)
+        memory = normal(2, 40, 9).to(dtype)
         _, p = memory_hop_attention(query, memory, hops=2, need_weights=True)
         assert p.shape == (2, 3, 2, 40)
         assert p.dtype == dtype
@@ -158,10 +157,10 @@ def test_weights_of_the_softmax_add_up_to_one(engine: Target, generator: torch.G
         )
 
 
-def test_nothing_seen_reads_nothing(engine: Target, generator: torch.Generator) -> None:
+def test_nothing_seen_reads_nothing(engine: Target, normal: Callable[..., Tensor]) -> None:
     for normalize in ("softmax", "none"):
-        query = normal(2, 5, generator=generator).requires_grad_()
-        memory = normal(2, 6, 5, generator=generator).requires_grad_()
+        query = normal(2, 5).requires_grad_()
+        memory = normal(2, 6, 5).requires_grad_()
         mask = torch.zeros(2, 6, dtype=torch.bool)
         mask[1] = True
         u, p = memory_hop_attention(
@@ -178,11 +177,15 @@ def test_nothing_seen_reads_nothing(engine: Target, generator: torch.Generator) 
 @pytest.mark.parametrize("normalize", ["softmax", "none"])
 @pytest.mark.parametrize("queries", [1, 3])
 def test_masked_memory_never_leaks(
-    engine: Target, normalize: str, queries: int, generator: torch.Generator
+    engine: Target,
+    normalize: str,
+    queries: int,
+    normal: Callable[..., Tensor],
+    generator: torch.Generator,
 ) -> None:
     for dtype in FLOATS:
-        query = normal(2, queries, 5, generator=generator).to(dtype).requires_grad_()
-        clean = 0.3 * normal(2, 9, 5, generator=generator).to(dtype)
+        query = normal(2, queries, 5).to(dtype).requires_grad_()
+        clean = 0.3 * normal(2, 9, 5).to(dtype)
         mask = torch.rand(2, 9, generator=generator) < 0.5
         mask[:, 0] = True
         poison = torch.tensor([math.nan, math.inf, -math.inf], dtype=dtype).repeat(3)
@@ -200,10 +203,10 @@ def test_masked_memory_never_leaks(
 
 
 def test_what_one_query_may_not_see_stays_from_it(
-    engine: Target, generator: torch.Generator
+    engine: Target, normal: Callable[..., Tensor]
 ) -> None:
-    query = normal(1, 2, 5, generator=generator)
-    memory = normal(1, 4, 5, generator=generator)
+    query = normal(1, 2, 5)
+    memory = normal(1, 4, 5)
     memory[0, 1] = math.nan
     mask = torch.ones(1, 2, 4, dtype=torch.bool)
     mask[0, 0, 1] = False
@@ -213,10 +216,10 @@ def test_what_one_query_may_not_see_stays_from_it(
         assert u[0, 1].isnan().all()
 
 
-def test_one_memory_for_all(engine: Target, generator: torch.Generator) -> None:
+def test_one_memory_for_all(engine: Target, normal: Callable[..., Tensor]) -> None:
     """A batch size of one, an expanded memory and a repeated one are the same."""
-    query = normal(4, 5, generator=generator)
-    one = normal(1, 6, 5, generator=generator).requires_grad_()
+    query = normal(4, 5)
+    one = normal(1, 6, 5).requires_grad_()
     results = []
     for memory in (one, one.expand(4, 6, 5), one.repeat(4, 1, 1)):
         u = memory_hop_attention(query, memory, hops=2)
@@ -242,10 +245,10 @@ def test_sizes_may_be_zero(engine: Target) -> None:
 
 @pytest.mark.parametrize("normalize", ["softmax", "none"])
 def test_the_order_of_the_rows_does_not_matter(
-    engine: Target, normalize: str, generator: torch.Generator
+    engine: Target, normalize: str, normal: Callable[..., Tensor], generator: torch.Generator
 ) -> None:
-    query = normal(2, 5, generator=generator)
-    memory = normal(2, 2, 30, 5, generator=generator)
+    query = normal(2, 5)
+    memory = normal(2, 2, 30, 5)
     order = torch.randperm(30, generator=generator)
     u, p = memory_hop_attention(query, memory, memory, hops=2, scale=0.3, need_weights=True)
     mixed = memory[:, :, order]

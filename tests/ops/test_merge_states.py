@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -32,10 +33,6 @@ ENGINES = [*targets(), Target("reference")]
 NAMES = ("out", "lse", "grad_out_a", "grad_lse_a", "grad_out_b", "grad_lse_b")
 
 
-def normal(*shape: int, generator: torch.Generator) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=generator)
-
-
 def partial(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
     return scaled_dot_product_attention(q, k, v, mask, return_lse=True)
 
@@ -46,11 +43,11 @@ def by_definition(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) ->
     return (a * out_a + b * out_b) / (a + b), (lse_a.exp() + lse_b.exp()).log()
 
 
-def states(dtype: torch.dtype, generator: torch.Generator) -> list[Tensor]:
+def states(dtype: torch.dtype, normal: Callable[..., Tensor]) -> list[Tensor]:
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     shape = (2, 3, 5)
-    made = [normal(*shape, 4, generator=generator).to(dtype) for _ in range(2)]
-    lses = [2 * normal(*shape, generator=generator).to(wide) for _ in range(2)]
+    made = [normal(*shape, 4).to(dtype) for _ in range(2)]
+    lses = [2 * normal(*shape).to(wide) for _ in range(2)]
     return [made[0], lses[0], made[1], lses[1]]
 
 
@@ -119,10 +116,10 @@ def test_the_same_bits_for_any_threads_and_batch(
 
 
 @pytest.mark.parametrize("target", targets(), ids=str)
-def test_a_result_beyond_the_caches(target: Target, generator: torch.Generator) -> None:
+def test_a_result_beyond_the_caches(target: Target, normal: Callable[..., Tensor]) -> None:
     """Whole vectors of it are streamed where they are aligned; here some are not."""
     size = (1200, 1000)
-    given = [normal(*size, generator=generator).float(), normal(size[0], generator=generator)]
+    given = [normal(*size).float(), normal(size[0])]
     given = [*given, given[0].flip(0), given[1].flip(0)]
     halves = [[x[n] for x in given] for n in (slice(0, 600), slice(600, 1200))]
     with target.active() as backend:
@@ -136,13 +133,15 @@ def test_a_result_beyond_the_caches(target: Target, generator: torch.Generator) 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("cut", [0, 1, 40, 90])
-def test_two_sets_of_keys_are_one(dtype: torch.dtype, cut: int, generator: torch.Generator) -> None:
+def test_two_sets_of_keys_are_one(
+    dtype: torch.dtype, cut: int, normal: Callable[..., Tensor], generator: torch.Generator
+) -> None:
     sizes = ((2, 3, 7, 8), (2, 3, 90, 8), (2, 3, 90, 4))
-    leaves = [normal(*size, generator=generator).to(dtype).requires_grad_() for size in sizes]
+    leaves = [normal(*size).to(dtype).requires_grad_() for size in sizes]
     mask = torch.rand(7, 90, generator=generator) < 0.5
     mask[0] = False  # masked in both sets
     mask[1, :cut] = False  # masked in the first
-    grads = [normal(2, 3, 7, 4, generator=generator).to(dtype), torch.randn(2, 3, 7)]
+    grads = [normal(2, 3, 7, 4).to(dtype), torch.randn(2, 3, 7)]
     grads[1][:, :, 0] = 0  # of a constant, -inf
     names = ("out", "lse", "grad_query", "grad_key", "grad_value")
 
@@ -170,10 +169,10 @@ def test_two_sets_of_keys_are_one(dtype: torch.dtype, cut: int, generator: torch
 
 @pytest.mark.parametrize("dtype", DTYPES[:1] + DTYPES[2:], ids=str)
 def test_values_and_derivatives(
-    engine: Target, dtype: torch.dtype, generator: torch.Generator
+    engine: Target, dtype: torch.dtype, normal: Callable[..., Tensor]
 ) -> None:
-    leaves = [x.requires_grad_() for x in states(dtype, generator)]
-    grads = [normal(*x.shape, generator=generator).to(x.dtype) for x in leaves[:2]]
+    leaves = [x.requires_grad_() for x in states(dtype, normal)]
+    grads = [normal(*x.shape).to(x.dtype) for x in leaves[:2]]
     found = with_gradients(NAMES, merge_states(*leaves), leaves, grads)
 
     def definition() -> dict[str, Tensor]:
@@ -184,17 +183,17 @@ def test_values_and_derivatives(
 
 
 @pytest.mark.filterwarnings("ignore::fastattn.FallbackWarning")  # forward mode
-def test_derivatives_of_both_orders(generator: torch.Generator) -> None:
-    given = [x.requires_grad_() for x in states(torch.float64, generator)]
+def test_derivatives_of_both_orders(normal: Callable[..., Tensor]) -> None:
+    given = [x.requires_grad_() for x in states(torch.float64, normal)]
     torch.autograd.gradcheck(merge_states, given, check_forward_ad=True, check_batched_grad=True)
     gradgradcheck(merge_states, given)
 
 
 @pytest.mark.parametrize("needed", list(itertools.product([False, True], repeat=4)), ids=str)
 def test_any_of_the_states_may_need_a_gradient(
-    engine: Target, needed: tuple[bool, ...], generator: torch.Generator
+    engine: Target, needed: tuple[bool, ...], normal: Callable[..., Tensor]
 ) -> None:
-    given = states(torch.float64, generator)
+    given = states(torch.float64, normal)
     whole = [x.clone().requires_grad_() for x in given]
     loss = lambda out, lse: out.sin().sum() + lse.cos().sum()  # noqa: E731
     want = torch.autograd.grad(loss(*merge_states(*whole)), whole)
@@ -208,9 +207,9 @@ def test_any_of_the_states_may_need_a_gradient(
 
 
 def test_where_both_are_empty_a_gradient_of_anything_is_zero(
-    engine: Target, generator: torch.Generator
+    engine: Target, normal: Callable[..., Tensor]
 ) -> None:
-    given = states(torch.float64, generator)
+    given = states(torch.float64, normal)
     for lse in given[1::2]:
         lse.fill_(-INF)
     leaves = [x.requires_grad_() for x in given]
@@ -221,9 +220,9 @@ def test_where_both_are_empty_a_gradient_of_anything_is_zero(
 
 @pytest.mark.parametrize("poison", [0.0, float("nan"), INF])
 def test_an_empty_state_contributes_nothing(
-    engine: Target, poison: float, generator: torch.Generator
+    engine: Target, poison: float, normal: Callable[..., Tensor]
 ) -> None:
-    out_a, lse_a, out_b, lse_b = states(torch.float64, generator)
+    out_a, lse_a, out_b, lse_b = states(torch.float64, normal)
     out_a[0], lse_a[0] = poison, -INF
     out_b[:, 0], lse_b[:, 0] = poison, -INF
     given = [x.requires_grad_() for x in (out_a, lse_a, out_b, lse_b)]
@@ -242,8 +241,8 @@ def test_an_empty_state_contributes_nothing(
     assert (grads[2][0, 1:] == 1).all()
 
 
-def test_large_and_distant_states(engine: Target, generator: torch.Generator) -> None:
-    out_a, _, out_b, _ = states(torch.float32, generator)
+def test_large_and_distant_states(engine: Target, normal: Callable[..., Tensor]) -> None:
+    out_a, _, out_b, _ = states(torch.float32, normal)
     lse_a, lse_b = torch.full((2, 3, 5), -1e4), torch.full((2, 3, 5), 3.0)
     out, lse = merge_states(out_a, lse_a, out_b, lse_b)
     assert torch.equal(out, out_b)
@@ -252,9 +251,9 @@ def test_large_and_distant_states(engine: Target, generator: torch.Generator) ->
     assert torch.equal(out, out_a)
 
 
-def test_order_and_grouping(engine: Target, generator: torch.Generator) -> None:
-    a, b = states(torch.float64, generator)[:2], states(torch.float64, generator)[:2]
-    c = states(torch.float64, generator)[2:]
+def test_order_and_grouping(engine: Target, normal: Callable[..., Tensor]) -> None:
+    a, b = states(torch.float64, normal)[:2], states(torch.float64, normal)[:2]
+    c = states(torch.float64, normal)[2:]
     for x, y in zip(merge_states(*a, *b), merge_states(*b, *a), strict=True):
         torch.testing.assert_close(x, y, rtol=1e-13, atol=1e-13)
     left, right = merge_states(*merge_states(*a, *b), *c), merge_states(*a, *merge_states(*b, *c))
@@ -262,8 +261,8 @@ def test_order_and_grouping(engine: Target, generator: torch.Generator) -> None:
         torch.testing.assert_close(x, y, rtol=1e-13, atol=1e-13)
 
 
-def test_packed_sequences(generator: torch.Generator) -> None:
-    q, k, v = (normal(9, 2, 4, generator=generator) for _ in range(3))
+def test_packed_sequences(normal: Callable[..., Tensor]) -> None:
+    q, k, v = (normal(9, 2, 4) for _ in range(3))
     starts, empty = torch.tensor([0, 4, 9]), torch.tensor([0, 0, 0])
     out, lse = fastattn.varlen_attention(q, k, v, starts, starts, return_lse=True)
     nothing = fastattn.varlen_attention(q, k[:0], v[:0], starts, empty, return_lse=True)
@@ -273,10 +272,10 @@ def test_packed_sequences(generator: torch.Generator) -> None:
 
 
 def test_results_have_the_memory_order_of_the_first_state(
-    backend: str, generator: torch.Generator
+    backend: str, normal: Callable[..., Tensor]
 ) -> None:
-    out = normal(2, 5, 3, 4, generator=generator).transpose(1, 2)
-    lse = normal(2, 5, 3, generator=generator).transpose(1, 2)
+    out = normal(2, 5, 3, 4).transpose(1, 2)
+    lse = normal(2, 5, 3).transpose(1, 2)
     for results in (
         merge_states(out, lse, out, lse),
         torch.compile(merge_states)(out, lse, out, lse),
