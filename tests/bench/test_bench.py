@@ -283,16 +283,16 @@ def test_a_list_that_names_nothing_is_refused(
     assert f"argument {flag}: {text!r} names nothing" in capsys.readouterr().err
 
 
-def test_without_a_command_the_commands_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_command_the_commands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench() == cli.USAGE
-    told = capsys.readouterr().err
-    assert all(name in told for name in ("run", "compare", "record", "list"))
+    printed = capsys.readouterr().err
+    assert all(name in printed for name in ("run", "compare", "record", "list"))
 
 
 def test_list_names_every_provider(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench("list") == cli.OK
-    told = capsys.readouterr().out
-    assert all(name in told for name in [*PROVIDERS, *PRESETS])
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in [*PROVIDERS, *PRESETS])
 
 
 # Arithmetic
@@ -394,7 +394,7 @@ def test_a_cell_of_a_result_may_be_older_than_a_size() -> None:
     assert "P=0" not in cell_of("decode", SMALL["decode"]).name
 
 
-def test_a_module_is_told_what_to_ignore() -> None:
+def test_a_module_gets_a_mask_of_what_to_ignore() -> None:
     cell = cell_of("mha", "B=3,L=8,E=8,H=2", mask="padding")
     ignored = inputs.make_inputs(cell, 0)["key_padding_mask"]
     assert (8 - ignored.sum(-1)).tolist() == padding_lengths(3, 8)
@@ -499,8 +499,8 @@ def test_beyond_the_measured_peak_is_impossible(capsys: pytest.CaptureFixture[st
     assert "1 row IMPOSSIBLE" in " ".join(display.closing(result, rows))
     assert measuring.exit_code("complete", rows) == cli.FAULTS
     assert measuring.exit_code("complete", rows[:1]) == cli.OK
-    told = capsys.readouterr().err
-    assert "ours ran at 125 % of the peak measured beside it, 95 % interval 125 to 125 %" in told
+    printed = capsys.readouterr().err
+    assert "ours ran at 125 % of the peak measured beside it, 95 % interval 125 to 125 %" in printed
     estimate = summary.summarise(a_result(rounds, method="torch.mm estimate"))[1]
     assert not estimate["impossible"]
 
@@ -716,13 +716,13 @@ def test_a_foreign_result_file_is_named(
     path = tmp_path / "strange.json"
     path.write_text(text, encoding="latin-1")
     assert bench("plot", str(path)) == cli.USAGE
-    told = capsys.readouterr().err
-    assert "strange.json" in told
-    assert named in told
+    printed = capsys.readouterr().err
+    assert "strange.json" in printed
+    assert named in printed
 
 
-def test_env_tells_what_decides_speed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_env_shows_what_decides_speed(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench("env") == cli.OK
-    told = json.loads(capsys.readouterr().out)
-    assert told["torch"] == torch.__version__
-    assert told["cpu"]
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["torch"] == torch.__version__
+    assert printed["cpu"]

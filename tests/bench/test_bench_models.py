@@ -288,7 +288,7 @@ def test_rows_tell_the_rate_the_share_and_what_can_be_gained() -> None:
     assert "1.33×" in table
 
 
-def test_the_documentation_tells_the_gain_and_its_limit() -> None:
+def test_the_documentation_states_the_gain_and_its_limit() -> None:
     result = a_measured_model(label="A model", passes="fwd+bwd")
     render = load_render()
     assert "| A model, forward + backward | 1.25× of 1.33× | – |" in render.readme_block(

@@ -42,12 +42,12 @@ def test_the_loop_over_tiles_does_what_it_counts(tmp_path: Path) -> None:
     count_tiles = ctypes.CDLL(str(library)).count_tiles
     count_tiles.restype = ctypes.c_double
     count = Count()
-    told = count_tiles(ctypes.byref(count), 3)
+    counted = count_tiles(ctypes.byref(count), 3)
     # Intel's manual: palette, start row, 14 reserved; 16 x bytes of a row; 16 x rows. Of palette 1
     # there are eight tiles, the rest is reserved and zero.
     rows_of_64_bytes = [64, 0] * 8 + [0] * 16
     assert list(count.config) == [1, *[0] * 15, *rows_of_64_bytes, *[16] * 8, *[0] * 8]
-    assert told == count.operations > 0
+    assert counted == count.operations > 0
     assert count.from_nothing == 0
     accumulated, read = list(count.accumulated), list(count.read)
     assert accumulated == [accumulated[0]] * 4 + [0] * 4  # four chains, all the same length

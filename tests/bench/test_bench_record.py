@@ -51,7 +51,7 @@ def test_a_module_is_recorded(module: type[nn.MultiheadAttention], tmp_path: Pat
         ]
 
 
-def test_calls_are_counted_and_told_apart_by_mask_dtype_and_gradient(tmp_path: Path) -> None:
+def test_calls_are_counted_by_mask_dtype_and_gradient(tmp_path: Path) -> None:
     path = tmp_path / "shapes.txt"
     q, kv = torch.randn(2, 4, 6, 8), torch.randn(2, 2, 9, 8)
     square = torch.ones(6, 6, dtype=torch.bool)

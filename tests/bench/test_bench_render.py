@@ -1,4 +1,4 @@
-"""The documentation's figures: rendered from raw results, which lie in their processor's folder."""
+"""The documentation's figures: rendered from raw results, in a folder for each processor."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_table_has_a_column_for_each_processor() -> None:
         assert line in block
 
 
-def test_a_result_lies_in_the_folder_of_its_processor(
+def test_a_result_is_in_the_folder_of_its_processor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     render = load_render()
@@ -135,8 +135,8 @@ def test_a_result_beyond_the_peak_is_not_rendered(
         result.environment |= {"cpu": "a processor", "cpu_flags": ["avx2"]}
         save_json(result, [], tmp_path / "a-fast-avx2" / f"{name}.json")
     assert render.main() == 1
-    told = capsys.readouterr().out
-    assert "a-fast-avx2/others.json has 2 rows beyond the peak: measure again" in told
+    printed = capsys.readouterr().out
+    assert "a-fast-avx2/others.json has 2 rows beyond the peak: measure again" in printed
 
 
 def test_what_linux_shows_and_does_not_let_use_is_no_flag(monkeypatch: pytest.MonkeyPatch) -> None:

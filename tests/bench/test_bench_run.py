@@ -83,10 +83,10 @@ def test_a_row_beyond_the_peak_fails_the_run(
         *("run", "--shapes", "B=1,H=8,L=256,D=64", "--threads", "1", "--rounds", "3", "--quiet"),
         *("--providers", "torch,fakes.remembering", "--json", str(tmp_path / "out.json")),
     )
-    told = capsys.readouterr()
-    assert status == cli.FAULTS, told.out
-    assert "IMPOSSIBLE: sdpa B=1,H=8,L=256,D=64 fp32 fwd: fakes.remembering ran at" in told.err
-    assert "1 row IMPOSSIBLE" in told.out
+    printed = capsys.readouterr()
+    assert status == cli.FAULTS, printed.out
+    assert "IMPOSSIBLE: sdpa B=1,H=8,L=256,D=64 fp32 fwd: fakes.remembering ran at" in printed.err
+    assert "1 row IMPOSSIBLE" in printed.out
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert [row["impossible"] for row in rows] == [False, True]
 
@@ -130,8 +130,8 @@ def test_bad_providers_are_named_and_the_good_survive(
         assert row["status"] == status, row
         assert reason in row["reason"]
         assert (row["ms"] is not None) == (status == "ok")
-    told = capsys.readouterr().out
-    assert "fakes.wrong WRONG in 1 cell." in told
+    printed = capsys.readouterr().out
+    assert "fakes.wrong WRONG in 1 cell." in printed
 
 
 @pytest.mark.slow
@@ -201,8 +201,8 @@ def test_a_run_writes_every_file(tmp_path: Path, capsys: pytest.CaptureFixture[s
         *("--out", str(tmp_path)),
     )
     assert code == cli.OK
-    told = capsys.readouterr().out
-    assert "3 of 3 cells" in told or "the same or unsure" in told
+    printed = capsys.readouterr().out
+    assert "3 of 3 cells" in printed or "the same or unsure" in printed
 
     document = json.loads((tmp_path / "results.json").read_text())
     assert document["format"] == results.FORMAT
@@ -233,7 +233,7 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
         *("--time-budget", "600", "--out", str(tmp_path), "--quiet"),
     ]
 
-    def heed_ctrl_c() -> None:  # whoever runs the tests in the background ignores it for us
+    def heed_ctrl_c() -> None:  # a shell ignores it for background jobs
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     with subprocess.Popen(
@@ -246,9 +246,9 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
             assert time.monotonic() < end
             time.sleep(0.1)
         process.send_signal(signal.SIGINT)
-        told, _ = process.communicate(timeout=60)
+        printed, _ = process.communicate(timeout=60)
     assert process.returncode == cli.INTERRUPTED
-    assert "The run was interrupted" in told
+    assert "The run was interrupted" in printed
     kept = results.load(tmp_path / "results.json")
     assert kept.ended == "interrupted"
     assert kept.cells[0].rounds
@@ -272,15 +272,15 @@ def test_a_full_disk_is_named_and_the_table_is_printed(
     (tmp_path / "results.jsonl").symlink_to("/dev/full")
     code = bench(*TINY_RUN, "--shapes", "H=1,L=4", "--out", str(tmp_path), "--json", "/dev/full")
     assert code == cli.UNWRITTEN
-    told, complaints = capsys.readouterr()
-    assert "1 results were compared" in told
+    printed, complaints = capsys.readouterr()
+    assert "1 results were compared" in printed
     assert (tmp_path / "results.csv").exists()
     for name in ("results.jsonl", "/dev/full"):
         assert f"{name}: No space left on device" in complaints
 
 
 @pytest.mark.slow
-def test_a_run_is_gone_on_with(
+def test_a_run_is_resumed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # However busy this machine is, the first run counts; the last one is measured again.
@@ -318,7 +318,7 @@ def test_the_folder_of_this_processor_stands_in_a_name(
 
 
 @pytest.mark.slow
-def test_whatever_ends_a_run_the_next_one_goes_on(
+def test_a_run_resumes_after_any_interruption(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fastattn.bench.summary.QUIET", 0.0)

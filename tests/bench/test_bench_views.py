@@ -82,16 +82,16 @@ def test_compare_fails_where_a_row_became_slower(
     before = saved(a_result(), tmp_path / "a.json")
     after = saved(a_result(scale), tmp_path / "b.json")
     assert bench("compare", str(before), str(after), "--fail-slower", limit) == code
-    told, complaints = capsys.readouterr()
-    assert told.count(f"fastattn: {verdict}") == 2
-    assert told.count("torch: SAME") == 2
+    printed, complaints = capsys.readouterr()
+    assert printed.count(f"fastattn: {verdict}") == 2
+    assert printed.count("torch: SAME") == 2
     assert complaints.count("WORSE by more than 5%") == (2 if code else 0)
     # A ratio to the baseline of the same run needs no equal machine.
     assert bench("compare", str(before), str(after), "--metric", "speedup") == cli.OK
     assert verdict in capsys.readouterr().out
 
 
-def test_compare_tells_what_was_not_the_same(
+def test_compare_names_what_was_not_the_same(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = a_result(lengths=(16, 64))
@@ -99,18 +99,18 @@ def test_compare_tells_what_was_not_the_same(
     before = saved(a_result(), tmp_path / "a.json")
     after = saved(other, tmp_path / "b.json")
     assert bench("compare", str(before), str(after), "--providers", "fastattn") == cli.OK
-    told = capsys.readouterr().out
-    assert "Not the same: torch: 2 and 3" in told
-    assert "Not the same: threads: 1 and 8" in told
-    assert "1 rows: 0 better, 0 worse, 1 the same" in told
-    assert "4 rows are in one result alone: sdpa B=1,H=2,L=32,D=8 fp32 fwd torch" in told
+    printed = capsys.readouterr().out
+    assert "Not the same: torch: 2 and 3" in printed
+    assert "Not the same: threads: 1 and 8" in printed
+    assert "1 rows: 0 better, 0 worse, 1 the same" in printed
+    assert "4 rows are in one result alone: sdpa B=1,H=2,L=32,D=8 fp32 fwd torch" in printed
     nothing = saved(a_result(lengths=(8,)), tmp_path / "c.json")
     assert bench("compare", str(before), str(nothing)) == cli.USAGE
     with pytest.raises(SystemExit):
         bench("compare", str(before), str(after), "--fail-slower", "often")
     capsys.readouterr()
-    assert bench("compare", str(before), str(after), "--providers", "nobody") == cli.USAGE
-    assert "'nobody': in both results are torch, fastattn" in capsys.readouterr().err
+    assert bench("compare", str(before), str(after), "--providers", "unknown") == cli.USAGE
+    assert "'unknown': in both results are torch, fastattn" in capsys.readouterr().err
 
 
 def test_a_noisy_change_is_unsure() -> None:
@@ -229,11 +229,11 @@ def test_the_roof_is_the_lower_of_arithmetic_and_memory(
     assert summary.summarise(cold)[1]["roof_gflops"] == pytest.approx(60)
     path = saved(cold, tmp_path / "cold.json")
     assert bench("roofline", str(path)) == cli.OK
-    told = capsys.readouterr().out
-    assert "reading memory      30.0 GB/s" in told
-    assert "copying it          25.0 GB/s  (25.0 to 25.0, torch copy)" in told
-    assert "the limit from 6.7 FLOP per byte on" in told
-    assert "sdpa B=1,H=2,L=16,D=8 fp32 fwd fastattn" in told
+    printed = capsys.readouterr().out
+    assert "reading memory      30.0 GB/s" in printed
+    assert "copying it          25.0 GB/s  (25.0 to 25.0, torch copy)" in printed
+    assert "the limit from 6.7 FLOP per byte on" in printed
+    assert "sdpa B=1,H=2,L=16,D=8 fp32 fwd fastattn" in printed
 
 
 def test_the_table_has_the_columns_that_are_asked_for() -> None:

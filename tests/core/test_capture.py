@@ -208,8 +208,8 @@ def test_weights_of_a_padded_batch_on_the_fast_path() -> None:
         finally:
             torch.backends.mha.set_fastpath_enabled(True)
     for name, (each,) in nested.items():
-        told = ~PADDING[:, None, :, None].expand_as(each)
-        torch.testing.assert_close(each, padded[name][0].where(told, 0.0))
+        real = ~PADDING[:, None, :, None].expand_as(each)
+        torch.testing.assert_close(each, padded[name][0].where(real, 0.0))
 
 
 @pytest.mark.parametrize("padding", [None, PADDING])

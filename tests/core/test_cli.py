@@ -235,7 +235,7 @@ def test_info_without_a_native_core(monkeypatch: pytest.MonkeyPatch) -> None:
     assert re.search(r"^backend cpu +not built: no C\+\+ compiler was found$", text, re.MULTILINE)
 
 
-def test_info_tells_when_the_kernels_have_changed_since_they_were_built(
+def test_info_reports_kernels_that_changed_since_they_were_built(
     native: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package = tmp_path / "fastattn"
@@ -272,9 +272,9 @@ def test_explain_takes_every_operator(op: str, capsys: pytest.CaptureFixture[str
     name = ops.get(op).FUNCTION
     passes = [p for p in ("fwd", "fwd+bwd") if p in ops.get(op).PASSES]
     assert cli.main(["explain", "--op", name, "--pass", ",".join(passes), "--dtype", "fp64"]) == 0
-    told = capsys.readouterr().out
-    assert op in told
-    assert told.count("runs") >= len(passes) or "calls no kernel" in told
+    printed = capsys.readouterr().out
+    assert op in printed
+    assert printed.count("runs") >= len(passes) or "calls no kernel" in printed
 
 
 def test_explain_agrees_with_the_library(capsys: pytest.CaptureFixture[str]) -> None:

@@ -164,9 +164,9 @@ def _imported_as(version: str) -> subprocess.CompletedProcess[str]:
 def test_a_version_out_of_range_is_refused_by_name(version: str) -> None:
     done = _imported_as(version)
     assert done.returncode == 1
-    told = done.stderr.splitlines()[-1]
-    assert told.startswith("ImportError: fastattn needs torch>=2.6,<3")
-    assert f"torch {version} is installed" in told
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("ImportError: fastattn needs torch>=2.6,<3")
+    assert f"torch {version} is installed" in last
     assert "AttributeError" not in done.stderr
 
 
@@ -251,14 +251,16 @@ def test_the_native_module_takes_the_runtime_of_torch(
 
 
 def test_info_warns_of_a_second_runtime() -> None:
-    def told(runtimes: list[str], shared: str | None) -> str:
+    def described(runtimes: list[str], shared: str | None) -> str:
         openmp = {"runtimes": runtimes, "shared": shared}
         return info.format_text({**info.collect(), "openmp": openmp})
 
     hashed, own = "libgomp-0123.so.1.0.0", "libgomp.so.1"
-    assert "WARNING" not in told([own], own)
-    assert "WARNING: 2 runtimes: libgomp-0123.so.1.0.0, libgomp.so.1" in told([hashed, own], None)
-    assert "libgomp.so.1 is loaded too" in told([hashed, own], hashed)
+    assert "WARNING" not in described([own], own)
+    assert "WARNING: 2 runtimes: libgomp-0123.so.1.0.0, libgomp.so.1" in described(
+        [hashed, own], None
+    )
+    assert "libgomp.so.1 is loaded too" in described([hashed, own], hashed)
 
 
 def test_info_sees_a_second_runtime(hashed_runtime: Path) -> None:

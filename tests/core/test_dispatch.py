@@ -89,7 +89,7 @@ def test_a_backend_that_is_not_built_is_passed_over_in_silence(replace_cpu: Any)
 
 
 @pytest.mark.parametrize("broken", [False, True], ids=["absent", "broken"])
-def test_a_native_module_that_cannot_be_loaded_is_told_of(broken: bool, tmp_path: Path) -> None:
+def test_a_native_module_that_cannot_be_loaded_is_reported(broken: bool, tmp_path: Path) -> None:
     """Absent is a choice, and silent; broken is not."""
     package = Path(fastattn.__file__).parent
     ignored = shutil.ignore_patterns("__pycache__", "*.so", "_build.json")
@@ -260,8 +260,8 @@ def test_explain_holds_every_backend_and_runs_none(replace_cpu: Any, op: Any) ->
     found = explain(op, q, k, v)
     assert found.runs == "reference"
     assert found.reasons["cpu"] == ["it is Sunday"]
-    told, _, order = str(found).partition("\n  order      ")
-    assert told == f"{OP} on cpu\n  cpu        it is Sunday\n  reference  runs"
+    lines, _, order = str(found).partition("\n  order      ")
+    assert lines == f"{OP} on cpu\n  cpu        it is Sunday\n  reference  runs"
     assert order.startswith("cpu, reference (")
     assert cpu.calls == []
 
@@ -278,7 +278,7 @@ def test_explain_knows_what_is_forced(replace_cpu: Any) -> None:
         assert explain(attention, q, k, v).runs == "reference"
 
 
-def test_explain_tells_of_learnable_slopes() -> None:
+def test_explain_names_learnable_slopes() -> None:
     found = explain(attention, *qkv(), alibi_slopes=torch.ones(2, requires_grad=True))
     assert found.runs == "reference"
     assert "alibi_slopes" in str(found) or "not built" in str(found)

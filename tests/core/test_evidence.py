@@ -121,7 +121,7 @@ def test_a_device_whose_backends_were_replaced_is_left_alone() -> None:
         assert order(torch.bfloat16) == ("cuda", "reference")
 
 
-def test_every_source_is_told_and_every_file_exists() -> None:
+def test_every_source_is_named_and_every_file_exists() -> None:
     root = Path(fastattn.__file__).parent.parent
     for entry in evidence._shipped():
         named = [
@@ -136,8 +136,8 @@ def test_what_this_processor_is() -> None:
     found = evidence.processor()
     assert found.device == "cpu"
     assert evidence.processor("cuda").device == "cuda"
-    told = info.collect()["cpu"]["features"]
-    assert found.features & set(info.CPU_FEATURES) <= set(told)
+    features = info.collect()["cpu"]["features"]
+    assert found.features & set(info.CPU_FEATURES) <= set(features)
 
 
 def test_the_processor_without_a_native_core(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,11 +185,11 @@ def test_the_users_own_entries_come_first(own: Path) -> None:
         assert order(torch.float16) == ("cpu", "reference")
         assert evidence.set_own([OWN]) == own
         assert order(torch.float16) == ("torch", "cpu", "reference")
-        told = dispatch.explanation(
+        choice = dispatch.explanation(
             ATTENTION, (torch.empty(1, 1, 4, 8).half(),) * 3 + (None,) * 3,
             AttentionOptions(scale=1.0),
         )  # fmt: skip
-        assert "your `fastattn tune` of 2026-11-22" in str(told)
+        assert "your `fastattn tune` of 2026-11-22" in str(choice)
     with be(AMX):  # another processor: a home folder may be shared
         assert order(torch.float16) == ("cpu", "reference")
         evidence.set_own([{**OWN, "name": ["Xeon"]}])
@@ -201,7 +201,7 @@ def test_the_users_own_entries_come_first(own: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("{", r"evidence\.json: Expecting"),
         ("[]", "no table of evidence of format 1"),
@@ -209,15 +209,15 @@ def test_the_users_own_entries_come_first(own: Path) -> None:
         ('{"format": 1, "entries": [{"choice": "isa"}]}', "entry 0: it needs choice, use"),
     ],
 )
-def test_a_broken_file_of_ones_own_is_told_and_passed_over(own: Path, text: str, told: str) -> None:
+def test_a_broken_user_file_is_reported_and_skipped(own: Path, text: str, message: str) -> None:
     own.parent.mkdir(parents=True)
     own.write_text(text)
-    with pytest.warns(UserWarning, match=f"not used: .*{told}.*tune --reset"), be(AMX):
+    with pytest.warns(UserWarning, match=f"not used: .*{message}.*tune --reset"), be(AMX):
         assert order(torch.bfloat16) == ("torch", "cpu", "reference")
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("changed", "message"),
     [
         ({"use": ["gpu"]}, "use must be a list of torch, cpu"),
         ({"use": "cpu"}, "use must be a list"),
@@ -228,8 +228,8 @@ def test_a_broken_file_of_ones_own_is_told_and_passed_over(own: Path, text: str,
         ({"speed": 3}, "unknown field 'speed'"),
     ],
 )
-def test_a_wrong_entry_is_named(changed: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_a_wrong_entry_is_named(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         evidence._checked({"format": 1, "entries": [{**OWN, **changed}]}, "here")
 
 
@@ -288,13 +288,13 @@ def test_each_dtype_has_its_own_instruction_set(restored: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spelled", "told"),
+    ("spelled", "message"),
     [("mmx", '"mmx" is not available'), ("baseline,half=baseline", '"half" is no dtype'),
      ("baseline,bfloat16", "must be dtype=instruction set"), ("baseline,float16=mmx", '"mmx"')],
 )  # fmt: skip
-def test_a_wrong_instruction_set_is_named(restored: Any, spelled: str, told: str) -> None:
+def test_a_wrong_instruction_set_is_named(restored: Any, spelled: str, message: str) -> None:
     before = restored.build_info()["isa"]
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         restored.set_isa(spelled)
     assert restored.build_info()["isa"] == before
 

@@ -218,8 +218,8 @@ def test_the_page_of_a_capture() -> None:
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 ASK = """<script>
-const told = [];
-const tell = () => told.push([at("pick").options.length, at("map").getAttribute("aria-label"),
+const states = [];
+const tell = () => states.push([at("pick").options.length, at("map").getAttribute("aria-label"),
   [...at("all").children].findIndex(b => b.getAttribute("aria-pressed") === "true")]);
 const change = (id, value) => { at(id).value = value; at(id).dispatchEvent(new Event("change")); };
 tell(); change("pick", 2); tell(); at("all").children[1].click(); tell();
@@ -228,7 +228,7 @@ at("map").dispatchEvent(new PointerEvent("pointermove",
   {clientX: at("map").getBoundingClientRect().left + shown.left + 1.5 * shown.cell,
    clientY: at("map").getBoundingClientRect().top + shown.top + 0.5 * shown.cell}));
 document.body.append(Object.assign(document.createElement("pre"),
-  {textContent: JSON.stringify([told, at("told").textContent])}));
+  {textContent: JSON.stringify([states, at("told").textContent])}));
 </script></body>"""
 
 
@@ -242,8 +242,8 @@ def test_the_pickers_in_a_browser(tmp_path: Path) -> None:
     options = "--headless=new --no-sandbox --disable-gpu --virtual-time-budget=2000 --dump-dom"
     command = [BROWSER, *options.split(), f"--user-data-dir={tmp_path}/profile", page.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    told, cell = json.loads(Page(done.stdout).texts["pre"][0])
-    assert told == [
+    states, cell = json.loads(Page(done.stdout).texts["pre"][0])
+    assert states == [
         [3, "one, mean of 2: 3 queries by 4 keys", 0],
         [3, "one, head 2: 3 queries by 4 keys", 2],
         [3, "one, head 1: 3 queries by 4 keys", 1],

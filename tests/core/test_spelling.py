@@ -26,7 +26,7 @@ LONG = ("float32", "bfloat16", "float16", "float64")
         *(("fp64", "fp64"), ("float64", "fp64"), ("double", "fp64")),
     ],
 )
-def test_a_dtype_is_found_in_the_spelling_of_whoever_asks(given: str, short: str) -> None:
+def test_a_dtype_is_found_in_every_spelling(given: str, short: str) -> None:
     assert spelling.dtypes([given], SHORT) == [short]
     assert spelling.dtypes([given], LONG) == [LONG[SHORT.index(short)]]
 
@@ -80,11 +80,11 @@ def test_bench_and_explain(flags: tuple[str, ...], capsys: pytest.CaptureFixture
     args = parsed(bench_cli, "run", *flags, "--pass", "fwd")
     assert {(cell.op, cell.dtype) for cell in selection.cells_of(args)} == expected
     assert cli.main(["explain", *flags, "--pass", "fwd"]) == 0
-    told = capsys.readouterr().out
-    assert told.count("scaled_dot_product_attention on cpu") == 2
-    assert told.count("decode_attention on cpu") == 2
+    printed = capsys.readouterr().out
+    assert printed.count("scaled_dot_product_attention on cpu") == 2
+    assert printed.count("decode_attention on cpu") == 2
     for dtype in ("fp32", "bf16"):
-        assert told.count(f" {dtype} fwd:") == 2
+        assert printed.count(f" {dtype} fwd:") == 2
 
 
 def test_a_line_of_a_file_of_shapes(tmp_path: Any) -> None:
@@ -133,7 +133,7 @@ def test_every_command_refuses_what_no_one_knows(
     except SystemExit as stop:
         status = stop.code
     assert status == 2
-    told = capsys.readouterr().err
-    assert flag in told
-    assert repr(value.partition(",")[2]) in told
-    assert "fp32" in told if flag == "--dtype" else "sdpa" in told
+    printed = capsys.readouterr().err
+    assert flag in printed
+    assert repr(value.partition(",")[2]) in printed
+    assert "fp32" in printed if flag == "--dtype" else "sdpa" in printed

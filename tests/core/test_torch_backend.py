@@ -384,5 +384,5 @@ def test_the_gpu_kernels_are_called_as_their_signatures_say() -> None:
             (None, True, "bottom right"),
         ):
             fewer = torch.empty(2, 2, 8, 64, dtype=torch.bfloat16, device="cuda")
-            (told,) = _torch_cuda.why_not(query, fewer, fewer, mask, causal)
-            assert reason in told
+            (why,) = _torch_cuda.why_not(query, fewer, fewer, mask, causal)
+            assert reason in why

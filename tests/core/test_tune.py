@@ -45,10 +45,10 @@ def test_it_descends_to_the_fastest_past_what_does_not_run() -> None:
             raise RuntimeError("out of shared memory")
         return abs(launch.BM - 32) + 2 * abs(launch.warps - 4) + launch.stages + 100 / launch.BN
 
-    told: list[str] = []
-    found = fastest("forward", Launch(128, 16, 8, 3), lambda: None, measure, told.append)
+    messages: list[str] = []
+    found = fastest("forward", Launch(128, 16, 8, 3), lambda: None, measure, messages.append)
     assert found == Launch(32, 64, 4, 1)
-    assert any("does not run: RuntimeError" in line for line in told)
+    assert any("does not run: RuntimeError" in line for line in messages)
     assert _table.choose("sm_90", "forward", 16, 64) == Launch(128, 64, 8, 3)
 
 
@@ -66,7 +66,7 @@ def own_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_a_table_of_ones_own_goes_before(own_table: Path) -> None:
+def test_a_table_of_the_user_comes_first(own_table: Path) -> None:
     own_table.write_text(json.dumps({"sm_90": {"forward": {"16": [[128, [64, 32, 4, 2]]]}}}))
 
     def chosen(*key: Any) -> Any:
@@ -88,7 +88,7 @@ def test_another_chip_has_the_table_of_the_nearest(architecture: str, nearest: s
     assert _table.table_of(architecture) is _table.ARCHITECTURES[nearest]
 
 
-def test_only_ptxas_is_told_to_take_registers() -> None:
+def test_only_ptxas_gets_a_number_of_registers() -> None:
     """What AMD's compiler does not know as an option would be an error."""
     launches = [
         launch

@@ -49,9 +49,9 @@ def test_it_measures_the_processor_and_can_be_undone(
 ) -> None:
     before = native.build_info()["isa"]
     assert cli.main(["tune", "--device", "cpu"]) == 0
-    told = capsys.readouterr().out
-    assert f"written to {own}" in told
-    assert "--reset" in told
+    printed = capsys.readouterr().out
+    assert f"written to {own}" in printed
+    assert "--reset" in printed
     assert native.build_info()["isa"] == before
     entries = json.loads(own.read_text())["entries"]
     kinds = {(entry["choice"], entry["dtype"][0]) for entry in entries}

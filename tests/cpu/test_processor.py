@@ -58,16 +58,16 @@ def test_this_processor_is_the_one_that_linux_shows():
     for line in CPUINFO.read_text().splitlines():
         key, _, value = line.partition(":")
         shown.setdefault(key.strip(), value.strip())
-    told = _cpu.processor()
-    assert told["vendor"] == shown["vendor_id"]
-    assert told["family"] == int(shown["cpu family"])
-    assert told["model"] == int(shown["model"])
-    assert told["brand"] == shown["model name"]
+    found = _cpu.processor()
+    assert found["vendor"] == shown["vendor_id"]
+    assert found["family"] == int(shown["cpu family"])
+    assert found["model"] == int(shown["model"])
+    assert found["brand"] == shown["model name"]
     known = AVX2_NAMES | AVX512_NAMES | TILE_NAMES | {"amx_fp16"}
     flags = known & set(shown["flags"].split())
     tiles = {name for name in flags if name.startswith("amx_")}
     # A sandbox may refuse the tiles of a processor that has them.
-    assert set(told["features"]) in (flags, flags - tiles)
+    assert set(found["features"]) in (flags, flags - tiles)
 
 
 def test_every_supported_instruction_set_has_its_features():

@@ -158,10 +158,10 @@ def check_weights_beside_product(name: str, lines: list[str]) -> None:
 
 def test_every_source_has_a_documented_count() -> None:
     assert sorted(map(sass.name_of, sass.SOURCES)) == sorted(sass.KERNELS)
-    told = (ROOT / "docs/cuda-kernels.md").read_text()
+    page = (ROOT / "docs/cuda-kernels.md").read_text()
     everywhere, for_hopper = sass.documented()
-    assert f"{everywhere} an architecture" in told
-    assert f"{for_hopper} for Hopper alone" in told
+    assert f"{everywhere} an architecture" in page
+    assert f"{for_hopper} for Hopper alone" in page
 
 
 def test_the_module_needs_no_header_of_cuda() -> None:
@@ -175,9 +175,9 @@ def test_the_module_needs_no_header_of_cuda() -> None:
 
 def test_the_page_on_hopper_has_the_numbers_of_the_source() -> None:
     made = runpy.run_path(str(ROOT / "docs/make_hopper_picture.py"))
-    told = (ROOT / "docs/hopper.md").read_text()
+    page = (ROOT / "docs/hopper.md").read_text()
     for table in "\n".join(made["tables"]()).split("\n\n"):
-        assert table in told
+        assert table in page
 
 
 @needs_nvcc

@@ -157,7 +157,7 @@ def _cases() -> Iterator[Case]:
         hidden = replace(hidden, slow=d > 64)
         yield replace(hidden, name=f"nan-masked-{d}", mask="padding", mask_dims="bk")
         yield replace(hidden, name=f"nan-rows-{d}", mask="tril", q_len=100, dropout_p=0.5)
-    # A delta that is summed anew.
+    # A delta that is computed again.
     for d, dv in ((64, 64), (72, 128), (136, 40), (200, 200)):
         delta = replace(base, head_dim=d, value_dim=dv, weights=1, grads=("out", "lse", "weights"))
         yield replace(delta, name=f"delta-{d}-{dv}", mask="float_inf", mask_grad=True, slow=d == 72)

@@ -198,12 +198,12 @@ MUTANTS = [
         for name, old, new in mutants
     ),
     *(
-        Mutant(*told, table="hopper", sources=("hopper/sdpa_forward",))
-        for told in hopper_mutants.MUTANTS
+        Mutant(*fields, table="hopper", sources=("hopper/sdpa_forward",))
+        for fields in hopper_mutants.MUTANTS
     ),
     *(
-        Mutant(*told, table="hopper_backward", sources=("hopper/sdpa_backward",))
-        for told in hopper_mutants.BACKWARD
+        Mutant(*fields, table="hopper_backward", sources=("hopper/sdpa_backward",))
+        for fields in hopper_mutants.BACKWARD
     ),
 ]  # fmt: skip
 

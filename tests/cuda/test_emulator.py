@@ -273,7 +273,7 @@ def test_a_named_barrier_waits_for_its_own_threads(run: Run) -> None:
 
 
 def swizzled(rows: Tensor) -> Tensor:
-    """Rows of 64 elements of 16 bits as they lie in shared memory with the 128-byte swizzle.
+    """Rows of 64 elements of 16 bits in shared memory, with the 128-byte swizzle.
 
     The manual's figure "128-byte swizzle mode": 16-byte chunk c of row r of 8 is at c xor r.
     """

@@ -95,14 +95,14 @@ def test_the_most_recent_sentence_comes_first(data: ModuleType) -> None:
     assert both.stories.shape == (3, 2, 7)
     assert data.vectorize([questions], memory_size=50)[0][0].stories.shape == (3, 4, 7)
 
-    def told(n: int, slot: int) -> str:
+    def sentence(n: int, slot: int) -> str:
         return " ".join(words[t] for t in both.stories[n, slot].tolist() if t)
 
-    assert told(0, 0) == "john went to the hallway"
-    assert told(0, 1) == "mary moved to the bathroom"
-    assert told(1, 0) == "daniel gave the apple to john"  # the oldest is forgotten
-    assert told(1, 1) == "john went to the hallway"
-    assert told(2, 1) == ""
+    assert sentence(0, 0) == "john went to the hallway"
+    assert sentence(0, 1) == "mary moved to the bathroom"
+    assert sentence(1, 0) == "daniel gave the apple to john"  # the oldest is forgotten
+    assert sentence(1, 1) == "john went to the hallway"
+    assert sentence(2, 1) == ""
     assert [words[a] for a in both.answers.tolist()] == ["bathroom", "apple,milk", "no"]
     assert both.support.tolist() == [[False, True], [True, True], [False, False]]
 
@@ -118,9 +118,9 @@ def test_made_up_stories_are_right(data: ModuleType) -> None:
                 where[person] = rest[-1]
         holder = carrier[question.words[-1]]
         assert question.answer == where[holder]
-        taken, told = (question.story[n] for n in question.support)
+        taken, gone = (question.story[n] for n in question.support)
         assert taken == (holder, "took", "the", question.words[-1], "there")
-        assert told == (holder, "went", "to", "the", question.answer)
+        assert gone == (holder, "went", "to", "the", question.answer)
     assert data.invent(5, seed=1) == data.invent(5, seed=1)
 
 

@@ -40,7 +40,7 @@ def test_recalls_what_was_hidden(example: ModuleType) -> None:
         assert all(after <= before + 1e-4 for before, after in itertools.pairwise(curve))
 
 
-def test_goes_on_where_it_was(example: ModuleType, tmp_path: Path) -> None:
+def test_resumes_where_it_was_stopped(example: ModuleType, tmp_path: Path) -> None:
     out = tmp_path / "results.json"
     example.main([*SMALL[:-1], "--out", str(out)])
     first = json.loads(out.read_text())["rows"]

@@ -150,7 +150,7 @@ def test_reads_a_file(translation: ModuleType, data: ModuleType, tmp_path: Path)
     text = "".join(f"{' '.join(pair.source)}\t{' '.join(pair.target)}\n" for pair in pairs)
     file.write_text(text)
     report = translation.main(["--data", str(file), *SMALL])
-    assert "aligned" not in report  # nobody knows which word comes from which
+    assert "aligned" not in report  # the file does not say which word comes from which
     file.write_text("a\tb\n")
     with pytest.raises(ValueError, match=r"pairs\.tsv: 1 pairs are too few"):
         translation.main(["--data", str(file), *SMALL])

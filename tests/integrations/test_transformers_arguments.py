@@ -18,7 +18,7 @@ def query_key_value() -> tuple[Tensor, Tensor, Tensor]:
     return torch.randn(3, 2, 4, 6, 8, generator=g).unbind()  # three times [B, H, L, D]
 
 
-def test_a_model_hands_on_labels() -> None:
+def test_a_model_passes_labels_on() -> None:
     """PaliGemma hands them to its language model, down to the attention of Gemma."""
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
     text = {

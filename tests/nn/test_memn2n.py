@@ -98,14 +98,14 @@ def test_an_empty_sentence_is_a_memory_of_zeros(backend: str) -> None:
     query = fastattn.encode_memory(questions[:, None], network.embedding[0]).squeeze(1)
     rows = network.temporal[0, :7]
     memory = fastattn.encode_memory(stories, network.embedding[0], temporal=rows)
-    told = torch.einsum("bnd,bd->bn", memory, query).exp() * (stories != 0).any(-1)
+    shares = torch.einsum("bnd,bd->bn", memory, query).exp() * (stories != 0).any(-1)
     empty = (stories == 0).all(-1).sum(1, keepdim=True)
     _, weights = network(stories, questions, need_weights=True)
     _, masked_weights = masked(stories, questions, need_weights=True)
     seen = (stories != 0).any(-1)
-    want = told / (told.sum(1, keepdim=True) + empty)
+    want = shares / (shares.sum(1, keepdim=True) + empty)
     torch.testing.assert_close(weights[:, 0][seen], want[seen])
-    torch.testing.assert_close(masked_weights[:, 0], told / told.sum(1, keepdim=True))
+    torch.testing.assert_close(masked_weights[:, 0], shares / shares.sum(1, keepdim=True))
 
 
 @pytest.mark.parametrize("mask_empty", [False, True])
@@ -241,14 +241,14 @@ def test_empty_memories_keep_the_order() -> None:
         stories[b, :n] = torch.arange(1, n + 1).unsqueeze(-1)
     noisy = insert_empty_memories(stories, 0.2, limit=12)
     assert noisy.shape == (2000, 12, 2)
-    told = noisy[..., 0] > 0
-    assert torch.equal(told.sum(1), lengths)
-    span = told.long() * torch.arange(1, 13)
+    filled = noisy[..., 0] > 0
+    assert torch.equal(filled.sum(1), lengths)
+    span = filled.long() * torch.arange(1, 13)
     inserted = (span.amax(1) - lengths).clamp(min=0)
     assert (inserted <= (0.2 * lengths).ceil()).all()
     assert set(inserted[lengths == 10].tolist()) == {0, 1, 2}
     for b, n in enumerate(lengths.tolist()):
-        assert noisy[b][told[b]][:, 0].tolist() == list(range(1, n + 1))
+        assert noisy[b][filled[b]][:, 0].tolist() == list(range(1, n + 1))
     # A tenth of the places is empty just as likely anywhere.
     full = noisy[lengths == 10][:, :10]
     empty = (full[..., 0] == 0).float().mean(0)

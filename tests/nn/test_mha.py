@@ -279,7 +279,7 @@ def test_sizes_of_zero(shape: tuple[int, int, int], batch_first: bool, need_weig
 
 @pytest.mark.parametrize("need_weights", [True, False])
 @pytest.mark.parametrize("how", ["attn_mask", "key_padding_mask", "both", "floating", "merged"])
-def test_a_row_that_sees_nothing(how: str, need_weights: bool, backend: str) -> None:
+def test_a_fully_masked_row(how: str, need_weights: bool, backend: str) -> None:
     """Attention 0, so out_proj.bias; weights 0; no gradient through the row, and none is NaN."""
     torch.manual_seed(0)
     fused = MultiheadAttention(EMBED, HEADS, batch_first=True)

@@ -135,7 +135,7 @@ def test_one_product_for_inputs_that_are_one_tensor(
 
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_nothing_is_copied_on_the_way(batch_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Heads are views of the projections, and the output lies as the next projection reads it."""
+    """Heads are views of the projections; the output has the layout that the next one reads."""
     memory: list[int] = []
 
     def projected(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -270,10 +270,8 @@ def test_masks_are_never_expanded(passed: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("floating", [False, True])
-def test_a_hint_that_the_mask_bears_out_replaces_it(
-    floating: bool, passed: list[dict[str, Any]]
-) -> None:
-    """With padding or weights PyTorch reads the mask; if it is causal, nobody has to."""
+def test_a_correct_hint_replaces_the_mask(floating: bool, passed: list[dict[str, Any]]) -> None:
+    """With padding or weights PyTorch reads the mask; a causal one needs no reading."""
     fused = MultiheadAttention(EMBED, HEADS, batch_first=True)
     future = torch.ones(6, 6, dtype=torch.bool).triu(1)
     padding = torch.zeros(3, 6, dtype=torch.bool)

@@ -35,7 +35,7 @@ def onednn_at_any_size(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     evidence.forget()
 
 
-# Ways to lie in memory, each from a contiguous [2M, 2K]: all [M, K].
+# Memory layouts, each made from a contiguous [2M, 2K]: all are [M, K].
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda x: x[: len(x) // 2, : x.shape[1] // 2].contiguous(),
     "columns": lambda x: x[: len(x) // 2, x.shape[1] // 2 :],

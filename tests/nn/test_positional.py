@@ -172,7 +172,7 @@ def test_compiles_without_a_break(x: Tensor) -> None:
             torch.testing.assert_close(compiled(y, **call), module(y, **call))
 
 
-def test_repr_tells_the_options() -> None:
+def test_repr_shows_the_options() -> None:
     text = repr(SinusoidalPositionalEncoding(8, scale="sqrt_dim", padding_idx=1, layout="marian"))
     assert "8, scale=2.82843, batch_first=True, layout='marian', max_timescale=10000" in text
     assert "padding_idx=1" in text

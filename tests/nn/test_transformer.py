@@ -158,8 +158,8 @@ def test_causal_needs_no_mask(training: bool, padding: Tensor | None, length: in
     with torch.set_grad_enabled(training):
         out = encoder(x, src_key_padding_mask=padding, is_causal=True)
         expected = stock(x, FUTURE(length, **DOUBLE), padding)
-    told = ... if padding is None else ~padding
-    torch.testing.assert_close(out[told], expected[told], rtol=1e-9, atol=1e-9)
+    real = ... if padding is None else ~padding
+    torch.testing.assert_close(out[real], expected[real], rtol=1e-9, atol=1e-9)
 
 
 def test_what_is_padded_is_not_read() -> None:
@@ -232,7 +232,7 @@ def test_steps_unbatched() -> None:
 
 
 @torch.no_grad()
-def test_a_selection_goes_on_as_itself() -> None:
+def test_a_selected_cache_continues_its_own_sequences() -> None:
     model = stacks(fastattn.nn).decoder
     index = torch.tensor([2, 0, 2, 1])
     cache = model.new_cache()
@@ -327,8 +327,8 @@ def test_logits_are_those_of_the_formula(first: bool) -> None:
         memory_key_padding_mask=SRC == 0,
     )
     out = model(SRC, TGT) if first else model(SRC.T, TGT.T).transpose(0, 1)
-    told = TGT != 0
-    torch.testing.assert_close(out[told], (vectors @ table.T)[told], rtol=1e-9, atol=1e-9)
+    real = TGT != 0
+    torch.testing.assert_close(out[real], (vectors @ table.T)[real], rtol=1e-9, atol=1e-9)
 
 
 @torch.no_grad()
@@ -493,8 +493,8 @@ def test_compiles_with_inductor() -> None:
     compiled_agrees(model, "inductor")
     compiled = torch.compile(model.eval(), fullgraph=True)
     with torch.no_grad():
-        told = TGT != 0
-        torch.testing.assert_close(compiled(SRC, TGT)[told], model(SRC, TGT)[told])
+        real = TGT != 0
+        torch.testing.assert_close(compiled(SRC, TGT)[real], model(SRC, TGT)[real])
 
 
 @pytest.mark.slow
@@ -508,8 +508,8 @@ def test_steps_compile() -> None:
             step(each, memory, memory_key_padding_mask=SRC == 0, cache=cache)
             for each in TGT.split(1, 1)
         ]
-    told = TGT != 0
-    torch.testing.assert_close(torch.cat(out, 1)[told], expected[told])
+    real = TGT != 0
+    torch.testing.assert_close(torch.cat(out, 1)[real], expected[real])
 
 
 def test_layer_attention_is_the_drop_in_otherwise() -> None:

@@ -165,7 +165,7 @@ def test_masks_add_up(backend: str) -> None:
     torch.testing.assert_close(got, additive_attention(*args, both))
 
 
-def test_a_query_that_sees_nothing_gives_zero_and_no_gradient(backend: str) -> None:
+def test_a_fully_masked_row_gives_zero_and_no_gradient(backend: str) -> None:
     for dtype in FLOATS:
         args = operands(2, 3, 5, 4, 2, dtype=dtype, grad=True)
         mask = torch.ones(2, 3, 5, dtype=torch.bool)
@@ -183,7 +183,7 @@ def test_a_query_that_sees_nothing_gives_zero_and_no_gradient(backend: str) -> N
 
 
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
-def test_a_bad_key_or_value_reaches_only_those_who_see_it(target: Target, bad: float) -> None:
+def test_a_bad_key_or_value_reaches_only_queries_that_see_it(target: Target, bad: float) -> None:
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         args = operands(1, 9, 40, 6, 5, dtype=dtype, grad=True)
         mask = torch.ones(9, 40, dtype=torch.bool)

@@ -25,7 +25,7 @@ CASES: dict[str, tuple[tuple[int, int, int, int, int], dict[str, Any]]] = {
     ),
     "window": ((1, 2, 2, 200, 200), {"window": (9, 3), "softcap": 5.0}),
     "alibi": ((2, 2, 2, 100, 90), {"alibi_slopes": torch.tensor([0.5, 0.1]), "scale": 0.3}),
-    "nobody": ((1, 1, 1, 130, 20), {"window": (2, 2)}),
+    "masked-rows": ((1, 1, 1, 130, 20), {"window": (2, 2)}),
     "no-queries": ((1, 2, 2, 0, 5), {}),
     "no-keys": ((1, 2, 2, 5, 0), {}),
 }

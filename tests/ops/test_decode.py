@@ -57,7 +57,9 @@ def test_threads_and_batch_mates_change_no_bit(
         assert torch.equal(lse[0], whole[1][b])
 
 
-def test_bits_do_not_depend_on_where_pages_lie(target: Target, generator: torch.Generator) -> None:
+def test_bits_do_not_depend_on_the_order_of_pages(
+    target: Target, generator: torch.Generator
+) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         query = torch.randn(3, 8, 1, 40, generator=generator).to(dtype)
         key, value = torch.randn(2, 3, 2, 1400, 40, generator=generator).to(dtype)

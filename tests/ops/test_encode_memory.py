@@ -57,7 +57,7 @@ def test_by_hand(engine: Target) -> None:
     assert got.tolist() == [[[8.0, 12.0], [106.0, 108.0], [200.0, 200.0]]]
 
 
-def test_factors_are_what_is_said() -> None:
+def test_factors_follow_their_formulas() -> None:
     words, dim = 5, 7
     position, centered, bow = (
         encoding_factors(name, words, dim, dtype=torch.float64)
@@ -284,8 +284,8 @@ def test_the_sparse_gradient_has_the_bits_of_the_dense(
         assert torch.equal(dense, sparse_.to_dense())
     gradient = grads[1][1]
     assert gradient.is_sparse
-    told = set(tokens.flatten().tolist()) - {padding}
-    assert gradient._nnz() == len(told) * (tables or 1)
+    words_read = set(tokens.flatten().tolist()) - {padding}
+    assert gradient._nnz() == len(words_read) * (tables or 1)
     once = gradient.coalesce()
     assert once._nnz() == gradient._nnz()
     torch.sparse_coo_tensor(once.indices(), once.values(), shape, check_invariants=True)

@@ -56,8 +56,8 @@ def test_only_the_temporal_rows_are_trained(backend: str) -> None:
     encode(tokens, weight, temporal).sum().backward()
     assert weight.grad is None
     assert temporal.grad is not None
-    told = (tokens != 0).any(-1).sum(0).double()  # sentences that have a word
-    assert torch.equal(temporal.grad, told[None, :, None].expand(2, 3, 5))
+    filled = (tokens != 0).any(-1).sum(0).double()  # sentences that have a word
+    assert torch.equal(temporal.grad, filled[None, :, None].expand(2, 3, 5))
 
 
 @pytest.mark.parametrize("tables", TABLES)
@@ -149,7 +149,7 @@ def test_opcheck(backend: str, strided: bool) -> None:
 
 
 def test_inference_mode_leaves_nothing_behind(backend: str) -> None:
-    """Kept factors are ordinary tensors, whoever asked first."""
+    """Cached factors are ordinary tensors, even if inference mode made them."""
     tokens = torch.ones(1, 1, 13, dtype=torch.int64)
     weight = torch.randn(3, 17, requires_grad=True)
     with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""hard_attention: what is drawn, how often, and what the estimators hand on."""
+"""hard_attention: what is drawn, how often, and the gradients of the estimators."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def test_rows_that_do_not_exist_are_not_seen(target: Target) -> None:
             assert all(a is b or torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
-def test_nan_reaches_only_who_sees_it(backend: str) -> None:
+def test_nan_reaches_only_the_keys_of_its_window(backend: str) -> None:
     query, key, value, first, seen, factor = operands()
     query.data[0, 2] = float("nan")  # whose window is of keys 3 to 6
     seen[0, 2] = torch.tensor([True, False, True, False])

@@ -157,7 +157,7 @@ def test_weights_of_the_softmax_add_up_to_one(
         )
 
 
-def test_nothing_seen_reads_nothing(engine: Target, normal: Callable[..., Tensor]) -> None:
+def test_a_fully_masked_memory_reads_nothing(engine: Target, normal: Callable[..., Tensor]) -> None:
     for normalize in ("softmax", "none"):
         query = normal(2, 5).requires_grad_()
         memory = normal(2, 6, 5).requires_grad_()

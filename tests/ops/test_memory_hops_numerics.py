@@ -163,7 +163,7 @@ def test_where_one_row_has_most_of_the_weight_gradients_are_as_exact_as_rounding
 
 @pytest.mark.parametrize("queries", [1, 8])
 def test_a_query_of_nan_stays_alone(target: Target, queries: int) -> None:
-    """One that sees nothing reaches no gradient; one of a row that is hidden, not that row's."""
+    """A fully masked query passes no gradient, and no query passes any to a masked row."""
     query = torch.randn(2, queries, 6)
     query[0] = float("nan")
     query.requires_grad_()

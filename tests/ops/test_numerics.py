@@ -237,7 +237,7 @@ def test_parts_of_the_keys_merge_through_lse(
 
 
 @floats
-def test_lse_is_handed_over_in_float64(any_backend: ModuleType, dtype: torch.dtype) -> None:
+def test_lse_is_saved_in_float64(any_backend: ModuleType, dtype: torch.dtype) -> None:
     """Backward computes the weights from it: rounded to float32 it would make them all wrong."""
     inputs = make_inputs(WAYS["square"], dtype)
     lse = any_backend.scaled_dot_product_attention(*inputs.forward_args(), options=inputs.options)[
@@ -285,16 +285,16 @@ def test_a_gradient_of_zero_gives_zero(any_backend: ModuleType, dtype: torch.dty
             assert (found == 0).all(), name
 
 
-# -- queries that see nothing, NaN and inf --------------------------------------------------------
+# -- fully masked rows, NaN and inf ---------------------------------------------------------------
 
 
 @floats
 @pytest.mark.parametrize("q_len", [1, 3, 70])
 @pytest.mark.parametrize("kind", ["bool", "additive", "window"])
-def test_a_query_that_sees_nothing(
+def test_a_fully_masked_row(
     any_backend: ModuleType, dtype: torch.dtype, kind: str, q_len: int
 ) -> None:
-    """0, -inf, no gradient; and whatever comes back into its row, NaN even, ends there."""
+    """Its output is 0, its lse -inf, and it passes no gradient, even if its cotangent is NaN."""
     case = with_all_gradients(Case("nothing", q_len=q_len, k_len=90, weights=1, head_dim=32))
     if kind == "window":
         case = replace(case, window=(5, 0), k_len=max(q_len // 2, 1))
@@ -302,7 +302,7 @@ def test_a_query_that_sees_nothing(
     if kind == "window":
         inputs = replace(
             inputs, options=replace(inputs.options, offset=10)
-        )  # so the last queries see nothing, and of one query, it
+        )  # masks the last rows, or the only one
         empty = torch.arange(q_len) + 10 - 5 >= case.k_len
     else:
         empty = torch.arange(q_len) % 3 == 0
@@ -347,7 +347,7 @@ def test_a_bad_key_or_value_reaches_only_queries_that_see_it(
 
 @floats
 @pytest.mark.parametrize("bad", [NAN, INF])
-def test_a_bad_query_that_sees_nothing_leaves_the_keys_gradients_alone(
+def test_a_bad_query_of_a_masked_row_does_not_change_the_gradients_of_keys(
     any_backend: ModuleType, dtype: torch.dtype, bad: float
 ) -> None:
     inputs = make_inputs(Case("bad-query", mask="bool_rows", q_len=40, grads=("out", "lse")), dtype)

@@ -272,9 +272,9 @@ def test_without_a_compiler_it_installs_and_says_so(small_source: Path, elsewher
     assert not list(small_source.rglob("*.so"))
 
     python, out = elsewhere / "bin/python", str(small_source / "out")
-    told = run([python, "-m", "fastattn", "info"], elsewhere, PYTHONPATH=out)
-    assert told.returncode == 0, told.stderr
-    assert f"not built: {reason}" in told.stdout
+    shown = run([python, "-m", "fastattn", "info"], elsewhere, PYTHONPATH=out)
+    assert shown.returncode == 0, shown.stderr
+    assert f"not built: {reason}" in shown.stdout
     script = """if True:
         import torch, fastattn
         x = torch.randn(1, 2, 5, 4)
@@ -426,9 +426,9 @@ def test_an_editable_install_runs_from_the_source(small_source: Path, elsewhere:
     assert again.returncode == 0, again.stderr
     assert "compile" not in again.stdout  # the install and later builds share their objects
 
-    told = run([elsewhere / "bin/fastattn", "info"], elsewhere)
-    assert told.returncode == 0, told.stderr
-    assert re.search(rf"^fastattn +{fastattn.__version__}$", told.stdout, re.MULTILINE)
+    shown = run([elsewhere / "bin/fastattn", "info"], elsewhere)
+    assert shown.returncode == 0, shown.stderr
+    assert re.search(rf"^fastattn +{fastattn.__version__}$", shown.stdout, re.MULTILINE)
     where = run([python, "-c", "import fastattn; print(fastattn.__file__)"], elsewhere)
     assert where.stdout.startswith(str(small_source)), where.stdout + where.stderr
 

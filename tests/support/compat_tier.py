@@ -491,10 +491,10 @@ def wrong_arguments_of_multihead_attention() -> None:
     ):
         with pytest.raises(AssertionError, match=r"query|key|attn_mask|mask"):
             ours(*wrong)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         ours(x, x, x, attn_mask=mask, key_padding_mask=torch.zeros(1, 3, dtype=torch.bool))
-    assert any("key_padding_mask" in str(w.message) for w in told)
+    assert any("key_padding_mask" in str(w.message) for w in caught)
     padding = torch.tensor([[False, False, True]])
     expected = ours(x[:2], x[:2], x[:2])[0]
     assert_close(ours(x, x, x, padding)[0][:2], expected)
@@ -517,9 +517,9 @@ def the_projections() -> None:
 def explained() -> None:
     from fastattn import cli
 
-    with contextlib.redirect_stdout(io.StringIO()) as told:
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
         assert cli.main(["explain", "--shapes", "B=1,H=2,L=8,D=4"]) == 0
-    assert "scaled_dot_product_attention" in told.getvalue()
+    assert "scaled_dot_product_attention" in printed.getvalue()
 
 
 def recorded() -> None:
@@ -593,8 +593,8 @@ def failures_without(path: str) -> list[str]:
         try:
             task(*arguments)
         except Exception:  # noqa: PERF203
-            told = [getattr(x, "__name__", x) for x in (task, *arguments)]
-            failed.append(f"without {path}: {told}\n{traceback.format_exc()}")
+            names = [getattr(x, "__name__", x) for x in (task, *arguments)]
+            failed.append(f"without {path}: {names}\n{traceback.format_exc()}")
     return failed
 
 
@@ -623,9 +623,9 @@ def main(paths: list[str]) -> int:
         if child == 0:
             status = 2
             try:
-                told = failures_without(path)
-                print(*told[:9], f"{path}: {len(told)} failed", sep="\n", flush=True)
-                status = bool(told)
+                failures = failures_without(path)
+                print(*failures[:9], f"{path}: {len(failures)} failed", sep="\n", flush=True)
+                status = bool(failures)
             except Exception:
                 traceback.print_exc()
             finally:

@@ -42,7 +42,7 @@ def find_tool(name: str) -> str | None:
 
 @dataclass
 class Code:
-    """The instructions of a kernel as they lie, `@P0 BRA `(.L_x_3)`, and where the labels are."""
+    """The instructions of a kernel in order, `@P0 BRA `(.L_x_3)`, and the places of its labels."""
 
     lines: list[str] = field(default_factory=list)
     labels: dict[str, int] = field(default_factory=dict)
@@ -105,8 +105,8 @@ def check_library(library: Path) -> None:
     cuobjdump = find_tool("cuobjdump")
     assert cuobjdump is not None, "neither CUDA nor Triton brings cuobjdump along"
     command = [cuobjdump, "-res-usage", str(library)]
-    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = re.findall(r"Function (\S+):\s+REG:\d+ STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", told)
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.findall(r"Function (\S+):\s+REG:\d+ STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", printed)
     assert [name for name, stack, local in found if (stack, local) != ("0", "0")] == []
     everywhere, for_hopper = documented()
     assert len(found) == 2 * everywhere + for_hopper  # for 8.0 and 9.0

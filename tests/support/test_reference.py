@@ -343,7 +343,7 @@ def gradients(loss: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
 
 
 @pytest.mark.parametrize("kind", ["bool", "additive"])
-def test_a_query_that_sees_nothing(kind: str) -> None:
+def test_a_fully_masked_row(kind: str) -> None:
     q, k, v = (
         x.requires_grad_() for x in (normal(1, 1, 3, 2), normal(1, 1, 4, 2), normal(1, 1, 4, 2))
     )

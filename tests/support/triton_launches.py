@@ -1,4 +1,4 @@
-"""What a driver is told of launches, by a driver that writes it down.
+"""A driver that records the launches it receives, and tests of them.
 
 Imported in processes of their own (test_triton_launch.py): in the tests' Triton interprets.
 """
@@ -16,15 +16,15 @@ from fastattn.backends.primitives import SinusoidalOptions
 from fastattn.backends.triton import _launch
 from fastattn.testing import triton_aot
 
-told: list[tuple[Any, ...]] = []
+received: list[tuple[Any, ...]] = []
 by_triton: list[Any] = []  # the kernels that went through Triton's own launch
 
 
-def _told(*args: Any) -> None:
-    told.append(args)
+def _record(*args: Any) -> None:
+    received.append(args)
 
 
-driver = triton_aot.Driver(triton_aot.CHIPS["sm_90"].target, _told)
+driver = triton_aot.Driver(triton_aot.CHIPS["sm_90"].target, _record)
 triton.runtime.driver.set_active(driver)
 _launch.architecture_of = lambda device: "sm_90"
 _run = triton.runtime.JITFunction.run
@@ -39,11 +39,11 @@ triton.runtime.JITFunction.run = _noted
 
 
 def launches(call: Callable[[], Any]) -> tuple[list[Any], bool]:
-    """What the driver is told by a call, and whether Triton's own launch told it."""
-    told.clear()
+    """What the driver receives in a call, and whether it comes from Triton's own launch."""
+    received.clear()
     by_triton.clear()
     call()
-    return [(args[:5], _numbers(args[9:])) for args in told], bool(by_triton)
+    return [(args[:5], _numbers(args[9:])) for args in received], bool(by_triton)
 
 
 def _numbers(args: Any) -> list[Any]:

@@ -59,7 +59,7 @@ def test_new_rows_are_appended(paged: bool, generator: torch.Generator) -> None:
 
 
 def test_pages_that_are_not_there_are_not_read() -> None:
-    """On a GPU nobody looks at the numbers in a table before the kernel does."""
+    """On a GPU nothing checks the numbers in a table before the kernel reads them."""
     inputs = make_decode(DecodeCase("wild", (40, 9), page=16, kv_heads=1), torch.float32)
     args = list(inputs.args)
     assert args[4] is not None

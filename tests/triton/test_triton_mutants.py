@@ -127,8 +127,8 @@ def _judged(folder: Path, op: str, dtype: str, cases: list[str]) -> dict[str, fl
         command, capture_output=True, text=True, timeout=900, cwd=folder, env=environment
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    told, *lines = done.stdout.splitlines()
-    assert Path(told).is_relative_to(folder), told
+    imported, *lines = done.stdout.splitlines()
+    assert Path(imported).is_relative_to(folder), imported
     print(f"{op} {dtype}", *lines, sep="\n")
     return {name: float(severity) for severity, name, *_ in map(str.split, lines)}
 
