@@ -77,10 +77,6 @@ class Model(Operator):
 
     # What follows from it
 
-    def check(self, sizes: Mapping[str, int]) -> None:
-        if sizes["E"] % sizes["H"]:
-            raise ValueError(f"E={sizes['E']} is not a multiple of H={sizes['H']}")
-
     def require(self) -> None:
         try:
             importlib.import_module("transformers")

@@ -30,11 +30,6 @@ class Llama(Model):
     PASSES: ClassVar[tuple[str, ...]] = ("fwd",)
     CAUSAL = True
 
-    def check(self, sizes: Mapping[str, int]) -> None:
-        super().check(sizes)
-        if sizes["H"] % sizes["Hkv"]:
-            raise ValueError(f"H={sizes['H']} is not a multiple of Hkv={sizes['Hkv']}")
-
     def config(self, cell: Cell) -> Any:
         from transformers import LlamaConfig
 

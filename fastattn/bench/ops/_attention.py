@@ -28,8 +28,8 @@ def visible_keys(cell: Cell, draw: Draw) -> Tensor | None:
 
 def softmax_of(
     scores: Tensor,  # [..., Lq, Lk]
-    visible: Tensor | None,
-    bias: Tensor | None,
+    visible: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """The weights; bias is added, what is not visible is excluded."""
     if bias is not None:
@@ -41,11 +41,14 @@ def softmax_of(
 
 def attend(
     query: Tensor,  # [B, H, Lq, D]
-    key: Tensor,  # [B, H, Lk, D]
-    value: Tensor,  # [B, H, Lk, Dv]
-    visible: Tensor | None,  # broadcastable to [B, H, Lq, Lk]
-    bias: Tensor | None,
+    key: Tensor,  # [B, Hkv, Lk, D]
+    value: Tensor,  # [B, Hkv, Lk, Dv]
+    visible: Tensor | None = None,  # broadcastable to [B, H, Lq, Lk]
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
+    """The output, and the weights [B, H, Lq, Lk]."""
+    if (group := query.shape[-3] // key.shape[-3]) > 1:
+        key, value = (x.repeat_interleave(group, -3) for x in (key, value))
     scores = (query @ key.mT) * query.shape[-1] ** -0.5
     weights = softmax_of(scores, visible, bias)
     return weights @ value, weights

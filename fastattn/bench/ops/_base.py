@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -39,7 +40,9 @@ class Operator:
     WEIGHTS: ClassVar[Sequence[str]] = ("none",)
     OPTIONS: ClassVar[Sequence[str]] = ("none",)
     PASSES: ClassVar[Sequence[str]] = ("fwd", "bwd", "fwd+bwd")
-    LEAVES: ClassVar[Sequence[str]]  # the inputs that have a gradient, in order
+    # The inputs that have a gradient, in order, and the output; "B L*E" is [B, L * E].
+    SHAPES: ClassVar[Mapping[str, str]]
+    OUTPUT: ClassVar[str]
     # Batch and lengths of the tiny cell that loads the code; widths decide which code it is.
     TINY: ClassVar[Mapping[str, int]] = dict.fromkeys(("B", "S"), 1) | dict.fromkeys(
         ("L", "Lq", "Lk", "N"), 16
@@ -56,6 +59,11 @@ class Operator:
 
     def check(self, sizes: Mapping[str, int]) -> None:
         """Raises ValueError, naming the keys, for sizes that do not fit together."""
+        for whole, part in (("H", "Hkv"), ("E", "H")):
+            if {whole, part} <= sizes.keys() and sizes[whole] % sizes[part]:
+                raise ValueError(
+                    f"{whole}={sizes[whole]} is not a multiple of {part}={sizes[part]}"
+                )
 
     def check_option(self, cell: Cell) -> None:
         """Raises ValueError where its option does not go with the rest of the cell."""
@@ -64,9 +72,24 @@ class Operator:
         """Of the forward and of the backward pass; `pairs` are the visible ones of one head."""
         raise NotImplementedError
 
+    def size(self, cell: Cell, key: str) -> int:
+        """The value of a key in SHAPES and OUTPUT."""
+        return cell[key]
+
+    def shape(self, cell: Cell, sizes: str) -> list[int]:
+        """The shape that an entry of SHAPES, or OUTPUT, describes."""
+        return [
+            math.prod(self.size(cell, key) for key in size.split("*")) for size in sizes.split()
+        ]
+
+    def scale(self, cell: Cell, name: str) -> float:
+        """The standard deviation of an input of SHAPES."""
+        return 1.0
+
     def elements(self, cell: Cell) -> tuple[int, int]:
-        """How many numbers all inputs and the output have."""
-        raise NotImplementedError
+        """The number of elements of all inputs, and of the output."""
+        inputs = (math.prod(self.shape(cell, sizes)) for sizes in self.SHAPES.values())
+        return sum(inputs), math.prod(self.shape(cell, self.OUTPUT))
 
     def unread(self, cell: Cell) -> int:
         """How many of the inputs' numbers nothing depends on."""
@@ -74,7 +97,12 @@ class Operator:
 
     def inputs(self, cell: Cell, draw: Draw) -> Inputs:
         """Tensors by name: the leaves, `grad_out`, masks and all other inputs."""
-        raise NotImplementedError
+        drawn = {
+            name: draw.normal(*self.shape(cell, sizes), scale=self.scale(cell, name))
+            for name, sizes in self.SHAPES.items()
+        }
+        grad_out = self.shape(cell, self.OUTPUT) if "bwd" in self.PASSES else (0,)
+        return drawn | {"grad_out": draw.normal(*grad_out)}
 
     def plain(self, cell: Cell, inputs: Inputs) -> Outputs:
         """The equation in plain PyTorch."""
@@ -88,7 +116,7 @@ class Operator:
         """The library, ready to be called, and the leaves of its gradient."""
         function = operator.attrgetter(self.FUNCTION)(fastattn)
         args, kwargs = self.arguments(cell, inputs)
-        forward = _returning_tuples(functools.partial(function, *args, **kwargs))
+        forward = returning_tuples(functools.partial(function, *args, **kwargs))
         return forward, [inputs[name] for name in self.leaf_names(cell)]
 
     def theirs(self, cell: Cell, inputs: Inputs) -> Prepared:
@@ -104,11 +132,12 @@ class Operator:
         return lambda: self.plain(cell, inputs), [inputs[name] for name in self.leaf_names(cell)]
 
     def leaf_names(self, cell: Cell) -> Sequence[str]:
-        """LEAVES, and those that the cell's option adds."""
-        return self.LEAVES
+        """The inputs of this cell that have a gradient, in order."""
+        return tuple(self.SHAPES)
 
     def leaves(self, inputs: Inputs) -> list[Tensor]:
-        return [inputs[name] for name in self.LEAVES]
+        """The inputs of SHAPES."""
+        return [inputs[name] for name in self.SHAPES]
 
     def in_double(self, inputs: Inputs) -> Inputs:
         """The inputs of `expected`."""
@@ -116,20 +145,21 @@ class Operator:
 
     def expected(self, cell: Cell, inputs: Inputs) -> Inputs:
         """All outputs of the cell by name, in the dtype of `inputs`, by the plain equation."""
-        wanted = cell.passes != "fwd"
-        names = self.leaf_names(cell)
-        leaves = {name: inputs[name].clone().requires_grad_(wanted) for name in names}
-        with torch.set_grad_enabled(wanted):
+        leaves = self.fresh_leaves(cell, inputs)
+        with torch.set_grad_enabled(cell.passes != "fwd"):
             out, *weights = self.plain(cell, inputs | leaves)
         results = {"out": out.detach()}
         if weights:
             results["weights"] = weights[0].detach()
-        if wanted:
+        if cell.passes != "fwd":
             out.backward(inputs["grad_out"])
-            for name, leaf in leaves.items():
-                assert leaf.grad is not None
-                results[f"grad_{name}"] = leaf.grad
-        return results
+        return results | gradients(leaves)
+
+    def fresh_leaves(self, cell: Cell, inputs: Inputs) -> Inputs:
+        """Copies of the leaves, which require a gradient if the cell has a backward pass."""
+        wanted = cell.passes != "fwd"
+        names = self.leaf_names(cell)
+        return {name: inputs[name].clone().requires_grad_(wanted) for name in names}
 
     # A long cell may be checked by a sample of its parts.
 
@@ -153,7 +183,12 @@ class Operator:
         return "all"
 
 
-def _returning_tuples(call: Callable[[], Any]) -> Forward:
+def gradients(leaves: Inputs) -> Inputs:
+    """The gradients that a backward pass left in the leaves, by the names of the outputs."""
+    return {f"grad_{name}": x.grad for name, x in leaves.items() if x.grad is not None}
+
+
+def returning_tuples(call: Callable[[], Any]) -> Forward:
     def forward() -> Outputs:
         result = call()
         return result if isinstance(result, tuple) else (result,)

@@ -1,13 +1,17 @@
-"""What the operators that are modules share: the module knows its parameters, we draw them."""
+"""What the operators that are modules share: parameters are drawn here, under their own names."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import math
+from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from fastattn.bench.ops._base import Inputs, Operator, Outputs, Prepared
+import fastattn.nn
+from fastattn.bench.ops._base import Inputs, Operator, Prepared, returning_tuples
 
 if TYPE_CHECKING:
     from fastattn.bench.cells import Cell
@@ -17,53 +21,73 @@ Make = Callable[..., nn.Module]
 
 
 class Module(Operator):
-    """A module of the library, with the same parameters wherever it is computed.
-
-    LEAVES are what it is called with, by our names, and its parameters, by their own.
-    """
+    """A module of the library. Its leaves are its arguments, SHAPES, and its parameters."""
 
     def make(self, cell: Cell, **made: Any) -> nn.Module:
         """The module; `made` is the device and the dtype of its parameters."""
         raise NotImplementedError
 
-    def given(self, cell: Cell, draw: Draw) -> Inputs:
-        """What the module is called with, and `grad_out`."""
-        raise NotImplementedError
+    def call(self, cell: Cell, module: nn.Module, inputs: Inputs) -> Any:
+        """The call that is timed."""
+        return module(*self.leaves(inputs))
 
-    def call(self, cell: Cell, module: nn.Module, inputs: Inputs) -> Tensor:
-        raise NotImplementedError
+    def leaf_names(self, cell: Cell) -> Sequence[str]:
+        return (*self.SHAPES, *parameter_shapes(self, cell))
+
+    def elements(self, cell: Cell) -> tuple[int, int]:
+        arguments, output = super().elements(cell)
+        parameters = sum(math.prod(shape) for shape in parameter_shapes(self, cell).values())
+        return arguments + parameters, output
 
     def inputs(self, cell: Cell, draw: Draw) -> Inputs:
-        drawn = self.given(cell, draw)
-        for name, parameter in self.make(cell, device="meta").named_parameters():
-            drawn[name] = self.parameter(name, tuple(parameter.shape), draw)
+        drawn = super().inputs(cell, draw)
+        for name, shape in parameter_shapes(self, cell).items():
+            drawn[name] = self.parameter(name, shape, draw)
         return drawn
 
     def parameter(self, name: str, shape: tuple[int, ...], draw: Draw) -> Tensor:
-        """Weights that keep the size of what they multiply; a norm's are about 1."""
+        """Matrices that preserve the scale of their inputs; weights of norms near 1."""
         if len(shape) > 1:
             return draw.normal(*shape, scale=shape[-1] ** -0.5)
         about_one = "norm" in name and name.endswith("weight")
         return draw.normal(*shape, scale=0.1) + (1 if about_one else 0)
-
-    def parameters(self, cell: Cell) -> int:
-        """How many numbers they are."""
-        return sum(x.numel() for x in self.make(cell, device="meta").parameters())
 
     def ours(self, cell: Cell, inputs: Inputs) -> Prepared:
         return self.prepared(self.make, cell, inputs)
 
     def prepared(self, make: Make, cell: Cell, inputs: Inputs) -> Prepared:
         """Eval mode for the forward only, else training; no module here has dropout."""
-        some = next(inputs[name] for name in self.LEAVES)
-        module = make(cell, dtype=some.dtype, device=some.device)
+        like = inputs["grad_out"]
+        module = make(cell, dtype=like.dtype, device=like.device)
         own = dict(module.named_parameters())
-        # Not strict, for buffers; a parameter that is no input would be a KeyError here.
+        # Not strict, because buffers are no inputs; a parameter that is none raises a KeyError.
         module.load_state_dict({name: inputs[name] for name in own}, strict=False)
         module.train(cell.passes != "fwd")
-        leaves = [own[name] if name in own else inputs[name] for name in self.LEAVES]
+        leaves = [own[name] if name in own else inputs[name] for name in self.leaf_names(cell)]
+        return returning_tuples(functools.partial(self.call, cell, module, inputs)), leaves
 
-        def forward() -> Outputs:
-            return (self.call(cell, module, inputs),)
 
-        return forward, leaves
+class Twin(Module):
+    """A module that `torch.nn` has under the same name, with the same parameters."""
+
+    def build(self, library: ModuleType, cell: Cell, **made: Any) -> nn.Module:
+        """The module of `library`, which is `fastattn.nn` or `torch.nn`."""
+        raise NotImplementedError
+
+    def make(self, cell: Cell, **made: Any) -> nn.Module:
+        return self.build(fastattn.nn, cell, **made)
+
+    def theirs(self, cell: Cell, inputs: Inputs) -> Prepared:
+        return self.prepared(functools.partial(self.build, nn), cell, inputs)
+
+
+@functools.lru_cache(maxsize=64)
+def parameter_shapes(module: Module, cell: Cell) -> dict[str, tuple[int, ...]]:
+    """The shape of each parameter of the cell's module, by name and in its order."""
+    parameters = module.make(cell, device="meta").named_parameters()
+    return {name: tuple(parameter.shape) for name, parameter in parameters}
+
+
+def below(inputs: Inputs, prefix: str) -> Inputs:
+    """The parameters of a submodule, by their names in it."""
+    return {n.removeprefix(prefix): x for n, x in inputs.items() if n.startswith(prefix)}

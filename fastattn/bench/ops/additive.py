@@ -16,7 +16,7 @@ from torch import Tensor
 from fastattn.bench.cells import Cell
 from fastattn.bench.inputs import Draw
 from fastattn.bench.ops._attention import softmax_of, split_mask, visible_keys
-from fastattn.bench.ops._base import Inputs, Operator, Outputs, Sizes
+from fastattn.bench.ops._base import Inputs, Operator, Outputs, Sizes, gradients
 
 _HIDDEN_AT_ONCE = 1 << 25  # 256 MB in fp64, and its gradients as much again
 _PER_SEQUENCE = ("query", "key", "value", "grad_out")
@@ -29,27 +29,24 @@ class Additive(Operator):
     SIZES: ClassVar[Sizes] = {"B": 8, "Lq": 64, "Lk": "Lq", "A": 256, "Dv": "A"}
     MASKS = ("none", "causal", "padding", "bool", "bias")
     WEIGHTS = ("none", "per-head")
-    LEAVES = ("query", "key", "value", "v", "bias")
+    SHAPES: ClassVar = {
+        "query": "B Lq A",
+        "key": "B Lk A",
+        "value": "B Lk Dv",
+        "v": "A",
+        "bias": "A",
+    }
+    OUTPUT = "B Lq Dv"
 
     def flops(self, cell: Cell, pairs: int) -> tuple[int, int]:
         units, width = cell["A"], cell["Dv"]
         return pairs * (4 * units + 2 * width), pairs * (8 * units + 4 * width)
 
-    def elements(self, cell: Cell) -> tuple[int, int]:
-        queries, keys = cell["B"] * cell["Lq"], cell["B"] * cell["Lk"]
-        inputs = queries * cell["A"] + keys * (cell["A"] + cell["Dv"]) + 2 * cell["A"]
-        return inputs, queries * cell["Dv"]
+    def scale(self, cell: Cell, name: str) -> float:
+        return {"v": cell["A"] ** -0.5, "bias": 0.1}.get(name, 1.0)
 
     def inputs(self, cell: Cell, draw: Draw) -> Inputs:
-        batch, units = cell["B"], cell["A"]
-        inputs = {
-            "query": draw.normal(batch, cell["Lq"], units),
-            "key": draw.normal(batch, cell["Lk"], units),
-            "value": draw.normal(batch, cell["Lk"], cell["Dv"]),
-            "v": draw.normal(units, scale=units**-0.5),
-            "bias": draw.normal(units, scale=0.1),
-            "grad_out": draw.normal(batch, cell["Lq"], cell["Dv"]),
-        }
+        inputs = super().inputs(cell, draw)
         if cell.mask == "bias":
             inputs["attn_mask"] = draw.normal(cell["Lq"], cell["Lk"])
         elif cell.mask != "causal" and (visible := visible_keys(cell, draw)) is not None:
@@ -79,7 +76,7 @@ class Additive(Operator):
         """Some sequences at a time, whose hidden layers memory can hold."""
         wanted = cell.passes != "fwd"
         step = max(1, _HIDDEN_AT_ONCE // (cell["Lq"] * cell["Lk"] * cell["A"]))
-        leaves = {name: inputs[name].clone().requires_grad_(wanted) for name in self.LEAVES}
+        leaves = self.fresh_leaves(cell, inputs)
         found: list[Outputs] = []
         for first in range(0, cell["B"], step):
             some = slice(first, first + step)
@@ -91,10 +88,7 @@ class Additive(Operator):
             found.append(tuple(x.detach() for x in outputs))
         names = ("out", "weights")
         results = {n: torch.cat(x) for n, x in zip(names, zip(*found, strict=True), strict=False)}
-        for name, leaf in leaves.items():
-            if leaf.grad is not None:
-                results[f"grad_{name}"] = leaf.grad
-        return results
+        return results | gradients(leaves)
 
 
 def _of(name: str, x: Tensor, some: slice) -> Tensor:

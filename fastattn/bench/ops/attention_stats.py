@@ -17,7 +17,6 @@ from fastattn.bench.cells import Cell
 from fastattn.bench.inputs import Draw
 from fastattn.bench.ops._attention import attend, visible_keys
 from fastattn.bench.ops._base import Inputs, Operator, Outputs, Prepared, Sizes
-from fastattn.bench.ops.sdpa import OP as SDPA
 
 
 class Stats(Operator):
@@ -39,10 +38,11 @@ class Stats(Operator):
     MASKS = ("none", "causal")
     PASSES = ("fwd",)
     TINY: ClassVar[Mapping[str, int]] = {**Operator.TINY, "K": 1}
-    LEAVES = ("query", "key")
+    SHAPES: ClassVar = {"query": "B H Lq D", "key": "B Hkv Lk D"}
+    OUTPUT = "B H Lq"  # and more, see elements
 
     def check(self, sizes: Mapping[str, int]) -> None:
-        SDPA.check(sizes)
+        super().check(sizes)
         if sizes["K"] > sizes["Lk"]:
             raise ValueError(f"K={sizes['K']} is more than the Lk={sizes['Lk']} keys")
 
@@ -50,18 +50,8 @@ class Stats(Operator):
         return 2 * pairs * cell["H"] * cell["D"], 0
 
     def elements(self, cell: Cell) -> tuple[int, int]:
-        batch, heads, width = cell["B"], cell["H"], cell["D"]
-        read = batch * (heads * cell["Lq"] + cell["Hkv"] * cell["Lk"]) * width
-        return read, batch * heads * (cell["Lq"] * (1 + cell["K"]) + cell["Lk"])
-
-    def inputs(self, cell: Cell, draw: Draw) -> Inputs:
-        batch, width = cell["B"], cell["D"]
-        inputs = {
-            "query": draw.normal(batch, cell["H"], cell["Lq"], width),
-            "key": draw.normal(batch, cell["Hkv"], cell["Lk"], width),
-        }
-        inputs["grad_out"] = inputs["query"][:0]  # there is no backward
-        return inputs
+        read, queries = super().elements(cell)
+        return read, queries * (1 + cell["K"]) + cell["B"] * cell["H"] * cell["Lk"]
 
     def arguments(self, cell: Cell, inputs: Inputs) -> tuple[Sequence[Any], dict[str, Any]]:
         options = {"is_causal": cell.mask == "causal", "enable_gqa": cell["H"] != cell["Hkv"]}
@@ -81,9 +71,8 @@ class Stats(Operator):
 
     def plain(self, cell: Cell, inputs: Inputs) -> Outputs:
         query, key = self.leaves(inputs)
-        key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
         visible = visible_keys(cell, Draw(query.dtype, 0))
-        _, weights = attend(query, key, key[..., :1], visible, None)
+        _, weights = attend(query, key, key[..., :1], visible)
         entropy = torch.special.entr(weights)
         largest = weights.topk(cell["K"]).values if cell["K"] else None
         return (_joined(weights.sum(-2), entropy.sum(-1), largest),)

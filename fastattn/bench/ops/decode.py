@@ -16,7 +16,6 @@ from fastattn.bench.cells import Cell
 from fastattn.bench.inputs import Draw
 from fastattn.bench.ops._attention import attend
 from fastattn.bench.ops._base import Inputs, Operator, Outputs, Prepared, Sizes
-from fastattn.bench.ops.sdpa import OP as SDPA
 
 
 class Decode(Operator):
@@ -29,30 +28,23 @@ class Decode(Operator):
     SIZES: ClassVar[Sizes] = {"B": 1, "H": 32, "Hkv": 8, "Lq": 1, "Lk": 4096, "D": 128, "P": 0}
     PASSES = ("fwd",)
     TINY: ClassVar[Mapping[str, int]] = {**Operator.TINY, "P": 1}
-    LEAVES = ("query", "key", "value")
+    SHAPES: ClassVar = {"query": "B H Lq D", "key": "B Hkv Lk D", "value": "B Hkv Lk D"}
+    OUTPUT = "B H Lq D"
 
     def check(self, sizes: Mapping[str, int]) -> None:
-        SDPA.check(sizes)
+        super().check(sizes)
         if sizes["P"] and sizes["Lk"] % sizes["P"]:
             raise ValueError(f"Lk={sizes['Lk']} is not a multiple of P={sizes['P']}")
 
     def flops(self, cell: Cell, pairs: int) -> tuple[int, int]:
         return 4 * pairs * cell["H"] * cell["D"], 0
 
-    def elements(self, cell: Cell) -> tuple[int, int]:
-        queries = cell["B"] * cell["H"] * cell["Lq"] * cell["D"]
-        return queries + 2 * cell["B"] * cell["Hkv"] * cell["Lk"] * cell["D"], queries
-
     def inputs(self, cell: Cell, draw: Draw) -> Inputs:
-        batch, width = cell["B"], cell["D"]
-        inputs = {"query": draw.normal(batch, cell["H"], cell["Lq"], width)}
-        inputs["grad_out"] = inputs["query"][:0]  # there is no backward
-        for name in ("key", "value"):
-            inputs[name] = draw.normal(batch, cell["Hkv"], cell["Lk"], width)
+        inputs = super().inputs(cell, draw)
         if cell["P"]:
-            pages = batch * cell["Lk"] // cell["P"]
+            pages = cell["B"] * cell["Lk"] // cell["P"]
             order = torch.randperm(pages, generator=draw.generator)
-            inputs["block_table"] = order.view(batch, -1).int()
+            inputs["block_table"] = order.view(cell["B"], -1).int()
         return inputs
 
     def arguments(self, cell: Cell, inputs: Inputs) -> tuple[Sequence[Any], dict[str, Any]]:
@@ -71,10 +63,7 @@ class Decode(Operator):
         ), leaves
 
     def plain(self, cell: Cell, inputs: Inputs) -> Outputs:
-        query, key, value = self.leaves(inputs)
-        group = query.shape[1] // key.shape[1]
-        key, value = (x.repeat_interleave(group, 1) for x in (key, value))
-        return (attend(query, key, value, None, None)[0],)
+        return attend(*self.leaves(inputs))[:1]
 
 
 def _in_pages(cache: Tensor, table: Tensor, size: int) -> Tensor:

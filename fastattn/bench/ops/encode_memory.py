@@ -19,7 +19,8 @@ class EncodeMemory(Operator):
     ABOUT = "mᵢ = Σⱼ lⱼ ∘ A xᵢⱼ + Tᵢ on tokens [B, N, J], A [V, D], T [N, D]"
     TORCH = "(embedding * l * mask).sum(2) + T"
     SIZES: ClassVar[Sizes] = {"B": 32, "N": 50, "J": 11, "V": 175, "D": 50}
-    LEAVES = ("weight", "temporal")
+    SHAPES: ClassVar = {"weight": "V D", "temporal": "N D"}
+    OUTPUT = "B N D"
 
     def flops(self, cell: Cell, pairs: int) -> tuple[int, int]:
         sentences = cell["B"] * cell["N"] * cell["D"]
@@ -30,13 +31,12 @@ class EncodeMemory(Operator):
         rows = min(cell["V"], cell["B"] * cell["N"] * cell["J"]) + cell["N"]
         return rows * cell["D"], cell["B"] * cell["N"] * cell["D"]
 
+    def scale(self, cell: Cell, name: str) -> float:
+        return 0.1
+
     def inputs(self, cell: Cell, draw: Draw) -> Inputs:
-        return {
-            "tokens": draw.sentences(cell["B"], cell["N"], cell["J"], cell["V"]),
-            "weight": draw.normal(cell["V"], cell["D"], scale=0.1),
-            "temporal": draw.normal(cell["N"], cell["D"], scale=0.1),
-            "grad_out": draw.normal(cell["B"], cell["N"], cell["D"]),
-        }
+        tokens = draw.sentences(cell["B"], cell["N"], cell["J"], cell["V"])
+        return {"tokens": tokens, **super().inputs(cell, draw)}
 
     def arguments(self, cell: Cell, inputs: Inputs) -> tuple[Sequence[Any], dict[str, Any]]:
         return [inputs["tokens"], inputs["weight"]], {"temporal": inputs["temporal"]}

@@ -17,7 +17,6 @@ from fastattn.nn import GlobalAttention
 class Global(LuongModule):
     FUNCTION = "nn.GlobalAttention"
     ABOUT = "tanh(W [c; q]) with c = softmax((U q)ᵀ m) M, q [B, Lq, D], memory [B, Lk, D]"
-    LEAVES = ("query", "memory", "linear_in.weight", "linear_out.weight")
 
     def flops(self, cell: Cell, pairs: int) -> tuple[int, int]:
         projections = 6 * cell["B"] * cell["Lq"] * cell["D"] ** 2  # D to D, and 2·D to D
@@ -27,14 +26,14 @@ class Global(LuongModule):
         return GlobalAttention(cell["D"], attn_type="general", **made)
 
     def call(self, cell: Cell, module: nn.Module, inputs: Inputs) -> Tensor:
-        out: Tensor = module(inputs["query"], inputs["memory"])[0]
+        out: Tensor = module(*self.leaves(inputs))[0]
         return out
 
     def plain(self, cell: Cell, inputs: Inputs) -> Outputs:
-        query, memory, into, out_of = self.leaves(inputs)
-        scores = query @ into.T @ memory.mT
-        context = softmax_of(scores, None, None) @ memory
-        return ((torch.cat((context, query), -1) @ out_of.T).tanh(),)
+        query, memory = self.leaves(inputs)
+        scores = query @ inputs["linear_in.weight"].T @ memory.mT
+        context = softmax_of(scores) @ memory
+        return ((torch.cat((context, query), -1) @ inputs["linear_out.weight"].T).tanh(),)
 
 
 OP = Global()

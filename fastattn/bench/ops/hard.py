@@ -23,36 +23,26 @@ class Hard(Operator):
     ABOUT = "V of the key with the largest q·k, straight_through, [B, H, Lq, D], [B, H, Lk, D]"
     TORCH = "the equation: torch has no such function"
     SIZES: ClassVar[Sizes] = {"B": 1, "H": 8, "Lq": 512, "Lk": "Lq", "D": 64, "Dv": "D"}
-    LEAVES = ("query", "key", "value")
+    SHAPES: ClassVar = {"query": "B H Lq D", "key": "B H Lk D", "value": "B H Lk Dv"}
+    OUTPUT = "B H Lq Dv"
 
     def flops(self, cell: Cell, pairs: int) -> tuple[int, int]:
         pairs *= cell["H"]
         return pairs * 2 * cell["D"], pairs * (6 * cell["D"] + 2 * cell["Dv"])
 
-    def elements(self, cell: Cell) -> tuple[int, int]:
-        heads = cell["B"] * cell["H"]
-        keys = cell["Lk"] * (cell["D"] + cell["Dv"])
-        return heads * (cell["Lq"] * cell["D"] + keys), heads * cell["Lq"] * cell["Dv"]
-
     def inputs(self, cell: Cell, draw: Draw) -> Inputs:
-        heads = (cell["B"], cell["H"])
-        key = draw.normal(*heads, cell["Lk"], cell["D"])
+        inputs = super().inputs(cell, draw)
         wanted = draw.integers(0, cell["Lk"], cell["Lq"])
-        noise = draw.normal(*heads, cell["Lq"], cell["D"], scale=0.1)
         toward = 4 * cell["D"] ** -0.5  # a score of about 4, where the others' are about 0
-        return {
-            "query": (key[:, :, wanted] * toward + noise).to(key.dtype),
-            "key": key,
-            "value": draw.normal(*heads, cell["Lk"], cell["Dv"]),
-            "grad_out": draw.normal(*heads, cell["Lq"], cell["Dv"]),
-        }
+        query = inputs["key"][:, :, wanted] * toward + 0.1 * inputs["query"]
+        return inputs | {"query": query.to(draw.dtype)}
 
     def arguments(self, cell: Cell, inputs: Inputs) -> tuple[Sequence[Any], dict[str, Any]]:
         return self.leaves(inputs), {"estimator": "straight_through", "deterministic": True}
 
     def plain(self, cell: Cell, inputs: Inputs) -> Outputs:
         query, key, value = self.leaves(inputs)
-        mean, weights = attend(query, key, value.detach(), None, None)
+        mean, weights = attend(query, key, value.detach())
         chosen = weights.argmax(-1, keepdim=True)
         out = value.gather(-2, chosen.expand(*chosen.shape[:-1], cell["Dv"]))
         # The value of the one, the derivative of the other.

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from fastattn.bench.cells import Cell
-from fastattn.bench.inputs import Draw
 from fastattn.bench.ops._attention import attend
 from fastattn.bench.ops._base import Inputs, Operator, Outputs, Sizes
 from fastattn.bench.ops.memory_hops import OP as MEMORY_HOPS
@@ -24,7 +23,8 @@ class Hopfield(Operator):
     )
     TORCH = "the equation: torch has no such function"
     SIZES: ClassVar[Sizes] = {"B": 4, "S": "B", "H": 8, "L": 128, "N": 128, "D": 64, "K": 3}
-    LEAVES = ("state", "stored")
+    SHAPES: ClassVar = {"state": "B H L D", "stored": "S H N D"}
+    OUTPUT = "B H L D"
 
     def check(self, sizes: Mapping[str, int]) -> None:
         MEMORY_HOPS.check(sizes)
@@ -33,19 +33,9 @@ class Hopfield(Operator):
         attention = cell["B"] * cell["H"] * cell["L"] * cell["N"] * cell["D"] * (cell["K"] + 1)
         return 4 * attention, 10 * attention
 
-    def elements(self, cell: Cell) -> tuple[int, int]:
-        width = cell["H"] * cell["D"]
-        states = cell["B"] * cell["L"] * width
-        return states + cell["S"] * cell["N"] * width, states
-
-    def inputs(self, cell: Cell, draw: Draw) -> Inputs:
+    def scale(self, cell: Cell, name: str) -> float:
         # Small enough for the steps to draw states together: where they part, rounding decides.
-        state = (cell["B"], cell["H"], cell["L"], cell["D"])
-        return {
-            "state": draw.normal(*state, scale=0.5),
-            "stored": draw.normal(cell["S"], cell["H"], cell["N"], cell["D"], scale=0.5),
-            "grad_out": draw.normal(*state),
-        }
+        return 0.5
 
     def arguments(self, cell: Cell, inputs: Inputs) -> tuple[Sequence[Any], dict[str, Any]]:
         return self.leaves(inputs), {"update_steps_max": cell["K"], "update_steps_eps": 0.0}
@@ -53,7 +43,7 @@ class Hopfield(Operator):
     def plain(self, cell: Cell, inputs: Inputs) -> Outputs:
         xi, stored = self.leaves(inputs)
         for _ in range(cell["K"] + 1):
-            xi, _ = attend(xi, stored, stored, None, None)
+            xi, _ = attend(xi, stored, stored)
         return (xi,)
 
 

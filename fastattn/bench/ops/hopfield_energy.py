@@ -7,14 +7,12 @@ backward computes them again, and takes the softmax of them to both sides.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
 
 from fastattn import hopfield_energy
 from fastattn.bench.cells import Cell
-from fastattn.bench.inputs import Draw
 from fastattn.bench.ops._base import Inputs, Operator, Outputs, Prepared, Sizes
 
 
@@ -23,26 +21,12 @@ class Energy(Operator):
     ABOUT = "−lse(β X ξ) / β + ξ·ξ / 2 + constants, β = 1 / √D, ξ [B, H, L, D], X [B, H, N, D]"
     TORCH = "the equation: torch has no such function"
     SIZES: ClassVar[Sizes] = {"B": 4, "H": 8, "L": 128, "N": 128, "D": 64}
-    LEAVES = ("state", "stored")
+    SHAPES: ClassVar = {"state": "B H L D", "stored": "B H N D"}
+    OUTPUT = "B H L"
 
     def flops(self, cell: Cell, pairs: int) -> tuple[int, int]:
         product = 2 * cell["B"] * cell["H"] * cell["L"] * cell["N"] * cell["D"]
         return product, 3 * product
-
-    def elements(self, cell: Cell) -> tuple[int, int]:
-        heads = cell["B"] * cell["H"]
-        return heads * (cell["L"] + cell["N"]) * cell["D"], heads * cell["L"]
-
-    def inputs(self, cell: Cell, draw: Draw) -> Inputs:
-        heads = cell["B"], cell["H"]
-        return {
-            "state": draw.normal(*heads, cell["L"], cell["D"]),
-            "stored": draw.normal(*heads, cell["N"], cell["D"]),
-            "grad_out": draw.normal(*heads, cell["L"]),
-        }
-
-    def arguments(self, cell: Cell, inputs: Inputs) -> tuple[Sequence[Any], dict[str, Any]]:
-        return self.leaves(inputs), {}
 
     def ours(self, cell: Cell, inputs: Inputs) -> Prepared:
         state, stored = self.leaves(inputs)

@@ -7,39 +7,27 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from fastattn.bench.cells import Cell
-from fastattn.bench.inputs import Draw
 from fastattn.bench.ops._base import Inputs, Outputs, Sizes
+from fastattn.bench.ops._module import below
 from fastattn.bench.ops.hopfield_module import (
     NEVER_RESTS,
-    PARAMETERS,
     HopfieldModule,
     associated,
 )
 from fastattn.nn import HopfieldPooling
-
-_OWN = tuple(f"hopfield.{name}" for name in PARAMETERS)
 
 
 class Pooling(HopfieldModule):
     FUNCTION = "nn.HopfieldPooling"
     ABOUT = "L learned states retrieve from bags of patterns [B, N, E], H heads, K steps"
     SIZES: ClassVar[Sizes] = {"B": 32, "L": 1, "N": 128, "E": 512, "H": 8, "K": 3}
-    LEAVES = ("stored", "pooling_weights", *_OWN)
-
-    def elements(self, cell: Cell) -> tuple[int, int]:
-        stored = cell["B"] * cell["N"] * cell["E"]
-        return stored + self.parameters(cell), cell["B"] * cell["L"] * cell["E"]
+    SHAPES: ClassVar = {"stored": "B N E"}
+    OUTPUT = "B L*E"
 
     def make(self, cell: Cell, **made: Any) -> nn.Module:
         steps: dict[str, Any] = {"update_steps_max": cell["K"], **NEVER_RESTS}
         more: dict[str, Any] = {"num_heads": cell["H"], "quantity": cell["L"]}
         return HopfieldPooling(cell["E"], **more, **steps, **made)
-
-    def given(self, cell: Cell, draw: Draw) -> Inputs:
-        return {
-            "stored": draw.normal(cell["B"], cell["N"], cell["E"]),
-            "grad_out": draw.normal(cell["B"], cell["L"] * cell["E"]),
-        }
 
     def call(self, cell: Cell, module: nn.Module, inputs: Inputs) -> Tensor:
         out: Tensor = module(inputs["stored"])
@@ -47,8 +35,8 @@ class Pooling(HopfieldModule):
 
     def plain(self, cell: Cell, inputs: Inputs) -> Outputs:
         states = inputs["pooling_weights"].expand(cell["B"], -1, -1)
-        parameters = [inputs[name] for name in _OWN]
-        return (associated(cell, inputs["stored"], states, parameters).flatten(1),)
+        own = below(inputs, "hopfield.")
+        return (associated(cell, inputs["stored"], states, own).flatten(1),)
 
 
 OP = Pooling()

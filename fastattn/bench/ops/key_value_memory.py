@@ -8,7 +8,6 @@ import torch
 from torch.nn import functional
 
 from fastattn.bench.cells import Cell
-from fastattn.bench.inputs import Draw
 from fastattn.bench.ops._attention import attend
 from fastattn.bench.ops._base import Inputs, Operator, Outputs, Prepared, Sizes
 from fastattn.nn import KeyValueMemory
@@ -19,24 +18,12 @@ class KeyValue(Operator):
     ABOUT = "softmax(q Kᵀ / √D) V of queries [B, L, D] and N full slots of D keys and Dv values"
     TORCH = "F.scaled_dot_product_attention"
     SIZES: ClassVar[Sizes] = {"B": 8, "L": 16, "N": 1024, "D": 64, "Dv": "D"}
-    LEAVES = ("query", "keys", "values")
+    SHAPES: ClassVar = {"query": "B L D", "keys": "B N D", "values": "B N Dv"}
+    OUTPUT = "B L Dv"
 
     def flops(self, cell: Cell, pairs: int) -> tuple[int, int]:
         pairs = cell["B"] * cell["L"] * cell["N"]
         return pairs * 2 * (cell["D"] + cell["Dv"]), pairs * (6 * cell["D"] + 4 * cell["Dv"])
-
-    def elements(self, cell: Cell) -> tuple[int, int]:
-        slots = cell["N"] * (cell["D"] + cell["Dv"])
-        return cell["B"] * (cell["L"] * cell["D"] + slots), cell["B"] * cell["L"] * cell["Dv"]
-
-    def inputs(self, cell: Cell, draw: Draw) -> Inputs:
-        batch = cell["B"]
-        return {
-            "query": draw.normal(batch, cell["L"], cell["D"]),
-            "keys": draw.normal(batch, cell["N"], cell["D"]),
-            "values": draw.normal(batch, cell["N"], cell["Dv"]),
-            "grad_out": draw.normal(batch, cell["L"], cell["Dv"]),
-        }
 
     def ours(self, cell: Cell, inputs: Inputs) -> Prepared:
         query, keys, values = self.leaves(inputs)
@@ -51,8 +38,7 @@ class KeyValue(Operator):
         return lambda: (functional.scaled_dot_product_attention(query, keys, values),), leaves
 
     def plain(self, cell: Cell, inputs: Inputs) -> Outputs:
-        query, keys, values = self.leaves(inputs)
-        return (attend(query, keys, values, None, None)[0],)
+        return attend(*self.leaves(inputs))[:1]
 
 
 OP = KeyValue()

@@ -24,7 +24,13 @@ class Luong(Operator):
     SIZES: ClassVar[Sizes] = {"B": 8, "Lq": 64, "Lk": "Lq", "D": 256, "Dv": "D", "W": "Lk", "P": 0}
     MASKS = ("none", "padding")
     WEIGHTS = ("none", "per-head")
-    LEAVES = ("query", "key", "value", "weight")
+    SHAPES: ClassVar = {
+        "query": "B Lq D",
+        "key": "B Lk D",
+        "value": "B Lk Dv",
+        "weight": "D D",
+    }
+    OUTPUT = "B Lq Dv"
 
     def check(self, sizes: Mapping[str, int]) -> None:
         if sizes["P"] > 1:
@@ -33,16 +39,16 @@ class Luong(Operator):
     def flops(self, cell: Cell, pairs: int) -> tuple[int, int]:
         if _is_local(cell):
             keys, width = cell["Lk"], cell["W"]
-            near = sum(max(0, min(keys, i + width + 1) - max(0, i - width)) for i in _rows(cell))
+            near = sum(
+                max(0, min(keys, i + width + 1) - max(0, i - width)) for i in range(cell["Lq"])
+            )
             pairs = pairs * near // (cell["Lq"] * keys)
         projection = 2 * cell["B"] * cell["Lq"] * cell["D"] ** 2
         forward = pairs * (2 * cell["D"] + 2 * cell["Dv"]) + projection
         return forward, pairs * (6 * cell["D"] + 4 * cell["Dv"]) + 2 * projection
 
-    def elements(self, cell: Cell) -> tuple[int, int]:
-        queries, keys = cell["B"] * cell["Lq"], cell["B"] * cell["Lk"]
-        inputs = queries * cell["D"] + keys * (cell["D"] + cell["Dv"]) + cell["D"] ** 2
-        return inputs, queries * cell["Dv"]
+    def scale(self, cell: Cell, name: str) -> float:
+        return 1 / cell["D"] if name == "weight" else 1.0
 
     def unread(self, cell: Cell) -> int:
         if not _is_local(cell):
@@ -52,18 +58,11 @@ class Luong(Operator):
         return cell["B"] * max(0, cell["Lk"] - near) * (cell["D"] + cell["Dv"])
 
     def inputs(self, cell: Cell, draw: Draw) -> Inputs:
-        batch, width = cell["B"], cell["D"]
-        inputs = {
-            "query": draw.normal(batch, cell["Lq"], width),
-            "key": draw.normal(batch, cell["Lk"], width),
-            "value": draw.normal(batch, cell["Lk"], cell["Dv"]),
-            "weight": draw.normal(width, width, scale=1 / width),
-            "grad_out": draw.normal(batch, cell["Lq"], cell["Dv"]),
-        }
+        inputs = super().inputs(cell, draw)
         if (visible := visible_keys(cell, draw)) is not None:
             inputs["key_padding_mask"] = ~visible[:, 0]
         if cell["P"]:
-            inputs["positions"] = draw.uniform(0, cell["Lk"] - 1, batch, cell["Lq"])
+            inputs["positions"] = draw.uniform(0, cell["Lk"] - 1, cell["B"], cell["Lq"])
         return inputs
 
     def arguments(self, cell: Cell, inputs: Inputs) -> tuple[Sequence[Any], dict[str, Any]]:
@@ -88,7 +87,7 @@ class Luong(Operator):
         if _is_local(cell):
             near = distance.abs() <= cell["W"]
             visible = near if visible is None else near & visible
-        weights = softmax_of(scores, visible, None).nan_to_num()  # nothing seen: 0
+        weights = softmax_of(scores, visible).nan_to_num()  # nothing seen: 0
         if "positions" in inputs:
             weights = weights * torch.exp(-2 * (distance / cell["W"]) ** 2)
         out = weights @ value
@@ -104,10 +103,6 @@ class Luong(Operator):
 
 def _is_local(cell: Cell) -> bool:
     return cell["P"] > 0 or cell["W"] < max(cell["Lq"], cell["Lk"])
-
-
-def _rows(cell: Cell) -> range:
-    return range(cell["Lq"])
 
 
 OP = Luong()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -20,38 +19,26 @@ class LuongModule(Module):
     ABOUT = "softmax(qᵀ W m) M, method general, on q [B, Lq, D], memory [B, Lk, D]"
     TORCH = "the equation: torch has no such module"
     SIZES: ClassVar[Sizes] = {"B": 8, "Lq": 64, "Lk": "Lq", "D": 256}
-    LEAVES: ClassVar[Sequence[str]] = ("query", "memory", "weight")
+    SHAPES: ClassVar = {"query": "B Lq D", "memory": "B Lk D"}
+    OUTPUT = "B Lq D"
 
     def flops(self, cell: Cell, pairs: int) -> tuple[int, int]:
         projection = 2 * cell["B"] * cell["Lq"] * cell["D"] ** 2
         return 4 * pairs * cell["D"] + projection, 10 * pairs * cell["D"] + 2 * projection
 
-    def elements(self, cell: Cell) -> tuple[int, int]:
-        out = cell["B"] * cell["Lq"] * cell["D"]
-        return out + cell["B"] * cell["Lk"] * cell["D"] + self.parameters(cell), out
-
     def make(self, cell: Cell, **made: Any) -> nn.Module:
         return LuongAttention(cell["D"], **made)
-
-    def given(self, cell: Cell, draw: Draw) -> Inputs:
-        batch, width = cell["B"], cell["D"]
-        return {
-            "query": draw.normal(batch, cell["Lq"], width),
-            "memory": draw.normal(batch, cell["Lk"], width),
-            "grad_out": draw.normal(batch, cell["Lq"], width),
-        }
 
     def parameter(self, name: str, shape: tuple[int, ...], draw: Draw) -> Tensor:
         return draw.normal(*shape, scale=1 / shape[-1])  # scores of about 1, without their √D
 
     def call(self, cell: Cell, module: nn.Module, inputs: Inputs) -> Tensor:
-        out: Tensor = module(inputs["query"], inputs["memory"], need_weights=False)[0]
+        out: Tensor = module(*self.leaves(inputs), need_weights=False)[0]
         return out
 
     def plain(self, cell: Cell, inputs: Inputs) -> Outputs:
-        query, memory, weight = self.leaves(inputs)
-        scores = query @ weight @ memory.mT
-        return (softmax_of(scores, None, None) @ memory,)
+        query, memory = self.leaves(inputs)
+        return (softmax_of(query @ inputs["weight"] @ memory.mT) @ memory,)
 
 
 OP = LuongModule()

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fastattn.bench.cells import Cell
 from fastattn.bench.inputs import Draw
-from fastattn.bench.ops._base import Inputs, Operator, Outputs, Prepared, Sizes
+from fastattn.bench.ops._base import Inputs, Outputs, Sizes
+from fastattn.bench.ops._module import Module
 from fastattn.bench.ops.encode_memory import encoded
 from fastattn.nn import MemN2N
 
-_OWN = ("question", "answer", "hop_proj")  # of layerwise tying
 
-
-class Memn2n(Operator):
+class Memn2n(Module):
     FUNCTION = "nn.MemN2N"
     ABOUT = (
         "stories [B, N, J] and questions [B, J] of V words, width D, K hops, adjacent tying or "
@@ -27,57 +25,35 @@ class Memn2n(Operator):
     TORCH = "the same network in plain PyTorch"
     SIZES: ClassVar[Sizes] = {"B": 32, "N": 50, "J": 11, "V": 175, "D": 50, "K": 3}
     OPTIONS = ("none", "layerwise")
-    LEAVES = ("embedding", "temporal")
-
-    def leaf_names(self, cell: Cell) -> Sequence[str]:
-        return [*self.LEAVES, *(_OWN if cell.option == "layerwise" else ())]
+    SHAPES: ClassVar = {}
+    OUTPUT = "B V"
 
     def flops(self, cell: Cell, pairs: int) -> tuple[int, int]:
         batch, rows, words, width, hops = (cell[key] for key in ("B", "N", "J", "D", "K"))
-        encode = 2 * batch * words * width * (_tables(cell) * rows + 1)
+        tables = 2 if cell.option == "layerwise" else hops + 1
+        encode = 2 * batch * words * width * (tables * rows + 1)
         attend = batch * hops * rows * width
         answer = 2 * batch * width * cell["V"]
         if cell.option == "layerwise":
             answer += 2 * batch * hops * width**2
         return encode + 4 * attend + answer, encode + 10 * attend + 2 * answer
 
-    def elements(self, cell: Cell) -> tuple[int, int]:
-        numbers = _tables(cell) * (cell["V"] + cell["N"]) * cell["D"]
-        if cell.option == "layerwise":
-            numbers += (2 * cell["V"] + cell["D"]) * cell["D"]
-        return numbers, cell["B"] * cell["V"]
-
     def inputs(self, cell: Cell, draw: Draw) -> Inputs:
-        tables, words, width = _tables(cell), cell["V"], cell["D"]
-        inputs = {
-            "stories": draw.sentences(cell["B"], cell["N"], cell["J"], cell["V"]),
-            "questions": draw.integers(0, cell["V"], cell["B"], cell["J"]),
-            "embedding": draw.normal(tables, words, width, scale=0.1),
-            "temporal": draw.normal(tables, cell["N"], width, scale=0.1),
-            "grad_out": draw.normal(cell["B"], words),
-        }
-        if cell.option == "layerwise":
-            inputs |= {name: draw.normal(words, width, scale=0.1) for name in _OWN[:2]}
-            inputs["hop_proj"] = draw.normal(width, width, scale=width**-0.5)
-        return inputs
+        stories = draw.sentences(cell["B"], cell["N"], cell["J"], cell["V"])
+        questions = draw.integers(0, cell["V"], cell["B"], cell["J"])
+        return {"stories": stories, "questions": questions, **super().inputs(cell, draw)}
 
-    def ours(self, cell: Cell, inputs: Inputs) -> Prepared:
-        embedding = inputs["embedding"]
-        stories, questions = inputs["stories"], inputs["questions"]
-        module = MemN2N(
-            cell["V"],
-            cell["D"],
-            hops=cell["K"],
-            memory_size=cell["N"],
-            weight_tying="layerwise" if cell.option == "layerwise" else "adjacent",
-            device=embedding.device,
-            dtype=embedding.dtype,
-        )
-        leaves = [nn.Parameter(inputs[name]) for name in self.leaf_names(cell)]
-        for name, leaf in zip(self.leaf_names(cell), leaves, strict=True):
-            setattr(module, name, leaf)
-        module.train(cell.passes != "fwd")
-        return lambda: (module(stories, questions),), leaves
+    def parameter(self, name: str, shape: tuple[int, ...], draw: Draw) -> Tensor:
+        return draw.normal(*shape, scale=shape[-1] ** -0.5 if name == "hop_proj" else 0.1)
+
+    def make(self, cell: Cell, **made: Any) -> nn.Module:
+        tying = "layerwise" if cell.option == "layerwise" else "adjacent"
+        sizes: dict[str, Any] = {"hops": cell["K"], "memory_size": cell["N"]}
+        return MemN2N(cell["V"], cell["D"], **sizes, weight_tying=tying, **made)
+
+    def call(self, cell: Cell, module: nn.Module, inputs: Inputs) -> Tensor:
+        out: Tensor = module(inputs["stories"], inputs["questions"])
+        return out
 
     def plain(self, cell: Cell, inputs: Inputs) -> Outputs:
         stories, embedding, temporal = (inputs[n] for n in ("stories", "embedding", "temporal"))
@@ -93,11 +69,6 @@ class Memn2n(Operator):
             kept = u @ inputs["hop_proj"].T if own else u
             u = kept + torch.einsum("bn,bnd->bd", p, c)
         return (u @ (inputs["answer"] if own else embedding[-1]).T,)
-
-
-def _tables(cell: Cell) -> int:
-    """Of the memories: two for all hops, or one more than there are hops."""
-    return 2 if cell.option == "layerwise" else cell["K"] + 1
 
 
 OP = Memn2n()

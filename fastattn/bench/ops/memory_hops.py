@@ -24,7 +24,8 @@ class MemoryHops(Operator):
     SIZES: ClassVar[Sizes] = {"B": 32, "S": "B", "N": 50, "D": 20, "K": 3}
     MASKS = ("none", "padding")
     WEIGHTS = ("none", "per-head")
-    LEAVES = ("query", "in_memory", "out_memory")
+    SHAPES: ClassVar = {"query": "B D", "in_memory": "S N D", "out_memory": "S N D"}
+    OUTPUT = "B D"
 
     def check(self, sizes: Mapping[str, int]) -> None:
         if sizes["S"] not in (1, sizes["B"]):
@@ -34,18 +35,11 @@ class MemoryHops(Operator):
         work = cell["B"] * cell["K"] * cell["N"] * cell["D"]
         return 4 * work, 10 * work
 
-    def elements(self, cell: Cell) -> tuple[int, int]:
-        queries = cell["B"] * cell["D"]
-        return queries + 2 * cell["S"] * cell["N"] * cell["D"], queries
+    def scale(self, cell: Cell, name: str) -> float:
+        return 1.0 if name == "query" else 0.1
 
     def inputs(self, cell: Cell, draw: Draw) -> Inputs:
-        memory = (cell["S"], cell["N"], cell["D"])
-        inputs = {
-            "query": draw.normal(cell["B"], cell["D"]),
-            "in_memory": draw.normal(*memory, scale=0.1),
-            "out_memory": draw.normal(*memory, scale=0.1),
-            "grad_out": draw.normal(cell["B"], cell["D"]),
-        }
+        inputs = super().inputs(cell, draw)
         if cell.mask == "padding":
             inputs["memory_mask"] = draw.valid(cell["B"], cell["N"])
         return inputs
@@ -63,7 +57,7 @@ class MemoryHops(Operator):
         for _ in range(cell["K"]):
             shared = cell["S"] == 1
             scores = u @ m[0].T if shared else torch.bmm(m, u.unsqueeze(2)).squeeze(2)
-            p = softmax_of(scores, inputs.get("memory_mask"), None)  # [B, N]
+            p = softmax_of(scores, inputs.get("memory_mask"))  # [B, N]
             read = p @ c[0] if shared else torch.bmm(p.unsqueeze(1), c).squeeze(1)
             u = u + read
             all_weights.append(p)

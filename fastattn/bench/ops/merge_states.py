@@ -20,26 +20,21 @@ class MergeStates(Operator):
     ABOUT = "(e^lse_a out_a + e^lse_b out_b) / (e^lse_a + e^lse_b), [B, H, L, D], [B, H, L]"
     TORCH = "the equation: torch has no such function"
     SIZES: ClassVar[Sizes] = {"B": 8, "H": 8, "L": 512, "D": 64}
-    LEAVES = ("out_a", "lse_a", "out_b", "lse_b")
+    SHAPES: ClassVar = {
+        "out_a": "B H L D",
+        "lse_a": "B H L",
+        "out_b": "B H L D",
+        "lse_b": "B H L",
+    }
+    OUTPUT = "B H L D"
 
     def flops(self, cell: Cell, pairs: int) -> tuple[int, int]:
         elements = cell["B"] * cell["H"] * cell["L"] * cell["D"]
         return 4 * elements, 8 * elements
 
-    def elements(self, cell: Cell) -> tuple[int, int]:
-        rows = cell["B"] * cell["H"] * cell["L"]
-        return 2 * rows * (cell["D"] + 1), rows * cell["D"]
-
     def inputs(self, cell: Cell, draw: Draw) -> Inputs:
-        rows = (cell["B"], cell["H"], cell["L"])
-        wide = torch.promote_types(draw.dtype, torch.float32)
-        return {
-            "out_a": draw.normal(*rows, cell["D"]),
-            "lse_a": draw.normal(*rows).to(wide),
-            "out_b": draw.normal(*rows, cell["D"]),
-            "lse_b": draw.normal(*rows).to(wide),
-            "grad_out": draw.normal(*rows, cell["D"]),
-        }
+        inputs = super().inputs(cell, draw)
+        return {name: x.to(self.dtype_of(name, x.dtype)) for name, x in inputs.items()}
 
     def dtype_of(self, name: str, dtype: torch.dtype) -> torch.dtype:
         return torch.promote_types(dtype, torch.float32) if "lse" in name else dtype

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -22,7 +22,7 @@ from fastattn.backends.reference._dropout import dropout_keep, kept_scale
 from fastattn.bench.cells import Cell, window_width
 from fastattn.bench.inputs import Draw
 from fastattn.bench.ops._attention import softmax_of, split_mask, visible_keys, with_weights
-from fastattn.bench.ops._base import Inputs, Operator, Outputs, Prepared, Sizes
+from fastattn.bench.ops._base import Inputs, Operator, Outputs, Prepared, Sizes, gradients
 from fastattn.checks import draw_seed
 
 PAIRS_CHECKED = 1 << 26
@@ -40,11 +40,8 @@ class Sdpa(Operator):
     MASKS = ("none", "causal", "padding", "bool", "bias")
     WEIGHTS = ("none", "average", "per-head")
     OPTIONS = ("none", "window", "softcap", "alibi", "sinks", "dropout", "learnable")
-    LEAVES = ("query", "key", "value")
-
-    def check(self, sizes: Mapping[str, int]) -> None:
-        if sizes["H"] % sizes["Hkv"]:
-            raise ValueError(f"H={sizes['H']} is not a multiple of Hkv={sizes['Hkv']}")
+    SHAPES: ClassVar = {"query": "B H Lq D", "key": "B Hkv Lk D", "value": "B Hkv Lk Dv"}
+    OUTPUT = "B H Lq Dv"
 
     def check_option(self, cell: Cell) -> None:
         if cell.option == "window" and cell.mask not in ("none", "causal"):
@@ -61,19 +58,8 @@ class Sdpa(Operator):
         key, value = cell["D"], cell["Dv"]
         return pairs * (2 * key + 2 * value), pairs * (6 * key + 4 * value)
 
-    def elements(self, cell: Cell) -> tuple[int, int]:
-        queries = cell["B"] * cell["H"] * cell["Lq"]
-        keys = cell["B"] * cell["Hkv"] * cell["Lk"]
-        return queries * cell["D"] + keys * (cell["D"] + cell["Dv"]), queries * cell["Dv"]
-
     def inputs(self, cell: Cell, draw: Draw) -> Inputs:
-        batch, heads, kv_heads = cell["B"], cell["H"], cell["Hkv"]
-        inputs = {
-            "query": draw.normal(batch, heads, cell["Lq"], cell["D"]),
-            "key": draw.normal(batch, kv_heads, cell["Lk"], cell["D"]),
-            "value": draw.normal(batch, kv_heads, cell["Lk"], cell["Dv"]),
-            "grad_out": draw.normal(batch, heads, cell["Lq"], cell["Dv"]),
-        }
+        inputs, heads = super().inputs(cell, draw), cell["H"]
         if cell.mask == "bias":  # as a learnt relative position bias has it
             inputs["attn_mask"] = draw.normal(heads, cell["Lq"], cell["Lk"])
         elif cell.mask != "causal" and (visible := visible_keys(cell, draw)) is not None:
@@ -84,7 +70,7 @@ class Sdpa(Operator):
         elif cell.option == "sinks":  # of the size of lse, so that a wrong one shows
             inputs["sinks"] = draw.normal(1, heads, 1, 1) + math.log(cell["Lk"])
         elif cell.option == "dropout":
-            scores = (batch, heads, cell["Lq"], cell["Lk"])
+            scores = (cell["B"], heads, cell["Lq"], cell["Lk"])
             inputs["kept"] = dropout_keep(scores, _DROPOUT, draw_seed(*_first_seed()))
         return inputs
 
@@ -103,7 +89,7 @@ class Sdpa(Operator):
         return self.leaves(inputs), options | _own_options(cell, inputs)
 
     def leaf_names(self, cell: Cell) -> Sequence[str]:
-        return [*self.LEAVES, *(["attn_mask"] if cell.option == "learnable" else [])]
+        return [*self.SHAPES, *(["attn_mask"] if cell.option == "learnable" else [])]
 
     def theirs(self, cell: Cell, inputs: Inputs) -> Prepared:
         query, key, value = self.leaves(inputs)
@@ -129,7 +115,7 @@ class Sdpa(Operator):
     def expected(self, cell: Cell, inputs: Inputs) -> Inputs:
         """A block of queries at a time, which bounds the memory."""
         wanted = cell.passes != "fwd"
-        leaves = {n: inputs[n].clone().requires_grad_(wanted) for n in self.leaf_names(cell)}
+        leaves = self.fresh_leaves(cell, inputs)
         query = inputs["query"]
         step = max(1, _SCORES_AT_ONCE // (query.shape[0] * query.shape[1] * cell["Lk"]))
         outs, all_weights = [], []
@@ -146,10 +132,7 @@ class Sdpa(Operator):
         if cell.weights != "none":
             weights = torch.cat(all_weights, 2)
             results["weights"] = with_weights(cell, results["out"], weights)[1]
-        for name, leaf in leaves.items():
-            if leaf.grad is not None:
-                results[f"grad_{name}"] = leaf.grad
-        return results
+        return results | gradients(leaves)
 
     def parts(self, cell: Cell, seed: int, *, few: bool = False) -> list[tuple[int, ...]]:
         """Attention of one (sequence, key head) does not depend on the others: a sample of them.

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from fastattn.bench.cells import Cell
-from fastattn.bench.inputs import Draw
 from fastattn.bench.ops._base import Inputs, Operator, Outputs, Prepared, Sizes
 
 
@@ -19,18 +18,12 @@ class Sinusoidal(Operator):
     ABOUT = "x·√E + PE(position) on x [B, L, E]"
     TORCH = "x * sqrt(E) + table[:L]"
     SIZES: ClassVar[Sizes] = {"B": 1, "L": 512, "E": 512}
-    LEAVES = ("x",)
+    SHAPES: ClassVar = {"x": "B L E"}
+    OUTPUT = "B L E"
 
     def flops(self, cell: Cell, pairs: int) -> tuple[int, int]:
         elements = cell["B"] * cell["L"] * cell["E"]
         return 2 * elements, elements
-
-    def elements(self, cell: Cell) -> tuple[int, int]:
-        return (cell["B"] * cell["L"] * cell["E"],) * 2
-
-    def inputs(self, cell: Cell, draw: Draw) -> Inputs:
-        shape = (cell["B"], cell["L"], cell["E"])
-        return {"x": draw.normal(*shape), "grad_out": draw.normal(*shape)}
 
     def arguments(self, cell: Cell, inputs: Inputs) -> tuple[Sequence[Any], dict[str, Any]]:
         return [inputs["x"]], {"scale": math.sqrt(cell["E"])}

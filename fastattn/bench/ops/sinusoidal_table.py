@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastattn.bench.cells import Cell
 from fastattn.bench.inputs import Draw
-from fastattn.bench.ops._base import Inputs, Operator, Outputs, Prepared, Sizes
+from fastattn.bench.ops._base import Inputs, Operator, Outputs, Sizes
 from fastattn.bench.ops.sinusoidal import table
 
 
@@ -20,24 +20,19 @@ class SinusoidalTable(Operator):
     TORCH = "sin and cos of an outer product, in fp64 and rounded"
     SIZES: ClassVar[Sizes] = {"L": 512, "E": 512}
     PASSES = ("fwd",)
-    LEAVES = ()
+    SHAPES: ClassVar = {}
+    OUTPUT = "L E"
 
     def flops(self, cell: Cell, pairs: int) -> tuple[int, int]:
         return cell["L"] * cell["E"], 0  # a sine counts as one
 
-    def elements(self, cell: Cell) -> tuple[int, int]:
-        return 0, cell["L"] * cell["E"]
-
     def inputs(self, cell: Cell, draw: Draw) -> Inputs:
         """The table has no input; this tensor carries dtype and device."""
-        return {"like": draw.normal(0), "grad_out": draw.normal(0)}
+        return {"like": draw.normal(0), **super().inputs(cell, draw)}
 
     def arguments(self, cell: Cell, inputs: Inputs) -> tuple[Sequence[Any], dict[str, Any]]:
         like = inputs["like"]
         return [cell["L"], cell["E"]], {"dtype": like.dtype, "device": like.device}
-
-    def theirs(self, cell: Cell, inputs: Inputs) -> Prepared:
-        return lambda: self.plain(cell, inputs), []
 
     def plain(self, cell: Cell, inputs: Inputs) -> Outputs:
         found: Tensor = table(cell, torch.float64, inputs["like"].device)

@@ -7,22 +7,19 @@ model generates, the decoder has one position at a time.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from fastattn.bench.cells import Cell
-from fastattn.bench.inputs import Draw
 from fastattn.bench.ops._base import Inputs, Outputs
-from fastattn.bench.ops.decoder import STACK, Decoder, decoded
-from fastattn.bench.ops.encoder import LAYERS, stored
-from fastattn.bench.ops.encoder import OP as ENCODER
-from fastattn.nn import Transformer
-
-_NORM = ("norm.weight", "norm.bias")
-_ENCODER = tuple(stored(name) for name in ENCODER.LEAVES[1:])
+from fastattn.bench.ops._layers import norm
+from fastattn.bench.ops._module import below
+from fastattn.bench.ops.decoder import Decoder, decoded
+from fastattn.bench.ops.encoder import LAYERS, encoded
+from fastattn.bench.ops.encoder_layer import OPTIONS
 
 
 class WholeTransformer(Decoder):
@@ -30,11 +27,7 @@ class WholeTransformer(Decoder):
     ABOUT = f"{LAYERS} encoder layers on src [B, S, E], {LAYERS} causal ones on tgt [B, L, E], GELU"
     TORCH = "nn.Transformer, the same parameters; step by step, each prefix from its start"
     OPTIONS: ClassVar[Sequence[str]] = ("none", "stepwise")
-    LEAVES = (
-        *("src", "tgt"),
-        *(f"encoder.{name}" for name in (*_ENCODER, *_NORM)),
-        *(f"decoder.{name}" for name in (*STACK, *_NORM)),
-    )
+    SHAPES: ClassVar = {"src": "B S E", "tgt": "B L E"}
 
     def check_option(self, cell: Cell) -> None:
         if cell.option == "stepwise" and cell.passes != "fwd":
@@ -47,21 +40,10 @@ class WholeTransformer(Decoder):
         attention = LAYERS * batch * source**2 * embed
         return forward + products + 4 * attention, backward + 2 * products + 10 * attention
 
-    def make(self, cell: Cell, **made: Any) -> nn.Module:
-        model: nn.Module = self.of(Transformer, cell, made)
-        return model
-
-    def make_torch(self, cell: Cell, **made: Any) -> nn.Module:
-        model: nn.Module = self.of(nn.Transformer, cell, made)
-        return model
-
-    def given(self, cell: Cell, draw: Draw) -> Inputs:
-        target = (cell["B"], cell["L"], cell["E"])
-        return {
-            "src": draw.normal(cell["B"], cell["S"], cell["E"]),
-            "tgt": draw.normal(*target),
-            "grad_out": draw.normal(*target),
-        }
+    def build(self, library: ModuleType, cell: Cell, **made: Any) -> nn.Module:
+        sizes = cell["E"], cell["H"], LAYERS, LAYERS, cell["F"]
+        module: nn.Module = library.Transformer(*sizes, **OPTIONS, **made)
+        return module
 
     def call(self, cell: Cell, module: nn.Module, inputs: Inputs) -> Tensor:
         source, target, mask = inputs["src"], inputs["tgt"], inputs.get("tgt_mask")
@@ -71,18 +53,10 @@ class WholeTransformer(Decoder):
         return out
 
     def plain(self, cell: Cell, inputs: Inputs) -> Outputs:
-        encoder, decoder = (
-            {n.removeprefix(head): x for n, x in inputs.items() if n.startswith(head)}
-            for head in ("encoder.", "decoder.")
-        )
-
-        def norm(own: Inputs, x: Tensor) -> Tensor:
-            weight, bias = (own[name] for name in _NORM)
-            return functional.layer_norm(x, x.shape[-1:], weight, bias)
-
-        layers = {name: encoder[stored(name)] for name in ENCODER.LEAVES[1:]}
-        memory = norm(encoder, ENCODER.plain(cell, layers | {"x": inputs["src"]})[0])
-        return (norm(decoder, decoded(cell, decoder, inputs["tgt"], memory)),)
+        encoder, decoder = (below(inputs, head) for head in ("encoder.", "decoder."))
+        memory = norm(below(encoder, "norm."), encoded(encoder, inputs["src"], cell["H"]))
+        out = decoded(decoder, inputs["tgt"], memory, cell["H"])
+        return (norm(below(decoder, "norm."), out),)
 
 
 def _step_by_step(model: Any, source: Tensor, target: Tensor, mask: Tensor | None) -> Tensor:

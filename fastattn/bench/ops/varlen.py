@@ -26,11 +26,11 @@ class Varlen(Operator):
     TORCH = "F.scaled_dot_product_attention on the padded batch, packed again"
     SIZES: ClassVar[Sizes] = {"B": 16, "H": 8, "Hkv": "H", "L": 256, "S": 0, "D": 64}
     MASKS = ("none", "causal")
-    LEAVES = ("query", "key", "value")
+    SHAPES: ClassVar = {"query": "T H D", "key": "T Hkv D", "value": "T Hkv D"}
+    OUTPUT = "T H D"
 
     def check(self, sizes: Mapping[str, int]) -> None:
-        if sizes["H"] % sizes["Hkv"]:
-            raise ValueError(f"H={sizes['H']} is not a multiple of Hkv={sizes['Hkv']}")
+        super().check(sizes)
         if sizes["S"] > sizes["L"]:
             raise ValueError(f"S={sizes['S']}, the shortest, is more than L={sizes['L']}")
 
@@ -40,21 +40,12 @@ class Varlen(Operator):
         seen = sum(n * (n + 1) // 2 if causal else n * n for n in lengths) * cell["H"]
         return 4 * cell["D"] * seen, 10 * cell["D"] * seen
 
-    def elements(self, cell: Cell) -> tuple[int, int]:
-        tokens = sum(_lengths(cell)) * cell["D"]
-        return tokens * (cell["H"] + 2 * cell["Hkv"]), tokens * cell["H"]
+    def size(self, cell: Cell, key: str) -> int:
+        return sum(_lengths(cell)) if key == "T" else super().size(cell, key)
 
     def inputs(self, cell: Cell, draw: Draw) -> Inputs:
-        lengths = _lengths(cell)
-        tokens, width = sum(lengths), cell["D"]
-        ends = torch.tensor([0, *lengths]).cumsum(0)
-        return {
-            "query": draw.normal(tokens, cell["H"], width),
-            "key": draw.normal(tokens, cell["Hkv"], width),
-            "value": draw.normal(tokens, cell["Hkv"], width),
-            "grad_out": draw.normal(tokens, cell["H"], width),
-            "ends": ends,
-        }
+        ends = torch.tensor([0, *_lengths(cell)]).cumsum(0)
+        return super().inputs(cell, draw) | {"ends": ends}
 
     def arguments(self, cell: Cell, inputs: Inputs) -> tuple[Sequence[Any], dict[str, Any]]:
         ends = inputs["ends"]
@@ -99,17 +90,14 @@ class Varlen(Operator):
         return forward, leaves
 
     def plain(self, cell: Cell, inputs: Inputs) -> Outputs:
-        query, key, value = self.leaves(inputs)
-        group = query.shape[1] // key.shape[1]
         lengths = inputs["ends"].diff().tolist()
         outs = []
-        for parts in zip(*(x.split(lengths) for x in (query, key, value)), strict=True):
+        for parts in zip(*(x.split(lengths) for x in self.leaves(inputs)), strict=True):
             q, k, v = (x.transpose(0, 1)[None] for x in parts)  # [1, H, L, D]
             visible = None
             if cell.mask == "causal":
                 visible = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril()
-            k, v = (x.repeat_interleave(group, 1) for x in (k, v))
-            outs.append(attend(q, k, v, visible, None)[0][0].transpose(0, 1))
+            outs.append(attend(q, k, v, visible)[0][0].transpose(0, 1))
         return (torch.cat(outs),)
 
 
