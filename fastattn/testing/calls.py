@@ -42,6 +42,11 @@ class Call:
         tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
         return {**tensors, "grad": self.grad, "grad_weights": self.grad_weights}
 
+    def primitive(self, prepare: Callable[..., Any]) -> tuple[list[Any], Any]:
+        """The tensors and the options that ``prepare`` makes for the primitive."""
+        _, (*tensors, options) = prepare(**self.tensors, **self.options)
+        return tensors, options
+
     def run(self, function: Callable[..., Any]) -> dict[str, Tensor]:
         """The results of ``function`` and the gradients of its arguments, by name."""
         arguments = {

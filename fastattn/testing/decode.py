@@ -16,7 +16,7 @@ from torch import Tensor
 from fastattn.backends.primitives import AttentionOptions, DecodeOptions
 from fastattn.testing import memory, oracle
 from fastattn.testing.cases import FLOATS
-from fastattn.testing.draws import generator_of
+from fastattn.testing.draws import alibi_slopes, numbers_of
 from fastattn.testing.inputs import Inputs
 from fastattn.testing.verdict import Proof
 
@@ -93,11 +93,7 @@ class DecodeInputs:
 
 def make_decode(case: DecodeCase, dtype: torch.dtype, *, fence: bool = False) -> DecodeInputs:
     """Return the tensors of ``case``, always the same, in hostile memory."""
-    draw = generator_of(case.name)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=draw, dtype=torch.float64).to(dtype)
-
+    draw, normal = numbers_of(case.name)
     batch, page = len(case.lengths), case.page or case.capacity
     pages = -(-case.capacity // page) if case.page else 1
     value_dim = case.head_dim if case.value_dim is None else case.value_dim
@@ -105,8 +101,8 @@ def make_decode(case: DecodeCase, dtype: torch.dtype, *, fence: bool = False) ->
     if case.page or case.shuffled:
         order = torch.randperm(batch * pages + 3, generator=draw)
     table = order[: batch * pages].view(batch, pages)
-    keys = [normal(case.kv_heads, n, case.head_dim) for n in case.lengths]
-    values = [normal(case.kv_heads, n, value_dim) for n in case.lengths]
+    keys = [normal(case.kv_heads, n, case.head_dim).to(dtype) for n in case.lengths]
+    values = [normal(case.kv_heads, n, value_dim).to(dtype) for n in case.lengths]
 
     def cache(rows: list[Tensor], width: int) -> Tensor:
         entries = batch if not (case.page or case.shuffled) else len(order)
@@ -116,15 +112,12 @@ def make_decode(case: DecodeCase, dtype: torch.dtype, *, fence: bool = False) ->
                 filled[table[b, n], :, : part.shape[1]] = part
         return memory.place(filled, case.layouts[1], fence=fence)
 
-    query = 2 * normal(batch, case.heads, case.queries, case.head_dim)
-    slopes = None
-    if case.alibi is not None:
-        slopes = torch.rand(batch if case.alibi == "bh" else 1, case.heads, generator=draw)
-        slopes = slopes.to(torch.float64 if dtype == torch.float64 else torch.float32)
+    query = 2 * normal(batch, case.heads, case.queries, case.head_dim).to(dtype)
+    slopes = alibi_slopes(draw, case.alibi, batch, case.heads, dtype)
     sinks: tuple[Tensor, ...] = ()
     if case.sinks:
         wide = torch.promote_types(dtype, torch.float32)
-        sinks = (2 * torch.randn(1, case.heads, generator=draw, dtype=torch.float64).to(wide),)
+        sinks = ((2 * normal(1, case.heads)).to(wide),)
     block_table = entries = None
     if case.page:
         block_table = table.int()

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-__all__ = ["cached", "draw", "dropout_seed", "generator_of", "numbers_of"]
+__all__ = ["alibi_slopes", "cached", "draw", "dropout_seed", "generator_of", "numbers_of"]
 
 _current: ContextVar[int] = ContextVar("fastattn_draw", default=0)
 _Result = TypeVar("_Result")
@@ -48,6 +48,16 @@ def dropout_seed(generator: torch.Generator, dropout_p: float) -> Tensor | None:
     if dropout_p == 0:
         return None
     return torch.randint(-(2**63), 2**63 - 1, (), generator=generator, dtype=torch.int64)
+
+
+def alibi_slopes(
+    generator: torch.Generator, kind: str | None, batch: int, heads: int, dtype: torch.dtype
+) -> Tensor | None:
+    """[1, heads] for "h", [batch, heads] for "bh", else None; float64 for float64, else float32."""
+    if kind is None:
+        return None
+    slopes = torch.rand(batch if kind == "bh" else 1, heads, generator=generator)
+    return slopes.to(torch.promote_types(dtype, torch.float32))
 
 
 def cached(function: Callable[..., _Result]) -> Callable[..., _Result]:

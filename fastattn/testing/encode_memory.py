@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from fastattn.backends import reference
-from fastattn.backends.primitives import EncodeMemoryOptions
 from fastattn.ops.encode_memory import encode_memory, encoding_factors, prepare
 from fastattn.testing.calls import Call
 from fastattn.testing.cases import FLOATS
@@ -120,17 +119,12 @@ def _extended(naive: Any, inputs: Call) -> dict[str, Tensor]:
     return {name: x.view(s) for (name, x), s in zip(results.items(), shapes, strict=True)}
 
 
-def _primitive(inputs: Call) -> tuple[list[Any], EncodeMemoryOptions]:
-    _, (*tensors, options) = prepare(**inputs.tensors, **inputs.options)
-    return tensors, options
-
-
 check_encoding = Proof(
     "encode_memory",
     ENCODE_CASES,
     make=_make,
     watched=Call.watched,
-    primitive=_primitive,
+    primitive=lambda inputs: inputs.primitive(prepare),
     run=lambda backend, inputs: inputs.run(encode_memory),
     definition=_definition,
     extended=_extended,

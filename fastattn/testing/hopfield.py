@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastattn.backends import reference
-from fastattn.backends.primitives import AttentionOptions, HopfieldOptions
+from fastattn.backends.primitives import AttentionOptions
 from fastattn.ops.hopfield import _prepared, _primitive, hopfield_retrieve, prepare
 from fastattn.testing.calls import Call
 from fastattn.testing.cases import FLOATS, NamedByFields
@@ -137,18 +137,11 @@ def _retrieve_plainly(
 
 
 def _extended(naive: Any, inputs: Call) -> dict[str, Tensor]:
-    options = inputs.options
-    tensors = inputs.doubled().tensors.values()
-    grad = inputs.grad.double()
+    call, options = inputs.doubled(), inputs.options
     found: dict[str, Tensor] = naive.hopfield_retrieve(
-        *tensors, options["update_steps_max"], options["grad"], grad
+        *call.tensors.values(), options["update_steps_max"], options["grad"], call.grad
     )
     return found
-
-
-def _arguments(inputs: Call) -> tuple[list[Any], HopfieldOptions]:
-    _, (*tensors, options) = prepare(**inputs.tensors, **inputs.options)
-    return tensors, options
 
 
 check_hopfield = Proof(
@@ -156,7 +149,7 @@ check_hopfield = Proof(
     HOPFIELD_CASES,
     make=make_hopfield_inputs,
     watched=Call.watched,
-    primitive=_arguments,
+    primitive=lambda inputs: inputs.primitive(prepare),
     run=lambda backend, inputs: retrieved_with_gradients(inputs),
     definition=lambda inputs: inputs.doubled().run(_retrieve_plainly),
     extended=_extended,

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from fastattn.backends import reference
-from fastattn.backends.primitives import MemoryHopOptions
 from fastattn.ops.memory_hops import memory_hop_attention, prepare
 from fastattn.testing.calls import Call
 from fastattn.testing.cases import FLOATS, NamedByFields
@@ -173,7 +172,7 @@ def definition(inputs: Call) -> dict[str, Tensor]:
 
 
 def _extended(naive: Any, inputs: Call) -> dict[str, Tensor]:
-    tensors, options = _primitive(inputs)
+    tensors, options = inputs.primitive(prepare)
     query, m, c, hop_proj, *rest = tensors
     given = [inputs.grad, inputs.grad_weights]
     if query.ndim == 2:
@@ -189,17 +188,12 @@ def _extended(naive: Any, inputs: Call) -> dict[str, Tensor]:
     return {name: x.reshape(shapes[name]) for name, x in results.items()}
 
 
-def _primitive(inputs: Call) -> tuple[list[Any], MemoryHopOptions]:
-    _, (*tensors, options) = prepare(**inputs.tensors, **inputs.options)
-    return tensors, options
-
-
 check_hops = Proof(
     "memory_hop_attention",
     HOP_CASES,
     make=make_hop_inputs,
     watched=Call.watched,
-    primitive=_primitive,
+    primitive=lambda inputs: inputs.primitive(prepare),
     run=lambda backend, inputs: with_gradients(inputs),
     definition=definition,
     extended=_extended,

@@ -17,7 +17,8 @@ from torch import Tensor
 from fastattn.backends import reference
 from fastattn.backends.primitives import NoOptions
 from fastattn.testing import memory
-from fastattn.testing.draws import cached, generator_of
+from fastattn.testing.cases import FLOATS
+from fastattn.testing.draws import cached, numbers_of
 from fastattn.testing.rounding import Noise
 from fastattn.testing.targets import Target
 from fastattn.testing.verdict import Proof, Verdict, fresh_memory_is_nan
@@ -43,12 +44,7 @@ class MergeCase:
     given: tuple[str, ...] = ("out", "lse")  # the results that have a gradient
     layouts: tuple[str, str] = ("contiguous", "contiguous")  # of the outputs
     lse_layout: str = "contiguous"
-    dtypes: tuple[torch.dtype, ...] = (
-        torch.float32,
-        torch.bfloat16,
-        torch.float16,
-        torch.float64,
-    )
+    dtypes: tuple[torch.dtype, ...] = FLOATS
     slow: bool = False
 
     def lse_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -113,11 +109,8 @@ class MergeInputs:
 
 def make_merge(case: MergeCase, dtype: torch.dtype, *, fence: bool = False) -> MergeInputs:
     """Return the tensors of ``case``, always the same, in hostile memory."""
-    draw = generator_of(case.name)
+    _, normal = numbers_of(case.name)
     shape, rows = case.shape, case.shape[:-1]
-
-    def normal(*size: int) -> Tensor:
-        return torch.randn(size, generator=draw, dtype=torch.float64)
 
     def placed(values: Tensor, layout: str) -> Tensor:
         missing = 4 - values.ndim

@@ -285,16 +285,12 @@ def attention(
     key = torch.empty(2, 4, 4096, width, dtype=dtype, device="meta")
     lse = torch.empty(2, 16, 4096, dtype=torch.float64, device="meta")
 
-    def run() -> None:
-        if not backward:
-            args = (query, key, key, mask, slopes, seed)
-            backend.scaled_dot_product_attention(*args, options=forward)
-            return
-        backend.scaled_dot_product_attention_backward(
-            out, None, None, query, key, key, mask, slopes, seed, out, lse, options=reverse
-        )
-
-    return run
+    args = (query, key, key, mask, slopes, seed)
+    if not backward:
+        return lambda: backend.scaled_dot_product_attention(*args, options=forward)
+    return lambda: backend.scaled_dot_product_attention_backward(
+        out, None, None, *args, out, lse, options=reverse
+    )
 
 
 def _in_tf32(call: Callable[[], Any]) -> Callable[[], Any]:
@@ -317,13 +313,11 @@ def packed(dtype: torch.dtype, width: int, *, backward: bool = False) -> Callabl
     lse = torch.empty(16, 8192, dtype=torch.float64, device="meta")
     args = (query, key, key, starts, starts, None, None)
 
-    def run() -> None:
-        if not backward:
-            backend.varlen_attention(*args, options=options)
-            return
-        backend.varlen_attention_backward(query, None, *args, query, lse, options=options)
-
-    return run
+    if not backward:
+        return lambda: backend.varlen_attention(*args, options=options)
+    return lambda: backend.varlen_attention_backward(
+        query, None, *args, query, lse, options=options
+    )
 
 
 def decode(dtype: torch.dtype, width: int, queries: int = 1) -> Callable[[], Any]:
@@ -343,15 +337,10 @@ def additive(dtype: torch.dtype, width: int, *, backward: bool = False) -> Calla
     v = torch.empty(width, dtype=dtype, device="meta")
     rest = (x, x, x, v, v, None, None)
 
-    def run() -> None:
-        if not backward:
-            backend.additive_attention(*rest, options=AdditiveOptions(weights=True))
-            return
-        backend.additive_attention_backward(
-            x, None, *rest, options=AdditiveBackwardOptions(weights=True)
-        )
-
-    return run
+    if not backward:
+        return lambda: backend.additive_attention(*rest, options=AdditiveOptions(weights=True))
+    options = AdditiveBackwardOptions(weights=True)
+    return lambda: backend.additive_attention_backward(x, None, *rest, options=options)
 
 
 def encode(dtype: torch.dtype, width: int, *, backward: bool = False) -> Callable[[], Any]:
@@ -362,20 +351,11 @@ def encode(dtype: torch.dtype, width: int, *, backward: bool = False) -> Callabl
     temporal = torch.empty(1, 2, 50, width, dtype=dtype, device="meta")
     grad = torch.empty(1, 32, 2, 50, width, dtype=dtype, device="meta")
 
-    def run() -> None:
-        if not backward:
-            backend.encode_memory(
-                tokens, weight, factors, temporal, options=EncodeMemoryOptions(padding_idx=0)
-            )
-            return
-        backend.encode_memory_backward(
-            grad,
-            tokens,
-            factors,
-            options=EncodeMemoryBackwardOptions(1000, temporal=True, padding_idx=0),
-        )
-
-    return run
+    if not backward:
+        args = (tokens, weight, factors, temporal)
+        return lambda: backend.encode_memory(*args, options=EncodeMemoryOptions(padding_idx=0))
+    options = EncodeMemoryBackwardOptions(1000, temporal=True, padding_idx=0)
+    return lambda: backend.encode_memory_backward(grad, tokens, factors, options=options)
 
 
 def hops(dtype: torch.dtype, width: int, *, backward: bool = False) -> Callable[[], Any]:
@@ -386,14 +366,12 @@ def hops(dtype: torch.dtype, width: int, *, backward: bool = False) -> Callable[
     trace, stats = (torch.empty(64, *rest, device="meta") for rest in ((7, width), (3, 2)))
     args = (query, memory, None, None, mask, None)
 
-    def run() -> None:
-        if not backward:
-            backend.memory_hop_attention(*args, options=MemoryHopOptions(hops=3))
-            return
-        options = MemoryHopBackwardOptions(hops=3, needed=2)
-        backend.memory_hop_attention_backward(query, None, *args, trace, stats, options=options)
-
-    return run
+    if not backward:
+        return lambda: backend.memory_hop_attention(*args, options=MemoryHopOptions(hops=3))
+    options = MemoryHopBackwardOptions(hops=3, needed=2)
+    return lambda: backend.memory_hop_attention_backward(
+        query, None, *args, trace, stats, options=options
+    )
 
 
 def retrieval(dtype: torch.dtype, width: int, grad: str = "") -> Callable[[], Any]:
@@ -421,13 +399,9 @@ def merged(dtype: torch.dtype, width: int, *, backward: bool = False) -> Callabl
     lse = torch.empty(8, 8, 512, device="meta")
     states = (out, lse, out, lse)
 
-    def run() -> None:
-        if not backward:
-            backend.merge_states(*states, options=NoOptions())
-            return
-        backend.merge_states_backward(out, lse, *states, options=NoOptions())
-
-    return run
+    if not backward:
+        return lambda: backend.merge_states(*states, options=NoOptions())
+    return lambda: backend.merge_states_backward(out, lse, *states, options=NoOptions())
 
 
 PAGE = """# What the Triton kernels take of a GPU

@@ -16,7 +16,7 @@ from torch import Tensor
 from fastattn.backends.primitives import AttentionOptions, VarlenOptions
 from fastattn.testing import memory, oracle
 from fastattn.testing.cases import FLOATS
-from fastattn.testing.draws import dropout_seed, numbers_of
+from fastattn.testing.draws import alibi_slopes, dropout_seed, numbers_of
 from fastattn.testing.inputs import Inputs
 from fastattn.testing.verdict import Proof
 
@@ -134,12 +134,9 @@ def make_varlen(case: VarlenCase, dtype: torch.dtype, *, fence: bool = False) ->
     key = packed(normal(k_all, kv_heads, case.head_dim), k_rows, case.layouts[1])
     value = packed(normal(k_all, kv_heads, value_dim), k_rows, case.layouts[2])
     starts = [torch.tensor((0, *n), dtype=torch.int64).cumsum(0) for n in (q_lengths, k_lengths)]
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    slopes = None
-    if case.alibi is not None:
-        slopes = torch.rand(len(q_lengths) if case.alibi == "bh" else 1, case.heads, generator=draw)
-        slopes = slopes.to(wide)
+    slopes = alibi_slopes(draw, case.alibi, len(q_lengths), case.heads, dtype)
     seed = dropout_seed(draw, case.dropout_p)
+    wide = torch.promote_types(dtype, torch.float32)
     grad_out = grad_lse = None
     if "out" in case.grads:
         grad_out = packed(normal(q_all, case.heads, value_dim), q_rows, case.layouts[0])
