@@ -221,10 +221,11 @@ def main() -> int:
         return 1 if old else 0
     for path, text in texts.items():
         path.write_text(text)
-    from fastattn.bench import plots
+    from fastattn.bench import charts, plots
 
+    first = next(iter(main_results.values()))
     for theme in plots.THEMES:
-        plots.draw(next(iter(main_results.values())), IMAGES / f"{MAIN}-{theme}.png", theme)
+        charts.draw(first, IMAGES / f"{MAIN}-{theme}.png", theme=theme)
     print(f"Written: README.md, benchmarks/results/README.md and the pictures in {IMAGES.name}/")
     return 0
 

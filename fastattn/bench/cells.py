@@ -94,14 +94,7 @@ class Cell:
     @property
     def options(self) -> str:
         """Mask, weights and option in words; empty when there are none."""
-        words = []
-        if self.mask != "none":
-            words.append(self.mask)
-        if self.weights != "none":
-            words.append(f"{self.weights} weights")
-        if self.option != "none":
-            words.append(self.option)
-        return ", ".join(words)
+        return ", ".join(options_in_words(self.mask, self.weights, self.option))
 
     @property
     def name(self) -> str:
@@ -122,6 +115,12 @@ class Cell:
         for key, default in ops.get(known["op"]).SIZES.items():
             sizes.setdefault(key, sizes[default] if isinstance(default, str) else default)
         return cls(**known | {"sizes": sizes})
+
+
+def options_in_words(mask: str, weights: str, option: str) -> list[str]:
+    """Those of the three that are not "none"."""
+    shown = (mask, weights if weights == "none" else f"{weights} weights", option)
+    return [word for word in shown if word != "none"]
 
 
 def padding_lengths(batch: int, keys: int) -> list[int]:

@@ -14,18 +14,16 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullLocator
 
 from fastattn.bench import plots
+from fastattn.bench.display import cell_words
 from fastattn.bench.peaks import kind_of
 from fastattn.bench.results import Result
-from fastattn.bench.summary import Row, summarise
+from fastattn.bench.summary import Row, option_words, summarise
 
 _MARKERS = "osD^vPX*"
 
 
 def draw(result: Result, path: Path, kind: str = "speedup", theme: str = "light") -> None:
     """Writes one picture of KINDS; its format follows the file's suffix."""
-    if kind == "speedup":
-        plots.draw(result, path, theme)
-        return
     figure = make(result, kind, theme)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=160, facecolor=figure.get_facecolor())
@@ -111,11 +109,7 @@ def _round_ticks(axes: Axes) -> None:
 
 
 def _family(row: Row) -> str:
-    words = [row["op"], row["family"]]
-    words += [row["mask"]] if row["mask"] != "none" else []
-    words += [f"{row['weights']} weights"] if row["weights"] != "none" else []
-    words += [row["option"]] if row["option"] != "none" else []
-    return " ".join(words)
+    return " ".join([row["op"], row["family"], *option_words(row)])
 
 
 def _line(axes: Axes, rows: list[Row], column: str, colour: str, marker: str) -> None:
@@ -150,11 +144,7 @@ def _legend(
             Line2D([], [], color=look.text, marker=m, linestyle="", markersize=4, label=shape)
             for shape, m in zip(shapes, _MARKERS, strict=False)
         ]
-    legend = figure.legend(
-        handles=handles, loc="outside lower left", ncols=3, frameon=False, fontsize=8
-    )
-    for text in legend.get_texts():
-        text.set_color(look.text)
+    plots.legend(figure, look, handles=handles, loc="outside lower left", ncols=3, fontsize=8)
 
 
 def _style(axes: Axes, look: plots.Theme) -> None:
@@ -199,10 +189,7 @@ def heatmap(result: Result, rows: Sequence[Row], look: plots.Theme) -> Figure:
 
 
 def _cell_name(row: Row) -> str:
-    words = [row["label"] or f"{row['op']} {row['shape']}"]
-    options = [row[name] for name in ("mask", "weights", "option")]
-    words += [name for name in options if not row["label"] and name != "none"]
-    return " ".join(words)
+    return row["label"] or cell_words(row)
 
 
 def roofline(result: Result, rows: Sequence[Row], look: plots.Theme) -> Figure:
@@ -243,7 +230,7 @@ def roofline(result: Result, rows: Sequence[Row], look: plots.Theme) -> Figure:
 
 
 KINDS: dict[str, Callable[..., Any]] = {
-    "speedup": plots.draw,
+    "speedup": plots.speedup,
     "heatmap": heatmap,
     "time": _by_length("ms", "ms"),
     "throughput": _by_length("gflops", "GFLOP/s", log=False),

@@ -6,14 +6,13 @@ import textwrap
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from fastattn.bench.cells import Cell
 from fastattn.bench.peaks import UNIT_NAMES
 from fastattn.bench.results import CellResult, Result
-from fastattn.bench.summary import summarise
+from fastattn.bench.summary import Row, option_words, summarise
 
-Row = dict[str, Any]
 # What a row is, and what each metric shows of it.
 HEAD = ("cell", "dtype", "pass", "provider")
 METRICS = {
@@ -107,14 +106,7 @@ def milliseconds(ms: float) -> str:
 
 
 def cell_words(row: Row) -> str:
-    words = [row["op"], row["shape"]]
-    if row["mask"] != "none":
-        words.append(row["mask"])
-    if row["weights"] != "none":
-        words.append(f"{row['weights']} weights")
-    if row["option"] != "none":
-        words.append(row["option"])
-    return " ".join(words)
+    return " ".join([row["op"], row["shape"], *option_words(row)])
 
 
 def table_line(row: Row) -> dict[str, str]:

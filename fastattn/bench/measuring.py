@@ -128,7 +128,7 @@ def _try(write: Callable[[Path], bool | None], path: Path) -> OSError | bool:
         return error
 
 
-def exit_code(ended: str, rows: Sequence[display.Row]) -> int:
+def exit_code(ended: str, rows: Sequence[summary.Row]) -> int:
     """What the run amounts to; on stderr, why it is no evidence."""
     if ended == "interrupted":
         return INTERRUPTED

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -17,9 +17,8 @@ from matplotlib.figure import Figure
 
 from fastattn.bench.display import cell_words, conditions
 from fastattn.bench.results import Result
-from fastattn.bench.summary import summarise
+from fastattn.bench.summary import Row
 
-Row = dict[str, Any]
 # Distinct for colour-blind eyes, legible on light and dark: one hue a provider, one shade a dtype.
 _HUES = {
     "fastattn": ("#2f81f7", "#86b9fb", "#c0dbfd"),
@@ -49,20 +48,8 @@ THEMES = {
 }
 
 
-def draw(result: Result, path: Path, theme: str = "light") -> None:
-    """Writes the picture; its format follows the file's suffix."""
-    figure = make(result, theme)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=160, facecolor=figure.get_facecolor())
-    plt.close(figure)
-
-
-def make(result: Result, theme: str = "light") -> Figure:
-    """The picture. Raises ValueError for a result in which nothing was timed."""
-    rows = [row for row in summarise(result) if row["ms"] is not None]
-    if not rows:
-        raise ValueError("nothing was timed, so there is nothing to draw")
-    look = THEMES[theme]
+def speedup(result: Result, rows: Sequence[Row], look: Theme) -> Figure:
+    """Two bar charts: times as fast as the baseline, and the share of the peak."""
     baseline = result.settings["baseline"]
     groups = list(dict.fromkeys(_group(row) for row in rows))
     series = list(dict.fromkeys((row["provider"], row["dtype"]) for row in rows))
@@ -90,7 +77,9 @@ def make(result: Result, theme: str = "light") -> Figure:
     left.set_ylim(len(groups) - 0.45, -0.55)
     for axes in (left, right):
         style(axes, look)
-    _legend(figure, right, look)
+    handles, labels = right.get_legend_handles_labels()
+    place, columns = "outside upper right", min(len(labels), 6)
+    legend(figure, look, handles=handles, loc=place, ncols=columns, fontsize=9)
     caption = textwrap.fill(conditions(result), 165)
     figure.supxlabel(caption, color=look.text, fontsize=7.5, x=0.01, ha="left")
     return figure
@@ -114,7 +103,7 @@ def colours_of(series: list[tuple[str, str]]) -> dict[tuple[str, str], str]:
 
 def _bars(
     axes: Axes,
-    rows: list[Row],
+    rows: Sequence[Row],
     groups: list[str],
     series: list[tuple[str, str]],
     colours: dict[tuple[str, str], str],
@@ -180,15 +169,6 @@ def style(axes: Axes, look: Theme) -> None:
         side.set_visible(False)
 
 
-def _legend(figure: Any, axes: Axes, look: Theme) -> None:
-    handles, labels = axes.get_legend_handles_labels()
-    legend = figure.legend(
-        handles,
-        labels,
-        loc="outside upper right",
-        ncols=min(len(labels), 6),
-        frameon=False,
-        fontsize=9,
-    )
-    for text in legend.get_texts():
+def legend(figure: Figure, look: Theme, **options: Any) -> None:
+    for text in figure.legend(frameon=False, **options).get_texts():
         text.set_color(look.text)

@@ -88,7 +88,7 @@ def _figures(result: Result) -> list[str]:
 
 
 def _svg(result: Result, kind: str, theme: str) -> str:
-    figure = plots.make(result, theme) if kind == "speedup" else charts.make(result, kind, theme)
+    figure = charts.make(result, kind, theme)
     buffer = io.StringIO()
     # Glyphs as text: smaller by far, and it can be searched. Ids of two pictures must differ.
     with plt.rc_context({"svg.fonttype": "none", "svg.hashsalt": f"{kind}-{theme}"}):

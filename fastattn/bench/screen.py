@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from fastattn.bench.display import (
     DEFAULT_METRICS,
     PlainWatcher,
-    Row,
     closing,
     columns_of,
     conditions,
     plain_table,
 )
 from fastattn.bench.results import Result
+from fastattn.bench.summary import Row
 
 __all__ = ["make_watcher", "print_result"]
 

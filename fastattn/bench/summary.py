@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fastattn.bench import ops, stats
+from fastattn.bench.cells import options_in_words
 from fastattn.bench.peaks import kind_of
 from fastattn.bench.results import CellResult, Peak, Result, Round
 
@@ -104,6 +105,11 @@ def _row(result: Result, cell: CellResult, provider: str) -> dict[str, Any]:
         if row["busy"] and row["verdict"]:
             row["verdict"] = "UNSURE"
     return row
+
+
+def option_words(row: Row) -> list[str]:
+    """The mask, weights and option of a row, without those that are "none"."""
+    return options_in_words(row["mask"], row["weights"], row["option"])
 
 
 def _length(sizes: Mapping[str, int]) -> int:
