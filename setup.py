@@ -1,17 +1,19 @@
 """Builds the native modules, which know no torch: C++ behind pybind11, compiled through ninja.
 
 `fastattn._cpu` is csrc/cpu/kernels/*.cpp, each compiled once per instruction set,
-csrc/cpu/peaks/*.cpp, each compiled for its own unit, and csrc/cpu/*.cpp, compiled once for the
-baseline. `fastattn._cuda`, where there is an nvcc, is
-csrc/cuda/kernels/**/*.cu, each compiled once per element type, and csrc/cuda/*.cpp. A module that
-cannot be built is left out and the library runs without it; `fastattn/_build.json` records what was
-built, how, and why anything was not, for `python -m fastattn info` to tell.
+csrc/cpu/kernels/tiles/*.cpp, compiled for AMX and for its emulation, csrc/cpu/peaks/*.cpp, each
+compiled for its own unit, and csrc/cpu/*.cpp, compiled once for the baseline. `fastattn._cuda`,
+where there is an nvcc, is csrc/cuda/kernels/**/*.cu, each compiled once per element type, and
+csrc/cuda/*.cpp. A module that cannot be built is left out and the library runs without it;
+`fastattn/_build.json` records what was built, how, and why anything was not, for
+`python -m fastattn info` to tell.
 
 Environment:
   FASTATTN_NATIVE=0           build no native module
   FASTATTN_REQUIRE_NATIVE=1   a module that cannot be built is an error (but no nvcc is none)
   FASTATTN_CPU_ISAS=native    of the CPU's instruction sets only the strongest that this machine
-                              has, and the baseline: half the time, for use on this machine alone
+                              has, and the baseline: half the time, for use on this machine alone;
+                              the tiles of AMX, real or emulated, add little and stay
   FASTATTN_CUDA=0             do not build _cuda, even if there is an nvcc
   FASTATTN_CUDA_ARCHS=LIST    the architectures of _cuda; the default is 80;90a, which serve all
                               from 8.0 on: PTX of the least is kept for those that come
@@ -53,6 +55,15 @@ X86_ISAS = {
     "avx512_bf16": ["-march=x86-64-v4", "-mprefer-vector-width=512", "-mavx512bf16"],
 }
 ISAS = X86_ISAS if platform.machine() in ("x86_64", "AMD64") else {"baseline": []}
+
+# Only attention in bf16 runs on tiles; all else is that of the vectors below. On a Xeon with AMX
+# the kernels of avx512 are faster in bf16 than those of avx512_bf16 (docs/evidence.md), so they
+# come first here. The emulation is for tests and runs on every machine with AVX-512.
+X86_TILE_ISAS = {"amx_bf16": [*X86_ISAS["avx512"], "-mamx-tile", "-mamx-bf16"]}
+X86_EMULATED_ISAS = {"amx_bf16_emulated": [*X86_ISAS["avx512"], "-DFASTATTN_EMULATED_TILES=1"]}
+BELOW_TILES = ("avx512", "avx512_bf16")
+TILE_ISAS = X86_TILE_ISAS if ISAS is X86_ISAS else {}
+EMULATED_ISAS = X86_EMULATED_ISAS if ISAS is X86_ISAS else {}
 
 # Units whose peak alone is measured: csrc/cpu/peaks/<name>.cpp. Left out where it does not compile.
 X86_PEAKS = {
@@ -148,17 +159,22 @@ def optimisation_flags() -> tuple[list[str], list[str]]:
     return [*compile_flags, "-fno-sanitize-recover=undefined"], sanitize
 
 
+def features(compiler: list[str], flags: list[str]) -> set[str]:
+    """What the compiler defines under these flags; nothing where it refuses them."""
+    command = [*compiler, *flags, "-dM", "-E", "-x", "c++", os.devnull]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return set(done.stdout.splitlines())
+
+
+def runs_here(compiler: list[str], isa_flags: list[str]) -> bool:
+    """Whether the compiler says that this machine's processor has all of an instruction set."""
+    added = features(compiler, isa_flags) - features(compiler, ISAS["baseline"])
+    return bool(added) and added <= features(compiler, ["-march=native"])
+
+
 def strongest_here(compiler: list[str]) -> str:
-    """The last of ISAS of which the compiler says that this machine's processor has all of it."""
-
-    def features(*flags: str) -> set[str]:
-        command = [*compiler, *flags, "-dM", "-E", "-x", "c++", os.devnull]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        return set(done.stdout.splitlines())  # none where the flags are refused
-
-    baseline, here = features(*ISAS["baseline"]), features("-march=native")
-    added = {isa: features(*isa_flags) - baseline for isa, isa_flags in ISAS.items()}
-    return [isa for isa in ISAS if isa == "baseline" or (added[isa] and added[isa] <= here)][-1]
+    """The last of ISAS that this machine's processor has."""
+    return [i for i, flags in ISAS.items() if i == "baseline" or runs_here(compiler, flags)][-1]
 
 
 def usable_isas(
@@ -182,6 +198,26 @@ def usable_isas(
     if "baseline" in left_out:
         raise CannotBuild(left_out["baseline"])
     return usable, left_out
+
+
+def usable_tiles(
+    compiler: list[str], flags: list[str], isas: dict[str, list[str]]
+) -> tuple[dict[str, list[str]], dict[str, str]]:
+    """The instruction sets with tiles, real and emulated, and why the real ones are left out."""
+    below = [isa for isa in BELOW_TILES if isa in isas]
+    if not below:
+        return {}, dict.fromkeys(TILE_ISAS, f"it needs {' or '.join(BELOW_TILES)}")
+    usable, left_out = {}, {}
+    for isa, isa_flags in TILE_ISAS.items():
+        error = refusal(compiler, [*flags, *isa_flags], "int zero() { return 0; }\n")
+        if error is not None:
+            left_out[isa] = f"{compiler[-1]} refuses {' '.join(isa_flags)}: {error}"
+        elif os.environ.get("FASTATTN_CPU_ISAS") == "native" and not runs_here(compiler, isa_flags):
+            left_out[isa] = "not asked for (FASTATTN_CPU_ISAS=native)"
+        else:
+            usable[isa] = isa_flags
+    usable |= EMULATED_ISAS
+    return {isa: [*its, f"-DFASTATTN_BASE={below[0]}"] for isa, its in usable.items()}, left_out
 
 
 def usable_peaks(
@@ -220,12 +256,18 @@ def plan_cpu() -> Plan:
         for isa, isa_flags in isas.items():
             one_isa = [*flags, *isa_flags, f"-DFASTATTN_ISA={isa}"]
             objects.append((source, f"{source.stem}.{isa}.o", one_isa))
+    on_tiles = sorted((ROOT / "csrc/cpu/kernels/tiles").glob("*.cpp"))
+    tiles, tiles_left_out = usable_tiles(compiler, flags, isas) if on_tiles else ({}, {})
+    for source in on_tiles:
+        for isa, isa_flags in tiles.items():
+            one_isa = [*flags, *isa_flags, f"-DFASTATTN_ISA={isa}"]
+            objects.append((source, f"tiles/{source.stem}.{isa}.o", one_isa))
     includes = (sysconfig.get_paths()["include"], pybind11.get_include())
     shared = [*flags, *isas["baseline"], *(f"-isystem{path}" for path in includes)]
     peaks, peaks_left_out = usable_peaks(compiler, flags)
     objects += [(source, f"unit.{source.stem}.o", its_flags) for source, its_flags in peaks]
     told = {
-        "isa": [f"-DFASTATTN_HAVE_{isa.upper()}=1" for isa in isas],
+        "isa": [f"-DFASTATTN_HAVE_{isa.upper()}=1" for isa in [*isas, *tiles]],
         "peak_units": [f"-DFASTATTN_HAVE_PEAK_{source.stem.upper()}=1" for source, _ in peaks],
     }
     for source in sorted((ROOT / "csrc/cpu").glob("*.cpp")):
@@ -235,8 +277,12 @@ def plan_cpu() -> Plan:
     record = {
         "compiler": version.stdout.splitlines()[0],
         "flags": " ".join(flags),
-        "isas": {isa: " ".join(isa_flags) for isa, isa_flags in isas.items()},
-        "left_out": left_out | peaks_left_out,
+        "isas": {
+            isa: " ".join(isa_flags)
+            for isa, isa_flags in (isas | tiles).items()
+            if isa not in EMULATED_ISAS
+        },
+        "left_out": left_out | tiles_left_out | peaks_left_out,
     }
     return Plan(compiler, objects, [*words("LDFLAGS"), "-fopenmp", *link_flags], record)
 

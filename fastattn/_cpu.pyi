@@ -241,6 +241,8 @@ def local_attention_backward(
     gradients: Operands,  # grad_out, grad_weights, grad_query, ..., coefficients
     /,
 ) -> None: ...
+
+# isa, compiled, supported, unsupported (with reasons), emulated (for tests), compiler
 def build_info() -> dict[str, Any]: ...
 
 # A name, then the dtypes that use another one: avx512_bf16,bfloat16=avx512
@@ -260,3 +262,4 @@ def usable_features(  # see csrc/cpu/processor.h
     xcr0: int,
     tiles_allowed: bool,
 ) -> list[str]: ...
+def why_no_tiles(*, leaf7_edx: int, xcr0: int, error: int) -> str: ...

@@ -159,6 +159,7 @@ def _isa_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("ISA", f"{isa['isa']} in use"),
         ("  compiled", ", ".join(isa["compiled"])),
         ("  supported", ", ".join(isa["supported"])),
+        *(("  unsupported", f"{name}: {reason}") for name, reason in isa["unsupported"].items()),
         *(("  left out", f"{name}: {reason}") for name, reason in left_out.items()),
     ]
 

@@ -6,6 +6,7 @@
 #include <stdexcept>
 
 #include "kernel_table.h"
+#include "processor.h"
 
 namespace fastattn {
 
@@ -27,6 +28,16 @@ namespace avx512_bf16 {
 extern const KernelTable table;
 }
 #endif
+#if FASTATTN_HAVE_AMX_BF16
+namespace amx_bf16 {
+extern const KernelTable table;
+}
+#endif
+#if FASTATTN_HAVE_AMX_BF16_EMULATED
+namespace amx_bf16_emulated {
+extern const KernelTable table;
+}
+#endif
 
 namespace {
 
@@ -42,26 +53,62 @@ bool has_avx512() {
 }
 bool has_avx512_bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
 #endif
-bool always() { return true; }
+
+// Why this process cannot use an instruction set; "" if it can.
+typedef std::string (*WhyNot)();
+
+std::string always() { return ""; }
+#if defined(__x86_64__)
+[[maybe_unused]] std::string why_no_avx2() {
+  return has_avx2() ? "" : "the processor or the system has no AVX2 with FMA, F16C and BMI2";
+}
+[[maybe_unused]] std::string why_no_avx512() {
+  return has_avx512() ? "" : "the processor or the system has no AVX-512 F, BW, VL, DQ and CD";
+}
+[[maybe_unused]] std::string why_no_avx512_bf16() {
+  return has_avx512_bf16() ? "" : "the processor or the system has no AVX-512 BF16";
+}
+// That of the table below the tiles, see setup.py.
+[[maybe_unused]] std::string why_no_emulated_tiles() {
+#if FASTATTN_HAVE_AVX512
+  return why_no_avx512();
+#else
+  return why_no_avx512_bf16();
+#endif
+}
+[[maybe_unused]] std::string why_no_amx_bf16() {
+  const std::string reason = why_no_tiles();
+  return reason.empty() ? why_no_emulated_tiles() : reason;
+}
+#endif
 
 struct Entry {
   const KernelTable* table;
-  bool (*supported)();
+  WhyNot why_not;
 };
 
 // Weakest first: the last supported one is the default.
 const Entry kEntries[] = {
     {&baseline::table, always},
 #if FASTATTN_HAVE_AVX2
-    {&avx2::table, has_avx2},
+    {&avx2::table, why_no_avx2},
 #endif
 #if FASTATTN_HAVE_AVX512
-    {&avx512::table, has_avx512},
+    {&avx512::table, why_no_avx512},
 #endif
 #if FASTATTN_HAVE_AVX512_BF16
-    {&avx512_bf16::table, has_avx512_bf16},
+    {&avx512_bf16::table, why_no_avx512_bf16},
+#endif
+#if FASTATTN_HAVE_AMX_BF16
+    {&amx_bf16::table, why_no_amx_bf16},
 #endif
 };
+
+#if FASTATTN_HAVE_AMX_BF16_EMULATED
+const std::vector<Entry> kEmulated = {{&amx_bf16_emulated::table, why_no_emulated_tiles}};
+#else
+const std::vector<Entry> kEmulated;
+#endif
 
 // By DType.
 constexpr int kDtypes = 4;
@@ -71,13 +118,20 @@ std::atomic<const KernelTable*> current[kDtypes];
 std::atomic<bool> was_set{false};  // by set_isa
 
 const KernelTable* find(const std::string& name) {
+  std::string reason = "this build has no such instruction set";
+  const auto found = [&](const Entry& e) {
+    if (name != e.table->isa) return false;
+    reason = e.why_not();
+    return reason.empty();
+  };
   for (const Entry& e : kEntries)
-    if (name == e.table->isa && e.supported()) return e.table;
+    if (found(e)) return e.table;
+  for (const Entry& e : kEmulated)
+    if (found(e)) return e.table;
   std::string allowed;
   for (const std::string& isa : supported_isas()) allowed += (allowed.empty() ? "" : ", ") + isa;
-  throw std::invalid_argument(
-      "FASTATTN_CPU_ISA: \"" + name +
-      "\" is not available here; this build on this processor has: " + allowed);
+  throw std::invalid_argument("FASTATTN_CPU_ISA: \"" + name + "\" is not available here: " +
+                              reason + "; this build on this processor has: " + allowed);
 }
 
 int dtype_named(const std::string& name) {
@@ -120,7 +174,21 @@ std::vector<std::string> compiled_isas() {
 std::vector<std::string> supported_isas() {
   std::vector<std::string> names;
   for (const Entry& e : kEntries)
-    if (e.supported()) names.emplace_back(e.table->isa);
+    if (e.why_not().empty()) names.emplace_back(e.table->isa);
+  return names;
+}
+
+std::map<std::string, std::string> unsupported_isas() {
+  std::map<std::string, std::string> reasons;
+  for (const Entry& e : kEntries)
+    if (const std::string reason = e.why_not(); !reason.empty()) reasons[e.table->isa] = reason;
+  return reasons;
+}
+
+std::vector<std::string> emulated_isas() {
+  std::vector<std::string> names;
+  for (const Entry& e : kEmulated)
+    if (e.why_not().empty()) names.emplace_back(e.table->isa);
   return names;
 }
 

@@ -1,5 +1,6 @@
 // The instruction sets: compiled, supported by this processor, and in use.
 #pragma once
+#include <map>
 #include <string>
 #include <vector>
 
@@ -8,6 +9,10 @@ namespace fastattn {
 std::vector<std::string> compiled_isas();  // weakest first
 std::vector<std::string>
 supported_isas();  // the compiled ones that this processor can run, weakest first
+std::map<std::string, std::string> unsupported_isas();  // the other compiled ones, and why
+// Stand-ins for an instruction set that this processor may lack, for tests: far slower than all
+// others, and used only if set_isa or FASTATTN_CPU_ISA names one. In none of the lists above.
+std::vector<std::string> emulated_isas();
 
 // The instruction set in use: a name, then the dtypes that use another one:
 //

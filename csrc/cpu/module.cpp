@@ -48,6 +48,8 @@ py::dict build_info() {
   info["isa"] = current_isa();
   info["compiled"] = compiled_isas();
   info["supported"] = supported_isas();
+  info["unsupported"] = unsupported_isas();
+  info["emulated"] = emulated_isas();
 #if defined(__VERSION__)
   info["compiler"] = __VERSION__;
 #endif
@@ -93,6 +95,15 @@ PYBIND11_MODULE(_cpu, m) {
       },
       py::kw_only(), py::arg("leaf1_ecx"), py::arg("leaf7_ebx"), py::arg("leaf7_ecx"),
       py::arg("leaf7_edx"), py::arg("leaf7_1_eax"), py::arg("xcr0"), py::arg("tiles_allowed"));
+  m.def(
+      "why_no_tiles",
+      [](uint32_t leaf7_edx, uint64_t xcr0, int error) {
+        fastattn::FeatureRegisters registers;
+        registers.leaf7_edx = leaf7_edx;
+        registers.xcr0 = xcr0;
+        return fastattn::why_no_tiles(registers, error);
+      },
+      py::kw_only(), py::arg("leaf7_edx"), py::arg("xcr0"), py::arg("error"));
   m.def("measure_peak", &fastattn::measure_peak, py::arg("kind"), py::arg("threads"),
         py::arg("seconds") = 0.1);
 }

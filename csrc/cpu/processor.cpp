@@ -11,6 +11,8 @@
 #endif
 
 #include <algorithm>
+#include <cerrno>
+#include <cstring>
 #include <initializer_list>
 
 namespace fastattn {
@@ -79,9 +81,14 @@ uint64_t xcr0(const Leaf& leaf1) {
   return static_cast<uint64_t>(high) << 32 | low;
 }
 
+FeatureRegisters read_registers() {
+  const Leaf leaf1 = cpuid(1), leaf7 = cpuid(7);
+  return {leaf1.ecx, leaf7.ebx, leaf7.ecx, leaf7.edx, cpuid(7, 1).eax, xcr0(leaf1)};
+}
+
 Processor read_processor() {
   Processor found;
-  const Leaf name = cpuid(0), leaf1 = cpuid(1), leaf7 = cpuid(7), leaf7_1 = cpuid(7, 1);
+  const Leaf name = cpuid(0), leaf1 = cpuid(1);
   found.vendor = text_of({name.ebx, name.edx, name.ecx});
   const int base = leaf1.eax >> 8 & 15, model = leaf1.eax >> 4 & 15;
   found.family = base == 15 ? base + static_cast<int>(leaf1.eax >> 20 & 255) : base;
@@ -90,14 +97,15 @@ Processor read_processor() {
   const Leaf a = cpuid(0x80000002u), b = cpuid(0x80000003u), c = cpuid(0x80000004u);
   found.brand = text_of({a.eax, a.ebx, a.ecx, a.edx, b.eax, b.ebx, b.ecx, b.edx,  //
                          c.eax, c.ebx, c.ecx, c.edx});
-  const FeatureRegisters registers = {leaf1.ecx, leaf7.ebx,   leaf7.ecx,
-                                      leaf7.edx, leaf7_1.eax, xcr0(leaf1)};
+  const FeatureRegisters registers = read_registers();
   const bool saved = (registers.xcr0 & kTiles) == kTiles;
-  found.features = usable_features(registers, saved && tiles_allowed());
+  found.features = usable_features(registers, saved && request_tiles() == 0);
   return found;
 }
 
 #else
+
+FeatureRegisters read_registers() { return {}; }
 
 Processor read_processor() {
   Processor found;
@@ -131,14 +139,37 @@ std::vector<std::string> usable_features(const FeatureRegisters& registers, bool
   return names;
 }
 
-bool tiles_allowed() {
+int request_tiles() {
 #if defined(__x86_64__) && defined(__linux__)
   // arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA); libc has no wrapper for it.
-  static const bool allowed = syscall(SYS_arch_prctl, 0x1023, 18) == 0;
-  return allowed;
+  static const int error = syscall(SYS_arch_prctl, 0x1023, 18) == 0 ? 0 : errno;
+  return error;
 #else
-  return false;
+  return ENOSYS;
 #endif
+}
+
+std::string why_no_tiles(const FeatureRegisters& registers, int error) {
+  FeatureRegisters saved = registers;
+  saved.xcr0 |= kTiles;
+  const auto names = usable_features(saved, true);
+  for (const char* name : {"amx_tile", "amx_bf16"})
+    if (std::find(names.begin(), names.end(), name) == names.end())
+      return "the processor has no AMX with bf16";
+  if ((registers.xcr0 & kTiles) != kTiles) return "the system does not save the tiles of AMX";
+  if (error == ENOSPC)
+    return "Linux refuses the tiles of AMX: a thread's alternate signal stack is too small for "
+           "them";
+  if (error == EINVAL || error == ENOSYS)
+    return "Linux refuses the tiles of AMX: it must be 5.16 or later, and a sandbox may not know "
+           "the request";
+  return error == 0 ? "" : std::string("Linux refuses the tiles of AMX: ") + std::strerror(error);
+}
+
+std::string why_no_tiles() {
+  const FeatureRegisters registers = read_registers();
+  const bool saved = (registers.xcr0 & kTiles) == kTiles;
+  return why_no_tiles(registers, saved ? request_tiles() : 0);
 }
 
 const Processor& processor() {

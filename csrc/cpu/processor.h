@@ -24,12 +24,18 @@ struct FeatureRegisters {
 
 // The usable features: the processor has them, and the system saves their registers. A pure
 // function, so that tests can pass the registers of any processor. `tiles_allowed`: whether Linux
-// lets this process use AMX's tiles, see tiles_allowed().
+// lets this process use AMX's tiles, see request_tiles().
 std::vector<std::string> usable_features(const FeatureRegisters& registers, bool tiles_allowed);
 
 // Requests AMX's tiles from Linux, once per process; without the request, their first use kills the
-// process. False if the kernel does not know the request or refuses it.
-bool tiles_allowed();
+// process. The error of the request, 0 if it is granted. A grant is for all threads, also later
+// ones, and for forked children.
+int request_tiles();
+
+// Why this process cannot use AMX's tiles with bf16, "" if it can. `error` is that of the request. A
+// pure function, as usable_features().
+std::string why_no_tiles(const FeatureRegisters& registers, int error);
+std::string why_no_tiles();  // on this processor
 
 const Processor& processor();  // read once
 bool has_feature(const char* name);

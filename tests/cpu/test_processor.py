@@ -1,5 +1,7 @@
 """What the processor has, and what the system lets a program use of it."""
 
+import errno
+import os
 import platform
 from pathlib import Path
 
@@ -77,6 +79,33 @@ def test_every_supported_instruction_set_has_its_features():
         "avx2": AVX2_NAMES - {"avx_vnni"},
         "avx512": {"avx2", "avx512f", "avx512dq", "avx512cd", "avx512bw", "avx512vl"},
         "avx512_bf16": {"avx512_bf16"},
+        "amx_bf16": {"amx_tile", "amx_bf16"},
     }
-    for isa in _cpu.build_info()["compiled"]:
-        assert (isa in _cpu.build_info()["supported"]) == (needs[isa] <= features), isa
+    info = _cpu.build_info()
+    for isa in info["compiled"]:
+        assert (isa in info["supported"]) == (needs[isa] <= features), isa
+        assert (isa in info["supported"]) == (isa not in info["unsupported"]), isa
+        assert info["unsupported"].get(isa, "a reason"), isa
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({}, ""),
+        ({"leaf7_edx": 1 << 22}, "no AMX"),
+        ({"leaf7_edx": 1 << 24}, "no AMX"),  # tiles without products of bf16
+        ({"leaf7_edx": 0, "error": errno.ENOSYS}, "no AMX"),
+        ({"xcr0": SSE | AVX | AVX512}, "does not save"),
+        ({"xcr0": SSE | AVX | AVX512 | 1 << 17}, "does not save"),
+        ({"error": errno.ENOSPC}, "alternate signal stack is too small"),
+        ({"error": errno.EINVAL}, "5.16 or later"),
+        ({"error": errno.ENOSYS}, "5.16 or later"),
+        ({"error": errno.EPERM}, os.strerror(errno.EPERM)),
+    ],
+    ids=str,
+)
+def test_why_there_are_no_tiles(changed, told):
+    registers = {"leaf7_edx": XEON["leaf7_edx"], "xcr0": XEON["xcr0"], "error": 0}
+    reason = _cpu.why_no_tiles(**{**registers, **changed})
+    assert told in reason
+    assert bool(told) == bool(reason)

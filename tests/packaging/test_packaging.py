@@ -206,9 +206,48 @@ def test_a_build_for_this_machine_has_its_strongest_instruction_set(small_source
     assert done.returncode == 0, done.stderr
     record = record_of(small_source / "out")
     supported = importlib.import_module("fastattn._cpu").build_info()["supported"]
-    assert list(record["isas"]) == list(dict.fromkeys(["baseline", supported[-1]]))
+    strongest = [isa for isa in supported if isa in ISAS][-1]
+    assert list(record["isas"]) == list(dict.fromkeys(["baseline", strongest]))
     assert set(record["left_out"]) == set(ISAS) - set(record["isas"])
     assert compiled_in(small_source / "out") == list(record["isas"])
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="elsewhere there are no tiles")
+@pytest.mark.parametrize(
+    ("refused", "built"),
+    [
+        ("-mnothing", {"amx_bf16", "amx_bf16_emulated"}),
+        ("-mamx-tile", {"amx_bf16_emulated"}),
+        ("-march=x86-64-v4", set()),
+    ],
+)
+def test_tiles_are_compiled_for_amx_and_its_emulation(
+    small_source: Path, refused: str, built: set[str]
+) -> None:
+    tiles = small_source / "csrc/cpu/kernels/tiles"
+    tiles.mkdir()
+    # It takes a name from the vectors below it.
+    (tiles / "on_tiles.cpp").write_text(
+        "namespace fastattn { namespace FASTATTN_BASE { extern const char* const isa; }\n"
+        "namespace FASTATTN_ISA { extern const char* const* const below;\n"
+        "const char* const* const below = &FASTATTN_BASE::isa; }}\n"
+    )
+    compiler = small_source / "old-compiler"
+    compiler.write_text(
+        "#!/bin/sh\n"
+        f'case "$*" in *{refused}*) echo "error: unknown {refused}" >&2; exit 1;; esac\n'
+        'exec g++ "$@"\n'
+    )
+    compiler.chmod(0o755)
+    done = build(small_source, CXX=str(compiler), FASTATTN_REQUIRE_NATIVE="1")
+    assert done.returncode == 0, done.stderr
+    compiled = set(re.findall(r"compile tiles/on_tiles\.(\w+)\.o", done.stdout))
+    assert compiled == built
+    # The emulation is for tests: no user is told that it is there, or that it is not.
+    record = record_of(small_source / "out")
+    assert ("amx_bf16" in record["isas"]) == ("amx_bf16" in built)
+    assert ("amx_bf16" in record["left_out"]) == ("amx_bf16" not in built)
+    assert "amx_bf16_emulated" not in {*record["isas"], *record["left_out"]}
 
 
 def test_an_unknown_choice_of_instruction_sets_is_named(small_source: Path) -> None:

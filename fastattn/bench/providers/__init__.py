@@ -35,7 +35,7 @@ PROVIDERS = {
     "xformers": "fastattn.bench.providers.xformers_",
 }
 DEFAULT = ("torch", "fastattn")
-ISAS = ("baseline", "avx2", "avx512", "avx512_bf16")  # decided when the process starts
+ISAS = ("baseline", "avx2", "avx512", "avx512_bf16", "amx_bf16")  # decided when the process starts
 
 
 class Provider(Protocol):

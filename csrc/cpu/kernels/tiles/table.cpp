@@ -1,0 +1,24 @@
+// The table of an instruction set with tiles: that of the vectors below it, but for the kernels that
+// run on tiles.
+#include "base.h"
+
+namespace fastattn {
+namespace FASTATTN_ISA {
+
+namespace {
+
+#define FASTATTN_STRING_(x) #x
+#define FASTATTN_STRING(x) FASTATTN_STRING_(x)
+
+KernelTable with_tiles(KernelTable table) {
+  table.isa = FASTATTN_STRING(FASTATTN_ISA);
+  return table;
+}
+
+}  // namespace
+
+extern const KernelTable table;
+const KernelTable table = with_tiles(FASTATTN_BASE::table);
+
+}  // namespace FASTATTN_ISA
+}  // namespace fastattn
