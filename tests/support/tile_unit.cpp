@@ -26,7 +26,7 @@ struct CountingUnit {
     *config = given;
   }
   template <int T>
-  void load(const void* from) {
+  void load(const void* from, int64_t) {
     // Values, or the unit would multiply zeros.
     bool any = false;
     for (int i = 0; i < config->rows[T] * config->row_bytes[T]; ++i)

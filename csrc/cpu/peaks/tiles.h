@@ -1,22 +1,10 @@
 // The loop that measures a tile unit: products on registers only. The unit is a template argument,
 // so that a counting stand-in can run without AMX (tests/support/tile_unit.cpp).
 #pragma once
-#include <cstddef>
-#include <cstdint>
+#include "../simd/tiles.h"
 
 namespace fastattn {
 namespace {
-
-// The operand of LDTILECFG, of palette 1: eight tiles of at most 16 rows of 64 bytes.
-struct alignas(64) TileConfig {
-  uint8_t palette = 1;
-  uint8_t start_row = 0;
-  uint8_t reserved[14] = {};
-  uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};  // the upper eight must be 0
-  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-};
-static_assert(sizeof(TileConfig) == 64);
-static_assert(offsetof(TileConfig, row_bytes) == 16 && offsetof(TileConfig, rows) == 48);
 
 // C[16, 16] += A[16, 32] B[32, 16]: a multiplication and an addition for each of 16 x 16 x 32.
 constexpr int64_t kProductOperations = 2 * 16 * 16 * 32;
@@ -39,10 +27,10 @@ template <class TileUnit, class Clock>
 double tile_operations(TileUnit unit, double until, Clock now) {
   const TileValues values;
   unit.configure(TileConfig{});
-  unit.template load<4>(values.values);
-  unit.template load<5>(values.values);
-  unit.template load<6>(values.values);
-  unit.template load<7>(values.values);
+  unit.template load<4>(values.values, 64);
+  unit.template load<5>(values.values, 64);
+  unit.template load<6>(values.values, 64);
+  unit.template load<7>(values.values, 64);
   int64_t turns = 0;
   while (now() < until) {
     for (int i = 0; i < kTurns; ++i) {

@@ -1,0 +1,186 @@
+// The tiles of AMX: eight registers of 16 rows of 64 bytes, and products of two of them. As
+// instructions, or emulated in plain C++ with the same bits, so that kernels can be tested without.
+//
+// All names have internal linkage, because each file compiles them with its own instructions.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+namespace fastattn {
+namespace {
+
+// The operand of LDTILECFG, of palette 1: eight tiles of at most 16 rows of 64 bytes. A kernel pads
+// its blocks with zeros and never uses smaller tiles.
+struct alignas(64) TileConfig {
+  uint8_t palette = 1;
+  uint8_t start_row = 0;
+  uint8_t reserved[14] = {};
+  uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};  // the upper eight must be 0
+  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+static_assert(sizeof(TileConfig) == 64);
+static_assert(offsetof(TileConfig, row_bytes) == 16 && offsetof(TileConfig, rows) == 48);
+
+// The template arguments are numbers of tiles. Strides are in bytes.
+//
+// Inline asm, because GCC's intrinsics are macros that take only literals, and its _tile_loadd has
+// no memory operand, so the compiler may move the stores of the loaded values after it.
+struct HardwareTiles {
+  static void configure(const TileConfig& config) { asm volatile("ldtilecfg %0" ::"m"(config)); }
+  static void release() { asm volatile("tilerelease"); }
+  template <int T>
+  static void zero() {
+    asm volatile("tilezero %%tmm%c0" ::"i"(T));
+  }
+  template <int T>
+  static void load(const void* from, int64_t stride) {
+    asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(T) : "memory");
+  }
+  // The same for data that is not read again soon: it does not displace other data from L1.
+  template <int T>
+  static void load_once(const void* from, int64_t stride) {
+    asm volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(T) : "memory");
+  }
+  template <int T>
+  static void store(void* to, int64_t stride) {
+    asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(stride), "i"(T) : "memory");
+  }
+  // C[16, 16] += A[16, 32] B[32, 16] in fp32. A has rows of 32 bf16; B has 16 rows of 16 pairs: row
+  // k, pair n holds B[2k, n] and B[2k + 1, n].
+  template <int C, int A, int B>
+  static void multiply_bf16() {
+    asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
+  }
+  // The same with fp16. TDPFP16PS is unknown to many assemblers: VEX.128.F2.0F38.W0 5C /r, where
+  // reg is the sum, rm is A, and vvvv, inverted, is B. (TDPBF16PS has F3 in place of F2: 2 in the
+  // last two bits.)
+  template <int C, int A, int B>
+  static void multiply_f16() {
+    asm volatile(".byte 0xc4, 0xe2, %c0, 0x5c, %c1" ::"i"((~B & 15) << 3 | 3),
+                 "i"(0xc0 | C << 3 | A));
+  }
+};
+
+// The same interface in plain C++. What is an illegal instruction on the processor traps here: tiles
+// that are not configured, or whose shapes do not match. A second configure() without a release()
+// is legal on the processor, and traps here, because a kernel has then kept its tiles too long.
+class EmulatedTiles {
+ public:
+  static void configure(const TileConfig& config) {
+    Registers& r = registers();
+    if (r.configured || config.palette != 1 || config.start_row != 0) __builtin_trap();
+    for (int t = 0; t < 16; ++t) {
+      const int most_rows = t < 8 ? 16 : 0, most_bytes = t < 8 ? 64 : 0;
+      if (config.rows[t] > most_rows || config.row_bytes[t] > most_bytes) __builtin_trap();
+    }
+    r.config = config;
+    r.configured = true;
+    __builtin_memset(r.tile, 0, sizeof r.tile);
+  }
+  static void release() { registers().configured = false; }
+  template <int T>
+  static void zero() {
+    __builtin_memset(in_use().tile[T], 0, sizeof(Tile));
+  }
+  template <int T>
+  static void load(const void* from, int64_t stride) {
+    Registers& r = in_use();
+    zero<T>();  // also what lies beyond the configured shape
+    for (int row = 0; row < r.config.rows[T]; ++row)
+      __builtin_memcpy(r.tile[T][row], static_cast<const char*>(from) + row * stride,
+                       r.config.row_bytes[T]);
+  }
+  template <int T>
+  static void load_once(const void* from, int64_t stride) {
+    load<T>(from, stride);
+  }
+  template <int T>
+  static void store(void* to, int64_t stride) {
+    Registers& r = in_use();
+    for (int row = 0; row < r.config.rows[T]; ++row)
+      __builtin_memcpy(static_cast<char*>(to) + row * stride, r.tile[T][row],
+                       r.config.row_bytes[T]);
+  }
+  template <int C, int A, int B>
+  static void multiply_bf16() {
+    Registers& r = in_use();
+    const TileConfig& c = r.config;
+    if (c.rows[C] != c.rows[A] || c.row_bytes[C] != c.row_bytes[B] ||
+        c.row_bytes[A] != 4 * c.rows[B])
+      __builtin_trap();
+    multiply_pairs(r.tile[A], r.tile[B], r.tile[C]);
+  }
+
+ private:
+  typedef uint32_t Tile[16][16];
+  struct Registers {
+    TileConfig config;
+    bool configured = false;
+    alignas(64) Tile tile[8] = {};
+  };
+  static Registers& registers() {
+    static thread_local Registers own;
+    return own;
+  }
+  static Registers& in_use() {
+    Registers& r = registers();
+    if (!r.configured) __builtin_trap();
+    return r;
+  }
+
+  static float float_of(uint32_t bits) {
+    float x;
+    __builtin_memcpy(&x, &bits, 4);
+    return x;
+  }
+  // The bits of x, zero where it is subnormal: of operands as of results, whatever MXCSR says.
+  static uint32_t flushed(uint32_t bits) {
+    return (bits & 0x7f800000u) == 0 ? bits & 0x80000000u : bits;
+  }
+  static uint32_t flushed(float x) {
+    uint32_t bits;
+    __builtin_memcpy(&bits, &x, 4);
+    return flushed(bits);
+  }
+  static uint32_t multiply_add(uint32_t a, uint32_t b, uint32_t c) {
+    return flushed(__builtin_fmaf(float_of(flushed(a)), float_of(flushed(b)), float_of(c)));
+  }
+  // Two chains of fused multiply-adds from zero, over the even and the odd elements; then C gets
+  // their sum. Everything rounds to nearest, ties to even.
+  __attribute__((noinline)) static void multiply_pairs(const Tile& a, const Tile& b, Tile& c) {
+    for (int m = 0; m < 16; ++m) {
+      uint32_t even[16] = {}, odd[16] = {};
+      for (int k = 0; k < 16; ++k) {
+        const uint32_t pair = a[m][k];
+        for (int n = 0; n < 16; ++n) {
+          even[n] = multiply_add(pair << 16, b[k][n] << 16, even[n]);
+          odd[n] = multiply_add(pair & 0xffff0000u, b[k][n] & 0xffff0000u, odd[n]);
+        }
+      }
+      for (int n = 0; n < 16; ++n) {
+        const uint32_t sum = flushed(float_of(even[n]) + float_of(odd[n]));
+        c[m][n] = flushed(float_of(flushed(c[m][n])) + float_of(sum));
+      }
+    }
+  }
+};
+
+#if FASTATTN_EMULATED_TILES
+typedef EmulatedTiles Tiles;
+#else
+typedef HardwareTiles Tiles;
+#endif
+
+// This thread's tiles within a block. Threads in a parallel region each need their own, and no code
+// of another library may run while they are held: without a release every context switch saves 8
+// KiB, and that library may use tiles itself.
+class TileScope {
+ public:
+  TileScope() { Tiles::configure(TileConfig{}); }
+  ~TileScope() { Tiles::release(); }
+  TileScope(const TileScope&) = delete;
+  TileScope& operator=(const TileScope&) = delete;
+};
+
+}  // namespace
+}  // namespace fastattn

@@ -1,0 +1,200 @@
+"""The tiles of AMX: the emulation against an independent judge, and real tiles against both."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+np = pytest.importorskip("numpy")
+
+ROOT = Path(__file__).resolve().parents[2]
+COMPILER = shlex.split(os.environ.get("CXX", "g++"))
+SHAPES = [(16, 16, 16), (7, 16, 16), (16, 5, 16), (16, 16, 3), (1, 1, 1), (13, 11, 9)]
+
+pytestmark = pytest.mark.skipif(not shutil.which(COMPILER[0]), reason="it is compiled here")
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    built = tmp_path_factory.mktemp("tiles") / "tile_products.so"
+    flags = ["-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared"]
+    if "avx2" in Path("/proc/cpuinfo").read_text():
+        flags.append("-mfma")  # else fused multiply-adds are calls of libm
+    source = str(ROOT / "tests/support/tile_products.cpp")
+    command = [*COMPILER, *flags, "-ffp-contract=off", source, "-o", str(built)]
+    subprocess.run(command, check=True)
+    return built
+
+
+# -- random operands ------------------------------------------------------------------------------
+
+
+def bf16(sign: Any, exponent: Any, mantissa: Any) -> Any:
+    return (sign << 15 | exponent << 7 | mantissa).astype(np.uint16)
+
+
+def random_bf16(rng: Any, shape: tuple[int, ...], low: int, high: int) -> Any:
+    """Biased exponents in [low, high]; 0 is zero or subnormal."""
+    return bf16(
+        rng.integers(0, 2, shape), rng.integers(low, high + 1, shape), rng.integers(0, 128, shape)
+    )
+
+
+def random_f32(rng: Any, shape: tuple[int, ...], low: int, high: int) -> Any:
+    exponent = rng.integers(low, high + 1, shape)
+    bits = rng.integers(0, 2, shape) << 31 | exponent << 23 | rng.integers(0, 1 << 23, shape)
+    return bits.astype(np.uint32).view(np.float32)
+
+
+# Exponents of a, b and c. Products of 2^-63 are near the least normal, 2^-126.
+RANGES = {
+    "normal": ((120, 130), (120, 130), (120, 130)),
+    "wide": ((40, 200), (40, 200), (1, 254)),
+    "tiny": ((0, 70), (0, 70), (0, 20)),
+    "near the least normal": ((60, 68), (60, 66), (0, 4)),
+    "subnormal": ((0, 1), (120, 250), (0, 1)),
+    "infinite": ((200, 255), (200, 255), (200, 255)),
+}
+
+
+def operands(kind: str, count: int) -> tuple[Any, Any, Any]:
+    """a [count, 16, 32], b [count, 32, 16] as bits of bf16, and c [count, 16, 16] in fp32."""
+    rng = np.random.default_rng(list(RANGES).index(kind))
+    of_a, of_b, of_c = RANGES[kind]
+    a = random_bf16(rng, (count, 16, 32), *of_a)
+    b = random_bf16(rng, (count, 32, 16), *of_b)
+    c = random_f32(rng, (count, 16, 16), *of_c)
+    # Half of them sparse, so that single products, not only sums of many, decide.
+    a[::2] *= rng.random((len(a[::2]), 16, 32)) < 0.05
+    return a, b, c
+
+
+# -- the judge ------------------------------------------------------------------------------------
+
+
+def flushed(x: Any) -> Any:
+    return np.where(np.abs(x) < np.float32(2**-126), np.copysign(np.float32(0), x), x)
+
+
+def widened(bits: Any) -> Any:
+    return flushed((bits.astype(np.uint32) << 16).view(np.float32))
+
+
+def fused(a: Any, b: Any, c: Any) -> Any:
+    """a b + c rounded once: exact in float64 but for the last bits, which are rounded to odd."""
+    product = a.astype(np.float64) * b.astype(np.float64)  # exact: 8 bits times 8
+    wide = c.astype(np.float64)
+    total = product + wide
+    part = total - product
+    error = (product - (total - part)) + (wide - part)
+    bits = total.view(np.int64)
+    toward = np.where((error > 0) == (total > 0), 1, -1)
+    inexact = (error != 0) & np.isfinite(error) & (bits & 1 == 0)
+    return np.where(inexact, (bits + toward).view(np.float64), total).astype(np.float32)
+
+
+def judged(a: Any, b: Any, c: Any) -> Any:
+    """TDPBF16PS, after Intel's manual and what the processor does: even and odd elements in two
+    chains, subnormals flushed in and out."""
+    a, b = widened(a), widened(b)
+    chains = []
+    for first in (0, 1):
+        chain = np.zeros(c.shape, np.float32)
+        for k in range(first, a.shape[2], 2):
+            chain = flushed(fused(a[:, :, k, None], b[:, k, None, :], chain))
+        chains.append(chain)
+    return flushed(flushed(c) + flushed(chains[0] + chains[1]))
+
+
+# -- the two sides --------------------------------------------------------------------------------
+
+
+def tile_products(
+    library: Path, name: str, shape: tuple[int, int, int], a: Any, b: Any, c: Any
+) -> Any:
+    pairs = np.ascontiguousarray(b.reshape(-1, 16, 2, 16).swapaxes(2, 3))
+    a, c = np.ascontiguousarray(a), c.copy()
+    pointers = [x.ctypes.data_as(ctypes.c_char_p) for x in (a, pairs, c)]
+    getattr(ctypes.CDLL(str(library)), name)(*shape, *pointers, len(a))
+    return c
+
+
+def assert_same(got: Any, expected: Any) -> None:
+    """Bit for bit, and NaN where NaN is: its payload is not compared."""
+    nan = np.isnan(expected)
+    assert (np.isnan(got) == nan).all()
+    same = got.view(np.uint32) == expected.view(np.uint32)
+    assert (same | nan).all(), f"{(~(same | nan)).sum()} of {same.size} differ"
+
+
+def shaped(shape: tuple[int, int, int], a: Any, b: Any, c: Any) -> Any:
+    """What the judge says of tiles of m rows, n columns and k pairs: the rest of c stays."""
+    m, n, k = shape
+    expected = c.copy()
+    expected[:, :m, :n] = judged(a[:, :m, : 2 * k], b[:, : 2 * k, :n], c[:, :m, :n])
+    return expected
+
+
+@pytest.mark.filterwarnings("ignore:.*(invalid value|overflow) encountered")
+@pytest.mark.parametrize("kind", RANGES)
+def test_emulated_products(library: Path, kind: str) -> None:
+    a, b, c = operands(kind, 200)
+    assert_same(tile_products(library, "emulated", (16, 16, 16), a, b, c), judged(a, b, c))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_emulated_shapes(library: Path, shape: tuple[int, int, int]) -> None:
+    a, b, c = operands("normal", 20)
+    assert_same(tile_products(library, "emulated", shape, a, b, c), shaped(shape, a, b, c))
+
+
+def why_no_tiles(native: ModuleType) -> str:
+    """Importing the core has asked Linux for the tiles."""
+    if "amx_bf16" in native.processor()["features"]:
+        return ""
+    return str(native.build_info()["unsupported"].get("amx_bf16", "this is no x86-64"))
+
+
+@pytest.mark.parametrize("kind", RANGES)
+def test_real_products_are_those_of_the_emulation(
+    native: ModuleType, library: Path, kind: str
+) -> None:
+    if reason := why_no_tiles(native):
+        pytest.skip(reason)
+    a, b, c = operands(kind, 3000)
+    emulated = tile_products(library, "emulated", (16, 16, 16), a, b, c)
+    assert_same(tile_products(library, "real", (16, 16, 16), a, b, c), emulated)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_real_shapes_are_those_of_the_emulation(
+    native: ModuleType, library: Path, shape: tuple[int, int, int]
+) -> None:
+    if reason := why_no_tiles(native):
+        pytest.skip(reason)
+    a, b, c = operands("normal", 100)
+    emulated = tile_products(library, "emulated", shape, a, b, c)
+    assert_same(tile_products(library, "real", shape, a, b, c), emulated)
+
+
+MISUSES = (
+    "load before configure", "palette", "rows", "row bytes", "a ninth tile", "rows of C and A",
+    "columns of C and B", "pairs of A and B", "configure twice", "store after release",
+    "product after release",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("how", [*MISUSES, "nothing wrong"])
+def test_the_emulation_stops_what_the_processor_would_stop(library: Path, how: str) -> None:
+    code = "import ctypes, sys; ctypes.CDLL(sys.argv[1]).misuse(sys.argv[2].encode())"
+    done = subprocess.run([sys.executable, "-c", code, str(library), how], capture_output=True)
+    assert (done.returncode == 0) == (how == "nothing wrong"), done.stderr

@@ -1,0 +1,65 @@
+// The tiles of csrc/cpu/simd/tiles.h, real and emulated, for tests/cpu/test_tiles.py. It compares
+// their products, and uses the emulated ones wrongly.
+#include "../../csrc/cpu/simd/tiles.h"
+
+namespace {
+
+using fastattn::TileConfig;
+
+// A shape of C[m, n] += A[m, 2 k] B[2 k, n] in tiles 3, 5 and 6.
+TileConfig shaped(int m, int n, int k) {
+  TileConfig config;
+  config.rows[3] = config.rows[5] = static_cast<uint8_t>(m);
+  config.rows[6] = static_cast<uint8_t>(k);
+  config.row_bytes[3] = config.row_bytes[6] = static_cast<uint16_t>(4 * n);
+  config.row_bytes[5] = static_cast<uint16_t>(4 * k);
+  return config;
+}
+
+// c += a b for each of the products, all in rows of 64 bytes.
+template <class Tiles>
+void multiply(const TileConfig& config, const char* a, const char* b, char* c, int products) {
+  Tiles::configure(config);
+  for (int i = 0; i < products; ++i, a += 1024, b += 1024, c += 1024) {
+    Tiles::template load<3>(c, 64);
+    Tiles::template load<5>(a, 64);
+    Tiles::template load_once<6>(b, 64);
+    Tiles::template multiply_bf16<3, 5, 6>();
+    Tiles::template store<3>(c, 64);
+    Tiles::template zero<3>();
+  }
+  Tiles::release();
+}
+
+}  // namespace
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+EXPORT void emulated(int m, int n, int k, const char* a, const char* b, char* c, int products) {
+  multiply<fastattn::EmulatedTiles>(shaped(m, n, k), a, b, c, products);
+}
+EXPORT void real(int m, int n, int k, const char* a, const char* b, char* c, int products) {
+  multiply<fastattn::HardwareTiles>(shaped(m, n, k), a, b, c, products);
+}
+
+// Each of these must end the process.
+EXPORT void misuse(const char* how) {
+  typedef fastattn::EmulatedTiles Tiles;
+  static char memory[1024];
+  const auto is = [&](const char* name) { return __builtin_strcmp(how, name) == 0; };
+  TileConfig config;
+  if (is("load before configure")) Tiles::load<0>(memory, 64);
+  if (is("palette")) config.palette = 2;
+  if (is("rows")) config.rows[2] = 17;
+  if (is("row bytes")) config.row_bytes[2] = 65;
+  if (is("a ninth tile")) config.rows[8] = 1;
+  if (is("rows of C and A")) config.rows[1] = 15;
+  if (is("columns of C and B")) config.row_bytes[0] = 60;
+  if (is("pairs of A and B")) config.rows[2] = 15;
+  Tiles::configure(config);
+  if (is("configure twice")) Tiles::configure(config);
+  Tiles::multiply_bf16<0, 1, 2>();
+  Tiles::release();
+  if (is("store after release")) Tiles::store<0>(memory, 64);
+  if (is("product after release")) Tiles::multiply_bf16<0, 1, 2>();
+}
