@@ -18,6 +18,9 @@ from fastattn import dispatch
 
 __all__ = ["OnGpu", "Target", "moved", "targets"]
 
+# The operators with kernels in csrc/cpu/kernels/tiles.
+_ON_TILES = ("scaled_dot_product_attention", "varlen_attention")
+
 
 @dataclass(frozen=True)
 class Target:
@@ -39,6 +42,13 @@ class Target:
             return True
         isa: str = importlib.import_module("fastattn._cpu").build_info()["isa"]
         return self.isa == isa.split(",")[0]  # what follows are dtypes that have another
+
+    def has_own_kernel(self, op: str, dtype: torch.dtype) -> bool:
+        """Is there something to test that no other target has? An emulated instruction set has
+        few kernels and takes the others from a real one."""
+        if self.isa is None or not self.isa.endswith("_emulated"):
+            return True
+        return op in _ON_TILES and dtype is torch.bfloat16
 
     @contextlib.contextmanager
     def active(self) -> Iterator[Any]:
@@ -105,10 +115,13 @@ def moved(x: Any, device: str) -> Any:
     return memory.as_strided(x.shape, x.stride(), x.storage_offset())
 
 
-def targets() -> list[Target]:
-    """Return the native targets of this machine and build, the one that is used by default last."""
-    found: list[Target] = []
-    if importlib.util.find_spec("fastattn._cpu") is not None:
-        native = importlib.import_module("fastattn._cpu")
-        found += [Target("cpu", isa) for isa in native.build_info()["supported"]]
-    return found
+def targets(*, emulated: bool = False) -> list[Target]:
+    """Return the native targets of this machine and build, the one that is used by default last.
+
+    ``emulated``: also the stand-ins for instruction sets that this processor may lack.
+    """
+    if importlib.util.find_spec("fastattn._cpu") is None:
+        return []
+    info = importlib.import_module("fastattn._cpu").build_info()
+    isas = [*(info["emulated"] if emulated else ()), *info["supported"]]
+    return [Target("cpu", isa) for isa in isas]
