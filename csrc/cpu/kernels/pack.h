@@ -97,7 +97,7 @@ FASTATTN_INLINE void stage_rows(const S* src, int64_t row_stride, int64_t col_st
   }
 }
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX512BW__)
 FASTATTN_INLINE bool word_aligned(const Bf16* p) {
   return reinterpret_cast<uintptr_t>(p) % sizeof(float) == 0;
 }
@@ -156,7 +156,7 @@ FASTATTN_INLINE void pack_panel(const typename P::Storage* src, int64_t row_stri
   if constexpr (P::kPerWord == 1) {
     pack_transposed<typename P::Acc>(src, row_stride, col_stride, rows, cols, lanes, dst, ld);
   } else {
-#if defined(__AVX512BF16__)
+#if defined(__AVX512BW__)
     // A row's pairs are its 32-bit words, so the transposition moves words.
     const float* from = reinterpret_cast<const float*>(src);
     int64_t stride = row_stride / 2;
@@ -178,7 +178,7 @@ FASTATTN_INLINE const typename P::Word* stage_keys(const typename P::Storage* sr
                                                    int64_t rows, int64_t cols,
                                                    typename P::Word* dst) {
   if constexpr (P::kPerWord == 2) {
-#if defined(__AVX512BF16__)
+#if defined(__AVX512BW__)
     if (col_stride == 1 && row_stride == cols && cols % 2 == 0 && word_aligned(src))
       return reinterpret_cast<const float*>(src);
     stage_pairs(src, row_stride, col_stride, rows, cols, dst, words<P>(cols));
@@ -201,7 +201,7 @@ FASTATTN_INLINE const typename P::Word* stage_reduced(const typename P::Storage*
                                                       int64_t rows, int64_t cols,
                                                       typename P::Word* dst) {
   if constexpr (P::kPerWord == 2) {
-#if defined(__AVX512BF16__)
+#if defined(__AVX512BW__)
     stage_row_pairs(src, row_stride, col_stride, rows, cols, dst, cols);
     return dst;
 #endif

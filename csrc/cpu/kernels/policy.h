@@ -52,14 +52,16 @@ struct PairBf16 {
   }
 };
 typedef PairBf16 PolicyBf16;
+#else
+typedef Single<Bf16> PolicyBf16;
+#endif
 
+#if defined(__AVX512BW__)
 // Two vectors of non-negative numbers as bf16 pairs (even, odd), rounded to nearest.
 FASTATTN_INLINE VecI pack_pair(VecF even, VecF odd) {
   const VecI low = ((VecI)even + 0x8000) >> 16, high = (VecI)odd + 0x8000;
   return (VecI)_mm512_mask_blend_epi16(0xAAAAAAAA, (__m512i)low, (__m512i)high);
 }
-#else
-typedef Single<Bf16> PolicyBf16;
 #endif
 
 // The number of words that hold `count` elements.

@@ -4,13 +4,12 @@
 // then read in place, by broadcast. Only queries and outputs are transposed, once. The softmax
 // consists of vertical operations, and its result already has the layout of the second product. See
 // the picture in docs/cpu-kernels.md.
-#include "../threads.h"
 #include "blocks.h"
-#include "decode.h"
 #include "mask.h"
+#include "sdpa_rows.h"
+#include "sdpa_schedule.h"
 #include "sdpa_weights.h"
 #include "tile.h"
-#include "varlen.h"
 
 namespace fastattn {
 namespace FASTATTN_ISA {
@@ -248,7 +247,8 @@ class Forward {
           T* o = O + d * lanes + n * W;
           store(o, alpha[n] * load(o));
         }
-      add_visible_only<NV>(S, nk, v + r.begin * p.v.stride[2], O);
+      add_visible_only<P::kPerWord>(S, lanes, nk, v + r.begin * p.v.stride[2], p.v.stride[2],
+                                    p.v.stride[3], p.Dv, O);
     }
     return true;
   }
@@ -359,134 +359,12 @@ class Forward {
     }
   }
 
-  // O += V^T P pair by pair, skipping weights of zero: for blocks with non-finite values.
-  template <int NV>
-  __attribute__((noinline)) void add_visible_only(const T* S, int64_t nk, const Storage* v,
-                                                  T* O) const {
-    constexpr int64_t lanes = NV * W;
-    for (int64_t j = 0; j < nk; ++j) {
-      for (int64_t i = 0; i < lanes; ++i) {
-        const T weight = weight_at(S, j, i, lanes);
-        if (weight == T(0)) continue;
-        for (int64_t d = 0; d < p.Dv; ++d)
-          O[d * lanes + i] +=
-              weight * static_cast<T>(widen(v[j * p.v.stride[2] + d * p.v.stride[3]]));
-      }
-    }
-  }
-  static T weight_at(const T* S, int64_t j, int64_t i, int64_t lanes) {
-    if constexpr (P::kPerWord == 1) return S[j * lanes + i];
-    const uint32_t pair = bits_of(static_cast<float>(S[j / 2 * lanes + i]));
-    return float_of(j % 2 ? pair & 0xffff0000u : pair << 16);
-  }
-
-  // out = O / l, lse = m + ln l; a fully masked row gives 0 and -inf.
   void finish(Buffers& buf, int64_t b, int64_t h, int64_t q0, int64_t q1) const {
-    Storage* out = static_cast<Storage*>(p.out.data) + b * p.out.stride[0] + h * p.out.stride[1];
-    double* lse = p.lse + (b * p.Hq + h) * p.lse_stride;
-    const T kept = p.dropout_p > 0 ? static_cast<T>(dropout.factor) : T(1);
-    for (int64_t i = q0; i < q1; ++i) {
-      const T m = buf.m[i - q0], l = buf.l[i - q0];
-      const bool nothing = m == -kInf<T>;
-      lse[i] = log_sum_exp(rule, m, l);
-      buf.l[i - q0] = nothing ? T(0) : kept / l;
-    }
     for (int64_t i = q0; i < q1; i += kLanesOfPanel) {
-      const int64_t rows = min_of(kLanesOfPanel, q1 - i);
-      unpack_transposed<T>(buf.o + (i - q0) * p.Dv, lanes_for(rows), buf.l + (i - q0), rows, p.Dv,
-                           out + i * p.out.stride[2], p.out.stride[2]);
+      const int64_t at = i - q0, rows = min_of(kLanesOfPanel, q1 - i);
+      finish_rows<T, Storage>(p, rule, dropout, b, h, i, rows, lanes_for(rows), buf.m + at,
+                              buf.l + at, buf.o + at * p.Dv);
     }
-  }
-};
-
-// The parallel schedule of all sequences. A task is a block of queries of a head, or, for a
-// sequence that Decode serves, one of its key heads. A key head larger than one thread's share of
-// the work is split into chunks of keys, which are merged after all tasks are done, so the bits are
-// the same.
-template <class P>
-class Schedule {
-  typedef typename P::Acc T;
-
- public:
-  explicit Schedule(const Sequences& sequences) : sequences_(sequences) {
-    for (int64_t n = 0; n < sequences.count(); ++n) {
-      const Sequence s = sequences.at(n);
-      const double pairs = static_cast<double>(s.B * s.Hq) * s.Lq * s.Lk;
-      const bool decoded = Decode<P>::serves(s);
-      flops_ += (decoded ? 8 : 2) * pairs * (s.D + s.Dv);  // decoding is bound by memory
-      if (decoded) keys_ += static_cast<double>(s.B * s.Hkv) * s.Lk;
-    }
-  }
-
-  void run() {
-    // The first sequence and its plan are computed once: a tiny rectangular batch has no other.
-    const int64_t count = sequences_.count();
-    const Sequence first = sequences_.at(0);
-    const Forward<P> whole(first);
-    const Plan of_first = plan(first);
-    const auto planned = [&](int64_t n) { return n == 0 ? of_first : plan(sequences_.at(n)); };
-    const Tasks tasks(count, [&](int64_t n) { return planned(n).tasks; });
-    const Tasks states(count, [&](int64_t n) { return planned(n).state; });
-    const Tasks merges(count, [&](int64_t n) { return planned(n).merges; });
-    T* const partial = static_cast<T*>(__builtin_malloc(
-        states.total() == 0 ? 1 : static_cast<size_t>(states.total()) * sizeof(T)));
-    const int team = team_size(sequences_.threads(), tasks.total(), flops_);
-    const bool causal = sequences_.all().window_right >= 0;
-    const int64_t blocks = count > 1 || causal ? 1 : of_first.neighbours;
-    const int64_t chunk = max_of<int64_t>(1, min_of(blocks, tasks.total() / (team * 4)));
-#pragma omp parallel num_threads(team) if (team > 1)
-    {
-#pragma omp for schedule(dynamic, chunk)
-      for (int64_t t = 0; t < tasks.total(); ++t) {
-        if (count == 1 && !of_first.decoded) {
-          whole.run(t);
-          continue;
-        }
-        const int64_t n = tasks.sequence_of(t), own = t - tasks.before(n);
-        const Sequence s = sequences_.at(n);
-        if (!Decode<P>::serves(s))
-          Forward<P>(s).run(own);
-        else if (splits(s))
-          Decode<P>(s).run_chunk(own, partial + states.before(n));
-        else
-          Decode<P>(s).run_head(own);
-      }
-      if (merges.total() > 0) {
-#pragma omp for schedule(static)
-        for (int64_t t = 0; t < merges.total(); ++t) {
-          const int64_t n = merges.sequence_of(t);
-          const Sequence s = sequences_.at(n);
-          Decode<P>(s).merge_head(t - merges.before(n), partial + states.before(n));
-        }
-      }
-    }
-    __builtin_free(partial);
-  }
-
- private:
-  const Sequences& sequences_;
-  double flops_ = 0, keys_ = 0;
-
-  struct Plan {
-    bool decoded;
-    int64_t tasks, state, merges;
-    int64_t neighbours;  // consecutive tasks that read the same keys
-  };
-
-  bool splits(const Sequence& s) const {
-    return Decode<P>(s).chunks() > 1 && static_cast<double>(s.Lk) * 4 * s.threads > keys_;
-  }
-
-  Plan plan(const Sequence& s) const {
-    const int64_t heads = s.B * s.Hkv;
-    if (s.Lq == 0) return {false, 0, 0, 0, 1};
-    if (!Decode<P>::serves(s)) {
-      const int64_t tasks = Forward<P>(s).tasks();
-      return {false, tasks, 0, 0, tasks / (s.B * s.Hq)};
-    }
-    if (!splits(s)) return {true, heads, 0, 0, 1};
-    const Decode<P> decode(s);
-    return {true, heads * decode.chunks(), heads * decode.chunks() * decode.state_size(), heads, 1};
   }
 };
 
@@ -497,7 +375,7 @@ void attention_forward(const AttentionParams& p) {
   with_policy(p.dtype, [&](auto policy) {
     typedef decltype(policy) P;
     const Sequences sequences(p);
-    Schedule<P>(sequences).run();
+    Schedule<P, Forward<P>>(sequences).run();
     if (p.weights == Weights::none) return;
     const Sequence all = sequences.at(0);
     if (Decode<P>::serves(all) || !Forward<P>::gives_weights(all)) WeightsPass<P>(all).run();
@@ -509,7 +387,8 @@ void attention_sequences_forward(const SequencesParams& p) {
   if (all.B == 0 || all.Hq == 0) return;
   with_policy(all.dtype, [&](auto policy) {
     const Sequences sequences(p);
-    Schedule<decltype(policy)>(sequences).run();
+    typedef decltype(policy) P;
+    Schedule<P, Forward<P>>(sequences).run();
   });
 }
 

@@ -1,0 +1,50 @@
+// What the forward kernels on vectors and on tiles do alike to the output of a panel of queries,
+// O[channel][lane].
+#pragma once
+#include "pack.h"
+#include "scores.h"
+
+namespace fastattn {
+namespace FASTATTN_ISA {
+namespace {
+
+// O += V^T P pair by pair, skipping weights of zero: for blocks with non-finite values. P is
+// [keys][lanes], or [keys / 2][lanes] in words of two.
+template <int kPerWord, class T, class S>
+__attribute__((noinline)) void add_visible_only(const T* P, int64_t lanes, int64_t keys, const S* v,
+                                                int64_t row_stride, int64_t col_stride, int64_t Dv,
+                                                T* O) {
+  const auto weight_at = [&](int64_t j, int64_t i) {
+    if constexpr (kPerWord == 1) return P[j * lanes + i];
+    const uint32_t pair = bits_of(static_cast<float>(P[j / 2 * lanes + i]));
+    return static_cast<T>(float_of(j % 2 ? pair & 0xffff0000u : pair << 16));
+  };
+  for (int64_t j = 0; j < keys; ++j) {
+    for (int64_t i = 0; i < lanes; ++i) {
+      const T weight = weight_at(j, i);
+      if (weight == T(0)) continue;
+      for (int64_t d = 0; d < Dv; ++d)
+        O[d * lanes + i] += weight * static_cast<T>(widen(v[j * row_stride + d * col_stride]));
+    }
+  }
+}
+
+// out = O / l, lse = m + ln l for queries from i on; a fully masked row gives 0 and -inf. l is
+// overwritten.
+template <class T, class S>
+FASTATTN_INLINE void finish_rows(const Sequence& p, const ScoreRule<T>& rule,
+                                 const DropoutRule& dropout, int64_t b, int64_t h, int64_t i,
+                                 int64_t rows, int64_t lanes, const T* m, T* l, const T* O) {
+  S* out = static_cast<S*>(p.out.data) + b * p.out.stride[0] + h * p.out.stride[1];
+  double* lse = p.lse + (b * p.Hq + h) * p.lse_stride + i;
+  const T kept = p.dropout_p > 0 ? static_cast<T>(dropout.factor) : T(1);
+  for (int64_t r = 0; r < rows; ++r) {
+    lse[r] = log_sum_exp(rule, m[r], l[r]);
+    l[r] = m[r] == -kInf<T> ? T(0) : kept / l[r];
+  }
+  unpack_transposed<T>(O, lanes, l, rows, p.Dv, out + i * p.out.stride[2], p.out.stride[2]);
+}
+
+}  // namespace
+}  // namespace FASTATTN_ISA
+}  // namespace fastattn

@@ -1,0 +1,106 @@
+// Which kernel runs each sequence of a batch, and on which thread.
+#pragma once
+#include "../threads.h"
+#include "decode.h"
+#include "varlen.h"
+
+namespace fastattn {
+namespace FASTATTN_ISA {
+namespace {
+
+// The parallel schedule of all sequences. A task is a block of queries of a head, or, for a
+// sequence that Decode serves, one of its key heads. A key head larger than one thread's share of
+// the work is split into chunks of keys, which are merged after all tasks are done, so the bits are
+// the same.
+//
+// F is the kernel of the other sequences: constructed from one, it has tasks() and run(task).
+template <class P, class F>
+class Schedule {
+  typedef typename P::Acc T;
+
+ public:
+  explicit Schedule(const Sequences& sequences) : sequences_(sequences) {
+    for (int64_t n = 0; n < sequences.count(); ++n) {
+      const Sequence s = sequences.at(n);
+      const double pairs = static_cast<double>(s.B * s.Hq) * s.Lq * s.Lk;
+      const bool decoded = Decode<P>::serves(s);
+      flops_ += (decoded ? 8 : 2) * pairs * (s.D + s.Dv);  // decoding is bound by memory
+      if (decoded) keys_ += static_cast<double>(s.B * s.Hkv) * s.Lk;
+    }
+  }
+
+  void run() {
+    // The first sequence and its plan are computed once: a tiny rectangular batch has no other.
+    const int64_t count = sequences_.count();
+    const Sequence first = sequences_.at(0);
+    const F whole(first);
+    const Plan of_first = plan(first);
+    const auto planned = [&](int64_t n) { return n == 0 ? of_first : plan(sequences_.at(n)); };
+    const Tasks tasks(count, [&](int64_t n) { return planned(n).tasks; });
+    const Tasks states(count, [&](int64_t n) { return planned(n).state; });
+    const Tasks merges(count, [&](int64_t n) { return planned(n).merges; });
+    T* const partial = static_cast<T*>(__builtin_malloc(
+        states.total() == 0 ? 1 : static_cast<size_t>(states.total()) * sizeof(T)));
+    const int team = team_size(sequences_.threads(), tasks.total(), flops_);
+    const bool causal = sequences_.all().window_right >= 0;
+    const int64_t blocks = count > 1 || causal ? 1 : of_first.neighbours;
+    const int64_t chunk = max_of<int64_t>(1, min_of(blocks, tasks.total() / (team * 4)));
+#pragma omp parallel num_threads(team) if (team > 1)
+    {
+#pragma omp for schedule(dynamic, chunk)
+      for (int64_t t = 0; t < tasks.total(); ++t) {
+        if (count == 1 && !of_first.decoded) {
+          whole.run(t);
+          continue;
+        }
+        const int64_t n = tasks.sequence_of(t), own = t - tasks.before(n);
+        const Sequence s = sequences_.at(n);
+        if (!Decode<P>::serves(s))
+          F(s).run(own);
+        else if (splits(s))
+          Decode<P>(s).run_chunk(own, partial + states.before(n));
+        else
+          Decode<P>(s).run_head(own);
+      }
+      if (merges.total() > 0) {
+#pragma omp for schedule(static)
+        for (int64_t t = 0; t < merges.total(); ++t) {
+          const int64_t n = merges.sequence_of(t);
+          const Sequence s = sequences_.at(n);
+          Decode<P>(s).merge_head(t - merges.before(n), partial + states.before(n));
+        }
+      }
+    }
+    __builtin_free(partial);
+  }
+
+ private:
+  const Sequences& sequences_;
+  double flops_ = 0, keys_ = 0;
+
+  struct Plan {
+    bool decoded;
+    int64_t tasks, state, merges;
+    int64_t neighbours;  // consecutive tasks that read the same keys
+  };
+
+  bool splits(const Sequence& s) const {
+    return Decode<P>(s).chunks() > 1 && static_cast<double>(s.Lk) * 4 * s.threads > keys_;
+  }
+
+  Plan plan(const Sequence& s) const {
+    const int64_t heads = s.B * s.Hkv;
+    if (s.Lq == 0) return {false, 0, 0, 0, 1};
+    if (!Decode<P>::serves(s)) {
+      const int64_t tasks = F(s).tasks();
+      return {false, tasks, 0, 0, tasks / (s.B * s.Hq)};
+    }
+    if (!splits(s)) return {true, heads, 0, 0, 1};
+    const Decode<P> decode(s);
+    return {true, heads * decode.chunks(), heads * decode.chunks() * decode.state_size(), heads, 1};
+  }
+};
+
+}  // namespace
+}  // namespace FASTATTN_ISA
+}  // namespace fastattn
