@@ -5,6 +5,9 @@
 namespace fastattn {
 namespace FASTATTN_ISA {
 
+void attention_forward(const AttentionParams&);
+void attention_sequences_forward(const SequencesParams&);
+
 namespace {
 
 #define FASTATTN_STRING_(x) #x
@@ -12,6 +15,8 @@ namespace {
 
 KernelTable with_tiles(KernelTable table) {
   table.isa = FASTATTN_STRING(FASTATTN_ISA);
+  table.attention_forward = attention_forward;
+  table.attention_sequences_forward = attention_sequences_forward;
   return table;
 }
 

@@ -1,0 +1,33 @@
+// Attention in bf16 on tiles, and what has no kernel there on the vectors below.
+#include "sdpa_forward.h"
+#include "../sdpa_schedule.h"
+#include "../sdpa_weights.h"
+#include "base.h"
+
+namespace fastattn {
+namespace FASTATTN_ISA {
+namespace {
+
+bool on_tiles(const AttentionParams& p) {
+  return p.dtype == DType::bf16 && p.Hkv > 0 && p.D > 0 && p.Dv > 0;
+}
+
+}  // namespace
+
+void attention_forward(const AttentionParams& p) {
+  if (!on_tiles(p)) return FASTATTN_BASE::table.attention_forward(p);
+  if (p.B == 0 || p.Hq == 0 || p.Lq == 0) return;
+  const Sequences sequences(p);
+  Schedule<PolicyBf16, TileForward>(sequences).run();
+  if (p.weights != Weights::none) WeightsPass<PolicyBf16>(sequences.at(0)).run();
+}
+
+void attention_sequences_forward(const SequencesParams& p) {
+  if (!on_tiles(p.attention)) return FASTATTN_BASE::table.attention_sequences_forward(p);
+  if (p.attention.B == 0 || p.attention.Hq == 0) return;
+  const Sequences sequences(p);
+  Schedule<PolicyBf16, TileForward>(sequences).run();
+}
+
+}  // namespace FASTATTN_ISA
+}  // namespace fastattn

@@ -1,0 +1,555 @@
+// Forward attention in bf16 on tiles:  O = softmax(scale Q K^T + bias) V.
+//
+// As on vectors (sdpa_forward.cpp), scores and outputs are transposed: S^T = K Q^T and
+// O^T = V^T P^T, with the 32 queries of a panel across the lanes. So rules, masks and dropout are
+// the same functions on the same layouts. Keys come in blocks of 64. While the vector units compute
+// the weights of block j, the tile unit computes the scores of block j + 1 and adds the outputs of
+// block j - 1, a few instructions of each in turn.
+//
+// Nothing is rescaled. Weights are relative to a reference, the maximum of the first block in which
+// a query sees a key; floats carry their own exponent, so that later weights may be far above one.
+// Where a sum leaves the safe range, its query is computed again from its true maximum. Lanes never
+// mix, so the bits of a query do not depend on the others of its panel.
+//
+// The speed was measured with a prototype of the same main loop. This kernel has run on emulated
+// tiles only.
+#pragma once
+#include "../../threads.h"
+#include "../blocks.h"
+#include "../mask.h"
+#include "../sdpa_rows.h"
+#include "squares.h"
+
+namespace fastattn {
+namespace FASTATTN_ISA {
+namespace {
+
+// 2^x of any x with a relative error of 1e-4: the polynomial is 1 at 0 and 2 at 1, so the result is
+// continuous and a lone key has weight 1. 2^-inf is 0 without a clamp, and NaN stays NaN.
+FASTATTN_INLINE VecF exp2_any(VecF x) {
+  const VecF f =
+      (VecF)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);  // x - floor(x)
+  const VecF p = horner<float>(f, 1.0f, 0.6954243f, 0.22630768f, 0.07826797f);
+  return (VecF)_mm512_scalef_ps((__m512)p, (__m512)x);
+}
+
+class TileForward {
+  static constexpr int W = kLanes<float>, kVectors = 2;
+  static constexpr int64_t kQueries = kLanesOfSquare;  // of a panel
+  // Keys and values that all panels of a task read stay in half of the L2 cache of such processors.
+  // With more, 8192 keys of 128 channels took 1.6 times as long.
+  static constexpr int64_t kPieceBytes = 1 << 20;
+  static constexpr int64_t kPanelsAtATime = 256;  // that wait for the next such piece
+  static constexpr int64_t kLeastPanels = 16;     // that share the packing of a task
+
+ public:
+  explicit TileForward(const Sequence& params)
+      : p(params),
+        rule(make_rule<float>(params)),
+        dropout(make_dropout(params)),
+        key_mask(is_key_mask(params)),
+        steps((params.D + kStep - 1) / kStep),
+        steps_v((params.Dv + kStep - 1) / kStep),
+        group(params.Hq / params.Hkv),
+        panels((params.Lq + kQueries - 1) / kQueries),
+        share(panels_of_a_task()),
+        bytes(allocate(nullptr).bytes) {}
+
+  int64_t tasks() const { return p.B * p.Hkv * chunks(); }
+
+  // A task is a share of the panels of a key head. Under a causal mask the longest ones come first.
+  void run(int64_t t) const {
+    const TileScope tiles;
+    Task task{allocate(thread_scratch(bytes)), {}, {}, {}};
+    const int64_t heads = p.B * p.Hkv;
+    const bool causal = p.window_right >= 0;
+    const int64_t head = causal ? t % heads : t / chunks();
+    const int64_t chunk = causal ? chunks() - 1 - t / heads : t % chunks();
+    task.b = head / p.Hkv, task.hk = head % p.Hkv;
+    list_squares(task.buf.squares);
+    const Range all{chunk * share, min_of((chunk + 1) * share, group * panels)};
+    task.blocks = blocks_of(task, all);
+    for (int64_t n = all.begin; n < all.end; n += batch()) {
+      const Range some{n, min_of(n + batch(), all.end)};
+      if (!compute(task, some)) compute_exactly(task, some);
+    }
+  }
+
+ private:
+  const Sequence& p;
+  const ScoreRule<float> rule;
+  const DropoutRule dropout;
+  const bool key_mask;
+  const int64_t steps, steps_v;  // of 32 channels, of queries and of values
+  const int64_t group, panels;   // panels of a query head
+  const int64_t share;           // panels of a task
+  const size_t bytes;
+
+  // Tasks are less than a head where there are few heads. Each packs its own keys and values.
+  int64_t panels_of_a_task() const {
+    const int64_t heads = p.B * p.Hkv, all = group * panels;
+    const int64_t wanted = (4 * p.threads + heads - 1) / max_of<int64_t>(1, heads);
+    const int64_t count = max_of<int64_t>(1, min_of(wanted, all / kLeastPanels));
+    return max_of<int64_t>(1, (all + count - 1) / count);
+  }
+  int64_t chunks() const { return (group * panels + share - 1) / share; }
+
+  int64_t key_elements() const { return kBlockKeys * steps * kStep; }  // of a packed block
+  int64_t value_elements() const { return kBlockKeys * steps_v * kStep; }
+  int64_t output_floats() const { return steps_v * kStep * kQueries; }
+  int64_t all_blocks() const { return (p.Lk + kBlockKeys - 1) / kBlockKeys; }
+  // Blocks of a piece: all of them if they fit, else pieces of the same size.
+  int64_t piece() const {
+    const int64_t block = (key_elements() + value_elements()) * static_cast<int64_t>(sizeof(Bf16));
+    const int64_t most = max_of<int64_t>(1, kPieceBytes / block);
+    const int64_t pieces = max_of<int64_t>(1, (all_blocks() + most - 1) / most);
+    return (all_blocks() + pieces - 1) / pieces;
+  }
+  int64_t batch() const { return piece() >= all_blocks() ? 1 : min_of(share, kPanelsAtATime); }
+
+  // What is known of a panel between two pieces of the keys.
+  struct alignas(64) State {
+    float m[kQueries];        // the reference, or the maximum of an exact query; -inf before a key
+    float minus_m[kQueries];  // -m * exponent
+    float l[kQueries];        // sum of the weights
+    int32_t exact[kQueries];  // all ones: the weight is 2^((s - m) * exponent), without overflow
+    float* o;                 // [channels][queries]
+    bool fresh;               // o holds nothing yet
+    bool waiting;             // some queries have seen no key so far
+    bool unsafe;              // some queries are to be computed again
+  };
+
+  struct Buffers {
+    float* q;           // [words of D][queries]
+    float* temp;        // [queries][words of D]
+    float* s[2];        // [keys of a block][queries] scores, of two blocks in turn
+    float* weights[2];  // [words of a block][queries]
+    float* bias;        // [keys of a block][queries]
+    float* mask;        // [Lk] a mask of keys
+    uint32_t* keep;     // [words of a block][queries]
+    float* nowhere;     // [32][32]
+    Square* squares;    // those of the scores, then those of the outputs
+    Bf16* keys;         // [piece] packed blocks
+    Bf16* values;       // [piece] packed blocks
+    bool* leaky;        // [piece] values that are not finite: packed as zeros, added pair by pair
+    State* states;      // [batch]
+    size_t bytes;
+  };
+
+  Buffers allocate(void* base) const {
+    Arena a(base);
+    Buffers buf;
+    buf.q = a.take<float>(steps * kStep / 2 * kQueries);
+    buf.temp = a.take<float>(kQueries * words<TilePairs>(p.D));
+    for (float*& s : buf.s) s = a.take<float>(kBlockKeys * kQueries);
+    for (float*& w : buf.weights) w = a.take<float>(kBlockKeys / 2 * kQueries);
+    buf.bias = a.take<float>(p.mask.data != nullptr && !key_mask ? kBlockKeys * kQueries : 0);
+    buf.mask = a.take<float>(key_mask ? p.Lk : 0);
+    buf.keep = a.take<uint32_t>(p.dropout_p > 0 ? kBlockKeys / 2 * kQueries : 0);
+    buf.nowhere = a.take<float>(kQueries * kQueries);
+    buf.squares = a.take<Square>(score_squares() + output_squares());
+    buf.keys = a.take<Bf16>(piece() * key_elements());
+    buf.values = a.take<Bf16>(piece() * value_elements());
+    buf.leaky = a.take<bool>(piece());
+    buf.states = a.take<State>(batch());
+    float* o = a.take<float>(batch() * output_floats());
+    if (base != nullptr)
+      for (int64_t n = 0; n < batch(); ++n) buf.states[n].o = o + n * output_floats();
+    buf.bytes = a.used();
+    return buf;
+  }
+
+  int64_t score_squares() const { return 2 * steps; }
+  int64_t output_squares() const { return 2 * steps_v; }
+  // Both kinds read their packed tiles one after the other.
+  void list_squares(Square* list) const {
+    for (int64_t keys = 0; keys < 2; ++keys)
+      for (int64_t d = 0; d < steps; ++d)
+        *list++ = {(keys * steps + d) * 2 * kTileElements, d * kRightTile, keys * kStep * kQueries,
+                   d == 0};
+    for (int64_t d = 0; d < steps_v; ++d)
+      for (int64_t keys = 0; keys < 2; ++keys)
+        *list++ = {(d * 2 + keys) * 2 * kTileElements, keys * kRightTile, d * kStep * kQueries,
+                   keys == 0};
+  }
+
+  struct Task {
+    Buffers buf;
+    int64_t b, hk;
+    Range blocks;               // of keys, that its panels see
+    int64_t packed_piece = -1;  // in buf.keys and buf.values
+    int64_t masked_head = -1;   // in buf.mask
+  };
+
+  struct Panel {
+    State& state;
+    int64_t h, i0, i1;
+    Range seen;  // keys, by some of its queries
+    Range all;   // keys, by all of them
+    Range blocks;
+  };
+
+  Panel panel_of(Task& task, int64_t n, Range some) const {
+    const int64_t h = task.hk * group + n / panels, i0 = n % panels * kQueries;
+    const int64_t i1 = min_of(p.Lq, i0 + kQueries);
+    Range seen = visible_to_any(p, i0, i1);
+    if (key_mask) {
+      if (task.masked_head != h) read_mask_row(p, task.b, h, 0, 0, p.Lk, task.buf.mask);
+      task.masked_head = h;
+      seen = trim(task.buf.mask, seen);
+    }
+    return {task.buf.states[n - some.begin],
+            h,
+            i0,
+            i1,
+            seen,
+            visible_to_all(p, i0, i1),
+            blocks_with(seen)};
+  }
+  static Range blocks_with(Range keys) {
+    if (keys.begin >= keys.end) return {0, 0};
+    return {keys.begin / kBlockKeys, (keys.end + kBlockKeys - 1) / kBlockKeys};
+  }
+  // The blocks that some panels of a task see.
+  Range blocks_of(Task& task, Range some) const {
+    Range found{all_blocks(), 0};
+    for (int64_t n = some.begin; n < some.end; ++n) {
+      const Range blocks = panel_of(task, n, {n, n + 1}).blocks;
+      if (blocks.begin >= blocks.end) continue;
+      found = {min_of(found.begin, blocks.begin), max_of(found.end, blocks.end)};
+    }
+    return found;
+  }
+
+  // f(panel) of panels [some.begin, some.end).
+  template <class F>
+  FASTATTN_INLINE void each(Task& task, Range some, F f) const {
+    for (int64_t n = some.begin; n < some.end; ++n) {
+      Panel panel = panel_of(task, n, some);
+      f(panel);
+    }
+  }
+  // f(panel, its blocks of a piece), piece by piece, all panels with one piece before the next.
+  // Keys, values and the panel's queries are packed.
+  template <class F>
+  FASTATTN_INLINE void each_piece(Task& task, Range some, bool unsafe_only, F f) const {
+    for (int64_t j = task.blocks.begin; j < task.blocks.end; j += piece()) {
+      each(task, some, [&](Panel& panel) {
+        const Range own{max_of(panel.blocks.begin, j), min_of(panel.blocks.end, j + piece())};
+        if (own.begin >= own.end || (unsafe_only && !panel.state.unsafe)) return;
+        pack_piece(task, j);
+        pack_queries(task, panel);
+        f(panel, own);
+      });
+    }
+  }
+
+  // False if some queries must be computed exactly.
+  bool compute(Task& task, Range some) const {
+    each(task, some, [&](Panel& panel) {
+      State& state = panel.state;
+      for (int64_t i = 0; i < kQueries; ++i)
+        state.m[i] = -kInf<float>, state.minus_m[i] = 0, state.exact[i] = 0;
+      clear(state);
+      state.waiting = true;
+    });
+    each_piece(task, some, false,
+               [&](Panel& panel, Range blocks) { attend<false>(task, panel, blocks); });
+    bool safe = true;
+    each(task, some, [&](Panel& panel) {
+      panel.state.unsafe = find_unsafe(panel);
+      if (!panel.state.unsafe) finish(task, panel);
+      safe &= !panel.state.unsafe;
+    });
+    return safe;
+  }
+
+  // Once more, for the panels that need it: first the maxima of all keys, then everything.
+  __attribute__((noinline)) void compute_exactly(Task& task, Range some) const {
+    each_piece(task, some, true,
+               [&](Panel& panel, Range blocks) { find_maxima(task, panel, blocks); });
+    each(task, some, [&](Panel& panel) { clear(panel.state); });
+    each_piece(task, some, true,
+               [&](Panel& panel, Range blocks) { attend<true>(task, panel, blocks); });
+    each(task, some, [&](Panel& panel) {
+      if (panel.state.unsafe) finish(task, panel);
+    });
+  }
+
+  static void clear(State& state) {
+    state.fresh = true;
+    state.waiting = false;
+    __builtin_memset(state.l, 0, sizeof state.l);
+  }
+
+  void pack_piece(Task& task, int64_t first) const {
+    if (task.packed_piece == first) return;
+    task.packed_piece = first;
+    const Bf16* k =
+        static_cast<const Bf16*>(p.k.data) + task.b * p.k.stride[0] + task.hk * p.k.stride[1];
+    const Bf16* v = values_of(task);
+    for (int64_t n = 0; n < min_of(piece(), task.blocks.end - first); ++n) {
+      const int64_t j0 = (first + n) * kBlockKeys, rows = min_of(kBlockKeys, p.Lk - j0);
+      pack_keys(k + j0 * p.k.stride[2], p.k.stride[2], p.k.stride[3], rows, p.D, steps,
+                task.buf.keys + n * key_elements());
+      const Bf16* from = v + j0 * p.v.stride[2];
+      Bf16* to = task.buf.values + n * value_elements();
+      task.buf.leaky[n] =
+          rule.excludes && !all_finite(from, p.v.stride[2], p.v.stride[3], rows, p.Dv);
+      if (task.buf.leaky[n])
+        __builtin_memset(to, 0, static_cast<size_t>(value_elements()) * sizeof(Bf16));
+      else
+        pack_values(from, p.v.stride[2], p.v.stride[3], rows, p.Dv, steps_v, to);
+    }
+  }
+  const Bf16* values_of(const Task& task) const {
+    return static_cast<const Bf16*>(p.v.data) + task.b * p.v.stride[0] + task.hk * p.v.stride[1];
+  }
+  void pack_queries(Task& task, const Panel& panel) const {
+    const Bf16* q = static_cast<const Bf16*>(p.q.data) + task.b * p.q.stride[0] +
+                    panel.h * p.q.stride[1] + panel.i0 * p.q.stride[2];
+    const int64_t filled = words<TilePairs>(p.D) * kQueries;
+    pack_panel<TilePairs>(q, p.q.stride[2], p.q.stride[3], panel.i1 - panel.i0, p.D, kQueries,
+                          task.buf.q, kQueries, task.buf.temp);
+    __builtin_memset(task.buf.q + filled, 0,
+                     static_cast<size_t>(steps * kStep / 2 * kQueries - filled) * sizeof(float));
+  }
+
+  int64_t keys_in(int64_t block) const { return min_of(kBlockKeys, p.Lk - block * kBlockKeys); }
+  // The first block from j on with a key that the mask of keys does not exclude.
+  int64_t next_block(const Task& task, int64_t j, int64_t end) const {
+    while (key_mask && j < end && all_excluded(task.buf.mask + j * kBlockKeys, keys_in(j))) ++j;
+    return j;
+  }
+  Operands score_operands(const Task& task, int64_t block, float* s) const {
+    return {task.buf.keys + (block - task.packed_piece) * key_elements(), task.buf.q, s, false};
+  }
+  Operands output_operands(const Task& task, const State& state, int64_t block,
+                           const float* weights) const {
+    return {task.buf.values + (block - task.packed_piece) * value_elements(), weights, state.o,
+            !state.fresh};
+  }
+
+  // A panel and its blocks of a piece: O += P V, l += P.
+  template <bool kExact>
+  __attribute__((noinline)) void attend(Task& task, Panel& panel, Range blocks) const {
+    Buffers& buf = task.buf;
+    State& state = panel.state;
+    const int64_t second = score_squares(), last = second + output_squares();
+    Squares squares(buf.nowhere);
+    const auto nothing = []() {};
+    const auto outputs = [&](int64_t j, const float* weights) {
+      squares.flush();
+      state.fresh = false;
+      if (buf.leaky[j - task.packed_piece]) add_leaky(task, panel, j, weights);
+    };
+    int64_t j = next_block(task, blocks.begin, blocks.end), before = -1, turn = 0;
+    if (j == blocks.end) return;
+    squares.multiply(buf.squares, 0, second, second, score_operands(task, j, buf.s[0]), {},
+                     nothing);
+    squares.flush();
+    make_scores(task, panel, j, buf.s[0]);
+    for (; j < blocks.end; ++turn) {
+      const int64_t after = next_block(task, j + 1, blocks.end);
+      const bool scores = after < blocks.end, values = before >= 0;
+      float* const weights = buf.weights[turn % 2];
+      float* const next = buf.s[(turn + 1) % 2];
+      const float* const old = buf.weights[(turn + 1) % 2];
+      weigh<kExact>(squares, buf, state, buf.s[turn % 2], weights, scores ? 0 : second,
+                    values ? last : second, scores ? score_operands(task, after, next) : Operands{},
+                    values ? output_operands(task, state, before, old) : Operands{});
+      if (values) {
+        state.fresh = false;
+        if (buf.leaky[before - task.packed_piece]) {
+          squares.flush();
+          add_leaky(task, panel, before, old);
+        }
+      } else {
+        squares.flush();
+      }
+      if (p.dropout_p > 0) drop(task, panel, j, weights);
+      if (scores) make_scores(task, panel, after, next);
+      before = j, j = after;
+    }
+    squares.flush();
+    const float* const weights = buf.weights[(turn + 1) % 2];
+    squares.multiply(buf.squares, second, second, last, {},
+                     output_operands(task, state, before, weights), nothing);
+    outputs(before, weights);
+  }
+
+  // Weights of a block from its scores, with squares [begin, end) of the scores of the next block
+  // and the outputs of the one before in between. A unit of vector work is a pair of keys.
+  template <bool kExact>
+  __attribute__((noinline)) void weigh(Squares& squares, const Buffers& buf, State& state,
+                                       const float* s, float* weights, int64_t begin, int64_t end,
+                                       Operands scores, Operands outputs) const {
+    const VecF exponent = splat(rule.exponent);
+    VecF minus_m[kVectors], sum[kVectors], reference[kVectors];
+    VecI exact[kVectors];
+    FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) {
+      minus_m[n] = load(state.minus_m + n * W), sum[n] = load(state.l + n * W);
+      if constexpr (kExact) {
+        const VecF m = load(state.m + n * W);
+        reference[n] = select<float>(m == -kInf<float>, VecF{}, m);
+        exact[n] = (VecI)load(reinterpret_cast<const float*>(state.exact) + n * W);
+      }
+    }
+    const auto weight = [&](VecF x, int n) __attribute__((always_inline)) {
+      VecF power = x * exponent + minus_m[n];
+      if constexpr (kExact) power = select<float>(exact[n], (x - reference[n]) * exponent, power);
+      return exp2_any(power);
+    };
+    constexpr int64_t kPairs = kBlockKeys / 2;
+    int64_t pair = 0, due = 0;
+    const auto weigh_pair = [&]() __attribute__((always_inline)) {
+      FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) {
+        const VecF even = weight(load(s + 2 * pair * kQueries + n * W), n);
+        const VecF odd = weight(load(s + (2 * pair + 1) * kQueries + n * W), n);
+        sum[n] += even + odd;
+        store(weights + pair * kQueries + n * W, (VecF)pack_pair(even, odd));
+      }
+      ++pair;
+    };
+    const int64_t products = 4 * (end - begin);
+    const auto between = [&]() __attribute__((always_inline)) {
+      for (due += kPairs; due >= products; due -= products) weigh_pair();
+    };
+    squares.multiply(buf.squares, begin, score_squares(), end, scores, outputs, between);
+    while (pair < kPairs) weigh_pair();
+    FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) store(state.l + n * W, sum[n]);
+  }
+
+  // S of a block, from products to scores: -inf where a key is not visible. A query that sees its
+  // first key takes its reference.
+  __attribute__((noinline)) void make_scores(Task& task, Panel& panel, int64_t block,
+                                             float* s) const {
+    State& state = panel.state;
+    VecF top[kVectors];
+    if (!apply(task, panel, block, s, top, state.waiting) || !state.waiting) return;
+    VecI still{};
+    FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) {
+      const VecF before = load(state.m + n * W);
+      const VecF m = select<float>(before == -kInf<float>, top[n], before);
+      refer(state, n, m);
+      still |=
+          (VecI)(m == -kInf<float>)&(iota<float>() + float(n * W) < float(panel.i1 - panel.i0));
+    }
+    state.waiting = any(still);
+  }
+  FASTATTN_INLINE void refer(State& state, int n, VecF m) const {
+    store(state.m + n * W, m);
+    store(state.minus_m + n * W, select<float>(m == -kInf<float>, VecF{}, m * -rule.exponent));
+  }
+  static FASTATTN_INLINE bool any(VecI lanes) {
+    int32_t found[W], some = 0;
+    store(reinterpret_cast<float*>(found), (VecF)lanes);
+    for (int32_t x : found) some |= x;
+    return some != 0;
+  }
+
+  // The same, and the maximum over the keys if it is wanted or comes for nothing; else false.
+  bool apply(Task& task, const Panel& panel, int64_t block, float* s, VecF* top,
+             bool wants_top) const {
+    const int64_t j0 = block * kBlockKeys, keys = keys_in(block);
+    for (int64_t r = keys * kQueries; r < kBlockKeys * kQueries; r += W)
+      store(s + r, splat(-kInf<float>));
+    const bool edge = j0 < panel.all.begin || j0 + keys > panel.all.end;
+    if (rule.natural || p.mask.data != nullptr || edge) {
+      Bias<float> bias;
+      if (key_mask) bias.keys = task.buf.mask + j0;
+      if (p.mask.data != nullptr && !key_mask) {
+        pack_mask(p, task.b, panel.h, panel.i0, panel.i1, j0, j0 + keys, kQueries, task.buf.bias);
+        bias.tile = task.buf.bias;
+      }
+      apply_rule<float, kVectors>(p, rule, s, keys, panel.i0, panel.i1, j0, bias,
+                                  alibi_slope<float>(p, task.b, panel.h), nullptr, top);
+      return true;
+    }
+    if (!wants_top) return false;
+    FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) top[n] = splat(-kInf<float>);
+    for (int64_t r = 0; r < keys; ++r)
+      FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) top[n] =
+          max_of(top[n], load(s + r * kQueries + n * W));
+    return true;
+  }
+
+  // Dropped weights are zero, and stay in the sum.
+  __attribute__((noinline)) void drop(Task& task, const Panel& panel, int64_t block,
+                                      float* weights) const {
+    const int64_t keys = keys_in(block);
+    dropout_mask<2>(dropout, panel.i0, block * kBlockKeys, keys, kQueries, panel.h,
+                    p.index + task.b, task.buf.keep);
+    for (int64_t at = 0; at < (keys + 1) / 2 * kQueries; at += W)
+      store(weights + at, keep_lanes(load(weights + at), task.buf.keep + at));
+  }
+
+  void add_leaky(const Task& task, const Panel& panel, int64_t block, const float* weights) const {
+    const Bf16* v = values_of(task) + block * kBlockKeys * p.v.stride[2];
+    add_visible_only<2>(weights, kQueries, keys_in(block), v, p.v.stride[2], p.v.stride[3], p.Dv,
+                        panel.state.o);
+  }
+
+  // Marks the queries whose weights, sum or output left the safe range. NaN and inf in the inputs
+  // are among them, and stay.
+  bool find_unsafe(Panel& panel) const {
+    State& state = panel.state;
+    if (state.fresh) return false;
+    VecI some{};
+    FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) {
+      const VecF l = load(state.l + n * W), minus_m = load(state.minus_m + n * W);
+      VecF rest{};  // NaN where an output is not finite
+      for (int64_t d = 0; d < p.Dv; ++d) {
+        const VecF x = load(state.o + d * kQueries + n * W);
+        rest += x - x;
+      }
+      const VecI safe = (l < 0x1p60f) & (minus_m < 0x1p100f) & (minus_m > -0x1p100f) & (rest == 0);
+      const VecI there = iota<float>() + float(n * W) < float(panel.i1 - panel.i0);
+      const VecI unsafe = ~safe & there;
+      store(reinterpret_cast<float*>(state.exact) + n * W, (VecF)unsafe);
+      some |= unsafe;
+      const VecF m = load(state.m + n * W);
+      store(state.m + n * W, select<float>(unsafe, splat(-kInf<float>), m));
+    }
+    return any(some);
+  }
+
+  // The maxima of the queries to be computed exactly.
+  void find_maxima(Task& task, Panel& panel, Range blocks) const {
+    State& state = panel.state;
+    float* const s = task.buf.s[0];
+    for (int64_t j = next_block(task, blocks.begin, blocks.end); j < blocks.end;
+         j = next_block(task, j + 1, blocks.end)) {
+      Squares squares(task.buf.nowhere);
+      squares.multiply(task.buf.squares, 0, score_squares(), score_squares(),
+                       score_operands(task, j, s), {}, []() {});
+      squares.flush();
+      VecF top[kVectors];
+      apply(task, panel, j, s, top, true);
+      FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) {
+        const VecF m = load(state.m + n * W);
+        const VecI exact = (VecI)load(reinterpret_cast<const float*>(state.exact) + n * W);
+        store(state.m + n * W, select<float>(exact, max_of(m, top[n]), m));
+      }
+    }
+  }
+
+  void finish(const Task& task, Panel& panel) const {
+    State& state = panel.state;
+    const int64_t rows = panel.i1 - panel.i0;
+    if (state.fresh)  // it sees no key
+      __builtin_memset(state.o, 0, static_cast<size_t>(output_floats()) * sizeof(float));
+    double* const lse = p.lse + (task.b * p.Hq + panel.h) * p.lse_stride + panel.i0;
+    finish_rows<float, Bf16>(p, rule, dropout, task.b, panel.h, panel.i0, rows, kQueries, state.m,
+                             state.l, state.o);
+    // Weights were relative to minus_m, which is a rounded product.
+    for (int64_t i = 0; i < rows; ++i)
+      if (!state.exact[i] && state.m[i] != -kInf<float>)
+        lse[i] -=
+            (state.minus_m[i] + static_cast<double>(state.m[i]) * rule.exponent) * kLn2<double>;
+  }
+};
+
+}  // namespace
+}  // namespace FASTATTN_ISA
+}  // namespace fastattn
