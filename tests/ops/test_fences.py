@@ -16,11 +16,11 @@ from fastattn.testing import targets
 from fastattn.testing.proofs import PROOFS
 proof, every, complete = PROOFS[sys.argv[1]], int(sys.argv[2]), sys.argv[3] == "complete"
 cases = [case for case in proof.cases if complete or not case.slow]
-for target in targets():
+for target in targets(emulated=True):
     with target.active() as backend:
         for n, case in enumerate(cases):
             for m, dtype in enumerate(case.dtypes):
-                if (n + m) % every == 0:
+                if (n + m) % every == 0 and target.has_own_kernel(sys.argv[1], dtype):
                     print(case.name, dtype, target, flush=True)
                     proof.run(backend, proof.make(case, dtype, fence=True))
 """

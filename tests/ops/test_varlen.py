@@ -29,7 +29,9 @@ quick = [case for case in VARLEN_CASES if not case.slow]
 
 @pytest.mark.parametrize("case", quick, ids=lambda case: case.name)
 def test_within_the_bound(case: VarlenCase) -> None:
-    for dtype, target in product(case.dtypes, targets()):
+    for dtype, target in product(case.dtypes, targets(emulated=True)):
+        if not target.has_own_kernel("varlen_attention", dtype):
+            continue
         verdict = check_varlen(case, dtype, target)
         assert not verdict.declined
         assert verdict.ok, (target, verdict.faults)
@@ -45,7 +47,9 @@ def test_the_reference_is_within_the_bound(case: VarlenCase) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [c for c in VARLEN_CASES if c.slow], ids=lambda case: case.name)
 def test_slow_case(case: VarlenCase) -> None:
-    for dtype, target in product(case.dtypes, targets()):
+    for dtype, target in product(case.dtypes, targets(emulated=True)):
+        if not target.has_own_kernel("varlen_attention", dtype):
+            continue
         verdict = check_varlen(case, dtype, target)
         assert verdict.ok, (target, verdict.faults)
 
@@ -57,10 +61,13 @@ WAYS = {
     "window": VarlenCase("window", (90, 200), (200, 90), window=(30, 9), softcap=4.0),
     "dropout": VarlenCase("dropout", (90, 130), dropout_p=0.2, kv_heads=1),
 }
+# Also the emulated ones, for the fixture of that name.
+all_targets = pytest.mark.parametrize("target", targets(emulated=True), ids=str, indirect=True)
 ways = pytest.mark.parametrize("case", WAYS.values(), ids=WAYS)
 
 
 @floats
+@all_targets
 @ways
 def test_bitwise_what_a_sequence_alone_gives(
     target: Target, case: VarlenCase, dtype: torch.dtype
@@ -73,6 +80,7 @@ def test_bitwise_what_a_sequence_alone_gives(
         assert torch.equal(found[name], want), name
 
 
+@all_targets
 @ways
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_threads_give_the_same_bits(

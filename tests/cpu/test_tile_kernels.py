@@ -1,0 +1,263 @@
+"""Attention on the tiles of AMX, emulated and, where there are any, real: what the case tables do
+not reach. Those run on the emulation in tests/ops."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fastattn
+from fastattn.testing import Target, targets
+
+attention = fastattn.scaled_dot_product_attention
+EMULATED, REAL = "amx_bf16_emulated", "amx_bf16"
+HERE = [target.isa for target in targets(emulated=True)]
+
+
+def on(isa: str) -> Any:
+    reason = "needs AVX-512" if isa == EMULATED else "needs AMX"
+    return pytest.param(isa, marks=pytest.mark.skipif(isa not in HERE, reason=reason), id=isa)
+
+
+@pytest.fixture(params=[on(EMULATED), on(REAL)])
+def tiles(request: pytest.FixtureRequest, native: ModuleType) -> Iterator[str]:
+    isa: str = request.param
+    with Target("cpu", isa).active():
+        yield isa
+
+
+def qkv(
+    batch: int, heads: int, queries: int, keys: int, dim: int, dim_v: int = 0, kv_heads: int = 0
+) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(queries * keys + dim)
+    shapes = (
+        (batch, heads, queries, dim),
+        (batch, kv_heads or heads, keys, dim),
+        (batch, kv_heads or heads, keys, dim_v or dim),
+    )
+    return [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
+
+
+def in_double(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    q, k, v = (x.double() for x in (q, k, v))
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    scores = q @ k.mT / math.sqrt(q.shape[-1])
+    scores = scores if bias is None else scores + bias
+    return scores.softmax(-1) @ v, scores.logsumexp(-1)
+
+
+def assert_close(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+    out, lse = expected
+    torch.testing.assert_close(got[0].double(), out, atol=8e-3, rtol=8e-3)
+    torch.testing.assert_close(got[1].double(), lse, atol=2e-3, rtol=1e-5)
+
+
+# -- what one call computes -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keys", [500, 1300])  # of 512 channels, 512 keys are a piece
+def test_keys_in_pieces(tiles: str, keys: int) -> None:
+    q, k, v = qkv(1, 4, 70, keys, 512, kv_heads=2)
+    assert_close(attention(q, k, v, enable_gqa=True, return_lse=True), in_double(q, k, v))
+
+
+def test_tasks_of_part_of_a_head_give_the_same_bits(tiles: str) -> None:
+    """Few heads and many queries: how many tasks there are depends on the threads."""
+    q, k, v = qkv(1, 1, 2100, 130, 40)
+    threads = torch.get_num_threads()
+    found = []
+    try:
+        for count in (1, 2, 3, 8):
+            torch.set_num_threads(count)
+            found += [attention(q, k, v, is_causal=c, return_lse=True) for c in (False, True)]
+    finally:
+        torch.set_num_threads(threads)
+    for n, got in enumerate(found[2:]):
+        assert all(torch.equal(a, b) for a, b in zip(got, found[n % 2], strict=True)), n
+
+
+def grows(factor: float, query: int, keys: int) -> Tensor:
+    """A bias that makes each block of keys outweigh the one before by far, for one query."""
+    bias = torch.zeros(64, keys)
+    bias[query] = torch.arange(keys) // 64 * factor
+    return bias
+
+
+@pytest.mark.parametrize("factor", [40.0, 1e4, 1e30])
+@pytest.mark.parametrize("keys", [300, 1300])
+def test_a_later_key_far_above_the_first_block(tiles: str, factor: float, keys: int) -> None:
+    q, k, v = qkv(1, 1, 64, keys, 512)
+    bias = grows(factor, 33, keys)
+    got = attention(q, k, v, attn_mask=bias, return_lse=True)
+    assert_close(got, in_double(q, k, v, bias))
+    # No other query of its panel changes by a bit.
+    plain = attention(q, k, v, attn_mask=torch.zeros_like(bias), return_lse=True)
+    others = [i for i in range(64) if i != 33]
+    for a, b in zip(got, plain, strict=True):
+        assert torch.equal(a[:, :, others], b[:, :, others])
+
+
+def test_large_scores_and_values(tiles: str) -> None:
+    q, k, v = qkv(1, 2, 40, 200, 64)
+    assert_close(attention(q * 64, k * 8, v, return_lse=True), in_double(q * 64, k * 8, v))
+    # Weights up to 2^60 of these would overflow the output.
+    v = v * 2.0**120
+    bias = grows(9.0, 3, 200)[:40]
+    out = attention(q, k, v, attn_mask=bias)
+    torch.testing.assert_close(
+        out.double() * 2.0**-120, in_double(q, k, v * 2.0**-120, bias)[0], atol=8e-3, rtol=8e-3
+    )
+
+
+def test_uniform_rows_of_the_least_number(tiles: str) -> None:
+    q, k, v = qkv(1, 1, 40, 130, 32)
+    bias = torch.full((40, 130), torch.finfo(torch.float32).min)
+    out = attention(q, k, v, attn_mask=bias)
+    torch.testing.assert_close(
+        out.double(), v.double().mean(2, keepdim=True).expand_as(out), atol=4e-3, rtol=8e-3
+    )
+
+
+def test_queries_that_see_their_first_key_late(tiles: str) -> None:
+    q, k, v = qkv(1, 1, 96, 400, 64)
+    mask = torch.zeros(96, 400, dtype=torch.bool)
+    for i in range(96):
+        mask[i, 4 * i :] = i % 7 != 0  # and some that see none
+    got = attention(q, k, v, attn_mask=mask, return_lse=True)
+    bias = torch.zeros(96, 400, dtype=torch.float64).masked_fill(~mask, -math.inf)
+    out, lse = in_double(q, k, v, bias)
+    assert_close(got, (out.nan_to_num(0), lse))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_value_that_no_query_sees(tiles: str, bad: float) -> None:
+    q, k, v = qkv(1, 2, 70, 200, 48, 80)
+    clean = attention(q, k, v, is_causal=True, return_lse=True)
+    k[:, :, 70:] = bad
+    v[:, :, 70:] = bad
+    dirty = attention(q, k, v, is_causal=True, return_lse=True)
+    for a, b in zip(clean, dirty, strict=True):
+        assert torch.equal(a, b)
+    k, v = (x[:, :, :70].clone() for x in (k, v))
+    v[:, :, 40] = bad
+    out = attention(q, k, v, is_causal=True)
+    assert out[:, :, :40].isfinite().all()
+    assert not out[:, :, 40:].isfinite().any()
+
+
+@pytest.mark.skipif(REAL not in HERE, reason="needs AMX")
+@pytest.mark.parametrize("dim", [24, 64, 128])
+@pytest.mark.parametrize("causal", [False, True])
+def test_real_tiles_give_the_bits_of_emulated_ones(dim: int, causal: bool) -> None:
+    q, k, v = qkv(2, 4, 150, 330, dim, kv_heads=2)
+    found = []
+    for isa in (EMULATED, REAL):
+        with Target("cpu", isa).active():
+            found.append(attention(q, k, v, is_causal=causal, enable_gqa=True, return_lse=True))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+# -- processes, signals and threads ---------------------------------------------------------------
+
+PRELUDE = """
+import faulthandler, os, signal, sys, threading, torch, fastattn
+torch.set_num_threads(2)
+tensors = [torch.randn(1, 4, 200, 64).bfloat16() for _ in range(3)]
+
+def compute():
+    return [x.view(torch.uint8).numpy().tobytes() for x in
+            fastattn.scaled_dot_product_attention(*tensors, is_causal=True, return_lse=True)]
+
+def in_child(work):
+    pid = os.fork()
+    if pid == 0:
+        ok = False
+        try:
+            ok = work()
+        finally:
+            os._exit(0 if ok else 1)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+with fastattn.use_backend("cpu"):
+"""
+
+PROGRAMS = {
+    "a child of fork": """
+        expected = compute()
+        assert in_child(lambda: compute() == expected)
+        assert compute() == expected
+        assert in_child(lambda: in_child(lambda: compute() == expected))
+    """,
+    "a child of fork while other threads compute": """
+        expected, stop = compute(), threading.Event()
+        def busy():
+            with fastattn.use_backend("cpu"):
+                while not stop.is_set():
+                    assert compute() == expected
+        threads = [threading.Thread(target=busy) for _ in range(2)]
+        for thread in threads: thread.start()
+        try:
+            for _ in range(3):
+                assert in_child(lambda: compute() == expected)
+        finally:
+            stop.set()
+            for thread in threads: thread.join()
+    """,
+    "threads of Python, each with a team": """
+        expected, failed = compute(), []
+        def work():
+            with fastattn.use_backend("cpu"):
+                failed.extend(n for n in range(5) if compute() != expected)
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads: thread.start()
+        for thread in threads: thread.join()
+        assert not failed
+    """,
+    "signals, also on an alternate stack": """
+        expected, count = compute(), [0]
+        def handler(*_):
+            count[0] += 1
+        signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.002, 0.002)
+        faulthandler.register(signal.SIGUSR1, file=open(os.devnull, "w"))
+        for _ in range(20):
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert compute() == expected
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        assert count[0] > 0
+    """,
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("isa", [on(EMULATED), on(REAL)])
+def test_robust(isa: str, program: str) -> None:
+    if "fork while" in program and "libasan" in os.environ.get("LD_PRELOAD", ""):
+        pytest.skip("a lock of AddressSanitizer stays locked in the child")
+    code = PRELUDE + textwrap.indent(textwrap.dedent(PROGRAMS[program]), "    ")
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+        env={**os.environ, "FASTATTN_CPU_ISA": isa},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_emulation_is_used_only_if_it_is_named(native: ModuleType) -> None:
+    info = native.build_info()
+    assert EMULATED not in info["compiled"]
+    assert EMULATED not in info["supported"]
+    assert EMULATED not in info["isa"]
