@@ -14,19 +14,21 @@ NAN = float("nan")
 METHODS = ("dot", "general", "concat")
 
 
-def operands(method: str, tq: int = 9, tk: int = 14, grad: bool = False) -> tuple[Any, ...]:
-    """query, key, value and weight."""
+def operands(
+    method: str, tq: int = 9, tk: int = 14, grad: bool = False, width: int = 5
+) -> tuple[Any, ...]:
+    """query, key, value and weight; a key is narrower than a query where the method allows it."""
     draw = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
         x = torch.randn(shape, generator=draw, dtype=torch.float64)
         return x.requires_grad_(grad)
 
-    dq, dk = (5, 5) if method == "dot" else (5, 4)
-    query, key, value = normal(2, tq, dq), normal(2, tk, dk), normal(2, tk, 3)
+    dq, dk = width, width if method == "dot" else width - 1
+    query, key, value = normal(2, tq, dq), normal(2, tk, dk), normal(2, tk, width - 2)
     weight = {"dot": None, "general": normal(dq, dk)}.get(method)
     if method == "concat":
-        return query, key, value, (normal(6, dq + dk), normal(6))
+        return query, key, value, (normal(width + 1, dq + dk), normal(width + 1))
     return query, key, value, weight
 
 
@@ -97,7 +99,7 @@ def test_is_its_definition(
 @pytest.mark.parametrize("window", ["global", "local-m", "local-p"])
 @pytest.mark.parametrize("method", METHODS)
 def test_gradients(backend: str, method: str, window: str) -> None:
-    query, key, value, weight = operands(method, tq=3, tk=6, grad=True)
+    query, key, value, weight = operands(method, tq=3, tk=6, grad=True, width=3)
     flat = [] if weight is None else list(weight) if method == "concat" else [weight]
     # The window is not differentiable where a key enters it.
     positions = torch.tensor([0.3, 2.4, 4.8], dtype=torch.float64, requires_grad=True)
