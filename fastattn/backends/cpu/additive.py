@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from fastattn import _cpu
-from fastattn.backends.cpu.operands import DTYPES, accumulator, broadcast_operand, philox_key
+from fastattn.backends._operands import broadcast_operand
+from fastattn.backends.cpu.operands import DTYPES, accumulator, philox_key
 from fastattn.backends.primitives import AdditiveBackwardOptions, AdditiveOptions
 
 

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from fastattn import _cpu
-from fastattn.backends.cpu.operands import DTYPES, accumulator, operand, with_columns_together
+from fastattn.backends._operands import encoding_operands, with_columns_together
+from fastattn.backends.cpu.operands import DTYPES, accumulator
 from fastattn.backends.primitives import EncodeMemoryBackwardOptions, EncodeMemoryOptions
 
 
@@ -30,14 +31,7 @@ def encode_memory(
         torch.get_num_threads(),
         (models, tables, batch, slots, words, rows, width),
         options,
-        {
-            "tokens": tokens.data_ptr(),
-            "token_stride": tokens.stride(),
-            "factors": factors.data_ptr(),
-            "factor_stride": factors.stride()[0],
-            "weight": (weight.data_ptr(), weight.stride()),
-            "temporal": None if temporal is None else operand(temporal),
-        },
+        encoding_operands(tokens, factors, weight, temporal),
         out.data_ptr(),
     )
     return out

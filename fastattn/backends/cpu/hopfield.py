@@ -15,8 +15,9 @@ from torch import Tensor
 from fastattn import _cpu
 from fastattn.backends._hopfield_gradients import Gradients, Patterns
 from fastattn.backends._memories import summed, with_rows
+from fastattn.backends._operands import address, operand
 from fastattn.backends.cpu.memory_hops import hop_biases, hop_operands, vectors
-from fastattn.backends.cpu.operands import DTYPES, accumulator, address, operand
+from fastattn.backends.cpu.operands import DTYPES, accumulator
 from fastattn.backends.primitives import HopfieldBackwardOptions, HopfieldOptions
 
 _ROUND = 256  # steps per call, so that a search without a limit can be interrupted

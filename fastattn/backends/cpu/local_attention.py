@@ -8,13 +8,8 @@ import torch
 from torch import Tensor
 
 from fastattn import _cpu
-from fastattn.backends.cpu.operands import (
-    DTYPES,
-    Operand,
-    accumulator,
-    address,
-    with_columns_together,
-)
+from fastattn.backends._operands import Operand, address, with_columns_together
+from fastattn.backends.cpu.operands import DTYPES, accumulator
 from fastattn.backends.primitives import NoOptions
 
 

@@ -10,14 +10,8 @@ from torch import Tensor
 
 from fastattn import _cpu
 from fastattn.backends._memories import one_memory, summed, with_rows
-from fastattn.backends.cpu.operands import (
-    DTYPES,
-    Operand,
-    accumulator,
-    address,
-    broadcast_operand,
-    operand,
-)
+from fastattn.backends._operands import Operand, address, broadcast_operand, operand
+from fastattn.backends.cpu.operands import DTYPES, accumulator
 from fastattn.backends.primitives import MemoryHopBackwardOptions, MemoryHopOptions
 
 

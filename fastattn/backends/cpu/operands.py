@@ -1,4 +1,4 @@
-"""The arguments that all adapters pass to the native module: dtypes, addresses and strides."""
+"""What all adapters pass to the native module beside addresses and strides."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastattn.backends._operands import broadcast_operand, operand
+
 DTYPES = {
     torch.float32: 0,
     torch.float64: 1,
@@ -14,30 +16,6 @@ DTYPES = {
     torch.float16: 3,
     torch.bool: 4,
 }
-
-
-Operand = tuple[int, tuple[int, ...]]  # address and strides
-
-
-def operand(tensor: Tensor) -> Operand:
-    return tensor.data_ptr(), tensor.stride()
-
-
-def address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
-
-
-def broadcast_operand(tensor: Tensor) -> Operand:
-    """Dimensions of size 1 get stride 0, so a mask is never expanded in memory."""
-    pairs = zip(tensor.shape, tensor.stride(), strict=True)
-    # From a list, because a generator is slower.
-    strides = tuple([0 if size == 1 else stride for size, stride in pairs])
-    return tensor.data_ptr(), strides
-
-
-def with_columns_together(tensor: Tensor) -> Tensor:
-    """Return the tensor, or a copy whose last dimension is contiguous."""
-    return tensor if tensor.stride()[-1] == 1 else tensor.contiguous()
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:

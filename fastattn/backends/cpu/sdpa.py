@@ -11,13 +11,8 @@ from torch import Tensor
 
 from fastattn import _cpu
 from fastattn.backends._alloc import empty_output
-from fastattn.backends.cpu.operands import (
-    DTYPES,
-    accumulator,
-    broadcast_operand,
-    operand,
-    optional_operands,
-)
+from fastattn.backends._operands import broadcast_operand, operand
+from fastattn.backends.cpu.operands import DTYPES, accumulator, optional_operands
 from fastattn.backends.primitives import AttentionBackwardOptions, AttentionOptions
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fastattn import _cpu
 from fastattn.backends._alloc import empty_output
+from fastattn.backends._operands import packed_operand
 from fastattn.backends.cpu.operands import DTYPES, optional_operands
 from fastattn.backends.primitives import VarlenOptions
 
@@ -91,12 +92,12 @@ def varlen_attention_backward(
         optional_operands(batch, heads, None, alibi_slopes, seed, sinks),
         options,
         {
-            "grad_out": _operand(grad_out),
+            "grad_out": packed_operand(grad_out),
             "grad_lse": 0 if grad_lse is None else grad_lse.data_ptr(),
             "grad_weights": None,
-            "grad_query": _operand(grads[0]),
-            "grad_key": _operand(grads[1]),
-            "grad_value": _operand(grads[2]),
+            "grad_query": packed_operand(grads[0]),
+            "grad_key": packed_operand(grads[1]),
+            "grad_value": packed_operand(grads[2]),
             "grad_sinks": 0 if grad_sinks is None else grad_sinks.data_ptr(),
         },
     )
@@ -132,10 +133,10 @@ def _run(
         DTYPES[query.dtype],
         torch.get_num_threads(),
         (batch, heads, kv_heads, rows, keys, width, value_width),
-        *_operand(query),
-        *_operand(key),
-        *_operand(value),
-        *_operand(out),
+        *packed_operand(query),
+        *packed_operand(key),
+        *packed_operand(value),
+        *packed_operand(out),
         lse.data_ptr(),
         options,
         operands,
@@ -147,12 +148,6 @@ def _run(
 
 def _contiguous(x: Tensor) -> Tensor:
     return x.to(torch.int64).contiguous()
-
-
-def _operand(x: Tensor) -> tuple[int, tuple[int, ...]]:
-    """[T, H, D] as an operand [-, H, T, D]."""
-    rows, heads, columns = x.stride()
-    return x.data_ptr(), (0, heads, rows, columns)
 
 
 def _has_gaps(q_starts: Tensor, k_starts: Tensor, rows: int, keys: int) -> bool:

@@ -8,15 +8,8 @@ import torch
 from torch import Tensor
 
 from fastattn import _cuda
-from fastattn.backends.cuda.operands import (
-    DTYPES,
-    MASK_DTYPES,
-    MAX_LENGTH,
-    address,
-    on,
-    operand,
-    why_not_dtype,
-)
+from fastattn.backends._operands import address, operand
+from fastattn.backends.cuda.operands import DTYPES, MASK_DTYPES, MAX_LENGTH, on, why_not_dtype
 from fastattn.backends.primitives import AdditiveBackwardOptions, AdditiveOptions
 
 __all__ = ["additive_attention", "additive_attention_backward", "why_not"]

@@ -13,16 +13,9 @@ from torch import Tensor
 
 from fastattn import _cuda
 from fastattn.backends._alloc import empty_output
+from fastattn.backends._operands import address, operand
 from fastattn.backends.cuda import sdpa
-from fastattn.backends.cuda.operands import (
-    DTYPES,
-    MAX_LENGTH,
-    address,
-    biases,
-    on,
-    operand,
-    why_not_dtype,
-)
+from fastattn.backends.cuda.operands import DTYPES, MAX_LENGTH, biases, on, why_not_dtype
 from fastattn.backends.primitives import DecodeOptions
 
 __all__ = ["append_to_cache", "decode_attention", "why_not", "why_not_append"]

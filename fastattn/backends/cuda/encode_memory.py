@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from fastattn import _cuda
-from fastattn.backends.cuda.operands import DTYPES, on, operand, why_not_dtype
+from fastattn.backends._operands import encoding_operands, with_columns_together
+from fastattn.backends.cuda.operands import DTYPES, on, why_not_dtype
 from fastattn.backends.primitives import EncodeMemoryBackwardOptions, EncodeMemoryOptions
 
 __all__ = ["encode_memory", "encode_memory_backward", "why_not"]
@@ -42,23 +43,16 @@ def encode_memory(
     models, batch, sentences, words = tokens.shape
     _, tables, rows, width = weight.shape
     out = weight.new_empty((models, batch, tables, sentences, width))
-    weight, factors = _with_columns_together(weight), _with_columns_together(factors)
+    weight, factors = with_columns_together(weight), with_columns_together(factors)
     if temporal is not None:
-        temporal = _with_columns_together(temporal)
+        temporal = with_columns_together(temporal)
     with on(weight) as stream:
         _cuda.encode_memory_forward(
             DTYPES[weight.dtype],
             stream,
             (models, tables, batch, sentences, words, rows, width),
             options,
-            {
-                "tokens": tokens.data_ptr(),
-                "token_stride": tokens.stride(),
-                "factors": factors.data_ptr(),
-                "factor_stride": factors.stride(0),
-                "weight": operand(weight),
-                "temporal": None if temporal is None else operand(temporal),
-            },
+            encoding_operands(tokens, factors, weight, temporal),
             out.data_ptr(),
         )
     return out
@@ -73,7 +67,7 @@ def encode_memory_backward(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of weight and temporal, see ``docs/design.md``."""
     models, batch, tables, sentences, width = grad.shape
-    grad, factors = _with_columns_together(grad), _with_columns_together(factors)
+    grad, factors = with_columns_together(grad), with_columns_together(factors)
     rows, temporal = options.rows, options.temporal
     grad_weight = grad.new_empty((models, tables, rows, width))
     grad_temporal = grad.new_empty((models, tables, sentences, width) if temporal else 0)
@@ -105,7 +99,3 @@ def encode_memory_backward(
             },
         )
     return grad_weight, grad_temporal
-
-
-def _with_columns_together(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()

@@ -15,8 +15,9 @@ from torch import Tensor
 from fastattn import _cuda
 from fastattn.backends._hopfield_gradients import Gradients, Patterns
 from fastattn.backends._memories import summed, with_rows
+from fastattn.backends._operands import address, broadcast_operand
 from fastattn.backends.cuda import memory_hops as hops
-from fastattn.backends.cuda.operands import DTYPES, address, broadcast_operand, on
+from fastattn.backends.cuda.operands import DTYPES, on
 from fastattn.backends.primitives import (
     HopfieldBackwardOptions,
     HopfieldOptions,

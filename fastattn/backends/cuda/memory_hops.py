@@ -9,14 +9,8 @@ from torch import Tensor
 
 from fastattn import _cuda
 from fastattn.backends._memories import summed, with_rows
-from fastattn.backends.cuda.operands import (
-    DTYPES,
-    MAX_LENGTH,
-    address,
-    broadcast_operand,
-    on,
-    why_not_dtype,
-)
+from fastattn.backends._operands import address, broadcast_operand
+from fastattn.backends.cuda.operands import DTYPES, MAX_LENGTH, on, why_not_dtype
 from fastattn.backends.primitives import MemoryHopBackwardOptions, MemoryHopOptions
 
 __all__ = ["memory_hop_attention", "memory_hop_attention_backward", "why_not"]

@@ -1,4 +1,4 @@
-"""The arguments that all adapters pass to the native module: dtypes, addresses, strides, stream."""
+"""What all adapters pass to the native module beside addresses and strides: dtypes, a stream."""
 
 from __future__ import annotations
 
@@ -10,22 +10,13 @@ import torch
 from torch import Tensor
 
 from fastattn import _cuda
+from fastattn.backends._operands import operand
 
 INFO: dict[str, Any] = _cuda.build_info()
 DEVICE: str = INFO["device"]  # "cpu" under the emulator
 MAX_LENGTH = 2**30  # kMaxLength in csrc/cuda/params.h
 DTYPES = {torch.float32: 0, torch.bfloat16: 2, torch.float16: 3}
 MASK_DTYPES = {**DTYPES, torch.bool: 4}
-
-
-def operand(tensor: Tensor) -> tuple[int, tuple[int, ...]]:
-    return tensor.data_ptr(), tensor.stride()
-
-
-def broadcast_operand(tensor: Tensor) -> tuple[int, tuple[int, ...]]:
-    """Dimensions of size 1 get stride 0, so nothing is expanded in memory."""
-    pairs = zip(tensor.shape, tensor.stride(), strict=True)
-    return tensor.data_ptr(), tuple([0 if size == 1 else stride for size, stride in pairs])
 
 
 def biases(
@@ -39,10 +30,6 @@ def biases(
         "alibi": alibi[0],
         "alibi_stride": alibi[1],
     }
-
-
-def address(x: Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()
 
 
 def why_not_dtype(dtype: torch.dtype) -> list[str]:

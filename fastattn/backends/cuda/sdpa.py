@@ -9,17 +9,15 @@ from torch import Tensor
 
 from fastattn import _cuda
 from fastattn.backends._alloc import empty_output
+from fastattn.backends._operands import address, broadcast_operand, operand
 from fastattn.backends._precision import allows_tf32
 from fastattn.backends.cuda.operands import (
     DTYPES,
     INFO,
     MASK_DTYPES,
     MAX_LENGTH,
-    address,
     biases,
-    broadcast_operand,
     on,
-    operand,
     why_not_dtype,
 )
 from fastattn.backends.primitives import AttentionBackwardOptions, AttentionOptions

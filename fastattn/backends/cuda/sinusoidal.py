@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from fastattn import _cuda
-from fastattn.backends.cuda.operands import DTYPES, on, operand, why_not_dtype
+from fastattn.backends._operands import operand
+from fastattn.backends.cuda.operands import DTYPES, on, why_not_dtype
 from fastattn.backends.primitives import SinusoidalOptions
 from fastattn.sinusoids import sinusoids
 

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from fastattn import _cuda
 from fastattn.backends._alloc import empty_output
+from fastattn.backends._operands import address, packed_operand
 from fastattn.backends._precision import allows_tf32
 from fastattn.backends.cuda import sdpa
-from fastattn.backends.cuda.operands import DTYPES, address, biases, on
+from fastattn.backends.cuda.operands import DTYPES, biases, on
 from fastattn.backends.primitives import VarlenOptions
 
 __all__ = ["varlen_attention", "varlen_attention_backward", "why_not"]
@@ -92,12 +93,12 @@ def varlen_attention_backward(
             options,
             _operands(query, key, value, out, lse, starts, alibi_slopes, seed),
             {
-                "grad_out": _operand(grad_out),
+                "grad_out": packed_operand(grad_out),
                 "grad_lse": address(grad_lse),
                 "grad_weights": None,
-                "grad_query": _operand(grads[0]),
-                "grad_key": _operand(grads[1]),
-                "grad_value": _operand(grads[2]),
+                "grad_query": packed_operand(grads[0]),
+                "grad_key": packed_operand(grads[1]),
+                "grad_value": packed_operand(grads[2]),
                 "grad_mask": None,
                 "row_stats": stats.data_ptr(),
             },
@@ -111,12 +112,6 @@ def _sizes(query: Tensor, key: Tensor, value: Tensor, starts: Tensor) -> tuple[i
     return starts.shape[0] - 1, heads, kv_heads, rows, keys, width, value_width
 
 
-def _operand(x: Tensor) -> tuple[int, tuple[int, ...]]:
-    """[T, H, D] as an operand [-, H, T, D]."""
-    rows, heads, columns = x.stride()
-    return x.data_ptr(), (0, heads, rows, columns)
-
-
 def _operands(
     query: Tensor,
     key: Tensor,
@@ -128,10 +123,10 @@ def _operands(
     seed: Tensor | None,
 ) -> dict[str, Any]:
     return {
-        "query": _operand(query),
-        "key": _operand(key),
-        "value": _operand(value),
-        "out": _operand(out),
+        "query": packed_operand(query),
+        "key": packed_operand(key),
+        "value": packed_operand(value),
+        "out": packed_operand(out),
         "lse": lse.data_ptr(),
         **biases(None, alibi_slopes, (starts[0].shape[0] - 1, query.shape[1])),
         "seed": address(seed),
