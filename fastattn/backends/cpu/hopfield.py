@@ -13,63 +13,21 @@ import torch
 from torch import Tensor
 
 from fastattn import _cpu
-from fastattn.backends._hopfield_gradients import Gradients, Patterns
-from fastattn.backends._memories import summed, with_rows
+from fastattn.backends._hopfield import Found, Gradients, Patterns, operators
+from fastattn.backends._memories import summed
 from fastattn.backends._operands import address, operand
 from fastattn.backends.cpu.memory_hops import hop_biases, hop_operands, vectors
 from fastattn.backends.cpu.operands import DTYPES, accumulator
-from fastattn.backends.primitives import HopfieldBackwardOptions, HopfieldOptions
+from fastattn.backends.primitives import HopfieldOptions
 
 _ROUND = 256  # steps per call, so that a search without a limit can be interrupted
-
-
-def hopfield_retrieve(
-    state: Tensor,  # [G, Q, D]
-    stored: Tensor,  # [G, N, D]
-    keys: Tensor | None,  # [G, N, D]
-    mask: Tensor | None,  # [G|1, Q|1, N|1]
-    bias: Tensor | None,  # [G|1, Q|1, N|1]
-    *,
-    options: HopfieldOptions,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ``(xi, taken, ends)``, see ``docs/design.md``."""
-    return _Memory.of(stored, keys, mask, bias, options).search(state)
-
-
-def hopfield_retrieve_backward(
-    grad_out: Tensor,  # [G, Q, D]
-    state: Tensor,
-    stored: Tensor,
-    keys: Tensor | None,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    taken: Tensor,  # [G, Q]
-    ends: Tensor,  # [G, Q, 2, D]
-    *,
-    options: HopfieldBackwardOptions,
-) -> Gradients:
-    """Return the gradients of state, stored, keys and the bias, see ``docs/design.md``."""
-    memory = _Memory.of(stored, keys, mask, bias, options)
-    return memory.gradients(grad_out, state, taken, ends, options.needed)
 
 
 @dataclass(frozen=True)
 class _Memory(Patterns):
     few_steps = -1  # always read `taken`, because there is no device to wait for
 
-    @classmethod
-    def of(
-        cls,
-        stored: Tensor,
-        keys: Tensor | None,
-        mask: Tensor | None,
-        bias: Tensor | None,
-        options: HopfieldOptions,
-    ) -> _Memory:
-        return cls(with_rows(stored), with_rows(keys), mask, bias, options)
-
-    def search(self, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Step until every query has converged or has taken ``steps_max`` steps."""
+    def search(self, state: Tensor) -> Found:
         wide = accumulator(state.dtype)
         groups, queries, width = state.shape
         out = torch.empty((groups, queries, width), dtype=state.dtype)
@@ -176,3 +134,6 @@ class _Memory(Patterns):
 def _repeated(taken: Tensor) -> dict[str, Any]:
     """Each query repeats its own number of steps."""
     return {"taken": taken.data_ptr(), "moved": 0, "search": False, "resume": False}
+
+
+hopfield_retrieve, hopfield_retrieve_backward = operators(_Memory)

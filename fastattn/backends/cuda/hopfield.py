@@ -13,16 +13,12 @@ import torch
 from torch import Tensor
 
 from fastattn import _cuda
-from fastattn.backends._hopfield_gradients import Gradients, Patterns
-from fastattn.backends._memories import summed, with_rows
+from fastattn.backends._hopfield import Found, Gradients, Patterns, operators
+from fastattn.backends._memories import summed
 from fastattn.backends._operands import address, broadcast_operand
 from fastattn.backends.cuda import memory_hops as hops
 from fastattn.backends.cuda.operands import DTYPES, on
-from fastattn.backends.primitives import (
-    HopfieldBackwardOptions,
-    HopfieldOptions,
-    MemoryHopOptions,
-)
+from fastattn.backends.primitives import MemoryHopOptions
 
 __all__ = ["hopfield_retrieve", "hopfield_retrieve_backward", "why_not"]
 
@@ -32,63 +28,24 @@ def why_not(state: Tensor, stored: Tensor, **_: Any) -> list[str]:
     return hops.why_not(state, stored, options=MemoryHopOptions())
 
 
-def hopfield_retrieve(
-    state: Tensor,  # [G, Q, D]
-    stored: Tensor,  # [G, N, D]
-    keys: Tensor | None,  # [G, N, D]
-    mask: Tensor | None,  # [G|1, Q|1, N|1]
-    bias: Tensor | None,  # [G|1, Q|1, N|1]
-    *,
-    options: HopfieldOptions,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ``(xi, taken, ends)``, see ``docs/design.md``."""
-    memory = _Memory.of(stored, keys, mask, bias, options)
-    groups, queries, width = state.shape
-    out = state.new_empty(state.shape)
-    ends = state.new_empty((groups, queries, 2, width), dtype=torch.float32)
-    taken = torch.empty((groups, queries), dtype=torch.int64, device=state.device)
-    room = memory.room(state)
-    with on(state) as stream:
-        _cuda.hopfield_search(
-            DTYPES[state.dtype],
-            stream,
-            memory.sizes(state, options.steps_max),
-            options,
-            memory.operands(state, trace=ends, scores=room, taken=taken),
-            out.data_ptr(),
-        )
-    return out, taken, ends
-
-
-def hopfield_retrieve_backward(
-    grad_out: Tensor,  # [G, Q, D]
-    state: Tensor,
-    stored: Tensor,
-    keys: Tensor | None,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    taken: Tensor,  # [G, Q]
-    ends: Tensor,  # [G, Q, 2, D]
-    *,
-    options: HopfieldBackwardOptions,
-) -> Gradients:
-    """Return the gradients of state, stored, keys and the bias, see ``docs/design.md``."""
-    memory = _Memory.of(stored, keys, mask, bias, options)
-    return memory.gradients(grad_out, state, taken, ends, options.needed)
-
-
 @dataclass(frozen=True)
 class _Memory(Patterns):
-    @classmethod
-    def of(
-        cls,
-        stored: Tensor,
-        keys: Tensor | None,
-        mask: Tensor | None,
-        bias: Tensor | None,
-        options: HopfieldOptions,
-    ) -> _Memory:
-        return cls(with_rows(stored), with_rows(keys), mask, bias, options)
+    def search(self, state: Tensor) -> Found:
+        groups, queries, width = state.shape
+        out = state.new_empty(state.shape)
+        ends = state.new_empty((groups, queries, 2, width), dtype=torch.float32)
+        taken = torch.empty((groups, queries), dtype=torch.int64, device=state.device)
+        room = self.room(state)
+        with on(state) as stream:
+            _cuda.hopfield_search(
+                DTYPES[state.dtype],
+                stream,
+                self.sizes(state, self.options.steps_max),
+                self.options,
+                self.operands(state, trace=ends, scores=room, taken=taken),
+                out.data_ptr(),
+            )
+        return out, taken, ends
 
     def _to(self, dtype: torch.dtype) -> _Memory:
         bias = None if self.bias is None else self.bias.to(dtype)  # kernels have no third dtype
@@ -185,3 +142,6 @@ class _Memory(Patterns):
             grad_in if needed & 4 else None,
             grad_bias,
         )
+
+
+hopfield_retrieve, hopfield_retrieve_backward = operators(_Memory)

@@ -7,11 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fastattn.backends._hopfield_gradients import Gradients, Patterns
+from fastattn.backends._hopfield import Found, Gradients, Patterns, operators
 from fastattn.backends._memories import summed
 from fastattn.backends.primitives import (
-    HopfieldBackwardOptions,
-    HopfieldOptions,
     MemoryHopBackwardOptions,
     MemoryHopOptions,
 )
@@ -31,72 +29,48 @@ _ROUND = 256  # steps per launch of a search without a limit, which may never co
 _ULPS = 4
 
 
-def hopfield_retrieve(
-    state: Tensor,  # [G, Q, D]
-    stored: Tensor,  # [G, N, D]
-    keys: Tensor | None,  # [G, N, D]
-    mask: Tensor | None,  # [G|1, Q|1, N|1]
-    bias: Tensor | None,  # [G|1, Q|1, N|1]
-    *,
-    options: HopfieldOptions,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ``(xi, taken, ends)``, see ``docs/design.md``."""
-    *lead, width = state.shape
-    o = _Memory(stored, keys, mask, bias, options).hops(state, 1)
-    out = state.new_empty((*lead, width))
-    taken = torch.zeros(lead, dtype=torch.int64, device=state.device)
-    ends = state.new_empty((*lead, 2, width), dtype=torch.float32)
-    planned = plan("hops", state, block_of(width))
-    of_tile = planned.BM // options.together * options.together
-    done = 0
-    while True:
-        until = done + _ROUND if options.steps_max < 0 else options.steps_max
-        launch(
-            retrieve,
-            planned,
-            -(-lead[1] // of_tile) * lead[0],
-            state.device,
-            state=operand(state.unsqueeze(2)) if done == 0 else None,
-            o=o,
-            p_out=out,
-            p_ends=ends,
-            p_taken=taken,
-            done=done,
-            steps_max=until,
-            shortest=options.eps * options.eps,
-            unit=(_ULPS * torch.finfo(torch.float32).eps) ** 2,
-            together=options.together,
-            **_widths(width),
-        )
-        done = until
-        # The host waits for the GPU only if there is no limit.
-        if options.steps_max >= 0 or bool((taken > 0).all()):
-            return out, taken, ends
-
-
-def hopfield_retrieve_backward(
-    grad_out: Tensor,  # [G, Q, D]
-    state: Tensor,
-    stored: Tensor,
-    keys: Tensor | None,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    taken: Tensor,  # [G, Q]
-    ends: Tensor,  # [G, Q, 2, D]
-    *,
-    options: HopfieldBackwardOptions,
-) -> Gradients:
-    """Return the gradients of state, stored, keys and the bias, see ``docs/design.md``."""
-    memory = _Memory(stored, keys, mask, bias, options)
-    return memory.gradients(grad_out, state, taken, ends, options.needed)
-
-
 @dataclass(frozen=True)
 class _Memory(Patterns):
+    needs_rows = False
+
     def hops(self, state: Tensor, steps: int) -> Hops:
         mask, bias = (None if x is None else x.unsqueeze(2) for x in (self.mask, self.bias))
         options = MemoryHopOptions(steps, scale=self.options.scale)
         return options_of(state, *self.memories, mask, bias, options, shared=False)
+
+    def search(self, state: Tensor) -> Found:
+        options = self.options
+        *lead, width = state.shape
+        o = self.hops(state, 1)
+        out = state.new_empty((*lead, width))
+        taken = torch.zeros(lead, dtype=torch.int64, device=state.device)
+        ends = state.new_empty((*lead, 2, width), dtype=torch.float32)
+        planned = plan("hops", state, block_of(width))
+        of_tile = planned.BM // options.together * options.together
+        done = 0
+        while True:
+            until = done + _ROUND if options.steps_max < 0 else options.steps_max
+            launch(
+                retrieve,
+                planned,
+                -(-lead[1] // of_tile) * lead[0],
+                state.device,
+                state=operand(state.unsqueeze(2)) if done == 0 else None,
+                o=o,
+                p_out=out,
+                p_ends=ends,
+                p_taken=taken,
+                done=done,
+                steps_max=until,
+                shortest=options.eps * options.eps,
+                unit=(_ULPS * torch.finfo(torch.float32).eps) ** 2,
+                together=options.together,
+                **_widths(width),
+            )
+            done = until
+            # The host waits for the GPU only if there is no limit.
+            if options.steps_max >= 0 or bool((taken > 0).all()):
+                return out, taken, ends
 
     def repeat(self, state: Tensor, taken: Tensor, steps: int) -> tuple[Tensor, Tensor]:
         o = self.hops(state, steps)._replace(p_taken=taken.contiguous())
@@ -127,3 +101,6 @@ class _Memory(Patterns):
         if self.keys is None:
             return grad_state, of_input, None, grad_bias
         return grad_state, of_output, of_input, grad_bias
+
+
+hopfield_retrieve, hopfield_retrieve_backward = operators(_Memory)

@@ -1,4 +1,4 @@
-"""The three derivatives of Hopfield retrieval, for the backends with kernels of its steps."""
+"""Hopfield retrieval and its three derivatives, for the backends with kernels of its steps."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from typing import ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from fastattn.backends.primitives import HopfieldOptions
+from fastattn.backends._memories import with_rows
+from fastattn.backends.primitives import HopfieldBackwardOptions, HopfieldOptions
 
-__all__ = ["Gradients", "Patterns"]
+__all__ = ["Found", "Gradients", "Patterns", "operators"]
 
+Found = tuple[Tensor, Tensor, Tensor]  # xi, taken, ends
 Gradients = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 _Self = TypeVar("_Self", bound="Patterns")
 
@@ -28,8 +30,27 @@ class Patterns(abc.ABC):
     bias: Tensor | None  # [G|1, Q|1, N|1]
     options: HopfieldOptions
 
+    # Whether the kernels need contiguous columns.
+    needs_rows: ClassVar[bool] = True
     # Up to this limit there is room for all steps; beyond it the device is asked, and waited for.
     few_steps: ClassVar[int] = 8
+
+    @classmethod
+    def of(
+        cls: type[_Self],
+        stored: Tensor,
+        keys: Tensor | None,
+        mask: Tensor | None,
+        bias: Tensor | None,
+        options: HopfieldOptions,
+    ) -> _Self:
+        if cls.needs_rows:
+            stored, keys = with_rows(stored), with_rows(keys)
+        return cls(stored, keys, mask, bias, options)
+
+    @abc.abstractmethod
+    def search(self, state: Tensor) -> Found:
+        """Step until every query has converged or has taken ``steps_max`` steps."""
 
     @abc.abstractmethod
     def repeat(self, state: Tensor, taken: Tensor, steps: int) -> tuple[Tensor, Tensor]:
@@ -114,6 +135,40 @@ class Patterns(abc.ABC):
         found = [None if g is None or x is None else g.to(x.dtype) for g, x in pairs]
         assert found[0] is not None
         return found[0], found[1], found[2], found[3]
+
+
+def operators(memory: type[Patterns]) -> tuple[Callable[..., Found], Callable[..., Gradients]]:
+    """Return ``hopfield_retrieve`` and ``hopfield_retrieve_backward`` on these kernels."""
+
+    def hopfield_retrieve(
+        state: Tensor,  # [G, Q, D]
+        stored: Tensor,  # [G, N, D]
+        keys: Tensor | None,  # [G, N, D]
+        mask: Tensor | None,  # [G|1, Q|1, N|1]
+        bias: Tensor | None,  # [G|1, Q|1, N|1]
+        *,
+        options: HopfieldOptions,
+    ) -> Found:
+        """Return ``(xi, taken, ends)``, see ``docs/design.md``."""
+        return memory.of(stored, keys, mask, bias, options).search(state)
+
+    def hopfield_retrieve_backward(
+        grad_out: Tensor,  # [G, Q, D]
+        state: Tensor,
+        stored: Tensor,
+        keys: Tensor | None,
+        mask: Tensor | None,
+        bias: Tensor | None,
+        taken: Tensor,  # [G, Q]
+        ends: Tensor,  # [G, Q, 2, D]
+        *,
+        options: HopfieldBackwardOptions,
+    ) -> Gradients:
+        """Return the gradients of state, stored, keys and the bias, see ``docs/design.md``."""
+        patterns = memory.of(stored, keys, mask, bias, options)
+        return patterns.gradients(grad_out, state, taken, ends, options.needed)
+
+    return hopfield_retrieve, hopfield_retrieve_backward
 
 
 def _conjugate_gradients(
