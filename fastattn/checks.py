@@ -197,7 +197,8 @@ def check_sinks(
             f"{op}: sinks must have shape {(heads,)}, one for each query head, "
             f"got {tuple(sinks.shape)}"
         )
-    return sinks.to(torch.float64 if query.dtype == torch.float64 else torch.float32)[None]
+    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    return (sinks if sinks.dtype is wide else sinks.to(wide)).unsqueeze(0)
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -168,7 +168,7 @@ def reasons_of(backend: Any, op: str, tensors: Sequence[Any], options: Any) -> l
 
 def named(op: str, tensors: Sequence[Any]) -> Mapping[str, Any]:
     """Return the tensors of a primitive by name; optional ones at the end may be left out."""
-    return dict(zip(_parameters(getattr(load("reference"), op)), tensors, strict=False))
+    return dict(zip(_names(getattr(load("reference"), op)), tensors, strict=False))
 
 
 def taken_by(function: Callable[..., Any], tensors: Sequence[Any]) -> Sequence[Any]:
@@ -177,7 +177,7 @@ def taken_by(function: Callable[..., Any], tensors: Sequence[Any]) -> Sequence[A
 
 
 @functools.cache
-def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
+def _names(function: Callable[..., Any]) -> tuple[str, ...]:
     parameters = inspect.signature(function).parameters.values()
     return tuple(p.name for p in parameters if p.kind is not p.KEYWORD_ONLY)
 

@@ -20,6 +20,8 @@ from fastattn.backends.cpu.memory_hops import hop_biases, hop_operands, vectors
 from fastattn.backends.cpu.operands import DTYPES, accumulator
 from fastattn.backends.primitives import HopfieldOptions
 
+# The first arguments of both native functions.
+_Common = tuple[int, int, tuple[int, ...], HopfieldOptions, dict[str, Any], dict[str, Any] | None]
 _ROUND = 256  # steps per call, so that a search without a limit can be interrupted
 
 
@@ -113,7 +115,7 @@ class _Memory(Patterns):
         grad_stored = grad_stored if needed & 2 else None
         return grad_state, grad_stored, grad_in if needed & 4 else None, grad_bias
 
-    def _arguments(self, state: Tensor, steps: int, trace: Tensor, stats: Tensor) -> Any:
+    def _arguments(self, state: Tensor, steps: int, trace: Tensor, stats: Tensor) -> _Common:
         groups, queries, width = state.shape
         m, c = self.memories
         memories = operand(m), None if c is None else operand(c)

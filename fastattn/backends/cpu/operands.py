@@ -38,7 +38,7 @@ def optional_operands(
     if alibi_slopes is not None:
         operands["alibi"], operands["alibi_stride"] = operand(alibi_slopes.expand(batch, heads))
     if sinks is not None:
-        operands["sinks"], operands["sinks_stride"] = operand(sinks.expand(batch, heads))
+        operands["sinks"], operands["sinks_stride"] = broadcast_operand(sinks)
     if seed is not None:
         operands["seed"] = philox_key(seed)
     return operands
