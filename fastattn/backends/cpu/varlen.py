@@ -22,7 +22,7 @@ def varlen_attention(
     cu_seqlens_k: Tensor,  # [B + 1] int64
     alibi_slopes: Tensor | None = None,  # [B|1, Hq]
     seed: Tensor | None = None,
-    sinks: Tensor | None = None,  # [B|1, Hq]
+    sinks: Tensor | None = None,  # [1, Hq]
     *,
     options: VarlenOptions,
 ) -> tuple[Tensor, Tensor]:

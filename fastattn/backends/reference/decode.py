@@ -19,7 +19,7 @@ def decode_attention(
     block_table: Tensor | None = None,  # [B, P] int32
     cache_batch_idx: Tensor | None = None,  # [B] int64
     alibi_slopes: Tensor | None = None,  # [B|1, Hq]
-    sinks: Tensor | None = None,  # [B|1, Hq]
+    sinks: Tensor | None = None,  # [1, Hq]
     *,
     options: DecodeOptions,
 ) -> tuple[Tensor, Tensor]:

@@ -29,7 +29,7 @@ def varlen_attention(
     cu_seqlens_k: Tensor,  # [B + 1] int64
     alibi_slopes: Tensor | None = None,  # [B|1, Hq]
     seed: Tensor | None = None,  # [] int64
-    sinks: Tensor | None = None,  # [B|1, Hq]
+    sinks: Tensor | None = None,  # [1, Hq]
     *,
     options: VarlenOptions,
 ) -> tuple[Tensor, Tensor]:

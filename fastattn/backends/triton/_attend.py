@@ -96,9 +96,18 @@ def attend(call: Attention) -> tuple[Tensor, Tensor]:
 
 
 def statistics(
-    call: Attention, out: Tensor, lse: Tensor, given: Cotangents, *, exact: bool
+    call: Attention,
+    out: Tensor,
+    lse: Tensor,
+    given: Cotangents,
+    *,
+    exact: bool,
+    grad_sinks: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """Return lse in two parts and delta for the next kernels, shaped like lse, in float32."""
+    """Return lse in two parts and delta for the next kernels, shaped like lse, in float32.
+
+    Writes the share of each row in the gradient of its sink to ``grad_sinks``.
+    """
     high, low, delta = lse.new_empty((3, *lse.shape), dtype=torch.float32)
     of_rows = {"p_high": high, "p_low": low, "p_delta": delta}
     grad_lse = given.lse
@@ -112,20 +121,29 @@ def statistics(
         grad_lse=None if grad_lse is None else _rows(grad_lse),
         p_lse=lse.contiguous(),
         **of_rows,
+        p_grad_sinks=grad_sinks,
         EXACT=exact,
     )
     return of_rows
 
 
 def differentiate(
-    call: Attention, out: Tensor, lse: Tensor, given: Cotangents, *, exact: bool
-) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
-    """Return the gradients of query, key and value, and arguments for the mask's kernel."""
+    call: Attention,
+    out: Tensor,
+    lse: Tensor,
+    given: Cotangents,
+    *,
+    exact: bool,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, dict[str, Any]]:
+    """Return the gradients of query, key, value, sinks, and arguments for the mask's kernel."""
     tensors = call.query, call.key, call.value
     grad_query, grad_key, grad_value = (empty_output(x, x.shape[-1]) for x in tensors)
     if given.out is None:
         given = given._replace(out=out.new_zeros(1).expand(out.shape))
-    common = given.operands() | statistics(call, out, lse, given, exact=exact)
+    shares = None if sinks is None else lse.new_zeros(lse.shape, dtype=torch.float32)
+    of_rows = statistics(call, out, lse, given, exact=exact, grad_sinks=shares)
+    common = given.operands() | of_rows
     call.run(
         attention_backward_query,
         "backward_query" + call.masked,
@@ -140,7 +158,11 @@ def differentiate(
         grad_k=_rows(grad_key),
         grad_v=_rows(grad_value),
     )
-    return grad_query, grad_key, grad_value, common
+    grad_sinks = None
+    if shares is not None and sinks is not None:
+        heads = shares.sum(-1, dtype=torch.float64)  # [B, Hq], [Hq] for packed sequences
+        grad_sinks = heads.view(-1, sinks.shape[1]).sum_to_size(sinks.shape).to(sinks.dtype)
+    return grad_query, grad_key, grad_value, grad_sinks, common
 
 
 def options_of(
@@ -153,6 +175,7 @@ def options_of(
     scale: float,
     offset: int | None,  # None: the last query is at the last key
     dropout_p: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Options:
     """The options in the form of the kernels; ``scale`` is positive, see :func:`positive_scale`."""
     heads, kv_heads, q_len, k_len = sizes
@@ -181,6 +204,7 @@ def options_of(
         p_seed=seed if dropout_p > 0 else None,
         threshold=threshold,
         kept_scale=None if threshold is None else 65536 / threshold if threshold else 0.0,
+        sinks=None if sinks is None else operand(sinks[:, :, None, None]),
     )
 
 

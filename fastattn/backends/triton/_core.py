@@ -56,6 +56,7 @@ class Options(NamedTuple):
     p_q_starts: Any = None  # [B + 1] int64, for packed sequences
     p_k_starts: Any = None
     batch: int | None = None
+    sinks: Operand | None = None  # of strides b and h
 
 
 class Sequence(NamedTuple):
@@ -323,6 +324,26 @@ def start_softmax(BM: tl.constexpr, BD: tl.constexpr):
     """The initial state of the online softmax: m, l, acc."""
     m = tl.full([BM], -INF, tl.float32)
     return m, tl.zeros([BM], tl.float32), tl.zeros([BM, BD], tl.float32)
+
+
+@triton.jit
+def sink_score(o, i_b, i_h):
+    """The sink of a head in the unit of the scores, at most 1e30; -inf after the last sequence."""
+    exists = i_b >= 0
+    if o.batch is not None:
+        exists = i_b < o.batch
+    sink = tl.load(o.sinks.p + i_b * o.sinks.b + i_h * o.sinks.h, mask=exists, other=-INF)
+    if o.rescored is None:
+        sink = sink / o.scale
+    return tl.where(sink > 1e30, 1e30, sink)
+
+
+@triton.jit
+def start_with_sink(o, i_b, i_h, BM: tl.constexpr):
+    """The initial m and l with the sink: a key whose value is 0. l is inf for a sink of inf."""
+    sink = sink_score(o, i_b, i_h)
+    l = tl.where(sink == -INF, 0.0, tl.where(sink == 1e30, INF, 1.0))
+    return tl.zeros([BM], tl.float32) + sink, tl.zeros([BM], tl.float32) + l
 
 
 @triton.jit

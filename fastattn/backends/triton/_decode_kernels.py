@@ -23,6 +23,7 @@ from fastattn.backends.triton._core import (
     log_sum_exp,
     scaled,
     start_softmax,
+    start_with_sink,
     update_softmax,
 )
 
@@ -167,6 +168,8 @@ def decode_combine(
     m = tl.full([1], -INF, tl.float32)
     l = tl.zeros([1], tl.float32)
     acc = tl.zeros([1, BDV], tl.float32)
+    if o.sinks is not None:
+        m, l = start_with_sink(o, i_b, i_bh % o.heads, 1)
     for first in range(begin, end, BN):
         o_c = first + tl.arange(0, BN)
         m_c = o_c < end

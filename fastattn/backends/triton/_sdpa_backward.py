@@ -19,6 +19,7 @@ from fastattn.backends.triton._core import (
     exponent_unit,
     first_row,
     in_matrix,
+    in_window,
     kept,
     keys_seen,
     keys_visible,
@@ -28,6 +29,8 @@ from fastattn.backends.triton._core import (
     probabilities,
     queries_seeing,
     scores,
+    sink_score,
+    start_with_sink,
     store_rows,
     update_softmax,
     wait_for_loads,
@@ -73,6 +76,32 @@ def _score_gradients(
 
 
 @triton.jit
+def _sees_keys(at, i_h, row, lo, hi, o, BM: tl.constexpr, BN: tl.constexpr):
+    """Whether each query of a tile [BM] can see a key."""
+    o_m = row + tl.arange(0, BM)
+    zero = tl.zeros([BM], tl.int32)
+    begin = zero
+    end = zero + at.k_len
+    if o.left is not None:
+        begin = tl.maximum(begin, o_m + at.offset - o.left)
+    if o.right is not None:
+        end = tl.minimum(end, o_m + at.offset + o.right + 1)
+    found = begin < end
+    if o.seen is not None or o.added is not None:
+        marked = zero
+        for first in range(lo // BN * BN, hi, BN):
+            visible = in_window(o_m, first + tl.arange(0, BN), at, o)
+            if o.seen is not None:
+                visible = visible & (load_pairs(o.seen, at, i_h, row, first, 0, BM, BN) != 0)
+            if o.added is not None:
+                added = load_pairs(o.added, at, i_h, row, first, -INF, BM, BN)
+                visible = visible & (added.to(tl.float32) != -INF)
+            marked = tl.maximum(marked, tl.max(visible.to(tl.int32), axis=1))
+        found = marked > 0
+    return found
+
+
+@triton.jit
 def attention_statistics(
     q,
     k,
@@ -87,6 +116,7 @@ def attention_statistics(
     p_high,  # [B, Hq, Lq] float32, as p_low and p_delta
     p_low,
     p_delta,
+    p_grad_sinks,  # [B, Hq, Lq] float32: the share of each row; None without sinks
     EXACT: tl.constexpr,
     D: tl.constexpr,
     DV: tl.constexpr,
@@ -118,6 +148,9 @@ def attention_statistics(
 
     lse = tl.load(p_lse + o_rows, mask=m_m, other=-INF)
     sees = lse != -INF
+    exists = sees
+    if o.sinks is not None:
+        sees = sees & (lse != INF) & _sees_keys(at, i_h, row, lo, hi, o, BM, BN)
     if o.rescored is None:
         lse = lse * LOG2E
     high = lse.to(tl.float32)
@@ -131,6 +164,8 @@ def attention_statistics(
         if tl.max(huge.to(tl.int32), axis=0) > 0:
             m = tl.full([BM], -INF, tl.float32)
             l = tl.zeros([BM], tl.float32)
+            if o.sinks is not None:
+                m, l = start_with_sink(o, at.i_b, i_h, BM)
             for first in range(lo // BN * BN, hi, BN):
                 o_n = first + tl.arange(0, BN)
                 b_k = load_rows(k, at.k_at, i_h // o.group, o_n, o_n < at.k_len, D, BD)
@@ -145,8 +180,12 @@ def attention_statistics(
         b_out = load_rows(out, at.q_at, i_h, o_m, m_m & sees, DV, BDV).to(tl.float32)
         b_do = load_rows(grad_out, at.q_at, i_h, o_m, m_m & sees, DV, BDV)
         delta = tl.sum(b_out * b_do.to(tl.float32), axis=1)
+        sink_weight = tl.zeros([BM], tl.float32)
+        if o.sinks is not None:
+            sink = tl.zeros([BM, 1], tl.float32) + sink_score(o, at.i_b, i_h)
+            sink_weight = tl.sum(probabilities(sink, high, low, unit, o), axis=1)
         if EXACT or grad_weights is not None:
-            rest = tl.zeros([BM], tl.float32)
+            rest = -sink_weight * delta  # the sink is a key whose value is 0
             for first in range(lo // BN * BN, hi, BN):
                 o_n = first + tl.arange(0, BN)
                 m_n = (o_n >= lo) & (o_n < hi)
@@ -166,6 +205,12 @@ def attention_statistics(
             )
             delta -= tl.load(p_gl, mask=m_m & sees, other=0.0).to(tl.float32)
         tl.store(p_delta + o_rows, delta, mask=m_m)
+        if p_grad_sinks is not None:
+            share = tl.where(sees, -sink_weight * delta, 0.0)
+            if grad_lse is not None:
+                alone = m_m & exists & (high == INF)  # the sink alone, whose weight is 1
+                share += tl.load(p_gl, mask=alone, other=0.0).to(tl.float32)
+            tl.store(p_grad_sinks + o_rows, share, mask=m_m)
 
 
 @triton.jit

@@ -17,6 +17,7 @@ from fastattn.backends.triton._core import (
     probabilities,
     scores,
     start_softmax,
+    start_with_sink,
     store_rows,
     update_softmax,
     whole,
@@ -91,6 +92,8 @@ def attention_forward(
     m_m = o_m < at.q_len
     b_q = load_rows(q, at.q_at, i_h, o_m, m_m, D, BD)
     m, l, acc = start_softmax(BM, BDV)
+    if o.sinks is not None:
+        m, l = start_with_sink(o, at.i_b, i_h, BM)
     last = tl.minimum(row + BM, at.q_len) - 1
     lo, full_lo, full_hi, hi = keys_seen(row, last, at, o, BN)
     if o.left is not None:

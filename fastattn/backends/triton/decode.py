@@ -37,6 +37,7 @@ def decode_attention(
     block_table: Tensor | None = None,  # [B, P] int32
     cache_batch_idx: Tensor | None = None,  # [B] int64
     alibi_slopes: Tensor | None = None,  # [B|1, Hq]
+    sinks: Tensor | None = None,  # [1, Hq]
     *,
     options: DecodeOptions,
 ) -> tuple[Tensor, Tensor]:
@@ -48,7 +49,7 @@ def decode_attention(
     query, scale, _ = positive_scale(query, options)
     cache = _cache(key_cache, cache_seqlens, block_table, cache_batch_idx)
     sizes = (heads, kv_heads, q_len, cache.capacity)
-    o = options_of(sizes, None, alibi_slopes, None, options, scale=scale, offset=None)
+    o = options_of(sizes, None, alibi_slopes, None, options, scale=scale, offset=None, sinks=sinks)
     widths = widths_of(query, value_cache)
     rows = o.group * q_len
     kernel = "decode" if rows <= 16 else "decode_rows"

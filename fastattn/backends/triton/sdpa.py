@@ -31,6 +31,7 @@ def scaled_dot_product_attention(
     attn_mask: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     seed: Tensor | None = None,
+    sinks: Tensor | None = None,  # [B|1, Hq]
     *,
     options: AttentionOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -38,7 +39,7 @@ def scaled_dot_product_attention(
     batch, heads, q_len, _ = query.shape
     k_len = key.shape[2]
     query, scale, _ = positive_scale(query, options)
-    o = _options(query, key, attn_mask, alibi_slopes, seed, options, scale)
+    o = _options(query, key, attn_mask, alibi_slopes, seed, sinks, options, scale)
     call = Attention(query, key, value, o, batch)
     out, lse = attend(call)
     if options.weights == 0:
@@ -80,26 +81,29 @@ def scaled_dot_product_attention_backward(
     seed: Tensor | None,
     out: Tensor,
     lse: Tensor,
+    sinks: Tensor | None = None,
     *,
     options: AttentionBackwardOptions,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the gradients of query, key, value and the mask, see ``docs/design.md``."""
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of query, key, value, the mask, and of sinks if there are any."""
     batch, heads, q_len, _ = query.shape
     k_len = key.shape[2]
     given = Cotangents(grad_out, grad_lse, grad_weights)
     if grad_weights is not None and options.weights == 2:
         given = given._replace(weights=grad_weights.unsqueeze(1), weight_share=1.0 / max(heads, 1))
     query, scale, sign = positive_scale(query, options)
-    o = _options(query, key, attn_mask, alibi_slopes, seed, options, scale)
+    o = _options(query, key, attn_mask, alibi_slopes, seed, sinks, options, scale)
     # The row sums of a bias's gradient equal the gradient of lse, so the rounding of out must not
     # appear in them.
     exact = options.needs_mask_grad or query.dtype == torch.float32
     call = Attention(query, key, value, o, batch)
-    grad_query, grad_key, grad_value, common = differentiate(call, out, lse, given, exact=exact)
+    *grads, grad_sinks, common = differentiate(call, out, lse, given, exact=exact, sinks=sinks)
+    grad_query, grad_key, grad_value = grads
+    of_sinks = () if grad_sinks is None else (grad_sinks,)
     if sign != 1:
         grad_query.mul_(sign)
     if not options.needs_mask_grad:
-        return grad_query, grad_key, grad_value, None
+        return grad_query, grad_key, grad_value, None, *of_sinks
 
     assert attn_mask is not None
     mask_batch, mask_heads, mask_q, mask_k = attn_mask.shape
@@ -132,7 +136,7 @@ def scaled_dot_product_attention_backward(
     summed = [dim for dim, sums in ((2, sum_q), (3, sum_k)) if sums]
     if summed:
         parts = parts.sum(summed, keepdim=True, dtype=torch.float64)
-    return grad_query, grad_key, grad_value, parts.to(attn_mask.dtype)
+    return grad_query, grad_key, grad_value, parts.to(attn_mask.dtype), *of_sinks
 
 
 def _options(
@@ -141,6 +145,7 @@ def _options(
     attn_mask: Tensor | None,
     alibi_slopes: Tensor | None,
     seed: Tensor | None,
+    sinks: Tensor | None,
     options: AttentionOptions,
     scale: float,
 ) -> Options:
@@ -154,4 +159,5 @@ def _options(
         scale=scale,
         offset=options.offset,
         dropout_p=options.dropout_p,
+        sinks=sinks,
     )

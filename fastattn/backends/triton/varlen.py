@@ -27,12 +27,13 @@ def varlen_attention(
     cu_seqlens_k: Tensor,  # [B + 1] int64
     alibi_slopes: Tensor | None = None,  # [B|1, Hq]
     seed: Tensor | None = None,
+    sinks: Tensor | None = None,  # [1, Hq]
     *,
     options: VarlenOptions,
 ) -> tuple[Tensor, Tensor]:
     """Return ``(out, lse)``, see ``docs/design.md``."""
     query, scale, _ = positive_scale(query, options)
-    o = _options(query, key, cu_seqlens_q, cu_seqlens_k, alibi_slopes, seed, options, scale)
+    o = _options(query, key, cu_seqlens_q, cu_seqlens_k, alibi_slopes, seed, sinks, options, scale)
     return attend(Attention(query, key, value, o, cu_seqlens_q.shape[0] - 1))
 
 
@@ -48,19 +49,20 @@ def varlen_attention_backward(
     seed: Tensor | None,
     out: Tensor,
     lse: Tensor,
+    sinks: Tensor | None = None,
     *,
     options: VarlenOptions,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value, see ``docs/design.md``."""
+) -> tuple[Tensor, ...]:
+    """Return the gradients of query, key, value, and of sinks if there are any."""
     query, scale, sign = positive_scale(query, options)
-    o = _options(query, key, cu_seqlens_q, cu_seqlens_k, alibi_slopes, seed, options, scale)
+    o = _options(query, key, cu_seqlens_q, cu_seqlens_k, alibi_slopes, seed, sinks, options, scale)
     call = Attention(query, key, value, o, cu_seqlens_q.shape[0] - 1)
     given = Cotangents(grad_out, grad_lse)
     exact = query.dtype == torch.float32
-    grad_query, grad_key, grad_value, _ = differentiate(call, out, lse, given, exact=exact)
+    *grads, grad_sinks, _ = differentiate(call, out, lse, given, exact=exact, sinks=sinks)
     if sign != 1:
-        grad_query.mul_(sign)
-    return grad_query, grad_key, grad_value
+        grads[0].mul_(sign)
+    return tuple(grads) if grad_sinks is None else (*grads, grad_sinks)
 
 
 def _options(
@@ -70,6 +72,7 @@ def _options(
     cu_seqlens_k: Tensor,
     alibi_slopes: Tensor | None,
     seed: Tensor | None,
+    sinks: Tensor | None,
     options: VarlenOptions,
     scale: float,
 ) -> Options:
@@ -83,6 +86,7 @@ def _options(
         scale=scale,
         offset=None if options.bottom_right else 0,
         dropout_p=options.dropout_p,
+        sinks=sinks,
     )._replace(
         p_q_starts=cu_seqlens_q.to(torch.int64).contiguous(),
         p_k_starts=cu_seqlens_k.to(torch.int64).contiguous(),
