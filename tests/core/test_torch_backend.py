@@ -75,7 +75,7 @@ def test_every_case_that_it_takes(part: int, dtype: torch.dtype) -> None:
         if dtype not in case.dtypes or case.slow:
             continue
         inputs = make_inputs(case, dtype)
-        if not backend.why_not(OP, dispatch.named(OP, inputs.forward_args()), inputs.options):
+        if not dispatch.reasons_of(backend, OP, inputs.forward_args(), inputs.options):
             taken += 1
             verdict = check(case, dtype, Target("torch"))
             faults += [f"{case.name}: {fault}" for fault in verdict.faults]

@@ -31,6 +31,8 @@ def _declined(case: Case) -> str | None:
     """The reason that the kernels must give against a case, None if they are to run it."""
     if max(case.head_dim, case.value_dim or 0) > 256:
         return "the kernels take up to 256"
+    if case.sinks is not None:
+        return "has no sinks"
     return None
 
 
@@ -103,7 +105,7 @@ def test_every_case(adapter: ModuleType, part: int, dtype: torch.dtype) -> None:
 # Every tensor ends where a page begins that may not be read, so this runs in a process of its own.
 _FENCED = """
 import emulator
-from fastattn.dispatch import named
+from fastattn.dispatch import reasons_of
 from fastattn.testing import CASES, make_inputs
 from fastattn.testing.oracle import run
 adapter = emulator.load()
@@ -113,7 +115,7 @@ for n, case in enumerate(cases[:: int(sys.argv[1])]):
     inputs = make_inputs(case, dtypes[n % 2], fence=True)
     print(case.name, flush=True)
     op, args = "scaled_dot_product_attention", inputs.forward_args()
-    if not adapter.why_not(op, named(op, args), inputs.options):
+    if not reasons_of(adapter, op, args, inputs.options):
         run(adapter, inputs)
 """
 
