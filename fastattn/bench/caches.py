@@ -1,4 +1,4 @@
-"""The caches: how large they are, and how to empty them."""
+"""The size of the caches, and how to flush them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""One cell of a benchmark: an operator on one shape, dtype and pass, and what it must cost.
+"""One cell of a benchmark: an operator with a shape, a dtype and a pass, and its cost.
 
-The operator's file in `bench/ops` defines its sizes and the cost of its passes.
+The operator's file in `bench/ops` defines the sizes and the cost of the passes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ OPTIONS = (
 )
 DEVICES = ("cpu", "cuda")
 
-# float64 has no wider arithmetic here to check it: it can be explained, not measured.
+# float64 can be explained, not measured: the check needs a wider type.
 DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
 
@@ -48,7 +48,7 @@ class Cell:
               paper), sinks (a logit per head), dropout (of 0.1), learnable (the bias of the mask
               has a gradient), stepwise (one position at a time, on a cache) or layerwise (tying of
               a memory network)
-    label     the model it comes from, in words
+    label     a description, such as the model that has this shape
     """
 
     op: str
@@ -93,7 +93,7 @@ class Cell:
 
     @property
     def options(self) -> str:
-        """Mask, weights and option in words; empty when there are none."""
+        """Mask, weights and option in words; empty if all are "none"."""
         return ", ".join(options_in_words(self.mask, self.weights, self.option))
 
     @property
@@ -111,7 +111,7 @@ class Cell:
         fields = {field.name for field in dataclasses.fields(cls)}
         known = {key: value for key, value in data.items() if key in fields}
         sizes = dict(known["sizes"])
-        # A result may be older than a size, whose default is what was measured then.
+        # In a result from before a size was added, the size has its default.
         for key, default in ops.get(known["op"]).SIZES.items():
             sizes.setdefault(key, sizes[default] if isinstance(default, str) else default)
         return cls(**known | {"sizes": sizes})
@@ -124,22 +124,21 @@ def options_in_words(mask: str, weights: str, option: str) -> list[str]:
 
 
 def padding_lengths(batch: int, keys: int) -> list[int]:
-    """Valid keys of each sequence: evenly from a quarter to three quarters of them."""
+    """The valid keys of each sequence, evenly spaced from a quarter to three quarters of `keys`."""
     spread = max(batch - 1, 1)
     middle = [0.5] if batch == 1 else [0.25 + 0.5 * b / spread for b in range(batch)]
     return [max(1, round(keys * share)) for share in middle]
 
 
 def window_width(cell: Cell) -> int:
-    """How many places away the keys of a cell with a window may be."""
+    """The window of a cell with option=window: the largest distance of a visible key."""
     return max(1, cell["Lk"] // 4)
 
 
 def visible_pairs(cell: Cell, true_in_mask: int | None = None) -> int:
-    """Pairs (query, key) of one head that take part, over the whole batch.
+    """The visible pairs (query, key) of one head, over the batch.
 
-    `true_in_mask` is the number of True in the random [Lq, Lk] mask of a `bool` cell, which only
-    the inputs know.
+    `true_in_mask` is the number of True in the random [Lq, Lk] mask of a `bool` cell.
     """
     sizes = cell.sizes
     batch = sizes.get("B", 1)
@@ -162,16 +161,16 @@ def visible_pairs(cell: Cell, true_in_mask: int | None = None) -> int:
 
 
 def flops(cell: Cell, true_in_mask: int | None = None) -> int:
-    """Floating-point operations of a cell, the projections of a module included."""
+    """The floating-point operations of a cell, including the projections of a module."""
     pairs = visible_pairs(cell, true_in_mask)
     forward, backward = ops.get(cell.op).flops(cell, pairs)
     return {"fwd": forward, "bwd": backward, "fwd+bwd": forward + backward}[cell.passes]
 
 
 def bytes_touched(cell: Cell) -> int:
-    """The least that must be read and written: what the result depends on, and the output, once.
+    """The minimum memory traffic: each input that the result depends on and the output, once.
 
-    The backward reads all of that again with the output's gradient and writes a gradient for every
+    The backward reads them again with the gradient of the output, and writes a gradient for every
     input.
     """
     op = ops.get(cell.op)

@@ -1,4 +1,4 @@
-"""Pictures of a result by length, by speed-up and under the roof. Needs matplotlib."""
+"""All plots of a result. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MARKERS = "osD^vPX*"
 
 
 def draw(result: Result, path: Path, kind: str = "speedup", theme: str = "light") -> None:
-    """Writes one picture of KINDS; its format follows the file's suffix."""
+    """Writes one of KINDS; the suffix of the file selects the format."""
     figure = make(result, kind, theme)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=160, facecolor=figure.get_facecolor())
@@ -33,7 +33,7 @@ def draw(result: Result, path: Path, kind: str = "speedup", theme: str = "light"
 def make(result: Result, kind: str, theme: str = "light") -> Figure:
     rows = [row for row in summarise(result) if row["ms"] is not None]
     if not rows:
-        raise ValueError("nothing was timed, so there is nothing to draw")
+        raise ValueError("nothing was timed, so there is nothing to plot")
     figure: Figure = KINDS[kind](result, rows, plots.THEMES[theme])
     return figure
 
@@ -65,7 +65,7 @@ def _grid(count: int, look: plots.Theme) -> tuple[Figure, list[Axes]]:
 
 
 def _by_length(column: str, unit: str, log: bool = True) -> Callable[..., Figure]:
-    """One frame for each operator, dtype and pass; one line for each provider and shape."""
+    """One panel per operator, dtype and pass; one line per provider and shape."""
 
     def chart(result: Result, rows: Sequence[Row], look: plots.Theme) -> Figure:
         shown = [row for row in rows if row[column] is not None]
@@ -100,7 +100,7 @@ def _by_length(column: str, unit: str, log: bool = True) -> Callable[..., Figure
 
 
 def _round_ticks(axes: Axes) -> None:
-    """1, 2 and 5 times a power of ten; more of them where the axis spans less than that."""
+    """1, 2 and 5 times a power of ten; more ticks on an axis with a small range."""
     low, high = axes.get_ylim()
     steps = (1, 2, 5) if high / low > 8 else (1, 1.5, 2, 3, 4, 5, 6, 8)
     axes.yaxis.set_major_locator(LogLocator(subs=steps))
@@ -119,7 +119,7 @@ def _line(axes: Axes, rows: list[Row], column: str, colour: str, marker: str) ->
     x, y = [row["length"] for row in rows], [row[column] for row in rows]
     axes.plot(x, y, color=colour, marker=marker, markersize=4, linewidth=1.4)
     if column in ("ms", "gflops"):
-        # The interval of the median; throughput has the same, turned over.
+        # The interval of the median; for throughput, its reciprocal.
         low = [row["ms_low"] / row["ms"] for row in rows]
         high = [row["ms_high"] / row["ms"] for row in rows]
         if column == "gflops":
@@ -154,7 +154,7 @@ def _style(axes: Axes, look: plots.Theme) -> None:
 
 
 def heatmap(result: Result, rows: Sequence[Row], look: plots.Theme) -> Figure:
-    """Every speed-up as a colour: doublings from 1, blue is faster than the baseline."""
+    """Every speed-up as a colour, on a logarithmic scale; blue is faster than the baseline."""
     shown = [row for row in rows if row["speedup"] is not None]
     if not shown:
         raise ValueError("no provider was compared with the baseline")
@@ -193,7 +193,7 @@ def _cell_name(row: Row) -> str:
 
 
 def roofline(result: Result, rows: Sequence[Row], look: plots.Theme) -> Figure:
-    """Throughput by intensity, under what arithmetic and reading memory allow."""
+    """Throughput by intensity, with the limits of arithmetic and memory."""
     figure, axes = plt.subplots(figsize=(8, 5), facecolor=look.ground, layout="constrained")
     intensities = [row["intensity"] for row in rows]
     left, right = min(intensities) / 2, max(intensities) * 2
@@ -206,7 +206,7 @@ def roofline(result: Result, rows: Sequence[Row], look: plots.Theme) -> Figure:
         ys = [peak.rate if read is None else min(peak.rate, read.rate * x) for x in xs]
         order = sorted(range(len(xs)), key=xs.__getitem__)
         axes.plot([xs[n] for n in order], [ys[n] for n in order], color=look.text, linewidth=1)
-        # At the left end of the flat part: the cells crowd at its right.
+        # At the left end of the flat part, because most cells are at its right.
         start = max(xs[1] if len(xs) == 3 else left, left)
         axes.annotate(f"{dtype} {peak.rate:.0f} GFLOP/s", (start, peak.rate), (14, 3),
                       textcoords="offset points", fontsize=8, color=look.text)  # fmt: skip
@@ -222,7 +222,7 @@ def roofline(result: Result, rows: Sequence[Row], look: plots.Theme) -> Figure:
     axes.set_xlabel("FLOP per byte of input and output", color=look.text, fontsize=9)
     axes.set_ylabel("GFLOP/s", color=look.text, fontsize=9)
     if read is not None:
-        title = f"The slope: reading memory at {read.rate:.0f} GB/s; from caches it may be above"
+        title = f"The slope: {read.rate:.0f} GB/s from memory; cells in the caches may be above it"
         axes.set_title(title, color=look.text, loc="left", fontsize=10)
     _style(axes, look)
     _legend(figure, colours, dtypes, look)

@@ -1,4 +1,4 @@
-"""The command line of `bench`: its grammar. What each command does is in `commands`."""
+"""The arguments of the `bench` commands; `commands` and `measuring` implement them."""
 
 from __future__ import annotations
 
@@ -54,15 +54,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     subparsers = parser.add_subparsers(dest="bench_command", metavar="COMMAND")
     parser.set_defaults(bench_function=lambda args: _no_command(parser))
     for function, add, words in (
-        (measuring.run, _add_run, "measure"),
+        (measuring.run, _add_run, "measure operators and modules"),
         (measuring.model, _add_model, "measure whole models of transformers"),
-        (commands.compare, _add_compare, "compare two results, and fail where one is slower"),
-        (commands.plot, _add_plot, "draw a result"),
+        (commands.compare, _add_compare, "compare two results; can fail on a slowdown"),
+        (commands.plot, _add_plot, "plot a result"),
         (commands.report, _add_report, "write a result as one HTML file"),
-        (commands.roofline, _add_roofline, "the peaks of this machine, or a result under them"),
-        (commands.record, _add_record, "write down the shapes that a program computes"),
-        (commands.env, None, "the environment that goes into every result"),
-        (commands.list_all, None, "what can be measured, by whom, and why not"),
+        (
+            commands.roofline,
+            _add_roofline,
+            "measure the peaks of this machine, or compare a result with them",
+        ),
+        (commands.record, _add_record, "record the shapes that a program computes"),
+        (commands.env, None, "print the environment that every result records"),
+        (commands.list_all, None, "list operators, presets and providers"),
     ):
         name = function.__name__.removesuffix("_all")
         command = subparsers.add_parser(
@@ -90,8 +94,8 @@ def run(args: argparse.Namespace) -> int:
         return function(args)
     except OSError as error:
         named = error.filename is not None and error.strerror is not None
-        told = f"{error.filename}: {error.strerror}" if named else str(error)
-        print(f"fastattn bench: {told}", file=sys.stderr)
+        message = f"{error.filename}: {error.strerror}" if named else str(error)
+        print(f"fastattn bench: {message}", file=sys.stderr)
         return USAGE
     except ValueError as error:
         print(f"fastattn bench: {error}", file=sys.stderr)
@@ -99,9 +103,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
-    what = parser.add_argument_group("what is measured")
+    what = parser.add_argument_group("what to measure")
     what.add_argument(
-        "models", type=names, metavar="NAME", help=f"{', '.join(WHOLE_MODELS)}, or all; or a list"
+        "models",
+        type=names,
+        metavar="NAME",
+        help=f"comma-separated: {', '.join(WHOLE_MODELS)}, or all",
     )
     add_passes(what)
     _add_how(parser)
@@ -116,102 +123,144 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_how(parser: argparse.ArgumentParser) -> None:
-    who = parser.add_argument_group("who is measured")
+    who = parser.add_argument_group("providers")
     who.add_argument(
         "--providers",
         type=names,
         default=list(DEFAULT),
         metavar="LIST",
-        help=f"{', '.join(PROVIDERS)}, variants as fastattn@avx2, or a module of yours "
+        help=f"comma-separated: {', '.join(PROVIDERS)}, a variant such as fastattn@avx2, or an "
+        "importable module "
         f"(default: {','.join(DEFAULT)})",
     )
-    who.add_argument("--baseline", metavar="NAME", help="what the others are compared with (torch)")
-    how = parser.add_argument_group("how it is measured")
-    how.add_argument("--device", choices=DEVICES, default="cpu", help="(cpu)")
+    who.add_argument(
+        "--baseline",
+        metavar="NAME",
+        help="the provider that the others are compared with (default: torch)",
+    )
+    how = parser.add_argument_group("how to measure")
+    how.add_argument("--device", choices=DEVICES, default="cpu", help="default: cpu")
     how.add_argument(
         "--cache",
         choices=("warm", "cold"),
         default="warm",
-        help="cold: the caches are emptied before every call (warm)",
+        help="cold: flush the caches before every call (default: warm)",
     )
-    how.add_argument("--threads", type=int, metavar="N", help="default: as many as torch uses")
-    how.add_argument("--seed", type=int, default=0, metavar="N", help="of inputs and order (0)")
+    how.add_argument(
+        "--threads", type=int, metavar="N", help="number of threads (default: that of torch)"
+    )
+    how.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="seed of the inputs and of the order of providers (default: 0)",
+    )
     how.add_argument(
         "--time-budget",
         type=float,
         default=60.0,
         metavar="S",
-        help="seconds for everything (%(default).0f)",
+        help="time limit for the complete run, in seconds (default: %(default).0f)",
     )
     how.add_argument(
-        "--rounds", type=int, default=15, metavar="N", help="quiet rounds a cell (%(default)s)"
+        "--rounds",
+        type=int,
+        default=15,
+        metavar="N",
+        help="undisturbed rounds per cell (default: %(default)s)",
     )
     how.add_argument(
-        "--timeout", type=float, default=60.0, metavar="S", help="a provider silent so long hangs"
+        "--timeout",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="seconds without an answer after which a provider is stopped (default: %(default).0f)",
     )
     out = parser.add_argument_group(
-        "what is written", "{processor} in a name stands for this machine: see `bench env`"
+        "output", "{processor} in a path is replaced by the folder of this machine, see `bench env`"
     )
     out.add_argument(
-        "--out", type=Path, metavar="DIR", help="results.json, .jsonl, .csv, .md and .png"
+        "--out", type=Path, metavar="DIR", help="write results.json, .jsonl, .csv, .md and .png"
     )
-    out.add_argument("--json", type=Path, metavar="FILE", help="raw samples and environment")
-    out.add_argument("--csv", type=Path, metavar="FILE", help="one line for each cell and provider")
-    out.add_argument("--markdown", type=Path, metavar="FILE", help="the table")
-    out.add_argument("--plot", type=Path, metavar="FILE", help="a picture (.png or .svg)")
-    out.add_argument("--resume", action="store_true", help="go on with the run that is in --out")
+    out.add_argument(
+        "--json", type=Path, metavar="FILE", help="write raw samples and the environment"
+    )
+    out.add_argument(
+        "--csv", type=Path, metavar="FILE", help="write one line per cell and provider"
+    )
+    out.add_argument("--markdown", type=Path, metavar="FILE", help="write the table")
+    out.add_argument(
+        "--plot", type=Path, metavar="FILE", help="write the plot (.png, .svg or .pdf)"
+    )
+    out.add_argument("--resume", action="store_true", help="continue the run in --out")
     out.add_argument(
         "--metric",
         type=names,
         default=[],
         metavar="LIST",
-        help=f"the columns of the table: {', '.join(display.METRICS)}",
+        help=f"columns of the table, comma-separated: {', '.join(display.METRICS)}",
     )
-    out.add_argument("--quiet", action="store_true", help="no progress, only the table")
+    out.add_argument("--quiet", action="store_true", help="print no progress, only the table")
 
 
 def _add_compare(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("before", type=Path, help="a .json or .jsonl that `run` wrote")
-    parser.add_argument("after", type=Path, help="another, whose changes are told")
+    parser.add_argument("before", type=Path, help="a .json or .jsonl file that `run` wrote")
+    parser.add_argument("after", type=Path, help="the file to compare with it")
     parser.add_argument(
-        "--metric", choices=compare.METRICS, default="time", help="what is compared (time)"
+        "--metric",
+        choices=compare.METRICS,
+        default="time",
+        help="the metric to compare (default: time)",
     )
     parser.add_argument(
         "--fail-slower",
         type=_share,
         metavar="P%",
-        help="exit with 1 if the whole interval of a row is worse by more than this",
+        help="exit with 1 if a row is worse by more than this over its complete interval",
     )
-    parser.add_argument("--providers", type=names, metavar="LIST", help="only these")
+    parser.add_argument(
+        "--providers", type=names, metavar="LIST", help="compare only these providers"
+    )
 
 
 def _add_plot(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("results", type=Path, help="a .json or .jsonl that `run` wrote")
+    parser.add_argument("results", type=Path, help="a .json or .jsonl file that `run` wrote")
     parser.add_argument(
         "--metric",
         choices=(*commands.PLOTS, "all"),
         default="speedup",
-        help="which picture (speedup); all: one file for each",
+        help="which plot (default: speedup); all writes one file for each",
     )
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="default: next to the results")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="output file (default: next to the results)"
+    )
     parser.add_argument("--theme", choices=("light", "dark"), default="light")
 
 
 def _add_report(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("results", type=Path, help="a .json or .jsonl that `run` wrote")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="default: next to the results")
-    parser.add_argument("--title", default="Attention, measured", help="(%(default)s)")
+    parser.add_argument("results", type=Path, help="a .json or .jsonl file that `run` wrote")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="output file (default: next to the results)"
+    )
+    parser.add_argument("--title", default="Attention, measured", help="default: %(default)s")
 
 
 def _add_roofline(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("results", type=Path, nargs="?", help="a result; without: measure now")
-    parser.add_argument("--threads", type=int, metavar="N", help="default: as many as torch uses")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the result under its roof")
+    parser.add_argument(
+        "results", type=Path, nargs="?", help="a result; without it, measure the peaks now"
+    )
+    parser.add_argument(
+        "--threads", type=int, metavar="N", help="number of threads (default: that of torch)"
+    )
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="write the roofline plot of the result"
+    )
 
 
 def _add_record(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--out", type=Path, default=Path("shapes.txt"), metavar="FILE", help="(%(default)s)"
+        "--out", type=Path, default=Path("shapes.txt"), metavar="FILE", help="default: %(default)s"
     )
     parser.add_argument(
         "program",
@@ -222,7 +271,7 @@ def _add_record(parser: argparse.ArgumentParser) -> None:
 
 
 def _share(text: str) -> float:
-    """5% or 0.05, as 0.05."""
+    """Parses 5% or 0.05 as 0.05."""
     try:
         share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except ValueError:

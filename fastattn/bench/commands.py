@@ -1,4 +1,4 @@
-"""What the commands of `bench` do, apart from measuring."""
+"""The commands of `bench`, except those that measure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PLOTS = ("speedup", "heatmap", "time", "throughput", "roofline", "memory", "erro
 
 
 def list_all(args: argparse.Namespace) -> int:
-    """Lists operators, presets with their models, and providers with why one is unavailable."""
+    """List operators, whole models, presets and providers, and why a provider is unavailable."""
     print("Operators (--op)")
     for name in ops.OPS:
         op = ops.get(name)
@@ -40,7 +40,7 @@ def list_all(args: argparse.Namespace) -> int:
         try:
             versions = provider.versions()
             about = ", ".join(f"{package} {version}" for package, version in versions.items())
-        except Exception as error:  # a broken install is a reason like any other
+        except Exception as error:  # also covers a broken installation
             about = f"unavailable: {error}"
         print(f"  {name:<20}{provider.ABOUT}\n{'':<22}{about}")
         if known := variants(name):
@@ -49,7 +49,7 @@ def list_all(args: argparse.Namespace) -> int:
 
 
 def compare(args: argparse.Namespace) -> int:
-    """Compares two results, row by row, and says which conditions were not the same."""
+    """Compare two results row by row, and show which conditions differ."""
     before, after = (results.load(path) for path in (args.before, args.after))
     found, alone = comparing.changes(before, after, args.metric)
     if args.providers:
@@ -59,7 +59,7 @@ def compare(args: argparse.Namespace) -> int:
                 raise ValueError(f"--providers {name!r}: in both results are {', '.join(known)}")
         found = [change for change in found if change.provider in args.providers]
     for line in comparing.differences(before, after):
-        print(f"Not the same: {line}")
+        print(f"Different conditions: {line}")
     if not found:
         raise ValueError(
             f"{args.before} and {args.after} have no row with a {args.metric} in common"
@@ -86,7 +86,7 @@ def compare(args: argparse.Namespace) -> int:
 
 
 def plot(args: argparse.Namespace) -> int:
-    """Draws a result file."""
+    """Plot a result."""
     if args.plot:
         measuring.check_picture(args.plot)
     result = results.load(args.results)
@@ -102,7 +102,7 @@ def plot(args: argparse.Namespace) -> int:
 
 
 def report(args: argparse.Namespace) -> int:
-    """Writes a result as one HTML file that needs nothing else."""
+    """Write a result as one self-contained HTML file."""
     try:
         from fastattn.bench import report as html
     except ImportError:
@@ -115,12 +115,12 @@ def report(args: argparse.Namespace) -> int:
 
 
 def roofline(args: argparse.Namespace) -> int:
-    """Measures what this machine can do at most, or sets a result under that roof."""
+    """Measure the peaks of this machine, or compare a result with its own (a roofline)."""
     from fastattn.bench import roofline as roof
 
     if args.results is None:
         if args.plot:
-            raise ValueError("--plot: there is a picture of a result only; name one")
+            raise ValueError("--plot needs a result: the peaks alone have no plot")
         measuring.check_threads(args.threads)
         threads = args.threads or torch.get_num_threads()
         torch.set_num_threads(threads)
@@ -140,9 +140,9 @@ def roofline(args: argparse.Namespace) -> int:
 
 
 def record(args: argparse.Namespace) -> int:
-    """Runs a Python program and writes down which attentions it computes, and how often.
+    """Run a Python program and record the shapes of its attention calls, with their counts.
 
-    The file is for `bench run --shapes @FILE`. The exit code is the program's.
+    `bench run --shapes @FILE` measures them. The exit code is that of the program.
     """
     from fastattn.bench import recording
 
@@ -150,13 +150,13 @@ def record(args: argparse.Namespace) -> int:
 
 
 def env(args: argparse.Namespace) -> int:
-    """Prints the environment that goes into every result file, as JSON.
+    """Print the environment that every result file records, as JSON.
 
-    `processor` is the folder of its results, which {processor} stands for in the names of files.
+    `processor` is the folder of its results, which replaces {processor} in output paths.
     """
     from fastattn.bench.environment import describe_environment, processor_slug
 
     environment = describe_environment()
-    told = {"processor": processor_slug(environment), **environment}
-    print(json.dumps(told, indent=1))
+    facts = {"processor": processor_slug(environment), **environment}
+    print(json.dumps(facts, indent=1))
     return OK

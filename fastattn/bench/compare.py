@@ -1,4 +1,4 @@
-"""Compares two results: what became faster or slower, and whether this is significant."""
+"""Compares two results: which rows changed, and whether the change is significant."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fastattn.bench.results import Result
 from fastattn.bench.summary import Row, kept_rounds, summarise
 
 METRICS = ("time", "speedup", "memory", "error")
-# What decides whether two results can be compared at all.
+# The conditions that make two results comparable.
 _CONDITIONS = {
     "environment": ("cpu", "isa", "torch", "fastattn", "commit", "python"),
     "settings": ("threads", "cache", "seed"),
@@ -40,12 +40,12 @@ class Change:
         return stats.verdict(self.low, self.high)
 
     def is_slower_than(self, share: float) -> bool:
-        """Whether the whole interval says that it lost more than this share."""
+        """Whether the complete interval is slower by more than this share."""
         return self.high < 1 / (1 + share)
 
 
 def differences(before: Result, after: Result) -> list[str]:
-    """The conditions that are not the same, in words."""
+    """The conditions that differ, in words."""
     found = []
     for where, names in _CONDITIONS.items():
         for name in names:
@@ -56,7 +56,7 @@ def differences(before: Result, after: Result) -> list[str]:
 
 
 def changes(before: Result, after: Result, metric: str) -> tuple[list[Change], list[str]]:
-    """The cells that both have, and the names of those that only one could measure."""
+    """The changes of common rows, and the names of rows that only one result has."""
     old, new = (_measured(result, _COLUMN[metric]) for result in (before, after))
     both = [key for key in old if key in new]
     found = [_change(key, old[key], new[key], metric) for key in both]
@@ -88,7 +88,7 @@ def _change(key: tuple[str, ...], old: _Measured, new: _Measured, metric: str) -
         low, high = _interval(old[1], new[1])
         return Change(_name(key), before, after, before / after, low, high)
     if metric == "speedup":
-        # Ratios to a baseline of the same run: two machines, or two days, can be compared.
+        # A ratio to the baseline of its own run is comparable between machines and days.
         bounds = [row[f"speedup_{end}"] for row, _ in (old, new) for end in ("low", "high")]
         low, high = bounds[2] / bounds[1], bounds[3] / bounds[0]
         return Change(_name(key), before, after, after / before, low, high)
@@ -97,7 +97,7 @@ def _change(key: tuple[str, ...], old: _Measured, new: _Measured, metric: str) -
 
 
 def _interval(before: Sequence[float], after: Sequence[float]) -> tuple[float, float]:
-    """Bootstrap of the ratio of two medians, whose samples are not of the same rounds."""
+    """Bootstrap interval of the ratio of two medians of independent samples."""
     draw = random.Random(0)
     ratios = [
         stats.median(draw.choices(before, k=len(before)))

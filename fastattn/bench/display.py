@@ -1,4 +1,4 @@
-"""What progress, tables and conditions of a run say."""
+"""The text of progress lines, tables and conditions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fastattn.bench.peaks import UNIT_NAMES
 from fastattn.bench.results import CellResult, Result
 from fastattn.bench.summary import Row, option_words, summarise
 
-# What a row is, and what each metric shows of it.
+# The columns that identify a row, and those of each metric.
 HEAD = ("cell", "dtype", "pass", "provider")
 METRICS = {
     "time": ("ms", "± IQR/2"),
@@ -31,7 +31,7 @@ METRICS = {
 DEFAULT_METRICS = ("time", "gflops", "peak", "memory", "error", "speedup")
 
 
-# Of whole models: how much of their time attention takes, and what could be gained at most.
+# For whole models: also the share of time in attention, and the largest possible speed-up.
 MODEL_METRICS = ("time", "rate", "memory", "error", "attention", "speedup")
 
 
@@ -44,7 +44,7 @@ _COLOURS = {"FASTER": "green", "SLOWER": "red", "SAME": "default", "UNSURE": "ye
 
 
 class PlainWatcher:
-    """One line for each cell that is done."""
+    """Prints one line per finished cell."""
 
     def __init__(self, stream: TextIO | None) -> None:
         self.stream = stream
@@ -61,7 +61,7 @@ class PlainWatcher:
         self.total, self.began = len(cells), time.monotonic()
         for name, provider in result.providers.items():
             if provider["status"] != "ok":
-                self._say(f"{name}: {provider['status']}: {provider['reason']}")
+                self._print(f"{name}: {provider['status']}: {provider['reason']}")
 
     def doing(self, cell: Cell, what: str) -> None:
         pass
@@ -73,10 +73,10 @@ class PlainWatcher:
         left = remaining(self.began, done, self.total, result.settings["time_budget"])
         name = result.cells[-1].cell.name
         rows = summarise(result)[-len(result.cells[-1].outcomes) :]
-        told = "; ".join(f"{row['provider']} {short(row)}" for row in rows)
-        self._say(f"[{done}/{self.total}, {left} left] {name}: {told}")
+        outcomes = "; ".join(f"{row['provider']} {short(row)}" for row in rows)
+        self._print(f"[{done}/{self.total}, {left} left] {name}: {outcomes}")
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         if self.stream is not None:
             print(text, file=self.stream, flush=True)
 
@@ -86,7 +86,7 @@ def was_skipped(cell: CellResult) -> bool:
 
 
 def remaining(began: float, done: int, total: int, budget: float) -> str:
-    """How long the run will still take: as long for each cell as so far, within its budget."""
+    """The remaining time: as long per cell as so far, within the budget."""
     elapsed = time.monotonic() - began
     seconds = max(0.0, min(elapsed / max(done, 1) * (total - done), budget - elapsed))
     return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.1f} min"
@@ -101,7 +101,7 @@ def short(row: Row) -> str:
 
 
 def milliseconds(ms: float) -> str:
-    """Three significant digits, as many as the spread deserves."""
+    """Three significant digits; the spread does not justify more."""
     return f"{ms:.3g}" if ms < 100 else f"{ms:.0f}"
 
 
@@ -117,7 +117,9 @@ def table_line(row: Row) -> dict[str, str]:
     texts["rel. error"] = _number(row["relative_error"], ".1e")
     if row["ms"] is None:
         texts["ms"] = row["status"]
-        texts["speed-up"] = textwrap.shorten(row["reason"], 160)  # the result file has all of it
+        texts["speed-up"] = textwrap.shorten(
+            row["reason"], 160
+        )  # the result file has the complete text
         return texts
     spread = f"{50 * (row['ms_q3'] - row['ms_q1']) / row['ms']:.0f} %"
     speedup = "baseline" if row["provider"] == row["baseline"] else ""
@@ -173,14 +175,14 @@ def plain_table(rows: Sequence[Row], columns: Sequence[str] = COLUMNS) -> str:
 def save_markdown(
     result: Result, rows: Sequence[Row], path: Path, metrics: Sequence[str] = DEFAULT_METRICS
 ) -> None:
-    """The table, what it shows, and its conditions."""
+    """Writes the table, its summary and its conditions."""
     texts, columns = [table_line(row) for row in rows], columns_of(metrics)
     lines = [columns, ["---"] * len(columns), *([text[c] for c in columns] for text in texts)]
     cells = ([text.replace("|", "\\|") for text in line] for line in lines)
     table = "\n".join("| " + " | ".join(line) + " |" for line in cells)
     path.parent.mkdir(parents=True, exist_ok=True)
-    told = "\n".join(closing(result, rows))
-    path.write_text(f"{table}\n\n{told}\n\n{conditions(result)}\n")
+    summary = "\n".join(closing(result, rows))
+    path.write_text(f"{table}\n\n{summary}\n\n{conditions(result)}\n")
 
 
 def verdict_colour(row: Row) -> str:
@@ -190,7 +192,7 @@ def verdict_colour(row: Row) -> str:
 
 
 def conditions(result: Result) -> str:
-    """The conditions of a result in one paragraph, for below a table or a picture."""
+    """The conditions of a result in one paragraph, to print below a table or plot."""
     env, settings = result.environment, result.settings
     peaks = []
     for kind, unit, words in (
@@ -217,7 +219,7 @@ def conditions(result: Result) -> str:
 
 
 def closing(result: Result, rows: Sequence[Row]) -> list[str]:
-    """What the run shows, in sentences."""
+    """A summary of the run, in sentences."""
     lines = []
     compared = [row for row in rows if row["speedup"] is not None]
     for provider in dict.fromkeys(row["provider"] for row in compared):
@@ -253,9 +255,9 @@ def closing(result: Result, rows: Sequence[Row]) -> list[str]:
         lines.append(f"{discarded} samples discarded: the machine was busy with something else.")
     busy = sum(bool(row["busy"]) for row in rows)
     if busy:
-        lines.append(f"{busy} rows: the machine was never quiet, do not trust their times.")
+        lines.append(f"{busy} rows: no round was undisturbed, do not trust their times.")
     checked = sum(row["max_error"] is not None and row["status"] != "WRONG" for row in rows)
     lines.append(f"{checked} results were compared with fp64 before being timed, and are right.")
     if result.ended != "complete":
-        lines.append(f"The run was {result.ended}; this is what it had measured.")
+        lines.append(f"The run was {result.ended}; these are the cells measured until then.")
     return lines

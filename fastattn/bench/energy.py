@@ -1,4 +1,4 @@
-"""Energy of the processor, where the system counts it: Linux's powercap (RAPL), if readable."""
+"""Energy of the processor, from Linux's powercap interface (RAPL) if it is readable."""
 
 from __future__ import annotations
 

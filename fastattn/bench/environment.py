@@ -1,4 +1,4 @@
-"""What a result was measured on: what decides speed, and no names or paths."""
+"""The environment of a result: everything that affects speed, without names or paths."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ import torch
 from fastattn._version import __version__
 from fastattn.bench.caches import last_level_bytes
 
-# The instruction sets that decide the speed of attention; a processor's full list would hide them.
-_TELLING_FLAGS = (
+# The instruction sets that affect the speed of attention, out of a processor's long list.
+_RELEVANT_FLAGS = (
     *("avx2", "fma", "f16c", "avx512f", "avx512_bf16", "avx512_fp16", "avx512_vnni"),
     *("amx_tile", "amx_bf16", "amx_fp16", "asimd", "bf16", "sve"),
 )
 
 
-# Vendor, family and models, of a design: what decides speed where a hypervisor hides the name.
+# Vendor, family, models and name of a design; a hypervisor may hide the name of the processor.
 _GENERATIONS = (
     ("AuthenticAMD", 23, (range(0x30),), "zen"),
     ("AuthenticAMD", 23, (range(0x30, 0x100),), "zen2"),
@@ -36,18 +36,19 @@ _GENERATIONS = (
     ("GenuineIntel", 6, ((0xCF,),), "emerald-rapids"),
     ("GenuineIntel", 6, ((0xAD, 0xAE),), "granite-rapids"),
 )
-# The strongest of these that a processor has is part of its name.
+# The strongest of these is part of the folder name.
 _NAMED_FLAGS = ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "sve", "asimd")
-# What a processor's name says besides who it is.
+# The parts of a processor's name that do not identify it.
 _NOISE = re.compile(
     r"\((r|tm)\)|@.*|\b(cpu|processor|w(ith|/) .*graphics)\b|\b[\w]+-core\b", re.IGNORECASE
 )
 
 
 def processor_slug(environment: Mapping[str, Any]) -> str:
-    """The folder in benchmarks/results of what a result was measured on: the GPU, or the processor
-    by its name, its generation and the strongest of its instruction sets, such as
-    `amd-epyc-zen4-avx512_bf16`. Records older than `cpu_family` have no generation.
+    """The folder in benchmarks/results for this machine.
+
+    The name of the GPU; or the name, generation and strongest instruction set of the processor, as
+    in `amd-epyc-zen4-avx512_bf16`. Records without `cpu_family` have no generation.
     """
     if gpu := environment.get("gpu"):
         return _slug(gpu)
@@ -63,8 +64,8 @@ def _generation(environment: Mapping[str, Any]) -> str:
     )
     if family is None:
         return ""
-    for its_vendor, its_family, models, name in _GENERATIONS:
-        if (vendor, family) == (its_vendor, its_family) and any(model in few for few in models):
+    for known_vendor, known_family, ranges, name in _GENERATIONS:
+        if (vendor, family) == (known_vendor, known_family) and any(model in r for r in ranges):
             return name
     return f"family{family}-model{model}"
 
@@ -110,12 +111,12 @@ def _processor() -> dict[str, Any]:
     return {
         "cpu": fields.get("model name", platform.machine()),
         **design,
-        "cpu_flags": [flag for flag in _TELLING_FLAGS if flag in flags],
+        "cpu_flags": [flag for flag in _RELEVANT_FLAGS if flag in flags],
     }
 
 
 def _usable(flags: list[str]) -> list[str]:
-    """Without AMX where Linux shows it and does not let this process use it, as in a sandbox."""
+    """Without AMX if Linux lists it but this process may not use it, as in a sandbox."""
     core = _core()
     if core is None:
         return flags
@@ -124,13 +125,13 @@ def _usable(flags: list[str]) -> list[str]:
 
 
 def _isa() -> str | None:
-    """The instruction set that the native core chose; None when it is not built."""
+    """The instruction set that the native core chose; None if it is not built."""
     core = _core()
     return None if core is None else str(core.build_info()["isa"])
 
 
 def _core() -> Any:
-    """The native core, or None where it is not built."""
+    """The native core; None if it is not built."""
     try:
         # By its adapter, which chooses the instruction set of each dtype.
         return importlib.import_module("fastattn.backends.cpu")._cpu
@@ -139,7 +140,7 @@ def _core() -> Any:
 
 
 def _commit() -> str | None:
-    """The commit of the checkout that is running, `-dirty` when the package differs from it."""
+    """The commit of the running checkout, with `-dirty` if the package differs from it."""
     checkout = Path(__file__).parents[2]
     if not (checkout / ".git").exists():
         return None

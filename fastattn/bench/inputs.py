@@ -1,4 +1,4 @@
-"""The inputs of a cell, the same in every process: drawn in fp32, rounded to the cell's dtype."""
+"""The inputs of a cell, equal in every process: drawn in fp32 and rounded to the cell's dtype."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TORCH_DTYPES = {
 
 
 class Draw:
-    """Random tensors of one seed."""
+    """Random tensors from one seed."""
 
     def __init__(self, dtype: torch.dtype, seed: int) -> None:
         self.dtype = dtype
@@ -33,16 +33,16 @@ class Draw:
         return torch.randint(low, high, shape, generator=self.generator)
 
     def sentences(self, batch: int, sentences: int, words: int, vocabulary: int) -> Tensor:
-        """[batch, sentences, words]: stories half full of sentences half full of words; 0 pads."""
+        """[batch, sentences, words]: about half of them are padding, which is 0."""
         stories = self.integers(min(1, vocabulary - 1), vocabulary, batch, sentences, words)
         lengths = self.integers(max(1, words // 4), words + 1, batch, sentences, 1)
-        told = self.integers(1, sentences + 1, batch, 1, 1)
+        counts = self.integers(1, sentences + 1, batch, 1, 1)
         stories *= torch.arange(words) < lengths
-        stories *= torch.arange(sentences).unsqueeze(-1) < told
+        stories *= torch.arange(sentences).unsqueeze(-1) < counts
         return stories
 
     def visible(self, queries: int, keys: int) -> Tensor:
-        """[queries, keys], half of it True, at least one True in every row."""
+        """[queries, keys], half of it True, with at least one True in every row."""
         visible = torch.rand(queries, keys, generator=self.generator) < 0.5
         rows = torch.arange(queries)
         visible[rows, rows % keys] = True
@@ -55,7 +55,7 @@ class Draw:
 
 
 def output_names(cell: Cell) -> list[str]:
-    """The names of what a provider returns for `cell`, in order."""
+    """The names of a provider's outputs for `cell`, in order."""
     names = []
     if cell.passes != "bwd":
         names.append("out")
@@ -67,12 +67,12 @@ def output_names(cell: Cell) -> list[str]:
 
 
 def make_inputs(cell: Cell, seed: int) -> dict[str, Tensor]:
-    """Tensors by name."""
+    """The inputs of `cell` by name."""
     return ops.get(cell.op).inputs(cell, Draw(TORCH_DTYPES[cell.dtype], seed))
 
 
 def true_in_mask(cell: Cell, seed: int) -> int | None:
-    """How many pairs the random [Lq, Lk] mask of a `bool` cell lets through, else None."""
+    """The number of visible pairs in the random [Lq, Lk] mask of a `bool` cell, else None."""
     if cell.mask != "bool":
         return None
     mask = make_inputs(cell, seed)["attn_mask"]

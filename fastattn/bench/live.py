@@ -1,4 +1,4 @@
-"""The live display: a table that grows, a progress bar, the time that is left. Needs rich."""
+"""The live display: a growing table, a progress bar and the remaining time. Needs rich."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from fastattn.bench.summary import summarise
 _WIDE = 130
 _ONLY_WHEN_WIDE = ("± IQR/2", "GFLOP/s", "peak MB", "rel. error")
 _REDRAW_SECONDS = 0.25
-_KEEP_LINES = 16  # of the table while it is live; the whole table is printed at the end
+_KEEP_LINES = 16  # of the live table; the complete table is printed at the end
 
 
 class LiveWatcher(PlainWatcher):
-    """Draws on stderr, so stdout has only the final table."""
+    """Draws on stderr; stdout gets only the final table."""
 
     def __init__(self) -> None:
         super().__init__(None)
@@ -43,7 +43,7 @@ class LiveWatcher(PlainWatcher):
             console=self.console,
         )
         self.task = self.progress.add_task("starting the providers", total=None, left="")
-        # Drawn between the samples only: a drawing thread would take time from what is timed.
+        # Drawn only between samples: a thread that draws would disturb the timing.
         self.live = Live(self.progress, console=self.console, transient=True, auto_refresh=False)
         self.drawn = 0.0
 
@@ -79,7 +79,7 @@ class LiveWatcher(PlainWatcher):
 def rich_table(
     rows: Sequence[dict[str, Any]], width: int, columns: Sequence[str] = COLUMNS
 ) -> Table:
-    """The rows as a table; a narrow terminal is spared the columns that the files have anyway."""
+    """The rows as a table; a narrow terminal gets fewer columns (the files have all)."""
     narrow = width < _WIDE and tuple(columns) == COLUMNS
     shown = [c for c in columns if not (narrow and c in _ONLY_WHEN_WIDE)]
     table = Table(header_style="bold", pad_edge=False)

@@ -1,4 +1,4 @@
-"""`fastattn bench run`: from arguments to a run, and from its result to the files."""
+"""`fastattn bench run` and `model`: from arguments to a run, from its result to the files."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ PICTURES = (".png", ".svg", ".pdf")
 
 
 def model(args: argparse.Namespace) -> int:
-    """Measure whole models of transformers, with its own attention and with ours, side by side.
+    """Measure whole models of transformers with PyTorch's attention and with that of fastattn.
 
-    Sizes are real, weights random: nothing is downloaded. "attention" is the share of a model's
-    time that its attention takes, and "at most" how many times as fast the model would be if that
-    took no time. A training step (--pass fwd+bwd) has no dropout and no optimizer.
+    Sizes are those of real models, weights are random: nothing is downloaded. "attention" is the
+    share of a model's time that its attention takes; "at most" is the speed-up of the model if its
+    attention took no time. A training step (--pass fwd+bwd) has no dropout and no optimizer.
     """
     return run(args)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure. Every answer is compared with fp64 before it is timed."""
+    """Measure operators and modules. Every result is compared with fp64 before it is timed."""
     for name in args.providers:
         check_name(name)
     cells = [dataclasses.replace(cell, device=args.device) for cell in cells_of(args)]
@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _require(cells: Sequence[Cell]) -> None:
-    """Raises ValueError, saying what to install, before anything is measured."""
+    """Raises ValueError, which says what to install, before anything is measured."""
     try:
         for op in dict.fromkeys(cell.op for cell in cells):
             ops.get(op).require()
@@ -113,14 +113,14 @@ def _require(cells: Sequence[Cell]) -> None:
 
 
 def _placed(path: Path | None, device: str) -> Path | None:
-    """`path` with the name of this machine's folder in place of {processor}."""
+    """`path`, with {processor} replaced by the folder name of this machine."""
     if path is None or PROCESSOR not in str(path):
         return path
     return Path(str(path).replace(PROCESSOR, processor_slug(describe_environment(device))))
 
 
 def _try(write: Callable[[Path], bool | None], path: Path) -> OSError | bool:
-    """Whether `path` could not be written, and if the system said why, what it said."""
+    """Calls `write`; returns False on success, True or the system's error if it failed."""
     try:
         return write(path) is False
     except OSError as error:
@@ -129,11 +129,11 @@ def _try(write: Callable[[Path], bool | None], path: Path) -> OSError | bool:
 
 
 def exit_code(ended: str, rows: Sequence[summary.Row]) -> int:
-    """What the run amounts to; on stderr, why it is no evidence."""
+    """The exit code of the run; prints to stderr why a run is not valid."""
     if ended == "interrupted":
         return INTERRUPTED
     if not any(row["ms"] is not None for row in rows):
-        print("Nothing was measured: every row says why.", file=sys.stderr)
+        print("Nothing was measured; every row has the reason.", file=sys.stderr)
         return FAULTS
     impossible = [row for row in rows if row["impossible"]]
     for row in impossible:
@@ -148,25 +148,25 @@ def exit_code(ended: str, rows: Sequence[summary.Row]) -> int:
 
 
 def check_picture(path: Path) -> None:
-    """Before anything is measured: whether a picture could be written to a file of that name."""
+    """Raises ValueError for a suffix that matplotlib cannot write."""
     if path.suffix not in PICTURES:
         raise ValueError(f"--plot {path}: the name must end with {', '.join(PICTURES)}")
 
 
 def check_threads(threads: int | None) -> None:
-    """More threads than processors would measure how they wait for each other."""
+    """Raises ValueError for more threads than processors, which would wait for each other."""
     usable = len(usable_cpus(10**6))
     if threads is not None and (threads < 1 or threads > (usable or threads)):
         raise ValueError(f"--threads {threads}: from 1 to {usable or 'as many as there are'}")
 
 
 def draw(result: Result, path: Path, kind: str = "speedup", theme: str = "light") -> bool:
-    """Whether the plot could be drawn; without matplotlib it prints a message, not an error."""
+    """Writes the plot and returns True; without matplotlib, prints a message and returns False."""
     try:
         from fastattn.bench import charts
     except ImportError:
         print(
-            f"No picture {path}: matplotlib is missing (pip install 'fastattn[bench]')",
+            f"No plot {path}: matplotlib is missing (pip install 'fastattn[bench]')",
             file=sys.stderr,
         )
         return False
@@ -175,7 +175,7 @@ def draw(result: Result, path: Path, kind: str = "speedup", theme: str = "light"
 
 
 def _check_settings(args: argparse.Namespace) -> None:
-    """Raises ValueError naming the argument."""
+    """Raises ValueError, which names the wrong argument."""
     check_threads(args.threads)
     for flag, value in (
         ("--time-budget", args.time_budget),
@@ -185,7 +185,7 @@ def _check_settings(args: argparse.Namespace) -> None:
         if not 0 < value < math.inf:
             raise ValueError(f"{flag} {value}: must be a positive number")
     if args.resume and not args.out:
-        raise ValueError("--resume: give the --out DIR of the run to go on with")
+        raise ValueError("--resume: give the --out DIR of the run to continue")
     if args.baseline is not None and args.baseline not in args.providers:
         among = ",".join(args.providers)
         raise ValueError(f"--baseline {args.baseline!r} is not among --providers {among}")

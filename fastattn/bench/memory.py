@@ -1,9 +1,9 @@
-"""Peak memory of one call: by how much the process grew at its highest, as the kernel counted it.
+"""Peak memory of one call: the largest growth of the process during the call.
 
-Linux keeps the highest resident size of a process (VmHWM) and lets it be reset. The call's outputs
-are counted, its inputs are not. Pages that an earlier call left in the allocator are given back
-first, or they would hide what the call takes. Elsewhere there is no honest number, and none is
-given. On a GPU it is PyTorch's allocator that counts.
+Linux records the highest resident size of a process (VmHWM) and can reset it. Outputs are counted,
+inputs are not. Free pages in the allocator are returned to the system first, because a call that
+reuses them would seem to need no memory. On other systems the value is None. On a GPU, PyTorch's
+allocator counts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
 def peak_extra_bytes(call: Callable[[], Any], device: str = "cpu") -> tuple[Any, int | None]:
-    """The call's result, and by how much the process peaked above its start; None if unknown."""
+    """The result of the call, and its peak memory in bytes; None if unknown."""
     gc.collect()
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -30,7 +30,7 @@ def peak_extra_bytes(call: Callable[[], Any], device: str = "cpu") -> tuple[Any,
         return result, torch.cuda.max_memory_allocated() - held
     try:
         ctypes.CDLL(None).malloc_trim(0)
-        _CLEAR_REFS.write_text("5")  # resets VmHWM to the present size
+        _CLEAR_REFS.write_text("5")  # resets VmHWM to the current size
         before = _resident("VmRSS")
     except (OSError, AttributeError, KeyError):
         return call(), None

@@ -1,11 +1,11 @@
-"""Is the answer right? Every cell is compared with plain fp64 PyTorch before it is timed.
+"""The check before the timing: every result is compared with plain PyTorch in fp64.
 
-The bound is the library's own (docs/numerics.md): with ref the same maths in fp64, and noise how
-far rounding to the dtype of the cell alone moves it,
+The bound is that of the library (docs/numerics.md). ref is the same computation in fp64, noise is
+the change of it by rounding to the dtype of the cell:
 
     max|x − ref|  ≤  4·noise + eps(dtype)·max|ref|
 
-Of a long cell an operator may have a random sample compared; the result file says how much.
+An operator may compare a random sample of a long cell; the result file records its size.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ Outputs = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Check:
-    """The worst tensor of a comparison: its error, what is allowed, and what was compared."""
+    """The worst tensor of a comparison: its error, its bound, and how much was compared."""
 
     ok: bool
     tensor: str
     max_error: float
     bound: float
-    largest: float  # of the tensor's reference: what the error is relative to
+    largest: float  # max|ref|, which the relative error refers to
     compared: str
     reason: str = ""
 
 
 class Oracle:
-    """The expected outputs of one cell, computed once and compared with every provider's."""
+    """The expected outputs of one cell, computed once for all providers."""
 
     def __init__(self, cell: Cell, seed: int) -> None:
         self.cell = cell
@@ -48,14 +48,14 @@ class Oracle:
         self.parts = self.op.parts(cell, seed)
         self.compared = self.op.coverage(cell, self.parts)
         self.reference = self._expected(self.parts)
-        # Rounding moves all parts alike, and takes longer to imitate than to compute.
+        # Rounding affects all parts alike, and simulating it is slow.
         few = self.op.parts(cell, seed, few=True)
         of_few = self.reference if few == self.parts else self._expected(few)
         dtype = TORCH_DTYPES[cell.dtype]
         self.noise = Noise(functools.partial(self._expected, few), of_few, dtype)
 
     def check(self, outputs: Outputs) -> Check:
-        """The tensor of `outputs` that is worst against its bound."""
+        """Compares all outputs; returns the one with the largest ratio of error to bound."""
         dtype = TORCH_DTYPES[self.cell.dtype]
         unjudged = self.op.unjudged(self.cell)
         sampled = {n: self._sample(n, whole) for n, whole in outputs.items() if n not in unjudged}

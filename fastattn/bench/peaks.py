@@ -1,10 +1,10 @@
-"""What this machine can do at most, measured while the benchmark runs.
+"""The peak rates of this machine, measured during the benchmark.
 
-The peak of a dtype is the highest rate that any code on these cores could reach in it, whether a
-kernel of ours uses that unit or not. Natively it is a loop of independent multiply-adds on
-registers, of the fastest unit there is (or of reads over a buffer larger than the caches). Without
-the native core, and on a GPU, the rate of `torch.mm`, or of `torch.sum`, is an estimate from below
-and is called one. Copying is torch's everywhere; it counts what is read and what is written.
+The peak of a dtype is the highest rate that any code can reach on these cores, also on units that
+fastattn does not use. The native core measures it by a loop of independent multiply-adds on the
+registers of the fastest unit, or of reads over a buffer larger than the caches. Without the native
+core, and on a GPU, it is estimated from below by the rate of `torch.mm` or `torch.sum`, and marked
+as an estimate. The copy rate is that of torch; it counts both reads and writes.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ import torch
 
 KINDS = ("fma_f32", "fma_f64", "dot_bf16", "dot_f16", "read_bandwidth", "copy_bandwidth")
 KIND_OF_DTYPE = {"fp32": "fma_f32", "fp64": "fma_f64", "fp16": "dot_f16", "bf16": "dot_bf16"}
-# The units that compute a dtype; the fastest is its peak. 16-bit floats are computed in fp32 too.
+# The units that can compute a dtype, 16-bit floats also in fp32; the fastest one is its peak.
 _UNITS = {
     "dot_bf16": ("tile_bf16", "dot_bf16", "fma_f32"),
     "dot_f16": ("tile_f16", "fma_f16", "fma_f32"),
 }
-# What a processor must have for a unit. One that has it, with a core that was built without the
-# loop that measures it, is faster than what can be measured.
+# The feature that a unit needs. If a processor has it and the native core was built without the
+# loop for it, the measured rate is below the peak.
 _FEATURES = {"tile_bf16": "amx_bf16", "tile_f16": "amx_fp16", "fma_f16": "avx512_fp16"}
-# In words, after the dtype that they compute.
+# In words, to follow the name of the dtype.
 UNIT_NAMES = {
     "tile_bf16": "AMX tiles",
     "tile_f16": "AMX tiles",
@@ -45,10 +45,10 @@ _COPY_ELEMENTS = 1 << 25
 class Rate(NamedTuple):
     """A rate in GFLOP/s (GB/s for a bandwidth), and how it was measured.
 
-    method  "measured", or why it is no ceiling
-    share   of its threads' time that this process got: less than 1 when others want the cores.
-            Only a loop of arithmetic keeps all threads at work; what else is measured has 1
-    unit    which of several units had it
+    method  "measured", or why the rate is not an upper limit
+    share   the share of its threads' time that this process received: less than 1 if others use
+            the cores. 1 for all but loops of arithmetic, which alone keep all threads busy
+    unit    the unit that reached it, if there are several
     """
 
     rate: float
@@ -58,13 +58,13 @@ class Rate(NamedTuple):
 
 
 def kind_of(dtype: str, measured: Container[str]) -> str:
-    """The kind of peak of a dtype, among those `measured`: old files have one for fp16 and fp32."""
+    """The kind of peak of a dtype; files without dot_f16 in `measured` use fma_f32 for fp16."""
     kind = KIND_OF_DTYPE[dtype]
     return "fma_f32" if kind == "dot_f16" and kind not in measured else kind
 
 
 def measure_peak(kind: str, threads: int, seconds: float, device: str = "cpu") -> Rate:
-    """The rate now, and for `seconds`: a longer load may get a lower clock."""
+    """Measures a rate for `seconds`; a longer load may run at a lower clock."""
     if kind not in KINDS:
         raise ValueError(f"unknown kind of peak {kind!r}; known are {', '.join(KINDS)}")
     if kind == "copy_bandwidth":
@@ -73,14 +73,14 @@ def measure_peak(kind: str, threads: int, seconds: float, device: str = "cpu") -
         rate = _best_rate(lambda: target.copy_(source), 8 * _COPY_ELEMENTS, seconds, device)
         return Rate(rate, "torch copy")
     try:
-        # By its adapter, which chooses the instruction set of each dtype.
+        # The adapter chooses the instruction set of each dtype.
         core = importlib.import_module("fastattn.backends.cpu")._cpu if device == "cpu" else None
     except ImportError:
         core = None
     if core is None:
         return Rate(*_estimate(kind, seconds, device))
     info = core.build_info()
-    # The machine's peak is that of its best instruction set, whichever one is being measured.
+    # The machine's peak is that of its best instruction set, also if another one is forced.
     core.set_isa(info["supported"][-1])
     try:
         unit, unmeasured = _fastest(core, kind, threads)
@@ -97,8 +97,8 @@ def measure_peak(kind: str, threads: int, seconds: float, device: str = "cpu") -
 
 @functools.cache
 def _fastest(core: Any, kind: str, threads: int) -> tuple[str, str]:
-    """The fastest unit for this kind, found once; and a feature of this processor that no loop
-    here measures, if there is one.
+    """The fastest unit for this kind (cached), and the features of this processor that were not
+    built in, if any.
     """
     units = _UNITS.get(kind, (kind,))
     rates = {unit: core.measure_peak(unit, threads, _CHOOSING_SECONDS) for unit in units}

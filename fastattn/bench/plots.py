@@ -1,4 +1,4 @@
-"""The picture of a result: how many times faster, how close to the peak. Needs matplotlib."""
+"""The bar chart of a result: speed-ups and shares of the peak. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fastattn.bench.display import cell_words, conditions
 from fastattn.bench.results import Result
 from fastattn.bench.summary import Row
 
-# Distinct for colour-blind eyes, legible on light and dark: one hue a provider, one shade a dtype.
+# One hue per provider, one shade per dtype; distinct for colour-blind readers, on light and dark.
 _HUES = {
     "fastattn": ("#2f81f7", "#86b9fb", "#c0dbfd"),
     "torch": ("#7d8590", "#a9b0b8", "#d0d5da"),
@@ -110,9 +110,9 @@ def _bars(
     metric: str,
     look: Theme,
 ) -> None:
-    """One bar for each group and series, with the interval of a speed-up as a whisker.
+    """One bar per group and series, with the interval of a speed-up as an error bar.
 
-    Speed-ups go by doublings, from 1: twice as fast and half as fast are equally long.
+    Speed-ups have a logarithmic scale from 1: twice and half as fast are equally long.
     """
     start = 1 if metric == "speedup" else 0
     height = 0.8 / max(len(series), 1)

@@ -1,4 +1,4 @@
-"""The parent's side of a worker: start, ask with a time limit, bury when it crashes or hangs."""
+"""The parent's side of a worker process: start, send requests with a time limit, stop."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ISA_VARIABLE = "FASTATTN_CPU_ISA"
 
 
 class ProviderError(RuntimeError):
-    """A provider could not do what it was asked; `status` is the row's: ERROR, CRASHED or HUNG."""
+    """A request failed; `status` is that of the result: ERROR, CRASHED or HUNG."""
 
     def __init__(self, status: str, reason: str) -> None:
         super().__init__(reason)
@@ -28,7 +28,7 @@ class ProviderError(RuntimeError):
 
 
 class WorkerProcess:
-    """One worker process and its pipes; `isa` forces the native core's instruction set there."""
+    """One worker process and its pipes; `isa` forces an instruction set of the native core."""
 
     def __init__(self, threads: int, cpus: Sequence[int], isa: str = "") -> None:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
@@ -50,7 +50,7 @@ class WorkerProcess:
         self._selector.register(self._process.stdout, selectors.EVENT_READ)
 
     def ask(self, timeout: float, do: str, **request: Any) -> dict[str, Any]:
-        """Sends a request, returns the reply; raises ProviderError, also for a crash or a hang."""
+        """Sends a request, returns the reply; raises ProviderError on an error, crash or hang."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps({"do": do, **request}).encode() + b"\n")
@@ -63,7 +63,7 @@ class WorkerProcess:
         return reply
 
     def stop(self) -> None:
-        """Ends the process, and its children with it."""
+        """Ends the process and its children."""
         if self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -71,7 +71,7 @@ class WorkerProcess:
         self._selector.close()
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        with contextlib.suppress(OSError):  # what was left to write has no reader any more
+        with contextlib.suppress(OSError):  # unwritten data has no reader any more
             self._process.stdin.close()
         self._process.stdout.close()
         self._errors.close()
@@ -100,24 +100,26 @@ class WorkerProcess:
             how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         except subprocess.TimeoutExpired:
             how = "closed its output"
-        said = self._last_words()
+        message = self._last_line()
         self.stop()
-        return ProviderError("CRASHED", f"{how} during {do!r}" + (f": {said}" if said else ""))
+        return ProviderError(
+            "CRASHED", f"{how} during {do!r}" + (f": {message}" if message else "")
+        )
 
-    def _last_words(self) -> str:
+    def _last_line(self) -> str:
         self._errors.seek(0)
         lines = self._errors.read().decode(errors="replace").strip().splitlines()
         return lines[-1][:200] if lines else ""
 
 
 def thread_variables(threads: int) -> dict[str, str]:
-    """The environment that holds every runtime to the same number of threads."""
+    """Environment variables that give every runtime the same number of threads."""
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TBB_NUM_THREADS")
     return {name: str(threads) for name in names} | {"MKL_DYNAMIC": "FALSE"}
 
 
 def usable_cpus(threads: int) -> list[int]:
-    """What the workers are pinned to: the first `threads` processors that this one may use."""
+    """The processors that workers are pinned to: the first `threads` that this process may use."""
     if not hasattr(os, "sched_getaffinity"):
         return []
     return sorted(os.sched_getaffinity(0))[:threads]

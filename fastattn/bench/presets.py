@@ -1,7 +1,7 @@
-"""The shapes that real models run, so that a benchmark speaks of something.
+"""The shapes of real models.
 
-Each preset is a list of templates: an operator, a shape, a mask and the weights that are asked for.
-Dtypes and passes are chosen on the command line, or by the preset where it is about one of them.
+A preset is a list of templates: an operator, a shape, a mask and the weights that are returned. The
+command line chooses dtypes and passes; a template has defaults for both.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from fastattn.bench.shapes import parse_shapes
 
 @dataclass(frozen=True)
 class Template:
-    """A cell without its dtype and pass; `dtypes` and `passes` are what is run by default.
+    """A cell without dtype and pass; `dtypes` and `passes` are the defaults.
 
-    The shape is written as in `--shapes`.
+    The shape has the notation of `--shapes`.
     """
 
     label: str
@@ -40,9 +40,9 @@ class Preset:
 def template_cells(
     template: Template, dtypes: Sequence[str] = (), passes: Sequence[str] = (), preset: str = ""
 ) -> list[Cell]:
-    """Every combination of the template's shapes with dtypes and passes, its own by default.
+    """Every combination of the template's shapes with dtypes and passes (default: its own).
 
-    A pass that the operator does not have is left out.
+    Passes that the operator does not have are left out.
     """
     operator = ops.get(template.op)
     return [
@@ -82,7 +82,7 @@ _BERT_WEIGHTS = Template(
 # Dosovitskiy et al. 2021, ViT-B/16 at 224 pixels: 14·14 patches and a class token.
 _VIT = Template("ViT-B/16 MHA, 197 patches", "mha", "B=8,L=197,E=768,H=12")
 _VIT_CORE = Template("ViT-B/16 SDPA, 197 patches", "sdpa", "B=8,H=12,L=197,D=64")
-# Radford et al. 2019, GPT-2 small at its full context; its heirs see more.
+# Radford et al. 2019, GPT-2 small at its full context; later models have longer ones.
 _GPT2 = Template("GPT-2 SDPA, causal, 1024 tokens", "sdpa", "B=1,H=12,L=1024,D=64", "causal")
 _GPT_2K = Template("GPT SDPA, causal, 2048 tokens", "sdpa", "B=1,H=16,L=2048,D=64", "causal")
 _GPT_STATS = Template(
@@ -110,7 +110,7 @@ _DECODE = Template(
 _DECODE_CACHE = Template(
     "Llama 3 8B decode_attention, cache 4096", "decode", "B=1,H=32,Hkv=8,Lk=4096,D=128"
 )
-# The base model of Vaswani et al. 2017, width 512 and 8 heads, on sentences half as long as the
+# The base model of Vaswani et al. 2017, width 512 and 8 heads; sentences are half as long as the
 # longest of their batch.
 _PADDED_SHAPE = "B=16,L=256,E=512,H=8"
 _PADDED = Template("Transformer MHA, half padding", "mha", _PADDED_SHAPE, "padding")
@@ -135,7 +135,7 @@ _STACKS = [
     Template("Transformer decoder layer", "decoder_layer", "B=4,L=128,E=512,H=8,F=2048"),
     Template("Transformer decoder, six layers", "decoder", "B=4,L=128,E=512,H=8,F=2048"),
     Template("Transformer, six and six layers", "transformer", "B=4,L=128,E=512,H=8,F=2048"),
-    Template("a network of each head's own", "head_network", "B=4,H=8,L=128,D=64,F=64"),
+    Template("HeadNetwork, a network per head", "head_network", "B=4,H=8,L=128,D=64,F=64"),
 ]
 _SINUSOIDS = [
     Template("Transformer position encoding", "sinusoidal", "B=16,L=256,E=512"),
@@ -148,7 +148,7 @@ _POSITIONS = [
     Template("BERT-base learnt positions", "learned", "B=8,L=512,E=768"),
 ]
 # Bahdanau et al. 2015: 1000 hidden units, sentences of up to 30 or 50 words; Luong et al. 2015:
-# 1000 cells and windows of D = 10. Half as wide here, so that a cell takes no minute.
+# 1000 cells and windows of D = 10. Half as wide here, to limit the time of a cell.
 _SEQ2SEQ = [
     Template("Bahdanau scores, all steps", "additive", "B=32,L=30,A=512"),
     Template("Bahdanau scores, one step", "additive", "B=64,Lq=1,Lk=50,A=512"),
@@ -159,11 +159,11 @@ _SEQ2SEQ = [
     Template("Luong module, all steps", "luong_module", "B=64,L=50,D=512"),
     Template("OpenNMT's layer, all steps", "global_attention", "B=64,L=50,D=512"),
     Template("Keras' layer, all steps", "additive_module", "B=32,L=30,A=512"),
-    # Xu et al. 2015: each word looks at one of 14·14 places of an image.
-    Template("one place of an image for a word", "hard", "B=16,H=1,Lq=20,Lk=196,D=512"),
+    # Xu et al. 2015: each word attends to one of the 14·14 positions of an image.
+    Template("hard attention, 196 positions of an image", "hard", "B=16,H=1,Lq=20,Lk=196,D=512"),
 ]
 # Sukhbaatar et al. 2015: bAbI trained jointly, 50 sentences of at most 11 of 175 words, width 50;
-# and memories that are not small.
+# and larger memories.
 _MEMORY = [
     # Ramsauer et al. 2021: at most three steps; a batch of bags with 128 patterns.
     Template("Hopfield retrieval, 3 steps", "hopfield", "B=4,H=8,L=128,N=128,D=64,K=3"),
@@ -173,14 +173,14 @@ _MEMORY = [
     Template("Hopfield pooling of 32 bags", "hopfield_pooling", "B=32,N=128,E=512,H=8,K=3"),
     Template("bAbI encoding of a memory", "encode_memory", "B=32,N=50,J=11,V=175,D=50"),
     Template("bAbI hops", "memory_hops", "B=32,N=50,D=50,K=3"),
-    Template("a memory for every query", "memory_hops", "B=256,N=1000,D=128,K=3"),
+    Template("one memory per query", "memory_hops", "B=256,N=1000,D=128,K=3"),
     Template("one memory for all queries", "memory_hops", "B=256,S=1,N=10000,D=128,K=3"),
-    # Miller et al. 2016 read tens to thousands of slots that a hash has found.
+    # Miller et al. 2016 read tens to thousands of slots that a hash selects.
     Template("1024 slots of keys and values", "key_value_memory", "B=32,L=1,N=1024,D=128"),
-    Template("bAbI, the whole network", "memn2n", "B=32,N=50,J=11,V=175,D=50,K=3"),
+    Template("bAbI, the complete network", "memn2n", "B=32,N=50,J=11,V=175,D=50,K=3"),
 ]
 
-# Whole models of transformers, by the names that `bench model` takes. Sizes that are not given are
+# Whole models of transformers, by their names in `bench model`. Other sizes are
 # those of BERT-base, DistilBERT, ViT-B/16, the encoder of Whisper small, GPT-2 and TinyLlama.
 _TRAINED = ("fwd", "fwd+bwd")
 _FORWARD = ("fwd",)
@@ -214,7 +214,7 @@ PRESETS: dict[str, Preset] = {
         "one cell of each kind, about a minute", [_BERT[128], _BERT_CORE[512], _GPT2, _DECODE_GQA]
     ),
     "dropin": Preset(
-        "the main job: nn.MultiheadAttention replaced, and the attention inside it",
+        "nn.MultiheadAttention replaced, and the attention inside it",
         [
             *(_BERT[128], _VIT, _PADDED, _BERT_CORE[512], _DECODE_GQA),
             *(_BERT[512], _BERT_WEIGHTS, _GPT_2K),
@@ -226,7 +226,7 @@ PRESETS: dict[str, Preset] = {
     ),
     "vit": Preset("ViT-B/16 at 224 pixels: batch 8, 12 heads of 64", [_VIT, _VIT_CORE]),
     "gpt": Preset(
-        "GPT-2 and its heirs: causal, 1024 and 2048 tokens",
+        "GPT-2 and larger GPTs: causal, 1024 and 2048 tokens",
         [_GPT2, _GPT_2K, _GPT_STATS, _GPT_MERGE],
     ),
     "decode": Preset(
@@ -234,7 +234,7 @@ PRESETS: dict[str, Preset] = {
         [_DECODE_GQA, _DECODE, _DECODE_CACHE],
     ),
     "padded": Preset(
-        "16 sentences padded to 256 tokens, half of it padding: width 512, 8 heads",
+        "16 sentences padded to 256 tokens, half of them padding: width 512, 8 heads",
         [_PADDED, _PADDED_WEIGHTS, _PADDED_CORE, _PACKED, _PADDED_LAYER],
     ),
     "transformer": Preset("the base Transformer and its parts, width 512", _STACKS),
@@ -245,7 +245,7 @@ PRESETS: dict[str, Preset] = {
     ),
     "memory": Preset("memories: Hopfield retrieval, end-to-end memory networks", _MEMORY),
     "models": Preset(
-        f"whole models of transformers: {', '.join(WHOLE_MODELS)} (`bench model` has one alone)",
+        f"whole models of transformers: {', '.join(WHOLE_MODELS)} (one alone: `bench model NAME`)",
         [template for templates in WHOLE_MODELS.values() for template in templates],
     ),
 }
@@ -255,7 +255,7 @@ MODEL_PRESETS = tuple(name for name in PRESETS if name not in ("quick", "dropin"
 def model_cells(
     names: Sequence[str], dtypes: Sequence[str] = (), passes: Sequence[str] = ()
 ) -> list[Cell]:
-    """The cells of whole models (`all`: of every one). Raises ValueError for an unknown name."""
+    """The cells of whole models; `all` is every one. Raises ValueError for an unknown name."""
     for name in names:
         if name not in (*WHOLE_MODELS, "all"):
             raise ValueError(f"model {name!r}: known are {', '.join([*WHOLE_MODELS, 'all'])}")
@@ -271,7 +271,7 @@ def model_cells(
 
 
 def preset_cells(name: str, dtypes: Sequence[str] = (), passes: Sequence[str] = ()) -> list[Cell]:
-    """The cells of presets, as a,b (`all`: of every model); dtypes and passes replace its own."""
+    """The cells of presets, such as "a,b" or "all"; dtypes and passes replace their defaults."""
     for one in name.split(","):
         if one not in (*PRESETS, "all"):
             raise ValueError(f"--preset {one!r}: allowed are {', '.join([*PRESETS, 'all'])}")
@@ -282,6 +282,8 @@ def preset_cells(name: str, dtypes: Sequence[str] = (), passes: Sequence[str] = 
         for template in PRESETS[preset].templates
         for cell in template_cells(template, dtypes, passes, preset)
     ]
-    if name == "quick":  # each kind before another dtype: a slow machine's minute may end there
+    if (
+        name == "quick"
+    ):  # all kinds in one dtype first: on a slow machine the time budget may end there
         cells.sort(key=lambda cell: DTYPES.index(cell.dtype))
     return cells

@@ -1,10 +1,10 @@
-"""What a program computes: its attentions, seen where PyTorch lets functions be overridden.
+"""Records the attention calls of a program, by overriding PyTorch's functions.
 
     with fastattn.bench.record("shapes.txt"):
         model(batch)
 
-Results do not change. While somebody watches, `nn.MultiheadAttention` keeps off its fused inference
-path, and the library goes through the dispatcher.
+Results do not change. During a recording, `nn.MultiheadAttention` does not take its fused inference
+path, and the library's operators go through the dispatcher.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ _DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 class Calls(TorchFunctionMode):
-    """Tells of every call of a function of PyTorch, and of every operator of fastattn that goes
-    through the dispatcher: its name, its tensors, its options.
+    """Reports every call of a PyTorch function, and of every operator of fastattn that goes through
+    the dispatcher, with its name, tensors and options.
     """
 
     def __init__(self, on_operator: OnCall, on_function: Callable[..., None] | None = None) -> None:
@@ -63,7 +63,7 @@ class Calls(TorchFunctionMode):
 
 
 class Recording:
-    """The lines of `--shapes` that were seen, and how often."""
+    """The recorded lines of `--shapes` and their counts."""
 
     def __init__(self) -> None:
         self.lines: Counter[str] = Counter()
@@ -77,7 +77,7 @@ class Recording:
             self.lines[line] += 1
 
     def text(self) -> str:
-        """What goes into a file for `--shapes @FILE`, the most frequent first."""
+        """The contents of a file for `--shapes @FILE`, the most frequent lines first."""
         head = "# recorded by fastattn bench record; run: fastattn bench run --shapes @THIS_FILE\n"
         calls = self.lines.most_common()
         width = max((len(line) for line, _ in calls), default=0)
@@ -86,12 +86,12 @@ class Recording:
 
 @contextlib.contextmanager
 def record(path: str | Path | None = None) -> Iterator[Recording]:
-    """Write down which attentions are computed inside the `with` block, on this thread.
+    """Record the attention calls in the `with` block, on this thread.
 
-    The shapes go into the file at its end, one line for each, with how often it was computed; the
-    recording that the block is given has them too. Recorded are PyTorch's
-    `scaled_dot_product_attention` and `nn.MultiheadAttention`, and the library's attentions,
-    memory hops, encodings and whatever is built on them.
+    At its end, the shapes are written to the file, one per line with the number of calls. The
+    yielded recording has them too. Recorded are PyTorch's `scaled_dot_product_attention` and
+    `nn.MultiheadAttention`, and the attentions, memory hops and encodings of this library, also
+    inside its modules.
     """
     recording = Recording()
     try:
@@ -106,9 +106,9 @@ def record(path: str | Path | None = None) -> Iterator[Recording]:
 
 
 def run_program(command: Sequence[str], path: Path) -> int:
-    """Run `[python] script.py ...` or `[python] -m module ...` and record it; its exit code."""
+    """Run and record `[python] script.py ...` or `[python] -m module ...`; return its exit code."""
     words = list(command[1:] if command[:1] == ["--"] else command)
-    python = sys.executable  # a bare `python` may be another, without this package
+    python = sys.executable  # a bare `python` may be another interpreter, without this package
     if words and Path(words[0]).name.startswith("python"):
         named = words.pop(0)
         python = named if "/" in named else python
@@ -126,7 +126,7 @@ def run_program(command: Sequence[str], path: Path) -> int:
     return done.returncode
 
 
-# What a call is, as a line of --shapes; None for what the benchmark has no form for.
+# Each of these returns a call as a line of --shapes, or None if the benchmark has no such cell.
 
 
 def _line(op: str, sizes: Mapping[str, int], x: Tensor, grad: bool, **options: str) -> str | None:
@@ -144,7 +144,7 @@ def _wants_grad(*tensors: Any) -> bool:
 
 
 def _mask_kind(mask: Tensor | None, causal: bool) -> str:
-    """What a mask is like: its shape and its dtype tell, its contents only where it is square."""
+    """The kind of a mask, from its shape and dtype, and its contents if it is a matrix."""
     if causal:
         return "causal"
     if mask is None:
@@ -152,8 +152,8 @@ def _mask_kind(mask: Tensor | None, causal: bool) -> str:
     if mask.dim() < 2 or mask.shape[-2] == 1:
         return "padding"
     if mask.dim() == 2:
-        seen = mask if mask.dtype == torch.bool else mask == 0
-        if torch.equal(seen, torch.ones_like(seen).tril()):
+        visible = mask if mask.dtype == torch.bool else mask == 0
+        if torch.equal(visible, torch.ones_like(visible).tril()):
             return "causal"
     return "bool" if mask.dtype == torch.bool else "bias"
 
@@ -196,7 +196,7 @@ def _note_module(
     is_causal: bool = False,
     **options: Any,
 ) -> str | None:
-    """`F.multi_head_attention_forward`, which has [L, B, E] and True for what is ignored."""
+    """`F.multi_head_attention_forward`: [L, B, E], and True in a mask is ignored."""
     length, batch = query.shape[0], query.shape[1] if query.dim() == 3 else 1
     grad = _wants_grad(query, key, value, *args)
     weights = ("average" if average_attn_weights else "per-head") if need_weights else "none"
@@ -206,7 +206,7 @@ def _note_module(
     if query.shape == key.shape == value.shape:
         sizes = {"B": batch, "L": length, "E": query.shape[-1], "H": num_heads}
         return _line("mha", sizes, query, grad, mask=mask, weights=weights)
-    head_dim = query.shape[-1] // num_heads  # cross-attention: what is between the projections
+    head_dim = query.shape[-1] // num_heads  # cross-attention: without the projections
     lengths = {"Lq": length, "Lk": key.shape[0]}
     sizes = {"B": batch, "H": num_heads, "Hkv": num_heads, **lengths, "D": head_dim, "Dv": head_dim}
     return _line("sdpa", sizes, query, grad, mask=mask, weights=weights)
@@ -255,7 +255,7 @@ def _primitive_encode(tokens: Tensor, weight: Tensor, *rest: Any, **_: Any) -> s
 def _primitive_varlen(
     query: Tensor, key: Tensor, value: Tensor, ends: Tensor, *rest: Any, options: VarlenOptions
 ) -> str | None:
-    """The benchmark's sequences are half as long as their longest on average: so are these."""
+    """L is twice the mean length: in the benchmark's cells, L is the length and the mean is L/2."""
     batch = max(ends.numel() - 1, 1)
     sizes = {"B": batch, "H": query.shape[-2], "Hkv": key.shape[-2]}
     sizes |= {"L": -(-2 * query.shape[0] // batch), "D": query.shape[-1]}
@@ -267,7 +267,7 @@ def _primitive_varlen(
 def _primitive_decode(
     query: Tensor, keys: Tensor, values: Tensor, seqlens: Tensor, table: Any, *rest: Any, **_: Any
 ) -> str | None:
-    if table is not None:  # a cache in pages: what a sequence has of it is not in a shape
+    if table is not None:  # paged: the shapes do not include the length of the cache
         return None
     sizes = _attention_sizes(query, keys, values)
     del sizes["Dv"]

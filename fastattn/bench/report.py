@@ -1,6 +1,6 @@
-"""A result as one HTML file: a table that sorts, plots, the environment; no network is asked.
+"""A result as one HTML file: a sortable table, plots and the environment; it needs no network.
 
-The plots are SVG inside the file; the script sorts and filters the table and does nothing else.
+The plots are inline SVG. The script only sorts and filters the table.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from fastattn.bench.results import Result
 from fastattn.bench.summary import Row, summarise
 
 _TITLES = {
-    "speedup": "Speed-up, and the share of the peak",
-    "heatmap": "Speed-ups at a glance",
+    "speedup": "Speed-up and share of the peak",
+    "heatmap": "Speed-ups, all cells",
     "time": "Time by length",
     "throughput": "Throughput by length",
-    "roofline": "Under the roof",
+    "roofline": "Roofline",
     "memory": "Memory by length",
     "error": "Error by length",
 }
-# Heading, the row's value to sort by, and whether it is a number.
+# Heading, key of the row to sort by, and whether the values are numbers.
 _COLUMNS = (
     ("cell", "shape", False),
     ("dtype", "dtype", False),
@@ -46,7 +46,7 @@ _COLUMNS = (
 
 
 def write(result: Result, path: Path, title: str = "Attention, measured") -> None:
-    """Raises ValueError for a result in which nothing was timed."""
+    """Writes the page. Raises ValueError for a result without timings."""
     rows = summarise(result)
     env, settings = result.environment, result.settings
     facts = {"environment": env, "settings": settings, "providers": result.providers}
@@ -56,13 +56,13 @@ def write(result: Result, path: Path, title: str = "Attention, measured") -> Non
         f"<p class=faint>{_text(display.conditions(result))}</p>",
         "<ul>" + "".join(f"<li>{_text(line)}" for line in display.closing(result, rows)) + "</ul>",
         *_figures(result),
-        "<h2>Every row</h2>",
+        "<h2>All rows</h2>",
         _table(rows),
         "<h2>Conditions</h2>",
         "<details><summary>Environment, settings, providers, peaks</summary><pre>"
         f"{_text(json.dumps(facts | {'peaks': peaks}, indent=1))}</pre></details>",
-        f"<p class=faint>{env['utc']}, commit {_text(str(env['commit']))}. A process for each "
-        "provider, interleaved rounds, every answer compared with float64 before it was timed; "
+        f"<p class=faint>{env['utc']}, commit {_text(str(env['commit']))}. One process per "
+        "provider, interleaved rounds; every result was compared with float64 before it was timed; "
         "intervals are bootstrap at 95 %. Written by <code>fastattn bench report</code>.</p>",
     ]
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -90,7 +90,7 @@ def _figures(result: Result) -> list[str]:
 def _svg(result: Result, kind: str, theme: str) -> str:
     figure = charts.make(result, kind, theme)
     buffer = io.StringIO()
-    # Glyphs as text: smaller by far, and it can be searched. Ids of two pictures must differ.
+    # Glyphs as text are much smaller and searchable. The salt makes ids differ between plots.
     with plt.rc_context({"svg.fonttype": "none", "svg.hashsalt": f"{kind}-{theme}"}):
         figure.savefig(buffer, format="svg", facecolor=figure.get_facecolor())
     plt.close(figure)
@@ -126,10 +126,10 @@ def _row(row: Row) -> str:
     if row["speedup"] is not None:
         shown["speed-up"] += f"<br><small>{row['speedup_low']:.2f} – {row['speedup_high']:.2f}"
     if row["busy"]:
-        shown["rounds"] += "<br><small title='the machine was never quiet'>busy"
+        shown["rounds"] += "<br><small title='no round was undisturbed'>busy"
     elif row["discarded"]:
         total = row["rounds"] + row["discarded"]
-        shown["rounds"] += f"<br><small title='the machine was busy in the others'>of {total}"
+        shown["rounds"] += f"<br><small title='the other rounds were disturbed'>of {total}"
     if row["verdict"] is None and row["status"] == "ok":
         shown["verdict"] = "baseline" if row["provider"] == row["baseline"] else ""
     cells = []
@@ -191,7 +191,7 @@ table.tHead.addEventListener("click", event => {
   const numeric = th.classList.contains("number");
   const known = row => !numeric || row.cells[i].dataset.value !== undefined;
   body.append(...[...rows].sort((a, b) => {
-    if (known(a) !== known(b)) return known(a) ? -1 : 1;  // what was not measured stays below
+    if (known(a) !== known(b)) return known(a) ? -1 : 1;  // rows without a value stay below
     const [x, y] = [value(a, i), value(b, i)];
     return (numeric ? x - y : x.localeCompare(y)) * (down ? -1 : 1);
   }));

@@ -1,11 +1,11 @@
-"""The result file: raw samples with all that is needed to judge them.
+"""The result file: raw samples, and everything needed to judge them.
 
-Three kinds of records, one per line while measuring (JSONL, so that nothing is lost), or one JSON
-document:
+Three kinds of records, one per line during a run (JSONL, so a killed run loses nothing), or all in
+one JSON document:
 
-    header  format, version, environment, settings, providers with why one is missing
+    header  format, version, environment, settings, providers and why one is missing
     cell    the cell, its FLOPs, each provider's status, and the rounds: guards and times
-    end     the best of each peak, how the run ended
+    end     the best value of each peak, and how the run ended
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ VERSION = 2
 
 @dataclass
 class Outcome:
-    """What became of one provider on one cell. Only `ok` has been timed to the end.
+    """The outcome of one provider on one cell.
 
-    ok, UNAVAILABLE (it says why), WRONG (never timed), ERROR, CRASHED, HUNG, SKIPPED (no time left)
+    status  ok, UNAVAILABLE (see reason), WRONG (not timed), ERROR, CRASHED, HUNG, SKIPPED (the time
+            budget was used up)
     """
 
     status: str = "ok"
@@ -47,11 +48,12 @@ class Outcome:
 
 @dataclass
 class Round:
-    """One turn of every provider, in random order, between two measurements of the peak.
+    """One sample of every provider, in random order, between two measurements of the peak.
 
-    share          of its threads' time that the measurement of the peak got, at its worst
+    guard          the peaks measured before and after, in GFLOP/s
+    share          the least share of its threads' time that a measurement of the peak received
     attention      the share of a whole model's time that its attention took
-    guard_seconds  how long the second measurement lasted: about as long as a provider's sample
+    guard_seconds  the duration of the second measurement: about that of a provider's sample
     """
 
     guard: tuple[float, float]
@@ -88,8 +90,8 @@ class CellResult:
 class Peak:
     """A rate in GFLOP/s or GB/s: the best of the run, and whether it was measured or estimated.
 
-    samples   before, in the middle and after; the guards of the rounds are many more
-    unit      which of the processor's units had it, where there are several for a dtype
+    samples   at the start, in the middle and at the end of the run, in addition to the guards
+    unit      the unit of the processor that reached it, if several compute the dtype
     """
 
     rate: float
@@ -122,22 +124,22 @@ class Result:
 
 
 class ResultFileError(ValueError):
-    """A file that is no result of this benchmark, or of another version."""
+    """The file is not a result of this benchmark, or has another version."""
 
 
 class Journal:
-    """Writes a run line by line as it happens, so that a killed run keeps what it measured."""
+    """Writes each record as soon as it exists, so a killed run keeps its measurements."""
 
     def __init__(self, path: Path | None) -> None:
         self._file = None
         self.failure: OSError | None = None
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("a")  # an earlier run's lines stay until there is a new header
+            self._file = path.open("a")  # lines of an earlier run stay until there is a new header
         self._has_begun = False
 
     def write(self, record: str, data: dict[str, Any]) -> None:
-        """A full disk ends the journal, not the run: the results are still printed."""
+        """Writes a record. A full disk ends the journal, not the run: results are still printed."""
         if self._file is None or self.failure is not None:
             return
         if not self._has_begun and record != "header":
@@ -160,7 +162,7 @@ class Journal:
                 self.failure = self.failure or error
 
 
-# What must be the same for cells of two runs to stand in one file.
+# The conditions that must agree before cells of two runs are merged.
 _SAME = {
     "settings": ("threads", "seed", "cache", "baseline"),
     "environment": ("cpu", "fastattn", "commit", "isa", "torch", "python"),
@@ -168,9 +170,9 @@ _SAME = {
 
 
 def resumable(path: Path, result: Result) -> Result | None:
-    """What an earlier run left in its journal, for `result` to go on from; None without a journal.
+    """The journal of an earlier run that `result` continues; None without a journal.
 
-    Raises ResultFileError naming what has changed since.
+    Raises ResultFileError, which names the condition that differs.
     """
     if not path.exists():
         return None
@@ -187,7 +189,7 @@ def resumable(path: Path, result: Result) -> Result | None:
 
 
 def save_json(result: Result, rows: Iterable[dict[str, Any]], path: Path) -> None:
-    """One document: the raw records, and the rows computed from them for those who only read."""
+    """Writes one document: the raw records, and the rows computed from them for other programs."""
     path.parent.mkdir(parents=True, exist_ok=True)
     document = {
         **result.header(),
@@ -208,7 +210,7 @@ def save_csv(rows: Iterable[dict[str, Any]], path: Path) -> None:
 
 
 def load(path: Path) -> Result:
-    """Reads a document or a journal. Raises ResultFileError naming the file and what is wrong."""
+    """Reads a document or a journal. Raises ResultFileError, which names the file and the error."""
     try:
         document = _document(path.read_text(encoding="utf-8"))
         if document.get("format") != FORMAT:
@@ -240,7 +242,7 @@ _NAMES_IN_VERSION_1 = {
 
 
 def _upgrade(document: dict[str, Any]) -> None:
-    """Version 1 had seven sizes for every operator, by names of its own."""
+    """Converts from version 1, which had seven sizes for every operator, with other names."""
     for found in document["cells"]:
         cell = found["cell"]
         sizes = {key: cell[name] for key, name in _NAMES_IN_VERSION_1[cell["op"]].items()}
@@ -255,12 +257,12 @@ def _document(text: str) -> dict[str, Any]:
         return document
     lines = text.splitlines(keepends=True)
     if len(lines) > 1 and not lines[-1].endswith("\n"):
-        lines.pop()  # whoever killed the run did so in the middle of it
+        lines.pop()  # the run was killed while it wrote this line
     records = [json.loads(line) for line in lines]
     document = dict(records[0])
     document.update(next((r for r in records if r["record"] == "end"), {"ended": "killed"}))
     document.setdefault("peaks", {})
-    # A cell that was measured again occurs twice.
+    # A cell that was measured twice occurs twice; the last one counts.
     cells = {json.dumps(r["cell"]): r for r in records if r["record"] == "cell"}
     document["cells"] = list(cells.values())
     return document

@@ -1,4 +1,4 @@
-"""The roof: what arithmetic and memory allow, and how near each cell comes."""
+"""The roofline: the limits of arithmetic and memory, and the share of them that a cell reaches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SECONDS = 0.3
 
 
 def measure(threads: int) -> tuple[dict[str, Peak], float]:
-    """Every peak of this machine, now, and the least share of its cores that a measurement got."""
+    """Measures every peak; also returns the least share of the cores that it received."""
     peaks, least = {}, 1.0
     for kind in KINDS:
         samples = [measure_peak(kind, threads, _SECONDS) for _ in range(3)]
@@ -23,7 +23,7 @@ def measure(threads: int) -> tuple[dict[str, Peak], float]:
 
 
 def roof_lines(peaks: dict[str, Peak]) -> list[str]:
-    """The peaks, and from which intensity on the arithmetic is the limit."""
+    """The peaks, and the intensity from which arithmetic is the limit."""
     read = peaks["read_bandwidth"].rate
     lines = [f"reading memory  {read:8.1f} GB/s  {_spread(peaks['read_bandwidth'])}"]
     if copy := peaks.get("copy_bandwidth"):
@@ -47,7 +47,7 @@ def _spread(peak: Peak) -> str:
 
 
 def cell_lines(rows: Sequence[Row]) -> list[str]:
-    """Each row's intensity, its roof, and its share of it."""
+    """The intensity of each row, its limit, and the share of it that it reaches."""
     lines = [f"{'FLOP/byte':>10} {'GFLOP/s':>8} {'roof':>8} {'share':>6}  cell"]
     for row in rows:
         if row["percent_of_roof"] is not None:

@@ -1,4 +1,4 @@
-"""The measurement: cell after cell; in a cell rounds; in a round every provider in random order."""
+"""The measurement: each cell has rounds; in a round, every provider runs once, in random order."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ from fastattn.bench.results import CellResult, Journal, Outcome, Peak, Result, R
 from fastattn.bench.summary import MIN_KEPT, QUIET, QUIET_SHARE, quiet_rounds
 
 PEAK_SECONDS = 0.2
-# A guard lasts as long as a provider's sample, within these: the clock that a processor grants for
-# a moment is not what it grants for longer.
+# A guard (a measurement of the peak beside a round) lasts as long as a provider's sample, within
+# these limits: a processor's clock is higher for short loads.
 GUARD_SECONDS = (0.02, 0.1)
-GUARD_TRIES = 3  # of the shortest; of longer ones, as many as take no more time
-MAX_FAILURES = 3  # after so many crashes and hangs a provider is given up
+GUARD_TRIES = 3  # of the shortest guard; longer ones get as many tries as fit into that time
+MAX_FAILURES = 3  # crashes and hangs after which a provider is no longer used
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What is measured and how long; everything here goes into the result file."""
+    """What is measured and for how long; the result file records all but the cells."""
 
     cells: Sequence[Cell]
     providers: Sequence[str] = DEFAULT
     baseline: str = "torch"
     threads: int = field(default_factory=torch.get_num_threads)
-    cache: str = "warm"  # or cold: the caches are emptied before every call
+    cache: str = "warm"  # or "cold": the caches are flushed before every call
     seed: int = 0
-    time_budget: float = 60.0  # seconds for everything
-    rounds: int = 15  # the required number of quiet rounds per cell
+    time_budget: float = 60.0  # seconds for the complete run
+    rounds: int = 15  # the required number of undisturbed rounds per cell
     sample_ms: float = 20.0  # a sample repeats the call until it lasts at least this long
-    timeout: float = 60.0  # seconds without an answer after which a provider hangs
+    timeout: float = 60.0  # seconds without an answer after which a provider counts as hung
 
     def to_json(self) -> dict[str, object]:
         plain = dataclasses.asdict(self)
@@ -54,7 +54,7 @@ class Settings:
 
 
 class Watcher(Protocol):
-    """Whoever shows the progress."""
+    """Shows the progress."""
 
     def start(self, result: Result, cells: Sequence[Cell]) -> None: ...
     def doing(self, cell: Cell, what: str) -> None: ...
@@ -62,7 +62,7 @@ class Watcher(Protocol):
 
 
 class Runner:
-    """One run. `run()` returns what was measured, whoever crashed or hung, after Ctrl-C too."""
+    """One run. `run()` returns its measurements even after crashes, hangs and Ctrl-C."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Runner:
         watcher: Watcher,
         earlier: Callable[[Result], Result | None] = lambda result: None,
     ) -> None:
-        """`earlier` finds what a run that is gone on with has measured already."""
+        """`earlier` returns the result of the run that this one continues, if any."""
         self.settings = settings
         self.watcher = watcher
         self.journal = Journal(None)
@@ -79,7 +79,7 @@ class Runner:
         self.failures: dict[str, int] = dict.fromkeys(settings.providers, 0)
         self.random = random.Random(settings.seed)
         self.oracle: Oracle | None = None
-        self.sample_seconds: dict[str, float] = {}  # of each provider, the last one
+        self.sample_seconds: dict[str, float] = {}  # the last sample of each provider
         pinned = f"{len(self.cpus)} processors" if self.cpus else "nothing"
         device = settings.cells[0].device if settings.cells else "cpu"
         environment = describe_environment(device) | {
@@ -91,13 +91,13 @@ class Runner:
         self.earlier: dict[str, CellResult] = {}
         self.done: set[str] = set()
         if before is not None:
-            asked = {cell.name for cell in settings.cells}
-            self.earlier = {c.cell.name: c for c in before.cells if c.cell.name in asked}
+            names = {cell.name for cell in settings.cells}
+            self.earlier = {c.cell.name: c for c in before.cells if c.cell.name in names}
             self.done = {name for name, c in self.earlier.items() if self._is_done(c)}
             self.result.peaks, self.result.providers = before.peaks, before.providers
 
     def run(self, journal: Journal) -> Result:
-        """Writes every cell into the journal as soon as it is measured."""
+        """Runs all cells; writes each one to the journal as soon as it is measured."""
         self.journal = journal
         self.deadline = time.monotonic() + self.settings.time_budget
         torch.set_num_threads(self.settings.threads)
@@ -114,7 +114,7 @@ class Runner:
                     self._measure_peaks()
                 share = (self.deadline - time.monotonic()) / (len(self.settings.cells) - index)
                 try:
-                    # A run measures at least one cell, however long its start took.
+                    # A run measures at least one cell, however long the start took.
                     self._measure(found, share if index else max(share, 1.0))
                 except KeyboardInterrupt:
                     _skip_untimed(found)
@@ -134,7 +134,7 @@ class Runner:
         return self.result
 
     def _is_done(self, cell: CellResult) -> bool:
-        """Whether every provider that is asked for has had its turn, on a quiet machine."""
+        """Whether every provider has been measured, with enough undisturbed rounds."""
         outcomes = [cell.outcomes.get(name) for name in self.settings.providers]
         statuses = ["SKIPPED" if outcome is None else outcome.status for outcome in outcomes]
         wanted = min(MIN_KEPT, self.settings.rounds) if "ok" in statuses else 0
@@ -143,7 +143,7 @@ class Runner:
     # Starting
 
     def _start(self) -> None:
-        # All of them start at once; "" is the machine's own, which measures the peaks.
+        # All processes start at once; that of "" measures the peaks.
         self.workers = {name: self._new_worker(name) for name in ("", *self.settings.providers)}
         for name in self.settings.providers:
             self._open(name)
@@ -157,13 +157,13 @@ class Runner:
         return WorkerProcess(self.settings.threads, self.cpus, isa_of(name))
 
     def _open(self, name: str) -> None:
-        """Lets a process load its provider; the result says what it runs on, or why it cannot."""
+        """Makes a process load its provider; records its versions, or why it is unavailable."""
         threads = self.settings.threads
         try:
             about = self.workers[name].ask(START_SECONDS, "open", provider=name, threads=threads)
         except ProviderError as error:
             self.workers.pop(name).stop()
-            # What cannot be loaded, as it is not installed, is no fault of the run.
+            # A provider that is not installed is not a failure of the run.
             status = "UNAVAILABLE" if error.status == "ERROR" else error.status
             self.result.providers[name] = {"status": status, "reason": error.reason}
         else:
@@ -176,9 +176,9 @@ class Runner:
             self.result.peaks[kind].samples.append(rate)
 
     def _guard(self, kind: str, seconds: float, before: float = 0.0) -> tuple[float, float]:
-        """The peak just now and the share of the cores that it got.
+        """The current peak, and the share of the cores that its measurement received.
 
-        Again, and the best of three, where somebody else had the cores or it is far below `before`.
+        Repeats a measurement that was disturbed or is far below `before`, and returns the best.
         """
         best = (0.0, 0.0)
         for _ in range(max(1, round(GUARD_TRIES * GUARD_SECONDS[0] / seconds))):
@@ -188,7 +188,7 @@ class Runner:
         return best
 
     def _peak(self, kind: str, seconds: float) -> tuple[float, float]:
-        """Measures a peak now and keeps the best of the run."""
+        """Measures a peak and keeps the best of the run."""
         reply = self.workers[""].ask(
             START_SECONDS,
             "peak",
@@ -212,12 +212,12 @@ class Runner:
         ready = [name for name, outcome in found.outcomes.items() if outcome.status == "ok"]
         if not ready:
             return
-        self.watcher.doing(cell, "computing the fp64 answer")
+        self.watcher.doing(cell, "computing the fp64 reference")
         try:
             found.flops = flops(cell, true_in_mask(cell, self.settings.seed))
             oracle = self._oracle_for(cell)
-        except (RuntimeError, MemoryError) as error:  # as where there is no memory for it
-            reason = f"the fp64 answer cannot be computed: {_first_line(error)}"
+        except (RuntimeError, MemoryError) as error:  # such as too little memory
+            reason = f"the fp64 reference cannot be computed: {_first_line(error)}"
             found.outcomes |= {name: Outcome("ERROR", reason) for name in ready}
             return
         for name in ready:
@@ -234,13 +234,13 @@ class Runner:
         try:
             reply = self.workers[name].ask(self.settings.timeout, "why_not", cell=cell.to_json())
         except ProviderError as error:
-            self._bury(name, error)
+            self._restart(name, error)
             return Outcome(error.status, error.reason)
         reasons = reply["reasons"]
         return Outcome("UNAVAILABLE", "; ".join(reasons)) if reasons else Outcome()
 
     def _oracle_for(self, cell: Cell) -> Oracle:
-        """The expected outputs; those of forward and backward serve every pass of a shape."""
+        """The expected outputs; those of fwd+bwd are used for every pass of a shape."""
         same = [c for c in self.settings.cells if _with_pass(c, "fwd") == _with_pass(cell, "fwd")]
         both = any(c.passes != "fwd" for c in same)
         wanted = _with_pass(cell, "fwd+bwd" if both else "fwd")
@@ -249,7 +249,7 @@ class Runner:
         return self.oracle
 
     def _prepare(self, name: str, found: CellResult, oracle: Oracle) -> None:
-        """Prepares a provider and checks its first answer; a wrong one is never timed."""
+        """Prepares a provider and checks its first result; a wrong one is not timed."""
         outcome = found.outcomes[name]
         with tempfile.TemporaryDirectory(prefix="fastattn-bench-") as folder:
             path = Path(folder) / "outputs.pt"
@@ -275,7 +275,7 @@ class Runner:
         kind = KIND_OF_DTYPE[found.cell.dtype]
         seconds = self._guard_seconds(found)
         before = self._guard(kind, seconds)
-        # On a busy machine rounds are discarded, and others take their place while there is time.
+        # Disturbed rounds are discarded; further rounds replace them while there is time.
         for number in range(4 * self.settings.rounds):
             ready = [name for name, outcome in found.outcomes.items() if outcome.status == "ok"]
             if not ready or (number >= MIN_KEPT and time.monotonic() > end):
@@ -294,7 +294,7 @@ class Runner:
                 return
 
     def _guard_seconds(self, found: CellResult) -> float:
-        """As long as the last samples of this cell, on average."""
+        """The mean duration of the last samples of this cell, within GUARD_SECONDS."""
         ready = [name for name, outcome in found.outcomes.items() if outcome.status == "ok"]
         lasted = sum(self.sample_seconds[name] for name in ready) / max(len(ready), 1)
         least, most = GUARD_SECONDS
@@ -312,16 +312,16 @@ class Runner:
     # Failures
 
     def _guarded(self, name: str, found: CellResult, action: Callable[[], None]) -> None:
-        """Runs `action`; an error of the provider becomes its own outcome only."""
+        """Runs `action`; an error of the provider is recorded in its outcome."""
         try:
             action()
         except ProviderError as error:
             outcome = found.outcomes[name]
             outcome.status, outcome.reason = error.status, error.reason
-            self._bury(name, error)
+            self._restart(name, error)
 
-    def _bury(self, name: str, error: ProviderError) -> None:
-        """After a crash or a hang: another process for the next cell, unless it keeps failing."""
+    def _restart(self, name: str, error: ProviderError) -> None:
+        """Starts a new process after a crash or hang, unless there were too many."""
         if error.status == "ERROR":
             return
         self.failures[name] += 1
@@ -330,12 +330,12 @@ class Runner:
             self._open(name)
         else:
             del self.workers[name]
-            reason = f"given up after {MAX_FAILURES} failures, the last: {error.reason}"
+            reason = f"disabled after {MAX_FAILURES} failures, the last: {error.reason}"
             self.result.providers[name] |= {"status": error.status, "reason": reason}
 
 
 def _skip_untimed(found: CellResult) -> None:
-    """Of a cell that was interrupted before its first round there is nothing to tell."""
+    """Marks the providers without a sample in an interrupted cell as SKIPPED."""
     for name, outcome in found.outcomes.items():
         if outcome.status == "ok" and not any(name in turn.ms for turn in found.rounds):
             outcome.status, outcome.reason = "SKIPPED", "the run was interrupted"

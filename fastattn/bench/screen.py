@@ -20,7 +20,7 @@ __all__ = ["make_watcher", "print_result"]
 
 
 def make_watcher(quiet: bool = False) -> PlainWatcher:
-    """The live display on a terminal with rich installed; else lines, or nothing when `quiet`."""
+    """The live display on a terminal if rich is installed; else plain lines, or none if `quiet`."""
     if quiet:
         return PlainWatcher(None)
     if sys.stderr.isatty():
@@ -36,7 +36,7 @@ def make_watcher(quiet: bool = False) -> PlainWatcher:
 def print_result(
     result: Result, rows: Sequence[Row], metrics: Sequence[str] = DEFAULT_METRICS
 ) -> None:
-    """The final table, what it shows, and its conditions, on stdout."""
+    """Prints the table, its summary and its conditions to stdout."""
     shown = [row for row in rows if row["status"] != "SKIPPED"]
     try:
         from rich.console import Console
@@ -45,7 +45,7 @@ def print_result(
     except ImportError:
         print(plain_table(shown, columns_of(metrics)))
     else:
-        # Piped into a file there is no width to keep to.
+        # A file has no width.
         console = Console() if sys.stdout.isatty() else Console(width=200)
         console.print(rich_table(shown, console.width, columns_of(metrics)))
     print("\n".join(closing(result, rows)))

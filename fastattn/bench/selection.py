@@ -1,4 +1,4 @@
-"""Which cells the arguments of a command name."""
+"""The arguments that select cells, and the cells that they select."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ __all__ = ["add_passes", "add_what", "cells_of", "check_names"]
 
 
 def add_what(parser: argparse.ArgumentParser) -> None:
-    """The arguments that say which cells are meant."""
+    """Adds the arguments that select cells."""
     parser.set_defaults(models=[])
-    what = parser.add_argument_group("what is measured")
+    what = parser.add_argument_group("what to measure")
     what.add_argument(
         "--preset",
         metavar="LIST",
-        help=f"shapes of real models: {', '.join(PRESETS)}, all (default: quick)",
+        help=f"shapes of real models, comma-separated: {', '.join(PRESETS)}, all (default: quick)",
     )
     spelling.add_list(
-        what, "--op", f"only these operators (with --shapes: sdpa): {', '.join(ops.OPS)}"
+        what, "--op", f"only these operators (default with --shapes: sdpa): {', '.join(ops.OPS)}"
     )
     what.add_argument(
         "--shapes",
         action="append",
         metavar="S",
         help='e.g. "B=1,H=8,Lq=128:8192:x2,Lk=Lq,D=64", "mha B=8,L=512,E=768,H=12 mask=padding", '
-        "or @FILE with such lines; repeatable",
+        "or @FILE with one such line per line; may be repeated",
     )
     add_passes(what)
     what.add_argument("--mask", choices=MASKS, help="the mask of every cell")
@@ -50,7 +50,7 @@ def add_passes(what: argparse._ActionsContainer) -> None:
 
 
 def cells_of(args: argparse.Namespace, dtypes: Sequence[str] = DTYPES) -> list[Cell]:
-    """The cells that the arguments ask for. Raises ValueError naming the argument that is wrong."""
+    """The cells that the arguments select. Raises ValueError, which names the wrong argument."""
     args.dtype = spelling.dtypes(args.dtype, dtypes)
     check_names("--pass", args.passes, PASSES)
     if args.models:
@@ -91,7 +91,7 @@ def _lines(text: str) -> list[Line]:
 
 
 def _line_cells(line: Line, args: argparse.Namespace, wanted: list[str]) -> list[Cell]:
-    """The cells of one line; an operator that --op does not want has none."""
+    """The cells of one line; none for an operator that --op excludes."""
     given = {flag: _split(line.options.get(flag, "")) for flag in ("dtype", "pass")}
     given["dtype"] = spelling.dtypes(given["dtype"], DTYPES, "dtype=")
     check_names("pass=", given["pass"], PASSES)

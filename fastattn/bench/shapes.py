@@ -1,16 +1,16 @@
 """The grammar of `--shapes`: `B=1,H=8,Lq=128:8192:x2,Lk=Lq,D=64`.
 
     KEY=5             one value
-    KEY=1|4|16        several
-    KEY=128:8192:x2   from 128 to 8192, doubling;   64:256:+64 adds instead
+    KEY=1|4|16        several values
+    KEY=128:8192:x2   128, 256, ..., 8192; 64:256:+64 is 64, 128, 192, 256
     KEY=OTHER         the value of another key
 
-A shape with several ranges stands for every combination. The keys are the operator's; what is left
-out has its default. `L` sets Lq and Lk at once; where an operator has H and one of D and E, the
-other may be given. A line, on the command line or in a file, may say more:
+A shape with several ranges means every combination. The operator defines the keys and their
+defaults. `L` sets both Lq and Lk. If an operator has H and one of D and E, the other one may be
+given instead. A line, on the command line or in a file, may contain more:
 
     [OPERATOR] [SHAPE] [dtype=LIST] [pass=LIST] [mask=NAME] [weights=NAME] [option=NAME]
-    [# what it is]
+    [# LABEL]
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _OPTIONS = ("dtype", "pass", "mask", "weights", "option")
 
 @dataclass(frozen=True)
 class Line:
-    """A line of `--shapes`, taken apart: options that are not given are empty."""
+    """A parsed line of `--shapes`; missing parts are empty."""
 
     op: str
     shape: str
@@ -38,7 +38,7 @@ class Line:
 
 
 def parse_line(text: str) -> Line:
-    """Raises ValueError naming the word that does not belong."""
+    """Parses a line. Raises ValueError, which names the word that does not belong."""
     words, _, label = text.partition("#")
     op, shape, options = "", "", {}
     for word in words.split():
@@ -61,7 +61,7 @@ def parse_line(text: str) -> Line:
 
 
 def read_lines(path: Path) -> list[Line]:
-    """The lines of a file; empty ones and those that begin with # say nothing."""
+    """The lines of a file, without empty ones and comments, which begin with #."""
     lines = []
     for number, text in enumerate(path.read_text().splitlines(), 1):
         if text.strip() and not text.lstrip().startswith("#"):
@@ -75,7 +75,7 @@ def read_lines(path: Path) -> list[Line]:
 
 
 def parse_shapes(text: str, defaults: Defaults) -> list[dict[str, int]]:
-    """Every combination that `text` describes, each with all of the operator's keys."""
+    """Every combination that `text` describes, each with all keys of the operator."""
     keys = [*defaults, *_aliases(defaults)]
     given: dict[str, list[int] | str] = {}
     for part in text.split(",") if text else ():
@@ -104,7 +104,7 @@ def parse_shapes(text: str, defaults: Defaults) -> list[dict[str, int]]:
 
 
 def shape_text(sizes: Mapping[str, int], defaults: Defaults) -> str:
-    """The shape in this grammar, as short as it can be read: a size of 0 was not given."""
+    """The shape in this grammar, without the sizes that have their default, and those of 0."""
     parts = []
     for key, default in defaults.items():
         size = sizes.get(key, 0)
@@ -116,7 +116,7 @@ def shape_text(sizes: Mapping[str, int], defaults: Defaults) -> str:
 
 
 def _aliases(defaults: Defaults) -> list[str]:
-    """Keys that are not the operator's but tell one of them."""
+    """Other keys that may be given instead of one of the operator."""
     aliases = ["L"] if "Lq" in defaults and "L" not in defaults else []
     if "H" in defaults:
         aliases += [{"D": "E", "E": "D"}[key] for key in ("D", "E") if key in defaults]
@@ -136,7 +136,7 @@ def _values(key: str, text: str, default: int | str | None) -> list[int]:
                 f"--shapes: {key}={text} is neither a number, a list 1|2|4, a range FROM:TO:x2 or "
                 "FROM:TO:+64, nor another key"
             )
-    least = 0 if default == 0 else 1  # a size that can be 0 is 0 unless given
+    least = 0 if default == 0 else 1  # only a size whose default is 0 may be 0
     if min(values) < least:
         raise ValueError(f"--shapes: {key}={text} must be at least {least}")
     return values
@@ -156,7 +156,7 @@ def _range(key: str, text: str, first: str, last: str, kind: str, step: str) -> 
 def _complete(
     given: dict[str, int], references: Mapping[str, str], defaults: Defaults
 ) -> dict[str, int]:
-    """Resolves references and fills in what was left out."""
+    """Resolves references and adds the defaults."""
     for key, other in references.items():
         if other not in given:
             raise ValueError(f"--shapes: {key}={other}, but {other} is not given as a number")
@@ -176,7 +176,7 @@ def _complete(
 
 
 def _resolve_width(given: dict[str, int], defaults: Defaults) -> None:
-    """E = H·D: leaves the one that the operator has."""
+    """Replaces E by D or D by E, by E = H·D, if the operator has only the other."""
     heads = given.get("H", int(defaults["H"]))
     if "E" in given and "D" in given and given["D"] * heads != given["E"]:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Statistics of repeated timings: medians, their spread, and what a ratio of two is worth."""
+"""Statistics of repeated timings: medians, intervals, and verdicts on ratios."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 CONFIDENCE = 0.95
 RESAMPLES = 1000
-# Two times closer than this are called the same, however narrow their interval.
+# Times within this ratio are called the same, however narrow their interval is.
 SAME_WITHIN = 0.02
 
 
@@ -31,7 +31,7 @@ def bootstrap_interval(
     statistic: Callable[[Sequence[float]], float] = median,
     seed: int = 0,
 ) -> tuple[float, float]:
-    """The percentile bootstrap interval at 95 %: resample with replacement, read 2.5 and 97.5 %."""
+    """The 95 % percentile bootstrap interval: the 2.5 % and 97.5 % quantiles of resamples."""
     draw = random.Random(seed)
     values = [statistic(draw.choices(samples, k=len(samples))) for _ in range(RESAMPLES)]
     tail = (1 - CONFIDENCE) / 2
@@ -39,17 +39,16 @@ def bootstrap_interval(
 
 
 def speedup(baseline: Sequence[float], candidate: Sequence[float]) -> tuple[float, float, float]:
-    """How many times faster the candidate is, with its interval, from times of the *same* rounds.
+    """The speed-up of the candidate and its interval, from times of the *same* rounds.
 
-    The ratio is taken within each round, where both ran under the same conditions, and only then is
-    the median taken.
+    It is the median of the ratios within each round, where both ran under the same conditions.
     """
     ratios = [b / c for b, c in zip(baseline, candidate, strict=True)]
     return median(ratios), *bootstrap_interval(ratios)
 
 
 def verdict(low: float, high: float) -> str:
-    """FASTER, SLOWER or SAME when the whole interval of a speed-up says so, else UNSURE."""
+    """FASTER, SLOWER or SAME if that holds for the complete interval of a speed-up, else UNSURE."""
     if low > 1 + SAME_WITHIN:
         return "FASTER"
     if high < 1 / (1 + SAME_WITHIN):

@@ -1,4 +1,4 @@
-"""Measures the part of a call that is of interest."""
+"""Measures a part of a call."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 
 
 class Stopwatch:
-    """Adds up seconds between `start` and `stop`."""
+    """The total seconds between `start` and `stop`."""
 
     def __init__(self) -> None:
         self.seconds = 0.0

@@ -1,4 +1,4 @@
-"""From raw rounds to the rows of a table: which rounds count, and every metric."""
+"""From raw rounds to rows of a table: selects the undisturbed rounds and computes the metrics."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from fastattn.bench.cells import options_in_words
 from fastattn.bench.peaks import kind_of
 from fastattn.bench.results import CellResult, Peak, Result, Round
 
-# A round counts when the lower of the peaks just before and just after it was this share of the
-# higher. A slow change from cell to cell is no disturbance: the clock follows the load.
+# A round counts if the lower of the peaks before and after it is at least this share of the higher.
+# Slow changes between cells do not disqualify a round: the clock depends on the load.
 QUIET = 0.9
-# ... and when the higher was this share of the best beside the same cell
+# ... and if the higher one is at least this share of the best one in the same cell
 STEADY = 0.75
-# ... and when its threads got this share of their cores: of two, one shared with somebody leaves
-# three quarters; waking the threads takes up to a tenth of so short a measurement.
+# ... and if its threads received this share of their cores: sharing one of two cores with another
+# process leaves three quarters, and waking the threads takes up to a tenth of a short measurement.
 QUIET_SHARE = 0.8
 MIN_KEPT = 3
-# Data that fits in a cache is read faster than memory can deliver; from twice its size it is not.
+# Data of this many times the size of the last-level cache is counted as read from memory.
 _BEYOND_CACHES = 2
 _CACHE_OF_OLD_FILES = 32 << 20
-# Arithmetic of ARM that the measured peak does not exercise: going beyond the peak proves nothing.
+# ARM features that the measured peak does not use; with them, a rate beyond it is possible.
 _FASTER_UNITS = {"bf16": ("bf16", "sve"), "fp16": ("asimd",)}
 
 
 def quiet_rounds(rounds: list[Round]) -> list[Round]:
-    """Those of a cell's rounds that nothing disturbed, as far as the guards can tell."""
+    """The rounds of a cell that were undisturbed, according to the guards."""
     floor = STEADY * max((peak_beside(r) for r in rounds), default=0.0)
     return [
         r
@@ -39,7 +39,7 @@ def quiet_rounds(rounds: list[Round]) -> list[Round]:
 
 
 def peak_beside(turn: Round) -> float:
-    """The reference of a round: a disturbance can only lower a measured peak."""
+    """The peak of a round: the higher guard, because disturbances only lower a peak."""
     return max(turn.guard)
 
 
@@ -47,7 +47,7 @@ Row = dict[str, Any]
 
 
 def kept_rounds(result: Result) -> list[list[float]]:
-    """The samples that count, in milliseconds, for each row of `summarise`."""
+    """The samples used, in milliseconds, for each row of `summarise`."""
     return [
         [r.ms[provider] for r in _used(cell, provider)[0]]
         for cell in result.cells
@@ -56,8 +56,10 @@ def kept_rounds(result: Result) -> list[list[float]]:
 
 
 def _used(cell: CellResult, provider: str) -> tuple[list[Round], int, bool]:
-    """The rounds of a provider that count, how many were discarded, and whether none could be: on
-    a machine that was never quiet all count, and the row says so."""
+    """The rounds of a provider that count, the number of discarded ones, and whether it is busy.
+
+    With too few undisturbed rounds all of them count, and the row is marked as busy.
+    """
     timed = [r for r in cell.rounds if provider in r.ms]
     kept = [r for r in quiet_rounds(cell.rounds) if provider in r.ms]
     if len(kept) < MIN_KEPT:
@@ -66,7 +68,7 @@ def _used(cell: CellResult, provider: str) -> tuple[list[Round], int, bool]:
 
 
 def summarise(result: Result) -> list[Row]:
-    """One flat row for each cell and provider. Missing values are None."""
+    """One flat row per cell and provider. Missing values are None."""
     return [_row(result, cell, provider) for cell in result.cells for provider in cell.outcomes]
 
 
@@ -113,7 +115,7 @@ def option_words(row: Row) -> list[str]:
 
 
 def _length(sizes: Mapping[str, int]) -> int:
-    """How long the sequence is, or the memory: what the plots go by."""
+    """The length of the sequence or memory: the x-axis of the plots."""
     return next((sizes[key] for key in ("Lk", "L", "N") if key in sizes), 1)
 
 
@@ -168,9 +170,9 @@ def _metrics(
 
 
 def _of_model(cell: CellResult, rounds: list[Round], provider: str, ms: float) -> dict[str, Any]:
-    """What a whole model computes in a second, and the share of its time that attention takes.
+    """For a whole model: items per second, and the share of its time that attention takes.
 
-    speedup_limit   how many times as fast it would be if its attention took no time (Amdahl 1967)
+    speedup_limit   the speed-up of the model if its attention took no time (Amdahl 1967)
     """
     found: dict[str, Any] = {}
     if (items := ops.get(cell.cell.op).items(cell.cell)) is not None:
@@ -182,7 +184,7 @@ def _of_model(cell: CellResult, rounds: list[Round], provider: str, ms: float) -
 
 
 def _is_from_memory(result: Result, cell: CellResult) -> bool:
-    """Whether the data has to come from memory: the caches are emptied, or it is far larger."""
+    """Whether data is read from memory: caches are flushed, or are much smaller than the data."""
     cache = result.environment.get("last_cache", _CACHE_OF_OLD_FILES)
     return result.settings.get("cache") == "cold" or cell.bytes_touched > _BEYOND_CACHES * cache
 

@@ -1,15 +1,15 @@
-"""The process of one provider: JSON lines in, JSON lines out.
+"""The worker process of one provider: reads requests and writes replies as JSON lines.
 
     {"do": "open", "provider", "threads"}                  -> {"about", "versions"}
     {"do": "why_not", "cell"}                              -> {"reasons"}
     {"do": "prepare", "cell", "seed", "save", "sample", "cold"}
                                                            -> {"first_ms", "inner", "peak_bytes"}
-    {"do": "time"}                                         -> {"ms", "joules", "attention"}: of one
-                                                              call, and its attention's share of it
+    {"do": "time"}                                         -> {"ms", "joules", "attention"}: per
+                                                              call; attention is a share of its time
     {"do": "peak", "kind", "threads", "seconds", "device"} -> {"rate", "method", "share", "unit"}
 
-`prepare` leaves the outputs in the file `save`. Every reply has "ok"; with false it has "error".
-What a library prints goes to stderr, never between the replies.
+`prepare` writes the outputs to the file `save`. Every reply has "ok"; if it is false, also "error".
+Output of libraries goes to stderr, never between the replies.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ from fastattn.bench.stopwatch import Stopwatch
 
 Request = dict[str, Any]
 MAX_INNER = 10_000
-MAX_INNER_COLD = 10  # emptying the caches takes longer than most calls
+MAX_INNER_COLD = 10  # flushing the caches takes longer than most calls
 SETTLE_SECONDS = 0.25
-NEEDS_WARMING = 0.2  # seconds; a longer call refills the caches in a small part of its time
+NEEDS_WARMING = 0.2  # seconds; longer calls spend only a small part of it on refilling caches
 
 
 class Worker:
-    """Serves one provider. `time` repeats the call that the last `prepare` made."""
+    """Serves one provider. `time` repeats the call that the last `prepare` returned."""
 
     def __init__(self) -> None:
         self.provider: Provider | None = None
         self.call: Callable[[], Any] | None = None
         self.inner = 1
-        self.seconds = 0.0  # of one call, roughly
-        self.awake: set[Cell] = set()
+        self.seconds = 0.0  # of one call, estimated
+        self.loaded: set[Cell] = set()
         self.device, self.cold = "cpu", False
         self.stopwatch: Stopwatch | None = None
         self.sweeper = Sweeper()
@@ -74,7 +74,7 @@ class Worker:
         assert self.provider is not None
         cell = Cell.from_json(request["cell"])
         self.call = None  # frees the previous cell before this one is measured
-        self._wake(cell)
+        self._load_code(cell)
         call = self.provider.prepare(cell, _on_device(cell, request["seed"]))
         outputs, peak_bytes = peak_extra_bytes(call, cell.device)
         save_outputs(cell, outputs, Path(request["save"]))
@@ -88,16 +88,16 @@ class Worker:
         self.inner = max(1, min(most, math.ceil(request["sample"] / max(seconds, 1e-9))))
         return {"first_ms": seconds * 1e3, "inner": self.inner, "peak_bytes": peak_bytes}
 
-    def _wake(self, cell: Cell) -> None:
-        """Runs a tiny cell of the same kind once: loading code is no cost of the shape's."""
+    def _load_code(self, cell: Cell) -> None:
+        """Runs a tiny cell of the same kind once, so that no cell includes the loading of code."""
         least = ops.get(cell.op).TINY
         sizes = {key: min(size, least.get(key, size)) for key, size in cell.sizes.items()}
         tiny = dataclasses.replace(cell, sizes=sizes)
-        if (kind := dataclasses.replace(tiny, preset="", label="")) not in self.awake:
+        if (kind := dataclasses.replace(tiny, preset="", label="")) not in self.loaded:
             assert self.provider is not None
-            with contextlib.suppress(Exception):  # the cell itself will say what is wrong
+            with contextlib.suppress(Exception):  # the cell itself reports the error
                 self.provider.prepare(tiny, _on_device(tiny, 0))()
-            self.awake.add(kind)
+            self.loaded.add(kind)
 
     def time(self, request: Request) -> Request:
         call, inner = self.call, self.inner
@@ -105,7 +105,7 @@ class Worker:
         gc.collect()
         gc.disable()
         if self.seconds < NEEDS_WARMING:
-            call()  # wakes the threads, brings the inputs back into the caches
+            call()  # wakes the threads and loads the inputs into the caches
         watched = self._watched()
         before = joules()
         seconds = self._seconds_cold(call, inner) if self.cold else self._seconds(call, inner)
@@ -128,7 +128,7 @@ class Worker:
         return time.perf_counter() - start
 
     def _seconds_cold(self, call: Callable[[], Any], count: int) -> float:
-        """The same, but before each call the caches are emptied, which is not timed."""
+        """The same, but flushes the caches before each call, outside the timing."""
         total = 0.0
         for _ in range(count):
             self.sweeper.sweep(self.device)
@@ -144,16 +144,19 @@ class Worker:
 
 
 def _keep_freed_memory() -> None:
-    """As a process does that has run a while, so that no call pays page faults for what the one
-    before it gave back: until a block as large as this one was freed, glibc returns to the system
-    what is freed above a threshold, which depends on what happened to be freed before.
+    """Makes glibc keep freed memory, as in a process that has run for a while.
+
+    glibc returns freed blocks above a threshold to the system, and the next call pays the page
+    faults. The threshold grows to the size of the largest freed block, up to 32 MiB.
     """
-    torch.empty(31 << 20, dtype=torch.uint8)  # it takes note of blocks up to 32 MiB
+    torch.empty(31 << 20, dtype=torch.uint8)
 
 
 def _settle() -> None:
-    """Waits until this process leaves its cores alone: onnxruntime's threads wait for the next call
-    by spinning for tens of milliseconds, into whoever is timed next.
+    """Waits until this process is idle.
+
+    The threads of onnxruntime spin for tens of milliseconds after a call and would disturb the
+    provider that is timed next.
     """
     end = time.perf_counter() + SETTLE_SECONDS
     while time.perf_counter() < end:
@@ -168,7 +171,7 @@ def _on_device(cell: Cell, seed: int) -> dict[str, Tensor]:
 
 
 def save_outputs(cell: Cell, outputs: Any, path: Path) -> None:
-    """Writes what a provider returned for the comparison in the parent."""
+    """Writes the outputs of a provider, which the parent compares."""
     names = output_names(cell)
     if len(outputs) != len(names):
         raise ValueError(f"returned {len(outputs)} arrays, expected {len(names)}: {names}")
@@ -180,7 +183,7 @@ def save_outputs(cell: Cell, outputs: Any, path: Path) -> None:
 
 
 def _end_with_parent() -> None:
-    """Asks Linux to end this process when its parent dies, even amid an endless call."""
+    """Asks Linux to kill this process when its parent dies, even during a call that hangs."""
     with contextlib.suppress(OSError, AttributeError):
         set_parent_death_signal = 1  # PR_SET_PDEATHSIG of linux/prctl.h
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
@@ -189,7 +192,7 @@ def _end_with_parent() -> None:
 def main() -> int:
     _end_with_parent()
     replies = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # a library that prints must not break the protocol
+    os.dup2(2, 1)  # output of a library must not break the protocol
     worker = Worker()
     actions: dict[str, Callable[[Request], Request]] = {
         name: getattr(worker, name) for name in ("open", "why_not", "prepare", "time", "peak")

@@ -164,7 +164,7 @@ def test_what_memory_cannot_hold_is_a_row_and_the_others_are_measured(tmp_path: 
     assert bench(*TINY_RUN, *shapes, "--json", str(path)) == cli.FAULTS
     too_large, small = json.loads(path.read_text())["rows"]
     assert too_large["status"] == "ERROR"
-    assert "the fp64 answer cannot be computed: " in too_large["reason"]
+    assert "the fp64 reference cannot be computed: " in too_large["reason"]
     assert small["ms"] > 0
 
 
