@@ -1,4 +1,4 @@
-"""What the models share: weights that we draw, the attention that is asked for, exact results."""
+"""The base class of whole models: random weights, the choice of attention, exact results."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 Call = Callable[[], Tensor]
 EXTRA = "pip install fastattn[transformers]"
-_EXACT = "fastattn-bench-exact"  # in the registries of transformers while a reference is computed
-_POOL = 2**24  # random numbers: a billion take longer to draw than a model to run
+_EXACT = "fastattn-bench-exact"  # registered with transformers for the reference
+_POOL = 2**24  # random numbers; drawing a billion would take longer than running the model
 
 
 class Model(Operator):
-    """A model of transformers. `torch` runs it with its attention "sdpa", we with "fastattn".
+    """A model of transformers. `torch` runs it with attention "sdpa", fastattn with "fastattn".
 
-    Inputs are what the model is called with, and its parameters by their own names. The output is
-    `last_hidden_state` unless `bind` says otherwise. Gradients are those of all parameters.
+    The inputs are the arguments of the model, and its parameters by their names. The output is
+    `last_hidden_state` unless `bind` selects another. All parameters have gradients.
     """
 
     TORCH = 'attn_implementation="sdpa", the same parameters'
@@ -43,39 +43,39 @@ class Model(Operator):
     def __init__(self) -> None:
         self.stopwatch = Stopwatch()
 
-    # What each model says of itself
+    # Defined by each model
 
     def make(self, cell: Cell) -> nn.Module:
-        """The model of transformers, with any parameters."""
+        """The model of transformers; its parameters are replaced."""
         raise NotImplementedError
 
     def given(self, cell: Cell, draw: Draw) -> Inputs:
-        """What the model is called with: random words, and which of them are no padding."""
+        """The arguments of the model: random tokens, and which of them are not padding."""
         inputs = {"input_ids": draw.integers(0, cell["V"], cell["B"], cell["L"])}
         if cell.mask == "padding":
             inputs["attention_mask"] = draw.valid(cell["B"], cell["L"]).long()
         return inputs
 
     def weights(self, sizes: Mapping[str, int]) -> int:
-        """By how many numbers a layer multiplies a token; a layer of an encoder."""
+        """The number of weights in a layer that multiply each token; here of an encoder layer."""
         return 4 * sizes["E"] ** 2 + 2 * sizes["E"] * sizes["F"]
 
     def other(self, sizes: Mapping[str, int]) -> tuple[int, int]:
-        """Before and after the layers: how many weights, and how many products with them."""
+        """Outside the layers: the number of weights, and of products with them."""
         return 0, 0
 
     def tokens(self, sizes: Mapping[str, int]) -> int:
         return sizes["B"] * sizes["L"]
 
     def pairs(self, cell: Cell, visible: int) -> int:
-        """The count for a layer and a head, over the batch; `visible` counts the mask only."""
+        """The pairs of one layer and head, over the batch; `visible` counts the mask only."""
         return cell["B"] * cell["L"] * (cell["L"] + 1) // 2 if self.CAUSAL else visible
 
     def bind(self, cell: Cell, model: Any, given: Inputs) -> Call:
         """The call that is timed."""
         return lambda: model(**given).last_hidden_state
 
-    # What follows from it
+    # Derived
 
     def require(self) -> None:
         try:
@@ -99,7 +99,7 @@ class Model(Operator):
         return weights + tokens, tokens
 
     def inputs(self, cell: Cell, draw: Draw) -> Inputs:
-        """Matrices that keep the size of what they multiply, so attention has scores of about 1."""
+        """Matrices preserve the scale of their inputs, so attention has scores of about 1."""
         inputs = self.given(cell, draw)
         window = _windows(draw)
         for name, parameter in _on_meta(self, cell).named_parameters():
@@ -133,7 +133,7 @@ class Model(Operator):
         """Eval mode for the forward only, else training without dropout."""
         model = self._model(cell, inputs)
         for parameter in model.parameters():
-            parameter.data = parameter.data.clone()  # each has memory of its own, as in a model
+            parameter.data = parameter.data.clone()  # each has its own memory, as in a loaded model
         call = self.bind(cell, model, self._given(cell, inputs))
         with registered():
             model.set_attn_implementation(attention)
@@ -156,25 +156,25 @@ class Model(Operator):
         return model
 
     def _given(self, cell: Cell, inputs: Inputs) -> Inputs:
-        """What the model is called with."""
+        """The arguments of the model."""
         own = {"grad_out", *(name for name, _ in _on_meta(self, cell).named_parameters())}
         return {name: x for name, x in inputs.items() if name not in own}
 
     # The reference
 
     def in_double(self, inputs: Inputs) -> Inputs:
-        """Left to `expected`: all weights at once in float64 may not fit into memory."""
+        """Unchanged: all weights in float64 may not fit into memory, so `expected` converts."""
         return inputs
 
     def expected(self, cell: Cell, inputs: Inputs) -> Inputs:
-        """The model in float64, with its attention spelled out.
+        """The model in float64, with plain attention.
 
         Parts that the model always computes in float32, such as rotary angles, stay in float32.
         """
         model = self._model(cell, inputs)
         given = {n: _double(x) for n, x in self._given(cell, inputs).items()}
         wanted = self.leaf_names(cell)
-        _spell_attention_out(model)
+        _use_plain_attention(model)
         with torch.set_grad_enabled(bool(wanted)):
             if not wanted:
                 _double_in_turn(model)
@@ -188,9 +188,9 @@ class Model(Operator):
         return {"out": out.detach(), **dict(zip(names, gradients, strict=True))}
 
     def parts(self, cell: Cell, seed: int, *, few: bool = False) -> list[tuple[int, ...]]:
-        """The noise of the forward alone is measured on one sequence, or on the start of one.
+        """The noise of a forward pass is measured on one sequence, or on the start of one.
 
-        That is a part of the whole: a token of a causal model does not depend on later ones.
+        The start is enough in a causal model, whose tokens do not depend on later ones.
         """
         return [self.few(cell)] if few and cell.passes == "fwd" else [()]
 
@@ -200,7 +200,7 @@ class Model(Operator):
         return (last, min(cell["L"], 64)) if self.CAUSAL else (last,)
 
     def unjudged(self, cell: Cell) -> Collection[str]:
-        """In 16 bits, the gradients of layer norms and embeddings: sums in 16 bits, PyTorch's."""
+        """In 16 bits, gradients of layer norms and embeddings, which PyTorch sums in 16 bits."""
         if cell.dtype == "fp32":
             return ()
         return {f"grad_{name}" for name in _summed_in_16_bits(_on_meta(self, cell))}
@@ -217,7 +217,7 @@ class Model(Operator):
 
 
 def _summed_in_16_bits(model: nn.Module) -> list[str]:
-    """The parameters whose gradients PyTorch adds up over the tokens in their own dtype."""
+    """The parameters whose gradients PyTorch sums over the tokens in their own dtype."""
     return [
         f"{name}.{own}"
         for name, module in model.named_modules()
@@ -230,9 +230,9 @@ TEXT_SIZES: Sizes = {"B": 8, "L": 128, "N": 12, "E": 768, "H": 12, "F": 3072, "V
 
 
 def _windows(draw: Draw) -> Callable[[int, float], Tensor]:
-    """Random numbers of a size, so many at a time: windows of one list.
+    """Returns a function (count, scale) -> random numbers, which are slices of one pool.
 
-    This is faster than creating new ones, and needs no extra memory.
+    Slicing is faster than drawing, and needs no extra memory.
     """
     pool = draw.normal(_POOL)
     scaled = functools.cache(pool.__mul__)
@@ -252,7 +252,7 @@ def _windows(draw: Draw) -> Callable[[int, float], Tensor]:
 
 @functools.lru_cache(maxsize=8)
 def _on_meta(model: Model, cell: Cell) -> nn.Module:
-    """The model's modules and the shapes of its parameters, without memory."""
+    """The model on the meta device: its modules and the shapes of its parameters."""
     with torch.device("meta"):
         return model.make(cell)
 
@@ -268,9 +268,9 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 class _NothingDrawn(DispatchMode):
-    """New weights are 0 where a constructor would draw random numbers, which takes longer.
+    """Fills new weights with 0 instead of random numbers, which is faster.
 
-    Uninitialized memory does not work: `trunc_normal_` draws until all numbers are in its range.
+    Uninitialized memory does not work: `trunc_normal_` redraws until all numbers are in its range.
     """
 
     def __torch_dispatch__(
@@ -287,7 +287,7 @@ def _double(x: Tensor) -> Tensor:
 
 
 def _double_in_turn(model: nn.Module) -> None:
-    """Makes the model double, but each of its layers only while it runs."""
+    """Converts the model to float64, but each layer only while it runs."""
     layers = {x for stack in model.modules() if isinstance(stack, nn.ModuleList) for x in stack}
     in_layers = {parameter for layer in layers for parameter in layer.parameters()}
     for parameter in model.parameters():
@@ -309,8 +309,8 @@ def _restore(parameters: list[nn.Parameter], kept: list[Tensor], *called: Any) -
         parameter.data = data
 
 
-def _spell_attention_out(model: Any) -> None:
-    """Gives it attention by its equation, in the queries' dtype, and the masks of "eager"."""
+def _use_plain_attention(model: Any) -> None:
+    """Makes the model use plain attention in the dtype of the queries, and the masks of "eager"."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import eager_mask
 

@@ -1,4 +1,4 @@
-"""The time that a model spends in its attention function, forward and backward."""
+"""Measures the time that a model spends in attention, forward and backward."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Attention = Callable[..., tuple[Tensor, Tensor | None]]
 
 
 class _StartsBackward(torch.autograd.Function):
-    """The identity; its gradient is the first that the backward of attention needs."""
+    """The identity on the output of attention; its backward runs before that of attention."""
 
     @staticmethod
     def forward(ctx: Any, watch: Stopwatch, x: Tensor) -> Tensor:
@@ -29,7 +29,7 @@ class _StartsBackward(torch.autograd.Function):
 
 
 class _StopsBackward(torch.autograd.Function):
-    """The identity of query, key and value; its gradients are all that attention's backward has."""
+    """The identity on query, key and value; its backward runs after that of attention."""
 
     @staticmethod
     def forward(ctx: Any, watch: Stopwatch, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -43,7 +43,7 @@ class _StopsBackward(torch.autograd.Function):
 
 
 def watched(attention: Attention, watch: Stopwatch) -> Attention:
-    """An attention function of transformers, its forward and its backward timed."""
+    """The attention function of transformers, with its forward and backward timed."""
 
     def forward(
         module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any
@@ -61,10 +61,10 @@ def watched(attention: Attention, watch: Stopwatch) -> Attention:
 
 @contextlib.contextmanager
 def watching(implementation: str, watch: Stopwatch) -> Iterator[None]:
-    """While entered, the attention function that is registered under this name is timed."""
+    """Within the block, the attention function registered under this name is timed."""
     from transformers import AttentionInterface
 
-    if implementation == "eager":  # of each model its own, and in no registry
+    if implementation == "eager":  # each model has its own, which is in no registry
         yield
         return
     registered = AttentionInterface()[implementation]

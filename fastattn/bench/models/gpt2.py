@@ -1,4 +1,4 @@
-"""GPT-2 (Radford et al. 2019): its layers on a prompt, which fill the cache."""
+"""GPT-2 (Radford et al. 2019): its layers on a prompt, which fills the cache."""
 
 from __future__ import annotations
 

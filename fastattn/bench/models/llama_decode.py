@@ -1,4 +1,4 @@
-"""Llama's next token: one token of each sequence against a full cache, up to the word's scores."""
+"""Llama's next token: one token per sequence with a full cache, up to the logits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class LlamaDecode(Llama):
     FUNCTION = "transformers.LlamaForCausalLM"
     ABOUT = "the next token of N layers of width E, H heads on Hkv key heads, a cache of L tokens"
     SIZES: ClassVar[Sizes] = {**Llama.SIZES, "L": 2048}
-    CAUSAL = False  # the last token reads them all
+    CAUSAL = False  # the last token can see all
 
     def make(self, cell: Cell) -> nn.Module:
         from transformers import LlamaForCausalLM
@@ -38,7 +38,7 @@ class LlamaDecode(Llama):
         }
 
     def bind(self, cell: Cell, model: Any, given: Inputs) -> Call:
-        """With a cache that grows by a token, as in `generate`, and loses it again."""
+        """The cache grows by one token, as in `generate`, and is cropped again."""
         from transformers import DynamicCache
 
         cache = DynamicCache()

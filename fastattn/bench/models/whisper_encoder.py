@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from fastattn.bench.cells import Cell
     from fastattn.bench.inputs import Draw
 
-_STRIDE = 2  # of the second convolution: two frames of sound are a position
+_STRIDE = 2  # of the second convolution: a position is two frames of sound
 _KERNEL = 3
 _POSITIONS_A_SECOND = 50  # a frame is 10 ms
 

@@ -1,8 +1,8 @@
-"""What can be measured: one file for each operator and module of the library.
+"""The operators that can be measured: one file for each operator and module of the library.
 
-An operator is an instance of `_base.Operator`, called OP, in `fastattn/bench/ops/<name>.py`; add
-its name to OPS. A whole model is one too, in `fastattn/bench/models/<name>.py` and MODELS; and so
-is any other importable module with an OP: `--op mypackage.myoperator`.
+A file `fastattn/bench/ops/<name>.py` defines OP, an instance of `_base.Operator`; OPS lists the
+names. MODELS lists those of whole models, in `fastattn/bench/models/<name>.py`. Any importable
+module with an OP can be measured too: `--op mypackage.myoperator`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ OPS = (
     *("memory_hops", "encode_memory", "memn2n", "key_value_memory"),
     *("sinusoidal", "sinusoidal_table", "positional", "learned"),
 )
-# Whole models of transformers, which is imported when one is built.
+# Whole models of transformers; it is imported when one is built.
 MODELS = ("bert", "distilbert", "vit", "whisper_encoder", "gpt2", "llama", "llama_decode")
 _MODULES = {name: f"{__name__}.{name}" for name in OPS} | {
     name: f"fastattn.bench.models.{name}" for name in MODELS
@@ -31,9 +31,9 @@ __all__ = ["MODELS", "OPS", "Operator", "get", "names_of", "resolve"]
 
 @functools.cache
 def get(name: str) -> Operator:
-    """The operator of that name. Raises ValueError for one that is unknown."""
+    """The operator of this name. Raises ValueError for an unknown one."""
     if name not in _MODULES and "." not in name:
-        raise ValueError(f"--op {name!r}: known are {', '.join(_MODULES)}, or a.module of yours")
+        raise ValueError(f"--op {name!r}: known are {', '.join(_MODULES)}, or an importable module")
     try:
         module = importlib.import_module(_MODULES.get(name, name))
     except ImportError as error:
@@ -45,7 +45,7 @@ def get(name: str) -> Operator:
 
 
 def resolve(name: str) -> str:
-    """The name in OPS or MODELS of an operator that may be given by its name in the library."""
+    """The name in OPS or MODELS of an operator, also given by its name in the library."""
     for op in _MODULES:
         if name in names_of(op):
             return op

@@ -1,4 +1,4 @@
-"""What the attentions share: masks, and attention spelled out."""
+"""Masks and plain attention, shared by the operators."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def softmax_of(
     visible: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """The weights; bias is added, what is not visible is excluded."""
+    """The weights, with `bias` added to the scores and invisible keys excluded."""
     if bias is not None:
         scores = scores + bias
     if visible is not None:
@@ -55,13 +55,13 @@ def attend(
 
 
 def with_weights(cell: Cell, out: Tensor, weights: Tensor) -> Outputs:
-    """`out`, and the weights [B, H, Lq, Lk] as the cell asks for them."""
+    """`out`, and the weights [B, H, Lq, Lk] in the form that the cell returns."""
     if cell.weights == "none":
         return (out,)
     return out, weights.mean(1) if cell.weights == "average" else weights
 
 
 def split_mask(inputs: Inputs) -> tuple[Tensor | None, Tensor | None]:
-    """(visible, bias) of `attn_mask`, True taking part."""
+    """`attn_mask` as (visible, bias), one of which is None; True in visible takes part."""
     mask = inputs.get("attn_mask")
     return (mask, None) if mask is not None and mask.dtype == torch.bool else (None, mask)

@@ -1,4 +1,4 @@
-"""What the benchmark must know of an operator, and what follows from it."""
+"""The base class of all operators of the benchmark."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ Prepared = tuple[Forward, Sequence[Tensor]]
 
 
 class Operator:
-    """An operator: its sizes, its inputs, its cost, its equation in plain PyTorch, its call.
+    """An operator: its sizes, inputs and cost, its equation in plain PyTorch, and its call.
 
-    A function of the library needs `arguments`; a module gives `ours` and `theirs` itself. What is
-    left is right for an operator that is a function of its inputs, without masks and weights.
+    A function of the library defines `arguments`; modules derive from `_module.Module`. The
+    defaults suit an operator that is a function of its inputs, without masks and weights.
     """
 
-    FUNCTION: ClassVar[str]  # its name in `fastattn`, of a module "nn.Name"
+    FUNCTION: ClassVar[str]  # its name in `fastattn`; "nn.Name" for a module
     ABOUT: ClassVar[str]  # the equation, for `bench list`
-    TORCH: ClassVar[str]  # what the provider `torch` runs in its place
-    SIZES: ClassVar[Sizes]  # keys of --shapes; the default is a number or a key
+    TORCH: ClassVar[str]  # what the provider `torch` runs instead
+    SIZES: ClassVar[Sizes]  # keys of --shapes; a default is a number or another key
     MASKS: ClassVar[Sequence[str]] = ("none",)
     WEIGHTS: ClassVar[Sequence[str]] = ("none",)
     OPTIONS: ClassVar[Sequence[str]] = ("none",)
@@ -43,22 +43,22 @@ class Operator:
     # The inputs that have a gradient, in order, and the output; "B L*E" is [B, L * E].
     SHAPES: ClassVar[Mapping[str, str]]
     OUTPUT: ClassVar[str]
-    # Batch and lengths of the tiny cell that loads the code; widths decide which code it is.
+    # Batch and lengths of the tiny cell that loads the code; widths stay, because they select it.
     TINY: ClassVar[Mapping[str, int]] = dict.fromkeys(("B", "S"), 1) | dict.fromkeys(
         ("L", "Lq", "Lk", "N"), 16
     )
-    # Runs during the part of a call that is attention, where that is only a part.
+    # Measures the attention in a call that also does other work.
     stopwatch: Stopwatch | None = None
 
     def require(self) -> None:
-        """Raises ImportError, saying what to install, where a package is missing."""
+        """Raises ImportError, which says what to install, if a package is missing."""
 
     def items(self, cell: Cell) -> tuple[float, str] | None:
-        """What a call computes, as a number and a unit, where it is a whole model's."""
+        """The items that a call of a whole model processes, and their unit; else None."""
         return None
 
     def check(self, sizes: Mapping[str, int]) -> None:
-        """Raises ValueError, naming the keys, for sizes that do not fit together."""
+        """Raises ValueError, which names the keys, for sizes that do not match."""
         for whole, part in (("H", "Hkv"), ("E", "H")):
             if {whole, part} <= sizes.keys() and sizes[whole] % sizes[part]:
                 raise ValueError(
@@ -66,10 +66,10 @@ class Operator:
                 )
 
     def check_option(self, cell: Cell) -> None:
-        """Raises ValueError where its option does not go with the rest of the cell."""
+        """Raises ValueError if the option is not available for the rest of the cell."""
 
     def flops(self, cell: Cell, pairs: int) -> tuple[int, int]:
-        """Of the forward and of the backward pass; `pairs` are the visible ones of one head."""
+        """Those of the forward and of the backward pass; `pairs`: the visible pairs of one head."""
         raise NotImplementedError
 
     def size(self, cell: Cell, key: str) -> int:
@@ -92,11 +92,11 @@ class Operator:
         return sum(inputs), math.prod(self.shape(cell, self.OUTPUT))
 
     def unread(self, cell: Cell) -> int:
-        """How many of the inputs' numbers nothing depends on."""
+        """The number of elements of the inputs that the result does not depend on."""
         return 0
 
     def inputs(self, cell: Cell, draw: Draw) -> Inputs:
-        """Tensors by name: the leaves, `grad_out`, masks and all other inputs."""
+        """All inputs by name: the leaves, `grad_out`, masks and others."""
         drawn = {
             name: draw.normal(*self.shape(cell, sizes), scale=self.scale(cell, name))
             for name, sizes in self.SHAPES.items()
@@ -109,22 +109,22 @@ class Operator:
         raise NotImplementedError
 
     def arguments(self, cell: Cell, inputs: Inputs) -> tuple[Sequence[Any], dict[str, Any]]:
-        """Of the library's function."""
+        """The arguments of the library's function."""
         raise NotImplementedError
 
     def ours(self, cell: Cell, inputs: Inputs) -> Prepared:
-        """The library, ready to be called, and the leaves of its gradient."""
+        """A call of the library, and the leaves of its gradient."""
         function = operator.attrgetter(self.FUNCTION)(fastattn)
         args, kwargs = self.arguments(cell, inputs)
         forward = returning_tuples(functools.partial(function, *args, **kwargs))
         return forward, [inputs[name] for name in self.leaf_names(cell)]
 
     def theirs(self, cell: Cell, inputs: Inputs) -> Prepared:
-        """What a user of PyTorch writes today."""
+        """The same by what a user of PyTorch writes today."""
         return self.eager(cell, inputs)
 
     def why_not_theirs(self, cell: Cell) -> list[str]:
-        """Why PyTorch has nothing for this cell."""
+        """The reasons why PyTorch has nothing for this cell."""
         return []
 
     def eager(self, cell: Cell, inputs: Inputs) -> Prepared:
@@ -161,10 +161,10 @@ class Operator:
         names = self.leaf_names(cell)
         return {name: inputs[name].clone().requires_grad_(wanted) for name in names}
 
-    # A long cell may be checked by a sample of its parts.
+    # The check of a long cell may compare a sample of its parts.
 
     def parts(self, cell: Cell, seed: int, *, few: bool = False) -> list[tuple[int, ...]]:
-        """The parts that are compared, or the few that tell of all; `[()]` is everything."""
+        """The parts to compare; with `few`, those to measure the noise on. `[()]` is everything."""
         return [()]
 
     def part(self, cell: Cell, name: str, x: Tensor, where: tuple[int, ...]) -> Tensor:
@@ -172,7 +172,7 @@ class Operator:
         return x
 
     def unjudged(self, cell: Cell) -> Collection[str]:
-        """Outputs that are not compared, because PyTorch's part of them misses the bound."""
+        """Outputs that are not compared, because PyTorch computes them outside the bound."""
         return ()
 
     def dtype_of(self, name: str, dtype: torch.dtype) -> torch.dtype:
@@ -180,6 +180,7 @@ class Operator:
         return dtype
 
     def coverage(self, cell: Cell, parts: list[tuple[int, ...]]) -> str:
+        """What was compared, for the result file."""
         return "all"
 
 

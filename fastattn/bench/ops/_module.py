@@ -1,4 +1,4 @@
-"""What the operators that are modules share: parameters are drawn here, under their own names."""
+"""The base classes of operators that are modules."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""`additive_attention`: scores v·tanh(q + k + b), as Bahdanau et al. 2015 have them.
+"""`additive_attention`: scores v·tanh(q + k + b) (Bahdanau et al. 2015).
 
-A visible pair costs 4·A for its score (add, tanh, multiply, add; a tanh counts as one) and 2·Dv for
-its share of the output; backward 8·A (the tanh's derivative, its share of the gradients of query,
-key and v) and 4·Dv.
+A visible pair costs 4·A for its score (add, tanh, multiply, add; a tanh counts as one) and 2·Dv
+for its part of the output. In the backward it costs 8·A (the derivative of tanh, and its parts
+of the gradients of query, key and v) and 4·Dv.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fastattn.bench.inputs import Draw
 from fastattn.bench.ops._attention import softmax_of, split_mask, visible_keys
 from fastattn.bench.ops._base import Inputs, Operator, Outputs, Sizes, gradients
 
-_HIDDEN_AT_ONCE = 1 << 25  # 256 MB in fp64, and its gradients as much again
+_HIDDEN_AT_ONCE = 1 << 25  # 256 MB in fp64, and the same for the gradients
 _PER_SEQUENCE = ("query", "key", "value", "grad_out")
 
 
@@ -73,7 +73,7 @@ class Additive(Operator):
         return (out,) if cell.weights == "none" else (out, weights)
 
     def expected(self, cell: Cell, inputs: Inputs) -> Inputs:
-        """Some sequences at a time, whose hidden layers memory can hold."""
+        """A few sequences at a time, to bound the memory of the hidden layers."""
         wanted = cell.passes != "fwd"
         step = max(1, _HIDDEN_AT_ONCE // (cell["Lq"] * cell["Lk"] * cell["A"]))
         leaves = self.fresh_leaves(cell, inputs)

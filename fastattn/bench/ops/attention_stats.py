@@ -1,7 +1,7 @@
 """`attention_stats`: column sums of the weights; the entropy and the K largest of each query.
 
-The cost is that of the scores, Q Kᵀ; what is summed is O(Lq·Lk) and not counted. No backward is
-timed: it keeps the weights, which the function is there to avoid.
+The cost is that of the scores, Q Kᵀ; the sums are O(Lq·Lk) and not counted. The backward is not
+timed, because it stores the weights, which the function exists to avoid.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""`decode_attention`: the newest tokens against a cache of keys and values; no gradient.
+"""`decode_attention`: attention of the newest tokens to a cache of keys and values; no gradient.
 
-A cache in pages has them in random order. What torch reads is contiguous: it has no pages.
+A paged cache has its pages in random order. torch has no paged caches and reads a contiguous one.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from fastattn.bench.ops._base import Inputs, Operator, Outputs, Prepared, Sizes
 class Decode(Operator):
     FUNCTION = "decode_attention"
     ABOUT = (
-        "the newest Lq tokens against a full cache of Lk, [B, H, Lq, D], [B, Hkv, Lk, D]; in pages "
-        "of P keys where P is given"
+        "the newest Lq tokens and a full cache of Lk, [B, H, Lq, D], [B, Hkv, Lk, D]; with P, in "
+        "pages of P keys"
     )
     TORCH = "F.scaled_dot_product_attention on the contiguous cache"
     SIZES: ClassVar[Sizes] = {"B": 1, "H": 32, "Hkv": 8, "Lq": 1, "Lk": 4096, "D": 128, "P": 0}
@@ -67,7 +67,7 @@ class Decode(Operator):
 
 
 def _in_pages(cache: Tensor, table: Tensor, size: int) -> Tensor:
-    """[B, Hkv, Lk, D] as [pages, Hkv, size, D], each page where the table has it."""
+    """[B, Hkv, Lk, D] as [pages, Hkv, size, D], with each page at its place in the table."""
     pages = cache.unflatten(2, (-1, size)).transpose(1, 2).flatten(0, 1)
     return torch.empty_like(pages).index_copy_(0, table.flatten().long(), pages)
 

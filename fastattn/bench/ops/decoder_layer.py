@@ -1,6 +1,6 @@
 """`TransformerDecoderLayer`: causal self-attention, attention to a memory, feed-forward.
 
-With GELU, for the reason that encoder_layer.py gives.
+It uses GELU, for the reason in encoder_layer.py.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class DecoderLayer(Twin):
         return out
 
     def theirs(self, cell: Cell, inputs: Inputs) -> Prepared:
-        mask = ~earlier(cell["L"], inputs["grad_out"].device)  # PyTorch also needs the matrix
+        mask = ~earlier(cell["L"], inputs["grad_out"].device)  # PyTorch needs the mask too
         return super().theirs(cell, inputs | {"tgt_mask": mask})
 
     def plain(self, cell: Cell, inputs: Inputs) -> Outputs:

@@ -43,8 +43,8 @@ class EncodeMemory(Operator):
 
     def plain(self, cell: Cell, inputs: Inputs) -> Outputs:
         tokens, weight, temporal = inputs["tokens"], inputs["weight"], inputs["temporal"]
-        told = (tokens != 0).any(-1, keepdim=True)
-        return (encoded(tokens, weight) + temporal * told,)
+        filled = (tokens != 0).any(-1, keepdim=True)
+        return (encoded(tokens, weight) + temporal * filled,)
 
 
 def encoded(tokens: Tensor, table: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from fastattn.bench.ops._layers import encoder_layer
 from fastattn.bench.ops._module import below
 from fastattn.bench.ops.encoder_layer import EncoderLayer
 
-LAYERS = 6  # not a size: each has leaves of its own
+LAYERS = 6  # not a size, because each layer has its own parameters
 
 
 class Encoder(EncoderLayer):

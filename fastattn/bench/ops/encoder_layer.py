@@ -1,7 +1,7 @@
-"""`TransformerEncoderLayer`: a whole layer, attention and feed-forward.
+"""`TransformerEncoderLayer`: attention and feed-forward.
 
-With GELU: the gradient of a ReLU jumps, and where a hidden unit is 0 but for rounding there is no
-telling a right one from a wrong one.
+It uses GELU. The gradient of a ReLU is discontinuous at 0: rounding alone would decide the gradient
+of hidden units near 0, and no bound could judge it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fastattn.bench.ops._layers import encoder_layer
 from fastattn.bench.ops._module import Twin
 from fastattn.bench.ops.mha import OP as MHA
 
-# Of every layer of a Transformer that is measured.
+# The options of all layers of Transformers here.
 OPTIONS: dict[str, Any] = {"dropout": 0.0, "activation": "gelu", "batch_first": True}
 
 

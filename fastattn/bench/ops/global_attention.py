@@ -1,4 +1,4 @@
-"""`GlobalAttention`: OpenNMT's layer, Luong's attention and the output made of it."""
+"""`GlobalAttention`: OpenNMT's layer, Luong's attention with an output projection."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""`hard_attention`: each query reads the one key that it matches best.
+"""`hard_attention`: each query selects one key.
 
-The most probable key is taken, not drawn: two computations must choose alike. So that rounding does
-not choose for them, a query points to the key that it looks for. The score of a pair costs 2·D; the
-backward is that of soft attention without the value's product, for its rows are gathered.
+It selects the most probable key instead of a random one, because two computations must agree. Every
+query is close to one key, so that rounding does not decide. The score of a pair costs 2·D. The
+backward is that of soft attention without the product with the values, whose rows are gathered.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Hard(Operator):
     def inputs(self, cell: Cell, draw: Draw) -> Inputs:
         inputs = super().inputs(cell, draw)
         wanted = draw.integers(0, cell["Lk"], cell["Lq"])
-        toward = 4 * cell["D"] ** -0.5  # a score of about 4, where the others' are about 0
+        toward = 4 * cell["D"] ** -0.5  # a score of about 4; other scores are about 0
         query = inputs["key"][:, :, wanted] * toward + 0.1 * inputs["query"]
         return inputs | {"query": query.to(draw.dtype)}
 
@@ -45,7 +45,7 @@ class Hard(Operator):
         mean, weights = attend(query, key, value.detach())
         chosen = weights.argmax(-1, keepdim=True)
         out = value.gather(-2, chosen.expand(*chosen.shape[:-1], cell["Dv"]))
-        # The value of the one, the derivative of the other.
+        # The value of `out` with the derivative of `mean`.
         return (out + (mean - mean.detach()) if torch.is_grad_enabled() else out,)
 
 

@@ -1,4 +1,4 @@
-"""`HeadNetwork`: a feed-forward network of each head's own, after attention."""
+"""`HeadNetwork`: one feed-forward network per head, after attention."""
 
 from __future__ import annotations
 
@@ -31,8 +31,10 @@ class Heads(Module):
 
     def parameter(self, name: str, shape: tuple[int, ...], draw: Draw) -> Tensor:
         drawn = super().parameter(name, shape, draw)
-        if name == "bias1":  # half of the units far below 0, half far above
-            # The gradient of a ReLU jumps at 0, where rounding alone would decide the result.
+        if (
+            name == "bias1"
+        ):  # The gradient of a ReLU is discontinuous at 0, where rounding alone would decide it.
+            # So half of the units are far below 0 and half far above.
             drawn = drawn + 8 * (2 * (torch.arange(shape[-1]) % 2) - 1)
         return drawn
 

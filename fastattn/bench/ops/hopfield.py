@@ -1,7 +1,7 @@
-"""`hopfield_retrieve`: ξ ← Xᵀ softmax(β X ξ), K steps, and then one attention more.
+"""`hopfield_retrieve`: ξ ← Xᵀ softmax(β X ξ), K steps, and then one more attention.
 
-A step costs a query what attention does, 4·D for each stored pattern; the backward takes the steps
-again. No query rests early: as many steps are compared as are counted.
+A step costs 4·D per query and stored pattern, as attention does; the backward repeats the steps. No
+query stops early, so that all steps are counted and compared.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from fastattn.bench.ops.memory_hops import OP as MEMORY_HOPS
 class Hopfield(Operator):
     FUNCTION = "hopfield_retrieve"
     ABOUT = (
-        "ξ ← Xᵀ softmax(X ξ / √D), K steps and a reading, ξ [B, H, L, D], X [S, H, N, D]; S = 1 is "
-        "one for all"
+        "ξ ← Xᵀ softmax(X ξ / √D), K steps and a readout, ξ [B, H, L, D], X [S, H, N, D]; S = 1 is "
+        "shared"
     )
     TORCH = "the equation: torch has no such function"
     SIZES: ClassVar[Sizes] = {"B": 4, "S": "B", "H": 8, "L": 128, "N": 128, "D": 64, "K": 3}
@@ -34,7 +34,7 @@ class Hopfield(Operator):
         return 4 * attention, 10 * attention
 
     def scale(self, cell: Cell, name: str) -> float:
-        # Small enough for the steps to draw states together: where they part, rounding decides.
+        # Small, so that the steps contract; diverging steps would amplify rounding errors.
         return 0.5
 
     def arguments(self, cell: Cell, inputs: Inputs) -> tuple[Sequence[Any], dict[str, Any]]:

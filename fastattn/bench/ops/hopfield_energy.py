@@ -1,7 +1,7 @@
-"""`hopfield_energy`: what retrieval descends, of every state.
+"""`hopfield_energy`: the energy of every state, which retrieval minimizes.
 
-E(ξ) = −lse(β X ξ) / β + ξ·ξ / 2 + (log N) / β + max |x|² / 2. The scores cost 2·D a pair; the
-backward computes them again, and takes the softmax of them to both sides.
+E(ξ) = −lse(β X ξ) / β + ξ·ξ / 2 + (log N) / β + max |x|² / 2. The scores cost 2·D per pair. The
+backward recomputes them, and multiplies their softmax by both sides.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Energy(Operator):
 
 
 def _constants(stored: Tensor, root: float) -> Tensor:
-    """What does not depend on the state, [B, H, 1]; no gradient goes there."""
+    """The terms that do not depend on the state, [B, H, 1]; they pass no gradient."""
     longest = stored.detach().square().sum(-1).amax(-1, keepdim=True)
     return longest / 2 + root * math.log(stored.shape[-2])
 

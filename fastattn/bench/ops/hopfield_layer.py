@@ -1,4 +1,4 @@
-"""`HopfieldLayer`: `Hopfield` with N learned patterns, the same for every batch."""
+"""`HopfieldLayer`: `Hopfield` with N learned patterns, shared by the batch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fastattn.bench.cells import Cell
 from fastattn.bench.ops._base import Inputs, Outputs
 from fastattn.bench.ops._module import below
 from fastattn.bench.ops.hopfield_module import (
-    NEVER_RESTS,
+    FIXED_STEPS,
     HopfieldModule,
     associated,
 )
@@ -26,7 +26,7 @@ class Layer(HopfieldModule):
         return 1
 
     def make(self, cell: Cell, **made: Any) -> nn.Module:
-        steps: dict[str, Any] = {"update_steps_max": cell["K"], **NEVER_RESTS}
+        steps: dict[str, Any] = {"update_steps_max": cell["K"], **FIXED_STEPS}
         more: dict[str, Any] = {"num_heads": cell["H"], "quantity": cell["N"]}
         return HopfieldLayer(cell["E"], **more, **steps, **made)
 

@@ -1,6 +1,6 @@
-"""`Hopfield`: norms, projections, K steps of retrieval, and the way out.
+"""`Hopfield`: norms, projections, K steps of retrieval, and the output projection.
 
-A layer norm counts as nothing, as everywhere here.
+The operations of layer norms are not counted, as in all operators here.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from fastattn.bench.ops._layers import linear, norm
 from fastattn.bench.ops._module import Module, below
 from fastattn.nn import Hopfield
 
-# No query rests early: as many steps are compared as are counted.
-NEVER_RESTS = {"update_steps_eps": 0.0}
+# No query stops early, so that all steps are counted and compared.
+FIXED_STEPS = {"update_steps_eps": 0.0}
 
 
 class HopfieldModule(Module):
@@ -39,16 +39,16 @@ class HopfieldModule(Module):
         return 4 * attention + projections, 10 * attention + 2 * projections
 
     def copies(self, cell: Cell) -> int:
-        """How often the stored patterns are there."""
+        """The number of copies of the stored patterns."""
         return cell["B"]
 
     def make(self, cell: Cell, **made: Any) -> nn.Module:
-        steps: dict[str, Any] = {"update_steps_max": cell["K"], **NEVER_RESTS}
+        steps: dict[str, Any] = {"update_steps_max": cell["K"], **FIXED_STEPS}
         return Hopfield(cell["E"], num_heads=cell["H"], **steps, **made)
 
     def parameter(self, name: str, shape: tuple[int, ...], draw: Draw) -> Tensor:
         drawn = super().parameter(name, shape, draw)
-        # Small enough for the steps to draw states together: where they part, rounding decides.
+        # Small, so that the steps contract; diverging steps would amplify rounding errors.
         return drawn / 2 if "in_proj" in name else drawn
 
     def call(self, cell: Cell, module: nn.Module, inputs: Inputs) -> Tensor:

@@ -10,7 +10,7 @@ from fastattn.bench.cells import Cell
 from fastattn.bench.ops._base import Inputs, Outputs, Sizes
 from fastattn.bench.ops._module import below
 from fastattn.bench.ops.hopfield_module import (
-    NEVER_RESTS,
+    FIXED_STEPS,
     HopfieldModule,
     associated,
 )
@@ -25,7 +25,7 @@ class Pooling(HopfieldModule):
     OUTPUT = "B L*E"
 
     def make(self, cell: Cell, **made: Any) -> nn.Module:
-        steps: dict[str, Any] = {"update_steps_max": cell["K"], **NEVER_RESTS}
+        steps: dict[str, Any] = {"update_steps_max": cell["K"], **FIXED_STEPS}
         more: dict[str, Any] = {"num_heads": cell["H"], "quantity": cell["L"]}
         return HopfieldPooling(cell["E"], **more, **steps, **made)
 

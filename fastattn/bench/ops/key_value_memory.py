@@ -1,4 +1,4 @@
-"""`KeyValueMemory`: what L queries read from a full memory of N slots."""
+"""`KeyValueMemory`: L queries read from a full memory of N slots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`LearnedPositionalEncoding`: x + weight[position], as BERT has it."""
+"""`LearnedPositionalEncoding`: x + weight[position], as in BERT."""
 
 from __future__ import annotations
 

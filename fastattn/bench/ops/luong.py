@@ -1,4 +1,4 @@
-"""`luong_attention`: softmax(qᵀ Wᵧ k) V, of all keys or of those at most W places away."""
+"""`luong_attention`: softmax(qᵀ Wᵧ k) V, over all keys or over those within W positions."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from fastattn.bench.ops._base import Inputs, Operator, Outputs, Sizes
 class Luong(Operator):
     FUNCTION = "luong_attention"
     ABOUT = (
-        "softmax(qᵀ Wᵧ k) V, method general, on [B, Lq, D]; local-m where the half width W < Lk, "
-        "local-p about drawn positions where P=1"
+        "softmax(qᵀ Wᵧ k) V, method general, on [B, Lq, D]; local-m if the half width W < Lk, "
+        "local-p around random positions if P=1"
     )
     TORCH = "the equation: torch has no such function"
     SIZES: ClassVar[Sizes] = {"B": 8, "Lq": 64, "Lk": "Lq", "D": 256, "Dv": "D", "W": "Lk", "P": 0}
@@ -87,7 +87,7 @@ class Luong(Operator):
         if _is_local(cell):
             near = distance.abs() <= cell["W"]
             visible = near if visible is None else near & visible
-        weights = softmax_of(scores, visible).nan_to_num()  # nothing seen: 0
+        weights = softmax_of(scores, visible).nan_to_num()  # 0 for fully masked rows
         if "positions" in inputs:
             weights = weights * torch.exp(-2 * (distance / cell["W"]) ** 2)
         out = weights @ value
@@ -95,7 +95,7 @@ class Luong(Operator):
 
     @staticmethod
     def distance(inputs: Inputs) -> Tensor:
-        """[Lq, Lk], or [B, Lq, Lk] about positions: of each key from the place of each query."""
+        """[Lq, Lk], or [B, Lq, Lk] with positions: key position minus query position."""
         query, key = inputs["query"], inputs["key"]
         place = inputs.get("positions", torch.arange(query.shape[1], device=query.device))
         return torch.arange(key.shape[1], device=key.device) - place[..., None]

@@ -30,7 +30,9 @@ class LuongModule(Module):
         return LuongAttention(cell["D"], **made)
 
     def parameter(self, name: str, shape: tuple[int, ...], draw: Draw) -> Tensor:
-        return draw.normal(*shape, scale=1 / shape[-1])  # scores of about 1, without their √D
+        return draw.normal(
+            *shape, scale=1 / shape[-1]
+        )  # for scores of about 1, because they are not divided by √D
 
     def call(self, cell: Cell, module: nn.Module, inputs: Inputs) -> Tensor:
         out: Tensor = module(*self.leaves(inputs), need_weights=False)[0]

@@ -1,4 +1,4 @@
-"""`MemN2N`: a whole memory network, from words to the logits of the answer."""
+"""`MemN2N`: a complete memory network, from words to the logits of the answer."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ class Memn2n(Module):
 
     def plain(self, cell: Cell, inputs: Inputs) -> Outputs:
         stories, embedding, temporal = (inputs[n] for n in ("stories", "embedding", "temporal"))
-        told = (stories != 0).any(-1, keepdim=True)
+        filled = (stories != 0).any(-1, keepdim=True)
         memories = [
-            encoded(stories, table) + row * told
+            encoded(stories, table) + row * filled
             for table, row in zip(embedding, temporal, strict=True)
         ]
         own = cell.option == "layerwise"

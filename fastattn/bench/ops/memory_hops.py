@@ -1,7 +1,7 @@
 """`memory_hop_attention`: u ← u + Cᵀ softmax(M u), K times.
 
-A query and a row of the memory cost 2·D for the score and 2·D for what is read, a hop; backward
-10·D, the scores being computed again.
+In each hop, a query and a row of the memory cost 2·D for the score and 2·D for the readout; in the
+backward 10·D, because the scores are recomputed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fastattn.bench.ops._base import Inputs, Operator, Outputs, Sizes
 
 class MemoryHops(Operator):
     FUNCTION = "memory_hop_attention"
-    ABOUT = "u ← u + Cᵀ softmax(M u), K hops, u [B, D], M and C [S, N, D]; S = 1 is one for all"
+    ABOUT = "u ← u + Cᵀ softmax(M u), K hops, u [B, D], M and C [S, N, D]; S = 1 is shared"
     TORCH = "the equation: torch has no such function"
     SIZES: ClassVar[Sizes] = {"B": 32, "S": "B", "N": 50, "D": 20, "K": 3}
     MASKS = ("none", "padding")

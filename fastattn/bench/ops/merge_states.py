@@ -1,6 +1,6 @@
-"""`merge_states`: attention over two sets of keys becomes attention over both.
+"""`merge_states`: merges attention over two sets of keys into attention over both.
 
-Memory bound: two outputs are read and one is written, 4 operations for each of its elements.
+It is memory bound: it reads two outputs and writes one, with 4 operations per element.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class MergeStates(Operator):
 
     def ours(self, cell: Cell, inputs: Inputs) -> Prepared:
         leaves = self.leaves(inputs)
-        return lambda: fastattn.merge_states(*leaves)[:1], leaves  # of the results, the output
+        return lambda: fastattn.merge_states(*leaves)[:1], leaves  # only the output
 
     def plain(self, cell: Cell, inputs: Inputs) -> Outputs:
         out_a, lse_a, out_b, lse_b = self.leaves(inputs)

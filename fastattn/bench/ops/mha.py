@@ -1,4 +1,4 @@
-"""`MultiheadAttention`: a layer's self-attention, with its four projections."""
+"""`MultiheadAttention`: self-attention with its four projections."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Mha(Twin):
         return tokens + 4 * cell["E"] ** 2, tokens
 
     def inputs(self, cell: Cell, draw: Draw) -> Inputs:
-        """`key_padding_mask` and `attn_mask`: True is ignored, or added."""
+        """In `key_padding_mask` and a boolean `attn_mask`, True is ignored."""
         inputs = super().inputs(cell, draw)
         if cell.mask == "bias":  # the module expects 3-D masks as [B·H, L, S]
             bias = draw.normal(cell["H"], cell["L"], cell["L"])

@@ -1,7 +1,7 @@
 """`scaled_dot_product_attention`: O = softmax(Q Kᵀ / √D) V.
 
-A query that may see a key costs 2·D for its score and 2·Dv for its share of the output; the
-backward pass has five products where the forward has two:
+A visible pair costs 2·D for its score and 2·Dv for its part of the output. The backward has five
+products, the forward two:
 
     forward   2·D + 2·Dv           (4·D  when Dv = D)
     backward  6·D + 4·Dv           (10·D when Dv = D)
@@ -28,7 +28,7 @@ from fastattn.checks import draw_seed
 PAIRS_CHECKED = 1 << 26
 _PAIRS_OF_FEW = 1 << 22
 _SCORES_AT_ONCE = 1 << 23  # 64 MB in fp64
-_SOFTCAP = 2.0  # of scores of about 1: a wrong one shows in 16 bits
+_SOFTCAP = 2.0  # small compared to the scores, so that a wrong one is visible in 16 bits
 _DROPOUT = 0.1
 
 
@@ -45,13 +45,15 @@ class Sdpa(Operator):
 
     def check_option(self, cell: Cell) -> None:
         if cell.option == "window" and cell.mask not in ("none", "causal"):
-            raise ValueError(f"option=window: with a {cell.mask} mask its pairs are not counted")
+            raise ValueError(
+                f"option=window: with a {cell.mask} mask the visible pairs cannot be counted"
+            )
         if cell.option == "window" and cell["Lq"] > cell["Lk"]:
             raise ValueError(f"option=window: Lq={cell['Lq']} is more than Lk={cell['Lk']}")
         if cell.option == "learnable" and cell.mask != "bias":
             raise ValueError("option=learnable: needs mask=bias")
         if cell.option == "dropout" and cell.device != "cpu":
-            raise ValueError("option=dropout: the generator of a GPU gives another seed to check")
+            raise ValueError("option=dropout: the check needs the seed of a CPU generator")
 
     def flops(self, cell: Cell, pairs: int) -> tuple[int, int]:
         pairs *= cell["H"]
@@ -60,7 +62,7 @@ class Sdpa(Operator):
 
     def inputs(self, cell: Cell, draw: Draw) -> Inputs:
         inputs, heads = super().inputs(cell, draw), cell["H"]
-        if cell.mask == "bias":  # as a learnt relative position bias has it
+        if cell.mask == "bias":  # the shape of a learned relative position bias
             inputs["attn_mask"] = draw.normal(heads, cell["Lq"], cell["Lk"])
         elif cell.mask != "causal" and (visible := visible_keys(cell, draw)) is not None:
             inputs["attn_mask"] = visible[:, None] if cell.mask == "padding" else visible
@@ -106,14 +108,14 @@ class Sdpa(Operator):
         if cell.option in ("window", "softcap", "alibi", "sinks"):
             reasons.append(f"F.scaled_dot_product_attention has no {cell.option}")
         if cell.option == "dropout":
-            reasons.append("PyTorch drops other weights, whose result nothing here can check")
+            reasons.append("PyTorch drops other weights, so its result cannot be checked")
         return reasons
 
     def plain(self, cell: Cell, inputs: Inputs) -> Outputs:
         return with_weights(cell, *_attended(cell, inputs, slice(None)))
 
     def expected(self, cell: Cell, inputs: Inputs) -> Inputs:
-        """A block of queries at a time, which bounds the memory."""
+        """A block of queries at a time, to bound the memory."""
         wanted = cell.passes != "fwd"
         leaves = self.fresh_leaves(cell, inputs)
         query = inputs["query"]
@@ -135,13 +137,13 @@ class Sdpa(Operator):
         return results | gradients(leaves)
 
     def parts(self, cell: Cell, seed: int, *, few: bool = False) -> list[tuple[int, ...]]:
-        """Attention of one (sequence, key head) does not depend on the others: a sample of them.
+        """A sample of (sequence, key head), because they do not depend on each other.
 
-        Where the weights are averaged over the heads the sample is of whole sequences.
+        If the weights are averaged over the heads, a sample of sequences.
         """
         pairs = cell["B"] * cell["H"] * cell["Lq"] * cell["Lk"]
         most = _PAIRS_OF_FEW if few else PAIRS_CHECKED
-        if pairs <= most or cell.option == "learnable":  # the gradient of a bias is of all of them
+        if pairs <= most or cell.option == "learnable":  # the gradient of a bias needs all of them
             return [()]
         heads = [()] if cell.weights == "average" else [(h,) for h in range(cell["Hkv"])]
         units = [(b, *h) for b in range(cell["B"]) for h in heads]
@@ -149,7 +151,7 @@ class Sdpa(Operator):
         return sorted(random.Random(seed).sample(units, count))
 
     def part(self, cell: Cell, name: str, x: Tensor, where: tuple[int, ...]) -> Tensor:
-        """Broadcast dimensions stay."""
+        """Slices the batch and the heads, except for broadcast dimensions."""
         if not where:
             return x
         if name == "attn_mask":
@@ -170,7 +172,7 @@ class Sdpa(Operator):
 
 
 def _options(cell: Cell, inputs: Inputs) -> dict[str, Any]:
-    """What PyTorch's function and the library's have in common."""
+    """The options that PyTorch's function has too."""
     return {
         "attn_mask": inputs.get("attn_mask"),
         "is_causal": cell.mask == "causal",
@@ -194,16 +196,16 @@ def _own_options(cell: Cell, inputs: Inputs) -> dict[str, Any]:
 
 
 def _first_seed() -> tuple[torch.device, torch.Generator]:
-    """What the seed of the first call with dropout is drawn from: the call that is checked."""
+    """The arguments of `draw_seed` in the first call with dropout, which is the one checked."""
     return torch.device("cpu"), torch.Generator().manual_seed(0)
 
 
 def _attended(cell: Cell, inputs: Inputs, rows: slice) -> tuple[Tensor, Tensor]:
-    """The output of some of the queries, and their weights [B, H, rows, Lk]."""
+    """The output and the weights [B, H, rows, Lk] of some queries."""
     query, key, value = (inputs[name] for name in ("query", "key", "value"))
     group = query.shape[1] // key.shape[1]
     visible, bias = (_rows(x, rows) for x in split_mask(inputs))
-    # How many places a key is before a query.
+    # Query position minus key position.
     keys, queries = (torch.arange(cell[k], device=query.device) for k in ("Lk", "Lq"))
     before = queries[rows, None] - keys
     if cell.mask == "causal":

@@ -40,7 +40,7 @@ class Sinusoidal(Operator):
 
 
 def table(cell: Cell, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[L, E]: sine and cosine of a frequency side by side."""
+    """[L, E], with the sine and the cosine of a frequency in adjacent columns."""
     embed = cell["E"]
     position = torch.arange(cell["L"], dtype=dtype, device=device)[:, None]
     halves = torch.arange(0, embed, 2, dtype=dtype, device=device)

@@ -24,7 +24,7 @@ class SinusoidalTable(Operator):
     OUTPUT = "L E"
 
     def flops(self, cell: Cell, pairs: int) -> tuple[int, int]:
-        return cell["L"] * cell["E"], 0  # a sine counts as one
+        return cell["L"] * cell["E"], 0  # a sine counts as one operation
 
     def inputs(self, cell: Cell, draw: Draw) -> Inputs:
         """The table has no input; this tensor carries dtype and device."""

@@ -1,7 +1,7 @@
-"""`Transformer`: the base model of Vaswani et al. 2017 between its embeddings and its logits.
+"""`Transformer`: the base model of Vaswani et al. 2017, without embeddings and logits.
 
-Six layers and a norm in the encoder, six and a norm in the causal decoder. Step by step, as when a
-model generates, the decoder has one position at a time.
+The encoder and the causal decoder have six layers and a norm each. With option=stepwise the decoder
+gets one position at a time, as in generation.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from fastattn.bench.ops.encoder_layer import OPTIONS
 class WholeTransformer(Decoder):
     FUNCTION = "nn.Transformer"
     ABOUT = f"{LAYERS} encoder layers on src [B, S, E], {LAYERS} causal ones on tgt [B, L, E], GELU"
-    TORCH = "nn.Transformer, the same parameters; step by step, each prefix from its start"
+    TORCH = "nn.Transformer, the same parameters; stepwise, each prefix from its start"
     OPTIONS: ClassVar[Sequence[str]] = ("none", "stepwise")
     SHAPES: ClassVar = {"src": "B S E", "tgt": "B L E"}
 
     def check_option(self, cell: Cell) -> None:
         if cell.option == "stepwise" and cell.passes != "fwd":
-            raise ValueError("option=stepwise: generating has no backward pass")
+            raise ValueError("option=stepwise: generation has no backward pass")
 
     def flops(self, cell: Cell, pairs: int) -> tuple[int, int]:
         forward, backward = super().flops(cell, pairs)
@@ -60,7 +60,7 @@ class WholeTransformer(Decoder):
 
 
 def _step_by_step(model: Any, source: Tensor, target: Tensor, mask: Tensor | None) -> Tensor:
-    """Ours decodes with a cache. PyTorch's has none, and needs the mask."""
+    """Generation; fastattn has a cache. PyTorch has none, and needs the mask."""
     memory = model.encoder(source)
     if mask is None:
         cache = model.decoder.new_cache()

@@ -1,8 +1,7 @@
 """`varlen_attention`: attention within packed sequences; torch pads them.
 
-The lengths are those of a padded batch: evenly from a quarter to three quarters of L; or, where S
-is given, from S to L, each the same factor longer than the one before. What is counted is what the
-sequences need, not what padding would.
+The lengths are those of a padded batch: evenly spaced from a quarter to three quarters of L. With S
+they grow by a constant factor from S to L. The cost of padding is not counted.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class Varlen(Operator):
         return [*self.leaves(inputs), ends, ends], {"is_causal": cell.mask == "causal"}
 
     def theirs(self, cell: Cell, inputs: Inputs) -> Prepared:
-        """Padding and packing are timed: whoever has packed sequences pays for them."""
+        """The timing includes padding and packing, which packed inputs and outputs require."""
         leaves = self.leaves(inputs)
         longest = max(_lengths(cell))
         lengths = inputs["ends"].diff()
@@ -74,7 +73,7 @@ class Varlen(Operator):
         return forward, leaves
 
     def one_by_one(self, cell: Cell, inputs: Inputs) -> Prepared:
-        """A loop over the sequences, which pads nothing."""
+        """A loop over the sequences, without padding."""
         leaves = self.leaves(inputs)
         lengths = inputs["ends"].diff().tolist()
         causal, grouped = cell.mask == "causal", cell["H"] != cell["Hkv"]

@@ -1,14 +1,14 @@
-"""Who can be measured. A provider is a module, imported in its own process when asked for.
+"""The implementations that are compared. A provider is a module, imported in its own process.
 
     ABOUT                                one line for `bench list`
-    VARIANTS                             what may follow an @ in its name; may be left out
-    select(variant)                      called once, before all else, with what follows the @
-    versions() -> dict[str, str]         of what it runs on; raises ImportError if not installed
-    why_not(cell) -> list[str]           plain reasons why it cannot run the cell, empty if it can
-    prepare(cell, inputs) -> callable    all that is not timed: layouts, modules, sessions
+    VARIANTS                             the suffixes that may follow an @ in its name; optional
+    select(variant)                      called first, once, if the name has an @
+    versions() -> dict[str, str]         versions of its packages; ImportError if not installed
+    why_not(cell) -> list[str]           reasons why it cannot run the cell; empty if it can
+    prepare(cell, inputs) -> callable    everything that is not timed: layouts, modules, sessions
 
-The callable is what is timed. It returns the arrays of `inputs.output_names(cell)` in that order,
-as torch tensors or numpy arrays. Any importable module of this form is a provider: `--providers
+The callable is timed. It returns the arrays of `inputs.output_names(cell)` in that order, as torch
+tensors or numpy arrays. Any importable module of this form is a provider: `--providers
 fastattn,mypackage.mykernel`.
 """
 
@@ -35,7 +35,7 @@ PROVIDERS = {
     "xformers": "fastattn.bench.providers.xformers_",
 }
 DEFAULT = ("torch", "fastattn")
-ISAS = ("baseline", "avx2", "avx512", "avx512_bf16", "amx_bf16")  # decided when the process starts
+ISAS = ("baseline", "avx2", "avx512", "avx512_bf16", "amx_bf16")  # selected when the process starts
 
 
 class Provider(Protocol):
@@ -53,18 +53,18 @@ def split(name: str) -> tuple[str, str]:
 
 
 def isa_of(name: str) -> str:
-    """The instruction set that `name` forces, or nothing."""
+    """The instruction set that `name` forces, or an empty string."""
     provider, variant = split(name)
     return variant if provider == "fastattn" and variant in ISAS else ""
 
 
 def variants(name: str) -> Sequence[str]:
-    """What may follow the @. Imports the provider's module, but not what it runs on."""
+    """The variants of a provider. Imports its module, but not its packages."""
     return tuple(getattr(load(split(name)[0]), "VARIANTS", ()))
 
 
 def load(name: str) -> Provider:
-    """The provider's module. Raises ImportError for one that is unknown or cannot be imported."""
+    """The provider's module. Raises ImportError if it is unknown or cannot be imported."""
     name, variant = split(name)
     if name not in PROVIDERS and "." not in name:
         raise ImportError(f"unknown provider {name!r}; known are {', '.join(PROVIDERS)}")
@@ -79,11 +79,11 @@ def load(name: str) -> Provider:
 
 
 def check_name(name: str) -> None:
-    """Raises ValueError for a provider, or a variant of one, that is unknown."""
+    """Raises ValueError for an unknown provider or variant."""
     provider, variant = split(name)
     if provider not in PROVIDERS and "." not in provider:
         raise ValueError(
-            f"--providers {name!r}: known are {', '.join(PROVIDERS)}, or a.module of yours"
+            f"--providers {name!r}: known are {', '.join(PROVIDERS)}, or an importable module"
         )
     if "@" in name and provider in PROVIDERS and variant not in variants(name):
         known = ", ".join(f"{provider}@{v}" for v in variants(name)) or "none"
@@ -99,22 +99,22 @@ def sdpa_reasons(
     grouped: bool = True,
     devices: Sequence[str] = ("cpu",),
 ) -> list[str]:
-    """What a peer that is wired up for `sdpa` has against a cell."""
+    """The reasons why a provider that implements `sdpa` only cannot run a cell."""
     reasons = []
     if cell.device not in devices:
         reasons.append(f"it runs on {' and '.join(devices)}")
     if cell.op != "sdpa":
-        return [*reasons, "only sdpa is wired up"]
+        return [*reasons, "only sdpa is supported here"]
     if cell.dtype not in dtypes:
         reasons.append(f"it takes {', '.join(dtypes)}")
     if cell.passes not in passes:
         reasons.append("it has no backward" if passes == ("fwd",) else f"only {', '.join(passes)}")
     if cell.mask not in masks:
-        reasons.append(f"no {cell.mask} mask is wired up")
+        reasons.append(f"no {cell.mask} mask is supported here")
     if cell.weights != "none":
         reasons.append("it returns no weights")
     if cell.option != "none":
-        reasons.append(f"no {cell.option} is wired up")
+        reasons.append(f"no {cell.option} is supported here")
     if cell["H"] != cell["Hkv"] and not grouped:
         reasons.append("it has no grouped heads")
     return reasons

@@ -1,4 +1,4 @@
-"""ExecuTorch: exported, lowered to XNNPACK, run by its own runtime."""
+"""ExecuTorch: the operator is exported, lowered to XNNPACK and run by ExecuTorch's runtime."""
 
 from __future__ import annotations
 
@@ -56,5 +56,5 @@ def prepare(cell: Cell, inputs: dict[str, Tensor]) -> Callable[[], list[Any]]:
 
 
 def _run(program: Any, method: Any, given: tuple[Tensor, ...]) -> list[Any]:
-    """The program is not used, but must be alive: its method points into it."""
+    """Runs the method. `program` is kept alive, because the method points into it."""
     return list(method.execute(given))

@@ -1,6 +1,6 @@
-"""The library itself with one backend forced, so that nothing falls back unseen.
+"""This library with one backend forced, so that no call falls back silently.
 
-Where evidence has PyTorch's own kernel first, nothing is forced: that is what a user gets.
+If evidence puts PyTorch's own kernel first, no backend is forced: that is the default for users.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from fastattn.bench.providers import ISAS
 from fastattn.bench.providers.passes import Outputs, run_passes, stay_in, torch_versions
 from fastattn.dispatch import BACKENDS, PRIORITY, load
 
-ABOUT = "fastattn: its native kernels; @reference: plain PyTorch, as where nothing was built"
+ABOUT = "fastattn: its native kernels; @reference: plain PyTorch, as without a native build"
 SM_80 = "sm_80"  # the CUDA kernels without those for Hopper
 VARIANTS = (*BACKENDS, SM_80, *ISAS)
 _forced = ""
 
 
 def select(variant: str) -> None:
-    """A backend; an instruction set was chosen when the process started."""
+    """Selects a backend; an instruction set was selected when the process started."""
     global _forced
     _forced = "cuda" if variant == SM_80 else variant if variant in BACKENDS else ""
     if variant == SM_80 and not isinstance(load("cuda"), str):
@@ -56,5 +56,5 @@ def _pytorch_is_first(cell: Cell) -> bool:
 
 
 def _backend(cell: Cell) -> str:
-    """The best backend for the device, built or not: a missing one is reported, not replaced."""
+    """The first backend of the device; a missing one is reported, not replaced."""
     return _forced or PRIORITY[cell.device][0]

@@ -1,6 +1,6 @@
-"""The package flash-attn on CUDA; its layout is [B, L, H, D], its causal mask bottom-right.
+"""The package flash-attn on CUDA; layout [B, L, H, D], bottom-right causal mask.
 
-Written from its documented interface; not run here for want of a GPU.
+Written from its documented interface; never run, because it needs a GPU.
 """
 
 from __future__ import annotations

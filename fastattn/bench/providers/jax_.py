@@ -1,4 +1,4 @@
-"""jax.nn.dot_product_attention, compiled by XLA; its layout is [B, L, H, D]."""
+"""jax.nn.dot_product_attention, compiled by XLA; layout [B, L, H, D]."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def why_not(cell: Cell) -> list[str]:
     passes = ("fwd", "fwd+bwd")
     reasons = sdpa_reasons(cell, dtypes=("fp32", "bf16", "fp16"), passes=passes)
     if cell.op == "sdpa" and cell["D"] != cell["Dv"]:
-        reasons.append("it wants D = Dv")
+        reasons.append("it needs D = Dv")
     return reasons
 
 
@@ -57,7 +57,7 @@ def prepare(cell: Cell, inputs: dict[str, Tensor]) -> Callable[[], list[Any]]:
             return (out, *backward(grad_out))
 
     def run() -> list[Tensor]:
-        # A view of each result as a tensor of [B, H, L, D], which costs nothing to speak of.
+        # Views of the results as tensors [B, H, L, D]; their cost is negligible.
         results = jax.block_until_ready(compiled(*leaves))
         return [torch.utils.dlpack.from_dlpack(x).transpose(1, 2) for x in results]
 

@@ -1,7 +1,7 @@
-"""onnxruntime's CPU kernels of attention, one node in a model of its own.
+"""onnxruntime's CPU kernels of attention, as a model with one node.
 
-The operator `Attention` of opset 23, on [B, H, L, D]; or `MultiHeadAttention` of com.microsoft, on
-[B, L, H·D], which is the faster for some shapes.
+The operator is `Attention` of opset 23 on [B, H, L, D], or `MultiHeadAttention` of com.microsoft on
+[B, L, H·D], which is faster for some shapes.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ def prepare(cell: Cell, inputs: dict[str, Tensor]) -> Callable[[], list[Any]]:
 
     if not _variant:
         return run
-    # [B, L, H·D] as [B, H, L, D]: a view, which costs nothing.
+    # A view of [B, L, H·D] as [B, H, L, D].
     heads = (cell["B"], cell["Lq"], cell["H"], cell["Dv"])
     return lambda: [run()[0].reshape(heads).transpose(0, 2, 1, 3)]
 
 
 def _as_rows(cell: Cell, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """onnxruntime needs every row of a mask, so it is expanded, outside the timing."""
+    """Expands the mask, outside the timing: onnxruntime needs all of its rows."""
     kept = {name: inputs[name] for name in ("query", "key", "value")}
     if "attn_mask" in inputs:
         mask = inputs["attn_mask"]

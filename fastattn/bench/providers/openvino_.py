@@ -40,7 +40,7 @@ def prepare(cell: Cell, inputs: dict[str, Tensor]) -> Callable[[], list[Any]]:
         "CPU",
         {
             "INFERENCE_NUM_THREADS": torch.get_num_threads(),
-            # Its default on a processor with bf16 is to compute fp32 models in bf16.
+            # By default it computes fp32 models in bf16 if the processor supports bf16.
             "INFERENCE_PRECISION_HINT": "f32",
         },
     )

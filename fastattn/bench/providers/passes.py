@@ -1,4 +1,4 @@
-"""Forward, backward or both around a forward function in PyTorch."""
+"""Runs the forward, the backward or both of a forward function in PyTorch."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _entered = contextlib.ExitStack()
 
 
 def stay_in(context: contextlib.AbstractContextManager[Any]) -> None:
-    """Enters `context` until the next one, or `leave`: inside the call it would be timed.
+    """Enters `context` until the next call of this function or of `leave`, outside the timing.
 
-    A reference is kept here, because a context manager without one exits immediately.
+    The exit stack keeps a reference; an unreferenced context manager would exit immediately.
     """
     _entered.close()
     _entered.enter_context(context)
@@ -35,10 +35,10 @@ def torch_versions() -> dict[str, str]:
 def run_passes(
     cell: Cell, forward: Callable[[], Outputs], leaves: Sequence[Tensor], grad_out: Tensor
 ) -> Callable[[], Outputs]:
-    """A callable that runs the cell's passes; the gradient flows from the first output.
+    """A callable that runs the cell's passes; the first output is differentiated.
 
     Gradients are returned, not accumulated: `torch.autograd.grad` allocates new ones in every
-    call, as the first backward after `zero_grad` does.
+    call, like the first backward after `zero_grad`.
     """
     if cell.passes == "fwd":
 

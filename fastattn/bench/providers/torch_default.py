@@ -1,4 +1,4 @@
-"""What a PyTorch user writes today: fused attention, the module, or the equation."""
+"""The best that PyTorch has: its fused attention, its module, or the plain equation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BACKENDS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
 }
-# A kernel of scaled_dot_product_attention, or how packed sequences are attended to.
+# A kernel of scaled_dot_product_attention, or "loop": a loop over packed sequences.
 VARIANTS = (*_BACKENDS, "loop")
 _variant = ""
 versions = torch_versions

@@ -1,4 +1,4 @@
-"""The equation spelled out in PyTorch: the scores are a tensor [B, H, Lq, Lk]."""
+"""The plain equation in PyTorch: the scores are a tensor [B, H, Lq, Lk]."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fastattn.bench import ops
 from fastattn.bench.cells import Cell
 from fastattn.bench.providers.passes import Outputs, run_passes, torch_versions
 
-ABOUT = "PyTorch, spelled out: softmax(Q Kᵀ) V with the scores in memory"
+ABOUT = "PyTorch, the plain equation: softmax(Q Kᵀ) V with the scores in memory"
 versions = torch_versions
 
 

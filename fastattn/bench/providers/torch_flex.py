@@ -13,7 +13,7 @@ from fastattn.bench.cells import Cell
 from fastattn.bench.providers import sdpa_reasons
 from fastattn.bench.providers.passes import Outputs, run_passes, torch_versions
 
-ABOUT = "PyTorch: FlexAttention, torch.compile (on CPUs the forward alone)"
+ABOUT = "PyTorch: FlexAttention, torch.compile (on CPUs only the forward)"
 versions = torch_versions
 
 
@@ -30,8 +30,8 @@ def why_not(cell: Cell) -> list[str]:
 def prepare(cell: Cell, inputs: dict[str, Tensor]) -> Callable[[], Outputs]:
     query, key, value = (inputs[name] for name in ("query", "key", "value"))
     options = _options(cell, inputs)
-    torch.compiler.reset()  # or the cells before this one count against its limit of recompilations
-    # A graph for each cell, compiled for its sizes: nothing is left to be found out in a call.
+    torch.compiler.reset()  # earlier cells would count against the limit of recompilations
+    # Each cell gets its own graph, compiled for its exact sizes.
     attend = torch.compile(flex_attention, dynamic=False, fullgraph=True)
 
     def forward() -> Outputs:

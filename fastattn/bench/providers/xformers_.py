@@ -1,6 +1,6 @@
-"""xFormers' memory_efficient_attention on CUDA; its layout is [B, L, H, D].
+"""xFormers' memory_efficient_attention on CUDA; layout [B, L, H, D].
 
-Written from its documented interface; not run here for want of a GPU.
+Written from its documented interface; never run, because it needs a GPU.
 """
 
 from __future__ import annotations
