@@ -1,4 +1,4 @@
-"""What proves the operators right: the case table, the oracle's results, the error bound."""
+"""The tests of operators: the tables of cases, the exact results and the error bound."""
 
 from fastattn.testing.cases import CASES, Case
 from fastattn.testing.compare import Deviation, assert_right, assert_within_bound, deviation

@@ -41,8 +41,8 @@ class AdditiveCase:
     mask_float32: bool = False
     causal: bool = False
     dropout_p: float = 0.0
-    weights: bool = False  # asked for, and given a gradient
-    poison: bool = False  # NaN and inf in keys and values that no query sees
+    weights: bool = False  # returned, with a gradient
+    poison: bool = False  # NaN and inf in keys and values that no query can see
     layouts: tuple[str, str, str] = ("contiguous", "contiguous", "contiguous")
     dtypes: tuple[torch.dtype, ...] = FLOATS
     slow: bool = False
@@ -95,13 +95,13 @@ def _cases() -> Iterator[AdditiveCase]:
     for p in (0.1, 0.5, 1.0):
         yield replace(base, name=f"dropout-{p}", dropout_p=p, weights=True, k_len=77, q_len=70)
     yield replace(base, name="dropout-mask", dropout_p=0.3, mask="float_inf", causal=True)
-    # Beyond the factored form, in some blocks or in all of them.
+    # Beyond the range of the factored form, in some blocks or in all of them.
     for spread in (4.0, 8.0, 30.0):
         yield replace(base, name=f"spread-{spread:g}", spread=spread, q_len=70, k_len=150)
     yield replace(base, name="saturated", spread=1e4, q_len=70, k_len=150)
     yield replace(base, name="spread-poison", spread=30, mask="padding", poison=True)
     for layout in memory.LAYOUTS:
-        # Where all keys or all values are one, the gradients of a softmax are 0: nothing to judge.
+        # If all keys or all values are equal, the gradients of the softmax are 0, without a scale.
         one = layout in ("expanded_rows", "expanded_all")
         layouts = (layout, "contiguous", "contiguous") if one else (layout, layout, layout)
         yield replace(base, name=f"memory-{layout}", layouts=layouts)
@@ -113,7 +113,7 @@ ADDITIVE_CASES = tuple(_cases())
 
 @dataclass(frozen=True)
 class AdditiveInputs:
-    """The primitive's arguments, with keys and values as the candidate and as the judge get it."""
+    """The primitive's arguments: `args` for the backend, `clean`, without NaN, for the judge."""
 
     args: tuple[Tensor | None, ...]
     clean: tuple[Tensor | None, ...]
@@ -122,7 +122,7 @@ class AdditiveInputs:
 
 
 def make_additive(case: AdditiveCase, dtype: torch.dtype, *, fence: bool = False) -> AdditiveInputs:
-    """Return the tensors of ``case``, always the same, in hostile memory."""
+    """Return the tensors of ``case``, equal from call to call, in poisoned memory."""
     draw, normal = numbers_of(case.name)
 
     def placed(values: Tensor, layout: str, as_dtype: torch.dtype = dtype) -> Tensor:
@@ -145,14 +145,14 @@ def make_additive(case: AdditiveCase, dtype: torch.dtype, *, fence: bool = False
     seed = dropout_seed(draw, case.dropout_p)
     poisoned = [key, value]
     if case.poison:
-        seen = torch.ones(b, q, k, dtype=torch.bool)
+        visible = torch.ones(b, q, k, dtype=torch.bool)
         if mask is not None:
-            seen = seen & (mask if mask.dtype == torch.bool else mask != -torch.inf)
-        unseen = ~(seen.tril() if case.causal else seen).any(1)[:, :, None]
-        assert unseen.any(), case.name
+            visible = visible & (mask if mask.dtype == torch.bool else mask != -torch.inf)
+        hidden = ~(visible.tril() if case.causal else visible).any(1)[:, :, None]
+        assert hidden.any(), case.name
         kinds = torch.tensor([torch.nan, torch.inf, -torch.inf], dtype=dtype)
         poisoned = [
-            placed(torch.where(unseen, kinds[torch.arange(x.shape[2]) % 3], x), layout)
+            placed(torch.where(hidden, kinds[torch.arange(x.shape[2]) % 3], x), layout)
             for x, layout in zip(poisoned, case.layouts[1:], strict=True)
         ]
     grad_out = placed(normal(b, q, case.value_dim), "every_second")
@@ -167,7 +167,7 @@ def make_additive(case: AdditiveCase, dtype: torch.dtype, *, fence: bool = False
 
 
 def run_additive(backend: Any, inputs: AdditiveInputs) -> dict[str, Tensor]:
-    """The primitive of a backend, forward and backward."""
+    """Run the primitive of a backend, forward and backward."""
     out, weights = backend.additive_attention(*inputs.args, options=inputs.options)
     mask = inputs.args[5]
     options = extended(

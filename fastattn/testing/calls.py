@@ -1,4 +1,4 @@
-"""Calls of public functions, with gradients: what the proofs of composite operators run."""
+"""Calls of public functions with gradients, for the proofs of operators that run them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Call", "double"]
 
 
 def double(x: Any) -> Any:
-    """A floating tensor, or each of a sequence of such, in float64; anything else as it is."""
+    """Convert a floating tensor, or a sequence of them, to float64; return anything else as is."""
     if isinstance(x, (tuple, list)):
         return tuple(map(double, x))
     return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
@@ -23,27 +23,29 @@ def double(x: Any) -> Any:
 class Call:
     """The arguments of a function by name, and the gradients of its results.
 
-    The floating ones of ``tensors`` are differentiated, those in ``options`` are not.
+    The floating tensors in ``tensors`` are differentiated, those in ``options`` are not.
     """
 
     tensors: dict[str, Any]
     options: dict[str, Any]
     grad: Tensor
     grad_weights: Tensor | None = None
-    poisoned: dict[str, Any] = field(default_factory=dict)  # what a target gets instead
+    poisoned: dict[str, Any] = field(
+        default_factory=dict
+    )  # replaces the same tensors for the backend
 
     def doubled(self) -> Call:
         tensors = {name: double(x) for name, x in self.tensors.items()}
         return Call(tensors, self.options, self.grad.double(), double(self.grad_weights))
 
     def watched(self) -> dict[str, Tensor | None]:
-        """Everything that the function may not write to."""
+        """All tensors that the function must not modify."""
         given = self.tensors | self.options | self.poisoned
         tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
         return {**tensors, "grad": self.grad, "grad_weights": self.grad_weights}
 
     def primitive(self, prepare: Callable[..., Any]) -> tuple[list[Any], Any]:
-        """The tensors and the options that ``prepare`` makes for the primitive."""
+        """The tensors and the options of the primitive, made by ``prepare``."""
         _, (*tensors, options) = prepare(**self.tensors, **self.options)
         return tensors, options
 

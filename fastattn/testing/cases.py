@@ -1,7 +1,7 @@
-"""The case table: operator -> named cases. Tests, ``fastattn verify`` and benchmarks read it.
+"""The case table of attention, for tests and ``fastattn verify``.
 
 A case is data: lengths, heads, mask, options, memory layout, which results carry a gradient.
-``fastattn.testing.inputs`` makes its tensors. To cover something new, add a line here.
+``fastattn.testing.inputs`` makes its tensors. Add a line here to cover more.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ __all__ = ["CASES", "FLOATS", "Case", "NamedByFields"]
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
-# The gradient of lse where that of out alone would leave nothing: a query that sees one key has a
-# constant weight, a bias that is the same for all keys changes no weight. Their gradients are then
-# 0 but for rounding, and no bound can be relative to that.
+# Cases whose gradients would be 0 up to rounding with a gradient of out alone also have one of lse:
+# a query with one visible key has a constant weight, and a bias that is equal for all keys changes
+# no weight. A relative bound cannot judge a gradient of 0.
 SCALED = ("out", "lse")
 
 
 @dataclass(frozen=True)
 class NamedByFields:
-    """A case whose name says what differs from the plainest one."""
+    """A case whose name lists the fields that differ from their defaults."""
 
     @property
     def name(self) -> str:
@@ -40,12 +40,12 @@ class NamedByFields:
 
 @dataclass(frozen=True)
 class Case:
-    """One call of ``scaled_dot_product_attention``. The defaults are the plainest one."""
+    """One call of ``scaled_dot_product_attention``."""
 
     name: str
     batch: int = 2
     heads: int = 2
-    kv_heads: int | None = None  # None: as many as heads
+    kv_heads: int | None = None  # None: equal to heads
     q_len: int = 33
     k_len: int = 65
     head_dim: int = 16
@@ -53,22 +53,22 @@ class Case:
     dtypes: tuple[torch.dtype, ...] = FLOATS
     mask: str | None = None  # a kind, see inputs.MASKS
     mask_dims: str = "bhqk"  # which of [B, H, Lq, Lk] the mask has; the others are 1
-    mask_float32: bool = False  # a float32 mask whatever the query is
+    mask_float32: bool = False  # a float32 mask for any dtype of the query
     mask_layout: str = "contiguous"
     mask_grad: bool = False
     causal: str | None = None  # upper_left | bottom_right
     window: tuple[int, int] = (-1, -1)
     scale: float | None = None  # None: 1 / sqrt(head_dim)
     softcap: float = 0.0
-    alibi: str | None = None  # h: one slope a head; bh: of its own for every sequence
-    sinks: str | None = None  # h: one a head; bh: of its own for every sequence
+    alibi: str | None = None  # h: one slope per head; bh: per sequence and head
+    sinks: str | None = None  # h: one per head; bh: per sequence and head
     dropout_p: float = 0.0
     layouts: tuple[str, str, str] = ("contiguous", "contiguous", "contiguous")  # of q, k, v
     weights: Weights = 0  # 0 none | 1 per head | 2 averaged
     grads: tuple[str, ...] = ("out",)  # the results whose gradient is given: out, lse, weights
     grad_layout: str = "contiguous"  # of the gradients of out and weights
-    poison: bool = False  # NaN and inf in every key and value that no query sees
-    poison_queries: bool = False  # in every query that sees no key, and what comes back to it
+    poison: bool = False  # NaN and inf in every key and value that no query can see
+    poison_queries: bool = False  # NaN and inf in fully masked queries and in their gradients
     slow: bool = False
 
 
@@ -87,7 +87,7 @@ _LENGTHS = (0, 1, 2, 3, 7, 15, 16, 17, 31, 33, 63, 64, 65, 96, 127, 128, 129, 19
 
 
 def _lengths() -> Iterator[Case]:
-    """Every length with five others in every run, with all of them in the slow one."""
+    """All pairs of lengths; except for five per length, they are slow."""
     rules = (None, "upper_left", "bottom_right")
     count = len(_LENGTHS)
     for (a, q_len), (b, k_len) in product(enumerate(_LENGTHS), repeat=2):
@@ -277,7 +277,7 @@ def _layouts() -> Iterator[Case]:
             q, k, v = (name if m == n else "contiguous" for m in range(3))
             one = replace(case, name=f"layout-{tensor}-{name}", grad_layout="contiguous")
             yield replace(one, layouts=(q, k, v), q_len=19, head_dim=64)
-    # What out.sum().backward() hands down: one number seen everywhere.
+    # The gradient of out.sum(): one number, expanded.
     yield Case("layout-grad-scalar", grad_layout="expanded_all", k_len=100)
     yield Case("layout-grad-scalar-weights", grad_layout="expanded_all", weights=2,
                grads=("out", "lse", "weights"))  # fmt: skip
@@ -287,7 +287,7 @@ def _layouts() -> Iterator[Case]:
 
 
 def _results() -> Iterator[Case]:
-    """Which results are returned, and which of them carry a gradient."""
+    """All combinations of returned results and of those with a gradient."""
     for weights in (0, 1, 2):
         names = ("out", "lse", "weights") if weights else ("out", "lse")
         for bits in product((False, True), repeat=len(names)):

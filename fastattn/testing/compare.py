@@ -1,11 +1,11 @@
-"""The error bound, one for every test, of every operator:
+"""The error bound of all tests and operators:
 
     max|x - ref| <= 4 noise + eps max|ref|
 
 x is the candidate. ref is the same operator on the same, already rounded inputs in float64, or in
-extended precision for float64 candidates. noise is how far rounding alone moves the result of the
-definition: :class:`fastattn.testing.rounding.Noise`. eps is that of x's dtype, or of the dtype that
-x was computed in where that is coarser. docs/numerics.md has the reasons and the margin.
+extended precision for float64 candidates. noise is the deviation of the definition by rounding
+alone: :class:`fastattn.testing.rounding.Noise`. eps is that of the dtype of x, or of the dtype that
+x was computed in if that is coarser. docs/numerics.md explains the bound and its margin.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from fastattn.testing.rounding import Noise
 
 __all__ = ["SAFETY", "Deviation", "assert_right", "assert_within_bound", "deviation", "deviations"]
 
-SAFETY = 4.0  # right results stay below half of the bound, see docs/numerics.md
+SAFETY = 4.0  # correct results stay below half of the bound, see docs/numerics.md
 _CLEARLY_RIGHT = 0.5
 
 
 @dataclass(frozen=True)
 class Deviation:
-    """How far one result is from the reference, and where it is worst."""
+    """The deviation of one result from the reference, and its worst element."""
 
     name: str
-    error: float  # max|x - ref|; inf where exactly one of the two is finite
+    error: float  # max|x - ref|; inf if exactly one of the two is finite
     bound: float
     index: tuple[int, ...]  # of the worst element
     got: float
     want: float
     shape: tuple[int, ...]
-    wrong: int  # how many elements are off by more than the bound
+    wrong: int  # the number of elements that deviate by more than the bound
 
     @property
     def ratio(self) -> float:
-        """error / bound: at most 1 is right."""
+        """error / bound; at most 1 is correct."""
         if self.error == 0:
             return 0.0
         return self.error / self.bound if self.bound > 0 else float("inf")
@@ -65,7 +65,7 @@ def deviation(
 ) -> Deviation:
     """Measure ``candidate`` against the bound, with the eps of ``dtype`` (default: its own).
 
-    Where the reference is inf, -inf or NaN, the candidate must be the same. Raises ValueError for a
+    If the reference is inf, -inf or NaN, the candidate must be equal to it. Raises ValueError for a
     wrong shape.
     """
     shape = tuple(reference.shape)
@@ -100,10 +100,10 @@ def deviations(
     noise: Noise,
     eps_of: Mapping[str, torch.dtype] | None = None,
 ) -> list[Deviation]:
-    """Measure each candidate; ``eps_of`` names those whose eps is not that of their own dtype.
+    """Measure each candidate; ``eps_of`` has the dtype of eps if that is not the candidate's.
 
-    The noise is drawn until all are below half of their bounds, or as often as it may be; what was
-    drawn for other candidates serves these, too.
+    The noise is drawn until all ratios are below one half, or as often as allowed. Earlier draws,
+    for other candidates, are used too.
     """
     eps_of = eps_of or {}
     found: list[Deviation] = []
@@ -140,9 +140,9 @@ def assert_right(
 ) -> None:
     """Raise AssertionError unless every candidate is within the bound.
 
-    ``definition`` computes what they should be, by the same names, in float64. For float64 itself
-    that is no more exact than the candidate: pass a reference to :func:`assert_within_bound`.
-    ``dtype`` is what the candidates were computed in (default: the coarsest of their own).
+    ``definition`` computes the exact values, by the same names, in float64. For float64
+    candidates it is not exact enough: pass a reference to :func:`assert_within_bound` instead.
+    ``dtype`` is what the candidates were computed in (default: the coarsest of their dtypes).
     """
     exact = {name: x.detach() for name, x in definition().items()}
     assert candidates.keys() == exact.keys(), f"{sorted(candidates)}, want {sorted(exact)}"

@@ -1,7 +1,7 @@
-"""PyTorch's operations that are several steps, written as these steps.
+"""Composite operations of PyTorch, written as their steps.
 
-:mod:`fastattn.testing.rounding` lets each step have an error of its own. The names and arguments
-are those of ``torch.ops.aten``.
+:mod:`fastattn.testing.rounding` adds an error to each step. The names and arguments are those of
+``torch.ops.aten``.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _silu_backward(grad: Tensor, x: Tensor) -> Tensor:
     return grad * (share * (1 + x * (1 - share)))
 
 
-# gelu by tanh: x (1 + tanh(c (x + a x^3))) / 2
+# The tanh form of gelu: x (1 + tanh(c (x + a x^3))) / 2
 _C, _A = math.sqrt(2 / math.pi), 0.044715
 
 

@@ -1,6 +1,6 @@
 """The cases of ``decode_attention`` and their proof: the oracle of attention, by sequence.
 
-Everything in the cache that no sequence sees is NaN.
+All elements of the cache outside the sequences are NaN.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class DecodeCase:
 
     name: str
     lengths: tuple[int, ...] = (70, 0, 1, 129)
-    capacity: int = 140  # keys of an entry, or that a row of the block table has pages for
-    page: int = 0  # keys of a page, 0 for none
-    shuffled: bool = False  # entries of the cache in another order than the sequences
+    capacity: int = 140  # keys per entry, or per row of the block table
+    page: int = 0  # keys per page; 0: not paged
+    shuffled: bool = False  # the order of entries differs from that of the sequences
     heads: int = 4
     kv_heads: int = 2
     queries: int = 1
@@ -39,7 +39,7 @@ class DecodeCase:
     value_dim: int | None = None
     window: tuple[int, int] = (-1, -1)
     softcap: float = 0.0
-    alibi: str | None = None  # h: one slope a head; bh: of its own for every sequence
+    alibi: str | None = None  # h: one slope per head; bh: per sequence and head
     sinks: bool = False
     layouts: tuple[str, str] = ("contiguous", "contiguous")  # of the query and of the caches
     dtypes: tuple[torch.dtype, ...] = FLOATS
@@ -83,7 +83,7 @@ DECODE_CASES = tuple(_cases())
 
 @dataclass(frozen=True)
 class DecodeInputs:
-    """The primitive's arguments, and the keys and values of each sequence by themselves."""
+    """The primitive's arguments, and the keys and values of each sequence."""
 
     args: tuple[Tensor | None, ...]
     options: DecodeOptions
@@ -92,7 +92,7 @@ class DecodeInputs:
 
 
 def make_decode(case: DecodeCase, dtype: torch.dtype, *, fence: bool = False) -> DecodeInputs:
-    """Return the tensors of ``case``, always the same, in hostile memory."""
+    """Return the tensors of ``case``, equal from call to call, in poisoned memory."""
     draw, normal = numbers_of(case.name)
     batch, page = len(case.lengths), case.page or case.capacity
     pages = -(-case.capacity // page) if case.page else 1
@@ -122,7 +122,7 @@ def make_decode(case: DecodeCase, dtype: torch.dtype, *, fence: bool = False) ->
     if case.page:
         block_table = table.int()
         used = torch.arange(pages) * page < torch.tensor(case.lengths)[:, None]
-        block_table = torch.where(used, block_table, -7)  # never looked at
+        block_table = torch.where(used, block_table, -7)  # must not be read
     elif case.shuffled:
         entries = table[:, 0].contiguous()
     return DecodeInputs(
@@ -155,7 +155,7 @@ def _run(backend: Any, inputs: DecodeInputs) -> dict[str, Tensor]:
 def _sequence_by_sequence(
     inputs: DecodeInputs, run: Callable[[Inputs], dict[str, Tensor]]
 ) -> dict[str, Tensor]:
-    """What ``run``, of attention, makes of every sequence."""
+    """Apply ``run``, the proof's attention, to each sequence."""
     query, _, value_cache, *_ = inputs.args
     assert query is not None
     assert value_cache is not None

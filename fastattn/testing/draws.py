@@ -1,4 +1,4 @@
-"""Which numbers a case is made of: always the same ones, or those of another draw."""
+"""The random numbers of a case: those of the default draw, or of another one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _Result = TypeVar("_Result")
 
 @contextlib.contextmanager
 def draw(number: int) -> Iterator[None]:
-    """Within the block every case has the values of this draw; 0 is that of the tests."""
+    """Give all cases the values of this draw within the block; 0 is the default."""
     token = _current.set(number)
     try:
         yield
@@ -29,12 +29,12 @@ def draw(number: int) -> Iterator[None]:
 
 
 def generator_of(name: str) -> torch.Generator:
-    """The generator of the case with this name, in the current draw."""
+    """Return the generator of the case with this name, in the current draw."""
     return torch.Generator().manual_seed(zlib.crc32(name.encode()) + (_current.get() << 32))
 
 
 def numbers_of(name: str) -> tuple[torch.Generator, Callable[..., Tensor]]:
-    """The generator of a case, and what draws normal numbers of a shape from it, in float64."""
+    """Return the generator of a case, and a function that draws normal numbers from it, float64."""
     generator = generator_of(name)
 
     def normal(*shape: int) -> Tensor:
@@ -44,7 +44,7 @@ def numbers_of(name: str) -> tuple[torch.Generator, Callable[..., Tensor]]:
 
 
 def dropout_seed(generator: torch.Generator, dropout_p: float) -> Tensor | None:
-    """The key of a case's dropout, if it has any."""
+    """Return the seed of a case's dropout; None without dropout."""
     if dropout_p == 0:
         return None
     return torch.randint(-(2**63), 2**63 - 1, (), generator=generator, dtype=torch.int64)
@@ -61,7 +61,7 @@ def alibi_slopes(
 
 
 def cached(function: Callable[..., _Result]) -> Callable[..., _Result]:
-    """Keep the last results of ``function``, which may depend on the draw."""
+    """Cache the last results of ``function``, separately for each draw."""
 
     @functools.lru_cache(maxsize=32)
     def of_draw(number: int, *args: Any) -> _Result:

@@ -20,7 +20,7 @@ __all__ = ["ENCODE_CASES", "EncodeCase", "check_encoding", "draw_sentences"]
 
 @dataclass(frozen=True)
 class EncodeCase:
-    """Sizes, how many tables there are (None: [V, D]), and which factors."""
+    """Sizes, the number of tables (None: weight [V, D]), and the factors."""
 
     batch: int
     sentences: int
@@ -28,7 +28,7 @@ class EncodeCase:
     rows: int
     width: int
     tables: int | None
-    encoding: str  # "own": factors of the caller's
+    encoding: str  # "own": a tensor of factors
     dtypes: tuple[torch.dtype, ...] = FLOATS
     slow: bool = False
 
@@ -64,7 +64,7 @@ def draw_sentences(
     dtype: torch.dtype,
     generator: torch.Generator,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, of which a third are padding (0), weight and temporal."""
+    """Return tokens, of which a third are padding (0), weight and temporal."""
     b, n, j, v, d, g = shape
     tokens = torch.randint(0, v, (b, n, j), generator=generator)
     tokens *= torch.rand(b, n, j, generator=generator) < 0.67

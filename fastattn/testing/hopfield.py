@@ -28,7 +28,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class HopfieldCase(NamedByFields):
-    """Sizes, and which of the arguments there are; masks and biases by their dimensions."""
+    """Sizes, and which arguments are given; masks and biases by their dimensions."""
 
     batch: int = 2
     heads: int = 2
@@ -46,8 +46,8 @@ class HopfieldCase(NamedByFields):
     slow: bool = False
 
 
-# Few steps: after many, most gradients are gone, and the one query that hardly contracts decides
-# how large the error and the noise are.
+# Few steps: after many, most gradients vanish, and the query with the slowest contraction
+# determines both the error and the noise.
 _PLAIN = HopfieldCase()
 HOPFIELD_CASES = (
     _PLAIN,
@@ -78,7 +78,7 @@ def make_hopfield_inputs(
     def placed(values: Tensor, as_dtype: torch.dtype = dtype) -> Tensor:
         return place_any(values.to(as_dtype), layout, fence=fence)
 
-    # A solution is what implicit derivatives are of: there the steps must get to one.
+    # Implicit derivatives are those of a fixed point, so the steps must converge.
     sharp = 3.0 if case.grad == "implicit" else 1.0
     stored = normal(1 if case.shared else case.batch, case.heads, case.rows, case.width)
     tensors: dict[str, Any] = {
@@ -95,7 +95,7 @@ def make_hopfield_inputs(
         shape = tuple(sizes[dim] for dim in case.mask)
         mask = torch.rand(shape, generator=draw) < 0.7
         if case.mask == "BHLN":
-            mask[0, 0, 0] = False  # a query that sees nothing
+            mask[0, 0, 0] = False  # a fully masked row
         tensors["attn_mask"] = placed(mask, torch.bool)
     if case.bias is not None:
         tensors["attn_mask"] = placed(normal(*(sizes[dim] for dim in case.bias)))
@@ -104,7 +104,7 @@ def make_hopfield_inputs(
 
 
 def retrieved_with_gradients(inputs: Call) -> dict[str, Tensor]:
-    """The result and the gradients, by the library."""
+    """Return the result and the gradients, computed by the library."""
     return inputs.run(hopfield_retrieve)
 
 

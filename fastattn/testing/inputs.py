@@ -1,4 +1,4 @@
-"""Makes the tensors of a case, always the same ones, in hostile memory."""
+"""Makes the tensors of a case, equal from call to call, in poisoned memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Inputs:
     """The arguments of the primitive, and of its backward."""
 
     query: Tensor
-    key: Tensor  # as value, with NaN and inf where no query looks, if the case asks for it
+    key: Tensor  # like value, with NaN and inf where no query can see it, if the case has poison
     value: Tensor
     options: AttentionOptions
     attn_mask: Tensor | None = None
@@ -34,7 +34,7 @@ class Inputs:
     grad_lse: Tensor | None = None
     grad_weights: Tensor | None = None
     needs_mask_grad: bool = False
-    # What the references get, all finite, where the above have NaN and inf.
+    # For the references: finite versions of the tensors above.
     clean_query: Tensor | None = None
     clean_key: Tensor | None = None
     clean_value: Tensor | None = None
@@ -85,7 +85,7 @@ class Inputs:
 def make_inputs(case: Case, dtype: torch.dtype, *, fence: bool = False) -> Inputs:
     """Return the tensors of ``case`` in ``dtype``; equal from call to call.
 
-    With ``fence`` they end where memory ends, see ``memory.place``.
+    With ``fence`` they end at an inaccessible page, see ``memory.place``.
     """
     draw, normal = numbers_of(case.name)
 
@@ -96,7 +96,7 @@ def make_inputs(case: Case, dtype: torch.dtype, *, fence: bool = False) -> Input
     def placed(values: Tensor, layout: str, as_dtype: torch.dtype = dtype) -> Tensor:
         return place(values.to(as_dtype), layout, fence=fence)
 
-    # Twice the usual spread: the more the weights differ, the less an error hides in their mean.
+    # Twice the usual spread: with nearly equal weights, errors would cancel in the mean.
     query = placed(2 * normal(b, h, case.q_len, d), q_layout)
     key = placed(normal(b, hkv, case.k_len, d), k_layout)
     value = placed(normal(b, hkv, case.k_len, dv), v_layout)
@@ -120,7 +120,7 @@ def make_inputs(case: Case, dtype: torch.dtype, *, fence: bool = False) -> Input
     if "out" in case.grads:
         grad_out = placed(normal(b, h, case.q_len, dv), case.grad_layout)
     if "lse" in case.grads:
-        # Of one sign: the gradient of a bias seen by all pairs is their sum, which must not cancel.
+        # Of one sign: the gradient of a shared bias is a sum over all pairs, which must not cancel.
         values = normal(b, h, case.q_len, 1).abs().to(wide)
         grad_lse = placed(values, "every_second", torch.float64)[..., 0]
     if "weights" in case.grads:
@@ -138,9 +138,9 @@ def make_inputs(case: Case, dtype: torch.dtype, *, fence: bool = False) -> Input
     if case.poison or case.poison_queries:
         pairs = _visible(mask, (b, h, case.q_len, case.k_len), options)
     if case.poison:
-        unseen = ~pairs.any(2).view(b, hkv, h // hkv, case.k_len).any(2)
-        poisoned_key = placed(poison(key, unseen), k_layout)
-        poisoned_value = placed(poison(value, unseen), v_layout)
+        hidden = ~pairs.any(2).view(b, hkv, h // hkv, case.k_len).any(2)
+        poisoned_key = placed(poison(key, hidden), k_layout)
+        poisoned_value = placed(poison(value, hidden), v_layout)
     poisoned_query, poisoned_grad = query, grad_out
     if case.poison_queries:
         poisoned_query = placed(poison(query, ~pairs.any(3)), q_layout)
@@ -182,7 +182,7 @@ def _options(case: Case) -> AttentionOptions:
 
 
 def _visible(mask: Tensor | None, shape: tuple[int, ...], options: AttentionOptions) -> Tensor:
-    """Return which pairs are, [B, Hq, Lq, Lk]."""
+    """Return the visible pairs, [B, Hq, Lq, Lk]."""
     d = torch.arange(shape[2])[:, None] + options.offset - torch.arange(shape[3])
     pairs = torch.ones(shape, dtype=torch.bool)
     if options.window_left >= 0:
@@ -195,7 +195,7 @@ def _visible(mask: Tensor | None, shape: tuple[int, ...], options: AttentionOpti
 
 
 def poison(x: Tensor, where: Tensor) -> Tensor:
-    """Return x [..., L, D] with rows of NaN, inf and -inf in turn, where [..., L] says so."""
+    """Return x [..., L, D] with the rows of ``where`` [..., L] set to NaN, inf and -inf in turn."""
     turn = torch.arange(x.shape[-2]) % 3
     fill = torch.tensor([float("nan"), _INF, -_INF], dtype=x.dtype)[turn]
     return torch.where(where[..., None], fill[:, None], x)
@@ -222,7 +222,7 @@ def _random_with_empty_rows(shape: _Shape, draw: torch.Generator, dtype: torch.d
 
 
 def _padding(shape: _Shape, draw: torch.Generator, dtype: torch.dtype) -> Tensor:
-    """True below a length of its own for every sequence; the second sequence is all padding."""
+    """True below a random length of each sequence; the second sequence is all padding."""
     lengths = torch.randint(1, max(shape[3], 1) + 1, (shape[0], 1, 1, 1), generator=draw)
     lengths[1:2] = 0
     return (_index(shape, 3) < lengths).expand(shape).clone()
@@ -240,12 +240,12 @@ def _blocks(shape: _Shape, draw: torch.Generator, dtype: torch.dtype) -> Tensor:
 
 
 def _one_key(shape: _Shape, draw: torch.Generator, dtype: torch.dtype) -> Tensor:
-    """Query i sees key 7 i % Lk alone."""
+    """Query i can see only key 7 i % Lk."""
     return (_index(shape, 3) == 7 * _index(shape, 2) % max(shape[3], 1)).expand(shape).clone()
 
 
 def _finfo_min(shape: _Shape, draw: torch.Generator, dtype: torch.dtype) -> Tensor:
-    """0 or finfo.min, and rows of finfo.min alone: those see every key alike."""
+    """0 or finfo.min, and rows of finfo.min only, which weight all keys equally."""
     kept = _random_with_empty_rows(shape, draw, dtype)
     return torch.full(shape, torch.finfo(dtype).min, dtype=dtype).masked_fill(kept, 0.0)
 

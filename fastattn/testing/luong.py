@@ -23,7 +23,7 @@ __all__ = ["LUONG_CASES", "LuongCase", "check_luong"]
 
 @dataclass(frozen=True)
 class LuongCase:
-    """Sizes, half the window, which window; ``padded`` hides keys, which then are NaN."""
+    """Sizes, half the window, and its kind; with ``padded``, some keys are padding and NaN."""
 
     batch: int = 2
     queries: int = 9
@@ -81,7 +81,7 @@ def _make(case: LuongCase, dtype: torch.dtype) -> Call:
     query = normal(case.batch, case.queries, case.width)
     key = normal(case.batch, case.keys, case.width)
     value = normal(case.batch, case.keys, case.value_width)
-    # Some windows reach over the ends, or are beyond them; a third are around a key, so that they
+    # Some windows cross the ends of the keys or lie outside; a third are centered on a key and
     # have one key more than the others.
     places = torch.rand(case.batch, case.queries, dtype=torch.float64, generator=draw)
     positions = (places * (case.keys + 4 * case.half) - 2 * case.half).to(_wide(dtype))
@@ -106,7 +106,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _clean(inputs: Call) -> Call:
-    """What is hidden has no part."""
+    """The call with 0 instead of NaN in the padding."""
     clean = {name: x.nan_to_num(0.0) for name, x in inputs.tensors.items()}
     return replace(inputs, tensors=clean)
 
@@ -122,12 +122,12 @@ def _definition(inputs: Call) -> dict[str, Tensor]:
         D: int,
         need_weights: bool,
     ) -> Any:
-        """On whole matrices of scores. Which keys are seen has no rounding errors."""
+        """The definition on complete matrices of scores; visibility has no rounding errors."""
         j, at = torch.arange(key.shape[1]), positions[..., None]
-        seen = (j - D <= at) & (at <= j + D)  # [B, Tq, Tk]
+        visible = (j - D <= at) & (at <= j + D)  # [B, Tq, Tk]
         if key_padding_mask is not None:
-            seen = seen & ~key_padding_mask[:, None]
-        q, k, v, mask = (x[:, None] for x in (query, key, value, seen))
+            visible = visible & ~key_padding_mask[:, None]
+        q, k, v, mask = (x[:, None] for x in (query, key, value, visible))
         weights = reference.attend(q, k, v, mask, None, None, AttentionOptions(scale=1.0))[2][:, 0]
         if window == "local-p":
             weights = weights * torch.exp(-2 * ((j - at) / D) ** 2).to(weights.dtype)

@@ -1,4 +1,4 @@
-"""The same memory network in plain PyTorch: what the module is tested and timed against."""
+"""A memory network in plain PyTorch, the reference of the module."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ACTIVATIONS = {None: lambda x: x, "relu": torch.relu, "tanh": torch.tanh, "sigm
 
 
 class PlainMemN2N(MemN2N):
-    """A :class:`~fastattn.nn.MemN2N` as one writes it: embeddings, products and sums."""
+    """A :class:`~fastattn.nn.MemN2N` of embeddings, products and sums."""
 
     def _read(
         self, stories: Tensor, questions: Tensor, need_weights: bool
@@ -25,27 +25,27 @@ class PlainMemN2N(MemN2N):
         factors = encoding_factors(self.encoding, words, self.dim, dtype=dtype, device=device)
 
         def encode(tokens: Tensor, table: Tensor) -> Tensor:  # [..., J] -> [..., D]
-            told = (tokens != self.padding_idx).unsqueeze(-1)
-            return (F.embedding(tokens, table) * factors * told).sum(-2)
+            filled = (tokens != self.padding_idx).unsqueeze(-1)
+            return (F.embedding(tokens, table) * factors * filled).sum(-2)
 
         def remember(n: int) -> Tensor:  # [B, N, D]
             memory = encode(stories, self.embedding[n])
             if self.temporal is None:
                 return memory
-            return memory + told.unsqueeze(-1) * self.temporal[n, :slots]
+            return memory + filled.unsqueeze(-1) * self.temporal[n, :slots]
 
-        told = (stories != self.padding_idx).any(-1)  # [B, N]
+        filled = (stories != self.padding_idx).any(-1)  # [B, N]
         memories = [remember(n) for n in range(self.embedding.shape[0])]
         adjacent = self.weight_tying == "adjacent"
         state = encode(questions, self.embedding[0] if self.question is None else self.question)
-        unseen = ~told & self.mask_empty
+        masked = ~filled & self.mask_empty
         weights = []
         for k in range(self.hops):
             scores = torch.einsum("bnd,bd->bn", memories[k if adjacent else 0], state)
             if self.linear_start:
-                p = scores.masked_fill(unseen, 0.0)
+                p = scores.masked_fill(masked, 0.0)
             else:
-                p = scores.masked_fill(unseen, float("-inf")).softmax(-1)
+                p = scores.masked_fill(masked, float("-inf")).softmax(-1)
             read = torch.einsum("bn,bnd->bd", p, memories[k + 1 if adjacent else 1])
             state = state if self.hop_proj is None else state @ self.hop_proj.mT
             state = _ACTIVATIONS[self.activation](state + read)

@@ -1,9 +1,9 @@
-"""Tensors laid out in hostile memory: every byte that is not theirs is poison.
+"""Tensors in poisoned memory: every byte around them is poison.
 
-``place(values, layout)`` copies values into a larger buffer full of NaN (True for a mask, which is
-as wrong as a mask can be), in any of LAYOUTS, so that an element read out of place shows in the
-results. With ``fence=True`` the buffer ends where a page begins that may not be touched at all:
-one read past the end is a segmentation fault. Only for processes that may die (Linux).
+``place(values, layout)`` copies values into a larger buffer full of NaN (True for a mask), in any
+of LAYOUTS, so that a wrong read changes the results. With ``fence=True`` the buffer ends at an
+inaccessible page: a read past the end is a segmentation fault. Use it only in processes that may
+die (Linux).
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from torch import Tensor
 
 __all__ = ["LAYOUTS", "Watch", "place", "place_any"]
 
-_GUARD = 2048  # poisoned elements before and after a tensor, a multiple of every vector's width
+_GUARD = 2048  # poisoned elements before and after a tensor, a multiple of all vector widths
 
 # A layout makes an empty [B, H, L, D] view; `new` allocates contiguous memory of a shape.
 _New = Callable[..., Tensor]
 LAYOUTS: dict[str, Callable[[_New, int, int, int, int], Tensor]] = {
     "contiguous": lambda new, b, h, n, d: new(b, h, n, d),
-    # one element off any alignment
+    # one element off the alignment
     "unaligned": lambda new, b, h, n, d: new(b * h * n * d + 1)[1:].view(b, h, n, d),
-    # [B, L, H, D], how a projection leaves it
+    # [B, L, H, D], the output of a projection
     "blhd": lambda new, b, h, n, d: new(b, n, h, d).transpose(1, 2),
     # [L, B, H, D], nn.MultiheadAttention without batch_first
     "lbhd": lambda new, b, h, n, d: new(n, b, h, d).permute(1, 2, 0, 3),
@@ -38,7 +38,7 @@ LAYOUTS: dict[str, Callable[[_New, int, int, int, int], Tensor]] = {
     "every_second": lambda new, b, h, n, d: new(b, 2 * h, 2 * n, 2 * d)[:, ::2, ::2, 1::2],
     # a window of a larger tensor, such as a preallocated cache
     "sliced": lambda new, b, h, n, d: new(b, h, n + 5, d + 3)[:, :, 2 : n + 2, 1 : d + 1],
-    # one row, head or sequence seen many times: stride 0
+    # one row, head or sequence expanded: stride 0
     "expanded_batch": lambda new, b, h, n, d: new(min(b, 1), h, n, d).expand(b, h, n, d),
     "expanded_heads": lambda new, b, h, n, d: new(b, min(h, 1), n, d).expand(b, h, n, d),
     "expanded_rows": lambda new, b, h, n, d: new(b, h, min(n, 1), d).expand(b, h, n, d),
@@ -60,8 +60,10 @@ def place(values: Tensor, layout: str = "contiguous", *, fence: bool = False) ->
             buffer = _fenced(numel, values.dtype)
         else:
             buffer = torch.empty(numel + 2 * _GUARD, dtype=values.dtype)[_GUARD : numel + _GUARD]
-        whole = buffer.as_strided((buffer.untyped_storage().nbytes() // buffer.itemsize,), (1,), 0)
-        whole.fill_(poison)
+        allocation = buffer.as_strided(
+            (buffer.untyped_storage().nbytes() // buffer.itemsize,), (1,), 0
+        )
+        allocation.fill_(poison)
         return buffer.view(shape)
 
     view = LAYOUTS[layout](new, *values.shape)
@@ -69,21 +71,21 @@ def place(values: Tensor, layout: str = "contiguous", *, fence: bool = False) ->
     for dim, stride in enumerate(view.stride()):
         if stride == 0 and layout.startswith("expanded"):
             first = first.narrow(dim, 0, min(first.shape[dim], 1))
-    # An expanded tensor cannot be written; its one copy can.
+    # An expanded tensor cannot be written to, only its single copy.
     target = view.as_strided(first.shape, view.stride(), view.storage_offset())
     target.copy_(first)
     return view
 
 
 def place_any(values: Tensor, layout: str = "contiguous", *, fence: bool = False) -> Tensor:
-    """The same for values of four dimensions or fewer."""
+    """``place`` for values of at most four dimensions."""
     lead = (1,) * (4 - values.ndim)
     placed = place(values.view(*lead, *values.shape), layout, fence=fence)
     return placed[(0,) * len(lead)]
 
 
 class Watch:
-    """Remembers the whole memory of some tensors, and tells which of them were written to."""
+    """Copies the storage of some tensors, and detects writes to it."""
 
     def __init__(self, **tensors: Tensor | None) -> None:
         self._memory = {
@@ -101,7 +103,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _fenced(numel: int, dtype: torch.dtype) -> Tensor:
-    """Return [numel] of ``dtype`` whose end is the end of the last page that may be touched."""
+    """Return a tensor [numel] that ends at the end of the last accessible page."""
     size = max(numel * dtype.itemsize, 1)
     length = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
     memory = mmap.mmap(-1, length + mmap.PAGESIZE)

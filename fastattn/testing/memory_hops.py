@@ -29,7 +29,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class HopCase(NamedByFields):
-    """Sizes, and which of the arguments there are, in which shape."""
+    """Sizes, and which arguments are given, in which shape."""
 
     batch: int = 3
     queries: int | None = None  # None: query [B, D]
@@ -41,8 +41,8 @@ class HopCase(NamedByFields):
     hop_proj: str | None = None  # "", or "K"
     mask: str | None = None  # dimensions
     bias: str | None = None
-    bias_excludes: bool = False  # it is -inf in places, too
-    poison: bool = False  # NaN and inf in rows of memories "BN" that a mask or bias "BN" excludes
+    bias_excludes: bool = False  # the bias has -inf too
+    poison: bool = False  # NaN and inf in rows of memories "BN" that a mask or bias "BN" hides
     activation: str | None = None
     normalize: str = "softmax"
     scale: float = 0.8
@@ -120,7 +120,7 @@ def make_hop_inputs(
     if case.mask is not None:
         mask = torch.rand(shape(case.mask), generator=draw) < 0.6
         if mask.ndim > 1 and mask.shape[0] > 1:
-            mask[1].view(-1, case.rows)[0] = False  # one query, or all of its batch, sees nothing
+            mask[1].view(-1, case.rows)[0] = False  # a fully masked query, or batch of queries
         tensors["memory_mask"] = placed(mask, torch.bool)
     if case.bias is not None:
         bias = normal(*shape(case.bias))
@@ -149,19 +149,19 @@ def make_hop_inputs(
 
 
 def _excluded(mask: Tensor | None, bias: Tensor | None) -> Tensor:
-    """[B, N]: the rows that no query of the batch entry sees."""
+    """[B, N]: the rows that no query of the batch entry can see."""
     none = torch.tensor(False)
     by_mask = none if mask is None else ~mask
     return by_mask | (none if bias is None else bias == -torch.inf)
 
 
 def with_gradients(inputs: Call) -> dict[str, Tensor]:
-    """The results and the gradients, by the library."""
+    """Return the results and the gradients, computed by the library."""
     return inputs.run(memory_hop_attention)
 
 
 def definition(inputs: Call) -> dict[str, Tensor]:
-    """The results and the gradients, by the reference in float64."""
+    """Return the results and the gradients, computed by the reference in float64."""
 
     def hops(**arguments: Any) -> Any:
         _, (*tensors, options) = prepare(**arguments)

@@ -1,8 +1,7 @@
-"""The cases of ``merge_states`` and their judge.
+"""The cases of ``merge_states`` and their proof.
 
-The judge of 16 and 32 bits is the reference in float64, that of float64 the same equations in
-NumPy, in extended precision (``testing.naive``). The noise is that of the dtype that a result is
-computed in: 16-bit outputs are computed in float32 and rounded once.
+The noise is that of the dtype that a result is computed in: 16-bit outputs are computed in float32
+and rounded once.
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ class MergeCase:
     spread: float = 2.0  # of lse
     apart: float = 0.0  # added to lse_b, and subtracted from it in every second row
     empty: tuple[str, ...] = ()  # states with empty rows: "a", "b", "both"
-    poison: bool = False  # NaN and inf in what empty states hold
+    poison: bool = False  # NaN and inf in the outputs of empty states
     lse_float64: bool = False
     lse_float32: bool = False  # of outputs in float64
-    given: tuple[str, ...] = ("out", "lse")  # the results that have a gradient
+    given: tuple[str, ...] = ("out", "lse")  # the results with a gradient
     layouts: tuple[str, str] = ("contiguous", "contiguous")  # of the outputs
     lse_layout: str = "contiguous"
     dtypes: tuple[torch.dtype, ...] = FLOATS
@@ -86,7 +85,7 @@ def _cases() -> Iterator[MergeCase]:
         lse_layout = "unaligned" if layout == "contiguous" else layout
         case = replace(base, name=f"memory-{layout}", layouts=(layout, layout))
         yield replace(case, lse_layout=lse_layout, empty=("a", "b"))
-    # lse as attention over packed sequences returns it, [Hq, T] for an output [T, Hq, D].
+    # lse in the layout of packed sequences, [Hq, T] for an output [T, Hq, D].
     yield replace(base, name="packed", shape=(1, 40, 3, 16), lse_layout="transposed_rows")
     mixed = replace(base, name="memory-mixed", layouts=("every_second", "blhd"))
     yield replace(mixed, lse_layout="sliced", poison=True, empty=("a", "both"))
@@ -100,7 +99,7 @@ MERGE_CASES = tuple(_cases())
 
 @dataclass(frozen=True)
 class MergeInputs:
-    """The primitive's arguments, and the states as the judge gets them."""
+    """The primitive's arguments, and the states without NaN, for the judge."""
 
     states: tuple[Tensor, ...]
     clean: tuple[Tensor, ...]
@@ -108,15 +107,15 @@ class MergeInputs:
 
 
 def make_merge(case: MergeCase, dtype: torch.dtype, *, fence: bool = False) -> MergeInputs:
-    """Return the tensors of ``case``, always the same, in hostile memory."""
+    """Return the tensors of ``case``, equal from call to call, in poisoned memory."""
     _, normal = numbers_of(case.name)
     shape, rows = case.shape, case.shape[:-1]
 
     def placed(values: Tensor, layout: str) -> Tensor:
         missing = 4 - values.ndim
-        whole = values[(None,) * missing] if missing >= 0 else values.flatten(0, -4)
-        there = memory.place(whole, layout, fence=fence)
-        return there[(0,) * missing] if missing >= 0 else there.unflatten(0, shape[:-3])
+        full = values[(None,) * missing] if missing >= 0 else values.flatten(0, -4)
+        view = memory.place(full, layout, fence=fence)
+        return view[(0,) * missing] if missing >= 0 else view.unflatten(0, shape[:-3])
 
     def placed_rows(values: Tensor) -> Tensor:
         if case.lse_layout == "transposed_rows":
@@ -137,11 +136,11 @@ def make_merge(case: MergeCase, dtype: torch.dtype, *, fence: bool = False) -> M
     column = kinds[torch.arange(shape[-1]) % 3]
     states, clean = [], []
     for out, lse, layout in zip(outs, lses, case.layouts, strict=True):
-        there = placed_rows(lse)
-        is_empty = (there == -_INF)[..., None]
+        placed_lse = placed_rows(lse)
+        is_empty = (placed_lse == -_INF)[..., None]
         held = placed(torch.where(is_empty, column, out) if case.poison else out, layout)
-        states += [held, there]
-        clean += [torch.where(is_empty, 0.0, held), there]
+        states += [held, placed_lse]
+        clean += [torch.where(is_empty, 0.0, held), placed_lse]
     grads = placed(normal(*shape).to(dtype), "every_second"), normal(*rows).to(wide)
     given = tuple(
         g if n in case.given else None for g, n in zip(grads, ("out", "lse"), strict=True)
@@ -150,7 +149,7 @@ def make_merge(case: MergeCase, dtype: torch.dtype, *, fence: bool = False) -> M
 
 
 def run_merge(backend: Any, inputs: MergeInputs) -> dict[str, Tensor]:
-    """The primitive of a backend, forward and backward."""
+    """Run the primitive of a backend, forward and backward."""
     out, lse = backend.merge_states(*inputs.states, options=NoOptions())
     grads = backend.merge_states_backward(*inputs.given, *inputs.states, options=NoOptions())
     names = [f"grad_{name}" for name in _STATES]
@@ -158,7 +157,7 @@ def run_merge(backend: Any, inputs: MergeInputs) -> dict[str, Tensor]:
 
 
 def define_merge(inputs: MergeInputs) -> dict[str, Tensor]:
-    """The results of the reference in float64."""
+    """Return the results of the reference in float64."""
     return run_merge(reference, _clean(inputs))
 
 
@@ -170,7 +169,7 @@ def _clean(inputs: MergeInputs) -> MergeInputs:
 
 _OF_OUTPUTS = ("out", "grad_out_a", "grad_out_b")
 _OF_ROWS = ("lse",)
-_OF_SUMS = ("grad_lse_a", "grad_lse_b")  # sums over a row, times shares
+_OF_SUMS = ("grad_lse_a", "grad_lse_b")  # sums over a row, times weights
 
 
 class _MergeProof(Proof):

@@ -1,7 +1,7 @@
-"""The proof of ``scaled_dot_product_attention``: what a case should give, and what a backend gives.
+"""The proof of ``scaled_dot_product_attention``: exact results, and those of a backend.
 
-All functions return results by name: out, lse, weights if asked for, and grad_query,
-grad_key, grad_value, grad_mask if any gradient is given.
+All functions return results by name: out, lse, weights if requested, and grad_query, grad_key,
+grad_value, grad_mask if any gradient is given.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ __all__ = ["check", "definition", "exact", "extended", "noise_of", "run"]
 
 
 def run(backend: Any, inputs: Inputs) -> Results:
-    """Return what a backend gives, forward and backward, NaN in unseen keys and values included."""
+    """Return the results of a backend, forward and backward, for inputs that may have poison."""
     return _run(backend, inputs)
 
 
 def exact(inputs: Inputs) -> Results:
     """Return the results in float64.
 
-    For 16 and 32 bits they are those of the reference in float64. A float64 candidate needs a
-    more exact judge: ``testing.naive``, which needs NumPy.
+    For 16 and 32 bits they are those of the reference in float64. For float64 they are those of
+    ``testing.naive`` in extended precision, which needs NumPy.
     """
     if inputs.query.dtype != torch.float64:
         return definition(inputs)
@@ -51,7 +51,7 @@ def definition(inputs: Inputs) -> Results:
 
 
 def noise_of(inputs: Inputs, results: Results) -> Noise:
-    """Return how far rounding alone moves each of the exact ``results``."""
+    """Return the noise of the exact ``results``: their deviation by rounding alone."""
     return Noise(lambda: definition(inputs), results, inputs.query.dtype)
 
 
@@ -74,7 +74,7 @@ def _run(
         results |= inputs.gradients(backward(*given, options=inputs.backward_options()))
     if inputs.options.weights == 0:
         del results["weights"]
-    # A primitive's lse is float64; what the user gets, and what is judged, is rounded to this.
+    # A primitive's lse is float64; the public function rounds it to this dtype.
     results["lse"] = results["lse"].to(torch.promote_types(results["out"].dtype, torch.float32))
     return {name: tensor.detach() for name, tensor in results.items()}
 
@@ -89,5 +89,5 @@ check = Proof(
     definition=definition,
     extended=extended,
     dtypes=Inputs.dtypes,
-    coarse=("lse",),  # that of 16-bit inputs is a sum of weights that were rounded to 16 bits
+    coarse=("lse",),  # for 16-bit inputs, lse is a sum of weights rounded to 16 bits
 )

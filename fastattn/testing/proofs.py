@@ -1,4 +1,4 @@
-"""The proofs of all operators, by name."""
+"""The proofs of all operators, by the name of the operator."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""How far rounding alone can move a result: Monte Carlo arithmetic.
+"""The deviation of a result by rounding alone, measured by Monte Carlo arithmetic.
 
-A definition is evaluated several times in float64. In every evaluation each operation makes an
-error as large as rounding to the judged dtype does, with a random sign and size (Parker 1997,
-"Monte Carlo arithmetic: exploiting randomness in floating-point arithmetic"). How far the results
-move is the error of an implementation in that dtype: the conditioning of the scores, the length of
-the sums and cancellation are all in it, forward and backward. No BLAS, no processor and no float32
-arithmetic has a part in it, so the bound is the same on every machine.
+A definition is evaluated several times in float64. In every evaluation each operation adds an error
+as large as rounding to the judged dtype, with a random sign and size (Parker 1997, "Monte Carlo
+arithmetic: exploiting randomness in floating-point arithmetic"). The deviation of the results
+estimates the error of an implementation in that dtype. It includes the conditioning of the scores,
+the length of sums and cancellation, forward and backward. It depends on no BLAS, processor or
+float32 arithmetic, so the bound is the same on every machine.
 
 With u = eps / 2 of the dtype, s a random number of size 0.5 to 1.5 with a random sign, and
 t_1 ... t_n the terms of a sum with result r:
@@ -16,9 +16,9 @@ t_1 ... t_n the terms of a sum with result r:
     exp  tanh  log  sin ...     r (1 + 2 s u): libraries promise one to two units in the last place
     sums, products of matrices  r + s u_acc sqrt(min(n, 256)) / 2 sqrt(sum t_i^2 + r^2) + s u r
 
-The last line is the size of the error of a chain of n additions. It rounds every partial sum p_k,
-which gives a mean square error of u^2 sum p_k^2 / 3: u^2 n sum t_i^2 / 6 where the terms have
-random signs, u^2 n r^2 / 9 where all have the same. Longer sums are expected to be cut into chains
+The last line is the error of a chain of n additions. Each rounds a partial sum p_k, which gives a
+mean square error of u^2 sum p_k^2 / 3: u^2 n sum t_i^2 / 6 for terms with random signs, and
+u^2 n r^2 / 9 for terms of one sign. Longer sums are expected to be cut into chains
 of 256. u_acc is that of float32 for 16-bit dtypes, whose sums are accumulated in float32.
 """
 
@@ -40,22 +40,22 @@ __all__ = ["Noise", "RandomRounding"]
 
 aten = torch.ops.aten
 
-# Float64 rounds by itself. Its unit is made larger, and the deviations, which are linear in it,
-# smaller by as much.
+# The evaluation in float64 has rounding errors itself. For float64 candidates the simulated unit is
+# magnified, and the deviations, which are linear in it, are divided by the same factor.
 _MAGNIFIED = 2.0**12
 _LONGEST_CHAIN = 256
 _POOL = 2**20
-# Of a few results all errors may be small by chance: (at least so many results, draws).
+# With few elements all errors may be small by chance: (minimum number of elements, draws).
 _DRAWS = ((64, 4), (0, 8))
 
 
 class Noise:
-    """The largest deviation from ``exact`` that rounding to ``dtype`` gives each result.
+    """The largest deviation from ``exact`` by rounding to ``dtype``, for each result.
 
-    ``definition`` computes the results in float64, on the CPU, always the same ones. Elements
-    whose reference is not finite have no part. ``noise[name]`` is the largest of all draws. Who can
-    do with fewer calls :meth:`draw` and reads ``largest``, which only grows: what is within a
-    bound that it makes is so after all draws, too.
+    ``definition`` computes the results in float64 on the CPU, deterministically. Elements whose
+    reference is not finite are ignored. ``noise[name]`` is the maximum over all draws. To use fewer
+    draws, call :meth:`draw` and read ``largest``. It only grows, so a result within a bound that is
+    based on it is also within the bound after all draws.
 
     Raises NotImplementedError for an operation without a rule, ValueError if the definition has
     other results than ``exact``.
@@ -83,7 +83,7 @@ class Noise:
         return self.largest[name]
 
     def draw(self) -> bool:
-        """Evaluate the definition once more; False if it was evaluated often enough."""
+        """Evaluate the definition once more; return False if all draws are done."""
         if self.drawn == self._draws:
             return False
         if self._center is None:
@@ -102,9 +102,9 @@ class Noise:
 
 
 class RandomRounding(DispatchMode):
-    """Inside, each floating-point operation in float64 errs as rounding to ``dtype`` does.
+    """Adds the error of rounding to ``dtype`` to each floating-point operation in float64.
 
-    Raises NotImplementedError for an operation whose errors it does not know.
+    Raises NotImplementedError for an operation without a rule.
     """
 
     def __init__(self, dtype: torch.dtype, draw: int = 0, magnified: float = 1.0) -> None:
@@ -113,8 +113,8 @@ class RandomRounding(DispatchMode):
         accumulator = torch.finfo(torch.promote_types(dtype, torch.float32))
         self._unit = limits.eps / 2 * magnified
         self._unit_of_sums = accumulator.eps / 2 * magnified
-        # What float16 cannot hold as a normal number has an absolute error; the range of the others
-        # is not met.
+        # Subnormal numbers of float16 have an absolute error. The ranges of the other dtypes are
+        # large enough.
         self._tiny = limits.smallest_normal * self._unit if dtype == torch.float16 else 0.0
         self._random = random.Random(draw)
 
@@ -144,9 +144,9 @@ class RandomRounding(DispatchMode):
                 return result
             squares, terms = _SUMS[operation](func, result, args, kwargs)
             return self._summed(result, squares, terms)
-        if operation in _BACKWARD_STABLE:  # the exact result of arguments that are slightly wrong
+        if operation in _BACKWARD_STABLE:  # the exact result of slightly perturbed arguments
             return func(*(self._rounded(x) if _is_double(x) else x for x in args), **kwargs)
-        with self:  # an operation of several steps, each with its own error
+        with self:  # a composite operation: each step has its own error
             steps = STEPS.get(operation, func.decompose)
             result = steps(*args, **kwargs)
         if result is not NotImplemented:
@@ -167,12 +167,12 @@ class RandomRounding(DispatchMode):
     def _summed(self, x: Tensor, squares: Tensor, terms: int) -> Tensor:
         chain = math.sqrt(min(terms, _LONGEST_CHAIN)) / 2
         error = squares.addcmul_(x, x).sqrt_().mul_(self._unit_of_sums * chain)
-        # Inf and NaN, which a sum of all terms may be before the hidden ones are taken out, stay.
+        # Inf and NaN stay: sums may have them before hidden terms are removed.
         result = error.mul_(self._errors(x)).nan_to_num_(0.0, 0.0, 0.0).add_(x)
         return self._rounded(result) if self._unit != self._unit_of_sums else result
 
     def _errors(self, x: Tensor) -> Tensor:
-        """s for each element of x, cut out of a long list at random: drawing them is slow."""
+        """s for each element of x: a random slice of a pool, because drawing is slow."""
         pool, count = _pool_of_errors(), x.numel()
         start = self._random.randrange(_POOL // 2)
         part = pool[start : start + min(count, _POOL // 2 - 1)]
@@ -183,8 +183,8 @@ class RandomRounding(DispatchMode):
 
 @functools.cache
 def _pool_of_errors() -> Tensor:
-    # Not signs alone: errors of equal size cancel exactly in half of all pairs, and then two equal
-    # keys would seem to be without any.
+    # Not only signs: errors of equal size would cancel exactly in half of all pairs, so two equal
+    # keys would seem to have no error.
     draw = torch.Generator().manual_seed(0)
     s = torch.rand(_POOL, generator=draw, dtype=torch.float64, device="cpu") * 2 - 1
     return s + s.sign() / 2
@@ -227,7 +227,7 @@ def _squares_of_cumulated(
 def _squares_of_accumulated(
     func: Any, result: Tensor, args: tuple[Any, ...], kwargs: Any
 ) -> tuple[Tensor, int]:
-    """index_put and the like: what lies there, and what is added."""
+    """index_put and similar: the old value and the added one."""
     return result * result, 2
 
 
@@ -259,7 +259,7 @@ def _packets(names: str) -> list[Any]:
 
 _ADDITIONS = frozenset(_packets("add sub rsub add_ sub_"))
 _IN_PLACE = frozenset(_packets("add_ sub_ mul_ div_"))
-# Operations with one rounding, and elementary functions, which are right to two units.
+# The units of error: 1 for operations with one rounding, 2 for elementary functions.
 _UNITS = {
     **dict.fromkeys(_packets("add sub rsub mul div reciprocal sqrt square frac remainder"), 1),
     **dict.fromkeys(_IN_PLACE, 1),
@@ -272,10 +272,10 @@ _UNITS = {
     ),
 }
 _BACKWARD_STABLE = frozenset(_packets("_linalg_solve_ex linalg_lu_solve convolution_backward"))
-# What moves, selects or compares numbers has no rounding error.
+# Moving, selecting and comparing numbers has no rounding error.
 _EXACT = frozenset(
     _packets(
-        # copies, places, shapes
+        # copies, indices, shapes
         "_unsafe_view _reshape_alias alias clone copy_ _to_copy to detach lift_fresh expand_copy"
         " repeat cat stack split split_with_sizes unbind flip roll triu tril constant_pad_nd"
         " index gather index_select embedding scatter slice_scatter select_scatter slice_backward"
@@ -284,11 +284,11 @@ _EXACT = frozenset(
         " where masked_fill masked_fill_ neg abs sign amax amin aminmax max min maximum minimum"
         " clamp clamp_ clamp_min clamp_max relu threshold_backward nan_to_num sort argsort argmax"
         " topk nonzero native_dropout native_dropout_backward"
-        # numbers that come from nowhere
+        # new tensors
         " zeros ones empty full eye arange scalar_tensor tril_indices zeros_like ones_like"
         " empty_like full_like new_empty new_zeros new_ones new_full new_empty_strided zero_ fill_"
         " rand randn randint bernoulli"
-        # integers, booleans, questions
+        # integers, booleans, predicates
         " eq ne lt le gt ge logical_not logical_and logical_or logical_and_ logical_or_"
         " bitwise_not bitwise_and bitwise_or bitwise_xor bitwise_and_ bitwise_or_"
         " bitwise_left_shift bitwise_right_shift __and__ __or__ __xor__ __iand__ __ior__"

@@ -1,7 +1,7 @@
 """The cases of ``sinusoidal_encoding``, their inputs and their proof.
 
-The judge is the reference in float64, whose positions and frequencies are exact; that they are is
-tested in ``tests/ops/test_sinusoidal.py`` with 50 digits.
+The judge is the reference in float64, whose positions and frequencies are exact;
+``tests/ops/test_sinusoidal.py`` checks them with 50 digits.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class SinusoidalCase:
     shape: tuple[int, int, int, int] = (2, 1, 33, 64)
     layout: str = "interleaved"
     offset: int = 0
-    positions: str | None = None  # the dimensions of B, H, L that they have: "l", "bl", "bhl"
+    positions: str | None = None  # their dimensions: "l", "bl" or "bhl"
     max_timescale: float = 10000.0
     scale: float = 1.0
     padding_idx: int | None = None

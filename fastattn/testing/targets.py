@@ -1,4 +1,4 @@
-"""What can be tested here: the backends that are built, each on every instruction set it has."""
+"""The targets of tests: the built backends, each on all of its instruction sets."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class Target:
         return importlib.import_module(f"fastattn.backends.{self.backend}")
 
     def is_current(self) -> bool:
-        """Is this what runs when nobody asks for anything else?"""
+        """Return whether this target runs by default."""
         if self.isa is None:
             return True
         isa: str = importlib.import_module("fastattn._cpu").build_info()["isa"]
-        return self.isa == isa.split(",")[0]  # what follows are dtypes that have another
+        return self.isa == isa.split(",")[0]  # after the comma: dtypes with another one
 
     def has_own_kernel(self, op: str, dtype: torch.dtype) -> bool:
         """Is there something to test that no other target has? An emulated instruction set has
@@ -52,11 +52,11 @@ class Target:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[Any]:
-        """Run on this target's instruction set within the block."""
+        """Run on the instruction set of this target within the block."""
         if self.isa is None:
             yield self.module
             return
-        importlib.import_module("fastattn.backends.cpu")  # which chooses instruction sets
+        importlib.import_module("fastattn.backends.cpu")  # its import chooses instruction sets
         native = importlib.import_module("fastattn._cpu")
         before = native.build_info()["isa"]
         native.set_isa(self.isa)
@@ -68,7 +68,7 @@ class Target:
 
 @dataclass(frozen=True)
 class OnGpu(Target):
-    """A backend of the GPU, as if it were one of the CPU: tensors are copied there and back."""
+    """A backend of the GPU for CPU tensors, which are copied to the GPU and back."""
 
     device: str = "cuda"
 
@@ -76,12 +76,12 @@ class OnGpu(Target):
     def module(self) -> Any:
         real = super().module
         names = [name for name in real.__all__ if callable(getattr(real, name))]
-        functions = {name: self._there(getattr(real, name)) for name in (*names, "why_not")}
+        functions = {name: self._on_device(getattr(real, name)) for name in (*names, "why_not")}
         return SimpleNamespace(**functions)
 
     @contextlib.contextmanager
     def active(self) -> Iterator[Any]:
-        """Within the block the library, too, finds this backend, for CPU tensors."""
+        """Make the library use this backend for CPU tensors within the block."""
         found, load = self.module, dispatch.load
 
         def loaded(name: str) -> ModuleType | str:
@@ -94,8 +94,8 @@ class OnGpu(Target):
         ):
             yield found
 
-    def _there(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)  # whose parameters say which tensors it takes
+    def _on_device(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)  # its parameters name the tensors that it takes
         def call(*args: Any, **options: Any) -> Any:
             return moved(function(*moved(args, self.device), **options), "cpu")
 
@@ -103,7 +103,7 @@ class OnGpu(Target):
 
 
 def moved(x: Any, device: str) -> Any:
-    """A tensor on another device, with its strides, stride 0 included; a tuple or dict of such."""
+    """Copy a tensor, or a tuple or dict of them, to a device; strides stay, including 0."""
     if isinstance(x, tuple):
         return tuple(moved(item, device) for item in x)
     if isinstance(x, dict):
@@ -116,7 +116,7 @@ def moved(x: Any, device: str) -> Any:
 
 
 def targets(*, emulated: bool = False) -> list[Target]:
-    """Return the native targets of this machine and build, the one that is used by default last.
+    """Return the native targets of this machine and build; the default one is last.
 
     ``emulated``: also the stand-ins for instruction sets that this processor may lack.
     """

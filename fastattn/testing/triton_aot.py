@@ -1,10 +1,9 @@
-"""Compiles the Triton kernels where no GPU is, and reads what they take of one.
+"""Compiles the Triton kernels without a GPU, and reads the resources that they need.
 
     python -m fastattn.testing.triton_aot --complete --out docs/triton-launches.md
 
-The backend is called with tensors of the device "meta" while it records instead of launching; each
-recorded launch then goes through Triton's own path from arguments to a binary, with a driver that
-only knows the name of its target.
+The backend is called with meta tensors and records its launches instead of executing them. Triton
+then compiles each recorded launch as usual, with a driver that only knows the name of its target.
 """
 
 from __future__ import annotations
@@ -52,14 +51,14 @@ __all__ = ["CHIPS", "Chip", "Driver", "Usage", "Work", "compiled", "recorded", "
 
 @dataclass(frozen=True)
 class Chip:
-    """What a multiprocessor (NVIDIA) or a compute unit (AMD) has."""
+    """The resources of a multiprocessor (NVIDIA) or a compute unit (AMD)."""
 
     target: GPUTarget
-    shared: int  # bytes that one program may take
+    shared: int  # bytes that one program may use
     shared_all: int
-    registers: int  # of 32 bits, in all; AMD: of one SIMD's lane
+    registers: int  # the total, of 32 bits; AMD: per lane of a SIMD
     threads: int
-    matrix_instruction: str  # in the assembler text of a 16-bit product
+    matrix_instruction: str  # a pattern of it in the assembler text of a 16-bit product
 
 
 # CUDA C++ programming guide, "Compute capabilities"; AMD CDNA 3 ISA guide.
@@ -73,19 +72,19 @@ CHIPS = {
 
 @dataclass(frozen=True)
 class Usage:
-    """What one compiled kernel takes."""
+    """The resources that one compiled kernel needs."""
 
     kernel: str
     chip: str
     launch: Any
-    registers: int  # of a thread
+    registers: int  # per thread
     spills: int  # NVIDIA: bytes of stack; AMD: registers
-    shared: int  # bytes of a program
+    shared: int  # bytes per program
     matrix_instructions: int
 
     @property
     def occupancy(self) -> float:
-        """The share of a multiprocessor's threads that can be there at once."""
+        """The share of a multiprocessor's threads that can be resident at once."""
         chip = CHIPS[self.chip]
         threads = self.launch.warps * chip.target.warp_size
         by_shared = chip.shared_all // (self.shared + 1024) if self.shared else 32
@@ -99,10 +98,10 @@ class Usage:
 
 
 class Driver:
-    """What Triton asks a driver. It knows the name of its target, and launches nothing."""
+    """The interface of a Triton driver. It knows the name of its target and launches nothing."""
 
-    utils: Any  # the driver itself: Triton asks it for a binary's handle, and for what a GPU has
-    stream = 0  # the current one
+    utils: Any  # the driver itself, which loads binaries and returns properties of the GPU
+    stream = 0  # the current stream
 
     def __init__(self, target: GPUTarget, launched: Callable[..., None] | None = None) -> None:
         self.target = target
@@ -113,7 +112,9 @@ class Driver:
         return self.target
 
     def get_current_device(self) -> int:
-        return [chip.target for chip in CHIPS.values()].index(self.target)  # Triton caches by it
+        return [chip.target for chip in CHIPS.values()].index(
+            self.target
+        )  # the key of Triton's caches
 
     def get_current_stream(self, device: int) -> int:
         return self.stream
@@ -122,7 +123,7 @@ class Driver:
         return self._launched
 
     def load_binary(self, name: str, *_: Any) -> tuple[int, ...]:
-        """Module, function, registers, spills, and the threads that a block may have."""
+        """Module, function, registers, spills, and the maximum threads per block."""
         return 1, hash(name), 32, 0, 1024
 
     def unload_module(self, module: int) -> None:
@@ -138,18 +139,18 @@ def _driver_of(chip: Chip) -> Iterator[None]:
     try:
         yield
     finally:
-        triton.runtime.driver.set_active(None)  # it is found again when it is asked for
+        triton.runtime.driver.set_active(None)  # Triton searches for a driver at the next use
 
 
 def recorded(work: Callable[[], Any], chip: str) -> list[_launch.Recording]:
-    """Return the launches that ``work``, a call of the backend on meta tensors, would make."""
+    """Return the launches of ``work``, a call of the backend on meta tensors."""
     with _launch.recording(chip) as launches:
         work()
     return launches
 
 
 def compiled(recording: _launch.Recording, chip: str) -> Usage:
-    """Compile one launch for a chip, as its first call there would."""
+    """Compile one launch for a chip."""
     options = _launch.options_of(recording.chosen)
     with _driver_of(CHIPS[chip]):
         kernel = recording.kernel.warmup(**recording.arguments, grid=(1,), **options)
@@ -188,19 +189,19 @@ def _read_amd(kernel: Any) -> tuple[int, int, str]:
         assert match is not None, name
         return int(match[1])
 
-    # Scalar registers spill into lanes of vector registers, which costs no memory.
+    # Scalar registers spill to lanes of vector registers, without memory.
     return number("vgpr_count"), number("vgpr_spill_count"), text
 
 
 @dataclass(frozen=True)
 class Work:
-    """One call of the backend, of which every launch is compiled."""
+    """One call of the backend, all of whose launches are compiled."""
 
     name: str
     dtype: torch.dtype
     width: int
     call: Callable[[], Any]
-    may_spill: tuple[str, ...] = ()  # chips on which no entry could be found that does not
+    may_spill: tuple[str, ...] = ()  # chips for which no entry without spills was found
 
     def usages(self, chip: str) -> Iterator[Usage]:
         for recording in recorded(self.call, chip):
@@ -211,7 +212,7 @@ HALF, SINGLE = torch.bfloat16, torch.float32
 
 
 def work(complete: bool) -> Iterator[Work]:
-    """The calls that are compiled: a few of each kind, or every entry of the table."""
+    """The calls to compile: some of each kind, or every entry of the table."""
     yield Work("forward", HALF, 64, attention(HALF, 64))
     yield Work("forward", SINGLE, 64, attention(SINGLE, 64))
     yield Work("backward", HALF, 128, attention(HALF, 128, backward=True))
@@ -225,10 +226,10 @@ def work(complete: bool) -> Iterator[Work]:
 
 
 def _of_width(dtype: torch.dtype, width: int) -> Iterator[Work]:
-    """The calls that take an entry of the table for this dtype and width."""
+    """The calls that use an entry of the table for this dtype and width."""
     if (dtype, width) not in ((HALF, 64), (SINGLE, 64)):
         yield Work("forward", dtype, width, attention(dtype, width))
-    # Four rows of 512 float32 for each of 16 queries and keys: more than gfx942's registers.
+    # Four rows of 512 float32 for each of 16 queries and keys exceed the registers of gfx942.
     may_spill = ("gfx942",) if (dtype, width) == (SINGLE, 512) else ()
     if (dtype, width) != (HALF, 128):
         call = attention(dtype, width, backward=True)
@@ -244,13 +245,13 @@ def _of_width(dtype: torch.dtype, width: int) -> Iterator[Work]:
         yield Work("hops", dtype, width, hops(dtype, width))
         yield Work("hops backward", dtype, width, hops(dtype, width, backward=True))
         yield Work("retrieval", dtype, width, retrieval(dtype, width))
-    if width != 128:  # no entry ends there
+    if width != 128:  # no entry ends at 128
         yield Work("additive", dtype, width, additive(dtype, width))
         yield Work("additive backward", dtype, width, additive(dtype, width, backward=True))
 
 
 def _others() -> Iterator[Work]:
-    """What takes the entries of others, and what none of them is chosen for."""
+    """Calls that share entries with others, or have none."""
     for dtype in (HALF, SINGLE):
         yield Work("weights", dtype, 128, attention(dtype, 128, weights=2))
     for backward in (False, True):
@@ -274,7 +275,7 @@ def _others() -> Iterator[Work]:
 def attention(
     dtype: torch.dtype, width: int, *, backward: bool = False, **options: Any
 ) -> Callable[[], Any]:
-    """A call of causal attention on 2 sequences of 4096, 16 heads that share 4."""
+    """A call of causal attention on 2 sequences of 4096, with 16 heads and 4 key heads."""
     mask: Tensor | None = options.pop("mask", None)
     slopes = torch.empty(1, 16, device="meta") if options.pop("alibi", False) else None
     forward = AttentionOptions(**{"scale": 0.125, "window_right": 0, **options})
@@ -306,7 +307,7 @@ def _in_tf32(call: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def packed(dtype: torch.dtype, width: int, *, backward: bool = False) -> Callable[[], Any]:
-    """A call of causal attention on 16 packed sequences, of 16 heads that share 4."""
+    """A call of causal attention on 16 packed sequences, with 16 heads and 4 key heads."""
     options = VarlenOptions(scale=0.125, bottom_right=True, window_right=0)
     query, key = (torch.empty(8192, heads, width, dtype=dtype, device="meta") for heads in (16, 4))
     starts = torch.empty(17, dtype=torch.int64, device="meta")
@@ -321,7 +322,7 @@ def packed(dtype: torch.dtype, width: int, *, backward: bool = False) -> Callabl
 
 
 def decode(dtype: torch.dtype, width: int, queries: int = 1) -> Callable[[], Any]:
-    """A step of 64 sequences on pages of 64 keys, of 32 heads that share 8."""
+    """A step of 64 sequences on pages of 64 keys, with 32 heads and 8 key heads."""
     options = DecodeOptions(scale=0.125, window_right=0)
     query = torch.empty(64, 32, queries, width, dtype=dtype, device="meta")
     pages = torch.empty(4096, 8, 64, width, dtype=dtype, device="meta")
@@ -375,7 +376,7 @@ def hops(dtype: torch.dtype, width: int, *, backward: bool = False) -> Callable[
 
 
 def retrieval(dtype: torch.dtype, width: int, grad: str = "") -> Callable[[], Any]:
-    """A retrieval from 1000 patterns, of at most 5 steps; ``grad``: a derivative of it."""
+    """A retrieval from 1000 patterns in at most 5 steps; ``grad``: its derivative of this kind."""
     state, stored = (torch.empty(8, n, width, dtype=dtype, device="meta") for n in (100, 1000))
     taken = torch.empty(8, 100, dtype=torch.int64, device="meta")
     ends = torch.empty(8, 100, 2, width, device="meta")
@@ -404,13 +405,13 @@ def merged(dtype: torch.dtype, width: int, *, backward: bool = False) -> Callabl
     return lambda: backend.merge_states_backward(out, lse, *states, options=NoOptions())
 
 
-PAGE = """# What the Triton kernels take of a GPU
+PAGE = """# GPU resources of the Triton kernels
 
 Generated by `python -m fastattn.testing.triton_aot --complete --out docs/triton-launches.md`, from
-compiled kernels; no GPU was there. Registers are those of a thread (AMD: of a lane), what is
-spilled is in bytes (AMD: in registers), shared memory in bytes of a program. Occupancy is the share
-of a multiprocessor's threads that registers and shared memory leave room for; it says little about
-speed. How a launch is chosen is told in [triton.md](triton.md).
+compiled kernels; it needs no GPU. Registers are per thread (AMD: per lane), spills in bytes (AMD:
+in registers), shared memory is in bytes per program. Occupancy is the share of a multiprocessor's
+threads that registers and shared memory leave room for; it says little about speed.
+[triton.md](triton.md) explains how a launch is chosen.
 """
 HEADER = """
 | call | dtype | D | kernel | BM x BN, warps, stages | registers | spilled | shared | occupancy |
@@ -421,11 +422,11 @@ HEADER = """
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("chips", nargs="*", default=list(CHIPS))
-    parser.add_argument("--complete", action="store_true", help="every entry of the table")
-    parser.add_argument("--json", action="store_true", help="one object a line")
-    parser.add_argument("--out", type=Path, help="write a page with a table for each chip")
+    parser.add_argument("--complete", action="store_true", help="compile every entry of the table")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line")
+    parser.add_argument("--out", type=Path, help="write a page with one table per chip")
     parser.add_argument(
-        "--read", type=Path, nargs="+", help="what --json printed before, instead of compiling"
+        "--read", type=Path, nargs="+", help="read the output of --json instead of compiling"
     )
     arguments = parser.parse_args()
     if arguments.read is not None:

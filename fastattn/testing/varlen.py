@@ -1,6 +1,6 @@
 """The cases of ``varlen_attention`` and their proof: the oracle of attention, sequence by sequence.
 
-It knows nothing of packing, so it also judges the packed reference.
+The proof is independent of packing, so it also judges the packed reference.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class VarlenCase:
 
     name: str
     q_lengths: tuple[int, ...] = (5, 40, 1, 0, 17)
-    k_lengths: tuple[int, ...] | None = None  # None: as the queries
+    k_lengths: tuple[int, ...] | None = None  # None: those of the queries
     after: tuple[int, int] = (0, 0)  # rows of queries and keys after the last sequence, NaN
     heads: int = 2
     kv_heads: int | None = None
@@ -40,7 +40,7 @@ class VarlenCase:
     bottom_right: bool = False
     window: tuple[int, int] = (-1, -1)
     softcap: float = 0.0
-    alibi: str | None = None  # h: one slope a head; bh: of its own for every sequence
+    alibi: str | None = None  # h: one slope per head; bh: per sequence and head
     sinks: bool = False
     dropout_p: float = 0.0
     layouts: tuple[str, str, str] = ("blhd", "blhd", "blhd")  # of [1, H, T, D]
@@ -73,7 +73,7 @@ def _cases() -> Iterator[VarlenCase]:
         yield replace(causal, name=f"lengths-{name}", q_lengths=lengths, heads=3)
     yield replace(base, name="after", after=(7, 3))
     yield replace(base, name="after-causal", window=(-1, 0), after=(2, 40), **cross)
-    # Sequences of one query take the way of decoding, the others that of panels.
+    # Sequences of one query use the kernel of decoding, others that of panels.
     mixed: dict[str, Any] = {
         "q_lengths": (1, 2, 1, 50, 1, 1),
         "k_lengths": (530, 1030, 1, 70, 0, 9),
@@ -115,7 +115,7 @@ class VarlenInputs:
 
 
 def make_varlen(case: VarlenCase, dtype: torch.dtype, *, fence: bool = False) -> VarlenInputs:
-    """Return the tensors of ``case``, always the same, in hostile memory."""
+    """Return the tensors of ``case``, equal from call to call, in poisoned memory."""
     draw, normal = numbers_of(case.name)
 
     def packed(values: Tensor, rows: int, layout: str) -> Tensor:
@@ -161,7 +161,7 @@ def make_varlen(case: VarlenCase, dtype: torch.dtype, *, fence: bool = False) ->
 
 
 def run_varlen(backend: Any, inputs: VarlenInputs) -> dict[str, Tensor]:
-    """The primitive of a backend, forward and backward."""
+    """Run the primitive of a backend, forward and backward."""
     out, lse = backend.varlen_attention(*inputs.args, options=inputs.options)
     results = {"out": out, "lse": lse.to(torch.promote_types(out.dtype, torch.float32))}
     if any(grad is not None for grad in inputs.given):
@@ -176,7 +176,7 @@ def run_varlen(backend: Any, inputs: VarlenInputs) -> dict[str, Tensor]:
 def sequence_by_sequence(
     inputs: VarlenInputs, run: Callable[[Inputs], dict[str, Tensor]]
 ) -> dict[str, Tensor]:
-    """What ``run``, of attention, makes of every sequence, packed again."""
+    """Apply ``run``, the proof's attention, to each sequence, and pack the results."""
     query, key, value = inputs.args[:3]
     sinks = inputs.args[7:]
     assert query is not None
@@ -209,7 +209,7 @@ def sequence_by_sequence(
 
 
 def _alone(inputs: VarlenInputs, b: int, q: slice, k: slice) -> Inputs:
-    """Sequence b as the last of a batch, so that its dropout has its number."""
+    """Sequence b as the last of a batch, so that its dropout has the same batch index."""
     query, key, value, _, _, slopes, seed, *sinks = inputs.args
     batch = b + 1 if seed is not None else 1
 

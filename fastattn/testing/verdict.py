@@ -1,4 +1,4 @@
-"""Judges one case of any operator on one target."""
+"""Runs and judges one case of any operator on one target."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ Results = dict[str, Tensor]
 
 @dataclass
 class Verdict:
-    """Everything that was measured, and every reason why it is not right."""
+    """The measured deviations, and all reasons why the case failed."""
 
     deviations: list[Deviation] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
-    declined: list[str] = field(default_factory=list)  # why the backend would not run it
+    declined: list[str] = field(default_factory=list)  # the reasons why the backend cannot run it
 
     @property
     def ok(self) -> bool:
@@ -41,7 +41,7 @@ class Verdict:
 
     @property
     def severity(self) -> float:
-        """How clearly it is wrong: the worst error / bound, inf for any other fault."""
+        """The worst error / bound; inf for any other fault."""
         errors = {str(d) for d in self.deviations}
         return self.ratio if errors.issuperset(self.faults) else float("inf")
 
@@ -53,10 +53,10 @@ class Verdict:
         dtypes: Mapping[str, torch.dtype],
         eps_of: Mapping[str, torch.dtype] | None = None,
     ) -> None:
-        """Note how far ``results`` are off, and what is wrong with them.
+        """Record the deviations and the faults of ``results``.
 
-        ``dtypes`` are those that they must have; ``eps_of`` names the coarser dtypes that some were
-        computed in.
+        ``dtypes`` are their required dtypes; ``eps_of`` has the coarser dtypes that some of them
+        were computed in.
         """
         if results.keys() != exact.keys():
             self.faults.append(f"results {sorted(results)}, want {sorted(exact)}")
@@ -87,25 +87,25 @@ class AnyCase(Protocol):
 
 @dataclass(frozen=True)
 class Proof:
-    """The cases of one operator: how they are made, run and judged by a call of the proof.
+    """The cases of one operator, and how to make, run and judge them.
 
-    The exact results are those of the reference in float64. A float64 candidate needs a more exact
-    judge: one in extended precision, of ``testing.naive``, which needs NumPy.
+    The exact results are those of the reference in float64; for float64 candidates, those of
+    ``testing.naive`` in extended precision, which needs NumPy.
     """
 
     operator: str
     cases: Sequence[AnyCase]
     make: Callable[[Any, torch.dtype], Any]  # the inputs of a case
-    watched: Callable[[Any], Mapping[str, Tensor | None]]  # those that may not be written to
+    watched: Callable[[Any], Mapping[str, Tensor | None]]  # inputs that must not be modified
     # The primitive's tensors and options, for ``why_not``; None: any backend can run it.
     primitive: Callable[[Any], tuple[Sequence[Any], Any]] | None
-    run: Callable[[Any, Any], Results]  # of a backend and the inputs: results by name
-    definition: Callable[[Any], Results]  # of the reference, in float64
-    # Of ``testing.naive`` and the inputs; None: the definition is exact enough.
+    run: Callable[[Any, Any], Results]  # (backend, inputs) -> results by name
+    definition: Callable[[Any], Results]  # the reference in float64
+    # (``testing.naive``, inputs) -> results; None: the definition is exact enough.
     extended: Callable[[Any, Any], Results] | None = None
     extended_for: tuple[torch.dtype, ...] = (torch.float64,)
-    public: bool = False  # `run` calls the public function, which must choose the target's backend
-    # The dtypes of results that are not of the judged dtype, and which of them still have its eps.
+    public: bool = False  # `run` calls the public function, with the target's backend forced
+    # The results whose dtype is not the judged one; those in `coarse` still have its eps.
     dtypes: Callable[[Any], Mapping[str, torch.dtype]] = lambda inputs: {}
     coarse: tuple[str, ...] = ()
 
@@ -129,7 +129,7 @@ class Proof:
         return verdict
 
     def expected(self, case: Any, dtype: torch.dtype) -> tuple[Any, Results, Noise]:
-        """Return the inputs, what they should give, and how far rounding alone moves that."""
+        """Return the inputs, the exact results, and their noise."""
         return _expected(self, case, dtype)
 
 
@@ -147,10 +147,10 @@ def _expected(proof: Proof, case: Any, dtype: torch.dtype) -> tuple[Any, Results
 
 @contextlib.contextmanager
 def fresh_memory_is_nan() -> Iterator[None]:
-    """Within the block torch.empty gives NaN, so that an element that is never written shows."""
+    """Make torch.empty return NaN within the block, to detect elements that are never written."""
     memory: Any = torch.utils.deterministic
     before = torch.are_deterministic_algorithms_enabled(), memory.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True)  # the filling is a part of this mode
+    torch.use_deterministic_algorithms(True)  # filling is part of this mode
     memory.fill_uninitialized_memory = True
     try:
         yield

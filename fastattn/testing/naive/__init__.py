@@ -1,12 +1,12 @@
-"""Every operator written a second time, in NumPy, in extended precision, its gradients by hand.
+"""An independent implementation of every operator, with gradients, in NumPy and extended precision.
 
-The judges share no line with ``backends/reference/`` (except for the dropout mask, which is integer
-arithmetic with known answers), so each checks the other. They are also the only references more
-exact than a float64 kernel, where ``numpy.longdouble`` is wider than float64, as on x86.
+It shares no code with ``backends/reference/`` (except for the dropout mask, which is integer
+arithmetic with known answers), so each checks the other. It is also the only reference that is more
+exact than a float64 kernel, if ``numpy.longdouble`` is wider than float64, as on x86.
 
 Packed sequences and decoding are attention for each sequence. Hopfield retrieval is memory hops.
-``sinusoidal_encoding`` has no judge here: ``tests/ops/test_sinusoidal.py`` checks its reference
-with 50 digits.
+``sinusoidal_encoding`` is not here: ``tests/ops/test_sinusoidal.py`` checks its reference with 50
+digits.
 """
 
 from __future__ import annotations

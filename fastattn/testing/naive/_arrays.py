@@ -1,4 +1,4 @@
-"""Arrays of long doubles, and the softmax that the judges share."""
+"""Arrays of long doubles, and the shared softmax."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def transposed(x: Array) -> Array:
 
 
 def masked(scores: Array, mask: Tensor | None) -> tuple[Array, NDArray[np.bool_]]:
-    """The scores with an additive mask, and which pairs take part."""
+    """The scores with an additive mask, and the visible pairs."""
     seen = np.ones(scores.shape, dtype=bool)
     if mask is None:
         return scores, seen
@@ -39,7 +39,7 @@ def masked(scores: Array, mask: Tensor | None) -> tuple[Array, NDArray[np.bool_]
 
 
 def softmax(scores: Array, seen: NDArray[np.bool_]) -> tuple[Array, Array]:
-    """The weights, and the logarithm of their sum; 0 and -inf for a row without a seen pair."""
+    """The weights and the log-sum-exp; 0 and -inf for fully masked rows."""
     e = np.zeros_like(scores)
     top = np.where(seen, scores, -np.inf).max(-1, keepdims=True, initial=-np.inf)
     top[top == -np.inf] = 0

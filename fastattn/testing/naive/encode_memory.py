@@ -1,4 +1,4 @@
-"""Memory encoding, word by word."""
+"""Memory encoding, one word at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hopfield retrieval: memory hops with H = 0, the last of them the reading."""
+"""Hopfield retrieval: memory hops with H = 0, of which the last is the readout."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def hopfield_retrieve(
 ) -> dict[str, Tensor]:
     """Return out and the gradient of every argument, by name, in float64.
 
-    The derivative of a solution is that of many steps from it.
+    The implicit derivative is that of many steps from the fixed point.
     """
     lead, (rows, width) = state.shape[:2], stored.shape[2:]
 
@@ -62,7 +62,7 @@ def hopfield_retrieve(
         found = derived | {"out": found["out"], "grad of query": torch.zeros_like(first)}
 
     def of(x: Tensor, like: Tensor) -> Tensor:
-        """The sum over whatever ``like`` is common to."""
+        """Sum over the dimensions that ``like`` does not have or broadcasts."""
         return x.unflatten(0, lead).sum_to_size(like.shape)
 
     by_key, by_row = found["grad of in_memory"][:, 0], found["grad of out_memory"]

@@ -1,4 +1,4 @@
-"""Luong's attention to a local window, on whole matrices of scores."""
+"""Luong's attention to a local window, on complete matrices of scores."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def _phi(name: str, x: Array) -> Array:
 
 
 def _dphi(name: str, y: Array) -> Array:
-    """The derivative, by the value."""
+    """The derivative, from the value."""
     if name == "relu":
         return (y > 0).astype(np.longdouble)
     if name == "tanh":

@@ -16,7 +16,7 @@ __all__ = ["merge_states", "merge_states_backward"]
 def merge_states(
     out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, *, options: NoOptions
 ) -> tuple[Tensor, Tensor]:
-    """Return (out, lse) in float64; where lse is not -inf, all arguments are finite."""
+    """Return (out, lse) in float64; arguments must be finite, except where lse is -inf."""
     a, b, lse = _shares(lse_a, lse_b)
     return tensor(a[..., None] * _held(out_a, lse_a) + b[..., None] * _held(out_b, lse_b)), lse
 
@@ -53,5 +53,5 @@ def _shares(lse_a: Tensor, lse_b: Tensor) -> tuple[Array, Array, Tensor]:
 
 
 def _held(out: Tensor, lse: Tensor) -> Array:
-    """The output of a state, 0 of an empty one."""
+    """The output of a state; 0 for an empty one."""
     return np.where(array(lse)[..., None] == -np.inf, 0, array(out))

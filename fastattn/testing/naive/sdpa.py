@@ -69,7 +69,7 @@ def scaled_dot_product_attention_backward(
         d_mask = tensor(summed(d_s, attn_mask))
     d_s = d_s * f["slope"] * options.scale
 
-    def grouped(x: Array) -> Array:  # the query heads of a group add up to the gradient of its key
+    def grouped(x: Array) -> Array:  # sum over the query heads of each group
         kv_heads = key.shape[1]
         if kv_heads == heads:
             return x
