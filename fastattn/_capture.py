@@ -89,7 +89,9 @@ def capture(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
 class _Recorder:
     def __init__(self) -> None:
         self.weights: dict[str, list[Tensor]] = {}
-        self.paused = False  # while a layer runs again: the layers inside it have been recorded
+        self.paused = (
+            False  # during the second run of a layer: the layers inside it are recorded already
+        )
 
     def watch(
         self, name: str, module: nn.Module, request: dict[str, bool], undo: contextlib.ExitStack
@@ -157,7 +159,7 @@ class _Recorder:
 def _request(name: str, module: nn.Module) -> dict[str, bool] | None:
     """The arguments that make a layer return its weights; None: not an attention layer."""
     if isinstance(module, MultiheadAttention):
-        return _REQUESTS[0]  # of our forward: a subclass may have another in front of it
+        return _REQUESTS[0]  # of the base forward; a subclass may wrap it
     if isinstance(module, GlobalAttention):
         return {}  # it always returns them
     try:

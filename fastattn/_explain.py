@@ -1,4 +1,4 @@
-"""Which backend would run a call, and why not the others: `python -m fastattn explain`."""
+"""`fastattn explain`: which backend would run a call, and why not the others."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from fastattn.bench.selection import add_what, cells_of
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_what(parser)
-    parser.add_argument("--device", default="cpu", help="default: %(default)s")
+    parser.add_argument(
+        "--device", default="cpu", help="the device of the tensors (default: %(default)s)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -26,21 +28,23 @@ def run(args: argparse.Namespace) -> int:
     except RuntimeError as error:
         known = ", ".join(dispatch.PRIORITY)
         raise ValueError(
-            f"--device {args.device!r}: give {known}, or another of PyTorch's"
+            f"--device {args.device!r}: must be {known}, or another device of PyTorch"
         ) from error
     if not (args.shapes or args.preset):
         args.shapes = args.op or ["sdpa"]
     for cell in cells_of(args, tuple(DTYPE_BYTES)):
         print(f"{cell.name}:")
         found = explanations(cell, device)
-        print(*found, sep="\n") if found else print("plain PyTorch: it calls no kernel of ours")
+        print(*found, sep="\n") if found else print(
+            "plain PyTorch: no kernel of fastattn is called"
+        )
     return 0
 
 
 def explanations(cell: Cell, device: torch.device) -> list[dispatch.Explanation]:
-    """One explanation for each kernel that the cell calls; a module may call several, or none.
+    """Return one explanation per kernel that the cell calls; a module may call several, or none.
 
-    Tensors without memory go through the library, as the compiler sends them: nothing is computed.
+    The library runs on tensors without memory, as under the compiler: nothing is computed.
     """
     found: list[dispatch.Explanation] = []
     with compat.tensors_without_memory(), warnings.catch_warnings():

@@ -1,3 +1,3 @@
-"""The one place where the version is written; read by pyproject.toml without importing torch."""
+"""The version, in one place; pyproject.toml reads it without importing torch."""
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""Which backends this installation has, and why it lacks the others."""
+"""The backends of this installation, and why the others are missing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["backend", "build_record", "is_stale", "native_module", "version_of"]
 
 
 def backend(name: str) -> dict[str, Any]:
-    """{"built": bool, "reason": why it is not built, or None} plus the build record."""
+    """{"built": bool, "reason": why it is not built, or None}, and the build record."""
     if importlib.util.find_spec(f"fastattn.backends.{name}") is None:
         return {"built": False, "reason": f"fastattn {__version__} has no {name} kernels"}
     if name in ("reference", "torch"):
@@ -30,7 +30,7 @@ def backend(name: str) -> dict[str, Any]:
     if error is None:
         return {**(module or {}), "built": True, "reason": None, "stale": is_stale()}
     if module is None:
-        reason = "no native build was made here; `make build` or `pip install .` makes one"
+        reason = "there was no native build; run `make build` or `pip install .`"
     elif not module["built"]:
         reason = module["reason"]
     else:
@@ -41,7 +41,7 @@ def backend(name: str) -> dict[str, Any]:
 def native_module(name: str) -> dict[str, Any]:
     """`build_info` of `fastattn._<name>`, or the error."""
     try:
-        importlib.import_module(f"fastattn.backends.{name}")  # which chooses instruction sets
+        importlib.import_module(f"fastattn.backends.{name}")  # its import chooses instruction sets
         module = importlib.import_module(f"fastattn._{name}")
         return {"build_info": module.build_info(), "error": None}
     except Exception as error:  # such as a broken library, or an invalid FASTATTN_CPU_ISA

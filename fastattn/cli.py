@@ -12,26 +12,28 @@ from fastattn._version import __version__
 
 # Command: the module with its add_arguments(parser) and run(args) -> int, and what it does.
 COMMANDS = {
-    "info": ("fastattn.info", "versions, processor, threads, and which backends are built"),
-    "verify": ("fastattn.verify", "check this build on this machine against the float64 oracle"),
-    "bench": ("fastattn.bench.cli", "compare with PyTorch and others on this machine"),
-    "explain": ("fastattn._explain", "which backend would run a call, and why not the others"),
-    "tune": ("fastattn.tune", "measure what is fastest on this machine, and use it from then on"),
+    "info": ("fastattn.info", "show versions, processor, threads and built backends"),
+    "verify": ("fastattn.verify", "check the results of this build on this machine"),
+    "bench": ("fastattn.bench.cli", "compare the speed with PyTorch and other libraries"),
+    "explain": ("fastattn._explain", "show which backend would run a call, and why not the others"),
+    "tune": ("fastattn.tune", "find what is fastest on this machine, and use it from then on"),
 }
 
 EXIT_CODES = """\
 exit codes:
   0    done
-  1    a check failed: results were wrong, or a benchmark's cell was, or it became slower
-  2    wrong usage: the message says which argument and what is allowed
+  1    a check failed: wrong results, or a benchmark result that is wrong or slower
+  2    wrong usage: the message names the argument and the allowed values
   3    a benchmark was measured, but a file could not be written
   130  interrupted
 """
 
 
 def build_parser(command: str | None) -> argparse.ArgumentParser:
-    """The parser of all commands, with the arguments of `command` only: other commands, and their
-    imports, are never loaded."""
+    """The parser of all commands, with the arguments of `command` only.
+
+    Other commands are not imported.
+    """
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
         prog="fastattn",
@@ -41,7 +43,7 @@ def build_parser(command: str | None) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"fastattn {__version__}")
     parser.add_argument(
-        "--traceback", action="store_true", help="show where an error came from, for a bug report"
+        "--traceback", action="store_true", help="show the traceback of an error, for a bug report"
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, (module, summary) in COMMANDS.items():
@@ -73,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if args.traceback or str(error.name).startswith("fastattn"):
             raise
-        missing = f"it needs {error.name}, which is not installed"
+        missing = f"this needs {error.name}, which is not installed"
         print(f"fastattn {args.command}: error: {missing}", file=sys.stderr)
         return 2
     except (ValueError, TypeError, RuntimeError, NotImplementedError, OSError) as error:

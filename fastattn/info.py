@@ -1,6 +1,6 @@
-"""What is installed, what this processor offers, and which backends run: `python -m fastattn info`.
+"""`fastattn info`: versions, features of the processor, and backends.
 
-The report is also for bug reports, so nothing here may raise because something is missing.
+The report is also for bug reports, so nothing here may raise if something is missing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CPU_FEATURES = """
 
 
 def collect() -> dict[str, Any]:
-    """Everything that `info` prints, as JSON-compatible values."""
+    """Return everything that `info` prints, as JSON-compatible values."""
     native = builds.native_module("cpu")
     return {
         "fastattn": __version__,
@@ -50,11 +50,11 @@ def collect() -> dict[str, Any]:
 def _choices() -> list[dict[str, str]]:
     """The choices for this machine, and the evidence for them."""
     attention = "scaled_dot_product_attention"
-    asked = [("cpu", "backends", attention), ("cpu", "isa", ""), ("cpu", "gemm", "")]
+    queries = [("cpu", "backends", attention), ("cpu", "isa", ""), ("cpu", "gemm", "")]
     if torch.cuda.is_available():
-        asked.append(("cuda", "backends", attention))
+        queries.append(("cuda", "backends", attention))
     found = []
-    for device, what, op in asked:
+    for device, what, op in queries:
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             choice = evidence.choose(what, device, op, dtype)
             if choice is None:
@@ -178,7 +178,7 @@ def _backend_text(name: str, facts: dict[str, Any]) -> str:
     if not backend["built"]:
         return f"not built: {backend['reason']}"
     if name == "reference":
-        return "always there: plain PyTorch"
+        return "always available: plain PyTorch"
     if name == "torch":
         return f"the fused attention of torch {facts['torch']}"
     if name == "triton":

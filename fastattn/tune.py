@@ -1,4 +1,4 @@
-"""`fastattn tune`: find what is fastest on this machine.
+"""`fastattn tune`: find the fastest choices for this machine.
 
 On a CPU: the backend, instruction set and GEMM, see ``fastattn/tune_cpu.py``.
 
@@ -40,36 +40,38 @@ _Call = Callable[[], Any]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--device", choices=("cpu", "cuda"), help="what to measure; default: cuda if there is one"
+        "--device",
+        choices=("cpu", "cuda"),
+        help="the device to measure (default: cuda if available)",
     )
     parser.add_argument(
-        "--reset", action="store_true", help="forget what was measured on processors, then stop"
+        "--reset", action="store_true", help="delete the measurements of processors, then exit"
     )
     parser.add_argument(
         "--op",
         action="extend",
         type=spelling.list_type(spelling.operators, sorted(_CALLS)),
         metavar="LIST",
-        help="cuda: these operators only; may be repeated",
+        help="cuda: only these operators; may be repeated",
     )
     parser.add_argument(
         "--dtype",
         action="extend",
         type=spelling.list_type(spelling.dtypes, sorted(_DTYPES)),
         metavar="LIST",
-        help="these dtypes only; may be repeated (cuda: bfloat16 and float16 share their entries)",
+        help="only these dtypes; may be repeated (cuda: bfloat16 and float16 share their entries)",
     )
     parser.add_argument(
         "--width",
         action="append",
         type=int,
         choices=_WIDTHS,
-        help="cuda: head dimensions up to this one, from the next smaller on; may be repeated",
+        help="cuda: only head dimensions up to this one, above the next smaller choice; repeatable",
     )
     parser.add_argument(
         "--out",
         type=Path,
-        help="cuda: the table; what an existing one has of other entries is kept "
+        help="cuda: the file of the table; other entries of an existing one are kept "
         f"(default: {_TABLE})",
     )
 
@@ -84,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
         return _run_on_gpu(args)
     for name in ("op", "width", "out"):
         if getattr(args, name) is not None:
-            raise ValueError(f"--{name} is for --device cuda, and this is --device cpu")
+            raise ValueError(f"--{name} is for --device cuda, but this is --device cpu")
     return tune_cpu.run([_DTYPES[name] for name in args.dtype or _DTYPES])
 
 
@@ -115,7 +117,7 @@ def _run_on_gpu(args: argparse.Namespace) -> int:
                     rows[width] = list(found)
                     of_kernel[str(bits)] = sorted(map(list, rows.items()))
                     out.write_text(json.dumps(table, indent=1) + "\n")
-    print(f"written to {out}: use it by FASTATTN_TRITON_TABLE={out.resolve()}")
+    print(f"written to {out}; to use it, set FASTATTN_TRITON_TABLE={out.resolve()}")
     return 0
 
 
@@ -126,7 +128,7 @@ def fastest(
     measure: Callable[[_Call], float],
     report: Callable[[str], None],
 ) -> Any:
-    """Return the launch that the descent from ``start`` ends at; report every trial."""
+    """Return the launch at which the descent from ``start`` ends; report every trial."""
     from fastattn.backends.triton._table import trying
 
     times: dict[Any, float] = {}
@@ -165,7 +167,7 @@ def _neighbours(launch: Any) -> Iterator[Any]:
             yield launch._replace(stages=stages)
 
 
-# -- the measured calls: for each operator its kernels, and a call that uses each of them ---------
+# The measured calls: for each operator its kernels, and a call that uses each of them.
 
 
 def _attention(dtype: torch.dtype, width: int) -> Iterator[tuple[str, _Call]]:
@@ -202,7 +204,7 @@ def _attention(dtype: torch.dtype, width: int) -> Iterator[tuple[str, _Call]]:
 
 
 def _decode(dtype: torch.dtype, width: int) -> Iterator[tuple[str, _Call]]:
-    """A step of 64 sequences of 4096 keys, of 32 heads that share 8, and one of 16 queries each."""
+    """Steps of 64 sequences of 4096 keys, 32 heads and 8 key heads, with 1 and with 16 queries."""
     from fastattn.backends import triton as backend
 
     keys, values = (torch.randn(64, 8, 4096, width, dtype=dtype, device="cuda") for _ in range(2))

@@ -35,7 +35,7 @@ _LARGE = 512, 768, 2304  # M, K, N
 _FEW_ROWS = 16, 768, 768
 _OURS_UP_TO = 2**24 - 1
 _ROUNDS, _SECONDS = 7, 3.0  # the minimum rounds and seconds per choice
-_TOLD_APART = ("avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16")
+_DISTINGUISHING = ("avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16")
 
 Candidates = dict[str, Callable[[], Any]]
 Measure = Callable[[str, Candidates], dict[str, float]]
@@ -56,7 +56,7 @@ def run(dtypes: Sequence[torch.dtype]) -> int:
     path = evidence.set_own(entries)
     print(
         f"written to {path}\n"
-        "It comes first on this processor, from the next start of Python on. To undo it: "
+        "New Python processes on this processor will use it. To undo this: "
         "fastattn tune --reset"
     )
     return 0
@@ -130,9 +130,9 @@ def attention(dtype: torch.dtype, measure: Measure) -> list[Entry]:
     rivals = {"cpu": times[isa], **({"torch": times["torch"]} if "torch" in times else {})}
     first = clearly_fastest(rivals, "torch" if torch_is_usual else "cpu")
     for name, passes in (("forward", forward), ("with backward", both)):
-        _tell(f"{what}, {name}", passes)
+        _print_times(f"{what}, {name}", passes)
     was = ("torch" if torch_is_usual and "torch" in times else "cpu", usual_isa)
-    _tell_choice(f"{first}, {isa}", f"{was[0]}, {was[1]}")
+    _print_choice(f"{first}, {isa}", f"{was[0]}, {was[1]}")
     use = ["torch", "cpu"] if first == "torch" else ["cpu"]
     least = {"least_queries": _LEAST_QUERIES} if first == "torch" else {}
     return [
@@ -157,13 +157,13 @@ def gemm(dtype: torch.dtype, measure: Measure) -> list[Entry]:
     what = f"projection {_name(dtype)}"
     times = measure(what, {"torch": lambda: F.linear(x, weight), "onednn": by_onednn(x, weight)})
     forward = clearly_fastest(times, usual.forward)
-    _tell(what, times)
+    _print_times(what, times)
     grads = measure(
         f"{what}, gradient of the weight",
         {"torch": lambda: grad.t() @ x, "onednn": by_onednn(grad.t(), x.t())},
     )
     weight_grad = clearly_fastest(grads, usual.weight_grad)
-    _tell(f"{what}, gradient of the weight", grads)
+    _print_times(f"{what}, gradient of the weight", grads)
     ours_up_to = usual.ours_up_to
     if dtype is torch.bfloat16 and forward == "onednn":
         m, k, n = _FEW_ROWS
@@ -173,11 +173,11 @@ def gemm(dtype: torch.dtype, measure: Measure) -> list[Entry]:
             f"{what}, few rows",
             {"ours": lambda: native.linear(few, square, None), "onednn": by_onednn(few, square)},
         )
-        _tell(f"{what}, few rows", rivals)
+        _print_times(f"{what}, few rows", rivals)
         fastest = clearly_fastest(rivals, "ours" if ours_up_to else "onednn")
         ours_up_to = (ours_up_to or _OURS_UP_TO) if fastest == "ours" else 0
     chosen = Gemm(forward, weight_grad, ours_up_to, usual.small_up_to)
-    _tell_choice(_spelled(chosen), _spelled(usual))
+    _print_choice(_spelled(chosen), _spelled(usual))
     return [_entry("gemm", dtype, chosen._asdict(), _milliseconds(times))]
 
 
@@ -197,8 +197,8 @@ def _entry(choice: str, dtype: torch.dtype, use: Any, source: str, **more: Any) 
         "device": "cpu",
         "vendor": [on.vendor],
         "name": [on.name],
-        "has": [name for name in _TOLD_APART if name in on.features],
-        "lacks": [name for name in _TOLD_APART if name not in on.features],
+        "has": [name for name in _DISTINGUISHING if name in on.features],
+        "lacks": [name for name in _DISTINGUISHING if name not in on.features],
         "dtype": [_name(dtype)],
         **more,
         "use": use,
@@ -220,9 +220,9 @@ def _spelled(gemm: Gemm) -> str:
     return f"{gemm.forward}, gradient of the weight by {gemm.weight_grad}{ours}"
 
 
-def _tell(what: str, times: dict[str, float]) -> None:
+def _print_times(what: str, times: dict[str, float]) -> None:
     print(f"{what}: {_milliseconds(times)}")
 
 
-def _tell_choice(chosen: str, usual: str) -> None:
+def _print_choice(chosen: str, usual: str) -> None:
     print(f"  -> {chosen}" + (" (as before)" if chosen == usual else f" (before: {usual})"))

@@ -1,4 +1,4 @@
-"""`fastattn verify`: check that this build is correct on this machine.
+"""`fastattn verify`: check the results of this build on this machine.
 
 Runs the case table of ``fastattn.testing`` on every native backend, forward and backward, and
 compares with the reference by the error bound of ``docs/numerics.md``.
@@ -38,25 +38,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the command."""
     spelling.add_list(parser, "--op", f"only these operators: {', '.join(PROOFS)}")
     parser.add_argument(
-        "--backend", help="cpu or reference; default: every native one that is built"
+        "--backend", help="cpu or reference (default: every native backend that is built)"
     )
     parser.add_argument(
         "--isa",
         default="current",
-        help="an instruction set of the backend, `all` of them, or the one in use (default)",
+        help="an instruction set, `all`, or `current` (default: current)",
     )
     spelling.add_list(parser, "--dtype", f"only these dtypes: {', '.join(_DTYPES)}")
-    parser.add_argument("--case", metavar="TEXT", help="only cases with TEXT in their name")
+    parser.add_argument(
+        "--case", metavar="TEXT", help="only cases whose name is TEXT, or contains it"
+    )
     parser.add_argument(
         "--draws",
         type=int,
         default=1,
         metavar="N",
-        help="check every case with N draws of its values (default: 1)",
+        help="check every case with N draws of random values (default: 1)",
     )
     size = parser.add_mutually_exclusive_group()
-    size.add_argument("--quick", action="store_true", help="every tenth case")
-    size.add_argument("--complete", action="store_true", help="the slow cases too")
+    size.add_argument("--quick", action="store_true", help="check only every tenth case")
+    size.add_argument("--complete", action="store_true", help="check the slow cases too")
     parser.add_argument("--junit", type=Path, metavar="FILE", help="write the results as JUnit XML")
 
 
@@ -82,9 +84,7 @@ def run(args: argparse.Namespace) -> int:
     operators = spelling.operators(args.op, PROOFS) or list(PROOFS)
     chosen = _targets(args.backend, args.isa)
     if "float64" in dtypes and importlib.util.find_spec("numpy") is None:
-        print(
-            "float64 is left out: its judge, in extended precision, needs NumPy (pip install numpy)"
-        )
+        print("float64 is skipped: its check in extended precision needs NumPy (pip install numpy)")
         dtypes.remove("float64")
     work = [
         (op, case, dtype, target)
@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
     if args.draws < 1:
         raise ValueError(f"--draws: must be at least 1, got {args.draws}")
     if not work:
-        raise ValueError("no case is left by --op, --dtype and --case")
+        raise ValueError("--op, --dtype and --case select no case")
     print(f"{len(work)} checks on {', '.join(map(str, chosen))}")
 
     results = []
@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
     failed = [result for result in results if not result.verdict.ok]
     if failed:
         worst = max(failed, key=lambda result: result.verdict.ratio)
-        print(f"{len(failed)} of {len(results)} checks failed. To see the worst alone:")
+        print(f"{len(failed)} of {len(results)} checks failed. To run only the worst:")
         print(
             f"  python -m fastattn verify --op {worst.op} --backend {worst.target.backend}"
             f"{f' --isa {worst.target.isa}' if worst.target.isa else ''}"
@@ -169,7 +169,7 @@ def _results(work: list[tuple[str, AnyCase, str, Target]], draws: int) -> Iterat
 
 
 def _progress(results: Iterator[_Result], total: int) -> Iterator[_Result]:
-    """Pass the results on; on a terminal, show a progress line below them."""
+    """Yield the results; on a terminal, show a progress line below them."""
     live = sys.stdout.isatty()
     start = time.perf_counter()
     for count, result in enumerate(results, 1):
@@ -201,7 +201,7 @@ def _print_table(results: list[_Result]) -> None:
 
 
 def _write_junit(path: Path, results: list[_Result]) -> None:
-    """One test suite for the run, one test case for every check; read by every CI."""
+    """Write one test suite, with one test case per check."""
     suite = ElementTree.Element(
         "testsuite",
         name="fastattn verify",

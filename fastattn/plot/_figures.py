@@ -83,7 +83,7 @@ def hops(
         weights: [K, N] for one query in K hops, or [K, Q, N] for Q queries.
         sentences: the N memories, in the order of the weights. None: their numbers.
         queries: the Q queries of [K, Q, N]. None: their numbers.
-        support: the indices of the memories that hold the answer, printed in bold.
+        support: the indices of the memories with the answer, printed in bold.
         title: above the panels, such as the question and its answer.
         vmax: the weight that gets the full colour in all panels; None: the largest weight.
         cmap: as for :func:`heatmap`.
@@ -101,13 +101,13 @@ def hops(
     if single and queries is not None:
         raise ValueError("queries need weights [K, Q, N], got [K, N]")
     panels = (stack[:, None] if single else stack).transpose(1, 2)  # [K, N, Q]
-    count, memories, asked = panels.shape
+    count, memories, n_queries = panels.shape
     y = tokens_of("sentences", sentences, memories)
-    x = [""] if single else tokens_of("queries", queries, asked)
+    x = [""] if single else tokens_of("queries", queries, n_queries)
     for n in support:
         if not 0 <= n < memories:
             raise ValueError(f"support must be indices below {memories}, got {n}")
-    width = _inches(y, 0) + count * max(asked * _INCHES, 0.7)
+    width = _inches(y, 0) + count * max(n_queries * _INCHES, 0.7)
     figure = _pyplot().figure(
         figsize=(min(width, _LARGEST), _inches(x, memories) + 0.3), layout="constrained"
     )

@@ -100,8 +100,8 @@ def test_compare_names_what_was_not_the_same(
     after = saved(other, tmp_path / "b.json")
     assert bench("compare", str(before), str(after), "--providers", "fastattn") == cli.OK
     printed = capsys.readouterr().out
-    assert "Not the same: torch: 2 and 3" in printed
-    assert "Not the same: threads: 1 and 8" in printed
+    assert "Different conditions: torch: 2 and 3" in printed
+    assert "Different conditions: threads: 1 and 8" in printed
     assert "1 rows: 0 better, 0 worse, 1 the same" in printed
     assert "4 rows are in one result alone: sdpa B=1,H=2,L=32,D=8 fp32 fwd torch" in printed
     nothing = saved(a_result(lengths=(8,)), tmp_path / "c.json")

@@ -92,7 +92,7 @@ def test_what_is_declined_is_counted_and_reported(
     ("arguments", "message"),
     [
         (["--backend", "cuda"], "allowed here are"),
-        (["--case", "there is no such case"], "no case is left"),
+        (["--case", "there is no such case"], "select no case"),
         (["--isa", "sparc"], "allowed here are all, current"),
     ],
 )

@@ -131,7 +131,7 @@ def attention_forward(
     elif attention_mask is not None:
         visible = _Visible(_fitted(attention_mask, query, key))
     else:
-        visible = _told(query, key, bool(is_causal), sliding_window)
+        visible = _without_mask(query, key, bool(is_causal), sliding_window)
     if indices is not None:
         chosen = _chosen(indices[:, None], key.shape[2])
         visible = replace(visible, mask=_restricted(chosen, visible.mask))
@@ -182,7 +182,9 @@ def _read(mask: StructuredMask) -> _Visible:
     return _Visible(padding, mask.pattern.left, mask.pattern.right, mask.offset)
 
 
-def _told(query: Tensor, key: Tensor, is_causal: bool, sliding_window: int | None) -> _Visible:
+def _without_mask(
+    query: Tensor, key: Tensor, is_causal: bool, sliding_window: int | None
+) -> _Visible:
     """The visible pairs without a mask. A single query is at the last key."""
     q_len, k_len = query.shape[2], key.shape[2]
     offset = k_len - 1 if q_len == 1 else 0
@@ -242,12 +244,12 @@ def _attend(call: _Call, visible: _Visible) -> tuple[Tensor, Tensor | None]:
     q_len, k_len = call.query.shape[2], call.key.shape[2]
     key, value, mask = call.key, call.value, visible.mask
     left, right, offset = visible.left, visible.right, visible.offset
-    seen = k_len
+    used = k_len
     if (left, right) != (-1, -1) and offset not in (0, k_len - q_len):
         if right == 0 and offset + q_len <= k_len:  # no query can see the keys after its own
-            seen = offset + q_len
-            key, value = key[:, :, :seen], value[:, :, :seen]
-            mask = mask if mask is None or mask.shape[-1] == 1 else mask[..., :seen]
+            used = offset + q_len
+            key, value = key[:, :, :used], value[:, :, :used]
+            mask = mask if mask is None or mask.shape[-1] == 1 else mask[..., :used]
         else:
             mask = _with_window(call, visible)
             left = right = -1
@@ -273,8 +275,8 @@ def _attend(call: _Call, visible: _Visible) -> tuple[Tensor, Tensor | None]:
     if call.row_sinks is not None:
         out, kept = _with_row_sinks(out, more[0], call.row_sinks)
         weights = None if weights is None else (weights * kept[..., None]).to(weights.dtype)
-    if weights is not None and seen < k_len:
-        weights = torch.nn.functional.pad(weights, (0, k_len - seen))
+    if weights is not None and used < k_len:
+        weights = torch.nn.functional.pad(weights, (0, k_len - used))
     return out.transpose(1, 2).contiguous(), weights
 
 

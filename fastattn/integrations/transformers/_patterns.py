@@ -53,7 +53,7 @@ def pattern_of(mask_function: Callable[..., Any]) -> Pattern | None:
     return rule.pattern() if isinstance(rule, _Rule) else None
 
 
-class _NotUnderstood(Exception):
+class _Unsupported(Exception):
     pass
 
 
@@ -71,7 +71,7 @@ class _Symbol:
                 return _Index(index.axis, table=first)
         if function is Tensor.__and__ and first.numel() == 1 and bool(first):  # True & rule
             return second
-        raise _NotUnderstood
+        raise _Unsupported
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,18 +92,18 @@ class _Index(_Symbol):
         if not isinstance(other, _Index):
             return self + -_integer(other)
         if {self.axis, other.axis} != {"query", "key"} or self.table is not other.table:
-            raise _NotUnderstood
+            raise _Unsupported
         sign = 1 if self.axis == "query" else -1
         return _Distance(sign, self.shift - other.shift, self.table)
 
     def __eq__(self, other: object) -> Any:
         if not isinstance(other, _Index):
-            raise _NotUnderstood
+            raise _Unsupported
         distance = self - other
         if self.table is None:
             return distance._between(0, 0)
         if distance.shift:
-            raise _NotUnderstood
+            raise _Unsupported
         return _Rule(segments=self.table)
 
     def __le__(self, other: Any) -> _Rule:
@@ -120,7 +120,7 @@ class _Index(_Symbol):
             return (self - other) >= 0
         if self.table is None and self.shift >= _integer(other):  # positions are never negative
             return _Rule()
-        raise _NotUnderstood
+        raise _Unsupported
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class _Distance(_Symbol):
 
     def __abs__(self) -> _Distance:
         if self.shift:
-            raise _NotUnderstood
+            raise _Unsupported
         return replace(self, absolute=True)
 
     def __le__(self, most: int) -> _Rule:
@@ -146,7 +146,7 @@ class _Distance(_Symbol):
 
     def __ge__(self, least: int) -> _Rule:
         if self.absolute:
-            raise _NotUnderstood
+            raise _Unsupported
         return self._between(_integer(least), math.inf)
 
     def __gt__(self, bound: int) -> _Rule:
@@ -173,9 +173,9 @@ class _Rule(_Symbol):
 
     def __and__(self, other: Any) -> _Rule:
         if not isinstance(other, _Rule):
-            raise _NotUnderstood
+            raise _Unsupported
         if self.segments is not None and other.segments is not None:
-            raise _NotUnderstood
+            raise _Unsupported
         return _Rule(
             max(self.least, other.least),
             min(self.most, other.most),
@@ -209,5 +209,5 @@ class _Rule(_Symbol):
 
 def _integer(x: Any) -> int:
     if type(x) is not int:
-        raise _NotUnderstood
+        raise _Unsupported
     return x

@@ -1,4 +1,4 @@
-"""Whether transformers records attention weights without telling the attention function."""
+"""Detects whether transformers records attention weights; it does not pass this as an argument."""
 
 from __future__ import annotations
 

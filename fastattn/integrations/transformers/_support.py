@@ -67,10 +67,10 @@ def _models_of(config_class: type) -> list[Any]:
 
 
 def _reads_any_mask(model: Any) -> bool:
-    return bool(model._supports_sdpa or model._supports_flex_attn) and _asks_registry(model)
+    return bool(model._supports_sdpa or model._supports_flex_attn) and _uses_registry(model)
 
 
-def _asks_registry(model: Any) -> bool:
+def _uses_registry(model: Any) -> bool:
     """False if the module of a model class defines attention and does not use the registry."""
     try:
         code = inspect.getsource(sys.modules[model.__module__])
