@@ -1,27 +1,27 @@
-"""Builds the native modules, which know no torch: C++ behind pybind11, compiled through ninja.
+"""Builds the native modules, C++ with pybind11 and without torch, by ninja.
 
-`fastattn._cpu` is csrc/cpu/kernels/*.cpp, each compiled once per instruction set,
+`fastattn._cpu` consists of csrc/cpu/kernels/*.cpp, compiled once per instruction set,
 csrc/cpu/kernels/tiles/*.cpp, compiled for AMX and for its emulation, csrc/cpu/peaks/*.cpp, each
-compiled for its own unit, and csrc/cpu/*.cpp, compiled once for the baseline. `fastattn._cuda`,
-where there is an nvcc, is csrc/cuda/kernels/**/*.cu, each compiled once per element type, and
-csrc/cuda/*.cpp. A module that cannot be built is left out and the library runs without it;
-`fastattn/_build.json` records what was built, how, and why anything was not, for
-`python -m fastattn info` to tell.
+compiled for its unit, and csrc/cpu/*.cpp, compiled once for the baseline. `fastattn._cuda`, which
+needs nvcc, consists of csrc/cuda/kernels/**/*.cu, compiled once per element type, and
+csrc/cuda/*.cpp. The library also runs without a module that cannot be built.
+`fastattn/_build.json` records what was built, how, and why anything was not; `fastattn info` shows
+it.
 
 Environment:
   FASTATTN_NATIVE=0           build no native module
-  FASTATTN_REQUIRE_NATIVE=1   a module that cannot be built is an error (but no nvcc is none)
-  FASTATTN_CPU_ISAS=native    of the CPU's instruction sets only the strongest that this machine
-                              has, and the baseline: half the time, for use on this machine alone;
-                              the tiles of AMX, real or emulated, add little and stay
+  FASTATTN_REQUIRE_NATIVE=1   a module that cannot be built is an error; a missing nvcc is not
+  FASTATTN_CPU_ISAS=native    compile only for the strongest instruction set of this machine, the
+                              baseline, and the tiles of AMX, real or emulated: half the build time,
+                              for use on this machine only
   FASTATTN_CUDA=0             do not build _cuda, even if there is an nvcc
-  FASTATTN_CUDA_ARCHS=LIST    the architectures of _cuda; the default is 80;90a, which serve all
-                              from 8.0 on: PTX of the least is kept for those that come
-  NVCC                        the CUDA compiler, else the one on the path or below CUDA_HOME
-  FASTATTN_DEBUG=1            -O1 -g, library assertions on
-  FASTATTN_SANITIZE=LIST      address, undefined, thread, or a comma-separated list of them
-  MAX_JOBS=N                  at most N compilers at a time
-  CXX, CXXFLAGS, LDFLAGS      as usual; the flags below come after CXXFLAGS and win
+  FASTATTN_CUDA_ARCHS=LIST    the architectures of _cuda, by default 80;90a; other GPUs from 8.0 on
+                              run the PTX of the lowest one
+  NVCC                        the CUDA compiler; default: nvcc in PATH or CUDA_HOME
+  FASTATTN_DEBUG=1            -O1 -g, with library assertions
+  FASTATTN_SANITIZE=LIST      address, undefined, thread; comma-separated
+  MAX_JOBS=N                  run at most N compilers at a time
+  CXX, CXXFLAGS, LDFLAGS      as usual; the flags below follow CXXFLAGS and override it
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).parent.resolve()
 RECORD = "fastattn/_build.json"
 
-# Weakest first. Only kernels are compiled for all of them; the rest is compiled for the first.
+# Weakest first. Kernels are compiled for all of them, everything else for the first.
 X86_ISAS = {
     "baseline": ["-march=x86-64"],
     "avx2": ["-march=x86-64-v3"],
@@ -56,8 +56,8 @@ X86_ISAS = {
 }
 ISAS = X86_ISAS if platform.machine() in ("x86_64", "AMD64") else {"baseline": []}
 
-# Only attention in bf16 runs on tiles; all else is that of the vectors below. On a Xeon with AMX
-# the kernels of avx512 are faster in bf16 than those of avx512_bf16 (docs/evidence.md), so they
+# Only attention in bf16 runs on tiles; everything else runs on the vectors below. On a Xeon with
+# AMX the kernels of avx512 are faster in bf16 than those of avx512_bf16 (docs/evidence.md), so they
 # come first here. The emulation is for tests and runs on every machine with AVX-512.
 X86_TILE_ISAS = {"amx_bf16": [*X86_ISAS["avx512"], "-mamx-tile", "-mamx-bf16"]}
 X86_EMULATED_ISAS = {"amx_bf16_emulated": [*X86_ISAS["avx512"], "-DFASTATTN_EMULATED_TILES=1"]}
@@ -65,7 +65,7 @@ BELOW_TILES = ("avx512", "avx512_bf16")
 TILE_ISAS = X86_TILE_ISAS if ISAS is X86_ISAS else {}
 EMULATED_ISAS = X86_EMULATED_ISAS if ISAS is X86_ISAS else {}
 
-# Units whose peak alone is measured: csrc/cpu/peaks/<name>.cpp. Left out where it does not compile.
+# Units of which only the peak is measured: csrc/cpu/peaks/<name>.cpp. Skipped if not compilable.
 X86_PEAKS = {
     "amx": ["-march=x86-64", "-mamx-tile", "-mamx-bf16"],
     "avx512_fp16": ["-march=x86-64-v4", "-mprefer-vector-width=512", "-mavx512fp16"],
@@ -73,10 +73,10 @@ X86_PEAKS = {
 PEAKS = X86_PEAKS if ISAS is X86_ISAS else {}
 
 COMMON_FLAGS = ["-std=c++17", "-fPIC", "-fvisibility=hidden", "-fopenmp", "-Wall", "-Wextra"]
-# Vectors wider than the baseline's registers never cross a function that is not inlined.
+# No function that is not inlined takes or returns vectors wider than the baseline's registers.
 COMMON_FLAGS += ["-Wno-psabi"]
-# Not -ffast-math: attention carries NaN and infinity. These give up only errno, the floating point
-# exception flags, and the separate rounding of a product.
+# Not -ffast-math, because attention needs NaN and infinity. These flags only give up errno, the
+# floating-point exception flags, and the separate rounding of products.
 COMMON_FLAGS += ["-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"]
 
 SANITIZERS = ("address", "undefined", "thread")
@@ -84,22 +84,22 @@ OPENMP_PROBE = "#include <omp.h>\nint threads() { return omp_get_max_threads(); 
 
 
 class CannotBuild(Exception):
-    """Why a native module is left out, as one plain sentence."""
+    """The reason why a native module cannot be built, as one sentence."""
 
 
-class NotHere(CannotBuild):
-    """It is left out by design: nobody is to be told who did not ask."""
+class NotWanted(CannotBuild):
+    """The module is left out by design; reported only on request."""
 
 
 @dataclass
 class Plan:
     """How to build one shared library."""
 
-    compiler: list[str]  # of C++ sources, and of the library
+    compiler: list[str]  # compiles C++ sources and links the library
     objects: list[tuple[Path, str, list[str]]]  # source, object, flags
     link_flags: list[str]
-    record: dict[str, Any]  # what the build record says of it
-    nvcc: str = "nvcc"  # of .cu sources
+    record: dict[str, Any]  # the entry of the build record
+    nvcc: str = "nvcc"  # compiles .cu sources
 
 
 def enabled(name: str) -> bool:
@@ -111,7 +111,7 @@ def words(name: str) -> list[str]:
 
 
 def find_compiler() -> list[str]:
-    """The C++ compiler as a command; $CXX may carry a wrapper, such as `ccache g++`."""
+    """The C++ compiler as a command; $CXX may contain a wrapper, such as `ccache g++`."""
     if command := words("CXX"):
         if shutil.which(command[0]) is None:
             raise CannotBuild(f"the compiler that CXX names, {command[0]!r}, was not found")
@@ -129,7 +129,7 @@ def first_error(output: str) -> str:
 
 
 def refusal(compiler: list[str], flags: list[str], source: str) -> str | None:
-    """None if the compiler makes a shared library of `source`, else its first complaint."""
+    """None if the compiler can make a shared library of `source`, else its first error."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "probe.cpp").write_text(source)
         command = [*compiler, *flags, "-shared", "probe.cpp", "-o", "probe.so"]
@@ -141,8 +141,8 @@ def optimisation_flags() -> tuple[list[str], list[str]]:
     """The compiler's and the linker's flags that FASTATTN_DEBUG and FASTATTN_SANITIZE choose."""
     sanitizers = os.environ.get("FASTATTN_SANITIZE", "")
     if not sanitizers and not enabled("FASTATTN_DEBUG"):
-        # -O3 takes half as long again to compile and makes nothing faster: the kernels are vectors
-        # and unrolled loops as they are written.
+        # -O3 compiles 50 % longer and makes nothing faster: the kernels are written with vectors
+        # and unrolled loops.
         return ["-O2"], []
     debug = ["-g", "-fno-omit-frame-pointer", "-D_GLIBCXX_ASSERTIONS"]
     if not sanitizers:
@@ -153,8 +153,8 @@ def optimisation_flags() -> tuple[list[str], list[str]]:
                 f"FASTATTN_SANITIZE has {name!r}; allowed are {', '.join(SANITIZERS)}"
             )
     sanitize = [f"-fsanitize={sanitizers}"]
-    # The vptr check needs the type information that hidden visibility keeps inside each library.
-    # -O2, so that they round as a release does: the same tests judge their errors.
+    # The vptr check needs type information, which hidden visibility removes from libraries. -O2
+    # gives the rounding of a release, because the same tests check the errors.
     compile_flags = ["-O2", *debug, *sanitize, "-fno-sanitize=vptr"]
     return [*compile_flags, "-fno-sanitize-recover=undefined"], sanitize
 
@@ -180,21 +180,21 @@ def strongest_here(compiler: list[str]) -> str:
 def usable_isas(
     compiler: list[str], flags: list[str]
 ) -> tuple[dict[str, list[str]], dict[str, str]]:
-    """The instruction sets to build, and why not the others."""
+    """The instruction sets to build, and the reasons why the others are left out."""
     usable, left_out = {}, {}
-    asked_for = os.environ.get("FASTATTN_CPU_ISAS", "all")
-    if asked_for not in ("all", "native"):
-        raise CannotBuild(f"FASTATTN_CPU_ISAS must be 'all' or 'native', got {asked_for!r}")
-    wanted = ["baseline", strongest_here(compiler)] if asked_for == "native" else list(ISAS)
+    requested = os.environ.get("FASTATTN_CPU_ISAS", "all")
+    if requested not in ("all", "native"):
+        raise CannotBuild(f"FASTATTN_CPU_ISAS must be 'all' or 'native', got {requested!r}")
+    wanted = ["baseline", strongest_here(compiler)] if requested == "native" else list(ISAS)
     for isa, isa_flags in ISAS.items():
         if isa not in wanted:
-            left_out[isa] = "not asked for (FASTATTN_CPU_ISAS=native)"
+            left_out[isa] = "not requested (FASTATTN_CPU_ISAS=native)"
             continue
         error = refusal(compiler, [*flags, *isa_flags], "int zero() { return 0; }\n")
         if error is None:
             usable[isa] = isa_flags
         else:
-            left_out[isa] = f"{compiler[-1]} refuses {' '.join(isa_flags)}: {error}"
+            left_out[isa] = f"{compiler[-1]} rejects {' '.join(isa_flags)}: {error}"
     if "baseline" in left_out:
         raise CannotBuild(left_out["baseline"])
     return usable, left_out
@@ -223,23 +223,23 @@ def usable_tiles(
 def usable_peaks(
     compiler: list[str], flags: list[str]
 ) -> tuple[list[tuple[Path, list[str]]], dict[str, str]]:
-    """The sources of csrc/cpu/peaks with their flags, and why not the others."""
+    """The sources of csrc/cpu/peaks with their flags, and why the others are left out."""
     usable, left_out = [], {}
-    for name, its_flags in PEAKS.items():
+    for name, unit_flags in PEAKS.items():
         source = ROOT / "csrc/cpu/peaks" / f"{name}.cpp"
         if not source.exists():
             continue
-        where = f"-I{source.parent}"  # what it includes
-        error = refusal(compiler, [*flags, *its_flags, where], source.read_text())
+        include = f"-I{source.parent}"
+        error = refusal(compiler, [*flags, *unit_flags, include], source.read_text())
         if error is None:
-            usable.append((source, [*flags, *its_flags]))
+            usable.append((source, [*flags, *unit_flags]))
         else:
             left_out[f"peak of {name}"] = f"{compiler[-1]} cannot compile it: {error}"
     return usable, left_out
 
 
 def plan_cpu() -> Plan:
-    """Kernels once per instruction set; the rest once, of which isa.cpp is told the sets."""
+    """Kernels are compiled per instruction set, the rest once; isa.cpp gets the list of sets."""
     if sys.platform != "linux":
         raise CannotBuild(f"the native core is built on Linux only; this is {sys.platform}")
     import pybind11
@@ -265,13 +265,13 @@ def plan_cpu() -> Plan:
     includes = (sysconfig.get_paths()["include"], pybind11.get_include())
     shared = [*flags, *isas["baseline"], *(f"-isystem{path}" for path in includes)]
     peaks, peaks_left_out = usable_peaks(compiler, flags)
-    objects += [(source, f"unit.{source.stem}.o", its_flags) for source, its_flags in peaks]
-    told = {
+    objects += [(source, f"unit.{source.stem}.o", unit_flags) for source, unit_flags in peaks]
+    definitions = {
         "isa": [f"-DFASTATTN_HAVE_{isa.upper()}=1" for isa in [*isas, *tiles]],
         "peak_units": [f"-DFASTATTN_HAVE_PEAK_{source.stem.upper()}=1" for source, _ in peaks],
     }
     for source in sorted((ROOT / "csrc/cpu").glob("*.cpp")):
-        objects.append((source, f"{source.stem}.o", [*shared, *told.get(source.stem, [])]))
+        objects.append((source, f"{source.stem}.o", [*shared, *definitions.get(source.stem, [])]))
 
     version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True)
     record = {
@@ -292,7 +292,7 @@ def is_for_hopper(source: Path) -> bool:
 
 
 def cuda_elements(source: Path) -> tuple[str, ...]:
-    """The element types that kernels are compiled for; tf32 is float32 to all but attention."""
+    """The element types that kernels are compiled for; only attention has tf32 besides float32."""
     if is_for_hopper(source):
         return ("Bf16", "F16")
     return ("Bf16", "F16", "F32", *(["Tf32"] if source.stem.startswith("sdpa") else []))
@@ -304,7 +304,7 @@ HOPPER_ARCH = "-gencode=arch=compute_90a,code=sm_90a"
 
 def find_nvcc() -> str:
     if os.environ.get("FASTATTN_CUDA") == "0":
-        raise NotHere("FASTATTN_CUDA=0 was set at installation")
+        raise NotWanted("FASTATTN_CUDA=0 was set at installation")
     if name := os.environ.get("NVCC"):
         if found := shutil.which(name):
             return found
@@ -312,29 +312,29 @@ def find_nvcc() -> str:
     home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
     if found := shutil.which("nvcc") or shutil.which(f"{home}/bin/nvcc"):
         return found
-    raise NotHere("no CUDA compiler was found (looked for $NVCC, nvcc and $CUDA_HOME/bin/nvcc)")
+    raise NotWanted("no CUDA compiler was found (looked for $NVCC, nvcc and $CUDA_HOME/bin/nvcc)")
 
 
 def cuda_toolkit(nvcc: str) -> Path:
     """The folder of CUDA's static runtime library."""
-    told = subprocess.run(
+    dry_run = subprocess.run(
         [nvcc, "--dryrun", "-c", "-x", "cu", os.devnull],
         capture_output=True,
         text=True,
         check=False,
     )
-    top = [line.partition("TOP=")[2] for line in told.stderr.splitlines() if "TOP=" in line]
+    top = [line.partition("TOP=")[2] for line in dry_run.stderr.splitlines() if "TOP=" in line]
     for folder in ("lib64", "lib", f"targets/{platform.machine()}-linux/lib"):
         if top and Path(top[0], folder, "libcudart_static.a").exists():
             return Path(top[0], folder).resolve()
-    raise CannotBuild(f"{nvcc} has no libcudart_static.a beside it")
+    raise CannotBuild(f"{nvcc} has no libcudart_static.a in its toolkit")
 
 
 def architecture_flags(archs: str) -> list[str]:
-    """Machine code for each architecture, and the PTX that all of it is made of.
+    """Machine code for each architecture, from the PTX of the lowest one, which is included.
 
-    The kernels ask for nothing that the least of them has not, and to make PTX takes as long as to
-    assemble it.
+    The kernels need no features beyond the lowest architecture, and generating PTX takes as long as
+    assembling it.
     """
     if not re.fullmatch(r"\d+[af]?(;\d+[af]?)*", archs):
         raise CannotBuild(f"FASTATTN_CUDA_ARCHS is {archs!r}, not a list such as {CUDA_ARCHS}")
@@ -345,7 +345,7 @@ def architecture_flags(archs: str) -> list[str]:
 
 
 def plan_cuda() -> Plan:
-    """Kernels by nvcc, once per element type; the rest by the C++ compiler. Needs no driver."""
+    """nvcc compiles kernels per element type, the C++ compiler the rest. Needs no driver."""
     nvcc = find_nvcc()
     if sys.platform != "linux":
         raise CannotBuild(f"the CUDA core is built on Linux only; this is {sys.platform}")
@@ -356,24 +356,24 @@ def plan_cuda() -> Plan:
     archs = os.environ.get("FASTATTN_CUDA_ARCHS", CUDA_ARCHS)
     common = ["-std=c++17", "-O3", "-Xcompiler=-fPIC,-fvisibility=hidden"]
     flags = [*common, *architecture_flags(archs)]
-    hopper = "90a" in archs.split(";")  # its kernels are for no other
+    hopper = "90a" in archs.split(";")  # the only architecture of the kernels for Hopper
     objects = []
     kernels = ROOT / "csrc/cuda/kernels"
     for source in sorted(kernels.rglob("*.cu")):
         if is_for_hopper(source) and not hopper:
             continue
         chosen = [*common, HOPPER_ARCH] if is_for_hopper(source) else flags
-        # With the folder: an operator has the same file name in each.
+        # With the folder, because an operator has the same file name in each.
         name = source.relative_to(kernels).with_suffix("")
         for element in cuda_elements(source):
-            told = [*chosen, f"-DFASTATTN_ELEMENT={element}"]
-            objects.append((source, f"{name}.{element}.o", told))
+            one_element = [*chosen, f"-DFASTATTN_ELEMENT={element}"]
+            objects.append((source, f"{name}.{element}.o", one_element))
     includes = (sysconfig.get_paths()["include"], pybind11.get_include())
     host = [*words("CXXFLAGS"), "-std=c++17", "-fPIC", "-fvisibility=hidden", "-O2", "-Wall"]
     host += [*(f"-isystem{path}" for path in includes), f'-DFASTATTN_CUDA_ARCHS="{archs}"']
     host += ["-DFASTATTN_HOPPER"] if hopper else []
     objects += [(s, f"{s.stem}.o", host) for s in sorted((ROOT / "csrc/cuda").glob("*.cpp"))]
-    # The static runtime finds the driver when it is first used, so that the module imports without.
+    # The static runtime loads the driver at its first use, so the module imports without a driver.
     link = [*words("LDFLAGS"), f"-L{runtime}", "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
     version = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True)
     record = {
@@ -385,7 +385,7 @@ def plan_cuda() -> Plan:
     return Plan(compiler, objects, [*link, "-Wl,--exclude-libs,ALL"], record, nvcc)
 
 
-# Each is planned, built and recorded by itself, so that a broken nvcc cannot lose the CPU kernels.
+# Each is planned, built and recorded separately, so a broken nvcc does not affect the CPU kernels.
 PLANS: dict[str, Callable[[], Plan]] = {"cpu": plan_cpu, "cuda": plan_cuda}
 
 
@@ -437,7 +437,7 @@ def run_ninja(folder: Path) -> None:
 
 
 class BuildNative(build_ext):
-    """Builds each module of PLANS by itself and leaves the build record beside them."""
+    """Builds each module of PLANS separately, and writes the build record next to them."""
 
     def build_extensions(self) -> None:
         self.records: dict[str, dict[str, Any]] = {}
@@ -455,12 +455,12 @@ class BuildNative(build_ext):
                 raise CannotBuild("FASTATTN_NATIVE=0 was set at installation")
             self.records[name] = {"built": True, **self.build(name, output)}
         except (CannotBuild, ImportError, OSError) as error:
-            by_design = isinstance(error, NotHere)
+            by_design = isinstance(error, NotWanted)
             if enabled("FASTATTN_REQUIRE_NATIVE") and not by_design:
                 raise SystemExit(f"error: {ext.name} was not built: {error}") from error
             if not by_design:
                 print(f"*** {ext.name} was not built: {error}", file=sys.stderr)
-                print("*** fastattn will run in plain PyTorch there.", file=sys.stderr)
+                print("*** fastattn will run in plain PyTorch instead.", file=sys.stderr)
             output.unlink(missing_ok=True)
             self.records[name] = {"built": False, "reason": str(error)}
 
@@ -468,32 +468,36 @@ class BuildNative(build_ext):
         plan = PLANS[name]()
         for isa, reason in plan.record["left_out"].items():
             print(f"*** fastattn._{name} is built without {isa}: {reason}", file=sys.stderr)
-        import fcntl  # only now: where there is none, planning has given the reason
+        import fcntl  # not at the top: other systems lack it, and fail with a reason while planning
 
-        # Not build_temp: an editable install makes that a new one each time, and all is compiled.
+        # Not build_temp: an editable install creates a new one each time, and would recompile all.
         base = self.get_finalized_command("build").build_base
         folder = Path(base, f"native-{sys.implementation.cache_tag}", name).resolve()
         folder.mkdir(parents=True, exist_ok=True)
         output.parent.mkdir(parents=True, exist_ok=True)
         with (folder / ".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # two builds at once would spoil each other's objects
+            fcntl.flock(
+                lock, fcntl.LOCK_EX
+            )  # concurrent builds would overwrite each other's objects
             (folder / "build.ninja").write_text(ninja_file(plan, output))
             run_ninja(folder)
         return plan.record
 
     def products(self) -> list[str]:
-        """What was built, relative to the build folder and to the source tree alike."""
+        """The built files, relative to the build folder and also to the source tree."""
         files = [*(self.get_ext_filename(ext.name) for ext in self.extensions), RECORD]
         return [file for file in files if Path(self.build_lib, file).exists()]
 
     def copy_extensions_to_source(self) -> None:
         for ext in self.extensions:
             file = self.get_ext_filename(ext.name)
-            if file not in self.products():  # no library of an earlier build may stay behind
+            if file not in self.products():  # a library of an earlier build must not stay
                 (ROOT / file).unlink(missing_ok=True)
         for file in self.products():
             shutil.copy2(Path(self.build_lib, file), ROOT / f"{file}.new")
-            os.replace(ROOT / f"{file}.new", ROOT / file)  # a process may have the old one mapped
+            os.replace(
+                ROOT / f"{file}.new", ROOT / file
+            )  # not copied in place: a process may have mapped the old one
 
     def get_output_mapping(self) -> dict[str, str]:
         files = self.products() if self.inplace else []
