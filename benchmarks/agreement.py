@@ -1,12 +1,12 @@
-"""Does `fastattn bench` agree with a measurement that shares nothing with it?
+"""Compares `fastattn bench` with an independent measurement.
 
     python benchmarks/agreement.py [--only sdpa] [--repeats 2] [--threads N]
 
-The same calls are timed by torch.utils.benchmark.Timer, each in a fresh process of its own, in turn
-with runs of the benchmark, so that both see the same machine. Their medians and 95 % intervals
-stand side by side; they agree where the intervals overlap. Exits with 1 where they do not. Of the
-Timer's blocks those count whose process got its processors, by its own clock: the benchmark drops
-the rounds of a busy machine too.
+torch.utils.benchmark.Timer times the same calls, each in a new process, alternating with runs of
+the benchmark, so that both see the same machine. The output has the medians and 95 % intervals of
+both; they agree if the intervals overlap. The exit code is 1 if any do not. Blocks of the Timer
+whose process did not receive its processors are dropped, like the disturbed rounds of the
+benchmark.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 from fastattn.bench import results, stats, summary
 from fastattn.bench.pool import thread_variables, usable_cpus
 
-# What `bench run --shapes` is told, and what a user of each provider would write.
+# The argument of `bench run --shapes`, and the code for a user of each provider.
 CELLS = {
     "sdpa B=8,H=12,L=256,D=64": (
         "q, k, v = (torch.randn(8, 12, 256, 64) for _ in range(3))",
@@ -54,7 +54,7 @@ from torch.utils.benchmark import Timer
 threads, blocks, cpus = json.loads(sys.argv[1])
 os.sched_setaffinity(0, cpus)
 torch.set_num_threads(threads)
-torch.empty(31 << 20, dtype=torch.uint8)  # as in the benchmark: calls find the memory they freed
+torch.empty(31 << 20, dtype=torch.uint8)  # as in the benchmark: glibc keeps freed memory
 {setup}
 with torch.no_grad():
     timer = Timer("{call}", globals=globals(), num_threads=threads)
@@ -71,11 +71,11 @@ print(json.dumps([ms for ms, share in found if share > 0.9 * best]))
 
 
 def independent(setup: str, call: str, threads: int) -> list[float]:
-    """Milliseconds of a call, one for each block that nobody disturbed."""
+    """The milliseconds of a call in each undisturbed block."""
     program = PROGRAM.format(setup=setup, call=call)
-    told = json.dumps([threads, BLOCKS, usable_cpus(threads)])
+    settings = json.dumps([threads, BLOCKS, usable_cpus(threads)])
     done = subprocess.run(
-        [sys.executable, "-c", program, told],
+        [sys.executable, "-c", program, settings],
         capture_output=True,
         text=True,
         check=True,
@@ -86,7 +86,7 @@ def independent(setup: str, call: str, threads: int) -> list[float]:
 
 
 def benchmarked(cells: Iterable[str], threads: int) -> dict[tuple[str, str], list[float]]:
-    """The samples that count of one run, for each cell and provider."""
+    """The undisturbed samples of one run, for each cell and provider."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "results.json"
         shapes = [word for cell in cells for word in ("--shapes", cell)]
@@ -105,7 +105,7 @@ def benchmarked(cells: Iterable[str], threads: int) -> dict[tuple[str, str], lis
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", default="", help="the cells whose name has this")
+    parser.add_argument("--only", default="", help="only cells whose name contains this")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     args = parser.parse_args()

@@ -1,9 +1,9 @@
-"""What Python does to launch a Triton kernel that is compiled already; for pytest-benchmark.
+"""The time of Python to launch a compiled Triton kernel; for pytest-benchmark.
 
 OMP_NUM_THREADS=1 python -m pytest benchmarks/bench_triton_launch.py
 
-No GPU is needed: the driver does nothing, and tensors have no memory. The time is all that comes
-before the driver, from the arguments of a call's first kernel on: ours, and by Triton's own launch.
+It needs no GPU: the driver does nothing, and tensors have no memory. The time includes everything
+before the driver for the first kernel of a call, by our launcher and by that of Triton.
 """
 
 from __future__ import annotations

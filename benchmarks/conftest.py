@@ -1,4 +1,4 @@
-"""The fixture of the pytest-benchmark suite: one cell, one provider, checked and then timed."""
+"""The fixture of the pytest-benchmark suite, which checks and times one cell of one provider."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SEED = 0
 
 @pytest.fixture
 def time_cell(benchmark: Any) -> Callable[[Cell, str], None]:
-    """Times `provider` on `cell`, after its answer was found right."""
+    """Times `provider` on `cell` after checking its result."""
 
     def run(cell: Cell, provider_name: str) -> None:
         provider = providers.load(provider_name)

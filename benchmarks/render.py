@@ -1,12 +1,12 @@
-"""Writes every table and picture of measurements in the documentation from committed raw results.
+"""Writes all tables and plots of measurements in the documentation from committed raw results.
 
     python benchmarks/render.py           writes them
-    python benchmarks/render.py --check   says whether a text is out of date, and exits with 1
+    python benchmarks/render.py --check   exits with 1 if a text is out of date
 
-A result lies in results/PROCESSOR/, and each table has a column for each processor that has one.
-README.md's block comes from dropin.json (the picture from the first processor's) and models.json,
-the tables of docs/performance.md from figures.json, models.json, family.json and peers.json;
-results/README.md has every result in full. Nothing between the markers is ever typed by hand.
+Results are in results/PROCESSOR/, and each table has a column per processor. The block of README.md
+comes from dropin.json (its plot from that of the first processor) and models.json, the tables of
+docs/performance.md from figures.json, models.json, family.json and peers.json; results/README.md
+contains every result. The text between the markers is never edited by hand.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ IMAGES = ROOT / "docs" / "images"
 MAIN = "dropin"
 BEGIN, END = "<!-- benchmark: begin -->", "<!-- benchmark: end -->"
 
-# In docs/performance.md: the result and the markers of its table have one name.
+# In docs/performance.md, a result and the markers of its table have the same name.
 FIGURES, FAMILY, PEERS, MODELS = "figures", "family", "peers", "models"
 
 
 def all_conditions(found: dict[str, Result]) -> str:
-    """Under what conditions each of the results was measured."""
+    """The conditions of each result."""
     several = len(found) > 1
     return "\n\n".join(
         (f"{name}: " if several else "") + display.conditions(result)
@@ -44,7 +44,7 @@ def all_conditions(found: dict[str, Result]) -> str:
 
 
 def claim(result: Result, rows: Sequence[Row]) -> str:
-    """What was found, in one sentence with its conditions."""
+    """The main result, in one sentence with its conditions."""
     modules = [row for row in ours_compared(rows) if row["op"] == "mha"]
     parts = []
     for dtype in ("fp32", "bf16"):
@@ -63,7 +63,7 @@ def claim(result: Result, rows: Sequence[Row]) -> str:
 
 
 def why_not(result: Result, rows: Sequence[Row]) -> list[str]:
-    """Why a result is no evidence, in plain sentences."""
+    """The reasons why a result is not valid."""
     reasons = [] if result.ended == "complete" else [f"the run was {result.ended}"]
     for what, found in (
         ("not measured", [row for row in rows if row["status"] not in ("ok", "UNAVAILABLE")]),
@@ -98,7 +98,7 @@ def readme_block(found: dict[str, Result], models: dict[str, Result] | None = No
 
 
 def versions_of_peers(found: dict[str, Result]) -> str:
-    told = {
+    versions = {
         f"{package} {version}": None
         for result in found.values()
         for name, provider in result.providers.items()
@@ -106,11 +106,11 @@ def versions_of_peers(found: dict[str, Result]) -> str:
         for package, version in provider.get("versions", {}).items()
         if package != "fastattn"
     }
-    return "; ".join(told)
+    return "; ".join(versions)
 
 
 def block_of(name: str, found: dict[str, Result]) -> str:
-    """The table of docs/performance.md of this name, and its conditions."""
+    """The table of this name in docs/performance.md, and its conditions."""
     made = {processor: TABLES[name](result) for processor, result in found.items()}
     versions = f"{versions_of_peers(found)}. " if name == PEERS else ""
     return f"{side_by_side(made)}\n\n{versions}{all_conditions(found)}"
@@ -133,12 +133,12 @@ def results_page(found: dict[str, dict[str, Result]]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def lies_elsewhere(processor: str, result: Result) -> str:
-    """Where a result belongs that was not measured on the processor of its folder; else nothing."""
+def misplaced(processor: str, result: Result) -> str:
+    """The folder where a result belongs, if it is in that of another processor; else ""."""
     slug = processor_slug(result.environment)
     if slug == processor:
         return ""
-    # Older records do not tell the generation, which stands before the instruction set.
+    # Older records lack the generation, which precedes the instruction set.
     if "cpu_family" not in result.environment and "gpu" not in result.environment:
         name, _, feature = slug.rpartition("-")
         if processor.startswith(f"{name}-") and processor.endswith(f"-{feature}"):
@@ -147,21 +147,23 @@ def lies_elsewhere(processor: str, result: Result) -> str:
 
 
 def load_all() -> dict[str, dict[str, Result]]:
-    """Every result of `fastattn bench`, by processor and by name; raises ValueError for one that
-    lies in the folder of another processor."""
+    """All results of `fastattn bench`, by processor and name.
+
+    Raises ValueError for a result in the folder of another processor.
+    """
     found: dict[str, dict[str, Result]] = {}
     for path in sorted(RESULTS.glob("*/*.json")):
         if json.loads(path.read_text()).get("format") != results.FORMAT:
             continue  # of another program
         result, processor = results.load(path), path.parent.name
-        if elsewhere := lies_elsewhere(processor, result):
+        if elsewhere := misplaced(processor, result):
             raise ValueError(f"{path.relative_to(RESULTS)} was measured on {elsewhere}")
         found.setdefault(processor, {})[path.stem] = result
     return found
 
 
 def replaced(text: str, block: str, begin: str = BEGIN, end: str = END) -> str:
-    """`text` with what stands between the markers replaced by `block`."""
+    """`text`, with the part between the markers replaced by `block`."""
     before, has_begin, rest = text.partition(begin)
     _, has_end, after = rest.partition(end)
     if not has_begin or not has_end:
@@ -179,7 +181,9 @@ TABLES = {
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--check", action="store_true", help="write nothing, compare")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit with 1 if a text is out of date"
+    )
     check = parser.parse_args().check
 
     found = load_all()
@@ -194,7 +198,7 @@ def main() -> int:
     for processor, result in main_results.items():
         if reasons := why_not(result, summary.summarise(result)):
             why = "; ".join(reasons)
-            print(f"{processor}/{MAIN}.json is no evidence, measure again: {why}")
+            print(f"{processor}/{MAIN}.json is not valid, measure again: {why}")
             return 1
     for processor, of_processor in found.items():
         for name, result in of_processor.items():

@@ -21,7 +21,7 @@ def markdown_table(header: Sequence[str], lines: Sequence[Sequence[str]], words:
 
 
 class Table(NamedTuple):
-    """A table of one processor: what its lines are, and the values that they have."""
+    """A table of one processor: the headings of its lines and values, and the lines."""
 
     words: list[str]
     values: list[str]
@@ -29,7 +29,7 @@ class Table(NamedTuple):
 
 
 def side_by_side(tables: dict[str, Table]) -> str:
-    """One table: of several processors each value has a column a processor."""
+    """One table; with several processors, each value has one column per processor."""
     if len(tables) == 1:
         (table,) = tables.values()
         lines = [[*words, *values] for words, values in table.lines.items()]
@@ -52,7 +52,7 @@ def side_by_side(tables: dict[str, Table]) -> str:
 
 
 def speedup_table(rows: Sequence[Row]) -> Table:
-    """How many times faster, one line for each shape, one column for each dtype and pass."""
+    """Speed-ups, one line per shape, one column per dtype and pass."""
     cells = {(row["label"], row["dtype"], row["pass"]): row for row in rows}
     lines = {}
     for label in dict.fromkeys(row["label"] for row in rows):
@@ -90,7 +90,7 @@ def ours_compared(rows: Sequence[Row]) -> list[Row]:
 
 
 def gains_table(result: Result) -> Table:
-    """Of whole models: the speed-up, and what it would be if attention took no time."""
+    """For whole models: the speed-up, and its limit if attention took no time."""
     dtypes = ["fp32", "bf16"]
     found = stock_and_ours(result)
     lines = {}
@@ -107,7 +107,7 @@ def _gain(stock: Row, ours: Row) -> str:
 
 
 def stock_and_ours(result: Result) -> dict[tuple[str, str, str], tuple[Row, Row]]:
-    """The two rows of each whole model that was compared, by its label, pass and dtype."""
+    """The rows of torch and fastattn for each whole model, by label, pass and dtype."""
     rows: dict[tuple[str, str, str], dict[str, Row]] = {}
     for row in summary.summarise(result):
         rows.setdefault((row["label"], row["pass"], row["dtype"]), {})[row["provider"]] = row
@@ -119,7 +119,7 @@ def stock_and_ours(result: Result) -> dict[tuple[str, str, str], tuple[Row, Row]
 
 
 def models_table(result: Result) -> Table:
-    """Of whole models: rates, the speed-up with its interval, what it can be, and memory."""
+    """For whole models: rates, the speed-up with its interval, its limit, and memory."""
     values = ["a second, torch", "fastattn", "times as fast", "at most", "attention, torch"]
     values += ["fastattn", "MB, torch", "fastattn"]
     lines = {}
@@ -137,7 +137,7 @@ def models_table(result: Result) -> Table:
 
 
 def figures_table(result: Result) -> Table:
-    """Share of the peak and speed against torch, a line for each shape, a column for each dtype."""
+    """Share of the peak and speed-up over torch, one line per shape, one column per dtype."""
     dtypes = ["fp32", "bf16", "fp16"]
     cells = {
         (_name_of(row), PASSES[row["pass"]], row["dtype"]): row
@@ -160,7 +160,7 @@ def figures_table(result: Result) -> Table:
 
 
 def family_table(result: Result) -> Table:
-    """Time, speed against torch, what it comes to, and the memory that each takes."""
+    """Time, speed-up over torch, share of the peak, and memory."""
     values = ["ms", "times as fast as torch", "of the peak", "GB/s", "MB", "MB, torch"]
     rows = summary.summarise(result)
 
@@ -188,9 +188,9 @@ def _name_of(row: Row) -> str:
 
 
 def peers_table(result: Result) -> Table:
-    """How many times as fast fastattn is as each peer in its best mode, one line for each cell.
+    """Speed-ups of fastattn over each peer in its best mode, one line per cell.
 
-    fastattn is the baseline of that run, so a peer's speed-up is turned over.
+    fastattn is the baseline of that run, so the table has the reciprocals of the peers' speed-ups.
     """
     rows = summary.summarise(result)
     by_cell: dict[str, dict[str, Row]] = {}
@@ -209,12 +209,12 @@ def peers_table(result: Result) -> Table:
         line = [f"{ours['ms']:.4g}" if ours else "–"]
         for peer in peers:
             row = found.get(peer)
-            line.append("–" if row is None or row["speedup"] is None else _turned_over(row))
+            line.append("–" if row is None or row["speedup"] is None else _reciprocal(row))
         lines[name,] = line
     values = ["fastattn, ms", *(f"times as fast as {peer}" for peer in peers)]
     return Table(["cell"], values, lines)
 
 
-def _turned_over(row: Row) -> str:
+def _reciprocal(row: Row) -> str:
     low, high = 1 / row["speedup_high"], 1 / row["speedup_low"]
     return f"{1 / row['speedup']:.2f}× [{low:.2f}, {high:.2f}]"
