@@ -6,20 +6,18 @@ import contextlib
 import functools
 import importlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from fastattn.bench.cells import Cell
+from fastattn.bench.inputs import Draw
 from fastattn.bench.models._watching import watching
 from fastattn.bench.ops._attention import softmax_of
 from fastattn.bench.ops._base import Inputs, Operator, Outputs, Prepared, Sizes
 from fastattn.bench.stopwatch import Stopwatch
 from fastattn.compat import DispatchMode
-
-if TYPE_CHECKING:
-    from fastattn.bench.cells import Cell
-    from fastattn.bench.inputs import Draw
 
 Call = Callable[[], Tensor]
 EXTRA = "pip install fastattn[transformers]"

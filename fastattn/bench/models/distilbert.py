@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from torch import nn
 
+from fastattn.bench.cells import Cell
 from fastattn.bench.models._model import TEXT_SIZES, Model
 from fastattn.bench.ops._base import Sizes
-
-if TYPE_CHECKING:
-    from fastattn.bench.cells import Cell
 
 
 class DistilBert(Model):

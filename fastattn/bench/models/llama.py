@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from torch import nn
 
+from fastattn.bench.cells import Cell
 from fastattn.bench.models._model import Model
 from fastattn.bench.ops._base import Sizes
-
-if TYPE_CHECKING:
-    from fastattn.bench.cells import Cell
 
 
 class Llama(Model):

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from fastattn.bench.cells import Cell
+from fastattn.bench.inputs import Draw
 from fastattn.bench.models._model import Call
 from fastattn.bench.models.llama import Llama
 from fastattn.bench.ops._base import Inputs, Sizes
-
-if TYPE_CHECKING:
-    from fastattn.bench.cells import Cell
-    from fastattn.bench.inputs import Draw
 
 
 class LlamaDecode(Llama):

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from torch import nn
 
+from fastattn.bench.cells import Cell
+from fastattn.bench.inputs import Draw
 from fastattn.bench.models._model import Model
 from fastattn.bench.ops._base import Inputs, Sizes
-
-if TYPE_CHECKING:
-    from fastattn.bench.cells import Cell
-    from fastattn.bench.inputs import Draw
 
 _STRIDE = 2  # of the second convolution: a position is two frames of sound
 _KERNEL = 3

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
+from fastattn.bench.cells import Cell
+from fastattn.bench.inputs import Draw
 from fastattn.bench.ops._base import Inputs, Outputs
-
-if TYPE_CHECKING:
-    from fastattn.bench.cells import Cell
-    from fastattn.bench.inputs import Draw
 
 
 def visible_keys(cell: Cell, draw: Draw) -> Tensor | None:

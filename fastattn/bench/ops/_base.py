@@ -34,7 +34,8 @@ class Operator:
 
     FUNCTION: ClassVar[str]  # its name in `fastattn`; "nn.Name" for a module
     ABOUT: ClassVar[str]  # the equation, for `bench list`
-    TORCH: ClassVar[str]  # what the provider `torch` runs instead
+    # What the provider `torch` runs instead.
+    TORCH: ClassVar[str] = "the equation: torch has no such function"
     SIZES: ClassVar[Sizes]  # keys of --shapes; a default is a number or another key
     MASKS: ClassVar[Sequence[str]] = ("none",)
     WEIGHTS: ClassVar[Sequence[str]] = ("none",)

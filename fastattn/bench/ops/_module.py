@@ -6,22 +6,22 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
 import fastattn.nn
+from fastattn.bench.cells import Cell
+from fastattn.bench.inputs import Draw
 from fastattn.bench.ops._base import Inputs, Operator, Prepared, returning_tuples
-
-if TYPE_CHECKING:
-    from fastattn.bench.cells import Cell
-    from fastattn.bench.inputs import Draw
 
 Make = Callable[..., nn.Module]
 
 
 class Module(Operator):
     """A module of the library. Its leaves are its arguments, SHAPES, and its parameters."""
+
+    TORCH = "the equation: torch has no such module"
 
     def make(self, cell: Cell, **made: Any) -> nn.Module:
         """The module; `made` is the device and the dtype of its parameters."""

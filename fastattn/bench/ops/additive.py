@@ -25,7 +25,6 @@ _PER_SEQUENCE = ("query", "key", "value", "grad_out")
 class Additive(Operator):
     FUNCTION = "additive_attention"
     ABOUT = "softmax(v·tanh(q + k + b)) V on [B, Lq, A], [B, Lk, A], [B, Lk, Dv]"
-    TORCH = "the equation: torch has no such function"
     SIZES: ClassVar[Sizes] = {"B": 8, "Lq": 64, "Lk": "Lq", "A": 256, "Dv": "A"}
     MASKS = ("none", "causal", "padding", "bool", "bias")
     WEIGHTS = ("none", "per-head")

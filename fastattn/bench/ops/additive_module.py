@@ -16,7 +16,6 @@ from fastattn.nn import AdditiveAttention
 class AdditiveModule(Module):
     FUNCTION = "nn.AdditiveAttention"
     ABOUT = "softmax(scale·tanh(q + m)) M on q [B, Lq, A], memory [B, Lk, A]"
-    TORCH = "the equation: torch has no such module"
     SIZES: ClassVar[Sizes] = {"B": 8, "Lq": 64, "Lk": "Lq", "A": 256}
     SHAPES: ClassVar = {"query": "B Lq A", "memory": "B Lk A"}
     OUTPUT = "B Lq A"

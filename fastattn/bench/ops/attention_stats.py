@@ -25,7 +25,6 @@ class Stats(Operator):
         "column sums, entropies and the K largest weights a query of softmax(Q Kᵀ / √D), "
         "[B, H, Lq, D], [B, Hkv, Lk, D]"
     )
-    TORCH = "the equation: torch has no such function"
     SIZES: ClassVar[Sizes] = {
         "B": 1,
         "H": 8,

@@ -18,7 +18,6 @@ from fastattn.nn import BahdanauAttention
 class Bahdanau(Module):
     FUNCTION = "nn.BahdanauAttention"
     ABOUT = "softmax(v·tanh(W q + U m)) M on [B, Lq, E], memory [B, Lk, E], A units"
-    TORCH = "the equation: torch has no such module"
     SIZES: ClassVar[Sizes] = {"B": 8, "Lq": 64, "Lk": "Lq", "E": 256, "A": 256}
     SHAPES: ClassVar = {"query": "B Lq E", "memory": "B Lk E"}
     OUTPUT = "B Lq E"

@@ -21,7 +21,6 @@ from fastattn.bench.ops._base import Inputs, Operator, Outputs, Sizes
 class Hard(Operator):
     FUNCTION = "hard_attention"
     ABOUT = "V of the key with the largest q·k, straight_through, [B, H, Lq, D], [B, H, Lk, D]"
-    TORCH = "the equation: torch has no such function"
     SIZES: ClassVar[Sizes] = {"B": 1, "H": 8, "Lq": 512, "Lk": "Lq", "D": 64, "Dv": "D"}
     SHAPES: ClassVar = {"query": "B H Lq D", "key": "B H Lk D", "value": "B H Lk Dv"}
     OUTPUT = "B H Lq Dv"

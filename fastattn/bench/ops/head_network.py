@@ -17,7 +17,6 @@ from fastattn.nn import HeadNetwork
 class Heads(Module):
     FUNCTION = "nn.HeadNetwork"
     ABOUT = "W₂ relu(W₁ x + b₁) + b₂ of each head, x [B, H, L, D], F hidden units"
-    TORCH = "the equation: torch has no such module"
     SIZES: ClassVar[Sizes] = {"B": 8, "H": 8, "L": 128, "D": 64, "F": 64}
     SHAPES: ClassVar = {"x": "B H L D"}
     OUTPUT = "B H L D"

@@ -21,7 +21,6 @@ class Hopfield(Operator):
         "ξ ← Xᵀ softmax(X ξ / √D), K steps and a readout, ξ [B, H, L, D], X [S, H, N, D]; S = 1 is "
         "shared"
     )
-    TORCH = "the equation: torch has no such function"
     SIZES: ClassVar[Sizes] = {"B": 4, "S": "B", "H": 8, "L": 128, "N": 128, "D": 64, "K": 3}
     SHAPES: ClassVar = {"state": "B H L D", "stored": "S H N D"}
     OUTPUT = "B H L D"

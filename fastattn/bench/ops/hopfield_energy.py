@@ -19,7 +19,6 @@ from fastattn.bench.ops._base import Inputs, Operator, Outputs, Prepared, Sizes
 class Energy(Operator):
     FUNCTION = "hopfield_energy"
     ABOUT = "−lse(β X ξ) / β + ξ·ξ / 2 + constants, β = 1 / √D, ξ [B, H, L, D], X [B, H, N, D]"
-    TORCH = "the equation: torch has no such function"
     SIZES: ClassVar[Sizes] = {"B": 4, "H": 8, "L": 128, "N": 128, "D": 64}
     SHAPES: ClassVar = {"state": "B H L D", "stored": "B H N D"}
     OUTPUT = "B H L"

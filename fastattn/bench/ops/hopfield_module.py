@@ -26,7 +26,6 @@ class HopfieldModule(Module):
     ABOUT = (
         "states [B, L, E] retrieve from patterns [B, N, E], H heads, K steps, norms, projections"
     )
-    TORCH = "the equation: torch has no such module"
     SIZES: ClassVar[Sizes] = {"B": 4, "L": 128, "N": 128, "E": 512, "H": 8, "K": 3}
     SHAPES: ClassVar = {"state": "B L E", "stored": "B N E"}
     OUTPUT = "B L E"

@@ -20,7 +20,6 @@ class Luong(Operator):
         "softmax(qᵀ Wᵧ k) V, method general, on [B, Lq, D]; local-m if the half width W < Lk, "
         "local-p around random positions if P=1"
     )
-    TORCH = "the equation: torch has no such function"
     SIZES: ClassVar[Sizes] = {"B": 8, "Lq": 64, "Lk": "Lq", "D": 256, "Dv": "D", "W": "Lk", "P": 0}
     MASKS = ("none", "padding")
     WEIGHTS = ("none", "per-head")

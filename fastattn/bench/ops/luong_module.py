@@ -17,7 +17,6 @@ from fastattn.nn import LuongAttention
 class LuongModule(Module):
     FUNCTION = "nn.LuongAttention"
     ABOUT = "softmax(qᵀ W m) M, method general, on q [B, Lq, D], memory [B, Lk, D]"
-    TORCH = "the equation: torch has no such module"
     SIZES: ClassVar[Sizes] = {"B": 8, "Lq": 64, "Lk": "Lq", "D": 256}
     SHAPES: ClassVar = {"query": "B Lq D", "memory": "B Lk D"}
     OUTPUT = "B Lq D"

@@ -20,7 +20,6 @@ from fastattn.bench.ops._base import Inputs, Operator, Outputs, Sizes
 class MemoryHops(Operator):
     FUNCTION = "memory_hop_attention"
     ABOUT = "u ← u + Cᵀ softmax(M u), K hops, u [B, D], M and C [S, N, D]; S = 1 is shared"
-    TORCH = "the equation: torch has no such function"
     SIZES: ClassVar[Sizes] = {"B": 32, "S": "B", "N": 50, "D": 20, "K": 3}
     MASKS = ("none", "padding")
     WEIGHTS = ("none", "per-head")

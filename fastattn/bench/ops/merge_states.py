@@ -18,7 +18,6 @@ from fastattn.bench.ops._base import Inputs, Operator, Outputs, Prepared, Sizes
 class MergeStates(Operator):
     FUNCTION = "merge_states"
     ABOUT = "(e^lse_a out_a + e^lse_b out_b) / (e^lse_a + e^lse_b), [B, H, L, D], [B, H, L]"
-    TORCH = "the equation: torch has no such function"
     SIZES: ClassVar[Sizes] = {"B": 8, "H": 8, "L": 512, "D": 64}
     SHAPES: ClassVar = {
         "out_a": "B H L D",
