@@ -125,25 +125,20 @@ class RandomRounding(DispatchMode):
         operation = func.overloadpacket
         if func.is_view or operation in _EXACT:
             return func(*args, **kwargs)
-        if operation in _ADDITIONS and not kwargs and len(args) == 2:
-            smaller = torch.minimum(*(torch.as_tensor(x).abs() for x in args))
-            result = func(*args)
-            if result.dtype != torch.float64:
-                return result
-            rounded = self._added(result, smaller)
-            return result.copy_(rounded) if operation in _IN_PLACE else rounded
-        if operation in _UNITS:
+        if operation in _UNITS or operation in _SUMS:
+            smaller = None
+            if operation in _ADDITIONS and not kwargs and len(args) == 2:
+                smaller = torch.minimum(*(torch.as_tensor(x).abs() for x in args))
             result = func(*args, **kwargs)
             if result.dtype != torch.float64:
                 return result
-            rounded = self._rounded(result, _UNITS[operation])
+            if operation in _SUMS:
+                return self._summed(result, *_SUMS[operation](func, result, args, kwargs))
+            if smaller is None:
+                rounded = self._rounded(result, _UNITS[operation])
+            else:
+                rounded = self._added(result, smaller)
             return result.copy_(rounded) if operation in _IN_PLACE else rounded
-        if operation in _SUMS:
-            result = func(*args, **kwargs)
-            if result.dtype != torch.float64:
-                return result
-            squares, terms = _SUMS[operation](func, result, args, kwargs)
-            return self._summed(result, squares, terms)
         if operation in _BACKWARD_STABLE:  # the exact result of slightly perturbed arguments
             return func(*(self._rounded(x) if _is_double(x) else x for x in args), **kwargs)
         with self:  # a composite operation: each step has its own error
