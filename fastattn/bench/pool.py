@@ -44,17 +44,18 @@ class WorkerProcess:
         )
         if cpus and hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(self._process.pid, cpus)
+        assert self._process.stdin is not None
         assert self._process.stdout is not None
-        os.set_blocking(self._process.stdout.fileno(), False)
+        self._requests, self._replies = self._process.stdin, self._process.stdout
+        os.set_blocking(self._replies.fileno(), False)
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._process.stdout, selectors.EVENT_READ)
+        self._selector.register(self._replies, selectors.EVENT_READ)
 
     def ask(self, timeout: float, do: str, **request: Any) -> dict[str, Any]:
         """Sends a request, returns the reply; raises ProviderError on an error, crash or hang."""
-        assert self._process.stdin is not None
         try:
-            self._process.stdin.write(json.dumps({"do": do, **request}).encode() + b"\n")
-            self._process.stdin.flush()
+            self._requests.write(json.dumps({"do": do, **request}).encode() + b"\n")
+            self._requests.flush()
         except OSError:
             raise self._crashed(do) from None
         reply: dict[str, Any] = json.loads(self._read_line(do, timeout))
@@ -69,15 +70,12 @@ class WorkerProcess:
                 os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._selector.close()
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         with contextlib.suppress(OSError):  # unwritten data has no reader any more
-            self._process.stdin.close()
-        self._process.stdout.close()
+            self._requests.close()
+        self._replies.close()
         self._errors.close()
 
     def _read_line(self, do: str, timeout: float) -> bytes:
-        assert self._process.stdout is not None
         end = time.monotonic() + timeout
         while b"\n" not in self._buffer:
             left = end - time.monotonic()
@@ -87,7 +85,7 @@ class WorkerProcess:
                     "HUNG", f"no answer to {do!r} within {timeout:.0f} s (--timeout)"
                 )
             if self._selector.select(left):
-                chunk = self._process.stdout.read()
+                chunk = self._replies.read()
                 if not chunk:
                     raise self._crashed(do)
                 self._buffer += chunk
