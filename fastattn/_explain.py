@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"{cell.name}:")
         found = explanations(cell, device)
         print(*found, sep="\n") if found else print(
-            "plain PyTorch: no kernel of fastattn is called"
+            "plain PyTorch: it calls no kernel of fastattn"
         )
     return 0
 

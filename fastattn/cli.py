@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if args.traceback or str(error.name).startswith("fastattn"):
             raise
-        missing = f"this needs {error.name}, which is not installed"
+        missing = f"it needs {error.name}, which is not installed"
         print(f"fastattn {args.command}: error: {missing}", file=sys.stderr)
         return 2
     except (ValueError, TypeError, RuntimeError, NotImplementedError, OSError) as error:
