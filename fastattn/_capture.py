@@ -106,7 +106,7 @@ class _Recorder:
                 undo.callback(module.register_forward_pre_hook(keep_forward_called).remove)
         if place in module.__dict__:
             raise RuntimeError(
-                f"{name or 'the model'} is being captured already, or has a forward of its own"
+                f"{name or 'the model'} is being captured already, or has its own forward"
             )
         module.__dict__[place] = run
         undo.callback(module.__dict__.pop, place)

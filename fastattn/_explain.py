@@ -35,9 +35,7 @@ def run(args: argparse.Namespace) -> int:
     for cell in cells_of(args, tuple(DTYPE_BYTES)):
         print(f"{cell.name}:")
         found = explanations(cell, device)
-        print(*found, sep="\n") if found else print(
-            "plain PyTorch: it calls no kernel of fastattn"
-        )
+        print(*found, sep="\n") if found else print("plain PyTorch: it calls no kernel of fastattn")
     return 0
 
 

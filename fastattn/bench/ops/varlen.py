@@ -36,8 +36,8 @@ class Varlen(Operator):
     def flops(self, cell: Cell, pairs: int) -> tuple[int, int]:
         lengths = _lengths(cell)
         causal = cell.mask == "causal"
-        seen = sum(n * (n + 1) // 2 if causal else n * n for n in lengths) * cell["H"]
-        return 4 * cell["D"] * seen, 10 * cell["D"] * seen
+        pairs = sum(n * (n + 1) // 2 if causal else n * n for n in lengths) * cell["H"]
+        return 4 * cell["D"] * pairs, 10 * cell["D"] * pairs
 
     def size(self, cell: Cell, key: str) -> int:
         return sum(_lengths(cell)) if key == "T" else super().size(cell, key)
