@@ -36,15 +36,17 @@ def sinusoidal_encoding(
     out = target = torch.empty_like(x)
     if positions is not None:
         positions = positions.expand(x.shape[:-1])
-    if x.ndim > 4:  # the kernel's rank; leading dimensions that cannot be merged are copied
+    missing = 4 - x.ndim
+    if missing < 0:  # the kernel's rank; leading dimensions that cannot be merged are copied
         x, target = x.flatten(0, -4), out.flatten(0, -4)
         positions = None if positions is None else positions.flatten(0, -3)
-    missing = 4 - x.ndim
-    _, columns = _columns(x.shape[-1], options.layout, options.max_timescale)
+        missing = 0
+    shape = x.shape
+    _, columns = _columns(shape[-1], options.layout, options.max_timescale)
     _cpu.sinusoidal(
         DTYPES[x.dtype],
         torch.get_num_threads(),
-        (1,) * missing + x.shape,
+        (1,) * missing + shape,
         options,
         {
             "x": (x.data_ptr(), (0,) * missing + x.stride()),
