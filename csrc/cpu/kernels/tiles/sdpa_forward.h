@@ -126,6 +126,7 @@ class TileForward {
     float* weights[2];  // [words of a block][queries]
     float* bias;        // [keys of a block][queries]
     float* mask;        // [Lk] a mask of keys
+    bool* excluded;     // [blocks] the mask excludes all of their keys
     uint32_t* keep;     // [words of a block][queries]
     float* nowhere;     // [32][32]
     Square* squares;    // those of the scores, then those of the outputs
@@ -145,6 +146,7 @@ class TileForward {
     for (float*& w : buf.weights) w = a.take<float>(kBlockKeys / 2 * kQueries);
     buf.bias = a.take<float>(p.mask.data != nullptr && !key_mask ? kBlockKeys * kQueries : 0);
     buf.mask = a.take<float>(key_mask ? p.Lk : 0);
+    buf.excluded = a.take<bool>(key_mask ? all_blocks() : 0);
     buf.keep = a.take<uint32_t>(p.dropout_p > 0 ? kBlockKeys / 2 * kQueries : 0);
     buf.nowhere = a.take<float>(kQueries * kQueries);
     buf.squares = a.take<Square>(score_squares() + output_squares());
@@ -184,31 +186,32 @@ class TileForward {
   struct Panel {
     State& state;
     int64_t h, i0, i1;
-    Range seen;  // keys, by some of its queries
-    Range all;   // keys, by all of them
-    Range blocks;
+    Range all;     // keys, seen by all of its queries
+    Range blocks;  // of keys, seen by some of them
   };
 
   Panel panel_of(Task& task, int64_t n, Range some) const {
     const int64_t h = task.hk * group + n / panels, i0 = n % panels * kQueries;
     const int64_t i1 = min_of(p.Lq, i0 + kQueries);
-    Range seen = visible_to_any(p, i0, i1);
+    const Range seen = visible_to_any(p, i0, i1);
+    Range blocks{0, 0};
+    if (seen.begin < seen.end)
+      blocks = {seen.begin / kBlockKeys, (seen.end + kBlockKeys - 1) / kBlockKeys};
     if (key_mask) {
-      if (task.masked_head != h) read_mask_row(p, task.b, h, 0, 0, p.Lk, task.buf.mask);
-      task.masked_head = h;
-      seen = trim(task.buf.mask, seen);
+      read_mask(task, h);
+      const bool* const excluded = task.buf.excluded;
+      while (blocks.begin < blocks.end && excluded[blocks.end - 1]) --blocks.end;
+      while (blocks.begin < blocks.end && excluded[blocks.begin]) ++blocks.begin;
     }
-    return {task.buf.states[n - some.begin],
-            h,
-            i0,
-            i1,
-            seen,
-            visible_to_all(p, i0, i1),
-            blocks_with(seen)};
+    return {task.buf.states[n - some.begin], h, i0, i1, visible_to_all(p, i0, i1), blocks};
   }
-  static Range blocks_with(Range keys) {
-    if (keys.begin >= keys.end) return {0, 0};
-    return {keys.begin / kBlockKeys, (keys.end + kBlockKeys - 1) / kBlockKeys};
+  // The mask of keys of a head, and the blocks that it excludes as a whole.
+  void read_mask(Task& task, int64_t h) const {
+    if (task.masked_head == h || (task.masked_head >= 0 && p.mask.stride[1] == 0)) return;
+    task.masked_head = h;
+    read_mask_row(p, task.b, h, 0, 0, p.Lk, task.buf.mask);
+    for (int64_t j = 0; j < all_blocks(); ++j)
+      task.buf.excluded[j] = all_excluded(task.buf.mask + j * kBlockKeys, keys_in(j));
   }
   // The blocks that some panels of a task see.
   Range blocks_of(Task& task, Range some) const {
@@ -316,9 +319,9 @@ class TileForward {
   }
 
   int64_t keys_in(int64_t block) const { return min_of(kBlockKeys, p.Lk - block * kBlockKeys); }
-  // The first block from j on with a key that the mask of keys does not exclude.
+  // The first block from j on that the mask of keys does not exclude.
   int64_t next_block(const Task& task, int64_t j, int64_t end) const {
-    while (key_mask && j < end && all_excluded(task.buf.mask + j * kBlockKeys, keys_in(j))) ++j;
+    while (key_mask && j < end && task.buf.excluded[j]) ++j;
     return j;
   }
   Operands score_operands(const Task& task, int64_t block, float* s) const {
