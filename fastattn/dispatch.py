@@ -266,20 +266,34 @@ def _because(
     if runs != "cpu":
         return because
     dtype = next(t.dtype for t in tensors if t is not None and t.is_floating_point())
-    return f"{because}; instruction set {instruction_set(dtype)}"
+    return f"{because}; instruction set {instruction_set(dtype)}{_unit(dtype, op, tensors)}"
 
 
 def instruction_set(dtype: torch.dtype) -> str:
     """The instruction set that the CPU's kernels use for this dtype, and why."""
     native = importlib.import_module("fastattn._cpu").build_info()
-    most, *others = native["isa"].split(",")
-    used = dict(other.split("=") for other in others).get(str(dtype).removeprefix("torch."), most)
+    used = _instruction_set(native, dtype)
     found = evidence.choose("isa", "cpu", dtype=dtype)
     if found is not None and found.use == used:
         return f"{used} ({found.source})"
     if used == native["supported"][-1]:
         return f"{used} (the strongest that there is)"
     return f"{used} (asked for)"
+
+
+def _instruction_set(native: dict[str, Any], dtype: torch.dtype) -> str:
+    most, *others = native["isa"].split(",")
+    used: dict[str, str] = dict(other.split("=") for other in others)
+    return used.get(str(dtype).removeprefix("torch."), most)
+
+
+def _unit(dtype: torch.dtype, op: str, tensors: Sequence[Any]) -> str:
+    """Where the instruction set has tiles: whether the kernel uses them, and why not."""
+    native = importlib.import_module("fastattn._cpu").build_info()
+    if not _instruction_set(native, dtype).startswith("amx_"):
+        return ""
+    against = importlib.import_module("fastattn.backends.cpu").why_not_tiles(op, tensors)
+    return f", on vectors: {against}" if against else ", on tiles"
 
 
 def _device(tensors: Sequence[Any]) -> str:

@@ -18,9 +18,6 @@ from fastattn import dispatch
 
 __all__ = ["OnGpu", "Target", "moved", "targets"]
 
-# The operators with kernels in csrc/cpu/kernels/tiles.
-_ON_TILES = ("scaled_dot_product_attention", "varlen_attention")
-
 
 @dataclass(frozen=True)
 class Target:
@@ -48,7 +45,7 @@ class Target:
         few kernels and takes the others from a real one."""
         if self.isa is None or not self.isa.endswith("_emulated"):
             return True
-        return op in _ON_TILES and dtype is torch.bfloat16
+        return op in self.module.ON_TILES and dtype is torch.bfloat16
 
     @contextlib.contextmanager
     def active(self) -> Iterator[Any]:

@@ -71,9 +71,12 @@ def test_keys_in_pieces(tiles: str, keys: int) -> None:
     assert_close(attention(q, k, v, enable_gqa=True, return_lse=True), in_double(q, k, v))
 
 
-def test_tasks_of_part_of_a_head_give_the_same_bits(tiles: str) -> None:
+@pytest.mark.parametrize(("queries", "keys", "dim"), [(2100, 130, 40), (1100, 600, 512)])
+def test_tasks_of_part_of_a_head_give_the_same_bits(
+    tiles: str, queries: int, keys: int, dim: int
+) -> None:
     """Few heads and many queries: how many tasks there are depends on the threads."""
-    q, k, v = qkv(1, 1, 2100, 130, 40)
+    q, k, v = qkv(1, 1, queries, keys, dim)
     threads = torch.get_num_threads()
     found = []
     try:
@@ -254,6 +257,23 @@ def test_robust(isa: str, program: str) -> None:
         env={**os.environ, "FASTATTN_CPU_ISA": isa},
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("queries", "dtype", "told"),
+    [
+        (5, torch.bfloat16, "on tiles"),
+        (4, torch.bfloat16, "on vectors: so few queries do not fill a tile"),
+        (5, torch.float32, "on vectors: the tiles are for bfloat16"),
+    ],
+)
+def test_explain_says_what_runs_on_tiles(
+    tiles: str, queries: int, dtype: torch.dtype, told: str
+) -> None:
+    x, memory = torch.ones(1, 1, queries, 8, dtype=dtype), torch.ones(1, 1, 9, 8, dtype=dtype)
+    found = fastattn.explain("scaled_dot_product_attention", x, memory, memory)
+    assert f"instruction set {tiles}" in found.because
+    assert told in found.because
 
 
 def test_the_emulation_is_used_only_if_it_is_named(native: ModuleType) -> None:

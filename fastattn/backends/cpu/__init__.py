@@ -6,7 +6,7 @@ primitives.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -77,6 +77,22 @@ def _choose_isa() -> None:
 
 _choose_isa()
 evidence.on_change(_choose_isa)
+
+
+# The primitives with kernels in csrc/cpu/kernels/tiles, for bfloat16.
+ON_TILES = ("scaled_dot_product_attention", "varlen_attention")
+
+
+def why_not_tiles(op: str, tensors: Sequence[Tensor | None]) -> str:
+    """Return why ``op`` runs on vectors where the instruction set has tiles; "" if it does not."""
+    query = tensors[0]
+    if op not in ON_TILES:
+        return "it has no kernel on tiles"
+    if query is None or query.dtype is not torch.bfloat16:
+        return "the tiles are for bfloat16"
+    if op == "scaled_dot_product_attention" and query.shape[-2] <= 4:
+        return "so few queries do not fill a tile"
+    return ""
 
 
 def why_not(op: str, tensors: Mapping[str, Tensor | None], options: Any) -> list[str]:
