@@ -1,7 +1,7 @@
 """Would the case tables see it? Each mutant is a bug put into the CPU kernels on purpose.
 
-Slow: of every one a source is compiled again, for the strongest instruction set, and cases run
-until one of them fails.
+Slow: of every one a source is compiled again, for the strongest instruction set or for emulated
+tiles, and cases run until one of them fails.
 """
 
 # ruff: noqa: E501  (source lines are quoted whole)
@@ -28,6 +28,7 @@ class Mutant(mutants.Mutant):
     op: str = ATTENTION  # whose cases are to find it
     source: str = ""  # what is compiled; default: the file
     dtype: str = "float32"
+    isa: str = ""  # default: the strongest
 
     def __str__(self) -> str:
         return f"{self.op}-{self.name}"
@@ -85,6 +86,32 @@ MUTANTS = (
     Mutant("merged_sums_are_not_rescaled", "softmax_state.h", "*l = *l * share.mine + its_l * share.its;", "*l = *l + its_l;", "merge_states", "merge_states"),
     Mutant("no_bias_beyond_tanh", "additive.h", "load(k + a * k_panel) + load(bias + a * kLanes<T>)", "load(k + a * k_panel)", "additive_attention", "additive"),
 )  # fmt: skip
+TILES = "tiles/sdpa_forward"
+MUTANTS += tuple(
+    Mutant(name, file, old, new, source=TILES, dtype="bfloat16", isa="amx_bf16_emulated")
+    for name, file, old, new in (
+        ("a_tile_has_15_rows", "../simd/tiles.h", "rows[16] = {16, 16,", "rows[16] = {16, 15,"),
+        ("tiles_are_not_configured", "../simd/tiles.h", "Tiles::configure(TileConfig{});", ""),
+        ("tiles_are_not_released", "../simd/tiles.h", "~TileScope() { Tiles::release(); }", "~TileScope() {}"),
+        ("the_wrong_tile_is_multiplied", "tiles/squares.h", "multiply_bf16<2, 6, 5>", "multiply_bf16<2, 7, 5>"),
+        ("a_tile_is_loaded_too_early", "tiles/squares.h", "Tiles::multiply_bf16<1, 7, 4>(); if (more)", "if (more)"),
+        ("a_quarter_goes_to_the_wrong_place", "tiles/squares.h", "return T % 2 * 16 * kLanesOfSquare + T / 2 * 16;", "return T / 2 * 16 * kLanesOfSquare + T % 2 * 16;"),
+        ("sums_stay_in_tiles", "tiles/squares.h", "FASTATTN_INLINE void flush() {", "FASTATTN_INLINE void flush() { return;"),
+        ("outputs_are_not_added", "tiles/sdpa_forward.h", "!state.fresh}", "false}"),
+        ("pairs_are_in_the_wrong_order", "tiles/sdpa_forward.h", "pack_pair(even, odd)", "pack_pair(odd, even)"),
+        ("keys_beyond_the_last_have_weights", "tiles/sdpa_forward.h", "store(s + r, splat(-kInf<float>));", "{}"),
+        ("an_edge_on_the_left_is_missed", "tiles/sdpa_forward.h", "j0 < panel.all.begin || ", ""),
+        ("an_edge_on_the_right_is_missed", "tiles/sdpa_forward.h", " || j0 + keys > panel.all.end", ""),
+        ("a_late_query_has_no_reference", "tiles/sdpa_forward.h", "state.waiting = any(still);", "state.waiting = false;"),
+        ("nothing_is_computed_again", "tiles/sdpa_forward.h", "if (!compute(task, some)) compute_exactly(task, some);", "compute(task, some);"),
+        ("values_that_nobody_sees_spread", "tiles/sdpa_forward.h", "rule.excludes && !all_finite", "false && !all_finite"),
+        ("dropout_is_of_the_next_query", "tiles/sdpa_forward.h", "dropout_mask<2>(dropout, panel.i0,", "dropout_mask<2>(dropout, panel.i0 + 1,"),
+        ("the_wrong_query_head", "tiles/sdpa_forward.h", "task.hk * group + n / panels", "task.hk + n / panels * p.Hkv"),
+        ("channels_of_the_tail_are_stale", "tiles/sdpa_forward.h", "task.buf.q + filled, 0,", "task.buf.q + filled, 0xff,"),
+        ("values_lose_a_channel", "tiles/pack.h", "evens[i] + 1;", "evens[i];"),
+        ("keys_lose_their_upper_half", "tiles/pack.h", "(r / 32 * steps * 2 + r / 16 % 2)", "(r / 32 * steps * 2 + r / 32 % 2)"),
+    )
+)  # fmt: skip
 
 # Prints the first case that finds the bug, if one does.
 _JUDGE = """
@@ -97,7 +124,7 @@ from fastattn.testing import Target
 from fastattn.verify import PROOFS
 judge = PROOFS[sys.argv[2]]
 dtype = getattr(torch, sys.argv[3])
-target = Target("cpu", module.build_info()["supported"][-1])
+target = Target("cpu", sys.argv[4])
 for case in judge.cases:
     if dtype in case.dtypes and not case.slow:
         verdict = judge(case, dtype, target)
@@ -122,9 +149,9 @@ def _made_again(target: str, new: dict[str, str]) -> None:
     subprocess.run(command, cwd=BUILD, check=True, capture_output=True, text=True)
 
 
-def _judged(library: str, op: str, dtype: str) -> str:
+def _judged(library: str, op: str, dtype: str, isa: str) -> str:
     """By which case it is caught, or "survived"; a mutant may also crash."""
-    command = [sys.executable, "-c", _JUDGE, library, op, dtype]
+    command = [sys.executable, "-c", _JUDGE, library, op, dtype, isa]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, cwd=ROOT)
     if done.returncode < 0:
         return f"caught: it died of signal {-done.returncode}"
@@ -144,13 +171,16 @@ def test_mutants_are_of_what_there_is() -> None:
 def test_a_mutant_is_caught(mutant: Mutant, tmp_path: Path) -> None:
     import fastattn._cpu as native
 
-    isa = native.build_info()["supported"][-1]
+    isa = mutant.isa or native.build_info()["supported"][-1]
+    if isa not in {*native.build_info()["supported"], *native.build_info()["emulated"]}:
+        pytest.skip(f"this processor cannot run {isa}")
     name = f"{mutant.compiled}.{isa}.o"
     # The kernels include their headers by the way from their own folder, so all of them move.
     shutil.copytree(ROOT / "csrc/cpu", tmp_path / "csrc/cpu")
     shutil.copy2(ROOT / "csrc/params.h", tmp_path / "csrc")
     mutant.put_into(tmp_path / "csrc/cpu/kernels")
     changed, library = str(tmp_path / name), str(tmp_path / "_cpu.so")
+    Path(changed).parent.mkdir(parents=True, exist_ok=True)
     source = f"csrc/cpu/kernels/{mutant.compiled}.cpp"
     _made_again(
         name,
@@ -158,6 +188,6 @@ def test_a_mutant_is_caught(mutant: Mutant, tmp_path: Path) -> None:
     )
     whole = _ninja("targets", "rule", "link")
     _made_again(whole, {name: changed, whole: library})
-    verdict = _judged(library, mutant.op, mutant.dtype)
+    verdict = _judged(library, mutant.op, mutant.dtype, isa)
     print(f"{mutant}: {verdict}")
     assert verdict.startswith("caught"), verdict

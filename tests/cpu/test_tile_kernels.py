@@ -142,6 +142,18 @@ def test_queries_that_see_their_first_key_late(tiles: str) -> None:
     assert_close(got, (out.nan_to_num(0), lse))
 
 
+def test_heads_of_a_group_with_padding_of_their_own(tiles: str) -> None:
+    """A task has all query heads of a key head, and skips blocks that the padding of one covers."""
+    q, k, v = qkv(1, 4, 70, 400, 64, kv_heads=1)
+    seen = torch.zeros(1, 4, 1, 400, dtype=torch.bool)
+    for h, (begin, end) in enumerate([(0, 400), (0, 50), (130, 260), (399, 400)]):
+        seen[:, h, :, begin:end] = True
+    seen[:, 0, :, 64:128] = False
+    bias = torch.zeros(1, 4, 1, 400, dtype=torch.float64).masked_fill(~seen, -math.inf)
+    got = attention(q, k, v, attn_mask=seen, enable_gqa=True, return_lse=True)
+    assert_close(got, in_double(q, k, v, bias))
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_value_that_no_query_sees(tiles: str, bad: float) -> None:
     q, k, v = qkv(1, 2, 70, 200, 48, 80)
