@@ -3,30 +3,12 @@
 #pragma once
 #include "blocks.h"
 #include "mask.h"
+#include "sdpa_gradients.h"
 #include "tile.h"
 
 namespace fastattn {
 namespace FASTATTN_ISA {
 namespace {
-
-// dst[key][lane] = the gradient of the weights of one head. Averaged weights share their gradient
-// among the heads.
-template <class P>
-__attribute__((noinline)) void pack_grad_weights(const AttentionParams& p, int64_t b, int64_t h,
-                                                 int64_t i0, int64_t i1, int64_t j0, int64_t j1,
-                                                 typename P::Acc* dst) {
-  typedef typename P::Acc T;
-  constexpr int64_t lanes = kPanelLanes<P>;
-  const int64_t* st = p.grad_weights.stride;
-  const bool averaged = p.weights == Weights::averaged;
-  const auto* g = static_cast<const typename P::Storage*>(p.grad_weights.data) + b * st[0] +
-                  (averaged ? 0 : h * st[1]);
-  pack_transposed<T>(g + i0 * st[2] + j0 * st[3], st[2], st[3], i1 - i0, j1 - j0, lanes, dst,
-                     lanes);
-  if (!averaged) return;
-  const T share = T(1) / static_cast<T>(p.Hq);
-  for (int64_t i = 0; i < (j1 - j0) * lanes; i += kLanes<T>) store(dst + i, load(dst + i) * share);
-}
 
 // C[rows][vectors] += A B over K words, columns across lanes, with as many vectors at a time as the
 // registers hold.
@@ -53,14 +35,6 @@ FASTATTN_INLINE void add_product(int64_t rows, const typename P::Word* A, int64_
   block(Width<1>());
 }
 
-// Per-query values, computed by a pass of their own, [B, Hq, Lq] each.
-template <class T>
-struct PreparedRows {
-  RowScale<T> rows;
-  T* center;  // an estimate of delta, subtracted from dP before summing
-  T* delta;   // delta - center, as far as known before the main pass
-};
-
 template <class P>
 class BackwardUnit {
   typedef typename P::Storage Storage;
@@ -74,7 +48,6 @@ class BackwardUnit {
   explicit BackwardUnit(const Sequence& params)
       : p(params),
         rule(make_rule<T>(params)),
-        dropout(make_dropout(params)),
         // If one block holds all keys, each row is normalised, and its delta summed, exactly as in
         // plain PyTorch.
         Bk(params.Lk <= kWholeKeys ? whole_key_block<P>(params.Lk)
@@ -88,7 +61,8 @@ class BackwardUnit {
         dp(round_up(params.D, W)),
         dvp(round_up(params.Dv, W)),
         key_mask(is_key_mask(params)),
-        whole(params.Lk <= Bk) {}
+        whole(params.Lk <= Bk),
+        gradients(params, whole) {}
 
   // All keys fit in one block. delta is then summed where it is used, from the same products that
   // it must cancel, minus an estimate of it. The terms are small, and so is their rounding error.
@@ -104,14 +78,13 @@ class BackwardUnit {
     T *center, *delta;       // [queries]
     T *s, *ds;               // [Bk + 1][lanes]
     Word *w_rows, *ds_rows;  // [Bk][words of lanes], pairs of queries (used where a word is a pair)
-    T *cap, *grad_w, *bias;  // [Bk][lanes]
+    T* bias;                 // [Bk][lanes]
     T* keys;                 // [Lk]
-    uint32_t* keep;          // [Bk][lanes]
     Word *k, *v;             // [Bk][words of D | Dv]
     Word* k_reduced;         // [words of Bk][D]
     T *dk, *dv;              // [chunk][dp | dvp]
     Word* temp;              // [lanes][words]
-    T* ones;                 // [lanes]
+    typename ScoreGradients<P>::Buffers gradients;
     size_t bytes;
   };
 
@@ -126,16 +99,14 @@ class BackwardUnit {
     f.s = a.take<T>((Bk + 1) * L), f.ds = a.take<T>((Bk + 1) * L);
     const int64_t pairs = P::kPerWord == 2 ? Bk * L : 0;
     f.w_rows = a.take<Word>(pairs), f.ds_rows = a.take<Word>(pairs);
-    f.cap = a.take<T>(rule.softcap > 0 ? Bk * L : 0);
-    f.grad_w = a.take<T>(p.grad_weights.data != nullptr ? Bk * L : 0);
     f.bias = a.take<T>(p.mask.data != nullptr && !key_mask ? Bk * L : 0);
     f.keys = a.take<T>(key_mask ? p.Lk : 0);
-    f.keep = a.take<uint32_t>(p.dropout_p > 0 ? Bk * L : 0);
     f.k = a.take<Word>(Bk * dw), f.v = a.take<Word>(Bk * dvw);
     f.k_reduced = a.take<Word>(words<P>(Bk) * p.D + L);
     f.dk = a.take<T>(chunk * dp), f.dv = a.take<T>(chunk * dvp);
     f.temp = a.take<Word>(L * max_of(dw, dvw));
-    f.ones = a.take<T>(L);
+    f.gradients = gradients.allocate(a, Bk);
+    f.gradients.s = f.s, f.gradients.ds = f.ds;
     f.bytes = a.used();
     return f;
   }
@@ -172,21 +143,15 @@ class BackwardUnit {
   // Writes dQ of query head g of a group, scaled and rounded, from its sum [panels][D][lanes].
   void write_dq(int64_t head, int64_t g, const T* dq) const {
     const int64_t b = head / p.Hkv, h = head % p.Hkv * (p.Hq / p.Hkv) + g;
-    Storage* out =
-        static_cast<Storage*>(p.grad_q.data) + b * p.grad_q.stride[0] + h * p.grad_q.stride[1];
-    T factor[L];
-    for (T& x : factor) x = static_cast<T>(p.scale);
-    for (int64_t i = 0; i < p.Lq; i += L)
-      unpack_transposed<T>(dq + i * p.D, L, factor, min_of(L, p.Lq - i), p.D,
-                           out + i * p.grad_q.stride[2], p.grad_q.stride[2]);
+    write_query_gradients<P>(p, b, h, dq, p.D);
   }
 
  private:
   const Sequence& p;
   const ScoreRule<T> rule;
-  const DropoutRule dropout;
   const int64_t Bk, chunk, queries, dw, dvw, dp, dvp;
   const bool key_mask, whole;
+  const ScoreGradients<P> gradients;
 
   // Packs all data of one query head that does not depend on the keys.
   void pack_queries(Buffers& f, int64_t b, int64_t h, const PreparedRows<T>& prepared) const {
@@ -237,18 +202,13 @@ class BackwardUnit {
     return true;
   }
 
-  // The sink's share of the rows of a vector, as `high` and `low` of exponential() are scaled.
-  FASTATTN_INLINE Vec<T> sink_weight(T sink, Vec<T> high, Vec<T> low, Vec<T> inverse) const {
-    return exponential(rule, sink - high - low) * inverse;
-  }
-
   // d sink = sum_i w_i (0 - delta_i) over all queries of a head: the sink is a key whose value is
   // 0, and w_i its weight, 1 where nothing else is visible.
   double sink_gradient(const Buffers& f, int64_t b, int64_t h) const {
     const T sink = first_state<T>(p, rule, b, h).maximum;
     double total = 0;
     for (int64_t i = 0; i < queries; i += W) {
-      const Vec<T> w = sink_weight(sink, load(f.rows.high + i), load(f.rows.low + i),
+      const Vec<T> w = sink_weight(rule, sink, load(f.rows.high + i), load(f.rows.low + i),
                                    load(f.rows.inverse + i)),
                    delta = load(f.center + i) + load(f.delta + i);
       total -= static_cast<double>(sum_lanes<T>(w * delta));
@@ -361,100 +321,9 @@ class BackwardUnit {
     const int64_t chain = longest_chain<T>(p);
     score_products<P, NV>(nk, ks, f.q + i0 * dw, dw, chain, f.s, top);     // S = K Q^T
     score_products<P, NV>(nk, vs, f.g + i0 * dvw, dvw, chain, f.ds, top);  // dP = V dO^T
-    const Range all = visible_to_all(p, i0, i1);
-    if (rule.natural || p.mask.data != nullptr || r.begin < all.begin || r.end > all.end)
-      apply_rule<T, NV>(p, rule, f.s, nk, i0, i1, r.begin, bias, alibi_slope<T>(p, b, h),
-                        rule.softcap > 0 ? f.cap : nullptr, top);
-    if (p.grad_weights.data != nullptr) {
-      pack_grad_weights<P>(p, b, h, i0, i1, r.begin, r.end, f.grad_w);
-      for (int64_t x = 0; x < nk * L; x += W) store(f.ds + x, load(f.ds + x) + load(f.grad_w + x));
-    }
-    if (p.dropout_p > 0) dropout_mask(dropout, i0, r.begin, nk, L, h, p.index + b, f.keep);
-    gradients(f, b, h, i0, nk);
-    if (p.grad_mask.data != nullptr) add_mask_gradient(f, b, h, i0, i1, r);
-    if (rule.softcap > 0) {  // backward of softcap; an excluded pair keeps its 0
-      for (int64_t x = 0; x < nk * L; x += W) {
-        const Vec<T> d = load(f.ds + x);
-        store(f.ds + x, select<T>(d == T(0), d, d * load(f.cap + x)));
-      }
-    }
+    gradients.run(f.gradients, b, h, i0, i1, r, bias, {f.rows.at(i0), f.center + i0, f.delta + i0});
     pair_up(f, nk);
     return true;
-  }
-
-  // s = W = dropout(P), P = exp(S - lse); ds = dS = P o (dropout(dP) - delta).
-  void gradients(Buffers& f, int64_t b, int64_t h, int64_t i0, int64_t nk) const {
-    Vec<T> high[NV], low[NV], inverse[NV], center[NV], delta[NV], rows[NV] = {}, sums[NV] = {};
-    FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
-      high[n] = load(f.rows.high + i0 + n * W);
-      low[n] = load(f.rows.low + i0 + n * W);
-      inverse[n] = load(f.rows.inverse + i0 + n * W);
-      center[n] = load(f.center + i0 + n * W);
-      delta[n] = load(f.delta + i0 + n * W);
-    }
-    const bool drop = p.dropout_p > 0;
-    const T kept = static_cast<T>(dropout.factor);
-    const auto probability = [&](int64_t at, int n) __attribute__((always_inline)) {
-      const Vec<T> e =
-          exponential<P::kCoarseExp>(rule, load(f.s + at) - high[n] - low[n]) * inverse[n];
-      // A lane without a query, or with a fully masked one, may hold NaN.
-      return rule.excludes ? select<T>(high[n] == kInf<T>, Vec<T>{}, e) : e;
-    };
-    const auto dropped = [&](Vec<T> x, int64_t at) __attribute__((always_inline)) {
-      return drop ? keep_lanes(x, f.keep + at) * kept : x;
-    };
-    const auto finish = [&](Vec<T> e, Vec<T> d, int64_t at, int n) __attribute__((always_inline)) {
-      d = e * (d - delta[n]);
-      // An excluded value may be NaN, and 0 * NaN must not pass.
-      if (rule.excludes) d = select<T>(e == T(0), Vec<T>{}, d);
-      store(f.s + at, dropped(e, at));
-      store(f.ds + at, d);
-    };
-    if (!whole) {
-      _Pragma("GCC unroll 2") for (int64_t j = 0; j < nk; ++j)
-          FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
-        const int64_t at = j * L + n * W;
-        finish(probability(at, n), dropped(load(f.ds + at), at), at, n);
-      }
-      return;
-    }
-    if (p.sinks != nullptr) {
-      const T sink = first_state<T>(p, rule, b, h).maximum;
-      FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
-        rows[n] = sink_weight(sink, high[n], low[n], inverse[n]);
-        sums[n] = -rows[n] * center[n];
-      }
-    }
-    constexpr int64_t kPart =
-        16;  // terms of a partial sum: a chain over all keys would round more than PyTorch's sum
-    for (int64_t j0 = 0; j0 < nk; j0 += kPart) {
-      Vec<T> part_rows[NV] = {}, part_sums[NV] = {};
-      for (int64_t j = j0; j < min_of(nk, j0 + kPart); ++j)
-        FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
-          const int64_t at = j * L + n * W;
-          const Vec<T> e = probability(at, n), d = dropped(load(f.ds + at), at) - center[n],
-                       product = e * d;
-          part_rows[n] += e;
-          part_sums[n] += rule.excludes ? select<T>(e == T(0), Vec<T>{}, product) : product;
-          store(f.s + at, e);
-          store(f.ds + at, d);
-        }
-      FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
-        rows[n] += part_rows[n];
-        sums[n] += part_sums[n];
-      }
-    }
-    FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
-      rows[n] = select<T>(rows[n] == T(0), Vec<T>{}, T(1) / rows[n]);
-      delta[n] += sums[n] * rows[n];
-      if (p.sinks == nullptr) continue;
-      store(f.delta + i0 + n * W, delta[n]);  // for sink_gradient
-      store(f.rows.inverse + i0 + n * W, inverse[n] * rows[n]);
-    }
-    for (int64_t j = 0; j < nk; ++j) FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
-        const int64_t at = j * L + n * W;
-        finish(load(f.s + at) * rows[n], load(f.ds + at), at, n);
-      }
   }
 
   // Packs words for the products: pairs of queries in the rows (w_rows, ds_rows), pairs of keys
@@ -505,42 +374,6 @@ class BackwardUnit {
         for (int64_t d = 0; d < p.D; ++d)
           dq[d * L + i] += weight * static_cast<T>(widen(k[j * p.k.stride[2] + d * p.k.stride[3]]));
       }
-    }
-  }
-
-  // d mask += dS. If the mask is broadcast over queries or keys, thousands of terms add to one
-  // element: they are summed within the tile first, into a buffer of doubles. Otherwise the buffer
-  // has the accumulator type.
-  __attribute__((noinline)) void add_mask_gradient(Buffers& f, int64_t b, int64_t h, int64_t i0,
-                                                   int64_t i1, Range r) const {
-    const int64_t *st = p.grad_mask.stride, nk = r.end - r.begin, rows = i1 - i0;
-    const int64_t at = b * st[0] + h * st[1] + i0 * st[2] + r.begin * st[3];
-    if (st[2] != 0 && st[3] != 0) {
-      for (int64_t i = 0; i < L; ++i) f.ones[i] = T(1);
-      unpack_transposed<T>(f.ds, L, f.ones, rows, nk, static_cast<T*>(p.grad_mask.data) + at, st[2],
-                           true);
-      return;
-    }
-    double* g = static_cast<double*>(p.grad_mask.data) + at;
-    const auto row_part = [&](int64_t j, int n) __attribute__((always_inline)) {
-      const int count = static_cast<int>(max_of<int64_t>(0, min_of<int64_t>(W, rows - n * W)));
-      return load_first(f.ds + j * L + n * W, count);
-    };
-    if (st[3] != 0) {  // summed over the queries
-      for (int64_t j = 0; j < nk; ++j)
-        FASTATTN_UNROLL for (int n = 0; n < NV; ++n) g[j * st[3]] += sum_lanes<T>(row_part(j, n));
-      return;
-    }
-    Vec<T> sum[NV] = {};
-    for (int64_t j = 0; j < nk; ++j)
-      FASTATTN_UNROLL for (int n = 0; n < NV; ++n) sum[n] += row_part(j, n);
-    FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
-      if (st[2] == 0) {
-        g[0] += sum_lanes<T>(sum[n]);
-        continue;
-      }
-      for (int64_t i = n * W; i < min_of<int64_t>(rows, (n + 1) * W); ++i)
-        g[i * st[2]] += sum[n][i - n * W];
     }
   }
 

@@ -1,0 +1,235 @@
+// The backward pass between its products: from the products of a tile, S = K Q^T and dP = V dO^T, to
+// the weights and the gradients of the scores. A tile is [key][lane], a panel of queries across the
+// lanes.
+#pragma once
+#include "blocks.h"
+#include "mask.h"
+
+namespace fastattn {
+namespace FASTATTN_ISA {
+namespace {
+
+// Per-query values, computed by a pass of their own, [B, Hq, Lq] each.
+template <class T>
+struct PreparedRows {
+  RowScale<T> rows;
+  T* center;  // an estimate of delta, subtracted from dP before summing
+  T* delta;   // delta - center, as far as known before the main pass
+};
+
+// The sink's share of the rows of a vector, as `high` and `low` of exponential() are scaled.
+template <class T>
+FASTATTN_INLINE Vec<T> sink_weight(const ScoreRule<T>& rule, T sink, Vec<T> high, Vec<T> low,
+                                   Vec<T> inverse) {
+  return exponential(rule, sink - high - low) * inverse;
+}
+
+// dst[key][lane] = the gradient of the weights of one head. Averaged weights share their gradient
+// among the heads.
+template <class P>
+__attribute__((noinline)) void pack_grad_weights(const AttentionParams& p, int64_t b, int64_t h,
+                                                 int64_t i0, int64_t i1, int64_t j0, int64_t j1,
+                                                 typename P::Acc* dst) {
+  typedef typename P::Acc T;
+  constexpr int64_t lanes = kPanelLanes<P>;
+  const int64_t* st = p.grad_weights.stride;
+  const bool averaged = p.weights == Weights::averaged;
+  const auto* g = static_cast<const typename P::Storage*>(p.grad_weights.data) + b * st[0] +
+                  (averaged ? 0 : h * st[1]);
+  pack_transposed<T>(g + i0 * st[2] + j0 * st[3], st[2], st[3], i1 - i0, j1 - j0, lanes, dst,
+                     lanes);
+  if (!averaged) return;
+  const T share = T(1) / static_cast<T>(p.Hq);
+  for (int64_t i = 0; i < (j1 - j0) * lanes; i += kLanes<T>) store(dst + i, load(dst + i) * share);
+}
+
+// Writes dQ of one query head, scaled and rounded, from its sum [panels][channels][lanes].
+template <class P>
+FASTATTN_INLINE void write_query_gradients(const AttentionParams& p, int64_t b, int64_t h,
+                                           const typename P::Acc* dq, int64_t channels) {
+  typedef typename P::Acc T;
+  constexpr int64_t lanes = kPanelLanes<P>;
+  const int64_t* st = p.grad_q.stride;
+  auto* out = static_cast<typename P::Storage*>(p.grad_q.data) + b * st[0] + h * st[1];
+  T factor[lanes];
+  for (T& x : factor) x = static_cast<T>(p.scale);
+  for (int64_t i = 0; i < p.Lq; i += lanes)
+    unpack_transposed<T>(dq + i * channels, lanes, factor, min_of(lanes, p.Lq - i), p.D,
+                         out + i * st[2], st[2]);
+}
+
+template <class P>
+class ScoreGradients {
+  typedef typename P::Acc T;
+  static constexpr int W = kLanes<T>;
+  static constexpr int NV = kPanelVectors;
+  static constexpr int64_t L = kPanelLanes<P>;
+
+ public:
+  // `whole`: a tile has all keys. Then rows are normalised, and their delta is summed, here.
+  ScoreGradients(const Sequence& params, bool whole)
+      : p(params), rule(make_rule<T>(params)), dropout(make_dropout(params)), whole(whole) {}
+
+  struct Buffers {
+    T *s, *ds;        // [keys][lanes], set by the caller
+    T *cap, *grad_w;  // [keys][lanes]
+    uint32_t* keep;   // [keys][lanes]
+    T* ones;          // [lanes]
+  };
+  Buffers allocate(Arena& a, int64_t keys) const {
+    Buffers f{};
+    f.cap = a.take<T>(rule.softcap > 0 ? keys * L : 0);
+    f.grad_w = a.take<T>(p.grad_weights.data != nullptr ? keys * L : 0);
+    f.keep = a.take<uint32_t>(p.dropout_p > 0 ? keys * L : 0);
+    f.ones = a.take<T>(L);
+    return f;
+  }
+
+  // s: S -> dropout(P). ds: dP -> dS, the gradient of scale S; that of the mask is added on the way.
+  // For queries [i0, i1) and keys r; `rows` is that of query i0. With sinks and a whole tile, `rows`
+  // gets the delta and the scale that sink_gradient needs.
+  void run(const Buffers& f, int64_t b, int64_t h, int64_t i0, int64_t i1, Range r, Bias<T> bias,
+           const PreparedRows<T>& rows) const {
+    const int64_t nk = r.end - r.begin;
+    const Range all = visible_to_all(p, i0, i1);
+    Vec<T> top[NV];
+    if (rule.natural || p.mask.data != nullptr || r.begin < all.begin || r.end > all.end)
+      apply_rule<T, NV>(p, rule, f.s, nk, i0, i1, r.begin, bias, alibi_slope<T>(p, b, h),
+                        rule.softcap > 0 ? f.cap : nullptr, top);
+    if (p.grad_weights.data != nullptr) {
+      pack_grad_weights<P>(p, b, h, i0, i1, r.begin, r.end, f.grad_w);
+      for (int64_t x = 0; x < nk * L; x += W) store(f.ds + x, load(f.ds + x) + load(f.grad_w + x));
+    }
+    if (p.dropout_p > 0) dropout_mask(dropout, i0, r.begin, nk, L, h, p.index + b, f.keep);
+    gradients(f, b, h, nk, rows);
+    if (p.grad_mask.data != nullptr) add_mask_gradient(f, b, h, i0, i1, r);
+    if (rule.softcap > 0) {  // backward of softcap; an excluded pair keeps its 0
+      for (int64_t x = 0; x < nk * L; x += W) {
+        const Vec<T> d = load(f.ds + x);
+        store(f.ds + x, select<T>(d == T(0), d, d * load(f.cap + x)));
+      }
+    }
+  }
+
+ private:
+  const Sequence& p;
+  const ScoreRule<T> rule;
+  const DropoutRule dropout;
+  const bool whole;
+
+  // s = W = dropout(P), P = exp(S - lse); ds = dS = P o (dropout(dP) - delta).
+  void gradients(const Buffers& f, int64_t b, int64_t h, int64_t nk,
+                 const PreparedRows<T>& prepared) const {
+    Vec<T> high[NV], low[NV], inverse[NV], center[NV], delta[NV], rows[NV] = {}, sums[NV] = {};
+    FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
+      high[n] = load(prepared.rows.high + n * W);
+      low[n] = load(prepared.rows.low + n * W);
+      inverse[n] = load(prepared.rows.inverse + n * W);
+      center[n] = load(prepared.center + n * W);
+      delta[n] = load(prepared.delta + n * W);
+    }
+    const bool drop = p.dropout_p > 0;
+    const T kept = static_cast<T>(dropout.factor);
+    const auto probability = [&](int64_t at, int n) __attribute__((always_inline)) {
+      const Vec<T> e =
+          exponential<P::kCoarseExp>(rule, load(f.s + at) - high[n] - low[n]) * inverse[n];
+      // A lane without a query, or with a fully masked one, may hold NaN.
+      return rule.excludes ? select<T>(high[n] == kInf<T>, Vec<T>{}, e) : e;
+    };
+    const auto dropped = [&](Vec<T> x, int64_t at) __attribute__((always_inline)) {
+      return drop ? keep_lanes(x, f.keep + at) * kept : x;
+    };
+    const auto finish = [&](Vec<T> e, Vec<T> d, int64_t at, int n) __attribute__((always_inline)) {
+      d = e * (d - delta[n]);
+      // An excluded value may be NaN, and 0 * NaN must not pass.
+      if (rule.excludes) d = select<T>(e == T(0), Vec<T>{}, d);
+      store(f.s + at, dropped(e, at));
+      store(f.ds + at, d);
+    };
+    if (!whole) {
+      _Pragma("GCC unroll 2") for (int64_t j = 0; j < nk; ++j)
+          FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
+        const int64_t at = j * L + n * W;
+        finish(probability(at, n), dropped(load(f.ds + at), at), at, n);
+      }
+      return;
+    }
+    if (p.sinks != nullptr) {
+      const T sink = first_state<T>(p, rule, b, h).maximum;
+      FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
+        rows[n] = sink_weight(rule, sink, high[n], low[n], inverse[n]);
+        sums[n] = -rows[n] * center[n];
+      }
+    }
+    constexpr int64_t kPart =
+        16;  // terms of a partial sum: a chain over all keys would round more than PyTorch's sum
+    for (int64_t j0 = 0; j0 < nk; j0 += kPart) {
+      Vec<T> part_rows[NV] = {}, part_sums[NV] = {};
+      for (int64_t j = j0; j < min_of(nk, j0 + kPart); ++j)
+        FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
+          const int64_t at = j * L + n * W;
+          const Vec<T> e = probability(at, n), d = dropped(load(f.ds + at), at) - center[n],
+                       product = e * d;
+          part_rows[n] += e;
+          part_sums[n] += rule.excludes ? select<T>(e == T(0), Vec<T>{}, product) : product;
+          store(f.s + at, e);
+          store(f.ds + at, d);
+        }
+      FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
+        rows[n] += part_rows[n];
+        sums[n] += part_sums[n];
+      }
+    }
+    FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
+      rows[n] = select<T>(rows[n] == T(0), Vec<T>{}, T(1) / rows[n]);
+      delta[n] += sums[n] * rows[n];
+      if (p.sinks == nullptr) continue;
+      store(prepared.delta + n * W, delta[n]);  // for sink_gradient
+      store(prepared.rows.inverse + n * W, inverse[n] * rows[n]);
+    }
+    for (int64_t j = 0; j < nk; ++j) FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
+        const int64_t at = j * L + n * W;
+        finish(load(f.s + at) * rows[n], load(f.ds + at), at, n);
+      }
+  }
+
+  // d mask += dS. If the mask is broadcast over queries or keys, thousands of terms add to one
+  // element: they are summed within the tile first, into a buffer of doubles. Otherwise the buffer
+  // has the accumulator type.
+  __attribute__((noinline)) void add_mask_gradient(const Buffers& f, int64_t b, int64_t h,
+                                                   int64_t i0, int64_t i1, Range r) const {
+    const int64_t *st = p.grad_mask.stride, nk = r.end - r.begin, rows = i1 - i0;
+    const int64_t at = b * st[0] + h * st[1] + i0 * st[2] + r.begin * st[3];
+    if (st[2] != 0 && st[3] != 0) {
+      for (int64_t i = 0; i < L; ++i) f.ones[i] = T(1);
+      unpack_transposed<T>(f.ds, L, f.ones, rows, nk, static_cast<T*>(p.grad_mask.data) + at, st[2],
+                           true);
+      return;
+    }
+    double* g = static_cast<double*>(p.grad_mask.data) + at;
+    const auto row_part = [&](int64_t j, int n) __attribute__((always_inline)) {
+      const int count = static_cast<int>(max_of<int64_t>(0, min_of<int64_t>(W, rows - n * W)));
+      return load_first(f.ds + j * L + n * W, count);
+    };
+    if (st[3] != 0) {  // summed over the queries
+      for (int64_t j = 0; j < nk; ++j)
+        FASTATTN_UNROLL for (int n = 0; n < NV; ++n) g[j * st[3]] += sum_lanes<T>(row_part(j, n));
+      return;
+    }
+    Vec<T> sum[NV] = {};
+    for (int64_t j = 0; j < nk; ++j)
+      FASTATTN_UNROLL for (int n = 0; n < NV; ++n) sum[n] += row_part(j, n);
+    FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
+      if (st[2] == 0) {
+        g[0] += sum_lanes<T>(sum[n]);
+        continue;
+      }
+      for (int64_t i = n * W; i < min_of<int64_t>(rows, (n + 1) * W); ++i)
+        g[i * st[2]] += sum[n][i - n * W];
+    }
+  }
+};
+
+}  // namespace
+}  // namespace FASTATTN_ISA
+}  // namespace fastattn
