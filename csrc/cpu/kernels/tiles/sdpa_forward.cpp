@@ -6,13 +6,6 @@
 
 namespace fastattn {
 namespace FASTATTN_ISA {
-namespace {
-
-bool on_tiles(const AttentionParams& p) {
-  return p.dtype == DType::bf16 && p.Hkv > 0 && p.D > 0 && p.Dv > 0;
-}
-
-}  // namespace
 
 void attention_forward(const AttentionParams& p) {
   if (!on_tiles(p)) return FASTATTN_BASE::table.attention_forward(p);
