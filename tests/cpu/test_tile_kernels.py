@@ -170,6 +170,93 @@ def test_a_value_that_no_query_sees(tiles: str, bad: float) -> None:
     assert not out[:, :, 40:].isfinite().any()
 
 
+# -- gradients ------------------------------------------------------------------------------------
+
+
+def gradients(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    """Of the query, the key, the value, and of a mask that wants one."""
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    mask = options.get("attn_mask")
+    wanted = [q, k, v, *([mask] if mask is not None and mask.requires_grad else [])]
+    out = attention(q, k, v, enable_gqa=True, **options)
+    generator = torch.Generator().manual_seed(out.numel())
+    return torch.autograd.grad(out, wanted, torch.randn(out.shape, generator=generator).to(out))
+
+
+def assert_gradients(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> None:
+    got = gradients(q, k, v, **options)
+    with fastattn.use_backend("reference"):
+        expected = gradients(q.double(), k.double(), v.double(), **options)
+    for name, a, b in zip("qkv", got, expected, strict=True):
+        error = (a - b).norm() / b.norm()
+        assert error < 6e-3, (name, error)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_panels_of_queries_and_chunks_of_keys(tiles: str, causal: bool) -> None:
+    """Of 512 channels, 256 queries are a panel. 1024 keys are a chunk."""
+    q, k, v = qkv(1, 2, 540, 1100, 400, 33, kv_heads=1)
+    assert_gradients(q, k, v, is_causal=causal, causal_alignment="bottom_right")
+
+
+def test_keys_and_queries_that_meet_in_a_band(tiles: str) -> None:
+    """Each row of squares of a block has other columns, or none."""
+    q, k, v = qkv(1, 1, 700, 700, 32)
+    for window in ((70, 0), (0, 130), (200, -1), (300, 10)):
+        assert_gradients(q, k, v, window=window)
+
+
+def test_gradients_of_a_chunk_do_not_depend_on_the_threads(tiles: str) -> None:
+    """Two threads take the chunks of a head in parallel. A mask's gradient adds up over heads."""
+    q, k, v = qkv(1, 2, 300, 2100, 40, kv_heads=1)
+    mask = torch.zeros(300, 2100, requires_grad=True)
+    threads = torch.get_num_threads()
+    found = []
+    try:
+        for count in (1, 2, 3, 8):
+            torch.set_num_threads(count)
+            causal = gradients(q, k, v, is_causal=True, causal_alignment="bottom_right")
+            found.append((*causal, *gradients(q, k, v, attn_mask=mask)))
+    finally:
+        torch.set_num_threads(threads)
+    for n, got in enumerate(found[1:]):
+        assert all(torch.equal(a, b) for a, b in zip(got, found[0], strict=True)), n
+
+
+@pytest.mark.parametrize("bad", [3.0, math.nan, math.inf])
+def test_hidden_keys_and_values_change_no_gradient(tiles: str, bad: float) -> None:
+    q, k, v = qkv(1, 2, 70, 300, 40)
+    keys = torch.arange(300)
+    padding = ((keys % 7 != 0) & (keys < 290) & (keys // 32 != 2)).view(1, 1, 1, 300)
+    partial = padding & (torch.arange(70)[:, None] % 5 != keys % 5)
+    clean = [gradients(q, k, v, attn_mask=mask) for mask in (padding, partial)]
+    hidden = ~padding.view(300)
+    k[:, :, hidden] = bad
+    v[:, :, hidden] = -bad
+    for mask, expected in zip((padding, partial), clean, strict=True):
+        for a, b in zip(gradients(q, k, v, attn_mask=mask), expected, strict=True):
+            assert torch.equal(a, b)
+
+
+def test_a_key_that_some_queries_see_is_not_finite(tiles: str) -> None:
+    q, k, v = qkv(1, 1, 90, 90, 32)
+    k[:, :, 50] = math.nan
+    grad_q, _, _ = gradients(q, k, v, is_causal=True)
+    assert grad_q[:, :, :50].isfinite().all()
+    assert not grad_q[:, :, 51:].isfinite().any()
+
+
+def test_scores_too_large_to_be_weighed_directly(tiles: str) -> None:
+    """One channel adds the same to all scores. Its own gradients are 0 but for rounding."""
+    q, k, v = qkv(1, 1, 40, 130, 32)
+    q[..., 0], k[..., 0] = 128, 128
+    got = gradients(q, k, v)
+    with fastattn.use_backend("reference"):
+        expected = gradients(q.double(), k.double(), v.double())
+    for a, b in zip(got, expected, strict=True):
+        assert (a - b)[..., 1:].norm() < 6e-3 * b[..., 1:].norm()
+
+
 @pytest.mark.skipif(REAL not in HERE, reason="needs AMX")
 @pytest.mark.parametrize("dim", [24, 64, 128])
 @pytest.mark.parametrize("causal", [False, True])
@@ -178,7 +265,8 @@ def test_real_tiles_give_the_bits_of_emulated_ones(dim: int, causal: bool) -> No
     found = []
     for isa in (EMULATED, REAL):
         with Target("cpu", isa).active():
-            found.append(attention(q, k, v, is_causal=causal, enable_gqa=True, return_lse=True))
+            out = attention(q, k, v, is_causal=causal, enable_gqa=True, return_lse=True)
+            found.append((*out, *gradients(q, k, v, is_causal=causal)))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
@@ -187,11 +275,13 @@ def test_real_tiles_give_the_bits_of_emulated_ones(dim: int, causal: bool) -> No
 PRELUDE = """
 import faulthandler, os, signal, sys, threading, torch, fastattn
 torch.set_num_threads(2)
-tensors = [torch.randn(1, 4, 200, 64).bfloat16() for _ in range(3)]
+tensors = [torch.randn(1, 4, 200, 64).bfloat16().requires_grad_() for _ in range(3)]
+upstream = torch.ones(1, 4, 200, 64).bfloat16()
 
 def compute():
-    return [x.view(torch.uint8).numpy().tobytes() for x in
-            fastattn.scaled_dot_product_attention(*tensors, is_causal=True, return_lse=True)]
+    results = fastattn.scaled_dot_product_attention(*tensors, is_causal=True, return_lse=True)
+    results += torch.autograd.grad(results[0], tensors, upstream)
+    return [x.detach().view(torch.uint8).numpy().tobytes() for x in results]
 
 def in_child(work):
     pid = os.fork()

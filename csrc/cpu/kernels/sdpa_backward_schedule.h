@@ -153,8 +153,11 @@ class Backward {
     // Round m runs the m-th member of every owner. There is one round if no gradient of a mask is
     // shared.
     const Tasks parts(count, [&](int64_t n) { return plan(n).partial; });
-    T* const partial =
-        static_cast<T*>(__builtin_malloc(static_cast<size_t>(parts.total()) * sizeof(T) + 1));
+    constexpr int64_t kCacheLine = 64;
+    void* const allocated =
+        __builtin_malloc(static_cast<size_t>(parts.total()) * sizeof(T) + kCacheLine);
+    T* const partial = reinterpret_cast<T*>(
+        round_up(reinterpret_cast<int64_t>(allocated), kCacheLine));  // tiles store whole lines
     const Sequence first = sequences_.at(0);
     const int64_t rounds = splits(first) ? owners(first).members : 1;
     const Tasks tasks(count, [&](int64_t n) { return plan(n).tasks; });
@@ -180,7 +183,7 @@ class Backward {
         sum_chunks(s, Unit(s), t - sums.before(n), m, partial + parts.before(n));
       }
     }
-    __builtin_free(partial);
+    __builtin_free(allocated);
     __builtin_free(memory_);
   }
 

@@ -6,7 +6,9 @@ namespace fastattn {
 namespace FASTATTN_ISA {
 
 void attention_forward(const AttentionParams&);
+void attention_backward(const AttentionParams&);
 void attention_sequences_forward(const SequencesParams&);
+void attention_sequences_backward(const SequencesParams&);
 
 namespace {
 
@@ -16,7 +18,9 @@ namespace {
 KernelTable with_tiles(KernelTable table) {
   table.isa = FASTATTN_STRING(FASTATTN_ISA);
   table.attention_forward = attention_forward;
+  table.attention_backward = attention_backward;
   table.attention_sequences_forward = attention_sequences_forward;
+  table.attention_sequences_backward = attention_sequences_backward;
   return table;
 }
 

@@ -1,0 +1,580 @@
+// One unit of the backward pass on tiles: a key head and a chunk of its keys, against all queries of
+// its head group. The scores are transposed, keys by queries, as in the unit on vectors:
+//
+//   S = K Q^T     dP = V dO^T     P = 2^(S - lse)     dS = P o (dP - delta)
+//   dV += P dO    dK += dS Q      dQ^T += K^T dS
+//
+// P and dS are then left sides of dV and dK row by row, lse and delta are vectors, and two rows of
+// dS, joined, are a right side of dQ^T.
+//
+// Loads and stores of sums take longer than products. So keys and queries meet in blocks of 4 x 8
+// squares of 32 x 32 pairs, and a square of a sum is loaded and stored once for up to eight squares.
+// A block has two phases: square by square, S and dP on tiles, then P and dS on vectors; and the
+// sums, on tiles alone. Queries are taken in panels that stay in L2 with their dQ.
+//
+// The speed was measured with a prototype of the same main loop. This kernel has run on emulated
+// tiles only.
+#pragma once
+#include "../../simd/tiles.h"
+#include "../sdpa_gradients.h"
+#include "exp2.h"
+#include "operands.h"
+
+namespace fastattn {
+namespace FASTATTN_ISA {
+namespace {
+
+struct TileBf16 : Single<Bf16> {
+  static constexpr bool kCoarseExp = true;
+};
+
+class TileBackwardUnit {
+  typedef TileBf16 P;
+  typedef P::Acc T;
+  static constexpr int W = kLanes<T>;
+
+  static constexpr int kSide = 32;
+  static constexpr int kSquare = kSide * kSide;  // floats row by row, or elements of two tiles
+  static constexpr int kRows = 4, kColumns = 8;  // squares of a block: of keys, of queries
+  static constexpr int kKeysOfBlock = kSide * kRows, kQueriesOfBlock = kSide * kColumns;
+  static_assert(kPanelLanes<P> == kSide && W == 16);
+
+  // A chunk packs all queries of its head group, so that few heads make many tasks. At 1024 keys this
+  // is some 2 % of its instructions.
+  static constexpr int64_t kChunkKeys = 1024, kMostChunks = 8;
+  // Queries of a panel times channels: its packed operands and dQ are then 0.75 MiB.
+  static constexpr int64_t kPanelElements = 1 << 16;
+  // Beyond this, rounding a score in units of log2 could show in a weight in bf16.
+  static constexpr T kDirectLse = 1 << 10;
+
+ public:
+  explicit TileBackwardUnit(const Sequence& params)
+      : p(params),
+        rule(make_rule<T>(params)),
+        chunk(round_up(max_of(kChunkKeys, (params.Lk + kMostChunks - 1) / kMostChunks),
+                       kKeysOfBlock)),
+        dp(round_up(params.D, kSide)),
+        dvp(round_up(params.Dv, kSide)),
+        panel(max_of<int64_t>(1, kPanelElements / max_of(dp, dvp) / kQueriesOfBlock) *
+              kQueriesOfBlock),
+        key_mask(is_key_mask(params)),
+        plain(!rule.natural && params.dropout_p == 0 && params.grad_weights.data == nullptr),
+        gradients(params, sums_delta()) {}
+
+  static constexpr bool sums_delta() { return false; }  // it is prepared from O
+  int64_t chunks() const { return (p.Lk + chunk - 1) / chunk; }
+  int64_t dq_size() const { return round_up(p.Lq, kSide) * dp; }
+
+ private:
+  enum class Way { direct, masked, options };
+  struct Square {
+    alignas(64) T s[kSquare], dp[kSquare];  // [key][query]
+    alignas(64) T bias[kSquare];            // [key][query], of a full mask
+    uint32_t seen[kSide];                   // per key, the queries that see it, as bits
+    Way way;
+    int row, column;
+  };
+
+ public:
+  struct Buffers {
+    Bf16 *k, *v;             // [kRows][D | Dv / 32][2] left tiles: keys, reduced over channels
+    Bf16* k_t;               // [kRows][D / 32][2] left tiles: channels, reduced over keys
+    Bf16 *q_columns,         // [panel / 32][2][D | Dv / 32] right tiles: queries,
+        *g_columns;          //   reduced over channels
+    Bf16 *q_rows, *g_rows;   // [panel / 32][D | Dv / 32][2] right tiles: channels, over queries
+    Bf16 *w_left, *ds_left;  // [kRows][2][kColumns] left tiles: keys, reduced over queries
+    Bf16* ds_right;          // [kColumns][2][kRows] right tiles: queries, reduced over keys
+    T *dk, *dv;              // [chunk / 32][D | Dv / 32] squares, keys by channels
+    RowScale<T> rows;        // [panel]
+    T *minus_lse, *delta;    // [panel]; the log-sum-exp in units of log2
+    T* keys;                 // [Lk], the row of a key mask
+    Square* square;          // [2]
+    T* nowhere;              // a square that is not read
+    T* pending;              // where the sums go that tiles 0 to 3 hold
+    uint32_t leaks[kRows];   // of a block: keys that are not finite, as bits
+    ScoreGradients<P>::Buffers gradients;
+    size_t bytes;
+  };
+
+  Buffers allocate(void* base) const {
+    Arena a(base);
+    const int64_t queries = min_of(panel, round_up(p.Lq, kSide));
+    Buffers f;
+    f.k = a.take<Bf16>(kKeysOfBlock * dp), f.v = a.take<Bf16>(kKeysOfBlock * dvp);
+    f.k_t = a.take<Bf16>(kKeysOfBlock * dp);
+    f.q_columns = a.take<Bf16>(queries * dp), f.g_columns = a.take<Bf16>(queries * dvp);
+    f.q_rows = a.take<Bf16>(queries * dp), f.g_rows = a.take<Bf16>(queries * dvp);
+    f.w_left = a.take<Bf16>(kKeysOfBlock * kQueriesOfBlock);
+    f.ds_left = a.take<Bf16>(kKeysOfBlock * kQueriesOfBlock);
+    f.ds_right = a.take<Bf16>(kKeysOfBlock * kQueriesOfBlock);
+    const int64_t keys = min_of(chunk, round_up(p.Lk, kSide));
+    f.dk = a.take<T>(keys * dp), f.dv = a.take<T>(keys * dvp);
+    f.rows = {a.take<T>(queries), a.take<T>(queries), a.take<T>(queries)};
+    f.minus_lse = a.take<T>(queries), f.delta = a.take<T>(queries);
+    f.keys = a.take<T>(key_mask ? p.Lk : 0);
+    f.square = a.take<Square>(2);
+    f.nowhere = a.take<T>(kSquare);
+    f.pending = f.nowhere;
+    f.gradients = gradients.allocate(a, kSide);
+    f.bytes = a.used();
+    return f;
+  }
+
+  // dK and dV of chunk c of key head `head`, and its partial dQ, [query head of the group][queries /
+  // 32][D][32].
+  void run(Buffers& f, int64_t head, int64_t c, const PreparedRows<T>& prepared, T* dq) const {
+    const int64_t b = head / p.Hkv, hk = head % p.Hkv, group = p.Hq / p.Hkv;
+    const Range keys{c * chunk, min_of(p.Lk, (c + 1) * chunk)};
+    const int64_t padded = round_up(keys.end - keys.begin, kSide);
+    __builtin_memset(f.dk, 0, static_cast<size_t>(padded * dp) * sizeof(T));
+    __builtin_memset(f.dv, 0, static_cast<size_t>(padded * dvp) * sizeof(T));
+    __builtin_memset(dq, 0, static_cast<size_t>(group * dq_size()) * sizeof(T));
+    {
+      const TileScope tiles;
+      for (int64_t g = 0; g < group; ++g) {
+        Block x{};
+        x.b = b, x.h = hk * group + g, x.hk = hk;
+        query_head(f, x, keys, prepared, dq + g * dq_size());
+      }
+    }
+    write_rows(f.dk, dp, p.D, static_cast<T>(p.scale), p.grad_k, b, hk, keys);
+    write_rows(f.dv, dvp, p.Dv, T(1), p.grad_v, b, hk, keys);
+  }
+
+  void write_dq(int64_t head, int64_t g, const T* dq) const {
+    write_query_gradients<P>(p, head / p.Hkv, head % p.Hkv * (p.Hq / p.Hkv) + g, dq, dp);
+  }
+
+ private:
+  const Sequence& p;
+  const ScoreRule<T> rule;
+  const int64_t chunk, dp, dvp, panel;
+  const bool key_mask, plain;
+  const ScoreGradients<P> gradients;
+
+  // A block of keys and queries of one head, and where it is added to.
+  struct Block {
+    int64_t b, h, hk;
+    int64_t j0, j1;         // its keys
+    int64_t i0, i1, first;  // its queries, and the first of them within the panel
+    bool direct;            // weights are 2^(exponent S - lse)
+    bool leaky;             // keys are not finite, and some pairs are excluded
+    Range columns[kRows];   // per row of squares, those of queries that may see its keys
+    T *dk, *dv, *dq;
+
+    Range keys(int64_t row) const {
+      return {min_of(j1, j0 + kSide * row), min_of(j1, j0 + kSide * (row + 1))};
+    }
+    int64_t end_of(int64_t column) const { return min_of(i1, i0 + kSide * (column + 1)); }
+    bool has(int64_t row, int64_t column) const {
+      return columns[row].begin <= column && column < columns[row].end;
+    }
+  };
+
+  void query_head(Buffers& f, Block& x, Range keys, const PreparedRows<T>& prepared, T* dq) const {
+    Range seen = keys;
+    if (key_mask) {
+      read_mask_row(p, x.b, x.h, 0, 0, p.Lk, f.keys);
+      seen = trim(f.keys, keys);
+    }
+    for (int64_t i = 0; i < p.Lq; i += panel) {
+      const int64_t end = min_of(p.Lq, i + panel);
+      const Range visible = visible_to_any(p, i, end);
+      const Range r{max_of(seen.begin, visible.begin), min_of(seen.end, visible.end)};
+      if (r.begin >= r.end) continue;
+      x.direct = pack_queries(f, x.b, x.h, i, end, prepared);
+      x.dq = dq + i * dp;
+      for (int64_t j = keys.begin + (r.begin - keys.begin) / kKeysOfBlock * kKeysOfBlock; j < r.end;
+           j += kKeysOfBlock) {
+        x.j0 = j, x.j1 = min_of(keys.end, j + kKeysOfBlock);
+        if (key_mask && all_excluded(f.keys + x.j0, x.j1 - x.j0)) continue;
+        x.dk = f.dk + (j - keys.begin) * dp, x.dv = f.dv + (j - keys.begin) * dvp;
+        x.leaky = pack_keys(f, x);
+        const Range seeing = seeing_any(p, x.j0, x.j1);
+        const int64_t from =
+            max_of<int64_t>(0, seeing.begin - i) / kQueriesOfBlock * kQueriesOfBlock;
+        for (x.first = from; i + x.first < min_of(end, seeing.end); x.first += kQueriesOfBlock) {
+          x.i0 = i + x.first, x.i1 = min_of(end, x.i0 + kQueriesOfBlock);
+          block(f, x);
+        }
+      }
+      flush(f);
+    }
+  }
+
+  void block(Buffers& f, Block& x) const {
+    for (int row = 0; row < kRows; ++row) {
+      const Range keys = x.keys(row), seeing = seeing_any(p, keys.begin, keys.end);
+      const int64_t begin = max_of(x.i0, seeing.begin), end = min_of(x.i1, seeing.end);
+      x.columns[row] = {0, 0};
+      if (keys.begin < keys.end && begin < end)
+        x.columns[row] = {(begin - x.i0) / kSide, (end - x.i0 + kSide - 1) / kSide};
+    }
+    if (!weights(f, x)) return;
+    sums(f, x);
+    if (x.leaky) add_leaks(f, x);
+  }
+
+  // ---- Packing ----------------------------------------------------------------------------------
+
+  // The first n bits.
+  static FASTATTN_INLINE uint32_t first_bits(int64_t n) {
+    return n <= 0 ? 0 : n >= 32 ? ~0u : (1u << n) - 1;
+  }
+  static FASTATTN_INLINE RowsOfTile rows_of(const Tensor4& x, int64_t b, int64_t h, int64_t begin,
+                                            int64_t end, int64_t channels) {
+    const int64_t* st = x.stride;
+    const auto* data = static_cast<const Bf16*>(x.data) + b * st[0] + h * st[1] + begin * st[2];
+    return {data, st[2], st[3], channels, first_bits(end - begin)};
+  }
+
+  // Packs queries [i0, i1) of a head. True if all their weights are 2^(exponent S - lse).
+  //
+  // A fully masked query is zero: it passes no gradient, not even NaN times zero.
+  bool pack_queries(Buffers& f, int64_t b, int64_t h, int64_t i0, int64_t i1,
+                    const PreparedRows<T>& prepared) const {
+    const int64_t row = (b * p.Hq + h) * p.Lq;
+    const RowScale<T> from = prepared.rows.at(row);
+    bool direct = plain;
+    for (int64_t n = 0; n < round_up(i1 - i0, kSide); ++n) {
+      scale_from_lse(rule, -kInf<double>, f.rows.at(n));  // past the end: weight 0
+      f.delta[n] = T(0), f.minus_lse[n] = -kInf<T>;
+      const int64_t i = i0 + n;
+      if (i >= i1 || from.high[i] == kInf<T>) continue;
+      f.rows.high[n] = from.high[i], f.rows.low[n] = from.low[i];
+      f.rows.inverse[n] = from.inverse[i];
+      f.delta[n] = prepared.delta[row + i];
+      const double lse = static_cast<double>(from.high[i]) + from.low[i];
+      f.minus_lse[n] = static_cast<T>(-lse * rule.exponent);
+      const T size = from.high[i] * rule.unit;
+      direct = direct && -kDirectLse < size && size < kDirectLse && f.delta[n] - f.delta[n] == 0;
+    }
+    for (int64_t n = 0; i0 + n < i1; n += kSide) {
+      const int64_t i = i0 + n, end = min_of(i1, i + kSide);
+      RowsOfTile q = rows_of(p.q, b, h, i, end, p.D), g = rows_of(p.grad_out, b, h, i, end, p.Dv);
+      for (int64_t r = 0; r < end - i; ++r)
+        if (f.rows.high[n + r] == kInf<T>) q.taken &= ~(1u << r);
+      g.taken = q.taken;
+      pack_right_columns(q, dp / kSide, f.q_columns + n * dp);
+      pack_right_rows(q, dp / kSide, f.q_rows + n * dp);
+      pack_right_columns(g, dvp / kSide, f.g_columns + n * dvp);
+      pack_right_rows(g, dvp / kSide, f.g_rows + n * dvp);
+    }
+    return direct;
+  }
+
+  // Packs the keys and values of a block. True if keys are not finite and some pairs are excluded:
+  // such keys are zero in k_t, and add_leaks adds what they contribute to dQ.
+  bool pack_keys(Buffers& f, const Block& x) const {
+    bool leaky = false;
+    for (int row = 0; row < kRows; ++row) {
+      const Range r = x.keys(row);
+      if (r.begin >= r.end) break;
+      const RowsOfTile v = rows_of(p.v, x.b, x.hk, r.begin, r.end, p.Dv);
+      pack_left(v, dvp / kSide, f.v + row * kSide * dvp);
+      const RowsOfTile k = rows_of(p.k, x.b, x.hk, r.begin, r.end, p.D);
+      pack_left(k, dp / kSide, f.k + row * kSide * dp);
+      RowsOfTile finite = k;
+      if (rule.excludes && !all_finite(k.data, k.row_stride, k.col_stride, r.end - r.begin, p.D)) {
+        leaky = true;
+        for (int64_t j = 0; j < r.end - r.begin; ++j)
+          if (!all_finite(k.data + j * k.row_stride, 0, k.col_stride, 1, p.D))
+            finite.taken &= ~(1u << j);
+      }
+      f.leaks[row] = k.taken & ~finite.taken;
+      pack_left_channels(finite, dp / kSide, f.k_t + row * kSide * dp);
+    }
+    return leaky;
+  }
+
+  // ---- Products ---------------------------------------------------------------------------------
+
+  // Two tiles a step: `step` elements from one step to the next, `second` from one tile to the other.
+  struct Operand {
+    const Bf16* at;
+    int64_t step, second;
+  };
+  template <int Tile>
+  static constexpr int64_t kCorner = (Tile / 2 * 16) * kSide + Tile % 2 * 16;  // of its floats
+  static constexpr int64_t kRowBytes = kSide * sizeof(T);
+
+  // A square of C = A B, or C += A B. The sums stay in tiles 0 to 3 until the next product needs
+  // these: a store right behind its product would hold up all that follows. Operands that are read
+  // once do not displace from L1 what is stored there.
+  template <bool kAdd, bool kLeftOnce, bool kRightOnce>
+  FASTATTN_INLINE void product(Buffers& f, int64_t steps, Operand a, Operand b, T* c) const {
+    const auto load_operand = [&](auto tile, auto once, const Bf16* from)
+                                  __attribute__((always_inline)) {
+                                    if constexpr (decltype(once)::value)
+                                      Tiles::load_once<decltype(tile)::value>(from, 64);
+                                    else
+                                      Tiles::load<decltype(tile)::value>(from, 64);
+                                  };
+    const auto start = [&](auto tile) __attribute__((always_inline)) {
+      constexpr int t = decltype(tile)::value;
+      Tiles::store<t>(f.pending + kCorner<t>, kRowBytes);
+      if constexpr (kAdd)
+        Tiles::load<t>(c + kCorner<t>, kRowBytes);
+      else
+        Tiles::zero<t>();
+    };
+    const auto step = [&](auto first) __attribute__((always_inline)) {
+      constexpr bool kFirst = decltype(first)::value;
+      load_operand(Width<4>(), Width<kLeftOnce>(), a.at);
+      load_operand(Width<6>(), Width<kRightOnce>(), b.at);
+      if constexpr (kFirst) start(Width<0>());
+      Tiles::multiply_bf16<0, 4, 6>();
+      load_operand(Width<7>(), Width<kRightOnce>(), b.at + b.second);
+      if constexpr (kFirst) start(Width<1>());
+      Tiles::multiply_bf16<1, 4, 7>();
+      load_operand(Width<5>(), Width<kLeftOnce>(), a.at + a.second);
+      if constexpr (kFirst) start(Width<2>());
+      Tiles::multiply_bf16<2, 5, 6>();
+      if constexpr (kFirst) start(Width<3>());
+      Tiles::multiply_bf16<3, 5, 7>();
+      a.at += a.step, b.at += b.step;
+    };
+    step(Width<true>());
+    for (int64_t k = 1; k < steps; ++k) step(Width<false>());
+    f.pending = c;
+  }
+  void flush(Buffers& f) const {
+    Tiles::store<0>(f.pending + kCorner<0>, kRowBytes);
+    Tiles::store<1>(f.pending + kCorner<1>, kRowBytes);
+    Tiles::store<2>(f.pending + kCorner<2>, kRowBytes);
+    Tiles::store<3>(f.pending + kCorner<3>, kRowBytes);
+    f.pending = f.nowhere;
+  }
+
+  // Elements before the first of two tiles of a square, in w_left and ds_left, and in ds_right.
+  static int64_t left_of(int64_t row, int64_t column) {
+    return (2 * row * kColumns + column) * kTileElements;
+  }
+  static int64_t right_of(int64_t row, int64_t column) {
+    return (2 * column * kRows + row) * kTileElements;
+  }
+
+  // ---- Phase one: the weights of a block --------------------------------------------------------
+
+  // False if no pair is visible. The vectors are a square behind the tiles, so that dP may still be
+  // in tiles when its products end.
+  __attribute__((noinline)) bool weights(Buffers& f, const Block& x) const {
+    int done = 0;
+    for (int column = 0; column < kColumns; ++column)
+      for (int row = 0; row < kRows; ++row) {
+        if (!x.has(row, column)) continue;
+        Square& s = f.square[done % 2];
+        s.row = row, s.column = column;
+        if (!look(f, x, s)) {
+          clear(f, row, column);
+          continue;
+        }
+        const int64_t n = x.first + column * kSide, d = dp / kSide, dv = dvp / kSide;
+        product<false, true, true>(f, d, {f.k + row * kSide * dp, kSquare, kTileElements},
+                                   {f.q_columns + n * dp, kTileElements, d * kTileElements}, s.s);
+        product<false, true, true>(f, dv, {f.v + row * kSide * dvp, kSquare, kTileElements},
+                                   {f.g_columns + n * dvp, kTileElements, dv * kTileElements},
+                                   s.dp);
+        if (done > 0) weigh(f, x, f.square[(done - 1) % 2]);
+        ++done;
+      }
+    if (done == 0) return false;
+    flush(f);
+    weigh(f, x, f.square[(done - 1) % 2]);
+    return true;
+  }
+
+  void clear(Buffers& f, int row, int column) const {
+    for (int half = 0; half < 2; ++half) {
+      const int64_t left = left_of(row, column) + half * kColumns * kTileElements;
+      __builtin_memset(f.w_left + left, 0, kTileElements * sizeof(Bf16));
+      __builtin_memset(f.ds_left + left, 0, kTileElements * sizeof(Bf16));
+      __builtin_memset(f.ds_right + right_of(row, column) + half * kRows * kTileElements, 0,
+                       kTileElements * sizeof(Bf16));
+    }
+  }
+
+  // Chooses how to weigh a square. False if the mask excludes all its pairs.
+  bool look(Buffers& f, const Block& x, Square& s) const {
+    const Range keys = x.keys(s.row);
+    const int64_t i = x.i0 + kSide * s.column, end = x.end_of(s.column);
+    const int64_t nk = keys.end - keys.begin;
+    const bool full_mask = p.mask.data != nullptr && !key_mask;
+    if (full_mask) {
+      pack_mask(p, x.b, x.h, i, end, keys.begin, keys.end, kSide, s.bias);
+      if (all_excluded(s.bias, nk * kSide)) return false;
+    }
+    if (key_mask && all_excluded(f.keys + keys.begin, nk)) return false;
+    s.way = Way::options;
+    if (!x.direct) return true;
+    const Range all = visible_to_all(p, i, end);
+    const bool edge = nk < kSide || end - i < kSide || keys.begin < all.begin || keys.end > all.end;
+    s.way = edge || p.mask.data != nullptr ? Way::masked : Way::direct;
+    if (s.way == Way::direct) return true;
+    uint32_t any = 0;
+    for (int64_t r = 0; r < kSide; ++r) {
+      const int64_t j = keys.begin + r;
+      s.seen[r] = 0;
+      if (r >= nk || (key_mask && f.keys[j] == -kInf<T>)) continue;
+      const Range seeing = seeing_any(p, j, j + 1);
+      s.seen[r] = first_bits(min_of(end, seeing.end) - i) & ~first_bits(seeing.begin - i);
+      if (full_mask) s.seen[r] &= not_excluded(s.bias + r * kSide);
+      any |= s.seen[r];
+    }
+    return any != 0;
+  }
+  static FASTATTN_INLINE uint32_t not_excluded(const T* bias) {
+    const __m512 excluded = _mm512_set1_ps(-kInf<T>);
+    const uint32_t low = _mm512_cmp_ps_mask((__m512)load(bias), excluded, _CMP_NEQ_UQ);
+    const uint32_t high = _mm512_cmp_ps_mask((__m512)load(bias + W), excluded, _CMP_NEQ_UQ);
+    return low | high << 16;
+  }
+
+  void weigh(Buffers& f, const Block& x, Square& s) const {
+    if (s.way == Way::direct) return weigh_directly<false>(f, x, s);
+    if (s.way == Way::masked) return weigh_directly<true>(f, x, s);
+    const Range keys = x.keys(s.row);
+    const int64_t nk = keys.end - keys.begin, n = x.first + kSide * s.column;
+    Bias<T> bias;
+    if (key_mask)
+      bias.keys = f.keys + keys.begin;
+    else if (p.mask.data != nullptr)
+      bias.tile = s.bias;
+    f.gradients.s = s.s, f.gradients.ds = s.dp;
+    gradients.run(f.gradients, x.b, x.h, x.i0 + kSide * s.column, x.end_of(s.column), keys, bias,
+                  {f.rows.at(n), f.delta + n, f.delta + n});
+    for (int64_t at = nk * kSide; at < kSquare; at += W) {
+      store(s.s + at, VecF{});
+      store(s.dp + at, VecF{});
+    }
+    const auto quiet = [](const T* from) __attribute__((always_inline)) {  // see narrow_pair
+      const VecF v = load(from);
+      return select<T>(v == v, v, splat<T>(__builtin_nanf("")));
+    };
+    const Operands to = operands_of(f, s);
+    for (int i = 0; i < 16; ++i) {
+      VecF w[2][2], ds[2][2];
+      FASTATTN_UNROLL for (int r = 0; r < 2; ++r) FASTATTN_UNROLL for (int c = 0; c < 2; ++c) {
+        const int64_t at = (16 * r + i) * kSide + 16 * c;
+        w[r][c] = quiet(s.s + at), ds[r][c] = quiet(s.dp + at);
+      }
+      keep(to, i, w, ds);
+    }
+  }
+
+  // P = 2^(exponent S - lse), dS = P o (dP - delta)
+  template <bool kMasked>
+  __attribute__((noinline)) void weigh_directly(Buffers& f, const Block& x, const Square& s) const {
+    const int64_t n = x.first + kSide * s.column;
+    const Operands to = operands_of(f, s);
+    const T exponent = rule.exponent;
+    const VecF minus_lse[2] = {load(f.minus_lse + n), load(f.minus_lse + n + W)};
+    const VecF delta[2] = {load(f.delta + n), load(f.delta + n + W)};
+    _Pragma("GCC unroll 2") for (int i = 0; i < 16; ++i) {
+      VecF w[2][2], ds[2][2];
+      FASTATTN_UNROLL for (int r = 0; r < 2; ++r) FASTATTN_UNROLL for (int c = 0; c < 2; ++c) {
+        const int64_t at = (16 * r + i) * kSide + 16 * c;
+        w[r][c] = exp2_any(load(s.s + at) * exponent + minus_lse[c]);
+        ds[r][c] = w[r][c] * (load(s.dp + at) - delta[c]);
+        if constexpr (kMasked) {  // an excluded value may be NaN, and 0 * NaN must not pass
+          const __mmask16 seen = static_cast<__mmask16>(s.seen[16 * r + i] >> 16 * c);
+          w[r][c] = (VecF)_mm512_maskz_mov_ps(seen, (__m512)w[r][c]);
+          ds[r][c] = (VecF)_mm512_maskz_mov_ps(seen, (__m512)ds[r][c]);
+        }
+      }
+      keep(to, i, w, ds);
+    }
+  }
+
+  // Where a square's W and dS are operands: in w_left, ds_left and ds_right. Copied from the buffers,
+  // because the compiler reads these again after every store.
+  struct Operands {
+    Bf16 *w, *ds, *ds_right;
+  };
+  FASTATTN_INLINE Operands operands_of(const Buffers& f, const Square& s) const {
+    const int64_t left = left_of(s.row, s.column);
+    return {f.w_left + left, f.ds_left + left, f.ds_right + right_of(s.row, s.column)};
+  }
+  // Stores the rows i and i + 16 of W and dS, w[half of the keys][half of the queries].
+  static FASTATTN_INLINE void keep(const Operands& to, int64_t i, const VecF (&w)[2][2],
+                                   const VecF (&ds)[2][2]) {
+    FASTATTN_UNROLL for (int64_t half = 0; half < 2; ++half) {
+      const int64_t left = half * kColumns * kTileElements + i * kStep;
+      const int64_t right = half * kRows * kTileElements + i * kStep;
+      _mm512_storeu_si512(to.w + left, narrow_pair(w[half][0], w[half][1]));
+      _mm512_storeu_si512(to.ds + left, narrow_pair(ds[half][0], ds[half][1]));
+      _mm512_storeu_si512(to.ds_right + right, narrow_pair(ds[0][half], ds[1][half]));
+    }
+  }
+
+  // ---- Phase two: the sums ----------------------------------------------------------------------
+
+  __attribute__((noinline)) void sums(Buffers& f, const Block& x) const {
+    for (int64_t row = 0; row < kRows; ++row) {
+      const Range c = x.columns[row];
+      if (c.begin >= c.end) continue;
+      const int64_t n = x.first + kSide * c.begin, left = left_of(row, c.begin);
+      const auto add = [&](const Bf16* weights, const Bf16* rows, int64_t padded,
+                           T* sum) __attribute__((always_inline)) {
+        for (int64_t d = 0; d < padded / kSide; ++d)
+          product<true, false, true>(
+              f, c.end - c.begin, {weights + left, kTileElements, kColumns * kTileElements},
+              {rows + n * padded + d * kSquare, kSide * padded, kTileElements},
+              sum + row * kSide * padded + d * kSquare);
+      };
+      add(f.w_left, f.g_rows, dvp, x.dv);  // dV += P dO
+      add(f.ds_left, f.q_rows, dp, x.dk);  // dK += dS Q
+    }
+    for (int64_t column = 0; column < kColumns; ++column) {
+      int64_t begin = 0, end = kRows;  // the rows that have this column are consecutive
+      while (begin < end && !x.has(begin, column)) ++begin;
+      while (begin < end && !x.has(end - 1, column)) --end;
+      if (begin == end) continue;
+      T* const dq = x.dq + (x.first + kSide * column) * dp;
+      for (int64_t d = 0; d < dp / kSide; ++d)  // dQ^T += K^T dS
+        product<true, true, false>(
+            f, end - begin, {f.k_t + begin * kSide * dp + d * kSquare, kSide * dp, kTileElements},
+            {f.ds_right + right_of(begin, column), kTileElements, kRows * kTileElements},
+            dq + d * kSquare);
+    }
+  }
+
+  // dQ^T += K^T dS pair by pair, skipping zeros, for the keys that pack_keys left out.
+  __attribute__((noinline)) void add_leaks(Buffers& f, const Block& x) const {
+    flush(f);
+    const int64_t* st = p.k.stride;
+    const Bf16* k = static_cast<const Bf16*>(p.k.data) + x.b * st[0] + x.hk * st[1];
+    for (int64_t r = 0; r < x.j1 - x.j0; ++r) {
+      const int64_t row = r / kSide, key = r % kSide;
+      if (!(f.leaks[row] >> key & 1)) continue;
+      for (int64_t column = x.columns[row].begin; column < x.columns[row].end; ++column) {
+        T* const dq = x.dq + (x.first + kSide * column) * dp;
+        for (int64_t l = 0; l < kSide; ++l) {
+          const Bf16* tile = f.ds_right + right_of(row, column) + l / 16 * kRows * kTileElements;
+          const T weight = widen(tile[key % 16 * kStep + l % 16 * 2 + key / 16]);
+          if (weight == T(0)) continue;
+          for (int64_t d = 0; d < p.D; ++d)
+            dq[d * kSide + l] += weight * widen(k[(x.j0 + r) * st[2] + d * st[3]]);
+        }
+      }
+    }
+  }
+
+  // Writes squares of keys by channels, scaled and rounded.
+  void write_rows(const T* squares, int64_t padded, int64_t channels, T factor, const Tensor4& to,
+                  int64_t b, int64_t hk, Range keys) const {
+    Bf16* dst = static_cast<Bf16*>(to.data) + b * to.stride[0] + hk * to.stride[1];
+    for (int64_t j = keys.begin; j < keys.end; ++j) {
+      const int64_t r = j - keys.begin;
+      const T* row = squares + r / kSide * kSide * padded + r % kSide * kSide;
+      for (int64_t d = 0; d < channels; d += W)
+        store_as<T>(dst + j * to.stride[2] + d,
+                    load(row + d / kSide * kSquare + d % kSide) * factor,
+                    static_cast<int>(min_of<int64_t>(W, channels - d)));
+    }
+  }
+};
+
+}  // namespace
+}  // namespace FASTATTN_ISA
+}  // namespace fastattn
