@@ -1,6 +1,7 @@
 # The native module, where it was built: addresses, shapes and element strides, see csrc/params.h.
 # An operand is (address, strides), None where there is none. Options and the dicts of operands are
-# read by name; a name that is missing is a TypeError, and so is a value of another type.
+# read by name; a name that is missing is a TypeError, and so is a value of another type. Only the
+# operands that an attention call need not have may be missing.
 from typing import Any, TypeAlias
 
 from fastattn.backends import primitives
@@ -42,7 +43,8 @@ def attention_forward(
     out_stride: Ints,
     lse: int,
     options: primitives.AttentionOptions | float,
-    operands: Operands | None,  # mask, mask_dtype, alibi, alibi_stride, seed, applied
+    operands: Operands
+    | None,  # any of mask, mask_dtype, alibi, sinks, their strides, seed, applied
     /,
 ) -> None: ...
 def attention_backward(
