@@ -292,7 +292,7 @@ def _unit(dtype: torch.dtype, op: str, tensors: Sequence[Any]) -> str:
     native = importlib.import_module("fastattn._cpu").build_info()
     if not _instruction_set(native, dtype).startswith("amx_"):
         return ""
-    against = importlib.import_module("fastattn.backends.cpu").why_not_tiles(op, tensors)
+    against = importlib.import_module("fastattn.backends.cpu").why_not_tiles(op, named(op, tensors))
     return f", on vectors: {against}" if against else ", on tiles"
 
 

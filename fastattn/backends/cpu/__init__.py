@@ -83,15 +83,17 @@ evidence.on_change(_choose_isa)
 ON_TILES = ("scaled_dot_product_attention", "varlen_attention")
 
 
-def why_not_tiles(op: str, tensors: Sequence[Tensor | None]) -> str:
+def why_not_tiles(op: str, tensors: Mapping[str, Tensor | None]) -> str:
     """Return why ``op`` runs on vectors where the instruction set has tiles; "" if it does not."""
-    query = tensors[0]
+    query = tensors.get("query")
     if op not in ON_TILES:
         return "it has no kernel on tiles"
     if query is None or query.dtype is not torch.bfloat16:
         return "the tiles are for bfloat16"
     if op == "scaled_dot_product_attention" and query.shape[-2] <= 4:
         return "so few queries do not fill a tile"
+    if tensors.get("sinks") is not None:
+        return "the kernels on tiles have no sinks"
     return ""
 
 
