@@ -112,6 +112,32 @@ MUTANTS += tuple(
         ("keys_lose_their_upper_half", "tiles/pack.h", "(r / 32 * steps * 2 + r / 16 % 2)", "(r / 32 * steps * 2 + r / 32 % 2)"),
     )
 )  # fmt: skip
+MUTANTS += tuple(
+    Mutant(name, file, old, new, source="tiles/sdpa_backward", dtype="bfloat16", isa="amx_bf16_emulated")
+    for name, file, old, new in (
+        ("the_wrong_tile_is_added", "tiles/sdpa_backward.h", "multiply_bf16<2, 5, 6>", "multiply_bf16<2, 5, 7>"),
+        ("sums_are_not_stored", "tiles/sdpa_backward.h", "f.pending = c;", ""),
+        ("the_last_step_is_left_out", "tiles/sdpa_backward.h", "for (int64_t k = 1; k < steps; ++k)", "for (int64_t k = 1; k < steps - 1; ++k)"),
+        ("rows_are_joined_in_another_order", "tiles/operands.h", "a = from.at(r, d), b = from.at(r + 16, d)", "a = from.at(2 * r, d), b = from.at(2 * r + 1, d)"),
+        ("queries_of_a_pair_are_swapped", "tiles/sdpa_backward.h", "narrow_pair(w[half][0], w[half][1])", "narrow_pair(w[half][1], w[half][0])"),
+        ("queries_are_reduced_as_keys", "tiles/sdpa_backward.h", "narrow_pair(ds[0][half], ds[1][half])", "narrow_pair(ds[half][0], ds[half][1])"),
+        ("a_row_of_squares_is_dropped", "tiles/sdpa_backward.h", "for (int64_t row = 0; row < kRows; ++row)", "for (int64_t row = 0; row < kRows - 1; ++row)"),
+        ("dq_gets_only_three_rows", "tiles/sdpa_backward.h", "--end; if (begin == end) continue;", "--end; end = min_of<int64_t>(end, begin + 3); if (begin == end) continue;"),
+        ("a_right_edge_is_missed", "tiles/sdpa_backward.h", "|| keys.end > all.end;", ";"),
+        ("a_left_edge_is_missed", "tiles/sdpa_backward.h", "|| keys.begin < all.begin ||", "||"),
+        ("a_first_bit_is_lost", "tiles/sdpa_backward.h", "(1u << n) - 1;", "(1u << n) - 2;"),
+        ("a_mask_of_16_queries", "tiles/sdpa_backward.h", "return low | high << 16;", "return low | low << 16;"),
+        ("padding_has_weights", "tiles/sdpa_backward.h", "(key_mask && f.keys[j] == -kInf<T>)", "false"),
+        ("hidden_squares_keep_old_weights", "tiles/sdpa_backward.h", "clear(f, row, column); continue;", "continue;"),
+        ("hidden_keys_spread", "tiles/sdpa_backward.h", "finite.taken &= ~(1u << j);", ";"),
+        ("a_masked_query_spreads_nan", "tiles/sdpa_backward.h", "q.taken &= ~(1u << r);", ";"),
+        ("delta_is_0", "tiles/sdpa_backward.h", "f.delta[n] = prepared.delta[row + i];", ""),
+        ("every_panel_has_the_first_dq", "tiles/sdpa_backward.h", "x.dq = dq + i * dp;", "x.dq = dq;"),
+        ("a_sum_of_values_is_as_wide_as_keys", "tiles/sdpa_backward.h", "x.dv = f.dv + (j - keys.begin) * dvp;", "x.dv = f.dv + (j - keys.begin) * dp;"),
+        ("a_query_head_of_another_group", "tiles/sdpa_backward.h", "x.h = hk * group + g,", "x.h = hk + g * p.Hkv,"),
+        ("dk_is_not_scaled", "tiles/sdpa_backward.h", "write_rows(f.dk, dp, p.D, static_cast<T>(p.scale)", "write_rows(f.dk, dp, p.D, T(1)"),
+    )
+)  # fmt: skip
 
 # Prints the first case that finds the bug, if one does.
 _JUDGE = """
