@@ -343,6 +343,10 @@ def test_a_bad_key_or_value_reaches_only_queries_that_see_it(
         assert not torch.isfinite(reached).any()
         if tensor == "value" and not math.isnan(bad):
             assert (reached == bad).all()
+    if tensor == "key" and math.isnan(bad):
+        for name in ("lse", "weights", "grad_query"):
+            reached = after[name][:, :, first:]
+            assert reached.isnan().flatten(3 if reached.dim() > 3 else 2).any(-1).all(), name
 
 
 @floats

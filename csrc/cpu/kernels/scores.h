@@ -81,11 +81,18 @@ FASTATTN_INLINE Vec<T> exponential(const ScoreRule<T>& rule, Vec<T> x) {
     return exp2_neg<Coarse>(x * rule.exponent);
 }
 
+// Whether a row has no visible key, from its maximum and sum. A visible NaN may leave the maximum at
+// -inf, and makes the sum NaN.
+template <class T>
+FASTATTN_INLINE bool sees_nothing(T maximum, T sum) {
+  return maximum == -kInf<T> && sum == sum;
+}
+
 // The natural logarithm of a row's sum of exponentials, from the row's maximum and the sum relative
 // to it.
 template <class T>
 FASTATTN_INLINE double log_sum_exp(const ScoreRule<T>& rule, T maximum, T sum) {
-  if (maximum == -kInf<T>) return -kInf<double>;
+  if (sees_nothing(maximum, sum)) return -kInf<double>;
   return static_cast<double>(rule.unit) * maximum + __builtin_log(static_cast<double>(sum));
 }
 

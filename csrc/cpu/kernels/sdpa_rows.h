@@ -40,7 +40,7 @@ FASTATTN_INLINE void finish_rows(const Sequence& p, const ScoreRule<T>& rule,
   const T kept = p.dropout_p > 0 ? static_cast<T>(dropout.factor) : T(1);
   for (int64_t r = 0; r < rows; ++r) {
     lse[r] = log_sum_exp(rule, m[r], l[r]);
-    l[r] = m[r] == -kInf<T> ? T(0) : kept / l[r];
+    l[r] = sees_nothing(m[r], l[r]) ? T(0) : kept / l[r];
   }
   unpack_transposed<T>(O, lanes, l, rows, p.Dv, out + i * p.out.stride[2], p.out.stride[2]);
 }
