@@ -28,6 +28,7 @@ COMPILED = (
     *("encode-memory", "encode-memory-tables", "encode-memory-all-words", "merge-states"),
     *("hops-of-many-queries", "hops-expanded", "luong-general", "luong-predictive"),
     *("hopfield-unroll", "hopfield-one_step", "hopfield-implicit", "hopfield-bias"),
+    *("hopfield-settled", "sinusoidal-plain", "sinusoidal-from-five"),
     *("sinusoidal-encoding", "sinusoidal-offset", "sinusoidal-positions"),
 )
 EXPORTED = ("encode-memory-tables", "hops-of-many-queries", "hopfield-unroll")

@@ -318,6 +318,8 @@ def sinusoids(**options: Any) -> Case:
     return lambda x: fastattn.sinusoidal_encoding(x, **options), (rand(2, 3, 5),)
 
 
+OPERATORS["sinusoidal-plain"] = lambda: sinusoids()
+OPERATORS["sinusoidal-from-five"] = lambda: sinusoids(offset=5)
 OPERATORS["sinusoidal-encoding"] = lambda: sinusoids(scale=2.0)
 OPERATORS["sinusoidal-offset"] = lambda: sinusoids(offset=torch.tensor([2, 70]))
 OPERATORS["sinusoidal-positions"] = lambda: sinusoids(
