@@ -86,7 +86,7 @@ class Calls(DispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func not in operators and not func._schema.name.startswith(_STOCK):
+        if func not in operators and not func.name().startswith(_STOCK):
             return func(*args, **kwargs)
         call = self._call(func, args)
         call.count += 1
@@ -101,7 +101,7 @@ class Calls(DispatchMode):
 
     def _call(self, func: Any, args: Sequence[Any]) -> Call:
         tensors = [x for x in args if isinstance(x, Tensor)]
-        name = func._schema.name.removeprefix("aten::").removeprefix("fastattn::")
+        name = func.overloadpacket.__name__
         shapes = tuple(tuple(x.shape) for x in tensors)
         key = (name, shapes, tensors[0].dtype, *_backend(func, args))
         return self._calls.setdefault(key, Call(*key))
