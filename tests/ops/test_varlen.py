@@ -23,7 +23,6 @@ from fastattn.testing.varlen import (
 )
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-floats = pytest.mark.parametrize("dtype", FLOATS, ids=lambda dtype: str(dtype)[6:])
 quick = [case for case in VARLEN_CASES if not case.slow]
 
 
@@ -61,13 +60,23 @@ WAYS = {
     "window": VarlenCase("window", (90, 200), (200, 90), window=(30, 9), softcap=4.0),
     "dropout": VarlenCase("dropout", (90, 130), dropout_p=0.2, kv_heads=1),
 }
-# Also the emulated ones, for the fixture of that name.
-all_targets = pytest.mark.parametrize("target", targets(emulated=True), ids=str, indirect=True)
+
+
+def kernels(*dtypes: torch.dtype) -> Any:
+    """Every target, for the fixture of that name, with each dtype that it has kernels for."""
+    pairs = [
+        (target, dtype)
+        for target in targets(emulated=True)
+        for dtype in dtypes
+        if target.has_own_kernel("varlen_attention", dtype)
+    ]
+    return pytest.mark.parametrize(("target", "dtype"), pairs, ids=str, indirect=["target"])
+
+
 ways = pytest.mark.parametrize("case", WAYS.values(), ids=WAYS)
 
 
-@floats
-@all_targets
+@kernels(*FLOATS)
 @ways
 def test_bitwise_what_a_sequence_alone_gives(
     target: Target, case: VarlenCase, dtype: torch.dtype
@@ -80,9 +89,8 @@ def test_bitwise_what_a_sequence_alone_gives(
         assert torch.equal(found[name], want), name
 
 
-@all_targets
+@kernels(torch.float32, torch.bfloat16)
 @ways
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_threads_give_the_same_bits(
     target: Target, case: VarlenCase, dtype: torch.dtype, same_for_any_threads: Any
 ) -> None:
