@@ -209,7 +209,9 @@ def usable_tiles(
         return {}, dict.fromkeys(TILE_ISAS, f"it needs {' or '.join(BELOW_TILES)}")
     usable, left_out = {}, {}
     for isa, isa_flags in TILE_ISAS.items():
-        error = refusal(compiler, [*flags, *isa_flags], "int zero() { return 0; }\n")
+        # The assembler must know them too: they are inline assembly.
+        tiles = 'void multiply() { asm volatile("tdpbf16ps %tmm2, %tmm1, %tmm0"); }\n'
+        error = refusal(compiler, [*flags, *isa_flags], tiles)
         if error is not None:
             left_out[isa] = f"{compiler[-1]} refuses {' '.join(isa_flags)}: {error}"
         elif os.environ.get("FASTATTN_CPU_ISAS") == "native" and not runs_here(compiler, isa_flags):

@@ -167,12 +167,14 @@ def _fits(entry: dict[str, Any], on: Processor, op: str, dtype: str) -> bool:
 def isa(supported: Sequence[str]) -> str:
     """The instruction set of each dtype, as ``_cpu.set_isa`` takes it.
 
-    ``supported``: those that build and processor have, the strongest last.
+    ``supported``: those that build and processor have, the strongest last. Tiles are chosen by an
+    entry only: they were not measured.
     """
+    strongest = [name for name in supported if not name.startswith("amx_")][-1]
     chosen = {}
     for name in _DTYPES:
         found = choose("isa", "cpu", dtype=getattr(torch, name))
-        chosen[name] = found.use if found and found.use in supported else supported[-1]
+        chosen[name] = found.use if found and found.use in supported else strongest
     most = chosen.pop("float32")
     return ",".join([most, *(f"{name}={isa}" for name, isa in chosen.items() if isa != most)])
 

@@ -163,6 +163,14 @@ void use(const std::string& spelled) {
   for (int i = 0; i < kDtypes; ++i) current[i].store(chosen[i]);
 }
 
+// Tiles run only where they are chosen by name: they were not measured.
+std::string strongest_measured() {
+  std::string strongest;
+  for (const std::string& isa : supported_isas())
+    if (isa.rfind("amx_", 0) != 0) strongest = isa;
+  return strongest;
+}
+
 }  // namespace
 
 std::vector<std::string> compiled_isas() {
@@ -216,7 +224,7 @@ const KernelTable& kernels(DType dtype) {
   const KernelTable* table = chosen.load(std::memory_order_relaxed);
   if (table == nullptr) {
     const char* name = forced();
-    use(name != nullptr ? name : supported_isas().back());
+    use(name != nullptr ? name : strongest_measured());
     table = chosen.load();
   }
   return *table;

@@ -3,6 +3,8 @@
 import errno
 import os
 import platform
+import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -109,3 +111,14 @@ def test_why_there_are_no_tiles(changed, told):
     reason = _cpu.why_no_tiles(**{**registers, **changed})
     assert told in reason
     assert bool(told) == bool(reason)
+
+
+def test_no_code_of_an_instruction_set_runs_when_the_module_is_loaded() -> None:
+    """It would be an illegal instruction on a processor without: only these files may have any."""
+    for_every_processor = {
+        path.name for path in (Path(__file__).resolve().parents[2] / "csrc/cpu").glob("*.cpp")
+    }
+    symbols = subprocess.run(["nm", _cpu.__file__], capture_output=True, text=True, check=True)
+    initialisers = set(re.findall(r"_GLOBAL__sub_I_(\S+?\.cpp)", symbols.stdout))
+    assert initialisers
+    assert initialisers <= for_every_processor

@@ -25,8 +25,9 @@ void merge_states_backward(const MergeStatesParams&);
 #define FASTATTN_STRING_(x) #x
 #define FASTATTN_STRING(x) FASTATTN_STRING_(x)
 
+// A constant, see tiles/table.cpp.
 extern const KernelTable table;
-const KernelTable table = {
+constexpr KernelTable table = {
     FASTATTN_STRING(FASTATTN_ISA),
     attention_forward,
     attention_backward,

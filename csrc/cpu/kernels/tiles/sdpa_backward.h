@@ -447,8 +447,11 @@ class TileBackwardUnit {
       store(s.s + at, VecF{});
       store(s.dp + at, VecF{});
     }
-    const auto quiet = [](const T* from) __attribute__((always_inline)) {  // see narrow_pair
-      const VecF v = load(from);
+    // A lane past the last query may be NaN where K is not finite, and the sums are over all lanes.
+    const T there = static_cast<T>(x.end_of(s.column) - (x.i0 + kSide * s.column));
+    const auto quiet = [&](const T* from,
+                           int c) __attribute__((always_inline)) {  // see narrow_pair
+      const VecF v = select<T>(iota<T>() + T(16 * c) < there, load(from), VecF{});
       return select<T>(v == v, v, splat<T>(__builtin_nanf("")));
     };
     const Operands to = operands_of(f, s);
@@ -456,7 +459,7 @@ class TileBackwardUnit {
       VecF w[2][2], ds[2][2];
       FASTATTN_UNROLL for (int r = 0; r < 2; ++r) FASTATTN_UNROLL for (int c = 0; c < 2; ++c) {
         const int64_t at = (16 * r + i) * kSide + 16 * c;
-        w[r][c] = quiet(s.s + at), ds[r][c] = quiet(s.dp + at);
+        w[r][c] = quiet(s.s + at, c), ds[r][c] = quiet(s.dp + at, c);
       }
       keep(to, i, w, ds);
     }

@@ -486,7 +486,8 @@ class TileForward {
   }
 
   // Marks the queries whose weights, sum or output left the safe range. NaN and inf in the inputs
-  // are among them, and stay.
+  // are among them, and stay. minus_m is a rounded product: from 2^29 on, its error could scale all
+  // weights of a row by more than 2^4, up to none at all.
   bool find_unsafe(Panel& panel) const {
     State& state = panel.state;
     if (state.fresh) return false;
@@ -498,12 +499,13 @@ class TileForward {
         const VecF x = load(state.o + d * kQueries + n * W);
         rest += x - x;
       }
-      const VecI safe = (l < 0x1p60f) & (minus_m < 0x1p100f) & (minus_m > -0x1p100f) & (rest == 0);
+      const VecF m = load(state.m + n * W);
+      const VecI summed = ((l > 0x1p-60f) | (m == -kInf<float>)) & (l < 0x1p60f);
+      const VecI safe = summed & (minus_m < 0x1p29f) & (minus_m > -0x1p29f) & (rest == 0);
       const VecI there = iota<float>() + float(n * W) < float(panel.i1 - panel.i0);
       const VecI unsafe = ~safe & there;
       store(reinterpret_cast<float*>(state.exact) + n * W, (VecF)unsafe);
       some |= unsafe;
-      const VecF m = load(state.m + n * W);
       store(state.m + n * W, select<float>(unsafe, splat(-kInf<float>), m));
     }
     return any(some);

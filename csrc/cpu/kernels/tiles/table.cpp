@@ -3,31 +3,57 @@
 #include "base.h"
 
 namespace fastattn {
+
+namespace FASTATTN_BASE {
+void sinusoidal(const SinusoidalParams&);
+void linear(const LinearParams&);
+double measure_peak(Peak, int threads, double seconds);
+void additive_forward(const AdditiveParams&);
+void additive_backward(const AdditiveParams&);
+void memory_hops_forward(const MemoryHopsParams&);
+void memory_hops_backward(const MemoryHopsParams&);
+void encode_memory(const EncodeMemoryParams&);
+void encode_memory_backward(const EncodeMemoryParams&);
+void local_attention_forward(const LocalParams&);
+void local_attention_backward(const LocalParams&);
+void merge_states_forward(const MergeStatesParams&);
+void merge_states_backward(const MergeStatesParams&);
+}  // namespace FASTATTN_BASE
+
 namespace FASTATTN_ISA {
+using namespace FASTATTN_BASE;
 
 void attention_forward(const AttentionParams&);
 void attention_backward(const AttentionParams&);
 void attention_sequences_forward(const SequencesParams&);
 void attention_sequences_backward(const SequencesParams&);
 
-namespace {
-
 #define FASTATTN_STRING_(x) #x
 #define FASTATTN_STRING(x) FASTATTN_STRING_(x)
 
-KernelTable with_tiles(KernelTable table) {
-  table.isa = FASTATTN_STRING(FASTATTN_ISA);
-  table.attention_forward = attention_forward;
-  table.attention_backward = attention_backward;
-  table.attention_sequences_forward = attention_sequences_forward;
-  table.attention_sequences_backward = attention_sequences_backward;
-  return table;
-}
-
-}  // namespace
-
+// A constant: code that fills it would run when the module is loaded, with the instructions of this
+// file, on processors that lack them.
 extern const KernelTable table;
-const KernelTable table = with_tiles(FASTATTN_BASE::table);
+constexpr KernelTable table = {
+    FASTATTN_STRING(FASTATTN_ISA),
+    attention_forward,
+    attention_backward,
+    sinusoidal,
+    measure_peak,
+    linear,
+    additive_forward,
+    additive_backward,
+    memory_hops_forward,
+    memory_hops_backward,
+    encode_memory,
+    encode_memory_backward,
+    attention_sequences_forward,
+    attention_sequences_backward,
+    local_attention_forward,
+    local_attention_backward,
+    merge_states_forward,
+    merge_states_backward,
+};
 
 }  // namespace FASTATTN_ISA
 }  // namespace fastattn
