@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -226,6 +227,7 @@ def scaled_dot_product_attention_backward(
         grad_mask = grad_mask.to(attn_mask.dtype)
     if sinks is None or grad_sinks is None:
         return grad_query, grad_key, grad_value, grad_mask
+    grad_sinks.masked_fill_(sinks == -math.inf, 0.0)  # no sink: its log-sum-exp is a constant
     grad_sinks = grad_sinks.sum_to_size(sinks.shape).to(sinks.dtype)
     return grad_query, grad_key, grad_value, grad_mask, grad_sinks
 

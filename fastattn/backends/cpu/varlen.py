@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -103,6 +104,7 @@ def varlen_attention_backward(
     )
     if sinks is None or grad_sinks is None:
         return tuple(grads)
+    grad_sinks.masked_fill_(sinks == -math.inf, 0.0)  # no sink: its log-sum-exp is a constant
     return *grads, grad_sinks.sum_to_size(sinks.shape).to(sinks.dtype)
 
 
