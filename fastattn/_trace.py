@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import html
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fastattn.compat import DispatchMode
+from fastattn.integrations.torch import STOCK, attend
 from fastattn.library import operators
 
 __all__ = ["Call", "Calls", "trace"]
@@ -49,6 +51,9 @@ def trace(timed: bool = False) -> Iterator[Calls]:
     call, and code compiled by ``torch.compile`` runs uncompiled. Only the calls of this thread
     count, with the backward of their results.
 
+    A call that no kernel serves is not seen: PyTorch's unfused attention, and what runs on the
+    reference because of forward-mode differentiation or a gradient that no kernel computes.
+
     Args:
         timed: measure the time of each call too. On a GPU this waits for each kernel.
 
@@ -67,15 +72,36 @@ def trace(timed: bool = False) -> Iterator[Calls]:
     if not isinstance(timed, bool):
         raise TypeError(f"trace: timed must be a bool, got {type(timed).__name__}")
     calls = Calls(timed)
-    with contextlib.ExitStack() as stack:
-        if "torch._dynamo" in sys.modules:  # or nothing is compiled; the import takes a second
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(calls)
+    with _uncompiled(), calls:
         yield calls
+
+
+_lock = threading.Lock()
+_traces = 0  # in effect, in all threads
+_eager = contextlib.ExitStack()
+
+
+@contextlib.contextmanager
+def _uncompiled() -> Iterator[None]:
+    """Run compiled code uncompiled: the stance of the compiler is one for all threads."""
+    global _traces
+    with _lock:
+        _traces += 1
+        if _traces == 1 and "torch._dynamo" in sys.modules:  # the import takes a second
+            _eager.enter_context(torch.compiler.set_stance("force_eager"))
+    try:
+        yield
+    finally:
+        with _lock:
+            _traces -= 1
+            if _traces == 0:
+                _eager.close()
 
 
 class Calls(DispatchMode):
     """What :func:`trace` yields: a mode of PyTorch's dispatcher, and the calls that it saw."""
+
+    supports_higher_order_operators = True
 
     def __init__(self, timed: bool) -> None:
         super().__init__()
@@ -86,6 +112,11 @@ class Calls(DispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is STOCK:  # inference mode: it would run its kernel below this mode
+            with self:
+                return attend(*args, **kwargs)
+        if not hasattr(func, "overloadpacket"):  # such as flex_attention
+            return func(*args, **kwargs)
         if func not in operators and not func.name().startswith(_STOCK):
             return func(*args, **kwargs)
         call = self._call(func, args)
@@ -103,7 +134,8 @@ class Calls(DispatchMode):
         tensors = [x for x in args if isinstance(x, Tensor)]
         name = func.overloadpacket.__name__
         shapes = tuple(tuple(x.shape) for x in tensors)
-        key = (name, shapes, tensors[0].dtype, *_backend(func, args))
+        dtype = max(tensors, key=Tensor.numel).dtype  # lse and its gradient are float64
+        key = (name, shapes, dtype, *_backend(func, args))
         return self._calls.setdefault(key, Call(*key))
 
     def __len__(self) -> int:

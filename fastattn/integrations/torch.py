@@ -19,13 +19,15 @@ from fastattn.ops.sdpa import prepare
 
 __all__ = ["Activation", "activate"]
 
-_STOCK = torch.ops.aten.scaled_dot_product_attention.default
+STOCK = torch.ops.aten.scaled_dot_product_attention.default
 # With gradients recorded, and in inference mode, where tensors have no autograd key.
 _KEYS = ("AutogradCPU", "CPU")
 
 _lock = threading.Lock()
 _active: set[Activation] = set()
-_library: torch.library.Library | None = None  # registered while any activation is active
+# Registered by the first activation, and kept: PyTorch frees the functions of a deleted Library
+# even while another thread runs them.
+_library: torch.library.Library | None = None
 
 
 class Activation:
@@ -33,13 +35,12 @@ class Activation:
 
     def undo(self) -> None:
         """Give the operator back to PyTorch, once no other activation is left."""
-        global _library
         with _lock:
             _active.discard(self)
-            if not _active:
-                _library = None  # PyTorch unregisters the functions of a deleted Library
 
     def __enter__(self) -> Activation:
+        with _lock:
+            _active.add(self)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -61,7 +62,8 @@ def activate() -> Activation:
 
     Returns:
         An :class:`Activation`. Its ``undo()``, or leaving it as a context manager, gives the
-        operator back to PyTorch. Several may be active at once, and end in any order.
+        operator back to PyTorch. Several may be active at once, and end in any order. After the
+        last one, a call still costs one Python function more than before the first.
 
     ::
 
@@ -76,12 +78,12 @@ def activate() -> Activation:
         if _library is None:
             _library = torch.library.Library("aten", "IMPL")
             for key in _KEYS:
-                _library.impl("scaled_dot_product_attention", _attention, key)
+                _library.impl("scaled_dot_product_attention", attend, key)
         _active.add(activation)
     return activation
 
 
-def _attention(
+def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -92,19 +94,22 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
+    """What ``aten::scaled_dot_product_attention`` runs on the CPU, activated or not."""
     call = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    if torch.backends.cuda.flash_sdp_enabled():  # which holds for the CPU too
+    if _active and torch.backends.cuda.flash_sdp_enabled():  # which holds for the CPU too
         if dropout_p == 0.0:
             out = attend_plainly(query, key, value, attn_mask, is_causal, scale, enable_gqa)
             if out is not None:
                 return out
         try:
+            if any(hasattr(type(x), "__tensor_flatten__") for x in (query, key, value)):
+                raise NotImplementedError  # a wrapper, such as DTensor, has rules for aten only
             operator, arguments, folding = prepare(*call)
         except (NotImplementedError, RuntimeError, TypeError, ValueError):
             pass  # checks only: PyTorch accepts the call, or raises its own error
         else:
             return _run(operator, arguments, folding)
-    stock: Any = _STOCK.decompose(*call[:6], scale=scale, enable_gqa=enable_gqa)
+    stock: Any = STOCK.decompose(*call[:6], scale=scale, enable_gqa=enable_gqa)
     return stock
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
@@ -72,6 +74,42 @@ def test_attention_that_did_not_reach_fastattn() -> None:
         attend()
     assert all(call.backend for call in calls)
     assert len(calls) == 2
+
+
+@pytest.mark.parametrize("activated", [False, True])
+def test_inference_mode(activated: bool) -> None:
+    q, k, v = torch.randn(3, 1, 2, 5, 8)
+    activation = activate() if activated else contextlib.nullcontext()
+    with activation, torch.inference_mode(), fastattn.trace() as calls:
+        torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    (call,) = calls
+    assert bool(call.backend) == activated
+
+
+def test_operators_that_take_functions_run() -> None:
+    x = torch.ones(3)
+    with fastattn.trace() as calls:
+        out = torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
+    assert torch.equal(out, x.sin())
+    assert len(calls) == 0
+
+
+def test_the_dtype_is_that_of_the_attention() -> None:
+    q, k, v = torch.randn(3, 1, 2, 5, 8, dtype=torch.bfloat16, requires_grad=True)
+    with fastattn.trace() as calls:
+        fastattn.scaled_dot_product_attention(q, k, v, return_lse=True)[1].sum().backward()
+    assert [call.dtype for call in calls] == [torch.bfloat16] * 2
+
+
+def test_overlapping_traces_leave_the_compiler_as_it_was() -> None:
+    compiled = torch.compile(torch.sin, backend="aot_eager", fullgraph=True)
+    compiled(torch.ones(2))
+    first, second = fastattn.trace(), fastattn.trace()
+    first.__enter__()
+    second.__enter__()
+    second.__exit__(None, None, None)
+    first.__exit__(None, None, None)
+    assert torch._dynamo.eval_frame._stance.stance == "default"
 
 
 def test_a_model() -> None:

@@ -255,6 +255,65 @@ def test_activations_end_in_any_order() -> None:
         assert not is_ours(attend(q, k, v))
 
 
+def test_an_activation_may_begin_again() -> None:
+    q, k, v = make(1, 2, 5, 8)
+    activation = activate()
+    activation.undo()
+    with activation:
+        assert is_ours(attend(q, k, v))
+    assert not is_ours(attend(q, k, v))
+
+
+def test_undo_while_other_threads_call() -> None:
+    """PyTorch frees a function that is unregistered, even while it runs."""
+    x = torch.randn(1, 8, 256, 64)
+    stop = threading.Event()
+
+    def call() -> None:
+        while not stop.is_set():
+            attend(x, x, x)
+
+    running = [threading.Thread(target=call) for _ in range(3)]
+    for thread in running:
+        thread.start()
+    for _ in range(300):
+        activate().undo()
+    stop.set()
+    for thread in running:
+        thread.join()
+
+
+class _Wrapper(torch.Tensor):
+    """A tensor with rules of its own for the operators of PyTorch, as DTensor has."""
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> _Wrapper:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner: Tensor) -> None:
+        self.inner = inner
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["inner"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        seen.append(func._schema.name)
+        plain = [x.inner if isinstance(x, _Wrapper) else x for x in args]
+        return func(*plain, **(kwargs or {}))
+
+
+seen: list[str] = []
+
+
+def test_a_wrapper_of_tensors_sees_the_operators_of_pytorch(active: None) -> None:
+    wrapped = [_Wrapper(x) for x in make(1, 2, 5, 8, requires_grad=False)]
+    seen.clear()
+    attend(*wrapped)
+    assert seen
+    assert all(name.startswith("aten::") for name in seen)
+
+
 def test_an_error_within_the_block_ends_it() -> None:
     q, k, v = make(1, 2, 5, 8)
     with pytest.raises(KeyError), activate():
