@@ -122,13 +122,20 @@ def test_large_scores_and_values(tiles: str) -> None:
     )
 
 
-def test_uniform_rows_of_the_least_number(tiles: str) -> None:
+@pytest.mark.parametrize("value", [-1e9, -6e9, -1e11, -1e15, torch.finfo(torch.float32).min])
+def test_uniform_rows_of_large_numbers(tiles: str, value: float) -> None:
     q, k, v = qkv(1, 1, 40, 130, 32)
-    bias = torch.full((40, 130), torch.finfo(torch.float32).min)
+    bias = torch.full((40, 130), value)
     out = attention(q, k, v, attn_mask=bias)
     torch.testing.assert_close(
         out.double(), v.double().mean(2, keepdim=True).expand_as(out), atol=4e-3, rtol=8e-3
     )
+
+
+def test_equal_scores_beyond_the_precision_of_a_product(tiles: str) -> None:
+    q, k = torch.full((1, 1, 40, 64), 1.3e5), torch.full((1, 1, 40, 64), 4.4e3)
+    out = attention(q.bfloat16(), k.bfloat16(), torch.ones(1, 1, 40, 64).bfloat16())
+    assert torch.equal(out, torch.ones_like(out))
 
 
 def test_queries_that_see_their_first_key_late(tiles: str) -> None:
@@ -243,7 +250,16 @@ def test_a_key_that_some_queries_see_is_not_finite(tiles: str) -> None:
     k[:, :, 50] = math.nan
     grad_q, _, _ = gradients(q, k, v, is_causal=True)
     assert grad_q[:, :, :50].isfinite().all()
-    assert not grad_q[:, :, 51:].isfinite().any()
+    assert not grad_q[:, :, 50:].isfinite().any()
+
+
+def test_lanes_past_the_last_query_give_no_gradient(tiles: str) -> None:
+    """Of 40 queries the second square has 8; softcap keeps the scores of an inf finite."""
+    q, k, v = qkv(1, 1, 40, 40, 32)
+    k[:, :, 5, 3] = math.inf
+    _, grad_k, grad_v = gradients(q, k, v, softcap=20.0)
+    assert grad_k.isfinite().all()
+    assert grad_v.isfinite().all()
 
 
 def test_scores_too_large_to_be_weighed_directly(tiles: str) -> None:
