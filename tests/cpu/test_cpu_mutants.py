@@ -50,7 +50,7 @@ MUTANTS = (
     Mutant("a_diagonal_off_by_one", "scores.h", "static_cast<T>(j - p.offset - p.window_right - i0)", "static_cast<T>(j - p.offset - p.window_right - i0 + 1)", source=FORWARD),
     Mutant("a_window_off_by_one", "scores.h", "static_cast<T>(j - p.offset + p.window_left - i0)", "static_cast<T>(j - p.offset + p.window_left - i0 - 1)", source=FORWARD),
     Mutant("alibi_has_a_sign", "scores.h", "s -= alibi * select<T>(d < T(0), -d, d);", "s -= alibi * d;", source=FORWARD),
-    Mutant("a_row_of_nothing_has_lse_0", "scores.h", "if (maximum == -kInf<T>) return -kInf<double>;", "if (maximum == -kInf<T>) return 0;", source=FORWARD),
+    Mutant("a_row_of_nothing_has_lse_0", "scores.h", "if (sees_nothing(maximum, sum)) return -kInf<double>;", "if (maximum == -kInf<T>) return 0;", source=FORWARD),
     Mutant("a_capped_maximum_is_stale", "scores.h", "FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) maximum[n] = minus_inf; }", "}", source=FORWARD),
     Mutant("dropout_keeps_one_more", "scores.h", "draw < static_cast<int32_t>(d.threshold)", "draw <= static_cast<int32_t>(d.threshold)", source=FORWARD),
     Mutant("a_round_of_philox_less", "scores.h", "round = 3; round < 10", "round = 3; round < 9", source=FORWARD),
