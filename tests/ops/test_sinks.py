@@ -110,9 +110,10 @@ def test_states_are_merged_with_the_sinks_in_one_of_them() -> None:
 
 @BACKENDS
 def test_derivatives(backend: str) -> None:
-    leaves = [x.requires_grad_() for x in (*qkv(torch.float64), torch.randn(4).double())]
-    mask = torch.rand(6, 9) < 0.6
-    mask[1] = False
+    shapes = (1, 4, 3, 2), (1, 2, 4, 2), (1, 2, 4, 2), (4,)
+    leaves = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    mask = torch.rand(3, 4) < 0.6
+    mask[0], mask[1] = True, False
 
     def call(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor) -> Any:
         with use_backend(backend):
