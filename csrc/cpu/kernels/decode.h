@@ -321,7 +321,7 @@ class Decode {
   void score_row(T* s, int64_t b, int64_t h, int64_t i, int64_t j0, int64_t j1) const {
     const Range seen = visible_to_any(p, i, i + 1);
     T bias[kBlock];
-    if (p.mask.data != nullptr) read_mask_row(p, b, h, i, j0, j1, bias);
+    if (has_bias(p)) read_bias_row(p, b, h, i, j0, j1, bias);
     const T slope = alibi_slope<T>(p, b, h);
     for (int64_t j = j0; j < j1; ++j) {
       T x = s[j - j0];
@@ -329,7 +329,7 @@ class Decode {
         x = rule.softcap * tanh_of_scaled<T>(splat<T>(x * rule.cap_unit))[0];
       else if (rule.natural)
         x *= rule.scale;
-      if (p.mask.data != nullptr) {
+      if (has_bias(p)) {
         const T add = bias[j - j0];
         x = add == -kInf<T> ? -kInf<T> : (rule.natural ? x + add : x);
       }

@@ -75,6 +75,27 @@ FASTATTN_INLINE bool all_excluded(const T* bias, int64_t count) {
   return true;
 }
 
+// Whether the bias differs from query to query, so that a block needs a tile of it.
+FASTATTN_INLINE bool has_bias_of_pairs(const AttentionParams& p) {
+  return has_bias(p) && !is_key_mask(p);
+}
+
+// Fills the tile of bias [keys j0 to j1][lanes] of queries [i0, i1), of which there are at most
+// `lanes`. Returns false if all pairs are excluded.
+template <class T>
+FASTATTN_INLINE bool pack_bias(const AttentionParams& p, int64_t b, int64_t h, int64_t i0,
+                               int64_t i1, int64_t j0, int64_t j1, int64_t lanes, T* tile) {
+  pack_mask(p, b, h, i0, i1, j0, j1, lanes, tile);
+  return !all_excluded(tile, (j1 - j0) * lanes);
+}
+
+// bias[j - j0] = that of query i and key j, for one query.
+template <class T>
+FASTATTN_INLINE void read_bias_row(const AttentionParams& p, int64_t b, int64_t h, int64_t i,
+                                   int64_t j0, int64_t j1, T* bias) {
+  read_mask_row(p, b, h, i, j0, j1, bias);
+}
+
 // [begin, end) without the excluded keys at either end, so that padding is skipped instead of
 // computed and masked.
 template <class T>

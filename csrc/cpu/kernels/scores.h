@@ -56,6 +56,9 @@ struct ScoreRule {
   T exponent;  // unit * log2(e)
 };
 
+// Whether a value is read for every key or pair, to be added to its score or to exclude it.
+FASTATTN_INLINE bool has_bias(const AttentionParams& p) { return p.mask.data != nullptr; }
+
 template <class T>
 FASTATTN_INLINE ScoreRule<T> make_rule(const AttentionParams& p) {
   ScoreRule<T> rule;
@@ -63,7 +66,7 @@ FASTATTN_INLINE ScoreRule<T> make_rule(const AttentionParams& p) {
   // fp64 too: no wider type can carry a maximum between the two units without rounding.
   rule.natural =
       additive || p.softcap > 0 || p.alibi != nullptr || !(p.scale > 0) || kSame<T, double>;
-  rule.excludes = p.mask.data != nullptr || p.window_left >= 0 || p.window_right >= 0;
+  rule.excludes = has_bias(p) || p.window_left >= 0 || p.window_right >= 0;
   rule.scale = static_cast<T>(p.scale);
   rule.softcap = static_cast<T>(p.softcap);
   rule.cap_unit = static_cast<T>(p.scale / p.softcap * kTanhUnit<double>);

@@ -99,7 +99,7 @@ class BackwardUnit {
     f.s = a.take<T>((Bk + 1) * L), f.ds = a.take<T>((Bk + 1) * L);
     const int64_t pairs = P::kPerWord == 2 ? Bk * L : 0;
     f.w_rows = a.take<Word>(pairs), f.ds_rows = a.take<Word>(pairs);
-    f.bias = a.take<T>(p.mask.data != nullptr && !key_mask ? Bk * L : 0);
+    f.bias = a.take<T>(has_bias_of_pairs(p) ? Bk * L : 0);
     f.keys = a.take<T>(key_mask ? p.Lk : 0);
     f.k = a.take<Word>(Bk * dw), f.v = a.take<Word>(Bk * dvw);
     f.k_reduced = a.take<Word>(words<P>(Bk) * p.D + L);
@@ -191,12 +191,12 @@ class BackwardUnit {
     if (lse == kInf<double>) return true;
     if (!rule.excludes || lse - sink > 1e-6 * __builtin_fabs(sink)) return false;
     const Range seen = visible_to_any(p, i, i + 1);
-    if (p.mask.data == nullptr) return seen.begin >= seen.end;
+    if (!has_bias(p)) return seen.begin >= seen.end;
     constexpr int64_t kPart = 64;
     T bias[kPart];
     for (int64_t j = seen.begin; j < seen.end; j += kPart) {
       const int64_t j1 = min_of(seen.end, j + kPart);
-      read_mask_row(p, b, h, i, j, j1, bias);
+      read_bias_row(p, b, h, i, j, j1, bias);
       if (!all_excluded(bias, j1 - j)) return false;
     }
     return true;
@@ -312,9 +312,8 @@ class BackwardUnit {
     const int64_t nk = r.end - r.begin;
     Bias<T> bias;
     if (key_mask) bias.keys = f.keys + r.begin;
-    if (p.mask.data != nullptr && !key_mask) {
-      pack_mask(p, b, h, i0, i1, r.begin, r.end, L, f.bias);
-      if (all_excluded(f.bias, nk * L)) return false;
+    if (has_bias_of_pairs(p)) {
+      if (!pack_bias(p, b, h, i0, i1, r.begin, r.end, L, f.bias)) return false;
       bias.tile = f.bias;
     }
     Vec<T> top[NV];

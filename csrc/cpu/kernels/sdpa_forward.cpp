@@ -103,7 +103,7 @@ class Forward {
     buf.m = a.take<T>(Bq);
     buf.l = a.take<T>(Bq);
     buf.s = a.take<T>((Bk + 1) * kLanesOfPanel);
-    buf.bias = a.take<T>(p.mask.data != nullptr && !key_mask ? Bk * kLanesOfPanel : 0);
+    buf.bias = a.take<T>(has_bias_of_pairs(p) ? Bk * kLanesOfPanel : 0);
     buf.keys = a.take<T>(key_mask ? p.Lk : 0);
     buf.keep = a.take<uint32_t>(p.dropout_p > 0 ? words<P>(Bk) * kLanesOfPanel : 0);
     buf.k = a.take<Word>(Bk * words<P>(p.D));
@@ -162,7 +162,7 @@ class Forward {
     const Word* ks = stage_keys<P>(k_rows, p.k.stride[2], p.k.stride[3], nk, p.D, buf.k);
     // If every key is visible to every query, no values need to be kept out.
     const Range all = visible_to_all(p, q0, q1);
-    const bool excludes = p.mask.data != nullptr || block.begin < all.begin || block.end > all.end;
+    const bool excludes = has_bias(p) || block.begin < all.begin || block.end > all.end;
     const bool leaky = excludes && !all_finite(v_rows, p.v.stride[2], p.v.stride[3], nk, p.Dv);
     // Values in words of two keys need an even first key in a panel.
     const Word* vs =
@@ -201,9 +201,8 @@ class Forward {
 
     Bias<T> bias;
     if (key_mask) bias.keys = buf.keys + r.begin;
-    if (p.mask.data != nullptr && !key_mask) {
-      pack_mask(p, b, h, i0, i1, r.begin, r.end, lanes, buf.bias);
-      if (all_excluded(buf.bias, nk * lanes)) return false;
+    if (has_bias_of_pairs(p)) {
+      if (!pack_bias(p, b, h, i0, i1, r.begin, r.end, lanes, buf.bias)) return false;
       bias.tile = buf.bias;
     }
 
@@ -211,7 +210,7 @@ class Forward {
     Vec<T> top[NV];
     score_products<P, NV>(nk, ks + shift * dw, Q, dw, longest_chain<T>(p), S, top);
     const Range all = visible_to_all(p, i0, i1);
-    if (rule.natural || p.mask.data != nullptr || r.begin < all.begin || r.end > all.end)
+    if (rule.natural || has_bias(p) || r.begin < all.begin || r.end > all.end)
       apply_rule<T, NV>(p, rule, S, nk, i0, i1, r.begin, bias, alibi_slope<T>(p, b, h), nullptr,
                         top);
 

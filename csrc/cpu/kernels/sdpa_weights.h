@@ -51,7 +51,7 @@ class WeightsPass {
     const int64_t rows = (averaged ? p.Hq : 1) * kQueries;
     buf.rows = {a.take<T>(rows), a.take<T>(rows), a.take<T>(rows)};
     buf.mean = a.take<T>(averaged ? Bk * kQueries : 0);
-    buf.bias = a.take<T>(p.mask.data != nullptr ? Bk * kLanesOfPanel : 0);
+    buf.bias = a.take<T>(has_bias(p) ? Bk * kLanesOfPanel : 0);
     buf.keep = a.take<uint32_t>(p.dropout_p > 0 ? Bk * kLanesOfPanel : 0);
     buf.k = a.take<Word>(Bk * words<P>(p.D));
     buf.temp = a.take<Word>(kLanesOfPanel * words<P>(p.D));
@@ -140,8 +140,8 @@ class WeightsPass {
                                    Vec<T>* top) const {
     score_products<P, NV>(j1 - j0, ks, Q, words<P>(p.D), longest_chain<T>(p), buf.s, top);
     Bias<T> bias;
-    if (p.mask.data != nullptr) {
-      pack_mask(p, b, h, i0, i1, j0, j1, NV * W, buf.bias);
+    if (has_bias(p)) {
+      pack_bias(p, b, h, i0, i1, j0, j1, NV * W, buf.bias);
       bias.tile = buf.bias;
     }
     if (rule.natural || rule.excludes)

@@ -399,17 +399,15 @@ class TileBackwardUnit {
     const Range keys = x.keys(s.row);
     const int64_t i = x.i0 + kSide * s.column, end = x.end_of(s.column);
     const int64_t nk = keys.end - keys.begin;
-    const bool full_mask = p.mask.data != nullptr && !key_mask;
-    if (full_mask) {
-      pack_mask(p, x.b, x.h, i, end, keys.begin, keys.end, kSide, s.bias);
-      if (all_excluded(s.bias, nk * kSide)) return false;
-    }
+    const bool biased = has_bias_of_pairs(p);
+    if (biased && !pack_bias(p, x.b, x.h, i, end, keys.begin, keys.end, kSide, s.bias))
+      return false;
     if (key_mask && all_excluded(f.keys + keys.begin, nk)) return false;
     s.way = Way::options;
     if (!x.direct) return true;
     const Range all = visible_to_all(p, i, end);
     const bool edge = nk < kSide || end - i < kSide || keys.begin < all.begin || keys.end > all.end;
-    s.way = edge || p.mask.data != nullptr ? Way::masked : Way::direct;
+    s.way = edge || has_bias(p) ? Way::masked : Way::direct;
     if (s.way == Way::direct) return true;
     uint32_t any = 0;
     for (int64_t r = 0; r < kSide; ++r) {
@@ -418,7 +416,7 @@ class TileBackwardUnit {
       if (r >= nk || (key_mask && f.keys[j] == -kInf<T>)) continue;
       const Range seeing = seeing_any(p, j, j + 1);
       s.seen[r] = first_bits(min_of(end, seeing.end) - i) & ~first_bits(seeing.begin - i);
-      if (full_mask) s.seen[r] &= not_excluded(s.bias + r * kSide);
+      if (biased) s.seen[r] &= not_excluded(s.bias + r * kSide);
       any |= s.seen[r];
     }
     return any != 0;
@@ -438,7 +436,7 @@ class TileBackwardUnit {
     Bias<T> bias;
     if (key_mask)
       bias.keys = f.keys + keys.begin;
-    else if (p.mask.data != nullptr)
+    else if (has_bias(p))
       bias.tile = s.bias;
     f.gradients.s = s.s, f.gradients.ds = s.dp;
     gradients.run(f.gradients, x.b, x.h, x.i0 + kSide * s.column, x.end_of(s.column), keys, bias,

@@ -136,7 +136,7 @@ class TileForward {
     buf.temp = a.take<float>(kQueries * words<TilePairs>(p.D));
     for (float*& s : buf.s) s = a.take<float>(kBlockKeys * kQueries);
     for (float*& w : buf.weights) w = a.take<float>(kBlockKeys / 2 * kQueries);
-    buf.bias = a.take<float>(p.mask.data != nullptr && !key_mask ? kBlockKeys * kQueries : 0);
+    buf.bias = a.take<float>(has_bias_of_pairs(p) ? kBlockKeys * kQueries : 0);
     buf.mask = a.take<float>(key_mask ? p.Lk : 0);
     buf.excluded = a.take<bool>(key_mask ? all_blocks() : 0);
     buf.keep = a.take<uint32_t>(p.dropout_p > 0 ? kBlockKeys / 2 * kQueries : 0);
@@ -450,11 +450,11 @@ class TileForward {
     for (int64_t r = keys * kQueries; r < kBlockKeys * kQueries; r += W)
       store(s + r, splat(-kInf<float>));
     const bool edge = j0 < panel.all.begin || j0 + keys > panel.all.end;
-    if (rule.natural || p.mask.data != nullptr || edge) {
+    if (rule.natural || has_bias(p) || edge) {
       Bias<float> bias;
       if (key_mask) bias.keys = task.buf.mask + j0;
-      if (p.mask.data != nullptr && !key_mask) {
-        pack_mask(p, task.b, panel.h, panel.i0, panel.i1, j0, j0 + keys, kQueries, task.buf.bias);
+      if (has_bias_of_pairs(p)) {
+        pack_bias(p, task.b, panel.h, panel.i0, panel.i1, j0, j0 + keys, kQueries, task.buf.bias);
         bias.tile = task.buf.bias;
       }
       apply_rule<float, kVectors>(p, rule, s, keys, panel.i0, panel.i1, j0, bias,
