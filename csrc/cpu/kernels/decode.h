@@ -153,8 +153,25 @@ class Decode {
     const Range seen = visible_to_any(p, 0, p.Lq);
     const int64_t begin_key = max_of(c * kChunk, seen.begin),
                   end_key = min_of((c + 1) * kChunk, seen.end);
-    for (int64_t j0 = begin_key; j0 < end_key; j0 += kBlock)
-      block(buf, b, hk, j0, min_of(end_key, j0 + kBlock), state);
+    const auto end_of = [&](int64_t j0) { return min_of(end_key, j0 + kBlock); };
+    if (p.pages == nullptr) {
+      for (int64_t j0 = begin_key; j0 < end_key; j0 += kBlock)
+        if (!excluded_for_all(b, j0, end_of(j0)))
+          attend<InOrder>(buf, {row_of(p.k, b, hk, j0), p.k.stride[2]},
+                          {row_of(p.v, b, hk, j0), p.v.stride[2]}, b, hk, j0, end_of(j0), state);
+      return;
+    }
+    PageRows k, v, next;
+    locate(p.k, hk, begin_key, end_of(begin_key), next);
+    for (int64_t j0 = begin_key; j0 < end_key; j0 += kBlock) {
+      const int64_t j1 = end_of(j0);
+      k = next;
+      locate(p.v, hk, j0, j1, v);
+      locate(p.k, hk, j1, end_of(j1), next);
+      if (excluded_for_all(b, j0, j1)) continue;
+      attend<InPages>(buf, {k.at, v.at, v.count}, {v.at, next.at, next.count}, b, hk, j0, j1,
+                      state);
+    }
   }
 
   void load_query(const Storage* q, Word* to) const {
@@ -195,28 +212,32 @@ class Decode {
     if (r < rows) f(Width<1>(), r);
   }
 
-  void block(Buffers& buf, int64_t b, int64_t hk, int64_t j0, int64_t j1, T* state) const {
-    if (excluded_for_all(b, j0, j1)) return;
-    if (p.pages == nullptr) {
-      attend<InOrder>(buf, {row_of(p.k, b, hk, j0), p.k.stride[2]},
-                      {row_of(p.v, b, hk, j0), p.v.stride[2]}, b, hk, j0, j1, state);
-    } else {
-      const Storage *k[kBlock], *v[kBlock];
-      locate(p.k, hk, j0, j1, k);
-      locate(p.v, hk, j0, j1, v);
-      attend<InPages>(buf, {k}, {v}, b, hk, j0, j1, state);
-    }
-  }
-
   // The addresses of the rows of a block.
   struct InOrder {
     const Storage* first;
     int64_t stride;
     FASTATTN_INLINE const Storage* row(int64_t j) const { return first + j * stride; }
+    FASTATTN_INLINE void prefetch(int64_t, int64_t, int64_t) const {}
+    FASTATTN_INLINE InOrder read_before() const { return *this; }
   };
+  // The processor's prefetcher does not follow the jump from page to page. So while row j is read,
+  // row j of those that are read next is prefetched into the L2 cache.
   struct InPages {
     const Storage* const* rows_at;
+    const Storage* const* next_at;
+    int64_t next_count;
     FASTATTN_INLINE const Storage* row(int64_t j) const { return rows_at[j]; }
+    FASTATTN_INLINE void prefetch(int64_t j, int64_t begin, int64_t end) const {
+      if (j >= next_count) return;
+      constexpr int64_t kLine = 64 / static_cast<int64_t>(sizeof(Storage));
+      for (int64_t d = begin; d < end; d += kLine) __builtin_prefetch(next_at[j] + d, 0, 2);
+    }
+    // For the other rows of the group: what is next has been prefetched.
+    FASTATTN_INLINE InPages read_before() const { return {rows_at, nullptr, 0}; }
+  };
+  struct PageRows {
+    const Storage* at[kBlock];
+    int64_t count = 0;
   };
 
   const Storage* row_of(const Tensor4& x, int64_t b, int64_t hk, int64_t j) const {
@@ -228,24 +249,26 @@ class Decode {
   void attend(Buffers& buf, Rows k, Rows v, int64_t b, int64_t hk, int64_t j0, int64_t j1,
               T* state) const {
     by_rows<4>([&](auto width, int64_t r) __attribute__((always_inline)) {
-      products<decltype(width)::value>(buf.q + r * dim, k, j1 - j0, buf.s + r * kBlock);
+      products<decltype(width)::value>(buf.q + r * dim, r == 0 ? k : k.read_before(), j1 - j0,
+                                       buf.s + r * kBlock);
     });
     for (int64_t r = 0; r < rows; ++r) softmax(buf, b, hk, r, j0, j1, state);
     by_rows<2>([&](auto width, int64_t r) __attribute__((always_inline)) {
-      accumulate<decltype(width)::value>(buf.s + r * kBlock, buf.alpha + r, v, j1 - j0,
-                                         state + r * dim_v);
+      accumulate<decltype(width)::value>(buf.s + r * kBlock, buf.alpha + r,
+                                         r == 0 ? v : v.read_before(), j1 - j0, state + r * dim_v);
     });
   }
 
   // The addresses of keys [j0, j1), page by page. Paging changes only addresses, so the bits are
   // the same.
-  void locate(const Tensor4& x, int64_t hk, int64_t j0, int64_t j1, const Storage** rows_at) const {
+  void locate(const Tensor4& x, int64_t hk, int64_t j0, int64_t j1, PageRows& rows) const {
+    rows.count = max_of<int64_t>(0, j1 - j0);
     const Storage* base = static_cast<const Storage*>(x.data) + hk * x.stride[1];
     for (int64_t j = j0; j < j1;) {
       const int64_t page = j / p.page_size, begin = page * p.page_size;
       const Storage* at = base + p.pages[page] * x.stride[0];
       for (; j < min_of(j1, begin + p.page_size); ++j)
-        rows_at[j - j0] = at + (j - begin) * x.stride[2];
+        rows.at[j - j0] = at + (j - begin) * x.stride[2];
     }
   }
 
@@ -271,6 +294,7 @@ class Decode {
       Vec<T> sum[W];
       FASTATTN_UNROLL for (int t = 0; t < kKeys; ++t) {
         const Storage* row = k.row(min_of(nk - 1, j0 + t));
+        k.prefetch(j0 + t, 0, p.Dv);
         Vec<T> acc[R];
         FASTATTN_UNROLL for (int r = 0; r < R; ++r) acc[r] = Vec<T>{};
         const auto step = [&](int64_t d, Vec<T> x) __attribute__((always_inline)) {
@@ -357,6 +381,7 @@ class Decode {
     FASTATTN_UNROLL for (int r = 0; r < R; ++r) FASTATTN_UNROLL for (int c = 0; c < C; ++c)
         acc[r][c] = Vec<T>{};
     for (int64_t j = 0; j < nk; ++j) {
+      v.prefetch(j, d0, min_of(d0 + C * W, p.D));
       Vec<T> x[C];
       FASTATTN_UNROLL for (int c = 0; c < C; c += kPerWord)
           value_columns<C, kWhole>(v.row(j) + d0, p.Dv - d0, x);
