@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import math
 import os
-import subprocess
-import sys
 import textwrap
 from collections.abc import Iterator
 from types import ModuleType
@@ -14,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from child_process import run_python
 from torch import Tensor
 
 import fastattn
@@ -290,6 +289,7 @@ def test_real_tiles_give_the_bits_of_emulated_ones(dim: int, causal: bool) -> No
 
 PRELUDE = """
 import faulthandler, os, signal, sys, threading, torch, fastattn
+from child_process import in_fork
 torch.set_num_threads(2)
 tensors = [torch.randn(1, 4, 200, 64).bfloat16().requires_grad_() for _ in range(3)]
 upstream = torch.ones(1, 4, 200, 64).bfloat16()
@@ -299,25 +299,15 @@ def compute():
     results += torch.autograd.grad(results[0], tensors, upstream)
     return [x.detach().view(torch.uint8).numpy().tobytes() for x in results]
 
-def in_child(work):
-    pid = os.fork()
-    if pid == 0:
-        ok = False
-        try:
-            ok = work()
-        finally:
-            os._exit(0 if ok else 1)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-
 with fastattn.use_backend("cpu"):
 """
 
 PROGRAMS = {
     "a child of fork": """
         expected = compute()
-        assert in_child(lambda: compute() == expected)
+        in_fork(lambda: compute() == expected)
         assert compute() == expected
-        assert in_child(lambda: in_child(lambda: compute() == expected))
+        in_fork(lambda: in_fork(lambda: compute() == expected) is None)  # a grandchild
     """,
     "a child of fork while other threads compute": """
         expected, stop = compute(), threading.Event()
@@ -329,7 +319,7 @@ PROGRAMS = {
         for thread in threads: thread.start()
         try:
             for _ in range(3):
-                assert in_child(lambda: compute() == expected)
+                in_fork(lambda: compute() == expected)
         finally:
             stop.set()
             for thread in threads: thread.join()
@@ -366,14 +356,7 @@ def test_robust(isa: str, program: str) -> None:
     if "fork while" in program and "libasan" in os.environ.get("LD_PRELOAD", ""):
         pytest.skip("a lock of AddressSanitizer stays locked in the child")
     code = PRELUDE + textwrap.indent(textwrap.dedent(PROGRAMS[program]), "    ")
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-        env={**os.environ, "FASTATTN_CPU_ISA": isa},
-    )
+    done = run_python("-c", code, timeout=200, FASTATTN_CPU_ISA=isa)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import textwrap
 import threading
 from collections.abc import Iterator
@@ -13,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from child_process import in_fork
+from child_process import in_fork, run_python
 from torch import Tensor
 
 import fastattn
@@ -52,13 +50,7 @@ def assert_bitwise_equal(actual: list[Tensor], expected: list[Tensor]) -> None:
 
 def run(code: str, timeout: float = 120) -> None:
     """Run a program in its own process: a hang is a failure, not a hang of the tests."""
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
+    done = run_python("-c", textwrap.dedent(code), timeout=timeout)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -67,7 +59,8 @@ def run(code: str, timeout: float = 120) -> None:
 # PyTorch's own parallel loops hang in a child forked after others: only ours may run there. So the
 # gradients of the results are given, and results are compared as bytes.
 PRELUDE = """
-import os, sys, threading, torch, fastattn
+import sys, threading, torch, fastattn
+from child_process import in_fork
 torch.set_num_threads(2)
 tensors = [torch.randn(2, 8, 256, 64, requires_grad=True) for _ in range(3)]
 grads = torch.randn(2, 8, 256, 64), torch.randn(2, 256, 256)
@@ -77,16 +70,6 @@ def compute():
         *tensors, is_causal=True, need_weights=True, average_weights=True)
     found = *results, *torch.autograd.grad(results, tensors, grads)
     return [x.detach().numpy().tobytes() for x in found]
-
-def in_child(work):
-    pid = os.fork()
-    if pid == 0:
-        ok = False
-        try:
-            ok = work()
-        finally:
-            os._exit(0 if ok else 1)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 """
 
 
@@ -95,9 +78,9 @@ def test_a_forked_child_computes_after_a_parallel_parent() -> None:
         PRELUDE
         + """
 expected = compute()
-assert in_child(lambda: compute() == expected), "child"
+in_fork(lambda: compute() == expected)
 assert compute() == expected, "the parent, afterwards"
-assert in_child(lambda: in_child(lambda: compute() == expected)), "grandchild"
+in_fork(lambda: in_fork(lambda: compute() == expected) is None)  # a grandchild
 """
     )
 
@@ -106,7 +89,7 @@ def test_a_child_forked_before_any_call_computes() -> None:
     run(
         PRELUDE
         + """
-assert in_child(lambda: compute() == compute()), "child"
+in_fork(lambda: compute() == compute())
 compute()
 """
     )
@@ -129,7 +112,7 @@ threads = [threading.Thread(target=busy) for _ in range(2)]
 for thread in threads: thread.start()
 try:
     for _ in range(3):
-        assert in_child(lambda: compute() == expected)
+        in_fork(lambda: compute() == expected)
 finally:
     stop.set()
     for thread in threads: thread.join()
@@ -161,13 +144,7 @@ def test_dataloader_workers(method: str, tmp_path: Any) -> None:
             assert torch.equal(torch.cat(list(loader)), expected)
         """)
     )
-    done = subprocess.run(
-        [sys.executable, str(program), method],
-        capture_output=True,
-        text=True,
-        timeout=170,
-        check=False,
-    )
+    done = run_python(str(program), method, timeout=170)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

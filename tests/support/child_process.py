@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def run_python(
-    *arguments: str, cwd: Path | None = None, **environment: str
+    *arguments: str, cwd: Path | None = None, timeout: float | None = None, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """Run it with the path of this process and what ``environment`` adds to the environment."""
     return subprocess.run(
@@ -21,6 +21,7 @@ def run_python(
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
         check=False,
         cwd=cwd,
+        timeout=timeout,
     )
 
 
