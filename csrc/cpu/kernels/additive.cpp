@@ -28,20 +28,9 @@ class Forward : AdditiveRows<P> {
   typedef typename Rows::T T;
   typedef typename Rows::Block Block;
   typedef typename Rows::Buffers Buffers;
-  using Rows::allocate;
-  using Rows::clear;
-  using Rows::columns;
-  using Rows::drop;
-  using Rows::excludes;
-  using Rows::kVectors;
-  using Rows::ld;
-  using Rows::p;
-  using Rows::prepare_vectors;
-  using Rows::probabilities;
-  using Rows::row;
-  using Rows::visible;
-  using Rows::W;
-  using Rows::x;
+  using Rows::allocate, Rows::clear, Rows::columns, Rows::drop, Rows::excludes, Rows::kVectors,
+      Rows::ld, Rows::p, Rows::prepare_vectors, Rows::probabilities, Rows::row, Rows::visible,
+      Rows::W, Rows::x;
 
  public:
   explicit Forward(const AdditiveParams& params) : Rows(params) {}
@@ -122,25 +111,10 @@ class Backward : AdditiveRows<P> {
   typedef typename Rows::T T;
   typedef typename Rows::Block Block;
   typedef typename Rows::Buffers Buffers;
-  using Rows::allocate;
-  using Rows::clear;
-  using Rows::columns;
-  using Rows::drop;
-  using Rows::excludes;
-  using Rows::kCoarse;
-  using Rows::kGradientQueries;
-  using Rows::kPanel;
-  using Rows::kVectors;
-  using Rows::ld;
-  using Rows::p;
-  using Rows::panels;
-  using Rows::prepare_vectors;
-  using Rows::probabilities;
-  using Rows::row;
-  using Rows::stage_keys_block;
-  using Rows::visible;
-  using Rows::W;
-  using Rows::x;
+  using Rows::allocate, Rows::clear, Rows::columns, Rows::drop, Rows::excludes, Rows::kCoarse,
+      Rows::kGradientQueries, Rows::kPanel, Rows::kVectors, Rows::ld, Rows::p, Rows::panels,
+      Rows::prepare_vectors, Rows::probabilities, Rows::row, Rows::stage_keys_block, Rows::visible,
+      Rows::W, Rows::x;
 
  public:
   explicit Backward(const AdditiveParams& params) : Rows(params) {}
