@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, TypeVar
+from typing import ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from fastattn.backends._memories import with_rows
+from fastattn.backends._memories import summed, with_rows
 from fastattn.backends.primitives import HopfieldBackwardOptions, HopfieldOptions
 
-__all__ = ["Found", "Gradients", "Patterns", "operators"]
+__all__ = ["ROUND", "Found", "Gradients", "Patterns", "Steps", "operators", "rounds"]
 
 Found = tuple[Tensor, Tensor, Tensor]  # xi, taken, ends
 Gradients = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 _Self = TypeVar("_Self", bound="Patterns")
+
+ROUND = 256  # steps per call of a search without a limit, which may never converge
+
+
+class Steps(NamedTuple):
+    """The steps of every query from its state."""
+
+    state: Tensor  # [G, Q, D]
+    taken: Tensor  # [G, Q]
+    most: int  # no query takes more
+    trace: Tensor  # all states; each backend has its own layout
+    stats: Tensor  # [G, Q, most, 2]
 
 
 @dataclass(frozen=True)
@@ -53,33 +65,44 @@ class Patterns(abc.ABC):
         """Step until every query has converged or has taken ``steps_max`` steps."""
 
     @abc.abstractmethod
-    def repeat(self, state: Tensor, taken: Tensor, steps: int) -> tuple[Tensor, Tensor]:
-        """All states and statistics of so many steps of each query, ``steps`` at most."""
+    def repeat(self, state: Tensor, taken: Tensor, most: int) -> Steps:
+        """Take ``taken`` steps of each query again; ``most`` is the largest number."""
 
     @abc.abstractmethod
-    def derive(
-        self,
-        grad_out: Tensor,
-        state: Tensor,
-        taken: Tensor,
-        trace: Tensor,
-        stats: Tensor,
-        steps: int,
-        needed: int,
-    ) -> Gradients:
+    def derive(self, grad_out: Tensor, steps: Steps, needed: int) -> Gradients:
         """The derivative of the steps that ``repeat`` took."""
 
     def unroll(
-        self, grad_out: Tensor, state: Tensor, taken: Tensor, steps: int, needed: int
+        self, grad_out: Tensor, state: Tensor, taken: Tensor, most: int, needed: int
     ) -> Gradients:
-        """The derivative of so many steps of each query, ``steps`` at most."""
-        trace, stats = self.repeat(state, taken, steps)
-        return self.derive(grad_out, state, taken, trace, stats, steps, needed)
+        """The derivative of ``taken`` steps of each query; ``most`` is the largest number."""
+        return self.derive(grad_out, self.repeat(state, taken, most), needed)
 
     @property
     def memories(self) -> tuple[Tensor, Tensor | None]:
         """What is compared with, and what is summed if that is another."""
         return (self.stored, None) if self.keys is None else (self.keys, self.stored)
+
+    def in_order(
+        self,
+        grad_state: Tensor,
+        grad_memories: Sequence[Tensor | None],  # those of ``memories``
+        grad_scores: Tensor | None,  # [G, Q, K, N]
+        needed: int,
+    ) -> Gradients:
+        """Return the requested gradients of state, stored, keys and the bias."""
+        grad_bias = None
+        if grad_scores is not None and self.bias is not None:
+            grad_bias = summed(grad_scores, self.bias.unsqueeze(2)).squeeze(2)
+        compared, read = grad_memories
+        if self.keys is None:
+            return grad_state, compared, None, grad_bias
+        return (
+            grad_state,
+            read if needed & 2 else None,
+            compared if needed & 4 else None,
+            grad_bias,
+        )
 
     def gradients(
         self,
@@ -100,9 +123,9 @@ class Patterns(abc.ABC):
             return self._in_dtypes((torch.zeros_like(before), *derived), state)
 
         # (1 - J) a = grad_out, J symmetric: then df/dstored^T a is the derivative of the solution.
-        trace, stats = wide.repeat(last, once, 1)
+        step = wide.repeat(last, once, 1)
         solved, a = _conjugate_gradients(
-            lambda x: wide.derive(x, last, once, trace, stats, 1, 0)[0],
+            lambda x: wide.derive(x, step, 0)[0],
             grad_out,
             taken > 0,
             2 * min(last.shape[-1], self.stored.shape[1]) + 2,
@@ -135,6 +158,21 @@ class Patterns(abc.ABC):
         found = [None if g is None or x is None else g.to(x.dtype) for g, x in pairs]
         assert found[0] is not None
         return found[0], found[1], found[2], found[3]
+
+
+def rounds(taken: Tensor, steps_max: int, most: int) -> Iterator[tuple[int, int]]:
+    """Yield the first step of each round of a search and the end of the round.
+
+    A round has at most ``most`` steps. The last one ends with ``steps_max``, or with all queries at
+    rest.
+    """
+    done = 0
+    while True:
+        until = done + most if steps_max < 0 else min(done + most, steps_max)
+        yield done, until
+        done = until
+        if done == steps_max or bool((taken > 0).all()):
+            return
 
 
 def operators(memory: type[Patterns]) -> tuple[Callable[..., Found], Callable[..., Gradients]]:

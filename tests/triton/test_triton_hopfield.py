@@ -40,7 +40,7 @@ def test_more_steps_than_one_launch_takes(
     options = HopfieldOptions(steps_max=-1, eps=1e-4)
     found = []
     for steps in (256, 2):
-        monkeypatch.setattr("fastattn.backends.triton.hopfield._ROUND", steps)
+        monkeypatch.setattr("fastattn.backends.triton.hopfield.ROUND", steps)
         tensors = (state, stored, None, None, None)
         found.append(TRITON.module.hopfield_retrieve(*tensors, options=options))
     assert found[0][1].max() > 4

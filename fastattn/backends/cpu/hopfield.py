@@ -13,8 +13,15 @@ import torch
 from torch import Tensor
 
 from fastattn import _cpu
-from fastattn.backends._hopfield import Found, Gradients, Patterns, operators
-from fastattn.backends._memories import summed
+from fastattn.backends._hopfield import (
+    ROUND,
+    Found,
+    Gradients,
+    Patterns,
+    Steps,
+    operators,
+    rounds,
+)
 from fastattn.backends._operands import address, operand
 from fastattn.backends.cpu.memory_hops import hop_biases, hop_operands, vectors
 from fastattn.backends.cpu.operands import DTYPES, accumulator
@@ -22,7 +29,6 @@ from fastattn.backends.primitives import HopfieldOptions
 
 # The first arguments of both native functions.
 _Common = tuple[int, int, tuple[int, ...], HopfieldOptions, dict[str, Any], dict[str, Any] | None]
-_ROUND = 256  # steps per call, so that a search without a limit can be interrupted
 
 
 @dataclass(frozen=True)
@@ -37,12 +43,10 @@ class _Memory(Patterns):
         stats = torch.empty((groups, queries, 2), dtype=wide)
         taken = torch.zeros((groups, queries), dtype=torch.int64)
         moved = torch.empty((groups, queries, 2), dtype=torch.float64)
-        steps_max = self.options.steps_max
-        done = 0
-        while True:
-            steps = _ROUND if steps_max < 0 else min(_ROUND, steps_max - done)
+        # Between two rounds Python can interrupt the search.
+        for done, until in rounds(taken, self.options.steps_max, ROUND):
             _cpu.hopfield_forward(
-                *self._arguments(state, steps, ends, stats),
+                *self._arguments(state, until - done, ends, stats),
                 {
                     "taken": taken.data_ptr(),
                     "moved": moved.data_ptr(),
@@ -51,50 +55,39 @@ class _Memory(Patterns):
                 },
                 {"out": out.data_ptr(), "weights": 0},
             )
-            done += steps
-            if done == steps_max or bool((taken > 0).all()):
-                return out, taken, ends
+        return out, taken, ends
 
-    def repeat(self, state: Tensor, taken: Tensor, steps: int) -> tuple[Tensor, Tensor]:
-        """Return all states [G, Q, K + 1, D], and the statistics."""
+    def repeat(self, state: Tensor, taken: Tensor, most: int) -> Steps:
+        """The trace is [G, Q, most + 1, D]."""
         wide = accumulator(state.dtype)
         lead, width = state.shape[:-1], state.shape[-1]
         out = torch.empty(state.shape, dtype=state.dtype)
-        trace = torch.empty((*lead, steps + 1, width), dtype=wide)
-        stats = torch.empty((*lead, steps, 2), dtype=wide)
+        trace = torch.empty((*lead, most + 1, width), dtype=wide)
+        stats = torch.empty((*lead, most, 2), dtype=wide)
         _cpu.hopfield_forward(
-            *self._arguments(state, steps, trace, stats),
+            *self._arguments(state, most, trace, stats),
             _repeated(taken),
             {"out": out.data_ptr(), "weights": 0},
         )
-        return trace, stats
+        return Steps(state, taken, most, trace, stats)
 
-    def derive(
-        self,
-        grad_out: Tensor,
-        state: Tensor,
-        taken: Tensor,
-        trace: Tensor,
-        stats: Tensor,
-        steps: int,
-        needed: int,
-    ) -> Gradients:
-        stored, keys, bias = self.stored, self.keys, self.bias
+    def derive(self, grad_out: Tensor, steps: Steps, needed: int) -> Gradients:
+        state, taken, most, trace, stats = steps
         grad_state = torch.empty(state.shape, dtype=state.dtype)
-        wanted = needed & (2 if keys is None else 6)
+        wanted = needed & (2 if self.keys is None else 6)
         grad_in, grad_stored = (
             torch.empty(x.shape, dtype=x.dtype) if x is not None and wanted else None
             for x in self.memories
         )
         scores = None
-        if bias is not None and needed & 8:
-            scores = torch.zeros((*state.shape[:-1], steps, stored.shape[1]), dtype=trace.dtype)
+        if self.bias is not None and needed & 8:
+            scores = torch.zeros((*state.shape[:-1], most, self.stored.shape[1]), dtype=trace.dtype)
         if state.shape[0] * state.shape[1] == 0:  # the kernel writes nothing then
             for result in (grad_state, grad_in, grad_stored, scores):
                 if result is not None:
                     result.zero_()
         _cpu.hopfield_backward(
-            *self._arguments(state, steps, trace, stats),
+            *self._arguments(state, most, trace, stats),
             _repeated(taken),
             {
                 "grad_out": vectors(grad_out),
@@ -107,13 +100,7 @@ class _Memory(Patterns):
                 "grad_states": 0,
             },
         )
-        grad_bias = None
-        if scores is not None and bias is not None:
-            grad_bias = summed(scores, bias.unsqueeze(2)).squeeze(2)
-        if keys is None:
-            return grad_state, grad_in, None, grad_bias
-        grad_stored = grad_stored if needed & 2 else None
-        return grad_state, grad_stored, grad_in if needed & 4 else None, grad_bias
+        return self.in_order(grad_state, (grad_in, grad_stored), scores, needed)
 
     def _arguments(self, state: Tensor, steps: int, trace: Tensor, stats: Tensor) -> _Common:
         groups, queries, width = state.shape

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from fastattn import _cuda
-from fastattn.backends._hopfield import Found, Gradients, Patterns, operators
-from fastattn.backends._memories import summed
+from fastattn.backends._hopfield import Found, Gradients, Patterns, Steps, operators
 from fastattn.backends._operands import address, broadcast_operand
 from fastattn.backends.cuda import memory_hops as hops
 from fastattn.backends.cuda.operands import DTYPES, on
@@ -66,44 +65,35 @@ class _Memory(Patterns):
             return None
         return state.new_empty((*state.shape[:-1], 2, rows), dtype=torch.float32)
 
-    def repeat(self, state: Tensor, taken: Tensor, steps: int) -> tuple[Tensor, Tensor]:
-        """Return all states [G, Q, 2 K + 1, D], and the statistics."""
+    def repeat(self, state: Tensor, taken: Tensor, most: int) -> Steps:
+        """The trace is [G, Q, 2 most + 1, D]."""
         taken = taken.contiguous()
         lead, width = state.shape[:-1], state.shape[-1]
         out = state.new_empty(state.shape)
-        trace = state.new_empty((*lead, 2 * steps + 1, width), dtype=torch.float32)
-        stats = state.new_empty((*lead, steps, 2), dtype=torch.float32)
+        trace = state.new_empty((*lead, 2 * most + 1, width), dtype=torch.float32)
+        stats = state.new_empty((*lead, most, 2), dtype=torch.float32)
         room = self.room(state)
         with on(state) as stream:
             _cuda.memory_hops_forward(
                 DTYPES[state.dtype],
                 stream,
-                self.sizes(state, steps),
+                self.sizes(state, most),
                 self.options.scale,
                 self.operands(state, trace=trace, stats=stats, scores=room, taken=taken),
                 {"out": out.data_ptr(), "weights": 0},
             )
-        return trace, stats
+        return Steps(state, taken, most, trace, stats)
 
-    def derive(
-        self,
-        grad_out: Tensor,
-        state: Tensor,
-        taken: Tensor,
-        trace: Tensor,
-        stats: Tensor,
-        steps: int,
-        needed: int,
-    ) -> Gradients:
+    def derive(self, grad_out: Tensor, steps: Steps, needed: int) -> Gradients:
+        state, taken, most, trace, stats = steps
         groups, queries, width = state.shape
-        taken = taken.contiguous()
         grad_state = state.new_empty(state.shape)
         wanted = needed & (2 if self.keys is None else 6)
         grad_in, grad_read = (
             x.new_empty(x.shape) if x is not None and wanted else None for x in self.memories
         )
         xs, ys = (
-            state.new_empty((2, groups, queries, steps, length), dtype=torch.float32)
+            state.new_empty((2, groups, queries, most, length), dtype=torch.float32)
             for length in (self.stored.shape[1], width)
         )
         room = self.room(state)
@@ -115,7 +105,7 @@ class _Memory(Patterns):
             _cuda.memory_hops_backward(
                 DTYPES[state.dtype],
                 stream,
-                self.sizes(state, steps),
+                self.sizes(state, most),
                 self.options.scale,
                 self.operands(state, trace=trace, stats=stats, scores=room, taken=taken),
                 {
@@ -131,17 +121,8 @@ class _Memory(Patterns):
                     "out_of_batch": groups == 1,
                 },
             )
-        grad_bias = None
-        if self.bias is not None and needed & 8:
-            grad_bias = summed(xs[0], self.bias.unsqueeze(2)).squeeze(2)
-        if self.keys is None:
-            return grad_state, grad_in, None, grad_bias
-        return (
-            grad_state,
-            grad_read if needed & 2 else None,
-            grad_in if needed & 4 else None,
-            grad_bias,
-        )
+        scores = xs[0] if needed & 8 else None
+        return self.in_order(grad_state, (grad_in, grad_read), scores, needed)
 
 
 hopfield_retrieve, hopfield_retrieve_backward = operators(_Memory)

@@ -7,8 +7,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fastattn.backends._hopfield import Found, Gradients, Patterns, operators
-from fastattn.backends._memories import summed
+from fastattn.backends._hopfield import (
+    ROUND,
+    Found,
+    Gradients,
+    Patterns,
+    Steps,
+    operators,
+    rounds,
+)
 from fastattn.backends.primitives import (
     MemoryHopBackwardOptions,
     MemoryHopOptions,
@@ -25,7 +32,6 @@ from fastattn.backends.triton.memory_hops import (
 __all__ = ["TOGETHER", "hopfield_retrieve", "hopfield_retrieve_backward"]
 
 TOGETHER = 16  # the most queries that can stop together: those of one tile
-_ROUND = 256  # steps per launch of a search without a limit, which may never converge
 _ULPS = 4
 
 
@@ -47,9 +53,9 @@ class _Memory(Patterns):
         ends = state.new_empty((*lead, 2, width), dtype=torch.float32)
         planned = plan("hops", state, block_of(width))
         of_tile = planned.BM // options.together * options.together
-        done = 0
-        while True:
-            until = done + _ROUND if options.steps_max < 0 else options.steps_max
+        # One round if there is a limit: then the host does not wait for the GPU.
+        most = ROUND if options.steps_max < 0 else options.steps_max
+        for done, until in rounds(taken, options.steps_max, most):
             launch(
                 retrieve,
                 planned,
@@ -67,40 +73,26 @@ class _Memory(Patterns):
                 together=options.together,
                 **_widths(width),
             )
-            done = until
-            # The host waits for the GPU only if there is no limit.
-            if options.steps_max >= 0 or bool((taken > 0).all()):
-                return out, taken, ends
+        return out, taken, ends
 
-    def repeat(self, state: Tensor, taken: Tensor, steps: int) -> tuple[Tensor, Tensor]:
-        o = self.hops(state, steps)._replace(p_taken=taken.contiguous())
+    def repeat(self, state: Tensor, taken: Tensor, most: int) -> Steps:
+        taken = taken.contiguous()
+        o = self.hops(state, most)._replace(p_taken=taken)
         _, trace, stats = run_forward(state, o, MemoryHopOptions())
-        return trace, stats
+        return Steps(state, taken, most, trace, stats)
 
-    def derive(
-        self,
-        grad_out: Tensor,
-        state: Tensor,
-        taken: Tensor,
-        trace: Tensor,
-        stats: Tensor,
-        steps: int,
-        needed: int,
-    ) -> Gradients:
-        o = self.hops(state, steps)._replace(p_taken=taken.contiguous())
+    def derive(self, grad_out: Tensor, steps: Steps, needed: int) -> Gradients:
+        state, taken, most, trace, stats = steps
+        o = self.hops(state, most)._replace(p_taken=taken)
+        bits = needed
         if self.keys is not None:  # then the keys are the input memory
-            needed = needed & 8 | (needed & 2) << 1 | (needed & 4) >> 1
+            bits = needed & 8 | (needed & 2) << 1 | (needed & 4) >> 1
         of_scores = self.bias is not None and bool(needed & 8)
-        options = MemoryHopBackwardOptions(needed=needed)
-        grad_state, (of_input, of_output), _, scores = run_backward(
+        options = MemoryHopBackwardOptions(needed=bits)
+        grad_state, of_memories, _, scores = run_backward(
             grad_out, state, *self.memories, o, trace, stats, options, of_scores
         )
-        grad_bias = None
-        if scores is not None and self.bias is not None:
-            grad_bias = summed(scores, self.bias.unsqueeze(2)).squeeze(2)
-        if self.keys is None:
-            return grad_state, of_input, None, grad_bias
-        return grad_state, of_output, of_input, grad_bias
+        return self.in_order(grad_state, of_memories, scores, needed)
 
 
 hopfield_retrieve, hopfield_retrieve_backward = operators(_Memory)
