@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastattn.library import Operator
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _INTEGERS = (torch.int64, torch.int32)
 
@@ -238,6 +240,16 @@ def as_stored_mask(where: str, mask: Any, device: torch.device) -> Any:
 def draw_seed(device: torch.device, generator: torch.Generator | None = None) -> Tensor:
     """The dropout seed of one call, from ``generator`` or PyTorch's default generator."""
     return torch.randint(2**63 - 1, (), dtype=torch.int64, device=device, generator=generator)
+
+
+def with_seed(
+    operator: Operator, call: tuple[Any, ...], generator: torch.Generator | None
+) -> tuple[Any, ...]:
+    """Return the tensors and options of a call; one with dropout gets a seed."""
+    if call[-1].dropout_p == 0:
+        return call
+    place = operator.place_of("seed")
+    return *call[:place], draw_seed(call[0].device, generator), *call[place + 1 :]
 
 
 def name_of(x: Tensor) -> str:

@@ -104,18 +104,11 @@ def attend(
         try:
             if any(hasattr(type(x), "__tensor_flatten__") for x in (query, key, value)):
                 raise NotImplementedError  # a wrapper, such as DTensor, has rules for aten only
-            operator, arguments, folding = prepare(*call)
+            operator, prepared, folding = prepare(*call)
         except (NotImplementedError, RuntimeError, TypeError, ValueError):
             pass  # checks only: PyTorch accepts the call, or raises its own error
         else:
-            return _run(operator, arguments, folding)
+            results = operator(*checks.with_seed(operator, prepared, None))
+            return folding.restore(results[0])
     stock: Any = STOCK.decompose(*call[:6], scale=scale, enable_gqa=enable_gqa)
     return stock
-
-
-def _run(operator: Any, arguments: Any, folding: Any) -> Tensor:
-    *tensors, options = arguments
-    if options.dropout_p > 0:
-        tensors[operator.place_of("seed")] = checks.draw_seed(tensors[0].device, None)
-    out: Tensor = folding.restore(operator(*tensors, options)[0])
-    return out

@@ -163,7 +163,7 @@ def scaled_dot_product_attention(
         out = attend_plainly(query, key, value, attn_mask, is_causal, scale, enable_gqa)
         if out is not None:
             return out
-    operator, (*tensors, options), folding = prepare(
+    operator, call, folding = prepare(
         query,
         key,
         value,
@@ -182,9 +182,8 @@ def scaled_dot_product_attention(
         need_weights=need_weights,
         average_weights=average_weights,
     )
-    if options.dropout_p > 0:
-        tensors[operator.place_of("seed")] = checks.draw_seed(query.device, generator)
-    out, lse, *weights = operator(*tensors, options)  # jagged tensors have no weights
+    # Jagged tensors have no weights.
+    out, lse, *weights = operator(*checks.with_seed(operator, call, generator))
     out = folding.restore(out)
     if not return_lse and not need_weights:
         return out

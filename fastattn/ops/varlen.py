@@ -93,7 +93,7 @@ def varlen_attention(
         >>> varlen_attention(query, key, value, ends, ends, is_causal=True).shape
         torch.Size([12, 2, 64])
     """
-    operator, (*tensors, options) = prepare(
+    operator, call = prepare(
         query,
         key,
         value,
@@ -112,9 +112,7 @@ def varlen_attention(
         generator=generator,
         return_lse=return_lse,
     )
-    if options.dropout_p > 0:
-        tensors[operator.place_of("seed")] = checks.draw_seed(query.device, generator)
-    out, lse = operator(*tensors, options)
+    out, lse = operator(*checks.with_seed(operator, call, generator))
     if not return_lse:
         return out
     return out, lse if out.dtype is torch.float64 else lse.float()
