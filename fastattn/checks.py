@@ -199,7 +199,7 @@ def check_sinks(
             f"{op}: sinks must have shape {(heads,)}, one for each query head, "
             f"got {tuple(sinks.shape)}"
         )
-    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    wide = torch.promote_types(query.dtype, torch.float32)
     return (sinks if sinks.dtype is wide else sinks.to(wide)).unsqueeze(0)
 
 
