@@ -290,7 +290,7 @@ def _instruction_set(native: dict[str, Any], dtype: torch.dtype) -> str:
 def _unit(dtype: torch.dtype, op: str, tensors: Sequence[Any]) -> str:
     """Where the instruction set has tiles: whether the kernel uses them, and why not."""
     native = importlib.import_module("fastattn._cpu").build_info()
-    if not _instruction_set(native, dtype).startswith("amx_"):
+    if not evidence.has_tiles(_instruction_set(native, dtype)):
         return ""
     against = importlib.import_module("fastattn.backends.cpu").why_not_tiles(op, named(op, tensors))
     return f", on vectors: {against}" if against else ", on tiles"

@@ -40,6 +40,7 @@ __all__ = [
     "choose",
     "cpuinfo",
     "forget",
+    "has_tiles",
     "isa",
     "on_change",
     "own_file",
@@ -164,13 +165,18 @@ def _fits(entry: dict[str, Any], on: Processor, op: str, dtype: str) -> bool:
     )
 
 
+def has_tiles(isa: str) -> bool:
+    """Whether this instruction set of the CPU's kernels has tiles."""
+    return isa.startswith("amx_")
+
+
 def isa(supported: Sequence[str]) -> str:
     """The instruction set of each dtype, as ``_cpu.set_isa`` takes it.
 
     ``supported``: those that build and processor have, the strongest last. Tiles are chosen by an
     entry only: they were not measured.
     """
-    strongest = [name for name in supported if not name.startswith("amx_")][-1]
+    strongest = [name for name in supported if not has_tiles(name)][-1]
     chosen = {}
     for name in _DTYPES:
         found = choose("isa", "cpu", dtype=getattr(torch, name))
