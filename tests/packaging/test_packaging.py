@@ -243,7 +243,7 @@ def test_tiles_are_compiled_for_amx_and_its_emulation(
     assert done.returncode == 0, done.stderr
     compiled = set(re.findall(r"compile tiles/on_tiles\.(\w+)\.o", done.stdout))
     assert compiled == built
-    # The emulation is for tests: no user is told that it is there, or that it is not.
+    # The emulation is for tests, so the record of a build does not name it.
     record = record_of(small_source / "out")
     assert ("amx_bf16" in record["isas"]) == ("amx_bf16" in built)
     assert ("amx_bf16" in record["left_out"]) == ("amx_bf16" not in built)
