@@ -183,8 +183,7 @@ def check_sinks(
         raise wrong_type(op, "sinks", sinks, "Tensor")
     if sinks.is_nested or sinks.layout is not torch.strided:
         raise not_dense(op, "sinks", sinks)
-    if sinks.dtype in (torch.float16, torch.bfloat16):
-        (sinks,) = autocast(sinks)  # float32 is valid for every query dtype, so it stays float32
+    sinks = autocast_bias(sinks)
     if sinks.dtype not in (query.dtype, torch.float32):
         raise wrong_dtype(
             f"{op}: sinks must be float32 or of query's dtype {name_of(query)}, "
@@ -214,6 +213,11 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(
         x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors
     )
+
+
+def autocast_bias(x: Tensor) -> Tensor:
+    """The same for what is added to scores: float32 is valid for every query, so it stays."""
+    return autocast(x)[0] if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def is_causal_bias(mask: Any) -> bool:

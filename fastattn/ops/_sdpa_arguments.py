@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastattn.checks import autocast, expands_to, name_of, not_dense, wrong_type
+from fastattn.checks import autocast_bias, expands_to, name_of, not_dense, wrong_type
 
 _NAME = "scaled_dot_product_attention"
 _FLAGS = ("is_causal", "enable_gqa", "return_lse", "need_weights", "average_weights")
@@ -133,8 +133,7 @@ def fold_mask(mask: Any, query: Tensor, k_len: int, folding: Folding) -> Tensor:
         raise wrong_type(_NAME, "attn_mask", mask, "Tensor")
     if mask.is_nested or mask.layout is not torch.strided:
         raise not_dense(_NAME, "attn_mask", mask)
-    if mask.dtype in (torch.float16, torch.bfloat16):
-        (mask,) = autocast(mask)  # float32 is valid for every query dtype, so it stays float32
+    mask = autocast_bias(mask)
     if mask.dtype not in (torch.bool, query.dtype, torch.float32):
         raise RuntimeError(
             f"{_NAME}: attn_mask must be bool, float32 or of query's dtype {name_of(query)}, "

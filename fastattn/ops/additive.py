@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastattn.autograd.additive import additive
 from fastattn.backends.primitives import AdditiveOptions
-from fastattn.checks import as_stored_mask, autocast, draw_seed, expands_to
+from fastattn.checks import as_stored_mask, autocast, autocast_bias, draw_seed, expands_to
 from fastattn.library import Operator
 
 __all__ = ["additive_attention"]
@@ -213,8 +213,8 @@ def _mask(attn_mask: Any, padding: Any, query: Tensor, key: Tensor, batched: boo
     if attn_mask is None:
         return None if padding is None else ~padding
     attn_mask = as_stored_mask(_NAME, attn_mask, query.device)
-    if isinstance(attn_mask, Tensor) and attn_mask.dtype in (torch.float16, torch.bfloat16):
-        (attn_mask,) = autocast(attn_mask)  # float32 is valid for every query, so it stays float32
+    if isinstance(attn_mask, Tensor):
+        attn_mask = autocast_bias(attn_mask)
     _check_mask("attn_mask", attn_mask, query, (torch.bool, query.dtype, torch.float32))
     scores = (query.shape[0], query.shape[1], key.shape[1])[0 if batched else 1 :]
     if not expands_to(attn_mask.shape, scores):

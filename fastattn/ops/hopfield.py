@@ -11,7 +11,7 @@ from torch import Tensor
 from fastattn.autograd.hopfield import hopfield_states
 from fastattn.autograd.memory_hops import share
 from fastattn.backends.primitives import HopfieldOptions
-from fastattn.checks import as_stored_mask, autocast, expands_to
+from fastattn.checks import as_stored_mask, autocast, autocast_bias, expands_to
 from fastattn.library import Operator
 from fastattn.ops import sdpa
 
@@ -180,19 +180,22 @@ def _prepared(
     for name, flag in (("need_weights", need_weights), ("need_steps", need_steps)):
         if not isinstance(flag, bool):
             raise TypeError(f"{_NAME}: {name} must be a bool, got {type(flag).__name__}")
+    check_dense(_NAME, state=state, stored=stored)
+    state, stored = autocast(state, stored)
     check_patterns(_NAME, state, stored)
     if projection is not None:
+        check_dense(_NAME, projection=projection)
+        (projection,) = autocast(projection)
         _check_projection(projection, stored)
     if mask is not None:
         mask = lifted_mask(_NAME, mask, state, stored)
     scale, factor = check_beta(_NAME, beta, state)
-    state, stored = autocast(state, stored)
     stored = share(lifted(stored))
     keys = None
     if factor is not None:
         keys = stored * factor.to(stored.dtype).reshape(1, -1, 1, 1)
     if projection is not None:
-        projection = share(lifted(autocast(projection)[0]))
+        projection = share(lifted(projection))
     return _Call(
         lifted(state),
         stored,
@@ -262,12 +265,15 @@ def _lowered(x: Tensor, rank: int) -> Tensor:
 # --- validation, shared with hopfield_energy ---------------------------------------------------
 
 
-def check_patterns(where: str, state: Any, stored: Any) -> None:
-    for name, x in (("state", state), ("stored", stored)):
+def check_dense(where: str, **given: Any) -> None:
+    for name, x in given.items():
         if not isinstance(x, Tensor):
             raise TypeError(f"{where}: {name} must be a Tensor, got {type(x).__name__}")
         if x.is_nested or x.layout is not torch.strided:
             raise TypeError(f"{where}: {name} must be a dense tensor, got {x.layout}")
+
+
+def check_patterns(where: str, state: Tensor, stored: Tensor) -> None:
     if state.dtype not in _DTYPES:
         raise TypeError(
             f"{where}: state must be float32, float64, bfloat16 or float16, got {state.dtype}"
@@ -314,10 +320,8 @@ def check_beta(where: str, beta: Any, state: Tensor) -> tuple[float, Tensor | No
 def lifted_mask(where: str, mask: Any, state: Tensor, stored: Tensor) -> Tensor:
     """The mask as [B|1, H|1, L|1, N|1]."""
     mask = as_stored_mask(where, mask, state.device)
-    if not isinstance(mask, Tensor):
-        raise TypeError(f"{where}: attn_mask must be a Tensor, got {type(mask).__name__}")
-    if mask.is_nested or mask.layout is not torch.strided:
-        raise TypeError(f"{where}: attn_mask must be a dense tensor, got {mask.layout}")
+    check_dense(where, attn_mask=mask)
+    mask = autocast_bias(mask)
     if mask.dtype not in (torch.bool, state.dtype, torch.float32):
         raise TypeError(
             f"{where}: attn_mask must be bool, of state's dtype {state.dtype} or float32, "
@@ -330,8 +334,6 @@ def lifted_mask(where: str, mask: Any, state: Tensor, stored: Tensor) -> Tensor:
         raise ValueError(
             f"{where}: attn_mask must be broadcastable to the scores {scores}, got {_of(mask)}"
         )
-    if mask.dtype in (torch.float16, torch.bfloat16):
-        (mask,) = autocast(mask)
     return lifted(mask[(None,) * (len(scores) - mask.ndim)])
 
 
@@ -352,11 +354,7 @@ def _check_options(steps_max: Any, eps: Any, stop: Any, grad: Any) -> None:
             raise ValueError(f"{_NAME}: {name} must be one of {', '.join(allowed)}, got {given!r}")
 
 
-def _check_projection(projection: Any, stored: Tensor) -> None:
-    if not isinstance(projection, Tensor):
-        raise TypeError(f"{_NAME}: projection must be a Tensor, got {type(projection).__name__}")
-    if projection.is_nested or projection.layout is not torch.strided:
-        raise TypeError(f"{_NAME}: projection must be a dense tensor, got {projection.layout}")
+def _check_projection(projection: Tensor, stored: Tensor) -> None:
     _check_like("projection", _NAME, projection, stored)
     if projection.shape[:-1] != stored.shape[:-1]:
         raise ValueError(

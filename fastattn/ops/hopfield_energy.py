@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastattn.ops.hopfield import check_beta, check_patterns, lifted, lifted_mask
+from fastattn.checks import autocast
+from fastattn.ops.hopfield import check_beta, check_dense, check_patterns, lifted, lifted_mask
 from fastattn.ops.sdpa import scaled_dot_product_attention
 
 __all__ = ["hopfield_energy"]
@@ -51,9 +52,11 @@ def hopfield_energy(
         >>> hopfield_energy(x, x, beta=100.0).round(decimals=2)
         tensor([0.0100, 0.0100])
     """
-    check_patterns(_NAME, state, stored)
+    check_dense(_NAME, state=state, stored=stored)
+    cast = autocast(state, stored)  # as the attention below casts them
+    check_patterns(_NAME, *cast)
     scale, factor = check_beta(_NAME, beta, state)
-    mask = None if attn_mask is None else lifted_mask(_NAME, attn_mask, state, stored)
+    mask = None if attn_mask is None else lifted_mask(_NAME, attn_mask, *cast)
     rank = state.ndim
     state, stored = lifted(state), lifted(stored)
     wide = torch.promote_types(state.dtype, torch.float32)

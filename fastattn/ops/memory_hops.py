@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastattn.autograd.memory_hops import hop_attention, share
 from fastattn.backends.primitives import MemoryHopOptions
-from fastattn.checks import autocast
+from fastattn.checks import autocast, autocast_bias
 from fastattn.library import Operator
 from fastattn.ops._memory_hops_plain import hop_plainly
 
@@ -141,6 +141,9 @@ def prepare(
     """Validate the arguments of :func:`memory_hop_attention`; return the operator and its own."""
     activation = "none" if activation is None else activation
     _check_options(hops, activation, normalize, scale, need_weights)
+    query, in_memory = _cast("query", query), _cast("in_memory", in_memory)
+    out_memory = None if out_memory is None else _cast("out_memory", out_memory)
+    hop_proj = None if hop_proj is None else _cast("hop_proj", hop_proj)
     _check_query(query)
     memories = hops + 1 if out_memory is None else hops
     _check_memory("in_memory", in_memory, query, memories, "hops + 1" if out_memory is None else "")
@@ -159,19 +162,13 @@ def prepare(
     if memory_bias is not None:
         memory_bias = _per_hop("memory_bias", memory_bias, query, hops, rows)
 
-    query, in_memory = autocast(query, in_memory)
     in_memory = share(in_memory)
-    if out_memory is not None:
-        out_memory = share(autocast(out_memory)[0])
-    if hop_proj is not None:
-        (hop_proj,) = autocast(hop_proj)
+    out_memory = None if out_memory is None else share(out_memory)
     if query.shape[-1] == 0:  # the score is the bias; one column of zeros keeps it so
         pad = torch.nn.functional.pad
         query, in_memory = pad(query, (0, 1)), pad(in_memory, (0, 1))
         out_memory = None if out_memory is None else pad(out_memory, (0, 1))
         hop_proj = None
-    if memory_bias is not None and memory_bias.dtype in (torch.float16, torch.bfloat16):
-        (memory_bias,) = autocast(memory_bias)
     options = MemoryHopOptions(hops, activation, normalize, float(scale), need_weights)
     tensors = (query, in_memory, out_memory, hop_proj, memory_mask, memory_bias)
     return hop_attention, (*tensors, options)
@@ -199,8 +196,13 @@ def _check_options(
         raise TypeError(f"{_NAME}: need_weights must be a bool, got {type(need_weights).__name__}")
 
 
+def _cast(name: str, x: Tensor) -> Tensor:
+    """Return a dense tensor as autocast casts it."""
+    _check_dense(name, x)
+    return autocast(x)[0]
+
+
 def _check_query(query: Tensor) -> None:
-    _check_dense("query", query)
     if query.dtype not in _DTYPES:
         raise TypeError(
             f"{_NAME}: query must be float32, float64, bfloat16 or float16, got {query.dtype}"
@@ -210,7 +212,6 @@ def _check_query(query: Tensor) -> None:
 
 
 def _check_memory(name: str, memory: Tensor, query: Tensor, hops: int, what: str = "") -> None:
-    _check_dense(name, memory)
     _check_like_query(name, memory, query)
     if memory.ndim not in (3, 4):
         raise ValueError(
@@ -235,7 +236,6 @@ def _check_memory(name: str, memory: Tensor, query: Tensor, hops: int, what: str
 
 
 def _check_projection(hop_proj: Tensor, query: Tensor, hops: int) -> None:
-    _check_dense("hop_proj", hop_proj)
     _check_like_query("hop_proj", hop_proj, query)
     width = query.shape[-1]
     square = hop_proj.ndim in (2, 3) and hop_proj.shape[-1] == hop_proj.shape[-2] == width
@@ -252,10 +252,13 @@ def _per_hop(name: str, x: Tensor, query: Tensor, hops: int, rows: int) -> Tenso
     if name == "memory_mask":
         if x.dtype != torch.bool:
             raise TypeError(f"{_NAME}: memory_mask must be bool, got {x.dtype}")
-    elif x.dtype not in (query.dtype, torch.float32) or not x.is_floating_point():
-        raise TypeError(
-            f"{_NAME}: memory_bias must be of query's dtype {query.dtype} or float32, got {x.dtype}"
-        )
+    else:
+        x = autocast_bias(x)
+        if x.dtype not in (query.dtype, torch.float32):
+            raise TypeError(
+                f"{_NAME}: memory_bias must be of query's dtype {query.dtype} or float32, "
+                f"got {x.dtype}"
+            )
     if x.device != query.device:
         raise ValueError(f"{_NAME}: {name} is on {x.device}, but query is on {query.device}")
     batch = tuple(query.shape[:-1])  # [B] or [B, Q]

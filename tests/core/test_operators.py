@@ -32,14 +32,7 @@ COMPILED = (
     *("sinusoidal-encoding", "sinusoidal-offset", "sinusoidal-positions"),
 )
 EXPORTED = ("encode-memory-tables", "hops-of-many-queries", "hopfield-unroll")
-# Whether the first input may already have the lower dtype.
-CAST = {
-    "sdpa-plain": True,
-    "varlen": True,
-    "additive": True,
-    "hops-plain": False,
-    "hopfield-unroll": False,
-}
+CAST = ("sdpa-plain", "varlen", "additive", "hops-plain", "hopfield-unroll")
 
 pytestmark = pytest.mark.filterwarnings("ignore::fastattn.FallbackWarning")
 
@@ -214,13 +207,12 @@ def test_exports(backend: str, name: str) -> None:
 # --- autocast --------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("first", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CAST)
-def test_autocast(backend: str, name: str) -> None:
+def test_autocast(backend: str, name: str, first: torch.dtype) -> None:
     """The results are those of bfloat16 tensors, the gradients have the dtypes of the inputs."""
     function, inputs = OPERATORS[name]()
-    dtypes = [torch.float32] * len(inputs)
-    if CAST[name]:
-        dtypes[0] = torch.bfloat16
+    dtypes = [first, *[torch.float32] * (len(inputs) - 1)]
     inputs = tuple(x.detach().to(t).requires_grad_() for x, t in zip(inputs, dtypes, strict=True))
     with torch.autocast("cpu", torch.bfloat16):
         out = tupled(function(*inputs))[0]
@@ -229,3 +221,20 @@ def test_autocast(backend: str, name: str) -> None:
         assert torch.equal(out, tupled(function(*(x.bfloat16() for x in inputs)))[0])
     gradients = torch.autograd.grad(out.float().sum(), inputs)
     assert [g.dtype for g in gradients] == dtypes
+
+
+@pytest.mark.parametrize(
+    "name", ["additive-everything", "hops-of-many-queries", "hopfield-projected", "hopfield-bias"]
+)
+def test_autocast_takes_any_float_below_float64(backend: str, name: str) -> None:
+    """Also for one tensor alone. Values of bfloat16 keep their bits in the other dtypes."""
+    function, inputs = OPERATORS[name]()
+    lower = [x.detach().bfloat16() for x in inputs]
+    expected = tupled(function(*lower))[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        for n, x in enumerate(lower):
+            for dtype in (torch.float32, torch.float16):
+                given = [*lower[:n], x.to(dtype), *lower[n + 1 :]]
+                assert torch.equal(tupled(function(*given))[0], expected), (n, dtype)
+        with pytest.raises(TypeError, match="dtype"):
+            function(lower[0].double(), *lower[1:])

@@ -337,6 +337,16 @@ def test_energy_by_hand(engine: Target) -> None:
     torch.testing.assert_close(hopfield_energy(state, stored, beta=0.5).item(), want)
 
 
+def test_energy_under_autocast_takes_dtypes_that_differ(engine: Target) -> None:
+    state, stored = (torch.arange(n).view(-1, 3) / 4 for n in (6.0, 15.0))
+    mask = torch.zeros(2, 5)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = hopfield_energy(state, stored, attn_mask=mask)
+        for lower in (torch.bfloat16, torch.float16):
+            found = hopfield_energy(state.to(lower), stored, attn_mask=mask.to(lower))
+            assert torch.equal(found, expected)
+
+
 def test_energy_of_what_is_seen(engine: Target, normal: Callable[..., Tensor]) -> None:
     stored = normal(2, 6, 4)
     state = normal(2, 3, 4)
