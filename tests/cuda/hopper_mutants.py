@@ -13,7 +13,8 @@ from fastattn.testing.varlen import VarlenCase
 # Forward alone. Between them: one head and groups, all kinds of tiles, each branch of the pipeline.
 NAMES = """tiles-64 width-64-64-full width-72-96-options width-136-192-causal width-256-256-causal
 group-3-bottom_right group-5-bottom_right-options tiles-that-see-nothing keys-1 keys-161-wide
-nan-after-64 nan-before-64 nan-masked-64 nan-rows-64 nan-after-128 layout-expanded_heads""".split()
+nan-after-64 nan-before-64 nan-masked-64 nan-rows-64 nan-after-128 layout-expanded_heads
+sinks""".split()
 BACKWARD_NAMES = [name for name in NAMES if name not in ("keys-1", "keys-161-wide")]
 EDGE = Case("edge", heads=2, q_len=50, k_len=290, head_dim=64, poison=True)
 CASES: list[Case | VarlenCase] = [
@@ -47,6 +48,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("Q is not waited for", FORWARD, "mbarrier_wait(&kernel.shared.q_full, q_ring.parity);", ""),
     ("Q of the first tile", FORWARD, "mbarrier_wait(&kernel.shared.q_full, q_ring.parity)", "mbarrier_wait(&kernel.shared.q_full, 0)"),
     ("Q is the same for all tiles", FORWARD, "q_ring.advance(); } finish", "} finish"),
+    ("the sink of another head", FORWARD, "sink_of(kernel.given, work.b, h)", "sink_of(kernel.given, work.b, work.h_kv)"),
     # what is released too early, or never
     ("K is released while it is read", FORWARD, "                                  b + Shape::KTile::columns_at(step), step > 0);\n      wgmma_commit();\n    }\n\n    // S is complete.\n    FASTATTN_DEVICE void end_scores(Scores& s) {\n      wgmma_arrived(s);\n      release(kernel.shared.k_empty + k_ring.stage);", "                                  b + Shape::KTile::columns_at(step), step > 0);\n      wgmma_commit();\n      release(kernel.shared.k_empty + k_ring.stage);\n    }\n\n    // S is complete.\n    FASTATTN_DEVICE void end_scores(Scores& s) {\n      wgmma_arrived(s);"),
     ("V is released while it is read", FORWARD, _STEP, "await_values(); if (j > 0) end_values(); wgmma_wait<1>();"),
@@ -108,7 +110,7 @@ MUTANTS: list[tuple[str, ...]] = [
     ("half of an exchange", "softmax.h", "for (int bit = 1; bit < 4; bit *= 2)", "for (int bit = 1; bit < 2; bit *= 2)"),
     ("an exchange the other way", "softmax.h", "const bool upper = (lane & bit) != 0;", "const bool upper = (lane & bit) == 0;"),
     ("a row that sees nothing is NaN", "softmax.h", "max_of_row(most) * unit_log2);\n      // In a row without a visible key so far, -inf - m must not be NaN.\n      const float from = most == minus_infinity() ? 0.0f : most;", "max_of_row(most) * unit_log2); const float from = most;"),
-    ("lse in bits", "softmax.h", "m[r] * kLn2 + log", "m[r] + log"),
+    ("lse in bits", "softmax.h", "m[r] * kLn2, l[r]", "m[r], l[r]"),
     # tiles
     ("the way back is one off", SHARED, "blocks - 1 - block : block", "blocks - block : block"),
     ("tiles begin with one that is not there", SHARED, "tiles - 1 - rest / heads", "tiles - rest / heads"),

@@ -6,6 +6,7 @@ random stalls and completions of its own.
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import replace
 from types import ModuleType
@@ -16,6 +17,7 @@ import torch
 from emulated import Emulated
 from fenced import run_fenced
 from new_option import assert_declined, assert_tensor_declined
+from torch import Tensor
 
 import fastattn
 from fastattn import dispatch, info
@@ -31,15 +33,14 @@ def _declined(case: Case) -> str | None:
     """The reason that the kernels must give against a case, None if they are to run it."""
     if max(case.head_dim, case.value_dim or 0) > 256:
         return "the kernels take up to 256"
-    if case.sinks is not None:
-        return "has no sinks"
     return None
 
 
 def _is_for_the_slow_run(n: int, case: Case) -> bool:
     """A second or more under the emulator, or every second one of the many pairs of lengths."""
     pairs = case.batch * case.heads * case.q_len * case.k_len
-    return case.slow or pairs > 300_000 or (case.name.startswith("lengths-") and n // 3 % 2 == 1)
+    many = pairs > (300_000 if case.sinks is None else 100_000)
+    return case.slow or many or (case.name.startswith("lengths-") and n // 3 % 2 == 1)
 
 
 WORK = [
@@ -179,6 +180,48 @@ def test_nan_reaches_only_the_queries_that_see_it(
     assert not found["out"][:, :, first:].isfinite().any()
     for name in ("out", "grad_query"):
         assert torch.equal(found[name][:, :, :128], clean[name][:, :, :128]), name
+
+
+# -- sinks ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize("is_hopper", [False, True], ids=["sm_80", "hopper"])
+def test_sinks_of_any_size(adapter: ModuleType, is_hopper: bool, dtype: torch.dtype) -> None:
+    """None, one that has all the weight, and one next to which a double loses the sum of a row."""
+    large = 1e7
+    sinks = torch.tensor([-math.inf, math.inf, 0.3, large], requires_grad=True)
+    draw = torch.Generator().manual_seed(2)
+    sizes = (2, 4, 6, 8), (2, 2, 9, 8), (2, 2, 9, 8)
+    tensors = [torch.randn(size, generator=draw).to(dtype) for size in sizes]
+    grad_out = torch.randn(sizes[0], generator=draw).to(dtype)
+    grad_lse = torch.randn(sizes[0][:3], generator=draw)
+    tensors[0][:, :, 3] = 0
+    mask = torch.zeros(6, 9)
+    mask[2], mask[3], mask[4, 3:] = -math.inf, large, -math.inf
+    grad_out[:, :, 2] = math.nan  # of rows that see no key
+
+    def run(backend: str) -> list[Tensor]:
+        leaves = [x.detach().requires_grad_() for x in (*tensors, sinks)]
+        with Emulated(adapter, 3).active(), fastattn.use_backend(backend):
+            out, lse = fastattn.scaled_dot_product_attention(
+                *leaves[:3], mask, sinks=leaves[3], enable_gqa=True, return_lse=True
+            )
+            grads = torch.autograd.grad((out, lse), leaves, (grad_out, grad_lse))
+        return [out.detach(), lse.detach(), *grads]
+
+    adapter._cuda.allow_hopper(is_hopper)
+    try:
+        found = run("cuda")
+    finally:
+        adapter._cuda.allow_hopper(False)
+    tolerance = 1e-5 if dtype is torch.float32 else 2e-2
+    for got, want in zip(found, run("reference"), strict=True):
+        torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+    out, lse, *_, grad_sinks = found
+    assert not out[:, 1].any()
+    assert torch.equal(lse[:, 2:, 2], sinks.detach()[2:].expand(2, 2))
+    assert grad_sinks[0] == 0
 
 
 # -- what is refused, and why ---------------------------------------------------------------------

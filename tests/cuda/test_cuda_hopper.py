@@ -157,6 +157,10 @@ def _cases() -> Iterator[Case]:
         hidden = replace(hidden, slow=d > 64)
         yield replace(hidden, name=f"nan-masked-{d}", mask="padding", mask_dims="bk")
         yield replace(hidden, name=f"nan-rows-{d}", mask="tril", q_len=100, dropout_p=0.5)
+    # A sink is of the head, which in a group is that of the row.
+    with_sinks = replace(base, heads=6, kv_heads=2, q_len=60, k_len=9, head_dim=64, sinks="bh")
+    yield replace(with_sinks, name="sinks", causal="bottom_right", grads=("out", "lse"))
+    yield replace(with_sinks, name="sinks-options", mask_dims="hqk", k_len=110, **every)
     # A delta that is computed again.
     for d, dv in ((64, 64), (72, 128), (136, 40), (200, 200)):
         delta = replace(base, head_dim=d, value_dim=dv, weights=1, grads=("out", "lse", "weights"))
@@ -170,7 +174,7 @@ def _cases() -> Iterator[Case]:
 
 
 OWN = tuple(_cases())
-CASES = [c for c in (*OWN, *TABLE) if max(c.head_dim, c.value_dim or 0) <= 256 and c.sinks is None]
+CASES = [c for c in (*OWN, *TABLE) if max(c.head_dim, c.value_dim or 0) <= 256]
 WORK = [
     pytest.param(case, DTYPES[n % 2], n, id=f"{case.name}-{_name(DTYPES[n % 2])}")
     for n, case in enumerate(CASES)
@@ -211,13 +215,13 @@ def _packed() -> Iterator[VarlenCase]:
     yield replace(
         base, name="full-192-128", head_dim=192, value_dim=128, window=(-1, -1), slow=True
     )
+    yield replace(base, name="sinks-64", sinks=True, after=(20, 2), kv_heads=1, heads=3)
     yield replace(base, name="causal-256", head_dim=256, after=(90, 2), heads=1, slow=True)
 
 
 PACKED = tuple(_packed())
-OTHERS = [c for c in VARLEN_CASES if not c.sinks]
-LONG = [c for c in OTHERS if sum(c.q_lengths) > 220 or sum(c.k_lengths or ()) > 1000]
-SHORT = [c for n, c in enumerate(OTHERS) if n % 6 == 1 and c not in LONG]
+LONG = [c for c in VARLEN_CASES if sum(c.q_lengths) > 220 or sum(c.k_lengths or ()) > 1000]
+SHORT = [c for n, c in enumerate(VARLEN_CASES) if n % 6 == 1 and c not in LONG]
 
 
 def _packed_faults(
@@ -252,7 +256,7 @@ def test_packed_sequences(
 def test_every_case_of_packed_sequences(adapter: ModuleType, dtype: torch.dtype) -> None:
     faults = [
         f"{case.name}: {fault}"
-        for n, case in enumerate((*PACKED, *OTHERS))
+        for n, case in enumerate((*PACKED, *VARLEN_CASES))
         for fault in _packed_faults(adapter, case, dtype, (n + DTYPES.index(dtype)) % 2 * n)
     ]
     assert not faults, "\n".join(faults)

@@ -71,6 +71,7 @@ OPERATORS = {
         ("warps add at once", "} } __syncthreads(); }", "} } }"),
         ("m of one warp", "m = fmaxf(m, stats[2 * (from", "m = (stats[2 * (from"),
         ("l as it is", "l += from[1] * shrink_to(from[0], m)", "l += from[1]"),
+        ("a sink of the sequence", "sink_of(p, b, h)", "sink_of(p, b, 0)"),
         ("a split too few", "(p.Lk + p.split_keys - 1) / p.split_keys", "p.Lk / p.split_keys"),
         ("splits as they are", "p.Dv + d] * shrink_to(stats[2 * s], most)", "p.Dv + d]"),
     ],
@@ -133,7 +134,14 @@ MUTANTS = [
     Mutant("rows go out too early", FORWARD, "__syncwarp();", ";"),
     Mutant("hidden values stay", FORWARD, "v_tile.template clear_rows", "if (0) v_tile.template clear_rows"),
     Mutant("flags are read too early", FORWARD, "but always 1\n __syncthreads();", "but always 1"),
-    Mutant("lse without the sum", "softmax.h", "unit) + log(static_cast<double>(l[r]))", "unit)"),
+    Mutant("lse without the sum", "softmax.h", "most + log(static_cast<double>(sum))", "most"),
+    Mutant("a small sink has no weight", "softmax.h", "1.0f / (l + less)", "1.0f / l"),
+    Mutant("a large sink leaves the sum", "softmax.h", "sum = l * less + 1.0f", "sum = l + 1.0f"),
+    Mutant("the sink of the first head", "scores.h", "p.sinks_stride[0] + h * p.sinks_stride[1]", "p.sinks_stride[0]"),
+    Mutant("the sink of the first batch entry", "scores.h", "b * p.sinks_stride[0] + h", "h", element="F32"),
+    Mutant("rows after the last sequence have a sink", "scores.h", "|| b >= p.B) return minus_infinity()", ") return minus_infinity()", table="varlen"),
+    Mutant("a row with a sink alone passes NaN", "sdpa_rows.h", "p.sinks != nullptr && sees_only_sink", "false && sees_only_sink"),
+    Mutant("an exact delta has no sink", "sdpa_rows.h", "- hi) - lo) * kLog2e) * delta", "- hi) - lo) * kLog2e) * 0.0f", element="F32"),
     Mutant("the greatest of two lanes", "softmax.h", "return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));", "return x;"),
     Mutant("the sum of two lanes", "softmax.h", "return x + __shfl_xor_sync(0xffffffffu, x, 2);", "return x;"),
     Mutant("inf - inf", "softmax.h", "most == minus_infinity() ? 0.0f : most; shrink[r] = exp2_approx((", "most; shrink[r] = exp2_approx(("),
@@ -173,7 +181,7 @@ MUTANTS = [
     Mutant("dropped pairs have no gradient", "sdpa_pairs.h", "weight * (-row.delta - row.rest)", "0.0f", sources=("sdpa_backward",)),
     Mutant("gradients of averaged weights", "sdpa_pairs.h", "g / static_cast<float>(p.Hq)", "g", sources=("sdpa_backward", "sdpa_weights"), element="F32"),
     Mutant("d lse has the wrong sign", "sdpa_rows.h", "-static_cast<float>(p.grad_lse", "static_cast<float>(p.grad_lse"),
-    Mutant("large scores lose their sum", "sdpa_rows.h", "fabs(lse) > kExact", "false"),
+    Mutant("large scores lose their sum", "sdpa_rows.h", "else if (fabs(lse) > kExact)", "else if (false)"),
     Mutant("weights of a block too few", WEIGHTS, "j0 >= visible_to_block.end", "j0 + kKeys >= visible_to_block.end"),
     Mutant("a sum of one row", WEIGHTS, "sums_rows ? kQueries : r + 1", "r + 1"),
     Mutant("splits keep their own maximum", "memory_hops_stream.h", "shrink_to(partial_of(hops, n)[width], m)", "shrink_to(m, m)", table="memory_hops"),
@@ -214,7 +222,7 @@ window-narrow-long mask-finfo-min mask-float-qk mask-float-k mask-float-one layo
 dropout-long results-1-out-lse-weights-mask gqa-decode lengths-128x129-upper_left
 lengths-64x300-upper_left window-1000-1000-40x130-bottom_right head_dim-256 head_dim-7-value-200
 mask-nan-queries window-3-5-130x40-bottom_right results-2-out-lse-weights
-decode-1x63-group-8-head_dim-129-value-136""".split()
+decode-1x63-group-8-head_dim-129-value-136 sinks-40x1 sinks-bh sinks-nan-queries""".split()
 TOO_LONG = ("long", "queries=70-rows=300-width=33-steps=2-bias=LN")
 NARROW = Case("window-dropout", q_len=100, k_len=200, window=(20, 5), dropout_p=0.3)
 

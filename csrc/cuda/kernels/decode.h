@@ -278,22 +278,20 @@ __global__ void __launch_bounds__(kMergeThreads)
   most = max_of_warp(most);
   float l = 0.0f;
   for (int s = 0; s < count; ++s) l += stats[2 * s + 1] * shrink_to(stats[2 * s], most);
-  const float inverse = l == 0.0f ? 0.0f : 1.0f / l;
+  const RowTotal total = total_of_row(most, l, sink_of(p, b, h));
   auto* out = static_cast<Storage*>(p.out.data) + b * p.out.stride[0] + h * p.out.stride[1] +
               i * p.out.stride[2];
   for (int d = lane; d < p.Dv; d += 32) {
     float x = 0.0f;
     for (int s = 0; s < count; ++s)
       x += p.part_sums[(part + s) * p.Dv + d] * shrink_to(stats[2 * s], most);
-    x *= inverse;
+    x *= total.factor;
     if constexpr (sizeof(Storage) == 2)
       out[d * p.out.stride[3]] = static_cast<Storage>(T::pack(x, 0.0f));
     else
       out[d * p.out.stride[3]] = x;
   }
-  if (lane == 0)
-    p.lse[row] =
-        l == 0.0f ? static_cast<double>(minus_infinity()) : most + log(static_cast<double>(l));
+  if (lane == 0) p.lse[row] = total.lse();
 }
 
 // Appends the new keys and values to those of each sequence. One warp per row of both.

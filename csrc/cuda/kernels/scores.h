@@ -37,6 +37,13 @@ FASTATTN_DEVICE Range queries_of_keys(const AttentionArguments& p, int first, in
           clamp_int(int64_t(last) - p.window_begin, 0, lq)};
 }
 
+// The sink of a head: the score of one more key, whose value is 0. -inf if there is none, as for the
+// rows after the last sequence.
+FASTATTN_DEVICE float sink_of(const AttentionArguments& p, int b, int h) {
+  if (p.sinks == nullptr || b >= p.B) return minus_infinity();
+  return static_cast<const float*>(p.sinks)[b * p.sinks_stride[0] + h * p.sinks_stride[1]];
+}
+
 struct Score {
   float value;  // -inf if the pair is excluded
   float slope;  // its derivative by scale * q . k: 1 without softcap, 0 if excluded

@@ -241,21 +241,21 @@ struct AttentionForward {
     const bool aligned = !kGeneral || p.aligned;
     const auto out = head_of<Storage>(p.out, b, h, p.q_row, p.Dv, aligned);
     double* lse = p.lse + stats_row(p, b, h, 0);
+    const float sink = sink_of(p, b, h);
     FASTATTN_UNROLL
     for (int t = 0; t < kRowTiles; ++t) {
       softmax[t].finish();
       FASTATTN_UNROLL
       for (int r = 0; r < 2; ++r) {
-        const float inverse = softmax[t].inverse_sum(r);
+        const RowTotal total = softmax[t].total(r, kGeneral ? 1.0f : p.scale_float, sink);
         FASTATTN_UNROLL
         for (int n = 0; n < kValueTiles; ++n) {
           const float* x = o[t] + 4 * n + 2 * r;
-          q_tile.store_pair(row_of(t, r), column0 + column_of(n, 0), x[0] * inverse,
-                            x[1] * inverse);
+          q_tile.store_pair(row_of(t, r), column0 + column_of(n, 0), x[0] * total.factor,
+                            x[1] * total.factor);
         }
         const int i = i0 + row_of(t, r);
-        if (threadIdx.x % 4 == 0 && column0 == 0 && i < last_row)
-          lse[i] = softmax[t].log_sum(r, kGeneral ? 1.0f : p.scale_float);
+        if (threadIdx.x % 4 == 0 && column0 == 0 && i < last_row) lse[i] = total.lse();
       }
     }
     constexpr int kRows =

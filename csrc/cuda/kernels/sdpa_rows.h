@@ -2,6 +2,7 @@
 // = dO . O and rest = -d lse of every query, one warp per query.
 #pragma once
 #include "sdpa_pairs.h"
+#include "softmax.h"
 
 namespace fastattn {
 namespace cuda {
@@ -20,8 +21,24 @@ FASTATTN_DEVICE float max_of_warp(float x) {
   return x;
 }
 
-// The maximum score of query i, and the logarithm of the sum of exp(s - hi). Used for a row whose
-// scores are so large that their log-sum-exp has lost that sum, even in double. Rare and slow.
+// Whether the sink of query i has all the weight: no key is visible, or the sink is inf. Called by
+// one warp. The mask is read only if lse leaves a doubt.
+FASTATTN_DEVICE bool sees_only_sink(const AttentionArguments& p, int b, int h, int i, double lse) {
+  const double sink = sink_of(p, b, h);
+  if (lse == sink && sink == -static_cast<double>(minus_infinity())) return true;
+  const Range visible = visible_keys(p, i);
+  if (visible.begin >= visible.end) return true;
+  if (p.mask.data == nullptr || lse - sink > 1e-6 * fabs(sink)) return false;
+  const Options options(p, b, h);
+  bool seen = false;
+  for (int j = visible.begin + (static_cast<int>(threadIdx.x) & 31); j < visible.end; j += 32)
+    seen |= options.mask(i, j) != minus_infinity();
+  return max_of_warp(seen ? 1.0f : 0.0f) == 0.0f;
+}
+
+// The maximum score of query i, and the logarithm of the sum of exp(s - hi), the sink included. Used
+// for a row whose scores are so large that their log-sum-exp has lost that sum, even in double. Rare
+// and slow.
 template <class T>
 FASTATTN_DEVICE void exact_stats(const AttentionArguments& p, int b, int h, int i, float& hi,
                                  float& lo) {
@@ -39,11 +56,13 @@ FASTATTN_DEVICE void exact_stats(const AttentionArguments& p, int b, int h, int 
   };
   float most = minus_infinity();
   for (int j = visible.begin + lane; j < visible.end; j += 32) most = fmaxf(most, score(j));
-  hi = max_of_warp(most);
+  most = max_of_warp(most);
   float sum = 0.0f;
   for (int j = visible.begin + lane; j < visible.end; j += 32)
-    sum += exp2_approx((score(j) - hi) * kLog2e);
-  lo = logf(sum_of_warp(sum));
+    sum += exp2_approx((score(j) - most) * kLog2e);
+  const RowTotal total = total_of_row(most, sum_of_warp(sum), sink_of(p, b, h));
+  hi = static_cast<float>(total.most);
+  lo = logf(total.sum);
 }
 
 template <class T>
@@ -63,17 +82,25 @@ __global__ void __launch_bounds__(kRowsThreads)
     delta += element_at<T>(p.grad_out.data, g + d * p.grad_out.stride[3]) *
              element_at<T>(p.out.data, o + d * p.out.stride[3]);
   delta = sum_of_warp(delta);
-  const float rest = p.grad_lse == nullptr ? 0.0f : -static_cast<float>(p.grad_lse[row]);
+  float rest = p.grad_lse == nullptr ? 0.0f : -static_cast<float>(p.grad_lse[row]);
 
   const double lse = p.lse[row];
+  const float infinity = float_of_bits(0x7f800000u);
   float hi = static_cast<float>(lse), lo = 0.0f;
-  if (lse == static_cast<double>(minus_infinity()))
-    hi = float_of_bits(0x7f800000u);
-  else if (fabs(lse) > kExact) {
-    enter_row(p, b, i);
+  if (p.sinks != nullptr || fabs(lse) > kExact) enter_row(p, b, i);
+  if (lse == static_cast<double>(minus_infinity())) {
+    hi = infinity, delta = rest = 0.0f;
+  } else if (p.sinks != nullptr && sees_only_sink(p, b, h, i, lse)) {
+    hi = infinity, delta = 0.0f;
+  } else if (fabs(lse) > kExact) {
     exact_stats<T>(p, b, h, i, hi, lo);
-  } else
+  } else {
     lo = static_cast<float>(lse - hi);
+  }
+  // The kernel of dQ adds the terms of the keys to an exact delta. This is the term of the sink,
+  // whose dP is 0.
+  if (p.sinks != nullptr && p.exact_delta && hi != infinity)
+    rest -= exp2_approx(((sink_of(p, b, h) - hi) - lo) * kLog2e) * delta;
   if (lane == 0) {
     float* stats = p.row_stats + 4 * row;
     stats[0] = hi;

@@ -31,6 +31,26 @@ FASTATTN_DEVICE void exchange_in_fours(uint32_t (&x)[4], int lane) {
   }
 }
 
+// What the sums of a row give: its log-sum-exp, and the factor of its O. The logarithm is left to
+// the end, because O needs the registers.
+struct RowTotal {
+  double most;
+  float sum, factor;
+  FASTATTN_DEVICE double lse() const { return most + log(static_cast<double>(sum)); }
+};
+
+// Of the maximum score m and the sum l of exp(s - m) over all keys. The sink joins here, and not as
+// the state before the first key: so it costs the loop nothing, and the lse of a row without
+// visible keys is exactly the sink.
+FASTATTN_DEVICE RowTotal total_of_row(double m, float l, float sink) {
+  if (sink == minus_infinity()) return {m, l, l == 0.0f ? 0.0f : 1.0f / l};
+  const double above = m - sink;
+  const float less = exp2_approx(-fabsf(static_cast<float>(above)) * kLog2e);
+  if (above > 0) return {m, l + less, 1.0f / (l + less)};
+  const float sum = l * less + 1.0f;
+  return {sink, sum, less / sum};
+}
+
 struct OnlineSoftmax {
   float m[2];  // the maximum score so far
   float l[2];  // the sum of exp(s - m) over this thread's columns
@@ -74,13 +94,10 @@ struct OnlineSoftmax {
     l[1] = sum_of_row(l[1]);
   }
 
-  FASTATTN_DEVICE float inverse_sum(int r) const { return l[r] == 0.0f ? 0.0f : 1.0f / l[r]; }
-
   // `unit` is the one passed to `update`. Otherwise the weights recomputed by the backward pass
   // would not sum to 1.
-  FASTATTN_DEVICE double log_sum(int r, float unit) const {
-    return l[r] == 0.0f ? static_cast<double>(minus_infinity())
-                        : m[r] * static_cast<double>(unit) + log(static_cast<double>(l[r]));
+  FASTATTN_DEVICE RowTotal total(int r, float unit, float sink) const {
+    return total_of_row(m[r] * static_cast<double>(unit), l[r], sink);
   }
 };
 
@@ -114,10 +131,9 @@ struct ScaledSoftmax : OnlineSoftmax {
     }
   }
 
-  FASTATTN_DEVICE double log_sum(int r, float) const {
+  FASTATTN_DEVICE RowTotal total(int r, float, float sink) const {
     constexpr double kLn2 = 0.69314718055994531;
-    return l[r] == 0.0f ? static_cast<double>(minus_infinity())
-                        : m[r] * kLn2 + log(static_cast<double>(l[r]));
+    return total_of_row(m[r] * kLn2, l[r], sink);
   }
 };
 

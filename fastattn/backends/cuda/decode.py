@@ -58,6 +58,7 @@ def decode_attention(
     block_table: Tensor | None = None,  # [B, P] int32
     cache_batch_idx: Tensor | None = None,  # [B] int64
     alibi_slopes: Tensor | None = None,  # [B|1, Hq]
+    sinks: Tensor | None = None,  # [1, Hq]
     *,
     options: DecodeOptions,
 ) -> tuple[Tensor, Tensor]:
@@ -80,7 +81,7 @@ def decode_attention(
             stream,
             (batch, heads, kv_heads, queries, capacity, query.shape[3], value_width),
             options,
-            {"query": operand(query), **biases(None, alibi_slopes, (batch, heads))},
+            {"query": operand(query), **biases(None, alibi_slopes, sinks, (batch, heads))},
             cache,
             {
                 "out": operand(out),

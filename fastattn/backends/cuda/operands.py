@@ -20,16 +20,20 @@ MASK_DTYPES = {**DTYPES, torch.bool: 4}
 
 
 def biases(
-    attn_mask: Tensor | None, alibi_slopes: Tensor | None, shape: tuple[int, ...]
+    attn_mask: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    shape: tuple[int, ...],
 ) -> dict[str, Any]:
-    """A mask, expanded to [B, Hq, Lq, Lk], and slopes, expanded to [B, Hq], as named operands."""
-    alibi = (0, (0, 0)) if alibi_slopes is None else operand(alibi_slopes.expand(shape[:2]))
-    return {
-        "mask": None if attn_mask is None else operand(attn_mask.expand(shape)),
-        "mask_dtype": 0 if attn_mask is None else MASK_DTYPES[attn_mask.dtype],
-        "alibi": alibi[0],
-        "alibi_stride": alibi[1],
-    }
+    """A mask as [B, Hq, Lq, Lk], slopes and sinks as [B, Hq]: the named operands of a call."""
+    operands: dict[str, Any] = {}
+    if attn_mask is not None:
+        operands["mask"] = operand(attn_mask.expand(shape))
+        operands["mask_dtype"] = MASK_DTYPES[attn_mask.dtype]
+    for name, of_heads in (("alibi", alibi_slopes), ("sinks", sinks)):
+        if of_heads is not None:
+            operands[name], operands[f"{name}_stride"] = operand(of_heads.expand(shape[:2]))
+    return operands
 
 
 def why_not_dtype(dtype: torch.dtype) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -57,6 +58,7 @@ def scaled_dot_product_attention(
     attn_mask: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     seed: Tensor | None = None,
+    sinks: Tensor | None = None,  # [B|1, Hq]
     *,
     options: AttentionOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -78,7 +80,7 @@ def scaled_dot_product_attention(
             stream,
             _sizes(query, key, value),
             options,
-            _operands(query, key, value, out, lse, attn_mask, alibi_slopes, seed),
+            _operands(query, key, value, out, lse, attn_mask, alibi_slopes, seed, sinks),
             weights,
         )
     return out, lse, applied[:, 0] if options.weights == 2 else applied
@@ -96,10 +98,11 @@ def scaled_dot_product_attention_backward(
     seed: Tensor | None,
     out: Tensor,
     lse: Tensor,
+    sinks: Tensor | None = None,
     *,
     options: AttentionBackwardOptions,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the gradients of query, key, value and the mask, see ``docs/design.md``."""
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of query, key, value, the mask, and of sinks if there are any."""
     if grad_out is None:
         grad_out = torch.zeros_like(out)
     if grad_lse is not None:
@@ -120,7 +123,7 @@ def scaled_dot_product_attention_backward(
             stream,
             _sizes(query, key, value),
             options,
-            _operands(query, key, value, out, lse, attn_mask, alibi_slopes, seed),
+            _operands(query, key, value, out, lse, attn_mask, alibi_slopes, seed, sinks),
             {
                 "grad_out": operand(grad_out),
                 "grad_lse": address(grad_lse),
@@ -134,7 +137,23 @@ def scaled_dot_product_attention_backward(
         )
     if grad_mask is not None and attn_mask is not None:
         grad_mask = grad_mask.to(attn_mask.dtype)
-    return grad_query, grad_key, grad_value, grad_mask
+    if sinks is None:
+        return grad_query, grad_key, grad_value, grad_mask
+    return grad_query, grad_key, grad_value, grad_mask, grad_of_sinks(sinks, lse, stats)
+
+
+def grad_of_sinks(sinks: Tensor, lse: Tensor, stats: Tensor) -> Tensor:
+    """Return the gradient of sinks [B|1, Hq] from lse [B, Hq, Lq] and stats [B, Hq, Lq, 4].
+
+    The sum of e^(sink - lse) (dlse - delta) over the rows; ``stats`` are those after the backward.
+    """
+    sink = sinks.to(torch.float64)[..., None]
+    high, low, delta, rest = stats.to(torch.float64).unbind(-1)
+    # Rows that see no key have high = inf and, without the rows after the last sequence, the
+    # weight 1. A sink of -inf is none, and its rows have the weight 0 whatever is in them.
+    weight = torch.where(high == math.inf, (lse == sink).double(), (sink - high - low).exp())
+    shares = torch.where(sink == -math.inf, 0.0, -weight * (delta + rest))
+    return shares.sum(-1).sum_to_size(sinks.shape).to(sinks.dtype)
 
 
 def _sizes(query: Tensor, key: Tensor, value: Tensor) -> tuple[int, ...]:
@@ -157,6 +176,7 @@ def _operands(
     attn_mask: Tensor | None,
     alibi_slopes: Tensor | None,
     seed: Tensor | None,
+    sinks: Tensor | None,
 ) -> dict[str, Any]:
     return {
         "query": operand(query),
@@ -164,7 +184,7 @@ def _operands(
         "value": operand(value),
         "out": operand(out),
         "lse": lse.data_ptr(),
-        **biases(attn_mask, alibi_slopes, (*query.shape[:3], key.shape[2])),
+        **biases(attn_mask, alibi_slopes, sinks, (*query.shape[:3], key.shape[2])),
         "seed": address(seed),
         "tf32": allows_tf32(),
         "q_starts": 0,

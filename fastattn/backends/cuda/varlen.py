@@ -42,6 +42,7 @@ def varlen_attention(
     cu_seqlens_k: Tensor,  # [B + 1] int64
     alibi_slopes: Tensor | None = None,  # [B|1, Hq]
     seed: Tensor | None = None,
+    sinks: Tensor | None = None,  # [1, Hq]
     *,
     options: VarlenOptions,
 ) -> tuple[Tensor, Tensor]:
@@ -56,7 +57,7 @@ def varlen_attention(
             stream,
             _sizes(query, key, value, cu_seqlens_q),
             options,
-            _operands(query, key, value, out, lse, starts, alibi_slopes, seed),
+            _operands(query, key, value, out, lse, starts, alibi_slopes, seed, sinks),
             None,
         )
     return out, lse
@@ -74,10 +75,11 @@ def varlen_attention_backward(
     seed: Tensor | None,
     out: Tensor,
     lse: Tensor,
+    sinks: Tensor | None = None,
     *,
     options: VarlenOptions,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value, see ``docs/design.md``."""
+) -> tuple[Tensor, ...]:
+    """Return the gradients of query, key, value, and of sinks if there are any."""
     if grad_out is None:
         grad_out = torch.zeros_like(out)
     if grad_lse is not None:
@@ -91,7 +93,7 @@ def varlen_attention_backward(
             stream,
             _sizes(query, key, value, cu_seqlens_q),
             options,
-            _operands(query, key, value, out, lse, starts, alibi_slopes, seed),
+            _operands(query, key, value, out, lse, starts, alibi_slopes, seed, sinks),
             {
                 "grad_out": packed_operand(grad_out),
                 "grad_lse": address(grad_lse),
@@ -103,7 +105,9 @@ def varlen_attention_backward(
                 "row_stats": stats.data_ptr(),
             },
         )
-    return grads[0], grads[1], grads[2]
+    if sinks is None:
+        return grads
+    return *grads, sdpa.grad_of_sinks(sinks, lse[None], stats[None])
 
 
 def _sizes(query: Tensor, key: Tensor, value: Tensor, starts: Tensor) -> tuple[int, ...]:
@@ -121,6 +125,7 @@ def _operands(
     starts: tuple[Tensor, Tensor],
     alibi_slopes: Tensor | None,
     seed: Tensor | None,
+    sinks: Tensor | None,
 ) -> dict[str, Any]:
     return {
         "query": packed_operand(query),
@@ -128,7 +133,7 @@ def _operands(
         "value": packed_operand(value),
         "out": packed_operand(out),
         "lse": lse.data_ptr(),
-        **biases(None, alibi_slopes, (starts[0].shape[0] - 1, query.shape[1])),
+        **biases(None, alibi_slopes, sinks, (starts[0].shape[0] - 1, query.shape[1])),
         "seed": address(seed),
         "tf32": allows_tf32(),
         "q_starts": starts[0].data_ptr(),

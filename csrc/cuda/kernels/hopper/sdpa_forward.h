@@ -386,10 +386,10 @@ struct HopperForward {
       for (int r = 0; r < 2; ++r) {
         const bool there = i[r] < work.last_query;
         const int h = head(work, r);
-        hopper::store_row<T, Shape::kV>(o + 2 * r, softmax.inverse_sum(r), work.p.out, work.b, h,
+        const RowTotal total = softmax.total(r, unit, sink_of(kernel.given, work.b, h));
+        hopper::store_row<T, Shape::kV>(o + 2 * r, total.factor, work.p.out, work.b, h,
                                         work.p.q_row + int64_t(i[r]), work.p.Dv, there);
-        if (there && (lane & 3) == 0)
-          work.p.lse[stats_row(work.p, work.b, h, i[r])] = softmax.log_sum(r, unit);
+        if (there && (lane & 3) == 0) work.p.lse[stats_row(work.p, work.b, h, i[r])] = total.lse();
       }
     }
   };
