@@ -266,6 +266,28 @@ def test_sinks_take_part_in_the_softmax(kind: str) -> None:
     )
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_infinite_sinks_of_queries(packed: bool) -> None:
+    """-inf is none, and inf leaves the keys no weight: as the sinks of heads."""
+    leaves = [torch.randn(2, 4, 8, 8, dtype=torch.float64, requires_grad=True) for _ in "qkv"]
+    of_heads = torch.tensor([torch.inf, -torch.inf, 0.5, 1.0], dtype=torch.float64)
+    of_queries = torch.full((2, 4, 8, 2), -torch.inf, dtype=torch.float64)
+    of_queries[..., 0] = of_heads.view(4, 1)
+    of_queries[:, 0, :, 1] = 1.0
+    of_queries.requires_grad_()
+    rule = _packed(hf.causal_mask_function) if packed else hf.causal_mask_function
+    mask = attention_mask(2, 8, 8, mask_function=rule)
+    results = []
+    for sinks in ({"s_aux": of_heads}, {"sinks": of_queries}):
+        out, _ = attention_forward(nn.Module(), *leaves, mask, **sinks)
+        results.append((out, *torch.autograd.grad(out.sin().sum(), leaves, retain_graph=True)))
+    for got, want in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(got, want)
+    (grad,) = torch.autograd.grad(out.sum(), of_queries)
+    assert grad.isfinite().all()
+    assert not grad[:, :2].any()
+
+
 @pytest.mark.parametrize("kind", ["s_aux", "sinks"])
 def test_packed_sequences_with_sinks(kind: str) -> None:
     query, key, value = torch.randn(3, 2, 4, 8, 8, dtype=torch.float64)

@@ -121,7 +121,7 @@ def attention_forward(
         wide = torch.promote_types(query.dtype, torch.float32)
         call = replace(call, sinks=s_aux.to(wide))
     elif sinks is not None:
-        call = replace(call, row_sinks=sinks.logsumexp(-1))
+        call = replace(call, row_sinks=_joined(sinks))
 
     starts = None
     if isinstance(attention_mask, StructuredMask):
@@ -321,11 +321,23 @@ def _attend_packed(call: _Call, visible: _Visible, q_starts: Tensor, k_starts: T
 def _with_row_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """Add a sink to each row of [..., L, Dv]; return out, and the share of the keys [..., L].
 
-    The operators have a sink per head. A sink is a state with the value 0.
+    The operators have a sink per head. A sink is a state with the value 0, and one of inf leaves
+    the keys no weight.
     """
-    nothing = out.new_zeros(1).expand_as(out)
-    out, total = merge_states(out, lse, nothing, sinks.to(lse.dtype).contiguous())
-    return out, torch.where(lse == -torch.inf, 0.0, torch.exp(lse - total))
+    nothing, all_sink = out.new_zeros(1).expand_as(out), sinks == torch.inf
+    finite = torch.where(all_sink, 0.0, sinks.to(lse.dtype))
+    out, total = merge_states(out, lse, nothing, finite.contiguous())
+    no_keys = all_sink | (lse == -torch.inf)
+    share = torch.where(no_keys, 0.0, torch.exp(lse - total))
+    return torch.where(all_sink[..., None], 0.0, out), share
+
+
+def _joined(sinks: Tensor) -> Tensor:
+    """The log-sum-exp of [..., n]. An infinite one passes no gradient: PyTorch's would be NaN."""
+    total = sinks.detach().logsumexp(-1)
+    infinite = total.isinf()
+    finite = torch.where(infinite[..., None], 0.0, sinks).logsumexp(-1)
+    return torch.where(infinite, total, finite)
 
 
 def _unpacked(call: _Call, visible: _Visible, q_starts: Tensor, k_starts: Tensor) -> _Visible:
