@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import functools
 import importlib
-import re
-from types import TracebackType
 from typing import Any
 
-__all__ = ["OLDEST", "RANGE", "Registration", "register"]
+from fastattn.integrations._registration import Registration, check_version
+
+__all__ = ["Registration", "register"]
 
 # The supported versions; the extra in pyproject.toml says the same.
 OLDEST, BELOW = (5, 0), (6, 0)
-RANGE = f">={OLDEST[0]}.{OLDEST[1]},<{BELOW[0]}"
 _OVERRIDABLE = ("sdpa",)
-_EXTRA = f"pip install 'fastattn[transformers]' installs a version in the range {RANGE}"
 
 _ABSENT = object()
 
@@ -50,39 +48,6 @@ def register(override: str | None = None) -> Registration:
     return Registration(
         _registries(), ("fastattn",) if override is None else ("fastattn", override)
     )
-
-
-class Registration:
-    """The names that one call of :func:`register` serves. Usable as a context manager.
-
-    Registrations may be undone in any order, each any number of times: a name is served until the
-    last registration that serves it is undone. A function that other code has registered under
-    the name in the meantime stays.
-    """
-
-    def __init__(self, registries: _Registries, names: tuple[str, ...]) -> None:
-        self._registries = registries
-        self._names: tuple[str, ...] = ()
-        for name in names:
-            registries.serve(name)
-            self._names += (name,)
-
-    def undo(self) -> None:
-        """Restore what was registered before. A second call does nothing."""
-        names, self._names = self._names, ()
-        for name in names:
-            self._registries.release(name)
-
-    def __enter__(self) -> Registration:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.undo()
 
 
 class _Registries:
@@ -126,20 +91,5 @@ def _entries(interface: Any) -> dict[str, Any]:
 
 @functools.cache
 def _registries() -> _Registries:
-    _check_version()
+    check_version("transformers", OLDEST, BELOW)
     return _Registries()
-
-
-def _check_version() -> None:
-    try:
-        version = importlib.import_module("transformers").__version__
-    except ImportError as error:
-        raise ImportError(
-            f"fastattn.integrations.transformers needs transformers{RANGE}: {error}. {_EXTRA}"
-        ) from error
-    number = re.match(r"(\d+)\.(\d+)", version)
-    if number is None or not OLDEST <= (int(number[1]), int(number[2])) < BELOW:
-        raise ImportError(
-            f"fastattn.integrations.transformers needs transformers{RANGE}, "
-            f"but transformers {version} is installed. {_EXTRA}"
-        )

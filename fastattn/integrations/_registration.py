@@ -1,0 +1,65 @@
+"""What the integrations share: names that are served until they are undone, and version checks."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from types import TracebackType
+from typing import Protocol
+
+__all__ = ["Registration", "Registry", "check_version"]
+
+
+class Registry(Protocol):
+    """The registry of another library: it serves a name from the first call on to the last."""
+
+    def serve(self, name: str) -> None: ...
+
+    def release(self, name: str) -> None: ...
+
+
+class Registration:
+    """The names that one call of ``register`` serves. Usable as a context manager.
+
+    Registrations may be undone in any order, each any number of times: a name is served until the
+    last registration that serves it is undone. A function that other code has registered under
+    the name in the meantime stays.
+    """
+
+    def __init__(self, registry: Registry, names: tuple[str, ...]) -> None:
+        self._registry = registry
+        self._names: tuple[str, ...] = ()
+        for name in names:
+            registry.serve(name)
+            self._names += (name,)
+
+    def undo(self) -> None:
+        """Restore what was registered before. A second call does nothing."""
+        names, self._names = self._names, ()
+        for name in names:
+            self._registry.release(name)
+
+    def __enter__(self) -> Registration:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.undo()
+
+
+def check_version(library: str, oldest: tuple[int, int], below: tuple[int, int]) -> None:
+    """Raise an ImportError that names the extra if a library is missing or out of its range."""
+    allowed = f">={oldest[0]}.{oldest[1]},<{below[0]}"
+    extra = f"pip install 'fastattn[{library}]' installs a version in the range {allowed}"
+    needs = f"fastattn.integrations.{library} needs {library}{allowed}"
+    try:
+        version = importlib.import_module(library).__version__
+    except ImportError as error:
+        raise ImportError(f"{needs}: {error}. {extra}") from error
+    number = re.match(r"(\d+)\.(\d+)", version)
+    if number is None or not oldest <= (int(number[1]), int(number[2])) < below:
+        raise ImportError(f"{needs}, but {library} {version} is installed. {extra}")
