@@ -27,9 +27,10 @@ export FASTATTN_CUDA ?= 0
 # What the two commands promise is the native core: without it they fail, they do not fall back.
 export FASTATTN_REQUIRE_NATIVE := 1
 
-# The tests in these folders, and those with the marker, run no kernel of the CPU: once is enough.
+# The tests in these folders, and those with the marker, run no kernel of the CPU, or only those that
+# other tests run too: once is enough.
 WITH_KERNELS := not slow and not without_kernels
-WITHOUT_KERNELS := $(addprefix --ignore=$(abspath tests)/,bench cuda packaging triton)
+WITHOUT_KERNELS := $(addprefix --ignore=$(abspath tests)/,bench cuda models packaging triton)
 
 # Folders too, so that a file taken away also counts as a change.
 NATIVE_SOURCES := setup.py $(shell find csrc)
@@ -44,7 +45,7 @@ help: ## say what there is to make
 bench: $(VENV)/.stamp-native-here ## compare the drop-in with PyTorch on this machine: table, picture, JSON; < 5 minutes
 	$(BIN)/python -m fastattn bench run --preset dropin --time-budget 120 --out bench-results $(ARGS)
 
-test: build $(VENV)/.stamp-test ## run all tests but the slow ones; < 15 minutes on two cores
+test: build $(VENV)/.stamp-test $(VENV)/.stamp-models ## run all tests but the slow ones; < 15 minutes on two cores
 	$(PYTEST) -m "not slow" $(ARGS)
 
 # Hours. Each part is a target of its own, so that one that failed can be run again alone.
@@ -142,6 +143,12 @@ $(VENV)/.stamp-native-here: $(NATIVE_SOURCES) $(VENV)/.stamp-packages
 
 $(VENV)/.stamp-test: pyproject.toml | $(VENV)/.stamp-native
 	$(PIP) install --quiet --no-build-isolation --editable '.[test]'
+	touch $@
+
+# In a folder that only tests/models imports from, and without what they depend on: see that file.
+$(VENV)/.stamp-models: tests/models/requirements.txt | $(VENV)/.stamp-venv
+	rm -rf $(VENV)/models
+	$(PIP) install --quiet --no-deps --target $(VENV)/models --requirement $<
 	touch $@
 
 $(VENV)/.stamp-dev: pyproject.toml | $(VENV)/.stamp-native

@@ -1,19 +1,20 @@
-"""The Python blocks of README's start and of docs/integrations/*.md do what the text says.
+"""The Python blocks of README's start and of docs/integrations do what the text says.
 
 The blocks of a page run one after the other, as in one session. What they would download is made
-here, tiny and with random weights.
+here, tiny and with random weights. tests/models has the pages of libraries that are installed for
+it alone.
 """
 
 from __future__ import annotations
 
 import re
-import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from snippets import blocks, run
 from torch import nn
 
 import fastattn
@@ -24,7 +25,6 @@ from fastattn.integrations.transformers import _attention
 transformers = pytest.importorskip("transformers")
 
 ROOT = Path(__file__).resolve().parents[2]
-BLOCK = re.compile(r"^( *)```python\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 DECODER = {"num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2}
 MODELS = {
     "google-bert/bert-base-uncased": ("bert", {}),
@@ -91,21 +91,6 @@ def padded_tokens() -> dict[str, torch.Tensor]:
     return {"input_ids": tokens, "attention_mask": mask}
 
 
-def blocks(page: Path) -> list[tuple[int, str]]:
-    """The Python blocks of a page, each with the number of its first line."""
-    text = page.read_text()
-    return [
-        (1 + text.count("\n", 0, match.start(2)), textwrap.dedent(match[2]))
-        for match in BLOCK.finditer(text)
-    ]
-
-
-def run(page: Path, block: tuple[int, str], names: dict[str, Any]) -> None:
-    """Run a block; errors name the line of the page."""
-    line, source = block
-    exec(compile("\n" * (line - 1) + source, str(page), "exec"), names)
-
-
 def check_transformers(names: dict[str, Any], fused: list[str]) -> None:
     """What docs/integrations/transformers.md says of its results."""
     model, tokens = names["model"], names["tokens"]
@@ -150,7 +135,7 @@ CHECKS: dict[str, Callable[[dict[str, Any], list[str]], None]] = {
 
 
 @pytest.mark.parametrize(
-    "page", sorted((ROOT / "docs/integrations").glob("*.md")), ids=lambda page: page.stem
+    "page", [ROOT / f"docs/integrations/{name}.md" for name in CHECKS], ids=lambda page: page.stem
 )
 def test_integrations(
     page: Path, fused: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -20,6 +20,7 @@ NAMES = {
     "fastattn.flash_attn": """
         flash_attn_func flash_attn_qkvpacked_func flash_attn_varlen_func flash_attn_with_kvcache""",
     "fastattn.integrations": "replace_mha restore_mha",
+    "fastattn.integrations.diffusers": "Registration register",
     "fastattn.integrations.torch": "Activation activate",
     "fastattn.integrations.transformers": "Registration register",
     "fastattn.plot": "heatmap hops html",

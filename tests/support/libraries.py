@@ -1,0 +1,78 @@
+"""Imports the libraries of tests/models/requirements.txt, which are installed without their
+dependencies, in a folder of their own: transformers should not find them in its own tests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.abc
+import importlib.util
+import sys
+from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+from conftest import REQUIRE_NATIVE
+
+FOLDER = Path(sys.prefix) / "models"  # `make test` installs them there
+
+# What they import for images, texts and metrics, of which their models use nothing.
+ABSENT = {
+    "open_clip": ("torchvision", "ftfy"),
+    "sentence_transformers": ("scipy", "sklearn"),
+    "timm": ("torchvision",),
+    "whisper": ("numba", "tiktoken"),
+}
+
+
+def library(name: str) -> ModuleType:
+    """Import a library; if it is missing, skip the test, or fail it under `make test`."""
+    if str(FOLDER) not in sys.path:
+        _remember_what_is_installed()
+        sys.path.append(str(FOLDER))
+    if importlib.util.find_spec(name) is None:
+        missing = f"{name} is not installed: see tests/models/requirements.txt"
+        pytest.fail(missing) if REQUIRE_NATIVE else pytest.skip(missing)
+    with _StandIns(ABSENT.get(name, ())).in_place():
+        return importlib.import_module(name)
+
+
+def _remember_what_is_installed() -> None:
+    """Let transformers look now which optional packages it finds; it looks only once."""
+    installed = importlib.import_module("transformers.utils.import_utils")
+    for name in ("scipy", "sklearn", "timm", "torchvision"):
+        getattr(installed, f"is_{name}_available")()
+
+
+class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Imports mocks in place of packages that are not installed, and of all modules in them."""
+
+    def __init__(self, packages: tuple[str, ...]) -> None:
+        self._packages = {p for p in packages if importlib.util.find_spec(p) is None}
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        sys.meta_path.append(self)
+        try:
+            yield
+        finally:
+            sys.meta_path.remove(self)
+            for name in [name for name in sys.modules if self._replaces(name)]:
+                del sys.modules[name]
+
+    def _replaces(self, name: str) -> bool:
+        return name.partition(".")[0] in self._packages
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        return ModuleSpec(name, self, is_package=True) if self._replaces(name) else None
+
+    def create_module(self, spec: ModuleSpec) -> Any:
+        return MagicMock()
+
+    def exec_module(self, module: Any) -> None:
+        pass
