@@ -18,6 +18,7 @@ from diffusers_models import Build, flux, unet
 from libraries import library
 from library_runs import initialized
 from snippets import blocks, run
+from torch import nn
 
 import fastattn
 
@@ -60,9 +61,34 @@ def check_diffusers(names: dict[str, Any]) -> None:
     assert not any(call.backend for call in calls), "something is still served"
 
 
+def prepare_timm(patch: pytest.MonkeyPatch) -> dict[str, Any]:
+    timm = library("timm")
+    create_model = timm.create_model
+
+    def tiny(name: str, pretrained: bool) -> nn.Module:
+        torch.manual_seed(0)
+        layers: dict[str, Any] = {"depth": 1, "num_heads": 3}
+        if "swin" in name:
+            layers = {"depths": (1, 1, 1, 1), "num_heads": (3, 3, 3, 3)}
+        return create_model(name, embed_dim=24, num_classes=5, **layers).eval()
+
+    patch.setattr(timm, "create_model", tiny)
+    return {}
+
+
+def check_timm(names: dict[str, Any]) -> None:
+    assert all(call.backend for call in names["calls"])
+    assert sum(call.count for call in names["calls"]) == 4
+    torch.testing.assert_close(names["logits"], names["swin"](names["images"]))
+    with fastattn.trace() as calls:
+        names["swin"](names["images"])
+    assert not any(call.backend for call in calls), "something is still served"
+
+
 Page = tuple[Callable[[pytest.MonkeyPatch], dict[str, Any]], Callable[[dict[str, Any]], None]]
 PAGES: dict[str, Page] = {
     "diffusers": (prepare_diffusers, check_diffusers),
+    "timm": (prepare_timm, check_timm),
 }
 
 
