@@ -135,6 +135,12 @@ def adapter() -> ModuleType:
 
 
 @pytest.fixture
+def seeded() -> None:
+    """The generator of PyTorch begins at the same seed."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture
 def generator(request: pytest.FixtureRequest) -> torch.Generator:
     """Random numbers that depend on the test's file and name: not on its folder, nor on which tests
     ran before."""

@@ -34,7 +34,10 @@ COMPILED = (
 EXPORTED = ("encode-memory-tables", "hops-of-many-queries", "hopfield-unroll")
 CAST = ("sdpa-plain", "varlen", "additive", "hops-plain", "hopfield-unroll")
 
-pytestmark = pytest.mark.filterwarnings("ignore::fastattn.FallbackWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::fastattn.FallbackWarning"),
+    pytest.mark.usefixtures("seeded"),
+]
 
 
 @pytest.fixture
@@ -42,11 +45,6 @@ def backend(choice: str, name: str) -> str:
     if "learned" in name and dispatch.forced.get() == "cpu":
         pytest.skip("the kernels of the CPU have no gradient of it")
     return choice
-
-
-@pytest.fixture(autouse=True)
-def _seeded() -> None:
-    torch.manual_seed(0)
 
 
 @pytest.fixture

@@ -17,12 +17,8 @@ from fastattn.nn import MemN2N, insert_empty_memories
 from fastattn.testing import assert_right
 from fastattn.testing.memn2n import PlainMemN2N
 
+pytestmark = pytest.mark.usefixtures("seeded")
 TYINGS = ["adjacent", "layerwise"]
-
-
-@pytest.fixture(autouse=True)
-def _seeded() -> None:
-    torch.manual_seed(0)
 
 
 def examples(batch: int = 4, slots: int = 7, words: int = 6) -> tuple[Tensor, Tensor]:

@@ -20,12 +20,8 @@ from fastattn import (
     varlen_attention,
 )
 
+pytestmark = pytest.mark.usefixtures("seeded")
 BACKENDS = pytest.mark.parametrize("backend", ["cpu", "reference"])
-
-
-@pytest.fixture(autouse=True)
-def _seeded() -> None:
-    torch.manual_seed(0)
 
 
 def qkv(dtype: torch.dtype = torch.float32, k_len: int = 9) -> list[Tensor]:
