@@ -141,6 +141,14 @@ def seeded() -> None:
 
 
 @pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """PyTorch's compiler without the graphs of other tests."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
 def generator(request: pytest.FixtureRequest) -> torch.Generator:
     """Random numbers that depend on the test's file and name: not on its folder, nor on which tests
     ran before."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -45,13 +45,6 @@ def backend(choice: str, name: str) -> str:
     if "learned" in name and dispatch.forced.get() == "cpu":
         pytest.skip("the kernels of the CPU have no gradient of it")
     return choice
-
-
-@pytest.fixture
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def tupled(found: Any) -> tuple[Tensor, ...]:

@@ -12,11 +12,7 @@ from fastattn import encode_memory
 forward_op = torch.ops.fastattn.encode_memory.default
 backward_op = torch.ops.fastattn.encode_memory_backward.default
 TABLES = [None, 3]
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> None:
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 def inputs(tables: int | None, *lead: int) -> tuple[Tensor, Tensor, Tensor]:

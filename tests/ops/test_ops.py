@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from stock_attention import assert_same, rand, stock
+from attention_calls import assert_same, rand, stock
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 

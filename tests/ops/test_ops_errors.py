@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from stock_attention import stock
+from attention_calls import stock
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from stock_attention import assert_same, rand, stock
+from attention_calls import assert_same, rand, stock
 from torch import Tensor
 
 import fastattn

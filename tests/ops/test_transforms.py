@@ -1,29 +1,26 @@
-"""Attention under the compiler, export, fake tensors, `torch.func` and higher derivatives."""
+"""The operators of attention in PyTorch: their registration, tracing, and `torch.func`."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
+from attention_calls import EVERYTHING, attention, compiled, loss, qkv, rand, stock
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
 from torch.testing import assert_close
 
 import fastattn
-from fastattn import use_backend
 from fastattn.library import operators
 
-attention = fastattn.scaled_dot_product_attention
 forward_op = torch.ops.fastattn.scaled_dot_product_attention.default
 backward_op = torch.ops.fastattn.scaled_dot_product_attention_backward.default
+pytestmark = pytest.mark.usefixtures("seeded", "fresh_compiler")
 
 
 def forward_tensors(query: Tensor, key: Tensor, value: Tensor, **others: Tensor) -> list[Any]:
@@ -35,48 +32,6 @@ def backward_tensors(
 ) -> list[Any]:
     given = {"grad_out": grad_out, "query": query, "key": key, "value": value, **others}
     return operators[backward_op].tensors(**given)
-
-
-@pytest.fixture(autouse=True)
-def _seeded() -> Iterator[None]:
-    torch.manual_seed(0)
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-def rand(*shape: int, requires_grad: bool = False) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64, requires_grad=requires_grad)
-
-
-def qkv(requires_grad: bool = False, heads: int = 4) -> list[Tensor]:
-    shapes = ((2, 4, 5, 4), (2, heads, 7, 4), (2, heads, 7, 6))
-    return [rand(*shape, requires_grad=requires_grad) for shape in shapes]
-
-
-# Every argument of the primitive at once, except dropout.
-EVERYTHING: dict[str, Any] = {
-    "softcap": 2.0,
-    "window": (3, 4),
-    "causal_alignment": "bottom_right",
-    "alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 1.0], dtype=torch.float64),
-    "return_lse": True,
-    "need_weights": True,
-}
-
-
-def everything(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
-    return attention(query, key, value, mask, **EVERYTHING)
-
-
-def loss(results: Any) -> Tensor:
-    results = (results,) if isinstance(results, Tensor) else results
-    return sum((x.sin().sum() for x in results), start=torch.zeros((), dtype=torch.float64))
-
-
-def stock(*args: Any, **kwargs: Any) -> Tensor:
-    with sdpa_kernel(SDPBackend.MATH):  # the one that PyTorch can differentiate twice
-        return F.scaled_dot_product_attention(*args, **kwargs)
 
 
 # --- the registered operators ----------------------------------------------------------------
@@ -186,178 +141,6 @@ def test_jit_trace_records_the_operator(backend: str) -> None:
     assert "fastattn::scaled_dot_product_attention" in str(traced.graph)
     others = qkv()
     assert_close(traced(*others), attention(*others, is_causal=True))
-
-
-# --- torch.compile, torch.export -------------------------------------------------------------
-
-
-def compiled(function: Callable[..., Any], dynamic: bool, backend: str = "aot_eager") -> Any:
-    return torch.compile(function, fullgraph=True, dynamic=dynamic, backend=backend)
-
-
-CALLS: dict[str, Callable[..., Any]] = {
-    "plain": lambda q, k, v, m: attention(q, k, v),
-    "causal": lambda q, k, v, m: attention(q, k, v, is_causal=True),
-    "gqa": lambda q, k, v, m: attention(q, k[:, :2], v[:, :2], enable_gqa=True),
-    "mask": lambda q, k, v, m: attention(q, k, v, m),
-    "bool-mask": lambda q, k, v, m: attention(q, k, v, m > 0),
-    "everything": everything,
-    "mean-weights": lambda q, k, v, m: attention(q, k, v, need_weights=True, average_weights=True),
-    "2d": lambda q, k, v, m: attention(q[0, 0], k[0, 0], v[0, 0]),
-    "3d": lambda q, k, v, m: attention(q[0], k[0], v[0]),
-    "5d": lambda q, k, v, m: attention(q[None], k[None], v[None], m[None]),
-    "broadcast": lambda q, k, v, m: attention(q, k[:1, :1], v[:1]),
-    "transposed": lambda q, k, v, m: attention(*(x.transpose(1, 2) for x in (q, q, q))),
-}
-
-
-# Below the operator, compiled code is eager code: one backend is enough.
-@pytest.mark.parametrize(
-    ("name", "dynamic"),
-    [
-        *((name, False) for name in CALLS),
-        *((name, True) for name in ("causal", "mask", "everything", "3d", "broadcast")),
-        *(pytest.param(name, True, marks=pytest.mark.slow) for name in ("gqa", "2d", "5d")),
-    ],
-)
-def test_compiled_equals_eager_without_graph_breaks(name: str, dynamic: bool) -> None:
-    call = CALLS[name]
-    run = compiled(call, dynamic)
-    inputs = [*qkv(True), rand(4, 1, 7, requires_grad=True)]
-    expected, actual = call(*inputs), run(*inputs)
-    assert_close(actual, expected)
-    wanted = torch.autograd.grad(loss(expected), inputs, allow_unused=True)
-    assert_close(torch.autograd.grad(loss(actual), inputs, allow_unused=True), wanted)
-    with torch.no_grad():
-        assert_close(run(*inputs), expected)
-
-
-def test_compiled_by_inductor_with_changing_lengths() -> None:
-    run = compiled(everything, dynamic=True, backend="inductor")
-    for q_len, k_len in ((5, 7), (9, 4)):
-        inputs = [
-            rand(2, 4, q_len, 8, requires_grad=True),
-            rand(2, 4, k_len, 8, requires_grad=True),
-            rand(2, 4, k_len, 8, requires_grad=True),
-            rand(4, 1, k_len, requires_grad=True),
-        ]
-        expected, actual = everything(*inputs), run(*inputs)
-        assert_close(actual, expected)
-        assert_close(
-            torch.autograd.grad(loss(actual), inputs), torch.autograd.grad(loss(expected), inputs)
-        )
-
-
-def test_a_compiled_causal_bias_is_no_mask() -> None:
-    run, inputs = compiled(attention, dynamic=False), qkv()
-    expected = attention(*inputs, is_causal=True, causal_alignment="bottom_right")
-    assert_close(run(*inputs, causal_lower_right(5, 7)), expected)
-
-
-def test_one_dynamic_graph_serves_all_sizes() -> None:
-    graphs: list[Any] = []
-
-    def count(graph: Any, inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    run = torch.compile(CALLS["mask"], fullgraph=True, dynamic=True, backend=count)
-    for batch, heads, q_len, k_len, width in ((2, 3, 5, 7, 4), (3, 2, 6, 8, 5), (4, 5, 9, 3, 8)):
-        q, k = rand(batch, heads, q_len, width), rand(batch, heads, k_len, width)
-        assert_close(run(q, k, k, rand(q_len, k_len)).shape, q.shape)
-    assert len(graphs) == 1
-
-
-def test_a_length_of_one_argument_becomes_dynamic_and_of_another_not() -> None:
-    run = torch.compile(attention, fullgraph=True, backend="eager")
-    q = rand(2, 3, 5, 4)
-    for k_len in (7, 9):
-        k = rand(2, 3, k_len, 4)
-        assert_close(run(q, k, k), attention(q, k, k))
-    for mask in (rand(9), rand(3, 1, 9), rand(5, 1), rand(2, 3, 5, 9)):
-        assert_close(run(q, k, k, mask), attention(q, k, k, mask))
-
-
-@pytest.mark.parametrize("inductor", [False, True], ids=["aot_eager", "inductor"])
-def test_each_call_of_a_compiled_function_draws_its_own_dropout(inductor: bool) -> None:
-    query = rand(2, 2, 16, 8, requires_grad=True)
-    run = compiled(
-        lambda q: attention(q, q, q, dropout_p=0.5, need_weights=True),
-        dynamic=False,
-        backend="inductor" if inductor else "aot_eager",
-    )
-    first, second = run(query), run(query)
-    assert not torch.equal(first[1] == 0, second[1] == 0)
-    torch.manual_seed(7)
-    again = run(query)[1]
-    torch.manual_seed(7)
-    assert torch.equal(run(query)[1], again)
-    # Backward drops what forward dropped: out is linear in value, with these weights.
-    out, weights = run(query)
-    (gradient,) = torch.autograd.grad(weights.sum() * 0 + out.sum(), query, retain_graph=True)
-    assert gradient.isfinite().all()
-
-
-def test_backward_of_compiled_dropout_reuses_the_forward_seed() -> None:
-    query, value = rand(2, 2, 16, 8), rand(2, 2, 16, 8, requires_grad=True)
-    run = compiled(lambda q, v: attention(q, q, v, dropout_p=0.5, need_weights=True), dynamic=False)
-    out, weights = run(query, value)
-    (gradient,) = torch.autograd.grad(out.sum(), value)
-    assert_close(gradient, weights.detach().sum(-2, keepdim=True).mT.expand_as(value))
-
-
-def test_compiled_under_autocast() -> None:
-    def call(*tensors: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return attention(*tensors)
-
-    inputs = [x.float() for x in qkv()]
-    out = compiled(call, dynamic=False)(*inputs)
-    assert out.dtype == torch.bfloat16
-    assert_close(out, call(*inputs))
-
-
-def test_a_forced_backend_is_asked_when_compiled_code_runs() -> None:
-    run, inputs = compiled(CALLS["plain"], dynamic=False), [*qkv(), rand(1)]
-    expected = run(*inputs)
-    with use_backend("reference"):
-        assert_close(run(*inputs), expected)
-        assert torch.equal(run(*inputs), attention(*inputs[:3]))
-
-
-def test_compiled_errors_are_the_eager_errors() -> None:
-    run = torch.compile(attention, backend="eager")
-    q, k, v = qkv()
-    with pytest.raises(RuntimeError, match="key and value must have the same length"):
-        run(q, k, v[:, :, :3])
-    with pytest.raises(Exception, match="generator must be None under"):
-        compiled(attention, False)(q, k, v, dropout_p=0.5, generator=torch.Generator())
-
-
-@pytest.mark.parametrize("strict", [False, True])
-def test_export_with_dynamic_lengths(strict: bool) -> None:
-    class Module(torch.nn.Module):
-        def forward(self, query: Tensor, key: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
-            return attention(
-                query, key, key, mask, need_weights=True, causal_alignment="bottom_right"
-            )
-
-    batch, length = torch.export.Dim("batch", max=64), torch.export.Dim("length", max=512)
-    program = torch.export.export(
-        Module(),
-        (rand(2, 4, 5, 8), rand(2, 4, 7, 8), rand(2, 1, 1, 7)),
-        dynamic_shapes={
-            "query": {0: batch},
-            "key": {0: batch, 2: length},
-            "mask": {0: batch, 3: length},
-        },
-        strict=strict,
-    )
-    assert forward_op in [node.target for node in program.graph.nodes]
-    inputs = rand(3, 4, 5, 8), rand(3, 4, 11, 8), rand(3, 1, 1, 11)
-    assert_close(program.module()(*inputs), Module()(*inputs))
-    decomposed = program.run_decompositions().module()
-    assert_close(decomposed(*inputs), Module()(*inputs))
 
 
 # --- torch.func ------------------------------------------------------------------------------
@@ -526,100 +309,3 @@ def test_learnable_slopes_under_torch_func() -> None:
             torch.compile(grad(ours), fullgraph=True, backend="aot_eager")(slopes),
             grad(theirs)(slopes),
         )
-
-
-# --- higher derivatives ----------------------------------------------------------------------
-
-
-def _small(*shape: int) -> Tensor:
-    return rand(*shape, requires_grad=True)
-
-
-DERIVATIVES: dict[str, tuple[Callable[[], list[Tensor]], Callable[..., Any]]] = {
-    "plain": (
-        lambda: [_small(1, 2, 3, 2), _small(1, 2, 4, 2), _small(1, 2, 4, 3)],
-        lambda q, k, v: attention(q, k, v),
-    ),
-    "everything": (
-        lambda: [_small(1, 4, 3, 2), _small(1, 2, 4, 2), _small(1, 2, 4, 3), _small(4, 1, 4)],
-        lambda q, k, v, m: attention(q, k, v, m, enable_gqa=True, **EVERYTHING),
-    ),
-    "mean-weights": (
-        lambda: [_small(1, 2, 3, 2), _small(1, 2, 4, 2), _small(3, 4)],
-        lambda q, k, m: attention(q, k, k, m, need_weights=True, average_weights=True)[1],
-    ),
-    "lse": (
-        lambda: [_small(1, 2, 3, 2), _small(1, 2, 4, 2)],
-        lambda q, k: attention(q, k, k, is_causal=True, return_lse=True)[1],
-    ),
-    "dropout": (
-        lambda: [_small(1, 2, 3, 2), _small(1, 2, 4, 2)],
-        lambda q, k: attention(
-            q, k, k, dropout_p=0.5, generator=torch.Generator().manual_seed(1), need_weights=True
-        ),
-    ),
-    "masked-row": (
-        lambda: [_small(1, 2, 3, 2), _small(1, 2, 4, 2)],
-        lambda q, k: attention(q, k, k, torch.tensor([[True], [False], [True]])),
-    ),
-    "broadcast-2d": (
-        lambda: [_small(3, 2), _small(2, 2, 4, 2)],
-        lambda q, k: attention(q, k, k),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", DERIVATIVES)
-def test_first_and_second_derivatives(backend: str, name: str) -> None:
-    make, call = DERIVATIVES[name]
-    inputs = make()
-    assert torch.autograd.gradcheck(call, inputs)
-    assert torch.autograd.gradgradcheck(call, inputs)
-
-
-def test_third_derivatives(backend: str) -> None:
-    query = _small(1, 1, 2, 2)
-
-    def nth(f: Callable[..., Tensor], order: int) -> Tensor:
-        result = f(query, query, query).sin().sum()
-        for _ in range(order):
-            (gradient,) = torch.autograd.grad(result, query, create_graph=True)
-            result = gradient.sin().sum()
-        return gradient
-
-    assert_close(nth(attention, 3), nth(stock, 3))
-
-
-def test_an_unused_result_costs_no_gradient(backend: str) -> None:
-    query = rand(1, 2, 3, 4, requires_grad=True)
-    results = attention(query, query, query, return_lse=True, need_weights=True)
-    for n in range(3):
-        (alone,) = torch.autograd.grad(results[n].sin().sum(), query, retain_graph=True)
-        others = [0.0 if m != n else 1.0 for m in range(3)]
-        weighted = sum(w * x.sin().sum() for w, x in zip(others, results, strict=True))
-        assert_close(torch.autograd.grad(weighted, query, retain_graph=True)[0], alone)
-
-
-@pytest.mark.parametrize("results", [(0,), (0, 1), (0, 1, 2)])
-def test_saved_memory_is_linear_in_the_length(backend: str, results: tuple[int, ...]) -> None:
-    query = rand(1, 2, 64, 4, requires_grad=True)
-    saved: list[int] = []
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda x: (saved.append(x.untyped_storage().nbytes()), x)[1], lambda x: x
-    ):
-        attention(query, query, query, return_lse=1 in results, need_weights=2 in results)
-    assert saved
-    assert max(saved) <= query.untyped_storage().nbytes()
-
-
-def test_checkpointing_recomputes_the_same_dropout(backend: str) -> None:
-    query = rand(1, 2, 8, 4, requires_grad=True)
-
-    def call(x: Tensor) -> Tensor:
-        return attention(x, x, x, dropout_p=0.5)
-
-    torch.manual_seed(1)
-    (expected,) = torch.autograd.grad(loss(call(query)), query)
-    torch.manual_seed(1)
-    out = torch.utils.checkpoint.checkpoint(call, query, use_reentrant=False)
-    assert_close(torch.autograd.grad(loss(out), query)[0], expected)
