@@ -1,0 +1,241 @@
+"""The arithmetic of the benchmark: work, statistics, and from rounds to rows."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from bench_results import SMALL, TINY, a_result, cell_of
+
+from fastattn.bench import cli, display, inputs, measuring, ops, stats, summary
+from fastattn.bench.cells import (
+    MASKS,
+    Cell,
+    bytes_touched,
+    flops,
+    padding_lengths,
+    visible_pairs,
+)
+from fastattn.bench.peaks import kind_of
+from fastattn.bench.results import Round
+
+
+def sees(cell: Cell, i: int, j: int, b: int, mask: torch.Tensor | None) -> bool:
+    if cell.option == "window" and abs(i - j) > max(1, cell["Lk"] // 4):
+        return False
+    if cell.mask == "causal":
+        return j <= i
+    if cell.mask == "padding":
+        return j < padding_lengths(cell["B"], cell["Lk"])[b]
+    return bool(mask[i, j]) if mask is not None and cell.mask == "bool" else True
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(("q_len", "kv_len"), [(5, 7), (7, 5), (1, 9)])
+def test_flops_are_counted_for_visible_pairs_only(mask: str, q_len: int, kv_len: int) -> None:
+    cell = dataclasses.replace(TINY, mask=mask, sizes={**TINY.sizes, "Lq": q_len, "Lk": kv_len})
+    drawn = inputs.make_inputs(cell, 3).get("attn_mask")
+    pairs = sum(
+        sees(cell, i, j, b, drawn)
+        for b in range(cell["B"])
+        for _ in range(cell["H"])
+        for i in range(q_len)
+        for j in range(kv_len)
+    )
+    count = inputs.true_in_mask(cell, 3)
+    assert cell["H"] * visible_pairs(cell, count) == pairs
+    assert flops(cell, count) == pairs * (2 * 8 + 2 * 6)
+    both = dataclasses.replace(cell, passes="fwd+bwd")
+    assert flops(both, count) == pairs * (2 * 8 + 2 * 6 + 6 * 8 + 4 * 6)
+
+
+def test_the_cells_of_a_shape_share_their_forward_pass() -> None:
+    """By which the answers of one are found for the others; an option must not be in the way."""
+    for option in ops.get("sdpa").OPTIONS:
+        mask = "bias" if option == "learnable" else "none"
+        cell = cell_of("sdpa", SMALL["sdpa"], option=option, mask=mask, passes="bwd")
+        assert dataclasses.replace(cell, passes="fwd") != cell
+
+
+@pytest.mark.parametrize("mask", ["none", "causal"])
+@pytest.mark.parametrize(("q_len", "kv_len"), [(5, 7), (16, 16), (1, 9), (3, 3)])
+def test_pairs_within_a_window_are_counted(mask: str, q_len: int, kv_len: int) -> None:
+    sizes = {**TINY.sizes, "Lq": q_len, "Lk": kv_len}
+    cell = dataclasses.replace(TINY, mask=mask, sizes=sizes, option="window")
+    pairs = [(i, j) for i in range(q_len) for j in range(kv_len) if sees(cell, i, j, 0, None)]
+    assert visible_pairs(cell) == cell["B"] * len(pairs)
+    whole = dataclasses.replace(cell, option="none")
+    unread = kv_len - len({j for _, j in pairs}) if mask == "none" else max(0, kv_len - q_len)
+    width = cell["B"] * cell["Hkv"] * (cell["D"] + cell["Dv"])
+    assert bytes_touched(whole) - bytes_touched(cell) == 4 * width * unread
+
+
+def test_flops_per_pair_are_four_and_ten_times_d() -> None:
+    cell = cell_of("sdpa", "H=1,L=1")
+    assert flops(cell) == 4 * 64
+    assert flops(dataclasses.replace(cell, passes="bwd")) == 10 * 64
+
+
+def test_a_module_costs_its_projections_too() -> None:
+    cell = cell_of("mha", "B=2,L=10,E=32,H=4")
+    embed, tokens = 32, 20
+    attention = 2 * 4 * 10 * 10 * 4 * 8
+    assert flops(cell) == 4 * 2 * tokens * embed * embed + attention
+
+
+def test_half_of_a_padded_batch_is_padding() -> None:
+    cell = cell_of("sdpa", "B=16,H=1,L=256", mask="padding")
+    assert sum(padding_lengths(16, 256)) == 16 * 128
+    mask = inputs.make_inputs(cell, 0)["attn_mask"]
+    assert mask.sum(-1).flatten().tolist() == padding_lengths(16, 256)
+
+
+def test_packed_sequences_grow_by_a_factor_from_the_shortest() -> None:
+    ends = inputs.make_inputs(cell_of("varlen", "B=4,H=1,L=800,S=100,D=1"), 0)["ends"]
+    assert ends.diff().tolist() == [800, 400, 200, 100]
+    ends = inputs.make_inputs(cell_of("varlen", "B=1,H=1,L=8,S=2,D=1"), 0)["ends"]
+    assert ends.diff().tolist() == [8]
+
+
+def test_pages_of_a_cache_are_in_random_order() -> None:
+    cell = cell_of("decode", "B=3,H=2,Hkv=1,Lk=32,D=4,P=4")
+    drawn = inputs.make_inputs(cell, 0)
+    (_, keys, _), options = ops.get("decode").arguments(cell, drawn)
+    table = options["block_table"].long()
+    assert sorted(table.flatten().tolist()) == list(range(24)) != table.flatten().tolist()
+    # [pages, Hkv, P, D]: those of a sequence, in its order, are its keys.
+    assert torch.equal(keys[table].transpose(1, 2).flatten(2, 3), drawn["key"])
+
+
+def test_a_cell_of_a_result_may_be_older_than_a_size() -> None:
+    cell = cell_of("hopfield", SMALL["hopfield"])
+    data = cell.to_json()
+    del data["sizes"]["S"]
+    assert Cell.from_json(data) == cell
+    assert "S=" not in cell.name
+    assert "P=0" not in cell_of("decode", SMALL["decode"]).name
+
+
+def test_a_module_gets_a_mask_of_what_to_ignore() -> None:
+    cell = cell_of("mha", "B=3,L=8,E=8,H=2", mask="padding")
+    ignored = inputs.make_inputs(cell, 0)["key_padding_mask"]
+    assert (8 - ignored.sum(-1)).tolist() == padding_lengths(3, 8)
+    causal = inputs.make_inputs(dataclasses.replace(cell, mask="causal"), 0)["attn_mask"]
+    assert all(bool(causal[i, j]) == (j > i) for i in range(8) for j in range(8))
+    random = dataclasses.replace(cell, mask="bool")
+    visible = ~inputs.make_inputs(random, 0)["attn_mask"]
+    assert int(visible.sum()) == inputs.true_in_mask(random, 0)
+
+
+# Statistics
+
+
+def test_quantiles_of_known_samples() -> None:
+    samples = [4.0, 1.0, 3.0, 2.0]
+    assert stats.median(samples) == 2.5
+    assert stats.quantile(samples, 0.25) == 1.75
+    assert stats.quantile([7.0], 0.9) == 7.0
+    with pytest.raises(ValueError):
+        stats.median([])
+
+
+def test_the_bootstrap_interval_covers_the_median() -> None:
+    generator = torch.Generator().manual_seed(0)
+    covered = 0
+    for seed in range(60):
+        samples = torch.randn(25, generator=generator).tolist()
+        low, high = stats.bootstrap_interval(samples, seed=seed)
+        covered += low <= 0 <= high
+    assert covered >= 50  # of 60; 57 are expected at 95 %
+    assert stats.bootstrap_interval([2.0] * 9) == (2.0, 2.0)
+
+
+def test_a_speedup_is_the_median_of_ratios_within_rounds() -> None:
+    # The machine slows down by 10 in the middle; both do, and the ratio does not notice.
+    ratio, low, high = stats.speedup([2.0, 20.0, 2.0, 20.0], [1.0, 10.0, 1.0, 10.0])
+    assert (ratio, low, high) == (2.0, 2.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "verdict"),
+    [
+        (1.5, 1.9, "FASTER"),
+        (0.5, 0.9, "SLOWER"),
+        (0.99, 1.01, "SAME"),
+        (0.8, 1.3, "UNSURE"),
+        (1.01, 1.2, "UNSURE"),
+    ],
+)
+def test_verdicts(low: float, high: float, verdict: str) -> None:
+    assert stats.verdict(low, high) == verdict
+
+
+# From rounds to rows
+
+
+def test_metrics_of_known_rounds() -> None:
+    rounds = [Round((1e3, 990.0), {"torch": 4.0, "ours": 2.0}) for _ in range(5)]
+    torch_row, ours = summary.summarise(a_result(rounds))
+    assert ours["ms"] == 2.0
+    assert ours["gflops"] == pytest.approx(500)
+    assert ours["percent_of_peak"] == pytest.approx(50)
+    assert ours["peak_gflops"] == pytest.approx(1e3)
+    assert (ours["speedup"], ours["verdict"], ours["rounds"]) == (2.0, "FASTER", 5)
+    assert torch_row["speedup"] is None
+
+
+def test_rounds_of_a_busy_machine_are_discarded_and_counted() -> None:
+    quiet = [Round((100.0, 98.0), {"torch": 4.0, "ours": 2.0}) for _ in range(4)]
+    busy = [Round((100.0, 60.0), {"torch": 40.0, "ours": 2.0}) for _ in range(3)]
+    busy += [Round((70.0, 70.0), {"torch": 40.0, "ours": 2.0}) for _ in range(2)]
+    busy += [Round((100.0, 98.0), {"torch": 40.0, "ours": 2.0}, share=0.7)]
+    row = summary.summarise(a_result(quiet + busy))[1]
+    assert (row["rounds"], row["discarded"], row["busy"]) == (4, 6, False)
+    assert row["speedup"] == 2.0
+
+
+def test_a_machine_that_is_never_quiet_is_not_judged() -> None:
+    rounds = [Round((100.0, 50.0), {"torch": 4.0, "ours": 2.0}) for _ in range(6)]
+    row = summary.summarise(a_result(rounds))[1]
+    assert row["busy"]
+    assert row["verdict"] == "UNSURE"
+
+
+def test_the_share_of_the_peak_is_that_of_the_peak_beside_it() -> None:
+    """A clock that halves in the middle of a cell, or is lower than elsewhere in the run."""
+    fast = [Round((1e3, 1e3), {"torch": 4.0, "ours": 1.25}) for _ in range(3)]
+    slow = [Round((800.0, 790.0), {"torch": 5.0, "ours": 1.25 * 1e3 / 800}) for _ in range(3)]
+    row = summary.summarise(a_result(fast + slow))[1]
+    assert (row["rounds"], row["busy"]) == (6, False)
+    assert row["percent_of_peak"] == pytest.approx(80)
+    assert (row["percent_low"], row["percent_high"]) == (pytest.approx(80), pytest.approx(80))
+
+
+def test_beyond_the_measured_peak_is_impossible(capsys: pytest.CaptureFixture[str]) -> None:
+    rounds = [Round((400.0, 390.0), {"torch": 4.0, "ours": 2.0}) for _ in range(3)]
+    result = a_result(rounds)
+    rows = torch_row, ours = summary.summarise(result)
+    assert ours["impossible"]
+    assert not torch_row["impossible"]
+    assert "IMPOSSIBLE" in display.plain_table([ours])
+    assert "1 row IMPOSSIBLE" in " ".join(display.closing(result, rows))
+    assert measuring.exit_code("complete", rows) == cli.FAULTS
+    assert measuring.exit_code("complete", rows[:1]) == cli.OK
+    printed = capsys.readouterr().err
+    assert "ours ran at 125 % of the peak measured beside it, 95 % interval 125 to 125 %" in printed
+    estimate = summary.summarise(a_result(rounds, method="torch.mm estimate"))[1]
+    assert not estimate["impossible"]
+
+
+def test_above_the_peak_within_the_interval_is_not_impossible() -> None:
+    rounds = [Round((490.0, 490.0), {"torch": 4.0, "ours": ms}) for ms in (2.0, 2.01, 2.05, 2.1)]
+    row = summary.summarise(a_result(rounds))[1]
+    assert row["percent_low"] < 100 < row["percent_high"]
+    assert not row["impossible"]
+
+
+def test_the_dtypes_of_old_files_have_the_peaks_that_they_had() -> None:
+    assert kind_of("fp16", {"fma_f32": 1, "dot_bf16": 2}) == "fma_f32"
+    assert kind_of("fp16", {"fma_f32": 1, "dot_f16": 2}) == "dot_f16"
+    assert kind_of("bf16", {}) == "dot_bf16"

@@ -1,0 +1,209 @@
+"""The check before the timing: every provider against the oracle."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import itertools
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+from bench_results import SMALL, TINY, cell_of
+
+from fastattn import dispatch
+from fastattn.bench import inputs, ops
+from fastattn.bench.cells import (
+    MASKS,
+    Cell,
+    bytes_touched,
+    flops,
+)
+from fastattn.bench.oracle import Oracle
+from fastattn.bench.providers import PROVIDERS, fastattn_, load, torch_default
+from fastattn.bench.providers.passes import leave
+
+# Sizes that are 0 unless given, and memories of one for all.
+MORE = [
+    ("luong", SMALL["luong"] + ",P=1"),
+    ("varlen", SMALL["varlen"] + ",S=2"),
+    ("decode", SMALL["decode"] + ",P=3"),
+    ("attention_stats", SMALL["attention_stats"] + ",K=3"),
+    ("hopfield", SMALL["hopfield"] + ",S=1"),
+]
+
+
+def all_of(op: str) -> str:
+    """The pass that computes most."""
+    return "fwd+bwd" if "fwd+bwd" in ops.get(op).PASSES else "fwd"
+
+
+def cells_to_check() -> list[Cell]:
+    """Every operator with its masks, weights and options, in turn in each dtype; forward and
+    backward where they have one.
+    """
+    dtypes = itertools.cycle(("fp32", "bf16", "fp16"))
+    return [
+        cell_of(op, shape, passes=all_of(op), mask=mask, weights=weights, dtype=next(dtypes))
+        for op, shape in (*SMALL.items(), *MORE)
+        for mask in ops.get(op).MASKS
+        for weights in ops.get(op).WEIGHTS
+    ] + [
+        cell_of("transformer", SMALL["transformer"], option="stepwise"),
+        *(
+            cell_of("memn2n", SMALL["memn2n"], option="layerwise", passes=passes)
+            for passes in ops.get("memn2n").PASSES
+        ),
+        *(
+            cell_of("sdpa", shape, passes=passes, mask=mask, option=option, dtype=next(dtypes))
+            for option in ops.get("sdpa").OPTIONS[1:]
+            for mask in ("causal", "bias" if option != "window" else "none")
+            if option != "learnable" or mask == "bias"
+            for passes in ("bwd", "fwd+bwd")
+            for shape in (SMALL["sdpa"], "B=2,H=4,L=40,D=8")
+        ),
+    ]
+
+
+def answer(provider: str, cell: Cell) -> dict[str, torch.Tensor]:
+    arrays = load(provider).prepare(cell, inputs.make_inputs(cell, 1))()
+    return dict(zip(inputs.output_names(cell), arrays, strict=True))
+
+
+@pytest.fixture(autouse=True)
+def leave_what_a_provider_stays_in() -> Iterator[None]:
+    yield
+    leave()
+
+
+def test_a_variant_is_in_force_while_its_provider_runs() -> None:
+    cell = cell_of("sdpa", SMALL["sdpa"])
+    call = load("fastattn@reference").prepare(cell, inputs.make_inputs(cell, 0))
+    gc.collect()
+    assert dispatch.forced.get() == "reference"
+    call()
+    load("torch@math")
+    gc.collect()
+    assert dispatch.forced.get() == ""
+    assert not torch.backends.cuda.flash_sdp_enabled()
+    leave()
+    assert torch.backends.cuda.flash_sdp_enabled()
+
+
+def test_the_kernels_for_hopper_can_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    allowed: list[bool] = []
+    native = SimpleNamespace(allow_hopper=allowed.append)
+    monkeypatch.setitem(sys.modules, "fastattn._cuda", native)
+    monkeypatch.setattr(fastattn_, "load", lambda name: native)
+    monkeypatch.setattr(fastattn_, "_forced", "")  # which the next line changes
+    provider = load("fastattn@sm_80")
+    assert allowed == [False]
+    assert not provider.why_not(cell_of("sdpa", SMALL["sdpa"]))
+    monkeypatch.setattr(fastattn_, "load", lambda name: f"{name}: not built")
+    assert provider.why_not(cell_of("sdpa", SMALL["sdpa"])) == [
+        "the backend cuda is cuda: not built"
+    ]
+
+
+@pytest.mark.parametrize("cell", cells_to_check(), ids=lambda cell: cell.name)
+def test_providers_agree_with_the_oracle(cell: Cell) -> None:
+    oracle = Oracle(cell, 1)
+    for provider in ("fastattn@reference", "torch", "torch-eager"):
+        if not load(provider).why_not(cell):
+            found = oracle.check(answer(provider, cell))
+            assert found.ok, found.reason
+    assert flops(cell, inputs.true_in_mask(cell, 1)) > 0
+    assert bytes_touched(cell) > 0
+
+
+@pytest.mark.parametrize("mask", ops.get("varlen").MASKS)
+def test_a_loop_over_packed_sequences_agrees_too(
+    mask: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_default, "_variant", "")  # which the next line changes
+    loop = load("torch@loop")
+    assert loop.why_not(cell_of("sdpa", SMALL["sdpa"])) == [
+        "it has no packed sequences to loop over"
+    ]
+    cell = cell_of("varlen", SMALL["varlen"], passes="fwd+bwd", mask=mask)
+    assert not loop.why_not(cell)
+    found = Oracle(cell, 1).check(answer("torch@loop", cell))
+    assert found.ok, found.reason
+
+
+def test_of_keys_beyond_the_windows_only_the_gradients_are_touched() -> None:
+    whole = cell_of("luong", "B=2,Lq=3,Lk=1000,D=8,Dv=4", dtype="fp32")
+    inputs, outputs = 2 * (3 * 8 + 1000 * 12) + 64, 2 * 3 * 4
+    assert bytes_touched(whole) == 4 * (inputs + outputs)
+    for window, seen in (("W=10,P=1", 63), ("W=10", 13), ("W=400,P=1", 1000)):
+        read = inputs + outputs - 2 * (1000 - seen) * 12
+        shape = f"B=2,Lq=3,Lk=1000,D=8,Dv=4,{window}"
+        assert bytes_touched(cell_of("luong", shape, dtype="fp32")) == 4 * read
+        both = cell_of("luong", shape, dtype="fp32", passes="fwd+bwd")
+        assert bytes_touched(both) == 4 * (2 * read + inputs + outputs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [n for n in PROVIDERS if n not in ("fastattn", "torch")])
+@pytest.mark.parametrize("shape", ["B=2,H=4,Lq=16,Lk=24", "B=2,H=4,Hkv=2,L=16", "H=4,L=16,Dv=8"])
+def test_peers_agree_with_the_oracle_where_they_are_installed(name: str, shape: str) -> None:
+    provider = load(name)
+    try:
+        provider.versions()
+    except ImportError as error:
+        pytest.skip(str(error))
+    # Compilers take their time: in 16 bits the first shape alone.
+    dtypes = ("fp32", "bf16") if "Lk" in shape else ("fp32",)
+    for mask, passes in itertools.product(MASKS, ("fwd", "fwd+bwd")):
+        for dtype in dtypes:
+            cell = cell_of("sdpa", shape, mask=mask, passes=passes, dtype=dtype)
+            if not provider.why_not(cell):
+                arrays = provider.prepare(cell, inputs.make_inputs(cell, 1))()
+                names = inputs.output_names(cell)
+                found = Oracle(cell, 1).check(
+                    {n: torch.as_tensor(x) for n, x in zip(names, arrays, strict=True)}
+                )
+                assert found.ok, f"{cell.name}: {found.reason}"
+
+
+@pytest.mark.parametrize("op", ops.OPS)
+def test_a_wrong_answer_does_not(op: str) -> None:
+    cell = cell_of(op, SMALL[op], passes=all_of(op))
+    oracle = Oracle(cell, 1)
+    # The reference itself, rounded, in the layout of an answer.
+    outputs = {
+        name: oracle.reference[name].to(x.dtype).view_as(x)
+        for name, x in answer("torch", cell).items()
+    }
+    assert oracle.check(outputs).ok
+    for name in [*outputs][:25]:  # the layers of a stack are alike
+        wrong = outputs | {name: outputs[name].detach() * 1.1}
+        found = oracle.check(wrong)
+        assert (found.ok, found.tensor) == (False, name)
+        nan = outputs | {name: torch.full_like(outputs[name], torch.nan)}
+        assert not oracle.check(nan).ok
+
+
+def test_an_output_has_the_dtype_that_its_operator_gives_it() -> None:
+    cell = cell_of("merge_states", SMALL["merge_states"], passes="fwd+bwd", dtype="bf16")
+    oracle, outputs = Oracle(cell, 1), answer("fastattn@reference", cell)
+    assert outputs["grad_out_a"].dtype == torch.bfloat16
+    assert oracle.check(outputs).ok
+    found = oracle.check(outputs | {"grad_lse_a": outputs["grad_lse_a"].bfloat16()})
+    assert not found.ok
+    assert "grad_lse_a is torch.bfloat16" in found.reason
+    assert not oracle.check(outputs | {"grad_lse_a": outputs["grad_lse_a"] * 1.1}).ok
+
+
+def test_a_long_cell_is_checked_by_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastattn.bench.ops.sdpa.PAIRS_CHECKED", 2 * 2 * 5 * 7)
+    monkeypatch.setattr("fastattn.bench.ops.sdpa._SCORES_AT_ONCE", 2 * 7 * 2)  # two rows of queries
+    cell = dataclasses.replace(TINY, mask="causal", passes="fwd+bwd")
+    oracle = Oracle(cell, 0)
+    assert oracle.compared == "2 of 4 (sequence, head)"
+    arrays = load("torch").prepare(cell, inputs.make_inputs(cell, 0))()
+    outputs = dict(zip(inputs.output_names(cell), arrays, strict=True))
+    assert oracle.check(outputs).ok
+    assert not oracle.check(outputs | {"grad_key": -outputs["grad_key"]}).ok
