@@ -1,57 +1,20 @@
-"""The oracle itself: hand-worked values, limits, PyTorch, a second implementation, derivatives."""
+"""The oracle itself: hand-worked values, limits, PyTorch, a second implementation, dropout."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from reference_calls import INF, SEED, attend, normal, row, with_scores
 from torch import Tensor
 
 from fastattn.backends import reference
-from fastattn.backends.primitives import AttentionBackwardOptions, AttentionOptions
+from fastattn.backends.primitives import AttentionOptions
 from fastattn.testing import CASES, Case, Target, check, make_inputs, oracle
 
 pytestmark = pytest.mark.without_kernels
-
-INF = float("inf")
-NAN = float("nan")
-PLAIN = AttentionBackwardOptions(scale=1.0, weights=1)
-
-
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None = None,
-    slopes: Tensor | None = None,
-    seed: Tensor | None = None,
-    **options: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return reference.scaled_dot_product_attention(
-        q, k, v, mask, slopes, seed, options=replace(PLAIN, **options)
-    )
-
-
-def row(*values: float) -> Tensor:
-    """Scores: the [1, 1, 1, n] float64 bias that makes them of zero queries."""
-    return torch.tensor(values, dtype=torch.float64).view(1, 1, 1, -1)
-
-
-def with_scores(scores: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Attend with given scores: key j has the feature s_j, the only query is 1, value j is e_j."""
-    n = scores.shape[-1]
-    q = torch.ones(1, 1, 1, 1, dtype=torch.float64)
-    v = torch.eye(n, dtype=torch.float64).view(1, 1, n, n)
-    return attend(q, scores.reshape(1, 1, n, 1), v, **options)
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    draw = torch.Generator().manual_seed(seed + sum(shape))
-    return torch.randn(shape, generator=draw, dtype=torch.float64)
 
 
 # -- hand-worked values ---------------------------------------------------------------------------
@@ -239,224 +202,6 @@ def test_backward_is_the_derivative_of_forward() -> None:
         torch.testing.assert_close(found[f"grad_{name}"], grad, rtol=1e-12, atol=1e-12)
 
 
-# -- derivatives ----------------------------------------------------------------------------------
-
-SEED = torch.tensor(-6148914691236517206)
-OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "causal": {"window_right": 0},
-    "bottom_right": {"window_right": 0, "offset": 1},
-    "window": {"window_left": 1, "window_right": 1},
-    "softcap": {"softcap": 1.5},
-    "alibi": {"slopes": torch.tensor([[0.3, 0.7]], dtype=torch.float64)},
-    "dropout": {"dropout_p": 0.4, "seed": SEED},
-    "everything": {
-        "window_left": 2,
-        "window_right": 1,
-        "softcap": 2.0,
-        "dropout_p": 0.3,
-        "seed": SEED,
-        "slopes": torch.tensor([[0.3, 0.7], [0.0, 1.0]], dtype=torch.float64),
-    },
-}
-
-
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize(
-    ("mask", "weights"), [("none", 1), ("bool", 2), ("learned", 1), ("learned_broadcast", 2)]
-)
-def test_first_and_second_derivatives(options: dict[str, Any], mask: str, weights: int) -> None:
-    q, k, v = normal(2, 2, 3, 2), normal(2, 1, 4, 2), normal(2, 1, 4, 3)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    m = None
-    if mask == "bool":
-        m = normal(2, 2, 3, 4) > -0.8
-        m[0, 0, 1] = False  # a query that sees nothing
-    elif mask != "none":
-        m = normal(1, 2, 1, 4) if mask == "learned_broadcast" else normal(2, 2, 3, 4)
-        leaves.append(m.requires_grad_())
-
-    def results(*leaves: Tensor) -> tuple[Tensor, ...]:
-        learned = leaves[3] if len(leaves) > 3 else m
-        out, lse, w = attend(*leaves[:3], learned, scale=0.7, weights=weights, **options)
-        return out, torch.where(lse == -INF, 0.0, lse), w  # numerical differences of -inf are NaN
-
-    assert torch.autograd.gradcheck(results, leaves)
-    assert torch.autograd.gradgradcheck(results, leaves, atol=1e-4, fast_mode=True)
-
-
-def test_backward_is_differentiable() -> None:
-    q, k, v, bias = normal(1, 2, 3, 2), normal(1, 2, 4, 2), normal(1, 2, 4, 3), normal(1, 1, 3, 4)
-    grads = (normal(1, 2, 3, 3), normal(1, 2, 3), normal(1, 2, 3, 4))
-    leaves = [x.requires_grad_() for x in (*grads, q, k, v, bias)]
-    options = replace(PLAIN, softcap=2.0, window_right=1, needs_mask_grad=True)
-
-    def backward(*leaves: Tensor) -> tuple[Tensor, ...]:
-        out, lse, _ = attend(*leaves[3:])
-        found = reference.scaled_dot_product_attention_backward(
-            *leaves, None, None, out, lse, options=options
-        )
-        assert found[3] is not None
-        return found  # type: ignore[return-value]
-
-    assert torch.autograd.gradcheck(backward, leaves)
-
-
-def test_backward_with_one_tensor_in_three_roles() -> None:
-    x = normal(1, 1, 4, 3).requires_grad_()
-    out, lse, _ = attend(x, x, x)
-    grad = normal(*out.shape)
-    parts = reference.scaled_dot_product_attention_backward(
-        grad, None, None, x, x, x, None, None, None, out, lse, options=PLAIN
-    )
-    (whole,) = torch.autograd.grad(out, x, grad)
-    torch.testing.assert_close(parts[0] + parts[1] + parts[2], whole)
-
-
-def test_backward_without_any_gradient_is_zero() -> None:
-    q, k, bias = normal(1, 1, 4, 3), normal(1, 1, 5, 3), normal(1, 1, 4, 5)
-    out, lse, _ = attend(q, k, k, bias)
-    grads = reference.scaled_dot_product_attention_backward(
-        None,
-        None,
-        None,
-        q,
-        k,
-        k,
-        bias,
-        None,
-        None,
-        out,
-        lse,
-        options=replace(PLAIN, needs_mask_grad=True),
-    )
-    for grad, x in zip(grads, (q, k, k, bias), strict=True):
-        assert grad is not None
-        assert torch.equal(grad, torch.zeros_like(x))
-
-
-# -- excluded pairs -------------------------------------------------------------------------------
-
-
-def gradients(loss: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
-    return torch.autograd.grad(loss, leaves)
-
-
-@pytest.mark.parametrize("kind", ["bool", "additive"])
-def test_a_fully_masked_row(kind: str) -> None:
-    q, k, v = (
-        x.requires_grad_() for x in (normal(1, 1, 3, 2), normal(1, 1, 4, 2), normal(1, 1, 4, 2))
-    )
-    seen = torch.ones(1, 1, 3, 4, dtype=torch.bool)
-    seen[0, 0, 1] = False
-    mask = seen if kind == "bool" else torch.where(seen, 0.5, -INF).double().requires_grad_()
-    out, lse, w = attend(q, k, v, mask)
-    assert torch.equal(out[0, 0, 1], torch.zeros(2, dtype=torch.float64))
-    assert torch.equal(w[0, 0, 1], torch.zeros(4, dtype=torch.float64))
-    assert lse[0, 0, 1].item() == -INF
-    leaves = [q, k, v] + ([mask] if kind == "additive" else [])
-    # even an infinite gradient of that row must end there
-    into = torch.ones_like(out)
-    into[0, 0, 1] = INF
-    grads = torch.autograd.grad((out, lse), leaves, (into, torch.ones_like(lse)))
-    assert all(torch.isfinite(grad).all() for grad in grads)
-    assert torch.equal(grads[0][0, 0, 1], torch.zeros(2, dtype=torch.float64))
-
-
-@pytest.mark.parametrize("bad", [NAN, INF, -INF])
-@pytest.mark.parametrize("softcap", [0.0, 2.0])
-def test_what_no_query_sees_never_leaks(bad: float, softcap: float) -> None:
-    q, k, v = normal(1, 2, 3, 2), normal(1, 2, 4, 2), normal(1, 2, 4, 2)
-    mask = torch.tensor([True, True, False, False]).view(1, 1, 1, 4)
-
-    def run(k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
-        results = attend(*leaves, mask, softcap=softcap)
-        loss = sum((x**2).sum() for x in results)
-        return (*results, *gradients(loss, *leaves))  # type: ignore[arg-type]
-
-    bad_k, bad_v = k.clone(), v.clone()
-    bad_k[:, :, 2:], bad_v[:, :, 2:] = bad, bad
-    for clean, dirty in zip(run(k, v), run(bad_k, bad_v), strict=True):
-        assert torch.equal(clean, dirty)
-
-
-@pytest.mark.parametrize("bad", [NAN, INF, -INF])
-@pytest.mark.parametrize("where", ["key", "value"])
-def test_what_some_queries_see_reaches_only_those(bad: float, where: str) -> None:
-    q, k, v = normal(1, 2, 5, 2), normal(1, 2, 5, 2), normal(1, 2, 5, 3)
-    clean = attend(q, k, v, window_right=0)
-    (k if where == "key" else v)[:, :, 3] = bad  # queries 3 and 4 see it
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    dirty = attend(*leaves, window_right=0)
-    for a, b in zip(clean, dirty, strict=True):
-        assert torch.equal(a[:, :, :3], b[:, :, :3])
-    if where == "value":  # as IEEE has it: a visible value carries its weight
-        assert torch.equal(dirty[0][:, :, 3:], torch.full_like(dirty[0][:, :, 3:], bad)) or (
-            math.isnan(bad) and dirty[0][:, :, 3:].isnan().all()
-        )
-    loss = sum((x[:, :, :3] ** 2).sum() for x in dirty)
-    assert isinstance(loss, Tensor)
-    # zero gradients into rows 3 and 4 meet NaN weights there: only dq of the rows before is theirs
-    assert torch.isfinite(gradients(loss, *leaves)[0][:, :, :3]).all()
-
-
-def test_a_visible_nan_is_not_hidden() -> None:
-    q, k, v = normal(1, 1, 2, 2), normal(1, 1, 3, 2), normal(1, 1, 3, 2)
-    v[0, 0, 1, 0] = NAN
-    mask = torch.tensor([[True, True, True], [True, False, True]]).view(1, 1, 2, 3)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    out = attend(*leaves, mask)[0]
-    assert out.isnan()[0, 0].tolist() == [[True, False], [False, False]]
-    grad_q = gradients(out.sum(), *leaves)[0]
-    assert grad_q.isnan().any(-1)[0, 0].tolist() == [True, False]
-
-
-def test_opposite_infinities_make_nan() -> None:
-    v = torch.tensor([INF, -INF, 1.0], dtype=torch.float64).view(1, 1, 3, 1)
-    q, k = normal(1, 1, 3, 2), normal(1, 1, 3, 2)
-    mask = torch.tensor([[1, 1, 1], [1, 0, 1], [0, 1, 1]], dtype=torch.bool).view(1, 1, 3, 3)
-    out = attend(q, k, v, mask)[0].flatten()
-    assert out[0].isnan()
-    assert out[1:].tolist() == [INF, -INF]
-
-
-def test_a_key_infinitely_far_away_gets_nothing() -> None:
-    """As IEEE has it: q . k is -inf, which is a score like any other."""
-    q, v = torch.ones(1, 1, 1, 1, dtype=torch.float64), normal(1, 1, 3, 2)
-    k = torch.tensor([0.0, -INF, 0.0], dtype=torch.float64).view(1, 1, 3, 1)
-    for options in ({}, {"window_right": 2}):
-        assert attend(q, k, v, **options)[2].flatten().tolist() == [0.5, 0.0, 0.5]
-
-
-def test_nan_in_a_mask_is_seen() -> None:
-    _, lse, w = with_scores(row(0, 0), mask=row(0, NAN))
-    assert lse.isnan().all()
-    assert w.isnan().all()
-
-
-@pytest.mark.parametrize(
-    "shape", [(0, 2, 2, 3, 4), (2, 0, 0, 3, 4), (2, 4, 2, 0, 4), (2, 4, 2, 3, 0), (0, 0, 0, 0, 0)]
-)
-@pytest.mark.parametrize("weights", [0, 1, 2])
-def test_empty_dimensions(shape: tuple[int, ...], weights: int) -> None:
-    b, h, hkv, lq, lk = shape
-    q, k, v = (
-        x.requires_grad_()
-        for x in (normal(b, h, lq, 3), normal(b, hkv, lk, 3), normal(b, hkv, lk, 2))
-    )
-    bias = normal(1, 1, lq, lk).requires_grad_()
-    out, lse, w = attend(q, k, v, bias, weights=weights, window_right=0, dropout_p=0.5, seed=SEED)
-    assert out.shape == (b, h, lq, 2)
-    assert lse.shape == (b, h, lq)
-    assert w.shape == {0: (0,), 1: (b, h, lq, lk), 2: (b, lq, lk)}[weights]
-    assert (out == 0).all()
-    assert (lse == -INF).all()
-    total = out.sum() + lse.sum() + w.sum()
-    for grad in torch.autograd.grad(total, (q, k, v, bias), allow_unused=True):
-        assert grad is None or (grad == 0).all()
-
-
 # -- dropout --------------------------------------------------------------------------------------
 
 
@@ -536,27 +281,6 @@ def test_dropout_scales_what_it_keeps_by_the_share_it_keeps() -> None:
     dropped = attend(q, k, k, dropout_p=0.3, seed=SEED)[2]
     keep = reference.dropout_keep((1, 1, 3, 40), 0.3, SEED)
     torch.testing.assert_close(dropped, torch.where(keep, plain * 65536 / 45875, 0.0))
-
-
-# -- transforms -----------------------------------------------------------------------------------
-
-
-def test_vmap_hessian_and_compile() -> None:
-    q, k, v = normal(3, 1, 2, 3, 2), normal(3, 1, 2, 4, 2), normal(3, 1, 2, 4, 2)
-    bias = torch.where(normal(3, 4) > -0.5, 0.0, -INF).double().view(1, 1, 3, 4)
-    bias[:, :, 1] = -INF
-
-    def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return (attend(q, k, v, bias, softcap=3.0, window_right=1)[0] ** 2).sum()
-
-    mapped = torch.func.vmap(torch.func.grad(loss, argnums=(0, 1, 2)))(q, k, v)
-    for n in range(3):
-        leaves = [x[n].clone().requires_grad_() for x in (q, k, v)]
-        for a, b in zip(mapped, torch.autograd.grad(loss(*leaves), leaves), strict=True):
-            torch.testing.assert_close(a[n], b)
-    assert torch.isfinite(torch.func.hessian(loss)(q[0], k[0], v[0])).all()
-    compiled = torch.compile(loss, fullgraph=True, dynamic=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(q[0], k[0], v[0]), loss(q[0], k[0], v[0]))
 
 
 def test_declines_nothing() -> None:
