@@ -5,7 +5,7 @@ from fastattn._capture import capture
 from fastattn._trace import trace
 from fastattn._version import __version__
 from fastattn.dispatch import FallbackWarning, explain, use_backend
-from fastattn.integrations import replace_mha, restore_mha
+from fastattn.integrations import accelerate, replace_mha, restore, restore_mha
 from fastattn.nn import MultiheadAttention
 from fastattn.ops import (
     additive_attention,
@@ -28,6 +28,7 @@ __all__ = [
     "FallbackWarning",
     "MultiheadAttention",
     "__version__",
+    "accelerate",
     "additive_attention",
     "attention_stats",
     "capture",
@@ -43,6 +44,7 @@ __all__ = [
     "nn",
     "plot",
     "replace_mha",
+    "restore",
     "restore_mha",
     "scaled_dot_product_attention",
     "sinusoidal_encoding",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import html
 import sys
 import threading
 import time
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastattn._table import as_html, as_text
 from fastattn.compat import DispatchMode
 from fastattn.integrations.torch import STOCK, attend
 from fastattn.library import operators
@@ -148,14 +148,10 @@ class Calls(DispatchMode):
         return list(self)[index]
 
     def __repr__(self) -> str:
-        rows = self._rows()
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        padded = (map(str.ljust, row, widths) for row in rows)
-        return "\n".join("  ".join(row).rstrip() for row in padded)
+        return as_text(self._rows())
 
     def _repr_html_(self) -> str:
-        rows = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in self._rows())
-        return "<table>" + "".join(f"<tr>{row}</tr>" for row in rows) + "</table>"
+        return as_html(self._rows())
 
     def _rows(self) -> list[list[str]]:
         """The table with its head; times in ms."""
@@ -187,10 +183,7 @@ def _backend(func: Any, args: Sequence[Any]) -> tuple[str, str]:
         return args[-1], ""
     tensors, options = operator.split(args)
     explanation = operator.explain((*tensors, options))
-    runs = explanation.runs or ""
-    earlier = list(explanation.reasons).index(runs) if runs else 0
-    refused = list(explanation.reasons.items())[:earlier]
-    return runs, "; ".join(f"{name}: {', '.join(reasons)}" for name, reasons in refused)
+    return explanation.runs or "", explanation.passed_over
 
 
 def _wait(args: Sequence[Any]) -> None:

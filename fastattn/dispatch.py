@@ -85,6 +85,14 @@ class Explanation:
     runs: str | None  # None: a forced backend cannot
     because: str = ""  # why the order is this one
 
+    @property
+    def passed_over(self) -> str:
+        """The backends before the one that runs, with their reasons, in one line."""
+        refused = list(self.reasons.items())
+        if self.runs is not None:
+            refused = refused[: list(self.reasons).index(self.runs)]
+        return "; ".join(f"{name}: {', '.join(reasons)}" for name, reasons in refused)
+
     def __str__(self) -> str:
         lines = [f"{self.op} on {self.device}"]
         for name, reasons in self.reasons.items():

@@ -6,9 +6,10 @@ import pytest
 
 NAMES = {
     "fastattn": """
-        FallbackWarning MultiheadAttention __version__ additive_attention attention_stats capture
-        decode_attention encode_memory explain hard_attention hopfield_energy hopfield_retrieve
-        luong_attention memory_hop_attention merge_states nn plot replace_mha restore_mha
+        FallbackWarning MultiheadAttention __version__ accelerate additive_attention attention_stats
+        capture decode_attention encode_memory explain hard_attention hopfield_energy
+        hopfield_retrieve
+        luong_attention memory_hop_attention merge_states nn plot replace_mha restore restore_mha
         scaled_dot_product_attention sinusoidal_encoding sinusoidal_table trace use_backend
         varlen_attention""",
     "fastattn.nn": """
@@ -19,7 +20,8 @@ NAMES = {
         insert_empty_memories""",
     "fastattn.flash_attn": """
         flash_attn_func flash_attn_qkvpacked_func flash_attn_varlen_func flash_attn_with_kvcache""",
-    "fastattn.integrations": "replace_mha restore_mha",
+    "fastattn.integrations": "accelerate replace_mha restore restore_mha",
+    "fastattn.integrations.acceleration": "Part Report accelerate restore",
     "fastattn.integrations.diffusers": "Registration register",
     "fastattn.integrations.torch": "Activation activate",
     "fastattn.integrations.transformers": "Registration register",

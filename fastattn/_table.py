@@ -1,0 +1,20 @@
+"""Tables for terminals and notebooks."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+
+__all__ = ["as_html", "as_text"]
+
+
+def as_text(rows: Sequence[Sequence[str]]) -> str:
+    """Columns padded to equal widths; the first row is the head."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    padded = (map(str.ljust, row, widths) for row in rows)
+    return "\n".join("  ".join(row).rstrip() for row in padded)
+
+
+def as_html(rows: Sequence[Sequence[str]]) -> str:
+    cells = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows)
+    return "<table>" + "".join(f"<tr>{row}</tr>" for row in cells) + "</table>"

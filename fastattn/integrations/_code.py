@@ -1,0 +1,144 @@
+"""What the code of a module calls: read from the byte code that its ``forward`` reaches."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import inspect
+from collections.abc import Iterator
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["calls_of"]
+
+# Functions by which attention is called, and those of which it can be made.
+SEEN = {
+    "scaled_dot_product_attention",
+    "multi_head_attention_forward",
+    "flex_attention",
+    "ALL_ATTENTION_FUNCTIONS",  # the registry of transformers
+    "dispatch_attention_fn",  # the registry of diffusers
+    "softmax",
+}
+_PRODUCTS = {"matmul", "bmm", "baddbmm", "einsum"}
+# Packages whose functions are not followed: their names say what they do.
+_ENDS = ("torch", "numpy", "builtins", "fastattn", "einops", "math")
+
+
+def calls_of(module: nn.Module, known: dict[Any, set[str]]) -> set[str]:
+    """The names in ``SEEN`` that the ``forward`` of a module reaches; "product" for any product.
+
+    Followed are methods of the module, functions of its package and others, and what the module
+    keeps in attributes, but no submodules: those have a ``forward`` of their own. A branch counts
+    whether or not it is taken. ``known`` keeps results from call to call: most modules of a model
+    have the same code as others.
+    """
+    if isinstance(module, torch.jit.ScriptModule):
+        text = getattr(module, "code", "")
+        return _marks(name for name in SEEN | _PRODUCTS if name in text)
+    kind = _kind(module)
+    if kind not in known:
+        known[kind] = _read(module)
+    return known[kind]
+
+
+def _kind(module: nn.Module) -> tuple[Any, ...]:
+    """What the code of a module depends on: its class, what it can call, and its submodules."""
+    callables = tuple(
+        (name, getattr(value, "func", value) if _is_plain(value) else type(value))
+        for name, value in vars(module).items()
+        if callable(value) and not isinstance(value, (nn.Module, torch.Tensor))
+    )
+    return type(module), callables, frozenset(map(type, module.children()))
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, (FunctionType, BuiltinFunctionType, functools.partial))
+
+
+def _read(module: nn.Module) -> set[str]:
+    """The names that ``forward`` reaches."""
+    found: set[str] = set()
+    seen: set[CodeType] = set()
+    # Each with the object that it is a method of.
+    left: list[tuple[Any, Any]] = [(vars(module).get("forward", type(module).forward), module)]
+    while left:
+        value, owner = left.pop()
+        function = _python_function(value)
+        if function is None or function.__code__ in seen:
+            continue
+        seen.add(function.__code__)
+        for code in _with_nested(function.__code__):
+            found |= _marks(code.co_names)
+            if any(map(_is_product, dis.get_instructions(code))):
+                found.add("product")
+            for name in code.co_names:
+                for meant in _values(name, function, owner, module):
+                    found |= _marks_of_value(meant)
+                    if not isinstance(meant, nn.Module):
+                        left.append((meant, owner))
+                        # An object that is called, such as a processor of diffusers.
+                        left.append((inspect.getattr_static(type(meant), "__call__", None), meant))
+    return found
+
+
+def _marks_of_value(value: Any) -> set[str]:
+    """For what the code calls by another name."""
+    value = getattr(value, "func", value)  # of a partial
+    if value is torch.nn.functional.scaled_dot_product_attention:
+        return {"scaled_dot_product_attention"}
+    return {"softmax"} if isinstance(value, nn.Softmax) else set()
+
+
+def _marks(names: Any) -> set[str]:
+    names = set(names)
+    return (names & SEEN) | ({"product"} if names & _PRODUCTS else set())
+
+
+def _is_product(instruction: dis.Instruction) -> bool:
+    return instruction.opname == "BINARY_MATRIX_MULTIPLY" or (  # Python 3.10
+        instruction.opname == "BINARY_OP" and instruction.argrepr == "@"
+    )
+
+
+def _with_nested(code: CodeType) -> Iterator[CodeType]:
+    """A code and those of the functions defined in it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _with_nested(constant)
+
+
+def _values(name: str, function: FunctionType, owner: Any, module: nn.Module) -> Iterator[Any]:
+    """What a name in a function may mean: a global, a member of an imported module, an attribute of
+    the object that the function is a method of, or of the module, which processors get."""
+    scope = function.__globals__
+    if name in scope:
+        yield scope[name]
+    for used in function.__code__.co_names:
+        imported = scope.get(used)
+        if isinstance(imported, ModuleType) and not _ends(imported.__name__):
+            yield vars(imported).get(name)
+    for one in (owner, module):
+        own = {**getattr(one, "__dict__", {}), **getattr(one, "_modules", {})}
+        yield own[name] if name in own else inspect.getattr_static(type(one), name, None)
+
+
+def _python_function(value: Any) -> FunctionType | None:
+    """The function that a call of this value runs, if it is written in Python and is followed."""
+    while isinstance(value, functools.partial):
+        value = value.func
+    value = getattr(value, "__func__", value)  # methods, static methods, class methods
+    if not callable(value) or isinstance(value, type):
+        return None
+    value = inspect.unwrap(value)
+    if not isinstance(value, FunctionType) or _ends(value.__module__ or ""):
+        return None
+    return value
+
+
+def _ends(module: str) -> bool:
+    return module.partition(".")[0] in _ENDS

@@ -1,0 +1,377 @@
+"""One call for any model: :func:`accelerate` uses what fits, :func:`restore` undoes it."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fastattn import dispatch
+from fastattn._table import as_html, as_text
+from fastattn.integrations import diffusers, transformers
+from fastattn.integrations._code import calls_of
+from fastattn.integrations._registration import Registration
+from fastattn.integrations.torch import Activation, activate
+from fastattn.integrations.torch_mha import replace_mha, restore_mha
+from fastattn.nn.mha import MultiheadAttention
+
+__all__ = ["Part", "Report", "accelerate", "restore"]
+
+_NAME = "fastattn"  # in the registries of transformers and diffusers
+
+# Attributes by which a module turns off its own use of PyTorch's function, in timm, x-transformers,
+# open_clip, Whisper and others.
+_SWITCHES = ("fused_attn", "flash", "flash_attn", "use_sdpa", "use_fsdpa", "use_flash")
+
+
+@dataclass(frozen=True)
+class Part:
+    """The modules of a model that compute attention in the same way."""
+
+    modules: tuple[str, ...]  # as in model.named_modules(); "" is the model itself
+    kind: str  # the name of their class
+    calls: str  # what they call for attention, as far as it is known
+    backend: str  # as in fastattn.use_backend; "" if fastattn does not serve them
+    reason: str  # why not, or why no preferred backend; "" if there is nothing to say
+
+
+@dataclass(frozen=True)
+class Report:
+    """What :func:`accelerate` found. ``print`` and notebooks show it as a table."""
+
+    parts: tuple[Part, ...]
+
+    @property
+    def served(self) -> tuple[Part, ...]:
+        """The parts that now run on fastattn."""
+        return tuple(part for part in self.parts if part.backend)
+
+    @property
+    def unserved(self) -> tuple[Part, ...]:
+        """The parts that run as before."""
+        return tuple(part for part in self.parts if not part.backend)
+
+    def __str__(self) -> str:
+        return as_text(self._rows())
+
+    def _repr_html_(self) -> str:
+        return as_html(self._rows())
+
+    def _rows(self) -> list[list[str]]:
+        rows = [["count", "modules", "class", "calls", "backend", "reason"]]
+        for part in self.parts:
+            names = list(dict.fromkeys(map(_pattern, part.modules)))
+            shown = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+            backend = part.backend or "not fastattn"
+            rows.append(
+                [str(len(part.modules)), shown, part.kind, part.calls, backend, part.reason]
+            )
+        if not self.parts:
+            rows.append(["0", "", "", "", "", "no code that computes attention was found"])
+        return rows
+
+
+def accelerate(model: nn.Module) -> Report:
+    """Run the attention of a model on fused kernels, wherever its code lets us.
+
+    Each kind of attention in the model, and in what it wraps or contains, is served by what fits:
+
+    - ``torch.nn.MultiheadAttention``: by :func:`fastattn.replace_mha`.
+    - models of transformers: by ``attn_implementation="fastattn"``, as after
+      :func:`fastattn.integrations.transformers.register`.
+    - processors of diffusers that ask its registry: by the backend ``"fastattn"``, as after
+      :func:`fastattn.integrations.diffusers.register`.
+    - code that calls ``torch.nn.functional.scaled_dot_product_attention``: by
+      :func:`fastattn.integrations.torch.activate`. **This one holds for the whole process**, not
+      for this model alone, and for the CPU only. It is used if the model has such code.
+
+    Parameters, buffers, hooks and ``state_dict`` stay the same objects, so models that are wrapped
+    for LoRA, DDP or FSDP, before or after this call, keep working. Call it before
+    ``torch.compile``. A second call changes only what is new in the model.
+
+    Which code calls what is read from the code of each module, without running it: a branch that is
+    never taken counts, and code that computes attention in an unusual way may not be recognized.
+    :func:`fastattn.trace` says what a call of the model really ran.
+
+    Args:
+        model: any module.
+
+    Returns:
+        A :class:`~fastattn.integrations.acceleration.Report`: which modules compute attention, what
+        they call, which backend serves them (for the dtype and device that they now have), and
+        which are not served, and why. What is not served runs as before.
+
+    :func:`restore` undoes it. A deep copy of an accelerated model shares its registrations but is
+    not restored with it: copy before.
+
+    >>> import torch, fastattn
+    >>> model = torch.nn.TransformerEncoderLayer(32, 4)
+    >>> report = fastattn.accelerate(model)
+    >>> [(part.modules, part.calls) for part in report.served]
+    [(('self_attn',), 'nn.MultiheadAttention')]
+    >>> fastattn.restore(model)
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"accelerate: model must be a torch.nn.Module, got {type(model).__name__}")
+    changes = _changes.get(model)
+    if changes is None:
+        changes = _changes[model] = _Changes()
+        weakref.finalize(model, changes.end).atexit = False
+    refused = changes.make(model)
+    return Report(tuple(_parts(model, changes, refused)))
+
+
+def restore(model: nn.Module) -> None:
+    """Undo :func:`accelerate` for a model, and for the models that it contains or wraps.
+
+    Models may be restored in any order, each any number of times. What the user did, such as an own
+    call of ``replace_mha`` or ``activate``, stays.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"restore: model must be a torch.nn.Module, got {type(model).__name__}")
+    for module in list(model.modules()):
+        changes = _changes.pop(module, None)
+        if changes is not None:
+            changes.undo()
+
+
+class _Changes:
+    """What :func:`accelerate` did to one model."""
+
+    def __init__(self) -> None:
+        self._replaced: list[weakref.ref[nn.Module]] = []
+        self._settings: list[Callable[[], None]] = []
+        self._registrations: dict[str, Registration] = {}
+        self._activation: Activation | None = None
+
+    def make(self, model: nn.Module) -> dict[str, str]:
+        """Change what is not changed yet. Returns why a library is not served, by its name."""
+        modules = dict(model.named_modules())
+        self._replaced += [weakref.ref(modules[name]) for name in replace_mha(model)]
+        refused = {}
+        for library, serve in (
+            ("transformers", self._transformers),
+            ("diffusers", self._diffusers),
+        ):
+            if library in sys.modules:  # otherwise no module is of it
+                try:
+                    serve(model)
+                except (ImportError, KeyError, ValueError) as error:
+                    refused[library] = f"{type(error).__name__}: {error}"
+        return refused
+
+    def activate(self) -> None:
+        if self._activation is None:
+            self._activation = activate()
+
+    def undo(self) -> None:
+        for reference in self._replaced:
+            module = reference()
+            if module is not None:
+                restore_mha(module)
+        for setting in reversed(self._settings):
+            setting()
+        self._replaced, self._settings = [], []
+        self.end()
+
+    def end(self) -> None:
+        """Undo what is not part of the model; nothing else is left to undo when it is deleted."""
+        for registration in self._registrations.values():
+            registration.undo()
+        if self._activation is not None:
+            self._activation.undo()
+        self._registrations, self._activation = {}, None
+
+    def _transformers(self, model: nn.Module) -> None:
+        base = sys.modules["transformers.modeling_utils"].PreTrainedModel
+        inside: set[int] = set()
+        for module in model.modules():
+            if not isinstance(module, base) or id(module) in inside:
+                continue
+            inside.update(map(id, module.modules()))
+            self._register("transformers", transformers.register)
+            for config in _configurations(module):
+                if config._attn_implementation != _NAME:
+                    self._remember(config, "_attn_implementation_internal")
+            module.set_attn_implementation(_NAME)
+
+    def _diffusers(self, model: nn.Module) -> None:
+        for module in model.modules():
+            processor: Any = getattr(module, "processor", None)
+            if (
+                getattr(processor, "_attention_backend", _NAME) in (None, "native")
+                and getattr(processor, "_parallel_config", None) is None
+            ):
+                self._register("diffusers", diffusers.register)
+                self._remember(processor, "_attention_backend")
+                names = sys.modules["diffusers.models.attention_dispatch"].AttentionBackendName
+                processor._attention_backend = names(_NAME)
+
+    def _register(self, library: str, register: Callable[[], Registration]) -> None:
+        if library not in self._registrations:
+            self._registrations[library] = register()
+
+    def _remember(self, owner: Any, attribute: str) -> None:
+        """Let :meth:`undo` restore an attribute, unless other code has changed it by then."""
+        before = getattr(owner, attribute)
+
+        def reset() -> None:
+            if getattr(owner, attribute) == _NAME:
+                setattr(owner, attribute, before)
+
+        self._settings.append(reset)
+
+
+_changes: weakref.WeakKeyDictionary[nn.Module, _Changes] = weakref.WeakKeyDictionary()
+
+
+def _configurations(model: Any) -> list[Any]:
+    """The configurations of the models of transformers in this one, each once."""
+    found: dict[int, Any] = {}
+    left: list[Any] = [getattr(module, "config", None) for module in model.modules()]
+    while left:
+        config = left.pop()
+        if hasattr(config, "_attn_implementation") and id(config) not in found:
+            found[id(config)] = config
+            left += [getattr(config, name, None) for name in config.sub_configs]
+    return list(found.values())
+
+
+def _parts(model: nn.Module, changes: _Changes, refused: dict[str, str]) -> Iterator[Part]:
+    """The modules that compute attention, those alike together, in the order of the model."""
+    named = dict(model.named_modules())
+    known: dict[Any, set[str]] = {}
+    calls = {name: _calls(module, known) for name, module in named.items()}
+    found: dict[tuple[str, ...], list[str]] = {}
+    for name, module in named.items():
+        if calls[name] in _UNCERTAIN and any(
+            other.startswith(f"{name}." if name else "") and calls[other]
+            for other in named
+            if other != name
+        ):
+            continue  # what contains attention, such as a layer, is none itself
+        if calls[name]:
+            key = (type(module).__name__, *_verdict(name, named, calls[name], changes, refused))
+            found.setdefault(key, []).append(name)
+    for (kind, *rest), names in found.items():
+        yield Part(tuple(names), kind, *rest)
+
+
+# What a module calls for attention, as the report says it.
+_MHA = "nn.MultiheadAttention"
+_SDPA = "scaled_dot_product_attention"
+_FUNCTIONAL = "multi_head_attention_forward"
+_TRANSFORMERS = "transformers' registry"
+_DIFFUSERS = "diffusers' registry"
+_FLEX = "flex_attention"
+_STEPS = "a product and a softmax"
+_NOTHING = "nothing known"
+_UNCERTAIN = (_STEPS, _NOTHING)
+
+_BY_NAME = {
+    "ALL_ATTENTION_FUNCTIONS": _TRANSFORMERS,
+    "dispatch_attention_fn": _DIFFUSERS,
+    _SDPA: _SDPA,
+    _FUNCTIONAL: _FUNCTIONAL,
+    _FLEX: _FLEX,
+}
+
+
+def _calls(module: nn.Module, known: dict[Any, set[str]]) -> str:
+    """What a module calls for attention; "" if it computes none."""
+    if isinstance(module, nn.MultiheadAttention):
+        return _MHA
+    names = calls_of(module, known)
+    for name, call in _BY_NAME.items():
+        if name in names:
+            return call
+    if {"product", "softmax"} <= names:
+        return _STEPS
+    kind = type(module)
+    is_named = "attention" in kind.__name__.lower() or "attn" in kind.__name__.lower()
+    return _NOTHING if is_named and kind.__module__.partition(".")[0] != "fastattn" else ""
+
+
+def _verdict(
+    name: str, named: dict[str, nn.Module], call: str, changes: _Changes, refused: dict[str, str]
+) -> tuple[str, str, str]:
+    """What the modules call, the backend that serves it, and the reason."""
+    module = named[name]
+    processor: Any = getattr(module, "processor", None)
+    why_not = ""
+    if call == _MHA:
+        if not _runs_our_forward(module):
+            why_not = "its forward does not call that of nn.MultiheadAttention"
+    elif call == _TRANSFORMERS:
+        chosen = _implementation(name, named)
+        if chosen != _NAME:
+            why_not = refused.get("transformers", f"its attn_implementation is {chosen!r}")
+    elif call == _DIFFUSERS and hasattr(processor, "_attention_backend"):
+        chosen = processor._attention_backend
+        if chosen != _NAME:
+            why_not = refused.get("diffusers", f"its attention backend is {chosen!r}")
+    elif call in (_DIFFUSERS, _SDPA, _FUNCTIONAL):
+        off = [each for each in _SWITCHES if getattr(module, each, None) is False]
+        device = _example(module, named[""]).device
+        if off:
+            why_not = f"its {off[0]} is False, so it computes attention step by step"
+        elif device.type != "cpu":
+            why_not = f"activate serves the CPU only, the module is on {device}"
+        else:
+            changes.activate()
+    elif call == _FLEX:
+        why_not = "PyTorch generates its kernel"
+    elif call == _STEPS:
+        why_not = "no function to replace"
+    else:
+        why_not = "no function to replace was found in its code"
+    if why_not:
+        return call, "", why_not
+    return call, *_backend(_example(module, named[""]))
+
+
+def _runs_our_forward(module: nn.Module) -> bool:
+    """Whether our forward is the one that runs, or is called by the one that does."""
+    for kind in type(module).__mro__:
+        if "forward" in kind.__dict__:
+            if kind is MultiheadAttention:
+                return True
+            if not {"super", "forward"} <= set(kind.__dict__["forward"].__code__.co_names):
+                return False
+    return False
+
+
+def _implementation(name: str, named: dict[str, nn.Module]) -> str | None:
+    """The ``attn_implementation`` of a module: that of its own configuration, or of its model's."""
+    while True:
+        config = getattr(named.get(name), "config", None)
+        chosen: str | None = getattr(config, "_attn_implementation", None)
+        if chosen is not None or not name:
+            return chosen
+        name = name.rpartition(".")[0]
+
+
+def _example(module: nn.Module, model: nn.Module) -> torch.Tensor:
+    """A query such as those of a module, [1, 1, 16, D]."""
+    parameters = (x for each in (module, model) for x in each.parameters())
+    like = next((x for x in parameters if x.is_floating_point()), torch.empty(()))
+    width = getattr(module, "head_dim", 64)
+    return like.new_empty(1, 1, 16, width if isinstance(width, int) else 64)
+
+
+def _backend(query: torch.Tensor) -> tuple[str, str]:
+    try:
+        explanation = dispatch.explain(_SDPA, query, query, query)
+    except (NotImplementedError, RuntimeError) as error:
+        return "", str(error)
+    return explanation.runs or "", explanation.passed_over
+
+
+def _pattern(name: str) -> str:
+    """A name without the numbers of layers, or what to call the model itself."""
+    return ".".join("*" if part.isdigit() else part for part in name.split(".")) or "(model)"
