@@ -147,11 +147,13 @@ def test_a_version_out_of_range(version: str, monkeypatch: pytest.MonkeyPatch) -
         register()
 
 
-def test_import_loads_no_transformers() -> None:
+def test_import_loads_no_library() -> None:
     program = (
         "import sys, fastattn, fastattn.integrations.transformers\n"
+        "import fastattn.integrations.diffusers\n"
+        "fastattn.accelerate(fastattn.MultiheadAttention(8, 2))\n"
         "loaded = {name.split('.')[0] for name in sys.modules}\n"
-        "assert not loaded & {'transformers', 'peft', 'tokenizers'}, loaded"
+        "assert not loaded & {'transformers', 'diffusers', 'peft', 'tokenizers'}, loaded"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers_runs import assert_same, gradients
+from transformers_runs import InDouble, assert_same, gradients
 
 import fastattn
 
@@ -32,7 +32,7 @@ def compared(model: nn.Module, inputs: dict[str, Any], served: AbstractContextMa
     want = gradients(model, inputs)
     with served:
         got = gradients(model, inputs)
-        with fastattn.trace() as seen, torch.no_grad():
+        with InDouble(), fastattn.trace() as seen, torch.no_grad():
             model(**inputs)
     assert_same(got, want)
     assert seen, "no attention was called"

@@ -1,0 +1,235 @@
+"""``accelerate`` on one model or more of each library: outputs and all gradients in float64."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from diffusers_models import draw, flux, unet
+from libraries import library
+from library_runs import compared, initialized
+from torch import Tensor, nn
+from transformers_models import ENTRIES
+from transformers_runs import assert_same, with_gradients
+
+import fastattn
+from fastattn.integrations import torch as integration
+from fastattn.integrations.diffusers._registry import NAME
+
+WIDTH = 16
+
+
+@contextlib.contextmanager
+def accelerated(model: nn.Module, *calls: str) -> Iterator[None]:
+    """Within, the model is accelerated, and all parts of the report have one of these calls."""
+    report = fastattn.accelerate(model)
+    try:
+        assert not report.unserved, report
+        assert {part.calls for part in report.served} == set(calls)
+        yield
+    finally:
+        fastattn.restore(model)
+    assert not integration._active
+
+
+class Adapted(nn.Module):
+    """A model whose output is a dictionary."""
+
+    def __init__(self, model: nn.Module, run: Callable[..., Any]) -> None:
+        super().__init__()
+        self.model = model
+        self.run = run
+
+    def forward(self, **inputs: Any) -> dict[str, Any]:
+        return {"out": self.run(self.model, **inputs)}
+
+
+# --- libraries with a registry --------------------------------------------------------------------
+
+
+def test_diffusers() -> None:
+    for build, calls in ((flux, "diffusers' registry"), (unet, "scaled_dot_product_attention")):
+        model, inputs = build()
+        initialized(model)
+        with accelerated(model, calls), fastattn.trace() as seen, torch.no_grad():
+            model(**inputs)
+        assert {call.backend for call in seen} == {"cpu"}
+        with fastattn.trace() as seen, torch.no_grad():
+            model(**inputs)
+        assert {call.backend for call in seen} == {""}
+
+
+def test_a_backend_of_diffusers_that_the_user_chose_stays() -> None:
+    model, _ = flux()
+    model.transformer_blocks[0].attn.set_attention_backend("_native_math")
+    report = fastattn.accelerate(model)
+    (part,) = report.unserved
+    assert part.modules == ("transformer_blocks.0.attn",)
+    assert "_native_math" in part.reason
+    assert [part.modules for part in report.served] == [("single_transformer_blocks.0.attn",)]
+    fastattn.restore(model)
+    assert NAME not in library("diffusers").AttentionBackendName.__members__.values()
+    processors = [module.processor for module in model.modules() if hasattr(module, "processor")]
+    assert [x._attention_backend for x in processors] == ["_native_math", None]
+
+
+ENTRY = {entry.name: entry for entry in ENTRIES}
+
+
+def test_transformers() -> None:
+    entry = ENTRY["LlamaForCausalLM"]
+    model, inputs = entry.build(), entry.example()
+    want = with_gradients(model, inputs)
+    assert model.config._attn_implementation == "eager"
+    # Some of its numbers are float32 whatever the dtype is.
+    with accelerated(model, "transformers' registry"):
+        got = with_gradients(model, inputs)
+        assert model.config._attn_implementation == "fastattn"
+        with fastattn.trace() as seen, torch.no_grad():
+            model(**inputs)
+        assert {call.backend for call in seen} == {"cpu"}
+    assert_same(got, want, 1e-6)
+    assert model.config._attn_implementation == "eager"
+    with pytest.raises(ValueError, match="fastattn"):
+        model.set_attn_implementation("fastattn")
+
+
+def test_every_part_of_a_model_of_transformers_gets_its_own_setting_back() -> None:
+    config = transformers.CLIPConfig(
+        text_config={"vocab_size": 99, "hidden_size": 16, "num_attention_heads": 2}
+        | {"num_hidden_layers": 1, "intermediate_size": 16},
+        vision_config={"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+        | {"intermediate_size": 16, "image_size": 32, "patch_size": 16},
+    )
+    config._attn_implementation = {"text_config": "eager", "vision_config": "sdpa"}
+    model = transformers.CLIPModel(config)
+    parts = (model, model.text_model, model.vision_model)
+    before = [part.config._attn_implementation for part in parts]
+    assert before[1:] == ["eager", "sdpa"]
+    report = fastattn.accelerate(model)
+    assert len(report.served[0].modules) == 2
+    assert not report.unserved
+    assert [part.config._attn_implementation for part in parts] == ["fastattn"] * 3
+    fastattn.restore(model)
+    assert [part.config._attn_implementation for part in parts] == before
+
+
+def test_a_model_of_transformers_with_attention_of_its_own() -> None:
+    config = transformers.BloomConfig(vocab_size=20, hidden_size=16, n_layer=1, n_head=2)
+    model = transformers.BloomModel(config)
+    (part,) = fastattn.accelerate(model).unserved
+    assert part.modules == ("h.0.self_attention",)
+    assert part.calls == "a product and a softmax"
+    fastattn.restore(model)
+
+
+# --- libraries without one ------------------------------------------------------------------------
+
+
+def test_timm() -> None:
+    model = library("timm").create_model(
+        "vit_tiny_patch16_224", img_size=32, patch_size=16, embed_dim=16, depth=1, num_heads=2
+    )
+    initialized(model)
+    adapted = Adapted(model, lambda model, x: model(x))
+    compared(adapted, {"x": draw(2, 3, 32, 32)}, accelerated(model, "scaled_dot_product_attention"))
+    swin = library("timm").create_model("swin_tiny_patch4_window7_224", depths=(1, 1, 1, 1))
+    (part,) = fastattn.accelerate(swin).unserved
+    assert part.reason == "its fused_attn is False, so it computes attention step by step"
+
+
+def test_open_clip() -> None:
+    """A vision transformer and a text transformer of nn.MultiheadAttention."""
+    open_clip = library("open_clip")
+    vision = open_clip.CLIPVisionCfg(layers=1, width=16, head_width=8, patch_size=16, image_size=32)
+    text = open_clip.CLIPTextCfg(context_length=6, vocab_size=20, width=16, heads=2, layers=1)
+    model = open_clip.model.CLIP(8, vision, text)
+    initialized(model)
+    inputs = {"image": draw(2, 3, 32, 32), "text": torch.tensor([[1, 2, 3, 4, 19, 0]] * 2)}
+    adapted = Adapted(model, lambda model, **inputs: model(**inputs)[:2])
+    compared(adapted, inputs, accelerated(model, "nn.MultiheadAttention"))
+
+
+def test_the_attention_pooling_of_open_clip() -> None:
+    """Its ResNet calls the function of nn.MultiheadAttention, not the module."""
+    library("open_clip")
+    pool = library("open_clip.modified_resnet").AttentionPool2d(2, WIDTH, 2, 8)
+    initialized(pool)
+    adapted = Adapted(pool, lambda pool, x: pool(x))
+    compared(
+        adapted, {"x": draw(2, WIDTH, 2, 2)}, accelerated(pool, "multi_head_attention_forward")
+    )
+
+
+def test_whisper() -> None:
+    whisper = library("whisper").model
+    sizes = whisper.ModelDimensions(4, 5, WIDTH, 2, 1, 20, 6, WIDTH, 2, 1)
+    model = whisper.Whisper(sizes)
+    initialized(model)
+    inputs = {"mel": draw(2, 4, 10), "tokens": torch.tensor([[3, 1, 4, 1, 5, 9]] * 2)}
+    compared(
+        Adapted(model, lambda model, **inputs: model(**inputs)),
+        inputs,
+        accelerated(model, "scaled_dot_product_attention"),
+    )
+
+
+def test_x_transformers() -> None:
+    library_ = library("x_transformers")
+    decoder = library_.Decoder(dim=16, depth=1, heads=2, attn_dim_head=8, attn_flash=True)
+    model = library_.TransformerWrapper(num_tokens=20, max_seq_len=8, attn_layers=decoder)
+    initialized(model)
+    inputs = {"x": torch.tensor([[3, 1, 4, 1, 5]] * 2)}
+    compared(
+        Adapted(model, lambda model, x: model(x)),
+        inputs,
+        accelerated(model, "scaled_dot_product_attention"),
+    )
+    without = library_.Decoder(dim=16, depth=1, heads=2, attn_dim_head=8)
+    (part,) = fastattn.accelerate(without).unserved
+    assert part.reason == "its flash is False, so it computes attention step by step"
+
+
+def test_sentence_transformers(tmp_path: Path) -> None:
+    """Embeddings of padded sentences, by way of the registry of transformers."""
+    library_ = library("sentence_transformers")
+    model = library_.SentenceTransformer(modules=sentence_modules(tmp_path), device="cpu").double()
+    sentences = ["one two", "three four five six seven"]
+    want = model.encode(sentences)
+    with accelerated(model, "transformers' registry"):
+        with fastattn.trace() as calls:
+            got = model.encode(sentences)
+        assert {call.backend for call in calls} == {"cpu"}
+        got_gradients = embedding_gradients(model, sentences)
+    assert_same({"out": torch.tensor(got)}, {"out": torch.tensor(want)}, 1e-6)
+    assert_same(got_gradients, embedding_gradients(model, sentences), 1e-6)
+
+
+def sentence_modules(folder: Path) -> list[nn.Module]:
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *"one two three four five six seven".split()]
+    (folder / "vocab.txt").write_text("\n".join(words))
+    transformers.BertTokenizer(vocab=str(folder / "vocab.txt")).save_pretrained(folder)
+    config = transformers.BertConfig(
+        vocab_size=len(words),
+        hidden_size=WIDTH,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=WIDTH,
+    )
+    torch.manual_seed(0)
+    transformers.BertModel(config).save_pretrained(folder)
+    modules = library("sentence_transformers.sentence_transformer.modules")
+    transformer = modules.Transformer(str(folder))
+    return [transformer, modules.Pooling(WIDTH)]
+
+
+def embedding_gradients(model: Any, sentences: list[str]) -> dict[str, Tensor]:
+    model.eval().zero_grad()
+    embeddings = model(model.preprocess(sentences))["sentence_embedding"]
+    (embeddings * torch.arange(WIDTH)).sum().backward()
+    return {name: x.grad.clone() for name, x in model.named_parameters() if x.grad is not None}
