@@ -12,6 +12,7 @@ import torch
 import transformers
 from diffusers_models import draw, flux, unet
 from libraries import library
+from library_models import WIDTH, open_clip_model, sentence_modules, whisper_model
 from library_runs import compared, initialized
 from torch import Tensor, nn
 from transformers_models import ENTRIES
@@ -20,8 +21,6 @@ from transformers_runs import assert_same, with_gradients
 import fastattn
 from fastattn.integrations import torch as integration
 from fastattn.integrations.diffusers._registry import NAME
-
-WIDTH = 16
 
 
 @contextlib.contextmanager
@@ -145,10 +144,7 @@ def test_timm() -> None:
 
 def test_open_clip() -> None:
     """A vision transformer and a text transformer of nn.MultiheadAttention."""
-    open_clip = library("open_clip")
-    vision = open_clip.CLIPVisionCfg(layers=1, width=16, head_width=8, patch_size=16, image_size=32)
-    text = open_clip.CLIPTextCfg(context_length=6, vocab_size=20, width=16, heads=2, layers=1)
-    model = open_clip.model.CLIP(8, vision, text)
+    model = open_clip_model()
     initialized(model)
     inputs = {"image": draw(2, 3, 32, 32), "text": torch.tensor([[1, 2, 3, 4, 19, 0]] * 2)}
     adapted = Adapted(model, lambda model, **inputs: model(**inputs)[:2])
@@ -167,9 +163,7 @@ def test_the_attention_pooling_of_open_clip() -> None:
 
 
 def test_whisper() -> None:
-    whisper = library("whisper").model
-    sizes = whisper.ModelDimensions(4, 5, WIDTH, 2, 1, 20, 6, WIDTH, 2, 1)
-    model = whisper.Whisper(sizes)
+    model = whisper_model()
     initialized(model)
     inputs = {"mel": draw(2, 4, 10), "tokens": torch.tensor([[3, 1, 4, 1, 5, 9]] * 2)}
     compared(
@@ -208,24 +202,6 @@ def test_sentence_transformers(tmp_path: Path) -> None:
         got_gradients = embedding_gradients(model, sentences)
     assert_same({"out": torch.tensor(got)}, {"out": torch.tensor(want)}, 1e-6)
     assert_same(got_gradients, embedding_gradients(model, sentences), 1e-6)
-
-
-def sentence_modules(folder: Path) -> list[nn.Module]:
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *"one two three four five six seven".split()]
-    (folder / "vocab.txt").write_text("\n".join(words))
-    transformers.BertTokenizer(vocab=str(folder / "vocab.txt")).save_pretrained(folder)
-    config = transformers.BertConfig(
-        vocab_size=len(words),
-        hidden_size=WIDTH,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=WIDTH,
-    )
-    torch.manual_seed(0)
-    transformers.BertModel(config).save_pretrained(folder)
-    modules = library("sentence_transformers.sentence_transformer.modules")
-    transformer = modules.Transformer(str(folder))
-    return [transformer, modules.Pooling(WIDTH)]
 
 
 def embedding_gradients(model: Any, sentences: list[str]) -> dict[str, Tensor]:

@@ -1,5 +1,5 @@
-"""The Python blocks of docs/integrations do what the text says, where they take a library that is
-installed for tests/models alone.
+"""The Python blocks of these pages do what the text says. Those of docs/integrations take libraries
+that are installed for tests/models alone.
 
 The blocks of a page run one after the other, as in one session. What they would download is made
 here, tiny and with random weights.
@@ -7,6 +7,7 @@ here, tiny and with random weights.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ import pytest
 import torch
 from diffusers_models import Build, flux, unet
 from libraries import library
+from library_models import open_clip_model, sentence_modules, whisper_model
 from library_runs import initialized
 from snippets import blocks, run
 from torch import nn
@@ -85,17 +87,92 @@ def check_timm(names: dict[str, Any]) -> None:
     assert not any(call.backend for call in calls), "something is still served"
 
 
+def prepare_other_libraries(patch: pytest.MonkeyPatch) -> dict[str, Any]:
+    sentences = library("sentence_transformers")
+    build = sentences.SentenceTransformer
+
+    def sentence_transformer(name: str, device: str) -> Any:
+        with tempfile.TemporaryDirectory() as folder:
+            return build(modules=sentence_modules(Path(folder)), device=device)
+
+    patch.setattr(sentences, "SentenceTransformer", sentence_transformer)
+    clip, speech = open_clip_model(), whisper_model()
+    patch.setattr(library("open_clip"), "create_model", lambda name, pretrained: clip)
+    patch.setattr(library("whisper"), "load_model", lambda name: speech)
+    library("x_transformers")
+    return {}
+
+
+def check_other_libraries(names: dict[str, Any]) -> None:
+    sentences = ["What runs here?", "The attention of a model of transformers, on fused kernels."]
+    for model in ("model", "clip", "speech", "decoder"):
+        report = fastattn.accelerate(names[model])
+        assert report.served
+        assert not report.unserved
+        fastattn.restore(names[model])
+    torch.testing.assert_close(
+        torch.tensor(names["embeddings"]), torch.tensor(names["model"].encode(sentences))
+    )
+
+
+class Mixed(nn.Module):
+    """Attention that is served and attention that is not, in the dtype of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.talks = TalkingHeads()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.talks(self.attn(x, x, x)[0])
+
+
+class TalkingHeads(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ x.mT).softmax(-1) @ x
+
+
+def prepare_mixed(patch: pytest.MonkeyPatch) -> dict[str, Any]:
+    torch.manual_seed(0)
+    return {"model": Mixed(), "inputs": torch.randn(2, 5, 16)}
+
+
+def check_accelerate(names: dict[str, Any]) -> None:
+    (part,) = names["report"].unserved
+    assert part.modules == ("talks",)
+    assert [call.backend for call in names["calls"]] == ["cpu"]
+    fastattn.restore(names["model"])
+
+
+def check_migration(names: dict[str, Any]) -> None:
+    exact = names["model"].float()(names["inputs"])
+    for result in ("output", "output_16"):
+        assert names[result].dtype is torch.bfloat16
+        torch.testing.assert_close(names[result].float(), exact, rtol=0, atol=0.1)
+    fastattn.restore(names["model"])
+    query, key, value = (x[4:].transpose(0, 1) for x in map(names.get, ("query", "key", "value")))
+    alone = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+    torch.testing.assert_close(names["packed"][4:], alone.transpose(0, 1))
+    # The keys before are 0: 20 of them and the new one, of value `new_value`.
+    score = (names["new_query"] * names["new_key"]).sum(-1, keepdim=True)[0] / 8
+    weight = score.exp() / (20 + score.exp())
+    torch.testing.assert_close(names["decoded"][0], weight * names["new_value"][0])
+
+
 Page = tuple[Callable[[pytest.MonkeyPatch], dict[str, Any]], Callable[[dict[str, Any]], None]]
 PAGES: dict[str, Page] = {
-    "diffusers": (prepare_diffusers, check_diffusers),
-    "timm": (prepare_timm, check_timm),
+    "accelerate": (prepare_mixed, check_accelerate),
+    "integrations/diffusers": (prepare_diffusers, check_diffusers),
+    "integrations/other_libraries": (prepare_other_libraries, check_other_libraries),
+    "integrations/timm": (prepare_timm, check_timm),
+    "migration": (prepare_mixed, check_migration),
 }
 
 
 @pytest.mark.parametrize("name", PAGES)
 def test_pages(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     prepare, check = PAGES[name]
-    page = DOCS / "integrations" / f"{name}.md"
+    page = DOCS / f"{name}.md"
     names = prepare(monkeypatch)
     for block in blocks(page):
         run(page, block, names)
@@ -103,5 +180,5 @@ def test_pages(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_page_is_run() -> None:
-    pages = {page.stem for page in (DOCS / "integrations").glob("*.md")}
-    assert pages == PAGES.keys() | ELSEWHERE
+    pages = {f"integrations/{page.stem}" for page in (DOCS / "integrations").glob("*.md")}
+    assert pages <= PAGES.keys() | {f"integrations/{name}" for name in ELSEWHERE}
