@@ -1,4 +1,5 @@
-"""The tiles of AMX: the emulation against an independent judge, and real tiles against both."""
+"""The tiles of AMX: the emulation against an independent judge, real tiles against both, and the
+parts of floats."""
 
 from __future__ import annotations
 
@@ -184,6 +185,102 @@ def test_real_shapes_are_those_of_the_emulation(
     a, b, c = operands("normal", 100)
     emulated = tile_products(library, "emulated", shape, a, b, c)
     assert_same(tile_products(library, "real", shape, a, b, c), emulated)
+
+
+# -- the parts of floats --------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def parts_library(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    if "avx512bw" not in Path("/proc/cpuinfo").read_text():
+        pytest.skip("needs AVX-512")
+    built = tmp_path_factory.mktemp("tiles") / "tile_parts.so"
+    flags = ["-std=c++17", "-O2", "-Wall", "-Wextra", "-Wno-psabi", "-fPIC", "-shared"]
+    flags += ["-march=x86-64-v4", "-mprefer-vector-width=512"]
+    source = str(ROOT / "tests/support/tile_parts.cpp")
+    subprocess.run([*COMPILER, *flags, source, "-o", str(built)], check=True)
+    return ctypes.CDLL(str(built))
+
+
+def cut(x: Any) -> Any:
+    """The upper 8 of the significant bits, which are a bf16."""
+    return (x.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
+
+
+def nearest(x: Any) -> Any:
+    """Rounded to bf16, ties away from zero."""
+    return cut((x.view(np.uint32) + np.uint32(0x8000)).view(np.float32))
+
+
+def parts_of(x: Any, count: int) -> list[Any]:
+    if count == 1:
+        return [nearest(x)]
+    first = cut(x)
+    if count == 2:
+        return [first, nearest(x - first)]
+    return [first, cut(x - first), x - first - cut(x - first)]
+
+
+def as_floats(bits: Any) -> Any:
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def split(library: Any, count: int, pairs: bool, a: Any, b: Any) -> Any:
+    """[count, 2, 16]: the parts of a and of b."""
+    out = np.zeros((count, 32), np.uint16)
+    library.parts(count, int(pairs), *(x.ctypes.data_as(ctypes.c_char_p) for x in (a, b, out)))
+    found = as_floats(out)
+    return found.reshape(count, 16, 2).swapaxes(1, 2) if pairs else found.reshape(count, 2, 16)
+
+
+@pytest.mark.parametrize("pairs", [True, False], ids=["pairs", "joined"])
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_parts_of_floats(parts_library: Any, count: int, pairs: bool) -> None:
+    rng = np.random.default_rng(count)
+    for exponents in ((100, 150), (30, 250), (67, 67)):  # 2^-60: the third part is not subnormal
+        for _ in range(50):
+            x = random_f32(rng, (2, 16), *exponents)
+            x[0, :4] = (0.0, -0.0, 1.0, np.float32(2) - np.float32(2**-23))  # 24 ones
+            found = split(parts_library, count, pairs, *x)
+            for part, expected in zip(found, parts_of(x, count), strict=True):
+                assert_same(part, expected)
+            total = found.astype(np.float64).sum(0)
+            if count == 3:
+                assert (total == x).all()
+            assert (np.abs(total - x) <= np.abs(x) * 2.0 ** (-8 * count)).all()
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_products_of_parts_are_those_that_matter(parts_library: Any, count: int) -> None:
+    left, right = (np.full(9, -1, np.int32) for _ in range(2))
+    found = parts_library.products(
+        count, *(x.ctypes.data_as(ctypes.c_char_p) for x in (left, right))
+    )
+    pairs = list(zip(left[:found].tolist(), right[:found].tolist(), strict=True))
+    expected = {(i, j) for i in range(count) for j in range(count) if i + j < count}
+    assert set(pairs) == expected
+    assert len(pairs) == len(expected)
+    assert pairs[-1] == (0, 0)  # the largest is added last
+
+
+@pytest.mark.parametrize("col_stride", [1, 3])
+@pytest.mark.parametrize("channels", [1, 16, 37])
+def test_rows_that_have_no_parts(parts_library: Any, channels: int, col_stride: int) -> None:
+    rng = np.random.default_rng(channels)
+    rows = np.ones((32, channels, col_stride), np.float32)
+    x = rows[:, :, 0]
+    x[:] = rng.standard_normal((32, channels))
+    x[:, 0] = 1
+    # What the row's largest element is decides; NaN is larger than all.
+    some = {1: 2.0**56, 2: -(2.0**56) * 1.5, 3: np.nan, 4: -np.inf, 5: 3e38}
+    for row, value in some.items():
+        x[row, -1] = value
+    x[[10, 11, 12, 13, 14]] = 0
+    x[11, -1], x[12, -1], x[13, -1], x[14, 0] = 2.0**-40, -(2.0**-41), 1e-45, -0.0
+    found = parts_library.rows_that_are_apart(
+        rows.ctypes.data_as(ctypes.c_char_p), ctypes.c_int64(channels), ctypes.c_int64(col_stride)
+    )
+    assert [row for row in range(32) if found >> row & 1] == [2, 3, 4, 5, 12, 13]
 
 
 MISUSES = (

@@ -12,8 +12,12 @@
 // A block has two phases: square by square, S and dP on tiles, then P and dS on vectors; and the
 // sums, on tiles alone. Queries are taken in panels that stay in L2 with their dQ.
 //
-// The speed was measured with a prototype of the same main loop. This kernel has run on emulated
-// tiles only.
+// In fp32 each operand is two or three parts (parts.h), W and dS too, and a square of a product is one
+// for each product of parts. Rows that parts do not represent are zero there, and what they
+// contribute is computed pair by pair.
+//
+// The speed was measured with a prototype of the same main loop in bf16. This kernel has run on
+// emulated tiles only.
 #pragma once
 #include "../../simd/tiles.h"
 #include "../sdpa_gradients.h"
@@ -24,17 +28,17 @@ namespace fastattn {
 namespace FASTATTN_ISA {
 namespace {
 
-struct TileBf16 : Single<Bf16> {
-  static constexpr bool kCoarseExp = true;
-};
-
+template <class P>
 class TileBackwardUnit {
-  typedef TileBf16 P;
-  typedef P::Acc T;
+  typedef typename P::Storage Storage;
+  typedef typename P::Acc T;
+  typedef PartProducts<P::kParts> Products;
+  static constexpr int kParts = P::kParts;
   static constexpr int W = kLanes<T>;
 
   static constexpr int kSide = 32;
   static constexpr int kSquare = kSide * kSide;  // floats row by row, or elements of two tiles
+  static constexpr int64_t kTiles = kTileElements * kParts;  // elements of all parts of a tile
   static constexpr int kRows = 4, kColumns = 8;  // squares of a block: of keys, of queries
   static constexpr int kKeysOfBlock = kSide * kRows, kQueriesOfBlock = kSide * kColumns;
   static_assert(kPanelLanes<P> == kSide && W == 16);
@@ -43,7 +47,9 @@ class TileBackwardUnit {
   // is some 2 % of its instructions.
   static constexpr int64_t kChunkKeys = 1024, kMostChunks = 8;
   // Queries of a panel times channels: its packed operands and dQ are then 0.75 MiB.
-  static constexpr int64_t kPanelElements = 1 << 16;
+  static constexpr int64_t kPanelElements = (1 << 16) / kParts;
+  // Gradients are often smaller than other numbers, and computing pairs one by one is slow.
+  static constexpr float kLeastGradient = 0x1p-60f;
   // Beyond this, rounding a score in units of log2 could show in a weight in bf16.
   static constexpr T kDirectLse = 1 << 10;
 
@@ -77,22 +83,24 @@ class TileBackwardUnit {
 
  public:
   struct Buffers {
-    Bf16 *k, *v;             // [kRows][D | Dv / 32][2] left tiles: keys, reduced over channels
-    Bf16* k_t;               // [kRows][D / 32][2] left tiles: channels, reduced over keys
-    Bf16 *q_columns,         // [panel / 32][2][D | Dv / 32] right tiles: queries,
-        *g_columns;          //   reduced over channels
-    Bf16 *q_rows, *g_rows;   // [panel / 32][D | Dv / 32][2] right tiles: channels, over queries
-    Bf16 *w_left, *ds_left;  // [kRows][2][kColumns] left tiles: keys, reduced over queries
-    Bf16* ds_right;          // [kColumns][2][kRows] right tiles: queries, reduced over keys
+    Bf16 *k, *v;      // [kRows][D | Dv / 32][part][2] left tiles: keys, over channels
+    Bf16* k_t;        // [kRows][D / 32][part][2] left tiles: channels, over keys
+    Bf16 *q_columns,  // [panel / 32][2][D | Dv / 32][part] right tiles: queries,
+        *g_columns;   //   over channels
+    Bf16 *q_rows,
+        *g_rows;  // [panel / 32][D | Dv / 32][part][2] right tiles: channels, over queries
+    Bf16 *w_left, *ds_left;  // [kRows][2][kColumns][part] left tiles: keys, over queries
+    Bf16* ds_right;          // [kColumns][2][kRows][part] right tiles: queries, over keys
     T *dk, *dv;              // [chunk / 32][D | Dv / 32] squares, keys by channels
     RowScale<T> rows;        // [panel]
-    T *minus_lse, *delta;    // [panel]; the log-sum-exp in units of log2
+    T *minus_lse, *delta;    // [panel]; the log-sum-exp in units of log2, in fp32 what rows.low has
     T* keys;                 // [Lk], the row of a key mask
     Square* square;          // [2]
     T* nowhere;              // a square that is not read
     T* pending;              // where the sums go that tiles 0 to 3 hold
-    uint32_t leaks[kRows];   // of a block: keys that are not finite, as bits
-    ScoreGradients<P>::Buffers gradients;
+    // Rows that some of these tiles have as zeros, as bits: of a block, of a panel.
+    uint32_t k_apart[kRows], v_apart[kRows], *q_apart, *g_apart;  // [panel / 32]
+    typename ScoreGradients<P>::Buffers gradients;
     size_t bytes;
   };
 
@@ -100,13 +108,15 @@ class TileBackwardUnit {
     Arena a(base);
     const int64_t queries = min_of(panel, round_up(p.Lq, kSide));
     Buffers f;
-    f.k = a.take<Bf16>(kKeysOfBlock * dp), f.v = a.take<Bf16>(kKeysOfBlock * dvp);
-    f.k_t = a.take<Bf16>(kKeysOfBlock * dp);
-    f.q_columns = a.take<Bf16>(queries * dp), f.g_columns = a.take<Bf16>(queries * dvp);
-    f.q_rows = a.take<Bf16>(queries * dp), f.g_rows = a.take<Bf16>(queries * dvp);
-    f.w_left = a.take<Bf16>(kKeysOfBlock * kQueriesOfBlock);
-    f.ds_left = a.take<Bf16>(kKeysOfBlock * kQueriesOfBlock);
-    f.ds_right = a.take<Bf16>(kKeysOfBlock * kQueriesOfBlock);
+    const auto tiles = [&](int64_t elements) { return a.take<Bf16>(elements * kParts); };
+    f.k = tiles(kKeysOfBlock * dp), f.v = tiles(kKeysOfBlock * dvp);
+    f.k_t = tiles(kKeysOfBlock * dp);
+    f.q_columns = tiles(queries * dp), f.g_columns = tiles(queries * dvp);
+    f.q_rows = tiles(queries * dp), f.g_rows = tiles(queries * dvp);
+    f.w_left = tiles(kKeysOfBlock * kQueriesOfBlock);
+    f.ds_left = tiles(kKeysOfBlock * kQueriesOfBlock);
+    f.ds_right = tiles(kKeysOfBlock * kQueriesOfBlock);
+    f.q_apart = a.take<uint32_t>(queries / kSide), f.g_apart = a.take<uint32_t>(queries / kSide);
     const int64_t keys = min_of(chunk, round_up(p.Lk, kSide));
     f.dk = a.take<T>(keys * dp), f.dv = a.take<T>(keys * dvp);
     f.rows = {a.take<T>(queries), a.take<T>(queries), a.take<T>(queries)};
@@ -158,7 +168,7 @@ class TileBackwardUnit {
     int64_t j0, j1;         // its keys
     int64_t i0, i1, first;  // its queries, and the first of them within the panel
     bool direct;            // weights are 2^(exponent S - lse)
-    bool leaky;             // keys are not finite, and some pairs are excluded
+    bool keys_apart;        // k_t has some keys as zeros
     Range columns[kRows];   // per row of squares, those of queries that may see its keys
     T *dk, *dv, *dq;
 
@@ -189,7 +199,7 @@ class TileBackwardUnit {
         x.j0 = j, x.j1 = min_of(keys.end, j + kKeysOfBlock);
         if (key_mask && all_excluded(f.keys + x.j0, x.j1 - x.j0)) continue;
         x.dk = f.dk + (j - keys.begin) * dp, x.dv = f.dv + (j - keys.begin) * dvp;
-        x.leaky = pack_keys(f, x);
+        x.keys_apart = pack_keys(f, x);
         const Range seeing = seeing_any(p, x.j0, x.j1);
         const int64_t from =
             max_of<int64_t>(0, seeing.begin - i) / kQueriesOfBlock * kQueriesOfBlock;
@@ -212,21 +222,15 @@ class TileBackwardUnit {
     }
     if (!weights(f, x)) return;
     sums(f, x);
-    if (x.leaky) add_leaks(f, x);
+    bool apart = x.keys_apart;
+    for (int64_t i = x.i0; kParts > 1 && i < x.i1; i += kSide) {
+      const int64_t n = (x.first + i - x.i0) / kSide;
+      apart |= (f.q_apart[n] | f.g_apart[n]) != 0;
+    }
+    if (apart) add_apart(f, x);
   }
 
   // ---- Packing ----------------------------------------------------------------------------------
-
-  // The first n bits.
-  static FASTATTN_INLINE uint32_t first_bits(int64_t n) {
-    return n <= 0 ? 0 : n >= 32 ? ~0u : (1u << n) - 1;
-  }
-  static FASTATTN_INLINE RowsOfTile rows_of(const Tensor4& x, int64_t b, int64_t h, int64_t begin,
-                                            int64_t end, int64_t channels) {
-    const int64_t* st = x.stride;
-    const auto* data = static_cast<const Bf16*>(x.data) + b * st[0] + h * st[1] + begin * st[2];
-    return {data, st[2], st[3], channels, first_bits(end - begin)};
-  }
 
   // Packs queries [i0, i1) of a head. True if all their weights are 2^(exponent S - lse).
   //
@@ -245,54 +249,64 @@ class TileBackwardUnit {
       f.rows.inverse[n] = from.inverse[i];
       f.delta[n] = prepared.delta[row + i];
       const double lse = static_cast<double>(from.high[i]) + from.low[i];
-      f.minus_lse[n] = static_cast<T>(-lse * rule.exponent);
+      f.minus_lse[n] =
+          kParts > 1 ? -from.low[i] * rule.exponent : static_cast<T>(-lse * rule.exponent);
       const T size = from.high[i] * rule.unit;
       direct = direct && -kDirectLse < size && size < kDirectLse && f.delta[n] - f.delta[n] == 0;
     }
     for (int64_t n = 0; i0 + n < i1; n += kSide) {
       const int64_t i = i0 + n, end = min_of(i1, i + kSide);
-      RowsOfTile q = rows_of(p.q, b, h, i, end, p.D), g = rows_of(p.grad_out, b, h, i, end, p.Dv);
+      RowsOfTile<P> q = rows_of<P>(p.q, b, h, i, end, p.D);
+      RowsOfTile<P> g = rows_of<P>(p.grad_out, b, h, i, end, p.Dv);
       for (int64_t r = 0; r < end - i; ++r)
         if (f.rows.high[n + r] == kInf<T>) q.taken &= ~(1u << r);
       g.taken = q.taken;
-      pack_right_columns(q, dp / kSide, f.q_columns + n * dp);
-      pack_right_rows(q, dp / kSide, f.q_rows + n * dp);
-      pack_right_columns(g, dvp / kSide, f.g_columns + n * dvp);
-      pack_right_rows(g, dvp / kSide, f.g_rows + n * dvp);
+      if constexpr (kParts > 1) {
+        q.taken &= ~(f.q_apart[n / kSide] = rows_apart(q));
+        g.taken &= ~(f.g_apart[n / kSide] = rows_apart(g, kLeastGradient));
+      }
+      pack_right_columns(q, dp / kSide, f.q_columns + n * dp * kParts);
+      pack_right_rows(q, dp / kSide, f.q_rows + n * dp * kParts);
+      pack_right_columns(g, dvp / kSide, f.g_columns + n * dvp * kParts);
+      pack_right_rows(g, dvp / kSide, f.g_rows + n * dvp * kParts);
     }
     return direct;
   }
 
-  // Packs the keys and values of a block. True if keys are not finite and some pairs are excluded:
-  // such keys are zero in k_t, and add_leaks adds what they contribute to dQ.
+  // Packs the keys and values of a block. True if k_t has some keys as zeros: in bf16 those that are
+  // not finite, where some pairs are excluded. In fp32 k and v have them as zeros too.
   bool pack_keys(Buffers& f, const Block& x) const {
-    bool leaky = false;
+    bool apart = false;
     for (int row = 0; row < kRows; ++row) {
       const Range r = x.keys(row);
-      if (r.begin >= r.end) break;
-      const RowsOfTile v = rows_of(p.v, x.b, x.hk, r.begin, r.end, p.Dv);
-      pack_left(v, dvp / kSide, f.v + row * kSide * dvp);
-      const RowsOfTile k = rows_of(p.k, x.b, x.hk, r.begin, r.end, p.D);
-      pack_left(k, dp / kSide, f.k + row * kSide * dp);
-      RowsOfTile finite = k;
-      if (rule.excludes && !all_finite(k.data, k.row_stride, k.col_stride, r.end - r.begin, p.D)) {
-        leaky = true;
-        for (int64_t j = 0; j < r.end - r.begin; ++j)
-          if (!all_finite(k.data + j * k.row_stride, 0, k.col_stride, 1, p.D))
-            finite.taken &= ~(1u << j);
-      }
-      f.leaks[row] = k.taken & ~finite.taken;
-      pack_left_channels(finite, dp / kSide, f.k_t + row * kSide * dp);
+      f.k_apart[row] = f.v_apart[row] = 0;
+      if (r.begin >= r.end) continue;
+      RowsOfTile<P> k = keys_of(p.k, x, row, p.D), v = keys_of(p.v, x, row, p.Dv), some = k;
+      if (kParts > 1 || rule.excludes) some.taken &= ~(f.k_apart[row] = rows_apart(k));
+      if constexpr (kParts > 1) k = some, v.taken &= ~(f.v_apart[row] = rows_apart(v));
+      apart |= f.k_apart[row] != 0;
+      pack_left(v, dvp / kSide, f.v + row * kSide * dvp * kParts);
+      pack_left(k, dp / kSide, f.k + row * kSide * dp * kParts);
+      pack_left_channels(some, dp / kSide, f.k_t + row * kSide * dp * kParts);
     }
-    return leaky;
+    return apart;
+  }
+  RowsOfTile<P> keys_of(const Tensor4& from, const Block& x, int64_t row, int64_t channels) const {
+    const Range r = x.keys(row);
+    return rows_of<P>(from, x.b, x.hk, r.begin, r.end, channels);
+  }
+  RowsOfTile<P> queries_of(const Tensor4& from, const Block& x, int64_t column,
+                           int64_t channels) const {
+    return rows_of<P>(from, x.b, x.h, x.i0 + kSide * column, x.end_of(column), channels);
   }
 
   // ---- Products ---------------------------------------------------------------------------------
 
-  // Two tiles a step: `step` elements from one step to the next, `second` from one tile to the other.
+  // Two tiles of each part a step: `step` elements from one step to the next, `second` from one tile
+  // to the other, `part` from one part to the next.
   struct Operand {
     const Bf16* at;
-    int64_t step, second;
+    int64_t step, second, part;
   };
   template <int Tile>
   static constexpr int64_t kCorner = (Tile / 2 * 16) * kSide + Tile % 2 * 16;  // of its floats
@@ -318,20 +332,34 @@ class TileBackwardUnit {
       else
         Tiles::zero<t>();
     };
-    const auto step = [&](auto first) __attribute__((always_inline)) {
-      constexpr bool kFirst = decltype(first)::value;
-      load_operand(Width<4>(), Width<kLeftOnce>(), a.at);
-      load_operand(Width<6>(), Width<kRightOnce>(), b.at);
+    // Product n of parts, which shares a side with the one before.
+    const auto of_parts = [&](auto first, auto n) __attribute__((always_inline)) {
+      constexpr int i = decltype(n)::value, before = i == 0 ? 0 : i - 1;
+      constexpr bool kFirst = decltype(first)::value && i == 0;
+      constexpr bool kNewLeft = i == 0 || Products::left[i] != Products::left[before];
+      constexpr bool kNewRight = i == 0 || Products::right[i] != Products::right[before];
+      const Bf16* const left = a.at + Products::left[i] * a.part;
+      const Bf16* const right = b.at + Products::right[i] * b.part;
+      if constexpr (kNewLeft) load_operand(Width<4>(), Width<kLeftOnce>(), left);
+      if constexpr (kNewRight) load_operand(Width<6>(), Width<kRightOnce>(), right);
       if constexpr (kFirst) start(Width<0>());
       Tiles::multiply_bf16<0, 4, 6>();
-      load_operand(Width<7>(), Width<kRightOnce>(), b.at + b.second);
+      if constexpr (kNewRight) load_operand(Width<7>(), Width<kRightOnce>(), right + b.second);
       if constexpr (kFirst) start(Width<1>());
       Tiles::multiply_bf16<1, 4, 7>();
-      load_operand(Width<5>(), Width<kLeftOnce>(), a.at + a.second);
+      if constexpr (kNewLeft) load_operand(Width<5>(), Width<kLeftOnce>(), left + a.second);
       if constexpr (kFirst) start(Width<2>());
       Tiles::multiply_bf16<2, 5, 6>();
       if constexpr (kFirst) start(Width<3>());
       Tiles::multiply_bf16<3, 5, 7>();
+    };
+    const auto all_parts = [&](auto first, auto... n)
+                               __attribute__((always_inline)) { (of_parts(first, n), ...); };
+    const auto step = [&](auto first) __attribute__((always_inline)) {
+      if constexpr (kParts == 1) all_parts(first, Width<0>());
+      if constexpr (kParts == 2) all_parts(first, Width<0>(), Width<1>(), Width<2>());
+      if constexpr (kParts == 3)
+        all_parts(first, Width<0>(), Width<1>(), Width<2>(), Width<3>(), Width<4>(), Width<5>());
       a.at += a.step, b.at += b.step;
     };
     step(Width<true>());
@@ -348,10 +376,10 @@ class TileBackwardUnit {
 
   // Elements before the first of two tiles of a square, in w_left and ds_left, and in ds_right.
   static int64_t left_of(int64_t row, int64_t column) {
-    return (2 * row * kColumns + column) * kTileElements;
+    return (2 * row * kColumns + column) * kTiles;
   }
   static int64_t right_of(int64_t row, int64_t column) {
-    return (2 * column * kRows + row) * kTileElements;
+    return (2 * column * kRows + row) * kTiles;
   }
 
   // ---- Phase one: the weights of a block --------------------------------------------------------
@@ -370,11 +398,13 @@ class TileBackwardUnit {
           continue;
         }
         const int64_t n = x.first + column * kSide, d = dp / kSide, dv = dvp / kSide;
-        product<false, true, true>(f, d, {f.k + row * kSide * dp, kSquare, kTileElements},
-                                   {f.q_columns + n * dp, kTileElements, d * kTileElements}, s.s);
-        product<false, true, true>(f, dv, {f.v + row * kSide * dvp, kSquare, kTileElements},
-                                   {f.g_columns + n * dvp, kTileElements, dv * kTileElements},
-                                   s.dp);
+        const auto multiply = [&](int64_t steps, const Bf16* rows, const Bf16* columns,
+                                  T* to) __attribute__((always_inline)) {
+          product<false, true, true>(f, steps, {rows, 2 * kTiles, kTileElements, kSquare},
+                                     {columns, kTiles, steps * kTiles, kTileElements}, to);
+        };
+        multiply(d, f.k + row * kSide * dp * kParts, f.q_columns + n * dp * kParts, s.s);
+        multiply(dv, f.v + row * kSide * dvp * kParts, f.g_columns + n * dvp * kParts, s.dp);
         if (done > 0) weigh(f, x, f.square[(done - 1) % 2]);
         ++done;
       }
@@ -386,11 +416,11 @@ class TileBackwardUnit {
 
   void clear(Buffers& f, int row, int column) const {
     for (int half = 0; half < 2; ++half) {
-      const int64_t left = left_of(row, column) + half * kColumns * kTileElements;
-      __builtin_memset(f.w_left + left, 0, kTileElements * sizeof(Bf16));
-      __builtin_memset(f.ds_left + left, 0, kTileElements * sizeof(Bf16));
-      __builtin_memset(f.ds_right + right_of(row, column) + half * kRows * kTileElements, 0,
-                       kTileElements * sizeof(Bf16));
+      const int64_t left = left_of(row, column) + half * kColumns * kTiles;
+      __builtin_memset(f.w_left + left, 0, kTiles * sizeof(Bf16));
+      __builtin_memset(f.ds_left + left, 0, kTiles * sizeof(Bf16));
+      __builtin_memset(f.ds_right + right_of(row, column) + half * kRows * kTiles, 0,
+                       kTiles * sizeof(Bf16));
     }
   }
 
@@ -428,7 +458,25 @@ class TileBackwardUnit {
     return low | high << 16;
   }
 
+  // The products of pairs of which a row was packed as zeros.
+  __attribute__((noinline)) void multiply_apart(const Buffers& f, const Block& x, Square& s) const {
+    const int64_t n = x.first / kSide + s.column;
+    const auto multiply = [&](uint32_t keys, uint32_t queries, const RowsOfTile<P>& k,
+                              const RowsOfTile<P>& q, T* to) {
+      if (keys == 0 && queries == 0) return;
+      for (int64_t r = 0; r < kSide; ++r)
+        for (int64_t i = 0; i < kSide; ++i)
+          if (k.taken >> r & q.taken >> i & (keys >> r | queries >> i) & 1)
+            to[r * kSide + i] = dot_apart(k, r, q, i);
+    };
+    multiply(f.k_apart[s.row], f.q_apart[n], keys_of(p.k, x, s.row, p.D),
+             queries_of(p.q, x, s.column, p.D), s.s);
+    multiply(f.v_apart[s.row], f.g_apart[n], keys_of(p.v, x, s.row, p.Dv),
+             queries_of(p.grad_out, x, s.column, p.Dv), s.dp);
+  }
+
   void weigh(Buffers& f, const Block& x, Square& s) const {
+    if constexpr (kParts > 1) multiply_apart(f, x, s);
     if (s.way == Way::direct) return weigh_directly<false>(f, x, s);
     if (s.way == Way::masked) return weigh_directly<true>(f, x, s);
     const Range keys = x.keys(s.row);
@@ -448,7 +496,7 @@ class TileBackwardUnit {
     // A lane past the last query may be NaN where K is not finite, and the sums are over all lanes.
     const T there = static_cast<T>(x.end_of(s.column) - (x.i0 + kSide * s.column));
     const auto quiet = [&](const T* from,
-                           int c) __attribute__((always_inline)) {  // see narrow_pair
+                           int c) __attribute__((always_inline)) {  // see rounded_above
       const VecF v = select<T>(iota<T>() + T(16 * c) < there, load(from), VecF{});
       return select<T>(v == v, v, splat<T>(__builtin_nanf("")));
     };
@@ -463,7 +511,8 @@ class TileBackwardUnit {
     }
   }
 
-  // P = 2^(exponent S - lse), dS = P o (dP - delta)
+  // P = 2^(exponent S - lse), dS = P o (dP - delta). In fp32 the log-sum-exp is two numbers, because
+  // the rounding of one would be an error of the weights.
   template <bool kMasked>
   __attribute__((noinline)) void weigh_directly(Buffers& f, const Block& x, const Square& s) const {
     const int64_t n = x.first + kSide * s.column;
@@ -471,11 +520,13 @@ class TileBackwardUnit {
     const T exponent = rule.exponent;
     const VecF minus_lse[2] = {load(f.minus_lse + n), load(f.minus_lse + n + W)};
     const VecF delta[2] = {load(f.delta + n), load(f.delta + n + W)};
+    VecF high[2] = {};
+    if constexpr (kParts > 1) high[0] = load(f.rows.high + n), high[1] = load(f.rows.high + n + W);
     _Pragma("GCC unroll 2") for (int i = 0; i < 16; ++i) {
       VecF w[2][2], ds[2][2];
       FASTATTN_UNROLL for (int r = 0; r < 2; ++r) FASTATTN_UNROLL for (int c = 0; c < 2; ++c) {
         const int64_t at = (16 * r + i) * kSide + 16 * c;
-        w[r][c] = exp2_any(load(s.s + at) * exponent + minus_lse[c]);
+        w[r][c] = exp2_any<P::kCoarseExp>((load(s.s + at) - high[c]) * exponent + minus_lse[c]);
         ds[r][c] = w[r][c] * (load(s.dp + at) - delta[c]);
         if constexpr (kMasked) {  // an excluded value may be NaN, and 0 * NaN must not pass
           const __mmask16 seen = static_cast<__mmask16>(s.seen[16 * r + i] >> 16 * c);
@@ -500,12 +551,17 @@ class TileBackwardUnit {
   static FASTATTN_INLINE void keep(const Operands& to, int64_t i, const VecF (&w)[2][2],
                                    const VecF (&ds)[2][2]) {
     FASTATTN_UNROLL for (int64_t half = 0; half < 2; ++half) {
-      const int64_t left = half * kColumns * kTileElements + i * kStep;
-      const int64_t right = half * kRows * kTileElements + i * kStep;
-      _mm512_storeu_si512(to.w + left, narrow_pair(w[half][0], w[half][1]));
-      _mm512_storeu_si512(to.ds + left, narrow_pair(ds[half][0], ds[half][1]));
-      _mm512_storeu_si512(to.ds_right + right, narrow_pair(ds[0][half], ds[1][half]));
+      const int64_t left = half * kColumns * kTiles + i * kStep;
+      keep_parts(w[half][0], w[half][1], to.w + left);
+      keep_parts(ds[half][0], ds[half][1], to.ds + left);
+      keep_parts(ds[0][half], ds[1][half], to.ds_right + half * kRows * kTiles + i * kStep);
     }
+  }
+  static FASTATTN_INLINE void keep_parts(VecF a, VecF b, Bf16* to) {
+    __m512i parts[kParts];
+    split_pairs(a, b, parts);
+    FASTATTN_UNROLL for (int part = 0; part < kParts; ++part)
+        _mm512_storeu_si512(to + part * kTileElements, parts[part]);
   }
 
   // ---- Phase two: the sums ----------------------------------------------------------------------
@@ -518,10 +574,11 @@ class TileBackwardUnit {
       const auto add = [&](const Bf16* weights, const Bf16* rows, int64_t padded,
                            T* sum) __attribute__((always_inline)) {
         for (int64_t d = 0; d < padded / kSide; ++d)
-          product<true, false, true>(
-              f, c.end - c.begin, {weights + left, kTileElements, kColumns * kTileElements},
-              {rows + n * padded + d * kSquare, kSide * padded, kTileElements},
-              sum + row * kSide * padded + d * kSquare);
+          product<true, false, true>(f, c.end - c.begin,
+                                     {weights + left, kTiles, kColumns * kTiles, kTileElements},
+                                     {rows + (n * padded + d * kSquare) * kParts,
+                                      kSide * padded * kParts, kTileElements, kSquare},
+                                     sum + row * kSide * padded + d * kSquare);
       };
       add(f.w_left, f.g_rows, dvp, x.dv);  // dV += P dO
       add(f.ds_left, f.q_rows, dp, x.dk);  // dK += dS Q
@@ -534,37 +591,51 @@ class TileBackwardUnit {
       T* const dq = x.dq + (x.first + kSide * column) * dp;
       for (int64_t d = 0; d < dp / kSide; ++d)  // dQ^T += K^T dS
         product<true, true, false>(
-            f, end - begin, {f.k_t + begin * kSide * dp + d * kSquare, kSide * dp, kTileElements},
-            {f.ds_right + right_of(begin, column), kTileElements, kRows * kTileElements},
+            f, end - begin,
+            {f.k_t + (begin * kSide * dp + d * kSquare) * kParts, kSide * dp * kParts,
+             kTileElements, kSquare},
+            {f.ds_right + right_of(begin, column), kTiles, kRows * kTiles, kTileElements},
             dq + d * kSquare);
     }
   }
 
-  // dQ^T += K^T dS pair by pair, skipping zeros, for the keys that pack_keys left out.
-  __attribute__((noinline)) void add_leaks(Buffers& f, const Block& x) const {
+  // The sums pair by pair, skipping zeros, for the rows that the tiles have as zeros.
+  __attribute__((noinline)) void add_apart(Buffers& f, const Block& x) const {
     flush(f);
-    const int64_t* st = p.k.stride;
-    const Bf16* k = static_cast<const Bf16*>(p.k.data) + x.b * st[0] + x.hk * st[1];
-    for (int64_t r = 0; r < x.j1 - x.j0; ++r) {
-      const int64_t row = r / kSide, key = r % kSide;
-      if (!(f.leaks[row] >> key & 1)) continue;
-      for (int64_t column = x.columns[row].begin; column < x.columns[row].end; ++column) {
-        T* const dq = x.dq + (x.first + kSide * column) * dp;
-        for (int64_t l = 0; l < kSide; ++l) {
-          const Bf16* tile = f.ds_right + right_of(row, column) + l / 16 * kRows * kTileElements;
-          const T weight = widen(tile[key % 16 * kStep + l % 16 * 2 + key / 16]);
-          if (weight == T(0)) continue;
-          for (int64_t d = 0; d < p.D; ++d)
-            dq[d * kSide + l] += weight * widen(k[(x.j0 + r) * st[2] + d * st[3]]);
-        }
+    for (int64_t row = 0; row < kRows; ++row)
+      for (int64_t column = x.columns[row].begin; column < x.columns[row].end; ++column)
+        add_apart(f, x, row, column);
+  }
+  void add_apart(Buffers& f, const Block& x, int64_t row, int64_t column) const {
+    const int64_t n = x.first / kSide + column;
+    const uint32_t q_apart = kParts > 1 ? f.q_apart[n] : 0, g_apart = kParts > 1 ? f.g_apart[n] : 0;
+    if ((f.k_apart[row] | q_apart | g_apart) == 0) return;
+    const RowsOfTile<P> k = keys_of(p.k, x, row, p.D), q = queries_of(p.q, x, column, p.D);
+    const RowsOfTile<P> g = queries_of(p.grad_out, x, column, p.Dv);
+    T *const dk = x.dk + row * kSide * dp, *const dv = x.dv + row * kSide * dvp;
+    T* const dq = x.dq + (x.first + kSide * column) * dp;
+    for (int64_t r = 0; r < kSide; ++r)
+      for (int64_t i = 0; i < kSide; ++i) {
+        const bool of_k = f.k_apart[row] >> r & 1, of_q = q_apart >> i & 1, of_g = g_apart >> i & 1;
+        if (!of_k && !of_q && !of_g) continue;
+        // Row r of a left side, half of whose 32 queries are in each half of its words.
+        const int64_t at = left_of(row, column) + r / 16 * kColumns * kTiles + r % 16 * kStep +
+                           i % 16 * 2 + i / 16;
+        const T w = sum_of_parts<kParts>(f.w_left + at, kTileElements);
+        const T ds = sum_of_parts<kParts>(f.ds_left + at, kTileElements);
+        for (int64_t d = 0; of_k && ds != T(0) && d < p.D; ++d)
+          dq[d * kSide + i] += ds * k.at(r, d);
+        for (int64_t d = 0; of_q && ds != T(0) && d < p.D; ++d)
+          dk[d / kSide * kSquare + r * kSide + d % kSide] += ds * q.at(i, d);
+        for (int64_t d = 0; of_g && w != T(0) && d < p.Dv; ++d)
+          dv[d / kSide * kSquare + r * kSide + d % kSide] += w * g.at(i, d);
       }
-    }
   }
 
   // Writes squares of keys by channels, scaled and rounded.
   void write_rows(const T* squares, int64_t padded, int64_t channels, T factor, const Tensor4& to,
                   int64_t b, int64_t hk, Range keys) const {
-    Bf16* dst = static_cast<Bf16*>(to.data) + b * to.stride[0] + hk * to.stride[1];
+    Storage* dst = static_cast<Storage*>(to.data) + b * to.stride[0] + hk * to.stride[1];
     for (int64_t j = keys.begin; j < keys.end; ++j) {
       const int64_t r = j - keys.begin;
       const T* row = squares + r / kSide * kSide * padded + r % kSide * kSide;

@@ -11,7 +11,7 @@ void attention_forward(const AttentionParams& p) {
   if (!on_tiles(p)) return FASTATTN_BASE::table.attention_forward(p);
   if (p.B == 0 || p.Hq == 0 || p.Lq == 0) return;
   const Sequences sequences(p);
-  Schedule<PolicyBf16, TileForward>(sequences).run();
+  Schedule<PolicyBf16, TileForward<TileBf16>>(sequences).run();
   if (p.weights != Weights::none) WeightsPass<PolicyBf16>(sequences.at(0)).run();
 }
 
@@ -19,7 +19,7 @@ void attention_sequences_forward(const SequencesParams& p) {
   if (!on_tiles(p.attention)) return FASTATTN_BASE::table.attention_sequences_forward(p);
   if (p.attention.B == 0 || p.attention.Hq == 0) return;
   const Sequences sequences(p);
-  Schedule<PolicyBf16, TileForward>(sequences).run();
+  Schedule<PolicyBf16, TileForward<TileBf16>>(sequences).run();
 }
 
 }  // namespace FASTATTN_ISA

@@ -1,4 +1,4 @@
-// Forward attention in bf16 on tiles:  O = softmax(scale Q K^T + bias) V.
+// Forward attention in bf16 and fp32 on tiles:  O = softmax(scale Q K^T + bias) V.
 //
 // As on vectors (sdpa_forward.cpp), scores and outputs are transposed: S^T = K Q^T and
 // O^T = V^T P^T, with the 32 queries of a panel across the lanes. So rules, masks and dropout are
@@ -11,7 +11,11 @@
 // Where a sum leaves the safe range, its query is computed again from its true maximum. Lanes never
 // mix, so the bits of a query do not depend on the others of its panel.
 //
-// The speed was measured with a prototype of the same main loop. This kernel has run on emulated
+// In fp32 each operand is two or three parts (parts.h), and a square of a product is one for each
+// product of parts. Rows that parts do not represent are zero there, and their scores and outputs
+// are computed pair by pair.
+//
+// The speed was measured with prototypes of the same main loop. This kernel has run on emulated
 // tiles only.
 #pragma once
 #include "../../threads.h"
@@ -25,7 +29,11 @@ namespace fastattn {
 namespace FASTATTN_ISA {
 namespace {
 
+template <class P>
 class TileForward {
+  typedef typename P::Storage Storage;
+  typedef PartProducts<P::kParts> Products;
+  static constexpr int kParts = P::kParts;
   static constexpr int W = kLanes<float>, kVectors = 2;
   static constexpr int64_t kQueries = kLanesOfSquare;  // of a panel
   // Keys and values that all panels of a task read stay in half of the L2 cache of such processors.
@@ -33,6 +41,9 @@ class TileForward {
   static constexpr int64_t kPieceBytes = 1 << 20;
   static constexpr int64_t kPanelsAtATime = 256;  // that wait for the next such piece
   static constexpr int64_t kLeastPanels = 16;     // that share the packing of a task
+  // In fp32, blocks whose outputs are summed before they are added to the others: each adds as many
+  // roundings as there are products of parts.
+  static constexpr int64_t kBlocksOfSum = 16;
 
  public:
   explicit TileForward(const Sequence& params)
@@ -86,8 +97,8 @@ class TileForward {
   }
   int64_t chunks() const { return (group * panels + share - 1) / share; }
 
-  int64_t key_elements() const { return kBlockKeys * steps * kStep; }  // of a packed block
-  int64_t value_elements() const { return kBlockKeys * steps_v * kStep; }
+  int64_t key_elements() const { return kBlockKeys * steps * kStep * kParts; }  // of a packed block
+  int64_t value_elements() const { return kBlockKeys * steps_v * kStep * kParts; }
   int64_t output_floats() const { return steps_v * kStep * kQueries; }
   int64_t all_blocks() const { return (p.Lk + kBlockKeys - 1) / kBlockKeys; }
   // Blocks of a piece: all of them if they fit, else pieces of the same size.
@@ -106,16 +117,18 @@ class TileForward {
     float l[kQueries];        // sum of the weights
     int32_t exact[kQueries];  // all ones: the weight is 2^((s - m) * exponent), without overflow
     float* o;                 // [channels][queries]
+    float* total;             // [channels][queries], in fp32: the sums of o before
+    int64_t added;            // blocks, to o
     bool fresh;               // o holds nothing yet
+    bool totalled;            // total holds something
     bool waiting;             // some queries have seen no key so far
     bool unsafe;              // some queries are to be computed again
   };
 
   struct Buffers {
-    float* q;           // [words of D][queries]
-    float* temp;        // [queries][words of D]
+    float* q;           // [steps][part][16 words][queries]
     float* s[2];        // [keys of a block][queries] scores, of two blocks in turn
-    float* weights[2];  // [words of a block][queries]
+    float* weights[2];  // [2][part][16 words][queries]
     float* bias;        // [keys of a block][queries]
     float* mask;        // [Lk] a mask of keys
     bool* excluded;     // [blocks] the mask excludes all of their keys
@@ -124,18 +137,18 @@ class TileForward {
     Square* squares;    // those of the scores, then those of the outputs
     Bf16* keys;         // [piece] packed blocks
     Bf16* values;       // [piece] packed blocks
-    bool* leaky;        // [piece] values that are not finite: packed as zeros, added pair by pair
-    State* states;      // [batch]
+    // Per block, which keys and which values are packed as zeros, and computed pair by pair.
+    uint64_t *keys_apart, *values_apart;  // [piece]
+    State* states;                        // [batch]
     size_t bytes;
   };
 
   Buffers allocate(void* base) const {
     Arena a(base);
     Buffers buf;
-    buf.q = a.take<float>(steps * kStep / 2 * kQueries);
-    buf.temp = a.take<float>(kQueries * words<TilePairs>(p.D));
+    buf.q = a.take<float>(steps * kStep / 2 * kQueries * kParts);
     for (float*& s : buf.s) s = a.take<float>(kBlockKeys * kQueries);
-    for (float*& w : buf.weights) w = a.take<float>(kBlockKeys / 2 * kQueries);
+    for (float*& w : buf.weights) w = a.take<float>(kBlockKeys / 2 * kQueries * kParts);
     buf.bias = a.take<float>(has_bias_of_pairs(p) ? kBlockKeys * kQueries : 0);
     buf.mask = a.take<float>(key_mask ? p.Lk : 0);
     buf.excluded = a.take<bool>(key_mask ? all_blocks() : 0);
@@ -144,27 +157,33 @@ class TileForward {
     buf.squares = a.take<Square>(score_squares() + output_squares());
     buf.keys = a.take<Bf16>(piece() * key_elements());
     buf.values = a.take<Bf16>(piece() * value_elements());
-    buf.leaky = a.take<bool>(piece());
+    buf.keys_apart = a.take<uint64_t>(piece()), buf.values_apart = a.take<uint64_t>(piece());
     buf.states = a.take<State>(batch());
     float* o = a.take<float>(batch() * output_floats());
+    float* total = a.take<float>(kParts > 1 ? batch() * output_floats() : 0);
     if (base != nullptr)
-      for (int64_t n = 0; n < batch(); ++n) buf.states[n].o = o + n * output_floats();
+      for (int64_t n = 0; n < batch(); ++n) {
+        buf.states[n].o = o + n * output_floats();
+        buf.states[n].total = total + n * output_floats();
+      }
     buf.bytes = a.used();
     return buf;
   }
 
-  int64_t score_squares() const { return 2 * steps; }
-  int64_t output_squares() const { return 2 * steps_v; }
+  int64_t score_squares() const { return 2 * steps * Products::count; }
+  int64_t output_squares() const { return 2 * steps_v * Products::count; }
   // Both kinds read their packed tiles one after the other.
   void list_squares(Square* list) const {
+    const auto add = [&](int64_t left, int64_t right, int64_t sum, bool first) {
+      for (int n = 0; n < Products::count; ++n)
+        *list++ = {(left * kParts + Products::left[n]) * 2 * kTileElements,
+                   (right * kParts + Products::right[n]) * kRightTile, sum * kStep * kQueries,
+                   first && n == 0};
+    };
     for (int64_t keys = 0; keys < 2; ++keys)
-      for (int64_t d = 0; d < steps; ++d)
-        *list++ = {(keys * steps + d) * 2 * kTileElements, d * kRightTile, keys * kStep * kQueries,
-                   d == 0};
+      for (int64_t d = 0; d < steps; ++d) add(keys * steps + d, d, keys, d == 0);
     for (int64_t d = 0; d < steps_v; ++d)
-      for (int64_t keys = 0; keys < 2; ++keys)
-        *list++ = {(d * 2 + keys) * 2 * kTileElements, keys * kRightTile, d * kStep * kQueries,
-                   keys == 0};
+      for (int64_t keys = 0; keys < 2; ++keys) add(d * 2 + keys, keys, d, keys == 0);
   }
 
   struct Task {
@@ -178,8 +197,9 @@ class TileForward {
   struct Panel {
     State& state;
     int64_t h, i0, i1;
-    Range all;     // keys, seen by all of its queries
-    Range blocks;  // of keys, seen by some of them
+    Range all;           // keys, seen by all of its queries
+    Range blocks;        // of keys, seen by some of them
+    uint32_t apart = 0;  // queries that are packed as zeros
   };
 
   Panel panel_of(Task& task, int64_t n, Range some) const {
@@ -233,7 +253,7 @@ class TileForward {
         const Range own{max_of(panel.blocks.begin, j), min_of(panel.blocks.end, j + piece())};
         if (own.begin >= own.end || (unsafe_only && !panel.state.unsafe)) return;
         pack_piece(task, j);
-        pack_queries(task, panel);
+        pack_panel_of(task, panel);
         f(panel, own);
       });
     }
@@ -252,6 +272,7 @@ class TileForward {
                [&](Panel& panel, Range blocks) { attend<false>(task, panel, blocks); });
     bool safe = true;
     each(task, some, [&](Panel& panel) {
+      add_up(panel.state);
       panel.state.unsafe = find_unsafe(panel);
       if (!panel.state.unsafe) finish(task, panel);
       safe &= !panel.state.unsafe;
@@ -267,12 +288,14 @@ class TileForward {
     each_piece(task, some, true,
                [&](Panel& panel, Range blocks) { attend<true>(task, panel, blocks); });
     each(task, some, [&](Panel& panel) {
-      if (panel.state.unsafe) finish(task, panel);
+      if (!panel.state.unsafe) return;
+      add_up(panel.state);
+      finish(task, panel);
     });
   }
 
   static void clear(State& state) {
-    state.fresh = true;
+    state.fresh = true, state.totalled = false, state.added = 0;
     state.waiting = false;
     __builtin_memset(state.l, 0, sizeof state.l);
   }
@@ -280,34 +303,35 @@ class TileForward {
   void pack_piece(Task& task, int64_t first) const {
     if (task.packed_piece == first) return;
     task.packed_piece = first;
-    const Bf16* k =
-        static_cast<const Bf16*>(p.k.data) + task.b * p.k.stride[0] + task.hk * p.k.stride[1];
-    const Bf16* v = values_of(task);
     for (int64_t n = 0; n < min_of(piece(), task.blocks.end - first); ++n) {
-      const int64_t j0 = (first + n) * kBlockKeys, rows = min_of(kBlockKeys, p.Lk - j0);
-      pack_keys(k + j0 * p.k.stride[2], p.k.stride[2], p.k.stride[3], rows, p.D, steps,
-                task.buf.keys + n * key_elements());
-      const Bf16* from = v + j0 * p.v.stride[2];
-      Bf16* to = task.buf.values + n * value_elements();
-      task.buf.leaky[n] =
-          rule.excludes && !all_finite(from, p.v.stride[2], p.v.stride[3], rows, p.Dv);
-      if (task.buf.leaky[n])
-        __builtin_memset(to, 0, static_cast<size_t>(value_elements()) * sizeof(Bf16));
-      else
-        pack_values(from, p.v.stride[2], p.v.stride[3], rows, p.Dv, steps_v, to);
+      RowsOfTile<P> k[2], v[2];
+      uint64_t keys = 0, values = 0;
+      for (int64_t half = 0; half < 2; ++half) {
+        k[half] = rows_of_keys(task, p.k, first + n, half, p.D);
+        v[half] = rows_of_keys(task, p.v, first + n, half, p.Dv);
+        const uint32_t k_apart = kParts > 1 ? rows_apart(k[half]) : 0;
+        const uint32_t v_apart = kParts > 1 || rule.excludes ? rows_apart(v[half]) : 0;
+        k[half].taken &= ~k_apart, v[half].taken &= ~v_apart;
+        keys |= static_cast<uint64_t>(k_apart) << 32 * half;
+        values |= static_cast<uint64_t>(v_apart) << 32 * half;
+      }
+      task.buf.keys_apart[n] = keys, task.buf.values_apart[n] = values;
+      pack_keys(k, steps, task.buf.keys + n * key_elements());
+      pack_values(v, steps_v, task.buf.values + n * value_elements());
     }
   }
-  const Bf16* values_of(const Task& task) const {
-    return static_cast<const Bf16*>(p.v.data) + task.b * p.v.stride[0] + task.hk * p.v.stride[1];
+  RowsOfTile<P> rows_of_keys(const Task& task, const Tensor4& x, int64_t block, int64_t half,
+                             int64_t channels) const {
+    const int64_t begin = min_of(p.Lk, block * kBlockKeys + 32 * half);
+    return rows_of<P>(x, task.b, task.hk, begin, min_of(p.Lk, begin + 32), channels);
   }
-  void pack_queries(Task& task, const Panel& panel) const {
-    const Bf16* q = static_cast<const Bf16*>(p.q.data) + task.b * p.q.stride[0] +
-                    panel.h * p.q.stride[1] + panel.i0 * p.q.stride[2];
-    const int64_t filled = words<TilePairs>(p.D) * kQueries;
-    pack_panel<TilePairs>(q, p.q.stride[2], p.q.stride[3], panel.i1 - panel.i0, p.D, kQueries,
-                          task.buf.q, kQueries, task.buf.temp);
-    __builtin_memset(task.buf.q + filled, 0,
-                     static_cast<size_t>(steps * kStep / 2 * kQueries - filled) * sizeof(float));
+  RowsOfTile<P> queries_of(const Task& task, const Panel& panel) const {
+    return rows_of<P>(p.q, task.b, panel.h, panel.i0, panel.i1, p.D);
+  }
+  void pack_panel_of(Task& task, Panel& panel) const {
+    RowsOfTile<P> q = queries_of(task, panel);
+    if constexpr (kParts > 1) q.taken &= ~(panel.apart = rows_apart(q));
+    pack_queries(q, steps, task.buf.q);
   }
 
   int64_t keys_in(int64_t block) const { return min_of(kBlockKeys, p.Lk - block * kBlockKeys); }
@@ -333,11 +357,6 @@ class TileForward {
     const int64_t second = score_squares(), last = second + output_squares();
     Squares squares(buf.nowhere);
     const auto nothing = []() {};
-    const auto outputs = [&](int64_t j, const float* weights) {
-      squares.flush();
-      state.fresh = false;
-      if (buf.leaky[j - task.packed_piece]) add_leaky(task, panel, j, weights);
-    };
     int64_t j = next_block(task, blocks.begin, blocks.end), before = -1, turn = 0;
     if (j == blocks.end) return;
     squares.multiply(buf.squares, 0, second, second, score_operands(task, j, buf.s[0]), {},
@@ -353,15 +372,10 @@ class TileForward {
       weigh<kExact>(squares, buf, state, buf.s[turn % 2], weights, scores ? 0 : second,
                     values ? last : second, scores ? score_operands(task, after, next) : Operands{},
                     values ? output_operands(task, state, before, old) : Operands{});
-      if (values) {
-        state.fresh = false;
-        if (buf.leaky[before - task.packed_piece]) {
-          squares.flush();
-          add_leaky(task, panel, before, old);
-        }
-      } else {
+      if (values)
+        end_outputs(squares, task, panel, before, old);
+      else
         squares.flush();
-      }
       if (p.dropout_p > 0) drop(task, panel, j, weights);
       if (scores) make_scores(task, panel, after, next);
       before = j, j = after;
@@ -370,7 +384,39 @@ class TileForward {
     const float* const weights = buf.weights[(turn + 1) % 2];
     squares.multiply(buf.squares, second, second, last, {},
                      output_operands(task, state, before, weights), nothing);
-    outputs(before, weights);
+    end_outputs(squares, task, panel, before, weights);
+    squares.flush();
+  }
+
+  // What the products of a block's outputs leave to do.
+  void end_outputs(Squares& squares, Task& task, Panel& panel, int64_t block,
+                   const float* weights) const {
+    State& state = panel.state;
+    state.fresh = false;
+    if (task.buf.values_apart[block - task.packed_piece] != 0) {
+      squares.flush();
+      add_apart(task, panel, block, weights);
+    }
+    if (kParts > 1 && ++state.added % kBlocksOfSum == 0) {
+      squares.flush();
+      add_to_total(state);
+    }
+  }
+  void add_to_total(State& state) const {
+    for (int64_t at = 0; at < output_floats(); at += W) {
+      const VecF o = load(state.o + at);
+      store(state.total + at, state.totalled ? load(state.total + at) + o : o);
+    }
+    state.fresh = state.totalled = true;
+  }
+  // O, with what was added to the total before.
+  void add_up(State& state) const {
+    if (kParts == 1 || !state.totalled) return;
+    for (int64_t at = 0; at < output_floats(); at += W) {
+      const VecF total = load(state.total + at);
+      store(state.o + at, state.fresh ? total : total + load(state.o + at));
+    }
+    state.fresh = state.totalled = false;
   }
 
   // Weights of a block from its scores, with squares [begin, end) of the scores of the next block
@@ -383,7 +429,8 @@ class TileForward {
     VecF minus_m[kVectors], sum[kVectors], reference[kVectors];
     VecI exact[kVectors];
     FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) {
-      minus_m[n] = load(state.minus_m + n * W), sum[n] = load(state.l + n * W);
+      minus_m[n] = load(state.minus_m + n * W);
+      sum[n] = kParts > 1 ? VecF{} : load(state.l + n * W);
       if constexpr (kExact) {
         const VecF m = load(state.m + n * W);
         reference[n] = select<float>(m == -kInf<float>, VecF{}, m);
@@ -393,7 +440,7 @@ class TileForward {
     const auto weight = [&](VecF x, int n) __attribute__((always_inline)) {
       VecF power = x * exponent + minus_m[n];
       if constexpr (kExact) power = select<float>(exact[n], (x - reference[n]) * exponent, power);
-      return exp2_any(power);
+      return exp2_any<P::kCoarseExp>(power);
     };
     constexpr int64_t kPairs = kBlockKeys / 2;
     int64_t pair = 0, due = 0;
@@ -402,7 +449,10 @@ class TileForward {
         const VecF even = weight(load(s + 2 * pair * kQueries + n * W), n);
         const VecF odd = weight(load(s + (2 * pair + 1) * kQueries + n * W), n);
         sum[n] += even + odd;
-        store(weights + pair * kQueries + n * W, (VecF)pack_pair(even, odd));
+        __m512i parts[kParts];
+        split_pairs(even, odd, parts);
+        FASTATTN_UNROLL for (int part = 0; part < kParts; ++part)
+            store(weights + word_of(pair, part) * kQueries + n * W, (VecF)parts[part]);
       }
       ++pair;
     };
@@ -412,7 +462,13 @@ class TileForward {
     };
     squares.multiply(buf.squares, begin, score_squares(), end, scores, outputs, between);
     while (pair < kPairs) weigh_pair();
-    FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) store(state.l + n * W, sum[n]);
+    // In fp32 a block has a sum of its own, because a chain over all keys would round more.
+    FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n)
+        store(state.l + n * W, kParts > 1 ? load(state.l + n * W) + sum[n] : sum[n]);
+  }
+  // Of the weights of a block: the row of a part of a pair of keys.
+  static FASTATTN_INLINE int64_t word_of(int64_t pair, int64_t part) {
+    return (pair / 16 * kParts + part) * 16 + pair % 16;
   }
 
   // S of a block, from products to scores: -inf where a key is not visible. A query that sees its
@@ -449,6 +505,7 @@ class TileForward {
     const int64_t j0 = block * kBlockKeys, keys = keys_in(block);
     for (int64_t r = keys * kQueries; r < kBlockKeys * kQueries; r += W)
       store(s + r, splat(-kInf<float>));
+    if (kParts > 1) score_apart(task, panel, block, s);
     const bool edge = j0 < panel.all.begin || j0 + keys > panel.all.end;
     if (rule.natural || has_bias(p) || edge) {
       Bias<float> bias;
@@ -469,20 +526,47 @@ class TileForward {
     return true;
   }
 
+  // The products of the pairs whose key or query was packed as zeros.
+  void score_apart(const Task& task, const Panel& panel, int64_t block, float* s) const {
+    const uint64_t keys = task.buf.keys_apart[block - task.packed_piece];
+    if (keys == 0 && panel.apart == 0) return;
+    const RowsOfTile<P> q = queries_of(task, panel);
+    for (int64_t r = 0; r < keys_in(block); ++r) {
+      const RowsOfTile<P> k = rows_of_keys(task, p.k, block, r / 32, p.D);
+      for (int64_t i = 0; i < panel.i1 - panel.i0; ++i)
+        if ((keys >> r | panel.apart >> i) & 1) s[r * kQueries + i] = dot_apart(q, i, k, r % 32);
+    }
+  }
+
   // Dropped weights are zero, and stay in the sum.
   __attribute__((noinline)) void drop(Task& task, const Panel& panel, int64_t block,
                                       float* weights) const {
     const int64_t keys = keys_in(block);
     dropout_mask<2>(dropout, panel.i0, block * kBlockKeys, keys, kQueries, panel.h,
                     p.index + task.b, task.buf.keep);
-    for (int64_t at = 0; at < (keys + 1) / 2 * kQueries; at += W)
-      store(weights + at, keep_lanes(load(weights + at), task.buf.keep + at));
+    for (int64_t pair = 0; pair < (keys + 1) / 2; ++pair)
+      for (int64_t part = 0; part < kParts; ++part)
+        FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) {
+          float* const w = weights + word_of(pair, part) * kQueries + n * W;
+          store(w, keep_lanes(load(w), task.buf.keep + pair * kQueries + n * W));
+        }
   }
 
-  void add_leaky(const Task& task, const Panel& panel, int64_t block, const float* weights) const {
-    const Bf16* v = values_of(task) + block * kBlockKeys * p.v.stride[2];
-    add_visible_only<2>(weights, kQueries, keys_in(block), v, p.v.stride[2], p.v.stride[3], p.Dv,
-                        panel.state.o);
+  // O += V^T P pair by pair, skipping weights of zero, for values that were packed as zeros.
+  __attribute__((noinline)) void add_apart(const Task& task, const Panel& panel, int64_t block,
+                                           const float* weights) const {
+    const uint64_t values = task.buf.values_apart[block - task.packed_piece];
+    for (int64_t r = 0; r < keys_in(block); ++r) {
+      if (!(values >> r & 1)) continue;
+      const RowsOfTile<P> v = rows_of_keys(task, p.v, block, r / 32, p.Dv);
+      const Bf16* row = reinterpret_cast<const Bf16*>(weights + word_of(r / 2, 0) * kQueries);
+      for (int64_t i = 0; i < kQueries; ++i) {
+        const float weight = sum_of_parts<kParts>(row + 2 * i + r % 2, 2 * 16 * kQueries);
+        if (weight == 0) continue;
+        for (int64_t d = 0; d < p.Dv; ++d)
+          panel.state.o[d * kQueries + i] += weight * v.at(r % 32, d);
+      }
+    }
   }
 
   // Marks the queries whose weights, sum or output left the safe range. NaN and inf in the inputs
@@ -537,8 +621,8 @@ class TileForward {
     if (state.fresh)  // it sees no key
       __builtin_memset(state.o, 0, static_cast<size_t>(output_floats()) * sizeof(float));
     double* const lse = p.lse + (task.b * p.Hq + panel.h) * p.lse_stride + panel.i0;
-    finish_rows<float, Bf16>(p, rule, dropout, task.b, panel.h, panel.i0, rows, kQueries, state.m,
-                             state.l, state.o);
+    finish_rows<float, Storage>(p, rule, dropout, task.b, panel.h, panel.i0, rows, kQueries,
+                                state.m, state.l, state.o);
     // Weights were relative to minus_m, which is a rounded product.
     for (int64_t i = 0; i < rows; ++i)
       if (!state.exact[i] && state.m[i] != -kInf<float>)
