@@ -45,7 +45,7 @@ class Target:
         few kernels and takes the others from a real one."""
         if self.isa is None or not self.isa.endswith("_emulated"):
             return True
-        return op in self.module.ON_TILES and dtype is torch.bfloat16
+        return op in self.module.ON_TILES and dtype in self.module.DTYPES_ON_TILES
 
     @contextlib.contextmanager
     def active(self) -> Iterator[Any]:

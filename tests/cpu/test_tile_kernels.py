@@ -365,7 +365,8 @@ def test_robust(isa: str, program: str) -> None:
     [
         (5, torch.bfloat16, "on tiles"),
         (4, torch.bfloat16, "on vectors: so few queries do not fill a tile"),
-        (5, torch.float32, "on vectors: the tiles are for bfloat16"),
+        (5, torch.float32, "on tiles"),
+        (5, torch.float16, "on vectors: the tiles are for bfloat16 and float32"),
     ],
 )
 def test_explain_says_what_runs_on_tiles(

@@ -22,12 +22,14 @@ class WeightsPass {
       4 * kLanesOfPanel;  // per task, so that several panels share staged keys
 
  public:
-  explicit WeightsPass(const Sequence& params)
+  // `own_sums`: lse is that of scores that were rounded otherwise, so each row is normalised again.
+  explicit WeightsPass(const Sequence& params, bool own_sums = false)
       : p(params),
         rule(make_rule<T>(params)),
         dropout(make_dropout(params)),
         Bk(key_block<P>(params.D, params.Dv)),
-        averaged(params.weights == Weights::averaged) {}
+        averaged(params.weights == Weights::averaged),
+        own_sums(own_sums) {}
 
   static FASTATTN_INLINE int64_t lanes_for(int64_t rows) { return rows <= W ? W : kLanesOfPanel; }
 
@@ -79,11 +81,12 @@ class WeightsPass {
   }
 
   // The row scales of queries [i0, i1), whose packed panel is Q. The log-sum-exp is enough unless
-  // it is too large or too coarse (fp64). In these cases the maximum and the sum are recomputed.
+  // it is too large, too coarse (fp64) or that of other scores. In these cases the maximum and the sum
+  // are recomputed.
   void scale_rows(Buffers& buf, int64_t b, int64_t h, int64_t i0, int64_t i1, const Word* Q,
                   RowScale<T> rows) const {
     const double* lse = p.lse + (b * p.Hq + h) * p.lse_stride;
-    bool again = kSame<T, double>;
+    bool again = kSame<T, double> || own_sums;
     for (int64_t l = 0; l < kLanesOfPanel; ++l) {
       const double x = i0 + l < i1 ? lse[i0 + l] : -kInf<double>;
       again |= x != -kInf<double> && (x > kHugeLse || x < -kHugeLse);
@@ -131,7 +134,7 @@ class WeightsPass {
   const ScoreRule<T> rule;
   const DropoutRule dropout;
   const int64_t Bk;
-  const bool averaged;
+  const bool averaged, own_sums;
 
   // Writes the scores of a tile to buf.s and finds their maximum over the keys.
   template <int NV>

@@ -79,8 +79,9 @@ _choose_isa()
 evidence.on_change(_choose_isa)
 
 
-# The primitives with kernels in csrc/cpu/kernels/tiles, for bfloat16.
+# The primitives with kernels in csrc/cpu/kernels/tiles, and the dtypes.
 ON_TILES = ("scaled_dot_product_attention", "varlen_attention")
+DTYPES_ON_TILES = (torch.bfloat16, torch.float32)
 
 
 def why_not_tiles(op: str, tensors: Mapping[str, Tensor | None]) -> str:
@@ -88,8 +89,8 @@ def why_not_tiles(op: str, tensors: Mapping[str, Tensor | None]) -> str:
     query = tensors.get("query")
     if op not in ON_TILES:
         return "it has no kernel on tiles"
-    if query is None or query.dtype is not torch.bfloat16:
-        return "the tiles are for bfloat16"
+    if query is None or query.dtype not in DTYPES_ON_TILES:
+        return "the tiles are for bfloat16 and float32"
     if op == "scaled_dot_product_attention" and query.shape[-2] <= 4:
         return "so few queries do not fill a tile"
     if tensors.get("sinks") is not None:

@@ -1,6 +1,7 @@
 // What runs on tiles, and the instruction set below, whose kernels run the rest.
 #pragma once
 #include "../../kernel_table.h"
+#include "parts.h"
 
 namespace fastattn {
 namespace FASTATTN_BASE {
@@ -11,7 +12,16 @@ namespace {
 
 // backends/cpu/__init__.py says the same to explain().
 inline bool on_tiles(const AttentionParams& p) {
-  return p.dtype == DType::bf16 && p.Hkv > 0 && p.D > 0 && p.Dv > 0 && p.sinks == nullptr;
+  // Of a few queries the sums on vectors are of short chains, and more exact (tile.h).
+  const bool served = p.dtype == DType::bf16 || (p.dtype == DType::f32 && p.Lq > 4);
+  return served && p.Hkv > 0 && p.D > 0 && p.Dv > 0 && p.sinks == nullptr;
+}
+
+// Calls f(P()) with the operands of a call that runs on tiles.
+template <class F>
+inline void with_operands(const AttentionParams& p, F f) {
+  if (p.dtype == DType::bf16) return f(TileBf16());
+  f(TileFloat<3>());
 }
 
 }  // namespace
