@@ -45,6 +45,7 @@ struct AttentionParams : AttentionOptions {
 
   Tensor4 mask;       // [B, Hq, Lq, Lk], null = none
   DType mask_dtype;   // boolean (true = visible) or floating (added)
+  bool reduced;       // f32: products may round their factors to 16 bits
   const void* alibi;  // [B, Hq] acc, null = none: score -= slope * |i + offset - j|
   int64_t alibi_stride[2];
   const void* sinks;  // [B, Hq] acc, null = none: the score of one more key, whose value is 0

@@ -31,6 +31,7 @@ def additive_backward(
 # Of options, the scale alone stands for a record of defaults.
 def attention_forward(
     dtype: int,
+    reduced: bool,  # float32: products may round their factors to 16 bits
     threads: int,
     sizes: Ints,  # B, Hq, Hkv, Lq, Lk, D, Dv
     q: int,
@@ -49,6 +50,7 @@ def attention_forward(
 ) -> None: ...
 def attention_backward(
     dtype: int,
+    reduced: bool,  # float32: products may round their factors to 16 bits
     threads: int,
     sizes: Ints,  # B, Hq, Hkv, Lq, Lk, D, Dv
     q: int,
@@ -67,6 +69,7 @@ def attention_backward(
 ) -> None: ...
 def varlen_attention(
     dtype: int,
+    reduced: bool,  # float32: products may round their factors to 16 bits
     threads: int,
     sizes: Ints,  # B, Hq, Hkv, Lq, Lk, D, Dv
     q: int,
@@ -252,6 +255,7 @@ def set_isa(spelled: str, /) -> None: ...
 
 # Without effect after set_isa, or under FASTATTN_CPU_ISA
 def set_default_isa(spelled: str, /) -> None: ...
+def float32_on_tiles() -> bool: ...
 def measure_peak(kind: str, threads: int, seconds: float = 0.1) -> float: ...
 def processor() -> dict[str, Any]: ...  # vendor, family, model, brand, features
 def usable_features(  # see csrc/cpu/processor.h

@@ -300,8 +300,9 @@ def _unit(dtype: torch.dtype, op: str, tensors: Sequence[Any]) -> str:
     native = importlib.import_module("fastattn._cpu").build_info()
     if not evidence.has_tiles(_instruction_set(native, dtype)):
         return ""
-    against = importlib.import_module("fastattn.backends.cpu").why_not_tiles(op, named(op, tensors))
-    return f", on vectors: {against}" if against else ", on tiles"
+    backend = importlib.import_module("fastattn.backends.cpu")
+    against = backend.why_not_tiles(op, named(op, tensors))
+    return f", on vectors: {against}" if against else f", on tiles{backend.parts_on_tiles(dtype)}"
 
 
 def _device(tensors: Sequence[Any]) -> str:

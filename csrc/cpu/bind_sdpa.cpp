@@ -22,13 +22,13 @@ AttentionParams arguments(AttentionParams p, const py::object& options,
   return p;
 }
 
-void attention_forward(int dtype, int threads, const py::tuple& sizes, uintptr_t q,
+void attention_forward(int dtype, bool reduced, int threads, const py::tuple& sizes, uintptr_t q,
                        const py::tuple& q_stride, uintptr_t k, const py::tuple& k_stride,
                        uintptr_t v, const py::tuple& v_stride, uintptr_t out,
                        const py::tuple& out_stride, uintptr_t lse, const py::object& options,
                        const py::object& operands) {
-  AttentionParams p = arguments(common_arguments(dtype, threads, sizes, q, q_stride, k, k_stride, v,
-                                                 v_stride, out, out_stride, lse),
+  AttentionParams p = arguments(common_arguments(dtype, reduced, threads, sizes, q, q_stride, k,
+                                                 k_stride, v, v_stride, out, out_stride, lse),
                                 options, operands);
   py::gil_scoped_release release;
   // A caller without a gradient passes no lse: a tensor costs two microseconds, this buffer a
@@ -42,14 +42,14 @@ void attention_forward(int dtype, int threads, const py::tuple& sizes, uintptr_t
 }
 
 // gradients: see read_gradients; and grad_mask.
-void attention_backward(int dtype, int threads, const py::tuple& sizes, uintptr_t q,
+void attention_backward(int dtype, bool reduced, int threads, const py::tuple& sizes, uintptr_t q,
                         const py::tuple& q_stride, uintptr_t k, const py::tuple& k_stride,
                         uintptr_t v, const py::tuple& v_stride, uintptr_t out,
                         const py::tuple& out_stride, uintptr_t lse, const py::object& options,
                         const py::object& operands, const py::dict& gradients) {
   static const auto mask = std::make_tuple(field("grad_mask", &AttentionParams::grad_mask));
-  AttentionParams p = arguments(common_arguments(dtype, threads, sizes, q, q_stride, k, k_stride, v,
-                                                 v_stride, out, out_stride, lse),
+  AttentionParams p = arguments(common_arguments(dtype, reduced, threads, sizes, q, q_stride, k,
+                                                 k_stride, v, v_stride, out, out_stride, lse),
                                 options, operands);
   read_gradients(named(gradients), p);
   named(gradients).read(p, mask);

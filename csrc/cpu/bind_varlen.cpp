@@ -23,7 +23,7 @@ void check_starts(const int64_t* starts, int64_t count, int64_t rows, const std:
 }
 
 // operands: see optional_arguments. gradients: see read_gradients; None for the forward pass.
-void varlen_attention(int dtype, int threads, const py::tuple& sizes, uintptr_t q,
+void varlen_attention(int dtype, bool reduced, int threads, const py::tuple& sizes, uintptr_t q,
                       const py::tuple& q_stride, uintptr_t k, const py::tuple& k_stride,
                       uintptr_t v, const py::tuple& v_stride, uintptr_t out,
                       const py::tuple& out_stride, uintptr_t lse, const py::object& options,
@@ -31,7 +31,7 @@ void varlen_attention(int dtype, int threads, const py::tuple& sizes, uintptr_t 
                       const py::object& gradients) {
   SequencesParams t{};
   AttentionParams& all = t.attention;
-  all = common_arguments(dtype, threads, sizes, q, q_stride, k, k_stride, v, v_stride, out,
+  all = common_arguments(dtype, reduced, threads, sizes, q, q_stride, k, k_stride, v, v_stride, out,
                          out_stride, lse);
   VarlenOptions asked;
   read_varlen_options(named(options), asked);

@@ -163,11 +163,13 @@ void use(const std::string& spelled) {
   for (int i = 0; i < kDtypes; ++i) current[i].store(chosen[i]);
 }
 
+bool has_tiles(const std::string& isa) { return isa.rfind("amx_", 0) == 0; }
+
 // Tiles run only where they are chosen by name: they were not measured.
 std::string strongest_measured() {
   std::string strongest;
   for (const std::string& isa : supported_isas())
-    if (isa.rfind("amx_", 0) != 0) strongest = isa;
+    if (!has_tiles(isa)) strongest = isa;
   return strongest;
 }
 
@@ -218,6 +220,8 @@ std::string current_isa() {
   }
   return spelled;
 }
+
+bool float32_on_tiles() { return has_tiles(kernels(DType::f32).isa); }
 
 const KernelTable& kernels(DType dtype) {
   const std::atomic<const KernelTable*>& chosen = current[static_cast<int>(dtype)];

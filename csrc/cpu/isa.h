@@ -23,5 +23,6 @@ void set_isa(const std::string& spelled);
 // The same, but without effect after set_isa or under FASTATTN_CPU_ISA.
 void set_default_isa(const std::string& spelled);
 std::string current_isa();  // in the syntax of set_isa
+bool float32_on_tiles();    // whether the one of float32 has tiles
 
 }  // namespace fastattn

@@ -85,6 +85,7 @@ PYBIND11_MODULE(_cpu, m) {
   m.def("build_info", &fastattn::build_info);
   m.def("set_isa", &fastattn::set_isa);
   m.def("set_default_isa", &fastattn::set_default_isa);
+  m.def("float32_on_tiles", &fastattn::float32_on_tiles);
   m.def("processor", &fastattn::describe_processor);
   m.def(
       "usable_features",

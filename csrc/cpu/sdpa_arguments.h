@@ -9,13 +9,15 @@ namespace fastattn {
 
 namespace py = pybind11;
 
-inline AttentionParams common_arguments(int dtype, int threads, const py::tuple& sizes, uintptr_t q,
+inline AttentionParams common_arguments(int dtype, bool reduced, int threads,
+                                        const py::tuple& sizes, uintptr_t q,
                                         const py::tuple& q_stride, uintptr_t k,
                                         const py::tuple& k_stride, uintptr_t v,
                                         const py::tuple& v_stride, uintptr_t out,
                                         const py::tuple& out_stride, uintptr_t lse) {
   AttentionParams p{};
   p.dtype = static_cast<DType>(dtype);
+  p.reduced = reduced;
   p.threads = threads;
   int64_t n[7];
   integers(sizes, n);

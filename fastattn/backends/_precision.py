@@ -1,6 +1,8 @@
-"""What PyTorch's settings allow the kernels of a GPU to round."""
+"""What PyTorch's settings allow the kernels to round."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
@@ -12,3 +14,11 @@ def allows_tf32() -> bool:
         # Since PyTorch 2.9. What was set by this name makes the older ones raise.
         return bool(matmul.fp32_precision == "tf32")
     return bool(matmul.allow_tf32)
+
+
+def allows_bf16_parts() -> bool:
+    """Whether the factors of float32 products may be sums of two bfloat16 numbers, on the CPU."""
+    if hasattr(torch.backends, "fp32_precision"):
+        backend: Any = torch.backends.mkldnn  # of whose attributes type checkers know few
+        return bool(backend.matmul.fp32_precision in ("tf32", "bf16"))
+    return torch.get_float32_matmul_precision() != "highest"

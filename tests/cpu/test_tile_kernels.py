@@ -431,6 +431,28 @@ def test_bits_of_floats_do_not_depend_on_the_threads(tiles: str) -> None:
         assert torch.equal(x, found[1][name]), name
 
 
+def test_two_parts_only_where_pytorch_allows_them(tiles: str) -> None:
+    q, k, v = float_qkv(1, 2, 70, 130, 64)
+    exact = exactly(q, k, v)
+    found, told = [], []
+    before = torch.get_float32_matmul_precision()
+    try:
+        for precision in ("highest", "high", "medium", "highest"):
+            torch.set_float32_matmul_precision(precision)
+            found.append(results(q, k, v, ours()))
+            told.append(fastattn.explain("scaled_dot_product_attention", q, k, v).because)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert ["two bfloat16 parts" in x for x in told] == [False, True, True, False]
+    assert ["three bfloat16 parts" in x for x in told] == [True, False, False, True]
+    for name, expected in exact.items():
+        errors = [float((x[name] - expected).norm() / expected.norm()) for x in found]
+        assert errors[0] == errors[3] < 1e-6, (name, errors)
+        assert errors[1] == errors[2] < 1e-4, (name, errors)
+        assert errors[1] > 1e-6, (name, errors)
+        assert torch.equal(found[0][name], found[3][name])
+
+
 # -- processes, signals and threads ---------------------------------------------------------------
 
 PRELUDE = """
@@ -511,7 +533,7 @@ def test_robust(isa: str, program: str) -> None:
     [
         (5, torch.bfloat16, "on tiles"),
         (4, torch.bfloat16, "on vectors: so few queries do not fill a tile"),
-        (5, torch.float32, "on tiles"),
+        (5, torch.float32, "on tiles, as six products of three bfloat16 parts each"),
         (5, torch.float16, "on vectors: the tiles are for bfloat16 and float32"),
     ],
 )

@@ -27,7 +27,7 @@ from fastattn.backends.cpu.memory_hops import (
     plain_hops_backward,
 )
 from fastattn.backends.cpu.merge_states import merge_states, merge_states_backward
-from fastattn.backends.cpu.operands import DTYPES
+from fastattn.backends.cpu.operands import DTYPES, may_reduce
 from fastattn.backends.cpu.sdpa import (
     plain_attention,
     plain_attention_backward,
@@ -96,6 +96,15 @@ def why_not_tiles(op: str, tensors: Mapping[str, Tensor | None]) -> str:
     if tensors.get("sinks") is not None:
         return "the kernels on tiles have no sinks"
     return ""
+
+
+def parts_on_tiles(dtype: torch.dtype) -> str:
+    """Return how products of this dtype become products of bfloat16."""
+    if dtype is not torch.float32:
+        return ""
+    if may_reduce(dtype):
+        return ", as three products of two bfloat16 parts each (PyTorch's precision of products)"
+    return ", as six products of three bfloat16 parts each"
 
 
 def why_not(op: str, tensors: Mapping[str, Tensor | None], options: Any) -> list[str]:

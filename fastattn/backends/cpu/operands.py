@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastattn import _cpu
 from fastattn.backends._operands import broadcast_operand, operand
+from fastattn.backends._precision import allows_bf16_parts
 
 DTYPES = {
     torch.float32: 0,
@@ -16,6 +18,11 @@ DTYPES = {
     torch.float16: 3,
     torch.bool: 4,
 }
+
+
+def may_reduce(dtype: torch.dtype) -> bool:
+    """Whether products of float32 may round their factors to 16 bits; only tiles do."""
+    return dtype is torch.float32 and _cpu.float32_on_tiles() and allows_bf16_parts()
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:

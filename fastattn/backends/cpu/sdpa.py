@@ -13,7 +13,7 @@ from torch import Tensor
 from fastattn import _cpu
 from fastattn.backends._alloc import empty_output
 from fastattn.backends._operands import broadcast_operand, operand
-from fastattn.backends.cpu.operands import DTYPES, accumulator, optional_operands
+from fastattn.backends.cpu.operands import DTYPES, accumulator, may_reduce, optional_operands
 from fastattn.backends.primitives import AttentionBackwardOptions, AttentionOptions
 
 
@@ -41,6 +41,7 @@ def scaled_dot_product_attention(
         applied = query.new_empty(0)
     _cpu.attention_forward(
         DTYPES[query.dtype],
+        may_reduce(query.dtype),
         torch.get_num_threads(),
         (batch, heads, key.shape[1], queries, keys, width, value_width),
         query.data_ptr(),
@@ -90,6 +91,7 @@ def plain_attention(
     lse = torch.empty((batch, heads, queries), dtype=torch.float64) if needs_lse else None
     _cpu.attention_forward(
         DTYPES[query.dtype],
+        may_reduce(query.dtype),
         torch.get_num_threads(),
         (batch, heads, kv_heads, queries, keys, width, value_width),
         query.data_ptr(),
@@ -127,6 +129,7 @@ def plain_attention_backward(
     grad_value = empty_output(value, value_width)
     _cpu.attention_backward(
         DTYPES[query.dtype],
+        may_reduce(query.dtype),
         torch.get_num_threads(),
         (batch, heads, kv_heads, queries, keys, width, value_width),
         query.data_ptr(),
@@ -199,6 +202,7 @@ def scaled_dot_product_attention_backward(
             grad_sinks += grad_lse.sum(2)  # lse is the sink
     _cpu.attention_backward(
         DTYPES[query.dtype],
+        may_reduce(query.dtype),
         torch.get_num_threads(),
         (batch, heads, key.shape[1], queries, keys, width, value_width),
         query.data_ptr(),

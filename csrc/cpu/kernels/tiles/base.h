@@ -21,6 +21,7 @@ inline bool on_tiles(const AttentionParams& p) {
 template <class F>
 inline void with_operands(const AttentionParams& p, F f) {
   if (p.dtype == DType::bf16) return f(TileBf16());
+  if (p.reduced) return f(TileFloat<2>());
   f(TileFloat<3>());
 }
 
