@@ -291,13 +291,15 @@ inline void read_sinusoidal_options(const Named& from, SinusoidalOptions& to) {
 
 // -- operands that both modules read ------------------------------------------------------------
 
-// Of attention: a mask, ALiBi slopes and sinks, those of them that the call has.
+// Of attention: a mask, ALiBi slopes, sinks and a relative bias, those of them that the call has.
 inline void read_biases(const Named& from, AttentionParams& to) {
   using P = AttentionParams;
-  static const auto fields =
-      std::make_tuple(field("mask", &P::mask), field("mask_dtype", &P::mask_dtype),
-                      field("alibi", &P::alibi), field("alibi_stride", &P::alibi_stride),
-                      field("sinks", &P::sinks), field("sinks_stride", &P::sinks_stride));
+  static const auto fields = std::make_tuple(
+      field("mask", &P::mask), field("mask_dtype", &P::mask_dtype), field("alibi", &P::alibi),
+      field("alibi_stride", &P::alibi_stride), field("sinks", &P::sinks),
+      field("sinks_stride", &P::sinks_stride), field("relative_bias", &P::relative_bias),
+      field("relative_bias_stride", &P::relative_bias_stride),
+      field("relative_bias_size", &P::relative_bias_size), field("positions", &P::positions));
   from.read_given(to, fields);
 }
 
@@ -308,9 +310,10 @@ inline void read_gradients(const Named& from, AttentionParams& to) {
       std::make_tuple(field("grad_out", &P::grad_out), field("grad_lse", &P::grad_lse),
                       field("grad_weights", &P::grad_weights), field("grad_query", &P::grad_q),
                       field("grad_key", &P::grad_k), field("grad_value", &P::grad_v));
-  static const auto of_sinks = std::make_tuple(field("grad_sinks", &P::grad_sinks));
+  static const auto of_biases = std::make_tuple(
+      field("grad_sinks", &P::grad_sinks), field("grad_relative_bias", &P::grad_relative_bias));
   from.read(to, fields);
-  from.read_given(to, of_sinks);
+  from.read_given(to, of_biases);
 }
 
 // Of the sinusoidal encoding: the tensors.

@@ -50,7 +50,12 @@ struct AttentionParams : AttentionOptions {
   int64_t alibi_stride[2];
   const void* sinks;  // [B, Hq] acc, null = none: the score of one more key, whose value is 0
   int64_t sinks_stride[2];
-  uint64_t seed;    // of dropout: the Philox key
+  const void* relative_bias;  // [B, Hq, relative_bias_size] acc, null = none: a table of distances
+                              // d = position(i + offset) - position(j), 0 in the middle
+  int64_t relative_bias_stride[2];
+  int64_t relative_bias_size;  // odd
+  const int32_t* positions;    // [Lk], null = 0, 1, 2, ...
+  uint64_t seed;               // of dropout: the Philox key
   Tensor4 applied;  // the weights, [B, Hq, Lq, Lk] (averaged: [B, -, Lq, Lk], head stride 0)
 
   // backward only
@@ -63,7 +68,8 @@ struct AttentionParams : AttentionOptions {
   Tensor4
       grad_mask;  // zeroed by the caller, stride 0 where the mask is broadcast; null = not wanted.
                   // f64 where it is broadcast over queries or keys, else acc with key stride 1
-  double* grad_sinks;  // [B, Hq] contiguous, zeroed by the caller; null = not wanted
+  double* grad_sinks;        // [B, Hq] contiguous, zeroed by the caller; null = not wanted
+  void* grad_relative_bias;  // [B, Hq, relative_bias_size] acc, contiguous; null = not wanted
 };
 
 // One sequence of a batch: B is 1 and every pointer is at its first row. A rectangular batch counts

@@ -1,6 +1,6 @@
 """Fused attention for PyTorch: drop-in for its attention function and its attention module."""
 
-from fastattn import compat, nn, plot  # noqa: F401  (compat first: it refuses a PyTorch out of range)
+from fastattn import bias, compat, nn, plot  # noqa: F401  (compat checks the version)
 from fastattn._capture import capture
 from fastattn._trace import trace
 from fastattn._version import __version__
@@ -31,6 +31,7 @@ __all__ = [
     "accelerate",
     "additive_attention",
     "attention_stats",
+    "bias",
     "capture",
     "decode_attention",
     "encode_memory",

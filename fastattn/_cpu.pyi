@@ -45,7 +45,7 @@ def attention_forward(
     lse: int,
     options: primitives.AttentionOptions | float,
     operands: Operands
-    | None,  # any of mask, mask_dtype, alibi, sinks, their strides, seed, applied
+    | None,  # any of mask, mask_dtype, alibi, sinks, relative_bias, their strides, ...
     /,
 ) -> None: ...
 def attention_backward(

@@ -179,27 +179,35 @@ def check_sinks(
     wrong_shape: type[Exception] = ValueError,
 ) -> Tensor:
     """Attention sinks [Hq] as [1, Hq], float32 (float64 for float64)."""
-    if not isinstance(sinks, Tensor):
-        raise wrong_type(op, "sinks", sinks, "Tensor")
-    if sinks.is_nested or sinks.layout is not torch.strided:
-        raise not_dense(op, "sinks", sinks)
-    sinks = autocast_bias(sinks)
-    if sinks.dtype not in (query.dtype, torch.float32):
-        raise wrong_dtype(
-            f"{op}: sinks must be float32 or of query's dtype {name_of(query)}, "
-            f"got {name_of(sinks)}"
-        )
-    if sinks.device != query.device:
-        raise RuntimeError(
-            f"{op}: sinks must be on query's device {query.device}, got {sinks.device}"
-        )
+    sinks = wide(op, "sinks", sinks, query, wrong_dtype=wrong_dtype)
     if sinks.dim() != 1 or sinks.shape[0] != heads:
         raise wrong_shape(
             f"{op}: sinks must have shape {(heads,)}, one for each query head, "
             f"got {tuple(sinks.shape)}"
         )
-    wide = torch.promote_types(query.dtype, torch.float32)
-    return (sinks if sinks.dtype is wide else sinks.to(wide)).unsqueeze(0)
+    return sinks.unsqueeze(0)
+
+
+def wide(
+    op: str, name: str, x: Any, query: Tensor, *, wrong_dtype: type[Exception] = TypeError
+) -> Tensor:
+    """A tensor that is added to scores, float32 or of query's dtype, as float32.
+
+    For float64 it is converted to float64.
+    """
+    if not isinstance(x, Tensor):
+        raise wrong_type(op, name, x, "Tensor")
+    if x.is_nested or x.layout is not torch.strided:
+        raise not_dense(op, name, x)
+    x = autocast_bias(x)
+    if x.dtype not in (query.dtype, torch.float32):
+        raise wrong_dtype(
+            f"{op}: {name} must be float32 or of query's dtype {name_of(query)}, got {name_of(x)}"
+        )
+    if x.device != query.device:
+        raise RuntimeError(f"{op}: {name} must be on query's device {query.device}, got {x.device}")
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    return x if x.dtype is dtype else x.to(dtype)
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

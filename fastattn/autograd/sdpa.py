@@ -23,13 +23,13 @@ __all__ = ["attention", "attention_backward"]
 _TENSORS = (
     "Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? alibi_slopes, Tensor? seed"
 )
-_SINKS = "Tensor? sinks"
+_MORE = "Tensor? sinks, Tensor? relative_bias, Tensor? positions"
 
 
 def _save(ctx: Any, args: Sequence[Any], results: tuple[Tensor, Tensor, Tensor]) -> None:
-    *tensors, sinks, ctx.options, ctx.backend = args
+    *tensors, sinks, relative_bias, positions, ctx.options, ctx.backend = args
     out, lse, _ = results  # the weights are not saved: O(L) memory
-    ctx.save_for_backward(*tensors, out, lse, sinks)
+    ctx.save_for_backward(*tensors, out, lse, sinks, relative_bias, positions)
 
 
 def _backward(
@@ -42,17 +42,19 @@ def _backward(
         grad_weights = None
     if grad_out is None and grad_lse is None and grad_weights is None:
         return (None,) * len(ctx.needs_input_grad)
-    _, _, _, needs_mask_grad, _, _, needs_sinks_grad, _, _ = ctx.needs_input_grad
+    _, _, _, needs_mask_grad, _, _, *needed, _, _, _ = ctx.needs_input_grad
     options = extended(AttentionBackwardOptions, ctx.options, needs_mask_grad=needs_mask_grad)
     seen = (*ctx.saved_tensors, options, ctx.backend)
     given = (grad_out, grad_lse, grad_weights)
-    *grads, grad_mask, grad_sinks = attention_backward.resume(ctx, given, seen)
+    *grads, grad_mask, grad_sinks, grad_table = attention_backward.resume(ctx, given, seen)
+    more = zip((grad_sinks, grad_table), needed, strict=True)
     return (
         *grads,
         grad_mask if needs_mask_grad else None,
         None,
         None,
-        grad_sinks if needs_sinks_grad else None,
+        *(grad if needs_grad else None for grad, needs_grad in more),
+        None,
         None,
         None,
     )
@@ -78,8 +80,9 @@ def _fake_backward(
     value: Tensor,
     attn_mask: Tensor | None,
     *rest: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    *_, sinks, options = rest
+) -> tuple[Tensor, ...]:
+    *_, sinks, relative_bias, _, options = rest
+    more = (sinks, relative_bias)
     return (
         empty_output(query, query.shape[3]),
         empty_output(key, key.shape[3]),
@@ -87,7 +90,7 @@ def _fake_backward(
         attn_mask.new_empty(attn_mask.shape)
         if attn_mask is not None and options.needs_mask_grad
         else query.new_empty(0),
-        query.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape),
+        *(query.new_empty(0) if x is None else x.new_empty(x.shape) for x in more),
     )
 
 
@@ -100,13 +103,14 @@ def _vmap(
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
     """Fold the mapped dimension into the batch."""
     n = info.batch_size
-    query, key, value, attn_mask, alibi_slopes, seed, sinks, options, backend = args
-    if options.dropout_p > 0:  # draws are indexed by each example's own batch
+    *tensors, positions, options, backend = args
+    *dims, positions_dim = in_dims
+    # The draws of dropout are indexed by each example's own batch.
+    if options.dropout_p > 0 or positions_dim is not None:
         return one_by_one(attention, n, in_dims, args)
-    batch = size_of_batch(query, in_dims[0])
-    tensors = (query, key, value, attn_mask, alibi_slopes, seed, sinks)
-    folded = [fold(x, dim, n, batch) for x, dim in zip(tensors, in_dims, strict=True)]
-    out, lse, weights = attention.dispatched(*folded, options, backend)
+    batch = size_of_batch(tensors[0], dims[0])
+    folded = [fold(x, dim, n, batch) for x, dim in zip(tensors, dims, strict=True)]
+    out, lse, weights = attention.dispatched(*folded, positions, options, backend)
     weights = unfold(weights, n) if options.weights else weights.expand(n, 0)
     return (unfold(out, n), unfold(lse, n), weights), (0, 0, 0)
 
@@ -115,23 +119,25 @@ def _vmap_backward(
     info: Any, in_dims: Sequence[int | None], *args: Any
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
     n = info.batch_size
-    *tensors, options, backend = args
-    if options.dropout_p > 0:
+    *tensors, positions, options, backend = args
+    *dims, positions_dim = in_dims
+    if options.dropout_p > 0 or positions_dim is not None:
         return one_by_one(attention_backward, n, in_dims, args)
-    batch = size_of_batch(tensors[_QUERY], in_dims[_QUERY])
-    folded = [fold(x, dim, n, batch) for x, dim in zip(tensors, in_dims, strict=True)]
-    wanted = {_MASK: options.needs_mask_grad, _SINKS_AT: folded[_SINKS_AT] is not None}
+    batch = size_of_batch(tensors[_QUERY], dims[_QUERY])
+    folded = [fold(x, dim, n, batch) for x, dim in zip(tensors, dims, strict=True)]
+    wanted = {_MASK: options.needs_mask_grad}
+    wanted |= {place: folded[place] is not None for place in (_SINKS, _TABLE)}
     for n_th, needed in wanted.items():
         x = folded[n_th]
         if needed and x is not None and x.shape[0] == 1:
             # the examples share it, but not its gradient
             folded[n_th] = x.expand(n * batch, *x.shape[1:])
-    *grads, grad_mask, grad_sinks = attention_backward.dispatched(*folded, options, backend)
-    results = [unfold(g, n) for g in grads]
-    for (n_th, needed), x in zip(wanted.items(), (grad_mask, grad_sinks), strict=True):
+    found = attention_backward.dispatched(*folded, positions, options, backend)
+    results = [unfold(g, n) for g in found[:3]]
+    for (n_th, needed), x in zip(wanted.items(), found[3:], strict=True):
         if not needed:
             results.append(x.expand(n, 0))
-        elif size_of_batch(tensors[n_th], in_dims[n_th]) == 1:
+        elif size_of_batch(tensors[n_th], dims[n_th]) == 1:
             results.append(unfold(x, n).sum(1, keepdim=True))
         else:
             results.append(unfold(x, n))
@@ -139,10 +145,10 @@ def _vmap_backward(
 
 
 # Indices in the tensors of the backward, after three gradients.
-_QUERY, _MASK, _SINKS_AT = 3, 6, 11
+_QUERY, _MASK, _SINKS, _TABLE = 3, 6, 11, 12
 
 attention = Operator(
-    f"scaled_dot_product_attention({_TENSORS}, {_SINKS})",
+    f"scaled_dot_product_attention({_TENSORS}, {_MORE})",
     options=AttentionOptions,
     returns=3,
     fake=_fake,
@@ -155,9 +161,9 @@ attention = Operator(
 
 attention_backward = Operator(
     "scaled_dot_product_attention_backward(Tensor? grad_out, Tensor? grad_lse, "
-    f"Tensor? grad_weights, {_TENSORS}, Tensor out, Tensor lse, {_SINKS})",
+    f"Tensor? grad_weights, {_TENSORS}, Tensor out, Tensor lse, {_MORE})",
     options=AttentionBackwardOptions,
-    returns=5,
+    returns=6,
     fake=_fake_backward,
     vmap=_vmap_backward,
     recomputed=("out", "lse"),

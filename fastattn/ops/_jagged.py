@@ -58,6 +58,7 @@ def prepare(
     *,
     need_weights: Any,
     average_weights: Any,
+    relative_bias: Any,
     **options: Any,
 ) -> tuple[Operator, tuple[Any, ...], JaggedFolding]:
     """Return the operator of packed sequences, its arguments except the seed, and the folding."""
@@ -66,6 +67,8 @@ def prepare(
         raise RuntimeError(f"{_NAME}: attn_mask must be None if query is jagged")
     if need_weights or average_weights:
         raise RuntimeError(f"{_NAME}: need_weights must be False if query is jagged")
+    if relative_bias is not None:
+        raise RuntimeError(f"{_NAME}: relative_bias must be None if query is jagged")
     (q, q_starts), (k, k_starts), (v, _) = (
         _packed(name, x, query) for name, x in (("query", query), ("key", key), ("value", value))
     )

@@ -10,9 +10,11 @@ from torch import Tensor
 from fastattn import checks
 from fastattn.autograd.sdpa import attention, default_scale
 from fastattn.backends.primitives import AttentionOptions
+from fastattn.bias import T5, Window2d
 from fastattn.library import Operator
 from fastattn.ops import _jagged
 from fastattn.ops import _sdpa_arguments as arguments
+from fastattn.ops._relative_bias import fold_relative_bias
 from fastattn.ops._sdpa_plain import attend_plainly
 
 __all__ = ["scaled_dot_product_attention"]
@@ -34,6 +36,7 @@ def scaled_dot_product_attention(
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    relative_bias: Tensor | T5 | Window2d | None = None,
     causal_alignment: str = "upper_left",
     generator: torch.Generator | None = None,
     return_lse: bool = False,
@@ -49,10 +52,11 @@ def scaled_dot_product_attention(
 
     1. ``s = scale * dot(query[i], key[j])``
     2. ``s = softcap * tanh(s / softcap)`` if ``softcap`` (https://arxiv.org/abs/2408.00118)
-    3. ``s = s + attn_mask[i, j]`` if the mask is floating
+    3. ``s = s + attn_mask[i, j]`` if the mask is floating; ``s = s + relative_bias[h, L - 1 + d]``,
+       for query head h, if ``relative_bias``
     4. ``s = s - alibi_slopes * abs(d)`` (https://arxiv.org/abs/2108.12409)
-    5. the pair is *excluded* if the mask is False or -inf there, if ``is_causal`` and ``d < 0``, or
-       if it is outside the ``window``: not ``-right <= d <= left``
+    5. the pair is *excluded* if the mask is False or a bias -inf there, if ``is_causal`` and
+       ``d < 0``, or if it is outside the ``window``: not ``-right <= d <= left``
     6. ``lse[i]`` is the logarithm of the sum of exp(s) over the keys that are left, plus
        exp(sinks[h]) for query head h if ``sinks``
     7. ``w = exp(s - lse[i])``; dropout keeps it with probability T / 65536, times 65536 / T, where
@@ -97,9 +101,14 @@ def scaled_dot_product_attention(
             dropout do not apply to it. -inf is no sink; inf makes the output 0. Differentiable.
             ``lse`` includes it: to attend to the keys in parts for :func:`merge_states`, give the
             sinks to one part only.
-        causal_alignment: how ``is_causal``, ``window`` and ``alibi_slopes`` align queries and keys
-            if Lq is not Lk. "upper_left": query 0 is at key 0 (offset = 0), as in PyTorch.
-            "bottom_right": the last query is at the last key (offset = Lk - Lq).
+        relative_bias: a learned bias of distances, differentiable: a table [Hq, 2 L - 1], float32
+            or of query's dtype. Its middle is d = 0, and L >= max(Lq + offset, Lk - offset), so
+            that it has all distances. Or :class:`fastattn.bias.T5` or
+            :class:`fastattn.bias.Window2d`, which read their tables in other ways. The bias of all
+            pairs is never stored.
+        causal_alignment: how ``is_causal``, ``window``, ``alibi_slopes`` and ``relative_bias``
+            align queries and keys if Lq is not Lk. "upper_left": query 0 is at key 0 (offset = 0),
+            as in PyTorch. "bottom_right": the last query is at the last key (offset = Lk - Lq).
         generator: the source of the dropout seed; None is the default generator. Under
             ``torch.compile`` only None is supported.
         return_lse: also return lse.
@@ -154,6 +163,7 @@ def scaled_dot_product_attention(
         and softcap is None
         and alibi_slopes is None
         and sinks is None
+        and relative_bias is None
         and causal_alignment == "upper_left"
         and generator is None
         and return_lse is False
@@ -176,6 +186,7 @@ def scaled_dot_product_attention(
         softcap=softcap,
         alibi_slopes=alibi_slopes,
         sinks=sinks,
+        relative_bias=relative_bias,
         causal_alignment=causal_alignment,
         generator=generator,
         return_lse=return_lse,
@@ -209,6 +220,7 @@ def prepare(
     softcap: Any = None,
     alibi_slopes: Any = None,
     sinks: Any = None,
+    relative_bias: Any = None,
     causal_alignment: Any = "upper_left",
     generator: Any = None,
     return_lse: Any = False,
@@ -233,6 +245,7 @@ def prepare(
             softcap=softcap,
             alibi_slopes=alibi_slopes,
             sinks=sinks,
+            relative_bias=relative_bias,
             causal_alignment=causal_alignment,
             generator=generator,
             return_lse=return_lse,
@@ -276,6 +289,11 @@ def prepare(
         )
 
     offset = key.shape[2] - query.shape[2] if causal_alignment == "bottom_right" else 0
+    positions = None
+    if relative_bias is not None:
+        relative_bias, positions = fold_relative_bias(
+            _NAME, relative_bias, query, key.shape[2], offset
+        )
     if is_causal:
         right = 0
     if query.shape[3] == 0:  # every score is 0; one column of zeros keeps it so
@@ -292,4 +310,5 @@ def prepare(
         dropout_p=dropout_p,
         weights=(2 if average_weights else 1) if need_weights else 0,
     )
-    return attention, (query, key, value, attn_mask, alibi_slopes, None, sinks, options), folding
+    biases = (attn_mask, alibi_slopes, None, sinks, relative_bias, positions)
+    return attention, (query, key, value, *biases, options), folding

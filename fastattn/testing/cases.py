@@ -62,6 +62,8 @@ class Case:
     softcap: float = 0.0
     alibi: str | None = None  # h: one slope per head; bh: per sequence and head
     sinks: str | None = None  # h: one per head; bh: per sequence and head
+    relative_bias: str | None = None  # a table; h: one per head; bh: per sequence and head
+    positions: str | None = None  # of the relative bias, see inputs.POSITIONS; None: 0, 1, 2, ...
     dropout_p: float = 0.0
     layouts: tuple[str, str, str] = ("contiguous", "contiguous", "contiguous")  # of q, k, v
     weights: Weights = 0  # 0 none | 1 per head | 2 averaged
@@ -263,6 +265,41 @@ def _sinks() -> Iterator[Case]:
     yield replace(everything, name="sinks-everything", sinks="h")
 
 
+def _relative_biases() -> Iterator[Case]:
+    base = Case("relative", heads=4, kv_heads=2, relative_bias="h", grads=SCALED)
+    yield replace(base, name="relative-h")
+    yield replace(base, name="relative-bh", relative_bias="bh", weights=2)
+    for q_len, k_len in ((1, 1), (3, 0), (0, 3), (40, 1), (65, 16), (130, 130)):
+        case = replace(base, q_len=q_len, k_len=k_len)
+        yield replace(case, name=f"relative-{q_len}x{k_len}")
+        yield replace(case, name=f"relative-{q_len}x{k_len}-causal", causal="bottom_right")
+    for kind in ("bool_rows", "padding", "float_inf", "steep"):
+        added = kind not in ("bool_rows", "padding")
+        case = replace(base, name=f"relative-mask-{kind}", mask=kind, mask_grad=added, weights=1)
+        yield replace(case, mask_dims="bk" if kind == "padding" else "bhqk")
+    yield replace(base, name="relative-window", window=(9, 4), q_len=90, k_len=40, poison=True)
+    yield replace(base, name="relative-softcap", softcap=2.0, weights=1, sinks="h")
+    yield replace(base, name="relative-alibi", alibi="bh", causal="upper_left", scale=-0.3)
+    for weights in (0, 1, 2):
+        case = replace(base, dropout_p=0.3, weights=weights)
+        yield replace(case, name=f"relative-dropout-weights-{weights}")
+    decode = replace(base, q_len=1, k_len=700)
+    yield replace(decode, name="relative-decode", mask="padding", weights=1)
+    yield replace(decode, name="relative-decode-causal", q_len=3, causal="bottom_right", sinks="h")
+    long = replace(base, heads=2, kv_heads=1, q_len=34, k_len=600)
+    yield replace(long, name="relative-long")
+    yield replace(long, name="relative-long-causal", causal="bottom_right", weights=1)
+    yield replace(long, name="relative-long-mask", mask="bool_rows", poison=True)
+    for kind in ("grid", "any"):
+        case = replace(base, positions=kind, q_len=49, k_len=49)
+        yield replace(case, name=f"relative-{kind}")
+        yield replace(case, name=f"relative-{kind}-mask", mask="float_inf", mask_grad=True)
+        yield replace(case, name=f"relative-{kind}-decode", q_len=2, causal="bottom_right")
+        yield replace(long, name=f"relative-{kind}-long", positions=kind, weights=1)
+    everything = next(case for case in _options() if case.name == "everything")
+    yield replace(everything, name="relative-everything", relative_bias="h", sinks="h")
+
+
 def _layouts() -> Iterator[Case]:
     names = ("unaligned", "blhd", "lbhd", "packed", "transposed", "every_second", "sliced",
              "expanded_batch", "expanded_heads", "expanded_rows", "expanded_dims")  # fmt: skip
@@ -371,6 +408,7 @@ CASES: dict[str, tuple[Case, ...]] = {
         _windows(),
         _options(),
         _sinks(),
+        _relative_biases(),
         _layouts(),
         _results(),
         _long(),

@@ -30,6 +30,8 @@ class Inputs:
     alibi_slopes: Tensor | None = None
     seed: Tensor | None = None
     sinks: Tensor | None = None
+    relative_bias: Tensor | None = None
+    positions: Tensor | None = None
     grad_out: Tensor | None = None
     grad_lse: Tensor | None = None
     grad_weights: Tensor | None = None
@@ -46,7 +48,10 @@ class Inputs:
             finite = (self.clean_query, self.clean_key, self.clean_value)
             given = [x if y is None else y for x, y in zip(given, finite, strict=True)]
         tensors = (*given, self.attn_mask, self.alibi_slopes, self.seed)
-        return tensors if self.sinks is None else (*tensors, self.sinks)
+        more = [self.sinks, self.relative_bias, self.positions]
+        while more and more[-1] is None:  # a backend need not take tensors that no case has
+            more.pop()
+        return *tensors, *more
 
     def cotangents(self, *, clean: bool = False) -> tuple[Tensor | None, ...]:
         poisoned = self.clean_grad_out is not None
@@ -66,18 +71,22 @@ class Inputs:
 
     def gradients(self, grads: Sequence[Tensor | None]) -> dict[str, Tensor]:
         """The results of the backward by name, without those that are None."""
-        names = ("grad_query", "grad_key", "grad_value", "grad_mask", "grad_sinks")
+        names = "grad_query grad_key grad_value grad_mask grad_sinks grad_relative_bias".split()
         given = zip(names, grads, strict=False)
         return {name: grad for name, grad in given if grad is not None}
 
     def dtypes(self) -> dict[str, torch.dtype]:
         """The dtypes of the results that are not of query's dtype."""
         dtypes = {"lse": torch.promote_types(self.query.dtype, torch.float32)}
-        own = {"grad_mask": self.attn_mask, "grad_sinks": self.sinks}
+        own = {
+            "grad_mask": self.attn_mask,
+            "grad_sinks": self.sinks,
+            "grad_relative_bias": self.relative_bias,
+        }
         return dtypes | {name: x.dtype for name, x in own.items() if x is not None}
 
     def tensors(self) -> dict[str, Tensor | None]:
-        names = ("query", "key", "value", "attn_mask", "alibi_slopes", "sinks")
+        names = "query key value attn_mask alibi_slopes sinks relative_bias positions".split()
         grads = ("grad_out", "grad_lse", "grad_weights")
         return {name: getattr(self, name) for name in (*names, *grads)}
 
@@ -134,6 +143,13 @@ def make_inputs(case: Case, dtype: torch.dtype, *, fence: bool = False) -> Input
         sinks = placed(2 * normal(1, 1, rows, h), "every_second", wide)[0, 0]
 
     options = _options(case)
+    relative_bias = positions = None
+    if case.relative_bias is not None:
+        if case.positions is not None:
+            positions = POSITIONS[case.positions](case.k_len, draw)
+        most = _largest_distance(positions, case, options.offset)
+        rows = b if case.relative_bias == "bh" else 1
+        relative_bias = placed(normal(1, rows, h, 2 * most + 1), "contiguous", wide)[0]
     poisoned_key, poisoned_value = key, value
     if case.poison or case.poison_queries:
         pairs = _visible(mask, (b, h, case.q_len, case.k_len), options)
@@ -157,6 +173,8 @@ def make_inputs(case: Case, dtype: torch.dtype, *, fence: bool = False) -> Input
         alibi_slopes=slopes,
         seed=seed,
         sinks=sinks,
+        relative_bias=relative_bias,
+        positions=positions,
         grad_out=poisoned_grad,
         clean_grad_out=grad_out if case.poison_queries else None,
         grad_lse=grad_lse,
@@ -181,6 +199,12 @@ def _options(case: Case) -> AttentionOptions:
     )
 
 
+def _largest_distance(positions: Tensor | None, case: Case, offset: int) -> int:
+    if positions is None:
+        return max(case.q_len - 1 + offset, case.k_len - 1 - offset, 0)
+    return int(positions.max() - positions.min())
+
+
 def _visible(mask: Tensor | None, shape: tuple[int, ...], options: AttentionOptions) -> Tensor:
     """Return the visible pairs, [B, Hq, Lq, Lk]."""
     d = torch.arange(shape[2])[:, None] + options.offset - torch.arange(shape[3])
@@ -200,6 +224,12 @@ def poison(x: Tensor, where: Tensor) -> Tensor:
     fill = torch.tensor([float("nan"), _INF, -_INF], dtype=x.dtype)[turn]
     return torch.where(where[..., None], fill[:, None], x)
 
+
+# Positions of keys [Lk]: tokens of a grid with rows of 7, or any.
+POSITIONS: dict[str, Callable[[int, torch.Generator], Tensor]] = {
+    "grid": lambda n, draw: (torch.arange(n) // 7 * 13 + torch.arange(n) % 7).int(),
+    "any": lambda n, draw: torch.randint(-n, n, (n,), generator=draw).int(),
+}
 
 # Masks. Each is made from a shape [B|1, H|1, Lq|1, Lk|1], a generator and a floating dtype.
 _Shape = tuple[int, ...]

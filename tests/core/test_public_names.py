@@ -7,7 +7,7 @@ import pytest
 NAMES = {
     "fastattn": """
         FallbackWarning MultiheadAttention __version__ accelerate additive_attention attention_stats
-        capture decode_attention encode_memory explain hard_attention hopfield_energy
+        bias capture decode_attention encode_memory explain hard_attention hopfield_energy
         hopfield_retrieve
         luong_attention memory_hop_attention merge_states nn plot replace_mha restore restore_mha
         scaled_dot_product_attention sinusoidal_encoding sinusoidal_table trace use_backend
@@ -18,6 +18,7 @@ NAMES = {
         MultiheadAttention SinusoidalPositionalEncoding Transformer TransformerDecoder
         TransformerDecoderLayer TransformerEncoder TransformerEncoderLayer
         insert_empty_memories""",
+    "fastattn.bias": "T5 Window2d",
     "fastattn.flash_attn": """
         flash_attn_func flash_attn_qkvpacked_func flash_attn_varlen_func flash_attn_with_kvcache""",
     "fastattn.integrations": "accelerate replace_mha restore restore_mha",

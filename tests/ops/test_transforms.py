@@ -46,6 +46,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {  # of a contiguous [B, H, L, 
 }
 OPTIONS = (0.5, 1, 3, 2, 2.0, 0.0)  # scale, offset, window left and right, softcap, dropout_p
 PLAIN = (0.5, 0, -1, -1, 0.0, 0.0)
+POSITIONS = torch.tensor([0, 1, 2, 5, 6, 7, 10], dtype=torch.int32)  # of the keys
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -62,7 +63,8 @@ def test_opcheck_of_the_forward_without_weights(backend: str) -> None:
 def test_opcheck_of_the_forward_with_everything(backend: str) -> None:
     mask, slopes, seed = rand(1, 4, 1, 7, requires_grad=True), rand(1, 4).abs(), torch.tensor(3)
     options = (*OPTIONS[:5], 0.25)
-    others = {"attn_mask": mask, "alibi_slopes": slopes, "seed": seed, "sinks": rand(1, 4)}
+    more = {"sinks": rand(1, 4), "relative_bias": rand(1, 4, 23), "positions": POSITIONS}
+    others = {"attn_mask": mask, "alibi_slopes": slopes, "seed": seed, **more}
     tensors = forward_tensors(*qkv(True), **others)
     torch.library.opcheck(forward_op, (*tensors, *options, 2, ""))
 
@@ -87,7 +89,8 @@ def test_opcheck_of_the_backward(backend: str, layout: str) -> None:
 def test_opcheck_of_the_backward_with_everything(backend: str, twice: bool) -> None:
     mask, slopes, seed = rand(2, 1, 5, 1, requires_grad=twice), rand(1, 4).abs(), torch.tensor(3)
     tensors = qkv(twice, heads=2)
-    others = {"attn_mask": mask, "alibi_slopes": slopes, "seed": seed, "sinks": rand(1, 4)}
+    more = {"sinks": rand(1, 4), "relative_bias": rand(1, 4, 23), "positions": POSITIONS}
+    others = {"attn_mask": mask, "alibi_slopes": slopes, "seed": seed, **more}
     options = (*OPTIONS[:5], 0.25)
     with torch.no_grad():
         results = forward_op(*forward_tensors(*tensors, **others), *options, 2, "")

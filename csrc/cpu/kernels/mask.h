@@ -1,6 +1,7 @@
 // Reading masks. Three shapes matter: none, one row for all queries (padding), and a full matrix.
 #pragma once
 #include "pack.h"
+#include "relative_bias.h"
 #include "scores.h"
 
 namespace fastattn {
@@ -77,7 +78,7 @@ FASTATTN_INLINE bool all_excluded(const T* bias, int64_t count) {
 
 // Whether the bias differs from query to query, so that a block needs a tile of it.
 FASTATTN_INLINE bool has_bias_of_pairs(const AttentionParams& p) {
-  return has_bias(p) && !is_key_mask(p);
+  return (p.mask.data != nullptr && !is_key_mask(p)) || p.relative_bias != nullptr;
 }
 
 // Fills the tile of bias [keys j0 to j1][lanes] of queries [i0, i1), of which there are at most
@@ -85,7 +86,9 @@ FASTATTN_INLINE bool has_bias_of_pairs(const AttentionParams& p) {
 template <class T>
 FASTATTN_INLINE bool pack_bias(const AttentionParams& p, int64_t b, int64_t h, int64_t i0,
                                int64_t i1, int64_t j0, int64_t j1, int64_t lanes, T* tile) {
-  pack_mask(p, b, h, i0, i1, j0, j1, lanes, tile);
+  const bool masked = p.mask.data != nullptr;
+  if (masked) pack_mask(p, b, h, i0, i1, j0, j1, lanes, tile);
+  if (p.relative_bias != nullptr) pack_relative_bias(p, b, h, i0, i1, j0, j1, lanes, masked, tile);
   return !all_excluded(tile, (j1 - j0) * lanes);
 }
 
@@ -93,7 +96,9 @@ FASTATTN_INLINE bool pack_bias(const AttentionParams& p, int64_t b, int64_t h, i
 template <class T>
 FASTATTN_INLINE void read_bias_row(const AttentionParams& p, int64_t b, int64_t h, int64_t i,
                                    int64_t j0, int64_t j1, T* bias) {
-  read_mask_row(p, b, h, i, j0, j1, bias);
+  const bool masked = p.mask.data != nullptr;
+  if (masked) read_mask_row(p, b, h, i, j0, j1, bias);
+  if (p.relative_bias != nullptr) read_relative_bias_row(p, b, h, i, j0, j1, masked, bias);
 }
 
 // [begin, end) without the excluded keys at either end, so that padding is skipped instead of

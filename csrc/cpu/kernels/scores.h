@@ -57,12 +57,15 @@ struct ScoreRule {
 };
 
 // Whether a value is read for every key or pair, to be added to its score or to exclude it.
-FASTATTN_INLINE bool has_bias(const AttentionParams& p) { return p.mask.data != nullptr; }
+FASTATTN_INLINE bool has_bias(const AttentionParams& p) {
+  return p.mask.data != nullptr || p.relative_bias != nullptr;
+}
 
 template <class T>
 FASTATTN_INLINE ScoreRule<T> make_rule(const AttentionParams& p) {
   ScoreRule<T> rule;
-  const bool additive = p.mask.data != nullptr && p.mask_dtype != DType::boolean;
+  const bool additive =
+      (p.mask.data != nullptr && p.mask_dtype != DType::boolean) || p.relative_bias != nullptr;
   // fp64 too: no wider type can carry a maximum between the two units without rounding.
   rule.natural =
       additive || p.softcap > 0 || p.alibi != nullptr || !(p.scale > 0) || kSame<T, double>;

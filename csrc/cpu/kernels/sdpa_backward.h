@@ -68,7 +68,8 @@ class BackwardUnit {
   // it must cancel, minus an estimate of it. The terms are small, and so is their rounding error.
   bool sums_delta() const { return whole; }
   int64_t chunks() const { return (p.Lk + chunk - 1) / chunk; }
-  int64_t dq_size() const { return queries * p.D; }
+  // Of a query head: dQ, [panels][D][lanes], then the sums of the gradient of its relative bias.
+  int64_t dq_size() const { return queries * p.D + relative_sums<T>(p, L); }
 
   struct Buffers {
     Word *q,
@@ -112,7 +113,7 @@ class BackwardUnit {
   }
 
   // dK and dV of chunk c of key head `head`, and its partial dQ, [query head of the
-  // group][panels][D][lanes].
+  // group][dq_size].
   void run(Buffers& f, int64_t head, int64_t c, const PreparedRows<T>& prepared, T* dq) const {
     const int64_t b = head / p.Hkv, hk = head % p.Hkv, group = p.Hq / p.Hkv;
     const Range keys{c * chunk, min_of(p.Lk, (c + 1) * chunk)};
@@ -131,6 +132,7 @@ class BackwardUnit {
         const Range block{max_of(k0, seen.begin), min_of(seen.end, k0 + Bk)};
         if (block.begin >= block.end) continue;
         if (key_mask && all_excluded(f.keys + block.begin, block.end - block.begin)) continue;
+        f.gradients.relative = dq + g * dq_size() + queries * p.D;
         block_of_keys(f, b, h, hk, block, keys.begin, dq + g * dq_size());
       }
       if (c == 0 && p.grad_sinks != nullptr)
@@ -140,10 +142,15 @@ class BackwardUnit {
     write_rows(f.dv, dvp, p.Dv, T(1), p.grad_v, b, hk, keys);
   }
 
-  // Writes dQ of query head g of a group, scaled and rounded, from its sum [panels][D][lanes].
+  // Writes dQ of query head g of a group, scaled and rounded, and the gradient of its relative bias,
+  // from their sums.
   void write_dq(int64_t head, int64_t g, const T* dq) const {
     const int64_t b = head / p.Hkv, h = head % p.Hkv * (p.Hq / p.Hkv) + g;
     write_query_gradients<P>(p, b, h, dq, p.D);
+    if (p.grad_relative_bias == nullptr) return;
+    const int64_t size = p.relative_bias_size;
+    __builtin_memcpy(static_cast<T*>(p.grad_relative_bias) + (b * p.Hq + h) * size,
+                     dq + queries * p.D, static_cast<size_t>(size) * sizeof(T));
   }
 
  private:

@@ -75,6 +75,7 @@ class ScoreGradients {
     T *cap, *grad_w;  // [keys][lanes]
     uint32_t* keep;   // [keys][lanes]
     T* ones;          // [lanes]
+    T* relative;      // sums of the gradient of a relative bias, set by the caller
   };
   Buffers allocate(Arena& a, int64_t keys) const {
     Buffers f{};
@@ -85,7 +86,7 @@ class ScoreGradients {
     return f;
   }
 
-  // s: S -> dropout(P). ds: dP -> dS, the gradient of scale S; that of the mask is added on the way.
+  // s: S -> dropout(P). ds: dP -> dS, the gradient of scale S; those of the biases are added on the way.
   // For queries [i0, i1) and keys r; `rows` is that of query i0. With sinks and a whole tile, `rows`
   // gets the delta and the scale that sink_gradient needs.
   void run(const Buffers& f, int64_t b, int64_t h, int64_t i0, int64_t i1, Range r, Bias<T> bias,
@@ -103,6 +104,8 @@ class ScoreGradients {
     if (p.dropout_p > 0) dropout_mask(dropout, i0, r.begin, nk, L, h, p.index + b, f.keep);
     gradients(f, b, h, nk, rows);
     if (p.grad_mask.data != nullptr) add_mask_gradient(f, b, h, i0, i1, r);
+    if (p.grad_relative_bias != nullptr)
+      add_relative_gradient<T, NV>(p, i0, i1, r.begin, r.end, f.ds, f.relative);
     if (rule.softcap > 0) {  // backward of softcap; an excluded pair keeps its 0
       for (int64_t x = 0; x < nk * L; x += W) {
         const Vec<T> d = load(f.ds + x);

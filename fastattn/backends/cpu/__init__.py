@@ -95,6 +95,8 @@ def why_not_tiles(op: str, tensors: Mapping[str, Tensor | None]) -> str:
         return "so few queries do not fill a tile"
     if tensors.get("sinks") is not None:
         return "the kernels on tiles have no sinks"
+    if tensors.get("relative_bias") is not None:
+        return "the kernels on tiles have no relative bias"
     return ""
 
 

@@ -36,6 +36,8 @@ def optional_operands(
     alibi_slopes: Tensor | None = None,
     seed: Tensor | None = None,
     sinks: Tensor | None = None,
+    relative_bias: Tensor | None = None,  # its last dimension is contiguous
+    positions: Tensor | None = None,
 ) -> dict[str, Any]:
     """The operands that a call of attention has, by name; nothing is expanded in memory."""
     operands: dict[str, Any] = {}
@@ -46,6 +48,12 @@ def optional_operands(
         operands["alibi"], operands["alibi_stride"] = operand(alibi_slopes.expand(batch, heads))
     if sinks is not None:
         operands["sinks"], operands["sinks_stride"] = broadcast_operand(sinks)
+    if relative_bias is not None:
+        operands["relative_bias"], strides = broadcast_operand(relative_bias)
+        operands["relative_bias_stride"] = strides[:2]
+        operands["relative_bias_size"] = relative_bias.shape[2]
+    if positions is not None:
+        operands["positions"] = positions.data_ptr()
     if seed is not None:
         operands["seed"] = philox_key(seed)
     return operands

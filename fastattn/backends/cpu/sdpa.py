@@ -12,7 +12,12 @@ from torch import Tensor
 
 from fastattn import _cpu
 from fastattn.backends._alloc import empty_output
-from fastattn.backends._operands import broadcast_operand, operand
+from fastattn.backends._operands import (
+    address,
+    broadcast_operand,
+    operand,
+    with_columns_together,
+)
 from fastattn.backends.cpu.operands import DTYPES, accumulator, may_reduce, optional_operands
 from fastattn.backends.primitives import AttentionBackwardOptions, AttentionOptions
 
@@ -25,6 +30,8 @@ def scaled_dot_product_attention(
     alibi_slopes: Tensor | None = None,
     seed: Tensor | None = None,
     sinks: Tensor | None = None,  # [B|1, Hq]
+    relative_bias: Tensor | None = None,  # [B|1, Hq, 2 M + 1]
+    positions: Tensor | None = None,  # [Lk] int32
     *,
     options: AttentionOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -39,6 +46,9 @@ def scaled_dot_product_attention(
         applied = query.new_empty((batch, queries, keys))
     else:
         applied = query.new_empty(0)
+    if relative_bias is not None:
+        relative_bias = with_columns_together(relative_bias)
+    biases = (attn_mask, alibi_slopes, seed, sinks, relative_bias, positions)
     _cpu.attention_forward(
         DTYPES[query.dtype],
         may_reduce(query.dtype),
@@ -54,9 +64,7 @@ def scaled_dot_product_attention(
         out.stride(),
         lse.data_ptr(),
         options,
-        _operands(
-            query, attn_mask, alibi_slopes, seed, sinks, applied if options.weights else None
-        ),
+        _operands(query, biases, applied if options.weights else None),
     )
     return out, lse, applied
 
@@ -169,10 +177,12 @@ def scaled_dot_product_attention_backward(
     out: Tensor,
     lse: Tensor,
     sinks: Tensor | None = None,
+    relative_bias: Tensor | None = None,
+    positions: Tensor | None = None,
     *,
     options: AttentionBackwardOptions,
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of query, key, value, the mask, and of sinks if there are any."""
+    """Return the gradients of query, key, value, mask, sinks and relative bias, or None."""
     batch, heads, queries, width = query.shape
     keys, value_width = value.shape[2:]
     if grad_out is None:
@@ -200,6 +210,12 @@ def scaled_dot_product_attention_backward(
         grad_sinks = torch.zeros((batch, heads), dtype=torch.float64)
         if keys == 0 and grad_lse is not None:
             grad_sinks += grad_lse.sum(2)  # lse is the sink
+    grad_table = None
+    if relative_bias is not None:
+        relative_bias = with_columns_together(relative_bias)
+        new = torch.zeros if empty else torch.empty
+        grad_table = new((batch, heads, relative_bias.shape[2]), dtype=relative_bias.dtype)
+    biases = (attn_mask, alibi_slopes, seed, sinks, relative_bias, positions)
     _cpu.attention_backward(
         DTYPES[query.dtype],
         may_reduce(query.dtype),
@@ -215,7 +231,7 @@ def scaled_dot_product_attention_backward(
         out.stride(),
         lse.data_ptr(),
         options,
-        _operands(query, attn_mask, alibi_slopes, seed, sinks, None),
+        _operands(query, biases, None),
         {
             "grad_out": operand(grad_out),
             "grad_lse": 0 if grad_lse is None else grad_lse.data_ptr(),
@@ -224,32 +240,30 @@ def scaled_dot_product_attention_backward(
             "grad_key": operand(grad_key),
             "grad_value": operand(grad_value),
             "grad_mask": None if grad_mask is None else broadcast_operand(grad_mask),
-            "grad_sinks": 0 if grad_sinks is None else grad_sinks.data_ptr(),
+            "grad_sinks": address(grad_sinks),
+            "grad_relative_bias": address(grad_table),
         },
     )
     if grad_mask is not None and attn_mask is not None:
         grad_mask = grad_mask.to(attn_mask.dtype)
-    if sinks is None or grad_sinks is None:
-        return grad_query, grad_key, grad_value, grad_mask
-    grad_sinks.masked_fill_(sinks == -math.inf, 0.0)  # no sink: its log-sum-exp is a constant
-    grad_sinks = grad_sinks.sum_to_size(sinks.shape).to(sinks.dtype)
-    return grad_query, grad_key, grad_value, grad_mask, grad_sinks
+    if sinks is not None and grad_sinks is not None:
+        grad_sinks.masked_fill_(sinks == -math.inf, 0.0)  # no sink: its log-sum-exp is a constant
+        grad_sinks = grad_sinks.sum_to_size(sinks.shape).to(sinks.dtype)
+    if relative_bias is not None and grad_table is not None and relative_bias.shape[0] != batch:
+        grad_table = grad_table.sum(0, True, dtype=torch.float64).to(relative_bias.dtype)
+    return grad_query, grad_key, grad_value, grad_mask, grad_sinks, grad_table
 
 
 def _operands(
     query: Tensor,
-    attn_mask: Tensor | None,
-    alibi_slopes: Tensor | None,
-    seed: Tensor | None,
-    sinks: Tensor | None,
+    biases: tuple[Tensor | None, ...],  # as optional_operands takes them
     applied: Tensor | None,
 ) -> dict[str, Any] | None:
     """The optional operands of a call, None if it has none of them."""
-    optional = (attn_mask, alibi_slopes, seed, sinks, applied)
-    if all([x is None for x in optional]):  # noqa: C419  (faster)
+    if applied is None and all([x is None for x in biases]):  # noqa: C419  (faster)
         return None
     batch, heads = query.shape[:2]
-    operands = optional_operands(batch, heads, attn_mask, alibi_slopes, seed, sinks)
+    operands = optional_operands(batch, heads, *biases)
     if applied is not None:
         operands["applied"] = _weights_operand(applied)
     return operands

@@ -6,9 +6,12 @@ i and key j of one head, with d_ij = i + offset - j:
     s_ij = scale * q_i . k_j
     s_ij = softcap * tanh(s_ij / softcap)      if softcap > 0
     s_ij = s_ij + mask_ij                      if the mask is floating
+    s_ij = s_ij + table_(M + d'_ij)            of a relative bias of 2 M + 1 distances, with
+                                               d'_ij = position_(i + offset) - position_j
     s_ij = s_ij - slope * |d_ij|               ALiBi, https://arxiv.org/abs/2108.12409
     s_ij = -inf                                unless -window_right <= d_ij <= window_left,
-                                               and mask_ij is neither False nor -inf
+                                               and mask_ij is neither False nor -inf,
+                                               and the relative bias is not -inf
     lse_i = log(sum_j exp(s_ij) + exp(sink))   the sink only if there is one
     w_ij = exp(s_ij - lse_i)                   0 where s_ij = -inf, even in a fully masked row
     w_ij = w_ij * kept_ij * 65536 / T          T = round((1 - dropout_p) * 65536)
@@ -25,6 +28,7 @@ from __future__ import annotations
 import functools
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fastattn.backends.primitives import AttentionBackwardOptions, AttentionOptions
@@ -54,6 +58,8 @@ def scaled_dot_product_attention(
     alibi_slopes: Tensor | None = None,  # [B|1, Hq]
     seed: Tensor | None = None,  # [] int64
     sinks: Tensor | None = None,  # [B|1, Hq]
+    relative_bias: Tensor | None = None,  # [B|1, Hq, 2 M + 1]
+    positions: Tensor | None = None,  # [Lk] int32, None: 0, 1, 2, ...
     *,
     options: AttentionOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -72,6 +78,8 @@ def scaled_dot_product_attention(
         seed,
         options,
         sinks=sinks,
+        relative_bias=relative_bias,
+        positions=positions,
     )
     applied = requested_weights(applied, options.weights).to(query.dtype)
     return out.to(query.dtype), lse.double(), applied
@@ -90,20 +98,23 @@ def scaled_dot_product_attention_backward(
     out: Tensor,
     lse: Tensor,
     sinks: Tensor | None = None,
+    relative_bias: Tensor | None = None,
+    positions: Tensor | None = None,
     *,
     options: AttentionBackwardOptions,
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of query, key, value, and of the mask in its own, unexpanded shape.
 
-    With sinks, theirs is the last, in their own shape. They are the vector-Jacobian product of the
-    forward by ``torch.func.vjp``, so they are differentiable again in all arguments. ``out`` and
-    ``lse`` are recomputed, not read.
+    Those of the sinks and of the relative bias are the last, in their own shapes. All are the
+    vector-Jacobian product of the forward by ``torch.func.vjp``, so they are differentiable again
+    in all arguments. ``out`` and ``lse`` are recomputed, not read.
     """
     forward = functools.partial(scaled_dot_product_attention, options=options)
-    arguments = (query, key, value, attn_mask, alibi_slopes, seed, sinks)
-    wanted = (0, 1, 2, 3, 6) if options.needs_mask_grad else (0, 1, 2, 6)
-    found = gradients(forward, arguments, wanted, (grad_out, grad_lse, grad_weights))
-    return found[:4] if sinks is None else (*found[:4], found[6])
+    biases = (attn_mask, alibi_slopes, seed, sinks, relative_bias, positions)
+    wanted = (0, 1, 2, 3, 6, 7) if options.needs_mask_grad else (0, 1, 2, 6, 7)
+    given = (grad_out, grad_lse, grad_weights)
+    found = gradients(forward, (query, key, value, *biases), wanted, given)
+    return *found[:4], found[6], found[7]
 
 
 def attend(
@@ -118,6 +129,8 @@ def attend(
     distance: Tensor | None = None,
     keep: Tensor | None = None,
     sinks: Tensor | None = None,
+    relative_bias: Tensor | None = None,
+    positions: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``(out, lse, w)`` in the dtype of the computation.
 
@@ -131,6 +144,10 @@ def attend(
     if distance is None:
         distance = distances(q_len, k_len, options.offset, query.device)
     visible = visible_pairs(distance, attn_mask, options.window_left, options.window_right)
+    bias = None
+    if relative_bias is not None:
+        bias = _biases_of_pairs(relative_bias.to(compute), positions, distance, options.offset)
+        visible = bias != -INF if visible is None else visible & (bias != -INF)
     guarded = (
         visible is not None
     )  # without exclusions, plain products are correct, even with NaN and inf
@@ -144,6 +161,8 @@ def attend(
             s = options.softcap * torch.tanh(s / options.softcap)
         if attn_mask is not None and attn_mask.dtype != torch.bool:
             s = s + attn_mask.to(compute)
+        if bias is not None:
+            s = s + bias
         if alibi_slopes is not None:
             slopes = alibi_slopes if alibi_slopes.dim() == 3 else alibi_slopes[:, :, None]
             s = s - slopes.to(compute)[..., None] * distance.abs()
@@ -163,6 +182,16 @@ def attend(
         # A fully masked row is already 0. Its gradient, even inf, must stop here.
         out = torch.where(seen.any(-1, keepdim=True), out, 0.0)
         return out, lse, w
+
+
+def _biases_of_pairs(
+    table: Tensor, positions: Tensor | None, distance: Tensor, offset: int
+) -> Tensor:
+    """The entry of every pair's distance, [B|1, Hq, Lq, Lk], from a table [B|1, Hq, 2 M + 1]."""
+    if positions is not None:
+        distance = positions[offset : offset + distance.shape[0], None] - positions
+    rows = F.embedding(distance + table.shape[2] // 2, table.flatten(0, 1).mT)  # [Lq, Lk, B Hq]
+    return rows.permute(2, 0, 1).unflatten(0, table.shape[:2])
 
 
 def _softmax_with_sinks(s: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:

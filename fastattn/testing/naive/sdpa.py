@@ -27,7 +27,7 @@ def scaled_dot_product_attention(
     *tensors: Any, options: AttentionOptions
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (out, lse, weights) in float64; arguments as for the primitive, all finite."""
-    results = _forward(options, *tensors)
+    results = _forward(options, *tensors, *[None] * (9 - len(tensors)))
     w, v = results["w"], results["v"]
     wanted = {0: np.empty(0), 1: w, 2: w.sum(1) / max(w.shape[1], 1)}[options.weights]
     return tensor(w @ v), tensor(results["lse"]), tensor(wanted)
@@ -37,14 +37,23 @@ def scaled_dot_product_attention_backward(
     grad_out: Tensor | None,
     grad_lse: Tensor | None,
     grad_weights: Tensor | None,
-    *tensors: Any,  # those of the forward, but out and lse before the sinks
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    alibi_slopes: Tensor | None,
+    seed: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    sinks: Tensor | None = None,
+    relative_bias: Tensor | None = None,
+    positions: Tensor | None = None,
+    *,
     options: AttentionBackwardOptions,
 ) -> tuple[Tensor | None, ...]:
-    """Return (dq, dk, dv, dmask), and dsinks if there are sinks, in float64."""
-    *inputs, _, _ = tensors[:8]
-    _, key, _, attn_mask, *_ = inputs
-    sinks = tensors[8:]
-    f = _forward(options, *inputs, *sinks)
+    """Return (dq, dk, dv, dmask, dsinks, dtable) in float64, None without the operand."""
+    biases = (attn_mask, alibi_slopes, seed, sinks, relative_bias, positions)
+    f = _forward(options, query, key, value, *biases)
     q, k, v, p, w, z = (f[name] for name in ("q", "k", "v", "p", "w", "z"))
     heads = q.shape[1]
 
@@ -63,9 +72,15 @@ def scaled_dot_product_attention_backward(
     if grad_lse is not None:
         d_s = d_s + p * array(grad_lse)[..., None]
         d_sink = d_sink + f["p_sink"] * array(grad_lse)
-    d_sinks = [tensor(summed(d_sink.sum(-1), x)) for x in sinks]
+    d_sinks = None if sinks is None else tensor(summed(d_sink.sum(-1), sinks))
+    d_table = None
+    if relative_bias is not None:
+        rows = np.zeros((relative_bias.shape[2], *d_s.shape[:2]), np.longdouble)
+        index = _indices(relative_bias, positions, d_s.shape, options)
+        np.add.at(rows, index, d_s.transpose(2, 3, 0, 1))
+        d_table = tensor(summed(rows.transpose(1, 2, 0), relative_bias))
     d_mask = None
-    if options.needs_mask_grad:
+    if attn_mask is not None and options.needs_mask_grad:
         d_mask = tensor(summed(d_s, attn_mask))
     d_s = d_s * f["slope"] * options.scale
 
@@ -76,7 +91,18 @@ def scaled_dot_product_attention_backward(
         return cast(Array, x.reshape(x.shape[0], kv_heads, heads // kv_heads, *x.shape[2:]).sum(2))
 
     d_q, d_k = tensor(d_s @ k), tensor(grouped(transposed(d_s) @ q))
-    return d_q, d_k, tensor(grouped(d_v)), d_mask, *d_sinks
+    return d_q, d_k, tensor(grouped(d_v)), d_mask, d_sinks, d_table
+
+
+def _indices(
+    table: Tensor, positions: Tensor | None, shape: tuple[int, ...], options: AttentionOptions
+) -> Any:
+    """The column [Lq, Lk] of the table of each pair."""
+    places = np.arange(options.offset, options.offset + shape[2])
+    keys = np.arange(shape[3])
+    if positions is not None:
+        places, keys = positions.numpy()[places], positions.numpy()
+    return table.shape[2] // 2 + places[:, None] - keys
 
 
 def _forward(
@@ -87,7 +113,9 @@ def _forward(
     attn_mask: Tensor | None,
     alibi_slopes: Tensor | None,
     seed: Tensor | None,
-    sinks: Tensor | None = None,
+    sinks: Tensor | None,
+    relative_bias: Tensor | None,
+    positions: Tensor | None,
 ) -> dict[str, Array]:
     q, k, v = array(query), array(key), array(value)
     repeats = q.shape[1] // max(k.shape[1], 1)
@@ -101,6 +129,9 @@ def _forward(
         t = np.tanh(s / np.longdouble(options.softcap))
         s, softcap_slope = t * np.longdouble(options.softcap), 1 - t * t
     s, seen = masked(s, attn_mask)
+    if relative_bias is not None:
+        bias = array(relative_bias)[:, :, _indices(relative_bias, positions, shape, options)]
+        s, seen = s + bias, seen & (bias != -np.inf)
     if options.window_left >= 0:
         seen &= distance <= options.window_left
     if options.window_right >= 0:

@@ -1,0 +1,125 @@
+"""Validates a relative position bias, and lays it out as the primitive's table of distances."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattn import checks
+from fastattn.bias import T5, Window2d
+
+__all__ = ["fold_relative_bias", "t5_buckets"]
+
+
+def fold_relative_bias(
+    op: str, bias: Any, query: Tensor, k_len: int, offset: int
+) -> tuple[Tensor, Tensor | None]:
+    """Return the table [1, Hq, 2 M + 1], whose middle is distance 0, and positions [Lk] or None.
+
+    The table is float32 (float64 for float64), the positions are int32; None is 0, 1, 2, ...
+    """
+    if isinstance(bias, T5):
+        return _t5(op, bias, query, k_len, offset)[None], None
+    if isinstance(bias, Window2d):
+        table, positions = _window_2d(op, bias, query, k_len, offset)
+        return table[None], positions
+    if not isinstance(bias, Tensor):
+        raise checks.wrong_type(op, "relative_bias", bias, "Tensor, T5 or Window2d")
+    table = checks.wide(op, "relative_bias", bias, query, wrong_dtype=RuntimeError)
+    heads, needed = query.shape[1], 2 * _largest_distance(query, k_len, offset) + 1
+    shape = tuple(table.shape)
+    if len(shape) != 2 or shape[0] != heads or shape[1] % 2 == 0 or shape[1] < needed:
+        raise RuntimeError(
+            f"{op}: relative_bias must have shape ({heads}, n), a row for each query head, with n "
+            f"odd and at least {needed} for {query.shape[2]} queries and {k_len} keys with offset "
+            f"{offset}, got {shape}"
+        )
+    return table[None], None
+
+
+def _largest_distance(query: Tensor, k_len: int, offset: int) -> int:
+    """The maximum of |i + offset - j| over all pairs."""
+    return max(query.shape[2] - 1 + offset, k_len - 1 - offset, 0)
+
+
+def _t5(op: str, bias: T5, query: Tensor, k_len: int, offset: int) -> Tensor:
+    """The bucket of every distance -M, ..., M: [Hq, 2 M + 1]."""
+    table, bidirectional, max_distance = bias
+    name = "the table of relative_bias"
+    table = checks.wide(op, name, table, query, wrong_dtype=RuntimeError)
+    heads = query.shape[1]
+    if table.dim() != 2 or table.shape[1] != heads:
+        raise RuntimeError(
+            f"{op}: {name} must have shape (num_buckets, {heads}), a column for each query head, "
+            f"got {tuple(table.shape)}"
+        )
+    checks.check_flag(op, "bidirectional of relative_bias", bidirectional)
+    sides = 2 if bidirectional else 1
+    if table.shape[0] < 2 * sides:
+        raise RuntimeError(
+            f"{op}: {name} must have at least {2 * sides} buckets if bidirectional is "
+            f"{bidirectional}, got {table.shape[0]}"
+        )
+    single = table.shape[0] // sides // 2  # buckets of one distance each, on one side
+    if not isinstance(max_distance, int) or max_distance <= single:
+        raise ValueError(
+            f"{op}: max_distance of relative_bias must be an int above {single}, the distances "
+            f"with buckets of their own, got {max_distance!r}"
+        )
+    most = _largest_distance(query, k_len, offset)
+    distances = torch.arange(-most, most + 1, device=table.device)
+    return table.mT.index_select(
+        1, t5_buckets(distances, table.shape[0], bidirectional, max_distance)
+    )
+
+
+def t5_buckets(
+    distances: Tensor, num_buckets: int, bidirectional: bool, max_distance: int
+) -> Tensor:
+    """The bucket of each distance query - key, see :class:`fastattn.bias.T5`."""
+    if bidirectional:
+        num_buckets //= 2
+        first = num_buckets * (distances < 0)
+        steps = distances.abs()
+    else:
+        first = torch.zeros_like(distances)
+        steps = distances.clamp(min=0)
+    # The bucket of n >= single is single + log(n / single) / log(max_distance / single) of the
+    # others, rounded down. In float32 and in this order, so that it rounds as in T5's own code.
+    single = num_buckets // 2
+    ratio = torch.log(steps.clamp(min=single).float() / single) / math.log(max_distance / single)
+    shared = (single + (ratio * (num_buckets - single)).long()).clamp(max=num_buckets - 1)
+    return first + torch.where(steps < single, steps, shared)
+
+
+def _window_2d(
+    op: str, bias: Window2d, query: Tensor, k_len: int, offset: int
+) -> tuple[Tensor, Tensor]:
+    """Token (y, x) is at position y (2 w - 1) + x: distances of positions are rows of the table."""
+    table, window = bias
+    name = "the table of relative_bias"
+    table = checks.wide(op, name, table, query, wrong_dtype=RuntimeError)
+    pair = isinstance(window, (tuple, list)) and len(window) == 2
+    if not pair or not all(isinstance(n, int) and n > 0 for n in window):
+        raise TypeError(
+            f"{op}: window of relative_bias must be a pair of positive ints, got {window!r}"
+        )
+    height, width = window
+    heads, q_len = query.shape[1:3]
+    shape = ((2 * height - 1) * (2 * width - 1), heads)
+    if tuple(table.shape) != shape:
+        raise RuntimeError(
+            f"{op}: {name} must have shape {shape} for a window of {height} x {width} and {heads} "
+            f"query heads, got {tuple(table.shape)}"
+        )
+    if k_len != height * width or offset < 0 or q_len + offset > k_len:
+        raise RuntimeError(
+            f"{op}: with relative_bias of a window of {height} x {width}, key must have "
+            f"{height * width} rows and query at most as many, got {k_len} and {q_len}"
+        )
+    rows = torch.arange(height, dtype=torch.int32, device=table.device) * (2 * width - 1)
+    columns = torch.arange(width, dtype=torch.int32, device=table.device)
+    return table.mT, (rows[:, None] + columns).flatten()

@@ -1,0 +1,308 @@
+"""Relative position biases: what the case table does not show."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import gradcheck, gradgradcheck
+from torch.func import grad, vmap
+from torch.testing import assert_close
+
+from fastattn import explain, scaled_dot_product_attention, use_backend
+from fastattn.bias import T5, Window2d
+from fastattn.ops._relative_bias import t5_buckets
+
+BACKENDS = pytest.mark.parametrize("backend", ["cpu", "reference"])
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+def qkv(q_len: int = 6, k_len: int = 9, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    return [
+        torch.randn(2, heads, n, 8).to(dtype) for heads, n in ((4, q_len), (2, k_len), (2, k_len))
+    ]
+
+
+def attend(*args: Any, **options: Any) -> Any:
+    return scaled_dot_product_attention(*args, enable_gqa=True, **options)
+
+
+def distances(q_len: int, k_len: int, offset: int = 0) -> Tensor:
+    return torch.arange(q_len)[:, None] + offset - torch.arange(k_len)
+
+
+# -- each form against the bias of all pairs, stored ----------------------------------------------
+
+
+def of_table(q_len: int, k_len: int, offset: int) -> tuple[Tensor, Callable[[Tensor], Any], Any]:
+    most = max(q_len - 1 + offset, k_len - 1 - offset)
+    index = distances(q_len, k_len, offset) + most + 2  # two distances more than there are
+    return torch.randn(4, 2 * most + 5), lambda table: table, lambda table: table[:, index]
+
+
+def of_t5(
+    q_len: int, k_len: int, offset: int, bidirectional: bool = True
+) -> tuple[Tensor, Callable[[Tensor], Any], Any]:
+    buckets = t5_buckets(distances(q_len, k_len, offset), 8, bidirectional, 20)
+    form = functools.partial(T5, bidirectional=bidirectional, max_distance=20)
+    return torch.randn(8, 4), form, lambda table: table[buckets].permute(2, 0, 1)
+
+
+def of_window(height: int, width: int) -> tuple[Tensor, Callable[[Tensor], Any], Any]:
+    """Swin's index, for each pair of tokens by itself."""
+    tokens = [(y, x) for y in range(height) for x in range(width)]
+    index = [
+        [(y - v + height - 1) * (2 * width - 1) + x - u + width - 1 for v, u in tokens]
+        for y, x in tokens
+    ]
+    table = torch.randn((2 * height - 1) * (2 * width - 1), 4)
+    form = functools.partial(Window2d, window=(height, width))
+    return table, form, lambda table: table[torch.tensor(index)].permute(2, 0, 1)
+
+
+FORMS = {
+    "table": (6, 9, {}, of_table(6, 9, 0)),
+    "table-bottom-right": (3, 40, {"causal_alignment": "bottom_right"}, of_table(3, 40, 37)),
+    "table-causal": (40, 40, {"is_causal": True}, of_table(40, 40, 0)),
+    "table-more-queries": (9, 4, {"causal_alignment": "bottom_right"}, of_table(9, 4, -5)),
+    "t5": (50, 40, {}, of_t5(50, 40, 0)),
+    "t5-decoder": (
+        4,
+        40,
+        {"is_causal": True, "causal_alignment": "bottom_right"},
+        of_t5(4, 40, 36, False),
+    ),
+    "window": (12, 12, {}, of_window(3, 4)),
+    "window-row": (5, 5, {}, of_window(1, 5)),
+}
+
+
+@BACKENDS
+@pytest.mark.parametrize("name", FORMS)
+def test_it_is_the_bias_of_all_pairs(backend: str, name: str) -> None:
+    q_len, k_len, options, (table, form, dense) = FORMS[name]
+    table = table.double().requires_grad_()
+    leaves = [x.requires_grad_() for x in qkv(q_len, k_len)]
+    results = []
+    for biased in (
+        lambda: attend(*leaves, relative_bias=form(table), return_lse=True, **options),
+        lambda: attend(*leaves, *causal(dense(table), q_len, k_len, options), return_lse=True),
+    ):
+        with use_backend(backend):
+            out, lse = biased()
+            grads = torch.autograd.grad(out.square().sum() + lse.sin().sum(), [*leaves, table])
+        results.append((out, lse, *grads))
+    for got, want in zip(*results, strict=True):
+        assert_close(got, want)
+
+
+def causal(bias: Tensor, q_len: int, k_len: int, options: dict[str, Any]) -> list[Tensor]:
+    if not options.get("is_causal"):
+        return [bias]
+    offset = k_len - q_len if "causal_alignment" in options else 0
+    return [bias.masked_fill(distances(q_len, k_len, offset) < 0, -math.inf)]
+
+
+@pytest.mark.parametrize("bidirectional", [True, False])
+@pytest.mark.parametrize(("buckets", "most"), [(32, 128), (8, 20), (10, 9), (64, 1000)])
+def test_the_buckets_are_those_of_t5(bidirectional: bool, buckets: int, most: int) -> None:
+    t5 = pytest.importorskip("transformers.models.t5.modeling_t5")
+    d = torch.arange(-3000, 3001)
+    want = t5.T5Attention._relative_position_bucket(-d, bidirectional, buckets, most)
+    assert torch.equal(t5_buckets(d, buckets, bidirectional, most), want)
+
+
+# -- the contract ---------------------------------------------------------------------------------
+
+
+@BACKENDS
+@pytest.mark.parametrize("k_len", [9, 40])
+def test_an_entry_of_minus_inf_excludes_its_distance(backend: str, k_len: int) -> None:
+    query, key, value = (x.float() for x in qkv(6, k_len))
+    key[:, :, 8:], value[:, :, 8:] = math.nan, math.inf
+    table = torch.randn(4, 2 * k_len - 1)
+    table[:, : k_len - 1 - 2] = -math.inf  # d < -2
+    table.requires_grad_()
+    with use_backend(backend):
+        out = attend(query, key, value, relative_bias=table)
+        (found,) = torch.autograd.grad(out.sum(), table)
+        want = attend(query, key[:, :, :8], value[:, :, :8], window=(-1, 2),
+                      relative_bias=table[:, k_len - 8 : k_len + 7])  # fmt: skip
+    assert_close(out, want)
+    assert found.isfinite().all()
+    assert (found[:, : k_len - 1 - 2] == 0).all()
+
+
+@BACKENDS
+def test_a_bias_of_inf_does_not_show_a_masked_pair(backend: str) -> None:
+    tensors, mask = qkv(), torch.randn(6, 9).double().masked_fill(distances(6, 9) < -3, -math.inf)
+    table = torch.zeros(4, 17).double()
+    table[:, : 8 - 3] = math.inf
+    with use_backend(backend):
+        assert_close(attend(*tensors, mask, relative_bias=table), attend(*tensors, mask))
+
+
+def attend_with_all_forms(*leaves: Tensor) -> Any:
+    return (
+        attend(*leaves[:3], relative_bias=leaves[3], return_lse=True, need_weights=True),
+        attend(*leaves[:3], relative_bias=T5(leaves[4], max_distance=6), softcap=2.0),
+        attend(leaves[1], *leaves[1:3], relative_bias=Window2d(leaves[5], (3, 3))),
+    )
+
+
+def leaves_of_all_forms() -> list[Tensor]:
+    tables = [torch.randn(4, 17), torch.randn(8, 4), torch.randn(25, 2)]
+    return [*qkv(), *(x.double() for x in tables)]
+
+
+@BACKENDS
+def test_derivatives(backend: str) -> None:
+    leaves = [x[..., :2] if x.dim() == 4 else x for x in leaves_of_all_forms()]
+    leaves = [x.detach().requires_grad_() for x in leaves]
+
+    def call(*x: Tensor) -> tuple[Tensor, ...]:
+        with use_backend(backend):
+            (out, lse, weights), t5, window = attend_with_all_forms(*x)
+        return out, lse, weights, t5, window
+
+    few = [x[:1, :, :3] if x.dim() == 4 else x for x in leaves]
+
+    def first(*x: Tensor) -> Tensor:
+        with use_backend(backend):
+            return attend(*x[:3], relative_bias=x[3])
+
+    forward = backend == "reference"
+    assert gradcheck(
+        call, leaves, check_batched_grad=True, check_forward_ad=forward, fast_mode=True
+    )
+    small = [x.detach().requires_grad_() for x in (*few[:3], leaves[3][:, 6:11])]
+    assert gradgradcheck(first, small)
+
+
+def test_the_gradient_has_the_dtype_of_the_table() -> None:
+    for dtype, own in ((torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32)):
+        table = torch.randn(4, 17, dtype=own, requires_grad=True)
+        attend(*qkv(dtype=dtype), relative_bias=table).sum().backward()
+        assert table.grad is not None
+        assert table.grad.dtype is own
+
+
+@pytest.mark.parametrize("mapped", [(0, 1, 2, 3, 4, 5), (0, 1, 2), (3, 4, 5)])
+def test_vmap(mapped: tuple[int, ...]) -> None:
+    inputs = [
+        torch.randn(3, *x.shape).double() if n in mapped else x
+        for n, x in enumerate(leaves_of_all_forms())
+    ]
+    in_dims = tuple(0 if n in mapped else None for n in range(6))
+
+    def call(*x: Tensor) -> Any:
+        (out, lse, _), *others = attend_with_all_forms(*x)
+        return out, lse, *others
+
+    def gradients(*x: Tensor) -> Any:
+        return grad(lambda *y: sum(r.sin().sum() for r in call(*y)), tuple(range(6)))(*x)
+
+    for function in (call, gradients):
+        examples = [
+            function(*(x if d is None else x[i] for x, d in zip(inputs, in_dims, strict=True)))
+            for i in range(3)
+        ]
+        expected = tuple(torch.stack(column) for column in zip(*examples, strict=True))
+        assert_close(vmap(function, in_dims)(*inputs), expected)
+
+
+def test_compiled() -> None:
+    leaves = [x.float().requires_grad_() for x in leaves_of_all_forms()]
+
+    def call(*x: Tensor) -> Tensor:
+        first, *others = attend_with_all_forms(*x)
+        return sum(y.sin().sum() for y in (*first, *others))
+
+    functions = (call, torch.compile(call, backend="aot_eager", fullgraph=True))
+    results = [torch.autograd.grad(function(*leaves), leaves) for function in functions]
+    for got, want in zip(*results, strict=True):
+        assert_close(got, want)
+
+
+def test_compiled_once_for_any_length() -> None:
+    table = torch.randn(8, 4)
+
+    @torch.compile(backend="aot_eager", fullgraph=True, dynamic=True)
+    def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return attend(query, key, value, relative_bias=T5(table))
+
+    for n in (5, 6, 9):
+        tensors = qkv(n, n, torch.float32)
+        assert_close(call(*tensors), attend(*tensors, relative_bias=T5(table)))
+
+
+def test_bits_do_not_depend_on_threads_or_batch(threads: Callable[[int], Any]) -> None:
+    query, key, value = (torch.randn(3, 2, 700, 16).requires_grad_() for _ in range(3))
+    table = torch.randn(2, 1399, requires_grad=True)
+
+    def run(batch: slice) -> list[Tensor]:
+        out = attend(query[batch], key[batch], value[batch], relative_bias=table)
+        return [out, *torch.autograd.grad(out.sin().sum(), (query, table))]
+
+    threads(1)
+    alone, together = run(slice(0, 1)), run(slice(0, 3))
+    threads(5)
+    assert all(map(torch.equal, run(slice(0, 3)), together))
+    assert all(map(torch.equal, run(slice(0, 1)), alone))
+    assert torch.equal(alone[0][0], together[0][0])
+
+
+def test_dense_attention_only() -> None:
+    x = torch.nested.nested_tensor([torch.randn(3, 2, 4)], layout=torch.jagged).transpose(1, 2)
+    with pytest.raises(RuntimeError, match="relative_bias must be None if query is jagged"):
+        scaled_dot_product_attention(x, x, x, relative_bias=torch.zeros(2, 5))
+
+
+def test_explained() -> None:
+    told = explain("scaled_dot_product_attention", *qkv(), enable_gqa=True,
+                   relative_bias=torch.randn(4, 17).double())  # fmt: skip
+    assert told.runs == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("bias", "error", "message"),
+    [
+        ([0.0], TypeError, "argument 'relative_bias' must be Tensor, T5 or Window2d, not list"),
+        (torch.zeros(3, 17), RuntimeError, r"relative_bias must have shape \(4, n\).*\(3, 17\)"),
+        (torch.zeros(4, 16), RuntimeError, "n odd and at least 17 for 6 queries and 9 keys"),
+        (torch.zeros(4, 15), RuntimeError, "n odd and at least 17 for 6 queries and 9 keys"),
+        (torch.zeros(17), RuntimeError, r"got \(17,\)"),
+        (torch.zeros(4, 17, device="meta"), RuntimeError, "on query's device cpu, got meta"),
+        (torch.zeros(4, 17).bfloat16(), RuntimeError, "query's dtype float16, got bfloat16"),
+        (torch.zeros(4, 17).int(), RuntimeError, "must be float32 or .*, got int32"),
+        (T5([0.0]), TypeError, "'the table of relative_bias' must be Tensor, not list"),
+        (T5(torch.zeros(32, 3)), RuntimeError, r"\(num_buckets, 4\).*got \(32, 3\)"),
+        (T5(torch.zeros(3, 4)), RuntimeError, "at least 4 buckets if bidirectional is True, got 3"),
+        (T5(torch.zeros(32, 4), 1), TypeError, "'bidirectional of relative_bias' must be bool"),
+        (T5(torch.zeros(32, 4), True, 8), ValueError, "max_distance .* int above 8, .* got 8"),
+        (Window2d(torch.zeros(25, 4), 3), TypeError, "window .* pair of positive ints, got 3"),
+        (Window2d(torch.zeros(24, 4), (3, 3)), RuntimeError, r"shape \(25, 4\) for a window"),
+        (Window2d(torch.zeros(25, 2), (3, 3)), RuntimeError, r"shape \(25, 4\).*got \(25, 2\)"),
+        (Window2d(torch.zeros(15, 4), (2, 3)), RuntimeError, "key must have 6 rows .* got 9 and 6"),
+    ],
+)  # fmt: skip
+def test_errors(bias: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        attend(*qkv(dtype=torch.float16), relative_bias=bias)
+
+
+def test_t5_of_one_head_without_a_head_dimension() -> None:
+    x = torch.randn(5, 8)
+    table = torch.randn(1, 9)
+    want = F.scaled_dot_product_attention(x, x, x, table[0, distances(5, 5) + 4])
+    assert_close(scaled_dot_product_attention(x, x, x, relative_bias=table), want)
