@@ -8,6 +8,7 @@ from fastattn.nn.memn2n import MemN2N, insert_empty_memories
 from fastattn.nn.memory import KeyValueMemory
 from fastattn.nn.mha import MultiheadAttention
 from fastattn.nn.positional import LearnedPositionalEncoding, SinusoidalPositionalEncoding
+from fastattn.nn.relative_bias import RelativeBias, T5RelativeBias, WindowRelativeBias
 from fastattn.nn.seq2seq import Transformer
 from fastattn.nn.transformer import (
     TransformerDecoder,
@@ -29,11 +30,14 @@ __all__ = [
     "LuongAttention",
     "MemN2N",
     "MultiheadAttention",
+    "RelativeBias",
     "SinusoidalPositionalEncoding",
+    "T5RelativeBias",
     "Transformer",
     "TransformerDecoder",
     "TransformerDecoderLayer",
     "TransformerEncoder",
     "TransformerEncoderLayer",
+    "WindowRelativeBias",
     "insert_empty_memories",
 ]

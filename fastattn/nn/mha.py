@@ -52,6 +52,10 @@ class MultiheadAttention(_Stock):
     - ``nonlinear_heads`` (keyword only) is the hidden width of a separate network g_h for each head
       between attention and ``out_proj``: out = [g_1(head_1), …, g_H(head_H)] W_oᵀ + b_o, see
       :class:`fastattn.nn.HeadNetwork`. None, the default, adds no network.
+    - ``relative_bias`` (keyword only) is a module such as
+      :class:`fastattn.nn.T5RelativeBias`, which returns the ``relative_bias`` of
+      :func:`fastattn.scaled_dot_product_attention`. Layers may share it. Not together with
+      ``add_bias_kv`` or ``add_zero_attn``, whose keys have no position.
     """
 
     _watch: Callable[..., Any] | None = None  # set by fastattn.capture
@@ -71,6 +75,7 @@ class MultiheadAttention(_Stock):
         dtype: Any = None,
         *,
         nonlinear_heads: int | None = None,
+        relative_bias: torch.nn.Module | None = None,
     ) -> None:
         super().__init__(
             embed_dim,
@@ -89,6 +94,13 @@ class MultiheadAttention(_Stock):
         if nonlinear_heads is not None:
             made = {"device": device, "dtype": dtype}
             self.head_network = HeadNetwork(num_heads, self.head_dim, nonlinear_heads, **made)
+        if relative_bias is not None:
+            if add_bias_kv or add_zero_attn:
+                raise ValueError(
+                    "relative_bias must be None with add_bias_kv or add_zero_attn, whose keys have "
+                    "no position"
+                )
+            self.relative_bias = relative_bias
 
     def forward(
         self,
@@ -130,10 +142,13 @@ class MultiheadAttention(_Stock):
             own = MultiheadAttention.forward
             return self._watch(own, self, query, key, value, key_padding_mask, *flags)
         check_mask_dtypes(key_padding_mask, attn_mask, query.dtype)
-        plain = compat.children_of(self).get("head_network") is None
+        children = compat.children_of(self)
+        plain = children.get("head_network") is None and children.get("relative_bias") is None
         if query.is_nested or key.is_nested or value.is_nested:
             if not plain:
-                raise AssertionError("nonlinear_heads does not support NestedTensor")
+                raise AssertionError(
+                    "nonlinear_heads and relative_bias do not support NestedTensor"
+                )
             masks = (key_padding_mask, attn_mask)
             wanted = (need_weights, average_attn_weights, is_causal and is_jagged(query))
             return nested_attention(self, query, key, value, *masks, *wanted)
@@ -244,6 +259,7 @@ class MultiheadAttention(_Stock):
             source=source,
             appended=appended,
         )
+        relative_bias = compat.children_of(self).get("relative_bias")
         result = scaled_dot_product_attention(
             q,
             k,
@@ -251,6 +267,7 @@ class MultiheadAttention(_Stock):
             attn_mask=mask,
             dropout_p=self.dropout if self.training else 0.0,
             window=(-1, 0) if causal else None,  # as is_causal, but allows a mask
+            relative_bias=None if relative_bias is None else relative_bias(),
             causal_alignment=causal_alignment,
             need_weights=need_weights,
             average_weights=need_weights and average_weights,

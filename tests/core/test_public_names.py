@@ -6,18 +6,17 @@ import pytest
 
 NAMES = {
     "fastattn": """
-        FallbackWarning MultiheadAttention __version__ accelerate additive_attention attention_stats
-        bias capture decode_attention encode_memory explain hard_attention hopfield_energy
-        hopfield_retrieve
-        luong_attention memory_hop_attention merge_states nn plot replace_mha restore restore_mha
-        scaled_dot_product_attention sinusoidal_encoding sinusoidal_table trace use_backend
-        varlen_attention""",
+        FallbackWarning MultiheadAttention __version__ accelerate additive_attention
+        attention_stats bias capture decode_attention encode_memory explain hard_attention
+        hopfield_energy hopfield_retrieve luong_attention memory_hop_attention merge_states nn plot
+        replace_mha restore restore_mha scaled_dot_product_attention sinusoidal_encoding
+        sinusoidal_table trace use_backend varlen_attention""",
     "fastattn.nn": """
         AdditiveAttention BahdanauAttention GlobalAttention HeadNetwork Hopfield HopfieldLayer
         HopfieldPooling KeyValueMemory LearnedPositionalEncoding LuongAttention MemN2N
-        MultiheadAttention SinusoidalPositionalEncoding Transformer TransformerDecoder
-        TransformerDecoderLayer TransformerEncoder TransformerEncoderLayer
-        insert_empty_memories""",
+        MultiheadAttention RelativeBias SinusoidalPositionalEncoding T5RelativeBias Transformer
+        TransformerDecoder TransformerDecoderLayer TransformerEncoder TransformerEncoderLayer
+        WindowRelativeBias insert_empty_memories""",
     "fastattn.bias": "T5 Window2d",
     "fastattn.flash_attn": """
         flash_attn_func flash_attn_qkvpacked_func flash_attn_varlen_func flash_attn_with_kvcache""",

@@ -1,0 +1,123 @@
+"""Modules that hold the table of a relative position bias."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from fastattn.bias import T5, Window2d
+
+__all__ = ["RelativeBias", "T5RelativeBias", "WindowRelativeBias"]
+
+
+class _Table(nn.Module):
+    """The common part: one table, initialised as in Swin."""
+
+    def __init__(
+        self,
+        shape: tuple[int, int],
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the table from a normal distribution of standard deviation 0.02."""
+        nn.init.trunc_normal_(self.weight, std=0.02)
+
+
+class RelativeBias(_Table):
+    """A bias for each head and each distance of a query and a key.
+
+    ``module()`` is what ``relative_bias`` of :func:`fastattn.scaled_dot_product_attention` takes.
+
+    Args:
+        num_heads: H.
+        max_length: L; sequences may be as long.
+        device, dtype: of the table.
+
+    Attributes:
+        weight: [H, 2 L - 1].
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        max_length: int,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__((num_heads, 2 * max_length - 1), device, dtype)
+
+    def forward(self) -> Tensor:
+        return self.weight
+
+
+class T5RelativeBias(_Table):
+    """The relative position bias of T5, see :class:`fastattn.bias.T5`.
+
+    ``module()`` is what ``relative_bias`` of :func:`fastattn.scaled_dot_product_attention` takes.
+
+    Args:
+        num_heads: H.
+        num_buckets: the number of rows of the table.
+        max_distance: larger distances share a bucket.
+        bidirectional: True for an encoder, False for a decoder.
+        device, dtype: of the table.
+
+    Attributes:
+        weight: [num_buckets, H], as ``relative_attention_bias.weight`` of T5.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_buckets: int = 32,
+        max_distance: int = 128,
+        bidirectional: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__((num_buckets, num_heads), device, dtype)
+        self.max_distance = max_distance
+        self.bidirectional = bidirectional
+
+    def forward(self) -> T5:
+        return T5(self.weight, self.bidirectional, self.max_distance)
+
+    def extra_repr(self) -> str:
+        return f"max_distance={self.max_distance}, bidirectional={self.bidirectional}"
+
+
+class WindowRelativeBias(_Table):
+    """The relative position bias of Swin, see :class:`fastattn.bias.Window2d`.
+
+    ``module()`` is what ``relative_bias`` of :func:`fastattn.scaled_dot_product_attention` takes.
+
+    Args:
+        num_heads: H.
+        window: (h, w), the size of the windows in tokens.
+        device, dtype: of the table.
+
+    Attributes:
+        weight: [(2 h - 1) (2 w - 1), H], as ``relative_position_bias_table`` of Swin.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        window: tuple[int, int],
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        height, width = window
+        super().__init__(((2 * height - 1) * (2 * width - 1), num_heads), device, dtype)
+        self.window = (height, width)
+
+    def forward(self) -> Window2d:
+        return Window2d(self.weight, self.window)
+
+    def extra_repr(self) -> str:
+        return f"window={self.window}"

@@ -1,0 +1,89 @@
+"""nn.RelativeBias, nn.T5RelativeBias, nn.WindowRelativeBias, and attention with one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from fastattn import nn
+from fastattn.ops._relative_bias import t5_buckets
+
+BIASES: dict[str, Callable[[], Any]] = {
+    "table": lambda: nn.RelativeBias(2, 12, dtype=torch.float64),
+    "t5": lambda: nn.T5RelativeBias(2, 8, 10, dtype=torch.float64),
+    "t5-decoder": lambda: nn.T5RelativeBias(2, 8, 10, False, dtype=torch.float64),
+    "window": lambda: nn.WindowRelativeBias(2, (3, 4), dtype=torch.float64),
+}
+
+
+def of_pairs(name: str, weight: Tensor) -> Tensor:
+    """The bias [H, 12, 12] of a sequence of 12."""
+    i = torch.arange(12)
+    d = i[:, None] - i
+    if name == "table":
+        return weight[:, d + 11]
+    if name == "window":
+        index = (i[:, None] // 4 - i // 4 + 2) * 7 + i[:, None] % 4 - i % 4 + 3
+        return weight[index].permute(2, 0, 1)
+    return weight[t5_buckets(d, 8, name == "t5", 10)].permute(2, 0, 1)
+
+
+@pytest.mark.parametrize("name", BIASES)
+@pytest.mark.parametrize("training", [False, True])
+def test_attention(name: str, training: bool, normal: Callable[..., Tensor]) -> None:
+    bias = BIASES[name]()
+    made: dict[str, Any] = {"batch_first": True, "dtype": torch.float64}
+    module = nn.MultiheadAttention(8, 2, **made, relative_bias=bias).train(training)
+    stock = torch.nn.MultiheadAttention(8, 2, **made).train(training)
+    stock.load_state_dict(module.state_dict(), strict=False)
+    torch.nn.init.normal_(bias.weight)
+    x, mask = normal(3, 12, 8), normal(12, 12)
+    padding = torch.zeros(3, 12).double()
+    padding[:, -2:] = -torch.inf
+    with torch.set_grad_enabled(training):
+        for options in ({}, {"attn_mask": mask}, {"key_padding_mask": padding}):
+            for need_weights in (False, True):
+                dense = of_pairs(name, bias.weight) + options.get("attn_mask", 0)
+                given = {**options, "attn_mask": dense.repeat(3, 1, 1)}
+                got = module(x, x, x, need_weights=need_weights, **options)
+                want = stock(x, x, x, need_weights=need_weights, **given)
+                assert_close(got, want)
+                if training:
+                    found = torch.autograd.grad(got[0].square().sum(), bias.weight)
+                    assert_close(found, torch.autograd.grad(want[0].square().sum(), bias.weight))
+
+
+def test_layers_share_a_bias() -> None:
+    bias = nn.T5RelativeBias(2)
+    layers = torch.nn.ModuleList(nn.MultiheadAttention(8, 2, relative_bias=bias) for _ in range(2))
+    names = {name for name, _ in layers.named_parameters() if "relative" in name}
+    assert names == {"0.relative_bias.weight"}
+    assert set(layers.state_dict()) > {"0.relative_bias.weight", "1.relative_bias.weight"}
+
+
+def test_tables() -> None:
+    torch.manual_seed(0)
+    assert nn.RelativeBias(3, 5).weight.shape == (3, 9)
+    assert repr(nn.T5RelativeBias(3)) == "T5RelativeBias(max_distance=128, bidirectional=True)"
+    window = nn.WindowRelativeBias(3, (7, 5), dtype=torch.bfloat16)
+    assert repr(window) == "WindowRelativeBias(window=(7, 5))"
+    assert window.weight.shape == (13 * 9, 3)
+    assert window().window == (7, 5)
+    assert 0 < nn.RelativeBias(3, 50).weight.std() < 0.03
+
+
+def test_errors() -> None:
+    for option in ("add_bias_kv", "add_zero_attn"):
+        with pytest.raises(ValueError, match="relative_bias must be None with add_bias_kv"):
+            nn.MultiheadAttention(8, 2, relative_bias=nn.RelativeBias(2, 5), **{option: True})
+    module = nn.MultiheadAttention(8, 2, relative_bias=nn.RelativeBias(2, 5), batch_first=True)
+    with pytest.raises(RuntimeError, match="n odd and at least 11 for 6 queries and 6 keys"):
+        module(*[torch.ones(1, 6, 8)] * 3)
+    nested = torch.nested.nested_tensor([torch.ones(3, 8)], layout=torch.jagged)
+    with pytest.raises(AssertionError, match="relative_bias do not support NestedTensor"):
+        module(nested, nested, nested)
