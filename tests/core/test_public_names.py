@@ -24,7 +24,8 @@ NAMES = {
     "fastattn.integrations.acceleration": "Part Report accelerate restore",
     "fastattn.integrations.diffusers": "Registration register",
     "fastattn.integrations.torch": "Activation activate",
-    "fastattn.integrations.transformers": "Registration register",
+    "fastattn.integrations.transformers": """
+        CompactBiases Registration compact_relative_bias register""",
     "fastattn.plot": "heatmap hops html",
 }
 

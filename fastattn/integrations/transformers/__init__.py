@@ -7,6 +7,7 @@ function and one for the function that creates the mask (``AttentionInterface`` 
 
 from __future__ import annotations
 
+from fastattn.integrations.transformers._compact import CompactBiases, compact_relative_bias
 from fastattn.integrations.transformers._registry import Registration, register
 
-__all__ = ["Registration", "register"]
+__all__ = ["CompactBiases", "Registration", "compact_relative_bias", "register"]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastattn.integrations.transformers._compact import CompactBias
 from fastattn.integrations.transformers._masks import StructuredMask, dense_mask
 from fastattn.integrations.transformers._patterns import Pattern, in_window
 from fastattn.integrations.transformers._recording import weights_are_recorded
@@ -37,13 +38,13 @@ def attention_forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | StructuredMask | CompactBias | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    position_bias: Tensor | None = None,
+    position_bias: Tensor | CompactBias | None = None,
     s_aux: Tensor | None = None,
     sinks: Tensor | None = None,
     indices: Tensor | None = None,
@@ -67,14 +68,15 @@ def attention_forward(
         attention_mask: None; a :class:`StructuredMask`; [B, Lk], nonzero at real keys; or, as in
             :func:`fastattn.scaled_dot_product_attention`, broadcastable to [B, Hq, Lq, Lk], where
             keys beyond Lk are left out. With a mask, ``is_causal`` and ``sliding_window`` are
-            ignored, because the mask includes them.
+            ignored, because the mask includes them. A :class:`CompactBias` is a bias and its mask.
         dropout: the probability of dropping a weight.
         scaling: None is 1 / sqrt(D).
         is_causal: without a mask, and with more than one query: query i can see keys 0, ..., i.
         sliding_window: without a mask: how many keys a query can see, including its own; without
             causality the same number on the other side.
         softcap: the bound of the scores.
-        position_bias: added to the scores; broadcastable to [B, Hq, Lq, Lk]. Differentiable.
+        position_bias: added to the scores; broadcastable to [B, Hq, Lq, Lk], or a
+            :class:`CompactBias`. Differentiable.
         s_aux: [Hq], attention sinks: logits that take part in the softmax and have no value.
             Differentiable.
         sinks: the same, [B, Hq, Lq, n]: n logits for each query.
@@ -111,12 +113,17 @@ def attention_forward(
         )
         cu_seq_lens_q = cu_seq_lens_q if attention_mask is None else None
         cu_seq_lens_k = paged["cu_seq_lens_k"]
+    compact = None
+    if isinstance(position_bias, CompactBias):  # T5
+        compact, position_bias = position_bias, None
+    if isinstance(attention_mask, CompactBias):  # Swin
+        compact, attention_mask = attention_mask, attention_mask.mask
     if attention_mask is None and not takes_any_mask(getattr(module, "config", None)):
         is_causal = False  # a causal model would pass a mask, as in eager attention
     elif is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     need_weights = bool(output_attentions) or weights_are_recorded(module)
-    call = _Call(query, key, value, scaling, softcap, dropout, need_weights)
+    call = _Call(query, key, value, scaling, softcap, dropout, need_weights, compact)
     if s_aux is not None:
         wide = torch.promote_types(query.dtype, torch.float32)
         call = replace(call, sinks=s_aux.to(wide))
@@ -143,7 +150,8 @@ def attention_forward(
         starts = (cu_seq_lens_q, cu_seq_lens_k)
 
     if starts is not None:
-        if visible.mask is None and position_bias is None and not call.need_weights:
+        plain = position_bias is None and compact is None
+        if visible.mask is None and plain and not call.need_weights:
             return _attend_packed(call, visible, *starts), None
         visible = _unpacked(call, visible, *starts)
     if position_bias is not None:
@@ -160,6 +168,7 @@ class _Call:
     softcap: float | None
     dropout_p: float
     need_weights: bool
+    compact: CompactBias | None = None
     sinks: Tensor | None = None  # [Hq]
     row_sinks: Tensor | None = None  # [B, Hq, Lq]
 
@@ -245,6 +254,11 @@ def _attend(call: _Call, visible: _Visible) -> tuple[Tensor, Tensor | None]:
     key, value, mask = call.key, call.value, visible.mask
     left, right, offset = visible.left, visible.right, visible.offset
     used = k_len
+    if call.compact is not None:  # its offset is 0 or that of the last query at the last key
+        if (left, right) != (-1, -1) and offset != call.compact.offset:
+            mask = _with_window(call, visible)
+            left = right = -1
+        offset = call.compact.offset
     if (left, right) != (-1, -1) and offset not in (0, k_len - q_len):
         if right == 0 and offset + q_len <= k_len:  # no query can see the keys after its own
             used = offset + q_len
@@ -266,6 +280,7 @@ def _attend(call: _Call, visible: _Visible) -> tuple[Tensor, Tensor | None]:
         window=None if plainly_causal or (left, right) == (-1, -1) else (left, right),
         softcap=call.softcap,
         sinks=call.sinks,
+        relative_bias=None if call.compact is None else call.compact.relative_bias,
         causal_alignment="upper_left" if offset == 0 else "bottom_right",
         return_lse=call.row_sinks is not None,
         need_weights=call.need_weights,

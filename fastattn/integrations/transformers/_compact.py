@@ -1,0 +1,135 @@
+"""Relative position biases of models of transformers, as tables instead of a bias of all pairs."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastattn.bias import T5, Window2d
+
+__all__ = ["CompactBias", "CompactBiases", "compact_relative_bias"]
+
+
+@dataclass(frozen=True)
+class CompactBias:
+    """What a layer passes on in place of its bias: a table, and the mask that was added to it."""
+
+    relative_bias: T5 | Window2d
+    offset: int = 0  # the position of query 0 among the keys
+    mask: Tensor | None = None
+
+    def __add__(self, mask: Tensor) -> CompactBias:
+        return replace(self, mask=mask if self.mask is None else self.mask + mask)
+
+
+def compact_relative_bias(model: nn.Module) -> CompactBiases:
+    """Pass the tables of T5, MT5 and Swin to the kernels, until it is undone.
+
+    These models make a bias [Hq, L, L] of a small table. Afterwards, while they run with
+    ``attn_implementation="fastattn"``, the kernels read the table, and sum its gradient in place.
+    Results are the same up to rounding. Other implementations, a T5 with a static cache and a
+    compiled Swin get the bias as before. ``model`` is changed, not its class and not its
+    ``state_dict``.
+
+    Returns:
+        A :class:`CompactBiases`: ``undo()`` restores the model; so does the end of a ``with``
+        block.
+
+    Raises:
+        ValueError: the model has no such layer that asks transformers' registry for attention.
+
+    >>> import torch
+    >>> from fastattn.integrations.transformers import compact_relative_bias
+    >>> compact_relative_bias(torch.nn.Linear(2, 2))
+    Traceback (most recent call last):
+    ValueError: compact_relative_bias: Linear has no relative position bias of T5, MT5 or Swin
+    """
+    replaced: list[tuple[nn.Module, str]] = []
+    for module in model.modules():
+        if _is(module, "t5 mt5", "Attention") and getattr(module, "relative_attention_bias", None):
+            module.compute_bias = functools.partial(_bias_of_t5, module)  # type: ignore[assignment]
+            replaced.append((module, "compute_bias"))
+        elif _is(module, "swin", "SwinAttention"):
+            bias: Any = module.relative_position_bias
+            bias.forward = functools.partial(_bias_of_swin, bias, module.config)
+            replaced.append((bias, "forward"))
+    if not replaced:
+        name = type(model).__name__
+        raise ValueError(
+            f"compact_relative_bias: {name} has no relative position bias of T5, MT5 or Swin"
+        )
+    return CompactBiases(replaced)
+
+
+class CompactBiases:
+    """The layers that one call of :func:`compact_relative_bias` changed; a context manager."""
+
+    def __init__(self, replaced: list[tuple[nn.Module, str]]) -> None:
+        self._replaced = replaced
+
+    def undo(self) -> None:
+        """Restore the layers. A second call does nothing."""
+        for module, name in self._replaced:
+            vars(module).pop(name, None)
+
+    def __enter__(self) -> CompactBiases:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.undo()
+
+
+def _is(module: nn.Module, packages: str, name: str) -> bool:
+    """Whether its class is of one of these models, in a version that uses the registry."""
+    source = type(module).__module__
+    models = [f"transformers.models.{model}.modeling_{model}" for model in packages.split()]
+    return (
+        source in models
+        and type(module).__name__.endswith(name)
+        and hasattr(sys.modules[source], "ALL_ATTENTION_FUNCTIONS")
+    )
+
+
+def _is_ours(config: Any) -> bool:
+    return getattr(config, "_attn_implementation", None) == "fastattn"
+
+
+def _bias_of_t5(
+    layer: Any,
+    query_length: int,
+    key_length: int,
+    device: Any = None,
+    past_seen_tokens: Any = 0,
+) -> CompactBias | Tensor:
+    """In place of ``T5Attention.compute_bias``."""
+    offset = past_seen_tokens
+    # A static cache counts its tokens in a tensor, and has keys past the last token.
+    known = isinstance(offset, int) and offset in (0, key_length - query_length)
+    if not (known and _is_ours(layer.config)):
+        return type(layer).compute_bias(
+            layer, query_length, key_length, device=device, past_seen_tokens=offset
+        )
+    table = layer.relative_attention_bias.weight
+    return CompactBias(
+        T5(table, not layer.is_decoder, layer.relative_attention_max_distance), offset
+    )
+
+
+def _bias_of_swin(layer: Any, config: Any) -> CompactBias | Tensor:
+    """In place of ``SwinRelativePositionBias.forward``."""
+    # The compiler cannot trace the sum of another object and the mask.
+    if not _is_ours(config) or torch.compiler.is_compiling():
+        return type(layer).forward(layer)
+    height, width = layer.window_size
+    return CompactBias(Window2d(layer.relative_position_bias_table, (height, width)))
