@@ -13,10 +13,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import compat_tier  # of this folder
+import compat_tier
 import pytest
 import torch
 from child_process import run_python
+from compat_cases import operators
+from compat_tools import TOOLS
+from compat_ways import QUICK, SLOW, check_operator
 
 import fastattn
 from fastattn import _openmp, compat, info
@@ -122,15 +125,15 @@ def _quiet() -> Iterator[None]:
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("way", compat_tier.QUICK + compat_tier.SLOW, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("way", QUICK + SLOW, ids=lambda f: f.__name__)
 @pytest.mark.usefixtures("_quiet")
-@pytest.mark.parametrize("operator", compat_tier.operators())
+@pytest.mark.parametrize("operator", operators())
 @pytest.mark.filterwarnings("ignore")
 def test_each_way_of_each_operator(operator: str, way: Callable[..., Any]) -> None:
-    compat_tier.check_operator(operator, way)
+    check_operator(operator, way)
 
 
-@pytest.mark.parametrize("tool", compat_tier.TOOLS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("tool", TOOLS, ids=lambda f: f.__name__)
 @pytest.mark.filterwarnings("ignore")
 def test_each_tool(tool: Callable[[], None]) -> None:
     tool()

@@ -1,0 +1,162 @@
+"""The modules and the tools of the library, for ``compat_tier.py``."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from compat_cases import operators, rand
+from torch import nn
+from torch.testing import assert_close
+
+
+def _layer() -> nn.TransformerEncoderLayer:
+    torch.manual_seed(0)
+    return nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True, dtype=torch.float64)
+
+
+def a_layer_of_an_encoder() -> None:
+    import fastattn as fa
+
+    layer, x = _layer(), rand(2, 5, 8)
+    padding = torch.arange(5) >= torch.tensor([[5], [3]])
+    parameters = list(layer.parameters())
+
+    def run() -> Any:
+        out = layer(x, src_key_padding_mask=padding)
+        with torch.no_grad():
+            inferred = layer.eval()(x)
+        layer.train()
+        return out, inferred, torch.autograd.grad(out.sin().sum(), parameters)
+
+    expected = run()
+    assert fa.replace_mha(layer) == ["self_attn"]
+    assert isinstance(layer.self_attn, fa.MultiheadAttention)
+    assert_close(run(), expected)
+    assert fa.restore_mha(layer) == ["self_attn"]
+    assert type(layer.self_attn) is nn.MultiheadAttention
+    assert_close(run(), expected)
+
+
+def a_layer_of_a_decoder() -> None:
+    import fastattn as fa
+
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"dropout": 0.0, "batch_first": True, "dtype": torch.float64}
+    for norm_first in (False, True):
+        stock = nn.TransformerDecoderLayer(8, 2, 16, norm_first=norm_first, **options)
+        ours = fa.nn.TransformerDecoderLayer(8, 2, 16, norm_first=norm_first, **options)
+        ours.load_state_dict(stock.state_dict())
+        x, memory = rand(2, 5, 8), rand(2, 3, 8)
+        assert_close(ours(x, memory), stock(x, memory))
+
+
+def small_self_attention() -> None:
+    import fastattn as fa
+
+    torch.manual_seed(0)
+    stock = nn.MultiheadAttention(16, 2, batch_first=True)
+    ours = fa.MultiheadAttention(16, 2, batch_first=True)
+    ours.load_state_dict(stock.state_dict())
+    x = torch.randn(2, 9, 16)
+    with torch.no_grad():
+        assert_close(ours(x, x, x, need_weights=False), stock(x, x, x, need_weights=False))
+
+
+def wrong_arguments_of_multihead_attention() -> None:
+    import fastattn as fa
+
+    ours, x = fa.MultiheadAttention(8, 2), torch.randn(3, 1, 8)
+    mask = torch.zeros(3, 3)
+    ours(x, x, x, attn_mask=mask, key_padding_mask=torch.zeros(1, 3))
+    for wrong in (
+        (torch.randn(2, 3, 1, 8), x, x),
+        (x, x[0], x),
+        (x, x, x, torch.zeros(3)),
+        (x[:, 0], x[:, 0], x[:, 0], None, True, torch.zeros(5, 3, 3)),
+        (x, x, x, None, True, torch.zeros(3, 3, dtype=torch.int32)),
+        (x, x, x, torch.zeros(1, 3, dtype=torch.int64)),
+    ):
+        with pytest.raises(AssertionError, match=r"query|key|attn_mask|mask"):
+            ours(*wrong)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ours(x, x, x, attn_mask=mask, key_padding_mask=torch.zeros(1, 3, dtype=torch.bool))
+    assert any("key_padding_mask" in str(w.message) for w in caught)
+    padding = torch.tensor([[False, False, True]])
+    expected = ours(x[:2], x[:2], x[:2])[0]
+    assert_close(ours(x, x, x, padding)[0][:2], expected)
+
+
+def the_projections() -> None:
+    from fastattn.nn._linear import linear
+
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        x, w, b = (torch.randn(*shape).to(dtype) for shape in ((512, 96), (192, 96), (192,)))
+        leaves = [t.requires_grad_() for t in (x, w, b)]
+        ours = linear(*leaves)
+        wide = F.linear(*(t.detach().double() for t in (x, w, b)))
+        close = {"rtol": 0.05, "atol": 0.05}  # the way is asked about, not the rounding
+        assert_close(ours.double(), wide, **close)
+        grads = torch.autograd.grad(ours.float().sum(), leaves)
+        assert_close(grads[2].double(), torch.full((192,), 512.0).double(), **close)
+
+
+def explained() -> None:
+    from fastattn import cli
+
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert cli.main(["explain", "--shapes", "B=1,H=2,L=8,D=4"]) == 0
+    assert "scaled_dot_product_attention" in printed.getvalue()
+
+
+def recorded() -> None:
+    from fastattn.bench import record
+
+    with record() as recording:
+        for name in ("sdpa", "additive", "hops"):
+            ours, _, leaves = operators()[name]
+            ours(*(x.float() for x in leaves))
+    assert len(recording.lines) == 3, recording.lines
+
+
+def captured() -> None:
+    import fastattn as fa
+
+    layer, x = _layer(), rand(2, 5, 8)
+    with fa.capture(layer) as weights:
+        layer(x)
+    assert list(weights) == ["self_attn"]
+
+
+def a_mask_for_transformers() -> None:
+    from fastattn.integrations.transformers._masks import structured_mask
+    from fastattn.integrations.transformers._patterns import Pattern
+
+    padding = torch.tensor([[True, True, True, True], [False, True, True, True]])
+    pattern = Pattern(left=2, right=0)
+    mask = structured_mask((2, 1, 3, 4), pattern, 1, padding, torch.device("cpu"))
+    distance = torch.arange(3)[:, None] + 1 - torch.arange(4)
+    expected = (distance >= 0) & (distance <= 2) & padding[:, None, None]
+    assert mask.shape == expected.shape
+    assert_close(mask & True, expected)
+    assert_close(torch.cat([mask.detach(), mask]), torch.cat([expected, expected]))
+
+
+TOOLS: list[Callable[[], None]] = [
+    a_layer_of_an_encoder,
+    a_layer_of_a_decoder,
+    small_self_attention,
+    wrong_arguments_of_multihead_attention,
+    the_projections,
+    explained,
+    recorded,
+    captured,
+    a_mask_for_transformers,
+]
