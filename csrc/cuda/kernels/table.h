@@ -11,7 +11,6 @@ namespace cuda {
 
 // The widths that kernels are compiled for: a head uses the smallest width that holds its columns.
 constexpr int kWidths[] = {64, 128, 256};
-constexpr int kMaxWidth = 256;
 
 struct Bf16;
 struct F16;
