@@ -160,7 +160,7 @@ def optimisation_flags() -> tuple[list[str], list[str]]:
 
 
 def features(compiler: list[str], flags: list[str]) -> set[str]:
-    """What the compiler defines under these flags; nothing where it refuses them."""
+    """What the compiler defines under these flags; nothing if it rejects them."""
     command = [*compiler, *flags, "-dM", "-E", "-x", "c++", os.devnull]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return set(done.stdout.splitlines())
@@ -213,9 +213,9 @@ def usable_tiles(
         tiles = 'void multiply() { asm volatile("tdpbf16ps %tmm2, %tmm1, %tmm0"); }\n'
         error = refusal(compiler, [*flags, *isa_flags], tiles)
         if error is not None:
-            left_out[isa] = f"{compiler[-1]} refuses {' '.join(isa_flags)}: {error}"
+            left_out[isa] = f"{compiler[-1]} rejects {' '.join(isa_flags)}: {error}"
         elif os.environ.get("FASTATTN_CPU_ISAS") == "native" and not runs_here(compiler, isa_flags):
-            left_out[isa] = "not asked for (FASTATTN_CPU_ISAS=native)"
+            left_out[isa] = "not requested (FASTATTN_CPU_ISAS=native)"
         else:
             usable[isa] = isa_flags
     usable |= EMULATED_ISAS

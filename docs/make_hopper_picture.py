@@ -193,9 +193,9 @@ def predicted(tflops: Callable[[int, int, int, bool], float]) -> Iterator[str]:
     yield f"| D / Dv | {heads} |"
     yield "| --- |" + " --- |" * len(LENGTHS)
     for q, v in WIDTHS:
-        told = " | ".join(f"{tflops(q, v, n, False):.0f} / {tflops(q, v, n, True):.0f}"
+        cells = " | ".join(f"{tflops(q, v, n, False):.0f} / {tflops(q, v, n, True):.0f}"
                           for n in LENGTHS)  # fmt: skip
-        yield f"| {q} / {v} | {told} |"
+        yield f"| {q} / {v} | {cells} |"
 
 
 def tables() -> Iterator[str]:
@@ -216,16 +216,16 @@ def tables() -> Iterator[str]:
     for shape in (Shape(*width) for width in WIDTHS):
         clocks = shape.clocks
         most = max(clocks, key=lambda name: clocks[name])
-        told = " | ".join(f"{n:.0f}" for n in clocks.values())
-        yield f"| {shape.q} / {shape.v} | {told} | {most} |"
+        cells = " | ".join(f"{n:.0f}" for n in clocks.values())
+        yield f"| {shape.q} / {shape.v} | {cells} | {most} |"
     yield ""
     yield from predicted(lambda q, v, n, causal: Shape(q, v).tflops(n, causal))
-    for of_keys, passing, told in (
+    for of_keys, passing, cells in (
         (False, "keys", "Q + dO + K + V, KiB | dQ + S, dP + dS"),
         (True, "queries", "K + V + Q + dO, KiB | sums + S, dP"),
     ):
         yield ""
-        yield f"| D / Dv | {passing} | {told} + 40 registers | products | exponentials | shared |"
+        yield f"| D / Dv | {passing} | {cells} + 40 registers | products | exponentials | shared |"
         yield "| --- |" + " --- |" * 6
         for q, v in WIDTHS:
             kernel = Backward(q, v, of_keys)

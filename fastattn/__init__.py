@@ -1,6 +1,6 @@
 """Fused attention for PyTorch: drop-in for its attention function and its attention module."""
 
-from fastattn import bias, compat, nn, plot  # noqa: F401  (compat checks the version)
+from fastattn import bias, compat, nn, plot  # noqa: F401  (compat rejects a PyTorch out of range)
 from fastattn._capture import capture
 from fastattn._trace import trace
 from fastattn._version import __version__

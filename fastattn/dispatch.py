@@ -154,7 +154,7 @@ def why_not(
     backend = load(name)
     if isinstance(backend, str):
         return [backend]
-    # Triton's interpreter runs on any device, and only when it is asked for.
+    # Triton's interpreter runs on any device, and only when it is requested.
     usual = PRIORITY.get(device, ("reference",))
     on_device = name in usual or (name == "torch" and device in PRIORITY)
     if not on_device and not getattr(backend, "INTERPRETED", False):
@@ -286,7 +286,7 @@ def instruction_set(dtype: torch.dtype) -> str:
         return f"{used} ({found.source})"
     if used == native["supported"][-1]:
         return f"{used} (the strongest that there is)"
-    return f"{used} (asked for)"
+    return f"{used} (requested)"
 
 
 def _instruction_set(native: dict[str, Any], dtype: torch.dtype) -> str:

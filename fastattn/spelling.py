@@ -85,8 +85,8 @@ def _spelled(
     for name in given:
         same = [other for other in (name, *like(name)) if other in allowed]
         if not same:
-            told = (f"{n} ({o})" if (o := _other(n, like)) else n for n in allowed)
-            raise ValueError(f"{flag} {name!r}: allowed are {', '.join(told)}")
+            names = (f"{n} ({o})" if (o := _other(n, like)) else n for n in allowed)
+            raise ValueError(f"{flag} {name!r}: allowed are {', '.join(names)}")
         found[same[0]] = None
     return list(found)
 

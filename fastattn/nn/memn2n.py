@@ -239,8 +239,8 @@ def insert_empty_memories(
     def uniform(*shape: int) -> Tensor:
         return torch.rand(shape, generator=generator, device=device)
 
-    told = (stories != padding_idx).any(-1)  # [B, N]
-    length = told.sum(1, keepdim=True)
+    filled = (stories != padding_idx).any(-1)  # [B, N]
+    length = filled.sum(1, keepdim=True)
     at_most = torch.ceil(fraction * length)
     empty = (uniform(batch, 1) * (at_most + 1)).floor().clamp(max=at_most)
     # Each place draws a number; the sentences take the places with the smallest draws, in order.
@@ -250,7 +250,7 @@ def insert_empty_memories(
     taken = torch.zeros_like(draws, dtype=torch.bool)
     taken.scatter_(1, draws.argsort(1)[:, :slots], place < length)  # [B, steps]
     out = stories.new_full((batch, max(steps, limit), words), padding_idx)
-    out[:, :steps][taken] = stories[told]
+    out[:, :steps][taken] = stories[filled]
     return out[:, :limit]
 
 

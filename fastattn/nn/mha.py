@@ -43,8 +43,9 @@ class MultiheadAttention(_Stock):
     https://docs.pytorch.org/docs/stable/generated/torch.nn.MultiheadAttention.html. The paper is
     Vaswani et al. 2017, https://arxiv.org/abs/1706.03762. Intended differences:
 
-    - A fully masked row gets attention output 0, hence ``out_proj.bias``, and weights 0, and passes
-      no gradient. PyTorch gives NaN on some of its paths and the same result on others.
+    - A fully masked row gets attention output 0, so its result is ``out_proj.bias``. Its weights
+      are 0, and it passes no gradient. PyTorch gives NaN on some of its paths and the same result
+      on others.
     - There is one path: ``need_weights=True`` stays on the fused kernel, keys hidden by
       ``key_padding_mask`` are skipped, and ``is_causal=True`` without ``attn_mask`` always raises.
     - The output is contiguous. With ``batch_first=True``, PyTorch's is contiguous only on its fast

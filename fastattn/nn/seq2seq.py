@@ -288,9 +288,9 @@ class Transformer(nn.Transformer):
             cache.select(parent)
             if done.all():
                 break
-        told = tokens[:, 1:].view(count, beams, -1)
-        lengths = (told != self.padding_idx).sum(-1).clamp(min=1)
-        chosen = told[torch.arange(count), (scores / lengths).argmax(1)]
+        generated = tokens[:, 1:].view(count, beams, -1)
+        lengths = (generated != self.padding_idx).sum(-1).clamp(min=1)
+        chosen = generated[torch.arange(count), (scores / lengths).argmax(1)]
         return chosen if self.batch_first else chosen.T
 
     def _embed(self, name: str, tokens: Tensor, embedding: nn.Embedding, offset: int) -> Tensor:

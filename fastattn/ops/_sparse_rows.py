@@ -25,14 +25,14 @@ def used_rows(
         IndexError: a token that is neither the padding nor a row.
     """
     words, place = tokens.unique(return_inverse=True)
-    told = torch.ones_like(words, dtype=torch.bool) if padding_idx is None else words != padding_idx
-    wrong = told & ((words < 0) | (words >= weight.shape[-2]))
+    used = torch.ones_like(words, dtype=torch.bool) if padding_idx is None else words != padding_idx
+    wrong = used & ((words < 0) | (words >= weight.shape[-2]))
     if wrong.any():
         word = int(words[wrong][0])
         where = (tokens == word).nonzero()[0].tolist()
         raise IndexError(f"tokens{where} is {word}, but weight has {weight.shape[-2]} rows")
-    number = (told.cumsum(0) - 1).masked_fill(~told, -1)  # new row of each word; -1: padding
-    rows = _Rows.apply(weight, words[told].long())
+    number = (used.cumsum(0) - 1).masked_fill(~used, -1)  # new row of each word; -1: padding
+    rows = _Rows.apply(weight, words[used].long())
     return number[place], rows, None if padding_idx is None else -1
 
 

@@ -228,7 +228,7 @@ at("map").dispatchEvent(new PointerEvent("pointermove",
   {clientX: at("map").getBoundingClientRect().left + shown.left + 1.5 * shown.cell,
    clientY: at("map").getBoundingClientRect().top + shown.top + 0.5 * shown.cell}));
 document.body.append(Object.assign(document.createElement("pre"),
-  {textContent: JSON.stringify([states, at("told").textContent])}));
+  {textContent: JSON.stringify([states, at("readout").textContent])}));
 </script></body>"""
 
 

@@ -125,7 +125,7 @@ def test_tune(flags: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("command", ["verify", "explain", "tune", "bench run"])
 @pytest.mark.parametrize(("flag", "value"), [("--dtype", "fp32,int8"), ("--op", "sdpa,abacus")])
-def test_every_command_refuses_what_no_one_knows(
+def test_every_command_rejects_unknown_names(
     command: str, flag: str, value: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     try:

@@ -91,7 +91,7 @@ def test_every_supported_instruction_set_has_its_features():
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("changed", "expected"),
     [
         ({}, ""),
         ({"leaf7_edx": 1 << 22}, "no AMX"),
@@ -106,11 +106,11 @@ def test_every_supported_instruction_set_has_its_features():
     ],
     ids=str,
 )
-def test_why_there_are_no_tiles(changed, told):
+def test_why_there_are_no_tiles(changed, expected):
     registers = {"leaf7_edx": XEON["leaf7_edx"], "xcr0": XEON["xcr0"], "error": 0}
     reason = _cpu.why_no_tiles(**{**registers, **changed})
-    assert told in reason
-    assert bool(told) == bool(reason)
+    assert expected in reason
+    assert bool(expected) == bool(reason)
 
 
 def test_no_code_of_an_instruction_set_runs_when_the_module_is_loaded() -> None:

@@ -17,7 +17,7 @@ FLAGS = ("-fsanitize=address", "-g1", "-fno-omit-frame-pointer", "-Wno-error")
 ELEMENTS = ("Bf16", "F32")
 
 # Some cases of each operator. Then a tensor that has a row less than the call says it has, which
-# must be told of.
+# must be reported.
 _RUN = """
 import sys, torch
 from pathlib import Path

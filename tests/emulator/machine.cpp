@@ -85,7 +85,7 @@ void thread_main() {
   }
   machine.current->done = true;
   to_scheduler();
-  std::abort();  // nobody resumes a thread that is done
+  std::abort();  // a thread that is done is never resumed
 }
 
 // Of all threads that there ever were at once: the next launch may have fewer, and that after it
@@ -136,12 +136,12 @@ void complete_now_and_then() {
 
 std::string who_waits() {
   std::string text = "deadlock";
-  const Thread* told = nullptr;  // one thread for all of a warp that wait together
+  const Thread* last = nullptr;  // one thread for all of a warp that wait together
   for (const Thread& thread : machine.threads) {
     const bool same =
-        told != nullptr && thread.id / 32 == told->id / 32 && thread.place.line == told->place.line;
+        last != nullptr && thread.id / 32 == last->id / 32 && thread.place.line == last->place.line;
     if (thread.done || same) continue;
-    told = &thread;
+    last = &thread;
     text += "; thread " + std::to_string(thread.id) + " waits in " + thread.operation + " (" +
             thread.place.file + ":" + std::to_string(thread.place.line) + ")";
   }
@@ -180,7 +180,7 @@ void part_a_warp() {
   parted_until = rounds + random_bits() % 64;
 }
 
-// When nobody else can go on, nothing happens by waiting longer.
+// When no other thread can go on, waiting longer changes nothing.
 void wake_all() {
   parted_until = 0;
   for (uint64_t& until : asleep_until) until = 0;

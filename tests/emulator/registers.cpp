@@ -7,7 +7,7 @@ namespace {
 constexpr size_t kRegisters = 64 << 10;  // of a multiprocessor
 
 std::vector<int> held;  // by each thread of a warpgroup
-int left = 0;           // of the block's, that nobody holds
+int left = 0;           // registers of the block that no warp holds
 uint64_t given = 0;     // how often some were given back
 
 const bool registered = [] {

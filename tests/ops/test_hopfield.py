@@ -162,7 +162,7 @@ def test_a_query_does_not_depend_on_the_others(
 def test_masks_exclude(
     engine: Target, normal: Callable[..., Tensor], generator: torch.Generator
 ) -> None:
-    """What is masked is not read, not even NaN; and a query that sees nothing is 0."""
+    """What is masked is not read, not even NaN; and a fully masked query gives 0."""
     for queries in (2, 9):
         clean = normal(2, 1, 7, 5)
         mask = torch.rand(2, 1, queries, 7, generator=generator) < 0.6

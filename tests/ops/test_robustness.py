@@ -231,7 +231,7 @@ def test_deterministic_algorithms_change_nothing(backend: str, lengths: tuple[in
         for n, d in ((q_len, 24), (k_len, 24), (k_len, 40))
     )
     mask = torch.randn(2, 1, 1, k_len, generator=generator).requires_grad_()
-    keep = torch.arange(k_len) >= 2  # with the window, the first queries see nothing
+    keep = torch.arange(k_len) >= 2  # with the window, the first queries are fully masked
     for average in (False, True):
         for bias in (mask, keep):
             results = attention(

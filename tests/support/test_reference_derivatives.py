@@ -43,7 +43,7 @@ def test_first_and_second_derivatives(options: dict[str, Any], mask: str, weight
     m = None
     if mask == "bool":
         m = normal(2, 2, 3, 4) > -0.8
-        m[0, 0, 1] = False  # a query that sees nothing
+        m[0, 0, 1] = False  # a fully masked row
     elif mask != "none":
         m = normal(1, 2, 1, 4) if mask == "learned_broadcast" else normal(2, 2, 3, 4)
         leaves.append(m.requires_grad_())

@@ -116,7 +116,7 @@ def hopfield_retrieve_backward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Return the gradients of state, stored, keys and the bias, in their own shapes.
 
-    Bit n of ``needed`` asks for gradient n; the others may be None. ``ends`` is recomputed.
+    Bit n of ``needed`` requests gradient n; the others may be None. ``ends`` is recomputed.
     """
 
     def forward(state: Tensor, stored: Tensor, keys: Any, mask: Any, bias: Any) -> tuple[Tensor]:

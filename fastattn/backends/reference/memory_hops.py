@@ -118,7 +118,7 @@ def memory_hop_attention_backward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Return the gradients of query, the memories, hop_proj and the bias, in their own shapes.
 
-    Bit n of ``needed`` asks for gradient n; the others may be None. ``trace`` and ``stats``
+    Bit n of ``needed`` requests gradient n; the others may be None. ``trace`` and ``stats``
     are recomputed, not read.
     """
     forward = functools.partial(memory_hop_attention, options=options)

@@ -324,7 +324,7 @@ def _greedy(table: _Table, *bits: int) -> _Table:
     spill. Entries of the table may set it, too.
     """
 
-    def told(kernel: str, size: int, rows: _Rows) -> _Rows:
+    def of_size(kernel: str, size: int, rows: _Rows) -> _Rows:
         forward = kernel.startswith(("forward", "decode")) or kernel == "hops"
         wanted = forward or kernel == "statistics" if size == 16 else not forward
         if size not in bits or not wanted:
@@ -332,7 +332,7 @@ def _greedy(table: _Table, *bits: int) -> _Table:
         return [(up_to, launch._replace(greedy=1)) for up_to, launch in rows]
 
     return {
-        kernel: {size: told(kernel, size, rows) for size, rows in of_kernel.items()}
+        kernel: {size: of_size(kernel, size, rows) for size, rows in of_kernel.items()}
         for kernel, of_kernel in table.items()
     }
 

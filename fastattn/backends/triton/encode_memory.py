@@ -169,8 +169,8 @@ def encode_memory_backward(
     counts = (tokens >= 0) & (tokens < rows)
     if options.padding_idx is not None:
         counts &= tokens != options.padding_idx
-    told = torch.where(counts, tokens, rows).flatten(1)  # tokens that do not count come last
-    told, order = told.sort(dim=1, stable=True)
+    row_of = torch.where(counts, tokens, rows).flatten(1)  # tokens that do not count come last
+    row_of, order = row_of.sort(dim=1, stable=True)
     every = torch.arange(rows + 1, device=tokens.device).expand(models, -1).contiguous()
     grad_weight = grad.new_empty((models, tables, rows, width))
     launch(
@@ -180,7 +180,7 @@ def encode_memory_backward(
         grad.device,
         p_grad=grad.contiguous(),
         p_order=order,
-        p_starts=torch.searchsorted(told, every),
+        p_starts=torch.searchsorted(row_of, every),
         p_factors=factors.contiguous(),
         p_sums=grad_weight,
         tables=tables,
