@@ -146,7 +146,7 @@ MUTANTS += tuple(
         ("every_panel_has_the_first_dq", "tiles/sdpa_backward.h", "x.dq = dq + i * dp;", "x.dq = dq;"),
         ("a_sum_of_values_is_as_wide_as_keys", "tiles/sdpa_backward.h", "x.dv = f.dv + (j - keys.begin) * dvp;", "x.dv = f.dv + (j - keys.begin) * dp;"),
         ("a_query_head_of_another_group", "tiles/sdpa_backward.h", "x.h = hk * group + g,", "x.h = hk + g * p.Hkv,"),
-        ("dk_is_not_scaled", "tiles/sdpa_backward.h", "write_rows(f.dk, dp, p.D, static_cast<T>(p.scale)", "write_rows(f.dk, dp, p.D, T(1)"),
+        ("dk_is_not_scaled", "tiles/sdpa_backward.h", "write_rows(f.all_dk, dp, p.D, static_cast<T>(p.scale)", "write_rows(f.all_dk, dp, p.D, T(1)"),
     )
 )  # fmt: skip
 

@@ -48,6 +48,9 @@ class TileBackwardUnit {
   static constexpr int64_t kChunkKeys = 1024, kMostChunks = 8;
   // Queries of a panel times channels: its packed operands and dQ are then 0.75 MiB.
   static constexpr int64_t kPanelElements = (1 << 16) / kParts;
+  // In fp32, queries whose dK and dV are summed before they are added to the others: each square adds
+  // as many roundings as there are products of parts. A multiple of a panel.
+  static constexpr int64_t kQueriesOfSum = 1024;
   // Gradients are often smaller than other numbers, and computing pairs one by one is slow.
   static constexpr float kLeastGradient = 0x1p-60f;
   // Beyond this, rounding a score in units of log2 could show in a weight in bf16.
@@ -92,6 +95,7 @@ class TileBackwardUnit {
     Bf16 *w_left, *ds_left;  // [kRows][2][kColumns][part] left tiles: keys, over queries
     Bf16* ds_right;          // [kColumns][2][kRows][part] right tiles: queries, over keys
     T *dk, *dv;              // [chunk / 32][D | Dv / 32] squares, keys by channels
+    T *all_dk, *all_dv;      // in fp32, the sums of dk and dv before; else the same
     RowScale<T> rows;        // [panel]
     T *minus_lse, *delta;    // [panel]; the log-sum-exp in units of log2, in fp32 what rows.low has
     T* keys;                 // [Lk], the row of a key mask
@@ -119,6 +123,8 @@ class TileBackwardUnit {
     f.q_apart = a.take<uint32_t>(queries / kSide), f.g_apart = a.take<uint32_t>(queries / kSide);
     const int64_t keys = min_of(chunk, round_up(p.Lk, kSide));
     f.dk = a.take<T>(keys * dp), f.dv = a.take<T>(keys * dvp);
+    f.all_dk = kParts > 1 ? a.take<T>(keys * dp) : f.dk;
+    f.all_dv = kParts > 1 ? a.take<T>(keys * dvp) : f.dv;
     f.rows = {a.take<T>(queries), a.take<T>(queries), a.take<T>(queries)};
     f.minus_lse = a.take<T>(queries), f.delta = a.take<T>(queries);
     f.keys = a.take<T>(key_mask ? p.Lk : 0);
@@ -138,6 +144,10 @@ class TileBackwardUnit {
     const int64_t padded = round_up(keys.end - keys.begin, kSide);
     __builtin_memset(f.dk, 0, static_cast<size_t>(padded * dp) * sizeof(T));
     __builtin_memset(f.dv, 0, static_cast<size_t>(padded * dvp) * sizeof(T));
+    if (kParts > 1) {
+      __builtin_memset(f.all_dk, 0, static_cast<size_t>(padded * dp) * sizeof(T));
+      __builtin_memset(f.all_dv, 0, static_cast<size_t>(padded * dvp) * sizeof(T));
+    }
     __builtin_memset(dq, 0, static_cast<size_t>(group * dq_size()) * sizeof(T));
     {
       const TileScope tiles;
@@ -147,8 +157,8 @@ class TileBackwardUnit {
         query_head(f, x, keys, prepared, dq + g * dq_size());
       }
     }
-    write_rows(f.dk, dp, p.D, static_cast<T>(p.scale), p.grad_k, b, hk, keys);
-    write_rows(f.dv, dvp, p.Dv, T(1), p.grad_v, b, hk, keys);
+    write_rows(f.all_dk, dp, p.D, static_cast<T>(p.scale), p.grad_k, b, hk, keys);
+    write_rows(f.all_dv, dvp, p.Dv, T(1), p.grad_v, b, hk, keys);
   }
 
   void write_dq(int64_t head, int64_t g, const T* dq) const {
@@ -188,6 +198,7 @@ class TileBackwardUnit {
       seen = trim(f.keys, keys);
     }
     for (int64_t i = 0; i < p.Lq; i += panel) {
+      if (i % kQueriesOfSum == 0) add_up(f, keys);
       const int64_t end = min_of(p.Lq, i + panel);
       const Range visible = visible_to_any(p, i, end);
       const Range r{max_of(seen.begin, visible.begin), min_of(seen.end, visible.end)};
@@ -210,6 +221,21 @@ class TileBackwardUnit {
       }
       flush(f);
     }
+    add_up(f, keys);
+  }
+
+  // Adds dK and dV to those before, in fp32.
+  void add_up(Buffers& f, Range keys) const {
+    if (kParts == 1) return;
+    const int64_t padded = round_up(keys.end - keys.begin, kSide);
+    const auto add = [&](T* from, T* to, int64_t count) {
+      for (int64_t at = 0; at < count; at += W) {
+        store(to + at, load(to + at) + load(from + at));
+        store(from + at, Vec<T>{});
+      }
+    };
+    add(f.dk, f.all_dk, padded * dp);
+    add(f.dv, f.all_dv, padded * dvp);
   }
 
   void block(Buffers& f, Block& x) const {
