@@ -56,9 +56,10 @@ X86_ISAS = {
 }
 ISAS = X86_ISAS if platform.machine() in ("x86_64", "AMD64") else {"baseline": []}
 
-# Only attention in bf16 runs on tiles; everything else runs on the vectors below. On a Xeon with
-# AMX the kernels of avx512 are faster in bf16 than those of avx512_bf16 (docs/evidence.md), so they
-# come first here. The emulation is for tests and runs on every machine with AVX-512.
+# Only attention in bf16 and float32 runs on tiles; everything else runs on the vectors below. On a
+# Xeon with AMX the kernels of avx512 are faster in bf16 than those of avx512_bf16
+# (docs/evidence.md), so they come first here. The emulation is for tests and runs on every machine
+# with AVX-512.
 X86_TILE_ISAS = {"amx_bf16": [*X86_ISAS["avx512"], "-mamx-tile", "-mamx-bf16"]}
 X86_EMULATED_ISAS = {"amx_bf16_emulated": [*X86_ISAS["avx512"], "-DFASTATTN_EMULATED_TILES=1"]}
 BELOW_TILES = ("avx512", "avx512_bf16")
