@@ -23,6 +23,7 @@ OPTIONS = (
     "softcap",
     "alibi",
     "sinks",
+    "relative",
     "dropout",
     "learnable",
     "stepwise",
@@ -45,9 +46,9 @@ class Cell:
               bool (a random [Lq, Lk] mask, half of it True), bias (an additive mask)
     weights   which attention weights are returned: none, average (over the heads) or per-head
     option    none, window (keys at most Lk / 4 places away), softcap (2), alibi (the slopes of its
-              paper), sinks (a logit per head), dropout (of 0.1), learnable (the bias of the mask
-              has a gradient), stepwise (one position at a time, on a cache) or layerwise (tying of
-              a memory network)
+              paper), sinks (a logit per head), relative (a learned bias of every distance), dropout
+              (of 0.1), learnable (the bias of the mask has a gradient), stepwise (one position at a
+              time, on a cache) or layerwise (tying of a memory network)
     label     a description, such as the model that has this shape
     """
 

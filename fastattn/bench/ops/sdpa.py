@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import embedding, pad, scaled_dot_product_attention
 
 from fastattn.backends.reference._dropout import dropout_keep, kept_scale
 from fastattn.bench.cells import Cell, window_width
@@ -39,7 +39,7 @@ class Sdpa(Operator):
     SIZES: ClassVar[Sizes] = {"B": 1, "H": 8, "Hkv": "H", "Lq": 512, "Lk": "Lq", "D": 64, "Dv": "D"}
     MASKS = ("none", "causal", "padding", "bool", "bias")
     WEIGHTS = ("none", "average", "per-head")
-    OPTIONS = ("none", "window", "softcap", "alibi", "sinks", "dropout", "learnable")
+    OPTIONS = ("none", "window", "softcap", "alibi", "sinks", "relative", "dropout", "learnable")
     SHAPES: ClassVar = {"query": "B H Lq D", "key": "B Hkv Lk D", "value": "B Hkv Lk Dv"}
     OUTPUT = "B H Lq Dv"
 
@@ -71,6 +71,8 @@ class Sdpa(Operator):
             inputs["alibi_slopes"] = powers.exp2().view(1, heads, 1, 1)
         elif cell.option == "sinks":  # of the size of lse, so that a wrong one shows
             inputs["sinks"] = draw.normal(1, heads, 1, 1) + math.log(cell["Lk"])
+        elif cell.option == "relative":
+            inputs["relative_bias"] = draw.normal(heads, 2 * max(cell["Lq"], cell["Lk"]) - 1)
         elif cell.option == "dropout":
             scores = (cell["B"], heads, cell["Lq"], cell["Lk"])
             inputs["kept"] = dropout_keep(scores, _DROPOUT, draw_seed(*_first_seed()))
@@ -91,15 +93,25 @@ class Sdpa(Operator):
         return self.leaves(inputs), options | _own_options(cell, inputs)
 
     def leaf_names(self, cell: Cell) -> Sequence[str]:
-        return [*self.SHAPES, *(["attn_mask"] if cell.option == "learnable" else [])]
+        learned = {"learnable": ["attn_mask"], "relative": ["relative_bias"]}
+        return [*self.SHAPES, *learned.get(cell.option, [])]
 
     def theirs(self, cell: Cell, inputs: Inputs) -> Prepared:
         query, key, value = self.leaves(inputs)
         options = _options(cell, inputs)
-        return (
-            lambda: (scaled_dot_product_attention(query, key, value, **options),),
-            [inputs[name] for name in self.leaf_names(cell)],
-        )
+
+        def biases() -> Tensor:
+            return _biases(inputs["relative_bias"], _distances(cell, query))
+
+        if cell.option == "relative" and cell.passes == "fwd":
+            options["attn_mask"] = biases()
+
+        def forward() -> Outputs:
+            if cell.option == "relative" and cell.passes != "fwd":  # the table has a gradient
+                options["attn_mask"] = biases()
+            return (scaled_dot_product_attention(query, key, value, **options),)
+
+        return forward, [inputs[name] for name in self.leaf_names(cell)]
 
     def why_not_theirs(self, cell: Cell) -> list[str]:
         reasons = []
@@ -107,6 +119,8 @@ class Sdpa(Operator):
             reasons.append("F.scaled_dot_product_attention returns no weights")
         if cell.option in ("window", "softcap", "alibi", "sinks"):
             reasons.append(f"F.scaled_dot_product_attention has no {cell.option}")
+        if cell.option == "relative" and cell.mask != "none":
+            reasons.append("F.scaled_dot_product_attention has one mask")
         if cell.option == "dropout":
             reasons.append("PyTorch drops other weights, so its result cannot be checked")
         return reasons
@@ -143,8 +157,8 @@ class Sdpa(Operator):
         """
         pairs = cell["B"] * cell["H"] * cell["Lq"] * cell["Lk"]
         most = _PAIRS_OF_FEW if few else PAIRS_CHECKED
-        if pairs <= most or cell.option == "learnable":  # the gradient of a bias needs all of them
-            return [()]
+        if pairs <= most or cell.option in ("learnable", "relative"):
+            return [()]  # the gradient of a bias needs all of them
         heads = [()] if cell.weights == "average" else [(h,) for h in range(cell["Hkv"])]
         units = [(b, *h) for b in range(cell["B"]) for h in heads]
         count = max(1, most * len(units) // pairs)
@@ -190,6 +204,8 @@ def _own_options(cell: Cell, inputs: Inputs) -> dict[str, Any]:
         return {"alibi_slopes": inputs["alibi_slopes"].flatten()}
     if cell.option == "sinks":
         return {"sinks": inputs["sinks"].flatten()}
+    if cell.option == "relative":
+        return {"relative_bias": inputs["relative_bias"]}
     if cell.option == "dropout":
         return {"dropout_p": _DROPOUT, "generator": _first_seed()[1]}
     return {}
@@ -205,9 +221,7 @@ def _attended(cell: Cell, inputs: Inputs, rows: slice) -> tuple[Tensor, Tensor]:
     query, key, value = (inputs[name] for name in ("query", "key", "value"))
     group = query.shape[1] // key.shape[1]
     visible, bias = (_rows(x, rows) for x in split_mask(inputs))
-    # Query position minus key position.
-    keys, queries = (torch.arange(cell[k], device=query.device) for k in ("Lk", "Lq"))
-    before = queries[rows, None] - keys
+    before = _distances(cell, query)[rows]
     if cell.mask == "causal":
         visible = before >= 0
     if cell.option == "window":
@@ -216,6 +230,9 @@ def _attended(cell: Cell, inputs: Inputs, rows: slice) -> tuple[Tensor, Tensor]:
     if cell.option == "alibi":
         slopes = -inputs["alibi_slopes"] * before.abs()
         bias = slopes if bias is None else bias + slopes
+    if cell.option == "relative":
+        added = _biases(inputs["relative_bias"], before)
+        bias = added if bias is None else bias + added
     scores = query[:, :, rows] @ key.repeat_interleave(group, 1).mT * query.shape[-1] ** -0.5
     if cell.option == "softcap":
         scores = _SOFTCAP * (scores / _SOFTCAP).tanh()
@@ -228,6 +245,17 @@ def _attended(cell: Cell, inputs: Inputs, rows: slice) -> tuple[Tensor, Tensor]:
     if cell.option == "dropout":
         weights = weights * inputs["kept"][:, :, rows] * kept_scale(_DROPOUT)
     return weights @ value.repeat_interleave(group, 1), weights
+
+
+def _distances(cell: Cell, query: Tensor) -> Tensor:
+    """Query position minus key position, [Lq, Lk]."""
+    keys, queries = (torch.arange(cell[k], device=query.device) for k in ("Lk", "Lq"))
+    return queries[:, None] - keys
+
+
+def _biases(table: Tensor, distances: Tensor) -> Tensor:
+    """The bias of all pairs [H, Lq, Lk]."""
+    return embedding(distances + table.shape[1] // 2, table.mT).permute(2, 0, 1)
 
 
 def _rows(mask: Tensor | None, rows: slice) -> Tensor | None:
