@@ -77,7 +77,7 @@ MUTANTS = (
     Mutant("a_lane_has_no_gradient", "relative_bias.h", "*to += sum[0][0];", "", source=BACKWARD),
     Mutant("the_last_sums_are_lost", "relative_bias.h", "store(to + n * W, load(to + n * W) + sum[n]);", ";", source=BACKWARD),
     Mutant("positions_of_a_gradient_are_of_the_first_keys", "relative_bias.h", "table[position(p, i + p.offset)", "table[position(p, i)", source=BACKWARD),
-    Mutant("a_relative_bias_is_capped", "sdpa_gradients.h", "add_relative_gradient<T, NV>(p, i0, i1, r.begin, r.end, f.ds, f.relative); if (rule.softcap > 0) {", "{} if (rule.softcap > 0) {", source=BACKWARD),
+    Mutant("a_gradient_of_a_table_is_capped", "sdpa_gradients.h", "if (p.grad_relative_bias != nullptr) add_relative", "for (int64_t x = 0; x < nk * L && rule.softcap > 0; x += W) store(f.ds + x, load(f.ds + x) * load(f.cap + x)); if (p.grad_relative_bias != nullptr) add_relative", source=BACKWARD),
     Mutant("a_page_too_far", "decode.h", "base + p.pages[page] * x.stride[0]", "base + p.pages[page == 0 ? 0 : page - 1] * x.stride[0]", "decode_attention", FORWARD),
     Mutant("a_hidden_row_is_read", "memory_hops_stream.h", "count += seen;", "count += 1;", "memory_hop_attention", "memory_hops"),
     Mutant("a_bias_is_not_added", "memory_hops_stream.h", "if (block.biased) x += load(block.bias + i);", "", "memory_hop_attention", "memory_hops"),
