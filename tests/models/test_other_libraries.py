@@ -116,6 +116,23 @@ def test_every_part_of_a_model_of_transformers_gets_its_own_setting_back() -> No
     assert [part.config._attn_implementation for part in parts] == ["fastattn"] * 3
     fastattn.restore(model)
     assert [part.config._attn_implementation for part in parts] == before
+    del model.vision_model  # transformers sets the configuration of a part that it does not find
+    fastattn.accelerate(model)
+    assert config.vision_config._attn_implementation == "fastattn"
+    fastattn.restore(model)
+    assert config.vision_config._attn_implementation == "sdpa"
+
+
+def test_what_the_user_sets_in_the_meantime_stays() -> None:
+    model = ENTRY["LlamaForCausalLM"].build()
+    model.set_attn_implementation("sdpa")
+    fastattn.accelerate(model)
+    model.set_attn_implementation("eager")
+    (part,) = fastattn.accelerate(model).parts
+    assert part.backend
+    model.set_attn_implementation("eager")
+    fastattn.restore(model)
+    assert model.config._attn_implementation == "eager"
 
 
 def test_a_model_of_transformers_with_attention_of_its_own() -> None:
@@ -125,6 +142,17 @@ def test_a_model_of_transformers_with_attention_of_its_own() -> None:
     assert part.modules == ("h.0.self_attention",)
     assert part.calls == "a product and a softmax"
     fastattn.restore(model)
+
+
+def test_a_library_out_of_range_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise ImportError("too old")
+
+    model = ENTRY["LlamaForCausalLM"].build()
+    monkeypatch.setattr("fastattn.integrations.transformers.register", refuse)
+    (part,) = fastattn.accelerate(model).unserved
+    assert part.reason == "ImportError: too old"
+    assert model.config._attn_implementation == "eager"
 
 
 # --- libraries without one ------------------------------------------------------------------------
