@@ -6,7 +6,7 @@ import dis
 import functools
 import inspect
 from collections.abc import Iterator
-from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -87,7 +87,8 @@ def _read(module: nn.Module) -> set[str]:
 
 def _marks_of_value(value: Any) -> set[str]:
     """For what the code calls by another name."""
-    value = getattr(value, "func", value)  # of a partial
+    if isinstance(value, functools.partial):
+        value = value.func
     if value is torch.nn.functional.scaled_dot_product_attention:
         return {"scaled_dot_product_attention"}
     return {"softmax"} if isinstance(value, nn.Softmax) else set()
@@ -131,7 +132,8 @@ def _python_function(value: Any) -> FunctionType | None:
     """The function that a call of this value runs, if it is written in Python and is followed."""
     while isinstance(value, functools.partial):
         value = value.func
-    value = getattr(value, "__func__", value)  # methods, static methods, class methods
+    if isinstance(value, (MethodType, classmethod, staticmethod)):
+        value = value.__func__
     if not callable(value) or isinstance(value, type):
         return None
     value = inspect.unwrap(value)
