@@ -19,6 +19,32 @@ struct Tensor4 {
   int64_t stride[4] = {0, 0, 0, 0};
 };
 
+// A mask program says which pairs are visible: leaves and operators in postfix order. Where a tensor
+// has fewer batch entries or heads than the call, they repeat. Queries are padded to Lq', keys to
+// Lk', multiples of kMaskPadding.
+enum class MaskKind : int {
+  all_of = 0,    // the two operands before it, both
+  any_of = 1,    // at least one of them
+  interval = 2,  // low[i] <= j < high[i]
+  ids = 3,       // query_id[i] == key_id[j]
+  blocks = 4,    // the state of a block, or the bit of a pair
+};
+
+constexpr int64_t kMaskPadding = 64;
+constexpr int kMaskSteps = 63;  // 32 leaves and the operators between them
+
+struct MaskStep {
+  MaskKind kind;
+  bool negated;                // a leaf: the other pairs are visible
+  int64_t batch, heads;        // of the data
+  int64_t block_q, block_k;    // of blocks: queries and keys of one
+  int64_t blocks_q, blocks_k;  // of blocks: their number
+  const int32_t* data;         // interval: low and high [batch, 2, Lq']; ids: of queries and keys
+                               // [batch, Lq' + Lk']; blocks: states [batch, heads, blocks_q,
+                               // blocks_k], 0 none, 1 all, 2 + n: bits of block n
+  const uint32_t* bits;        // of blocks: [n, block_k, block_q / 32 rounded up], 1 = visible
+};
+
 struct AttentionOptions {
   double scale = 1;
   int64_t offset = 0;         // the diagonal: query i is at position i + offset on the key axis
@@ -53,9 +79,11 @@ struct AttentionParams : AttentionOptions {
   const void* relative_bias;  // [B, Hq, relative_bias_size] acc, null = none: a table of distances
                               // d = position(i + offset) - position(j), 0 in the middle
   int64_t relative_bias_stride[2];
-  int64_t relative_bias_size;  // odd
-  const int32_t* positions;    // [Lk], null = 0, 1, 2, ...
-  uint64_t seed;               // of dropout: the Philox key
+  int64_t relative_bias_size;    // odd
+  const int32_t* positions;      // [Lk], null = 0, 1, 2, ...
+  const MaskStep* mask_program;  // [mask_steps], null = none
+  int mask_steps;
+  uint64_t seed;    // of dropout: the Philox key
   Tensor4 applied;  // the weights, [B, Hq, Lq, Lk] (averaged: [B, -, Lq, Lk], head stride 0)
 
   // backward only

@@ -3,8 +3,10 @@
 
 #include <cstdint>
 #include <memory>
+#include <vector>
 
 #include "kernel_table.h"
+#include "mask_program.h"
 #include "sdpa_arguments.h"
 
 namespace py = pybind11;
@@ -12,13 +14,26 @@ namespace py = pybind11;
 namespace fastattn {
 namespace {
 
-// operands: see optional_arguments; and applied, the weights.
-AttentionParams arguments(AttentionParams p, const py::object& options,
-                          const py::object& operands) {
-  static const auto applied = std::make_tuple(field("applied", &AttentionParams::applied));
+// The arguments of a call, and the memory that they point to.
+struct Arguments : AttentionParams {
+  const int32_t* mask_words = nullptr;
+  int64_t mask_length = 0;
+  std::vector<MaskStep> steps;
+};
+
+// operands: see optional_arguments; and applied, the weights; mask_program and its length.
+Arguments arguments(const AttentionParams& common, const py::object& options,
+                    const py::object& operands) {
+  static const auto others = std::make_tuple(field("applied", &AttentionParams::applied),
+                                             field("mask_program", &Arguments::mask_words),
+                                             field("mask_length", &Arguments::mask_length));
+  Arguments p{common};
   read_attention_options(named(options), p);
   optional_arguments(p, operands);
-  if (!operands.is_none()) named(operands).read_given(p, applied);
+  if (!operands.is_none()) named(operands).read_given(p, others);
+  if (p.mask_words == nullptr) return p;
+  p.steps = MaskProgramReader(p.mask_words, p.mask_length, p).read();
+  p.mask_program = p.steps.data(), p.mask_steps = static_cast<int>(p.steps.size());
   return p;
 }
 
@@ -27,9 +42,9 @@ void attention_forward(int dtype, bool reduced, int threads, const py::tuple& si
                        uintptr_t v, const py::tuple& v_stride, uintptr_t out,
                        const py::tuple& out_stride, uintptr_t lse, const py::object& options,
                        const py::object& operands) {
-  AttentionParams p = arguments(common_arguments(dtype, reduced, threads, sizes, q, q_stride, k,
-                                                 k_stride, v, v_stride, out, out_stride, lse),
-                                options, operands);
+  Arguments p = arguments(common_arguments(dtype, reduced, threads, sizes, q, q_stride, k, k_stride,
+                                           v, v_stride, out, out_stride, lse),
+                          options, operands);
   py::gil_scoped_release release;
   // A caller without a gradient passes no lse: a tensor costs two microseconds, this buffer a
   // twentieth.
@@ -48,9 +63,9 @@ void attention_backward(int dtype, bool reduced, int threads, const py::tuple& s
                         const py::tuple& out_stride, uintptr_t lse, const py::object& options,
                         const py::object& operands, const py::dict& gradients) {
   static const auto mask = std::make_tuple(field("grad_mask", &AttentionParams::grad_mask));
-  AttentionParams p = arguments(common_arguments(dtype, reduced, threads, sizes, q, q_stride, k,
-                                                 k_stride, v, v_stride, out, out_stride, lse),
-                                options, operands);
+  Arguments p = arguments(common_arguments(dtype, reduced, threads, sizes, q, q_stride, k, k_stride,
+                                           v, v_stride, out, out_stride, lse),
+                          options, operands);
   read_gradients(named(gradients), p);
   named(gradients).read(p, mask);
   py::gil_scoped_release release;

@@ -23,13 +23,15 @@ __all__ = ["attention", "attention_backward"]
 _TENSORS = (
     "Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? alibi_slopes, Tensor? seed"
 )
-_MORE = "Tensor? sinks, Tensor? relative_bias, Tensor? positions"
+_LAST = (  # those after lse in the backward
+    "Tensor? sinks, Tensor? relative_bias, Tensor? positions, Tensor? mask_program"
+)
 
 
 def _save(ctx: Any, args: Sequence[Any], results: tuple[Tensor, Tensor, Tensor]) -> None:
-    *tensors, sinks, relative_bias, positions, ctx.options, ctx.backend = args
+    query, key, value, attn_mask, alibi_slopes, seed, *last, ctx.options, ctx.backend = args
     out, lse, _ = results  # the weights are not saved: O(L) memory
-    ctx.save_for_backward(*tensors, out, lse, sinks, relative_bias, positions)
+    ctx.save_for_backward(query, key, value, attn_mask, alibi_slopes, seed, out, lse, *last)
 
 
 def _backward(
@@ -42,7 +44,7 @@ def _backward(
         grad_weights = None
     if grad_out is None and grad_lse is None and grad_weights is None:
         return (None,) * len(ctx.needs_input_grad)
-    _, _, _, needs_mask_grad, _, _, *needed, _, _, _ = ctx.needs_input_grad
+    _, _, _, needs_mask_grad, _, _, *needed, _, _, _, _ = ctx.needs_input_grad
     options = extended(AttentionBackwardOptions, ctx.options, needs_mask_grad=needs_mask_grad)
     seen = (*ctx.saved_tensors, options, ctx.backend)
     given = (grad_out, grad_lse, grad_weights)
@@ -54,6 +56,7 @@ def _backward(
         None,
         None,
         *(grad if needs_grad else None for grad, needs_grad in more),
+        None,
         None,
         None,
         None,
@@ -81,7 +84,7 @@ def _fake_backward(
     attn_mask: Tensor | None,
     *rest: Any,
 ) -> tuple[Tensor, ...]:
-    *_, sinks, relative_bias, _, options = rest
+    *_, sinks, relative_bias, _, _, options = rest
     more = (sinks, relative_bias)
     return (
         empty_output(query, query.shape[3]),
@@ -98,19 +101,32 @@ def default_scale(width: int) -> float:
     return 1.0 / math.sqrt(width)
 
 
+def _cannot_fold(options: AttentionOptions, in_dims: Sequence[int | None]) -> bool:
+    # Draws are indexed by each example's own batch. Positions and a mask program have no batch
+    # dimension.
+    return options.dropout_p > 0 or any(dim is not None for dim in in_dims[-2:])
+
+
+def _folded(
+    tensors: Sequence[Any], in_dims: Sequence[int | None], n: int, batch: int
+) -> list[Tensor | None]:
+    *others, positions, mask_program = tensors  # a program repeats its entries for each example
+    dims = in_dims[:-2]
+    folded = [fold(x, d, n, batch) for x, d in zip(others, dims, strict=True)]
+    return [*folded, positions, mask_program]
+
+
 def _vmap(
     info: Any, in_dims: Sequence[int | None], *args: Any
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
     """Fold the mapped dimension into the batch."""
     n = info.batch_size
-    *tensors, positions, options, backend = args
-    *dims, positions_dim = in_dims
-    # The draws of dropout are indexed by each example's own batch.
-    if options.dropout_p > 0 or positions_dim is not None:
+    *tensors, options, backend = args
+    if _cannot_fold(options, in_dims):
         return one_by_one(attention, n, in_dims, args)
-    batch = size_of_batch(tensors[0], dims[0])
-    folded = [fold(x, dim, n, batch) for x, dim in zip(tensors, dims, strict=True)]
-    out, lse, weights = attention.dispatched(*folded, positions, options, backend)
+    batch = size_of_batch(tensors[0], in_dims[0])
+    folded = _folded(tensors, in_dims, n, batch)
+    out, lse, weights = attention.dispatched(*folded, options, backend)
     weights = unfold(weights, n) if options.weights else weights.expand(n, 0)
     return (unfold(out, n), unfold(lse, n), weights), (0, 0, 0)
 
@@ -119,12 +135,11 @@ def _vmap_backward(
     info: Any, in_dims: Sequence[int | None], *args: Any
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
     n = info.batch_size
-    *tensors, positions, options, backend = args
-    *dims, positions_dim = in_dims
-    if options.dropout_p > 0 or positions_dim is not None:
+    *tensors, options, backend = args
+    if _cannot_fold(options, in_dims):
         return one_by_one(attention_backward, n, in_dims, args)
-    batch = size_of_batch(tensors[_QUERY], dims[_QUERY])
-    folded = [fold(x, dim, n, batch) for x, dim in zip(tensors, dims, strict=True)]
+    batch = size_of_batch(tensors[_QUERY], in_dims[_QUERY])
+    folded = _folded(tensors, in_dims, n, batch)
     wanted = {_MASK: options.needs_mask_grad}
     wanted |= {place: folded[place] is not None for place in (_SINKS, _TABLE)}
     for n_th, needed in wanted.items():
@@ -132,12 +147,12 @@ def _vmap_backward(
         if needed and x is not None and x.shape[0] == 1:
             # the examples share it, but not its gradient
             folded[n_th] = x.expand(n * batch, *x.shape[1:])
-    found = attention_backward.dispatched(*folded, positions, options, backend)
+    found = attention_backward.dispatched(*folded, options, backend)
     results = [unfold(g, n) for g in found[:3]]
     for (n_th, needed), x in zip(wanted.items(), found[3:], strict=True):
         if not needed:
             results.append(x.expand(n, 0))
-        elif size_of_batch(tensors[n_th], dims[n_th]) == 1:
+        elif size_of_batch(tensors[n_th], in_dims[n_th]) == 1:
             results.append(unfold(x, n).sum(1, keepdim=True))
         else:
             results.append(unfold(x, n))
@@ -148,7 +163,7 @@ def _vmap_backward(
 _QUERY, _MASK, _SINKS, _TABLE = 3, 6, 11, 12
 
 attention = Operator(
-    f"scaled_dot_product_attention({_TENSORS}, {_MORE})",
+    f"scaled_dot_product_attention({_TENSORS}, {_LAST})",
     options=AttentionOptions,
     returns=3,
     fake=_fake,
@@ -161,7 +176,7 @@ attention = Operator(
 
 attention_backward = Operator(
     "scaled_dot_product_attention_backward(Tensor? grad_out, Tensor? grad_lse, "
-    f"Tensor? grad_weights, {_TENSORS}, Tensor out, Tensor lse, {_MORE})",
+    f"Tensor? grad_weights, {_TENSORS}, Tensor out, Tensor lse, {_LAST})",
     options=AttentionBackwardOptions,
     returns=6,
     fake=_fake_backward,

@@ -310,5 +310,5 @@ def prepare(
         dropout_p=dropout_p,
         weights=(2 if average_weights else 1) if need_weights else 0,
     )
-    biases = (attn_mask, alibi_slopes, None, sinks, relative_bias, positions)
+    biases = (attn_mask, alibi_slopes, None, sinks, relative_bias, positions, None)
     return attention, (query, key, value, *biases, options), folding

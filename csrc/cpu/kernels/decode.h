@@ -156,7 +156,7 @@ class Decode {
     const auto end_of = [&](int64_t j0) { return min_of(end_key, j0 + kBlock); };
     if (p.pages == nullptr) {
       for (int64_t j0 = begin_key; j0 < end_key; j0 += kBlock)
-        if (!excluded_for_all(b, j0, end_of(j0)))
+        if (!excluded_for_all(b, hk, j0, end_of(j0)))
           attend<InOrder>(buf, {row_of(p.k, b, hk, j0), p.k.stride[2]},
                           {row_of(p.v, b, hk, j0), p.v.stride[2]}, b, hk, j0, end_of(j0), state);
       return;
@@ -168,7 +168,7 @@ class Decode {
       k = next;
       locate(p.v, hk, j0, j1, v);
       locate(p.k, hk, j1, end_of(j1), next);
-      if (excluded_for_all(b, j0, j1)) continue;
+      if (excluded_for_all(b, hk, j0, j1)) continue;
       attend<InPages>(buf, {k.at, v.at, v.count}, {v.at, next.at, next.count}, b, hk, j0, j1,
                       state);
     }
@@ -272,8 +272,20 @@ class Decode {
     }
   }
 
-  // Keys that padding masks out for every row are not read.
-  bool excluded_for_all(int64_t b, int64_t j0, int64_t j1) const {
+  // Keys that padding or a mask program excludes for every row are not read.
+  bool excluded_for_all(int64_t b, int64_t hk, int64_t j0, int64_t j1) const {
+    return padded_for_all(b, j0, j1) ||
+           (p.mask_program != nullptr && hidden_from_all(b, hk, j0, j1));
+  }
+  bool hidden_from_all(int64_t b, int64_t hk, int64_t j0, int64_t j1) const {
+    for (int64_t g = 0; g < group; ++g) {
+      const MaskProgram program(p, b, hk * group + g);
+      for (int64_t i = 0; i < p.Lq; ++i)
+        if (program.seen(i, i + 1, {j0, j1}) != Seen::none) return false;
+    }
+    return true;
+  }
+  bool padded_for_all(int64_t b, int64_t j0, int64_t j1) const {
     if (p.mask.data == nullptr || p.mask_dtype != DType::boolean || p.mask.stride[1] != 0 ||
         !is_key_mask(p))
       return false;

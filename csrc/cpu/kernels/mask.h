@@ -1,5 +1,6 @@
 // Reading masks. Three shapes matter: none, one row for all queries (padding), and a full matrix.
 #pragma once
+#include "mask_program.h"
 #include "pack.h"
 #include "relative_bias.h"
 #include "scores.h"
@@ -78,18 +79,30 @@ FASTATTN_INLINE bool all_excluded(const T* bias, int64_t count) {
 
 // Whether the bias differs from query to query, so that a block needs a tile of it.
 FASTATTN_INLINE bool has_bias_of_pairs(const AttentionParams& p) {
-  return (p.mask.data != nullptr && !is_key_mask(p)) || p.relative_bias != nullptr;
+  return p.mask_program != nullptr || p.relative_bias != nullptr ||
+         (p.mask.data != nullptr && !is_key_mask(p));
 }
 
 // Fills the tile of bias [keys j0 to j1][lanes] of queries [i0, i1), of which there are at most
-// `lanes`. Returns false if all pairs are excluded.
+// `lanes`, unless none or all of their pairs are visible and have no bias.
 template <class T>
-FASTATTN_INLINE bool pack_bias(const AttentionParams& p, int64_t b, int64_t h, int64_t i0,
+FASTATTN_INLINE Seen pack_bias(const AttentionParams& p, int64_t b, int64_t h, int64_t i0,
                                int64_t i1, int64_t j0, int64_t j1, int64_t lanes, T* tile) {
+  const int64_t count = (j1 - j0) * lanes;
+  Seen seen = Seen::all;
+  if (p.mask_program != nullptr) {
+    seen = MaskProgram(p, b, h).seen(i0, i1, {j0, j1});
+    const bool adds = p.mask.data != nullptr || p.relative_bias != nullptr;
+    if (seen == Seen::none || (seen == Seen::all && !adds)) return seen;
+  }
   const bool masked = p.mask.data != nullptr;
-  if (masked) pack_mask(p, b, h, i0, i1, j0, j1, lanes, tile);
+  if (masked)
+    pack_mask(p, b, h, i0, i1, j0, j1, lanes, tile);
+  else if (p.relative_bias == nullptr)
+    __builtin_memset(tile, 0, static_cast<size_t>(count) * sizeof(T));
   if (p.relative_bias != nullptr) pack_relative_bias(p, b, h, i0, i1, j0, j1, lanes, masked, tile);
-  return !all_excluded(tile, (j1 - j0) * lanes);
+  if (seen == Seen::some) MaskProgram(p, b, h).exclude(i0, j0, j1, lanes, tile);
+  return all_excluded(tile, count) ? Seen::none : Seen::some;
 }
 
 // bias[j - j0] = that of query i and key j, for one query.
@@ -97,8 +110,16 @@ template <class T>
 FASTATTN_INLINE void read_bias_row(const AttentionParams& p, int64_t b, int64_t h, int64_t i,
                                    int64_t j0, int64_t j1, T* bias) {
   const bool masked = p.mask.data != nullptr;
-  if (masked) read_mask_row(p, b, h, i, j0, j1, bias);
+  if (masked)
+    read_mask_row(p, b, h, i, j0, j1, bias);
+  else if (p.relative_bias == nullptr)
+    __builtin_memset(bias, 0, static_cast<size_t>(j1 - j0) * sizeof(T));
   if (p.relative_bias != nullptr) read_relative_bias_row(p, b, h, i, j0, j1, masked, bias);
+  if (p.mask_program == nullptr) return;
+  const MaskProgram program(p, b, h);
+  if (program.seen(i, i + 1, {j0, j1}) == Seen::all) return;
+  for (int64_t j = j0; j < j1; ++j)
+    if (!program.sees(i, j)) bias[j - j0] = -kInf<T>;
 }
 
 // [begin, end) without the excluded keys at either end, so that padding is skipped instead of

@@ -58,7 +58,7 @@ struct ScoreRule {
 
 // Whether a value is read for every key or pair, to be added to its score or to exclude it.
 FASTATTN_INLINE bool has_bias(const AttentionParams& p) {
-  return p.mask.data != nullptr || p.relative_bias != nullptr;
+  return p.mask.data != nullptr || p.relative_bias != nullptr || p.mask_program != nullptr;
 }
 
 template <class T>
@@ -148,7 +148,8 @@ constexpr double kHugeLse = 1 << 16;
 template <class T>
 struct Bias {
   const T* tile = nullptr;  // [keys][lanes]
-  const T* keys = nullptr;  // [keys]
+  const T* keys = nullptr;  // [keys], not used if there is a tile
+  bool given() const { return tile != nullptr || keys != nullptr; }
 };
 
 // S = softcap tanh(scale S / softcap) for S[rows][kVectors], and its maximum over the rows.
@@ -182,7 +183,7 @@ FASTATTN_INLINE void apply_rule(const AttentionParams& p, const ScoreRule<T>& ru
   if (capped) {
     cap_scores<T, kVectors>(rule, S, rows, slope_out, maximum);
     const bool edges = j0 < all.begin || j0 + rows > all.end;
-    if (!edges && bias.tile == nullptr && bias.keys == nullptr && alibi == T(0)) return;
+    if (!edges && !bias.given() && alibi == T(0)) return;
     FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) maximum[n] = minus_inf;
   }
   const T scale = rule.natural && !capped ? rule.scale : T(1);

@@ -279,6 +279,7 @@ class BackwardUnit {
       const int64_t i1 = min_of(p.Lq, i + L);
       const Range seen = visible_to_any(p, i, i1);
       Range r{max_of(block.begin, seen.begin), min_of(block.end, seen.end)};
+      r = visible_by_program(p, b, h, i, i1, r);
       if (r.begin >= r.end) continue;
       r.begin = block.begin + (r.begin - block.begin) / P::kPerWord * P::kPerWord;
       const int64_t shift = r.begin - block.begin;
@@ -320,8 +321,9 @@ class BackwardUnit {
     Bias<T> bias;
     if (key_mask) bias.keys = f.keys + r.begin;
     if (has_bias_of_pairs(p)) {
-      if (!pack_bias(p, b, h, i0, i1, r.begin, r.end, L, f.bias)) return false;
-      bias.tile = f.bias;
+      const Seen seen = pack_bias(p, b, h, i0, i1, r.begin, r.end, L, f.bias);
+      if (seen == Seen::none) return false;
+      if (seen == Seen::some) bias.tile = f.bias;
     }
     Vec<T> top[NV];
     const int64_t chain = longest_chain<T>(p);

@@ -140,11 +140,14 @@ class Forward {
       read_mask_row(p, b, h, 0, 0, p.Lk, buf.keys);
       range = trim(buf.keys, range);
     }
+    range = visible_by_program(p, b, h, q0, q1, range);
     range.begin = range.begin / P::kPerWord * P::kPerWord;  // pairs of keys begin at even ones
     bool seen = false;
     for (int64_t k0 = range.begin / Bk * Bk; k0 < range.end; k0 += Bk) {
       const Range block{max_of(k0, range.begin), min_of(range.end, k0 + Bk)};
       if (key_mask && all_excluded(buf.keys + block.begin, block.end - block.begin)) continue;
+      const Range left = visible_by_program(p, b, h, q0, q1, block);
+      if (left.begin >= left.end) continue;
       block_of_keys(buf, b, h, q0, q1, block, k, v);
       seen = true;
     }
@@ -171,6 +174,7 @@ class Forward {
       const int64_t i1 = min_of(q1, i + kLanesOfPanel);
       const Range seen = visible_to_any(p, i, i1);
       Range r{max_of(block.begin, seen.begin), min_of(block.end, seen.end)};
+      r = visible_by_program(p, b, h, i, i1, r);
       r.begin = r.begin / P::kPerWord * P::kPerWord;
       const bool found =
           r.begin < r.end &&
@@ -202,15 +206,16 @@ class Forward {
     Bias<T> bias;
     if (key_mask) bias.keys = buf.keys + r.begin;
     if (has_bias_of_pairs(p)) {
-      if (!pack_bias(p, b, h, i0, i1, r.begin, r.end, lanes, buf.bias)) return false;
-      bias.tile = buf.bias;
+      const Seen seen = pack_bias(p, b, h, i0, i1, r.begin, r.end, lanes, buf.bias);
+      if (seen == Seen::none) return false;
+      if (seen == Seen::some) bias.tile = buf.bias;
     }
 
     // S = K Q^T
     Vec<T> top[NV];
     score_products<P, NV>(nk, ks + shift * dw, Q, dw, longest_chain<T>(p), S, top);
     const Range all = visible_to_all(p, i0, i1);
-    if (rule.natural || has_bias(p) || r.begin < all.begin || r.end > all.end)
+    if (rule.natural || bias.given() || r.begin < all.begin || r.end > all.end)
       apply_rule<T, NV>(p, rule, S, nk, i0, i1, r.begin, bias, alibi_slope<T>(p, b, h), nullptr,
                         top);
 

@@ -94,7 +94,7 @@ class ScoreGradients {
     const int64_t nk = r.end - r.begin;
     const Range all = visible_to_all(p, i0, i1);
     Vec<T> top[NV];
-    if (rule.natural || has_bias(p) || r.begin < all.begin || r.end > all.end)
+    if (rule.natural || bias.given() || r.begin < all.begin || r.end > all.end)
       apply_rule<T, NV>(p, rule, f.s, nk, i0, i1, r.begin, bias, alibi_slope<T>(p, b, h),
                         rule.softcap > 0 ? f.cap : nullptr, top);
     if (p.grad_weights.data != nullptr) {

@@ -141,12 +141,17 @@ class WeightsPass {
   FASTATTN_INLINE void scores_tile(Buffers& buf, int64_t b, int64_t h, int64_t i0, int64_t i1,
                                    int64_t j0, int64_t j1, const Word* Q, const Word* ks,
                                    Vec<T>* top) const {
-    score_products<P, NV>(j1 - j0, ks, Q, words<P>(p.D), longest_chain<T>(p), buf.s, top);
     Bias<T> bias;
     if (has_bias(p)) {
-      pack_bias(p, b, h, i0, i1, j0, j1, NV * W, buf.bias);
-      bias.tile = buf.bias;
+      const Seen seen = pack_bias(p, b, h, i0, i1, j0, j1, NV * W, buf.bias);
+      if (seen == Seen::none) {
+        FASTATTN_UNROLL for (int n = 0; n < NV; ++n) top[n] = splat<T>(-kInf<T>);
+        for (int64_t x = 0; x < (j1 - j0) * NV * W; x += W) store(buf.s + x, top[0]);
+        return;
+      }
+      if (seen == Seen::some) bias.tile = buf.bias;
     }
+    score_products<P, NV>(j1 - j0, ks, Q, words<P>(p.D), longest_chain<T>(p), buf.s, top);
     if (rule.natural || rule.excludes)
       apply_rule<T, NV>(p, rule, buf.s, j1 - j0, i0, i1, j0, bias, alibi_slope<T>(p, b, h), nullptr,
                         top);

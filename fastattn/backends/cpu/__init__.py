@@ -97,6 +97,8 @@ def why_not_tiles(op: str, tensors: Mapping[str, Tensor | None]) -> str:
         return "the kernels on tiles have no sinks"
     if tensors.get("relative_bias") is not None:
         return "the kernels on tiles have no relative bias"
+    if tensors.get("mask_program") is not None:
+        return "the kernels on tiles have no mask program"
     return ""
 
 

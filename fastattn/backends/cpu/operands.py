@@ -38,6 +38,7 @@ def optional_operands(
     sinks: Tensor | None = None,
     relative_bias: Tensor | None = None,  # its last dimension is contiguous
     positions: Tensor | None = None,
+    mask_program: Tensor | None = None,
 ) -> dict[str, Any]:
     """The operands that a call of attention has, by name; nothing is expanded in memory."""
     operands: dict[str, Any] = {}
@@ -54,6 +55,9 @@ def optional_operands(
         operands["relative_bias_size"] = relative_bias.shape[2]
     if positions is not None:
         operands["positions"] = positions.data_ptr()
+    if mask_program is not None:
+        operands["mask_program"] = mask_program.data_ptr()
+        operands["mask_length"] = mask_program.numel()
     if seed is not None:
         operands["seed"] = philox_key(seed)
     return operands

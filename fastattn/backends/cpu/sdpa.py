@@ -32,6 +32,7 @@ def scaled_dot_product_attention(
     sinks: Tensor | None = None,  # [B|1, Hq]
     relative_bias: Tensor | None = None,  # [B|1, Hq, 2 M + 1]
     positions: Tensor | None = None,  # [Lk] int32
+    mask_program: Tensor | None = None,  # [size] int32
     *,
     options: AttentionOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -48,7 +49,7 @@ def scaled_dot_product_attention(
         applied = query.new_empty(0)
     if relative_bias is not None:
         relative_bias = with_columns_together(relative_bias)
-    biases = (attn_mask, alibi_slopes, seed, sinks, relative_bias, positions)
+    biases = (attn_mask, alibi_slopes, seed, sinks, relative_bias, positions, mask_program)
     _cpu.attention_forward(
         DTYPES[query.dtype],
         may_reduce(query.dtype),
@@ -179,6 +180,7 @@ def scaled_dot_product_attention_backward(
     sinks: Tensor | None = None,
     relative_bias: Tensor | None = None,
     positions: Tensor | None = None,
+    mask_program: Tensor | None = None,
     *,
     options: AttentionBackwardOptions,
 ) -> tuple[Tensor | None, ...]:
@@ -215,7 +217,7 @@ def scaled_dot_product_attention_backward(
         relative_bias = with_columns_together(relative_bias)
         new = torch.zeros if empty else torch.empty
         grad_table = new((batch, heads, relative_bias.shape[2]), dtype=relative_bias.dtype)
-    biases = (attn_mask, alibi_slopes, seed, sinks, relative_bias, positions)
+    biases = (attn_mask, alibi_slopes, seed, sinks, relative_bias, positions, mask_program)
     _cpu.attention_backward(
         DTYPES[query.dtype],
         may_reduce(query.dtype),

@@ -10,8 +10,9 @@ i and key j of one head, with d_ij = i + offset - j:
                                                d'_ij = position_(i + offset) - position_j
     s_ij = s_ij - slope * |d_ij|               ALiBi, https://arxiv.org/abs/2108.12409
     s_ij = -inf                                unless -window_right <= d_ij <= window_left,
-                                               and mask_ij is neither False nor -inf,
-                                               and the relative bias is not -inf
+                                               mask_ij is neither False nor -inf, the relative
+                                               bias is not -inf, and the mask program makes the
+                                               pair visible
     lse_i = log(sum_j exp(s_ij) + exp(sink))   the sink only if there is one
     w_ij = exp(s_ij - lse_i)                   0 where s_ij = -inf, even in a fully masked row
     w_ij = w_ij * kept_ij * 65536 / T          T = round((1 - dropout_p) * 65536)
@@ -33,6 +34,7 @@ from torch import Tensor
 
 from fastattn.backends.primitives import AttentionBackwardOptions, AttentionOptions
 from fastattn.backends.reference._dropout import dropout_keep, kept_scale
+from fastattn.backends.reference._mask_program import visible_by_program
 from fastattn.backends.reference._masked import (
     INF,
     compute_dtype,
@@ -60,6 +62,7 @@ def scaled_dot_product_attention(
     sinks: Tensor | None = None,  # [B|1, Hq]
     relative_bias: Tensor | None = None,  # [B|1, Hq, 2 M + 1]
     positions: Tensor | None = None,  # [Lk] int32, None: 0, 1, 2, ...
+    mask_program: Tensor | None = None,  # [size] int32, see backends/_mask_program.py
     *,
     options: AttentionOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -80,6 +83,7 @@ def scaled_dot_product_attention(
         sinks=sinks,
         relative_bias=relative_bias,
         positions=positions,
+        mask_program=mask_program,
     )
     applied = requested_weights(applied, options.weights).to(query.dtype)
     return out.to(query.dtype), lse.double(), applied
@@ -100,6 +104,7 @@ def scaled_dot_product_attention_backward(
     sinks: Tensor | None = None,
     relative_bias: Tensor | None = None,
     positions: Tensor | None = None,
+    mask_program: Tensor | None = None,
     *,
     options: AttentionBackwardOptions,
 ) -> tuple[Tensor | None, ...]:
@@ -110,7 +115,7 @@ def scaled_dot_product_attention_backward(
     in all arguments. ``out`` and ``lse`` are recomputed, not read.
     """
     forward = functools.partial(scaled_dot_product_attention, options=options)
-    biases = (attn_mask, alibi_slopes, seed, sinks, relative_bias, positions)
+    biases = (attn_mask, alibi_slopes, seed, sinks, relative_bias, positions, mask_program)
     wanted = (0, 1, 2, 3, 6, 7) if options.needs_mask_grad else (0, 1, 2, 6, 7)
     given = (grad_out, grad_lse, grad_weights)
     found = gradients(forward, (query, key, value, *biases), wanted, given)
@@ -131,6 +136,7 @@ def attend(
     sinks: Tensor | None = None,
     relative_bias: Tensor | None = None,
     positions: Tensor | None = None,
+    mask_program: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``(out, lse, w)`` in the dtype of the computation.
 
@@ -148,6 +154,9 @@ def attend(
     if relative_bias is not None:
         bias = _biases_of_pairs(relative_bias.to(compute), positions, distance, options.offset)
         visible = bias != -INF if visible is None else visible & (bias != -INF)
+    if mask_program is not None:
+        pairs = visible_by_program(mask_program, batch, q_len, k_len)
+        visible = pairs if visible is None else visible & pairs
     guarded = (
         visible is not None
     )  # without exclusions, plain products are correct, even with NaN and inf

@@ -19,6 +19,7 @@ from fastattn.testing.naive._arrays import (
     tensor,
     transposed,
 )
+from fastattn.testing.naive._mask_program import visible_by_program
 
 __all__ = ["scaled_dot_product_attention", "scaled_dot_product_attention_backward"]
 
@@ -48,11 +49,12 @@ def scaled_dot_product_attention_backward(
     sinks: Tensor | None = None,
     relative_bias: Tensor | None = None,
     positions: Tensor | None = None,
+    mask_program: Tensor | None = None,
     *,
     options: AttentionBackwardOptions,
 ) -> tuple[Tensor | None, ...]:
     """Return (dq, dk, dv, dmask, dsinks, dtable) in float64, None without the operand."""
-    biases = (attn_mask, alibi_slopes, seed, sinks, relative_bias, positions)
+    biases = (attn_mask, alibi_slopes, seed, sinks, relative_bias, positions, mask_program)
     f = _forward(options, query, key, value, *biases)
     q, k, v, p, w, z = (f[name] for name in ("q", "k", "v", "p", "w", "z"))
     heads = q.shape[1]
@@ -116,6 +118,7 @@ def _forward(
     sinks: Tensor | None,
     relative_bias: Tensor | None,
     positions: Tensor | None,
+    mask_program: Tensor | None,
 ) -> dict[str, Array]:
     q, k, v = array(query), array(key), array(value)
     repeats = q.shape[1] // max(k.shape[1], 1)
@@ -136,6 +139,8 @@ def _forward(
         seen &= distance <= options.window_left
     if options.window_right >= 0:
         seen &= distance >= -options.window_right
+    if mask_program is not None:
+        seen &= visible_by_program(mask_program, shape)
     if alibi_slopes is not None:
         s = s - array(alibi_slopes)[:, :, None, None] * np.abs(distance)
     sink = np.full((1, 1), -np.inf) if sinks is None else array(sinks)

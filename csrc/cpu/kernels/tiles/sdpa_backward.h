@@ -456,7 +456,7 @@ class TileBackwardUnit {
     const int64_t i = x.i0 + kSide * s.column, end = x.end_of(s.column);
     const int64_t nk = keys.end - keys.begin;
     const bool biased = has_bias_of_pairs(p);
-    if (biased && !pack_bias(p, x.b, x.h, i, end, keys.begin, keys.end, kSide, s.bias))
+    if (biased && pack_bias(p, x.b, x.h, i, end, keys.begin, keys.end, kSide, s.bias) == Seen::none)
       return false;
     if (key_mask && all_excluded(f.keys + keys.begin, nk)) return false;
     s.way = Way::options;

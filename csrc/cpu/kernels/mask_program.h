@@ -1,0 +1,323 @@
+// Evaluates a mask program, for a region of queries and keys at once or pair by pair.
+//
+// A region where no pair is visible is skipped before its scores are computed, and one where all are
+// costs nothing more. Both answers may be missed: then the region counts as partly visible, and its
+// pairs decide.
+#pragma once
+#include "scores.h"
+
+namespace fastattn {
+namespace FASTATTN_ISA {
+namespace {
+
+enum class Seen : int { none, some, all };
+
+// The keys that have all visible pairs of a region, {0, 0} if there are none, and how many pairs of
+// these keys are visible.
+struct Region {
+  Seen seen;
+  Range keys;
+};
+
+struct Extremes {
+  int32_t least, most;
+};
+
+FASTATTN_INLINE VecI load_integers(const int32_t* x) {
+  return (VecI)load(reinterpret_cast<const float*>(x));
+}
+
+FASTATTN_INLINE Extremes extremes(const int32_t* x, int64_t count) {
+  constexpr int W = kLanes<float>;
+  Extremes e{x[0], x[0]};
+  int64_t n = 0;
+  if (count >= W) {
+    VecI least = load_integers(x), most = least;
+    for (n = W; n + W <= count; n += W) {
+      const VecI v = load_integers(x + n);
+      least = v < least ? v : least;
+      most = v > most ? v : most;
+    }
+    FASTATTN_UNROLL for (int l = 0; l < W; ++l) {
+      e.least = min_of<int32_t>(e.least, least[l]);
+      e.most = max_of<int32_t>(e.most, most[l]);
+    }
+  }
+  for (; n < count; ++n) {
+    e.least = min_of(e.least, x[n]);
+    e.most = max_of(e.most, x[n]);
+  }
+  return e;
+}
+
+// Whether one of x[kPart] is within the extremes.
+constexpr int64_t kPart = 64;
+FASTATTN_INLINE bool any_within(const int32_t* x, Extremes e) {
+  constexpr int W = kLanes<float>;
+  VecI found{};
+  FASTATTN_UNROLL for (int n = 0; n < kPart; n += W) {
+    const VecI v = load_integers(x + n);
+    found |= (v >= e.least) & (v <= e.most);
+  }
+  int32_t any = 0;
+  FASTATTN_UNROLL for (int l = 0; l < W; ++l) any |= found[l];
+  return any != 0;
+}
+
+// The program for one head of one batch entry.
+class MaskProgram {
+ public:
+  MaskProgram(const AttentionParams& params, int64_t b, int64_t h) : p(params) {
+    for (int n = 0; n < p.mask_steps; ++n) {
+      const MaskStep& s = p.mask_program[n];
+      if (s.kind == MaskKind::interval) data_[n] = s.data + b % s.batch * 2 * padded(p.Lq);
+      if (s.kind == MaskKind::ids) data_[n] = s.data + b % s.batch * (padded(p.Lq) + padded(p.Lk));
+      if (s.kind == MaskKind::blocks)
+        data_[n] = s.data + (b % s.batch * s.heads + h % s.heads) * s.blocks_q * s.blocks_k;
+    }
+  }
+
+  // Of queries [i0, i1) and these keys; neither is empty.
+  Region region(int64_t i0, int64_t i1, Range keys) const {
+    return evaluate<Region>([&](int n) { return region_of_leaf(n, i0, i1, keys); },
+                            [](MaskKind kind, const Region& a, const Region& b) {
+                              return kind == MaskKind::all_of ? both(a, b) : either(a, b);
+                            });
+  }
+
+  // How many pairs of queries [i0, i1) and all of these keys are visible.
+  Seen seen(int64_t i0, int64_t i1, Range keys) const {
+    const Region r = region(i0, i1, keys);
+    const bool whole = r.keys.begin == keys.begin && r.keys.end == keys.end;
+    return r.seen == Seen::all && !whole ? Seen::some : r.seen;
+  }
+
+  bool sees(int64_t i, int64_t j) const {
+    return evaluate<bool>(
+        [&](int n) { return leaf_sees(n, i, j); },
+        [](MaskKind kind, bool a, bool b) { return kind == MaskKind::all_of ? a && b : a || b; });
+  }
+
+  // tile[j - j0][lane] = -inf where key j is not visible to query i0 + lane; other values stay. i0
+  // is a multiple of the lanes.
+  template <class T>
+  void exclude(int64_t i0, int64_t j0, int64_t j1, int64_t lanes, T* tile) const {
+    constexpr int W = kLanes<float>;
+    for (int64_t l = 0; l < lanes; l += W) {
+      Cursor cursors[kMaskSteps];
+      for (int n = 0; n < p.mask_steps; ++n) cursors[n].end = j0;
+      const int count = static_cast<int>(min_of<int64_t>(W, lanes - l));
+      for (int64_t j = j0; j < j1; ++j) {
+        const VecI seen = evaluate<VecI>(
+            [&](int n) { return lanes_of_leaf(n, i0 + l, j, cursors[n]); },
+            [](MaskKind kind, VecI a, VecI b) { return kind == MaskKind::all_of ? a & b : a | b; });
+        T* row = tile + (j - j0) * lanes + l;
+        if constexpr (kSame<T, float>) {
+          store(row, select<float>(seen, load(row), splat(-kInf<float>)));
+        } else {
+          for (int x = 0; x < count; ++x)
+            if (!seen[x]) row[x] = -kInf<T>;
+        }
+      }
+    }
+  }
+
+ private:
+  const AttentionParams& p;
+  const int32_t* data_[kMaskSteps];  // of the leaves
+
+  static int64_t padded(int64_t length) { return round_up(length, kMaskPadding); }
+
+  // The value of the program, from those of its leaves.
+  template <class Value, class Leaf, class Combine>
+  FASTATTN_INLINE Value evaluate(Leaf leaf, Combine combine) const {
+    if (p.mask_steps == 1) return leaf(0);
+    Value stack[kMaskSteps / 2 + 1];
+    int top = -1;
+    for (int n = 0; n < p.mask_steps; ++n) {
+      const MaskKind kind = p.mask_program[n].kind;
+      if (kind == MaskKind::all_of || kind == MaskKind::any_of) {
+        --top;
+        stack[top] = combine(kind, stack[top], stack[top + 1]);
+      } else {
+        stack[++top] = leaf(n);
+      }
+    }
+    return stack[0];
+  }
+
+  // ---- Regions ----------------------------------------------------------------------------------
+
+  static Region of(Range keys, bool all) {
+    if (keys.begin >= keys.end) return {Seen::none, {0, 0}};
+    return {all ? Seen::all : Seen::some, keys};
+  }
+
+  static Region both(const Region& a, const Region& b) {
+    const bool any = a.seen != Seen::none && b.seen != Seen::none;
+    const Range keys{max_of(a.keys.begin, b.keys.begin), min_of(a.keys.end, b.keys.end)};
+    return of(any ? keys : Range{0, 0}, a.seen == Seen::all && b.seen == Seen::all);
+  }
+
+  static Region either(const Region& a, const Region& b) {
+    if (a.seen == Seen::none) return b;
+    if (b.seen == Seen::none) return a;
+    const Range keys{min_of(a.keys.begin, b.keys.begin), max_of(a.keys.end, b.keys.end)};
+    const auto fills = [&](const Region& x) {
+      return x.seen == Seen::all && x.keys.begin == keys.begin && x.keys.end == keys.end;
+    };
+    const bool together = a.seen == Seen::all && b.seen == Seen::all &&
+                          max_of(a.keys.begin, b.keys.begin) <= min_of(a.keys.end, b.keys.end);
+    return of(keys, fills(a) || fills(b) || together);
+  }
+
+  Region region_of_leaf(int n, int64_t i0, int64_t i1, Range keys) const {
+    const MaskStep& s = p.mask_program[n];
+    if (s.kind == MaskKind::interval) {
+      const int32_t* low = data_[n] + i0;
+      return region_of_interval(s.negated, extremes(low, i1 - i0),
+                                extremes(low + padded(p.Lq), i1 - i0), keys);
+    }
+    if (s.kind == MaskKind::ids)
+      return region_of_ids(s.negated, extremes(data_[n] + i0, i1 - i0), data_[n] + padded(p.Lq),
+                           keys);
+    return region_of_blocks(s, data_[n], i0, i1, keys);
+  }
+
+  static Region region_of_interval(bool negated, Extremes low, Extremes high, Range keys) {
+    if (!negated) {
+      keys.begin = max_of<int64_t>(keys.begin, low.least);
+      keys.end = min_of<int64_t>(keys.end, high.most);
+      return of(keys, low.most <= keys.begin && high.least >= keys.end);
+    }
+    // j < low or high <= j. On a side where no key is below a low, only those from a high on count.
+    if (low.most <= keys.begin) keys.begin = max_of<int64_t>(keys.begin, high.least);
+    if (high.least >= keys.end) keys.end = min_of<int64_t>(keys.end, low.most);
+    return of(keys, keys.end <= low.least || keys.begin >= high.most);
+  }
+
+  static Region region_of_ids(bool negated, Extremes queries, const int32_t* ids, Range keys) {
+    const bool one = queries.least == queries.most;
+    if (negated) {
+      const Extremes e = extremes(ids + keys.begin, keys.end - keys.begin);
+      if (one && e.least == e.most && e.least == queries.least) keys.end = keys.begin;
+      return of(keys, e.most < queries.least || e.least > queries.most);
+    }
+    const auto outside = [&](int64_t j) { return ids[j] < queries.least || ids[j] > queries.most; };
+    while (keys.begin + kPart <= keys.end && !any_within(ids + keys.begin, queries))
+      keys.begin += kPart;
+    while (keys.begin < keys.end && outside(keys.begin)) ++keys.begin;
+    while (keys.begin + kPart <= keys.end && !any_within(ids + keys.end - kPart, queries))
+      keys.end -= kPart;
+    while (keys.begin < keys.end && outside(keys.end - 1)) --keys.end;
+    if (!one || keys.begin >= keys.end) return of(keys, false);
+    const Extremes e = extremes(ids + keys.begin, keys.end - keys.begin);
+    return of(keys, e.least == e.most);
+  }
+
+  static Region region_of_blocks(const MaskStep& s, const int32_t* states, int64_t i0, int64_t i1,
+                                 Range keys) {
+    const int64_t row_end = (i1 - 1) / s.block_q + 1, column_end = (keys.end - 1) / s.block_k + 1;
+    int64_t first = -1, last = -1, whole = 0;  // columns with a visible pair; those with all
+    for (int64_t c = keys.begin / s.block_k; c < column_end; ++c) {
+      bool any = false, every = true;
+      for (int64_t r = i0 / s.block_q; r < row_end; ++r) {
+        const int32_t state = states[r * s.blocks_k + c];
+        any |= state != (s.negated ? 1 : 0);
+        every &= state == (s.negated ? 0 : 1);
+      }
+      if (!any) continue;
+      if (first < 0) first = c;
+      last = c;
+      whole += every;
+    }
+    if (first < 0) return of({0, 0}, false);
+    return of({max_of(keys.begin, first * s.block_k), min_of(keys.end, (last + 1) * s.block_k)},
+              whole == last - first + 1);
+  }
+
+  // ---- Pairs ------------------------------------------------------------------------------------
+
+  static int64_t words_of(const MaskStep& s) { return (s.block_q + 31) / 32; }
+
+  static bool bit_of(const MaskStep& s, const int32_t* states, int64_t i, int64_t j) {
+    const int64_t r = i / s.block_q, c = j / s.block_k;
+    const int32_t state = states[r * s.blocks_k + c];
+    if (state < 2) return state == 1;
+    const int64_t lane = i - r * s.block_q, key = j - c * s.block_k;
+    const uint32_t word = s.bits[((state - 2) * s.block_k + key) * words_of(s) + lane / 32];
+    return word >> lane % 32 & 1;
+  }
+
+  bool leaf_sees(int n, int64_t i, int64_t j) const {
+    const MaskStep& s = p.mask_program[n];
+    const int32_t* x = data_[n];
+    bool seen;
+    if (s.kind == MaskKind::interval)
+      seen = x[i] <= j && j < x[padded(p.Lq) + i];
+    else if (s.kind == MaskKind::ids)
+      seen = x[i] == x[padded(p.Lq) + j];
+    else
+      seen = bit_of(s, x, i, j);
+    return seen != s.negated;
+  }
+
+  // A column of blocks, for the keys up to its end.
+  struct Cursor {
+    int64_t end;
+    int32_t state;
+    int shift;
+    const uint32_t* word;  // of the key
+  };
+
+  // All ones in the lanes of queries i... that see key j.
+  FASTATTN_INLINE VecI lanes_of_leaf(int n, int64_t i, int64_t j, Cursor& cursor) const {
+    const MaskStep& s = p.mask_program[n];
+    const int32_t* x = data_[n];
+    VecI seen;
+    if (s.kind == MaskKind::interval) {
+      const VecI key = VecI{} + static_cast<int32_t>(j);
+      seen = (load_integers(x + i) <= key) & (key < load_integers(x + padded(p.Lq) + i));
+    } else if (s.kind == MaskKind::ids) {
+      seen = load_integers(x + i) == x[padded(p.Lq) + j];
+    } else {
+      seen = lanes_of_blocks(s, x, i, j, cursor);
+    }
+    return s.negated ? ~seen : seen;
+  }
+
+  FASTATTN_INLINE VecI lanes_of_blocks(const MaskStep& s, const int32_t* states, int64_t i,
+                                       int64_t j, Cursor& cursor) const {
+    constexpr int W = kLanes<float>;
+    VecI seen{};
+    if (s.block_q % 32 != 0) {  // the lanes may belong to several blocks
+      for (int l = 0; l < W && i + l < p.Lq; ++l) seen[l] = bit_of(s, states, i + l, j) ? -1 : 0;
+      return seen;
+    }
+    if (i >= p.Lq) return seen;
+    if (j >= cursor.end) {
+      const int64_t r = i / s.block_q, c = j / s.block_k, lane = i - r * s.block_q;
+      cursor.end = (c + 1) * s.block_k;
+      cursor.state = states[r * s.blocks_k + c];
+      cursor.shift = static_cast<int>(lane % 32);
+      const int64_t block = max_of(cursor.state - 2, 0), key = j - c * s.block_k;
+      cursor.word = s.bits + (block * s.block_k + key) * words_of(s) + lane / 32;
+    }
+    if (cursor.state < 2) return seen - (cursor.state == 1 ? 1 : 0);
+    const uint32_t word = *cursor.word >> cursor.shift;
+    cursor.word += words_of(s);
+    FASTATTN_UNROLL for (int l = 0; l < W; ++l) seen[l] = 1 << l;
+    return ((seen & static_cast<int32_t>(word)) != 0);
+  }
+};
+
+// The keys of a range that a mask program leaves for the queries [i0, i1), of which there is one.
+FASTATTN_INLINE Range visible_by_program(const AttentionParams& p, int64_t b, int64_t h, int64_t i0,
+                                         int64_t i1, Range keys) {
+  if (p.mask_program == nullptr || keys.begin >= keys.end) return keys;
+  return MaskProgram(p, b, h).region(i0, i1, keys).keys;
+}
+
+}  // namespace
+}  // namespace FASTATTN_ISA
+}  // namespace fastattn

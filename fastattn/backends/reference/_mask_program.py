@@ -1,0 +1,59 @@
+"""The definition of a mask program, see ``fastattn/backends/_mask_program.py``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastattn.backends._mask_program import FIELDS, PADDING, Kind
+
+__all__ = ["visible_by_program"]
+
+
+def visible_by_program(program: Tensor, batch: int, q_len: int, k_len: int) -> Tensor:
+    """Return which pairs a program makes visible, [B|1, Hq|1, Lq, Lk].
+
+    The steps of a program are read as numbers, so they cannot be traced; its data can.
+    """
+    count = int(program[0])
+    steps = program[1 : 1 + FIELDS * count].view(count, FIELDS).tolist()
+    left = program[1 + FIELDS * count :]
+    padded_q, padded_k = (-(-n // PADDING) * PADDING for n in (q_len, k_len))
+    keys = torch.arange(k_len, device=program.device)
+    stack: list[Tensor] = []
+    for kind, negated, rows, heads, block_q, block_k, partial in steps:
+        if kind in (Kind.ALL_OF, Kind.ANY_OF):
+            b, a = stack.pop(), stack.pop()
+            stack.append(a & b if kind == Kind.ALL_OF else a | b)
+            continue
+        if kind == Kind.INTERVAL:
+            data, left = _split(left, rows, 2, padded_q)
+            low, high = data[:, :, :q_len, None].unbind(1)
+            seen = ((low <= keys) & (keys < high))[:, None]
+        elif kind == Kind.IDS:
+            data, left = _split(left, rows, padded_q + padded_k)
+            queries, of_keys = data[:, :q_len], data[:, padded_q : padded_q + k_len]
+            seen = (queries[:, :, None] == of_keys[:, None, :])[:, None]
+        else:
+            states, left = _split(left, rows, heads, -(-q_len // block_q), -(-k_len // block_k))
+            words, left = _split(left, partial, block_k, -(-block_q // 32))
+            seen = _blocks(states, words, block_q)[..., :q_len, :k_len]
+        stack.append(~seen if negated else seen)
+    (seen,) = stack
+    return seen if seen.shape[0] in (1, batch) else seen.repeat(batch // seen.shape[0], 1, 1, 1)
+
+
+def _blocks(states: Tensor, words: Tensor, block_q: int) -> Tensor:
+    """States [B, H, M, N] and bits [n, block_k, words] as pairs [B, H, M block_q, N block_k]."""
+    bits = words[..., None] >> torch.arange(32, device=words.device) & 1  # [n, block_k, words, 32]
+    partial = bits.flatten(2)[:, :, :block_q].mT.bool()
+    whole = torch.zeros(2, *partial.shape[1:], dtype=torch.bool, device=words.device)
+    whole[1] = True
+    tiles = torch.cat([whole, partial])[states.long()]  # [B, H, M, N, block_q, block_k]
+    return tiles.transpose(3, 4).flatten(4, 5).flatten(2, 3)
+
+
+def _split(data: Tensor, *shape: int) -> tuple[Tensor, Tensor]:
+    """The first elements, in this shape, and the others."""
+    size = torch.Size(shape).numel()
+    return data[:size].view(shape), data[size:]
