@@ -1,6 +1,6 @@
 """Fused attention for PyTorch: drop-in for its attention function and its attention module."""
 
-from fastattn import bias, compat, nn, plot  # noqa: F401  (compat rejects a PyTorch out of range)
+from fastattn import bias, compat, masks, nn, plot  # noqa: F401  (compat rejects a PyTorch out of range)
 from fastattn._capture import capture
 from fastattn._trace import trace
 from fastattn._version import __version__
@@ -40,6 +40,7 @@ __all__ = [
     "hopfield_energy",
     "hopfield_retrieve",
     "luong_attention",
+    "masks",
     "memory_hop_attention",
     "merge_states",
     "nn",

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn import checks
+from fastattn import checks, masks
 from fastattn.autograd.sdpa import attention, default_scale
 from fastattn.backends.primitives import AttentionOptions
 from fastattn.bias import T5, Window2d
@@ -37,6 +37,7 @@ def scaled_dot_product_attention(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     relative_bias: Tensor | T5 | Window2d | None = None,
+    mask: masks.Mask | None = None,
     causal_alignment: str = "upper_left",
     generator: torch.Generator | None = None,
     return_lse: bool = False,
@@ -55,8 +56,9 @@ def scaled_dot_product_attention(
     3. ``s = s + attn_mask[i, j]`` if the mask is floating; ``s = s + relative_bias[h, L - 1 + d]``,
        for query head h, if ``relative_bias``
     4. ``s = s - alibi_slopes * abs(d)`` (https://arxiv.org/abs/2108.12409)
-    5. the pair is *excluded* if the mask is False or a bias -inf there, if ``is_causal`` and
-       ``d < 0``, or if it is outside the ``window``: not ``-right <= d <= left``
+    5. the pair is *excluded* if ``attn_mask`` is False or a bias -inf there, if ``mask`` is False
+       there, if ``is_causal`` and ``d < 0``, or if it is outside the ``window``: not
+       ``-right <= d <= left``
     6. ``lse[i]`` is the logarithm of the sum of exp(s) over the keys that are left, plus
        exp(sinks[h]) for query head h if ``sinks``
     7. ``w = exp(s - lse[i])``; dropout keeps it with probability T / 65536, times 65536 / T, where
@@ -106,9 +108,14 @@ def scaled_dot_product_attention(
             that it has all distances. Or :class:`fastattn.bias.T5` or
             :class:`fastattn.bias.Window2d`, which read their tables in other ways. The bias of all
             pairs is never stored.
-        causal_alignment: how ``is_causal``, ``window``, ``alibi_slopes`` and ``relative_bias``
-            align queries and keys if Lq is not Lk. "upper_left": query 0 is at key 0 (offset = 0),
-            as in PyTorch. "bottom_right": the last query is at the last key (offset = Lk - Lq).
+        mask: None, a mask of :mod:`fastattn.masks`, or a ``BlockMask`` of
+            ``torch.nn.attention.flex_attention``: which pairs take part, without a tensor of all
+            pairs. Blocks without a visible pair are skipped. Together with any other argument:
+            only pairs that no argument excludes take part.
+        causal_alignment: how ``is_causal``, ``window``, ``alibi_slopes``, ``relative_bias`` and
+            masks of positions align queries and keys if Lq is not Lk. "upper_left": query 0
+            is at key 0 (offset = 0), as in PyTorch. "bottom_right": the last query is at the last
+            key (offset = Lk - Lq).
         generator: the source of the dropout seed; None is the default generator. Under
             ``torch.compile`` only None is supported.
         return_lse: also return lse.
@@ -164,6 +171,7 @@ def scaled_dot_product_attention(
         and alibi_slopes is None
         and sinks is None
         and relative_bias is None
+        and mask is None
         and causal_alignment == "upper_left"
         and generator is None
         and return_lse is False
@@ -187,6 +195,7 @@ def scaled_dot_product_attention(
         alibi_slopes=alibi_slopes,
         sinks=sinks,
         relative_bias=relative_bias,
+        mask=mask,
         causal_alignment=causal_alignment,
         generator=generator,
         return_lse=return_lse,
@@ -221,6 +230,7 @@ def prepare(
     alibi_slopes: Any = None,
     sinks: Any = None,
     relative_bias: Any = None,
+    mask: Any = None,
     causal_alignment: Any = "upper_left",
     generator: Any = None,
     return_lse: Any = False,
@@ -232,6 +242,8 @@ def prepare(
     All errors are raised here, before any computation.
     """
     if _jagged.is_jagged(query):
+        if mask is not None:
+            raise RuntimeError(f"{_NAME}: mask must be None if query is jagged")
         return _jagged.prepare(
             query,
             key,
@@ -294,6 +306,9 @@ def prepare(
         relative_bias, positions = fold_relative_bias(
             _NAME, relative_bias, query, key.shape[2], offset
         )
+    mask_program = None
+    if mask is not None:
+        mask_program = masks.program(_NAME, mask, query, key.shape[2], offset)
     if is_causal:
         right = 0
     if query.shape[3] == 0:  # every score is 0; one column of zeros keeps it so
@@ -310,5 +325,5 @@ def prepare(
         dropout_p=dropout_p,
         weights=(2 if average_weights else 1) if need_weights else 0,
     )
-    biases = (attn_mask, alibi_slopes, None, sinks, relative_bias, positions, None)
+    biases = (attn_mask, alibi_slopes, None, sinks, relative_bias, positions, mask_program)
     return attention, (query, key, value, *biases, options), folding

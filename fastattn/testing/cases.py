@@ -64,6 +64,7 @@ class Case:
     sinks: str | None = None  # h: one per head; bh: per sequence and head
     relative_bias: str | None = None  # a table; h: one per head; bh: per sequence and head
     positions: str | None = None  # of the relative bias, see inputs.POSITIONS; None: 0, 1, 2, ...
+    program: str | None = None  # a mask of fastattn.masks, see inputs.PROGRAMS
     dropout_p: float = 0.0
     layouts: tuple[str, str, str] = ("contiguous", "contiguous", "contiguous")  # of q, k, v
     weights: Weights = 0  # 0 none | 1 per head | 2 averaged
@@ -300,6 +301,49 @@ def _relative_biases() -> Iterator[Case]:
     yield replace(everything, name="relative-everything", relative_bias="h", sinks="h")
 
 
+def _programs() -> Iterator[Case]:
+    """Masks of fastattn.masks, with each other option."""
+    names = ("causal", "not_causal", "window", "not_window", "prefix", "chunks", "documents",
+             "documents_b", "not_documents", "groups", "function", "not_function", "block_mask",
+             "nothing", "many")  # fmt: skip
+    base = Case("program", heads=4, kv_heads=2, q_len=70, k_len=130, grads=SCALED)
+    wide = replace(base, batch=1, heads=2, kv_heads=1, k_len=1100, poison=True)
+    for name in names:
+        case = replace(base, name=f"program-{name}", program=name)
+        yield replace(case, weights=1, poison=True)
+    for name in ("causal", "not_window", "documents", "function", "many"):
+        causal = "bottom_right" if name == "many" else None
+        yield replace(wide, name=f"program-{name}-long", program=name, causal=causal)
+    yield replace(wide, name="program-documents-queries", program="documents", q_len=600, k_len=300)
+    for q_len, k_len in ((1, 1), (3, 0), (40, 1), (1, 700), (2, 1500)):
+        for name in ("documents_b", "function", "not_window"):
+            yield replace(base, name=f"program-{name}-{q_len}x{k_len}", program=name, q_len=q_len,
+                          k_len=k_len, poison=True)  # fmt: skip
+    hidden = replace(base, name="program-nan-queries", program="not_window", q_len=90, k_len=60)
+    yield replace(hidden, poison_queries=True, causal="upper_left")
+    base = replace(base, program="documents", k_len=100)
+    for kind in ("padding", "bool_rows", "float_inf", "float"):
+        added = kind.startswith("float")
+        case = replace(base, name=f"program-mask-{kind}", mask=kind, mask_grad=added)
+        yield replace(case, weights=2 if added else 1, poison=not added)
+        yield replace(case, name=f"{case.name}-keys", mask_dims="bk", program="groups")
+    for kind in ("bool_rows", "float"):
+        yield replace(wide, name=f"program-mask-{kind}-long", mask=kind, program="function",
+                      mask_grad=kind == "float", poison=False)  # fmt: skip
+    yield replace(base, name="program-sinks", sinks="h", program="groups")
+    yield replace(base, name="program-sinks-nothing", sinks="bh", program="nothing", weights=1)
+    yield replace(base, name="program-and-window", window=(30, 4), causal="bottom_right")
+    yield replace(base, name="program-softcap", softcap=2.0, weights=1)
+    yield replace(base, name="program-alibi", alibi="bh", scale=-0.3)
+    for weights in (0, 1, 2):
+        case = replace(base, dropout_p=0.3, weights=weights)
+        yield replace(case, name=f"program-dropout-weights-{weights}", program="many")
+    yield replace(base, name="program-decode", q_len=1, k_len=1500, program="not_documents",
+                  causal="bottom_right", weights=1, poison=True)  # fmt: skip
+    everything = next(case for case in _options() if case.name == "everything")
+    yield replace(everything, name="program-everything", sinks="h", program="many")
+
+
 def _layouts() -> Iterator[Case]:
     names = ("unaligned", "blhd", "lbhd", "packed", "transposed", "every_second", "sliced",
              "expanded_batch", "expanded_heads", "expanded_rows", "expanded_dims")  # fmt: skip
@@ -409,6 +453,7 @@ CASES: dict[str, tuple[Case, ...]] = {
         _options(),
         _sinks(),
         _relative_biases(),
+        _programs(),
         _layouts(),
         _results(),
         _long(),

@@ -7,13 +7,16 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
 
+from fastattn import masks
 from fastattn.backends.primitives import AttentionBackwardOptions, AttentionOptions, extended
 from fastattn.testing.cases import Case
 from fastattn.testing.draws import dropout_seed, numbers_of
 from fastattn.testing.memory import place
+from fastattn.testing.naive._mask_program import visible_by_program
 
-__all__ = ["MASKS", "Inputs", "make_inputs", "poison"]
+__all__ = ["MASKS", "PROGRAMS", "Inputs", "make_inputs", "poison"]
 
 _INF = float("inf")
 
@@ -32,6 +35,7 @@ class Inputs:
     sinks: Tensor | None = None
     relative_bias: Tensor | None = None
     positions: Tensor | None = None
+    mask_program: Tensor | None = None
     grad_out: Tensor | None = None
     grad_lse: Tensor | None = None
     grad_weights: Tensor | None = None
@@ -48,7 +52,7 @@ class Inputs:
             finite = (self.clean_query, self.clean_key, self.clean_value)
             given = [x if y is None else y for x, y in zip(given, finite, strict=True)]
         tensors = (*given, self.attn_mask, self.alibi_slopes, self.seed)
-        more = [self.sinks, self.relative_bias, self.positions]
+        more = [self.sinks, self.relative_bias, self.positions, self.mask_program]
         while more and more[-1] is None:  # a backend need not take tensors that no case has
             more.pop()
         return *tensors, *more
@@ -110,14 +114,14 @@ def make_inputs(case: Case, dtype: torch.dtype, *, fence: bool = False) -> Input
     key = placed(normal(b, hkv, case.k_len, d), k_layout)
     value = placed(normal(b, hkv, case.k_len, dv), v_layout)
 
-    mask = None
+    attn_mask = None
     if case.mask is not None:
         sizes = zip("bhqk", (b, h, case.q_len, case.k_len), strict=True)
         shape = tuple(size if dim in case.mask_dims else 1 for dim, size in sizes)
         mask_dtype = torch.float32 if case.mask_float32 else dtype
         values = MASKS[case.mask](shape, draw, mask_dtype)
         as_dtype = torch.bool if values.dtype == torch.bool else mask_dtype
-        mask = placed(values, case.mask_layout, as_dtype)
+        attn_mask = placed(values, case.mask_layout, as_dtype)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     slopes = None
     if case.alibi is not None:
@@ -150,9 +154,14 @@ def make_inputs(case: Case, dtype: torch.dtype, *, fence: bool = False) -> Input
         most = _largest_distance(positions, case, options.offset)
         rows = b if case.relative_bias == "bh" else 1
         relative_bias = placed(normal(1, rows, h, 2 * most + 1), "contiguous", wide)[0]
+    program = None
+    if case.program is not None:
+        mask = PROGRAMS[case.program](case, draw)
+        given = masks.program("testing", mask, query, case.k_len, options.offset)
+        program = placed(given[None, None, None], "contiguous", torch.int32)[0, 0, 0]
     poisoned_key, poisoned_value = key, value
     if case.poison or case.poison_queries:
-        pairs = _visible(mask, (b, h, case.q_len, case.k_len), options)
+        pairs = _visible(attn_mask, program, (b, h, case.q_len, case.k_len), options)
     if case.poison:
         hidden = ~pairs.any(2).view(b, hkv, h // hkv, case.k_len).any(2)
         poisoned_key = placed(poison(key, hidden), k_layout)
@@ -169,12 +178,13 @@ def make_inputs(case: Case, dtype: torch.dtype, *, fence: bool = False) -> Input
         clean_query=query,
         clean_key=key,
         clean_value=value,
-        attn_mask=mask,
+        attn_mask=attn_mask,
         alibi_slopes=slopes,
         seed=seed,
         sinks=sinks,
         relative_bias=relative_bias,
         positions=positions,
+        mask_program=program,
         grad_out=poisoned_grad,
         clean_grad_out=grad_out if case.poison_queries else None,
         grad_lse=grad_lse,
@@ -205,7 +215,12 @@ def _largest_distance(positions: Tensor | None, case: Case, offset: int) -> int:
     return int(positions.max() - positions.min())
 
 
-def _visible(mask: Tensor | None, shape: tuple[int, ...], options: AttentionOptions) -> Tensor:
+def _visible(
+    mask: Tensor | None,
+    program: Tensor | None,
+    shape: tuple[int, ...],
+    options: AttentionOptions,
+) -> Tensor:
     """Return the visible pairs, [B, Hq, Lq, Lk]."""
     d = torch.arange(shape[2])[:, None] + options.offset - torch.arange(shape[3])
     pairs = torch.ones(shape, dtype=torch.bool)
@@ -215,6 +230,8 @@ def _visible(mask: Tensor | None, shape: tuple[int, ...], options: AttentionOpti
         pairs &= d >= -options.window_right
     if mask is not None:
         pairs &= mask if mask.dtype == torch.bool else mask != -_INF
+    if program is not None:
+        pairs &= torch.from_numpy(visible_by_program(program, shape).copy())
     return pairs
 
 
@@ -310,4 +327,63 @@ MASKS: dict[str, _Mask] = {
     "float_inf": _added(_random_with_empty_rows),
     "finfo_min": _finfo_min,
     "steep": lambda shape, draw, dtype: 1000 * _floats(shape, draw, dtype),
+}
+
+
+# Masks of fastattn.masks, made from a case and a generator.
+def _documents(case: Case, draw: torch.Generator, rows: int = 1) -> masks.Mask:
+    """Up to five sorted documents; those of queries and keys begin at about the same share."""
+    starts = torch.rand((rows, 4), generator=draw).sort().values[:, :, None]
+    of_queries, of_keys = ((torch.arange(n) >= starts * n).sum(1) for n in (case.q_len, case.k_len))
+    return masks.document(of_queries, of_keys)
+
+
+def _groups(case: Case, draw: torch.Generator) -> masks.Mask:
+    """Numbers in no order, of queries and keys; some occur on one side only."""
+    ids = [torch.randint(n, n + 5, (case.batch, length), generator=draw)
+           for n, length in ((0, case.q_len), (2, case.k_len))]  # fmt: skip
+    return masks.document(*ids)
+
+
+def _function(case: Case, draw: torch.Generator, mask_mod: masks.MaskMod) -> masks.Mask:
+    return masks.from_function(mask_mod, case.batch, case.heads, case.q_len, case.k_len)
+
+
+def _checkered(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """Whole and empty blocks, and partial ones; other rows for each head and sequence."""
+    return ((q // 150 + k // 130 + b) % 2 == 0) | ((q + h) % 7 == k % 7) & (k < 300)
+
+
+def _block_mask(case: Case, draw: torch.Generator) -> masks.Mask:
+    """A BlockMask whose blocks no vector of queries fits."""
+    heads = case.heads if case.heads > 1 else None
+    return masks.from_block_mask(
+        create_block_mask(_checkered, None, heads, case.q_len, case.k_len, device="cpu",
+                          BLOCK_SIZE=(40, 24))
+    )  # fmt: skip
+
+
+PROGRAMS: dict[str, Callable[[Case, torch.Generator], masks.Mask]] = {
+    "causal": lambda case, draw: masks.causal(),
+    "not_causal": lambda case, draw: ~masks.causal(),
+    "window": lambda case, draw: masks.sliding_window(20, 5),
+    "not_window": lambda case, draw: ~masks.sliding_window(40, 5),
+    "prefix": lambda case, draw: masks.prefix_lm(
+        torch.randint(0, case.k_len + 1, (case.batch,), generator=draw)
+    ),
+    "chunks": lambda case, draw: masks.chunked(48) & masks.causal(),
+    "documents": lambda case, draw: _documents(case, draw) & masks.causal(),
+    "documents_b": lambda case, draw: _documents(case, draw, case.batch),
+    "not_documents": lambda case, draw: ~_documents(case, draw),
+    "groups": _groups,
+    "function": lambda case, draw: _function(case, draw, _checkered),
+    "not_function": lambda case, draw: ~_function(case, draw, _checkered) & masks.causal(),
+    "block_mask": _block_mask,
+    "nothing": lambda case, draw: masks.causal() & ~masks.causal(),
+    "many": lambda case, draw: (
+        ~(
+            _groups(case, draw) & masks.sliding_window(60, -1)
+            | _function(case, draw, _checkered) & ~masks.chunked(32)
+        )
+    ),
 }

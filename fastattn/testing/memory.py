@@ -52,7 +52,9 @@ def place(values: Tensor, layout: str = "contiguous", *, fence: bool = False) ->
 
     An expanded layout repeats the first of the values along its dimension.
     """
-    poison: float = True if values.dtype == torch.bool else float("nan")
+    poison: float = float("nan")
+    if not values.is_floating_point():
+        poison = True if values.dtype == torch.bool else 2**30
 
     def new(*shape: int) -> Tensor:
         numel = math.prod(shape)

@@ -17,7 +17,7 @@ FLOORS = (
     "dispatch batching",
     "fast_path library",
     "autograd",
-    "checks",
+    "checks masks",
     "ops",
     "_capture _trace flash_attn integrations nn plot",
     "fastattn",

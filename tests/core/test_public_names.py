@@ -8,8 +8,8 @@ NAMES = {
     "fastattn": """
         FallbackWarning MultiheadAttention __version__ accelerate additive_attention
         attention_stats bias capture decode_attention encode_memory explain hard_attention
-        hopfield_energy hopfield_retrieve luong_attention memory_hop_attention merge_states nn plot
-        replace_mha restore restore_mha scaled_dot_product_attention sinusoidal_encoding
+        hopfield_energy hopfield_retrieve luong_attention masks memory_hop_attention merge_states nn
+        plot replace_mha restore restore_mha scaled_dot_product_attention sinusoidal_encoding
         sinusoidal_table trace use_backend varlen_attention""",
     "fastattn.nn": """
         AdditiveAttention BahdanauAttention GlobalAttention HeadNetwork Hopfield HopfieldLayer
@@ -26,6 +26,8 @@ NAMES = {
     "fastattn.integrations.torch": "Activation activate",
     "fastattn.integrations.transformers": """
         CompactBiases Registration compact_relative_bias register""",
+    "fastattn.masks": """
+        Mask causal chunked document from_block_mask from_function prefix_lm sliding_window""",
     "fastattn.plot": "heatmap hops html",
 }
 

@@ -33,6 +33,10 @@ def _declined(case: Case) -> str | None:
     """The reason that the kernels must give against a case, None if they are to run it."""
     if max(case.head_dim, case.value_dim or 0) > 256:
         return "the kernels take up to 256"
+    if case.relative_bias is not None:
+        return "has no relative_bias"
+    if case.program is not None:
+        return "has no mask_program"
     return None
 
 

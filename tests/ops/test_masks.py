@@ -1,0 +1,415 @@
+"""Masks without a tensor of all pairs: ``fastattn.masks`` and ``mask=`` of attention."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import gradcheck, gradgradcheck
+from torch.func import grad, vmap
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
+from torch.testing import assert_close
+
+from fastattn import explain, masks, scaled_dot_product_attention, use_backend
+from fastattn.autograd.sdpa import attention
+from fastattn.backends.primitives import AttentionOptions
+from fastattn.backends.reference._mask_program import visible_by_program
+
+BACKENDS = pytest.mark.parametrize("backend", ["cpu", "reference"])
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+def qkv(q_len: int = 130, k_len: int = 200, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    sizes = (4, q_len), (2, k_len), (2, k_len)
+    return [torch.randn(2, heads, n, 8).to(dtype) for heads, n in sizes]
+
+
+def attend(*args: Any, **options: Any) -> Any:
+    return scaled_dot_product_attention(*args, enable_gqa=True, **options)
+
+
+def dense(mask: Any, q_len: int, k_len: int, offset: int = 0, batch: int = 2) -> Tensor:
+    """The pairs of a mask, as the reference reads its program."""
+    query = torch.empty(batch, 4, q_len, 8)
+    return visible_by_program(
+        masks.program("test", mask, query, k_len, offset), batch, q_len, k_len
+    ).expand(batch, 4, q_len, k_len)
+
+
+# --- what a mask means: the same pairs from indices -----------------------------------------------
+
+IDS = torch.arange(200).div(30, rounding_mode="floor")
+BATCH_IDS = torch.stack([IDS, torch.randint(0, 3, (200,), generator=torch.Generator())])
+
+# The pairs by (b, i, j), where i has the offset already.
+Pairs = Callable[[Tensor, Tensor, Tensor], Tensor]
+STRUCTURED: dict[str, tuple[masks.Mask, Pairs]] = {
+    "causal": (masks.causal(), lambda b, i, j: j <= i),
+    "not-causal": (~masks.causal(), lambda b, i, j: j > i),
+    "window": (masks.sliding_window(20, 3), lambda b, i, j: (i - j <= 20) & (j - i <= 3)),
+    "window-left": (masks.sliding_window(20, -1), lambda b, i, j: i - j <= 20),
+    "window-all": (masks.sliding_window(-1, -1), lambda b, i, j: j == j),
+    "chunked": (masks.chunked(32), lambda b, i, j: i.div(32, rounding_mode="floor")
+                == j.div(32, rounding_mode="floor")),
+    "prefix": (masks.prefix_lm(17), lambda b, i, j: (j < 17) | (j <= i)),
+    "prefixes": (masks.prefix_lm(torch.tensor([5, 60])),
+                 lambda b, i, j: (j < torch.tensor([5, 60])[b]) | (j <= i)),
+    "and": (masks.causal() & ~masks.sliding_window(9, 2),
+            lambda b, i, j: (j <= i) & ~((i - j <= 9) & (j - i <= 2))),
+    "or": (masks.chunked(16) | ~masks.causal() | masks.sliding_window(1, 0), lambda b, i, j:
+           (i.div(16, rounding_mode="floor") == j.div(16, rounding_mode="floor"))
+           | (j > i) | ((i - j <= 1) & (j <= i))),
+    "not-and": (~(masks.causal() & masks.sliding_window(9, 2)),
+                lambda b, i, j: ~((j <= i) & (i - j <= 9))),
+    "nothing": (masks.causal() & ~masks.causal(), lambda b, i, j: j != j),
+}  # fmt: skip
+
+
+def indices(q_len: int, k_len: int, offset: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    i, j = torch.arange(q_len) + offset, torch.arange(k_len)
+    return torch.arange(2)[:, None, None, None], i[:, None], j
+
+
+@pytest.mark.parametrize("name", STRUCTURED)
+@pytest.mark.parametrize(("q_len", "k_len"), [(130, 200), (200, 130), (1, 1), (0, 3), (3, 0)])
+@pytest.mark.parametrize("offset", [0, 70, -70])
+def test_structured_masks(name: str, q_len: int, k_len: int, offset: int) -> None:
+    mask, pairs = STRUCTURED[name]
+    want = pairs(*indices(q_len, k_len, offset)).expand(2, 4, q_len, k_len)
+    assert torch.equal(dense(mask, q_len, k_len, offset), want)
+
+
+def test_documents() -> None:
+    for ids in (IDS, BATCH_IDS):
+        rows = ids.expand(2, 200)
+        want = rows[:, None, :, None] == rows[:, None, None, :]
+        assert torch.equal(dense(masks.document(ids), 200, 200), want.expand(2, 4, 200, 200))
+        of_keys = rows[:, :150] + 1
+        want = rows[:, None, :, None] == of_keys[:, None, None, :]
+        got = dense(masks.document(ids, of_keys), 200, 150)
+        assert torch.equal(got, want.expand(2, 4, 200, 150))
+    mixed = masks.document(IDS, BATCH_IDS) & masks.causal()
+    want = (IDS[:, None] == BATCH_IDS[:, None, None, :]).tril()
+    assert torch.equal(dense(mixed, 200, 200), want.expand(2, 4, 200, 200))
+
+
+def striped(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return ((q - k) % (3 + b) == 0) & (q // 50 <= k // 40) | (h == 1) & (k < 128) & (q < 256)
+
+
+@pytest.mark.parametrize(("batch", "heads"), [(None, None), (2, 4), (2, None), (None, 4)])
+@pytest.mark.parametrize(("q_len", "k_len"), [(300, 260), (128, 256), (5, 700)])
+def test_functions(batch: int | None, heads: int | None, q_len: int, k_len: int) -> None:
+    mask = masks.from_function(striped, batch, heads, q_len, k_len)
+    want = create_mask(striped, batch, heads, q_len, k_len, device="cpu")
+    assert torch.equal(dense(mask, q_len, k_len), want.expand(2, 4, q_len, k_len))
+    assert torch.equal(dense(~mask, q_len, k_len), ~want.expand(2, 4, q_len, k_len))
+
+
+@pytest.mark.parametrize("block", [128, (64, 32), (40, 100)])
+@pytest.mark.parametrize("batch", [None, 2])
+@pytest.mark.parametrize("separate", [True, False])
+def test_block_masks(block: Any, batch: int | None, separate: bool) -> None:
+    q_len, k_len = 300, 260
+    given = functools.partial(
+        create_block_mask, striped, batch, 4, q_len, k_len, device="cpu", BLOCK_SIZE=block
+    )
+    block_mask = given() if separate else given(separate_full_blocks=False)
+    want = create_mask(striped, batch, 4, q_len, k_len, device="cpu").expand(2, 4, q_len, k_len)
+    assert torch.equal(dense(block_mask, q_len, k_len), want)
+    assert torch.equal(dense(masks.causal() & block_mask, q_len, k_len), want.tril())
+    assert torch.equal(dense(block_mask | masks.causal(), q_len, k_len),
+                       want | torch.ones_like(want).tril())  # fmt: skip
+
+
+def test_a_block_mask_of_blocks_alone() -> None:
+    counts = torch.tensor([[[2, 1]]], dtype=torch.int32)
+    columns = torch.tensor([[[[2, 0, 1], [1, 0, 2]]]], dtype=torch.int32)
+    block_mask = BlockMask.from_kv_blocks(counts, columns, BLOCK_SIZE=64)
+    want = torch.tensor([[True, False, True], [False, True, False]])
+    want = want.repeat_interleave(64, 0).repeat_interleave(64, 1)
+    assert torch.equal(dense(block_mask, 128, 192), want.expand(2, 4, 128, 192))
+
+
+# --- attention -----------------------------------------------------------------------------------
+
+
+@functools.cache
+def used_masks() -> dict[str, masks.Mask]:
+    found = {name: mask for name, (mask, _) in STRUCTURED.items()}
+    ids, of_keys = BATCH_IDS[:, :130], BATCH_IDS
+    found["documents"] = masks.document(ids, of_keys)
+    found["sorted-documents"] = masks.document(IDS[:130], IDS) & masks.causal()
+    found["not-documents"] = ~masks.document(IDS[:130], IDS)
+    found["function"] = masks.from_function(striped, 2, 4, 130, 200)
+    found["not-function"] = ~found["function"] & ~masks.causal()
+    odd = create_block_mask(striped, None, 4, 130, 200, device="cpu", BLOCK_SIZE=(40, 24))
+    found["blocks"] = masks.from_block_mask(odd)
+    return found
+
+
+@pytest.mark.parametrize("name", [*STRUCTURED, "documents", "sorted-documents", "not-documents",
+                                  "function", "not-function", "blocks"])  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_attention_is_that_of_the_dense_mask(name: str, dtype: torch.dtype) -> None:
+    mask = used_masks()[name]
+    leaves = [x.requires_grad_() for x in qkv(dtype=dtype)]
+    results = []
+    for given in ({"mask": mask}, {"attn_mask": dense(mask, 130, 200, 70)}):
+        for weights in (False, True):
+            found = attend(*leaves, **given, return_lse=True, need_weights=weights,
+                           causal_alignment="bottom_right")  # fmt: skip
+            finite = torch.where(found[1].isfinite(), found[1], 0)
+            grads = torch.autograd.grad(found[0].sin().sum() + finite.sum(), leaves)
+            results.append((*found[:2], *grads))
+        results[-1] += found[2:]
+    wide = dtype is torch.bfloat16
+    for without in (0, 1):
+        for got, want in zip(results[without], results[without + 2], strict=True):
+            assert_close(got, want, **({"rtol": 0.05, "atol": 0.05} if wide else {}))
+
+
+@BACKENDS
+def test_derivatives(backend: str) -> None:
+    shapes = (1, 2, 3, 2), (1, 1, 4, 2), (1, 1, 4, 2), (2,)
+    leaves = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    ids = torch.tensor([0, 1, 7]), torch.tensor([0, 0, 1, 2])
+    mask = masks.document(*ids) & ~masks.from_function(striped, None, 2, 3, 4) | masks.chunked(2)
+
+    def call(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor) -> Any:
+        with use_backend(backend):
+            return attend(query, key, value, mask=mask, sinks=sinks, return_lse=True,
+                          need_weights=True, softcap=2.0)  # fmt: skip
+
+    assert gradcheck(call, leaves, check_batched_grad=True, check_forward_ad=backend != "cpu")
+    assert gradgradcheck(call, leaves)
+
+
+def test_memory_grows_with_the_length() -> None:
+    length = 1 << 18
+    ids = torch.arange(length) // 1000
+    mask = masks.document(ids) & masks.causal() | ~masks.prefix_lm(torch.tensor([5, 6]))
+    program = masks.program("test", mask, torch.empty(1).expand(2, 4, length, 8), length, 0)
+    assert program.numel() < 10 * length
+    x = torch.randn(1, 1, length, 2)
+    local = masks.sliding_window(10, 0)
+    out = scaled_dot_product_attention(x, x, x, mask=local & masks.document(ids))
+    want = scaled_dot_product_attention(x[:, :, :1000], x[:, :, :1000], x[:, :, :1000],
+                                        window=(10, 0))  # fmt: skip
+    assert_close(out[:, :, :1000], want)
+
+
+def test_a_program_is_built_once() -> None:
+    query = torch.empty(2, 4, 130, 8)
+    ids = torch.zeros(130, dtype=torch.int32)
+    mask = masks.document(ids) & masks.causal()
+    with torch.inference_mode():
+        first = masks.program("test", mask, query, 130, 0)
+    ids[0] = 1  # a mask has its own copy
+    assert masks.program("test", mask, query, 130, 0) is first
+    assert not first.is_inference()
+    assert masks.program("test", mask, query, 130, 1) is not first
+    block_mask = create_block_mask(striped, None, None, 130, 130, device="cpu")
+    programs = [masks.program("test", block_mask, query, 130, 0) for _ in range(2)]
+    assert programs[0] is programs[1]
+
+
+def test_bits_do_not_depend_on_the_threads() -> None:
+    leaves = [x.requires_grad_() for x in qkv(300, 1500)]
+    ids = torch.arange(1500) // 400
+    mask = masks.document(ids[:300], ids) | masks.from_function(striped, None, None, 300, 1500)
+    before, results = torch.get_num_threads(), []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        out = attend(*leaves, mask=mask)
+        results.append((out, *torch.autograd.grad(out.sin().sum(), leaves)))
+    torch.set_num_threads(before)
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("in_dims", [(0, 0, 0), (0, None, None), (None, 0, None)])
+def test_vmap(in_dims: tuple[int | None, ...]) -> None:
+    inputs = [
+        x if d is None else torch.randn(3, *x.shape).double()
+        for x, d in zip(qkv(7, 9, torch.float64), in_dims, strict=True)
+    ]
+    ids = torch.randint(0, 3, (2, 9))
+    mask = masks.document(ids[:, :7], ids) | masks.causal()
+
+    def call(*x: Tensor) -> Any:
+        return attend(*x, mask=mask, return_lse=True)
+
+    def gradients(*x: Tensor) -> Any:
+        return grad(lambda *y: sum(r.sin().sum() for r in call(*y)), (0, 1, 2))(*x)
+
+    for function in (call, gradients):
+        examples = [
+            function(*(x if d is None else x[i] for x, d in zip(inputs, in_dims, strict=True)))
+            for i in range(3)
+        ]
+        expected = tuple(torch.stack(column) for column in zip(*examples, strict=True))
+        assert_close(vmap(function, in_dims)(*inputs), expected)
+
+
+def test_vmap_over_documents() -> None:
+    query, key, value = qkv(9, 9)
+    ids = torch.randint(0, 3, (3, 2, 9))
+
+    def call(own: Tensor) -> Any:
+        return attend(query, key, value, mask=masks.document(own) & masks.causal())
+
+    assert_close(vmap(call)(ids), torch.stack([call(own) for own in ids]))
+
+
+# --- compiled ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled(dynamic: bool) -> None:
+    ids = torch.arange(130) // 40
+    block_mask = masks.from_function(striped, None, None, 130, 130)
+
+    def call(query: Tensor, key: Tensor, value: Tensor, mask: masks.Mask, own: Tensor) -> Tensor:
+        documents = masks.document(own) & masks.sliding_window(50, -1)
+        return attend(query, key, value, mask=mask & documents)
+
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    for length, mask in ((90, ~masks.chunked(16)), (130, block_mask)):
+        leaves = [x.requires_grad_() for x in qkv(length, length)]
+        results = []
+        for function in (call, compiled):
+            out = function(*leaves, mask, ids[:length])
+            results.append((out, *torch.autograd.grad(out.sin().sum(), leaves)))
+        for got, want in zip(*results, strict=True):
+            assert torch.equal(got, want)
+
+
+def test_compiled_code_takes_converted_block_masks() -> None:
+    x = torch.randn(1, 4, 200, 8)
+    block_mask = create_block_mask(striped, None, None, 200, 200, device="cpu")
+    compiled = torch.compile(attend, backend="eager", fullgraph=True)
+    converted = masks.from_block_mask(block_mask)
+    assert torch.equal(compiled(x, x, x, mask=converted), attend(x, x, x, mask=block_mask))
+    with pytest.raises(RuntimeError, match="from_block_mask before it"):
+        compiled(x, x, x, mask=block_mask)
+
+
+# --- errors --------------------------------------------------------------------------------------
+
+
+def test_other_backends_decline() -> None:
+    found = explain(scaled_dot_product_attention, *qkv(8, 8), enable_gqa=True, mask=masks.causal())
+    assert found.runs == "cpu"
+    with (
+        use_backend("torch"),
+        pytest.raises(RuntimeError, match=r"'torch' cannot run .*: has no mask_program"),
+    ):
+        attend(*qkv(8, 8), mask=masks.causal())
+
+
+def test_a_program_that_is_not_valid_is_refused() -> None:
+    query, key, value = (x[:, :2] for x in qkv(130, 200))
+    odd = create_block_mask(striped, 2, None, 130, 200, device="cpu", BLOCK_SIZE=(40, 24))
+    mask = masks.document(IDS[:130], IDS) & masks.from_block_mask(odd) | masks.causal()
+    program = masks.program("test", mask, query, 200, 0)
+
+    def call(given: Tensor) -> Any:
+        options = AttentionOptions(scale=1.0)
+        return attention(query, key, value, None, None, None, None, given, options)
+
+    call(program)
+    refused = 0
+    states = 1 + 7 * 5 + 192 + 256  # the first state, after the header and the padded ids
+    for at in (*range(1 + 7 * 5), states):
+        for wrong in (-1, 1, 2, 3, 77, 1 << 20, (1 << 31) - 1, -(1 << 31)):
+            changed = program.clone()
+            changed[at] = wrong
+            try:
+                call(changed)
+            except ValueError as error:
+                refused += "mask_program is not valid" in str(error)
+    assert refused > 100
+    for changed in (program[:-1], program[:1], torch.cat([program, program])):
+        with pytest.raises(ValueError, match="mask_program is not valid: the length"):
+            call(changed.contiguous())
+
+
+IDS_9 = torch.zeros(9, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("mask", "error", "message"),
+    [
+        (torch.ones(6, 9, dtype=torch.bool), TypeError, r"argument 'mask' must be Mask or BlockMa"),
+        (masks.document(IDS_9), RuntimeError, "ids of the queries must have length 6, got 9"),
+        (masks.document(IDS_9[:6]), RuntimeError, "ids of the keys must have length 9, got 6"),
+        (masks.document(IDS_9.expand(3, 9)[:, :6], IDS_9), RuntimeError,
+         "the ids of the queries must be of batch size 1 or 2, got 3"),
+        (masks.document(IDS_9[:6].to("meta"), IDS_9.to("meta")), RuntimeError,
+         "ids of the queries must be on query's device cpu, got meta"),
+        (masks.prefix_lm(IDS_9[:3]), RuntimeError, "lengths must be of batch size 1 or 2, got 3"),
+        (masks.from_function(striped, 3, 4, 6, 9), RuntimeError, "batch size 1 or 2, got 3"),
+        (masks.from_function(striped, None, 3, 6, 9), RuntimeError, "1 or 4 heads, got 3"),
+        (masks.from_function(striped, None, None, 6, 8), RuntimeError,
+         "mask must be of 6 queries and 9 keys, got 6 and 8"),
+        (masks.causal() & masks.from_function(striped, None, None, 9, 9), RuntimeError,
+         "mask must be of 6 queries and 9 keys, got 9 and 9"),
+    ],
+)  # fmt: skip
+def test_masks_that_do_not_fit(mask: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"scaled_dot_product_attention.*{message}"):
+        attend(*qkv(6, 9), mask=mask)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: masks.sliding_window(-2, 0), ValueError, "left must be at least -1, got -2"),
+        (lambda: masks.sliding_window(0, 1.5), TypeError, "'right' must be int, not float"),
+        (lambda: masks.chunked(0), ValueError, "size must be at least 1, got 0"),
+        (lambda: masks.prefix_lm(-1), ValueError, "lengths must be at least 0, got -1"),
+        (lambda: masks.prefix_lm(torch.zeros(2)), TypeError, "lengths must be int32 or int64"),
+        (lambda: masks.document(torch.zeros(4)), TypeError, "ids must be int32 or int64, got .*32"),
+        (lambda: masks.document(IDS_9, IDS_9.bool()), TypeError, "key_ids must be int32 or int64"),
+        (lambda: masks.document([1, 2]), TypeError, "'ids' must be Tensor, not list"),
+        (lambda: masks.document(torch.zeros(1, 1, 4).long()), ValueError,
+         r"ids must be \[L\] or \[B, L\], got shape \(1, 1, 4\)"),
+        (lambda: masks.document(IDS_9 + 2**31), ValueError, "ids must fit int32, got 2147483648"),
+        (lambda: masks.causal() & torch.ones(3), TypeError, "unsupported operand"),
+        (lambda: masks.from_block_mask(masks.causal()), TypeError, "'block_mask' must be BlockMas"),
+        (lambda: masks.from_function(None, 1, 1, 4, 4), TypeError, "'mask_mod' must be a function"),
+        (lambda: masks.from_function(striped, 1, 1, None, 4), TypeError, "'Lq' must be int"),
+        (lambda: masks.from_function(striped, 0, 1, 4, 4), ValueError, "B must be at least 1"),
+        (lambda: masks.from_function(lambda b, h, q, k: q if q > k else k, 1, 1, 4, 4),
+         RuntimeError, "mask_mod must not depend on values in its control flow"),
+        (lambda: masks.from_function(lambda b, h, q, k: q - k, 1, 1, 4, 4), TypeError,
+         r"mask_mod must return a boolean tensor without dimensions, got \[\] torch.int64"),
+        (lambda: masks.from_function(lambda b, h, q, k: True, 1, 1, 4, 4), TypeError,
+         "mask_mod must return a boolean tensor .* got True"),
+        (lambda: functools.reduce(lambda a, b: a | b, [masks.causal()] * 33), ValueError,
+         "a mask can combine at most 32 others, got 33"),
+    ],
+)  # fmt: skip
+def test_errors(make: Callable[[], Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_jagged_tensors_take_no_mask() -> None:
+    rows = [torch.randn(n, 4, 8) for n in (3, 5)]
+    jagged = torch.nested.nested_tensor(rows, layout=torch.jagged).transpose(1, 2)
+    with pytest.raises(RuntimeError, match="mask must be None if query is jagged"):
+        attend(jagged, jagged, jagged, mask=masks.causal())
+
+
+def test_names() -> None:
+    mask = ~(masks.causal() & masks.document(IDS_9)) | masks.chunked(4)
+    assert repr(mask) == "((~causal() | ~document(<ids [9]>)) | chunked(4))"
