@@ -6,6 +6,7 @@ The operator's file in `bench/ops` defines the sizes and the cost of the passes.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,8 @@ from fastattn.bench.shapes import shape_text
 
 DTYPES = ("fp32", "bf16", "fp16")
 PASSES = ("fwd", "bwd", "fwd+bwd")
-MASKS = ("none", "causal", "padding", "bool", "bias")
+MASKS = ("none", "causal", "padding", "bool", "bias", "documents")
+DOCUMENTS = 8  # of a cell with mask=documents
 WEIGHTS = ("none", "average", "per-head")
 OPTIONS = (
     "none",
@@ -43,7 +45,8 @@ class Cell:
     sizes     the operator's sizes by their keys, such as {"B": 1, "H": 8, "Lq": 512, ...}
     passes    fwd (no gradient), bwd (the backward only) or fwd+bwd
     mask      none, causal (upper left), padding (a key padding mask, half of the keys on average),
-              bool (a random [Lq, Lk] mask, half of it True), bias (an additive mask)
+              bool (a random [Lq, Lk] mask, half of it True), bias (an additive mask), documents
+              (eight of equal lengths: a mask of `fastattn.masks`, for others a [Lq, Lk] mask)
     weights   which attention weights are returned: none, average (over the heads) or per-head
     option    none, window (keys at most Lk / 4 places away), softcap (2), alibi (the slopes of its
               paper), sinks (a logit per head), relative (a learned bias of every distance), dropout
@@ -131,6 +134,12 @@ def padding_lengths(batch: int, keys: int) -> list[int]:
     return [max(1, round(keys * share)) for share in middle]
 
 
+def document_lengths(length: int) -> list[int]:
+    """The lengths of the documents, if row i is of document `i * DOCUMENTS // length`."""
+    ends = [-(-n * length // DOCUMENTS) for n in range(DOCUMENTS + 1)]
+    return [end - start for start, end in itertools.pairwise(ends)]
+
+
 def window_width(cell: Cell) -> int:
     """The window of a cell with option=window: the largest distance of a visible key."""
     return max(1, cell["Lk"] // 4)
@@ -150,6 +159,9 @@ def visible_pairs(cell: Cell, true_in_mask: int | None = None) -> int:
         if true_in_mask is None:
             raise ValueError("a cell with a bool mask needs true_in_mask")
         return batch * true_in_mask
+    if cell.mask == "documents":
+        lengths = zip(document_lengths(queries), document_lengths(keys), strict=True)
+        return batch * sum(a * b for a, b in lengths)
     if cell.option == "window":
         width, causal = window_width(cell), cell.mask == "causal"
         return batch * sum(

@@ -28,6 +28,8 @@ def sees(cell: Cell, i: int, j: int, b: int, mask: torch.Tensor | None) -> bool:
         return j <= i
     if cell.mask == "padding":
         return j < padding_lengths(cell["B"], cell["Lk"])[b]
+    if cell.mask == "documents":
+        return 8 * i // cell["Lq"] == 8 * j // cell["Lk"]
     return bool(mask[i, j]) if mask is not None and cell.mask == "bool" else True
 
 

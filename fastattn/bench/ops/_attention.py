@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastattn.bench.cells import Cell
+from fastattn.bench.cells import DOCUMENTS, Cell
 from fastattn.bench.inputs import Draw
 from fastattn.bench.ops._base import Inputs, Outputs
 
@@ -19,7 +19,14 @@ def visible_keys(cell: Cell, draw: Draw) -> Tensor | None:
         return torch.ones(queries, keys, dtype=torch.bool).tril()
     if cell.mask == "bool":
         return draw.visible(queries, keys)
+    if cell.mask == "documents":
+        return document_ids(queries)[:, None] == document_ids(keys)
     return None
+
+
+def document_ids(length: int) -> Tensor:
+    """The document of each row, [length]."""
+    return torch.arange(length) * DOCUMENTS // max(length, 1)
 
 
 def softmax_of(

@@ -18,10 +18,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding, pad, scaled_dot_product_attention
 
+from fastattn import masks
 from fastattn.backends.reference._dropout import dropout_keep, kept_scale
 from fastattn.bench.cells import Cell, window_width
 from fastattn.bench.inputs import Draw
-from fastattn.bench.ops._attention import softmax_of, split_mask, visible_keys, with_weights
+from fastattn.bench.ops._attention import (
+    document_ids,
+    softmax_of,
+    split_mask,
+    visible_keys,
+    with_weights,
+)
 from fastattn.bench.ops._base import Inputs, Operator, Outputs, Prepared, Sizes, gradients
 from fastattn.checks import draw_seed
 
@@ -37,7 +44,7 @@ class Sdpa(Operator):
     ABOUT = "softmax(Q Kᵀ / √D) V on [B, H, Lq, D], [B, Hkv, Lk, D], [B, Hkv, Lk, Dv]"
     TORCH = "F.scaled_dot_product_attention"
     SIZES: ClassVar[Sizes] = {"B": 1, "H": 8, "Hkv": "H", "Lq": 512, "Lk": "Lq", "D": 64, "Dv": "D"}
-    MASKS = ("none", "causal", "padding", "bool", "bias")
+    MASKS = ("none", "causal", "padding", "bool", "bias", "documents")
     WEIGHTS = ("none", "average", "per-head")
     OPTIONS = ("none", "window", "softcap", "alibi", "sinks", "relative", "dropout", "learnable")
     SHAPES: ClassVar = {"query": "B H Lq D", "key": "B Hkv Lk D", "value": "B Hkv Lk Dv"}
@@ -90,6 +97,9 @@ class Sdpa(Operator):
             "need_weights": cell.weights != "none",
             "average_weights": cell.weights == "average",
         }
+        if cell.mask == "documents":
+            ids = (document_ids(cell[key]).to(cell.device) for key in ("Lq", "Lk"))
+            options |= {"attn_mask": None, "mask": masks.document(*ids)}
         return self.leaves(inputs), options | _own_options(cell, inputs)
 
     def leaf_names(self, cell: Cell) -> Sequence[str]:

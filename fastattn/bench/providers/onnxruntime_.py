@@ -33,7 +33,7 @@ def versions() -> dict[str, str]:
 
 
 def why_not(cell: Cell) -> list[str]:
-    masks = [mask for mask in MASKS if mask != "bool" or not _variant]
+    masks = [mask for mask in MASKS if mask not in ("bool", "documents") or not _variant]
     reasons = sdpa_reasons(cell, dtypes=("fp32",), masks=masks, grouped=not _variant)
     if cell.op == "sdpa" and cell.mask == "causal" and cell["Lq"] != cell["Lk"]:
         reasons.append("it aligns the causal diagonal differently when Lq is not Lk")

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from fastattn.bench.cells import Cell
+from fastattn.bench.ops._attention import document_ids
 from fastattn.bench.providers import sdpa_reasons
 from fastattn.bench.providers.passes import Outputs, run_passes, torch_versions
 
@@ -56,6 +57,12 @@ def _options(cell: Cell, inputs: dict[str, Tensor]) -> dict[str, Any]:
 
         def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
             return valid[b, j]
+
+    elif cell.mask == "documents":
+        q_ids, k_ids = (document_ids(cell[key]).to(cell.device) for key in ("Lq", "Lk"))
+
+        def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return q_ids[i] == k_ids[j]
 
     else:
         mask = inputs["attn_mask"]
