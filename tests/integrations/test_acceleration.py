@@ -388,7 +388,7 @@ def group() -> Iterator[None]:
 
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("wrapped_first", [True, False])
-@pytest.mark.parametrize("wrapper", ["DDP", "FSDP2"])
+@pytest.mark.parametrize("wrapper", ["DDP", "FSDP", "FSDP2"])
 def test_distributed_wrappers(wrapper: str, wrapped_first: bool) -> None:
     torch.manual_seed(0)
     model = Both()
@@ -397,6 +397,10 @@ def test_distributed_wrappers(wrapper: str, wrapped_first: bool) -> None:
         accelerate(model)
     if wrapper == "DDP":
         wrapped: Any = nn.parallel.DistributedDataParallel(model)
+    elif wrapper == "FSDP":
+        wrapped = torch.distributed.fsdp.FullyShardedDataParallel(
+            model, device_id=torch.device("cpu"), use_orig_params=True
+        )
     else:
         mesh = torch.distributed.init_device_mesh("cpu", (1,))
         wrapped = torch.distributed.fsdp.fully_shard(model, mesh=mesh)

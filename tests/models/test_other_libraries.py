@@ -98,6 +98,17 @@ def test_transformers() -> None:
         model.set_attn_implementation("fastattn")
 
 
+def test_lora_on_transformers() -> None:
+    peft = pytest.importorskip("peft")
+    entry = ENTRY["LlamaForCausalLM"]
+    config = peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+    model, inputs = peft.get_peft_model(entry.build(), config), entry.example()
+    want = with_gradients(model, inputs)
+    with accelerated(model, "transformers' registry"):
+        assert_same(with_gradients(model, inputs), want, 1e-6)
+    assert model.config._attn_implementation == "eager"
+
+
 def test_every_part_of_a_model_of_transformers_gets_its_own_setting_back() -> None:
     config = transformers.CLIPConfig(
         text_config={"vocab_size": 99, "hidden_size": 16, "num_attention_heads": 2}
