@@ -53,35 +53,47 @@ def differentiable(kernel: str, first_saved: int, resume: Callable[..., Any]) ->
     the output first, and ``<kernel>_backward(grad_out, *saved, a, b, wants)``, the gradients of x,
     y and z; ``saved`` are the tensors and ``results[first_saved:]``. ``resume(ctx, grad_out, saved,
     a, b, backend)`` computes them on the general path: for a second derivative, or if a mode or
-    transform has become active since.
+    transform has become active since. All of them take more tensors at the end, and the backward
+    functions return their gradients, too.
     """
     kernel_backward = f"{kernel}_backward"
 
     def forward(
-        ctx: Any, x: Any, y: Any, z: Any, mask: Any, a: Any, b: Any, backend: str, module: Any
+        ctx: Any,
+        x: Any,
+        y: Any,
+        z: Any,
+        mask: Any,
+        a: Any,
+        b: Any,
+        backend: str,
+        module: Any,
+        *more: Tensor,
     ) -> Tensor:
-        results = getattr(module, kernel)(x, y, z, mask, a, b, True)
-        ctx.save_for_backward(x, y, z, mask, *results[first_saved:])
+        results = getattr(module, kernel)(x, y, z, mask, a, b, True, *more)
+        ctx.save_for_backward(*more, x, y, z, mask, *results[first_saved:])
         ctx.set_materialize_grads(False)
         ctx.call = a, b, backend, module
         return results[0]
 
     def backward(ctx: Any, grad_out: Tensor | None) -> tuple[Tensor | None, ...]:
-        if grad_out is None:
-            return (None,) * 8
-        a, b, backend, module = ctx.call
         wants = ctx.needs_input_grad
+        if grad_out is None:
+            return (None,) * len(wants)
+        a, b, backend, module = ctx.call
+        tensors, count = ctx.saved_tensors, len(wants) - 8
+        more, saved = tensors[:count], tensors[count:]
         if (
             type(grad_out) is Tensor
             and not torch.is_grad_enabled()
             and nothing_watches()
             and has_plain_memory(grad_out)
         ):
-            grads = getattr(module, kernel_backward)(grad_out, *ctx.saved_tensors, a, b, wants)
+            grads = getattr(module, kernel_backward)(grad_out, *saved, a, b, wants, *more)
         else:
             ctx.eager = True
-            grads = resume(ctx, grad_out, ctx.saved_tensors, a, b, backend)
-        x, y, z = grads[:3]
+            grads = resume(ctx, grad_out, saved, a, b, backend, *more)
+        x, y, z, *of_more = grads
         return (
             x if wants[0] else None,
             y if wants[1] else None,
@@ -91,6 +103,7 @@ def differentiable(kernel: str, first_saved: int, resume: Callable[..., Any]) ->
             None,
             None,
             None,
+            *of_more,
         )
 
     methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}

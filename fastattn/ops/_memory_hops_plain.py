@@ -89,7 +89,8 @@ def _resume(ctx: Any, grad_out: Tensor, saved: Any, hops: int, scale: float, bac
     seen = (query, in_memory, out_memory, None, mask, None, trace, stats)
     needed = sum(1 << n for n in range(3) if ctx.needs_input_grad[n])
     record = MemoryHopBackwardOptions(hops=hops, scale=scale, needed=needed)
-    return hop_attention_backward.resume(ctx, (grad_out, None), (*seen, record, backend))
+    grads = hop_attention_backward.resume(ctx, (grad_out, None), (*seen, record, backend))
+    return grads[:3]
 
 
 _hop = differentiable("plain_hops", 1, _resume)

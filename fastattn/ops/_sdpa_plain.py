@@ -12,6 +12,7 @@ from fastattn.autograd.sdpa import attention, attention_backward, default_scale
 from fastattn.backends._alloc import unexpanded
 from fastattn.backends.primitives import AttentionBackwardOptions, AttentionOptions
 from fastattn.checks import DTYPES
+from fastattn.eager import has_plain_memory
 from fastattn.fast_path import differentiable, is_open
 
 # (dtype, D, Dv) -> the name of the native backend, its module, the module preferred over it (or
@@ -19,6 +20,7 @@ from fastattn.fast_path import differentiable, is_open
 # affects whether a native backend can run; the preferred module is asked on each call.
 _native: dict[tuple[torch.dtype, int, int], tuple[str, Any, Any, int]] = {}
 evidence.on_change(_native.clear)
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
 def attend_plainly(
@@ -29,11 +31,13 @@ def attend_plainly(
     is_causal: Any,
     scale: Any,
     enable_gqa: Any,
+    sinks: Any = None,
 ) -> Tensor | None:
     """Return the output of a call with default options, or None: take the general path.
 
     Returns None unless query, key and value are [B, H, L, D] with the same dtype and batch size,
-    the mask needs no gradient, no dimension is empty, and all arguments are valid.
+    the mask needs no gradient, sinks have the dtype of the kernel, no dimension is empty, and all
+    arguments are valid.
     """
     if (
         (is_causal is not True and is_causal is not False)
@@ -66,6 +70,8 @@ def attend_plainly(
             attn_mask = attn_mask.expand(batch, heads, q_len, k_len)
         except RuntimeError:  # not broadcastable
             return None
+    if sinks is not None and not _are_plain_sinks(sinks, heads, dtype):
+        return None
     if scale is None:
         scale = default_scale(width)
     native = _native.get((dtype, width, value_width)) or _find_native(query, key, value)
@@ -74,16 +80,21 @@ def attend_plainly(
     backend, module, first, least = native
     if (
         first is not None
+        and sinks is None
         and q_len >= least
         and not dispatch.forced.get()
         and first.serves_plainly(query, key, value, attn_mask, scale, is_causal)
     ):
         backend, module = "torch", first
+    more = () if sinks is None else (sinks,)
     if torch.is_grad_enabled() and (
-        query.requires_grad or key.requires_grad or value.requires_grad
+        query.requires_grad
+        or key.requires_grad
+        or value.requires_grad
+        or (sinks is not None and sinks.requires_grad)
     ):
-        return _attend(query, key, value, attn_mask, scale, is_causal, backend, module)
-    return module.plain_attention(query, key, value, attn_mask, scale, is_causal, False)[0]
+        return _attend(query, key, value, attn_mask, scale, is_causal, backend, module, *more)
+    return module.plain_attention(query, key, value, attn_mask, scale, is_causal, False, *more)[0]
 
 
 def _is_constant_mask(mask: Tensor, dtype: torch.dtype) -> bool:
@@ -94,17 +105,36 @@ def _is_constant_mask(mask: Tensor, dtype: torch.dtype) -> bool:
     )
 
 
+def _are_plain_sinks(sinks: Any, heads: int, dtype: torch.dtype) -> bool:
+    return (
+        type(sinks) in _PLAIN_TYPES
+        and sinks.is_cpu
+        and sinks.shape == (heads,)
+        and sinks.dtype is (torch.float64 if dtype is torch.float64 else torch.float32)
+        and has_plain_memory(sinks)
+    )
+
+
 def _resume(
-    ctx: Any, grad_out: Tensor, saved: Any, scale: float, causal: bool, backend: str
+    ctx: Any,
+    grad_out: Tensor,
+    saved: Any,
+    scale: float,
+    causal: bool,
+    backend: str,
+    sinks: Tensor | None = None,
 ) -> Any:
     query, key, value, mask, out, lse = saved
     if mask is not None:
         mask = unexpanded(mask)
     seen = {"query": query, "key": key, "value": value, "attn_mask": mask, "out": out, "lse": lse}
+    if sinks is not None:
+        seen["sinks"] = sinks[None]
     grads = (grad_out, None, None)
     tensors = attention_backward.tensors(**seen)[len(grads) :]
     record = AttentionBackwardOptions(scale=scale, window_right=0 if causal else -1)
-    return attention_backward.resume(ctx, grads, (*tensors, record, backend))
+    *of_inputs, _, grad_sinks = attention_backward.resume(ctx, grads, (*tensors, record, backend))
+    return of_inputs if sinks is None else (*of_inputs, grad_sinks[0])
 
 
 _attend = differentiable("plain_attention", 0, _resume)

@@ -169,7 +169,6 @@ def scaled_dot_product_attention(
         and window is None
         and softcap is None
         and alibi_slopes is None
-        and sinks is None
         and relative_bias is None
         and mask is None
         and causal_alignment == "upper_left"
@@ -178,7 +177,7 @@ def scaled_dot_product_attention(
         and need_weights is False
         and average_weights is False
     ):
-        out = attend_plainly(query, key, value, attn_mask, is_causal, scale, enable_gqa)
+        out = attend_plainly(query, key, value, attn_mask, is_causal, scale, enable_gqa, sinks)
         if out is not None:
             return out
     operator, call, folding = prepare(

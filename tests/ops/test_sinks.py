@@ -129,6 +129,36 @@ def test_derivatives(backend: str) -> None:
     assert gradgradcheck(call, leaves)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("is_parameter", [False, True])
+def test_the_fast_path_has_the_results_of_the_general_one(
+    is_parameter: bool, dtype: torch.dtype
+) -> None:
+    sinks: Tensor = torch.randn(8, dtype=torch.promote_types(dtype, torch.float32))[::2]
+    sinks[3] = -math.inf
+    sinks = torch.nn.Parameter(sinks) if is_parameter else sinks.requires_grad_()
+    leaves = [*(x.requires_grad_() for x in qkv(dtype)), sinks]
+    mask = torch.rand(6, 9) < 0.5
+    mask[2] = False
+
+    def call(**options: Any) -> Tensor:
+        results = attend(*leaves[:3], mask, sinks=sinks, **options)
+        return results[0] if options else results
+
+    fast, general = call(), call(return_lse=True)
+    assert [out.grad_fn.name() for out in (fast, general)] == [
+        "plain_attentionBackward",
+        "scaled_dot_product_attentionBackward",
+    ]
+    assert torch.equal(fast, general)
+    with torch.no_grad():
+        assert torch.equal(fast, call())
+    grad_out = torch.randn_like(fast)
+    grads = [torch.autograd.grad(out, leaves, grad_out) for out in (fast, general)]
+    for got, want in zip(*grads, strict=True):
+        assert torch.equal(got, want)
+
+
 def test_the_gradient_of_sinks_has_their_dtype() -> None:
     for dtype, own in ((torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32)):
         sinks = torch.randn(4, dtype=own, requires_grad=True)

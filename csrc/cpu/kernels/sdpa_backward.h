@@ -210,10 +210,11 @@ class BackwardUnit {
   }
 
   // d sink = sum_i w_i (0 - delta_i) over all queries of a head: the sink is a key whose value is
-  // 0, and w_i its weight, 1 where nothing else is visible.
+  // 0, and w_i its weight, 1 where nothing else is visible. A sink of -inf is none.
   double sink_gradient(const Buffers& f, int64_t b, int64_t h) const {
     const T sink = first_state<T>(p, rule, b, h).maximum;
     double total = 0;
+    if (sink == -kInf<T>) return total;
     for (int64_t i = 0; i < queries; i += W) {
       const Vec<T> w = sink_weight(rule, sink, load(f.rows.high + i), load(f.rows.low + i),
                                    load(f.rows.inverse + i)),

@@ -75,10 +75,15 @@ def _causal_options(scale: float) -> AttentionOptions:
     return AttentionOptions(scale=scale, window_right=0)
 
 
-def _plain_operands(mask: Tensor | None) -> dict[str, Any] | None:
-    if mask is None:
+def _plain_operands(mask: Tensor | None, sinks: Tensor | None) -> dict[str, Any] | None:
+    if mask is None and sinks is None:
         return None
-    return {"mask": operand(mask), "mask_dtype": DTYPES[mask.dtype]}
+    operands: dict[str, Any] = {}
+    if mask is not None:
+        operands["mask"], operands["mask_dtype"] = operand(mask), DTYPES[mask.dtype]
+    if sinks is not None:
+        operands["sinks"], operands["sinks_stride"] = sinks.data_ptr(), (0, *sinks.stride())
+    return operands
 
 
 def plain_attention(
@@ -89,6 +94,7 @@ def plain_attention(
     scale: float,
     causal: bool,
     needs_lse: bool,
+    sinks: Tensor | None = None,  # [Hq]
 ) -> tuple[Tensor, Tensor | None]:
     """Return ``(out, lse)`` of a call without other options, with the least Python.
 
@@ -113,7 +119,7 @@ def plain_attention(
         out.stride(),
         0 if lse is None else lse.data_ptr(),
         _causal_options(scale) if causal else scale,
-        _plain_operands(mask),
+        _plain_operands(mask, sinks),
     )
     return out, lse
 
@@ -128,14 +134,28 @@ def plain_attention_backward(
     lse: Tensor,
     scale: float,
     causal: bool,
-    wants: Sequence[bool] | None = None,  # all three are computed anyway
-) -> tuple[Tensor, Tensor, Tensor]:
+    wants: Sequence[bool] | None = None,  # all are computed anyway
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, ...]:
     """Return the gradients of :func:`plain_attention`; no tensor may be empty."""
     batch, heads, queries, width = query.shape
     _, kv_heads, keys, value_width = value.shape
     grad_query = empty_output(query, width)
     grad_key = empty_output(key, width)
     grad_value = empty_output(value, value_width)
+    gradients: dict[str, Any] = {
+        "grad_out": operand(grad_out),
+        "grad_lse": 0,
+        "grad_weights": None,
+        "grad_query": operand(grad_query),
+        "grad_key": operand(grad_key),
+        "grad_value": operand(grad_value),
+        "grad_mask": None,
+    }
+    grad_sinks = None
+    if sinks is not None:
+        grad_sinks = torch.empty((batch, heads), dtype=torch.float64)
+        gradients["grad_sinks"] = grad_sinks.data_ptr()
     _cpu.attention_backward(
         DTYPES[query.dtype],
         may_reduce(query.dtype),
@@ -151,18 +171,12 @@ def plain_attention_backward(
         out.stride(),
         lse.data_ptr(),
         _causal_options(scale) if causal else scale,
-        _plain_operands(mask),
-        {
-            "grad_out": operand(grad_out),
-            "grad_lse": 0,
-            "grad_weights": None,
-            "grad_query": operand(grad_query),
-            "grad_key": operand(grad_key),
-            "grad_value": operand(grad_value),
-            "grad_mask": None,
-        },
+        _plain_operands(mask, sinks),
+        gradients,
     )
-    return grad_query, grad_key, grad_value
+    if sinks is None or grad_sinks is None:
+        return grad_query, grad_key, grad_value
+    return grad_query, grad_key, grad_value, _summed(grad_sinks, sinks)
 
 
 def scaled_dot_product_attention_backward(
@@ -211,7 +225,7 @@ def scaled_dot_product_attention_backward(
     if sinks is not None:
         grad_sinks = torch.zeros((batch, heads), dtype=torch.float64)
         if keys == 0 and grad_lse is not None:
-            grad_sinks += grad_lse.sum(2)  # lse is the sink
+            grad_sinks += torch.where(sinks == -math.inf, 0.0, grad_lse.sum(2))  # lse is the sink
     grad_table = None
     if relative_bias is not None:
         relative_bias = with_columns_together(relative_bias)
@@ -249,11 +263,17 @@ def scaled_dot_product_attention_backward(
     if grad_mask is not None and attn_mask is not None:
         grad_mask = grad_mask.to(attn_mask.dtype)
     if sinks is not None and grad_sinks is not None:
-        grad_sinks.masked_fill_(sinks == -math.inf, 0.0)  # no sink: its log-sum-exp is a constant
-        grad_sinks = grad_sinks.sum_to_size(sinks.shape).to(sinks.dtype)
+        grad_sinks = _summed(grad_sinks, sinks)
     if relative_bias is not None and grad_table is not None and relative_bias.shape[0] != batch:
         grad_table = grad_table.sum(0, True, dtype=torch.float64).to(relative_bias.dtype)
     return grad_query, grad_key, grad_value, grad_mask, grad_sinks, grad_table
+
+
+def _summed(grads: Tensor, sinks: Tensor) -> Tensor:
+    """The gradient of sinks [Hq] or [B|1, Hq] from those [B, Hq] of the sequences."""
+    if len(grads) > 1:  # the sum of one row takes PyTorch 4 us
+        grads = grads.sum_to_size(sinks.shape)
+    return grads.view(sinks.shape).to(sinks.dtype)
 
 
 def _operands(

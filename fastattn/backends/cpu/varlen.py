@@ -82,7 +82,7 @@ def varlen_attention_backward(
         for grad in grads:
             grad.zero_()
     batch, heads = len(starts[0]) - 1, query.shape[1]
-    grad_sinks = None if sinks is None else _grad_sinks(grad_lse, starts, heads)
+    grad_sinks = None if sinks is None else _grad_sinks(sinks, grad_lse, starts)
     _run(
         query,
         key,
@@ -104,17 +104,17 @@ def varlen_attention_backward(
     )
     if sinks is None or grad_sinks is None:
         return tuple(grads)
-    grad_sinks.masked_fill_(sinks == -math.inf, 0.0)  # no sink: its log-sum-exp is a constant
     return *grads, grad_sinks.sum_to_size(sinks.shape).to(sinks.dtype)
 
 
-def _grad_sinks(grad_lse: Tensor | None, starts: tuple[Tensor, Tensor], heads: int) -> Tensor:
+def _grad_sinks(sinks: Tensor, grad_lse: Tensor | None, starts: tuple[Tensor, Tensor]) -> Tensor:
     """The gradient [B, Hq] of sequences without keys, whose lse is the sink; else 0 for now."""
     q_starts, k_starts = starts
-    grad = torch.zeros((len(q_starts) - 1, heads), dtype=torch.float64)
+    grad = torch.zeros((len(q_starts) - 1, sinks.shape[1]), dtype=torch.float64)
     if grad_lse is not None:
         for b in (k_starts.diff() == 0).nonzero().flatten().tolist():
-            grad[b] = grad_lse[:, q_starts[b] : q_starts[b + 1]].sum(1)
+            of_heads = grad_lse[:, q_starts[b] : q_starts[b + 1]].sum(1)
+            grad[b] = torch.where(sinks[0] == -math.inf, 0.0, of_heads)
     return grad
 
 
