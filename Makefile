@@ -8,10 +8,9 @@ PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
 
-# Pinned: torch is what we are measured against and whose behaviour we copy, so that a result means
-# nothing without its version. Nothing here needs CUDA: where PyTorch's own page of CPU builds can
-# be reached, pip prefers it (`2.13.0+cpu` sorts above `2.13.0`) and is spared gigabytes; elsewhere
-# pip takes what its index has.
+# Pinned, because benchmarks compare with torch and tests copy its behaviour: a result means nothing
+# without its version. Nothing here needs CUDA. If pip can reach PyTorch's page of CPU builds, it
+# prefers it (`2.13.0+cpu` sorts above `2.13.0`) and downloads gigabytes less; else it uses its index.
 TORCH ?= torch==2.13.0
 TORCH_WHEELS ?= https://download.pytorch.org/whl/cpu/torch/
 
@@ -21,10 +20,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # from another process. One test at a time, as for a debugger: ARGS="-n 0 -k name".
 test test-full test-slow test-isas test-sanitized test-triton-oldest test-torch test-transformers: export OMP_WAIT_POLICY := passive
 PYTEST := $(abspath $(BIN))/python -m pytest -n auto --maxprocesses 8 --dist worksteal
-# The CUDA kernels take minutes and need a GPU to run: `make build FASTATTN_CUDA=1` asks for them.
+# The CUDA kernels take minutes and need a GPU to run: `make build FASTATTN_CUDA=1` builds them.
 # Without one they are tested under an emulator (docs/emulator.md), which needs no build of them.
 export FASTATTN_CUDA ?= 0
-# What the two commands promise is the native core: without it they fail, they do not fall back.
+# The two commands promise the native core: without it they fail and do not fall back.
 export FASTATTN_REQUIRE_NATIVE := 1
 
 # The tests in these folders, and those with the marker, run no kernel of the CPU, or only those that
@@ -32,14 +31,14 @@ export FASTATTN_REQUIRE_NATIVE := 1
 WITH_KERNELS := not slow and not without_kernels
 WITHOUT_KERNELS := $(addprefix --ignore=$(abspath tests)/,bench cuda models packaging triton)
 
-# Folders too, so that a file taken away also counts as a change.
+# With the folders, so that a deleted file also counts as a change.
 NATIVE_SOURCES := setup.py $(shell find csrc)
 CXX_FILES = $(shell git ls-files --cached --others --exclude-standard '*.cpp' '*.h' '*.cu')
 
 .DEFAULT_GOAL := help
 .PHONY: help bench test test-full test-slow test-isas test-sanitized test-triton-oldest test-torch test-transformers test-gpu build lint format clean
 
-help: ## say what there is to make
+help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{ printf "  make %-23s %s\n", $$1, $$2 }'
 
 bench: $(VENV)/.stamp-native-here ## compare the drop-in with PyTorch on this machine: table, picture, JSON; < 5 minutes
@@ -54,8 +53,8 @@ test-full: test test-isas test-sanitized test-triton-oldest test-torch test-tran
 test-slow: build $(VENV)/.stamp-test ## random search, mutants, every launch compiled, packaging, long benchmarks
 	$(PYTEST) -m slow $(ARGS)
 
-# One instruction set is what all the other tests run on; some go through every one by themselves.
-test-isas: build $(VENV)/.stamp-test ## every case on every instruction set there is here, and all tests but the slow ones
+# All other tests run on one instruction set, except those that go through all of them.
+test-isas: build $(VENV)/.stamp-test ## every case on every instruction set of this machine, and all tests but the slow ones
 	$(BIN)/python -m fastattn verify --isa all --complete
 	for isa in $$($(BIN)/python -c 'from fastattn.backends.cpu import _cpu; i = _cpu.build_info(); print(*(s for s in i["supported"] + i["emulated"] if s != i["isa"].split(",")[0]))'); do \
 	  FASTATTN_CPU_ISA=$$isa $(PYTEST) -m "$(WITH_KERNELS) and not every_isa" $(WITHOUT_KERNELS) $(ARGS) || exit; \
@@ -63,7 +62,7 @@ test-isas: build $(VENV)/.stamp-test ## every case on every instruction set ther
 
 # In a folder of its own, so that the fast build stays. The runtime of ASan must come first in the
 # process, and libstdc++ with it, or exceptions cannot be intercepted; Python itself leaks. The
-# narrowest instruction set and the widest are enough: what lies between is the same source.
+# narrowest instruction set and the widest are enough: the others have the same source.
 SANITIZED := build/sanitized
 test-sanitized: build $(VENV)/.stamp-test ## the tests that run kernels, under AddressSanitizer and UBSan
 	FASTATTN_SANITIZE=address,undefined FASTATTN_CPU_ISAS=native $(BIN)/python setup.py --quiet \
@@ -73,14 +72,14 @@ test-sanitized: build $(VENV)/.stamp-test ## the tests that run kernels, under A
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONPATH=lib \
 	$(PYTEST) -m "$(WITH_KERNELS)" $(WITHOUT_KERNELS) $(abspath tests) $(ARGS)
 
-# `make test` takes the newest Triton. Its interpreter of 3.6 is for NumPy below 2.4.
+# `make test` takes the newest Triton. The interpreter of Triton 3.6 needs NumPy below 2.4.
 OLDEST_TRITON := $(VENV)/triton-3.6
-test-triton-oldest: build $(VENV)/.stamp-test ## the Triton tests with the oldest version that we promise
+test-triton-oldest: build $(VENV)/.stamp-test ## the Triton tests with the oldest version that is promised
 	$(PIP) install --quiet --target $(OLDEST_TRITON) --upgrade --no-deps triton==3.6.0 'numpy<2.4'
 	PYTHONPATH=$(OLDEST_TRITON) $(PYTEST) -m "not slow" tests/triton $(ARGS)
 
-# The oldest and the newest that are promised, and those between them in which something that we need
-# has changed. Gigabytes each, where pip finds no CPU builds: one is deleted before the next.
+# The oldest and the newest promised versions, and those between that changed something we need. Each
+# takes gigabytes if pip finds no CPU builds, so it is deleted before the next one is installed.
 TORCH_VERSIONS ?= 2.6.0 2.7.0 2.8.0 2.10.0 2.13.0 2.15.0
 OTHER_TORCH := build/torch
 test-torch: build $(VENV)/.stamp-test ## every promised torch, one after the other; TORCH_VERSIONS="2.6.0" for some
@@ -91,8 +90,8 @@ test-torch: build $(VENV)/.stamp-test ## every promised torch, one after the oth
 	done
 	rm -rf $(OTHER_TORCH)
 
-# The oldest and the newest that are promised, with what they need besides torch, of which they know
-# no version. ARGS="-m 'slow or not slow'" runs all models, not only the quick ones.
+# The oldest and the newest promised versions, with their requirements except torch, whose version
+# they do not restrict. ARGS="-m 'slow or not slow'" runs all models, not only the quick ones.
 TRANSFORMERS_VERSIONS ?= 5.0.0 5.23.0
 OTHER_TRANSFORMERS := build/transformers
 test-transformers: build $(VENV)/.stamp-test ## the oldest and the newest promised transformers; TRANSFORMERS_VERSIONS="5.0.0" for some
@@ -105,7 +104,7 @@ test-transformers: build $(VENV)/.stamp-test ## the oldest and the newest promis
 	rm -rf $(OTHER_TRANSFORMERS)
 
 # The environment needs a PyTorch that sees the GPU: `make test-gpu TORCH_WHEELS=` takes the index's.
-# The CUDA kernels are tested too where FASTATTN_CUDA=1 had them built, their PTX wrappers first.
+# With FASTATTN_CUDA=1 the CUDA kernels are tested, too, and their PTX wrappers first.
 GPU_PROVIDERS := torch,torch@flash,torch@cudnn,torch@efficient,torch@math,torch-flex,fastattn@cuda,fastattn@sm_80,fastattn@triton
 test-gpu: build $(VENV)/.stamp-test ## on a GPU: correctness, races, speed; results to benchmarks/results
 	$(if $(filter-out 0,$(FASTATTN_CUDA)),$(BIN)/python -m pytest -k cuda tests/cuda/test_emulator.py $(ARGS))
@@ -123,7 +122,7 @@ $(VENV)/.stamp-venv:
 	$(PYTHON) -m venv $(VENV)
 	touch $@
 
-# The native core comes afterwards, by itself, where its progress can be seen.
+# The native core is built afterwards, by itself, so that its progress is visible.
 $(VENV)/.stamp-packages: pyproject.toml | $(VENV)/.stamp-venv
 	$(PIP) install --retries 2 $(addprefix --find-links=,$(TORCH_WHEELS)) $(TORCH)
 	$(PIP) install --quiet 'setuptools>=77' 'pybind11>=2.13' ninja

@@ -10,7 +10,7 @@
 
 namespace fastattn {
 
-// Of a floating type.
+// The size of a floating type.
 inline int64_t element_bytes(DType dtype) {
   return dtype == DType::f64 ? 8 : dtype == DType::f32 ? 4 : 2;
 }

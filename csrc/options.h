@@ -316,7 +316,7 @@ inline void read_gradients(const Named& from, AttentionParams& to) {
   from.read_given(to, of_biases);
 }
 
-// Of the sinusoidal encoding: the tensors.
+// The tensors of the sinusoidal encoding.
 inline void read_sinusoidal_operands(const Named& from, SinusoidalParams& to) {
   using P = SinusoidalParams;
   static const auto fields =
@@ -325,7 +325,7 @@ inline void read_sinusoidal_operands(const Named& from, SinusoidalParams& to) {
   from.read(to, fields);
 }
 
-// Of the sinusoidal encoding: the columns, as addresses.
+// The columns of the sinusoidal encoding, as addresses.
 inline void read_columns(const Named& from, SinusoidalParams& to) {
   using P = SinusoidalParams;
   static const auto fields = std::make_tuple(

@@ -28,7 +28,7 @@ def additive_backward(
     /,
 ) -> None: ...
 
-# Of options, the scale alone stands for a record of defaults.
+# The scale alone may stand for the options: the others then have their defaults.
 def attention_forward(
     dtype: int,
     reduced: bool,  # float32: products may round their factors to 16 bits

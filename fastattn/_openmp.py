@@ -19,7 +19,7 @@ _A_FUNCTION = "GOMP_parallel"  # every parallel loop of GCC begins with it
 
 
 def _mapped() -> list[tuple[int, int, str]]:
-    """Where the OpenMP runtimes of this process lie, and their files; none if Linux cannot say."""
+    """The addresses and files of the OpenMP runtimes of this process; none if Linux hides them."""
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:

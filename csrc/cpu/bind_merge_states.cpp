@@ -9,7 +9,7 @@ namespace py = pybind11;
 namespace fastattn {
 namespace {
 
-// Of a dense result with the shape of the outputs.
+// Expects that a dense result with the shape of the outputs is filled.
 void expect(const MergeStatesParams& p, const Tensor4& result) {
   const int64_t elements = p.B * p.H * p.L * p.D;
   expect_to_fill(result.data, static_cast<size_t>(elements * element_bytes(p.dtype)));

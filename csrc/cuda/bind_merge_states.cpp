@@ -9,7 +9,7 @@ namespace cuda {
 
 namespace {
 
-// Whether rows go 16 bytes at a time; of operands that are not there the strides are 0.
+// Whether rows are copied 16 bytes at a time. The strides of a missing operand are 0.
 bool all_aligned(const MergeStatesParams& p, std::initializer_list<Tensor4> rows) {
   const int64_t bytes = element_bytes(p.dtype);
   bool aligned = p.D * bytes % 16 == 0;

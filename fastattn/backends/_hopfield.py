@@ -143,7 +143,7 @@ class Patterns(abc.ABC):
         return self._in_dtypes(grads, state)
 
     def _most(self, taken: Tensor) -> int:
-        """So many steps were taken at most, and one at least."""
+        """The largest number of steps that a query took, and at least one."""
         if 0 <= self.options.steps_max <= self.few_steps:
             return max(self.options.steps_max, 1)
         return max(int(taken.max()), 1) if taken.numel() else 1

@@ -163,7 +163,7 @@ class SinusoidalOptions:
 
 @dataclass(frozen=True)
 class NoOptions:
-    """Of a primitive that takes tensors only."""
+    """The options of a primitive that takes tensors only."""
 
 
 _KINDS = {

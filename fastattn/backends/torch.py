@@ -152,8 +152,8 @@ def _zeroes_masked_rows() -> bool:
 
 
 def _is_finite(x: Tensor) -> bool:
-    """Whether the sum of all elements is finite; it may not be, of large numbers, although they
-    are. This takes a fiftieth of the time of ``isfinite``."""
+    """Whether the sum of all elements is finite. The sum of large finite numbers may overflow, but
+    it takes a fiftieth of the time of ``isfinite``."""
     return math.isfinite(x.detach().sum())
 
 

@@ -133,7 +133,7 @@ def make_inputs(case: Case, dtype: torch.dtype, *, fence: bool = False) -> Input
     if "out" in case.grads:
         grad_out = placed(normal(b, h, case.q_len, dv), case.grad_layout)
     if "lse" in case.grads:
-        # Of one sign: the gradient of a shared bias is a sum over all pairs, which must not cancel.
+        # Positive: the gradient of a shared bias is a sum over all pairs, which must not cancel.
         values = normal(b, h, case.q_len, 1).abs().to(wide)
         grad_lse = placed(values, "every_second", torch.float64)[..., 0]
     if "weights" in case.grads:

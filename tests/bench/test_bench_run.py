@@ -382,7 +382,7 @@ def test_a_process_that_spins_is_waited_for(
 
 
 def test_a_busy_core_is_noticed(tmp_path: Path) -> None:
-    """Of one other process a short measurement may never meet a time slice: so there are four."""
+    """Four processes, because a short measurement may meet no time slice of a single one."""
     path = tmp_path / "results.json"
     mine = sorted(os.sched_getaffinity(0))[:1]
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4)]

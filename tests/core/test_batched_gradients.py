@@ -149,7 +149,7 @@ def test_no_gradients_at_all(name: str) -> None:
 
 # --- gradcheck -------------------------------------------------------------------------------
 
-# What is not the derivative of the value, by definition.
+# Estimators: their gradient is not the derivative of the value, by definition.
 ESTIMATES = ("hopfield-one_step", "hopfield-energy", "hard-attention-gumbel")
 # PyTorch draws nothing in its first vmap, and forward mode runs the function there.
 DRAWING = ("dropout", "hard-attention")
@@ -286,7 +286,7 @@ def test_forward_functions_take_such_tensors_too() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ["sdpa-plain", "sdpa-bool-mask", "hops-plain", "additive"])
 def test_the_bits_are_those_of_single_gradients(name: str, dtype: torch.dtype) -> None:
-    """Of the kernels: a row does not depend on what else is in the batch."""
+    """The kernels compute a row independently of the rest of the batch."""
     function, inputs = OPERATORS[name]()
     inputs = tuple(x.detach().to(dtype).requires_grad_() for x in inputs)
     results = results_of(function, inputs)

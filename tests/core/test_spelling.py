@@ -1,4 +1,4 @@
-"""One spelling of dtypes and operators: every command takes every name of theirs, and lists."""
+"""One spelling of dtypes and operators: every command takes all their names, and lists of them."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ WORK = [
     for n, case in enumerate(TABLE)
     for m, dtype in enumerate(DTYPES)
     if (n % len(DTYPES) == m and not _is_for_the_slow_run(n, case))
-    # Of a mask that is wider than the rest, the gradient is held to the eps of the mask.
+    # The gradient of a mask that is wider than the rest must be within the eps of the mask.
     or (case.name.startswith("mask-float32-") and dtype == torch.bfloat16)
 ]
 
@@ -94,7 +94,7 @@ def test_the_only_key_has_all_the_weight(adapter: ModuleType, case: Case) -> Non
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
 @pytest.mark.parametrize("part", range(10))
 def test_every_case(adapter: ModuleType, part: int, dtype: torch.dtype) -> None:
-    """As late as may be, or in random order: neighbours and dtypes take turns."""
+    """Copies arrive as late as allowed, or in random order; neighbours and dtypes take turns."""
     faults = [
         f"{case.name} {dtype} {seed}: {fault}"
         for n, case in enumerate(TABLE[part::10])
@@ -163,7 +163,7 @@ TRIANGLE = Case("nan-mask", q_len=190, k_len=190, mask="tril", mask_dims="qk")
 def test_nan_reaches_only_the_queries_that_see_it(
     adapter: ModuleType, case: Case, dtype: torch.dtype
 ) -> None:
-    """Of a key that some queries see; the poisoned cases of the table are about the others.
+    """Some queries see the key. The poisoned cases of the table have keys that no query sees.
 
     NaN in a key goes into scores, which are selected. NaN in a value, and whatever comes back, is
     multiplied by weights of 0: as docs/cuda-kernels.md says, that ends with the block of 128 rows.

@@ -195,7 +195,7 @@ def test_case(adapter: ModuleType, case: Case, dtype: torch.dtype, seed: int) ->
 @pytest.mark.parametrize("dtype", DTYPES, ids=_name)
 @pytest.mark.parametrize("part", range(10))
 def test_every_case(adapter: ModuleType, part: int, dtype: torch.dtype) -> None:
-    """As late as may be, or in random order: neighbours and dtypes take turns."""
+    """Copies arrive as late as allowed, or in random order; neighbours and dtypes take turns."""
     faults = [
         f"{case.name} {dtype} {seed}: {fault}"
         for n, case in enumerate(CASES[part::10])
@@ -283,7 +283,7 @@ def test_same_bits_in_whatever_order_warps_run(adapter: ModuleType, case: Case) 
 
 @pytest.mark.parametrize("case", [PLAIN, replace(OPTIONS, dropout_p=0.0)], ids=["plain", "options"])
 def test_same_bits_whatever_else_is_in_the_batch(adapter: ModuleType, case: Case) -> None:
-    """But for dropout, which counts the batch entries."""
+    """Except for dropout, which counts the batch entries."""
     inputs = make_inputs(replace(case, batch=3), torch.float16)
     together = _both(adapter, inputs, 3)
     one = slice(2, 3)
@@ -315,7 +315,7 @@ def test_packed_sequences_have_the_bits_of_each_alone(
 
 
 def test_heads_go_in_sections_that_fit_the_cache(adapter: ModuleType) -> None:
-    """Of long keys: the bits of their last ones alone, which is all that the window shows."""
+    """Long keys give the bits of their last ones alone, the only keys inside the window."""
     short = Case("sections", batch=1, heads=5, q_len=150, k_len=960, head_dim=64, window=(300, 0))
     inputs = make_inputs(replace(short, causal="bottom_right"), torch.bfloat16)
     want = _forward(adapter, inputs)

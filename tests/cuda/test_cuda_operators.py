@@ -48,7 +48,7 @@ TABLES = {
         "sinusoidal_encoding",
         lambda case: torch.Size(case.shape).numel() > 10_000,
         every=4,
-        # So many that a thread takes several batch rows, whose heads are not the next in memory.
+        # Enough that a thread takes several batch rows, whose heads are not adjacent in memory.
         more=[SinusoidalCase("many-rows", shape=(2, 3, 520, 257), memory="blhd")],
     ),
     "additive": Table(

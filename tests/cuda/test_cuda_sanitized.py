@@ -16,8 +16,8 @@ from child_process import run_python
 FLAGS = ("-fsanitize=address", "-g1", "-fno-omit-frame-pointer", "-Wno-error")
 ELEMENTS = ("Bf16", "F32")
 
-# Some cases of each operator. Then a tensor that has a row less than the call says it has, which
-# must be reported.
+# Some cases of each operator. Then a call with a tensor that has one row less than the call says:
+# it must be reported.
 _RUN = """
 import sys, torch
 from pathlib import Path

@@ -64,7 +64,7 @@ uint32_t check(const TensorMap& map, const void* shared, const char* operation, 
       fail(std::string(operation) + ": a stride is no multiple of 16", place);
   if (reinterpret_cast<uintptr_t>(map.base) % 16 != 0)
     fail(std::string(operation) + ": the tensor is not aligned to 16 bytes", place);
-  // Where the pattern of the swizzle begins is a matter of the address.
+  // The address decides where the pattern of the swizzle begins.
   const size_t alignment = map.swizzle == 128 ? 1024 : map.swizzle == 64 ? 512 : 128;
   return shared_address(shared, static_cast<size_t>(bytes_of(map)), alignment, operation, place);
 }

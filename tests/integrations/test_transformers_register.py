@@ -165,7 +165,7 @@ SAID = "LlamaForCausalLM MistralForCausalLM Gemma2ForCausalLM ModernBertModel Be
 @pytest.mark.parametrize("name", SAID)
 @pytest.mark.parametrize("side", [None, "left", "right"])
 def test_no_tensor_of_all_pairs(name: str, side: str | None) -> None:
-    """Where padding, causality and a window say it all, forward and backward."""
+    """Padding, causality and a window need no tensor of all pairs, forward and backward."""
     entry = ENTRY[name]
     entry = dataclasses.replace(entry, config=entry.config | {"max_position_embeddings": LONG})
     tokens = torch.randint(3, 67, (1, LONG), generator=entry.generator())

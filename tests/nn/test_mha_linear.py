@@ -24,8 +24,8 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
 @pytest.fixture(autouse=True)
 def onednn_at_any_size(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What is meant for large products has to be right for the small ones of these tests, and what
-    is meant for the processor with the most GEMMs on every one."""
+    """Use the GEMMs for large products at the small sizes of these tests, and those of the
+    processor that has the most on every processor."""
     monkeypatch.setattr(evidence, "processor", lambda device="cpu": Processor(device, "AMD"))
     evidence.forget()
     for name in ("_MIN_WORK", "_MIN_WORK_WEIGHT_GRAD"):

@@ -149,7 +149,7 @@ def test_mutants_are_of_what_there_is() -> None:
 @pytest.mark.usefixtures("triton_interpreter")
 @pytest.mark.parametrize("op", sorted({mutant.op for mutant in MUTANTS}))
 def test_what_is_not_a_mutant_is_right(op: str, tmp_path: Path) -> None:
-    """Else a copy that cannot run would pass for a mutant that was caught."""
+    """Otherwise a copy that cannot run would count as a mutant that was caught."""
     _copied(tmp_path)
     for dtype in sorted({mutant.dtype for mutant in MUTANTS if mutant.op == op}):
         cases = {

@@ -69,7 +69,7 @@ inline void fault_no_barrier_after_wait(const Probe probe) {
   probe.out[threadIdx.x] = *reinterpret_cast<uint32_t*>(dynamic_shared() + 16 * other);
 }
 
-// Of what sm_90 has.
+// Faults in the use of instructions of sm_90.
 
 inline uint64_t* fault_barrier(int arrivals) {
   auto* barrier = reinterpret_cast<uint64_t*>(dynamic_shared());
