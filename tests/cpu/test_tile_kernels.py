@@ -285,6 +285,41 @@ def test_real_tiles_give_the_bits_of_emulated_ones(dim: int, causal: bool) -> No
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("sink", [-math.inf, -100.0, 0.0, 60.0, 1e5, math.inf])
+def test_a_sink_joins_the_sum(tiles: str, sink: float, dtype: torch.dtype) -> None:
+    """Far above all scores, far below, and beside queries that see no key."""
+    q, k, v = (x.to(dtype) for x in qkv(1, 2, 70, 200, 32))
+    v = v.abs()  # else the terms of the sink's gradient cancel
+    seen = torch.ones(70, 200, dtype=torch.bool).tril(60)
+    seen[[3, 40]] = False
+    sinks = torch.tensor([sink, 0.5], requires_grad=True)
+
+    def definition(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+        scores = (q @ k.mT / math.sqrt(32)).masked_fill(~seen, -math.inf)
+        every = torch.cat([scores, sinks.view(1, 2, 1, 1).expand(1, 2, 70, 1)], -1)
+        lse = every.logsumexp(-1, keepdim=True)
+        weights = torch.where(lse.isfinite(), (scores - lse).exp(), 0)
+        return weights @ v, lse[..., 0]
+
+    out, lse = definition(q.double(), k.double(), v.double(), sinks.detach().double())
+    got = attention(q, k, v, attn_mask=seen, sinks=sinks, return_lse=True)
+    tolerance = 1e-6 if dtype is torch.float32 else 8e-3
+    torch.testing.assert_close(got[0].double(), out, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(got[1].double(), lse, atol=2e-3, rtol=1e-6)
+    if math.isinf(sink):
+        return
+    inputs = [x.detach().double().requires_grad_() for x in (q, k, v, sinks)]
+    upstream = torch.ones_like(out)
+    expected = torch.autograd.grad(definition(*inputs)[0], inputs, upstream)
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    found = attention(*leaves, attn_mask=seen, sinks=sinks)
+    for a, b in zip(
+        torch.autograd.grad(found, [*leaves, sinks], upstream.to(dtype)), expected, strict=True
+    ):
+        assert (a - b).norm() <= 4 * tolerance * b.norm() + 1e-30
+
+
 # -- float32, as parts of bfloat16 ----------------------------------------------------------------
 
 

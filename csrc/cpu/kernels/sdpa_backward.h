@@ -136,7 +136,8 @@ class BackwardUnit {
         block_of_keys(f, b, h, hk, block, keys.begin, dq + g * dq_size());
       }
       if (c == 0 && p.grad_sinks != nullptr)
-        p.grad_sinks[(p.index + b) * p.Hq + h] = sink_gradient(f, b, h);
+        p.grad_sinks[(p.index + b) * p.Hq + h] =
+            sink_gradient(p, rule, b, h, Range{0, p.Lq}, f.rows, f.delta, f.center);
     }
     write_rows(f.dk, dp, p.D, static_cast<T>(p.scale), p.grad_k, b, hk, keys);
     write_rows(f.dv, dvp, p.Dv, T(1), p.grad_v, b, hk, keys);
@@ -180,52 +181,13 @@ class BackwardUnit {
       if (i >= p.Lq) continue;
       f.rows.high[i] = from.high[i], f.rows.low[i] = from.low[i],
       f.rows.inverse[i] = from.inverse[i];
-      if (p.sinks != nullptr && sees_only_sink(b, h, i))
+      if (p.sinks != nullptr && sees_only_sink(p, rule, b, h, i))
         scale_from_lse(rule, -kInf<double>, f.rows.at(i));
       if (f.rows.high[i] == kInf<T>)
         clear_query(f, i);
       else
         f.center[i] = prepared.center[row + i], f.delta[i] = prepared.delta[row + i];
     }
-  }
-
-  // Whether all keys are excluded for query i, whose log-sum-exp is then the sink; so is it if the
-  // sink is inf. Reads the mask only if the log-sum-exp leaves a doubt.
-  bool sees_only_sink(int64_t b, int64_t h, int64_t i) const {
-    const double sink =
-        static_cast<const T*>(p.sinks)[b * p.sinks_stride[0] + h * p.sinks_stride[1]];
-    const double lse = p.lse[(b * p.Hq + h) * p.lse_stride + i];
-    if (lse == kInf<double>) return true;
-    if (!rule.excludes || lse - sink > 1e-6 * __builtin_fabs(sink)) return false;
-    const Range seen = visible_to_any(p, i, i + 1);
-    if (!has_bias(p)) return seen.begin >= seen.end;
-    constexpr int64_t kPart = 64;
-    T bias[kPart];
-    for (int64_t j = seen.begin; j < seen.end; j += kPart) {
-      const int64_t j1 = min_of(seen.end, j + kPart);
-      read_bias_row(p, b, h, i, j, j1, bias);
-      if (!all_excluded(bias, j1 - j)) return false;
-    }
-    return true;
-  }
-
-  // d sink = sum_i w_i (0 - delta_i) over all queries of a head: the sink is a key whose value is
-  // 0, and w_i its weight, 1 where nothing else is visible. A sink of -inf is none.
-  double sink_gradient(const Buffers& f, int64_t b, int64_t h) const {
-    const T sink = first_state<T>(p, rule, b, h).maximum;
-    double total = 0;
-    if (sink == -kInf<T>) return total;
-    for (int64_t i = 0; i < queries; i += W) {
-      const Vec<T> w = sink_weight(rule, sink, load(f.rows.high + i), load(f.rows.low + i),
-                                   load(f.rows.inverse + i)),
-                   delta = load(f.center + i) + load(f.delta + i);
-      total -= static_cast<double>(sum_lanes<T>(w * delta));
-    }
-    if (p.grad_lse == nullptr) return total;
-    const double* grad_lse = p.grad_lse + (b * p.Hq + h) * p.lse_stride;
-    for (int64_t i = 0; i < p.Lq; ++i)
-      if (f.rows.high[i] == kInf<T>) total += grad_lse[i];
-    return total;
   }
 
   // A fully masked query passes no gradient, not even NaN times zero.

@@ -24,6 +24,52 @@ FASTATTN_INLINE Vec<T> sink_weight(const ScoreRule<T>& rule, T sink, Vec<T> high
   return exponential(rule, sink - high - low) * inverse;
 }
 
+// Whether all keys are excluded for query i, whose log-sum-exp is then the sink; so is it if the sink
+// is inf. Reads the mask only if the log-sum-exp leaves a doubt.
+template <class T>
+__attribute__((noinline)) bool sees_only_sink(const Sequence& p, const ScoreRule<T>& rule,
+                                              int64_t b, int64_t h, int64_t i) {
+  const double sink = static_cast<const T*>(p.sinks)[b * p.sinks_stride[0] + h * p.sinks_stride[1]];
+  const double lse = p.lse[(b * p.Hq + h) * p.lse_stride + i];
+  if (lse == kInf<double>) return true;
+  if (!rule.excludes || lse - sink > 1e-6 * __builtin_fabs(sink)) return false;
+  const Range seen = visible_to_any(p, i, i + 1);
+  if (!has_bias(p)) return seen.begin >= seen.end;
+  constexpr int64_t kPart = 64;
+  T bias[kPart];
+  for (int64_t j = seen.begin; j < seen.end; j += kPart) {
+    const int64_t j1 = min_of(seen.end, j + kPart);
+    read_bias_row(p, b, h, i, j, j1, bias);
+    if (!all_excluded(bias, j1 - j)) return false;
+  }
+  return true;
+}
+
+// What queries of a head add to d sink = sum_i w_i (0 - delta_i): the sink is a key whose value is 0,
+// and w_i its weight, 1 where nothing else is visible. A sink of -inf is none. The rows of the others are +inf there; they
+// begin with the first query, and have whole vectors. `center`, if not null, is a part of delta.
+template <class T>
+__attribute__((noinline)) double sink_gradient(const Sequence& p, const ScoreRule<T>& rule,
+                                               int64_t b, int64_t h, Range queries,
+                                               RowScale<T> rows, const T* delta,
+                                               const T* center = nullptr) {
+  const T sink = first_state<T>(p, rule, b, h).maximum;
+  const int64_t count = queries.end - queries.begin;
+  double total = 0;
+  if (sink == -kInf<T>) return total;
+  for (int64_t i = 0; i < count; i += kLanes<T>) {
+    const Vec<T> w =
+        sink_weight(rule, sink, load(rows.high + i), load(rows.low + i), load(rows.inverse + i));
+    const Vec<T> all = center == nullptr ? load(delta + i) : load(center + i) + load(delta + i);
+    total -= static_cast<double>(sum_lanes<T>(w * all));
+  }
+  if (p.grad_lse == nullptr) return total;
+  const double* grad_lse = p.grad_lse + (b * p.Hq + h) * p.lse_stride + queries.begin;
+  for (int64_t i = 0; i < count; ++i)
+    if (rows.high[i] == kInf<T>) total += grad_lse[i];
+  return total;
+}
+
 // dst[key][lane] = the gradient of the weights of one head. Averaged weights share their gradient
 // among the heads.
 template <class P>

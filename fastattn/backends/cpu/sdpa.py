@@ -154,7 +154,7 @@ def plain_attention_backward(
     }
     grad_sinks = None
     if sinks is not None:
-        grad_sinks = torch.empty((batch, heads), dtype=torch.float64)
+        grad_sinks = torch.zeros((batch, heads), dtype=torch.float64)
         gradients["grad_sinks"] = grad_sinks.data_ptr()
     _cpu.attention_backward(
         DTYPES[query.dtype],

@@ -202,8 +202,12 @@ class TileBackwardUnit {
       const int64_t end = min_of(p.Lq, i + panel);
       const Range visible = visible_to_any(p, i, end);
       const Range r{max_of(seen.begin, visible.begin), min_of(seen.end, visible.end)};
-      if (r.begin >= r.end) continue;
+      const bool of_sink = keys.begin == 0 && p.grad_sinks != nullptr;
+      if (r.begin >= r.end && !of_sink) continue;
       x.direct = pack_queries(f, x.b, x.h, i, end, prepared);
+      if (of_sink)
+        p.grad_sinks[(p.index + x.b) * p.Hq + x.h] +=
+            sink_gradient(p, rule, x.b, x.h, Range{i, end}, f.rows, f.delta);
       x.dq = dq + i * dp;
       for (int64_t j = keys.begin + (r.begin - keys.begin) / kKeysOfBlock * kKeysOfBlock; j < r.end;
            j += kKeysOfBlock) {
@@ -271,6 +275,7 @@ class TileBackwardUnit {
       f.delta[n] = T(0), f.minus_lse[n] = -kInf<T>;
       const int64_t i = i0 + n;
       if (i >= i1 || from.high[i] == kInf<T>) continue;
+      if (p.sinks != nullptr && sees_only_sink(p, rule, b, h, i)) continue;
       f.rows.high[n] = from.high[i], f.rows.low[n] = from.low[i];
       f.rows.inverse[n] = from.inverse[i];
       f.delta[n] = prepared.delta[row + i];

@@ -273,7 +273,8 @@ class TileForward {
     bool safe = true;
     each(task, some, [&](Panel& panel) {
       add_up(panel.state);
-      panel.state.unsafe = find_unsafe(panel);
+      if (p.sinks != nullptr) add_sink(task, panel);
+      panel.state.unsafe = find_unsafe(task, panel);
       if (!panel.state.unsafe) finish(task, panel);
       safe &= !panel.state.unsafe;
     });
@@ -290,6 +291,7 @@ class TileForward {
     each(task, some, [&](Panel& panel) {
       if (!panel.state.unsafe) return;
       add_up(panel.state);
+      if (p.sinks != nullptr) add_sink(task, panel);
       finish(task, panel);
     });
   }
@@ -569,12 +571,33 @@ class TileForward {
     }
   }
 
+  // The head's sink, a key whose value is 0, joins the sums. It is the reference of a query that sees
+  // no other key.
+  __attribute__((noinline)) void add_sink(const Task& task, Panel& panel) const {
+    State& state = panel.state;
+    const FirstState<float> first = first_state<float>(p, rule, task.b, panel.h);
+    const VecF sink = splat(first.maximum), exponent = splat(rule.exponent);
+    FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) {
+      const VecF before = load(state.m + n * W), l = load(state.l + n * W);
+      const VecI alone = (before == -kInf<float>)&(l == l);  // see sees_nothing
+      const VecF m = select<float>(alone, sink, before);
+      const VecF minus_m = select<float>(m == -kInf<float>, VecF{}, m * -rule.exponent);
+      const VecI exact = (VecI)load(reinterpret_cast<const float*>(state.exact) + n * W);
+      const VecF difference = select<float>(sink == m, VecF{}, sink - m);
+      const VecF power = select<float>(exact, difference * exponent, sink * exponent + minus_m);
+      store(state.m + n * W, m);
+      store(state.minus_m + n * W, minus_m);
+      store(state.l + n * W, l + first.sum * exp2_any<P::kCoarseExp>(power));
+    }
+  }
+
   // Marks the queries whose weights, sum or output left the safe range. NaN and inf in the inputs
   // are among them, and stay. minus_m is a rounded product: from 2^29 on, its error could scale all
   // weights of a row by more than 2^4, up to none at all.
-  bool find_unsafe(Panel& panel) const {
+  bool find_unsafe(const Task& task, Panel& panel) const {
     State& state = panel.state;
     if (state.fresh) return false;
+    const float sink = first_state<float>(p, rule, task.b, panel.h).maximum;
     VecI some{};
     FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) {
       const VecF l = load(state.l + n * W), minus_m = load(state.minus_m + n * W);
@@ -590,7 +613,7 @@ class TileForward {
       const VecI unsafe = ~safe & there;
       store(reinterpret_cast<float*>(state.exact) + n * W, (VecF)unsafe);
       some |= unsafe;
-      store(state.m + n * W, select<float>(unsafe, splat(-kInf<float>), m));
+      store(state.m + n * W, select<float>(unsafe, splat(sink), m));
     }
     return any(some);
   }
