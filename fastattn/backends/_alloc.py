@@ -1,4 +1,4 @@
-"""The memory that results and masks occupy, for the kernels and for the compiler alike."""
+"""The memory and the shapes of results and masks, for the kernels and for the compiler alike."""
 
 from __future__ import annotations
 
@@ -30,3 +30,15 @@ def unexpanded(mask: Tensor) -> Tensor:
         if stride == 0 and mask.shape[dim] > 1:
             mask = mask.narrow(dim, 0, 1)
     return mask
+
+
+def summed_to(bias: Tensor, grad: Tensor) -> Tensor:
+    """Sum the gradient of expanded scores to the shape and dtype of a bias or a mask.
+
+    In float64, because one element may be the sum of thousands of terms.
+    """
+    sizes = zip(bias.shape, grad.shape, strict=True)
+    dims = [dim for dim, (size, expanded) in enumerate(sizes) if size != expanded]
+    if dims:
+        grad = grad.sum(dims, keepdim=True, dtype=torch.float64)
+    return grad.to(bias.dtype)

@@ -10,7 +10,8 @@ from typing import ClassVar, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from fastattn.backends._memories import summed, with_rows
+from fastattn.backends._alloc import summed_to
+from fastattn.backends._memories import with_rows
 from fastattn.backends.primitives import HopfieldBackwardOptions, HopfieldOptions
 
 __all__ = ["ROUND", "Found", "Gradients", "Patterns", "Steps", "operators", "rounds"]
@@ -93,7 +94,7 @@ class Patterns(abc.ABC):
         """Return the requested gradients of state, stored, keys and the bias."""
         grad_bias = None
         if grad_scores is not None and self.bias is not None:
-            grad_bias = summed(grad_scores, self.bias.unsqueeze(2)).squeeze(2)
+            grad_bias = summed_to(self.bias.unsqueeze(2), grad_scores).squeeze(2)
         compared, read = grad_memories
         if self.keys is None:
             return grad_state, compared, None, grad_bias

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-import torch
 from torch import Tensor
 
-__all__ = ["one_memory", "summed", "with_rows"]
+__all__ = ["one_memory", "with_rows"]
 
 _Memory = TypeVar("_Memory", Tensor, "Tensor | None")
 
@@ -24,11 +23,3 @@ def with_rows(x: _Memory) -> _Memory:
     if x.ndim > 2 and x.stride(0) == 0 and x.shape[0] > 1:
         return x[:1].contiguous().expand(x.shape)
     return x.contiguous()
-
-
-def summed(scores: Tensor, bias: Tensor) -> Tensor:
-    """Sum [B, Q, K, N] to the shape of a bias, in float64, because there may be many terms."""
-    dims = [n for n, size in enumerate(bias.shape) if size == 1 and scores.shape[n] != 1]
-    if dims:
-        scores = scores.sum(dims, keepdim=True, dtype=torch.float64)
-    return scores.to(bias.dtype)

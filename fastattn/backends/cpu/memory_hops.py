@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from fastattn import _cpu
-from fastattn.backends._memories import one_memory, summed, with_rows
+from fastattn.backends._alloc import summed_to
+from fastattn.backends._memories import one_memory, with_rows
 from fastattn.backends._operands import Operand, address, broadcast_operand, operand
 from fastattn.backends.cpu.operands import DTYPES, accumulator
 from fastattn.backends.primitives import MemoryHopBackwardOptions, MemoryHopOptions
@@ -116,7 +117,7 @@ def memory_hop_attention_backward(
         grad_in = _reduced(grad_in, in_memory)
         grad_out_memory = _reduced(grad_out_memory, out_memory)
     if scores is not None and memory_bias is not None:
-        grad_bias = summed(scores, memory_bias)
+        grad_bias = summed_to(memory_bias, scores)
     return grad_query, grad_in, grad_out_memory, grad_proj, grad_bias
 
 

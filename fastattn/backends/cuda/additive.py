@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fastattn import _cuda
+from fastattn.backends._alloc import summed_to
 from fastattn.backends._operands import address, operand
 from fastattn.backends.cuda.operands import DTYPES, MASK_DTYPES, MAX_LENGTH, on, why_not_dtype
 from fastattn.backends.primitives import AdditiveBackwardOptions, AdditiveOptions
@@ -108,11 +109,7 @@ def additive_attention_backward(
     grad_mask = None
     if options.needs_mask_grad:
         assert attn_mask is not None
-        grad_mask = gradients
-        dims = [n for n, size in enumerate(attn_mask.shape) if size != shape[n]]
-        if dims:  # one element may sum thousands of terms
-            grad_mask = grad_mask.sum(dims, keepdim=True, dtype=torch.float64)
-        grad_mask = grad_mask.to(attn_mask.dtype)
+        grad_mask = summed_to(attn_mask, gradients)
     return (
         grad_query,
         grad_key,

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from fastattn import _cuda
-from fastattn.backends._memories import summed, with_rows
+from fastattn.backends._alloc import summed_to
+from fastattn.backends._memories import with_rows
 from fastattn.backends._operands import address, broadcast_operand
 from fastattn.backends.cuda.operands import DTYPES, MAX_LENGTH, on, why_not_dtype
 from fastattn.backends.primitives import MemoryHopBackwardOptions, MemoryHopOptions
@@ -145,7 +146,7 @@ def memory_hop_attention_backward(
         )
     grad_bias = None
     if needed & 16 and memory_bias is not None:
-        grad_bias = summed(xs[0, :, :, :hops], memory_bias)
+        grad_bias = summed_to(memory_bias, xs[0, :, :, :hops])
     return grad_query, grad_in, grad_out_memory, grad_proj, grad_bias
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastattn.backends._alloc import summed_to
 from fastattn.backends.primitives import (
     AdditiveBackwardOptions,
     AdditiveOptions,
@@ -150,11 +151,7 @@ def additive_attention_backward(
         grad_bias = grad_q.sum((0, 2), dtype=torch.float64).to(bias.dtype)
     if options.needs_mask_grad:
         assert attn_mask is not None
-        sizes = zip(attn_mask.shape, grad_scores.shape, strict=True)
-        shared = [dim for dim, (one, size) in enumerate(sizes) if one != size]
-        if shared:
-            grad_scores = grad_scores.sum(shared, keepdim=True, dtype=torch.float64)
-        grad_mask = grad_scores.to(attn_mask.dtype)
+        grad_mask = summed_to(attn_mask, grad_scores)
     return (
         grad_q.mT.to(query.dtype, memory_format=torch.contiguous_format),
         grad_k.mT.to(key.dtype, memory_format=torch.contiguous_format),

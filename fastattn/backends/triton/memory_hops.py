@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.backends._memories import one_memory, summed
+from fastattn.backends._alloc import summed_to
+from fastattn.backends._memories import one_memory
 from fastattn.backends.primitives import MemoryHopBackwardOptions, MemoryHopOptions
 from fastattn.backends.triton._core import Operand
 from fastattn.backends.triton._launch import block_of, launch, operand, plan, precision
@@ -73,7 +74,7 @@ def memory_hop_attention_backward(
         of_rows = (x.reshape(-1, o.hops, query.shape[-1]) for x in (grads, states))
         grad_proj = torch.einsum(of_hops, *of_rows).to(hop_proj.dtype)
     if scores is not None and memory_bias is not None:
-        grad_bias = summed(scores, memory_bias)
+        grad_bias = summed_to(memory_bias, scores)
     return grad_query, *memories, grad_proj, grad_bias
 
 

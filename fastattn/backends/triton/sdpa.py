@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fastattn.backends._alloc import summed_to
 from fastattn.backends.primitives import AttentionBackwardOptions, AttentionOptions
 from fastattn.backends.triton._attend import (
     Attention,
@@ -133,10 +134,7 @@ def scaled_dot_product_attention_backward(
         SUM_Q=sum_q,
         SUM_K=sum_k,
     )
-    summed = [dim for dim, sums in ((2, sum_q), (3, sum_k)) if sums]
-    if summed:
-        parts = parts.sum(summed, keepdim=True, dtype=torch.float64)
-    return grad_query, grad_key, grad_value, parts.to(attn_mask.dtype), *of_sinks
+    return grad_query, grad_key, grad_value, summed_to(attn_mask, parts), *of_sinks
 
 
 def _options(
