@@ -9,6 +9,7 @@ found. The versions next to a name are those that were checked: 2.6 to 2.15.
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import warnings
 from collections.abc import Callable
@@ -441,6 +442,15 @@ flash_cuda = _operator("torch.ops.aten._scaled_dot_product_flash_attention.defau
 flash_cuda_backward = _operator(
     "torch.ops.aten._scaled_dot_product_flash_attention_backward.default"
 )
+
+# What `aten::scaled_dot_product_attention` ran before anything was registered for it, for whatever
+# keys. 2.6 to 2.15, both names. Without: `decompose`, which looks for the kernel in each call.
+_attention = torch.ops.aten.scaled_dot_product_attention.default
+_of_key = _find("torch.ops.aten.scaled_dot_product_attention.default._op_dk")
+_composite = _find("torch._C.DispatchKey.CompositeImplicitAutograd")
+stock_attention: Callable[..., Any] = _attention.decompose
+if _ABSENT not in (_of_key, _composite):
+    stock_attention = functools.partial(_of_key, _composite)
 
 # --- oneDNN ---------------------------------------------------------------------------------------
 

@@ -134,6 +134,8 @@ def test_what_only_pytorch_serves_stays_its_own(active: None) -> None:
         lambda q, k, v: ((q, k[..., :4], v), {}),
         lambda q, k, v: ((q, k.float(), v), {}),
         lambda q, k, v: ((q, k, v, torch.ones(7, 5).bool()), {}),
+        lambda q, k, v: ((q, k, v, torch.ones(5).bool()), {}),
+        lambda q, k, v: ((q, k, v, torch.ones(()).double()), {}),
         lambda q, k, v: ((q[0, 0, 0], k, v), {}),
         lambda q, k, v: ([x.to(torch.complex128) for x in (q, k, v)], {}),
     ],
@@ -339,3 +341,16 @@ def test_threads_are_served(active: None) -> None:
         thread.join()
     assert len(outs) == 4
     assert all(is_ours(out) for out in outs)
+
+
+class _Attention(nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(q, k, v)
+
+
+def test_an_exported_program_has_the_operator_of_pytorch(active: None) -> None:
+    tensors = tuple(make(2, 2, 5, 8, requires_grad=False))
+    program = torch.export.export(_Attention(), tensors)
+    called = [node.target for node in program.graph.nodes if node.op == "call_function"]
+    assert called == [torch.ops.aten.scaled_dot_product_attention.default]
+    torch.testing.assert_close(program.module()(*tensors), attend(*tensors))
