@@ -57,8 +57,8 @@ def activate() -> Activation:
     draws other numbers from the same generator, and a fully masked row is 0.
 
     PyTorch serves, as before, whatever :func:`fastattn.scaled_dot_product_attention` does not
-    accept: other dtypes and devices, shapes that PyTorch alone broadcasts, NestedTensors, calls
-    under ``torch.vmap``, invalid arguments; and all calls where its fused kernel is disabled, as by
+    accept: other dtypes and devices, shapes that PyTorch alone broadcasts, NestedTensors, invalid
+    arguments; and all calls where its fused kernel is disabled, as by
     ``torch.nn.attention.sdpa_kernel(SDPBackend.MATH)``.
 
     Returns:
@@ -80,6 +80,7 @@ def activate() -> Activation:
             _library = torch.library.Library("aten", "IMPL")
             for key in _KEYS:
                 _library.impl("scaled_dot_product_attention", attend, key)
+            _library.impl("scaled_dot_product_attention", _attend_in_vmap, "FuncTorchVmapMode")
         _active.add(activation)
     return activation
 
@@ -95,6 +96,14 @@ def attend(*args: Any, **options: Any) -> Tensor:
         if out is not None:
             return out
     stock: Tensor = stock_attention(*args, **options)
+    return stock
+
+
+def _attend_in_vmap(query: Tensor, *args: Any, **options: Any) -> Tensor:
+    """The same within ``torch.vmap``, whose dispatch key is that of every device."""
+    if query.is_cpu:
+        return attend(query, *args, **options)
+    stock: Tensor = stock_attention(query, *args, **options)
     return stock
 
 

@@ -198,9 +198,28 @@ def test_transforms(active: None) -> None:
     ):
         torch.testing.assert_close(got, expected)
     each = torch.stack([attend(*x) for x in zip(q, k, v, strict=True)])
+    shared = torch.stack([attend(x, k[0], v[0]) for x in q])
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PyTorch's kernel has no batching rule, and says so
+        warnings.simplefilter("error")  # PyTorch's kernel has no batching rule, and says so
         torch.testing.assert_close(torch.vmap(attend)(q, k, v), each)
+        torch.testing.assert_close(torch.vmap(attend, (0, None, None))(q, k[0], v[0]), shared)
+        of_each = torch.vmap(torch.func.grad(total, (0, 1, 2)))(q, k, v)
+    for got, expected in zip(of_each, grads(q, k, v), strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+def test_dropout_in_vmap(active: None) -> None:
+    q, k, v = make(3, 1, 2, 5, 8, requires_grad=False)
+
+    def call(*tensors: Tensor) -> Tensor:
+        return attend(*tensors, dropout_p=0.5)
+
+    with pytest.raises(RuntimeError, match="randomness"):
+        torch.vmap(call)(q, k, v)
+    same = torch.vmap(call, randomness="same")(*(x[:1].expand_as(x) for x in (q, k, v)))
+    assert torch.equal(same[0], same[1])
+    other = torch.vmap(call, randomness="different")(*(x[:1].expand_as(x) for x in (q, k, v)))
+    assert not torch.equal(other[0], other[1])
 
 
 def test_autocast(active: None) -> None:
