@@ -101,7 +101,7 @@ FASTATTN_INLINE Seen pack_bias(const AttentionParams& p, int64_t b, int64_t h, i
   else if (p.relative_bias == nullptr)
     __builtin_memset(tile, 0, static_cast<size_t>(count) * sizeof(T));
   if (p.relative_bias != nullptr) pack_relative_bias(p, b, h, i0, i1, j0, j1, lanes, masked, tile);
-  if (seen == Seen::some) MaskProgram(p, b, h).exclude(i0, j0, j1, lanes, tile);
+  if (seen == Seen::some) MaskProgram(p, b, h).exclude(i0, i1, j0, j1, lanes, tile);
   return all_excluded(tile, count) ? Seen::none : Seen::some;
 }
 

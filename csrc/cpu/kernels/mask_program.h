@@ -98,27 +98,20 @@ class MaskProgram {
         [](MaskKind kind, bool a, bool b) { return kind == MaskKind::all_of ? a && b : a || b; });
   }
 
-  // tile[j - j0][lane] = -inf where key j is not visible to query i0 + lane; other values stay. i0
-  // is a multiple of the lanes.
+  // tile[j - j0][lane] = -inf where key j is not visible to query i0 + lane; other values stay. For
+  // queries [i0, i1); i0 is a multiple of the lanes. A few keys at a time: of a block on the edge of
+  // a mask, most keys are visible to all queries or to none.
   template <class T>
-  void exclude(int64_t i0, int64_t j0, int64_t j1, int64_t lanes, T* tile) const {
-    constexpr int W = kLanes<float>;
-    for (int64_t l = 0; l < lanes; l += W) {
-      Cursor cursors[kMaskSteps];
-      for (int n = 0; n < p.mask_steps; ++n) cursors[n].end = j0;
-      const int count = static_cast<int>(min_of<int64_t>(W, lanes - l));
-      for (int64_t j = j0; j < j1; ++j) {
-        const VecI seen = evaluate<VecI>(
-            [&](int n) { return lanes_of_leaf(n, i0 + l, j, cursors[n]); },
-            [](MaskKind kind, VecI a, VecI b) { return kind == MaskKind::all_of ? a & b : a | b; });
-        T* row = tile + (j - j0) * lanes + l;
-        if constexpr (kSame<T, float>) {
-          store(row, select<float>(seen, load(row), splat(-kInf<float>)));
-        } else {
-          for (int x = 0; x < count; ++x)
-            if (!seen[x]) row[x] = -kInf<T>;
-        }
-      }
+  void exclude(int64_t i0, int64_t i1, int64_t j0, int64_t j1, int64_t lanes, T* tile) const {
+    constexpr int64_t kKeys = 16;
+    for (int64_t j = j0; j < j1; j += kKeys) {
+      const int64_t end = min_of(j1, j + kKeys);
+      T* rows = tile + (j - j0) * lanes;
+      const Seen some = seen(i0, i1, {j, end});
+      if (some == Seen::some) exclude_pairs(i0, j, end, lanes, rows);
+      if (some != Seen::none) continue;
+      for (int64_t x = 0; x < (end - j) * lanes; x += kLanes<T>)
+        store(rows + x, splat<T>(-kInf<T>));
     }
   }
 
@@ -269,6 +262,29 @@ class MaskProgram {
     int shift;
     const uint32_t* word;  // of the key
   };
+
+  // exclude(), pair by pair.
+  template <class T>
+  void exclude_pairs(int64_t i0, int64_t j0, int64_t j1, int64_t lanes, T* tile) const {
+    constexpr int W = kLanes<float>;
+    for (int64_t l = 0; l < lanes; l += W) {
+      Cursor cursors[kMaskSteps];
+      for (int n = 0; n < p.mask_steps; ++n) cursors[n].end = j0;
+      const int count = static_cast<int>(min_of<int64_t>(W, lanes - l));
+      for (int64_t j = j0; j < j1; ++j) {
+        const VecI seen = evaluate<VecI>(
+            [&](int n) { return lanes_of_leaf(n, i0 + l, j, cursors[n]); },
+            [](MaskKind kind, VecI a, VecI b) { return kind == MaskKind::all_of ? a & b : a | b; });
+        T* row = tile + (j - j0) * lanes + l;
+        if constexpr (kSame<T, float>) {
+          store(row, select<float>(seen, load(row), splat(-kInf<float>)));
+        } else {
+          for (int x = 0; x < count; ++x)
+            if (!seen[x]) row[x] = -kInf<T>;
+        }
+      }
+    }
+  }
 
   // All ones in the lanes of queries i... that see key j.
   FASTATTN_INLINE VecI lanes_of_leaf(int n, int64_t i, int64_t j, Cursor& cursor) const {
