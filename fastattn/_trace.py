@@ -6,7 +6,7 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from fastattn._table import as_html, as_text
 from fastattn.compat import DispatchMode
 from fastattn.integrations.torch import STOCK, attend
-from fastattn.library import operators
+from fastattn.library import operators, watchers
 
 __all__ = ["Call", "Calls", "trace"]
 
@@ -51,8 +51,7 @@ def trace(timed: bool = False) -> Iterator[Calls]:
     call, and code compiled by ``torch.compile`` runs uncompiled. Only the calls of this thread
     count, with the backward of their results.
 
-    A call that no kernel serves is not seen: PyTorch's unfused attention, and what runs on the
-    reference because of forward-mode differentiation or a gradient that no kernel computes.
+    PyTorch's unfused attention is not seen.
 
     Args:
         timed: measure the time of each call too. On a GPU this waits for each kernel.
@@ -72,8 +71,12 @@ def trace(timed: bool = False) -> Iterator[Calls]:
     if not isinstance(timed, bool):
         raise TypeError(f"trace: timed must be a bool, got {type(timed).__name__}")
     calls = Calls(timed)
-    with _uncompiled(), calls:
-        yield calls
+    token = watchers.set((*watchers.get(), calls.count))
+    try:
+        with _uncompiled(), calls:
+            yield calls
+    finally:
+        watchers.reset(token)
 
 
 _lock = threading.Lock()
@@ -119,13 +122,17 @@ class Calls(DispatchMode):
             return func(*args, **kwargs)
         if func not in operators and not func.name().startswith(_STOCK):
             return func(*args, **kwargs)
+        return self.count(func, args, lambda: func(*args, **kwargs))
+
+    def count(self, func: Any, args: Sequence[Any], run: Callable[[], Any]) -> Any:
+        """Return ``run()``, which calls an operator, and count that call."""
         call = self._call(func, args)
         call.count += 1
         if not self._timed:
-            return func(*args, **kwargs)
+            return run()
         _wait(args)
         start = time.perf_counter()
-        results = func(*args, **kwargs)
+        results = run()
         _wait(args)
         call.seconds += time.perf_counter() - start
         return results

@@ -34,7 +34,9 @@ times. The operators ``<op>_backward`` do that, so double backward works everywh
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
@@ -48,10 +50,14 @@ from fastattn.batching import rule_for_any_size, through_torch_vmap
 from fastattn.compat import any_requires_grad, transforms_active
 from fastattn.eager import runs_eagerly
 
-__all__ = ["Operator", "operators"]
+__all__ = ["Operator", "operators", "watchers"]
 
 _library = torch.library.Library("fastattn", "DEF")
 operators: dict[Any, Operator] = {}  # key: the entry of `torch.ops.fastattn`
+# A mode of the dispatcher does not see a call that an obstacle sends to the reference, because that
+# happens above it. Each of these functions is called in place of `run`: (the entry of
+# `torch.ops.fastattn`, its arguments, run).
+watchers: ContextVar[tuple[Callable[..., Any], ...]] = ContextVar("fastattn_watchers", default=())
 
 
 class Operator:
@@ -240,11 +246,14 @@ class Operator:
 
     def _autograd_kernel(self, *args: Any) -> Any:
         """The dispatcher's Autograd kernel, called once for each level of ``torch.func.grad``."""
-        args = self._recorded(args)
+        given, args = args, self._recorded(args)
         obstacles = self.obstacles(args) + compat.autograd_obstacles
         if obstacles:
             self.choose(args, obstacles)
-            return self._through_reference(*args)
+            run = functools.partial(self._through_reference, *args)
+            for watch in watchers.get():
+                run = functools.partial(watch, self.op, given, run)
+            return run()
         if not (torch.is_grad_enabled() and any_requires_grad(*args[: self._tensors])):
             return self._below_autograd(*args)
         if not transforms_active():

@@ -173,3 +173,18 @@ def test_an_error_names_the_argument() -> None:
         fastattn.trace(1),  # type: ignore[arg-type]
     ):
         pass
+
+
+@pytest.mark.filterwarnings("ignore:.*runs on the slow reference")
+def test_calls_that_an_obstacle_sends_to_the_reference() -> None:
+    q, k, v = torch.randn(3, 1, 2, 5, 8)
+    slopes = torch.ones(2, requires_grad=True)
+    with fastattn.trace(timed=True) as outer, fastattn.trace() as calls:
+        fastattn.scaled_dot_product_attention(q, k, v, alibi_slopes=slopes).sum().backward()
+        torch.func.jvp(lambda x: fastattn.scaled_dot_product_attention(x, k, v), (q,), (q,))
+    fastattn.scaled_dot_product_attention(q, k, v, alibi_slopes=slopes)  # outside
+    assert seen(calls) == [("scaled_dot_product_attention", "reference", 1)] * 2
+    assert "alibi_slopes requires a gradient" in calls[0].reason
+    assert "forward-mode" in calls[1].reason
+    assert seen(outer) == seen(calls)
+    assert all(call.seconds > 0 for call in outer)
