@@ -163,6 +163,33 @@ MUTANTS += tuple(
         ("dk_is_not_scaled", "tiles/sdpa_backward.h", "write_rows(f.all_dk, dp, p.D, static_cast<T>(p.scale)", "write_rows(f.all_dk, dp, p.D, T(1)"),
     )
 )  # fmt: skip
+MUTANTS += tuple(
+    Mutant(f"of_floats_{name}", file, old, new, source=TILES, isa="amx_bf16_emulated")
+    for name, file, old, new in (
+        ("a_part_meets_the_wrong_one", "tiles/parts.h", "right[] = {2, 1, 1, 0, 0, 0}", "right[] = {2, 1, 0, 0, 0, 0}"),
+        ("a_product_is_missing", "tiles/parts.h", "count = 6, left[] = {0, 0, 1, 1, 2, 0}, right[] = {2, 1, 1, 0, 0, 0}", "count = 5, left[] = {0, 0, 1, 2, 0}, right[] = {2, 1, 1, 0, 0}"),
+        ("a_small_product_is_missing", "tiles/parts.h", "count = 6, left[] = {0, 0, 1, 1, 2, 0}, right[] = {2, 1, 1, 0, 0, 0}", "count = 5, left[] = {0, 0, 1, 1, 0}, right[] = {2, 1, 1, 0, 0}"),
+        ("a_part_is_cut_elsewhere", "tiles/parts.h", "static_cast<int32_t>(0xffff0000)", "static_cast<int32_t>(0xfffe0000)"),
+        ("the_last_part_is_lost", "tiles/parts.h", "kParts == 3 ? join(a, b)", "kParts == 3 ? join(VecF{}, VecF{})"),
+        ("a_pair_is_swapped", "tiles/parts.h", "a = without_upper(a), b = without_upper(b);", "const VecF rest = without_upper(a); a = without_upper(b), b = rest;"),
+        ("parts_lie_on_each_other", "tiles/sdpa_forward.h", "(pair / 16 * kParts + part) * 16", "(pair / 16 * kParts) * 16"),
+        ("parts_of_dropped_weights_stay", "tiles/sdpa_forward.h", "for (int64_t part = 0; part < kParts; ++part)", "for (int64_t part = 0; part < 1; ++part)"),
+        ("nan_that_no_query_sees_spreads", "tiles/pack.h", "if (apart) found |= 1u << r;", ";"),
+        ("a_sum_of_outputs_is_lost", "tiles/sdpa_forward.h", "state.totalled ? load(state.total + at) + o : o", "o"),
+        ("the_last_outputs_are_lost", "tiles/sdpa_forward.h", "state.fresh ? total : total + load(state.o + at)", "total"),
+        ("weights_are_those_of_bf16", "tiles/exp2.h", "kCoarse ?", "true ?"),
+    )
+)  # fmt: skip
+MUTANTS += tuple(
+    Mutant(f"of_floats_{name}", file, old, new, source="tiles/sdpa_backward", isa="amx_bf16_emulated")
+    for name, file, old, new in (
+        ("a_side_is_not_loaded", "tiles/sdpa_backward.h", "Products::left[i] != Products::left[before]", "false"),
+        ("another_part_is_loaded", "tiles/sdpa_backward.h", "b.at + Products::right[i] * b.part", "b.at + Products::left[i] * b.part"),
+        ("parts_lie_on_each_other", "tiles/sdpa_backward.h", "_mm512_storeu_si512(to + part * kTileElements, parts[part])", "_mm512_storeu_si512(to, parts[part])"),
+        ("a_sum_of_queries_is_lost", "tiles/sdpa_backward.h", "store(to + at, load(to + at) + load(from + at));", "store(to + at, load(from + at));"),
+        ("nan_that_no_query_sees_spreads", "tiles/pack.h", "if (apart) found |= 1u << r;", ";"),
+    )
+)  # fmt: skip
 
 # Prints the first case that finds the bug, if one does.
 _JUDGE = """
