@@ -11,10 +11,12 @@ imported, where PyTorch does not have that name while `fastattn.compat` looks fo
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import importlib.util
 import multiprocessing
 import os
+import pickle
 import sys
 import traceback
 import warnings
@@ -25,7 +27,14 @@ from typing import Any
 import torch
 from compat_cases import operators, rand, softmax_over
 from compat_tools import TOOLS
-from compat_ways import QUICK, by_the_reference_below_a_mode, check_operator
+from compat_ways import (
+    EXPECTED,
+    FORWARD_ALONE,
+    QUICK,
+    by_the_reference_below_a_mode,
+    check_operator,
+    expected,
+)
 
 # --- taking names away ----------------------------------------------------------------------------
 
@@ -124,16 +133,27 @@ def _modules_that_are_imported_late() -> list[str]:
     return [name for name in sys.modules if name not in before]
 
 
+def _all_expected() -> bytes:
+    for way in QUICK:
+        for name in operators():
+            if way not in FORWARD_ALONE.get(name, ()):
+                expected(name, way)
+    return pickle.dumps(EXPECTED)  # as bytes: tensors would be sent as shared memory
+
+
 def main(paths: list[str]) -> int:
     warnings.simplefilter("ignore")
-    # Imported once for all of them. Found out in a process of its own, since some versions of
+    # Imported and computed once for all of them. In a process of its own, since some versions of
     # PyTorch take no backward pass in a fork of a process that has made one.
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as elsewhere:
         late = elsewhere.submit(_modules_that_are_imported_late).result()
+        EXPECTED.update(pickle.loads(elsewhere.submit(_all_expected).result()))
     for name in late:
         if not name.startswith("fastattn"):
             with contextlib.suppress(Exception):
                 importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # a collection in a child would copy the pages of all that is imported
     failed = 0
     for path in paths:
         sys.stdout.flush()
