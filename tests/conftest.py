@@ -114,6 +114,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if "target" in getattr(item, "fixturenames", ()):
             item.add_marker("every_isa")
 
+    # One case on all targets, then the next case: the exact results of the last cases are cached.
+    first: dict[tuple[Any, ...], int] = {}
+    places = [first.setdefault(_case_of(item), n) for n, item in enumerate(items)]
+    items[:] = [items[n] for n in sorted(range(len(items)), key=places.__getitem__)]
+
+
+def _case_of(item: pytest.Item) -> tuple[Any, ...]:
+    """The test and its parameters but for the target."""
+    callspec = getattr(item, "callspec", None)
+    if callspec is None:
+        return (item.nodeid,)
+    # The values are the same objects for each target.
+    others = [(k, id(x)) for k, x in callspec.params.items() if k not in ("target", "engine")]
+    return (item.nodeid.partition("[")[0], *others)
+
 
 @pytest.fixture(scope="session")
 def native() -> ModuleType:
