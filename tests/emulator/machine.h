@@ -117,6 +117,9 @@ void sync_barrier(int id, unsigned threads, const char* operation, Place place);
 void arrive_barrier(int id, unsigned threads, Place place);
 bool sync_or(bool mine, Place place);
 
+// Mostly the same literal.
+inline bool same_text(const char* a, const char* b) { return a == b || std::strcmp(a, b) == 0; }
+
 // `execute(arguments)` runs once, when all `width` threads have come with the same operation.
 template <class F>
 void together(std::vector<Collective>& groups, unsigned width, const char* operation,
@@ -128,7 +131,7 @@ void together(std::vector<Collective>& groups, unsigned width, const char* opera
   if (group.count == 0) {
     group.operation = operation;
     group.place = place;
-  } else if (std::strcmp(group.operation, operation) != 0 || group.place.line != place.line) {
+  } else if (group.place.line != place.line || !same_text(group.operation, operation)) {
     fail(std::string("threads of a group diverge: ") + operation + ", others are at " +
              group.operation + " in line " + std::to_string(group.place.line),
          place);

@@ -30,7 +30,7 @@ template <Format format>
 void execute(void** arguments) {
   constexpr int each = format == Format::tf32 ? 1 : 2;  // elements in a register
   constexpr int depth = 8 * each;
-  float a[16][depth], b[8][depth], d[16][8];  // b[n][k]
+  float a[16][depth], b[depth][8], d[16][8];
   for (int lane = 0; lane < 32; ++lane) {
     const auto* x = static_cast<Argument*>(arguments[lane]);
     const int g = lane / 4, q = lane % 4;
@@ -38,14 +38,19 @@ void execute(void** arguments) {
       widen<format>(x->a[n], &a[g + n % 2 * 8][(q + n / 2 * 4) * each]);
       d[g + n / 2 * 8][2 * q + n % 2] = x->d[n];
     }
-    for (int n = 0; n < 2; ++n) widen<format>(x->b[n], &b[g][(q + n * 4) * each]);
-  }
-  for (int m = 0; m < 16; ++m)
-    for (int n = 0; n < 8; ++n) {
-      float sum = 0;
-      for (int k = 0; k < depth; ++k) sum += a[m][k] * b[n][k];
-      d[m][n] += sum;
+    for (int n = 0; n < 2; ++n) {
+      float column[each];
+      widen<format>(x->b[n], column);
+      for (int k = 0; k < each; ++k) b[(q + n * 4) * each + k][g] = column[k];
     }
+  }
+  // The columns are innermost, so that the compiler makes vectors of them; each sums over k in order.
+  for (int m = 0; m < 16; ++m) {
+    float sums[8] = {};
+    for (int k = 0; k < depth; ++k)
+      for (int n = 0; n < 8; ++n) sums[n] += a[m][k] * b[k][n];
+    for (int n = 0; n < 8; ++n) d[m][n] += sums[n];
+  }
   for (int lane = 0; lane < 32; ++lane)
     for (int n = 0; n < 4; ++n)
       static_cast<Argument*>(arguments[lane])->d[n] = d[lane / 4 + n / 2 * 8][lane % 4 * 2 + n % 2];
