@@ -27,6 +27,7 @@ from fastattn.testing.oracle import run
 
 TABLE = CASES["scaled_dot_product_attention"]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+TILE = 64  # rows and keys of a tile, computed whole whatever part of it there is
 
 
 def _declined(case: Case) -> str | None:
@@ -41,9 +42,9 @@ def _declined(case: Case) -> str | None:
 
 
 def _is_for_the_slow_run(n: int, case: Case) -> bool:
-    """A second or more under the emulator, or every second one of the many pairs of lengths."""
-    pairs = case.batch * case.heads * case.q_len * case.k_len
-    many = pairs > (300_000 if case.sinks is None else 100_000)
+    """Seconds under the emulator, or every second one of the many pairs of lengths."""
+    tiles = case.batch * case.heads * -(-case.q_len // TILE) * -(-case.k_len // TILE)
+    many = tiles > (170 if case.sinks is None else 60)
     return case.slow or many or (case.name.startswith("lengths-") and n // 3 % 2 == 1)
 
 
