@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -83,7 +84,8 @@ def accelerate(model: nn.Module) -> Report:
 
     - ``torch.nn.MultiheadAttention``: by :func:`fastattn.replace_mha`.
     - models of transformers: by ``attn_implementation="fastattn"``, as after
-      :func:`fastattn.integrations.transformers.register`.
+      :func:`fastattn.integrations.transformers.register`; T5 and Swin also pass their tables, as by
+      :func:`fastattn.integrations.transformers.compact_relative_bias`.
     - processors of diffusers that ask its registry: by the backend ``"fastattn"``, as after
       :func:`fastattn.integrations.diffusers.register`.
     - code that calls ``torch.nn.functional.scaled_dot_product_attention``: by
@@ -199,6 +201,8 @@ class _Changes:
                 if config._attn_implementation != _NAME:
                     self._remember(config, "_attn_implementation_internal")
             module.set_attn_implementation(_NAME)
+            with contextlib.suppress(ValueError):  # it has no such bias
+                self._settings.append(transformers.compact_relative_bias(module).undo)
 
     def _diffusers(self, model: nn.Module) -> None:
         for module in model.modules():

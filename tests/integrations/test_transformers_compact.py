@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers_models import ENTRIES
 from transformers_runs import assert_same, fused, gradients, outputs
 
+import fastattn
 from fastattn.integrations.transformers import _attention, compact_relative_bias
 
 ENTRY = {entry.name: entry for entry in ENTRIES}
@@ -74,6 +75,25 @@ def test_other_implementations_get_the_bias_of_all_pairs(name: str) -> None:
     changed.undo()
     changed.undo()
     assert [set(vars(module)) for module in model.modules()] == before
+
+
+def test_accelerate_and_restore() -> None:
+    entry = ENTRY[T5]
+    model, inputs = entry.build(), entry.example()
+    before = [set(vars(module)) for module in model.modules()]
+    want = outputs(model, inputs)
+    for _ in range(2):
+        fastattn.accelerate(model)
+        changed = [m for m in model.modules() if "compute_bias" in vars(m)]
+        assert len(changed) == 2  # the first layers of encoder and decoder
+        assert_same(outputs(model, inputs), want)
+    fastattn.restore(model)
+    assert [set(vars(module)) for module in model.modules()] == before
+    own = compact_relative_bias(model)
+    fastattn.accelerate(model)
+    fastattn.restore(model)
+    assert all("compute_bias" in vars(module) for module in changed)
+    own.undo()
 
 
 def test_models_without_such_a_bias() -> None:

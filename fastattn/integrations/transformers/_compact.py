@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
@@ -35,7 +37,7 @@ def compact_relative_bias(model: nn.Module) -> CompactBiases:
     ``attn_implementation="fastattn"``, the kernels read the table, and sum its gradient in place.
     Results are the same up to rounding. Other implementations, a T5 with a static cache and a
     compiled Swin get the bias as before. ``model`` is changed, not its class and not its
-    ``state_dict``.
+    ``state_dict``; layers that an earlier call changed are left to it.
 
     Returns:
         A :class:`CompactBiases`: ``undo()`` restores the model; so does the end of a ``with``
@@ -50,33 +52,37 @@ def compact_relative_bias(model: nn.Module) -> CompactBiases:
     Traceback (most recent call last):
     ValueError: compact_relative_bias: Linear has no relative position bias of T5, MT5 or Swin
     """
-    replaced: list[tuple[nn.Module, str]] = []
-    for module in model.modules():
-        if _is(module, "t5 mt5", "Attention") and getattr(module, "relative_attention_bias", None):
-            module.compute_bias = functools.partial(_bias_of_t5, module)  # type: ignore[assignment]
-            replaced.append((module, "compute_bias"))
-        elif _is(module, "swin", "SwinAttention"):
-            bias: Any = module.relative_position_bias
-            bias.forward = functools.partial(_bias_of_swin, bias, module.config)
-            replaced.append((bias, "forward"))
-    if not replaced:
+    layers = list(_layers(model))
+    if not layers:
         name = type(model).__name__
         raise ValueError(
             f"compact_relative_bias: {name} has no relative position bias of T5, MT5 or Swin"
         )
-    return CompactBiases(replaced)
+    changed = CompactBiases()
+    for module, name, function in layers:
+        changed.replace(module, name, function)
+    return changed
 
 
 class CompactBiases:
     """The layers that one call of :func:`compact_relative_bias` changed; a context manager."""
 
-    def __init__(self, replaced: list[tuple[nn.Module, str]]) -> None:
-        self._replaced = replaced
+    def __init__(self) -> None:
+        self._replaced: list[tuple[weakref.ref[nn.Module], str]] = []
+
+    def replace(self, module: nn.Module, name: str, function: Callable[..., Any]) -> None:
+        """Put a function in front of a method of one module."""
+        if name not in vars(module):
+            vars(module)[name] = function
+            self._replaced.append((weakref.ref(module), name))
 
     def undo(self) -> None:
         """Restore the layers. A second call does nothing."""
-        for module, name in self._replaced:
-            vars(module).pop(name, None)
+        for reference, name in self._replaced:
+            module = reference()
+            if module is not None:
+                del vars(module)[name]
+        self._replaced = []
 
     def __enter__(self) -> CompactBiases:
         return self
@@ -88,6 +94,16 @@ class CompactBiases:
         traceback: TracebackType | None,
     ) -> None:
         self.undo()
+
+
+def _layers(model: nn.Module) -> Iterator[tuple[nn.Module, str, Callable[..., Any]]]:
+    """Each module that makes a bias, the name of its method, and what is put in front of it."""
+    for module in model.modules():
+        if _is(module, "t5 mt5", "Attention") and hasattr(module, "relative_attention_bias"):
+            yield module, "compute_bias", functools.partial(_bias_of_t5, module)
+        elif _is(module, "swin", "SwinAttention"):
+            bias: Any = module.relative_position_bias
+            yield bias, "forward", functools.partial(_bias_of_swin, bias, module.config)
 
 
 def _is(module: nn.Module, packages: str, name: str) -> bool:
@@ -120,10 +136,11 @@ def _bias_of_t5(
         return type(layer).compute_bias(
             layer, query_length, key_length, device=device, past_seen_tokens=offset
         )
-    table = layer.relative_attention_bias.weight
-    return CompactBias(
-        T5(table, not layer.is_decoder, layer.relative_attention_max_distance), offset
-    )
+    # Later layers use the table too. A parameter itself may be sharded again by then (FSDP).
+    embedding = layer.relative_attention_bias
+    buckets = torch.arange(embedding.num_embeddings, device=embedding.weight.device)
+    form = T5(embedding(buckets), not layer.is_decoder, layer.relative_attention_max_distance)
+    return CompactBias(form, offset)
 
 
 def _bias_of_swin(layer: Any, config: Any) -> CompactBias | Tensor:
