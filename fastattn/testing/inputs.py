@@ -351,14 +351,19 @@ def _function(case: Case, draw: torch.Generator, mask_mod: masks.MaskMod) -> mas
 
 def _checkered(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
     """Whole and empty blocks, and partial ones; other rows for each head and sequence."""
-    return ((q // 150 + k // 130 + b) % 2 == 0) | ((q + h) % 7 == k % 7) & (k < 300)
+    return ((q // 150 + k // 256 + b) % 2 == 0) | ((q + h) % 7 == k % 7) & (k < 300)
+
+
+def _striped(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """The same for blocks of 40 queries and 24 keys."""
+    return ((q // 40 + k // 48) % 2 == 0) | ((q + h) % 7 == k % 7) & (k < 90)
 
 
 def _block_mask(case: Case, draw: torch.Generator) -> masks.Mask:
     """A BlockMask whose blocks no vector of queries fits."""
     heads = case.heads if case.heads > 1 else None
     return masks.from_block_mask(
-        create_block_mask(_checkered, None, heads, case.q_len, case.k_len, device="cpu",
+        create_block_mask(_striped, None, heads, case.q_len, case.k_len, device="cpu",
                           BLOCK_SIZE=(40, 24))
     )  # fmt: skip
 
