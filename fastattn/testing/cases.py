@@ -343,6 +343,10 @@ def _programs() -> Iterator[Case]:
                   causal="bottom_right", weights=1, poison=True)  # fmt: skip
     everything = next(case for case in _options() if case.name == "everything")
     yield replace(everything, name="program-everything", sinks="h", program="many")
+    both = replace(base, relative_bias="h", poison=True)
+    yield replace(both, name="program-relative", program="many")
+    yield replace(both, name="program-relative-padding", mask="padding", mask_dims="bk", sinks="h")
+    yield replace(both, name="program-relative-decode", q_len=1, k_len=700, causal="bottom_right")
 
 
 def _layouts() -> Iterator[Case]:
