@@ -320,6 +320,8 @@ def _programs() -> Iterator[Case]:
             yield replace(base, name=f"program-{name}-{q_len}x{k_len}", program=name, q_len=q_len,
                           k_len=k_len, poison=True)  # fmt: skip
     yield replace(base, name="program-groups-1x700", program="groups", q_len=1, k_len=700)
+    yield replace(base, name="program-gap-1x700", program="gap", q_len=1, k_len=700,
+                  causal="bottom_right")  # fmt: skip
     hidden = replace(base, name="program-nan-queries", program="not_window", q_len=90, k_len=60)
     yield replace(hidden, poison_queries=True, causal="upper_left")
     base = replace(base, program="documents", k_len=100)

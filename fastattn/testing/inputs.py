@@ -381,6 +381,7 @@ PROGRAMS: dict[str, Callable[[Case, torch.Generator], masks.Mask]] = {
     "documents_b": lambda case, draw: _documents(case, draw, case.batch),
     "not_documents": lambda case, draw: ~_documents(case, draw),
     "groups": _groups,
+    "gap": lambda case, draw: masks.sliding_window(5, 0) | ~masks.sliding_window(20, -1),
     "function": lambda case, draw: _function(case, draw, _checkered),
     "not_function": lambda case, draw: ~_function(case, draw, _checkered) & masks.causal(),
     "block_mask": _block_mask,
