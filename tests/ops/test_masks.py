@@ -323,7 +323,7 @@ def test_a_program_that_is_not_valid_is_refused() -> None:
 
     def call(given: Tensor) -> Any:
         options = AttentionOptions(scale=1.0)
-        return attention(query, key, value, None, None, None, None, given, options)
+        return attention(query, key, value, *[None] * 6, given, options)
 
     call(program)
     refused = 0

@@ -28,7 +28,7 @@ def scaled_dot_product_attention(
     *tensors: Any, options: AttentionOptions
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (out, lse, weights) in float64; arguments as for the primitive, all finite."""
-    results = _forward(options, *tensors, *[None] * (9 - len(tensors)))
+    results = _forward(options, *tensors)
     w, v = results["w"], results["v"]
     wanted = {0: np.empty(0), 1: w, 2: w.sum(1) / max(w.shape[1], 1)}[options.weights]
     return tensor(w @ v), tensor(results["lse"]), tensor(wanted)
@@ -115,10 +115,10 @@ def _forward(
     attn_mask: Tensor | None,
     alibi_slopes: Tensor | None,
     seed: Tensor | None,
-    sinks: Tensor | None,
-    relative_bias: Tensor | None,
-    positions: Tensor | None,
-    mask_program: Tensor | None,
+    sinks: Tensor | None = None,
+    relative_bias: Tensor | None = None,
+    positions: Tensor | None = None,
+    mask_program: Tensor | None = None,
 ) -> dict[str, Array]:
     q, k, v = array(query), array(key), array(value)
     repeats = q.shape[1] // max(k.shape[1], 1)
