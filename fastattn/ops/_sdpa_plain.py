@@ -133,8 +133,8 @@ def _resume(
     grads = (grad_out, None, None)
     tensors = attention_backward.tensors(**seen)[len(grads) :]
     record = AttentionBackwardOptions(scale=scale, window_right=0 if causal else -1)
-    *of_inputs, _, grad_sinks = attention_backward.resume(ctx, grads, (*tensors, record, backend))
-    return of_inputs if sinks is None else (*of_inputs, grad_sinks[0])
+    found = attention_backward.resume(ctx, grads, (*tensors, record, backend))
+    return found[:3] if sinks is None else (*found[:3], found[4][0])
 
 
 _attend = differentiable("plain_attention", 0, _resume)
