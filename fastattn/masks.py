@@ -20,6 +20,8 @@ a mask once for all layers.
 from __future__ import annotations
 
 import abc
+import functools
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -44,6 +46,7 @@ __all__ = [
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 _KEPT = 8  # programs that a mask keeps, of different lengths
+_lock = threading.Lock()  # of what masks keep
 
 
 class _Call(NamedTuple):
@@ -76,6 +79,9 @@ class Mask(abc.ABC):
     __rand__ = __and__
     __ror__ = __or__
 
+    def __bool__(self) -> bool:  # `and`, `or` and `not` would silently drop a mask
+        raise TypeError("a mask has no truth value: combine masks by &, | and ~")
+
     @abc.abstractmethod
     def __invert__(self) -> Mask: ...
 
@@ -94,12 +100,18 @@ class Mask(abc.ABC):
         if not nothing_watches():  # a traced tensor must not stay
             return encode(self._steps(call), call.device)
         key = (call.q_len, call.k_len, call.offset, call.device)
-        if key not in self._programs:
-            if len(self._programs) == _KEPT:
-                del self._programs[next(iter(self._programs))]
+        with _lock:
+            kept = self._programs.pop(key, None)
+            if kept is not None:
+                self._programs[key] = kept  # the last used is the last to go
+        if kept is None:
             with torch.inference_mode(False):  # autograd must be able to save it
-                self._programs[key] = encode(self._steps(call), call.device)
-        return self._programs[key]
+                kept = encode(self._steps(call), call.device)
+            with _lock:
+                self._programs[key] = kept
+                while len(self._programs) > _KEPT:
+                    del self._programs[next(iter(self._programs))]
+        return kept
 
 
 def program(op: str, mask: Any, query: Tensor, k_len: int, offset: int) -> Tensor:
@@ -230,7 +242,11 @@ def causal() -> Mask:
             [0.5000, 0.5000, 0.0000],
             [0.3333, 0.3333, 0.3333]])
     """
-    return _Interval("causal()", lambda at, k_len: (torch.zeros_like(at), at + 1))
+    return _Interval("causal()", _bounds_of_causal)
+
+
+def _bounds_of_causal(at: Tensor, k_len: int) -> tuple[Tensor, Tensor]:
+    return torch.zeros_like(at), at + 1
 
 
 def sliding_window(left: int, right: int) -> Mask:
@@ -243,22 +259,25 @@ def sliding_window(left: int, right: int) -> Mask:
     for name, size in (("left", left), ("right", right)):
         _check_int("sliding_window", name, size, -1)
 
-    def bounds(at: Tensor, k_len: int) -> tuple[Tensor, Tensor]:
-        low = at - left if left >= 0 else torch.zeros_like(at)
-        return low, at + right + 1 if right >= 0 else torch.full_like(at, k_len)
-
+    bounds = functools.partial(_bounds_of_window, left, right)
     return _Interval(f"sliding_window({left}, {right})", bounds)
+
+
+def _bounds_of_window(left: int, right: int, at: Tensor, k_len: int) -> tuple[Tensor, Tensor]:
+    low = at - left if left >= 0 else torch.zeros_like(at)
+    return low, at + right + 1 if right >= 0 else torch.full_like(at, k_len)
 
 
 def chunked(size: int) -> Mask:
     """Keys in the query's own chunk of ``size`` positions; usually ``chunked(n) & causal()``."""
     _check_int("chunked", "size", size, 1)
 
-    def bounds(at: Tensor, k_len: int) -> tuple[Tensor, Tensor]:
-        low = at.div(size, rounding_mode="floor") * size
-        return low, low + size
+    return _Interval(f"chunked({size})", functools.partial(_bounds_of_chunks, size))
 
-    return _Interval(f"chunked({size})", bounds)
+
+def _bounds_of_chunks(size: int, at: Tensor, k_len: int) -> tuple[Tensor, Tensor]:
+    low = at.div(size, rounding_mode="floor") * size
+    return low, low + size
 
 
 def prefix_lm(lengths: int | Tensor) -> Mask:
@@ -269,16 +288,15 @@ def prefix_lm(lengths: int | Tensor) -> Mask:
     """
     if not isinstance(lengths, Tensor):
         _check_int("prefix_lm", "lengths", lengths, 0)
-        return _Interval(
-            f"prefix_lm({lengths})",
-            lambda at, k_len: (torch.zeros_like(at), (at + 1).clamp(min=lengths)),
-        )
+        bounds = functools.partial(_bounds_of_prefix, lengths)
+        return _Interval(f"prefix_lm({lengths})", bounds)
     own = _integers("prefix_lm", "lengths", lengths, "[B]", (1,))
-    return _Interval(
-        f"prefix_lm(<lengths {list(own.shape)}>)",
-        lambda at, k_len: (torch.zeros_like(at), torch.maximum(at + 1, own[:, None])),
-        own,
-    )
+    bounds = functools.partial(_bounds_of_prefix, own[:, None])
+    return _Interval(f"prefix_lm(<lengths {list(own.shape)}>)", bounds, own)
+
+
+def _bounds_of_prefix(lengths: int | Tensor, at: Tensor, k_len: int) -> tuple[Tensor, Tensor]:
+    return torch.zeros_like(at), (at + 1).clamp(min=lengths)
 
 
 # --- documents -----------------------------------------------------------------------------------
@@ -314,7 +332,7 @@ def document(ids: Tensor, key_ids: Tensor | None = None) -> Mask:
 
     ``ids`` [L] or [B, L], int32 or int64, are the numbers of queries and keys, or of the queries
     alone if there are ``key_ids`` [Lk] or [B, Lk]. They need not be sorted, but blocks are skipped
-    only where they are nearly so.
+    only where they are nearly so. They must fit int32, which is checked in eager execution only.
 
     >>> import torch
     >>> from fastattn import masks, scaled_dot_product_attention
@@ -516,6 +534,8 @@ def _check_int(function: str, name: str, value: Any, least: int) -> None:
         raise wrong_type(function, name, value, "int")
     if value < least:
         raise ValueError(f"{function}: {name} must be at least {least}, got {value}")
+    if isinstance(value, int) and value >= 2**31:
+        raise ValueError(f"{function}: {name} must be below 2**31, got {value}")
 
 
 def _integers(function: str, name: str, x: Any, shape: str, dims: Sequence[int]) -> Tensor:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import pickle
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -413,3 +415,32 @@ def test_jagged_tensors_take_no_mask() -> None:
 def test_names() -> None:
     mask = ~(masks.causal() & masks.document(IDS_9)) | masks.chunked(4)
     assert repr(mask) == "((~causal() | ~document(<ids [9]>)) | chunked(4))"
+
+
+def test_a_mask_has_no_truth_value() -> None:
+    with pytest.raises(TypeError, match="has no truth value"):
+        bool(masks.causal())
+
+
+def test_masks_are_pickled() -> None:
+    mask = masks.sliding_window(3, -1) & (masks.chunked(4) | ~masks.prefix_lm(2)) | masks.causal()
+    query, key, value = qkv(9, 9)
+    copy = pickle.loads(pickle.dumps(mask))
+    call = functools.partial(scaled_dot_product_attention, query, key, value, enable_gqa=True)
+    assert torch.equal(call(mask=copy), call(mask=mask))
+
+
+def test_programs_of_the_last_lengths_are_kept() -> None:
+    mask = masks.causal()
+    first = masks.program("test", mask, torch.empty(1, 1, 3, 2), 3, 0)
+    for length in range(4, 40):
+        masks.program("test", mask, torch.empty(1, 1, length, 2), length, 0)
+        assert masks.program("test", mask, torch.empty(1, 1, 3, 2), 3, 0) is first
+
+
+@pytest.mark.parametrize(
+    "make", [functools.partial(masks.sliding_window, -1), masks.chunked, masks.prefix_lm]
+)
+def test_sizes_beyond_int32_are_refused(make: Any) -> None:
+    with pytest.raises(ValueError, match="must be below"):
+        make(sys.maxsize)
