@@ -96,6 +96,11 @@ class MultiheadAttention(_Stock):
             made = {"device": device, "dtype": dtype}
             self.head_network = HeadNetwork(num_heads, self.head_dim, nonlinear_heads, **made)
         if relative_bias is not None:
+            if not isinstance(relative_bias, torch.nn.Module):
+                raise TypeError(
+                    "relative_bias must be a torch.nn.Module, such as fastattn.nn.RelativeBias, or "
+                    f"None, got {type(relative_bias).__name__}"
+                )
             if add_bias_kv or add_zero_attn:
                 raise ValueError(
                     "relative_bias must be None with add_bias_kv or add_zero_attn, whose keys have "

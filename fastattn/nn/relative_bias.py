@@ -10,6 +10,11 @@ from fastattn.bias import T5, Window2d
 __all__ = ["RelativeBias", "T5RelativeBias", "WindowRelativeBias"]
 
 
+def _check_size(name: str, size: int, least: int) -> None:
+    if not isinstance(size, int) or size < least:
+        raise ValueError(f"{name} must be an int of at least {least}, got {size!r}")
+
+
 class _Table(nn.Module):
     """The common part: one table, initialised as in Swin."""
 
@@ -49,6 +54,8 @@ class RelativeBias(_Table):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        _check_size("num_heads", num_heads, 1)
+        _check_size("max_length", max_length, 1)
         super().__init__((num_heads, 2 * max_length - 1), device, dtype)
 
     def forward(self) -> Tensor:
@@ -80,6 +87,9 @@ class T5RelativeBias(_Table):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        _check_size("num_heads", num_heads, 1)
+        _check_size("num_buckets", num_buckets, 4 if bidirectional else 2)
+        _check_size("max_distance", max_distance, 1)
         super().__init__((num_buckets, num_heads), device, dtype)
         self.max_distance = max_distance
         self.bidirectional = bidirectional
@@ -112,7 +122,12 @@ class WindowRelativeBias(_Table):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        _check_size("num_heads", num_heads, 1)
+        if not isinstance(window, (tuple, list)) or len(window) != 2:
+            raise ValueError(f"window must be (height, width), got {window!r}")
         height, width = window
+        _check_size("the height of window", height, 1)
+        _check_size("the width of window", width, 1)
         super().__init__(((2 * height - 1) * (2 * width - 1), num_heads), device, dtype)
         self.window = (height, width)
 

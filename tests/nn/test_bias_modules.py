@@ -87,3 +87,29 @@ def test_errors() -> None:
     nested = torch.nested.nested_tensor([torch.ones(3, 8)], layout=torch.jagged)
     with pytest.raises(AssertionError, match="relative_bias do not support NestedTensor"):
         module(nested, nested, nested)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: nn.RelativeBias(2, 0), "max_length must be an int of at least 1, got 0"),
+        (lambda: nn.T5RelativeBias(2, 1), "num_buckets must be an int of at least 4, got 1"),
+        (
+            lambda: nn.T5RelativeBias(2, max_distance=-5),
+            "max_distance must be an int",
+        ),
+        (lambda: nn.WindowRelativeBias(2, 4), r"window must be \(height, width\), got 4"),
+        (
+            lambda: nn.WindowRelativeBias(2, (4, 0)),
+            "the width of window must be",
+        ),
+    ],
+)
+def test_sizes_that_are_not_allowed(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_a_relative_bias_must_be_a_module() -> None:
+    with pytest.raises(TypeError, match=r"relative_bias must be a .* got Parameter"):
+        nn.MultiheadAttention(8, 2, relative_bias=torch.nn.Parameter(torch.zeros(2, 9)))
