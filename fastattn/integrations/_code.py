@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from fastattn import compat
+
 __all__ = ["calls_of"]
 
 # Functions by which attention is called, and those of which it can be made.
@@ -124,7 +126,8 @@ def _values(name: str, function: FunctionType, owner: Any, module: nn.Module) ->
         if isinstance(imported, ModuleType) and not _ends(imported.__name__):
             yield vars(imported).get(name)
     for one in (owner, module):
-        own = {**getattr(one, "__dict__", {}), **getattr(one, "_modules", {})}
+        parts = compat.children_of(one) if isinstance(one, torch.nn.Module) else {}
+        own = {**getattr(one, "__dict__", {}), **parts}
         yield own[name] if name in own else inspect.getattr_static(type(one), name, None)
 
 

@@ -131,8 +131,10 @@ def accelerate(model: nn.Module) -> Report:
 def restore(model: nn.Module) -> None:
     """Undo :func:`accelerate` for a model, and for the models that it contains or wraps.
 
-    Models may be restored in any order, each any number of times. What the user did, such as an own
-    call of ``replace_mha`` or ``activate``, stays.
+    Models may be restored in any order, each any number of times, unless they share a configuration
+    of transformers, which all of them then get back. What was replaced or registered before
+    ``accelerate`` stays. Pass the model that was given to ``accelerate``, or one that contains or
+    wraps it, and keep it alive as long as a part of it is used: what is served ends with it.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"restore: model must be a torch.nn.Module, got {type(model).__name__}")
@@ -363,7 +365,8 @@ def _implementation(name: str, named: dict[str, nn.Module]) -> str | None:
 def _example(module: nn.Module, model: nn.Module) -> torch.Tensor:
     """A query such as those of a module, [1, 1, 16, D]."""
     parameters = (x for each in (module, model) for x in each.parameters())
-    like = next((x for x in parameters if x.is_floating_point()), torch.empty(()))
+    made = (x for x in parameters if not isinstance(x, nn.UninitializedParameter))
+    like = next((x for x in made if x.is_floating_point()), torch.empty(()))
     width = getattr(module, "head_dim", 64)
     return like.new_empty(1, 1, 16, width if isinstance(width, int) else 64)
 
