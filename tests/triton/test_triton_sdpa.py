@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from new_option import assert_declined, assert_tensor_declined
@@ -27,6 +29,7 @@ def test_forward_and_backward_run_on_triton_when_it_is_asked_for(
     for name in ("scaled_dot_product_attention", "scaled_dot_product_attention_backward"):
         function = getattr(backend, name)
 
+        @functools.wraps(function)  # its parameters say which tensors it takes
         def noted(*args, name=name, function=function, **kwargs):  # type: ignore[no-untyped-def]
             called.append(name.removeprefix("scaled_dot_product_"))
             return function(*args, **kwargs)
