@@ -339,6 +339,9 @@ def test_a_program_that_is_not_valid_is_refused() -> None:
             except ValueError as error:
                 refused += "mask_program is not valid" in str(error)
     assert refused > 100
+    for changed in (program[:0], program.long(), program.expand(2, -1)[:, 0]):
+        with pytest.raises(ValueError, match="mask_program is not valid: it must be"):
+            call(changed)
     for changed in (program[:-1], program[:1], torch.cat([program, program])):
         with pytest.raises(ValueError, match="mask_program is not valid: the length"):
             call(changed.contiguous())

@@ -56,6 +56,15 @@ def optional_operands(
     if positions is not None:
         operands["positions"] = positions.data_ptr()
     if mask_program is not None:
+        if (
+            mask_program.dtype is not torch.int32
+            or not mask_program.is_contiguous()
+            or mask_program.numel() == 0
+        ):
+            raise ValueError(
+                "mask_program is not valid: it must be contiguous, of int32 and not empty, got "
+                f"{tuple(mask_program.shape)} of {mask_program.dtype}"
+            )
         operands["mask_program"] = mask_program.data_ptr()
         operands["mask_length"] = mask_program.numel()
     if seed is not None:
