@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import abc
 import importlib
 import re
-from types import TracebackType
-from typing import Protocol
+from typing import Protocol, TypeVar
 
-__all__ = ["Registration", "Registry", "check_version"]
+__all__ = ["Registration", "Registry", "Undoable", "check_version"]
+
+Self = TypeVar("Self", bound="Undoable")
+
+
+class Undoable(abc.ABC):
+    """A change that is undone by ``undo()``, or by the end of a ``with`` block."""
+
+    @abc.abstractmethod
+    def undo(self) -> None: ...
+
+    def __enter__(self: Self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.undo()
 
 
 class Registry(Protocol):
@@ -18,7 +33,7 @@ class Registry(Protocol):
     def release(self, name: str) -> None: ...
 
 
-class Registration:
+class Registration(Undoable):
     """The names that one call of ``register`` serves. Usable as a context manager.
 
     Registrations may be undone in any order, each any number of times: a name is served until the
@@ -38,17 +53,6 @@ class Registration:
         names, self._names = self._names, ()
         for name in names:
             self._registry.release(name)
-
-    def __enter__(self) -> Registration:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.undo()
 
 
 def check_version(library: str, oldest: tuple[int, int], below: tuple[int, int]) -> None:

@@ -7,13 +7,13 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fastattn.bias import T5, Window2d
+from fastattn.integrations._registration import Undoable
 
 __all__ = ["CompactBias", "CompactBiases", "compact_relative_bias"]
 
@@ -64,7 +64,7 @@ def compact_relative_bias(model: nn.Module) -> CompactBiases:
     return changed
 
 
-class CompactBiases:
+class CompactBiases(Undoable):
     """The layers that one call of :func:`compact_relative_bias` changed; a context manager."""
 
     def __init__(self) -> None:
@@ -83,17 +83,6 @@ class CompactBiases:
             if module is not None:
                 del vars(module)[name]
         self._replaced = []
-
-    def __enter__(self) -> CompactBiases:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.undo()
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[nn.Module, str, Callable[..., Any]]]:
