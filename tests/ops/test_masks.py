@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from mapped_examples import assert_maps_examples
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
-from torch.func import grad, vmap
+from torch.func import vmap
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
 from torch.testing import assert_close
 
@@ -239,26 +240,13 @@ def test_bits_do_not_depend_on_the_threads() -> None:
 
 @pytest.mark.parametrize("in_dims", [(0, 0, 0), (0, None, None), (None, 0, None)])
 def test_vmap(in_dims: tuple[int | None, ...]) -> None:
-    inputs = [
-        x if d is None else torch.randn(3, *x.shape).double()
-        for x, d in zip(qkv(7, 9, torch.float64), in_dims, strict=True)
-    ]
     ids = torch.randint(0, 3, (2, 9))
     mask = masks.document(ids[:, :7], ids) | masks.causal()
 
     def call(*x: Tensor) -> Any:
         return attend(*x, mask=mask, return_lse=True)
 
-    def gradients(*x: Tensor) -> Any:
-        return grad(lambda *y: sum(r.sin().sum() for r in call(*y)), (0, 1, 2))(*x)
-
-    for function in (call, gradients):
-        examples = [
-            function(*(x if d is None else x[i] for x, d in zip(inputs, in_dims, strict=True)))
-            for i in range(3)
-        ]
-        expected = tuple(torch.stack(column) for column in zip(*examples, strict=True))
-        assert_close(vmap(function, in_dims)(*inputs), expected)
+    assert_maps_examples(call, qkv(7, 9, torch.float64), in_dims)
 
 
 def test_vmap_over_documents() -> None:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from mapped_examples import assert_maps_examples
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
-from torch.func import grad, vmap
 from torch.testing import assert_close
 
 from fastattn import explain, scaled_dot_product_attention, use_backend
@@ -199,26 +199,13 @@ def test_the_gradient_has_the_dtype_of_the_table() -> None:
 
 @pytest.mark.parametrize("mapped", [(0, 1, 2, 3, 4, 5), (0, 1, 2), (3, 4, 5)])
 def test_vmap(mapped: tuple[int, ...]) -> None:
-    inputs = [
-        torch.randn(3, *x.shape).double() if n in mapped else x
-        for n, x in enumerate(leaves_of_all_forms())
-    ]
     in_dims = tuple(0 if n in mapped else None for n in range(6))
 
     def call(*x: Tensor) -> Any:
         (out, lse, _), *others = attend_with_all_forms(*x)
         return out, lse, *others
 
-    def gradients(*x: Tensor) -> Any:
-        return grad(lambda *y: sum(r.sin().sum() for r in call(*y)), tuple(range(6)))(*x)
-
-    for function in (call, gradients):
-        examples = [
-            function(*(x if d is None else x[i] for x, d in zip(inputs, in_dims, strict=True)))
-            for i in range(3)
-        ]
-        expected = tuple(torch.stack(column) for column in zip(*examples, strict=True))
-        assert_close(vmap(function, in_dims)(*inputs), expected)
+    assert_maps_examples(call, leaves_of_all_forms(), in_dims)
 
 
 def test_compiled() -> None:

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from mapped_examples import assert_maps_examples
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
-from torch.func import grad, vmap
 from torch.testing import assert_close
 
 from fastattn import (
@@ -178,24 +178,11 @@ def test_autocast_takes_sinks_of_any_float_below_float64() -> None:
 @pytest.mark.parametrize("in_dims", [(0, 0, 0, 0), (0, 0, 0, None), (None, None, None, 0)])
 def test_vmap(in_dims: tuple[int | None, ...]) -> None:
     tensors = [*qkv(torch.float64), torch.randn(4).double()]
-    inputs = [
-        x if d is None else torch.randn(3, *x.shape).double()
-        for x, d in zip(tensors, in_dims, strict=True)
-    ]
 
     def call(*x: Tensor) -> Any:
         return attend(*x[:3], sinks=x[3], return_lse=True)
 
-    def gradients(*x: Tensor) -> Any:
-        return grad(lambda *y: sum(r.sin().sum() for r in call(*y)), (0, 1, 2, 3))(*x)
-
-    for function in (call, gradients):
-        examples = [
-            function(*(x if d is None else x[i] for x, d in zip(inputs, in_dims, strict=True)))
-            for i in range(3)
-        ]
-        expected = tuple(torch.stack(column) for column in zip(*examples, strict=True))
-        assert_close(vmap(function, in_dims)(*inputs), expected)
+    assert_maps_examples(call, tensors, in_dims)
 
 
 def test_compiled() -> None:
