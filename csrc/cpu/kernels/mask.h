@@ -89,9 +89,10 @@ template <class T>
 FASTATTN_INLINE Seen pack_bias(const AttentionParams& p, int64_t b, int64_t h, int64_t i0,
                                int64_t i1, int64_t j0, int64_t j1, int64_t lanes, T* tile) {
   const int64_t count = (j1 - j0) * lanes;
+  const MaskProgram program(p, b, h);
   Seen seen = Seen::all;
   if (p.mask_program != nullptr) {
-    seen = MaskProgram(p, b, h).seen(i0, i1, {j0, j1});
+    seen = program.seen(i0, i1, {j0, j1});
     const bool adds = p.mask.data != nullptr || p.relative_bias != nullptr;
     if (seen == Seen::none || (seen == Seen::all && !adds)) return seen;
   }
@@ -101,7 +102,7 @@ FASTATTN_INLINE Seen pack_bias(const AttentionParams& p, int64_t b, int64_t h, i
   else if (p.relative_bias == nullptr)
     __builtin_memset(tile, 0, static_cast<size_t>(count) * sizeof(T));
   if (p.relative_bias != nullptr) pack_relative_bias(p, b, h, i0, i1, j0, j1, lanes, masked, tile);
-  if (seen == Seen::some) MaskProgram(p, b, h).exclude(i0, i1, j0, j1, lanes, tile);
+  if (seen == Seen::some) program.exclude(i0, i1, j0, j1, lanes, tile);
   return all_excluded(tile, count) ? Seen::none : Seen::some;
 }
 
