@@ -2,6 +2,7 @@
 # An operand is (address, strides), None where there is none. Options and the dicts of operands are
 # read by name; a name that is missing is a TypeError, and so is a value of another type. Only the
 # operands that an attention call need not have may be missing.
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from fastattn.backends import primitives
@@ -31,7 +32,7 @@ def additive_backward(
 # The scale alone may stand for the options: the others then have their defaults.
 def attention_forward(
     dtype: int,
-    reduced: bool,  # float32: products may round their factors to 16 bits
+    may_reduce: Callable[[], bool],  # whether float32 products may round their factors to 16 bits
     threads: int,
     sizes: Ints,  # B, Hq, Hkv, Lq, Lk, D, Dv
     q: int,
@@ -50,7 +51,7 @@ def attention_forward(
 ) -> None: ...
 def attention_backward(
     dtype: int,
-    reduced: bool,  # float32: products may round their factors to 16 bits
+    may_reduce: Callable[[], bool],  # whether float32 products may round their factors to 16 bits
     threads: int,
     sizes: Ints,  # B, Hq, Hkv, Lq, Lk, D, Dv
     q: int,
@@ -69,7 +70,7 @@ def attention_backward(
 ) -> None: ...
 def varlen_attention(
     dtype: int,
-    reduced: bool,  # float32: products may round their factors to 16 bits
+    may_reduce: Callable[[], bool],  # whether float32 products may round their factors to 16 bits
     threads: int,
     sizes: Ints,  # B, Hq, Hkv, Lq, Lk, D, Dv
     q: int,

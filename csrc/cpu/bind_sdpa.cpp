@@ -1,6 +1,7 @@
 // Python's view of attention: addresses, shapes and strides in, nothing out.
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -8,6 +9,7 @@
 #include "kernel_table.h"
 #include "mask_program.h"
 #include "sdpa_arguments.h"
+#include "sequences.h"
 
 namespace py = pybind11;
 
@@ -17,34 +19,58 @@ namespace {
 // The arguments of a call, and the memory that they point to.
 struct Arguments : AttentionParams {
   const int32_t* mask_words = nullptr;
-  int64_t mask_length = 0;
+  int64_t mask_length = 0, positions_length = 0;
   std::vector<MaskStep> steps;
 };
 
-// operands: see optional_arguments; and applied, the weights; mask_program and its length.
+// The kernels read a table of distances at d = position(i + offset) - position(j), for all queries i
+// and keys j: they must all be in it.
+void check_relative_bias(const AttentionParams& p, int64_t positions) {
+  if (p.relative_bias == nullptr || p.Lq == 0 || p.Lk == 0) return;
+  int64_t smallest = p.offset - (p.Lk - 1), largest = p.offset + p.Lq - 1;
+  if (p.positions != nullptr) {
+    expect(p.offset >= 0 && p.offset + p.Lq <= positions && p.Lk <= positions,
+           "positions must have an element for each of " + std::to_string(p.offset + p.Lq) +
+               " queries and " + std::to_string(p.Lk) + " keys, got " + std::to_string(positions));
+    const auto queries = std::minmax_element(p.positions + p.offset, p.positions + p.offset + p.Lq);
+    const auto keys = std::minmax_element(p.positions, p.positions + p.Lk);
+    smallest = int64_t{*queries.first} - *keys.second;
+    largest = int64_t{*queries.second} - *keys.first;
+  }
+  const int64_t needed = 2 * std::max(-smallest, largest) + 1;
+  expect(p.relative_bias_size % 2 == 1 && p.relative_bias_size >= needed,
+         "relative_bias must have an odd number of columns, at least " + std::to_string(needed) +
+             ", got " + std::to_string(p.relative_bias_size));
+}
+
+// operands: see optional_arguments; and applied, the weights; mask_program and its length; how many
+// positions there are.
 Arguments arguments(const AttentionParams& common, const py::object& options,
                     const py::object& operands) {
-  static const auto others = std::make_tuple(field("applied", &AttentionParams::applied),
-                                             field("mask_program", &Arguments::mask_words),
-                                             field("mask_length", &Arguments::mask_length));
+  static const auto others = std::make_tuple(
+      field("applied", &AttentionParams::applied), field("mask_program", &Arguments::mask_words),
+      field("mask_length", &Arguments::mask_length),
+      field("positions_length", &Arguments::positions_length));
   Arguments p{common};
   read_attention_options(named(options), p);
   optional_arguments(p, operands);
   if (!operands.is_none()) named(operands).read_given(p, others);
+  check_relative_bias(p, p.positions_length);
   if (p.mask_words == nullptr) return p;
   p.steps = MaskProgramReader(p.mask_words, p.mask_length, p).read();
   p.mask_program = p.steps.data(), p.mask_steps = static_cast<int>(p.steps.size());
   return p;
 }
 
-void attention_forward(int dtype, bool reduced, int threads, const py::tuple& sizes, uintptr_t q,
-                       const py::tuple& q_stride, uintptr_t k, const py::tuple& k_stride,
-                       uintptr_t v, const py::tuple& v_stride, uintptr_t out,
-                       const py::tuple& out_stride, uintptr_t lse, const py::object& options,
-                       const py::object& operands) {
-  Arguments p = arguments(common_arguments(dtype, reduced, threads, sizes, q, q_stride, k, k_stride,
-                                           v, v_stride, out, out_stride, lse),
-                          options, operands);
+void attention_forward(int dtype, const py::object& may_reduce, int threads, const py::tuple& sizes,
+                       uintptr_t q, const py::tuple& q_stride, uintptr_t k,
+                       const py::tuple& k_stride, uintptr_t v, const py::tuple& v_stride,
+                       uintptr_t out, const py::tuple& out_stride, uintptr_t lse,
+                       const py::object& options, const py::object& operands) {
+  Arguments p =
+      arguments(common_arguments(dtype, reduces(dtype, may_reduce), threads, sizes, q, q_stride, k,
+                                 k_stride, v, v_stride, out, out_stride, lse),
+                options, operands);
   py::gil_scoped_release release;
   // A caller without a gradient passes no lse: a tensor costs two microseconds, this buffer a
   // twentieth.
@@ -57,15 +83,17 @@ void attention_forward(int dtype, bool reduced, int threads, const py::tuple& si
 }
 
 // gradients: see read_gradients; and grad_mask.
-void attention_backward(int dtype, bool reduced, int threads, const py::tuple& sizes, uintptr_t q,
-                        const py::tuple& q_stride, uintptr_t k, const py::tuple& k_stride,
-                        uintptr_t v, const py::tuple& v_stride, uintptr_t out,
-                        const py::tuple& out_stride, uintptr_t lse, const py::object& options,
-                        const py::object& operands, const py::dict& gradients) {
+void attention_backward(int dtype, const py::object& may_reduce, int threads,
+                        const py::tuple& sizes, uintptr_t q, const py::tuple& q_stride, uintptr_t k,
+                        const py::tuple& k_stride, uintptr_t v, const py::tuple& v_stride,
+                        uintptr_t out, const py::tuple& out_stride, uintptr_t lse,
+                        const py::object& options, const py::object& operands,
+                        const py::dict& gradients) {
   static const auto mask = std::make_tuple(field("grad_mask", &AttentionParams::grad_mask));
-  Arguments p = arguments(common_arguments(dtype, reduced, threads, sizes, q, q_stride, k, k_stride,
-                                           v, v_stride, out, out_stride, lse),
-                          options, operands);
+  Arguments p =
+      arguments(common_arguments(dtype, reduces(dtype, may_reduce), threads, sizes, q, q_stride, k,
+                                 k_stride, v, v_stride, out, out_stride, lse),
+                options, operands);
   read_gradients(named(gradients), p);
   named(gradients).read(p, mask);
   py::gil_scoped_release release;

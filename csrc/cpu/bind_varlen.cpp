@@ -23,16 +23,16 @@ void check_starts(const int64_t* starts, int64_t count, int64_t rows, const std:
 }
 
 // operands: see optional_arguments. gradients: see read_gradients; None for the forward pass.
-void varlen_attention(int dtype, bool reduced, int threads, const py::tuple& sizes, uintptr_t q,
-                      const py::tuple& q_stride, uintptr_t k, const py::tuple& k_stride,
-                      uintptr_t v, const py::tuple& v_stride, uintptr_t out,
-                      const py::tuple& out_stride, uintptr_t lse, const py::object& options,
-                      const py::dict& operands, uintptr_t q_starts, uintptr_t k_starts,
-                      const py::object& gradients) {
+void varlen_attention(int dtype, const py::object& may_reduce, int threads, const py::tuple& sizes,
+                      uintptr_t q, const py::tuple& q_stride, uintptr_t k,
+                      const py::tuple& k_stride, uintptr_t v, const py::tuple& v_stride,
+                      uintptr_t out, const py::tuple& out_stride, uintptr_t lse,
+                      const py::object& options, const py::dict& operands, uintptr_t q_starts,
+                      uintptr_t k_starts, const py::object& gradients) {
   SequencesParams t{};
   AttentionParams& all = t.attention;
-  all = common_arguments(dtype, reduced, threads, sizes, q, q_stride, k, k_stride, v, v_stride, out,
-                         out_stride, lse);
+  all = common_arguments(dtype, reduces(dtype, may_reduce), threads, sizes, q, q_stride, k,
+                         k_stride, v, v_stride, out, out_stride, lse);
   VarlenOptions asked;
   read_varlen_options(named(options), asked);
   static_cast<AttentionOptions&>(all) = asked;

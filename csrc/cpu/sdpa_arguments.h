@@ -3,11 +3,18 @@
 #include <pybind11/pybind11.h>
 
 #include "../arguments.h"
+#include "isa.h"
 #include "named.h"
 
 namespace fastattn {
 
 namespace py = pybind11;
+
+// Whether products of float32 may round their factors to 16 bits. Only tiles do, so that the question
+// to PyTorch's settings, may_reduce() -> bool, costs other instruction sets nothing.
+inline bool reduces(int dtype, const py::object& may_reduce) {
+  return static_cast<DType>(dtype) == DType::f32 && float32_on_tiles() && may_reduce().cast<bool>();
+}
 
 inline AttentionParams common_arguments(int dtype, bool reduced, int threads,
                                         const py::tuple& sizes, uintptr_t q,

@@ -16,6 +16,8 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.testing import assert_close
 
 from fastattn import explain, scaled_dot_product_attention, use_backend
+from fastattn.autograd.sdpa import attention
+from fastattn.backends.primitives import AttentionOptions
 from fastattn.bias import T5, Window2d
 from fastattn.ops._relative_bias import t5_buckets
 
@@ -286,6 +288,37 @@ def test_explained() -> None:
 def test_errors(bias: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         attend(*qkv(dtype=torch.float16), relative_bias=bias)
+
+
+@pytest.mark.parametrize(
+    ("table", "positions", "message"),
+    [
+        ((4, 16), None, "odd number of columns, at least 17, got 16"),
+        ((4, 15), None, "odd number of columns, at least 17, got 15"),
+        ((4, 17), range(8), "an element for each of 6 queries and 9 keys, got 8"),
+        ((4, 17), (0, 1, 2, 3, 4, 5, 6, 7, 9), "at least 19, got 17"),
+        ((4, 17), (-9, 1, 2, 3, 4, 5, 6, 7, 8), "at least 35, got 17"),
+        ((4, 17), (0, 2**31 - 1, -(2**31), 3, 4, 5, 6, 7, 8), "at least 8589934591, got 17"),
+    ],
+)
+def test_a_table_that_is_too_small_is_not_read(table: Any, positions: Any, message: str) -> None:
+    """The registered operator can be called without the checks of the public function."""
+    query, key, value = qkv(dtype=torch.float32)
+    bias = torch.zeros(1, *table)
+    where = None if positions is None else torch.tensor(positions, dtype=torch.int32)
+
+    def call(bias: Tensor, positions: Tensor | None) -> Any:
+        options = AttentionOptions(scale=1.0)
+        return attention(query, key, value, *[None] * 4, bias, positions, None, options)
+
+    with pytest.raises(ValueError, match=message):
+        call(bias, where)
+    enough = torch.arange(9, dtype=torch.int32)
+    call(torch.zeros(1, 4, 17), enough)
+    with pytest.raises(ValueError, match="positions is not valid: it must be contiguous, of int32"):
+        call(torch.zeros(1, 4, 17), enough.long())
+    with pytest.raises(ValueError, match=r"relative_bias must be torch\.float32 for .*, got .*16"):
+        call(torch.zeros(1, 4, 17).bfloat16(), enough)
 
 
 def test_t5_of_one_head_without_a_head_dimension() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fastattn import _cpu, evidence
 from fastattn.backends import _served
+from fastattn.backends._precision import allows_bf16_parts
 from fastattn.backends.cpu.additive import additive_attention, additive_attention_backward
 from fastattn.backends.cpu.decode import append_to_cache, decode_attention
 from fastattn.backends.cpu.encode_memory import encode_memory, encode_memory_backward
@@ -27,7 +28,7 @@ from fastattn.backends.cpu.memory_hops import (
     plain_hops_backward,
 )
 from fastattn.backends.cpu.merge_states import merge_states, merge_states_backward
-from fastattn.backends.cpu.operands import DTYPES, may_reduce
+from fastattn.backends.cpu.operands import DTYPES
 from fastattn.backends.cpu.sdpa import (
     plain_attention,
     plain_attention_backward,
@@ -104,7 +105,7 @@ def parts_on_tiles(dtype: torch.dtype) -> str:
     """Return how products of this dtype become products of bfloat16."""
     if dtype is not torch.float32:
         return ""
-    if may_reduce(dtype):
+    if _cpu.float32_on_tiles() and allows_bf16_parts():
         return ", as three products of two bfloat16 parts each (PyTorch's precision of products)"
     return ", as six products of three bfloat16 parts each"
 

@@ -7,9 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn import _cpu
 from fastattn.backends._operands import broadcast_operand, operand
-from fastattn.backends._precision import allows_bf16_parts
 
 DTYPES = {
     torch.float32: 0,
@@ -18,11 +16,6 @@ DTYPES = {
     torch.float16: 3,
     torch.bool: 4,
 }
-
-
-def may_reduce(dtype: torch.dtype) -> bool:
-    """Whether products of float32 may round their factors to 16 bits; only tiles do."""
-    return dtype is torch.float32 and _cpu.float32_on_tiles() and allows_bf16_parts()
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -54,22 +47,24 @@ def optional_operands(
         operands["relative_bias_stride"] = strides[:2]
         operands["relative_bias_size"] = relative_bias.shape[2]
     if positions is not None:
+        _check_integers("positions", positions)
         operands["positions"] = positions.data_ptr()
+        operands["positions_length"] = positions.numel()
     if mask_program is not None:
-        if (
-            mask_program.dtype is not torch.int32
-            or not mask_program.is_contiguous()
-            or mask_program.numel() == 0
-        ):
-            raise ValueError(
-                "mask_program is not valid: it must be contiguous, of int32 and not empty, got "
-                f"{tuple(mask_program.shape)} of {mask_program.dtype}"
-            )
+        _check_integers("mask_program", mask_program)
         operands["mask_program"] = mask_program.data_ptr()
         operands["mask_length"] = mask_program.numel()
     if seed is not None:
         operands["seed"] = philox_key(seed)
     return operands
+
+
+def _check_integers(name: str, tensor: Tensor) -> None:
+    if tensor.dtype is not torch.int32 or not tensor.is_contiguous() or tensor.numel() == 0:
+        raise ValueError(
+            f"{name} is not valid: it must be contiguous, of int32 and not empty, got "
+            f"{tuple(tensor.shape)} of {tensor.dtype}"
+        )
 
 
 def philox_key(seed: Tensor | None) -> int:

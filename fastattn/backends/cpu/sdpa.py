@@ -18,7 +18,8 @@ from fastattn.backends._operands import (
     operand,
     with_columns_together,
 )
-from fastattn.backends.cpu.operands import DTYPES, accumulator, may_reduce, optional_operands
+from fastattn.backends._precision import allows_bf16_parts
+from fastattn.backends.cpu.operands import DTYPES, accumulator, optional_operands
 from fastattn.backends.primitives import AttentionBackwardOptions, AttentionOptions
 
 
@@ -48,11 +49,11 @@ def scaled_dot_product_attention(
     else:
         applied = query.new_empty(0)
     if relative_bias is not None:
-        relative_bias = with_columns_together(relative_bias)
+        relative_bias = _table(relative_bias, query)
     biases = (attn_mask, alibi_slopes, seed, sinks, relative_bias, positions, mask_program)
     _cpu.attention_forward(
         DTYPES[query.dtype],
-        may_reduce(query.dtype),
+        allows_bf16_parts,
         torch.get_num_threads(),
         (batch, heads, key.shape[1], queries, keys, width, value_width),
         query.data_ptr(),
@@ -106,7 +107,7 @@ def plain_attention(
     lse = torch.empty((batch, heads, queries), dtype=torch.float64) if needs_lse else None
     _cpu.attention_forward(
         DTYPES[query.dtype],
-        may_reduce(query.dtype),
+        allows_bf16_parts,
         torch.get_num_threads(),
         (batch, heads, kv_heads, queries, keys, width, value_width),
         query.data_ptr(),
@@ -158,7 +159,7 @@ def plain_attention_backward(
         gradients["grad_sinks"] = grad_sinks.data_ptr()
     _cpu.attention_backward(
         DTYPES[query.dtype],
-        may_reduce(query.dtype),
+        allows_bf16_parts,
         torch.get_num_threads(),
         (batch, heads, kv_heads, queries, keys, width, value_width),
         query.data_ptr(),
@@ -228,13 +229,13 @@ def scaled_dot_product_attention_backward(
             grad_sinks += torch.where(sinks == -math.inf, 0.0, grad_lse.sum(2))  # lse is the sink
     grad_table = None
     if relative_bias is not None:
-        relative_bias = with_columns_together(relative_bias)
+        relative_bias = _table(relative_bias, query)
         new = torch.zeros if empty else torch.empty
         grad_table = new((batch, heads, relative_bias.shape[2]), dtype=relative_bias.dtype)
     biases = (attn_mask, alibi_slopes, seed, sinks, relative_bias, positions, mask_program)
     _cpu.attention_backward(
         DTYPES[query.dtype],
-        may_reduce(query.dtype),
+        allows_bf16_parts,
         torch.get_num_threads(),
         (batch, heads, key.shape[1], queries, keys, width, value_width),
         query.data_ptr(),
@@ -289,6 +290,15 @@ def _operands(
     if applied is not None:
         operands["applied"] = _weights_operand(applied)
     return operands
+
+
+def _table(relative_bias: Tensor, query: Tensor) -> Tensor:
+    if relative_bias.dtype is not accumulator(query.dtype):
+        raise ValueError(
+            f"relative_bias must be {accumulator(query.dtype)} for a query of {query.dtype}, got "
+            f"{relative_bias.dtype}"
+        )
+    return with_columns_together(relative_bias)
 
 
 def _weights_operand(weights: Tensor) -> tuple[int, tuple[int, ...]]:

@@ -11,7 +11,8 @@ from torch import Tensor
 from fastattn import _cpu
 from fastattn.backends._alloc import empty_output
 from fastattn.backends._operands import packed_operand
-from fastattn.backends.cpu.operands import DTYPES, may_reduce, optional_operands
+from fastattn.backends._precision import allows_bf16_parts
+from fastattn.backends.cpu.operands import DTYPES, optional_operands
 from fastattn.backends.primitives import VarlenOptions
 
 
@@ -133,7 +134,7 @@ def _run(
     (rows, heads, width), (keys, kv_heads, value_width) = query.shape, value.shape
     _cpu.varlen_attention(
         DTYPES[query.dtype],
-        may_reduce(query.dtype),
+        allows_bf16_parts,
         torch.get_num_threads(),
         (batch, heads, kv_heads, rows, keys, width, value_width),
         *packed_operand(query),
