@@ -4,15 +4,22 @@
     python benchmarks/render.py --check   exits with 1 if a text is out of date
 
 Results are in results/PROCESSOR/, and each table has a column per processor. The block of README.md
-comes from dropin.json (its plot from that of the first processor) and models.json, the tables of
-docs/performance.md from figures.json, models.json, family.json and peers.json; results/README.md
-contains every result. The text between the markers is never edited by hand.
+comes from dropin.json (its plot: from the first processor) and models.json; results/README.md
+has every result. A page in docs has a table where it has the markers
+
+    <!-- RESULT: begin -->              <!-- RESULT: end -->
+    <!-- RESULT OPERATOR: begin -->     <!-- RESULT OPERATOR: end -->
+
+of all rows of RESULT.json or those of one operator. The text between the markers is never edited by
+hand.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,8 +37,8 @@ IMAGES = ROOT / "docs" / "images"
 MAIN = "dropin"
 BEGIN, END = "<!-- benchmark: begin -->", "<!-- benchmark: end -->"
 
-# In docs/performance.md, a result and the markers of its table have the same name.
-FIGURES, FAMILY, PEERS, MODELS = "figures", "family", "peers", "models"
+PEERS, MODELS = "peers", "models"
+MARKER = re.compile(r"<!-- (\w+)(?: (\w+))?: begin -->")
 
 
 def all_conditions(found: dict[str, Result]) -> str:
@@ -109,11 +116,32 @@ def versions_of_peers(found: dict[str, Result]) -> str:
     return "; ".join(versions)
 
 
-def block_of(name: str, found: dict[str, Result]) -> str:
-    """The table of this name in docs/performance.md, and its conditions."""
-    made = {processor: TABLES[name](result) for processor, result in found.items()}
+def block_of(name: str, found: dict[str, Result], op: str | None = None) -> str:
+    """The table of a result, or of its rows of one operator, and its conditions."""
+    made = {processor: TABLES[name](rows_of(result, op)) for processor, result in found.items()}
     versions = f"{versions_of_peers(found)}. " if name == PEERS else ""
     return f"{side_by_side(made)}\n\n{versions}{all_conditions(found)}"
+
+
+def rows_of(result: Result, op: str | None) -> Result:
+    """The result with the cells of one operator only; None: all of them."""
+    if op is None:
+        return result
+    cells = [cell for cell in result.cells if cell.cell.op == op]
+    if not cells:
+        raise ValueError(f"no cell of this result is of the operator {op}")
+    return dataclasses.replace(result, cells=cells)
+
+
+def with_tables(text: str, found: dict[str, dict[str, Result]]) -> str:
+    """A page with the tables of its markers; one without a result stays."""
+    for name, op in MARKER.findall(text):
+        of_name = {processor: of[name] for processor, of in found.items() if name in of}
+        if of_name:
+            label = f"{name} {op}" if op else name
+            block = block_of(name, of_name, op or None)
+            text = replaced(text, block, f"<!-- {label}: begin -->", f"<!-- {label}: end -->")
+    return text
 
 
 def results_page(found: dict[str, dict[str, Result]]) -> str:
@@ -167,13 +195,16 @@ def replaced(text: str, block: str, begin: str = BEGIN, end: str = END) -> str:
     before, has_begin, rest = text.partition(begin)
     _, has_end, after = rest.partition(end)
     if not has_begin or not has_end:
-        raise ValueError(f"README.md or docs/performance.md has no {begin} … {end}")
+        raise ValueError(f"README.md or a page of docs has no {begin} … {end}")
     return f"{before}{begin}\n{block}\n{end}{after}"
 
 
 TABLES = {
-    FIGURES: tables.figures_table,
-    FAMILY: tables.family_table,
+    "figures": tables.figures_table,
+    "family": tables.family_table,
+    "operators": tables.family_table,
+    "options": tables.options_table,
+    "serving": tables.serving_table,
     PEERS: tables.peers_table,
     MODELS: tables.models_table,
 }
@@ -211,13 +242,10 @@ def main() -> int:
         readme: replaced(readme.read_text(), readme_block(main_results, named(MODELS))),
         RESULTS / "README.md": results_page(found),
     }
-    page = ROOT / "docs" / "performance.md"
-    text = page.read_text()
-    for name in TABLES:
-        if of_name := named(name):
-            block = block_of(name, of_name)
-            text = replaced(text, block, f"<!-- {name}: begin -->", f"<!-- {name}: end -->")
-    texts[page] = text
+    for page in sorted((ROOT / "docs").rglob("*.md")):
+        text = page.read_text()
+        if MARKER.search(text):
+            texts[page] = with_tables(text, found)
     if check:
         old = [p for p, text in texts.items() if not p.exists() or p.read_text() != text]
         for path in old:
@@ -230,7 +258,8 @@ def main() -> int:
     first = next(iter(main_results.values()))
     for theme in plots.THEMES:
         charts.draw(first, IMAGES / f"{MAIN}-{theme}.png", theme=theme)
-    print(f"Written: README.md, benchmarks/results/README.md and the pictures in {IMAGES.name}/")
+    pages = ", ".join(str(path.relative_to(ROOT)) for path in texts)
+    print(f"Written: {pages}, and the pictures in {IMAGES.name}/")
     return 0
 
 

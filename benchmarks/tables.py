@@ -177,9 +177,62 @@ def family_table(result: Result) -> Table:
         speedup += ", busy" if row["busy"] else ""
         lines[_name_of(row), passes] = [
             *(f"{row['ms']:.3g}", speedup, f"{row['percent_of_peak']:.0f} %", f"{row['gbs']:.1f}"),
-            *(f"{x['peak_mb']:.1f}" for x in (row, theirs[key(row)])),
+            *(_megabytes(x) for x in (row, theirs[key(row)])),
         ]
     return Table(["cell", "pass"], values, lines)
+
+
+def _megabytes(row: Row) -> str:
+    return "–" if row["peak_mb"] is None else f"{row['peak_mb']:.1f}"
+
+
+def options_table(result: Result) -> Table:
+    """What each option costs: its time for a visible pair, over that of the plain call."""
+    ours = [row for row in summary.summarise(result) if row["provider"] == "fastattn"]
+    rows = {(row["label"], row["dtype"], row["pass"]): row for row in ours if row["ms"]}
+    plain = ours[0]["label"]
+    lines = {}
+    for label in dict.fromkeys(row["label"] for row in ours):
+        texts = []
+        for column in COLUMNS:
+            of_plain, row = rows.get((plain, *column)), rows.get((label, *column))
+            text = "–"
+            if of_plain and row:
+                text = f"{of_plain['percent_of_peak'] / row['percent_of_peak']:.2f}"
+                text += ", busy" if row["busy"] else ""
+            texts.append(text)
+        lines[label,] = texts
+    del lines[plain,]
+    return Table(["option"], [f"{dtype} {PASSES[p]}" for dtype, p in COLUMNS], lines)
+
+
+def serving_table(result: Result) -> Table:
+    """Time, speed-up over PyTorch in one call and in a loop over sequences, rates and memory."""
+    rows = summary.summarise(result)
+
+    def key(row: Row) -> tuple[str, str, str]:
+        return _name_of(row), PASSES[row["pass"]], row["dtype"]
+
+    found: dict[tuple[str, str, str], dict[str, Row]] = {}
+    for row in rows:
+        found.setdefault(key(row), {})[row["provider"]] = row
+    loops = any(of.get("torch@loop", {}).get("ms") for of in found.values())
+    values = ["ms", "times as fast as torch", *(["as a loop in torch"] if loops else [])]
+    values += ["of the peak", "GB/s", "of the bandwidth", "MB", "MB, torch"]
+    lines = {}
+    for name, of in found.items():
+        ours, loop = of["fastattn"], of.get("torch@loop")
+        busy = ", busy" if ours["busy"] else ""
+        bandwidth = ours["percent_of_bandwidth"]
+        lines[name] = [
+            f"{ours['ms']:.3g}",
+            "–" if ours["speedup"] is None else f"{ours['speedup']:.2f}×{busy}",
+            *([f"{loop['ms'] / ours['ms']:.2f}×" if loop and loop["ms"] else "–"] * loops),
+            *(f"{ours['percent_of_peak']:.0f} %", f"{ours['gbs']:.1f}"),
+            "–" if bandwidth is None else f"{bandwidth:.0f} %",
+            *(_megabytes(row) for row in (ours, of["torch"])),
+        ]
+    return Table(["cell", "pass", "dtype"], values, lines)
 
 
 def _name_of(row: Row) -> str:

@@ -201,3 +201,51 @@ def test_a_run_of_a_busy_machine_is_no_evidence() -> None:
         "the run was interrupted",
         "2 of 2 rows were measured on a busy machine",
     ]
+
+
+def test_a_page_has_the_rows_of_its_operator() -> None:
+    render = load_render()
+    result = a_result([Round((1e3, 1e3), {"torch": 4.0, "fastattn": 2.0}) for _ in range(5)])
+    result.cells[0].cell = cell_of("additive", "B=2,L=6,A=16", label="A step")
+    result.cells[0].outcomes = {"torch": Outcome(), "fastattn": Outcome()}
+    other = dataclasses.replace(result.cells[0], cell=cell_of("hopfield", "B=2,H=1,L=1,N=4,D=8"))
+    result.cells.append(other)
+    begin, end = "<!-- operators additive: begin -->", "<!-- operators additive: end -->"
+    unknown = "<!-- nothing: begin --><!-- nothing: end -->"
+    page = f"above\n{begin}\nold\n{end}\nbelow\n{unknown}"
+    once = render.with_tables(page, {"a-processor": {"operators": result}})
+    assert "old" not in once
+    assert "| A step<br>`B=2,L=6,A=16` | forward | 2 | 2.00× |" in once
+    assert "N=4" not in once
+    assert once.endswith(f"{end}\nbelow\n{unknown}")  # a marker without a result stays
+    with pytest.raises(ValueError, match="of the operator luong"):
+        render.with_tables(
+            page.replace("additive", "luong"), {"a-processor": {"operators": result}}
+        )
+
+
+def test_an_option_costs_its_share_of_the_peak() -> None:
+    render = load_render()
+    result = a_result([Round((100.0, 100.0), {"fastattn": 2.0}) for _ in range(5)])
+    plain = result.cells[0]
+    plain.cell = cell_of("sdpa", "B=2,H=1,L=6,D=8", label="plain")
+    plain.outcomes = {"fastattn": Outcome()}
+    half = dataclasses.replace(plain, flops=plain.flops // 2)
+    half.cell = cell_of("sdpa", "B=2,H=1,L=6,D=8", label="half the pairs", mask="causal")
+    result.cells.append(half)
+    block = render.block_of("options", {"a-processor": result})
+    assert "| half the pairs | 2.00 | – | – | – |" in block
+
+
+def test_a_loop_in_torch_is_a_column_where_it_was_measured() -> None:
+    render = load_render()
+    times = {"torch": 8.0, "torch@loop": 4.0, "fastattn": 2.0}
+    result = a_result([Round((1e3, 1e3), times) for _ in range(5)])
+    result.cells[0].cell = cell_of("varlen", "B=2,H=1,L=6,S=2,D=8")
+    result.cells[0].outcomes = {name: Outcome() for name in times}
+    block = render.block_of("serving", {"a-processor": result})
+    assert "| as a loop in torch |" in block
+    assert "| 4.00× | 2.00× |" in block
+    of_one = [Round((1e3, 1e3), {"torch": 8.0, "fastattn": 2.0}) for _ in range(5)]
+    result.cells[0] = dataclasses.replace(result.cells[0], rounds=of_one)
+    assert "a loop" not in render.block_of("serving", {"a-processor": result})
