@@ -21,7 +21,8 @@ Environment:
   FASTATTN_DEBUG=1            -O1 -g, with library assertions
   FASTATTN_SANITIZE=LIST      address, undefined, thread; comma-separated
   MAX_JOBS=N                  run at most N compilers at a time
-  CXX, CXXFLAGS, LDFLAGS      as usual; the flags below follow CXXFLAGS and override it
+  CXX, CXXFLAGS, LDFLAGS      as usual; the flags below follow CXXFLAGS and override it. A cross
+                              compiler builds the instruction sets of its own target
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -47,31 +48,43 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).parent.resolve()
 RECORD = "fastattn/_build.json"
 
-# Weakest first. Kernels are compiled for all of them, everything else for the first.
+
+@dataclass(frozen=True)
+class InstructionSets:
+    """What is compiled for one architecture: the flags of each instruction set, by name."""
+
+    # Weakest first. Kernels are compiled for all of them, everything else for the first.
+    isas: dict[str, list[str]]
+    # Only attention in bf16 and float32 runs on tiles; everything else runs on the vectors below.
+    tiles: dict[str, list[str]] = field(default_factory=dict)
+    # The emulation of tiles is for tests.
+    emulated: dict[str, list[str]] = field(default_factory=dict)
+    # Units of which only the peak is measured, csrc/cpu/peaks/<name>.cpp; skipped if it does not
+    # compile.
+    peaks: dict[str, list[str]] = field(default_factory=dict)
+
+
 X86_ISAS = {
     "baseline": ["-march=x86-64"],
     "avx2": ["-march=x86-64-v3"],
     "avx512": ["-march=x86-64-v4", "-mprefer-vector-width=512"],
     "avx512_bf16": ["-march=x86-64-v4", "-mprefer-vector-width=512", "-mavx512bf16"],
 }
-ISAS = X86_ISAS if platform.machine() in ("x86_64", "AMD64") else {"baseline": []}
-
-# Only attention in bf16 and float32 runs on tiles; everything else runs on the vectors below. On a
-# Xeon with AMX the kernels of avx512 are faster in bf16 than those of avx512_bf16
-# (docs/evidence.md), so they come first here. The emulation is for tests and runs on every machine
-# with AVX-512.
-X86_TILE_ISAS = {"amx_bf16": [*X86_ISAS["avx512"], "-mamx-tile", "-mamx-bf16"]}
-X86_EMULATED_ISAS = {"amx_bf16_emulated": [*X86_ISAS["avx512"], "-DFASTATTN_EMULATED_TILES=1"]}
+X86 = InstructionSets(
+    X86_ISAS,
+    tiles={"amx_bf16": [*X86_ISAS["avx512"], "-mamx-tile", "-mamx-bf16"]},
+    # It runs on every machine with AVX-512.
+    emulated={"amx_bf16_emulated": [*X86_ISAS["avx512"], "-DFASTATTN_EMULATED_TILES=1"]},
+    peaks={
+        "amx": ["-march=x86-64", "-mamx-tile", "-mamx-bf16"],
+        "avx512_fp16": ["-march=x86-64-v4", "-mprefer-vector-width=512", "-mavx512fp16"],
+    },
+)
+# Arm among them, whose vectors are part of the architecture.
+OTHERS = InstructionSets({"baseline": []})
+# On a Xeon with AMX the kernels of avx512 are faster in bf16 than those of avx512_bf16
+# (docs/evidence.md), so they come first here.
 BELOW_TILES = ("avx512", "avx512_bf16")
-TILE_ISAS = X86_TILE_ISAS if ISAS is X86_ISAS else {}
-EMULATED_ISAS = X86_EMULATED_ISAS if ISAS is X86_ISAS else {}
-
-# Units of which only the peak is measured: csrc/cpu/peaks/<name>.cpp. Skipped if not compilable.
-X86_PEAKS = {
-    "amx": ["-march=x86-64", "-mamx-tile", "-mamx-bf16"],
-    "avx512_fp16": ["-march=x86-64-v4", "-mprefer-vector-width=512", "-mavx512fp16"],
-}
-PEAKS = X86_PEAKS if ISAS is X86_ISAS else {}
 
 COMMON_FLAGS = ["-std=c++17", "-fPIC", "-fvisibility=hidden", "-fopenmp", "-Wall", "-Wextra"]
 # No function that is not inlined takes or returns vectors wider than the baseline's registers.
@@ -167,27 +180,34 @@ def features(compiler: list[str], flags: list[str]) -> set[str]:
     return set(done.stdout.splitlines())
 
 
+def instruction_sets(compiler: list[str]) -> InstructionSets:
+    """Those of the architecture that the compiler compiles for; it need not be this machine's."""
+    return X86 if "#define __x86_64__ 1" in features(compiler, []) else OTHERS
+
+
 def runs_here(compiler: list[str], isa_flags: list[str]) -> bool:
     """Whether the compiler says that this machine's processor has all of an instruction set."""
-    added = features(compiler, isa_flags) - features(compiler, ISAS["baseline"])
+    baseline = instruction_sets(compiler).isas["baseline"]
+    added = features(compiler, isa_flags) - features(compiler, baseline)
     return bool(added) and added <= features(compiler, ["-march=native"])
 
 
-def strongest_here(compiler: list[str]) -> str:
-    """The last of ISAS that this machine's processor has."""
-    return [i for i, flags in ISAS.items() if i == "baseline" or runs_here(compiler, flags)][-1]
+def strongest_here(compiler: list[str], isas: dict[str, list[str]]) -> str:
+    """The last of the instruction sets that this machine's processor has."""
+    return [i for i, flags in isas.items() if i == "baseline" or runs_here(compiler, flags)][-1]
 
 
 def usable_isas(
-    compiler: list[str], flags: list[str]
+    compiler: list[str], flags: list[str], isas: dict[str, list[str]]
 ) -> tuple[dict[str, list[str]], dict[str, str]]:
     """The instruction sets to build, and the reasons why the others are left out."""
     usable, left_out = {}, {}
     requested = os.environ.get("FASTATTN_CPU_ISAS", "all")
     if requested not in ("all", "native"):
         raise CannotBuild(f"FASTATTN_CPU_ISAS must be 'all' or 'native', got {requested!r}")
-    wanted = ["baseline", strongest_here(compiler)] if requested == "native" else list(ISAS)
-    for isa, isa_flags in ISAS.items():
+    native = requested == "native"
+    wanted = ["baseline", strongest_here(compiler, isas)] if native else list(isas)
+    for isa, isa_flags in isas.items():
         if isa not in wanted:
             left_out[isa] = "not requested (FASTATTN_CPU_ISAS=native)"
             continue
@@ -202,14 +222,14 @@ def usable_isas(
 
 
 def usable_tiles(
-    compiler: list[str], flags: list[str], isas: dict[str, list[str]]
+    compiler: list[str], flags: list[str], isas: dict[str, list[str]], sets: InstructionSets
 ) -> tuple[dict[str, list[str]], dict[str, str]]:
     """The instruction sets with tiles, real and emulated, and why the real ones are left out."""
     below = [isa for isa in BELOW_TILES if isa in isas]
     if not below:
-        return {}, dict.fromkeys(TILE_ISAS, f"it needs {' or '.join(BELOW_TILES)}")
+        return {}, dict.fromkeys(sets.tiles, f"it needs {' or '.join(BELOW_TILES)}")
     usable, left_out = {}, {}
-    for isa, isa_flags in TILE_ISAS.items():
+    for isa, isa_flags in sets.tiles.items():
         # The assembler must know them too: they are inline assembly.
         tiles = 'void multiply() { asm volatile("tdpbf16ps %tmm2, %tmm1, %tmm0"); }\n'
         error = refusal(compiler, [*flags, *isa_flags], tiles)
@@ -219,16 +239,16 @@ def usable_tiles(
             left_out[isa] = "not requested (FASTATTN_CPU_ISAS=native)"
         else:
             usable[isa] = isa_flags
-    usable |= EMULATED_ISAS
+    usable |= sets.emulated
     return {isa: [*its, f"-DFASTATTN_BASE={below[0]}"] for isa, its in usable.items()}, left_out
 
 
 def usable_peaks(
-    compiler: list[str], flags: list[str]
+    compiler: list[str], flags: list[str], units: dict[str, list[str]]
 ) -> tuple[list[tuple[Path, list[str]]], dict[str, str]]:
     """The sources of csrc/cpu/peaks with their flags, and why the others are left out."""
     usable, left_out = [], {}
-    for name, unit_flags in PEAKS.items():
+    for name, unit_flags in units.items():
         source = ROOT / "csrc/cpu/peaks" / f"{name}.cpp"
         if not source.exists():
             continue
@@ -252,7 +272,8 @@ def plan_cpu() -> Plan:
     flags = [*words("CXXFLAGS"), *COMMON_FLAGS, *optimise]
     if error := refusal(compiler, flags, OPENMP_PROBE):
         raise CannotBuild(f"{compiler[-1]} cannot compile C++17 with OpenMP: {error}")
-    isas, left_out = usable_isas(compiler, flags)
+    sets = instruction_sets(compiler)
+    isas, left_out = usable_isas(compiler, flags, sets.isas)
 
     objects = []
     for source in sorted((ROOT / "csrc/cpu/kernels").glob("*.cpp")):
@@ -260,14 +281,14 @@ def plan_cpu() -> Plan:
             one_isa = [*flags, *isa_flags, f"-DFASTATTN_ISA={isa}"]
             objects.append((source, f"{source.stem}.{isa}.o", one_isa))
     on_tiles = sorted((ROOT / "csrc/cpu/kernels/tiles").glob("*.cpp"))
-    tiles, tiles_left_out = usable_tiles(compiler, flags, isas) if on_tiles else ({}, {})
+    tiles, tiles_left_out = usable_tiles(compiler, flags, isas, sets) if on_tiles else ({}, {})
     for source in on_tiles:
         for isa, isa_flags in tiles.items():
             one_isa = [*flags, *isa_flags, f"-DFASTATTN_ISA={isa}"]
             objects.append((source, f"tiles/{source.stem}.{isa}.o", one_isa))
     includes = (sysconfig.get_paths()["include"], pybind11.get_include())
     shared = [*flags, *isas["baseline"], *(f"-isystem{path}" for path in includes)]
-    peaks, peaks_left_out = usable_peaks(compiler, flags)
+    peaks, peaks_left_out = usable_peaks(compiler, flags, sets.peaks)
     objects += [(source, f"unit.{source.stem}.o", unit_flags) for source, unit_flags in peaks]
     definitions = {
         "isa": [f"-DFASTATTN_HAVE_{isa.upper()}=1" for isa in [*isas, *tiles]],
@@ -283,7 +304,7 @@ def plan_cpu() -> Plan:
         "isas": {
             isa: " ".join(isa_flags)
             for isa, isa_flags in (isas | tiles).items()
-            if isa not in EMULATED_ISAS
+            if isa not in sets.emulated
         },
         "left_out": left_out | tiles_left_out | peaks_left_out,
     }
