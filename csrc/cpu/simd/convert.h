@@ -104,6 +104,10 @@ FASTATTN_INLINE Vec<T> load_as(const S* p, int n) {
       return (VecF)_mm256_slli_epi32(_mm256_cvtepu16_epi32(raw), 16);
     }
   }
+#elif defined(__aarch64__)
+  if constexpr (sizeof(T) == 4 && kSame<S, F16>) {
+    if (n >= 4) return (VecF)vcvt_f32_f16(vld1_f16(reinterpret_cast<const __fp16*>(p)));
+  }
 #endif
   if constexpr (sizeof(T) == 4 && kSame<S, Bf16>) {
     if (n >= kLanes<T>) {
@@ -142,6 +146,10 @@ FASTATTN_INLINE void store_as(S* p, Vec<T> v, int n) {
                        _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
       return;
     }
+  }
+#elif defined(__aarch64__)
+  if constexpr (sizeof(T) == 4 && kSame<S, F16>) {
+    if (n >= 4) return vst1_f16(reinterpret_cast<__fp16*>(p), vcvt_f16_f32((float32x4_t)v));
   }
 #endif
   if constexpr (sizeof(T) == 4 && kSame<S, Bf16>) {

@@ -15,6 +15,8 @@
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #include <immintrin.h>
 #pragma GCC diagnostic pop
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 #include <cstddef>
 #include <cstdint>
