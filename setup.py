@@ -80,7 +80,8 @@ X86 = InstructionSets(
         "avx512_fp16": ["-march=x86-64-v4", "-mprefer-vector-width=512", "-mavx512fp16"],
     },
 )
-# Arm among them, whose vectors are part of the architecture.
+# Vectors of 128 bits are part of the architecture, products of bf16 pairs came later.
+ARM = InstructionSets({"baseline": [], "armv8_6": ["-march=armv8.6-a"]})
 OTHERS = InstructionSets({"baseline": []})
 # On a Xeon with AMX the kernels of avx512 are faster in bf16 than those of avx512_bf16
 # (docs/evidence.md), so they come first here.
@@ -182,7 +183,10 @@ def features(compiler: list[str], flags: list[str]) -> set[str]:
 
 def instruction_sets(compiler: list[str]) -> InstructionSets:
     """Those of the architecture that the compiler compiles for; it need not be this machine's."""
-    return X86 if "#define __x86_64__ 1" in features(compiler, []) else OTHERS
+    defined = features(compiler, [])
+    if "#define __x86_64__ 1" in defined:
+        return X86
+    return ARM if "#define __aarch64__ 1" in defined else OTHERS
 
 
 def runs_here(compiler: list[str], isa_flags: list[str]) -> bool:

@@ -28,6 +28,11 @@ namespace avx512_bf16 {
 extern const KernelTable table;
 }
 #endif
+#if FASTATTN_HAVE_ARMV8_6
+namespace armv8_6 {
+extern const KernelTable table;
+}
+#endif
 #if FASTATTN_HAVE_AMX_BF16
 namespace amx_bf16 {
 extern const KernelTable table;
@@ -80,6 +85,12 @@ std::string always() { return ""; }
   const std::string reason = why_no_tiles();
   return reason.empty() ? why_no_emulated_tiles() : reason;
 }
+#elif defined(__aarch64__)
+[[maybe_unused]] std::string why_no_armv8_6() {
+  return has_feature("bf16") && has_feature("i8mm")
+             ? ""
+             : "the processor or the system has no BF16 and I8MM";
+}
 #endif
 
 struct Entry {
@@ -98,6 +109,9 @@ const Entry kEntries[] = {
 #endif
 #if FASTATTN_HAVE_AVX512_BF16
     {&avx512_bf16::table, why_no_avx512_bf16},
+#endif
+#if FASTATTN_HAVE_ARMV8_6
+    {&armv8_6::table, why_no_armv8_6},
 #endif
 #if FASTATTN_HAVE_AMX_BF16
     {&amx_bf16::table, why_no_amx_bf16},

@@ -97,9 +97,26 @@ FASTATTN_INLINE void stage_rows(const S* src, int64_t row_stride, int64_t col_st
   }
 }
 
-#if defined(__AVX512BW__)
 FASTATTN_INLINE bool word_aligned(const Bf16* p) {
   return reinterpret_cast<uintptr_t>(p) % sizeof(float) == 0;
+}
+
+constexpr int64_t kPairs = 2 * kLanes<float>;  // elements of a vector of bf16
+
+// d = (x0 y0, x1 y1, ...), of two vectors of bf16.
+FASTATTN_INLINE void interleave(VecF x, VecF y, float* d) {
+#if defined(__AVX512BW__)
+  const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8,
+                                       39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+  const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+  store(d, (VecF)_mm512_permutex2var_epi16((__m512i)x, low, (__m512i)y));
+  store(d + kLanes<float>, (VecF)_mm512_permutex2var_epi16((__m512i)x, high, (__m512i)y));
+#else
+  typedef uint16_t Halves __attribute__((vector_size(kVectorBytes)));
+  alignas(kVectorBytes) Halves from[2] = {(Halves)x, (Halves)y};
+  for (int64_t c = 0; c < kPairs; ++c)
+    d[c] = float_of(static_cast<uint32_t>(from[0][c]) | static_cast<uint32_t>(from[1][c]) << 16);
+#endif
 }
 
 // The same as words of two consecutive columns, the last one padded with zero.
@@ -110,7 +127,8 @@ FASTATTN_INLINE void stage_pairs(const Bf16* src, int64_t row_stride, int64_t co
     Bf16* d = reinterpret_cast<Bf16*>(dst + r * ld);
     int64_t c = 0;
     if (col_stride == 1) {
-      for (; c + 32 <= cols; c += 32) _mm512_storeu_si512(d + c, _mm512_loadu_si512(s + c));
+      for (; c + kPairs <= cols; c += kPairs)
+        store(reinterpret_cast<float*>(d + c), load(reinterpret_cast<const float*>(s + c)));
     }
     for (; c < cols; ++c) d[c] = s[c * col_stride];
     if (cols % 2) d[cols].bits = 0;
@@ -121,9 +139,6 @@ FASTATTN_INLINE void stage_pairs(const Bf16* src, int64_t row_stride, int64_t co
 // row is zero.
 FASTATTN_INLINE void stage_row_pairs(const Bf16* src, int64_t row_stride, int64_t col_stride,
                                      int64_t rows, int64_t cols, float* dst, int64_t ld) {
-  const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8,
-                                       39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
-  const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
   for (int64_t r = 0; r < rows; r += 2) {
     const Bf16* a = src + r * row_stride;
     const Bf16* b = a + row_stride;
@@ -131,12 +146,9 @@ FASTATTN_INLINE void stage_row_pairs(const Bf16* src, int64_t row_stride, int64_
     float* d = dst + r / 2 * ld;
     int64_t c = 0;
     if (col_stride == 1) {
-      for (; c + 32 <= cols; c += 32) {
-        const __m512i x = _mm512_loadu_si512(a + c);
-        const __m512i y = both ? _mm512_loadu_si512(b + c) : _mm512_setzero_si512();
-        _mm512_storeu_si512(d + c, _mm512_permutex2var_epi16(x, low, y));
-        _mm512_storeu_si512(d + c + 16, _mm512_permutex2var_epi16(x, high, y));
-      }
+      for (; c + kPairs <= cols; c += kPairs)
+        interleave(load(reinterpret_cast<const float*>(a + c)),
+                   both ? load(reinterpret_cast<const float*>(b + c)) : VecF{}, d + c);
     }
     for (; c < cols; ++c) {
       const uint32_t pair =
@@ -145,7 +157,6 @@ FASTATTN_INLINE void stage_row_pairs(const Bf16* src, int64_t row_stride, int64_
     }
   }
 }
-#endif
 
 // Queries (or output gradients) of a panel as the right-hand side of a score tile: dst[word][lane].
 template <class P>
@@ -156,7 +167,6 @@ FASTATTN_INLINE void pack_panel(const typename P::Storage* src, int64_t row_stri
   if constexpr (P::kPerWord == 1) {
     pack_transposed<typename P::Acc>(src, row_stride, col_stride, rows, cols, lanes, dst, ld);
   } else {
-#if defined(__AVX512BW__)
     // A row's pairs are its 32-bit words, so the transposition moves words.
     const float* from = reinterpret_cast<const float*>(src);
     int64_t stride = row_stride / 2;
@@ -166,7 +176,6 @@ FASTATTN_INLINE void pack_panel(const typename P::Storage* src, int64_t row_stri
       from = temp;
     }
     pack_transposed<float>(from, stride, int64_t(1), rows, words<P>(cols), lanes, dst, ld);
-#endif
   }
 }
 
@@ -178,12 +187,10 @@ FASTATTN_INLINE const typename P::Word* stage_keys(const typename P::Storage* sr
                                                    int64_t rows, int64_t cols,
                                                    typename P::Word* dst) {
   if constexpr (P::kPerWord == 2) {
-#if defined(__AVX512BW__)
     if (col_stride == 1 && row_stride == cols && cols % 2 == 0 && word_aligned(src))
       return reinterpret_cast<const float*>(src);
     stage_pairs(src, row_stride, col_stride, rows, cols, dst, words<P>(cols));
     return dst;
-#endif
   } else {
     if constexpr (kSame<typename P::Storage, typename P::Word>) {
       if (col_stride == 1 && row_stride == cols) return src;
@@ -201,10 +208,8 @@ FASTATTN_INLINE const typename P::Word* stage_reduced(const typename P::Storage*
                                                       int64_t rows, int64_t cols,
                                                       typename P::Word* dst) {
   if constexpr (P::kPerWord == 2) {
-#if defined(__AVX512BW__)
     stage_row_pairs(src, row_stride, col_stride, rows, cols, dst, cols);
     return dst;
-#endif
   } else {
     return stage_keys<P>(src, row_stride, col_stride, rows, cols, dst);
   }

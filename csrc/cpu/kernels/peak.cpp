@@ -33,7 +33,7 @@ double operations(Peak kind, double until) {
     return chains<VecF>(until, 2 * kLanes<float>, [&](VecF x) { return x * a + b; });
   if (kind == Peak::fma_f64)
     return chains<VecD>(until, 2 * kLanes<double>, [&](VecD x) { return x * c + d; });
-#if defined(__AVX512BF16__)
+#if defined(FASTATTN_HAS_PAIRS)
   return chains<VecF>(until, 4 * kLanes<float>,
                       [&](VecF x) { return PairBf16::multiply_add(a, b, x); });
 #else
@@ -58,7 +58,7 @@ double bytes_read(const char* from, int64_t bytes, double until) {
 }  // namespace
 
 double measure_peak(Peak kind, int threads, double seconds) {
-#if !defined(__AVX512BF16__)
+#if !defined(FASTATTN_HAS_PAIRS)
   if (kind == Peak::dot_bf16) return 0;
 #endif
   constexpr int64_t kBytes = int64_t(256) << 20;

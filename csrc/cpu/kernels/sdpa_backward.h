@@ -216,9 +216,7 @@ class BackwardUnit {
     if constexpr (P::kPerWord == 1) {
       stage_rows<T>(src, stride[2], stride[3], p.Lq, cols, dst, padded);
     } else {
-#if defined(__AVX512BF16__)
       stage_row_pairs(src, stride[2], stride[3], p.Lq, cols, dst, padded);
-#endif
     }
   }
 
@@ -300,36 +298,22 @@ class BackwardUnit {
   // Packs words for the products: pairs of queries in the rows (w_rows, ds_rows), pairs of keys
   // across lanes (ds in place).
   void pair_up(Buffers& f, int64_t nk) const {
-#if defined(__AVX512BF16__)
     if constexpr (P::kPerWord == 2) {
       if (nk % 2) FASTATTN_UNROLL for (int n = 0; n < NV; ++n) store(f.ds + nk * L + n * W, VecF{});
       for (int64_t j = 0; j < nk; ++j) {
         const auto row_pairs = [&](const T* from, Word* to) __attribute__((always_inline)) {
-          const __m512 low = (__m512)load(from + j * L), high = (__m512)load(from + j * L + W);
-          _mm512_storeu_si512(to + j * (L / 2), (__m512i)_mm512_cvtne2ps_pbh(high, low));
+          store(to + j * (L / 2), P::as_bf16(load(from + j * L), load(from + j * L + W)));
         };
         row_pairs(f.s, f.w_rows);
         row_pairs(f.ds, f.ds_rows);
       }
       for (int64_t j = 0; j < nk; j += 2) FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
           const VecF even = load(f.ds + j * L + n * W), odd = load(f.ds + (j + 1) * L + n * W);
-          const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even);
-          store(f.ds + j / 2 * L + n * W, (VecF)interleave_halves(both));
+          store(f.ds + j / 2 * L + n * W, P::as_pairs(even, odd));
         }
     }
-#endif
     (void)f, (void)nk;
   }
-
-#if defined(__AVX512BF16__)
-  // (a0 .. a15, b0 .. b15) -> (a0 b0, a1 b1, ...)
-  static FASTATTN_INLINE __m512i interleave_halves(__m512i x) {
-    const __m512i order =
-        _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
-                         21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-    return _mm512_permutexvar_epi16(order, x);
-  }
-#endif
 
   // dQ^T += K^T dS^T pair by pair, skipping zeros: for blocks with non-finite keys.
   __attribute__((noinline)) void add_nonzero(const T* ds, int64_t nk, const Storage* k,

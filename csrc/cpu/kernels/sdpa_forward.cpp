@@ -338,20 +338,19 @@ class Forward {
       }
       return nk;
     } else {
-#if defined(__AVX512BF16__)
       // Pairs of keys, rounded to bf16. The sum is that of the rounded values, so that the weights
       // add up to one.
       if (nk % 2)
         FASTATTN_UNROLL for (int n = 0; n < NV; ++n)
             store(S + nk * lanes + n * W, splat<T>(-kInf<T>));
-      const __m512bh ones = (__m512bh)_mm512_set1_epi32(0x3f803f80);
+      const VecF ones = P::ones();
       _Pragma("GCC unroll 2") for (int64_t j = 0; j < nk; j += 2)
           FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
         const T* s = S + j * lanes + n * W;
         const VecF even = exponential<true>(rule, load(s) - reference[n]);
         const VecF odd = exponential<true>(rule, load(s + lanes) - reference[n]);
         VecI pair = pack_pair(even, odd);
-        sum[n] = (VecF)_mm512_dpbf16_ps((__m512)sum[n], (__m512bh)pair, ones);
+        sum[n] = P::multiply_add((VecF)pair, ones, sum[n]);
         if (drop) {
           const uint32_t* keep = buf.keep + j / 2 * lanes + n * W;
           pair &= (VecI)load(reinterpret_cast<const float*>(keep));
@@ -359,7 +358,6 @@ class Forward {
         store(S + j / 2 * lanes + n * W, (VecF)pair);
       }
       return (nk + 1) / 2;
-#endif
     }
   }
 
