@@ -1,0 +1,113 @@
+"""The native core in another process: its kernels on another processor, judged here.
+
+A call of ``fastattn._cpu`` is sent to :mod:`core_server` with the memory behind its addresses, and
+what it wrote comes back. So the operators, the case tables and their judges run in this process, as
+always, and only the native code runs on the other processor, which needs a Python but no PyTorch.
+"""
+
+from __future__ import annotations
+
+import builtins
+import collections
+import ctypes
+import dataclasses
+import functools
+import pickle
+import subprocess
+import sys
+import types
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+KEPT = 4096  # addresses
+SERVER = Path(__file__).with_name("core_server.py")
+
+
+class RemoteCore(types.ModuleType):
+    """``fastattn._cpu`` whose functions run in ``command``, a Python that can import it from
+    ``folder``.
+    """
+
+    def __init__(self, command: list[str], folder: Path) -> None:
+        super().__init__("fastattn._cpu")
+        self.__spec__ = ModuleSpec("fastattn._cpu", None)
+        self._server = subprocess.Popen(
+            [*command, str(SERVER), str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        self._storages: collections.OrderedDict[int, torch.UntypedStorage] = (
+            collections.OrderedDict()
+        )
+        self._note_addresses()
+
+    def _note_addresses(self) -> None:
+        """Keep the memory behind the last addresses that were asked for.
+
+        It cannot be given to another tensor meanwhile. An operator may keep an address for later
+        calls.
+        """
+        data_ptr = torch.Tensor.data_ptr
+
+        def noted(tensor: Tensor) -> int:
+            address = data_ptr(tensor)
+            if address:
+                self._storages[address] = tensor.untyped_storage()
+                self._storages.move_to_end(address)
+                if len(self._storages) > KEPT:
+                    self._storages.popitem(last=False)
+            return address
+
+        torch.Tensor.data_ptr = noted  # type: ignore[method-assign]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return functools.partial(self._call, name)
+
+    def _call(self, name: str, *args: Any) -> Any:
+        regions: dict[tuple[int, int], int] = {}  # address and size of each storage: its number
+        sent = tuple(self._portable(arg, regions) for arg in args)
+        memory = [(start % 4096, ctypes.string_at(start, size)) for start, size in regions]
+        stream = self._server.stdin
+        assert stream is not None
+        assert self._server.stdout is not None
+        pickle.dump((name, sent, memory), stream)
+        stream.flush()
+        try:
+            error, result, written = pickle.load(self._server.stdout)
+        except EOFError:
+            raise RuntimeError(
+                f"{name} ended the process of the native core with code {self._server.wait()}"
+            ) from None
+        for (start, size), content in zip(regions, written, strict=True):
+            ctypes.memmove(start, content, size)
+        if error is not None:
+            raise getattr(builtins, error, RuntimeError)(result)
+        return result
+
+    def _portable(self, value: Any, regions: dict[tuple[int, int], int]) -> Any:
+        """The value without addresses, records and functions of this process."""
+        if type(value) is int and value in self._storages:
+            storage = self._storages[value]
+            self._storages.move_to_end(value)
+            start = storage.data_ptr()
+            number = regions.setdefault((start, storage.nbytes()), len(regions))
+            return ("address", number, value - start)
+        if isinstance(value, dict):
+            return {name: self._portable(item, regions) for name, item in value.items()}
+        if isinstance(value, tuple):
+            return ("tuple", *(self._portable(item, regions) for item in value))
+        if dataclasses.is_dataclass(value):
+            fields = dataclasses.fields(value)
+            return types.SimpleNamespace(**{f.name: getattr(value, f.name) for f in fields})
+        return ("answer", value()) if callable(value) else value
+
+
+def install(command: list[str], folder: Path) -> RemoteCore:
+    """Make every later ``import fastattn._cpu`` find the remote core."""
+    core = RemoteCore(command, folder)
+    sys.modules["fastattn._cpu"] = core
+    return core
