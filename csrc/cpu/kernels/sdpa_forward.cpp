@@ -232,7 +232,8 @@ class Forward {
     }
     if (p.dropout_p > 0)
       dropout_mask<P::kPerWord>(dropout, i0, r.begin, nk, lanes, h, p.index + b, buf.keep);
-    const int64_t reduced = probabilities<NV>(buf, nk, reference, sum);
+    const int64_t reduced = p.dropout_p > 0 ? probabilities<NV, true>(buf, nk, reference, sum)
+                                            : probabilities<NV, false>(buf, nk, reference, sum);
     FASTATTN_UNROLL for (int n = 0; n < NV; ++n)
         store(l + n * W, alpha[n] * load(l + n * W) + sum[n]);
 
@@ -321,19 +322,19 @@ class Forward {
 
   // S -> P in place, as words; returns the number of rows of words. Dropped probabilities still
   // count in the sum.
-  template <int NV>
+  template <int NV, bool kDrop>
   FASTATTN_INLINE int64_t probabilities(Buffers& buf, int64_t nk, const Vec<T>* reference,
                                         Vec<T>* sum) const {
     constexpr int64_t lanes = NV * W;
     T* S = buf.s;
-    const bool drop = p.dropout_p > 0;
+    const ScoreRule<T> rule = this->rule;  // a copy, because a store to S could change the member
     if constexpr (P::kPerWord == 1) {
       _Pragma("GCC unroll 4") for (int64_t j = 0; j < nk; ++j)
           FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
         T* s = S + j * lanes + n * W;
         Vec<T> e = exponential<P::kCoarseExp>(rule, load(s) - reference[n]);
         sum[n] += e;
-        if (drop) e = keep_lanes(e, buf.keep + j * lanes + n * W);
+        if constexpr (kDrop) e = keep_lanes(e, buf.keep + j * lanes + n * W);
         store(s, e);
       }
       return nk;
@@ -351,7 +352,7 @@ class Forward {
         const VecF odd = exponential<true>(rule, load(s + lanes) - reference[n]);
         VecI pair = pack_pair(even, odd);
         sum[n] = P::multiply_add((VecF)pair, ones, sum[n]);
-        if (drop) {
+        if constexpr (kDrop) {
           const uint32_t* keep = buf.keep + j / 2 * lanes + n * W;
           pair &= (VecI)load(reinterpret_cast<const float*>(keep));
         }
