@@ -46,10 +46,10 @@ FASTATTN_INLINE V exp2_fraction(V f) {
 // or subnormal; NaN stays NaN (the constant comes first in max_of for that reason).
 template <bool Coarse = false>
 FASTATTN_INLINE VecF exp2_neg(VecF x) {
-#if defined(__AVX512F__)
-  x = max_of(splat(-200.0f), x);
-  const __m512 n = _mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  return (VecF)_mm512_scalef_ps((__m512)exp2_fraction<Coarse>(x - (VecF)n), n);
+#if defined(__AVX512DQ__)
+  // f = x - round(x), 0 for -inf
+  const VecF f = (VecF)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  return (VecF)_mm512_scalef_ps((__m512)exp2_fraction<Coarse>(f), (__m512)(x - f));
 #else
   // Adding 1.5 * 2^23 leaves round(x) in the low mantissa bits. Below -126 the exponent field would
   // wrap: give 0.
