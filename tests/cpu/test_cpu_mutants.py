@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 KERNELS = ROOT / "csrc/cpu/kernels"
 BUILD = ROOT / f"build/native-{sys.implementation.cache_tag}/cpu"
 ATTENTION = "scaled_dot_product_attention"
+DTYPES = {"float32": "f32", "float64": "f64", "bfloat16": "bf16", "float16": "f16"}  # in params.h
 
 
 @dataclass(frozen=True)
@@ -220,10 +221,10 @@ def _ninja(*words: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def _made_again(target: str, new: dict[str, str]) -> None:
-    """Run the command that made a file of the build, with some of its words changed."""
+def _made_again(target: str, new: dict[str, str], *more: str) -> None:
+    """Run the command that made a file of the build, with some of its words changed, and more."""
     words = shlex.split(_ninja("commands", "-s", target))
-    command = [new.get(word, word) for word in words]
+    command = [new.get(word, word) for word in words] + list(more)
     subprocess.run(command, cwd=BUILD, check=True, capture_output=True, text=True)
 
 
@@ -263,6 +264,7 @@ def test_a_mutant_is_caught(mutant: Mutant, tmp_path: Path) -> None:
     _made_again(
         name,
         {str(ROOT / source): str(tmp_path / source), name: changed, f"{name}.d": f"{changed}.d"},
+        f"-DFASTATTN_ONLY_DTYPE={DTYPES[mutant.dtype]}",
     )
     whole = _ninja("targets", "rule", "link")
     _made_again(whole, {name: changed, whole: library})
