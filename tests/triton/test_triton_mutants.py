@@ -38,7 +38,8 @@ class Mutant(mutants.Mutant):
         return f"{self.op}-{self.name}"
 
 
-FORWARD, BACKWARD, HOP_KERNELS = "_sdpa_forward.py", "_sdpa_backward.py", "_memory_hops_kernels.py"
+FORWARD, BACKWARD, OF_BIASES = "_sdpa_forward.py", "_sdpa_backward.py", "_sdpa_backward_biases.py"
+HOP_KERNELS = "_memory_hops_kernels.py"
 MUTANTS = (
     Mutant("a_sum_is_not_rescaled", "_core.py", "l * shrink + tl.sum(p, axis=1)", "l + tl.sum(p, axis=1)", "results-0-out-lse"),
     Mutant("an_output_is_not_rescaled", FORWARD, "acc * shrink[:, None]", "acc", "results-0-out-lse", dtype="bfloat16"),
@@ -63,7 +64,7 @@ MUTANTS = (
     Mutant("delta_lacks_the_weights", BACKWARD, "delta += rest", "delta += 0.0 * rest", "results-1-out-weights"),
     Mutant("d_lse_has_the_wrong_sign", BACKWARD, "delta -= tl.load(p_gl", "delta += tl.load(p_gl", "results-0-out-lse"),
     Mutant("dq_is_not_scaled", BACKWARD, "store_rows(grad_q, at.q_at, i_h, o_m, m_m, acc * o.scale", "store_rows(grad_q, at.q_at, i_h, o_m, m_m, acc", "results-0-out-lse"),
-    Mutant("a_mask_of_all_heads_has_the_gradient_of_one", BACKWARD, "i_mask % mask_heads + n % head_sum", "i_mask % mask_heads", "mask-float-bqk"),
+    Mutant("a_mask_of_all_heads_has_the_gradient_of_one", OF_BIASES, "i_mask % mask_heads + n % head_sum", "i_mask % mask_heads", "mask-float-bqk"),
     Mutant("averaged_weights_are_a_sum", FORWARD, "total = total / o.heads", "total = total", "results-2-out-weights"),
     Mutant("a_sink_is_in_another_unit", "_core.py", "sink = sink / o.scale", "sink = sink", "sinks-1x1"),
     Mutant("delta_lacks_the_sink", BACKWARD, "rest = -sink_weight * delta", "rest = 0.0 * delta", "sinks-1x1"),

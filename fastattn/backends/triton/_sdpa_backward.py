@@ -18,7 +18,6 @@ from fastattn.backends.triton._core import (
     LOG2E,
     exponent_unit,
     first_row,
-    in_matrix,
     in_window,
     kept,
     keys_seen,
@@ -34,12 +33,11 @@ from fastattn.backends.triton._core import (
     store_rows,
     update_softmax,
     wait_for_loads,
-    whole,
 )
 
 
 @triton.jit
-def _score_gradients(
+def score_gradients(
     b_v,  # [BN, BDV]
     b_do,  # [BM, BDV]
     high,  # [BM]
@@ -193,7 +191,7 @@ def attention_statistics(
                 b_v = load_rows(v, at.k_at, i_h // o.group, o_n, m_n, DV, BDV)
                 wait_for_loads(b_v, PRECISION)
                 s, visible, slope = scores(b_q, b_k, at, i_h, row, first, o, True, PRECISION)
-                w, ds = _score_gradients(
+                w, ds = score_gradients(
                     b_v, b_do, high, low, delta, grad_weights, weight_share,
                     at, i_h, row, first, s, visible, o, BM, BN, PRECISION,
                 )  # fmt: skip
@@ -258,7 +256,7 @@ def attention_backward_query(
         b_v = load_rows(v, at.k_at, i_h // o.group, o_n, m_n, DV, BDV)
         wait_for_loads(b_v, PRECISION)
         s, visible, slope = scores(b_q, b_k, at, i_h, row, first, o, True, PRECISION)
-        w, ds = _score_gradients(
+        w, ds = score_gradients(
             b_v, b_do, high, low, delta, grad_weights, weight_share,
             at, i_h, row, first, s, visible, o, BM, BN, PRECISION,
         )  # fmt: skip
@@ -321,7 +319,7 @@ def attention_backward_key_value(
             b_do = load_rows(grad_out, at.q_at, i_h, o_m, m_m, DV, BDV)
             wait_for_loads(b_v, PRECISION)
             s, visible, slope = scores(b_q, b_k, at, i_h, row, first, o, True, PRECISION)
-            w, ds = _score_gradients(
+            w, ds = score_gradients(
                 b_v, b_do, high, low, delta, grad_weights, weight_share,
                 at, i_h, row, first, s, visible, o, BM, BN, PRECISION,
             )  # fmt: skip
@@ -332,89 +330,3 @@ def attention_backward_key_value(
         acc_v = acc_v * o.kept_scale
     store_rows(grad_k, at.k_at, i_hkv, o_n, m_n, acc_k * o.scale, D, BD)
     store_rows(grad_v, at.k_at, i_hkv, o_n, m_n, acc_v, DV, BDV)
-
-
-@triton.jit
-def attention_backward_mask(
-    q,
-    k,
-    v,
-    grad_out,
-    grad_weights,
-    weight_share,
-    o,
-    p_high,
-    p_low,
-    p_delta,
-    p_grad,  # [Bm, Hm, Lq or its tiles, Lk or its tiles] float32
-    mask_heads,
-    batch_sum,  # the number of sequences, and of heads, that share one element of the mask
-    head_sum,
-    SUM_Q: tl.constexpr,  # the mask is the same for every query
-    SUM_K: tl.constexpr,  # ... for every key
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    BD: tl.constexpr,
-    BDV: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-):
-    """d loss / d mask for one tile of pairs: the sum of ds over all pairs that share an element."""
-    k_tiles = tl.cdiv(o.k_len, BN)
-    q_tiles = tl.cdiv(o.q_len, BM)
-    k_tile = tl.program_id(0) % k_tiles
-    rest = tl.program_id(0) // k_tiles
-    q_tile = rest % q_tiles
-    i_mask = (rest // q_tiles).to(tl.int64)
-    first = k_tile * BN
-    row = q_tile * BM
-    o_m = row + tl.arange(0, BM)
-    o_n = first + tl.arange(0, BN)
-    m_n = o_n < o.k_len
-
-    total = tl.zeros([BM, BN], tl.float32)
-    lost = tl.zeros([BM, BN], tl.float32)
-    for n in range(batch_sum * head_sum):
-        i_b = i_mask // mask_heads + n // head_sum
-        i_h = i_mask % mask_heads + n % head_sum
-        at = whole(o, i_b)
-        o_rows = first_row(o, at, i_h) + o_m
-        m_m = o_m < o.q_len
-        high = tl.load(p_high + o_rows, mask=m_m, other=INF)
-        low = tl.load(p_low + o_rows, mask=m_m, other=0.0)
-        delta = tl.load(p_delta + o_rows, mask=m_m, other=0.0)
-        b_q = load_rows(q, at.q_at, i_h, o_m, m_m, D, BD)
-        b_do = load_rows(grad_out, at.q_at, i_h, o_m, m_m & (high != INF), DV, BDV)
-        b_k = load_rows(k, at.k_at, i_h // o.group, o_n, m_n, D, BD)
-        b_v = load_rows(v, at.k_at, i_h // o.group, o_n, m_n, DV, BDV)
-        wait_for_loads(b_v, PRECISION)
-        s, visible, slope = scores(b_q, b_k, at, i_h, row, first, o, True, PRECISION)
-        w, ds = _score_gradients(
-            b_v, b_do, high, low, delta, grad_weights, weight_share,
-            at, i_h, row, first, s, visible, o, BM, BN, PRECISION,
-        )  # fmt: skip
-        # One element may be the sum of thousands of terms, so the rounding errors are summed, too.
-        grown = total + ds
-        back = grown - total
-        lost += (total - (grown - back)) + (ds - back)
-        total = grown
-    total += lost
-
-    o_q = o_m
-    o_k = o_n
-    q_size = o.q_len
-    k_size = o.k_len
-    inside = in_matrix(o_m, o_n, o)
-    if SUM_Q:
-        total = tl.sum(total, axis=0)[None, :]
-        o_q = q_tile + tl.zeros([1], tl.int32)
-        q_size = q_tiles
-        inside = m_n[None, :]
-    if SUM_K:
-        total = tl.sum(total, axis=1)[:, None]
-        o_k = k_tile + tl.zeros([1], tl.int32)
-        k_size = k_tiles
-        inside = (o_q < q_size)[:, None]
-    p_g = p_grad + (i_mask * q_size + o_q[:, None]) * k_size + o_k[None, :]
-    tl.store(p_g, total, mask=inside)
