@@ -265,6 +265,8 @@ def _others() -> Iterator[Work]:
             mask=torch.empty(2, 1, 1, 4096, dtype=torch.bool, device="meta"), window_left=100,
         )  # fmt: skip
         yield Work(f"every option{suffix}", HALF, 80, call)
+        call = attention(HALF, 128, backward=backward, relative_bias=True)
+        yield Work(f"relative bias{suffix}", HALF, 128, call)
         yield Work(f"encode{suffix}", HALF, 128, encode(HALF, 128, backward=backward))
     for grad in ("unroll", "one_step"):
         yield Work("retrieval backward", HALF, 64, retrieval(HALF, 64, grad))
@@ -278,6 +280,7 @@ def attention(
     """A call of causal attention on 2 sequences of 4096, with 16 heads and 4 key heads."""
     mask: Tensor | None = options.pop("mask", None)
     slopes = torch.empty(1, 16, device="meta") if options.pop("alibi", False) else None
+    table = torch.empty(1, 16, 8191, device="meta") if options.pop("relative_bias", False) else None
     forward = AttentionOptions(**{"scale": 0.125, "window_right": 0, **options})
     needs_mask_grad = mask is not None and mask.dtype != torch.bool
     reverse = extended(AttentionBackwardOptions, forward, needs_mask_grad=needs_mask_grad)
@@ -287,10 +290,11 @@ def attention(
     lse = torch.empty(2, 16, 4096, dtype=torch.float64, device="meta")
 
     args = (query, key, key, mask, slopes, seed)
+    last = (None, table)
     if not backward:
-        return lambda: backend.scaled_dot_product_attention(*args, options=forward)
+        return lambda: backend.scaled_dot_product_attention(*args, *last, options=forward)
     return lambda: backend.scaled_dot_product_attention_backward(
-        out, None, None, *args, out, lse, options=reverse
+        out, None, None, *args, out, lse, *last, options=reverse
     )
 
 

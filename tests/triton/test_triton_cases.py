@@ -32,11 +32,7 @@ def _tiles(case: Any) -> int:
 # The cases that Triton's kernels can run, where these are not all. `varlen_attention` has a slow
 # one, which the interpreter cannot.
 FITS: dict[str, Callable[[Any], bool]] = {
-    ATTENTION: lambda case: (
-        max(case.head_dim, case.value_dim or 0) <= 512
-        and case.relative_bias is None
-        and case.program is None
-    ),
+    ATTENTION: lambda case: max(case.head_dim, case.value_dim or 0) <= 512 and case.program is None,
     ADDITIVE: lambda case: case.value_dim <= 512,
     "decode_attention": lambda case: max(case.head_dim, case.value_dim or 0) <= 512,
     "varlen_attention": lambda case: not case.slow,
@@ -53,7 +49,10 @@ TABLES = {
 # What runs by default, where it is not the whole table.
 FEW: dict[str, Callable[[list[Any]], Sequence[Any]]] = {
     ATTENTION: lambda cases: [
-        case for case in cases if not case.slow and _tiles(case) * case.heads <= 24
+        case
+        for case in cases
+        if not case.slow and _tiles(case) * case.heads <= 24
+        if case.relative_bias is None  # these are in OF_ATTENTION
     ][::5],
     "encode_memory": lambda cases: cases[::3],
     "hopfield_retrieve": lambda cases: [
@@ -104,6 +103,11 @@ OF_ATTENTION = {
     "layout-expanded_rows-causal-wide": torch.float32,
     "dropout-0.5-mask": torch.float32,
     "head_dim-512": torch.float32,
+    "relative-3x0": torch.float32,
+    "relative-65x16": torch.float16,
+    "relative-bh": torch.bfloat16,
+    "relative-any-decode": torch.float32,
+    "relative-grid-decode": torch.bfloat16,
 }
 WORK += [
     (ATTENTION, case, OF_ATTENTION[case.name])

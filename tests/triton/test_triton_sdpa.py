@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import pytest
 import torch
@@ -81,6 +82,26 @@ def test_dropout_keeps_what_the_reference_keeps(generator: torch.Generator) -> N
         kept.append(weights != 0)
     assert torch.equal(*kept)
     assert 0.5 < kept[0].double().mean() < 0.7
+
+
+@pytest.mark.parametrize("entry", [-math.inf, torch.finfo(torch.float32).min])
+def test_an_entry_of_a_relative_bias_may_hide_its_distance(
+    entry: float, generator: torch.Generator
+) -> None:
+    table = torch.randn(2, 99, generator=generator)
+    table[0] = entry  # of all distances: finfo.min then weights all keys equally
+    table[1, :49] = entry
+    query, key, value = _qkv(generator, 1, 2, 50, 8, grad=False)
+    if entry == -math.inf:
+        key[:, :, 40:] = value[:, :, 40:] = math.nan
+    leaves = [x.requires_grad_() for x in (query[:, :, :40], key, value, table)]
+    results = []
+    for name in ("triton", "reference"):
+        with fastattn.use_backend(name):
+            out = fastattn.scaled_dot_product_attention(*leaves[:3], relative_bias=leaves[3])
+        results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    for found, want in zip(*results, strict=True):
+        torch.testing.assert_close(found, want)
 
 
 @pytest.mark.parametrize(

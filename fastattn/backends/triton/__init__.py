@@ -95,6 +95,7 @@ def _why_not_attend(
     options: AttentionOptions | None = None,
     attn_mask: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    relative_bias: Tensor | None = None,
     **_: Any,
 ) -> list[str]:
     reasons = []
@@ -107,8 +108,9 @@ def _why_not_attend(
     if width > _WIDEST:
         reasons.append(f"a head dimension of {width} is above {_WIDEST}")
     offset = 0 if options is None else abs(options.offset)
-    if max(query.shape[2], key.shape[2], offset) > _FARTHEST:
-        reasons.append(f"a length or an offset is above {_FARTHEST}")
+    distance = 0 if relative_bias is None else relative_bias.shape[2] // 2
+    if max(query.shape[2], key.shape[2], offset, distance) > _FARTHEST:
+        reasons.append(f"a length, an offset or a distance is above {_FARTHEST}")
     return reasons
 
 

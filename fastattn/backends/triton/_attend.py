@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fastattn.backends._alloc import empty_output
+from fastattn.backends._operands import with_columns_together
 from fastattn.backends.primitives import AttentionOptions, DecodeOptions, VarlenOptions
 from fastattn.backends.triton._core import Operand, Options
 from fastattn.backends.triton._launch import block_of, launch, operand, plan, precision
@@ -46,8 +47,7 @@ class Attention(NamedTuple):
     @property
     def masked(self) -> str:
         """The suffix of the name of an entry in the table."""
-        o = self.options
-        return "" if o.seen is None and o.added is None else "_masked"
+        return "" if self.options.excludes is None else "_masked"
 
     def operands(self) -> dict[str, Any]:
         """The arguments of every kernel that describe the call."""
@@ -59,12 +59,17 @@ class Attention(NamedTuple):
             **widths_of(self.query, self.value),
         }
 
+    def plan(self, entry: str) -> Launch:
+        """The launch of an entry in the table, whose tiles fit the registers with all options."""
+        widths = block_of(self.query.shape[-1]), block_of(self.value.shape[-1])
+        planned = plan(entry, self.query, *widths)
+        return planned if self.options.table is None else planned.halved()
+
     def run(self, kernel: Any, entry: str, *, of_keys: bool = False, **arguments: Any) -> None:
         """Launch a kernel with one program for each tile of queries or keys of each head."""
-        operands = self.operands()
-        planned = plan(entry, self.query, operands["BD"], operands["BDV"])
+        planned = self.plan(entry)
         programs = _programs(planned, self.options, self.batch, of_keys=of_keys)
-        launch(kernel, planned, programs, self.query.device, **operands, **arguments)
+        launch(kernel, planned, programs, self.query.device, **self.operands(), **arguments)
 
 
 class Cotangents(NamedTuple):
@@ -176,6 +181,8 @@ def options_of(
     offset: int | None,  # None: the last query is at the last key
     dropout_p: float = 0.0,
     sinks: Tensor | None = None,
+    relative_bias: Tensor | None = None,
+    positions: Tensor | None = None,
 ) -> Options:
     """The options in the form of the kernels; ``scale`` is positive, see :func:`positive_scale`."""
     heads, kv_heads, q_len, k_len = sizes
@@ -186,6 +193,10 @@ def options_of(
     if alibi_slopes is not None:
         alibi = operand(alibi_slopes[:, :, None, None])
     added = None if boolean else mask
+    table = None
+    if relative_bias is not None:
+        table = operand(with_columns_together(relative_bias).unsqueeze(2))
+    biased = any(x is not None for x in (added, alibi, table))
     threshold = round((1.0 - dropout_p) * 65536) if dropout_p > 0 else None
     return Options(
         heads=heads,
@@ -200,7 +211,11 @@ def options_of(
         added=added,
         alibi=alibi,
         softcap=softcap if softcap > 0 else None,
-        rescored=1 if softcap > 0 or not (added is None and alibi is None) else None,
+        table=table,
+        middle=None if relative_bias is None else relative_bias.shape[2] // 2,
+        p_positions=None if positions is None else positions.contiguous(),
+        excludes=None if mask is None and table is None else 1,
+        rescored=1 if softcap > 0 or biased else None,
         p_seed=seed if dropout_p > 0 else None,
         threshold=threshold,
         kept_scale=None if threshold is None else 65536 / threshold if threshold else 0.0,

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from fastattn.backends.triton._relative_bias import load_bias
+
 INF = tl.constexpr(float("inf"))
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -49,7 +51,11 @@ class Options(NamedTuple):
     added: Operand | None  # the additive mask
     alibi: Operand | None  # slopes, of strides b and h
     softcap: float | None
-    rescored: int | None  # 1 if any of the last three is set
+    table: Operand | None  # the relative bias, [B, H, 1, entries]; its entries are contiguous
+    middle: int | None  # its entry of distance 0
+    p_positions: Any  # [Lk] int32, of its distances; None: 0, 1, 2, ...
+    excludes: int | None  # 1 if more than the window excludes pairs
+    rescored: int | None  # 1 if scores are more than scale * q . k
     p_seed: Any  # None without dropout
     threshold: int | None  # draws below it are kept
     kept_scale: float | None  # 65536 / threshold
@@ -268,6 +274,26 @@ def distance(o_m, o_n, at):
 
 
 @triton.jit
+def masked(at, i_h, row, first, o, CHECKED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    """Return the pairs of a tile that the window and the masks leave, and what the masks add."""
+    o_n = first + tl.arange(0, BN)
+    visible = o_n[None, :] >= 0
+    if CHECKED:
+        visible = in_window(row + tl.arange(0, BM), o_n, at, o)
+    if o.seen is not None:
+        visible = visible & (load_pairs(o.seen, at, i_h, row, first, 0, BM, BN) != 0)
+    bias = 0.0
+    if o.added is not None:
+        bias = load_pairs(o.added, at, i_h, row, first, -INF, BM, BN).to(tl.float32)
+        visible = visible & (bias != -INF)
+    if o.table is not None:
+        entry = load_bias(at, i_h, row, first, o, BM, BN)
+        visible = visible & (entry != -INF)
+        bias = bias + entry
+    return visible, bias
+
+
+@triton.jit
 def scores(
     b_q,  # [BM, BD]
     b_k,  # [BN, BD]
@@ -285,19 +311,13 @@ def scores(
     o_m = row + tl.arange(0, BM)
     o_n = first + tl.arange(0, BN)
     s, slope = scaled(tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION), o)
-    visible = o_n[None, :] >= 0
-    if CHECKED:
-        visible = in_window(o_m, o_n, at, o)
-    if o.seen is not None:
-        visible = visible & (load_pairs(o.seen, at, i_h, row, first, 0, BM, BN) != 0)
-    if o.added is not None:
-        added = load_pairs(o.added, at, i_h, row, first, -INF, BM, BN).to(tl.float32)
-        visible = visible & (added != -INF)
-        s = s + added
+    visible, bias = masked(at, i_h, row, first, o, CHECKED, BM, BN)
+    if o.added is not None or o.table is not None:
+        s = s + bias
     if o.alibi is not None:
         slope_of_head = tl.load(o.alibi.p + at.i_b * o.alibi.b + i_h * o.alibi.h)
         s = s - slope_of_head * distance(o_m, o_n, at)
-    if CHECKED or o.seen is not None or o.added is not None:
+    if CHECKED or o.excludes is not None:
         s = tl.where(visible, s, -INF)  # selected: NaN in excluded pairs has no effect
     return s, visible, slope
 

@@ -18,13 +18,13 @@ from fastattn.backends.triton._core import (
     LOG2E,
     exponent_unit,
     first_row,
-    in_window,
     kept,
     keys_seen,
     keys_visible,
     load_pairs,
     load_rows,
     locate,
+    masked,
     probabilities,
     queries_seeing,
     scores,
@@ -85,15 +85,10 @@ def _sees_keys(at, i_h, row, lo, hi, o, BM: tl.constexpr, BN: tl.constexpr):
     if o.right is not None:
         end = tl.minimum(end, o_m + at.offset + o.right + 1)
     found = begin < end
-    if o.seen is not None or o.added is not None:
+    if o.excludes is not None:
         marked = zero
         for first in range(lo // BN * BN, hi, BN):
-            visible = in_window(o_m, first + tl.arange(0, BN), at, o)
-            if o.seen is not None:
-                visible = visible & (load_pairs(o.seen, at, i_h, row, first, 0, BM, BN) != 0)
-            if o.added is not None:
-                added = load_pairs(o.added, at, i_h, row, first, -INF, BM, BN)
-                visible = visible & (added.to(tl.float32) != -INF)
+            visible, bias = masked(at, i_h, row, first, o, True, BM, BN)
             marked = tl.maximum(marked, tl.max(visible.to(tl.int32), axis=1))
         found = marked > 0
     return found
@@ -155,7 +150,7 @@ def attention_statistics(
     low = (lse - high.to(tl.float64)).to(tl.float32)
     high = tl.where(sees, high, INF)
     low = tl.where(sees & (tl.abs(high) != INF), low, 0.0)
-    if o.added is not None:
+    if o.added is not None or o.table is not None:
         # Next to such a maximum, for example finfo.min, even float64 has lost log(l), so it is
         # recomputed.
         huge = sees & (tl.abs(high) > 2.0**30)
@@ -260,7 +255,7 @@ def attention_backward_query(
             b_v, b_do, high, low, delta, grad_weights, weight_share,
             at, i_h, row, first, s, visible, o, BM, BN, PRECISION,
         )  # fmt: skip
-        if o.seen is not None or o.added is not None:  # 0 * NaN would be NaN
+        if o.excludes is not None:  # 0 * NaN would be NaN
             m_n = m_n & keys_visible(visible)
             b_k = load_rows(k, at.k_at, i_h // o.group, o_n, m_n, D, BD)
         acc = tl.dot((ds * slope).to(b_k.dtype), b_k, acc, input_precision=PRECISION)

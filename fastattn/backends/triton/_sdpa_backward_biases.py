@@ -1,4 +1,4 @@
-"""The backward kernels of biases: the gradient of a mask, without atomics."""
+"""The backward kernels of biases, without atomics: of a mask and of a table of distances."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from fastattn.backends.triton._core import (
     INF,
     first_row,
     in_matrix,
+    keys_seen,
     load_rows,
     scores,
     wait_for_loads,
     whole,
 )
+from fastattn.backends.triton._relative_bias import entries_of
 from fastattn.backends.triton._sdpa_backward import score_gradients
 
 
@@ -101,3 +103,73 @@ def attention_backward_mask(
         inside = (o_q < q_size)[:, None]
     p_g = p_grad + (i_mask * q_size + o_q[:, None]) * k_size + o_k[None, :]
     tl.store(p_g, total, mask=inside)
+
+
+@triton.jit
+def attention_backward_table(
+    q,
+    k,
+    v,
+    grad_out,
+    grad_weights,
+    weight_share,
+    o,
+    p_high,
+    p_low,
+    p_delta,
+    p_grad,  # [B, Hq, entries] float32
+    entries,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BD: tl.constexpr,
+    BDV: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """d loss / d table for BN entries of one head: the sums of ds over the pairs that read them.
+
+    The program visits the tiles that read its entries, in one order. In a tile it takes one entry
+    after the other, so positions may be any, and pairs of one entry need not be neighbours.
+    """
+    tiles = tl.cdiv(entries, BN)
+    begin = tl.program_id(0) % tiles * BN
+    end = begin + BN
+    i_bh = (tl.program_id(0) // tiles).to(tl.int64)
+    i_h = i_bh % o.heads
+    at = whole(o, i_bh // o.heads)
+    o_e = begin + tl.arange(0, BN)
+    total = tl.zeros([BN], tl.float32)
+    for row in range(0, o.q_len, BM):
+        o_m = row + tl.arange(0, BM)
+        m_m = o_m < o.q_len
+        o_rows = first_row(o, at, i_h) + o_m
+        high = tl.load(p_high + o_rows, mask=m_m, other=INF)
+        low = tl.load(p_low + o_rows, mask=m_m, other=0.0)
+        delta = tl.load(p_delta + o_rows, mask=m_m, other=0.0)
+        b_q = load_rows(q, at.q_at, i_h, o_m, m_m, D, BD)
+        b_do = load_rows(grad_out, at.q_at, i_h, o_m, m_m & (high != INF), DV, BDV)
+        last = tl.minimum(row + BM, o.q_len) - 1
+        lo, full_lo, full_hi, hi = keys_seen(row, last, at, o, BN)
+        if o.p_positions is None:  # begin <= middle + i + offset - j < end
+            lo = tl.maximum(lo, o.middle + row + at.offset - end + 1)
+            hi = tl.minimum(hi, o.middle + last + at.offset - begin + 1)
+        for first in range(lo // BN * BN, hi, BN):
+            b_e = entries_of(at, row, first, o, BM, BN)
+            least = tl.maximum(tl.min(tl.min(b_e, axis=1), axis=0), begin)
+            most = tl.minimum(tl.max(tl.max(b_e, axis=1), axis=0), end - 1)
+            if least <= most:
+                o_n = first + tl.arange(0, BN)
+                m_n = o_n < at.k_len
+                b_k = load_rows(k, at.k_at, i_h // o.group, o_n, m_n, D, BD)
+                b_v = load_rows(v, at.k_at, i_h // o.group, o_n, m_n, DV, BDV)
+                wait_for_loads(b_v, PRECISION)
+                s, visible, slope = scores(b_q, b_k, at, i_h, row, first, o, True, PRECISION)
+                w, ds = score_gradients(
+                    b_v, b_do, high, low, delta, grad_weights, weight_share,
+                    at, i_h, row, first, s, visible, o, BM, BN, PRECISION,
+                )  # fmt: skip
+                for e in range(least, most + 1):
+                    of_entry = tl.sum(tl.sum(tl.where(b_e == e, ds, 0.0), axis=1), axis=0)
+                    total += tl.where(o_e == e, of_entry, 0.0)
+    tl.store(p_grad + i_bh * entries + o_e, total, mask=o_e < entries)

@@ -59,7 +59,7 @@ def _attend_to(
         m, l, p, shrink = update_softmax(m, l, s, unit, o)
         if o.p_seed is not None:
             p = tl.where(kept(at, i_h, row + tl.arange(0, BM), first, o, BM, BN), p, 0.0)
-        if o.seen is not None or o.added is not None:
+        if o.excludes is not None:
             m_n = m_n & keys_visible(visible)  # 0 * NaN would be NaN
         b_v = load_rows(v, at.k_at, i_h // o.group, o_n, m_n, DV, BDV)
         # acc = acc * exp(m_old - m) + p @ v

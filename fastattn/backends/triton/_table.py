@@ -38,6 +38,14 @@ class Launch(NamedTuple):
     def tiles(self, q_len: int, k_len: int) -> int:
         return self.q_tiles(q_len) * self.k_tiles(k_len)
 
+    def halved(self) -> Launch:
+        """Half of the tile, if it is larger than 32 x 32: for options that need more registers."""
+        if max(self.BM, self.BN) <= 32:
+            return self
+        if self.BM > self.BN:
+            return self._replace(BM=self.BM // 2)
+        return self._replace(BN=self.BN // 2)
+
 
 # kernel -> bits -> (maximum width, launch), the narrowest first
 _Rows = list[tuple[int, Launch]]

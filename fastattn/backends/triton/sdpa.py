@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -19,7 +21,10 @@ from fastattn.backends.triton._attend import (
 )
 from fastattn.backends.triton._core import Options
 from fastattn.backends.triton._launch import launch, operand, plan
-from fastattn.backends.triton._sdpa_backward_biases import attention_backward_mask
+from fastattn.backends.triton._sdpa_backward_biases import (
+    attention_backward_mask,
+    attention_backward_table,
+)
 from fastattn.backends.triton._sdpa_forward import attention_weights
 
 __all__ = ["scaled_dot_product_attention", "scaled_dot_product_attention_backward"]
@@ -33,6 +38,8 @@ def scaled_dot_product_attention(
     alibi_slopes: Tensor | None = None,
     seed: Tensor | None = None,
     sinks: Tensor | None = None,  # [B|1, Hq]
+    relative_bias: Tensor | None = None,  # [B|1, Hq, 2 M + 1]
+    positions: Tensor | None = None,  # [Lk] int32
     *,
     options: AttentionOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -40,7 +47,8 @@ def scaled_dot_product_attention(
     batch, heads, q_len, _ = query.shape
     k_len = key.shape[2]
     query, scale, _ = positive_scale(query, options)
-    o = _options(query, key, attn_mask, alibi_slopes, seed, sinks, options, scale)
+    biases = (attn_mask, alibi_slopes, seed, sinks, relative_bias, positions)
+    o = _options(query, key, biases, options, scale)
     call = Attention(query, key, value, o, batch)
     out, lse = attend(call)
     if options.weights == 0:
@@ -83,33 +91,42 @@ def scaled_dot_product_attention_backward(
     out: Tensor,
     lse: Tensor,
     sinks: Tensor | None = None,
+    relative_bias: Tensor | None = None,
+    positions: Tensor | None = None,
     *,
     options: AttentionBackwardOptions,
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of query, key, value, the mask, and of sinks if there are any."""
-    batch, heads, q_len, _ = query.shape
-    k_len = key.shape[2]
+    """Return the gradients of query, key, value, mask, sinks and relative bias, or None."""
+    batch, heads = query.shape[:2]
     given = Cotangents(grad_out, grad_lse, grad_weights)
     if grad_weights is not None and options.weights == 2:
         given = given._replace(weights=grad_weights.unsqueeze(1), weight_share=1.0 / max(heads, 1))
     query, scale, sign = positive_scale(query, options)
-    o = _options(query, key, attn_mask, alibi_slopes, seed, sinks, options, scale)
+    biases = (attn_mask, alibi_slopes, seed, sinks, relative_bias, positions)
+    o = _options(query, key, biases, options, scale)
     # The row sums of a bias's gradient equal the gradient of lse, so the rounding of out must not
     # appear in them.
-    exact = options.needs_mask_grad or query.dtype == torch.float32
+    biased = options.needs_mask_grad or relative_bias is not None
+    exact = biased or query.dtype == torch.float32
     call = Attention(query, key, value, o, batch)
     *grads, grad_sinks, common = differentiate(call, out, lse, given, exact=exact, sinks=sinks)
     grad_query, grad_key, grad_value = grads
-    of_sinks = () if grad_sinks is None else (grad_sinks,)
     if sign != 1:
         grad_query.mul_(sign)
-    if not options.needs_mask_grad:
-        return grad_query, grad_key, grad_value, None, *of_sinks
+    grad_mask = grad_table = None
+    if options.needs_mask_grad:
+        assert attn_mask is not None
+        grad_mask = _mask_gradient(call, attn_mask, common)
+    if relative_bias is not None:
+        grad_table = _table_gradient(call, relative_bias, common)
+    return grad_query, grad_key, grad_value, grad_mask, grad_sinks, grad_table
 
-    assert attn_mask is not None
+
+def _mask_gradient(call: Attention, attn_mask: Tensor, common: dict[str, Any]) -> Tensor:
+    query, batch = call.query, call.batch
+    heads, q_len, k_len = query.shape[1], query.shape[2], call.key.shape[2]
     mask_batch, mask_heads, mask_q, mask_k = attn_mask.shape
-    operands = call.operands()
-    planned = plan("backward_mask", query, operands["BD"], operands["BDV"])
+    planned = call.plan("backward_mask")
     sum_q, sum_k = mask_q != q_len, mask_k != k_len
     parts = query.new_zeros(
         (
@@ -125,7 +142,7 @@ def scaled_dot_product_attention_backward(
         planned,
         planned.tiles(q_len, k_len) * mask_batch * mask_heads,
         query.device,
-        **operands,
+        **call.operands(),
         **common,
         p_grad=parts,
         mask_heads=mask_heads,
@@ -134,20 +151,36 @@ def scaled_dot_product_attention_backward(
         SUM_Q=sum_q,
         SUM_K=sum_k,
     )
-    return grad_query, grad_key, grad_value, summed_to(attn_mask, parts), *of_sinks
+    return summed_to(attn_mask, parts)
+
+
+def _table_gradient(call: Attention, relative_bias: Tensor, common: dict[str, Any]) -> Tensor:
+    batch, heads = call.query.shape[:2]
+    entries = relative_bias.shape[2]
+    planned = call.plan("backward_mask")
+    parts = call.query.new_empty((batch, heads, entries), dtype=torch.float32)
+    launch(
+        attention_backward_table,
+        planned,
+        planned.k_tiles(entries) * batch * heads,
+        call.query.device,
+        **call.operands(),
+        **common,
+        p_grad=parts,
+        entries=entries,
+    )
+    return summed_to(relative_bias, parts)
 
 
 def _options(
     query: Tensor,
     key: Tensor,
-    attn_mask: Tensor | None,
-    alibi_slopes: Tensor | None,
-    seed: Tensor | None,
-    sinks: Tensor | None,
+    biases: tuple[Tensor | None, ...],
     options: AttentionOptions,
     scale: float,
 ) -> Options:
     (heads, q_len), (kv_heads, k_len) = query.shape[1:3], key.shape[1:3]
+    attn_mask, alibi_slopes, seed, sinks, relative_bias, positions = biases
     return options_of(
         (heads, kv_heads, q_len, k_len),
         attn_mask,
@@ -158,4 +191,6 @@ def _options(
         offset=options.offset,
         dropout_p=options.dropout_p,
         sinks=sinks,
+        relative_bias=relative_bias,
+        positions=positions,
     )
