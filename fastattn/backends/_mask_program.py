@@ -14,7 +14,7 @@ BLOCKS    its block is 1, or 2 + n and bit (i, j) of    states [batch, heads, bl
 ========  ============================================  ============================================
 
 Lq' and Lk' are padded to a multiple of ``PADDING``. Bit l of word w of a block is query 32 w + l.
-``csrc/cpu/mask_program.h`` reads it.
+``csrc/cpu/mask_program.h`` and ``fastattn/backends/triton/_mask_program.py`` read it.
 """
 
 from __future__ import annotations

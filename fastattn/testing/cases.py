@@ -323,7 +323,9 @@ def _programs() -> Iterator[Case]:
     yield replace(base, name="program-gap-1x700", program="gap", q_len=1, k_len=700,
                   causal="bottom_right")  # fmt: skip
     hidden = replace(base, name="program-nan-queries", program="not_window", q_len=90, k_len=60)
-    yield replace(hidden, poison_queries=True, causal="upper_left")
+    hidden = replace(hidden, poison_queries=True, causal="upper_left")
+    yield hidden
+    yield replace(hidden, name="program-sinks-nan-queries", sinks="h")
     base = replace(base, program="documents", k_len=100)
     for kind in ("padding", "bool_rows", "float_inf", "float"):
         added = kind.startswith("float")

@@ -267,6 +267,8 @@ def _others() -> Iterator[Work]:
         yield Work(f"every option{suffix}", HALF, 80, call)
         call = attention(HALF, 128, backward=backward, relative_bias=True)
         yield Work(f"relative bias{suffix}", HALF, 128, call)
+        call = attention(HALF, 128, backward=backward, mask_program=True)
+        yield Work(f"mask program{suffix}", HALF, 128, call)
         yield Work(f"encode{suffix}", HALF, 128, encode(HALF, 128, backward=backward))
     for grad in ("unroll", "one_step"):
         yield Work("retrieval backward", HALF, 64, retrieval(HALF, 64, grad))
@@ -281,6 +283,9 @@ def attention(
     mask: Tensor | None = options.pop("mask", None)
     slopes = torch.empty(1, 16, device="meta") if options.pop("alibi", False) else None
     table = torch.empty(1, 16, 8191, device="meta") if options.pop("relative_bias", False) else None
+    program = None
+    if options.pop("mask_program", False):
+        program = torch.empty(8200, dtype=torch.int32, device="meta")
     forward = AttentionOptions(**{"scale": 0.125, "window_right": 0, **options})
     needs_mask_grad = mask is not None and mask.dtype != torch.bool
     reverse = extended(AttentionBackwardOptions, forward, needs_mask_grad=needs_mask_grad)
@@ -290,7 +295,7 @@ def attention(
     lse = torch.empty(2, 16, 4096, dtype=torch.float64, device="meta")
 
     args = (query, key, key, mask, slopes, seed)
-    last = (None, table)
+    last = (None, table, None, program)
     if not backward:
         return lambda: backend.scaled_dot_product_attention(*args, *last, options=forward)
     return lambda: backend.scaled_dot_product_attention_backward(

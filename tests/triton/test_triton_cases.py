@@ -32,7 +32,7 @@ def _tiles(case: Any) -> int:
 # The cases that Triton's kernels can run, where these are not all. `varlen_attention` has a slow
 # one, which the interpreter cannot.
 FITS: dict[str, Callable[[Any], bool]] = {
-    ATTENTION: lambda case: max(case.head_dim, case.value_dim or 0) <= 512 and case.program is None,
+    ATTENTION: lambda case: max(case.head_dim, case.value_dim or 0) <= 512,
     ADDITIVE: lambda case: case.value_dim <= 512,
     "decode_attention": lambda case: max(case.head_dim, case.value_dim or 0) <= 512,
     "varlen_attention": lambda case: not case.slow,
@@ -52,7 +52,7 @@ FEW: dict[str, Callable[[list[Any]], Sequence[Any]]] = {
         case
         for case in cases
         if not case.slow and _tiles(case) * case.heads <= 24
-        if case.relative_bias is None  # these are in OF_ATTENTION
+        if case.relative_bias is None and case.program is None  # these are in OF_ATTENTION
     ][::5],
     "encode_memory": lambda cases: cases[::3],
     "hopfield_retrieve": lambda cases: [
@@ -108,6 +108,9 @@ OF_ATTENTION = {
     "relative-bh": torch.bfloat16,
     "relative-any-decode": torch.float32,
     "relative-grid-decode": torch.bfloat16,
+    "program-sinks": torch.float32,
+    "program-documents_b-40x1": torch.float16,
+    "program-function-40x1": torch.bfloat16,
 }
 WORK += [
     (ATTENTION, case, OF_ATTENTION[case.name])

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import math
+from collections import Counter
+from typing import Any
 
 import pytest
 import torch
 from new_option import assert_declined, assert_tensor_declined
 
 import fastattn
-from fastattn import dispatch
+from fastattn import dispatch, masks
 
 pytestmark = pytest.mark.usefixtures("triton_interpreter")
 
@@ -102,6 +105,48 @@ def test_an_entry_of_a_relative_bias_may_hide_its_distance(
         results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
     for found, want in zip(*results, strict=True):
         torch.testing.assert_close(found, want)
+
+
+@pytest.mark.parametrize(
+    ("mask", "tiles", "looked_at"),
+    [
+        (masks.causal(), 10, 4),  # those on the diagonal
+        (masks.document(torch.arange(128) // 32), 4, 0),
+        (~masks.document(torch.arange(128) // 32), 12, 0),
+        (masks.from_function(lambda b, h, q, k: q // 128 == k // 128, None, None, 128, 128), 16, 0),
+        (masks.chunked(64) & masks.causal() | ~masks.sliding_window(100, -1), 7, 5),
+    ],
+    ids=str,
+)
+def test_tiles_without_a_visible_pair_are_skipped(
+    mask: masks.Mask,
+    tiles: int,
+    looked_at: int,
+    generator: torch.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And pair by pair a program is evaluated only where it leaves a part of a tile."""
+    counts: Counter[str] = Counter()
+
+    def counted(module: str, name: str, what: str, index: int | None = None) -> None:
+        of_kernels: Any = importlib.import_module(f"fastattn.backends.triton.{module}")
+        function = getattr(of_kernels, name)
+
+        def called(*args: Any) -> Any:
+            counts[what] += index is None or bool(args[index])
+            return function(*args)
+
+        monkeypatch.setattr(of_kernels, name, called)
+
+    counted("_sdpa_forward", "scores", "tiles")
+    counted("_mask_program", "_evaluated", "looked at", index=5)
+    query, key, value = _qkv(generator, 1, 1, 128, 8, grad=False)
+    outs = []
+    for name in ("triton", "reference"):
+        with fastattn.use_backend(name):
+            outs.append(fastattn.scaled_dot_product_attention(query, key, value, mask=mask))
+    assert (counts["tiles"], counts["looked at"]) == (tiles, looked_at)
+    torch.testing.assert_close(*outs)
 
 
 @pytest.mark.parametrize(

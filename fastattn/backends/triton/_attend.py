@@ -63,7 +63,8 @@ class Attention(NamedTuple):
         """The launch of an entry in the table, whose tiles fit the registers with all options."""
         widths = block_of(self.query.shape[-1]), block_of(self.value.shape[-1])
         planned = plan(entry, self.query, *widths)
-        return planned if self.options.table is None else planned.halved()
+        o = self.options
+        return planned if o.table is None and o.p_program is None else planned.halved()
 
     def run(self, kernel: Any, entry: str, *, of_keys: bool = False, **arguments: Any) -> None:
         """Launch a kernel with one program for each tile of queries or keys of each head."""
@@ -183,6 +184,7 @@ def options_of(
     sinks: Tensor | None = None,
     relative_bias: Tensor | None = None,
     positions: Tensor | None = None,
+    mask_program: Tensor | None = None,
 ) -> Options:
     """The options in the form of the kernels; ``scale`` is positive, see :func:`positive_scale`."""
     heads, kv_heads, q_len, k_len = sizes
@@ -214,7 +216,8 @@ def options_of(
         table=table,
         middle=None if relative_bias is None else relative_bias.shape[2] // 2,
         p_positions=None if positions is None else positions.contiguous(),
-        excludes=None if mask is None and table is None else 1,
+        p_program=None if mask_program is None else mask_program.contiguous(),
+        excludes=1 if any(x is not None for x in (mask, table, mask_program)) else None,
         rescored=1 if softcap > 0 or biased else None,
         p_seed=seed if dropout_p > 0 else None,
         threshold=threshold,

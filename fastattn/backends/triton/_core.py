@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from fastattn.backends.triton._mask_program import pairs_seen
 from fastattn.backends.triton._relative_bias import load_bias
 
 INF = tl.constexpr(float("inf"))
@@ -54,6 +55,7 @@ class Options(NamedTuple):
     table: Operand | None  # the relative bias, [B, H, 1, entries]; its entries are contiguous
     middle: int | None  # its entry of distance 0
     p_positions: Any  # [Lk] int32, of its distances; None: 0, 1, 2, ...
+    p_program: Any  # [size] int32, the mask program
     excludes: int | None  # 1 if more than the window excludes pairs
     rescored: int | None  # 1 if scores are more than scale * q . k
     p_seed: Any  # None without dropout
@@ -301,6 +303,7 @@ def scores(
     i_h,
     row,  # the first row of the tile
     first,
+    part,  # how many pairs the mask program makes visible
     o,
     CHECKED: tl.constexpr,  # whether to check the window and the tails
     PRECISION: tl.constexpr,
@@ -310,8 +313,12 @@ def scores(
     BN: tl.constexpr = b_k.shape[0]
     o_m = row + tl.arange(0, BM)
     o_n = first + tl.arange(0, BN)
+    if o.p_program is not None:  # before the product, so both need not be in registers
+        allowed = pairs_seen(part, at, i_h, row, first, o, BM, BN)
     s, slope = scaled(tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION), o)
     visible, bias = masked(at, i_h, row, first, o, CHECKED, BM, BN)
+    if o.p_program is not None:
+        visible = visible & allowed
     if o.added is not None or o.table is not None:
         s = s + bias
     if o.alibi is not None:

@@ -34,6 +34,7 @@ from fastattn.backends.triton._core import (
     update_softmax,
     wait_for_loads,
 )
+from fastattn.backends.triton._mask_program import NONE, SOME, pairs_seen, tile_seen
 
 
 @triton.jit
@@ -89,6 +90,8 @@ def _sees_keys(at, i_h, row, lo, hi, o, BM: tl.constexpr, BN: tl.constexpr):
         marked = zero
         for first in range(lo // BN * BN, hi, BN):
             visible, bias = masked(at, i_h, row, first, o, True, BM, BN)
+            if o.p_program is not None:
+                visible = visible & pairs_seen(SOME, at, i_h, row, first, o, BM, BN)
             marked = tl.maximum(marked, tl.max(visible.to(tl.int32), axis=1))
         found = marked > 0
     return found
@@ -160,10 +163,14 @@ def attention_statistics(
             if o.sinks is not None:
                 m, l = start_with_sink(o, at.i_b, i_h, BM)
             for first in range(lo // BN * BN, hi, BN):
-                o_n = first + tl.arange(0, BN)
-                b_k = load_rows(k, at.k_at, i_h // o.group, o_n, o_n < at.k_len, D, BD)
-                s, visible, slope = scores(b_q, b_k, at, i_h, row, first, o, True, PRECISION)
-                m, l, p, shrink = update_softmax(m, l, s, unit, o)
+                part = tile_seen(at, i_h, row, first, o, BM, BN)
+                if part != NONE:
+                    o_n = first + tl.arange(0, BN)
+                    b_k = load_rows(k, at.k_at, i_h // o.group, o_n, o_n < at.k_len, D, BD)
+                    s, visible, slope = scores(
+                        b_q, b_k, at, i_h, row, first, part, o, True, PRECISION
+                    )
+                    m, l, p, shrink = update_softmax(m, l, s, unit, o)
             high = tl.where(huge, m, high)
             low = tl.where(huge, tl.log(l), low)
     tl.store(p_high + o_rows, high, mask=m_m)
@@ -180,17 +187,21 @@ def attention_statistics(
         if EXACT or grad_weights is not None:
             rest = -sink_weight * delta  # the sink is a key whose value is 0
             for first in range(lo // BN * BN, hi, BN):
-                o_n = first + tl.arange(0, BN)
-                m_n = (o_n >= lo) & (o_n < hi)
-                b_k = load_rows(k, at.k_at, i_h // o.group, o_n, m_n, D, BD)
-                b_v = load_rows(v, at.k_at, i_h // o.group, o_n, m_n, DV, BDV)
-                wait_for_loads(b_v, PRECISION)
-                s, visible, slope = scores(b_q, b_k, at, i_h, row, first, o, True, PRECISION)
-                w, ds = score_gradients(
-                    b_v, b_do, high, low, delta, grad_weights, weight_share,
-                    at, i_h, row, first, s, visible, o, BM, BN, PRECISION,
-                )  # fmt: skip
-                rest += tl.sum(ds, axis=1)
+                part = tile_seen(at, i_h, row, first, o, BM, BN)
+                if part != NONE:
+                    o_n = first + tl.arange(0, BN)
+                    m_n = (o_n >= lo) & (o_n < hi)
+                    b_k = load_rows(k, at.k_at, i_h // o.group, o_n, m_n, D, BD)
+                    b_v = load_rows(v, at.k_at, i_h // o.group, o_n, m_n, DV, BDV)
+                    wait_for_loads(b_v, PRECISION)
+                    s, visible, slope = scores(
+                        b_q, b_k, at, i_h, row, first, part, o, True, PRECISION
+                    )
+                    w, ds = score_gradients(
+                        b_v, b_do, high, low, delta, grad_weights, weight_share,
+                        at, i_h, row, first, s, visible, o, BM, BN, PRECISION,
+                    )  # fmt: skip
+                    rest += tl.sum(ds, axis=1)
             delta += rest
         if grad_lse is not None:
             p_gl = (
@@ -245,20 +256,22 @@ def attention_backward_query(
     last = tl.minimum(row + BM, at.q_len) - 1
     lo, full_lo, full_hi, hi = keys_seen(row, last, at, o, BN)
     for first in range(lo // BN * BN, hi, BN):
-        o_n = first + tl.arange(0, BN)
-        m_n = (o_n >= lo) & (o_n < hi)
-        b_k = load_rows(k, at.k_at, i_h // o.group, o_n, m_n, D, BD)
-        b_v = load_rows(v, at.k_at, i_h // o.group, o_n, m_n, DV, BDV)
-        wait_for_loads(b_v, PRECISION)
-        s, visible, slope = scores(b_q, b_k, at, i_h, row, first, o, True, PRECISION)
-        w, ds = score_gradients(
-            b_v, b_do, high, low, delta, grad_weights, weight_share,
-            at, i_h, row, first, s, visible, o, BM, BN, PRECISION,
-        )  # fmt: skip
-        if o.excludes is not None:  # 0 * NaN would be NaN
-            m_n = m_n & keys_visible(visible)
+        part = tile_seen(at, i_h, row, first, o, BM, BN)
+        if part != NONE:
+            o_n = first + tl.arange(0, BN)
+            m_n = (o_n >= lo) & (o_n < hi)
             b_k = load_rows(k, at.k_at, i_h // o.group, o_n, m_n, D, BD)
-        acc = tl.dot((ds * slope).to(b_k.dtype), b_k, acc, input_precision=PRECISION)
+            b_v = load_rows(v, at.k_at, i_h // o.group, o_n, m_n, DV, BDV)
+            wait_for_loads(b_v, PRECISION)
+            s, visible, slope = scores(b_q, b_k, at, i_h, row, first, part, o, True, PRECISION)
+            w, ds = score_gradients(
+                b_v, b_do, high, low, delta, grad_weights, weight_share,
+                at, i_h, row, first, s, visible, o, BM, BN, PRECISION,
+            )  # fmt: skip
+            if o.excludes is not None:  # 0 * NaN would be NaN
+                m_n = m_n & keys_visible(visible)
+                b_k = load_rows(k, at.k_at, i_h // o.group, o_n, m_n, D, BD)
+            acc = tl.dot((ds * slope).to(b_k.dtype), b_k, acc, input_precision=PRECISION)
     store_rows(grad_q, at.q_at, i_h, o_m, m_m, acc * o.scale, D, BD)
 
 
@@ -304,23 +317,25 @@ def attention_backward_key_value(
     for i_h in range(i_hkv * o.group, i_hkv * o.group + o.group):
         o_head = first_row(o, at, i_h)
         for row in range(lo, hi, BM):
-            o_m = row + tl.arange(0, BM)
-            m_m = o_m < at.q_len
-            high = tl.load(p_high + o_head + o_m, mask=m_m, other=INF)
-            low = tl.load(p_low + o_head + o_m, mask=m_m, other=0.0)
-            delta = tl.load(p_delta + o_head + o_m, mask=m_m, other=0.0)
-            m_m = m_m & (high != INF)
-            b_q = load_rows(q, at.q_at, i_h, o_m, m_m, D, BD)
-            b_do = load_rows(grad_out, at.q_at, i_h, o_m, m_m, DV, BDV)
-            wait_for_loads(b_v, PRECISION)
-            s, visible, slope = scores(b_q, b_k, at, i_h, row, first, o, True, PRECISION)
-            w, ds = score_gradients(
-                b_v, b_do, high, low, delta, grad_weights, weight_share,
-                at, i_h, row, first, s, visible, o, BM, BN, PRECISION,
-            )  # fmt: skip
-            acc_v = tl.dot(tl.trans(w.to(b_do.dtype)), b_do, acc_v, input_precision=PRECISION)
-            ds = (ds * slope).to(b_q.dtype)
-            acc_k = tl.dot(tl.trans(ds), b_q, acc_k, input_precision=PRECISION)
+            part = tile_seen(at, i_h, row, first, o, BM, BN)
+            if part != NONE:
+                o_m = row + tl.arange(0, BM)
+                m_m = o_m < at.q_len
+                high = tl.load(p_high + o_head + o_m, mask=m_m, other=INF)
+                low = tl.load(p_low + o_head + o_m, mask=m_m, other=0.0)
+                delta = tl.load(p_delta + o_head + o_m, mask=m_m, other=0.0)
+                m_m = m_m & (high != INF)
+                b_q = load_rows(q, at.q_at, i_h, o_m, m_m, D, BD)
+                b_do = load_rows(grad_out, at.q_at, i_h, o_m, m_m, DV, BDV)
+                wait_for_loads(b_v, PRECISION)
+                s, visible, slope = scores(b_q, b_k, at, i_h, row, first, part, o, True, PRECISION)
+                w, ds = score_gradients(
+                    b_v, b_do, high, low, delta, grad_weights, weight_share,
+                    at, i_h, row, first, s, visible, o, BM, BN, PRECISION,
+                )  # fmt: skip
+                acc_v = tl.dot(tl.trans(w.to(b_do.dtype)), b_do, acc_v, input_precision=PRECISION)
+                ds = (ds * slope).to(b_q.dtype)
+                acc_k = tl.dot(tl.trans(ds), b_q, acc_k, input_precision=PRECISION)
     if o.p_seed is not None:
         acc_v = acc_v * o.kept_scale
     store_rows(grad_k, at.k_at, i_hkv, o_n, m_n, acc_k * o.scale, D, BD)

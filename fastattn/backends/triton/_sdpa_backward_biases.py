@@ -15,6 +15,7 @@ from fastattn.backends.triton._core import (
     wait_for_loads,
     whole,
 )
+from fastattn.backends.triton._mask_program import NONE, tile_seen
 from fastattn.backends.triton._relative_bias import entries_of
 from fastattn.backends.triton._sdpa_backward import score_gradients
 
@@ -64,26 +65,29 @@ def attention_backward_mask(
         i_b = i_mask // mask_heads + n // head_sum
         i_h = i_mask % mask_heads + n % head_sum
         at = whole(o, i_b)
-        o_rows = first_row(o, at, i_h) + o_m
-        m_m = o_m < o.q_len
-        high = tl.load(p_high + o_rows, mask=m_m, other=INF)
-        low = tl.load(p_low + o_rows, mask=m_m, other=0.0)
-        delta = tl.load(p_delta + o_rows, mask=m_m, other=0.0)
-        b_q = load_rows(q, at.q_at, i_h, o_m, m_m, D, BD)
-        b_do = load_rows(grad_out, at.q_at, i_h, o_m, m_m & (high != INF), DV, BDV)
-        b_k = load_rows(k, at.k_at, i_h // o.group, o_n, m_n, D, BD)
-        b_v = load_rows(v, at.k_at, i_h // o.group, o_n, m_n, DV, BDV)
-        wait_for_loads(b_v, PRECISION)
-        s, visible, slope = scores(b_q, b_k, at, i_h, row, first, o, True, PRECISION)
-        w, ds = score_gradients(
-            b_v, b_do, high, low, delta, grad_weights, weight_share,
-            at, i_h, row, first, s, visible, o, BM, BN, PRECISION,
-        )  # fmt: skip
-        # One element may be the sum of thousands of terms, so the rounding errors are summed, too.
-        grown = total + ds
-        back = grown - total
-        lost += (total - (grown - back)) + (ds - back)
-        total = grown
+        part = tile_seen(at, i_h, row, first, o, BM, BN)
+        if part != NONE:
+            o_rows = first_row(o, at, i_h) + o_m
+            m_m = o_m < o.q_len
+            high = tl.load(p_high + o_rows, mask=m_m, other=INF)
+            low = tl.load(p_low + o_rows, mask=m_m, other=0.0)
+            delta = tl.load(p_delta + o_rows, mask=m_m, other=0.0)
+            b_q = load_rows(q, at.q_at, i_h, o_m, m_m, D, BD)
+            b_do = load_rows(grad_out, at.q_at, i_h, o_m, m_m & (high != INF), DV, BDV)
+            b_k = load_rows(k, at.k_at, i_h // o.group, o_n, m_n, D, BD)
+            b_v = load_rows(v, at.k_at, i_h // o.group, o_n, m_n, DV, BDV)
+            wait_for_loads(b_v, PRECISION)
+            s, visible, slope = scores(b_q, b_k, at, i_h, row, first, part, o, True, PRECISION)
+            w, ds = score_gradients(
+                b_v, b_do, high, low, delta, grad_weights, weight_share,
+                at, i_h, row, first, s, visible, o, BM, BN, PRECISION,
+            )  # fmt: skip
+            # One element may be the sum of thousands of terms, so the rounding errors are summed,
+            # too.
+            grown = total + ds
+            back = grown - total
+            lost += (total - (grown - back)) + (ds - back)
+            total = grown
     total += lost
 
     o_q = o_m
@@ -156,15 +160,16 @@ def attention_backward_table(
             hi = tl.minimum(hi, o.middle + last + at.offset - begin + 1)
         for first in range(lo // BN * BN, hi, BN):
             b_e = entries_of(at, row, first, o, BM, BN)
+            part = tile_seen(at, i_h, row, first, o, BM, BN)
             least = tl.maximum(tl.min(tl.min(b_e, axis=1), axis=0), begin)
             most = tl.minimum(tl.max(tl.max(b_e, axis=1), axis=0), end - 1)
-            if least <= most:
+            if (least <= most) & (part != NONE):
                 o_n = first + tl.arange(0, BN)
                 m_n = o_n < at.k_len
                 b_k = load_rows(k, at.k_at, i_h // o.group, o_n, m_n, D, BD)
                 b_v = load_rows(v, at.k_at, i_h // o.group, o_n, m_n, DV, BDV)
                 wait_for_loads(b_v, PRECISION)
-                s, visible, slope = scores(b_q, b_k, at, i_h, row, first, o, True, PRECISION)
+                s, visible, slope = scores(b_q, b_k, at, i_h, row, first, part, o, True, PRECISION)
                 w, ds = score_gradients(
                     b_v, b_do, high, low, delta, grad_weights, weight_share,
                     at, i_h, row, first, s, visible, o, BM, BN, PRECISION,

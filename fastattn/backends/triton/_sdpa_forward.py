@@ -22,6 +22,7 @@ from fastattn.backends.triton._core import (
     update_softmax,
     whole,
 )
+from fastattn.backends.triton._mask_program import NONE, tile_seen
 
 
 @triton.jit
@@ -52,18 +53,20 @@ def _attend_to(
     """Update the state of the softmax with the keys [start, end)."""
     unit = exponent_unit(o)
     for first in range(start, end, BN):
-        o_n = first + tl.arange(0, BN)
-        m_n = (o_n >= lo) & (o_n < hi)
-        b_k = load_rows(k, at.k_at, i_h // o.group, o_n, m_n, D, BD)
-        s, visible, slope = scores(b_q, b_k, at, i_h, row, first, o, CHECKED, PRECISION)
-        m, l, p, shrink = update_softmax(m, l, s, unit, o)
-        if o.p_seed is not None:
-            p = tl.where(kept(at, i_h, row + tl.arange(0, BM), first, o, BM, BN), p, 0.0)
-        if o.excludes is not None:
-            m_n = m_n & keys_visible(visible)  # 0 * NaN would be NaN
-        b_v = load_rows(v, at.k_at, i_h // o.group, o_n, m_n, DV, BDV)
-        # acc = acc * exp(m_old - m) + p @ v
-        acc = tl.dot(p.to(b_v.dtype), b_v, acc * shrink[:, None], input_precision=PRECISION)
+        part = tile_seen(at, i_h, row, first, o, BM, BN)
+        if part != NONE:
+            o_n = first + tl.arange(0, BN)
+            m_n = (o_n >= lo) & (o_n < hi)
+            b_k = load_rows(k, at.k_at, i_h // o.group, o_n, m_n, D, BD)
+            s, visible, slope = scores(b_q, b_k, at, i_h, row, first, part, o, CHECKED, PRECISION)
+            m, l, p, shrink = update_softmax(m, l, s, unit, o)
+            if o.p_seed is not None:
+                p = tl.where(kept(at, i_h, row + tl.arange(0, BM), first, o, BM, BN), p, 0.0)
+            if o.excludes is not None:
+                m_n = m_n & keys_visible(visible)  # 0 * NaN would be NaN
+            b_v = load_rows(v, at.k_at, i_h // o.group, o_n, m_n, DV, BDV)
+            # acc = acc * exp(m_old - m) + p @ v
+            acc = tl.dot(p.to(b_v.dtype), b_v, acc * shrink[:, None], input_precision=PRECISION)
     return m, l, acc
 
 
@@ -156,18 +159,20 @@ def attention_weights(
     at = whole(o, i_b)
     total = tl.zeros([BM, BN], tl.float32)
     for i_h in range(head, end):
-        b_q = load_rows(q, at.q_at, i_h, o_m, m_m, D, BD)
-        b_k = load_rows(k, at.k_at, i_h // o.group, o_n, o_n < o.k_len, D, BD)
-        s, visible, slope = scores(b_q, b_k, at, i_h, row, first, o, True, PRECISION)
-        o_rows = (i_b * o.heads + i_h) * o.q_len + o_m
-        high = tl.load(p_high + o_rows, mask=m_m, other=0.0)
-        low = tl.load(p_low + o_rows, mask=m_m, other=0.0)
-        p = tl.where(visible, probabilities(s, high, low, unit, o), 0.0)
-        if o.p_seed is not None:
-            p = tl.where(
-                kept(at, i_h, row + tl.arange(0, BM), first, o, BM, BN), p * o.kept_scale, 0.0
-            )
-        total += p
+        part = tile_seen(at, i_h, row, first, o, BM, BN)
+        if part != NONE:
+            b_q = load_rows(q, at.q_at, i_h, o_m, m_m, D, BD)
+            b_k = load_rows(k, at.k_at, i_h // o.group, o_n, o_n < o.k_len, D, BD)
+            s, visible, slope = scores(b_q, b_k, at, i_h, row, first, part, o, True, PRECISION)
+            o_rows = (i_b * o.heads + i_h) * o.q_len + o_m
+            high = tl.load(p_high + o_rows, mask=m_m, other=0.0)
+            low = tl.load(p_low + o_rows, mask=m_m, other=0.0)
+            p = tl.where(visible, probabilities(s, high, low, unit, o), 0.0)
+            if o.p_seed is not None:
+                p = tl.where(
+                    kept(at, i_h, row + tl.arange(0, BM), first, o, BM, BN), p * o.kept_scale, 0.0
+                )
+            total += p
     if AVERAGED:
         total = total / o.heads
     p_w = weights.p + i_b * weights.b + head * weights.h

@@ -40,6 +40,7 @@ def scaled_dot_product_attention(
     sinks: Tensor | None = None,  # [B|1, Hq]
     relative_bias: Tensor | None = None,  # [B|1, Hq, 2 M + 1]
     positions: Tensor | None = None,  # [Lk] int32
+    mask_program: Tensor | None = None,  # [size] int32
     *,
     options: AttentionOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -47,7 +48,7 @@ def scaled_dot_product_attention(
     batch, heads, q_len, _ = query.shape
     k_len = key.shape[2]
     query, scale, _ = positive_scale(query, options)
-    biases = (attn_mask, alibi_slopes, seed, sinks, relative_bias, positions)
+    biases = (attn_mask, alibi_slopes, seed, sinks, relative_bias, positions, mask_program)
     o = _options(query, key, biases, options, scale)
     call = Attention(query, key, value, o, batch)
     out, lse = attend(call)
@@ -93,6 +94,7 @@ def scaled_dot_product_attention_backward(
     sinks: Tensor | None = None,
     relative_bias: Tensor | None = None,
     positions: Tensor | None = None,
+    mask_program: Tensor | None = None,
     *,
     options: AttentionBackwardOptions,
 ) -> tuple[Tensor | None, ...]:
@@ -102,7 +104,7 @@ def scaled_dot_product_attention_backward(
     if grad_weights is not None and options.weights == 2:
         given = given._replace(weights=grad_weights.unsqueeze(1), weight_share=1.0 / max(heads, 1))
     query, scale, sign = positive_scale(query, options)
-    biases = (attn_mask, alibi_slopes, seed, sinks, relative_bias, positions)
+    biases = (attn_mask, alibi_slopes, seed, sinks, relative_bias, positions, mask_program)
     o = _options(query, key, biases, options, scale)
     # The row sums of a bias's gradient equal the gradient of lse, so the rounding of out must not
     # appear in them.
@@ -180,7 +182,7 @@ def _options(
     scale: float,
 ) -> Options:
     (heads, q_len), (kv_heads, k_len) = query.shape[1:3], key.shape[1:3]
-    attn_mask, alibi_slopes, seed, sinks, relative_bias, positions = biases
+    attn_mask, alibi_slopes, seed, sinks, relative_bias, positions, mask_program = biases
     return options_of(
         (heads, kv_heads, q_len, k_len),
         attn_mask,
@@ -193,4 +195,5 @@ def _options(
         sinks=sinks,
         relative_bias=relative_bias,
         positions=positions,
+        mask_program=mask_program,
     )

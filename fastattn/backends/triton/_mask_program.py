@@ -1,0 +1,191 @@
+"""Evaluates a mask program in the kernels, for a tile of pairs at once or pair by pair.
+
+``fastattn/backends/_mask_program.py`` has the layout. The kernels read the steps themselves, so the
+host waits for no number, and one compiled kernel serves every program.
+
+The stack is one integer, whose lowest bits are the top value. The value of a pair has one bit. That
+of a tile has two: whether any of its pairs may be visible, and whether all are. The operators apply
+to each bit, and what they leave unknown is SOME.
+
+Pairs outside the matrix have the value of the last row or column, so no load needs a mask.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fastattn.backends import _mask_program
+from fastattn.backends._mask_program import Kind
+
+FIELDS = tl.constexpr(_mask_program.FIELDS)
+PADDING = tl.constexpr(_mask_program.PADDING)
+ALL_OF = tl.constexpr(int(Kind.ALL_OF))
+ANY_OF = tl.constexpr(int(Kind.ANY_OF))
+INTERVAL = tl.constexpr(int(Kind.INTERVAL))
+IDS = tl.constexpr(int(Kind.IDS))
+# How many pairs of a tile are visible.
+NONE = tl.constexpr(0)
+SOME = tl.constexpr(1)
+ALL = tl.constexpr(3)
+
+
+@triton.jit
+def tile_seen(at, i_h, row, first, o, BM: tl.constexpr, BN: tl.constexpr):
+    """How many pairs of a tile the program makes visible: NONE, SOME or ALL.
+
+    SOME may stand for each of them. Without a program it is ALL, which compiles to nothing.
+    """
+    if o.p_program is None:
+        part = ALL
+    else:
+        part = _evaluated(at, i_h, row, first, o, False, BM, BN)
+    return part
+
+
+@triton.jit
+def pairs_seen(part, at, i_h, row, first, o, BM: tl.constexpr, BN: tl.constexpr):
+    """Which pairs [BM, BN] of a tile are visible, given its ``tile_seen``."""
+    seen = tl.full([BM, BN], 1, tl.int32)
+    if part != ALL:
+        seen = _evaluated(at, i_h, row, first, o, True, BM, BN)
+    return seen != 0
+
+
+@triton.jit
+def _evaluated(at, i_h, row, first, o, OF_PAIRS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    """The value of the program: of each pair [BM, BN], or of the tile."""
+    BITS: tl.constexpr = 1 if OF_PAIRS else 2  # of a value
+    TOP: tl.constexpr = 1 if OF_PAIRS else 3  # the top value of a stack
+    if OF_PAIRS:
+        stack = tl.zeros([BM, BN], tl.int32)
+    else:
+        stack = tl.cast(0, tl.int64)
+    steps = tl.load(o.p_program)
+    p_data = o.p_program + 1 + steps * FIELDS  # of the next leaf
+    for n in range(steps):
+        p_step = o.p_program + 1 + n * FIELDS
+        kind = tl.load(p_step)
+        if kind == ALL_OF:
+            stack = (stack >> BITS) & (stack | (-1 - TOP))
+        elif kind == ANY_OF:
+            stack = (stack >> BITS) | (stack & TOP)
+        else:
+            if kind == INTERVAL:
+                value, size = _interval(p_step, p_data, at, row, first, OF_PAIRS, BM, BN)
+            elif kind == IDS:
+                value, size = _ids(p_step, p_data, at, row, first, OF_PAIRS, BM, BN)
+            else:
+                value, size = _blocks(p_step, p_data, at, i_h, row, first, OF_PAIRS, BM, BN)
+            if tl.load(p_step + 1) != 0:  # negated
+                value = TOP - value if OF_PAIRS else tl.where(value == SOME, SOME, TOP - value)
+            stack = (stack << BITS) | value
+            p_data += size
+    return stack & TOP
+
+
+@triton.jit
+def _rows_of(at, row, BM: tl.constexpr):
+    return tl.minimum(row + tl.arange(0, BM), at.q_len - 1)
+
+
+@triton.jit
+def _columns_of(at, first, BN: tl.constexpr):
+    return tl.minimum(first + tl.arange(0, BN), at.k_len - 1)
+
+
+@triton.jit
+def _padded(length):
+    return tl.cdiv(length, PADDING) * PADDING
+
+
+@triton.jit
+def _part(any_seen, all_seen):
+    """The value of a tile."""
+    return any_seen.to(tl.int32) + 2 * all_seen.to(tl.int32)
+
+
+@triton.jit
+def _interval(
+    p_step, p_data, at, row, first, OF_PAIRS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
+):
+    """Return the value of low[i] <= j < high[i], and the size of the data [batch, 2, Lq']."""
+    batch = tl.load(p_step + 2).to(tl.int64)
+    p_low = p_data + at.i_b % batch * 2 * _padded(at.q_len)
+    o_m = _rows_of(at, row, BM)
+    low = tl.load(p_low + o_m)
+    high = tl.load(p_low + _padded(at.q_len) + o_m)
+    if OF_PAIRS:
+        o_n = first + tl.arange(0, BN)
+        value = (low[:, None] <= o_n[None, :]) & (o_n[None, :] < high[:, None])
+        value = value.to(tl.int32)
+    else:
+        end = tl.minimum(first + BN, at.k_len)
+        begun = tl.maximum(low, first)  # the part of the tile's keys in the interval
+        ended = tl.minimum(high, end)
+        some = tl.max((begun < ended).to(tl.int32), axis=0)
+        every = tl.min(((begun == first) & (ended == end)).to(tl.int32), axis=0)
+        value = _part(some, every)
+    return value, batch * 2 * _padded(at.q_len)
+
+
+@triton.jit
+def _ids(
+    p_step, p_data, at, row, first, OF_PAIRS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
+):
+    """Return the value of query_id[i] == key_id[j], and the size of the data [batch, Lq' + Lk']."""
+    batch = tl.load(p_step + 2).to(tl.int64)
+    width = _padded(at.q_len) + _padded(at.k_len)
+    p_ids = p_data + at.i_b % batch * width
+    of_queries = tl.load(p_ids + _rows_of(at, row, BM))
+    of_keys = tl.load(p_ids + _padded(at.q_len) + _columns_of(at, first, BN))
+    if OF_PAIRS:
+        value = (of_queries[:, None] == of_keys[None, :]).to(tl.int32)
+    else:
+        least_q = tl.min(of_queries, axis=0)
+        most_q = tl.max(of_queries, axis=0)
+        least_k = tl.min(of_keys, axis=0)
+        most_k = tl.max(of_keys, axis=0)
+        overlap = (least_q <= most_k) & (least_k <= most_q)
+        equal = (least_q == most_k) & (least_k == most_q)
+        value = _part(overlap, equal)
+    return value, batch * width
+
+
+@triton.jit
+def _blocks(
+    p_step, p_data, at, i_h, row, first, OF_PAIRS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
+):
+    """Return the value of states [batch, heads, rows, columns] and bits [n, block_k, words], and
+    the size of both."""
+    batch = tl.load(p_step + 2).to(tl.int64)
+    heads = tl.load(p_step + 3)
+    block_q = tl.load(p_step + 4)
+    block_k = tl.load(p_step + 5)
+    partial = tl.load(p_step + 6).to(tl.int64)
+    words = tl.cdiv(block_q, 32)
+    columns = tl.cdiv(at.k_len, block_k)
+    states = tl.cdiv(at.q_len, block_q).to(tl.int64) * columns  # of a head
+    p_states = p_data + (at.i_b % batch * heads + i_h % heads) * states
+    p_bits = p_data + batch * heads * states
+    o_n = _columns_of(at, first, BN)
+    if OF_PAIRS:
+        o_m = _rows_of(at, row, BM)
+        o_r = (o_m // block_q).to(tl.int64)
+        state = tl.load(p_states + o_r[:, None] * columns + (o_n // block_k)[None, :])
+        o_key = tl.maximum(state - 2, 0).to(tl.int64) * block_k + (o_n % block_k)[None, :]
+        lane = o_m % block_q
+        p_word = p_bits + o_key * words + (lane // 32)[:, None]
+        word = tl.load(p_word, mask=state >= 2, other=0)
+        value = tl.where(state < 2, state, (word >> (lane % 32)[:, None]) & 1)
+    else:
+        least = tl.zeros([BN], tl.int32) + 1
+        most = tl.zeros([BN], tl.int32)
+        last = tl.minimum(row + BM, at.q_len) - 1
+        for r in range(row // block_q, last // block_q + 1):
+            state = tl.load(p_states + tl.cast(r, tl.int64) * columns + o_n // block_k)
+            least = tl.minimum(least, state)
+            most = tl.maximum(most, state)
+        every = (tl.min(least, axis=0) == 1) & (tl.max(most, axis=0) == 1)
+        value = _part(tl.max(most, axis=0) > 0, every)
+    return value, batch * heads * states + partial * block_k * words
