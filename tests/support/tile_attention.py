@@ -1,0 +1,65 @@
+"""Calls of attention on the tiles of AMX, emulated and, where there are any, real."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fastattn
+from fastattn.testing import targets
+
+attention = fastattn.scaled_dot_product_attention
+EMULATED, REAL = "amx_bf16_emulated", "amx_bf16"
+HERE = [target.isa for target in targets(emulated=True)]
+
+
+def on(isa: str) -> Any:
+    reason = "needs AVX-512" if isa == EMULATED else "needs AMX"
+    return pytest.param(isa, marks=pytest.mark.skipif(isa not in HERE, reason=reason), id=isa)
+
+
+def qkv(
+    batch: int, heads: int, queries: int, keys: int, dim: int, dim_v: int = 0, kv_heads: int = 0
+) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(queries * keys + dim)
+    shapes = (
+        (batch, heads, queries, dim),
+        (batch, kv_heads or heads, keys, dim),
+        (batch, kv_heads or heads, keys, dim_v or dim),
+    )
+    return [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
+
+
+def in_double(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    q, k, v = (x.double() for x in (q, k, v))
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    scores = q @ k.mT / math.sqrt(q.shape[-1])
+    scores = scores if bias is None else scores + bias
+    return scores.softmax(-1) @ v, scores.logsumexp(-1)
+
+
+def assert_close(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+    out, lse = expected
+    torch.testing.assert_close(got[0].double(), out, atol=8e-3, rtol=8e-3)
+    torch.testing.assert_close(got[1].double(), lse, atol=2e-3, rtol=1e-5)
+
+
+def grows(factor: float, query: int, keys: int) -> Tensor:
+    """A bias that makes each block of keys outweigh the one before by far, for one query."""
+    bias = torch.zeros(64, keys)
+    bias[query] = torch.arange(keys) // 64 * factor
+    return bias
+
+
+def gradients(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    """Of the query, the key, the value, and of a mask that wants one."""
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    mask = options.get("attn_mask")
+    wanted = [q, k, v, *([mask] if mask is not None and mask.requires_grad else [])]
+    out = attention(q, k, v, enable_gqa=True, **options)
+    generator = torch.Generator().manual_seed(out.numel())
+    return torch.autograd.grad(out, wanted, torch.randn(out.shape, generator=generator).to(out))
