@@ -4,8 +4,7 @@
 //   S = K Q^T     dP = V dO^T     P = 2^(S - lse)     dS = P o (dP - delta)
 //   dV += P dO    dK += dS Q      dQ^T += K^T dS
 //
-// P and dS are then left sides of dV and dK row by row, lse and delta are vectors, and two rows of
-// dS, joined, are a right side of dQ^T.
+// sdpa_gradients.h has what is on vectors, from S and dP to P and dS; here are the products.
 //
 // Loads and stores of sums take longer than products. So keys and queries meet in blocks of 4 x 8
 // squares of 32 x 32 pairs, and a square of a sum is loaded and stored once for up to eight squares.
@@ -20,9 +19,8 @@
 // emulated tiles only.
 #pragma once
 #include "../../simd/tiles.h"
-#include "../sdpa_gradients.h"
-#include "exp2.h"
 #include "operands.h"
+#include "sdpa_gradients.h"
 
 namespace fastattn {
 namespace FASTATTN_ISA {
@@ -32,16 +30,17 @@ template <class P>
 class TileBackwardUnit {
   typedef typename P::Storage Storage;
   typedef typename P::Acc T;
+  typedef TileGradients<P> Gradients;
+  typedef typename Gradients::Square Square;
+  typedef typename Gradients::Block Block;
   typedef PartProducts<P::kParts> Products;
   static constexpr int kParts = P::kParts;
   static constexpr int W = kLanes<T>;
-
-  static constexpr int kSide = 32;
-  static constexpr int kSquare = kSide * kSide;  // floats row by row, or elements of two tiles
-  static constexpr int64_t kTiles = kTileElements * kParts;  // elements of all parts of a tile
-  static constexpr int kRows = 4, kColumns = 8;  // squares of a block: of keys, of queries
-  static constexpr int kKeysOfBlock = kSide * kRows, kQueriesOfBlock = kSide * kColumns;
-  static_assert(kPanelLanes<P> == kSide && W == 16);
+  static constexpr int kSide = Gradients::kSide, kSquare = Gradients::kSquare;
+  static constexpr int64_t kTiles = Gradients::kTiles;
+  static constexpr int kRows = Gradients::kRows, kColumns = Gradients::kColumns;
+  static constexpr int kKeysOfBlock = Gradients::kKeysOfBlock;
+  static constexpr int kQueriesOfBlock = Gradients::kQueriesOfBlock;
 
   // A chunk packs all queries of its head group, so that few heads make many tasks. At 1024 keys this
   // is some 2 % of its instructions.
@@ -53,58 +52,38 @@ class TileBackwardUnit {
   static constexpr int64_t kQueriesOfSum = 1024;
   // Gradients are often smaller than other numbers, and computing pairs one by one is slow.
   static constexpr float kLeastGradient = 0x1p-60f;
-  // Beyond this, rounding a score in units of log2 could show in a weight in bf16.
-  static constexpr T kDirectLse = 1 << 10;
 
  public:
   explicit TileBackwardUnit(const Sequence& params)
       : p(params),
-        rule(make_rule<T>(params)),
         chunk(round_up(max_of(kChunkKeys, (params.Lk + kMostChunks - 1) / kMostChunks),
                        kKeysOfBlock)),
         dp(round_up(params.D, kSide)),
         dvp(round_up(params.Dv, kSide)),
         panel(max_of<int64_t>(1, kPanelElements / max_of(dp, dvp) / kQueriesOfBlock) *
               kQueriesOfBlock),
-        key_mask(is_key_mask(params)),
-        plain(!rule.natural && params.dropout_p == 0 && params.grad_weights.data == nullptr),
-        gradients(params, sums_delta()) {}
+        excludes(make_rule<T>(params).excludes),
+        gradients(params) {}
 
   static constexpr bool sums_delta() { return false; }  // it is prepared from O
   int64_t chunks() const { return (p.Lk + chunk - 1) / chunk; }
   int64_t dq_size() const { return round_up(p.Lq, kSide) * dp; }
 
- private:
-  enum class Way { direct, masked, options };
-  struct Square {
-    alignas(64) T s[kSquare], dp[kSquare];  // [key][query]
-    alignas(64) T bias[kSquare];            // [key][query], of a full mask
-    uint32_t seen[kSide];                   // per key, the queries that see it, as bits
-    Way way;
-    int row, column;
-  };
-
- public:
   struct Buffers {
     Bf16 *k, *v;      // [kRows][D | Dv / 32][part][2] left tiles: keys, over channels
     Bf16* k_t;        // [kRows][D / 32][part][2] left tiles: channels, over keys
     Bf16 *q_columns,  // [panel / 32][2][D | Dv / 32][part] right tiles: queries,
         *g_columns;   //   over channels
     Bf16 *q_rows,
-        *g_rows;  // [panel / 32][D | Dv / 32][part][2] right tiles: channels, over queries
-    Bf16 *w_left, *ds_left;  // [kRows][2][kColumns][part] left tiles: keys, over queries
-    Bf16* ds_right;          // [kColumns][2][kRows][part] right tiles: queries, over keys
-    T *dk, *dv;              // [chunk / 32][D | Dv / 32] squares, keys by channels
-    T *all_dk, *all_dv;      // in fp32, the sums of dk and dv before; else the same
-    RowScale<T> rows;        // [panel]
-    T *minus_lse, *delta;    // [panel]; the log-sum-exp in units of log2, in fp32 what rows.low has
-    T* keys;                 // [Lk], the row of a key mask
-    Square* square;          // [2]
-    T* nowhere;              // a square that is not read
-    T* pending;              // where the sums go that tiles 0 to 3 hold
+        *g_rows;         // [panel / 32][D | Dv / 32][part][2] right tiles: channels, over queries
+    T *dk, *dv;          // [chunk / 32][D | Dv / 32] squares, keys by channels
+    T *all_dk, *all_dv;  // in fp32, the sums of dk and dv before; else the same
+    Square* square;      // [2]
+    T* nowhere;          // a square that is not read
+    T* pending;          // where the sums go that tiles 0 to 3 hold
     // Rows that some of these tiles have as zeros, as bits: of a block, of a panel.
     uint32_t k_apart[kRows], v_apart[kRows], *q_apart, *g_apart;  // [panel / 32]
-    typename ScoreGradients<P>::Buffers gradients;
+    typename Gradients::Buffers gradients;
     size_t bytes;
   };
 
@@ -117,21 +96,15 @@ class TileBackwardUnit {
     f.k_t = tiles(kKeysOfBlock * dp);
     f.q_columns = tiles(queries * dp), f.g_columns = tiles(queries * dvp);
     f.q_rows = tiles(queries * dp), f.g_rows = tiles(queries * dvp);
-    f.w_left = tiles(kKeysOfBlock * kQueriesOfBlock);
-    f.ds_left = tiles(kKeysOfBlock * kQueriesOfBlock);
-    f.ds_right = tiles(kKeysOfBlock * kQueriesOfBlock);
     f.q_apart = a.take<uint32_t>(queries / kSide), f.g_apart = a.take<uint32_t>(queries / kSide);
     const int64_t keys = min_of(chunk, round_up(p.Lk, kSide));
     f.dk = a.take<T>(keys * dp), f.dv = a.take<T>(keys * dvp);
     f.all_dk = kParts > 1 ? a.take<T>(keys * dp) : f.dk;
     f.all_dv = kParts > 1 ? a.take<T>(keys * dvp) : f.dv;
-    f.rows = {a.take<T>(queries), a.take<T>(queries), a.take<T>(queries)};
-    f.minus_lse = a.take<T>(queries), f.delta = a.take<T>(queries);
-    f.keys = a.take<T>(key_mask ? p.Lk : 0);
     f.square = a.take<Square>(2);
     f.nowhere = a.take<T>(kSquare);
     f.pending = f.nowhere;
-    f.gradients = gradients.allocate(a, kSide);
+    f.gradients = gradients.allocate(a, queries);
     f.bytes = a.used();
     return f;
   }
@@ -167,36 +140,12 @@ class TileBackwardUnit {
 
  private:
   const Sequence& p;
-  const ScoreRule<T> rule;
   const int64_t chunk, dp, dvp, panel;
-  const bool key_mask, plain;
-  const ScoreGradients<P> gradients;
-
-  // A block of keys and queries of one head, and where it is added to.
-  struct Block {
-    int64_t b, h, hk;
-    int64_t j0, j1;         // its keys
-    int64_t i0, i1, first;  // its queries, and the first of them within the panel
-    bool direct;            // weights are 2^(exponent S - lse)
-    bool keys_apart;        // k_t has some keys as zeros
-    Range columns[kRows];   // per row of squares, those of queries that may see its keys
-    T *dk, *dv, *dq;
-
-    Range keys(int64_t row) const {
-      return {min_of(j1, j0 + kSide * row), min_of(j1, j0 + kSide * (row + 1))};
-    }
-    int64_t end_of(int64_t column) const { return min_of(i1, i0 + kSide * (column + 1)); }
-    bool has(int64_t row, int64_t column) const {
-      return columns[row].begin <= column && column < columns[row].end;
-    }
-  };
+  const bool excludes;  // some pairs may be excluded
+  const Gradients gradients;
 
   void query_head(Buffers& f, Block& x, Range keys, const PreparedRows<T>& prepared, T* dq) const {
-    Range seen = keys;
-    if (key_mask) {
-      read_mask_row(p, x.b, x.h, 0, 0, p.Lk, f.keys);
-      seen = trim(f.keys, keys);
-    }
+    const Range seen = gradients.seen_keys(f.gradients, x.b, x.h, keys);
     for (int64_t i = 0; i < p.Lq; i += panel) {
       if (i % kQueriesOfSum == 0) add_up(f, keys);
       const int64_t end = min_of(p.Lq, i + panel);
@@ -207,12 +156,12 @@ class TileBackwardUnit {
       x.direct = pack_queries(f, x.b, x.h, i, end, prepared);
       if (of_sink)
         p.grad_sinks[(p.index + x.b) * p.Hq + x.h] +=
-            sink_gradient(p, rule, x.b, x.h, Range{i, end}, f.rows, f.delta);
+            gradients.of_sink(f.gradients, x.b, x.h, {i, end});
       x.dq = dq + i * dp;
       for (int64_t j = keys.begin + (r.begin - keys.begin) / kKeysOfBlock * kKeysOfBlock; j < r.end;
            j += kKeysOfBlock) {
         x.j0 = j, x.j1 = min_of(keys.end, j + kKeysOfBlock);
-        if (key_mask && all_excluded(f.keys + x.j0, x.j1 - x.j0)) continue;
+        if (gradients.excludes(f.gradients, {x.j0, x.j1})) continue;
         x.dk = f.dk + (j - keys.begin) * dp, x.dv = f.dv + (j - keys.begin) * dvp;
         x.keys_apart = pack_keys(f, x);
         const Range seeing = seeing_any(p, x.j0, x.j1);
@@ -267,30 +216,13 @@ class TileBackwardUnit {
   // A fully masked query is zero: it passes no gradient, not even NaN times zero.
   bool pack_queries(Buffers& f, int64_t b, int64_t h, int64_t i0, int64_t i1,
                     const PreparedRows<T>& prepared) const {
-    const int64_t row = (b * p.Hq + h) * p.Lq;
-    const RowScale<T> from = prepared.rows.at(row);
-    bool direct = plain;
-    for (int64_t n = 0; n < round_up(i1 - i0, kSide); ++n) {
-      scale_from_lse(rule, -kInf<double>, f.rows.at(n));  // past the end: weight 0
-      f.delta[n] = T(0), f.minus_lse[n] = -kInf<T>;
-      const int64_t i = i0 + n;
-      if (i >= i1 || from.high[i] == kInf<T>) continue;
-      if (p.sinks != nullptr && sees_only_sink(p, rule, b, h, i)) continue;
-      f.rows.high[n] = from.high[i], f.rows.low[n] = from.low[i];
-      f.rows.inverse[n] = from.inverse[i];
-      f.delta[n] = prepared.delta[row + i];
-      const double lse = static_cast<double>(from.high[i]) + from.low[i];
-      f.minus_lse[n] =
-          kParts > 1 ? -from.low[i] * rule.exponent : static_cast<T>(-lse * rule.exponent);
-      const T size = from.high[i] * rule.unit;
-      direct = direct && -kDirectLse < size && size < kDirectLse && f.delta[n] - f.delta[n] == 0;
-    }
+    const bool direct = gradients.take_rows(f.gradients, b, h, i0, i1, prepared);
     for (int64_t n = 0; i0 + n < i1; n += kSide) {
       const int64_t i = i0 + n, end = min_of(i1, i + kSide);
       RowsOfTile<P> q = rows_of<P>(p.q, b, h, i, end, p.D);
       RowsOfTile<P> g = rows_of<P>(p.grad_out, b, h, i, end, p.Dv);
       for (int64_t r = 0; r < end - i; ++r)
-        if (f.rows.high[n + r] == kInf<T>) q.taken &= ~(1u << r);
+        if (f.gradients.rows.high[n + r] == kInf<T>) q.taken &= ~(1u << r);
       g.taken = q.taken;
       if constexpr (kParts > 1) {
         q.taken &= ~(f.q_apart[n / kSide] = rows_apart(q));
@@ -313,7 +245,7 @@ class TileBackwardUnit {
       f.k_apart[row] = f.v_apart[row] = 0;
       if (r.begin >= r.end) continue;
       RowsOfTile<P> k = keys_of(p.k, x, row, p.D), v = keys_of(p.v, x, row, p.Dv), some = k;
-      if (kParts > 1 || rule.excludes) some.taken &= ~(f.k_apart[row] = rows_apart(k));
+      if (kParts > 1 || excludes) some.taken &= ~(f.k_apart[row] = rows_apart(k));
       if constexpr (kParts > 1) k = some, v.taken &= ~(f.v_apart[row] = rows_apart(v));
       apart |= f.k_apart[row] != 0;
       pack_left(v, dvp / kSide, f.v + row * kSide * dvp * kParts);
@@ -405,14 +337,6 @@ class TileBackwardUnit {
     f.pending = f.nowhere;
   }
 
-  // Elements before the first of two tiles of a square, in w_left and ds_left, and in ds_right.
-  static int64_t left_of(int64_t row, int64_t column) {
-    return (2 * row * kColumns + column) * kTiles;
-  }
-  static int64_t right_of(int64_t row, int64_t column) {
-    return (2 * column * kRows + row) * kTiles;
-  }
-
   // ---- Phase one: the weights of a block --------------------------------------------------------
 
   // False if no pair is visible. The vectors are a square behind the tiles, so that dP may still be
@@ -424,8 +348,8 @@ class TileBackwardUnit {
         if (!x.has(row, column)) continue;
         Square& s = f.square[done % 2];
         s.row = row, s.column = column;
-        if (!look(f, x, s)) {
-          clear(f, row, column);
+        if (!gradients.look(f.gradients, x, s)) {
+          gradients.clear(f.gradients, row, column);
           continue;
         }
         const int64_t n = x.first + column * kSide, d = dp / kSide, dv = dvp / kSide;
@@ -443,50 +367,6 @@ class TileBackwardUnit {
     flush(f);
     weigh(f, x, f.square[(done - 1) % 2]);
     return true;
-  }
-
-  void clear(Buffers& f, int row, int column) const {
-    for (int half = 0; half < 2; ++half) {
-      const int64_t left = left_of(row, column) + half * kColumns * kTiles;
-      __builtin_memset(f.w_left + left, 0, kTiles * sizeof(Bf16));
-      __builtin_memset(f.ds_left + left, 0, kTiles * sizeof(Bf16));
-      __builtin_memset(f.ds_right + right_of(row, column) + half * kRows * kTiles, 0,
-                       kTiles * sizeof(Bf16));
-    }
-  }
-
-  // Chooses how to weigh a square. False if the mask excludes all its pairs.
-  bool look(Buffers& f, const Block& x, Square& s) const {
-    const Range keys = x.keys(s.row);
-    const int64_t i = x.i0 + kSide * s.column, end = x.end_of(s.column);
-    const int64_t nk = keys.end - keys.begin;
-    const bool biased = has_bias_of_pairs(p);
-    if (biased && pack_bias(p, x.b, x.h, i, end, keys.begin, keys.end, kSide, s.bias) == Seen::none)
-      return false;
-    if (key_mask && all_excluded(f.keys + keys.begin, nk)) return false;
-    s.way = Way::options;
-    if (!x.direct) return true;
-    const Range all = visible_to_all(p, i, end);
-    const bool edge = nk < kSide || end - i < kSide || keys.begin < all.begin || keys.end > all.end;
-    s.way = edge || has_bias(p) ? Way::masked : Way::direct;
-    if (s.way == Way::direct) return true;
-    uint32_t any = 0;
-    for (int64_t r = 0; r < kSide; ++r) {
-      const int64_t j = keys.begin + r;
-      s.seen[r] = 0;
-      if (r >= nk || (key_mask && f.keys[j] == -kInf<T>)) continue;
-      const Range seeing = seeing_any(p, j, j + 1);
-      s.seen[r] = first_bits(min_of(end, seeing.end) - i) & ~first_bits(seeing.begin - i);
-      if (biased) s.seen[r] &= not_excluded(s.bias + r * kSide);
-      any |= s.seen[r];
-    }
-    return any != 0;
-  }
-  static FASTATTN_INLINE uint32_t not_excluded(const T* bias) {
-    const __m512 excluded = _mm512_set1_ps(-kInf<T>);
-    const uint32_t low = _mm512_cmp_ps_mask((__m512)load(bias), excluded, _CMP_NEQ_UQ);
-    const uint32_t high = _mm512_cmp_ps_mask((__m512)load(bias + W), excluded, _CMP_NEQ_UQ);
-    return low | high << 16;
   }
 
   // The products of pairs of which a row was packed as zeros.
@@ -508,91 +388,7 @@ class TileBackwardUnit {
 
   void weigh(Buffers& f, const Block& x, Square& s) const {
     if constexpr (kParts > 1) multiply_apart(f, x, s);
-    if (s.way == Way::direct) return weigh_directly<false>(f, x, s);
-    if (s.way == Way::masked) return weigh_directly<true>(f, x, s);
-    const Range keys = x.keys(s.row);
-    const int64_t nk = keys.end - keys.begin, n = x.first + kSide * s.column;
-    Bias<T> bias;
-    if (key_mask)
-      bias.keys = f.keys + keys.begin;
-    else if (has_bias(p))
-      bias.tile = s.bias;
-    f.gradients.s = s.s, f.gradients.ds = s.dp;
-    gradients.run(f.gradients, x.b, x.h, x.i0 + kSide * s.column, x.end_of(s.column), keys, bias,
-                  {f.rows.at(n), f.delta + n, f.delta + n});
-    for (int64_t at = nk * kSide; at < kSquare; at += W) {
-      store(s.s + at, VecF{});
-      store(s.dp + at, VecF{});
-    }
-    // A lane past the last query may be NaN where K is not finite, and the sums are over all lanes.
-    const T there = static_cast<T>(x.end_of(s.column) - (x.i0 + kSide * s.column));
-    const auto quiet = [&](const T* from,
-                           int c) __attribute__((always_inline)) {  // see rounded_above
-      const VecF v = select<T>(iota<T>() + T(16 * c) < there, load(from), VecF{});
-      return select<T>(v == v, v, splat<T>(__builtin_nanf("")));
-    };
-    const Operands to = operands_of(f, s);
-    for (int i = 0; i < 16; ++i) {
-      VecF w[2][2], ds[2][2];
-      FASTATTN_UNROLL for (int r = 0; r < 2; ++r) FASTATTN_UNROLL for (int c = 0; c < 2; ++c) {
-        const int64_t at = (16 * r + i) * kSide + 16 * c;
-        w[r][c] = quiet(s.s + at, c), ds[r][c] = quiet(s.dp + at, c);
-      }
-      keep(to, i, w, ds);
-    }
-  }
-
-  // P = 2^(exponent S - lse), dS = P o (dP - delta). In fp32 the log-sum-exp is two numbers, because
-  // the rounding of one would be an error of the weights.
-  template <bool kMasked>
-  __attribute__((noinline)) void weigh_directly(Buffers& f, const Block& x, const Square& s) const {
-    const int64_t n = x.first + kSide * s.column;
-    const Operands to = operands_of(f, s);
-    const T exponent = rule.exponent;
-    const VecF minus_lse[2] = {load(f.minus_lse + n), load(f.minus_lse + n + W)};
-    const VecF delta[2] = {load(f.delta + n), load(f.delta + n + W)};
-    VecF high[2] = {};
-    if constexpr (kParts > 1) high[0] = load(f.rows.high + n), high[1] = load(f.rows.high + n + W);
-    _Pragma("GCC unroll 2") for (int i = 0; i < 16; ++i) {
-      VecF w[2][2], ds[2][2];
-      FASTATTN_UNROLL for (int r = 0; r < 2; ++r) FASTATTN_UNROLL for (int c = 0; c < 2; ++c) {
-        const int64_t at = (16 * r + i) * kSide + 16 * c;
-        w[r][c] = exp2_any<P::kCoarseExp>((load(s.s + at) - high[c]) * exponent + minus_lse[c]);
-        ds[r][c] = w[r][c] * (load(s.dp + at) - delta[c]);
-        if constexpr (kMasked) {  // an excluded value may be NaN, and 0 * NaN must not pass
-          const __mmask16 seen = static_cast<__mmask16>(s.seen[16 * r + i] >> 16 * c);
-          w[r][c] = (VecF)_mm512_maskz_mov_ps(seen, (__m512)w[r][c]);
-          ds[r][c] = (VecF)_mm512_maskz_mov_ps(seen, (__m512)ds[r][c]);
-        }
-      }
-      keep(to, i, w, ds);
-    }
-  }
-
-  // Where a square's W and dS are operands: in w_left, ds_left and ds_right. Copied from the buffers,
-  // because the compiler reads these again after every store.
-  struct Operands {
-    Bf16 *w, *ds, *ds_right;
-  };
-  FASTATTN_INLINE Operands operands_of(const Buffers& f, const Square& s) const {
-    const int64_t left = left_of(s.row, s.column);
-    return {f.w_left + left, f.ds_left + left, f.ds_right + right_of(s.row, s.column)};
-  }
-  // Stores the rows i and i + 16 of W and dS, w[half of the keys][half of the queries].
-  static FASTATTN_INLINE void keep(const Operands& to, int64_t i, const VecF (&w)[2][2],
-                                   const VecF (&ds)[2][2]) {
-    FASTATTN_UNROLL for (int64_t half = 0; half < 2; ++half) {
-      const int64_t left = half * kColumns * kTiles + i * kStep;
-      keep_parts(w[half][0], w[half][1], to.w + left);
-      keep_parts(ds[half][0], ds[half][1], to.ds + left);
-      keep_parts(ds[0][half], ds[1][half], to.ds_right + half * kRows * kTiles + i * kStep);
-    }
-  }
-  static FASTATTN_INLINE void keep_parts(VecF a, VecF b, Bf16* to) {
-    __m512i parts[kParts];
-    split_pairs(a, b, parts);
-    FASTATTN_UNROLL for (int part = 0; part < kParts; ++part)
-        _mm512_storeu_si512(to + part * kTileElements, parts[part]);
+    gradients.weigh(f.gradients, x, s);
   }
 
   // ---- Phase two: the sums ----------------------------------------------------------------------
@@ -601,7 +397,7 @@ class TileBackwardUnit {
     for (int64_t row = 0; row < kRows; ++row) {
       const Range c = x.columns[row];
       if (c.begin >= c.end) continue;
-      const int64_t n = x.first + kSide * c.begin, left = left_of(row, c.begin);
+      const int64_t n = x.first + kSide * c.begin, left = Gradients::left_of(row, c.begin);
       const auto add = [&](const Bf16* weights, const Bf16* rows, int64_t padded,
                            T* sum) __attribute__((always_inline)) {
         for (int64_t d = 0; d < padded / kSide; ++d)
@@ -611,8 +407,8 @@ class TileBackwardUnit {
                                       kSide * padded * kParts, kTileElements, kSquare},
                                      sum + row * kSide * padded + d * kSquare);
       };
-      add(f.w_left, f.g_rows, dvp, x.dv);  // dV += P dO
-      add(f.ds_left, f.q_rows, dp, x.dk);  // dK += dS Q
+      add(f.gradients.w_left, f.g_rows, dvp, x.dv);  // dV += P dO
+      add(f.gradients.ds_left, f.q_rows, dp, x.dk);  // dK += dS Q
     }
     for (int64_t column = 0; column < kColumns; ++column) {
       int64_t begin = 0, end = kRows;  // the rows that have this column are consecutive
@@ -621,12 +417,12 @@ class TileBackwardUnit {
       if (begin == end) continue;
       T* const dq = x.dq + (x.first + kSide * column) * dp;
       for (int64_t d = 0; d < dp / kSide; ++d)  // dQ^T += K^T dS
-        product<true, true, false>(
-            f, end - begin,
-            {f.k_t + (begin * kSide * dp + d * kSquare) * kParts, kSide * dp * kParts,
-             kTileElements, kSquare},
-            {f.ds_right + right_of(begin, column), kTiles, kRows * kTiles, kTileElements},
-            dq + d * kSquare);
+        product<true, true, false>(f, end - begin,
+                                   {f.k_t + (begin * kSide * dp + d * kSquare) * kParts,
+                                    kSide * dp * kParts, kTileElements, kSquare},
+                                   {f.gradients.ds_right + Gradients::right_of(begin, column),
+                                    kTiles, kRows * kTiles, kTileElements},
+                                   dq + d * kSquare);
     }
   }
 
@@ -650,10 +446,10 @@ class TileBackwardUnit {
         const bool of_k = f.k_apart[row] >> r & 1, of_q = q_apart >> i & 1, of_g = g_apart >> i & 1;
         if (!of_k && !of_q && !of_g) continue;
         // Row r of a left side, half of whose 32 queries are in each half of its words.
-        const int64_t at = left_of(row, column) + r / 16 * kColumns * kTiles + r % 16 * kStep +
-                           i % 16 * 2 + i / 16;
-        const T w = sum_of_parts<kParts>(f.w_left + at, kTileElements);
-        const T ds = sum_of_parts<kParts>(f.ds_left + at, kTileElements);
+        const int64_t at = Gradients::left_of(row, column) + r / 16 * kColumns * kTiles +
+                           r % 16 * kStep + i % 16 * 2 + i / 16;
+        const T w = sum_of_parts<kParts>(f.gradients.w_left + at, kTileElements);
+        const T ds = sum_of_parts<kParts>(f.gradients.ds_left + at, kTileElements);
         for (int64_t d = 0; of_k && ds != T(0) && d < p.D; ++d)
           dq[d * kSide + i] += ds * k.at(r, d);
         for (int64_t d = 0; of_q && ds != T(0) && d < p.D; ++d)
