@@ -134,6 +134,9 @@ MUTANTS += tuple(
         ("dropout_is_of_the_next_query", "tiles/sdpa_rows.h", "dropout_mask<2>(dropout, panel.i0,", "dropout_mask<2>(dropout, panel.i0 + 1,"),
         ("the_wrong_query_head", "tiles/sdpa_forward.h", "task.hk * group + n / panels", "task.hk + n / panels * p.Hkv"),
         ("channels_of_the_tail_are_stale", "tiles/pack.h", "_mm512_maskz_loadu_epi16(first_bits(count), row + c0)", "_mm512_mask_loadu_epi16(_mm512_set1_epi16(1), first_bits(count), row + c0)"),
+        ("a_block_has_no_mask", "tiles/sdpa_rows.h", "kQueries, buf.bias) != Seen::all)", "kQueries, buf.bias) == Seen::none)"),
+        ("blocks_that_another_query_sees_are_left_out", "tiles/sdpa_rows.h", "visible_by_program(p, panel.b, panel.h, panel.i0, panel.i1,", "visible_by_program(p, panel.b, panel.h, panel.i0, panel.i0 + 1,"),
+        ("keys_of_one_query_are_those_of_a_panel", "tiles/sdpa_rows.h", "visible_by_program(p, b, h, i0, i1, visible", "visible_by_program(p, b, h, i0, i0 + 1, visible"),
         ("values_lose_a_channel", "tiles/pack.h", "evens[i] + 1;", "evens[i];"),
         ("keys_lose_their_upper_half", "tiles/pack.h", "pack_left(rows[half], steps,", "pack_left(rows[0], steps,"),
     )
@@ -161,6 +164,12 @@ MUTANTS += tuple(
         ("every_panel_has_the_first_dq", "tiles/sdpa_backward.h", "x.dq = dq + i * dp;", "x.dq = dq;"),
         ("a_sum_of_values_is_as_wide_as_keys", "tiles/sdpa_backward.h", "x.dv = f.dv + (j - keys.begin) * dvp;", "x.dv = f.dv + (j - keys.begin) * dp;"),
         ("a_query_head_of_another_group", "tiles/sdpa_backward.h", "x.h = hk * group + g,", "x.h = hk + g * p.Hkv,"),
+        ("a_square_has_no_mask", "tiles/sdpa_gradients.h", "s.biased = pairs == Seen::some;", "s.biased = false;"),
+        ("a_square_has_an_old_mask", "tiles/sdpa_gradients.h", "s.biased = pairs == Seen::some;", "s.biased = has_bias_of_pairs(p);"),
+        ("keys_of_one_query_are_those_of_all", "tiles/sdpa_backward.h", "r = visible_by_program(p, x.b, x.h, i, end, r);", "r = visible_by_program(p, x.b, x.h, i, i + 1, r);"),
+        ("queries_of_a_mask_are_left_out", "tiles/sdpa_backward.h", "hidden(x, x.i0, x.i1)", "hidden(x, x.i0, x.i0 + 1)"),
+        ("a_table_of_each_group_is_one", "tiles/sdpa_backward.h", "relative_of(dq + g * dq_size());", "relative_of(dq);"),
+        ("sums_of_a_table_are_those_of_dq", "tiles/sdpa_backward.h", "return dq + round_up(p.Lq, kSide) * dp;", "return dq + round_up(p.Lq, kSide) * p.D;"),
         ("dk_is_not_scaled", "tiles/sdpa_backward.h", "write_rows(f.all_dk, dp, p.D, static_cast<T>(p.scale)", "write_rows(f.all_dk, dp, p.D, T(1)"),
     )
 )  # fmt: skip

@@ -113,6 +113,16 @@ __attribute__((noinline)) void add_relative_gradient(const AttentionParams& p, i
   FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) store(to + n * W, load(to + n * W) + sum[n]);
 }
 
+// Writes the gradient of the table of a head, if it is wanted, from its sums.
+template <class T>
+FASTATTN_INLINE void write_relative_gradient(const AttentionParams& p, int64_t b, int64_t h,
+                                             const T* sums) {
+  if (p.grad_relative_bias == nullptr) return;
+  const int64_t size = p.relative_bias_size;
+  __builtin_memcpy(static_cast<T*>(p.grad_relative_bias) + (b * p.Hq + h) * size, sums,
+                   static_cast<size_t>(size) * sizeof(T));
+}
+
 }  // namespace
 }  // namespace FASTATTN_ISA
 }  // namespace fastattn

@@ -148,10 +148,7 @@ class BackwardUnit {
   void write_dq(int64_t head, int64_t g, const T* dq) const {
     const int64_t b = head / p.Hkv, h = head % p.Hkv * (p.Hq / p.Hkv) + g;
     write_query_gradients<P>(p, b, h, dq, p.D);
-    if (p.grad_relative_bias == nullptr) return;
-    const int64_t size = p.relative_bias_size;
-    __builtin_memcpy(static_cast<T*>(p.grad_relative_bias) + (b * p.Hq + h) * size,
-                     dq + queries * p.D, static_cast<size_t>(size) * sizeof(T));
+    write_relative_gradient(p, b, h, dq + queries * p.D);
   }
 
  private:

@@ -94,10 +94,6 @@ def why_not_tiles(op: str, tensors: Mapping[str, Tensor | None]) -> str:
         return "the tiles are for bfloat16 and float32"
     if op == "scaled_dot_product_attention" and query.shape[-2] <= 4:
         return "so few queries do not fill a tile"
-    if tensors.get("relative_bias") is not None:
-        return "the kernels on tiles have no relative bias"
-    if tensors.get("mask_program") is not None:
-        return "the kernels on tiles have no mask program"
     return ""
 
 

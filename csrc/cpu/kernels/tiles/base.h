@@ -14,8 +14,7 @@ namespace {
 inline bool on_tiles(const AttentionParams& p) {
   // Of a few queries the sums on vectors are of short chains, and more exact (tile.h).
   const bool served = p.dtype == DType::bf16 || (p.dtype == DType::f32 && p.Lq > 4);
-  return served && p.Hkv > 0 && p.D > 0 && p.Dv > 0 && p.relative_bias == nullptr &&
-         p.mask_program == nullptr;
+  return served && p.Hkv > 0 && p.D > 0 && p.Dv > 0;
 }
 
 // Calls f(P()) with the operands of a call that runs on tiles.

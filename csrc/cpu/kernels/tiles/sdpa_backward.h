@@ -67,7 +67,8 @@ class TileBackwardUnit {
 
   static constexpr bool sums_delta() { return false; }  // it is prepared from O
   int64_t chunks() const { return (p.Lk + chunk - 1) / chunk; }
-  int64_t dq_size() const { return round_up(p.Lq, kSide) * dp; }
+  // Of a query head: dQ, [queries / 32][D][32], then the sums of the gradient of its relative bias.
+  int64_t dq_size() const { return round_up(p.Lq, kSide) * dp + relative_sums<T>(p, kSide); }
 
   struct Buffers {
     Bf16 *k, *v;      // [kRows][D | Dv / 32][part][2] left tiles: keys, over channels
@@ -109,8 +110,7 @@ class TileBackwardUnit {
     return f;
   }
 
-  // dK and dV of chunk c of key head `head`, and its partial dQ, [query head of the group][queries /
-  // 32][D][32].
+  // dK and dV of chunk c of key head `head`, and its partial dQ, [query head of the group][dq_size].
   void run(Buffers& f, int64_t head, int64_t c, const PreparedRows<T>& prepared, T* dq) const {
     const int64_t b = head / p.Hkv, hk = head % p.Hkv, group = p.Hq / p.Hkv;
     const Range keys{c * chunk, min_of(p.Lk, (c + 1) * chunk)};
@@ -127,6 +127,7 @@ class TileBackwardUnit {
       for (int64_t g = 0; g < group; ++g) {
         Block x{};
         x.b = b, x.h = hk * group + g, x.hk = hk;
+        f.gradients.scores.relative = relative_of(dq + g * dq_size());
         query_head(f, x, keys, prepared, dq + g * dq_size());
       }
     }
@@ -135,7 +136,9 @@ class TileBackwardUnit {
   }
 
   void write_dq(int64_t head, int64_t g, const T* dq) const {
-    write_query_gradients<P>(p, head / p.Hkv, head % p.Hkv * (p.Hq / p.Hkv) + g, dq, dp);
+    const int64_t b = head / p.Hkv, h = head % p.Hkv * (p.Hq / p.Hkv) + g;
+    write_query_gradients<P>(p, b, h, dq, dp);
+    write_relative_gradient(p, b, h, relative_of(dq));
   }
 
  private:
@@ -144,13 +147,20 @@ class TileBackwardUnit {
   const bool excludes;  // some pairs may be excluded
   const Gradients gradients;
 
+  // The sums of the gradient of a relative bias, behind those of dQ.
+  template <class Sum>
+  Sum* relative_of(Sum* dq) const {
+    return dq + round_up(p.Lq, kSide) * dp;
+  }
+
   void query_head(Buffers& f, Block& x, Range keys, const PreparedRows<T>& prepared, T* dq) const {
     const Range seen = gradients.seen_keys(f.gradients, x.b, x.h, keys);
     for (int64_t i = 0; i < p.Lq; i += panel) {
       if (i % kQueriesOfSum == 0) add_up(f, keys);
       const int64_t end = min_of(p.Lq, i + panel);
       const Range visible = visible_to_any(p, i, end);
-      const Range r{max_of(seen.begin, visible.begin), min_of(seen.end, visible.end)};
+      Range r{max_of(seen.begin, visible.begin), min_of(seen.end, visible.end)};
+      r = visible_by_program(p, x.b, x.h, i, end, r);
       const bool of_sink = keys.begin == 0 && p.grad_sinks != nullptr;
       if (r.begin >= r.end && !of_sink) continue;
       x.direct = pack_queries(f, x.b, x.h, i, end, prepared);
@@ -161,7 +171,7 @@ class TileBackwardUnit {
       for (int64_t j = keys.begin + (r.begin - keys.begin) / kKeysOfBlock * kKeysOfBlock; j < r.end;
            j += kKeysOfBlock) {
         x.j0 = j, x.j1 = min_of(keys.end, j + kKeysOfBlock);
-        if (gradients.excludes(f.gradients, {x.j0, x.j1})) continue;
+        if (gradients.excludes(f.gradients, {x.j0, x.j1}) || hidden(x, i, end)) continue;
         x.dk = f.dk + (j - keys.begin) * dp, x.dv = f.dv + (j - keys.begin) * dvp;
         x.keys_apart = pack_keys(f, x);
         const Range seeing = seeing_any(p, x.j0, x.j1);
@@ -169,12 +179,18 @@ class TileBackwardUnit {
             max_of<int64_t>(0, seeing.begin - i) / kQueriesOfBlock * kQueriesOfBlock;
         for (x.first = from; i + x.first < min_of(end, seeing.end); x.first += kQueriesOfBlock) {
           x.i0 = i + x.first, x.i1 = min_of(end, x.i0 + kQueriesOfBlock);
-          block(f, x);
+          if (!hidden(x, x.i0, x.i1)) block(f, x);
         }
       }
       flush(f);
     }
     add_up(f, keys);
+  }
+
+  // A mask program excludes all keys of a block for queries [i0, i1).
+  bool hidden(const Block& x, int64_t i0, int64_t i1) const {
+    const Range keys = visible_by_program(p, x.b, x.h, i0, i1, {x.j0, x.j1});
+    return keys.begin >= keys.end;
   }
 
   // Adds dK and dV to those before, in fp32.

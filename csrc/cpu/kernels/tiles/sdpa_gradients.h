@@ -40,7 +40,8 @@ class TileGradients {
   enum class Way { direct, masked, options };
   struct Square {
     alignas(64) T s[kSquare], dp[kSquare];  // [key][query]
-    alignas(64) T bias[kSquare];            // [key][query], of a full mask
+    alignas(64) T bias[kSquare];            // [key][query]
+    bool biased;                            // some pairs have a bias, or are excluded by one
     uint32_t seen[kSide];                   // per key, the queries that see it, as bits
     Way way;
     int row, column;
@@ -150,15 +151,16 @@ class TileGradients {
     const Range keys = x.keys(s.row);
     const int64_t i = x.i0 + kSide * s.column, end = x.end_of(s.column);
     const int64_t nk = keys.end - keys.begin;
-    const bool biased = has_bias_of_pairs(p);
-    if (biased && pack_bias(p, x.b, x.h, i, end, keys.begin, keys.end, kSide, s.bias) == Seen::none)
-      return false;
-    if (excludes(f, keys)) return false;
+    Seen pairs = Seen::all;
+    if (has_bias_of_pairs(p))
+      pairs = pack_bias(p, x.b, x.h, i, end, keys.begin, keys.end, kSide, s.bias);
+    if (pairs == Seen::none || excludes(f, keys)) return false;
+    s.biased = pairs == Seen::some;
     s.way = Way::options;
     if (!x.direct) return true;
     const Range all = visible_to_all(p, i, end);
     const bool edge = nk < kSide || end - i < kSide || keys.begin < all.begin || keys.end > all.end;
-    s.way = edge || has_bias(p) ? Way::masked : Way::direct;
+    s.way = edge || key_mask || s.biased ? Way::masked : Way::direct;
     if (s.way == Way::direct) return true;
     uint32_t any = 0;
     for (int64_t r = 0; r < kSide; ++r) {
@@ -167,7 +169,7 @@ class TileGradients {
       if (r >= nk || (key_mask && f.keys[j] == -kInf<T>)) continue;
       const Range seeing = seeing_any(p, j, j + 1);
       s.seen[r] = first_bits(min_of(end, seeing.end) - i) & ~first_bits(seeing.begin - i);
-      if (biased) s.seen[r] &= not_excluded(s.bias + r * kSide);
+      if (s.biased) s.seen[r] &= not_excluded(s.bias + r * kSide);
       any |= s.seen[r];
     }
     return any != 0;
@@ -180,10 +182,8 @@ class TileGradients {
     const Range keys = x.keys(s.row);
     const int64_t nk = keys.end - keys.begin, n = x.first + kSide * s.column;
     Bias<T> bias;
-    if (key_mask)
-      bias.keys = f.keys + keys.begin;
-    else if (has_bias(p))
-      bias.tile = s.bias;
+    if (key_mask) bias.keys = f.keys + keys.begin;
+    if (s.biased) bias.tile = s.bias;
     f.scores.s = s.s, f.scores.ds = s.dp;
     gradients.run(f.scores, x.b, x.h, x.i0 + kSide * s.column, x.end_of(s.column), keys, bias,
                   {f.rows.at(n), f.delta + n, f.delta + n});

@@ -223,7 +223,9 @@ class TileProducts {
     const int64_t second = score_squares(), last = second + output_squares();
     Squares squares(buf.nowhere);
     const auto nothing = []() {};
-    const auto next_block = [&](int64_t j) { return rows.next_block(buf.rows, j, blocks.end); };
+    const auto next_block = [&](int64_t j) {
+      return rows.next_block(buf.rows, panel, j, blocks.end);
+    };
     int64_t j = next_block(blocks.begin), before = -1, turn = 0;
     if (j == blocks.end) return;
     squares.multiply(buf.squares, 0, second, second, score_operands(task, j, buf.s[0]), {},
@@ -320,7 +322,7 @@ class TileProducts {
 
   void find_maxima(Task& task, Panel& panel, Range blocks) const {
     const auto next_block = [&](int64_t j) {
-      return rows.next_block(task.buf.rows, j, blocks.end);
+      return rows.next_block(task.buf.rows, panel, j, blocks.end);
     };
     float* const s = task.buf.s[0];
     for (int64_t j = next_block(blocks.begin); j < blocks.end; j = next_block(j + 1)) {

@@ -96,7 +96,7 @@ class TileRows {
   }
   // The blocks of keys that some of the queries [i0, i1) see.
   Range blocks_of(Buffers& buf, int64_t b, int64_t h, int64_t i0, int64_t i1) const {
-    const Range seen = visible_to_any(p, i0, i1);
+    const Range seen = visible_by_program(p, b, h, i0, i1, visible_to_any(p, i0, i1));
     Range blocks{0, 0};
     if (seen.begin < seen.end)
       blocks = {seen.begin / kBlockKeys, (seen.end + kBlockKeys - 1) / kBlockKeys};
@@ -118,8 +118,8 @@ class TileRows {
       buf.excluded[j] = all_excluded(buf.mask + j * kBlockKeys, keys_in(j));
   }
   // The first block from j on of which a panel sees a key.
-  int64_t next_block(const Buffers& buf, int64_t j, int64_t end) const {
-    while (key_mask && j < end && buf.excluded[j]) ++j;
+  int64_t next_block(const Buffers& buf, const Panel& panel, int64_t j, int64_t end) const {
+    while (j < end && hidden(buf, panel, j)) ++j;
     return j;
   }
 
@@ -304,6 +304,15 @@ class TileRows {
   const bool key_mask;
   const int64_t steps_v;  // of 32 channels, of values
 
+  // A mask excludes all pairs of a block.
+  bool hidden(const Buffers& buf, const Panel& panel, int64_t block) const {
+    if (key_mask && buf.excluded[block]) return true;
+    const int64_t j0 = block * kBlockKeys;
+    const Range keys =
+        visible_by_program(p, panel.b, panel.h, panel.i0, panel.i1, {j0, j0 + keys_in(block)});
+    return keys.begin >= keys.end;
+  }
+
   FASTATTN_INLINE void refer(State& state, int n, VecF m) const {
     store(state.m + n * W, m);
     store(state.minus_m + n * W, select<float>(m == -kInf<float>, VecF{}, m * -rule.exponent));
@@ -324,13 +333,13 @@ class TileRows {
       store(s + r, splat(-kInf<float>));
     if (kParts > 1) score_apart(panel, block, s);
     const bool edge = j0 < panel.all.begin || j0 + keys > panel.all.end;
-    if (rule.natural || has_bias(p) || edge) {
-      Bias<float> bias;
-      if (key_mask) bias.keys = buf.mask + j0;
-      if (has_bias_of_pairs(p)) {
-        pack_bias(p, panel.b, panel.h, panel.i0, panel.i1, j0, j0 + keys, kQueries, buf.bias);
-        bias.tile = buf.bias;
-      }
+    Bias<float> bias;
+    if (key_mask) bias.keys = buf.mask + j0;
+    // A block whose pairs a program excludes is skipped, so a tile is filled unless all are visible.
+    if (has_bias_of_pairs(p) && pack_bias(p, panel.b, panel.h, panel.i0, panel.i1, j0, j0 + keys,
+                                          kQueries, buf.bias) != Seen::all)
+      bias.tile = buf.bias;
+    if (rule.natural || bias.given() || edge) {
       apply_rule<float, kVectors>(p, rule, s, keys, panel.i0, panel.i1, j0, bias,
                                   alibi_slope<float>(p, panel.b, panel.h), nullptr, top);
       return true;
