@@ -108,6 +108,7 @@ def decode_attention(
     cache_entries: int,
     /,
 ) -> None: ...
+def decodes_on_tiles(dtype: int, heads: int, kv_heads: int, queries: int, /) -> bool: ...
 def append_to_cache(
     element: int,  # bytes
     sizes: Ints,  # B, Hkv, rows, keys of the cache, D, Dv, entries of the cache

@@ -302,7 +302,9 @@ def _unit(dtype: torch.dtype, op: str, tensors: Sequence[Any]) -> str:
         return ""
     backend = importlib.import_module("fastattn.backends.cpu")
     against = backend.why_not_tiles(op, named(op, tensors))
-    return f", on vectors: {against}" if against else f", on tiles{backend.parts_on_tiles(dtype)}"
+    if against:
+        return f", on vectors: {against}"
+    return f", on tiles{backend.parts_on_tiles(op, dtype)}"
 
 
 def _device(tensors: Sequence[Any]) -> str:

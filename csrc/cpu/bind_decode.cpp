@@ -65,12 +65,20 @@ void decode_attention(int dtype, int threads, const py::tuple& sizes, uintptr_t 
   read_cache(cache, t);
   check_cache(t, cache_entries);
   if (t.block_table != nullptr)
-    expect(all.k.stride[3] == 1 && all.v.stride[3] == 1 && all.D <= 512 && all.Dv <= 512,
+    expect(all.k.stride[3] == 1 && all.v.stride[3] == 1 &&
+               (decodes_on_tiles(all) || (all.D <= 512 && all.Dv <= 512)),
            "pages must have dense rows of at most 512 elements");
   const auto order = order_of_work(t);
   t.order = order.data();
   py::gil_scoped_release release;
   kernels(all.dtype).attention_sequences_forward(t);
+}
+
+bool heads_decode_on_tiles(int dtype, int64_t heads, int64_t kv_heads, int64_t queries) {
+  AttentionParams p{};
+  p.dtype = static_cast<DType>(dtype);
+  p.Hq = heads, p.Hkv = kv_heads, p.Lq = queries, p.D = p.Dv = 1;
+  return decodes_on_tiles(p);
 }
 
 // Rows [0, L) of `from` of sequence b become rows lengths[b], lengths[b] + 1, ... of its cache.
@@ -142,6 +150,7 @@ void append_to_cache(int64_t element, const py::tuple& sizes, const py::dict& op
 
 void bind_decode(py::module_& m) {
   m.def("decode_attention", &decode_attention);
+  m.def("decodes_on_tiles", &heads_decode_on_tiles);
   m.def("append_to_cache", &append_to_cache);
 }
 

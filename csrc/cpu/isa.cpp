@@ -235,6 +235,10 @@ std::string current_isa() {
   return spelled;
 }
 
+bool decodes_on_tiles(const AttentionParams& p) {
+  return has_tiles(kernels(p.dtype).isa) && fills_tiles(p);
+}
+
 bool float32_on_tiles() { return has_tiles(kernels(DType::f32).isa); }
 
 const KernelTable& kernels(DType dtype) {

@@ -7,6 +7,13 @@ namespace fastattn {
 
 enum class Peak : int { fma_f32 = 0, fma_f64 = 1, dot_bf16 = 2, read_bandwidth = 3 };
 
+// Whether attention with a cache runs on tiles, where the instruction set has some: at least a tile
+// of query rows share a key head, and those of one head are less than a panel.
+inline bool fills_tiles(const AttentionParams& p) {
+  const bool tiled = (p.dtype == DType::bf16 || p.dtype == DType::f32) && p.D > 0 && p.Dv > 0;
+  return tiled && p.Hkv > 0 && p.Lq < 32 && p.Lq * (p.Hq / p.Hkv) >= 16;
+}
+
 struct KernelTable {
   const char* isa;
   void (*attention_forward)(const AttentionParams&);
@@ -31,5 +38,8 @@ struct KernelTable {
 
 // The table in use for tensors of this dtype, chosen on first use (isa.cpp).
 const KernelTable& kernels(DType dtype);
+
+// Whether attention with a cache runs on tiles.
+bool decodes_on_tiles(const AttentionParams& p);
 
 }  // namespace fastattn

@@ -64,6 +64,18 @@ def _cases() -> Iterator[DecodeCase]:
         for queries in (0, 2, 4, 5, 40):
             some = replace(case, queries=queries, window=(-1, 0), lengths=(70, 3, 40, 129))
             yield replace(some, name=f"{label}queries-{queries}-causal")
+        # Sixteen rows of a key head are a tile; 32 are a panel.
+        for heads in (15, 16, 33):
+            yield replace(case, name=f"{label}rows-{heads}", heads=heads, kv_heads=1)
+        latent = replace(case, heads=20, kv_heads=1, head_dim=576, value_dim=512)
+        yield replace(latent, name=f"{label}latent", lengths=(70, 0, 129))
+        stacked = replace(case, heads=12, queries=3, lengths=(70, 2, 129), window=(20, 0))
+        yield replace(stacked, name=f"{label}stacked")
+        yield replace(stacked, name=f"{label}stacked-everything", softcap=4.0, alibi="bh",
+                      sinks=True, window=(70, 1), layouts=("blhd", "blhd"))  # fmt: skip
+        many = replace(case, heads=16, kv_heads=1, lengths=(1100, 513, 512), capacity=1100)
+        yield replace(many, name=f"{label}stacked-long", sinks=True)
+        yield replace(many, name=f"{label}stacked-long-window", window=(600, 0), alibi="h")
         yield replace(case, name=f"{label}window", window=(20, 0), queries=3)
         yield replace(case, name=f"{label}softcap-alibi", softcap=4.0, alibi="bh", queries=2)
         yield replace(case, name=f"{label}alibi", alibi="h", window=(-1, 0))

@@ -50,7 +50,7 @@ MUTANTS = (
     Mutant("pairs_begin_at_an_odd_key", "sdpa_forward.cpp", "range.begin = range.begin / P::kPerWord * P::kPerWord;  // pairs of keys begin at even ones", "", dtype="bfloat16"),
     Mutant("a_diagonal_off_by_one", "scores.h", "static_cast<T>(j - p.offset - p.window_right - i0)", "static_cast<T>(j - p.offset - p.window_right - i0 + 1)", source=FORWARD),
     Mutant("a_window_off_by_one", "scores.h", "static_cast<T>(j - p.offset + p.window_left - i0)", "static_cast<T>(j - p.offset + p.window_left - i0 - 1)", source=FORWARD),
-    Mutant("alibi_has_a_sign", "scores.h", "s -= alibi * select<T>(d < T(0), -d, d);", "s -= alibi * d;", source=FORWARD),
+    Mutant("alibi_has_a_sign", "scores.h", "s -= lanes.slope(n) * select<T>(d < T(0), -d, d);", "s -= lanes.slope(n) * d;", source=FORWARD),
     Mutant("a_row_of_nothing_has_lse_0", "scores.h", "if (sees_nothing(maximum, sum)) return -kInf<double>;", "if (maximum == -kInf<T>) return 0;", source=FORWARD),
     Mutant("a_capped_maximum_is_stale", "scores.h", "FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) maximum[n] = minus_inf; }", "}", source=FORWARD),
     Mutant("dropout_keeps_one_more", "scores.h", "draw < static_cast<int32_t>(d.threshold)", "draw <= static_cast<int32_t>(d.threshold)", source=FORWARD),
@@ -171,6 +171,23 @@ MUTANTS += tuple(
         ("a_table_of_each_group_is_one", "tiles/sdpa_backward.h", "relative_of(dq + g * dq_size());", "relative_of(dq);"),
         ("sums_of_a_table_are_those_of_dq", "tiles/sdpa_backward.h", "return dq + round_up(p.Lq, kSide) * dp;", "return dq + round_up(p.Lq, kSide) * p.D;"),
         ("dk_is_not_scaled", "tiles/sdpa_backward.h", "write_rows(f.all_dk, dp, p.D, static_cast<T>(p.scale)", "write_rows(f.all_dk, dp, p.D, T(1)"),
+    )
+)  # fmt: skip
+MUTANTS += tuple(
+    Mutant(name, file, old, new, "decode_attention", TILES, dtype, "amx_bf16_emulated")
+    for name, file, old, new, dtype in (
+        ("a_stacked_row_is_at_the_first_query", "tiles/decode.h", "static_cast<float>(row.i)", "0.0f", "bfloat16"),
+        ("a_slope_of_the_first_head", "tiles/decode.h", "alibi_slope<float>(p, head / p.Hkv, row.h)", "alibi_slope<float>(p, head / p.Hkv, 0)", "bfloat16"),
+        ("a_sink_of_the_first_head", "tiles/decode.h", "first_state<float>(p, rule, head / p.Hkv, row.h)", "first_state<float>(p, rule, head / p.Hkv, 0)", "bfloat16"),
+        ("a_sink_joins_each_chunk", "tiles/decode.h", "s.sinks = nullptr;", "", "bfloat16"),
+        ("a_chunk_is_forgotten", "tiles/decode.h", "for (int64_t c = 0; c < chunks_; ++c) { chunk(", "for (int64_t c = 0; c < min_of<int64_t>(1, chunks_); ++c) { chunk(", "bfloat16"),
+        ("merged_outputs_are_not_rescaled", "tiles/decode.h", "merge_outputs<float>(share,", "merge_outputs<float>(Shares<float>{share.mine, VecF{} + 1.0f},", "bfloat16"),
+        ("a_window_begins_with_a_chunk", "tiles/decode.h", "max_of(c * kBlocks, seen.begin / kBlockKeys)", "max_of(c * kBlocks, (seen.begin + kBlockKeys - 1) / kBlockKeys)", "bfloat16"),
+        ("an_output_of_another_head", "tiles/decode.h", "__builtin_memcpy(out + row.h * st[1]", "__builtin_memcpy(out + (row.h + 1) % p.Hq * st[1]", "bfloat16"),
+        ("a_page_of_another_key", "tiles/sdpa_rows.h", "p.pages[j / p.page_size]", "p.pages[begin / p.page_size]", "bfloat16"),
+        ("values_are_copied_over_keys", "tiles/sdpa_rows.h", "buf.values = a.take<Storage>(p.pages != nullptr ? kBlockKeys * p.Dv : 0);", "buf.values = buf.keys;", "bfloat16"),
+        ("a_chunk_without_a_key_has_an_output", "tiles/sdpa_rows.h", "state.fresh ? VecF{} : load(state.o + at) * factor", "load(state.o + at) * factor", "bfloat16"),
+        ("a_merged_sum_has_a_rounded_reference", "tiles/sdpa_rows.h", "store(l_out + n * W, load(state.l + n * W) * factor);", "store(l_out + n * W, load(state.l + n * W));", "float32"),
     )
 )  # fmt: skip
 MUTANTS += tuple(

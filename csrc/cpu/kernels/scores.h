@@ -168,22 +168,34 @@ FASTATTN_INLINE void cap_scores(const ScoreRule<T>& rule, T* S, int64_t rows, T*
     }
 }
 
-// Turns the products S[rows][kVectors] of keys j0... and queries i0... into scores, -inf where
-// excluded, and finds their maximum over the keys. With softcap, slope_out (if not null) takes d
-// score / d (scale q.k).
-template <class T, int kVectors>
+// Which queries are across the lanes: i0, i0 + 1, ... of one head, up to i1.
+template <class T>
+struct LanesOfHead {
+  int64_t i0, i1;
+  T alibi;
+  FASTATTN_INLINE bool sloped() const { return alibi != T(0); }
+  FASTATTN_INLINE T slope(int) const { return alibi; }
+  // Of vector n, less i0.
+  FASTATTN_INLINE Vec<T> queries(int n) const { return iota<T>() + T(n * kLanes<T>); }
+};
+
+// Turns the products S[rows][kVectors] of keys j0... and the queries of `lanes` into scores, -inf
+// where excluded, and finds their maximum over the keys. With softcap, slope_out (if not null) takes
+// d score / d (scale q.k).
+template <class T, int kVectors, class Lanes>
 FASTATTN_INLINE void apply_rule(const AttentionParams& p, const ScoreRule<T>& rule, T* S,
-                                int64_t rows, int64_t i0, int64_t i1, int64_t j0, Bias<T> bias,
-                                T alibi, T* slope_out, Vec<T>* maximum) {
+                                int64_t rows, const Lanes& lanes, int64_t j0, Bias<T> bias,
+                                T* slope_out, Vec<T>* maximum) {
   constexpr int W = kLanes<T>;
-  const Range all = visible_to_all(p, i0, i1);
+  const int64_t i0 = lanes.i0;
+  const Range all = visible_to_all(p, i0, lanes.i1);
   const Vec<T> minus_inf = splat<T>(-kInf<T>);
   const bool capped = rule.softcap > 0;
   FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) maximum[n] = minus_inf;
   if (capped) {
     cap_scores<T, kVectors>(rule, S, rows, slope_out, maximum);
     const bool edges = j0 < all.begin || j0 + rows > all.end;
-    if (!edges && !bias.given() && alibi == T(0)) return;
+    if (!edges && !bias.given() && !lanes.sloped()) return;
     FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) maximum[n] = minus_inf;
   }
   const T scale = rule.natural && !capped ? rule.scale : T(1);
@@ -197,7 +209,7 @@ FASTATTN_INLINE void apply_rule(const AttentionParams& p, const ScoreRule<T>& ru
     const T distance = static_cast<T>(i0 + p.offset - j);
     T* row = S + r * kVectors * W;
     FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) {
-      const Vec<T> lane = iota<T>() + T(n * W);
+      const Vec<T> lane = lanes.queries(n);
       Vec<T> s = load(row + n * W) * scale;
       if (bias.tile != nullptr) {  // select, not only add: an excluded NaN must not survive
         const Vec<T> b = load(bias.tile + r * kVectors * W + n * W);
@@ -206,15 +218,24 @@ FASTATTN_INLINE void apply_rule(const AttentionParams& p, const ScoreRule<T>& ru
         const Vec<T> b = splat<T>(bias.keys[r]);
         s = select<T>(b == minus_inf, minus_inf, rule.natural ? s + b : s);
       }
-      if (alibi != T(0)) {  // s -= slope * |i + offset - j|
+      if (lanes.sloped()) {  // s -= slope * |i + offset - j|
         const Vec<T> d = lane + distance;
-        s -= alibi * select<T>(d < T(0), -d, d);
+        s -= lanes.slope(n) * select<T>(d < T(0), -d, d);
       }
       if (edge) s = select<T>((lane >= low) & (lane <= high), s, minus_inf);
       store(row + n * W, s);
       maximum[n] = max_of(maximum[n], s);
     }
   }
+}
+
+// The same for queries i0... of one head.
+template <class T, int kVectors>
+FASTATTN_INLINE void apply_rule(const AttentionParams& p, const ScoreRule<T>& rule, T* S,
+                                int64_t rows, int64_t i0, int64_t i1, int64_t j0, Bias<T> bias,
+                                T alibi, T* slope_out, Vec<T>* maximum) {
+  const LanesOfHead<T> lanes{i0, i1, alibi};
+  apply_rule<T, kVectors>(p, rule, S, rows, lanes, j0, bias, slope_out, maximum);
 }
 
 // ---- Dropout: Philox4x32-10, counter (i, j / 8, query head, batch), key = seed ------------------

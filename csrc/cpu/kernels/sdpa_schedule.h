@@ -9,12 +9,12 @@ namespace FASTATTN_ISA {
 namespace {
 
 // The parallel schedule of all sequences. A task is a block of queries of a head, or, for a
-// sequence that Decode serves, one of its key heads. A key head larger than one thread's share of
+// sequence that D serves, one of its key heads. A key head larger than one thread's share of
 // the work is split into chunks of keys, which are merged after all tasks are done, so the bits are
 // the same.
 //
 // F is the kernel of the other sequences: constructed from one, it has tasks() and run(task).
-template <class P, class F>
+template <class P, class F, class D = Decode<P>>
 class Schedule {
   typedef typename P::Acc T;
 
@@ -23,7 +23,7 @@ class Schedule {
     for (int64_t n = 0; n < sequences.count(); ++n) {
       const Sequence s = sequences.at(n);
       const double pairs = static_cast<double>(s.B * s.Hq) * s.Lq * s.Lk;
-      const bool decoded = Decode<P>::serves(s);
+      const bool decoded = D::serves(s);
       flops_ += (decoded ? 8 : 2) * pairs * (s.D + s.Dv);  // decoding is bound by memory
       if (decoded) keys_ += static_cast<double>(s.B * s.Hkv) * s.Lk;
     }
@@ -55,19 +55,19 @@ class Schedule {
         }
         const int64_t n = tasks.sequence_of(t), own = t - tasks.before(n);
         const Sequence s = sequences_.at(n);
-        if (!Decode<P>::serves(s))
+        if (!D::serves(s))
           F(s).run(own);
         else if (splits(s))
-          Decode<P>(s).run_chunk(own, partial + states.before(n));
+          D(s).run_chunk(own, partial + states.before(n));
         else
-          Decode<P>(s).run_head(own);
+          D(s).run_head(own);
       }
       if (merges.total() > 0) {
 #pragma omp for schedule(static)
         for (int64_t t = 0; t < merges.total(); ++t) {
           const int64_t n = merges.sequence_of(t);
           const Sequence s = sequences_.at(n);
-          Decode<P>(s).merge_head(t - merges.before(n), partial + states.before(n));
+          D(s).merge_head(t - merges.before(n), partial + states.before(n));
         }
       }
     }
@@ -85,18 +85,18 @@ class Schedule {
   };
 
   bool splits(const Sequence& s) const {
-    return Decode<P>(s).chunks() > 1 && static_cast<double>(s.Lk) * 4 * s.threads > keys_;
+    return D(s).chunks() > 1 && static_cast<double>(s.Lk) * 4 * s.threads > keys_;
   }
 
   Plan plan(const Sequence& s) const {
     const int64_t heads = s.B * s.Hkv;
     if (s.Lq == 0) return {false, 0, 0, 0, 1};
-    if (!Decode<P>::serves(s)) {
+    if (!D::serves(s)) {
       const int64_t tasks = F(s).tasks();
       return {false, tasks, 0, 0, tasks / (s.B * s.Hq)};
     }
     if (!splits(s)) return {true, heads, 0, 0, 1};
-    const Decode<P> decode(s);
+    const D decode(s);
     return {true, heads * decode.chunks(), heads * decode.chunks() * decode.state_size(), heads, 1};
   }
 };

@@ -81,7 +81,7 @@ evidence.on_change(_choose_isa)
 
 
 # The primitives with kernels in csrc/cpu/kernels/tiles, and the dtypes.
-ON_TILES = ("scaled_dot_product_attention", "varlen_attention")
+ON_TILES = ("scaled_dot_product_attention", "varlen_attention", "decode_attention")
 DTYPES_ON_TILES = (torch.bfloat16, torch.float32)
 
 
@@ -94,14 +94,26 @@ def why_not_tiles(op: str, tensors: Mapping[str, Tensor | None]) -> str:
         return "the tiles are for bfloat16 and float32"
     if op == "scaled_dot_product_attention" and query.shape[-2] <= 4:
         return "so few queries do not fill a tile"
+    if op == "decode_attention":
+        return _why_not_decoded_on_tiles(query, tensors)
     return ""
 
 
-def parts_on_tiles(dtype: torch.dtype) -> str:
+def _why_not_decoded_on_tiles(query: Tensor, tensors: Mapping[str, Tensor | None]) -> str:
+    """Many rows fill tiles, and so do the queries of a head that the kernel of decoding leaves."""
+    cache = tensors["key_cache"]
+    assert cache is not None
+    queries, rows = query.shape[2], query.shape[1] * query.shape[2] // max(cache.shape[1], 1)
+    if rows >= 16 or (queries > 4 and tensors.get("block_table") is None):
+        return ""
+    return f"{rows} query rows share a key head, and tiles are for 16 or more"
+
+
+def parts_on_tiles(op: str, dtype: torch.dtype) -> str:
     """Return how products of this dtype become products of bfloat16."""
     if dtype is not torch.float32:
         return ""
-    if _cpu.float32_on_tiles() and allows_bf16_parts():
+    if op != "decode_attention" and _cpu.float32_on_tiles() and allows_bf16_parts():
         return ", as three products of two bfloat16 parts each (PyTorch's precision of products)"
     return ", as six products of three bfloat16 parts each"
 

@@ -10,8 +10,10 @@ from fastattn.backends._alloc import empty_output
 from fastattn.backends.cpu.operands import DTYPES, optional_operands
 from fastattn.backends.primitives import DecodeOptions
 
-_MOST_ROWS = 32  # query rows per key head up to which reading pages is faster than gathering them
-_WIDEST = 512  # the most elements of a row in the kernel of decoding
+# Of the kernel on vectors: the query rows per key head up to which reading pages is faster than
+# gathering them, and the most elements of a row.
+_MOST_ROWS = 32
+_WIDEST = 512
 
 
 def decode_attention(
@@ -111,11 +113,14 @@ def _cache(
 
 
 def _reads_pages(query: Tensor, key_cache: Tensor, value_cache: Tensor) -> bool:
-    """Whether the kernel reads pages in place: few queries, dense rows."""
+    """Whether the kernel reads pages in place: dense rows, few of them on vectors."""
     (_, heads, queries, width), (_, kv_heads, _, value_width) = query.shape, value_cache.shape
+    if not key_cache.stride(3) == 1 == value_cache.stride(3):
+        return False
+    if _cpu.decodes_on_tiles(DTYPES[query.dtype], heads, kv_heads, queries):
+        return True
     rows = queries * heads // max(kv_heads, 1)
-    dense = key_cache.stride(3) == 1 == value_cache.stride(3)
-    return rows <= _MOST_ROWS and dense and max(width, value_width) <= _WIDEST
+    return rows <= _MOST_ROWS and max(width, value_width) <= _WIDEST
 
 
 def _rows(block_table: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 #include "../sdpa_schedule.h"
 #include "../sdpa_weights.h"
 #include "base.h"
+#include "decode.h"
 
 namespace fastattn {
 namespace FASTATTN_ISA {
@@ -19,7 +20,23 @@ void attention_forward(const AttentionParams& p) {
   });
 }
 
+namespace {
+
+// Sequences in a cache, where many query rows share a key head.
+template <class P>
+void decode(const SequencesParams& p) {
+  const Sequences sequences(p);
+  Schedule<typename P::OnVectors, TileForward<P>, TileDecode<P>>(sequences).run();
+}
+
+}  // namespace
+
 void attention_sequences_forward(const SequencesParams& p) {
+  const AttentionParams& all = p.attention;
+  if (p.k_lengths != nullptr && fills_tiles(all)) {
+    if (all.B > 0) return all.dtype == DType::bf16 ? decode<TileBf16>(p) : decode<TileFloat<3>>(p);
+    return;
+  }
   if (!on_tiles(p.attention)) return FASTATTN_BASE::table.attention_sequences_forward(p);
   if (p.attention.B == 0 || p.attention.Hq == 0) return;
   with_operands(p.attention, [&](auto operands) {

@@ -32,9 +32,11 @@ class TileProducts {
  public:
   typedef typename Rows::Panel Panel;
 
-  explicit TileProducts(const Sequence& params)
+  // A task has at most this many blocks of keys.
+  explicit TileProducts(const Sequence& params, int64_t most_blocks = INT64_MAX)
       : rows(params),
         p(params),
+        most_blocks(most_blocks),
         steps((params.D + kStep - 1) / kStep),
         steps_v((params.Dv + kStep - 1) / kStep) {}
 
@@ -93,8 +95,9 @@ class TileProducts {
   int64_t piece() const {
     const int64_t block = (key_elements() + value_elements()) * static_cast<int64_t>(sizeof(Bf16));
     const int64_t most = max_of<int64_t>(1, kPieceBytes / block);
-    const int64_t pieces = max_of<int64_t>(1, (rows.all_blocks() + most - 1) / most);
-    return (rows.all_blocks() + pieces - 1) / pieces;
+    const int64_t all = min_of(rows.all_blocks(), most_blocks);
+    const int64_t pieces = max_of<int64_t>(1, (all + most - 1) / most);
+    return (all + pieces - 1) / pieces;
   }
 
   // Statistics and outputs of the first `count` panels of the buffers.
@@ -114,6 +117,7 @@ class TileProducts {
 
  private:
   const Sequence& p;
+  const int64_t most_blocks;
   const int64_t steps, steps_v;  // of 32 channels, of queries and of values
 
   int64_t key_elements() const { return kBlockKeys * steps * kStep * kParts; }  // of a packed block
@@ -182,8 +186,8 @@ class TileProducts {
       RowsOfTile<P> k[2], v[2];
       uint64_t keys = 0, values = 0;
       for (int64_t half = 0; half < 2; ++half) {
-        k[half] = rows.rows_of_keys(p.k, task.b, task.hk, first + n, half, p.D);
-        v[half] = rows.rows_of_keys(p.v, task.b, task.hk, first + n, half, p.Dv);
+        k[half] = rows.keys_of(task.buf.rows, task.b, task.hk, first + n, half);
+        v[half] = rows.values_of(task.buf.rows, task.b, task.hk, first + n, half);
         const uint32_t k_apart = kParts > 1 ? rows_apart(k[half]) : 0;
         const uint32_t v_apart = kParts > 1 || rows.excludes() ? rows_apart(v[half]) : 0;
         k[half].taken &= ~k_apart, v[half].taken &= ~v_apart;
@@ -264,7 +268,7 @@ class TileProducts {
     state.fresh = false;
     if (task.buf.values_apart[block - task.packed_piece] != 0) {
       squares.flush();
-      rows.add_apart(panel, block_of(task, block), weights);
+      rows.add_apart(task.buf.rows, panel, block_of(task, block), weights);
     }
     if (kParts > 1 && ++state.added % kBlocksOfSum == 0) {
       squares.flush();

@@ -47,9 +47,21 @@ class TileRows {
     bool unsafe;              // some queries are to be computed again
   };
 
+  // Where the queries of a panel are on the axis of keys, and their slopes (see LanesOfHead).
+  struct Lanes {
+    int64_t i0, i1;
+    alignas(64) float position[kQueries];  // less i0
+    alignas(64) float slopes[kQueries];
+    bool any_slope;
+    FASTATTN_INLINE bool sloped() const { return any_slope; }
+    FASTATTN_INLINE VecF slope(int n) const { return load(slopes + n * W); }
+    FASTATTN_INLINE VecF queries(int n) const { return load(position + n * W); }
+  };
+
   struct Panel {
     State state;
     int64_t b, hk, h, i0, i1;
+    Lanes lanes;
     Range all;       // keys, seen by all of its queries
     Range blocks;    // of keys, seen by some of them
     uint32_t apart;  // queries that are packed as zeros
@@ -66,6 +78,7 @@ class TileRows {
     float* mask;               // [Lk] a mask of keys
     bool* excluded;            // [blocks] the mask excludes all of their keys
     uint32_t* keep;            // [words of a block][queries]
+    Storage *keys, *values;    // [2 halves][32][D | Dv] of a paged cache
     int64_t masked_head = -1;  // in mask
   };
 
@@ -75,6 +88,8 @@ class TileRows {
     buf.mask = a.take<float>(key_mask ? p.Lk : 0);
     buf.excluded = a.take<bool>(key_mask ? all_blocks() : 0);
     buf.keep = a.take<uint32_t>(p.dropout_p > 0 ? kBlockKeys / 2 * kQueries : 0);
+    buf.keys = a.take<Storage>(p.pages != nullptr ? kBlockKeys * p.D : 0);
+    buf.values = a.take<Storage>(p.pages != nullptr ? kBlockKeys * p.Dv : 0);
     return buf;
   }
 
@@ -91,6 +106,10 @@ class TileRows {
     const int64_t i1 = min_of(p.Lq, i0 + kQueries);
     panel.b = b, panel.hk = hk, panel.h = h, panel.i0 = i0, panel.i1 = i1;
     panel.apart = 0;
+    const float slope = alibi_slope<float>(p, b, h);
+    panel.lanes.i0 = i0, panel.lanes.i1 = i1, panel.lanes.any_slope = slope != 0;
+    for (int64_t l = 0; l < kQueries; ++l)
+      panel.lanes.position[l] = static_cast<float>(l), panel.lanes.slopes[l] = slope;
     panel.all = visible_to_all(p, i0, i1);
     panel.blocks = blocks_of(buf, b, h, i0, i1);
   }
@@ -126,11 +145,14 @@ class TileRows {
   RowsOfTile<P> queries_of(const Panel& panel) const {
     return rows_of<P>(p.q, panel.b, panel.h, panel.i0, panel.i1, p.D);
   }
-  // Half a block of keys or values.
-  RowsOfTile<P> rows_of_keys(const Tensor4& x, int64_t b, int64_t hk, int64_t block, int64_t half,
-                             int64_t channels) const {
-    const int64_t begin = min_of(p.Lk, block * kBlockKeys + 32 * half);
-    return rows_of<P>(x, b, hk, begin, min_of(p.Lk, begin + 32), channels);
+  // Half a block of keys or of values.
+  RowsOfTile<P> keys_of(const Buffers& buf, int64_t b, int64_t hk, int64_t block,
+                        int64_t half) const {
+    return half_of(p.k, b, hk, block, half, p.D, buf.keys);
+  }
+  RowsOfTile<P> values_of(const Buffers& buf, int64_t b, int64_t hk, int64_t block,
+                          int64_t half) const {
+    return half_of(p.v, b, hk, block, half, p.Dv, buf.values);
   }
 
   // ---- From products to scores ------------------------------------------------------------------
@@ -200,12 +222,11 @@ class TileRows {
   }
 
   // O += V^T P pair by pair, skipping weights of zero, for values that were packed as zeros.
-  __attribute__((noinline)) void add_apart(const Panel& panel, const Block& block,
-                                           const float* weights) const {
+  __attribute__((noinline)) void add_apart(const Buffers& buf, const Panel& panel,
+                                           const Block& block, const float* weights) const {
     for (int64_t r = 0; r < block.keys; ++r) {
       if (!(block.values_apart >> r & 1)) continue;
-      const RowsOfTile<P> v =
-          rows_of_keys(p.v, panel.b, panel.hk, block.j0 / kBlockKeys, r / 32, p.Dv);
+      const RowsOfTile<P> v = values_of(buf, panel.b, panel.hk, block.j0 / kBlockKeys, r / 32);
       const Bf16* row = reinterpret_cast<const Bf16*>(weights + word_of(r / 2, 0) * kQueries);
       for (int64_t i = 0; i < kQueries; ++i) {
         const float weight = sum_of_parts<kParts>(row + 2 * i + r % 2, 2 * 16 * kQueries);
@@ -282,6 +303,23 @@ class TileRows {
     return any(some);
   }
 
+  // The state of a panel, to be merged with those of other keys: o is [channels][queries]. Weights
+  // were relative to minus_m, which is a rounded product; here they are relative to m.
+  void give(const State& state, float* m_out, float* l_out, float* o_out) const {
+    const __m512 exponent = _mm512_set1_ps(rule.exponent);
+    FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) {
+      const VecF m = load(state.m + n * W), minus_m = load(state.minus_m + n * W);
+      const VecI exact = (VecI)load(reinterpret_cast<const float*>(state.exact) + n * W);
+      const VecF rest = (VecF)_mm512_fmadd_ps((__m512)m, exponent, (__m512)minus_m);
+      const VecI relative = exact | (VecI)(m == -kInf<float>);
+      const VecF factor = exp2_any<false>(select<float>(relative, VecF{}, -rest));
+      store(m_out + n * W, m);
+      store(l_out + n * W, load(state.l + n * W) * factor);
+      for (int64_t at = n * W; at < output_floats(); at += kQueries)
+        store(o_out + at, state.fresh ? VecF{} : load(state.o + at) * factor);
+    }
+  }
+
   void finish(Panel& panel) const {
     State& state = panel.state;
     const int64_t rows = panel.i1 - panel.i0;
@@ -303,6 +341,22 @@ class TileRows {
   const DropoutRule dropout;
   const bool key_mask;
   const int64_t steps_v;  // of 32 channels, of values
+
+  // The rows of a paged cache are copied, because those of a block may be anywhere. They are dense.
+  RowsOfTile<P> half_of(const Tensor4& x, int64_t b, int64_t hk, int64_t block, int64_t half,
+                        int64_t channels, Storage* copies) const {
+    const int64_t begin = min_of(p.Lk, block * kBlockKeys + 32 * half);
+    const int64_t end = min_of(p.Lk, begin + 32);
+    if (p.pages == nullptr) return rows_of<P>(x, b, hk, begin, end, channels);
+    Storage* const copy = copies + half * 32 * channels;
+    const Storage* const base = static_cast<const Storage*>(x.data) + hk * x.stride[1];
+    for (int64_t j = begin; j < end; ++j)
+      __builtin_memcpy(
+          copy + (j - begin) * channels,
+          base + p.pages[j / p.page_size] * x.stride[0] + j % p.page_size * x.stride[2],
+          static_cast<size_t>(channels) * sizeof(Storage));
+    return {copy, channels, 1, channels, first_bits(end - begin)};
+  }
 
   // A mask excludes all pairs of a block.
   bool hidden(const Buffers& buf, const Panel& panel, int64_t block) const {
@@ -331,7 +385,7 @@ class TileRows {
     const int64_t j0 = block.j0, keys = block.keys;
     for (int64_t r = keys * kQueries; r < kBlockKeys * kQueries; r += W)
       store(s + r, splat(-kInf<float>));
-    if (kParts > 1) score_apart(panel, block, s);
+    if (kParts > 1) score_apart(buf, panel, block, s);
     const bool edge = j0 < panel.all.begin || j0 + keys > panel.all.end;
     Bias<float> bias;
     if (key_mask) bias.keys = buf.mask + j0;
@@ -340,8 +394,7 @@ class TileRows {
                                           kQueries, buf.bias) != Seen::all)
       bias.tile = buf.bias;
     if (rule.natural || bias.given() || edge) {
-      apply_rule<float, kVectors>(p, rule, s, keys, panel.i0, panel.i1, j0, bias,
-                                  alibi_slope<float>(p, panel.b, panel.h), nullptr, top);
+      apply_rule<float, kVectors>(p, rule, s, keys, panel.lanes, j0, bias, nullptr, top);
       return true;
     }
     if (!wants_top) return false;
@@ -353,12 +406,11 @@ class TileRows {
   }
 
   // The products of the pairs whose key or query was packed as zeros.
-  void score_apart(const Panel& panel, const Block& block, float* s) const {
+  void score_apart(const Buffers& buf, const Panel& panel, const Block& block, float* s) const {
     if (block.keys_apart == 0 && panel.apart == 0) return;
     const RowsOfTile<P> q = queries_of(panel);
     for (int64_t r = 0; r < block.keys; ++r) {
-      const RowsOfTile<P> k =
-          rows_of_keys(p.k, panel.b, panel.hk, block.j0 / kBlockKeys, r / 32, p.D);
+      const RowsOfTile<P> k = keys_of(buf, panel.b, panel.hk, block.j0 / kBlockKeys, r / 32);
       for (int64_t i = 0; i < panel.i1 - panel.i0; ++i)
         if ((block.keys_apart >> r | panel.apart >> i) & 1)
           s[r * kQueries + i] = dot_apart(q, i, k, r % 32);
