@@ -54,12 +54,10 @@ void self_attention(int dtype, int threads, const py::tuple& sizes, const py::tu
   const int64_t element = element_bytes(type);
   py::gil_scoped_release release;
 
-  // qkv [rows, 3E], attended [rows, E], lse [N, H, L], visible [N, L]
-  const int64_t lse_bytes = N * H * L * 8, row_bytes = rows * E * element;
-  const std::unique_ptr<char[]> memory(
-      new char[static_cast<size_t>(lse_bytes + 4 * row_bytes + rows)]);
-  double* const lse = reinterpret_cast<double*>(memory.get());
-  char* const qkv = memory.get() + lse_bytes;
+  // qkv [rows, 3E], attended [rows, E], visible [N, L]
+  const int64_t row_bytes = rows * E * element;
+  const std::unique_ptr<char[]> memory(new char[static_cast<size_t>(4 * row_bytes + rows)]);
+  char* const qkv = memory.get();
   char* const attended = qkv + 3 * row_bytes;
   bool* const visible = reinterpret_cast<bool*>(attended + row_bytes);
 
@@ -82,7 +80,6 @@ void self_attention(int dtype, int threads, const py::tuple& sizes, const py::tu
   p.k = heads(qkv + E * element, 3 * E);
   p.v = heads(qkv + 2 * E * element, 3 * E);
   p.out = heads(attended, E);
-  p.lse = lse;
   p.scale = 1.0 / std::sqrt(static_cast<double>(D));
   p.window_left = -1, p.window_right = causal ? 0 : -1;
   if (padding != 0) {

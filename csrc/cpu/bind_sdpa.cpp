@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <memory>
 #include <vector>
 
 #include "kernel_table.h"
@@ -72,13 +71,6 @@ void attention_forward(int dtype, const py::object& may_reduce, int threads, con
                                  k_stride, v, v_stride, out, out_stride, lse),
                 options, operands);
   py::gil_scoped_release release;
-  // A caller without a gradient passes no lse: a tensor costs two microseconds, this buffer a
-  // twentieth.
-  std::unique_ptr<double[]> unwanted;
-  if (lse == 0) {
-    unwanted.reset(new double[static_cast<size_t>(p.B * p.Hq * p.Lq)]);
-    p.lse = unwanted.get();
-  }
   kernels(p.dtype).attention_forward(p);
 }
 

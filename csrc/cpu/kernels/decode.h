@@ -455,7 +455,7 @@ class Decode {
     for (int64_t r = 0; r < rows; ++r) {
       const int64_t h = hk * group + r / p.Lq, i = r % p.Lq;
       const T m = maxima(state)[r], l = sums(state)[r];
-      p.lse[(b * p.Hq + h) * p.lse_stride + i] = log_sum_exp(rule, m, l);
+      if (p.lse != nullptr) p.lse[(b * p.Hq + h) * p.lse_stride + i] = log_sum_exp(rule, m, l);
       const T inverse = sees_nothing(m, l) ? T(0) : T(1) / l;
       Storage* out = static_cast<Storage*>(p.out.data) + b * p.out.stride[0] + h * p.out.stride[1] +
                      i * p.out.stride[2];

@@ -36,10 +36,10 @@ FASTATTN_INLINE void finish_rows(const Sequence& p, const ScoreRule<T>& rule,
                                  const DropoutRule& dropout, int64_t b, int64_t h, int64_t i,
                                  int64_t rows, int64_t lanes, const T* m, T* l, const T* O) {
   S* out = static_cast<S*>(p.out.data) + b * p.out.stride[0] + h * p.out.stride[1];
-  double* lse = p.lse + (b * p.Hq + h) * p.lse_stride + i;
+  double* const lse = p.lse == nullptr ? nullptr : p.lse + (b * p.Hq + h) * p.lse_stride + i;
   const T kept = p.dropout_p > 0 ? static_cast<T>(dropout.factor) : T(1);
   for (int64_t r = 0; r < rows; ++r) {
-    lse[r] = log_sum_exp(rule, m[r], l[r]);
+    if (lse != nullptr) lse[r] = log_sum_exp(rule, m[r], l[r]);
     l[r] = sees_nothing(m[r], l[r]) ? T(0) : kept / l[r];
   }
   unpack_transposed<T>(O, lanes, l, rows, p.Dv, out + i * p.out.stride[2], p.out.stride[2]);
