@@ -10,8 +10,21 @@ from torch import Tensor
 from fastattn.checks import check_flag, wrong_type
 from fastattn.library import Operator
 from fastattn.ops import varlen
+from fastattn.ops._sdpa_arguments import Arguments
 
 _NAME = "scaled_dot_product_attention"
+_OPTIONS = (  # those that packed sequences have too
+    "dropout_p",
+    "is_causal",
+    "scale",
+    "window",
+    "softcap",
+    "alibi_slopes",
+    "sinks",
+    "causal_alignment",
+    "generator",
+    "return_lse",
+)
 
 
 class JaggedFolding(NamedTuple):
@@ -46,29 +59,15 @@ def same_lengths(x: Any, y: Any) -> bool:
     return x.shape[-2] == y.shape[-2] or torch.equal(x.offsets(), y.offsets())
 
 
-def prepare(
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any,
-    dropout_p: Any,
-    is_causal: Any,
-    scale: Any,
-    enable_gqa: Any,
-    *,
-    need_weights: Any,
-    average_weights: Any,
-    relative_bias: Any,
-    **options: Any,
-) -> tuple[Operator, tuple[Any, ...], JaggedFolding]:
+def prepare(given: Arguments) -> tuple[Operator, tuple[Any, ...], JaggedFolding]:
     """Return the operator of packed sequences, its arguments except the seed, and the folding."""
+    query, key, value, enable_gqa = given.query, given.key, given.value, given.enable_gqa
+    for name in ("mask", "attn_mask", "relative_bias"):
+        if getattr(given, name) is not None:
+            raise RuntimeError(f"{_NAME}: {name} must be None if query is jagged")
     check_flag(_NAME, "enable_gqa", enable_gqa)
-    if attn_mask is not None:
-        raise RuntimeError(f"{_NAME}: attn_mask must be None if query is jagged")
-    if need_weights or average_weights:
+    if given.need_weights or given.average_weights:
         raise RuntimeError(f"{_NAME}: need_weights must be False if query is jagged")
-    if relative_bias is not None:
-        raise RuntimeError(f"{_NAME}: relative_bias must be None if query is jagged")
     (q, q_starts), (k, k_starts), (v, _) = (
         _packed(name, x, query) for name, x in (("query", query), ("key", key), ("value", value))
     )
@@ -85,17 +84,8 @@ def prepare(
             f"{_NAME}: query and key must have the same number of heads without enable_gqa=True, "
             f"got {q.shape[1]} and {k.shape[1]}"
         )
-    operator, arguments = varlen.prepare(
-        q,
-        k,
-        v,
-        q_starts,
-        k_starts,
-        dropout_p=dropout_p,
-        is_causal=is_causal,
-        scale=scale,
-        **options,
-    )
+    options = {name: getattr(given, name) for name in _OPTIONS}
+    operator, arguments = varlen.prepare(q, k, v, q_starts, k_starts, **options)
     return operator, arguments, JaggedFolding(q_starts, query.dim() == 4)
 
 

@@ -15,6 +15,30 @@ _NAME = "scaled_dot_product_attention"
 _FLAGS = ("is_causal", "enable_gqa", "return_lse", "need_weights", "average_weights")
 
 
+class Arguments(NamedTuple):
+    """The arguments of the public function, as the caller gave them."""
+
+    query: Any
+    key: Any
+    value: Any
+    attn_mask: Any = None
+    dropout_p: Any = 0.0
+    is_causal: Any = False
+    scale: Any = None
+    enable_gqa: Any = False
+    window: Any = None
+    softcap: Any = None
+    alibi_slopes: Any = None
+    sinks: Any = None
+    relative_bias: Any = None
+    mask: Any = None
+    causal_alignment: Any = "upper_left"
+    generator: Any = None
+    return_lse: Any = False
+    need_weights: Any = False
+    average_weights: Any = False
+
+
 class Folding(NamedTuple):
     """How to restore the caller's leading dimensions from the primitive's [B, H, ...]."""
 
@@ -195,11 +219,11 @@ def _fold_leading(x: Tensor, kept: int, batch: tuple[int, ...]) -> Tensor:
     return x.expand(*batch, *rows).reshape(math.prod(batch), *rows)
 
 
-def check_flags(*flags: Any) -> None:
-    if not all([flag is True or flag is False for flag in flags]):  # noqa: C419  (faster)
-        for name, flag in zip(_FLAGS, flags, strict=True):
-            if not isinstance(flag, bool):
-                raise wrong_type(_NAME, name, flag, "bool")
+def check_flags(given: Arguments) -> None:
+    for name in _FLAGS:
+        flag = getattr(given, name)
+        if not isinstance(flag, bool):
+            raise wrong_type(_NAME, name, flag, "bool")
 
 
 def check_combinations(

@@ -180,7 +180,7 @@ def scaled_dot_product_attention(
         out = attend_plainly(query, key, value, attn_mask, is_causal, scale, enable_gqa, sinks)
         if out is not None:
             return out
-    operator, call, folding = prepare(
+    given = arguments.Arguments(
         query,
         key,
         value,
@@ -201,6 +201,7 @@ def scaled_dot_product_attention(
         need_weights=need_weights,
         average_weights=average_weights,
     )
+    operator, call, folding = _prepared(given)
     # Jagged tensors have no weights.
     out, lse, *weights = operator(*checks.with_seed(operator, call, generator))
     out = folding.restore(out)
@@ -215,80 +216,51 @@ def scaled_dot_product_attention(
 
 
 def prepare(
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any = None,
-    dropout_p: Any = 0.0,
-    is_causal: Any = False,
-    scale: Any = None,
-    enable_gqa: Any = False,
-    *,
-    window: Any = None,
-    softcap: Any = None,
-    alibi_slopes: Any = None,
-    sinks: Any = None,
-    relative_bias: Any = None,
-    mask: Any = None,
-    causal_alignment: Any = "upper_left",
-    generator: Any = None,
-    return_lse: Any = False,
-    need_weights: Any = False,
-    average_weights: Any = False,
+    *args: Any, **options: Any
 ) -> tuple[Operator, tuple[Any, ...], arguments.Folding | _jagged.JaggedFolding]:
     """Validate; return the operator, its arguments with None for the seed, and the folding.
 
-    All errors are raised here, before any computation.
+    Takes the arguments of the public function. All errors are raised here, before any computation.
     """
-    if _jagged.is_jagged(query):
-        if mask is not None:
-            raise RuntimeError(f"{_NAME}: mask must be None if query is jagged")
-        return _jagged.prepare(
-            query,
-            key,
-            value,
-            attn_mask,
-            dropout_p,
-            is_causal,
-            scale,
-            enable_gqa,
-            window=window,
-            softcap=softcap,
-            alibi_slopes=alibi_slopes,
-            sinks=sinks,
-            relative_bias=relative_bias,
-            causal_alignment=causal_alignment,
-            generator=generator,
-            return_lse=return_lse,
-            need_weights=need_weights,
-            average_weights=average_weights,
-        )
+    return _prepared(arguments.Arguments(*args, **options))
+
+
+def _prepared(
+    given: arguments.Arguments,
+) -> tuple[Operator, tuple[Any, ...], arguments.Folding | _jagged.JaggedFolding]:
+    if _jagged.is_jagged(given.query):
+        return _jagged.prepare(given)
+    query, key, value = given.query, given.key, given.value
     arguments.check_tensors(query, key, value)
-    arguments.check_flags(is_causal, enable_gqa, return_lse, need_weights, average_weights)
+    arguments.check_flags(given)
+    dropout_p, scale, attn_mask = given.dropout_p, given.scale, given.attn_mask
+    is_causal, causal_alignment = given.is_causal, given.causal_alignment
     if dropout_p != 0.0 or type(dropout_p) is not float:
         dropout_p = checks.check_dropout(_NAME, dropout_p)
     if scale is not None:
         scale = checks.check_real(_NAME, "scale", scale)
-    cap = 0.0 if softcap is None else checks.check_softcap(_NAME, softcap)
-    left, right = (-1, -1) if window is None else checks.check_window(_NAME, window)
-    if generator is not None:
-        checks.check_generator(_NAME, generator, query.device)
+    cap = 0.0 if given.softcap is None else checks.check_softcap(_NAME, given.softcap)
+    left, right = (-1, -1) if given.window is None else checks.check_window(_NAME, given.window)
+    if given.generator is not None:
+        checks.check_generator(_NAME, given.generator, query.device)
     if attn_mask is not None and checks.is_causal_bias(attn_mask):
         causal_alignment = arguments.causal_alignment_of(
             attn_mask, query, key, is_causal, causal_alignment
         )
         attn_mask, is_causal = None, True
     arguments.check_combinations(
-        attn_mask, is_causal, need_weights, average_weights, causal_alignment
+        attn_mask, is_causal, given.need_weights, given.average_weights, causal_alignment
     )
 
     query, key, value = checks.autocast(query, key, value)
     checks.check_dtypes(_NAME, query, key, value)
-    query, key, value, folding = arguments.fold(query, key, value, enable_gqa)
+    query, key, value, folding = arguments.fold(query, key, value, given.enable_gqa)
     if attn_mask is not None:
         attn_mask = arguments.fold_mask(attn_mask, query, key.shape[2], folding)
-    if alibi_slopes is not None:
-        alibi_slopes = arguments.fold_slopes(alibi_slopes, query, folding)
+    slopes = given.alibi_slopes
+    if slopes is not None:
+        slopes = arguments.fold_slopes(slopes, query, folding)
+    sinks = given.sinks
     if sinks is not None:
         sinks = checks.check_sinks(
             _NAME,
@@ -300,14 +272,13 @@ def prepare(
         )
 
     offset = key.shape[2] - query.shape[2] if causal_alignment == "bottom_right" else 0
-    positions = None
-    if relative_bias is not None:
+    relative_bias = positions = mask_program = None
+    if given.relative_bias is not None:
         relative_bias, positions = fold_relative_bias(
-            _NAME, relative_bias, query, key.shape[2], offset
+            _NAME, given.relative_bias, query, key.shape[2], offset
         )
-    mask_program = None
-    if mask is not None:
-        mask_program = masks.program(_NAME, mask, query, key.shape[2], offset)
+    if given.mask is not None:
+        mask_program = masks.program(_NAME, given.mask, query, key.shape[2], offset)
     if is_causal:
         right = 0
     if query.shape[3] == 0:  # every score is 0; one column of zeros keeps it so
@@ -322,7 +293,7 @@ def prepare(
         window_right=right,
         softcap=cap,
         dropout_p=dropout_p,
-        weights=(2 if average_weights else 1) if need_weights else 0,
+        weights=(2 if given.average_weights else 1) if given.need_weights else 0,
     )
-    biases = (attn_mask, alibi_slopes, None, sinks, relative_bias, positions, mask_program)
+    biases = (attn_mask, slopes, None, sinks, relative_bias, positions, mask_program)
     return attention, (query, key, value, *biases, options), folding
