@@ -1,0 +1,34 @@
+"""Masks of attention that are not stored pair by pair, for ``mask=`` of attention.
+
+    from fastattn import masks, scaled_dot_product_attention
+
+    mask = masks.causal() & masks.document(ids)
+    scaled_dot_product_attention(query, key, value, mask=mask)
+
+Masks combine by ``&``, ``|`` and ``~``. Causal masks, windows, prefixes, documents and chunks take
+memory in proportion to the lengths; :func:`from_function`, and a ``BlockMask`` of
+``torch.nn.attention.flex_attention``, one bit for each pair of a block that is only partly visible.
+A kernel skips blocks of pairs that are not visible, and pays nothing for those that are.
+
+A position is the one that ``causal_alignment`` of the call gives to a query: query i is at position
+i + offset of the keys, where offset is 0, or Lk - Lq for "bottom_right".
+
+What a kernel reads is built at the first call with given lengths and is kept by the mask, so build
+a mask once for all layers.
+"""
+
+from fastattn.masks._blocks import MaskMod as MaskMod
+from fastattn.masks._mask import Mask, from_block_mask, from_function
+from fastattn.masks._mask import program as program
+from fastattn.masks._positions import causal, chunked, document, prefix_lm, sliding_window
+
+__all__ = [
+    "Mask",
+    "causal",
+    "chunked",
+    "document",
+    "from_block_mask",
+    "from_function",
+    "prefix_lm",
+    "sliding_window",
+]

@@ -1,0 +1,123 @@
+"""The blocks of a mask whose pairs are known one by one: a function of indices, or a ``BlockMask``.
+
+A block has a state: none or all of its pairs are visible, or it is partial and has one bit for each
+pair. Functions are evaluated once for each pair of the blocks that are not decided yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["MaskMod", "Size", "blocks_of_block_mask", "blocks_of_function"]
+
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+Size = tuple[int, int]  # of queries and keys
+
+_NONE, _ALL, _PARTIAL = 0, 1, 2  # states of a block
+
+
+def blocks_of_function(
+    mask_mod: MaskMod,
+    heads: Size,  # of the batch and heads
+    lengths: Size,
+    block: Size,
+    device: torch.device | str,
+) -> tuple[Tensor, Tensor]:
+    """Return the states [B, H, rows, columns] and the bits, as in ``Kind.BLOCKS``."""
+    size = (-(-n // side) for n, side in zip(lengths, block, strict=True))
+    states = torch.full((*heads, *size), _PARTIAL, dtype=torch.int32, device=device)
+    return _evaluated(mask_mod, states, lengths, block)
+
+
+def blocks_of_block_mask(block_mask: Any, lengths: Size, block: Size) -> tuple[Tensor, Tensor]:
+    """The same of a ``BlockMask``: only the pairs of its partial blocks are evaluated."""
+    (q_len, k_len), (block_q, block_k) = lengths, block
+    size = -(-q_len // block_q), -(-k_len // block_k)
+    states = _listed(block_mask.kv_num_blocks, block_mask.kv_indices, size) * _PARTIAL
+    if block_mask.full_kv_num_blocks is not None:
+        full = _listed(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, size)
+        states = torch.where(full == 1, _ALL, states)
+    return _evaluated(block_mask.mask_mod, states, lengths, block)
+
+
+def _listed(counts: Tensor, indices: Tensor, size: Size) -> Tensor:
+    """1 for the blocks [B, H, rows, columns] whose columns a row lists, 0 for others; int32."""
+    rows, columns = size
+    counts, indices = counts[:, :, :rows], indices[:, :, :rows].long()
+    given = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
+    found = torch.zeros(*indices.shape[:3], columns + 1, dtype=torch.int32, device=indices.device)
+    outside = (indices < 0) | (indices >= columns) | ~given
+    found.scatter_(3, indices.masked_fill(outside, columns), 1)
+    return found[..., :columns].contiguous()
+
+
+def _evaluated(
+    mask_mod: MaskMod, states: Tensor, lengths: Size, block: Size
+) -> tuple[Tensor, Tensor]:
+    """Return the final states, and the bits of the blocks that the function leaves partial."""
+    (q_len, k_len), (block_q, block_k) = lengths, block
+    batch, heads, rows, _ = states.shape
+    states = states.clone()
+    words = -(-block_q // 32)
+    found, kept = [states.new_empty(0, block_k, words)], 0
+    in_block = torch.arange(block_k, device=states.device)
+    for row in range(rows):
+        open_blocks = states[:, :, row] == _PARTIAL  # [B, H, columns]
+        (columns,) = open_blocks.any(0).any(0).nonzero(as_tuple=True)
+        if not columns.numel():
+            continue
+        queries = torch.arange(row * block_q, min(q_len, (row + 1) * block_q), device=states.device)
+        keys = columns[:, None] * block_k + in_block  # [columns, block_k], the last ones outside
+        exists = keys < k_len
+        index = keys.clamp(max=k_len - 1).flatten()
+        seen = _called(mask_mod, batch, heads, queries, index)
+        seen = seen.unflatten(3, keys.shape).transpose(2, 3)  # [B, H, columns, Lq, block_k]
+        every = (seen | ~exists[:, None]).flatten(3).all(3)
+        seen = seen & exists[:, None]
+        some = seen.flatten(3).any(3) & ~every & open_blocks[:, :, columns]
+        count = int(some.sum())
+        state = torch.where(every, _ALL, _NONE)
+        state[some] = torch.arange(kept, kept + count, device=states.device) + _PARTIAL
+        decided = torch.where(open_blocks[:, :, columns], state, states[:, :, row, columns])
+        states[:, :, row, columns] = decided.to(torch.int32)
+        found.append(_words(seen[some], words))
+        kept += count
+    return states, torch.cat(found)
+
+
+def _words(pairs: Tensor, words: int) -> Tensor:
+    """Pairs [n, queries, keys] as the bits [n, keys, words] of int32."""
+    pairs = torch.nn.functional.pad(pairs.mT, (0, 32 * words - pairs.shape[1]))
+    powers = 1 << torch.arange(32, device=pairs.device)
+    values = (pairs.unflatten(2, (words, 32)) * powers).sum(3)  # below 2^32
+    return torch.where(values >= 2**31, values - 2**32, values).to(torch.int32)
+
+
+def _called(mask_mod: MaskMod, batch: int, heads: int, queries: Tensor, keys: Tensor) -> Tensor:
+    """mask_mod of all combinations, [B, H, queries, keys]."""
+
+    def checked(*index: Tensor) -> Tensor:
+        seen = mask_mod(*index)
+        if not isinstance(seen, Tensor) or seen.dtype is not torch.bool or seen.dim():
+            got = f"{list(seen.shape)} {seen.dtype}" if isinstance(seen, Tensor) else repr(seen)
+            raise TypeError(f"mask_mod must return a boolean tensor without dimensions, got {got}")
+        return seen
+
+    function: Any = checked
+    for dim in (3, 2, 1, 0):
+        function = torch.vmap(function, tuple(0 if n == dim else None for n in range(4)))
+    indices = (torch.arange(n, device=queries.device) for n in (batch, heads))
+    try:
+        seen: Tensor = function(*indices, queries, keys)
+    except RuntimeError as error:
+        if "data-dependent" not in str(error) and ".item()" not in str(error):
+            raise
+        raise RuntimeError(
+            "mask_mod must not depend on values in its control flow (if, while, int()): it is "
+            "evaluated for many pairs at once; use &, |, ~ or torch.where"
+        ) from error
+    return seen

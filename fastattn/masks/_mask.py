@@ -1,0 +1,234 @@
+"""The masks themselves: what every kind has, their combinations, and masks of blocks."""
+
+from __future__ import annotations
+
+import abc
+import threading
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattn.backends._mask_program import LEAVES, Kind, Leaf, encode
+from fastattn.checks import wrong_type
+from fastattn.eager import nothing_watches
+from fastattn.masks._blocks import MaskMod, Size, blocks_of_block_mask, blocks_of_function
+from fastattn.masks._calls import Call, check_device, check_int, check_rows
+
+__all__ = ["LeafMask", "Mask", "from_block_mask", "from_function", "program"]
+
+_KEPT = 8  # programs that a mask keeps, of different lengths
+_lock = threading.Lock()  # of what masks keep
+
+
+class Mask(abc.ABC):
+    """Which queries can see which keys; made by the functions of ``fastattn.masks``."""
+
+    leaves = 1
+
+    def __init__(self) -> None:
+        self._programs: dict[tuple[Any, ...], Tensor] = {}
+
+    def __and__(self, other: Any) -> Mask:
+        return _combined(Kind.ALL_OF, self, other)
+
+    def __or__(self, other: Any) -> Mask:
+        return _combined(Kind.ANY_OF, self, other)
+
+    # A BlockMask on the left.
+    __rand__ = __and__
+    __ror__ = __or__
+
+    def __bool__(self) -> bool:  # `and`, `or` and `not` would silently drop a mask
+        raise TypeError("a mask has no truth value: combine masks by &, | and ~")
+
+    @abc.abstractmethod
+    def __invert__(self) -> Mask: ...
+
+    @abc.abstractmethod
+    def __repr__(self) -> str: ...
+
+    @abc.abstractmethod
+    def _check(self, call: Call) -> None:
+        """Raise an error if the mask does not fit the call."""
+
+    @abc.abstractmethod
+    def _steps(self, call: Call) -> list[Kind | Leaf]: ...
+
+    def _program(self, call: Call) -> Tensor:
+        self._check(call)
+        if not nothing_watches():  # a traced tensor must not stay
+            return encode(self._steps(call), call.device)
+        key = (call.q_len, call.k_len, call.offset, call.device)
+        with _lock:
+            kept = self._programs.pop(key, None)
+            if kept is not None:
+                self._programs[key] = kept  # the last used is the last to go
+        if kept is None:
+            with torch.inference_mode(False):  # autograd must be able to save it
+                kept = encode(self._steps(call), call.device)
+            with _lock:
+                self._programs[key] = kept
+                while len(self._programs) > _KEPT:
+                    del self._programs[next(iter(self._programs))]
+        return kept
+
+
+def program(op: str, mask: Any, query: Tensor, k_len: int, offset: int) -> Tensor:
+    """Return the program of a mask for query [B, Hq, Lq, D], for the operator ``op``."""
+    batch, heads, q_len, _ = query.shape
+    found = _as_mask(f"{op}: mask", mask)
+    if found is None:
+        raise wrong_type(op, "mask", mask, "Mask or BlockMask (attn_mask takes tensors)")
+    return found._program(Call(op, batch, heads, q_len, k_len, offset, query.device))
+
+
+# --- combinations --------------------------------------------------------------------------------
+
+
+class _Combined(Mask):
+    def __init__(self, kind: Kind, left: Mask, right: Mask) -> None:
+        super().__init__()
+        self.kind, self.left, self.right = kind, left, right
+        self.leaves = left.leaves + right.leaves
+        if self.leaves > LEAVES:
+            raise ValueError(f"a mask can combine at most {LEAVES} others, got {self.leaves}")
+
+    def __invert__(self) -> Mask:  # De Morgan: kernels negate leaves only
+        other = Kind.ANY_OF if self.kind is Kind.ALL_OF else Kind.ALL_OF
+        return _Combined(other, ~self.left, ~self.right)
+
+    def __repr__(self) -> str:
+        return f"({self.left!r} {'&' if self.kind is Kind.ALL_OF else '|'} {self.right!r})"
+
+    def _check(self, call: Call) -> None:
+        self.left._check(call)
+        self.right._check(call)
+
+    def _steps(self, call: Call) -> list[Kind | Leaf]:
+        return [*self.left._steps(call), *self.right._steps(call), self.kind]
+
+
+def _combined(kind: Kind, left: Mask, right: Any) -> Any:
+    other = _as_mask("mask", right)
+    return NotImplemented if other is None else _Combined(kind, left, other)
+
+
+def _as_mask(where: str, mask: Any) -> Mask | None:
+    if isinstance(mask, Mask):
+        return mask
+    # Compares the class's name, because importing its module takes seconds.
+    if type(mask).__name__ != "BlockMask":
+        return None
+    if torch.compiler.is_compiling():
+        raise RuntimeError(
+            f"{where}: a BlockMask cannot be converted by compiled code; call "
+            "fastattn.masks.from_block_mask before it"
+        )
+    if mask not in _block_masks:
+        _block_masks[mask] = from_block_mask(mask)
+    return _block_masks[mask]
+
+
+_block_masks: weakref.WeakKeyDictionary[Any, Mask] = weakref.WeakKeyDictionary()
+
+
+class LeafMask(Mask):
+    """A mask without operators; ``negated`` if it is the other pairs."""
+
+    def __init__(self, name: str, negated: bool) -> None:
+        super().__init__()
+        self.name, self.negated = name, negated
+
+    def __invert__(self) -> Mask:
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__, negated=not self.negated, _programs={})
+        return other
+
+    def __repr__(self) -> str:
+        return f"{'~' if self.negated else ''}{self.name}"
+
+
+# --- blocks --------------------------------------------------------------------------------------
+
+
+class _Blocks(LeafMask):
+    """The state of each block, and the bits of those that are partly visible."""
+
+    def __init__(
+        self,
+        name: str,
+        lengths: Size,
+        block: Size,
+        states: Tensor,
+        bits: Tensor,
+    ) -> None:
+        super().__init__(name, False)
+        self.lengths, self.block = lengths, block
+        self.states, self.bits = states, bits  # as in Kind.BLOCKS
+
+    def _check(self, call: Call) -> None:
+        if self.lengths != (call.q_len, call.k_len):
+            raise RuntimeError(
+                f"{call.op}: mask must be of {call.q_len} queries and {call.k_len} keys, "
+                f"got {self.lengths[0]} and {self.lengths[1]}"
+            )
+        rows, heads = self.states.shape[:2]
+        check_rows(call, "blocks", rows)
+        if heads != 1 and heads != call.heads:
+            raise RuntimeError(f"{call.op}: mask must have 1 or {call.heads} heads, got {heads}")
+        check_device(call, "blocks", self.states)
+
+    def _steps(self, call: Call) -> list[Kind | Leaf]:
+        rows, heads = self.states.shape[:2]
+        data = torch.cat([self.states.flatten(), self.bits.flatten()])
+        partial = self.bits.shape[0]
+        return [Leaf(Kind.BLOCKS, self.negated, data, rows, heads, *self.block, partial)]
+
+
+def from_function(
+    mask_mod: MaskMod,
+    B: int | None,
+    H: int | None,
+    Lq: int,
+    Lk: int,
+    *,
+    device: torch.device | str = "cpu",
+) -> Mask:
+    """The pairs for which ``mask_mod(b, h, q_idx, kv_idx)`` is True, as in ``create_block_mask``.
+
+    The function gets four integer tensors without dimensions and returns a boolean one. It is
+    evaluated once for each pair, here, by ``torch.vmap`` over 128 queries at a time, so it must not
+    branch on values. B and H are None (or 1) for a mask that does not depend on the batch or head.
+
+    >>> from fastattn import masks
+    >>> masks.from_function(lambda b, h, q, k: (q - k) % 3 == 0, None, None, 256, 256)
+    from_function(<lambda>, 256 x 256)
+    """
+    batch, heads = (1 if n is None else n for n in (B, H))
+    for size_of, size, least in (("B", batch, 1), ("H", heads, 1), ("Lq", Lq, 0), ("Lk", Lk, 0)):
+        check_int("from_function", size_of, size, least)
+    if not callable(mask_mod):
+        raise wrong_type("from_function", "mask_mod", mask_mod, "a function")
+    lengths, block = (Lq, Lk), (128, 128)
+    found = blocks_of_function(mask_mod, (batch, heads), lengths, block, device)
+    name = f"from_function({getattr(mask_mod, '__name__', mask_mod)}, {Lq} x {Lk})"
+    return _Blocks(name, lengths, block, *found)
+
+
+def from_block_mask(block_mask: Any) -> Mask:
+    """The mask of a ``BlockMask`` of ``torch.nn.attention.flex_attention``.
+
+    Attention takes these objects directly. This function is for compiled code, which cannot convert
+    them: call it before. Only the pairs of partial blocks are evaluated.
+    """
+    if type(block_mask).__name__ != "BlockMask":
+        raise wrong_type("from_block_mask", "block_mask", block_mask, "BlockMask")
+    if block_mask.mask_mod is None:
+        raise ValueError("from_block_mask: block_mask must have a mask_mod, got None")
+    q_len, k_len = block_mask.seq_lengths
+    block_q, block_k = block_mask.BLOCK_SIZE
+    lengths, block = (q_len, k_len), (block_q, block_k)
+    name = f"BlockMask({q_len} x {k_len})"
+    return _Blocks(name, lengths, block, *blocks_of_block_mask(block_mask, lengths, block))

@@ -1,0 +1,164 @@
+"""Masks of positions, which are intervals of keys, and of documents."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattn.backends._mask_program import Kind, Leaf, padded
+from fastattn.masks._calls import Call, check_device, check_int, check_rows, integers
+from fastattn.masks._mask import LeafMask, Mask
+
+__all__ = ["causal", "chunked", "document", "prefix_lm", "sliding_window"]
+
+
+class _Interval(LeafMask):
+    """The keys from low[i] to high[i] are visible to query i."""
+
+    def __init__(
+        self,
+        name: str,
+        bounds: Callable[[Tensor, int], tuple[Tensor, Tensor]],
+        lengths: Tensor | None = None,
+    ) -> None:
+        super().__init__(name, False)
+        self.bounds, self.lengths = bounds, lengths
+
+    def _check(self, call: Call) -> None:
+        if self.lengths is not None:
+            check_rows(call, "lengths", self.lengths.shape[0])
+            check_device(call, "lengths", self.lengths)
+
+    def _steps(self, call: Call) -> list[Kind | Leaf]:
+        position = torch.arange(call.q_len, device=call.device) + call.offset
+        ends = torch.broadcast_tensors(*self.bounds(position, call.k_len))  # [B|1, Lq], or [Lq]
+        data = torch.stack(ends, -2).clamp(0, call.k_len).to(torch.int32)
+        rows = 1 if self.lengths is None else self.lengths.shape[0]
+        return [Leaf(Kind.INTERVAL, self.negated, padded(data), rows)]
+
+
+def causal() -> Mask:
+    """Keys up to the query's own position.
+
+    >>> import torch
+    >>> from fastattn import masks, scaled_dot_product_attention
+    >>> x = torch.eye(3)[None, None]
+    >>> scaled_dot_product_attention(x, x, x, scale=0.0, mask=masks.causal())[0, 0]
+    tensor([[1.0000, 0.0000, 0.0000],
+            [0.5000, 0.5000, 0.0000],
+            [0.3333, 0.3333, 0.3333]])
+    """
+    return _Interval("causal()", _bounds_of_causal)
+
+
+def _bounds_of_causal(at: Tensor, k_len: int) -> tuple[Tensor, Tensor]:
+    return torch.zeros_like(at), at + 1
+
+
+def sliding_window(left: int, right: int) -> Mask:
+    """Keys at most ``left`` places before and ``right`` places after the query; -1: all.
+
+    >>> from fastattn import masks
+    >>> masks.causal() & masks.sliding_window(128, 0)
+    (causal() & sliding_window(128, 0))
+    """
+    for name, size in (("left", left), ("right", right)):
+        check_int("sliding_window", name, size, -1)
+
+    bounds = functools.partial(_bounds_of_window, left, right)
+    return _Interval(f"sliding_window({left}, {right})", bounds)
+
+
+def _bounds_of_window(left: int, right: int, at: Tensor, k_len: int) -> tuple[Tensor, Tensor]:
+    low = at - left if left >= 0 else torch.zeros_like(at)
+    return low, at + right + 1 if right >= 0 else torch.full_like(at, k_len)
+
+
+def chunked(size: int) -> Mask:
+    """Keys in the query's own chunk of ``size`` positions; usually ``chunked(n) & causal()``."""
+    check_int("chunked", "size", size, 1)
+
+    return _Interval(f"chunked({size})", functools.partial(_bounds_of_chunks, size))
+
+
+def _bounds_of_chunks(size: int, at: Tensor, k_len: int) -> tuple[Tensor, Tensor]:
+    low = at.div(size, rounding_mode="floor") * size
+    return low, low + size
+
+
+def prefix_lm(lengths: int | Tensor) -> Mask:
+    """Keys of the prefix, the first ``lengths`` keys, and those up to the query's own position.
+
+    ``lengths`` is one number for all sequences, or a tensor [B] of int32 or int64.
+    (https://arxiv.org/abs/1910.10683)
+    """
+    if not isinstance(lengths, Tensor):
+        check_int("prefix_lm", "lengths", lengths, 0)
+        bounds = functools.partial(_bounds_of_prefix, lengths)
+        return _Interval(f"prefix_lm({lengths})", bounds)
+    own = integers("prefix_lm", "lengths", lengths, "[B]", (1,))
+    bounds = functools.partial(_bounds_of_prefix, own[:, None])
+    return _Interval(f"prefix_lm(<lengths {list(own.shape)}>)", bounds, own)
+
+
+def _bounds_of_prefix(lengths: int | Tensor, at: Tensor, k_len: int) -> tuple[Tensor, Tensor]:
+    return torch.zeros_like(at), (at + 1).clamp(min=lengths)
+
+
+# --- documents -----------------------------------------------------------------------------------
+
+
+class _Documents(LeafMask):
+    """Equal numbers of a query and a key."""
+
+    def __init__(self, query_ids: Tensor, key_ids: Tensor, name: str) -> None:
+        super().__init__(name, False)
+        self.query_ids, self.key_ids = query_ids, key_ids  # [B|1, Lq], [B|1, Lk] int32
+
+    def _check(self, call: Call) -> None:
+        pairs = (("ids of the queries", self.query_ids, call.q_len),
+                 ("ids of the keys", self.key_ids, call.k_len))  # fmt: skip
+        for what, ids, length in pairs:
+            if ids.shape[1] != length:
+                raise RuntimeError(
+                    f"{call.op}: mask: the {what} must have length {length}, got {ids.shape[1]}"
+                )
+            check_rows(call, f"the {what}", ids.shape[0])
+            check_device(call, f"the {what}", ids)
+
+    def _steps(self, call: Call) -> list[Kind | Leaf]:
+        queries, keys = padded(self.query_ids), padded(self.key_ids)
+        rows = queries.shape[0] if keys.shape[0] == 1 else keys.shape[0]
+        data = torch.cat([queries.expand(rows, -1), keys.expand(rows, -1)], 1)
+        return [Leaf(Kind.IDS, self.negated, data, rows)]
+
+
+def document(ids: Tensor, key_ids: Tensor | None = None) -> Mask:
+    """Keys with the number of the query: packed documents, segments, groups.
+
+    ``ids`` [L] or [B, L], int32 or int64, are the numbers of queries and keys, or of the queries
+    alone if there are ``key_ids`` [Lk] or [B, Lk]. They need not be sorted, but blocks are skipped
+    only where they are nearly so. They must fit int32, which is checked in eager execution only.
+
+    >>> import torch
+    >>> from fastattn import masks, scaled_dot_product_attention
+    >>> x = torch.eye(4)[None, None]
+    >>> mask = masks.document(torch.tensor([0, 0, 1, 1])) & masks.causal()
+    >>> scaled_dot_product_attention(x, x, x, scale=0.0, mask=mask)[0, 0]
+    tensor([[1.0000, 0.0000, 0.0000, 0.0000],
+            [0.5000, 0.5000, 0.0000, 0.0000],
+            [0.0000, 0.0000, 1.0000, 0.0000],
+            [0.0000, 0.0000, 0.5000, 0.5000]])
+    """
+    of_queries = _documents("ids", ids)
+    of_keys = of_queries if key_ids is None else _documents("key_ids", key_ids)
+    return _Documents(of_queries, of_keys, f"document(<ids {list(ids.shape)}>)")
+
+
+def _documents(name: str, ids: Any) -> Tensor:
+    own = integers("document", name, ids, "[L] or [B, L]", (1, 2))
+    return own if own.dim() == 2 else own[None]
