@@ -42,6 +42,8 @@ struct MaskStep {
   const int32_t* data;         // interval: low and high [batch, 2, Lq']; ids: of queries and keys
                                // [batch, Lq' + Lk']; blocks: states [batch, heads, blocks_q,
                                // blocks_k], 0 none, 1 all, 2 + n: bits of block n
+  int64_t stride;              // of interval and ids: between batch entries,
+  int64_t second;              // and from low to high, or from the queries to the keys
   const uint32_t* bits;        // of blocks: [n, block_k, block_q / 32 rounded up], 1 = visible
 };
 
@@ -104,7 +106,9 @@ struct AttentionParams : AttentionOptions {
 // One sequence of a batch: B is 1 and every pointer is at its first row. A rectangular batch counts
 // as one "sequence" with B entries.
 struct Sequence : AttentionParams {
-  int64_t index;         // in the batch: dropout's batch index
+  int64_t index;         // in the batch: dropout's batch index, and the entry of a mask program
+  int64_t mask_query;    // the index of its first query,
+  int64_t mask_key;      // and of its first key, in the data of a mask program
   int64_t lse_stride;    // of lse and grad_lse, between heads
   const int32_t* pages;  // [ceil(Lk / page_size)], null = none: key j is row j % page_size of the
   int64_t page_size;     // batch entry pages[j / page_size] of k and v
@@ -127,6 +131,8 @@ struct SequencesParams {
   const int64_t* k_batch;    // [B], null = b
   const int64_t* order;      // [B] a permutation, most work first
   int64_t lse_stride;        // between heads of lse; between sequences it is q_starts, or Hq * it
+  const int64_t* bias_starts;  // [B] where grad_relative_bias of each sequence begins: it is [Hq,
+                               // 2 L - 1], L the greater of its lengths, at least 1
 
   const int32_t* block_table;  // [B, pages], null = the cache is not paged
   int64_t block_table_stride;

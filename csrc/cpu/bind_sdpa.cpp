@@ -17,8 +17,7 @@ namespace {
 
 // The arguments of a call, and the memory that they point to.
 struct Arguments : AttentionParams {
-  const int32_t* mask_words = nullptr;
-  int64_t mask_length = 0, positions_length = 0;
+  int64_t positions_length = 0;
   std::vector<MaskStep> steps;
 };
 
@@ -42,22 +41,20 @@ void check_relative_bias(const AttentionParams& p, int64_t positions) {
              ", got " + std::to_string(p.relative_bias_size));
 }
 
-// operands: see optional_arguments; and applied, the weights; mask_program and its length; how many
-// positions there are.
+// operands: see optional_arguments and read_mask_program; and applied, the weights; how many positions
+// there are.
 Arguments arguments(const AttentionParams& common, const py::object& options,
                     const py::object& operands) {
-  static const auto others = std::make_tuple(
-      field("applied", &AttentionParams::applied), field("mask_program", &Arguments::mask_words),
-      field("mask_length", &Arguments::mask_length),
-      field("positions_length", &Arguments::positions_length));
+  static const auto others =
+      std::make_tuple(field("applied", &AttentionParams::applied),
+                      field("positions_length", &Arguments::positions_length));
   Arguments p{common};
   read_attention_options(named(options), p);
   optional_arguments(p, operands);
-  if (!operands.is_none()) named(operands).read_given(p, others);
+  if (operands.is_none()) return p;
+  named(operands).read_given(p, others);
   check_relative_bias(p, p.positions_length);
-  if (p.mask_words == nullptr) return p;
-  p.steps = MaskProgramReader(p.mask_words, p.mask_length, p).read();
-  p.mask_program = p.steps.data(), p.mask_steps = static_cast<int>(p.steps.size());
+  read_mask_program(named(operands), p, p.steps);
   return p;
 }
 

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "kernel_table.h"
+#include "mask_program.h"
 #include "sdpa_arguments.h"
 #include "sequences.h"
 
@@ -22,7 +23,8 @@ void check_starts(const int64_t* starts, int64_t count, int64_t rows, const std:
                                     " rows there are, got " + std::to_string(starts[count]));
 }
 
-// operands: see optional_arguments. gradients: see read_gradients; None for the forward pass.
+// operands: see optional_arguments and read_mask_program. gradients: see read_gradients; and
+// bias_starts; None for the forward pass.
 void varlen_attention(int dtype, const py::object& may_reduce, int threads, const py::tuple& sizes,
                       uintptr_t q, const py::tuple& q_stride, uintptr_t k,
                       const py::tuple& k_stride, uintptr_t v, const py::tuple& v_stride,
@@ -43,7 +45,15 @@ void varlen_attention(int dtype, const py::object& may_reduce, int threads, cons
   t.lse_stride = all.Lq;
   check_starts(t.q_starts, all.B, all.Lq, "cu_seqlens_q");
   check_starts(t.k_starts, all.B, all.Lk, "cu_seqlens_k");
-  if (!gradients.is_none()) read_gradients(named(gradients), all);
+  check_table(t);
+  std::vector<MaskStep> steps;
+  read_mask_program(named(operands), all, steps, true);
+  static const auto bias_starts =
+      std::make_tuple(field("bias_starts", &SequencesParams::bias_starts));
+  if (!gradients.is_none()) {
+    read_gradients(named(gradients), all);
+    named(gradients).read_given(t, bias_starts);
+  }
   const auto order = order_of_work(t);
   t.order = order.data();
   py::gil_scoped_release release;

@@ -4,6 +4,7 @@
 
 #include <vector>
 
+#include "../options.h"
 #include "../params.h"
 
 namespace fastattn {
@@ -12,8 +13,10 @@ namespace fastattn {
 // the data of the leaves in their order.
 class MaskProgramReader {
  public:
-  MaskProgramReader(const int32_t* program, int64_t size, const AttentionParams& params)
-      : at_(program), left_(size), p(params) {}
+  // `packed`: p has the rows of all sequences, each of which is a part of every leaf.
+  MaskProgramReader(const int32_t* program, int64_t size, const AttentionParams& params,
+                    bool packed)
+      : at_(program), left_(size), p(params), packed_(packed) {}
 
   std::vector<MaskStep> read() {
     const int64_t count = *take(1);
@@ -43,6 +46,7 @@ class MaskProgramReader {
   const int32_t* at_;
   int64_t left_;
   const AttentionParams& p;
+  const bool packed_;
 
   [[noreturn]] static void refuse(const char* what) {
     throw pybind11::value_error(std::string("fastattn: mask_program is not valid: ") + what);
@@ -59,19 +63,24 @@ class MaskProgramReader {
     return found;
   }
 
-  static int64_t padded(int64_t length) {
-    return (length + kMaskPadding - 1) / kMaskPadding * kMaskPadding;
+  // The last vector of queries of a packed sequence begins anywhere, and ends past them.
+  int64_t padded(int64_t length) const {
+    return (length + kMaskPadding - 1) / kMaskPadding * kMaskPadding + (packed_ ? kMaskPadding : 0);
   }
 
   // B is a multiple of the leaf's batch: under vmap, the examples come before it.
   void read_leaf(MaskStep& s, const int32_t* fields) {
     s.negated = fields[1] != 0;
     s.batch = fields[2], s.heads = fields[3];
-    if (s.batch < 1 || p.B % s.batch != 0) refuse("the batch");
+    if (s.batch < 1 || (packed_ ? 1 : p.B) % s.batch != 0) refuse("the batch");
     if (s.heads < 1 || p.Hq % s.heads != 0) refuse("the heads");
-    if (s.kind == MaskKind::interval) s.data = take(s.batch, 2, padded(p.Lq));
-    if (s.kind == MaskKind::ids) s.data = take(s.batch, padded(p.Lq) + padded(p.Lk));
-    if (s.kind != MaskKind::blocks) return;
+    if (s.kind != MaskKind::blocks) {
+      s.second = padded(p.Lq);
+      s.stride = s.second + (s.kind == MaskKind::ids ? padded(p.Lk) : s.second);
+      s.data = take(s.batch, s.stride);
+      return;
+    }
+    if (packed_) refuse("a kind");
     s.block_q = fields[4], s.block_k = fields[5];
     const int64_t partial = fields[6];
     if (s.block_q < 1 || s.block_k < 1 || partial < 0) refuse("the blocks");
@@ -83,5 +92,20 @@ class MaskProgramReader {
     s.bits = reinterpret_cast<const uint32_t*>(take(partial, s.block_k, (s.block_q + 31) / 32));
   }
 };
+
+// Reads the program of a call, if it has one; p then points to `steps`.
+inline void read_mask_program(const Named& operands, AttentionParams& p,
+                              std::vector<MaskStep>& steps, bool packed = false) {
+  struct Words {
+    const int32_t* at = nullptr;
+    int64_t count = 0;
+  } words;
+  static const auto fields =
+      std::make_tuple(field("mask_program", &Words::at), field("mask_length", &Words::count));
+  operands.read_given(words, fields);
+  if (words.at == nullptr) return;
+  steps = MaskProgramReader(words.at, words.count, p, packed).read();
+  p.mask_program = steps.data(), p.mask_steps = static_cast<int>(steps.size());
+}
 
 }  // namespace fastattn

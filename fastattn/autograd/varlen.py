@@ -20,12 +20,12 @@ _TENSORS = (
     "Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
     "Tensor? alibi_slopes, Tensor? seed"
 )
-_SINKS = "Tensor? sinks"
+_LAST = "Tensor? sinks, Tensor? relative_bias, Tensor? mask_program"  # after lse in the backward
 
 
 def _save(ctx: Any, args: Sequence[Any], results: tuple[Tensor, Tensor]) -> None:
-    *tensors, sinks, ctx.options, ctx.backend = args
-    ctx.save_for_backward(*tensors, *results, sinks)
+    *tensors, sinks, relative_bias, mask_program, ctx.options, ctx.backend = args
+    ctx.save_for_backward(*tensors, *results, sinks, relative_bias, mask_program)
 
 
 def _backward(
@@ -34,10 +34,18 @@ def _backward(
     if grad_out is None and grad_lse is None:
         return (None,) * len(ctx.needs_input_grad)
     seen = (*ctx.saved_tensors, ctx.options, ctx.backend)
-    *grads, grad_sinks = packed_attention_backward.resume(ctx, (grad_out, grad_lse), seen)
-    *others, needs_sinks_grad, _, _ = ctx.needs_input_grad[3:]
-    nothing = [None for _ in others]
-    return *grads, *nothing, grad_sinks if needs_sinks_grad else None, None, None
+    given = (grad_out, grad_lse)
+    *grads, grad_sinks, grad_table = packed_attention_backward.resume(ctx, given, seen)
+    *others, needs_sinks, needs_table, _, _, _ = ctx.needs_input_grad[3:]
+    return (
+        *grads,
+        *(None for _ in others),
+        grad_sinks if needs_sinks else None,
+        grad_table if needs_table else None,
+        None,
+        None,
+        None,
+    )
 
 
 def _fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -56,9 +64,11 @@ def _fake_backward(
     value: Tensor,
     *rest: Any,
 ) -> tuple[Tensor, ...]:
-    *_, sinks, _ = rest
-    grads = tuple(empty_output(x, x.shape[2]) for x in (query, key, value))
-    return *grads, query.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
+    *_, sinks, relative_bias, _, _ = rest
+    return (
+        *(empty_output(x, x.shape[2]) for x in (query, key, value)),
+        *(query.new_empty(0) if x is None else x.new_empty(x.shape) for x in (sinks, relative_bias)),
+    )
 
 
 def _vmap(info: Any, in_dims: Sequence[int | None], *args: Any) -> Any:
@@ -71,7 +81,7 @@ def _vmap_backward(info: Any, in_dims: Sequence[int | None], *args: Any) -> Any:
 
 
 packed_attention = Operator(
-    f"varlen_attention({_TENSORS}, {_SINKS})",
+    f"varlen_attention({_TENSORS}, {_LAST})",
     options=VarlenOptions,
     returns=2,
     fake=_fake,
@@ -84,9 +94,9 @@ packed_attention = Operator(
 
 packed_attention_backward = Operator(
     f"varlen_attention_backward(Tensor? grad_out, Tensor? grad_lse, {_TENSORS}, Tensor out, "
-    f"Tensor lse, {_SINKS})",
+    f"Tensor lse, {_LAST})",
     options=VarlenOptions,
-    returns=4,
+    returns=5,
     fake=_fake_backward,
     vmap=_vmap_backward,
     recomputed=("out", "lse"),

@@ -14,6 +14,12 @@ BLOCKS    its block is 1, or 2 + n and bit (i, j) of    states [batch, heads, bl
 ========  ============================================  ============================================
 
 Lq' and Lk' are padded to a multiple of ``PADDING``. Bit l of word w of a block is query 32 w + l.
+
+A program of packed sequences has the rows of all sequences one after the other, and one batch
+entry. The keys of an interval count within the sequence. There are no blocks. Lq' and Lk' are
+longer by ``PADDING``, because vectors of queries begin at any row, and the last ends past it.
+
+A program for a cache has Lk keys, its capacity, and an entry for each sequence.
 ``csrc/cpu/mask_program.h`` and ``fastattn/backends/triton/_mask_program.py`` read it.
 """
 

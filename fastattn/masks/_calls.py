@@ -3,34 +3,98 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fastattn.backends._mask_program import PADDING, padded
+from fastattn.backends._sequences import places
 from fastattn.checks import not_dense, wrong_type
 from fastattn.eager import runs_eagerly
 
-__all__ = ["Call", "check_device", "check_int", "check_rows", "integers"]
+__all__ = [
+    "Call",
+    "DenseCall",
+    "PackedCall",
+    "check_device",
+    "check_int",
+    "check_rows",
+    "integers",
+]
 
 
-class Call(NamedTuple):
+@dataclass
+class Call:
     """What a mask needs to know of a call."""
 
     op: str
-    batch: int
-    heads: int
+    batch: int  # sequences
+    rows: int  # batch entries of a tensor of queries or keys
     q_len: int
     k_len: int
-    offset: int
     device: torch.device
 
+    def lengths(self) -> tuple[Any, ...] | None:
+        """What a program depends on besides its mask; None: on the values of tensors."""
+        return None
 
-def check_rows(call: Call, what: str, rows: int) -> None:
-    if rows != 1 and rows != call.batch:
-        raise RuntimeError(
-            f"{call.op}: mask: {what} must be of batch size 1 or {call.batch}, got {rows}"
-        )
+    def positions(self) -> Tensor:
+        """The position of every query among the keys of its sequence, [rows|1, Lq]."""
+        raise NotImplementedError
+
+    def by_query(self, x: Tensor) -> Tensor:
+        """A number of each sequence, [B|1], broadcastable to the positions."""
+        return x[:, None]
+
+    def padded(self, x: Tensor) -> Tensor:
+        return padded(x)
+
+
+@dataclass
+class DenseCall(Call):
+    """Of query [B, Hq, Lq, D] and Lk keys."""
+
+    heads: int
+    offset: int
+
+    def lengths(self) -> tuple[Any, ...]:
+        return self.q_len, self.k_len, self.offset, self.device
+
+    def positions(self) -> Tensor:
+        return (torch.arange(self.q_len, device=self.device) + self.offset)[None]
+
+
+@dataclass
+class PackedCall(Call):
+    """Of packed sequences: one entry, with the queries and the keys of all."""
+
+    q_starts: Tensor  # [B + 1]
+    k_starts: Tensor
+    bottom_right: bool
+
+    def positions(self) -> Tensor:
+        sequence, local, lengths = places(self.q_starts, self.q_len)
+        if self.bottom_right:
+            k_lengths = torch.nn.functional.pad(self.k_starts.diff(), (0, 1))
+            local = local + (k_lengths - lengths)[sequence]
+        return local[None]
+
+    def by_query(self, x: Tensor) -> Tensor:
+        if x.shape[0] == 1:
+            return x[:, None]
+        sequence, _, _ = places(self.q_starts, self.q_len)
+        return torch.nn.functional.pad(x, (0, 1))[sequence][None]
+
+    def padded(self, x: Tensor) -> Tensor:
+        return padded(torch.nn.functional.pad(x, (0, PADDING)))
+
+
+def check_rows(call: Call, what: str, rows: int, most: int) -> None:
+    if rows != 1 and rows != most:
+        allowed = "1" if most == 1 else f"1 or {most}"
+        raise RuntimeError(f"{call.op}: mask: {what} must be of batch size {allowed}, got {rows}")
 
 
 def check_device(call: Call, what: str, x: Tensor) -> None:

@@ -14,9 +14,23 @@ from fastattn.backends._mask_program import LEAVES, Kind, Leaf, encode
 from fastattn.checks import wrong_type
 from fastattn.eager import nothing_watches
 from fastattn.masks._blocks import MaskMod, Size, blocks_of_block_mask, blocks_of_function
-from fastattn.masks._calls import Call, check_device, check_int, check_rows
+from fastattn.masks._calls import (
+    Call,
+    DenseCall,
+    PackedCall,
+    check_device,
+    check_int,
+    check_rows,
+)
 
-__all__ = ["LeafMask", "Mask", "from_block_mask", "from_function", "program"]
+__all__ = [
+    "LeafMask",
+    "Mask",
+    "from_block_mask",
+    "from_function",
+    "packed_program",
+    "program",
+]
 
 _KEPT = 8  # programs that a mask keeps, of different lengths
 _lock = threading.Lock()  # of what masks keep
@@ -58,9 +72,9 @@ class Mask(abc.ABC):
 
     def _program(self, call: Call) -> Tensor:
         self._check(call)
-        if not nothing_watches():  # a traced tensor must not stay
+        key = call.lengths()
+        if key is None or not nothing_watches():  # a traced tensor must not stay
             return encode(self._steps(call), call.device)
-        key = (call.q_len, call.k_len, call.offset, call.device)
         with _lock:
             kept = self._programs.pop(key, None)
             if kept is not None:
@@ -78,10 +92,27 @@ class Mask(abc.ABC):
 def program(op: str, mask: Any, query: Tensor, k_len: int, offset: int) -> Tensor:
     """Return the program of a mask for query [B, Hq, Lq, D], for the operator ``op``."""
     batch, heads, q_len, _ = query.shape
+    call = DenseCall(op, batch, batch, q_len, k_len, query.device, heads, offset)
+    return _given(op, mask, "Mask or BlockMask (attn_mask takes tensors)")._program(call)
+
+
+def packed_program(
+    op: str, mask: Any, query: Tensor, key: Tensor, starts: tuple[Tensor, Tensor], last: bool
+) -> Tensor:
+    """The same for packed query [Tq, Hq, D] and key [Tk, Hkv, D], in sequences from ``starts``.
+
+    ``last``: the last query of a sequence is at its last key.
+    """
+    batch, lengths = starts[0].shape[0] - 1, (query.shape[0], key.shape[0])
+    call = PackedCall(op, batch, 1, *lengths, query.device, *starts, last)
+    return _given(op, mask, "Mask")._program(call)
+
+
+def _given(op: str, mask: Any, expected: str) -> Mask:
     found = _as_mask(f"{op}: mask", mask)
     if found is None:
-        raise wrong_type(op, "mask", mask, "Mask or BlockMask (attn_mask takes tensors)")
-    return found._program(Call(op, batch, heads, q_len, k_len, offset, query.device))
+        raise wrong_type(op, "mask", mask, expected)
+    return found
 
 
 # --- combinations --------------------------------------------------------------------------------
@@ -169,13 +200,18 @@ class _Blocks(LeafMask):
         self.states, self.bits = states, bits  # as in Kind.BLOCKS
 
     def _check(self, call: Call) -> None:
+        if not isinstance(call, DenseCall):
+            raise RuntimeError(
+                f"{call.op}: mask must be one of positions or documents, or combine such masks: "
+                f"blocks are of all queries and keys of a batch, got {self!r}"
+            )
         if self.lengths != (call.q_len, call.k_len):
             raise RuntimeError(
                 f"{call.op}: mask must be of {call.q_len} queries and {call.k_len} keys, "
                 f"got {self.lengths[0]} and {self.lengths[1]}"
             )
         rows, heads = self.states.shape[:2]
-        check_rows(call, "blocks", rows)
+        check_rows(call, "blocks", rows, call.batch)
         if heads != 1 and heads != call.heads:
             raise RuntimeError(f"{call.op}: mask must have 1 or {call.heads} heads, got {heads}")
         check_device(call, "blocks", self.states)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.backends._mask_program import Kind, Leaf, padded
+from fastattn.backends._mask_program import Kind, Leaf
 from fastattn.masks._calls import Call, check_device, check_int, check_rows, integers
 from fastattn.masks._mask import LeafMask, Mask
 
@@ -22,7 +22,7 @@ class _Interval(LeafMask):
     def __init__(
         self,
         name: str,
-        bounds: Callable[[Tensor, int], tuple[Tensor, Tensor]],
+        bounds: Callable[..., tuple[Tensor, Tensor]],
         lengths: Tensor | None = None,
     ) -> None:
         super().__init__(name, False)
@@ -30,15 +30,15 @@ class _Interval(LeafMask):
 
     def _check(self, call: Call) -> None:
         if self.lengths is not None:
-            check_rows(call, "lengths", self.lengths.shape[0])
+            check_rows(call, "lengths", self.lengths.shape[0], call.batch)
             check_device(call, "lengths", self.lengths)
 
     def _steps(self, call: Call) -> list[Kind | Leaf]:
-        position = torch.arange(call.q_len, device=call.device) + call.offset
-        ends = torch.broadcast_tensors(*self.bounds(position, call.k_len))  # [B|1, Lq], or [Lq]
-        data = torch.stack(ends, -2).clamp(0, call.k_len).to(torch.int32)
-        rows = 1 if self.lengths is None else self.lengths.shape[0]
-        return [Leaf(Kind.INTERVAL, self.negated, padded(data), rows)]
+        lengths = () if self.lengths is None else (call.by_query(self.lengths),)
+        ends = self.bounds(call.positions(), call.k_len, *lengths)
+        data = torch.stack(torch.broadcast_tensors(*ends), 1)  # [rows|1, 2, Lq]
+        data = data.clamp(0, call.k_len).to(torch.int32)
+        return [Leaf(Kind.INTERVAL, self.negated, call.padded(data), data.shape[0])]
 
 
 def causal() -> Mask:
@@ -98,14 +98,13 @@ def prefix_lm(lengths: int | Tensor) -> Mask:
     """
     if not isinstance(lengths, Tensor):
         check_int("prefix_lm", "lengths", lengths, 0)
-        bounds = functools.partial(_bounds_of_prefix, lengths)
+        bounds = functools.partial(_bounds_of_prefix, lengths=lengths)
         return _Interval(f"prefix_lm({lengths})", bounds)
     own = integers("prefix_lm", "lengths", lengths, "[B]", (1,))
-    bounds = functools.partial(_bounds_of_prefix, own[:, None])
-    return _Interval(f"prefix_lm(<lengths {list(own.shape)}>)", bounds, own)
+    return _Interval(f"prefix_lm(<lengths {list(own.shape)}>)", _bounds_of_prefix, own)
 
 
-def _bounds_of_prefix(lengths: int | Tensor, at: Tensor, k_len: int) -> tuple[Tensor, Tensor]:
+def _bounds_of_prefix(at: Tensor, k_len: int, lengths: int | Tensor) -> tuple[Tensor, Tensor]:
     return torch.zeros_like(at), (at + 1).clamp(min=lengths)
 
 
@@ -127,11 +126,11 @@ class _Documents(LeafMask):
                 raise RuntimeError(
                     f"{call.op}: mask: the {what} must have length {length}, got {ids.shape[1]}"
                 )
-            check_rows(call, f"the {what}", ids.shape[0])
+            check_rows(call, f"the {what}", ids.shape[0], call.rows)
             check_device(call, f"the {what}", ids)
 
     def _steps(self, call: Call) -> list[Kind | Leaf]:
-        queries, keys = padded(self.query_ids), padded(self.key_ids)
+        queries, keys = call.padded(self.query_ids), call.padded(self.key_ids)
         rows = queries.shape[0] if keys.shape[0] == 1 else keys.shape[0]
         data = torch.cat([queries.expand(rows, -1), keys.expand(rows, -1)], 1)
         return [Leaf(Kind.IDS, self.negated, data, rows)]

@@ -11,7 +11,7 @@ from torch import Tensor
 from fastattn import checks
 from fastattn.bias import T5, Window2d
 
-__all__ = ["fold_relative_bias", "t5_buckets"]
+__all__ = ["fold_distances", "fold_relative_bias", "t5_buckets"]
 
 
 def fold_relative_bias(
@@ -21,31 +21,44 @@ def fold_relative_bias(
 
     The table is float32 (float64 for float64), the positions are int32; None is 0, 1, 2, ...
     """
-    if isinstance(bias, T5):
-        return _t5(op, bias, query, k_len, offset)[None], None
     if isinstance(bias, Window2d):
         table, positions = _window_2d(op, bias, query, k_len, offset)
         return table[None], positions
-    if not isinstance(bias, Tensor):
+    if not isinstance(bias, (Tensor, T5)):
         raise checks.wrong_type(op, "relative_bias", bias, "Tensor, T5 or Window2d")
+    # The maximum of |i + offset - j| over all pairs.
+    most = max(query.shape[2] - 1 + offset, k_len - 1 - offset, 0)
+    lengths = f"{query.shape[2]} queries and {k_len} keys with offset {offset}"
+    return fold_distances(op, bias, query, most, lengths), None
+
+
+def fold_distances(
+    op: str, bias: Any, query: Tensor, most: int, lengths: str | None = None
+) -> Tensor:
+    """Return the table [1, Hq, 2 M + 1] of a bias that depends on distances alone.
+
+    It has those up to ``most``, of queries and keys of these ``lengths``. Without lengths, ``most``
+    is a bound only: the kernel checks that a table has the distances that it needs.
+    """
+    if isinstance(bias, T5):
+        return _t5(op, bias, query, most)[None]
+    if not isinstance(bias, Tensor):
+        raise checks.wrong_type(
+            op, "relative_bias", bias, "Tensor or T5 (scaled_dot_product_attention takes Window2d)"
+        )
     table = checks.wide(op, "relative_bias", bias, query, wrong_dtype=RuntimeError)
-    heads, needed = query.shape[1], 2 * _largest_distance(query, k_len, offset) + 1
+    heads, needed = query.shape[1], 1 if lengths is None else 2 * most + 1
     shape = tuple(table.shape)
     if len(shape) != 2 or shape[0] != heads or shape[1] % 2 == 0 or shape[1] < needed:
+        least = "" if lengths is None else f" and at least {needed} for {lengths}"
         raise RuntimeError(
             f"{op}: relative_bias must have shape ({heads}, n), a row for each query head, with n "
-            f"odd and at least {needed} for {query.shape[2]} queries and {k_len} keys with offset "
-            f"{offset}, got {shape}"
+            f"odd{least}, got {shape}"
         )
-    return table[None], None
+    return table[None]
 
 
-def _largest_distance(query: Tensor, k_len: int, offset: int) -> int:
-    """The maximum of |i + offset - j| over all pairs."""
-    return max(query.shape[2] - 1 + offset, k_len - 1 - offset, 0)
-
-
-def _t5(op: str, bias: T5, query: Tensor, k_len: int, offset: int) -> Tensor:
+def _t5(op: str, bias: T5, query: Tensor, most: int) -> Tensor:
     """The bucket of every distance -M, ..., M: [Hq, 2 M + 1]."""
     table, bidirectional, max_distance = bias
     name = "the table of relative_bias"
@@ -69,7 +82,6 @@ def _t5(op: str, bias: T5, query: Tensor, k_len: int, offset: int) -> Tensor:
             f"{op}: max_distance of relative_bias must be an int above {single}, the distances "
             f"with buckets of their own, got {max_distance!r}"
         )
-    most = _largest_distance(query, k_len, offset)
     distances = torch.arange(-most, most + 1, device=table.device)
     return table.mT.index_select(
         1, t5_buckets(distances, table.shape[0], bidirectional, max_distance)

@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn import checks
+from fastattn import checks, masks
 from fastattn.autograd.sdpa import default_scale
 from fastattn.autograd.varlen import packed_attention
 from fastattn.backends.primitives import VarlenOptions
+from fastattn.bias import T5
 from fastattn.eager import runs_eagerly
 from fastattn.library import Operator
+from fastattn.ops._relative_bias import fold_distances
 
 __all__ = ["varlen_attention"]
 
@@ -36,6 +38,8 @@ def varlen_attention(
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    relative_bias: Tensor | T5 | None = None,
+    mask: masks.Mask | None = None,
     causal_alignment: str = "upper_left",
     generator: torch.Generator | None = None,
     return_lse: bool = False,
@@ -60,29 +64,41 @@ def varlen_attention(
             sequence may be empty. Rows after the last sequence give 0, ``lse`` -inf, and have
             gradient 0.
         cu_seqlens_k: [B + 1], the same for keys and values.
-        max_seqlen_q: not needed; if given, it must not be less than the longest sequence.
+        max_seqlen_q: if given, it must not be less than the longest sequence. Only compiled code
+            needs it, and only with ``bias.T5``: the table of distances is made for sequences of
+            this length, else for one of all rows.
         max_seqlen_k: likewise.
         dropout_p, is_causal, scale, window, softcap, generator: as in
             :func:`scaled_dot_product_attention`; positions count within a sequence.
         alibi_slopes: floating, [Hq] or [B, Hq]. Differentiable, but only by the reference.
         sinks: [Hq], as in :func:`scaled_dot_product_attention`, for every sequence.
-        causal_alignment: how ``is_causal``, ``window`` and ``alibi_slopes`` align queries and keys
-            in a sequence with more, or fewer, keys than queries. "upper_left": query 0 is at key
-            0. "bottom_right": the last query is at the last key.
+        relative_bias: a table of distances [Hq, 2 L - 1], where L is at least the length of the
+            longest sequence, or :class:`fastattn.bias.T5`, as in
+            :func:`scaled_dot_product_attention`, for every sequence. Differentiable.
+        mask: None, or a mask of :mod:`fastattn.masks` that every sequence has for itself: ``causal``,
+            ``sliding_window``, ``chunked`` and ``prefix_lm`` count positions within a sequence, with
+            one prefix for all or lengths [B]. ``document`` takes the numbers of all rows, [Tq], and
+            [Tk] for keys of their own. Masks combine as usual; ``from_function`` and ``BlockMask``
+            are for equal lengths only.
+        causal_alignment: how ``is_causal``, ``window``, ``alibi_slopes``, ``relative_bias`` and masks
+            of positions align queries and keys in a sequence with more, or fewer, keys than
+            queries. "upper_left": query 0 is at key 0. "bottom_right": the last query is at the
+            last key.
         return_lse: also return the logarithm of the sum of exponentials.
 
     Returns:
         ``out`` [Tq, Hq, Dv], in query's dtype and memory order; with ``return_lse`` a tuple of it
         and ``lse`` [Hq, Tq] in float32 (float64 for float64). Both are differentiable in query,
-        key, value and sinks, any number of times; derivatives beyond the first, and forward mode,
+        key, value, sinks and relative bias, any number of times; derivatives beyond the first, and forward mode,
         go through the reference backend, which stores a matrix [Hq, Tq, Tk].
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
         ValueError: shapes that do not match, or ``cu_seqlens`` that do not start with 0, decrease,
             or end beyond the last row. (Their values are checked on the CPU only.)
-        RuntimeError: dtypes or devices that do not match, ``dropout_p`` outside [0, 1], or a
-            forced backend that cannot run the call.
+        RuntimeError: dtypes or devices that do not match, ``dropout_p`` outside [0, 1], a
+            ``relative_bias`` or a ``mask`` that does not fit the sequences, or a forced backend
+            that cannot run the call.
         NotImplementedError: a complex or an 8-bit dtype.
 
     Example:
@@ -108,6 +124,8 @@ def varlen_attention(
         softcap=softcap,
         alibi_slopes=alibi_slopes,
         sinks=sinks,
+        relative_bias=relative_bias,
+        mask=mask,
         causal_alignment=causal_alignment,
         generator=generator,
         return_lse=return_lse,
@@ -134,6 +152,8 @@ def prepare(
     softcap: Any = None,
     alibi_slopes: Any = None,
     sinks: Any = None,
+    relative_bias: Any = None,
+    mask: Any = None,
     causal_alignment: Any = "upper_left",
     generator: Any = None,
     return_lse: Any = False,
@@ -180,20 +200,44 @@ def prepare(
         alibi_slopes = checks.fold_slopes(_OP, alibi_slopes, query, query.shape[1], batch)
     if sinks is not None:
         sinks = checks.check_sinks(_OP, sinks, query, query.shape[1])
+    starts, bottom_right = (q_starts, k_starts), causal_alignment == "bottom_right"
+    if relative_bias is not None:
+        given = (max_seqlen_q, max_seqlen_k)
+        relative_bias = _fold_relative_bias(relative_bias, query, key, starts, given)
+    mask_program = None
+    if mask is not None:
+        mask_program = masks.packed_program(_OP, mask, query, key, starts, bottom_right)
     if is_causal:
         right = 0
     if scale is None and not torch.compiler.is_compiling():
         scale = default_scale(query.shape[-1])
     options = VarlenOptions(
         scale=scale,
-        bottom_right=causal_alignment == "bottom_right",
+        bottom_right=bottom_right,
         window_left=left,
         window_right=right,
         softcap=cap,
         dropout_p=dropout_p,
     )
-    given = (query, key, value, q_starts, k_starts, alibi_slopes, None, sinks)
-    return packed_attention, (*given, options)
+    biases = (alibi_slopes, None, sinks, relative_bias, mask_program)
+    return packed_attention, (query, key, value, *starts, *biases, options)
+
+
+def _fold_relative_bias(
+    bias: Any,
+    query: Tensor,
+    key: Tensor,
+    starts: tuple[Tensor, Tensor],
+    longest: tuple[int | None, int | None],
+) -> Tensor:
+    """The table of distances, [1, Hq, 2 M + 1], for the longest sequence."""
+    if all(x.is_cpu and runs_eagerly(x) for x in starts):
+        most = max(int(x.diff().max()) if x.shape[0] > 1 else 0 for x in starts)
+        of = f"a sequence of {most} rows"
+        return fold_distances(_OP, bias, query, max(most - 1, 0), of)
+    rows = (query.shape[0], key.shape[0])
+    bounds = [n if most is None else most for n, most in zip(rows, longest, strict=True)]
+    return fold_distances(_OP, bias, query, max(*bounds, 1) - 1)
 
 
 def _check_starts(name: str, starts: Any, rows: Tensor, longest: Any, longest_name: str) -> Tensor:

@@ -6,13 +6,14 @@ The proof is independent of packing, so it also judges the packed reference.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fastattn import masks
 from fastattn.backends.primitives import AttentionOptions, VarlenOptions
 from fastattn.testing import memory, oracle
 from fastattn.testing.cases import FLOATS
@@ -22,7 +23,7 @@ from fastattn.testing.verdict import Proof
 
 __all__ = ["VARLEN_CASES", "VarlenCase", "VarlenInputs", "check_varlen", "make_varlen"]
 
-_GRADS = ("grad_query", "grad_key", "grad_value", "grad_sinks")
+_GRADS = ("grad_query", "grad_key", "grad_value", "grad_sinks", "grad_relative_bias")
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,8 @@ class VarlenCase:
     softcap: float = 0.0
     alibi: str | None = None  # h: one slope per head; bh: per sequence and head
     sinks: bool = False
+    relative_bias: bool = False  # a table of distances
+    program: str | None = None  # a mask of fastattn.masks, see PROGRAMS
     dropout_p: float = 0.0
     layouts: tuple[str, str, str] = ("blhd", "blhd", "blhd")  # of [1, H, T, D]
     grads: tuple[str, ...] = ("out", "lse")
@@ -99,6 +102,42 @@ def _cases() -> Iterator[VarlenCase]:
     yield replace(causal, name="backward-split", q_lengths=(200, 20), k_lengths=(1300, 30), heads=1)
     long = replace(causal, name="long", q_lengths=(2100, 3, 500), head_dim=64, slow=True)
     yield replace(long, dtypes=(torch.float32, torch.bfloat16))
+    yield from _biased(replace(base, heads=4, kv_heads=2), cross, mixed)
+
+
+def _biased(
+    base: VarlenCase, cross: dict[str, Any], mixed: dict[str, Any]
+) -> Iterator[VarlenCase]:
+    """Relative biases and masks of fastattn.masks, with each other option."""
+    relative = replace(base, relative_bias=True)
+    yield replace(relative, name="relative")
+    yield replace(relative, name="relative-cross", window=(9, 4), **cross)
+    yield replace(relative, name="relative-bottom-right", bottom_right=True, softcap=3.0, **cross)
+    yield replace(relative, name="relative-mixed", bottom_right=True, after=(7, 3), **mixed)
+    split = replace(relative, q_lengths=(200, 20), k_lengths=(1300, 30), heads=2, kv_heads=1)
+    yield replace(split, name="relative-split")
+    for program in PROGRAMS:
+        case = replace(base, program=program, bottom_right=program != "causal", after=(7, 3))
+        yield replace(case, name=f"program-{program}", **cross)
+    yield replace(base, name="program-mixed", program="many", bottom_right=True, **mixed)
+    lengths = tuple(n * 7 % 23 for n in range(40))
+    yield replace(base, name="program-short", program="documents", q_lengths=lengths)
+    yield replace(split, name="program-split", program="many", relative_bias=False)
+    both = replace(relative, program="many", sinks=True, softcap=3.0, alibi="bh", **cross)
+    yield replace(both, name="relative-everything", dropout_p=0.2, window=(50, -1))
+    yield replace(both, name="relative-no-sequences", q_lengths=(), k_lengths=(), after=(3, 3))
+
+
+# Masks of fastattn.masks, made of documents and prefixes: those of all sequences, or of one.
+PROGRAMS: dict[str, Callable[[masks.Mask, masks.Mask], masks.Mask]] = {
+    "causal": lambda documents, prefix: masks.causal(),
+    "prefix": lambda documents, prefix: prefix & masks.sliding_window(30, -1),
+    "not_prefix": lambda documents, prefix: ~prefix,
+    "chunks": lambda documents, prefix: masks.chunked(16) & masks.causal(),
+    "documents": lambda documents, prefix: documents & masks.causal(),
+    "many": lambda documents, prefix: ~(documents & masks.sliding_window(9, 2)) & ~masks.chunked(8)
+    | prefix & ~masks.causal(),
+}
 
 
 VARLEN_CASES = tuple(_cases())
@@ -112,6 +151,7 @@ class VarlenInputs:
     given: tuple[Tensor | None, Tensor | None]
     options: VarlenOptions
     lengths: tuple[tuple[int, ...], tuple[int, ...]]
+    programs: Sequence[Tensor | None]  # the mask program of each sequence alone
 
 
 def make_varlen(case: VarlenCase, dtype: torch.dtype, *, fence: bool = False) -> VarlenInputs:
@@ -142,11 +182,26 @@ def make_varlen(case: VarlenCase, dtype: torch.dtype, *, fence: bool = False) ->
         grad_out = packed(normal(q_all, case.heads, value_dim), q_rows, case.layouts[0])
     if "lse" in case.grads:
         grad_lse = normal(case.heads, q_all).abs().to(wide).double()
-    sinks: tuple[Tensor, ...] = ()
+    more: list[Tensor | None] = [None, None, None]  # sinks, relative bias, mask program
     if case.sinks:
-        sinks = ((2 * normal(1, case.heads)).to(wide),)
+        more[0] = (2 * normal(1, case.heads)).to(wide)
+    if case.relative_bias:  # with two distances more than there are
+        most = max((*q_lengths, *k_lengths, 1))
+        more[1] = normal(1, case.heads, 2 * most + 1).to(wide)
+    programs: Sequence[Tensor | None] = [None for _ in q_lengths]
+    if case.program is not None:
+        mask, alone = _masks(case, (q_lengths, k_lengths), draw)
+        operands = (query, key, (starts[0], starts[1]), case.bottom_right)
+        program = masks.packed_program("testing", mask, *operands)
+        more[2] = memory.place(program[None, None, None], "contiguous", fence=fence)[0, 0, 0]
+        programs = [
+            masks.program("testing", one, query.new_empty(1, case.heads, n, 1), m, (m - n) * case.bottom_right)
+            for one, n, m in zip(alone, q_lengths, k_lengths, strict=True)
+        ]
+    while more and more[-1] is None:  # a backend need not take tensors that no case has
+        more.pop()
     return VarlenInputs(
-        args=(query, key, value, *starts, slopes, seed, *sinks),
+        args=(query, key, value, *starts, slopes, seed, *more),
         given=(grad_out, grad_lse),
         options=VarlenOptions(
             scale=case.head_dim**-0.5,
@@ -157,7 +212,21 @@ def make_varlen(case: VarlenCase, dtype: torch.dtype, *, fence: bool = False) ->
             dropout_p=case.dropout_p,
         ),
         lengths=(q_lengths, k_lengths),
+        programs=programs,
     )
+
+
+def _masks(
+    case: VarlenCase, lengths: tuple[tuple[int, ...], tuple[int, ...]], draw: torch.Generator
+) -> tuple[masks.Mask, list[masks.Mask]]:
+    """Return the mask of all sequences, and those of each."""
+    make = PROGRAMS[case.program or ""]
+    prefixes = [int(torch.randint(n + 1, (), generator=draw)) for n in lengths[1]]
+    ids = [[torch.randint(3, (n,), generator=draw).sort().values for n in side] for side in lengths]
+    rows = [torch.cat([*own, torch.arange(n)]) for own, n in zip(ids, case.after, strict=True)]
+    whole = make(masks.document(*rows), masks.prefix_lm(torch.tensor(prefixes, dtype=torch.int64)))
+    each = zip(*ids, prefixes, strict=True)
+    return whole, [make(masks.document(q, k), masks.prefix_lm(n)) for q, k, n in each]
 
 
 def run_varlen(backend: Any, inputs: VarlenInputs) -> dict[str, Tensor]:
@@ -165,11 +234,12 @@ def run_varlen(backend: Any, inputs: VarlenInputs) -> dict[str, Tensor]:
     out, lse = backend.varlen_attention(*inputs.args, options=inputs.options)
     results = {"out": out, "lse": lse.to(torch.promote_types(out.dtype, torch.float32))}
     if any(grad is not None for grad in inputs.given):
-        seen, sinks = inputs.args[:7], inputs.args[7:]
+        seen, more = inputs.args[:7], inputs.args[7:]
         grads = backend.varlen_attention_backward(
-            *inputs.given, *seen, out, lse, *sinks, options=inputs.options
+            *inputs.given, *seen, out, lse, *more, options=inputs.options
         )
-        results.update(zip(_GRADS[: 3 + len(sinks)], grads, strict=True))
+        found = zip(_GRADS, grads, strict=False)
+        results.update({name: grad for name, grad in found if grad is not None})
     return results
 
 
@@ -178,7 +248,7 @@ def sequence_by_sequence(
 ) -> dict[str, Tensor]:
     """Apply ``run``, the proof's attention, to each sequence, and pack the results."""
     query, key, value = inputs.args[:3]
-    sinks = inputs.args[7:]
+    more = inputs.args[7:9]
     assert query is not None
     assert key is not None
     assert value is not None
@@ -188,16 +258,16 @@ def sequence_by_sequence(
         "lse": query.new_full((heads, q_rows), -torch.inf, dtype=torch.float64),
     }
     if any(grad is not None for grad in inputs.given):
-        for name, x in zip(_GRADS, (query, key, value, *sinks), strict=False):
-            assert x is not None
-            packed[name] = torch.zeros_like(x, dtype=torch.float64)
+        for name, x in zip(_GRADS, (query, key, value, *more), strict=False):
+            if x is not None:
+                packed[name] = torch.zeros_like(x, dtype=torch.float64)
     ends = [0, 0]
     for b, lengths in enumerate(zip(*inputs.lengths, strict=True)):
         q, k = (slice(end, end + n) for end, n in zip(ends, lengths, strict=True))
         ends = [q.stop, k.stop]
         found = run(_alone(inputs, b, q, k))
         for name, result in found.items():
-            if name == "grad_sinks":
+            if name in ("grad_sinks", "grad_relative_bias"):
                 packed[name] += result.double()
                 continue
             rows = result[-1].double() if name == "lse" else result[-1].transpose(0, 1).double()
@@ -210,7 +280,7 @@ def sequence_by_sequence(
 
 def _alone(inputs: VarlenInputs, b: int, q: slice, k: slice) -> Inputs:
     """Sequence b as the last of a batch, so that its dropout has the same batch index."""
-    query, key, value, _, _, slopes, seed, *sinks = inputs.args
+    query, key, value, _, _, slopes, seed, *more = inputs.args
     batch = b + 1 if seed is not None else 1
 
     def last(x: Tensor | None, rows: slice) -> Tensor | None:
@@ -233,14 +303,27 @@ def _alone(inputs: VarlenInputs, b: int, q: slice, k: slice) -> Inputs:
         **alone,  # type: ignore[arg-type]
         alibi_slopes=None if slopes is None else slopes[b % slopes.shape[0]][None],
         seed=seed,
-        sinks=sinks[0] if sinks else None,
+        sinks=more[0] if more else None,
+        relative_bias=more[1] if len(more) > 1 else None,
+        mask_program=inputs.programs[b],
         grad_out=last(grad_out, q),
         grad_lse=grad_lse,
         options=AttentionOptions(offset=offset, **together),
     )
 
 
-_NAMES = ("query", "key", "value", "starts_q", "starts_k", "alibi_slopes", "seed", "sinks")
+_NAMES = (
+    "query",
+    "key",
+    "value",
+    "starts_q",
+    "starts_k",
+    "alibi_slopes",
+    "seed",
+    "sinks",
+    "relative_bias",
+    "mask_program",
+)
 
 check_varlen = Proof(
     "varlen_attention",
@@ -254,7 +337,7 @@ check_varlen = Proof(
         inputs, functools.partial(oracle.extended, naive)
     ),
     dtypes=lambda x: dict.fromkeys(
-        ("lse", "grad_sinks"), torch.promote_types(x.args[0].dtype, torch.float32)
+        ("lse", "grad_sinks", "grad_relative_bias"), torch.promote_types(x.args[0].dtype, torch.float32)
     ),
     coarse=("lse",),
 )

@@ -84,6 +84,7 @@ TABLES = {
         "varlen_attention",
         lambda case: sum(case.q_lengths) > 220 or sum(case.k_lengths or ()) > 1000,
         every=2,
+        fits=lambda case: not case.relative_bias and case.program is None,
     ),
 }
 WORK = [

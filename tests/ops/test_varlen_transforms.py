@@ -66,7 +66,7 @@ def test_slopes_have_a_gradient_by_the_reference() -> None:
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_opcheck(backend: str, dtype: torch.dtype, requires_grad: bool) -> None:
     q, k, v = inputs(dtype, requires_grad)
-    args = (q, k, v, ENDS, K_ENDS, None, None, None, 0.5, True, -1, 0, 0.0, 0.0, "")
+    args = (q, k, v, ENDS, K_ENDS, *[None] * 5, 0.5, True, -1, 0, 0.0, 0.0, "")
     torch.library.opcheck(torch.ops.fastattn.varlen_attention.default, args)
     seed = torch.tensor(5)
     slopes, sinks = torch.rand(2, 1, 2)

@@ -35,7 +35,7 @@ FITS: dict[str, Callable[[Any], bool]] = {
     ATTENTION: lambda case: max(case.head_dim, case.value_dim or 0) <= 512,
     ADDITIVE: lambda case: case.value_dim <= 512,
     "decode_attention": lambda case: max(case.head_dim, case.value_dim or 0) <= 512,
-    "varlen_attention": lambda case: not case.slow,
+    "varlen_attention": lambda case: not (case.slow or case.relative_bias or case.program),
 }
 TABLES = {
     name: [

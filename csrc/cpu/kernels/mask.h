@@ -86,8 +86,8 @@ FASTATTN_INLINE bool has_bias_of_pairs(const AttentionParams& p) {
 // Fills the tile of bias [keys j0 to j1][lanes] of queries [i0, i1), of which there are at most
 // `lanes`, unless none or all of their pairs are visible and have no bias.
 template <class T>
-FASTATTN_INLINE Seen pack_bias(const AttentionParams& p, int64_t b, int64_t h, int64_t i0,
-                               int64_t i1, int64_t j0, int64_t j1, int64_t lanes, T* tile) {
+FASTATTN_INLINE Seen pack_bias(const Sequence& p, int64_t b, int64_t h, int64_t i0, int64_t i1,
+                               int64_t j0, int64_t j1, int64_t lanes, T* tile) {
   const int64_t count = (j1 - j0) * lanes;
   const MaskProgram program(p, b, h);
   Seen seen = Seen::all;
@@ -108,8 +108,8 @@ FASTATTN_INLINE Seen pack_bias(const AttentionParams& p, int64_t b, int64_t h, i
 
 // bias[j - j0] = that of query i and key j, for one query.
 template <class T>
-FASTATTN_INLINE void read_bias_row(const AttentionParams& p, int64_t b, int64_t h, int64_t i,
-                                   int64_t j0, int64_t j1, T* bias) {
+FASTATTN_INLINE void read_bias_row(const Sequence& p, int64_t b, int64_t h, int64_t i, int64_t j0,
+                                   int64_t j1, T* bias) {
   const bool masked = p.mask.data != nullptr;
   if (masked)
     read_mask_row(p, b, h, i, j0, j1, bias);

@@ -67,13 +67,18 @@ FASTATTN_INLINE bool any_within(const int32_t* x, Extremes e) {
 // The program for one head of one batch entry.
 class MaskProgram {
  public:
-  MaskProgram(const AttentionParams& params, int64_t b, int64_t h) : p(params) {
+  MaskProgram(const Sequence& params, int64_t b, int64_t h) : p(params) {
     for (int n = 0; n < p.mask_steps; ++n) {
       const MaskStep& s = p.mask_program[n];
-      if (s.kind == MaskKind::interval) data_[n] = s.data + b % s.batch * 2 * padded(p.Lq);
-      if (s.kind == MaskKind::ids) data_[n] = s.data + b % s.batch * (padded(p.Lq) + padded(p.Lk));
-      if (s.kind == MaskKind::blocks)
-        data_[n] = s.data + (b % s.batch * s.heads + h % s.heads) * s.blocks_q * s.blocks_k;
+      if (s.kind == MaskKind::all_of || s.kind == MaskKind::any_of) continue;
+      const int64_t entry = (p.index + b) % s.batch;
+      if (s.kind == MaskKind::blocks) {
+        data_[n] = s.data + (entry * s.heads + h % s.heads) * s.blocks_q * s.blocks_k;
+        continue;
+      }
+      const int32_t* first = s.data + entry * s.stride;
+      data_[n] = first + p.mask_query;
+      second_[n] = first + s.second + (s.kind == MaskKind::ids ? p.mask_key : p.mask_query);
     }
   }
 
@@ -116,10 +121,9 @@ class MaskProgram {
   }
 
  private:
-  const AttentionParams& p;
-  const int32_t* data_[kMaskSteps];  // of the leaves
-
-  static int64_t padded(int64_t length) { return round_up(length, kMaskPadding); }
+  const Sequence& p;
+  const int32_t* data_[kMaskSteps];    // of the leaves: low, or the ids of the queries, or states
+  const int32_t* second_[kMaskSteps];  // high, or the ids of the keys
 
   // The value of the program, from those of its leaves.
   template <class Value, class Leaf, class Combine>
@@ -167,13 +171,11 @@ class MaskProgram {
   Region region_of_leaf(int n, int64_t i0, int64_t i1, Range keys) const {
     const MaskStep& s = p.mask_program[n];
     if (s.kind == MaskKind::interval) {
-      const int32_t* low = data_[n] + i0;
-      return region_of_interval(s.negated, extremes(low, i1 - i0),
-                                extremes(low + padded(p.Lq), i1 - i0), keys);
+      return region_of_interval(s.negated, extremes(data_[n] + i0, i1 - i0),
+                                extremes(second_[n] + i0, i1 - i0), keys);
     }
     if (s.kind == MaskKind::ids)
-      return region_of_ids(s.negated, extremes(data_[n] + i0, i1 - i0), data_[n] + padded(p.Lq),
-                           keys);
+      return region_of_ids(s.negated, extremes(data_[n] + i0, i1 - i0), second_[n], keys);
     return region_of_blocks(s, data_[n], i0, i1, keys);
   }
 
@@ -247,9 +249,9 @@ class MaskProgram {
     const int32_t* x = data_[n];
     bool seen;
     if (s.kind == MaskKind::interval)
-      seen = x[i] <= j && j < x[padded(p.Lq) + i];
+      seen = x[i] <= j && j < second_[n][i];
     else if (s.kind == MaskKind::ids)
-      seen = x[i] == x[padded(p.Lq) + j];
+      seen = x[i] == second_[n][j];
     else
       seen = bit_of(s, x, i, j);
     return seen != s.negated;
@@ -293,9 +295,9 @@ class MaskProgram {
     VecI seen;
     if (s.kind == MaskKind::interval) {
       const VecI key = VecI{} + static_cast<int32_t>(j);
-      seen = (load_integers(x + i) <= key) & (key < load_integers(x + padded(p.Lq) + i));
+      seen = (load_integers(x + i) <= key) & (key < load_integers(second_[n] + i));
     } else if (s.kind == MaskKind::ids) {
-      seen = load_integers(x + i) == x[padded(p.Lq) + j];
+      seen = load_integers(x + i) == second_[n][j];
     } else {
       seen = lanes_of_blocks(s, x, i, j, cursor);
     }
@@ -328,7 +330,7 @@ class MaskProgram {
 };
 
 // The keys of a range that a mask program leaves for the queries [i0, i1), of which there is one.
-FASTATTN_INLINE Range visible_by_program(const AttentionParams& p, int64_t b, int64_t h, int64_t i0,
+FASTATTN_INLINE Range visible_by_program(const Sequence& p, int64_t b, int64_t h, int64_t i0,
                                          int64_t i1, Range keys) {
   if (p.mask_program == nullptr || keys.begin >= keys.end) return keys;
   return MaskProgram(p, b, h).region(i0, i1, keys).keys;

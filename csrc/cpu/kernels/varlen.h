@@ -40,6 +40,9 @@ class Sequences {
     if (s.grad_lse != nullptr) s.grad_lse += lse_at;
     s.alibi = moved(s.alibi, b * s.alibi_stride[0]);
     s.sinks = moved(s.sinks, b * s.sinks_stride[0]);
+    s.mask_query = q_packed ? q_at : 0;
+    s.mask_key = k_packed ? t.k_starts[b] : 0;
+    if (s.relative_bias != nullptr) narrow_table(s, t);
 
     if (t.block_table != nullptr) {
       s.pages = t.block_table + b * t.block_table_stride;
@@ -57,6 +60,16 @@ class Sequences {
   const AttentionParams& all_;
   const SequencesParams* table_;
 
+  // The middle of the table: a sequence has no other distances, and sums of their gradients only.
+  void narrow_table(Sequence& s, const SequencesParams& t) const {
+    const int64_t size = 2 * max_of<int64_t>(1, max_of(s.Lq, s.Lk)) - 1;
+    s.relative_bias = moved(s.relative_bias, s.index * s.relative_bias_stride[0] +
+                                                 s.relative_bias_size / 2 - size / 2);
+    s.relative_bias_size = size;
+    if (s.grad_relative_bias != nullptr)
+      s.grad_relative_bias = moved(s.grad_relative_bias, t.bias_starts[s.index]);
+  }
+
   static int64_t size_of(DType dtype) {
     return dtype == DType::f64 ? 8 : dtype == DType::f32 ? 4 : 2;
   }
@@ -65,6 +78,9 @@ class Sequences {
     if (x == nullptr) return x;
     return static_cast<const char*>(x) +
            elements * size_of(all_.dtype == DType::f64 ? DType::f64 : DType::f32);
+  }
+  void* moved(void* x, int64_t elements) const {
+    return const_cast<void*>(moved(static_cast<const void*>(x), elements));
   }
   void move(Tensor4& x, int dim, int64_t steps) const {
     if (x.data != nullptr)

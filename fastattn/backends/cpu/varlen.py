@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastattn import _cpu
 from fastattn.backends._alloc import empty_output
-from fastattn.backends._operands import packed_operand
+from fastattn.backends._operands import address, packed_operand, with_columns_together
 from fastattn.backends._precision import allows_bf16_parts
 from fastattn.backends.cpu.operands import DTYPES, optional_operands
 from fastattn.backends.primitives import VarlenOptions
@@ -25,6 +25,8 @@ def varlen_attention(
     alibi_slopes: Tensor | None = None,  # [B|1, Hq]
     seed: Tensor | None = None,
     sinks: Tensor | None = None,  # [1, Hq]
+    relative_bias: Tensor | None = None,  # [1, Hq, 2 M + 1]
+    mask_program: Tensor | None = None,  # [size] int32, of packed sequences
     *,
     options: VarlenOptions,
 ) -> tuple[Tensor, Tensor]:
@@ -33,17 +35,11 @@ def varlen_attention(
     out = empty_output(query, value.shape[2])
     lse = torch.empty((heads, rows), dtype=torch.float64)
     starts = _contiguous(cu_seqlens_q), _contiguous(cu_seqlens_k)
-    _run(
-        query,
-        key,
-        value,
-        out,
-        lse,
-        starts,
-        optional_operands(len(starts[0]) - 1, heads, None, alibi_slopes, seed, sinks),
-        options,
-        None,
-    )
+    if relative_bias is not None:
+        relative_bias = with_columns_together(relative_bias)
+    biases = (alibi_slopes, seed, sinks, relative_bias, None, mask_program)
+    operands = optional_operands(len(starts[0]) - 1, heads, None, *biases)
+    _run(query, key, value, out, lse, starts, operands, options, None)
     end = int(starts[0][-1])
     if end < rows:  # rows after the last sequence
         out[end:] = 0
@@ -64,10 +60,12 @@ def varlen_attention_backward(
     out: Tensor,
     lse: Tensor,
     sinks: Tensor | None = None,
+    relative_bias: Tensor | None = None,
+    mask_program: Tensor | None = None,
     *,
     options: VarlenOptions,
-) -> tuple[Tensor, ...]:
-    """Return the gradients of query, key, value, and of sinks if there are any."""
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of query, key, value, sinks and relative bias, or None."""
     if grad_out is None:
         grad_out = query.new_zeros(1).expand(*query.shape[:2], value.shape[2])
     if out.stride(-1) != 1:
@@ -84,6 +82,15 @@ def varlen_attention_backward(
             grad.zero_()
     batch, heads = len(starts[0]) - 1, query.shape[1]
     grad_sinks = None if sinks is None else _grad_sinks(sinks, grad_lse, starts)
+    parts = bias_starts = grad_table = None
+    if relative_bias is not None:
+        relative_bias = with_columns_together(relative_bias)
+        # A sequence has the distances below its own length: the sums take O(Tq + Tk) memory.
+        sides = torch.maximum(starts[0].diff(), starts[1].diff()).clamp(min=1)
+        sizes = heads * (2 * sides - 1)
+        bias_starts = sizes.cumsum(0) - sizes
+        parts = torch.zeros(int(sizes.sum()), dtype=relative_bias.dtype)
+    biases = (alibi_slopes, seed, sinks, relative_bias, None, mask_program)
     _run(
         query,
         key,
@@ -91,7 +98,7 @@ def varlen_attention_backward(
         out,
         lse,
         starts,
-        optional_operands(batch, heads, None, alibi_slopes, seed, sinks),
+        optional_operands(batch, heads, None, *biases),
         options,
         {
             "grad_out": packed_operand(grad_out),
@@ -100,12 +107,25 @@ def varlen_attention_backward(
             "grad_query": packed_operand(grads[0]),
             "grad_key": packed_operand(grads[1]),
             "grad_value": packed_operand(grads[2]),
-            "grad_sinks": 0 if grad_sinks is None else grad_sinks.data_ptr(),
+            "grad_sinks": address(grad_sinks),
+            "grad_relative_bias": address(parts),
+            "bias_starts": address(bias_starts),
         },
     )
-    if sinks is None or grad_sinks is None:
-        return tuple(grads)
-    return *grads, grad_sinks.sum_to_size(sinks.shape).to(sinks.dtype)
+    if sinks is not None and grad_sinks is not None:
+        grad_sinks = grad_sinks.sum_to_size(sinks.shape).to(sinks.dtype)
+    if relative_bias is not None and parts is not None:
+        grad_table = _sum_of_tables(parts, sides.tolist(), relative_bias)
+    return *grads, grad_sinks, grad_table
+
+
+def _sum_of_tables(parts: Tensor, sides: list[int], table: Tensor) -> Tensor:
+    """The gradient of a table [1, Hq, 2 M + 1] from those of its sequences, [Hq, 2 side - 1]."""
+    heads, size = table.shape[1:]
+    grad = torch.zeros((heads, size), dtype=torch.float64)
+    for side, part in zip(sides, parts.split([heads * (2 * n - 1) for n in sides]), strict=True):
+        grad[:, size // 2 - side + 1 : size // 2 + side] += part.view(heads, -1)
+    return grad.to(table.dtype)[None]
 
 
 def _grad_sinks(sinks: Tensor, grad_lse: Tensor | None, starts: tuple[Tensor, Tensor]) -> Tensor:

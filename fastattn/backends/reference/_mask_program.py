@@ -10,16 +10,20 @@ from fastattn.backends._mask_program import FIELDS, PADDING, Kind
 __all__ = ["visible_by_program"]
 
 
-def visible_by_program(program: Tensor, batch: int, q_len: int, k_len: int) -> Tensor:
+def visible_by_program(
+    program: Tensor, batch: int, q_len: int, k_len: int, packed_keys: Tensor | None = None
+) -> Tensor:
     """Return which pairs a program makes visible, [B|1, Hq|1, Lq, Lk].
 
-    The steps of a program are read as numbers, so they cannot be traced; its data can.
+    ``packed_keys`` [Lk] are the indices of packed keys within their sequences: those of queries and
+    keys of different sequences are of no meaning. The steps of a program are read as numbers, so they cannot be traced; its data can.
     """
     count = int(program[0])
     steps = program[1 : 1 + FIELDS * count].view(count, FIELDS).tolist()
     left = program[1 + FIELDS * count :]
-    padded_q, padded_k = (-(-n // PADDING) * PADDING for n in (q_len, k_len))
-    keys = torch.arange(k_len, device=program.device)
+    more = 0 if packed_keys is None else 1
+    padded_q, padded_k = ((-(-n // PADDING) + more) * PADDING for n in (q_len, k_len))
+    keys = torch.arange(k_len, device=program.device) if packed_keys is None else packed_keys
     stack: list[Tensor] = []
     for kind, negated, rows, heads, block_q, block_k, partial in steps:
         if kind in (Kind.ALL_OF, Kind.ANY_OF):

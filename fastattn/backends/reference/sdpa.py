@@ -196,10 +196,15 @@ def attend(
 def _biases_of_pairs(
     table: Tensor, positions: Tensor | None, distance: Tensor, offset: int
 ) -> Tensor:
-    """The entry of every pair's distance, [B|1, Hq, Lq, Lk], from a table [B|1, Hq, 2 M + 1]."""
+    """The entry of every pair's distance, [B|1, Hq, Lq, Lk], from a table [B|1, Hq, 2 M + 1].
+
+    Distances are [Lq, Lk], or [B, 1, Lq, Lk] with one table for all sequences.
+    """
     if positions is not None:
         distance = positions[offset : offset + distance.shape[0], None] - positions
-    rows = F.embedding(distance + table.shape[2] // 2, table.flatten(0, 1).mT)  # [Lq, Lk, B Hq]
+    rows = F.embedding(distance + table.shape[2] // 2, table.flatten(0, 1).mT)  # [..., B Hq]
+    if distance.dim() == 4:
+        return rows.squeeze(1).movedim(-1, 1)
     return rows.permute(2, 0, 1).unflatten(0, table.shape[:2])
 
 

@@ -12,8 +12,10 @@ import functools
 import torch
 from torch import Tensor
 
+from fastattn.backends._sequences import places
 from fastattn.backends.primitives import AttentionOptions, VarlenOptions
 from fastattn.backends.reference._dropout import WORD, keep_threshold, philox4x32
+from fastattn.backends.reference._mask_program import visible_by_program
 from fastattn.backends.reference._masked import INF
 from fastattn.backends.reference._vjp import gradients
 from fastattn.backends.reference.sdpa import attend
@@ -30,6 +32,8 @@ def varlen_attention(
     alibi_slopes: Tensor | None = None,  # [B|1, Hq]
     seed: Tensor | None = None,  # [] int64
     sinks: Tensor | None = None,  # [1, Hq]
+    relative_bias: Tensor | None = None,  # [1, Hq, 2 M + 1]
+    mask_program: Tensor | None = None,  # [size] int32, of packed sequences
     *,
     options: VarlenOptions,
 ) -> tuple[Tensor, Tensor]:
@@ -38,19 +42,23 @@ def varlen_attention(
     Sequence b has the queries cu_seqlens_q[b] ... cu_seqlens_q[b + 1] - 1, and the keys likewise.
     Queries after the last sequence are fully masked, and no query can see keys after it.
     """
-    q_sequence, q_local, q_lengths = _places(cu_seqlens_q, query.shape[0])
-    k_sequence, k_local, k_lengths = _places(cu_seqlens_k, key.shape[0])
+    q_sequence, q_local, q_lengths = places(cu_seqlens_q, query.shape[0])
+    k_sequence, k_local, k_lengths = places(cu_seqlens_k, key.shape[0])
     batch = cu_seqlens_q.shape[0] - 1
     same = (q_sequence[:, None] == k_sequence) & (q_sequence[:, None] < batch)  # [Tq, Tk]
     offset = (
         (k_lengths - q_lengths)[q_sequence] if options.bottom_right else torch.zeros_like(q_local)
     )
-    distance = (q_local + offset)[:, None] - k_local
-    rows = q_sequence.clamp(max=max(batch - 1, 0))
+    if mask_program is not None:
+        rows = query.shape[0], key.shape[0]
+        same = same & visible_by_program(mask_program, 1, *rows, packed_keys=k_local)[0, 0]
+    # A pair of two sequences has no distance; 0 is in every table.
+    distance = torch.where(same, (q_local + offset)[:, None] - k_local, 0)
+    sequence = q_sequence.clamp(max=max(batch - 1, 0))
 
     def of_rows(x: Tensor | None) -> Tensor | None:
         """[B|1, Hq] as one number per row, [1, Hq, Tq]."""
-        return None if x is None else (x.expand(batch, -1) if batch else x)[rows].mT[None]
+        return None if x is None else (x.expand(batch, -1) if batch else x)[sequence].mT[None]
 
     keep = None
     if options.dropout_p > 0:
@@ -76,6 +84,7 @@ def varlen_attention(
         distance=distance,
         keep=keep,
         sinks=of_rows(sinks),
+        relative_bias=relative_bias,
     )
     lse = torch.where(q_sequence < batch, lse[0].double(), -INF)
     return out[0].transpose(0, 1).to(query.dtype), lse
@@ -94,30 +103,20 @@ def varlen_attention_backward(
     out: Tensor,
     lse: Tensor,
     sinks: Tensor | None = None,
+    relative_bias: Tensor | None = None,
+    mask_program: Tensor | None = None,
     *,
     options: VarlenOptions,
-) -> tuple[Tensor, ...]:
-    """Return the gradients of query, key, value, and of sinks if there are any.
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of query, key, value, sinks and relative bias, or None.
 
     They are the vector-Jacobian product of the forward.
     """
     forward = functools.partial(varlen_attention, options=options)
-    arguments = (query, key, value, cu_seqlens_q, cu_seqlens_k, alibi_slopes, seed, sinks)
-    found = gradients(forward, arguments, (0, 1, 2, 7), (grad_out, grad_lse))
-    return found[:3] if sinks is None else (*found[:3], found[7])
-
-
-def _places(starts: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The sequence of every row (B after the last sequence), its position there, and the lengths.
-
-    The lengths have one extra entry, for the rows that belong to no sequence.
-    """
-    row = torch.arange(rows, device=starts.device)
-    # Sequence b ends where b + 1 starts; empty sequences share a start and are skipped.
-    sequence = (row[:, None] >= starts[1:]).sum(1)
-    local = row - starts[sequence]
-    lengths = torch.nn.functional.pad(starts.diff(), (0, 1))
-    return sequence, local, lengths
+    others = (cu_seqlens_q, cu_seqlens_k, alibi_slopes, seed, sinks, relative_bias, mask_program)
+    given = (grad_out, grad_lse)
+    found = gradients(forward, (query, key, value, *others), (0, 1, 2, 7, 8), given)
+    return *found[:3], *found[7:9]
 
 
 def _keep(counters: tuple[Tensor, ...], dropout_p: float, seed: Tensor) -> Tensor:
