@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "kernel_table.h"
+#include "mask_program.h"
 #include "sdpa_arguments.h"
 #include "sequences.h"
 
@@ -48,7 +49,8 @@ void read_cache(const py::dict& cache, SequencesParams& t) {
   named(cache).read(t, fields);
 }
 
-// sizes: as those of attention, Lk bounds the keys of a sequence; cache_entries: entries or pages.
+// sizes: as those of attention, Lk bounds the keys of a sequence; operands: see optional_arguments and
+// read_mask_program; cache_entries: entries or pages.
 void decode_attention(int dtype, int threads, const py::tuple& sizes, uintptr_t q,
                       const py::tuple& q_stride, uintptr_t k, const py::tuple& k_stride,
                       uintptr_t v, const py::tuple& v_stride, uintptr_t out,
@@ -64,6 +66,9 @@ void decode_attention(int dtype, int threads, const py::tuple& sizes, uintptr_t 
   t.lse_stride = all.Lq;
   read_cache(cache, t);
   check_cache(t, cache_entries);
+  check_table(t);
+  std::vector<MaskStep> steps;
+  read_mask_program(named(operands), all, steps);
   if (t.block_table != nullptr)
     expect(all.k.stride[3] == 1 && all.v.stride[3] == 1 &&
                (decodes_on_tiles(all) || (all.D <= 512 && all.Dv <= 512)),

@@ -93,7 +93,7 @@ class MaskProgramReader {
   }
 };
 
-// Reads the program of a call, if it has one; p then points to `steps`.
+// Reads the program of a call, if it has one and computes something; p then points to `steps`.
 inline void read_mask_program(const Named& operands, AttentionParams& p,
                               std::vector<MaskStep>& steps, bool packed = false) {
   struct Words {
@@ -103,7 +103,7 @@ inline void read_mask_program(const Named& operands, AttentionParams& p,
   static const auto fields =
       std::make_tuple(field("mask_program", &Words::at), field("mask_length", &Words::count));
   operands.read_given(words, fields);
-  if (words.at == nullptr) return;
+  if (words.at == nullptr || p.B == 0) return;
   steps = MaskProgramReader(words.at, words.count, p, packed).read();
   p.mask_program = steps.data(), p.mask_steps = static_cast<int>(steps.size());
 }

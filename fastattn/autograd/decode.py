@@ -36,7 +36,8 @@ def _vmap(info: Any, in_dims: Sequence[int | None], *args: Any) -> Any:
 
 decode = Operator(
     "decode_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor cache_seqlens, "
-    "Tensor? block_table, Tensor? cache_batch_idx, Tensor? alibi_slopes, Tensor? sinks)",
+    "Tensor? block_table, Tensor? cache_batch_idx, Tensor? alibi_slopes, Tensor? sinks, "
+    "Tensor? relative_bias, Tensor? mask_program)",
     options=DecodeOptions,
     returns=2,
     fake=_fake,

@@ -19,6 +19,7 @@ a mask once for all layers.
 
 from fastattn.masks._blocks import MaskMod as MaskMod
 from fastattn.masks._mask import Mask, from_block_mask, from_function
+from fastattn.masks._mask import cache_program as cache_program
 from fastattn.masks._mask import packed_program as packed_program
 from fastattn.masks._mask import program as program
 from fastattn.masks._positions import causal, chunked, document, prefix_lm, sliding_window

@@ -15,6 +15,7 @@ from fastattn.checks import not_dense, wrong_type
 from fastattn.eager import runs_eagerly
 
 __all__ = [
+    "CacheCall",
     "Call",
     "DenseCall",
     "PackedCall",
@@ -47,6 +48,10 @@ class Call:
     def by_query(self, x: Tensor) -> Tensor:
         """A number of each sequence, [B|1], broadcastable to the positions."""
         return x[:, None]
+
+    def ids_of_queries(self, ids: Tensor) -> Tensor:
+        """The numbers of the queries, where ``ids`` are those of queries and keys, [rows|1, L]."""
+        return ids
 
     def padded(self, x: Tensor) -> Tensor:
         return padded(x)
@@ -89,6 +94,22 @@ class PackedCall(Call):
 
     def padded(self, x: Tensor) -> Tensor:
         return padded(torch.nn.functional.pad(x, (0, PADDING)))
+
+
+@dataclass
+class CacheCall(Call):
+    """Of a cache of Lk keys, whose first ``filled`` ones count; the last query is at the last."""
+
+    filled: Tensor  # [B] int64
+
+    def positions(self) -> Tensor:
+        return torch.arange(self.q_len, device=self.device) + (self.filled - self.q_len)[:, None]
+
+    def ids_of_queries(self, ids: Tensor) -> Tensor:
+        """Numbers [B|1, Lk] are those of positions. A query before all keys has that of the first."""
+        if self.k_len == 0:
+            return ids.new_zeros(1, self.q_len)
+        return ids.expand(self.rows, -1).gather(1, self.positions().clamp(min=0))
 
 
 def check_rows(call: Call, what: str, rows: int, most: int) -> None:

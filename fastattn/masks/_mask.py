@@ -15,6 +15,7 @@ from fastattn.checks import wrong_type
 from fastattn.eager import nothing_watches
 from fastattn.masks._blocks import MaskMod, Size, blocks_of_block_mask, blocks_of_function
 from fastattn.masks._calls import (
+    CacheCall,
     Call,
     DenseCall,
     PackedCall,
@@ -26,6 +27,7 @@ from fastattn.masks._calls import (
 __all__ = [
     "LeafMask",
     "Mask",
+    "cache_program",
     "from_block_mask",
     "from_function",
     "packed_program",
@@ -105,6 +107,13 @@ def packed_program(
     """
     batch, lengths = starts[0].shape[0] - 1, (query.shape[0], key.shape[0])
     call = PackedCall(op, batch, 1, *lengths, query.device, *starts, last)
+    return _given(op, mask, "Mask")._program(call)
+
+
+def cache_program(op: str, mask: Any, query: Tensor, capacity: int, filled: Tensor) -> Tensor:
+    """The same for query [B, Hq, Lq, D] and the first ``filled`` [B] keys of a cache."""
+    batch, _, q_len, _ = query.shape
+    call = CacheCall(op, batch, batch, q_len, capacity, query.device, filled)
     return _given(op, mask, "Mask")._program(call)
 
 
@@ -203,7 +212,7 @@ class _Blocks(LeafMask):
         if not isinstance(call, DenseCall):
             raise RuntimeError(
                 f"{call.op}: mask must be one of positions or documents, or combine such masks: "
-                f"blocks are of all queries and keys of a batch, got {self!r}"
+                f"blocks need queries and keys of one length each, got {self!r}"
             )
         if self.lengths != (call.q_len, call.k_len):
             raise RuntimeError(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastattn.backends._mask_program import Kind, Leaf
-from fastattn.masks._calls import Call, check_device, check_int, check_rows, integers
+from fastattn.masks._calls import CacheCall, Call, check_device, check_int, check_rows, integers
 from fastattn.masks._mask import LeafMask, Mask
 
 __all__ = ["causal", "chunked", "document", "prefix_lm", "sliding_window"]
@@ -114,14 +114,15 @@ def _bounds_of_prefix(at: Tensor, k_len: int, lengths: int | Tensor) -> tuple[Te
 class _Documents(LeafMask):
     """Equal numbers of a query and a key."""
 
-    def __init__(self, query_ids: Tensor, key_ids: Tensor, name: str) -> None:
+    def __init__(self, ids: Tensor, key_ids: Tensor | None, name: str) -> None:
         super().__init__(name, False)
-        self.query_ids, self.key_ids = query_ids, key_ids  # [B|1, Lq], [B|1, Lk] int32
+        self.ids, self.key_ids = ids, key_ids  # [B|1, Lq], [B|1, Lk] int32; None: the same
 
     def _check(self, call: Call) -> None:
-        pairs = (("ids of the queries", self.query_ids, call.q_len),
-                 ("ids of the keys", self.key_ids, call.k_len))  # fmt: skip
-        for what, ids, length in pairs:
+        queries = ("ids of the queries", self.ids, call.q_len)
+        keys = ("ids of the keys", self.ids if self.key_ids is None else self.key_ids, call.k_len)
+        of_positions = self.key_ids is None and isinstance(call, CacheCall)
+        for what, ids, length in (keys,) if of_positions else (queries, keys):
             if ids.shape[1] != length:
                 raise RuntimeError(
                     f"{call.op}: mask: the {what} must have length {length}, got {ids.shape[1]}"
@@ -130,7 +131,11 @@ class _Documents(LeafMask):
             check_device(call, f"the {what}", ids)
 
     def _steps(self, call: Call) -> list[Kind | Leaf]:
-        queries, keys = call.padded(self.query_ids), call.padded(self.key_ids)
+        if self.key_ids is None:
+            of_queries, of_keys = call.ids_of_queries(self.ids), self.ids
+        else:
+            of_queries, of_keys = self.ids, self.key_ids
+        queries, keys = call.padded(of_queries), call.padded(of_keys)
         rows = queries.shape[0] if keys.shape[0] == 1 else keys.shape[0]
         data = torch.cat([queries.expand(rows, -1), keys.expand(rows, -1)], 1)
         return [Leaf(Kind.IDS, self.negated, data, rows)]
@@ -153,9 +158,9 @@ def document(ids: Tensor, key_ids: Tensor | None = None) -> Mask:
             [0.0000, 0.0000, 1.0000, 0.0000],
             [0.0000, 0.0000, 0.5000, 0.5000]])
     """
-    of_queries = _documents("ids", ids)
-    of_keys = of_queries if key_ids is None else _documents("key_ids", key_ids)
-    return _Documents(of_queries, of_keys, f"document(<ids {list(ids.shape)}>)")
+    own = _documents("ids", ids)
+    of_keys = None if key_ids is None else _documents("key_ids", key_ids)
+    return _Documents(own, of_keys, f"document(<ids {list(ids.shape)}>)")
 
 
 def _documents(name: str, ids: Any) -> Tensor:

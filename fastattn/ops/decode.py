@@ -7,13 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn import checks
+from fastattn import checks, masks
 from fastattn.autograd.decode import append as append_to_cache
 from fastattn.autograd.decode import decode
 from fastattn.autograd.sdpa import default_scale
 from fastattn.backends.primitives import DecodeOptions
+from fastattn.bias import T5
 from fastattn.eager import runs_eagerly
 from fastattn.library import Operator
+from fastattn.ops._relative_bias import fold_distances
 
 __all__ = ["decode_attention"]
 
@@ -37,6 +39,8 @@ def decode_attention(
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    relative_bias: Tensor | T5 | None = None,
+    mask: masks.Mask | None = None,
     layout: str = "bhnd",
     return_lse: bool = False,
 ) -> Any:
@@ -46,7 +50,8 @@ def decode_attention(
 
     K_b and V_b are the first ``cache_seqlens[b]`` rows of the cache of sequence b, followed by the
     rows of ``key`` and ``value``, if given, which are first written there in place. ``is_causal``,
-    ``window`` and ``alibi_slopes`` align the last query with the last key. The bits of a row depend
+    ``window``, ``alibi_slopes``, ``relative_bias`` and masks of positions align the last query with
+    the last key. The bits of a row depend
     on its own sequence alone: not on the batch, the number of threads, or the order of the pages.
 
     Inference only: the operator has no gradient.
@@ -72,6 +77,14 @@ def decode_attention(
         scale, window, softcap: as in :func:`scaled_dot_product_attention`.
         alibi_slopes: floating, [Hq] or [B, Hq].
         sinks: [Hq], as in :func:`scaled_dot_product_attention`.
+        relative_bias: a table of distances [Hq, 2 L - 1], where L is at least the number of keys of
+            the longest sequence, the new ones included, or :class:`fastattn.bias.T5`, which is made
+            a table in each call; as in :func:`scaled_dot_product_attention`.
+        mask: None, or a mask of :mod:`fastattn.masks` of positions in the sequences: ``causal``,
+            ``sliding_window``, ``chunked``, ``prefix_lm`` with one prefix or lengths [B], and
+            ``document`` with the numbers of all positions of the cache, [N] or [B, N] (of a row of
+            the block table: [P N]), or those of the queries, [Lq] or [B, Lq], and of the keys.
+            Masks combine as usual; ``from_function`` and ``BlockMask`` are for equal lengths only.
         layout: "bhnd" or "bnhd".
         return_lse: also return the logarithm of the sum of exponentials.
 
@@ -85,7 +98,8 @@ def decode_attention(
         ValueError: shapes that do not match, lengths beyond the cache, pages or entries that do
             not exist. (Values are checked on the CPU only.)
         RuntimeError: dtypes or devices that do not match, a tensor that requires a gradient while
-            gradients are enabled, or a forced backend that cannot run the call.
+            gradients are enabled, a ``relative_bias`` or a ``mask`` that does not fit the cache, or
+            a forced backend that cannot run the call.
 
     Example:
         >>> import torch
@@ -113,6 +127,8 @@ def decode_attention(
         softcap=softcap,
         alibi_slopes=alibi_slopes,
         sinks=sinks,
+        relative_bias=relative_bias,
+        mask=mask,
         layout=layout,
         return_lse=return_lse,
     )
@@ -141,6 +157,8 @@ def prepare(
     softcap: Any = None,
     alibi_slopes: Any = None,
     sinks: Any = None,
+    relative_bias: Any = None,
+    mask: Any = None,
     layout: Any = "bhnd",
     return_lse: Any = False,
 ) -> tuple[Operator, tuple[Any, ...], list[Any] | None]:
@@ -216,9 +234,26 @@ def prepare(
     if new is not None:
         append = [key_cache, value_cache, *new, lengths, table, entries]
         lengths = lengths + added
-    tensors = (query, key_cache, value_cache, lengths, table, entries, alibi_slopes, sinks)
+    if relative_bias is not None:
+        relative_bias = _fold_relative_bias(relative_bias, query, lengths, capacity)
+    mask_program = None
+    if mask is not None:
+        mask_program = masks.cache_program(_OP, mask, query, capacity, lengths)
+    biases = (alibi_slopes, sinks, relative_bias, mask_program)
+    tensors = (query, key_cache, value_cache, lengths, table, entries, *biases)
     options = DecodeOptions(scale=scale, window_left=left, window_right=right, softcap=cap)
     return decode, (*tensors, options), append
+
+
+def _fold_relative_bias(bias: Any, query: Tensor, lengths: Tensor, capacity: int) -> Tensor:
+    """The table of distances, [1, Hq, 2 M + 1], for the longest sequence."""
+    _check_constant("relative_bias", bias.table if isinstance(bias, T5) else bias)
+    q_len = query.shape[2]
+    if not (lengths.is_cpu and runs_eagerly(lengths)):
+        return fold_distances(_OP, bias, query, max(capacity, q_len, 1) - 1)
+    longest = int(lengths.max()) if lengths.shape[0] else 0
+    of = f"{q_len} queries and {longest} keys"
+    return fold_distances(_OP, bias, query, max(longest, q_len, 1) - 1, of)
 
 
 def _check_constant(name: str, x: Any) -> None:

@@ -13,11 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastattn import masks
 from fastattn.backends.primitives import AttentionOptions, DecodeOptions
 from fastattn.testing import memory, oracle
 from fastattn.testing.cases import FLOATS
 from fastattn.testing.draws import alibi_slopes, numbers_of
 from fastattn.testing.inputs import Inputs
+from fastattn.testing.varlen import PROGRAMS
 from fastattn.testing.verdict import Proof
 
 __all__ = ["DECODE_CASES", "DecodeCase", "DecodeInputs", "check_decode", "make_decode"]
@@ -41,6 +43,8 @@ class DecodeCase:
     softcap: float = 0.0
     alibi: str | None = None  # h: one slope per head; bh: per sequence and head
     sinks: bool = False
+    relative_bias: bool = False  # a table of distances
+    program: str | None = None  # a mask of fastattn.masks, see testing.varlen.PROGRAMS
     layouts: tuple[str, str] = ("contiguous", "contiguous")  # of the query and of the caches
     dtypes: tuple[torch.dtype, ...] = FLOATS
     slow: bool = False
@@ -88,6 +92,24 @@ def _cases() -> Iterator[DecodeCase]:
             yield replace(case, name=f"{label}layout-{layout}", layouts=(layout, layout))
     yield replace(base, name="no-sequences", lengths=())
     yield replace(paged, name="paged-no-sequences", lengths=())
+    for case in (base, paged):
+        yield from _biased(case, "paged-" if case.page else "")
+
+
+def _biased(base: DecodeCase, label: str) -> Iterator[DecodeCase]:
+    """Relative biases and masks of fastattn.masks, with the other options."""
+    relative = replace(base, relative_bias=True, queries=2)
+    yield replace(relative, name=f"{label}relative", window=(20, 0))
+    long = replace(base, lengths=(2000, 513, 512, 1), capacity=2050, kv_heads=1)
+    yield replace(long, name=f"{label}relative-long", relative_bias=True, window=(-1, 0))
+    for program in PROGRAMS:
+        case = replace(base, program=program, queries=3, lengths=(70, 1, 40, 129), alibi="h")
+        yield replace(case, name=f"{label}program-{program}")
+    yield replace(long, name=f"{label}program-long", program="documents")
+    both = replace(relative, program="many", sinks=True, softcap=3.0)
+    yield replace(both, name=f"{label}relative-everything")
+    yield replace(both, name=f"{label}relative-gathered", queries=40, lengths=(70, 3, 40, 129))
+    yield replace(both, name=f"{label}relative-no-sequences", lengths=())
 
 
 DECODE_CASES = tuple(_cases())
@@ -101,6 +123,7 @@ class DecodeInputs:
     options: DecodeOptions
     keys: list[Tensor]  # [Hkv, length, D]
     values: list[Tensor]
+    programs: list[Tensor | None]  # the mask program of each sequence alone
 
 
 def make_decode(case: DecodeCase, dtype: torch.dtype, *, fence: bool = False) -> DecodeInputs:
@@ -126,10 +149,20 @@ def make_decode(case: DecodeCase, dtype: torch.dtype, *, fence: bool = False) ->
 
     query = 2 * normal(batch, case.heads, case.queries, case.head_dim).to(dtype)
     slopes = alibi_slopes(draw, case.alibi, batch, case.heads, dtype)
-    sinks: tuple[Tensor, ...] = ()
+    wide = torch.promote_types(dtype, torch.float32)
+    more: list[Tensor | None] = [None, None, None]  # sinks, relative bias, mask program
     if case.sinks:
-        wide = torch.promote_types(dtype, torch.float32)
-        sinks = ((2 * normal(1, case.heads)).to(wide),)
+        more[0] = (2 * normal(1, case.heads)).to(wide)
+    if case.relative_bias:  # with two distances more than there are
+        most = max((*case.lengths, case.queries))
+        more[1] = normal(1, case.heads, 2 * most + 1).to(wide)
+    programs: list[Tensor | None] = [None for _ in case.lengths]
+    if case.program is not None:
+        capacity = pages * page
+        program, programs = _programs(case, query, capacity, draw)
+        more[2] = memory.place(program[None, None, None], "contiguous", fence=fence)[0, 0, 0]
+    while more and more[-1] is None:  # a backend need not take tensors that no case has
+        more.pop()
     block_table = entries = None
     if case.page:
         block_table = table.int()
@@ -146,7 +179,7 @@ def make_decode(case: DecodeCase, dtype: torch.dtype, *, fence: bool = False) ->
             block_table,
             entries,
             slopes,
-            *sinks,
+            *more,
         ),
         options=DecodeOptions(
             scale=case.head_dim**-0.5,
@@ -156,7 +189,26 @@ def make_decode(case: DecodeCase, dtype: torch.dtype, *, fence: bool = False) ->
         ),
         keys=keys,
         values=values,
+        programs=programs,
     )
+
+
+def _programs(
+    case: DecodeCase, query: Tensor, capacity: int, draw: torch.Generator
+) -> tuple[Tensor, list[Tensor | None]]:
+    """Return the mask program of all sequences, and those of each."""
+    make = PROGRAMS[case.program or ""]
+    prefixes = torch.randint(60, (len(case.lengths),), generator=draw)
+    ids = torch.randint(3, (len(case.lengths), capacity), generator=draw).sort(1).values
+    lengths = torch.tensor(case.lengths, dtype=torch.int64)
+    whole = make(masks.document(ids), masks.prefix_lm(prefixes))
+    alone: list[Tensor | None] = []
+    for b, n in enumerate(case.lengths):
+        offset = n - case.queries
+        own = ids[b, (torch.arange(case.queries) + offset).clamp(min=0)]
+        mask = make(masks.document(own, ids[b, :n]), masks.prefix_lm(int(prefixes[b])))
+        alone.append(masks.program("testing", mask, query[b : b + 1], n, offset))
+    return masks.cache_program("testing", whole, query, capacity, lengths), alone
 
 
 def _run(backend: Any, inputs: DecodeInputs) -> dict[str, Tensor]:
@@ -184,7 +236,7 @@ def _sequence_by_sequence(
 
 
 def _alone(inputs: DecodeInputs, b: int) -> Inputs:
-    query, _, _, _, _, _, slopes, *sinks = inputs.args
+    query, _, _, _, _, _, slopes, *more = inputs.args
     assert query is not None
     key, value = inputs.keys[b][None], inputs.values[b][None]
     return Inputs(
@@ -192,12 +244,25 @@ def _alone(inputs: DecodeInputs, b: int) -> Inputs:
         key=key,
         value=value,
         alibi_slopes=None if slopes is None else slopes[b % slopes.shape[0]][None],
-        sinks=sinks[0] if sinks else None,
+        sinks=more[0] if more else None,
+        relative_bias=more[1] if len(more) > 1 else None,
+        mask_program=inputs.programs[b],
         options=AttentionOptions(offset=key.shape[2] - query.shape[2], **vars(inputs.options)),
     )
 
 
-_NAMES = ("query", "key_cache", "value_cache", "seqlens", "table", "entries", "slopes", "sinks")
+_NAMES = (
+    "query",
+    "key_cache",
+    "value_cache",
+    "seqlens",
+    "table",
+    "entries",
+    "slopes",
+    "sinks",
+    "relative_bias",
+    "mask_program",
+)
 
 check_decode = Proof(
     "decode_attention",

@@ -97,6 +97,7 @@ MUTANTS = (
     Mutant("a_packed_key_has_the_document_of_the_first", "mask_program.h", "? p.mask_key : p.mask_query", "? 0 : p.mask_query", "varlen_attention", FORWARD),
     Mutant("a_part_of_a_table_has_another_middle", "varlen.h", "s.relative_bias_size / 2 - size / 2", "0", "varlen_attention", FORWARD),
     Mutant("all_sequences_add_to_one_table", "varlen.h", "moved(s.grad_relative_bias, t.bias_starts[s.index])", "s.grad_relative_bias", "varlen_attention", BACKWARD),
+    Mutant("a_cache_has_the_mask_of_the_first", "mask_program.h", "(p.index + b) % s.batch", "b % s.batch", "decode_attention", FORWARD),
     Mutant("a_page_too_far", "decode.h", "base + p.pages[page] * x.stride[0]", "base + p.pages[page == 0 ? 0 : page - 1] * x.stride[0]", "decode_attention", FORWARD),
     Mutant("a_hidden_row_is_read", "memory_hops_stream.h", "count += seen;", "count += 1;", "memory_hop_attention", "memory_hops"),
     Mutant("a_bias_is_not_added", "memory_hops_stream.h", "if (block.biased) x += load(block.bias + i);", "", "memory_hop_attention", "memory_hops"),

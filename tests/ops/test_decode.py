@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastattn import decode_attention, scaled_dot_product_attention
+from fastattn import decode_attention, masks, scaled_dot_product_attention
 from fastattn.testing import Target, targets
 from fastattn.testing.decode import DECODE_CASES, DecodeCase, check_decode, make_decode
 
@@ -49,7 +49,7 @@ def test_threads_and_batch_mates_change_no_bit(
     inputs = make_decode(case, dtype)
     decode = functools.partial(target.module.decode_attention, options=inputs.options)
     whole = same_for_any_threads(lambda: decode(*inputs.args))
-    query, key, value, lengths, table, _, _ = inputs.args
+    query, key, value, lengths, table, *_ = inputs.args
     for b in range(len(case.lengths)):
         one = slice(b, b + 1)
         entry = None if table is not None else torch.tensor([b])
@@ -261,10 +261,11 @@ def test_compiled_equals_eager_without_graph_breaks(
 def test_opcheck(backend: str) -> None:
     query, keys, values, lengths, key, value = operands()
     slopes, values_of = torch.rand(1, 4), (0.3, 5, 0, 2.0, "")
-    args = (query, keys, values, lengths, None, None, slopes, None, *values_of)
+    args = (query, keys, values, lengths, None, None, slopes, None, None, None, *values_of)
     torch.library.opcheck(torch.ops.fastattn.decode_attention.default, args)
     table = torch.tensor([[0], [1], [2]], dtype=torch.int32)
-    args = (query, keys, values, lengths, table, None, None, torch.rand(1, 4), *values_of)
+    more = (torch.rand(1, 4), torch.rand(1, 4, 25), masks.cache_program("test", masks.causal(), query, 12, lengths))
+    args = (query, keys, values, lengths, table, None, None, *more, *values_of)
     torch.library.opcheck(torch.ops.fastattn.decode_attention.default, args)
     args = (keys, values, key, value, lengths, None, torch.tensor([2, 1, 0]))
     torch.library.opcheck(torch.ops.fastattn.append_to_cache.default, args)
@@ -284,7 +285,7 @@ def test_vmap(backend: str) -> None:
 def test_the_operator_has_no_gradient() -> None:
     query, keys, values, lengths, _, _ = operands()
     query.requires_grad_()
-    args = (query, keys, values, lengths, None, None, None, None, 0.3, -1, -1, 0.0, "")
+    args = (query, keys, values, lengths, *[None] * 6, 0.3, -1, -1, 0.0, "")
     out, _ = torch.ops.fastattn.decode_attention(*args)
     with pytest.raises(RuntimeError, match="decode_attention has no gradient"):
         out.sum().backward()

@@ -34,7 +34,11 @@ def _tiles(case: Any) -> int:
 FITS: dict[str, Callable[[Any], bool]] = {
     ATTENTION: lambda case: max(case.head_dim, case.value_dim or 0) <= 512,
     ADDITIVE: lambda case: case.value_dim <= 512,
-    "decode_attention": lambda case: max(case.head_dim, case.value_dim or 0) <= 512,
+    "decode_attention": lambda case: (
+        max(case.head_dim, case.value_dim or 0) <= 512
+        and not case.relative_bias
+        and case.program is None
+    ),
     "varlen_attention": lambda case: not (case.slow or case.relative_bias or case.program),
 }
 TABLES = {

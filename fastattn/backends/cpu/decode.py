@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fastattn import _cpu
 from fastattn.backends._alloc import empty_output
+from fastattn.backends._operands import with_columns_together
 from fastattn.backends.cpu.operands import DTYPES, optional_operands
 from fastattn.backends.primitives import DecodeOptions
 
@@ -25,6 +26,8 @@ def decode_attention(
     cache_batch_idx: Tensor | None = None,  # [B] int64
     alibi_slopes: Tensor | None = None,  # [B|1, Hq]
     sinks: Tensor | None = None,  # [1, Hq]
+    relative_bias: Tensor | None = None,  # [1, Hq, 2 M + 1]
+    mask_program: Tensor | None = None,  # [size] int32, for a cache
     *,
     options: DecodeOptions,
 ) -> tuple[Tensor, Tensor]:
@@ -45,6 +48,9 @@ def decode_attention(
     table = None if block_table is None else _rows(block_table)
     lengths = cache_seqlens.contiguous()
     chosen = None if cache_batch_idx is None else cache_batch_idx.contiguous()
+    if relative_bias is not None:
+        relative_bias = with_columns_together(relative_bias)
+    biases = (alibi_slopes, None, sinks, relative_bias, None, mask_program)
     _cpu.decode_attention(
         DTYPES[query.dtype],
         torch.get_num_threads(),
@@ -59,7 +65,7 @@ def decode_attention(
         out.stride(),
         lse.data_ptr(),
         options,
-        optional_operands(batch, heads, None, alibi_slopes, None, sinks),
+        optional_operands(batch, heads, None, *biases),
         _cache(lengths, chosen, table, keys),
         entries,
     )

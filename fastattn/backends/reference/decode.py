@@ -20,6 +20,8 @@ def decode_attention(
     cache_batch_idx: Tensor | None = None,  # [B] int64
     alibi_slopes: Tensor | None = None,  # [B|1, Hq]
     sinks: Tensor | None = None,  # [1, Hq]
+    relative_bias: Tensor | None = None,  # [1, Hq, 2 M + 1]
+    mask_program: Tensor | None = None,  # [size] int32, for a cache of P * N keys
     *,
     options: DecodeOptions,
 ) -> tuple[Tensor, Tensor]:
@@ -33,6 +35,8 @@ def decode_attention(
     position = torch.arange(key.shape[2], device=query.device)
     lengths = cache_seqlens[:, None, None, None]
     rows = torch.arange(query.shape[2], device=query.device)[:, None]
+    # Keys beyond a sequence have no distance; 0 is in every table.
+    distance = torch.where(position < lengths, rows + lengths - query.shape[2] - position, 0)
     out, lse, _ = attend(
         query,
         key,
@@ -41,8 +45,10 @@ def decode_attention(
         alibi_slopes,
         None,
         AttentionOptions(**vars(options)),
-        distance=rows + lengths - query.shape[2] - position,  # [B, 1, Lq, N]
+        distance=distance,  # [B, 1, Lq, N]
         sinks=sinks,
+        relative_bias=relative_bias,
+        mask_program=mask_program,
     )
     return out.to(query.dtype), lse.double()
 
