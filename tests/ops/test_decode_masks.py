@@ -1,0 +1,143 @@
+"""Masks and relative biases over a cache: what the case table does not show."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from fastattn import decode_attention, explain, masks, scaled_dot_product_attention
+from fastattn.bias import T5, Window2d
+
+pytestmark = pytest.mark.usefixtures("seeded")
+
+LENGTHS = torch.tensor([4, 0, 9])  # before two new rows
+CAPACITY = 12
+IDS = torch.arange(3 * CAPACITY).view(3, CAPACITY).div(5, rounding_mode="floor")
+PREFIXES = torch.tensor([3, 1, 7])
+
+
+def operands() -> dict[str, Any]:
+    query, (keys, values) = torch.randn(3, 4, 2, 8), torch.randn(2, 3, 2, CAPACITY, 8)
+    return {"query": query, "key_cache": keys, "value_cache": values, "cache_seqlens": LENGTHS}
+
+
+def mask_of(ids: Tensor, prefixes: Any, key_ids: Tensor | None = None) -> masks.Mask:
+    return masks.document(ids, key_ids) & ~masks.sliding_window(2, 0) | masks.prefix_lm(prefixes)
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("form", ["table", "t5"])
+def test_the_last_query_is_at_the_last_key(backend: str, form: str, paged: bool) -> None:
+    given, new = operands(), torch.randn(2, 3, 2, 2, 8)
+    bias: Any = torch.randn(4, 25) if form == "table" else T5(torch.randn(8, 4), False, 6)
+    whole = {name: given[f"{name}_cache"].clone() for name in ("key", "value")}
+    for x, rows in zip(whole.values(), new, strict=True):
+        for b, n in enumerate(LENGTHS.tolist()):
+            x[b, :, n : n + 2] = rows[b]
+    if paged:
+        pages = torch.tensor([[7, 2, 0], [1, 8, 3], [4, 6, 5]])
+        for name in ("key_cache", "value_cache"):
+            x = given[name].unflatten(2, (3, 4)).transpose(1, 2).flatten(0, 1)
+            given[name] = torch.empty_like(x).index_copy_(0, pages.flatten(), x)
+        given["block_table"] = pages
+    mask = mask_of(IDS, PREFIXES) & masks.chunked(8)
+    out, lse = decode_attention(
+        **given, key=new[0], value=new[1], mask=mask, relative_bias=bias, return_lse=True
+    )
+    for b, n in enumerate((LENGTHS + 2).tolist()):
+        own = mask_of(IDS[b, n - 2 : n], int(PREFIXES[b]), IDS[b, :n]) & masks.chunked(8)
+        want, want_lse = scaled_dot_product_attention(
+            given["query"][b],
+            whole["key"][b, :, :n],
+            whole["value"][b, :, :n],
+            mask=own,
+            relative_bias=bias,
+            causal_alignment="bottom_right",
+            enable_gqa=True,
+            return_lse=True,
+        )
+        assert_close(out[b], want)
+        assert_close(lse[b], want_lse)
+
+
+def test_documents_of_the_queries_may_be_given(backend: str) -> None:
+    given = operands() | {"cache_seqlens": 9}
+    of_positions = decode_attention(**given, mask=masks.document(IDS))
+    of_queries = decode_attention(**given, mask=masks.document(IDS[:, 7:9], IDS))
+    assert torch.equal(of_positions, of_queries)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled(backend: str, dynamic: bool) -> None:
+    def call(table: Tensor, ids: Tensor, cache_seqlens: Tensor, **given: Tensor) -> Tensor:
+        mask = masks.document(ids) & masks.sliding_window(5, 0)
+        bias = T5(table, False, 6)
+        lengths = {"cache_seqlens": cache_seqlens}
+        return decode_attention(**given, **lengths, mask=mask, relative_bias=bias).sin()
+
+    compiled = torch.compile(call, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    args, given = (torch.randn(8, 4), IDS), operands()
+    assert_close(compiled(*args, **given), call(*args, **given))
+
+
+def test_vmap(backend: str) -> None:
+    given = operands()
+
+    def call(query: Tensor, table: Tensor) -> Tensor:
+        options = {"mask": mask_of(IDS, PREFIXES), "relative_bias": table}
+        return decode_attention(**given | {"query": query}, **options)
+
+    examples = torch.randn(2, 3, 4, 2, 8), torch.randn(2, 4, 17)
+    want = torch.stack([call(*pair) for pair in zip(*examples, strict=True)])
+    assert_close(torch.vmap(call)(*examples), want)
+
+
+def test_explained() -> None:
+    options = {"relative_bias": torch.randn(4, 17), "mask": masks.causal()}
+    assert explain(decode_attention, **operands(), **options).runs == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"mask": torch.ones(2, 9)}, TypeError, "argument 'mask' must be Mask, not Tensor"),
+        ({"mask": masks.from_function(lambda b, h, q, k: q >= k, None, None, 2, 12)}, RuntimeError,
+         "mask must be one of positions or documents"),
+        ({"mask": masks.document(IDS[:, :9])}, RuntimeError, "keys must have length 12, got 9"),
+        ({"mask": masks.document(IDS, IDS)}, RuntimeError, "queries must have length 2, got 12"),
+        ({"mask": masks.document(IDS[:2])}, RuntimeError, "batch size 1 or 3, got 2"),
+        ({"mask": masks.prefix_lm(PREFIXES[:2])}, RuntimeError, "batch size 1 or 3, got 2"),
+        ({"relative_bias": torch.zeros(4, 15)}, RuntimeError,
+         "n odd and at least 17 for 2 queries and 9 keys, got"),
+        ({"relative_bias": torch.zeros(4, 17, requires_grad=True)}, RuntimeError,
+         "relative_bias requires a gradient"),
+        ({"relative_bias": T5(torch.zeros(8, 4, requires_grad=True))}, RuntimeError,
+         "relative_bias requires a gradient"),
+        ({"relative_bias": Window2d(torch.zeros(9, 4), (2, 2))}, TypeError,
+         "'relative_bias' must be Tensor or T5"),
+    ],
+)  # fmt: skip
+def test_errors(given: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"decode_attention.*{message}"):
+        decode_attention(**operands(), **given)
+
+
+def test_the_kernel_checks_what_it_is_given(native: Any) -> None:
+    query, keys, values, lengths = operands().values()
+    program = masks.cache_program("test", mask_of(IDS, PREFIXES), query, CAPACITY, lengths)
+
+    def call(table: Tensor | None, given: Tensor) -> Any:
+        return torch.ops.fastattn.decode_attention(
+            query, keys, values, lengths, None, None, None, None, table, given, 1.0, -1, -1, 0.0,
+            "cpu",
+        )  # fmt: skip
+
+    call(torch.zeros(1, 4, 17), program)
+    with pytest.raises(ValueError, match="at least 17 distances for a sequence of 9 rows, got 15"):
+        call(torch.zeros(1, 4, 15), program)
+    with pytest.raises(ValueError, match="mask_program is not valid: the length"):
+        call(None, program[:-1])

@@ -1,0 +1,187 @@
+"""Masks and relative biases of packed sequences: what the case table does not show."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from mapped_examples import assert_maps_examples
+from torch import Tensor
+from torch.autograd import gradcheck, gradgradcheck
+from torch.testing import assert_close
+
+from fastattn import explain, masks, scaled_dot_product_attention, varlen_attention
+from fastattn.bias import T5, Window2d
+
+pytestmark = pytest.mark.usefixtures("seeded")
+
+Q_ENDS, K_ENDS = torch.tensor([0, 3, 3, 9]), torch.tensor([0, 4, 6, 11])
+Q_ROWS, K_ROWS = 10, 12  # the last ones are of no sequence
+IDS, KEY_IDS = torch.arange(Q_ROWS) % 3, torch.arange(K_ROWS) % 3
+PREFIXES = torch.tensor([3, 1, 2])
+
+
+def qkv(dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    shapes = (Q_ROWS, 4, 8), (K_ROWS, 2, 8), (K_ROWS, 2, 8)
+    return [torch.randn(shape, dtype=dtype) for shape in shapes]
+
+
+def one_mask(b: int) -> masks.Mask:
+    """That of sequence b alone."""
+    (q, q_end), (k, k_end) = Q_ENDS[b : b + 2], K_ENDS[b : b + 2]
+    documents = masks.document(IDS[q:q_end], KEY_IDS[k:k_end])
+    return documents & masks.sliding_window(3, -1) | masks.prefix_lm(int(PREFIXES[b]))
+
+
+def mask_of_all() -> masks.Mask:
+    documents = masks.document(IDS, KEY_IDS)
+    return documents & masks.sliding_window(3, -1) | masks.prefix_lm(PREFIXES)
+
+
+def packed(*args: Any, **options: Any) -> Any:
+    return varlen_attention(*args, Q_ENDS, K_ENDS, **options)
+
+
+@pytest.mark.parametrize("alignment", ["upper_left", "bottom_right"])
+@pytest.mark.parametrize("form", ["table", "t5"])
+def test_each_sequence_has_its_own(backend: str, alignment: str, form: str) -> None:
+    leaves = [x.requires_grad_() for x in qkv()]
+    table = torch.randn((4, 13) if form == "table" else (8, 4), dtype=torch.float64)
+    table.requires_grad_()
+    bias: Any = table if form == "table" else T5(table, max_distance=5)
+    options: dict[str, Any] = {"causal_alignment": alignment, "relative_bias": bias}
+    out, lse = packed(*leaves, mask=mask_of_all(), return_lse=True, **options)
+    wanted = []
+    for b in range(3):
+        q, k = (slice(*(int(n) for n in ends[b : b + 2])) for ends in (Q_ENDS, K_ENDS))
+        one = [x[rows].transpose(0, 1)[None] for x, rows in zip(leaves, (q, k, k), strict=True)]
+        want, want_lse = scaled_dot_product_attention(
+            *one, mask=one_mask(b), enable_gqa=True, return_lse=True, **options
+        )
+        assert_close(out[q], want[0].transpose(0, 1))
+        assert_close(lse[:, q], want_lse[0])
+        wanted.append(want.sin().sum())
+    got = torch.autograd.grad(out[: Q_ENDS[-1]].sin().sum(), [*leaves, table])
+    for x, want in zip(got, torch.autograd.grad(sum(wanted), [*leaves, table]), strict=True):
+        assert_close(x, want)
+
+
+def test_derivatives(backend: str) -> None:
+    q_ends, k_ends = torch.tensor([0, 2, 3]), torch.tensor([0, 1, 4])
+    shapes = (3, 2, 2), (4, 1, 2), (4, 1, 2), (2, 5), (4, 2)
+    leaves = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    mask = ~masks.document(torch.tensor([0, 1, 0]), torch.tensor([1, 0, 0, 1]))
+
+    def call(*x: Tensor) -> Any:
+        found = varlen_attention(
+            *x[:3], q_ends, k_ends, relative_bias=x[3], mask=mask | masks.causal(), softcap=2.0,
+            return_lse=True,
+        )  # fmt: skip
+        return *found, varlen_attention(*x[:3], q_ends, k_ends, relative_bias=T5(x[4], True, 3))
+
+    assert gradcheck(call, leaves, check_batched_grad=True)
+    assert gradgradcheck(lambda *x: call(*x)[0], leaves[:4])
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled(backend: str, dynamic: bool) -> None:
+    def loss(q: Tensor, table: Tensor, buckets: Tensor, ends: Tensor, ids: Tensor) -> Tensor:
+        mask = masks.document(ids) & masks.chunked(4)
+        out = varlen_attention(q, q, q, ends, ends, relative_bias=table, mask=mask)
+        t5 = varlen_attention(q, q, q, ends, ends, 8, 8, relative_bias=T5(buckets, max_distance=5))
+        return out.sin().sum() + t5.sin().sum()
+
+    compiled = torch.compile(loss, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for ends in (torch.tensor([0, 2, 7]), torch.tensor([0, 1, 1, 9])):
+        rows = int(ends[-1])
+        leaves = [torch.randn(s, requires_grad=True) for s in ((rows, 2, 4), (2, 17), (8, 2))]
+        given = (*leaves, ends, torch.arange(rows) % 2)
+        got, want = (torch.autograd.grad(f(*given), leaves) for f in (compiled, loss))
+        for x, y in zip(got, want, strict=True):
+            assert_close(x, y)
+
+
+def test_vmap(backend: str) -> None:
+    def call(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Any:
+        return (packed(q, k, v, relative_bias=table, mask=mask_of_all()),)
+
+    tensors = [*qkv(), torch.randn(4, 13, dtype=torch.float64)]
+    assert_maps_examples(call, tensors, (0, 0, 0, 0))
+
+
+def test_opcheck(backend: str) -> None:
+    leaves = [x.requires_grad_() for x in (*qkv(torch.float32), torch.randn(1, 4, 13))]
+    query, key, value, table = leaves
+    program = masks.packed_program("test", mask_of_all(), query, key, (Q_ENDS, K_ENDS), True)
+    args = (query, key, value, Q_ENDS, K_ENDS, None, None, torch.randn(1, 4), table, program)
+    operator = torch.ops.fastattn.varlen_attention.default
+    torch.library.opcheck(operator, (*args, 0.5, True, -1, 0, 0.0, 0.0, ""))
+
+
+def test_the_table_of_t5_has_the_bound_of_the_lengths_where_none_is_known() -> None:
+    q, k, v = (x.float() for x in qkv())
+    buckets = torch.randn(8, 4)
+
+    def call(*lengths: Any) -> Tensor:
+        bias = T5(buckets, max_distance=5)
+        return varlen_attention(q, k, v, Q_ENDS, K_ENDS, *lengths, relative_bias=bias)
+
+    compiled = torch.compile(call, backend="eager", fullgraph=True)
+    assert_close(compiled(), call())
+    assert_close(compiled(6, 5), call())
+    with pytest.raises(ValueError, match="at least 11 distances for a sequence of 6 rows, got 5"):
+        compiled(3, 3)
+
+
+def test_explained() -> None:
+    options = {"relative_bias": torch.randn(4, 13), "mask": masks.causal()}
+    found = explain(varlen_attention, *qkv(torch.float32), Q_ENDS, K_ENDS, **options)
+    assert found.runs == "cpu"
+
+
+def _blocks(length: int) -> masks.Mask:
+    return masks.from_function(lambda b, h, q, k: q >= k, None, None, length, length)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"mask": torch.ones(9, 9)}, TypeError, "argument 'mask' must be Mask, not Tensor"),
+        ({"mask": _blocks(9)}, RuntimeError, r"mask must be one of positions .* got from_function"),
+        ({"mask": ~_blocks(9) & masks.causal()}, RuntimeError, "blocks need queries and keys"),
+        ({"mask": masks.document(IDS)}, RuntimeError, "ids of the keys must have length 12, got 10"),
+        ({"mask": masks.document(IDS[None].expand(3, -1), KEY_IDS)}, RuntimeError,
+         "ids of the queries must be of batch size 1, got 3"),
+        ({"mask": masks.prefix_lm(PREFIXES[:2])}, RuntimeError, "batch size 1 or 3, got 2"),
+        ({"relative_bias": torch.zeros(4, 9)}, RuntimeError,
+         "n odd and at least 11 for a sequence of 6 rows, got"),
+        ({"relative_bias": torch.zeros(2, 11)}, RuntimeError, r"must have shape \(4, n\)"),
+        ({"relative_bias": Window2d(torch.zeros(9, 4), (2, 2))}, TypeError,
+         "'relative_bias' must be Tensor or T5"),
+        ({"relative_bias": T5(torch.zeros(8, 2))}, RuntimeError, r"\(num_buckets, 4\)"),
+    ],
+)  # fmt: skip
+def test_errors(given: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"varlen_attention.*{message}"):
+        packed(*qkv(torch.float32), **given)
+
+
+def test_the_kernel_checks_what_it_is_given(native: Any) -> None:
+    query, key, value = qkv(torch.float32)
+    operands = (query, key, (Q_ENDS, K_ENDS), False)
+    program = masks.packed_program("test", mask_of_all(), *operands)
+    dense = masks.program("test", _blocks(10), query.new_empty(1, 4, 10, 8), 10, 0)
+
+    def call(table: Tensor | None, given: Tensor) -> Any:
+        return torch.ops.fastattn.varlen_attention(
+            query, key, value, Q_ENDS, K_ENDS, None, None, None, table, given, 1.0, False, -1, -1,
+            0.0, 0.0, "cpu",
+        )  # fmt: skip
+
+    call(torch.zeros(1, 4, 11), program)
+    with pytest.raises(ValueError, match="relative_bias must have at least 11 distances"):
+        call(torch.zeros(1, 4, 9), program)
+    for wrong in (program[:-1], dense, torch.cat([program, program])):
+        with pytest.raises(ValueError, match="mask_program is not valid"):
+            call(None, wrong)
