@@ -21,6 +21,8 @@ _OPTIONS = (  # those that packed sequences have too
     "softcap",
     "alibi_slopes",
     "sinks",
+    "relative_bias",
+    "mask",
     "causal_alignment",
     "generator",
     "return_lse",
@@ -62,10 +64,9 @@ def same_lengths(x: Any, y: Any) -> bool:
 def prepare(given: Arguments) -> tuple[Operator, tuple[Any, ...], JaggedFolding]:
     """Return the operator of packed sequences, its arguments except the seed, and the folding."""
     query, key, value, enable_gqa = given.query, given.key, given.value, given.enable_gqa
-    for name in ("mask", "attn_mask", "relative_bias"):
-        if getattr(given, name) is not None:
-            raise RuntimeError(f"{_NAME}: {name} must be None if query is jagged")
     check_flag(_NAME, "enable_gqa", enable_gqa)
+    if given.attn_mask is not None:
+        raise RuntimeError(f"{_NAME}: attn_mask must be None if query is jagged")
     if given.need_weights or given.average_weights:
         raise RuntimeError(f"{_NAME}: need_weights must be False if query is jagged")
     (q, q_starts), (k, k_starts), (v, _) = (

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 import fastattn
-from fastattn import MultiheadAttention, scaled_dot_product_attention
+from fastattn import MultiheadAttention, masks, scaled_dot_product_attention
+from fastattn.bias import T5, Window2d
 
 LENGTHS = (3, 0, 7, 1)
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -46,8 +47,10 @@ def in_heads(sequences: Sequence[Tensor]) -> Any:
         {"is_causal": True, "scale": 0.3},
         {"window": (2, 1), "softcap": 3.0, "causal_alignment": "bottom_right"},
         {"alibi_slopes": torch.tensor([0.5, 0.25, 0.1, 0.0])},
+        {"relative_bias": torch.linspace(-1, 1, 4 * 15).view(4, 15), "is_causal": True},
+        {"mask": ~masks.chunked(2) | masks.causal(), "causal_alignment": "bottom_right"},
     ],
-    ids=["plain", "causal", "window", "alibi"],
+    ids=["plain", "causal", "window", "alibi", "relative", "mask"],
 )
 def test_every_sequence_is_attended_alone(
     dtype: torch.dtype, options: dict[str, Any], backend: str
@@ -87,6 +90,19 @@ def test_gradients_and_pytorchs_own_attention() -> None:
     theirs = run(torch.nn.functional.scaled_dot_product_attention)
     for x, want in zip(ours, theirs, strict=True):
         torch.testing.assert_close(x, want, rtol=1e-10, atol=1e-10)
+
+
+def test_masks_and_biases_are_those_of_packed_sequences() -> None:
+    rows, table = draw((3, 7, 1), 2, 4), torch.randn(8, 2, dtype=torch.float64).requires_grad_()
+    starts, ids = torch.tensor([0, 3, 10, 11]), torch.arange(11) % 2
+    mask = masks.document(ids) | masks.prefix_lm(torch.tensor([1, 3, 0]))
+    options = {"mask": mask, "relative_bias": T5(table, max_distance=5)}
+    x, packed = in_heads(rows), torch.cat(rows)
+    out = scaled_dot_product_attention(x, x, x, **options).transpose(1, 2).values()
+    want = fastattn.varlen_attention(packed, packed, packed, starts, starts, **options)
+    assert torch.equal(out, want)
+    grads = (torch.autograd.grad(y.square().sum(), table)[0] for y in (out, want))
+    assert torch.equal(*grads)
 
 
 def test_the_result_has_the_ragged_size_of_query() -> None:
@@ -183,6 +199,16 @@ A, B = draw(LENGTHS, 2, 4), draw((1, 2, 3, 4), 2, 4)
 BAD = {
     "mask": (lambda: [in_heads(A)] * 3, {"attn_mask": torch.ones(1, 1)}, "attn_mask must be None"),
     "weights": (lambda: [in_heads(A)] * 3, {"need_weights": True}, "need_weights must be False"),
+    "lengths of a prefix": (
+        lambda: [in_heads(A)] * 3,
+        {"mask": masks.prefix_lm(torch.tensor([1, 2, 3]))},
+        "lengths must be of batch size 1 or 4, got 3",
+    ),
+    "short table": (
+        lambda: [in_heads(A)] * 3,
+        {"relative_bias": torch.zeros(2, 11)},
+        "n odd and at least 13 for a sequence of 7 rows",
+    ),
     "dense key": (lambda: [in_heads(A), A[0][None], A[0][None]], {}, "key must be jagged"),
     "layout": (lambda: [jagged(A)] * 3, {}, r"a jagged query must be \[B, H, \*, D\]"),
     "rank": (lambda: [in_heads(A), jagged(draw(LENGTHS, 4)), in_heads(A)], {}, "a jagged key must"),
@@ -199,8 +225,16 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input(name: str) -> None:
     make, options, message = BAD[name]
-    with pytest.raises(RuntimeError, match=f"scaled_dot_product_attention: .*{message}"):
+    packed = "mask" in options or "relative_bias" in options  # checked as those of packed rows
+    op = "varlen_attention" if packed else "scaled_dot_product_attention"
+    with pytest.raises(RuntimeError, match=f"{op}: .*{message}"):
         scaled_dot_product_attention(*make(), **options)
+
+
+def test_a_window_of_two_dimensions_is_refused() -> None:
+    x = in_heads(draw((4, 4), 2, 4))
+    with pytest.raises(TypeError, match=r"relative_bias.* must be Tensor or T5 \(Window2d needs"):
+        scaled_dot_product_attention(x, x, x, relative_bias=Window2d(torch.zeros(9, 2), (2, 2)))
 
 
 @pytest.mark.parametrize(

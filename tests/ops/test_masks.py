@@ -396,13 +396,6 @@ def test_errors(make: Callable[[], Any], error: type[Exception], message: str) -
         make()
 
 
-def test_jagged_tensors_take_no_mask() -> None:
-    rows = [torch.randn(n, 4, 8) for n in (3, 5)]
-    jagged = torch.nested.nested_tensor(rows, layout=torch.jagged).transpose(1, 2)
-    with pytest.raises(RuntimeError, match="mask must be None if query is jagged"):
-        attend(jagged, jagged, jagged, mask=masks.causal())
-
-
 def test_names() -> None:
     mask = ~(masks.causal() & masks.document(IDS_9)) | masks.chunked(4)
     assert repr(mask) == "((~causal() | ~document(<ids [9]>)) | chunked(4))"

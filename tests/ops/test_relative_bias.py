@@ -251,12 +251,6 @@ def test_bits_do_not_depend_on_threads_or_batch(threads: Callable[[int], Any]) -
     assert torch.equal(alone[0][0], together[0][0])
 
 
-def test_dense_attention_only() -> None:
-    x = torch.nested.nested_tensor([torch.randn(3, 2, 4)], layout=torch.jagged).transpose(1, 2)
-    with pytest.raises(RuntimeError, match="relative_bias must be None if query is jagged"):
-        scaled_dot_product_attention(x, x, x, relative_bias=torch.zeros(2, 5))
-
-
 def test_explained() -> None:
     told = explain("scaled_dot_product_attention", *qkv(), enable_gqa=True,
                    relative_bias=torch.randn(4, 17).double())  # fmt: skip
