@@ -150,7 +150,10 @@ class _Recorder:
                 query = given.arguments.get("query")
                 if isinstance(query, Tensor) and query.is_nested:  # the stock class has no weights
                     module, query, key, value = given.args[:4]
-                    return nested_attention(module, query, key, value, None, None, True, False)
+                    mask = given.arguments.get("mask")
+                    return nested_attention(
+                        module, query, key, value, None, None, True, False, mask=mask
+                    )
                 return forward(*given.args, **given.kwargs)
         finally:
             self.paused = False

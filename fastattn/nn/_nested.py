@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from fastattn.masks import Mask
 from fastattn.nn._projections import project, project_out
 from fastattn.ops._jagged import is_jagged, packed_rows, same_lengths
 from fastattn.ops.sdpa import scaled_dot_product_attention
@@ -22,10 +23,12 @@ def nested_attention(
     need_weights: bool,
     average_attn_weights: bool,
     is_causal: bool = False,
+    mask: Mask | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention over N sequences of lengths L_n, without storing or computing any padding.
 
-    The jagged layout supports any attention without masks and appended keys, with gradients. The
+    The jagged layout supports any attention without tensors as masks and without appended keys, with
+    gradients; ``mask``, of :mod:`fastattn.masks`, only without weights, which need padding. The
     strided layout supports what ``torch.nn.MultiheadAttention`` supports. Returns the output,
     nested as ``query``, and the weights padded with 0, [N, (H,) max L_n, max S_n], or None.
 
@@ -36,6 +39,9 @@ def nested_attention(
     reason = (_why_not_jagged if jagged else _why_not)(
         module, query, key, value, key_padding_mask, attn_mask
     )
+    if mask is not None and not reason and (need_weights or not jagged):
+        held = "need_weights must be False" if jagged else "query must be jagged"
+        reason = f"MultiheadAttention: {held} with mask and NestedTensor"
     if reason:
         raise AssertionError(reason)
     rows, q_starts = _pack(query)
@@ -53,7 +59,8 @@ def nested_attention(
         )
     else:
         weights = None
-        out = varlen_attention(q, k, v, q_starts, k_starts, dropout_p=dropout, is_causal=is_causal)
+        starts = (q_starts, k_starts)
+        out = varlen_attention(q, k, v, *starts, dropout_p=dropout, is_causal=is_causal, mask=mask)
     result = project_out(module, out.transpose(0, 1)[None], 0)[0]
     if jagged:
         return torch.nested.nested_tensor_from_jagged(result, q_starts), weights

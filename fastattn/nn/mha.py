@@ -13,6 +13,7 @@ from torch.nn import MultiheadAttention as _Stock
 
 from fastattn import compat
 from fastattn.compat import mha_is_batched
+from fastattn.masks import Mask
 from fastattn.nn._cache import KeyValueCache
 from fastattn.nn._head_network import HeadNetwork
 from fastattn.nn._masks import check_mask_dtypes, is_causal_mask, merge_masks
@@ -57,6 +58,7 @@ class MultiheadAttention(_Stock):
       :class:`fastattn.nn.T5RelativeBias`, which returns the ``relative_bias`` of
       :func:`fastattn.scaled_dot_product_attention`. Layers may share it. Not together with
       ``add_bias_kv`` or ``add_zero_attn``, whose keys have no position.
+    - ``mask`` of ``forward`` (keyword only) is a mask of :mod:`fastattn.masks`.
     """
 
     _watch: Callable[..., Any] | None = None  # set by fastattn.capture
@@ -118,6 +120,8 @@ class MultiheadAttention(_Stock):
         attn_mask: Tensor | None = None,
         average_attn_weights: bool = True,
         is_causal: bool = False,
+        *,
+        mask: Mask | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend from ``query`` to ``key`` and ``value``.
 
@@ -131,23 +135,34 @@ class MultiheadAttention(_Stock):
             average_attn_weights: weights averaged over the heads, [N, L, S], else [N, H, L, S].
             is_causal: a hint that ``attn_mask`` is causal. Without weights and padding the hint is
                 trusted and the mask is not read; otherwise the mask is used. Jagged NestedTensors
-                have no mask: there it means causal attention.
+                have no ``attn_mask``: there it means causal attention.
+            mask: a mask of :mod:`fastattn.masks` or a ``BlockMask``: the pairs that take part, in
+                addition to those that the other masks exclude. Not together with ``add_bias_kv`` or
+                ``add_zero_attn``. For jagged NestedTensors, each sequence by itself, as in
+                :func:`fastattn.varlen_attention`, and without weights.
 
         Returns:
             The output, shaped as ``query``, and the weights (without N if unbatched) or None. Keys
             that ``add_bias_kv`` and ``add_zero_attn`` append count in S of the weights.
 
         Raises:
-            AssertionError, RuntimeError: as ``torch.nn.MultiheadAttention``, with the same texts.
+            AssertionError, RuntimeError: as ``torch.nn.MultiheadAttention``, with the same texts;
+                a ``mask`` that does not fit.
+            ValueError: ``mask`` with ``add_bias_kv`` or ``add_zero_attn``.
         """
         if _is_symbolic(query):  # one node of the graph, like any module of torch.nn
             masks_and_flags = (key_padding_mask, need_weights, attn_mask, average_attn_weights)
-            return _leaf(query, self, (query, key, value, *masks_and_flags, is_causal))
+            args = (query, key, value, *masks_and_flags, is_causal)
+            return _leaf(query, self, args, {} if mask is None else {"mask": mask})
         if self._watch is not None:
             flags = (need_weights, attn_mask, average_attn_weights, is_causal)
             own = MultiheadAttention.forward
-            return self._watch(own, self, query, key, value, key_padding_mask, *flags)
+            return self._watch(own, self, query, key, value, key_padding_mask, *flags, mask=mask)
         check_mask_dtypes(key_padding_mask, attn_mask, query.dtype)
+        if mask is not None and (self.bias_k is not None or self.add_zero_attn):
+            raise ValueError(
+                "mask must be None with add_bias_kv or add_zero_attn, whose keys have no position"
+            )
         children = compat.children_of(self)
         plain = children.get("head_network") is None and children.get("relative_bias") is None
         if query.is_nested or key.is_nested or value.is_nested:
@@ -157,7 +172,7 @@ class MultiheadAttention(_Stock):
                 )
             masks = (key_padding_mask, attn_mask)
             wanted = (need_weights, average_attn_weights, is_causal and is_jagged(query))
-            return nested_attention(self, query, key, value, *masks, *wanted)
+            return nested_attention(self, query, key, value, *masks, *wanted, mask)
         batched = mha_is_batched(query, key, value, key_padding_mask, attn_mask, self.num_heads)
         if is_causal and attn_mask is None:
             raise RuntimeError(
@@ -165,6 +180,7 @@ class MultiheadAttention(_Stock):
                 "You may use the Transformer module method "
                 "`generate_square_subsequent_mask` to create this mask."
             )
+        plain = plain and mask is None
         if plain and query is key and key is value and batched and not need_weights:
             # Without padding, the hint is trusted.
             causal = is_causal and key_padding_mask is None
@@ -173,7 +189,7 @@ class MultiheadAttention(_Stock):
                 if small is not None:
                     return small, None
         rest = (key_padding_mask, attn_mask, is_causal, need_weights, average_attn_weights)
-        return self._general(query, key, value, *rest, batched)
+        return self._general(query, key, value, *rest, batched, mask=mask)
 
     def __prepare_scriptable__(self) -> None:
         """Called by ``torch.jit.script``."""
@@ -194,6 +210,7 @@ class MultiheadAttention(_Stock):
         average_weights: bool,
         batched: bool,
         cache: KeyValueCache | None = None,
+        mask: Mask | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Input projections, attention and output projection, for tensors of any size.
 
@@ -224,6 +241,7 @@ class MultiheadAttention(_Stock):
             bool(need_weights),
             bool(average_weights),
             "upper_left" if cache is None else "bottom_right",
+            mask,
         )
         network = compat.children_of(self).get("head_network")  # from `nonlinear_heads`
         if network is not None:
@@ -245,6 +263,7 @@ class MultiheadAttention(_Stock):
         need_weights: bool,
         average_weights: bool,
         causal_alignment: str = "upper_left",
+        block_mask: Mask | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Attention between the projections: out [N, H, L, D], weights [N, (H,) L, S'] or None."""
         source = k.shape[2]
@@ -274,6 +293,7 @@ class MultiheadAttention(_Stock):
             dropout_p=self.dropout if self.training else 0.0,
             window=(-1, 0) if causal else None,  # as is_causal, but allows a mask
             relative_bias=None if relative_bias is None else relative_bias(),
+            mask=block_mask,
             causal_alignment=causal_alignment,
             need_weights=need_weights,
             average_weights=need_weights and average_weights,
@@ -323,9 +343,11 @@ def _is_symbolic(x: object) -> bool:
     return isinstance(x, torch.fx.Proxy)
 
 
-def _leaf(query: Any, module: MultiheadAttention, args: tuple[Any, ...]) -> Any:
+def _leaf(
+    query: Any, module: MultiheadAttention, args: tuple[Any, ...], keywords: dict[str, Any]
+) -> Any:
     tracer = query.tracer
-    return tracer.create_proxy("call_module", tracer.path_of_module(module), args, {})
+    return tracer.create_proxy("call_module", tracer.path_of_module(module), args, keywords)
 
 
 def _add_batch(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
