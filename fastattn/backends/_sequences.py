@@ -15,8 +15,10 @@ def places(starts: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
     sequence.
     """
     row = torch.arange(rows, device=starts.device)
-    # Sequence b ends where b + 1 starts; empty sequences share a start and are skipped.
+    # Sequence b ends where b + 1 starts; empty sequences share a start and are skipped. Starts that
+    # are not checked, on a GPU, must not be written by.
     ends = torch.zeros(rows + 1, dtype=torch.int64, device=starts.device)
-    sequence = ends.index_add(0, starts[1:], torch.ones_like(starts[1:])).cumsum(0)[:rows]
+    of_next = starts[1:].clamp(0, rows)
+    sequence = ends.index_add(0, of_next, torch.ones_like(of_next)).cumsum(0)[:rows]
     lengths = torch.nn.functional.pad(starts.diff(), (0, 1))
     return sequence, row - starts[sequence], lengths

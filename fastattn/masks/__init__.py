@@ -11,10 +11,11 @@ memory in proportion to the lengths; :func:`from_function`, and a ``BlockMask`` 
 A kernel skips blocks of pairs that are not visible, and pays nothing for those that are.
 
 A position is the one that ``causal_alignment`` of the call gives to a query: query i is at position
-i + offset of the keys, where offset is 0, or Lk - Lq for "bottom_right".
+i + offset of the keys, where offset is 0, or Lk - Lq for "bottom_right". For packed sequences and
+caches, positions count within each sequence; masks of blocks are not for them.
 
 What a kernel reads is built at the first call with given lengths and is kept by the mask, so build
-a mask once for all layers.
+a mask once for all layers. For packed sequences and caches it is built in each call.
 """
 
 from fastattn.masks._blocks import MaskMod as MaskMod

@@ -147,6 +147,8 @@ def document(ids: Tensor, key_ids: Tensor | None = None) -> Mask:
     ``ids`` [L] or [B, L], int32 or int64, are the numbers of queries and keys, or of the queries
     alone if there are ``key_ids`` [Lk] or [B, Lk]. They need not be sorted, but blocks are skipped
     only where they are nearly so. They must fit int32, which is checked in eager execution only.
+    Those of packed sequences are [Tq], of all rows. Those of a cache are of its positions: without
+    ``key_ids``, a query has the number of its own position.
 
     >>> import torch
     >>> from fastattn import masks, scaled_dot_product_attention
