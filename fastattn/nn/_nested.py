@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
+from fastattn.compat import children_of
 from fastattn.masks import Mask
 from fastattn.nn._projections import project, project_out
 from fastattn.ops._jagged import is_jagged, packed_rows, same_lengths
@@ -52,15 +55,26 @@ def nested_attention(
     values = keys if value is key else _pack(value)[0]
     # The projections take all rows as one batch, [1, H, T, D]; packed sequences are [T, H, D].
     q, k, v = (x[0].transpose(0, 1) for x in project(module, rows, keys, values, 0))
+    bias_module = children_of(module).get("relative_bias")
+    bias = None if bias_module is None else bias_module()
     dropout = module.dropout if module.training else 0.0
     if need_weights:
         out, weights = _attend_padded(
-            q, k, v, q_starts, k_starts, dropout, is_causal, bool(average_attn_weights)
+            q, k, v, q_starts, k_starts, dropout, is_causal, bool(average_attn_weights), bias
         )
     else:
         weights = None
-        starts = (q_starts, k_starts)
-        out = varlen_attention(q, k, v, *starts, dropout_p=dropout, is_causal=is_causal, mask=mask)
+        out = varlen_attention(
+            q,
+            k,
+            v,
+            q_starts,
+            k_starts,
+            dropout_p=dropout,
+            is_causal=is_causal,
+            relative_bias=bias,
+            mask=mask,
+        )
     result = project_out(module, out.transpose(0, 1)[None], 0)[0]
     if jagged:
         return torch.nested.nested_tensor_from_jagged(result, q_starts), weights
@@ -87,6 +101,7 @@ def _attend_padded(
     dropout: float,
     is_causal: bool,
     average: bool,
+    relative_bias: Any,
 ) -> tuple[Tensor, Tensor]:
     """Attention over padded rows, for the weights, which have to be padded in any case."""
     q, q_valid = _padded(q, q_starts)
@@ -98,6 +113,7 @@ def _attend_padded(
         (q_valid[:, :, None] & k_valid[:, None])[:, None],
         dropout_p=dropout,
         window=(-1, 0) if is_causal else None,  # as is_causal, but allows a mask
+        relative_bias=relative_bias,
         need_weights=True,
         average_weights=average,
     )

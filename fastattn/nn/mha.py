@@ -164,11 +164,12 @@ class MultiheadAttention(_Stock):
                 "mask must be None with add_bias_kv or add_zero_attn, whose keys have no position"
             )
         children = compat.children_of(self)
-        plain = children.get("head_network") is None and children.get("relative_bias") is None
+        network, relative_bias = children.get("head_network"), children.get("relative_bias")
+        plain = network is None and relative_bias is None
         if query.is_nested or key.is_nested or value.is_nested:
-            if not plain:
+            if network is not None or (relative_bias is not None and not is_jagged(query)):
                 raise AssertionError(
-                    "nonlinear_heads and relative_bias do not support NestedTensor"
+                    "nonlinear_heads does not support NestedTensor, and relative_bias only jagged ones"
                 )
             masks = (key_padding_mask, attn_mask)
             wanted = (need_weights, average_attn_weights, is_causal and is_jagged(query))

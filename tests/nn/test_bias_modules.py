@@ -84,9 +84,30 @@ def test_errors() -> None:
     module = nn.MultiheadAttention(8, 2, relative_bias=nn.RelativeBias(2, 5), batch_first=True)
     with pytest.raises(RuntimeError, match="n odd and at least 11 for 6 queries and 6 keys"):
         module(*[torch.ones(1, 6, 8)] * 3)
-    nested = torch.nested.nested_tensor([torch.ones(3, 8)], layout=torch.jagged)
-    with pytest.raises(AssertionError, match="relative_bias do not support NestedTensor"):
+    nested = torch.nested.nested_tensor([torch.ones(3, 8)])
+    with pytest.raises(AssertionError, match="relative_bias only jagged ones"):
         module(nested, nested, nested)
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+@pytest.mark.parametrize("name", ["table", "t5"])
+def test_jagged(name: str, need_weights: bool, normal: Callable[..., Tensor]) -> None:
+    bias = BIASES[name]()
+    torch.nn.init.normal_(bias.weight)
+    module = nn.MultiheadAttention(
+        8, 2, relative_bias=bias, batch_first=True, dtype=torch.float64
+    )
+    rows = [normal(n, 8) for n in (3, 0, 7)]
+    x = torch.nested.nested_tensor(rows, layout=torch.jagged)
+    out, weights = module(x, x, x, need_weights=need_weights)
+    (got,) = torch.autograd.grad(out.values().sin().sum(), bias.weight)
+    single = [module(row[None], row[None], row[None]) for row in rows]
+    for row, found, (want, want_weights) in zip(rows, range(3), single, strict=True):
+        assert_close(out.unbind()[found], want[0])
+        if need_weights:
+            assert_close(weights[found, : len(row), : len(row)], want_weights[0])
+    total = sum(want.sin().sum() for want, _ in single)
+    assert_close(got, torch.autograd.grad(total, bias.weight)[0])
 
 
 @pytest.mark.parametrize(
