@@ -127,7 +127,7 @@ def explain(op: Any, *args: Any, **kwargs: Any) -> Explanation:
     module = importlib.import_module(function.__module__) if callable(function) else None
     if module is None or not hasattr(module, "prepare"):
         raise ValueError(f"explain: op must be a function of fastattn.ops or its name, got {op!r}")
-    inspect.signature(function).bind(*args, **kwargs)  # its own errors of unknown arguments
+    inspect.signature(getattr(module, name)).bind(*args, **kwargs)  # refuses unknown arguments
     operator, arguments = module.prepare(*args, **kwargs)[:2]
     return operator.explain(arguments)
 

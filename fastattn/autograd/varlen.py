@@ -67,7 +67,10 @@ def _fake_backward(
     *_, sinks, relative_bias, _, _ = rest
     return (
         *(empty_output(x, x.shape[2]) for x in (query, key, value)),
-        *(query.new_empty(0) if x is None else x.new_empty(x.shape) for x in (sinks, relative_bias)),
+        *(
+            query.new_empty(0) if x is None else x.new_empty(x.shape)
+            for x in (sinks, relative_bias)
+        ),
     )
 
 

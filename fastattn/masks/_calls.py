@@ -106,7 +106,7 @@ class CacheCall(Call):
         return torch.arange(self.q_len, device=self.device) + (self.filled - self.q_len)[:, None]
 
     def ids_of_queries(self, ids: Tensor) -> Tensor:
-        """Numbers [B|1, Lk] are those of positions. A query before all keys has that of the first."""
+        """Numbers [B|1, Lk] are those of positions; a query before all keys has the first."""
         if self.k_len == 0:
             return ids.new_zeros(1, self.q_len)
         return ids.expand(self.rows, -1).gather(1, self.positions().clamp(min=0))

@@ -30,9 +30,9 @@ def nested_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Attention over N sequences of lengths L_n, without storing or computing any padding.
 
-    The jagged layout supports any attention without tensors as masks and without appended keys, with
-    gradients; ``mask``, of :mod:`fastattn.masks`, only without weights, which need padding. The
-    strided layout supports what ``torch.nn.MultiheadAttention`` supports. Returns the output,
+    The jagged layout supports any attention without tensors as masks and without appended keys,
+    with gradients; ``mask``, of :mod:`fastattn.masks`, only without weights, which need padding.
+    The strided layout supports what ``torch.nn.MultiheadAttention`` supports. Returns the output,
     nested as ``query``, and the weights padded with 0, [N, (H,) max L_n, max S_n], or None.
 
     Raises:

@@ -169,7 +169,8 @@ class MultiheadAttention(_Stock):
         if query.is_nested or key.is_nested or value.is_nested:
             if network is not None or (relative_bias is not None and not is_jagged(query)):
                 raise AssertionError(
-                    "nonlinear_heads does not support NestedTensor, and relative_bias only jagged ones"
+                    "nonlinear_heads does not support NestedTensor, "
+                    "and relative_bias only jagged ones"
                 )
             masks = (key_padding_mask, attn_mask)
             wanted = (need_weights, average_attn_weights, is_causal and is_jagged(query))

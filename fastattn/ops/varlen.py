@@ -75,13 +75,13 @@ def varlen_attention(
         relative_bias: a table of distances [Hq, 2 L - 1], where L is at least the length of the
             longest sequence, or :class:`fastattn.bias.T5`, as in
             :func:`scaled_dot_product_attention`, for every sequence. Differentiable.
-        mask: None, or a mask of :mod:`fastattn.masks` that every sequence has for itself: ``causal``,
-            ``sliding_window``, ``chunked`` and ``prefix_lm`` count positions within a sequence, with
-            one prefix for all or lengths [B]. ``document`` takes the numbers of all rows, [Tq], and
-            [Tk] for keys of their own. Masks combine as usual; ``from_function`` and ``BlockMask``
-            are for equal lengths only.
-        causal_alignment: how ``is_causal``, ``window``, ``alibi_slopes``, ``relative_bias`` and masks
-            of positions align queries and keys in a sequence with more, or fewer, keys than
+        mask: None, or a mask of :mod:`fastattn.masks`, for every sequence: ``causal``,
+            ``sliding_window``, ``chunked`` and ``prefix_lm`` count positions within a sequence,
+            with one prefix for all or lengths [B]. ``document`` takes the numbers of all rows,
+            [Tq], and [Tk] for keys of their own. Masks combine as usual; ``from_function`` and
+            ``BlockMask`` are for equal lengths only.
+        causal_alignment: how ``is_causal``, ``window``, ``alibi_slopes``, ``relative_bias`` and
+            masks of positions align queries and keys in a sequence with more, or fewer, keys than
             queries. "upper_left": query 0 is at key 0. "bottom_right": the last query is at the
             last key.
         return_lse: also return the logarithm of the sum of exponentials.
@@ -89,8 +89,8 @@ def varlen_attention(
     Returns:
         ``out`` [Tq, Hq, Dv], in query's dtype and memory order; with ``return_lse`` a tuple of it
         and ``lse`` [Hq, Tq] in float32 (float64 for float64). Both are differentiable in query,
-        key, value, sinks and relative bias, any number of times; derivatives beyond the first, and forward mode,
-        go through the reference backend, which stores a matrix [Hq, Tq, Tk].
+        key, value, sinks and relative bias, any number of times; derivatives beyond the first, and
+        forward mode, go through the reference backend, which stores a matrix [Hq, Tq, Tk].
 
     Raises:
         TypeError: an argument of the wrong type or dtype.

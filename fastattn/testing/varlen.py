@@ -105,9 +105,7 @@ def _cases() -> Iterator[VarlenCase]:
     yield from _biased(replace(base, heads=4, kv_heads=2), cross, mixed)
 
 
-def _biased(
-    base: VarlenCase, cross: dict[str, Any], mixed: dict[str, Any]
-) -> Iterator[VarlenCase]:
+def _biased(base: VarlenCase, cross: dict[str, Any], mixed: dict[str, Any]) -> Iterator[VarlenCase]:
     """Relative biases and masks of fastattn.masks, with each other option."""
     relative = replace(base, relative_bias=True)
     yield replace(relative, name="relative")
@@ -125,7 +123,8 @@ def _biased(
     yield replace(split, name="program-split", program="many", relative_bias=False)
     both = replace(relative, program="many", sinks=True, softcap=3.0, alibi="bh", **cross)
     yield replace(both, name="relative-everything", dropout_p=0.2, window=(50, -1))
-    yield replace(both, name="relative-no-sequences", q_lengths=(), k_lengths=(), after=(3, 3))
+    nothing = replace(both, q_lengths=(), k_lengths=(), alibi="h")
+    yield replace(nothing, name="relative-no-sequences", after=(3, 3))
 
 
 # Masks of fastattn.masks, made of documents and prefixes: those of all sequences, or of one.
@@ -135,8 +134,9 @@ PROGRAMS: dict[str, Callable[[masks.Mask, masks.Mask], masks.Mask]] = {
     "not_prefix": lambda documents, prefix: ~prefix,
     "chunks": lambda documents, prefix: masks.chunked(16) & masks.causal(),
     "documents": lambda documents, prefix: documents & masks.causal(),
-    "many": lambda documents, prefix: ~(documents & masks.sliding_window(9, 2)) & ~masks.chunked(8)
-    | prefix & ~masks.causal(),
+    "many": lambda documents, prefix: (
+        ~(documents & masks.sliding_window(9, 2)) & ~masks.chunked(8) | prefix & ~masks.causal()
+    ),
 }
 
 
@@ -195,7 +195,9 @@ def make_varlen(case: VarlenCase, dtype: torch.dtype, *, fence: bool = False) ->
         program = masks.packed_program("testing", mask, *operands)
         more[2] = memory.place(program[None, None, None], "contiguous", fence=fence)[0, 0, 0]
         programs = [
-            masks.program("testing", one, query.new_empty(1, case.heads, n, 1), m, (m - n) * case.bottom_right)
+            masks.program(
+                "testing", one, query.new_empty(1, case.heads, n, 1), m, (m - n) * case.bottom_right
+            )
             for one, n, m in zip(alone, q_lengths, k_lengths, strict=True)
         ]
     while more and more[-1] is None:  # a backend need not take tensors that no case has
@@ -337,7 +339,8 @@ check_varlen = Proof(
         inputs, functools.partial(oracle.extended, naive)
     ),
     dtypes=lambda x: dict.fromkeys(
-        ("lse", "grad_sinks", "grad_relative_bias"), torch.promote_types(x.args[0].dtype, torch.float32)
+        ("lse", "grad_sinks", "grad_relative_bias"),
+        torch.promote_types(x.args[0].dtype, torch.float32),
     ),
     coarse=("lse",),
 )

@@ -94,9 +94,7 @@ def test_errors() -> None:
 def test_jagged(name: str, need_weights: bool, normal: Callable[..., Tensor]) -> None:
     bias = BIASES[name]()
     torch.nn.init.normal_(bias.weight)
-    module = nn.MultiheadAttention(
-        8, 2, relative_bias=bias, batch_first=True, dtype=torch.float64
-    )
+    module = nn.MultiheadAttention(8, 2, relative_bias=bias, batch_first=True, dtype=torch.float64)
     rows = [normal(n, 8) for n in (3, 0, 7)]
     x = torch.nested.nested_tensor(rows, layout=torch.jagged)
     out, weights = module(x, x, x, need_weights=need_weights)

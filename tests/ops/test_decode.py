@@ -264,7 +264,11 @@ def test_opcheck(backend: str) -> None:
     args = (query, keys, values, lengths, None, None, slopes, None, None, None, *values_of)
     torch.library.opcheck(torch.ops.fastattn.decode_attention.default, args)
     table = torch.tensor([[0], [1], [2]], dtype=torch.int32)
-    more = (torch.rand(1, 4), torch.rand(1, 4, 25), masks.cache_program("test", masks.causal(), query, 12, lengths))
+    more = (
+        torch.rand(1, 4),
+        torch.rand(1, 4, 25),
+        masks.cache_program("test", masks.causal(), query, 12, lengths),
+    )
     args = (query, keys, values, lengths, table, None, None, *more, *values_of)
     torch.library.opcheck(torch.ops.fastattn.decode_attention.default, args)
     args = (keys, values, key, value, lengths, None, torch.tensor([2, 1, 0]))

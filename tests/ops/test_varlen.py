@@ -59,7 +59,9 @@ WAYS = {
     "split": VarlenCase("split", (700, 5), (1300, 40), heads=1, bottom_right=True, alibi="bh"),
     "window": VarlenCase("window", (90, 200), (200, 90), window=(30, 9), softcap=4.0),
     "dropout": VarlenCase("dropout", (90, 130), dropout_p=0.2, kv_heads=1),
-    "relative": VarlenCase("relative", (40, 1, 300), (40, 9, 80), relative_bias=True, program="many"),
+    "relative": VarlenCase(
+        "relative", (40, 1, 300), (40, 9, 80), relative_bias=True, program="many"
+    ),
 }
 
 

@@ -15,8 +15,9 @@ def visible_by_program(
 ) -> Tensor:
     """Return which pairs a program makes visible, [B|1, Hq|1, Lq, Lk].
 
-    ``packed_keys`` [Lk] are the indices of packed keys within their sequences: those of queries and
-    keys of different sequences are of no meaning. The steps of a program are read as numbers, so they cannot be traced; its data can.
+    ``packed_keys`` [Lk] are the indices of packed keys within their sequences; pairs of different
+    sequences then have no meaning. The steps of a program are read as numbers, so they cannot be
+    traced; its data can.
     """
     count = int(program[0])
     steps = program[1 : 1 + FIELDS * count].view(count, FIELDS).tolist()
