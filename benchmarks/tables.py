@@ -98,7 +98,7 @@ def gains_table(result: Result) -> Table:
         name = label if passes == "fwd" else f"{label}, {PASSES[passes]}"
         pairs = (found.get((label, passes, dtype)) for dtype in dtypes)
         lines[name,] = [_gain(*pair) if pair else "–" for pair in pairs]
-    return Table(["whole models of transformers: times as fast, of at most"], dtypes, lines)
+    return Table(["whole models: times as fast, of at most"], dtypes, lines)
 
 
 def _gain(stock: Row, ours: Row) -> str:

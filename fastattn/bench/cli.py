@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(bench_function=lambda args: _no_command(parser))
     for function, add, words in (
         (measuring.run, _add_run, "measure operators and modules"),
-        (measuring.model, _add_model, "measure whole models of transformers"),
+        (measuring.model, _add_model, "measure whole models"),
         (commands.compare, _add_compare, "compare two results; can fail on a slowdown"),
         (commands.plot, _add_plot, "plot a result"),
         (commands.report, _add_report, "write a result as one HTML file"),

@@ -25,7 +25,7 @@ PICTURES = (".png", ".svg", ".pdf")
 
 
 def model(args: argparse.Namespace) -> int:
-    """Measure whole models of transformers with PyTorch's attention and with that of fastattn.
+    """Measure whole models with PyTorch's attention and with that of fastattn.
 
     Sizes are those of real models, weights are random: nothing is downloaded. "attention" is the
     share of a model's time that its attention takes; "at most" is the speed-up of the model if its
@@ -104,12 +104,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _require(cells: Sequence[Cell]) -> None:
-    """Raises ValueError, which says what to install, before anything is measured."""
-    try:
-        for op in dict.fromkeys(cell.op for cell in cells):
-            ops.get(op).require()
-    except ImportError as error:
-        raise ValueError(str(error)) from error
+    """Raises ValueError, which says what to install, if no cell can be measured without it.
+
+    Of several libraries some may be missing: their rows say so.
+    """
+    missing = [ops.missing(op) for op in dict.fromkeys(cell.op for cell in cells)]
+    if missing and all(missing):
+        raise ValueError(missing[0])
 
 
 def _placed(path: Path | None, device: str) -> Path | None:

@@ -180,8 +180,8 @@ _MEMORY = [
     Template("bAbI, the complete network", "memn2n", "B=32,N=50,J=11,V=175,D=50,K=3"),
 ]
 
-# Whole models of transformers, by their names in `bench model`. Other sizes are
-# those of BERT-base, DistilBERT, ViT-B/16, the encoder of Whisper small, GPT-2 and TinyLlama.
+# Whole models, by their names in `bench model`. Other sizes are those of BERT-base, DistilBERT,
+# ViT-B/16, the encoder of Whisper small, GPT-2, TinyLlama, DeiT-S (which is ViT-S/16) and DiT-B/2.
 _TRAINED = ("fwd", "fwd+bwd")
 _FORWARD = ("fwd",)
 WHOLE_MODELS: dict[str, list[Template]] = {
@@ -206,6 +206,22 @@ WHOLE_MODELS: dict[str, list[Template]] = {
     "llama-1b": [
         Template("TinyLlama 1.1B, prompt of 512", "llama", "B=1,L=512", passes=_FORWARD),
         Template("TinyLlama 1.1B, next token, cache 2048", "llama_decode", "B=1,L=2048"),
+    ],
+    "vit-s16-timm": [
+        Template("timm's ViT-S/16, 224 pixels", "timm_vit", "B=8,I=224", passes=_TRAINED)
+    ],
+    # A latent image has an eighth of the pixels on each side.
+    "dit-b2-diffusers": [
+        Template("diffusers' DiT-B/2, 512 pixels", "diffusers_dit", "B=1,I=64", passes=_FORWARD)
+    ],
+    "whisper-small-openai": [
+        Template(
+            "OpenAI's Whisper small, encoder, 30 s",
+            "openai_whisper",
+            "B=1,L=1500",
+            dtypes=("fp32",),
+            passes=_FORWARD,
+        )
     ],
 }
 
@@ -245,7 +261,7 @@ PRESETS: dict[str, Preset] = {
     ),
     "memory": Preset("memories: Hopfield retrieval, end-to-end memory networks", _MEMORY),
     "models": Preset(
-        f"whole models of transformers: {', '.join(WHOLE_MODELS)} (one alone: `bench model NAME`)",
+        f"whole models: {', '.join(WHOLE_MODELS)} (one alone: `bench model NAME`)",
         [template for templates in WHOLE_MODELS.values() for template in templates],
     ),
 }

@@ -14,6 +14,7 @@ from typing import Protocol
 
 import torch
 
+from fastattn.bench import ops
 from fastattn.bench.cells import Cell, bytes_touched, flops
 from fastattn.bench.environment import describe_environment
 from fastattn.bench.inputs import true_in_mask
@@ -228,6 +229,8 @@ class Runner:
     def _availability(self, name: str, cell: Cell, seconds: float) -> Outcome:
         if seconds <= 0:
             return Outcome("SKIPPED", "the time budget was used up")
+        if missing := ops.missing(cell.op):
+            return Outcome("UNAVAILABLE", missing)
         if name not in self.workers:
             provider = self.result.providers[name]
             return Outcome(provider["status"], provider["reason"])

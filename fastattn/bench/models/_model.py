@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fastattn.bench.cells import Cell
 from fastattn.bench.inputs import Draw
-from fastattn.bench.models._watching import watching
+from fastattn.bench.models._watching import watching_registry
 from fastattn.bench.ops._attention import softmax_of
 from fastattn.bench.ops._base import Inputs, Operator, Outputs, Prepared, Sizes
 from fastattn.bench.stopwatch import Stopwatch
@@ -27,6 +27,7 @@ _POOL = 2**24  # random numbers; drawing a billion would take longer than runnin
 
 class Model(Operator):
     """A model of transformers. `torch` runs it with attention "sdpa", fastattn with "fastattn".
+    `_library.LibraryModel` is one of another library.
 
     The inputs are the arguments of the model, and its parameters by their names. The output is
     `last_hidden_state` unless `bind` selects another. All parameters have gradients.
@@ -44,7 +45,7 @@ class Model(Operator):
     # Defined by each model
 
     def make(self, cell: Cell) -> nn.Module:
-        """The model of transformers; its parameters are replaced."""
+        """The model; its parameters are replaced."""
         raise NotImplementedError
 
     def given(self, cell: Cell, draw: Draw) -> Inputs:
@@ -72,6 +73,32 @@ class Model(Operator):
     def bind(self, cell: Cell, model: Any, given: Inputs) -> Call:
         """The call that is timed."""
         return lambda: model(**given).last_hidden_state
+
+    # The choice of attention, "sdpa", "fastattn" or "eager"; another library defines its own
+
+    def choose(self, model: Any, attention: str) -> None:
+        """Prepares the model for its calls."""
+        with self.serving(attention):
+            model.set_attn_implementation(attention)
+
+    def serving(self, attention: str) -> contextlib.AbstractContextManager[Any]:
+        """The context of each call."""
+        from fastattn.integrations.transformers import register
+
+        return register() if attention == "fastattn" else contextlib.nullcontext()
+
+    def watching(self, attention: str) -> contextlib.AbstractContextManager[None]:
+        """The context in which the stopwatch measures attention."""
+        return watching_registry(attention, self.stopwatch)
+
+    def exactly(self, model: Any) -> contextlib.AbstractContextManager[None]:
+        """The context in which attention is spelled out, in the dtype of the queries."""
+        _use_plain_attention(model)
+        return contextlib.nullcontext()
+
+    def widen(self, model: nn.Module) -> None:
+        """Converts the model to float64 for one forward pass."""
+        _double_in_turn(model)
 
     # Derived
 
@@ -115,29 +142,24 @@ class Model(Operator):
         return [name for name, _ in _on_meta(self, cell).named_parameters()]
 
     def ours(self, cell: Cell, inputs: Inputs) -> Prepared:
-        from fastattn.integrations.transformers import register
-
-        return self._prepared(cell, inputs, "fastattn", register)
+        return self._prepared(cell, inputs, "fastattn")
 
     def theirs(self, cell: Cell, inputs: Inputs) -> Prepared:
-        return self._prepared(cell, inputs, "sdpa", contextlib.nullcontext)
+        return self._prepared(cell, inputs, "sdpa")
 
     def eager(self, cell: Cell, inputs: Inputs) -> Prepared:
-        return self._prepared(cell, inputs, "eager", contextlib.nullcontext)
+        return self._prepared(cell, inputs, "eager")
 
-    def _prepared(
-        self, cell: Cell, inputs: Inputs, attention: str, registered: Callable[[], Any]
-    ) -> Prepared:
+    def _prepared(self, cell: Cell, inputs: Inputs, attention: str) -> Prepared:
         """Eval mode for the forward only, else training without dropout."""
         model = self._model(cell, inputs)
         for parameter in model.parameters():
             parameter.data = parameter.data.clone()  # each has its own memory, as in a loaded model
         call = self.bind(cell, model, self._given(cell, inputs))
-        with registered():
-            model.set_attn_implementation(attention)
+        self.choose(model, attention)
 
         def forward() -> Outputs:
-            with registered(), watching(attention, self.stopwatch):
+            with self.serving(attention), self.watching(attention):
                 return (call(),)
 
         own = dict(model.named_parameters())
@@ -172,13 +194,12 @@ class Model(Operator):
         model = self._model(cell, inputs)
         given = {n: _double(x) for n, x in self._given(cell, inputs).items()}
         wanted = self.leaf_names(cell)
-        _use_plain_attention(model)
-        with torch.set_grad_enabled(bool(wanted)):
+        with torch.set_grad_enabled(bool(wanted)), self.exactly(model):
             if not wanted:
-                _double_in_turn(model)
+                self.widen(model)
                 return {"out": self.bind(cell, model, given)()}
             own = dict(model.named_parameters())
-            _widen(list(own.values()))
+            widen(list(own.values()))
             out = self.bind(cell, model, given)()
             leaves = [own[name] for name in wanted]
             gradients = torch.autograd.grad(out, leaves, inputs["grad_out"].double())
@@ -293,11 +314,11 @@ def _double_in_turn(model: nn.Module) -> None:
             parameter.data = parameter.data.double()
     for layer in layers:
         own = list(layer.parameters())
-        layer.register_forward_pre_hook(functools.partial(_widen, own))
+        layer.register_forward_pre_hook(functools.partial(widen, own))
         layer.register_forward_hook(functools.partial(_restore, own, [x.data for x in own]))
 
 
-def _widen(parameters: list[nn.Parameter], *called: Any) -> None:
+def widen(parameters: list[nn.Parameter], *called: Any) -> None:
     for parameter in parameters:
         parameter.data = parameter.data.double()
 

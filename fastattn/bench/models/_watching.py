@@ -11,8 +11,6 @@ from torch import Tensor
 
 from fastattn.bench.stopwatch import Stopwatch
 
-Attention = Callable[..., tuple[Tensor, Tensor | None]]
-
 
 class _StartsBackward(torch.autograd.Function):
     """The identity on the output of attention; its backward runs before that of attention."""
@@ -42,33 +40,59 @@ class _StopsBackward(torch.autograd.Function):
         return None, *grads
 
 
-def watched(attention: Attention, watch: Stopwatch) -> Attention:
-    """The attention function of transformers, with its forward and backward timed."""
+def _timed(attend: Callable[..., Any], watch: Stopwatch, *tensors: Tensor) -> Any:
+    """Calls attention on query, key and value, and times its forward and backward.
 
-    def forward(
-        module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any
-    ) -> tuple[Tensor, Tensor | None]:
-        has_backward = torch.is_grad_enabled() and query.requires_grad
-        if has_backward:
-            query, key, value = _StopsBackward.apply(watch, query, key, value)
-        watch.start()
-        out, weights = attention(module, query, key, value, *args, **options)
-        watch.stop()
-        return (_StartsBackward.apply(watch, out) if has_backward else out), weights
-
-    return forward
+    The result is the output, or a tuple that begins with it.
+    """
+    has_backward = torch.is_grad_enabled() and tensors[0].requires_grad
+    if has_backward:
+        tensors = _StopsBackward.apply(watch, *tensors)
+    watch.start()
+    result = attend(*tensors)
+    watch.stop()
+    if not has_backward:
+        return result
+    if isinstance(result, tuple):
+        return _StartsBackward.apply(watch, result[0]), *result[1:]
+    return _StartsBackward.apply(watch, result)
 
 
 @contextlib.contextmanager
-def watching(implementation: str, watch: Stopwatch) -> Iterator[None]:
-    """Within the block, the attention function registered under this name is timed."""
+def watching_function(owner: Any, name: str, watch: Stopwatch) -> Iterator[None]:
+    """Within the block, a function of query, key and value that `owner` has is timed."""
+    function = getattr(owner, name)
+
+    def watched(query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Any:
+        def attend(*tensors: Tensor) -> Any:
+            return function(*tensors, *args, **options)
+
+        return _timed(attend, watch, query, key, value)
+
+    setattr(owner, name, watched)
+    try:
+        yield
+    finally:
+        setattr(owner, name, function)
+
+
+@contextlib.contextmanager
+def watching_registry(implementation: str, watch: Stopwatch) -> Iterator[None]:
+    """Within the block, the function that transformers has under this name is timed."""
     from transformers import AttentionInterface
 
     if implementation == "eager":  # each model has its own, which is in no registry
         yield
         return
     registered = AttentionInterface()[implementation]
-    AttentionInterface.register(implementation, watched(registered, watch))
+
+    def watched(module: Any, *args: Any, **options: Any) -> Any:
+        def attend(*tensors: Tensor) -> Any:
+            return registered(module, *tensors, *args[3:], **options)
+
+        return _timed(attend, watch, *args[:3])
+
+    AttentionInterface.register(implementation, watched)
     try:
         yield
     finally:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from torch import nn
@@ -19,7 +19,7 @@ class Vit(Model):
     FUNCTION = "transformers.ViTModel"
     ABOUT = "N layers of width E, H heads, F hidden units, on B images of I x I, patches of P x P"
     SIZES: ClassVar[Sizes] = {"B": 8, "I": 224, "P": 16, "N": 12, "E": 768, "H": 12, "F": 3072}
-    PASSES = ("fwd",)
+    PASSES: ClassVar[Sequence[str]] = ("fwd",)
     TINY: ClassVar[Mapping[str, int]] = {"B": 1, "I": 32, "N": 1}
 
     def check(self, sizes: Mapping[str, int]) -> None:

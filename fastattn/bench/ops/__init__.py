@@ -20,13 +20,16 @@ OPS = (
     *("memory_hops", "encode_memory", "memn2n", "key_value_memory"),
     *("sinusoidal", "sinusoidal_table", "positional", "learned"),
 )
-# Whole models of transformers; it is imported when one is built.
-MODELS = ("bert", "distilbert", "vit", "whisper_encoder", "gpt2", "llama", "llama_decode")
+# Whole models; their library is imported when one is built. The first are of transformers.
+MODELS = (
+    *("bert", "distilbert", "vit", "whisper_encoder", "gpt2", "llama", "llama_decode"),
+    *("timm_vit", "diffusers_dit", "openai_whisper"),
+)
 _MODULES = {name: f"{__name__}.{name}" for name in OPS} | {
     name: f"fastattn.bench.models.{name}" for name in MODELS
 }
 
-__all__ = ["MODELS", "OPS", "Operator", "get", "names_of", "resolve"]
+__all__ = ["MODELS", "OPS", "Operator", "get", "missing", "names_of", "resolve"]
 
 
 @functools.cache
@@ -42,6 +45,15 @@ def get(name: str) -> Operator:
     if not isinstance(operator, Operator):
         raise ValueError(f"--op {name!r} has no OP that is a fastattn.bench.ops.Operator")
     return operator
+
+
+def missing(name: str) -> str:
+    """What to install before an operator can be measured; "" if it has all that it needs."""
+    try:
+        get(name).require()
+    except ImportError as error:
+        return str(error)
+    return ""
 
 
 def resolve(name: str) -> str:

@@ -1,0 +1,134 @@
+"""Whole models of timm, diffusers and Whisper in the benchmark; tests/bench has transformers'."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bench_results import cell_of, parse
+from libraries import library
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from fastattn.bench import cli, inputs, ops
+from fastattn.bench.cells import Cell, flops
+from fastattn.bench.models import _model
+from fastattn.bench.models._library import LibraryModel
+from fastattn.bench.oracle import Oracle
+from fastattn.bench.providers import load
+from fastattn.bench.providers.passes import leave
+from fastattn.integrations import torch as integration
+
+SMALL = {
+    "timm_vit": "B=2,I=8,P=4,N=1,E=16,H=4,F=24",
+    "diffusers_dit": "B=2,I=8,P=2,N=2,E=16,H=2",
+    "openai_whisper": "B=2,L=6,M=5,N=1,E=16,H=4,F=64",
+}
+EVERY = [
+    cell_of(op, SMALL[op], dtype=dtype, passes=passes)
+    for op in SMALL
+    for dtype in ("fp32", "bf16")
+    for passes in ops.get(op).PASSES
+    if (op, dtype) != ("openai_whisper", "bf16")  # its norms are in float32
+]
+PROVIDERS = ("torch", "torch-eager", "fastattn")
+
+
+def model_of(op: str) -> LibraryModel:
+    model = ops.get(op)
+    assert isinstance(model, LibraryModel)
+    library(model.PACKAGE)
+    return model
+
+
+@pytest.fixture(autouse=True)
+def few_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_model, "_POOL", 2**12)
+
+
+def answer(provider: str, cell: Cell) -> dict[str, Tensor]:
+    arrays = load(provider).prepare(cell, inputs.make_inputs(cell, 0))()
+    leave()
+    return dict(zip(inputs.output_names(cell), arrays, strict=True))
+
+
+def test_all_are_tested() -> None:
+    assert {op for op in ops.MODELS if isinstance(ops.get(op), LibraryModel)} == {*SMALL}
+
+
+@pytest.mark.parametrize("cell", EVERY, ids=lambda cell: cell.name)
+def test_every_provider_is_right(cell: Cell) -> None:
+    model_of(cell.op)
+    oracle = Oracle(cell, 0)
+    for provider in PROVIDERS:
+        found = oracle.check(answer(provider, cell))
+        assert found.ok, f"{provider}: {found.reason}"
+    assert not integration._active
+
+
+@pytest.mark.parametrize("op", SMALL)
+@pytest.mark.parametrize("fault", ["scaled", "without the last key"])
+def test_a_wrong_attention_is_found(op: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of(op)
+    caller: Any = importlib.import_module(model.CALLER)
+    stock = caller.scaled_dot_product_attention
+
+    def wrong(query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Tensor:
+        if fault == "scaled":
+            return stock(query * 1.01, key, value, *args, **options)
+        return stock(query, key[:, :, :-1], value[:, :, :-1], *args, **options)
+
+    for passes in model.PASSES:
+        cell = cell_of(op, SMALL[op], passes=passes)
+        with monkeypatch.context() as patch:
+            patch.setattr(caller, "scaled_dot_product_attention", wrong)
+            found = answer("torch", cell)
+        assert not Oracle(cell, 0).check(found).ok
+
+
+@pytest.mark.parametrize("op", SMALL)
+def test_the_share_of_attention_is_measured(op: str) -> None:
+    model = model_of(op)
+    for provider in PROVIDERS:
+        model.stopwatch.seconds = 0.0
+        answer(provider, cell_of(op, SMALL[op], passes=model.PASSES[-1]))
+        assert model.stopwatch.seconds > 0
+
+
+@pytest.mark.parametrize("op", SMALL)
+def test_operations_are_counted_as_pytorch_counts_them(op: str) -> None:
+    cell = cell_of(op, SMALL[op])
+    forward, _ = model_of(op).eager(cell, inputs.make_inputs(cell, 0))
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        forward()
+    assert flops(cell) == counter.get_total_flops()
+
+
+def test_a_missing_library_leaves_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "timm", None)
+    path = tmp_path / "models.json"
+    shapes = ("--shapes", f"timm_vit {SMALL['timm_vit']}", "--shapes", "sdpa B=1,H=1,L=4,D=8")
+    run = ("--threads", "1", "--rounds", "1", "--quiet", "--json", str(path))
+    assert cli.run(parse("run", *shapes, *run)) == 0
+    rows = json.loads(path.read_text())["rows"]
+    found = {(row["op"], row["provider"]): (row["status"], row["reason"]) for row in rows}
+    for provider in ("torch", "fastattn"):
+        status, reason = found["timm_vit", provider]
+        assert status == "UNAVAILABLE"
+        assert "pip install fastattn[timm]" in reason
+        assert found["sdpa", provider][0] == "ok"
+
+
+def test_only_missing_libraries(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "timm", None)
+    assert cli.run(parse("model", "vit-s16-timm")) == 2
+    assert "pip install fastattn[timm]" in capsys.readouterr().err
