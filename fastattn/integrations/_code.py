@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import functools
 import inspect
@@ -34,9 +35,9 @@ def calls_of(module: nn.Module, known: dict[Any, set[str]]) -> set[str]:
     """The names in ``SEEN`` that the ``forward`` of a module reaches; "product" for any product.
 
     Followed are methods of the module, functions of its package and others, and what the module
-    keeps in attributes, but no submodules: those have a ``forward`` of their own. A branch counts
-    whether or not it is taken. ``known`` keeps results from call to call: most modules of a model
-    have the same code as others.
+    keeps in attributes or a function in its closure, but no submodules: those have a ``forward`` of
+    their own. A branch counts whether or not it is taken. ``known`` keeps results from call to
+    call: most modules of a model have the same code as others.
     """
     if isinstance(module, torch.jit.ScriptModule):
         text = getattr(module, "code", "")
@@ -73,17 +74,19 @@ def _read(module: nn.Module) -> set[str]:
         if function is None or function.__code__ in seen:
             continue
         seen.add(function.__code__)
+        meanings = list(_captured(function))
         for code in _with_nested(function.__code__):
             found |= _marks(code.co_names)
             if any(map(_is_product, dis.get_instructions(code))):
                 found.add("product")
             for name in code.co_names:
-                for meant in _values(name, function, owner, module):
-                    found |= _marks_of_value(meant)
-                    if not isinstance(meant, nn.Module):
-                        left.append((meant, owner))
-                        # An object that is called, such as a processor of diffusers.
-                        left.append((inspect.getattr_static(type(meant), "__call__", None), meant))
+                meanings += _values(name, function, owner, module)
+        for meant in meanings:
+            found |= _marks_of_value(meant)
+            if not isinstance(meant, nn.Module):
+                left.append((meant, owner))
+                # An object that is called, such as a processor of diffusers.
+                left.append((inspect.getattr_static(type(meant), "__call__", None), meant))
     return found
 
 
@@ -129,6 +132,13 @@ def _values(name: str, function: FunctionType, owner: Any, module: nn.Module) ->
         parts = compat.children_of(one) if isinstance(one, torch.nn.Module) else {}
         own = {**getattr(one, "__dict__", {}), **parts}
         yield own[name] if name in own else inspect.getattr_static(type(one), name, None)
+
+
+def _captured(function: FunctionType) -> Iterator[Any]:
+    """The values of the variables that a function takes from the function around it."""
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # not assigned
+            yield cell.cell_contents
 
 
 def _python_function(value: Any) -> FunctionType | None:

@@ -5,11 +5,18 @@ from __future__ import annotations
 import abc
 import importlib
 import re
-from typing import Protocol, TypeVar
+import threading
+from typing import Any, Protocol, TypeVar
 
-__all__ = ["Registration", "Registry", "Undoable", "check_version"]
+__all__ = ["Registration", "Registry", "Undoable", "check_version", "lock"]
 
 Self = TypeVar("Self", bound="Undoable")
+Name = TypeVar("Name")
+Taken = TypeVar("Taken", contravariant=True)
+
+# For every change that an integration makes. Reentrant: the garbage collector may delete an
+# accelerated model, which takes the lock, while the same thread holds it.
+lock = threading.RLock()
 
 
 class Undoable(abc.ABC):
@@ -25,34 +32,36 @@ class Undoable(abc.ABC):
         self.undo()
 
 
-class Registry(Protocol):
+class Registry(Protocol[Taken]):
     """The registry of another library: it serves a name from the first call on to the last."""
 
-    def serve(self, name: str) -> None: ...
+    def serve(self, name: Taken) -> None: ...
 
-    def release(self, name: str) -> None: ...
+    def release(self, name: Taken) -> None: ...
 
 
 class Registration(Undoable):
     """The names that one call of ``register`` serves. Usable as a context manager.
 
-    Registrations may be undone in any order, each any number of times: a name is served until the
-    last registration that serves it is undone. A function that other code has registered under
-    the name in the meantime stays.
+    Registrations may be undone in any order and from any thread, each any number of times: a name
+    is served until the last registration that serves it is undone. A function that other code has
+    registered under the name in the meantime stays.
     """
 
-    def __init__(self, registry: Registry, names: tuple[str, ...]) -> None:
-        self._registry = registry
-        self._names: tuple[str, ...] = ()
-        for name in names:
-            registry.serve(name)
-            self._names += (name,)
+    def __init__(self, registry: Registry[Name], names: tuple[Name, ...]) -> None:
+        self._registry: Registry[Any] = registry
+        self._names: tuple[Any, ...] = ()
+        with lock:
+            for name in names:
+                registry.serve(name)
+                self._names += (name,)
 
     def undo(self) -> None:
         """Restore what was registered before. A second call does nothing."""
-        names, self._names = self._names, ()
-        for name in names:
-            self._registry.release(name)
+        with lock:
+            names, self._names = self._names, ()
+            for name in names:
+                self._registry.release(name)
 
 
 def check_version(library: str, oldest: tuple[int, int], below: tuple[int, int]) -> None:

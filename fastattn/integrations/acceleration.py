@@ -16,7 +16,7 @@ from fastattn import dispatch
 from fastattn._table import as_html, as_text
 from fastattn.integrations import diffusers, transformers
 from fastattn.integrations._code import calls_of
-from fastattn.integrations._registration import Registration
+from fastattn.integrations._registration import Registration, lock
 from fastattn.integrations.torch import Activation, activate
 from fastattn.integrations.torch_mha import replace_mha, restore_mha
 from fastattn.nn.mha import MultiheadAttention
@@ -120,12 +120,13 @@ def accelerate(model: nn.Module) -> Report:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"accelerate: model must be a torch.nn.Module, got {type(model).__name__}")
-    changes = _changes.get(model)
-    if changes is None:
-        changes = _changes[model] = _Changes()
-        weakref.finalize(model, changes.end).atexit = False
-    refused = changes.make(model)
-    return Report(tuple(_parts(model, changes, refused)))
+    with lock:
+        changes = _changes.get(model)
+        if changes is None:
+            changes = _changes[model] = _Changes()
+            weakref.finalize(model, changes.end).atexit = False
+        refused = changes.make(model)
+        return Report(tuple(_parts(model, changes, refused)))
 
 
 def restore(model: nn.Module) -> None:
@@ -138,10 +139,11 @@ def restore(model: nn.Module) -> None:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"restore: model must be a torch.nn.Module, got {type(model).__name__}")
-    for module in list(model.modules()):
-        changes = _changes.pop(module, None)
-        if changes is not None:
-            changes.undo()
+    with lock:
+        for module in list(model.modules()):
+            changes = _changes.pop(module, None)
+            if changes is not None:
+                changes.undo()
 
 
 class _Changes:
@@ -185,11 +187,12 @@ class _Changes:
 
     def end(self) -> None:
         """Undo what is not part of the model; nothing else is left to undo when it is deleted."""
-        for registration in self._registrations.values():
-            registration.undo()
-        if self._activation is not None:
-            self._activation.undo()
-        self._registrations, self._activation = {}, None
+        with lock:
+            for registration in self._registrations.values():
+                registration.undo()
+            if self._activation is not None:
+                self._activation.undo()
+            self._registrations, self._activation = {}, None
 
     def _transformers(self, model: nn.Module) -> None:
         base = sys.modules["transformers.modeling_utils"].PreTrainedModel
@@ -262,7 +265,8 @@ def _parts(model: nn.Module, changes: _Changes, refused: dict[str, str]) -> Iter
         ):
             continue  # what contains attention, such as a layer, is none itself
         if calls[name]:
-            key = (type(module).__name__, *_verdict(name, named, calls[name], changes, refused))
+            verdict = _verdict(name, named, calls[name], known, changes, refused)
+            key = (type(module).__name__, *verdict)
             found.setdefault(key, []).append(name)
     for (kind, *rest), names in found.items():
         yield Part(tuple(names), kind, *rest)
@@ -290,7 +294,8 @@ _BY_NAME = {
 
 def _calls(module: nn.Module, known: dict[Any, set[str]]) -> str:
     """What a module calls for attention; "" if it computes none."""
-    if isinstance(module, nn.MultiheadAttention):
+    is_mha = isinstance(module, nn.MultiheadAttention)
+    if is_mha and _runs_our_forward(module):
         return _MHA
     names = calls_of(module, known)
     for name, call in _BY_NAME.items():
@@ -298,13 +303,20 @@ def _calls(module: nn.Module, known: dict[Any, set[str]]) -> str:
             return call
     if {"product", "softmax"} <= names:
         return _STEPS
+    if is_mha:
+        return _MHA
     kind = type(module)
     is_named = "attention" in kind.__name__.lower() or "attn" in kind.__name__.lower()
     return _NOTHING if is_named and kind.__module__.partition(".")[0] != "fastattn" else ""
 
 
 def _verdict(
-    name: str, named: dict[str, nn.Module], call: str, changes: _Changes, refused: dict[str, str]
+    name: str,
+    named: dict[str, nn.Module],
+    call: str,
+    known: dict[Any, set[str]],
+    changes: _Changes,
+    refused: dict[str, str],
 ) -> tuple[str, str, str]:
     """What the modules call, the backend that serves it, and the reason."""
     module = named[name]
@@ -313,6 +325,8 @@ def _verdict(
     if call == _MHA:
         if not _runs_our_forward(module):
             why_not = "its forward does not call that of nn.MultiheadAttention"
+        elif _SDPA in calls_of(module, known):
+            changes.activate()  # it has a branch of its own
     elif call == _TRANSFORMERS:
         chosen = _implementation(name, named)
         if chosen != _NAME:

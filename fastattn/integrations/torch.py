@@ -7,7 +7,6 @@ Python, TorchScript or C++, with no Python name patched.
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from fastattn import checks
 from fastattn.compat import stock_attention
+from fastattn.integrations._registration import lock
 from fastattn.ops._sdpa_plain import attend_plainly
 from fastattn.ops.sdpa import prepare
 
@@ -24,7 +24,6 @@ STOCK = torch.ops.aten.scaled_dot_product_attention.default
 # With gradients recorded, and in inference mode, where tensors have no autograd key.
 _KEYS = ("AutogradCPU", "CPU")
 
-_lock = threading.Lock()
 _active: set[Activation] = set()
 # Registered by the first activation, and kept: PyTorch frees the functions of a deleted Library
 # even while another thread runs them.
@@ -36,11 +35,11 @@ class Activation:
 
     def undo(self) -> None:
         """Give the operator back to PyTorch, once no other activation is left."""
-        with _lock:
+        with lock:
             _active.discard(self)
 
     def __enter__(self) -> Activation:
-        with _lock:
+        with lock:
             _active.add(self)
         return self
 
@@ -75,7 +74,7 @@ def activate() -> Activation:
     """
     global _library
     activation = Activation()
-    with _lock:
+    with lock:
         if _library is None:
             _library = torch.library.Library("aten", "IMPL")
             for key in _KEYS:

@@ -1,5 +1,5 @@
 """``accelerate`` and ``restore`` on modules of PyTorch's and of one's own. Models of libraries:
-tests/models/test_acceleration_of_libraries.py."""
+tests/models/test_other_libraries.py."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import functools
 import gc
 import io
 import itertools
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +20,9 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention as renamed
 
 import fastattn
+from fastattn.integrations import acceleration
 from fastattn.integrations import torch as integration
+from fastattn.integrations._registration import Registration
 from fastattn.integrations.acceleration import Part, Report, accelerate, restore
 
 WIDTH = 16
@@ -90,6 +94,22 @@ class HasAProcessor(Base):
         return self.processor(x)
 
 
+def calling(function: Any) -> Any:
+    def call(x: Tensor) -> Tensor:
+        return function(x, x, x)
+
+    return call
+
+
+class KeepsAClosure(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.run = calling(F.scaled_dot_product_attention)
+
+    def attend(self, x: Tensor) -> Tensor:
+        return self.run(x)
+
+
 class Switched(Base):
     fused_attn = True
 
@@ -140,7 +160,8 @@ class SelfAttends(nn.Module):
         return self.attn(x, x, x)[0]
 
 
-SERVED = [Calls, CallsByAnotherName, CallsAFunction, KeepsTheFunction, HasAProcessor, Switched]
+SERVED = [Calls, CallsByAnotherName, CallsAFunction, KeepsTheFunction, KeepsAClosure]
+SERVED += [HasAProcessor, Switched]
 STEPS = [InSteps, InStepsWithModules]
 
 
@@ -215,6 +236,40 @@ def test_a_subclass_with_a_forward_of_its_own() -> None:
     (part,) = report.unserved
     assert part.modules == ("1",)
     assert "does not call" in part.reason
+
+
+def on_heads(*tensors: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(*map(as_heads, tensors)).transpose(1, 2).flatten(2)
+
+
+class AttendsByItself(nn.MultiheadAttention):
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Any:
+        return on_heads(query, key, value), None
+
+
+class AttendsByEither(nn.MultiheadAttention):
+    """By a call of its own without weights, by that of nn.MultiheadAttention with them."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Any:
+        if kwargs["need_weights"]:
+            return super().forward(query, key, value, **kwargs)
+        return on_heads(query, key, value), None
+
+
+@pytest.mark.parametrize("kind", [AttendsByItself, AttendsByEither])
+def test_a_subclass_that_calls_the_function_of_pytorch(kind: type[nn.MultiheadAttention]) -> None:
+    model = kind(WIDTH, 2, batch_first=True)
+    before = type(model)
+    (part,) = accelerate(model).served
+    calls = "scaled_dot_product_attention" if kind is AttendsByItself else "nn.MultiheadAttention"
+    assert (part.kind, part.calls) == (kind.__name__, calls)
+    for need_weights in (False, True):
+        with fastattn.trace() as seen:
+            model(*[inputs()] * 3, need_weights=need_weights)
+        assert [call.backend for call in seen] == [part.backend]
+    restore(model)
+    assert type(model) is before
+    assert not integration._active
 
 
 def test_scripted_code() -> None:
@@ -307,6 +362,28 @@ def test_restore_in_any_order_any_number_of_times(order: tuple[int, ...]) -> Non
             assert bool(integration._active) == (len(done) < 3)
 
 
+@pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
+def test_different_changes_are_undone_in_any_order(order: tuple[int, ...]) -> None:
+    model, other = Both(), Both()
+    want = step(model)
+    first = integration.activate()
+    fastattn.replace_mha(other.layers[1])
+    for each in (model, other):
+        accelerate(each)
+    last = integration.activate()
+    undo = (
+        lambda: restore(model),
+        lambda: (restore(other), fastattn.restore_mha(other)),
+        first.undo,
+        last.undo,
+    )
+    for n, which in enumerate(order, start=1):
+        undo[which]()
+        assert bool(integration._active) == (n < len(order))
+        torch.testing.assert_close(step(model), want)
+    assert [model.accelerated, other.accelerated] == [False, False]
+
+
 def test_twice_is_harmless() -> None:
     model = Both()
     first = accelerate(model)
@@ -365,6 +442,64 @@ def test_the_state_and_the_file_of_a_model_stay_the_same() -> None:
     loaded = torch.load(file, weights_only=False)
     torch.testing.assert_close(loaded(inputs()), model(inputs()))
     restore(model)
+
+
+def at_once(function: Any, *args: Any) -> None:
+    """Call a function in several threads at the same time."""
+    start = threading.Barrier(4)
+
+    def call() -> None:
+        start.wait()
+        function(*args)
+
+    threads = [threading.Thread(target=call) for _ in range(start.parties)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def test_threads_that_accelerate_the_same_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(acceleration._Changes):
+        def __init__(self) -> None:
+            time.sleep(0.02)  # other threads run meanwhile
+            super().__init__()
+
+    monkeypatch.setattr(acceleration, "_Changes", Slow)
+    model = Both()
+    at_once(accelerate, model)
+    assert model.accelerated
+    assert len(integration._active) == 1
+    at_once(restore, model)
+    assert not model.accelerated
+    assert not integration._active
+
+
+class Counter:
+    """A registry that other threads can interrupt."""
+
+    def __init__(self) -> None:
+        self.served = 0
+
+    def serve(self, name: str) -> None:
+        self._add(1)
+
+    def release(self, name: str) -> None:
+        self._add(-1)
+
+    def _add(self, more: int) -> None:
+        before = self.served
+        time.sleep(0.002)
+        self.served = before + more
+
+
+def test_threads_that_register_and_undo() -> None:
+    registry = Counter()
+    kept = Registration(registry, ("name",))
+    at_once(lambda: Registration(registry, ("name",)).undo())
+    assert registry.served == 1
+    at_once(kept.undo)
+    assert registry.served == 0
 
 
 # --- wrappers -------------------------------------------------------------------------------------
