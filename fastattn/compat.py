@@ -168,6 +168,13 @@ else:
         return not forward_mode() and _jit_trace() is None
 
 
+def watched_by_modes_alone(count: int) -> bool:
+    """Whether nothing but at most this number of modes has to see the calls made now."""
+    if _compiling() or transforms_active() or _dispatch_modes() > count:
+        return False
+    return not forward_mode() and _jit_trace() is None
+
+
 if _dispatch_mode is not _ABSENT:
 
     class _Onlooker(_dispatch_mode):  # type: ignore[misc, valid-type]

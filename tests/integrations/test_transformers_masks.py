@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import masking_utils as hf
 
+import fastattn
 from fastattn.integrations.transformers._attention import attention_forward
 from fastattn.integrations.transformers._masks import StructuredMask, attention_mask
 from fastattn.integrations.transformers._patterns import Pattern, pattern_of
@@ -190,13 +191,18 @@ def test_no_matrix_is_made_of_what_a_pattern_says(monkeypatch: pytest.MonkeyPatc
     layer = nn.Module()
     query, key, value = torch.randn(3, 2, 4, 8, 8)
     function = hf.sliding_window_causal_mask_function(3)
-    for more in (
-        {"mask_function": function, "attention_mask": padding},
-        {"mask_function": _packed(function)},
+    for more, operator in (
+        ({"mask_function": function, "attention_mask": padding}, "scaled_dot_product_attention"),
+        ({"mask_function": _packed(function)}, "varlen_attention"),
     ):
         mask = attention_mask(batch_size=2, q_length=8, kv_length=8, **more)
         assert isinstance(mask, StructuredMask)
         attention_forward(layer, query, key, value, mask)
+        with fastattn.trace() as calls:  # it changes no mask
+            mask = attention_mask(batch_size=2, q_length=8, kv_length=8, **more)
+            assert isinstance(mask, StructuredMask)
+            attention_forward(layer, query, key, value, mask)
+        assert [call.operator for call in calls] == [operator]
     with pytest.raises(AssertionError, match="was made"):
         mask & True
 

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from fastattn import compat
-from fastattn.eager import runs_eagerly
+from fastattn.eager import has_plain_memory
 from fastattn.integrations.transformers._patterns import Pattern, in_window, pattern_of
 from fastattn.integrations.transformers._support import takes_any_mask
+from fastattn.library import watchers
 
 __all__ = ["StructuredMask", "attention_mask", "dense_mask", "structured_mask"]
 
@@ -168,7 +169,8 @@ def attention_mask(
 
     positions = others.get("cache_position")
     read = [x for x in (attention_mask, q_offset, positions) if isinstance(x, Tensor)]
-    if not runs_eagerly(*read):
+    # A trace only watches: the model must take the same mask as without it.
+    if not (compat.watched_by_modes_alone(len(watchers.get())) and all(map(_is_plain, read))):
         return as_tensor()
     pattern = pattern_of(mask_function)
     if pattern is None:
@@ -197,6 +199,10 @@ def attention_mask(
     if q_length == 1:  # decoding may be compiled, and one row is small
         return _dense(shape, pattern, offset, padding, device)
     return structured_mask(shape, pattern, offset, padding, device)
+
+
+def _is_plain(x: Tensor) -> bool:
+    return type(x) in (Tensor, torch.nn.Parameter) and has_plain_memory(x)
 
 
 def _without_idle_bounds(pattern: Pattern, offset: int, q_len: int, k_len: int) -> Pattern:
