@@ -23,6 +23,7 @@ NAMES = {
     "fastattn.integrations": "accelerate replace_mha restore restore_mha",
     "fastattn.integrations.acceleration": "Part Report accelerate restore",
     "fastattn.integrations.diffusers": "Registration register",
+    "fastattn.integrations.sentence_transformers": "Registration unpad_inputs",
     "fastattn.integrations.torch": "Activation activate",
     "fastattn.integrations.transformers": """
         CompactBiases Registration compact_relative_bias register""",
