@@ -2,51 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 import transformers
 from diffusers_models import draw, flux, unet
 from libraries import library
-from library_models import WIDTH, open_clip_model, sentence_modules, whisper_model
-from library_runs import compared, initialized
-from torch import Tensor, nn
+from library_models import WIDTH, open_clip_model, torchvision_model, whisper_model
+from library_runs import Adapted, accelerated, compared, initialized
 from transformers_models import ENTRIES
 from transformers_runs import assert_same, with_gradients
 
 import fastattn
-from fastattn.integrations import torch as integration
 from fastattn.integrations.diffusers._registry import NAME
-
-
-@contextlib.contextmanager
-def accelerated(model: nn.Module, *calls: str) -> Iterator[None]:
-    """Within, the model is accelerated, and all parts of the report have one of these calls."""
-    report = fastattn.accelerate(model)
-    try:
-        assert not report.unserved, report
-        assert {part.calls for part in report.served} == set(calls)
-        yield
-    finally:
-        fastattn.restore(model)
-    assert not integration._active
-
-
-class Adapted(nn.Module):
-    """A model whose output is a dictionary."""
-
-    def __init__(self, model: nn.Module, run: Callable[..., Any]) -> None:
-        super().__init__()
-        self.model = model
-        self.run = run
-
-    def forward(self, **inputs: Any) -> dict[str, Any]:
-        return {"out": self.run(self.model, **inputs)}
-
 
 # --- libraries with a registry --------------------------------------------------------------------
 
@@ -228,23 +195,16 @@ def test_x_transformers() -> None:
     assert part.reason == "its flash is False, so it computes attention step by step"
 
 
-def test_sentence_transformers(tmp_path: Path) -> None:
-    """Embeddings of padded sentences, by way of the registry of transformers."""
-    library_ = library("sentence_transformers")
-    model = library_.SentenceTransformer(modules=sentence_modules(tmp_path), device="cpu").double()
-    sentences = ["one two", "three four five six seven"]
-    want = model.encode(sentences)
-    with accelerated(model, "transformers' registry"):
-        with fastattn.trace() as calls:
-            got = model.encode(sentences)
-        assert {call.backend for call in calls} == {"cpu"}
-        got_gradients = embedding_gradients(model, sentences)
-    assert_same({"out": torch.tensor(got)}, {"out": torch.tensor(want)}, 1e-6)
-    assert_same(got_gradients, embedding_gradients(model, sentences), 1e-6)
+def test_torchvision() -> None:
+    model = torchvision_model()
+    initialized(model)
+    adapted = Adapted(model, lambda model, x: model(x))
+    compared(adapted, {"x": draw(2, 3, 32, 32)}, accelerated(model, "nn.MultiheadAttention"))
 
 
-def embedding_gradients(model: Any, sentences: list[str]) -> dict[str, Tensor]:
-    model.eval().zero_grad()
-    embeddings = model(model.preprocess(sentences))["sentence_embedding"]
-    (embeddings * torch.arange(WIDTH)).sum().backward()
-    return {name: x.grad.clone() for name, x in model.named_parameters() if x.grad is not None}
+def test_the_attention_of_windows_of_torchvision_is_not_served() -> None:
+    swin = library("torchvision").models.SwinTransformer([4, 4], 8, [1, 1], [2, 2], [2, 2])
+    (part,) = fastattn.accelerate(swin).unserved
+    assert part.modules == ("features.1.0.attn", "features.3.0.attn")
+    assert part.calls == "a product and a softmax"
+    fastattn.restore(swin)

@@ -17,7 +17,7 @@ import pytest
 import torch
 from diffusers_models import Build, flux, unet
 from libraries import library
-from library_models import open_clip_model, sentence_modules, whisper_model
+from library_models import open_clip_model, sentence_modules, torchvision_model, whisper_model
 from library_runs import initialized
 from snippets import blocks, run
 from torch import nn
@@ -99,20 +99,22 @@ def prepare_other_libraries(patch: pytest.MonkeyPatch) -> dict[str, Any]:
     clip, speech = open_clip_model(), whisper_model()
     patch.setattr(library("open_clip"), "create_model", lambda name, pretrained: clip)
     patch.setattr(library("whisper"), "load_model", lambda name: speech)
+    vision = torchvision_model()
+    patch.setattr(library("torchvision").models, "vit_b_16", lambda weights: vision)
     library("x_transformers")
     return {}
 
 
 def check_other_libraries(names: dict[str, Any]) -> None:
     sentences = ["What runs here?", "The attention of a model of transformers, on fused kernels."]
-    for model in ("model", "clip", "speech", "decoder"):
+    for model in ("model", "clip", "speech", "decoder", "vision"):
         report = fastattn.accelerate(names[model])
         assert report.served
         assert not report.unserved
         fastattn.restore(names[model])
-    torch.testing.assert_close(
-        torch.tensor(names["embeddings"]), torch.tensor(names["model"].encode(sentences))
-    )
+    stock = names["model"].encode(sentences)
+    for ours in ("embeddings", "packed"):
+        torch.testing.assert_close(torch.tensor(names[ours]), torch.tensor(stock))
 
 
 class Mixed(nn.Module):

@@ -19,13 +19,14 @@ from unittest.mock import MagicMock
 import pytest
 from conftest import REQUIRE_NATIVE
 
+from fastattn.bench.models._library import imported
+
 FOLDER = Path(sys.prefix) / "models"  # `make test` installs them there
 
 # What they import for images, texts and metrics, of which their models use nothing.
 ABSENT = {
-    "open_clip": ("torchvision", "ftfy"),
+    "open_clip": ("ftfy",),
     "sentence_transformers": ("scipy", "sklearn"),
-    "timm": ("torchvision",),
     "whisper": ("numba", "tiktoken"),
 }
 
@@ -35,11 +36,12 @@ def library(name: str) -> ModuleType:
     if str(FOLDER) not in sys.path:
         _remember_what_is_installed()
         sys.path.append(str(FOLDER))
-    if importlib.util.find_spec(name) is None:
-        missing = f"{name} is not installed: see tests/models/requirements.txt"
+    package = name.partition(".")[0]
+    if importlib.util.find_spec(package) is None:
+        missing = f"{package} is not installed: see tests/models/requirements.txt"
         pytest.fail(missing) if REQUIRE_NATIVE else pytest.skip(missing)
-    with _StandIns(ABSENT.get(name, ())).in_place():
-        return importlib.import_module(name)
+    with _StandIns(ABSENT.get(package, ())).in_place():
+        return imported(name)
 
 
 def _remember_what_is_installed() -> None:

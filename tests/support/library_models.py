@@ -26,19 +26,37 @@ def whisper_model() -> Any:
     return whisper.Whisper(whisper.ModelDimensions(4, 5, WIDTH, 2, 1, 20, 6, WIDTH, 2, 1))
 
 
-def sentence_modules(folder: Path) -> list[nn.Module]:
+def torchvision_model() -> Any:
+    """A vision transformer."""
+    return library("torchvision").models.VisionTransformer(
+        image_size=32,
+        patch_size=16,
+        num_layers=1,
+        num_heads=2,
+        hidden_dim=WIDTH,
+        mlp_dim=WIDTH,
+        num_classes=5,
+    )
+
+
+def sentence_modules(
+    folder: Path, kind: str = "Bert", pooling: str = "mean", **settings: Any
+) -> list[nn.Module]:
+    """The modules of a model that embeds sentences, by a model of transformers of this kind."""
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *"one two three four five six seven".split()]
     (folder / "vocab.txt").write_text("\n".join(words))
     transformers.BertTokenizer(vocab=str(folder / "vocab.txt")).save_pretrained(folder)
-    config = transformers.BertConfig(
+    config = getattr(transformers, f"{kind}Config")(
         vocab_size=len(words),
+        pad_token_id=0,
         hidden_size=WIDTH,
-        num_hidden_layers=1,
+        num_hidden_layers=settings.pop("layers", 1),
         num_attention_heads=2,
         intermediate_size=WIDTH,
+        **settings,
     )
     torch.manual_seed(0)
-    transformers.BertModel(config).save_pretrained(folder)
+    getattr(transformers, f"{kind}Model")(config).save_pretrained(folder)
     modules = library("sentence_transformers.sentence_transformer.modules")
     transformer = modules.Transformer(str(folder))
-    return [transformer, modules.Pooling(WIDTH)]
+    return [transformer, modules.Pooling(WIDTH, pooling)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -10,6 +12,19 @@ from torch import nn
 from transformers_runs import InDouble, assert_same, gradients
 
 import fastattn
+from fastattn.integrations import torch as integration
+
+
+class Adapted(nn.Module):
+    """A model whose output is a dictionary."""
+
+    def __init__(self, model: nn.Module, run: Callable[..., Any]) -> None:
+        super().__init__()
+        self.model = model
+        self.run = run
+
+    def forward(self, **inputs: Any) -> dict[str, Any]:
+        return {"out": self.run(self.model, **inputs)}
 
 
 def initialized(model: nn.Module) -> None:
@@ -37,3 +52,16 @@ def compared(model: nn.Module, inputs: dict[str, Any], served: AbstractContextMa
     assert_same(got, want)
     assert seen, "no attention was called"
     assert all(call.backend for call in seen), seen
+
+
+@contextlib.contextmanager
+def accelerated(model: nn.Module, *calls: str) -> Iterator[None]:
+    """Within, the model is accelerated, and all parts of the report have one of these calls."""
+    report = fastattn.accelerate(model)
+    try:
+        assert not report.unserved, report
+        assert {part.calls for part in report.served} == set(calls)
+        yield
+    finally:
+        fastattn.restore(model)
+    assert not integration._active
