@@ -125,12 +125,12 @@ struct SequencesParams {
   AttentionParams attention;  // B sequences; Lq and Lk are upper bounds of their lengths
   bool bottom_right;          // per sequence: offset = keys - queries of the sequence
 
-  const int64_t* q_starts;   // [B + 1] rows of q, null = sequence b is batch entry b
-  const int64_t* k_starts;   // [B + 1] rows of k and v, null = batch entry k_batch[b], from row 0
-  const int64_t* k_lengths;  // [B], where k_starts is null
-  const int64_t* k_batch;    // [B], null = b
-  const int64_t* order;      // [B] a permutation, most work first
-  int64_t lse_stride;        // between heads of lse; between sequences it is q_starts, or Hq * it
+  const int64_t* q_starts;     // [B + 1] rows of q, null = sequence b is batch entry b
+  const int64_t* k_starts;     // [B + 1] rows of k and v, null = batch entry k_batch[b], from row 0
+  const int64_t* k_lengths;    // [B], where k_starts is null
+  const int64_t* k_batch;      // [B], null = b
+  const int64_t* order;        // [B] a permutation, most work first
+  int64_t lse_stride;          // between heads of lse; between sequences it is q_starts, or Hq * it
   const int64_t* bias_starts;  // [B] where grad_relative_bias of each sequence begins: it is [Hq,
                                // 2 L - 1], L the greater of its lengths, at least 1
 

@@ -63,8 +63,8 @@ class Sequences {
   // The middle of the table: a sequence has no other distances, and sums of their gradients only.
   void narrow_table(Sequence& s, const SequencesParams& t) const {
     const int64_t size = 2 * max_of<int64_t>(1, max_of(s.Lq, s.Lk)) - 1;
-    s.relative_bias = moved(s.relative_bias, s.index * s.relative_bias_stride[0] +
-                                                 s.relative_bias_size / 2 - size / 2);
+    s.relative_bias = moved(
+        s.relative_bias, s.index * s.relative_bias_stride[0] + s.relative_bias_size / 2 - size / 2);
     s.relative_bias_size = size;
     if (s.grad_relative_bias != nullptr)
       s.grad_relative_bias = moved(s.grad_relative_bias, t.bias_starts[s.index]);
