@@ -280,7 +280,7 @@ _EXACT = frozenset(
         " clamp clamp_ clamp_min clamp_max relu threshold_backward nan_to_num sort argsort argmax"
         " topk nonzero native_dropout native_dropout_backward"
         # new tensors
-        " zeros ones empty full eye arange scalar_tensor tril_indices zeros_like ones_like"
+        " zeros ones empty full eye arange linspace scalar_tensor tril_indices zeros_like ones_like"
         " empty_like full_like new_empty new_zeros new_ones new_full new_empty_strided zero_ fill_"
         " rand randn randint bernoulli"
         # integers, booleans, predicates
