@@ -220,10 +220,17 @@ def _fold_leading(x: Tensor, kept: int, batch: tuple[int, ...]) -> Tensor:
 
 
 def check_flags(given: Arguments) -> None:
-    for name in _FLAGS:
-        flag = getattr(given, name)
-        if not isinstance(flag, bool):
-            raise wrong_type(_NAME, name, flag, "bool")
+    flags = (
+        given.is_causal,
+        given.enable_gqa,
+        given.return_lse,
+        given.need_weights,
+        given.average_weights,
+    )
+    if not all([flag is True or flag is False for flag in flags]):  # noqa: C419  (faster)
+        for name, flag in zip(_FLAGS, flags, strict=True):
+            if not isinstance(flag, bool):
+                raise wrong_type(_NAME, name, flag, "bool")
 
 
 def check_combinations(

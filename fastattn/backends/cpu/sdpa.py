@@ -283,11 +283,13 @@ def _operands(
     applied: Tensor | None,
 ) -> dict[str, Any] | None:
     """The optional operands of a call, None if it has none of them."""
+    if applied is None and all([x is None for x in biases]):  # noqa: C419  (faster)
+        return None
     batch, heads = query.shape[:2]
     operands = optional_operands(batch, heads, *biases)
     if applied is not None:
         operands["applied"] = _weights_operand(applied)
-    return operands or None
+    return operands
 
 
 def _table(relative_bias: Tensor, query: Tensor) -> Tensor:
