@@ -68,9 +68,9 @@ struct AttentionParams : AttentionOptions {
   Tensor4 k;    // [B, Hkv, Lk, D]
   Tensor4 v;    // [B, Hkv, Lk, Dv]
   Tensor4 out;  // [B, Hq, Lq, Dv]
-  double*
-      lse;  // [B, Hq, Lq] contiguous, null = not wanted and no weights; f64, because the backward
-            // pass would inherit f32's rounding
+  // [B, Hq, Lq] contiguous, f64 because the backward pass would inherit f32's rounding. Null: it is
+  // not wanted, and no weights are.
+  double* lse;
 
   Tensor4 mask;       // [B, Hq, Lq, Lk], null = none
   DType mask_dtype;   // boolean (true = visible) or floating (added)
