@@ -22,6 +22,8 @@ if not torch.cuda.is_available():
 # What `fastattn tune` has measured for the user is not what is tested here.
 os.environ["FASTATTN_CACHE_DIR"] = "/nonexistent"
 
+from tile_attention import EMULATED, REAL, on
+
 import fastattn
 from fastattn import dispatch, info
 from fastattn.testing import Target, targets
@@ -84,6 +86,13 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Target]:
     target = request.param
     with fastattn.use_backend(target.backend), target.active(), fresh_memory_is_nan():
         yield target
+
+
+@pytest.fixture(params=[on(EMULATED), on(REAL)])
+def tiles(request: pytest.FixtureRequest, native: ModuleType) -> Iterator[str]:
+    isa: str = request.param
+    with Target("cpu", isa).active():
+        yield isa
 
 
 @pytest.fixture
