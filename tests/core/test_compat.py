@@ -37,11 +37,12 @@ SOURCES = [path for path in sorted(PACKAGE.rglob("*.py")) if path.name != "compa
 @functools.cache
 def _own_names() -> frozenset[str]:
     """The private names that the package itself defines, or that another library than PyTorch
-    does: the standard library, transformers, diffusers."""
+    does: the standard library, transformers, diffusers, sentence-transformers."""
     found = {"_replace", "_asdict", "_fields", "_getframe", "_exit", "_ActionsContainer"}
     found |= {"_global_mapping", "_supports_sdpa", "_supports_flex_attn", "_attn_implementation"}
-    # Of diffusers, and of the enumerations of the standard library.
+    # Of diffusers, of sentence-transformers, and of the enumerations of the standard library.
     found |= {"_AttentionBackendRegistry", "_active_backend", "_attention_backend"}
+    found |= {"_infer_flatten_position_offset", "_should_flatten_inputs"}
     found |= {"_name_", "_value_", "_member_map_", "_member_names_", "_value2member_map_"}
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

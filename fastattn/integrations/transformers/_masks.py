@@ -170,6 +170,8 @@ def attention_mask(
     positions = others.get("cache_position")
     read = [x for x in (attention_mask, q_offset, positions) if isinstance(x, Tensor)]
     # A trace only watches: the model must take the same mask as without it.
+    if torch.compiler.is_compiling():  # it cannot trace the variable of watchers
+        return as_tensor()
     if not (compat.watched_by_modes_alone(len(watchers.get())) and all(map(_is_plain, read))):
         return as_tensor()
     pattern = pattern_of(mask_function)
