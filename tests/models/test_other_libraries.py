@@ -69,7 +69,10 @@ def test_lora_on_transformers() -> None:
     peft = pytest.importorskip("peft")
     entry = ENTRY["LlamaForCausalLM"]
     config = peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
-    model, inputs = peft.get_peft_model(entry.build(), config), entry.example()
+    model, inputs = peft.get_peft_model(entry.build(), config).double(), entry.example()
+    for name, weight in model.named_parameters():
+        if "lora_" in name:  # large ones would multiply the rounding of its norms in float32
+            torch.nn.init.normal_(weight, std=0.02)
     want = with_gradients(model, inputs)
     with accelerated(model, "transformers' registry"):
         assert_same(with_gradients(model, inputs), want, 1e-6)
