@@ -214,7 +214,7 @@ WHOLE_MODELS: dict[str, list[Template]] = {
     "dit-b2-diffusers": [
         Template("diffusers' DiT-B/2, 512 pixels", "diffusers_dit", "B=1,I=64", passes=_FORWARD)
     ],
-    "whisper-small-openai": [
+    "whisper-openai": [
         Template(
             "OpenAI's Whisper small, encoder, 30 s",
             "openai_whisper",
