@@ -90,6 +90,7 @@ class Worker:
 
     def _load_code(self, cell: Cell) -> None:
         """Runs a tiny cell of the same kind once, so that no cell includes the loading of code."""
+        ops.get(cell.op).require()
         least = ops.get(cell.op).TINY
         sizes = {key: min(size, least.get(key, size)) for key, size in cell.sizes.items()}
         tiny = dataclasses.replace(cell, sizes=sizes)

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from types import ModuleType
 from typing import Any, ClassVar
 
-import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from fastattn.bench.models._importing import imported
 from fastattn.bench.models._model import Model, widen
 from fastattn.bench.models._watching import watching_function
 
 _FUNCTION = "scaled_dot_product_attention"
-_declared: list[torch.library.Library] = []  # declarations end with their last reference
 
 
 class LibraryModel(Model):
@@ -52,28 +50,3 @@ class LibraryModel(Model):
     def widen(self, model: nn.Module) -> None:
         """All at once: a part of a layer may also be called from outside of it."""
         widen(list(model.parameters()))
-
-
-def imported(name: str) -> ModuleType:
-    """Import a library of models."""
-    _declare_operators()
-    return importlib.import_module(name)
-
-
-def _declare_operators() -> None:
-    """Make torchvision importable, which timm and others import for their images.
-
-    The import fails if torchvision was built for another PyTorch: operators that it extends do not
-    exist then. Models call none of them, so they are only declared.
-    """
-    try:
-        importlib.import_module("torchvision")
-    except ImportError:
-        return  # those that need it say so
-    except RuntimeError as error:
-        if "torchvision::nms" not in str(error):
-            raise
-        library = torch.library.Library("torchvision", "DEF")
-        for name in ("nms", "qnms"):
-            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        _declared.append(library)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 from fastattn.bench.cells import Cell
 from fastattn.bench.inputs import Draw
+from fastattn.bench.models._importing import imported
 from fastattn.bench.models._watching import watching_registry
 from fastattn.bench.ops._attention import softmax_of
 from fastattn.bench.ops._base import Inputs, Operator, Outputs, Prepared, Sizes
@@ -104,7 +104,7 @@ class Model(Operator):
 
     def require(self) -> None:
         try:
-            importlib.import_module("transformers")
+            imported("transformers")
         except ImportError as error:
             raise ImportError(f"whole models need transformers: {EXTRA} ({error})") from error
 

@@ -10,7 +10,8 @@ from torch import nn
 
 from fastattn.bench.cells import Cell
 from fastattn.bench.inputs import Draw
-from fastattn.bench.models._library import LibraryModel, imported
+from fastattn.bench.models._importing import imported
+from fastattn.bench.models._library import LibraryModel
 from fastattn.bench.models._model import Call
 from fastattn.bench.ops._base import Inputs, Sizes
 

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fastattn.bench.cells import Cell
-from fastattn.bench.models._library import LibraryModel, imported
+from fastattn.bench.models._importing import imported
+from fastattn.bench.models._library import LibraryModel
 from fastattn.bench.models._model import Call
 from fastattn.bench.models.whisper_encoder import WhisperEncoder
 from fastattn.bench.ops._base import Inputs

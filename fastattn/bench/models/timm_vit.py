@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 from torch import nn
 
 from fastattn.bench.cells import Cell
-from fastattn.bench.models._library import LibraryModel, imported
+from fastattn.bench.models._importing import imported
+from fastattn.bench.models._library import LibraryModel
 from fastattn.bench.models._model import Call
 from fastattn.bench.models.vit import Vit
 from fastattn.bench.ops._base import Inputs, Sizes

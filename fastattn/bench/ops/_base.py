@@ -52,7 +52,7 @@ class Operator:
     stopwatch: Stopwatch | None = None
 
     def require(self) -> None:
-        """Raises ImportError, which says what to install, if a package is missing."""
+        """Imports the packages of this operator; an ImportError says what to install."""
 
     def items(self, cell: Cell) -> tuple[float, str] | None:
         """The items that a call of a whole model processes, and their unit; else None."""
