@@ -207,6 +207,7 @@ TABLES = {
     "serving": tables.serving_table,
     PEERS: tables.peers_table,
     MODELS: tables.models_table,
+    "libraries": tables.models_table,
 }
 
 
