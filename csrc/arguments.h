@@ -4,11 +4,16 @@
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
+#include <stdexcept>
 #include <string>
 
 #include "params.h"
 
 namespace fastattn {
+
+inline void expect(bool holds, const std::string& what) {
+  if (!holds) throw std::invalid_argument(what);
+}
 
 // The size of a floating type.
 inline int64_t element_bytes(DType dtype) {

@@ -5,10 +5,10 @@
 #include <cstdint>
 #include <vector>
 
+#include "../relative_bias_arguments.h"
 #include "kernel_table.h"
 #include "mask_program.h"
 #include "sdpa_arguments.h"
-#include "sequences.h"
 
 namespace py = pybind11;
 
@@ -21,24 +21,13 @@ struct Arguments : AttentionParams {
   std::vector<MaskStep> steps;
 };
 
-// The kernels read a table of distances at d = position(i + offset) - position(j), for all queries i
-// and keys j: they must all be in it.
-void check_relative_bias(const AttentionParams& p, int64_t positions) {
-  if (p.relative_bias == nullptr || p.Lq == 0 || p.Lk == 0) return;
-  int64_t smallest = p.offset - (p.Lk - 1), largest = p.offset + p.Lq - 1;
-  if (p.positions != nullptr) {
-    expect(p.offset >= 0 && p.offset + p.Lq <= positions && p.Lk <= positions,
-           "positions must have an element for each of " + std::to_string(p.offset + p.Lq) +
-               " queries and " + std::to_string(p.Lk) + " keys, got " + std::to_string(positions));
-    const auto queries = std::minmax_element(p.positions + p.offset, p.positions + p.offset + p.Lq);
-    const auto keys = std::minmax_element(p.positions, p.positions + p.Lk);
-    smallest = int64_t{*queries.first} - *keys.second;
-    largest = int64_t{*queries.second} - *keys.first;
-  }
-  const int64_t needed = 2 * std::max(-smallest, largest) + 1;
-  expect(p.relative_bias_size % 2 == 1 && p.relative_bias_size >= needed,
-         "relative_bias must have an odd number of columns, at least " + std::to_string(needed) +
-             ", got " + std::to_string(p.relative_bias_size));
+// The distances of positions, which are in the memory of the host here.
+void check_positions(const AttentionParams& p) {
+  if (!reads_relative_bias(p) || p.positions == nullptr) return;
+  const auto queries = std::minmax_element(p.positions + p.offset, p.positions + p.offset + p.Lq);
+  const auto keys = std::minmax_element(p.positions, p.positions + p.Lk);
+  expect_distances(p, int64_t{*queries.first} - *keys.second,
+                   int64_t{*queries.second} - *keys.first);
 }
 
 // operands: see optional_arguments and read_mask_program; and applied, the weights; how many positions
@@ -54,6 +43,7 @@ Arguments arguments(const AttentionParams& common, const py::object& options,
   if (operands.is_none()) return p;
   named(operands).read_given(p, others);
   check_relative_bias(p, p.positions_length);
+  check_positions(p);
   read_mask_program(named(operands), p, p.steps);
   return p;
 }

@@ -5,12 +5,11 @@
 #include <algorithm>
 #include <cstdint>
 #include <numeric>
-#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include "../params.h"
+#include "../arguments.h"
 
 namespace fastattn {
 
@@ -18,10 +17,6 @@ namespace fastattn {
 inline std::pair<int64_t, int64_t> lengths_of(const SequencesParams& t, int64_t b) {
   return {t.q_starts == nullptr ? t.attention.Lq : t.q_starts[b + 1] - t.q_starts[b],
           t.k_starts == nullptr ? t.k_lengths[b] : t.k_starts[b + 1] - t.k_starts[b]};
-}
-
-inline void expect(bool holds, const std::string& what) {
-  if (!holds) throw std::invalid_argument(what);
 }
 
 // A table of distances must have all those of every sequence.

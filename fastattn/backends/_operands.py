@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 __all__ = [
@@ -13,6 +14,9 @@ __all__ = [
     "encoding_operands",
     "operand",
     "packed_operand",
+    "program_operands",
+    "table_for",
+    "table_operands",
     "with_columns_together",
 ]
 
@@ -43,6 +47,46 @@ def address(tensor: Tensor | None) -> int:
 def with_columns_together(tensor: Tensor) -> Tensor:
     """Return the tensor, or a copy whose last dimension is contiguous."""
     return tensor if tensor.stride()[-1] == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
+
+
+def table_for(query: Tensor, relative_bias: Tensor) -> Tensor:
+    """Return the table as the kernels read it for this query: its last dimension contiguous."""
+    needed = torch.float64 if query.dtype is torch.float64 else torch.float32
+    if relative_bias.dtype is not needed:
+        raise ValueError(
+            f"relative_bias must be {needed} for a query of {query.dtype}, got "
+            f"{relative_bias.dtype}"
+        )
+    return with_columns_together(relative_bias)
+
+
+def table_operands(relative_bias: Tensor, positions: Tensor | None) -> dict[str, Any]:
+    """The named operands of a table whose last dimension is contiguous, and of its positions."""
+    data, strides = broadcast_operand(relative_bias)
+    operands: dict[str, Any] = {
+        "relative_bias": data,
+        "relative_bias_stride": strides[:2],
+        "relative_bias_size": relative_bias.shape[2],
+    }
+    if positions is not None:
+        _check_integers("positions", positions)
+        operands["positions"] = positions.data_ptr()
+        operands["positions_length"] = positions.numel()
+    return operands
+
+
+def program_operands(mask_program: Tensor) -> dict[str, Any]:
+    """The named operands of a mask program."""
+    _check_integers("mask_program", mask_program)
+    return {"mask_program": mask_program.data_ptr(), "mask_length": mask_program.numel()}
+
+
+def _check_integers(name: str, tensor: Tensor) -> None:
+    if tensor.dtype is not torch.int32 or not tensor.is_contiguous() or tensor.numel() == 0:
+        raise ValueError(
+            f"{name} is not valid: it must be contiguous, of int32 and not empty, got "
+            f"{tuple(tensor.shape)} of {tensor.dtype}"
+        )
 
 
 def encoding_operands(

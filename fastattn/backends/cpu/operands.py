@@ -7,7 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.backends._operands import broadcast_operand, operand
+from fastattn.backends._operands import (
+    broadcast_operand,
+    operand,
+    program_operands,
+    table_operands,
+)
 
 DTYPES = {
     torch.float32: 0,
@@ -43,28 +48,12 @@ def optional_operands(
     if sinks is not None:
         operands["sinks"], operands["sinks_stride"] = broadcast_operand(sinks)
     if relative_bias is not None:
-        operands["relative_bias"], strides = broadcast_operand(relative_bias)
-        operands["relative_bias_stride"] = strides[:2]
-        operands["relative_bias_size"] = relative_bias.shape[2]
-    if positions is not None:
-        _check_integers("positions", positions)
-        operands["positions"] = positions.data_ptr()
-        operands["positions_length"] = positions.numel()
+        operands |= table_operands(relative_bias, positions)
     if mask_program is not None:
-        _check_integers("mask_program", mask_program)
-        operands["mask_program"] = mask_program.data_ptr()
-        operands["mask_length"] = mask_program.numel()
+        operands |= program_operands(mask_program)
     if seed is not None:
         operands["seed"] = philox_key(seed)
     return operands
-
-
-def _check_integers(name: str, tensor: Tensor) -> None:
-    if tensor.dtype is not torch.int32 or not tensor.is_contiguous() or tensor.numel() == 0:
-        raise ValueError(
-            f"{name} is not valid: it must be contiguous, of int32 and not empty, got "
-            f"{tuple(tensor.shape)} of {tensor.dtype}"
-        )
 
 
 def philox_key(seed: Tensor | None) -> int:

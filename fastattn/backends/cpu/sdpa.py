@@ -16,7 +16,7 @@ from fastattn.backends._operands import (
     address,
     broadcast_operand,
     operand,
-    with_columns_together,
+    table_for,
 )
 from fastattn.backends._precision import allows_bf16_parts
 from fastattn.backends.cpu.operands import DTYPES, accumulator, optional_operands
@@ -49,7 +49,7 @@ def scaled_dot_product_attention(
     else:
         applied = query.new_empty(0)
     if relative_bias is not None:
-        relative_bias = _table(relative_bias, query)
+        relative_bias = table_for(query, relative_bias)
     biases = (attn_mask, alibi_slopes, seed, sinks, relative_bias, positions, mask_program)
     _cpu.attention_forward(
         DTYPES[query.dtype],
@@ -229,7 +229,7 @@ def scaled_dot_product_attention_backward(
             grad_sinks += torch.where(sinks == -math.inf, 0.0, grad_lse.sum(2))  # lse is the sink
     grad_table = None
     if relative_bias is not None:
-        relative_bias = _table(relative_bias, query)
+        relative_bias = table_for(query, relative_bias)
         new = torch.zeros if empty else torch.empty
         grad_table = new((batch, heads, relative_bias.shape[2]), dtype=relative_bias.dtype)
     biases = (attn_mask, alibi_slopes, seed, sinks, relative_bias, positions, mask_program)
@@ -290,15 +290,6 @@ def _operands(
     if applied is not None:
         operands["applied"] = _weights_operand(applied)
     return operands
-
-
-def _table(relative_bias: Tensor, query: Tensor) -> Tensor:
-    if relative_bias.dtype is not accumulator(query.dtype):
-        raise ValueError(
-            f"relative_bias must be {accumulator(query.dtype)} for a query of {query.dtype}, got "
-            f"{relative_bias.dtype}"
-        )
-    return with_columns_together(relative_bias)
 
 
 def _weights_operand(weights: Tensor) -> tuple[int, tuple[int, ...]]:
