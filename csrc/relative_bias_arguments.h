@@ -8,8 +8,8 @@
 
 namespace fastattn {
 
-// The kernels read a table of distances at d = position(i + offset) - position(j), for all queries i
-// and keys j. All of these, smallest <= d <= largest, must be in it.
+// The kernels read a table of distances at d = position(i + offset) - position(j), for all queries
+// i and keys j. All of these, smallest <= d <= largest, must be in it.
 inline void expect_distances(const AttentionParams& p, int64_t smallest, int64_t largest) {
   const int64_t needed = 2 * std::max(-smallest, largest) + 1;
   expect(p.relative_bias_size % 2 == 1 && p.relative_bias_size >= needed,

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "../relative_bias_arguments.h"
 #include "binding.h"
 
 namespace py = pybind11;
@@ -12,10 +13,9 @@ namespace cuda {
 
 namespace {
 
-// operands: query, key, value, out, the address of lse, mask, mask_dtype, the address of alibi or
-// 0, alibi_stride, the address of seed or 0, tf32, and the addresses of q_starts and k_starts. For
-// packed sequences options are VarlenOptions. Otherwise they are AttentionOptions, and both starts
-// are 0.
+// operands: query, key, value, out, the address of lse, see read_biases, how many positions there
+// are, the address of seed or 0, tf32, and the addresses of q_starts and k_starts. For packed
+// sequences options are VarlenOptions. Otherwise they are AttentionOptions, and both starts are 0.
 AttentionArguments arguments(int dtype, const py::tuple& sizes, const py::object& options,
                              const py::dict& operands) {
   using P = AttentionArguments;
@@ -23,6 +23,10 @@ AttentionArguments arguments(int dtype, const py::tuple& sizes, const py::object
       field("query", &P::q), field("key", &P::k), field("value", &P::v), field("out", &P::out),
       field("lse", &P::lse), field("seed", &P::seed_address), field("tf32", &P::tf32),
       field("q_starts", &P::q_starts), field("k_starts", &P::k_starts));
+  struct Positions {
+    int64_t count = 0;
+  } positions;
+  static const auto of_positions = std::make_tuple(field("positions_length", &Positions::count));
   AttentionArguments p{};
   p.dtype = static_cast<DType>(dtype);
   int64_t n[7];
@@ -30,8 +34,10 @@ AttentionArguments arguments(int dtype, const py::tuple& sizes, const py::object
   p.B = n[0], p.Hq = n[1], p.Hkv = n[2], p.Lq = n[3], p.Lk = n[4], p.D = n[5], p.Dv = n[6];
   named(operands).read(p, fields);
   read_biases(named(operands), p);
+  named(operands).read_given(positions, of_positions);
   if (p.q_starts == nullptr) {
     read_attention_options(named(options), p);
+    check_relative_bias(p, positions.count);
     p.stats_stride[0] = p.Hq * p.Lq;
   } else {
     VarlenOptions asked;
@@ -90,6 +96,15 @@ void forward(int dtype, uintptr_t stream, const py::tuple& sizes, const py::obje
   });
 }
 
+// The gradient of a relative bias, which is summed over queries and keys: its strides there are 0,
+// and the kernel derives the others.
+PairsArguments distances(const AttentionArguments& p) {
+  Tensor4 table{p.Lq > 0 && p.Lk > 0 ? p.grad_relative_bias : nullptr, {1, 1, 0, 0}};
+  PairsArguments result = pairs(p, table, true, 1.0f);
+  result.by_distance = true;
+  return result;
+}
+
 // gradients: see read_gradients; the address of row_stats; grad_mask.
 void backward(int dtype, uintptr_t stream, const py::tuple& sizes, const py::object& options,
               const py::dict& operands, const py::dict& gradients) {
@@ -103,15 +118,17 @@ void backward(int dtype, uintptr_t stream, const py::tuple& sizes, const py::obj
   for (const Tensor4& t : {p.grad_out, p.grad_q, p.grad_k, p.grad_v})
     p.aligned = p.aligned && is_aligned(t, bytes);
   // The row sums of the gradient of a mask equal the gradient of lse, to the eps of the mask's
-  // dtype, which may be float32. And dO . O does not include a gradient of the weights.
-  p.exact_delta =
-      p.dtype == DType::f32 || p.grad_weights.data != nullptr || p.grad_mask.data != nullptr;
-  const PairsArguments mask = pairs(p, p.grad_mask, true, 1.0f);
+  // dtype, which may be float32, as that of a relative bias is. And dO . O does not include a
+  // gradient of the weights.
+  p.exact_delta = p.dtype == DType::f32 || p.grad_weights.data != nullptr ||
+                  p.grad_mask.data != nullptr || p.grad_relative_bias != nullptr;
+  const PairsArguments mask = pairs(p, p.grad_mask, true, 1.0f), table = distances(p);
   py::gil_scoped_release release;
   with_element_of_attention(p, [&](auto* element) {
     attention_rows(element, p, stream);
     if (!attention_backward_hopper(element, p, stream)) attention_backward(element, p, stream);
     if (mask.result != nullptr) attention_pairs(element, mask, stream);
+    if (table.result != nullptr) attention_pairs(element, table, stream);
   });
 }
 

@@ -58,9 +58,17 @@ FASTATTN_BOTH void set_window(AttentionArguments& p) {
   p.window_end = p.window_right < 0 ? kAll : clamp_int(p.offset + p.window_right + 1, -kAll, kAll);
 }
 
+// Can anything but the window exclude a pair?
+FASTATTN_BOTH bool excludes_pairs(const AttentionArguments& p) {
+  return p.mask.data != nullptr || p.relative_bias != nullptr;
+}
+
 struct PairsArguments : AttentionArguments {
-  bool gradient;  // of the mask, else weights
-  void* result;   // weights: in the element type; gradient: float
+  bool gradient;     // of the mask or of the relative bias, else weights
+  bool by_distance;  // of the relative bias, see kernels/relative_bias.h
+  // weights: in the element type; gradient: float; by_distance: two tables for each head,
+  // [2, B, Hq, relative_bias_size], zeroed by the caller, whose sum is the gradient
+  void* result;
   int64_t result_stride[4];
   // The size of the result in each dimension of [B, Hq, Lq, Lk]: the full size, or 1 if it is
   // summed.

@@ -21,6 +21,7 @@ from torch import Tensor
 
 import fastattn
 from fastattn import dispatch, info
+from fastattn.bias import T5, Window2d
 from fastattn.testing import CASES, Case, Deviation, Verdict, check
 from fastattn.testing.inputs import make_inputs
 from fastattn.testing.oracle import run
@@ -34,18 +35,18 @@ def _declined(case: Case) -> str | None:
     """The reason that the kernels must give against a case, None if they are to run it."""
     if max(case.head_dim, case.value_dim or 0) > 256:
         return "the kernels take up to 256"
-    if case.relative_bias is not None:
-        return "has no relative_bias"
     if case.program is not None:
         return "has no mask_program"
     return None
 
 
 def _is_for_the_slow_run(n: int, case: Case) -> bool:
-    """Seconds under the emulator, or every second one of the many pairs of lengths."""
+    """Seconds under the emulator, or every second one of the many that differ in one thing."""
     tiles = case.batch * case.heads * -(-case.q_len // TILE) * -(-case.k_len // TILE)
-    many = tiles > (170 if case.sinks is None else 60)
-    return case.slow or many or (case.name.startswith("lengths-") and n // 3 % 2 == 1)
+    newer = any(x is not None for x in (case.sinks, case.relative_bias))
+    many = tiles > (60 if newer else 170)
+    alike = case.name.startswith(("lengths-", "relative-"))
+    return case.slow or many or (alike and n // 3 % 2 == 1)
 
 
 WORK = [
@@ -136,11 +137,18 @@ def test_reads_nothing_past_the_end(adapter: ModuleType, every: int) -> None:
 
 SAME = Case("same", heads=4, kv_heads=2, q_len=150, k_len=170, head_dim=64, causal="bottom_right",
             mask="float_inf", mask_grad=True, dropout_p=0.1)  # fmt: skip
+SAME_TABLE = Case("same-table", heads=2, q_len=90, k_len=150, relative_bias="h")
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
-def test_same_bits_in_whatever_order_warps_run(adapter: ModuleType, dtype: torch.dtype) -> None:
-    inputs = make_inputs(SAME, dtype)
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [*((SAME, dtype) for dtype in DTYPES), (SAME_TABLE, torch.float32)],
+    ids=["bfloat16", "float16", "float32", "table-float32"],
+)
+def test_same_bits_in_whatever_order_warps_run(
+    adapter: ModuleType, case: Case, dtype: torch.dtype
+) -> None:
+    inputs = make_inputs(case, dtype)
     results = []
     for seed in (0, 1, 2):
         adapter._cuda.set_seed(seed)
@@ -229,7 +237,118 @@ def test_sinks_of_any_size(adapter: ModuleType, is_hopper: bool, dtype: torch.dt
     assert grad_sinks[0] == 0
 
 
+# -- relative biases ------------------------------------------------------------------------------
+
+
+def _with_gradients(
+    adapter: ModuleType, backend: str, tensors: tuple[Tensor, ...], cotangent: Tensor, bias: Any
+) -> list[Tensor]:
+    """Out, lse, and the gradients of query, key, value and the table, by autograd."""
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    with Emulated(adapter, 3).active(), fastattn.use_backend(backend):
+        out, lse = fastattn.scaled_dot_product_attention(
+            *leaves[:3], relative_bias=bias(leaves[3]), return_lse=True
+        )
+        grads = torch.autograd.grad(out, leaves, cotangent)
+    return [out.detach(), lse.detach(), *grads]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize("is_hopper", [False, True], ids=["sm_80", "hopper"])
+def test_an_entry_of_minus_infinity_hides_its_pairs(
+    adapter: ModuleType, is_hopper: bool, dtype: torch.dtype
+) -> None:
+    """With NaN in keys that no query sees, and in queries that see no key."""
+    draw = torch.Generator().manual_seed(4)
+    sizes = (1, 2, 90, 16), (1, 2, 100, 16), (1, 2, 100, 16)
+    query, key, value = (torch.randn(size, generator=draw).to(dtype) for size in sizes)
+    grad_out = torch.randn(sizes[0], generator=draw).to(dtype)
+    table = torch.randn(2, 2 * 100 - 1, generator=draw)
+    distance = torch.arange(-99, 100)
+    table[:, (distance < 10) | (distance > 20)] = -math.inf  # query i sees keys i - 20 ... i - 10
+    for x, row in ((query, 3), (grad_out, 3), (key, 85), (value, 85)):
+        x[:, :, row] = math.nan
+    tensors = (query, key, value, table)
+    adapter._cuda.allow_hopper(is_hopper)
+    try:
+        found = _with_gradients(adapter, "cuda", tensors, grad_out, lambda table: table)
+    finally:
+        adapter._cuda.allow_hopper(False)
+    wanted = _with_gradients(adapter, "reference", tensors, grad_out, lambda table: table)
+    tolerance = 1e-5 if dtype is torch.float32 else 2e-2
+    for got, want in zip(found, wanted, strict=True):
+        torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+    assert not found[0][:, :, :10].any()
+    assert found[0][:, :, 10:].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("shape", "length", "bias"),
+    [
+        pytest.param((8, 2), 70, lambda table: T5(table, max_distance=20), id="t5"),
+        pytest.param((9 * 13, 2), 35, lambda table: Window2d(table, (5, 7)), id="swin"),
+    ],
+)
+def test_tables_of_t5_and_swin(
+    adapter: ModuleType, shape: tuple[int, int], length: int, bias: Any
+) -> None:
+    draw = torch.Generator().manual_seed(5)
+    query, key, value, grad_out = torch.randn(4, 3, 2, length, 8, generator=draw)
+    tensors = (query, key, value, torch.randn(shape, generator=draw))
+    found, wanted = (
+        _with_gradients(adapter, backend, tensors, grad_out, bias)
+        for backend in ("cuda", "reference")
+    )
+    for got, want in zip(found, wanted, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+# The host does not read positions. In a process of its own, as above.
+_WILD = """
+import emulator
+from fastattn.testing import Case, make_inputs
+from fastattn.testing.oracle import run
+adapter = emulator.load()
+case = Case("wild", heads=2, q_len=20, k_len=30, relative_bias="h", positions="any", head_dim=8)
+for wild in (10**9, -(10**9)):
+    inputs = make_inputs(case, torch.float32, fence=True)
+    inputs.positions[::3] += wild
+    run(adapter, inputs)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs mprotect")
+def test_positions_lead_nowhere_outside_the_table(adapter: ModuleType) -> None:
+    run_fenced(_WILD)
+
+
 # -- what is refused, and why ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"relative_bias": torch.zeros(1, 2, 15)}, "odd number of columns, at least 17, got 15"),
+        ({"relative_bias": torch.zeros(1, 2, 18)}, "odd number of columns, at least 17, got 18"),
+        (
+            {"relative_bias": torch.zeros(1, 2, 17, dtype=torch.float16)},
+            "relative_bias must be torch.float32 for a query of torch.float32, got torch.float16",
+        ),
+        (
+            {"positions": torch.arange(8, dtype=torch.int32)},
+            "an element for each of 6 queries and 9 keys, got 8",
+        ),
+        ({"positions": torch.arange(9)}, "positions is not valid: it must be contiguous, of int32"),
+    ],
+)
+def test_a_table_that_does_not_fit_is_not_read(
+    adapter: ModuleType, changes: dict[str, Tensor], message: str
+) -> None:
+    case = Case("table", heads=2, q_len=6, k_len=9, relative_bias="h")
+    inputs = make_inputs(case, torch.float32)
+    run(adapter, inputs)
+    with pytest.raises(ValueError, match=message):
+        run(adapter, replace(inputs, **changes))
 
 
 def _why_not(adapter: ModuleType, **changes: Any) -> list[str]:

@@ -161,6 +161,10 @@ def _cases() -> Iterator[Case]:
     with_sinks = replace(base, heads=6, kv_heads=2, q_len=60, k_len=9, head_dim=64, sinks="bh")
     yield replace(with_sinks, name="sinks", causal="bottom_right", grads=("out", "lse"))
     yield replace(with_sinks, name="sinks-options", mask_dims="hqk", k_len=110, **every)
+    # So is a table of relative biases.
+    with_table = replace(with_sinks, sinks=None, relative_bias="bh", weights=1)
+    yield replace(with_table, name="relative", causal="bottom_right", q_len=90, k_len=130)
+    yield replace(with_table, name="relative-options", mask_dims="hqk", k_len=110, **every)
     # A delta that is computed again.
     for d, dv in ((64, 64), (72, 128), (136, 40), (200, 200)):
         delta = replace(base, head_dim=d, value_dim=dv, weights=1, grads=("out", "lse", "weights"))
@@ -175,9 +179,7 @@ def _cases() -> Iterator[Case]:
 
 OWN = tuple(_cases())
 CASES = [
-    c
-    for c in (*OWN, *TABLE)
-    if max(c.head_dim, c.value_dim or 0) <= 256 and c.relative_bias is None and c.program is None
+    c for c in (*OWN, *TABLE) if max(c.head_dim, c.value_dim or 0) <= 256 and c.program is None
 ]
 WORK = [
     pytest.param(case, DTYPES[n % 2], n, id=f"{case.name}-{_name(DTYPES[n % 2])}")

@@ -47,7 +47,7 @@ class Mutant(mutants.Mutant):
 
 # Of the headers of attention, the source whose kernels show what is wrong with them.
 USER = dict.fromkeys(("softmax", "tile", "scores", "philox", "varlen"), "sdpa_forward")
-USER["sdpa_rows"] = "sdpa_weights"
+USER |= dict.fromkeys(("sdpa_rows", "relative_bias"), "sdpa_weights")
 FORWARD, BACKWARD, WEIGHTS = "sdpa_forward.h", "sdpa_backward.h", "sdpa_weights.h"
 K_WAIT = "cp_async_wait<0>(); __syncthreads(); // K has arrived"
 V_WAIT = "cp_async_wait<0>(); __syncthreads(); // V has arrived"
@@ -155,6 +155,26 @@ MUTANTS = [
     Mutant("window by one", "scores.h", "i + p.window_begin, 0", "i + p.window_begin + 1, 0"),
     Mutant("queries of keys by one", "scores.h", "+ 1 - p.window_end", "+ 2 - p.window_end", sources=("sdpa_backward",)),
     Mutant("ALiBi to the other side", "scores.h", "s.value -= alibi", "s.value += alibi"),
+    Mutant("a relative bias of the other side", "scores.h", "int64_t(position(p, i + p.offset)) - position(p, j)", "int64_t(position(p, j)) - position(p, i + p.offset)"),
+    Mutant("a relative bias without an offset", "scores.h", "position(p, i + p.offset)", "position(p, i)"),
+    Mutant("positions are those of a sequence", "scores.h", "p.positions == nullptr ? static_cast<int>(n) : p.positions[n]", "static_cast<int>(n)"),
+    Mutant("the table of the first batch entry", "scores.h", "b * p.relative_bias_stride[0] +", ""),
+    Mutant("the table of the first head", "scores.h", "h * p.relative_bias_stride[1] +", ""),
+    Mutant("a mask hides the relative bias", "scores.h", "sum = entry == minus_infinity() ? entry : sum + entry", "sum = p.mask.data != nullptr ? sum : entry"),
+    Mutant("a table has no middle", "relative_bias.h", "+ p.relative_bias_size / 2", ""),
+    Mutant("a diagonal too few", "relative_bias.h", "q_blocks + k_blocks - 1", "q_blocks + k_blocks - 2"),
+    Mutant("a diagonal lacks a tile", "relative_bias.h", "clamp_int(begin + kBlock, 0, keys)", "clamp_int(begin + kBlock / 2, 0, keys)"),
+    Mutant("the diagonal of another row", "relative_bias.h", "last + i0 - int64_t(diagonal) * kBlock", "last - i0 + int64_t(diagonal) * kBlock"),
+    Mutant("the table of another head", "relative_bias.h", "+ b) * p.Hq + h;", "+ b) * p.Hq;"),
+    Mutant("diagonals share a table", "relative_bias.h", "((diagonal & 1) * p.B + b)", "b", "blocks run one after another here: none reads a number that another one is about to write"),
+    Mutant("equal positions have one place", "relative_bias.h", "other < own || (other == own && m < n)", "other < own"),
+    Mutant("the first of equal positions alone", "relative_bias.h", "tile.query_positions[m] == wanted; ++m", "tile.query_positions[m] == wanted && m == r; ++m"),
+    Mutant("the next position", "relative_bias.h", "tile.query_positions[r] < wanted) ++r", "tile.query_positions[r] <= wanted) ++r"),
+    Mutant("positions are not sorted", "relative_bias.h", "if (!sorted) {", "if (sorted) {"),
+    Mutant("positions are sorted too late", "relative_bias.h", "__syncthreads();  // the places are written", ""),
+    Mutant("pairs are added too early", "relative_bias.h", "__syncthreads();  // the pairs are written", ""),
+    Mutant("pairs are written too early", WEIGHTS, "__syncthreads();  // the tiles are read", ""),
+    Mutant("pairs of the tile before", WEIGHTS, "set_zero(sum); } }", "} }"),
     Mutant("softcap has slope 1", "scores.h", "1.0f - t * t", "1.0f", sources=("sdpa_backward",)),
     Mutant("the mask of another row", "scores.h", "i * p.mask.stride[2]", "(i + 1) * p.mask.stride[2]"),
     Mutant("draws of four keys", "scores.h", "static_cast<uint32_t>(j) / 8", "static_cast<uint32_t>(j) / 4"),
@@ -222,7 +242,8 @@ window-narrow-long mask-finfo-min mask-float-qk mask-float-k mask-float-one layo
 dropout-long results-1-out-lse-weights-mask gqa-decode lengths-128x129-upper_left
 lengths-64x300-upper_left window-1000-1000-40x130-bottom_right head_dim-256 head_dim-7-value-200
 mask-nan-queries window-3-5-130x40-bottom_right results-2-out-lse-weights
-decode-1x63-group-8-head_dim-129-value-136 sinks-40x1 sinks-bh sinks-nan-queries""".split()
+decode-1x63-group-8-head_dim-129-value-136 sinks-40x1 sinks-bh sinks-nan-queries relative-bh
+relative-130x130-causal relative-mask-float_inf relative-grid relative-any""".split()
 TOO_LONG = ("long", "queries=70-rows=300-width=33-steps=2-bias=LN")
 NARROW = Case("window-dropout", q_len=100, k_len=200, window=(20, 5), dropout_p=0.3)
 

@@ -104,6 +104,7 @@ FASTATTN_DEVICE int64_t part_row(const DecodeArguments& p, int b, int h, int i, 
 FASTATTN_DEVICE void enter_cached_sequence(DecodeArguments& p, int b) {
   p.Lk = clamp_int(p.lengths[b], 0, static_cast<int>(p.Lk));
   p.offset = p.Lk - p.Lq;
+  p.relative_bias = nullptr;  // decoding has none; saying so removes its code
   set_window(p);
 }
 

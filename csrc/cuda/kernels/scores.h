@@ -44,6 +44,19 @@ FASTATTN_DEVICE float sink_of(const AttentionArguments& p, int b, int h) {
   return static_cast<const float*>(p.sinks)[b * p.sinks_stride[0] + h * p.sinks_stride[1]];
 }
 
+// The position of row n of the key axis, from which a relative bias counts distances.
+FASTATTN_DEVICE int position(const AttentionArguments& p, int64_t n) {
+  return p.positions == nullptr ? static_cast<int>(n) : p.positions[n];
+}
+
+// The distance of query i and key j in the table of a relative bias. The host has checked it, unless
+// it follows from positions, whose values the host does not read.
+FASTATTN_DEVICE int64_t distance(const AttentionArguments& p, int i, int j) {
+  const int64_t d = int64_t(position(p, i + p.offset)) - position(p, j);
+  const int most = static_cast<int>(p.relative_bias_size / 2);
+  return p.positions == nullptr ? d : clamp_int(d, -most, most);
+}
+
 struct Score {
   float value;  // -inf if the pair is excluded
   float slope;  // its derivative by scale * q . k: 1 without softcap, 0 if excluded
@@ -80,6 +93,20 @@ struct Options {
     }
   }
 
+  // What the mask and the relative bias add to the score of a visible pair; -inf if one of them
+  // excludes it.
+  FASTATTN_DEVICE float bias(int i, int j) const {
+    float sum = 0.0f;
+    if (p.mask.data != nullptr) sum = mask(i, j);
+    if (p.relative_bias != nullptr && sum != minus_infinity()) {
+      const int64_t middle =
+          b * p.relative_bias_stride[0] + h * p.relative_bias_stride[1] + p.relative_bias_size / 2;
+      const float entry = static_cast<const float*>(p.relative_bias)[middle + distance(p, i, j)];
+      sum = entry == minus_infinity() ? entry : sum + entry;
+    }
+    return sum;
+  }
+
   // Excluded pairs are selected, so NaN or inf in a key that the query cannot see has no effect.
   FASTATTN_DEVICE Score score(float dot, int i, int j, const Range& visible) const {
     Score s{dot * p.scale_float, 1.0f};
@@ -88,10 +115,10 @@ struct Options {
       const float t = tanhf(s.value / p.softcap_float);
       s = {p.softcap_float * t, 1.0f - t * t};
     }
-    if (p.mask.data != nullptr) {
-      const float m = mask(i, j);
-      if (m == minus_infinity()) return {m, 0.0f};
-      s.value += m;
+    if (excludes_pairs(p)) {
+      const float added = bias(i, j);
+      if (added == minus_infinity()) return {added, 0.0f};
+      s.value += added;
     }
     if (p.alibi != nullptr) {
       const int64_t d = i + p.offset - j;

@@ -104,10 +104,11 @@ __global__ void __launch_bounds__(BackwardQueriesShape<T, kD, kGeneral>::kThread
   float dq[kColumns / 2];
   set_zero(dq);
   // float32 needs a more accurate delta: dP - delta must be exactly 0 for a query that sees one
-  // key. So for float32, and with a gradient of the weights or of the mask, a first pass sums what
-  // dO . O misses of delta. It uses the same weights as the second pass, where delta is subtracted.
+  // key. So for float32, and with a gradient of the weights, of the mask or of a relative bias, a
+  // first pass sums what dO . O misses of delta. It uses the same weights as the second pass, where
+  // delta is subtracted.
   const bool exact = sizeof(Storage) == 4 || (kGeneral && p.exact_delta);
-  const bool masked = kGeneral && p.mask.data != nullptr;
+  const bool masked = kGeneral && excludes_pairs(p);
   const float rest[2] = {stats[0].rest, stats[1].rest};
   if (exact) stats[0].rest = stats[1].rest = 0.0f;
   for (int pass = exact ? 0 : 1; pass < 2; ++pass) {

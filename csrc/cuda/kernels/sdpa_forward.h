@@ -121,7 +121,7 @@ struct AttentionForward {
       }
       FASTATTN_UNROLL
       for (int t = 0; t < kRowTiles; ++t) apply_options(t, j0, last_row);
-      if (kGeneral && p.mask.data != nullptr) clear_unseen_values();
+      if (kGeneral && excludes_pairs(p)) clear_unseen_values();
       FASTATTN_UNROLL
       for (int t = 0; t < kRowTiles; ++t) {
         // O <- shrink O + P V
@@ -202,7 +202,7 @@ struct AttentionForward {
     }
   }
 
-  // Zeroes the values of keys that the mask hides from all queries of this block, because 0 times
+  // Zeroes the values of keys that the options hide from all queries of this block, because 0 times
   // NaN or inf would be NaN.
   FASTATTN_DEVICE void clear_unseen_values() {
     for (int n = static_cast<int>(threadIdx.x); n < Shape::kKeys; n += Shape::kThreads) seen[n] = 0;

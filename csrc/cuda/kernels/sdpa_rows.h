@@ -22,17 +22,17 @@ FASTATTN_DEVICE float max_of_warp(float x) {
 }
 
 // Whether the sink of query i has all the weight: no key is visible, or the sink is inf. Called by
-// one warp. The mask is read only if lse leaves a doubt.
+// one warp. Masks and biases are read only if lse leaves a doubt.
 FASTATTN_DEVICE bool sees_only_sink(const AttentionArguments& p, int b, int h, int i, double lse) {
   const double sink = sink_of(p, b, h);
   if (lse == sink && sink == -static_cast<double>(minus_infinity())) return true;
   const Range visible = visible_keys(p, i);
   if (visible.begin >= visible.end) return true;
-  if (p.mask.data == nullptr || lse - sink > 1e-6 * fabs(sink)) return false;
+  if (!excludes_pairs(p) || lse - sink > 1e-6 * fabs(sink)) return false;
   const Options options(p, b, h);
   bool seen = false;
   for (int j = visible.begin + (static_cast<int>(threadIdx.x) & 31); j < visible.end; j += 32)
-    seen |= options.mask(i, j) != minus_infinity();
+    seen |= options.bias(i, j) != minus_infinity();
   return max_of_warp(seen ? 1.0f : 0.0f) == 0.0f;
 }
 
@@ -65,10 +65,13 @@ FASTATTN_DEVICE void exact_stats(const AttentionArguments& p, int b, int h, int 
   lo = logf(total.sum);
 }
 
-template <class T>
-__global__ void __launch_bounds__(kRowsThreads)
+// kExcludes: a mask or a relative bias may exclude pairs. Their code needs registers that a call
+// without them keeps for more blocks on a multiprocessor.
+template <class T, bool kExcludes>
+__global__ void __launch_bounds__(kRowsThreads, kExcludes ? 5 : 8)
     attention_rows_kernel(const __grid_constant__ AttentionArguments given) {
   AttentionArguments p = given;
+  if (!kExcludes) p.mask.data = nullptr, p.relative_bias = nullptr;
   constexpr double kExact = 1 << 22;  // up to here a double keeps 30 bits of a sum's logarithm
   const int lane = static_cast<int>(threadIdx.x) & 31;
   const int64_t row = blockIdx.x * int64_t(kRowsThreads / 32) + threadIdx.x / 32;

@@ -9,14 +9,18 @@ namespace cuda {
 void attention_rows(const FASTATTN_ELEMENT*, const AttentionArguments& p, uintptr_t stream) {
   launch({"attention_rows", blocks_of(rows_of(p), kRowsThreads / 32), kRowsThreads, 0, stream,
           shapes(p)},
-         attention_rows_kernel<FASTATTN_ELEMENT>, p);
+         excludes_pairs(p) ? attention_rows_kernel<FASTATTN_ELEMENT, true>
+                           : attention_rows_kernel<FASTATTN_ELEMENT, false>,
+         p);
 }
 
 void attention_pairs(const FASTATTN_ELEMENT*, const PairsArguments& p, uintptr_t stream) {
   with_width(p, [&](auto width) {
     using Shape = BackwardShape<FASTATTN_ELEMENT, decltype(width)::value>;
-    const int64_t blocks = blocks_of(p.sizes[2], Shape::kStaying) *
-                           blocks_of(p.sizes[3], Shape::kPassing) * p.sizes[0] * p.sizes[1];
+    const int64_t of_keys =
+        p.by_distance ? diagonals_of<Shape::kStaying>(p) : blocks_of(p.sizes[3], Shape::kPassing);
+    const int64_t blocks =
+        blocks_of(p.sizes[2], Shape::kStaying) * of_keys * p.sizes[0] * p.sizes[1];
     launch({"attention_pairs", blocks, Shape::kThreads, Shape::kSharedBytes, stream, shapes(p)},
            attention_pairs_kernel<FASTATTN_ELEMENT, decltype(width)::value>, p);
   });

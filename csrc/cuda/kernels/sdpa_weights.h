@@ -1,7 +1,9 @@
-// The results that are matrices of pairs: the weights, and the gradient of an additive mask. A
-// block of threads owns one block of the result. It recomputes the scores and sums in a fixed order
-// over the heads, for averaged weights, or over every dimension in which the mask is broadcast.
+// The results that are made of pairs: the weights, and the gradients of an additive mask and of a
+// relative bias. A block of threads owns one block of the result. It recomputes the scores and sums
+// in a fixed order over the heads, for averaged weights, over every dimension in which the mask is
+// broadcast, or over the pairs of a distance (relative_bias.h).
 #pragma once
+#include "relative_bias.h"
 #include "sdpa_backward.h"
 
 namespace fastattn {
@@ -18,13 +20,16 @@ __global__ void __launch_bounds__(BackwardShape<T, kD>::kThreads, kPairsBlocks)
   using Storage = typename T::Storage;
   constexpr int kThreads = Shape::kThreads, kQueries = Shape::kStaying, kKeys = Shape::kPassing;
   constexpr int kTiles = kKeys / 8, kSteps = kD / Product<T>::kDepth;
-  static_assert(kQueries * kKeys * 4 <= Shape::kTileBytes, "the result reuses the tiles");
+  static_assert(sizeof(DistanceTile<kQueries, kKeys>) <= Shape::kTileBytes,
+                "the result reuses the tiles");
 
   const int rows = static_cast<int>(p.Lq), keys = static_cast<int>(p.Lk);
   const int q_blocks = (p.sizes[2] + kQueries - 1) / kQueries;
-  const int k_blocks = (p.sizes[3] + kKeys - 1) / kKeys;
+  const int k_blocks = p.by_distance ? static_cast<int>(diagonals_of<kQueries>(p))
+                                     : (p.sizes[3] + kKeys - 1) / kKeys;
   unsigned n = blockIdx.x;
-  const int k_block = static_cast<int>(n % static_cast<unsigned>(k_blocks)) * kKeys;
+  const int diagonal = static_cast<int>(n % static_cast<unsigned>(k_blocks));  // if by_distance
+  const int k_block = diagonal * kKeys;
   n /= static_cast<unsigned>(k_blocks);
   const int q_block = static_cast<int>(n % static_cast<unsigned>(q_blocks)) * kQueries;
   n /= static_cast<unsigned>(q_blocks);
@@ -54,7 +59,8 @@ __global__ void __launch_bounds__(BackwardShape<T, kD>::kThreads, kPairsBlocks)
       for (int i0 = all_i.begin; i0 < all_i.end; i0 += kQueries) {
         const int last_row = rows < i0 + kQueries ? rows : i0 + kQueries;
         const Range visible_to_block = keys_of_queries(p, i0, last_row);
-        for (int j0 = all_j.begin; j0 < all_j.end; j0 += kKeys) {
+        const Range here = p.by_distance ? keys_of_diagonal<kQueries>(p, diagonal, i0) : all_j;
+        for (int j0 = here.begin; j0 < here.end; j0 += kKeys) {
           if (j0 + kKeys <= visible_to_block.begin || j0 >= visible_to_block.end) continue;
           const int h_kv = h / static_cast<int>(p.Hq / p.Hkv);
           __syncthreads();
@@ -95,8 +101,20 @@ __global__ void __launch_bounds__(BackwardShape<T, kD>::kThreads, kPairsBlocks)
               }
             }
           }
+          if (!p.by_distance) continue;
+          __syncthreads();  // the tiles are read
+          add_by_distance<kThreads>(
+              p, i0, j0, *reinterpret_cast<DistanceTile<kQueries, kKeys>*>(shared),
+              [&](auto put) {
+                FASTATTN_UNROLL
+                for (int m = 0; m < kTiles * 4; ++m)
+                  put(place.row(m / 2 % 2), place.column(m / 4, m % 2), sum[m]);
+              },
+              table_of_diagonal(p, b, h, diagonal));
+          set_zero(sum);
         }
       }
+  if (p.by_distance) return;
 
   // The sums pass through shared memory, so that the rows or columns of a dimension of size 1 in
   // the result can be added.

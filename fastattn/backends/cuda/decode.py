@@ -15,7 +15,13 @@ from fastattn import _cuda
 from fastattn.backends._alloc import empty_output
 from fastattn.backends._operands import address, operand
 from fastattn.backends.cuda import sdpa
-from fastattn.backends.cuda.operands import DTYPES, MAX_LENGTH, biases, on, why_not_dtype
+from fastattn.backends.cuda.operands import (
+    DTYPES,
+    MAX_LENGTH,
+    on,
+    optional_operands,
+    why_not_dtype,
+)
 from fastattn.backends.primitives import DecodeOptions
 
 __all__ = ["append_to_cache", "decode_attention", "why_not", "why_not_append"]
@@ -81,7 +87,10 @@ def decode_attention(
             stream,
             (batch, heads, kv_heads, queries, capacity, query.shape[3], value_width),
             options,
-            {"query": operand(query), **biases(None, alibi_slopes, sinks, (batch, heads))},
+            {
+                "query": operand(query),
+                **optional_operands((batch, heads), None, alibi_slopes, sinks),
+            },
             cache,
             {
                 "out": operand(out),

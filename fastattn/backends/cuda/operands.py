@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastattn import _cuda
-from fastattn.backends._operands import operand
+from fastattn.backends._operands import operand, table_operands
 
 INFO: dict[str, Any] = _cuda.build_info()
 DEVICE: str = INFO["device"]  # "cpu" under the emulator
@@ -19,13 +19,15 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 2, torch.float16: 3}
 MASK_DTYPES = {**DTYPES, torch.bool: 4}
 
 
-def biases(
-    attn_mask: Tensor | None,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-    shape: tuple[int, ...],
+def optional_operands(
+    shape: tuple[int, ...],  # [B, Hq, Lq, Lk], of which a call without a mask needs two
+    attn_mask: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    relative_bias: Tensor | None = None,  # its last dimension is contiguous
+    positions: Tensor | None = None,
 ) -> dict[str, Any]:
-    """A mask as [B, Hq, Lq, Lk], slopes and sinks as [B, Hq]: the named operands of a call."""
+    """The operands that a call of attention has, by name; nothing is expanded in memory."""
     operands: dict[str, Any] = {}
     if attn_mask is not None:
         operands["mask"] = operand(attn_mask.expand(shape))
@@ -33,6 +35,8 @@ def biases(
     for name, of_heads in (("alibi", alibi_slopes), ("sinks", sinks)):
         if of_heads is not None:
             operands[name], operands[f"{name}_stride"] = operand(of_heads.expand(shape[:2]))
+    if relative_bias is not None:
+        operands |= table_operands(relative_bias, positions)
     return operands
 
 

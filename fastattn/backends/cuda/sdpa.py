@@ -10,15 +10,20 @@ from torch import Tensor
 
 from fastattn import _cuda
 from fastattn.backends._alloc import empty_output
-from fastattn.backends._operands import address, broadcast_operand, operand
+from fastattn.backends._operands import (
+    address,
+    broadcast_operand,
+    operand,
+    table_for,
+)
 from fastattn.backends._precision import allows_tf32
 from fastattn.backends.cuda.operands import (
     DTYPES,
     INFO,
     MASK_DTYPES,
     MAX_LENGTH,
-    biases,
     on,
+    optional_operands,
     why_not_dtype,
 )
 from fastattn.backends.primitives import AttentionBackwardOptions, AttentionOptions
@@ -34,6 +39,7 @@ def why_not(
     value: Tensor,
     attn_mask: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    relative_bias: Tensor | None = None,
     **_: Any,
 ) -> list[str]:
     """Return the reasons why the kernels cannot run on these arguments."""
@@ -46,6 +52,8 @@ def why_not(
         reasons.append(f"a head has {width} columns; the kernels take up to {_MAX_WIDTH}")
     if max(*query.shape[:3], key.shape[2]) > MAX_LENGTH:
         reasons.append(f"a size is greater than {MAX_LENGTH}")
+    if relative_bias is not None and relative_bias.shape[2] // 2 > MAX_LENGTH:
+        reasons.append(f"a distance of relative_bias is greater than {MAX_LENGTH}")
     if alibi_slopes is not None and alibi_slopes.requires_grad:
         reasons.append("alibi_slopes requires a gradient, which the kernel does not compute")
     return reasons
@@ -59,6 +67,8 @@ def scaled_dot_product_attention(
     alibi_slopes: Tensor | None = None,
     seed: Tensor | None = None,
     sinks: Tensor | None = None,  # [B|1, Hq]
+    relative_bias: Tensor | None = None,  # [B|1, Hq, 2 M + 1]
+    positions: Tensor | None = None,  # [Lk] int32
     *,
     options: AttentionOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -74,13 +84,16 @@ def scaled_dot_product_attention(
         )
         stats = _row_stats(query)
         weights = {"applied": broadcast_operand(applied), "row_stats": stats.data_ptr()}
+    if relative_bias is not None:
+        relative_bias = table_for(query, relative_bias)
+    optional = (attn_mask, alibi_slopes, sinks, relative_bias, positions)
     with on(query) as stream:
         _cuda.attention_forward(
             DTYPES[query.dtype],
             stream,
             _sizes(query, key, value),
             options,
-            _operands(query, key, value, out, lse, attn_mask, alibi_slopes, seed, sinks),
+            _operands(query, key, value, out, lse, seed, optional),
             weights,
         )
     return out, lse, applied[:, 0] if options.weights == 2 else applied
@@ -99,10 +112,12 @@ def scaled_dot_product_attention_backward(
     out: Tensor,
     lse: Tensor,
     sinks: Tensor | None = None,
+    relative_bias: Tensor | None = None,
+    positions: Tensor | None = None,
     *,
     options: AttentionBackwardOptions,
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of query, key, value, the mask, and of sinks if there are any."""
+    """Return the gradients of query, key, value, mask, sinks and relative bias, or None."""
     if grad_out is None:
         grad_out = torch.zeros_like(out)
     if grad_lse is not None:
@@ -116,6 +131,11 @@ def scaled_dot_product_attention_backward(
     if options.needs_mask_grad:
         assert attn_mask is not None
         grad_mask = query.new_empty(attn_mask.shape, dtype=torch.float32)
+    tables = None
+    if relative_bias is not None:
+        relative_bias = table_for(query, relative_bias)
+        tables = relative_bias.new_zeros((2, *query.shape[:2], relative_bias.shape[2]))
+    optional = (attn_mask, alibi_slopes, sinks, relative_bias, positions)
     stats = _row_stats(query)
     with on(query) as stream:
         _cuda.attention_backward(
@@ -123,7 +143,7 @@ def scaled_dot_product_attention_backward(
             stream,
             _sizes(query, key, value),
             options,
-            _operands(query, key, value, out, lse, attn_mask, alibi_slopes, seed, sinks),
+            _operands(query, key, value, out, lse, seed, optional),
             {
                 "grad_out": operand(grad_out),
                 "grad_lse": address(grad_lse),
@@ -132,14 +152,17 @@ def scaled_dot_product_attention_backward(
                 "grad_key": operand(grad_key),
                 "grad_value": operand(grad_value),
                 "grad_mask": None if grad_mask is None else broadcast_operand(grad_mask),
+                "grad_relative_bias": address(tables),
                 "row_stats": stats.data_ptr(),
             },
         )
     if grad_mask is not None and attn_mask is not None:
         grad_mask = grad_mask.to(attn_mask.dtype)
-    if sinks is None:
-        return grad_query, grad_key, grad_value, grad_mask
-    return grad_query, grad_key, grad_value, grad_mask, grad_of_sinks(sinks, lse, stats)
+    grad_sinks = None if sinks is None else grad_of_sinks(sinks, lse, stats)
+    grad_table = None
+    if relative_bias is not None and tables is not None:
+        grad_table = tables.sum(0, dtype=torch.float64).sum_to_size(relative_bias.shape).float()
+    return grad_query, grad_key, grad_value, grad_mask, grad_sinks, grad_table
 
 
 def grad_of_sinks(sinks: Tensor, lse: Tensor, stats: Tensor) -> Tensor:
@@ -173,10 +196,8 @@ def _operands(
     value: Tensor,
     out: Tensor,
     lse: Tensor,
-    attn_mask: Tensor | None,
-    alibi_slopes: Tensor | None,
     seed: Tensor | None,
-    sinks: Tensor | None,
+    optional: tuple[Tensor | None, ...],  # as optional_operands takes them
 ) -> dict[str, Any]:
     return {
         "query": operand(query),
@@ -184,7 +205,7 @@ def _operands(
         "value": operand(value),
         "out": operand(out),
         "lse": lse.data_ptr(),
-        **biases(attn_mask, alibi_slopes, sinks, (*query.shape[:3], key.shape[2])),
+        **optional_operands((*query.shape[:3], key.shape[2]), *optional),
         "seed": address(seed),
         "tf32": allows_tf32(),
         "q_starts": 0,

@@ -16,7 +16,7 @@ from fastattn.backends._alloc import empty_output
 from fastattn.backends._operands import address, packed_operand
 from fastattn.backends._precision import allows_tf32
 from fastattn.backends.cuda import sdpa
-from fastattn.backends.cuda.operands import DTYPES, biases, on
+from fastattn.backends.cuda.operands import DTYPES, on, optional_operands
 from fastattn.backends.primitives import VarlenOptions
 
 __all__ = ["varlen_attention", "varlen_attention_backward", "why_not"]
@@ -133,7 +133,7 @@ def _operands(
         "value": packed_operand(value),
         "out": packed_operand(out),
         "lse": lse.data_ptr(),
-        **biases(None, alibi_slopes, sinks, (starts[0].shape[0] - 1, query.shape[1])),
+        **optional_operands((starts[0].shape[0] - 1, query.shape[1]), None, alibi_slopes, sinks),
         "seed": address(seed),
         "tf32": allows_tf32(),
         "q_starts": starts[0].data_ptr(),

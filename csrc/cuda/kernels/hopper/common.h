@@ -310,10 +310,10 @@ FASTATTN_DEVICE void store_row(const float* x, float factor, const Tensor4& out,
   }
 }
 
-// Zeroes the rows of a tile whose keys the mask hides from all queries, because 0 times NaN or inf
-// would be NaN. any[2 n + e]: can a query of this thread see key 8 n + 2 (lane % 4) + e? Called by
-// all consumers. The flags, [2, kKeys], have two buffers: those of the next call are cleared while
-// these are read.
+// Zeroes the rows of a tile whose keys the options hide from all queries, because 0 times NaN or
+// inf would be NaN. any[2 n + e]: can a query of this thread see key 8 n + 2 (lane % 4) + e? Called
+// by all consumers. The flags, [2, kKeys], have two buffers: those of the next call are cleared
+// while these are read.
 template <int kKeys, class Tile>
 FASTATTN_DEVICE void clear_unseen(int* flags, int buffer, const bool (&any)[kKeys / 4],
                                   const Tile& tile) {

@@ -287,7 +287,7 @@ struct HopperBackwardQ {
     // Turns S and dP into dS.
     template <bool kEdge>
     FASTATTN_DEVICE void differentiate(const Work& work, int j) {
-      const bool masked = kGeneral && work.p.mask.data != nullptr;
+      const bool masked = kGeneral && excludes_pairs(work.p);
       bool any[kKeyTiles * 2] = {};  // for each key of this thread: can a query see it?
       for_each_pair<kEdge>(work, j, [&](int, int at, const Pair& pair) {
         s[at] = pair.gradient * pair.slope;

@@ -304,7 +304,7 @@ struct HopperForward {
     // Turns scores into weights.
     FASTATTN_DEVICE void weigh(const Work& work, int j, Scores& s, float (&shrink)[2]) {
       apply_options(work, j, s);
-      if (kGeneral && work.p.mask.data != nullptr) clear_unseen_values(s);
+      if (kGeneral && excludes_pairs(work.p)) clear_unseen_values(s);
       softmax.template update<kKeyTiles>(s, unit, shrink);
       if (kGeneral) drop(work, j, s);
     }
@@ -350,7 +350,7 @@ struct HopperForward {
       }
     }
 
-    // Zeroes the values of keys that the mask hides from all queries of the tile.
+    // Zeroes the values of keys that the options hide from all queries of the tile.
     FASTATTN_DEVICE void clear_unseen_values(const Scores& s) const {
       static_assert(Shape::kVStages == 2, "flags have a buffer for each stage");
       bool any[kKeyTiles * 2] = {};

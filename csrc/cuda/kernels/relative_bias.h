@@ -1,0 +1,106 @@
+// The gradient of a relative bias: for each distance of a table, the sum of dS over its pairs.
+//
+// Positions 0, 1, 2, ...: the pairs are divided into square blocks, and a block of threads takes
+// those of one diagonal. Their distances are less than a block from that of the diagonal, so two
+// diagonals that are not neighbours have no distance in common. The odd ones have a table of their
+// own. Other positions: any two pairs may have the same distance, so one block takes all pairs of a
+// head. Either way each number has one owner, which adds its pairs in one order.
+#pragma once
+#include "scores.h"
+
+namespace fastattn {
+namespace cuda {
+
+template <int kBlock>
+FASTATTN_BOTH int64_t diagonals_of(const AttentionArguments& p) {
+  const int64_t q_blocks = (p.Lq + kBlock - 1) / kBlock, k_blocks = (p.Lk + kBlock - 1) / kBlock;
+  return p.positions == nullptr ? q_blocks + k_blocks - 1 : 1;
+}
+
+// The keys that a diagonal has of queries [i0, i0 + kBlock).
+template <int kBlock>
+FASTATTN_DEVICE Range keys_of_diagonal(const AttentionArguments& p, int diagonal, int i0) {
+  const int keys = static_cast<int>(p.Lk);
+  if (p.positions != nullptr) return {0, keys};
+  // Diagonal 0 has the first block of queries and the last one of keys.
+  const int64_t last = int64_t(keys - 1) / kBlock * kBlock;
+  const int64_t begin = last + i0 - int64_t(diagonal) * kBlock;
+  return {clamp_int(begin, 0, keys), clamp_int(begin + kBlock, 0, keys)};
+}
+
+// The table of a diagonal, at distance 0.
+FASTATTN_DEVICE float* table_of_diagonal(const PairsArguments& p, int b, int h, int diagonal) {
+  const int64_t head = ((diagonal & 1) * p.B + b) * p.Hq + h;
+  return static_cast<float*>(p.result) + head * p.relative_bias_size + p.relative_bias_size / 2;
+}
+
+template <int kQueries, int kKeys>
+struct DistanceTile {
+  // Rows and columns are in the order of their positions. One more column, so that a column is in
+  // different banks.
+  float pairs[kQueries][kKeys + 1];
+  int query_positions[kQueries], key_positions[kKeys];  // ascending
+  int query_places[kQueries], key_places[kKeys];        // in this order
+};
+
+// Sorts the positions of `count` of kCount rows. Rows that do not exist come last.
+template <int kThreads, int kCount, class Position>
+FASTATTN_DEVICE void sort_positions(int count, bool sorted, Position position_of, int* positions,
+                                    int* places) {
+  for (int n = static_cast<int>(threadIdx.x); n < kCount; n += kThreads) {
+    int place = n;
+    if (n < count) {
+      const int own = position_of(n);
+      if (!sorted) {
+        place = 0;
+        for (int m = 0; m < count; ++m) {
+          const int other = position_of(m);
+          place += other < own || (other == own && m < n);
+        }
+      }
+      positions[place] = own;
+    }
+    places[n] = place;
+  }
+}
+
+// table[distance] += the sum of ds over the pairs of a tile that have this distance. for_each(f)
+// calls f(row, column, ds) for each pair of this thread.
+template <int kThreads, int kQueries, int kKeys, class ForEach>
+FASTATTN_DEVICE void add_by_distance(const AttentionArguments& p, int i0, int j0,
+                                     DistanceTile<kQueries, kKeys>& tile, ForEach for_each,
+                                     float* table) {
+  const int queries = clamp_int(p.Lq - i0, 0, kQueries), keys = clamp_int(p.Lk - j0, 0, kKeys);
+  const bool sorted = p.positions == nullptr;
+  sort_positions<kThreads, kQueries>(
+      queries, sorted, [&](int r) { return position(p, i0 + r + p.offset); }, tile.query_positions,
+      tile.query_places);
+  sort_positions<kThreads, kKeys>(
+      keys, sorted, [&](int c) { return position(p, j0 + c); }, tile.key_positions,
+      tile.key_places);
+  __syncthreads();  // the places are written
+  for_each([&](int row, int column, float ds) {
+    tile.pairs[tile.query_places[row]][tile.key_places[column]] = ds;
+  });
+  __syncthreads();  // the pairs are written
+  // Positions that the host has not checked may lead outside of the table.
+  const int most = static_cast<int>(p.relative_bias_size / 2);
+  const int first =
+      clamp_int(int64_t(tile.query_positions[0]) - tile.key_positions[keys - 1], -most, most);
+  const int last =
+      clamp_int(int64_t(tile.query_positions[queries - 1]) - tile.key_positions[0], -most, most);
+  for (int d = first + static_cast<int>(threadIdx.x); d <= last; d += kThreads) {
+    float sum = 0.0f;
+    for (int c = 0, r = 0; c < keys; ++c) {
+      const int wanted = d + tile.key_positions[c];
+      while (r < queries && tile.query_positions[r] < wanted) ++r;
+      // Several rows may have this position, and the next column may have that of this one.
+      for (int m = r; m < queries && tile.query_positions[m] == wanted; ++m)
+        sum += tile.pairs[m][c];
+    }
+    table[d] += sum;
+  }
+}
+
+}  // namespace cuda
+}  // namespace fastattn
