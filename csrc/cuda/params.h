@@ -1,14 +1,8 @@
 // The arguments of the CUDA kernels: the operands of the CPU kernels, and values that the host
 // derives.
 #pragma once
+#include "../both.h"
 #include "../params.h"
-
-// A function for the host and for kernels.
-#ifdef __CUDACC__
-#define FASTATTN_BOTH __host__ __device__ __forceinline__
-#else
-#define FASTATTN_BOTH inline
-#endif
 
 namespace fastattn {
 namespace cuda {

@@ -20,7 +20,7 @@ entry. The keys of an interval count within the sequence. There are no blocks. L
 longer by ``PADDING``, because vectors of queries begin at any row, and the last ends past it.
 
 A program for a cache has Lk keys, its capacity, and an entry for each sequence.
-``csrc/cpu/mask_program.h`` and ``fastattn/backends/triton/_mask_program.py`` read it.
+``csrc/mask_program.h`` and ``fastattn/backends/triton/_mask_program.py`` read it.
 """
 
 from __future__ import annotations

@@ -353,7 +353,8 @@ def test_what_is_not_a_mutant_survives(table: str) -> None:
 def test_a_mutant_is_caught(mutant: Mutant, tmp_path: Path) -> None:
     csrc = tmp_path / "csrc"
     shutil.copytree(emulator.ROOT / "csrc/cuda", csrc / "cuda")
-    shutil.copy2(emulator.ROOT / "csrc/params.h", csrc)
+    for header in ("both.h", "params.h"):
+        shutil.copy2(emulator.ROOT / "csrc" / header, csrc)
     mutant.put_into(csrc / "cuda/kernels")
     library = emulator.build_changed(csrc, tmp_path / "out", mutant.compiled, mutant.element)
     verdict = judged(library, mutant.table, mutant.element)
