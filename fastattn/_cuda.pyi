@@ -41,6 +41,7 @@ hopfield_search: _Kernel[primitives.HopfieldOptions, int]
 memory_hops_forward: _Kernel[_Hops, _Operands]
 memory_hops_backward: _Kernel[_Hops, _Operands]
 
+def mask_workspace(batch: int, heads: int, queries: int, keys: int, /) -> int: ...
 def merge_states(
     dtype: int, lse_dtype: int, stream: int, sizes: _Sizes, operands: _Operands
 ) -> None: ...

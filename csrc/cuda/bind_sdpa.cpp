@@ -14,8 +14,9 @@ namespace cuda {
 namespace {
 
 // operands: query, key, value, out, the address of lse, see read_biases, how many positions there
-// are, the address of seed or 0, tf32, and the addresses of q_starts and k_starts. For packed
-// sequences options are VarlenOptions. Otherwise they are AttentionOptions, and both starts are 0.
+// are, the address of seed or 0, tf32, and the addresses of q_starts and k_starts; of a mask program
+// its address, its length and the address of mask_workspace(...) bytes. For packed sequences options
+// are VarlenOptions. Otherwise they are AttentionOptions, and both starts are 0.
 AttentionArguments arguments(int dtype, const py::tuple& sizes, const py::object& options,
                              const py::dict& operands) {
   using P = AttentionArguments;
@@ -27,6 +28,9 @@ AttentionArguments arguments(int dtype, const py::tuple& sizes, const py::object
     int64_t count = 0;
   } positions;
   static const auto of_positions = std::make_tuple(field("positions_length", &Positions::count));
+  static const auto of_program =
+      std::make_tuple(field("mask_program", &P::mask_words), field("mask_length", &P::mask_length),
+                      field("mask_workspace", &P::mask_table));
   AttentionArguments p{};
   p.dtype = static_cast<DType>(dtype);
   int64_t n[7];
@@ -35,6 +39,7 @@ AttentionArguments arguments(int dtype, const py::tuple& sizes, const py::object
   named(operands).read(p, fields);
   read_biases(named(operands), p);
   named(operands).read_given(positions, of_positions);
+  named(operands).read_given(p, of_program);
   if (p.q_starts == nullptr) {
     read_attention_options(named(options), p);
     check_relative_bias(p, positions.count);
@@ -89,6 +94,7 @@ void forward(int dtype, uintptr_t stream, const py::tuple& sizes, const py::obje
   }
   py::gil_scoped_release release;
   with_element_of_attention(p, [&](auto* element) {
+    if (p.mask_table != nullptr) attention_mask(element, p, stream);
     if (!attention_forward_hopper(element, p, stream)) attention_forward(element, p, stream);
     if (w.result == nullptr) return;
     attention_rows(element, p, stream);
@@ -125,6 +131,7 @@ void backward(int dtype, uintptr_t stream, const py::tuple& sizes, const py::obj
   const PairsArguments mask = pairs(p, p.grad_mask, true, 1.0f), table = distances(p);
   py::gil_scoped_release release;
   with_element_of_attention(p, [&](auto* element) {
+    if (p.mask_table != nullptr) attention_mask(element, p, stream);
     attention_rows(element, p, stream);
     if (!attention_backward_hopper(element, p, stream)) attention_backward(element, p, stream);
     if (mask.result != nullptr) attention_pairs(element, mask, stream);
@@ -135,6 +142,10 @@ void backward(int dtype, uintptr_t stream, const py::tuple& sizes, const py::obj
 }  // namespace
 
 void bind_sdpa(py::module_& m) {
+  m.def("mask_workspace", [](int64_t batch, int64_t heads, int64_t queries, int64_t keys) {
+    return int64_t(sizeof(MaskTable)) +
+           batch * heads * mask_tiles_of(queries) * mask_tiles_of(keys);
+  });
   m.def("attention_forward", &forward);
   m.def("attention_backward", &backward);
 }

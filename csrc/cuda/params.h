@@ -10,6 +10,23 @@ namespace cuda {
 // The largest length, head count or batch: indices are ints, offsets 64-bit.
 constexpr int64_t kMaxLength = int64_t(1) << 30;
 
+// How many pairs of a tile of kMaskTile queries and keys a mask program makes visible. "some" may
+// stand for each of them.
+enum class Seen : uint8_t { none, some, all };
+constexpr int kMaskTile = 64;
+static_assert(kMaskPadding % kMaskTile == 0, "kernels read the leaves of whole tiles");
+
+FASTATTN_BOTH int64_t mask_tiles_of(int64_t length) { return (length + kMaskTile - 1) / kMaskTile; }
+
+// A mask program as kernels read it, in the GPU's memory; see kernels/mask_program.h.
+struct MaskTable {
+  int count;                // of steps; 0 = the program is not valid, and no pair is visible
+  int width;                // keys whose values are computed at a time, a power of two up to 32
+  bool of_batch, of_heads;  // do batch entries, do heads, have tiles of their own?
+  MaskStep steps[kMaskSteps];
+  int64_t partial[kMaskSteps];  // of blocks: how many have bits
+};
+
 struct AttentionArguments : AttentionParams {
   // The Philox key, [] on the device, so the host never waits for it; null = no dropout.
   const uint64_t* seed_address;
@@ -22,6 +39,10 @@ struct AttentionArguments : AttentionParams {
   int window_begin, window_end;
   bool aligned;  // q, k, v and out: 16-byte rows, contiguous columns
   bool tf32;     // float32 only: products may round their factors to tf32
+  // A mask program, and what a kernel finds in it, because the host would have to wait for it.
+  const int32_t* mask_words;  // [mask_length], null = none
+  int64_t mask_length;
+  MaskTable* mask_table;  // null = none; Seen [B, Hq, tiles of queries, tiles of keys] follow it
   // Backward: delta is summed with the same weights that it is multiplied by, not computed from the
   // rounded output.
   bool exact_delta;
@@ -52,9 +73,14 @@ FASTATTN_BOTH void set_window(AttentionArguments& p) {
   p.window_end = p.window_right < 0 ? kAll : clamp_int(p.offset + p.window_right + 1, -kAll, kAll);
 }
 
+// A mask or a relative bias, which is read for each pair and may exclude it.
+FASTATTN_BOTH bool has_bias(const AttentionArguments& p) {
+  return p.mask.data != nullptr || p.relative_bias != nullptr;
+}
+
 // Can anything but the window exclude a pair?
 FASTATTN_BOTH bool excludes_pairs(const AttentionArguments& p) {
-  return p.mask.data != nullptr || p.relative_bias != nullptr;
+  return has_bias(p) || p.mask_table != nullptr;
 }
 
 struct PairsArguments : AttentionArguments {

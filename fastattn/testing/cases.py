@@ -327,6 +327,7 @@ def _programs() -> Iterator[Case]:
     yield hidden
     yield replace(hidden, name="program-sinks-nan-queries", sinks="h")
     base = replace(base, program="documents", k_len=100)
+    yield replace(base, name="program-mask-finfo-min", mask="finfo_min", grads=("out",))
     for kind in ("padding", "bool_rows", "float_inf", "float"):
         added = kind.startswith("float")
         case = replace(base, name=f"program-mask-{kind}", mask=kind, mask_grad=added)

@@ -23,8 +23,10 @@ import fastattn
 from fastattn import dispatch, info
 from fastattn.bias import T5, Window2d
 from fastattn.testing import CASES, Case, Deviation, Verdict, check
-from fastattn.testing.inputs import make_inputs
+from fastattn.testing.inputs import PROGRAMS, make_inputs
+from fastattn.testing.naive._mask_program import visible_by_program
 from fastattn.testing.oracle import run
+from fastattn.testing.verdict import fresh_memory_is_nan
 
 TABLE = CASES["scaled_dot_product_attention"]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -35,17 +37,15 @@ def _declined(case: Case) -> str | None:
     """The reason that the kernels must give against a case, None if they are to run it."""
     if max(case.head_dim, case.value_dim or 0) > 256:
         return "the kernels take up to 256"
-    if case.program is not None:
-        return "has no mask_program"
     return None
 
 
 def _is_for_the_slow_run(n: int, case: Case) -> bool:
     """Seconds under the emulator, or every second one of the many that differ in one thing."""
     tiles = case.batch * case.heads * -(-case.q_len // TILE) * -(-case.k_len // TILE)
-    newer = any(x is not None for x in (case.sinks, case.relative_bias))
+    newer = any(x is not None for x in (case.sinks, case.relative_bias, case.program))
     many = tiles > (60 if newer else 170)
-    alike = case.name.startswith(("lengths-", "relative-"))
+    alike = case.name.startswith(("lengths-", "relative-", "program-"))
     return case.slow or many or (alike and n // 3 % 2 == 1)
 
 
@@ -138,12 +138,17 @@ def test_reads_nothing_past_the_end(adapter: ModuleType, every: int) -> None:
 SAME = Case("same", heads=4, kv_heads=2, q_len=150, k_len=170, head_dim=64, causal="bottom_right",
             mask="float_inf", mask_grad=True, dropout_p=0.1)  # fmt: skip
 SAME_TABLE = Case("same-table", heads=2, q_len=90, k_len=150, relative_bias="h")
+SAME_PROGRAM = Case("same-program", heads=2, q_len=90, k_len=150, program="many", sinks="h")
 
 
 @pytest.mark.parametrize(
     ("case", "dtype"),
-    [*((SAME, dtype) for dtype in DTYPES), (SAME_TABLE, torch.float32)],
-    ids=["bfloat16", "float16", "float32", "table-float32"],
+    [
+        *((SAME, dtype) for dtype in DTYPES),
+        (SAME_TABLE, torch.float32),
+        (SAME_PROGRAM, torch.float16),
+    ],
+    ids=["bfloat16", "float16", "float32", "table-float32", "program-float16"],
 )
 def test_same_bits_in_whatever_order_warps_run(
     adapter: ModuleType, case: Case, dtype: torch.dtype
@@ -320,6 +325,121 @@ for wild in (10**9, -(10**9)):
 @pytest.mark.skipif(sys.platform != "linux", reason="needs mprotect")
 def test_positions_lead_nowhere_outside_the_table(adapter: ModuleType) -> None:
     run_fenced(_WILD)
+
+
+# -- mask programs --------------------------------------------------------------------------------
+
+_SOME, _ALL = 1, 2  # Seen in csrc/cuda/params.h
+
+
+def _tiles(
+    adapter: ModuleType, case: Case, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Tensor, Tensor]:
+    """What the kernel finds in each tile of 64 x 64 pairs, and the share of its visible pairs."""
+    inputs = make_inputs(case, torch.float32)
+    make = adapter.sdpa._mask_workspace
+    kept: list[Tensor] = []
+
+    def make_and_keep(*given: Tensor) -> Tensor:
+        kept.append(make(*given))
+        return kept[-1]
+
+    monkeypatch.setattr(adapter.sdpa, "_mask_workspace", make_and_keep)
+    with fresh_memory_is_nan():  # and 255 in bytes
+        adapter.scaled_dot_product_attention(*inputs.forward_args(), options=inputs.options)
+    shape = (case.batch, case.heads, case.q_len, case.k_len)
+    size = (*shape[:2], -(-case.q_len // TILE), -(-case.k_len // TILE))
+    found = kept[0][-torch.Size(size).numel() :].view(size)
+    assert inputs.mask_program is not None
+    pairs = torch.from_numpy(visible_by_program(inputs.mask_program, shape).copy()).double()
+    share = torch.nn.functional.avg_pool2d(
+        pairs.expand(shape), TILE, ceil_mode=True, count_include_pad=False
+    )
+    return found, share
+
+
+@pytest.mark.parametrize("name", sorted(PROGRAMS))
+def test_tiles_of_a_program(
+    adapter: ModuleType, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case("tiles", heads=2, q_len=100, k_len=200, program=name, head_dim=8, grads=())
+    found, share = _tiles(adapter, case, monkeypatch)
+    # Batch entries and heads with the same tiles have them once, as the first ones.
+    found = torch.where(found <= _ALL, found, found[:, :1])
+    found = torch.where(found <= _ALL, found, found[:1])
+    assert not share[found == 0].any()
+    assert (share[found == _ALL] == 1).all()
+    if name in ("causal", "window", "documents_b", "groups", "not_documents", "not_window"):
+        some = (share > 0) & (share < 1)
+        assert torch.equal(found == _SOME, some)
+
+
+# Keys and values from row 64 on cannot be read.
+_HIDDEN = """
+import emulator
+from fastattn import masks
+from fastattn.backends.primitives import AttentionOptions
+from fastattn.testing.memory import place
+adapter = emulator.load()
+query, long = torch.randn(2, 1, 1, 128, 8)
+short = place(long[:, :, :64], fence=True)
+ids = torch.zeros(128, dtype=torch.int32)
+mask = masks.document(ids, (torch.arange(128) >= 64).int())
+program = masks.program("test", mask, query, 128, 0)
+real = adapter.sdpa.operand
+adapter.sdpa.operand = lambda x: (short.data_ptr(), long.stride()) if x is long else real(x)
+found, want = (
+    adapter.scaled_dot_product_attention(
+        query, keys, keys, mask_program=given, options=AttentionOptions(scale=1.0)
+    )[0]
+    for keys, given in ((long, program), (short, None))
+)
+torch.testing.assert_close(found, want)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs mprotect")
+def test_reads_no_tile_that_a_program_hides(adapter: ModuleType) -> None:
+    run_fenced(_HIDDEN)
+
+
+# A program that is not valid makes no pair visible, or others, but a kernel reads nothing past its
+# end. In a process of its own, as above.
+_INVALID = """
+import emulator
+from fastattn.testing import Case, make_inputs
+adapter = emulator.load()
+case = Case("invalid", batch=2, heads=2, q_len=20, k_len=30, program="many", head_dim=8)
+inputs = make_inputs(case, torch.float32, fence=True)
+program = inputs.mask_program
+count = 1 + 7 * int(program[0])
+for at in (*range(count), *range(count, len(program), 997)):
+    for wrong in (-1, 1 << 20)[at % 2 :]:
+        print(at, wrong, flush=True)
+        before = int(program[at])
+        program[at] = wrong
+        out, *_ = adapter.scaled_dot_product_attention(
+            *inputs.forward_args(), options=inputs.options
+        )
+        assert out.isfinite().all()
+        program[at] = before
+program[0] = 0
+out, *_ = adapter.scaled_dot_product_attention(*inputs.forward_args(), options=inputs.options)
+assert not out.any()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs mprotect")
+def test_reads_nothing_past_the_end_of_a_program_that_is_not_valid(adapter: ModuleType) -> None:
+    run_fenced(_INVALID)
+
+
+def test_refuses_a_program_that_is_no_array_of_integers(adapter: ModuleType) -> None:
+    inputs = make_inputs(Case("program", program="causal"), torch.float32)
+    assert inputs.mask_program is not None
+    wrong = replace(inputs, mask_program=inputs.mask_program.long())
+    with pytest.raises(ValueError, match="mask_program is not valid: it must be"):
+        run(adapter, wrong)
 
 
 # -- what is refused, and why ---------------------------------------------------------------------

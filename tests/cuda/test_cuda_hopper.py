@@ -207,6 +207,14 @@ def test_every_case(adapter: ModuleType, part: int, dtype: torch.dtype) -> None:
     assert not faults, "\n".join(faults)
 
 
+def test_mask_programs_are_left_to_the_other_kernels(adapter: ModuleType) -> None:
+    inputs = make_inputs(Case("program", program="causal", head_dim=64), DTYPES[0])
+    run(adapter, inputs)
+    launches = _launches(adapter)
+    assert {"attention_mask", "attention_forward", "attention_backward_q"} <= launches
+    assert not launches & {FORWARD, *BACKWARD}
+
+
 # -- packed sequences ------------------------------------------------------------------------------
 
 

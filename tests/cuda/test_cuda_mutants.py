@@ -48,7 +48,9 @@ class Mutant(mutants.Mutant):
 # Of the headers of attention, the source whose kernels show what is wrong with them.
 USER = dict.fromkeys(("softmax", "tile", "scores", "philox", "varlen"), "sdpa_forward")
 USER |= dict.fromkeys(("sdpa_rows", "relative_bias"), "sdpa_weights")
+USER["mask_program"] = "sdpa_forward"
 FORWARD, BACKWARD, WEIGHTS = "sdpa_forward.h", "sdpa_backward.h", "sdpa_weights.h"
+MASKS = "mask_program.h"
 K_WAIT = "cp_async_wait<0>(); __syncthreads(); // K has arrived"
 V_WAIT = "cp_async_wait<0>(); __syncthreads(); // V has arrived"
 # Of the operators beside attention: name, old, new.
@@ -126,8 +128,8 @@ MUTANTS = [
     Mutant("no barrier after K", FORWARD, K_WAIT, "cp_async_wait<0>();  // K"),
     Mutant("V is not waited for", FORWARD, V_WAIT, "__syncthreads();  // V"),
     Mutant("no barrier after V", FORWARD, V_WAIT, "cp_async_wait<0>();  // V"),
-    Mutant("the next K is not committed", FORWARD, "j0 + Shape::kKeys, keys.begin, keys.end); cp_async_commit();", "j0 + Shape::kKeys, keys.begin, keys.end);"),
-    Mutant("a block too few", FORWARD, "j0 < keys.end; j0 +=", "j0 + 64 < keys.end; j0 +="),
+    Mutant("the next K is not committed", FORWARD, "following, keys.begin, keys.end); cp_async_commit();", "following, keys.begin, keys.end);"),
+    Mutant("a block too few", FORWARD, "j0 < keys.end; j0 = following", "j0 + 64 < keys.end; j0 = following"),
     Mutant("blocks begin at the first key", FORWARD, "keys.begin / Shape::kKeys * Shape::kKeys", "keys.begin"),
     Mutant("no mask at the right edge", FORWARD, "j0 + Shape::kKeys <= v", "j0 <= v"),
     Mutant("one factor for both rows", FORWARD, "shrink[n / 2 % 2]", "shrink[0]"),
@@ -175,6 +177,36 @@ MUTANTS = [
     Mutant("pairs are added too early", "relative_bias.h", "__syncthreads();  // the pairs are written", ""),
     Mutant("pairs are written too early", WEIGHTS, "__syncthreads();  // the tiles are read", ""),
     Mutant("pairs of the tile before", WEIGHTS, "set_zero(sum); } }", "} }"),
+    Mutant("one operand is enough", MASKS, "stack = stack >> width & (stack | below);", "stack = stack >> width | (stack & ~below);"),
+    Mutant("any operand is needed", MASKS, "stack = stack >> width | (stack & ~below);", "stack = stack >> width & (stack | below);"),
+    Mutant("an interval begins a key late", MASKS, "~ones(int64_t(data[i]) - j)", "~ones(int64_t(data[i]) + 1 - j)"),
+    Mutant("an interval ends a key late", MASKS, "ones(int64_t(data[step.second + i]) - j)", "ones(int64_t(data[step.second + i]) + 1 - j)"),
+    Mutant("ids of queries alone", MASKS, "data[step.second + j + k] == own", "data[j + k] == own"),
+    Mutant("a negated leaf is not", MASKS, "return step.negated ? ~seen : seen;", "return seen;"),
+    Mutant("a negated tile is not", MASKS, "return step.negated ? (every ? 0 : 1) | (any ? 0 : 2) : (any", "return (any", sources=("sdpa_weights",)),
+    Mutant("the leaf of the first batch entry", MASKS, "static_cast<unsigned>(n) % static_cast<unsigned>(count)", "0"),
+    Mutant("the blocks of the first head", MASKS, "repeated(h, step.heads)", "repeated(0, step.heads)"),
+    Mutant("the bits of one key", MASKS, "++m, bits += words", "++m"),
+    Mutant("the bits of another block", MASKS, "int64_t(state - 2) * block_k", "int64_t(state - 1) * block_k"),
+    Mutant("an empty block is whole", MASKS, "if (state == 1) seen", "if (state <= 1) seen"),
+    Mutant("a part of a block is whole", MASKS, "every &= state == 1", "every &= state != 0", sources=("sdpa_weights",)),
+    Mutant("the beginning of an interval is all", MASKS, "every &= low <= j0 && high >= j1", "every &= low <= j0", sources=("sdpa_weights",)),
+    Mutant("one equal pair is enough", MASKS, "every &= equal;", "", sources=("sdpa_weights",)),
+    Mutant("the rows of one lane", MASKS, "found |= __shfl_xor_sync(0xffffffffu, found, lane);", "", sources=("sdpa_weights",)),
+    Mutant("a stack that is too wide", MASKS, "table.width * deepest > 64", "table.width * deepest > 128", sources=("sdpa_weights",)),
+    Mutant("tiles of the first head", MASKS, "of_heads ? h : 0", "of_heads ? 0 : 0"),
+    Mutant("tiles of the first batch entry", MASKS, "of_batch ? b : 0", "of_batch ? 0 : 0"),
+    Mutant("tiles that are hidden come next", FORWARD, "following = next(j0 + Shape::kKeys)", "following = j0 + Shape::kKeys"),
+    Mutant("a tile in part is seen as a whole", FORWARD, "if (partly) apply_program(t);", ""),
+    Mutant("values that a program hides stay", FORWARD, "if (kGeneral && (partly || has_bias(p)))", "if (kGeneral && has_bias(p))"),
+    Mutant("hidden pairs have a gradient of Q", BACKWARD, "if (kGeneral && (hidden >> at & 1) != 0) pair = {0.0f, 0.0f, 0.0f}; if (exact)", "if (exact)"),
+    Mutant("hidden pairs have a gradient of K", BACKWARD, "if ((hidden >> n & 1) != 0) s[n] = dp[n] = 0.0f;", ""),
+    Mutant("hidden pairs have a weight", WEIGHTS, "if ((hidden >> at & 1) != 0) pair = {0.0f, 0.0f, 0.0f};", ""),
+    Mutant("keys that a program hides stay", BACKWARD, "kGeneral && (partly || has_bias(p))", "kGeneral && has_bias(p)"),
+    Mutant("rows and columns are exchanged", BACKWARD, "bits.has(kTransposed ? column : row, kTransposed ? row : column)", "bits.has(row, column)"),
+    Mutant("queries of hidden tiles", BACKWARD, "if (visible_here == Seen::none) continue; const bool partly = visible_here == Seen::some; __syncthreads();  // the previous queries", "const bool partly = visible_here == Seen::some; __syncthreads();  // the previous queries"),
+    Mutant("a sink sees what a program hides", "sdpa_rows.h", "program_sees(p, b, h, i, j) && options.bias", "options.bias"),
+    Mutant("large scores of what a program hides", "sdpa_rows.h", "if (!program_sees(p, b, h, i, j)) return minus_infinity();", ""),
     Mutant("softcap has slope 1", "scores.h", "1.0f - t * t", "1.0f", sources=("sdpa_backward",)),
     Mutant("the mask of another row", "scores.h", "i * p.mask.stride[2]", "(i + 1) * p.mask.stride[2]"),
     Mutant("draws of four keys", "scores.h", "static_cast<uint32_t>(j) / 8", "static_cast<uint32_t>(j) / 4"),
@@ -243,7 +275,9 @@ dropout-long results-1-out-lse-weights-mask gqa-decode lengths-128x129-upper_lef
 lengths-64x300-upper_left window-1000-1000-40x130-bottom_right head_dim-256 head_dim-7-value-200
 mask-nan-queries window-3-5-130x40-bottom_right results-2-out-lse-weights
 decode-1x63-group-8-head_dim-129-value-136 sinks-40x1 sinks-bh sinks-nan-queries relative-bh
-relative-130x130-causal relative-mask-float_inf relative-grid relative-any""".split()
+relative-130x130-causal relative-mask-float_inf relative-grid relative-any program-causal
+program-documents_b program-groups program-function program-not_function program-block_mask program-many
+program-dropout-weights-1 program-sinks-nan-queries program-mask-finfo-min program-gap-1x700""".split()
 TOO_LONG = ("long", "queries=70-rows=300-width=33-steps=2-bias=LN")
 NARROW = Case("window-dropout", q_len=100, k_len=200, window=(20, 5), dropout_p=0.3)
 
@@ -353,7 +387,7 @@ def test_what_is_not_a_mutant_survives(table: str) -> None:
 def test_a_mutant_is_caught(mutant: Mutant, tmp_path: Path) -> None:
     csrc = tmp_path / "csrc"
     shutil.copytree(emulator.ROOT / "csrc/cuda", csrc / "cuda")
-    for header in ("both.h", "params.h"):
+    for header in ("both.h", "mask_program.h", "params.h"):
         shutil.copy2(emulator.ROOT / "csrc" / header, csrc)
     mutant.put_into(csrc / "cuda/kernels")
     library = emulator.build_changed(csrc, tmp_path / "out", mutant.compiled, mutant.element)

@@ -115,7 +115,7 @@ struct Options {
       const float t = tanhf(s.value / p.softcap_float);
       s = {p.softcap_float * t, 1.0f - t * t};
     }
-    if (excludes_pairs(p)) {
+    if (has_bias(p)) {
       const float added = bias(i, j);
       if (added == minus_infinity()) return {added, 0.0f};
       s.value += added;

@@ -13,12 +13,13 @@ void run(const AttentionArguments& p, uintptr_t stream) {
   using Shape = BackwardQueriesShape<T, kD, kGeneral>;
   using KeysShape = BackwardKeysShape<T, kD, kGeneral>;
   const std::string sizes = shapes(p);
+  const int bytes = kGeneral ? Shape::kSharedBytes : Shape::kBits;
   // dQ first, because its kernel completes delta if the weights have a gradient.
-  launch({"attention_backward_q", blocks_of_queries<Shape::kStaying>(p), Shape::kThreads,
-          Shape::kSharedBytes, stream, sizes},
+  launch({"attention_backward_q", blocks_of_queries<Shape::kStaying>(p), Shape::kThreads, bytes,
+          stream, sizes},
          attention_backward_q_kernel<T, kD, kGeneral>, p);
-  launch({"attention_backward_kv", blocks_of_keys<Shape::kStaying>(p), KeysShape::kThreads,
-          Shape::kSharedBytes, stream, sizes},
+  launch({"attention_backward_kv", blocks_of_keys<Shape::kStaying>(p), KeysShape::kThreads, bytes,
+          stream, sizes},
          attention_backward_kv_kernel<T, kD, kGeneral>, p);
 }
 

@@ -27,6 +27,20 @@ FASTATTN_DEVICE void set_zero(float (&x)[kCount]) {
   for (int n = 0; n < kCount; ++n) x[n] = 0.0f;
 }
 
+// Bit n of the result: does a mask program hide the pair of accumulator n? With kTransposed rows
+// are keys.
+template <int kTiles, bool kTransposed, class Bits>
+FASTATTN_DEVICE uint32_t hidden_pairs(const Bits& bits, const Place4& place) {
+  static_assert(kTiles * 4 <= 32, "one bit for each pair");
+  uint32_t hidden = 0;
+  FASTATTN_UNROLL
+  for (int n = 0; n < kTiles * 4; ++n) {
+    const int row = place.row(n / 2 % 2), column = place.column(n / 4, n % 2);
+    hidden |= (bits.has(kTransposed ? column : row, kTransposed ? row : column) ? 0u : 1u) << n;
+  }
+  return hidden;
+}
+
 // Stores x * factor as rows of a tile, from column column0 on.
 template <int kTiles, class Tile>
 FASTATTN_DEVICE void put(const Tile& tile, const Place4& place, int column0,
@@ -81,6 +95,7 @@ __global__ void __launch_bounds__(BackwardQueriesShape<T, kD, kGeneral>::kThread
   const typename Shape::Passing k_tile{g_tile.data + kQueries * kD};
   const typename Shape::Passing v_tile{k_tile.data + kKeys * kD};
   int* seen = reinterpret_cast<int*>(shared + Shape::kTileBytes);
+  const MaskBits<kQueries, kKeys> bits{reinterpret_cast<uint32_t*>(shared + Shape::kBits)};
   const bool aligned = p.aligned;
   const auto k = head_of<const Storage>(p.k, b, h_kv, p.k_row, p.D, aligned);
   const auto v = head_of<const Storage>(p.v, b, h_kv, p.k_row, p.Dv, aligned);
@@ -108,17 +123,21 @@ __global__ void __launch_bounds__(BackwardQueriesShape<T, kD, kGeneral>::kThread
   // first pass sums what dO . O misses of delta. It uses the same weights as the second pass, where
   // delta is subtracted.
   const bool exact = sizeof(Storage) == 4 || (kGeneral && p.exact_delta);
-  const bool masked = kGeneral && excludes_pairs(p);
   const float rest[2] = {stats[0].rest, stats[1].rest};
   if (exact) stats[0].rest = stats[1].rest = 0.0f;
   for (int pass = exact ? 0 : 1; pass < 2; ++pass) {
     float sums[2] = {0.0f, 0.0f};
     for (int j0 = begin; j0 < keys.end; j0 += kKeys) {
+      const Seen visible_here = kGeneral ? MaskTiles(given, b, h).at(i0, j0) : Seen::all;
+      if (visible_here == Seen::none) continue;
+      const bool partly = visible_here == Seen::some;
+      const bool masked = kGeneral && (partly || has_bias(p));
       __syncthreads();  // the previous keys are no longer read
       k_tile.template load<kThreads>(k, j0, keys.begin, keys.end);
       v_tile.template load<kThreads>(v, j0, keys.begin, keys.end);
       cp_async_commit();
       for (int n = static_cast<int>(threadIdx.x); n < kKeys; n += kThreads) seen[n] = 0;
+      if (partly) bits.template fill<kThreads>(given, b, h, i0, j0);
       cp_async_wait<0>();
       __syncthreads();
 
@@ -129,6 +148,7 @@ __global__ void __launch_bounds__(BackwardQueriesShape<T, kD, kGeneral>::kThread
       add_product_of_rows<kSteps, kTiles>(s, q_tile, place.warp_row, k_tile);
       add_product_of_rows<kSteps, kTiles>(dp, g_tile, place.warp_row, v_tile);
 
+      const uint32_t hidden = partly ? hidden_pairs<kTiles, false>(bits, place) : 0;
       bool any[kTiles * 2] = {};  // for each key of this thread: can a query see it?
       FASTATTN_UNROLL
       for (int n = 0; n < kTiles; ++n) FASTATTN_UNROLL
@@ -139,8 +159,9 @@ __global__ void __launch_bounds__(BackwardQueriesShape<T, kD, kGeneral>::kThread
         FASTATTN_UNROLL
         for (int e = 0; e < 2; ++e) {
           const int j = j0 + place.column(n, e), at = 4 * n + 2 * r + e;
-          const Pair pair =
+          Pair pair =
               pair_of<T, kGeneral>(options, s[at], dp[at], i, j, visible[r], stats[r], words);
+          if (kGeneral && (hidden >> at & 1) != 0) pair = {0.0f, 0.0f, 0.0f};
           if (exact) sums[r] += pair.gradient;
           if (masked) any[2 * n + e] |= pair.slope != 0.0f;
           s[at] = pair.gradient * pair.slope;
@@ -204,6 +225,7 @@ __global__ void __launch_bounds__(BackwardKeysShape<T, kD, kGeneral>::kThreads, 
   const typename Shape::Passing g_tile{q_tile.data + kQueries * kD};  // of dO
   auto* stats = reinterpret_cast<RowStats*>(shared + Shape::kTileBytes);
   int* seen = reinterpret_cast<int*>(stats + kQueries);
+  const MaskBits<kQueries, kKeys> bits{reinterpret_cast<uint32_t*>(shared + Shape::kBits)};
   const bool aligned = p.aligned;
   k_tile.template load<kThreads>(head_of<const Storage>(p.k, b, h_kv, p.k_row, p.D, aligned), j0, 0,
                                  keys);
@@ -220,18 +242,22 @@ __global__ void __launch_bounds__(BackwardKeysShape<T, kD, kGeneral>::kThreads, 
     const auto g = head_of<const Storage>(p.grad_out, b, h, p.q_row, p.Dv, aligned);
     const Options options(p, b, h);
     for (int i0 = begin; i0 < queries.end; i0 += kQueries) {
+      const Seen visible_here = kGeneral ? MaskTiles(p, b, h).at(i0, j0) : Seen::all;
+      if (visible_here == Seen::none) continue;
+      const bool partly = visible_here == Seen::some;
       __syncthreads();  // the previous queries are no longer read
       q_tile.template load<kThreads>(q, i0, queries.begin, queries.end);
       g_tile.template load<kThreads>(g, i0, queries.begin, queries.end);
       cp_async_commit();
-      bool hidden = false;
+      bool blind = false;
       for (int n = static_cast<int>(threadIdx.x); n < kQueries; n += kThreads) {
         stats[n] = stats_of(p, b, h, i0 + n);
         seen[n] = stats[n].hi != float_of_bits(0x7f800000u);
-        hidden |= seen[n] == 0 && i0 + n < p.Lq;
+        blind |= seen[n] == 0 && i0 + n < p.Lq;
       }
+      if (partly) bits.template fill<kThreads>(p, b, h, i0, j0);
       cp_async_wait<0>();
-      if (__syncthreads_or(hidden)) {
+      if (__syncthreads_or(blind)) {
         // A fully masked row passes no gradient. Its Q and dO are cleared, because 0 times NaN or
         // inf would be NaN.
         q_tile.template clear_rows<kThreads>(seen);
@@ -260,6 +286,12 @@ __global__ void __launch_bounds__(BackwardKeysShape<T, kD, kGeneral>::kThreads, 
           s[at] = pair.weight;
           dp[at] = pair.gradient * pair.slope;
         }
+      }
+      if (partly) {
+        const uint32_t hidden = hidden_pairs<kTiles, true>(bits, place);
+        FASTATTN_UNROLL
+        for (int n = 0; n < kTiles * 4; ++n)
+          if ((hidden >> n & 1) != 0) s[n] = dp[n] = 0.0f;
       }
       // dV += P^T dO, dK += dS^T Q
       add_product_of_columns<kQueries, kColumns / 8>(dv, s, g_tile, column0);

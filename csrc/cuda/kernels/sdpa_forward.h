@@ -4,6 +4,7 @@
 // keeps their O in registers. K and V go through shared memory, kKeys rows at a time, with one
 // buffer each: this step's V is copied during S = Q K^T, and the next step's K during O += P V.
 #pragma once
+#include "mask_program.h"
 #include "scores.h"
 #include "softmax.h"
 #include "tile.h"
@@ -32,8 +33,10 @@ struct ForwardShape {
                                           : (kD == 64 ? 64 : 32);
   using QTile = Tile<T, kQueries, kD>;
   using KTile = Tile<T, kKeys, kD>;
-  // The tiles, and a flag for each key.
-  static constexpr int kSharedBytes = QTile::kBytes + 2 * KTile::kBytes + 4 * kKeys;
+  using Bits = MaskBits<kQueries, kKeys>;
+  // The tiles, a flag for each key, and with options a bit for each pair.
+  static constexpr int kFlags = QTile::kBytes + 2 * KTile::kBytes, kBits = kFlags + 4 * kKeys;
+  static constexpr int kSharedBytes = kBits + (kGeneral ? Bits::kBytes : 0);
   static_assert(kSharedBytes <= 97 << 10, "too much shared memory");
 };
 
@@ -56,6 +59,8 @@ struct AttentionForward {
   QTile q_tile;
   KTile k_tile, v_tile;
   int* seen;  // [kKeys]: can a query see this key of the step?
+  MaskTiles mask_tiles;
+  typename Shape::Bits bits;  // of the step, if its tile is partly visible
 
   float s[kRowTiles][kKeyTiles * 4];    // scores, then weights
   float o[kRowTiles][kValueTiles * 4];  // O, not yet divided by the sum of the weights
@@ -79,7 +84,9 @@ struct AttentionForward {
     q_tile.data = reinterpret_cast<Storage*>(shared);
     k_tile.data = reinterpret_cast<Storage*>(shared + QTile::kBytes);
     v_tile.data = reinterpret_cast<Storage*>(shared + QTile::kBytes + KTile::kBytes);
-    seen = reinterpret_cast<int*>(shared + QTile::kBytes + 2 * KTile::kBytes);
+    seen = reinterpret_cast<int*>(shared + Shape::kFlags);
+    bits.words = reinterpret_cast<uint32_t*>(shared + Shape::kBits);
+    if (kGeneral) mask_tiles = MaskTiles(p, b, h);
   }
 
   FASTATTN_DEVICE void run() {
@@ -101,27 +108,35 @@ struct AttentionForward {
     // Keys that no query of the block can see are loaded as zeros, so NaN or inf in them has no
     // effect.
     const Range keys = keys_of_queries(p, i0, last_row);
-    const int begin = keys.begin / Shape::kKeys * Shape::kKeys;
-    if (begin < keys.end) {
+    const auto next = [&](int j) { return kGeneral ? mask_tiles.next(i0, j, keys.end) : j; };
+    int j0 = next(keys.begin / Shape::kKeys * Shape::kKeys);
+    if (j0 < keys.end) {
       q_tile.template load<Shape::kThreads>(q, i0, 0, rows);
-      k_tile.template load<Shape::kThreads>(k, begin, keys.begin, keys.end);
+      k_tile.template load<Shape::kThreads>(k, j0, keys.begin, keys.end);
       cp_async_commit();
     }
-    for (int j0 = begin; j0 < keys.end; j0 += Shape::kKeys) {
+    for (int following; j0 < keys.end; j0 = following) {
+      const bool partly = kGeneral && mask_tiles.at(i0, j0) == Seen::some;
       cp_async_wait<0>();
       __syncthreads();  // K has arrived, and the previous V is no longer read
       v_tile.template load<Shape::kThreads>(v, j0, keys.begin, keys.end);
       cp_async_commit();
+      if constexpr (kGeneral)
+        if (partly) bits.template fill<Shape::kThreads>(p, b, h, i0, j0);
       multiply_scores();
       cp_async_wait<0>();
       __syncthreads();  // V has arrived, and K is no longer read
-      if (j0 + Shape::kKeys < keys.end) {
-        k_tile.template load<Shape::kThreads>(k, j0 + Shape::kKeys, keys.begin, keys.end);
+      following = next(j0 + Shape::kKeys);
+      if (following < keys.end) {
+        k_tile.template load<Shape::kThreads>(k, following, keys.begin, keys.end);
         cp_async_commit();
       }
       FASTATTN_UNROLL
-      for (int t = 0; t < kRowTiles; ++t) apply_options(t, j0, last_row);
-      if (kGeneral && excludes_pairs(p)) clear_unseen_values();
+      for (int t = 0; t < kRowTiles; ++t) {
+        apply_options(t, j0, last_row);
+        if (partly) apply_program(t);
+      }
+      if (kGeneral && (partly || has_bias(p))) clear_unseen_values();
       FASTATTN_UNROLL
       for (int t = 0; t < kRowTiles; ++t) {
         // O <- shrink O + P V
@@ -200,6 +215,14 @@ struct AttentionForward {
           x = minus_infinity();
       }
     }
+  }
+
+  FASTATTN_DEVICE void apply_program(int t) {
+    FASTATTN_UNROLL
+    for (int r = 0; r < 2; ++r) FASTATTN_UNROLL
+    for (int n = 0; n < kKeyTiles; ++n) FASTATTN_UNROLL
+    for (int e = 0; e < 2; ++e)
+      if (!bits.has(row_of(t, r), column_of(n, e))) s[t][4 * n + 2 * r + e] = minus_infinity();
   }
 
   // Zeroes the values of keys that the options hide from all queries of this block, because 0 times

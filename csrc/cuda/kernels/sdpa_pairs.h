@@ -1,6 +1,7 @@
 // Shared by the backward pass and the weights: the weight and the gradient of one pair of a query
 // and a key, and the statistics of a row that they need.
 #pragma once
+#include "mask_program.h"
 #include "scores.h"
 #include "tile.h"
 #include "varlen.h"
@@ -21,8 +22,12 @@ struct BackwardShape {
   using Staying = Tile<T, kStaying, kD>;
   using Passing = Tile<T, kPassing, kD>;
   static constexpr int kTileBytes = 2 * (Staying::kBytes + Passing::kBytes);
-  // After the tiles: the statistics and a flag of each streamed row.
-  static constexpr int kSharedBytes = kTileBytes + 20 * kPassing;
+  // After the tiles: the statistics and a flag of each streamed row. With options also a bit for
+  // each pair, in words of the rows that stay or of those that are streamed.
+  static constexpr int kBits = kTileBytes + 20 * kPassing;
+  static constexpr int kSharedBytes = kBits + 4 * kStaying;
+  static_assert(MaskBits<kStaying, kPassing>::kBytes <= 4 * kStaying, "too many bits");
+  static_assert(MaskBits<kPassing, kStaying>::kBytes <= 4 * kStaying, "too many bits");
   static_assert(kSharedBytes <= 97 << 10, "too much shared memory");
 };
 

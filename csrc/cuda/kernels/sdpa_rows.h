@@ -1,6 +1,7 @@
 // Runs before the backward pass and before the weights, which need no delta. Computes hi, lo, delta
 // = dO . O and rest = -d lse of every query, one warp per query.
 #pragma once
+#include "mask_program.h"
 #include "sdpa_pairs.h"
 #include "softmax.h"
 
@@ -32,7 +33,7 @@ FASTATTN_DEVICE bool sees_only_sink(const AttentionArguments& p, int b, int h, i
   const Options options(p, b, h);
   bool seen = false;
   for (int j = visible.begin + (static_cast<int>(threadIdx.x) & 31); j < visible.end; j += 32)
-    seen |= options.bias(i, j) != minus_infinity();
+    seen |= program_sees(p, b, h, i, j) && options.bias(i, j) != minus_infinity();
   return max_of_warp(seen ? 1.0f : 0.0f) == 0.0f;
 }
 
@@ -47,6 +48,7 @@ FASTATTN_DEVICE void exact_stats(const AttentionArguments& p, int b, int h, int 
   const int h_kv = h / static_cast<int>(p.Hq / p.Hkv), lane = static_cast<int>(threadIdx.x) & 31;
   const int64_t q = b * p.q.stride[0] + h * p.q.stride[1] + (p.q_row + i) * p.q.stride[2];
   auto score = [&](int j) {
+    if (!program_sees(p, b, h, i, j)) return minus_infinity();
     const int64_t k = b * p.k.stride[0] + h_kv * p.k.stride[1] + (p.k_row + j) * p.k.stride[2];
     float dot = 0.0f;
     for (int d = 0; d < p.D; ++d)
@@ -65,13 +67,13 @@ FASTATTN_DEVICE void exact_stats(const AttentionArguments& p, int b, int h, int 
   lo = logf(total.sum);
 }
 
-// kExcludes: a mask or a relative bias may exclude pairs. Their code needs registers that a call
-// without them keeps for more blocks on a multiprocessor.
+// kExcludes: a mask, a relative bias or a mask program may exclude pairs. Their code needs
+// registers that a call without them keeps for more blocks on a multiprocessor.
 template <class T, bool kExcludes>
 __global__ void __launch_bounds__(kRowsThreads, kExcludes ? 5 : 8)
     attention_rows_kernel(const __grid_constant__ AttentionArguments given) {
   AttentionArguments p = given;
-  if (!kExcludes) p.mask.data = nullptr, p.relative_bias = nullptr;
+  if (!kExcludes) p.mask.data = nullptr, p.relative_bias = nullptr, p.mask_table = nullptr;
   constexpr double kExact = 1 << 22;  // up to here a double keeps 30 bits of a sum's logarithm
   const int lane = static_cast<int>(threadIdx.x) & 31;
   const int64_t row = blockIdx.x * int64_t(kRowsThreads / 32) + threadIdx.x / 32;

@@ -6,6 +6,12 @@
 namespace fastattn {
 namespace cuda {
 
+void attention_mask(const FASTATTN_ELEMENT*, const AttentionArguments& p, uintptr_t stream) {
+  launch({"attention_mask", mask_tiles_of(p.Lq) * p.Hq * p.B, kMaskThreads, sizeof(MaskTable),
+          stream, shapes(p)},
+         attention_mask_kernel<FASTATTN_ELEMENT>, p);
+}
+
 void attention_rows(const FASTATTN_ELEMENT*, const AttentionArguments& p, uintptr_t stream) {
   launch({"attention_rows", blocks_of(rows_of(p), kRowsThreads / 32), kRowsThreads, 0, stream,
           shapes(p)},

@@ -49,6 +49,7 @@ __global__ void __launch_bounds__(BackwardShape<T, kD>::kThreads, kPairsBlocks)
   const typename Shape::Staying g_tile{q_tile.data + kQueries * kD};
   const typename Shape::Passing k_tile{g_tile.data + kQueries * kD};
   const typename Shape::Passing v_tile{k_tile.data + kKeys * kD};
+  const MaskBits<kQueries, kKeys> bits{reinterpret_cast<uint32_t*>(shared + Shape::kBits)};
   const bool aligned = p.aligned;
   const Place4 place{static_cast<int>(threadIdx.x) / 32 * 16};
 
@@ -62,6 +63,9 @@ __global__ void __launch_bounds__(BackwardShape<T, kD>::kThreads, kPairsBlocks)
         const Range here = p.by_distance ? keys_of_diagonal<kQueries>(p, diagonal, i0) : all_j;
         for (int j0 = here.begin; j0 < here.end; j0 += kKeys) {
           if (j0 + kKeys <= visible_to_block.begin || j0 >= visible_to_block.end) continue;
+          const Seen visible_here = MaskTiles(p, b, h).at(i0, j0);
+          if (visible_here == Seen::none) continue;
+          const bool partly = visible_here == Seen::some;
           const int h_kv = h / static_cast<int>(p.Hq / p.Hkv);
           __syncthreads();
           q_tile.template load<kThreads>(head_of<const Storage>(p.q, b, h, p.q_row, p.D, aligned),
@@ -75,6 +79,7 @@ __global__ void __launch_bounds__(BackwardShape<T, kD>::kThreads, kPairsBlocks)
                 head_of<const Storage>(p.v, b, h_kv, p.k_row, p.Dv, aligned), j0, 0, keys);
           }
           cp_async_commit();
+          if (partly) bits.template fill<kThreads>(p, b, h, i0, j0);
           cp_async_wait<0>();
           __syncthreads();
           float s[kTiles * 4], dp[kTiles * 4];
@@ -82,6 +87,7 @@ __global__ void __launch_bounds__(BackwardShape<T, kD>::kThreads, kPairsBlocks)
           set_zero(dp);
           add_product_of_rows<kSteps, kTiles>(s, q_tile, place.warp_row, k_tile);
           if (p.gradient) add_product_of_rows<kSteps, kTiles>(dp, g_tile, place.warp_row, v_tile);
+          const uint32_t hidden = partly ? hidden_pairs<kTiles, false>(bits, place) : 0;
           const Options options(p, b, h);
           FASTATTN_UNROLL
           for (int r = 0; r < 2; ++r) {
@@ -95,8 +101,8 @@ __global__ void __launch_bounds__(BackwardShape<T, kD>::kThreads, kPairsBlocks)
               FASTATTN_UNROLL
               for (int e = 0; e < 2; ++e) {
                 const int j = j0 + place.column(m, e), at = 4 * m + 2 * r + e;
-                const Pair pair =
-                    pair_of<T, true>(options, s[at], dp[at], i, j, visible, stats, words);
+                Pair pair = pair_of<T, true>(options, s[at], dp[at], i, j, visible, stats, words);
+                if ((hidden >> at & 1) != 0) pair = {0.0f, 0.0f, 0.0f};
                 sum[at] += p.gradient ? pair.gradient : pair.weight;
               }
             }

@@ -18,6 +18,7 @@ struct F32;
 struct Tf32;
 
 #define FASTATTN_ATTENTION_OF(T)                                                    \
+  void attention_mask(const T*, const AttentionArguments& p, uintptr_t stream);     \
   void attention_forward(const T*, const AttentionArguments& p, uintptr_t stream);  \
   void attention_rows(const T*, const AttentionArguments& p, uintptr_t stream);     \
   void attention_backward(const T*, const AttentionArguments& p, uintptr_t stream); \

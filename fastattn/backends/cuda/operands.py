@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastattn import _cuda
-from fastattn.backends._operands import operand, table_operands
+from fastattn.backends._operands import address, operand, program_operands, table_operands
 
 INFO: dict[str, Any] = _cuda.build_info()
 DEVICE: str = INFO["device"]  # "cpu" under the emulator
@@ -26,6 +26,8 @@ def optional_operands(
     sinks: Tensor | None = None,
     relative_bias: Tensor | None = None,  # its last dimension is contiguous
     positions: Tensor | None = None,
+    mask_program: Tensor | None = None,
+    mask_workspace: Tensor | None = None,
 ) -> dict[str, Any]:
     """The operands that a call of attention has, by name; nothing is expanded in memory."""
     operands: dict[str, Any] = {}
@@ -37,6 +39,9 @@ def optional_operands(
             operands[name], operands[f"{name}_stride"] = operand(of_heads.expand(shape[:2]))
     if relative_bias is not None:
         operands |= table_operands(relative_bias, positions)
+    if mask_program is not None:
+        operands |= program_operands(mask_program)
+        operands["mask_workspace"] = address(mask_workspace)
     return operands
 
 

@@ -69,6 +69,7 @@ def scaled_dot_product_attention(
     sinks: Tensor | None = None,  # [B|1, Hq]
     relative_bias: Tensor | None = None,  # [B|1, Hq, 2 M + 1]
     positions: Tensor | None = None,  # [Lk] int32
+    mask_program: Tensor | None = None,  # [size] int32
     *,
     options: AttentionOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -86,7 +87,8 @@ def scaled_dot_product_attention(
         weights = {"applied": broadcast_operand(applied), "row_stats": stats.data_ptr()}
     if relative_bias is not None:
         relative_bias = table_for(query, relative_bias)
-    optional = (attn_mask, alibi_slopes, sinks, relative_bias, positions)
+    workspace = _mask_workspace(query, key, mask_program)
+    optional = (attn_mask, alibi_slopes, sinks, relative_bias, positions, mask_program, workspace)
     with on(query) as stream:
         _cuda.attention_forward(
             DTYPES[query.dtype],
@@ -114,6 +116,7 @@ def scaled_dot_product_attention_backward(
     sinks: Tensor | None = None,
     relative_bias: Tensor | None = None,
     positions: Tensor | None = None,
+    mask_program: Tensor | None = None,
     *,
     options: AttentionBackwardOptions,
 ) -> tuple[Tensor | None, ...]:
@@ -135,7 +138,8 @@ def scaled_dot_product_attention_backward(
     if relative_bias is not None:
         relative_bias = table_for(query, relative_bias)
         tables = relative_bias.new_zeros((2, *query.shape[:2], relative_bias.shape[2]))
-    optional = (attn_mask, alibi_slopes, sinks, relative_bias, positions)
+    workspace = _mask_workspace(query, key, mask_program)
+    optional = (attn_mask, alibi_slopes, sinks, relative_bias, positions, mask_program, workspace)
     stats = _row_stats(query)
     with on(query) as stream:
         _cuda.attention_backward(
@@ -188,6 +192,15 @@ def _sizes(query: Tensor, key: Tensor, value: Tensor) -> tuple[int, ...]:
 def _row_stats(query: Tensor) -> Tensor:
     """The statistics of each row that kernels exchange; see RowStats in csrc/cuda/kernels."""
     return query.new_empty((*query.shape[:3], 4), dtype=torch.float32)
+
+
+def _mask_workspace(query: Tensor, key: Tensor, mask_program: Tensor | None) -> Tensor | None:
+    """Memory for the steps that a kernel reads from a mask program, and a byte for each tile."""
+    if mask_program is None:
+        return None
+    batch, heads, queries, _ = query.shape
+    size = _cuda.mask_workspace(batch, heads, queries, key.shape[2])
+    return query.new_empty(size, dtype=torch.uint8)
 
 
 def _operands(

@@ -51,10 +51,12 @@ inline void cut(HopperArguments& p, const int64_t* starts, int64_t staying, int6
   p.tiles = clamp_int(tiles * heads, 0, 0x7fffffff);
 }
 
-// Is there work to do, and do these kernels support it?
+// Is there work to do, and do these kernels support it? They have no mask programs: the two
+// consumers, the producer and the clearing warp would all have to skip the same tiles.
 inline bool takes(const Hopper& device, const AttentionArguments& p) {
-  return device.present && p.aligned && p.D > 0 && p.Dv > 0 && p.Lq > 0 && p.Lk > 0 && p.B > 0 &&
-         p.Hkv > 0 && p.Hq / p.Hkv <= kRows && p.B * p.Hq * (p.Lq + p.Lk) < int64_t(1) << 36;
+  return device.present && p.mask_table == nullptr && p.aligned && p.D > 0 && p.Dv > 0 &&
+         p.Lq > 0 && p.Lk > 0 && p.B > 0 && p.Hkv > 0 && p.Hq / p.Hkv <= kRows &&
+         p.B * p.Hq * (p.Lq + p.Lk) < int64_t(1) << 36;
 }
 
 // Calls f(Width<D>, Width<Dv>) for the narrowest pair of widths that holds both. There are fewer

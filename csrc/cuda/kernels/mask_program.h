@@ -1,0 +1,251 @@
+// Mask programs: which pairs are visible, by leaves and operators in postfix order (params.h).
+//
+// A kernel of its own reads the program once for a call, and evaluates it for every tile of 64 x 64
+// pairs. The other kernels skip the tiles without a visible pair, treat those whose pairs are all
+// visible as in a call without a program, and compute one bit for each pair of the rest, in shared
+// memory.
+#pragma once
+#include "../../mask_program.h"
+#include "scores.h"
+
+namespace fastattn {
+namespace cuda {
+
+// -- values of a program --------------------------------------------------------------------------
+
+// The value of a program, from those of its leaves, `width` bits each. The stack is one number, its
+// top the lowest bits: read_program chooses the width such that it fits.
+template <class Leaf>
+FASTATTN_DEVICE uint64_t evaluate(const MaskTable& table, int width, Leaf leaf) {
+  const uint64_t below = ~uint64_t(0) << width;  // all but the top
+  uint64_t stack = 0;
+  for (int n = 0; n < table.count; ++n) {
+    const MaskStep& step = table.steps[n];
+    if (step.kind == MaskKind::all_of)
+      stack = stack >> width & (stack | below);
+    else if (step.kind == MaskKind::any_of)
+      stack = stack >> width | (stack & ~below);
+    else
+      stack = stack << width | (leaf(n, step) & ~below);
+  }
+  return stack & ~below;
+}
+
+// The program for one head of one batch entry.
+struct MaskProgram {
+  const AttentionArguments& p;
+  const MaskTable& table;
+  int b, h;
+
+  // Bit n of the result: is key j + n visible to query i? i < Lq. The keys [j, j + width) are in one
+  // tile; the bits of those that do not exist have any value.
+  FASTATTN_DEVICE uint32_t keys(int i, int j, int width) const {
+    return static_cast<uint32_t>(evaluate(table, width, [&](int n, const MaskStep& step) {
+      const uint32_t seen = keys_of_leaf(n, step, i, j, width);
+      return step.negated ? ~seen : seen;
+    }));
+  }
+
+  // How many pairs of a tile are visible. Called by one warp.
+  FASTATTN_DEVICE Seen tile(int i0, int j0) const {
+    // A value has two bits: may a pair be visible, and are all?
+    const uint64_t value = evaluate(table, 2, [&](int, const MaskStep& step) -> uint64_t {
+      bool any = false, every = true;
+      look_at_leaf(step, i0, j0, any, every);
+      int found = (any ? 1 : 0) | (every ? 0 : 2);
+      FASTATTN_UNROLL
+      for (int lane = 16; lane > 0; lane /= 2) found |= __shfl_xor_sync(0xffffffffu, found, lane);
+      any = (found & 1) != 0, every = (found & 2) == 0;
+      return step.negated ? (every ? 0 : 1) | (any ? 0 : 2) : (any ? 1 : 0) | (every ? 2 : 0);
+    });
+    return (value & 1) == 0 ? Seen::none : (value & 2) == 0 ? Seen::some : Seen::all;
+  }
+
+ private:
+  // The entry of a leaf that has fewer of them than the call: they repeat.
+  static FASTATTN_DEVICE int64_t repeated(int n, int64_t count) {
+    return count == 1 ? 0 : static_cast<unsigned>(n) % static_cast<unsigned>(count);
+  }
+
+  FASTATTN_DEVICE const int32_t* data_of(const MaskStep& step) const {
+    const int64_t row = repeated(b, step.batch);
+    if (step.kind != MaskKind::blocks) return step.data + row * step.stride;
+    return step.data + (row * step.heads + repeated(h, step.heads)) * step.blocks_q * step.blocks_k;
+  }
+
+  // Bits [0, n); n may be anything.
+  static FASTATTN_DEVICE uint32_t ones(int64_t n) {
+    return static_cast<uint32_t>((uint64_t(1) << clamp_int(n, 0, 32)) - 1);
+  }
+
+  FASTATTN_DEVICE uint32_t keys_of_leaf(int n, const MaskStep& step, int i, int j,
+                                        int width) const {
+    const int32_t* data = data_of(step);
+    if (step.kind == MaskKind::interval)
+      return ones(int64_t(data[step.second + i]) - j) & ~ones(int64_t(data[i]) - j);
+    uint32_t seen = 0;
+    if (step.kind == MaskKind::ids) {
+      const int32_t own = data[i];
+      for (int k = 0; k < width; ++k) seen |= (data[step.second + j + k] == own ? 1u : 0u) << k;
+      return seen;
+    }
+    const int block_q = static_cast<int>(step.block_q), block_k = static_cast<int>(step.block_k);
+    const int words = (block_q + 31) / 32, row = i / block_q, lane = i - row * block_q;
+    const int end = clamp_int(p.Lk - j, 0, width);
+    for (int k = 0, next; k < end; k = next) {  // keys [k, next) are in one block
+      const int column = (j + k) / block_k, key = j + k - column * block_k;
+      next = clamp_int(int64_t(k) + block_k - key, 0, end);
+      const int32_t state = data[row * step.blocks_k + column];
+      if (state == 1) seen |= ones(next) & ~ones(k);
+      if (state < 2 || state - 2 >= table.partial[n]) continue;
+      const uint32_t* bits = step.bits + (int64_t(state - 2) * block_k + key) * words + lane / 32;
+      for (int m = k; m < next; ++m, bits += words) seen |= (*bits >> lane % 32 & 1) << m;
+    }
+    return seen;
+  }
+
+  // Whether any, and whether every, pair of the tile that this lane looks at is visible.
+  FASTATTN_DEVICE void look_at_leaf(const MaskStep& step, int i0, int j0, bool& any,
+                                    bool& every) const {
+    const int lane = static_cast<int>(threadIdx.x) & 31;
+    const int i1 = clamp_int(p.Lq, 0, i0 + kMaskTile), j1 = clamp_int(p.Lk, 0, j0 + kMaskTile);
+    const int32_t* data = data_of(step);
+    if (step.kind == MaskKind::blocks) {
+      const int block_q = static_cast<int>(step.block_q), block_k = static_cast<int>(step.block_k);
+      const int row = i0 / block_q, column = j0 / block_k;
+      const int rows = (i1 - 1) / block_q + 1 - row, columns = (j1 - 1) / block_k + 1 - column;
+      for (int n = lane; n < rows * columns; n += 32) {
+        const int32_t state = data[(row + n / columns) * step.blocks_k + column + n % columns];
+        any |= state != 0;
+        every &= state == 1;
+      }
+      return;
+    }
+    for (int i = i0 + lane; i < i1; i += 32) {
+      if (step.kind == MaskKind::interval) {
+        const int low = data[i], high = data[step.second + i];
+        any |= (low > j0 ? low : j0) < (high < j1 ? high : j1);
+        every &= low <= j0 && high >= j1;
+        continue;
+      }
+      for (int j = j0; j < j1; ++j) {
+        const bool equal = data[i] == data[step.second + j];
+        any |= equal;
+        every &= equal;
+      }
+    }
+  }
+};
+
+// Is pair (i, j) visible?
+FASTATTN_DEVICE bool program_sees(const AttentionArguments& p, int b, int h, int i, int j) {
+  return p.mask_table == nullptr || MaskProgram{p, *p.mask_table, b, h}.keys(i, j, 1) != 0;
+}
+
+// -- tiles ----------------------------------------------------------------------------------------
+
+// [B, Hq, tiles of queries, tiles of keys]
+FASTATTN_DEVICE Seen* tiles_of(const AttentionArguments& p) {
+  return reinterpret_cast<Seen*>(p.mask_table + 1);
+}
+
+// The tiles of a head.
+struct MaskTiles {
+  const Seen* tiles = nullptr;  // [tiles of queries, tiles of keys], null = all are visible
+  int64_t columns = 0;
+
+  MaskTiles() = default;
+  FASTATTN_DEVICE MaskTiles(const AttentionArguments& p, int b, int h) {
+    if (p.mask_table == nullptr) return;
+    const int64_t entry = p.mask_table->of_batch ? b : 0, head = p.mask_table->of_heads ? h : 0;
+    columns = mask_tiles_of(p.Lk);
+    tiles = tiles_of(p) + (entry * p.Hq + head) * mask_tiles_of(p.Lq) * columns;
+  }
+
+  // Of the tile of query i and key j.
+  FASTATTN_DEVICE Seen at(int i, int j) const {
+    return tiles == nullptr ? Seen::all : tiles[i / kMaskTile * columns + j / kMaskTile];
+  }
+
+  // The first key from j on, and before `end`, whose tile has a pair that is visible to the tile of
+  // query i. Beyond j it is the first of its tile.
+  FASTATTN_DEVICE int next(int i, int j, int end) const {
+    while (j < end && at(i, j) == Seen::none) j = j / kMaskTile * kMaskTile + kMaskTile;
+    return j;
+  }
+};
+
+// The bits of a part of a tile, [kQueries, words of kKeys]: 1 = visible.
+template <int kQueries, int kKeys>
+struct MaskBits {
+  static constexpr int kWidth = kKeys < 32 ? kKeys : 32, kWords = kKeys / kWidth;
+  static constexpr int kBytes = 4 * kQueries * kWords;
+
+  uint32_t* words;  // in shared memory
+
+  // Called by all threads; a barrier must follow.
+  template <int kThreads>
+  FASTATTN_DEVICE void fill(const AttentionArguments& p, int b, int h, int i0, int j0) const {
+    static_assert(kMaskTile % kQueries == 0 && kMaskTile % kKeys == 0, "a part of one tile");
+    const MaskProgram program{p, *p.mask_table, b, h};
+    const int width = program.table.width < kWidth ? program.table.width : kWidth;
+    for (int n = static_cast<int>(threadIdx.x); n < kQueries * kWords; n += kThreads) {
+      const int i = i0 + n / kWords, j = j0 + n % kWords * kWidth;
+      uint32_t word = 0;
+      for (int k = 0; k < kWidth && i < p.Lq; k += width)
+        word |= program.keys(i, j + k, width) << k;
+      words[n] = word;
+    }
+  }
+
+  FASTATTN_DEVICE bool has(int query, int key) const {
+    return (words[query * kWords + key / 32] >> key % 32 & 1) != 0;
+  }
+};
+
+// -- the kernel that reads a program --------------------------------------------------------------
+
+constexpr int kMaskThreads = 128;
+
+FASTATTN_DEVICE void read_program(const AttentionArguments& p, MaskTable& table) {
+  MaskProgramReader reader(p.mask_words, p.mask_length, p, false);
+  table.count = reader.read(table.steps, table.partial);
+  table.of_batch = table.of_heads = false;
+  int depth = 0, deepest = 1;
+  for (int n = 0; n < table.count; ++n) {
+    const MaskStep& step = table.steps[n];
+    const bool is_leaf = step.kind != MaskKind::all_of && step.kind != MaskKind::any_of;
+    depth += is_leaf ? 1 : -1;
+    if (depth > deepest) deepest = depth;
+    table.of_batch |= is_leaf && step.batch > 1;
+    table.of_heads |= is_leaf && step.heads > 1;
+  }
+  table.width = 32;
+  while (table.width * deepest > 64) table.width /= 2;
+}
+
+// A block of threads takes a row of tiles. Heads and batch entries whose tiles are the same have
+// them once. T selects the object file.
+template <class T>
+__global__ void __launch_bounds__(kMaskThreads)
+    attention_mask_kernel(const __grid_constant__ AttentionArguments p) {
+  auto& table = *reinterpret_cast<MaskTable*>(dynamic_shared());
+  const int thread = static_cast<int>(threadIdx.x);
+  if (thread == 0) read_program(p, table);
+  __syncthreads();
+  if (blockIdx.x == 0 && thread == 0) *p.mask_table = table;
+  const auto rows = static_cast<unsigned>(mask_tiles_of(p.Lq));
+  const auto columns = static_cast<int>(mask_tiles_of(p.Lk));
+  const int i0 = static_cast<int>(blockIdx.x % rows) * kMaskTile;
+  const int h = static_cast<int>(blockIdx.x / rows % static_cast<unsigned>(p.Hq));
+  const int b = static_cast<int>(blockIdx.x / rows / static_cast<unsigned>(p.Hq));
+  if ((b > 0 && !table.of_batch) || (h > 0 && !table.of_heads)) return;
+  const MaskProgram program{p, table, b, h};
+  for (int n = thread / 32; n < columns; n += kMaskThreads / 32) {
+    const Seen seen = program.tile(i0, n * kMaskTile);
+    if (thread % 32 == 0) tiles_of(p)[int64_t(blockIdx.x) * columns + n] = seen;
+  }
+}
+
+}  // namespace cuda
+}  // namespace fastattn
