@@ -78,11 +78,7 @@ TABLES = {
         "decode_attention",
         lambda case: case.capacity * len(case.lengths) * case.queries * case.heads > 4_000,
         every=2,
-        fits=lambda case: (
-            max(case.head_dim, case.value_dim or 0) <= 256
-            and not case.relative_bias
-            and case.program is None
-        ),
+        fits=lambda case: max(case.head_dim, case.value_dim or 0) <= 256 and case.program is None,
     ),
     "varlen": Table(
         "varlen_attention",

@@ -4,6 +4,7 @@ test_cuda_operators.py do not ask."""
 from __future__ import annotations
 
 import functools
+import math
 import mmap
 import sys
 from collections.abc import Sequence
@@ -62,6 +63,26 @@ def test_a_decoded_row_has_the_same_bits_whatever_is_in_the_batch(adapter: Modul
         out_alone, lse_alone = adapter.decode_attention(*alone, options=inputs.options)
         assert torch.equal(out_alone, out[one])
         assert torch.equal(lse_alone, lse[one])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+def test_an_entry_of_minus_infinity_hides_its_cached_key(
+    adapter: ModuleType, dtype: torch.dtype
+) -> None:
+    case = DecodeCase("hidden", lengths=(70, 129), relative_bias=True, heads=4, kv_heads=2)
+    inputs = make_decode(case, dtype)
+    _, keys, values, *_, table = inputs.args
+    assert keys is not None
+    assert values is not None
+    assert table is not None
+    table[..., table.shape[2] // 2 + 10] = -math.inf
+    clean = adapter.decode_attention(*inputs.args, options=inputs.options)
+    for b, length in enumerate(case.lengths):
+        for cache in (keys, values):
+            cache[b, :, length - 11] = math.nan
+    found = adapter.decode_attention(*inputs.args, options=inputs.options)
+    for got, want in zip(found, clean, strict=True):
+        assert torch.equal(got, want)
 
 
 def test_nan_stays_in_its_sequence(adapter: ModuleType) -> None:
@@ -178,7 +199,7 @@ for wrong in ([0, 20, 5, 10**12, -3, 70, 9], [90, 0, 0, 0, 0, 0, 0], [-(10**15)]
         out, lse = adapter.varlen_attention(*args, options=inputs.options)
         adapter.varlen_attention_backward(*inputs.given, *args, out, lse, options=inputs.options)
 cases = {case.name: case for case in DECODE_CASES}
-for name, at in (("paged", 3), ("paged", 4), ("entries", 3), ("entries", 5)):
+for name, at in (("paged", 3), ("paged", 4), ("entries", 3), ("entries", 5), ("relative", 3)):
     for wrong in (10**9, -(10**9)):
         print(name, at, wrong, flush=True)
         inputs = make_decode(cases[name], torch.float32, fence=True)

@@ -104,8 +104,28 @@ FASTATTN_DEVICE int64_t part_row(const DecodeArguments& p, int b, int h, int i, 
 FASTATTN_DEVICE void enter_cached_sequence(DecodeArguments& p, int b) {
   p.Lk = clamp_int(p.lengths[b], 0, static_cast<int>(p.Lk));
   p.offset = p.Lk - p.Lq;
-  p.relative_bias = nullptr;  // decoding has none; saying so removes its code
   set_window(p);
+}
+
+// Zeroes the values of a warp's keys that the relative bias hides from all rows, because 0 times NaN
+// or inf would be NaN. Several warps may have the same keys; each clears them before it reads them.
+template <class T, int kKeys, int kColumns>
+FASTATTN_DEVICE void clear_unseen_values(const float (&s)[kKeys / 2],
+                                         const Tile<T, kKeys, kColumns>& tile) {
+  static_assert(kKeys <= 32, "one bit for each key");
+  const int lane = static_cast<int>(threadIdx.x) & 31;
+  unsigned seen = 0;
+  FASTATTN_UNROLL
+  for (int m = 0; m < kKeys / 8; ++m) FASTATTN_UNROLL
+  for (int e = 0; e < 2; ++e) {
+    const bool by_a_row = s[4 * m + e] != minus_infinity() || s[4 * m + 2 + e] != minus_infinity();
+    seen |= (by_a_row ? 1u : 0u) << (8 * m + 2 * (lane & 3) + e);
+  }
+  FASTATTN_UNROLL
+  for (int n = 16; n > 0; n /= 2) seen |= __shfl_xor_sync(0xffffffffu, seen, n);
+  for (int n = lane; n < kKeys * kColumns; n += 32)
+    if ((seen >> n / kColumns & 1) == 0) tile.data[n] = typename T::Storage(0);
+  __syncwarp();
 }
 
 template <class T, int kD>
@@ -200,6 +220,7 @@ __global__ void __launch_bounds__(DecodeShape<T, kD>::kThreads, 1)
         x = options.score(x, i, j, visible).value;
       }
     }
+    if (p.relative_bias != nullptr) clear_unseen_values(s, v_warp);
     // O <- shrink O + P V
     float shrink[2];
     softmax.template update<kTiles>(s, 1.0f, shrink);

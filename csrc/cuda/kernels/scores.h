@@ -49,12 +49,11 @@ FASTATTN_DEVICE int position(const AttentionArguments& p, int64_t n) {
   return p.positions == nullptr ? static_cast<int>(n) : p.positions[n];
 }
 
-// The distance of query i and key j in the table of a relative bias. The host has checked it, unless
-// it follows from positions, whose values the host does not read.
-FASTATTN_DEVICE int64_t distance(const AttentionArguments& p, int i, int j) {
-  const int64_t d = int64_t(position(p, i + p.offset)) - position(p, j);
+// The distance of query i and key j in the table of a relative bias. The host checks neither the
+// values of positions nor the lengths of cached sequences: they read nothing outside of the table.
+FASTATTN_DEVICE int distance(const AttentionArguments& p, int i, int j) {
   const int most = static_cast<int>(p.relative_bias_size / 2);
-  return p.positions == nullptr ? d : clamp_int(d, -most, most);
+  return clamp_int(int64_t(position(p, i + p.offset)) - position(p, j), -most, most);
 }
 
 struct Score {

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fastattn import _cuda
 from fastattn.backends._alloc import empty_output
-from fastattn.backends._operands import address, operand
+from fastattn.backends._operands import address, operand, table_for
 from fastattn.backends.cuda import sdpa
 from fastattn.backends.cuda.operands import (
     DTYPES,
@@ -38,10 +38,13 @@ def why_not(
     value_cache: Tensor,
     block_table: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    relative_bias: Tensor | None = None,
     **_: Any,
 ) -> list[str]:
     """Return the reasons why the kernels cannot run on these arguments."""
-    reasons = sdpa.why_not(query, key_cache, value_cache, alibi_slopes=alibi_slopes)
+    reasons = sdpa.why_not(
+        query, key_cache, value_cache, alibi_slopes=alibi_slopes, relative_bias=relative_bias
+    )
     return reasons + _why_not_capacity(key_cache, block_table)
 
 
@@ -65,6 +68,7 @@ def decode_attention(
     cache_batch_idx: Tensor | None = None,  # [B] int64
     alibi_slopes: Tensor | None = None,  # [B|1, Hq]
     sinks: Tensor | None = None,  # [1, Hq]
+    relative_bias: Tensor | None = None,  # [1, Hq, 2 M + 1]
     *,
     options: DecodeOptions,
 ) -> tuple[Tensor, Tensor]:
@@ -80,6 +84,8 @@ def decode_attention(
     shape = (batch, heads, queries, splits)
     sums = query.new_empty((*shape, value_width), dtype=torch.float32)
     stats = query.new_empty((*shape, 2), dtype=torch.float32)
+    if relative_bias is not None:
+        relative_bias = table_for(query, relative_bias)
     kept, cache = _cache(key_cache, value_cache, cache_seqlens, block_table, cache_batch_idx)
     with on(query) as stream:
         _cuda.decode_attention(
@@ -89,7 +95,7 @@ def decode_attention(
             options,
             {
                 "query": operand(query),
-                **optional_operands((batch, heads), None, alibi_slopes, sinks),
+                **optional_operands((batch, heads), None, alibi_slopes, sinks, relative_bias),
             },
             cache,
             {
