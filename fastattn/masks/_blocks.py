@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["MaskMod", "Size", "blocks_of_block_mask", "blocks_of_function"]
+__all__ = ["MaskMod", "Size", "blocks_of_block_mask", "blocks_of_function", "blocks_of_part"]
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Size = tuple[int, int]  # of queries and keys
@@ -42,6 +42,25 @@ def blocks_of_block_mask(block_mask: Any, lengths: Size, block: Size) -> tuple[T
         full = _listed(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, size)
         states = torch.where(full == 1, _ALL, states)
     return _evaluated(block_mask.mask_mod, states, lengths, block)
+
+
+def blocks_of_part(
+    states: Tensor, bits: Tensor, block: Size, first: Size, lengths: Size
+) -> tuple[Tensor, Tensor]:
+    """The same of the rectangle that begins at pair ``first``, in blocks of the same size."""
+    (block_q, block_k), (first_q, first_k) = block, first
+    # A block of zeros, so that the bits of a block without any can be read, too.
+    bits = torch.nn.functional.pad(bits, (0, 0, 0, 0, 0, 1))
+
+    def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        q, k = q + first_q, k + first_k
+        state = states[b, h, q // block_q, k // block_k]
+        word = bits[state.clamp(min=_PARTIAL) - _PARTIAL, k % block_k, q % block_q // 32]
+        bit = word >> (q % block_q % 32) & 1
+        return (state == _ALL) | ((state >= _PARTIAL) & (bit == 1))
+
+    heads = states.shape[0], states.shape[1]
+    return blocks_of_function(visible, heads, lengths, block, states.device)
 
 
 def _listed(counts: Tensor, indices: Tensor, size: Size) -> Tensor:

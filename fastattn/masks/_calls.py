@@ -19,6 +19,7 @@ __all__ = [
     "Call",
     "DenseCall",
     "PackedCall",
+    "PartCall",
     "check_device",
     "check_int",
     "check_rows",
@@ -53,6 +54,18 @@ class Call:
         """The numbers of the queries, where ``ids`` are those of queries and keys, [rows|1, L]."""
         return ids
 
+    def whole(self) -> tuple[int, int]:
+        """The numbers of queries and keys that a mask of this call has."""
+        return self.q_len, self.k_len
+
+    def within(self, keys: Tensor) -> Tensor:
+        """Bounds of keys of the whole, as indices of the keys of this call."""
+        return keys.clamp(0, self.k_len)
+
+    def cut(self, of_queries: Tensor, of_keys: Tensor) -> tuple[Tensor, Tensor]:
+        """The numbers of the queries and keys of this call, [rows|1, L], from those of all."""
+        return of_queries, of_keys
+
     def padded(self, x: Tensor) -> Tensor:
         return padded(x)
 
@@ -69,6 +82,31 @@ class DenseCall(Call):
 
     def positions(self) -> Tensor:
         return (torch.arange(self.q_len, device=self.device) + self.offset)[None]
+
+
+@dataclass
+class PartCall(DenseCall):
+    """Of a rectangle of a larger call, and of some of its heads. ``offset`` is its first query."""
+
+    first_key: int
+    first_head: int
+    of: tuple[int, int]  # the numbers of queries and keys of the larger call
+    of_heads: int
+
+    def lengths(self) -> tuple[Any, ...]:
+        return *super().lengths(), self.first_key, self.first_head, self.heads, self.of
+
+    def whole(self) -> tuple[int, int]:
+        return self.of
+
+    def within(self, keys: Tensor) -> Tensor:
+        return (keys - self.first_key).clamp(0, self.k_len)
+
+    def cut(self, of_queries: Tensor, of_keys: Tensor) -> tuple[Tensor, Tensor]:
+        return (
+            of_queries[:, self.offset : self.offset + self.q_len],
+            of_keys[:, self.first_key : self.first_key + self.k_len],
+        )
 
 
 @dataclass

@@ -13,12 +13,19 @@ from torch import Tensor
 from fastattn.backends._mask_program import LEAVES, Kind, Leaf, encode
 from fastattn.checks import wrong_type
 from fastattn.eager import nothing_watches
-from fastattn.masks._blocks import MaskMod, Size, blocks_of_block_mask, blocks_of_function
+from fastattn.masks._blocks import (
+    MaskMod,
+    Size,
+    blocks_of_block_mask,
+    blocks_of_function,
+    blocks_of_part,
+)
 from fastattn.masks._calls import (
     CacheCall,
     Call,
     DenseCall,
     PackedCall,
+    PartCall,
     check_device,
     check_int,
     check_rows,
@@ -28,9 +35,13 @@ __all__ = [
     "LeafMask",
     "Mask",
     "cache_program",
+    "check_whole",
+    "dense_mask",
     "from_block_mask",
     "from_function",
     "packed_program",
+    "part_is_visible",
+    "part_program",
     "program",
 ]
 
@@ -72,6 +83,10 @@ class Mask(abc.ABC):
     @abc.abstractmethod
     def _steps(self, call: Call) -> list[Kind | Leaf]: ...
 
+    @abc.abstractmethod
+    def _may_see(self, call: Call) -> bool:
+        """False only if no pair of the call is visible."""
+
     def _program(self, call: Call) -> Tensor:
         self._check(call)
         key = call.lengths()
@@ -95,7 +110,27 @@ def program(op: str, mask: Any, query: Tensor, k_len: int, offset: int) -> Tenso
     """Return the program of a mask for query [B, Hq, Lq, D], for the operator ``op``."""
     batch, heads, q_len, _ = query.shape
     call = DenseCall(op, batch, batch, q_len, k_len, query.device, heads, offset)
-    return _given(op, mask, "Mask or BlockMask (attn_mask takes tensors)")._program(call)
+    return dense_mask(op, mask)._program(call)
+
+
+def dense_mask(op: str, mask: Any) -> Mask:
+    """The mask that is given to a call of attention without packed sequences."""
+    return _given(op, mask, "Mask or BlockMask (attn_mask takes tensors)")
+
+
+def part_program(mask: Mask, part: PartCall) -> Tensor:
+    """The program of a mask of a larger call for a part of it."""
+    return mask._program(part)
+
+
+def part_is_visible(mask: Mask, part: PartCall) -> bool:
+    """False only if the mask makes no pair of the part visible."""
+    return mask._may_see(part)
+
+
+def check_whole(mask: Mask, part: PartCall) -> None:
+    """Raise an error if the mask does not fit the call that a part is of."""
+    mask._check(part)
 
 
 def packed_program(
@@ -145,6 +180,10 @@ class _Combined(Mask):
     def _check(self, call: Call) -> None:
         self.left._check(call)
         self.right._check(call)
+
+    def _may_see(self, call: Call) -> bool:
+        both = self.left._may_see(call), self.right._may_see(call)
+        return all(both) if self.kind is Kind.ALL_OF else any(both)
 
     def _steps(self, call: Call) -> list[Kind | Leaf]:
         return [*self.left._steps(call), *self.right._steps(call), self.kind]
@@ -214,21 +253,41 @@ class _Blocks(LeafMask):
                 f"{call.op}: mask must be one of positions or documents, or combine such masks: "
                 f"blocks need queries and keys of one length each, got {self!r}"
             )
-        if self.lengths != (call.q_len, call.k_len):
+        q_len, k_len = call.whole()
+        if self.lengths != (q_len, k_len):
             raise RuntimeError(
-                f"{call.op}: mask must be of {call.q_len} queries and {call.k_len} keys, "
+                f"{call.op}: mask must be of {q_len} queries and {k_len} keys, "
                 f"got {self.lengths[0]} and {self.lengths[1]}"
             )
         rows, heads = self.states.shape[:2]
         check_rows(call, "blocks", rows, call.batch)
-        if heads != 1 and heads != call.heads:
-            raise RuntimeError(f"{call.op}: mask must have 1 or {call.heads} heads, got {heads}")
+        most = call.of_heads if isinstance(call, PartCall) else call.heads
+        if heads != 1 and heads != most:
+            raise RuntimeError(f"{call.op}: mask must have 1 or {most} heads, got {heads}")
         check_device(call, "blocks", self.states)
 
+    def _may_see(self, call: Call) -> bool:
+        if self.negated or not isinstance(call, PartCall):
+            return True
+        (block_q, block_k), first = self.block, (call.offset, call.first_key)
+        rows = slice(first[0] // block_q, -(-(first[0] + call.q_len) // block_q))
+        columns = slice(first[1] // block_k, -(-(first[1] + call.k_len) // block_k))
+        return bool(self.states[:, :, rows, columns].any())
+
+    def _blocks(self, call: Call) -> tuple[Tensor, Tensor]:
+        if not isinstance(call, PartCall):
+            return self.states, self.bits
+        states, first = self.states, (call.offset, call.first_key)
+        if states.shape[1] > 1:
+            states = states[:, call.first_head : call.first_head + call.heads]
+        lengths = (call.q_len, call.k_len)
+        return blocks_of_part(states, self.bits, self.block, first, lengths)
+
     def _steps(self, call: Call) -> list[Kind | Leaf]:
-        rows, heads = self.states.shape[:2]
-        data = torch.cat([self.states.flatten(), self.bits.flatten()])
-        partial = self.bits.shape[0]
+        states, bits = self._blocks(call)
+        rows, heads = states.shape[:2]
+        data = torch.cat([states.flatten(), bits.flatten()])
+        partial = bits.shape[0]
         return [Leaf(Kind.BLOCKS, self.negated, data, rows, heads, *self.block, partial)]
 
 

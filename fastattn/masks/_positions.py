@@ -33,11 +33,20 @@ class _Interval(LeafMask):
             check_rows(call, "lengths", self.lengths.shape[0], call.batch)
             check_device(call, "lengths", self.lengths)
 
-    def _steps(self, call: Call) -> list[Kind | Leaf]:
+    def _may_see(self, call: Call) -> bool:
+        if self.negated:
+            return True
+        low, high = self._ends(call).unbind(1)
+        return bool((low < high).any())
+
+    def _ends(self, call: Call) -> Tensor:
+        """The first visible key of every query and the one after the last, [rows|1, 2, Lq]."""
         lengths = () if self.lengths is None else (call.by_query(self.lengths),)
-        ends = self.bounds(call.positions(), call.k_len, *lengths)
-        data = torch.stack(torch.broadcast_tensors(*ends), 1)  # [rows|1, 2, Lq]
-        data = data.clamp(0, call.k_len).to(torch.int32)
+        ends = self.bounds(call.positions(), call.whole()[1], *lengths)
+        return call.within(torch.stack(torch.broadcast_tensors(*ends), 1)).to(torch.int32)
+
+    def _steps(self, call: Call) -> list[Kind | Leaf]:
+        data = self._ends(call)
         return [Leaf(Kind.INTERVAL, self.negated, call.padded(data), data.shape[0])]
 
 
@@ -119,8 +128,9 @@ class _Documents(LeafMask):
         self.ids, self.key_ids = ids, key_ids  # [B|1, Lq], [B|1, Lk] int32; None: the same
 
     def _check(self, call: Call) -> None:
-        queries = ("ids of the queries", self.ids, call.q_len)
-        keys = ("ids of the keys", self.ids if self.key_ids is None else self.key_ids, call.k_len)
+        q_len, k_len = call.whole()
+        queries = ("ids of the queries", self.ids, q_len)
+        keys = ("ids of the keys", self.ids if self.key_ids is None else self.key_ids, k_len)
         of_positions = self.key_ids is None and isinstance(call, CacheCall)
         for what, ids, length in (keys,) if of_positions else (queries, keys):
             if ids.shape[1] != length:
@@ -130,11 +140,20 @@ class _Documents(LeafMask):
             check_rows(call, f"the {what}", ids.shape[0], call.rows)
             check_device(call, f"the {what}", ids)
 
-    def _steps(self, call: Call) -> list[Kind | Leaf]:
+    def _may_see(self, call: Call) -> bool:
+        if self.negated:
+            return True
+        queries, keys = self._ids(call)  # of the whole batch: more than an entry may see
+        return bool(torch.isin(queries, keys).any())
+
+    def _ids(self, call: Call) -> tuple[Tensor, Tensor]:
+        """The numbers of the queries and of the keys, [rows|1, L]."""
         if self.key_ids is None:
-            of_queries, of_keys = call.ids_of_queries(self.ids), self.ids
-        else:
-            of_queries, of_keys = self.ids, self.key_ids
+            return call.cut(call.ids_of_queries(self.ids), self.ids)
+        return call.cut(self.ids, self.key_ids)
+
+    def _steps(self, call: Call) -> list[Kind | Leaf]:
+        of_queries, of_keys = self._ids(call)
         queries, keys = call.padded(of_queries), call.padded(of_keys)
         rows = queries.shape[0] if keys.shape[0] == 1 else keys.shape[0]
         data = torch.cat([queries.expand(rows, -1), keys.expand(rows, -1)], 1)
