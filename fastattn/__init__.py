@@ -1,6 +1,6 @@
 """Fused attention for PyTorch: drop-in for its attention function and its attention module."""
 
-from fastattn import bias, compat, masks, nn, plot  # noqa: F401  (compat rejects a PyTorch out of range)
+from fastattn import bias, compat, distributed, masks, nn, plot  # noqa: F401  (compat rejects a PyTorch out of range)
 from fastattn._capture import capture
 from fastattn._trace import trace
 from fastattn._version import __version__
@@ -34,6 +34,7 @@ __all__ = [
     "bias",
     "capture",
     "decode_attention",
+    "distributed",
     "encode_memory",
     "explain",
     "hard_attention",

@@ -19,7 +19,7 @@ FLOORS = (
     "autograd",
     "checks masks",
     "ops",
-    "_capture _trace flash_attn integrations nn plot",
+    "_capture _trace distributed flash_attn integrations nn plot",
     "fastattn",
     "testing",
     "bench info spelling",

@@ -7,10 +7,10 @@ import pytest
 NAMES = {
     "fastattn": """
         FallbackWarning MultiheadAttention __version__ accelerate additive_attention
-        attention_stats bias capture decode_attention encode_memory explain hard_attention
-        hopfield_energy hopfield_retrieve luong_attention masks memory_hop_attention merge_states nn
-        plot replace_mha restore restore_mha scaled_dot_product_attention sinusoidal_encoding
-        sinusoidal_table trace use_backend varlen_attention""",
+        attention_stats bias capture decode_attention distributed encode_memory explain
+        hard_attention hopfield_energy hopfield_retrieve luong_attention masks memory_hop_attention
+        merge_states nn plot replace_mha restore restore_mha scaled_dot_product_attention
+        sinusoidal_encoding sinusoidal_table trace use_backend varlen_attention""",
     "fastattn.nn": """
         AdditiveAttention BahdanauAttention GlobalAttention HeadNetwork Hopfield HopfieldLayer
         HopfieldPooling KeyValueMemory LearnedPositionalEncoding LuongAttention MemN2N
@@ -18,6 +18,7 @@ NAMES = {
         TransformerDecoder TransformerDecoderLayer TransformerEncoder TransformerEncoderLayer
         WindowRelativeBias insert_empty_memories""",
     "fastattn.bias": "T5 Window2d",
+    "fastattn.distributed": "Layout Plan Share attention plan",
     "fastattn.flash_attn": """
         flash_attn_func flash_attn_qkvpacked_func flash_attn_varlen_func flash_attn_with_kvcache""",
     "fastattn.integrations": "accelerate replace_mha restore restore_mha",

@@ -1,0 +1,7 @@
+"""Exact attention over the ranks of ``torch.distributed``; see ``docs/distributed.md``."""
+
+from fastattn.distributed.attention import attention
+from fastattn.distributed.layout import Layout
+from fastattn.distributed.plan import Plan, Share, plan
+
+__all__ = ["Layout", "Plan", "Share", "attention", "plan"]

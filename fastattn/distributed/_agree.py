@@ -1,0 +1,68 @@
+"""What all ranks must know of each other before a call, and the errors where they disagree.
+
+Each rank sends a digest of its options with a few numbers to all others. Only if digests differ are
+the options themselves exchanged, to name the ranks and the arguments.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from fastattn.distributed._peers import OP, Peers
+
+__all__ = ["agree", "gather"]
+
+_PROBLEM = "problem"  # the option that only a rank with an error has
+_STEP = "the comparison of the arguments"
+
+
+def agree(
+    peers: Peers, options: Mapping[str, str], numbers: Sequence[int], device: torch.device
+) -> list[list[int]]:
+    """Return the numbers of every rank; raise if the options are not the same on all."""
+    text = json.dumps(options, sort_keys=True).encode()
+    digest = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big", signed=True)
+    own = torch.tensor([digest, len(text), *numbers], dtype=torch.int64, device=device)
+    headers = [x.tolist() for x in gather(peers, own, [own.numel()] * peers.size)]
+    if any(header[0] != digest for header in headers):
+        letters = torch.tensor(list(text), dtype=torch.uint8, device=device)
+        texts = gather(peers, letters, [header[1] for header in headers])
+        _complain([json.loads(bytes(x.tolist())) for x in texts])
+    return [header[2:] for header in headers]
+
+
+def gather(peers: Peers, own: Tensor, lengths: Sequence[int]) -> list[Tensor]:
+    """A 1-D tensor of each rank, whose lengths are known."""
+    found = {rank: own.new_empty(lengths[rank]) for rank in peers.others}
+    # Not a collective: these name the rank that does not answer.
+    peers.exchange(dict.fromkeys(peers.others, own), found, _STEP).wait()
+    return [own if rank == peers.rank else found[rank] for rank in range(peers.size)]
+
+
+def problem(error: Exception) -> dict[str, str]:
+    """The options of a rank whose own arguments are wrong."""
+    return {_PROBLEM: f"{type(error).__name__}: {error}"}
+
+
+def _complain(options: Sequence[Mapping[str, str]]) -> None:
+    """Raise an error that names the first argument that differs, and all values of it."""
+    failed = [(rank, found[_PROBLEM]) for rank, found in enumerate(options) if _PROBLEM in found]
+    if failed:
+        listed = "; ".join(f"rank {rank} raised {what}" for rank, what in failed)
+        raise RuntimeError(f"{OP}: {listed}")
+    for name in options[0]:
+        ranks: dict[str, list[int]] = {}
+        for rank, found in enumerate(options):
+            ranks.setdefault(found[name], []).append(rank)
+        if len(ranks) > 1:
+            listed = "; ".join(
+                f"{value} on rank{'s' if len(on) > 1 else ''} {', '.join(map(str, on))}"
+                for value, on in ranks.items()
+            )
+            raise RuntimeError(f"{OP}: {name} must be the same on all ranks, got {listed}")
+    raise AssertionError("digests differ, but no option does")

@@ -1,0 +1,136 @@
+"""Attention to the keys of all ranks that a rank needs, gathered before it begins.
+
+Each rank sends its keys to the ranks that need them. These put them in the order of positions, so a
+run of queries takes one call of attention, and there is nothing to merge. Every other derivative is
+that of attention; that of the keys returns to their owner, who adds up the parts of all ranks in
+the order of ranks, in float32 or wider.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fastattn.autograd.sdpa import attention
+from fastattn.distributed._call import Call
+from fastattn.distributed._peers import Peers
+from fastattn.distributed._schedule import Schedule
+from fastattn.distributed.layout import Run
+
+__all__ = ["gathered_attention"]
+
+
+def gathered_attention(call: Call, peers: Peers) -> tuple[Tensor, Tensor]:
+    """Return ``(out, lse)`` of this rank's queries, lse in float64."""
+    call = call.in_fewest_runs()
+    schedule = Schedule(call, peers)
+    gathering = _Gathering(call, peers, schedule)
+    key, value = _Gather.apply(gathering, call.key, call.value)
+    first, k_len = gathering.first, key.shape[2]
+    # A rank without queries calls attention, too: it takes part in the gradients.
+    results = [
+        attention(*_arguments(call, run, key, value, first, k_len))
+        for run in schedule.queries or (Run(0, first, 0),)
+    ]
+    outs, lses, _ = zip(*results, strict=True)
+    if len(results) == 1:
+        return outs[0], lses[0]
+    return torch.cat(outs, 2), torch.cat(lses, 2)
+
+
+def _arguments(
+    call: Call, run: Run, key: Tensor, value: Tensor, first: int, k_len: int
+) -> tuple[Any, ...]:
+    mask = call.own_mask(run.rows, slice(first, first + k_len))
+    program = call.program(run, first, k_len)
+    biases = (mask, call.alibi_slopes, None, call.sinks, None, None, program)
+    options = replace(call.options, offset=run.position - first)
+    return call.query[:, :, run.rows], key, value, *biases, options
+
+
+class _Gathering:
+    """Where the keys that this rank needs come from, and where its own go to."""
+
+    def __init__(self, call: Call, peers: Peers, schedule: Schedule) -> None:
+        self.peers, self.runs, rank = peers, call.keys.runs, peers.rank
+        self.lengths, self.shapes = call.keys.lengths, (call.key.shape, call.value.shape)
+        self.givers = [k for k in range(peers.size) if schedule.needs[rank][k]]
+        self.takers = [q for q in range(peers.size) if schedule.needs[q][rank]]
+        # The gathered keys are those of consecutive positions. Where a rank in between is not
+        # needed they are 0, and no query can see them.
+        runs = [run for giver in self.givers for run in self.runs[giver]]
+        self.first = min((run.position for run in runs), default=0)
+        self.length = max((run.position + run.length for run in runs), default=0) - self.first
+
+    def received(self, rank: int, like: Tensor) -> Tensor:
+        """A message with keys and values of a rank."""
+        batch, heads, _, width = self.shapes[0]
+        rows = batch * heads * self.lengths[rank]
+        return like.new_empty(rows * (width + self.shapes[1][3]))
+
+    def unpacked(self, message: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+        length = self.lengths[rank]
+        shapes = [(*shape[:2], length, shape[3]) for shape in self.shapes]
+        sizes = [shape[0] * shape[1] * length * shape[3] for shape in shapes]
+        key, value = (x.view(shape) for x, shape in zip(message.split(sizes), shapes, strict=True))
+        return key, value
+
+    def gather(self, key: Tensor, value: Tensor) -> list[Tensor]:
+        """Keys and values of consecutive positions, from those of all ranks."""
+        own, rank = _packed(key, value), self.peers.rank
+        sends = {taker: own for taker in self.takers if taker != rank}
+        receives = {giver: self.received(giver, key) for giver in self.givers if giver != rank}
+        self.peers.exchange(sends, receives, "gathering the keys").wait()
+        whole = [x.new_zeros(*x.shape[:2], self.length, x.shape[3]) for x in (key, value)]
+        for giver in self.givers:
+            parts = (key, value) if giver == rank else self.unpacked(receives[giver], giver)
+            for x, part in zip(whole, parts, strict=True):
+                for run in self.runs[giver]:
+                    x[:, :, self._rows(run)] = part[:, :, run.rows]
+        return whole
+
+    def give_back(self, grad_key: Tensor, grad_value: Tensor) -> tuple[Tensor, Tensor]:
+        """This rank's sums of the gradients of consecutive positions on all ranks."""
+        wide, rank = torch.promote_types(grad_key.dtype, torch.float32), self.peers.rank
+        sends = {
+            giver: _packed(*(self._of(giver, x).to(wide) for x in (grad_key, grad_value)))
+            for giver in self.givers
+        }
+        like = grad_key.new_empty(0, dtype=wide)
+        received = {taker: self.received(rank, like) for taker in self.takers if taker != rank}
+        own = sends.pop(rank, None)
+        self.peers.exchange(sends, received, "returning the gradients of keys").wait()
+        total = self.received(rank, like).zero_()
+        for taker in self.takers:
+            part = own if taker == rank else received[taker]
+            assert part is not None
+            total += part
+        return self.unpacked(total, rank)
+
+    def _of(self, rank: int, x: Tensor) -> Tensor:
+        """The rows of one rank in its order."""
+        return torch.cat([x[:, :, self._rows(run)] for run in self.runs[rank]], 2)
+
+    def _rows(self, run: Run) -> slice:
+        return slice(run.position - self.first, run.position - self.first + run.length)
+
+
+def _packed(key: Tensor, value: Tensor) -> Tensor:
+    return torch.cat([key.flatten(), value.flatten()])
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gathering: _Gathering, key: Tensor, value: Tensor) -> Any:
+        ctx.gathering, ctx.dtype = gathering, key.dtype
+        return tuple(gathering.gather(key, value))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_key: Tensor, grad_value: Tensor) -> tuple[Tensor | None, ...]:
+        found = ctx.gathering.give_back(grad_key, grad_value)
+        return None, *(x.to(ctx.dtype) for x in found)

@@ -1,0 +1,241 @@
+"""The arguments of one call: the checks of what a rank knows alone, and what all ranks compare."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattn import checks, masks
+from fastattn.autograd.sdpa import default_scale
+from fastattn.backends.primitives import AttentionOptions
+from fastattn.distributed._peers import OP
+from fastattn.distributed.layout import Layout, Run
+
+__all__ = ["LAYOUTS", "METHODS", "Call", "checked"]
+
+METHODS = ("auto", "ring", "allgather", "ulysses")
+LAYOUTS = ("contiguous", "zigzag")
+NOWHERE = Layout(())
+_ADDRESS = re.compile(" at 0x[0-9a-f]+")  # of a function, which differs between processes
+
+
+@dataclass(frozen=True)
+class Call:
+    """One rank's arguments, and the layouts once they are known."""
+
+    query: Tensor  # [B, Hq, Lq of this rank, D]
+    key: Tensor  # [B, Hkv, Lk of this rank, D]
+    value: Tensor  # [B, Hkv, Lk of this rank, Dv]
+    attn_mask: Tensor | None  # [B|1, Hq|1, Lq of this rank|1, Lk of all ranks|1]
+    alibi_slopes: Tensor | None  # [B|1, Hq]
+    sinks: Tensor | None  # [1, Hq]
+    mask: masks.Mask | None  # for all queries and keys
+    options: AttentionOptions  # with the offset 0
+    method: str
+    layout: str | Tensor | Layout
+    queries: Layout = NOWHERE
+    keys: Layout = NOWHERE
+
+    @property
+    def window(self) -> tuple[int, int]:
+        return self.options.window_left, self.options.window_right
+
+    @property
+    def uses_positions(self) -> bool:
+        """Whether the result depends on which rows are at which positions."""
+        given = (self.attn_mask, self.alibi_slopes, self.mask)
+        return self.window != (-1, -1) or any(x is not None for x in given)
+
+    def with_layouts(self, queries: Layout, keys: Layout) -> Call:
+        return replace(self, queries=queries, keys=keys)
+
+    def in_fewest_runs(self) -> Call:
+        """The call with one run a rank where positions do not matter."""
+        if self.uses_positions:
+            return self
+        lengths = self.queries.lengths, self.keys.lengths
+        return self.with_layouts(*(Layout.contiguous(each) for each in lengths))
+
+    def compared(self) -> dict[str, str]:
+        """What must be the same on all ranks, by the name of the argument."""
+        q, options = self.query, self.options
+        slopes, sinks, mask = self.alibi_slopes, self.sinks, self.attn_mask
+        differentiated = [
+            name
+            for name in ("query", "key", "value", "attn_mask", "alibi_slopes", "sinks")
+            if getattr(self, name) is not None and getattr(self, name).requires_grad
+        ]
+        layout = self.layout if isinstance(self.layout, (str, Layout)) else "positions"
+        return {
+            "alibi_slopes": "None" if slopes is None else f"shape {list(slopes.shape)}",
+            "attn_mask": "None" if mask is None else f"a {checks.name_of(mask)} mask",
+            "dtype": checks.name_of(q),
+            "key and value": f"[B, H, L, D] of sizes {_sizes(self.key)} and {_sizes(self.value)}",
+            "layout": repr(layout),
+            "mask": _ADDRESS.sub("", repr(self.mask)),
+            "method": repr(self.method),
+            "query": f"[B, H, L, D] of sizes {_sizes(q)}",
+            "requires_grad": str(differentiated if torch.is_grad_enabled() else []),
+            "scale": repr(options.scale),
+            "sinks": "None" if sinks is None else f"shape {list(sinks.shape)}",
+            "softcap": repr(options.softcap or None),
+            "window or is_causal": repr(self.window),
+        }
+
+    @property
+    def columns(self) -> int:
+        """The number of keys that the mask has; 1 or less fits every number."""
+        return 0 if self.attn_mask is None else self.attn_mask.shape[3]
+
+    def own_mask(self, rows: slice, keys: slice) -> Tensor | None:
+        """The mask of some of this rank's rows and some positions of keys; a view."""
+        mask = self.attn_mask
+        return None if mask is None else mask[part_of(mask, rows, keys)]
+
+    def program(self, run: Run, first_key: int, k_len: int) -> Tensor | None:
+        """The mask program of a run of queries and these keys."""
+        if self.mask is None:
+            return None
+        return masks.part_program(self.mask, self.part(run, first_key, k_len))
+
+    def part(self, run: Run, first_key: int, k_len: int) -> masks.PartCall:
+        batch, heads = self.query.shape[:2]
+        sizes = (batch, batch, run.length, k_len, self.query.device, heads, run.position)
+        lengths = self.queries.total, self.keys.total
+        return masks.PartCall(OP, *sizes, first_key, 0, lengths, heads)
+
+
+def part_of(mask: Tensor, rows: slice, keys: slice) -> tuple[slice, ...]:
+    """The index of a part of a mask [B|1, Hq|1, Lq|1, Lk|1], which may broadcast."""
+    every = slice(None)
+    given = (rows if mask.shape[2] != 1 else every, keys if mask.shape[3] != 1 else every)
+    return every, every, *given
+
+
+def _sizes(x: Tensor) -> list[int | str]:
+    batch, heads, _, width = x.shape
+    return [batch, heads, "L", width]
+
+
+def checked(
+    query: Any,
+    key: Any,
+    value: Any,
+    method: Any,
+    layout: Any,
+    attn_mask: Any,
+    mask: Any,
+    is_causal: Any,
+    window: Any,
+    softcap: Any,
+    alibi_slopes: Any,
+    sinks: Any,
+    dropout_p: Any,
+    scale: Any,
+    enable_gqa: Any,
+) -> Call:
+    """Check what needs no other rank, and return the arguments in the form of the primitive."""
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if type(x).__name__ == "DTensor":
+            raise TypeError(f"{OP}: {name} must be this rank's Tensor, pass {name}.to_local()")
+        if not isinstance(x, Tensor):
+            raise checks.wrong_type(OP, name, x, "Tensor")
+        checks.check_tensor(OP, name, x, "[B, H, L, D]", 4, query.device)
+    for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
+        checks.check_flag(OP, name, flag)
+    for name, given, allowed in (("method", method, METHODS), ("layout", layout, LAYOUTS)):
+        if isinstance(given, str) and given not in allowed:
+            raise ValueError(f"{OP}: {name} must be one of {', '.join(allowed)}, got {given!r}")
+    if not isinstance(method, str):
+        raise checks.wrong_type(OP, "method", method, "str")
+    if not isinstance(layout, (str, Tensor, Layout)):
+        raise checks.wrong_type(OP, "layout", layout, "str, Tensor or Layout")
+    if checks.check_dropout(OP, dropout_p):
+        raise NotImplementedError(
+            f"{OP}: dropout_p must be 0, got {dropout_p}: the draws of a kernel count from the "
+            "first query and key of its call, so they would differ from those on one machine"
+        )
+    left, right = (-1, -1) if window is None else checks.check_window(OP, window)
+    if attn_mask is not None and is_causal:
+        raise RuntimeError(
+            f"{OP}: Explicit attn_mask should not be set when is_causal=True; "
+            "window=(-1, 0) adds the causal exclusion to a mask"
+        )
+    query, key, value = checks.autocast(query, key, value)
+    checks.check_dtypes(OP, query, key, value)
+    checks.check_widths(OP, query, key)
+    _check_shapes(query, key, value, enable_gqa)
+    if isinstance(layout, Tensor) and layout.shape != (query.shape[2],):
+        raise ValueError(
+            f"{OP}: layout must have the position of each of the {query.shape[2]} rows, "
+            f"got shape {tuple(layout.shape)}"
+        )
+    if not isinstance(layout, str) and query.shape[2] != key.shape[2]:
+        raise ValueError(
+            f"{OP}: query and key must have the same length for a layout of positions, "
+            f"got {query.shape[2]} and {key.shape[2]}"
+        )
+    batch, heads = query.shape[:2]
+    if mask is not None:
+        mask = masks.dense_mask(OP, mask)
+    if attn_mask is not None:
+        attn_mask = _fold_mask(attn_mask, query)
+    if alibi_slopes is not None:
+        alibi_slopes = checks.fold_slopes(OP, alibi_slopes, query, heads, batch)
+    if sinks is not None:
+        sinks = checks.check_sinks(OP, sinks, query, heads)
+    options = AttentionOptions(
+        scale=default_scale(query.shape[3]) if scale is None else _real(scale),
+        window_left=left,
+        window_right=0 if is_causal else right,
+        softcap=0.0 if softcap is None else checks.check_softcap(OP, softcap),
+    )
+    tensors = (query, key, value, attn_mask, alibi_slopes, sinks)
+    return Call(*tensors, mask, options, method, layout)
+
+
+def _real(scale: Any) -> float:
+    return checks.check_real(OP, "scale", scale)
+
+
+def _check_shapes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
+    if not query.shape[0] == key.shape[0] == value.shape[0] or key.shape[2] != value.shape[2]:
+        raise RuntimeError(
+            f"{OP}: query, key and value must have the same batch, and key and value the same "
+            f"length, got shapes {tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}"
+        )
+    checks.check_heads(OP, query, key, value, 1)
+    if query.shape[1] != key.shape[1] and not enable_gqa:
+        raise RuntimeError(
+            f"{OP}: query and key must have the same number of heads without enable_gqa=True, "
+            f"got {query.shape[1]} and {key.shape[1]}"
+        )
+
+
+def _fold_mask(mask: Any, query: Tensor) -> Tensor:
+    """The mask with four dimensions; its last one is compared when all lengths are known."""
+    if not isinstance(mask, Tensor):
+        raise checks.wrong_type(OP, "attn_mask", mask, "Tensor")
+    if mask.is_nested or mask.layout is not torch.strided:
+        raise checks.not_dense(OP, "attn_mask", mask)
+    mask = checks.autocast_bias(mask)
+    if mask.dtype not in (torch.bool, query.dtype, torch.float32):
+        raise RuntimeError(
+            f"{OP}: attn_mask must be bool, float32 or of query's dtype {checks.name_of(query)}, "
+            f"got {checks.name_of(mask)}"
+        )
+    if mask.device != query.device:
+        raise RuntimeError(
+            f"{OP}: attn_mask must be on query's device {query.device}, got {mask.device}"
+        )
+    rows = tuple(query.shape[:3])
+    if not 1 <= mask.dim() <= 4 or not checks.expands_to(mask.shape[:-1], rows):
+        raise RuntimeError(
+            f"{OP}: attn_mask must be broadcastable to the scores {(*rows, 'L of all ranks')} "
+            f"of this rank's rows, got {tuple(mask.shape)}"
+        )
+    return mask.view((1,) * (4 - mask.dim()) + tuple(mask.shape))

@@ -1,0 +1,90 @@
+"""Messages between the ranks of a group, and errors that name the rank that did not answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["OP", "Exchange", "Peers"]
+
+OP = "fastattn.distributed.attention"
+
+
+class Exchange:
+    """Messages under way. It holds their tensors until they have been sent and received."""
+
+    def __init__(self, peers: Peers, step: str) -> None:
+        self._peers, self._step = peers, step
+        self._works: list[tuple[Any, Sequence[int]]] = []
+        self._tensors: list[Tensor] = []
+
+    def start(self, operations: Sequence[tuple[int, dist.P2POp]]) -> None:
+        """Start operations, each with its peer, together."""
+        ranks = [peer for peer, _ in operations]
+        self._tensors += [operation.tensor for _, operation in operations]
+        try:
+            works = dist.batch_isend_irecv([operation for _, operation in operations])
+        except RuntimeError as error:
+            raise self._lost(ranks, error) from error
+        # A backend that joins the operations returns one object for all of them.
+        apart = len(works) == len(ranks)
+        self._works += [(w, [ranks[n]] if apart else ranks) for n, w in enumerate(works)]
+
+    def wait(self) -> None:
+        for work, ranks in self._works:
+            try:
+                work.wait()
+            except RuntimeError as error:  # noqa: PERF203  (it names the work)
+                raise self._lost(ranks, error) from error
+
+    def _lost(self, ranks: Sequence[int], error: RuntimeError) -> RuntimeError:
+        others = " or ".join(str(rank) for rank in sorted(set(ranks)))
+        reason = str(error).partition("\n")[0]
+        return RuntimeError(
+            f"{OP}: rank {self._peers.rank} got no answer from rank {others} in {self._step}: "
+            f"{reason}"
+        )
+
+
+class Peers:
+    """The ranks of a group. All ranks here are ranks in the group."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        if self.rank < 0:
+            raise RuntimeError(f"{OP}: this process is not a rank of the group")
+
+    @property
+    def others(self) -> list[int]:
+        return [rank for rank in range(self.size) if rank != self.rank]
+
+    def exchange(
+        self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], step: str
+    ) -> Exchange:
+        """Start to send and receive contiguous tensors; empty ones are neither sent nor received.
+
+        Between two ranks, messages arrive in the order in which they were started. So all ranks
+        start theirs in the same order of steps.
+        """
+        pairs: list[tuple[Any, int, Tensor]] = [(dist.irecv, *item) for item in receives.items()]
+        pairs += [(dist.isend, *item) for item in sends.items()]
+        operations = [
+            (peer, dist.P2POp(kind, x, self._global(peer), self.group))
+            for kind, peer, x in pairs
+            if x.numel()
+        ]
+        exchange = Exchange(self, step)
+        if any(operation.tensor.is_cpu for _, operation in operations):
+            for each in operations:  # an error at the start then names its peer
+                exchange.start([each])
+        elif operations:  # one launch, without which NCCL may wait in a circle
+            exchange.start(operations)
+        return exchange
+
+    def _global(self, rank: int) -> int:
+        return rank if self.group is None else dist.get_global_rank(self.group, rank)

@@ -1,0 +1,310 @@
+"""Attention with the keys passing from rank to rank, and its derivative.
+
+In step s, rank r has the keys of rank r - s and passes them on to rank r + 1 while it attends to
+them. A block of keys stops at the last rank that needs it. The partial results of a run of queries,
+in float32 or wider, are merged in the order of the steps:
+
+    lse' = log(exp(lse) + exp(lse_s)),  out' = exp(lse - lse') out + exp(lse_s - lse') out_s
+
+In the backward pass the gradients of a block follow it, one step behind, and each rank adds its
+part. The last one returns them to the owner. The derivative goes through the merge,
+
+    dout_s = w dout,  dlse_s = w (dlse + sum(dout (out_s - out))),  w = exp(lse_s - lse)
+
+with out_s and lse_s computed again, so that memory does not grow with the number of ranks. To give
+lse and out to a backward kernel instead is not possible: most normalise the rows of the keys that
+they get, and sum dout out over these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fastattn.autograd.merge_states import merge_states
+from fastattn.autograd.sdpa import attention, attention_backward
+from fastattn.backends.primitives import AttentionBackwardOptions, extended
+from fastattn.distributed._call import Call, part_of
+from fastattn.distributed._peers import Exchange, Peers
+from fastattn.distributed._schedule import Piece, Schedule
+
+__all__ = ["ring_attention"]
+
+
+def ring_attention(call: Call, peers: Peers) -> tuple[Tensor, Tensor]:
+    """Return ``(out, lse)`` of this rank's queries, lse in float64."""
+    if call.alibi_slopes is not None and call.alibi_slopes.requires_grad:
+        raise NotImplementedError(
+            "fastattn.distributed.attention: alibi_slopes must not require a gradient with "
+            "method='ring', use 'allgather'"
+        )
+    call = call.in_fewest_runs()
+    tensors = (call.query, call.key, call.value, call.attn_mask, call.sinks)
+    return _Ring.apply(call, peers, Schedule(call, peers), *tensors)
+
+
+class _Block(NamedTuple):
+    """The block of keys that is here in a step."""
+
+    step: int
+    owner: int
+    # key [B, Hkv, Lk of the owner, D] and value; None: no rank from here on needs them
+    keys: tuple[Tensor, Tensor] | None
+
+
+class _Travel:
+    """The order in which the blocks of keys pass the ranks."""
+
+    def __init__(self, call: Call, peers: Peers, schedule: Schedule) -> None:
+        self.peers, self.size = peers, peers.size
+        self.next, self.previous = (peers.rank + 1) % self.size, (peers.rank - 1) % self.size
+        self.lengths = call.keys.lengths
+        ranks = range(self.size)
+        # How many steps the block of each rank travels.
+        self.reach = [
+            max((d for d in ranks if schedule.needs[(k + d) % self.size][k]), default=0)
+            for k in ranks
+        ]
+        batch, heads, _, width = call.key.shape
+        self.rows = batch, heads
+        self.widths = [width, call.value.shape[3]]
+
+    def blocks(self, key: Tensor, value: Tensor, what: str) -> Iterator[_Block]:
+        """The block of each step; meanwhile that of the next step arrives."""
+        held = self.packed(key, value)
+        for step in range(max(self.reach) + 1):
+            owner = (self.peers.rank - step) % self.size
+            coming = (owner - 1) % self.size
+            sends = {self.next: held} if self.reach[owner] > step else {}
+            arriving = self.empty(coming, key) if self.reach[coming] > step else key.new_empty(0)
+            receives = {self.previous: arriving} if self.reach[coming] > step else {}
+            exchange = self.peers.exchange(sends, receives, self.name(what, step))
+            here = self.reach[owner] >= step
+            yield _Block(step, owner, self.unpacked(held, owner) if here else None)
+            exchange.wait()
+            held = arriving
+
+    def name(self, what: str, step: int) -> str:
+        return f"step {step + 1} of {max(self.reach) + 1} of the {what} ring"
+
+    def packed(self, key: Tensor, value: Tensor) -> Tensor:
+        return torch.cat([key.flatten(), value.flatten()])
+
+    def empty(self, owner: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        batch, heads = self.rows
+        return like.new_empty(batch * heads * self.lengths[owner] * sum(self.widths), dtype=dtype)
+
+    def unpacked(self, message: Tensor, owner: int) -> tuple[Tensor, Tensor]:
+        length = self.lengths[owner]
+        batch, heads = self.rows
+        parts = message.split([batch * heads * length * width for width in self.widths])
+        key, value = (
+            x.view(batch, heads, length, width) for x, width in zip(parts, self.widths, strict=True)
+        )
+        return key, value
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        call: Call,
+        peers: Peers,
+        schedule: Schedule,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None,
+        sinks: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        travel = _Travel(call, peers, schedule)
+        wide = torch.promote_types(query.dtype, torch.float32)
+        whole = replace(call, query=query.to(wide))
+        states = [_first_state(whole, run.length) for run in schedule.queries]
+        backends: dict[Piece, str] = {}
+        for block in travel.blocks(key, value, "forward"):
+            if block.keys is None or not schedule.pieces[block.owner]:
+                continue
+            keys, values = (x.to(wide) for x in block.keys)
+            for piece in schedule.pieces[block.owner]:
+                args = _arguments(whole, piece, keys, values)
+                backends[piece] = attention.choose(args)
+                out, lse, _ = attention.run(*args, backends[piece])
+                states[piece.at] = merge_states(*states[piece.at], out, lse)
+        out, lse = _joined(whole, states)
+        if sinks is not None:  # a sink of inf has the whole weight; a merge would compute inf - inf
+            infinite = (sinks == torch.inf)[:, :, None]
+            out.masked_fill_(infinite[..., None], 0.0)
+            lse.masked_fill_(infinite, torch.inf)
+        out = out.to(query.dtype)
+        ctx.save_for_backward(query, key, value, attn_mask, sinks, out, lse)
+        ctx.set_materialize_grads(False)
+        # Without the tensors that autograd keeps.
+        ctx.call = replace(call, query=query[:0], key=key[:0], value=value[:0], attn_mask=None)
+        ctx.ring = travel, schedule, backends
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        query, key, value, attn_mask, sinks, out, lse = ctx.saved_tensors
+        travel, schedule, backends = ctx.ring
+        wide = torch.promote_types(query.dtype, torch.float32)
+        grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+        call = replace(ctx.call, query=query.to(wide), attn_mask=attn_mask)
+        row = _Rows(call, grad_out.to(wide), grad_lse, out.to(wide), lse)
+        needs_mask = ctx.needs_input_grad[6]
+        grad_query = torch.zeros_like(call.query)
+        grad_mask = torch.zeros_like(attn_mask, dtype=wide) if needs_mask else None
+        gradients = _Gradients(travel, key.new_empty(0, dtype=wide))
+        for block in travel.blocks(key, value, "backward"):
+            part = None
+            if block.keys is not None and schedule.pieces[block.owner]:
+                keys, values = (x.to(wide) for x in block.keys)
+                part = torch.zeros_like(keys), torch.zeros_like(values)
+                for piece in schedule.pieces[block.owner]:
+                    found = row.differentiated(piece, backends[piece], keys, values, needs_mask)
+                    grad_query[:, :, piece.queries.rows] += found[0]
+                    for sums, grad in zip(part, found[1:3], strict=True):
+                        sums[:, :, piece.keys.rows] += grad
+                    if grad_mask is not None:
+                        grad_mask[part_of(grad_mask, piece.queries.rows, piece.columns)] += found[3]
+            gradients.add(block, part)
+        grad_key, grad_value = gradients.own(key, value)
+        return (
+            None,
+            None,
+            None,
+            grad_query.to(query.dtype),
+            grad_key.to(key.dtype),
+            grad_value.to(value.dtype),
+            None if grad_mask is None else grad_mask.to(attn_mask.dtype),
+            None if sinks is None else row.grad_of(sinks),
+        )
+
+
+def _first_state(call: Call, length: int) -> tuple[Tensor, Tensor]:
+    """What an online softmax begins from: nothing, or a finite sink, whose value is 0."""
+    batch, heads, _, _ = call.query.shape
+    out = call.query.new_zeros(batch, heads, length, call.value.shape[3])
+    lse = call.query.new_full((batch, heads, length), -torch.inf, dtype=torch.float64)
+    if call.sinks is not None:
+        sinks = call.sinks.masked_fill(call.sinks == torch.inf, -torch.inf)
+        lse.copy_(sinks[:, :, None])
+    return out, lse
+
+
+def _joined(call: Call, states: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """The runs of queries one after the other."""
+    if not states:
+        return _first_state(call, 0)
+    outs, lses = zip(*states, strict=True)
+    return torch.cat(outs, 2), torch.cat(lses, 2)
+
+
+def _arguments(call: Call, piece: Piece, key: Tensor, value: Tensor) -> tuple[Any, ...]:
+    """The tensors and the options of the primitive for one piece, without sinks."""
+    mask = call.own_mask(piece.queries.rows, piece.columns)
+    if mask is not None and mask.is_floating_point() and mask.dtype is not torch.float32:
+        mask = mask.to(call.query.dtype)
+    program = call.program(piece.queries, piece.keys.position, piece.keys.length)
+    rows, columns = piece.queries.rows, piece.keys.rows
+    tensors = (call.query[:, :, rows], key[:, :, columns], value[:, :, columns])
+    biases = (mask, call.alibi_slopes, None, None, None, None, program)
+    return *tensors, *biases, replace(call.options, offset=piece.offset)
+
+
+class _Rows(NamedTuple):
+    """The whole rows of this rank's queries, in float32 or wider."""
+
+    call: Call
+    grad_out: Tensor  # [B, Hq, Lq, Dv]
+    grad_lse: Tensor | None  # [B, Hq, Lq]
+    out: Tensor  # [B, Hq, Lq, Dv]
+    lse: Tensor  # [B, Hq, Lq] float64
+
+    def differentiated(
+        self, piece: Piece, backend: str, key: Tensor, value: Tensor, needs_mask: bool
+    ) -> tuple[Tensor, ...]:
+        """The gradients of query, key, value and mask by one piece."""
+        rows = piece.queries.rows
+        *tensors, options = _arguments(self.call, piece, key, value)
+        grad_out, out = self.grad_out[:, :, rows], self.out[:, :, rows]
+        lse = self.lse[:, :, rows]
+        part, lse_of_part, _ = attention.run(*tensors, options, backend)
+        share = torch.where(lse_of_part == -torch.inf, 0.0, (lse_of_part - lse).exp())
+        grad_lse = (grad_out * (part - out)).sum(3)
+        if self.grad_lse is not None:
+            grad_lse = grad_lse + self.grad_lse[:, :, rows]
+        given = grad_out * share[..., None].to(grad_out.dtype), share * grad_lse, None
+        *before, sinks, table, positions, program = tensors
+        options = extended(AttentionBackwardOptions, options, needs_mask_grad=needs_mask)
+        seen = (*before, part, lse_of_part, sinks, table, positions, program)
+        return attention_backward.run(*given, *seen, options, backend)
+
+    def grad_of(self, sinks: Tensor) -> Tensor:
+        """Sum of e^(sink - lse) (dlse - delta) over the rows of this rank."""
+        sink = sinks[:, :, None].double()
+        share = torch.where(sink == -torch.inf, 0.0, (sink - self.lse).exp())
+        share = torch.where(sink == torch.inf, 1.0, share)
+        passed = -(self.grad_out * self.out).sum(3).double()
+        if self.grad_lse is not None:
+            passed = passed + self.grad_lse
+        return (share * passed).sum(2).sum_to_size(sinks.shape).to(sinks.dtype)
+
+
+class _Gradients:
+    """The gradients of the blocks, which follow them one step behind."""
+
+    def __init__(self, travel: _Travel, like: Tensor) -> None:
+        self.travel, self.like = travel, like
+        self.exchange: Exchange | None = None
+        self.arrived = like  # the sum of the ranks before, for the block of this step
+        self.returned: Tensor | None = None  # the sum of all other ranks for the own block
+        self.kept: tuple[Tensor, Tensor] | None = None  # the own part of the own block
+
+    def add(self, block: _Block, part: tuple[Tensor, Tensor] | None) -> None:
+        """Add this rank's part of a block's gradients, and pass the sum on."""
+        travel, step, rank = self.travel, block.step, self.travel.peers.rank
+        if step == 0:
+            self.kept = part
+            return
+        if self.exchange is not None:
+            self.exchange.wait()
+        sends, receives = {}, {}
+        if block.keys is not None:
+            total = self.arrived  # of the block of this step: ranks add in the order of the ring
+            if step == 1:
+                total = travel.empty(block.owner, self.like).zero_()
+            if part is not None:
+                total += travel.packed(*part)
+            sends[travel.next if travel.reach[block.owner] > step else block.owner] = total
+        coming = (block.owner - 1) % travel.size
+        if travel.reach[coming] > step:
+            self.arrived = travel.empty(coming, self.like)
+            receives[travel.previous] = self.arrived
+        if travel.reach[rank] == step:
+            self.returned = travel.empty(rank, self.like)
+            receives[(rank + step) % travel.size] = self.returned
+        what = travel.name("backward", step) + ", gradients of keys"
+        self.exchange = travel.peers.exchange(sends, receives, what)
+
+    def own(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradients of this rank's keys and values."""
+        if self.exchange is not None:
+            self.exchange.wait()
+        parts = [] if self.kept is None else [self.kept]
+        if self.returned is not None:
+            parts.append(self.travel.unpacked(self.returned, self.travel.peers.rank))
+        grad_key, grad_value = (torch.zeros_like(x, dtype=self.like.dtype) for x in (key, value))
+        for part in parts:
+            grad_key += part[0]
+            grad_value += part[1]
+        return grad_key, grad_value

@@ -1,0 +1,92 @@
+"""Which parts of the keys of each rank the queries of each rank can see."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+from fastattn import masks
+from fastattn.distributed._agree import gather
+from fastattn.distributed._call import Call
+from fastattn.distributed._peers import Peers
+from fastattn.distributed.layout import Layout, Run
+
+__all__ = ["Piece", "Schedule"]
+
+
+class Piece(NamedTuple):
+    """A run of this rank's queries and a run of the keys of some rank.
+
+    Both hold consecutive positions, so the offset of attention says how they are aligned.
+    """
+
+    at: int  # the index of the run of queries
+    queries: Run
+    keys: Run
+
+    @property
+    def offset(self) -> int:
+        return self.queries.position - self.keys.position
+
+    @property
+    def columns(self) -> slice:
+        """The positions of the keys."""
+        return slice(self.keys.position, self.keys.position + self.keys.length)
+
+
+class Schedule:
+    """The visible pieces of this rank, and which ranks need the keys of which.
+
+    ``needs[q][k]`` is True if a query of rank q can see a key of rank k. All ranks have the same
+    table, so sender and receiver skip the same messages.
+    """
+
+    def __init__(self, call: Call, peers: Peers) -> None:
+        self.queries: tuple[Run, ...] = call.queries.runs[peers.rank]
+        window = call.window
+        self.needs = _needs(call.queries, call.keys, window)
+        self.pieces = [_pieces(self.queries, keys, window) for keys in call.keys.runs]
+        if call.mask is None:
+            return
+        # Only this rank reads the mask for its own queries; the others get one bit for each rank.
+        self.pieces = [tuple(p for p in ps if _is_visible(call, p)) for ps in self.pieces]
+        row = torch.tensor([bool(ps) for ps in self.pieces], device=call.query.device)
+        rows = gather(peers, row, [peers.size] * peers.size)
+        self.needs = tuple(tuple(x.tolist()) for x in rows)
+
+
+def _is_visible(call: Call, piece: Piece) -> bool:
+    assert call.mask is not None
+    part = call.part(piece.queries, piece.keys.position, piece.keys.length)
+    return masks.part_is_visible(call.mask, part)
+
+
+@functools.lru_cache(maxsize=64)
+def _needs(queries: Layout, keys: Layout, window: tuple[int, int]) -> tuple[tuple[bool, ...], ...]:
+    return tuple(
+        tuple(bool(_pieces(runs, others, window)) for others in keys.runs) for runs in queries.runs
+    )
+
+
+def _pieces(
+    queries: tuple[Run, ...], keys: tuple[Run, ...], window: tuple[int, int]
+) -> tuple[Piece, ...]:
+    """The pieces with a pair that the window does not exclude."""
+    return tuple(
+        Piece(at, run, others)
+        for at, run in enumerate(queries)
+        for others in keys
+        if _overlap(run, others, window)
+    )
+
+
+def _overlap(queries: Run, keys: Run, window: tuple[int, int]) -> bool:
+    """Whether a query at position i and a key at i - left to i + right exist."""
+    left, right = window
+    last_query = queries.position + queries.length - 1
+    last_key = keys.position + keys.length - 1
+    before = left >= 0 and last_key < queries.position - left
+    after = right >= 0 and keys.position > last_query + right
+    return not before and not after

@@ -1,0 +1,194 @@
+"""Attention to sequences whose rows are on several ranks: the specification."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fastattn import checks, masks
+from fastattn.distributed._agree import agree, gather, problem
+from fastattn.distributed._allgather import gathered_attention
+from fastattn.distributed._call import Call, checked
+from fastattn.distributed._peers import OP, Peers
+from fastattn.distributed._ring import ring_attention
+from fastattn.distributed._ulysses import head_attention
+from fastattn.distributed.layout import Layout, Run
+from fastattn.distributed.plan import cheapest
+
+__all__ = ["attention"]
+
+_METHODS = {"ring": ring_attention, "allgather": gathered_attention, "ulysses": head_attention}
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    group: Any = None,
+    method: str = "auto",
+    layout: str | Tensor | Layout = "contiguous",
+    attn_mask: Tensor | None = None,
+    mask: masks.Mask | None = None,
+    is_causal: bool = False,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    check: bool = True,
+) -> Any:
+    r"""Attend from the queries of this rank to the keys of all ranks of a group.
+
+    .. math:: out = softmax(scale \cdot query \, key^T + bias) \, value
+
+    where key and value are those of all ranks. Each rank calls this function with its own rows of
+    one sequence and gets the output of its own queries; the options are the same on all ranks and
+    mean what they mean in :func:`fastattn.scaled_dot_product_attention`. The result is that of one
+    process up to rounding: partial results are kept in float32 or wider (float64 for float64) and
+    are merged in a fixed order, so the same call gives the same bits.
+
+    All ranks of the group make the same calls in the same order, and where one of them computes
+    gradients, all do.
+
+    Args:
+        query: [B, Hq, L_rank, D], float32, bfloat16, float16 or float64. L_rank may differ between
+            ranks and may be 0.
+        key: [B, Hkv, L_rank, D]. In the two named layouts its length may differ from query's:
+            positions of queries and keys then both count from 0.
+        value: [B, Hkv, L_rank, Dv].
+        group: a process group, a one-dimensional ``DeviceMesh``, or None for all ranks.
+        method: how keys reach the queries. "ring": the keys pass from rank to rank while each
+            attends to those that it has. "allgather": each rank first gathers the keys that it
+            needs. "ulysses": the ranks exchange heads for rows, which needs numbers of heads that
+            the ranks divide. "auto": of ring and ulysses, the one that receives fewer bytes.
+        layout: the positions of the rows. "contiguous": the rows of rank 0, then those of rank 1,
+            and so on. "zigzag": of 2 n chunks, rank r has chunks r and 2 n - 1 - r, which balances
+            causal attention; see :meth:`Layout.zigzag`. A tensor, int32 or int64 [L_rank]: the
+            position of each row of this rank. A :class:`Layout`: the positions of all ranks.
+        attn_mask: the rows of this rank, broadcastable to [B, Hq, L_rank, L], where L is the number
+            of keys of all ranks and column j is position j. bool: True takes part. Floating, of
+            query's dtype or float32: added to the scores; differentiable.
+        mask: a mask of :mod:`fastattn.masks`, or a ``BlockMask``, of the whole sequence, the same
+            on all ranks. Documents that cross ranks are ``masks.document(ids)``.
+        is_causal: exclude the keys after the query's own position. Not together with ``attn_mask``.
+        window: (left, right), how many positions before and after its own a query can see; -1 is
+            unlimited.
+        softcap: None, or the positive bound of the scores.
+        alibi_slopes: floating, [Hq] or [B, Hq]. With "ring" it must not require a gradient.
+        sinks: [Hq], attention sinks. Differentiable: each rank has a part of the gradient of sinks
+            and slopes, and the sum over ranks is the whole.
+        dropout_p: must be 0 for now.
+        scale: None is ``1 / sqrt(D)``.
+        enable_gqa: allow Hkv < Hq: query head h uses head ``h // (Hq // Hkv)``. Heads of keys are
+            never repeated.
+        return_lse: also return the log-sum-exp of the scores of each query.
+        check: compare options, dtypes and shapes of all ranks before anything is computed. Without
+            it every rank must have the same number of rows, or ``layout`` must be a
+            :class:`Layout`, and ranks that disagree wait for each other until the group's timeout.
+
+    Returns:
+        ``out`` [B, Hq, L_rank, Dv] in query's dtype; with ``return_lse`` a tuple of it and ``lse``
+        [B, Hq, L_rank] in float32 (float64 for float64). Both are differentiable once.
+
+    Raises:
+        TypeError: an argument of the wrong type.
+        ValueError: a value that is not allowed; heads that the ranks of "ulysses" do not divide.
+        RuntimeError: dtypes or shapes that do not match. Options that differ between ranks: all
+            ranks raise and name the argument. A rank that ends or does not answer within the
+            group's timeout: the others raise and name it and the step.
+        NotImplementedError: ``dropout_p`` above 0; the gradient of ``alibi_slopes`` with "ring".
+
+    Sources:
+        Liu et al. 2023, https://arxiv.org/abs/2310.01889 (ring attention); Jacobs et al. 2023,
+        https://arxiv.org/abs/2309.14509 (exchange of heads).
+    """
+    peers = Peers(_process_group(group))
+    given = (method, layout, attn_mask, mask, is_causal, window, softcap, alibi_slopes, sinks)
+    try:
+        checks.check_flag(OP, "return_lse", return_lse)
+        checks.check_flag(OP, "check", check)
+        call = checked(query, key, value, *given, dropout_p, scale, enable_gqa)
+    except Exception as error:
+        if check is True:
+            _share(problem(error), peers, query)
+        raise
+    call = _with_layouts(call, peers, check)
+    if call.method == "auto":
+        method = cheapest(call, peers.size)
+    out, lse = _METHODS[method](call, peers)
+    if not return_lse:
+        return out
+    return out, lse if out.dtype is torch.float64 else lse.float()
+
+
+def _process_group(group: Any) -> dist.ProcessGroup | None:
+    if not (dist.is_available() and dist.is_initialized()):
+        raise RuntimeError(
+            f"{OP}: torch.distributed is not initialized, call "
+            "torch.distributed.init_process_group() first, for example under torchrun"
+        )
+    if hasattr(group, "get_group"):  # a mesh; importing its class takes long
+        if group.ndim != 1:
+            raise ValueError(f"{OP}: group must be a mesh of one dimension, got {group.ndim}")
+        return group.get_group()
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise checks.wrong_type(OP, "group", group, "ProcessGroup, DeviceMesh or None")
+    return group
+
+
+def _share(options: dict[str, str], peers: Peers, query: Any) -> None:
+    """Let the other ranks know of an error before it is raised here."""
+    device = query.device if isinstance(query, Tensor) else torch.device("cpu")
+    with contextlib.suppress(RuntimeError):  # of the comparison; this rank raises its own
+        agree(peers, options, (0, 0, 0), device)
+
+
+def _with_layouts(call: Call, peers: Peers, check: bool) -> Call:
+    """Compare the call with those of the other ranks, and add where all rows are."""
+    numbers = call.query.shape[2], call.key.shape[2], call.columns
+    device, layout = call.query.device, call.layout
+    if isinstance(layout, Layout) and layout.ranks != peers.size:
+        raise ValueError(
+            f"{OP}: layout must be of the {peers.size} ranks of the group, got {layout.ranks}"
+        )
+    every = [list(numbers)] * peers.size
+    if check:
+        every = agree(peers, call.compared(), numbers, device)
+    elif isinstance(layout, Layout):
+        every = [[n, n, 0] for n in layout.lengths]
+        every[peers.rank] = list(numbers)
+    q_lengths, k_lengths, columns = ([n[at] for n in every] for at in range(3))
+    if layout == "contiguous":
+        layouts = Layout.contiguous(q_lengths), Layout.contiguous(k_lengths)
+    elif layout == "zigzag":
+        layouts = Layout.zigzag(q_lengths), Layout.zigzag(k_lengths)
+    elif isinstance(layout, Layout):
+        layouts = layout, layout
+    else:
+        assert isinstance(layout, Tensor)
+        of_ranks = Layout.of_positions(gather(peers, layout.to(device, torch.int64), q_lengths))
+        layouts = of_ranks, of_ranks
+    found = layouts[0].lengths, layouts[1].lengths
+    if found != (tuple(q_lengths), tuple(k_lengths)):
+        raise ValueError(
+            f"{OP}: layout must have the lengths of the ranks, {q_lengths}, got {list(found[0])}"
+        )
+    total = layouts[1].total
+    for rank, n in enumerate(columns):
+        if n not in (0, 1, total):
+            raise RuntimeError(
+                f"{OP}: attn_mask must have a column for each of the {total} keys of all ranks, "
+                f"got {n} on rank {rank}"
+            )
+    call = call.with_layouts(*layouts)
+    if call.mask is not None:  # on ranks without rows, too, so that all of them raise
+        masks.check_whole(call.mask, call.part(Run(0, 0, 0), 0, 0))
+    return call

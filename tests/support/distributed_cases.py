@@ -1,0 +1,342 @@
+"""Calls of ``fastattn.distributed.attention``, on one rank's shards and on one process."""
+
+from __future__ import annotations
+
+import functools
+import random
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import fastattn
+from fastattn import masks
+from fastattn.backends import reference
+from fastattn.backends.primitives import AttentionBackwardOptions, AttentionOptions, extended
+from fastattn.distributed import Layout
+
+B, L = 2, 40
+DOCUMENTS = torch.arange(L) // 11
+DIFFERENTIATED = ("query", "key", "value", "attn_mask", "sinks", "alibi_slopes")
+
+LENGTHS: dict[str, Callable[[int], list[int]]] = {
+    "even": lambda ranks: [L // ranks + (rank < L % ranks) for rank in range(ranks)],
+    "uneven": lambda ranks: {1: [40], 2: [27, 13], 3: [21, 0, 19], 4: [5, 0, 28, 7]}[ranks],
+}
+MASKS: dict[str, Callable[[], Any]] = {
+    "documents": lambda: masks.document(DOCUMENTS) & masks.causal(),
+    "prefix": lambda: masks.prefix_lm(torch.tensor([3, 17])),
+    "not-chunks": lambda: ~masks.chunked(8) | masks.causal(),
+    "function": lambda: masks.from_function(
+        lambda b, h, q, k: (q - k) % (h + 2) == 0, None, 4, L, L
+    ),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    name: str
+    method: str = "ring"
+    layout: str = "contiguous"  # or "zigzag", "shuffled", "reversed"
+    lengths: str = "even"
+    dtype: torch.dtype = torch.float32
+    heads: tuple[int, int] = (4, 4)
+    widths: tuple[int, int] = (8, 8)
+    options: dict[str, Any] = field(default_factory=dict)  # passed as they are
+    attn_mask: str = ""  # "bool", "added", "columns" (one row for all), "hidden" (no key for some)
+    mask: str = ""  # of MASKS
+    sinks: bool | str = False  # "infinite": some are inf and -inf
+    slopes: bool = False
+    poisoned: bool = False  # NaN in the last key and value, which a causal mask hides
+    backend: str = ""
+
+    def fits(self, ranks: int) -> bool:
+        if ranks == 1 and "-" in self.name:  # a few are enough
+            return False
+        divided = all(heads % ranks == 0 for heads in self.heads)
+        return self.method != "ulysses" or divided
+
+
+CASES = (
+    Case("plain"),
+    Case("plain-allgather", "allgather", lengths="uneven"),
+    Case("plain-ulysses", "ulysses", "zigzag", "uneven"),
+    Case("plain-auto-grouped", "auto", "zigzag", heads=(4, 2)),
+    Case("causal", lengths="uneven", options={"is_causal": True}),
+    Case("causal-zigzag", layout="zigzag", options={"is_causal": True}),
+    Case("causal-zigzag-uneven", layout="zigzag", lengths="uneven", options={"is_causal": True}),
+    Case("causal-allgather", "allgather", options={"is_causal": True}),
+    Case("causal-allgather-zigzag", "allgather", "zigzag", "uneven", options={"is_causal": True}),
+    Case("causal-ulysses", "ulysses", "contiguous", "uneven", options={"is_causal": True}),
+    Case("causal-reversed", layout="reversed", lengths="uneven", options={"is_causal": True}),
+    Case("causal-shuffled", layout="shuffled", lengths="uneven", options={"is_causal": True}),
+    Case("causal-shuffled-ulysses", "ulysses", "shuffled", options={"is_causal": True}),
+    Case("causal-shuffled-allgather", "allgather", "shuffled", options={"is_causal": True}),
+    Case("causal-bf16", layout="zigzag", dtype=torch.bfloat16, options={"is_causal": True}),
+    Case("causal-bf16-allgather", "allgather", dtype=torch.bfloat16, options={"is_causal": True}),
+    Case("causal-bf16-ulysses", "ulysses", dtype=torch.bfloat16, options={"is_causal": True}),
+    Case("causal-fp16", lengths="uneven", dtype=torch.float16, options={"is_causal": True}),
+    Case("causal-poisoned", poisoned=True, options={"is_causal": True}),
+    Case("causal-poisoned-allgather", "allgather", poisoned=True, options={"is_causal": True}),
+    Case("window", lengths="uneven", options={"window": (5, 2)}),
+    Case("window-allgather", "allgather", "zigzag", options={"window": (3, 0)}),
+    Case("window-ulysses", "ulysses", options={"window": (3, 4)}),
+    Case("grouped", lengths="uneven", heads=(6, 2), widths=(8, 12), options={"scale": 0.3}),
+    Case("grouped-allgather", "allgather", heads=(6, 2), widths=(8, 12)),
+    Case("grouped-ulysses", "ulysses", heads=(8, 4), widths=(8, 12)),
+    Case("softcap", options={"softcap": 1.5, "is_causal": True}),
+    Case("slopes", layout="zigzag", slopes=True, options={"is_causal": True}),
+    Case("slopes-allgather", "allgather", "zigzag", "uneven", slopes=True),
+    Case("slopes-ulysses", "ulysses", slopes=True, options={"window": (9, 9)}),
+    Case("sinks", layout="zigzag", lengths="uneven", sinks=True, options={"is_causal": True}),
+    Case("sinks-allgather", "allgather", sinks=True, attn_mask="hidden"),
+    Case("sinks-infinite", sinks="infinite", attn_mask="hidden"),
+    Case("sinks-infinite-allgather", "allgather", "zigzag", sinks="infinite"),
+    Case("sinks-ulysses", "ulysses", "zigzag", sinks=True),
+    Case("sinks-hidden", sinks=True, attn_mask="hidden"),
+    Case("mask-bool", lengths="uneven", attn_mask="bool"),
+    Case("mask-bool-allgather", "allgather", "zigzag", attn_mask="bool"),
+    Case("mask-hidden", layout="zigzag", attn_mask="hidden"),
+    Case("mask-added", layout="zigzag", lengths="uneven", attn_mask="added"),
+    Case("mask-added-allgather", "allgather", "zigzag", attn_mask="added"),
+    Case("mask-added-ulysses", "ulysses", "zigzag", "uneven", attn_mask="added"),
+    Case("mask-added-bf16", dtype=torch.bfloat16, attn_mask="added"),
+    Case("mask-columns", attn_mask="columns"),
+    Case("mask-columns-ulysses", "ulysses", attn_mask="columns"),
+    Case("documents", lengths="uneven", mask="documents"),
+    Case("documents-allgather", "allgather", "zigzag", mask="documents"),
+    Case("documents-ulysses", "ulysses", "zigzag", "uneven", mask="documents"),
+    Case("documents-shuffled", layout="shuffled", mask="documents"),
+    Case("prefix", layout="zigzag", mask="prefix", options={"window": (20, -1)}),
+    Case("not-chunks", lengths="uneven", mask="not-chunks"),
+    Case("function", lengths="uneven", layout="zigzag", mask="function"),
+    Case("function-allgather", "allgather", mask="function"),
+    Case("function-ulysses", "ulysses", mask="function"),
+)
+
+
+@functools.cache
+def whole(case: Case) -> dict[str, Tensor]:
+    """The tensors of the whole sequence, and the gradients of the results."""
+    draw = torch.Generator().manual_seed(zlib.crc32(case.name.encode()))
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draw, dtype=torch.float64).to(case.dtype)
+
+    (heads, kv_heads), (width, value_width) = case.heads, case.widths
+    found = {
+        "query": normal(B, heads, L, width),
+        "key": normal(B, kv_heads, L, width),
+        "value": normal(B, kv_heads, L, value_width),
+    }
+    if case.attn_mask == "added":
+        found["attn_mask"] = normal(1, heads, L, L)
+    elif case.attn_mask == "columns":
+        found["attn_mask"] = normal(B, 1, 1, L)
+    elif case.attn_mask:
+        visible = torch.rand(B, 1, L, L, generator=draw) < 0.5
+        if case.attn_mask == "hidden":
+            visible[:, :, 7:23] = False
+        found["attn_mask"] = visible
+    if case.sinks:
+        found["sinks"] = normal(heads).float()
+        if case.sinks == "infinite":
+            found["sinks"][:2] = torch.tensor([torch.inf, -torch.inf])
+    if case.slopes:
+        found["alibi_slopes"] = torch.rand(heads, generator=draw)
+    found["grad_out"] = normal(B, heads, L, value_width)
+    found["grad_lse"] = normal(B, heads, L).float()
+    if case.poisoned:
+        for name in ("key", "value"):
+            found[name][:, :, -1] = torch.nan
+        # Its own query sees it, so that row has no gradient to compare.
+        found["query"], found["grad_out"] = found["query"][:, :, :-1], found["grad_out"][:, :, :-1]
+        found["grad_lse"] = found["grad_lse"][:, :, :-1]
+    return found
+
+
+def layout_of(case: Case, ranks: int) -> Layout:
+    lengths = LENGTHS[case.lengths](ranks)
+    if case.layout == "contiguous":
+        return Layout.contiguous(lengths)
+    if case.layout == "zigzag":
+        return Layout.zigzag(lengths)
+    order = list(range(L))[::-1]
+    if case.layout == "shuffled":  # in pieces of four, so that runs are longer than a row
+        pieces = [order[::-1][n : n + 4] for n in range(0, L, 4)]
+        random.Random(0).shuffle(pieces)
+        order = [n for piece in pieces for n in piece]
+    return Layout.of_positions(torch.tensor(order).split(lengths))
+
+
+def definition(case: Case) -> dict[str, Tensor]:
+    """The results and gradients of one process, in float64."""
+    given = {n: x.double() if x.is_floating_point() else x for n, x in whole(case).items()}
+    options = AttentionOptions(
+        scale=case.options.get("scale", case.widths[0] ** -0.5),
+        window_left=case.options.get("window", (-1, -1))[0],
+        window_right=0
+        if case.options.get("is_causal")
+        else case.options.get("window", (-1, -1))[1],
+        softcap=case.options.get("softcap", 0.0),
+    )
+    if case.poisoned:
+        for name in ("key", "value"):
+            given[name] = given[name][:, :, :-1]
+    sinks, slopes = (given[n][None] if n in given else None for n in ("sinks", "alibi_slopes"))
+    attn_mask, program = given.get("attn_mask"), None
+    if case.mask:
+        program = masks.program("test", MASKS[case.mask](), given["query"], L, 0)
+    tensors = (given["query"], given["key"], given["value"], attn_mask, slopes, None)
+    last = (sinks, None, None, program)
+    out, lse, _ = reference.scaled_dot_product_attention(*tensors, *last, options=options)
+    needs_mask = case.attn_mask in ("added", "columns")
+    back = extended(AttentionBackwardOptions, options, needs_mask_grad=needs_mask)
+    grads = reference.scaled_dot_product_attention_backward(
+        given["grad_out"], given["grad_lse"], None, *tensors, out, lse, *last, options=back
+    )
+    found = {"out": out, "lse": lse}
+    found |= dict(zip(("grad of query", "grad of key", "grad of value"), grads, strict=False))
+    if needs_mask:
+        found["grad of attn_mask"] = grads[3]
+    if sinks is not None:
+        found["grad of sinks"] = grads[4][0]
+    if case.poisoned:  # the key that no query can see has no gradient
+        for name in ("grad of key", "grad of value"):
+            found[name] = torch.nn.functional.pad(found[name], (0, 0, 0, 1))
+    return found
+
+
+def shard(case: Case, rank: int, ranks: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """This rank's arguments and the gradients of its results."""
+    every = whole(case)
+    own = layout_of(case, ranks).positions(rank)
+    rows = own[own < every["query"].shape[2]]
+    found = {}
+    for name, x in every.items():
+        if name in ("query", "grad_out", "grad_lse"):
+            found[name] = x[:, :, rows]
+        elif name in ("key", "value"):
+            found[name] = x[:, :, own]
+        elif name == "attn_mask" and x.shape[2] > 1:
+            found[name] = x[:, :, rows]
+        else:
+            found[name] = x.clone()
+    grads = {name: found.pop(name) for name in ("grad_out", "grad_lse")}
+    return found, grads
+
+
+def call(case: Case, rank: int, ranks: int) -> dict[str, Tensor]:
+    """The results and gradients of one rank."""
+    tensors, grads = shard(case, rank, ranks)
+    leaves = {}
+    for name, x in tensors.items():
+        wanted = name in DIFFERENTIATED and x.is_floating_point() and name != "alibi_slopes"
+        tensors[name] = x.detach().requires_grad_(wanted)
+        if wanted:
+            leaves[name] = tensors[name]
+    layout: Any = case.layout
+    if layout not in ("contiguous", "zigzag"):
+        layout = layout_of(case, ranks)
+        layout = layout if case.lengths == "even" else layout.positions(rank)
+    mask = MASKS[case.mask]() if case.mask else None
+    with fastattn.use_backend(case.backend or None) if case.backend else torch.enable_grad():
+        out, lse = fastattn.distributed.attention(
+            **tensors,
+            **case.options,
+            method=case.method,
+            layout=layout,
+            mask=mask,
+            enable_gqa=case.heads[0] != case.heads[1],
+            return_lse=True,
+        )
+        found = torch.autograd.grad(
+            (out, lse), list(leaves.values()), (grads["grad_out"], grads["grad_lse"].to(lse.dtype))
+        )
+    results = {"out": out.detach(), "lse": lse.detach()}
+    return results | {f"grad of {n}": g for n, g in zip(leaves, found, strict=True)}
+
+
+def run_cases(cases: Sequence[Case] = CASES) -> dict[str, Any]:
+    """The results of all cases on this rank; an error instead of those that fail."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    found: dict[str, Any] = {}
+    for case in cases:
+        if not case.fits(ranks):
+            continue
+        try:
+            found[case.name] = first = call(case, rank, ranks)
+            if ranks == 4:
+                second = call(case, rank, ranks)
+                if not all(torch.equal(first[name], second[name]) for name in first):
+                    found[case.name] = "differs from run to run"
+        except Exception as error:
+            found[case.name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def joined(case: Case, parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The results of the whole sequence from those of the ranks."""
+    ranks = len(parts)
+    layout = layout_of(case, ranks)
+    shapes = {f"grad of {n}": x.shape for n, x in whole(case).items()}
+    found: dict[str, Tensor] = {}
+    for name in parts[0]:
+        summed = name == "grad of sinks" or (name == "grad of attn_mask" and shapes[name][2] == 1)
+        if summed:
+            found[name] = torch.stack([part[name] for part in parts]).sum(0)
+            continue
+        like = parts[0][name]
+        length = L if name in ("grad of key", "grad of value") else whole(case)["query"].shape[2]
+        total = like.new_full((*like.shape[:2], length, *like.shape[3:]), torch.nan)
+        for rank, part in enumerate(parts):
+            own = layout.positions(rank)
+            total[:, :, own[own < length]] = part[name]
+        found[name] = total
+    return found
+
+
+def random_case(seed: int) -> Case:
+    """A case of random options that fit each other."""
+    draw = random.Random(seed)
+    heads = draw.choice([(4, 4), (4, 2), (12, 12), (12, 4)])
+    options: dict[str, Any] = {}
+    mask = draw.choice(["", "", *MASKS]) if heads[0] == 4 else ""
+    attn_mask = "" if mask else draw.choice(["", "", "bool", "added", "hidden", "columns"])
+    if not attn_mask and draw.random() < 0.5:
+        options["is_causal"] = True
+    if draw.random() < 0.4:
+        options["window"] = (draw.randint(-1, 30), draw.randint(-1, 30))
+    if draw.random() < 0.2:
+        options["softcap"] = 2.0
+    return Case(
+        f"random-{seed}",
+        draw.choice(["ring", "allgather", "ulysses", "auto"]),
+        draw.choice(["contiguous", "zigzag", "shuffled", "reversed"]),
+        draw.choice(list(LENGTHS)),
+        draw.choice([torch.float32, torch.bfloat16]),
+        heads,
+        draw.choice([(8, 8), (16, 5)]),
+        options,
+        attn_mask,
+        mask,
+        draw.random() < 0.3,
+        draw.random() < 0.3,
+    )
+
+
+SLOW_CASES = (
+    Case(
+        "reference", backend="reference", lengths="uneven", sinks=True, options={"is_causal": True}
+    ),
+    Case("reference-mask", backend="reference", layout="zigzag", attn_mask="added"),
+    *(random_case(seed) for seed in range(150)),
+)
+
+
+def run_slow_cases() -> dict[str, Any]:
+    return run_cases(SLOW_CASES)

@@ -1,0 +1,148 @@
+"""Calls of ``fastattn.distributed.attention`` that fail, run on each rank of a group."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fastattn import masks
+from fastattn.distributed import Layout, attention
+from fastattn.distributed._peers import Peers
+
+SECONDS = 8.0  # for one message
+
+
+def tensors(**changed: Any) -> list[Tensor]:
+    shape = {"heads": 4, "length": 6, "width": 8, "dtype": torch.float32} | changed
+    x = torch.ones(2, shape["heads"], shape["length"], shape["width"], dtype=shape["dtype"])
+    return [x.clone() for _ in range(3)]
+
+
+def message_of(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+# Each makes a wrong call on rank 1, a right one on the others.
+DIFFERENT: dict[str, Callable[[bool], Any]] = {
+    "window": lambda odd: attention(*tensors(), window=(4, 0) if odd else None),
+    "scale": lambda odd: attention(*tensors(), scale=2.0 if odd else None),
+    "method": lambda odd: attention(*tensors(), method="ring" if odd else "allgather"),
+    "layout": lambda odd: attention(*tensors(), layout="zigzag" if odd else "contiguous"),
+    "dtype": lambda odd: attention(*tensors(dtype=torch.float64 if odd else torch.float32)),
+    "heads": lambda odd: attention(*tensors(heads=2 if odd else 4)),
+    "mask": lambda odd: attention(*tensors(), mask=masks.chunked(3 if odd else 2)),
+    "sinks": lambda odd: attention(*tensors(), sinks=torch.ones(4) if odd else None),
+    "requires_grad": lambda odd: attention(*(x.requires_grad_(odd) for x in tensors())),
+    "attn_mask": lambda odd: attention(
+        *tensors(), attn_mask=torch.ones(6, 18) > 0 if odd else torch.ones(6, 18)
+    ),
+    "columns": lambda odd: attention(*tensors(), attn_mask=torch.ones(6, 17 if odd else 18)),
+    "own error": lambda odd: attention(*tensors(), softcap=-1.0 if odd else 1.0),
+    "positions": lambda odd: attention(
+        *tensors(), layout=torch.arange(6) + 6 * dist.get_rank() - (2 if odd else 0)
+    ),
+    "lengths": lambda odd: attention(
+        *tensors(length=5 if odd else 6), layout=Layout.contiguous([6, 6, 6])
+    ),
+}
+# All ranks make the same wrong call.
+WRONG: dict[str, Callable[[], Any]] = {
+    "dropout_p": lambda: attention(*tensors(), dropout_p=0.5),
+    "method": lambda: attention(*tensors(), method="tree"),
+    "layout": lambda: attention(*tensors(), layout="striped"),
+    "layout ranks": lambda: attention(*tensors(), layout=Layout.contiguous([6, 6])),
+    "layout without check": lambda: attention(
+        *tensors(), layout=Layout.contiguous([5, 5, 5]), check=False
+    ),
+    "layout type": lambda: attention(*tensors(), layout=[1, 2]),
+    "layout shape": lambda: attention(*tensors(), layout=torch.arange(5)),
+    "heads": lambda: attention(*tensors(heads=2), method="ulysses"),
+    "rank": lambda: attention(tensors()[0][0], *tensors()[1:]),
+    "type": lambda: attention(1, *tensors()[1:]),  # type: ignore[arg-type]
+    "grouped": lambda: attention(tensors()[0], *tensors(heads=2)[1:]),
+    "mask and causal": lambda: attention(*tensors(), attn_mask=torch.ones(6, 18), is_causal=True),
+    "mask": lambda: attention(*tensors(), mask=torch.ones(18, 18)),  # type: ignore[arg-type]
+    "mask size": lambda: attention(*tensors(), mask=masks.document(torch.arange(17))),
+    "group": lambda: attention(*tensors(), group=0),
+    "slopes": lambda: attention(
+        *tensors(), method="ring", alibi_slopes=torch.ones(4, requires_grad=True)
+    ),
+}
+
+
+def disagree() -> dict[str, str]:
+    """The messages of all calls on this rank; afterwards the group still works."""
+    odd = dist.get_rank() == 1
+    found = {name: message_of(lambda call=call: call(odd)) for name, call in DIFFERENT.items()}
+    found |= {f"all: {name}": message_of(call) for name, call in WRONG.items()}
+    found["afterwards"] = message_of(lambda: attention(*tensors()))
+    return found
+
+
+def _at_step(step: str, act: Callable[[], None]) -> None:
+    """Act when this rank begins the step of that name."""
+    exchange = Peers.exchange
+
+    def watched(self: Peers, sends: Any, receives: Any, name: str) -> Any:
+        if name == step:
+            act()
+        return exchange(self, sends, receives, name)
+
+    Peers.exchange = watched  # type: ignore[method-assign]
+
+
+def _fail(step: str, act: Callable[[], None], method: str, heads: int = 4) -> tuple[str, float]:
+    """The message of this rank, and its seconds, where rank 1 fails at a step."""
+    attention(*tensors())  # all ranks are there
+    if dist.get_rank() == 1:
+        _at_step(step, act)
+    begin = time.monotonic()
+
+    def call() -> None:
+        query, key, value = (x.requires_grad_() for x in tensors(heads=heads))
+        attention(query, key, value, method=method).sum().backward()
+
+    return message_of(call), time.monotonic() - begin
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _stall() -> None:
+    time.sleep(1.5 * SECONDS)
+
+
+def die_in_comparison() -> tuple[str, float]:
+    return _fail("the comparison of the arguments", _die, "ring")
+
+
+def die_in_ring() -> tuple[str, float]:
+    return _fail("step 2 of 3 of the forward ring", _die, "ring")
+
+
+def die_in_backward() -> tuple[str, float]:
+    return _fail("step 1 of 3 of the backward ring", _die, "ring")
+
+
+def die_in_gathering() -> tuple[str, float]:
+    return _fail("gathering the keys", _die, "allgather")
+
+
+def die_in_heads() -> tuple[str, float]:
+    return _fail("the exchange of heads", _die, "ulysses", heads=6)
+
+
+def stall_in_ring() -> tuple[str, float]:
+    return _fail("step 1 of 2 of the forward ring", _stall, "ring")
