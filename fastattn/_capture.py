@@ -148,12 +148,10 @@ class _Recorder:
         try:
             with torch.no_grad(), _random_numbers_from(start):
                 query = given.arguments.get("query")
-                if isinstance(query, Tensor) and query.is_nested:  # the stock class has no weights
-                    module, query, key, value = given.args[:4]
-                    mask = given.arguments.get("mask")
-                    return nested_attention(
-                        module, query, key, value, None, None, True, False, mask=mask
-                    )
+                if isinstance(query, Tensor) and query.is_nested:
+                    module, _, key, value = given.args[:4]
+                    if not isinstance(module, MultiheadAttention):  # the stock class has no weights
+                        return nested_attention(module, query, key, value, None, None, True, False)
                 return forward(*given.args, **given.kwargs)
         finally:
             self.paused = False

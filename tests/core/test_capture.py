@@ -212,6 +212,21 @@ def test_weights_of_a_padded_batch_on_the_fast_path() -> None:
         torch.testing.assert_close(each, padded[name][0].where(real, 0.0))
 
 
+@pytest.mark.filterwarnings("ignore")  # nested tensors are a prototype
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_weights_of_a_jagged_batch_are_those_of_its_result(is_causal: bool) -> None:
+    layer = MultiheadAttention(EMBED, HEADS, batch_first=True)
+    rows = [SOURCE[0, :2], SOURCE[1]]
+    x = torch.nested.nested_tensor(rows, layout=torch.jagged)
+    with capture(layer) as weights:
+        layer(x, x, x, need_weights=False, is_causal=is_causal)
+    (found,) = weights[""]
+    for each, row in zip(found, rows, strict=True):
+        mask = torch.ones(len(row), len(row), dtype=torch.bool).triu(1) if is_causal else None
+        _, want = layer(*[row[None]] * 3, attn_mask=mask, average_attn_weights=False)
+        torch.testing.assert_close(each[:, : len(row), : len(row)], want[0])
+
+
 @pytest.mark.parametrize("padding", [None, PADDING])
 def test_a_stock_model_is_captured_up_to_rounding(padding: Tensor | None) -> None:
     encoder = nn.TransformerEncoder(
