@@ -16,7 +16,7 @@ from fastattn.bench.shapes import shape_text
 
 DTYPES = ("fp32", "bf16", "fp16")
 PASSES = ("fwd", "bwd", "fwd+bwd")
-MASKS = ("none", "causal", "padding", "bool", "bias", "documents")
+MASKS = ("none", "causal", "padding", "bool", "bias", "documents", "prefix", "window")
 DOCUMENTS = 8  # of a cell with mask=documents
 WEIGHTS = ("none", "average", "per-head")
 OPTIONS = (
@@ -26,6 +26,7 @@ OPTIONS = (
     "alibi",
     "sinks",
     "relative",
+    "t5",
     "dropout",
     "learnable",
     "stepwise",
@@ -45,13 +46,16 @@ class Cell:
     sizes     the operator's sizes by their keys, such as {"B": 1, "H": 8, "Lq": 512, ...}
     passes    fwd (no gradient), bwd (the backward only) or fwd+bwd
     mask      none, causal (upper left), padding (a key padding mask, half of the keys on average),
-              bool (a random [Lq, Lk] mask, half of it True), bias (an additive mask), documents
-              (eight of equal lengths: a mask of `fastattn.masks`, for others a [Lq, Lk] mask)
+              bool (a random [Lq, Lk] mask, half of it True), bias (an additive mask), or a mask of
+              `fastattn.masks`, for others a [Lq, Lk] mask: documents (eight of equal lengths),
+              prefix (the first half of the keys, and those before the query) or window (keys at
+              most Lk / 4 places before the query)
     weights   which attention weights are returned: none, average (over the heads) or per-head
     option    none, window (keys at most Lk / 4 places away), softcap (2), alibi (the slopes of its
-              paper), sinks (a logit per head), relative (a learned bias of every distance), dropout
-              (of 0.1), learnable (the bias of the mask has a gradient), stepwise (one position at a
-              time, on a cache) or layerwise (tying of a memory network)
+              paper), sinks (a logit per head), relative (a learned bias of every distance), t5
+              (one of 32 buckets of distances), dropout (of 0.1), learnable (the bias of the mask
+              has a gradient), stepwise (one position at a time, on a cache) or layerwise (tying of
+              a memory network)
     label     a description, such as the model that has this shape
     """
 
@@ -141,8 +145,27 @@ def document_lengths(length: int) -> list[int]:
 
 
 def window_width(cell: Cell) -> int:
-    """The window of a cell with option=window: the largest distance of a visible key."""
-    return max(1, cell["Lk"] // 4)
+    """The window of a cell with option=window or mask=window: its largest distance."""
+    return max(1, cell.sizes.get("Lk", cell.sizes.get("L", 0)) // 4)
+
+
+def prefix_length(length: int) -> int:
+    """The prefix of a sequence with mask=prefix."""
+    return length // 2
+
+
+def keys_of(cell: Cell, at: int, length: int) -> range:
+    """The visible keys of the query at a position of a sequence: with these masks, neighbours."""
+    if cell.mask == "causal":
+        return range(at + 1)
+    if cell.mask == "prefix":
+        return range(max(at + 1, prefix_length(length)))
+    if cell.mask == "window":
+        return range(max(0, at - window_width(cell)), at + 1)
+    if cell.mask == "documents":
+        own = at * DOCUMENTS // length
+        return range(-(-own * length // DOCUMENTS), -(-(own + 1) * length // DOCUMENTS))
+    return range(length)
 
 
 def visible_pairs(cell: Cell, true_in_mask: int | None = None) -> int:

@@ -10,7 +10,6 @@ from bench_results import SMALL, TINY, a_result, cell_of
 
 from fastattn.bench import cli, display, inputs, measuring, ops, stats, summary
 from fastattn.bench.cells import (
-    MASKS,
     Cell,
     bytes_touched,
     flops,
@@ -33,7 +32,7 @@ def sees(cell: Cell, i: int, j: int, b: int, mask: torch.Tensor | None) -> bool:
     return bool(mask[i, j]) if mask is not None and cell.mask == "bool" else True
 
 
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("mask", ops.get("sdpa").MASKS)
 @pytest.mark.parametrize(("q_len", "kv_len"), [(5, 7), (7, 5), (1, 9)])
 def test_flops_are_counted_for_visible_pairs_only(mask: str, q_len: int, kv_len: int) -> None:
     cell = dataclasses.replace(TINY, mask=mask, sizes={**TINY.sizes, "Lq": q_len, "Lk": kv_len})
@@ -50,6 +49,45 @@ def test_flops_are_counted_for_visible_pairs_only(mask: str, q_len: int, kv_len:
     assert flops(cell, count) == pairs * (2 * 8 + 2 * 6)
     both = dataclasses.replace(cell, passes="fwd+bwd")
     assert flops(both, count) == pairs * (2 * 8 + 2 * 6 + 6 * 8 + 4 * 6)
+
+
+def sees_in_its_sequence(cell: Cell, i: int, j: int, length: int, width: int) -> bool:
+    """Whether the query at position i sees the key at position j."""
+    return {
+        "none": True,
+        "causal": j <= i,
+        "documents": 8 * i // length == 8 * j // length,
+        "prefix": j <= i or j < length // 2,
+        "window": i - width <= j <= i,
+    }[cell.mask]
+
+
+@pytest.mark.parametrize("mask", ops.get("varlen").MASKS)
+def test_pairs_of_packed_sequences_are_counted_within_each(mask: str) -> None:
+    cell = cell_of("varlen", "B=3,H=2,L=29,S=5,D=4", mask=mask)
+    pairs = sum(
+        sees_in_its_sequence(cell, i, j, n, 29 // 4)
+        for n in inputs.make_inputs(cell, 0)["ends"].diff().tolist()
+        for i in range(n)
+        for j in range(n)
+    )
+    assert flops(cell) == 4 * 4 * 2 * pairs
+
+
+@pytest.mark.parametrize("mask", ops.get("decode").MASKS)
+@pytest.mark.parametrize("queries", [1, 3, 21])
+def test_pairs_of_a_cache_are_those_of_the_newest_tokens(mask: str, queries: int) -> None:
+    cell = cell_of("decode", f"B=2,H=4,Hkv=2,Lq={queries},Lk=21,D=4", mask=mask)
+    pairs = [
+        (i, j)
+        for i in range(21 - queries, 21)
+        for j in range(21)
+        if sees_in_its_sequence(cell, i, j, 21, 21 // 4)
+    ]
+    assert flops(cell) == 2 * 4 * 4 * 4 * len(pairs)
+    whole = dataclasses.replace(cell, mask="none")
+    unread = 21 - len({j for _, j in pairs})
+    assert bytes_touched(whole) - bytes_touched(cell) == 4 * 2 * 2 * (4 + 4) * unread
 
 
 def test_the_cells_of_a_shape_share_their_forward_pass() -> None:

@@ -16,7 +16,6 @@ from bench_results import SMALL, TINY, cell_of
 from fastattn import dispatch
 from fastattn.bench import inputs, ops
 from fastattn.bench.cells import (
-    MASKS,
     Cell,
     bytes_touched,
     flops,
@@ -63,6 +62,16 @@ def cells_to_check() -> list[Cell]:
             if option != "learnable" or mask == "bias"
             for passes in ("bwd", "fwd+bwd")
             for shape in (SMALL["sdpa"], "B=2,H=4,L=40,D=8")
+        ),
+        *(
+            cell_of("varlen", SMALL["varlen"], passes=passes, mask=mask, option="relative")
+            for mask in ("none", "prefix")
+            for passes in ("bwd", "fwd+bwd")
+        ),
+        *(
+            cell_of("decode", shape, mask=mask, option="t5")
+            for mask in ("none", "window")
+            for shape in (SMALL["decode"], "B=2,H=4,Hkv=2,Lk=150,D=8,P=25")
         ),
     ]
 
@@ -118,16 +127,17 @@ def test_providers_agree_with_the_oracle(cell: Cell) -> None:
     assert bytes_touched(cell) > 0
 
 
+@pytest.mark.parametrize("option", ops.get("varlen").OPTIONS)
 @pytest.mark.parametrize("mask", ops.get("varlen").MASKS)
 def test_a_loop_over_packed_sequences_agrees_too(
-    mask: str, monkeypatch: pytest.MonkeyPatch
+    mask: str, option: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch_default, "_variant", "")  # which the next line changes
     loop = load("torch@loop")
     assert loop.why_not(cell_of("sdpa", SMALL["sdpa"])) == [
         "it has no packed sequences to loop over"
     ]
-    cell = cell_of("varlen", SMALL["varlen"], passes="fwd+bwd", mask=mask)
+    cell = cell_of("varlen", SMALL["varlen"], passes="fwd+bwd", mask=mask, option=option)
     assert not loop.why_not(cell)
     found = Oracle(cell, 1).check(answer("torch@loop", cell))
     assert found.ok, found.reason
@@ -156,7 +166,7 @@ def test_peers_agree_with_the_oracle_where_they_are_installed(name: str, shape: 
         pytest.skip(str(error))
     # Compilers take their time: in 16 bits the first shape alone.
     dtypes = ("fp32", "bf16") if "Lk" in shape else ("fp32",)
-    for mask, passes in itertools.product(MASKS, ("fwd", "fwd+bwd")):
+    for mask, passes in itertools.product(ops.get("sdpa").MASKS, ("fwd", "fwd+bwd")):
         for dtype in dtypes:
             cell = cell_of("sdpa", shape, mask=mask, passes=passes, dtype=dtype)
             if not provider.why_not(cell):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
+from torch.nn.functional import embedding
 
-from fastattn.bench.cells import DOCUMENTS, Cell
+from fastattn.bench.cells import DOCUMENTS, Cell, keys_of
 from fastattn.bench.inputs import Draw
 from fastattn.bench.ops._base import Inputs, Outputs
 
@@ -24,9 +27,41 @@ def visible_keys(cell: Cell, draw: Draw) -> Tensor | None:
     return None
 
 
+def visible_to_last(cell: Cell, queries: int, length: int, device: torch.device) -> Tensor | None:
+    """The visible pairs of the last queries of a sequence, [queries, length]; None: all."""
+    if cell.mask == "none":
+        return None
+    seen = (keys_of(cell, at, length) for at in range(length - queries, length))
+    low, high = torch.tensor([(keys.start, keys.stop) for keys in seen]).T[..., None]
+    keys = torch.arange(length)
+    return ((low <= keys) & (keys < high)).to(device)
+
+
 def document_ids(length: int) -> Tensor:
     """The document of each row, [length]."""
     return torch.arange(length) * DOCUMENTS // max(length, 1)
+
+
+def distances(queries: int, keys: int, device: torch.device, offset: int = 0) -> Tensor:
+    """Query position minus key position, [queries, keys]; query 0 is at position `offset`."""
+    rows, columns = (torch.arange(n, device=device) for n in (queries, keys))
+    return rows[:, None] + offset - columns
+
+
+def table_biases(table: Tensor, distances: Tensor) -> Tensor:
+    """The bias of all pairs [H, queries, keys], from a table of distances [H, 2 M + 1]."""
+    return embedding(distances + table.shape[1] // 2, table.mT).permute(2, 0, 1)
+
+
+def t5_biases(table: Tensor, distances: Tensor) -> Tensor:
+    """The same from the buckets [32, H] of a decoder of T5 (https://arxiv.org/abs/1910.10683).
+
+    A distance below 16 has its own bucket; up to 128 the others grow by a constant factor.
+    """
+    distances = distances.clamp(min=0)
+    shared = 16 + (16 * (distances.clamp(min=16) / 16).log() / math.log(128 / 16)).long()
+    buckets = torch.where(distances < 16, distances, shared.clamp(max=31))
+    return embedding(buckets, table).permute(2, 0, 1)
 
 
 def softmax_of(

@@ -1,6 +1,7 @@
 """`decode_attention`: attention of the newest tokens to a cache of keys and values; no gradient.
 
 A paged cache has its pages in random order. torch has no paged caches and reads a contiguous one.
+The newest tokens are at the last positions; torch gets masks and biases of all pairs.
 """
 
 from __future__ import annotations
@@ -12,10 +13,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from fastattn.bench.cells import Cell
+from fastattn import masks
+from fastattn.bench.cells import Cell, keys_of, prefix_length, window_width
 from fastattn.bench.inputs import Draw
-from fastattn.bench.ops._attention import attend
+from fastattn.bench.ops._attention import (
+    attend,
+    distances,
+    document_ids,
+    t5_biases,
+    visible_to_last,
+)
 from fastattn.bench.ops._base import Inputs, Operator, Outputs, Prepared, Sizes
+from fastattn.bias import T5
 
 
 class Decode(Operator):
@@ -26,6 +35,8 @@ class Decode(Operator):
     )
     TORCH = "F.scaled_dot_product_attention on the contiguous cache"
     SIZES: ClassVar[Sizes] = {"B": 1, "H": 32, "Hkv": 8, "Lq": 1, "Lk": 4096, "D": 128, "P": 0}
+    MASKS = ("none", "documents", "prefix", "window")
+    OPTIONS = ("none", "t5")
     PASSES = ("fwd",)
     TINY: ClassVar[Mapping[str, int]] = {**Operator.TINY, "P": 1}
     SHAPES: ClassVar = {"query": "B H Lq D", "key": "B Hkv Lk D", "value": "B Hkv Lk D"}
@@ -36,11 +47,23 @@ class Decode(Operator):
         if sizes["P"] and sizes["Lk"] % sizes["P"]:
             raise ValueError(f"Lk={sizes['Lk']} is not a multiple of P={sizes['P']}")
 
+    def check_option(self, cell: Cell) -> None:
+        if cell.mask != "none" and cell["Lq"] > cell["Lk"]:
+            raise ValueError(f"mask={cell.mask}: Lq={cell['Lq']} is more than Lk={cell['Lk']}")
+
     def flops(self, cell: Cell, pairs: int) -> tuple[int, int]:
+        pairs = cell["B"] * sum(map(len, _keys(cell)))
         return 4 * pairs * cell["H"] * cell["D"], 0
+
+    def unread(self, cell: Cell) -> int:
+        seen = _keys(cell)
+        beyond = cell["Lk"] - (seen[-1].stop - seen[0].start)
+        return cell["B"] * cell["Hkv"] * beyond * 2 * cell["D"]
 
     def inputs(self, cell: Cell, draw: Draw) -> Inputs:
         inputs = super().inputs(cell, draw)
+        if cell.option == "t5":
+            inputs["buckets"] = draw.normal(32, cell["H"])
         if cell["P"]:
             pages = cell["B"] * cell["Lk"] // cell["P"]
             order = torch.randperm(pages, generator=draw.generator)
@@ -49,21 +72,55 @@ class Decode(Operator):
 
     def arguments(self, cell: Cell, inputs: Inputs) -> tuple[Sequence[Any], dict[str, Any]]:
         query, key, value = self.leaves(inputs)
+        options: dict[str, Any] = {"mask": _mask(cell)}
+        if cell.option == "t5":
+            options["relative_bias"] = T5(inputs["buckets"], bidirectional=False)
         if not cell["P"]:
-            return [query, key, value], {}
+            return [query, key, value], options
         table = inputs["block_table"]
         pages = [_in_pages(x, table, cell["P"]) for x in (key, value)]
-        return [query, *pages], {"block_table": table}
+        return [query, *pages], options | {"block_table": table}
 
     def theirs(self, cell: Cell, inputs: Inputs) -> Prepared:
         query, key, value = leaves = self.leaves(inputs)
         grouped = cell["H"] != cell["Hkv"]
+        visible, bias = _pairs(cell, inputs)
+        mask = bias if visible is None else visible
         return lambda: (
-            scaled_dot_product_attention(query, key, value, enable_gqa=grouped),
+            scaled_dot_product_attention(query, key, value, mask, enable_gqa=grouped),
         ), leaves
 
+    def why_not_theirs(self, cell: Cell) -> list[str]:
+        both = cell.option == "t5" and cell.mask != "none"
+        return ["F.scaled_dot_product_attention has one mask"] if both else []
+
     def plain(self, cell: Cell, inputs: Inputs) -> Outputs:
-        return attend(*self.leaves(inputs))[:1]
+        query, key, value = self.leaves(inputs)
+        return attend(query, key, value, *_pairs(cell, inputs))[:1]
+
+
+def _keys(cell: Cell) -> list[range]:
+    """The visible keys of each of the newest tokens."""
+    last = cell["Lk"]
+    return [keys_of(cell, max(at, 0), last) for at in range(last - cell["Lq"], last)]
+
+
+def _pairs(cell: Cell, inputs: Inputs) -> tuple[Tensor | None, Tensor | None]:
+    """The visible pairs [Lq, Lk] and the bias of all pairs [H, Lq, Lk], or None."""
+    queries, keys, bias = cell["Lq"], cell["Lk"], None
+    device = inputs["query"].device
+    if cell.option == "t5":
+        bias = t5_biases(inputs["buckets"], distances(queries, keys, device, keys - queries))
+    return visible_to_last(cell, queries, keys, device), bias
+
+
+def _mask(cell: Cell) -> masks.Mask | None:
+    """The mask of `fastattn.masks` of the cell."""
+    if cell.mask == "documents":
+        return masks.document(document_ids(cell["Lk"]).to(cell.device))
+    if cell.mask == "prefix":
+        return masks.prefix_lm(prefix_length(cell["Lk"]))
+    return masks.sliding_window(window_width(cell), 0) if cell.mask == "window" else None
 
 
 def _in_pages(cache: Tensor, table: Tensor, size: int) -> Tensor:

@@ -16,16 +16,18 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding, pad, scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from fastattn import masks
 from fastattn.backends.reference._dropout import dropout_keep, kept_scale
 from fastattn.bench.cells import Cell, window_width
 from fastattn.bench.inputs import Draw
 from fastattn.bench.ops._attention import (
+    distances,
     document_ids,
     softmax_of,
     split_mask,
+    table_biases,
     visible_keys,
     with_weights,
 )
@@ -111,7 +113,8 @@ class Sdpa(Operator):
         options = _options(cell, inputs)
 
         def biases() -> Tensor:
-            return _biases(inputs["relative_bias"], _distances(cell, query))
+            before = distances(cell["Lq"], cell["Lk"], query.device)
+            return table_biases(inputs["relative_bias"], before)
 
         if cell.option == "relative" and cell.passes == "fwd":
             options["attn_mask"] = biases()
@@ -231,7 +234,7 @@ def _attended(cell: Cell, inputs: Inputs, rows: slice) -> tuple[Tensor, Tensor]:
     query, key, value = (inputs[name] for name in ("query", "key", "value"))
     group = query.shape[1] // key.shape[1]
     visible, bias = (_rows(x, rows) for x in split_mask(inputs))
-    before = _distances(cell, query)[rows]
+    before = distances(cell["Lq"], cell["Lk"], query.device)[rows]
     if cell.mask == "causal":
         visible = before >= 0
     if cell.option == "window":
@@ -241,7 +244,7 @@ def _attended(cell: Cell, inputs: Inputs, rows: slice) -> tuple[Tensor, Tensor]:
         slopes = -inputs["alibi_slopes"] * before.abs()
         bias = slopes if bias is None else bias + slopes
     if cell.option == "relative":
-        added = _biases(inputs["relative_bias"], before)
+        added = table_biases(inputs["relative_bias"], before)
         bias = added if bias is None else bias + added
     scores = query[:, :, rows] @ key.repeat_interleave(group, 1).mT * query.shape[-1] ** -0.5
     if cell.option == "softcap":
@@ -255,17 +258,6 @@ def _attended(cell: Cell, inputs: Inputs, rows: slice) -> tuple[Tensor, Tensor]:
     if cell.option == "dropout":
         weights = weights * inputs["kept"][:, :, rows] * kept_scale(_DROPOUT)
     return weights @ value.repeat_interleave(group, 1), weights
-
-
-def _distances(cell: Cell, query: Tensor) -> Tensor:
-    """Query position minus key position, [Lq, Lk]."""
-    keys, queries = (torch.arange(cell[k], device=query.device) for k in ("Lk", "Lq"))
-    return queries[:, None] - keys
-
-
-def _biases(table: Tensor, distances: Tensor) -> Tensor:
-    """The bias of all pairs [H, Lq, Lk]."""
-    return embedding(distances + table.shape[1] // 2, table.mT).permute(2, 0, 1)
 
 
 def _rows(mask: Tensor | None, rows: slice) -> Tensor | None:

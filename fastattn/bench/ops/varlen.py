@@ -1,7 +1,8 @@
 """`varlen_attention`: attention within packed sequences; torch pads them.
 
 The lengths are those of a padded batch: evenly spaced from a quarter to three quarters of L. With S
-they grow by a constant factor from S to L. The cost of padding is not counted.
+they grow by a constant factor from S to L. The cost of padding is not counted. Masks and distances
+are those within a sequence; torch gets them as a mask of all pairs.
 """
 
 from __future__ import annotations
@@ -13,9 +14,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from fastattn.bench.cells import Cell, padding_lengths
+from fastattn import masks
+from fastattn.bench.cells import Cell, keys_of, padding_lengths, prefix_length, window_width
 from fastattn.bench.inputs import Draw
-from fastattn.bench.ops._attention import attend
+from fastattn.bench.ops._attention import (
+    attend,
+    distances,
+    document_ids,
+    table_biases,
+    visible_to_last,
+)
 from fastattn.bench.ops._base import Inputs, Operator, Outputs, Prepared, Sizes
 
 
@@ -24,7 +32,8 @@ class Varlen(Operator):
     ABOUT = "attention within B packed sequences of L/4 to 3L/4, or S to L, [T, H, D], [T, Hkv, D]"
     TORCH = "F.scaled_dot_product_attention on the padded batch, packed again"
     SIZES: ClassVar[Sizes] = {"B": 16, "H": 8, "Hkv": "H", "L": 256, "S": 0, "D": 64}
-    MASKS = ("none", "causal")
+    MASKS = ("none", "causal", "documents", "prefix", "window")
+    OPTIONS = ("none", "relative")
     SHAPES: ClassVar = {"query": "T H D", "key": "T Hkv D", "value": "T Hkv D"}
     OUTPUT = "T H D"
 
@@ -34,31 +43,48 @@ class Varlen(Operator):
             raise ValueError(f"S={sizes['S']}, the shortest, is more than L={sizes['L']}")
 
     def flops(self, cell: Cell, pairs: int) -> tuple[int, int]:
-        lengths = _lengths(cell)
-        causal = cell.mask == "causal"
-        pairs = sum(n * (n + 1) // 2 if causal else n * n for n in lengths) * cell["H"]
+        pairs = cell["H"] * sum(len(keys_of(cell, i, n)) for n in _lengths(cell) for i in range(n))
         return 4 * cell["D"] * pairs, 10 * cell["D"] * pairs
 
     def size(self, cell: Cell, key: str) -> int:
         return sum(_lengths(cell)) if key == "T" else super().size(cell, key)
 
     def inputs(self, cell: Cell, draw: Draw) -> Inputs:
-        ends = torch.tensor([0, *_lengths(cell)]).cumsum(0)
-        return super().inputs(cell, draw) | {"ends": ends}
+        lengths = _lengths(cell)
+        inputs = super().inputs(cell, draw) | {"ends": torch.tensor([0, *lengths]).cumsum(0)}
+        if cell.option == "relative":
+            inputs["relative_bias"] = draw.normal(cell["H"], 2 * max(lengths) - 1)
+        return inputs
+
+    def leaf_names(self, cell: Cell) -> Sequence[str]:
+        return [*self.SHAPES, *(["relative_bias"] if cell.option == "relative" else [])]
 
     def arguments(self, cell: Cell, inputs: Inputs) -> tuple[Sequence[Any], dict[str, Any]]:
         ends = inputs["ends"]
-        return [*self.leaves(inputs), ends, ends], {"is_causal": cell.mask == "causal"}
+        options: dict[str, Any] = {
+            "is_causal": cell.mask == "causal",
+            "mask": _mask(cell),
+            "relative_bias": inputs.get("relative_bias"),
+        }
+        return [*self.leaves(inputs), ends, ends], options
 
     def theirs(self, cell: Cell, inputs: Inputs) -> Prepared:
         """The timing includes padding and packing, which packed inputs and outputs require."""
-        leaves = self.leaves(inputs)
+        leaves, table = self.leaves(inputs), inputs.get("relative_bias")
         longest = max(_lengths(cell))
         lengths = inputs["ends"].diff()
         valid = torch.arange(longest, device=lengths.device) < lengths[:, None]  # [B, L]
-        mask = valid[:, None, None]
-        if cell.mask == "causal":
-            mask = mask & torch.ones(longest, longest, dtype=torch.bool, device=mask.device).tril()
+        visible = valid[:, None, None]
+        for b, n in enumerate(_lengths(cell)):
+            square = visible_to_last(cell, n, n, lengths.device)
+            if square is not None:  # a row of padding sees all keys of its sequence: no NaN
+                visible = visible.expand(-1, -1, longest, -1).contiguous()  # [B, 1, L, L]
+                visible[b, 0, :n, :n] = square
+
+        def mask() -> Tensor:
+            return visible if table is None else _masked_biases(table, longest, visible)
+
+        ready = mask()
 
         def padded(x: Tensor) -> Tensor:
             batch = x.new_zeros(*valid.shape, *x.shape[1:])
@@ -67,36 +93,48 @@ class Varlen(Operator):
         def forward() -> Outputs:
             grouped = cell["H"] != cell["Hkv"]
             query, key, value = (padded(x) for x in leaves)
-            out = scaled_dot_product_attention(query, key, value, mask, enable_gqa=grouped)
+            added = ready if cell.passes == "fwd" else mask()  # the table has a gradient
+            out = scaled_dot_product_attention(query, key, value, added, enable_gqa=grouped)
             return (out.transpose(1, 2)[valid],)
 
-        return forward, leaves
+        return forward, [inputs[name] for name in self.leaf_names(cell)]
 
     def one_by_one(self, cell: Cell, inputs: Inputs) -> Prepared:
         """A loop over the sequences, without padding."""
-        leaves = self.leaves(inputs)
-        lengths = inputs["ends"].diff().tolist()
-        causal, grouped = cell.mask == "causal", cell["H"] != cell["Hkv"]
+        leaves, table = self.leaves(inputs), inputs.get("relative_bias")
+        lengths, grouped = _lengths(cell), cell["H"] != cell["Hkv"]
+        causal = cell.mask == "causal" and table is None  # else a mask says it
+        device = inputs["ends"].device
+        visible = [None if causal else visible_to_last(cell, n, n, device) for n in lengths]
+
+        def masks_of_all() -> list[Tensor | None]:
+            if table is None:
+                return visible
+            return [_masked_biases(table, n, x) for n, x in zip(lengths, visible, strict=True)]
+
+        ready = masks_of_all()
 
         def forward() -> Outputs:
             outs = []
-            for parts in zip(*(x.split(lengths) for x in leaves), strict=True):
+            added = ready if cell.passes == "fwd" else masks_of_all()
+            for *parts, mask in zip(*(x.split(lengths) for x in leaves), added, strict=True):
                 q, k, v = (x.transpose(0, 1)[None] for x in parts)  # [1, H, L, D]
-                out = scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
+                out = scaled_dot_product_attention(
+                    q, k, v, mask, is_causal=causal, enable_gqa=grouped
+                )
                 outs.append(out[0].transpose(0, 1))
             return (torch.cat(outs),)
 
-        return forward, leaves
+        return forward, [inputs[name] for name in self.leaf_names(cell)]
 
     def plain(self, cell: Cell, inputs: Inputs) -> Outputs:
-        lengths = inputs["ends"].diff().tolist()
-        outs = []
-        for parts in zip(*(x.split(lengths) for x in self.leaves(inputs)), strict=True):
+        outs, table = [], inputs.get("relative_bias")
+        for parts in zip(*(x.split(_lengths(cell)) for x in self.leaves(inputs)), strict=True):
             q, k, v = (x.transpose(0, 1)[None] for x in parts)  # [1, H, L, D]
-            visible = None
-            if cell.mask == "causal":
-                visible = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril()
-            outs.append(attend(q, k, v, visible)[0][0].transpose(0, 1))
+            n = q.shape[2]
+            bias = None if table is None else table_biases(table, distances(n, n, q.device))
+            visible = visible_to_last(cell, n, n, q.device)
+            outs.append(attend(q, k, v, visible, bias)[0][0].transpose(0, 1))
         return (torch.cat(outs),)
 
 
@@ -106,6 +144,22 @@ def _lengths(cell: Cell) -> list[int]:
         return padding_lengths(batch, longest)
     step = (longest / shortest) ** (1 / max(batch - 1, 1))
     return [round(longest / step**n) for n in range(batch)]
+
+
+def _mask(cell: Cell) -> masks.Mask | None:
+    """The mask of `fastattn.masks` of the cell, for all of its sequences."""
+    lengths = _lengths(cell)
+    if cell.mask == "documents":
+        return masks.document(torch.cat([document_ids(n) for n in lengths]).to(cell.device))
+    if cell.mask == "prefix":
+        return masks.prefix_lm(torch.tensor([*map(prefix_length, lengths)], device=cell.device))
+    return masks.sliding_window(window_width(cell), 0) if cell.mask == "window" else None
+
+
+def _masked_biases(table: Tensor, length: int, visible: Tensor | None) -> Tensor:
+    """The bias of all pairs of a sequence [H, L, L], and -inf where `visible` is False."""
+    biases = table_biases(table, distances(length, length, table.device))
+    return biases if visible is None else biases.masked_fill(~visible, -torch.inf)
 
 
 OP = Varlen()
