@@ -15,7 +15,8 @@ i + offset of the keys, where offset is 0, or Lk - Lq for "bottom_right". For pa
 caches, positions count within each sequence; masks of blocks are not for them.
 
 What a kernel reads is built at the first call with given lengths and is kept by the mask, so build
-a mask once for all layers. For packed sequences and caches it is built in each call.
+a mask once for all layers. On a GPU, where reading the lengths of packed sequences and caches would
+wait, it is built in each of their calls.
 """
 
 from fastattn.masks._blocks import MaskMod as MaskMod

@@ -39,8 +39,8 @@ class Call:
     device: torch.device
 
     def lengths(self) -> tuple[Any, ...] | None:
-        """What a program depends on besides its mask; None: on the values of tensors."""
-        return None
+        """What a program depends on besides its mask; None if that cannot be read now."""
+        raise NotImplementedError
 
     def positions(self) -> Tensor:
         """The position of every query among the keys of its sequence, [rows|1, Lq]."""
@@ -117,6 +117,10 @@ class PackedCall(Call):
     k_starts: Tensor
     bottom_right: bool
 
+    def lengths(self) -> tuple[Any, ...] | None:
+        starts = _values(self.q_starts, self.k_starts)
+        return starts and (self.q_len, self.k_len, self.bottom_right, *starts)
+
     def positions(self) -> Tensor:
         sequence, local, lengths = places(self.q_starts, self.q_len)
         if self.bottom_right:
@@ -140,6 +144,10 @@ class CacheCall(Call):
 
     filled: Tensor  # [B] int64
 
+    def lengths(self) -> tuple[Any, ...] | None:
+        filled = _values(self.filled)
+        return filled and (self.q_len, self.k_len, *filled)
+
     def positions(self) -> Tensor:
         return torch.arange(self.q_len, device=self.device) + (self.filled - self.q_len)[:, None]
 
@@ -148,6 +156,16 @@ class CacheCall(Call):
         if self.k_len == 0:
             return ids.new_zeros(1, self.q_len)
         return ids.expand(self.rows, -1).gather(1, self.positions().clamp(min=0))
+
+
+def _values(*tensors: Tensor) -> tuple[tuple[int, ...], ...] | None:
+    """The numbers of tensors of one dimension; None if reading them would wait or be traced.
+
+    Not the tensors and their versions: other libraries write to lengths without a new version.
+    """
+    if not all(x.is_cpu and runs_eagerly(x) for x in tensors):
+        return None
+    return tuple(tuple(x.tolist()) for x in tensors)
 
 
 def check_rows(call: Call, what: str, rows: int, most: int) -> None:

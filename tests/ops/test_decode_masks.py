@@ -71,6 +71,21 @@ def test_documents_of_the_queries_may_be_given(backend: str) -> None:
     assert torch.equal(of_positions, of_queries)
 
 
+def test_a_program_of_the_same_lengths_is_built_once() -> None:
+    mask, lengths, query = mask_of(IDS, PREFIXES), LENGTHS.clone(), operands()["query"]
+
+    def program(mask: masks.Mask, query: Tensor = query) -> Tensor:
+        return masks.cache_program("test", mask, query, CAPACITY, lengths)
+
+    first = program(mask)
+    assert program(mask) is first
+    assert program(mask, query[:, :, :1]) is not first
+    lengths += 1  # the next token
+    second = program(mask)
+    assert second is not first
+    assert torch.equal(second, program(mask_of(IDS, PREFIXES)))
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled(backend: str, dynamic: bool) -> None:
     def call(table: Tensor, ids: Tensor, cache_seqlens: Tensor, **given: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -85,6 +86,38 @@ def test_derivatives(backend: str) -> None:
 
     assert gradcheck(both, leaves, check_batched_grad=True)
     assert gradgradcheck(lambda *x: biased(*x)[0], leaves[:4])
+
+
+def program(mask: masks.Mask, ends: Tensor, bottom_right: bool = False) -> Tensor:
+    query, key, _ = qkv()
+    return masks.packed_program("test", mask, query, key, (ends, K_ENDS), bottom_right)
+
+
+def test_a_program_of_the_same_lengths_is_built_once() -> None:
+    mask, ends = mask_of_all(), Q_ENDS.clone()
+    with torch.inference_mode():
+        first = program(mask, ends)
+    assert not first.is_inference()
+    assert program(mask, Q_ENDS) is first
+    assert program(mask, ends, bottom_right=True) is not first
+    for change in (ends, ends.numpy()):  # the latter leaves the version of the tensor as it is
+        change[1] = 5
+        other = program(mask, ends)
+        assert not torch.equal(other, first)
+        assert torch.equal(other, program(mask_of_all(), ends))
+        change[1] = 3
+        assert program(mask, ends) is first
+
+
+def test_threads_share_the_programs_of_a_mask() -> None:
+    mask = mask_of_all()
+
+    def is_right(n: int) -> bool:
+        ends = torch.tensor([0, n % 10, 9, 10])
+        return torch.equal(program(mask, ends), program(mask_of_all(), ends))
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(is_right, range(100)))
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
