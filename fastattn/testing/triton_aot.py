@@ -269,7 +269,12 @@ def _others() -> Iterator[Work]:
         yield Work(f"relative bias{suffix}", HALF, 128, call)
         call = attention(HALF, 128, backward=backward, mask_program=True)
         yield Work(f"mask program{suffix}", HALF, 128, call)
+        call = packed(HALF, 128, backward=backward, relative_bias=True, mask_program=True)
+        yield Work(f"packed, both{suffix}", HALF, 128, call)
         yield Work(f"encode{suffix}", HALF, 128, encode(HALF, 128, backward=backward))
+    for queries in (1, 16):
+        call = decode(HALF, 128, queries, relative_bias=True, mask_program=True)
+        yield Work("decode, both", HALF, 128, call)
     for grad in ("unroll", "one_step"):
         yield Work("retrieval backward", HALF, 64, retrieval(HALF, 64, grad))
     yield Work("merged states", HALF, 64, merged(HALF, 64))
@@ -282,10 +287,9 @@ def attention(
     """A call of causal attention on 2 sequences of 4096, with 16 heads and 4 key heads."""
     mask: Tensor | None = options.pop("mask", None)
     slopes = torch.empty(1, 16, device="meta") if options.pop("alibi", False) else None
-    table = torch.empty(1, 16, 8191, device="meta") if options.pop("relative_bias", False) else None
-    program = None
-    if options.pop("mask_program", False):
-        program = torch.empty(8200, dtype=torch.int32, device="meta")
+    table, program = _biases(
+        16, options.pop("relative_bias", False), options.pop("mask_program", False)
+    )
     forward = AttentionOptions(**{"scale": 0.125, "window_right": 0, **options})
     needs_mask_grad = mask is not None and mask.dtype != torch.bool
     reverse = extended(AttentionBackwardOptions, forward, needs_mask_grad=needs_mask_grad)
@@ -303,6 +307,13 @@ def attention(
     )
 
 
+def _biases(heads: int, relative_bias: bool, mask_program: bool) -> list[Tensor | None]:
+    """A table of distances and a mask program, or None."""
+    table = torch.empty(1, heads, 8191, device="meta") if relative_bias else None
+    program = torch.empty(8200, dtype=torch.int32, device="meta") if mask_program else None
+    return [table, program]
+
+
 def _in_tf32(call: Callable[[], Any]) -> Callable[[], Any]:
     def run() -> None:
         before = torch.get_float32_matmul_precision()
@@ -315,22 +326,37 @@ def _in_tf32(call: Callable[[], Any]) -> Callable[[], Any]:
     return run
 
 
-def packed(dtype: torch.dtype, width: int, *, backward: bool = False) -> Callable[[], Any]:
+def packed(
+    dtype: torch.dtype,
+    width: int,
+    *,
+    backward: bool = False,
+    relative_bias: bool = False,
+    mask_program: bool = False,
+) -> Callable[[], Any]:
     """A call of causal attention on 16 packed sequences, with 16 heads and 4 key heads."""
     options = VarlenOptions(scale=0.125, bottom_right=True, window_right=0)
     query, key = (torch.empty(8192, heads, width, dtype=dtype, device="meta") for heads in (16, 4))
     starts = torch.empty(17, dtype=torch.int64, device="meta")
     lse = torch.empty(16, 8192, dtype=torch.float64, device="meta")
     args = (query, key, key, starts, starts, None, None)
+    last = (None, *_biases(16, relative_bias, mask_program))
 
     if not backward:
-        return lambda: backend.varlen_attention(*args, options=options)
+        return lambda: backend.varlen_attention(*args, *last, options=options)
     return lambda: backend.varlen_attention_backward(
-        query, None, *args, query, lse, options=options
+        query, None, *args, query, lse, *last, options=options
     )
 
 
-def decode(dtype: torch.dtype, width: int, queries: int = 1) -> Callable[[], Any]:
+def decode(
+    dtype: torch.dtype,
+    width: int,
+    queries: int = 1,
+    *,
+    relative_bias: bool = False,
+    mask_program: bool = False,
+) -> Callable[[], Any]:
     """A step of 64 sequences on pages of 64 keys, with 32 heads and 8 key heads."""
     options = DecodeOptions(scale=0.125, window_right=0)
     query = torch.empty(64, 32, queries, width, dtype=dtype, device="meta")
@@ -338,7 +364,8 @@ def decode(dtype: torch.dtype, width: int, queries: int = 1) -> Callable[[], Any
     lengths = torch.empty(64, dtype=torch.int64, device="meta")
     table = torch.empty(64, 128, dtype=torch.int32, device="meta")
     args = (query, pages, pages, lengths, table, None, None)
-    return lambda: backend.decode_attention(*args, options=options)
+    last = (None, *_biases(32, relative_bias, mask_program))
+    return lambda: backend.decode_attention(*args, *last, options=options)
 
 
 def additive(dtype: torch.dtype, width: int, *, backward: bool = False) -> Callable[[], Any]:

@@ -34,12 +34,8 @@ def _tiles(case: Any) -> int:
 FITS: dict[str, Callable[[Any], bool]] = {
     ATTENTION: lambda case: max(case.head_dim, case.value_dim or 0) <= 512,
     ADDITIVE: lambda case: case.value_dim <= 512,
-    "decode_attention": lambda case: (
-        max(case.head_dim, case.value_dim or 0) <= 512
-        and not case.relative_bias
-        and case.program is None
-    ),
-    "varlen_attention": lambda case: not (case.slow or case.relative_bias or case.program),
+    "decode_attention": lambda case: max(case.head_dim, case.value_dim or 0) <= 512,
+    "varlen_attention": lambda case: not case.slow,
 }
 TABLES = {
     name: [
@@ -71,9 +67,11 @@ NAMED = {
         mask-float32 size-no-key mask-nothing-k size-one""",
     "decode_attention": """plain paged entries page-7 paged-heads-40-2 head_dim-100-33
         paged-queries-5-causal paged-window softcap-alibi paged-alibi long paged-layout-transposed
-        no-sequences""",
+        no-sequences relative paged-relative-everything relative-no-sequences program-causal
+        paged-program-prefix program-not_prefix paged-program-documents program-many""",
     "varlen_attention": """plain window-bottom-right alibi-upper-left lengths-none
-        lengths-all-empty after-causal dropout-0.5 head_dim-33-48 layout-transposed grads-lse""",
+        lengths-all-empty after-causal dropout-0.5 head_dim-33-48 layout-transposed grads-lse
+        relative-bottom-right relative-no-sequences program-documents program-many""",
 }
 
 

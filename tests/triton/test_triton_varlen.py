@@ -22,9 +22,16 @@ pytestmark = pytest.mark.usefixtures("triton_interpreter")
 TRITON = Target("triton")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_each_sequence_has_the_bits_that_it_has_alone(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "program"),
+    [(torch.float32, None), (torch.bfloat16, None), (torch.float32, "many")],
+    ids=str,
+)
+def test_each_sequence_has_the_bits_that_it_has_alone(
+    dtype: torch.dtype, program: str | None
+) -> None:
     case = VarlenCase("alone", (40, 0, 33, 7), (70, 3, 33, 0), heads=2, kv_heads=1, dropout_p=0.2)
+    case = replace(case, program=program)
     inputs = make_varlen(replace(case, window=(50, 3), bottom_right=True), dtype)
     module = TRITON.module
     expected = sequence_by_sequence(inputs, functools.partial(oracle.run, module))
@@ -39,3 +46,28 @@ def test_sequences_beyond_the_first_128_are_found() -> None:
     lengths[0], lengths[127], lengths[128], lengths[129] = 3, 5, 40, 2
     verdict = check_varlen(VarlenCase("many", tuple(lengths), heads=1), torch.float32, TRITON)
     assert verdict.ok, verdict.faults
+
+
+def test_the_gradient_of_a_table_has_a_bounded_number_of_parts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So that its memory does not grow with the number of sequences."""
+    monkeypatch.setattr("fastattn.backends.triton._attend._PARTS", 2)
+    case = VarlenCase("parts", (9, 2, 35, 0, 4), heads=1, relative_bias=True)
+    verdict = check_varlen(case, torch.float32, TRITON)
+    assert verdict.ok, verdict.faults
+
+
+def test_a_distance_that_a_table_lacks_has_its_last_entry() -> None:
+    """On a GPU the host does not know the longest sequence, and no kernel may read elsewhere."""
+    inputs = make_varlen(VarlenCase("short", (40, 9), relative_bias=True), torch.float32)
+    *args, table = inputs.args
+    assert table is not None
+    short = table[:, :, 30:-30]
+    long = torch.nn.functional.pad(short, (30, 30), mode="replicate")
+    outs = (
+        TRITON.module.varlen_attention(*args, bias, options=inputs.options)
+        for bias in (short, long)
+    )
+    for found, want in zip(*outs, strict=True):
+        assert torch.equal(found, want)

@@ -115,10 +115,17 @@ def _why_not_attend(
 
 
 def _why_not_packed(
-    query: Tensor, key: Tensor, value: Tensor, alibi_slopes: Tensor | None = None, **_: Any
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    alibi_slopes: Tensor | None = None,
+    relative_bias: Tensor | None = None,
+    **_: Any,
 ) -> list[str]:
     query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
-    return _why_not_attend(query, key, value, alibi_slopes=alibi_slopes)
+    return _why_not_attend(
+        query, key, value, alibi_slopes=alibi_slopes, relative_bias=relative_bias
+    )
 
 
 def _why_not_cache(
@@ -126,9 +133,12 @@ def _why_not_cache(
     key_cache: Tensor,
     value_cache: Tensor,
     alibi_slopes: Tensor | None = None,
+    relative_bias: Tensor | None = None,
     **_: Any,
 ) -> list[str]:
-    return _why_not_attend(query, key_cache, value_cache, alibi_slopes=alibi_slopes)
+    return _why_not_attend(
+        query, key_cache, value_cache, alibi_slopes=alibi_slopes, relative_bias=relative_bias
+    )
 
 
 def _why_not_hops(query: Tensor, **_: Any) -> list[str]:

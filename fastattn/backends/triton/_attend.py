@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastattn.backends._alloc import empty_output
+from fastattn.backends._alloc import empty_output, summed_to
 from fastattn.backends._operands import with_columns_together
 from fastattn.backends.primitives import AttentionOptions, DecodeOptions, VarlenOptions
 from fastattn.backends.triton._core import Operand, Options
@@ -17,6 +17,7 @@ from fastattn.backends.triton._sdpa_backward import (
     attention_backward_query,
     attention_statistics,
 )
+from fastattn.backends.triton._sdpa_backward_biases import attention_backward_table
 from fastattn.backends.triton._sdpa_forward import attention_forward
 from fastattn.backends.triton._table import Launch
 
@@ -25,6 +26,8 @@ __all__ = [
     "Cotangents",
     "attend",
     "differentiate",
+    "differentiate_table",
+    "fitting",
     "options_of",
     "pairs",
     "positive_scale",
@@ -33,6 +36,7 @@ __all__ = [
 ]
 
 _UNLIMITED = 2**30  # larger than any distance of two positions, and an int32
+_PARTS = 64  # packed sequences share so many gradients of a table, so their number costs no memory
 
 
 class Attention(NamedTuple):
@@ -60,11 +64,9 @@ class Attention(NamedTuple):
         }
 
     def plan(self, entry: str) -> Launch:
-        """The launch of an entry in the table, whose tiles fit the registers with all options."""
+        """The launch of an entry in the table."""
         widths = block_of(self.query.shape[-1]), block_of(self.value.shape[-1])
-        planned = plan(entry, self.query, *widths)
-        o = self.options
-        return planned if o.table is None and o.p_program is None else planned.halved()
+        return fitting(plan(entry, self.query, *widths), self.options)
 
     def run(self, kernel: Any, entry: str, *, of_keys: bool = False, **arguments: Any) -> None:
         """Launch a kernel with one program for each tile of queries or keys of each head."""
@@ -88,6 +90,11 @@ class Cotangents(NamedTuple):
             "grad_weights": None if self.weights is None else pairs(self.weights),
             "weight_share": self.weight_share,
         }
+
+
+def fitting(planned: Launch, o: Options) -> Launch:
+    """The launch whose tiles fit the registers with these options."""
+    return planned if o.table is None and o.p_program is None else planned.halved()
 
 
 def attend(call: Attention) -> tuple[Tensor, Tensor]:
@@ -142,7 +149,7 @@ def differentiate(
     exact: bool,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, dict[str, Any]]:
-    """Return the gradients of query, key, value, sinks, and arguments for the mask's kernel."""
+    """Return the gradients of query, key, value, sinks, and arguments for the biases' kernels."""
     tensors = call.query, call.key, call.value
     grad_query, grad_key, grad_value = (empty_output(x, x.shape[-1]) for x in tensors)
     if given.out is None:
@@ -169,6 +176,26 @@ def differentiate(
         heads = shares.sum(-1, dtype=torch.float64)  # [B, Hq], [Hq] for packed sequences
         grad_sinks = heads.view(-1, sinks.shape[1]).sum_to_size(sinks.shape).to(sinks.dtype)
     return grad_query, grad_key, grad_value, grad_sinks, common
+
+
+def differentiate_table(call: Attention, relative_bias: Tensor, common: dict[str, Any]) -> Tensor:
+    """The gradient of the table [B|1, Hq, 2 M + 1], given the arguments of ``differentiate``."""
+    heads, entries = call.options.heads, relative_bias.shape[2]
+    parts = call.batch if call.options.p_q_starts is None else min(call.batch, _PARTS)
+    planned = call.plan("backward_mask")
+    grads = call.query.new_empty((parts, heads, entries), dtype=torch.float32)
+    launch(
+        attention_backward_table,
+        planned,
+        planned.k_tiles(entries) * parts * heads,
+        call.query.device,
+        **call.operands(),
+        **common,
+        p_grad=grads,
+        entries=entries,
+        parts=parts,
+    )
+    return summed_to(relative_bias, grads)
 
 
 def options_of(

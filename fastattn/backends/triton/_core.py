@@ -113,16 +113,22 @@ def locate(o, OF_KEYS: tl.constexpr, BLOCK: tl.constexpr):
             starts = tl.load(p_starts + o_b, mask=o_b <= o.batch, other=2**40)
             begun += tl.sum((starts // BLOCK + o_b <= n).to(tl.int32))
         i_b = tl.maximum(begun - 1, 0)
-        q_at, q_len = _extent(o.p_q_starts, i_b, o.batch, o.q_len, not OF_KEYS)
-        k_at, k_len = _extent(o.p_k_starts, i_b, o.batch, o.k_len, OF_KEYS)
-        offset = 0
-        if o.offset is None:
-            offset = k_len - q_len
-        else:
-            offset = o.offset
-        tile = n - i_b - (k_at if OF_KEYS else q_at).to(tl.int32) // BLOCK
-        at = Sequence(i_b.to(tl.int64), q_len, k_len, offset, q_at, k_at)
+        at = packed(o, i_b, OF_KEYS)
+        tile = n - i_b - (at.k_at if OF_KEYS else at.q_at).to(tl.int32) // BLOCK
         return at, tl.program_id(0) // tiles, tile
+
+
+@triton.jit
+def packed(o, i_b, OF_KEYS: tl.constexpr):
+    """Packed sequence i_b; the one after the last has the other queries, or OF_KEYS the keys."""
+    q_at, q_len = _extent(o.p_q_starts, i_b, o.batch, o.q_len, not OF_KEYS)
+    k_at, k_len = _extent(o.p_k_starts, i_b, o.batch, o.k_len, OF_KEYS)
+    offset = 0
+    if o.offset is None:
+        offset = k_len - q_len
+    else:
+        offset = o.offset
+    return Sequence(tl.cast(i_b, tl.int64), q_len, k_len, offset, q_at, k_at)
 
 
 @triton.jit
@@ -289,7 +295,7 @@ def masked(at, i_h, row, first, o, CHECKED: tl.constexpr, BM: tl.constexpr, BN: 
         bias = load_pairs(o.added, at, i_h, row, first, -INF, BM, BN).to(tl.float32)
         visible = visible & (bias != -INF)
     if o.table is not None:
-        entry = load_bias(at, i_h, row, first, o, BM, BN)
+        entry = load_bias(at, i_h, row + tl.arange(0, BM), first, o, BN)
         visible = visible & (entry != -INF)
         bias = bias + entry
     return visible, bias

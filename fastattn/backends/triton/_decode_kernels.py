@@ -20,12 +20,15 @@ from fastattn.backends.triton._core import (
     exponent_unit,
     in_window,
     keys_seen,
+    keys_visible,
     log_sum_exp,
     scaled,
     start_softmax,
     start_with_sink,
     update_softmax,
 )
+from fastattn.backends.triton._mask_program import NONE, pairs_seen_by, tile_seen_by
+from fastattn.backends.triton._relative_bias import load_bias
 
 
 class Cache(NamedTuple):
@@ -120,16 +123,30 @@ def decode_chunks(
         m, l, acc = start_softmax(BM, BDV)
         start = tl.maximum(chunk * CHUNK, lo // BN * BN)
         for first in range(start, tl.minimum((chunk + 1) * CHUNK, hi), BN):
-            o_n = first + tl.arange(0, BN)
-            entry, row, m_n = _place(cache, i_b, o_n, (o_n >= lo) & (o_n < hi))
-            b_k = _load_cached(k, entry, row, i_hkv, m_n, D, BD)
-            s, slope = scaled(tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION), o)
-            if o.alibi is not None:
-                s = s - slopes[:, None] * distance(o_m, o_n, at)
-            s = tl.where(in_window(o_m, o_n, at, o), s, -INF)
-            m, l, p, shrink = update_softmax(m, l, s, unit, o)
-            b_v = _load_cached(v, entry, row, i_hkv, m_n, DV, BDV)
-            acc = tl.dot(p.to(b_v.dtype), b_v, acc * shrink[:, None], input_precision=PRECISION)
+            part = tile_seen_by(at, i_hkv, o_m, first, o, BM, BN)
+            if part != NONE:
+                o_n = first + tl.arange(0, BN)
+                entry, row, m_n = _place(cache, i_b, o_n, (o_n >= lo) & (o_n < hi))
+                if o.p_program is not None:  # before the product, as in `scores`
+                    allowed = pairs_seen_by(part, at, i_hkv, o_m, first, o, BM, BN)
+                b_k = _load_cached(k, entry, row, i_hkv, m_n, D, BD)
+                s, slope = scaled(tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION), o)
+                visible = in_window(o_m, o_n, at, o)
+                if o.p_program is not None:
+                    visible = visible & allowed
+                if o.table is not None:  # a row after the last head reads its table
+                    i_table = tl.minimum(i_h, o.heads - 1)[:, None]
+                    bias = load_bias(at, i_table, o_m, first, o, BN)
+                    visible = visible & (bias != -INF)
+                    s = s + bias
+                if o.alibi is not None:
+                    s = s - slopes[:, None] * distance(o_m, o_n, at)
+                s = tl.where(visible, s, -INF)
+                m, l, p, shrink = update_softmax(m, l, s, unit, o)
+                if o.excludes is not None:
+                    m_n = m_n & keys_visible(visible & m_r[:, None])  # 0 * NaN would be NaN
+                b_v = _load_cached(v, entry, row, i_hkv, m_n, DV, BDV)
+                acc = tl.dot(p.to(b_v.dtype), b_v, acc * shrink[:, None], input_precision=PRECISION)
         o_part = (i_bh * rows + o_r) * chunks + chunk
         o_v = tl.arange(0, BDV)
         tl.store(p_max + o_part, m, mask=m_r)

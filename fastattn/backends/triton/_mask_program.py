@@ -8,6 +8,9 @@ of a tile has two: whether any of its pairs may be visible, and whether all are.
 to each bit, and what they leave unknown is SOME.
 
 Pairs outside the matrix have the value of the last row or column, so no load needs a mask.
+
+A program of packed sequences has the rows of all of them, a program for a cache all of its keys. A
+sequence ``at`` reads its own part.
 """
 
 from __future__ import annotations
@@ -36,25 +39,38 @@ def tile_seen(at, i_h, row, first, o, BM: tl.constexpr, BN: tl.constexpr):
 
     SOME may stand for each of them. Without a program it is ALL, which compiles to nothing.
     """
-    if o.p_program is None:
-        part = ALL
-    else:
-        part = _evaluated(at, i_h, row, first, o, False, BM, BN)
-    return part
+    return tile_seen_by(at, i_h, row + tl.arange(0, BM), first, o, BM, BN)
 
 
 @triton.jit
 def pairs_seen(part, at, i_h, row, first, o, BM: tl.constexpr, BN: tl.constexpr):
     """Which pairs [BM, BN] of a tile are visible, given its ``tile_seen``."""
+    return pairs_seen_by(part, at, i_h, row + tl.arange(0, BM), first, o, BM, BN)
+
+
+@triton.jit
+def tile_seen_by(at, i_h, o_m, first, o, BM: tl.constexpr, BN: tl.constexpr):
+    """``tile_seen`` of any queries o_m [BM]."""
+    if o.p_program is None:
+        part = ALL
+    else:
+        part = _evaluated(at, i_h, o_m, first, o, False, BM, BN)
+    return part
+
+
+@triton.jit
+def pairs_seen_by(part, at, i_h, o_m, first, o, BM: tl.constexpr, BN: tl.constexpr):
+    """``pairs_seen`` of any queries o_m [BM]."""
     seen = tl.full([BM, BN], 1, tl.int32)
     if part != ALL:
-        seen = _evaluated(at, i_h, row, first, o, True, BM, BN)
+        seen = _evaluated(at, i_h, o_m, first, o, True, BM, BN)
     return seen != 0
 
 
 @triton.jit
-def _evaluated(at, i_h, row, first, o, OF_PAIRS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+def _evaluated(at, i_h, o_m, first, o, OF_PAIRS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
     """The value of the program: of each pair [BM, BN], or of the tile."""
+    o_m = tl.minimum(o_m, at.q_len - 1)
     BITS: tl.constexpr = 1 if OF_PAIRS else 2  # of a value
     TOP: tl.constexpr = 1 if OF_PAIRS else 3  # the top value of a stack
     if OF_PAIRS:
@@ -72,11 +88,11 @@ def _evaluated(at, i_h, row, first, o, OF_PAIRS: tl.constexpr, BM: tl.constexpr,
             stack = (stack >> BITS) | (stack & TOP)
         else:
             if kind == INTERVAL:
-                value, size = _interval(p_step, p_data, at, row, first, OF_PAIRS, BM, BN)
+                value, size = _interval(p_step, p_data, at, o_m, first, o, OF_PAIRS, BN)
             elif kind == IDS:
-                value, size = _ids(p_step, p_data, at, row, first, OF_PAIRS, BM, BN)
+                value, size = _ids(p_step, p_data, at, o_m, first, o, OF_PAIRS, BN)
             else:
-                value, size = _blocks(p_step, p_data, at, i_h, row, first, OF_PAIRS, BM, BN)
+                value, size = _blocks(p_step, p_data, at, i_h, o_m, first, OF_PAIRS, BN)
             if tl.load(p_step + 1) != 0:  # negated
                 value = TOP - value if OF_PAIRS else tl.where(value == SOME, SOME, TOP - value)
             stack = (stack << BITS) | value
@@ -85,18 +101,25 @@ def _evaluated(at, i_h, row, first, o, OF_PAIRS: tl.constexpr, BM: tl.constexpr,
 
 
 @triton.jit
-def _rows_of(at, row, BM: tl.constexpr):
-    return tl.minimum(row + tl.arange(0, BM), at.q_len - 1)
-
-
-@triton.jit
 def _columns_of(at, first, BN: tl.constexpr):
     return tl.minimum(first + tl.arange(0, BN), at.k_len - 1)
 
 
 @triton.jit
-def _padded(length):
+def _padded(length, o):
+    """The length of a leaf's data for that many queries, or keys, of the program."""
+    if o.p_q_starts is not None:
+        length = length + PADDING
     return tl.cdiv(length, PADDING) * PADDING
+
+
+@triton.jit
+def _before(rows, o):
+    """How many rows of a leaf's data belong to the packed sequences before this one."""
+    before = 0
+    if o.p_q_starts is not None:
+        before = rows
+    return before
 
 
 @triton.jit
@@ -106,15 +129,13 @@ def _part(any_seen, all_seen):
 
 
 @triton.jit
-def _interval(
-    p_step, p_data, at, row, first, OF_PAIRS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
-):
+def _interval(p_step, p_data, at, o_m, first, o, OF_PAIRS: tl.constexpr, BN: tl.constexpr):
     """Return the value of low[i] <= j < high[i], and the size of the data [batch, 2, Lq']."""
     batch = tl.load(p_step + 2).to(tl.int64)
-    p_low = p_data + at.i_b % batch * 2 * _padded(at.q_len)
-    o_m = _rows_of(at, row, BM)
+    width = _padded(o.q_len, o)
+    p_low = p_data + at.i_b % batch * 2 * width + _before(at.q_at, o)
     low = tl.load(p_low + o_m)
-    high = tl.load(p_low + _padded(at.q_len) + o_m)
+    high = tl.load(p_low + width + o_m)
     if OF_PAIRS:
         o_n = first + tl.arange(0, BN)
         value = (low[:, None] <= o_n[None, :]) & (o_n[None, :] < high[:, None])
@@ -126,19 +147,18 @@ def _interval(
         some = tl.max((begun < ended).to(tl.int32), axis=0)
         every = tl.min(((begun == first) & (ended == end)).to(tl.int32), axis=0)
         value = _part(some, every)
-    return value, batch * 2 * _padded(at.q_len)
+    return value, batch * 2 * width
 
 
 @triton.jit
-def _ids(
-    p_step, p_data, at, row, first, OF_PAIRS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
-):
+def _ids(p_step, p_data, at, o_m, first, o, OF_PAIRS: tl.constexpr, BN: tl.constexpr):
     """Return the value of query_id[i] == key_id[j], and the size of the data [batch, Lq' + Lk']."""
     batch = tl.load(p_step + 2).to(tl.int64)
-    width = _padded(at.q_len) + _padded(at.k_len)
+    q_width = _padded(o.q_len, o)
+    width = q_width + _padded(o.k_len, o)
     p_ids = p_data + at.i_b % batch * width
-    of_queries = tl.load(p_ids + _rows_of(at, row, BM))
-    of_keys = tl.load(p_ids + _padded(at.q_len) + _columns_of(at, first, BN))
+    of_queries = tl.load(p_ids + _before(at.q_at, o) + o_m)
+    of_keys = tl.load(p_ids + q_width + _before(at.k_at, o) + _columns_of(at, first, BN))
     if OF_PAIRS:
         value = (of_queries[:, None] == of_keys[None, :]).to(tl.int32)
     else:
@@ -153,9 +173,7 @@ def _ids(
 
 
 @triton.jit
-def _blocks(
-    p_step, p_data, at, i_h, row, first, OF_PAIRS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
-):
+def _blocks(p_step, p_data, at, i_h, o_m, first, OF_PAIRS: tl.constexpr, BN: tl.constexpr):
     """Return the value of states [batch, heads, rows, columns] and bits [n, block_k, words], and
     the size of both."""
     batch = tl.load(p_step + 2).to(tl.int64)
@@ -170,7 +188,6 @@ def _blocks(
     p_bits = p_data + batch * heads * states
     o_n = _columns_of(at, first, BN)
     if OF_PAIRS:
-        o_m = _rows_of(at, row, BM)
         o_r = (o_m // block_q).to(tl.int64)
         state = tl.load(p_states + o_r[:, None] * columns + (o_n // block_k)[None, :])
         o_key = tl.maximum(state - 2, 0).to(tl.int64) * block_k + (o_n % block_k)[None, :]
@@ -181,8 +198,8 @@ def _blocks(
     else:
         least = tl.zeros([BN], tl.int32) + 1
         most = tl.zeros([BN], tl.int32)
-        last = tl.minimum(row + BM, at.q_len) - 1
-        for r in range(row // block_q, last // block_q + 1):
+        last = tl.max(o_m, axis=0) // block_q
+        for r in range(tl.min(o_m, axis=0) // block_q, last + 1):
             state = tl.load(p_states + tl.cast(r, tl.int64) * columns + o_n // block_k)
             least = tl.minimum(least, state)
             most = tl.maximum(most, state)

@@ -11,6 +11,7 @@ from fastattn.backends.triton._core import (
     in_matrix,
     keys_seen,
     load_rows,
+    packed,
     scores,
     wait_for_loads,
     whole,
@@ -121,8 +122,9 @@ def attention_backward_table(
     p_high,
     p_low,
     p_delta,
-    p_grad,  # [B, Hq, entries] float32
+    p_grad,  # [parts, Hq, entries] float32
     entries,
+    parts,  # of which each sums every parts-th sequence
     D: tl.constexpr,
     DV: tl.constexpr,
     BD: tl.constexpr,
@@ -131,35 +133,82 @@ def attention_backward_table(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """d loss / d table for BN entries of one head: the sums of ds over the pairs that read them.
-
-    The program visits the tiles that read its entries, in one order. In a tile it takes one entry
-    after the other, so positions may be any, and pairs of one entry need not be neighbours.
-    """
+    """d loss / d table for BN entries of one head: the sums of ds over the pairs that read them."""
     tiles = tl.cdiv(entries, BN)
     begin = tl.program_id(0) % tiles * BN
-    end = begin + BN
-    i_bh = (tl.program_id(0) // tiles).to(tl.int64)
-    i_h = i_bh % o.heads
-    at = whole(o, i_bh // o.heads)
-    o_e = begin + tl.arange(0, BN)
+    i_part = (tl.program_id(0) // tiles).to(tl.int64)
+    i_h = i_part % o.heads
     total = tl.zeros([BN], tl.float32)
-    for row in range(0, o.q_len, BM):
+    if o.p_q_starts is None:  # a batch has as many parts as sequences
+        at = whole(o, i_part // o.heads)
+        total = _add_entries(
+            total, begin, q, k, v, grad_out, grad_weights, weight_share, at,
+            i_h, o, p_high, p_low, p_delta, D, DV, BD, BDV, PRECISION, BM, BN,
+        )  # fmt: skip
+    else:
+        for i_b in range((i_part // o.heads).to(tl.int32), o.batch, parts):
+            at = packed(o, i_b, False)
+            total = _add_entries(
+                total, begin, q, k, v, grad_out, grad_weights, weight_share, at,
+                i_h, o, p_high, p_low, p_delta, D, DV, BD, BDV, PRECISION, BM, BN,
+            )  # fmt: skip
+    o_e = begin + tl.arange(0, BN)
+    tl.store(p_grad + i_part * entries + o_e, total, mask=o_e < entries)
+
+
+@triton.jit
+def _add_entries(
+    total,  # [BN]
+    begin,  # the first entry
+    q,
+    k,
+    v,
+    grad_out,
+    grad_weights,
+    weight_share,
+    at,
+    i_h,
+    o,
+    p_high,
+    p_low,
+    p_delta,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BD: tl.constexpr,
+    BDV: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """Add the sums of one sequence.
+
+    This visits the tiles that read its entries, in one order. In a tile it takes one entry after
+    the other, so positions may be any, and pairs of one entry need not be neighbours.
+    """
+    end = begin + BN
+    o_e = begin + tl.arange(0, BN)
+    row_lo = 0
+    row_hi = at.q_len
+    if o.p_positions is None:  # begin <= middle + i + offset - j < end for a key j
+        at_query = o.middle + at.offset
+        row_lo = tl.maximum(begin - at_query, 0) // BM * BM
+        row_hi = tl.minimum(at.q_len, end - at_query + at.k_len - 1)
+    for row in range(row_lo, row_hi, BM):
         o_m = row + tl.arange(0, BM)
-        m_m = o_m < o.q_len
+        m_m = o_m < at.q_len
         o_rows = first_row(o, at, i_h) + o_m
         high = tl.load(p_high + o_rows, mask=m_m, other=INF)
         low = tl.load(p_low + o_rows, mask=m_m, other=0.0)
         delta = tl.load(p_delta + o_rows, mask=m_m, other=0.0)
         b_q = load_rows(q, at.q_at, i_h, o_m, m_m, D, BD)
         b_do = load_rows(grad_out, at.q_at, i_h, o_m, m_m & (high != INF), DV, BDV)
-        last = tl.minimum(row + BM, o.q_len) - 1
+        last = tl.minimum(row + BM, at.q_len) - 1
         lo, full_lo, full_hi, hi = keys_seen(row, last, at, o, BN)
-        if o.p_positions is None:  # begin <= middle + i + offset - j < end
+        if o.p_positions is None:
             lo = tl.maximum(lo, o.middle + row + at.offset - end + 1)
             hi = tl.minimum(hi, o.middle + last + at.offset - begin + 1)
         for first in range(lo // BN * BN, hi, BN):
-            b_e = entries_of(at, row, first, o, BM, BN)
+            b_e = entries_of(at, o_m, first, o, BN)
             part = tile_seen(at, i_h, row, first, o, BM, BN)
             least = tl.maximum(tl.min(tl.min(b_e, axis=1), axis=0), begin)
             most = tl.minimum(tl.max(tl.max(b_e, axis=1), axis=0), end - 1)
@@ -177,4 +226,4 @@ def attention_backward_table(
                 for e in range(least, most + 1):
                     of_entry = tl.sum(tl.sum(tl.where(b_e == e, ds, 0.0), axis=1), axis=0)
                     total += tl.where(o_e == e, of_entry, 0.0)
-    tl.store(p_grad + i_bh * entries + o_e, total, mask=o_e < entries)
+    return total

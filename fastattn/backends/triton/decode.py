@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fastattn.backends._alloc import empty_output
 from fastattn.backends.primitives import DecodeOptions
-from fastattn.backends.triton._attend import options_of, positive_scale, widths_of
+from fastattn.backends.triton._attend import fitting, options_of, positive_scale, widths_of
 from fastattn.backends.triton._core import Operand
 from fastattn.backends.triton._decode_kernels import (
     Cache,
@@ -38,6 +38,8 @@ def decode_attention(
     cache_batch_idx: Tensor | None = None,  # [B] int64
     alibi_slopes: Tensor | None = None,  # [B|1, Hq]
     sinks: Tensor | None = None,  # [1, Hq]
+    relative_bias: Tensor | None = None,  # [1, Hq, 2 M + 1]
+    mask_program: Tensor | None = None,  # [size] int32
     *,
     options: DecodeOptions,
 ) -> tuple[Tensor, Tensor]:
@@ -49,11 +51,22 @@ def decode_attention(
     query, scale, _ = positive_scale(query, options)
     cache = _cache(key_cache, cache_seqlens, block_table, cache_batch_idx)
     sizes = (heads, kv_heads, q_len, cache.capacity)
-    o = options_of(sizes, None, alibi_slopes, None, options, scale=scale, offset=None, sinks=sinks)
+    o = options_of(
+        sizes,
+        None,
+        alibi_slopes,
+        None,
+        options,
+        scale=scale,
+        offset=None,
+        sinks=sinks,
+        relative_bias=relative_bias,
+        mask_program=mask_program,
+    )
     widths = widths_of(query, value_cache)
     rows = o.group * q_len
     kernel = "decode" if rows <= 16 else "decode_rows"
-    planned = plan(kernel, query, widths["BD"], widths["BDV"])
+    planned = fitting(plan(kernel, query, widths["BD"], widths["BDV"]), o)
     chunks = -(-cache.capacity // _CHUNK)
     parts = {
         "p_max": lse.new_empty((*lse.shape, chunks), dtype=torch.float32),

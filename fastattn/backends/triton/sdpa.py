@@ -14,6 +14,7 @@ from fastattn.backends.triton._attend import (
     Cotangents,
     attend,
     differentiate,
+    differentiate_table,
     options_of,
     positive_scale,
     statistics,
@@ -21,10 +22,7 @@ from fastattn.backends.triton._attend import (
 )
 from fastattn.backends.triton._core import Options
 from fastattn.backends.triton._launch import launch, operand, plan
-from fastattn.backends.triton._sdpa_backward_biases import (
-    attention_backward_mask,
-    attention_backward_table,
-)
+from fastattn.backends.triton._sdpa_backward_biases import attention_backward_mask
 from fastattn.backends.triton._sdpa_forward import attention_weights
 
 __all__ = ["scaled_dot_product_attention", "scaled_dot_product_attention_backward"]
@@ -120,7 +118,7 @@ def scaled_dot_product_attention_backward(
         assert attn_mask is not None
         grad_mask = _mask_gradient(call, attn_mask, common)
     if relative_bias is not None:
-        grad_table = _table_gradient(call, relative_bias, common)
+        grad_table = differentiate_table(call, relative_bias, common)
     return grad_query, grad_key, grad_value, grad_mask, grad_sinks, grad_table
 
 
@@ -154,24 +152,6 @@ def _mask_gradient(call: Attention, attn_mask: Tensor, common: dict[str, Any]) -
         SUM_K=sum_k,
     )
     return summed_to(attn_mask, parts)
-
-
-def _table_gradient(call: Attention, relative_bias: Tensor, common: dict[str, Any]) -> Tensor:
-    batch, heads = call.query.shape[:2]
-    entries = relative_bias.shape[2]
-    planned = call.plan("backward_mask")
-    parts = call.query.new_empty((batch, heads, entries), dtype=torch.float32)
-    launch(
-        attention_backward_table,
-        planned,
-        planned.k_tiles(entries) * batch * heads,
-        call.query.device,
-        **call.operands(),
-        **common,
-        p_grad=parts,
-        entries=entries,
-    )
-    return summed_to(relative_bias, parts)
 
 
 def _options(

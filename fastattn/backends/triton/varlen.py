@@ -11,6 +11,7 @@ from fastattn.backends.triton._attend import (
     Cotangents,
     attend,
     differentiate,
+    differentiate_table,
     options_of,
     positive_scale,
 )
@@ -28,12 +29,15 @@ def varlen_attention(
     alibi_slopes: Tensor | None = None,  # [B|1, Hq]
     seed: Tensor | None = None,
     sinks: Tensor | None = None,  # [1, Hq]
+    relative_bias: Tensor | None = None,  # [1, Hq, 2 M + 1]
+    mask_program: Tensor | None = None,  # [size] int32
     *,
     options: VarlenOptions,
 ) -> tuple[Tensor, Tensor]:
     """Return ``(out, lse)``, see ``docs/design.md``."""
     query, scale, _ = positive_scale(query, options)
-    o = _options(query, key, cu_seqlens_q, cu_seqlens_k, alibi_slopes, seed, sinks, options, scale)
+    biases = (alibi_slopes, seed, sinks, relative_bias, mask_program)
+    o = _options(query, key, cu_seqlens_q, cu_seqlens_k, biases, options, scale)
     return attend(Attention(query, key, value, o, cu_seqlens_q.shape[0] - 1))
 
 
@@ -50,19 +54,27 @@ def varlen_attention_backward(
     out: Tensor,
     lse: Tensor,
     sinks: Tensor | None = None,
+    relative_bias: Tensor | None = None,
+    mask_program: Tensor | None = None,
     *,
     options: VarlenOptions,
-) -> tuple[Tensor, ...]:
-    """Return the gradients of query, key, value, and of sinks if there are any."""
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of query, key, value, sinks and relative bias, or None."""
     query, scale, sign = positive_scale(query, options)
-    o = _options(query, key, cu_seqlens_q, cu_seqlens_k, alibi_slopes, seed, sinks, options, scale)
+    biases = (alibi_slopes, seed, sinks, relative_bias, mask_program)
+    o = _options(query, key, cu_seqlens_q, cu_seqlens_k, biases, options, scale)
     call = Attention(query, key, value, o, cu_seqlens_q.shape[0] - 1)
     given = Cotangents(grad_out, grad_lse)
-    exact = query.dtype == torch.float32
-    *grads, grad_sinks, _ = differentiate(call, out, lse, given, exact=exact, sinks=sinks)
+    # The gradient of the table is a sum of that of lse: the rounding of out must not be in it.
+    exact = relative_bias is not None or query.dtype == torch.float32
+    *grads, grad_sinks, common = differentiate(call, out, lse, given, exact=exact, sinks=sinks)
+    grad_query, grad_key, grad_value = grads
     if sign != 1:
-        grads[0].mul_(sign)
-    return tuple(grads) if grad_sinks is None else (*grads, grad_sinks)
+        grad_query.mul_(sign)
+    grad_table = None
+    if relative_bias is not None:
+        grad_table = differentiate_table(call, relative_bias, common)
+    return grad_query, grad_key, grad_value, grad_sinks, grad_table
 
 
 def _options(
@@ -70,13 +82,12 @@ def _options(
     key: Tensor,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
-    alibi_slopes: Tensor | None,
-    seed: Tensor | None,
-    sinks: Tensor | None,
+    biases: tuple[Tensor | None, ...],
     options: VarlenOptions,
     scale: float,
 ) -> Options:
     (rows, heads), (keys, kv_heads) = query.shape[:2], key.shape[:2]
+    alibi_slopes, seed, sinks, relative_bias, mask_program = biases
     return options_of(
         (heads, kv_heads, rows, keys),
         None,
@@ -87,6 +98,8 @@ def _options(
         offset=None if options.bottom_right else 0,
         dropout_p=options.dropout_p,
         sinks=sinks,
+        relative_bias=relative_bias,
+        mask_program=mask_program,
     )._replace(
         p_q_starts=cu_seqlens_q.to(torch.int64).contiguous(),
         p_k_starts=cu_seqlens_k.to(torch.int64).contiguous(),
