@@ -265,16 +265,18 @@ def _others() -> Iterator[Work]:
             mask=torch.empty(2, 1, 1, 4096, dtype=torch.bool, device="meta"), window_left=100,
         )  # fmt: skip
         yield Work(f"every option{suffix}", HALF, 80, call)
-        call = attention(HALF, 128, backward=backward, relative_bias=True)
-        yield Work(f"relative bias{suffix}", HALF, 128, call)
-        call = attention(HALF, 128, backward=backward, mask_program=True)
-        yield Work(f"mask program{suffix}", HALF, 128, call)
-        call = packed(HALF, 128, backward=backward, relative_bias=True, mask_program=True)
-        yield Work(f"packed, both{suffix}", HALF, 128, call)
+        for bias in ("relative bias", "mask program"):
+            given = {bias.replace(" ", "_"): True}
+            call = attention(HALF, 128, backward=backward, **given)
+            yield Work(f"{bias}{suffix}", HALF, 128, call)
+            call = packed(HALF, 128, backward=backward, **given)
+            yield Work(f"packed {bias}{suffix}", HALF, 128, call)
         yield Work(f"encode{suffix}", HALF, 128, encode(HALF, 128, backward=backward))
     for queries in (1, 16):
-        call = decode(HALF, 128, queries, relative_bias=True, mask_program=True)
-        yield Work("decode, both", HALF, 128, call)
+        yield Work(
+            "decode relative bias", HALF, 128, decode(HALF, 128, queries, relative_bias=True)
+        )
+        yield Work("decode mask program", HALF, 128, decode(HALF, 128, queries, mask_program=True))
     for grad in ("unroll", "one_step"):
         yield Work("retrieval backward", HALF, 64, retrieval(HALF, 64, grad))
     yield Work("merged states", HALF, 64, merged(HALF, 64))

@@ -27,7 +27,6 @@ __all__ = [
     "attend",
     "differentiate",
     "differentiate_table",
-    "fitting",
     "options_of",
     "pairs",
     "positive_scale",
@@ -64,9 +63,11 @@ class Attention(NamedTuple):
         }
 
     def plan(self, entry: str) -> Launch:
-        """The launch of an entry in the table."""
+        """The launch of an entry in the table, whose tiles fit the registers with all options."""
         widths = block_of(self.query.shape[-1]), block_of(self.value.shape[-1])
-        return fitting(plan(entry, self.query, *widths), self.options)
+        planned = plan(entry, self.query, *widths)
+        o = self.options
+        return planned if o.table is None and o.p_program is None else planned.halved()
 
     def run(self, kernel: Any, entry: str, *, of_keys: bool = False, **arguments: Any) -> None:
         """Launch a kernel with one program for each tile of queries or keys of each head."""
@@ -90,11 +91,6 @@ class Cotangents(NamedTuple):
             "grad_weights": None if self.weights is None else pairs(self.weights),
             "weight_share": self.weight_share,
         }
-
-
-def fitting(planned: Launch, o: Options) -> Launch:
-    """The launch whose tiles fit the registers with these options."""
-    return planned if o.table is None and o.p_program is None else planned.halved()
 
 
 def attend(call: Attention) -> tuple[Tensor, Tensor]:
@@ -181,8 +177,9 @@ def differentiate(
 def differentiate_table(call: Attention, relative_bias: Tensor, common: dict[str, Any]) -> Tensor:
     """The gradient of the table [B|1, Hq, 2 M + 1], given the arguments of ``differentiate``."""
     heads, entries = call.options.heads, relative_bias.shape[2]
-    parts = call.batch if call.options.p_q_starts is None else min(call.batch, _PARTS)
-    planned = call.plan("backward_mask")
+    parts, planned = call.batch, call.plan("backward_mask")
+    if call.options.p_q_starts is not None:  # a sequence's place takes registers, too
+        parts, planned = min(parts, _PARTS), planned._replace(BM=max(planned.BM // 2, 16))
     grads = call.query.new_empty((parts, heads, entries), dtype=torch.float32)
     launch(
         attention_backward_table,

@@ -17,14 +17,14 @@ def entries_of(at, o_m, first, o, BN: tl.constexpr):
     if o.p_positions is not None:
         at_m = tl.load(o.p_positions + at_m)
         at_n = tl.load(o.p_positions + at_n)
-    entry = o.middle + at_m[:, None] - at_n[None, :]
-    if o.p_q_starts is not None or o.offset is None:  # the host may not know the distances
-        entry = tl.minimum(tl.maximum(entry, 0), 2 * o.middle)
-    return entry
+    return o.middle + at_m[:, None] - at_n[None, :]
 
 
 @triton.jit
 def load_bias(at, i_h, o_m, first, o, BN: tl.constexpr):
     """The relative bias of a tile of pairs [BM, BN], of one head or of each query's own [BM, 1]."""
     p_table = o.table.p + at.i_b * o.table.b + i_h * o.table.h
-    return tl.load(p_table + entries_of(at, o_m, first, o, BN))
+    entry = entries_of(at, o_m, first, o, BN)
+    if o.p_q_starts is not None or o.offset is None:  # the host may not know the distances
+        entry = tl.minimum(tl.maximum(entry, 0), 2 * o.middle)
+    return tl.load(p_table + entry)

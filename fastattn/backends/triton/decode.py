@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fastattn.backends._alloc import empty_output
 from fastattn.backends.primitives import DecodeOptions
-from fastattn.backends.triton._attend import fitting, options_of, positive_scale, widths_of
+from fastattn.backends.triton._attend import options_of, positive_scale, widths_of
 from fastattn.backends.triton._core import Operand
 from fastattn.backends.triton._decode_kernels import (
     Cache,
@@ -66,7 +66,9 @@ def decode_attention(
     widths = widths_of(query, value_cache)
     rows = o.group * q_len
     kernel = "decode" if rows <= 16 else "decode_rows"
-    planned = fitting(plan(kernel, query, widths["BD"], widths["BDV"]), o)
+    planned = plan(kernel, query, widths["BD"], widths["BDV"])
+    if o.table is not None or o.p_program is not None:  # these need registers beside the tile
+        planned = planned.halved().halved()._replace(warps=8)
     chunks = -(-cache.capacity // _CHUNK)
     parts = {
         "p_max": lse.new_empty((*lse.shape, chunks), dtype=torch.float32),
