@@ -155,11 +155,14 @@ def _isa_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     if isa is None:
         return [("ISA", "none: there is no native core, everything runs in plain PyTorch")]
     left_out = facts["backends"]["cpu"].get("left_out") or {}
+    unsupported = dict(isa["unsupported"])
+    if "amx_bf16" in isa["supported"] and isa["no_float16_on_tiles"]:
+        unsupported["float16 on amx_bf16"] = isa["no_float16_on_tiles"]
     return [
         ("ISA", f"{isa['isa']} in use"),
         ("  compiled", ", ".join(isa["compiled"])),
         ("  supported", ", ".join(isa["supported"])),
-        *(("  unsupported", f"{name}: {reason}") for name, reason in isa["unsupported"].items()),
+        *(("  unsupported", f"{name}: {reason}") for name, reason in unsupported.items()),
         *(("  left out", f"{name}: {reason}") for name, reason in left_out.items()),
     ]
 

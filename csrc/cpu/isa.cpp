@@ -82,7 +82,7 @@ std::string always() { return ""; }
 #endif
 }
 [[maybe_unused]] std::string why_no_amx_bf16() {
-  const std::string reason = why_no_tiles();
+  const std::string reason = why_no_tiles("bf16");
   return reason.empty() ? why_no_emulated_tiles() : reason;
 }
 #elif defined(__aarch64__)

@@ -50,6 +50,7 @@ py::dict build_info() {
   info["supported"] = supported_isas();
   info["unsupported"] = unsupported_isas();
   info["emulated"] = emulated_isas();
+  info["no_float16_on_tiles"] = why_no_tiles("fp16");
 #if defined(__VERSION__)
   info["compiler"] = __VERSION__;
 #endif
@@ -98,13 +99,16 @@ PYBIND11_MODULE(_cpu, m) {
       py::arg("leaf7_edx"), py::arg("leaf7_1_eax"), py::arg("xcr0"), py::arg("tiles_allowed"));
   m.def(
       "why_no_tiles",
-      [](uint32_t leaf7_edx, uint64_t xcr0, int error) {
+      [](const std::string& type, uint32_t leaf7_edx, uint32_t leaf7_1_eax, uint64_t xcr0,
+         int error) {
         fastattn::FeatureRegisters registers;
         registers.leaf7_edx = leaf7_edx;
+        registers.leaf7_1_eax = leaf7_1_eax;
         registers.xcr0 = xcr0;
-        return fastattn::why_no_tiles(registers, error);
+        return fastattn::why_no_tiles(type, registers, error);
       },
-      py::kw_only(), py::arg("leaf7_edx"), py::arg("xcr0"), py::arg("error"));
+      py::arg("type"), py::kw_only(), py::arg("leaf7_edx"), py::arg("leaf7_1_eax"), py::arg("xcr0"),
+      py::arg("error"));
   m.def("measure_peak", &fastattn::measure_peak, py::arg("kind"), py::arg("threads"),
         py::arg("seconds") = 0.1);
 }

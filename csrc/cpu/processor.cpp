@@ -149,13 +149,13 @@ int request_tiles() {
 #endif
 }
 
-std::string why_no_tiles(const FeatureRegisters& registers, int error) {
+std::string why_no_tiles(const std::string& type, const FeatureRegisters& registers, int error) {
   FeatureRegisters saved = registers;
   saved.xcr0 |= kTiles;
   const auto names = usable_features(saved, true);
-  for (const char* name : {"amx_tile", "amx_bf16"})
+  for (const std::string& name : {std::string("amx_tile"), "amx_" + type})
     if (std::find(names.begin(), names.end(), name) == names.end())
-      return "the processor has no AMX with bf16";
+      return "the processor has no AMX with " + type;
   if ((registers.xcr0 & kTiles) != kTiles) return "the system does not save the tiles of AMX";
   if (error == ENOSPC)
     return "Linux refuses the tiles of AMX: a thread's alternate signal stack is too small for "
@@ -166,10 +166,10 @@ std::string why_no_tiles(const FeatureRegisters& registers, int error) {
   return error == 0 ? "" : std::string("Linux refuses the tiles of AMX: ") + std::strerror(error);
 }
 
-std::string why_no_tiles() {
+std::string why_no_tiles(const std::string& type) {
   const FeatureRegisters registers = read_registers();
   const bool saved = (registers.xcr0 & kTiles) == kTiles;
-  return why_no_tiles(registers, saved ? request_tiles() : 0);
+  return why_no_tiles(type, registers, saved ? request_tiles() : 0);
 }
 
 const Processor& processor() {

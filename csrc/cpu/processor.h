@@ -32,10 +32,10 @@ std::vector<std::string> usable_features(const FeatureRegisters& registers, bool
 // ones, and for forked children.
 int request_tiles();
 
-// Why this process cannot use AMX's tiles with bf16, "" if it can. `error` is that of the request. A
-// pure function, as usable_features().
-std::string why_no_tiles(const FeatureRegisters& registers, int error);
-std::string why_no_tiles();  // on this processor
+// Why this process cannot multiply numbers of a type, "bf16" or "fp16", on AMX's tiles, "" if it can.
+// `error` is that of the request. A pure function, as usable_features().
+std::string why_no_tiles(const std::string& type, const FeatureRegisters& registers, int error);
+std::string why_no_tiles(const std::string& type);  // on this processor
 
 const Processor& processor();  // read once
 bool has_feature(const char* name);

@@ -107,10 +107,15 @@ def test_every_supported_instruction_set_has_its_features():
     ids=str,
 )
 def test_why_there_are_no_tiles(changed, expected):
-    registers = {"leaf7_edx": XEON["leaf7_edx"], "xcr0": XEON["xcr0"], "error": 0}
-    reason = _cpu.why_no_tiles(**{**registers, **changed})
+    registers = {name: XEON[name] for name in ("leaf7_edx", "leaf7_1_eax", "xcr0")}
+    reason = _cpu.why_no_tiles("bf16", **{**registers, "error": 0, **changed})
     assert expected in reason
     assert bool(expected) == bool(reason)
+    fp16 = {**registers, "leaf7_edx": 1 << 24, "leaf7_1_eax": 1 << 21, "error": 0}
+    if "leaf7_edx" not in changed:
+        assert _cpu.why_no_tiles("fp16", **{**fp16, **changed}) == reason
+        without = _cpu.why_no_tiles("fp16", **{**registers, "error": 0, **changed})
+        assert without == "the processor has no AMX with fp16"
 
 
 def test_no_code_of_an_instruction_set_runs_when_the_module_is_loaded() -> None:
