@@ -38,16 +38,13 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 # -- random operands ------------------------------------------------------------------------------
 
-
-def bf16(sign: Any, exponent: Any, mantissa: Any) -> Any:
-    return (sign << 15 | exponent << 7 | mantissa).astype(np.uint16)
+MANTISSA = {"bf16": 7, "f16": 10}  # bits
 
 
-def random_bf16(rng: Any, shape: tuple[int, ...], low: int, high: int) -> Any:
-    """Biased exponents in [low, high]; 0 is zero or subnormal."""
-    return bf16(
-        rng.integers(0, 2, shape), rng.integers(low, high + 1, shape), rng.integers(0, 128, shape)
-    )
+def random_halves(rng: Any, bits: int, shape: tuple[int, ...], low: int, high: int) -> Any:
+    """Of 16 bits, with biased exponents in [low, high]; 0 is zero or subnormal."""
+    exponent, mantissa = rng.integers(low, high + 1, shape), rng.integers(0, 1 << bits, shape)
+    return (rng.integers(0, 2, shape) << 15 | exponent << bits | mantissa).astype(np.uint16)
 
 
 def random_f32(rng: Any, shape: tuple[int, ...], low: int, high: int) -> Any:
@@ -58,21 +55,31 @@ def random_f32(rng: Any, shape: tuple[int, ...], low: int, high: int) -> Any:
 
 # Exponents of a, b and c. Products of 2^-63 are near the least normal, 2^-126.
 RANGES = {
-    "normal": ((120, 130), (120, 130), (120, 130)),
-    "wide": ((40, 200), (40, 200), (1, 254)),
-    "tiny": ((0, 70), (0, 70), (0, 20)),
-    "near the least normal": ((60, 68), (60, 66), (0, 4)),
-    "subnormal": ((0, 1), (120, 250), (0, 1)),
-    "infinite": ((200, 255), (200, 255), (200, 255)),
+    "bf16": {
+        "normal": ((120, 130), (120, 130), (120, 130)),
+        "wide": ((40, 200), (40, 200), (1, 254)),
+        "tiny": ((0, 70), (0, 70), (0, 20)),
+        "near the least normal": ((60, 68), (60, 66), (0, 4)),
+        "subnormal": ((0, 1), (120, 250), (0, 1)),
+        "infinite": ((200, 255), (200, 255), (200, 255)),
+    },
+    "f16": {
+        "normal": ((12, 18), (12, 18), (120, 130)),
+        "wide": ((0, 30), (0, 30), (70, 160)),
+        "subnormal": ((0, 0), (0, 30), (80, 120)),
+        "a subnormal sum": ((0, 0), (0, 1), (0, 1)),
+        "infinite": ((28, 31), (28, 31), (240, 255)),
+    },
 }
+KINDS = [(of, kind) for of, ranges in RANGES.items() for kind in ranges]
 
 
-def operands(kind: str, count: int) -> tuple[Any, Any, Any]:
-    """a [count, 16, 32], b [count, 32, 16] as bits of bf16, and c [count, 16, 16] in fp32."""
-    rng = np.random.default_rng(list(RANGES).index(kind))
-    of_a, of_b, of_c = RANGES[kind]
-    a = random_bf16(rng, (count, 16, 32), *of_a)
-    b = random_bf16(rng, (count, 32, 16), *of_b)
+def operands(of: str, kind: str, count: int) -> tuple[Any, Any, Any]:
+    """a [count, 16, 32], b [count, 32, 16] as bits of a type, and c [count, 16, 16] in fp32."""
+    rng = np.random.default_rng(list(RANGES[of]).index(kind))
+    of_a, of_b, of_c = RANGES[of][kind]
+    a = random_halves(rng, MANTISSA[of], (count, 16, 32), *of_a)
+    b = random_halves(rng, MANTISSA[of], (count, 32, 16), *of_b)
     c = random_f32(rng, (count, 16, 16), *of_c)
     # Half of them sparse, so that single products, not only sums of many, decide.
     a[::2] *= rng.random((len(a[::2]), 16, 32)) < 0.05
@@ -86,13 +93,15 @@ def flushed(x: Any) -> Any:
     return np.where(np.abs(x) < np.float32(2**-126), np.copysign(np.float32(0), x), x)
 
 
-def widened(bits: Any) -> Any:
+def widened(of: str, bits: Any) -> Any:
+    if of == "f16":
+        return bits.view(np.float16).astype(np.float32)
     return flushed((bits.astype(np.uint32) << 16).view(np.float32))
 
 
 def fused(a: Any, b: Any, c: Any) -> Any:
     """a b + c rounded once: exact in float64 but for the last bits, which are rounded to odd."""
-    product = a.astype(np.float64) * b.astype(np.float64)  # exact: 8 bits times 8
+    product = a.astype(np.float64) * b.astype(np.float64)  # exact: at most 11 bits times 11
     wide = c.astype(np.float64)
     total = product + wide
     part = total - product
@@ -103,10 +112,10 @@ def fused(a: Any, b: Any, c: Any) -> Any:
     return np.where(inexact, (bits + toward).view(np.float64), total).astype(np.float32)
 
 
-def judged(a: Any, b: Any, c: Any) -> Any:
-    """TDPBF16PS, after Intel's manual and what the processor does: even and odd elements in two
-    chains, subnormals flushed in and out."""
-    a, b = widened(a), widened(b)
+def judged(of: str, a: Any, b: Any, c: Any) -> Any:
+    """TDPBF16PS and TDPFP16PS, after Intel's manual and, in bf16, what the processor does: even and
+    odd elements in two chains, subnormal floats flushed in and out. Those of fp16 are not."""
+    a, b = widened(of, a), widened(of, b)
     chains = []
     for first in (0, 1):
         chain = np.zeros(c.shape, np.float32)
@@ -120,12 +129,12 @@ def judged(a: Any, b: Any, c: Any) -> Any:
 
 
 def tile_products(
-    library: Path, name: str, shape: tuple[int, int, int], a: Any, b: Any, c: Any
+    library: Path, name: str, of: str, shape: tuple[int, int, int], a: Any, b: Any, c: Any
 ) -> Any:
     pairs = np.ascontiguousarray(b.reshape(-1, 16, 2, 16).swapaxes(2, 3))
     a, c = np.ascontiguousarray(a), c.copy()
     pointers = [x.ctypes.data_as(ctypes.c_char_p) for x in (a, pairs, c)]
-    getattr(ctypes.CDLL(str(library)), name)(*shape, *pointers, len(a))
+    getattr(ctypes.CDLL(str(library)), name)(int(of == "f16"), *shape, *pointers, len(a))
     return c
 
 
@@ -137,54 +146,58 @@ def assert_same(got: Any, expected: Any) -> None:
     assert (same | nan).all(), f"{(~(same | nan)).sum()} of {same.size} differ"
 
 
-def shaped(shape: tuple[int, int, int], a: Any, b: Any, c: Any) -> Any:
+def shaped(of: str, shape: tuple[int, int, int], a: Any, b: Any, c: Any) -> Any:
     """What the judge says of tiles of m rows, n columns and k pairs: the rest of c stays."""
     m, n, k = shape
     expected = c.copy()
-    expected[:, :m, :n] = judged(a[:, :m, : 2 * k], b[:, : 2 * k, :n], c[:, :m, :n])
+    expected[:, :m, :n] = judged(of, a[:, :m, : 2 * k], b[:, : 2 * k, :n], c[:, :m, :n])
     return expected
 
 
+FULL = (16, 16, 16)
+
+
 @pytest.mark.filterwarnings("ignore:.*(invalid value|overflow) encountered")
-@pytest.mark.parametrize("kind", RANGES)
-def test_emulated_products(library: Path, kind: str) -> None:
-    a, b, c = operands(kind, 200)
-    assert_same(tile_products(library, "emulated", (16, 16, 16), a, b, c), judged(a, b, c))
+@pytest.mark.parametrize(("of", "kind"), KINDS)
+def test_emulated_products(library: Path, of: str, kind: str) -> None:
+    a, b, c = operands(of, kind, 200)
+    assert_same(tile_products(library, "emulated", of, FULL, a, b, c), judged(of, a, b, c))
 
 
+@pytest.mark.parametrize("of", RANGES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_emulated_shapes(library: Path, shape: tuple[int, int, int]) -> None:
-    a, b, c = operands("normal", 20)
-    assert_same(tile_products(library, "emulated", shape, a, b, c), shaped(shape, a, b, c))
+def test_emulated_shapes(library: Path, shape: tuple[int, int, int], of: str) -> None:
+    a, b, c = operands(of, "normal", 20)
+    assert_same(tile_products(library, "emulated", of, shape, a, b, c), shaped(of, shape, a, b, c))
 
 
-def why_no_tiles(native: ModuleType) -> str:
+def skip_without_tiles(native: ModuleType, of: str) -> None:
     """Importing the core has asked Linux for the tiles."""
-    if "amx_bf16" in native.processor()["features"]:
-        return ""
-    return str(native.build_info()["unsupported"].get("amx_bf16", "this is no x86-64"))
+    if {"bf16": "amx_bf16", "f16": "amx_fp16"}[of] not in native.processor()["features"]:
+        info = native.build_info()
+        reasons = {"bf16": info["unsupported"].get("amx_bf16"), "f16": info["no_float16_on_tiles"]}
+        pytest.skip(str(reasons[of] or "this is no x86-64"))
 
 
-@pytest.mark.parametrize("kind", RANGES)
+@pytest.mark.parametrize(("of", "kind"), KINDS)
 def test_real_products_are_those_of_the_emulation(
-    native: ModuleType, library: Path, kind: str
+    native: ModuleType, library: Path, of: str, kind: str
 ) -> None:
-    if reason := why_no_tiles(native):
-        pytest.skip(reason)
-    a, b, c = operands(kind, 3000)
-    emulated = tile_products(library, "emulated", (16, 16, 16), a, b, c)
-    assert_same(tile_products(library, "real", (16, 16, 16), a, b, c), emulated)
+    skip_without_tiles(native, of)
+    a, b, c = operands(of, kind, 3000)
+    emulated = tile_products(library, "emulated", of, FULL, a, b, c)
+    assert_same(tile_products(library, "real", of, FULL, a, b, c), emulated)
 
 
+@pytest.mark.parametrize("of", RANGES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_real_shapes_are_those_of_the_emulation(
-    native: ModuleType, library: Path, shape: tuple[int, int, int]
+    native: ModuleType, library: Path, shape: tuple[int, int, int], of: str
 ) -> None:
-    if reason := why_no_tiles(native):
-        pytest.skip(reason)
-    a, b, c = operands("normal", 100)
-    emulated = tile_products(library, "emulated", shape, a, b, c)
-    assert_same(tile_products(library, "real", shape, a, b, c), emulated)
+    skip_without_tiles(native, of)
+    a, b, c = operands(of, "normal", 100)
+    emulated = tile_products(library, "emulated", of, shape, a, b, c)
+    assert_same(tile_products(library, "real", of, shape, a, b, c), emulated)
 
 
 # -- the parts of floats --------------------------------------------------------------------------

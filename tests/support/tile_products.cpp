@@ -18,13 +18,17 @@ TileConfig shaped(int m, int n, int k) {
 
 // c += a b for each of the products, all in rows of 64 bytes.
 template <class Tiles>
-void multiply(const TileConfig& config, const char* a, const char* b, char* c, int products) {
+void multiply(bool f16, const TileConfig& config, const char* a, const char* b, char* c,
+              int products) {
   Tiles::configure(config);
   for (int i = 0; i < products; ++i, a += 1024, b += 1024, c += 1024) {
     Tiles::template load<3>(c, 64);
     Tiles::template load<5>(a, 64);
     Tiles::template load_once<6>(b, 64);
-    Tiles::template multiply_bf16<3, 5, 6>();
+    if (f16)
+      Tiles::template multiply_f16<3, 5, 6>();
+    else
+      Tiles::template multiply_bf16<3, 5, 6>();
     Tiles::template store<3>(c, 64);
     Tiles::template zero<3>();
   }
@@ -35,11 +39,13 @@ void multiply(const TileConfig& config, const char* a, const char* b, char* c, i
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
-EXPORT void emulated(int m, int n, int k, const char* a, const char* b, char* c, int products) {
-  multiply<fastattn::EmulatedTiles>(shaped(m, n, k), a, b, c, products);
+EXPORT void emulated(int f16, int m, int n, int k, const char* a, const char* b, char* c,
+                     int products) {
+  multiply<fastattn::EmulatedTiles>(f16, shaped(m, n, k), a, b, c, products);
 }
-EXPORT void real(int m, int n, int k, const char* a, const char* b, char* c, int products) {
-  multiply<fastattn::HardwareTiles>(shaped(m, n, k), a, b, c, products);
+EXPORT void real(int f16, int m, int n, int k, const char* a, const char* b, char* c,
+                 int products) {
+  multiply<fastattn::HardwareTiles>(f16, shaped(m, n, k), a, b, c, products);
 }
 
 // Each of these must end the process.

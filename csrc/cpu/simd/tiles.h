@@ -26,6 +26,7 @@ static_assert(offsetof(TileConfig, row_bytes) == 16 && offsetof(TileConfig, rows
 // Inline asm, because GCC's intrinsics are macros that take only literals, and its _tile_loadd has
 // no memory operand, so the compiler may move the stores of the loaded values after it.
 struct HardwareTiles {
+  static constexpr bool kEmulated = false;
   static void configure(const TileConfig& config) { asm volatile("ldtilecfg %0" ::"m"(config)); }
   static void release() { asm volatile("tilerelease"); }
   template <int T>
@@ -51,9 +52,9 @@ struct HardwareTiles {
   static void multiply_bf16() {
     asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
   }
-  // The same with fp16. TDPFP16PS is unknown to many assemblers: VEX.128.F2.0F38.W0 5C /r, where
-  // reg is the sum, rm is A, and vvvv, inverted, is B. (TDPBF16PS has F3 in place of F2: 2 in the
-  // last two bits.)
+  // The same with fp16, of which subnormals are not flushed. TDPFP16PS is unknown to many assemblers:
+  // VEX.128.F2.0F38.W0 5C /r, where reg is the sum, rm is A, and vvvv, inverted, is B. (TDPBF16PS has
+  // F3 in place of F2: 2 in the last two bits.)
   template <int C, int A, int B>
   static void multiply_f16() {
     asm volatile(".byte 0xc4, 0xe2, %c0, 0x5c, %c1" ::"i"((~B & 15) << 3 | 3),
@@ -66,6 +67,7 @@ struct HardwareTiles {
 // is legal on the processor, and traps here, because a kernel has then kept its tiles too long.
 class EmulatedTiles {
  public:
+  static constexpr bool kEmulated = true;
   static void configure(const TileConfig& config) {
     Registers& r = registers();
     if (r.configured || config.palette != 1 || config.start_row != 0) __builtin_trap();
@@ -103,12 +105,11 @@ class EmulatedTiles {
   }
   template <int C, int A, int B>
   static void multiply_bf16() {
-    Registers& r = in_use();
-    const TileConfig& c = r.config;
-    if (c.rows[C] != c.rows[A] || c.row_bytes[C] != c.row_bytes[B] ||
-        c.row_bytes[A] != 4 * c.rows[B])
-      __builtin_trap();
-    multiply_pairs(r.tile[A], r.tile[B], r.tile[C]);
+    multiply<C, A, B>([](uint32_t half) { return float_of(flushed(half << 16)); });
+  }
+  template <int C, int A, int B>
+  static void multiply_f16() {
+    multiply<C, A, B>(float_of_f16);
   }
 
  private:
@@ -142,23 +143,48 @@ class EmulatedTiles {
     __builtin_memcpy(&bits, &x, 4);
     return flushed(bits);
   }
-  static uint32_t multiply_add(uint32_t a, uint32_t b, uint32_t c) {
-    return flushed(__builtin_fmaf(float_of(flushed(a)), float_of(flushed(b)), float_of(c)));
+  // Subnormals too, whatever MXCSR says.
+  static float float_of_f16(uint32_t half) {
+    const uint32_t sign = (half & 0x8000) << 16, exponent = half & 0x7c00;
+    if (exponent == 0) {
+      const float size = static_cast<float>(half & 0x3ff) * 0x1p-24f;
+      return sign != 0 ? -size : size;
+    }
+    // Exponents are biased by 15 and by 127; that of inf and NaN has all bits.
+    const uint32_t rebias = exponent == 0x7c00 ? 2 * 112u << 23 : 112u << 23;
+    return float_of(sign | (((half & 0x7fff) << 13) + rebias));
+  }
+
+  template <int C, int A, int B, class Widen>
+  static void multiply(Widen widen) {
+    Registers& r = in_use();
+    const TileConfig& c = r.config;
+    if (c.rows[C] != c.rows[A] || c.row_bytes[C] != c.row_bytes[B] ||
+        c.row_bytes[A] != 4 * c.rows[B])
+      __builtin_trap();
+    multiply_pairs(r.tile[A], r.tile[B], r.tile[C], widen);
   }
   // Two chains of fused multiply-adds from zero, over the even and the odd elements; then C gets
   // their sum. Everything rounds to nearest, ties to even.
-  __attribute__((noinline)) static void multiply_pairs(const Tile& a, const Tile& b, Tile& c) {
+  template <class Widen>
+  __attribute__((noinline)) static void multiply_pairs(const Tile& a, const Tile& b, Tile& c,
+                                                       Widen widen) {
+    float of_b[16][2][16];  // [pair][even, odd][column]
+    for (int k = 0; k < 16; ++k)
+      for (int n = 0; n < 16; ++n) {
+        of_b[k][0][n] = widen(b[k][n] & 0xffff);
+        of_b[k][1][n] = widen(b[k][n] >> 16);
+      }
     for (int m = 0; m < 16; ++m) {
-      uint32_t even[16] = {}, odd[16] = {};
+      uint32_t chains[2][16] = {};
       for (int k = 0; k < 16; ++k) {
-        const uint32_t pair = a[m][k];
-        for (int n = 0; n < 16; ++n) {
-          even[n] = multiply_add(pair << 16, b[k][n] << 16, even[n]);
-          odd[n] = multiply_add(pair & 0xffff0000u, b[k][n] & 0xffff0000u, odd[n]);
-        }
+        const float of_a[2] = {widen(a[m][k] & 0xffff), widen(a[m][k] >> 16)};
+        for (int i = 0; i < 2; ++i)
+          for (int n = 0; n < 16; ++n)
+            chains[i][n] = flushed(__builtin_fmaf(of_a[i], of_b[k][i][n], float_of(chains[i][n])));
       }
       for (int n = 0; n < 16; ++n) {
-        const uint32_t sum = flushed(float_of(even[n]) + float_of(odd[n]));
+        const uint32_t sum = flushed(float_of(chains[0][n]) + float_of(chains[1][n]));
         c[m][n] = flushed(float_of(flushed(c[m][n])) + float_of(sum));
       }
     }
