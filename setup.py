@@ -55,7 +55,7 @@ class InstructionSets:
 
     # Weakest first. Kernels are compiled for all of them, everything else for the first.
     isas: dict[str, list[str]]
-    # Only attention in bf16 and float32 runs on tiles; everything else runs on the vectors below.
+    # Only attention in bf16, fp16 and float32 runs on tiles; all else runs on the vectors below.
     tiles: dict[str, list[str]] = field(default_factory=dict)
     # The emulation of tiles is for tests.
     emulated: dict[str, list[str]] = field(default_factory=dict)

@@ -179,6 +179,11 @@ void use(const std::string& spelled) {
 
 bool has_tiles(const std::string& isa) { return isa.rfind("amx_", 0) == 0; }
 
+bool is_emulated(const std::string& isa) {
+  return std::any_of(kEmulated.begin(), kEmulated.end(),
+                     [&](const Entry& e) { return isa == e.table->isa; });
+}
+
 // Tiles run only where they are chosen by name: they were not measured.
 std::string strongest_measured() {
   std::string strongest;
@@ -235,11 +240,17 @@ std::string current_isa() {
   return spelled;
 }
 
-bool decodes_on_tiles(const AttentionParams& p) {
-  return has_tiles(kernels(p.dtype).isa) && fills_tiles(p);
+bool multiplies_on_tiles(DType dtype, bool emulated) {
+  if (dtype == DType::f16) return emulated || has_feature("amx_fp16");
+  return dtype == DType::bf16 || dtype == DType::f32;
 }
 
-bool float32_on_tiles() { return has_tiles(kernels(DType::f32).isa); }
+bool decodes_on_tiles(const AttentionParams& p) { return on_tiles(p.dtype) && fills_tiles(p); }
+
+bool on_tiles(DType dtype) {
+  const std::string isa = kernels(dtype).isa;
+  return has_tiles(isa) && multiplies_on_tiles(dtype, is_emulated(isa));
+}
 
 const KernelTable& kernels(DType dtype) {
   const std::atomic<const KernelTable*>& chosen = current[static_cast<int>(dtype)];

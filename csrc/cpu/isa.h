@@ -4,6 +4,8 @@
 #include <string>
 #include <vector>
 
+#include "../params.h"
+
 namespace fastattn {
 
 std::vector<std::string> compiled_isas();  // weakest first
@@ -22,7 +24,7 @@ std::vector<std::string> emulated_isas();
 void set_isa(const std::string& spelled);
 // The same, but without effect after set_isa or under FASTATTN_CPU_ISA.
 void set_default_isa(const std::string& spelled);
-std::string current_isa();  // in the syntax of set_isa
-bool float32_on_tiles();    // whether the one of float32 has tiles
+std::string current_isa();   // in the syntax of set_isa
+bool on_tiles(DType dtype);  // whether the one of this dtype has tiles that multiply it
 
 }  // namespace fastattn

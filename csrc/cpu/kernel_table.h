@@ -7,11 +7,14 @@ namespace fastattn {
 
 enum class Peak : int { fma_f32 = 0, fma_f64 = 1, dot_bf16 = 2, read_bandwidth = 3 };
 
-// Whether attention with a cache runs on tiles, where the instruction set has some: at least a tile
-// of query rows share a key head, and those of one head are less than a panel.
+// Whether an instruction set with tiles multiplies tensors of this dtype on them. Those in fp16 need an
+// instruction that few processors have; emulated tiles have it.
+bool multiplies_on_tiles(DType dtype, bool emulated);
+
+// Whether attention with a cache fills tiles: at least a tile of query rows share a key head, and
+// those of one head are less than a panel.
 inline bool fills_tiles(const AttentionParams& p) {
-  const bool tiled = (p.dtype == DType::bf16 || p.dtype == DType::f32) && p.D > 0 && p.Dv > 0;
-  return tiled && p.Hkv > 0 && p.Lq < 32 && p.Lq * (p.Hq / p.Hkv) >= 16;
+  return p.D > 0 && p.Dv > 0 && p.Hkv > 0 && p.Lq < 32 && p.Lq * (p.Hq / p.Hkv) >= 16;
 }
 
 struct KernelTable {

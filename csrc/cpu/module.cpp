@@ -86,7 +86,8 @@ PYBIND11_MODULE(_cpu, m) {
   m.def("build_info", &fastattn::build_info);
   m.def("set_isa", &fastattn::set_isa);
   m.def("set_default_isa", &fastattn::set_default_isa);
-  m.def("float32_on_tiles", &fastattn::float32_on_tiles);
+  m.def("on_tiles",
+        [](int dtype) { return fastattn::on_tiles(static_cast<fastattn::DType>(dtype)); });
   m.def("processor", &fastattn::describe_processor);
   m.def(
       "usable_features",

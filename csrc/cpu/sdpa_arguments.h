@@ -13,7 +13,8 @@ namespace py = pybind11;
 // Whether products of float32 may round their factors to 16 bits. Only tiles do, so that the question
 // to PyTorch's settings, may_reduce() -> bool, costs other instruction sets nothing.
 inline bool reduces(int dtype, const py::object& may_reduce) {
-  return static_cast<DType>(dtype) == DType::f32 && float32_on_tiles() && may_reduce().cast<bool>();
+  return static_cast<DType>(dtype) == DType::f32 && on_tiles(DType::f32) &&
+         may_reduce().cast<bool>();
 }
 
 inline AttentionParams common_arguments(int dtype, bool reduced, int threads,

@@ -124,8 +124,8 @@ MUTANTS += tuple(
         ("a_tile_has_15_rows", "../simd/tiles.h", "rows[16] = {16, 16,", "rows[16] = {16, 15,"),
         ("tiles_are_not_configured", "../simd/tiles.h", "Tiles::configure(TileConfig{});", ""),
         ("tiles_are_not_released", "../simd/tiles.h", "~TileScope() { Tiles::release(); }", "~TileScope() {}"),
-        ("the_wrong_tile_is_multiplied", "tiles/squares.h", "multiply_bf16<2, 6, 5>", "multiply_bf16<2, 7, 5>"),
-        ("a_tile_is_loaded_too_early", "tiles/squares.h", "Tiles::multiply_bf16<1, 7, 4>(); if (more)", "if (more)"),
+        ("the_wrong_tile_is_multiplied", "tiles/squares.h", "multiply<2, 6, 5>", "multiply<2, 7, 5>"),
+        ("a_tile_is_loaded_too_early", "tiles/squares.h", "Format::template multiply<1, 7, 4>(); if (more)", "if (more)"),
         ("a_quarter_goes_to_the_wrong_place", "tiles/squares.h", "return T % 2 * 16 * kLanesOfSquare + T / 2 * 16;", "return T / 2 * 16 * kLanesOfSquare + T % 2 * 16;"),
         ("sums_stay_in_tiles", "tiles/squares.h", "FASTATTN_INLINE void flush() {", "FASTATTN_INLINE void flush() { return;"),
         ("outputs_are_not_added", "tiles/sdpa_products.h", "!state.fresh}", "false}"),
@@ -138,23 +138,23 @@ MUTANTS += tuple(
         ("hidden_values_spread", "tiles/sdpa_products.h", "kParts > 1 || rows.excludes() ? rows_apart(v[half])", "kParts > 1 ? rows_apart(v[half])"),
         ("dropout_is_of_the_next_query", "tiles/sdpa_rows.h", "dropout_mask<2>(dropout, panel.i0,", "dropout_mask<2>(dropout, panel.i0 + 1,"),
         ("the_wrong_query_head", "tiles/sdpa_forward.h", "task.hk * group + n / panels", "task.hk + n / panels * p.Hkv"),
-        ("channels_of_the_tail_are_stale", "tiles/pack.h", "_mm512_maskz_loadu_epi16(first_bits(count), row + c0)", "_mm512_mask_loadu_epi16(_mm512_set1_epi16(0x3f80), first_bits(count), row + c0)"),
+        ("channels_of_the_tail_are_stale", "tiles/pack.h", "_mm512_maskz_loadu_epi16(first_bits(count), from)", "_mm512_mask_loadu_epi16(_mm512_set1_epi16(0x3f80), first_bits(count), from)"),
         ("a_block_has_no_mask", "tiles/sdpa_rows.h", "kQueries, buf.bias) != Seen::all)", "kQueries, buf.bias) == Seen::none)"),
         ("blocks_that_another_query_sees_are_left_out", "tiles/sdpa_rows.h", "visible_by_program(p, panel.b, panel.h, panel.i0, panel.i1,", "visible_by_program(p, panel.b, panel.h, panel.i0, panel.i0 + 1,"),
         ("keys_of_one_query_are_those_of_a_panel", "tiles/sdpa_rows.h", "visible_by_program(p, b, h, i0, i1, visible", "visible_by_program(p, b, h, i0, i0 + 1, visible"),
         ("values_lose_a_channel", "tiles/pack.h", "evens[i] + 1;", "evens[i];"),
-        ("keys_lose_their_upper_half", "tiles/pack.h", "pack_left(rows[half], steps,", "pack_left(rows[0], steps,"),
+        ("keys_lose_their_upper_half", "tiles/pack.h", "pack_left<Format>(rows[half], steps,", "pack_left<Format>(rows[0], steps,"),
     )
 )  # fmt: skip
 MUTANTS += tuple(
     Mutant(name, file, old, new, source="tiles/sdpa_backward", dtype="bfloat16", isa="amx_bf16_emulated")
     for name, file, old, new in (
-        ("the_wrong_tile_is_added", "tiles/sdpa_backward.h", "multiply_bf16<2, 5, 6>", "multiply_bf16<2, 5, 7>"),
+        ("the_wrong_tile_is_added", "tiles/sdpa_backward.h", "multiply<2, 5, 6>", "multiply<2, 5, 7>"),
         ("sums_are_not_stored", "tiles/sdpa_backward.h", "f.pending = c;", ""),
         ("the_last_step_is_left_out", "tiles/sdpa_backward.h", "for (int64_t k = 1; k < steps; ++k)", "for (int64_t k = 1; k < steps - 1; ++k)"),
-        ("rows_are_joined_in_another_order", "tiles/operands.h", "from.at(r, d, a), from.at(r + 16, d, b);", "from.at(2 * r, d, a), from.at(2 * r + 1, d, b);"),
-        ("queries_of_a_pair_are_swapped", "tiles/sdpa_gradients.h", "keep_parts(w[half][0], w[half][1],", "keep_parts(w[half][1], w[half][0],"),
-        ("queries_are_reduced_as_keys", "tiles/sdpa_gradients.h", "keep_parts(ds[0][half], ds[1][half],", "keep_parts(ds[half][0], ds[half][1],"),
+        ("rows_are_joined_in_another_order", "tiles/operands.h", "from.template at<Format>(r, d, a), from.template at<Format>(r + 16, d, b);", "from.template at<Format>(2 * r, d, a), from.template at<Format>(2 * r + 1, d, b);"),
+        ("queries_of_a_pair_are_swapped", "tiles/sdpa_gradients.h", "stored(w[half][0]), stored(w[half][1]),", "stored(w[half][1]), stored(w[half][0]),"),
+        ("queries_are_reduced_as_keys", "tiles/sdpa_gradients.h", "keep_parts<GradFormat>(ds[0][half], ds[1][half],", "keep_parts<GradFormat>(ds[half][0], ds[half][1],"),
         ("a_row_of_squares_is_dropped", "tiles/sdpa_backward.h", "for (int64_t row = 0; row < kRows; ++row) { const Range c", "for (int64_t row = 0; row < kRows - 1; ++row) { const Range c"),
         ("dq_gets_only_three_rows", "tiles/sdpa_backward.h", "--end; if (begin == end) continue;", "--end; end = min_of<int64_t>(end, begin + 3); if (begin == end) continue;"),
         ("a_right_edge_is_missed", "tiles/sdpa_gradients.h", "|| keys.end > all.end;", ";"),
@@ -220,6 +220,21 @@ MUTANTS += tuple(
         ("parts_lie_on_each_other", "tiles/sdpa_gradients.h", "_mm512_storeu_si512(to + part * kTileElements, parts[part])", "_mm512_storeu_si512(to, parts[part])"),
         ("a_sum_of_queries_is_lost", "tiles/sdpa_backward.h", "store(to + at, load(to + at) + load(from + at));", "store(to + at, load(from + at));"),
         ("nan_that_no_query_sees_spreads", "tiles/pack.h", "if (apart) found |= 1u << r;", ";"),
+    )
+)  # fmt: skip
+
+MUTANTS += tuple(
+    Mutant(f"of_f16_{name}", file, old, new, source=source, dtype="float16", isa="amx_bf16_emulated")
+    for name, source, file, old, new in (
+        ("products_are_those_of_bf16", TILES, "tiles/parts.h", "Tiles::multiply_f16<C, A, B>();", "Tiles::multiply_bf16<C, A, B>();"),
+        ("a_pair_is_swapped", TILES, "tiles/parts.h", "_mm512_cvtepu16_epi32(halves(a)), _mm512_slli_epi32(_mm512_cvtepu16_epi32(halves(b)), 16)", "_mm512_cvtepu16_epi32(halves(b)), _mm512_slli_epi32(_mm512_cvtepu16_epi32(halves(a)), 16)"),
+        ("sums_are_not_rescaled", TILES, "tiles/sdpa_rows.h", "store(state.l + n * W, load(state.l + n * W) * factor);", ""),
+        ("outputs_are_not_rescaled", TILES, "tiles/sdpa_products.h", "rows.rescale(state);", "state.raised = false;"),
+        ("outputs_are_rescaled_before_the_last_square", TILES, "tiles/sdpa_products.h", "squares.flush(); rows.rescale(state);", "rows.rescale(state);"),
+        ("every_query_is_rescaled", TILES, "tiles/sdpa_rows.h", "select<float>(higher, exp2_any<false>(raised - minus_m), splat(1.0f))", "exp2_any<false>(minus_reference(top[n]) - minus_m)"),
+        ("a_sink_has_another_reference", TILES, "tiles/sdpa_rows.h", "select<float>(alone, minus_reference(m), load(state.minus_m + n * W))", "select<float>(m == -kInf<float>, VecF{}, m * -rule.exponent)"),
+        ("stored_weights_keep_their_scale", "tiles/sdpa_backward", "tiles/sdpa_backward.h", "1 / gradients.weight_scale", "T(1)"),
+        ("parts_of_queries_lie_on_each_other", "tiles/sdpa_backward", "tiles/sdpa_backward.h", "f.q_rows + n * dp * kGradParts);", "f.q_rows + n * dp * kParts);"),
     )
 )  # fmt: skip
 

@@ -14,13 +14,13 @@ from torch import Tensor
 import fastattn
 from fastattn import decode_attention
 
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 
 
 def assert_right(
     got: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], tolerance: float = 2e-6
 ) -> None:
-    if got[0].dtype is torch.bfloat16:
+    if got[0].dtype is not torch.float32:
         assert_close(got, expected)
         return
     for a, b in zip(got, expected, strict=True):
@@ -106,7 +106,7 @@ def test_each_query_of_a_stack_has_its_own_diagonal(tiles: str, dtype: torch.dty
         (15, 1, torch.bfloat16, "on vectors: 15 query rows share a key head"),
         (4, 4, torch.bfloat16, "on tiles"),
         (1, 5, torch.bfloat16, "on tiles"),
-        (16, 1, torch.float16, "on vectors: the tiles are for bfloat16 and float32"),
+        (16, 1, torch.float64, "on vectors: the tiles are for bfloat16, float16 and float32"),
     ],
 )
 def test_explain_says_what_decodes(

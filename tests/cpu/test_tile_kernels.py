@@ -127,7 +127,7 @@ def test_a_value_that_no_query_sees(tiles: str, bad: float) -> None:
         (5, torch.bfloat16, "on tiles"),
         (4, torch.bfloat16, "on vectors: so few queries do not fill a tile"),
         (5, torch.float32, "on tiles, as six products of three bfloat16 parts each"),
-        (5, torch.float16, "on vectors: the tiles are for bfloat16 and float32"),
+        (5, torch.float64, "on vectors: the tiles are for bfloat16, float16 and float32"),
     ],
 )
 def test_explain_says_what_runs_on_tiles(

@@ -14,7 +14,7 @@ from torch import Tensor
 from fastattn import masks
 from fastattn.bias import Window2d
 
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 QUERIES, KEYS = 300, 420
 IDS = torch.arange(KEYS) // 100
 

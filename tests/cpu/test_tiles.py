@@ -263,6 +263,18 @@ def test_parts_of_floats(parts_library: Any, count: int, pairs: bool) -> None:
             assert (np.abs(total - x) <= np.abs(x) * 2.0 ** (-8 * count)).all()
 
 
+def test_pairs_in_f16(parts_library: Any) -> None:
+    """Rounded to nearest, ties to even; subnormals too."""
+    rng = np.random.default_rng(0)
+    for exponents in ((100, 141), (102, 113)):
+        x = random_f32(rng, (2, 16), *exponents)
+        x[0, :5] = (0.0, -0.0, 1 + 2**-11, 1 + 3 * 2**-11, np.inf)
+        out = np.zeros(32, np.uint16)
+        parts_library.pairs_of_f16(*(y.ctypes.data_as(ctypes.c_char_p) for y in (*x, out)))
+        found = out.reshape(16, 2).T
+        assert (found == x.astype(np.float16).view(np.uint16)).all()
+
+
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_products_of_parts_are_those_that_matter(parts_library: Any, count: int) -> None:
     left, right = (np.full(9, -1, np.int32) for _ in range(2))

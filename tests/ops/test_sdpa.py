@@ -3,7 +3,7 @@
 Each case runs forward and backward through the backend's primitive, in poisoned memory, and is
 judged by the one error bound. The default run takes every case in every dtype on the instruction
 set in use, in one dtype on each of the others, and in bfloat16 on emulated ones, with one case in
-twenty-four in float32; the slow run takes all of them everywhere.
+twenty-four in float32 and float16; the slow run takes all of them everywhere.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-// The parts of floats of csrc/cpu/kernels/tiles/parts.h, for tests/cpu/test_tiles.py.
+// The operands of csrc/cpu/kernels/tiles/parts.h, for tests/cpu/test_tiles.py.
 #define FASTATTN_ISA tested
 #include "../../csrc/cpu/kernels/tiles/pack.h"
 
@@ -11,9 +11,9 @@ template <int kParts>
 void parts_of(bool pairs, const float* a, const float* b, uint16_t* parts) {
   __m512i x[kParts];
   if (pairs)
-    split_pairs(load(a), load(b), x);
+    AsBf16<kParts>::split_pairs(load(a), load(b), x);
   else
-    split_joined(load(a), load(b), x);
+    AsBf16<kParts>::split_joined(load(a), load(b), x);
   for (int part = 0; part < kParts; ++part) _mm512_storeu_si512(parts + 32 * part, x[part]);
 }
 
@@ -25,6 +25,13 @@ EXPORT void parts(int count, int pairs, const float* a, const float* b, uint16_t
   if (count == 1) return parts_of<1>(pairs, a, b, to);
   if (count == 2) return parts_of<2>(pairs, a, b, to);
   parts_of<3>(pairs, a, b, to);
+}
+
+// The pairs (a[i], b[i]) in fp16, [32].
+EXPORT void pairs_of_f16(const float* a, const float* b, uint16_t* to) {
+  __m512i x[1];
+  AsF16::split_pairs(load(a), load(b), x);
+  _mm512_storeu_si512(to, x[0]);
 }
 
 // Which of the part's products are computed: left and right part of each; returns how many.

@@ -82,7 +82,7 @@ evidence.on_change(_choose_isa)
 
 # The primitives with kernels in csrc/cpu/kernels/tiles, and the dtypes.
 ON_TILES = ("scaled_dot_product_attention", "varlen_attention", "decode_attention")
-DTYPES_ON_TILES = (torch.bfloat16, torch.float32)
+DTYPES_ON_TILES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def why_not_tiles(op: str, tensors: Mapping[str, Tensor | None]) -> str:
@@ -91,7 +91,9 @@ def why_not_tiles(op: str, tensors: Mapping[str, Tensor | None]) -> str:
     if op not in ON_TILES:
         return "it has no kernel on tiles"
     if query is None or query.dtype not in DTYPES_ON_TILES:
-        return "the tiles are for bfloat16 and float32"
+        return "the tiles are for bfloat16, float16 and float32"
+    if not _cpu.on_tiles(DTYPES[query.dtype]):
+        return "the processor has no AMX with fp16"
     if op == "scaled_dot_product_attention" and query.shape[-2] <= 4:
         return "so few queries do not fill a tile"
     if op == "decode_attention":
@@ -113,7 +115,7 @@ def parts_on_tiles(op: str, dtype: torch.dtype) -> str:
     """Return how products of this dtype become products of bfloat16."""
     if dtype is not torch.float32:
         return ""
-    if op != "decode_attention" and _cpu.float32_on_tiles() and allows_bf16_parts():
+    if op != "decode_attention" and _cpu.on_tiles(DTYPES[dtype]) and allows_bf16_parts():
         return ", as three products of two bfloat16 parts each (PyTorch's precision of products)"
     return ", as six products of three bfloat16 parts each"
 

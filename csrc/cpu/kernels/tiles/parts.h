@@ -1,12 +1,14 @@
-// The operands of products on tiles. A tile has elements of bf16, numbers of 8 significant bits. So
-// a float is split into parts of 8 bits, and a product of floats is a sum of products of parts:
+// The operands of products on tiles. A tile has elements of bf16, numbers of 8 significant bits, or
+// of fp16. A number with more bits is split into parts of bf16, and a product of numbers is a sum of
+// products of parts:
 //
-//   x = x1 + x2 + x3            exact: 24 bits
+//   x = x1 + x2 + x3            exact for a float: 24 bits
 //   x y = x1 y1 + (x1 y2 + x2 y1) + (x1 y3 + x2 y2 + x3 y1)
 //
 // The three products that are missing are below a rounding of x y. Two parts and three products have
 // 16 bits, which PyTorch's matmul precision "high" allows.
 #pragma once
+#include "../../simd/tiles.h"
 #include "../policy.h"
 
 namespace fastattn {
@@ -28,18 +30,6 @@ struct PartProducts<2> {
 template <>
 struct PartProducts<3> {
   static constexpr int count = 6, left[] = {0, 0, 1, 1, 2, 0}, right[] = {2, 1, 1, 0, 0, 0};
-};
-
-// `OnVectors` runs what has no kernel on tiles.
-struct TileBf16 : Single<Bf16> {
-  typedef PolicyBf16 OnVectors;
-  static constexpr int kParts = 1;
-  static constexpr bool kCoarseExp = true;
-};
-template <int kPartsT>
-struct TileFloat : Single<float> {
-  typedef Single<float> OnVectors;
-  static constexpr int kParts = kPartsT;
 };
 
 // The words (a[i], b[i]) of upper halves.
@@ -74,24 +64,74 @@ FASTATTN_INLINE void split(VecF a, VecF b, __m512i (&parts)[kParts], Join join) 
   }
   parts[kParts - 1] = kParts == 3 ? join(a, b) : join(rounded_above(a), rounded_above(b));
 }
-template <int kParts>
-FASTATTN_INLINE void split_pairs(VecF a, VecF b, __m512i (&parts)[kParts]) {
-  split(a, b, parts,
-        [](VecF x, VecF y) __attribute__((always_inline)) { return pair_upper(x, y); });
-}
-template <int kParts>
-FASTATTN_INLINE void split_joined(VecF a, VecF b, __m512i (&parts)[kParts]) {
-  split(a, b, parts,
-        [](VecF x, VecF y) __attribute__((always_inline)) { return join_upper(x, y); });
-}
 
-// The number of which the halves of words at `step` are the parts.
+typedef uint16_t Element;  // of a tile: the bits of a bf16 or of an fp16
+
+// The formats of operands: the parts of two vectors a and b as words (a[i], b[i]), or those of a and
+// then those of b; the number whose parts are `step` elements from each other; and the product.
+template <int kPartsT>
+struct AsBf16 {
+  typedef Bf16 Number;
+  static constexpr int kParts = kPartsT;
+  static constexpr bool kNarrow = false;
+  static FASTATTN_INLINE void split_pairs(VecF a, VecF b, __m512i (&parts)[kParts]) {
+    split(a, b, parts,
+          [](VecF x, VecF y) __attribute__((always_inline)) { return pair_upper(x, y); });
+  }
+  static FASTATTN_INLINE void split_joined(VecF a, VecF b, __m512i (&parts)[kParts]) {
+    split(a, b, parts,
+          [](VecF x, VecF y) __attribute__((always_inline)) { return join_upper(x, y); });
+  }
+  static FASTATTN_INLINE float sum(const Element* at, int64_t step) {
+    float sum = widen(Bf16{at[(kParts - 1) * step]});
+    FASTATTN_UNROLL for (int part = kParts - 2; part >= 0; --part) sum +=
+        widen(Bf16{at[part * step]});
+    return sum;
+  }
+  template <int C, int A, int B>
+  static FASTATTN_INLINE void multiply() {
+    Tiles::multiply_bf16<C, A, B>();
+  }
+};
+struct AsF16 {
+  typedef F16 Number;
+  static constexpr int kParts = 1;
+  static constexpr bool kNarrow = true;  // from 2^16 on there is inf, and below 2^-14 fewer bits
+  static FASTATTN_INLINE void split_pairs(VecF a, VecF b, __m512i (&parts)[1]) {
+    parts[0] = _mm512_or_si512(_mm512_cvtepu16_epi32(halves(a)),
+                               _mm512_slli_epi32(_mm512_cvtepu16_epi32(halves(b)), 16));
+  }
+  static FASTATTN_INLINE float sum(const Element* at, int64_t) { return widen(F16{*at}); }
+  template <int C, int A, int B>
+  static FASTATTN_INLINE void multiply() {
+    Tiles::multiply_f16<C, A, B>();
+  }
+
+ private:
+  static FASTATTN_INLINE __m256i halves(VecF x) {
+    return _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  }
+};
+
+// What runs on tiles. `Format` is that of Q, K, V, dO and the weights. The gradients of the scores
+// may be as large as a product of dO and V, too large for fp16. They, and Q and K where they meet
+// them, have `GradFormat`: two parts of bf16 have the bits of an fp16 and the range of a float.
+// `OnVectors` runs what has no kernel on tiles.
+struct TileBf16 : Single<Bf16> {
+  typedef PolicyBf16 OnVectors;
+  typedef AsBf16<1> Format, GradFormat;
+  static constexpr bool kCoarseExp = true;
+};
+struct TileF16 : Single<F16> {
+  typedef Single<F16> OnVectors;
+  typedef AsF16 Format;
+  typedef AsBf16<2> GradFormat;
+};
 template <int kParts>
-FASTATTN_INLINE float sum_of_parts(const Bf16* at, int64_t step) {
-  float sum = widen(at[(kParts - 1) * step]);
-  FASTATTN_UNROLL for (int part = kParts - 2; part >= 0; --part) sum += widen(at[part * step]);
-  return sum;
-}
+struct TileFloat : Single<float> {
+  typedef Single<float> OnVectors;
+  typedef AsBf16<kParts> Format, GradFormat;
+};
 
 }  // namespace
 }  // namespace FASTATTN_ISA

@@ -13,12 +13,11 @@
 //
 // In fp32 each operand is two or three parts (parts.h), W and dS too, and a square of a product is one
 // for each product of parts. Rows that parts do not represent are zero there, and what they
-// contribute is computed pair by pair.
+// contribute is computed pair by pair. In fp16 the sums of dS are those of two parts of bf16.
 //
 // The speed was measured with a prototype of the same main loop in bf16. This kernel has run on
 // emulated tiles only.
 #pragma once
-#include "../../simd/tiles.h"
 #include "operands.h"
 #include "sdpa_gradients.h"
 
@@ -33,11 +32,14 @@ class TileBackwardUnit {
   typedef TileGradients<P> Gradients;
   typedef typename Gradients::Square Square;
   typedef typename Gradients::Block Block;
-  typedef PartProducts<P::kParts> Products;
-  static constexpr int kParts = P::kParts;
+  typedef typename P::Format Format;
+  typedef typename P::GradFormat GradFormat;
+  static constexpr int kParts = Format::kParts, kGradParts = GradFormat::kParts;
+  static constexpr int kMostParts = kGradParts > kParts ? kGradParts : kParts;
   static constexpr int W = kLanes<T>;
   static constexpr int kSide = Gradients::kSide, kSquare = Gradients::kSquare;
-  static constexpr int64_t kTiles = Gradients::kTiles;
+  template <class Of>
+  static constexpr int64_t kTiles = Gradients::template kTiles<Of>;
   static constexpr int kRows = Gradients::kRows, kColumns = Gradients::kColumns;
   static constexpr int kKeysOfBlock = Gradients::kKeysOfBlock;
   static constexpr int kQueriesOfBlock = Gradients::kQueriesOfBlock;
@@ -46,7 +48,7 @@ class TileBackwardUnit {
   // is some 2 % of its instructions.
   static constexpr int64_t kChunkKeys = 1024, kMostChunks = 8;
   // Queries of a panel times channels: its packed operands and dQ are then 0.75 MiB.
-  static constexpr int64_t kPanelElements = (1 << 16) / kParts;
+  static constexpr int64_t kPanelElements = (1 << 16) / kMostParts;
   // In fp32, queries whose dK and dV are summed before they are added to the others: each square adds
   // as many roundings as there are products of parts. A multiple of a panel.
   static constexpr int64_t kQueriesOfSum = 1024;
@@ -71,11 +73,11 @@ class TileBackwardUnit {
   int64_t dq_size() const { return round_up(p.Lq, kSide) * dp + relative_sums<T>(p, kSide); }
 
   struct Buffers {
-    Bf16 *k, *v;      // [kRows][D | Dv / 32][part][2] left tiles: keys, over channels
-    Bf16* k_t;        // [kRows][D / 32][part][2] left tiles: channels, over keys
-    Bf16 *q_columns,  // [panel / 32][2][D | Dv / 32][part] right tiles: queries,
-        *g_columns;   //   over channels
-    Bf16 *q_rows,
+    Element *k, *v;      // [kRows][D | Dv / 32][part][2] left tiles: keys, over channels
+    Element* k_t;        // [kRows][D / 32][part][2] left tiles: channels, over keys
+    Element *q_columns,  // [panel / 32][2][D | Dv / 32][part] right tiles: queries,
+        *g_columns;      //   over channels
+    Element *q_rows,
         *g_rows;         // [panel / 32][D | Dv / 32][part][2] right tiles: channels, over queries
     T *dk, *dv;          // [chunk / 32][D | Dv / 32] squares, keys by channels
     T *all_dk, *all_dv;  // in fp32, the sums of dk and dv before; else the same
@@ -92,11 +94,13 @@ class TileBackwardUnit {
     Arena a(base);
     const int64_t queries = min_of(panel, round_up(p.Lq, kSide));
     Buffers f;
-    const auto tiles = [&](int64_t elements) { return a.take<Bf16>(elements * kParts); };
+    const auto tiles = [&](int64_t elements, int parts = kParts) {
+      return a.take<Element>(elements * parts);
+    };
     f.k = tiles(kKeysOfBlock * dp), f.v = tiles(kKeysOfBlock * dvp);
-    f.k_t = tiles(kKeysOfBlock * dp);
+    f.k_t = tiles(kKeysOfBlock * dp, kGradParts);
     f.q_columns = tiles(queries * dp), f.g_columns = tiles(queries * dvp);
-    f.q_rows = tiles(queries * dp), f.g_rows = tiles(queries * dvp);
+    f.q_rows = tiles(queries * dp, kGradParts), f.g_rows = tiles(queries * dvp);
     f.q_apart = a.take<uint32_t>(queries / kSide), f.g_apart = a.take<uint32_t>(queries / kSide);
     const int64_t keys = min_of(chunk, round_up(p.Lk, kSide));
     f.dk = a.take<T>(keys * dp), f.dv = a.take<T>(keys * dvp);
@@ -132,7 +136,7 @@ class TileBackwardUnit {
       }
     }
     write_rows(f.all_dk, dp, p.D, static_cast<T>(p.scale), p.grad_k, b, hk, keys);
-    write_rows(f.all_dv, dvp, p.Dv, T(1), p.grad_v, b, hk, keys);
+    write_rows(f.all_dv, dvp, p.Dv, 1 / gradients.weight_scale, p.grad_v, b, hk, keys);
   }
 
   void write_dq(int64_t head, int64_t g, const T* dq) const {
@@ -244,16 +248,16 @@ class TileBackwardUnit {
         q.taken &= ~(f.q_apart[n / kSide] = rows_apart(q));
         g.taken &= ~(f.g_apart[n / kSide] = rows_apart(g, kLeastGradient));
       }
-      pack_right_columns(q, dp / kSide, f.q_columns + n * dp * kParts);
-      pack_right_rows(q, dp / kSide, f.q_rows + n * dp * kParts);
-      pack_right_columns(g, dvp / kSide, f.g_columns + n * dvp * kParts);
-      pack_right_rows(g, dvp / kSide, f.g_rows + n * dvp * kParts);
+      pack_right_columns<Format>(q, dp / kSide, f.q_columns + n * dp * kParts);
+      pack_right_rows<GradFormat>(q, dp / kSide, f.q_rows + n * dp * kGradParts);
+      pack_right_columns<Format>(g, dvp / kSide, f.g_columns + n * dvp * kParts);
+      pack_right_rows<Format>(g, dvp / kSide, f.g_rows + n * dvp * kParts);
     }
     return direct;
   }
 
-  // Packs the keys and values of a block. True if k_t has some keys as zeros: in bf16 those that are
-  // not finite, where some pairs are excluded. In fp32 k and v have them as zeros too.
+  // Packs the keys and values of a block. True if k_t has some keys as zeros: in 16 bits those that
+  // are not finite, where some pairs are excluded. In fp32 k and v have them as zeros too.
   bool pack_keys(Buffers& f, const Block& x) const {
     bool apart = false;
     for (int row = 0; row < kRows; ++row) {
@@ -264,9 +268,9 @@ class TileBackwardUnit {
       if (kParts > 1 || excludes) some.taken &= ~(f.k_apart[row] = rows_apart(k));
       if constexpr (kParts > 1) k = some, v.taken &= ~(f.v_apart[row] = rows_apart(v));
       apart |= f.k_apart[row] != 0;
-      pack_left(v, dvp / kSide, f.v + row * kSide * dvp * kParts);
-      pack_left(k, dp / kSide, f.k + row * kSide * dp * kParts);
-      pack_left_channels(some, dp / kSide, f.k_t + row * kSide * dp * kParts);
+      pack_left<Format>(v, dvp / kSide, f.v + row * kSide * dvp * kParts);
+      pack_left<Format>(k, dp / kSide, f.k + row * kSide * dp * kParts);
+      pack_left_channels<GradFormat>(some, dp / kSide, f.k_t + row * kSide * dp * kGradParts);
     }
     return apart;
   }
@@ -284,7 +288,7 @@ class TileBackwardUnit {
   // Two tiles of each part a step: `step` elements from one step to the next, `second` from one tile
   // to the other, `part` from one part to the next.
   struct Operand {
-    const Bf16* at;
+    const Element* at;
     int64_t step, second, part;
   };
   template <int Tile>
@@ -294,9 +298,10 @@ class TileBackwardUnit {
   // A square of C = A B, or C += A B. The sums stay in tiles 0 to 3 until the next product needs
   // these: a store right behind its product would hold up all that follows. Operands that are read
   // once do not displace from L1 what is stored there.
-  template <bool kAdd, bool kLeftOnce, bool kRightOnce>
+  template <class Of, bool kAdd, bool kLeftOnce, bool kRightOnce>
   FASTATTN_INLINE void product(Buffers& f, int64_t steps, Operand a, Operand b, T* c) const {
-    const auto load_operand = [&](auto tile, auto once, const Bf16* from)
+    typedef PartProducts<Of::kParts> Products;
+    const auto load_operand = [&](auto tile, auto once, const Element* from)
                                   __attribute__((always_inline)) {
                                     if constexpr (decltype(once)::value)
                                       Tiles::load_once<decltype(tile)::value>(from, 64);
@@ -317,27 +322,27 @@ class TileBackwardUnit {
       constexpr bool kFirst = decltype(first)::value && i == 0;
       constexpr bool kNewLeft = i == 0 || Products::left[i] != Products::left[before];
       constexpr bool kNewRight = i == 0 || Products::right[i] != Products::right[before];
-      const Bf16* const left = a.at + Products::left[i] * a.part;
-      const Bf16* const right = b.at + Products::right[i] * b.part;
+      const Element* const left = a.at + Products::left[i] * a.part;
+      const Element* const right = b.at + Products::right[i] * b.part;
       if constexpr (kNewLeft) load_operand(Width<4>(), Width<kLeftOnce>(), left);
       if constexpr (kNewRight) load_operand(Width<6>(), Width<kRightOnce>(), right);
       if constexpr (kFirst) start(Width<0>());
-      Tiles::multiply_bf16<0, 4, 6>();
+      Of::template multiply<0, 4, 6>();
       if constexpr (kNewRight) load_operand(Width<7>(), Width<kRightOnce>(), right + b.second);
       if constexpr (kFirst) start(Width<1>());
-      Tiles::multiply_bf16<1, 4, 7>();
+      Of::template multiply<1, 4, 7>();
       if constexpr (kNewLeft) load_operand(Width<5>(), Width<kLeftOnce>(), left + a.second);
       if constexpr (kFirst) start(Width<2>());
-      Tiles::multiply_bf16<2, 5, 6>();
+      Of::template multiply<2, 5, 6>();
       if constexpr (kFirst) start(Width<3>());
-      Tiles::multiply_bf16<3, 5, 7>();
+      Of::template multiply<3, 5, 7>();
     };
     const auto all_parts = [&](auto first, auto... n)
                                __attribute__((always_inline)) { (of_parts(first, n), ...); };
     const auto step = [&](auto first) __attribute__((always_inline)) {
-      if constexpr (kParts == 1) all_parts(first, Width<0>());
-      if constexpr (kParts == 2) all_parts(first, Width<0>(), Width<1>(), Width<2>());
-      if constexpr (kParts == 3)
+      if constexpr (Of::kParts == 1) all_parts(first, Width<0>());
+      if constexpr (Of::kParts == 2) all_parts(first, Width<0>(), Width<1>(), Width<2>());
+      if constexpr (Of::kParts == 3)
         all_parts(first, Width<0>(), Width<1>(), Width<2>(), Width<3>(), Width<4>(), Width<5>());
       a.at += a.step, b.at += b.step;
     };
@@ -369,10 +374,11 @@ class TileBackwardUnit {
           continue;
         }
         const int64_t n = x.first + column * kSide, d = dp / kSide, dv = dvp / kSide;
-        const auto multiply = [&](int64_t steps, const Bf16* rows, const Bf16* columns,
+        const auto multiply = [&](int64_t steps, const Element* rows, const Element* columns,
                                   T* to) __attribute__((always_inline)) {
-          product<false, true, true>(f, steps, {rows, 2 * kTiles, kTileElements, kSquare},
-                                     {columns, kTiles, steps * kTiles, kTileElements}, to);
+          constexpr int64_t kTile = kTiles<Format>;
+          product<Format, false, true, true>(f, steps, {rows, 2 * kTile, kTileElements, kSquare},
+                                             {columns, kTile, steps * kTile, kTileElements}, to);
         };
         multiply(d, f.k + row * kSide * dp * kParts, f.q_columns + n * dp * kParts, s.s);
         multiply(dv, f.v + row * kSide * dvp * kParts, f.g_columns + n * dvp * kParts, s.dp);
@@ -413,18 +419,20 @@ class TileBackwardUnit {
     for (int64_t row = 0; row < kRows; ++row) {
       const Range c = x.columns[row];
       if (c.begin >= c.end) continue;
-      const int64_t n = x.first + kSide * c.begin, left = Gradients::left_of(row, c.begin);
-      const auto add = [&](const Bf16* weights, const Bf16* rows, int64_t padded,
+      const int64_t n = x.first + kSide * c.begin;
+      const auto add = [&](auto of, const Element* weights, const Element* rows, int64_t padded,
                            T* sum) __attribute__((always_inline)) {
+        typedef decltype(of) Of;
+        const Element* const left = weights + Gradients::template left_of<Of>(row, c.begin);
         for (int64_t d = 0; d < padded / kSide; ++d)
-          product<true, false, true>(f, c.end - c.begin,
-                                     {weights + left, kTiles, kColumns * kTiles, kTileElements},
-                                     {rows + (n * padded + d * kSquare) * kParts,
-                                      kSide * padded * kParts, kTileElements, kSquare},
-                                     sum + row * kSide * padded + d * kSquare);
+          product<Of, true, false, true>(f, c.end - c.begin,
+                                         {left, kTiles<Of>, kColumns * kTiles<Of>, kTileElements},
+                                         {rows + (n * padded + d * kSquare) * Of::kParts,
+                                          kSide * padded * Of::kParts, kTileElements, kSquare},
+                                         sum + row * kSide * padded + d * kSquare);
       };
-      add(f.gradients.w_left, f.g_rows, dvp, x.dv);  // dV += P dO
-      add(f.gradients.ds_left, f.q_rows, dp, x.dk);  // dK += dS Q
+      add(Format(), f.gradients.w_left, f.g_rows, dvp, x.dv);      // dV += P dO
+      add(GradFormat(), f.gradients.ds_left, f.q_rows, dp, x.dk);  // dK += dS Q
     }
     for (int64_t column = 0; column < kColumns; ++column) {
       int64_t begin = 0, end = kRows;  // the rows that have this column are consecutive
@@ -433,12 +441,13 @@ class TileBackwardUnit {
       if (begin == end) continue;
       T* const dq = x.dq + (x.first + kSide * column) * dp;
       for (int64_t d = 0; d < dp / kSide; ++d)  // dQ^T += K^T dS
-        product<true, true, false>(f, end - begin,
-                                   {f.k_t + (begin * kSide * dp + d * kSquare) * kParts,
-                                    kSide * dp * kParts, kTileElements, kSquare},
-                                   {f.gradients.ds_right + Gradients::right_of(begin, column),
-                                    kTiles, kRows * kTiles, kTileElements},
-                                   dq + d * kSquare);
+        product<GradFormat, true, true, false>(
+            f, end - begin,
+            {f.k_t + (begin * kSide * dp + d * kSquare) * kGradParts, kSide * dp * kGradParts,
+             kTileElements, kSquare},
+            {f.gradients.ds_right + Gradients::right_of(begin, column), kTiles<GradFormat>,
+             kRows * kTiles<GradFormat>, kTileElements},
+            dq + d * kSquare);
     }
   }
 
@@ -461,11 +470,8 @@ class TileBackwardUnit {
       for (int64_t i = 0; i < kSide; ++i) {
         const bool of_k = f.k_apart[row] >> r & 1, of_q = q_apart >> i & 1, of_g = g_apart >> i & 1;
         if (!of_k && !of_q && !of_g) continue;
-        // Row r of a left side, half of whose 32 queries are in each half of its words.
-        const int64_t at = Gradients::left_of(row, column) + r / 16 * kColumns * kTiles +
-                           r % 16 * kStep + i % 16 * 2 + i / 16;
-        const T w = sum_of_parts<kParts>(f.gradients.w_left + at, kTileElements);
-        const T ds = sum_of_parts<kParts>(f.gradients.ds_left + at, kTileElements);
+        const T w = pair_of<Format>(f.gradients.w_left, row, column, r, i);
+        const T ds = pair_of<GradFormat>(f.gradients.ds_left, row, column, r, i);
         for (int64_t d = 0; of_k && ds != T(0) && d < p.D; ++d)
           dq[d * kSide + i] += ds * k.at(r, d);
         for (int64_t d = 0; of_q && ds != T(0) && d < p.D; ++d)
@@ -473,6 +479,15 @@ class TileBackwardUnit {
         for (int64_t d = 0; of_g && w != T(0) && d < p.Dv; ++d)
           dv[d / kSide * kSquare + r * kSide + d % kSide] += w * g.at(i, d);
       }
+  }
+
+  // Key r and query i of a square in left sides. Half of the 32 queries are in each half of the words
+  // of a row.
+  template <class Of>
+  static T pair_of(const Element* left, int64_t row, int64_t column, int64_t r, int64_t i) {
+    const int64_t at = Gradients::template left_of<Of>(row, column) +
+                       r / 16 * kColumns * kTiles<Of> + r % 16 * kStep + i % 16 * 2 + i / 16;
+    return Of::sum(left + at, kTileElements);
   }
 
   // Writes squares of keys by channels, scaled and rounded.

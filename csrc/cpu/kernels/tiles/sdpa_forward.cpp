@@ -16,7 +16,7 @@ void attention_forward(const AttentionParams& p) {
     const Sequences sequences(p);
     Schedule<typename P::OnVectors, TileForward<P>>(sequences).run();
     if (p.weights == Weights::none) return;
-    WeightsPass<typename P::OnVectors>(sequences.at(0), P::kParts > 1).run();
+    WeightsPass<typename P::OnVectors>(sequences.at(0), P::Format::kParts > 1).run();
   });
 }
 
@@ -33,9 +33,11 @@ void decode(const SequencesParams& p) {
 
 void attention_sequences_forward(const SequencesParams& p) {
   const AttentionParams& all = p.attention;
-  if (p.k_lengths != nullptr && fills_tiles(all)) {
-    if (all.B > 0) return all.dtype == DType::bf16 ? decode<TileBf16>(p) : decode<TileFloat<3>>(p);
-    return;
+  if (p.k_lengths != nullptr && multiplies_on_tiles(all.dtype, Tiles::kEmulated) &&
+      fills_tiles(all)) {
+    if (all.B == 0) return;
+    if (all.dtype == DType::bf16) return decode<TileBf16>(p);
+    return all.dtype == DType::f16 ? decode<TileF16>(p) : decode<TileFloat<3>>(p);
   }
   if (!on_tiles(p.attention)) return FASTATTN_BASE::table.attention_sequences_forward(p);
   if (p.attention.B == 0 || p.attention.Hq == 0) return;

@@ -17,7 +17,9 @@ namespace {
 template <class P>
 class TileGradients {
   typedef typename P::Acc T;
-  static constexpr int kParts = P::kParts;
+  typedef typename P::Format Format;
+  typedef typename P::GradFormat GradFormat;
+  static constexpr bool kExact = Format::kParts > 1;  // the operands are parts of floats
   static constexpr int W = kLanes<T>;
   // Beyond this, rounding a score in units of log2 could show in a weight in bf16.
   static constexpr T kDirectLse = 1 << 10;
@@ -25,13 +27,17 @@ class TileGradients {
  public:
   static constexpr int kSide = 32;
   static constexpr int kSquare = kSide * kSide;  // floats row by row, or elements of two tiles
-  static constexpr int64_t kTiles = kTileElements * kParts;  // elements of all parts of a tile
+  template <class Of>
+  static constexpr int64_t kTiles = kTileElements * Of::kParts;  // elements of all parts of a tile
   static constexpr int kRows = 4, kColumns = 8;  // squares of a block: of keys, of queries
   static constexpr int kKeysOfBlock = kSide * kRows, kQueriesOfBlock = kSide * kColumns;
   static_assert(kPanelLanes<P> == kSide && W == 16);
 
+  const T weight_scale;  // of the stored weights: a power of two in fp16
+
   explicit TileGradients(const Sequence& params)
-      : p(params),
+      : weight_scale(Format::kNarrow ? scale_of_weights(params) : T(1)),
+        p(params),
         rule(make_rule<T>(params)),
         key_mask(is_key_mask(params)),
         plain(!rule.natural && params.dropout_p == 0 && params.grad_weights.data == nullptr),
@@ -67,21 +73,21 @@ class TileGradients {
   };
 
   struct Buffers {
-    RowScale<T> rows;        // [panel]
-    T *minus_lse, *delta;    // [panel]; the log-sum-exp in units of log2, in fp32 what rows.low has
-    T* keys;                 // [Lk], the row of a key mask
-    Bf16 *w_left, *ds_left;  // [kRows][2][kColumns][part] left tiles: keys, over queries
-    Bf16* ds_right;          // [kColumns][2][kRows][part] right tiles: queries, over keys
+    RowScale<T> rows;      // [panel]
+    T *minus_lse, *delta;  // [panel]; the log-sum-exp in units of log2, in fp32 what rows.low has
+    T* keys;               // [Lk], the row of a key mask
+    Element *w_left, *ds_left;  // [kRows][2][kColumns][part] left tiles: keys, over queries
+    Element* ds_right;          // [kColumns][2][kRows][part] right tiles: queries, over keys
     typename ScoreGradients<P>::Buffers scores;
   };
 
   // For panels of this many queries.
   Buffers allocate(Arena& a, int64_t queries) const {
     Buffers f;
-    const auto tiles = [&](int64_t elements) { return a.take<Bf16>(elements * kParts); };
-    f.w_left = tiles(kKeysOfBlock * kQueriesOfBlock);
-    f.ds_left = tiles(kKeysOfBlock * kQueriesOfBlock);
-    f.ds_right = tiles(kKeysOfBlock * kQueriesOfBlock);
+    constexpr int64_t kPairs = kKeysOfBlock * kQueriesOfBlock;
+    f.w_left = a.take<Element>(kPairs * Format::kParts);
+    f.ds_left = a.take<Element>(kPairs * GradFormat::kParts);
+    f.ds_right = a.take<Element>(kPairs * GradFormat::kParts);
     f.rows = {a.take<T>(queries), a.take<T>(queries), a.take<T>(queries)};
     f.minus_lse = a.take<T>(queries), f.delta = a.take<T>(queries);
     f.keys = a.take<T>(key_mask ? p.Lk : 0);
@@ -90,11 +96,12 @@ class TileGradients {
   }
 
   // Elements before the first of two tiles of a square, in w_left and ds_left, and in ds_right.
+  template <class Of>
   static int64_t left_of(int64_t row, int64_t column) {
-    return (2 * row * kColumns + column) * kTiles;
+    return (2 * row * kColumns + column) * kTiles<Of>;
   }
   static int64_t right_of(int64_t row, int64_t column) {
-    return (2 * column * kRows + row) * kTiles;
+    return (2 * column * kRows + row) * kTiles<GradFormat>;
   }
 
   // Takes what is known of queries [i0, i1) of a head. True if all their weights are
@@ -114,8 +121,7 @@ class TileGradients {
       f.rows.inverse[n] = from.inverse[i];
       f.delta[n] = prepared.delta[row + i];
       const double lse = static_cast<double>(from.high[i]) + from.low[i];
-      f.minus_lse[n] =
-          kParts > 1 ? -from.low[i] * rule.exponent : static_cast<T>(-lse * rule.exponent);
+      f.minus_lse[n] = kExact ? -from.low[i] * rule.exponent : static_cast<T>(-lse * rule.exponent);
       const T size = from.high[i] * rule.unit;
       direct = direct && -kDirectLse < size && size < kDirectLse && f.delta[n] - f.delta[n] == 0;
     }
@@ -137,12 +143,11 @@ class TileGradients {
   }
 
   void clear(Buffers& f, int row, int column) const {
+    const Operands to = operands_of(f, row, column);
     for (int half = 0; half < 2; ++half) {
-      const int64_t left = left_of(row, column) + half * kColumns * kTiles;
-      __builtin_memset(f.w_left + left, 0, kTiles * sizeof(Bf16));
-      __builtin_memset(f.ds_left + left, 0, kTiles * sizeof(Bf16));
-      __builtin_memset(f.ds_right + right_of(row, column) + half * kRows * kTiles, 0,
-                       kTiles * sizeof(Bf16));
+      __builtin_memset(to.w + half * kColumns * kTiles<Format>, 0, bytes_of<Format>());
+      __builtin_memset(to.ds + half * kColumns * kTiles<GradFormat>, 0, bytes_of<GradFormat>());
+      __builtin_memset(to.ds_right + half * kRows * kTiles<GradFormat>, 0, bytes_of<GradFormat>());
     }
   }
 
@@ -198,7 +203,7 @@ class TileGradients {
       const VecF v = select<T>(iota<T>() + T(16 * c) < there, load(from), VecF{});
       return select<T>(v == v, v, splat<T>(__builtin_nanf("")));
     };
-    const Operands to = operands_of(f, s);
+    const Operands to = operands_of(f, s.row, s.column);
     for (int i = 0; i < 16; ++i) {
       VecF w[2][2], ds[2][2];
       FASTATTN_UNROLL for (int r = 0; r < 2; ++r) FASTATTN_UNROLL for (int c = 0; c < 2; ++c) {
@@ -215,6 +220,13 @@ class TileGradients {
   const bool key_mask, plain;
   const ScoreGradients<P> gradients;
 
+  // The largest weight, that of a kept pair alone, is stored below 2^15.
+  static T scale_of_weights(const Sequence& p) {
+    int exponent;
+    __builtin_frexp(make_dropout(p).factor, &exponent);
+    return static_cast<T>(__builtin_ldexp(1.0, 15 - exponent));
+  }
+
   static FASTATTN_INLINE uint32_t not_excluded(const T* bias) {
     const __m512 excluded = _mm512_set1_ps(-kInf<T>);
     const uint32_t low = _mm512_cmp_ps_mask((__m512)load(bias), excluded, _CMP_NEQ_UQ);
@@ -227,12 +239,12 @@ class TileGradients {
   template <bool kMasked>
   __attribute__((noinline)) void weigh_directly(Buffers& f, const Block& x, const Square& s) const {
     const int64_t n = x.first + kSide * s.column;
-    const Operands to = operands_of(f, s);
+    const Operands to = operands_of(f, s.row, s.column);
     const T exponent = rule.exponent;
     const VecF minus_lse[2] = {load(f.minus_lse + n), load(f.minus_lse + n + W)};
     const VecF delta[2] = {load(f.delta + n), load(f.delta + n + W)};
     VecF high[2] = {};
-    if constexpr (kParts > 1) high[0] = load(f.rows.high + n), high[1] = load(f.rows.high + n + W);
+    if constexpr (kExact) high[0] = load(f.rows.high + n), high[1] = load(f.rows.high + n + W);
     _Pragma("GCC unroll 2") for (int i = 0; i < 16; ++i) {
       VecF w[2][2], ds[2][2];
       FASTATTN_UNROLL for (int r = 0; r < 2; ++r) FASTATTN_UNROLL for (int c = 0; c < 2; ++c) {
@@ -252,26 +264,37 @@ class TileGradients {
   // Where a square's W and dS are operands: in w_left, ds_left and ds_right. Copied from the buffers,
   // because the compiler reads these again after every store.
   struct Operands {
-    Bf16 *w, *ds, *ds_right;
+    Element *w, *ds, *ds_right;
   };
-  FASTATTN_INLINE Operands operands_of(const Buffers& f, const Square& s) const {
-    const int64_t left = left_of(s.row, s.column);
-    return {f.w_left + left, f.ds_left + left, f.ds_right + right_of(s.row, s.column)};
+  static FASTATTN_INLINE Operands operands_of(const Buffers& f, int64_t row, int64_t column) {
+    return {f.w_left + left_of<Format>(row, column), f.ds_left + left_of<GradFormat>(row, column),
+            f.ds_right + right_of(row, column)};
+  }
+  template <class Of>
+  static constexpr size_t bytes_of() {
+    return static_cast<size_t>(kTiles<Of>) * sizeof(Element);
   }
   // Stores the rows i and i + 16 of W and dS, w[half of the keys][half of the queries].
-  static FASTATTN_INLINE void keep(const Operands& to, int64_t i, const VecF (&w)[2][2],
-                                   const VecF (&ds)[2][2]) {
+  FASTATTN_INLINE void keep(const Operands& to, int64_t i, const VecF (&w)[2][2],
+                            const VecF (&ds)[2][2]) const {
     FASTATTN_UNROLL for (int64_t half = 0; half < 2; ++half) {
-      const int64_t left = half * kColumns * kTiles + i * kStep;
-      keep_parts(w[half][0], w[half][1], to.w + left);
-      keep_parts(ds[half][0], ds[half][1], to.ds + left);
-      keep_parts(ds[0][half], ds[1][half], to.ds_right + half * kRows * kTiles + i * kStep);
+      const int64_t left = half * kColumns;
+      const auto stored = [&](VecF x) __attribute__((always_inline)) {
+        return Format::kNarrow ? x * weight_scale : x;
+      };
+      keep_parts<Format>(stored(w[half][0]), stored(w[half][1]),
+                         to.w + left * kTiles<Format> + i * kStep);
+      keep_parts<GradFormat>(ds[half][0], ds[half][1],
+                             to.ds + left * kTiles<GradFormat> + i * kStep);
+      keep_parts<GradFormat>(ds[0][half], ds[1][half],
+                             to.ds_right + half * kRows * kTiles<GradFormat> + i * kStep);
     }
   }
-  static FASTATTN_INLINE void keep_parts(VecF a, VecF b, Bf16* to) {
-    __m512i parts[kParts];
-    split_pairs(a, b, parts);
-    FASTATTN_UNROLL for (int part = 0; part < kParts; ++part)
+  template <class Of>
+  static FASTATTN_INLINE void keep_parts(VecF a, VecF b, Element* to) {
+    __m512i parts[Of::kParts];
+    Of::split_pairs(a, b, parts);
+    FASTATTN_UNROLL for (int part = 0; part < Of::kParts; ++part)
         _mm512_storeu_si512(to + part * kTileElements, parts[part]);
   }
 };

@@ -18,8 +18,9 @@ class TileProducts {
   typedef TileRows<P> Rows;
   typedef typename Rows::State State;
   typedef typename Rows::Block Block;
-  typedef PartProducts<P::kParts> Products;
-  static constexpr int kParts = P::kParts;
+  typedef typename P::Format Format;
+  typedef PartProducts<Format::kParts> Products;
+  static constexpr int kParts = Format::kParts;
   static constexpr int W = Rows::W, kVectors = Rows::kVectors;
   static constexpr int64_t kQueries = Rows::kQueries;
   // Keys and values that all panels of a task read stay in half of the L2 cache of such processors.
@@ -28,6 +29,9 @@ class TileProducts {
   // In fp32, blocks whose outputs are summed before they are added to the others: each adds as many
   // roundings as there are products of parts.
   static constexpr int64_t kBlocksOfSum = 16;
+  // The weights of a block have a sum of their own. A chain over all keys rounds more, which does not
+  // show in bf16.
+  static constexpr bool kSumOfBlock = kParts > 1 || Format::kNarrow;
 
  public:
   typedef typename Rows::Panel Panel;
@@ -49,8 +53,8 @@ class TileProducts {
     typename Rows::Buffers rows;
     float* nowhere;   // [32][32]
     Square* squares;  // those of the scores, then those of the outputs
-    Bf16* keys;       // [piece] packed blocks
-    Bf16* values;     // [piece] packed blocks
+    Element* keys;    // [piece] packed blocks
+    Element* values;  // [piece] packed blocks
     // Per block, which keys and which values are packed as zeros, and computed pair by pair.
     uint64_t *keys_apart, *values_apart;  // [piece]
     Panel* panels;                        // as many as are computed together
@@ -67,8 +71,8 @@ class TileProducts {
     buf.rows = rows.allocate(a);
     buf.nowhere = a.take<float>(kQueries * kQueries);
     buf.squares = a.take<Square>(score_squares() + output_squares());
-    buf.keys = a.take<Bf16>(piece() * key_elements());
-    buf.values = a.take<Bf16>(piece() * value_elements());
+    buf.keys = a.take<Element>(piece() * key_elements());
+    buf.values = a.take<Element>(piece() * value_elements());
     buf.keys_apart = a.take<uint64_t>(piece()), buf.values_apart = a.take<uint64_t>(piece());
     buf.panels = a.take<Panel>(together);
     float* o = a.take<float>(together * rows.output_floats());
@@ -93,7 +97,8 @@ class TileProducts {
 
   // Blocks of a piece of the keys: all of them if they fit, else pieces of the same size.
   int64_t piece() const {
-    const int64_t block = (key_elements() + value_elements()) * static_cast<int64_t>(sizeof(Bf16));
+    const int64_t block =
+        (key_elements() + value_elements()) * static_cast<int64_t>(sizeof(Element));
     const int64_t most = max_of<int64_t>(1, kPieceBytes / block);
     const int64_t all = min_of(rows.all_blocks(), most_blocks);
     const int64_t pieces = max_of<int64_t>(1, (all + most - 1) / most);
@@ -168,7 +173,7 @@ class TileProducts {
     each_piece(task, count, true,
                [&](Panel& panel, Range blocks) { find_maxima(task, panel, blocks); });
     each(task, count, [&](Panel& panel) {
-      if (panel.state.unsafe) rows.clear(panel.state);
+      if (panel.state.unsafe) rows.begin_again(panel.state);
     });
     each_piece(task, count, true,
                [&](Panel& panel, Range blocks) { attend<true>(task, panel, blocks); });
@@ -195,14 +200,14 @@ class TileProducts {
         values |= static_cast<uint64_t>(v_apart) << 32 * half;
       }
       task.buf.keys_apart[n] = keys, task.buf.values_apart[n] = values;
-      pack_keys(k, steps, task.buf.keys + n * key_elements());
-      pack_values(v, steps_v, task.buf.values + n * value_elements());
+      pack_keys<Format>(k, steps, task.buf.keys + n * key_elements());
+      pack_values<Format>(v, steps_v, task.buf.values + n * value_elements());
     }
   }
   void pack_panel_of(Task& task, Panel& panel) const {
     RowsOfTile<P> q = rows.queries_of(panel);
     if constexpr (kParts > 1) q.taken &= ~(panel.apart = rows_apart(q));
-    pack_queries(q, steps, task.buf.q);
+    pack_queries<Format>(q, steps, task.buf.q);
   }
 
   Block block_of(const Task& task, int64_t block) const {
@@ -225,7 +230,7 @@ class TileProducts {
     Buffers& buf = task.buf;
     State& state = panel.state;
     const int64_t second = score_squares(), last = second + output_squares();
-    Squares squares(buf.nowhere);
+    Squares<Format> squares(buf.nowhere);
     const auto nothing = []() {};
     const auto next_block = [&](int64_t j) {
       return rows.next_block(buf.rows, panel, j, blocks.end);
@@ -249,6 +254,10 @@ class TileProducts {
         end_outputs(squares, task, panel, before, old);
       else
         squares.flush();
+      if (Format::kNarrow && state.raised) {
+        squares.flush();
+        rows.rescale(state);
+      }
       if (p.dropout_p > 0) rows.drop(buf.rows, panel, block_of(task, j), weights);
       if (scores) rows.make_scores(buf.rows, panel, block_of(task, after), next);
       before = j, j = after;
@@ -262,7 +271,7 @@ class TileProducts {
   }
 
   // What the products of a block's outputs leave to do.
-  void end_outputs(Squares& squares, Task& task, Panel& panel, int64_t block,
+  void end_outputs(Squares<Format>& squares, Task& task, Panel& panel, int64_t block,
                    const float* weights) const {
     State& state = panel.state;
     state.fresh = false;
@@ -279,7 +288,7 @@ class TileProducts {
   // Weights of a block from its scores, with squares [begin, end) of the scores of the next block
   // and the outputs of the one before in between. A unit of vector work is a pair of keys.
   template <bool kExact>
-  __attribute__((noinline)) void weigh(Squares& squares, const Buffers& buf, State& state,
+  __attribute__((noinline)) void weigh(Squares<Format>& squares, const Buffers& buf, State& state,
                                        const float* s, float* weights, int64_t begin, int64_t end,
                                        Operands scores, Operands outputs) const {
     const VecF exponent = splat(rows.exponent());
@@ -287,7 +296,7 @@ class TileProducts {
     VecI exact[kVectors];
     FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) {
       minus_m[n] = load(state.minus_m + n * W);
-      sum[n] = kParts > 1 ? VecF{} : load(state.l + n * W);
+      sum[n] = kSumOfBlock ? VecF{} : load(state.l + n * W);
       if constexpr (kExact) {
         const VecF m = load(state.m + n * W);
         reference[n] = select<float>(m == -kInf<float>, VecF{}, m);
@@ -307,7 +316,7 @@ class TileProducts {
         const VecF odd = weight(load(s + (2 * pair + 1) * kQueries + n * W), n);
         sum[n] += even + odd;
         __m512i parts[kParts];
-        split_pairs(even, odd, parts);
+        Format::split_pairs(even, odd, parts);
         FASTATTN_UNROLL for (int part = 0; part < kParts; ++part)
             store(weights + Rows::word_of(pair, part) * kQueries + n * W, (VecF)parts[part]);
       }
@@ -319,9 +328,8 @@ class TileProducts {
     };
     squares.multiply(buf.squares, begin, score_squares(), end, scores, outputs, between);
     while (pair < kPairs) weigh_pair();
-    // In fp32 a block has a sum of its own, because a chain over all keys would round more.
     FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n)
-        store(state.l + n * W, kParts > 1 ? load(state.l + n * W) + sum[n] : sum[n]);
+        store(state.l + n * W, kSumOfBlock ? load(state.l + n * W) + sum[n] : sum[n]);
   }
 
   void find_maxima(Task& task, Panel& panel, Range blocks) const {
@@ -330,7 +338,7 @@ class TileProducts {
     };
     float* const s = task.buf.s[0];
     for (int64_t j = next_block(blocks.begin); j < blocks.end; j = next_block(j + 1)) {
-      Squares squares(task.buf.nowhere);
+      Squares<Format> squares(task.buf.nowhere);
       squares.multiply(task.buf.squares, 0, score_squares(), score_squares(),
                        score_operands(task, j, s), {}, []() {});
       squares.flush();

@@ -1,10 +1,13 @@
 // The rows of a panel of queries on tiles, before, between and after its products: which pairs are
 // visible, the scores, the references and sums of the weights, dropout, and what is written.
 //
-// Nothing is rescaled. Weights are relative to a reference, the maximum of the first block in which
-// a query sees a key; floats carry their own exponent, so that later weights may be far above one.
-// Where a sum leaves the safe range, its query is computed again from its true maximum. Lanes never
-// mix, so the bits of a query do not depend on the others of its panel.
+// Weights are relative to a reference, the maximum of the first block in which a query sees a key.
+// Nothing is rescaled: floats carry their own exponent, and so do bf16, so that later weights may be
+// far above one. Where a sum leaves the safe range, its query is computed again from its true
+// maximum. Lanes never mix, so the bits of a query do not depend on the others of its panel.
+//
+// Weights in fp16 are 2^8 at the reference. Where one would exceed 2^15, the reference becomes the
+// maximum of its block, and the sums of its query are rescaled.
 #pragma once
 #include "../blocks.h"
 #include "../mask.h"
@@ -19,7 +22,8 @@ namespace {
 template <class P>
 class TileRows {
   typedef typename P::Storage Storage;
-  static constexpr int kParts = P::kParts;
+  typedef typename P::Format Format;
+  static constexpr int kParts = Format::kParts;
 
  public:
   static constexpr int W = kLanes<float>, kVectors = 2;
@@ -38,12 +42,14 @@ class TileRows {
     float minus_m[kQueries];  // -m * exponent
     float l[kQueries];        // sum of the weights
     int32_t exact[kQueries];  // all ones: the weight is 2^((s - m) * exponent), without overflow
+    float rescale[kQueries];  // what the outputs of the blocks before are to be multiplied by
     float* o;                 // [channels][queries]
     float* total;             // [channels][queries], in fp32: the sums of o before
     int64_t added;            // blocks, to o
     bool fresh;               // o holds nothing yet
     bool totalled;            // total holds something
     bool waiting;             // some queries have seen no key so far
+    bool raised;              // some references, so that rescale is due
     bool unsafe;              // some queries are to be computed again
   };
 
@@ -159,16 +165,16 @@ class TileRows {
 
   // Before the first key.
   void begin(State& state) const {
-    for (int64_t i = 0; i < kQueries; ++i)
-      state.m[i] = -kInf<float>, state.minus_m[i] = 0, state.exact[i] = 0;
+    for (int64_t i = 0; i < kQueries; ++i) state.exact[i] = 0;
+    forget_references(state);
     clear(state);
-    state.waiting = true;
   }
-  // The same for queries whose reference is known.
-  static void clear(State& state) {
-    state.fresh = true, state.totalled = false, state.added = 0;
+  // The same for queries that were computed before and keep their references. Those in fp16 start
+  // from the first one again, because each rescaling rounds.
+  static void begin_again(State& state) {
     state.waiting = false;
-    __builtin_memset(state.l, 0, sizeof state.l);
+    if (Format::kNarrow) forget_references(state);
+    clear(state);
   }
 
   // S of a block, from products to scores: -inf where a key is not visible. A query that sees its
@@ -177,16 +183,9 @@ class TileRows {
                                              float* s) const {
     State& state = panel.state;
     VecF top[kVectors];
-    if (!apply(buf, panel, block, s, top, state.waiting) || !state.waiting) return;
-    VecI still{};
-    FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) {
-      const VecF before = load(state.m + n * W);
-      const VecF m = select<float>(before == -kInf<float>, top[n], before);
-      refer(state, n, m);
-      still |=
-          (VecI)(m == -kInf<float>)&(iota<float>() + float(n * W) < float(panel.i1 - panel.i0));
-    }
-    state.waiting = any(still);
+    if (!apply(buf, panel, block, s, top, state.waiting || Format::kNarrow)) return;
+    if (state.waiting) take_references(panel, top);
+    if constexpr (Format::kNarrow) raise_references(state, top);
   }
 
   // The maxima of the queries to be computed exactly, from the products of a block.
@@ -227,9 +226,9 @@ class TileRows {
     for (int64_t r = 0; r < block.keys; ++r) {
       if (!(block.values_apart >> r & 1)) continue;
       const RowsOfTile<P> v = values_of(buf, panel.b, panel.hk, block.j0 / kBlockKeys, r / 32);
-      const Bf16* row = reinterpret_cast<const Bf16*>(weights + word_of(r / 2, 0) * kQueries);
+      const Element* row = reinterpret_cast<const Element*>(weights + word_of(r / 2, 0) * kQueries);
       for (int64_t i = 0; i < kQueries; ++i) {
-        const float weight = sum_of_parts<kParts>(row + 2 * i + r % 2, 2 * 16 * kQueries);
+        const float weight = Format::sum(row + 2 * i + r % 2, 2 * 16 * kQueries);
         if (weight == 0) continue;
         for (int64_t d = 0; d < p.Dv; ++d)
           panel.state.o[d * kQueries + i] += weight * v.at(r % 32, d);
@@ -238,6 +237,13 @@ class TileRows {
   }
 
   // ---- Sums and results -------------------------------------------------------------------------
+
+  // O relative to references that were raised.
+  __attribute__((noinline)) void rescale(State& state) const {
+    state.raised = false;
+    for (int64_t at = 0; at < output_floats(); at += W)
+      store(state.o + at, load(state.o + at) * load(state.rescale + at % kQueries));
+  }
 
   void add_to_total(State& state) const {
     for (int64_t at = 0; at < output_floats(); at += W) {
@@ -266,7 +272,7 @@ class TileRows {
       const VecF before = load(state.m + n * W), l = load(state.l + n * W);
       const VecI alone = (before == -kInf<float>)&(l == l);  // see sees_nothing
       const VecF m = select<float>(alone, sink, before);
-      const VecF minus_m = select<float>(m == -kInf<float>, VecF{}, m * -rule.exponent);
+      const VecF minus_m = select<float>(alone, minus_reference(m), load(state.minus_m + n * W));
       const VecI exact = (VecI)load(reinterpret_cast<const float*>(state.exact) + n * W);
       const VecF difference = select<float>(sink == m, VecF{}, sink - m);
       const VecF power = select<float>(exact, difference * exponent, sink * exponent + minus_m);
@@ -278,7 +284,8 @@ class TileRows {
 
   // Marks the queries whose weights, sum or output left the safe range. NaN and inf in the inputs
   // are among them, and stay. minus_m is a rounded product: from 2^29 on, its error could scale all
-  // weights of a row by more than 2^4, up to none at all.
+  // weights of a row by more than 2^4, up to none at all. In fp16, which has fewer exponents, the
+  // limit is 2^26.
   bool find_unsafe(Panel& panel) const {
     State& state = panel.state;
     if (state.fresh) return false;
@@ -293,7 +300,8 @@ class TileRows {
       }
       const VecF m = load(state.m + n * W);
       const VecI summed = ((l > 0x1p-60f) | (m == -kInf<float>)) & (l < 0x1p60f);
-      const VecI safe = summed & (minus_m < 0x1p29f) & (minus_m > -0x1p29f) & (rest == 0);
+      constexpr float kMost = Format::kNarrow ? 0x1p26f : 0x1p29f;
+      const VecI safe = summed & (minus_m < kMost) & (minus_m > -kMost) & (rest == 0);
       const VecI there = iota<float>() + float(n * W) < float(panel.i1 - panel.i0);
       const VecI unsafe = ~safe & there;
       store(reinterpret_cast<float*>(state.exact) + n * W, (VecF)unsafe);
@@ -368,9 +376,52 @@ class TileRows {
     return keys.begin >= keys.end;
   }
 
-  FASTATTN_INLINE void refer(State& state, int n, VecF m) const {
-    store(state.m + n * W, m);
-    store(state.minus_m + n * W, select<float>(m == -kInf<float>, VecF{}, m * -rule.exponent));
+  static void clear(State& state) {
+    state.fresh = true, state.totalled = false, state.added = 0;
+    state.raised = false;
+    __builtin_memset(state.l, 0, sizeof state.l);
+  }
+  static void forget_references(State& state) {
+    state.waiting = true;
+    for (int64_t i = 0; i < kQueries; ++i)
+      if (!state.exact[i]) state.m[i] = -kInf<float>, state.minus_m[i] = 0;
+  }
+
+  // Powers of two: weights in fp16 at the reference, and the largest one.
+  static constexpr float kPower = 8, kMostPower = 15;
+
+  FASTATTN_INLINE VecF minus_reference(VecF m) const {
+    const VecF minus_m = m * -rule.exponent;
+    return select<float>(m == -kInf<float>, VecF{}, Format::kNarrow ? minus_m + kPower : minus_m);
+  }
+  // A query that sees its first key takes its reference.
+  void take_references(Panel& panel, const VecF* top) const {
+    State& state = panel.state;
+    VecI still{};
+    FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) {
+      const VecF before = load(state.m + n * W);
+      const VecF m = select<float>(before == -kInf<float>, top[n], before);
+      store(state.m + n * W, m);
+      store(state.minus_m + n * W, minus_reference(m));
+      still |=
+          (VecI)(m == -kInf<float>)&(iota<float>() + float(n * W) < float(panel.i1 - panel.i0));
+    }
+    state.waiting = any(still);
+  }
+  void raise_references(State& state, const VecF* top) const {
+    VecI some{};
+    FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) {
+      const VecF m = load(state.m + n * W), minus_m = load(state.minus_m + n * W);
+      const VecI higher = (top[n] > m) & (top[n] * rule.exponent + minus_m > kMostPower);
+      const VecF raised = select<float>(higher, minus_reference(top[n]), minus_m);
+      const VecF factor = select<float>(higher, exp2_any<false>(raised - minus_m), splat(1.0f));
+      store(state.m + n * W, select<float>(higher, top[n], m));
+      store(state.minus_m + n * W, raised);
+      store(state.l + n * W, load(state.l + n * W) * factor);
+      store(state.rescale + n * W, factor);
+      some |= higher;
+    }
+    state.raised = any(some);
   }
   static FASTATTN_INLINE bool any(VecI lanes) {
     int32_t found[W], some = 0;

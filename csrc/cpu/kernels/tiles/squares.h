@@ -2,7 +2,6 @@
 // tiles 0 to 3. Between two products a caller does vector work, because the tile unit and the vector
 // units overlap only as far as the reorder window reaches.
 #pragma once
-#include "../../simd/tiles.h"
 #include "pack.h"
 
 namespace fastattn {
@@ -15,7 +14,7 @@ constexpr int64_t kRightTile = 16 * kLanesOfSquare;   // words from one right si
 
 // Where the operands of a square are, from the beginning of its kind's.
 struct Square {
-  int64_t left;   // bf16: two packed tiles, the upper and the lower half
+  int64_t left;   // elements: two packed tiles, the upper and the lower half
   int64_t right;  // words: 16 rows of 32
   int64_t sum;    // floats: 32 rows of 32
   bool first;     // of the squares that are added to the same sum, which are consecutive
@@ -23,12 +22,13 @@ struct Square {
 
 // The operands of one kind of squares: those of the scores, or those of the outputs.
 struct Operands {
-  const Bf16* left;    // streamed from L2, each tile once
-  const float* right;  // stays in L1
+  const Element* left;  // streamed from L2, each tile once
+  const float* right;   // stays in L1
   float* sum;
   bool add;  // to what the sums hold, else from zero
 };
 
+template <class Format>
 class Squares {
  public:
   // `nowhere`: [32, 32], takes the store before the first sum.
@@ -54,19 +54,19 @@ class Squares {
       float* const sum = x.sum + list[n].sum;
       const bool first = list[n].first, more = n + 1 < end;
       if (first) start<0>(sum, x.add);
-      Tiles::multiply_bf16<0, 6, 4>();
+      Format::template multiply<0, 6, 4>();
       Tiles::load<5>(right(n) + 16, kSquareBytes);
       between();
       if (first) start<1>(sum, x.add);
-      Tiles::multiply_bf16<1, 7, 4>();
+      Format::template multiply<1, 7, 4>();
       if (more) Tiles::load<4>(right(n + 1), kSquareBytes);
       between();
       if (first) start<2>(sum, x.add);
-      Tiles::multiply_bf16<2, 6, 5>();
+      Format::template multiply<2, 6, 5>();
       if (more) Tiles::load_once<6>(left(n + 1), 64);
       between();
       if (first) start<3>(sum, x.add);
-      Tiles::multiply_bf16<3, 7, 5>();
+      Format::template multiply<3, 7, 5>();
       if (more) Tiles::load_once<7>(left(n + 1) + kTileElements, 64);
       between();
       pending_ = sum;

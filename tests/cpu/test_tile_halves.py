@@ -1,0 +1,164 @@
+"""Attention in float16 on the tiles of AMX: what the case tables do not reach."""
+
+from __future__ import annotations
+
+import math
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from tile_attention import EMULATED, HERE, REAL, attention, gradients, grows, in_double, qkv
+from torch import Tensor
+
+import fastattn
+from fastattn.testing import Target
+
+SMALL = 2.0**-20  # subnormal in float16
+
+
+def halves(*shape: int, **kwargs: int) -> list[Tensor]:
+    return [x.half() for x in qkv(*shape, **kwargs)]
+
+
+def assert_close(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+    torch.testing.assert_close(got[0].double(), expected[0], atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(got[1].double(), expected[1], atol=1e-4, rtol=1e-6)
+
+
+def assert_gradients(
+    tensors: list[Tensor], size: float = 1.0, judged: str = "qkv", **options: Any
+) -> None:
+    """The incoming gradient is of this size."""
+    found = []
+    for dtype, backend in ((torch.float16, "cpu"), (torch.float64, "reference")):
+        leaves = [x.to(dtype).requires_grad_() for x in tensors]
+        generator = torch.Generator().manual_seed(5)
+        with fastattn.use_backend(backend):
+            out = attention(*leaves, enable_gqa=True, **options, generator=generator)
+            upstream = (size * torch.randn(out.shape, generator=generator)).half().to(dtype)
+            found.append(torch.autograd.grad(out, leaves, upstream))
+    for name, a, b in zip("qkv", *found, strict=True):
+        error = (a - b).norm() / b.norm()
+        assert error < 2e-3 or name not in judged, (name, error)
+
+
+@pytest.mark.parametrize("factor", [4.0, 6.0, 40.0, 300.0, 1e30])
+@pytest.mark.parametrize("keys", [300, 1300])  # of 512 channels, 1300 keys are three pieces
+def test_a_reference_is_raised(tiles: str, factor: float, keys: int) -> None:
+    q, k, v = halves(1, 1, 64, keys, 512)
+    bias = grows(factor, 33, keys)
+    got = attention(q, k, v, attn_mask=bias, return_lse=True)
+    assert_close(got, in_double(q, k, v, bias))
+    # No other query of its panel changes by a bit.
+    plain = attention(q, k, v, attn_mask=torch.zeros_like(bias), return_lse=True)
+    others = [i for i in range(64) if i != 33]
+    for a, b in zip(got, plain, strict=True):
+        assert torch.equal(a[:, :, others], b[:, :, others])
+
+
+def test_a_raised_reference_beside_one_that_is_found_at_the_end(tiles: str) -> None:
+    """The whole panel is computed again, and each query has the bits that it has alone."""
+    q, k, v = halves(1, 1, 64, 400, 32)
+    rising = grows(6.0, 40, 400)
+    both = rising + grows(1e30, 33, 400)
+    got, alone = (attention(q, k, v, attn_mask=bias, return_lse=True) for bias in (both, rising))
+    assert_close(got, in_double(q, k, v, both))
+    for a, b in zip(got, alone, strict=True):
+        assert torch.equal(a[:, :, 34:], b[:, :, 34:])
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_many_small_weights_beside_a_large_one(tiles: str, first: bool) -> None:
+    """Each is below half of the least number of float16, and together they are a share of 3e-4."""
+    keys = 12000
+    q, k, v = (torch.zeros(1, 1, n, 32).half() for n in (40, keys, keys))
+    bias = torch.full((1, keys), math.log(0.45 * 2.0**-24))
+    bias[0, 0 if first else -1] = 0
+    v[:] = bias[0].lt(0).half()[:, None]
+    out, lse = attention(q, k, v, attn_mask=bias.expand(40, keys), return_lse=True)
+    expected, expected_lse = in_double(q, k, v, bias)
+    torch.testing.assert_close(out.double(), expected, atol=0, rtol=3e-3)
+    torch.testing.assert_close(lse.double(), expected_lse, atol=2e-5, rtol=0)
+
+
+def test_large_and_small_numbers(tiles: str) -> None:
+    q, k, v = halves(1, 2, 40, 200, 64)
+    assert_close(attention(q * 64, k * 8, v, return_lse=True), in_double(q * 64, k * 8, v))
+    v = (v * SMALL).half()
+    out = attention(q, k, v)
+    torch.testing.assert_close(out.double(), in_double(q, k, v)[0], atol=2.0**-25, rtol=0)
+    v = v.sign() * 65504
+    out = attention(q, k, v).double() / 65504
+    torch.testing.assert_close(out, in_double(q, k, v)[0] / 65504, atol=1e-3, rtol=1e-3)
+    k, v = k.sign() * SMALL, v / 65504
+    assert_close(attention(q * 4096, k, v, return_lse=True), in_double(q * 4096, k, v))
+
+
+@pytest.mark.parametrize("value", [-1e9, -6e9, -1e15, torch.finfo(torch.float32).min])
+def test_uniform_rows_of_large_numbers(tiles: str, value: float) -> None:
+    q, k, v = halves(1, 1, 40, 130, 32)
+    out = attention(q, k, v, attn_mask=torch.full((40, 130), value))
+    mean = v.double().mean(2, keepdim=True).expand_as(out)
+    torch.testing.assert_close(out.double(), mean, atol=5e-4, rtol=1e-3)
+
+
+def test_gradients_of_scores_too_large_for_float16(tiles: str) -> None:
+    """Products of the incoming gradient and the values are some 2^35."""
+    q, k, v = halves(1, 2, 70, 150, 64, kv_heads=1)
+    assert_gradients([q * SMALL, k * SMALL, v.clamp(-2, 2) * 30000], 10000.0)
+
+
+def test_gradients_of_scores_too_small_for_float16(tiles: str) -> None:
+    q, k, v = halves(1, 1, 70, 150, 64)
+    assert_gradients([q * SMALL, k * 4096, v * 2.0**-8], 2.0**-12, "qv")  # that of k is too small
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"dropout_p": 0.98}], ids=str)
+def test_gradients(tiles: str, options: dict[str, Any]) -> None:
+    """Of weights near 1, near 0, and, with dropout, as large as 50."""
+    q, k, v = halves(1, 2, 150, 330, 40, 33, kv_heads=1)
+    assert_gradients([q, k, v], **options)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_hidden_keys_and_values_change_no_bit(tiles: str, bad: float) -> None:
+    q, k, v = halves(1, 2, 70, 300, 40)
+    keys = torch.arange(300)
+    padding = ((keys % 7 != 0) & (keys < 290) & (keys // 32 != 2)).view(1, 1, 1, 300)
+    partial = padding & (torch.arange(70)[:, None] % 5 != keys % 5)
+    found = []
+    for _ in range(2):
+        found.append(
+            [
+                x
+                for mask in (padding, partial)
+                for x in (attention(q, k, v, attn_mask=mask), *gradients(q, k, v, attn_mask=mask))
+            ]
+        )
+        k[:, :, ~padding.view(300)], v[:, :, ~padding.view(300)] = bad, -bad
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_explain_says_whether_the_tiles_multiply_float16(tiles: str, native: ModuleType) -> None:
+    x = torch.ones(1, 16, 5, 8, dtype=torch.float16)
+    served = tiles == EMULATED or "amx_fp16" in native.processor()["features"]
+    told = "on tiles" if served else "on vectors: the processor has no AMX with fp16"
+    for op, cache in (("scaled_dot_product_attention", x), ("decode_attention", x[:, :1])):
+        found: Any = fastattn.explain(op, x, cache, cache)
+        assert f"instruction set {tiles}" in found.because
+        assert told in found.because
+
+
+@pytest.mark.skipif(REAL not in HERE, reason="needs AMX")
+@pytest.mark.parametrize("causal", [False, True])
+def test_real_tiles_give_the_bits_of_emulated_ones(native: ModuleType, causal: bool) -> None:
+    if reason := native.build_info()["no_float16_on_tiles"]:
+        pytest.skip(reason)
+    q, k, v = halves(2, 4, 150, 330, 64, kv_heads=2)
+    found = []
+    for isa in (EMULATED, REAL):
+        with Target("cpu", isa).active():
+            out = attention(q * 4, k, v, is_causal=causal, enable_gqa=True, return_lse=True)
+            found.append((*out, *gradients(q, k, v, is_causal=causal)))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
