@@ -37,7 +37,7 @@ Arguments arguments(const AttentionParams& common, const py::object& options,
   static const auto others =
       std::make_tuple(field("applied", &AttentionParams::applied),
                       field("positions_length", &Arguments::positions_length));
-  Arguments p{common};
+  Arguments p{common, 0, {}};
   read_attention_options(named(options), p);
   optional_arguments(p, operands);
   if (operands.is_none()) return p;
