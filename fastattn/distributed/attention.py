@@ -155,16 +155,17 @@ def _with_layouts(call: Call, peers: Peers, check: bool) -> Call:
     """Compare the call with those of the other ranks, and add where all rows are."""
     numbers = call.query.shape[2], call.key.shape[2], call.columns
     device, layout = call.query.device, call.layout
-    if isinstance(layout, Layout) and layout.ranks != peers.size:
-        raise ValueError(
-            f"{OP}: layout must be of the {peers.size} ranks of the group, got {layout.ranks}"
-        )
     every = [list(numbers)] * peers.size
-    if check:
+    if check:  # before any error that this rank alone may have
         every = agree(peers, call.compared(), numbers, device)
-    elif isinstance(layout, Layout):
-        every = [[n, n, 0] for n in layout.lengths]
-        every[peers.rank] = list(numbers)
+    if isinstance(layout, Layout):
+        if layout.ranks != peers.size:
+            raise ValueError(
+                f"{OP}: layout must be of the {peers.size} ranks of the group, got {layout.ranks}"
+            )
+        if not check:
+            every = [[n, n, 0] for n in layout.lengths]
+            every[peers.rank] = list(numbers)
     q_lengths, k_lengths, columns = ([n[at] for n in every] for at in range(3))
     if layout == "contiguous":
         layouts = Layout.contiguous(q_lengths), Layout.contiguous(k_lengths)

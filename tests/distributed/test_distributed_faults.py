@@ -30,6 +30,7 @@ DIFFERENT = {
     "columns": "attn_mask must have a column for each of the 18 keys of all ranks, "
     "got 17 on rank 1",
     "positions": "the ranks must hold every position from 0 on once, position 4 is held twice",
+    "ranks": "layout must be the same on all ranks, got Layout(",
     "lengths": "layout must have the lengths of the ranks, [6, 5, 6], got [6, 6, 6]",
 }
 WRONG = {

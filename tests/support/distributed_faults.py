@@ -52,6 +52,9 @@ DIFFERENT: dict[str, Callable[[bool], Any]] = {
     "positions": lambda odd: attention(
         *tensors(), layout=torch.arange(6) + 6 * dist.get_rank() - (2 if odd else 0)
     ),
+    "ranks": lambda odd: attention(
+        *tensors(), layout=Layout.contiguous([6, 6] if odd else [6, 6, 6])
+    ),
     "lengths": lambda odd: attention(
         *tensors(length=5 if odd else 6), layout=Layout.contiguous([6, 6, 6])
     ),
