@@ -200,7 +200,7 @@ MUTANTS = [
     Mutant("a tile in part is seen as a whole", FORWARD, "if (partly) apply_program(t);", ""),
     Mutant("values that a program hides stay", FORWARD, "if (kGeneral && (partly || has_bias(p)))", "if (kGeneral && has_bias(p))"),
     Mutant("hidden pairs have a gradient of Q", BACKWARD, "if (kGeneral && (hidden >> at & 1) != 0) pair = {0.0f, 0.0f, 0.0f}; if (exact)", "if (exact)"),
-    Mutant("hidden pairs have a gradient of K", BACKWARD, "if ((hidden >> n & 1) != 0) s[n] = dp[n] = 0.0f;", ""),
+    Mutant("hidden pairs have a gradient of K", BACKWARD, "if ((hidden >> n & 1) != 0) s[n] = dp[n] = 0.0f;", ";"),
     Mutant("hidden pairs have a weight", WEIGHTS, "if ((hidden >> at & 1) != 0) pair = {0.0f, 0.0f, 0.0f};", ""),
     Mutant("keys that a program hides stay", BACKWARD, "kGeneral && (partly || has_bias(p))", "kGeneral && has_bias(p)"),
     Mutant("rows and columns are exchanged", BACKWARD, "bits.has(kTransposed ? column : row, kTransposed ? row : column)", "bits.has(row, column)"),
