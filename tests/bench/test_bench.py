@@ -149,6 +149,7 @@ def test_every_operator_and_module_of_the_library_can_be_measured() -> None:
     tools |= {"replace_mha", "restore", "restore_mha", "trace", "use_backend"}
     tools |= {"bias", "masks", "RelativeBias", "T5RelativeBias", "WindowRelativeBias"}  # arguments
     tools |= {"insert_empty_memories"}  # changes stories
+    tools |= {"distributed"}  # of several processes
     public = {*fastattn.__all__, *fastattn.nn.__all__} - tools
     assert {ops.get(op).FUNCTION.removeprefix("nn.") for op in ops.OPS} == public
 
