@@ -85,7 +85,8 @@ class Decode(Operator):
         query, key, value = leaves = self.leaves(inputs)
         grouped = cell["H"] != cell["Hkv"]
         visible, bias = _pairs(cell, inputs)
-        mask = bias if visible is None else visible
+        # Of three dimensions, PyTorch's fused kernel would refuse it.
+        mask = bias[None] if visible is None and bias is not None else visible
         return lambda: (
             scaled_dot_product_attention(query, key, value, mask, enable_gqa=grouped),
         ), leaves

@@ -114,7 +114,7 @@ class Sdpa(Operator):
 
         def biases() -> Tensor:
             before = distances(cell["Lq"], cell["Lk"], query.device)
-            return table_biases(inputs["relative_bias"], before)
+            return table_biases(inputs["relative_bias"], before)[None]  # the fused kernel wants 4-D
 
         if cell.option == "relative" and cell.passes == "fwd":
             options["attn_mask"] = biases()

@@ -157,8 +157,8 @@ def _mask(cell: Cell) -> masks.Mask | None:
 
 
 def _masked_biases(table: Tensor, length: int, visible: Tensor | None) -> Tensor:
-    """The bias of all pairs of a sequence [H, L, L], and -inf where `visible` is False."""
-    biases = table_biases(table, distances(length, length, table.device))
+    """The bias of all pairs of a sequence [1, H, L, L], and -inf where `visible` is False."""
+    biases = table_biases(table, distances(length, length, table.device))[None]
     return biases if visible is None else biases.masked_fill(~visible, -torch.inf)
 
 
