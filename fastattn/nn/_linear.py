@@ -13,11 +13,13 @@ relative to ``torch.nn.functional.linear``):
 - bfloat16: our own GEMM reads the weight in place without packing and is 1.1 to 1.6 times as fast
   for small y. For larger y a direct call of oneDNN is up to 1.1 times as fast, because it fuses the
   bias. The gradients have no bias, and no gain.
-- float16 without native arithmetic: PyTorch's GEMM is partly scalar. Ours computes in float32,
-  rounds once at the end, and is 4 to 10 times as fast for y and dx. dW uses PyTorch in float32.
+- float16 and bfloat16 without native arithmetic: PyTorch's GEMM is partly scalar. Ours computes in
+  float32, rounds once at the end, and is 4 to 10 times as fast for y and dx. dW uses PyTorch in
+  float32. For a few rows PyTorch's matrix-vector product is faster, which converts no weight.
 - everything else: ``torch.nn.functional.linear``.
 
-On an Intel Xeon with AMX, MKL is the fastest in float32, and oneDNN in bfloat16 at any size.
+On an Intel Xeon with AMX, MKL is the fastest in float32, and oneDNN in bfloat16 at any size. On an
+AMD EPYC without AVX-512, MKL is the fastest in float32.
 
 If this PyTorch does not expose oneDNN's inner product (`fastattn/compat.py`), or oneDNN is switched
 off (``torch.backends.mkldnn.flags(enabled=False)``), ``torch.nn.functional.linear`` is used.
@@ -67,7 +69,10 @@ def _native() -> Any | None:
 
 _ONEDNN_LINEAR = compat.onednn_linear
 _ONEDNN_DTYPES = {torch.float32} | ({torch.bfloat16} if compat.onednn_has_bfloat16 else set())
-_WIDE_DTYPES = set() if compat.onednn_has_float16 else {torch.float16}
+# Those of 16 bits that the processor does not multiply.
+_WIDE_DTYPES = (set() if compat.onednn_has_float16 else {torch.float16}) | (
+    set() if compat.onednn_has_bfloat16 else {torch.bfloat16}
+)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -141,10 +146,10 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x [M, K], weight [N, K], bias [N] -> [M, N]"""
     if _is_for_our_gemm(x, weight, bias):
         return _native().linear(x, weight, bias)  # type: ignore[union-attr]
-    if x.dtype in _WIDE_DTYPES:
+    if x.dtype in _WIDE_DTYPES and x.shape[0] >= _LEAST_ROWS_OF_OURS:
         wide = _forward(x.float(), weight.float(), None if bias is None else bias.float())
         return wide.to(x.dtype)
-    if _ONEDNN_LINEAR is None:
+    if _ONEDNN_LINEAR is None or rule(x.dtype).forward != "onednn" or x.dtype in _WIDE_DTYPES:
         return F.linear(x, weight, bias)
     return _ONEDNN_LINEAR(x, weight, bias, "none", [], "")
 

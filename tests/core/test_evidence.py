@@ -30,9 +30,18 @@ AMD = Processor("cpu", "AMD", "AMD EPYC", BF16)
 AMX = Processor("cpu", "Intel", "Xeon", BF16 | {"avx512_fp16", "amx_tile", "amx_bf16"})
 INTEL = Processor("cpu", "Intel", "Xeon without AMX", BF16)
 OLD_INTEL = Processor("cpu", "Intel", "Xeon without bf16", frozenset({"avx2", "avx512f"}))
+OLD_AMD = Processor("cpu", "AMD", "AMD EPYC without AVX-512", frozenset({"avx2", "fma"}))
 ARM = Processor("cpu", "ARM", "Neoverse", frozenset({"asimd", "bf16"}))
 UNKNOWN = Processor("cpu")
-EVERY = {"AMD": AMD, "AMX": AMX, "Intel": INTEL, "old Intel": OLD_INTEL, "ARM": ARM, "?": UNKNOWN}
+EVERY = {
+    "AMD": AMD,
+    "old AMD": OLD_AMD,
+    "AMX": AMX,
+    "Intel": INTEL,
+    "old Intel": OLD_INTEL,
+    "ARM": ARM,
+    "?": UNKNOWN,
+}
 
 
 @contextlib.contextmanager
@@ -77,7 +86,10 @@ def test_the_instruction_set(name: str) -> None:
 
 
 MEASURED = Gemm("onednn", "torch", 2**24 - 1, 2**25)
-GEMMS = {"AMX": Gemm("onednn", "torch", 0, 2**20)}
+GEMMS = {
+    "AMX": Gemm("onednn", "torch", 0, 2**20),
+    "old AMD": Gemm("torch", "torch", 2**62, 2**62),
+}
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -85,7 +97,7 @@ def test_the_gemm(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
     with be(EVERY[name]):
         assert _linear.rule(torch.bfloat16) == GEMMS.get(name, MEASURED)
-        library = "torch" if "Intel" in name or name == "AMX" else "onednn"
+        library = "torch" if "Intel" in name or name in ("AMX", "old AMD") else "onednn"
         assert _linear.rule(torch.float32) == Gemm(library, library, 0, 2**22)
         assert _small._most_work(torch.bfloat16) == _linear.rule(torch.bfloat16).small_up_to
     with be(INTEL):

@@ -26,7 +26,8 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 def onednn_at_any_size(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Use the GEMMs for large products at the small sizes of these tests, and those of the
     processor that has the most on every processor."""
-    monkeypatch.setattr(evidence, "processor", lambda device="cpu": Processor(device, "AMD"))
+    most = Processor("cpu", "AMD", features=frozenset({"avx512f"}))
+    monkeypatch.setattr(evidence, "processor", lambda device="cpu": most)
     evidence.forget()
     for name in ("_MIN_WORK", "_MIN_WORK_WEIGHT_GRAD"):
         monkeypatch.setattr(_linear, name, 0)
@@ -89,6 +90,22 @@ def test_any_size(m: int, with_bias: bool, dtype: torch.dtype, generator: torch.
     weight = torch.randn(n, k, generator=generator).to(dtype)
     bias = torch.randn(n, generator=generator).to(dtype) if with_bias else None
     compare(x, weight, bias, torch.randn(m, n, generator=generator))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("m", [1, 7, 8, 64])
+def test_without_native_arithmetic(
+    m: int, dtype: torch.dtype, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = Processor("cpu", "AMD", features=frozenset({"avx2"}))
+    monkeypatch.setattr(evidence, "processor", lambda device="cpu": old)
+    evidence.forget()
+    monkeypatch.setattr(_linear, "_ONEDNN_DTYPES", {torch.float32})
+    monkeypatch.setattr(_linear, "_WIDE_DTYPES", {torch.bfloat16, torch.float16})
+    x = torch.randn(m, 32, generator=generator).to(dtype)
+    weight = torch.randn(24, 32, generator=generator).to(dtype)
+    assert _linear._is_for_our_gemm(x, weight, None) == (m >= 8)
+    compare(x, weight, None, torch.randn(m, 24, generator=generator))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -222,10 +239,11 @@ def test_autocast(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Casts what PyTorch casts, gradients included, and stays on our GEMM where it serves the
-    dtype: bfloat16 where oneDNN has its arithmetic, float16 where oneDNN has not."""
+    dtype: oneDNN's where it has the arithmetic, in float32 where it has not."""
     onednn = {torch.float32, torch.bfloat16} if native else {torch.float32}
     monkeypatch.setattr(_linear, "_ONEDNN_DTYPES", onednn & _linear._ONEDNN_DTYPES)
-    monkeypatch.setattr(_linear, "_WIDE_DTYPES", set() if native else {torch.float16})
+    wide = set() if native else {torch.float16, torch.bfloat16}
+    monkeypatch.setattr(_linear, "_WIDE_DTYPES", wide)
     served = dtype in _linear._ONEDNN_DTYPES | _linear._WIDE_DTYPES
     results = []
     x, weight, bias = torch.randn(3, 5), torch.randn(4, 5), torch.randn(4)
