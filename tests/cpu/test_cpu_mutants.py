@@ -47,7 +47,7 @@ MUTANTS = (
     Mutant("hidden_nan_spreads", "sdpa_forward.cpp", "const bool leaky = excludes && !all_finite", "const bool leaky = false && !all_finite"),
     Mutant("the_wrong_key_head", "sdpa_forward.cpp", "const int64_t hk = h / (p.Hq / p.Hkv), q1", "const int64_t hk = h % p.Hkv, q1"),
     Mutant("hidden_weights_are_not_zeroed", "sdpa_forward.cpp", "hide(b, h, i0, i1, {r.end, p.Lk});", ""),
-    Mutant("pairs_begin_at_an_odd_key", "sdpa_forward.cpp", "range.begin = range.begin / P::kPerWord * P::kPerWord;  // pairs of keys begin at even ones", "", dtype="bfloat16"),
+    Mutant("pairs_begin_at_an_odd_key", "sdpa_forward.cpp", "range.begin = range.begin / P::kPerWord * P::kPerWord;  // pairs of keys begin at even ones", "", dtype="bfloat16", isa="avx512_bf16"),
     Mutant("a_diagonal_off_by_one", "scores.h", "static_cast<T>(j - p.offset - p.window_right - i0)", "static_cast<T>(j - p.offset - p.window_right - i0 + 1)", source=FORWARD),
     Mutant("a_window_off_by_one", "scores.h", "static_cast<T>(j - p.offset + p.window_left - i0)", "static_cast<T>(j - p.offset + p.window_left - i0 - 1)", source=FORWARD),
     Mutant("alibi_has_a_sign", "scores.h", "s -= lanes.slope(n) * select<T>(d < T(0), -d, d);", "s -= lanes.slope(n) * d;", source=FORWARD),
