@@ -45,6 +45,7 @@ MUTANTS = (
     Mutant("an_output_is_not_rescaled", "sdpa_forward.cpp", "store(o, alpha[n] * load(o) + x)", "store(o, load(o) + x)"),
     Mutant("a_row_of_nothing_is_nan", "sdpa_forward.cpp", "select<T>(after == -kInf<T>, Vec<T>{}, after)", "after"),
     Mutant("hidden_nan_spreads", "sdpa_forward.cpp", "const bool leaky = excludes && !all_finite", "const bool leaky = false && !all_finite"),
+    Mutant("an_excluded_key_has_a_tiny_weight", "../simd/math.h", "splat(-127.0f)", "splat(-126.0f)", source=FORWARD, isa="avx2"),
     Mutant("the_wrong_key_head", "sdpa_forward.cpp", "const int64_t hk = h / (p.Hq / p.Hkv), q1", "const int64_t hk = h % p.Hkv, q1"),
     Mutant("hidden_weights_are_not_zeroed", "sdpa_forward.cpp", "hide(b, h, i0, i1, {r.end, p.Lk});", ""),
     Mutant("pairs_begin_at_an_odd_key", "sdpa_forward.cpp", "range.begin = range.begin / P::kPerWord * P::kPerWord;  // pairs of keys begin at even ones", "", dtype="bfloat16", isa="avx512_bf16"),

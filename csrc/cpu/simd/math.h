@@ -51,14 +51,13 @@ FASTATTN_INLINE VecF exp2_neg(VecF x) {
   const VecF f = (VecF)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   return (VecF)_mm512_scalef_ps((__m512)exp2_fraction<Coarse>(f), (__m512)(x - f));
 #else
-  // Adding 1.5 * 2^23 leaves round(x) in the low mantissa bits. Below -126 the exponent field would
-  // wrap: give 0.
-  const VecF clamped = max_of(splat(-126.0f), x);
-  const VecF shifted = clamped + 12582912.0f;
-  const VecF p = exp2_fraction<Coarse>(clamped - (shifted - 12582912.0f));
-  const VecF y = (VecF)((VecI)p + ((VecI)shifted << 23));
-  // clamped - clamped is 0, or NaN where x is: the integer addition above would lose it.
-  return select<float>(x < -126.0f, VecF{}, y + (clamped - clamped));
+  // Adding 1.5 * 2^23 + 127 leaves round(x) + 127, the exponent field of 2^round(x), in the low
+  // mantissa bits. At -127 that field is 0, and so is the power.
+  constexpr float kShift = 12582912.0f + 127;
+  const VecF clamped = max_of(splat(-127.0f), x);
+  const VecF shifted = clamped + kShift;
+  const VecF power = (VecF)((VecI)shifted << 23);
+  return exp2_fraction<Coarse>(clamped - (shifted - kShift)) * power;
 #endif
 }
 // 2^(x + rest) in double, where |rest| is below a rounding of x.
