@@ -13,16 +13,17 @@ from fastattn._version import __version__
 # Command: the module with its add_arguments(parser) and run(args) -> int, and what it does.
 COMMANDS = {
     "info": ("fastattn.info", "show versions, processor, threads and built backends"),
+    "doctor": ("fastattn.doctor", "find what makes attention slow or wrong here, and the fix"),
     "verify": ("fastattn.verify", "check the results of this build on this machine"),
     "bench": ("fastattn.bench.cli", "compare the speed with PyTorch and other libraries"),
-    "explain": ("fastattn._explain", "show which backend would run a call, and why not the others"),
-    "tune": ("fastattn.tune", "find what is fastest on this machine, and use it from then on"),
+    "explain": ("fastattn._explain", "show which backend runs a call, and why not the others"),
+    "tune": ("fastattn.tune", "measure what is fastest on this machine, and use it"),
 }
 
 EXIT_CODES = """\
 exit codes:
   0    done
-  1    a check failed: wrong results, or a benchmark result that is wrong or slower
+  1    wrong results, a benchmark that is wrong or slower, or a problem found
   2    wrong usage: the message names the argument and the allowed values
   3    a benchmark was measured, but a file could not be written
   130  interrupted
@@ -45,7 +46,9 @@ def build_parser(command: str | None) -> argparse.ArgumentParser:
     parser.add_argument(
         "--traceback", action="store_true", help="show the traceback of an error, for a bug report"
     )
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(
+        title="commands", dest="command", metavar="COMMAND", required=True
+    )
     for name, (module, summary) in COMMANDS.items():
         subparser = commands.add_parser(
             name, help=summary, description=summary, epilog=EXIT_CODES, formatter_class=raw

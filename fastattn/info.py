@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from fastattn import _cgroup, builds, compat, evidence
 from fastattn import _openmp as _openmp_runtimes
-from fastattn import builds, compat, evidence
 from fastattn._version import __version__
 from fastattn.dispatch import BACKENDS, PRIORITY
 
@@ -24,6 +24,9 @@ CPU_FEATURES = """
     avx avx2 fma f16c avx512f avx512dq avx512bw avx512vl avx512_bf16 avx512_fp16 avx512_vnni
     amx_tile amx_bf16 amx_fp16 amx_int8 asimd fphp asimdhp bf16 sve sve2 sme
 """.split()
+
+# The environment variables that steer kernels and threads.
+VARIABLES = ("FASTATTN_", "GOMP_", "KMP_", "MKL_", "OMP_", "TRITON_")
 
 
 def collect() -> dict[str, Any]:
@@ -43,7 +46,7 @@ def collect() -> dict[str, Any]:
         "isa": native["build_info"],
         "choices": _choices(),
         "backends": {name: builds.backend(name) for name in BACKENDS},
-        "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith("FASTATTN_")},
+        "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(VARIABLES)},
     }
 
 
@@ -82,6 +85,7 @@ def _cpu() -> dict[str, Any]:
         "architecture": platform.machine(),
         "cores": os.cpu_count(),
         "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
+        "quota": _cgroup.cpu_quota(),
         "features": [
             name
             for name in CPU_FEATURES
@@ -118,7 +122,6 @@ def _openmp_text(openmp: dict[str, Any]) -> str:
 
 def format_text(facts: dict[str, Any]) -> str:
     cpu = facts["cpu"]
-    usable = cpu["usable_cores"]
     rows = [
         ("fastattn", facts["fastattn"]),
         ("Python", f"{facts['python']} on {facts['platform']}"),
@@ -126,7 +129,7 @@ def format_text(facts: dict[str, Any]) -> str:
         ("NumPy", facts["numpy"] or "not installed"),
         ("CPU", f"{cpu['model']} ({cpu['architecture']})"),
         ("features", " ".join(cpu["features"]) or "unknown"),
-        ("cores", f"{cpu['cores']}" + (f", {usable} of them usable here" if usable else "")),
+        ("cores", _cores_text(cpu)),
         ("threads", f"{facts['threads']} (torch.get_num_threads())"),
         ("OpenMP", _openmp_text(facts["openmp"])),
         *_isa_rows(facts),
@@ -134,7 +137,7 @@ def format_text(facts: dict[str, Any]) -> str:
         *((f"backend {name}", _backend_text(name, facts)) for name in facts["backends"]),
         *((name, value) for name, value in facts["environment"].items()),
     ]
-    if not facts["environment"]:
+    if not any(name.startswith("FASTATTN_") for name in facts["environment"]):
         rows.append(("FASTATTN_*", "no variable is set"))
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
@@ -147,6 +150,15 @@ def _torch_text(facts: dict[str, Any]) -> str:
         text += f" (untested version: the newest that was tested is {newest})"
     if facts["torch_lacks"]:
         text += f"; lacks {', '.join(facts['torch_lacks'])}: slower without"
+    return text
+
+
+def _cores_text(cpu: dict[str, Any]) -> str:
+    text = str(cpu["cores"])
+    if cpu["usable_cores"]:
+        text += f", {cpu['usable_cores']} of them usable here"
+    if cpu["quota"]:
+        text += f", with the CPU time of {cpu['quota']:g} (quota of the control group)"
     return text
 
 

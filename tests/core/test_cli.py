@@ -49,8 +49,11 @@ def test_help_names_every_command_and_exit_code(capsys: pytest.CaptureFixture[st
         cli.main(["--help"])
     assert stop.value.code == 0
     text = capsys.readouterr().out
-    for word in ("info", "verify", "bench", "explain", "tune", "exit codes"):
+    for word in (*cli.COMMANDS, "exit codes"):
         assert word in text
+    lines = text.splitlines()
+    assert len(lines) <= 24, "the help does not fit a screen"
+    assert max(map(len, lines)) <= 80
 
 
 @pytest.mark.parametrize("name", sorted(cli.COMMANDS))

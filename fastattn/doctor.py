@@ -1,0 +1,288 @@
+"""`fastattn doctor`: finds what commonly makes attention slow or wrong here, and says the fix.
+
+Every check reads the facts of `fastattn info`, and returns a :class:`Finding` or None.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import math
+import sys
+import time
+from typing import Any, NamedTuple
+
+import torch
+
+from fastattn import compat, evidence, info
+
+Facts = dict[str, Any]
+
+# An instruction set of this build, and the processor's feature without which it is of no use.
+NEEDED_FEATURE = {
+    "avx2": "avx2",
+    "avx512": "avx512f",
+    "avx512_bf16": "avx512_bf16",
+    "amx_bf16": "amx_bf16",
+    "armv8_6": "bf16",
+}
+
+
+REINSTALL = "`pip install --force-reinstall --no-deps --no-cache-dir fastattn`, or `make build`"
+
+
+class Finding(NamedTuple):
+    level: str  # "problem": costs speed or results; "note": may be intended
+    what: str
+    fix: str
+
+
+def collect() -> Facts:
+    """Return the facts of `info`, and those that have to be measured."""
+    return {
+        **info.collect(),
+        "flushes_subnormals": _flushes_subnormals(),
+        "subnormal_slowdown": _subnormal_slowdown(),
+    }
+
+
+def _flushes_subnormals() -> bool:
+    # Not written as a constant expression, which the compiler of Python would evaluate.
+    return sys.float_info.min / 2 == 0
+
+
+def _subnormal_slowdown() -> float:
+    """How many times longer a product takes with a subnormal result than with a normal one."""
+    x = torch.full((1 << 14,), 2.0**-100)
+    out = torch.empty_like(x)
+
+    def seconds(factor: float) -> float:
+        shortest = math.inf
+        for _ in range(20):
+            begin = time.perf_counter()
+            torch.mul(x, factor, out=out)
+            shortest = min(shortest, time.perf_counter() - begin)
+        return shortest
+
+    return seconds(2.0**-40) / seconds(2.0**-10)
+
+
+# -- the checks -----------------------------------------------------------------------------------
+
+
+def torch_version(facts: Facts) -> Finding | None:
+    """A torch that is newer than every tested version; one out of range stops the import."""
+    if facts["torch_untested"]:
+        newest = ".".join(map(str, compat.NEWEST_TESTED))
+        return Finding(
+            "note",
+            f"torch {facts['torch']} is newer than {newest}, the newest version tested",
+            "run `fastattn verify --quick`, or look for a newer fastattn",
+        )
+    return None
+
+
+def native_core(facts: Facts) -> Finding | None:
+    """Kernels for the CPU that are not built, or cannot be loaded."""
+    backend = facts["backends"]["cpu"]
+    if backend["built"]:
+        return None
+    reason = backend["reason"]
+    what = f"there are no kernels for the CPU, so all calls run in plain PyTorch: {reason}"
+    if "FASTATTN_CPU_ISA" in reason:
+        return Finding("problem", what, "unset FASTATTN_CPU_ISA")
+    if "on Linux only" in reason:
+        return Finding("note", what, "use Linux, for example in WSL or a container")
+    if "compiler" in reason:
+        fix = "install a C++17 compiler with OpenMP (Debian: `apt-get install g++`), then "
+        return Finding("problem", what, fix + REINSTALL)
+    return Finding("problem", what, REINSTALL)
+
+
+def fresh_build(facts: Facts) -> Finding | None:
+    """Kernels that were built from older sources than those that are here."""
+    if not facts["backends"]["cpu"].get("stale"):
+        return None
+    return Finding("problem", "csrc has changed since the kernels were built", "`make build`")
+
+
+def complete_build(facts: Facts) -> Finding | None:
+    """An instruction set that this processor supports and the build lacks."""
+    left_out = facts["backends"]["cpu"].get("left_out") or {}
+    lost = [
+        isa for isa, feature in NEEDED_FEATURE.items()
+        if isa in left_out and feature in facts["cpu"]["features"]
+    ]  # fmt: skip
+    if not lost:
+        return None
+    reasons = "; ".join(f"{isa}: {left_out[isa]}" for isa in lost)
+    return Finding(
+        "problem",
+        f"this processor has instruction sets that the build lacks: {reasons}",
+        "build on this machine, with a newer compiler if it rejects one: " + REINSTALL,
+    )
+
+
+def instruction_set(facts: Facts) -> Finding | None:
+    """FASTATTN_CPU_ISA, where it forces another instruction set than the measured choice."""
+    forced, isa = facts["environment"].get("FASTATTN_CPU_ISA"), facts["isa"]
+    if not forced or isa is None:
+        return None
+    chosen = evidence.isa(isa["supported"])
+    if isa["isa"] == chosen:
+        return None
+    return Finding(
+        "problem",
+        f"FASTATTN_CPU_ISA forces {isa['isa']}; the choice for this processor is {chosen}",
+        "unset FASTATTN_CPU_ISA; `fastattn tune` measures whether another choice is faster here",
+    )
+
+
+def tiles(facts: Facts) -> Finding | None:
+    """AMX tiles that the processor has and the system does not let this process use."""
+    reason = ((facts["isa"] or {}).get("unsupported") or {}).get("amx_bf16", "")
+    if not reason.startswith(("Linux refuses", "the system does not save")):
+        return None
+    return Finding(
+        "problem",
+        f"the processor has AMX, but {reason}; PyTorch's bfloat16 products are slower without, too",
+        "use Linux 5.16 or later, and allow `arch_prctl` in the seccomp profile of the container",
+    )
+
+
+def one_openmp(facts: Facts) -> Finding | None:
+    """A second OpenMP runtime in this process."""
+    runtimes, shared = facts["openmp"]["runtimes"], facts["openmp"]["shared"]
+    if len(runtimes) < 2:
+        return None
+    what = f"{len(runtimes)} OpenMP runtimes are loaded: {', '.join(runtimes)}"
+    if shared is None:
+        fix = "import torch before every other library, or set OMP_WAIT_POLICY=passive"
+        return Finding("problem", f"{what}; their threads compete for the cores", fix)
+    return Finding(
+        "note",
+        f"{what}; torch and fastattn share {shared}, another library brought the rest",
+        "set OMP_WAIT_POLICY=passive if that library computes between calls of attention",
+    )
+
+
+def threads_and_cores(facts: Facts) -> Finding | None:
+    """More threads than cores."""
+    threads, cores = facts["threads"], facts["cpu"]["usable_cores"] or facts["cpu"]["cores"]
+    if threads <= cores:
+        return None
+    return Finding(
+        "problem",
+        f"torch runs {threads} threads on {cores} usable cores: each parallel loop waits for a "
+        "thread that has no core",
+        f"OMP_NUM_THREADS={cores}, or torch.set_num_threads({cores})",
+    )
+
+
+def threads_and_quota(facts: Facts) -> Finding | None:
+    """More threads than the CPU quota of the container allows to run."""
+    threads, quota = facts["threads"], facts["cpu"]["quota"]
+    if quota is None or threads <= math.ceil(quota):
+        return None
+    fitting = max(1, math.floor(quota))
+    return Finding(
+        "problem",
+        f"torch runs {threads} threads, but the control group grants the CPU time of {quota:g} "
+        "cores: Linux stops all threads when it is used up, many times a second",
+        f"OMP_NUM_THREADS={fitting}, or torch.set_num_threads({fitting}), or a larger CPU quota",
+    )
+
+
+def idle_cores(facts: Facts) -> Finding | None:
+    """OMP_NUM_THREADS, where it leaves half of the cores or more idle."""
+    given = facts["environment"].get("OMP_NUM_THREADS")
+    cores = facts["cpu"]["usable_cores"] or facts["cpu"]["cores"]
+    granted = min(cores, facts["cpu"]["quota"] or cores)
+    if given is None or facts["threads"] * 2 > granted:
+        return None
+    return Finding(
+        "note",
+        f"OMP_NUM_THREADS={given}: torch uses {facts['threads']} of {granted:g} cores",
+        "leave it so where several processes share the cores (torchrun sets 1); else unset it",
+    )
+
+
+def subnormals(facts: Facts) -> Finding | None:
+    """Arithmetic that flushes subnormal numbers to zero, or is slow for them."""
+    if facts["flushes_subnormals"]:
+        return Finding(
+            "problem",
+            "numbers below 1.2e-38 become 0 in this process: a library that was built with "
+            "-ffast-math has changed the processor's mode",
+            "torch.set_flush_denormal(False) after the imports; if it was meant, nothing",
+        )
+    if facts["subnormal_slowdown"] < 8:
+        return None
+    return Finding(
+        "note",
+        f"products below 1.2e-38 take {facts['subnormal_slowdown']:.0f} times as long here",
+        "torch.set_flush_denormal(True) if a model has weights or gradients that small",
+    )
+
+
+def interpreted_triton(facts: Facts) -> Finding | None:
+    """Triton kernels that are interpreted."""
+    if facts["environment"].get("TRITON_INTERPRET", "0") != "1":
+        return None
+    what = "TRITON_INTERPRET=1: Triton's kernels are interpreted, thousands of times slower"
+    return Finding("problem", what, "unset TRITON_INTERPRET")
+
+
+CHECKS = (
+    torch_version,
+    native_core,
+    fresh_build,
+    complete_build,
+    instruction_set,
+    tiles,
+    one_openmp,
+    threads_and_cores,
+    threads_and_quota,
+    idle_cores,
+    subnormals,
+    interpreted_triton,
+)
+
+
+# -- the command ----------------------------------------------------------------------------------
+
+
+def examine(facts: Facts) -> dict[str, Finding | None]:
+    """The result of every check, by its name."""
+    return {check.__name__: check(facts) for check in CHECKS}
+
+
+def format_text(found: dict[str, Finding | None]) -> str:
+    findings = [(name, finding) for name, finding in found.items() if finding]
+    lines = [f"{finding.level}: {finding.what}\n    fix: {finding.fix}" for _, finding in findings]
+    passed = len(found) - len(findings)
+    return "\n".join([*lines, f"{passed} of {len(found)} checks found nothing"])
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--import",
+        dest="modules",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="import a module of your program first, to see what it loads and changes",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+
+
+def run(args: argparse.Namespace) -> int:
+    for name in args.modules:
+        importlib.import_module(name)
+    found = examine(collect())
+    if args.json:
+        print(json.dumps({n: f and f._asdict() for n, f in found.items()}, indent=2))
+    else:
+        print(format_text(found))
+    return int(any(finding and finding.level == "problem" for finding in found.values()))

@@ -1,0 +1,272 @@
+"""`fastattn doctor`: every check fires on the facts that it is for, and on no healthy ones."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fastattn import _cgroup, cli, doctor, evidence
+
+pytestmark = pytest.mark.without_kernels
+
+ISA = {"isa": "avx512", "supported": ["baseline", "avx2", "avx512"], "unsupported": {}}
+
+
+def healthy() -> dict[str, Any]:
+    return {
+        "torch": "2.13.0",
+        "torch_untested": False,
+        "cpu": {"cores": 8, "usable_cores": 8, "quota": None, "features": ["avx2", "avx512f"]},
+        "threads": 8,
+        "openmp": {"runtimes": ["libgomp.so.1"], "shared": "libgomp.so.1"},
+        "isa": ISA,
+        "backends": {"cpu": {"built": True, "reason": None, "left_out": {}, "stale": False}},
+        "environment": {},
+        "flushes_subnormals": False,
+        "subnormal_slowdown": 1.0,
+    }
+
+
+def without_kernels(reason: str) -> dict[str, Any]:
+    return {"isa": None, "backends": {"cpu": {"built": False, "reason": reason}}}
+
+
+def on_cpu(**changed: Any) -> dict[str, Any]:
+    return {"cpu": {**healthy()["cpu"], **changed}}
+
+
+def refused(reason: str) -> dict[str, Any]:
+    return {"isa": {**ISA, "unsupported": {"amx_bf16": reason}}}
+
+
+# The check, what differs from a healthy machine, the level, and words of the finding and its fix.
+FINDINGS = [
+    ("torch_version", {"torch": "2.99", "torch_untested": True}, "note", "2.99 is newer", "verify"),
+    (
+        "native_core",
+        without_kernels("no C++ compiler was found"),
+        "problem",
+        "no C++ compiler was found",
+        "apt-get install g++",
+    ),
+    (
+        "native_core",
+        without_kernels("the native core is built on Linux only; this is darwin"),
+        "note",
+        "darwin",
+        "use Linux",
+    ),
+    (
+        "native_core",
+        without_kernels('ValueError: FASTATTN_CPU_ISA: "mmx" is not available here'),
+        "problem",
+        "mmx",
+        "unset FASTATTN_CPU_ISA",
+    ),
+    ("native_core", without_kernels("there was no native build"), "problem", "no native", "pip"),
+    (
+        "fresh_build",
+        {"backends": {"cpu": {"built": True, "stale": True}}},
+        "problem",
+        "csrc has changed",
+        "make build",
+    ),
+    (
+        "complete_build",
+        {"backends": {"cpu": {"built": True, "left_out": {"avx512": "not requested"}}}},
+        "problem",
+        "avx512: not requested",
+        "build on this machine",
+    ),
+    (
+        "instruction_set",
+        {"isa": {**ISA, "isa": "avx2"}, "environment": {"FASTATTN_CPU_ISA": "avx2"}},
+        "problem",
+        "forces avx2; the choice for this processor is avx512",
+        "unset FASTATTN_CPU_ISA",
+    ),
+    (
+        "tiles",
+        refused("Linux refuses the tiles of AMX: Operation not permitted"),
+        "problem",
+        "Operation not permitted",
+        "seccomp",
+    ),
+    ("tiles", refused("the system does not save the tiles"), "problem", "not save", "Linux 5.16"),
+    (
+        "one_openmp",
+        {"openmp": {"runtimes": ["libgomp-1.so", "libgomp.so.1"], "shared": None}},
+        "problem",
+        "2 OpenMP runtimes are loaded: libgomp-1.so, libgomp.so.1",
+        "import torch before",
+    ),
+    (
+        "one_openmp",
+        {"openmp": {"runtimes": ["libgomp.so.1", "libiomp5.so"], "shared": "libgomp.so.1"}},
+        "note",
+        "share libgomp.so.1",
+        "OMP_WAIT_POLICY=passive",
+    ),
+    ("threads_and_cores", on_cpu(usable_cores=4), "problem", "8 threads on 4", "OMP_NUM_THREADS=4"),
+    ("threads_and_cores", {"threads": 9}, "problem", "9 threads on 8", "set_num_threads(8)"),
+    ("threads_and_quota", on_cpu(quota=2.5), "problem", "time of 2.5", "OMP_NUM_THREADS=2"),
+    ("threads_and_quota", on_cpu(quota=0.5), "problem", "time of 0.5", "OMP_NUM_THREADS=1"),
+    (
+        "idle_cores",
+        {"threads": 1, "environment": {"OMP_NUM_THREADS": "1"}},
+        "note",
+        "1 of 8 cores",
+        "torchrun",
+    ),
+    ("subnormals", {"flushes_subnormals": True}, "problem", "-ffast-math", "set_flush_denormal"),
+    ("subnormals", {"subnormal_slowdown": 40.0}, "note", "40 times", "set_flush_denormal(True)"),
+    (
+        "interpreted_triton",
+        {"environment": {"TRITON_INTERPRET": "1"}},
+        "problem",
+        "interpreted",
+        "unset TRITON_INTERPRET",
+    ),
+]
+
+
+@pytest.fixture(autouse=True)
+def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The strongest instruction set is the choice, whatever processor runs the tests."""
+    monkeypatch.setattr(evidence, "choose", lambda *args, **kwargs: None)
+
+
+@pytest.mark.parametrize(("check", "changed", "level", "what", "fix"), FINDINGS)
+def test_a_check_finds_its_fault_alone(
+    check: str, changed: dict[str, Any], level: str, what: str, fix: str
+) -> None:
+    found = doctor.examine({**healthy(), **changed})
+    (name,) = [name for name, finding in found.items() if finding]
+    assert name == check
+    finding = found[name]
+    assert finding is not None
+    assert finding.level == level
+    assert what in finding.what
+    assert fix in finding.fix
+    text = doctor.format_text(found)
+    assert f"{level}: {finding.what}\n    fix: {finding.fix}\n" in text
+
+
+def test_every_check_has_a_fault() -> None:
+    assert {check.__name__ for check in doctor.CHECKS} == {row[0] for row in FINDINGS}
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        on_cpu(quota=7.5),
+        on_cpu(usable_cores=None),  # as on macOS
+        {"threads": 8, "environment": {"OMP_NUM_THREADS": "8"}},
+        {"threads": 2, "environment": {"OMP_NUM_THREADS": "2"}, **on_cpu(quota=2.0)},
+        {"environment": {"FASTATTN_CPU_ISA": "avx512"}},
+        refused("the processor has no AMX with bf16"),
+        {"backends": {"cpu": {"built": True, "left_out": {"avx512_bf16": "not requested"}}}},
+    ],
+)
+def test_a_healthy_machine_is_told_so(changed: dict[str, Any]) -> None:
+    found = doctor.examine({**healthy(), **changed})
+    assert not any(found.values())
+    assert doctor.format_text(found) == f"{len(found)} of {len(found)} checks found nothing"
+
+
+def test_the_status_is_1_for_problems_only(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "collect", lambda: {**healthy(), "threads": 9})
+    assert cli.main(["doctor", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert set(found) == {check.__name__ for check in doctor.CHECKS}
+    assert found["threads_and_cores"]["level"] == "problem"
+    assert found["idle_cores"] is None
+    monkeypatch.setattr(doctor, "collect", lambda: {**healthy(), "torch_untested": True})
+    assert cli.main(["doctor"]) == 0
+    assert "note: torch 2.13.0 is newer" in capsys.readouterr().out
+
+
+def test_flushed_subnormals_are_seen() -> None:
+    assert not doctor.collect()["flushes_subnormals"]
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor keeps subnormal numbers")
+    try:
+        assert doctor.collect()["flushes_subnormals"]
+    finally:
+        torch.set_flush_denormal(False)
+    assert doctor.collect()["subnormal_slowdown"] > 0
+
+
+def test_it_sees_what_a_module_of_the_program_changes(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text("import torch\ntorch.set_num_threads(1000)\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "fastattn", "doctor", "--import", "program"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 1, done.stderr
+    assert "problem: torch runs 1000 threads" in done.stdout
+
+
+# The quota of control groups
+
+
+@pytest.mark.parametrize(
+    ("files", "quota"),
+    [
+        ({}, None),
+        ({"proc/self/cgroup": "0::/\n"}, None),
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "max 100000\n"}, None),
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "150000 100000\n"}, 1.5),
+        # The smallest on the way up.
+        (
+            {
+                "proc/self/cgroup": "0::/pod/container\n",
+                "sys/fs/cgroup/cpu.max": "800000 100000\n",
+                "sys/fs/cgroup/pod/cpu.max": "200000 100000\n",
+                "sys/fs/cgroup/pod/container/cpu.max": "max 100000\n",
+            },
+            2.0,
+        ),
+        # Both versions beside each other: the quota is in the first.
+        (
+            {
+                "proc/self/cgroup": "4:memory:/a\n3:cpu,cpuacct:/a\n0::/a\n",
+                "sys/fs/cgroup/cpu,cpuacct/a/cpu.cfs_quota_us": "50000\n",
+                "sys/fs/cgroup/cpu,cpuacct/a/cpu.cfs_period_us": "100000\n",
+                "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "-1\n",
+                "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000\n",
+                "sys/fs/cgroup/memory/a/cpu.max": "1 100000\n",
+            },
+            0.5,
+        ),
+        # A container that sees its own group as the root, and the host's path of it.
+        (
+            {
+                "proc/self/cgroup": "1:cpu:/docker/0123\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "300000\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+            },
+            3.0,
+        ),
+    ],
+)
+def test_the_quota_of_control_groups(
+    files: dict[str, str], quota: float | None, tmp_path: Path
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert _cgroup.cpu_quota(tmp_path) == quota
