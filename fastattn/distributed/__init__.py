@@ -2,6 +2,15 @@
 
 from fastattn.distributed.attention import attention
 from fastattn.distributed.layout import Layout
+from fastattn.distributed.memory import hopfield_retrieve, memory_hop_attention
 from fastattn.distributed.plan import Plan, Share, plan
 
-__all__ = ["Layout", "Plan", "Share", "attention", "plan"]
+__all__ = [
+    "Layout",
+    "Plan",
+    "Share",
+    "attention",
+    "hopfield_retrieve",
+    "memory_hop_attention",
+    "plan",
+]

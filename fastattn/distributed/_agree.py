@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from fastattn.distributed._peers import OP, Peers
+from fastattn.distributed._peers import Peers
 
-__all__ = ["agree", "gather"]
+__all__ = ["agree", "gather", "problem"]
 
 _PROBLEM = "problem"  # the option that only a rank with an error has
 _STEP = "the comparison of the arguments"
@@ -32,15 +32,15 @@ def agree(
     if any(header[0] != digest for header in headers):
         letters = torch.tensor(list(text), dtype=torch.uint8, device=device)
         texts = gather(peers, letters, [header[1] for header in headers])
-        _complain([json.loads(bytes(x.tolist())) for x in texts])
+        _complain(peers.op, [json.loads(bytes(x.tolist())) for x in texts])
     return [header[2:] for header in headers]
 
 
-def gather(peers: Peers, own: Tensor, lengths: Sequence[int]) -> list[Tensor]:
+def gather(peers: Peers, own: Tensor, lengths: Sequence[int], step: str = _STEP) -> list[Tensor]:
     """A 1-D tensor of each rank, whose lengths are known."""
     found = {rank: own.new_empty(lengths[rank]) for rank in peers.others}
     # Not a collective: these name the rank that does not answer.
-    peers.exchange(dict.fromkeys(peers.others, own), found, _STEP).wait()
+    peers.exchange(dict.fromkeys(peers.others, own), found, step).wait()
     return [own if rank == peers.rank else found[rank] for rank in range(peers.size)]
 
 
@@ -49,12 +49,12 @@ def problem(error: Exception) -> dict[str, str]:
     return {_PROBLEM: f"{type(error).__name__}: {error}"}
 
 
-def _complain(options: Sequence[Mapping[str, str]]) -> None:
+def _complain(op: str, options: Sequence[Mapping[str, str]]) -> None:
     """Raise an error that names the first argument that differs, and all values of it."""
     failed = [(rank, found[_PROBLEM]) for rank, found in enumerate(options) if _PROBLEM in found]
     if failed:
         listed = "; ".join(f"rank {rank} raised {what}" for rank, what in failed)
-        raise RuntimeError(f"{OP}: {listed}")
+        raise RuntimeError(f"{op}: {listed}")
     for name in options[0]:
         ranks: dict[str, list[int]] = {}
         for rank, found in enumerate(options):
@@ -64,5 +64,5 @@ def _complain(options: Sequence[Mapping[str, str]]) -> None:
                 f"{value} on rank{'s' if len(on) > 1 else ''} {', '.join(map(str, on))}"
                 for value, on in ranks.items()
             )
-            raise RuntimeError(f"{OP}: {name} must be the same on all ranks, got {listed}")
+            raise RuntimeError(f"{op}: {name} must be the same on all ranks, got {listed}")
     raise AssertionError("digests differ, but no option does")

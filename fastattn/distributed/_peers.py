@@ -8,7 +8,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["OP", "Exchange", "Peers"]
+from fastattn.checks import wrong_type
+
+__all__ = ["OP", "Exchange", "Peers", "process_group"]
 
 OP = "fastattn.distributed.attention"
 
@@ -44,20 +46,20 @@ class Exchange:
         others = " or ".join(str(rank) for rank in sorted(set(ranks)))
         reason = str(error).partition("\n")[0]
         return RuntimeError(
-            f"{OP}: rank {self._peers.rank} got no answer from rank {others} in {self._step}: "
-            f"{reason}"
+            f"{self._peers.op}: rank {self._peers.rank} got no answer from rank {others} in "
+            f"{self._step}: {reason}"
         )
 
 
 class Peers:
-    """The ranks of a group. All ranks here are ranks in the group."""
+    """The ranks of a group. All ranks here are ranks in the group. Errors begin with ``op``."""
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self.group = group
+    def __init__(self, group: dist.ProcessGroup | None, op: str = OP) -> None:
+        self.group, self.op = group, op
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         if self.rank < 0:
-            raise RuntimeError(f"{OP}: this process is not a rank of the group")
+            raise RuntimeError(f"{op}: this process is not a rank of the group")
 
     @property
     def others(self) -> list[int]:
@@ -88,3 +90,19 @@ class Peers:
 
     def _global(self, rank: int) -> int:
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
+
+
+def process_group(group: Any, op: str = OP) -> dist.ProcessGroup | None:
+    """The group of a process group, a mesh of one dimension, or None."""
+    if not (dist.is_available() and dist.is_initialized()):
+        raise RuntimeError(
+            f"{op}: torch.distributed is not initialized, call "
+            "torch.distributed.init_process_group() first, for example under torchrun"
+        )
+    if hasattr(group, "get_group"):  # a mesh; importing its class takes long
+        if group.ndim != 1:
+            raise ValueError(f"{op}: group must be a mesh of one dimension, got {group.ndim}")
+        return group.get_group()
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise wrong_type(op, "group", group, "ProcessGroup, DeviceMesh or None")
+    return group

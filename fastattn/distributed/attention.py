@@ -6,14 +6,13 @@ import contextlib
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fastattn import checks, masks
 from fastattn.distributed._agree import agree, gather, problem
 from fastattn.distributed._allgather import gathered_attention
 from fastattn.distributed._call import Call, checked
-from fastattn.distributed._peers import OP, Peers
+from fastattn.distributed._peers import OP, Peers, process_group
 from fastattn.distributed._ring import ring_attention
 from fastattn.distributed._ulysses import head_attention
 from fastattn.distributed.layout import Layout, Run
@@ -110,7 +109,7 @@ def attention(
         Liu et al. 2023, https://arxiv.org/abs/2310.01889 (ring attention); Jacobs et al. 2023,
         https://arxiv.org/abs/2309.14509 (exchange of heads).
     """
-    peers = Peers(_process_group(group))
+    peers = Peers(process_group(group))
     given = (method, layout, attn_mask, mask, is_causal, window, softcap, alibi_slopes, sinks)
     try:
         checks.check_flag(OP, "return_lse", return_lse)
@@ -127,21 +126,6 @@ def attention(
     if not return_lse:
         return out
     return out, lse if out.dtype is torch.float64 else lse.float()
-
-
-def _process_group(group: Any) -> dist.ProcessGroup | None:
-    if not (dist.is_available() and dist.is_initialized()):
-        raise RuntimeError(
-            f"{OP}: torch.distributed is not initialized, call "
-            "torch.distributed.init_process_group() first, for example under torchrun"
-        )
-    if hasattr(group, "get_group"):  # a mesh; importing its class takes long
-        if group.ndim != 1:
-            raise ValueError(f"{OP}: group must be a mesh of one dimension, got {group.ndim}")
-        return group.get_group()
-    if group is not None and not isinstance(group, dist.ProcessGroup):
-        raise checks.wrong_type(OP, "group", group, "ProcessGroup, DeviceMesh or None")
-    return group
 
 
 def _share(options: dict[str, str], peers: Peers, query: Any) -> None:

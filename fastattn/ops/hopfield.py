@@ -99,10 +99,10 @@ def hopfield_retrieve(
         (tensor([[ 1.,  1., -1., -1.]]), tensor([3]))
     """
     limits = (update_steps_max, update_steps_eps, stop, grad)
-    call = _prepared(state, stored, projection, beta, *limits, attn_mask, need_weights, need_steps)
+    call = prepared(state, stored, projection, beta, *limits, attn_mask, need_weights, need_steps)
     xi, taken = call.state, None
     if update_steps_max != 0:
-        arguments, back = _primitive(call)
+        arguments, back = primitive(call)
         xi, taken, _ = hopfield_states(*arguments)
         xi, taken = back(xi), back(taken)
         xi = xi[..., : call.state.shape[-1]]
@@ -119,7 +119,7 @@ def hopfield_retrieve(
     if need_steps:
         none = torch.zeros(xi.shape[:-1], dtype=torch.int64, device=xi.device)
         results.append(none if taken is None else taken.abs())
-    results = [_lowered(x, state.ndim) for x in results]
+    results = [lowered(x, state.ndim) for x in results]
     return tuple(results) if len(results) > 1 else results[0]
 
 
@@ -140,9 +140,9 @@ def prepare(
 ) -> tuple[Operator, tuple[Any, ...]]:
     """Validate; return the operator (attention if there are no steps) and its arguments."""
     limits = (update_steps_max, update_steps_eps, stop, grad)
-    call = _prepared(state, stored, projection, beta, *limits, attn_mask, need_weights, need_steps)
+    call = prepared(state, stored, projection, beta, *limits, attn_mask, need_weights, need_steps)
     if update_steps_max != 0:
-        return hopfield_states, _primitive(call)[0]
+        return hopfield_states, primitive(call)[0]
     key = call.stored if call.keys is None else call.keys
     value = call.stored if call.projection is None else call.projection
     return sdpa.prepare(call.state, key, value, call.mask, dropout_p, scale=call.scale)[:2]
@@ -163,7 +163,7 @@ class _Call(NamedTuple):
     grad: str
 
 
-def _prepared(
+def prepared(
     state: Any,
     stored: Any,
     projection: Any,
@@ -210,7 +210,7 @@ def _prepared(
     )
 
 
-def _primitive(call: _Call) -> tuple[tuple[Any, ...], Any]:
+def primitive(call: _Call) -> tuple[tuple[Any, ...], Any]:
     """The operator's arguments, and a function that restores [B, H, L, ...]."""
     batch, heads, queries, _ = call.state.shape
     mask, crowded = call.mask, call.stored.shape[0] == 1 != batch
@@ -256,7 +256,7 @@ def lifted(x: Tensor) -> Tensor:
     return x.unsqueeze(1) if x.ndim == 3 else x[(None,) * (4 - x.ndim)]
 
 
-def _lowered(x: Tensor, rank: int) -> Tensor:
+def lowered(x: Tensor, rank: int) -> Tensor:
     if rank == 4:
         return x
     return x[:, 0] if rank == 3 else x[0, 0]

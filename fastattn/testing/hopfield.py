@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastattn.backends import reference
 from fastattn.backends.primitives import AttentionOptions
-from fastattn.ops.hopfield import _prepared, _primitive, hopfield_retrieve, prepare
+from fastattn.ops.hopfield import hopfield_retrieve, prepare, prepared, primitive
 from fastattn.testing.calls import Call
 from fastattn.testing.cases import FLOATS, NamedByFields
 from fastattn.testing.draws import numbers_of
@@ -119,8 +119,8 @@ def _retrieve_plainly(
     grad: str,
 ) -> Tensor:
     steps = (update_steps_max, update_steps_eps, "query", grad)
-    call = _prepared(state, stored, projection, beta, *steps, attn_mask, False, False)
-    arguments, back = _primitive(call)
+    call = prepared(state, stored, projection, beta, *steps, attn_mask, False, False)
+    arguments, back = primitive(call)
     xi, *_ = reference.hopfield_states(*arguments)
     key = call.stored if call.keys is None else call.keys
     value = call.stored if call.projection is None else call.projection

@@ -57,14 +57,18 @@ def hopfield_states(
     bias: Tensor | None,
     options: HopfieldOptions,
     taken: Tensor | None = None,
+    read: Callable[..., tuple[Tensor, Any, Any]] = _attend,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same in the dtype of the computation; ``taken``, if given, fixes each query's steps."""
+    """The same in the dtype of the computation; ``taken``, if given, fixes each query's steps.
+
+    ``read`` is how a step reads the patterns. The implicit derivative needs p of all of them.
+    """
     compute = compute_dtype(state.dtype)
     rows = stored.to(compute)
     compared = rows if keys is None else keys.to(compute)
 
     def update(xi: Tensor) -> tuple[Tensor, Tensor]:
-        xi, _, p = _attend(xi, compared, rows, mask, bias, options.scale)
+        xi, _, p = read(xi, compared, rows, mask, bias, options.scale)
         return xi, p
 
     start = state.to(compute)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,11 +75,20 @@ def hop_states(
     memory_mask: Tensor | None,
     memory_bias: Tensor | None,
     options: MemoryHopOptions,
-) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Return u_1, o_1, u_2, ..., u_K+1 as the query, lse [...] and p [..., N] of each hop."""
+    read: Callable[..., tuple[Any, Any, Any]] | None = None,
+) -> tuple[list[Any], list[Any], list[Any]]:
+    """Return u_1, o_1, u_2, ..., u_K+1 as the query, lse [...] and p [..., N] of each hop.
+
+    ``read`` is how a hop reads the memory, with the arguments and results of :func:`_attend`; lse
+    and p may be None.
+    """
+    if read is None:
+        read = _attend if options.normalize == "softmax" else _weigh
     compute = compute_dtype(query.dtype)
     u = query.to(compute) if query.ndim == 3 else query.to(compute)[:, None]  # [B, Q, D]
-    trace, lses, probabilities = [u], [], []
+    trace: list[Any] = [u]
+    lses: list[Any] = []
+    probabilities: list[Any] = []
     for hop in range(options.hops):
         rows_in = _memory_of_hop(in_memory, hop).to(compute)  # [B|1, N, D]
         if out_memory is not None:
@@ -87,7 +97,6 @@ def hop_states(
             rows_out = _memory_of_hop(in_memory, hop + 1).to(compute)
         mask = None if memory_mask is None else _of_hop(memory_mask, hop, 2)  # [B|1, Q|1, N|1]
         bias = None if memory_bias is None else _of_hop(memory_bias, hop, 2)
-        read = _attend if options.normalize == "softmax" else _weigh
         o, lse, p = read(u, rows_in, rows_out, mask, bias, options.scale)
         if hop_proj is not None:
             projection = (hop_proj if hop_proj.ndim == 2 else hop_proj[hop]).to(compute)
@@ -98,7 +107,8 @@ def hop_states(
         probabilities.append(p)
     if query.ndim == 3:
         return trace, lses, probabilities
-    first = [[x[:, 0] for x in results] for results in (trace, lses, probabilities)]
+    found = (trace, lses, probabilities)
+    first = [[None if x is None else x[:, 0] for x in results] for results in found]
     return first[0], first[1], first[2]
 
 

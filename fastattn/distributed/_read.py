@@ -1,0 +1,93 @@
+"""Reading rows that are spread over the ranks: one step of memory hops or of Hopfield retrieval.
+
+Each rank reads its own rows; the states of all ranks are merged:
+
+    out_r, lse_r = attention(query, keys_r, values_r),   out, lse = merge of all (out_r, lse_r)
+
+So a read takes a message of D + 2 numbers for each query and rank, whatever the number of rows, and
+its derivative one of D numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fastattn.autograd.memory_hops import hop_attention
+from fastattn.autograd.sdpa import attention
+from fastattn.backends.primitives import AttentionOptions, MemoryHopOptions
+from fastattn.distributed._peers import Peers
+from fastattn.distributed._replicated import enter, merged, total
+
+__all__ = ["Reader"]
+
+
+class Reader:
+    """The reads of a call, with arguments and results as those of the reference.
+
+    The query is the same on all ranks, and so are o and lse; keys, values, mask, bias and p are
+    those of this rank's rows. ``name`` gives the name of a read by its number, from 1 on.
+    """
+
+    def __init__(self, peers: Peers, name: Callable[[int], str], weights: bool) -> None:
+        self._peers, self._name, self._weights = peers, name, weights
+        self._count = 0
+
+    def softmax(
+        self,
+        u: Tensor,  # [G, Q, D]
+        keys: Tensor,  # [G|1, N of this rank, D]
+        values: Tensor,  # [G|1, N of this rank, Dv]
+        mask: Tensor | None,  # [G|1, Q|1, N|1] bool
+        bias: Tensor | None,  # [G|1, Q|1, N|1]
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """o [G, Q, Dv], lse [G, Q], and p [G, Q, N of this rank] or None."""
+        step, u = self._entered(u)
+        (groups, queries, _), rows = u.shape, keys.shape[1]
+        added = mask
+        if bias is not None:
+            added = bias.to(u.dtype)
+            added = added if mask is None else torch.where(mask, added, -torch.inf)
+        if keys.shape[0] == values.shape[0] == 1 != groups:  # one memory is read by all queries
+            u = u.reshape(1, 1, groups * queries, -1)
+            if added is not None and (added.shape[0] > 1 or added.shape[1] > 1):
+                added = added.expand(groups, queries, -1).reshape(1, groups * queries, -1)
+        else:
+            u = u[:, None]
+            keys, values = keys.expand(groups, -1, -1), values.expand(groups, -1, -1)
+        biases = (None if added is None else added[:, None], *[None] * 6)
+        options = AttentionOptions(scale=scale, weights=1 if self._weights else 0)
+        part, lse_of_part, p = attention(u, keys[:, None], values[:, None], *biases, options)
+        part, lse_of_part = part.reshape(groups, queries, -1), lse_of_part.reshape(groups, queries)
+        out, lse = merged(self._peers, step, part, lse_of_part)
+        if not self._weights:
+            return out, lse, None
+        # The whole softmax is this rank's times exp(lse_r - lse); 0 where it can see no row.
+        whole = enter(self._peers, f"the gradient of the weights of {step}", lse)
+        share = (lse_of_part - whole).masked_fill(lse_of_part == -torch.inf, -torch.inf).exp()
+        return out, lse, p.reshape(groups, queries, rows) * share[..., None].to(p.dtype)
+
+    def linear(
+        self,
+        u: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        mask: Tensor | None,
+        bias: Tensor | None,
+        scale: float,
+    ) -> tuple[Tensor, None, Tensor | None]:
+        """The same without softmax: the scores are the weights."""
+        step, u = self._entered(u)
+        nothing = u.new_zeros(u.shape[2], u.shape[2])  # H = 0: the result of the hop is o itself
+        options = MemoryHopOptions(normalize="none", scale=scale, weights=self._weights)
+        limits = [None if x is None else x[:, :, None] for x in (mask, bias)]
+        out, _, _, p = hop_attention(u, keys, values, nothing, *limits, options)
+        return total(self._peers, step, out), None, p[:, :, 0] if self._weights else None
+
+    def _entered(self, u: Tensor) -> tuple[str, Tensor]:
+        self._count += 1
+        step = self._name(self._count)
+        return step, enter(self._peers, f"the gradient of the query of {step}", u)

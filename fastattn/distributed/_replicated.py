@@ -1,0 +1,168 @@
+"""Values that all ranks have, and computations of which each rank has a part.
+
+Such a value, for example a query, enters the part of each rank by :func:`enter`. The results of the
+parts become values that all ranks have by :func:`total`, a sum, or :func:`merged`, which merges
+states of attention. Since all ranks then compute the same loss, each has the whole gradient of such
+a result, and the derivatives of sum and merge need no message; that of ``enter`` is the sum over
+the parts of all ranks. Sums and merges are in the order of ranks, so all ranks get the same bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fastattn import checks
+from fastattn.autograd.merge_states import merge_states
+from fastattn.distributed._agree import agree, gather, problem
+from fastattn.distributed._peers import Peers
+
+__all__ = ["agreed", "described", "enter", "merged", "merged_states", "total"]
+
+T = TypeVar("T")
+
+
+# --- what all ranks compare ----------------------------------------------------------------------
+
+
+def agreed(
+    peers: Peers,
+    check: Any,
+    given: Any,
+    prepare: Callable[[], tuple[T, Mapping[str, str], tuple[int, ...]]],
+    numbers: int = 0,
+) -> tuple[T, list[list[int]]]:
+    """Return the call that ``prepare`` makes of this rank's arguments, and the ranks' numbers.
+
+    ``prepare`` also returns what must be the same on all ranks, and some ``numbers`` of this rank.
+    If it raises, or what it returns differs, all ranks raise. Without ``check`` the numbers of all
+    ranks are taken to be the same.
+    """
+    device = given.device if isinstance(given, Tensor) else torch.device("cpu")
+    try:
+        checks.check_flag(peers.op, "check", check)
+        call, options, own = prepare()
+    except Exception as error:
+        if check is True:
+            with contextlib.suppress(RuntimeError):  # of the comparison; this rank raises its own
+                agree(peers, problem(error), (0,) * numbers, device)
+        raise
+    if check:
+        return call, agree(peers, options, own, device)
+    return call, [list(own)] * peers.size
+
+
+def described(name: str, x: Tensor | None, rows: bool = False) -> dict[str, str]:
+    """What to compare of an argument: shape and dtype, and the values of one that all ranks have.
+
+    Of one with ``rows``, these are shared out, and their number may differ.
+    """
+    if x is None:
+        return {name: "None"}
+    sizes = [str(n) for n in x.shape]
+    if rows:
+        sizes[-2] = "N"
+        return {name: f"{checks.name_of(x)} [{', '.join(sizes)}]"}
+    found = {name: f"{checks.name_of(x)} [{', '.join(sizes)}]"}
+    return found | {f"the values of {name}": f"those with checksum {_checksum(x)}"}
+
+
+def _checksum(x: Tensor) -> int:
+    """A number of 64 bits that depends on each element and its place."""
+    widths = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    words = x.detach().contiguous().view(-1).view(widths[x.element_size()]).long()
+    places = torch.arange(1, 2 * words.numel(), 2, device=x.device)
+    mixed = (words ^ (words >> 17)) * (places * 0x9E3779B97F4A7C1 + 0x632BE59BD9B4E01)
+    return int((mixed ^ (mixed >> 29)).sum())
+
+
+# --- in and out of the part of a rank ------------------------------------------------------------
+
+
+def enter(peers: Peers, step: str, x: Tensor) -> Tensor:
+    """The same value; its gradient is the sum over the parts of all ranks."""
+    return _Enter.apply(peers, step, x)
+
+
+def total(peers: Peers, step: str, x: Tensor) -> Tensor:
+    """The sum of the results of all ranks."""
+    return _Total.apply(peers, step, x)
+
+
+def merged(peers: Peers, step: str, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """The states of all ranks as one: out [..., Dv] in float32 or wider, lse [...] in float64."""
+    return _Merged.apply(peers, step, out, lse)
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, peers: Peers, step: str, x: Tensor) -> Tensor:
+        ctx.peers, ctx.step = peers, step
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, Tensor]:
+        return None, None, _sum_of_ranks(ctx.peers, ctx.step, grad)
+
+
+class _Total(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, peers: Peers, step: str, x: Tensor) -> Tensor:
+        return _sum_of_ranks(peers, step, x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, Tensor]:
+        return None, None, grad
+
+
+class _Merged(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, peers: Peers, step: str, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        results = merged_states(peers, step, out, lse)
+        ctx.save_for_backward(out, lse, *results)
+        return results
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
+        # w = exp(lse_r - lse): dout_r = w dout, dlse_r = w (dlse + sum(dout (out_r - out)))
+        part, lse_of_part, out, lse = ctx.saved_tensors
+        share = torch.where(lse_of_part == -torch.inf, 0.0, (lse_of_part - lse).exp())
+        passed = (grad_out * (part - out)).sum(-1) + grad_lse
+        return None, None, grad_out * share[..., None].to(grad_out.dtype), share * passed
+
+
+def merged_states(peers: Peers, step: str, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """As :func:`merged`, without a derivative; 16-bit states are merged in float32."""
+    # One message of both: D + 2 float32 numbers a row.
+    widths = out.shape[-1] * out.element_size(), lse.element_size()
+    own = torch.cat([_bytes(out), _bytes(lse[..., None])], -1)
+    wide = torch.promote_types(out.dtype, torch.float32)
+    state: tuple[Tensor, Tensor] | None = None
+    for message in gather(peers, own.view(-1), [own.numel()] * peers.size, step):
+        of_out, of_lse = (x.contiguous() for x in message.view(own.shape).split(widths, -1))
+        part = of_out.view(out.dtype).to(wide), of_lse.view(lse.dtype).squeeze(-1)
+        state = part if state is None else merge_states(*state, *part)
+    assert state is not None
+    return state
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.contiguous().view(torch.uint8)
+
+
+def _sum_of_ranks(peers: Peers, step: str, x: Tensor) -> Tensor:
+    first, *others = gather(peers, x.contiguous().view(-1), [x.numel()] * peers.size, step)
+    result = first.clone()
+    for part in others:
+        result += part
+    return result.view(x.shape)
