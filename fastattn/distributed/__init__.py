@@ -1,6 +1,7 @@
 """Exact attention over the ranks of ``torch.distributed``; see ``docs/distributed.md``."""
 
 from fastattn.distributed.attention import attention
+from fastattn.distributed.decode import decode_attention
 from fastattn.distributed.layout import Layout
 from fastattn.distributed.memory import hopfield_retrieve, memory_hop_attention
 from fastattn.distributed.plan import Plan, Share, plan
@@ -10,6 +11,7 @@ __all__ = [
     "Plan",
     "Share",
     "attention",
+    "decode_attention",
     "hopfield_retrieve",
     "memory_hop_attention",
     "plan",

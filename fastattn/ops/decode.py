@@ -172,7 +172,7 @@ def prepare(
         operands.update(key=key, value=value)
     for name, x in operands.items():
         checks.check_tensor(_OP, name, x, _LAYOUTS[layout], 4, query.device)
-        _check_constant(name, x)
+        check_constant(name, x)
         if x.dtype != query.dtype:
             raise RuntimeError(
                 f"{_OP}: {name} must have query's dtype {query.dtype}, got {x.dtype}"
@@ -194,7 +194,7 @@ def prepare(
             f"got shapes {tuple(key_cache.shape)} and {tuple(value_cache.shape)}"
         )
     if new is not None:
-        _check_new(*new, query, key_cache, value_cache, cache_seqlens)
+        check_new(*new, query, key_cache, value_cache, cache_seqlens)
 
     batch, device = query.shape[0], query.device
     table = entries = None
@@ -216,11 +216,11 @@ def prepare(
             f"cache_batch_idx assigns entries to them; got {key_cache.shape[0]} entries"
         )
     added = 0 if new is None else new[0].shape[2]
-    lengths = _lengths(cache_seqlens, batch, capacity, added, device)
+    lengths = lengths_before(cache_seqlens, batch, capacity, added, device)
     if alibi_slopes is not None:
         alibi_slopes = checks.fold_slopes(_OP, alibi_slopes, query, query.shape[1], batch)
     if sinks is not None:
-        _check_constant("sinks", sinks)
+        check_constant("sinks", sinks)
         sinks = checks.check_sinks(_OP, sinks, query, query.shape[1])
     if scale is not None:
         scale = checks.check_real(_OP, "scale", scale)
@@ -247,7 +247,7 @@ def prepare(
 
 def _fold_relative_bias(bias: Any, query: Tensor, lengths: Tensor, capacity: int) -> Tensor:
     """The table of distances, [1, Hq, 2 M + 1], for the longest sequence."""
-    _check_constant("relative_bias", bias.table if isinstance(bias, T5) else bias)
+    check_constant("relative_bias", bias.table if isinstance(bias, T5) else bias)
     q_len = query.shape[2]
     if not (lengths.is_cpu and runs_eagerly(lengths)):
         return fold_distances(_OP, bias, query, max(capacity, q_len, 1) - 1)
@@ -256,7 +256,7 @@ def _fold_relative_bias(bias: Any, query: Tensor, lengths: Tensor, capacity: int
     return fold_distances(_OP, bias, query, max(longest, q_len, 1) - 1, of)
 
 
-def _check_constant(name: str, x: Any) -> None:
+def check_constant(name: str, x: Any) -> None:
     if isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
         raise RuntimeError(
             f"{_OP}: {name} requires a gradient, but this operator has none: call it under "
@@ -264,7 +264,7 @@ def _check_constant(name: str, x: Any) -> None:
         )
 
 
-def _check_new(
+def check_new(
     key: Tensor,
     value: Tensor,
     query: Tensor,
@@ -290,7 +290,9 @@ def _check_batch(name: str, x: Tensor, batch: int) -> None:
         )
 
 
-def _lengths(given: Any, batch: int, capacity: int, added: int, device: torch.device) -> Tensor:
+def lengths_before(
+    given: Any, batch: int, capacity: int, added: int, device: torch.device
+) -> Tensor:
     """How many keys each sequence has before the call, [B] int64."""
     if given is None:
         given = capacity
