@@ -37,12 +37,14 @@ class LayerAttention(MultiheadAttention):
         if self._watch is not None:
             own = LayerAttention.forward
             return self._watch(own, self, query, key, value, *rest, mask=mask, cache=cache)
+        if self._context is not None:
+            self._check_call(query, need_weights, cache)
         if query.is_nested:
             masks = (key_padding_mask, None)
             flags = (need_weights, average_attn_weights, True)
             return nested_attention(self, query, key, value, *masks, *flags, mask)
         batched = mha_is_batched(query, key, value, key_padding_mask, None, self.num_heads)
-        plain = cache is None and mask is None
+        plain = cache is None and mask is None and self._context is None
         if plain and query is key and key is value and batched and not need_weights:
             small = self_attention(self, query, key_padding_mask, True)
             if small is not None:

@@ -15,6 +15,7 @@ from fastattn import compat
 from fastattn.compat import mha_is_batched
 from fastattn.masks import Mask
 from fastattn.nn._cache import KeyValueCache
+from fastattn.nn._context import ContextParallel, unsupported
 from fastattn.nn._head_network import HeadNetwork
 from fastattn.nn._masks import check_mask_dtypes, is_causal_mask, merge_masks
 from fastattn.nn._nested import nested_attention
@@ -33,7 +34,7 @@ def keep_forward_called(module: torch.nn.Module, args: Any) -> None:
     """
 
 
-class MultiheadAttention(_Stock):
+class MultiheadAttention(_Stock, ContextParallel):
     """Multi-head attention on fused kernels, with the contract of ``torch.nn.MultiheadAttention``.
 
         head_h = softmax(Q_h K_hᵀ / √D + masks) V_h       D = E / H
@@ -59,6 +60,7 @@ class MultiheadAttention(_Stock):
       :func:`fastattn.scaled_dot_product_attention`. Layers may share it. Not together with
       ``add_bias_kv`` or ``add_zero_attn``, whose keys have no position.
     - ``mask`` of ``forward`` (keyword only) is a mask of :mod:`fastattn.masks`.
+    - :meth:`context_parallel` lets ``forward`` take one rank's rows of a sequence.
     """
 
     _watch: Callable[..., Any] | None = None  # set by fastattn.capture
@@ -165,7 +167,9 @@ class MultiheadAttention(_Stock):
             )
         children = compat.children_of(self)
         network, relative_bias = children.get("head_network"), children.get("relative_bias")
-        plain = network is None and relative_bias is None
+        plain = network is None and relative_bias is None and self._context is None
+        if self._context is not None:
+            self._check_call(query, need_weights)
         if query.is_nested or key.is_nested or value.is_nested:
             if network is not None or (relative_bias is not None and not is_jagged(query)):
                 raise AssertionError(
@@ -176,7 +180,7 @@ class MultiheadAttention(_Stock):
             wanted = (need_weights, average_attn_weights, is_causal and is_jagged(query))
             return nested_attention(self, query, key, value, *masks, *wanted, mask)
         batched = mha_is_batched(query, key, value, key_padding_mask, attn_mask, self.num_heads)
-        if is_causal and attn_mask is None:
+        if is_causal and attn_mask is None and self._context is None:
             raise RuntimeError(
                 "Need attn_mask if specifying the is_causal hint. "
                 "You may use the Transformer module method "
@@ -268,6 +272,10 @@ class MultiheadAttention(_Stock):
         block_mask: Mask | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Attention between the projections: out [N, H, L, D], weights [N, (H,) L, S'] or None."""
+        dropout_p = self.dropout if self.training else 0.0
+        if self._context is not None:
+            masks = (key_padding_mask, attn_mask, is_causal, dropout_p, block_mask)
+            return self._context.attend(q, k, v, *masks), None
         source = k.shape[2]
         k, v = self._append(k, v)
         appended = k.shape[2] - source
@@ -292,7 +300,7 @@ class MultiheadAttention(_Stock):
             k,
             v,
             attn_mask=mask,
-            dropout_p=self.dropout if self.training else 0.0,
+            dropout_p=dropout_p,
             window=(-1, 0) if causal else None,  # as is_causal, but allows a mask
             relative_bias=None if relative_bias is None else relative_bias(),
             mask=block_mask,
@@ -301,6 +309,23 @@ class MultiheadAttention(_Stock):
             average_weights=need_weights and average_weights,
         )
         return result if need_weights else (result, None)
+
+    def _check_context(self) -> None:
+        named = {"add_bias_kv": self.bias_k is not None, "add_zero_attn": self.add_zero_attn}
+        named["relative_bias"] = "relative_bias" in compat.children_of(self)
+        for name, given in named.items():
+            if given:
+                raise unsupported(name)
+
+    def _check_call(self, query: Tensor, need_weights: bool, cache: Any = None) -> None:
+        """Raise if a call is not one on shards."""
+        for what, given in (
+            ("need_weights=True", need_weights),
+            ("a NestedTensor", query.is_nested),
+            ("a cache", cache is not None),
+        ):
+            if given:
+                raise unsupported(what)
 
     def _check_shapes(self, query: Tensor, key: Tensor, value: Tensor, batch_dim: int) -> None:
         if query.shape[-1] != self.embed_dim:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fastattn.nn._cache import DecoderCache
+from fastattn.nn._context import ContextParallel, unsupported
 from fastattn.nn._eager import is_plain
 from fastattn.nn.positional import SinusoidalPositionalEncoding
 from fastattn.nn.transformer import (
@@ -24,7 +25,7 @@ from fastattn.nn.transformer import (
 __all__ = ["Transformer"]
 
 
-class Transformer(nn.Transformer):
+class Transformer(nn.Transformer, ContextParallel):
     r"""The Transformer of Vaswani et al. 2017 (https://arxiv.org/abs/1706.03762).
 
     Without ``vocab_size`` it is ``torch.nn.Transformer`` on fused attention: vectors in, vectors
@@ -233,6 +234,10 @@ class Transformer(nn.Transformer):
         more = {} if cache is None else {"cache": cache}
         out = self.decoder(tgt, memory, *masks, tgt_is_causal, memory_is_causal, **more)
         return out if self.output is None else self.output(out)
+
+    def _check_context(self) -> None:
+        if self.tgt_embedding is not None:
+            raise unsupported("a Transformer of tokens, whose positions count from 0 on each rank,")
 
     def padding_of(self, tokens: Tensor) -> Tensor:
         """Return the key padding mask of tokens, [N, L]."""

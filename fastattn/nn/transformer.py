@@ -10,6 +10,7 @@ from fastattn import compat
 from fastattn.integrations.torch_mha import replace_mha
 from fastattn.nn._cache import DecoderCache, KeyValueCache
 from fastattn.nn._causal import into_layer_attention
+from fastattn.nn._context import ContextParallel
 
 __all__ = [
     "TransformerDecoder",
@@ -19,7 +20,7 @@ __all__ = [
 ]
 
 
-class TransformerEncoderLayer(nn.TransformerEncoderLayer):
+class TransformerEncoderLayer(nn.TransformerEncoderLayer, ContextParallel):
     """``torch.nn.TransformerEncoderLayer`` on fused attention.
 
     Constructor, ``forward``, parameters and initial values are PyTorch's. ``is_causal=True`` needs
@@ -31,7 +32,7 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
         into_layer_attention(self.self_attn)
 
 
-class TransformerEncoder(nn.TransformerEncoder):
+class TransformerEncoder(nn.TransformerEncoder, ContextParallel):
     """``torch.nn.TransformerEncoder`` on fused attention, N layers of any encoder layer.
 
     In eval mode without gradients, padding at the end of sequences is not computed.
@@ -49,7 +50,7 @@ class TransformerEncoder(nn.TransformerEncoder):
         replace_mha(self)  # in layers of PyTorch
 
 
-class TransformerDecoderLayer(nn.TransformerDecoderLayer):
+class TransformerDecoderLayer(nn.TransformerDecoderLayer, ContextParallel):
     """``torch.nn.TransformerDecoderLayer`` on fused attention, with a cache.
 
     Constructor, parameters and initial values are PyTorch's. ``tgt_is_causal=True`` needs no
@@ -103,7 +104,7 @@ class TransformerDecoderLayer(nn.TransformerDecoderLayer):
         return self.norm3(x + compat.feed_forward(self, x))
 
 
-class TransformerDecoder(nn.TransformerDecoder):
+class TransformerDecoder(nn.TransformerDecoder, ContextParallel):
     """``torch.nn.TransformerDecoder`` on fused attention, with a cache for decoding in steps.
 
         cache = decoder.new_cache()

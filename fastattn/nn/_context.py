@@ -1,0 +1,138 @@
+"""Context parallelism of modules: the rows of their inputs are on several ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+from fastattn.distributed import Layout, attention
+from fastattn.distributed._call import LAYOUTS, METHODS
+from fastattn.distributed._columns import whole_columns
+from fastattn.masks import Mask
+from fastattn.nn._masks import merge_masks
+
+__all__ = ["Context", "ContextParallel", "checked", "unsupported"]
+
+Module = TypeVar("Module", bound="ContextParallel")
+
+
+@dataclass(frozen=True)
+class Context:
+    """Where the rows of the inputs are."""
+
+    group: Any
+    method: str
+    layout: str | Layout
+
+    def attend(
+        self,
+        q: Tensor,  # [N, H, L of this rank, D]
+        k: Tensor,  # [N, H, S of this rank, D]
+        v: Tensor,
+        key_padding_mask: Tensor | None,  # [N, S of this rank]
+        attn_mask: Tensor | None,  # [L of this rank, S of all ranks], or [N·H, ...]
+        is_causal: bool,
+        dropout_p: float,
+        mask: Mask | None,
+    ) -> Tensor:
+        """Attention between the projections, [N, H, L of this rank, D]."""
+        # As in MultiheadAttention: without padding the hint is trusted.
+        causal = is_causal and (attn_mask is None or key_padding_mask is None)
+        attn_mask = None if causal else attn_mask
+        if key_padding_mask is not None:
+            key_padding_mask = whole_columns(key_padding_mask, self.group, self.layout)
+        given = key_padding_mask if attn_mask is None else attn_mask
+        merged = merge_masks(
+            key_padding_mask,
+            attn_mask,
+            batch=q.shape[0],
+            num_heads=q.shape[1],
+            length=q.shape[2],
+            source=0 if given is None else given.shape[-1],
+            appended=0,
+        )
+        return attention(
+            q,
+            k,
+            v,
+            group=self.group,
+            method=self.method,
+            layout=self.layout,
+            attn_mask=merged,
+            window=(-1, 0) if causal else None,  # as is_causal, but allows a mask
+            mask=mask,
+            dropout_p=dropout_p,
+        )
+
+
+class ContextParallel(nn.Module):
+    """What modules with attention have in common: :meth:`context_parallel`."""
+
+    _context: Context | None = None
+
+    def context_parallel(
+        self: Module,
+        group: Any = None,
+        *,
+        method: str = "auto",
+        layout: str | Layout = "contiguous",
+        enabled: bool = True,
+    ) -> Module:
+        """Let ``forward`` take this rank's rows of sequences, and attend to the keys of all ranks.
+
+        It applies to every :class:`fastattn.nn.MultiheadAttention` in the module. Inputs, outputs
+        and padding masks are then those of this rank's rows; an ``attn_mask`` has this rank's rows
+        and a column for each key of all ranks, and a mask of :mod:`fastattn.masks` is of the whole
+        sequences. ``is_causal=True`` needs no mask and counts in positions of the whole sequence.
+        All else works on rows: positional encodings are the caller's, with
+        :meth:`fastattn.distributed.Layout.positions`. Each rank's gradients of parameters are a
+        part; the sum over the ranks is the whole, as in data parallelism.
+
+        Args:
+            group, method, layout: as in :func:`fastattn.distributed.attention`. In the named
+                layouts queries and memory of a decoder may have different lengths.
+            enabled: False undoes an earlier call.
+
+        Returns:
+            The module itself. It is not part of the ``state_dict``.
+
+        Raises:
+            ValueError: another ``method`` or ``layout``.
+            NotImplementedError: ``add_bias_kv``, ``add_zero_attn`` or ``relative_bias`` in an
+                attention; a :class:`fastattn.nn.Transformer` of tokens. In ``forward``: attention
+                weights, a cache, NestedTensors.
+        """
+        context = checked(group, method, layout) if enabled else None
+        found = [m for m in self.modules() if isinstance(m, ContextParallel)]
+        for part in found if enabled else []:
+            part._check_context()
+        for part in found:
+            part._context = context
+        for module in self.modules():
+            if isinstance(module, nn.TransformerEncoder):  # it would pack padded sequences
+                before = module.__dict__.setdefault("_packs_padding", module.use_nested_tensor)
+                module.use_nested_tensor = before and not enabled
+        return self
+
+    def _check_context(self) -> None:
+        """Raise if the module cannot work on shards."""
+
+
+def checked(group: Any, method: Any, layout: Any) -> Context:
+    """The context of valid options."""
+    if method not in METHODS:
+        raise ValueError(
+            f"context_parallel: method must be one of {', '.join(METHODS)}, got {method!r}"
+        )
+    if not isinstance(layout, Layout) and layout not in LAYOUTS:
+        raise ValueError(
+            f"context_parallel: layout must be a Layout or one of {', '.join(LAYOUTS)}, got "
+            f"{layout!r}"
+        )
+    return Context(group, method, layout)
+
+
+def unsupported(what: str) -> NotImplementedError:
+    return NotImplementedError(f"{what} is not supported under context_parallel()")
