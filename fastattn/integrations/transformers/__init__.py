@@ -8,6 +8,16 @@ function and one for the function that creates the mask (``AttentionInterface`` 
 from __future__ import annotations
 
 from fastattn.integrations.transformers._compact import CompactBiases, compact_relative_bias
-from fastattn.integrations.transformers._registry import Registration, register
+from fastattn.integrations.transformers._registry import (
+    Registration,
+    context_parallel,
+    register,
+)
 
-__all__ = ["CompactBiases", "Registration", "compact_relative_bias", "register"]
+__all__ = [
+    "CompactBiases",
+    "Registration",
+    "compact_relative_bias",
+    "context_parallel",
+    "register",
+]

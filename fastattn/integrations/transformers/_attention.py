@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from fastattn.integrations.transformers._recording import weights_are_recorded
 from fastattn.integrations.transformers._support import is_model_input, takes_any_mask
 from fastattn.ops import merge_states, scaled_dot_product_attention, varlen_attention
 
-__all__ = ["attention_forward"]
+__all__ = ["attention_forward", "check_others"]
 
 # Arguments that models pass to every layer and that do not change attention. Composite models also
 # pass their own inputs (PaliGemma: labels), see is_model_input.
@@ -98,14 +99,7 @@ def attention_forward(
     Raises:
         TypeError: an unknown argument that is not None.
     """
-    known = _IRRELEVANT if cache is None else _PAGED
-    given = (name for name, value in others.items() if value is not None)
-    unknown = [name for name in given if name not in known and not is_model_input(name)]
-    if unknown:
-        raise TypeError(
-            f"fastattn's attention for transformers does not know the argument {unknown[0]!r} of "
-            f"{type(module).__name__}; choose another attn_implementation for this model"
-        )
+    check_others(module, others, _IRRELEVANT if cache is None else _PAGED)
     if cache is not None:
         paged = {**others, "cu_seq_lens_k": cu_seq_lens_k}  # per layer type; the cache selects one
         key, value = cache.update(
@@ -157,6 +151,19 @@ def attention_forward(
     if position_bias is not None:
         visible = replace(visible, mask=_biased(position_bias, visible.mask, key))
     return _attend(call, visible)
+
+
+def check_others(
+    module: nn.Module, others: Mapping[str, Any], known: Collection[str] = _IRRELEVANT
+) -> None:
+    """Raise if there is an argument that may change attention."""
+    given = (name for name, value in others.items() if value is not None)
+    unknown = [name for name in given if name not in known and not is_model_input(name)]
+    if unknown:
+        raise TypeError(
+            f"fastattn's attention for transformers does not know the argument {unknown[0]!r} of "
+            f"{type(module).__name__}; choose another attn_implementation for this model"
+        )
 
 
 @dataclass(frozen=True)

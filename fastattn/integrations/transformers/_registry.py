@@ -6,9 +6,11 @@ import functools
 import importlib
 from typing import Any
 
+from fastattn.distributed import Layout
 from fastattn.integrations._registration import Registration, check_version
+from fastattn.nn._context import checked
 
-__all__ = ["Registration", "register"]
+__all__ = ["Registration", "context_parallel", "register"]
 
 # The supported versions; the extra in pyproject.toml says the same.
 OLDEST, BELOW = (5, 0), (6, 0)
@@ -50,13 +52,43 @@ def register(override: str | None = None) -> Registration:
     )
 
 
+def context_parallel(
+    group: Any = None, *, method: str = "auto", layout: str | Layout = "contiguous"
+) -> Registration:
+    """Serve ``attn_implementation="fastattn_context_parallel"``, until it is undone.
+
+    Models with it take one rank's rows of sequences, and each layer attends to the keys of all
+    ranks by :func:`fastattn.distributed.attention`: full, causal and sliding-window attention with
+    grouped heads, softcap, sinks and padding. Pass the rank's ``position_ids``
+    (:meth:`fastattn.distributed.Layout.positions`), its part of ``attention_mask`` if there is
+    padding, on all ranks or on none, and ``use_cache=False``. A shift of labels is made before the
+    sequence is cut. Each rank's gradients of parameters are a part; the sum over ranks is the
+    whole.
+
+    Args:
+        group, method, layout: as in :func:`fastattn.distributed.attention`.
+
+    Returns:
+        A :class:`Registration`, as :func:`register`.
+
+    Raises:
+        ImportError: transformers is not installed, or its version is out of the range.
+        NotImplementedError: in a call of the model, another mask, a cache, attention weights; and
+            packed sequences, which transformers sees in ``position_ids`` that jump, as in the
+            zigzag layout: pass ``attention_mask=torch.ones_like(input_ids)`` there.
+    """
+    check_version("transformers", OLDEST, BELOW)
+    from fastattn.integrations.transformers._context import Context
+
+    context = Context(**vars(checked(group, method, layout)))
+    registries = _Registries(context.attention_forward, context.attention_mask)
+    return Registration(registries, ("fastattn_context_parallel",))
+
+
 class _Registries:
     """transformers' two registries: our functions for each name, and the previous ones."""
 
-    def __init__(self) -> None:
-        from fastattn.integrations.transformers._attention import attention_forward
-        from fastattn.integrations.transformers._masks import attention_mask
-
+    def __init__(self, attention_forward: Any, attention_mask: Any) -> None:
         attention = importlib.import_module("transformers.modeling_utils").AttentionInterface
         masks = importlib.import_module("transformers.masking_utils").AttentionMaskInterface
         self._served = ((attention, attention_forward), (masks, attention_mask))
@@ -92,4 +124,7 @@ def _entries(interface: Any) -> dict[str, Any]:
 @functools.cache
 def _registries() -> _Registries:
     check_version("transformers", OLDEST, BELOW)
-    return _Registries()
+    from fastattn.integrations.transformers._attention import attention_forward
+    from fastattn.integrations.transformers._masks import attention_mask
+
+    return _Registries(attention_forward, attention_mask)
