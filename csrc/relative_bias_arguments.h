@@ -17,6 +17,13 @@ inline void expect_distances(const AttentionParams& p, int64_t smallest, int64_t
              ", got " + std::to_string(p.relative_bias_size));
 }
 
+// Without the lengths, which may be on a GPU: kernels then clamp distances to the table.
+inline void expect_middle(const AttentionParams& p) {
+  expect(p.relative_bias == nullptr || p.relative_bias_size % 2 == 1,
+         "relative_bias must have an odd number of columns, got " +
+             std::to_string(p.relative_bias_size));
+}
+
 inline bool reads_relative_bias(const AttentionParams& p) {
   return p.relative_bias != nullptr && p.Lq > 0 && p.Lk > 0;
 }

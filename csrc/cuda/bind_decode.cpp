@@ -1,4 +1,5 @@
 // Python's view of decoding on a GPU.
+#include "../relative_bias_arguments.h"
 #include "binding.h"
 
 namespace py = pybind11;
@@ -26,7 +27,7 @@ DecodeArguments arguments(int dtype, const py::tuple& sizes, const py::dict& cac
   return p;
 }
 
-// operands: query, and see read_biases; results: out, the addresses of lse,
+// operands: query, and see read_biases and read_mask_program; results: out, the addresses of lse,
 // part_sums and part_stats, split_keys, splits.
 void decode(int dtype, uintptr_t stream, const py::tuple& sizes, const py::object& options,
             const py::dict& operands, const py::dict& cache, const py::dict& results) {
@@ -40,13 +41,18 @@ void decode(int dtype, uintptr_t stream, const py::tuple& sizes, const py::objec
   read_decode_options(named(options), p);
   named(operands).read(p, given);
   read_biases(named(operands), p);
+  expect_middle(p);
+  read_mask_program(named(operands), p);
   named(results).read(p, written);
   p.scale_float = static_cast<float>(p.scale);
   p.softcap_float = static_cast<float>(p.softcap);
   const int64_t bytes = element_bytes(p.dtype);
   p.aligned = is_aligned(p.q, bytes) && is_aligned(p.k, bytes) && is_aligned(p.v, bytes);
   py::gil_scoped_release release;
-  with_element(p.dtype, [&](auto* element) { decode_attention(element, p, stream); });
+  with_element(p.dtype, [&](auto* element) {
+    if (p.mask_table != nullptr) attention_mask(element, p, stream);
+    decode_attention(element, p, stream);
+  });
 }
 
 // operands: key, value

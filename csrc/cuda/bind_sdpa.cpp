@@ -14,9 +14,9 @@ namespace cuda {
 namespace {
 
 // operands: query, key, value, out, the address of lse, see read_biases, how many positions there
-// are, the address of seed or 0, tf32, and the addresses of q_starts and k_starts; of a mask program
-// its address, its length and the address of mask_workspace(...) bytes. For packed sequences options
-// are VarlenOptions. Otherwise they are AttentionOptions, and both starts are 0.
+// are, the address of seed or 0, tf32, and the addresses of q_starts and k_starts; see
+// read_mask_program. For packed sequences options are VarlenOptions. Otherwise they are
+// AttentionOptions, and both starts are 0.
 AttentionArguments arguments(int dtype, const py::tuple& sizes, const py::object& options,
                              const py::dict& operands) {
   using P = AttentionArguments;
@@ -28,9 +28,6 @@ AttentionArguments arguments(int dtype, const py::tuple& sizes, const py::object
     int64_t count = 0;
   } positions;
   static const auto of_positions = std::make_tuple(field("positions_length", &Positions::count));
-  static const auto of_program =
-      std::make_tuple(field("mask_program", &P::mask_words), field("mask_length", &P::mask_length),
-                      field("mask_workspace", &P::mask_table));
   AttentionArguments p{};
   p.dtype = static_cast<DType>(dtype);
   int64_t n[7];
@@ -39,7 +36,7 @@ AttentionArguments arguments(int dtype, const py::tuple& sizes, const py::object
   named(operands).read(p, fields);
   read_biases(named(operands), p);
   named(operands).read_given(positions, of_positions);
-  named(operands).read_given(p, of_program);
+  read_mask_program(named(operands), p);
   if (p.q_starts == nullptr) {
     read_attention_options(named(options), p);
     check_relative_bias(p, positions.count);
@@ -49,6 +46,7 @@ AttentionArguments arguments(int dtype, const py::tuple& sizes, const py::object
     read_varlen_options(named(options), asked);
     static_cast<AttentionOptions&>(p) = asked;
     p.bottom_right = asked.bottom_right;
+    expect_middle(p);
   }
   p.stats_stride[1] = p.Lq;
   p.scale_float = static_cast<float>(p.scale);
@@ -102,24 +100,30 @@ void forward(int dtype, uintptr_t stream, const py::tuple& sizes, const py::obje
   });
 }
 
-// The gradient of a relative bias, which is summed over queries and keys: its strides there are 0,
-// and the kernel derives the others.
+// The gradient of a relative bias, which is summed over queries and keys: its strides there are 0.
 PairsArguments distances(const AttentionArguments& p) {
-  Tensor4 table{p.Lq > 0 && p.Lk > 0 ? p.grad_relative_bias : nullptr, {1, 1, 0, 0}};
+  const bool packed = p.q_starts != nullptr;
+  const int64_t size = packed ? p.Lq + p.Lk : p.relative_bias_size, batch = p.Hq * size;
+  Tensor4 table{p.Lq > 0 && p.Lk > 0 ? p.grad_relative_bias : nullptr,
+                {packed ? 0 : batch, size, 0, 0}};
   PairsArguments result = pairs(p, table, true, 1.0f);
   result.by_distance = true;
+  result.odd_diagonals = packed ? batch : p.B * batch;
   return result;
 }
 
-// gradients: see read_gradients; the address of row_stats; grad_mask.
+// gradients: see read_gradients; the address of row_stats; grad_mask; for packed sequences with a
+// relative bias the address of grad_table.
 void backward(int dtype, uintptr_t stream, const py::tuple& sizes, const py::object& options,
               const py::dict& operands, const py::dict& gradients) {
   using P = AttentionArguments;
   static const auto own =
       std::make_tuple(field("row_stats", &P::row_stats), field("grad_mask", &P::grad_mask));
+  static const auto of_packed = std::make_tuple(field("grad_table", &P::grad_table));
   AttentionArguments p = arguments(dtype, sizes, options, operands);
   read_gradients(named(gradients), p);
   named(gradients).read(p, own);
+  named(gradients).read_given(p, of_packed);
   const int64_t bytes = element_bytes(p.dtype);
   for (const Tensor4& t : {p.grad_out, p.grad_q, p.grad_k, p.grad_v})
     p.aligned = p.aligned && is_aligned(t, bytes);
@@ -136,16 +140,18 @@ void backward(int dtype, uintptr_t stream, const py::tuple& sizes, const py::obj
     if (!attention_backward_hopper(element, p, stream)) attention_backward(element, p, stream);
     if (mask.result != nullptr) attention_pairs(element, mask, stream);
     if (table.result != nullptr) attention_pairs(element, table, stream);
+    if (table.result != nullptr && p.grad_table != nullptr) attention_table(element, table, stream);
   });
 }
 
 }  // namespace
 
 void bind_sdpa(py::module_& m) {
-  m.def("mask_workspace", [](int64_t batch, int64_t heads, int64_t queries, int64_t keys) {
-    return int64_t(sizeof(MaskTable)) +
-           batch * heads * mask_tiles_of(queries) * mask_tiles_of(keys);
-  });
+  m.def("mask_workspace",
+        [](int64_t batch, int64_t heads, int64_t queries, int64_t keys, bool packed) {
+          return int64_t(sizeof(MaskTable)) +
+                 mask_rows_of(packed, batch, heads, queries) * mask_tiles_of(keys);
+        });
   m.def("attention_forward", &forward);
   m.def("attention_backward", &backward);
 }

@@ -22,6 +22,17 @@ inline void set_dropout(AttentionArguments& p) {
   p.keep_scale = p.keep_below == 0 ? 0.0f : static_cast<float>(65536.0 / p.keep_below);
 }
 
+// A mask program's address, its length and the address of mask_workspace(...) bytes, if the call has
+// one.
+inline void read_mask_program(const Named& from, AttentionArguments& to) {
+  using P = AttentionArguments;
+  static const auto fields =
+      std::make_tuple(field("mask_program", &P::mask_words), field("mask_length", &P::mask_length),
+                      field("mask_workspace", &P::mask_table));
+  from.read_given(to, fields);
+  to.mask_columns = mask_tiles_of(to.Lk);
+}
+
 // Can rows be copied 16 bytes at a time?
 inline bool is_aligned(const Tensor4& t, int64_t element_bytes) {
   auto multiple = [&](int64_t n) { return n * element_bytes % 16 == 0; };

@@ -18,6 +18,12 @@ static_assert(kMaskPadding % kMaskTile == 0, "kernels read the leaves of whole t
 
 FASTATTN_BOTH int64_t mask_tiles_of(int64_t length) { return (length + kMaskTile - 1) / kMaskTile; }
 
+// The rows of tiles of all heads. Packed sequences have those of one head, as many as
+// blocks_of_head<kMaskTile> of kernels/varlen.h.
+FASTATTN_BOTH int64_t mask_rows_of(bool packed, int64_t batch, int64_t heads, int64_t queries) {
+  return packed ? queries / kMaskTile + batch + 1 : batch * heads * mask_tiles_of(queries);
+}
+
 // A mask program as kernels read it, in the GPU's memory; see kernels/mask_program.h.
 struct MaskTable {
   int count;                // of steps; 0 = the program is not valid, and no pair is visible
@@ -42,13 +48,15 @@ struct AttentionArguments : AttentionParams {
   // A mask program, and what a kernel finds in it, because the host would have to wait for it.
   const int32_t* mask_words;  // [mask_length], null = none
   int64_t mask_length;
-  MaskTable* mask_table;  // null = none; Seen [B, Hq, tiles of queries, tiles of keys] follow it
+  MaskTable* mask_table;  // null = none; Seen [mask_rows_of(...), mask_columns] follow it
+  int64_t mask_columns;   // tiles of keys; those of one sequence may be fewer
   // Backward: delta is summed with the same weights that it is multiplied by, not computed from the
   // rounded output.
   bool exact_delta;
 
   // backward, and weights
-  float* row_stats;  // [B, Hq, Lq, 4]: RowStats of kernels/sdpa_pairs.h
+  float* row_stats;   // [B, Hq, Lq, 4]: RowStats of kernels/sdpa_pairs.h
+  float* grad_table;  // [Hq, relative_bias_size], of packed sequences: the sum of their gradients
 
   // The strides of lse, row_stats and grad_lse between batch entries and heads, in rows.
   int64_t stats_stride[2];
@@ -86,14 +94,16 @@ FASTATTN_BOTH bool excludes_pairs(const AttentionArguments& p) {
 struct PairsArguments : AttentionArguments {
   bool gradient;     // of the mask or of the relative bias, else weights
   bool by_distance;  // of the relative bias, see kernels/relative_bias.h
-  // weights: in the element type; gradient: float; by_distance: two tables for each head,
-  // [2, B, Hq, relative_bias_size], zeroed by the caller, whose sum is the gradient
+  // weights: in the element type; gradient: float; by_distance: two tables for each head, zeroed by
+  // the caller, whose sum is the gradient, [2, B, Hq, relative_bias_size]. Of packed sequences [2,
+  // Hq, Lq + Lk]: the least distance of sequence b is at q_starts[b] + k_starts[b].
   void* result;
   int64_t result_stride[4];
   // The size of the result in each dimension of [B, Hq, Lq, Lk]: the full size, or 1 if it is
   // summed.
   int sizes[4];
-  float factor;  // multiplies the sums
+  float factor;           // multiplies the sums
+  int64_t odd_diagonals;  // by_distance: from the first tables to the second ones
 };
 
 // Decoding with a cache: k and v are [E, Hkv, N, .], entries of N keys or pages of N keys, and Lk

@@ -337,14 +337,14 @@ def _tiles(
 ) -> tuple[Tensor, Tensor]:
     """What the kernel finds in each tile of 64 x 64 pairs, and the share of its visible pairs."""
     inputs = make_inputs(case, torch.float32)
-    make = adapter.sdpa._mask_workspace
+    make = adapter.sdpa.mask_workspace
     kept: list[Tensor] = []
 
-    def make_and_keep(*given: Tensor) -> Tensor:
+    def make_and_keep(*given: Any) -> Tensor:
         kept.append(make(*given))
         return kept[-1]
 
-    monkeypatch.setattr(adapter.sdpa, "_mask_workspace", make_and_keep)
+    monkeypatch.setattr(adapter.sdpa, "mask_workspace", make_and_keep)
     with fresh_memory_is_nan():  # and 255 in bytes
         adapter.scaled_dot_product_attention(*inputs.forward_args(), options=inputs.options)
     shape = (case.batch, case.heads, case.q_len, case.k_len)

@@ -234,7 +234,7 @@ def _packed() -> Iterator[VarlenCase]:
 
 
 PACKED = tuple(_packed())
-SERVED = [c for c in VARLEN_CASES if not c.relative_bias and c.program is None]
+SERVED = [c for c in VARLEN_CASES if c.program is None]
 LONG = [c for c in SERVED if sum(c.q_lengths) > 220 or sum(c.k_lengths or ()) > 1000]
 SHORT = [c for n, c in enumerate(SERVED) if n % 6 == 1 and c not in LONG]
 

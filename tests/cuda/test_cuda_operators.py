@@ -78,13 +78,12 @@ TABLES = {
         "decode_attention",
         lambda case: case.capacity * len(case.lengths) * case.queries * case.heads > 4_000,
         every=2,
-        fits=lambda case: max(case.head_dim, case.value_dim or 0) <= 256 and case.program is None,
+        fits=lambda case: max(case.head_dim, case.value_dim or 0) <= 256,
     ),
     "varlen": Table(
         "varlen_attention",
         lambda case: sum(case.q_lengths) > 220 or sum(case.k_lengths or ()) > 1000,
         every=2,
-        fits=lambda case: not case.relative_bias and case.program is None,
     ),
 }
 WORK = [

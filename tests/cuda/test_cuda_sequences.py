@@ -16,7 +16,7 @@ import torch
 from fenced import run_fenced
 from torch import Tensor
 
-from fastattn import dispatch
+from fastattn import dispatch, masks
 from fastattn.backends import reference
 from fastattn.backends.primitives import (
     AttentionBackwardOptions,
@@ -32,6 +32,7 @@ WAYS = {
     "causal": VarlenCase("causal", (40, 1, 140, 0, 7), (40, 9, 140, 3, 80), window=(-1, 0)),
     "options": VarlenCase("options", (90, 70), (70, 90), window=(30, 9), softcap=4.0, alibi="bh",
                           bottom_right=True, dropout_p=0.2, heads=4, kv_heads=2),
+    "program": VarlenCase("program", (90, 3, 70), (70, 9, 150), program="many", bottom_right=True),
 }  # fmt: skip
 
 
@@ -66,21 +67,32 @@ def test_a_decoded_row_has_the_same_bits_whatever_is_in_the_batch(adapter: Modul
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
-def test_an_entry_of_minus_infinity_hides_its_cached_key(
-    adapter: ModuleType, dtype: torch.dtype
+@pytest.mark.parametrize("way", ["relative_bias", "program"])
+def test_nan_in_a_hidden_cached_key_reaches_nothing(
+    adapter: ModuleType, way: str, dtype: torch.dtype
 ) -> None:
+    """An entry of -inf hides a key, a mask the first 65: a tile, and a part of the next one."""
     case = DecodeCase("hidden", lengths=(70, 129), relative_bias=True, heads=4, kv_heads=2)
     inputs = make_decode(case, dtype)
-    _, keys, values, *_, table = inputs.args
+    query, keys, values, *_, table = inputs.args
+    assert query is not None
     assert keys is not None
     assert values is not None
     assert table is not None
-    table[..., table.shape[2] // 2 + 10] = -math.inf
-    clean = adapter.decode_attention(*inputs.args, options=inputs.options)
+    program = None
+    if way == "program":
+        mask = masks.document((torch.arange(case.capacity) >= 65).int())
+        lengths = torch.tensor(case.lengths)
+        program = masks.cache_program("testing", mask, query, case.capacity, lengths)
+    else:
+        table[..., table.shape[2] // 2 + 10] = -math.inf
+    args = (*inputs.args, program)
+    clean = adapter.decode_attention(*args, options=inputs.options)
     for b, length in enumerate(case.lengths):
+        hidden = slice(0, 65) if program is not None else slice(length - 11, length - 10)
         for cache in (keys, values):
-            cache[b, :, length - 11] = math.nan
-    found = adapter.decode_attention(*inputs.args, options=inputs.options)
+            cache[b, :, hidden] = math.nan
+    found = adapter.decode_attention(*args, options=inputs.options)
     for got, want in zip(found, clean, strict=True):
         assert torch.equal(got, want)
 
@@ -180,8 +192,7 @@ from fastattn.testing.varlen import VARLEN_CASES, make_varlen, run_varlen
 adapter = emulator.load()
 every = int(sys.argv[1])
 dtypes = (torch.bfloat16, torch.float32)
-served = [c for c in VARLEN_CASES if not (c.slow or c.relative_bias or c.program)]
-for n, case in enumerate(served[::every]):
+for n, case in enumerate([c for c in VARLEN_CASES if not c.slow][::every]):
     print(case.name, flush=True)
     run_varlen(adapter, make_varlen(case, dtypes[n % 2], fence=True))
 for n, case in enumerate([c for c in DECODE_CASES if not c.slow][::every]):
@@ -189,15 +200,17 @@ for n, case in enumerate([c for c in DECODE_CASES if not c.slow][::every]):
     inputs = make_decode(case, dtypes[n % 2], fence=True)
     if not reasons_of(adapter, "decode_attention", inputs.args, inputs.options):
         adapter.decode_attention(*inputs.args, options=inputs.options)
-packed = {case.name: case for case in VARLEN_CASES}["alibi-bottom-right"]
+packed = {case.name: case for case in VARLEN_CASES}
 for wrong in ([0, 20, 5, 10**12, -3, 70, 9], [90, 0, 0, 0, 0, 0, 0], [-(10**15)] * 7):
-    print("starts", wrong, flush=True)
-    inputs = make_varlen(packed, torch.bfloat16, fence=True)
-    for at in (3, 4):
-        args = list(inputs.args)
-        args[at] = torch.tensor(wrong)
-        out, lse = adapter.varlen_attention(*args, options=inputs.options)
-        adapter.varlen_attention_backward(*inputs.given, *args, out, lse, options=inputs.options)
+    for name in ("alibi-bottom-right", "relative-everything"):
+        print(name, "starts", wrong, flush=True)
+        inputs = make_varlen(packed[name], torch.bfloat16, fence=True)
+        for at in (3, 4):
+            args = list(inputs.args)
+            args[at] = torch.tensor(wrong)
+            out, lse = adapter.varlen_attention(*args, options=inputs.options)
+            args[7:7] = [out, lse]
+            adapter.varlen_attention_backward(*inputs.given, *args, options=inputs.options)
 cases = {case.name: case for case in DECODE_CASES}
 for name, at in (("paged", 3), ("paged", 4), ("entries", 3), ("entries", 5), ("relative", 3)):
     for wrong in (10**9, -(10**9)):

@@ -9,6 +9,7 @@
 //
 // Within a block each warp has 16 of the keys of a step, with its own softmax and its own O.
 #pragma once
+#include "mask_program.h"
 #include "sdpa_rows.h"
 #include "softmax.h"
 #include "softmax_state.h"
@@ -107,8 +108,8 @@ FASTATTN_DEVICE void enter_cached_sequence(DecodeArguments& p, int b) {
   set_window(p);
 }
 
-// Zeroes the values of a warp's keys that the relative bias hides from all rows, because 0 times NaN
-// or inf would be NaN. Several warps may have the same keys; each clears them before it reads them.
+// Zeroes the values of a warp's keys that the options hide from all rows, because 0 times NaN or inf
+// would be NaN. Several warps may have the same keys; each clears them before it reads them.
 template <class T, int kKeys, int kColumns>
 FASTATTN_DEVICE void clear_unseen_values(const float (&s)[kKeys / 2],
                                          const Tile<T, kKeys, kColumns>& tile) {
@@ -174,23 +175,32 @@ __global__ void __launch_bounds__(DecodeShape<T, kD>::kThreads, 1)
         [&](int r) { return keys.has(j0 + r) ? from.row(j0 + r) : nullptr; });
   };
 
+  // Tiles of a mask program tell something about a step if all rows are in one of them.
+  const int first_query = row0 / group, last_query = (last_row - 1) / group;
+  const bool has_program = p.mask_table != nullptr;
+  const bool in_tile = has_program && first_query / kMaskTile == last_query / kMaskTile &&
+                       (group == 1 || !p.mask_table->of_heads);
+  const MaskTiles mask_tiles(p, b, h_kv * group);
+  const auto next = [&](int j) { return in_tile ? mask_tiles.next(first_query, j, keys.end) : j; };
+
   float o[kColumns / 2];
   FASTATTN_UNROLL
   for (int m = 0; m < kColumns / 2; ++m) o[m] = 0.0f;
   OnlineSoftmax softmax;
   softmax.init();
-  const int begin = first + (keys.begin - first) / kKeys * kKeys;
-  if (begin < keys.end) {
+  int j0 = next(first + (keys.begin - first) / kKeys * kKeys);
+  if (j0 < keys.end) {
     const auto* q = static_cast<const Storage*>(p.q.data) + b * p.q.stride[0];
     load_rows<kThreads, kRows>(
         q_tile, static_cast<int>(p.D), p.q.stride[3], p.aligned, q, [&](int r) {
           const int64_t i = (row0 + r) / group, h = h_kv * group + (row0 + r) % group;
           return row0 + r < all_rows ? q + h * p.q.stride[1] + i * p.q.stride[2] : nullptr;
         });
-    load(k_tile, k, begin);
+    load(k_tile, k, j0);
     cp_async_commit();
   }
-  for (int j0 = begin; j0 < keys.end; j0 += kKeys) {
+  for (int following; j0 < keys.end; j0 = following) {
+    const bool partly = has_program && !(in_tile && mask_tiles.at(first_query, j0) == Seen::all);
     cp_async_wait<0>();
     __syncthreads();  // K has arrived, and the previous V is no longer read
     load(v_tile, v, j0);
@@ -202,8 +212,9 @@ __global__ void __launch_bounds__(DecodeShape<T, kD>::kThreads, 1)
     add_product_of_rows<kSteps, kTiles>(s, q_tile, 0, k_warp);
     cp_async_wait<0>();
     __syncthreads();  // V has arrived, and K is no longer read
-    if (j0 + kKeys < keys.end) {
-      load(k_tile, k, j0 + kKeys);
+    following = next(j0 + kKeys);
+    if (following < keys.end) {
+      load(k_tile, k, following);
       cp_async_commit();
     }
     FASTATTN_UNROLL
@@ -212,15 +223,19 @@ __global__ void __launch_bounds__(DecodeShape<T, kD>::kThreads, 1)
       const int i = there / group;
       const Options options(p, b, h_kv * group + there % group);
       const Range visible = row < last_row ? visible_keys(p, i) : Range{0, 0};
+      uint32_t seen = ~0u;  // bits of the warp's keys
+      if (partly)
+        seen = MaskProgram{p, *p.mask_table, b, options.h}.keys(i, j0 + key0, Shape::kKeysOfWarp);
       FASTATTN_UNROLL
       for (int m = 0; m < kTiles; ++m) FASTATTN_UNROLL
       for (int e = 0; e < 2; ++e) {
         float& x = s[4 * m + 2 * r + e];
-        const int j = j0 + key0 + 8 * m + 2 * (lane & 3) + e;
-        x = options.score(x, i, j, visible).value;
+        const int column = 8 * m + 2 * (lane & 3) + e;
+        x = options.score(x, i, j0 + key0 + column, visible).value;
+        if ((seen >> column & 1) == 0) x = minus_infinity();
       }
     }
-    if (p.relative_bias != nullptr) clear_unseen_values(s, v_warp);
+    if (partly || p.relative_bias != nullptr) clear_unseen_values(s, v_warp);
     // O <- shrink O + P V
     float shrink[2];
     softmax.template update<kTiles>(s, 1.0f, shrink);

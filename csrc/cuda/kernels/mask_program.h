@@ -7,6 +7,7 @@
 #pragma once
 #include "../../mask_program.h"
 #include "scores.h"
+#include "varlen.h"
 
 namespace fastattn {
 namespace cuda {
@@ -37,13 +38,19 @@ struct MaskProgram {
   const MaskTable& table;
   int b, h;
 
-  // Bit n of the result: is key j + n visible to query i? i < Lq. The keys [j, j + width) are in one
-  // tile; the bits of those that do not exist have any value.
-  FASTATTN_DEVICE uint32_t keys(int i, int j, int width) const {
-    return static_cast<uint32_t>(evaluate(table, width, [&](int n, const MaskStep& step) {
-      const uint32_t seen = keys_of_leaf(n, step, i, j, width);
-      return step.negated ? ~seen : seen;
-    }));
+  // Bit n of the result: is key j + n visible to query i? i < Lq. The keys [j, j + count) are in one
+  // tile; the bits of those that do not exist have any value. count is a power of two up to 32.
+  FASTATTN_DEVICE uint32_t keys(int i, int j, int count) const {
+    const int width = table.width < count ? table.width : count;
+    uint32_t word = 0;
+    for (int k = 0; k < count; k += width) {
+      const uint64_t value = evaluate(table, width, [&](int n, const MaskStep& step) {
+        const uint32_t seen = keys_of_leaf(n, step, i, j + k, width);
+        return step.negated ? ~seen : seen;
+      });
+      word |= static_cast<uint32_t>(value) << k;
+    }
+    return word;
   }
 
   // How many pairs of a tile are visible. Called by one warp.
@@ -81,12 +88,13 @@ struct MaskProgram {
   FASTATTN_DEVICE uint32_t keys_of_leaf(int n, const MaskStep& step, int i, int j,
                                         int width) const {
     const int32_t* data = data_of(step);
+    const int32_t* of_query = data + p.q_row + i;
     if (step.kind == MaskKind::interval)
-      return ones(int64_t(data[step.second + i]) - j) & ~ones(int64_t(data[i]) - j);
+      return ones(int64_t(of_query[step.second]) - j) & ~ones(int64_t(of_query[0]) - j);
     uint32_t seen = 0;
     if (step.kind == MaskKind::ids) {
-      const int32_t own = data[i];
-      for (int k = 0; k < width; ++k) seen |= (data[step.second + j + k] == own ? 1u : 0u) << k;
+      const int32_t *ids = data + step.second + p.k_row + j, own = of_query[0];
+      for (int k = 0; k < width; ++k) seen |= (ids[k] == own ? 1u : 0u) << k;
       return seen;
     }
     const int block_q = static_cast<int>(step.block_q), block_k = static_cast<int>(step.block_k);
@@ -122,14 +130,15 @@ struct MaskProgram {
       return;
     }
     for (int i = i0 + lane; i < i1; i += 32) {
+      const int32_t* of_query = data + p.q_row + i;
       if (step.kind == MaskKind::interval) {
-        const int low = data[i], high = data[step.second + i];
+        const int low = of_query[0], high = of_query[step.second];
         any |= (low > j0 ? low : j0) < (high < j1 ? high : j1);
         every &= low <= j0 && high >= j1;
         continue;
       }
       for (int j = j0; j < j1; ++j) {
-        const bool equal = data[i] == data[step.second + j];
+        const bool equal = of_query[0] == data[step.second + p.k_row + j];
         any |= equal;
         every &= equal;
       }
@@ -144,22 +153,24 @@ FASTATTN_DEVICE bool program_sees(const AttentionArguments& p, int b, int h, int
 
 // -- tiles ----------------------------------------------------------------------------------------
 
-// [B, Hq, tiles of queries, tiles of keys]
+// [mask_rows_of(...), mask_columns]
 FASTATTN_DEVICE Seen* tiles_of(const AttentionArguments& p) {
   return reinterpret_cast<Seen*>(p.mask_table + 1);
 }
 
-// The tiles of a head.
+// The tiles of a head, and of packed sequences those of sequence b.
 struct MaskTiles {
-  const Seen* tiles = nullptr;  // [tiles of queries, tiles of keys], null = all are visible
+  const Seen* tiles = nullptr;  // [tiles of queries, columns], null = all are visible
   int64_t columns = 0;
 
   MaskTiles() = default;
   FASTATTN_DEVICE MaskTiles(const AttentionArguments& p, int b, int h) {
     if (p.mask_table == nullptr) return;
     const int64_t entry = p.mask_table->of_batch ? b : 0, head = p.mask_table->of_heads ? h : 0;
-    columns = mask_tiles_of(p.Lk);
-    tiles = tiles_of(p) + (entry * p.Hq + head) * mask_tiles_of(p.Lq) * columns;
+    const int64_t row = p.q_starts == nullptr ? (entry * p.Hq + head) * mask_tiles_of(p.Lq)
+                                              : p.q_row / kMaskTile + b;
+    columns = p.mask_columns;
+    tiles = tiles_of(p) + row * columns;
   }
 
   // Of the tile of query i and key j.
@@ -188,13 +199,9 @@ struct MaskBits {
   FASTATTN_DEVICE void fill(const AttentionArguments& p, int b, int h, int i0, int j0) const {
     static_assert(kMaskTile % kQueries == 0 && kMaskTile % kKeys == 0, "a part of one tile");
     const MaskProgram program{p, *p.mask_table, b, h};
-    const int width = program.table.width < kWidth ? program.table.width : kWidth;
     for (int n = static_cast<int>(threadIdx.x); n < kQueries * kWords; n += kThreads) {
       const int i = i0 + n / kWords, j = j0 + n % kWords * kWidth;
-      uint32_t word = 0;
-      for (int k = 0; k < kWidth && i < p.Lq; k += width)
-        word |= program.keys(i, j + k, width) << k;
-      words[n] = word;
+      words[n] = i < p.Lq ? program.keys(i, j, kWidth) : 0;
     }
   }
 
@@ -205,10 +212,11 @@ struct MaskBits {
 
 // -- the kernel that reads a program --------------------------------------------------------------
 
-constexpr int kMaskThreads = 128;
+// Enough blocks for any GPU; each reads the program.
+constexpr int kMaskThreads = 128, kMaskTilesOfBlock = kMaskThreads / 32, kMostMaskBlocks = 1024;
 
 FASTATTN_DEVICE void read_program(const AttentionArguments& p, MaskTable& table) {
-  MaskProgramReader reader(p.mask_words, p.mask_length, p, false);
+  MaskProgramReader reader(p.mask_words, p.mask_length, p, p.q_starts != nullptr);
   table.count = reader.read(table.steps, table.partial);
   table.of_batch = table.of_heads = false;
   int depth = 0, deepest = 1;
@@ -224,26 +232,31 @@ FASTATTN_DEVICE void read_program(const AttentionArguments& p, MaskTable& table)
   while (table.width * deepest > 64) table.width /= 2;
 }
 
-// A block of threads takes a row of tiles. Heads and batch entries whose tiles are the same have
-// them once. T selects the object file.
+// A warp takes a tile. Heads and batch entries whose tiles are the same have them once. T selects
+// the object file.
 template <class T>
 __global__ void __launch_bounds__(kMaskThreads)
-    attention_mask_kernel(const __grid_constant__ AttentionArguments p) {
+    attention_mask_kernel(const __grid_constant__ AttentionArguments given) {
   auto& table = *reinterpret_cast<MaskTable*>(dynamic_shared());
   const int thread = static_cast<int>(threadIdx.x);
-  if (thread == 0) read_program(p, table);
+  if (thread == 0) read_program(given, table);
   __syncthreads();
-  if (blockIdx.x == 0 && thread == 0) *p.mask_table = table;
-  const auto rows = static_cast<unsigned>(mask_tiles_of(p.Lq));
-  const auto columns = static_cast<int>(mask_tiles_of(p.Lk));
-  const int i0 = static_cast<int>(blockIdx.x % rows) * kMaskTile;
-  const int h = static_cast<int>(blockIdx.x / rows % static_cast<unsigned>(p.Hq));
-  const int b = static_cast<int>(blockIdx.x / rows / static_cast<unsigned>(p.Hq));
-  if ((b > 0 && !table.of_batch) || (h > 0 && !table.of_heads)) return;
-  const MaskProgram program{p, table, b, h};
-  for (int n = thread / 32; n < columns; n += kMaskThreads / 32) {
-    const Seen seen = program.tile(i0, n * kMaskTile);
-    if (thread % 32 == 0) tiles_of(p)[int64_t(blockIdx.x) * columns + n] = seen;
+  if (blockIdx.x == 0 && thread == 0) *given.mask_table = table;
+  const bool packed = given.q_starts != nullptr;
+  const int64_t rows = mask_rows_of(packed, packed ? given.B : 1, 1, given.Lq);
+  const int64_t columns = given.mask_columns;
+  const int64_t entries = table.of_batch ? given.B : 1, heads = table.of_heads ? given.Hq : 1;
+  const int64_t tiles = entries * heads * rows * columns;
+  const int64_t first = int64_t(blockIdx.x) * kMaskTilesOfBlock + thread / 32;
+  for (int64_t n = first; n < tiles; n += int64_t(gridDim.x) * kMaskTilesOfBlock) {
+    const int column = static_cast<int>(n % columns), row = static_cast<int>(n / columns % rows);
+    const int64_t head = n / columns / rows;
+    const int b = static_cast<int>(head / heads), h = static_cast<int>(head % heads);
+    AttentionArguments p = given;
+    const int i0 = packed ? enter_packed_queries<kMaskTile>(p, row, 0).row : row * kMaskTile;
+    if (i0 >= p.Lq || column * kMaskTile >= p.Lk) continue;  // of another sequence
+    const Seen seen = MaskProgram{p, table, b, h}.tile(i0, column * kMaskTile);
+    if (thread % 32 == 0) tiles_of(p)[((b * p.Hq + h) * rows + row) * columns + column] = seen;
   }
 }
 

@@ -17,6 +17,28 @@ FASTATTN_BOTH int64_t diagonals_of(const AttentionArguments& p) {
   return p.positions == nullptr ? q_blocks + k_blocks - 1 : 1;
 }
 
+// Packed sequences: the blocks of threads of a head. The host knows the sum of all lengths alone, so
+// a sequence has as many blocks as it has diagonals, or more.
+template <int kBlock>
+FASTATTN_BOTH int64_t packed_diagonals(const AttentionArguments& p) {
+  return (p.Lq + p.Lk) / kBlock + p.B;
+}
+
+// Packed sequences: finds the n-th diagonal, and restricts p to its sequence; false if there is none.
+template <int kBlock>
+FASTATTN_DEVICE bool enter_diagonal(AttentionArguments& p, int n, int& b, int& diagonal) {
+  const int64_t all_q = p.Lq, all_k = p.Lk;
+  auto begin = [&](int64_t b) {
+    const int64_t rows = start_of(p.q_starts, b, all_q);
+    return (rows + start_of(p.k_starts, b, all_k)) / kBlock + b;
+  };
+  b = last_sequence(p.B, n, begin);
+  if (b == p.B) return false;
+  diagonal = static_cast<int>(n - begin(b));
+  enter_sequence(p, b);
+  return p.Lq > 0 && p.Lk > 0 && diagonal < diagonals_of<kBlock>(p);
+}
+
 // The keys that a diagonal has of queries [i0, i0 + kBlock).
 template <int kBlock>
 FASTATTN_DEVICE Range keys_of_diagonal(const AttentionArguments& p, int diagonal, int i0) {
@@ -30,8 +52,10 @@ FASTATTN_DEVICE Range keys_of_diagonal(const AttentionArguments& p, int diagonal
 
 // The table of a diagonal, at distance 0.
 FASTATTN_DEVICE float* table_of_diagonal(const PairsArguments& p, int b, int h, int diagonal) {
-  const int64_t head = ((diagonal & 1) * p.B + b) * p.Hq + h;
-  return static_cast<float*>(p.result) + head * p.relative_bias_size + p.relative_bias_size / 2;
+  const int64_t head = (diagonal & 1) * p.odd_diagonals + h * p.result_stride[1];
+  const int64_t middle = p.q_starts == nullptr ? b * p.result_stride[0] + p.relative_bias_size / 2
+                                               : p.q_row + p.k_row + (p.Lk - 1) - p.offset;
+  return static_cast<float*>(p.result) + head + middle;
 }
 
 template <int kQueries, int kKeys>
@@ -100,6 +124,28 @@ FASTATTN_DEVICE void add_by_distance(const AttentionArguments& p, int i0, int j0
     }
     table[d] += sum;
   }
+}
+
+constexpr int kTableThreads = 128;
+
+// Packed sequences: adds the gradients of their tables, in order. A thread takes one number of the
+// sum. T selects the object file.
+template <class T>
+__global__ void __launch_bounds__(kTableThreads)
+    attention_table_kernel(const __grid_constant__ PairsArguments given) {
+  const int64_t n = int64_t(blockIdx.x) * kTableThreads + threadIdx.x,
+                size = given.relative_bias_size;
+  if (n >= given.Hq * size) return;
+  const int h = static_cast<int>(n / size);
+  const int64_t d = n % size - size / 2;
+  double sum = 0.0;
+  for (int b = 0; b < given.B; ++b) {
+    PairsArguments p = given;
+    enter_sequence(p, b);
+    if (d <= p.offset - p.Lk || d >= p.offset + p.Lq) continue;
+    for (int diagonal = 0; diagonal < 2; ++diagonal) sum += table_of_diagonal(p, b, h, diagonal)[d];
+  }
+  given.grad_table[n] = static_cast<float>(sum);
 }
 
 }  // namespace cuda

@@ -128,7 +128,7 @@ __global__ void __launch_bounds__(BackwardQueriesShape<T, kD, kGeneral>::kThread
   for (int pass = exact ? 0 : 1; pass < 2; ++pass) {
     float sums[2] = {0.0f, 0.0f};
     for (int j0 = begin; j0 < keys.end; j0 += kKeys) {
-      const Seen visible_here = kGeneral ? MaskTiles(given, b, h).at(i0, j0) : Seen::all;
+      const Seen visible_here = kGeneral ? MaskTiles(p, b, h).at(i0, j0) : Seen::all;
       if (visible_here == Seen::none) continue;
       const bool partly = visible_here == Seen::some;
       const bool masked = kGeneral && (partly || has_bias(p));
@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(BackwardQueriesShape<T, kD, kGeneral>::kThread
       v_tile.template load<kThreads>(v, j0, keys.begin, keys.end);
       cp_async_commit();
       for (int n = static_cast<int>(threadIdx.x); n < kKeys; n += kThreads) seen[n] = 0;
-      if (partly) bits.template fill<kThreads>(given, b, h, i0, j0);
+      if (partly) bits.template fill<kThreads>(p, b, h, i0, j0);
       cp_async_wait<0>();
       __syncthreads();
 

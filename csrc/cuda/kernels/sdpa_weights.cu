@@ -7,8 +7,10 @@ namespace fastattn {
 namespace cuda {
 
 void attention_mask(const FASTATTN_ELEMENT*, const AttentionArguments& p, uintptr_t stream) {
-  launch({"attention_mask", mask_tiles_of(p.Lq) * p.Hq * p.B, kMaskThreads, sizeof(MaskTable),
-          stream, shapes(p)},
+  const int64_t tiles = mask_rows_of(p.q_starts != nullptr, p.B, p.Hq, p.Lq) * p.mask_columns;
+  // At least one, which writes the steps.
+  const int64_t blocks = clamp_int(blocks_of(tiles, kMaskTilesOfBlock), 1, kMostMaskBlocks);
+  launch({"attention_mask", blocks, kMaskThreads, sizeof(MaskTable), stream, shapes(p)},
          attention_mask_kernel<FASTATTN_ELEMENT>, p);
 }
 
@@ -23,13 +25,20 @@ void attention_rows(const FASTATTN_ELEMENT*, const AttentionArguments& p, uintpt
 void attention_pairs(const FASTATTN_ELEMENT*, const PairsArguments& p, uintptr_t stream) {
   with_width(p, [&](auto width) {
     using Shape = BackwardShape<FASTATTN_ELEMENT, decltype(width)::value>;
-    const int64_t of_keys =
-        p.by_distance ? diagonals_of<Shape::kStaying>(p) : blocks_of(p.sizes[3], Shape::kPassing);
+    const int64_t of_keys = p.q_starts != nullptr ? packed_diagonals<Shape::kStaying>(p)
+                            : p.by_distance       ? diagonals_of<Shape::kStaying>(p)
+                                                  : blocks_of(p.sizes[3], Shape::kPassing);
     const int64_t blocks =
         blocks_of(p.sizes[2], Shape::kStaying) * of_keys * p.sizes[0] * p.sizes[1];
     launch({"attention_pairs", blocks, Shape::kThreads, Shape::kSharedBytes, stream, shapes(p)},
            attention_pairs_kernel<FASTATTN_ELEMENT, decltype(width)::value>, p);
   });
+}
+
+void attention_table(const FASTATTN_ELEMENT*, const PairsArguments& p, uintptr_t stream) {
+  launch({"attention_table", blocks_of(p.Hq * p.relative_bias_size, kTableThreads), kTableThreads,
+          0, stream, shapes(p)},
+         attention_table_kernel<FASTATTN_ELEMENT>, p);
 }
 
 }  // namespace cuda

@@ -15,7 +15,7 @@ constexpr int kPairsBlocks = 4;
 
 template <class T, int kD>
 __global__ void __launch_bounds__(BackwardShape<T, kD>::kThreads, kPairsBlocks)
-    attention_pairs_kernel(const __grid_constant__ PairsArguments p) {
+    attention_pairs_kernel(const __grid_constant__ PairsArguments given) {
   using Shape = BackwardShape<T, kD>;
   using Storage = typename T::Storage;
   constexpr int kThreads = Shape::kThreads, kQueries = Shape::kStaying, kKeys = Shape::kPassing;
@@ -23,25 +23,30 @@ __global__ void __launch_bounds__(BackwardShape<T, kD>::kThreads, kPairsBlocks)
   static_assert(sizeof(DistanceTile<kQueries, kKeys>) <= Shape::kTileBytes,
                 "the result reuses the tiles");
 
-  const int rows = static_cast<int>(p.Lq), keys = static_cast<int>(p.Lk);
+  PairsArguments p = given;
+  const bool packed = p.q_starts != nullptr;  // then by_distance
   const int q_blocks = (p.sizes[2] + kQueries - 1) / kQueries;
-  const int k_blocks = p.by_distance ? static_cast<int>(diagonals_of<kQueries>(p))
-                                     : (p.sizes[3] + kKeys - 1) / kKeys;
+  const int k_blocks = packed          ? static_cast<int>(packed_diagonals<kQueries>(p))
+                       : p.by_distance ? static_cast<int>(diagonals_of<kQueries>(p))
+                                       : (p.sizes[3] + kKeys - 1) / kKeys;
   unsigned n = blockIdx.x;
-  const int diagonal = static_cast<int>(n % static_cast<unsigned>(k_blocks));  // if by_distance
+  int diagonal = static_cast<int>(n % static_cast<unsigned>(k_blocks));  // if by_distance
   const int k_block = diagonal * kKeys;
   n /= static_cast<unsigned>(k_blocks);
   const int q_block = static_cast<int>(n % static_cast<unsigned>(q_blocks)) * kQueries;
   n /= static_cast<unsigned>(q_blocks);
   const int head = static_cast<int>(n % static_cast<unsigned>(p.sizes[1]));
-  const int batch = static_cast<int>(n / static_cast<unsigned>(p.sizes[1]));
+  int batch = static_cast<int>(n / static_cast<unsigned>(p.sizes[1]));
+  if (packed && !enter_diagonal<kQueries>(p, diagonal, batch, diagonal)) return;
+  const int rows = static_cast<int>(p.Lq), keys = static_cast<int>(p.Lk);
   // The range [begin, end) of a dimension that is summed into this block of the result.
   auto extent = [&](int dim, int64_t all, int begin, int count) {
     return p.sizes[dim] == 1
                ? Range{0, static_cast<int>(all)}
                : Range{begin, begin + count < all ? begin + count : static_cast<int>(all)};
   };
-  const Range all_b = extent(0, p.B, batch, 1), all_h = extent(1, p.Hq, head, 1);
+  const Range all_b = packed ? Range{batch, batch + 1} : extent(0, p.B, batch, 1),
+              all_h = extent(1, p.Hq, head, 1);
   const Range all_i = extent(2, p.Lq, q_block, kQueries), all_j = extent(3, p.Lk, k_block, kKeys);
 
   char* shared = dynamic_shared();

@@ -22,7 +22,8 @@ struct Tf32;
   void attention_forward(const T*, const AttentionArguments& p, uintptr_t stream);  \
   void attention_rows(const T*, const AttentionArguments& p, uintptr_t stream);     \
   void attention_backward(const T*, const AttentionArguments& p, uintptr_t stream); \
-  void attention_pairs(const T*, const PairsArguments& p, uintptr_t stream);
+  void attention_pairs(const T*, const PairsArguments& p, uintptr_t stream);        \
+  void attention_table(const T*, const PairsArguments& p, uintptr_t stream);
 
 #define FASTATTN_KERNELS_OF(T)                                                                 \
   FASTATTN_ATTENTION_OF(T)                                                                     \

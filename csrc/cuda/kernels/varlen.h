@@ -63,6 +63,17 @@ struct Block {
   int row;   // its first row within the sequence
 };
 
+// Packed sequences: finds the n-th block of kRows queries, and restricts p to its sequence.
+template <int kRows>
+FASTATTN_DEVICE Block enter_packed_queries(AttentionArguments& p, int n, int h) {
+  auto begin = [&](int64_t b) { return start_of(p.q_starts, b, p.Lq) / kRows + b; };
+  const int b = last_sequence(p.B, n, begin);
+  const Block block{b, h, static_cast<int>(n - begin(b)) * kRows};
+  enter_sequence(p, b);
+  if (b == p.B) p.Lk = 0;
+  return block;
+}
+
 // Finds this block's queries; false if it has none.
 template <int kRows>
 FASTATTN_DEVICE bool enter_queries(AttentionArguments& p, Block& block) {
@@ -75,11 +86,7 @@ FASTATTN_DEVICE bool enter_queries(AttentionArguments& p, Block& block) {
              static_cast<int>(head % static_cast<unsigned>(p.Hq)), n * kRows};
     return true;
   }
-  auto begin = [&](int64_t b) { return start_of(p.q_starts, b, p.Lq) / kRows + b; };
-  const int b = last_sequence(p.B, n, begin);
-  block = {b, static_cast<int>(head), static_cast<int>(n - begin(b)) * kRows};
-  enter_sequence(p, b);
-  if (b == p.B) p.Lk = 0;
+  block = enter_packed_queries<kRows>(p, n, static_cast<int>(head));
   return block.row < p.Lq;
 }
 

@@ -18,6 +18,7 @@ from fastattn.backends.cuda import sdpa
 from fastattn.backends.cuda.operands import (
     DTYPES,
     MAX_LENGTH,
+    mask_workspace,
     on,
     optional_operands,
     why_not_dtype,
@@ -69,6 +70,7 @@ def decode_attention(
     alibi_slopes: Tensor | None = None,  # [B|1, Hq]
     sinks: Tensor | None = None,  # [1, Hq]
     relative_bias: Tensor | None = None,  # [1, Hq, 2 M + 1]
+    mask_program: Tensor | None = None,  # [size] int32, of a cache of the capacity
     *,
     options: DecodeOptions,
 ) -> tuple[Tensor, Tensor]:
@@ -86,6 +88,8 @@ def decode_attention(
     stats = query.new_empty((*shape, 2), dtype=torch.float32)
     if relative_bias is not None:
         relative_bias = table_for(query, relative_bias)
+    workspace = mask_workspace(mask_program, (batch, heads, queries, capacity))
+    biases = (alibi_slopes, sinks, relative_bias, None, mask_program, workspace)
     kept, cache = _cache(key_cache, value_cache, cache_seqlens, block_table, cache_batch_idx)
     with on(query) as stream:
         _cuda.decode_attention(
@@ -93,10 +97,7 @@ def decode_attention(
             stream,
             (batch, heads, kv_heads, queries, capacity, query.shape[3], value_width),
             options,
-            {
-                "query": operand(query),
-                **optional_operands((batch, heads), None, alibi_slopes, sinks, relative_bias),
-            },
+            {"query": operand(query), **optional_operands((batch, heads), None, *biases)},
             cache,
             {
                 "out": operand(out),

@@ -45,6 +45,18 @@ def optional_operands(
     return operands
 
 
+def mask_workspace(
+    mask_program: Tensor | None,
+    shape: tuple[int, ...],  # [B, Hq, Lq, Lk]
+    packed: bool = False,  # Lq and Lk are the rows of all sequences
+) -> Tensor | None:
+    """Memory for the steps that a kernel reads from a mask program, and a byte for each tile."""
+    if mask_program is None:
+        return None
+    size = _cuda.mask_workspace(*shape, packed)
+    return mask_program.new_empty(size, dtype=torch.uint8)
+
+
 def why_not_dtype(dtype: torch.dtype) -> list[str]:
     if dtype in DTYPES:
         return []

@@ -22,6 +22,7 @@ from fastattn.backends.cuda.operands import (
     INFO,
     MASK_DTYPES,
     MAX_LENGTH,
+    mask_workspace,
     on,
     optional_operands,
     why_not_dtype,
@@ -87,7 +88,7 @@ def scaled_dot_product_attention(
         weights = {"applied": broadcast_operand(applied), "row_stats": stats.data_ptr()}
     if relative_bias is not None:
         relative_bias = table_for(query, relative_bias)
-    workspace = _mask_workspace(query, key, mask_program)
+    workspace = mask_workspace(mask_program, (*query.shape[:3], key.shape[2]))
     optional = (attn_mask, alibi_slopes, sinks, relative_bias, positions, mask_program, workspace)
     with on(query) as stream:
         _cuda.attention_forward(
@@ -138,7 +139,7 @@ def scaled_dot_product_attention_backward(
     if relative_bias is not None:
         relative_bias = table_for(query, relative_bias)
         tables = relative_bias.new_zeros((2, *query.shape[:2], relative_bias.shape[2]))
-    workspace = _mask_workspace(query, key, mask_program)
+    workspace = mask_workspace(mask_program, (*query.shape[:3], key.shape[2]))
     optional = (attn_mask, alibi_slopes, sinks, relative_bias, positions, mask_program, workspace)
     stats = _row_stats(query)
     with on(query) as stream:
@@ -192,15 +193,6 @@ def _sizes(query: Tensor, key: Tensor, value: Tensor) -> tuple[int, ...]:
 def _row_stats(query: Tensor) -> Tensor:
     """The statistics of each row that kernels exchange; see RowStats in csrc/cuda/kernels."""
     return query.new_empty((*query.shape[:3], 4), dtype=torch.float32)
-
-
-def _mask_workspace(query: Tensor, key: Tensor, mask_program: Tensor | None) -> Tensor | None:
-    """Memory for the steps that a kernel reads from a mask program, and a byte for each tile."""
-    if mask_program is None:
-        return None
-    batch, heads, queries, _ = query.shape
-    size = _cuda.mask_workspace(batch, heads, queries, key.shape[2])
-    return query.new_empty(size, dtype=torch.uint8)
 
 
 def _operands(
