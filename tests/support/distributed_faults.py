@@ -93,7 +93,7 @@ def disagree() -> dict[str, str]:
     return found
 
 
-def _at_step(step: str, act: Callable[[], None]) -> None:
+def at_step(step: str, act: Callable[[], None]) -> None:
     """Act when this rank begins the step of that name."""
     exchange = Peers.exchange
 
@@ -109,7 +109,7 @@ def _fail(step: str, act: Callable[[], None], method: str, heads: int = 4) -> tu
     """The message of this rank, and its seconds, where rank 1 fails at a step."""
     attention(*tensors())  # all ranks are there
     if dist.get_rank() == 1:
-        _at_step(step, act)
+        at_step(step, act)
     begin = time.monotonic()
 
     def call() -> None:
@@ -119,33 +119,33 @@ def _fail(step: str, act: Callable[[], None], method: str, heads: int = 4) -> tu
     return message_of(call), time.monotonic() - begin
 
 
-def _die() -> None:
+def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _stall() -> None:
+def stall() -> None:
     time.sleep(1.5 * SECONDS)
 
 
 def die_in_comparison() -> tuple[str, float]:
-    return _fail("the comparison of the arguments", _die, "ring")
+    return _fail("the comparison of the arguments", die, "ring")
 
 
 def die_in_ring() -> tuple[str, float]:
-    return _fail("step 2 of 3 of the forward ring", _die, "ring")
+    return _fail("step 2 of 3 of the forward ring", die, "ring")
 
 
 def die_in_backward() -> tuple[str, float]:
-    return _fail("step 1 of 3 of the backward ring", _die, "ring")
+    return _fail("step 1 of 3 of the backward ring", die, "ring")
 
 
 def die_in_gathering() -> tuple[str, float]:
-    return _fail("gathering the keys", _die, "allgather")
+    return _fail("gathering the keys", die, "allgather")
 
 
 def die_in_heads() -> tuple[str, float]:
-    return _fail("the exchange of heads", _die, "ulysses", heads=6)
+    return _fail("the exchange of heads", die, "ulysses", heads=6)
 
 
 def stall_in_ring() -> tuple[str, float]:
-    return _fail("step 1 of 2 of the forward ring", _stall, "ring")
+    return _fail("step 1 of 2 of the forward ring", stall, "ring")

@@ -1,0 +1,106 @@
+"""Calls on memories and caches of several ranks that fail, run on each rank of a group."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from distributed_faults import at_step, die, message_of, stall
+from torch import Tensor
+
+from fastattn.distributed import Layout, decode_attention, hopfield_retrieve, memory_hop_attention
+
+
+def hop(query: float = 1.0, rows: int = 3, **options: Any) -> Any:
+    width = options.pop("width", 4)
+    u = torch.full((2, width), query, requires_grad=True)
+    return memory_hop_attention(u, torch.ones(2, rows, width), **options)
+
+
+def retrieve(**options: Any) -> Any:
+    state = torch.ones(2, 4, requires_grad=True)
+    return hopfield_retrieve(state, torch.eye(4), **options)
+
+
+def decode(rows: int = 3, query: float = 1.0, **options: Any) -> Any:
+    cache = torch.ones(2, 2, rows, 4)
+    return decode_attention(torch.full((2, 4, 2, 4), query), cache, cache.clone(), **options)
+
+
+# Each makes a wrong call on rank 1, a right one on the others.
+DIFFERENT: dict[str, Callable[[bool], Any]] = {
+    "hops": lambda odd: hop(hops=3 if odd else 2),
+    "query": lambda odd: hop(2.0 if odd else 1.0),
+    "width": lambda odd: hop(width=5 if odd else 4),
+    "hop_proj": lambda odd: hop(hop_proj=torch.ones(4, 4) * (2 if odd else 1)),
+    "own error": lambda odd: hop(activation="gelu" if odd else None),
+    "update_steps_max": lambda odd: retrieve(update_steps_max=2 if odd else 1),
+    "beta": lambda odd: retrieve(beta=2.0 if odd else 1.0),
+    "cache_seqlens": lambda odd: decode(cache_seqlens=5 if odd else 4),
+    "lengths": lambda odd: decode(cache_seqlens=torch.tensor([1, 5 if odd else 4])),
+    "decoded query": lambda odd: decode(query=2.0 if odd else 1.0),
+    "sinks": lambda odd: decode(sinks=torch.ones(4) if odd else None),
+    "capacity": lambda odd: decode(2 if odd else 3, positions=Layout.contiguous([3, 3, 3])),
+}
+# All ranks make the same wrong call.
+WRONG: dict[str, Callable[[], Any]] = {
+    "implicit": lambda: retrieve(grad="implicit"),
+    "dropout_p": lambda: retrieve(dropout_p=0.5),
+    "order": lambda: decode(
+        positions=Layout.of_positions([torch.tensor(x) for x in ([1, 0, 2], [3, 4, 5], [6, 7, 8])])
+    ),
+    "ranks": lambda: decode(positions=Layout.contiguous([3, 3])),
+    "window": lambda: decode(positions=Layout.zigzag([3, 3, 3]), window=(2, 0)),
+    "slopes": lambda: decode(alibi_slopes=torch.ones(4)),
+    "too long": lambda: decode(cache_seqlens=10),
+    "group": lambda: hop(group=0),
+    "check": lambda: hop(check=1),
+}
+
+
+def disagree() -> dict[str, str]:
+    """The messages of all calls on this rank; afterwards the group still works."""
+    odd = dist.get_rank() == 1
+    found = {name: message_of(lambda call=call: call(odd)) for name, call in DIFFERENT.items()}
+    found |= {f"all: {name}": message_of(call) for name, call in WRONG.items()}
+    found["afterwards"] = message_of(hop)
+    found["without check"] = message_of(lambda: hop(check=False))
+    return found
+
+
+def _fail(step: str, act: Callable[[], None], call: Callable[[], Any]) -> tuple[str, float]:
+    """The message of this rank, and its seconds, where rank 1 fails at a step."""
+    hop()  # all ranks are there
+    if dist.get_rank() == 1:
+        at_step(step, act)
+    begin = time.monotonic()
+
+    def differentiated() -> None:
+        out: Tensor = call()
+        if out.requires_grad:
+            out.sum().backward()
+
+    return message_of(differentiated), time.monotonic() - begin
+
+
+def die_in_hop() -> tuple[str, float]:
+    return _fail("hop 2 of 3", die, lambda: hop(hops=3))
+
+
+def die_in_derivative() -> tuple[str, float]:
+    return _fail("the gradient of the query of hop 2 of 3", die, lambda: hop(hops=3))
+
+
+def die_in_retrieval() -> tuple[str, float]:
+    return _fail("step 2 of the retrieval", die, lambda: retrieve(update_steps_max=3))
+
+
+def die_in_decoding() -> tuple[str, float]:
+    return _fail("the merge of the keys of all ranks", die, decode)
+
+
+def stall_in_hop() -> tuple[str, float]:
+    return _fail("hop 2 of 3", stall, lambda: hop(hops=3))
