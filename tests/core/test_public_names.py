@@ -18,7 +18,8 @@ NAMES = {
         TransformerDecoder TransformerDecoderLayer TransformerEncoder TransformerEncoderLayer
         WindowRelativeBias insert_empty_memories""",
     "fastattn.bias": "T5 Window2d",
-    "fastattn.distributed": "Layout Plan Share attention plan",
+    "fastattn.distributed": """
+        Layout Plan Share attention decode_attention hopfield_retrieve memory_hop_attention plan""",
     "fastattn.flash_attn": """
         flash_attn_func flash_attn_qkvpacked_func flash_attn_varlen_func flash_attn_with_kvcache""",
     "fastattn.integrations": "accelerate replace_mha restore restore_mha",
@@ -27,7 +28,7 @@ NAMES = {
     "fastattn.integrations.sentence_transformers": "Registration unpad_inputs",
     "fastattn.integrations.torch": "Activation activate",
     "fastattn.integrations.transformers": """
-        CompactBiases Registration compact_relative_bias register""",
+        CompactBiases Registration compact_relative_bias context_parallel register""",
     "fastattn.masks": """
         Mask causal chunked document from_block_mask from_function prefix_lm sliding_window""",
     "fastattn.plot": "heatmap hops html",
