@@ -115,8 +115,8 @@ def memory_hop_attention(
     read = reader.softmax if options.normalize == "softmax" else reader.linear
     tensors = (u, in_rows, out_rows, proj, mask, bias)
     trace, _, weights = hop_states(*tensors, options, read)
-    out = trace[-1].to(query.dtype)[..., : query.shape[-1]]
-    return (out, torch.stack(weights, -2).to(query.dtype)) if need_weights else out
+    out = trace[-1].to(u.dtype)[..., : query.shape[-1]]
+    return (out, torch.stack(weights, -2).to(u.dtype)) if need_weights else out
 
 
 def hopfield_retrieve(
@@ -207,16 +207,17 @@ def hopfield_retrieve(
         given = (xi, stored_rows, keys, mask, bias, options)
         xi, taken, _ = hopfield_states(*given, read=reader.softmax)
     final = Reader(peers, lambda n: "the final reading", need_weights)
-    wide = torch.promote_types(state.dtype, torch.float32)
+    dtype = call.state.dtype  # as autocast casts it
+    wide = torch.promote_types(dtype, torch.float32)
     rows = stored_rows if call.projection is None else call.projection.flatten(0, 1)
     compared_rows = stored_rows if keys is None else keys
     read = (xi.to(wide), compared_rows.to(wide), rows.to(wide), mask, bias, options.scale)
     out, _, weights = final.softmax(*read)
     if call.projection is None:
         out = out[..., : state.shape[-1]]
-    results = [out.to(state.dtype)]
+    results = [out.to(dtype)]
     if weights is not None:
-        results.append(weights.to(state.dtype))
+        results.append(weights.to(dtype))
     if need_steps:
         results.append(taken.abs())
     results = [hopfield.lowered(back(x), state.ndim) for x in results]
