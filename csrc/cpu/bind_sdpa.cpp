@@ -39,8 +39,7 @@ Arguments arguments(const AttentionParams& common, const py::object& options,
                       field("positions_length", &Arguments::positions_length));
   Arguments p{common, 0, {}};
   read_attention_options(named(options), p);
-  optional_arguments(p, operands);
-  if (operands.is_none()) return p;
+  if (!optional_arguments(p, operands)) return p;
   named(operands).read_given(p, others);
   check_relative_bias(p, p.positions_length);
   check_positions(p);
