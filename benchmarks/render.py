@@ -37,7 +37,7 @@ IMAGES = ROOT / "docs" / "images"
 MAIN = "dropin"
 BEGIN, END = "<!-- benchmark: begin -->", "<!-- benchmark: end -->"
 
-PEERS, MODELS = "peers", "models"
+PEERS, MODELS, BREAKDOWN = "peers", "models", "breakdown"
 MARKER = re.compile(r"<!-- (\w+)(?: (\w+))?: begin -->")
 
 
@@ -155,9 +155,11 @@ def results_page(found: dict[str, dict[str, Result]]) -> str:
                 f"### {processor}/{name}.json",
                 f"{env['utc']}, commit {env['commit']}, Python {env['python']}, {env['system']}.",
                 display.conditions(result),
-                " ".join(display.closing(result, rows)),
-                tables.full_table(rows),
             ]
+            if name == BREAKDOWN:  # its rows are parts of a call
+                parts.append(side_by_side({processor: tables.breakdown_table(result)}))
+            else:
+                parts += [" ".join(display.closing(result, rows)), tables.full_table(rows)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -205,6 +207,7 @@ TABLES = {
     "operators": tables.family_table,
     "options": tables.options_table,
     "serving": tables.serving_table,
+    BREAKDOWN: tables.breakdown_table,
     PEERS: tables.peers_table,
     MODELS: tables.models_table,
     "libraries": tables.models_table,
@@ -256,9 +259,10 @@ def main() -> int:
         path.write_text(text)
     from fastattn.bench import charts, plots
 
-    first = next(iter(main_results.values()))
-    for theme in plots.THEMES:
-        charts.draw(first, IMAGES / f"{MAIN}-{theme}.png", theme=theme)
+    for name, kind in ((MAIN, "speedup"), (BREAKDOWN, "breakdown")):
+        for result in list(named(name).values())[:1]:
+            for theme in plots.THEMES:
+                charts.draw(result, IMAGES / f"{name}-{theme}.png", kind, theme)
     pages = ", ".join(str(path.relative_to(ROOT)) for path in texts)
     print(f"Written: {pages}, and the pictures in {IMAGES.name}/")
     return 0

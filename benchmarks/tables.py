@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from fastattn.bench import display, summary
+from fastattn.bench import breakdown, display, summary
 from fastattn.bench.results import Result
 
 COLUMNS = [("fp32", "fwd"), ("fp32", "fwd+bwd"), ("bf16", "fwd"), ("bf16", "fwd+bwd")]
@@ -238,6 +238,18 @@ def serving_table(result: Result) -> Table:
 def _name_of(row: Row) -> str:
     shape = f"`{row['shape']}`"
     return f"{row['label']}<br>{shape}" if row["label"] else shape
+
+
+def breakdown_table(result: Result) -> Table:
+    """Microseconds of the items of each call; they add up to the call."""
+    names = [*breakdown.BUDGET, "call", "floor"]
+    lines = {}
+    for found in result.cells:
+        cell, times = found.cell, breakdown.microseconds(found)
+        shape = f"`{cell.op} {cell.shape}`"
+        label = f"{cell.label}<br>{shape}" if cell.label else shape
+        lines[label, PASSES[cell.passes]] = [f"{times[name]:.1f}" for name in names]
+    return Table(["cell", "pass"], names, lines)
 
 
 def peers_table(result: Result) -> Table:

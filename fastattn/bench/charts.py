@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullLocator
 
+from fastattn.bench import breakdown as parts
 from fastattn.bench import plots
 from fastattn.bench.display import cell_words
 from fastattn.bench.peaks import kind_of
@@ -229,6 +230,32 @@ def roofline(result: Result, rows: Sequence[Row], look: plots.Theme) -> Figure:
     return figure
 
 
+def breakdown(result: Result, rows: Sequence[Row], look: plots.Theme) -> Figure:
+    """The budget of each call as a bar of its items; a line marks the floor."""
+    cells = [found for found in result.cells if found.rounds]
+    budgets = [parts.microseconds(found) for found in cells]
+    figure, axes = plt.subplots(
+        figsize=(9, 1.8 + 0.36 * len(cells)), facecolor=look.ground, layout="constrained"
+    )
+    colours = plt.colormaps["tab10"].colors  # type: ignore[attr-defined]
+    left = [0.0] * len(cells)
+    for colour, (item, words) in zip(colours, parts.BUDGET.items(), strict=False):
+        widths = [max(0.0, times[item]) for times in budgets]
+        axes.barh(range(len(cells)), widths, 0.7, left=left, color=colour, label=words)
+        left = [at + width for at, width in zip(left, widths, strict=True)]
+    for place, times in enumerate(budgets):
+        if times["floor"] > 1:
+            axes.plot([times["floor"]] * 2, [place - 0.42, place + 0.42], color=look.text)
+    names = [f"{found.cell.op} {found.cell.shape} {found.cell.passes}" for found in cells]
+    axes.set_yticks(range(len(cells)), names, fontsize=8)
+    axes.invert_yaxis()
+    title = "Microseconds of a call; a line: an autograd.Function that does nothing"
+    axes.set_title(title, color=look.text, loc="left", fontsize=10)
+    plots.style(axes, look)
+    plots.legend(figure, look, loc="outside lower left", ncols=3, fontsize=8)
+    return figure
+
+
 KINDS: dict[str, Callable[..., Any]] = {
     "speedup": plots.speedup,
     "heatmap": heatmap,
@@ -237,4 +264,5 @@ KINDS: dict[str, Callable[..., Any]] = {
     "roofline": roofline,
     "memory": _by_length("peak_mb", "MB"),
     "error": _by_length("relative_error", "relative error"),
+    "breakdown": breakdown,
 }

@@ -36,6 +36,11 @@ examples:
   fastattn bench model all --dtype bf16 --pass fwd --json models.json
 
 """,
+    "breakdown": """\
+example:
+  fastattn bench breakdown --op memory_hops --shapes "B=32,N=50,D=20,K=3" --pass fwd,fwd+bwd
+
+""",
     "compare": """\
 example:
   fastattn bench compare main/results.json mine/results.json --fail-slower 5%
@@ -56,6 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for function, add, words in (
         (measuring.run, _add_run, "measure operators and modules"),
         (measuring.model, _add_model, "measure whole models"),
+        (commands.breakdown, _add_breakdown, "measure where the time of small calls goes"),
         (commands.compare, _add_compare, "compare two results; can fail on a slowdown"),
         (commands.plot, _add_plot, "plot a result"),
         (commands.report, _add_report, "write a result as one HTML file"),
@@ -146,9 +152,7 @@ def _add_how(parser: argparse.ArgumentParser) -> None:
         default="warm",
         help="cold: flush the caches before every call (default: warm)",
     )
-    how.add_argument(
-        "--threads", type=int, metavar="N", help="number of threads (default: that of torch)"
-    )
+    _add_threads(how)
     how.add_argument(
         "--seed",
         type=int,
@@ -204,6 +208,25 @@ def _add_how(parser: argparse.ArgumentParser) -> None:
     out.add_argument("--quiet", action="store_true", help="print no progress, only the table")
 
 
+def _add_threads(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--threads", type=int, metavar="N", help="number of threads (default: that of torch)"
+    )
+
+
+def _add_breakdown(parser: argparse.ArgumentParser) -> None:
+    add_what(parser)
+    _add_threads(parser)
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed (default: 0)")
+    parser.add_argument(
+        "--rounds", type=int, default=50, metavar="N", help="rounds (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write raw samples and the environment"
+    )
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="write the picture")
+
+
 def _add_compare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("before", type=Path, help="a .json or .jsonl file that `run` wrote")
     parser.add_argument("after", type=Path, help="the file to compare with it")
@@ -250,9 +273,7 @@ def _add_roofline(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "results", type=Path, nargs="?", help="a result; without it, measure the peaks now"
     )
-    parser.add_argument(
-        "--threads", type=int, metavar="N", help="number of threads (default: that of torch)"
-    )
+    _add_threads(parser)
     parser.add_argument(
         "--plot", type=Path, metavar="FILE", help="write the roofline plot of the result"
     )

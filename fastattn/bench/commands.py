@@ -14,6 +14,7 @@ from fastattn.bench.display import milliseconds
 from fastattn.bench.exits import FAULTS, OK
 from fastattn.bench.presets import PRESETS, WHOLE_MODELS
 from fastattn.bench.providers import PROVIDERS, load, variants
+from fastattn.bench.selection import cells_of
 from fastattn.bench.summary import QUIET_SHARE, summarise
 
 PLOTS = ("speedup", "heatmap", "time", "throughput", "roofline", "memory", "error")
@@ -147,6 +148,34 @@ def record(args: argparse.Namespace) -> int:
     from fastattn.bench import recording
 
     return recording.run_program(args.program, args.out)
+
+
+def breakdown(args: argparse.Namespace) -> int:
+    """Measure where the time of small calls goes: checks, adapter, autograd, kernel, ...
+
+    A time is the difference of two nested parts of the real call, on the CPU. Every result is
+    compared with fp64 first.
+    """
+    from fastattn.bench import breakdown as parts
+
+    measuring.check_threads(args.threads)
+    if args.rounds < 1:
+        raise ValueError(f"--rounds {args.rounds}: must be at least 1")
+    if args.plot:
+        measuring.check_picture(args.plot)
+    path = measuring.placed(args.json)
+    threads = args.threads or torch.get_num_threads()
+    result = parts.measure(cells_of(args), threads=threads, rounds=args.rounds, seed=args.seed)
+    print("\n".join(parts.lines(result)))
+    if path:
+        results.save_json(result, summarise(result), path)
+        print(f"Written: {path}")
+    if args.plot and measuring.draw(result, args.plot, "breakdown"):
+        print(f"Written: {args.plot}")
+    wrong = [found for found in result.cells if found.outcomes["call"].status != "ok"]
+    for found in wrong:
+        print(f"WRONG: {found.cell.name}: {found.outcomes['call'].reason}", file=sys.stderr)
+    return FAULTS if wrong else OK
 
 
 def env(args: argparse.Namespace) -> int:

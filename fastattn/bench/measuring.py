@@ -46,9 +46,9 @@ def run(args: argparse.Namespace) -> int:
     check_names("--metric", metrics, tuple(display.METRICS))
     _check_settings(args)
     _require(cells)
-    out = _placed(args.out, args.device)
+    out = placed(args.out, args.device)
     files = {
-        name: _placed(given, args.device) or (out / f"results.{suffix}" if out else None)
+        name: placed(given, args.device) or (out / f"results.{suffix}" if out else None)
         for name, given, suffix in (
             ("json", args.json, "json"),
             ("csv", args.csv, "csv"),
@@ -113,7 +113,7 @@ def _require(cells: Sequence[Cell]) -> None:
         raise ValueError(missing[0])
 
 
-def _placed(path: Path | None, device: str) -> Path | None:
+def placed(path: Path | None, device: str = "cpu") -> Path | None:
     """`path`, with {processor} replaced by the folder name of this machine."""
     if path is None or PROCESSOR not in str(path):
         return path

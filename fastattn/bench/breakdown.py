@@ -1,0 +1,302 @@
+"""Where the time of a small call goes: the call, and ever smaller parts of it.
+
+A sample repeats the real call. A part inside it is measured by a stopwatch around the functions
+that bound it. The stopwatch replaces them for this sample alone; no other sample contains it:
+
+    call              the cell's pass
+    forward           the forward pass of a call that will be differentiated
+    plain             the forward pass of a call that will not
+    ... adapter       the functions of the backend within that pass: tensors to addresses
+    allocation        the results that Python allocates
+    native            the functions of the native core
+    arguments         the same for a batch of 0: only their arguments are read
+    one thread        the same on one thread
+    floor             an `autograd.Function` that does nothing, of as many tensors
+
+:func:`budget` are their differences, which add up to the call. The result file is that of the other
+benchmarks, with a part in place of a provider.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from fastattn import dispatch
+from fastattn.bench import ops, peaks
+from fastattn.bench.cells import Cell, bytes_touched
+from fastattn.bench.environment import describe_environment
+from fastattn.bench.inputs import make_inputs, output_names
+from fastattn.bench.oracle import Oracle
+from fastattn.bench.peaks import KIND_OF_DTYPE
+from fastattn.bench.providers.passes import Outputs, run_passes
+from fastattn.bench.results import CellResult, Outcome, Peak, Result, Round
+from fastattn.bench.stopwatch import Stopwatch
+
+__all__ = ["BUDGET", "budget", "lines", "measure", "microseconds"]
+
+SAMPLE_SECONDS = 0.002
+GUARD_SECONDS = 0.02
+_ALLOCATORS = (
+    *((torch, name) for name in ("empty", "empty_like", "empty_strided", "zeros")),
+    (Tensor, "new_empty"),
+)
+
+
+@dataclass(frozen=True)
+class Part:
+    """`inside` lists the functions that are timed, within the pass; None: the pass itself."""
+
+    within: str  # call, forward or plain
+    inside: Callable[[], Sequence[tuple[Any, str]]] | None = None
+    emptied: bool = False
+    one_thread: bool = False
+
+
+def _adapters() -> Sequence[tuple[Any, str]]:
+    module: Any = dispatch.load("cpu")
+    return [(module, name) for name in module.__all__ if name != "why_not"]
+
+
+def _natives() -> Sequence[tuple[Any, str]]:
+    module: Any = dispatch.load("cpu")
+    core = vars(module._cpu).items()
+    return [(module._cpu, name) for name, x in core if callable(x) and name[0] != "_"]
+
+
+PARTS = {
+    "call": Part("call"),
+    "forward": Part("forward"),
+    "plain": Part("plain"),
+    "plain adapter": Part("plain", _adapters),
+    "forward adapter": Part("forward", _adapters),
+    "adapter": Part("call", _adapters),
+    "allocation": Part("call", lambda: _ALLOCATORS),
+    "native": Part("call", _natives),
+    "arguments": Part("call", _natives, emptied=True),
+    "one thread": Part("call", _natives, one_thread=True),
+    "floor": Part("floor"),
+}
+
+# The items of a budget, in the order of a call.
+BUDGET = {
+    "checks": "checks, and PyTorch's own operations",
+    "Function.apply": "Function.apply",
+    "engine": "the engine of autograd",
+    "adapter": "adapter",
+    "allocation": "allocation",
+    "arguments": "reading the arguments",
+    "threads": "entering threads, less what they save",
+    "kernel": "kernel",
+}
+
+
+def budget(ms: Mapping[str, float]) -> dict[str, float]:
+    """The items of BUDGET from the times of PARTS, in the same unit; their sum is the call."""
+    checks = ms["plain"] - ms["plain adapter"]
+    backward_adapter = ms["adapter"] - ms["forward adapter"]
+    return {
+        "checks": checks,
+        "Function.apply": ms["forward"] - ms["forward adapter"] - checks,
+        "engine": ms["call"] - ms["forward"] - backward_adapter,
+        "adapter": ms["adapter"] - ms["allocation"] - ms["native"],
+        "allocation": ms["allocation"],
+        "arguments": ms["arguments"],
+        "threads": ms["native"] - ms["one thread"],
+        "kernel": ms["one thread"] - ms["arguments"],
+    }
+
+
+def microseconds(found: CellResult) -> dict[str, float]:
+    """The budget of a cell, the call and the floor.
+
+    From the least time of each part: a median of a call that lasts microseconds is that of the
+    machine's interruptions.
+    """
+    ms = {name: min(turn.ms[name] for turn in found.rounds) for name in PARTS}
+    times = budget(ms) | {"call": ms["call"], "floor": ms["floor"]}
+    return {name: 1e3 * time for name, time in times.items()}
+
+
+def lines(result: Result) -> list[str]:
+    """A table in microseconds."""
+    names = [*BUDGET, "call", "floor"]
+    texts = ["".join(f"{name:>15}" for name in names) + "  us of"]
+    for found in result.cells:
+        if found.rounds:
+            times = microseconds(found)
+            texts.append("".join(f"{times[name]:15.1f}" for name in names) + "  " + found.cell.name)
+    return texts
+
+
+def measure(cells: Sequence[Cell], *, threads: int, rounds: int, seed: int = 0) -> Result:
+    """Measure every part of every cell, in rounds of random order, in this process."""
+    torch.set_num_threads(threads)
+    settings = {
+        "threads": threads,
+        "rounds": rounds,
+        "seed": seed,
+        "baseline": "call",
+        "cache": "warm",
+        "providers": list(PARTS),
+    }
+    providers = {name: {"status": "ok"} for name in PARTS}
+    result = Result(describe_environment() | {"threads": threads}, settings, providers)
+    order = random.Random(seed)
+    with dispatch.use_backend("cpu"):
+        for cell in cells:
+            result.cells.append(_measured(cell, result, rounds, order))
+    return result
+
+
+def _measured(cell: Cell, result: Result, rounds: int, order: random.Random) -> CellResult:
+    # The parts have no count of operations: 0 keeps them from being compared with the peak.
+    found = CellResult(cell, 0, bytes_touched(cell))
+    seed, threads = result.settings["seed"], result.settings["threads"]
+    samples = _Samples(cell, make_inputs(cell, seed))
+    check = Oracle(cell, seed).check(samples.outputs())
+    if not check.ok:
+        found.outcomes = {"call": Outcome("WRONG", check.reason)}
+        return found
+    same = _same(cell, threads)
+    measured = [name for name in PARTS if name not in same]
+    for name in measured:
+        seconds = max(samples.seconds(name, 1) for _ in range(2))
+        count = max(1, min(10_000, math.ceil(SAMPLE_SECONDS / max(seconds, 1e-6))))
+        found.outcomes[name] = Outcome(inner=count)
+    checked = found.outcomes["call"]
+    checked.max_error, checked.bound, checked.largest = check.max_error, check.bound, check.largest
+    before = _guard(cell, result, threads)
+    for _ in range(rounds):
+        turn = Round((0.0, 0.0), {}, guard_seconds=GUARD_SECONDS)
+        for name in order.sample(measured, len(measured)):
+            turn.ms[name] = samples.seconds(name, found.outcomes[name].inner or 1) * 1e3
+        turn.ms |= {name: turn.ms[other] for name, other in same.items()}
+        after = _guard(cell, result, threads)
+        turn.guard, turn.share = (before[0], after[0]), min(before[1], after[1])
+        found.rounds.append(turn)
+        before = after
+    return found
+
+
+def _same(cell: Cell, threads: int) -> dict[str, str]:
+    """The parts that are another part of this call."""
+    same = {"one thread": "native"} if threads == 1 else {}
+    if cell.passes == "fwd":
+        same |= {"forward": "call", "plain": "call"}
+        same |= {"forward adapter": "adapter", "plain adapter": "adapter"}
+    return same
+
+
+def _guard(cell: Cell, result: Result, threads: int) -> tuple[float, float]:
+    kind = KIND_OF_DTYPE[cell.dtype]
+    found = peaks.measure_peak(kind, threads, GUARD_SECONDS)
+    best = result.peaks.setdefault(kind, Peak(found.rate, found.method, unit=found.unit))
+    best.rate = max(best.rate, found.rate)
+    return found.rate, found.share
+
+
+class _Samples:
+    """The calls of one cell, and how long their parts take."""
+
+    def __init__(self, cell: Cell, inputs: dict[str, Tensor]) -> None:
+        self.cell = cell
+        forward, leaves = ops.get(cell.op).ours(cell, inputs)
+        both = run_passes(cell, forward, leaves, inputs["grad_out"])
+        is_forward = cell.passes == "fwd"
+        out = forward()[0].detach()
+
+        def floor() -> Outputs:
+            return torch.autograd.grad(_Nothing.apply(out, *leaves), leaves, inputs["grad_out"])
+
+        self.calls: dict[str, Callable[[], Any]] = {
+            "call": forward if is_forward else both,
+            "forward": forward,
+            "plain": forward,
+            "floor": tuple if is_forward else floor,
+        }
+
+    def outputs(self) -> dict[str, Tensor]:
+        return dict(zip(output_names(self.cell), self.calls["call"](), strict=True))
+
+    def seconds(self, name: str, count: int) -> float:
+        """The mean time of a part in `count` calls."""
+        part = PARTS[name]
+        call = self.calls[part.within]
+        gradient = self.cell.passes != "fwd" and part.within != "plain"
+        with torch.set_grad_enabled(gradient), contextlib.ExitStack() as stack:
+            watch = None if part.inside is None else stack.enter_context(_watch(part))
+            if part.one_thread:
+                stack.callback(torch.set_num_threads, torch.get_num_threads())
+                torch.set_num_threads(1)
+            start = time.perf_counter()
+            for _ in range(count):
+                call()
+            total = time.perf_counter() - start
+        return (total if watch is None else watch.seconds) / count
+
+
+@contextlib.contextmanager
+def _watch(part: Part) -> Iterator[Stopwatch]:
+    """A stopwatch of the time inside the functions of a part."""
+    watch = Stopwatch()
+    assert part.inside is not None
+    with contextlib.ExitStack() as stack:
+        for owner, name in part.inside():
+            original = getattr(owner, name)
+            stack.enter_context(mock.patch.object(owner, name, _timed(original, watch, part)))
+        yield watch
+
+
+def _timed(function: Callable[..., Any], watch: Stopwatch, part: Part) -> Callable[..., Any]:
+    own = _own_seconds()
+
+    @functools.wraps(function)
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        given = _emptied(args) if part.emptied else args
+        watch.start()
+        result = function(*given, **kwargs)
+        watch.stop()
+        watch.seconds -= own
+        return function(*args, **kwargs) if part.emptied else result
+
+    return timed
+
+
+@functools.cache
+def _own_seconds() -> float:
+    """What a stopwatch adds to the time of a function."""
+    least = math.inf
+    for _ in range(1000):
+        watch = Stopwatch()
+        watch.start()
+        watch.stop()
+        least = min(least, watch.seconds)
+    return least
+
+
+def _emptied(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of a native function with a batch of 0: the first of its sizes."""
+    place = next((n for n, x in enumerate(args) if isinstance(x, tuple)), len(args))
+    return *args[:place], *((0, *x[1:]) for x in args[place : place + 1]), *args[place + 1 :]
+
+
+class _Nothing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, *leaves: Tensor) -> Tensor:
+        ctx.save_for_backward(*leaves)
+        return torch.empty_like(out)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ctx.saved_tensors

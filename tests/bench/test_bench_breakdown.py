@@ -1,0 +1,79 @@
+"""`bench breakdown`: the parts of a call, and their budget."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from bench_results import cell_of
+from test_bench_render import load_render
+
+from fastattn import dispatch
+from fastattn.bench import breakdown, cli, results, summary
+from fastattn.cli import main
+
+pytestmark = pytest.mark.skipif(isinstance(dispatch.load("cpu"), str), reason="no native core")
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(breakdown, "SAMPLE_SECONDS", 1e-4)
+    monkeypatch.setattr(breakdown, "GUARD_SECONDS", 1e-3)
+
+
+def test_the_items_add_up_to_the_call() -> None:
+    names = [name for name in breakdown.PARTS if name != "floor"]
+    ms = {name: 1.7**n for n, name in enumerate(names)}
+    items = breakdown.budget(ms)
+    assert list(items) == list(breakdown.BUDGET)
+    assert sum(items.values()) == pytest.approx(ms["call"])
+
+
+@pytest.mark.parametrize(
+    ("op", "shape", "passes"),
+    [("sdpa", "B=1,H=2,L=4,D=8", "fwd+bwd"), ("memory_hops", "B=2,N=5,D=8,K=2", "fwd")],
+)
+def test_every_part_is_measured_and_nothing_stays_replaced(
+    op: str, shape: str, passes: str
+) -> None:
+    places = [*breakdown._adapters(), *breakdown._natives(), *breakdown._ALLOCATORS]
+    before = [getattr(owner, name) for owner, name in places]
+    threads, own = torch.get_num_threads(), "new_empty" in vars(torch.Tensor)
+    cell = cell_of(op, shape, passes=passes)
+    (found,) = breakdown.measure([cell], threads=threads, rounds=1).cells
+    assert [getattr(owner, name) for owner, name in places] == before
+    assert ("new_empty" in vars(torch.Tensor)) == own
+    assert torch.get_num_threads() == threads
+    assert found.outcomes["call"].status == "ok"
+    (turn,) = found.rounds
+    assert sorted(turn.ms) == sorted(breakdown.PARTS)
+    unmeasured = {"floor"} if passes == "fwd" else set()
+    assert {name for name, ms in turn.ms.items() if ms <= 1e-4} <= unmeasured
+
+
+def test_a_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = dispatch.load("cpu")
+    right = module.plain_attention  # type: ignore[union-attr]
+    monkeypatch.setattr(module, "plain_attention", lambda *a: (right(*a)[0] + 1, None))
+    cell = cell_of("sdpa", "B=1,H=2,L=4,D=8")
+    (found,) = breakdown.measure([cell], threads=1, rounds=1).cells
+    assert found.outcomes["call"].status == "WRONG"
+    assert found.rounds == []
+
+
+def test_the_command_writes_a_result_that_is_rendered(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "breakdown.json"
+    command = ["bench", "breakdown", "--shapes", "sdpa B=1,H=2,L=4,D=8 pass=fwd+bwd"]
+    assert main([*command, "--rounds", "1", "--threads", "1", "--json", str(path)]) == cli.OK
+    assert "sdpa B=1,H=2,L=4,D=8 fp32 fwd+bwd" in capsys.readouterr().out
+    result = results.load(path)
+    assert not any(row["impossible"] for row in summary.summarise(result))
+    render = load_render()
+    block = render.block_of("breakdown", {"here": result})
+    assert "| `sdpa B=1,H=2,L=4,D=8` | forward + backward |" in block
+    assert "Function.apply" in render.results_page({"here": {"breakdown": result}})
+    assert main([*command, "--rounds", "0"]) == cli.USAGE
+    capsys.readouterr()
