@@ -36,7 +36,7 @@ NATIVE_SOURCES := setup.py $(shell find csrc)
 CXX_FILES = $(shell git ls-files --cached --others --exclude-standard '*.cpp' '*.h' '*.cu')
 
 .DEFAULT_GOAL := help
-.PHONY: help bench test test-full test-slow test-isas test-arm test-sanitized test-triton-oldest test-torch test-transformers test-gpu build lint format clean
+.PHONY: help bench test test-full test-slow test-isas test-arm test-sanitized test-triton-oldest test-torch test-transformers test-gpu wheel sdist manylinux build lint lock format clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{ printf "  make %-23s %s\n", $$1, $$2 }'
@@ -129,6 +129,40 @@ test-gpu: build $(VENV)/.stamp-test ## on a GPU: correctness, races, speed; resu
 	$(BIN)/python -m fastattn bench run --preset dropin --device cuda --time-budget 300 \
 	  --json 'benchmarks/results/{processor}/dropin.json'
 
+# A wheel for every Python that is found, built from what the sdist contains. It runs on glibc 2.28:
+# csrc/cpu/glibc.cpp defines what is newer there, and libstdc++ is linked statically. The OpenMP runtime
+# is not bundled, because it must be the one that torch brings. The same source and tools give the same
+# bytes: times come from the commit, orders and permissions are fixed.
+WHEELS := build/wheels
+TOOLS := $(abspath $(WHEELS))/tools/bin
+WHEEL_PYTHONS ?= python3.10 python3.11 python3.12 python3.13 python3.14 python3.14t
+wheel sdist manylinux: export SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct 2> /dev/null || echo 315532800)
+wheel: export LDFLAGS := -static-libstdc++ -Wl,--gc-sections -Wl,--strip-all
+
+wheel: sdist ## wheels for the Pythons found here, and the sdist, in dist/; WHEEL_PYTHONS="python3.12" for some
+	rm -rf $(WHEELS)/raw
+	for python in $(WHEEL_PYTHONS); do \
+	  $$python -c '' 2> /dev/null || { echo "no wheel for $$python: it is not here"; continue; }; \
+	  $(TOOLS)/python -m pip --python "$$(command -v $$python)" --disable-pip-version-check wheel --no-deps \
+	    --wheel-dir $(WHEELS)/raw $(WHEELS)/source/fastattn-* || exit; \
+	done
+	PATH=$(TOOLS):$$PATH auditwheel repair --exclude libgomp.so.1 --wheel-dir dist $(WHEELS)/raw/*.whl
+
+sdist: $(WHEELS)/.stamp-tools ## the package of the sources, in dist/
+	rm -rf $(WHEELS)/source dist && mkdir -p $(WHEELS)/source dist
+	$(TOOLS)/python -m build --sdist --outdir $(WHEELS)/source .
+	cd $(WHEELS)/source && umask 022 && tar --no-same-permissions -xzf fastattn-*.tar.gz && rm fastattn-*.tar.gz && \
+	  for tree in fastattn-*; do tar --sort=name --mtime=@$$SOURCE_DATE_EPOCH --mode=u=rwX,go=rX --owner=0 --group=0 \
+	    --numeric-owner -cf - $$tree | gzip -9n > $(CURDIR)/dist/$$tree.tar.gz; done
+
+manylinux: $(WHEELS)/.stamp-tools ## the wheels of a release, in dist/, by cibuildwheel; needs docker or podman
+	PATH=$(TOOLS):$$PATH cibuildwheel --platform linux --output-dir dist $(ARGS)
+
+$(WHEELS)/.stamp-tools: .ci/requirements/wheel.txt
+	rm -rf $(WHEELS)/tools && $(PYTHON) -m venv $(WHEELS)/tools
+	$(TOOLS)/python -m pip install --quiet --disable-pip-version-check --require-hashes --requirement $<
+	touch $@
+
 build: $(VENV)/.stamp-native ## make the environment and the native core; again where csrc changed
 
 $(VENV)/.stamp-venv:
@@ -174,6 +208,12 @@ lint: $(VENV)/.stamp-dev ## check format, style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
+
+# The hashes of every file that the tools above may install; after a change of an .in file.
+lock: $(VENV)/.stamp-venv ## pin the tools of .ci/requirements again, by version and hash
+	$(PIP) install --quiet --target $(VENV)/uv uv
+	for file in .ci/requirements/*.in; do $(VENV)/uv/bin/uv pip compile --quiet --universal --python-version 3.11 \
+	  --generate-hashes --no-header $$file --output-file $${file%.in}.txt || exit; done
 
 format: $(VENV)/.stamp-dev ## mend what can be mended automatically
 	$(BIN)/ruff check --fix-only .

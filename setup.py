@@ -94,7 +94,11 @@ COMMON_FLAGS += ["-Wno-psabi"]
 # floating-point exception flags, and the separate rounding of products.
 COMMON_FLAGS += ["-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"]
 
+EXPORTS = [f"-Wl,--version-script={ROOT / 'csrc/exports.map'}"]
+
 SANITIZERS = ("address", "undefined", "thread")
+# Only the objects that include Python's headers differ between Pythons; the others are shared.
+PYTHON = sysconfig.get_config_var("SOABI") or sys.implementation.cache_tag
 OPENMP_PROBE = "#include <omp.h>\nint threads() { return omp_get_max_threads(); }\n"
 
 
@@ -292,6 +296,10 @@ def plan_cpu() -> Plan:
             objects.append((source, f"tiles/{source.stem}.{isa}.o", one_isa))
     includes = (sysconfig.get_paths()["include"], pybind11.get_include())
     shared = [*flags, *isas["baseline"], *(f"-isystem{path}" for path in includes)]
+    if optimise == ["-O2"]:
+        # Assertions have the paths of Python's and pybind11's headers, which differ from build to
+        # build. The messages about wrong arguments stay.
+        shared += ["-DNDEBUG", "-DPYBIND11_DETAILED_ERROR_MESSAGES"]
     peaks, peaks_left_out = usable_peaks(compiler, flags, sets.peaks)
     objects += [(source, f"unit.{source.stem}.o", unit_flags) for source, unit_flags in peaks]
     definitions = {
@@ -299,7 +307,8 @@ def plan_cpu() -> Plan:
         "peak_units": [f"-DFASTATTN_HAVE_PEAK_{source.stem.upper()}=1" for source, _ in peaks],
     }
     for source in sorted((ROOT / "csrc/cpu").glob("*.cpp")):
-        objects.append((source, f"{source.stem}.o", [*shared, *definitions.get(source.stem, [])]))
+        one = [*shared, *definitions.get(source.stem, [])]
+        objects.append((source, f"{PYTHON}/{source.stem}.o", one))
 
     version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True)
     record = {
@@ -312,7 +321,7 @@ def plan_cpu() -> Plan:
         },
         "left_out": left_out | tiles_left_out | peaks_left_out,
     }
-    return Plan(compiler, objects, [*words("LDFLAGS"), "-fopenmp", *link_flags], record)
+    return Plan(compiler, objects, [*words("LDFLAGS"), *EXPORTS, "-fopenmp", *link_flags], record)
 
 
 def is_for_hopper(source: Path) -> bool:
@@ -400,7 +409,8 @@ def plan_cuda() -> Plan:
     host = [*words("CXXFLAGS"), "-std=c++17", "-fPIC", "-fvisibility=hidden", "-O2", "-Wall"]
     host += [*(f"-isystem{path}" for path in includes), f'-DFASTATTN_CUDA_ARCHS="{archs}"']
     host += ["-DFASTATTN_HOPPER"] if hopper else []
-    objects += [(s, f"{s.stem}.o", host) for s in sorted((ROOT / "csrc/cuda").glob("*.cpp"))]
+    bindings = sorted((ROOT / "csrc/cuda").glob("*.cpp"))
+    objects += [(source, f"{PYTHON}/{source.stem}.o", host) for source in bindings]
     # The static runtime loads the driver at its first use, so the module imports without a driver.
     link = [*words("LDFLAGS"), f"-L{runtime}", "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
     version = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True)
@@ -500,7 +510,7 @@ class BuildNative(build_ext):
 
         # Not build_temp: an editable install creates a new one each time, and would recompile all.
         base = self.get_finalized_command("build").build_base
-        folder = Path(base, f"native-{sys.implementation.cache_tag}", name).resolve()
+        folder = Path(base, "native", name).resolve()
         folder.mkdir(parents=True, exist_ok=True)
         output.parent.mkdir(parents=True, exist_ok=True)
         with (folder / ".lock").open("w") as lock:

@@ -19,7 +19,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 KERNELS = ROOT / "csrc/cpu/kernels"
-BUILD = ROOT / f"build/native-{sys.implementation.cache_tag}/cpu"
+BUILD = ROOT / "build/native/cpu"
 ATTENTION = "scaled_dot_product_attention"
 DTYPES = {"float32": "f32", "float64": "f64", "bfloat16": "bf16", "float16": "f16"}  # in params.h
 

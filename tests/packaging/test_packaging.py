@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import platform
 import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tarfile
 import zipfile
 from importlib import metadata
@@ -23,112 +21,20 @@ from types import ModuleType
 
 import pytest
 import sass
-import torch
+from installation import (
+    EXT_SUFFIX,
+    ROOT,
+    STAND_IN_KERNEL,
+    STAND_IN_MODULE,
+    copy_source,
+    run,
+    source_files,
+    symbols,
+)
 
 import fastattn
 
-ROOT = Path(__file__).resolve().parents[2]
-EXT_SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
 ISAS = ("baseline", "avx2", "avx512", "avx512_bf16")
-
-STAND_IN_KERNEL = """
-#define STRING_(x) #x
-#define STRING(x) STRING_(x)
-namespace fastattn { namespace FASTATTN_ISA {
-extern const char* const isa;
-const char* const isa = STRING(FASTATTN_ISA);
-}}
-"""
-STAND_IN_MODULE = """
-#include <pybind11/pybind11.h>
-namespace fastattn {
-namespace baseline { extern const char* const isa; }
-#if FASTATTN_HAVE_AVX2
-namespace avx2 { extern const char* const isa; }
-#endif
-#if FASTATTN_HAVE_AVX512
-namespace avx512 { extern const char* const isa; }
-#endif
-#if FASTATTN_HAVE_AVX512_BF16
-namespace avx512_bf16 { extern const char* const isa; }
-#endif
-}
-PYBIND11_MODULE(_cpu, m) {
-  std::string compiled = fastattn::baseline::isa;
-#if FASTATTN_HAVE_AVX2
-  compiled += std::string(" ") + fastattn::avx2::isa;
-#endif
-#if FASTATTN_HAVE_AVX512
-  compiled += std::string(" ") + fastattn::avx512::isa;
-#endif
-#if FASTATTN_HAVE_AVX512_BF16
-  compiled += std::string(" ") + fastattn::avx512_bf16::isa;
-#endif
-  m.attr("compiled") = compiled;
-}
-"""
-
-
-def run(
-    command: list[str | Path], cwd: Path, unset: tuple[str, ...] = (), **environment: str
-) -> subprocess.CompletedProcess[str]:
-    """Run to the end; the environment is this process's, without what steers a build."""
-    steering = ("FASTATTN_REQUIRE_NATIVE", "FASTATTN_NATIVE", "FASTATTN_SANITIZE", "PYTHONPATH")
-    kept = {k: v for k, v in os.environ.items() if k not in (*steering, *unset)}
-    return subprocess.run(
-        [str(word) for word in command],
-        cwd=cwd,
-        env={"FASTATTN_CUDA": "0", **kept, **environment},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-
-
-def source_files() -> list[str]:
-    """Everything that belongs to the package's source, relative to the root."""
-    trees = [p for tree in ("csrc", "fastattn") for p in (ROOT / tree).rglob("*") if p.is_file()]
-    built = {".so", ".pyc", ".o"}
-    return sorted(
-        str(path.relative_to(ROOT))
-        for path in trees
-        if path.suffix not in built
-        and path.name != "_build.json"
-        and "__pycache__" not in path.parts
-    )
-
-
-def copy_source(folder: Path) -> Path:
-    top = "setup.py pyproject.toml MANIFEST.in README.md LICENSE Makefile"
-    for name in [*top.split(), "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", *source_files()]:
-        target = folder / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(ROOT / name, target)
-    return folder
-
-
-@pytest.fixture
-def small_source(tmp_path: Path) -> Path:
-    """A copy of the source with a stand-in for the kernels that compiles in a moment."""
-    folder = copy_source(tmp_path / "source")
-    shutil.rmtree(folder / "csrc/cpu")
-    (folder / "csrc/cpu/kernels").mkdir(parents=True)
-    (folder / "csrc/cpu/kernels/stand_in.cpp").write_text(STAND_IN_KERNEL)
-    (folder / "csrc/cpu/isa.cpp").write_text(STAND_IN_MODULE)
-    return folder
-
-
-@pytest.fixture
-def elsewhere(tmp_path: Path) -> Path:
-    """A new Python environment, which sees torch and what builds need, but no fastattn."""
-    environment = tmp_path / "environment"
-    made = run([sys.executable, "-m", "venv", "--without-pip", environment], tmp_path)
-    assert made.returncode == 0, made.stderr
-    site = next(environment.glob("lib/python*/site-packages"))
-    # The .pth file of an editable install, fastattn's own among them, is not read along this way.
-    (site / "outer.pth").write_text(str(Path(torch.__file__).parents[1]) + "\n")
-    return environment
 
 
 def build(source: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -161,6 +67,8 @@ def test_the_version_is_written_once() -> None:
     places = [f for f in source_files() if f.endswith(".py") and written in (ROOT / f).read_text()]
     assert places == ["fastattn/_version.py"]
     assert written not in (ROOT / "pyproject.toml").read_text()
+    # But for readers that cannot run Python.
+    assert f"\nversion: {fastattn.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
 def test_torch_is_required_at_run_time_and_not_to_build() -> None:
@@ -299,7 +207,7 @@ def test_a_second_build_compiles_only_what_changed(small_source: Path) -> None:
     kernel.write_text(kernel.read_text() + "// changed\n")
     again = build(small_source).stdout
     assert "compile stand_in.avx2.o" in again
-    assert "compile module.o" not in again
+    assert "/isa.o" not in again
 
 
 def test_without_a_compiler_it_installs_and_says_so(small_source: Path, elsewhere: Path) -> None:
@@ -362,12 +270,6 @@ def test_a_library_of_an_earlier_build_does_not_stay_behind(small_source: Path) 
 
 
 # The library in use
-
-
-def symbols(*arguments: str | Path) -> list[str]:
-    done = run(["nm", "-C", *arguments], ROOT)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
 
 
 def test_the_library_knows_no_torch(native: ModuleType) -> None:
@@ -439,7 +341,7 @@ def test_kernels_of_one_instruction_set_leak_nothing_to_another(built_source: Pa
     """A weak symbol outside of the instruction set's own namespace, such as an inline function of
     the standard library, is merged by the linker with those of the same name: a processor without
     AVX-512 could then meet the copy that was compiled for it."""
-    objects = sorted(built_source.glob("build/native-*/cpu/*.o"))
+    objects = sorted(built_source.glob("build/native/cpu/*.o"))
     kernels = [o for o in objects if o.stem.rpartition(".")[2] in ISAS]
     assert {o.stem.rpartition(".")[2] for o in kernels} >= {"baseline"}
     for file in kernels:

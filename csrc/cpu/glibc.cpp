@@ -1,0 +1,22 @@
+// A library that was linked to a newer glibc runs on glibc 2.28, as a manylinux_2_28 wheel must: the
+// two names that later versions brought are defined here. exports.map keeps them in this library.
+#include <features.h>
+
+#if defined(__GLIBC__)
+// libstdc++ counts references without atomics where it is true; glibc has it from 2.32 on.
+extern "C" {
+extern char __libc_single_threaded;
+char __libc_single_threaded = 0;
+}
+
+// glibc 2.29 has a second version of log, which differs in that it leaves matherr alone.
+#if defined(__x86_64__)
+asm(".symver fastattn_first_log, log@GLIBC_2.2.5");
+#elif defined(__aarch64__)
+asm(".symver fastattn_first_log, log@GLIBC_2.17");
+#endif
+#if defined(__x86_64__) || defined(__aarch64__)
+extern "C" double fastattn_first_log(double x);
+extern "C" double log(double x) { return fastattn_first_log(x); }
+#endif
+#endif

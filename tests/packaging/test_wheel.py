@@ -1,0 +1,163 @@
+"""The wheels of `make wheel`: what is in them, where they run, and that their bytes repeat.
+
+All slow: they need a package index. The real kernels are compiled for this machine alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+from installation import EXT_SUFFIX, ROOT, copy_source, run, source_files, symbols
+
+pytestmark = [pytest.mark.slow, pytest.mark.without_kernels]
+
+MANYLINUX = re.compile(r"manylinux_2_(?:1[0-9]|2[0-8])_(?:x86_64|aarch64)\.whl$")
+PYTHON = f"python{sys.version_info.major}.{sys.version_info.minor}"
+OTHERS = [f"python3.{minor}" for minor in range(10, 15) if minor != sys.version_info.minor]
+
+
+def works(python: str) -> bool:
+    done = subprocess.run([python, "-c", ""], capture_output=True, check=False)
+    return done.returncode == 0
+
+
+OTHERS = [name for name in OTHERS if shutil.which(name) and works(name)]
+
+
+@pytest.fixture(scope="session")
+def tools() -> Path:
+    """The tools of `make wheel`, in the versions that it pins."""
+    done = run(["make", "build/wheels/.stamp-tools", f"PYTHON={sys.executable}"], ROOT)
+    assert done.returncode == 0, done.stderr
+    return ROOT / "build/wheels/tools"
+
+
+def make_wheel(source: Path, tools: Path, *variables: str, **environment: str) -> list[Path]:
+    """The files that `make wheel` makes of a source tree, the sdist first."""
+    folder = source / "build/wheels"
+    folder.mkdir(parents=True)
+    folder.joinpath("tools").symlink_to(tools)
+    os.utime(source / ".ci/requirements/wheel.txt", (0, 0))
+    (folder / ".stamp-tools").touch()
+    settings = {"SOURCE_DATE_EPOCH": "1700000000", "FASTATTN_CPU_ISAS": "native"}
+    done = run(["make", "wheel", *variables], source, timeout=1800, **settings, **environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return sorted((source / "dist").iterdir(), key=lambda path: path.suffix == ".whl")
+
+
+@pytest.fixture(scope="session")
+def wheels(tools: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """The sdist, the wheel for this Python and, if there is another Python, its wheel."""
+    pythons = " ".join([PYTHON, *OTHERS[-1:]])
+    source = copy_source(tmp_path_factory.mktemp("wheels") / "source")
+    return make_wheel(source, tools, f"WHEEL_PYTHONS={pythons}")
+
+
+def wheel_for(python: str, wheels: list[Path]) -> Path:
+    tag = "cp" + python.removeprefix("python").replace(".", "")
+    (found,) = [path for path in wheels if f"-{tag}-{tag}-" in path.name]
+    return found
+
+
+def test_a_wheel_has_the_package_and_the_kernels_alone(wheels: list[Path]) -> None:
+    wheel = wheel_for(PYTHON, wheels)
+    assert MANYLINUX.search(wheel.name), wheel.name
+    assert wheel.stat().st_size < 15e6
+    names = set(zipfile.ZipFile(wheel).namelist())
+    package = {name for name in names if name.startswith("fastattn/")}
+    built = {f"fastattn/_cpu{EXT_SUFFIX}", "fastattn/_build.json"}
+    assert package == {f for f in source_files() if f.startswith("fastattn/")} | built
+    # No bundled library: `auditwheel` would put one into fastattn.libs.
+    assert {name.split("/")[0].partition("-")[0] for name in names} == {"fastattn"}
+    assert any(name.endswith("/licenses/LICENSE") for name in names)
+
+
+def test_a_wheel_needs_nothing_but_libc_and_the_runtime_of_openmp(
+    wheels: list[Path], tmp_path: Path
+) -> None:
+    zipfile.ZipFile(wheel_for(PYTHON, wheels)).extractall(tmp_path)
+    library = tmp_path / f"fastattn/_cpu{EXT_SUFFIX}"
+    shown = run(["readelf", "--dynamic", library], tmp_path).stdout
+    needed = set(re.findall(r"NEEDED.*\[(.*?)\.so", shown))
+    assert needed <= {"libgomp", "libgcc_s", "libc", "libm", "libpthread", "ld-linux-x86-64"}
+    assert "libgomp" in needed
+    # Only the entry point is visible: the C++ library inside serves this module alone.
+    defined = symbols("-D", "--defined-only", library)
+    assert [line.split()[-1] for line in defined] == ["PyInit__cpu"]
+
+
+def test_a_wheel_installs_and_runs_without_a_compiler(wheels: list[Path], elsewhere: Path) -> None:
+    python = elsewhere / "bin/python"
+    wheel = wheel_for(PYTHON, wheels)
+    install = [sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", wheel]
+    done = run(install, elsewhere)
+    assert done.returncode == 0, done.stdout + done.stderr
+    bare = {"PATH": "/nowhere", "FASTATTN_CACHE_DIR": "/nonexistent"}
+    verified = run([elsewhere / "bin/fastattn", "verify", "--quick"], elsewhere, **bare)
+    assert verified.returncode == 0, verified.stdout + verified.stderr
+    script = "import fastattn._cpu as c; print(c.__file__)"
+    where = run([python, "-c", script], elsewhere, **bare)
+    assert where.stdout.startswith(str(elsewhere)), where.stderr
+
+
+@pytest.mark.skipif(not OTHERS, reason="there is no other Python here")
+def test_the_wheel_of_another_python_loads_in_it(wheels: list[Path], tmp_path: Path) -> None:
+    other = OTHERS[-1]
+    zipfile.ZipFile(wheel_for(other, wheels)).extractall(tmp_path)
+    library = next(tmp_path.glob("fastattn/_cpu*.so"))
+    # The loader finds libgomp where torch is not: in the system.
+    script = "import importlib.util as u, sys; s = u.spec_from_file_location('_cpu', sys.argv[1]);"
+    script += "m = u.module_from_spec(s); s.loader.exec_module(m); print(m.build_info()['isa'])"
+    used = run([other, "-c", script, library], tmp_path)
+    assert used.returncode == 0, used.stderr
+
+
+def test_the_kernels_are_compiled_once_for_all_pythons(wheels: list[Path]) -> None:
+    objects = wheels[0].parents[1].glob("build/wheels/source/*/build/native/cpu/**/*.o")
+    folders = {path.parent.name for path in objects if path.name == "module.o"}
+    assert len(folders) == len(wheels) - 1
+    assert all(folder.startswith("cpython-") for folder in folders)
+
+
+def test_two_builds_have_the_same_bytes(small_source: Path, tools: Path, tmp_path: Path) -> None:
+    def digests(source: Path) -> dict[str, str]:
+        made = make_wheel(source, tools, f"WHEEL_PYTHONS={PYTHON}")
+        return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in made}
+
+    other = tmp_path / "elsewhere/source"
+    shutil.copytree(small_source, other)
+    for path in other.rglob("*.py"):
+        os.utime(path, (1, 1))
+        path.chmod(0o600)
+    first = digests(small_source)
+    assert len(first) == 2
+    assert first == digests(other)
+
+
+def test_the_sdist_has_what_it_takes_to_build_and_test(wheels: list[Path]) -> None:
+    with tarfile.open(wheels[0]) as archive:
+        members = archive.getmembers()
+    names = {member.name.partition("/")[2] for member in members if member.isfile()}
+    assert {*source_files(), "setup.py", "pyproject.toml", "Makefile", "LICENSE"} <= names
+    assert not [n for n in names if n.endswith((".so", ".o", ".pyc", "_build.json"))]
+    assert {(m.uid, m.gid, m.mtime) for m in members} == {(0, 0, 1700000000)}
+
+
+def test_a_release_has_these_wheels(tools: Path) -> None:
+    # It only lists them. Building them takes a container engine: not run here.
+    command = [tools / "bin/cibuildwheel", "--platform", "linux", "--print-build-identifiers"]
+    done = run([*command, ROOT], ROOT)
+    assert done.returncode == 0, done.stderr
+    pythons = ("cp310", "cp311", "cp312", "cp313", "cp314", "cp314t")
+    assert set(done.stdout.split()) == {
+        f"{python}-manylinux_{arch}" for python in pythons for arch in ("x86_64", "aarch64")
+    }

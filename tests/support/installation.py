@@ -1,0 +1,100 @@
+"""Copies of the source tree to build and install, and commands that run beside this environment."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sysconfig
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+EXT_SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
+
+STAND_IN_KERNEL = """
+#define STRING_(x) #x
+#define STRING(x) STRING_(x)
+namespace fastattn { namespace FASTATTN_ISA {
+extern const char* const isa;
+const char* const isa = STRING(FASTATTN_ISA);
+}}
+"""
+STAND_IN_MODULE = """
+#include <pybind11/pybind11.h>
+namespace fastattn {
+namespace baseline { extern const char* const isa; }
+#if FASTATTN_HAVE_AVX2
+namespace avx2 { extern const char* const isa; }
+#endif
+#if FASTATTN_HAVE_AVX512
+namespace avx512 { extern const char* const isa; }
+#endif
+#if FASTATTN_HAVE_AVX512_BF16
+namespace avx512_bf16 { extern const char* const isa; }
+#endif
+}
+PYBIND11_MODULE(_cpu, m) {
+  std::string compiled = fastattn::baseline::isa;
+#if FASTATTN_HAVE_AVX2
+  compiled += std::string(" ") + fastattn::avx2::isa;
+#endif
+#if FASTATTN_HAVE_AVX512
+  compiled += std::string(" ") + fastattn::avx512::isa;
+#endif
+#if FASTATTN_HAVE_AVX512_BF16
+  compiled += std::string(" ") + fastattn::avx512_bf16::isa;
+#endif
+  m.attr("compiled") = compiled;
+}
+"""
+
+
+def run(
+    command: list[str | Path],
+    cwd: Path,
+    unset: tuple[str, ...] = (),
+    timeout: float = 600,
+    **environment: str,
+) -> subprocess.CompletedProcess[str]:
+    """Run to the end; the environment is this process's, without what steers a build."""
+    steering = ("FASTATTN_REQUIRE_NATIVE", "FASTATTN_NATIVE", "FASTATTN_SANITIZE", "PYTHONPATH")
+    steering += ("MAKEFLAGS", "MAKELEVEL", "ARGS")
+    kept = {k: v for k, v in os.environ.items() if k not in (*steering, *unset)}
+    return subprocess.run(
+        [str(word) for word in command],
+        cwd=cwd,
+        env={"FASTATTN_CUDA": "0", **kept, **environment},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+def source_files() -> list[str]:
+    """Everything that belongs to the package's source, relative to the root."""
+    trees = [p for tree in ("csrc", "fastattn") for p in (ROOT / tree).rglob("*") if p.is_file()]
+    built = {".so", ".pyc", ".o"}
+    return sorted(
+        str(path.relative_to(ROOT))
+        for path in trees
+        if path.suffix not in built
+        and path.name != "_build.json"
+        and "__pycache__" not in path.parts
+    )
+
+
+def copy_source(folder: Path) -> Path:
+    top = "setup.py pyproject.toml MANIFEST.in README.md LICENSE Makefile CHANGELOG.md "
+    top += "CONTRIBUTING.md SECURITY.md licenses/pybind11.txt .ci/run .ci/requirements/wheel.txt"
+    for name in [*top.split(), *source_files()]:
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, target)
+    return folder
+
+
+def symbols(*arguments: str | Path) -> list[str]:
+    done = run(["nm", "-C", *arguments], ROOT)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
