@@ -19,7 +19,7 @@ KERNELS = {
     "additive": 7,
     "sdpa_forward": 6,
     "sdpa_backward": 12,
-    "sdpa_weights": 7,
+    "sdpa_weights": 10,
     "encode_memory": 6,
     "hopfield": 2,
     "hopper/sdpa_backward": 22,

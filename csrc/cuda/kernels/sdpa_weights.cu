@@ -25,13 +25,16 @@ void attention_rows(const FASTATTN_ELEMENT*, const AttentionArguments& p, uintpt
 void attention_pairs(const FASTATTN_ELEMENT*, const PairsArguments& p, uintptr_t stream) {
   with_width(p, [&](auto width) {
     using Shape = BackwardShape<FASTATTN_ELEMENT, decltype(width)::value>;
-    const int64_t of_keys = p.q_starts != nullptr ? packed_diagonals<Shape::kStaying>(p)
-                            : p.by_distance       ? diagonals_of<Shape::kStaying>(p)
-                                                  : blocks_of(p.sizes[3], Shape::kPassing);
+    const bool packed = p.q_starts != nullptr;
+    const int64_t of_keys = packed          ? packed_diagonals<Shape::kStaying>(p)
+                            : p.by_distance ? diagonals_of<Shape::kStaying>(p)
+                                            : blocks_of(p.sizes[3], Shape::kPassing);
     const int64_t blocks =
         blocks_of(p.sizes[2], Shape::kStaying) * of_keys * p.sizes[0] * p.sizes[1];
     launch({"attention_pairs", blocks, Shape::kThreads, Shape::kSharedBytes, stream, shapes(p)},
-           attention_pairs_kernel<FASTATTN_ELEMENT, decltype(width)::value>, p);
+           packed ? attention_pairs_kernel<FASTATTN_ELEMENT, decltype(width)::value, true>
+                  : attention_pairs_kernel<FASTATTN_ELEMENT, decltype(width)::value, false>,
+           p);
   });
 }
 

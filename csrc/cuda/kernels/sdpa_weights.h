@@ -3,6 +3,8 @@
 // in a fixed order over the heads, for averaged weights, over every dimension in which the mask is
 // broadcast, or over the pairs of a distance (relative_bias.h).
 #pragma once
+#include <type_traits>
+
 #include "relative_bias.h"
 #include "sdpa_backward.h"
 
@@ -13,8 +15,10 @@ namespace cuda {
 // latency: as many as 128 registers per thread allow.
 constexpr int kPairsBlocks = 4;
 
-template <class T, int kD>
-__global__ void __launch_bounds__(BackwardShape<T, kD>::kThreads, kPairsBlocks)
+// kPacked: of packed sequences, by_distance. The place of the sequence takes registers, too.
+template <class T, int kD, bool kPacked>
+__global__ void __launch_bounds__(BackwardShape<T, kD>::kThreads,
+                                  kPacked ? kPairsBlocks / 2 : kPairsBlocks)
     attention_pairs_kernel(const __grid_constant__ PairsArguments given) {
   using Shape = BackwardShape<T, kD>;
   using Storage = typename T::Storage;
@@ -23,12 +27,12 @@ __global__ void __launch_bounds__(BackwardShape<T, kD>::kThreads, kPairsBlocks)
   static_assert(sizeof(DistanceTile<kQueries, kKeys>) <= Shape::kTileBytes,
                 "the result reuses the tiles");
 
-  PairsArguments p = given;
-  const bool packed = p.q_starts != nullptr;  // then by_distance
+  std::conditional_t<kPacked, PairsArguments, const PairsArguments&> p = given;
+  const bool by_distance = kPacked || p.by_distance;
   const int q_blocks = (p.sizes[2] + kQueries - 1) / kQueries;
-  const int k_blocks = packed          ? static_cast<int>(packed_diagonals<kQueries>(p))
-                       : p.by_distance ? static_cast<int>(diagonals_of<kQueries>(p))
-                                       : (p.sizes[3] + kKeys - 1) / kKeys;
+  const int k_blocks = kPacked       ? static_cast<int>(packed_diagonals<kQueries>(p))
+                       : by_distance ? static_cast<int>(diagonals_of<kQueries>(p))
+                                     : (p.sizes[3] + kKeys - 1) / kKeys;
   unsigned n = blockIdx.x;
   int diagonal = static_cast<int>(n % static_cast<unsigned>(k_blocks));  // if by_distance
   const int k_block = diagonal * kKeys;
@@ -37,7 +41,9 @@ __global__ void __launch_bounds__(BackwardShape<T, kD>::kThreads, kPairsBlocks)
   n /= static_cast<unsigned>(q_blocks);
   const int head = static_cast<int>(n % static_cast<unsigned>(p.sizes[1]));
   int batch = static_cast<int>(n / static_cast<unsigned>(p.sizes[1]));
-  if (packed && !enter_diagonal<kQueries>(p, diagonal, batch, diagonal)) return;
+  if constexpr (kPacked) {
+    if (!enter_diagonal<kQueries>(p, diagonal, batch, diagonal)) return;
+  }
   const int rows = static_cast<int>(p.Lq), keys = static_cast<int>(p.Lk);
   // The range [begin, end) of a dimension that is summed into this block of the result.
   auto extent = [&](int dim, int64_t all, int begin, int count) {
@@ -45,8 +51,8 @@ __global__ void __launch_bounds__(BackwardShape<T, kD>::kThreads, kPairsBlocks)
                ? Range{0, static_cast<int>(all)}
                : Range{begin, begin + count < all ? begin + count : static_cast<int>(all)};
   };
-  const Range all_b = packed ? Range{batch, batch + 1} : extent(0, p.B, batch, 1),
-              all_h = extent(1, p.Hq, head, 1);
+  const Range all_b = kPacked ? Range{batch, batch + 1} : extent(0, p.B, batch, 1);
+  const Range all_h = extent(1, p.Hq, head, 1);
   const Range all_i = extent(2, p.Lq, q_block, kQueries), all_j = extent(3, p.Lk, k_block, kKeys);
 
   char* shared = dynamic_shared();
@@ -65,7 +71,7 @@ __global__ void __launch_bounds__(BackwardShape<T, kD>::kThreads, kPairsBlocks)
       for (int i0 = all_i.begin; i0 < all_i.end; i0 += kQueries) {
         const int last_row = rows < i0 + kQueries ? rows : i0 + kQueries;
         const Range visible_to_block = keys_of_queries(p, i0, last_row);
-        const Range here = p.by_distance ? keys_of_diagonal<kQueries>(p, diagonal, i0) : all_j;
+        const Range here = by_distance ? keys_of_diagonal<kQueries>(p, diagonal, i0) : all_j;
         for (int j0 = here.begin; j0 < here.end; j0 += kKeys) {
           if (j0 + kKeys <= visible_to_block.begin || j0 >= visible_to_block.end) continue;
           const Seen visible_here = MaskTiles(p, b, h).at(i0, j0);
@@ -112,7 +118,7 @@ __global__ void __launch_bounds__(BackwardShape<T, kD>::kThreads, kPairsBlocks)
               }
             }
           }
-          if (!p.by_distance) continue;
+          if (!by_distance) continue;
           __syncthreads();  // the tiles are read
           add_by_distance<kThreads>(
               p, i0, j0, *reinterpret_cast<DistanceTile<kQueries, kKeys>*>(shared),
@@ -125,7 +131,7 @@ __global__ void __launch_bounds__(BackwardShape<T, kD>::kThreads, kPairsBlocks)
           set_zero(sum);
         }
       }
-  if (p.by_distance) return;
+  if (by_distance) return;
 
   // The sums pass through shared memory, so that the rows or columns of a dimension of size 1 in
   // the result can be added.
