@@ -171,19 +171,21 @@ class BackwardUnit {
     pack_rows(q, sq, p.D, dp, f.q_rows);
     pack_rows(g, sg, p.Dv, dvp, f.g_rows);
     const int64_t row = (b * p.Hq + h) * p.Lq;
-    const RowScale<T> from = prepared.rows.at(row);
-    for (int64_t i = 0; i < queries; ++i) {
-      scale_from_lse(rule, -kInf<double>, f.rows.at(i));  // past the end: probability 0
-      f.center[i] = f.delta[i] = T(0);
-      if (i >= p.Lq) continue;
-      f.rows.high[i] = from.high[i], f.rows.low[i] = from.low[i],
-      f.rows.inverse[i] = from.inverse[i];
+    const auto copy = [&](T* to, const T* from, T rest) {
+      __builtin_memcpy(to, from + row, static_cast<size_t>(p.Lq) * sizeof(T));
+      for (int64_t i = p.Lq; i < queries; ++i) to[i] = rest;
+    };
+    copy(f.rows.high, prepared.rows.high, kInf<T>);  // past the end: probability 0
+    copy(f.rows.low, prepared.rows.low, T(0));
+    copy(f.rows.inverse, prepared.rows.inverse, T(1));
+    copy(f.center, prepared.center, T(0));
+    copy(f.delta, prepared.delta, T(0));
+    for (int64_t i = 0; i < p.Lq; ++i) {
       if (p.sinks != nullptr && sees_only_sink(p, rule, b, h, i))
         scale_from_lse(rule, -kInf<double>, f.rows.at(i));
-      if (f.rows.high[i] == kInf<T>)
-        clear_query(f, i);
-      else
-        f.center[i] = prepared.center[row + i], f.delta[i] = prepared.delta[row + i];
+      if (f.rows.high[i] != kInf<T>) continue;
+      clear_query(f, i);
+      f.center[i] = f.delta[i] = T(0);
     }
   }
 

@@ -81,14 +81,21 @@ class Prepare {
     }
   }
 
+  void pack_queries(typename WeightsPass<P>::Buffers& buf, int64_t b, int64_t h, int64_t i0,
+                    int64_t rows, int64_t lanes) const {
+    const int64_t* st = p.q.stride;
+    const Storage* q = static_cast<const Storage*>(p.q.data) + b * st[0] + h * st[1] + i0 * st[2];
+    pack_panel<P>(q, st[2], st[3], rows, p.D, lanes, buf.q, lanes, buf.temp);
+  }
+
   void scale(typename WeightsPass<P>::Buffers& buf, int64_t b, int64_t h, int64_t i0,
              int64_t i1) const {
-    const Storage* q =
-        static_cast<const Storage*>(p.q.data) + b * p.q.stride[0] + h * p.q.stride[1];
-    const int64_t rows = i1 - i0, lanes = tiles.lanes_for(rows);
-    pack_panel<P>(q + i0 * p.q.stride[2], p.q.stride[2], p.q.stride[3], rows, p.D, lanes, buf.q,
-                  lanes, buf.temp);
-    tiles.scale_rows(buf, b, h, i0, i1, buf.q, buf.rows);
+    const int64_t rows = i1 - i0;
+    const auto packed = [&] {
+      pack_queries(buf, b, h, i0, rows, tiles.lanes_for(rows));
+      return buf.q;
+    };
+    tiles.scale_rows(buf, b, h, i0, i1, packed, buf.rows);
     const RowScale<T> to = out_.rows.at((b * p.Hq + h) * p.Lq + i0);
     for (int64_t i = 0; i < rows; ++i) {
       to.high[i] = buf.rows.high[i];
@@ -101,12 +108,9 @@ class Prepare {
                     int64_t i0, int64_t i1, T* delta) const {
     constexpr int64_t lanes = kLanesOfPanel;
     const int64_t hk = h / (p.Hq / p.Hkv);
-    const Storage* q =
-        static_cast<const Storage*>(p.q.data) + b * p.q.stride[0] + h * p.q.stride[1];
     const Storage* k =
         static_cast<const Storage*>(p.k.data) + b * p.k.stride[0] + hk * p.k.stride[1];
-    pack_panel<P>(q + i0 * p.q.stride[2], p.q.stride[2], p.q.stride[3], i1 - i0, p.D, lanes, buf.q,
-                  lanes, buf.temp);
+    pack_queries(buf, b, h, i0, i1 - i0, lanes);
     Vec<T> total[kPanelVectors] = {};
     for (int64_t j0 = 0; j0 < p.Lk; j0 += Bk) {
       const int64_t j1 = min_of(p.Lk, j0 + Bk);

@@ -80,10 +80,11 @@ class WeightsPass {
     }
   }
 
-  // The row scales of queries [i0, i1), whose packed panel is Q. The log-sum-exp is enough unless
-  // it is too large, too coarse (fp64) or that of other scores. In these cases the maximum and the sum
-  // are recomputed.
-  void scale_rows(Buffers& buf, int64_t b, int64_t h, int64_t i0, int64_t i1, const Word* Q,
+  // The row scales of queries [i0, i1). The log-sum-exp is enough unless it is too large, too coarse
+  // (fp64) or that of other scores. In these cases the maximum and the sum are recomputed, from the
+  // packed panel that packed() returns.
+  template <class Packed>
+  void scale_rows(Buffers& buf, int64_t b, int64_t h, int64_t i0, int64_t i1, Packed packed,
                   RowScale<T> rows) const {
     const double* lse = p.lse + (b * p.Hq + h) * p.lse_stride;
     bool again = kSame<T, double> || own_sums;
@@ -94,9 +95,9 @@ class WeightsPass {
     }
     if (!again) return;
     if (i1 - i0 <= W)
-      recompute<1>(buf, b, h, i0, i1, Q, rows);
+      recompute<1>(buf, b, h, i0, i1, packed(), rows);
     else
-      recompute<kPanelVectors>(buf, b, h, i0, i1, Q, rows);
+      recompute<kPanelVectors>(buf, b, h, i0, i1, packed(), rows);
   }
 
   // W of queries [i0, i1) and keys [j0, j1) of one head, written to buf.s[key][lane], or added to
@@ -205,7 +206,8 @@ class WeightsPass {
         Word* Q = buf.q + ((h - h0) * kQueries + i - i0) * dw;
         pack_panel<P>(q + i * p.q.stride[2], p.q.stride[2], p.q.stride[3], rows, p.D, lanes, Q,
                       lanes, buf.temp);
-        scale_rows(buf, b, h, i, i + rows, Q, buf.rows.at((h - h0) * kQueries + i - i0));
+        const auto packed = [&] { return Q; };
+        scale_rows(buf, b, h, i, i + rows, packed, buf.rows.at((h - h0) * kQueries + i - i0));
       }
     }
     for (int64_t j0 = 0; j0 < p.Lk; j0 += Bk) {
