@@ -253,7 +253,7 @@ struct MemoryHopsParams : MemoryHopOptions {
   void* out;      // [B, Q, D]
   void* trace;    // [B, Q, 2K + 1, D] acc: u_1, o_1, u_2, ..., u_K+1
   void* stats;    // [B, Q, K, 2] acc: m and l of p = exp(s - m) / l
-  void* weights;  // [B, Q, K, N], null = not wanted
+  void* weights;  // [B, Q, K, N], null = not wanted; in backward: null = not kept
 
   // backward only; a gradient that is null is not wanted, the others are contiguous
   Tensor4 grad_out;             // [B, Q, -, D], null = zero

@@ -31,8 +31,10 @@ void read_gradients(const py::dict& gradients, MemoryHopsParams& p) {
   using P = MemoryHopsParams;
   static const auto own =
       std::make_tuple(field("grad_scores", &P::grad_scores), field("grad_states", &P::grad_states));
+  static const auto kept = std::make_tuple(field("weights", &P::weights));
   read_hop_gradients(named(gradients), p);
   named(gradients).read(p, own);
+  named(gradients).read_given(p, kept);
 }
 
 void run_forward(const MemoryHopsParams& p) {
@@ -59,7 +61,8 @@ void memory_hops_forward(int dtype, int threads, const py::tuple& sizes, const p
   run_forward(p);
 }
 
-// gradients: see read_hop_gradients; and the addresses of grad_scores and grad_states.
+// gradients: see read_hop_gradients; the addresses of grad_scores and grad_states; and of the
+// forward's weights, where they were kept.
 void memory_hops_backward(int dtype, int threads, const py::tuple& sizes, const py::object& options,
                           const py::dict& operands, const py::object& biases,
                           const py::dict& gradients) {

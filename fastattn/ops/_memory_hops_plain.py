@@ -83,7 +83,7 @@ def _fits(memory: Tensor, dtype: torch.dtype, batch: int, width: int, hops: int)
 
 
 def _resume(ctx: Any, grad_out: Tensor, saved: Any, hops: int, scale: float, backend: str) -> Any:
-    query, in_memory, out_memory, mask, trace, stats = saved
+    query, in_memory, out_memory, mask, trace, stats, _ = saved
     if mask is not None:
         mask = mask[:, None, None, :]
     seen = (query, in_memory, out_memory, None, mask, None, trace, stats)

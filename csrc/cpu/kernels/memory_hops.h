@@ -38,21 +38,28 @@ struct HopTile {
 };
 
 // to(i, v, x): x = vector v of row i of A^T B, [rows][vectors], reduced over `terms`; element i of
-// term t of A is A[t * lda + i].
+// term t of A is A[t * lda + i]. Columns go from right to left, and for each the rows from first to
+// last: so to() may store a whole vector at the end of a row, if the next row follows in memory.
 template <class T, class To>
 FASTATTN_INLINE void outer_products(int64_t rows, const T* A, int64_t lda, const T* B, int64_t ldb,
                                     int64_t vectors, int64_t terms, To to) {
-  int64_t v = 0;
-  const auto block = [&](auto width) __attribute__((always_inline)) {
-    constexpr int kVectors = decltype(width)::value;
-    for (; v + kVectors <= vectors; v += kVectors)
+  for (int64_t left = vectors; left > 0;) {
+    const auto columns = [&](auto width) __attribute__((always_inline)) {
+      constexpr int kVectors = decltype(width)::value;
+      left -= kVectors;
       tile_rows<HopTile<T>, 4, kVectors, true>(
-          rows, A, lda, B + v * kLanes<T>, ldb, terms, [](int64_t, int) { return Vec<T>{}; },
-          [&](int64_t i, int n, Vec<T> x) __attribute__((always_inline)) { to(i, v + n, x); });
-  };
-  if constexpr (kRegisters == 32) block(Width<4>());
-  block(Width<2>());
-  block(Width<1>());
+          rows, A, lda, B + left * kLanes<T>, ldb, terms, [](int64_t, int) { return Vec<T>{}; },
+          [&](int64_t i, int n, Vec<T> x) __attribute__((always_inline)) { to(i, left + n, x); });
+    };
+    if (left >= 4)
+      columns(Width<kRegisters / 8>());
+    else if (left == 3)
+      columns(Width<3>());
+    else if (left == 2)
+      columns(Width<2>());
+    else
+      columns(Width<1>());
+  }
 }
 
 // The typed parts of a call, and the steps of a hop that concern one query only.
@@ -110,9 +117,6 @@ class HopSteps {
     for (int64_t d = p.D; d < dp; ++d) x[d] = T(0);
   }
 
-  // The number of valid lanes in the vector at d of a row.
-  int lanes_at(int64_t d) const { return static_cast<int>(min_of<int64_t>(W, p.D - d)); }
-
   void read_query(int64_t row, T* u) const {
     const int64_t* st = p.query.stride;
     read_vector(static_cast<const S*>(p.query.data) + batch_of(row) * st[0] + query_of(row) * st[1],
@@ -165,14 +169,10 @@ class HopSteps {
     if (p.settles) return settle(row, k, u, o);
     const T* before = u;
     if (p.proj.data != nullptr) row_products<T>(proj_rows(k), p.D, p.D, u, next), before = next;
-    T *o_kept = trace(row, 2 * k + 1), *u_kept = trace(row, 2 * k + 2);
-    for (int64_t d = 0; d < dp; d += W) {
-      const Vec<T> read = load(o + d), after = activate(load(before + d) + read);
-      store(u + d, after);
-      store_first(o_kept + d, read, lanes_at(d));
-      store_first(u_kept + d, after, lanes_at(d));
-    }
+    for (int64_t d = 0; d < dp; d += W) store(u + d, activate(load(before + d) + load(o + d)));
     for (int64_t d = p.D; d < dp; ++d) u[d] = T(0);  // sigmoid(0) is not 0
+    write_row(o, p.D, trace(row, 2 * k + 1));
+    write_row(u, p.D, trace(row, 2 * k + 2));
   }
 
   Vec<T> activate(Vec<T> x) const {

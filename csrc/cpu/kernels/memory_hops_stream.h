@@ -3,8 +3,9 @@
 // The width of a row runs across the lanes. A block of rows is read once per hop, as input and as
 // output memory, with a running maximum. All hops of a query run one after the other, so a memory
 // that fits in the caches comes from main memory once. Backward recomputes the weights from the
-// forward's maximum and sum, keeps p and ds of all hops (2 K numbers per row), and writes the
-// gradient of each memory once, at the end: dM = sum_k ds_k u_k^T, dC = sum_k p_k g_k^T.
+// forward's maximum and sum, unless the forward kept them. It keeps p and ds of all hops (2 K
+// numbers per row), and writes the gradient of each memory once, at the end:
+// dM = sum_k ds_k u_k^T, dC = sum_k p_k g_k^T.
 //
 // Rows are split into chunks that depend on N alone. The chunks are merged in order, whichever
 // thread computed them. So the bits depend on neither the batch nor the threads.
@@ -162,16 +163,17 @@ class StreamHops : HopSteps<S> {
     return p.mask.data == nullptr && p.N * p.D <= kCached / 2 && groups * p.N * p.D > kCached;
   }
 
-  // The scores of a block, -inf past its rows up to a whole vector.
+  // The scores of a block [kHopBlock + W], -inf past its rows up to a whole vector.
   void scores(Rows<S> rows, const Block& block, const T* u, T* s) const {
     row_products<T>(block.of(rows), block.count, p.D, u, s);
     const T scale = static_cast<T>(p.scale);
-    for (int64_t i = 0; i < block.count; i += W) {
+    const bool raw = scale == T(1) && !block.biased;
+    for (int64_t i = 0; i < (raw ? 0 : block.count); i += W) {
       Vec<T> x = load(s + i) * scale;
       if (block.biased) x += load(block.bias + i);
       store(s + i, x);
     }
-    for (int64_t i = block.count; i < (block.count + W - 1) / W * W; ++i) s[i] = -kInf<T>;
+    store(s + block.count, splat<T>(-kInf<T>));
   }
 
   // ---- forward
@@ -225,14 +227,18 @@ class StreamHops : HopSteps<S> {
       for (int64_t d = 0; d < dp; ++d) o[d] = T(0);
       for (int64_t c = 0; c < chunks; ++c) merge(f.part + c * (dp + W), o, &m, &l);
     }
-    if (p.normalize) {
-      const T inverse = m == -kInf<T> ? T(0) : T(1) / l;
-      for (int64_t d = 0; d < dp; d += W) store(o + d, load(o + d) * inverse);
-    }
+    const T inverse = normalizer(m, l);
+    for (int64_t d = 0; p.normalize && d < dp; d += W) store(o + d, load(o + d) * inverse);
     stats(row, k)[0] = m, stats(row, k)[1] = l;
-    if (p.weights != nullptr) write_weights(f, row, k, m, l);
+    if (p.weights != nullptr && !is_short()) write_weights(f, row, k, m, l);
     this->step(row, k, f.u, o, f.next);
   }
+
+  // What e^(s - m) is multiplied by to be p.
+  T normalizer(T m, T l) const { return !p.normalize ? T(1) : m == -kInf<T> ? T(0) : T(1) / l; }
+
+  // One block holds the memory, so its scores are at hand when their sum is known.
+  bool is_short() const { return p.N <= kHopBlock; }
 
   static T decay(T from, T to) {
     return from == -kInf<T> ? T(0) : weight_of(splat<T>(from - to))[0];
@@ -248,9 +254,10 @@ class StreamHops : HopSteps<S> {
   void read_chunk(const Scratch& f, int64_t group, int64_t row, int64_t k, int64_t c) const {
     T* part = f.part + c * (dp + W);
     T m = -kInf<T>, l = T(0);
-    for (int64_t d = 0; d < dp; ++d) part[d] = T(0);
-    T s[kHopBlock];
+    for (int64_t d = 0; d < dp; d += W) store(part + d, Vec<T>{});
+    T s[kHopBlock + W];
     Block block;
+    const bool keeps = p.weights != nullptr && !is_short();
     const bool ahead =
         fetches() && group + 1 < groups && k == p.K - 1 && row + 1 == row_of(group + 1, 0);
     const int64_t end = min_of(p.N, (c + 1) * chunk);
@@ -260,14 +267,15 @@ class StreamHops : HopSteps<S> {
       if (ahead) fetch_next(group, n0, n1);
       if (block.count > 0) {
         scores(this->in_rows(group, k, n0), block, f.u, s);
-        if (p.weights != nullptr) keep(f, block, n0, n1, s);
+        if (keeps) keep(f, block, n0, n1, s);
         const T alpha = p.normalize ? soften(s, block.count, &m, &l) : T(1);
         add_rows<T>(block.of(this->out_rows(group, k, n0)), block.count, p.D, s, alpha, part);
-      } else if (p.weights != nullptr) {
+      } else if (keeps) {
         keep(f, block, n0, n1, s);
       }
     }
     part[dp] = m, part[dp + 1] = l;
+    if (p.weights != nullptr && is_short()) write_short(row, k, block, s, normalizer(m, l));
   }
 
   // s <- e^(s - m) with the new maximum m; returns the factor for the sums so far.
@@ -293,9 +301,18 @@ class StreamHops : HopSteps<S> {
     for (int64_t i = 0; i < block.count; ++i) f.kept[n0 + (block.all ? i : block.at[i])] = s[i];
   }
 
+  // p of a short memory, from e^(s - m).
+  void write_short(int64_t row, int64_t k, const Block& block, T* s, T inverse) const {
+    S* to = static_cast<S*>(p.weights) + (row * p.K + k) * p.N;
+    for (int64_t i = 0; i < block.count; i += W) store(s + i, load(s + i) * inverse);
+    if (block.all) return write_row(s, p.N, to);
+    for (int64_t n = 0; n < p.N; ++n) narrow(T(0), to + n);
+    for (int64_t i = 0; i < block.count; ++i) narrow(s[i], to + block.at[i]);
+  }
+
   void write_weights(const Scratch& f, int64_t row, int64_t k, T m, T l) const {
     S* to = static_cast<S*>(p.weights) + (row * p.K + k) * p.N;
-    const T reference = m == -kInf<T> ? T(0) : m, inverse = m == -kInf<T> ? T(0) : T(1) / l;
+    const T reference = m == -kInf<T> ? T(0) : m, inverse = normalizer(m, l);
     for (int64_t n = 0; n < p.N; n += W) {
       const int count = static_cast<int>(min_of<int64_t>(W, p.N - n));
       Vec<T> x = load_first(f.kept + n, count);
@@ -372,13 +389,28 @@ class StreamHops : HopSteps<S> {
     T delta;
   };
 
+  // p of a hop [N] as the forward kept it, null if it did not.
+  const T* kept_weights(int64_t row, int64_t k) const {
+    if (!kSame<S, T> || p.weights == nullptr) return nullptr;
+    return static_cast<const T*>(p.weights) + (row * p.K + k) * p.N;
+  }
+
+  // s = the visible elements of a row from n0 on, and zeros up to a whole vector.
+  static void gather(const T* from, const Block& block, T* s) {
+    if (block.all) return read_row(from, block.count, s);
+    for (int64_t i = 0; i < (block.count + W - 1) / W * W; ++i)
+      s[i] = i < block.count ? from[block.at[i]] : T(0);
+  }
+
   // For one block: s = p = softmax(s) and rest = dp - delta, dp = C g + dweights. `dw` is scratch,
   // zero where the weights have no gradient.
   void weigh(const Scratch& f, int64_t group, const Hop& hop, int64_t n0, const Block& block, T* s,
              T* rest, T* dw) const {
-    scores(this->in_rows(group, hop.k, n0), block, f.u, s);
-    if (p.normalize) {
-      for (int64_t i = 0; i < block.count; i += W)
+    if (const T* kept = kept_weights(hop.row, hop.k)) {
+      gather(kept + n0, block, s);
+    } else {
+      scores(this->in_rows(group, hop.k, n0), block, f.u, s);
+      for (int64_t i = 0; p.normalize && i < block.count; i += W)
         store(s + i, weight_of(load(s + i) - hop.m) * hop.inverse);
     }
     if (p.grad_weights.data != nullptr) {
@@ -408,7 +440,7 @@ class StreamHops : HopSteps<S> {
     hop.delta = products[0];
     if (p.grad_weights.data == nullptr && hop.inverse <= T(kSharp)) return hop.delta;
     each_chunk([&](int64_t c) {
-      T s[kHopBlock], rest[kHopBlock], dw[kHopBlock] = {};
+      T s[kHopBlock + W], rest[kHopBlock], dw[kHopBlock] = {};
       Block block;
       Vec<T> sum{};
       const int64_t end = min_of(p.N, (c + 1) * chunk);
@@ -433,7 +465,7 @@ class StreamHops : HopSteps<S> {
     T* ds_to = f.coef + ds_row(hop.k, hop.r) * p.N;
     T* p_to = f.coef + p_row(hop.k, hop.r) * p.N;
     for (int64_t d = 0; d < dp; ++d) part[d] = T(0);
-    T s[kHopBlock], ds[kHopBlock], dw[kHopBlock] = {};
+    T s[kHopBlock + W], ds[kHopBlock], dw[kHopBlock] = {};
     Block block;
     const int64_t end = min_of(p.N, (c + 1) * chunk);
     for (int64_t n0 = c * chunk; n0 < end; n0 += kHopBlock) {
@@ -507,11 +539,17 @@ class StreamHops : HopSteps<S> {
     const T* vector = f.vector + first * dp;
     const int64_t vectors = dp / W, terms = last - first;
     if (!finite) return write_nonzero(coef, vector, terms, dst, n0, n1);
-    const int rest = last_lanes<T>(p.D);
-    outer_products<T>(n1 - n0, coef + n0, p.N, vector, dp, vectors, terms,
-                      [&](int64_t i, int64_t v, Vec<T> x) __attribute__((always_inline)) {
-                        store_as<T>(dst + (n0 + i) * p.D + v * W, x, v == vectors - 1 ? rest : W);
-                      });
+    const auto write = [&](int64_t n, int64_t rows, int lanes) __attribute__((always_inline)) {
+      outer_products<T>(rows, coef + n, p.N, vector, dp, vectors, terms,
+                        [&](int64_t i, int64_t v, Vec<T> x) __attribute__((always_inline)) {
+                          store_as<T>(dst + (n + i) * p.D + v * W, x, v == vectors - 1 ? lanes : W);
+                        });
+    };
+    // A whole vector at the end of a row writes into the next rows, which are written after it. It
+    // would write past the end of the last ones.
+    const int64_t reached = (dp - 1) / p.D, whole = max_of(n0, n1 - reached);
+    write(n0, whole - n0, W);
+    for (int64_t n = whole; n < n1; ++n) write(n, 1, last_lanes<T>(p.D));
   }
 
   // The same without the zeros: an excluded row adds nothing, even where a query is not finite.

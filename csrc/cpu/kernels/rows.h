@@ -45,48 +45,79 @@ FASTATTN_INLINE int last_lanes(int64_t D) {
 // Like max_lanes, but by halves, which has half the latency.
 template <class T>
 FASTATTN_INLINE T largest_lane(Vec<T> v) {
-  T lanes[kLanes<T>];
-  store(lanes, v);
-  FASTATTN_UNROLL for (int width = kLanes<T> / 2; width >= 1; width /= 2) {
-    FASTATTN_UNROLL for (int i = 0; i < width; ++i) lanes[i] =
-        lanes[i] > lanes[i + width] ? lanes[i] : lanes[i + width];
-  }
-  return lanes[0];
+  return over_lanes<T>(
+      v, [](Vec<T> a, Vec<T> b) __attribute__((always_inline)) { return max_of(a, b); })[0];
 }
 
-// s[i] = rows[i] . x for i < count, a vector of rows at a time; s is written in whole vectors.
-// Every dot product is the same tree of additions, wherever its row is stored.
-template <class T, class S>
-FASTATTN_INLINE void row_products(Rows<S> rows, int64_t count, int64_t D, const T* x, T* s) {
+// Lane r is row(r) . x, a dot product of D elements; kVectors is their number of vectors, or 0 for
+// any number. Every dot product is the same tree of additions, wherever its row is stored. Chains
+// start from 0: of a sum of two products, the compiler may fuse either.
+template <class T, int kVectors, class Row>
+FASTATTN_INLINE Vec<T> dot_rows(int64_t D, const T* x, Row row) {
   constexpr int W = kLanes<T>;
-  const int64_t vectors = vectors_of<T>(D);
-  const int last = last_lanes<T>(D);
-  for (int64_t i = 0; i < count; i += W) {
-    const S* row[W];
-    if (rows.at == nullptr && i + W <= count) {
-      FASTATTN_UNROLL for (int r = 0; r < W; ++r) row[r] = rows.base + (i + r) * rows.stride;
-    } else {
-      FASTATTN_UNROLL for (int r = 0; r < W; ++r) row[r] = rows[min_of<int64_t>(i + r, count - 1)];
-    }
-    // Narrow vectors give long chains of additions, so the chain is split into several.
-    constexpr int kWays = max_of(1, 8 / W);
-    Vec<T> acc[kWays][W] = {};
-    const auto add = [&](int a, int64_t at, int lanes) __attribute__((always_inline)) {
-      const Vec<T> y = load(x + at);
-      FASTATTN_UNROLL for (int r = 0; r < W; ++r) acc[a][r] += load_as<T>(row[r] + at, lanes) * y;
-    };
-    int64_t d = 0;
-    const int64_t end = (vectors - 1) * W;
+  // Narrow vectors give long chains of additions, so the chain is split into several.
+  constexpr int kWays = max_of(1, 8 / W);
+  Vec<T> acc[kWays][W] = {};
+  const auto add = [&](int a, int64_t at, int lanes) __attribute__((always_inline)) {
+    const Vec<T> y = load(x + at);
+    FASTATTN_UNROLL for (int r = 0; r < W; ++r) acc[a][r] += load_as<T>(row(r) + at, lanes) * y;
+  };
+  const int64_t end = ((kVectors > 0 ? kVectors : vectors_of<T>(D)) - 1) * W;
+  int64_t d = 0;
+  if constexpr (kVectors > 0) {
+    FASTATTN_UNROLL for (; d < (kVectors - 1) * W; d += W) add(d / W % kWays, d, W);
+  } else {
     for (; d + (kWays - 1) * W < end; d += kWays * W)
       FASTATTN_UNROLL for (int a = 0; a < kWays; ++a) add(a, d + a * W, W);
     for (; d < end; d += W) add(0, d, W);
-    if (last == W)
-      add(0, d, W);
-    else
-      add(0, d, last);
-    FASTATTN_UNROLL for (int a = 1; a < kWays; ++a) FASTATTN_UNROLL for (int r = 0; r < W; ++r)
-        acc[0][r] += acc[a][r];
-    store(s + i, sum_each<T>(acc[0]));
+  }
+  constexpr int way = kVectors > 0 ? (kVectors - 1) % kWays : 0;
+  const int last = last_lanes<T>(D);
+  if (last >= W)  // in both branches the compiler knows whether the vector is whole
+    add(way, end, W);
+  else
+    add(way, end, last);
+  FASTATTN_UNROLL for (int a = 1; a < kWays; ++a) FASTATTN_UNROLL for (int r = 0; r < W; ++r)
+      acc[0][r] += acc[a][r];
+  return sum_each<T>(acc[0]);
+}
+
+// s[i] = rows[i] . x for i < count, a vector of rows at a time; s has room for whole vectors.
+template <class T, int kVectors, class S>
+FASTATTN_INLINE void row_products_of(Rows<S> rows, int64_t count, int64_t D, const T* x, T* s) {
+  constexpr int W = kLanes<T>;
+  if (rows.at == nullptr && count >= W) {
+    for (int64_t i = 0;; i = min_of(i + W, count - W)) {  // the last vectors may overlap
+      // x86 addresses base + {1, 2} * stride, so one base register serves three rows.
+      const S* base[(W + 2) / 3];
+      FASTATTN_UNROLL for (int g = 0; g < (W + 2) / 3; ++g) base[g] =
+          rows.base + (i + 3 * g) * rows.stride;
+      store(s + i, dot_rows<T, kVectors>(D, x, [&](int r) __attribute__((always_inline)) {
+              return base[r / 3] + r % 3 * rows.stride;
+            }));
+      if (i + W >= count) return;
+    }
+  }
+  for (int64_t i = 0; i < count; i += W) {
+    const S* row[W];
+    FASTATTN_UNROLL for (int r = 0; r < W; ++r) row[r] = rows[min_of<int64_t>(i + r, count - 1)];
+    store(s + i, dot_rows<T, kVectors>(
+                     D, x, [&](int r) __attribute__((always_inline)) { return row[r]; }));
+  }
+}
+template <class T, class S>
+FASTATTN_INLINE void row_products(Rows<S> rows, int64_t count, int64_t D, const T* x, T* s) {
+  switch (vectors_of<T>(D)) {
+    case 1:
+      return row_products_of<T, 1>(rows, count, D, x, s);
+    case 2:
+      return row_products_of<T, 2>(rows, count, D, x, s);
+    case 3:
+      return row_products_of<T, 3>(rows, count, D, x, s);
+    case 4:
+      return row_products_of<T, 4>(rows, count, D, x, s);
+    default:
+      return row_products_of<T, 0>(rows, count, D, x, s);
   }
 }
 
@@ -99,24 +130,30 @@ FASTATTN_INLINE void add_rows_of(Rows<S> rows, int64_t count, int64_t D, const T
   int64_t v = 0;
   const auto block = [&](auto width) __attribute__((always_inline)) {
     constexpr int kVectors = decltype(width)::value;
-    constexpr int kWays = max_of(1, 8 / kVectors);  // independent sums, to hide the latency
+    constexpr int kWays = (7 + kVectors) / kVectors;  // independent sums, to hide the latency
     for (; v + kVectors <= vectors; v += kVectors) {
       const int last = v + kVectors == vectors ? last_lanes<T>(D) : W;
       Vec<T> acc[kWays][kVectors];
       FASTATTN_UNROLL for (int a = 0; a < kWays; ++a)
           FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) acc[a][n] = Vec<T>{};
-      const S* next = rows.base + v * W;
-      const auto add = [&](int a, int64_t i) __attribute__((always_inline)) {
-        const S* row = kList ? rows.base + rows.at[i] * rows.stride + v * W : next;
-        next += rows.stride;
-        const Vec<T> weight = splat<T>(w[i]);
-        FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) acc[a][n] +=
-            weight * load_as<T>(row + n * W, n == kVectors - 1 ? last : W);
+      const auto sweep = [&](int lanes) __attribute__((always_inline)) {
+        const S* next = rows.base + v * W;
+        const auto add = [&](int a, int64_t i) __attribute__((always_inline)) {
+          const S* row = kList ? rows.base + rows.at[i] * rows.stride + v * W : next;
+          next += rows.stride;
+          const Vec<T> weight = splat<T>(w[i]);
+          FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) acc[a][n] +=
+              weight * load_as<T>(row + n * W, n == kVectors - 1 ? lanes : W);
+        };
+        int64_t i = 0;
+        for (; i + kWays <= count; i += kWays)
+          FASTATTN_UNROLL for (int a = 0; a < kWays; ++a) add(a, i + a);
+        for (; i < count; ++i) add(0, i);
       };
-      int64_t i = 0;
-      for (; i + kWays <= count; i += kWays)
-        FASTATTN_UNROLL for (int a = 0; a < kWays; ++a) add(a, i + a);
-      for (; i < count; ++i) add(0, i);
+      if (last >= W)  // as in dot_rows
+        sweep(W);
+      else
+        sweep(last);
       FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) {
         FASTATTN_UNROLL for (int a = 1; a < kWays; ++a) acc[0][n] += acc[a][n];
         T* to = y + (v + n) * W;
@@ -126,6 +163,7 @@ FASTATTN_INLINE void add_rows_of(Rows<S> rows, int64_t count, int64_t D, const T
   };
   if constexpr (kRegisters == 32) block(Width<8>());
   block(Width<4>());
+  block(Width<3>());
   block(Width<2>());
   block(Width<1>());
 }
@@ -140,13 +178,15 @@ FASTATTN_INLINE void add_rows(Rows<S> rows, int64_t count, int64_t D, const T* w
 // read_row: x = the row, then zeros up to a whole vector. write_row is the inverse.
 template <class T, class S>
 FASTATTN_INLINE void read_row(const S* row, int64_t columns, T* x) {
-  for (int64_t d = 0; d < columns; d += kLanes<T>)
-    store(x + d, load_as<T>(row + d, static_cast<int>(min_of<int64_t>(kLanes<T>, columns - d))));
+  int64_t d = 0;
+  for (; d + kLanes<T> <= columns; d += kLanes<T>) store(x + d, load_as<T>(row + d, kLanes<T>));
+  if (d < columns) store(x + d, load_as<T>(row + d, static_cast<int>(columns - d)));
 }
 template <class T, class S>
 FASTATTN_INLINE void write_row(const T* x, int64_t columns, S* row) {
-  for (int64_t d = 0; d < columns; d += kLanes<T>)
-    store_as<T>(row + d, load(x + d), static_cast<int>(min_of<int64_t>(kLanes<T>, columns - d)));
+  int64_t d = 0;
+  for (; d + kLanes<T> <= columns; d += kLanes<T>) store_as<T>(row + d, load(x + d), kLanes<T>);
+  if (d < columns) store_as<T>(row + d, load(x + d), static_cast<int>(columns - d));
 }
 
 // Calls f with an element of this dtype.
@@ -154,13 +194,17 @@ template <class F>
 FASTATTN_INLINE void with_element(DType dtype, F f) {
   switch (dtype) {
     case DType::f32:
-      return f(float());
+      if constexpr (has_kernels(DType::f32)) f(float());
+      return;
     case DType::f64:
-      return f(double());
+      if constexpr (has_kernels(DType::f64)) f(double());
+      return;
     case DType::bf16:
-      return f(Bf16());
+      if constexpr (has_kernels(DType::bf16)) f(Bf16());
+      return;
     case DType::f16:
-      return f(F16());
+      if constexpr (has_kernels(DType::f16)) f(F16());
+      return;
     case DType::boolean:
       return;
   }

@@ -119,6 +119,14 @@ FASTATTN_INLINE void store(T* p, Vec<T> v) {
   *reinterpret_cast<Unaligned*>(p) = v;
 }
 
+// All ones in the first n lanes.
+template <class T>
+FASTATTN_INLINE Mask<T> first_lanes(int n) {
+  Mask<T> lane{};
+  FASTATTN_UNROLL for (int i = 0; i < kLanes<T>; ++i) lane[i] = i;
+  return lane < n;
+}
+
 // Loads the first n lanes (0 <= n <= lanes). The other lanes are zero, and their memory is not
 // read.
 template <class T>
@@ -127,6 +135,9 @@ FASTATTN_INLINE Vec<T> load_first(const T* p, int n) {
 #if defined(__AVX512F__)
   if constexpr (sizeof(T) == 4) return (Vec<T>)_mm512_maskz_loadu_ps((1u << n) - 1, p);
   if constexpr (sizeof(T) == 8) return (Vec<T>)_mm512_maskz_loadu_pd((1u << n) - 1, p);
+#elif defined(__AVX2__)
+  if constexpr (sizeof(T) == 4) return (Vec<T>)_mm256_maskload_ps(p, (__m256i)first_lanes<T>(n));
+  if constexpr (sizeof(T) == 8) return (Vec<T>)_mm256_maskload_pd(p, (__m256i)first_lanes<T>(n));
 #endif
   alignas(kVectorBytes) T lanes[kLanes<T>] = {};
   for (int i = 0; i < n; ++i) lanes[i] = p[i];
@@ -139,9 +150,15 @@ FASTATTN_INLINE void store_first(T* p, Vec<T> v, int n) {
   if constexpr (sizeof(T) == 4) return _mm512_mask_storeu_ps(p, (1u << n) - 1, (__m512)v);
   if constexpr (sizeof(T) == 8) return _mm512_mask_storeu_pd(p, (1u << n) - 1, (__m512d)v);
 #endif
+  // In pieces of half a vector, a quarter, ...; AVX2's masked store takes 42 operations on Zen 3.
   alignas(kVectorBytes) T lanes[kLanes<T>];
   store(lanes, v);
-  for (int i = 0; i < n; ++i) p[i] = lanes[i];
+  int at = 0;
+  FASTATTN_UNROLL for (int width = kLanes<T> / 2; width >= 1; width /= 2) {
+    if ((n & width) == 0) continue;
+    __builtin_memcpy(p + at, lanes + at, static_cast<size_t>(width) * sizeof(T));
+    at += width;
+  }
 }
 
 template <class T>
@@ -173,15 +190,29 @@ FASTATTN_INLINE VecD max_of(VecD a, VecD b) {
 #endif
 }
 
+// Lane i of the result is lane i ^ by.
+template <class T, int by, int... I>
+FASTATTN_INLINE Vec<T> exchanged(Vec<T> v, Indices<I...>) {
+#if defined(__clang__) || __GNUC__ >= 12
+  return __builtin_shufflevector(v, v, (I ^ by)...);
+#else
+  return __builtin_shuffle(v, Mask<T>{(I ^ by)...});
+#endif
+}
+
+// combine(combine(v0, v4), combine(v2, v6)), ... in every lane: by halves, within registers.
+template <class T, int by = kLanes<T> / 2, class Combine>
+FASTATTN_INLINE Vec<T> over_lanes(Vec<T> v, Combine combine) {
+  v = combine(v, exchanged<T, by>(v, typename CountTo<kLanes<T>>::type()));
+  if constexpr (by > 1) return over_lanes<T, by / 2>(v, combine);
+  return v;
+}
+
 // Sum and maximum over the lanes, always in the same order.
 template <class T>
 FASTATTN_INLINE T sum_lanes(Vec<T> v) {
-  T lanes[kLanes<T>];
-  store(lanes, v);
-  FASTATTN_UNROLL for (int width = kLanes<T> / 2; width >= 1; width /= 2) {
-    FASTATTN_UNROLL for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
-  }
-  return lanes[0];
+  return over_lanes<T>(v,
+                       [](Vec<T> a, Vec<T> b) __attribute__((always_inline)) { return a + b; })[0];
 }
 template <class T>
 FASTATTN_INLINE T max_lanes(Vec<T> v) {
@@ -254,22 +285,36 @@ FASTATTN_INLINE void transpose(Vec<T>* rows) {
   if constexpr (kLanes<T> > 8) transpose_round<T, 8>(rows);
 }
 
-// Lane i of the result is the sum over the lanes of x[i], for as many vectors as there are lanes. x
-// is overwritten. Every sum has the same order of additions.
-template <class T, int Step>
-FASTATTN_INLINE void sum_each_round(Vec<T>* x) {
-  typedef typename CountTo<kLanes<T>>::type All;
-  FASTATTN_UNROLL for (int i = 0; i < kLanes<T> / (2 * Step); ++i) {
-    const Vec<T> a = x[2 * i], b = x[2 * i + 1];
-    x[i] = interleave<T, Step, 0>(a, b, All()) + interleave<T, Step, 1>(a, b, All());
-  }
+// Within every segment of lanes, the units with an even (Odd = 0) or odd index, those of a first.
+template <int Segment, int Unit, int Odd, int N>
+constexpr int picked_index(int i) {
+  constexpr int half = Segment / Unit / 2;
+  const int segment = i / Segment * Segment, unit = i % Segment / Unit;
+  return (unit < half ? 0 : N) + segment + (2 * (unit % half) + Odd) * Unit + i % Unit;
 }
-template <class T>
+template <class T, int Segment, int Unit, int Odd, int... I>
+FASTATTN_INLINE Vec<T> picked(Vec<T> a, Vec<T> b, Indices<I...>) {
+#if defined(__clang__) || __GNUC__ >= 12
+  return __builtin_shufflevector(a, b, picked_index<Segment, Unit, Odd, kLanes<T>>(I)...);
+#else
+  return __builtin_shuffle(a, b, Mask<T>{picked_index<Segment, Unit, Odd, kLanes<T>>(I)...});
+#endif
+}
+
+// Lane i of the result is the sum over the lanes of x[i], for as many vectors as there are lanes. x
+// is overwritten. Every sum has the same order of additions: neighbours first. Rounds within 128
+// bits come first, because these shuffles of x86 are the cheapest.
+template <class T, int kCount = kLanes<T>>
 FASTATTN_INLINE Vec<T> sum_each(Vec<T>* x) {
-  sum_each_round<T, 1>(x);
-  if constexpr (kLanes<T> > 2) sum_each_round<T, 2>(x);
-  if constexpr (kLanes<T> > 4) sum_each_round<T, 4>(x);
-  if constexpr (kLanes<T> > 8) sum_each_round<T, 8>(x);
+  constexpr int W = kLanes<T>, kLane = 16 / static_cast<int>(sizeof(T));
+  constexpr bool kWithin = W / kCount * 2 <= kLane;
+  constexpr int kSegment = kWithin ? kLane : W, kUnit = kWithin ? 1 : kLane;
+  typedef typename CountTo<W>::type All;
+  FASTATTN_UNROLL for (int i = 0; i < kCount / 2; ++i) {
+    const Vec<T> a = x[2 * i], b = x[2 * i + 1];
+    x[i] = picked<T, kSegment, kUnit, 0>(a, b, All()) + picked<T, kSegment, kUnit, 1>(a, b, All());
+  }
+  if constexpr (kCount > 2) return sum_each<T, kCount / 2>(x);
   return x[0];
 }
 

@@ -121,6 +121,9 @@ def memory_hop_attention_backward(
     return grad_query, grad_in, grad_out_memory, grad_proj, grad_bias
 
 
+_SHORT = 64  # rows of a memory that the kernel reads as one block
+
+
 def plain_hops(
     query: Tensor,  # [B, D]
     in_memory: Tensor,  # [B, N, D] or [B, K, N, D]; [B, K+1, N, D] where out_memory is None
@@ -129,25 +132,31 @@ def plain_hops(
     hops: int,
     scale: float,
     differentiable: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ``(out, trace, stats)`` of a call without other options, with the least Python."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return ``(out, trace, stats, weights)`` of a call without other options.
+
+    The weights are kept for the backward if the memory is short, so that it computes them once.
+    """
     batch, width = query.shape
     dtype = query.dtype
     wide = accumulator(dtype)
     out = torch.empty((batch, width), dtype=dtype)
     trace = torch.empty((batch, 2 * hops + 1, width), dtype=wide)
     stats = torch.empty((batch, hops, 2), dtype=wide)
+    rows, weights = in_memory.shape[-2], None
+    if differentiable and rows <= _SHORT and dtype is wide:
+        weights = torch.empty((batch, hops, rows), dtype=dtype)
     m, c = operand(in_memory), None if out_memory is None else operand(out_memory)
     _cpu.memory_hops_forward(
         DTYPES[dtype],
         torch.get_num_threads(),
-        (batch, 1, hops, in_memory.shape[-2], width),
+        (batch, 1, hops, rows, width),
         scale,
         hop_operands(query, m, c, None, trace, stats, False),
         _plain_mask(mask),
-        {"out": out.data_ptr(), "weights": 0},
+        {"out": out.data_ptr(), "weights": address(weights)},
     )
-    return out, trace, stats
+    return out, trace, stats, weights
 
 
 def plain_hops_backward(
@@ -158,6 +167,7 @@ def plain_hops_backward(
     mask: Tensor | None,
     trace: Tensor,
     stats: Tensor,
+    weights: Tensor | None,
     hops: int,
     scale: float,
     wants: Sequence[bool],  # the gradients of query and of the memories
@@ -187,6 +197,7 @@ def plain_hops_backward(
             "grad_proj": 0,
             "grad_scores": 0,
             "grad_states": 0,
+            "weights": address(weights),
         },
     )
     return grad_query, grad_in, grad_out_memory
