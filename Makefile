@@ -36,7 +36,7 @@ NATIVE_SOURCES := setup.py $(shell find csrc)
 CXX_FILES = $(shell git ls-files --cached --others --exclude-standard '*.cpp' '*.h' '*.cu')
 
 .DEFAULT_GOAL := help
-.PHONY: help bench test test-full test-slow test-isas test-arm test-sanitized test-triton-oldest test-torch test-transformers test-gpu wheel sdist manylinux build lint lock format clean
+.PHONY: help bench test test-full test-slow test-isas test-arm test-sanitized test-triton-oldest test-torch test-transformers test-gpu wheel sdist manylinux docs build lint lock format clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{ printf "  make %-23s %s\n", $$1, $$2 }'
@@ -163,6 +163,19 @@ $(WHEELS)/.stamp-tools: .ci/requirements/wheel.txt
 	$(TOOLS)/python -m pip install --quiet --disable-pip-version-check --require-hashes --requirement $<
 	touch $@
 
+# Sphinx, its theme and what they need go into a folder that only this target imports from. The pages keep
+# their places in the repository, so the first one is not the root of the site.
+docs: build $(VENV)/.stamp-docs ## the documentation site, in site/; warnings are errors
+	rm -rf site
+	PYTHONPATH=$(abspath $(VENV))/docs:docs $(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet --jobs auto -c docs . site
+	cp -r docs/images site/docs/
+	echo '<meta http-equiv="refresh" content="0; url=docs/index.html">' > site/index.html
+
+$(VENV)/.stamp-docs: .ci/requirements/docs.txt | $(VENV)/.stamp-venv
+	rm -rf $(VENV)/docs
+	$(PIP) install --quiet --require-hashes --target $(VENV)/docs --requirement $<
+	touch $@
+
 build: $(VENV)/.stamp-native ## make the environment and the native core; again where csrc changed
 
 $(VENV)/.stamp-venv:
@@ -221,5 +234,5 @@ format: $(VENV)/.stamp-dev ## mend what can be mended automatically
 	$(BIN)/clang-format -i $(CXX_FILES)
 
 clean: ## remove everything that was built, but not the environment
-	rm -rf build dist *.egg-info bench-results fastattn/_build.json fastattn/*.so
+	rm -rf build dist site *.egg-info bench-results fastattn/_build.json fastattn/*.so
 	rm -f $(VENV)/.stamp-native $(VENV)/.stamp-native-here

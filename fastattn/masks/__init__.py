@@ -1,5 +1,7 @@
 """Masks of attention that are not stored pair by pair, for ``mask=`` of attention.
 
+::
+
     from fastattn import masks, scaled_dot_product_attention
 
     mask = masks.causal() & masks.document(ids)

@@ -42,10 +42,11 @@ class Transformer(nn.Transformer, ContextParallel):
     and output. Padding is masked and the decoder is causal by default.
 
     Args:
-        d_model, nhead, num_encoder_layers, num_decoder_layers, dim_feedforward, dropout,
-            activation, custom_encoder, custom_decoder, layer_norm_eps, batch_first, norm_first,
-            bias, device, dtype: as in ``torch.nn.Transformer``, whose defaults are the paper's base
-            model: 512, 8, 6, 6, 2048, 0.1, ReLU.
+        d_model, nhead, num_encoder_layers, num_decoder_layers, dim_feedforward, dropout: as in
+            ``torch.nn.Transformer``, whose defaults are the paper's base model: 512, 8, 6, 6, 2048,
+            0.1, and ReLU.
+        activation, custom_encoder, custom_decoder, layer_norm_eps, batch_first: as there.
+        norm_first, bias, device, dtype: as there.
         vocab_size: the number of tokens: of one vocabulary, or (source, target).
         tie_embeddings: whether the output shares its weights with the target's table and, with
             one vocabulary, also with the source's.
@@ -157,11 +158,11 @@ class Transformer(nn.Transformer, ContextParallel):
             src: vectors [N, S, E], or tokens [N, S], int64 or int32.
             tgt: vectors [N, T, E], or tokens [N, T]. (Without ``batch_first``, N is the second
                 dimension. N may be missing.)
-            src_mask, tgt_mask, memory_mask, src_key_padding_mask, tgt_key_padding_mask,
-                memory_key_padding_mask, src_is_causal, tgt_is_causal, memory_is_causal: as in
-                ``torch.nn.Transformer``, but ``is_causal`` needs no mask. For tokens, missing
-                padding masks follow from ``padding_idx``, and ``tgt_is_causal`` is True unless
-                ``tgt_mask`` is given.
+            src_mask, tgt_mask, memory_mask: as in ``torch.nn.Transformer``.
+            src_key_padding_mask, tgt_key_padding_mask, memory_key_padding_mask: as there. For
+                tokens, missing ones follow from ``padding_idx``.
+            src_is_causal, tgt_is_causal, memory_is_causal: as there, but they need no mask. For
+                tokens, ``tgt_is_causal`` is True unless ``tgt_mask`` is given.
         """
         if self.tgt_embedding is None:
             return super().forward(

@@ -107,6 +107,8 @@ class TransformerDecoderLayer(nn.TransformerDecoderLayer, ContextParallel):
 class TransformerDecoder(nn.TransformerDecoder, ContextParallel):
     """``torch.nn.TransformerDecoder`` on fused attention, with a cache for decoding in steps.
 
+    ::
+
         cache = decoder.new_cache()
         for tgt in steps:                                       # [N, 1, E], or several positions
             out = decoder(tgt, memory, tgt_is_causal=True, cache=cache)

@@ -61,9 +61,10 @@ def attention_stats(
     attention, in nats. Only the weights of 64 queries are in memory at a time.
 
     Args:
-        query, key, attn_mask, is_causal, scale, enable_gqa, window, softcap, alibi_slopes,
-            causal_alignment: as in :func:`scaled_dot_product_attention`, but 4-D only:
-            [B, Hq, Lq, D] and [B, Hkv, Lk, D]. 16-bit inputs are computed in float32.
+        query, key: as in :func:`scaled_dot_product_attention`, but 4-D only: [B, Hq, Lq, D] and
+            [B, Hkv, Lk, D]. 16-bit inputs are computed in float32.
+        attn_mask, is_causal, scale, enable_gqa, window, softcap, alibi_slopes: as there.
+        causal_alignment: as there.
         column_sums, entropy: whether to compute them.
         top_k: how many of the largest weights of every query to return; at most Lk.
         rows: queries whose full rows of weights to return; negative indices count from the end.

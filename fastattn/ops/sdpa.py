@@ -72,9 +72,9 @@ def scaled_dot_product_attention(
     The first eight arguments, including their errors, are those of
     ``torch.nn.functional.scaled_dot_product_attention``. The shapes below have four dimensions. As
     in PyTorch, 2 (no batch, no head), 3 (no batch) or more than 4 are allowed, the batch dimensions
-    broadcast, and so does a head dimension of 1. Jagged NestedTensors [B, Hq, *, D] (or [B, *, D])
-    are computed without padding by the kernels of :func:`varlen_attention`, with its forms of
-    ``mask`` and ``relative_bias``; they support no ``attn_mask`` and no weights.
+    broadcast, and so does a head dimension of 1. Jagged NestedTensors ``[B, Hq, *, D]`` (or
+    ``[B, *, D]``) are computed without padding by the kernels of :func:`varlen_attention`, with its
+    forms of ``mask`` and ``relative_bias``; they support no ``attn_mask`` and no weights.
 
     Args:
         query: [B, Hq, Lq, D], float32, bfloat16, float16 or float64, any strides; sizes may be 0.

@@ -1,8 +1,12 @@
 """What a user may import: none of these names goes away, and none comes without a line here."""
 
 import importlib
+import re
+from pathlib import Path
 
 import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
 
 NAMES = {
     "fastattn": """
@@ -40,3 +44,8 @@ def test_names(module: str) -> None:
     found = importlib.import_module(module)
     assert sorted(found.__all__) == sorted(NAMES[module].split())
     assert all(hasattr(found, name) for name in found.__all__)
+
+
+def test_the_reference_has_every_module() -> None:
+    pages = "".join(page.read_text() for page in ROOT.glob("docs/reference/*.md"))
+    assert sorted(re.findall(r"automodule:: (\S+)", pages)) == sorted(NAMES)

@@ -1,0 +1,134 @@
+"""The site of `make docs`: complete, no dead link, nothing loaded from elsewhere, a working search.
+
+Slow: it needs a package index for Sphinx. Without Chromium the pages are read, but not drawn.
+"""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import importlib
+import re
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urldefrag, urlparse
+
+import pytest
+from installation import ROOT, run
+
+pytestmark = [pytest.mark.slow, pytest.mark.without_kernels]
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+MODULES = re.findall(
+    r"automodule:: (\S+)", "".join(page.read_text() for page in ROOT.glob("docs/reference/*.md"))
+)
+# What a browser loads by itself, unlike a link that a reader may follow.
+LOADED = {"img": "src", "script": "src", "source": "srcset", "link": "href", "iframe": "src"}
+
+
+class Page(HTMLParser):
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.ids: set[str] = set()
+        self.links: list[str] = []
+        self.loaded: list[str] = []
+        self.feed(path.read_text())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = {name: value or "" for name, value in attrs}
+        self.ids |= {given[name] for name in ("id", "name") if name in given}
+        if tag == "a" and "href" in given:
+            self.links.append(given["href"])
+        if tag in LOADED and given.get(LOADED[tag]):
+            self.loaded.append(given[LOADED[tag]])
+
+
+@pytest.fixture(scope="module")
+def site() -> Path:
+    done = run(["make", "docs"], ROOT, timeout=1800)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return ROOT / "site"
+
+
+@pytest.fixture(scope="module")
+def pages(site: Path) -> dict[Path, Page]:
+    return {path.resolve(): Page(path) for path in site.rglob("*.html")}
+
+
+def test_no_link_is_dead(pages: dict[Path, Page]) -> None:
+    dead = []
+    for path, page in pages.items():
+        for link in (*page.links, *page.loaded):
+            address, fragment = urldefrag(link)
+            if urlparse(link).scheme:
+                continue
+            target = (path.parent / unquote(address.partition("?")[0])).resolve()
+            target = target if address else path
+            if not target.is_file():
+                dead.append(f"{path}: {link}")
+            elif fragment and target in pages and unquote(fragment) not in pages[target].ids:
+                dead.append(f"{path}: {link}: no such heading")
+    assert not dead
+
+
+def test_nothing_is_loaded_from_elsewhere(pages: dict[Path, Page]) -> None:
+    outside = {address for page in pages.values() for address in page.loaded if "//" in address}
+    assert not {address for address in outside if not address.startswith("data:")}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_public_name_is_in_the_reference(module: str, pages: dict[Path, Page]) -> None:
+    ids = {name for page in pages.values() for name in page.ids}
+    found = importlib.import_module(module)
+    for name in found.__all__:
+        if callable(getattr(found, name)):
+            assert f"{module}.{name}" in ids
+
+
+def test_the_support_table_knows_every_backend(site: Path) -> None:
+    text = re.sub(r"<[^>]+>", " ", (site / "docs/support.html").read_text())
+    assert re.search(r"no option\s+bf16 fp16\s+all\s+fp32 bf16 fp16\s+fp32 bf16 fp16\s", text)
+    for words in ("scaled_dot_product_attention", "varlen_attention", "CUDA", "Triton", "float64"):
+        assert words in text
+
+
+# In a browser
+
+
+@pytest.fixture
+def address(site: Path) -> Iterator[str]:
+    """The site, served on this machine; a browser may refuse scripts of files."""
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=site)
+    handler.log_message = lambda *args: None  # type: ignore[attr-defined]
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def drawn(address: str) -> str:
+    """A page as a browser has it when its scripts have run; every other host is out of reach."""
+    assert CHROMIUM is not None
+    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
+    command += ["--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1"]
+    command += ["--virtual-time-budget=20000", address]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    return done.stdout
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here: apt-get install chromium")
+def test_the_search_works_without_a_network(address: str) -> None:
+    page = drawn(f"{address}/search.html?q=window")
+    found = re.findall(r'<a [^>]*href="([^"]+)"', page.partition('id="search-results"')[2])
+    assert any("varlen_attention" in link or "masks" in link for link in found)
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here: apt-get install chromium")
+def test_the_first_page_is_drawn(address: str) -> None:
+    page = drawn(f"{address}/docs/index.html")
+    assert "fused C++ SIMD kernels" in page
+    assert 'data-theme="' in page  # light, dark, or what the system has
