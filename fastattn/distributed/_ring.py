@@ -137,10 +137,6 @@ class _Ring(torch.autograd.Function):
                 out, lse, _ = attention.run(*args, backends[piece])
                 states[piece.at] = merge_states(*states[piece.at], out, lse)
         out, lse = _joined(whole, states)
-        if sinks is not None:  # a sink of inf has the whole weight; a merge would compute inf - inf
-            infinite = (sinks == torch.inf)[:, :, None]
-            out.masked_fill_(infinite[..., None], 0.0)
-            lse.masked_fill_(infinite, torch.inf)
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, attn_mask, sinks, out, lse)
         ctx.set_materialize_grads(False)
@@ -191,13 +187,12 @@ class _Ring(torch.autograd.Function):
 
 
 def _first_state(call: Call, length: int) -> tuple[Tensor, Tensor]:
-    """What an online softmax begins from: nothing, or a finite sink, whose value is 0."""
+    """What an online softmax begins from: nothing, or a sink, whose value is 0."""
     batch, heads, _, _ = call.query.shape
     out = call.query.new_zeros(batch, heads, length, call.value.shape[3])
     lse = call.query.new_full((batch, heads, length), -torch.inf, dtype=torch.float64)
     if call.sinks is not None:
-        sinks = call.sinks.masked_fill(call.sinks == torch.inf, -torch.inf)
-        lse.copy_(sinks[:, :, None])
+        lse.copy_(call.sinks[:, :, None])
     return out, lse
 
 

@@ -39,7 +39,8 @@ def merge_states(
     Returns:
         ``(out, lse)`` with the shapes and dtypes of ``out_a`` and ``lse_a``. 16-bit outputs are
         merged in float32. A state whose lse is -inf contributes nothing, NaN and inf included, and
-        gets the gradient 0; where both are, out is 0 and lse is -inf.
+        gets the gradient 0; where both are, out is 0 and lse is -inf. One whose lse is inf has the
+        whole weight, and two of them share it.
 
     Raises:
         TypeError: An argument is not a tensor.

@@ -37,6 +37,7 @@ class MergeCase:
     spread: float = 2.0  # of lse
     apart: float = 0.0  # added to lse_b, and subtracted from it in every second row
     empty: tuple[str, ...] = ()  # states with empty rows: "a", "b", "both"
+    infinite: tuple[str, ...] = ()  # states with rows of lse = inf
     poison: bool = False  # NaN and inf in the outputs of empty states
     lse_float64: bool = False
     lse_float32: bool = False  # of outputs in float64
@@ -75,6 +76,9 @@ def _cases() -> Iterator[MergeCase]:
         for poison in (False, True):
             name = f"empty-{'-'.join(empty)}{'-poison' if poison else ''}"
             yield replace(base, name=name, empty=empty, poison=poison)
+    # Where both are, the derivative by lse has no meaning.
+    yield replace(base, name="infinite", infinite=("a", "b"))
+    yield replace(base, name="infinite-empty", empty=("a", "b"), infinite=("b", "a"), poison=True)
     yield replace(base, name="equal", spread=0.0)
     for apart in (12.0, 40.0, 1000.0, 1e30):
         yield replace(base, name=f"apart{apart:g}", apart=apart)
@@ -127,11 +131,13 @@ def make_merge(case: MergeCase, dtype: torch.dtype, *, fence: bool = False) -> M
     lses = [(case.spread * normal(*rows)).to(wide) for _ in range(2)]
     numbers = torch.arange(lses[0].numel()).view(rows)
     lses[1] += case.apart * (1 - 2 * (numbers % 2))
-    for n, name in enumerate(case.empty):
-        chosen = numbers % 4 == n
+    for n, (name, value) in enumerate(
+        [*((x, -_INF) for x in case.empty), *((x, _INF) for x in case.infinite)]
+    ):
+        chosen = numbers % 6 == n
         for lse, state in zip(lses, ("a", "b"), strict=True):
             if name in (state, "both"):
-                lse[chosen] = -_INF
+                lse[chosen] = value
     kinds = torch.tensor([torch.nan, _INF, -_INF], dtype=dtype)
     column = kinds[torch.arange(shape[-1]) % 3]
     states, clean = [], []

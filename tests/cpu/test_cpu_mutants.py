@@ -119,6 +119,7 @@ MUTANTS = (
     Mutant("two_empty_states_are_one", "merge_states.cpp", "const bool of_a = block.is_empty_b(r)", "const bool of_a = !block.is_empty_a(r)", "merge_states"),
     Mutant("a_gradient_of_lse_has_the_wrong_sign", "merge_states.cpp", "a * h + both", "a * h - both", "merge_states"),
     Mutant("merged_sums_are_not_rescaled", "softmax_state.h", "*l = *l * share.mine + its_l * share.its;", "*l = *l + its_l;", "merge_states", "merge_states"),
+    Mutant("an_infinite_state_is_nan", "softmax_state.h", "select<T>(x == reference, Vec<T>{}, x - reference)", "x - reference", "merge_states", "merge_states"),
     Mutant("no_bias_beyond_tanh", "additive.h", "load(k + a * k_panel) + load(bias + a * kLanes<T>)", "load(k + a * k_panel)", "additive_attention", "additive"),
 )  # fmt: skip
 TILES = "tiles/sdpa_forward"

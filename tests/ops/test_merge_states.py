@@ -241,6 +241,16 @@ def test_an_empty_state_contributes_nothing(
     assert (grads[2][0, 1:] == 1).all()
 
 
+def test_two_infinite_states_share_the_weight(
+    engine: Target, normal: Callable[..., Tensor]
+) -> None:
+    out_a, lse, out_b, _ = states(torch.float32, normal)
+    lse.fill_(INF)
+    out, merged = merge_states(out_a, lse, out_b, lse)
+    torch.testing.assert_close(out, (out_a + out_b) / 2)
+    assert torch.equal(merged, lse)
+
+
 def test_large_and_distant_states(engine: Target, normal: Callable[..., Tensor]) -> None:
     out_a, _, out_b, _ = states(torch.float32, normal)
     lse_a, lse_b = torch.full((2, 3, 5), -1e4), torch.full((2, 3, 5), 3.0)

@@ -20,7 +20,11 @@ FASTATTN_INLINE Shares<T> merge_sums(Vec<T>* m, Vec<T>* l, Vec<T> its_m, Vec<T> 
                                      Weight weight) {
   const Vec<T> to = max_of(*m, its_m);
   const Vec<T> reference = select<T>(to == -kInf<T>, Vec<T>{}, to);
-  const Shares<T> share = {weight(*m - reference), weight(its_m - reference)};
+  // A maximum of inf, as of a sink, has the whole weight: inf - inf would be NaN.
+  const auto below = [&](Vec<T> x) __attribute__((always_inline)) {
+    return select<T>(x == reference, Vec<T>{}, x - reference);
+  };
+  const Shares<T> share = {weight(below(*m)), weight(below(its_m))};
   *l = *l * share.mine + its_l * share.its;
   *m = to;
   return share;

@@ -6,12 +6,15 @@
 namespace fastattn {
 namespace cuda {
 
-// What sums from maximum m on are multiplied by, to be from `most` on; 0 where there is no key.
+// What sums from maximum m on are multiplied by, to be from `most` on; 0 where there is no key. The
+// comparison with `most` keeps inf - inf out.
 FASTATTN_DEVICE float shrink_to(float m, float most) {
-  return m == minus_infinity() ? 0.0f : exp2_approx((m - most) * kLog2e);
+  if (m == minus_infinity()) return 0.0f;
+  return m == most ? 1.0f : exp2_approx((m - most) * kLog2e);
 }
 FASTATTN_DEVICE double shrink_to(double m, double most) {
-  return m == minus_infinity() ? 0.0 : exp(m - most);
+  if (m == minus_infinity()) return 0.0;
+  return m == most ? 1.0 : exp(m - most);
 }
 
 }  // namespace cuda

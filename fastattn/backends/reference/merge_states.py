@@ -23,15 +23,19 @@ def merge_states(
 ) -> tuple[Tensor, Tensor]:
     """Return ``(out, lse)``: lse = log(e^lse_a + e^lse_b), out = sum of e^(lse_n - lse) out_n.
 
-    A state whose lse is -inf has no part, whatever its output holds.
+    A state whose lse is -inf has no part, whatever its output holds. One of inf has the whole
+    weight, and two of them share it.
     """
     empty_a, empty_b = lse_a == -INF, lse_b == -INF
     wide = torch.promote_types(out_a.dtype, torch.float32)
     of_rows = torch.promote_types(wide, lse_a.dtype)
     # -inf is selected away before it meets an operation whose result or derivative would be NaN.
-    safe_a = torch.where(empty_a, 0.0, lse_a.to(of_rows))
-    safe_b = torch.where(empty_b, 0.0, lse_b.to(of_rows))
-    lse = torch.where(empty_b, safe_a, torch.logaddexp(safe_a, safe_b))
+    # So are two of inf, whose difference is not a number.
+    infinite = (lse_a == INF) & (lse_b == INF)
+    safe_a = torch.where(empty_a | infinite, 0.0, lse_a.to(of_rows))
+    safe_b = torch.where(empty_b | infinite, 0.0, lse_b.to(of_rows))
+    both = torch.logaddexp(safe_a, safe_b) + torch.where(infinite, INF, 0.0)
+    lse = torch.where(empty_b, safe_a, both)
     lse = torch.where(empty_a, torch.where(empty_b, -INF, safe_b), lse)
 
     def part(out: Tensor, share: Tensor, empty: Tensor, alone: Tensor) -> Tensor:

@@ -27,8 +27,9 @@ def joint_state(a, b):
     """The joint lse of two states [BM], and the share of each in the output."""
     most = tl.maximum(a, b)
     reference = tl.where(most == -INF, 0.0, most)
-    x = tl.exp(a - reference)
-    y = tl.exp(b - reference)
+    # The comparison keeps inf - inf out.
+    x = tl.where(a == reference, 1.0, tl.exp(a - reference))
+    y = tl.where(b == reference, 1.0, tl.exp(b - reference))
     # log(1 + e), where one of x and y is 1 and e the other one; the quotient takes back what the
     # sum has rounded off.
     e = x * y

@@ -16,7 +16,7 @@ __all__ = ["merge_states", "merge_states_backward"]
 def merge_states(
     out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, *, options: NoOptions
 ) -> tuple[Tensor, Tensor]:
-    """Return (out, lse) in float64; arguments must be finite, except where lse is -inf."""
+    """Return (out, lse) in float64; outputs must be finite, except where lse is -inf."""
     a, b, lse = _shares(lse_a, lse_b)
     return tensor(a[..., None] * _held(out_a, lse_a) + b[..., None] * _held(out_b, lse_b)), lse
 
@@ -45,8 +45,8 @@ def _shares(lse_a: Tensor, lse_b: Tensor) -> tuple[Array, Array, Tensor]:
     a, b = array(lse_a), array(lse_b)
     top = np.maximum(a, b)
     top = np.where(top == -np.inf, 0, top)
-    x, y = np.exp(a - top), np.exp(b - top)
-    with np.errstate(divide="ignore"):
+    with np.errstate(divide="ignore", invalid="ignore"):  # inf - inf
+        x, y = (np.where(each == top, 1, np.exp(each - top)) for each in (a, b))
         lse = np.where(x + y == 0, -np.inf, top + np.log1p(np.minimum(x, y)))
     total = np.where(x + y == 0, 1, x + y)
     return cast(Array, x / total), cast(Array, y / total), tensor(lse)
