@@ -99,6 +99,7 @@ struct AttentionParams : AttentionOptions {
   Tensor4
       grad_mask;  // zeroed by the caller, stride 0 where the mask is broadcast; null = not wanted.
                   // f64 where it is broadcast over queries or keys, else acc with key stride 1
+  bool partial;              // out and lse are those of more keys; without sinks and grad_weights
   double* grad_sinks;        // [B, Hq] contiguous, zeroed by the caller; null = not wanted
   void* grad_relative_bias;  // [B, Hq, relative_bias_size] acc, contiguous; null = not wanted
 };

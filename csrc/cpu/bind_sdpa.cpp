@@ -60,7 +60,7 @@ void attention_forward(int dtype, const py::object& may_reduce, int threads, con
   kernels(p.dtype).attention_forward(p);
 }
 
-// gradients: see read_gradients; and grad_mask.
+// gradients: see read_gradients; grad_mask; and partial, if it is.
 void attention_backward(int dtype, const py::object& may_reduce, int threads,
                         const py::tuple& sizes, uintptr_t q, const py::tuple& q_stride, uintptr_t k,
                         const py::tuple& k_stride, uintptr_t v, const py::tuple& v_stride,
@@ -68,12 +68,14 @@ void attention_backward(int dtype, const py::object& may_reduce, int threads,
                         const py::object& options, const py::object& operands,
                         const py::dict& gradients) {
   static const auto mask = std::make_tuple(field("grad_mask", &AttentionParams::grad_mask));
+  static const auto partial = std::make_tuple(field("partial", &AttentionParams::partial));
   Arguments p =
       arguments(common_arguments(dtype, reduces(dtype, may_reduce), threads, sizes, q, q_stride, k,
                                  k_stride, v, v_stride, out, out_stride, lse),
                 options, operands);
   read_gradients(named(gradients), p);
   named(gradients).read(p, mask);
+  named(gradients).read_given(p, partial);
   py::gil_scoped_release release;
   kernels(p.dtype).attention_backward(p);
 }

@@ -19,7 +19,7 @@ _EVERYWHERE = served(
     memory_hop_attention="hops activation normalize scale weights needed",
     merge_states="",
     scaled_dot_product_attention="scale offset window_left window_right softcap dropout_p weights "
-    "needs_mask_grad",
+    "needs_mask_grad partial",
     sinusoidal_encoding="offset layout max_timescale scale padding_idx",
     varlen_attention="scale bottom_right window_left window_right softcap dropout_p",
 )
@@ -28,4 +28,5 @@ CPU = _EVERYWHERE | served(local_attention="")
 CUDA = _EVERYWHERE
 TRITON = _EVERYWHERE
 # Its own why_not declines most values of these options, each with its own reason.
-TORCH = {"scaled_dot_product_attention": _EVERYWHERE["scaled_dot_product_attention"]}
+_ATTENTION = _EVERYWHERE["scaled_dot_product_attention"] - {"partial"}
+TORCH = {"scaled_dot_product_attention": _ATTENTION}

@@ -61,6 +61,9 @@ class AttentionOptions:
 @dataclass(frozen=True)
 class AttentionBackwardOptions(AttentionOptions):
     needs_mask_grad: bool = False
+    # out and lse are those of all keys, and the keys of this call are some of them. The call has no
+    # sinks and no gradient of weights.
+    partial: bool = False
 
 
 @dataclass(frozen=True)

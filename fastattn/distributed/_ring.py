@@ -7,13 +7,9 @@ in float32 or wider, are merged in the order of the steps:
     lse' = log(exp(lse) + exp(lse_s)),  out' = exp(lse - lse') out + exp(lse_s - lse') out_s
 
 In the backward pass the gradients of a block follow it, one step behind, and each rank adds its
-part. The last one returns them to the owner. The derivative goes through the merge,
+part. The last one returns them to the owner. A block needs only out and lse of whole rows:
 
-    dout_s = w dout,  dlse_s = w (dlse + sum(dout (out_s - out))),  w = exp(lse_s - lse)
-
-with out_s and lse_s computed again, so that memory does not grow with the number of ranks. To give
-lse and out to a backward kernel instead is not possible: most normalise the rows of the keys that
-they get, and sum dout out over these.
+    P_s = exp(S_s - lse),  dS_s = P_s o (dout V_s^T - delta),  delta = sum(dout out) - dlse
 """
 
 from __future__ import annotations
@@ -231,18 +227,20 @@ class _Rows(NamedTuple):
         """The gradients of query, key, value and mask by one piece."""
         rows = piece.queries.rows
         *tensors, options = _arguments(self.call, piece, key, value)
-        grad_out, out = self.grad_out[:, :, rows], self.out[:, :, rows]
-        lse = self.lse[:, :, rows]
-        part, lse_of_part, _ = attention.run(*tensors, options, backend)
-        share = torch.where(lse_of_part == -torch.inf, 0.0, (lse_of_part - lse).exp())
-        grad_lse = (grad_out * (part - out)).sum(3)
-        if self.grad_lse is not None:
-            grad_lse = grad_lse + self.grad_lse[:, :, rows]
-        given = grad_out * share[..., None].to(grad_out.dtype), share * grad_lse, None
-        *before, sinks, table, positions, program = tensors
-        options = extended(AttentionBackwardOptions, options, needs_mask_grad=needs_mask)
-        seen = (*before, part, lse_of_part, sinks, table, positions, program)
-        return attention_backward.run(*given, *seen, options, backend)
+        grad_lse = None if self.grad_lse is None else self.grad_lse[:, :, rows]
+        of_rows = self.out[:, :, rows], self.lse[:, :, rows].contiguous()
+        return attention_backward.run(
+            self.grad_out[:, :, rows],
+            grad_lse,
+            None,
+            *tensors[:6],
+            *of_rows,
+            *tensors[6:],
+            extended(
+                AttentionBackwardOptions, options, needs_mask_grad=needs_mask, partial=True
+            ),
+            backend,
+        )
 
     def grad_of(self, sinks: Tensor) -> Tensor:
         """Sum of e^(sink - lse) (dlse - delta) over the rows of this rank."""

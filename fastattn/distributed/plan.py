@@ -203,7 +203,7 @@ def _of_keys(sizes: _Sizes, ring: bool) -> tuple[Share, ...]:
         whole = sum(steps)
     else:
         whole = max(sum(row) for row in pairs)
-    cost = _flops(sizes, again=ring)
+    cost = _flops(sizes)
     return tuple(
         Share(sent[q], received[q], sum(pairs[q]) * cost, _idle(sum(pairs[q]), whole))
         for q in ranks
@@ -236,10 +236,10 @@ def _of_heads(sizes: _Sizes) -> tuple[Share, ...]:
     return tuple(Share(*bytes_of(rank), flops, 0.0) for rank in range(n))
 
 
-def _flops(sizes: _Sizes, again: bool = False) -> int:
-    """Of one pair in all heads: two products forward, five backward and those two ``again``."""
+def _flops(sizes: _Sizes) -> int:
+    """Of one pair in all heads: two products forward, five backward."""
     forward = sizes.width + sizes.value_width
-    backward = 3 * sizes.width + 2 * sizes.value_width + (forward if again else 0)
+    backward = 3 * sizes.width + 2 * sizes.value_width
     both = forward + (backward if sizes.backward else 0)
     return 2 * both * sizes.batch * sizes.heads
 

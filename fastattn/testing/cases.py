@@ -70,6 +70,7 @@ class Case:
     weights: Weights = 0  # 0 none | 1 per head | 2 averaged
     grads: tuple[str, ...] = ("out",)  # the results whose gradient is given: out, lse, weights
     grad_layout: str = "contiguous"  # of the gradients of out and weights
+    partial: bool = False  # the backward has out and lse of more keys
     poison: bool = False  # NaN and inf in every key and value that no query can see
     poison_queries: bool = False  # NaN and inf in fully masked queries and in their gradients
     slow: bool = False
@@ -264,6 +265,26 @@ def _sinks() -> Iterator[Case]:
                   causal="bottom_right", grads=SCALED)  # fmt: skip
     everything = next(case for case in _options() if case.name == "everything")
     yield replace(everything, name="sinks-everything", sinks="h")
+
+
+def _parts() -> Iterator[Case]:
+    """Backward passes of some of the keys, with each option."""
+    base = Case("partial", heads=4, kv_heads=2, partial=True, grads=SCALED)
+    for q_len, k_len in ((1, 1), (3, 0), (0, 3), (40, 1), (33, 65), (1, 700), (70, 600)):
+        case = replace(base, q_len=q_len, k_len=k_len)
+        yield replace(case, name=f"partial-{q_len}x{k_len}")
+        yield replace(case, name=f"partial-{q_len}x{k_len}-causal", causal="bottom_right")
+    yield replace(base, name="partial-out", grads=("out",), head_dim=40, value_dim=24)
+    yield replace(base, name="partial-lse", grads=("lse",), causal="upper_left")
+    for kind in ("bool_rows", "padding", "nothing", "float_inf"):
+        case = replace(base, mask=kind, mask_grad="float" in kind, poison="float" not in kind)
+        yield replace(case, name=f"partial-mask-{kind}")
+        yield replace(case, name=f"partial-mask-{kind}-long", k_len=600)
+    yield replace(base, name="partial-window", window=(2, 2), q_len=200, k_len=20)
+    yield replace(base, name="partial-softcap", softcap=2.0, scale=-0.7)
+    yield replace(base, name="partial-alibi", alibi="bh", dropout_p=0.3)
+    yield replace(base, name="partial-relative", relative_bias="h")
+    yield replace(base, name="partial-program", program="documents", poison=True)
 
 
 def _relative_biases() -> Iterator[Case]:
@@ -462,6 +483,7 @@ CASES: dict[str, tuple[Case, ...]] = {
         _windows(),
         _options(),
         _sinks(),
+        _parts(),
         _relative_biases(),
         _programs(),
         _layouts(),

@@ -10,7 +10,13 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
 from fastattn import masks
-from fastattn.backends.primitives import AttentionBackwardOptions, AttentionOptions, extended
+from fastattn.backends import reference
+from fastattn.backends.primitives import (
+    AttentionBackwardOptions,
+    AttentionOptions,
+    NoOptions,
+    extended,
+)
 from fastattn.testing.cases import Case
 from fastattn.testing.draws import dropout_seed, numbers_of
 from fastattn.testing.memory import place
@@ -40,6 +46,8 @@ class Inputs:
     grad_lse: Tensor | None = None
     grad_weights: Tensor | None = None
     needs_mask_grad: bool = False
+    # out and lse of other keys, which those that the backward gets include.
+    elsewhere: tuple[Tensor, Tensor] | None = None
     # For the references: finite versions of the tensors above.
     clean_query: Tensor | None = None
     clean_key: Tensor | None = None
@@ -66,11 +74,17 @@ class Inputs:
         self, out: Tensor, lse: Tensor, *, clean: bool = False
     ) -> tuple[Tensor | None, ...]:
         seen = self.forward_args(clean=clean)
+        if self.elsewhere is not None:
+            others = (self.elsewhere[0].to(out.dtype), self.elsewhere[1])
+            out, lse = reference.merge_states(out, lse, *others, options=NoOptions())
         return (*self.cotangents(clean=clean), *seen[:6], out, lse, *seen[6:])
 
     def backward_options(self) -> AttentionBackwardOptions:
         return extended(
-            AttentionBackwardOptions, self.options, needs_mask_grad=self.needs_mask_grad
+            AttentionBackwardOptions,
+            self.options,
+            needs_mask_grad=self.needs_mask_grad,
+            partial=self.elsewhere is not None,
         )
 
     def gradients(self, grads: Sequence[Tensor | None]) -> dict[str, Tensor]:
@@ -141,6 +155,9 @@ def make_inputs(case: Case, dtype: torch.dtype, *, fence: bool = False) -> Input
         grad_weights = placed(normal(b, heads, case.q_len, case.k_len), case.grad_layout)
         grad_weights = grad_weights if case.weights == 1 else grad_weights[:, 0]
 
+    elsewhere = None
+    if case.partial:
+        elsewhere = normal(b, h, case.q_len, dv).to(dtype), 3 + normal(b, h, case.q_len)
     sinks = None
     if case.sinks is not None:
         rows = b if case.sinks == "bh" else 1
@@ -191,6 +208,7 @@ def make_inputs(case: Case, dtype: torch.dtype, *, fence: bool = False) -> Input
         grad_weights=grad_weights,
         options=options,
         needs_mask_grad=case.mask_grad,
+        elsewhere=elsewhere,
     )
 
 

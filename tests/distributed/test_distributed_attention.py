@@ -175,8 +175,8 @@ def test_a_plan_of_four_ranks() -> None:
     assert both.shares["ring"][0].received == (n - 1) * keys * 4  # keys twice, float32 gradients
     assert both.shares["ulysses"][0].received == heads_for_rows * 2
     flops = {name: shares[0].flops for name, shares in found.shares.items()}
-    assert both.shares["ring"][0].flops * 2 == flops["ring"] * 9
-    assert both.shares["allgather"][0].flops * 2 == flops["allgather"] * 7
+    for name in flops:
+        assert both.shares[name][0].flops * 2 == flops[name] * 7
 
     near = plan(layout, **sizes, window=(16, 0))
     assert [s.received for s in near.shares["ring"]] == [0, keys, keys, keys]

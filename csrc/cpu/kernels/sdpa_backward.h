@@ -61,10 +61,10 @@ class BackwardUnit {
         dp(round_up(params.D, W)),
         dvp(round_up(params.Dv, W)),
         key_mask(is_key_mask(params)),
-        whole(params.Lk <= Bk),
+        whole(params.Lk <= Bk && !params.partial),
         gradients(params, whole) {}
 
-  // All keys fit in one block. delta is then summed where it is used, from the same products that
+  // All keys of the rows fit in one block. delta is then summed where it is used, from the same products that
   // it must cancel, minus an estimate of it. The terms are small, and so is their rounding error.
   bool sums_delta() const { return whole; }
   int64_t chunks() const { return (p.Lk + chunk - 1) / chunk; }

@@ -82,7 +82,7 @@ class WeightsPass {
 
   // The row scales of queries [i0, i1). The log-sum-exp is enough unless it is too large, too coarse
   // (fp64) or that of other scores. In these cases the maximum and the sum are recomputed, from the
-  // packed panel that packed() returns.
+  // packed panel that packed() returns, unless the rows have keys that are not here.
   template <class Packed>
   void scale_rows(Buffers& buf, int64_t b, int64_t h, int64_t i0, int64_t i1, Packed packed,
                   RowScale<T> rows) const {
@@ -93,7 +93,7 @@ class WeightsPass {
       again |= x != -kInf<double> && (x > kHugeLse || x < -kHugeLse);
       scale_from_lse(rule, x, rows.at(l));
     }
-    if (!again) return;
+    if (!again || p.partial) return;
     if (i1 - i0 <= W)
       recompute<1>(buf, b, h, i0, i1, packed(), rows);
     else

@@ -258,6 +258,7 @@ def scaled_dot_product_attention_backward(
             "grad_key": operand(grad_key),
             "grad_value": operand(grad_value),
             "grad_mask": None if grad_mask is None else broadcast_operand(grad_mask),
+            "partial": options.partial,
             "grad_sinks": address(grad_sinks),
             "grad_relative_bias": address(grad_table),
         },

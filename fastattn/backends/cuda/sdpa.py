@@ -16,6 +16,7 @@ from fastattn.backends._operands import (
     operand,
     table_for,
 )
+from fastattn.backends._partial import partial_gradients
 from fastattn.backends._precision import allows_tf32
 from fastattn.backends.cuda.operands import (
     DTYPES,
@@ -122,6 +123,11 @@ def scaled_dot_product_attention_backward(
     options: AttentionBackwardOptions,
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of query, key, value, mask, sinks and relative bias, or None."""
+    biases = (attn_mask, alibi_slopes, seed, sinks, relative_bias, positions, mask_program)
+    if options.partial:
+        forward, backward = scaled_dot_product_attention, scaled_dot_product_attention_backward
+        given, tensors = (grad_out, grad_lse, grad_weights), (query, key, value, *biases)
+        return partial_gradients(forward, backward, given, tensors, out, lse, options)
     if grad_out is None:
         grad_out = torch.zeros_like(out)
     if grad_lse is not None:

@@ -32,6 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastattn.backends._partial import partial_gradients
 from fastattn.backends.primitives import AttentionBackwardOptions, AttentionOptions
 from fastattn.backends.reference._dropout import dropout_keep, kept_scale
 from fastattn.backends.reference._mask_program import visible_by_program
@@ -114,11 +115,15 @@ def scaled_dot_product_attention_backward(
     vector-Jacobian product of the forward by ``torch.func.vjp``, so they are differentiable again
     in all arguments. ``out`` and ``lse`` are recomputed, not read.
     """
-    forward = functools.partial(scaled_dot_product_attention, options=options)
     biases = (attn_mask, alibi_slopes, seed, sinks, relative_bias, positions, mask_program)
+    if options.partial:
+        forward, backward = scaled_dot_product_attention, scaled_dot_product_attention_backward
+        given, tensors = (grad_out, grad_lse, grad_weights), (query, key, value, *biases)
+        return partial_gradients(forward, backward, given, tensors, out, lse, options)
+    function = functools.partial(scaled_dot_product_attention, options=options)
     wanted = (0, 1, 2, 3, 6, 7) if options.needs_mask_grad else (0, 1, 2, 6, 7)
     given = (grad_out, grad_lse, grad_weights)
-    found = gradients(forward, (query, key, value, *biases), wanted, given)
+    found = gradients(function, (query, key, value, *biases), wanted, given)
     return *found[:4], found[6], found[7]
 
 

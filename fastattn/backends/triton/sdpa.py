@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fastattn.backends._alloc import summed_to
+from fastattn.backends._partial import partial_gradients
 from fastattn.backends.primitives import AttentionBackwardOptions, AttentionOptions
 from fastattn.backends.triton._attend import (
     Attention,
@@ -97,12 +98,16 @@ def scaled_dot_product_attention_backward(
     options: AttentionBackwardOptions,
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of query, key, value, mask, sinks and relative bias, or None."""
+    biases = (attn_mask, alibi_slopes, seed, sinks, relative_bias, positions, mask_program)
+    if options.partial:
+        forward, backward = scaled_dot_product_attention, scaled_dot_product_attention_backward
+        given, tensors = (grad_out, grad_lse, grad_weights), (query, key, value, *biases)
+        return partial_gradients(forward, backward, given, tensors, out, lse, options)
     batch, heads = query.shape[:2]
     given = Cotangents(grad_out, grad_lse, grad_weights)
     if grad_weights is not None and options.weights == 2:
         given = given._replace(weights=grad_weights.unsqueeze(1), weight_share=1.0 / max(heads, 1))
     query, scale, sign = positive_scale(query, options)
-    biases = (attn_mask, alibi_slopes, seed, sinks, relative_bias, positions, mask_program)
     o = _options(query, key, biases, options, scale)
     # The row sums of a bias's gradient equal the gradient of lse, so the rounding of out must not
     # appear in them.

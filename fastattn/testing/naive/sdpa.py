@@ -58,6 +58,9 @@ def scaled_dot_product_attention_backward(
     f = _forward(options, query, key, value, *biases)
     q, k, v, p, w, z = (f[name] for name in ("q", "k", "v", "p", "w", "z"))
     heads = q.shape[1]
+    if options.partial:  # of rows with more keys
+        share = np.where(f["lse"] == -np.inf, 0, np.exp(f["lse"] - array(lse)))[..., None]
+        p, w = p * share, w * share
 
     d_w = np.zeros_like(w)  # [B, Hq, Lq, Lk]
     d_v = np.zeros_like(v)
@@ -70,6 +73,8 @@ def scaled_dot_product_attention_backward(
         d_w = d_w + (d_weights[:, None] / heads if options.weights == 2 else d_weights)
 
     d_s = softmax_backward(p, d_w * z)
+    if options.partial and grad_out is not None:
+        d_s = p * (d_w * z - (array(grad_out) * array(out)).sum(-1, keepdims=True))
     d_sink = -f["p_sink"] * (p * d_w * z).sum(-1)
     if grad_lse is not None:
         d_s = d_s + p * array(grad_lse)[..., None]
