@@ -231,7 +231,12 @@ inline void read_attention_options(const Named& from, AttentionOptions& to) {
       field("scale", &O::scale), field("offset", &O::offset), field("window_left", &O::window_left),
       field("window_right", &O::window_right), field("softcap", &O::softcap),
       field("dropout_p", &O::dropout_p), field("weights", &O::weights));
-  if (!from.is_scale(to)) from.read(to, fields);
+  static const auto of_dropout =
+      std::make_tuple(field("first_query", &O::first_query), field("first_key", &O::first_key),
+                      field("first_head", &O::first_head));
+  if (from.is_scale(to)) return;
+  from.read(to, fields);
+  if (to.dropout_p > 0) from.read(to, of_dropout);
 }
 
 inline void read_varlen_options(const Named& from, VarlenOptions& to) {

@@ -54,6 +54,9 @@ struct AttentionOptions {
   int64_t window_right = -1;  // keys visible to its right, -1 = all; 0 = causal
   double softcap = 0;         // 0 = off
   double dropout_p = 0;       // 0 = off
+  int64_t first_query = 0;    // of dropout's draws
+  int64_t first_key = 0;
+  int64_t first_head = 0;
   Weights weights = Weights::none;
 };
 
@@ -99,7 +102,7 @@ struct AttentionParams : AttentionOptions {
   Tensor4
       grad_mask;  // zeroed by the caller, stride 0 where the mask is broadcast; null = not wanted.
                   // f64 where it is broadcast over queries or keys, else acc with key stride 1
-  bool partial;              // out and lse are those of more keys; without sinks and grad_weights
+  bool partial;   // out and lse are those of more keys; without sinks and grad_weights
   double* grad_sinks;        // [B, Hq] contiguous, zeroed by the caller; null = not wanted
   void* grad_relative_bias;  // [B, Hq, relative_bias_size] acc, contiguous; null = not wanted
 };

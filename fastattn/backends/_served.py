@@ -24,7 +24,11 @@ _EVERYWHERE = served(
     varlen_attention="scale bottom_right window_left window_right softcap dropout_p",
 )
 
-CPU = _EVERYWHERE | served(local_attention="")
+CPU = _EVERYWHERE | served(
+    local_attention="",
+    scaled_dot_product_attention=" ".join(_EVERYWHERE["scaled_dot_product_attention"])
+    + " first_query first_key first_head",
+)
 CUDA = _EVERYWHERE
 TRITON = _EVERYWHERE
 # Its own why_not declines most values of these options, each with its own reason.

@@ -55,6 +55,11 @@ class AttentionOptions:
     window_right: int = -1  # keys visible after it (-d <= right); -1: all; 0: causal
     softcap: float = 0.0  # bound of the scores; 0: none
     dropout_p: float = 0.0  # probability of dropping a weight
+    # Dropout's draws of a call that is a part of a larger one: the indices there of query 0, key 0
+    # and query head 0.
+    first_query: int = 0
+    first_key: int = 0
+    first_head: int = 0
     weights: Weights = 0
 
 

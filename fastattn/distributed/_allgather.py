@@ -8,7 +8,6 @@ the order of ranks, in float32 or wider.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -47,8 +46,8 @@ def _arguments(
 ) -> tuple[Any, ...]:
     mask = call.own_mask(run.rows, slice(first, first + k_len))
     program = call.program(run, first, k_len)
-    biases = (mask, call.alibi_slopes, None, call.sinks, None, None, program)
-    options = replace(call.options, offset=run.position - first)
+    biases = (mask, call.alibi_slopes, call.seed, call.sinks, None, None, program)
+    options = call.options_at(run.position, first)
     return call.query[:, :, run.rows], key, value, *biases, options
 
 

@@ -35,6 +35,7 @@ class Call:
     sinks: Tensor | None  # [1, Hq]
     mask: masks.Mask | None  # for all queries and keys
     options: AttentionOptions  # with the offset 0
+    seed: Tensor | None  # [] int64, of dropout: this rank's, then that of rank 0
     method: str
     layout: str | Tensor | Layout
     queries: Layout = NOWHERE
@@ -47,11 +48,22 @@ class Call:
     @property
     def uses_positions(self) -> bool:
         """Whether the result depends on which rows are at which positions."""
-        given = (self.attn_mask, self.alibi_slopes, self.mask)
+        given = (self.attn_mask, self.alibi_slopes, self.mask, self.seed)
         return self.window != (-1, -1) or any(x is not None for x in given)
+
+    def options_at(self, first_query: int, first_key: int) -> AttentionOptions:
+        """The options of queries and keys that begin at these positions."""
+        at: dict[str, int] = {"offset": first_query - first_key}
+        if self.seed is not None:
+            at |= {"first_query": first_query, "first_key": first_key}
+        return replace(self.options, **at)
 
     def with_layouts(self, queries: Layout, keys: Layout) -> Call:
         return replace(self, queries=queries, keys=keys)
+
+    def with_seed(self, seed: int) -> Call:
+        """The call with the draws of this seed, if it has dropout."""
+        return self if self.seed is None else replace(self, seed=torch.full_like(self.seed, seed))
 
     def in_fewest_runs(self) -> Call:
         """The call with one run a rank where positions do not matter."""
@@ -73,6 +85,7 @@ class Call:
         return {
             "alibi_slopes": "None" if slopes is None else f"shape {list(slopes.shape)}",
             "attn_mask": "None" if mask is None else f"a {checks.name_of(mask)} mask",
+            "dropout_p": repr(options.dropout_p),
             "dtype": checks.name_of(q),
             "key and value": f"[B, H, L, D] of sizes {_sizes(self.key)} and {_sizes(self.value)}",
             "layout": repr(layout),
@@ -135,6 +148,7 @@ def checked(
     alibi_slopes: Any,
     sinks: Any,
     dropout_p: Any,
+    generator: Any,
     scale: Any,
     enable_gqa: Any,
 ) -> Call:
@@ -154,11 +168,9 @@ def checked(
         raise checks.wrong_type(OP, "method", method, "str")
     if not isinstance(layout, (str, Tensor, Layout)):
         raise checks.wrong_type(OP, "layout", layout, "str, Tensor or Layout")
-    if checks.check_dropout(OP, dropout_p):
-        raise NotImplementedError(
-            f"{OP}: dropout_p must be 0, got {dropout_p}: the draws of a kernel count from the "
-            "first query and key of its call, so they would differ from those on one machine"
-        )
+    dropout_p = checks.check_dropout(OP, dropout_p)
+    if generator is not None:
+        checks.check_generator(OP, generator, query.device)
     left, right = (-1, -1) if window is None else checks.check_window(OP, window)
     if attn_mask is not None and is_causal:
         raise RuntimeError(
@@ -193,9 +205,11 @@ def checked(
         window_left=left,
         window_right=0 if is_causal else right,
         softcap=0.0 if softcap is None else checks.check_softcap(OP, softcap),
+        dropout_p=dropout_p,
     )
+    seed = checks.draw_seed(query.device, generator) if dropout_p > 0 else None
     tensors = (query, key, value, attn_mask, alibi_slopes, sinks)
-    return Call(*tensors, mask, options, method, layout)
+    return Call(*tensors, mask, options, seed, method, layout)
 
 
 def _real(scale: Any) -> float:

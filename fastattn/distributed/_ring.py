@@ -208,8 +208,8 @@ def _arguments(call: Call, piece: Piece, key: Tensor, value: Tensor) -> tuple[An
     program = call.program(piece.queries, piece.keys.position, piece.keys.length)
     rows, columns = piece.queries.rows, piece.keys.rows
     tensors = (call.query[:, :, rows], key[:, :, columns], value[:, :, columns])
-    biases = (mask, call.alibi_slopes, None, None, None, None, program)
-    return *tensors, *biases, replace(call.options, offset=piece.offset)
+    biases = (mask, call.alibi_slopes, call.seed, None, None, None, program)
+    return *tensors, *biases, call.options_at(piece.queries.position, piece.keys.position)
 
 
 class _Rows(NamedTuple):

@@ -17,18 +17,11 @@ __all__ = ["Piece", "Schedule"]
 
 
 class Piece(NamedTuple):
-    """A run of this rank's queries and a run of the keys of some rank.
-
-    Both hold consecutive positions, so the offset of attention says how they are aligned.
-    """
+    """A run of this rank's queries and a run of the keys of some rank."""
 
     at: int  # the index of the run of queries
     queries: Run
     keys: Run
-
-    @property
-    def offset(self) -> int:
-        return self.queries.position - self.keys.position
 
     @property
     def columns(self) -> slice:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -51,8 +52,9 @@ def head_attention(call: Call, peers: Peers) -> tuple[Tensor, Tensor]:
         sizes = (batch, batch, *lengths, query.device, query.shape[1], 0)
         part = masks.PartCall(OP, *sizes, 0, own.start, lengths, heads)
         program = masks.part_program(call.mask, part)
-    biases = (mask, slopes, None, sinks, None, None, program)
-    out, lse, _ = attention(query, key, value, *biases, call.options)
+    biases = (mask, slopes, call.seed, sinks, None, None, program)
+    options = call.options if call.seed is None else replace(call.options, first_head=own.start)
+    out, lse, _ = attention(query, key, value, *biases, options)
     back = _Transposition(peers, (call.queries, call.queries))
     # The wider dtype first, so that both are aligned in the message.
     lse, out = _Transpose.apply(back, False, lse[..., None], out)

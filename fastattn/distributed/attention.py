@@ -39,6 +39,7 @@ def attention(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
+    generator: torch.Generator | None = None,
     scale: float | None = None,
     enable_gqa: bool = False,
     return_lse: bool = False,
@@ -84,7 +85,10 @@ def attention(
         alibi_slopes: floating, [Hq] or [B, Hq]. With "ring" it must not require a gradient.
         sinks: [Hq], attention sinks. Differentiable: each rank has a part of the gradient of sinks
             and slopes, and the sum over ranks is the whole.
-        dropout_p: must be 0 for now.
+        dropout_p: the probability of dropping a weight, in [0, 1]. The draws are those of one
+            process for the whole sequence, whatever the method, layout and number of ranks.
+        generator: the source of the dropout seed; None is the default generator. Every rank draws
+            a seed, and all take that of rank 0.
         scale: None is ``1 / sqrt(D)``.
         enable_gqa: allow Hkv < Hq: query head h uses head ``h // (Hq // Hkv)``. Heads of keys are
             never repeated.
@@ -103,7 +107,7 @@ def attention(
         RuntimeError: dtypes or shapes that do not match. Options that differ between ranks: all
             ranks raise and name the argument. A rank that ends or does not answer within the
             group's timeout: the others raise and name it and the step.
-        NotImplementedError: ``dropout_p`` above 0; the gradient of ``alibi_slopes`` with "ring".
+        NotImplementedError: a second derivative with "ring".
 
     Sources:
         Liu et al. 2023, https://arxiv.org/abs/2310.01889 (ring attention); Jacobs et al. 2023,
@@ -114,7 +118,7 @@ def attention(
     try:
         checks.check_flag(OP, "return_lse", return_lse)
         checks.check_flag(OP, "check", check)
-        call = checked(query, key, value, *given, dropout_p, scale, enable_gqa)
+        call = checked(query, key, value, *given, dropout_p, generator, scale, enable_gqa)
     except Exception as error:
         if check is True:
             _share(problem(error), peers, query)
@@ -132,23 +136,27 @@ def _share(options: dict[str, str], peers: Peers, query: Any) -> None:
     """Let the other ranks know of an error before it is raised here."""
     device = query.device if isinstance(query, Tensor) else torch.device("cpu")
     with contextlib.suppress(RuntimeError):  # of the comparison; this rank raises its own
-        agree(peers, options, (0, 0, 0), device)
+        agree(peers, options, (0, 0, 0, 0), device)
 
 
 def _with_layouts(call: Call, peers: Peers, check: bool) -> Call:
     """Compare the call with those of the other ranks, and add where all rows are."""
-    numbers = call.query.shape[2], call.key.shape[2], call.columns
+    seed = 0 if call.seed is None else int(call.seed)
+    numbers = call.query.shape[2], call.key.shape[2], call.columns, seed
     device, layout = call.query.device, call.layout
     every = [list(numbers)] * peers.size
     if check:  # before any error that this rank alone may have
         every = agree(peers, call.compared(), numbers, device)
+        call = call.with_seed(every[0][3])
+    elif call.seed is not None:
+        call = call.with_seed(int(gather(peers, call.seed.view(1), [1] * peers.size)[0]))
     if isinstance(layout, Layout):
         if layout.ranks != peers.size:
             raise ValueError(
                 f"{OP}: layout must be of the {peers.size} ranks of the group, got {layout.ranks}"
             )
         if not check:
-            every = [[n, n, 0] for n in layout.lengths]
+            every = [[n, n, 0, 0] for n in layout.lengths]
             every[peers.rank] = list(numbers)
     q_lengths, k_lengths, columns = ([n[at] for n in every] for at in range(3))
     if layout == "contiguous":

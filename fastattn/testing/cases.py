@@ -66,6 +66,7 @@ class Case:
     positions: str | None = None  # of the relative bias, see inputs.POSITIONS; None: 0, 1, 2, ...
     program: str | None = None  # a mask of fastattn.masks, see inputs.PROGRAMS
     dropout_p: float = 0.0
+    first: tuple[int, int, int] = (0, 0, 0)  # query, key and head of dropout's draws
     layouts: tuple[str, str, str] = ("contiguous", "contiguous", "contiguous")  # of q, k, v
     weights: Weights = 0  # 0 none | 1 per head | 2 averaged
     grads: tuple[str, ...] = ("out",)  # the results whose gradient is given: out, lse, weights
@@ -268,22 +269,27 @@ def _sinks() -> Iterator[Case]:
 
 
 def _parts() -> Iterator[Case]:
-    """Backward passes of some of the keys, with each option."""
+    """Parts of a larger call: dropout's draws, backward passes with out and lse of more keys."""
+    part = Case("first", heads=4, kv_heads=2, dropout_p=0.3, k_len=130, weights=1)
+    for first in ((3, 0, 0), (0, 8, 5), (70, 13, 1), (2**20 + 7, 2**20 + 6, 0)):
+        yield replace(part, name=f"first-{'-'.join(map(str, first))}", first=first)
+    yield replace(part, name="first-long", first=(9, 11, 2), q_len=100, k_len=600, weights=0)
     base = Case("partial", heads=4, kv_heads=2, partial=True, grads=SCALED)
     for q_len, k_len in ((1, 1), (3, 0), (0, 3), (40, 1), (33, 65), (1, 700), (70, 600)):
-        case = replace(base, q_len=q_len, k_len=k_len)
+        case = replace(base, q_len=q_len, k_len=k_len, slow=k_len not in (1, 65, 700))
         yield replace(case, name=f"partial-{q_len}x{k_len}")
-        yield replace(case, name=f"partial-{q_len}x{k_len}-causal", causal="bottom_right")
+        case = replace(case, name=f"partial-{q_len}x{k_len}-causal", causal="bottom_right")
+        yield replace(case, slow=True)
     yield replace(base, name="partial-out", grads=("out",), head_dim=40, value_dim=24)
-    yield replace(base, name="partial-lse", grads=("lse",), causal="upper_left")
+    yield replace(base, name="partial-lse", grads=("lse",), causal="upper_left", slow=True)
     for kind in ("bool_rows", "padding", "nothing", "float_inf"):
         case = replace(base, mask=kind, mask_grad="float" in kind, poison="float" not in kind)
-        yield replace(case, name=f"partial-mask-{kind}")
-        yield replace(case, name=f"partial-mask-{kind}-long", k_len=600)
-    yield replace(base, name="partial-window", window=(2, 2), q_len=200, k_len=20)
-    yield replace(base, name="partial-softcap", softcap=2.0, scale=-0.7)
+        yield replace(case, name=f"partial-mask-{kind}", slow=kind in ("padding", "nothing"))
+        yield replace(case, name=f"partial-mask-{kind}-long", k_len=600, slow=True)
+    yield replace(base, name="partial-window", window=(2, 2), q_len=200, k_len=20, slow=True)
+    yield replace(base, name="partial-softcap", softcap=2.0, scale=-0.7, slow=True)
     yield replace(base, name="partial-alibi", alibi="bh", dropout_p=0.3)
-    yield replace(base, name="partial-relative", relative_bias="h")
+    yield replace(base, name="partial-relative", relative_bias="h", slow=True)
     yield replace(base, name="partial-program", program="documents", poison=True)
 
 
@@ -483,11 +489,11 @@ CASES: dict[str, tuple[Case, ...]] = {
         _windows(),
         _options(),
         _sinks(),
-        _parts(),
         _relative_biases(),
         _programs(),
         _layouts(),
         _results(),
         _long(),
+        _parts(),
     ),
 }

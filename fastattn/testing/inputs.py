@@ -223,6 +223,9 @@ def _options(case: Case) -> AttentionOptions:
         window_right=right,
         softcap=case.softcap,
         dropout_p=case.dropout_p,
+        first_query=case.first[0],
+        first_key=case.first[1],
+        first_head=case.first[2],
         weights=case.weights,
     )
 

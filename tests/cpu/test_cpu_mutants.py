@@ -120,6 +120,11 @@ MUTANTS = (
     Mutant("a_gradient_of_lse_has_the_wrong_sign", "merge_states.cpp", "a * h + both", "a * h - both", "merge_states"),
     Mutant("merged_sums_are_not_rescaled", "softmax_state.h", "*l = *l * share.mine + its_l * share.its;", "*l = *l + its_l;", "merge_states", "merge_states"),
     Mutant("an_infinite_state_is_nan", "softmax_state.h", "select<T>(x == reference, Vec<T>{}, x - reference)", "x - reference", "merge_states", "merge_states"),
+    Mutant("a_part_is_whole", "sdpa_backward.h", "whole(params.Lk <= Bk && !params.partial)", "whole(params.Lk <= Bk)", source=BACKWARD),
+    Mutant("a_part_is_normalised_by_itself", "sdpa_weights.h", "if (!again || p.partial) return;", "if (!again) return;", source=BACKWARD, dtype="float64"),
+    Mutant("draws_begin_at_key_0", "scores.h", "j0 += d.first_key;", "", source=FORWARD),
+    Mutant("draws_begin_at_query_0", "scores.h", "d.first_query + i0 + l", "i0 + l", source=BACKWARD),
+    Mutant("draws_begin_at_head_0", "scores.h", "d.first_head + head", "head", source=FORWARD),
     Mutant("no_bias_beyond_tanh", "additive.h", "load(k + a * k_panel) + load(bias + a * kLanes<T>)", "load(k + a * k_panel)", "additive_attention", "additive"),
 )  # fmt: skip
 TILES = "tiles/sdpa_forward"
@@ -141,6 +146,7 @@ MUTANTS += tuple(
         ("a_late_query_has_no_reference", "tiles/sdpa_rows.h", "state.waiting = any(still);", "state.waiting = false;"),
         ("nothing_is_computed_again", "tiles/sdpa_products.h", "if (!safe) compute_exactly(task, count);", ""),
         ("hidden_values_spread", "tiles/sdpa_products.h", "kParts > 1 || rows.excludes() ? rows_apart(v[half])", "kParts > 1 ? rows_apart(v[half])"),
+        ("an_odd_pair_of_draws_is_even", "scores.h", "word[n] = before >> 16 | own << 16;", "word[n] = own;"),
         ("dropout_is_of_the_next_query", "tiles/sdpa_rows.h", "dropout_mask<2>(dropout, panel.i0,", "dropout_mask<2>(dropout, panel.i0 + 1,"),
         ("the_wrong_query_head", "tiles/sdpa_forward.h", "task.hk * group + n / panels", "task.hk + n / panels * p.Hkv"),
         ("channels_of_the_tail_are_stale", "tiles/pack.h", "_mm512_maskz_loadu_epi16(first_bits(count), from)", "_mm512_mask_loadu_epi16(_mm512_set1_epi16(0x3f80), first_bits(count), from)"),

@@ -37,6 +37,8 @@ def _declined(case: Case) -> str | None:
     """The reason that the kernels must give against a case, None if they are to run it."""
     if max(case.head_dim, case.value_dim or 0) > 256:
         return "the kernels take up to 256"
+    if any(case.first):
+        return "has no first_"
     return None
 
 

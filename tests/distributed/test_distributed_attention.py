@@ -17,6 +17,7 @@ from distributed_cases import (
     Case,
     L,
     definition,
+    generator,
     joined,
     layout_of,
     whole,
@@ -58,6 +59,7 @@ def check_same_bits(case: Case, found: dict[str, torch.Tensor]) -> None:
     out, lse = fastattn.scaled_dot_product_attention(
         **given,
         **case.options,
+        **generator(case),
         mask=mask,
         enable_gqa=case.heads[0] != case.heads[1],
         return_lse=True,

@@ -17,6 +17,7 @@ DIFFERENT = {
     "window": f"window or is_causal must be the same on all ranks, got (-1, -1) {OTHERS}; "
     "(4, 0) on rank 1",
     "scale": f"scale must be the same on all ranks, got 0.35355339059327373 {OTHERS}; 2.0 on rank",
+    "dropout_p": f"dropout_p must be the same on all ranks, got 0.0 {OTHERS}; 0.5 on rank 1",
     "method": f"method must be the same on all ranks, got 'allgather' {OTHERS}; 'ring' on rank 1",
     "layout": f"got 'contiguous' {OTHERS}; 'zigzag' on rank 1",
     "dtype": f"dtype must be the same on all ranks, got float32 {OTHERS}; float64 on rank 1",
@@ -34,7 +35,8 @@ DIFFERENT = {
     "lengths": "layout must have the lengths of the ranks, [6, 5, 6], got [6, 6, 6]",
 }
 WRONG = {
-    "dropout_p": "NotImplementedError: fastattn.distributed.attention: dropout_p must be 0, got ",
+    "dropout_p": "fastattn.distributed.attention: dropout_p must be between 0 and 1, got 1.5",
+    "generator": "argument 'generator' must be torch.Generator, not int",
     "method": "must be one of auto, ring, allgather, ulysses, got 'tree'",
     "layout": "ValueError: fastattn.distributed.attention: layout must be one of contiguous, "
     "zigzag, got 'striped'",

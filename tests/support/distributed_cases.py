@@ -17,6 +17,7 @@ import fastattn
 from fastattn import masks
 from fastattn.backends import reference
 from fastattn.backends.primitives import AttentionBackwardOptions, AttentionOptions, extended
+from fastattn.checks import draw_seed
 from fastattn.distributed import Layout
 
 B, L = 2, 40
@@ -116,7 +117,24 @@ CASES = (
     Case("function", lengths="uneven", layout="zigzag", mask="function"),
     Case("function-allgather", "allgather", mask="function"),
     Case("function-ulysses", "ulysses", mask="function"),
-)
+    Case("dropout", options={"dropout_p": 0.4}),
+    Case("dropout-causal", layout="zigzag", lengths="uneven",
+         options={"dropout_p": 0.4, "is_causal": True}),
+    Case("dropout-shuffled", layout="shuffled", heads=(4, 2), options={"dropout_p": 0.7}),
+    Case("dropout-allgather", "allgather", "zigzag", "uneven",
+         options={"dropout_p": 0.4, "window": (9, 0)}),
+    Case("dropout-ulysses", "ulysses", "zigzag", "uneven", options={"dropout_p": 0.4}),
+    Case("dropout-bf16-allgather", "allgather", "shuffled", dtype=torch.bfloat16,
+         options={"dropout_p": 0.4, "is_causal": True}),
+)  # fmt: skip
+
+
+def generator(case: Case, rank: int = 0) -> dict[str, torch.Generator]:
+    """The argument of dropout, another one on each rank; that of rank 0 counts."""
+    if "dropout_p" not in case.options:
+        return {}
+    seed = zlib.crc32(case.name.encode()) + rank
+    return {"generator": torch.Generator().manual_seed(seed)}
 
 
 @functools.cache
@@ -183,7 +201,11 @@ def definition(case: Case) -> dict[str, Tensor]:
         if case.options.get("is_causal")
         else case.options.get("window", (-1, -1))[1],
         softcap=case.options.get("softcap", 0.0),
+        dropout_p=case.options.get("dropout_p", 0.0),
     )
+    seed = None
+    if options.dropout_p:
+        seed = draw_seed(torch.device("cpu"), **generator(case))
     if case.poisoned:
         for name in ("key", "value"):
             given[name] = given[name][:, :, :-1]
@@ -191,7 +213,7 @@ def definition(case: Case) -> dict[str, Tensor]:
     attn_mask, program = given.get("attn_mask"), None
     if case.mask:
         program = masks.program("test", MASKS[case.mask](), given["query"], L, 0)
-    tensors = (given["query"], given["key"], given["value"], attn_mask, slopes, None)
+    tensors = (given["query"], given["key"], given["value"], attn_mask, slopes, seed)
     last = (sinks, None, None, program)
     out, lse, _ = reference.scaled_dot_product_attention(*tensors, *last, options=options)
     needs_mask = case.attn_mask in ("added", "columns")
@@ -248,6 +270,7 @@ def call(case: Case, rank: int, ranks: int) -> dict[str, Tensor]:
         out, lse = fastattn.distributed.attention(
             **tensors,
             **case.options,
+            **generator(case, rank),
             method=case.method,
             layout=layout,
             mask=mask,
@@ -313,6 +336,8 @@ def random_case(seed: int) -> Case:
         options["window"] = (draw.randint(-1, 30), draw.randint(-1, 30))
     if draw.random() < 0.2:
         options["softcap"] = 2.0
+    if draw.random() < 0.3:
+        options["dropout_p"] = 0.4
     return Case(
         f"random-{seed}",
         draw.choice(["ring", "allgather", "ulysses", "auto"]),

@@ -37,6 +37,7 @@ def message_of(call: Callable[[], Any]) -> str:
 DIFFERENT: dict[str, Callable[[bool], Any]] = {
     "window": lambda odd: attention(*tensors(), window=(4, 0) if odd else None),
     "scale": lambda odd: attention(*tensors(), scale=2.0 if odd else None),
+    "dropout_p": lambda odd: attention(*tensors(), dropout_p=0.5 if odd else 0.0),
     "method": lambda odd: attention(*tensors(), method="ring" if odd else "allgather"),
     "layout": lambda odd: attention(*tensors(), layout="zigzag" if odd else "contiguous"),
     "dtype": lambda odd: attention(*tensors(dtype=torch.float64 if odd else torch.float32)),
@@ -61,7 +62,8 @@ DIFFERENT: dict[str, Callable[[bool], Any]] = {
 }
 # All ranks make the same wrong call.
 WRONG: dict[str, Callable[[], Any]] = {
-    "dropout_p": lambda: attention(*tensors(), dropout_p=0.5),
+    "dropout_p": lambda: attention(*tensors(), dropout_p=1.5),
+    "generator": lambda: attention(*tensors(), dropout_p=0.5, generator=1),
     "method": lambda: attention(*tensors(), method="tree"),
     "layout": lambda: attention(*tensors(), layout="striped"),
     "layout ranks": lambda: attention(*tensors(), layout=Layout.contiguous([6, 6])),

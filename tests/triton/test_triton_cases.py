@@ -32,7 +32,7 @@ def _tiles(case: Any) -> int:
 # The cases that Triton's kernels can run, where these are not all. `varlen_attention` has a slow
 # one, which the interpreter cannot.
 FITS: dict[str, Callable[[Any], bool]] = {
-    ATTENTION: lambda case: max(case.head_dim, case.value_dim or 0) <= 512,
+    ATTENTION: lambda case: max(case.head_dim, case.value_dim or 0) <= 512 and not any(case.first),
     ADDITIVE: lambda case: case.value_dim <= 512,
     "decode_attention": lambda case: max(case.head_dim, case.value_dim or 0) <= 512,
     "varlen_attention": lambda case: not case.slow,

@@ -243,7 +243,8 @@ FASTATTN_INLINE void apply_rule(const AttentionParams& p, const ScoreRule<T>& ru
 struct DropoutRule {
   uint32_t threshold;  // keep iff a 16-bit draw is below it
   uint32_t key[2];
-  double factor;  // of kept values; 0 if none is kept
+  double factor;                               // of kept values; 0 if none is kept
+  int64_t first_query, first_key, first_head;  // of the draws
 };
 
 FASTATTN_INLINE DropoutRule make_dropout(const AttentionParams& p) {
@@ -252,6 +253,7 @@ FASTATTN_INLINE DropoutRule make_dropout(const AttentionParams& p) {
   d.key[0] = static_cast<uint32_t>(p.seed);
   d.key[1] = static_cast<uint32_t>(p.seed >> 32);
   d.factor = d.threshold == 0 ? 0.0 : 65536.0 / d.threshold;
+  d.first_query = p.first_query, d.first_key = p.first_key, d.first_head = p.first_head;
   return d;
 }
 
@@ -309,14 +311,25 @@ template <int kPerWord = 1>
 FASTATTN_INLINE void dropout_mask(const DropoutRule& d, int64_t i0, int64_t j0, int64_t rows,
                                   int64_t lanes, int64_t head, int64_t batch, uint32_t* keep) {
   constexpr int W = kLanes<float>;
+  j0 += d.first_key;
+  // Pairs of keys that begin at an odd draw are in two words.
+  const int odd = kPerWord == 2 ? static_cast<int>(j0 % 2) : 0;
   for (int64_t l = 0; l < lanes; l += W) {
-    const Philox philox(d, i0 + l, head, batch);
+    const Philox philox(d, d.first_query + i0 + l, d.first_head + head, batch);
     const int count = static_cast<int>(min_of<int64_t>(W, lanes - l));
-    for (int64_t group = j0 / 8; group * 8 < j0 + rows; ++group) {
+    VecU before{};
+    for (int64_t group = j0 / 8; group * 8 < j0 + rows + odd; ++group) {
       VecU word[4];
       philox.draw(group, word);
+      if (odd != 0) {
+        FASTATTN_UNROLL for (int n = 0; n < 4; ++n) {
+          const VecU own = word[n];
+          word[n] = before >> 16 | own << 16;
+          before = own;
+        }
+      }
       FASTATTN_UNROLL for (int t = 0; t < 8; t += kPerWord) {
-        const int64_t r = group * 8 + t - j0;
+        const int64_t r = group * 8 + t - odd - j0;
         if (r < 0 || r >= rows) continue;
         VecI kept;
         if constexpr (kPerWord == 2) {

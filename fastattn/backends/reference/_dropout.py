@@ -20,24 +20,33 @@ def kept_scale(dropout_p: float) -> float:
     return 65536 / threshold if threshold else 0.0
 
 
-def dropout_keep(shape: tuple[int, int, int, int], dropout_p: float, seed: Tensor) -> Tensor:
+def dropout_keep(
+    shape: tuple[int, int, int, int],
+    dropout_p: float,
+    seed: Tensor,
+    first: tuple[int, int, int] = (0, 0, 0),
+) -> Tensor:
     """Return which pairs dropout keeps, bool [B, Hq, Lq, Lk].
 
     The pair (i, j) of query head h in batch b takes the 16-bit draw j % 8 of the Philox4x32-10
     block with counter (i, j // 8, h, b) and key (low, high word of the seed). It is kept iff
     draw < T = round((1 - dropout_p) * 65536), a half rounded to even. The four words of a block
-    give its eight draws, the low half of each word first.
+    give its eight draws, the low half of each word first. ``first`` is the smallest i, j and h.
     """
     batch, heads, q_len, k_len = shape
-    blocks = (k_len + 7) // 8
-    sizes = (q_len, blocks, heads, batch)
+    first_i, first_j, first_h = first
+    skipped = first_j % 8  # draws of the first block
+    blocks = (skipped + k_len + 7) // 8
+    sizes = ((first_i, q_len), (first_j // 8, blocks), (first_h, heads), (0, batch))
     views = ((-1, 1), (-1,), (-1, 1, 1), (-1, 1, 1, 1))
     i, j8, h, b = (
-        torch.arange(n, device=seed.device).view(v) for n, v in zip(sizes, views, strict=True)
+        (torch.arange(n, device=seed.device) + start).view(v)
+        for (start, n), v in zip(sizes, views, strict=True)
     )
     words = philox4x32((i, j8, h, b), (seed & WORD, (seed >> 32) & WORD))
     draws = torch.stack([half for word in words for half in (word & 0xFFFF, word >> 16)], dim=-1)
-    draws = draws.expand(batch, heads, q_len, blocks, 8).flatten(-2)[..., :k_len]
+    draws = draws.expand(batch, heads, q_len, blocks, 8).flatten(-2)
+    draws = draws[..., skipped : skipped + k_len]
     return draws < keep_threshold(dropout_p)
 
 

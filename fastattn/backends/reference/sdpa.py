@@ -21,7 +21,8 @@ i and key j of one head, with d_ij = i + offset - j:
 The sink is a logit of the query head: a key whose value is 0, which every query can see, and to
 which nothing above applies. A window of -1 is unlimited on that side. kept_ij is 0 or 1, drawn by
 Philox4x32-10 (Salmon et al. 2011, https://doi.org/10.1145/2063384.2063405), see
-:func:`dropout_keep`; T = 0 keeps nothing.
+:func:`dropout_keep`; T = 0 keeps nothing. There i, j and the head count from ``first_query``,
+``first_key`` and ``first_head``.
 """
 
 from __future__ import annotations
@@ -187,7 +188,9 @@ def attend(
         if options.dropout_p > 0:
             if keep is None:
                 assert seed is not None
-                keep = dropout_keep((batch, q_heads, q_len, k_len), options.dropout_p, seed)
+                first = options.first_query, options.first_key, options.first_head
+                shape = (batch, q_heads, q_len, k_len)
+                keep = dropout_keep(shape, options.dropout_p, seed, first)
             w = torch.where(keep, w * kept_scale(options.dropout_p), 0.0)
         if not guarded:
             return matmul(w, v), lse, w

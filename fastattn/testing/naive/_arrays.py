@@ -54,12 +54,17 @@ def softmax_backward(p: Array, d_p: Array) -> Array:
     return cast(Array, p * (d_p - (p * d_p).sum(-1, keepdims=True)))
 
 
-def dropout(shape: tuple[int, int, int, int], probability: float, seed: Tensor | None) -> Array:
+def dropout(
+    shape: tuple[int, int, int, int],
+    probability: float,
+    seed: Tensor | None,
+    first: tuple[int, int, int] = (0, 0, 0),
+) -> Array:
     """The factor of each weight [B, H, Lq, Lk]."""
     if seed is None:
         return np.ones(shape, np.longdouble)
     threshold = round((1 - probability) * 65536)
-    keep = dropout_keep(shape, probability, seed).numpy()
+    keep = dropout_keep(shape, probability, seed, first).numpy()
     return cast(Array, keep * (np.longdouble(65536) / max(threshold, 1)))
 
 

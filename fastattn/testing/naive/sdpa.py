@@ -152,7 +152,8 @@ def _forward(
     column = np.broadcast_to(sink[:, :, None, None], (*s.shape[:3], 1))
     p, lse = softmax(np.append(s, column, -1), np.append(seen, column != -np.inf, -1))
     p, p_sink = p[..., :-1], p[..., -1]
-    z = dropout(shape, options.dropout_p, seed)
+    first = options.first_query, options.first_key, options.first_head
+    z = dropout(shape, options.dropout_p, seed, first)
     w = p * z
     named = {"q": q, "k": k, "v": v, "p": p, "w": w, "z": z, "lse": lse, "p_sink": p_sink}
     return named | {"slope": softcap_slope}
