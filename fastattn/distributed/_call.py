@@ -34,6 +34,7 @@ class Call:
     alibi_slopes: Tensor | None  # [B|1, Hq]
     sinks: Tensor | None  # [1, Hq]
     mask: masks.Mask | None  # for all queries and keys
+    sequences: Tensor | None  # [N + 1] where packed sequences begin and end; mask has them, too
     options: AttentionOptions  # with the offset 0
     seed: Tensor | None  # [] int64, of dropout: this rank's, then that of rank 0
     method: str
@@ -84,6 +85,7 @@ class Call:
         layout = self.layout if isinstance(self.layout, (str, Layout)) else "positions"
         return {
             "alibi_slopes": "None" if slopes is None else f"shape {list(slopes.shape)}",
+            "cu_seqlens": "None" if self.sequences is None else str(self.sequences.tolist()),
             "attn_mask": "None" if mask is None else f"a {checks.name_of(mask)} mask",
             "dropout_p": repr(options.dropout_p),
             "dtype": checks.name_of(q),
@@ -147,6 +149,7 @@ def checked(
     softcap: Any,
     alibi_slopes: Any,
     sinks: Any,
+    cu_seqlens: Any,
     dropout_p: Any,
     generator: Any,
     scale: Any,
@@ -194,6 +197,10 @@ def checked(
     batch, heads = query.shape[:2]
     if mask is not None:
         mask = masks.dense_mask(OP, mask)
+    if cu_seqlens is not None:
+        cu_seqlens = _check_sequences(cu_seqlens, query)
+        documents = masks.document(_sequence_of_positions(cu_seqlens))
+        mask = documents if mask is None else mask & documents
     if attn_mask is not None:
         attn_mask = _fold_mask(attn_mask, query)
     if alibi_slopes is not None:
@@ -209,7 +216,7 @@ def checked(
     )
     seed = checks.draw_seed(query.device, generator) if dropout_p > 0 else None
     tensors = (query, key, value, attn_mask, alibi_slopes, sinks)
-    return Call(*tensors, mask, options, seed, method, layout)
+    return Call(*tensors, mask, cu_seqlens, options, seed, method, layout)
 
 
 def _real(scale: Any) -> float:
@@ -228,6 +235,18 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -
             f"{OP}: query and key must have the same number of heads without enable_gqa=True, "
             f"got {query.shape[1]} and {key.shape[1]}"
         )
+
+
+def _check_sequences(cu_seqlens: Any, query: Tensor) -> Tensor:
+    starts = checks.check_integers(OP, "cu_seqlens", cu_seqlens, "[N + 1]", 1, query.device)
+    if not starts.numel() or starts[0] != 0 or (starts.diff() < 0).any():
+        raise ValueError(f"{OP}: cu_seqlens must begin with 0 and not decrease, got {starts.tolist()}")
+    return starts
+
+
+def _sequence_of_positions(starts: Tensor) -> Tensor:
+    """The number of the sequence of every position, [L]."""
+    return torch.repeat_interleave(starts.diff())
 
 
 def _fold_mask(mask: Any, query: Tensor) -> Tensor:

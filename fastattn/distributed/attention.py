@@ -38,6 +38,7 @@ def attention(
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     dropout_p: float = 0.0,
     generator: torch.Generator | None = None,
     scale: float | None = None,
@@ -77,7 +78,7 @@ def attention(
             of keys of all ranks and column j is position j. bool: True takes part. Floating, of
             query's dtype or float32: added to the scores; differentiable.
         mask: a mask of :mod:`fastattn.masks`, or a ``BlockMask``, of the whole sequence, the same
-            on all ranks. Documents that cross ranks are ``masks.document(ids)``.
+            on all ranks.
         is_causal: exclude the keys after the query's own position. Not together with ``attn_mask``.
         window: (left, right), how many positions before and after its own a query can see; -1 is
             unlimited.
@@ -85,6 +86,10 @@ def attention(
         alibi_slopes: floating, [Hq] or [B, Hq]. With "ring" it must not require a gradient.
         sinks: [Hq], attention sinks. Differentiable: each rank has a part of the gradient of sinks
             and slopes, and the sum over ranks is the whole.
+        cu_seqlens: [N + 1], int32 or int64, the same on all ranks: packed sequences, which may
+            cross ranks. Sequence n has the positions from cu_seqlens[n] to cu_seqlens[n + 1] - 1,
+            and its queries attend to its keys alone. The last one is the length of queries and keys
+            of all ranks. All other options count positions in the packed row.
         dropout_p: the probability of dropping a weight, in [0, 1]. The draws are those of one
             process for the whole sequence, whatever the method, layout and number of ranks.
         generator: the source of the dropout seed; None is the default generator. Every rank draws
@@ -114,7 +119,8 @@ def attention(
         https://arxiv.org/abs/2309.14509 (exchange of heads).
     """
     peers = Peers(process_group(group))
-    given = (method, layout, attn_mask, mask, is_causal, window, softcap, alibi_slopes, sinks)
+    biases = (alibi_slopes, sinks, cu_seqlens)
+    given = (method, layout, attn_mask, mask, is_causal, window, softcap, *biases)
     try:
         checks.check_flag(OP, "return_lse", return_lse)
         checks.check_flag(OP, "check", check)
@@ -182,6 +188,11 @@ def _with_layouts(call: Call, peers: Peers, check: bool) -> Call:
                 f"got {n} on rank {rank}"
             )
     call = call.with_layouts(*layouts)
+    if call.sequences is not None and {int(call.sequences[-1])} != {x.total for x in layouts}:
+        raise ValueError(
+            f"{OP}: cu_seqlens must end with the number of queries and of keys of all ranks, "
+            f"{layouts[0].total} and {total}, got {int(call.sequences[-1])}"
+        )
     if call.mask is not None:  # on ranks without rows, too, so that all of them raise
         masks.check_whole(call.mask, call.part(Run(0, 0, 0), 0, 0))
     return call

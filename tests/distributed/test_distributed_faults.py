@@ -25,6 +25,7 @@ DIFFERENT = {
     f"[2, 4, 'L', 8] and [2, 4, 'L', 8] {OTHERS}; ",
     "mask": f"mask must be the same on all ranks, got chunked(2) {OTHERS}; chunked(3) on rank 1",
     "sinks": f"sinks must be the same on all ranks, got None {OTHERS}; shape [1, 4] on rank 1",
+    "cu_seqlens": f"cu_seqlens must be the same on all ranks, got [0, 9, 18] {OTHERS}; [0, 10, 18]",
     "requires_grad": f"requires_grad must be the same on all ranks, got [] {OTHERS}; "
     "['query', 'key', 'value'] on rank 1",
     "attn_mask": f"got a float32 mask {OTHERS}; a bool mask on rank 1",
@@ -36,6 +37,9 @@ DIFFERENT = {
 }
 WRONG = {
     "dropout_p": "fastattn.distributed.attention: dropout_p must be between 0 and 1, got 1.5",
+    "cu_seqlens": "cu_seqlens must begin with 0 and not decrease, got [0, 9, 8, 18]",
+    "cu_seqlens end": "cu_seqlens must end with the number of queries and of keys of all ranks, 18 "
+    "and 18, got 17",
     "generator": "argument 'generator' must be torch.Generator, not int",
     "method": "must be one of auto, ring, allgather, ulysses, got 'tree'",
     "layout": "ValueError: fastattn.distributed.attention: layout must be one of contiguous, "

@@ -22,6 +22,7 @@ from fastattn.distributed import Layout
 
 B, L = 2, 40
 DOCUMENTS = torch.arange(L) // 11
+STARTS = torch.tensor([0, 3, 3, 22, 40])  # of packed sequences, one of which is empty
 DIFFERENTIATED = ("query", "key", "value", "attn_mask", "sinks", "alibi_slopes")
 
 LENGTHS: dict[str, Callable[[int], list[int]]] = {
@@ -30,6 +31,7 @@ LENGTHS: dict[str, Callable[[int], list[int]]] = {
 }
 MASKS: dict[str, Callable[[], Any]] = {
     "documents": lambda: masks.document(DOCUMENTS) & masks.causal(),
+    "packed": lambda: masks.document(torch.repeat_interleave(STARTS.diff())),
     "prefix": lambda: masks.prefix_lm(torch.tensor([3, 17])),
     "not-chunks": lambda: ~masks.chunked(8) | masks.causal(),
     "function": lambda: masks.from_function(
@@ -117,6 +119,10 @@ CASES = (
     Case("function", lengths="uneven", layout="zigzag", mask="function"),
     Case("function-allgather", "allgather", mask="function"),
     Case("function-ulysses", "ulysses", mask="function"),
+    Case("packed", lengths="uneven", mask="packed"),
+    Case("packed-causal", layout="zigzag", mask="packed", slopes=True, options={"is_causal": True}),
+    Case("packed-allgather", "allgather", "shuffled", mask="packed", options={"window": (4, 2)}),
+    Case("packed-ulysses", "ulysses", "zigzag", "uneven", mask="packed"),
     Case("dropout", options={"dropout_p": 0.4}),
     Case("dropout-causal", layout="zigzag", lengths="uneven",
          options={"dropout_p": 0.4, "is_causal": True}),
@@ -265,7 +271,8 @@ def call(case: Case, rank: int, ranks: int) -> dict[str, Tensor]:
     if layout not in ("contiguous", "zigzag"):
         layout = layout_of(case, ranks)
         layout = layout if case.lengths == "even" else layout.positions(rank)
-    mask = MASKS[case.mask]() if case.mask else None
+    packed = STARTS if case.mask == "packed" else None
+    mask = MASKS[case.mask]() if case.mask and packed is None else None
     with fastattn.use_backend(case.backend or None) if case.backend else torch.enable_grad():
         out, lse = fastattn.distributed.attention(
             **tensors,
@@ -274,6 +281,7 @@ def call(case: Case, rank: int, ranks: int) -> dict[str, Tensor]:
             method=case.method,
             layout=layout,
             mask=mask,
+            cu_seqlens=packed,
             enable_gqa=case.heads[0] != case.heads[1],
             return_lse=True,
         )

@@ -44,6 +44,7 @@ DIFFERENT: dict[str, Callable[[bool], Any]] = {
     "heads": lambda odd: attention(*tensors(heads=2 if odd else 4)),
     "mask": lambda odd: attention(*tensors(), mask=masks.chunked(3 if odd else 2)),
     "sinks": lambda odd: attention(*tensors(), sinks=torch.ones(4) if odd else None),
+    "cu_seqlens": lambda odd: attention(*tensors(), cu_seqlens=torch.tensor([0, 9 + odd, 18])),
     "requires_grad": lambda odd: attention(*(x.requires_grad_(odd) for x in tensors())),
     "attn_mask": lambda odd: attention(
         *tensors(), attn_mask=torch.ones(6, 18) > 0 if odd else torch.ones(6, 18)
@@ -63,6 +64,8 @@ DIFFERENT: dict[str, Callable[[bool], Any]] = {
 # All ranks make the same wrong call.
 WRONG: dict[str, Callable[[], Any]] = {
     "dropout_p": lambda: attention(*tensors(), dropout_p=1.5),
+    "cu_seqlens": lambda: attention(*tensors(), cu_seqlens=torch.tensor([0, 9, 8, 18])),
+    "cu_seqlens end": lambda: attention(*tensors(), cu_seqlens=torch.tensor([0, 17])),
     "generator": lambda: attention(*tensors(), dropout_p=0.5, generator=1),
     "method": lambda: attention(*tensors(), method="tree"),
     "layout": lambda: attention(*tensors(), layout="striped"),
