@@ -34,13 +34,10 @@ __all__ = ["ring_attention"]
 
 def ring_attention(call: Call, peers: Peers) -> tuple[Tensor, Tensor]:
     """Return ``(out, lse)`` of this rank's queries, lse in float64."""
-    if call.alibi_slopes is not None and call.alibi_slopes.requires_grad:
-        raise NotImplementedError(
-            "fastattn.distributed.attention: alibi_slopes must not require a gradient with "
-            "method='ring', use 'allgather'"
-        )
-    call = call.in_fewest_runs()
-    tensors = (call.query, call.key, call.value, call.attn_mask, call.sinks)
+    call, slopes = call.in_fewest_runs(), call.alibi_slopes
+    if slopes is not None:
+        call = replace(call, alibi_slopes=slopes.detach())
+    tensors = (call.query, call.key, call.value, call.attn_mask, call.sinks, slopes)
     return _Ring.apply(call, peers, Schedule(call, peers), *tensors)
 
 
@@ -117,10 +114,12 @@ class _Ring(torch.autograd.Function):
         value: Tensor,
         attn_mask: Tensor | None,
         sinks: Tensor | None,
+        slopes: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         travel = _Travel(call, peers, schedule)
         wide = torch.promote_types(query.dtype, torch.float32)
         whole = replace(call, query=query.to(wide))
+        ctx.by_table = ctx.needs_input_grad[8]
         states = [_first_state(whole, run.length) for run in schedule.queries]
         backends: dict[Piece, str] = {}
         for block in travel.blocks(key, value, "forward"):
@@ -128,16 +127,17 @@ class _Ring(torch.autograd.Function):
                 continue
             keys, values = (x.to(wide) for x in block.keys)
             for piece in schedule.pieces[block.owner]:
-                args = _arguments(whole, piece, keys, values)
+                args = _arguments(whole, piece, keys, values, ctx.by_table)
                 backends[piece] = attention.choose(args)
                 out, lse, _ = attention.run(*args, backends[piece])
                 states[piece.at] = merge_states(*states[piece.at], out, lse)
         out, lse = _joined(whole, states)
         out = out.to(query.dtype)
-        ctx.save_for_backward(query, key, value, attn_mask, sinks, out, lse)
+        ctx.save_for_backward(query, key, value, attn_mask, sinks, slopes, out, lse)
         ctx.set_materialize_grads(False)
         # Without the tensors that autograd keeps.
-        ctx.call = replace(call, query=query[:0], key=key[:0], value=value[:0], attn_mask=None)
+        empty = {"query": query[:0], "key": key[:0], "value": value[:0]}
+        ctx.call = replace(call, **empty, attn_mask=None, sinks=None, alibi_slopes=None)
         ctx.ring = travel, schedule, backends
         return out, lse
 
@@ -146,15 +146,18 @@ class _Ring(torch.autograd.Function):
     def backward(
         ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        query, key, value, attn_mask, sinks, out, lse = ctx.saved_tensors
+        query, key, value, attn_mask, sinks, slopes, out, lse = ctx.saved_tensors
         travel, schedule, backends = ctx.ring
         wide = torch.promote_types(query.dtype, torch.float32)
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-        call = replace(ctx.call, query=query.to(wide), attn_mask=attn_mask)
-        row = _Rows(call, grad_out.to(wide), grad_lse, out.to(wide), lse)
+        call = replace(
+            ctx.call, query=query.to(wide), attn_mask=attn_mask, alibi_slopes=slopes
+        )
+        row = _Rows(grad_out.to(wide), grad_lse, out.to(wide), lse)
         needs_mask = ctx.needs_input_grad[6]
         grad_query = torch.zeros_like(call.query)
         grad_mask = torch.zeros_like(attn_mask, dtype=wide) if needs_mask else None
+        grad_slopes = torch.zeros_like(slopes, dtype=torch.float64) if ctx.by_table else None
         gradients = _Gradients(travel, key.new_empty(0, dtype=wide))
         for block in travel.blocks(key, value, "backward"):
             part = None
@@ -162,12 +165,15 @@ class _Ring(torch.autograd.Function):
                 keys, values = (x.to(wide) for x in block.keys)
                 part = torch.zeros_like(keys), torch.zeros_like(values)
                 for piece in schedule.pieces[block.owner]:
-                    found = row.differentiated(piece, backends[piece], keys, values, needs_mask)
+                    args = _arguments(call, piece, keys, values, ctx.by_table)
+                    found = row.differentiated(piece, backends[piece], args, needs_mask)
                     grad_query[:, :, piece.queries.rows] += found[0]
                     for sums, grad in zip(part, found[1:3], strict=True):
                         sums[:, :, piece.keys.rows] += grad
                     if grad_mask is not None:
                         grad_mask[part_of(grad_mask, piece.queries.rows, piece.columns)] += found[3]
+                    if grad_slopes is not None:
+                        grad_slopes += _of_slopes(found[5], grad_slopes)
             gradients.add(block, part)
         grad_key, grad_value = gradients.own(key, value)
         return (
@@ -179,6 +185,7 @@ class _Ring(torch.autograd.Function):
             grad_value.to(value.dtype),
             None if grad_mask is None else grad_mask.to(attn_mask.dtype),
             None if sinks is None else row.grad_of(sinks),
+            None if grad_slopes is None else grad_slopes.to(slopes.dtype),
         )
 
 
@@ -200,33 +207,53 @@ def _joined(call: Call, states: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Te
     return torch.cat(outs, 2), torch.cat(lses, 2)
 
 
-def _arguments(call: Call, piece: Piece, key: Tensor, value: Tensor) -> tuple[Any, ...]:
-    """The tensors and the options of the primitive for one piece, without sinks."""
+def _arguments(
+    call: Call, piece: Piece, key: Tensor, value: Tensor, by_table: bool
+) -> tuple[Any, ...]:
+    """The tensors and the options of the primitive for one piece, without sinks.
+
+    ``by_table``: ALiBi as a relative bias, whose gradient the kernels compute.
+    """
     mask = call.own_mask(piece.queries.rows, piece.columns)
     if mask is not None and mask.is_floating_point() and mask.dtype is not torch.float32:
         mask = mask.to(call.query.dtype)
     program = call.program(piece.queries, piece.keys.position, piece.keys.length)
     rows, columns = piece.queries.rows, piece.keys.rows
     tensors = (call.query[:, :, rows], key[:, :, columns], value[:, :, columns])
-    biases = (mask, call.alibi_slopes, call.seed, None, None, None, program)
+    slopes, table = call.alibi_slopes, None
+    if by_table:
+        assert slopes is not None
+        most = max(abs(piece.last_distance), abs(piece.first_distance))
+        slopes, table = None, -slopes.to(call.query.dtype)[..., None] * _distances(most, slopes)
+    biases = (mask, slopes, call.seed, None, table, None, program)
     return *tensors, *biases, call.options_at(piece.queries.position, piece.keys.position)
+
+
+def _distances(most: int, like: Tensor) -> Tensor:
+    """|d| of a table of the distances from -most to most."""
+    return torch.arange(-most, most + 1, device=like.device).abs()
+
+
+def _of_slopes(grad_table: Tensor, slopes: Tensor) -> Tensor:
+    """The gradient of the slopes [B|1, Hq] from that of their table [B|1, Hq, 2 M + 1]."""
+    distances = _distances(grad_table.shape[2] // 2, grad_table)
+    return -(grad_table.double() * distances).sum(2).sum_to_size(slopes.shape)
 
 
 class _Rows(NamedTuple):
     """The whole rows of this rank's queries, in float32 or wider."""
 
-    call: Call
     grad_out: Tensor  # [B, Hq, Lq, Dv]
     grad_lse: Tensor | None  # [B, Hq, Lq]
     out: Tensor  # [B, Hq, Lq, Dv]
     lse: Tensor  # [B, Hq, Lq] float64
 
     def differentiated(
-        self, piece: Piece, backend: str, key: Tensor, value: Tensor, needs_mask: bool
+        self, piece: Piece, backend: str, args: tuple[Any, ...], needs_mask: bool
     ) -> tuple[Tensor, ...]:
-        """The gradients of query, key, value and mask by one piece."""
+        """The gradients of the arguments of one piece."""
         rows = piece.queries.rows
-        *tensors, options = _arguments(self.call, piece, key, value)
+        *tensors, options = args
         grad_lse = None if self.grad_lse is None else self.grad_lse[:, :, rows]
         of_rows = self.out[:, :, rows], self.lse[:, :, rows].contiguous()
         return attention_backward.run(

@@ -24,6 +24,15 @@ class Piece(NamedTuple):
     keys: Run
 
     @property
+    def first_distance(self) -> int:
+        """The least distance from a key to a query."""
+        return self.queries.position - (self.keys.position + self.keys.length - 1)
+
+    @property
+    def last_distance(self) -> int:
+        return self.queries.position + self.queries.length - 1 - self.keys.position
+
+    @property
     def columns(self) -> slice:
         """The positions of the keys."""
         return slice(self.keys.position, self.keys.position + self.keys.length)

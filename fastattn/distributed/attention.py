@@ -83,7 +83,8 @@ def attention(
         window: (left, right), how many positions before and after its own a query can see; -1 is
             unlimited.
         softcap: None, or the positive bound of the scores.
-        alibi_slopes: floating, [Hq] or [B, Hq]. With "ring" it must not require a gradient.
+        alibi_slopes: floating, [Hq] or [B, Hq]. Differentiable; with the other methods than "ring"
+            by the reference, which stores all pairs.
         sinks: [Hq], attention sinks. Differentiable: each rank has a part of the gradient of sinks
             and slopes, and the sum over ranks is the whole.
         cu_seqlens: [N + 1], int32 or int64, the same on all ranks: packed sequences, which may

@@ -131,11 +131,12 @@ def plan(
 
 def cheapest(call: Call, ranks: int) -> str:
     """The method of ``method="auto"``."""
-    if ranks == 1 or _needs_slopes(call):
-        return "allgather"
-    # Ulysses would have to exchange the rows of a mask, too.
-    if call.attn_mask is not None or not heads_divide(call, ranks):
+    # Ulysses would have to exchange the rows of a mask, too. Only the ring has a kernel for the
+    # gradient of slopes.
+    if call.attn_mask is not None or _needs_slopes(call) or not heads_divide(call, ranks):
         return "ring"
+    if ranks == 1:
+        return "allgather"
     sizes = _Sizes(
         queries=call.queries,
         keys=call.keys,

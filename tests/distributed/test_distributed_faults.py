@@ -57,7 +57,6 @@ WRONG = {
     "mask": "argument 'mask' must be Mask or BlockMask (attn_mask takes tensors), not Tensor",
     "mask size": "mask: the ids of the queries must have length 18, got 17",
     "group": "argument 'group' must be ProcessGroup, DeviceMesh or None, not int",
-    "slopes": "NotImplementedError: fastattn.distributed.attention: alibi_slopes must not require",
 }
 # By the function: the ranks, and the step that the messages name.
 FAULTS = {

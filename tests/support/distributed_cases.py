@@ -53,7 +53,7 @@ class Case:
     attn_mask: str = ""  # "bool", "added", "columns" (one row for all), "hidden" (no key for some)
     mask: str = ""  # of MASKS
     sinks: bool | str = False  # "infinite": some are inf and -inf
-    slopes: bool = False
+    slopes: bool | str = False  # "differentiated": with a gradient
     poisoned: bool = False  # NaN in the last key and value, which a causal mask hides
     backend: str = ""
 
@@ -93,6 +93,10 @@ CASES = (
     Case("grouped-ulysses", "ulysses", heads=(8, 4), widths=(8, 12)),
     Case("softcap", options={"softcap": 1.5, "is_causal": True}),
     Case("slopes", layout="zigzag", slopes=True, options={"is_causal": True}),
+    Case("slopes-differentiated", layout="zigzag", lengths="uneven", slopes="differentiated",
+         options={"is_causal": True, "dropout_p": 0.3}),
+    Case("slopes-differentiated-bf16", slopes="differentiated", dtype=torch.bfloat16,
+         mask="documents"),
     Case("slopes-allgather", "allgather", "zigzag", "uneven", slopes=True),
     Case("slopes-ulysses", "ulysses", slopes=True, options={"window": (9, 9)}),
     Case("sinks", layout="zigzag", lengths="uneven", sinks=True, options={"is_causal": True}),
@@ -233,6 +237,11 @@ def definition(case: Case) -> dict[str, Tensor]:
         found["grad of attn_mask"] = grads[3]
     if sinks is not None:
         found["grad of sinks"] = grads[4][0]
+    if case.slopes == "differentiated":
+        leaf = slopes.requires_grad_()
+        results = reference.scaled_dot_product_attention(*tensors, *last, options=options)[:2]
+        given_grads = (given["grad_out"], given["grad_lse"])
+        found["grad of alibi_slopes"] = torch.autograd.grad(results, leaf, given_grads)[0][0]
     if case.poisoned:  # the key that no query can see has no gradient
         for name in ("grad of key", "grad of value"):
             found[name] = torch.nn.functional.pad(found[name], (0, 0, 0, 1))
@@ -263,7 +272,8 @@ def call(case: Case, rank: int, ranks: int) -> dict[str, Tensor]:
     tensors, grads = shard(case, rank, ranks)
     leaves = {}
     for name, x in tensors.items():
-        wanted = name in DIFFERENTIATED and x.is_floating_point() and name != "alibi_slopes"
+        wanted = name in DIFFERENTIATED and x.is_floating_point()
+        wanted &= name != "alibi_slopes" or case.slopes == "differentiated"
         tensors[name] = x.detach().requires_grad_(wanted)
         if wanted:
             leaves[name] = tensors[name]
@@ -317,7 +327,8 @@ def joined(case: Case, parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     shapes = {f"grad of {n}": x.shape for n, x in whole(case).items()}
     found: dict[str, Tensor] = {}
     for name in parts[0]:
-        summed = name == "grad of sinks" or (name == "grad of attn_mask" and shapes[name][2] == 1)
+        summed = name in ("grad of sinks", "grad of alibi_slopes")
+        summed |= name == "grad of attn_mask" and shapes[name][2] == 1
         if summed:
             found[name] = torch.stack([part[name] for part in parts]).sum(0)
             continue

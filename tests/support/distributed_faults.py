@@ -83,9 +83,6 @@ WRONG: dict[str, Callable[[], Any]] = {
     "mask": lambda: attention(*tensors(), mask=torch.ones(18, 18)),  # type: ignore[arg-type]
     "mask size": lambda: attention(*tensors(), mask=masks.document(torch.arange(17))),
     "group": lambda: attention(*tensors(), group=0),
-    "slopes": lambda: attention(
-        *tensors(), method="ring", alibi_slopes=torch.ones(4, requires_grad=True)
-    ),
 }
 
 
