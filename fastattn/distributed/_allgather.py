@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fastattn.autograd.sdpa import attention
 from fastattn.distributed._call import Call
@@ -129,7 +128,20 @@ class _Gather(torch.autograd.Function):
         return tuple(gathering.gather(key, value))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_key: Tensor, grad_value: Tensor) -> tuple[Tensor | None, ...]:
-        found = ctx.gathering.give_back(grad_key, grad_value)
+        found = _GiveBack.apply(ctx.gathering, grad_key, grad_value)
+        return None, *(x.to(ctx.dtype) for x in found)
+
+
+class _GiveBack(torch.autograd.Function):
+    """The sums of gradients that return to their owners, whose derivative is to gather again."""
+
+    @staticmethod
+    def forward(ctx: Any, gathering: _Gathering, grad_key: Tensor, grad_value: Tensor) -> Any:
+        ctx.gathering, ctx.dtype = gathering, grad_key.dtype
+        return gathering.give_back(grad_key, grad_value)
+
+    @staticmethod
+    def backward(ctx: Any, key: Tensor, value: Tensor) -> tuple[Tensor | None, ...]:
+        found = _Gather.apply(ctx.gathering, key, value)
         return None, *(x.to(ctx.dtype) for x in found)

@@ -12,6 +12,7 @@ from torch import Tensor
 from fastattn import checks, masks
 from fastattn.autograd.sdpa import default_scale
 from fastattn.backends.primitives import AttentionOptions
+from fastattn.distributed._dtensor import is_dtensor
 from fastattn.distributed._peers import OP
 from fastattn.distributed.layout import Layout, Run
 
@@ -156,9 +157,11 @@ def checked(
     enable_gqa: Any,
 ) -> Call:
     """Check what needs no other rank, and return the arguments in the form of the primitive."""
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        if type(x).__name__ == "DTensor":
+    others = {"layout": layout, "attn_mask": attn_mask, "alibi_slopes": alibi_slopes}
+    for name, x in {**others, "sinks": sinks, "cu_seqlens": cu_seqlens}.items():
+        if is_dtensor(x):
             raise TypeError(f"{OP}: {name} must be this rank's Tensor, pass {name}.to_local()")
+    for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, Tensor):
             raise checks.wrong_type(OP, name, x, "Tensor")
         checks.check_tensor(OP, name, x, "[B, H, L, D]", 4, query.device)
@@ -240,7 +243,9 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -
 def _check_sequences(cu_seqlens: Any, query: Tensor) -> Tensor:
     starts = checks.check_integers(OP, "cu_seqlens", cu_seqlens, "[N + 1]", 1, query.device)
     if not starts.numel() or starts[0] != 0 or (starts.diff() < 0).any():
-        raise ValueError(f"{OP}: cu_seqlens must begin with 0 and not decrease, got {starts.tolist()}")
+        raise ValueError(
+            f"{OP}: cu_seqlens must begin with 0 and not decrease, got {starts.tolist()}"
+        )
     return starts
 
 

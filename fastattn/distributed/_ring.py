@@ -20,13 +20,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fastattn.autograd.merge_states import merge_states
 from fastattn.autograd.sdpa import attention, attention_backward
 from fastattn.backends.primitives import AttentionBackwardOptions, extended
 from fastattn.distributed._call import Call, part_of
-from fastattn.distributed._peers import Exchange, Peers
+from fastattn.distributed._peers import OP, Exchange, Peers
 from fastattn.distributed._schedule import Piece, Schedule
 
 __all__ = ["ring_attention"]
@@ -142,17 +141,24 @@ class _Ring(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
     def backward(
+        ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        if not torch.is_grad_enabled():
+            return _Ring.gradients(ctx, grad_out, grad_lse)
+        with torch.no_grad():
+            found = _Ring.gradients(ctx, grad_out, grad_lse)
+        return _Last.apply(len(found), *found, grad_out, grad_lse, *ctx.saved_tensors)
+
+    @staticmethod
+    def gradients(
         ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         query, key, value, attn_mask, sinks, slopes, out, lse = ctx.saved_tensors
         travel, schedule, backends = ctx.ring
         wide = torch.promote_types(query.dtype, torch.float32)
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-        call = replace(
-            ctx.call, query=query.to(wide), attn_mask=attn_mask, alibi_slopes=slopes
-        )
+        call = replace(ctx.call, query=query.to(wide), attn_mask=attn_mask, alibi_slopes=slopes)
         row = _Rows(grad_out.to(wide), grad_lse, out.to(wide), lse)
         needs_mask = ctx.needs_input_grad[6]
         grad_query = torch.zeros_like(call.query)
@@ -186,6 +192,20 @@ class _Ring(torch.autograd.Function):
             None if grad_mask is None else grad_mask.to(attn_mask.dtype),
             None if sinks is None else row.grad_of(sinks),
             None if grad_slopes is None else grad_slopes.to(slopes.dtype),
+        )
+
+
+class _Last(torch.autograd.Function):
+    """Gradients whose own derivative is an error, and what they depend on."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+        return tensors[:count]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        raise NotImplementedError(
+            f"{OP}: method='ring' has first derivatives only, use 'allgather' or 'ulysses'"
         )
 
 
@@ -263,9 +283,7 @@ class _Rows(NamedTuple):
             *tensors[:6],
             *of_rows,
             *tensors[6:],
-            extended(
-                AttentionBackwardOptions, options, needs_mask_grad=needs_mask, partial=True
-            ),
+            extended(AttentionBackwardOptions, options, needs_mask_grad=needs_mask, partial=True),
             backend,
         )
 

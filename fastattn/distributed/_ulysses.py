@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fastattn import masks
 from fastattn.autograd.sdpa import attention
@@ -159,7 +158,5 @@ class _Transpose(torch.autograd.Function):
         return tuple(move(tensors))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        move = ctx.transposition.to_rows if ctx.to_heads else ctx.transposition.to_heads
-        return None, None, *move(grads)
+        return None, None, *_Transpose.apply(ctx.transposition, not ctx.to_heads, *grads)

@@ -12,6 +12,7 @@ from fastattn import checks, masks
 from fastattn.distributed._agree import agree, gather, problem
 from fastattn.distributed._allgather import gathered_attention
 from fastattn.distributed._call import Call, checked
+from fastattn.distributed._dtensor import is_dtensor, local_rows
 from fastattn.distributed._peers import OP, Peers, process_group
 from fastattn.distributed._ring import ring_attention
 from fastattn.distributed._ulysses import head_attention
@@ -65,6 +66,9 @@ def attention(
         key: [B, Hkv, L_rank, D]. In the two named layouts its length may differ from query's:
             positions of queries and keys then both count from 0.
         value: [B, Hkv, L_rank, Dv].
+            The three may be DTensors that are ``Shard(2)`` on one dimension of their mesh, and not
+            Partial on any; that dimension is the group, and the results are DTensors, too. All
+            other tensors are those of this rank.
         group: a process group, a one-dimensional ``DeviceMesh``, or None for all ranks.
         method: how keys reach the queries. "ring": the keys pass from rank to rank while each
             attends to those that it has. "allgather": each rank first gathers the keys that it
@@ -105,7 +109,7 @@ def attention(
 
     Returns:
         ``out`` [B, Hq, L_rank, Dv] in query's dtype; with ``return_lse`` a tuple of it and ``lse``
-        [B, Hq, L_rank] in float32 (float64 for float64). Both are differentiable once.
+        [B, Hq, L_rank] in float32 (float64 for float64). Both are differentiable, once with "ring".
 
     Raises:
         TypeError: an argument of the wrong type.
@@ -119,6 +123,9 @@ def attention(
         Liu et al. 2023, https://arxiv.org/abs/2310.01889 (ring attention); Jacobs et al. 2023,
         https://arxiv.org/abs/2309.14509 (exchange of heads).
     """
+    restored = None
+    if any(map(is_dtensor, (query, key, value))):
+        (query, key, value), group, restored = local_rows(query, key, value, group)
     peers = Peers(process_group(group))
     biases = (alibi_slopes, sinks, cu_seqlens)
     given = (method, layout, attn_mask, mask, is_causal, window, softcap, *biases)
@@ -134,9 +141,10 @@ def attention(
     if call.method == "auto":
         method = cheapest(call, peers.size)
     out, lse = _METHODS[method](call, peers)
-    if not return_lse:
-        return out
-    return out, lse if out.dtype is torch.float64 else lse.float()
+    results = (out, lse if out.dtype is torch.float64 else lse.float())
+    if restored is not None:
+        results = (restored(out), restored(results[1]))
+    return results if return_lse else results[0]
 
 
 def _share(options: dict[str, str], peers: Peers, query: Any) -> None:

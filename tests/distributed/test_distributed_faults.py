@@ -25,7 +25,7 @@ DIFFERENT = {
     f"[2, 4, 'L', 8] and [2, 4, 'L', 8] {OTHERS}; ",
     "mask": f"mask must be the same on all ranks, got chunked(2) {OTHERS}; chunked(3) on rank 1",
     "sinks": f"sinks must be the same on all ranks, got None {OTHERS}; shape [1, 4] on rank 1",
-    "cu_seqlens": f"cu_seqlens must be the same on all ranks, got [0, 9, 18] {OTHERS}; [0, 10, 18]",
+    "cu_seqlens": f"cu_seqlens must be the same on all ranks, got [0, 9, 18] {OTHERS}; [0, ",
     "requires_grad": f"requires_grad must be the same on all ranks, got [] {OTHERS}; "
     "['query', 'key', 'value'] on rank 1",
     "attn_mask": f"got a float32 mask {OTHERS}; a bool mask on rank 1",
@@ -56,6 +56,11 @@ WRONG = {
     "mask and causal": "attn_mask should not be set when is_causal=True",
     "mask": "argument 'mask' must be Mask or BlockMask (attn_mask takes tensors), not Tensor",
     "mask size": "mask: the ids of the queries must have length 18, got 17",
+    "placements": "must be Shard(2) on one dimension of their mesh and not Partial on any, "
+    "got (Shard(dim=1),)",
+    "placements differ": "value must have query's mesh and placements, ",
+    "one DTensor": "query, key and value must all be DTensors, key is not one",
+    "group of DTensors": "group must be None for DTensors",
     "group": "argument 'group' must be ProcessGroup, DeviceMesh or None, not int",
 }
 # By the function: the ranks, and the step that the messages name.

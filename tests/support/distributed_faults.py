@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from fastattn import masks
 from fastattn.distributed import Layout, attention
@@ -23,6 +25,11 @@ def tensors(**changed: Any) -> list[Tensor]:
     shape = {"heads": 4, "length": 6, "width": 8, "dtype": torch.float32} | changed
     x = torch.ones(2, shape["heads"], shape["length"], shape["width"], dtype=shape["dtype"])
     return [x.clone() for _ in range(3)]
+
+
+def dtensors(dim: int) -> list[Tensor]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return [DTensor.from_local(x, mesh, [Shard(dim)]) for x in tensors()]
 
 
 def message_of(call: Callable[[], Any]) -> str:
@@ -82,6 +89,10 @@ WRONG: dict[str, Callable[[], Any]] = {
     "mask and causal": lambda: attention(*tensors(), attn_mask=torch.ones(6, 18), is_causal=True),
     "mask": lambda: attention(*tensors(), mask=torch.ones(18, 18)),  # type: ignore[arg-type]
     "mask size": lambda: attention(*tensors(), mask=masks.document(torch.arange(17))),
+    "placements": lambda: attention(*dtensors(1)),
+    "placements differ": lambda: attention(*dtensors(2)[:2], *dtensors(1)[:1]),
+    "one DTensor": lambda: attention(*dtensors(2)[:1], *tensors()[:2]),
+    "group of DTensors": lambda: attention(*dtensors(2), group=dist.group.WORLD),
     "group": lambda: attention(*tensors(), group=0),
 }
 

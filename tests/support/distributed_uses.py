@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import fastattn
 from fastattn.distributed import Layout, attention
@@ -106,6 +108,54 @@ def other_lengths_of_keys() -> Pairs:
     return pairs
 
 
+def second_derivatives() -> Pairs:
+    """Those of the methods that have them; an error that says so of the ring."""
+    layout = Layout.zigzag([5, 0, 13, 6])
+    rows = layout.positions(dist.get_rank())
+
+    def derived(attend: Callable[..., Tensor], tensors: list[Tensor]) -> list[Tensor]:
+        out = attend(*tensors).square().sum()
+        grads = torch.autograd.grad(out, tensors, create_graph=True)
+        return list(torch.autograd.grad(sum(g.sin().sum() for g in grads), tensors))
+
+    wanted = derived(causal, [x.requires_grad_() for x in drawn()])
+    pairs = []
+    for method in ("ring", "allgather", "ulysses"):
+
+        def attend(*tensors: Tensor, method: str = method) -> Tensor:
+            return attention(*tensors, is_causal=True, layout="zigzag", method=method)
+
+        own = [x[:, :, rows].requires_grad_() for x in drawn()]
+        if method == "ring":
+            with pytest.raises(NotImplementedError, match="'ring' has first derivatives only"):
+                derived(attend, own)
+            continue
+        found = derived(attend, own)
+        pairs += [(g, w[:, :, rows]) for g, w in zip(found, wanted, strict=True)]
+    return pairs
+
+
+def placed() -> Pairs:
+    """DTensors whose rows are shared, on a mesh of one and of two dimensions."""
+    pairs = []
+    for dims, placements in (((4,), [Shard(2)]), ((2, 2), [Shard(1), Shard(2)])):
+        mesh = init_device_mesh("cpu", dims)
+
+        shared = [distribute_tensor(x[:, :, :23], mesh, placements) for x in drawn()]
+        tensors = [x.requires_grad_() for x in shared]
+        found = attention(*tensors, is_causal=True)
+        out, lse = attention(*tensors, is_causal=True, return_lse=True)
+        assert found.placements == out.placements == lse.placements == tuple(placements)
+        grads = torch.autograd.grad(found.square().sum(), tensors)
+        whole = [x[:, :, :23].clone().requires_grad_() for x in drawn()]
+        want = causal(*whole)
+        wanted = torch.autograd.grad(want.square().sum(), whole)
+        gathered = [x.full_tensor() for x in (found, out, *grads)]
+        pairs += list(zip(gathered, (want, want, *wanted), strict=True))
+        assert lse.full_tensor().shape == want.shape[:3]
+    return pairs
+
+
 def compiled() -> Pairs:
     """Within a compiled function, which does not trace it."""
     tensors = drawn()
@@ -122,5 +172,12 @@ def compiled() -> Pairs:
 
 
 def run_uses() -> dict[str, Any]:
-    uses = (two_groups, two_layers, without_check, other_lengths_of_keys)
+    uses = (
+        two_groups,
+        two_layers,
+        without_check,
+        other_lengths_of_keys,
+        second_derivatives,
+        placed,
+    )
     return {use.__name__: use() for use in uses}
