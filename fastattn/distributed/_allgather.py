@@ -56,8 +56,8 @@ class _Gathering:
     def __init__(self, call: Call, peers: Peers, schedule: Schedule) -> None:
         self.peers, self.runs, rank = peers, call.keys.runs, peers.rank
         self.lengths, self.shapes = call.keys.lengths, (call.key.shape, call.value.shape)
-        self.givers = [k for k in range(peers.size) if schedule.needs[rank][k]]
-        self.takers = [q for q in range(peers.size) if schedule.needs[q][rank]]
+        self.givers = schedule.needs[rank].nonzero().flatten().tolist()
+        self.takers = schedule.needs[:, rank].nonzero().flatten().tolist()
         # The gathered keys are those of consecutive positions. Where a rank in between is not
         # needed they are 0, and no query can see them.
         runs = [run for giver in self.givers for run in self.runs[giver]]

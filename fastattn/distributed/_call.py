@@ -55,10 +55,10 @@ class Call:
 
     def options_at(self, first_query: int, first_key: int) -> AttentionOptions:
         """The options of queries and keys that begin at these positions."""
-        at: dict[str, int] = {"offset": first_query - first_key}
-        if self.seed is not None:
-            at |= {"first_query": first_query, "first_key": first_key}
-        return replace(self.options, **at)
+        options = replace(self.options, offset=first_query - first_key)
+        if self.seed is None:
+            return options
+        return replace(options, first_query=first_query, first_key=first_key)
 
     def with_layouts(self, queries: Layout, keys: Layout) -> Call:
         return replace(self, queries=queries, keys=keys)

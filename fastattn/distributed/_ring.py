@@ -56,12 +56,7 @@ class _Travel:
         self.peers, self.size = peers, peers.size
         self.next, self.previous = (peers.rank + 1) % self.size, (peers.rank - 1) % self.size
         self.lengths = call.keys.lengths
-        ranks = range(self.size)
-        # How many steps the block of each rank travels.
-        self.reach = [
-            max((d for d in ranks if schedule.needs[(k + d) % self.size][k]), default=0)
-            for k in ranks
-        ]
+        self.reach = schedule.reach
         batch, heads, _, width = call.key.shape
         self.rows = batch, heads
         self.widths = [width, call.value.shape[3]]
@@ -135,8 +130,8 @@ class _Ring(torch.autograd.Function):
         ctx.save_for_backward(query, key, value, attn_mask, sinks, slopes, out, lse)
         ctx.set_materialize_grads(False)
         # Without the tensors that autograd keeps.
-        empty = {"query": query[:0], "key": key[:0], "value": value[:0]}
-        ctx.call = replace(call, **empty, attn_mask=None, sinks=None, alibi_slopes=None)
+        call = replace(call, query=query[:0], key=key[:0], value=value[:0])
+        ctx.call = replace(call, attn_mask=None, sinks=None, alibi_slopes=None)
         ctx.ring = travel, schedule, backends
         return out, lse
 
@@ -241,10 +236,10 @@ def _arguments(
     rows, columns = piece.queries.rows, piece.keys.rows
     tensors = (call.query[:, :, rows], key[:, :, columns], value[:, :, columns])
     slopes, table = call.alibi_slopes, None
-    if by_table:
-        assert slopes is not None
+    if by_table and slopes is not None:
         most = max(abs(piece.last_distance), abs(piece.first_distance))
-        slopes, table = None, -slopes.to(call.query.dtype)[..., None] * _distances(most, slopes)
+        table = -slopes.to(call.query.dtype)[..., None] * _distances(most, slopes)
+        slopes = None
     biases = (mask, slopes, call.seed, None, table, None, program)
     return *tensors, *biases, call.options_at(piece.queries.position, piece.keys.position)
 

@@ -6,10 +6,12 @@ import functools
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from fastattn import masks
 from fastattn.distributed._agree import gather
 from fastattn.distributed._call import Call
+from fastattn.distributed._pairs import VisiblePairs
 from fastattn.distributed._peers import Peers
 from fastattn.distributed.layout import Layout, Run
 
@@ -41,7 +43,7 @@ class Piece(NamedTuple):
 class Schedule:
     """The visible pieces of this rank, and which ranks need the keys of which.
 
-    ``needs[q][k]`` is True if a query of rank q can see a key of rank k. All ranks have the same
+    ``needs[q, k]`` is True if a query of rank q can see a key of rank k. All ranks have the same
     table, so sender and receiver skip the same messages.
     """
 
@@ -55,8 +57,14 @@ class Schedule:
         # Only this rank reads the mask for its own queries; the others get one bit for each rank.
         self.pieces = [tuple(p for p in ps if _is_visible(call, p)) for ps in self.pieces]
         row = torch.tensor([bool(ps) for ps in self.pieces], device=call.query.device)
-        rows = gather(peers, row, [peers.size] * peers.size)
-        self.needs = tuple(tuple(x.tolist()) for x in rows)
+        self.needs = torch.stack(gather(peers, row, [peers.size] * peers.size)).cpu()
+
+    @property
+    def reach(self) -> list[int]:
+        """The steps that the keys of each rank travel in the ring, to the last rank in need."""
+        order = torch.arange(len(self.needs))
+        steps = (order[:, None] - order) % len(order)  # from rank k to rank q
+        return (self.needs * steps).amax(0).tolist()
 
 
 def _is_visible(call: Call, piece: Piece) -> bool:
@@ -66,10 +74,9 @@ def _is_visible(call: Call, piece: Piece) -> bool:
 
 
 @functools.lru_cache(maxsize=64)
-def _needs(queries: Layout, keys: Layout, window: tuple[int, int]) -> tuple[tuple[bool, ...], ...]:
-    return tuple(
-        tuple(bool(_pieces(runs, others, window)) for others in keys.runs) for runs in queries.runs
-    )
+def _needs(queries: Layout, keys: Layout, window: tuple[int, int]) -> Tensor:
+    visible = VisiblePairs(keys, window)
+    return torch.stack([visible.of(runs) > 0 for runs in queries.runs])
 
 
 def _pieces(

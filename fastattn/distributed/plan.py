@@ -5,14 +5,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from fastattn import checks
 from fastattn.distributed._call import Call
+from fastattn.distributed._pairs import VisiblePairs
 from fastattn.distributed._ulysses import heads_divide
-from fastattn.distributed.layout import Layout, Run
+from fastattn.distributed.layout import Layout
 
 __all__ = ["Plan", "Share", "cheapest", "plan"]
 
@@ -171,70 +173,97 @@ def _shares(sizes: _Sizes) -> tuple[tuple[str, tuple[Share, ...]], ...]:
     return tuple(found)
 
 
+class _Counts(NamedTuple):
+    """What each rank sees and needs; tensors int64 [ranks]."""
+
+    pairs: Tensor  # that are visible to the queries of a rank
+    busiest: int  # the sum over the steps of the ring of the most pairs of a rank
+    reach: Tensor  # the steps that the keys of a rank travel in the ring
+    takers: Tensor  # the other ranks that need the keys of a rank
+    needed: Tensor  # the keys of other ranks that a rank needs
+
+
+@functools.lru_cache(maxsize=64)
+def _counted(queries: Layout, keys: Layout, window: tuple[int, int]) -> _Counts:
+    n = keys.ranks
+    visible, lengths = VisiblePairs(keys, window), _lengths(keys)
+    pairs, reach, takers, needed, most = torch.zeros(5, n, dtype=torch.int64)
+    descending = torch.arange(2 * n, 0, -1) % n
+    for q, runs in enumerate(queries.runs):
+        row = visible.of(runs)  # by the rank of the keys
+        pairs[q] = row.sum()
+        torch.maximum(most, row.flip(0).roll(q + 1), out=most)  # by the steps from that rank
+        seen = row > 0
+        steps = descending[n - q : 2 * n - q]  # from each rank to this one
+        torch.maximum(reach, steps * seen, out=reach)
+        seen[q] = False
+        takers += seen
+        needed[q] = (lengths * seen).sum()
+    return _Counts(pairs, int(most.sum()), reach, takers, needed)
+
+
+def _lengths(layout: Layout) -> Tensor:
+    return torch.tensor(layout.lengths, dtype=torch.int64)
+
+
 def _of_keys(sizes: _Sizes, ring: bool) -> tuple[Share, ...]:
     """Of the methods that move keys."""
-    ranks = range(sizes.queries.ranks)
-    n = len(ranks)
-    # Pairs of the queries of rank q and the keys of rank k.
-    pairs = [
-        [_pairs(queries, keys, sizes.window) for keys in sizes.keys.runs]
-        for queries in sizes.queries.runs
-    ]
-    reach = [max((d for d in ranks if pairs[(k + d) % n][k]), default=0) for k in ranks]
-    blocks = [
-        sizes.batch * sizes.kv_heads * length * (sizes.width + sizes.value_width)
-        for length in sizes.keys.lengths
-    ]
+    counts = _counted(sizes.queries, sizes.keys, sizes.window)
+    lengths, reach = _lengths(sizes.keys), counts.reach
+    if ring:  # keys pass every rank on their way, and their gradients follow one step behind
+        sent, received = _passing(lengths, 0, reach - 1), _passing(lengths, 1, reach)
+        back = _passing(lengths, 2, reach) + lengths * (reach > 0)
+    else:
+        sent, received = lengths * counts.takers, counts.needed
+        back = sent
     # The ring sends keys in both passes, the gathered ones are kept. Gradients return in float32.
     of_keys = sizes.item * (2 if ring and sizes.backward else 1)
     of_gradients = max(sizes.item, 4) if sizes.backward else 0
-    sent, received = [0] * n, [0] * n
-    for k in ranks:
-        for d in range(1, reach[k] + 1):
-            taker = (k + d) % n
-            if not (ring or pairs[taker][k]):
-                continue
-            giver = (k + d - 1) % n if ring else k
-            back = (k + d + 1) % n if ring and d < reach[k] else k
-            for source, target, item in ((giver, taker, of_keys), (taker, back, of_gradients)):
-                sent[source] += blocks[k] * item
-                received[target] += blocks[k] * item
-    if ring:
-        steps = [max(pairs[q][(q - s) % n] for q in ranks) for s in ranks]
-        whole = sum(steps)
-    else:
-        whole = max(sum(row) for row in pairs)
+    unit = sizes.batch * sizes.kv_heads * (sizes.width + sizes.value_width)
+    out = (sent * of_keys + received * of_gradients) * unit
+    into = (received * of_keys + back * of_gradients) * unit
+    whole = counts.busiest if ring else int(counts.pairs.max())
     cost = _flops(sizes)
     return tuple(
-        Share(sent[q], received[q], sum(pairs[q]) * cost, _idle(sum(pairs[q]), whole))
-        for q in ranks
+        Share(out_bytes, in_bytes, pairs * cost, _idle(pairs, whole))
+        for out_bytes, in_bytes, pairs in zip(
+            out.tolist(), into.tolist(), counts.pairs.tolist(), strict=True
+        )
     )
+
+
+def _passing(lengths: Tensor, first: int, last: Tensor) -> Tensor:
+    """The sum, at each rank, of the lengths of all k from whose rank it is ``first`` to ``last[k]``
+    steps away."""
+    n = lengths.numel()
+    order, lengths = torch.arange(n), lengths * (last >= first)
+    changes = lengths.new_zeros(2 * n + 2)
+    changes.index_add_(0, order + first, lengths)
+    changes.index_add_(0, order + torch.clamp(last, min=first - 1) + 1, lengths, alpha=-1)
+    return changes.cumsum(0)[: 2 * n].view(2, n).sum(0)  # the second time round the ring
 
 
 def _of_heads(sizes: _Sizes) -> tuple[Share, ...]:
     """Of the method that exchanges heads for rows."""
     n = sizes.queries.ranks
-    pairs = sum(
-        _pairs(queries, keys, sizes.window)
-        for queries in sizes.queries.runs
-        for keys in sizes.keys.runs
-    )
-    rows = sizes.queries.lengths, sizes.keys.lengths
+    pairs = int(_counted(sizes.queries, sizes.keys, sizes.window).pairs.sum())
+    # Bytes of a row of all heads: query there, output and lse back; key and value there.
     widths = sizes.width + sizes.value_width
-    # Elements of a row: query there and output back; key and value there.
-    elements = sizes.batch * sizes.heads * widths, sizes.batch * sizes.kv_heads * widths
-    times = 2 if sizes.backward else 1  # their gradients the other way
-
-    def bytes_of(rank: int) -> tuple[int, int]:
-        own = [of[rank] for of in rows]
-        others = [sum(of) - of[rank] for of in rows]
-        # Own rows of the heads of others; others' rows of own heads.
-        out = sum(n_rows * e * (n - 1) // n for n_rows, e in zip(own, elements, strict=True))
-        into = sum(n_rows * e // n for n_rows, e in zip(others, elements, strict=True))
-        return out * times * sizes.item, into * times * sizes.item
-
+    of_query = sizes.batch * sizes.heads * sizes.width * sizes.item
+    of_result = sizes.batch * sizes.heads * (sizes.value_width * sizes.item + 8)
+    of_keys = sizes.batch * sizes.kv_heads * widths * sizes.item
     flops = pairs * _flops(sizes) // n
-    return tuple(Share(*bytes_of(rank), flops, 0.0) for rank in range(n))
+    shares = []
+    for rows, columns in zip(sizes.queries.lengths, sizes.keys.lengths, strict=True):
+        others, other_columns = sizes.queries.total - rows, sizes.keys.total - columns
+        # Own rows of the heads of others; others' rows of own heads.
+        there = (rows * of_query + columns * of_keys) * (n - 1) + others * of_result
+        back = others * of_query + other_columns * of_keys + rows * of_result * (n - 1)
+        sent, received = there // n, back // n
+        if sizes.backward:  # the gradients go the other way
+            sent, received = sent + received, sent + received
+        shares.append(Share(sent, received, flops, 0.0))
+    return tuple(shares)
 
 
 def _flops(sizes: _Sizes) -> int:
@@ -247,27 +276,3 @@ def _flops(sizes: _Sizes) -> int:
 
 def _idle(own: int, whole: int) -> float:
     return 1 - own / whole if whole else 0.0
-
-
-def _pairs(queries: Sequence[Run], keys: Sequence[Run], window: tuple[int, int]) -> int:
-    """The number of visible pairs."""
-    left, right = window
-    total = 0
-    for q in queries:
-        for k in keys:
-            apart = q.position - k.position
-            seen = q.length * k.length if right < 0 else _upto(apart + right, q.length, k.length)
-            hidden = 0 if left < 0 else _upto(apart - left - 1, q.length, k.length)
-            total += seen - hidden
-    return total
-
-
-def _upto(diagonal: int, rows: int, columns: int) -> int:
-    """The pairs with j <= i + diagonal of a rectangle."""
-
-    def triangle(n: int) -> int:
-        return n * (n + 1) // 2 if n > 0 else 0
-
-    everything = triangle(diagonal + rows) - triangle(diagonal)
-    beyond = triangle(diagonal + rows - columns) - triangle(diagonal - columns)
-    return everything - beyond

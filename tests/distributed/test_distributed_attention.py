@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from distributed_cases import (
 )
 
 import fastattn
-from fastattn.distributed import Layout, plan
+from fastattn.distributed import Layout, Share, plan
 from fastattn.testing import assert_right
 
 
@@ -70,18 +71,38 @@ def check_same_bits(case: Case, found: dict[str, torch.Tensor]) -> None:
 
 def test_every_case_on_one_to_four_ranks(tmp_path: Path) -> None:
     jobs = [("distributed_cases:run_cases", ranks) for ranks in (1, 2, 3, 4)]
-    *results, uses = rank_group.run(tmp_path, [*jobs, ("distributed_uses:run_uses", 4)])
-    assert all(result is not None for group in [*results, uses] for result in group)
+    more = [("distributed_uses:run_uses", 4), ("distributed_counts:run_counts", 4)]
+    *results, uses, counts = rank_group.run(tmp_path, [*jobs, *more])
+    assert all(result is not None for group in [*results, uses, counts] for result in group)
     wrong = failures(CASES, results)
     assert not wrong, f"{len(wrong)} calls:\n" + "\n".join(wrong)
     for found in uses:
         check_pairs(found)
+    for found in counts:
+        check_counts(found)
 
 
 def check_pairs(uses: dict[str, list[tuple[torch.Tensor, torch.Tensor]]]) -> None:
     for name, pairs in uses.items():
         for found, want in pairs:
             torch.testing.assert_close(found, want, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def check_counts(found: dict[str, tuple[Share, Share, list[str]]]) -> None:
+    """What was sent and computed is what was planned, and a ring sends while it computes."""
+    for name, (counted, planned, trace) in found.items():
+        assert counted == planned, f"{name}: counted {counted}, planned {planned}"
+        if "ring" not in name:
+            continue
+        for passing in ("forward", "backward"):
+            steps = [line for line in trace if line.endswith(f"the {passing} ring")]
+            for start, end in zip(steps[::2], steps[1::2], strict=True):
+                assert (start[:5], end[:3], start[6:]) == ("start", "end", end[4:])
+    everything = found["counts-ring"][2]
+    for step in range(1, 4):
+        name = f"step {step} of 4 of the forward ring"
+        within = everything[everything.index(f"start {name}") : everything.index(f"end {name}")]
+        assert within.count("compute") == 1, everything
 
 
 @pytest.mark.slow
@@ -167,7 +188,8 @@ def test_a_plan_of_four_ranks() -> None:
     keys, queries = (2 * length * h * width * 2 for h in (kv_heads, heads))  # bytes of a rank
     assert {s.received for s in found.shares["ring"]} == {(n - 1) * keys}
     assert {s.sent for s in found.shares["allgather"]} == {(n - 1) * keys}
-    heads_for_rows = (n - 1) * (keys + queries) // n
+    lse = length * heads * 8
+    heads_for_rows = (n - 1) * (keys + queries + lse) // n
     assert {(s.sent, s.received) for s in found.shares["ulysses"]} == {(heads_for_rows,) * 2}
     assert found.method == "ulysses"
     assert "ulysses" in str(found).splitlines()[3]
@@ -184,6 +206,17 @@ def test_a_plan_of_four_ranks() -> None:
     assert [s.received for s in near.shares["ring"]] == [0, keys, keys, keys]
     assert near.method == "ring" if keys < heads_for_rows else "ulysses"
     assert "ulysses" not in plan(layout, heads=6, head_dim=8).shares
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "zigzag"])
+def test_a_plan_of_many_ranks(kind: str) -> None:
+    """It takes less than a second of the processor, and a window of one block the same bytes."""
+    layout = getattr(Layout, kind)([1024 + rank % 3 for rank in range(4096)])
+    begin = time.process_time()
+    shares = plan(layout, heads=8, head_dim=64, is_causal=True).shares["ring"]
+    assert time.process_time() - begin < 3  # a second, on a machine with other work
+    total = layout.total
+    assert sum(share.flops for share in shares) == total * (total + 1) // 2 * 2 * (64 + 64) * 8
 
 
 def test_zigzag_balances_causal_work() -> None:

@@ -1,0 +1,76 @@
+"""The visible pairs of the queries of one rank and the keys of every rank, counted by position."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fastattn.distributed.layout import Layout, Run
+
+__all__ = ["VisiblePairs"]
+
+
+class VisiblePairs:
+    """Counts pairs of a layout of keys; a window hides the others.
+
+    Runs of keys, in the order of positions, leave no gap. So those that a run of queries sees as a
+    whole are consecutive, and only the few at the two edges of the window are counted one by one.
+    """
+
+    def __init__(self, keys: Layout, window: tuple[int, int]) -> None:
+        runs = sorted(
+            (run.position, run.length, rank) for rank, of in enumerate(keys.runs) for run in of
+        )
+        self.ranks, self.total, self.window = keys.ranks, keys.total, window
+        self.starts = [position for position, _, _ in runs]
+        self.ends = [position + length for position, length, _ in runs]
+        self.owners = [rank for _, _, rank in runs]
+        self.lengths = [length for _, length, _ in runs]
+        self._owners, self._lengths = torch.tensor([self.owners, self.lengths], dtype=torch.int64)
+
+    def of(self, queries: Sequence[Run]) -> Tensor:
+        """The number of visible pairs with the keys of each rank, int64 [ranks]."""
+        found = torch.zeros(self.ranks, dtype=torch.int64)
+        owners, pairs = [], []  # of runs at the edges
+        for run in queries:
+            begin, from_all, to_all, end = self._edges(run)
+            whole = slice(from_all, to_all)
+            found.index_add_(0, self._owners[whole], self._lengths[whole], alpha=run.length)
+            for n in (*range(begin, from_all), *range(to_all, end)):
+                owners.append(self.owners[n])
+                pairs.append(self._pairs(run, n))
+        return found.index_add_(0, *torch.tensor([owners, pairs], dtype=torch.int64))
+
+    def _edges(self, run: Run) -> tuple[int, int, int, int]:
+        """The first run of keys that is visible to a query of a run, the first that is visible to
+        all of them, and the ends of both."""
+        left, right = self.window
+        first, last = run.position, run.position + run.length - 1
+        # Keys from low to high are visible to one query or more, those from least to most to all.
+        low, least = (max(at - left, 0) if left >= 0 else 0 for at in (first, last))
+        high, most = (at + right if right >= 0 else self.total - 1 for at in (last, first))
+        begin, end = bisect_right(self.ends, low), bisect_right(self.starts, high)
+        from_all = min(max(bisect_left(self.starts, least), begin), end)
+        to_all = max(min(bisect_right(self.ends, most + 1), end), from_all)
+        return begin, from_all, to_all, end
+
+    def _pairs(self, run: Run, n: int) -> int:
+        """The visible pairs of a run of queries and run n of the keys."""
+        left, right = self.window
+        apart, rows, columns = run.position - self.starts[n], run.length, self.lengths[n]
+        seen = rows * columns if right < 0 else _upto(apart + right, rows, columns)
+        return seen - (0 if left < 0 else _upto(apart - left - 1, rows, columns))
+
+
+def _upto(diagonal: int, rows: int, columns: int) -> int:
+    """The pairs with j <= i + diagonal of a rectangle."""
+
+    def triangle(n: int) -> int:
+        return n * (n + 1) // 2 if n > 0 else 0
+
+    everything = triangle(diagonal + rows) - triangle(diagonal)
+    beyond = triangle(diagonal + rows - columns) - triangle(diagonal - columns)
+    return everything - beyond
