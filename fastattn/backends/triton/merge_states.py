@@ -26,10 +26,10 @@ _TILE = Launch(16, 64, 4, 1)  # rows, columns at a time
 def joint_state(a, b):
     """The joint lse of two states [BM], and the share of each in the output."""
     most = tl.maximum(a, b)
-    reference = tl.where(most == -INF, 0.0, most)
-    # The comparison keeps inf - inf out.
-    x = tl.where(a == reference, 1.0, tl.exp(a - reference))
-    y = tl.where(b == reference, 1.0, tl.exp(b - reference))
+    reference = tl.where(tl.abs(most) == INF, 0.0, most)
+    # A state of inf has the whole weight: inf - inf would be NaN.
+    x = tl.where(most == INF, (a == INF).to(a.dtype), tl.exp(a - reference))
+    y = tl.where(most == INF, (b == INF).to(b.dtype), tl.exp(b - reference))
     # log(1 + e), where one of x and y is 1 and e the other one; the quotient takes back what the
     # sum has rounded off.
     e = x * y
