@@ -102,7 +102,7 @@ MUTANTS = (
     Mutant("a_page_too_far", "decode.h", "base + p.pages[page] * x.stride[0]", "base + p.pages[page == 0 ? 0 : page - 1] * x.stride[0]", "decode_attention", FORWARD),
     Mutant("a_hidden_row_is_read", "memory_hops_stream.h", "count += seen;", "count += 1;", "memory_hop_attention", "memory_hops"),
     Mutant("a_bias_is_not_added", "memory_hops_stream.h", "if (block.biased) x += load(block.bias + i);", "", "memory_hop_attention", "memory_hops"),
-    Mutant("kept_weights_are_of_other_rows", "memory_hops_stream.h", "i < block.count ? from[block.at[i]] : T(0)", "i < block.count ? from[i] : T(0)", "memory_hop_attention", "memory_hops"),
+    Mutant("kept_weights_are_of_the_first_hop", "memory_hops_stream.h", "static_cast<const T*>(p.weights) + (row * p.K + k) * p.N", "static_cast<const T*>(p.weights) + row * p.K * p.N", "memory_hop_attention", "memory_hops"),
     Mutant("the_last_row_has_no_gradient", "memory_hops_stream.h", "for (int64_t n = whole; n < n1; ++n) write", "for (int64_t n = whole + 1; n < n1; ++n) write", "memory_hop_attention", "memory_hops"),
     Mutant("the_last_rows_have_no_score", "rows.h", "if (i + W >= count) return;", "if (i + 2 * W > count) return;", "memory_hop_attention", "memory_hops"),
     Mutant("delta_is_0", "memory_hops_stream.h", "hop.delta = products[0];", "hop.delta = T(0);", "memory_hop_attention", "memory_hops"),
