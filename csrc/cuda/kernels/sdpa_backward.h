@@ -116,6 +116,14 @@ __global__ void __launch_bounds__(BackwardQueriesShape<T, kD, kGeneral>::kThread
     visible[r] = visible_keys(p, i);
   }
 
+  // A mask program finds the place of its sequence again: kept in registers, it would make float32
+  // with 128 columns spill.
+  const auto own = [&] {
+    AttentionArguments found = given;
+    if (found.q_starts != nullptr) enter_sequence(found, b);
+    return found;
+  };
+
   float dq[kColumns / 2];
   set_zero(dq);
   // float32 needs a more accurate delta: dP - delta must be exactly 0 for a query that sees one
@@ -128,7 +136,7 @@ __global__ void __launch_bounds__(BackwardQueriesShape<T, kD, kGeneral>::kThread
   for (int pass = exact ? 0 : 1; pass < 2; ++pass) {
     float sums[2] = {0.0f, 0.0f};
     for (int j0 = begin; j0 < keys.end; j0 += kKeys) {
-      const Seen visible_here = kGeneral ? MaskTiles(p, b, h).at(i0, j0) : Seen::all;
+      const Seen visible_here = kGeneral ? MaskTiles(own(), b, h).at(i0, j0) : Seen::all;
       if (visible_here == Seen::none) continue;
       const bool partly = visible_here == Seen::some;
       const bool masked = kGeneral && (partly || has_bias(p));
@@ -137,7 +145,7 @@ __global__ void __launch_bounds__(BackwardQueriesShape<T, kD, kGeneral>::kThread
       v_tile.template load<kThreads>(v, j0, keys.begin, keys.end);
       cp_async_commit();
       for (int n = static_cast<int>(threadIdx.x); n < kKeys; n += kThreads) seen[n] = 0;
-      if (partly) bits.template fill<kThreads>(p, b, h, i0, j0);
+      if (partly) bits.template fill<kThreads>(own(), b, h, i0, j0);
       cp_async_wait<0>();
       __syncthreads();
 
