@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,8 +10,6 @@ import torch
 from torch import Tensor
 
 from fastattn import checks
-from fastattn.backends.reference.hopfield import hopfield_states
-from fastattn.backends.reference.memory_hops import hop_states
 from fastattn.distributed._peers import Peers, process_group
 from fastattn.distributed._read import Reader
 from fastattn.distributed._replicated import agreed, described, enter
@@ -20,6 +19,11 @@ __all__ = ["hopfield_retrieve", "memory_hop_attention"]
 
 _HOPS = "fastattn.distributed.memory_hop_attention"
 _RETRIEVE = "fastattn.distributed.hopfield_retrieve"
+
+
+def _reference(name: str) -> Any:
+    """A module of the reference, whose loops call the reads; late, because import loads no backend."""
+    return importlib.import_module(f"fastattn.backends.reference.{name}")
 
 
 def memory_hop_attention(
@@ -114,7 +118,7 @@ def memory_hop_attention(
     reader = Reader(peers, lambda n: f"hop {n} of {hops}", need_weights)
     read = reader.softmax if options.normalize == "softmax" else reader.linear
     tensors = (u, in_rows, out_rows, proj, mask, bias)
-    trace, _, weights = hop_states(*tensors, options, read)
+    trace, _, weights = _reference("memory_hops").hop_states(*tensors, options, read)
     out = trace[-1].to(u.dtype)[..., : query.shape[-1]]
     return (out, torch.stack(weights, -2).to(u.dtype)) if need_weights else out
 
@@ -205,7 +209,7 @@ def hopfield_retrieve(
     taken = torch.zeros(xi.shape[:-1], dtype=torch.int64, device=xi.device)
     if update_steps_max != 0:
         given = (xi, stored_rows, keys, mask, bias, options)
-        xi, taken, _ = hopfield_states(*given, read=reader.softmax)
+        xi, taken, _ = _reference("hopfield").hopfield_states(*given, read=reader.softmax)
     final = Reader(peers, lambda n: "the final reading", need_weights)
     dtype = call.state.dtype  # as autocast casts it
     wide = torch.promote_types(dtype, torch.float32)
