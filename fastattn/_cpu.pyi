@@ -45,8 +45,8 @@ def attention_forward(
     out_stride: Ints,
     lse: int,
     options: primitives.AttentionOptions | float,
-    operands: Operands
-    | None,  # any of mask, mask_dtype, alibi, sinks, relative_bias, their strides, ...
+    # mask, mask_dtype, alibi, sinks, relative_bias, their strides, ..., or the address of sinks
+    operands: Operands | int | None,
     /,
 ) -> None: ...
 def attention_backward(
@@ -64,7 +64,7 @@ def attention_backward(
     out_stride: Ints,
     lse: int,
     options: primitives.AttentionOptions | float,
-    operands: Operands | None,
+    operands: Operands | int | None,
     gradients: Operands,  # grad_out, grad_lse, grad_weights, grad_query, ..., grad_mask
     /,
 ) -> None: ...

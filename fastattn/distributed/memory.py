@@ -22,7 +22,7 @@ _RETRIEVE = "fastattn.distributed.hopfield_retrieve"
 
 
 def _reference(name: str) -> Any:
-    """A module of the reference, whose loops call the reads; late, because import loads no backend."""
+    """A module of the reference, whose loops call the reads. Late: import loads no backend."""
     return importlib.import_module(f"fastattn.backends.reference.{name}")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -72,7 +73,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_every_case_that_it_takes(part: int, dtype: torch.dtype) -> None:
     taken, faults = 0, []
     for case in CASES[OP][part::4]:
-        if dtype not in case.dtypes or case.slow:
+        if dtype not in case.dtypes or case.slow or case.partial:
             continue
         inputs = make_inputs(case, dtype)
         if not dispatch.reasons_of(backend, OP, inputs.forward_args(), inputs.options):
@@ -112,6 +113,12 @@ def test_the_function_on_a_processor_with_amx(name: str, amx: None, calls: list[
             assert torch.allclose(got.float(), expected.float(), atol=0.05, rtol=0.05)
             assert got.stride() == expected.stride()
     assert explain(attention, *inputs, **options).runs == "torch"
+
+
+def test_gradients_of_a_part_of_the_keys_are_not_pytorchs() -> None:
+    """Its kernel takes out and lse to be those of the keys it gets."""
+    reasons = backend._why_not_attend([], *qkv(), options=replace(PLAIN, partial=True))
+    assert "rows have more keys than the call" in reasons[0]
 
 
 def test_grouped_heads(amx: None, calls: list[str]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -47,13 +47,14 @@ def optional_operands(
 
 def mask_workspace(
     mask_program: Tensor | None,
-    shape: tuple[int, ...],  # [B, Hq, Lq, Lk]
+    shape: Sequence[int],  # B, Hq, Lq, Lk
     packed: bool = False,  # Lq and Lk are the rows of all sequences
 ) -> Tensor | None:
     """Memory for the steps that a kernel reads from a mask program, and a byte for each tile."""
     if mask_program is None:
         return None
-    size = _cuda.mask_workspace(*shape, packed)
+    batch, heads, queries, keys = shape
+    size = _cuda.mask_workspace(batch, heads, queries, keys, packed)
     return mask_program.new_empty(size, dtype=torch.uint8)
 
 

@@ -101,8 +101,8 @@ def scaled_dot_product_attention_backward(
     biases = (attn_mask, alibi_slopes, seed, sinks, relative_bias, positions, mask_program)
     if options.partial:
         forward, backward = scaled_dot_product_attention, scaled_dot_product_attention_backward
-        given, tensors = (grad_out, grad_lse, grad_weights), (query, key, value, *biases)
-        return partial_gradients(forward, backward, given, tensors, out, lse, options)
+        cotangents, tensors = (grad_out, grad_lse, grad_weights), (query, key, value, *biases)
+        return partial_gradients(forward, backward, cotangents, tensors, out, lse, options)
     batch, heads = query.shape[:2]
     given = Cotangents(grad_out, grad_lse, grad_weights)
     if grad_weights is not None and options.weights == 2:
