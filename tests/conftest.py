@@ -22,6 +22,7 @@ if not torch.cuda.is_available():
 # What `fastattn tune` has measured for the user is not what is tested here.
 os.environ["FASTATTN_CACHE_DIR"] = "/nonexistent"
 
+from required import REQUIRE_NATIVE
 from tile_attention import EMULATED, REAL, on
 
 import fastattn
@@ -31,9 +32,6 @@ from fastattn.testing.verdict import fresh_memory_is_nan
 
 # pytest puts this folder on the path, where its `triton` would pass for the package of that name.
 sys.path.remove(os.path.dirname(__file__))
-
-# `make` sets it: a native core that is missing then fails the tests that need it.
-REQUIRE_NATIVE = os.environ.get("FASTATTN_REQUIRE_NATIVE", "0") not in ("", "0")
 
 
 def pytest_report_header() -> list[str]:

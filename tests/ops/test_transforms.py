@@ -44,8 +44,10 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {  # of a contiguous [B, H, L, 
     "last-not-innermost": lambda x: x.mT.contiguous().mT,
     "expanded": lambda x: x[:1].expand_as(x),
 }
-OPTIONS = (0.5, 1, 3, 2, 2.0, 0.0)  # scale, offset, window left and right, softcap, dropout_p
-PLAIN = (0.5, 0, -1, -1, 0.0, 0.0)
+# scale, offset, window left and right, softcap, dropout_p; and first query, key and head
+OPTIONS = (0.5, 1, 3, 2, 2.0, 0.0, 0, 0, 0)
+PLAIN = (0.5, 0, -1, -1, 0.0, 0.0, 0, 0, 0)
+DROPPING = (*OPTIONS[:5], 0.25, 6, 8, 2)
 POSITIONS = torch.tensor([0, 1, 2, 5, 6, 7, 10], dtype=torch.int32)  # of the keys
 
 
@@ -62,11 +64,10 @@ def test_opcheck_of_the_forward_without_weights(backend: str) -> None:
 
 def test_opcheck_of_the_forward_with_everything(backend: str) -> None:
     mask, slopes, seed = rand(1, 4, 1, 7, requires_grad=True), rand(1, 4).abs(), torch.tensor(3)
-    options = (*OPTIONS[:5], 0.25)
     more = {"sinks": rand(1, 4), "relative_bias": rand(1, 4, 23), "positions": POSITIONS}
     others = {"attn_mask": mask, "alibi_slopes": slopes, "seed": seed, **more}
     tensors = forward_tensors(*qkv(True), **others)
-    torch.library.opcheck(forward_op, (*tensors, *options, 2, ""))
+    torch.library.opcheck(forward_op, (*tensors, *DROPPING, 2, ""))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -75,7 +76,7 @@ def test_opcheck_of_the_backward(backend: str, layout: str) -> None:
     args = [relaid(x) for x in qkv(heads=2)]
     out, lse, _ = forward_op(*forward_tensors(*args), *PLAIN, 0, "")
     tensors = backward_tensors(relaid(torch.randn_like(out)), *args, out=out, lse=lse)
-    torch.library.opcheck(backward_op, (*tensors, *PLAIN, 0, False, ""))
+    torch.library.opcheck(backward_op, (*tensors, *PLAIN, 0, False, False, ""))
 
 
 @pytest.mark.parametrize(
@@ -91,14 +92,13 @@ def test_opcheck_of_the_backward_with_everything(backend: str, twice: bool) -> N
     tensors = qkv(twice, heads=2)
     more = {"sinks": rand(1, 4), "relative_bias": rand(1, 4, 23), "positions": POSITIONS}
     others = {"attn_mask": mask, "alibi_slopes": slopes, "seed": seed, **more}
-    options = (*OPTIONS[:5], 0.25)
     with torch.no_grad():
-        results = forward_op(*forward_tensors(*tensors, **others), *options, 2, "")
+        results = forward_op(*forward_tensors(*tensors, **others), *DROPPING, 2, "")
     out, lse, _ = results
     grads = [torch.randn_like(x) for x in results]
     rest = {"grad_lse": grads[1], "grad_weights": grads[2], "out": out, "lse": lse}
     args = backward_tensors(grads[0], *tensors, **others, **rest)
-    torch.library.opcheck(backward_op, (*args, *options, 2, True, ""))
+    torch.library.opcheck(backward_op, (*args, *DROPPING, 2, True, False, ""))
 
 
 def test_opcheck_in_16_bits() -> None:
@@ -241,7 +241,7 @@ def test_vmap_of_the_backward_operator_keeps_the_shape_of_the_mask(mapped: bool)
 
     def backward(grad_out: Tensor, attn_mask: Tensor) -> tuple[Tensor, ...]:
         given = backward_tensors(grad_out, *tensors, attn_mask=attn_mask, out=out, lse=lse)
-        return backward_op(*given, *PLAIN, 0, True, "")
+        return backward_op(*given, *PLAIN, 0, True, False, "")
 
     together = vmap(backward, (0, 0 if mapped else None))(grads, mask)
     alone = [backward(grads[i], mask[i] if mapped else mask) for i in range(n)]

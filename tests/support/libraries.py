@@ -17,7 +17,7 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
-from conftest import REQUIRE_NATIVE
+from required import REQUIRE_NATIVE
 
 from fastattn.bench.models._library import imported
 

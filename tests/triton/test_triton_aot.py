@@ -13,7 +13,7 @@ import sys
 from typing import Any
 
 import pytest
-from conftest import REQUIRE_NATIVE
+from required import REQUIRE_NATIVE
 
 CHIPS = ("sm_80", "sm_90", "sm_100", "gfx942")
 PRODUCTS = {"attention_forward", "attention_backward_query", "attention_backward_key_value"}

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from child_process import run_python
-from conftest import REQUIRE_NATIVE
+from required import REQUIRE_NATIVE
 
 
 @pytest.fixture(autouse=True)
