@@ -47,7 +47,7 @@ def _is_for_the_slow_run(n: int, case: Case) -> bool:
     tiles = case.batch * case.heads * -(-case.q_len // TILE) * -(-case.k_len // TILE)
     newer = any(x is not None for x in (case.sinks, case.relative_bias, case.program))
     many = tiles > (60 if newer else 170)
-    alike = case.name.startswith(("lengths-", "relative-", "program-"))
+    alike = case.name.startswith(("lengths-", "partial-", "relative-", "program-"))
     return case.slow or many or (alike and n // 3 % 2 == 1)
 
 

@@ -77,13 +77,13 @@ TABLES = {
     "decode": Table(
         "decode_attention",
         lambda case: case.capacity * len(case.lengths) * case.queries * case.heads > 4_000,
-        every=2,
+        every=4,
         fits=lambda case: max(case.head_dim, case.value_dim or 0) <= 256,
     ),
     "varlen": Table(
         "varlen_attention",
         lambda case: sum(case.q_lengths) > 220 or sum(case.k_lengths or ()) > 1000,
-        every=2,
+        every=4,
     ),
 }
 WORK = [
