@@ -34,19 +34,20 @@ def agreed(
     peers: Peers,
     check: Any,
     given: Any,
-    prepare: Callable[[], tuple[T, Mapping[str, str], tuple[int, ...]]],
+    prepare: Callable[[], tuple[T, Callable[[], Mapping[str, str]], tuple[int, ...]]],
     numbers: int = 0,
 ) -> tuple[T, list[list[int]]]:
     """Return the call that ``prepare`` makes of this rank's arguments, and the ranks' numbers.
 
-    ``prepare`` also returns what must be the same on all ranks, and some ``numbers`` of this rank.
-    If it raises, or what it returns differs, all ranks raise. Without ``check`` the numbers of all
-    ranks are taken to be the same.
+    ``prepare`` also returns what gives the options that must be the same on all ranks, and some
+    ``numbers`` of this rank. If it raises, or the options differ, all ranks raise. Without
+    ``check`` the options are not computed, and the numbers of all ranks are taken to be the same.
     """
     device = given.device if isinstance(given, Tensor) else torch.device("cpu")
     try:
         checks.check_flag(peers.op, "check", check)
-        call, options, own = prepare()
+        call, compared, own = prepare()
+        options = compared() if check else {}
     except Exception as error:
         if check is True:
             with contextlib.suppress(RuntimeError):  # of the comparison; this rank raises its own

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastattn import checks, masks
-from fastattn.distributed._agree import agree, gather, problem
+from fastattn.distributed._agree import gather
 from fastattn.distributed._allgather import gathered_attention
 from fastattn.distributed._call import Call, checked
 from fastattn.distributed._dtensor import is_dtensor, local_rows
 from fastattn.distributed._peers import OP, Peers, process_group
+from fastattn.distributed._replicated import agreed
 from fastattn.distributed._ring import ring_attention
 from fastattn.distributed._ulysses import head_attention
 from fastattn.distributed.layout import Layout, Run
@@ -129,15 +130,15 @@ def attention(
     peers = Peers(process_group(group))
     biases = (alibi_slopes, sinks, cu_seqlens)
     given = (method, layout, attn_mask, mask, is_causal, window, softcap, *biases)
-    try:
+
+    def prepare() -> tuple[Call, Callable[[], Mapping[str, str]], tuple[int, ...]]:
         checks.check_flag(OP, "return_lse", return_lse)
-        checks.check_flag(OP, "check", check)
         call = checked(query, key, value, *given, dropout_p, generator, scale, enable_gqa)
-    except Exception as error:
-        if check is True:
-            _share(problem(error), peers, query)
-        raise
-    call = _with_layouts(call, peers, check)
+        seed = 0 if call.seed is None else int(call.seed)
+        return call, call.compared, (call.query.shape[2], call.key.shape[2], call.columns, seed)
+
+    call, numbers = agreed(peers, check, query, prepare, 4)
+    call = _with_layouts(call, peers, numbers, check)
     if call.method == "auto":
         method = cheapest(call, peers.size)
     out, lse = _METHODS[method](call, peers)
@@ -147,21 +148,10 @@ def attention(
     return results if return_lse else results[0]
 
 
-def _share(options: dict[str, str], peers: Peers, query: Any) -> None:
-    """Let the other ranks know of an error before it is raised here."""
-    device = query.device if isinstance(query, Tensor) else torch.device("cpu")
-    with contextlib.suppress(RuntimeError):  # of the comparison; this rank raises its own
-        agree(peers, options, (0, 0, 0, 0), device)
-
-
-def _with_layouts(call: Call, peers: Peers, check: bool) -> Call:
-    """Compare the call with those of the other ranks, and add where all rows are."""
-    seed = 0 if call.seed is None else int(call.seed)
-    numbers = call.query.shape[2], call.key.shape[2], call.columns, seed
+def _with_layouts(call: Call, peers: Peers, every: list[list[int]], check: bool) -> Call:
+    """Add where all rows are, from the lengths, columns and seeds of every rank, if compared."""
     device, layout = call.query.device, call.layout
-    every = [list(numbers)] * peers.size
-    if check:  # before any error that this rank alone may have
-        every = agree(peers, call.compared(), numbers, device)
+    if check:
         call = call.with_seed(every[0][3])
     elif call.seed is not None:
         call = call.with_seed(int(gather(peers, call.seed.view(1), [1] * peers.size)[0]))
@@ -171,8 +161,9 @@ def _with_layouts(call: Call, peers: Peers, check: bool) -> Call:
                 f"{OP}: layout must be of the {peers.size} ranks of the group, got {layout.ranks}"
             )
         if not check:
+            own = every[peers.rank]
             every = [[n, n, 0, 0] for n in layout.lengths]
-            every[peers.rank] = list(numbers)
+            every[peers.rank] = own
     q_lengths, k_lengths, columns = ([n[at] for n in every] for at in range(3))
     if layout == "contiguous":
         layouts = Layout.contiguous(q_lengths), Layout.contiguous(k_lengths)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -96,7 +96,7 @@ def decode_attention(
     """
     peers = Peers(process_group(group, _OP), _OP)
 
-    def prepare() -> tuple[_Call, Mapping[str, str], tuple[int, ...]]:
+    def prepare() -> tuple[_Call, Callable[[], Mapping[str, str]], tuple[int, ...]]:
         _, arguments, _ = one_process.prepare(
             query,
             key_cache,
@@ -120,7 +120,7 @@ def decode_attention(
             new = _checked_rows(key, value, q, keys, values, cache_seqlens, layout)
         call = _Call(q, keys, values, table, entries, slopes, logits, options, new)
         capacity = keys.shape[2] * (1 if table is None else table.shape[1])
-        return call, _compared(call, cache_seqlens, positions), (capacity,)
+        return call, lambda: _compared(call, cache_seqlens, positions), (capacity,)
 
     call, numbers = agreed(peers, check, query, prepare, 1)
     cache = positions

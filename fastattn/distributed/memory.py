@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -92,7 +92,7 @@ def memory_hop_attention(
     """
     peers = Peers(process_group(group, _HOPS), _HOPS)
 
-    def prepare() -> tuple[tuple[Any, ...], Mapping[str, str], tuple[int, ...]]:
+    def prepare() -> tuple[tuple[Any, ...], Callable[[], Mapping[str, str]], tuple[int, ...]]:
         _, arguments = memory_hops.prepare(
             query,
             in_memory,
@@ -108,11 +108,15 @@ def memory_hop_attention(
         )
         names = ("query", "in_memory", "out_memory", "hop_proj", "memory_mask", "memory_bias")
         given = dict(zip(names, arguments, strict=False))
-        compared = {name: repr(x) for name, x in vars(arguments[-1]).items()}
-        compared |= described("query", given["query"]) | described("hop_proj", given["hop_proj"])
-        for name in ("in_memory", "out_memory"):
-            compared |= described(name, given[name], rows=True)
-        return arguments, compared | _differentiated(given), ()
+
+        def compared() -> dict[str, str]:
+            found = {name: repr(x) for name, x in vars(arguments[-1]).items()}
+            found |= described("query", given["query"]) | described("hop_proj", given["hop_proj"])
+            for name in ("in_memory", "out_memory"):
+                found |= described(name, given[name], rows=True)
+            return found | _differentiated(given)
+
+        return arguments, compared, ()
 
     (u, in_rows, out_rows, proj, mask, bias, options), _ = agreed(peers, check, query, prepare)
     reader = Reader(peers, lambda n: f"hop {n} of {hops}", need_weights)
@@ -177,7 +181,7 @@ def hopfield_retrieve(
     """
     peers = Peers(process_group(group, _RETRIEVE), _RETRIEVE)
 
-    def prepare() -> tuple[Any, Mapping[str, str], tuple[int, ...]]:
+    def prepare() -> tuple[Any, Callable[[], Mapping[str, str]], tuple[int, ...]]:
         whole_beta = beta
         if isinstance(beta, Tensor):
             whole_beta = enter(peers, "the gradient of beta", beta)
@@ -191,17 +195,21 @@ def hopfield_retrieve(
             )
         if checks.check_dropout(_RETRIEVE, dropout_p):
             raise NotImplementedError(f"{_RETRIEVE}: dropout_p must be 0, got {dropout_p}")
-        limits_and_flags = (*limits, need_weights, need_steps)
-        names = "update_steps_max update_steps_eps stop grad need_weights need_steps".split()
-        compared = {n: repr(x) for n, x in zip(names, limits_and_flags, strict=True)}
-        if isinstance(beta, Tensor):
-            compared |= described("beta", beta)
-        else:
-            compared["beta"] = repr(call.scale)
-        compared |= described("state", state) | described("stored", stored, rows=True)
-        compared |= described("projection", projection, rows=True)
-        given = {"state": state, "stored": stored, "projection": projection, "beta": beta}
-        return call, compared | _differentiated(given | {"attn_mask": attn_mask}), ()
+
+        def compared() -> dict[str, str]:
+            limits_and_flags = (*limits, need_weights, need_steps)
+            names = "update_steps_max update_steps_eps stop grad need_weights need_steps".split()
+            found = {n: repr(x) for n, x in zip(names, limits_and_flags, strict=True)}
+            if isinstance(beta, Tensor):
+                found |= described("beta", beta)
+            else:
+                found["beta"] = repr(call.scale)
+            found |= described("state", state) | described("stored", stored, rows=True)
+            found |= described("projection", projection, rows=True)
+            given = {"state": state, "stored": stored, "projection": projection, "beta": beta}
+            return found | _differentiated(given | {"attn_mask": attn_mask})
+
+        return call, compared, ()
 
     call, _ = agreed(peers, check, state, prepare)
     (xi, stored_rows, keys, mask, bias, options), back = hopfield.primitive(call)
