@@ -73,8 +73,6 @@ def _why_not_attend(
 ) -> list[str]:
     if isinstance(options, AttentionBackwardOptions) and options.needs_mask_grad:
         reasons.append("the mask's gradient is wanted, which PyTorch's kernel does not compute")
-    if isinstance(options, AttentionBackwardOptions) and options.partial:
-        reasons.append("rows have more keys than the call, which PyTorch's kernel does not take")
     if grad_lse is not None:
         reasons.append("lse has a gradient, which PyTorch's kernel does not take")
     if options.weights:

@@ -117,8 +117,11 @@ def test_the_function_on_a_processor_with_amx(name: str, amx: None, calls: list[
 
 def test_gradients_of_a_part_of_the_keys_are_not_pytorchs() -> None:
     """Its kernel takes out and lse to be those of the keys it gets."""
-    reasons = backend._why_not_attend([], *qkv(), options=replace(PLAIN, partial=True))
-    assert "rows have more keys than the call" in reasons[0]
+    given = dict(zip(("query", "key", "value"), qkv(), strict=True))
+    assert not backend.why_not(f"{OP}_backward", given, PLAIN)
+    assert backend.why_not(f"{OP}_backward", given, replace(PLAIN, partial=True)) == [
+        "has no partial"
+    ]
 
 
 def test_grouped_heads(amx: None, calls: list[str]) -> None:
