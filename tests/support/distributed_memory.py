@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from distributed_runs import run_twice
 from torch import Tensor
 
 import fastattn
@@ -264,16 +264,5 @@ def joined(case: Case, parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     return found
 
 
-def twice(case: Case) -> dict[str, Tensor] | str:
-    """The results on this rank, which must not differ from run to run, or an error."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    try:
-        first, second = call(case, rank, ranks), call(case, rank, ranks)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    same = all(torch.equal(first[name], second[name]) for name in first)
-    return first if same else "differs from run to run"
-
-
 def run_cases() -> dict[str, dict[str, Tensor] | str]:
-    return {case.name: twice(case) for case in CASES}
+    return run_twice(call, CASES)

@@ -1,0 +1,32 @@
+"""Each call of a table twice on this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Results = dict[str, Tensor]
+
+
+def run_twice(
+    call: Callable[[Any, int, int], Results], cases: Sequence[Any], names: Sequence[str] = ()
+) -> dict[str, Results | str]:
+    """The results of each case by its name, or an error. Those of ``names`` (of all, if there are
+    none) must not differ from run to run."""
+    return {case.name: _twice(call, case, names) for case in cases}
+
+
+def _twice(
+    call: Callable[[Any, int, int], Results], case: Any, names: Sequence[str]
+) -> Results | str:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    try:
+        first, second = call(case, rank, ranks), call(case, rank, ranks)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    same = all(torch.equal(first[name], second[name]) for name in names or first)
+    return first if same else "differs from run to run"
