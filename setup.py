@@ -12,8 +12,10 @@ Environment:
   FASTATTN_NATIVE=0           build no native module
   FASTATTN_REQUIRE_NATIVE=1   a module that cannot be built is an error; a missing nvcc is not
   FASTATTN_CPU_ISAS=native    compile only for the strongest instruction set of this machine, the
-                              baseline, and the tiles of AMX, real or emulated: half the build time,
-                              for use on this machine only
+                              baseline, and the tiles of AMX: half the build time, for use on this
+                              machine only
+  FASTATTN_CPU_EMULATED=0     leave out the emulated instruction sets, which tests run where the
+                              processor lacks the real ones; for packages
   FASTATTN_CUDA=0             do not build _cuda, even if there is an nvcc
   FASTATTN_CUDA_ARCHS=LIST    the architectures of _cuda, by default 80;90a; other GPUs from 8.0 on
                               run the PTX of the lowest one
@@ -57,8 +59,9 @@ class InstructionSets:
     isas: dict[str, list[str]]
     # Only attention in bf16, fp16 and float32 runs on tiles; all else runs on the vectors below.
     tiles: dict[str, list[str]] = field(default_factory=dict)
-    # The emulation of tiles is for tests.
-    emulated: dict[str, list[str]] = field(default_factory=dict)
+    # Flags that emulate the strongest vectors, and tiles, in plain C++: for tests.
+    emulated_vectors: dict[str, list[str]] = field(default_factory=dict)
+    emulated_tiles: dict[str, list[str]] = field(default_factory=dict)
     # Units of which only the peak is measured, csrc/cpu/peaks/<name>.cpp; skipped if it does not
     # compile.
     peaks: dict[str, list[str]] = field(default_factory=dict)
@@ -73,8 +76,14 @@ X86_ISAS = {
 X86 = InstructionSets(
     X86_ISAS,
     tiles={"amx_bf16": [*X86_ISAS["avx512"], "-mamx-tile", "-mamx-bf16"]},
-    # It runs on every machine with AVX-512.
-    emulated={"amx_bf16_emulated": [*X86_ISAS["avx512"], "-DFASTATTN_EMULATED_TILES=1"]},
+    # -O2 compiles three times as long. Without vectors emulated tiles are slow.
+    emulated_vectors={
+        "avx512_bf16_emulated": [
+            *X86_ISAS["avx2"],
+            *("-DFASTATTN_EMULATED_AVX512=1", "-O1", "-ftree-vectorize"),
+        ]
+    },
+    emulated_tiles={"amx_bf16_emulated": ["-DFASTATTN_EMULATED_TILES=1"]},
     peaks={
         "amx": ["-march=x86-64", "-mamx-tile", "-mamx-bf16"],
         "avx512_fp16": ["-march=x86-64-v4", "-mprefer-vector-width=512", "-mavx512fp16"],
@@ -232,7 +241,7 @@ def usable_isas(
 def usable_tiles(
     compiler: list[str], flags: list[str], isas: dict[str, list[str]], sets: InstructionSets
 ) -> tuple[dict[str, list[str]], dict[str, str]]:
-    """The instruction sets with tiles, real and emulated, and why the real ones are left out."""
+    """The instruction sets with tiles, and why others are left out."""
     below = [isa for isa in BELOW_TILES if isa in isas]
     if not below:
         return {}, dict.fromkeys(sets.tiles, f"it needs {' or '.join(BELOW_TILES)}")
@@ -246,9 +255,40 @@ def usable_tiles(
         elif os.environ.get("FASTATTN_CPU_ISAS") == "native" and not runs_here(compiler, isa_flags):
             left_out[isa] = "not requested (FASTATTN_CPU_ISAS=native)"
         else:
-            usable[isa] = isa_flags
-    usable |= sets.emulated
-    return {isa: [*its, f"-DFASTATTN_BASE={below[0]}"] for isa, its in usable.items()}, left_out
+            usable[isa] = [*isa_flags, f"-DFASTATTN_BASE={below[0]}"]
+    return usable, left_out
+
+
+@dataclass
+class Emulated:
+    """Stand-ins for the instruction sets that this machine lacks, and what their tiles need."""
+
+    vectors: dict[str, list[str]] = field(default_factory=dict)
+    tiles: dict[str, list[str]] = field(default_factory=dict)
+    needs: str = ""  # the instruction set of this machine that runs the emulated tiles
+
+
+def emulated_here(
+    compiler: list[str], flags: list[str], isas: dict[str, list[str]], sets: InstructionSets
+) -> Emulated:
+    """What tests need to run every kernel on this machine. Emulated tiles take real vectors where
+    there are any, because they are faster."""
+    if os.environ.get("FASTATTN_CPU_EMULATED", "1") in ("", "0"):
+        return Emulated()
+    real = [isa for isa in BELOW_TILES if isa in isas and runs_here(compiler, isas[isa])]
+    vectors = {
+        isa: isa_flags
+        for isa, isa_flags in sets.emulated_vectors.items()
+        if isa.removesuffix("_emulated") not in real
+        and refusal(compiler, [*flags, *isa_flags], "int zero() { return 0; }\n") is None
+    }
+    below = [*real, *vectors]
+    if not below:
+        return Emulated()
+    base = below[0]
+    on_base = [*(isas | vectors)[base], f"-DFASTATTN_BASE={base}"]
+    tiles = {isa: [*on_base, *its] for isa, its in sets.emulated_tiles.items()}
+    return Emulated(vectors, tiles, base if real else "avx2")
 
 
 def usable_peaks(
@@ -284,14 +324,15 @@ def plan_cpu() -> Plan:
     isas, left_out = usable_isas(compiler, flags, sets.isas)
 
     objects = []
+    emulated = emulated_here(compiler, flags, isas, sets)
     for source in sorted((ROOT / "csrc/cpu/kernels").glob("*.cpp")):
-        for isa, isa_flags in isas.items():
+        for isa, isa_flags in (isas | emulated.vectors).items():
             one_isa = [*flags, *isa_flags, f"-DFASTATTN_ISA={isa}"]
             objects.append((source, f"{source.stem}.{isa}.o", one_isa))
     on_tiles = sorted((ROOT / "csrc/cpu/kernels/tiles").glob("*.cpp"))
     tiles, tiles_left_out = usable_tiles(compiler, flags, isas, sets) if on_tiles else ({}, {})
     for source in on_tiles:
-        for isa, isa_flags in tiles.items():
+        for isa, isa_flags in (tiles | emulated.tiles).items():
             one_isa = [*flags, *isa_flags, f"-DFASTATTN_ISA={isa}"]
             objects.append((source, f"tiles/{source.stem}.{isa}.o", one_isa))
     includes = (sysconfig.get_paths()["include"], pybind11.get_include())
@@ -302,8 +343,12 @@ def plan_cpu() -> Plan:
         shared += ["-DNDEBUG", "-DPYBIND11_DETAILED_ERROR_MESSAGES"]
     peaks, peaks_left_out = usable_peaks(compiler, flags, sets.peaks)
     objects += [(source, f"unit.{source.stem}.o", unit_flags) for source, unit_flags in peaks]
+    compiled = [*isas, *tiles, *emulated.vectors, *emulated.tiles]
     definitions = {
-        "isa": [f"-DFASTATTN_HAVE_{isa.upper()}=1" for isa in [*isas, *tiles]],
+        "isa": [
+            *(f"-DFASTATTN_HAVE_{isa.upper()}=1" for isa in compiled),
+            f"-DFASTATTN_EMULATED_TILES_NEED=why_no_{emulated.needs}",
+        ],
         "peak_units": [f"-DFASTATTN_HAVE_PEAK_{source.stem.upper()}=1" for source, _ in peaks],
     }
     for source in sorted((ROOT / "csrc/cpu").glob("*.cpp")):
@@ -314,11 +359,7 @@ def plan_cpu() -> Plan:
     record = {
         "compiler": version.stdout.splitlines()[0],
         "flags": " ".join(flags),
-        "isas": {
-            isa: " ".join(isa_flags)
-            for isa, isa_flags in (isas | tiles).items()
-            if isa not in sets.emulated
-        },
+        "isas": {isa: " ".join(isa_flags) for isa, isa_flags in (isas | tiles).items()},
         "left_out": left_out | tiles_left_out | peaks_left_out,
     }
     return Plan(compiler, objects, [*words("LDFLAGS"), *EXPORTS, "-fopenmp", *link_flags], record)

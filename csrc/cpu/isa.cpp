@@ -38,6 +38,11 @@ namespace amx_bf16 {
 extern const KernelTable table;
 }
 #endif
+#if FASTATTN_HAVE_AVX512_BF16_EMULATED
+namespace avx512_bf16_emulated {
+extern const KernelTable table;
+}
+#endif
 #if FASTATTN_HAVE_AMX_BF16_EMULATED
 namespace amx_bf16_emulated {
 extern const KernelTable table;
@@ -74,7 +79,7 @@ std::string always() { return ""; }
   return has_avx512_bf16() ? "" : "the processor or the system has no AVX-512 BF16";
 }
 // That of the table below the tiles, see setup.py.
-[[maybe_unused]] std::string why_no_emulated_tiles() {
+[[maybe_unused]] std::string why_no_vectors_below_tiles() {
 #if FASTATTN_HAVE_AVX512
   return why_no_avx512();
 #else
@@ -83,7 +88,7 @@ std::string always() { return ""; }
 }
 [[maybe_unused]] std::string why_no_amx_bf16() {
   const std::string reason = why_no_tiles("bf16");
-  return reason.empty() ? why_no_emulated_tiles() : reason;
+  return reason.empty() ? why_no_vectors_below_tiles() : reason;
 }
 #elif defined(__aarch64__)
 [[maybe_unused]] std::string why_no_armv8_6() {
@@ -118,11 +123,14 @@ const Entry kEntries[] = {
 #endif
 };
 
-#if FASTATTN_HAVE_AMX_BF16_EMULATED
-const std::vector<Entry> kEmulated = {{&amx_bf16_emulated::table, why_no_emulated_tiles}};
-#else
-const std::vector<Entry> kEmulated;
+const std::vector<Entry> kEmulated = {
+#if FASTATTN_HAVE_AVX512_BF16_EMULATED
+    {&avx512_bf16_emulated::table, why_no_avx2},
 #endif
+#if FASTATTN_HAVE_AMX_BF16_EMULATED
+    {&amx_bf16_emulated::table, FASTATTN_EMULATED_TILES_NEED},
+#endif
+};
 
 // By DType.
 constexpr int kDtypes = 4;

@@ -41,9 +41,9 @@ class Target:
         return self.isa == isa.split(",")[0]  # after the comma: dtypes with another one
 
     def has_own_kernel(self, op: str, dtype: torch.dtype) -> bool:
-        """Is there something to test that no other target has? An emulated instruction set has
-        few kernels and takes the others from a real one."""
-        if self.isa is None or not self.isa.endswith("_emulated"):
+        """Is there something to test that no other target has? Emulated tiles run few kernels;
+        the others are those of the vectors below them."""
+        if self.isa != "amx_bf16_emulated":
             return True
         return op in self.module.ON_TILES and dtype in self.module.DTYPES_ON_TILES
 

@@ -18,7 +18,7 @@ HERE = [target.isa for target in targets(emulated=True)]
 
 
 def on(isa: str) -> Any:
-    reason = "needs AVX-512" if isa == EMULATED else "needs AMX"
+    reason = "needs AVX2" if isa == EMULATED else "needs AMX"
     return pytest.param(isa, marks=pytest.mark.skipif(isa not in HERE, reason=reason), id=isa)
 
 

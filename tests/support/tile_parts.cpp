@@ -14,7 +14,7 @@ void parts_of(bool pairs, const float* a, const float* b, uint16_t* parts) {
     AsBf16<kParts>::split_pairs(load(a), load(b), x);
   else
     AsBf16<kParts>::split_joined(load(a), load(b), x);
-  for (int part = 0; part < kParts; ++part) _mm512_storeu_si512(parts + 32 * part, x[part]);
+  __builtin_memcpy(parts, x, sizeof x);
 }
 
 }  // namespace
@@ -31,7 +31,7 @@ EXPORT void parts(int count, int pairs, const float* a, const float* b, uint16_t
 EXPORT void pairs_of_f16(const float* a, const float* b, uint16_t* to) {
   __m512i x[1];
   AsF16::split_pairs(load(a), load(b), x);
-  _mm512_storeu_si512(to, x[0]);
+  __builtin_memcpy(to, x, sizeof x);
 }
 
 // Which of the part's products are computed: left and right part of each; returns how many.

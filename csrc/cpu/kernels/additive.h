@@ -52,7 +52,7 @@ FASTATTN_INLINE Vec<T> exp_twice(Vec<T> x) {
 // 1 / x. kCoarse has a relative error of 2^-14, for results that are rounded to 16 bits.
 template <bool kCoarse>
 FASTATTN_INLINE VecF reciprocal(VecF x) {
-#if defined(__AVX512F__)
+#if FASTATTN_AVX512
   const VecF y = (VecF)_mm512_rcp14_ps((__m512)x);
   return kCoarse ? y : y + y * (1.0f - x * y);
 #else
@@ -70,7 +70,7 @@ FASTATTN_INLINE VecD reciprocal(VecD x) {
 template <class V>
 FASTATTN_INLINE V product(V x) {
 #if defined(__x86_64__)
-  asm("" : "+v"(x));
+  asm("" : FASTATTN_OPERAND(x));
 #endif
   return x;
 }

@@ -105,7 +105,7 @@ constexpr int64_t kPairs = 2 * kLanes<float>;  // elements of a vector of bf16
 
 // d = (x0 y0, x1 y1, ...), of two vectors of bf16.
 FASTATTN_INLINE void interleave(VecF x, VecF y, float* d) {
-#if defined(__AVX512BW__)
+#if FASTATTN_AVX512
   const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8,
                                        39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
   const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));

@@ -19,7 +19,7 @@ FASTATTN_INLINE double chains(double until, int64_t per_step, Step step) {
   while (omp_get_wtime() < until) {
     for (int it = 0; it < 20000; ++it) {
       FASTATTN_UNROLL for (int i = 0; i < kChains; ++i) acc[i] = step(acc[i]);
-      FASTATTN_UNROLL for (int i = 0; i < kChains; ++i) asm volatile("" : "+x"(acc[i]));
+      FASTATTN_UNROLL for (int i = 0; i < kChains; ++i) asm volatile("" : FASTATTN_OPERAND(acc[i]));
     }
     steps += 20000;
   }
@@ -49,7 +49,7 @@ double bytes_read(const char* from, int64_t bytes, double until) {
     for (int64_t i = 0; i + 8 * kVectorBytes <= bytes; i += 8 * kVectorBytes)
       FASTATTN_UNROLL for (int n = 0; n < 8; ++n) acc[n] |=
           (VecI)load(reinterpret_cast<const float*>(from + i + n * kVectorBytes));
-    FASTATTN_UNROLL for (int n = 0; n < 8; ++n) asm volatile("" : "+x"(acc[n]));
+    FASTATTN_UNROLL for (int n = 0; n < 8; ++n) asm volatile("" : FASTATTN_OPERAND(acc[n]));
     total += static_cast<double>(bytes);
   }
   return total;

@@ -36,7 +36,7 @@ struct Double {
   static FASTATTN_INLINE VecD multiply_add(VecD a, VecD b, VecD c) { return a * b + c; }
 };
 
-#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#if FASTATTN_AVX512_BF16 || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 #define FASTATTN_HAS_PAIRS 1
 // Products of bf16 pairs, accumulated in fp32. A word is the 32 bits of a pair, carried as a float
 // and never used as one.
@@ -49,7 +49,7 @@ struct PairBf16 {
   static constexpr int kScoreRows = 8;
   static constexpr int kOutputRows = 8;
   static FASTATTN_INLINE VecF multiply_add(VecF a, VecF b, VecF c) {
-#if defined(__AVX512BF16__)
+#if FASTATTN_AVX512_BF16
     return (VecF)_mm512_dpbf16_ps((__m512)c, (__m512bh)a, (__m512bh)b);
 #else
     return (VecF)vbfdotq_f32((float32x4_t)c, (bfloat16x8_t)a, (bfloat16x8_t)b);
@@ -67,7 +67,7 @@ struct PairBf16 {
 
   // (a0, a1, ..., b0, b1, ...), rounded to bf16.
   static FASTATTN_INLINE VecF as_bf16(VecF a, VecF b) {
-#if defined(__AVX512BF16__)
+#if FASTATTN_AVX512_BF16
     return (VecF)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a);
 #else
     const bfloat16x8_t low = vcvtq_low_bf16_f32((float32x4_t)a);
@@ -77,7 +77,7 @@ struct PairBf16 {
 
   // (a0 b0, a1 b1, ...), rounded to bf16.
   static FASTATTN_INLINE VecF as_pairs(VecF a, VecF b) {
-#if defined(__AVX512BF16__)
+#if FASTATTN_AVX512_BF16
     const __m512i order =
         _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
                          21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
@@ -96,7 +96,7 @@ typedef Single<Bf16> PolicyBf16;
 // Two vectors of non-negative numbers as bf16 pairs (even, odd), rounded to nearest.
 FASTATTN_INLINE VecI pack_pair(VecF even, VecF odd) {
   const VecI low = ((VecI)even + 0x8000) >> 16, high = (VecI)odd + 0x8000;
-#if defined(__AVX512BW__)
+#if FASTATTN_AVX512
   return (VecI)_mm512_mask_blend_epi16(0xAAAAAAAA, (__m512i)low, (__m512i)high);
 #else
   return low | (high & static_cast<int32_t>(0xffff0000));

@@ -64,7 +64,7 @@ FASTATTN_INLINE void tile_rows(int64_t rows, const typename P::Word* A, int64_t 
 // long chain has twice PyTorch's rounding error.
 template <class T>
 FASTATTN_INLINE int64_t longest_chain(const AttentionParams& p) {
-#if defined(__FMA__) || defined(__AVX512F__) || defined(__aarch64__)
+#if defined(__FMA__) || defined(__aarch64__)
   constexpr bool kFused = true;
 #else
   constexpr bool kFused = false;

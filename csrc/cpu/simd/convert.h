@@ -82,7 +82,7 @@ FASTATTN_INLINE VecU bf16_bits(VecF v) {
 template <class T, class S>
 FASTATTN_INLINE Vec<T> load_as(const S* p, int n) {
   if constexpr (kSame<T, S>) return load_first(p, n);
-#if defined(__AVX512F__)
+#if FASTATTN_AVX512
   if constexpr (sizeof(T) == 4 && sizeof(S) == 2) {
     const __m256i raw = n >= 16
                             ? _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))
@@ -125,7 +125,7 @@ FASTATTN_INLINE Vec<T> load_as(const S* p, int n) {
 template <class T, class S>
 FASTATTN_INLINE void store_as(S* p, Vec<T> v, int n) {
   if constexpr (kSame<T, S>) return store_first(p, v, n);
-#if defined(__AVX512F__)
+#if FASTATTN_AVX512
   if constexpr (sizeof(T) == 4 && sizeof(S) == 2) {
     __m256i raw;
     if constexpr (kSame<S, F16>) {

@@ -46,7 +46,7 @@ FASTATTN_INLINE V exp2_fraction(V f) {
 // or subnormal; NaN stays NaN (the constant comes first in max_of for that reason).
 template <bool Coarse = false>
 FASTATTN_INLINE VecF exp2_neg(VecF x) {
-#if defined(__AVX512DQ__)
+#if FASTATTN_AVX512
   // f = x - round(x), 0 for -inf
   const VecF f = (VecF)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   return (VecF)_mm512_scalef_ps((__m512)exp2_fraction<Coarse>(f), (__m512)(x - f));
@@ -63,7 +63,7 @@ FASTATTN_INLINE VecF exp2_neg(VecF x) {
 // 2^(x + rest) in double, where |rest| is below a rounding of x.
 template <bool Coarse = false>
 FASTATTN_INLINE VecD exp2_neg(VecD x, VecD rest = VecD{}) {
-#if defined(__AVX512F__)
+#if FASTATTN_AVX512
   x = max_of(splat(-2000.0), x);
   const __m512d n = _mm512_roundscale_pd((__m512d)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   return (VecD)_mm512_scalef_pd((__m512d)exp2_fraction<Coarse>(x - (VecD)n + rest), n);
@@ -82,7 +82,7 @@ FASTATTN_INLINE VecD exp2_neg(VecD x, VecD rest = VecD{}) {
 FASTATTN_INLINE VecD exp_neg(VecD x) {
   x = max_of(splat(-2000.0), x);  // the error of an infinite product is NaN
   const VecD product = x * kLog2E<double>;
-#if defined(__AVX512F__)
+#if FASTATTN_AVX512
   const VecD error =
       (VecD)_mm512_fmsub_pd((__m512d)x, _mm512_set1_pd(kLog2E<double>), (__m512d)product);
 #elif defined(__FMA__)
@@ -122,7 +122,7 @@ FASTATTN_INLINE VecD round_of(VecD x, VecD* power) {
 
 // 1 / d for a d that is neither huge nor tiny, accurate to 2^-23, cheaper than a division.
 FASTATTN_INLINE VecF reciprocal(VecF d) {
-#if defined(__AVX512F__)
+#if FASTATTN_AVX512
   const VecF r = (VecF)_mm512_rcp14_ps((__m512)d);
   return r + r * (1.0f - d * r);
 #else
@@ -169,7 +169,7 @@ FASTATTN_INLINE VecD log1p_of(VecD x) {
 
 // 32 x 32 -> 64 bit products of all lanes, as their high and low words.
 FASTATTN_INLINE void multiply_wide(VecU a, uint32_t m, VecU* high, VecU* low) {
-#if defined(__AVX512F__)
+#if FASTATTN_AVX512
   const __m512i mm = _mm512_set1_epi32(static_cast<int>(m));
   const __m512i even = _mm512_mul_epu32((__m512i)a, mm);
   const __m512i odd = _mm512_mul_epu32(_mm512_srli_epi64((__m512i)a, 32), mm);
@@ -192,7 +192,7 @@ FASTATTN_INLINE void multiply_wide(VecU a, uint32_t m, VecU* high, VecU* low) {
 
 // All ones in each 16-bit half that is below the limit (<= 2^16) as unsigned; else 0.
 FASTATTN_INLINE VecI smaller_halves(VecU x, uint32_t limit) {
-#if defined(__AVX512BW__)
+#if FASTATTN_AVX512
   if (limit == 0) return VecI{};
   const __m512i last = _mm512_set1_epi16(static_cast<int16_t>(limit - 1));
   return (VecI)_mm512_movm_epi16(_mm512_cmple_epu16_mask((__m512i)x, last));

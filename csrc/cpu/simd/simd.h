@@ -24,12 +24,32 @@
 #define FASTATTN_INLINE inline __attribute__((always_inline))
 // g++ keeps an array of accumulators in registers only if every loop over it is unrolled away.
 #define FASTATTN_UNROLL _Pragma("GCC unroll 64")
+// A vector that an asm statement reads and writes.
+#if FASTATTN_EMULATED_AVX512
+#define FASTATTN_OPERAND "+m"  // no register holds it
+#elif defined(__x86_64__)
+#define FASTATTN_OPERAND "+v"
+#else
+#define FASTATTN_OPERAND "+w"
+#endif
+
+// AVX-512 is that of x86-64-v4: F, BW, CD, DQ and VL. Its emulation runs where AVX2 does.
+#if FASTATTN_EMULATED_AVX512
+#include "emulated_avx512.h"
+#define FASTATTN_AVX512 1
+#define FASTATTN_AVX512_BF16 1
+#elif defined(__AVX512BW__)
+#define FASTATTN_AVX512 1
+#if defined(__AVX512BF16__)
+#define FASTATTN_AVX512_BF16 1
+#endif
+#endif
 
 namespace fastattn {
 namespace FASTATTN_ISA {
 namespace {
 
-#if defined(__AVX512F__)
+#if FASTATTN_AVX512
 constexpr int kVectorBytes = 64;
 constexpr int kRegisters = 32;
 #elif defined(__AVX2__)
@@ -132,7 +152,7 @@ FASTATTN_INLINE Mask<T> first_lanes(int n) {
 template <class T>
 FASTATTN_INLINE Vec<T> load_first(const T* p, int n) {
   if (n >= kLanes<T>) return load(p);
-#if defined(__AVX512F__)
+#if FASTATTN_AVX512
   if constexpr (sizeof(T) == 4) return (Vec<T>)_mm512_maskz_loadu_ps((1u << n) - 1, p);
   if constexpr (sizeof(T) == 8) return (Vec<T>)_mm512_maskz_loadu_pd((1u << n) - 1, p);
 #elif defined(__AVX2__)
@@ -146,7 +166,7 @@ FASTATTN_INLINE Vec<T> load_first(const T* p, int n) {
 template <class T>
 FASTATTN_INLINE void store_first(T* p, Vec<T> v, int n) {
   if (n >= kLanes<T>) return store(p, v);
-#if defined(__AVX512F__)
+#if FASTATTN_AVX512
   if constexpr (sizeof(T) == 4) return _mm512_mask_storeu_ps(p, (1u << n) - 1, (__m512)v);
   if constexpr (sizeof(T) == 8) return _mm512_mask_storeu_pd(p, (1u << n) - 1, (__m512d)v);
 #endif
@@ -168,7 +188,7 @@ FASTATTN_INLINE Vec<T> select(Mask<T> m, Vec<T> yes, Vec<T> no) {
 
 // The larger of the two; where one is NaN the result is the second argument.
 FASTATTN_INLINE VecF max_of(VecF a, VecF b) {
-#if defined(__AVX512F__)
+#if FASTATTN_AVX512
   return (VecF)_mm512_max_ps((__m512)a, (__m512)b);
 #elif defined(__AVX2__)
   return (VecF)_mm256_max_ps((__m256)a, (__m256)b);
@@ -179,7 +199,7 @@ FASTATTN_INLINE VecF max_of(VecF a, VecF b) {
 #endif
 }
 FASTATTN_INLINE VecD max_of(VecD a, VecD b) {
-#if defined(__AVX512F__)
+#if FASTATTN_AVX512
   return (VecD)_mm512_max_pd((__m512d)a, (__m512d)b);
 #elif defined(__AVX2__)
   return (VecD)_mm256_max_pd((__m256d)a, (__m256d)b);

@@ -19,7 +19,7 @@ FASTATTN_INLINE void stream_as(S* p, Vec<T> v) {
   alignas(kVectorBytes) S lanes[kLanes<T>];
   store_as<T>(lanes, v, kLanes<T>);
   [[maybe_unused]] void* const from = lanes;
-#if defined(__AVX512F__)
+#if FASTATTN_AVX512
   if constexpr (kBytes == 64)
     return _mm512_stream_si512(reinterpret_cast<__m512i*>(p), _mm512_load_si512(from));
 #endif
