@@ -188,14 +188,14 @@ def _print_table(results: list[_Result]) -> None:
     for result in results:
         groups.setdefault((result.op, str(result.target), result.dtype), []).append(result)
     print(
-        f"{'operator':30}{'target':23}{'dtype':10}{'checks':>7}{'failed':>8}{'declined':>10}  worst"
+        f"{'operator':30}{'target':26}{'dtype':10}{'checks':>7}{'failed':>8}{'declined':>10}  worst"
     )
     for (op, target, dtype), group in groups.items():
         failed = sum(not result.verdict.ok for result in group)
         declined = sum(bool(result.verdict.declined) for result in group)
         worst = max(group, key=lambda result: result.verdict.ratio)
         print(
-            f"{op:30}{target:23}{dtype:10}{len(group):7}{failed:8}{declined:10}"
+            f"{op:30}{target:26}{dtype:10}{len(group):7}{failed:8}{declined:10}"
             f"  {worst.verdict.ratio:.2f} x the bound ({worst.case.name})"
         )
 

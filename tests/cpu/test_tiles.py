@@ -176,7 +176,7 @@ def skip_without_tiles(native: ModuleType, of: str) -> None:
     if {"bf16": "amx_bf16", "f16": "amx_fp16"}[of] not in native.processor()["features"]:
         info = native.build_info()
         reasons = {"bf16": info["unsupported"].get("amx_bf16"), "f16": info["no_float16_on_tiles"]}
-        pytest.skip(str(reasons[of] or "this is no x86-64"))
+        pytest.skip(str(reasons[of] or "the build has no such tiles"))
 
 
 @pytest.mark.parametrize(("of", "kind"), KINDS)
