@@ -380,6 +380,11 @@ def _striped(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return ((q // 40 + k // 48) % 2 == 0) | ((q + h) % 7 == k % 7) & (k < 90)
 
 
+def _alternating(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """Whole and empty blocks, of which each head has others."""
+    return (q // 150 + k // 128 + h) % 2 == 0
+
+
 def _block_mask(case: Case, draw: torch.Generator) -> masks.Mask:
     """A BlockMask whose blocks no vector of queries fits."""
     heads = case.heads if case.heads > 1 else None
@@ -406,6 +411,7 @@ PROGRAMS: dict[str, Callable[[Case, torch.Generator], masks.Mask]] = {
     "function": lambda case, draw: _function(case, draw, _checkered),
     "not_function": lambda case, draw: ~_function(case, draw, _checkered) & masks.causal(),
     "block_mask": _block_mask,
+    "heads": lambda case, draw: _function(case, draw, _alternating),
     "nothing": lambda case, draw: masks.causal() & ~masks.causal(),
     "many": lambda case, draw: (
         ~(

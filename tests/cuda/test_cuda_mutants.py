@@ -183,7 +183,7 @@ MUTANTS = [
     Mutant("sequences share their queries' distances", "relative_bias.h", "p.q_row + p.k_row + (p.Lk - 1)", "p.q_row + (p.Lk - 1)", table="varlen"),
     Mutant("distances without an offset", "relative_bias.h", "(p.Lk - 1) - p.offset;", "(p.Lk - 1);", table="varlen"),
     Mutant("a sum of even diagonals", "relative_bias.h", "diagonal < 2; ++diagonal", "diagonal < 1; ++diagonal", table="varlen"),
-    Mutant("a distance of the next sequence", "relative_bias.h", "d >= p.offset + p.Lq)", "d > p.offset + p.Lq)", table="varlen"),
+    Mutant("a distance of the next sequence", "relative_bias.h", "d >= p.offset + p.Lq)", "d > p.offset + p.Lq + 1)", table="varlen"),
     Mutant("a sum of one sequence", "relative_bias.h", "b < given.B; ++b", "b < 1; ++b", table="varlen"),
     Mutant("pairs are written too early", WEIGHTS, "__syncthreads();  // the tiles are read", ""),
     Mutant("pairs of the tile before", WEIGHTS, "set_zero(sum); } }", "} }"),
@@ -291,9 +291,10 @@ dropout-long results-1-out-lse-weights-mask gqa-decode lengths-128x129-upper_lef
 lengths-64x300-upper_left window-1000-1000-40x130-bottom_right head_dim-256 head_dim-7-value-200
 mask-nan-queries window-3-5-130x40-bottom_right results-2-out-lse-weights
 decode-1x63-group-8-head_dim-129-value-136 sinks-40x1 sinks-bh sinks-nan-queries relative-bh
-relative-130x130-causal relative-mask-float_inf relative-grid relative-any program-causal
-program-documents_b program-groups program-function program-not_function program-block_mask program-many
-program-dropout-weights-1 program-sinks-nan-queries program-mask-finfo-min program-gap-1x700""".split()
+relative-130x130-causal relative-65x16-causal relative-mask-float_inf relative-grid relative-any
+program-causal program-documents_b program-groups program-function program-not_function
+program-block_mask program-heads program-many program-dropout-weights-1 program-sinks-nan-queries
+program-mask-finfo-min program-gap-1x700""".split()
 TOO_LONG = ("long", "queries=70-rows=300-width=33-steps=2-bias=LN")
 NARROW = Case("window-dropout", q_len=100, k_len=200, window=(20, 5), dropout_p=0.3)
 
