@@ -19,6 +19,7 @@ from torch import nn
 
 import fastattn
 from fastattn import cli
+from fastattn.integrations import torch as torch_integration
 from fastattn.integrations import transformers as integration
 from fastattn.integrations.transformers import _attention
 
@@ -173,3 +174,22 @@ def test_second_example_of_readme() -> None:
     run(page, blocks(page)[1], names)
     assert isinstance(layer.self_attn, fastattn.MultiheadAttention)
     torch.testing.assert_close(names["output"], expected)
+
+
+def test_the_example_of_readme_for_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, activate = [], torch_integration.activate
+    monkeypatch.setattr(torch_integration, "activate", lambda: made.append(activate()))
+    page = ROOT / "README.md"
+    run(page, blocks(page)[2], {})
+    query = torch.randn(2, 3, 20, 16, requires_grad=True)
+    with made[0]:
+        out = nn.functional.scaled_dot_product_attention(query, query, query)
+    assert "plain_attentionBackward" in str(out.grad_fn)
+
+
+def test_the_call_of_readme_with_every_option() -> None:
+    page = ROOT / "README.md"
+    query, key, value = torch.randn(2, 8, 5, 16), torch.randn(2, 2, 7, 16), torch.randn(2, 2, 7, 4)
+    names: dict[str, Any] = {"query": query, "key": key, "value": value}
+    names |= {"bias": torch.randn(5, 7), "slopes": torch.rand(8), "sinks": torch.randn(8)}
+    run(page, blocks(page)[3], names | {"table": torch.randn(8, 27)})
