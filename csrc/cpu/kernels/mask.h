@@ -84,26 +84,39 @@ FASTATTN_INLINE bool has_bias_of_pairs(const AttentionParams& p) {
 }
 
 // Fills the tile of bias [keys j0 to j1][lanes] of queries [i0, i1), of which there are at most
-// `lanes`, unless none or all of their pairs are visible and have no bias.
+// `lanes`, unless none or all of their pairs are visible and have no bias. `clear`, if it is not
+// null, gets the keys whose rows are not filled, because all pairs are visible and have no bias.
 template <class T>
 FASTATTN_INLINE Seen pack_bias(const Sequence& p, int64_t b, int64_t h, int64_t i0, int64_t i1,
-                               int64_t j0, int64_t j1, int64_t lanes, T* tile) {
-  const int64_t count = (j1 - j0) * lanes;
+                               int64_t j0, int64_t j1, int64_t lanes, T* tile,
+                               Range* clear = nullptr) {
+  const bool masked = p.mask.data != nullptr, adds = masked || p.relative_bias != nullptr;
   const MaskProgram program(p, b, h);
-  Seen seen = Seen::all;
+  Range whole{j0, j1};
   if (p.mask_program != nullptr) {
-    seen = program.seen(i0, i1, {j0, j1});
-    const bool adds = p.mask.data != nullptr || p.relative_bias != nullptr;
-    if (seen == Seen::none || (seen == Seen::all && !adds)) return seen;
+    const Region region = program.region(i0, i1, whole);
+    if (region.keys.begin >= region.keys.end) return Seen::none;
+    whole = region.whole;
+    if (whole.begin >= whole.end) whole = {j0, j0};
+    if (!adds && whole.begin == j0 && whole.end == j1) return Seen::all;
   }
-  const bool masked = p.mask.data != nullptr;
-  if (masked)
-    pack_mask(p, b, h, i0, i1, j0, j1, lanes, tile);
-  else if (p.relative_bias == nullptr)
-    __builtin_memset(tile, 0, static_cast<size_t>(count) * sizeof(T));
+  const Range edges[] = {{j0, whole.begin}, {whole.end, j1}};
+  const auto row = [&](int64_t j) { return tile + (j - j0) * lanes; };
+  if (masked) pack_mask(p, b, h, i0, i1, j0, j1, lanes, tile);
   if (p.relative_bias != nullptr) pack_relative_bias(p, b, h, i0, i1, j0, j1, lanes, masked, tile);
-  if (seen == Seen::some) program.exclude(i0, i1, j0, j1, lanes, tile);
-  return all_excluded(tile, count) ? Seen::none : Seen::some;
+  if (!adds) {
+    if (clear != nullptr) *clear = whole;
+    const auto zero = [&](Range keys) {
+      __builtin_memset(row(keys.begin), 0,
+                       static_cast<size_t>((keys.end - keys.begin) * lanes) * sizeof(T));
+    };
+    if (clear == nullptr) zero(whole);
+    for (const Range edge : edges) zero(edge);
+  }
+  for (const Range edge : edges)
+    program.exclude(i0, i1, edge.begin, edge.end, lanes, row(edge.begin));
+  const bool some = !adds && whole.begin < whole.end;
+  return some || !all_excluded(tile, (j1 - j0) * lanes) ? Seen::some : Seen::none;
 }
 
 // bias[j - j0] = that of query i and key j, for one query.

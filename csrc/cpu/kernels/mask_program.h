@@ -1,8 +1,8 @@
 // Evaluates a mask program, for a region of queries and keys at once or pair by pair.
 //
 // A region where no pair is visible is skipped before its scores are computed, and one where all are
-// costs nothing more. Both answers may be missed: then the region counts as partly visible, and its
-// pairs decide.
+// costs nothing more, as do the keys of a region that all of its queries see. These answers may be
+// missed: then the region counts as partly visible, and its pairs decide.
 #pragma once
 #include "scores.h"
 
@@ -12,11 +12,11 @@ namespace {
 
 enum class Seen : int { none, some, all };
 
-// The keys that have all visible pairs of a region, {0, 0} if there are none, and how many pairs of
-// these keys are visible.
+// Of a region: the keys that have all its visible pairs, {0, 0} if there are none; and those of them
+// that all its queries see, empty if there are none. Keys of the second kind that are not in one
+// piece may be left out.
 struct Region {
-  Seen seen;
-  Range keys;
+  Range keys, whole;
 };
 
 struct Extremes {
@@ -93,8 +93,8 @@ class MaskProgram {
   // How many pairs of queries [i0, i1) and all of these keys are visible.
   Seen seen(int64_t i0, int64_t i1, Range keys) const {
     const Region r = region(i0, i1, keys);
-    const bool whole = r.keys.begin == keys.begin && r.keys.end == keys.end;
-    return r.seen == Seen::all && !whole ? Seen::some : r.seen;
+    if (r.keys.begin >= r.keys.end) return Seen::none;
+    return same(r.whole, keys) ? Seen::all : Seen::some;
   }
 
   bool sees(int64_t i, int64_t j) const {
@@ -112,7 +112,7 @@ class MaskProgram {
     for (int64_t j = j0; j < j1; j += kKeys) {
       const int64_t end = min_of(j1, j + kKeys);
       T* rows = tile + (j - j0) * lanes;
-      const Seen some = seen(i0, i1, {j, end});
+      const Seen some = j1 - j0 <= kKeys ? Seen::some : seen(i0, i1, {j, end});
       if (some == Seen::some) exclude_pairs(i0, j, end, lanes, rows);
       if (some != Seen::none) continue;
       for (int64_t x = 0; x < (end - j) * lanes; x += kLanes<T>)
@@ -145,27 +145,28 @@ class MaskProgram {
 
   // ---- Regions ----------------------------------------------------------------------------------
 
-  static Region of(Range keys, bool all) {
-    if (keys.begin >= keys.end) return {Seen::none, {0, 0}};
-    return {all ? Seen::all : Seen::some, keys};
+  static bool same(Range a, Range b) { return a.begin == b.begin && a.end == b.end; }
+  static Range common(Range a, Range b) { return {max_of(a.begin, b.begin), min_of(a.end, b.end)}; }
+  static Range longer(Range a, Range b) { return a.end - a.begin < b.end - b.begin ? b : a; }
+
+  // Of the keys that may have a visible pair, and those of all keys that all queries see.
+  static Region of(Range keys, Range whole) {
+    if (keys.begin >= keys.end) return {{0, 0}, {0, 0}};
+    return {keys, common(keys, whole)};
   }
 
   static Region both(const Region& a, const Region& b) {
-    const bool any = a.seen != Seen::none && b.seen != Seen::none;
-    const Range keys{max_of(a.keys.begin, b.keys.begin), min_of(a.keys.end, b.keys.end)};
-    return of(any ? keys : Range{0, 0}, a.seen == Seen::all && b.seen == Seen::all);
+    return of(common(a.keys, b.keys), common(a.whole, b.whole));
   }
 
   static Region either(const Region& a, const Region& b) {
-    if (a.seen == Seen::none) return b;
-    if (b.seen == Seen::none) return a;
+    if (a.keys.begin >= a.keys.end) return b;
+    if (b.keys.begin >= b.keys.end) return a;
     const Range keys{min_of(a.keys.begin, b.keys.begin), max_of(a.keys.end, b.keys.end)};
-    const auto fills = [&](const Region& x) {
-      return x.seen == Seen::all && x.keys.begin == keys.begin && x.keys.end == keys.end;
-    };
-    const bool together = a.seen == Seen::all && b.seen == Seen::all &&
-                          max_of(a.keys.begin, b.keys.begin) <= min_of(a.keys.end, b.keys.end);
-    return of(keys, fills(a) || fills(b) || together);
+    const Range all{min_of(a.whole.begin, b.whole.begin), max_of(a.whole.end, b.whole.end)};
+    const bool together = a.whole.begin < a.whole.end && b.whole.begin < b.whole.end &&
+                          max_of(a.whole.begin, b.whole.begin) <= min_of(a.whole.end, b.whole.end);
+    return of(keys, together ? all : longer(a.whole, b.whole));
   }
 
   Region region_of_leaf(int n, int64_t i0, int64_t i1, Range keys) const {
@@ -181,22 +182,23 @@ class MaskProgram {
 
   static Region region_of_interval(bool negated, Extremes low, Extremes high, Range keys) {
     if (!negated) {
-      keys.begin = max_of<int64_t>(keys.begin, low.least);
-      keys.end = min_of<int64_t>(keys.end, high.most);
-      return of(keys, low.most <= keys.begin && high.least >= keys.end);
+      return of(common(keys, {low.least, high.most}), {low.most, high.least});
     }
     // j < low or high <= j. On a side where no key is below a low, only those from a high on count.
+    const Range before{keys.begin, min_of<int64_t>(keys.end, low.least)},
+        after{max_of<int64_t>(keys.begin, high.most), keys.end};
     if (low.most <= keys.begin) keys.begin = max_of<int64_t>(keys.begin, high.least);
     if (high.least >= keys.end) keys.end = min_of<int64_t>(keys.end, low.most);
-    return of(keys, keys.end <= low.least || keys.begin >= high.most);
+    return of(keys, before.end >= after.begin ? keys : longer(before, after));
   }
 
   static Region region_of_ids(bool negated, Extremes queries, const int32_t* ids, Range keys) {
     const bool one = queries.least == queries.most;
+    const Range none{0, 0};
     if (negated) {
       const Extremes e = extremes(ids + keys.begin, keys.end - keys.begin);
-      if (one && e.least == e.most && e.least == queries.least) keys.end = keys.begin;
-      return of(keys, e.most < queries.least || e.least > queries.most);
+      if (one && e.least == e.most && e.least == queries.least) return of(none, none);
+      return of(keys, e.most < queries.least || e.least > queries.most ? keys : none);
     }
     const auto outside = [&](int64_t j) { return ids[j] < queries.least || ids[j] > queries.most; };
     while (keys.begin + kPart <= keys.end && !any_within(ids + keys.begin, queries))
@@ -205,15 +207,15 @@ class MaskProgram {
     while (keys.begin + kPart <= keys.end && !any_within(ids + keys.end - kPart, queries))
       keys.end -= kPart;
     while (keys.begin < keys.end && outside(keys.end - 1)) --keys.end;
-    if (!one || keys.begin >= keys.end) return of(keys, false);
+    if (!one || keys.begin >= keys.end) return of(keys, none);
     const Extremes e = extremes(ids + keys.begin, keys.end - keys.begin);
-    return of(keys, e.least == e.most);
+    return of(keys, e.least == e.most ? keys : none);
   }
 
   static Region region_of_blocks(const MaskStep& s, const int32_t* states, int64_t i0, int64_t i1,
                                  Range keys) {
     const int64_t row_end = (i1 - 1) / s.block_q + 1, column_end = (keys.end - 1) / s.block_k + 1;
-    int64_t first = -1, last = -1, whole = 0;  // columns with a visible pair; those with all
+    Range seen{0, 0}, run{0, 0}, whole{0, 0};  // columns; a run and the longest of whole ones
     for (int64_t c = keys.begin / s.block_k; c < column_end; ++c) {
       bool any = false, every = true;
       for (int64_t r = i0 / s.block_q; r < row_end; ++r) {
@@ -221,14 +223,44 @@ class MaskProgram {
         any |= state != (s.negated ? 1 : 0);
         every &= state == (s.negated ? 0 : 1);
       }
-      if (!any) continue;
-      if (first < 0) first = c;
-      last = c;
-      whole += every;
+      run = {every && run.end == c ? run.begin : c, every ? c + 1 : c};
+      whole = longer(whole, run);
+      if (any) seen = {seen.end == 0 ? c : seen.begin, c + 1};
     }
-    if (first < 0) return of({0, 0}, false);
-    return of({max_of(keys.begin, first * s.block_k), min_of(keys.end, (last + 1) * s.block_k)},
-              whole == last - first + 1);
+    const auto keys_of = [&](Range columns) -> Range {
+      return {columns.begin * s.block_k, columns.end * s.block_k};
+    };
+    keys = common(keys, keys_of(seen));
+    Range all = common(keys, keys_of(whole));
+    if (i0 / s.block_q + 1 != row_end) return of(keys, all);
+    // A diagonal crosses partial blocks: many of their keys are seen by none or by all of these few
+    // queries.
+    const int32_t* row = states + i0 / s.block_q * s.blocks_k;
+    const auto seen_by = [&](int64_t j) { return seen_key(s, row, i0, i1, j); };
+    while (keys.begin < keys.end && seen_by(keys.begin) == Seen::none) ++keys.begin;
+    while (keys.begin < keys.end && seen_by(keys.end - 1) == Seen::none) --keys.end;
+    if (all.begin >= all.end) all = {keys.begin, keys.begin};
+    while (all.begin > keys.begin && seen_by(all.begin - 1) == Seen::all) --all.begin;
+    while (all.end < keys.end && seen_by(all.end) == Seen::all) ++all.end;
+    return of(keys, all);
+  }
+
+  // How many of the queries [i0, i1), which are in one row of blocks, see key j.
+  static Seen seen_key(const MaskStep& s, const int32_t* row, int64_t i0, int64_t i1, int64_t j) {
+    const int32_t state = row[j / s.block_k];
+    if (state < 2) return (state == 1) != s.negated ? Seen::all : Seen::none;
+    const int64_t first = i0 % s.block_q, last = first + (i1 - i0) - 1, key = j % s.block_k;
+    const uint32_t* words = s.bits + ((state - 2) * s.block_k + key) * words_of(s);
+    bool any = false, every = true;
+    for (int64_t w = first / 32; w <= last / 32; ++w) {
+      uint32_t own = ~0u;  // the bits of these queries
+      if (w == first / 32) own &= ~0u << first % 32;
+      if (w == last / 32) own &= ~0u >> (31 - last % 32);
+      const uint32_t bits = (s.negated ? ~words[w] : words[w]) & own;
+      any |= bits != 0;
+      every &= bits == own;
+    }
+    return every ? Seen::all : any ? Seen::some : Seen::none;
   }
 
   // ---- Pairs ------------------------------------------------------------------------------------

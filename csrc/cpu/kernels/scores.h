@@ -149,6 +149,7 @@ template <class T>
 struct Bias {
   const T* tile = nullptr;  // [keys][lanes]
   const T* keys = nullptr;  // [keys], not used if there is a tile
+  Range clear{0, 0};        // the keys that have no bias; their rows of the tile are not read
   bool given() const { return tile != nullptr || keys != nullptr; }
 };
 
@@ -202,6 +203,7 @@ FASTATTN_INLINE void apply_rule(const AttentionParams& p, const ScoreRule<T>& ru
   for (int64_t r = 0; r < rows; ++r) {
     const int64_t j = j0 + r;
     const bool edge = j < all.begin || j >= all.end;
+    const bool biased = bias.tile != nullptr && (j < bias.clear.begin || j >= bias.clear.end);
     // Lane l is query i0 + l; key j is visible to it iff low <= l <= high.
     const T low =
         p.window_right >= 0 ? static_cast<T>(j - p.offset - p.window_right - i0) : -kInf<T>;
@@ -211,7 +213,7 @@ FASTATTN_INLINE void apply_rule(const AttentionParams& p, const ScoreRule<T>& ru
     FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) {
       const Vec<T> lane = lanes.queries(n);
       Vec<T> s = load(row + n * W) * scale;
-      if (bias.tile != nullptr) {  // select, not only add: an excluded NaN must not survive
+      if (biased) {  // select, not only add: an excluded NaN must not survive
         const Vec<T> b = load(bias.tile + r * kVectors * W + n * W);
         s = select<T>(b == minus_inf, minus_inf, rule.natural ? s + b : s);
       } else if (bias.keys != nullptr) {

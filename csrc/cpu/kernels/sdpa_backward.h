@@ -281,7 +281,7 @@ class BackwardUnit {
     Bias<T> bias;
     if (key_mask) bias.keys = f.keys + r.begin;
     if (has_bias_of_pairs(p)) {
-      const Seen seen = pack_bias(p, b, h, i0, i1, r.begin, r.end, L, f.bias);
+      const Seen seen = pack_bias(p, b, h, i0, i1, r.begin, r.end, L, f.bias, &bias.clear);
       if (seen == Seen::none) return false;
       if (seen == Seen::some) bias.tile = f.bias;
     }

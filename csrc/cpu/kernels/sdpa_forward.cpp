@@ -206,7 +206,7 @@ class Forward {
     Bias<T> bias;
     if (key_mask) bias.keys = buf.keys + r.begin;
     if (has_bias_of_pairs(p)) {
-      const Seen seen = pack_bias(p, b, h, i0, i1, r.begin, r.end, lanes, buf.bias);
+      const Seen seen = pack_bias(p, b, h, i0, i1, r.begin, r.end, lanes, buf.bias, &bias.clear);
       if (seen == Seen::none) return false;
       if (seen == Seen::some) bias.tile = buf.bias;
     }

@@ -144,7 +144,7 @@ class WeightsPass {
                                    Vec<T>* top) const {
     Bias<T> bias;
     if (has_bias(p)) {
-      const Seen seen = pack_bias(p, b, h, i0, i1, j0, j1, NV * W, buf.bias);
+      const Seen seen = pack_bias(p, b, h, i0, i1, j0, j1, NV * W, buf.bias, &bias.clear);
       if (seen == Seen::none) {
         FASTATTN_UNROLL for (int n = 0; n < NV; ++n) top[n] = splat<T>(-kInf<T>);
         for (int64_t x = 0; x < (j1 - j0) * NV * W; x += W) store(buf.s + x, top[0]);
