@@ -53,8 +53,8 @@ def differentiable(kernel: str, first_saved: int, resume: Callable[..., Any]) ->
     the output first, and ``<kernel>_backward(grad_out, *saved, a, b, wants)``, the gradients of x,
     y and z; ``saved`` are the tensors and ``results[first_saved:]``. ``resume(ctx, grad_out, saved,
     a, b, backend)`` computes them on the general path: for a second derivative, or if a mode or
-    transform has become active since. All of them take more tensors at the end, and the backward
-    functions return their gradients, too.
+    transform has become active since. All of them take more tensors at the end, or None for them,
+    and the backward functions return the gradients of the first ones, too.
     """
     kernel_backward = f"{kernel}_backward"
 
@@ -68,7 +68,7 @@ def differentiable(kernel: str, first_saved: int, resume: Callable[..., Any]) ->
         b: Any,
         backend: str,
         module: Any,
-        *more: Tensor,
+        *more: Tensor | None,
     ) -> Tensor:
         results = getattr(module, kernel)(x, y, z, mask, a, b, True, *more)
         ctx.save_for_backward(*more, x, y, z, mask, *results[first_saved:])
@@ -104,6 +104,7 @@ def differentiable(kernel: str, first_saved: int, resume: Callable[..., Any]) ->
             None,
             None,
             *of_more,
+            *(None,) * (count - len(of_more)),
         )
 
     methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}

@@ -153,7 +153,7 @@ def cache_program(op: str, mask: Any, query: Tensor, capacity: int, filled: Tens
 
 
 def _given(op: str, mask: Any, expected: str) -> Mask:
-    found = _as_mask(f"{op}: mask", mask)
+    found = mask if isinstance(mask, Mask) else _as_mask(f"{op}: mask", mask)
     if found is None:
         raise wrong_type(op, "mask", mask, expected)
     return found

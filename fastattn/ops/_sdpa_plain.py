@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn import dispatch, evidence
+from fastattn import dispatch, evidence, masks
 from fastattn.autograd.sdpa import attention, attention_backward, default_scale
 from fastattn.backends._alloc import unexpanded
 from fastattn.backends.primitives import AttentionBackwardOptions, AttentionOptions
@@ -31,12 +31,13 @@ def attend_plainly(
     scale: Any,
     enable_gqa: Any,
     sinks: Any = None,
+    mask: Any = None,
 ) -> Tensor | None:
     """Return the output of a call with default options, or None: take the general path.
 
     Returns None unless query, key and value are [B, H, L, D] with the same dtype and batch size,
-    the mask needs no gradient, sinks have the dtype of the kernel, no dimension is empty, and all
-    arguments are valid.
+    ``attn_mask`` needs no gradient, sinks have the dtype of the kernel, no dimension is empty, and
+    all arguments are valid.
     """
     if (
         (is_causal is not True and is_causal is not False)
@@ -92,6 +93,7 @@ def attend_plainly(
     if (
         first is not None
         and sinks is None
+        and mask is None
         and q_len >= least
         and not dispatch.forced.get()
         and first.serves_plainly(query, key, value, attn_mask, scale, is_causal)
@@ -103,6 +105,14 @@ def attend_plainly(
         or value.requires_grad
         or (sinks is not None and sinks.requires_grad)
     )
+    if mask is not None:
+        program = masks.program(attention.name, mask, query, k_len, 0)
+        more = sinks, program
+        if wants:
+            return _attend(query, key, value, attn_mask, scale, is_causal, backend, module, *more)
+        return module.plain_attention(query, key, value, attn_mask, scale, is_causal, False, *more)[
+            0
+        ]
     # A call that unpacks a tuple takes 0.1 us more.
     if sinks is None:
         if wants:
@@ -129,11 +139,13 @@ def _resume(
     causal: bool,
     backend: str,
     sinks: Tensor | None = None,
+    mask_program: Tensor | None = None,
 ) -> Any:
     query, key, value, mask, out, lse = saved
     if mask is not None:
         mask = unexpanded(mask)
     seen = {"query": query, "key": key, "value": value, "attn_mask": mask, "out": out, "lse": lse}
+    seen["mask_program"] = mask_program
     if sinks is not None:
         seen["sinks"] = sinks[None]
     grads = (grad_out, None, None)

@@ -170,14 +170,15 @@ def scaled_dot_product_attention(
         and softcap is None
         and alibi_slopes is None
         and relative_bias is None
-        and mask is None
         and causal_alignment == "upper_left"
         and generator is None
         and return_lse is False
         and need_weights is False
         and average_weights is False
     ):
-        out = attend_plainly(query, key, value, attn_mask, is_causal, scale, enable_gqa, sinks)
+        out = attend_plainly(
+            query, key, value, attn_mask, is_causal, scale, enable_gqa, sinks, mask
+        )
         if out is not None:
             return out
     given = arguments.Arguments(

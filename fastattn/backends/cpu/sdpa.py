@@ -16,6 +16,7 @@ from fastattn.backends._operands import (
     address,
     broadcast_operand,
     operand,
+    program_operands,
     table_for,
 )
 from fastattn.backends._precision import allows_bf16_parts
@@ -76,11 +77,13 @@ def _causal_options(scale: float) -> AttentionOptions:
     return AttentionOptions(scale=scale, window_right=0)
 
 
-def _plain_operands(mask: Tensor | None, sinks: Tensor | None) -> dict[str, Any] | int | None:
+def _plain_operands(
+    mask: Tensor | None, sinks: Tensor | None, program: Tensor | None
+) -> dict[str, Any] | int | None:
     """The operands by name, or the address of sinks alone, which is 0.7 us faster."""
-    if mask is None and (sinks is None or sinks.is_contiguous()):
+    if mask is None and program is None and (sinks is None or sinks.is_contiguous()):
         return None if sinks is None else sinks.data_ptr()
-    operands: dict[str, Any] = {}
+    operands = {} if program is None else program_operands(program)
     if mask is not None:
         operands["mask"], operands["mask_dtype"] = operand(mask), DTYPES[mask.dtype]
     if sinks is not None:
@@ -97,6 +100,7 @@ def plain_attention(
     causal: bool,
     needs_lse: bool,
     sinks: Tensor | None = None,  # [Hq]
+    program: Tensor | None = None,  # of a mask
 ) -> tuple[Tensor, Tensor | None]:
     """Return ``(out, lse)`` of a call without other options, with the least Python.
 
@@ -121,7 +125,7 @@ def plain_attention(
         out.stride(),
         0 if lse is None else lse.data_ptr(),
         _causal_options(scale) if causal else scale,
-        _plain_operands(mask, sinks),
+        _plain_operands(mask, sinks, program),
     )
     return out, lse
 
@@ -138,6 +142,7 @@ def plain_attention_backward(
     causal: bool,
     wants: Sequence[bool] | None = None,  # all are computed anyway
     sinks: Tensor | None = None,
+    program: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """Return the gradients of :func:`plain_attention`; no tensor may be empty."""
     batch, heads, queries, width = query.shape
@@ -173,7 +178,7 @@ def plain_attention_backward(
         out.stride(),
         lse.data_ptr(),
         _causal_options(scale) if causal else scale,
-        _plain_operands(mask, sinks),
+        _plain_operands(mask, sinks, program),
         gradients,
     )
     if sinks is None or grad_sinks is None:
