@@ -133,10 +133,10 @@ def _called(mask_mod: MaskMod, batch: int, heads: int, queries: Tensor, keys: Te
     try:
         seen: Tensor = function(*indices, queries, keys)
     except RuntimeError as error:
-        if "data-dependent" not in str(error) and ".item()" not in str(error):
+        if not any(part in str(error) for part in ("data-dependent", ".item()", "dynamic shape")):
             raise
         raise RuntimeError(
-            "mask_mod must not depend on values in its control flow (if, while, int()): it is "
-            "evaluated for many pairs at once; use &, |, ~ or torch.where"
+            "mask_mod must not depend on values in its control flow (if, while, int()) or shapes "
+            "(x[x > 0]): it is evaluated for many pairs at once; use &, |, ~ or torch.where"
         ) from error
     return seen

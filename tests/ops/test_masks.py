@@ -180,6 +180,38 @@ def test_attention_is_that_of_the_dense_mask(name: str, dtype: torch.dtype) -> N
             assert_close(got, want, **({"rtol": 0.05, "atol": 0.05} if wide else {}))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("others", [(), ("sinks",), ("attn_mask",), ("sinks", "attn_mask")])
+def test_the_fast_path_has_the_results_of_the_general_one(
+    dtype: torch.dtype, others: tuple[str, ...]
+) -> None:
+    mask = masks.sliding_window(40, 3) | masks.document(BATCH_IDS[:, :130], BATCH_IDS)
+    given = {
+        "sinks": torch.randn(4, dtype=torch.promote_types(dtype, torch.float32)),
+        "attn_mask": torch.rand(130, 200) < 0.5,
+    }
+    options: dict[str, Any] = {"mask": mask} | {name: given[name] for name in others}
+    leaves = [x.requires_grad_() for x in qkv(dtype=dtype)]
+    wanted = [*leaves, *(options[name].requires_grad_() for name in others if name == "sinks")]
+    fast, (general, _) = attend(*leaves, **options), attend(*leaves, **options, return_lse=True)
+    assert [out.grad_fn.name() for out in (fast, general)] == [
+        "plain_attentionBackward",
+        "scaled_dot_product_attentionBackward",
+    ]
+    assert torch.equal(fast, general)
+    with torch.no_grad():
+        assert torch.equal(fast, attend(*leaves, **options))
+    grads = [torch.autograd.grad(out, wanted, torch.ones_like(out), retain_graph=True)
+             for out in (fast, general)]  # fmt: skip
+    for got, want in zip(*grads, strict=True):
+        assert torch.equal(got, want)
+    seconds = []  # computed by the general path in both
+    for out in (fast, general):
+        (grad,) = torch.autograd.grad(out.sum(), leaves[:1], create_graph=True)
+        seconds.append(torch.autograd.grad(grad.square().sum(), leaves[1])[0])
+    assert torch.equal(*seconds)
+
+
 @BACKENDS
 def test_derivatives(backend: str) -> None:
     shapes = (1, 2, 3, 2), (1, 1, 4, 2), (1, 1, 4, 2), (2,)
@@ -383,6 +415,10 @@ def test_masks_that_do_not_fit(mask: Any, error: type[Exception], message: str) 
         (lambda: masks.from_function(striped, 0, 1, 4, 4), ValueError, "B must be at least 1"),
         (lambda: masks.from_function(lambda b, h, q, k: q if q > k else k, 1, 1, 4, 4),
          RuntimeError, "mask_mod must not depend on values in its control flow"),
+        (lambda: masks.from_function(lambda b, h, q, k: IDS_9[: int(k)].sum() > 3, 1, 1, 4, 4),
+         RuntimeError, "mask_mod must not depend on values in its control flow"),
+        (lambda: masks.from_function(lambda b, h, q, k: IDS_9[k > IDS_9].sum() > 3, 1, 1, 4, 4),
+         RuntimeError, "mask_mod must not depend on values"),
         (lambda: masks.from_function(lambda b, h, q, k: q - k, 1, 1, 4, 4), TypeError,
          r"mask_mod must return a boolean tensor without dimensions, got \[\] torch.int64"),
         (lambda: masks.from_function(lambda b, h, q, k: True, 1, 1, 4, 4), TypeError,
