@@ -14,7 +14,8 @@ A kernel skips blocks of pairs that are not visible, and pays nothing for those 
 
 A position is the one that ``causal_alignment`` of the call gives to a query: query i is at position
 i + offset of the keys, where offset is 0, or Lk - Lq for "bottom_right". For packed sequences and
-caches, positions count within each sequence; masks of blocks are not for them.
+caches, positions count within each sequence; masks of blocks are not for them. :func:`draft_tree`
+is for caches only.
 
 What a kernel reads is built at the first call with given lengths and is kept by the mask, so build
 a mask once for all layers. On a GPU, where reading the lengths of packed sequences and caches would
@@ -23,6 +24,7 @@ wait, it is built in each of their calls.
 
 from fastattn.masks._blocks import MaskMod as MaskMod
 from fastattn.masks._calls import PartCall as PartCall
+from fastattn.masks._draft_tree import draft_tree
 from fastattn.masks._mask import Mask, from_block_mask, from_function
 from fastattn.masks._mask import cache_program as cache_program
 from fastattn.masks._mask import check_whole as check_whole
@@ -38,6 +40,7 @@ __all__ = [
     "causal",
     "chunked",
     "document",
+    "draft_tree",
     "from_block_mask",
     "from_function",
     "prefix_lm",

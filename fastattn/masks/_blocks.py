@@ -12,7 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["MaskMod", "Size", "blocks_of_block_mask", "blocks_of_function", "blocks_of_part"]
+__all__ = [
+    "MaskMod",
+    "Size",
+    "blocks_of_block_mask",
+    "blocks_of_function",
+    "blocks_of_part",
+    "words_of_pairs",
+]
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Size = tuple[int, int]  # of queries and keys
@@ -103,12 +110,12 @@ def _evaluated(
         state[some] = torch.arange(kept, kept + count, device=states.device) + _PARTIAL
         decided = torch.where(open_blocks[:, :, columns], state, states[:, :, row, columns])
         states[:, :, row, columns] = decided.to(torch.int32)
-        found.append(_words(seen[some], words))
+        found.append(words_of_pairs(seen[some], words))
         kept += count
     return states, torch.cat(found)
 
 
-def _words(pairs: Tensor, words: int) -> Tensor:
+def words_of_pairs(pairs: Tensor, words: int) -> Tensor:
     """Pairs [n, queries, keys] as the bits [n, keys, words] of int32."""
     pairs = torch.nn.functional.pad(pairs.mT, (0, 32 * words - pairs.shape[1]))
     powers = 1 << torch.arange(32, device=pairs.device)

@@ -84,7 +84,8 @@ def decode_attention(
             ``sliding_window``, ``chunked``, ``prefix_lm`` with one prefix or lengths [B], and
             ``document`` with the numbers of all positions of the cache, [N] or [B, N] (of a row of
             the block table: [P N]), or those of the queries, [Lq] or [B, Lq], and of the keys.
-            Masks combine as usual; ``from_function`` and ``BlockMask`` are for equal lengths only.
+            ``draft_tree`` says which of the Lq new tokens see each other. Masks combine as usual;
+            ``from_function`` and ``BlockMask`` are for equal lengths only.
         layout: "bhnd" or "bnhd".
         return_lse: also return the logarithm of the sum of exponentials.
 

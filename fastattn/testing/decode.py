@@ -45,6 +45,7 @@ class DecodeCase:
     sinks: bool = False
     relative_bias: bool = False  # a table of distances
     program: str | None = None  # a mask of fastattn.masks, see testing.varlen.PROGRAMS
+    tree: str | None = None  # a draft tree; all: the same for all sequences, b: one for each
     layouts: tuple[str, str] = ("contiguous", "contiguous")  # of the query and of the caches
     dtypes: tuple[torch.dtype, ...] = FLOATS
     slow: bool = False
@@ -106,6 +107,15 @@ def _biased(base: DecodeCase, label: str) -> Iterator[DecodeCase]:
         case = replace(base, program=program, queries=3, lengths=(70, 1, 40, 129), alibi="h")
         yield replace(case, name=f"{label}program-{program}")
     yield replace(long, name=f"{label}program-long", program="documents")
+    for tree, queries in (("b", 3), ("all", 12), ("b", 70)):
+        case = replace(base, tree=tree, queries=queries, lengths=(70, 2, 129, 75))
+        dtypes = FLOATS if queries == 3 else (torch.float32,)
+        yield replace(case, name=f"{label}tree-{queries}", dtypes=dtypes)
+    single = (torch.float32,)
+    yield replace(base, name=f"{label}tree-one", tree="all", dtypes=single)
+    yield replace(long, name=f"{label}tree-long", tree="b", queries=6, heads=2, dtypes=single)
+    stacked = replace(base, tree="b", queries=5, heads=12, kv_heads=2)
+    yield replace(stacked, name=f"{label}tree-everything", program="chunks", alibi="bh", sinks=True)
     both = replace(relative, program="many", sinks=True, softcap=3.0)
     yield replace(both, name=f"{label}relative-everything")
     yield replace(both, name=f"{label}relative-gathered", queries=40, lengths=(70, 3, 40, 129))
@@ -157,7 +167,7 @@ def make_decode(case: DecodeCase, dtype: torch.dtype, *, fence: bool = False) ->
         most = max((*case.lengths, case.queries))
         more[1] = normal(1, case.heads, 2 * most + 1).to(wide)
     programs: list[Tensor | None] = [None for _ in case.lengths]
-    if case.program is not None:
+    if case.program is not None or case.tree is not None:
         capacity = pages * page
         program, programs = _programs(case, query, capacity, draw)
         more[2] = memory.place(program[None, None, None], "contiguous", fence=fence)[0, 0, 0]
@@ -197,18 +207,43 @@ def _programs(
     case: DecodeCase, query: Tensor, capacity: int, draw: torch.Generator
 ) -> tuple[Tensor, list[Tensor | None]]:
     """Return the mask program of all sequences, and those of each."""
-    make = PROGRAMS[case.program or ""]
+    make = PROGRAMS.get(case.program or "", lambda documents, prefix: None)
+    trees = _trees(case, draw)
     prefixes = torch.randint(60, (len(case.lengths),), generator=draw)
     ids = torch.randint(3, (len(case.lengths), capacity), generator=draw).sort(1).values
     lengths = torch.tensor(case.lengths, dtype=torch.int64)
     whole = make(masks.document(ids), masks.prefix_lm(prefixes))
+    if trees is not None:
+        tree = masks.draft_tree(trees[0] if case.tree == "all" else trees)
+        whole = tree if whole is None else whole & tree
     alone: list[Tensor | None] = []
     for b, n in enumerate(case.lengths):
         offset = n - case.queries
         own = ids[b, (torch.arange(case.queries) + offset).clamp(min=0)]
         mask = make(masks.document(own, ids[b, :n]), masks.prefix_lm(int(prefixes[b])))
+        if trees is not None:
+            tree = _tree_by_pairs(trees[b], offset, n)
+            mask = tree if mask is None else mask & tree
         alone.append(masks.program("testing", mask, query[b : b + 1], n, offset))
     return masks.cache_program("testing", whole, query, capacity, lengths), alone
+
+
+def _trees(case: DecodeCase, draw: torch.Generator) -> Tensor | None:
+    """Which of the new tokens each of them sees, [B, Lq, Lq]."""
+    if case.tree is None:
+        return None
+    size = (1 if case.tree == "all" else len(case.lengths), case.queries, case.queries)
+    visible = torch.rand(size, generator=draw).gt(0.4).tril() | torch.eye(case.queries).bool()
+    return visible.expand(len(case.lengths), -1, -1)
+
+
+def _tree_by_pairs(visible: Tensor, offset: int, length: int) -> masks.Mask:
+    """The mask of a draft tree from its definition, pair by pair."""
+
+    def sees(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (k < offset) | visible[q, (k - offset).clamp(min=0)]
+
+    return masks.from_function(sees, None, None, visible.shape[0], length)
 
 
 def _run(backend: Any, inputs: DecodeInputs) -> dict[str, Tensor]:

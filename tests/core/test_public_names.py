@@ -34,7 +34,8 @@ NAMES = {
     "fastattn.integrations.transformers": """
         CompactBiases Registration compact_relative_bias context_parallel register""",
     "fastattn.masks": """
-        Mask causal chunked document from_block_mask from_function prefix_lm sliding_window""",
+        Mask causal chunked document draft_tree from_block_mask from_function prefix_lm
+        sliding_window""",
     "fastattn.plot": "heatmap hops html",
 }
 

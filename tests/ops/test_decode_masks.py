@@ -86,10 +86,51 @@ def test_a_program_of_the_same_lengths_is_built_once() -> None:
     assert torch.equal(second, program(mask_of(IDS, PREFIXES)))
 
 
+def test_a_draft_tree_gives_each_draft_what_it_gets_alone(backend: str) -> None:
+    given, (keys, values) = operands(), torch.randn(2, 3, 2, 5, 8)
+    query = torch.randn(3, 4, 5, 8)
+    lengths = torch.tensor([4, 0, 7])
+    parents = [-1, 0, 0, 1, 2]  # two drafts: tokens 0, 1, 3 and tokens 0, 2, 4
+    tree = torch.eye(5).bool()
+    for token, parent in enumerate(parents[1:], 1):
+        tree[token] |= tree[parent]
+
+    def decode(tokens: list[int], **options: Any) -> Tensor:
+        caches = {n: given[n].clone() for n in ("key_cache", "value_cache")}
+        new = {"key": keys[:, :, tokens], "value": values[:, :, tokens]}
+        return decode_attention(query[:, :, tokens], **caches, **new, cache_seqlens=lengths,
+                                **options)  # fmt: skip
+
+    together = decode(list(range(5)), mask=masks.draft_tree(tree))
+    for draft in ([0, 1, 3], [0, 2, 4]):
+        assert_close(together[:, :, draft], decode(draft, is_causal=True))
+    own = torch.stack([tree, torch.ones(5, 5).tril().bool(), tree])
+    several = decode(list(range(5)), mask=masks.draft_tree(own))
+    assert torch.equal(several[::2], together[::2])
+    assert_close(several[1], decode(list(range(5)), is_causal=True)[1])
+
+
+@pytest.mark.parametrize(
+    ("visible", "error", "message"),
+    [
+        ([[1]], TypeError, "argument 'visible' must be Tensor"),
+        (torch.ones(2, 2), TypeError, "visible must be bool, got torch.float32"),
+        (torch.ones(2, 3).bool(), ValueError, r"square, \[Lq, Lq\] or .*, got shape \(2, 3\)"),
+        (torch.ones(3).bool(), ValueError, "visible must be square"),
+        (torch.ones(2, 2).bool(), ValueError, "token 0 sees token 1; order the tokens so"),
+        (torch.ones(2, 3, 3).tril(-1).bool(), ValueError, "see itself, but token 0 does not"),
+    ],
+)
+def test_errors_of_draft_trees(visible: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"draft_tree.*{message}"):
+        masks.draft_tree(visible)
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled(backend: str, dynamic: bool) -> None:
     def call(table: Tensor, ids: Tensor, cache_seqlens: Tensor, **given: Tensor) -> Tensor:
-        mask = masks.document(ids) & masks.sliding_window(5, 0)
+        tree = masks.draft_tree(torch.ones(2, 2, device=ids.device).tril().bool())
+        mask = masks.document(ids) & masks.sliding_window(5, 0) & tree
         bias = T5(table, False, 6)
         lengths = {"cache_seqlens": cache_seqlens}
         return decode_attention(**given, **lengths, mask=mask, relative_bias=bias).sin()
@@ -123,6 +164,9 @@ def test_explained() -> None:
         ({"mask": masks.from_function(lambda b, h, q, k: q >= k, None, None, 2, 12)}, RuntimeError,
          "mask must be one of positions or documents"),
         ({"mask": masks.document(IDS[:, :9])}, RuntimeError, "keys must have length 12, got 9"),
+        ({"mask": masks.draft_tree(torch.eye(3).bool())}, RuntimeError, "have 2 tokens.* got 3"),
+        ({"mask": masks.draft_tree(torch.eye(2).bool().repeat(2, 1, 1))}, RuntimeError,
+         "the draft tree must be of batch size 1 or 3, got 2"),
         ({"mask": masks.document(IDS, IDS)}, RuntimeError, "queries must have length 2, got 12"),
         ({"mask": masks.document(IDS[:2])}, RuntimeError, "batch size 1 or 3, got 2"),
         ({"mask": masks.prefix_lm(PREFIXES[:2])}, RuntimeError, "batch size 1 or 3, got 2"),
@@ -139,6 +183,12 @@ def test_explained() -> None:
 def test_errors(given: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=f"decode_attention.*{message}"):
         decode_attention(**operands(), **given)
+
+
+def test_a_draft_tree_needs_a_cache() -> None:
+    x = torch.zeros(1, 1, 2, 8)
+    with pytest.raises(RuntimeError, match="must not have a draft tree, which needs the cache"):
+        scaled_dot_product_attention(x, x, x, mask=masks.draft_tree(torch.eye(2).bool()))
 
 
 def test_the_kernel_checks_what_it_is_given(native: Any) -> None:

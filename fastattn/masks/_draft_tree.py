@@ -1,0 +1,136 @@
+"""Masks of draft trees: some of the new tokens of a cache do not see each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattn.backends._mask_program import Kind, Leaf
+from fastattn.checks import not_dense, wrong_type
+from fastattn.eager import runs_eagerly
+from fastattn.masks._blocks import words_of_pairs
+from fastattn.masks._calls import CacheCall, Call, check_device, check_rows
+from fastattn.masks._mask import LeafMask, Mask
+
+__all__ = ["draft_tree"]
+
+_BLOCK = 64  # keys: those that decoding on vectors asks about at once
+
+
+class _DraftTree(LeafMask):
+    """The keys before the new tokens, and those of the new tokens that ``visible`` has.
+
+    The blocks of the new tokens have bits. Blocks before are visible, blocks after are not.
+    """
+
+    def __init__(self, visible: Tensor, name: str) -> None:
+        super().__init__(name, False)
+        self.visible = visible  # [B|1, Lq, Lq] bool
+
+    def _check(self, call: Call) -> None:
+        if not isinstance(call, CacheCall):
+            raise RuntimeError(
+                f"{call.op}: mask must not have a draft tree, which needs the cache of "
+                f"decode_attention, got {self!r}"
+            )
+        if self.visible.shape[1] != call.q_len:
+            raise RuntimeError(
+                f"{call.op}: mask: the draft tree must have {call.q_len} tokens, one for each "
+                f"query, got {self.visible.shape[1]}"
+            )
+        check_rows(call, "the draft tree", self.visible.shape[0], call.rows)
+        check_device(call, "the draft tree", self.visible)
+
+    def _may_see(self, call: Call) -> bool:
+        return True
+
+    def _steps(self, call: Call) -> list[Kind | Leaf]:
+        assert isinstance(call, CacheCall)
+        q_len, rows = call.q_len, call.rows
+        words = -(-max(q_len, 1) // 32)
+        blocks_q, blocks_k = -(-q_len // (32 * words)), -(-call.k_len // _BLOCK)
+        # The q_len new keys begin anywhere in a block, and end this many blocks later, or earlier.
+        tail = (q_len + _BLOCK - 2) // _BLOCK + 1
+        begin = (call.filled - q_len)[:, None]  # [B, 1], of the new tokens
+        first = begin.div(_BLOCK, rounding_mode="floor")  # its block
+
+        column = torch.arange(blocks_k, device=call.device) - first  # [B, blocks_k]
+        bits_of = 2 + torch.arange(rows, device=call.device)[:, None] * tail + column
+        states = torch.where(column < 0, 1, torch.where(column < tail, bits_of, 0))
+        states = states[:, None].expand(rows, blocks_q, blocks_k).to(torch.int32)
+
+        # The keys of the last blocks, as indices of new tokens: negative before them.
+        token = first * _BLOCK + torch.arange(tail * _BLOCK, device=call.device) - begin
+        inside = (token >= 0) & (token < q_len)  # [B, tail * _BLOCK]
+        index = torch.where(inside, token, 0)[:, None].expand(rows, q_len, -1)
+        pairs = self.visible.expand(rows, -1, -1).gather(2, index) & inside[:, None]
+        pairs = pairs | (token < 0)[:, None]
+        pairs = pairs.unflatten(2, (tail, _BLOCK)).transpose(1, 2).flatten(0, 1)
+        data = torch.cat([states.flatten(), words_of_pairs(pairs, words).flatten()])
+        return [Leaf(Kind.BLOCKS, self.negated, data, rows, 1, 32 * words, _BLOCK, rows * tail)]
+
+
+def draft_tree(visible: Tensor) -> Mask:
+    """Keys before the new tokens of a cache, and those of the new tokens that ``visible`` has.
+
+    The mask of ``decode_attention`` that verifies several drafts of the next tokens at once
+    (https://arxiv.org/abs/2305.09781). Its Lq queries are the last Lq tokens of each sequence.
+    ``visible`` [Lq, Lq] or [B, Lq, Lq], bool, says which of these tokens query i can see: itself
+    and, in a tree, its ancestors. All earlier keys are visible.
+
+    Tokens are in an order in which parents come first, so no token sees a later one. Both are
+    checked on the CPU in eager execution. ``is_causal`` then excludes nothing more. Windows, ALiBi
+    and relative biases count places in the cache, not depths in the tree.
+
+    Raises TypeError for a tensor that is not boolean, ValueError for one that is not square, a
+    token that does not see itself, and one that sees a later token.
+
+    >>> import torch
+    >>> from fastattn import decode_attention, masks
+    >>> tree = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]]).bool()  # two drafts after token 0
+    >>> keys = torch.zeros(1, 1, 5, 5)
+    >>> values = torch.eye(5)[None, None]
+    >>> query = torch.zeros(1, 1, 3, 5)
+    >>> decode_attention(query, keys, values, mask=masks.draft_tree(tree))[0, 0] > 0
+    tensor([[ True,  True,  True, False, False],
+            [ True,  True,  True,  True, False],
+            [ True,  True,  True, False,  True]])
+    """
+    own = _checked(visible)
+    shape = list(own.shape)
+    return _DraftTree(own if own.dim() == 3 else own[None], f"draft_tree({shape})")
+
+
+def _checked(visible: Any) -> Tensor:
+    """A copy, so that later changes of ``visible`` do not count for some calls only."""
+    if not isinstance(visible, Tensor):
+        raise wrong_type("draft_tree", "visible", visible, "Tensor")
+    if visible.is_nested or visible.layout is not torch.strided:
+        raise not_dense("draft_tree", "visible", visible)
+    if visible.dtype != torch.bool:
+        raise TypeError(f"draft_tree: visible must be bool, got {visible.dtype}")
+    if visible.dim() not in (2, 3) or visible.shape[-1] != visible.shape[-2]:
+        raise ValueError(
+            "draft_tree: visible must be square, [Lq, Lq] or [B, Lq, Lq], got shape "
+            f"{tuple(visible.shape)}"
+        )
+    if visible.is_cpu and runs_eagerly(visible):
+        _check_order(visible)
+    return visible.clone()
+
+
+def _check_order(visible: Tensor) -> None:
+    later = visible.triu(1).nonzero()
+    if later.numel():
+        token, other = later[0, -2:].tolist()
+        raise ValueError(
+            f"draft_tree: no token may see a later one, but token {token} sees token {other}; "
+            "order the tokens so that parents come first"
+        )
+    blind = (~visible.diagonal(dim1=-2, dim2=-1)).nonzero()
+    if blind.numel():
+        raise ValueError(
+            f"draft_tree: each token must see itself, but token {int(blind[0, -1])} does not"
+        )
