@@ -256,6 +256,12 @@ inline void read_decode_options(const Named& from, DecodeOptions& to) {
   from.read(to, fields);
 }
 
+inline void read_append_options(const Named& from, AppendOptions& to) {
+  using O = AppendOptions;
+  static const auto fields = std::make_tuple(field("rotary_interleaved", &O::rotary_interleaved));
+  from.read(to, fields);
+}
+
 inline void read_additive_options(const Named& from, AdditiveOptions& to) {
   using O = AdditiveOptions;
   static const auto fields =

@@ -89,6 +89,7 @@ struct AttentionParams : AttentionOptions {
   const int32_t* positions;      // [Lk], null = 0, 1, 2, ...
   const MaskStep* mask_program;  // [mask_steps], null = none
   int mask_steps;
+  int64_t k_begin;  // keys before it are not visible
   uint64_t seed;    // of dropout: the Philox key
   Tensor4 applied;  // the weights, [B, Hq, Lq, Lk] (averaged: [B, -, Lq, Lk], head stride 0)
 
@@ -133,6 +134,7 @@ struct SequencesParams {
   const int64_t* k_starts;     // [B + 1] rows of k and v, null = batch entry k_batch[b], from row 0
   const int64_t* k_lengths;    // [B], where k_starts is null
   const int64_t* k_batch;      // [B], null = b
+  const int64_t* k_begins;     // [B] the first visible key of each, null = 0
   const int64_t* order;        // [B] a permutation, most work first
   int64_t lse_stride;          // between heads of lse; between sequences it is q_starts, or Hq * it
   const int64_t* bias_starts;  // [B] where grad_relative_bias of each sequence begins: it is [Hq,
@@ -141,6 +143,38 @@ struct SequencesParams {
   const int32_t* block_table;  // [B, pages], null = the cache is not paged
   int64_t block_table_stride;
   int64_t page_size;
+};
+
+struct AppendOptions {
+  bool rotary_interleaved = false;
+};
+
+// A row of a cache.
+struct CacheRow {
+  int64_t entry, row;  // of a paged cache: the page, and the row in it
+};
+
+// New rows of keys and values into a cache. With tables of angles the keys are rotated, and so are
+// the queries of the last Lq of the L new tokens.
+struct AppendParams : AppendOptions {
+  DType dtype;  // of all but the tables
+  int threads;
+
+  int64_t B, Hq, Hkv, Lq, L, D, Dv;
+
+  Tensor4 key;           // [B, Hkv, L, D]
+  Tensor4 value;         // [B, Hkv, L, Dv]
+  Tensor4 key_cache;     // [entries, Hkv, rows, D]
+  Tensor4 value_cache;   // [entries, Hkv, rows, Dv]
+  const CacheRow* rows;  // [B, L] where the rows go
+
+  int64_t rotary_pairs;      // rotated columns / 2, 0 = no rotation: the rest is null
+  Tensor4 query, rotated;    // [B, Hq, Lq, D]
+  Tensor4 rotary_cos;        // [1, 1, rotary_rows, rotary_pairs]
+  Tensor4 rotary_sin;        // the same
+  bool tables_are_f32;       // else of dtype
+  int64_t rotary_rows;       // positions of the tables
+  const int64_t* positions;  // [B, L] of the new tokens, each a row of the tables
 };
 
 struct SinusoidalOptions {

@@ -110,9 +110,12 @@ def decode_attention(
 ) -> None: ...
 def decodes_on_tiles(dtype: int, heads: int, kv_heads: int, queries: int, /) -> bool: ...
 def append_to_cache(
-    element: int,  # bytes
-    sizes: Ints,  # B, Hkv, rows, keys of the cache, D, Dv, entries of the cache
+    dtype: int,
+    threads: int,
+    sizes: Ints,  # B, Hq, Hkv, Lq, rows, keys of the cache, D, Dv, entries of the cache
+    options: primitives.AppendOptions,
     operands: Operands,  # key, value, key_cache, value_cache
+    rotary: Operands,  # empty, or query, rotated, rotary_cos, rotary_sin, ...
     cache: Operands,  # as above; lengths without the new rows
     /,
 ) -> None: ...

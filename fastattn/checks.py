@@ -59,6 +59,15 @@ def check_integers(
     return x.to(torch.int64)
 
 
+def check_constant(op: str, name: str, x: Any) -> None:
+    """For an operator without a gradient."""
+    if isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{op}: {name} requires a gradient, but this operator has none: call it under "
+            "torch.no_grad() or torch.inference_mode(), or use scaled_dot_product_attention"
+        )
+
+
 def check_flag(op: str, name: str, value: Any) -> None:
     if not isinstance(value, bool):
         raise wrong_type(op, name, value, "bool")

@@ -170,17 +170,15 @@ def flash_attn_with_kvcache(
     """:func:`fastattn.decode_attention` of q [B, Lq, H, D]; k and v are written into the cache.
 
     ``num_splits`` is ignored: a split depends on a sequence's own length alone, so its bits do not
-    depend on the batch. ``rotary_interleaved`` has no effect without a rotation. Raises
-    NotImplementedError for ``rotary_cos``, ``rotary_sin`` and ``cache_leftpad``: rotate q and k
-    before the call.
+    depend on the batch. Raises NotImplementedError for a rotation of several queries that is
+    neither causal nor in a window: flash-attn gives all of them the position of the first.
     """
-    refused = {"rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "cache_leftpad": cache_leftpad}
-    for name, given in refused.items():
-        if given is not None:
-            remedy = "let the cache begin at its first row"
-            if name != "cache_leftpad":
-                remedy = "rotate q and k before the call"
-            raise NotImplementedError(f"flash_attn_with_kvcache: {name} must be None; {remedy}")
+    ordered = causal or tuple(window_size) != (-1, -1)
+    if rotary_cos is not None and not ordered and q.shape[1] > 1:
+        raise NotImplementedError(
+            "flash_attn_with_kvcache: rotary_cos with several queries must be causal or in a "
+            "window; else rotate q and k before the call"
+        )
     return decode_attention(
         q,
         k_cache,
@@ -190,11 +188,15 @@ def flash_attn_with_kvcache(
         value=v,
         block_table=block_table,
         cache_batch_idx=cache_batch_idx,
+        cache_leftpad=cache_leftpad,
         is_causal=causal,
         scale=softmax_scale,
         window=window_size,
         softcap=softcap or None,
         alibi_slopes=alibi_slopes,
+        rotary_cos=rotary_cos,
+        rotary_sin=rotary_sin,
+        rotary_interleaved=rotary_interleaved,
         layout="bnhd",
         return_lse=return_softmax_lse,
     )

@@ -2,7 +2,6 @@
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
-#include <cstring>
 #include <vector>
 
 #include "kernel_table.h"
@@ -22,6 +21,10 @@ void check_cache(const SequencesParams& t, int64_t entries) {
     expect(length >= 0 && length <= all.Lk,
            "cache_seqlens must be between 0 and the " + std::to_string(all.Lk) +
                " keys of the cache, got " + std::to_string(length));
+    if (t.k_begins != nullptr)
+      expect(t.k_begins[b] >= 0 && t.k_begins[b] <= length,
+             "cache_leftpad must be between 0 and the " + std::to_string(length) +
+                 " keys of the sequence, got " + std::to_string(t.k_begins[b]));
     if (t.block_table != nullptr) {
       for (int64_t n = 0; n * t.page_size < length; ++n) {
         const int32_t page = t.block_table[b * t.block_table_stride + n];
@@ -38,12 +41,12 @@ void check_cache(const SequencesParams& t, int64_t entries) {
   }
 }
 
-// cache: the addresses of lengths [B], entries [B] or 0, and block_table or 0, its row stride, and
-// page_size.
+// cache: the addresses of lengths [B], begins [B] or 0, entries [B] or 0, and block_table or 0, its row
+// stride, and page_size.
 void read_cache(const py::dict& cache, SequencesParams& t) {
   using P = SequencesParams;
   static const auto fields = std::make_tuple(
-      field("lengths", &P::k_lengths), field("entries", &P::k_batch),
+      field("lengths", &P::k_lengths), field("begins", &P::k_begins), field("entries", &P::k_batch),
       field("block_table", &P::block_table), field("block_table_stride", &P::block_table_stride),
       field("page_size", &P::page_size));
   named(cache).read(t, fields);
@@ -86,69 +89,79 @@ bool heads_decode_on_tiles(int dtype, int64_t heads, int64_t kv_heads, int64_t q
   return decodes_on_tiles(p);
 }
 
-// Rows [0, L) of `from` of sequence b become rows lengths[b], lengths[b] + 1, ... of its cache.
-void append(const SequencesParams& t, int64_t element, int64_t rows, int64_t width,
-            const Tensor4& from, const Tensor4& to) {
-  const AttentionParams& all = t.attention;
-  const auto* source = static_cast<const char*>(from.data);
-  auto* target = static_cast<char*>(to.data);
-  for (int64_t b = 0; b < all.B; ++b) {
-    for (int64_t i = 0; i < rows; ++i) {
-      const int64_t at = t.k_lengths[b] - rows + i;
-      const bool paged = t.block_table != nullptr;
-      const int64_t row = paged ? at % t.page_size : at;
-      const int64_t entry = paged ? t.block_table[b * t.block_table_stride + at / t.page_size]
-                            : t.k_batch != nullptr ? t.k_batch[b]
-                                                   : b;
-      for (int64_t h = 0; h < all.Hkv; ++h) {
-        const char* x =
-            source + element * (b * from.stride[0] + h * from.stride[1] + i * from.stride[2]);
-        char* y = target + element * (entry * to.stride[0] + h * to.stride[1] + row * to.stride[2]);
-        if (from.stride[3] == 1 && to.stride[3] == 1) {
-          std::memcpy(y, x, static_cast<size_t>(width * element));
-          continue;
-        }
-        for (int64_t d = 0; d < width; ++d)
-          std::memcpy(y + d * to.stride[3] * element, x + d * from.stride[3] * element,
-                      static_cast<size_t>(element));
-      }
+// Where the new rows of each sequence go; lengths are those with the new rows.
+std::vector<CacheRow> rows_of(const SequencesParams& t, int64_t count) {
+  const int64_t batch = t.attention.B;
+  std::vector<CacheRow> rows(static_cast<size_t>(batch * count));
+  for (int64_t b = 0; b < batch; ++b)
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t at = t.k_lengths[b] - count + i;
+      CacheRow& row = rows[static_cast<size_t>(b * count + i)];
+      if (t.block_table != nullptr)
+        row = {t.block_table[b * t.block_table_stride + at / t.page_size], at % t.page_size};
+      else
+        row = {t.k_batch == nullptr ? b : t.k_batch[b], at};
     }
-  }
+  return rows;
 }
 
-// The rows to append, and where to.
-struct NewRows {
-  Tensor4 key, value;              // [B, Hkv, rows, D or Dv]
-  Tensor4 key_cache, value_cache;  // [entries, Hkv, keys, D or Dv]
-};
+// The positions of the new tokens; without given ones, those of their rows.
+void read_positions(AppendParams& p, const SequencesParams& t, std::vector<int64_t>& positions) {
+  positions.resize(static_cast<size_t>(p.B * p.L));
+  for (int64_t b = 0; b < p.B; ++b)
+    for (int64_t i = 0; i < p.L; ++i) {
+      const int64_t at =
+          p.positions == nullptr ? t.k_lengths[b] - p.L + i : p.positions[b * p.L + i];
+      expect(at >= 0 && at < p.rotary_rows, "rotary_cos must have a row for each position, got " +
+                                                std::to_string(p.rotary_rows) +
+                                                " rows and position " + std::to_string(at));
+      positions[static_cast<size_t>(b * p.L + i)] = at;
+    }
+  p.positions = positions.data();
+}
 
-// sizes: (B, Hkv, rows, keys of the cache, D, Dv, entries of the cache); operands: those of NewRows;
-// lengths of the cache are those without the rows.
-void append_to_cache(int64_t element, const py::tuple& sizes, const py::dict& operands,
-                     const py::dict& cache) {
-  using R = NewRows;
+// sizes: (B, Hq, Hkv, Lq, rows, keys of the cache, D, Dv, entries of the cache); operands: key, value
+// and the caches; rotary: empty, or the rest of AppendParams; lengths of the cache are those without
+// the rows.
+void append_to_cache(int dtype, int threads, const py::tuple& sizes, const py::object& options,
+                     const py::dict& operands, const py::dict& rotary, const py::dict& cache) {
+  using P = AppendParams;
   static const auto fields =
-      std::make_tuple(field("key", &R::key), field("value", &R::value),
-                      field("key_cache", &R::key_cache), field("value_cache", &R::value_cache));
-  int64_t n[7];
+      std::make_tuple(field("key", &P::key), field("value", &P::value),
+                      field("key_cache", &P::key_cache), field("value_cache", &P::value_cache));
+  static const auto of_rotation = std::make_tuple(
+      field("rotary_pairs", &P::rotary_pairs), field("query", &P::query),
+      field("rotated", &P::rotated), field("rotary_cos", &P::rotary_cos),
+      field("rotary_sin", &P::rotary_sin), field("tables_are_f32", &P::tables_are_f32),
+      field("rotary_rows", &P::rotary_rows), field("positions", &P::positions));
+  int64_t n[9];
   integers(sizes, n);
+  AppendParams p{};
+  p.dtype = static_cast<DType>(dtype), p.threads = threads;
+  p.B = n[0], p.Hq = n[1], p.Hkv = n[2], p.Lq = n[3], p.L = n[4], p.D = n[6], p.Dv = n[7];
   SequencesParams t{};
-  t.attention.B = n[0];
-  t.attention.Hkv = n[1];
-  t.attention.Lk = n[3];
+  t.attention.B = p.B;
+  t.attention.Lk = n[5];
   read_cache(cache, t);
-  std::vector<int64_t> lengths(t.k_lengths, t.k_lengths + n[0]);
-  for (int64_t& length : lengths) length += n[2];
+  std::vector<int64_t> lengths(t.k_lengths, t.k_lengths + p.B);
+  for (int64_t& length : lengths) length += p.L;
   t.k_lengths = lengths.data();
-  check_cache(t, n[6]);
+  check_cache(t, n[8]);
   for (const int64_t length : lengths)
-    expect(length >= n[2],
-           "cache_seqlens must not be negative, got " + std::to_string(length - n[2]));
-  NewRows rows;
-  named(operands).read(rows, fields);
+    expect(length >= p.L,
+           "cache_seqlens must not be negative, got " + std::to_string(length - p.L));
+  named(operands).read(p, fields);
+  std::vector<int64_t> positions;
+  if (!rotary.empty()) {
+    read_append_options(named(options), p);
+    named(rotary).read(p, of_rotation);
+    expect(p.Lq <= p.L, "each query must be of a new token");
+    read_positions(p, t, positions);
+  }
+  const std::vector<CacheRow> rows = rows_of(t, p.L);
+  p.rows = rows.data();
   py::gil_scoped_release release;
-  append(t, element, n[2], n[4], rows.key, rows.key_cache);
-  append(t, element, n[2], n[5], rows.value, rows.value_cache);
+  kernels(p.dtype).append_to_cache(p);
 }
 
 }  // namespace

@@ -11,7 +11,7 @@ from torch import Tensor
 from fastattn import dispatch
 from fastattn.autograd.sdpa import default_scale
 from fastattn.backends._alloc import empty_output
-from fastattn.backends.primitives import DecodeOptions, NoOptions
+from fastattn.backends.primitives import AppendOptions, DecodeOptions
 from fastattn.batching import one_by_one
 from fastattn.eager import runs_eagerly
 from fastattn.library import Operator
@@ -37,7 +37,7 @@ def _vmap(info: Any, in_dims: Sequence[int | None], *args: Any) -> Any:
 decode = Operator(
     "decode_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor cache_seqlens, "
     "Tensor? block_table, Tensor? cache_batch_idx, Tensor? alibi_slopes, Tensor? sinks, "
-    "Tensor? relative_bias, Tensor? mask_program)",
+    "Tensor? relative_bias, Tensor? mask_program, Tensor? cache_leftpad)",
     options=DecodeOptions,
     returns=2,
     fake=_fake,
@@ -48,6 +48,7 @@ decode = Operator(
 )
 
 
+# The rotated queries; without a rotation, a tensor without elements.
 @torch.library.custom_op("fastattn::append_to_cache", mutates_args=("key_cache", "value_cache"))
 def append_operator(
     key_cache: Tensor,
@@ -55,27 +56,46 @@ def append_operator(
     key: Tensor,
     value: Tensor,
     cache_seqlens: Tensor,
-    block_table: Tensor | None,
-    cache_batch_idx: Tensor | None,
-) -> None:
-    _append_now(key_cache, value_cache, key, value, cache_seqlens, block_table, cache_batch_idx)
+    block_table: Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    rotary_positions: Tensor | None = None,
+    query: Tensor | None = None,
+    rotary_interleaved: bool = False,
+) -> Tensor:
+    tensors = (key_cache, value_cache, key, value, cache_seqlens, block_table, cache_batch_idx)
+    rotary = (rotary_cos, rotary_sin, rotary_positions, query)
+    rotated = _append_now((*tensors, *rotary), AppendOptions(rotary_interleaved))
+    return key.new_empty(0) if rotated is None else rotated
 
 
 @append_operator.register_fake
-def _append_fake(*args: Any) -> None:
-    return None
+def _append_fake(*args: Any) -> Tensor:
+    query = _query(args)
+    return args[2].new_empty(0) if query is None else empty_output(query, query.shape[3])
 
 
-def _append_now(*tensors: Tensor | None) -> None:
-    backend = dispatch.choose("append_to_cache", tensors, NoOptions())
-    dispatch.load(backend).append_to_cache(*tensors)  # type: ignore[union-attr]
+def _query(tensors: Sequence[Any]) -> Tensor | None:
+    return tensors[10] if len(tensors) > 10 else None
 
 
-def append(*tensors: Tensor | None) -> None:
-    """Use the dispatcher only under a tracer, mode or transform: a decoding step is short."""
+def _append_now(tensors: Sequence[Tensor | None], options: AppendOptions) -> Tensor | None:
+    name = dispatch.choose("append_to_cache", tensors, options)
+    function = dispatch.load(name).append_to_cache  # type: ignore[union-attr]
+    rotated: Tensor | None = function(*dispatch.taken_by(function, tensors), options=options)
+    return rotated
+
+
+def append(tensors: Sequence[Tensor | None], options: AppendOptions) -> Tensor | None:
+    """Append to the first two tensors, in place; return the rotated queries, None without any.
+
+    Uses the dispatcher only under a tracer, mode or transform: a decoding step is short.
+    """
     if runs_eagerly(*tensors):
-        _append_now(*tensors)
+        rotated = _append_now(tensors, options)
         for cache in tensors[:2]:
             torch.autograd.graph.increment_version(cache)  # type: ignore[arg-type]
-    else:
-        append_operator(*tensors)
+        return rotated
+    result: Tensor = append_operator(*tensors, **vars(options))
+    return None if _query(tensors) is None else result

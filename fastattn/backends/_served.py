@@ -25,6 +25,7 @@ _EVERYWHERE = served(
 )
 
 CPU = _EVERYWHERE | served(
+    append_to_cache="rotary_interleaved",
     local_attention="",
     scaled_dot_product_attention=" ".join(_EVERYWHERE["scaled_dot_product_attention"])
     + " first_query first_key first_head",

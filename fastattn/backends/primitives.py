@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, TypeVar
 __all__ = [
     "AdditiveBackwardOptions",
     "AdditiveOptions",
+    "AppendOptions",
     "AttentionBackwardOptions",
     "AttentionOptions",
     "DecodeOptions",
@@ -94,6 +95,14 @@ class DecodeOptions:
     window_left: int = -1
     window_right: int = -1
     softcap: float = 0.0
+
+
+@dataclass(frozen=True)
+class AppendOptions:
+    """Options of appending to a cache."""
+
+    # The columns of rotated pair r: 2 r and 2 r + 1, or else r and r + R / 2, of R rotated ones.
+    rotary_interleaved: bool = False
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastattn import checks
 from fastattn.autograd.decode import append, decode
-from fastattn.backends.primitives import DecodeOptions
+from fastattn.backends.primitives import AppendOptions, DecodeOptions
 from fastattn.distributed._peers import Peers, process_group
 from fastattn.distributed._replicated import agreed, described, merged_states
 from fastattn.distributed.layout import Layout
@@ -112,7 +112,7 @@ def decode_attention(
             layout=layout,
             return_lse=return_lse,
         )
-        q, keys, values, _, table, entries, slopes, logits, _, _, options = arguments
+        q, keys, values, _, table, entries, slopes, logits, *_, options = arguments
         if positions is not None and not isinstance(positions, Layout):
             raise checks.wrong_type(_OP, "positions", positions, "Layout or None")
         new = None
@@ -187,7 +187,7 @@ class _Call:
         pages = (self.block_table, self.entries)
         options = replace(self.options, window_left=left, window_right=-1)
         tensors = (self.query, self.key_cache, self.value_cache, lengths, *pages)
-        return decode(*tensors, self.alibi_slopes, self.sinks, None, None, options)
+        return decode(*tensors, self.alibi_slopes, self.sinks, None, None, None, options)
 
 
 def _checked_rows(
@@ -196,7 +196,7 @@ def _checked_rows(
     found = []
     for name, x in (("key", key), ("value", value)):
         checks.check_tensor(_OP, name, x, "[B, H, L, D]", 4, query.device)
-        one_process.check_constant(name, x)
+        checks.check_constant("decode_attention", name, x)
         if x.dtype != query.dtype:
             raise RuntimeError(
                 f"{_OP}: {name} must have query's dtype {query.dtype}, got {x.dtype}"
@@ -268,7 +268,8 @@ def _append(call: _Call, cache: Layout, rank: int, before: Tensor) -> None:
     of = call.of(sequence)  # each row as a sequence
     own = [x[sequence, :, token][:, :, None] for x in (key, value)]
     lengths = rows[sequence, token]
-    append(call.key_cache, call.value_cache, *own, lengths, of.block_table, of.entries)
+    where = (lengths, of.block_table, of.entries)
+    append((call.key_cache, call.value_cache, *own, *where), AppendOptions())
 
 
 def _own_part(call: _Call, cache: Layout, rank: int, lengths: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,11 +11,12 @@ from fastattn import checks, masks
 from fastattn.autograd.decode import append as append_to_cache
 from fastattn.autograd.decode import decode
 from fastattn.autograd.sdpa import default_scale
-from fastattn.backends.primitives import DecodeOptions
+from fastattn.backends.primitives import AppendOptions, DecodeOptions
 from fastattn.bias import T5
 from fastattn.eager import runs_eagerly
 from fastattn.library import Operator
 from fastattn.ops._relative_bias import fold_distances
+from fastattn.ops._rotary import check_rotary
 
 __all__ = ["decode_attention"]
 
@@ -33,6 +34,7 @@ def decode_attention(
     value: Tensor | None = None,
     block_table: Tensor | None = None,
     cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
     is_causal: bool = False,
     scale: float | None = None,
     window: tuple[int, int] | None = None,
@@ -41,6 +43,10 @@ def decode_attention(
     sinks: Tensor | None = None,
     relative_bias: Tensor | T5 | None = None,
     mask: masks.Mask | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    rotary_interleaved: bool = False,
+    rotary_positions: Tensor | None = None,
     layout: str = "bhnd",
     return_lse: bool = False,
 ) -> Any:
@@ -48,10 +54,17 @@ def decode_attention(
 
     .. math:: out_b = scaled\_dot\_product\_attention(query_b, K_b, V_b)
 
-    K_b and V_b are the first ``cache_seqlens[b]`` rows of the cache of sequence b, followed by the
-    rows of ``key`` and ``value``, if given, which are first written there in place. ``is_causal``,
+    K_b and V_b are the first ``cache_seqlens[b]`` rows of the cache of sequence b, without the
+    first ``cache_leftpad[b]``, followed by the rows of ``key`` and ``value``, if given, which are
+    first written there in place. ``is_causal``,
     ``window``, ``alibi_slopes``, ``relative_bias`` and masks of positions align the last query with
-    the last key. The bits of a row depend
+    the last key. With ``rotary_cos`` and ``rotary_sin``, the new keys are rotated before they are
+    written, and the queries, those of the last Lq new tokens, before they attend
+    (https://arxiv.org/abs/2104.09864): at position n the columns (a, b) of pair r become
+
+    .. math:: (a \cos_{n r} - b \sin_{n r}, \; a \sin_{n r} + b \cos_{n r})
+
+    The bits of a row depend
     on its own sequence alone: not on the batch, the number of threads, or the order of the pages.
 
     Inference only: the operator has no gradient.
@@ -73,6 +86,9 @@ def decode_attention(
             its length are never read.
         cache_batch_idx: [B], int32 or int64: the entry of each sequence; None means entry b. Not
             together with ``block_table``.
+        cache_leftpad: [B], int32 or int64, from 0 to ``cache_seqlens``: how many rows before the
+            first key of each sequence are padding. They count in ``cache_seqlens`` and in all
+            positions; no query sees them.
         is_causal: a query cannot see the keys after its own position.
         scale, window, softcap: as in :func:`scaled_dot_product_attention`.
         alibi_slopes: floating, [Hq] or [B, Hq].
@@ -86,6 +102,12 @@ def decode_attention(
             the block table: [P N]), or those of the queries, [Lq] or [B, Lq], and of the keys.
             ``draft_tree`` says which of the Lq new tokens see each other. Masks combine as usual;
             ``from_function`` and ``BlockMask`` are for equal lengths only.
+        rotary_cos, rotary_sin: [M, R / 2], cosines and sines of the angles of each position and
+            pair, of query's dtype or float32. R is even and at most D; later columns are not
+            rotated. Both or neither; they need ``key`` and ``value``, and Lq at most L.
+        rotary_interleaved: a pair is columns 2 r and 2 r + 1; else columns r and r + R / 2.
+        rotary_positions: [L] or [B, L], int32 or int64, the rows of the tables for the new tokens;
+            None: ``cache_seqlens[b] + i``. In a draft tree, for example, siblings share one.
         layout: "bhnd" or "bnhd".
         return_lse: also return the logarithm of the sum of exponentials.
 
@@ -96,8 +118,9 @@ def decode_attention(
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
-        ValueError: shapes that do not match, lengths beyond the cache, pages or entries that do
-            not exist. (Values are checked on the CPU only.)
+        ValueError: shapes that do not match, lengths beyond the cache, pages, entries or rows of
+            the tables that do not exist. Nothing is written then. (Values are checked on the CPU
+            only.)
         RuntimeError: dtypes or devices that do not match, a tensor that requires a gradient while
             gradients are enabled, a ``relative_bias`` or a ``mask`` that does not fit the cache, or
             a forced backend that cannot run the call.
@@ -122,6 +145,7 @@ def decode_attention(
         value=value,
         block_table=block_table,
         cache_batch_idx=cache_batch_idx,
+        cache_leftpad=cache_leftpad,
         is_causal=is_causal,
         scale=scale,
         window=window,
@@ -130,11 +154,16 @@ def decode_attention(
         sinks=sinks,
         relative_bias=relative_bias,
         mask=mask,
+        rotary_cos=rotary_cos,
+        rotary_sin=rotary_sin,
+        rotary_interleaved=rotary_interleaved,
+        rotary_positions=rotary_positions,
         layout=layout,
         return_lse=return_lse,
     )
     if append is not None:
-        append_to_cache(*append)
+        rotated = append_to_cache(*append)
+        args = args if rotated is None else (rotated, *args[1:])
     out, lse = operator(*args)
     out = out.transpose(1, 2) if layout == "bnhd" else out
     if not return_lse:
@@ -152,6 +181,7 @@ def prepare(
     value: Any = None,
     block_table: Any = None,
     cache_batch_idx: Any = None,
+    cache_leftpad: Any = None,
     is_causal: Any = False,
     scale: Any = None,
     window: Any = None,
@@ -160,9 +190,13 @@ def prepare(
     sinks: Any = None,
     relative_bias: Any = None,
     mask: Any = None,
+    rotary_cos: Any = None,
+    rotary_sin: Any = None,
+    rotary_interleaved: Any = False,
+    rotary_positions: Any = None,
     layout: Any = "bhnd",
     return_lse: Any = False,
-) -> tuple[Operator, tuple[Any, ...], list[Any] | None]:
+) -> tuple[Operator, tuple[Any, ...], tuple[Any, ...] | None]:
     """Validate; return the operator, the primitive's arguments, and those of the append."""
     if layout not in _LAYOUTS:
         raise ValueError(f"{_OP}: layout must be 'bhnd' or 'bnhd', got {layout!r}")
@@ -173,7 +207,7 @@ def prepare(
         operands.update(key=key, value=value)
     for name, x in operands.items():
         checks.check_tensor(_OP, name, x, _LAYOUTS[layout], 4, query.device)
-        check_constant(name, x)
+        checks.check_constant(_OP, name, x)
         if x.dtype != query.dtype:
             raise RuntimeError(
                 f"{_OP}: {name} must have query's dtype {query.dtype}, got {x.dtype}"
@@ -218,10 +252,12 @@ def prepare(
         )
     added = 0 if new is None else new[0].shape[2]
     lengths = lengths_before(cache_seqlens, batch, capacity, added, device)
+    if cache_leftpad is not None:
+        cache_leftpad = _padding_before(cache_leftpad, lengths)
     if alibi_slopes is not None:
         alibi_slopes = checks.fold_slopes(_OP, alibi_slopes, query, query.shape[1], batch)
     if sinks is not None:
-        check_constant("sinks", sinks)
+        checks.check_constant(_OP, "sinks", sinks)
         sinks = checks.check_sinks(_OP, sinks, query, query.shape[1])
     if scale is not None:
         scale = checks.check_real(_OP, "scale", scale)
@@ -231,38 +267,37 @@ def prepare(
         right = 0
     if scale is None and not torch.compiler.is_compiling():
         scale = default_scale(query.shape[-1])
+    rotary = check_rotary(
+        rotary_cos, rotary_sin, rotary_positions, rotary_interleaved, query, new, lengths
+    )
     append = None
     if new is not None:
-        append = [key_cache, value_cache, *new, lengths, table, entries]
+        tensors = (key_cache, value_cache, *new, lengths, table, entries, *rotary)
+        append = (tensors, AppendOptions(rotary_interleaved))
         lengths = lengths + added
     if relative_bias is not None:
         relative_bias = _fold_relative_bias(relative_bias, query, lengths, capacity)
     mask_program = None
     if mask is not None:
         mask_program = masks.cache_program(_OP, mask, query, capacity, lengths)
-    biases = (alibi_slopes, sinks, relative_bias, mask_program)
-    tensors = (query, key_cache, value_cache, lengths, table, entries, *biases)
+    biases = (alibi_slopes, sinks, relative_bias, mask_program, cache_leftpad)
     options = DecodeOptions(scale=scale, window_left=left, window_right=right, softcap=cap)
-    return decode, (*tensors, options), append
+    return (
+        decode,
+        (query, key_cache, value_cache, lengths, table, entries, *biases, options),
+        append,
+    )
 
 
 def _fold_relative_bias(bias: Any, query: Tensor, lengths: Tensor, capacity: int) -> Tensor:
     """The table of distances, [1, Hq, 2 M + 1], for the longest sequence."""
-    check_constant("relative_bias", bias.table if isinstance(bias, T5) else bias)
+    checks.check_constant(_OP, "relative_bias", bias.table if isinstance(bias, T5) else bias)
     q_len = query.shape[2]
     if not (lengths.is_cpu and runs_eagerly(lengths)):
         return fold_distances(_OP, bias, query, max(capacity, q_len, 1) - 1)
     longest = int(lengths.max()) if lengths.shape[0] else 0
     of = f"{q_len} queries and {longest} keys"
     return fold_distances(_OP, bias, query, max(longest, q_len, 1) - 1, of)
-
-
-def check_constant(name: str, x: Any) -> None:
-    if isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
-        raise RuntimeError(
-            f"{_OP}: {name} requires a gradient, but this operator has none: call it under "
-            "torch.no_grad() or torch.inference_mode(), or use scaled_dot_product_attention"
-        )
 
 
 def check_new(
@@ -308,6 +343,21 @@ def lengths_before(
             if not 0 <= length <= capacity - added:
                 raise _wrong_length(length, capacity, added)
     return lengths
+
+
+def _padding_before(given: Any, lengths: Tensor) -> Tensor:
+    """How many rows of each sequence are padding, [B] int64."""
+    name = "cache_leftpad"
+    padding = checks.check_integers(_OP, name, given, "[B]", 1, lengths.device)
+    _check_batch(name, padding, lengths.shape[0])
+    if padding.is_cpu and runs_eagerly(padding, lengths):
+        for rows, length in zip(padding.tolist(), lengths.tolist(), strict=True):
+            if not 0 <= rows <= length:
+                raise ValueError(
+                    f"{_OP}: {name} must be at least 0 and at most the {length} keys of the "
+                    f"sequence, got {rows}"
+                )
+    return padding
 
 
 def _wrong_length(length: Any, capacity: int, added: int) -> ValueError:

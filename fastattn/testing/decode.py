@@ -37,6 +37,7 @@ class DecodeCase:
     heads: int = 4
     kv_heads: int = 2
     queries: int = 1
+    leftpad: tuple[int, ...] = ()  # rows before the first key of each sequence
     head_dim: int = 32
     value_dim: int | None = None
     window: tuple[int, int] = (-1, -1)
@@ -91,6 +92,15 @@ def _cases() -> Iterator[DecodeCase]:
         yield replace(long, name=f"{label}long-batch", lengths=(600, 9, 700, 512, 0, 1024, 33, 7))
         for layout in ("blhd", "unaligned", "sliced", "every_second", "transposed"):
             yield replace(case, name=f"{label}layout-{layout}", layouts=(layout, layout))
+        padded = replace(case, leftpad=(9, 0, 1, 128), sinks=True)
+        yield replace(padded, name=f"{label}leftpad")
+        padded = replace(padded, dtypes=(torch.float32, torch.bfloat16))
+        yield replace(padded, name=f"{label}leftpad-everything", queries=3, alibi="bh", tree="b",
+                      program="many", window=(100, -1), relative_bias=True)  # fmt: skip
+        yield replace(padded, name=f"{label}leftpad-panels", queries=40, window=(-1, 0))
+        yield replace(padded, name=f"{label}leftpad-rows", heads=16, kv_heads=1, queries=2)
+        yield replace(long, name=f"{label}leftpad-long", leftpad=(700, 512, 511, 0),
+                      dtypes=(torch.float32,))  # fmt: skip
     yield replace(base, name="no-sequences", lengths=())
     yield replace(paged, name="paged-no-sequences", lengths=())
     for case in (base, paged):
@@ -131,7 +141,7 @@ class DecodeInputs:
 
     args: tuple[Tensor | None, ...]
     options: DecodeOptions
-    keys: list[Tensor]  # [Hkv, length, D]
+    keys: list[Tensor]  # [Hkv, length, D]; those that are padding too
     values: list[Tensor]
     programs: list[Tensor | None]  # the mask program of each sequence alone
 
@@ -149,18 +159,24 @@ def make_decode(case: DecodeCase, dtype: torch.dtype, *, fence: bool = False) ->
     keys = [normal(case.kv_heads, n, case.head_dim).to(dtype) for n in case.lengths]
     values = [normal(case.kv_heads, n, value_dim).to(dtype) for n in case.lengths]
 
+    def with_padding(x: Tensor, b: int) -> Tensor:
+        if not case.leftpad:
+            return x
+        return x.masked_fill(torch.arange(x.shape[1])[:, None] < case.leftpad[b], torch.nan)
+
     def cache(rows: list[Tensor], width: int) -> Tensor:
         entries = batch if not (case.page or case.shuffled) else len(order)
         filled = torch.full((entries, case.kv_heads, page, width), torch.nan, dtype=dtype)
         for b, x in enumerate(rows):
-            for n, part in enumerate(x.split(page, 1)):
+            for n, part in enumerate(with_padding(x, b).split(page, 1)):
                 filled[table[b, n], :, : part.shape[1]] = part
         return memory.place(filled, case.layouts[1], fence=fence)
 
     query = 2 * normal(batch, case.heads, case.queries, case.head_dim).to(dtype)
     slopes = alibi_slopes(draw, case.alibi, batch, case.heads, dtype)
     wide = torch.promote_types(dtype, torch.float32)
-    more: list[Tensor | None] = [None, None, None]  # sinks, relative bias, mask program
+    # sinks, relative bias, mask program, padding
+    more: list[Tensor | None] = [None, None, None, None]
     if case.sinks:
         more[0] = (2 * normal(1, case.heads)).to(wide)
     if case.relative_bias:  # with two distances more than there are
@@ -171,6 +187,8 @@ def make_decode(case: DecodeCase, dtype: torch.dtype, *, fence: bool = False) ->
         capacity = pages * page
         program, programs = _programs(case, query, capacity, draw)
         more[2] = memory.place(program[None, None, None], "contiguous", fence=fence)[0, 0, 0]
+    if case.leftpad:
+        more[3] = torch.tensor(case.leftpad)
     while more and more[-1] is None:  # a backend need not take tensors that no case has
         more.pop()
     block_table = entries = None
@@ -274,6 +292,10 @@ def _alone(inputs: DecodeInputs, b: int) -> Inputs:
     query, _, _, _, _, _, slopes, *more = inputs.args
     assert query is not None
     key, value = inputs.keys[b][None], inputs.values[b][None]
+    padding = more[3] if len(more) > 3 else None
+    filled = None
+    if padding is not None:
+        filled = (torch.arange(key.shape[2]) >= padding[b])[None, None, None]
     return Inputs(
         query=query[b : b + 1],
         key=key,
@@ -282,6 +304,7 @@ def _alone(inputs: DecodeInputs, b: int) -> Inputs:
         sinks=more[0] if more else None,
         relative_bias=more[1] if len(more) > 1 else None,
         mask_program=inputs.programs[b],
+        attn_mask=filled,
         options=AttentionOptions(offset=key.shape[2] - query.shape[2], **vars(inputs.options)),
     )
 
@@ -297,6 +320,7 @@ _NAMES = (
     "sinks",
     "relative_bias",
     "mask_program",
+    "leftpad",
 )
 
 check_decode = Proof(

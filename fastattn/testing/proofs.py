@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fastattn.testing.additive import check_additive
+from fastattn.testing.append import check_append
 from fastattn.testing.decode import check_decode
 from fastattn.testing.encode_memory import check_encoding
 from fastattn.testing.hopfield import check_hopfield
@@ -20,6 +21,7 @@ PROOFS = {
     for proof in (
         check,
         check_additive,
+        check_append,
         check_decode,
         check_encoding,
         check_hopfield,

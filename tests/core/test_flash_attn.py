@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastattn import flash_attn, scaled_dot_product_attention, varlen_attention
+from fastattn import decode_attention, flash_attn, scaled_dot_product_attention, varlen_attention
 
 # Of flash-attn 2.8, in order: https://github.com/Dao-AILab/flash-attention
 _COMMON = "dropout_p softmax_scale causal window_size softcap alibi_slopes deterministic "
@@ -96,10 +96,32 @@ def test_with_kvcache_appends_and_is_func_of_what_is_there(qkv: list[Tensor]) ->
     torch.testing.assert_close(lse, want_lse)
     assert torch.equal(caches[0][entries.long(), :9], k)
     assert out.is_contiguous()
-    with pytest.raises(NotImplementedError, match="rotary_cos must be None; rotate q and k"):
+    with pytest.raises(NotImplementedError, match="several queries must be causal or in a window"):
         flash_attn.flash_attn_with_kvcache(q, *caches, rotary_cos=q)
-    with pytest.raises(NotImplementedError, match="cache_leftpad must be None"):
-        flash_attn.flash_attn_with_kvcache(q, *caches, cache_leftpad=lengths)
+    padded = flash_attn.flash_attn_with_kvcache(
+        q, *caches, cache_seqlens=lengths + 5, cache_batch_idx=entries, causal=True,
+        cache_leftpad=torch.tensor([2, 2]),
+    )  # fmt: skip
+    torch.testing.assert_close(
+        padded[:, -1:], flash_attn.flash_attn_func(q[:, -1:], k[:, 2:], v[:, 2:])
+    )
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_with_kvcache_rotates(qkv: list[Tensor], interleaved: bool) -> None:
+    q, k, v = qkv
+    caches = [torch.zeros(2, 20, 2, 8) for _ in range(2)]
+    turns = torch.randn(20, 4)
+    tables = {"rotary_cos": turns.cos(), "rotary_sin": turns.sin()}
+    given = {"is_causal": True, "layout": "bnhd", "rotary_interleaved": interleaved}
+    new = {"key": k[:, :5], "value": v[:, :5]}
+    lengths = torch.tensor([4, 15])
+    want = decode_attention(q, *caches, lengths, **new, **tables, **given)
+    got = flash_attn.flash_attn_with_kvcache(
+        q, *caches, *new.values(), *tables.values(), lengths, causal=True,
+        rotary_interleaved=interleaved,
+    )  # fmt: skip
+    assert torch.equal(got, want)
 
 
 def test_what_is_not_there_says_so(qkv: list[Tensor]) -> None:

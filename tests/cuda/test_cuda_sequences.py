@@ -19,9 +19,9 @@ from torch import Tensor
 from fastattn import dispatch, masks
 from fastattn.backends import reference
 from fastattn.backends.primitives import (
+    AppendOptions,
     AttentionBackwardOptions,
     DecodeOptions,
-    NoOptions,
     VarlenOptions,
 )
 from fastattn.testing import oracle
@@ -151,10 +151,10 @@ def test_append_writes_behind_each_sequence_and_nowhere_else(
     entries = torch.tensor([4, 2]) if way == "entries" else None
     lengths = torch.tensor([7, 2] if way == "paged" else [5, 0])
     want = [cache.clone() for cache in caches]
-    reference.append_to_cache(*want, *new, lengths, table, entries)
+    reference.append_to_cache(*want, *new, lengths, table, entries, options=AppendOptions())
     tensors = (*caches, *new, lengths, table, entries)
-    assert _why_not(adapter, "append_to_cache", tensors, NoOptions()) == []
-    adapter.append_to_cache(*tensors)
+    assert _why_not(adapter, "append_to_cache", tensors, AppendOptions()) == []
+    adapter.append_to_cache(*tensors, options=AppendOptions())
     for got, expected in zip(caches, want, strict=True):
         assert torch.equal(got, expected)
 
@@ -176,7 +176,7 @@ def test_reasons_against_a_call(adapter: ModuleType) -> None:
     x = torch.zeros(1, 2, 8, 4, dtype=torch.float16)
     for op, tensors, options in (
         ("decode_attention", (x, x, x), cached),
-        ("append_to_cache", (x, x, x, x), NoOptions()),
+        ("append_to_cache", (x, x, x, x), AppendOptions()),
     ):
         reasons = _why_not(adapter, op, (*tensors, length, table.expand(1, -1)), options)
         assert reasons == ["the cache has more than 1073741824 keys of a sequence, or entries"]
@@ -220,7 +220,7 @@ for name, at in (("paged", 3), ("paged", 4), ("entries", 3), ("entries", 5), ("r
         args[at] = torch.full_like(args[at], wrong)
         adapter.decode_attention(*args, options=inputs.options)
         new = [torch.zeros(4, 2, 3, x.shape[3]) for x in args[1:3]]
-        adapter.append_to_cache(*args[1:3], *new, *args[3:6])
+        adapter.append_to_cache(*args[1:3], *new, *args[3:6], options=AppendOptions())
 """
 
 
@@ -291,6 +291,6 @@ def test_places_beyond_two_to_the_31_elements(adapter: ModuleType) -> None:
     )
     assert torch.equal(got[0], want[0])
     new = [normal(1, 2, 4, 16) for _ in range(2)]
-    adapter.append_to_cache(*caches, *new, lengths, table)
-    adapter.append_to_cache(keys, values, *new, lengths, table)
+    adapter.append_to_cache(*caches, *new, lengths, table, options=AppendOptions())
+    adapter.append_to_cache(keys, values, *new, lengths, table, options=AppendOptions())
     assert torch.equal(caches[0], keys)

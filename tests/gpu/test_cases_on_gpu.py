@@ -45,7 +45,8 @@ def _judge(proof: Proof, case: Any, dtype: torch.dtype, target: OnGpu) -> None:
     [
         pytest.param(proof, case, id=f"{name}-{case.name}")
         for name, proof in PROOFS.items()
-        if name != "luong_attention"  # its windows have no kernel on a GPU
+        # The windows of one have no kernel on a GPU; the other one writes to its arguments.
+        if name not in ("luong_attention", "append_to_cache")
         for case in proof.cases
     ],
 )

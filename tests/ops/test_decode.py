@@ -149,6 +149,50 @@ def test_a_number_or_nothing_is_a_length_of_all(backend: str) -> None:
     assert torch.equal(short, want)
 
 
+def test_a_page_holds_less_than_what_is_appended(backend: str) -> None:
+    """A prompt in one call, then caches of different lengths together with an empty one."""
+    given = caches()
+    prompt, values = torch.randn(2, 3, 2, 11, 8)
+    pages = [torch.full((9, 2, 4, 8), torch.nan) for _ in range(2)]
+    table = torch.tensor([[7, 2, 0], [1, 8, 3], [4, 6, 5]])
+    query = torch.randn(3, 4, 11, 8)
+    out = decode_attention(
+        query, *pages, 0, key=prompt, value=values, block_table=table, is_causal=True
+    )
+    want = scaled_dot_product_attention(query, prompt, values, is_causal=True, enable_gqa=True)
+    torch.testing.assert_close(out, want)
+    lengths = torch.tensor([11, 0, 5])
+    out = decode_attention(given["query"][:, :, :1], *pages, lengths, block_table=table)
+    for b, n in enumerate(lengths.tolist()):
+        one = (x[b : b + 1] for x in (given["query"][:, :, :1], prompt[:, :, :n], values[:, :, :n]))
+        torch.testing.assert_close(
+            out[b : b + 1], scaled_dot_product_attention(*one, enable_gqa=True)
+        )
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_padding_before_a_sequence_changes_nothing_but_positions(backend: str, paged: bool) -> None:
+    if backend == "triton":
+        pytest.skip("it has no cache_leftpad")
+    given = caches()
+    padding, lengths = torch.tensor([3, 0, 7]), torch.tensor([10, 4, 8])
+    keys, values = (given.pop(name) for name in ("key_cache", "value_cache"))
+    new = {name: given.pop(name) for name in ("key", "value")}
+    places = [torch.full_like(x, torch.nan) for x in (keys, values)]
+    for place, x in zip(places, (keys, values), strict=True):
+        for b, (first, n) in enumerate(zip(padding.tolist(), lengths.tolist(), strict=True)):
+            place[b, :, first:n] = x[b, :, : n - first]
+    want = decode_attention(**given | new | {"cache_seqlens": lengths - padding},
+                            key_cache=keys, value_cache=values, is_causal=True)  # fmt: skip
+    if paged:
+        given["block_table"] = torch.arange(9).view(3, 3)
+        places = [x.unflatten(2, (3, 4)).transpose(1, 2).flatten(0, 1) for x in places]
+    caches_of = dict(zip(("key_cache", "value_cache"), places, strict=True))
+    got = decode_attention(**given | new | caches_of | {"cache_seqlens": lengths},
+                           cache_leftpad=padding, is_causal=True)  # fmt: skip
+    torch.testing.assert_close(got, want)
+
+
 def _bad() -> list[tuple[dict[str, Any], type[Exception], str]]:
     x, n = torch.zeros(3, 2, 12, 8), torch.tensor([4, 0, 9])
     learnt = torch.zeros(3, 4, 2, 8, requires_grad=True)
@@ -181,6 +225,10 @@ def _bad() -> list[tuple[dict[str, Any], type[Exception], str]]:
             "block_table and cache_batch_idx must not be given together",
         ),
         ({"key_cache": torch.zeros(4, 2, 12, 8)}, ValueError, "same entries and lengths"),
+        ({"cache_leftpad": n + 1}, ValueError, "at most the 4 keys of the sequence, got 5"),
+        ({"cache_leftpad": -n}, ValueError, "cache_leftpad must be at least 0 .* got -4"),
+        ({"cache_leftpad": n.float()}, TypeError, "cache_leftpad must be int32 or int64"),
+        ({"cache_leftpad": n[:2]}, ValueError, "a row for each of the 3 sequences, got 2"),
         ({"layout": "nhd"}, ValueError, "layout must be 'bhnd' or 'bnhd', got 'nhd'"),
         ({"window": (1,)}, TypeError, "decode_attention: window must be None or a pair"),
         ({"is_causal": None}, TypeError, "argument 'is_causal' must be bool"),
@@ -206,6 +254,12 @@ def test_pages_and_entries_that_are_not_there(native: Any, append: bool) -> None
     for table in ([[0], [3], [1]], [[-1], [0], [0]]):
         with pytest.raises(ValueError, match="must name one of the 3 pages, got"):
             decode_attention(**given | {"cache_seqlens": 3}, block_table=torch.tensor(table))
+    if not append:
+        one = torch.tensor([1])
+        caches_of = (x[:1] for x in (given["query"], given["key_cache"], given["value_cache"]))
+        args = (*caches_of, one, *[None] * 6, 2 * one, 0.3, -1, -1, 0.0, "cpu")
+        with pytest.raises(ValueError, match="cache_leftpad must be between 0 and the 1 keys"):
+            torch.ops.fastattn.decode_attention(*args)
     with pytest.raises(ValueError, match="cache_batch_idx must name one of the 3 entries"):
         decode_attention(**given, cache_batch_idx=torch.tensor([0, 1, 3]))
     assert torch.equal(before, given["key_cache"])
@@ -261,13 +315,14 @@ def test_compiled_equals_eager_without_graph_breaks(
 def test_opcheck(backend: str) -> None:
     query, keys, values, lengths, key, value = operands()
     slopes, values_of = torch.rand(1, 4), (0.3, 5, 0, 2.0, "")
-    args = (query, keys, values, lengths, None, None, slopes, None, None, None, *values_of)
+    args = (query, keys, values, lengths, None, None, slopes, *[None] * 4, *values_of)
     torch.library.opcheck(torch.ops.fastattn.decode_attention.default, args)
     table = torch.tensor([[0], [1], [2]], dtype=torch.int32)
     more = (
         torch.rand(1, 4),
         torch.rand(1, 4, 25),
         masks.cache_program("test", masks.causal(), query, 12, lengths),
+        torch.tensor([1, 0, 2]),
     )
     args = (query, keys, values, lengths, table, None, None, *more, *values_of)
     torch.library.opcheck(torch.ops.fastattn.decode_attention.default, args)
@@ -289,7 +344,7 @@ def test_vmap(backend: str) -> None:
 def test_the_operator_has_no_gradient() -> None:
     query, keys, values, lengths, _, _ = operands()
     query.requires_grad_()
-    args = (query, keys, values, lengths, *[None] * 6, 0.3, -1, -1, 0.0, "")
+    args = (query, keys, values, lengths, *[None] * 7, 0.3, -1, -1, 0.0, "")
     out, _ = torch.ops.fastattn.decode_attention(*args)
     with pytest.raises(RuntimeError, match="decode_attention has no gradient"):
         out.sum().backward()

@@ -28,6 +28,7 @@ STEPS = {
     "scaled_dot_product_attention": 16,
     "varlen_attention": 4,
     "decode_attention": 4,
+    "append_to_cache": 4,
     "merge_states": 1,
     "additive_attention": 1,
 }

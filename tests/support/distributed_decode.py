@@ -144,7 +144,8 @@ def definition(case: Case) -> dict[str, Tensor]:
     }
     _, (*call, options), new = decode.prepare(**arguments(case, tensors))
     if new is not None:
-        reference.append_to_cache(*new)
+        tensors, append = new
+        reference.append_to_cache(*tensors, options=append)
     out, lse = reference.decode_attention(*call, options=options)
     return {"out": out.transpose(1, 2) if case.layout == "bnhd" else out, "lse": lse}
 

@@ -7,7 +7,7 @@ namespace fastattn {
 namespace FASTATTN_ISA {
 namespace {
 
-// ---- Keys visible by position: i + offset - left <= j <= i + offset + right ---------------------
+// ---- Keys visible by position: i + offset - left <= j <= i + offset + right, k_begin <= j --------
 
 struct Range {
   int64_t begin, end;
@@ -15,8 +15,8 @@ struct Range {
 
 // Keys visible to at least one of the queries [i0, i1), within [0, Lk).
 FASTATTN_INLINE Range visible_to_any(const AttentionParams& p, int64_t i0, int64_t i1) {
-  Range r{0, p.Lk};
-  if (p.window_left >= 0) r.begin = max_of<int64_t>(0, i0 + p.offset - p.window_left);
+  Range r{p.k_begin, p.Lk};
+  if (p.window_left >= 0) r.begin = max_of(p.k_begin, i0 + p.offset - p.window_left);
   if (p.window_right >= 0) r.end = min_of<int64_t>(p.Lk, i1 + p.offset + p.window_right);
   if (r.end < r.begin) r.end = r.begin;
   return r;
@@ -24,8 +24,8 @@ FASTATTN_INLINE Range visible_to_any(const AttentionParams& p, int64_t i0, int64
 
 // Keys visible to all of them; keys outside need a comparison per lane.
 FASTATTN_INLINE Range visible_to_all(const AttentionParams& p, int64_t i0, int64_t i1) {
-  Range r{0, p.Lk};
-  if (p.window_left >= 0) r.begin = i1 - 1 + p.offset - p.window_left;
+  Range r{p.k_begin, p.Lk};
+  if (p.window_left >= 0) r.begin = max_of(p.k_begin, i1 - 1 + p.offset - p.window_left);
   if (p.window_right >= 0) r.end = i0 + p.offset + p.window_right + 1;
   return r;
 }
@@ -69,7 +69,7 @@ FASTATTN_INLINE ScoreRule<T> make_rule(const AttentionParams& p) {
   // fp64 too: no wider type can carry a maximum between the two units without rounding.
   rule.natural =
       additive || p.softcap > 0 || p.alibi != nullptr || !(p.scale > 0) || kSame<T, double>;
-  rule.excludes = has_bias(p) || p.window_left >= 0 || p.window_right >= 0;
+  rule.excludes = has_bias(p) || p.window_left >= 0 || p.window_right >= 0 || p.k_begin > 0;
   rule.scale = static_cast<T>(p.scale);
   rule.softcap = static_cast<T>(p.softcap);
   rule.cap_unit = static_cast<T>(p.scale / p.softcap * kTanhUnit<double>);
@@ -205,8 +205,9 @@ FASTATTN_INLINE void apply_rule(const AttentionParams& p, const ScoreRule<T>& ru
     const bool edge = j < all.begin || j >= all.end;
     const bool biased = bias.tile != nullptr && (j < bias.clear.begin || j >= bias.clear.end);
     // Lane l is query i0 + l; key j is visible to it iff low <= l <= high.
-    const T low =
-        p.window_right >= 0 ? static_cast<T>(j - p.offset - p.window_right - i0) : -kInf<T>;
+    const T low = j < p.k_begin         ? kInf<T>
+                  : p.window_right >= 0 ? static_cast<T>(j - p.offset - p.window_right - i0)
+                                        : -kInf<T>;
     const T high = p.window_left >= 0 ? static_cast<T>(j - p.offset + p.window_left - i0) : kInf<T>;
     const T distance = static_cast<T>(i0 + p.offset - j);
     T* row = S + r * kVectors * W;

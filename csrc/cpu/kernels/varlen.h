@@ -30,6 +30,7 @@ class Sequences {
     if (q_packed) s.Lq = t.q_starts[b + 1] - t.q_starts[b];
     s.Lk = k_packed ? t.k_starts[b + 1] - t.k_starts[b] : t.k_lengths[b];
     s.offset = t.bottom_right ? s.Lk - s.Lq : 0;
+    if (t.k_begins != nullptr) s.k_begin = t.k_begins[b];
 
     const int dim = q_packed ? 2 : 0;
     const int64_t q_at = q_packed ? t.q_starts[b] : b;

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from fastattn import _cpu
 from fastattn.backends._alloc import empty_output
-from fastattn.backends._operands import with_columns_together
+from fastattn.backends._operands import address, operand, with_columns_together
 from fastattn.backends.cpu.operands import DTYPES, optional_operands
-from fastattn.backends.primitives import DecodeOptions
+from fastattn.backends.primitives import AppendOptions, DecodeOptions
 
 # Of the kernel on vectors: the query rows per key head up to which reading pages is faster than
 # gathering them, and the most elements of a row.
@@ -28,6 +28,7 @@ def decode_attention(
     sinks: Tensor | None = None,  # [1, Hq]
     relative_bias: Tensor | None = None,  # [1, Hq, 2 M + 1]
     mask_program: Tensor | None = None,  # [size] int32, for a cache
+    cache_leftpad: Tensor | None = None,  # [B] int64
     *,
     options: DecodeOptions,
 ) -> tuple[Tensor, Tensor]:
@@ -47,6 +48,7 @@ def decode_attention(
         entries, keys, block_table = batch, key_cache.shape[2], None
     table = None if block_table is None else _rows(block_table)
     lengths = cache_seqlens.contiguous()
+    begins = None if cache_leftpad is None else cache_leftpad.contiguous()
     chosen = None if cache_batch_idx is None else cache_batch_idx.contiguous()
     if relative_bias is not None:
         relative_bias = with_columns_together(relative_bias)
@@ -66,7 +68,7 @@ def decode_attention(
         lse.data_ptr(),
         options,
         optional_operands(batch, heads, None, *biases),
-        _cache(lengths, chosen, table, keys),
+        _cache(lengths, chosen, table, keys, begins),
         entries,
     )
     return out, lse
@@ -80,24 +82,50 @@ def append_to_cache(
     cache_seqlens: Tensor,  # [B] int64, without the new rows
     block_table: Tensor | None = None,  # [B, P] int32
     cache_batch_idx: Tensor | None = None,  # [B] int64
-) -> None:
+    rotary_cos: Tensor | None = None,  # [M, R / 2]
+    rotary_sin: Tensor | None = None,  # [M, R / 2]
+    rotary_positions: Tensor | None = None,  # [B, L] int64
+    query: Tensor | None = None,  # [B, Hq, Lq, D]
+    *,
+    options: AppendOptions,
+) -> Tensor | None:
     """Append the new keys and values to those of each sequence, in place."""
     batch, kv_heads, rows, width = key.shape
     entries, _, keys, value_width = value_cache.shape
     table = None if block_table is None else _rows(block_table)
     lengths = cache_seqlens.contiguous()
     chosen = None if cache_batch_idx is None else cache_batch_idx.contiguous()
+    heads, queries, rotated, rotary = 0, 0, None, {}
+    if rotary_cos is not None and rotary_sin is not None and query is not None:
+        heads, queries = query.shape[1:3]
+        rotated = empty_output(query, width)
+        positions = None if rotary_positions is None else rotary_positions.contiguous()
+        rotary = {
+            "rotary_pairs": rotary_cos.shape[1],
+            "query": operand(query),
+            "rotated": operand(rotated),
+            "rotary_cos": operand(rotary_cos[None, None]),
+            "rotary_sin": operand(rotary_sin[None, None]),
+            "tables_are_f32": rotary_cos.dtype == torch.float32,
+            "rotary_rows": rotary_cos.shape[0],
+            "positions": address(positions),
+        }
+    sizes = (batch, heads, kv_heads, queries, rows, _capacity(keys, table))
     _cpu.append_to_cache(
-        key.itemsize,
-        (batch, kv_heads, rows, _capacity(keys, table), width, value_width, entries),
+        DTYPES[key.dtype],
+        torch.get_num_threads(),
+        (*sizes, width, value_width, entries),
+        options,
         {
-            "key": (key.data_ptr(), key.stride()),
-            "value": (value.data_ptr(), value.stride()),
-            "key_cache": (key_cache.data_ptr(), key_cache.stride()),
-            "value_cache": (value_cache.data_ptr(), value_cache.stride()),
+            "key": operand(key),
+            "value": operand(value),
+            "key_cache": operand(key_cache),
+            "value_cache": operand(value_cache),
         },
+        rotary,
         _cache(lengths, chosen, table, keys),
     )
+    return rotated
 
 
 def _capacity(keys: int, table: Tensor | None) -> int:
@@ -106,13 +134,18 @@ def _capacity(keys: int, table: Tensor | None) -> int:
 
 
 def _cache(
-    lengths: Tensor, entries: Tensor | None, table: Tensor | None, keys: int
+    lengths: Tensor,
+    entries: Tensor | None,
+    table: Tensor | None,
+    keys: int,
+    begins: Tensor | None = None,
 ) -> dict[str, int]:
     """The operands that locate the keys of each sequence; the tensors must outlive the call."""
     return {
         "lengths": lengths.data_ptr(),
-        "entries": 0 if entries is None else entries.data_ptr(),
-        "block_table": 0 if table is None else table.data_ptr(),
+        "begins": address(begins),
+        "entries": address(entries),
+        "block_table": address(table),
         "block_table_stride": 0 if table is None else table.stride(0),
         "page_size": 0 if table is None else keys,
     }

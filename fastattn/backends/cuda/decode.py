@@ -23,7 +23,7 @@ from fastattn.backends.cuda.operands import (
     optional_operands,
     why_not_dtype,
 )
-from fastattn.backends.primitives import DecodeOptions
+from fastattn.backends.primitives import AppendOptions, DecodeOptions
 
 __all__ = ["append_to_cache", "decode_attention", "why_not", "why_not_append"]
 
@@ -120,6 +120,8 @@ def append_to_cache(
     cache_seqlens: Tensor,  # [B] int64, without the new rows
     block_table: Tensor | None = None,  # [B, P] int32
     cache_batch_idx: Tensor | None = None,  # [B] int64
+    *,
+    options: AppendOptions,
 ) -> None:
     """Append the new keys and values to those of each sequence, in place."""
     batch, kv_heads, rows, width = key.shape

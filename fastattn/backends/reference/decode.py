@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastattn.backends.primitives import AttentionOptions, DecodeOptions
+from fastattn.backends.primitives import AppendOptions, AttentionOptions, DecodeOptions
+from fastattn.backends.reference._masked import compute_dtype
 from fastattn.backends.reference.sdpa import attend
 
-__all__ = ["append_to_cache", "decode_attention"]
+__all__ = ["append_to_cache", "decode_attention", "rotate"]
 
 
 def decode_attention(
@@ -22,13 +23,15 @@ def decode_attention(
     sinks: Tensor | None = None,  # [1, Hq]
     relative_bias: Tensor | None = None,  # [1, Hq, 2 M + 1]
     mask_program: Tensor | None = None,  # [size] int32, for a cache of P * N keys
+    cache_leftpad: Tensor | None = None,  # [B] int64
     *,
     options: DecodeOptions,
 ) -> tuple[Tensor, Tensor]:
     """Return ``(out [B, Hq, Lq, Dv], lse [B, Hq, Lq])``: attention over the first keys of a cache.
 
     Sequence b uses the first cache_seqlens[b] keys of its entry, or of the pages in its row of the
-    block table. Its last query is at the position of the last of these keys.
+    block table, without the first cache_leftpad[b]. Its last query is at the position of the last
+    of these keys.
     """
     key, value = (_of_sequences(x, query, block_table, cache_batch_idx) for x in (
         key_cache, value_cache))  # fmt: skip
@@ -37,11 +40,14 @@ def decode_attention(
     rows = torch.arange(query.shape[2], device=query.device)[:, None]
     # Keys beyond a sequence have no distance; 0 is in every table.
     distance = torch.where(position < lengths, rows + lengths - query.shape[2] - position, 0)
+    filled = position < lengths
+    if cache_leftpad is not None:
+        filled = filled & (position >= cache_leftpad[:, None, None, None])
     out, lse, _ = attend(
         query,
         key,
         value,
-        position < lengths,
+        filled,
         alibi_slopes,
         None,
         AttentionOptions(**vars(options)),
@@ -61,9 +67,25 @@ def append_to_cache(
     cache_seqlens: Tensor,  # [B] int64, before the new rows are added
     block_table: Tensor | None = None,  # [B, P] int32
     cache_batch_idx: Tensor | None = None,  # [B] int64
-) -> None:
-    """Append the new keys and values to each sequence, in place."""
+    rotary_cos: Tensor | None = None,  # [M, R / 2]
+    rotary_sin: Tensor | None = None,  # [M, R / 2]
+    rotary_positions: Tensor | None = None,  # [B, L] int64; None: the index of the row
+    query: Tensor | None = None,  # [B, Hq, Lq, D], of the last Lq new tokens
+    *,
+    options: AppendOptions,
+) -> Tensor | None:
+    """Append the new keys and values to each sequence, in place.
+
+    With tables of angles the keys are rotated before; return the rotated queries.
+    """
     at = cache_seqlens[:, None] + torch.arange(key.shape[2], device=key.device)  # [B, L]
+    rotated = None
+    if rotary_cos is not None and rotary_sin is not None and query is not None:
+        positions = at if rotary_positions is None else rotary_positions
+        cos, sin = rotary_cos[positions], rotary_sin[positions]  # [B, L, R / 2]
+        interleaved, first = options.rotary_interleaved, key.shape[2] - query.shape[2]
+        key = rotate(key, cos, sin, interleaved)
+        rotated = rotate(query, cos[:, first:], sin[:, first:], interleaved)
     if block_table is not None:
         page = key_cache.shape[2]
         entry = block_table.long().gather(1, at // page)
@@ -74,6 +96,22 @@ def append_to_cache(
         entry = torch.arange(key.shape[0], device=key.device)[:, None]
     key_cache[entry, :, at] = key.transpose(1, 2)
     value_cache[entry, :, at] = value.transpose(1, 2)
+    return rotated
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """The rows of x [B, H, L, D], rotated by the angles of cos and sin [B, L, R / 2].
+
+    The columns (a, b) of a pair become (a cos - b sin, a sin + b cos).
+    """
+    compute = compute_dtype(x.dtype)
+    cos, sin = cos.to(compute)[:, None], sin.to(compute)[:, None]
+    pairs = cos.shape[-1]
+    turned, rest = x[..., : 2 * pairs].to(compute), x[..., 2 * pairs :]
+    of_pairs = turned.unflatten(-1, (pairs, 2) if interleaved else (2, pairs))
+    a, b = of_pairs.unbind(-1 if interleaved else -2)
+    both = torch.stack([a * cos - b * sin, a * sin + b * cos], -1 if interleaved else -2)
+    return torch.cat([both.flatten(-2).to(x.dtype), rest], -1)
 
 
 def _of_sequences(

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fastattn.backends._alloc import empty_output
-from fastattn.backends.primitives import DecodeOptions
+from fastattn.backends.primitives import AppendOptions, DecodeOptions
 from fastattn.backends.triton._attend import options_of, positive_scale, widths_of
 from fastattn.backends.triton._core import Operand
 from fastattn.backends.triton._decode_kernels import (
@@ -118,6 +118,8 @@ def append_to_cache(
     cache_seqlens: Tensor,  # [B] int64, without the new rows
     block_table: Tensor | None = None,  # [B, P] int32
     cache_batch_idx: Tensor | None = None,  # [B] int64
+    *,
+    options: AppendOptions,
 ) -> None:
     """Append the new keys and values to those of each sequence, in place."""
     cache = _cache(key_cache, cache_seqlens, block_table, cache_batch_idx)

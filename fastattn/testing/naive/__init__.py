@@ -12,6 +12,7 @@ digits.
 from __future__ import annotations
 
 from fastattn.testing.naive.additive import additive_attention
+from fastattn.testing.naive.append import append_to_cache
 from fastattn.testing.naive.encode_memory import encode_memory
 from fastattn.testing.naive.hopfield import hopfield_retrieve
 from fastattn.testing.naive.luong import luong_attention
@@ -24,6 +25,7 @@ from fastattn.testing.naive.sdpa import (
 
 __all__ = [
     "additive_attention",
+    "append_to_cache",
     "encode_memory",
     "hopfield_retrieve",
     "luong_attention",

@@ -1,0 +1,186 @@
+"""The cases of ``append_to_cache`` and their proof.
+
+All elements of the caches before the call are NaN. Besides the new rows no byte may change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattn import dispatch
+from fastattn.backends import reference
+from fastattn.backends.primitives import AppendOptions
+from fastattn.testing import memory
+from fastattn.testing.calls import double
+from fastattn.testing.cases import FLOATS
+from fastattn.testing.draws import numbers_of
+from fastattn.testing.verdict import Proof, Results
+
+__all__ = ["APPEND_CASES", "AppendCase", "AppendInputs", "check_append", "make_append"]
+
+
+@dataclass(frozen=True)
+class AppendCase:
+    """One call of ``append_to_cache``."""
+
+    name: str
+    lengths: tuple[int, ...] = (5, 0, 17)  # before
+    rows: int = 3  # to append
+    capacity: int = 40  # keys per entry, or per row of the block table
+    page: int = 0  # keys per page; 0: not paged
+    shuffled: bool = False  # the order of entries differs from that of the sequences
+    heads: int = 4
+    kv_heads: int = 2
+    queries: int = 3
+    head_dim: int = 32
+    value_dim: int | None = None
+    rotary: int = 0  # rotated columns; 0: no rotation
+    interleaved: bool = False
+    positions: str | None = None  # bl: any positions for each sequence
+    own_tables: bool = False  # of query's dtype, else float32
+    layouts: tuple[str, str] = ("contiguous", "contiguous")  # of the new rows and of the caches
+    dtypes: tuple[torch.dtype, ...] = FLOATS
+    slow: bool = False
+
+
+def _cases() -> Iterator[AppendCase]:
+    base = AppendCase("plain")
+    half = replace(base, rotary=32)
+    pairs = replace(half, interleaved=True)
+    yield base
+    yield replace(base, name="entries", shuffled=True)
+    yield replace(base, name="more-than-a-page", page=4, rows=11)
+    for case, label in ((half, "half"), (pairs, "pairs")):
+        yield replace(case, name=label)
+        yield replace(case, name=f"{label}-entries", shuffled=True, queries=1)
+        yield replace(case, name=f"{label}-pages", page=4, rows=11, queries=11)
+        yield replace(case, name=f"{label}-positions", positions="bl", own_tables=True)
+        for width, rotary in ((32, 16), (33, 2), (100, 100), (128, 64), (7, 6), (576, 64)):
+            some = replace(case, head_dim=width, rotary=rotary, value_dim=20)
+            some = replace(some, dtypes=FLOATS if rotary == 6 else (torch.float32,))
+            yield replace(some, name=f"{label}-{rotary}-of-{width}")
+        for layout in ("blhd", "unaligned", "sliced", "every_second", "transposed"):
+            some = replace(case, layouts=(layout, layout), dtypes=(torch.float32,))
+            yield replace(some, name=f"{label}-layout-{layout}")
+        mixed = replace(case, layouts=("every_second", "contiguous"))
+        yield replace(mixed, name=f"{label}-layout-mixed")
+        yield replace(case, name=f"{label}-nothing", rows=0, queries=0)
+        yield replace(case, name=f"{label}-no-queries", queries=0)
+        yield replace(case, name=f"{label}-no-sequences", lengths=())
+    yield replace(half, name="many", rows=300, capacity=400, queries=1, heads=1, kv_heads=1)
+
+
+APPEND_CASES = tuple(_cases())
+
+
+@dataclass(frozen=True)
+class AppendInputs:
+    """The primitive's arguments, and where the new rows are."""
+
+    args: tuple[Tensor | None, ...]
+    options: AppendOptions
+    places: tuple[Tensor, Tensor]  # entries and rows of the caches, [B, L]
+
+
+def make_append(case: AppendCase, dtype: torch.dtype, *, fence: bool = False) -> AppendInputs:
+    """Return the tensors of ``case``, equal from call to call, in poisoned memory."""
+    draw, normal = numbers_of(case.name)
+    batch, page = len(case.lengths), case.page or case.capacity
+    pages = -(-case.capacity // page) if case.page else 1
+    value_dim = case.head_dim if case.value_dim is None else case.value_dim
+    order = torch.arange(batch * pages + 3)
+    if case.page or case.shuffled:
+        order = torch.randperm(batch * pages + 3, generator=draw)
+    entries = batch if not (case.page or case.shuffled) else len(order)
+    table = order[: batch * pages].view(batch, pages)
+    lengths = torch.tensor(case.lengths, dtype=torch.int64)
+
+    def new(heads: int, rows: int, width: int) -> Tensor:
+        x = 2 * normal(batch, heads, rows, width)
+        return memory.place(x.to(dtype), case.layouts[0], fence=fence)
+
+    def cache(width: int) -> Tensor:
+        empty = torch.full((entries, case.kv_heads, page, width), torch.nan, dtype=dtype)
+        return memory.place(empty, case.layouts[1], fence=fence)
+
+    rotary: list[Tensor | None] = []
+    if case.rotary:
+        angles = 3 * normal(case.capacity, case.rotary // 2)
+        wide = torch.promote_types(dtype, torch.float32) if not case.own_tables else dtype
+        rotary = [memory.place_any(x.to(wide), fence=fence) for x in (angles.cos(), angles.sin())]
+        positions = None
+        if case.positions is not None:
+            positions = torch.randint(case.capacity, (batch, case.rows), generator=draw)
+        rotary += [positions, new(case.heads, case.queries, case.head_dim)]
+    at = lengths[:, None] + torch.arange(case.rows)  # [B, L]
+    places = (table.gather(1, at // page) if case.page else table[:, :1].expand_as(at), at % page)
+    caches = cache(case.head_dim), cache(value_dim)
+    keys = new(case.kv_heads, case.rows, case.head_dim), new(case.kv_heads, case.rows, value_dim)
+    where = (table.int() if case.page else None, table[:, 0] if case.shuffled else None)
+    options = AppendOptions(rotary_interleaved=case.interleaved)
+    return AppendInputs((*caches, *keys, lengths, *where, *rotary), options, places)
+
+
+def _run(backend: Any, inputs: AppendInputs) -> Results:
+    """The new rows, the rotated queries, and the number of bytes that changed elsewhere."""
+    before, rest = inputs.args[:2], inputs.args[2:]
+    caches = [_copied(x) for x in before if x is not None]
+    function = backend.append_to_cache
+    args = dispatch.taken_by(function, (*caches, *rest))
+    rotated = function(*args, options=inputs.options)
+    results = {} if rotated is None else {"query": rotated}
+    entry, row = inputs.places
+    changed = 0
+    for name, cache, old in zip(("key", "value"), caches, before, strict=True):
+        assert old is not None
+        results[name] = cache[entry, :, row].transpose(1, 2).clone()
+        cache[entry, :, row] = old[entry, :, row]
+        changed += int((_bytes(cache) != _bytes(old)).sum())
+    results["changed"] = torch.tensor([changed], dtype=torch.float64)
+    return results
+
+
+def _copied(x: Tensor) -> Tensor:
+    """The same view of a copy of the whole memory."""
+    whole = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage().clone())
+    return whole.as_strided(x.shape, x.stride(), x.storage_offset())
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage())
+
+
+def _define(backend: Any, inputs: AppendInputs) -> Results:
+    """The same results in float64, by operations that have rules of rounding."""
+    args = double(inputs.args)
+    caches = [x.clone() for x in args[:2]]
+    rotated = backend.append_to_cache(*caches, *args[2:], options=inputs.options)
+    entry, row = inputs.places
+    key, value = (x[entry, :, row].transpose(1, 2) for x in caches)
+    results = {} if rotated is None else {"query": rotated}
+    return results | {"key": key, "value": value, "changed": torch.zeros(1).double()}
+
+
+def _watched(inputs: AppendInputs) -> dict[str, Tensor | None]:
+    names = ("seqlens", "table", "entries", "cos", "sin", "positions", "query")
+    tensors = zip(("key", "value", *names), inputs.args[2:], strict=False)
+    caches = zip(("key_cache", "value_cache"), inputs.args, strict=False)  # `_run` copies them
+    return {**dict(tensors), **dict(caches)}
+
+
+check_append = Proof(
+    "append_to_cache",
+    APPEND_CASES,
+    make=make_append,
+    watched=_watched,
+    primitive=lambda inputs: (inputs.args, inputs.options),
+    run=_run,
+    definition=lambda inputs: _define(reference, inputs),
+    extended=_define,
+    dtypes=lambda inputs: {"changed": torch.float64},
+)

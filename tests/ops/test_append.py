@@ -1,0 +1,210 @@
+"""Appending to a cache: rotation of the new keys and queries, on every backend."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from fastattn import decode_attention, explain, masks, use_backend
+from fastattn.testing import Target, targets
+from fastattn.testing.append import APPEND_CASES, AppendCase, check_append
+
+pytestmark = pytest.mark.usefixtures("seeded")
+
+
+@pytest.mark.parametrize("case", APPEND_CASES, ids=lambda case: case.name)
+def test_within_the_bound(case: AppendCase) -> None:
+    for dtype, target in product(case.dtypes, targets()):
+        verdict = check_append(case, dtype, target)
+        assert not verdict.declined
+        assert verdict.ok, (target, verdict.faults)
+
+
+@pytest.mark.parametrize("case", APPEND_CASES[::3], ids=lambda case: case.name)
+def test_the_reference_is_within_the_bound(case: AppendCase) -> None:
+    verdict = check_append(case, torch.float32, Target("reference"))
+    assert verdict.ok, verdict.faults
+
+
+@pytest.fixture
+def backend(backend: str) -> str:
+    if backend == "triton":
+        pytest.skip("it has no rotation")
+    return backend
+
+
+def test_a_backend_without_a_rotation_says_so() -> None:
+    pytest.importorskip("triton")
+    given = operands() | dict(zip(("rotary_cos", "rotary_sin"), angles(14, 4), strict=True))
+    with (
+        use_backend("triton"),
+        pytest.raises(RuntimeError, match=r"append_to_cache: .*has no rotary_cos"),
+    ):
+        decode_attention(**given)
+
+
+LENGTHS = torch.tensor([4, 0, 9])
+
+
+def angles(positions: int, pairs: int) -> tuple[Tensor, Tensor]:
+    """The tables of RoPE."""
+    speed = 10000.0 ** -(torch.arange(pairs) / pairs)
+    turns = torch.arange(positions)[:, None] * speed
+    return turns.cos(), turns.sin()
+
+
+def operands(layout: str = "bhnd", queries: int = 2) -> dict[str, Any]:
+    """Three sequences in caches of 14 keys, and two new tokens of each."""
+
+    def normal(heads: int, length: int) -> Tensor:
+        x = torch.randn(3, heads, length, 8)
+        return x.transpose(1, 2).contiguous() if layout == "bnhd" else x
+
+    return {
+        "query": normal(4, queries),
+        "key_cache": normal(2, 14),
+        "value_cache": normal(2, 14),
+        "cache_seqlens": LENGTHS,
+        "key": normal(2, 2),
+        "value": normal(2, 2),
+        "layout": layout,
+        "is_causal": True,
+    }
+
+
+def rotated(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """x [B, H, L, 8] at positions [B, L], as transformers does it."""
+    cos, sin = cos[positions][:, None], sin[positions][:, None]
+    if interleaved:
+        cos, sin = (t.repeat_interleave(2, -1) for t in (cos, sin))
+        other = torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2)
+    else:
+        cos, sin = (torch.cat([t, t], -1) for t in (cos, sin))
+        other = torch.cat([-x[..., 4:], x[..., :4]], -1)
+    return x * cos + other * sin
+
+
+@pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("queries", [2, 1])
+def test_equals_a_rotation_before_the_call(
+    backend: str, layout: str, interleaved: bool, queries: int
+) -> None:
+    given, tables = operands(layout, queries), angles(14, 4)
+    before = {n: given[n].clone() for n in ("key_cache", "value_cache", "query", "key")}
+    options = {"rotary_cos": tables[0], "rotary_sin": tables[1]}
+    got = decode_attention(**given, **options, rotary_interleaved=interleaved)
+    assert torch.equal(given["query"], before["query"])
+    assert torch.equal(given["key"], before["key"])
+
+    want = {**given, **before}
+    at = LENGTHS[:, None] + torch.arange(2)
+    for name, positions in (("query", at[:, -queries:]), ("key", at)):
+        x = want[name] if layout == "bhnd" else want[name].transpose(1, 2)
+        x = rotated(x, positions, *tables, interleaved)
+        want[name] = x if layout == "bhnd" else x.transpose(1, 2)
+    assert_close(got, decode_attention(**want))
+    assert_close(given["key_cache"], want["key_cache"])
+    assert torch.equal(given["value_cache"], want["value_cache"])
+
+
+def test_siblings_of_a_draft_tree_share_a_position(backend: str) -> None:
+    given, tables = operands(), angles(14, 4)
+    options: dict[str, Any] = {"rotary_cos": tables[0], "rotary_sin": tables[1]}
+    options["mask"] = masks.draft_tree(torch.eye(2).bool())
+    positions = LENGTHS[:, None].expand(-1, 2)
+    together = decode_attention(**given, **options, rotary_positions=positions)
+    del options["mask"]
+    for token in range(2):
+        one = operands() | {n: given[n] for n in ("key_cache", "value_cache")}
+        one |= {n: given[n][:, :, token : token + 1] for n in ("query", "key", "value")}
+        assert_close(together[:, :, token : token + 1], decode_attention(**one, **options))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled(backend: str, dynamic: bool) -> None:
+    def call(cos: Tensor, sin: Tensor, **given: Any) -> Tensor:
+        return decode_attention(**given, rotary_cos=cos, rotary_sin=sin).sin()
+
+    compiled = torch.compile(call, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    want, tables = operands(), angles(14, 4)
+    got = {n: x.clone() if isinstance(x, Tensor) else x for n, x in want.items()}
+    assert_close(compiled(*tables, **got), call(*tables, **want))
+    assert torch.equal(got["key_cache"], want["key_cache"])
+
+
+def test_opcheck(backend: str) -> None:
+    given = operands()
+    tensors = [given[n] for n in ("key_cache", "value_cache", "key", "value", "cache_seqlens")]
+    args = (*tensors, None, None, *angles(14, 4), None, given["query"], True)
+    torch.library.opcheck(torch.ops.fastattn.append_to_cache.default, args)
+
+
+def test_explained() -> None:
+    assert explain(decode_attention, **operands(), rotary_cos=angles(14, 4)[0],
+                   rotary_sin=angles(14, 4)[1]).runs == "cpu"  # fmt: skip
+
+
+COS, SIN = angles(14, 4)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"rotary_sin": None}, ValueError, "rotary_cos and rotary_sin must be given together"),
+        ({"rotary_cos": 1}, TypeError, "argument 'rotary_cos' must be Tensor"),
+        ({"rotary_cos": COS[0]}, ValueError, r"rotary_cos must be \[M, R / 2\]"),
+        ({"rotary_cos": COS.double()}, RuntimeError, "float32 or of query's dtype"),
+        ({"rotary_cos": COS[:-1]}, ValueError, "must have the same shape and dtype"),
+        ({"rotary_cos": torch.zeros(14, 5), "rotary_sin": torch.zeros(14, 5)}, ValueError,
+         "at most 4 columns, for half of the 8 columns of key, got 5"),
+        ({"rotary_cos": COS[:10], "rotary_sin": SIN[:10]}, ValueError,
+         "a row for each position, got 10 rows and position 10"),
+        ({"rotary_cos": COS.clone().requires_grad_()}, RuntimeError,
+         "rotary_cos requires a gradient"),
+        ({"rotary_interleaved": 1}, TypeError, "argument 'rotary_interleaved' must be bool"),
+        ({"rotary_positions": torch.zeros(3).int()}, ValueError, r"\(2,\) or \(3, 2\), got \(3,\)"),
+        ({"rotary_positions": torch.zeros(2)}, TypeError, "must be int32 or int64"),
+        ({"rotary_positions": torch.tensor([0, -1])}, ValueError, "and position -1"),
+        ({"key": None, "value": None}, ValueError, "rotary_cos needs key and value"),
+        ({"query": torch.zeros(3, 4, 3, 8)}, ValueError, "got 3 queries and 2 new keys"),
+        ({"rotary_cos": None, "rotary_sin": None, "rotary_positions": torch.zeros(2).int()},
+         ValueError, "rotary_positions must be None without rotary_cos"),
+    ],
+)  # fmt: skip
+def test_errors(given: dict[str, Any], error: type[Exception], message: str) -> None:
+    before = operands()
+    caches = before["key_cache"].clone()
+    with pytest.raises(error, match=f"decode_attention.*{message}"):
+        decode_attention(**{**before, "rotary_cos": COS, "rotary_sin": SIN, **given})
+    assert torch.equal(before["key_cache"], caches)  # nothing was appended
+
+
+def test_the_kernel_checks_what_it_is_given(native: Any) -> None:
+    given = operands()
+    tensors = [given[n] for n in ("key_cache", "value_cache", "key", "value", "cache_seqlens")]
+    before = given["key_cache"].clone()
+
+    def call(cos: Tensor, positions: Tensor | None, query: Tensor) -> None:
+        with pytest.raises(ValueError, match=r"a row for each position|must be of a new token"):
+            torch.ops.fastattn.append_to_cache(
+                *tensors,
+                None,
+                None,
+                cos,
+                torch.zeros_like(cos),
+                positions,
+                query,
+                *[None] * 3,
+                False,
+            )
+
+    call(COS[:10], None, given["query"])
+    call(COS, torch.full((3, 2), 14), given["query"])
+    call(COS, None, torch.zeros(3, 4, 3, 8))
+    assert torch.equal(before, given["key_cache"])
