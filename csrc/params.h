@@ -89,7 +89,6 @@ struct AttentionParams : AttentionOptions {
   const int32_t* positions;      // [Lk], null = 0, 1, 2, ...
   const MaskStep* mask_program;  // [mask_steps], null = none
   int mask_steps;
-  int64_t k_begin;  // keys before it are not visible
   uint64_t seed;    // of dropout: the Philox key
   Tensor4 applied;  // the weights, [B, Hq, Lq, Lk] (averaged: [B, -, Lq, Lk], head stride 0)
 
@@ -106,6 +105,13 @@ struct AttentionParams : AttentionOptions {
   bool partial;   // out and lse are those of more keys; without sinks and grad_weights
   double* grad_sinks;        // [B, Hq] contiguous, zeroed by the caller; null = not wanted
   void* grad_relative_bias;  // [B, Hq, relative_bias_size] acc, contiguous; null = not wanted
+
+  // of a cache only
+  int64_t k_begin;  // keys before it are not visible
+  // f32 [B, Hkv, Lk]. Null: k and v are of dtype. Else they are int8, times the scale of their row,
+  // and dtype is f32.
+  Tensor4 k_scales, v_scales;
+  int* wrong_scales;  // becomes 1 where one is not positive and finite
 };
 
 // One sequence of a batch: B is 1 and every pointer is at its first row. A rectangular batch counts
@@ -168,6 +174,17 @@ struct AppendParams : AppendOptions {
   Tensor4 value_cache;   // [entries, Hkv, rows, Dv]
   const CacheRow* rows;  // [B, L] where the rows go
 
+  // Quantised caches are int8, times the scale of their row: f32 [entries, Hkv, rows], null = the
+  // caches are of dtype.
+  Tensor4 key_scales, value_scales;
+  float* new_scales;       // [2, B, L, Hkv] workspace: of keys, of values
+  const int64_t* lengths;  // [B] of the sequences, with the new rows; the rest is that of
+  const int64_t* begins;   // SequencesParams
+  const int64_t* entries;
+  const int32_t* block_table;
+  int64_t block_table_stride;
+  int64_t page_size;
+
   int64_t rotary_pairs;      // rotated columns / 2, 0 = no rotation: the rest is null
   Tensor4 query, rotated;    // [B, Hq, Lq, D]
   Tensor4 rotary_cos;        // [1, 1, rotary_rows, rotary_pairs]
@@ -175,6 +192,14 @@ struct AppendParams : AppendOptions {
   bool tables_are_f32;       // else of dtype
   int64_t rotary_rows;       // positions of the tables
   const int64_t* positions;  // [B, L] of the new tokens, each a row of the tables
+};
+
+// What appending to a quantised cache may find; nothing is written then.
+enum class AppendFault : int {
+  none = 0,
+  key = 1,    // is not finite
+  value = 2,  // is not finite
+  scale = 3,  // of an earlier row is not positive and finite
 };
 
 struct SinusoidalOptions {

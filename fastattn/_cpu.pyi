@@ -103,8 +103,8 @@ def decode_attention(
     out_stride: Ints,
     lse: int,
     options: primitives.DecodeOptions,
-    operands: Operands,  # mask, mask_dtype, alibi, alibi_stride, seed
-    cache: Operands,  # lengths, entries, block_table, block_table_stride, page_size
+    operands: Operands,  # alibi, sinks, ..., and key_scales and value_scales of an int8 cache
+    cache: Operands,  # lengths, begins, entries, block_table, block_table_stride, page_size
     cache_entries: int,
     /,
 ) -> None: ...
@@ -114,7 +114,7 @@ def append_to_cache(
     threads: int,
     sizes: Ints,  # B, Hq, Hkv, Lq, rows, keys of the cache, D, Dv, entries of the cache
     options: primitives.AppendOptions,
-    operands: Operands,  # key, value, key_cache, value_cache
+    operands: Operands,  # key, value, key_cache, value_cache, and the scales of int8 caches
     rotary: Operands,  # empty, or query, rotated, rotary_cos, rotary_sin, ...
     cache: Operands,  # as above; lengths without the new rows
     /,

@@ -2,6 +2,9 @@
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
+#include <limits>
+#include <stdexcept>
+#include <string>
 #include <vector>
 
 #include "kernel_table.h"
@@ -41,6 +44,13 @@ void check_cache(const SequencesParams& t, int64_t entries) {
   }
 }
 
+// Where row j of sequence b is.
+CacheRow row_of(const SequencesParams& t, int64_t b, int64_t j) {
+  if (t.block_table != nullptr)
+    return {t.block_table[b * t.block_table_stride + j / t.page_size], j % t.page_size};
+  return {t.k_batch == nullptr ? b : t.k_batch[b], j};
+}
+
 // cache: the addresses of lengths [B], begins [B] or 0, entries [B] or 0, and block_table or 0, its row
 // stride, and page_size.
 void read_cache(const py::dict& cache, SequencesParams& t) {
@@ -50,6 +60,25 @@ void read_cache(const py::dict& cache, SequencesParams& t) {
       field("block_table", &P::block_table), field("block_table_stride", &P::block_table_stride),
       field("page_size", &P::page_size));
   named(cache).read(t, fields);
+}
+
+// Names the first scale that is not positive and finite; lengths are those of the rows to look at.
+[[noreturn]] void complain_of_scales(const SequencesParams& t, int64_t heads,
+                                     const Tensor4& key_scales, const Tensor4& value_scales) {
+  for (const Tensor4* x : {&key_scales, &value_scales})
+    for (int64_t b = 0; b < t.attention.B; ++b)
+      for (int64_t j = t.k_begins == nullptr ? 0 : t.k_begins[b]; j < t.k_lengths[b]; ++j) {
+        const CacheRow row = row_of(t, b, j);
+        for (int64_t h = 0; h < heads; ++h) {
+          const float scale = static_cast<const float*>(
+              x->data)[row.entry * x->stride[0] + h * x->stride[1] + row.row * x->stride[2]];
+          expect(scale > 0 && scale <= std::numeric_limits<float>::max(),
+                 std::string(x == &key_scales ? "key_scales" : "value_scales") +
+                     " must be positive and finite, got " + std::to_string(scale) + " for row " +
+                     std::to_string(j) + " of sequence " + std::to_string(b));
+        }
+      }
+  throw std::logic_error("fastattn._cpu: a scale was wrong while it was read");
 }
 
 // sizes: as those of attention, Lk bounds the keys of a sequence; operands: see optional_arguments and
@@ -72,14 +101,23 @@ void decode_attention(int dtype, int threads, const py::tuple& sizes, uintptr_t 
   check_table(t);
   std::vector<MaskStep> steps;
   read_mask_program(named(operands), all, steps);
+  using P = AttentionParams;
+  static const auto scales =
+      std::make_tuple(field("key_scales", &P::k_scales), field("value_scales", &P::v_scales));
+  named(operands).read_given(all, scales);
+  int wrong_scales = 0;
+  all.wrong_scales = &wrong_scales;
   if (t.block_table != nullptr)
     expect(all.k.stride[3] == 1 && all.v.stride[3] == 1 &&
                (decodes_on_tiles(all) || (all.D <= 512 && all.Dv <= 512)),
            "pages must have dense rows of at most 512 elements");
   const auto order = order_of_work(t);
   t.order = order.data();
-  py::gil_scoped_release release;
-  kernels(all.dtype).attention_sequences_forward(t);
+  {
+    py::gil_scoped_release release;
+    kernels(all.dtype).attention_sequences_forward(t);
+  }
+  if (wrong_scales != 0) complain_of_scales(t, all.Hkv, all.k_scales, all.v_scales);
 }
 
 bool heads_decode_on_tiles(int dtype, int64_t heads, int64_t kv_heads, int64_t queries) {
@@ -96,11 +134,7 @@ std::vector<CacheRow> rows_of(const SequencesParams& t, int64_t count) {
   for (int64_t b = 0; b < batch; ++b)
     for (int64_t i = 0; i < count; ++i) {
       const int64_t at = t.k_lengths[b] - count + i;
-      CacheRow& row = rows[static_cast<size_t>(b * count + i)];
-      if (t.block_table != nullptr)
-        row = {t.block_table[b * t.block_table_stride + at / t.page_size], at % t.page_size};
-      else
-        row = {t.k_batch == nullptr ? b : t.k_batch[b], at};
+      rows[static_cast<size_t>(b * count + i)] = row_of(t, b, at);
     }
   return rows;
 }
@@ -120,8 +154,8 @@ void read_positions(AppendParams& p, const SequencesParams& t, std::vector<int64
   p.positions = positions.data();
 }
 
-// sizes: (B, Hq, Hkv, Lq, rows, keys of the cache, D, Dv, entries of the cache); operands: key, value
-// and the caches; rotary: empty, or the rest of AppendParams; lengths of the cache are those without
+// sizes: (B, Hq, Hkv, Lq, rows, keys of the cache, D, Dv, entries of the cache); operands: key, value,
+// the caches, and key_scales and value_scales of quantised ones; rotary: empty, or the rest of AppendParams; lengths of the cache are those without
 // the rows.
 void append_to_cache(int dtype, int threads, const py::tuple& sizes, const py::object& options,
                      const py::dict& operands, const py::dict& rotary, const py::dict& cache) {
@@ -150,7 +184,10 @@ void append_to_cache(int dtype, int threads, const py::tuple& sizes, const py::o
   for (const int64_t length : lengths)
     expect(length >= p.L,
            "cache_seqlens must not be negative, got " + std::to_string(length - p.L));
+  static const auto scales =
+      std::make_tuple(field("key_scales", &P::key_scales), field("value_scales", &P::value_scales));
   named(operands).read(p, fields);
+  named(operands).read_given(p, scales);
   std::vector<int64_t> positions;
   if (!rotary.empty()) {
     read_append_options(named(options), p);
@@ -160,8 +197,22 @@ void append_to_cache(int dtype, int threads, const py::tuple& sizes, const py::o
   }
   const std::vector<CacheRow> rows = rows_of(t, p.L);
   p.rows = rows.data();
-  py::gil_scoped_release release;
-  kernels(p.dtype).append_to_cache(p);
+  p.lengths = t.k_lengths, p.begins = t.k_begins, p.entries = t.k_batch;
+  p.block_table = t.block_table;
+  p.block_table_stride = t.block_table_stride, p.page_size = t.page_size;
+  std::vector<float> new_scales(
+      p.key_scales.data == nullptr ? 0 : static_cast<size_t>(2 * p.B * p.L * p.Hkv));
+  p.new_scales = new_scales.data();
+  AppendFault fault;
+  {
+    py::gil_scoped_release release;
+    fault = kernels(p.dtype).append_to_cache(p);
+  }
+  expect(fault != AppendFault::key, "key must be finite to be quantised, got inf or NaN");
+  expect(fault != AppendFault::value, "value must be finite to be quantised, got inf or NaN");
+  if (fault != AppendFault::scale) return;
+  for (int64_t& length : lengths) length -= p.L;
+  complain_of_scales(t, p.Hkv, p.key_scales, p.value_scales);
 }
 
 }  // namespace

@@ -37,7 +37,7 @@ struct KernelTable {
   void (*local_attention_backward)(const LocalParams&);
   void (*merge_states_forward)(const MergeStatesParams&);
   void (*merge_states_backward)(const MergeStatesParams&);
-  void (*append_to_cache)(const AppendParams&);
+  AppendFault (*append_to_cache)(const AppendParams&);
 };
 
 // The table in use for tensors of this dtype, chosen on first use (isa.cpp).

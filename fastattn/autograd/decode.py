@@ -37,7 +37,8 @@ def _vmap(info: Any, in_dims: Sequence[int | None], *args: Any) -> Any:
 decode = Operator(
     "decode_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor cache_seqlens, "
     "Tensor? block_table, Tensor? cache_batch_idx, Tensor? alibi_slopes, Tensor? sinks, "
-    "Tensor? relative_bias, Tensor? mask_program, Tensor? cache_leftpad)",
+    "Tensor? relative_bias, Tensor? mask_program, Tensor? cache_leftpad, "
+    "Tensor? key_scales, Tensor? value_scales)",
     options=DecodeOptions,
     returns=2,
     fake=_fake,
@@ -48,8 +49,11 @@ decode = Operator(
 )
 
 
+_WRITTEN = ("key_cache", "value_cache", "key_scales", "value_scales")
+
+
 # The rotated queries; without a rotation, a tensor without elements.
-@torch.library.custom_op("fastattn::append_to_cache", mutates_args=("key_cache", "value_cache"))
+@torch.library.custom_op("fastattn::append_to_cache", mutates_args=_WRITTEN)
 def append_operator(
     key_cache: Tensor,
     value_cache: Tensor,
@@ -62,11 +66,15 @@ def append_operator(
     rotary_sin: Tensor | None = None,
     rotary_positions: Tensor | None = None,
     query: Tensor | None = None,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
     rotary_interleaved: bool = False,
 ) -> Tensor:
     tensors = (key_cache, value_cache, key, value, cache_seqlens, block_table, cache_batch_idx)
     rotary = (rotary_cos, rotary_sin, rotary_positions, query)
-    rotated = _append_now((*tensors, *rotary), AppendOptions(rotary_interleaved))
+    quantised = (key_scales, value_scales, cache_leftpad)
+    rotated = _append_now((*tensors, *rotary, *quantised), AppendOptions(rotary_interleaved))
     return key.new_empty(0) if rotated is None else rotated
 
 
@@ -94,8 +102,9 @@ def append(tensors: Sequence[Tensor | None], options: AppendOptions) -> Tensor |
     """
     if runs_eagerly(*tensors):
         rotated = _append_now(tensors, options)
-        for cache in tensors[:2]:
-            torch.autograd.graph.increment_version(cache)  # type: ignore[arg-type]
+        for written in (*tensors[:2], *tensors[11:13]):
+            if written is not None:
+                torch.autograd.graph.increment_version(written)
         return rotated
     result: Tensor = append_operator(*tensors, **vars(options))
     return None if _query(tensors) is None else result

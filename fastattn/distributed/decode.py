@@ -187,7 +187,7 @@ class _Call:
         pages = (self.block_table, self.entries)
         options = replace(self.options, window_left=left, window_right=-1)
         tensors = (self.query, self.key_cache, self.value_cache, lengths, *pages)
-        return decode(*tensors, self.alibi_slopes, self.sinks, None, None, None, options)
+        return decode(*tensors, self.alibi_slopes, self.sinks, *[None] * 5, options)
 
 
 def _checked_rows(

@@ -15,6 +15,7 @@ from fastattn.backends.primitives import AppendOptions, DecodeOptions
 from fastattn.bias import T5
 from fastattn.eager import runs_eagerly
 from fastattn.library import Operator
+from fastattn.ops._quantised import check_scales
 from fastattn.ops._relative_bias import fold_distances
 from fastattn.ops._rotary import check_rotary
 
@@ -32,6 +33,8 @@ def decode_attention(
     *,
     key: Tensor | None = None,
     value: Tensor | None = None,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
     block_table: Tensor | None = None,
     cache_batch_idx: Tensor | None = None,
     cache_leftpad: Tensor | None = None,
@@ -74,14 +77,17 @@ def decode_attention(
 
     Args:
         query: [B, Hq, Lq, D], float32, bfloat16, float16 or float64, any strides.
-        key_cache: [E, Hkv, N, D], of query's dtype and device. An entry is a sequence of at most N
-            keys, or, with ``block_table``, a page of N keys, any N. Hkv must divide Hq: a key head
-            is read once for all its query heads.
+        key_cache: [E, Hkv, N, D], of query's dtype, or int8 with ``key_scales``, and its device. An
+            entry is a sequence of at most N keys, or, with ``block_table``, a page of N keys, any
+            N. Hkv must divide Hq: a key head is read once for all its query heads.
         value_cache: [E, Hkv, N, Dv], of the same dtype and device.
         cache_seqlens: [B], int32 or int64, or one number for all sequences: how many keys of each
             sequence are in the cache before the call. None: the cache is full.
         key, value: [B, Hkv, L, D] and [B, Hkv, L, Dv], rows to append. Both or neither; they need
             ``cache_seqlens``, which itself is not changed.
+        key_scales, value_scales: [E, Hkv, N], float32, the scale of each row of int8 caches: a row
+            counts as its int8 numbers times its scale. Appended rows are quantised, after their
+            rotation, with the scale max |x| / 127, which is written here. Both or neither.
         block_table: [B, P], int32 or int64: the pages of each sequence, in order. Entries beyond
             its length are never read.
         cache_batch_idx: [B], int32 or int64: the entry of each sequence; None means entry b. Not
@@ -119,7 +125,8 @@ def decode_attention(
     Raises:
         TypeError: an argument of the wrong type or dtype.
         ValueError: shapes that do not match, lengths beyond the cache, pages, entries or rows of
-            the tables that do not exist. Nothing is written then. (Values are checked on the CPU
+            the tables that do not exist, scales that are not positive and finite, rows to quantise
+            that are not finite. Nothing is written then. (Values are checked on the CPU
             only.)
         RuntimeError: dtypes or devices that do not match, a tensor that requires a gradient while
             gradients are enabled, a ``relative_bias`` or a ``mask`` that does not fit the cache, or
@@ -143,6 +150,8 @@ def decode_attention(
         cache_seqlens,
         key=key,
         value=value,
+        key_scales=key_scales,
+        value_scales=value_scales,
         block_table=block_table,
         cache_batch_idx=cache_batch_idx,
         cache_leftpad=cache_leftpad,
@@ -179,6 +188,8 @@ def prepare(
     *,
     key: Any = None,
     value: Any = None,
+    key_scales: Any = None,
+    value_scales: Any = None,
     block_table: Any = None,
     cache_batch_idx: Any = None,
     cache_leftpad: Any = None,
@@ -208,11 +219,13 @@ def prepare(
     for name, x in operands.items():
         checks.check_tensor(_OP, name, x, _LAYOUTS[layout], 4, query.device)
         checks.check_constant(_OP, name, x)
-        if x.dtype != query.dtype:
+        quantised = name.endswith("_cache") and (key_scales is not None or x.dtype == torch.int8)
+        if x.dtype != query.dtype and not quantised:
             raise RuntimeError(
                 f"{_OP}: {name} must have query's dtype {query.dtype}, got {x.dtype}"
             )
-    checks.check_dtypes(_OP, query, key_cache, value_cache)
+    checks.check_dtypes(_OP, query, query, query)
+    scales = check_scales(key_scales, value_scales, key_cache, value_cache, layout, key is not None)
     checks.check_flag(_OP, "is_causal", is_causal)
     checks.check_flag(_OP, "return_lse", return_lse)
     if layout == "bnhd":
@@ -272,7 +285,8 @@ def prepare(
     )
     append = None
     if new is not None:
-        tensors = (key_cache, value_cache, *new, lengths, table, entries, *rotary)
+        where = (lengths, table, entries)
+        tensors = (key_cache, value_cache, *new, *where, *rotary, *scales, cache_leftpad)
         append = (tensors, AppendOptions(rotary_interleaved))
         lengths = lengths + added
     if relative_bias is not None:
@@ -280,7 +294,7 @@ def prepare(
     mask_program = None
     if mask is not None:
         mask_program = masks.cache_program(_OP, mask, query, capacity, lengths)
-    biases = (alibi_slopes, sinks, relative_bias, mask_program, cache_leftpad)
+    biases = (alibi_slopes, sinks, relative_bias, mask_program, cache_leftpad, *scales)
     options = DecodeOptions(scale=scale, window_left=left, window_right=right, softcap=cap)
     return (
         decode,

@@ -1,6 +1,7 @@
 """The cases of ``append_to_cache`` and their proof.
 
 All elements of the caches before the call are NaN. Besides the new rows no byte may change.
+A quantised row is judged as what it stands for: within half a step of the row that was given.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from fastattn.testing import memory
 from fastattn.testing.calls import double
 from fastattn.testing.cases import FLOATS
 from fastattn.testing.draws import numbers_of
-from fastattn.testing.verdict import Proof, Results
+from fastattn.testing.targets import Target
+from fastattn.testing.verdict import Proof, Results, Verdict, fresh_memory_is_nan
 
 __all__ = ["APPEND_CASES", "AppendCase", "AppendInputs", "check_append", "make_append"]
 
@@ -42,6 +44,7 @@ class AppendCase:
     rotary: int = 0  # rotated columns; 0: no rotation
     interleaved: bool = False
     positions: str | None = None  # bl: any positions for each sequence
+    quantised: bool = False  # the caches are int8
     own_tables: bool = False  # of query's dtype, else float32
     layouts: tuple[str, str] = ("contiguous", "contiguous")  # of the new rows and of the caches
     dtypes: tuple[torch.dtype, ...] = FLOATS
@@ -72,6 +75,12 @@ def _cases() -> Iterator[AppendCase]:
         yield replace(case, name=f"{label}-nothing", rows=0, queries=0)
         yield replace(case, name=f"{label}-no-queries", queries=0)
         yield replace(case, name=f"{label}-no-sequences", lengths=())
+    for case, label in ((base, "int8"), (half, "half-int8"), (pairs, "pairs-int8")):
+        some = replace(case, quantised=True)
+        yield replace(some, name=label)
+        yield replace(some, name=f"{label}-pages", page=4, rows=11, head_dim=100)
+        yield replace(some, name=f"{label}-layout", layouts=("every_second", "every_second"))
+    yield replace(base, name="int8-entries", quantised=True, shuffled=True, head_dim=33)
     yield replace(half, name="many", rows=300, capacity=400, queries=1, heads=1, kv_heads=1)
 
 
@@ -106,7 +115,16 @@ def make_append(case: AppendCase, dtype: torch.dtype, *, fence: bool = False) ->
 
     def cache(width: int) -> Tensor:
         empty = torch.full((entries, case.kv_heads, page, width), torch.nan, dtype=dtype)
+        if case.quantised:
+            empty = torch.full(empty.shape, 127, dtype=torch.int8)
         return memory.place(empty, case.layouts[1], fence=fence)
+
+    def scales() -> Tensor:  # of the rows before, and NaN
+        x = torch.full((entries, case.kv_heads, page, 1), torch.nan)
+        for b, n in enumerate(case.lengths):
+            for at in range(n):
+                x[table[b, at // page], :, at % page] = 0.5
+        return memory.place(x, case.layouts[1], fence=fence)[..., 0]
 
     rotary: list[Tensor | None] = []
     if case.rotary:
@@ -117,6 +135,8 @@ def make_append(case: AppendCase, dtype: torch.dtype, *, fence: bool = False) ->
         if case.positions is not None:
             positions = torch.randint(case.capacity, (batch, case.rows), generator=draw)
         rotary += [positions, new(case.heads, case.queries, case.head_dim)]
+    if case.quantised:
+        rotary += [None] * (4 - len(rotary)) + [scales(), scales()]
     at = lengths[:, None] + torch.arange(case.rows)  # [B, L]
     places = (table.gather(1, at // page) if case.page else table[:, :1].expand_as(at), at % page)
     caches = cache(case.head_dim), cache(value_dim)
@@ -128,21 +148,29 @@ def make_append(case: AppendCase, dtype: torch.dtype, *, fence: bool = False) ->
 
 def _run(backend: Any, inputs: AppendInputs) -> Results:
     """The new rows, the rotated queries, and the number of bytes that changed elsewhere."""
-    before, rest = inputs.args[:2], inputs.args[2:]
-    caches = [_copied(x) for x in before if x is not None]
+    written = {n: inputs.args[n] for n in _WRITTEN if n < len(inputs.args)}
+    copies = {n: _copied(x) for n, x in written.items() if x is not None}
     function = backend.append_to_cache
-    args = dispatch.taken_by(function, (*caches, *rest))
-    rotated = function(*args, options=inputs.options)
-    results = {} if rotated is None else {"query": rotated}
+    args = [copies.get(n, x) for n, x in enumerate(inputs.args)]
+    rotated = function(*dispatch.taken_by(function, args), options=inputs.options)
+    results: Results = {} if rotated is None else {"query": rotated}
     entry, row = inputs.places
     changed = 0
-    for name, cache, old in zip(("key", "value"), caches, before, strict=True):
+    rows: dict[int, Tensor] = {}
+    for n, copy in copies.items():
+        old = written[n]
         assert old is not None
-        results[name] = cache[entry, :, row].transpose(1, 2).clone()
-        cache[entry, :, row] = old[entry, :, row]
-        changed += int((_bytes(cache) != _bytes(old)).sum())
+        rows[n] = copy[entry, :, row].transpose(1, 2).clone()
+        copy[entry, :, row] = old[entry, :, row]
+        changed += int((_bytes(copy) != _bytes(old)).sum())
+    results |= {"key": rows[0], "value": rows[1]}
     results["changed"] = torch.tensor([changed], dtype=torch.float64)
+    if len(rows) > 2:
+        results |= {"key_scales": rows[11], "value_scales": rows[12]}
     return results
+
+
+_WRITTEN = (0, 1, 11, 12)  # of the arguments
 
 
 def _copied(x: Tensor) -> Tensor:
@@ -162,7 +190,7 @@ def _define(backend: Any, inputs: AppendInputs) -> Results:
     rotated = backend.append_to_cache(*caches, *args[2:], options=inputs.options)
     entry, row = inputs.places
     key, value = (x[entry, :, row].transpose(1, 2) for x in caches)
-    results = {} if rotated is None else {"query": rotated}
+    results: Results = {} if rotated is None else {"query": rotated}
     return results | {"key": key, "value": value, "changed": torch.zeros(1).double()}
 
 
@@ -173,7 +201,34 @@ def _watched(inputs: AppendInputs) -> dict[str, Tensor | None]:
     return {**dict(tensors), **dict(caches)}
 
 
-check_append = Proof(
+class _AppendProof(Proof):
+    """Judges quantised rows by the rows that they stand for."""
+
+    def __call__(self, case: Any, dtype: torch.dtype, target: Target) -> Verdict:
+        if not case.quantised:
+            return super().__call__(case, dtype, target)
+        plain = replace(case, quantised=False)
+        inputs, (_, exact, _) = self.make(case, dtype), self.expected(plain, dtype)
+        verdict = Verdict()
+        with target.active() as backend, fresh_memory_is_nan():
+            results = _run(backend, inputs)
+        if results["changed"].item():
+            verdict.faults.append(f"{results['changed'].item()} bytes changed elsewhere")
+        for name in ("key", "value"):
+            scale, want = results[f"{name}_scales"].double(), exact[name]
+            step = want.abs().amax(-1) / 127
+            if not torch.allclose(scale, step, rtol=1e-6, atol=0):
+                verdict.faults.append(f"the scales of {name} are not those of the largest elements")
+            off = (results[name].double() * scale[..., None] - want).abs()
+            verdict.faults += [
+                f"{name} is off by {float(worst):.3g} of a step"
+                for worst in (off / step[..., None]).flatten().topk(min(1, off.numel())).values
+                if worst > 0.5001
+            ]
+        return verdict
+
+
+check_append = _AppendProof(
     "append_to_cache",
     APPEND_CASES,
     make=make_append,

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fastattn import masks
+from fastattn.backends import reference
 from fastattn.backends.primitives import AttentionOptions, DecodeOptions
 from fastattn.testing import memory, oracle
 from fastattn.testing.cases import FLOATS
@@ -38,6 +39,7 @@ class DecodeCase:
     kv_heads: int = 2
     queries: int = 1
     leftpad: tuple[int, ...] = ()  # rows before the first key of each sequence
+    quantised: bool = False  # the caches are int8
     head_dim: int = 32
     value_dim: int | None = None
     window: tuple[int, int] = (-1, -1)
@@ -101,10 +103,36 @@ def _cases() -> Iterator[DecodeCase]:
         yield replace(padded, name=f"{label}leftpad-rows", heads=16, kv_heads=1, queries=2)
         yield replace(long, name=f"{label}leftpad-long", leftpad=(700, 512, 511, 0),
                       dtypes=(torch.float32,))  # fmt: skip
+        yield from _quantised(replace(case, quantised=True), f"{label}int8")
     yield replace(base, name="no-sequences", lengths=())
     yield replace(paged, name="paged-no-sequences", lengths=())
     for case in (base, paged):
         yield from _biased(case, "paged-" if case.page else "")
+
+
+def _quantised(case: DecodeCase, label: str) -> Iterator[DecodeCase]:
+    yield replace(case, name=label)
+    case = replace(case, dtypes=(torch.float32,))
+    for d, dv in ((1, 1), (5, 40), (100, 33), (128, 128), (600, 20), (576, 512)):
+        yield replace(case, name=f"{label}-head_dim-{d}-{dv}", head_dim=d, value_dim=dv)
+    for heads, kv_heads in ((3, 1), (40, 2), (66, 1)):
+        yield replace(
+            case, name=f"{label}-heads-{heads}-{kv_heads}", heads=heads, kv_heads=kv_heads
+        )
+    for queries in (0, 4, 40):
+        some = replace(case, queries=queries, window=(-1, 0), lengths=(70, 3, 40, 129))
+        yield replace(some, name=f"{label}-queries-{queries}-causal")
+    yield replace(case, name=f"{label}-everything", queries=3, softcap=4.0, alibi="bh", sinks=True,
+                  relative_bias=True, program="many", leftpad=(9, 0, 1, 128))  # fmt: skip
+    long = replace(case, lengths=(2000, 513, 512, 1), capacity=2050, kv_heads=1)
+    yield replace(long, name=f"{label}-long")
+    for layout in ("blhd", "unaligned", "sliced", "every_second"):
+        yield replace(case, name=f"{label}-layout-{layout}", layouts=(layout, layout))
+    if not case.page:
+        yield replace(case, name=f"{label}-entries", shuffled=True)
+        yield replace(case, name=f"{label}-no-sequences", lengths=())
+    else:
+        yield replace(case, name=f"{label}-pages-of-7", page=7)
 
 
 def _biased(base: DecodeCase, label: str) -> Iterator[DecodeCase]:
@@ -158,25 +186,34 @@ def make_decode(case: DecodeCase, dtype: torch.dtype, *, fence: bool = False) ->
     table = order[: batch * pages].view(batch, pages)
     keys = [normal(case.kv_heads, n, case.head_dim).to(dtype) for n in case.lengths]
     values = [normal(case.kv_heads, n, value_dim).to(dtype) for n in case.lengths]
+    entries_of = batch if not (case.page or case.shuffled) else len(order)
 
     def with_padding(x: Tensor, b: int) -> Tensor:
         if not case.leftpad:
             return x
         return x.masked_fill(torch.arange(x.shape[1])[:, None] < case.leftpad[b], torch.nan)
 
-    def cache(rows: list[Tensor], width: int) -> Tensor:
-        entries = batch if not (case.page or case.shuffled) else len(order)
-        filled = torch.full((entries, case.kv_heads, page, width), torch.nan, dtype=dtype)
+    def cache(rows: list[Tensor], width: int) -> tuple[Tensor, Tensor | None]:
+        filled = torch.full((entries_of, case.kv_heads, page, width), torch.nan, dtype=dtype)
         for b, x in enumerate(rows):
             for n, part in enumerate(with_padding(x, b).split(page, 1)):
                 filled[table[b, n], :, : part.shape[1]] = part
-        return memory.place(filled, case.layouts[1], fence=fence)
+        if not case.quantised:
+            return memory.place(filled, case.layouts[1], fence=fence), None
+        numbers, scales = reference.quantise(filled.double())  # NaN: any number, and a scale of NaN
+        return (
+            memory.place(numbers, case.layouts[1], fence=fence),
+            memory.place(scales[..., None], case.layouts[1], fence=fence)[..., 0],
+        )
 
+    caches = cache(keys, case.head_dim), cache(values, value_dim)
+    if case.quantised:  # what the caches hold
+        keys, values = ([_dequantised(x) for x in rows] for rows in (keys, values))
     query = 2 * normal(batch, case.heads, case.queries, case.head_dim).to(dtype)
     slopes = alibi_slopes(draw, case.alibi, batch, case.heads, dtype)
     wide = torch.promote_types(dtype, torch.float32)
-    # sinks, relative bias, mask program, padding
-    more: list[Tensor | None] = [None, None, None, None]
+    # sinks, relative bias, mask program, padding, scales
+    more: list[Tensor | None] = [None, None, None, None, caches[0][1], caches[1][1]]
     if case.sinks:
         more[0] = (2 * normal(1, case.heads)).to(wide)
     if case.relative_bias:  # with two distances more than there are
@@ -201,8 +238,8 @@ def make_decode(case: DecodeCase, dtype: torch.dtype, *, fence: bool = False) ->
     return DecodeInputs(
         args=(
             memory.place(query, case.layouts[0], fence=fence),
-            cache(keys, case.head_dim),
-            cache(values, value_dim),
+            caches[0][0],
+            caches[1][0],
             torch.tensor(case.lengths, dtype=torch.int64),
             block_table,
             entries,
@@ -219,6 +256,11 @@ def make_decode(case: DecodeCase, dtype: torch.dtype, *, fence: bool = False) ->
         values=values,
         programs=programs,
     )
+
+
+def _dequantised(x: Tensor) -> Tensor:
+    numbers, scales = reference.quantise(x.double())
+    return numbers.double() * scales.double()[..., None]
 
 
 def _programs(
@@ -321,6 +363,8 @@ _NAMES = (
     "relative_bias",
     "mask_program",
     "leftpad",
+    "key_scales",
+    "value_scales",
 )
 
 check_decode = Proof(

@@ -55,6 +55,8 @@ def place(values: Tensor, layout: str = "contiguous", *, fence: bool = False) ->
     poison: float = float("nan")
     if not values.is_floating_point():
         poison = True if values.dtype == torch.bool else 2**30
+        if values.dtype == torch.int8:
+            poison = 127
 
     def new(*shape: int) -> Tensor:
         numel = math.prod(shape)

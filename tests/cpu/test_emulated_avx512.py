@@ -154,6 +154,8 @@ JUDGES: dict[str, Callable[..., Any]] = {
     "mul_epu32": lambda a, b, c, m: a.view(U32)[::2].astype(U64) * b.view(U32)[::2],
     "reduce_max_epi32": lambda a, b, c, m: a.view(np.int32).max(keepdims=True),
     "cvtepu16_epi32": lambda a, b, c, m: a.view(U16)[:16].astype(U32),
+    "cvtepi8_epi32": lambda a, b, c, m: a.view(np.int8)[:16].astype(np.int32),
+    "cvtepi32_ps": lambda a, b, c, m: a.view(np.int32).astype(F32),
     "cvtepi32_epi16": lambda a, b, c, m: a.view(U32).astype(U16),
     "cvtph_ps": lambda a, b, c, m: a.view(np.float16)[:16].astype(F32),
     "cvtps_ph": lambda a, b, c, m: a.view(F32).astype(np.float16),

@@ -141,7 +141,7 @@ def test_compiled(backend: str, dynamic: bool) -> None:
 def test_opcheck(backend: str) -> None:
     given = operands()
     tensors = [given[n] for n in ("key_cache", "value_cache", "key", "value", "cache_seqlens")]
-    args = (*tensors, None, None, *angles(14, 4), None, given["query"], True)
+    args = (*tensors, None, None, *angles(14, 4), None, given["query"], *[None] * 3, True)
     torch.library.opcheck(torch.ops.fastattn.append_to_cache.default, args)
 
 

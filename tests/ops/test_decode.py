@@ -257,7 +257,7 @@ def test_pages_and_entries_that_are_not_there(native: Any, append: bool) -> None
     if not append:
         one = torch.tensor([1])
         caches_of = (x[:1] for x in (given["query"], given["key_cache"], given["value_cache"]))
-        args = (*caches_of, one, *[None] * 6, 2 * one, 0.3, -1, -1, 0.0, "cpu")
+        args = (*caches_of, one, *[None] * 6, 2 * one, None, None, 0.3, -1, -1, 0.0, "cpu")
         with pytest.raises(ValueError, match="cache_leftpad must be between 0 and the 1 keys"):
             torch.ops.fastattn.decode_attention(*args)
     with pytest.raises(ValueError, match="cache_batch_idx must name one of the 3 entries"):
@@ -315,7 +315,7 @@ def test_compiled_equals_eager_without_graph_breaks(
 def test_opcheck(backend: str) -> None:
     query, keys, values, lengths, key, value = operands()
     slopes, values_of = torch.rand(1, 4), (0.3, 5, 0, 2.0, "")
-    args = (query, keys, values, lengths, None, None, slopes, *[None] * 4, *values_of)
+    args = (query, keys, values, lengths, None, None, slopes, *[None] * 6, *values_of)
     torch.library.opcheck(torch.ops.fastattn.decode_attention.default, args)
     table = torch.tensor([[0], [1], [2]], dtype=torch.int32)
     more = (
@@ -323,6 +323,8 @@ def test_opcheck(backend: str) -> None:
         torch.rand(1, 4, 25),
         masks.cache_program("test", masks.causal(), query, 12, lengths),
         torch.tensor([1, 0, 2]),
+        None,
+        None,
     )
     args = (query, keys, values, lengths, table, None, None, *more, *values_of)
     torch.library.opcheck(torch.ops.fastattn.decode_attention.default, args)
@@ -344,7 +346,7 @@ def test_vmap(backend: str) -> None:
 def test_the_operator_has_no_gradient() -> None:
     query, keys, values, lengths, _, _ = operands()
     query.requires_grad_()
-    args = (query, keys, values, lengths, *[None] * 7, 0.3, -1, -1, 0.0, "")
+    args = (query, keys, values, lengths, *[None] * 9, 0.3, -1, -1, 0.0, "")
     out, _ = torch.ops.fastattn.decode_attention(*args)
     with pytest.raises(RuntimeError, match="decode_attention has no gradient"):
         out.sum().backward()

@@ -197,8 +197,8 @@ def test_the_kernel_checks_what_it_is_given(native: Any) -> None:
 
     def call(table: Tensor | None, given: Tensor) -> Any:
         return torch.ops.fastattn.decode_attention(
-            query, keys, values, lengths, None, None, None, None, table, given, None, 1.0, -1, -1,
-            0.0, "cpu",
+            query, keys, values, lengths, None, None, None, None, table, given, *[None] * 3,
+            1.0, -1, -1, 0.0, "cpu",
         )  # fmt: skip
 
     call(torch.zeros(1, 4, 17), program)

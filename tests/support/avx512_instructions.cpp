@@ -83,6 +83,8 @@ const Instruction kInstructions[] = {
     FASTATTN_RESULT("mul_epu32", _mm512_mul_epu32(x.i(x.a), x.i(x.b))),
     FASTATTN_RESULT("reduce_max_epi32", _mm512_reduce_max_epi32(x.i(x.a))),
     FASTATTN_RESULT("cvtepu16_epi32", _mm512_cvtepu16_epi32(from<__m256i>(x.a))),
+    FASTATTN_RESULT("cvtepi8_epi32", _mm512_cvtepi8_epi32(from<__m128i>(x.a))),
+    FASTATTN_RESULT("cvtepi32_ps", _mm512_cvtepi32_ps(x.i(x.a))),
     FASTATTN_RESULT("cvtepi32_epi16", _mm512_cvtepi32_epi16(x.i(x.a))),
     FASTATTN_RESULT("cvtph_ps", _mm512_cvtph_ps(from<__m256i>(x.a))),
     FASTATTN_RESULT("cvtps_ph", _mm512_cvtps_ph(x.f(x.a), kNearest)),

@@ -5,11 +5,14 @@
 //   a' = a cos - b sin,  b' = a sin + b cos
 //
 // A token's angles are read once for all its heads. Values, and columns without an angle, are
-// copied.
+// copied. A row x of a quantised cache, after its rotation, becomes int8 and one scale:
+//
+//   c = max |x_d| / 127, at least the smallest normal number;  x_d ~ c round(x_d / c)
 #include "../../params.h"
 #include "../simd/convert.h"
 #include "../threads.h"
 #include "blocks.h"
+#include "scales.h"
 
 namespace fastattn {
 namespace FASTATTN_ISA {
@@ -22,59 +25,161 @@ class Append {
   static constexpr double kFlopsPerElement = 4;  // the time of one element, in flops
 
  public:
-  explicit Append(const AppendParams& params) : p(params), pairs(params.rotary_pairs) {}
+  explicit Append(const AppendParams& params)
+      : p(params), pairs(params.rotary_pairs), quantises(params.key_scales.data != nullptr) {}
 
-  void run() const {
+  AppendFault run() const {
     const double elements = static_cast<double>(p.B * p.L) * ((p.Hq + p.Hkv) * p.D + p.Hkv * p.Dv);
-    const int team = team_size(p.threads, p.B * p.L, kFlopsPerElement * elements);
+    const int64_t tokens = p.B * p.L;
+    const int team = team_size(p.threads, tokens, kFlopsPerElement * elements);
+    // Of all rows before the first is written.
+    int fault = static_cast<int>(AppendFault::none);
 #pragma omp parallel num_threads(team) if (team > 1)
     {
-      const Angles angles = scratch();
+      const Scratch buf = scratch();
+      if (quantises) {
+#pragma omp for schedule(static) reduction(max : fault)
+        for (int64_t t = 0; t < tokens; ++t)
+          fault = max_of(fault, static_cast<int>(measure(t / p.L, t % p.L, buf)));
+#pragma omp for schedule(dynamic) reduction(max : fault)
+        for (int64_t t = 0; t < p.B * p.Hkv; ++t)
+          fault = max_of(fault, static_cast<int>(check_scales(t / p.Hkv, t % p.Hkv)));
+      }
+      if (fault == static_cast<int>(AppendFault::none)) {
 #pragma omp for schedule(static)
-      for (int64_t t = 0; t < p.B * p.L; ++t) token(t / p.L, t % p.L, angles);
+        for (int64_t t = 0; t < tokens; ++t) token(t / p.L, t % p.L, buf);
+      }
     }
+    return static_cast<AppendFault>(fault);
   }
 
  private:
   const AppendParams& p;
   const int64_t pairs;
+  const bool quantises;
 
-  struct Angles {
+  struct Scratch {
     T *cos, *sin;  // [pairs]
     T *a, *b;      // [pairs] the two columns of each pair
+    T* row;        // [D or Dv] to be quantised
   };
-  Angles scratch() const {
+  Scratch buffers(Arena& arena) const {
+    Scratch buf;
     const int64_t size = round_up(pairs, W);
-    T* const base = static_cast<T*>(thread_scratch(static_cast<size_t>(4 * size) * sizeof(T)));
-    return {base, base + size, base + 2 * size, base + 3 * size};
+    buf.cos = arena.template take<T>(size), buf.sin = arena.template take<T>(size);
+    buf.a = arena.template take<T>(size), buf.b = arena.template take<T>(size);
+    buf.row = arena.template take<T>(quantises ? round_up(max_of(p.D, p.Dv), W) : 0);
+    return buf;
+  }
+  Scratch scratch() const {
+    Arena measured(nullptr);
+    buffers(measured);
+    Arena arena(thread_scratch(measured.used()));
+    return buffers(arena);
   }
 
   // A row of a tensor.
+  template <class X>
   struct Row {
-    S* at;
+    X* at;
     int64_t stride;
     bool dense() const { return stride == 1; }
-    S& operator[](int64_t d) const { return at[d * stride]; }
+    X& operator[](int64_t d) const { return at[d * stride]; }
   };
-  static Row row_of(const Tensor4& x, int64_t b, int64_t h, int64_t i) {
-    return {static_cast<S*>(x.data) + b * x.stride[0] + h * x.stride[1] + i * x.stride[2],
+  template <class X = S>
+  static Row<X> row_of(const Tensor4& x, int64_t b, int64_t h, int64_t i) {
+    return {static_cast<X*>(x.data) + b * x.stride[0] + h * x.stride[1] + i * x.stride[2],
             x.stride[3]};
   }
 
-  void token(int64_t b, int64_t i, const Angles& angles) const {
+  void token(int64_t b, int64_t i, const Scratch& buf) const {
     const CacheRow to = p.rows[b * p.L + i];
-    if (pairs > 0) read_angles(p.positions[b * p.L + i], angles);
+    if (pairs > 0) read_angles(p.positions[b * p.L + i], buf);
     for (int64_t h = 0; h < p.Hkv; ++h) {
-      rotate(row_of(p.key, b, h, i), row_of(p.key_cache, to.entry, h, to.row), angles);
-      copy(row_of(p.value, b, h, i), row_of(p.value_cache, to.entry, h, to.row), 0, p.Dv);
+      const Row<S> key = row_of(p.key, b, h, i), value = row_of(p.value, b, h, i);
+      if (quantises) {
+        rotate(key, Row<T>{buf.row, 1}, buf);
+        quantise(p.key_cache, p.key_scales, *new_scale(0, b, i, h), to, h, p.D, buf);
+        copy(value, Row<T>{buf.row, 1}, 0, p.Dv);
+        quantise(p.value_cache, p.value_scales, *new_scale(1, b, i, h), to, h, p.Dv, buf);
+      } else {
+        rotate(key, row_of(p.key_cache, to.entry, h, to.row), buf);
+        copy(value, row_of(p.value_cache, to.entry, h, to.row), 0, p.Dv);
+      }
     }
     const int64_t query = i - (p.L - p.Lq);
     if (pairs == 0 || query < 0) return;
     for (int64_t h = 0; h < p.Hq; ++h)
-      rotate(row_of(p.query, b, h, query), row_of(p.rotated, b, h, query), angles);
+      rotate(row_of(p.query, b, h, query), row_of(p.rotated, b, h, query), buf);
   }
 
-  void read_angles(int64_t position, const Angles& to) const {
+  // ---- Quantisation -----------------------------------------------------------------------------
+
+  float* new_scale(int64_t value, int64_t b, int64_t i, int64_t h) const {
+    return p.new_scales + ((value * p.B + b) * p.L + i) * p.Hkv + h;
+  }
+
+  // Writes the scales of a token.
+  AppendFault measure(int64_t b, int64_t i, const Scratch& buf) const {
+    if (pairs > 0) read_angles(p.positions[b * p.L + i], buf);
+    AppendFault fault = AppendFault::none;
+    for (int64_t h = 0; h < p.Hkv; ++h) {
+      rotate(row_of(p.key, b, h, i), Row<T>{buf.row, 1}, buf);
+      if (!scale_of(buf.row, p.D, new_scale(0, b, i, h))) fault = AppendFault::key;
+      copy(row_of(p.value, b, h, i), Row<T>{buf.row, 1}, 0, p.Dv);
+      if (!scale_of(buf.row, p.Dv, new_scale(1, b, i, h))) fault = AppendFault::value;
+    }
+    return fault;
+  }
+
+  AppendFault check_scales(int64_t b, int64_t h) const {
+    const int32_t* const pages =
+        p.block_table == nullptr ? nullptr : p.block_table + b * p.block_table_stride;
+    const int64_t entry = p.entries == nullptr ? b : p.entries[b], length = p.lengths[b] - p.L;
+    const int64_t begin = p.begins == nullptr ? 0 : p.begins[b];
+    constexpr int64_t kBlock = 64;
+    const Tensor4 both[2] = {p.key_scales, p.value_scales};
+    for (const Tensor4& scales : both)
+      for (int64_t j = begin; j < length; j += kBlock) {
+        float block[kBlock];
+        const int64_t end = min_of(length, j + kBlock);
+        read_scales(scale_rows(scales, entry, h, pages, p.page_size), j, end, block);
+        for (int64_t n = end - j; n < kBlock; ++n) block[n] = 1.0f;
+        if (any_wrong(block, kBlock)) return AppendFault::scale;
+      }
+    return AppendFault::none;
+  }
+
+  // Returns false if an element is not finite.
+  static bool scale_of(const T* x, int64_t count, float* scale) {
+    T most = 0, not_finite = 0;
+    for (int64_t d = 0; d < count; ++d) {
+      const T magnitude = x[d] < 0 ? -x[d] : x[d];
+      most = magnitude > most ? magnitude : most;
+      not_finite += x[d] - x[d];
+    }
+    *scale = max_of(static_cast<float>(most / 127), __FLT_MIN__);
+    return not_finite == 0 && *scale <= __FLT_MAX__;
+  }
+
+  void quantise(const Tensor4& cache, const Tensor4& scales, float scale, CacheRow at, int64_t h,
+                int64_t count, const Scratch& buf) const {
+    *row_of<float>(scales, at.entry, h, at.row).at = scale;
+    const Row<Int8> to = row_of<Int8>(cache, at.entry, h, at.row);
+    // Adding 1.5 * 2^(mantissa bits) rounds to an integer, ties to even.
+    constexpr T kRounds = kSame<T, double> ? T(0x1.8p52) : T(0x1.8p23);
+    for (int64_t d = 0; d < count; d += W) {
+      Vec<T> x = load(buf.row + d) / splat<T>(static_cast<T>(scale));
+      x = (x + kRounds) - kRounds;
+      const int64_t n = min_of<int64_t>(W, count - d);
+      for (int64_t l = 0; l < n; ++l)
+        to[d + l] = {static_cast<int8_t>(max_of<T>(-127, min_of<T>(127, x[l])))};
+    }
+  }
+
+  // ---- Rotation ---------------------------------------------------------------------------------
+
+  void read_angles(int64_t position, const Scratch& to) const {
     const auto read = [&](const Tensor4& table, T* x) {
       const int64_t row = position * table.stride[2];
       for (int64_t r = 0; r < pairs; ++r) {
@@ -87,7 +192,8 @@ class Append {
     read(p.rotary_sin, to.sin);
   }
 
-  void rotate(Row from, Row to, const Angles& f) const {
+  template <class X>
+  void rotate(Row<S> from, Row<X> to, const Scratch& f) const {
     copy(from, to, 2 * pairs, p.D);
     const bool halves = !p.rotary_interleaved;
     if (halves && from.dense() && to.dense()) {
@@ -120,7 +226,7 @@ class Append {
   }
 
   // Columns [begin, end).
-  static void copy(Row from, Row to, int64_t begin, int64_t end) {
+  static void copy(Row<S> from, Row<S> to, int64_t begin, int64_t end) {
     if (from.dense() && to.dense()) {
       if (begin < end)
         __builtin_memcpy(to.at + begin, from.at + begin,
@@ -129,12 +235,20 @@ class Append {
     }
     for (int64_t d = begin; d < end; ++d) to[d] = from[d];
   }
+  // The same into scratch, as T. Where S is T, the one above is the better match.
+  template <class X>
+  static void copy(Row<S> from, Row<X> to, int64_t begin, int64_t end) {
+    for (int64_t d = begin; d < end; ++d) to[d] = static_cast<X>(widen(from[d]));
+  }
 };
 
 }  // namespace
 
-void append_to_cache(const AppendParams& p) {
-  with_policy(p.dtype, [&](auto policy) { Append<typename decltype(policy)::Storage>(p).run(); });
+AppendFault append_to_cache(const AppendParams& p) {
+  AppendFault fault = AppendFault::none;
+  with_policy(p.dtype,
+              [&](auto policy) { fault = Append<typename decltype(policy)::Storage>(p).run(); });
+  return fault;
 }
 
 }  // namespace FASTATTN_ISA

@@ -8,19 +8,25 @@
 // Keys and values are processed block by block, for a few rows of the group (R) at a time. Sixteen
 // dot products run at once and are summed over their lanes together. Outputs stay in registers for
 // a block.
+//
+// Quantised rows are widened in registers. Their scales multiply one score and one weight a row, not
+// its columns: q . (c k) = c (q . k), and p (c v) = (p c) v.
 #pragma once
 #include "../threads.h"
 #include "blocks.h"
 #include "mask.h"
+#include "scales.h"
 #include "softmax_state.h"
 
 namespace fastattn {
 namespace FASTATTN_ISA {
 namespace {
 
-template <class P>
+// Cached: the elements of keys and values, those of queries or Int8.
+template <class P, class Cached = typename P::Storage>
 class Decode {
   typedef typename P::Storage Storage;
+  static constexpr bool kScaled = !kSame<Cached, Storage>;
   typedef typename P::Acc T;
   typedef typename P::Word Word;
   static constexpr int W = kLanes<T>;
@@ -33,6 +39,7 @@ class Decode {
   // True for few rows per key head and no option that is rare in decoding. Only this kernel reads
   // pages: the caller makes sure that it can.
   static bool serves(const Sequence& p) {
+    if (kScaled) return true;
     const int64_t rows = p.Lq * (p.Hq / max_of<int64_t>(1, p.Hkv));
     return p.pages != nullptr || (rows <= kMaxRows && p.Lq * 4 <= W && reads(p));
   }
@@ -86,11 +93,13 @@ class Decode {
   // A state is {o [rows][dim_v], m [rows], l [rows]}: the output, the maximum, and the sum of
   // exponentials. Where a word is a pair, the first of two vectors of o holds the even columns.
   struct Buffers {
-    Word* q;   // [rows][dim], zero beyond D
-    T* s;      // [rows][kBlock]
-    T* alpha;  // [rows]
-    T* total;  // a state
-    T* part;   // a state
+    Word* q;      // [rows][dim], zero beyond D
+    T* s;         // [rows][kBlock]
+    T* alpha;     // [rows]
+    T* k_scales;  // [kBlock] of quantised rows
+    T* v_scales;  // [kBlock]
+    T* total;     // a state
+    T* part;      // a state
   };
   Buffers scratch() const {
     Arena measure(nullptr);
@@ -103,6 +112,8 @@ class Decode {
     buf.q = a.take<Word>(rows * dim);
     buf.s = a.take<T>(rows * kBlock);
     buf.alpha = a.take<T>(rows);
+    buf.k_scales = a.take<T>(kScaled ? kBlock : 0);
+    buf.v_scales = a.take<T>(kScaled ? kBlock : 0);
     buf.total = a.take<T>(rows * (dim_v + 2));
     buf.part = a.take<T>(rows * (dim_v + 2));
     return buf;
@@ -185,7 +196,7 @@ class Decode {
   }
 
   // Vector d of a row of keys, as words.
-  FASTATTN_INLINE Vec<T> key_words(const Storage* k, int64_t d) const {
+  FASTATTN_INLINE Vec<T> key_words(const Cached* k, int64_t d) const {
     const int64_t at = d * W * kPerWord;
     if constexpr (kPerWord == 1) {
       return load_as<T>(k + at, static_cast<int>(min_of<int64_t>(W, p.D - at)));
@@ -194,10 +205,10 @@ class Decode {
     }
   }
   // The first `count` elements at p as pairs, zero beyond.
-  static FASTATTN_INLINE Vec<T> raw_words(const Storage* p, int64_t count) {
+  static FASTATTN_INLINE Vec<T> raw_words(const Cached* p, int64_t count) {
     if (count >= 2 * W) return load(reinterpret_cast<const T*>(p));
-    alignas(kVectorBytes) Storage lanes[2 * W] = {};
-    __builtin_memcpy(lanes, p, static_cast<size_t>(count) * sizeof(Storage));
+    alignas(kVectorBytes) Cached lanes[2 * W] = {};
+    __builtin_memcpy(lanes, p, static_cast<size_t>(count) * sizeof(Cached));
     return load(reinterpret_cast<const T*>(lanes));
   }
 
@@ -214,34 +225,34 @@ class Decode {
 
   // The addresses of the rows of a block.
   struct InOrder {
-    const Storage* first;
+    const Cached* first;
     int64_t stride;
-    FASTATTN_INLINE const Storage* row(int64_t j) const { return first + j * stride; }
+    FASTATTN_INLINE const Cached* row(int64_t j) const { return first + j * stride; }
     FASTATTN_INLINE void prefetch(int64_t, int64_t, int64_t) const {}
     FASTATTN_INLINE InOrder read_before() const { return *this; }
   };
   // The processor's prefetcher does not follow the jump from page to page. So while row j is read,
   // row j of those that are read next is prefetched into the L2 cache.
   struct InPages {
-    const Storage* const* rows_at;
-    const Storage* const* next_at;
+    const Cached* const* rows_at;
+    const Cached* const* next_at;
     int64_t next_count;
-    FASTATTN_INLINE const Storage* row(int64_t j) const { return rows_at[j]; }
+    FASTATTN_INLINE const Cached* row(int64_t j) const { return rows_at[j]; }
     FASTATTN_INLINE void prefetch(int64_t j, int64_t begin, int64_t end) const {
       if (j >= next_count) return;
-      constexpr int64_t kLine = 64 / static_cast<int64_t>(sizeof(Storage));
+      constexpr int64_t kLine = 64 / static_cast<int64_t>(sizeof(Cached));
       for (int64_t d = begin; d < end; d += kLine) __builtin_prefetch(next_at[j] + d, 0, 2);
     }
     // For the other rows of the group: what is next has been prefetched.
     FASTATTN_INLINE InPages read_before() const { return {rows_at, nullptr, 0}; }
   };
   struct PageRows {
-    const Storage* at[kBlock];
+    const Cached* at[kBlock];
     int64_t count = 0;
   };
 
-  const Storage* row_of(const Tensor4& x, int64_t b, int64_t hk, int64_t j) const {
-    return static_cast<const Storage*>(x.data) + b * x.stride[0] + hk * x.stride[1] +
+  const Cached* row_of(const Tensor4& x, int64_t b, int64_t hk, int64_t j) const {
+    return static_cast<const Cached*>(x.data) + b * x.stride[0] + hk * x.stride[1] +
            j * x.stride[2];
   }
 
@@ -252,21 +263,41 @@ class Decode {
       products<decltype(width)::value>(buf.q + r * dim, r == 0 ? k : k.read_before(), j1 - j0,
                                        buf.s + r * kBlock);
     });
-    for (int64_t r = 0; r < rows; ++r) softmax(buf, b, hk, r, j0, j1, state);
+    if constexpr (kScaled) {
+      scales_of(p.k_scales, b, hk, j0, j1, buf.k_scales);
+      scales_of(p.v_scales, b, hk, j0, j1, buf.v_scales);
+    }
+    for (int64_t r = 0; r < rows; ++r) {
+      T* const s = buf.s + r * kBlock;
+      if constexpr (kScaled) multiply_block(buf.k_scales, s);
+      softmax(buf, b, hk, r, j0, j1, state);
+      if constexpr (kScaled) multiply_block(buf.v_scales, s);
+    }
     by_rows<2>([&](auto width, int64_t r) __attribute__((always_inline)) {
       accumulate<decltype(width)::value>(buf.s + r * kBlock, buf.alpha + r,
                                          r == 0 ? v : v.read_before(), j1 - j0, state + r * dim_v);
     });
   }
 
+  // The scales of rows [j0, j1), and 1 beyond, where rows are not visible.
+  void scales_of(const Tensor4& x, int64_t b, int64_t hk, int64_t j0, int64_t j1, float* to) const {
+    read_scales(scale_rows(x, b, hk, p.pages, p.page_size), j0, j1, to);
+    for (int64_t j = j1; j < j0 + kBlock; ++j) to[j - j0] = 1.0f;
+    if (any_wrong(to, kBlock)) __atomic_store_n(p.wrong_scales, 1, __ATOMIC_RELAXED);
+  }
+  static FASTATTN_INLINE void multiply_block(const T* factors, T* x) {
+    FASTATTN_UNROLL for (int64_t n = 0; n < kBlock; n += W)
+        store(x + n, load(x + n) * load(factors + n));
+  }
+
   // The addresses of keys [j0, j1), page by page. Paging changes only addresses, so the bits are
   // the same.
   void locate(const Tensor4& x, int64_t hk, int64_t j0, int64_t j1, PageRows& rows) const {
     rows.count = max_of<int64_t>(0, j1 - j0);
-    const Storage* base = static_cast<const Storage*>(x.data) + hk * x.stride[1];
+    const Cached* base = static_cast<const Cached*>(x.data) + hk * x.stride[1];
     for (int64_t j = j0; j < j1;) {
       const int64_t page = j / p.page_size, begin = page * p.page_size;
-      const Storage* at = base + p.pages[page] * x.stride[0];
+      const Cached* at = base + p.pages[page] * x.stride[0];
       for (; j < min_of(j1, begin + p.page_size); ++j)
         rows.at[j - j0] = at + (j - begin) * x.stride[2];
     }
@@ -305,7 +336,7 @@ class Decode {
     for (int64_t j0 = 0; j0 < nk; j0 += kKeys) {
       Vec<T> sum[W];
       FASTATTN_UNROLL for (int t = 0; t < kKeys; ++t) {
-        const Storage* row = k.row(min_of(nk - 1, j0 + t));
+        const Cached* row = k.row(min_of(nk - 1, j0 + t));
         k.prefetch(j0 + t, 0, p.Dv);
         Vec<T> acc[R];
         FASTATTN_UNROLL for (int r = 0; r < R; ++r) acc[r] = Vec<T>{};
@@ -323,7 +354,7 @@ class Decode {
           __builtin_memcpy(s + r * kBlock + j0, sums + r * kKeys, kKeys * sizeof(T));
     }
   }
-  static FASTATTN_INLINE Vec<T> full_key_words(const Storage* k, int64_t d) {
+  static FASTATTN_INLINE Vec<T> full_key_words(const Cached* k, int64_t d) {
     if constexpr (kPerWord == 1) return load_as<T>(k + d * W, W);
     return load(reinterpret_cast<const T*>(k + d * W * kPerWord));
   }
@@ -430,7 +461,7 @@ class Decode {
   // C vectors of a row of values, with `count` columns left. Pairs are split into even and odd
   // columns, which needs no shuffle; finish() restores the order.
   template <int C, bool kWhole>
-  FASTATTN_INLINE void value_columns(const Storage* v, int64_t count, Vec<T>* x) const {
+  FASTATTN_INLINE void value_columns(const Cached* v, int64_t count, Vec<T>* x) const {
     if constexpr (kPerWord == 1) {
       FASTATTN_UNROLL for (int c = 0; c < C; ++c) x[c] =
           load_as<T>(v + c * W, kWhole ? W : static_cast<int>(min_of<int64_t>(W, count - c * W)));

@@ -385,9 +385,24 @@ void attention_forward(const AttentionParams& p) {
   });
 }
 
+namespace {
+// All sequences of a quantised cache are decoded.
+struct NoForward {
+  explicit NoForward(const Sequence&) {}
+  int64_t tasks() const { return 0; }
+  void run(int64_t) const {}
+};
+}  // namespace
+
 void attention_sequences_forward(const SequencesParams& p) {
   const AttentionParams& all = p.attention;
   if (all.B == 0 || all.Hq == 0) return;
+  if (all.k_scales.data != nullptr) {
+    typedef Single<float> P;
+    const Sequences sequences(p);
+    if constexpr (has_kernels(DType::f32)) Schedule<P, NoForward, Decode<P, Int8>>(sequences).run();
+    return;
+  }
   with_policy(all.dtype, [&](auto policy) {
     const Sequences sequences(p);
     typedef decltype(policy) P;

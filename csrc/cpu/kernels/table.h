@@ -19,7 +19,7 @@ void local_attention_forward(const LocalParams&);
 void local_attention_backward(const LocalParams&);
 void merge_states_forward(const MergeStatesParams&);
 void merge_states_backward(const MergeStatesParams&);
-void append_to_cache(const AppendParams&);
+AppendFault append_to_cache(const AppendParams&);
 }  // namespace FASTATTN_REST
 
 namespace FASTATTN_ISA {

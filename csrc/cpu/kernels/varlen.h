@@ -52,7 +52,12 @@ class Sequences {
     }
     const int64_t k_at = k_packed ? t.k_starts[b] : t.k_batch != nullptr ? t.k_batch[b] : b;
     const int k_dim = k_packed ? 2 : 0;
-    move(s.k, k_dim, k_at), move(s.v, k_dim, k_at);
+    if (s.k_scales.data == nullptr) {
+      move(s.k, k_dim, k_at), move(s.v, k_dim, k_at);
+    } else {
+      move(s.k, k_dim, k_at, 1), move(s.v, k_dim, k_at, 1);
+      move(s.k_scales, k_dim, k_at, 4), move(s.v_scales, k_dim, k_at, 4);
+    }
     move(s.grad_k, k_dim, k_at), move(s.grad_v, k_dim, k_at);
     return s;
   }
@@ -83,9 +88,9 @@ class Sequences {
   void* moved(void* x, int64_t elements) const {
     return const_cast<void*>(moved(static_cast<const void*>(x), elements));
   }
-  void move(Tensor4& x, int dim, int64_t steps) const {
-    if (x.data != nullptr)
-      x.data = static_cast<char*>(x.data) + steps * x.stride[dim] * size_of(all_.dtype);
+  void move(Tensor4& x, int dim, int64_t steps) const { move(x, dim, steps, size_of(all_.dtype)); }
+  static void move(Tensor4& x, int dim, int64_t steps, int64_t bytes) {
+    if (x.data != nullptr) x.data = static_cast<char*>(x.data) + steps * x.stride[dim] * bytes;
   }
 };
 

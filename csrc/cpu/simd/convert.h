@@ -15,6 +15,9 @@ struct F16 {
 struct Bool {
   uint8_t bits;
 };
+struct Int8 {
+  int8_t value;
+};
 
 FASTATTN_INLINE uint32_t bits_of(float x) {
   uint32_t u;
@@ -40,6 +43,7 @@ FASTATTN_INLINE float widen(F16 h) {
 FASTATTN_INLINE float widen(Bf16 b) { return float_of(static_cast<uint32_t>(b.bits) << 16); }
 FASTATTN_INLINE float widen(float x) { return x; }
 FASTATTN_INLINE double widen(double x) { return x; }
+FASTATTN_INLINE float widen(Int8 x) { return x.value; }
 // A boolean mask as a bias: true adds 0, false excludes.
 FASTATTN_INLINE float widen(Bool b) { return b.bits ? 0.0f : -kInf<float>; }
 
@@ -90,13 +94,25 @@ FASTATTN_INLINE Vec<T> load_as(const S* p, int n) {
     if constexpr (kSame<S, F16>) return (VecF)_mm512_cvtph_ps(raw);
     return (VecF)_mm512_slli_epi32(_mm512_cvtepu16_epi32(raw), 16);
   }
-  if constexpr (sizeof(T) == 4 && sizeof(S) == 1) {
+  if constexpr (sizeof(T) == 4 && kSame<S, Int8>) {
+    if (n >= 16) {
+      const __m128i raw = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+      return (VecF)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(raw));
+    }
+  }
+  if constexpr (sizeof(T) == 4 && kSame<S, Bool>) {
     const __mmask16 first = static_cast<__mmask16>(n >= 16 ? 0xffff : (1u << n) - 1);
     const __m128i raw = _mm_maskz_loadu_epi8(first, p);
     const __mmask16 excluded = _mm_mask_testn_epi8_mask(first, raw, raw);
     return (VecF)_mm512_maskz_mov_ps(excluded, _mm512_set1_ps(-kInf<float>));
   }
 #elif defined(__AVX2__)
+  if constexpr (sizeof(T) == 4 && kSame<S, Int8>) {
+    if (n >= 8) {
+      const __m128i raw = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+      return (VecF)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(raw));
+    }
+  }
   if constexpr (sizeof(T) == 4 && sizeof(S) == 2) {
     if (n >= 8) {
       const __m128i raw = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
@@ -107,6 +123,15 @@ FASTATTN_INLINE Vec<T> load_as(const S* p, int n) {
 #elif defined(__aarch64__)
   if constexpr (sizeof(T) == 4 && kSame<S, F16>) {
     if (n >= 4) return (VecF)vcvt_f32_f16(vld1_f16(reinterpret_cast<const __fp16*>(p)));
+  }
+#endif
+#if !defined(__AVX2__)
+  if constexpr (sizeof(T) == 4 && kSame<S, Int8>) {
+    typedef int8_t Bytes __attribute__((vector_size(kVectorBytes / 4), aligned(1), may_alias));
+    if (n >= kLanes<T>) {
+      const Bytes raw = *reinterpret_cast<const Bytes*>(p);
+      return __builtin_convertvector(__builtin_convertvector(raw, VecI), VecF);
+    }
   }
 #endif
   if constexpr (sizeof(T) == 4 && kSame<S, Bf16>) {

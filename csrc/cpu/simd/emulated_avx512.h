@@ -236,6 +236,13 @@ FASTATTN_INLINE int _mm512_reduce_max_epi32(__m512i a) {
 FASTATTN_INLINE __m512i _mm512_cvtepu16_epi32(__m256i a) {
   return (__m512i) __builtin_convertvector((lanes::U16Of256)a, lanes::U32);
 }
+FASTATTN_INLINE __m512i _mm512_cvtepi8_epi32(__m128i a) {
+  typedef int8_t I8Of128 __attribute__((vector_size(16), may_alias));
+  return (__m512i) __builtin_convertvector((I8Of128)a, lanes::I32);
+}
+FASTATTN_INLINE __m512 _mm512_cvtepi32_ps(__m512i a) {
+  return (__m512) __builtin_convertvector((lanes::I32)a, lanes::F32);
+}
 FASTATTN_INLINE __m256i _mm512_cvtepi32_epi16(__m512i a) {
   return (__m256i) __builtin_convertvector((lanes::U32)a, lanes::U16Of256);
 }

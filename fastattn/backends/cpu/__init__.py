@@ -68,6 +68,7 @@ __all__ = [
     "why_not",
 ]
 
+_INTEGERS = (torch.int64, torch.int32, torch.int8)
 _NAMES = "float32, float64, bfloat16, float16"
 
 
@@ -105,6 +106,8 @@ def _why_not_decoded_on_tiles(query: Tensor, tensors: Mapping[str, Tensor | None
     """Many rows fill tiles, and so do the queries of a head that the kernel of decoding leaves."""
     cache = tensors["key_cache"]
     assert cache is not None
+    if cache.dtype is torch.int8:
+        return "the tiles do not multiply quantised rows"
     queries, rows = query.shape[2], query.shape[1] * query.shape[2] // max(cache.shape[1], 1)
     if rows >= 16 or (queries > 4 and tensors.get("block_table") is None):
         return ""
@@ -127,7 +130,7 @@ def why_not(op: str, tensors: Mapping[str, Tensor | None], options: Any) -> list
             continue
         if not tensor.is_cpu:
             return [f"a tensor is on {tensor.device}"]
-        if tensor.dtype not in DTYPES and tensor.dtype not in (torch.int64, torch.int32):
+        if tensor.dtype not in DTYPES and tensor.dtype not in _INTEGERS:
             return [f"the dtype {tensor.dtype} is not one of {_NAMES}"]
     op = op.removesuffix("_backward")
     if op == "scaled_dot_product_attention":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -10,10 +12,12 @@ from fastattn.backends._alloc import empty_output
 from fastattn.backends._operands import address, operand, with_columns_together
 from fastattn.backends.cpu.operands import DTYPES, optional_operands
 from fastattn.backends.primitives import AppendOptions, DecodeOptions
+from fastattn.backends.reference.decode import check_scales
 
 # Of the kernel on vectors: the query rows per key head up to which reading pages is faster than
 # gathering them, and the most elements of a row.
 _MOST_ROWS = 32
+_MOST_QUANTISED_ROWS = 64  # before widening the rows and the kernel for many rows are faster
 _WIDEST = 512
 
 
@@ -29,22 +33,31 @@ def decode_attention(
     relative_bias: Tensor | None = None,  # [1, Hq, 2 M + 1]
     mask_program: Tensor | None = None,  # [size] int32, for a cache
     cache_leftpad: Tensor | None = None,  # [B] int64
+    key_scales: Tensor | None = None,  # [E, Hkv, N] float32, of int8 caches
+    value_scales: Tensor | None = None,  # [E, Hkv, N] float32
     *,
     options: DecodeOptions,
 ) -> tuple[Tensor, Tensor]:
     """Return ``(out, lse)``, see ``docs/design.md``."""
+    dtype = query.dtype
+    scales: dict[str, Any] = {}
+    if key_scales is not None and value_scales is not None:
+        query = query.to(torch.promote_types(dtype, torch.float32))
+        if _reads_in_place(query, key_cache, value_cache, _MOST_QUANTISED_ROWS):
+            named_scales = (("key_scales", key_scales), ("value_scales", value_scales))
+            scales = {name: operand(x[..., None]) for name, x in named_scales}
+        else:
+            where = (cache_seqlens, block_table, cache_batch_idx, cache_leftpad)
+            key_cache = _widened(key_cache, key_scales, "key_scales", query, *where)
+            value_cache = _widened(value_cache, value_scales, "value_scales", query, *where)
+            block_table = cache_batch_idx = None
     batch, heads, queries, width = query.shape
     entries, kv_heads, keys, value_width = value_cache.shape
     out = empty_output(query, value_width)
     lse = torch.empty((batch, heads, queries), dtype=torch.float64)
-    if block_table is not None and not _reads_pages(query, key_cache, value_cache):
-        pages = block_table.long()
-        lengths = -(-cache_seqlens // max(keys, 1))
-        pages = torch.where(torch.arange(pages.shape[1]) < lengths[:, None], pages, 0)
-        _check_pages(pages, entries)
-        key_cache, value_cache = (
-            x[pages].transpose(1, 2).flatten(2, 3) for x in (key_cache, value_cache)
-        )
+    if block_table is not None and not (scales or _reads_pages(query, key_cache, value_cache)):
+        pages = _pages(block_table, cache_seqlens, key_cache)
+        key_cache, value_cache = (_gathered(x, pages) for x in (key_cache, value_cache))
         entries, keys, block_table = batch, key_cache.shape[2], None
     table = None if block_table is None else _rows(block_table)
     lengths = cache_seqlens.contiguous()
@@ -67,11 +80,11 @@ def decode_attention(
         out.stride(),
         lse.data_ptr(),
         options,
-        optional_operands(batch, heads, None, *biases),
+        optional_operands(batch, heads, None, *biases) | scales,
         _cache(lengths, chosen, table, keys, begins),
         entries,
     )
-    return out, lse
+    return out.to(dtype), lse
 
 
 def append_to_cache(
@@ -86,6 +99,9 @@ def append_to_cache(
     rotary_sin: Tensor | None = None,  # [M, R / 2]
     rotary_positions: Tensor | None = None,  # [B, L] int64
     query: Tensor | None = None,  # [B, Hq, Lq, D]
+    key_scales: Tensor | None = None,  # [E, Hkv, N] float32, of int8 caches
+    value_scales: Tensor | None = None,  # [E, Hkv, N] float32
+    cache_leftpad: Tensor | None = None,  # [B] int64
     *,
     options: AppendOptions,
 ) -> Tensor | None:
@@ -95,7 +111,9 @@ def append_to_cache(
     table = None if block_table is None else _rows(block_table)
     lengths = cache_seqlens.contiguous()
     chosen = None if cache_batch_idx is None else cache_batch_idx.contiguous()
-    heads, queries, rotated, rotary = 0, 0, None, {}
+    heads, queries = 0, 0
+    rotated: Tensor | None = None
+    rotary: dict[str, Any] = {}
     if rotary_cos is not None and rotary_sin is not None and query is not None:
         heads, queries = query.shape[1:3]
         rotated = empty_output(query, width)
@@ -110,6 +128,11 @@ def append_to_cache(
             "rotary_rows": rotary_cos.shape[0],
             "positions": address(positions),
         }
+    scales: dict[str, Any] = {}
+    if key_scales is not None and value_scales is not None:
+        named_scales = (("key_scales", key_scales), ("value_scales", value_scales))
+        scales = {name: operand(x[..., None]) for name, x in named_scales}
+    begins = None if cache_leftpad is None else cache_leftpad.contiguous()
     sizes = (batch, heads, kv_heads, queries, rows, _capacity(keys, table))
     _cpu.append_to_cache(
         DTYPES[key.dtype],
@@ -121,9 +144,10 @@ def append_to_cache(
             "value": operand(value),
             "key_cache": operand(key_cache),
             "value_cache": operand(value_cache),
+            **scales,
         },
         rotary,
-        _cache(lengths, chosen, table, keys),
+        _cache(lengths, chosen, table, keys, begins),
     )
     return rotated
 
@@ -153,17 +177,71 @@ def _cache(
 
 def _reads_pages(query: Tensor, key_cache: Tensor, value_cache: Tensor) -> bool:
     """Whether the kernel reads pages in place: dense rows, few of them on vectors."""
+    heads, queries, kv_heads = *query.shape[1:3], key_cache.shape[1]
+    dense = key_cache.stride(3) == 1 == value_cache.stride(3)
+    if dense and _cpu.decodes_on_tiles(DTYPES[query.dtype], heads, kv_heads, queries):
+        return True
+    return _reads_in_place(query, key_cache, value_cache, _MOST_ROWS)
+
+
+def _reads_in_place(query: Tensor, key_cache: Tensor, value_cache: Tensor, most_rows: int) -> bool:
+    """Whether the kernel on vectors is the fastest for these rows, however they are stored."""
     (_, heads, queries, width), (_, kv_heads, _, value_width) = query.shape, value_cache.shape
     if not key_cache.stride(3) == 1 == value_cache.stride(3):
         return False
-    if _cpu.decodes_on_tiles(DTYPES[query.dtype], heads, kv_heads, queries):
-        return True
+    if key_cache.dtype == torch.int8 and query.dtype == torch.float64:
+        return False
     rows = queries * heads // max(kv_heads, 1)
-    return rows <= _MOST_ROWS and max(width, value_width) <= _WIDEST
+    return rows <= most_rows and max(width, value_width) <= _WIDEST
+
+
+def _pages(block_table: Tensor, lengths: Tensor, cache: Tensor) -> Tensor:
+    """The pages of each sequence, [B, P], with any page beyond its length."""
+    used = -(-lengths // max(cache.shape[2], 1))
+    inside = torch.arange(block_table.shape[1]) < used[:, None]
+    pages = torch.where(inside, block_table.long(), 0)
+    _check_pages(pages, cache.shape[0])
+    return pages
+
+
+def _gathered(cache: Tensor, pages: Tensor) -> Tensor:
+    """The rows of each sequence, in order."""
+    return cache[pages].transpose(1, 2).flatten(2, 3)
+
+
+def _widened(
+    cache: Tensor,  # [E, Hkv, N, D] int8
+    scales: Tensor,  # [E, Hkv, N]
+    name: str,  # of the scales
+    query: Tensor,
+    lengths: Tensor,
+    block_table: Tensor | None,
+    entries: Tensor | None,
+    begins: Tensor | None,
+) -> Tensor:
+    """The rows of each sequence of a quantised cache in query's dtype, [B, Hkv, M, D]."""
+    scales = scales[..., None]
+    if block_table is not None:
+        pages = _pages(block_table, lengths, cache)
+        cache, scales = _gathered(cache, pages), _gathered(scales, pages)
+    else:
+        chosen = torch.arange(query.shape[0]) if entries is None else entries
+        _check_entries(chosen, cache.shape[0])
+        cache, scales = cache[chosen], scales[chosen]
+    check_scales({name: scales}, lengths, begins)
+    return cache.to(query.dtype) * scales.to(query.dtype)
 
 
 def _rows(block_table: Tensor) -> Tensor:
     return block_table if block_table.stride(1) == 1 else block_table.contiguous()
+
+
+def _check_entries(chosen: Tensor, entries: int) -> None:
+    wrong = chosen[(chosen < 0) | (chosen >= entries)]
+    if wrong.numel():
+        raise ValueError(
+            f"cache_batch_idx must name one of the {entries} entries, got {int(wrong[0])}"
+        )
 
 
 def _check_pages(pages: Tensor, entries: int) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fastattn.backends.reference._dropout import dropout_keep, philox4x32
 from fastattn.backends.reference.additive import additive_attention, additive_attention_backward
-from fastattn.backends.reference.decode import append_to_cache, decode_attention
+from fastattn.backends.reference.decode import append_to_cache, decode_attention, quantise
 from fastattn.backends.reference.encode_memory import encode_memory, encode_memory_backward
 from fastattn.backends.reference.hopfield import (
     hopfield_retrieve,
@@ -64,6 +64,7 @@ __all__ = [
     "merge_states",
     "merge_states_backward",
     "philox4x32",
+    "quantise",
     "scaled_dot_product_attention",
     "scaled_dot_product_attention_backward",
     "sinusoidal_encoding",

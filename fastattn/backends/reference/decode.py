@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from fastattn.backends.primitives import AppendOptions, AttentionOptions, DecodeOptions
 from fastattn.backends.reference._masked import compute_dtype
 from fastattn.backends.reference.sdpa import attend
+from fastattn.eager import runs_eagerly
 
-__all__ = ["append_to_cache", "decode_attention", "rotate"]
+__all__ = ["append_to_cache", "decode_attention", "quantise", "rotate"]
 
 
 def decode_attention(
@@ -24,6 +27,8 @@ def decode_attention(
     relative_bias: Tensor | None = None,  # [1, Hq, 2 M + 1]
     mask_program: Tensor | None = None,  # [size] int32, for a cache of P * N keys
     cache_leftpad: Tensor | None = None,  # [B] int64
+    key_scales: Tensor | None = None,  # [E, Hkv, N] float32, of quantised caches
+    value_scales: Tensor | None = None,  # [E, Hkv, N] float32
     *,
     options: DecodeOptions,
 ) -> tuple[Tensor, Tensor]:
@@ -31,10 +36,18 @@ def decode_attention(
 
     Sequence b uses the first cache_seqlens[b] keys of its entry, or of the pages in its row of the
     block table, without the first cache_leftpad[b]. Its last query is at the position of the last
-    of these keys.
+    of these keys. A row of a quantised cache, int8, counts times its scale.
     """
     key, value = (_of_sequences(x, query, block_table, cache_batch_idx) for x in (
         key_cache, value_cache))  # fmt: skip
+    if key_scales is not None and value_scales is not None:
+        compute = compute_dtype(query.dtype)
+        scales = {"key_scales": key_scales, "value_scales": value_scales}
+        where = (query, block_table, cache_batch_idx)
+        found = {name: _of_sequences(x[..., None], *where) for name, x in scales.items()}
+        check_scales(found, cache_seqlens, cache_leftpad)
+        key = key.to(compute) * found["key_scales"].to(compute)
+        value = value.to(compute) * found["value_scales"].to(compute)
     position = torch.arange(key.shape[2], device=query.device)
     lengths = cache_seqlens[:, None, None, None]
     rows = torch.arange(query.shape[2], device=query.device)[:, None]
@@ -71,13 +84,25 @@ def append_to_cache(
     rotary_sin: Tensor | None = None,  # [M, R / 2]
     rotary_positions: Tensor | None = None,  # [B, L] int64; None: the index of the row
     query: Tensor | None = None,  # [B, Hq, Lq, D], of the last Lq new tokens
+    key_scales: Tensor | None = None,  # [E, Hkv, N] float32, of quantised caches
+    value_scales: Tensor | None = None,  # [E, Hkv, N] float32
+    cache_leftpad: Tensor | None = None,  # [B] int64
     *,
     options: AppendOptions,
 ) -> Tensor | None:
     """Append the new keys and values to each sequence, in place.
 
-    With tables of angles the keys are rotated before; return the rotated queries.
+    With tables of angles the keys are rotated before; return the rotated queries. Caches in int8
+    get quantised rows and their scales.
     """
+    if key_scales is not None and value_scales is not None:
+        scales = {"key_scales": key_scales, "value_scales": value_scales}
+        where = (key, block_table, cache_batch_idx)
+        found = {name: _of_sequences(x[..., None], *where) for name, x in scales.items()}
+        check_scales(found, cache_seqlens, cache_leftpad)
+        compute = compute_dtype(key.dtype)
+        key, value = key.to(compute), value.to(compute)  # rounded once, to int8
+        _check_finite(key, value)
     at = cache_seqlens[:, None] + torch.arange(key.shape[2], device=key.device)  # [B, L]
     rotated = None
     if rotary_cos is not None and rotary_sin is not None and query is not None:
@@ -94,9 +119,48 @@ def append_to_cache(
         entry = cache_batch_idx[:, None]
     else:
         entry = torch.arange(key.shape[0], device=key.device)[:, None]
-    key_cache[entry, :, at] = key.transpose(1, 2)
-    value_cache[entry, :, at] = value.transpose(1, 2)
+    for cache, x, of_rows in ((key_cache, key, key_scales), (value_cache, value, value_scales)):
+        if of_rows is not None:
+            x, scale = quantise(x)
+            of_rows[entry, :, at] = scale.transpose(1, 2)
+        cache[entry, :, at] = x.transpose(1, 2)
     return rotated
+
+
+def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows [..., D] as int8 [..., D] and their scales [...], float32: the largest becomes 127."""
+    least = torch.finfo(torch.float32).tiny
+    scale = (x.abs().amax(-1) / 127).to(torch.float32).clamp(min=least)
+    return (x / scale[..., None].to(x.dtype)).round().clamp(-127, 127).to(torch.int8), scale
+
+
+def check_scales(
+    scales: Mapping[str, Tensor],  # [B, Hkv, keys, 1]
+    lengths: Tensor,  # [B]
+    begins: Tensor | None,  # [B]
+) -> None:
+    """Raise an error for a scale that is not positive and finite, on the CPU in eager execution."""
+    for name, x in scales.items():
+        if not (x.is_cpu and runs_eagerly(x)):
+            return
+        row = torch.arange(x.shape[2])
+        inside = row < lengths[:, None]
+        if begins is not None:
+            inside &= row >= begins[:, None]
+        right = (x[..., 0] > 0) & torch.isfinite(x[..., 0])
+        wrong = (~right & inside[:, None]).nonzero()
+        if wrong.numel():
+            b, h, j = wrong[0].tolist()
+            raise ValueError(
+                f"{name} must be positive and finite, got {float(x[b, h, j])} for row {j} of "
+                f"sequence {b}"
+            )
+
+
+def _check_finite(key: Tensor, value: Tensor) -> None:
+    for name, x in (("key", key), ("value", value)):
+        if x.is_cpu and runs_eagerly(x) and not bool(torch.isfinite(x).all()):
+            raise ValueError(f"{name} must be finite to be quantised, got inf or NaN")
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:

@@ -33,6 +33,7 @@ void decode(const SequencesParams& p) {
 
 void attention_sequences_forward(const SequencesParams& p) {
   const AttentionParams& all = p.attention;
+  if (all.k_scales.data != nullptr) return FASTATTN_BASE::table.attention_sequences_forward(p);
   if (p.k_lengths != nullptr && multiplies_on_tiles(all.dtype, Tiles::kEmulated) &&
       fills_tiles(all)) {
     if (all.B == 0) return;

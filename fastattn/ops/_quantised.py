@@ -1,0 +1,58 @@
+"""The checks of quantised caches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattn import checks
+from fastattn.eager import runs_eagerly
+
+__all__ = ["check_scales"]
+
+_OP = "decode_attention"
+
+
+def check_scales(
+    key_scales: Any,
+    value_scales: Any,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    layout: str,
+    appends: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """The scales [E, Hkv, N] of both caches, which are still in ``layout``; None without any."""
+    given = {"key": (key_scales, key_cache), "value": (value_scales, value_cache)}
+    if key_scales is None and value_scales is None:
+        for name, (_, cache) in given.items():
+            if cache.dtype == torch.int8:
+                raise ValueError(f"{_OP}: {name}_cache of torch.int8 needs {name}_scales")
+        return None, None
+    found = []
+    for name, (scales, cache) in given.items():
+        if scales is None:
+            raise ValueError(f"{_OP}: key_scales and value_scales must be given together")
+        if cache.dtype != torch.int8:
+            raise RuntimeError(
+                f"{_OP}: {name}_cache must be torch.int8 with {name}_scales, got {cache.dtype}"
+            )
+        shape = "[E, Hkv, N]" if layout == "bhnd" else "[E, N, Hkv]"
+        checks.check_tensor(_OP, f"{name}_scales", scales, shape, 3, cache.device)
+        checks.check_constant(_OP, f"{name}_scales", scales)
+        if scales.dtype != torch.float32:
+            raise RuntimeError(f"{_OP}: {name}_scales must be float32, got {scales.dtype}")
+        if scales.shape != cache.shape[:3]:
+            raise ValueError(
+                f"{_OP}: {name}_scales must have the shape {tuple(cache.shape[:3])} of the rows of "
+                f"{name}_cache, got {tuple(scales.shape)}"
+            )
+        found.append(scales if layout == "bhnd" else scales.transpose(1, 2))
+    readable = runs_eagerly(key_cache, value_cache) and key_cache.numel() > 0
+    if appends and readable and key_cache.data_ptr() == value_cache.data_ptr():
+        raise ValueError(
+            f"{_OP}: value_cache must not be a view of key_cache, because appended rows of int8 "
+            "caches have scales of their own"
+        )
+    return found[0], found[1]

@@ -1,0 +1,203 @@
+"""Caches in int8: what the case tables do not show."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from fastattn import decode_attention, explain, use_backend
+from fastattn.backends.reference import quantise
+
+pytestmark = pytest.mark.usefixtures("seeded")
+
+
+@pytest.fixture
+def backend(backend: str) -> str:
+    if backend == "triton":
+        pytest.skip("it has no quantised caches")
+    return backend
+
+
+def test_a_backend_without_quantised_caches_says_so() -> None:
+    pytest.importorskip("triton")
+    given = operands()
+    del given["key"], given["value"]
+    with use_backend("triton"), pytest.raises(RuntimeError, match="has no key_scales"):
+        decode_attention(**given)
+
+
+LENGTHS = torch.tensor([4, 0, 9])
+
+
+def operands(layout: str = "bhnd", paged: bool = False) -> dict[str, Any]:
+    """Three sequences in caches of 12 keys, and two new tokens of each."""
+
+    def laid_out(x: Tensor) -> Tensor:
+        return x.transpose(1, 2).contiguous() if layout == "bnhd" else x
+
+    given: dict[str, Any] = {"cache_seqlens": LENGTHS, "layout": layout, "is_causal": True}
+    given["query"] = laid_out(torch.randn(3, 4, 2, 8))
+    for name in ("key", "value"):
+        given[name] = laid_out(torch.randn(3, 2, 2, 8))
+        numbers, scales = quantise(torch.randn(3, 2, 12, 8))
+        scales = torch.where(torch.arange(12) < LENGTHS[:, None, None], scales, torch.nan)
+        if paged:  # 4 keys each
+            numbers, scales = (
+                x.unflatten(2, (3, 4)).transpose(1, 2).flatten(0, 1).flip(0)
+                for x in (numbers, scales)
+            )
+            given["block_table"] = torch.arange(8, -1, -1).view(3, 3)
+        given[f"{name}_cache"], given[f"{name}_scales"] = laid_out(numbers), laid_out(scales)
+    return given
+
+
+def copied(given: dict[str, Any]) -> dict[str, Any]:
+    return {n: x.clone() if isinstance(x, Tensor) else x for n, x in given.items()}
+
+
+@pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
+@pytest.mark.parametrize("paged", [False, True])
+def test_appends_in_place_and_attends(backend: str, layout: str, paged: bool) -> None:
+    given = operands(layout, paged)
+    version = given["key_scales"]._version
+    out, lse = decode_attention(**given, return_lse=True)
+    assert given["key_scales"]._version > version
+    whole = copied(given)
+    for name in ("key", "value"):
+        scales = whole.pop(f"{name}_scales").nan_to_num(1.0)
+        whole[f"{name}_cache"] = whole[f"{name}_cache"] * scales[..., None]
+        del whole[name]
+    whole["cache_seqlens"] = LENGTHS + 2
+    want, want_lse = decode_attention(**whole, return_lse=True)
+    assert_close(out, want)
+    assert_close(lse, want_lse)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_error_against_float64_is_about_one_percent(backend: str, dtype: torch.dtype) -> None:
+    """Of normal rows: half a step of rounding is at most max |x| / 254 of an element."""
+    query = torch.randn(2, 8, 1, 128).to(dtype)
+    key, value = torch.randn(2, 2, 2, 500, 128).to(dtype)
+    caches = torch.zeros(2, 2, 2, 500, 128, dtype=torch.int8)
+    scales = torch.ones(2, 2, 2, 500)
+    tensors = (query, *caches)
+    named = {"key_scales": scales[0], "value_scales": scales[1]}
+    out = decode_attention(*tensors, 0, key=key, value=value, **named)
+    want = decode_attention(*(x.double() for x in (query, key, value)))
+    for rows, numbers, scale in zip((key, value), caches, scales, strict=True):
+        off = (numbers * scale[..., None] - rows.float()).abs()
+        assert bool((off <= rows.float().abs().amax(-1, keepdim=True) / 253.9).all())
+    error = (out - want).square().mean().sqrt() / want.square().mean().sqrt()
+    assert 0.003 < error < 0.015
+
+
+def test_a_row_of_zeros_and_a_tiny_one_have_scales(backend: str) -> None:
+    given = operands()
+    given["key"] *= 0
+    given["value"] *= 1e-42
+    out = decode_attention(**given)
+    assert bool(torch.isfinite(out).all())
+    assert float(given["key_scales"][1, :, :2].min()) > 0
+    assert float(given["value_scales"][1, :, :2].min()) > 0
+
+
+def test_many_queries_and_wide_rows(backend: str) -> None:
+    """The kernels that read rows in place, and those for which the rows are widened first."""
+    for queries, width in ((1, 8), (40, 8), (1, 700)):
+        caches = [quantise(torch.randn(2, 2, 50, width)) for _ in range(2)]
+        query = torch.randn(2, 8, queries, width)
+        named = {"key_scales": caches[0][1], "value_scales": caches[1][1]}
+        out = decode_attention(query, caches[0][0], caches[1][0], **named)
+        want = decode_attention(query, *(x * scale[..., None] for x, scale in caches))
+        assert_close(out, want)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled(backend: str, dynamic: bool) -> None:
+    def call(**given: Any) -> Tensor:
+        return decode_attention(**given).sin()
+
+    compiled = torch.compile(call, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    want = operands()
+    got = copied(want)
+    assert_close(compiled(**got), call(**want))
+    for name in ("key_cache", "value_cache", "key_scales", "value_scales"):
+        assert_close(got[name], want[name], rtol=0, atol=0, equal_nan=True)
+
+
+def test_opcheck(backend: str) -> None:
+    given = operands()
+    names = ("key_cache", "value_cache", "key", "value", "cache_seqlens")
+    scales = (given["key_scales"], given["value_scales"])
+    args = (*(given[n] for n in names), *[None] * 6, *scales, torch.tensor([1, 0, 2]), False)
+    torch.library.opcheck(torch.ops.fastattn.append_to_cache.default, args)
+
+
+def test_explained() -> None:
+    found = explain(decode_attention, **operands())
+    assert found.runs == "cpu"
+
+
+ROWS = torch.full((3, 2, 2, 8), torch.inf)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"key_scales": None, "value_scales": None}, ValueError, "int8 needs key_scales"),
+        ({"value_scales": None}, ValueError, "must be given together"),
+        ({"key_cache": torch.zeros(3, 2, 12, 8)}, RuntimeError,
+         "key_cache must be torch.int8 with key_scales, got torch.float32"),
+        ({"key_scales": torch.ones(3, 2, 11)}, ValueError, r"must have the shape \(3, 2, 12\)"),
+        ({"key_scales": torch.ones(3, 2, 12, 1)}, ValueError, r"must be \[E, Hkv, N\]"),
+        ({"key_scales": torch.ones(3, 2, 12).half()}, RuntimeError, "key_scales must be float32"),
+        ({"value_scales": torch.ones(3, 2, 12).requires_grad_()}, RuntimeError,
+         "value_scales requires a gradient"),
+        ({"key": torch.zeros(3, 2, 2, 8).half()}, RuntimeError, "key must have query's dtype"),
+        ({"key": ROWS}, ValueError, "key must be finite to be quantised"),
+        ({"value": -ROWS}, ValueError, "value must be finite to be quantised"),
+        ({"key": ROWS - ROWS}, ValueError, "key must be finite to be quantised"),
+        ({"cache_seqlens": LENGTHS + 2}, ValueError, "plus 2 to append, at most 12 keys"),
+    ],
+)  # fmt: skip
+def test_errors(backend: str, given: dict[str, Any], error: type[Exception], message: str) -> None:
+    _refused({**operands(), **given}, error, message)
+
+
+def test_values_in_the_memory_of_keys_are_read_but_not_appended(backend: str) -> None:
+    given = operands()
+    shared = {"value_cache": given["key_cache"], "value_scales": given["key_scales"]}
+    _refused(given | shared, ValueError, "value_cache must not be a view of key_cache")
+    del given["key"], given["value"]
+    alone = {name: x.clone() for name, x in shared.items()}
+    assert torch.equal(decode_attention(**given | shared), decode_attention(**given | alone))
+
+
+@pytest.mark.parametrize("wrong", [0.0, -1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("append", [True, False])
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("name", ["key_scales", "value_scales"])
+def test_scales_must_be_positive_and_finite(
+    backend: str, name: str, paged: bool, append: bool, wrong: float
+) -> None:
+    given = operands(paged=paged)
+    if not append:
+        del given["key"], given["value"]
+    row = (0, 1, 0) if paged else (2, 1, 8)  # the last row of the last sequence
+    given[name][row] = wrong
+    _refused(
+        given, ValueError, f"{name} must be positive and finite, got .* for row 8 of sequence 2"
+    )
+
+
+def _refused(given: dict[str, Any], error: type[Exception], message: str) -> None:
+    before = copied(given)
+    with pytest.raises(error, match=message):
+        decode_attention(**given)
+    for name in ("key_cache", "value_cache", "key_scales", "value_scales"):
+        if before[name] is not None:  # nothing was written
+            assert_close(given[name], before[name], rtol=0, atol=0, equal_nan=True)
