@@ -109,8 +109,8 @@ void decode_attention(int dtype, int threads, const py::tuple& sizes, uintptr_t 
   all.wrong_scales = &wrong_scales;
   if (t.block_table != nullptr)
     expect(all.k.stride[3] == 1 && all.v.stride[3] == 1 &&
-               (decodes_on_tiles(all) || (all.D <= 512 && all.Dv <= 512)),
-           "pages must have dense rows of at most 512 elements");
+               (decodes_on_tiles(all) || (all.D <= kWidestCached && all.Dv <= kWidestCached)),
+           "pages must have dense rows of at most " + std::to_string(kWidestCached) + " elements");
   const auto order = order_of_work(t);
   t.order = order.data();
   {

@@ -77,6 +77,11 @@ def _cases() -> Iterator[DecodeCase]:
             yield replace(case, name=f"{label}rows-{heads}", heads=heads, kv_heads=1)
         latent = replace(case, heads=20, kv_heads=1, head_dim=576, value_dim=512)
         yield replace(latent, name=f"{label}latent", lengths=(70, 0, 129))
+        many = replace(latent, heads=128, window=(90, 0), lengths=(70, 0, 129))
+        many = replace(many, dtypes=(torch.float32, torch.bfloat16))
+        yield replace(many, name=f"{label}latent-128")
+        grouped = replace(many, heads=130, kv_heads=2, head_dim=40, value_dim=24)
+        yield replace(grouped, name=f"{label}rows-65", leftpad=(9, 0, 50), softcap=4.0)
         stacked = replace(case, heads=12, queries=3, lengths=(70, 2, 129), window=(20, 0))
         yield replace(stacked, name=f"{label}stacked")
         yield replace(stacked, name=f"{label}stacked-everything", softcap=4.0, alibi="bh",

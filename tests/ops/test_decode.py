@@ -193,6 +193,20 @@ def test_padding_before_a_sequence_changes_nothing_but_positions(backend: str, p
     torch.testing.assert_close(got, want)
 
 
+@pytest.mark.parametrize("heads", [4, 70])
+def test_values_may_be_a_view_of_the_keys(backend: str, heads: int) -> None:
+    """Latent heads: a new row is written once as a key, and its first columns again as a value."""
+    query, keys = torch.randn(2, heads, 1, 24), torch.randn(2, 1, 30, 24)
+    new, lengths = torch.randn(2, 1, 1, 24), torch.tensor([29, 5])
+    whole = keys.clone()
+    for b, n in enumerate(lengths.tolist()):
+        whole[b, :, n] = new[b, :, 0]
+    want = decode_attention(query, whole, whole[..., :16].clone(), lengths + 1)
+    got = decode_attention(query, keys, keys[..., :16], lengths, key=new, value=new[..., :16])
+    assert torch.equal(keys, whole)
+    torch.testing.assert_close(got, want)
+
+
 def _bad() -> list[tuple[dict[str, Any], type[Exception], str]]:
     x, n = torch.zeros(3, 2, 12, 8), torch.tensor([4, 0, 9])
     learnt = torch.zeros(3, 4, 2, 8, requires_grad=True)

@@ -44,8 +44,8 @@ class Decode {
     return p.pages != nullptr || (rows <= kMaxRows && p.Lq * 4 <= W && reads(p));
   }
   static bool reads(const AttentionParams& p) {
-    return p.dropout_p == 0 && p.k.stride[3] == 1 && p.v.stride[3] == 1 && p.D <= 512 &&
-           p.Dv <= 512;
+    return p.dropout_p == 0 && p.k.stride[3] == 1 && p.v.stride[3] == 1 && p.D <= kWidestCached &&
+           p.Dv <= kWidestCached;
   }
 
   explicit Decode(const Sequence& params)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,11 +15,14 @@ from fastattn.backends.cpu.operands import DTYPES, optional_operands
 from fastattn.backends.primitives import AppendOptions, DecodeOptions
 from fastattn.backends.reference.decode import check_scales
 
+Sizes = tuple[int, ...]  # or strides, of four dimensions
+
 # Of the kernel on vectors: the query rows per key head up to which reading pages is faster than
 # gathering them, and the most elements of a row.
 _MOST_ROWS = 32
+_MOST_STREAMED_ROWS = 64  # of a contiguous cache, see csrc/cpu/kernels/decode.h
 _MOST_QUANTISED_ROWS = 64  # before widening the rows and the kernel for many rows are faster
-_WIDEST = 512
+_WIDEST = 576
 
 
 def decode_attention(
@@ -66,18 +70,25 @@ def decode_attention(
     if relative_bias is not None:
         relative_bias = with_columns_together(relative_bias)
     biases = (alibi_slopes, None, sinks, relative_bias, None, mask_program)
+    sizes: Sizes = (batch, heads, kv_heads, queries)
+    rows = sizes, query.stride(), out.stride()
+    plain = all(x is None for x in biases) and not scales
+    if plain and _stacks(query, kv_heads):
+        rows = _stacked(rows)
+        options, begins = _of_one_position(options, lengths, begins)
+    sizes, q_stride, out_stride = rows
     _cpu.decode_attention(
         DTYPES[query.dtype],
         torch.get_num_threads(),
-        (batch, heads, kv_heads, queries, _capacity(keys, table), width, value_width),
+        (*sizes, _capacity(keys, table), width, value_width),
         query.data_ptr(),
-        query.stride(),
+        q_stride,
         key_cache.data_ptr(),
         key_cache.stride(),
         value_cache.data_ptr(),
         value_cache.stride(),
         out.data_ptr(),
-        out.stride(),
+        out_stride,
         lse.data_ptr(),
         options,
         optional_operands(batch, heads, None, *biases) | scales,
@@ -193,6 +204,35 @@ def _reads_in_place(query: Tensor, key_cache: Tensor, value_cache: Tensor, most_
         return False
     rows = queries * heads // max(kv_heads, 1)
     return rows <= most_rows and max(width, value_width) <= _WIDEST
+
+
+def _stacks(query: Tensor, kv_heads: int) -> bool:
+    """Whether the heads of a key head, one query each, are faster as the queries of one head.
+
+    The kernel for many rows would read the keys once for each head, and fill one lane in eight.
+    """
+    _, heads, queries, _ = query.shape
+    if queries != 1 or _cpu.decodes_on_tiles(DTYPES[query.dtype], heads, kv_heads, queries):
+        return False
+    return heads > _MOST_STREAMED_ROWS * max(kv_heads, 1)
+
+
+def _stacked(rows: tuple[Sizes, Sizes, Sizes]) -> tuple[Sizes, Sizes, Sizes]:
+    """Sizes (B, Hq, Hkv, 1) and strides of query and output, with the heads as queries."""
+    (batch, heads, kv_heads, _), *strides = rows
+    group = heads // kv_heads
+    of_query, of_out = ((b, h * group, h, d) for b, h, _, d in strides)
+    return (batch, kv_heads, kv_heads, group), of_query, of_out
+
+
+def _of_one_position(
+    options: DecodeOptions, lengths: Tensor, begins: Tensor | None
+) -> tuple[DecodeOptions, Tensor | None]:
+    """The window of the last query of a sequence as the first key that it sees."""
+    if options.window_left >= 0:
+        first = (lengths - 1 - options.window_left).clamp(min=0)
+        begins = first if begins is None else torch.maximum(first, begins)
+    return replace(options, window_left=-1, window_right=-1), begins
 
 
 def _pages(block_table: Tensor, lengths: Tensor, cache: Tensor) -> Tensor:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fastattn.backends.primitives import AppendOptions
@@ -50,7 +53,7 @@ def append_to_cache(
     return None if queries is None else tensor(queries)
 
 
-def _turned(x: Array, turn: Array, options: AppendOptions) -> Array:
+def _turned(x: Array, turn: NDArray[np.complexfloating[Any, Any]], options: AppendOptions) -> Array:
     """x [H, D], whose pairs of columns are the real and imaginary parts of complex numbers."""
     pairs = turn.shape[0]
     columns = np.arange(2 * pairs)
