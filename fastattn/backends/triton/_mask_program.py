@@ -92,7 +92,7 @@ def _evaluated(at, i_h, o_m, first, o, OF_PAIRS: tl.constexpr, BM: tl.constexpr,
             elif kind == IDS:
                 value, size = _ids(p_step, p_data, at, o_m, first, o, OF_PAIRS, BN)
             else:
-                value, size = _blocks(p_step, p_data, at, i_h, o_m, first, OF_PAIRS, BN)
+                value, size = _blocks(p_step, p_data, at, i_h, o_m, first, o, OF_PAIRS, BN)
             if tl.load(p_step + 1) != 0:  # negated
                 value = TOP - value if OF_PAIRS else tl.where(value == SOME, SOME, TOP - value)
             stack = (stack << BITS) | value
@@ -173,7 +173,7 @@ def _ids(p_step, p_data, at, o_m, first, o, OF_PAIRS: tl.constexpr, BN: tl.const
 
 
 @triton.jit
-def _blocks(p_step, p_data, at, i_h, o_m, first, OF_PAIRS: tl.constexpr, BN: tl.constexpr):
+def _blocks(p_step, p_data, at, i_h, o_m, first, o, OF_PAIRS: tl.constexpr, BN: tl.constexpr):
     """Return the value of states [batch, heads, rows, columns] and bits [n, block_k, words], and
     the size of both."""
     batch = tl.load(p_step + 2).to(tl.int64)
@@ -182,7 +182,7 @@ def _blocks(p_step, p_data, at, i_h, o_m, first, OF_PAIRS: tl.constexpr, BN: tl.
     block_k = tl.load(p_step + 5)
     partial = tl.load(p_step + 6).to(tl.int64)
     words = tl.cdiv(block_q, 32)
-    columns = tl.cdiv(at.k_len, block_k)
+    columns = tl.cdiv(o.k_len, block_k)  # of a cache: of its capacity
     states = tl.cdiv(at.q_len, block_q).to(tl.int64) * columns  # of a head
     p_states = p_data + (at.i_b % batch * heads + i_h % heads) * states
     p_bits = p_data + batch * heads * states
