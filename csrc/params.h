@@ -67,10 +67,10 @@ struct AttentionParams : AttentionOptions {
 
   int64_t B, Hq, Hkv, Lq, Lk, D, Dv;
 
-  Tensor4 q;  // [B, Hq, Lq, D]
-  Tensor4 k;  // [B, Hkv, Lk, D]
-  Tensor4 v;  // [B, Hkv, Lk, Dv]
-  Tensor4 out;        // [B, Hq, Lq, Dv]
+  Tensor4 q;    // [B, Hq, Lq, D]
+  Tensor4 k;    // [B, Hkv, Lk, D]
+  Tensor4 v;    // [B, Hkv, Lk, Dv]
+  Tensor4 out;  // [B, Hq, Lq, Dv]
   // [B, Hq, Lq] contiguous, f64 because the backward pass would inherit f32's rounding. Null: it is
   // not wanted, and no weights are.
   double* lse;
