@@ -1,11 +1,7 @@
-"""The gradients of some of the keys, for backends whose kernels take rows of their own keys alone.
+"""The gradients of some of the keys, where ``out`` and ``lse`` are those of all keys.
 
-The results of all keys are those of these keys merged with those of the others. So the gradients of
-out_s and lse_s, the results of these keys, are
-
-    dout_s = w dout,  dlse_s = w (dlse + sum(dout (out_s - out))),  w = exp(lse_s - lse)
-
-which is the backward pass of ``merge_states``.
+The results of all keys are those of these keys merged with those of the others, so the derivative
+is that of the merge, and then that of these keys.
 """
 
 from __future__ import annotations
@@ -19,7 +15,28 @@ from torch import Tensor
 
 from fastattn.backends.primitives import AttentionBackwardOptions
 
-__all__ = ["partial_gradients"]
+__all__ = ["gradients_of_part", "partial_gradients"]
+
+
+def gradients_of_part(
+    grad_out: Tensor | None,  # [..., Dv]
+    grad_lse: Tensor | None,  # [...]
+    part: Tensor,  # out_s [..., Dv], of some of the keys
+    lse_of_part: Tensor,  # [...]
+    out: Tensor,  # [..., Dv] of all keys
+    lse: Tensor,  # [...]
+) -> tuple[Tensor | None, Tensor]:
+    """The derivative of a merge of states, from out and lse to one of them:
+
+    dout_s = w dout,  dlse_s = w (dlse + sum(dout (out_s - out))),  w = exp(lse_s - lse)
+    """
+    share = torch.where(lse_of_part == -torch.inf, 0.0, (lse_of_part - lse).exp())
+    grad_lse = torch.zeros_like(lse) if grad_lse is None else grad_lse.to(lse.dtype)
+    if grad_out is not None:
+        wide = torch.promote_types(grad_out.dtype, torch.float32)
+        grad_lse = grad_lse + (grad_out.to(wide) * (part.to(wide) - out.to(wide))).sum(-1)
+        grad_out = (grad_out.to(wide) * share[..., None].to(wide)).to(part.dtype)
+    return grad_out, share * grad_lse
 
 
 def partial_gradients(
@@ -31,17 +48,12 @@ def partial_gradients(
     lse: Tensor,  # [B, Hq, Lq] of all keys
     options: AttentionBackwardOptions,
 ) -> Any:
-    """Return what ``backward`` returns, where ``out`` and ``lse`` are those of more keys."""
+    """What ``backward`` returns, for kernels that take rows of their own keys alone."""
     grad_out, grad_lse, grad_weights = given
     assert grad_weights is None
     options = replace(options, partial=False, weights=0)
     part, lse_of_part, _ = forward(*tensors, options=options)
-    # inf has all the weight, and none of it is of these keys.
-    share = torch.where(lse_of_part == -torch.inf, 0.0, (lse_of_part - lse).exp())
-    grad_lse = torch.zeros_like(lse) if grad_lse is None else grad_lse.to(lse.dtype)
-    if grad_out is not None:
-        wide = torch.promote_types(grad_out.dtype, torch.float32)
-        grad_lse = grad_lse + (grad_out.to(wide) * (part.to(wide) - out.to(wide))).sum(3)
-        grad_out = (grad_out.to(wide) * share[..., None].to(wide)).to(grad_out.dtype)
-    passed = (grad_out, share * grad_lse, None)
-    return backward(*passed, *tensors[:6], part, lse_of_part, *tensors[6:], options=options)
+    # A whole lse of inf is that of other keys, so w is 0.
+    passed = gradients_of_part(grad_out, grad_lse, part, lse_of_part, out, lse)
+    seen = (*tensors[:6], part, lse_of_part, *tensors[6:])
+    return backward(*passed, None, *seen, options=options)

@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from fastattn import checks
 from fastattn.autograd.merge_states import merge_states
+from fastattn.backends._partial import gradients_of_part
 from fastattn.distributed._agree import agree, gather, problem
 from fastattn.distributed._peers import Peers
 
@@ -135,11 +136,8 @@ class _Merged(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
-        # w = exp(lse_r - lse): dout_r = w dout, dlse_r = w (dlse + sum(dout (out_r - out)))
         part, lse_of_part, out, lse = ctx.saved_tensors
-        share = torch.where(lse_of_part == -torch.inf, 0.0, (lse_of_part - lse).exp())
-        passed = (grad_out * (part - out)).sum(-1) + grad_lse
-        return None, None, grad_out * share[..., None].to(grad_out.dtype), share * passed
+        return None, None, *gradients_of_part(grad_out, grad_lse, part, lse_of_part, out, lse)
 
 
 def merged_states(peers: Peers, step: str, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
