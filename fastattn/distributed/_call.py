@@ -12,7 +12,7 @@ from torch import Tensor
 from fastattn import checks, masks
 from fastattn.autograd.sdpa import default_scale
 from fastattn.backends.primitives import AttentionOptions
-from fastattn.distributed._dtensor import is_dtensor
+from fastattn.distributed._dtensor import refuse_dtensors
 from fastattn.distributed._peers import OP
 from fastattn.distributed.layout import Layout, Run
 
@@ -158,9 +158,7 @@ def checked(
 ) -> Call:
     """Check what needs no other rank, and return the arguments in the form of the primitive."""
     others = {"layout": layout, "attn_mask": attn_mask, "alibi_slopes": alibi_slopes}
-    for name, x in {**others, "sinks": sinks, "cu_seqlens": cu_seqlens}.items():
-        if is_dtensor(x):
-            raise TypeError(f"{OP}: {name} must be this rank's Tensor, pass {name}.to_local()")
+    refuse_dtensors(OP, **others, sinks=sinks, cu_seqlens=cu_seqlens)
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, Tensor):
             raise checks.wrong_type(OP, name, x, "Tensor")

@@ -1,57 +1,98 @@
-"""DTensors as arguments: their rows on this rank, and results that are DTensors again."""
+"""DTensors as arguments: their part on this rank, and results that are DTensors again."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
-from fastattn.distributed._peers import OP
+__all__ = ["is_dtensor", "local_parts", "refuse_dtensors"]
 
-__all__ = ["is_dtensor", "local_rows"]
-
-_ROWS = 2  # the dimension of [B, H, L, D] that ranks share
+Restored = Callable[..., Any]  # (part of a result, the dimension that ranks share or None)
 
 
 def is_dtensor(x: Any) -> bool:
     return type(x).__name__ == "DTensor"  # importing its class takes long
 
 
-def local_rows(
-    query: Any, key: Any, value: Any, group: Any
-) -> tuple[tuple[Tensor, Tensor, Tensor], Any, Callable[[Tensor], Tensor]]:
-    """The rows of this rank, the group that shares the rows, and what makes results DTensors."""
-    given = {"query": query, "key": key, "value": value}
+def refuse_dtensors(op: str, **given: Any) -> None:
+    """Raise an error for the arguments that must be those of this rank."""
+    for name, x in given.items():
+        if is_dtensor(x):
+            raise TypeError(f"{op}: {name} must be this rank's Tensor, pass {name}.to_local()")
+
+
+def local_parts(
+    op: str,
+    group: Any,
+    rows: Mapping[str, tuple[Any, int]],  # tensors and the dimension that ranks share, or None
+    whole: Mapping[str, Any],  # tensors that all ranks have, or None
+    shared: Collection[int] = (0, 1),  # batch and heads
+) -> tuple[dict[str, Any], Any, Restored]:
+    """The parts of this rank, the group of ranks that share rows, what makes results DTensors.
+
+    The rows are shared on one dimension of the mesh. On its other dimensions all tensors have the
+    same placements, of the dimensions ``shared``. Without a DTensor everything is as it was.
+    """
+    dims = {name: dim for name, (x, dim) in rows.items() if x is not None}
+    given = {name: rows[name][0] for name in dims}
+    given |= {name: x for name, x in whole.items() if x is not None}
+    if not any(map(is_dtensor, given.values())):
+        nothing = dict.fromkeys((*rows, *whole))
+        return nothing | given, group, lambda x, dim=None: x
+    listed = " and ".join(", ".join(given).rsplit(", ", 1))
     for name, x in given.items():
         if not is_dtensor(x):
-            raise TypeError(f"{OP}: query, key and value must all be DTensors, {name} is not one")
-        if (x.device_mesh, x.placements) != (query.device_mesh, query.placements):
-            raise ValueError(
-                f"{OP}: {name} must have query's mesh and placements, {query.device_mesh} and "
-                f"{query.placements}, got {x.device_mesh} and {x.placements}"
-            )
+            raise TypeError(f"{op}: {listed} must all be DTensors, {name} is not one")
     if group is not None:
-        raise ValueError(f"{OP}: group must be None for DTensors: their mesh has it")
-    mesh, placements = query.device_mesh, query.placements
-    of_rows = [n for n, placement in enumerate(placements) if placement.is_shard(_ROWS)]
-    if len(of_rows) != 1 or any(placement.is_partial() for placement in placements):
+        raise ValueError(f"{op}: group must be None for DTensors: their mesh has it")
+    (first, dim), like = next(iter(dims.items())), next(iter((whole or given).values()))
+    mesh, placements = given[first].device_mesh, given[first].placements
+    at = [n for n, placement in enumerate(placements) if placement.is_shard(dim)]
+    if len(at) != 1:
         raise ValueError(
-            f"{OP}: DTensors must be Shard({_ROWS}) on one dimension of their mesh and not Partial "
-            f"on any, got {placements}"
+            f"{op}: {first} must be Shard({dim}) on one dimension of its mesh, got {placements}"
         )
-    group = mesh.get_group(of_rows[0])
-    if dist.get_rank(group) != mesh.get_local_rank(of_rows[0]):
-        raise ValueError(f"{OP}: the mesh must have its ranks in ascending order, got {mesh}")
-    shape = tuple(query.shape[:3])
+    others = [p for n, p in enumerate(placements) if n != at[0]]
+    if not all(p.is_replicate() or any(map(p.is_shard, shared)) for p in others):
+        allowed = " or ".join(["Replicate()", *(f"Shard({n})" for n in shared)])
+        raise ValueError(
+            f"{op}: {first} must be {allowed} on the other dimensions of its mesh, got {placements}"
+        )
+    types = importlib.import_module("torch.distributed.tensor")
 
-    def restored(x: Tensor) -> Tensor:
-        """Rows [B, H, L_rank, ...] of results."""
-        whole = x.new_empty((*shape, *x.shape[3:]), device="meta")
-        return type(query).from_local(
-            x, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    def placed(dim: int | None) -> tuple[Any, ...]:
+        own = types.Replicate() if dim is None else types.Shard(dim)
+        return tuple(own if n == at[0] else p for n, p in enumerate(placements))
+
+    for name, x in given.items():
+        if (x.device_mesh, x.placements) != (mesh, placed(dims.get(name))):
+            raise ValueError(
+                f"{op}: {name} must have the mesh {mesh} and the placements "
+                f"{placed(dims.get(name))}, got {x.device_mesh} and {x.placements}"
+            )
+    group = mesh.get_group(at[0])
+    if dist.get_rank(group) != mesh.get_local_rank(at[0]):
+        raise ValueError(f"{op}: the mesh must have its ranks in ascending order, got {mesh}")
+    length = given[first].shape[dim]
+
+    def restored(x: Tensor, dim: int | None = None) -> Any:
+        shape = list(x.shape)
+        for n, placement in enumerate(placed(dim)):
+            if placement.is_shard():
+                shape[placement.dim] = length if n == at[0] else like.shape[placement.dim]
+        like_whole = x.new_empty(shape, device="meta")
+        return type(like).from_local(
+            x,
+            mesh,
+            placed(dim),
+            run_check=False,
+            shape=like_whole.shape,
+            stride=like_whole.stride(),
         )
 
-    rows = (query.to_local(), key.to_local(), value.to_local())
-    return rows, group, restored
+    parts = {name: x.to_local() for name, x in given.items()}
+    return dict.fromkeys((*rows, *whole)) | parts, group, restored

@@ -12,7 +12,7 @@ from fastattn import checks, masks
 from fastattn.distributed._agree import gather
 from fastattn.distributed._allgather import gathered_attention
 from fastattn.distributed._call import Call, checked
-from fastattn.distributed._dtensor import is_dtensor, local_rows
+from fastattn.distributed._dtensor import local_parts
 from fastattn.distributed._peers import OP, Peers, process_group
 from fastattn.distributed._replicated import agreed
 from fastattn.distributed._ring import ring_attention
@@ -124,9 +124,9 @@ def attention(
         Liu et al. 2023, https://arxiv.org/abs/2310.01889 (ring attention); Jacobs et al. 2023,
         https://arxiv.org/abs/2309.14509 (exchange of heads).
     """
-    restored = None
-    if any(map(is_dtensor, (query, key, value))):
-        (query, key, value), group, restored = local_rows(query, key, value, group)
+    rows = {"query": (query, 2), "key": (key, 2), "value": (value, 2)}
+    parts, group, restored = local_parts(OP, group, rows, {})
+    query, key, value = parts.values()
     peers = Peers(process_group(group))
     biases = (alibi_slopes, sinks, cu_seqlens)
     given = (method, layout, attn_mask, mask, is_causal, window, softcap, *biases)
@@ -143,8 +143,7 @@ def attention(
         method = cheapest(call, peers.size)
     out, lse = _METHODS[method](call, peers)
     results = (out, lse if out.dtype is torch.float64 else lse.float())
-    if restored is not None:
-        results = (restored(out), restored(results[1]))
+    results = (restored(out, 2), restored(results[1], 2))
     return results if return_lse else results[0]
 
 

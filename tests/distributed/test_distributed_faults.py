@@ -56,9 +56,8 @@ WRONG = {
     "mask and causal": "attn_mask should not be set when is_causal=True",
     "mask": "argument 'mask' must be Mask or BlockMask (attn_mask takes tensors), not Tensor",
     "mask size": "mask: the ids of the queries must have length 18, got 17",
-    "placements": "must be Shard(2) on one dimension of their mesh and not Partial on any, "
-    "got (Shard(dim=1),)",
-    "placements differ": "value must have query's mesh and placements, ",
+    "placements": "query must be Shard(2) on one dimension of its mesh, got (Shard(dim=1),)",
+    "placements differ": "value must have the mesh DeviceMesh",
     "one DTensor": "query, key and value must all be DTensors, key is not one",
     "group of DTensors": "group must be None for DTensors",
     "group": "argument 'group' must be ProcessGroup, DeviceMesh or None, not int",
