@@ -129,7 +129,7 @@ class Patterns(abc.ABC):
             lambda x: wide.derive(x, step, 0)[0],
             grad_out,
             taken > 0,
-            2 * min(last.shape[-1], self.stored.shape[1]) + 2,
+            2 * self.most_directions + 2,
         )
         found = wide.unroll(torch.where(solved, a, 0.0), last, once, 1, needed)
         grads: list[Tensor | None] = [torch.zeros_like(found[0]), *found[1:]]
@@ -142,6 +142,11 @@ class Patterns(abc.ABC):
             pairs = zip(grads, unrolled, strict=True)
             grads = [None if x is None or y is None else x + y for x, y in pairs]
         return self._in_dtypes(grads, state)
+
+    @property
+    def most_directions(self) -> int:
+        """A bound of the rank of J."""
+        return min(self.stored.shape[2], self.stored.shape[1])
 
     def _most(self, taken: Tensor) -> int:
         """The largest number of steps that a query took, and at least one."""

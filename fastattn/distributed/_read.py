@@ -11,6 +11,7 @@ its derivative one of D numbers.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -31,7 +32,7 @@ class Reader:
     those of this rank's rows. ``name`` gives the name of a read by its number, from 1 on.
     """
 
-    def __init__(self, peers: Peers, name: Callable[[int], str], weights: bool) -> None:
+    def __init__(self, peers: Peers, name: Callable[[int], str], weights: bool = False) -> None:
         self._peers, self._name, self._weights = peers, name, weights
         self._count = 0
 
@@ -45,7 +46,6 @@ class Reader:
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """o [G, Q, Dv], lse [G, Q], and p [G, Q, N of this rank] or None."""
-        step, u = self._entered(u)
         (groups, queries, _), rows = u.shape, keys.shape[1]
         added = mask
         if bias is not None:
@@ -57,18 +57,35 @@ class Reader:
                 added = added.expand(groups, queries, -1).reshape(1, groups * queries, -1)
         else:
             u = u[:, None]
-            keys, values = keys.expand(groups, -1, -1), values.expand(groups, -1, -1)
-        biases = (None if added is None else added[:, None], *[None] * 6)
-        options = AttentionOptions(scale=scale, weights=1 if self._weights else 0)
-        part, lse_of_part, p = attention(u, keys[:, None], values[:, None], *biases, options)
-        part, lse_of_part = part.reshape(groups, queries, -1), lse_of_part.reshape(groups, queries)
+        added = None if added is None else added[:, None]
+        found = self.attend(u, keys[:, None], values[:, None], added, AttentionOptions(scale))
+        out, lse, p = found
+        if p is not None:
+            p = p.reshape(groups, queries, rows)
+        return out.reshape(groups, queries, -1), lse.reshape(groups, queries), p
+
+    def attend(
+        self,
+        u: Tensor,  # [B, H, Q, D]
+        keys: Tensor,  # [B|1, H, N of this rank, D]
+        values: Tensor,  # [B|1, H, N of this rank, Dv]
+        mask: Tensor | None,  # [B|1, H|1, Q|1, N|1], bool or of the dtype of u
+        options: AttentionOptions,
+        seed: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """o [B, H, Q, Dv], lse [B, H, Q], and the weights [B, H, Q, N of this rank] or None."""
+        step, u = self._entered(u)
+        keys, values = (x.expand(len(u), -1, -1, -1) for x in (keys, values))
+        options = replace(options, weights=1 if self._weights else 0)
+        biases = (mask, None, seed, *[None] * 4)
+        part, lse_of_part, p = attention(u, keys, values, *biases, options)
         out, lse = merged(self._peers, step, part, lse_of_part)
         if not self._weights:
             return out, lse, None
         # The whole softmax is this rank's times exp(lse_r - lse); 0 where it can see no row.
         whole = enter(self._peers, f"the gradient of the weights of {step}", lse)
         share = (lse_of_part - whole).masked_fill(lse_of_part == -torch.inf, -torch.inf).exp()
-        return out, lse, p.reshape(groups, queries, rows) * share[..., None].to(p.dtype)
+        return out, lse, p * share[..., None].to(p.dtype)
 
     def linear(
         self,

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastattn import checks
+from fastattn.backends.primitives import AttentionOptions
+from fastattn.distributed._agree import gather
+from fastattn.distributed._dtensor import local_parts, refuse_dtensors
+from fastattn.distributed._patterns import retrieved
 from fastattn.distributed._peers import Peers, process_group
 from fastattn.distributed._read import Reader
 from fastattn.distributed._replicated import agreed, described, enter
@@ -19,11 +24,6 @@ __all__ = ["hopfield_retrieve", "memory_hop_attention"]
 
 _HOPS = "fastattn.distributed.memory_hop_attention"
 _RETRIEVE = "fastattn.distributed.hopfield_retrieve"
-
-
-def _reference(name: str) -> Any:
-    """A module of the reference, whose loops call the reads. Late: import loads no backend."""
-    return importlib.import_module(f"fastattn.backends.reference.{name}")
 
 
 def memory_hop_attention(
@@ -80,6 +80,11 @@ def memory_hop_attention(
 
     16-bit memories are converted to float32, one hop at a time.
 
+    ``query`` and the memories may be DTensors: the memories ``Shard`` on one dimension of their
+    mesh, which is then the group, in the dimension of their rows, and the query ``Replicate``
+    there. Other dimensions may share the batch (``Shard(0)`` of all of them). The results are
+    DTensors, too; all other tensors are those of this rank.
+
     Raises:
         TypeError, ValueError: as :func:`fastattn.memory_hop_attention`.
         RuntimeError: options that differ between ranks; all ranks raise and name the argument. A
@@ -90,6 +95,12 @@ def memory_hop_attention(
         Sukhbaatar et al. 2015, https://arxiv.org/abs/1503.08895; Milakov and Gimelshein 2018,
         https://arxiv.org/abs/1805.02867 (the merge).
     """
+    refuse_dtensors(_HOPS, hop_proj=hop_proj, memory_mask=memory_mask, memory_bias=memory_bias)
+    rows = {
+        name: (x, _row_dim(x)) for name, x in (("in_memory", in_memory), ("out_memory", out_memory))
+    }
+    parts, group, restored = local_parts(_HOPS, group, rows, {"query": query}, (0,))
+    in_memory, out_memory, query = parts.values()
     peers = Peers(process_group(group, _HOPS), _HOPS)
 
     def prepare() -> tuple[tuple[Any, ...], Callable[[], Mapping[str, str]], tuple[int, ...]]:
@@ -122,9 +133,14 @@ def memory_hop_attention(
     reader = Reader(peers, lambda n: f"hop {n} of {hops}", need_weights)
     read = reader.softmax if options.normalize == "softmax" else reader.linear
     tensors = (u, in_rows, out_rows, proj, mask, bias)
-    trace, _, weights = _reference("memory_hops").hop_states(*tensors, options, read)
-    out = trace[-1].to(u.dtype)[..., : query.shape[-1]]
-    return (out, torch.stack(weights, -2).to(u.dtype)) if need_weights else out
+    # The reference's loop calls the reads. Late: import loads no backend.
+    reference = importlib.import_module("fastattn.backends.reference.memory_hops")
+    trace, _, weights = reference.hop_states(*tensors, options, read)
+    out = restored(trace[-1].to(u.dtype)[..., : query.shape[-1]])
+    if not need_weights:
+        return out
+    p = torch.stack(weights, -2).to(u.dtype)
+    return out, restored(p, p.ndim - 1)
 
 
 def hopfield_retrieve(
@@ -159,9 +175,11 @@ def hopfield_retrieve(
         group: a process group, a one-dimensional ``DeviceMesh``, or None for all ranks.
         beta: as there, the same on all ranks.
         update_steps_max, update_steps_eps, stop: as there.
-        grad: "unroll" or "one_step", as there. "unroll" keeps what it has read in each step.
+        grad: as there. The derivative of each step sends D numbers more for each query; "implicit"
+            sends as much for each of its conjugate gradients, at most 2 D + 2.
         attn_mask: as there, of this rank's rows.
-        dropout_p: must be 0.
+        dropout_p: as there. The draws are those of one process that stores the rows of rank 0,
+            then those of rank 1, and so on; every rank draws a seed, and all take that of rank 0.
         need_weights: also return the weights of the final reading of this rank's rows.
         need_steps: also return how many steps each query took.
         check: as in :func:`fastattn.distributed.memory_hop_attention`.
@@ -171,14 +189,22 @@ def hopfield_retrieve(
         gradients of ``state`` and ``beta`` are whole and the same on all ranks, those of the
         others are of this rank's rows.
 
+    ``state``, ``stored`` and ``projection`` may be DTensors, as in
+    :func:`fastattn.distributed.memory_hop_attention`; other dimensions of the mesh may share the
+    heads, too.
+
     Raises:
         TypeError, ValueError: as :func:`fastattn.hopfield_retrieve`.
         RuntimeError: as :func:`fastattn.distributed.memory_hop_attention`.
-        NotImplementedError: ``grad="implicit"``; ``dropout_p`` above 0.
 
     Source:
         Ramsauer et al. 2021, https://arxiv.org/abs/2008.02217.
     """
+    refuse_dtensors(_RETRIEVE, beta=beta, attn_mask=attn_mask)
+    rows = {name: (x, _row_dim(x)) for name, x in (("stored", stored), ("projection", projection))}
+    shared = range(max(getattr(state, "ndim", 2) - 2, 0))
+    parts, group, restored = local_parts(_RETRIEVE, group, rows, {"state": state}, shared)
+    stored, projection, state = parts.values()
     peers = Peers(process_group(group, _RETRIEVE), _RETRIEVE)
 
     def prepare() -> tuple[Any, Callable[[], Mapping[str, str]], tuple[int, ...]]:
@@ -188,18 +214,13 @@ def hopfield_retrieve(
         limits = (update_steps_max, update_steps_eps, stop, grad)
         flags = (attn_mask, need_weights, need_steps)
         call = hopfield.prepared(state, stored, projection, whole_beta, *limits, *flags)
-        if grad == "implicit":
-            raise NotImplementedError(
-                f"{_RETRIEVE}: grad must be 'unroll' or 'one_step', got 'implicit', whose equations"
-                " need the weights of all ranks"
-            )
-        if checks.check_dropout(_RETRIEVE, dropout_p):
-            raise NotImplementedError(f"{_RETRIEVE}: dropout_p must be 0, got {dropout_p}")
+        p = checks.check_dropout(_RETRIEVE, dropout_p)
+        seed = int(checks.draw_seed(state.device)) if p > 0 else 0
 
         def compared() -> dict[str, str]:
-            limits_and_flags = (*limits, need_weights, need_steps)
-            names = "update_steps_max update_steps_eps stop grad need_weights need_steps".split()
-            found = {n: repr(x) for n, x in zip(names, limits_and_flags, strict=True)}
+            options = (*limits, p, need_weights, need_steps)
+            names = "update_steps_max update_steps_eps stop grad dropout_p need_weights need_steps"
+            found = {n: repr(x) for n, x in zip(names.split(), options, strict=True)}
             if isinstance(beta, Tensor):
                 found |= described("beta", beta)
             else:
@@ -209,31 +230,56 @@ def hopfield_retrieve(
             given = {"state": state, "stored": stored, "projection": projection, "beta": beta}
             return found | _differentiated(given | {"attn_mask": attn_mask})
 
-        return call, compared, ()
+        return (call, p), compared, (call.stored.shape[2], seed)
 
-    call, _ = agreed(peers, check, state, prepare)
-    (xi, stored_rows, keys, mask, bias, options), back = hopfield.primitive(call)
-    reader = Reader(peers, lambda n: f"step {n} of the retrieval", False)
+    (call, p), numbers = agreed(peers, check, state, prepare, 2)
+    arguments, back = hopfield.primitive(call)
+    xi = arguments[0]
     taken = torch.zeros(xi.shape[:-1], dtype=torch.int64, device=xi.device)
     if update_steps_max != 0:
-        given = (xi, stored_rows, keys, mask, bias, options)
-        xi, taken, _ = _reference("hopfield").hopfield_states(*given, read=reader.softmax)
-    final = Reader(peers, lambda n: "the final reading", need_weights)
-    dtype = call.state.dtype  # as autocast casts it
-    wide = torch.promote_types(dtype, torch.float32)
-    rows = stored_rows if call.projection is None else call.projection.flatten(0, 1)
-    compared_rows = stored_rows if keys is None else keys
-    read = (xi.to(wide), compared_rows.to(wide), rows.to(wide), mask, bias, options.scale)
-    out, _, weights = final.softmax(*read)
-    if call.projection is None:
-        out = out[..., : state.shape[-1]]
-    results = [out.to(dtype)]
+        xi, taken = retrieved(peers, arguments)
+    wide = torch.promote_types(call.state.dtype, torch.float32)  # as autocast casts it
+    keys = call.stored if call.keys is None else call.keys
+    values = call.stored if call.projection is None else call.projection
+    mask = call.mask
+    if mask is not None and mask.is_floating_point():
+        mask = mask.to(wide)
+    options, seed = AttentionOptions(call.scale), None
+    if p > 0:
+        options, seed = _dropped(peers, p, options, numbers, check, state.device)
+    read = Reader(peers, lambda n: "the final reading", need_weights)
+    xi = back(xi)[..., : state.shape[-1]].to(wide)
+    out, _, weights = read.attend(xi, keys.to(wide), values.to(wide), mask, options, seed)
+    results = [restored(hopfield.lowered(out.to(call.state.dtype), state.ndim))]
     if weights is not None:
-        results.append(weights.to(dtype))
+        of_rows = hopfield.lowered(weights.to(call.state.dtype), state.ndim)
+        results.append(restored(of_rows, state.ndim - 1))
     if need_steps:
-        results.append(taken.abs())
-    results = [hopfield.lowered(back(x), state.ndim) for x in results]
+        results.append(restored(hopfield.lowered(back(taken).abs(), state.ndim)))
     return tuple(results) if len(results) > 1 else results[0]
+
+
+def _row_dim(x: Any) -> int:
+    """The dimension of the rows of a memory."""
+    return x.ndim - 2 if isinstance(x, Tensor) else 0
+
+
+def _dropped(
+    peers: Peers,
+    p: float,
+    options: AttentionOptions,
+    numbers: list[list[int]],
+    check: bool,
+    device: torch.device,
+) -> tuple[AttentionOptions, Tensor]:
+    """Dropout with the draws of all rows on one process; the numbers are rows and seeds."""
+    if not check:
+        own = torch.tensor(numbers[peers.rank], device=device)
+        found = gather(peers, own, [2] * peers.size, "the comparison of the seeds")
+        numbers = [x.tolist() for x in found]
+    first = sum(rows for rows, _ in numbers[: peers.rank])
+    seed = torch.tensor(numbers[0][1], device=device)
+    return replace(options, dropout_p=p, first_key=first), seed
 
 
 def _differentiated(given: Mapping[str, Any]) -> dict[str, str]:

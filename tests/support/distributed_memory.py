@@ -9,12 +9,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from distributed_runs import run_twice
 from torch import Tensor
 
 import fastattn
 from fastattn.backends import reference
 from fastattn.backends.primitives import AttentionOptions
+from fastattn.checks import draw_seed
 from fastattn.ops import hopfield, memory_hops
 
 N, D = 12, 6
@@ -125,6 +127,26 @@ CASES = (
         constant=("state",),
     ),
     RETRIEVE(
+        "retrieve-implicit",
+        shapes={"state": (2, 3, 4, D), "stored": (2, 3, N, D), "projection": (2, 3, N, 5)},
+        options={"beta": 0.3, "update_steps_eps": 1e-9, "grad": "implicit", "need_steps": True},
+        mask=("attn_mask", (4, N), (3,)),
+        dtype=torch.float64,
+        poisoned=True,
+    ),
+    RETRIEVE(  # some queries are not at a strict minimum, and are unrolled
+        "retrieve-implicit-unrolled",
+        shapes={"state": (9, D), "stored": (N, D), "beta": ()},
+        options={"update_steps_max": 6, "update_steps_eps": 1e-9, "grad": "implicit"},
+        dtype=torch.float64,
+    ),
+    RETRIEVE(
+        "retrieve-dropout",
+        shapes={"state": (2, 3, 4, D), "stored": (1, 3, N, D), "projection": (1, 3, N, 5)},
+        options={"update_steps_max": 1, "dropout_p": 0.4, "need_weights": True},
+        mask=("attn_mask", (2, 1, 4, N), (1, 0, 2)),
+    ),
+    RETRIEVE(
         "retrieve-attention",
         shapes={"state": (4, D), "stored": (N, D), "projection": (N, 3)},
         options={"update_steps_max": 0, "need_weights": True, "need_steps": True},
@@ -180,6 +202,8 @@ def computed(
         n: x.requires_grad_(x.is_floating_point() and n not in case.constant)
         for n, x in tensors.items()
     }
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    torch.manual_seed(rank)  # of dropout: that of rank 0 counts
     leaves = {n: x for n, x in given.items() if x.requires_grad}
     found = function(**given, **case.options)
     found = dict(zip(case.results, found if isinstance(found, tuple) else (found,), strict=True))
@@ -231,6 +255,7 @@ def _retrieve(
     stop: str = "query",
     grad: str = "unroll",
     attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
     need_weights: bool = False,
     need_steps: bool = False,
 ) -> Any:
@@ -244,8 +269,9 @@ def _retrieve(
     value = call.stored if call.projection is None else call.projection
     batch = call.state.shape[0]
     keys_and_values = (x.expand(batch, -1, -1, -1) for x in (key, value))
-    options = AttentionOptions(scale=call.scale)
-    out, _, p = reference.attend(back(xi), *keys_and_values, call.mask, None, None, options)
+    options = AttentionOptions(scale=call.scale, dropout_p=dropout_p)
+    seed = draw_seed(state.device) if dropout_p else None
+    out, _, p = reference.attend(back(xi), *keys_and_values, call.mask, None, seed, options)
     found = [out, *([p] if need_weights else []), *([back(taken).abs()] if need_steps else [])]
     return tuple(hopfield.lowered(x, state.ndim) for x in found)
 

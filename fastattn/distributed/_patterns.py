@@ -1,0 +1,115 @@
+"""The steps of Hopfield retrieval over ranks, each of which has some of the patterns.
+
+The derivatives are those of one process (``backends/_hopfield.py``). The steps, and J times a
+vector, are reads of the patterns and derivatives of reads, so each sends D + 2 or D numbers for
+each query. All ranks have the same bits of them, and thus take the same number of steps.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fastattn.backends._hopfield import Found, Gradients, Patterns, Steps
+from fastattn.backends.primitives import HopfieldOptions
+from fastattn.distributed._peers import Peers
+from fastattn.distributed._read import Reader
+
+__all__ = ["retrieved"]
+
+
+def retrieved(peers: Peers, arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+    """The final state [G, Q, D], in float32 or wider, and the steps of each query [G, Q].
+
+    The arguments are those of the primitive, with the patterns, mask and bias of this rank.
+    """
+    return _Retrieval.apply(peers, *arguments)
+
+
+class _Retrieval(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        peers: Peers,
+        state: Tensor,  # [G, Q, D]
+        stored: Tensor,  # [G, N of this rank, D]
+        keys: Tensor | None,
+        mask: Tensor | None,
+        bias: Tensor | None,
+        options: HopfieldOptions,
+    ) -> tuple[Tensor, Tensor]:
+        xi, taken, ends = _OfRanks(stored, keys, mask, bias, options, peers).search(state)
+        ctx.peers, ctx.options = peers, options
+        ctx.save_for_backward(state, stored, keys, mask, bias, taken, ends)
+        ctx.mark_non_differentiable(taken)
+        return xi, taken
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_xi: Tensor, _taken: None) -> tuple[Tensor | None, ...]:
+        state, stored, keys, mask, bias, taken, ends = ctx.saved_tensors
+        wanted = [ctx.needs_input_grad[n] for n in (1, 2, 3, 5)]
+        needed = sum(1 << n for n, want in enumerate(wanted) if want)
+        # Leaves in the dtype of the computation.
+        stored_leaf, keys_leaf, bias_leaf = (
+            None if x is None else x.detach().to(grad_xi.dtype).requires_grad_(want)
+            for x, want in zip((stored, keys, bias), wanted[1:], strict=True)
+        )
+        assert stored_leaf is not None
+        patterns = _OfRanks(stored_leaf, keys_leaf, mask, bias_leaf, ctx.options, ctx.peers)
+        found = patterns.gradients(grad_xi, state, taken, ends, needed)
+        given = zip(found, wanted, (state, stored, keys, bias), strict=True)
+        of_state, of_stored, of_keys, of_bias = (
+            grad.to(x.dtype) if want and grad is not None else None for grad, want, x in given
+        )
+        return None, of_state, of_stored, of_keys, None, of_bias, None
+
+
+@dataclass(frozen=True)
+class _OfRanks(Patterns):
+    peers: Peers
+
+    few_steps = -1  # a step costs a message
+
+    @property
+    def most_directions(self) -> int:
+        return self.stored.shape[2]  # the number of patterns differs between ranks
+
+    def search(self, state: Tensor) -> Found:
+        # Late: import loads no backend.
+        reference = importlib.import_module("fastattn.backends.reference.hopfield")
+        reader = Reader(self.peers, lambda n: f"step {n} of the retrieval")
+        given = (self.stored, self.keys, self.mask, self.bias)
+        steps = replace(self.options, grad="unroll")
+        return reference.hopfield_states(state, *given, steps, read=reader.softmax)
+
+    def repeat(self, state: Tensor, taken: Tensor, most: int) -> Steps:
+        """``trace`` is the last state, with the graph that leads to it."""
+        reader = Reader(self.peers, lambda n: f"step {n} of the retrieval, for its derivative")
+        compared = self.stored if self.keys is None else self.keys
+        leaf = state.detach().requires_grad_()
+        with torch.enable_grad():
+            xi = leaf.to(self.stored.dtype)
+            for step in range(most):
+                new, _, _ = reader.softmax(
+                    xi, compared, self.stored, self.mask, self.bias, self.options.scale
+                )
+                xi = torch.where((taken > step)[..., None], new, xi)
+        return Steps(leaf, taken, most, xi, xi.new_empty(0))
+
+    def derive(self, grad_out: Tensor, steps: Steps, needed: int) -> Gradients:
+        patterns = (self.stored, self.keys, self.bias)
+        wanted = [x if needed >> n & 1 else None for n, x in enumerate(patterns, 1)]
+        leaves = [steps.state, *(x for x in wanted if x is not None)]
+        grads = torch.autograd.grad(
+            steps.trace, leaves, grad_out, retain_graph=True, materialize_grads=True
+        )
+        found = iter(grads)
+        of_state, *others = (None if x is None else next(found) for x in (steps.state, *wanted))
+        assert of_state is not None
+        return of_state, others[0], others[1], others[2]
