@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn import checks
+from fastattn import checks, masks
 from fastattn.autograd.decode import append, decode
 from fastattn.backends.primitives import AppendOptions, DecodeOptions
+from fastattn.bias import T5
+from fastattn.distributed._dtensor import local_parts, refuse_dtensors
 from fastattn.distributed._peers import Peers, process_group
 from fastattn.distributed._replicated import agreed, described, merged_states
 from fastattn.distributed.layout import Layout
@@ -41,6 +43,8 @@ def decode_attention(
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    relative_bias: Tensor | T5 | None = None,
+    mask: masks.Mask | None = None,
     layout: str = "bhnd",
     return_lse: bool = False,
     check: bool = True,
@@ -57,6 +61,11 @@ def decode_attention(
 
     Inference only: the operator has no gradient.
 
+    ``query``, ``key``, ``value`` and the caches may be DTensors: the caches ``Shard`` on one
+    dimension of their mesh, which is then the group, in the dimension of their keys, and the others
+    ``Replicate`` there. Other dimensions may share the batch (``Shard(0)`` of all of them) or, as
+    "bhnd", the heads. The results are DTensors, too.
+
     Args:
         query: [B, Hq, Lq, D], the same on all ranks.
         key_cache: [E, Hkv, N, D], this rank's part. N may differ between ranks and may be 0.
@@ -71,11 +80,9 @@ def decode_attention(
             is written, in place, on the rank that has its position.
         block_table: [B, P], the pages of this rank's part of each sequence.
         cache_batch_idx: [B], the entry of each sequence in this rank's cache.
-        is_causal, scale, softcap: as in :func:`fastattn.decode_attention`.
-        window: (left, right); a limit on the left needs consecutive positions on each rank.
-        alibi_slopes: [Hq] or [B, Hq]; needs consecutive positions on each rank, and ``is_causal``
-            if there are several queries.
-        sinks: [Hq].
+        is_causal, scale, window, softcap, sinks: as in :func:`fastattn.decode_attention`.
+        alibi_slopes, relative_bias: as there; they need consecutive positions on each rank.
+        mask: as there, of the positions on all ranks.
         layout: "bhnd" or "bnhd".
         return_lse: also return the logarithm of the sum of exponentials.
         check: compare options, shapes and the values of what is the same on all ranks before
@@ -92,8 +99,16 @@ def decode_attention(
         RuntimeError: as :func:`fastattn.decode_attention`. Options that differ between ranks: all
             ranks raise and name the argument. A rank that ends or does not answer within the
             group's timeout: the others raise and name it.
-        NotImplementedError: an option that needs consecutive positions, where they are not.
+        NotImplementedError: ``alibi_slopes`` or ``relative_bias`` without consecutive positions.
     """
+    others = {"cache_seqlens": cache_seqlens, "alibi_slopes": alibi_slopes, "sinks": sinks}
+    entries = {"block_table": block_table, "cache_batch_idx": cache_batch_idx}
+    refuse_dtensors(_OP, **others, **entries, relative_bias=relative_bias)
+    bhnd = layout == "bhnd"
+    rows = {"key_cache": (key_cache, 1 + bhnd), "value_cache": (value_cache, 1 + bhnd)}
+    whole = {"query": query, "key": key, "value": value}
+    parts, group, restored = local_parts(_OP, group, rows, whole, (0, 1) if bhnd else (0,))
+    key_cache, value_cache, query, key, value = parts.values()
     peers = Peers(process_group(group, _OP), _OP)
 
     def prepare() -> tuple[_Call, Callable[[], Mapping[str, str]], tuple[int, ...]]:
@@ -118,9 +133,13 @@ def decode_attention(
         new = None
         if key is not None or value is not None:
             new = _checked_rows(key, value, q, keys, values, cache_seqlens, layout)
-        call = _Call(q, keys, values, table, entries, slopes, logits, options, new)
-        capacity = keys.shape[2] * (1 if table is None else table.shape[1])
-        return call, lambda: _compared(call, cache_seqlens, positions), (capacity,)
+        if relative_bias is not None and not isinstance(relative_bias, (Tensor, T5)):
+            raise checks.wrong_type(_OP, "relative_bias", relative_bias, "Tensor or T5")
+        limits = (mask, options.window_left, options.window_right)
+        options = replace(options, window_left=-1, window_right=-1)
+        biases = (slopes, logits, relative_bias)
+        call = _Call(q, keys, values, table, entries, *biases, _visible(*limits, q), options, new)
+        return call, lambda: _compared(call, cache_seqlens, positions), (call.capacity,)
 
     call, numbers = agreed(peers, check, query, prepare, 1)
     cache = positions
@@ -129,23 +148,28 @@ def decode_attention(
     else:
         known = range(peers.size) if check else [peers.rank]
         _check_positions(cache, peers.size, {rank: numbers[rank][0] for rank in known})
-    _check_options(call, cache)
+    biased = call.alibi_slopes is not None or relative_bias is not None
+    if biased and any(len(runs) > 1 for runs in cache.runs):
+        raise NotImplementedError(
+            f"{_OP}: alibi_slopes and relative_bias need consecutive positions on each rank"
+        )
     added = 0 if call.new is None else call.new[0].shape[2]
     batch, device = call.query.shape[0], call.query.device
     before = one_process.lengths_before(cache_seqlens, batch, cache.total, added, device)
+    filled = before + added
+    biases = _table(call, cache, filled), _program(call, cache, peers.rank, filled)
     if call.new is not None:
         _append(call, cache, peers.rank, before)
-    out, lse = _own_part(call, cache, peers.rank, before + added)
+    out, lse = _own_part(call, cache, peers.rank, filled, *biases)
     out, lse = merged_states(peers, "the merge of the keys of all ranks", out, lse)
     if call.sinks is not None:  # a sink of inf has the whole weight
         infinite = (call.sinks == torch.inf)[:, :, None]
         out.masked_fill_(infinite[..., None], 0.0)
         lse.masked_fill_(infinite, torch.inf)
     out = out.to(query.dtype)
-    out = out.transpose(1, 2) if layout == "bnhd" else out
-    if not return_lse:
-        return out
-    return out, lse if out.dtype is torch.float64 else lse.float()
+    lse = lse if out.dtype is torch.float64 else lse.float()
+    out = restored(out if bhnd else out.transpose(1, 2))
+    return (out, restored(lse)) if return_lse else out
 
 
 @dataclass(frozen=True)
@@ -159,35 +183,39 @@ class _Call:
     entries: Tensor | None  # [B] int64
     alibi_slopes: Tensor | None  # [B|1, Hq]
     sinks: Tensor | None  # [1, Hq]
-    options: DecodeOptions
+    relative_bias: Tensor | T5 | None
+    mask: masks.Mask | None  # with the window
+    options: DecodeOptions  # without the window
     new: tuple[Tensor, Tensor] | None  # [B, Hkv, L, D] and [B, Hkv, L, Dv]
 
     @property
-    def window(self) -> tuple[int, int]:
-        left, right = self.options.window_left, self.options.window_right
-        # No key is beyond the last query.
-        return left, -1 if right >= self.query.shape[2] - 1 else right
+    def capacity(self) -> int:
+        pages = 1 if self.block_table is None else self.block_table.shape[1]
+        return self.key_cache.shape[2] * pages
 
-    def each(self) -> Tensor:
-        """The entries of the sequences, where they are no pages."""
-        if self.entries is not None:
-            return self.entries
-        return torch.arange(self.query.shape[0], device=self.query.device)
+    def of(self, rows: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Pages and entries of some of the sequences, or of some more than once."""
+        if self.block_table is not None:
+            return self.block_table[rows], None
+        return None, rows if self.entries is None else self.entries[rows]
 
-    def of(self, rows: Tensor) -> _Call:
-        """The call of some of the sequences, or of some more than once."""
-        table = None if self.block_table is None else self.block_table[rows]
-        entries = self.each()[rows] if table is None else None
-        slopes = self.alibi_slopes
-        slopes = slopes if slopes is None or slopes.shape[0] == 1 else slopes[rows]
-        parts: dict[str, Any] = {"block_table": table, "entries": entries, "alibi_slopes": slopes}
-        return replace(self, query=self.query[rows], **parts)
+    def run(
+        self, lengths: Tensor, table: Tensor | None, program: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        caches = (self.key_cache, self.value_cache, lengths, self.block_table, self.entries)
+        # A table has the slopes, too.
+        biases = (None if table is not None else self.alibi_slopes, self.sinks, table, program)
+        return decode(self.query, *caches, *biases, None, None, None, self.options)
 
-    def run(self, lengths: Tensor, left: int) -> tuple[Tensor, Tensor]:
-        pages = (self.block_table, self.entries)
-        options = replace(self.options, window_left=left, window_right=-1)
-        tensors = (self.query, self.key_cache, self.value_cache, lengths, *pages)
-        return decode(*tensors, self.alibi_slopes, self.sinks, *[None] * 5, options)
+
+def _visible(mask: Any, left: int, right: int, query: Tensor) -> masks.Mask | None:
+    """The mask that excludes what a mask and a window exclude."""
+    mask = None if mask is None else masks.cache_mask(_OP, mask)
+    right = -1 if right >= query.shape[2] - 1 else right  # no key is beyond the last query
+    if (left, right) == (-1, -1):
+        return mask
+    window = masks.sliding_window(left, right)
+    return window if mask is None else window & mask
 
 
 def _checked_rows(
@@ -218,9 +246,13 @@ def _compared(call: _Call, seqlens: Any, positions: Layout | None) -> dict[str, 
         found |= described(name, new)
     found |= described("query", call.query) | described("sinks", call.sinks)
     found |= described("alibi_slopes", call.alibi_slopes)
-    options = {name: repr(x) for name, x in vars(call.options).items()}
-    window = f"({options.pop('window_left')}, {options.pop('window_right')})"
-    return found | options | {"window or is_causal": window}
+    bias = call.relative_bias
+    if isinstance(bias, T5):
+        found |= described("relative_bias", bias.table) | {"T5": repr(bias[1:])}
+    else:
+        found |= described("relative_bias", bias)
+    found["window, is_causal or mask"] = repr(call.mask)
+    return found | {name: repr(x) for name, x in vars(call.options).items()}
 
 
 def _check_positions(cache: Layout, ranks: int, capacities: Mapping[int, int]) -> None:
@@ -242,17 +274,6 @@ def _check_positions(cache: Layout, ranks: int, capacities: Mapping[int, int]) -
             )
 
 
-def _check_options(call: _Call, cache: Layout) -> None:
-    (left, right), queries, slopes = call.window, call.query.shape[2], call.alibi_slopes
-    limited = left >= 0 or slopes is not None
-    if limited and any(len(runs) > 1 for runs in cache.runs):
-        raise NotImplementedError(
-            f"{_OP}: window[0] and alibi_slopes need consecutive positions on each rank"
-        )
-    if slopes is not None and queries > 1 and right != 0:
-        raise NotImplementedError(f"{_OP}: alibi_slopes with {queries} queries need is_causal=True")
-
-
 def _append(call: _Call, cache: Layout, rank: int, before: Tensor) -> None:
     """Write the new rows whose positions this rank has."""
     assert call.new is not None
@@ -265,49 +286,85 @@ def _append(call: _Call, cache: Layout, rank: int, before: Tensor) -> None:
     sequence, token = (rows >= 0).nonzero(as_tuple=True)
     if not sequence.numel():
         return
-    of = call.of(sequence)  # each row as a sequence
+    # Each row as a sequence.
     own = [x[sequence, :, token][:, :, None] for x in (key, value)]
-    lengths = rows[sequence, token]
-    where = (lengths, of.block_table, of.entries)
+    where = (rows[sequence, token], *call.of(sequence))
     append((call.key_cache, call.value_cache, *own, *where), AppendOptions())
 
 
-def _own_part(call: _Call, cache: Layout, rank: int, lengths: Tensor) -> tuple[Tensor, Tensor]:
+def _table(call: _Call, cache: Layout, lengths: Tensor) -> Tensor | None:
+    """The relative bias of each distance in sequences of these lengths, [1, Hq, 2 M + 1]."""
+    if call.relative_bias is None:
+        return None
+    return one_process.fold_table(call.relative_bias, call.query, lengths, cache.total)
+
+
+def _program(call: _Call, cache: Layout, rank: int, lengths: Tensor) -> Tensor | None:
+    """The mask for this rank's keys."""
+    if call.mask is None:
+        return None
+    part = (call.capacity, lengths, _positions(cache, rank), cache.total)
+    return masks.part_of_cache_program(_OP, call.mask, call.query, *part)
+
+
+def _positions(cache: Layout, rank: int) -> tuple[tuple[int, int], ...]:
+    return tuple((run.position, run.length) for run in cache.runs[rank])
+
+
+def _own_part(
+    call: _Call,
+    cache: Layout,
+    rank: int,
+    lengths: Tensor,
+    table: Tensor | None,
+    program: Tensor | None,
+) -> tuple[Tensor, Tensor]:
     """Attention to this rank's keys of sequences of these lengths."""
-    (batch, _, queries, _), slopes = call.query.shape, call.alibi_slopes
-    left, right = call.window
     if call.sinks is not None:  # take part once
         finite = call.sinks.masked_fill(call.sinks == torch.inf, -torch.inf)
         call = replace(call, sinks=finite if rank == 0 else None)
-    if not cache.lengths[rank]:
+    runs = _positions(cache, rank)
+    if not runs:
         return _of_no_keys(call)
-    apart = queries > 1 and (left >= 0 or right >= 0 or slopes is not None)
-    position = lengths - 1  # of each query
-    if apart:  # each query is a sequence of its own, whose last keys it cannot see
-        position = lengths[:, None] + torch.arange(-queries, 0, device=lengths.device)
-        visible = lengths[:, None]
-        if right >= 0:
-            visible = torch.minimum(visible, position + right + 1)
-        lengths = visible.expand_as(position).flatten()
-        position = position.flatten()
-        sequences = torch.arange(batch, device=lengths.device).repeat_interleave(queries)
-        singles = call.query.transpose(1, 2).flatten(0, 1)[:, :, None]
-        call = replace(call.of(sequences), query=singles)
-    own = _held(cache, rank, lengths)
-    # How far each query is beyond the last own key that it can see.
-    beyond = position - cache.runs[rank][0].position - (own - 1)
-    if left < 0:
-        out, lse = call.run(own, -1)
-    else:
-        out, lse = _in_window(call, own, left - beyond)
-    if slopes is not None:  # the kernel takes the query to be at the last key
-        slopes = call.alibi_slopes
-        assert slopes is not None
-        distance = torch.where(own > 0, beyond, 0)[:, None]
-        lse = lse - (slopes.double() * distance)[:, :, None]
-    if apart:
-        out = out[:, :, 0].unflatten(0, (batch, queries)).transpose(1, 2)
-        lse = lse[:, :, 0].unflatten(0, (batch, queries)).transpose(1, 2)
+    own = masks.keys_before(runs, lengths)
+    # The kernel takes the last query to be at the last own key, but it is so far beyond it.
+    beyond = torch.where(own > 0, lengths - runs[0][0] - own, 0)
+    slopes = call.alibi_slopes
+    if table is not None or (slopes is not None and call.query.shape[2] > 1):
+        return _by_distance(call, own, beyond, table, program)
+    out, lse = call.run(own, None, program)
+    if slopes is not None:
+        lse = lse - (slopes.double() * beyond[:, None])[:, :, None]
+    return out, lse
+
+
+def _by_distance(
+    call: _Call, own: Tensor, beyond: Tensor, table: Tensor | None, program: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The same with a table of distances and slopes, shifted by the distance of the last query.
+
+    Sequences with other shifts, or other slopes, take other calls.
+    """
+    slopes, query = call.alibi_slopes, call.query
+    several = slopes is not None and slopes.shape[0] > 1
+    of_call = torch.arange(len(own), device=own.device) if several else beyond
+    wide = torch.promote_types(query.dtype, torch.float32)
+    most = max(int(own.max()) if own.numel() else 0, query.shape[2], 1) - 1
+    near = torch.arange(-most, most + 1, device=own.device)
+    out, lse = _of_no_keys(call)
+    for number in of_call.unique().tolist():
+        rows = of_call == number
+        distances = near + beyond[rows][0]
+        shifted = torch.zeros((), dtype=wide, device=own.device)
+        if table is not None:
+            middle = table.shape[2] // 2
+            shifted = table[:, :, (distances + middle).clamp(0, 2 * middle)]
+        if slopes is not None:
+            factors = slopes[number if several else 0].to(wide)
+            shifted = shifted - factors[None, :, None] * distances.abs()
+        found = call.run(torch.where(rows, own, 0), shifted, program)
+        out = torch.where(rows[:, None, None, None], found[0], out)
+        lse = torch.where(rows[:, None, None], found[1], lse)
     return out, lse
 
 
@@ -316,27 +373,3 @@ def _of_no_keys(call: _Call) -> tuple[Tensor, Tensor]:
     sinks = query.new_full((1, 1), -torch.inf) if call.sinks is None else call.sinks
     lse = sinks.double()[:, :, None].expand(shape).contiguous()
     return query.new_zeros(*shape, call.value_cache.shape[3]), lse
-
-
-def _in_window(call: _Call, own: Tensor, left: Tensor) -> tuple[Tensor, Tensor]:
-    """One query a sequence, which can see its last key and ``left`` keys before it."""
-    own = torch.where(left < 0, 0, own)
-    left = torch.where(left >= own, -1, left)
-    out = lse = None
-    for width in left.unique().tolist():
-        rows = (left == width).nonzero().flatten()
-        found = call.of(rows).run(own[rows], width)
-        if out is None or lse is None:
-            out, lse = (x.new_empty((len(own), *x.shape[1:])) for x in found)
-        out[rows], lse[rows] = found
-    if out is None or lse is None:
-        return call.run(own, -1)
-    return out, lse
-
-
-def _held(cache: Layout, rank: int, lengths: Tensor) -> Tensor:
-    """How many keys of sequences of these lengths a rank has."""
-    found = torch.zeros_like(lengths)
-    for run in cache.runs[rank]:
-        found += (lengths - run.position).clamp(0, run.length)
-    return found

@@ -24,13 +24,16 @@ wait, it is built in each of their calls.
 
 from fastattn.masks._blocks import MaskMod as MaskMod
 from fastattn.masks._calls import PartCall as PartCall
+from fastattn.masks._calls import keys_before as keys_before
 from fastattn.masks._draft_tree import draft_tree
 from fastattn.masks._mask import Mask, from_block_mask, from_function
+from fastattn.masks._mask import cache_mask as cache_mask
 from fastattn.masks._mask import cache_program as cache_program
 from fastattn.masks._mask import check_whole as check_whole
 from fastattn.masks._mask import dense_mask as dense_mask
 from fastattn.masks._mask import packed_program as packed_program
 from fastattn.masks._mask import part_is_visible as part_is_visible
+from fastattn.masks._mask import part_of_cache_program as part_of_cache_program
 from fastattn.masks._mask import part_program as part_program
 from fastattn.masks._mask import program as program
 from fastattn.masks._positions import causal, chunked, document, prefix_lm, sliding_window

@@ -20,10 +20,12 @@ __all__ = [
     "DenseCall",
     "PackedCall",
     "PartCall",
+    "PartOfCacheCall",
     "check_device",
     "check_int",
     "check_rows",
     "integers",
+    "keys_before",
 ]
 
 
@@ -153,9 +155,39 @@ class CacheCall(Call):
 
     def ids_of_queries(self, ids: Tensor) -> Tensor:
         """Numbers [B|1, Lk] are those of positions; a query before all keys has the first."""
-        if self.k_len == 0:
+        if self.whole()[1] == 0:
             return ids.new_zeros(1, self.q_len)
         return ids.expand(self.rows, -1).gather(1, self.positions().clamp(min=0))
+
+
+@dataclass
+class PartOfCacheCall(CacheCall):
+    """Of a cache with some of the positions; ``filled`` counts the keys at all positions."""
+
+    runs: tuple[tuple[int, int], ...]  # position and length of each run of keys, in their order
+    of: int  # the number of all positions
+
+    def lengths(self) -> tuple[Any, ...] | None:
+        own = super().lengths()
+        return own and (*own, self.runs, self.of)
+
+    def whole(self) -> tuple[int, int]:
+        return self.q_len, self.of
+
+    def within(self, keys: Tensor) -> Tensor:
+        return keys_before(self.runs, keys)
+
+    def cut(self, of_queries: Tensor, of_keys: Tensor) -> tuple[Tensor, Tensor]:
+        parts = [of_keys[:, position : position + length] for position, length in self.runs]
+        return of_queries, torch.cat(parts, 1) if parts else of_keys[:, :0]
+
+
+def keys_before(runs: Sequence[tuple[int, int]], positions: Tensor) -> Tensor:
+    """How many keys are before each position, where increasing runs of positions have a key."""
+    found = torch.zeros_like(positions)
+    for position, length in runs:
+        found += (positions - position).clamp(0, length)
+    return found
 
 
 def _values(*tensors: Tensor) -> tuple[tuple[int, ...], ...] | None:

@@ -26,6 +26,7 @@ from fastattn.masks._calls import (
     DenseCall,
     PackedCall,
     PartCall,
+    PartOfCacheCall,
     check_device,
     check_int,
     check_rows,
@@ -34,6 +35,7 @@ from fastattn.masks._calls import (
 __all__ = [
     "LeafMask",
     "Mask",
+    "cache_mask",
     "cache_program",
     "check_whole",
     "dense_mask",
@@ -41,6 +43,7 @@ __all__ = [
     "from_function",
     "packed_program",
     "part_is_visible",
+    "part_of_cache_program",
     "part_program",
     "program",
 ]
@@ -149,7 +152,27 @@ def cache_program(op: str, mask: Any, query: Tensor, capacity: int, filled: Tens
     """The same for query [B, Hq, Lq, D] and the first ``filled`` [B] keys of a cache."""
     batch, _, q_len, _ = query.shape
     call = CacheCall(op, batch, batch, q_len, capacity, query.device, filled)
-    return _given(op, mask, "Mask")._program(call)
+    return cache_mask(op, mask)._program(call)
+
+
+def cache_mask(op: str, mask: Any) -> Mask:
+    """The mask that is given to a call of attention to a cache."""
+    return _given(op, mask, "Mask")
+
+
+def part_of_cache_program(
+    op: str,
+    mask: Mask,
+    query: Tensor,
+    capacity: int,
+    filled: Tensor,
+    runs: tuple[tuple[int, int], ...],
+    of: int,
+) -> Tensor:
+    """The same for the keys of a cache that has some of the positions, see PartOfCacheCall."""
+    batch, _, q_len, _ = query.shape
+    call = (op, batch, batch, q_len, capacity, query.device, filled, runs, of)
+    return mask._program(PartOfCacheCall(*call))
 
 
 def _given(op: str, mask: Any, expected: str) -> Mask:

@@ -290,7 +290,7 @@ def prepare(
         append = (tensors, AppendOptions(rotary_interleaved))
         lengths = lengths + added
     if relative_bias is not None:
-        relative_bias = _fold_relative_bias(relative_bias, query, lengths, capacity)
+        relative_bias = fold_table(relative_bias, query, lengths, capacity)
     mask_program = None
     if mask is not None:
         mask_program = masks.cache_program(_OP, mask, query, capacity, lengths)
@@ -303,7 +303,7 @@ def prepare(
     )
 
 
-def _fold_relative_bias(bias: Any, query: Tensor, lengths: Tensor, capacity: int) -> Tensor:
+def fold_table(bias: Any, query: Tensor, lengths: Tensor, capacity: int) -> Tensor:
     """The table of distances, [1, Hq, 2 M + 1], for the longest sequence."""
     checks.check_constant(_OP, "relative_bias", bias.table if isinstance(bias, T5) else bias)
     q_len = query.shape[2]

@@ -111,18 +111,24 @@ DIFFERENT = {
     "beta": f"{RETRIEVE}: beta must be the same on all ranks, got 1.0 {OTHERS}; 2.0 on rank 1",
     "cache_seqlens": f"{DECODE}: cache_seqlens must be the same on all ranks, got 4 {OTHERS}; 5 on",
     "lengths": f"{DECODE}: the values of cache_seqlens must be the same on all ranks",
+    "mask": f"{DECODE}: window, is_causal or mask must be the same on all ranks, got chunked(2) on",
+    "relative_bias": f"{DECODE}: the values of relative_bias must be the same on all ranks",
+    "dropout_p": f"{RETRIEVE}: dropout_p must be the same on all ranks, got 0.0 {OTHERS}; 0.2 on",
     "decoded query": f"{DECODE}: the values of query must be the same on all ranks",
     "sinks": f"{DECODE}: sinks must be the same on all ranks, got None {OTHERS}; float32 [1, 4] on",
     "capacity": f"ValueError: {DECODE}: positions must have as many rows as the cache of each rank,"
     " 2 on rank 1, got 3",
 }
 WRONG = {
-    "implicit": f"NotImplementedError: {RETRIEVE}: grad must be 'unroll' or 'one_step', got",
-    "dropout_p": f"NotImplementedError: {RETRIEVE}: dropout_p must be 0, got 0.5",
+    "dropout_p": f"RuntimeError: {RETRIEVE}: dropout_p must be between 0 and 1, got 1.5",
     "order": "positions must increase with the rows of each rank, those of rank 0 do not",
     "ranks": "positions must be of the 3 ranks of the group, got 2",
-    "window": "NotImplementedError: fastattn.distributed.decode_attention: window[0] and alibi",
-    "slopes": "alibi_slopes with 2 queries need is_causal=True",
+    "slopes": f"NotImplementedError: {DECODE}: alibi_slopes and relative_bias need consecutive pos",
+    "table": "relative_bias must have shape (4, n), a row for each query head, with n odd and at "
+    "least 17 for 2 queries and 9 keys, got (4, 15)",
+    "bias": f"TypeError: {DECODE}(): argument 'relative_bias' must be Tensor or T5, not int",
+    "mask": f"TypeError: {DECODE}(): argument 'mask' must be Mask, not Tensor",
+    "documents": f"{DECODE}: mask: the ids of the keys must have length 9, got 8",
     "too long": "cache_seqlens must be at least 0, and at most 9 keys per sequence, got 10",
     "group": f"TypeError: {HOP}(): argument 'group' must be ProcessGroup, DeviceMesh or None, not",
     "check": f"TypeError: {HOP}(): argument 'check' must be bool, not int",

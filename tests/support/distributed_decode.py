@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ from distributed_runs import run_twice
 from torch import Tensor
 
 import fastattn
+from fastattn import bias, masks
 from fastattn.backends import reference
 from fastattn.distributed import Layout
 from fastattn.ops import decode
@@ -30,15 +31,22 @@ class Case:
     heads: tuple[int, int] = (4, 2)
     widths: tuple[int, int] = (8, 6)
     options: dict[str, Any] = field(default_factory=dict)
-    slopes: bool = False
+    slopes: bool | str = False  # "each": of each sequence
     sinks: bool | str = False
     paged: bool = False
     entries: bool = False  # cache_batch_idx
     round_robin: bool = False  # blocks of 3 positions
     layout: str = "bhnd"
     dtype: torch.dtype = torch.float32
+    relative: str = ""  # "table" or "t5"
+    mask: str = ""  # of MASKS
 
 
+MASKS: dict[str, Callable[[], Any]] = {
+    "chunked": lambda: masks.chunked(5) & masks.causal(),
+    "not-window": lambda: ~masks.sliding_window(4, 0) | masks.prefix_lm(torch.tensor([0, 2, 9])),
+    "documents": lambda: masks.document(torch.stack([torch.arange(N) // n for n in (3, 5, 9)])),
+}
 CAUSAL = {"is_causal": True}
 CASES = (
     Case("plain"),
@@ -57,6 +65,16 @@ CASES = (
     Case("sinks", 3, 3, sinks=True, options=CAUSAL),
     Case("sinks-infinite", lengths=(0, 9, 24), sinks="infinite"),
     Case("paged", 2, 2, paged=True, options=CAUSAL),
+    Case("window-round-robin", 3, 3, options={"window": (6, 1)}, round_robin=True),
+    Case("slopes-both-sides", 4, 4, slopes=True),
+    Case("slopes-of-each", 3, slopes="each", options=CAUSAL, dtype=torch.float64),
+    Case("relative", 1, 1, relative="table"),
+    Case("relative-causal", 4, 2, relative="table", sinks=True, options=CAUSAL, layout="bnhd"),
+    Case("relative-paged", 3, relative="t5", slopes=True, paged=True, dtype=torch.bfloat16),
+    Case("mask", 3, 3, mask="chunked", round_robin=True),
+    Case("mask-window", 2, 1, mask="not-window", options={"window": (12, -1)}, slopes=True),
+    Case("mask-documents", 4, 4, mask="documents", options=CAUSAL, round_robin=True),
+    Case("mask-relative", 2, 2, mask="documents", relative="table", paged=True),
     Case("entries", 1, 1, entries=True, options={"window": (8, 0)}),
 )
 
@@ -81,7 +99,11 @@ def whole(case: Case) -> dict[str, Tensor]:
     if isinstance(case.lengths, tuple):
         found["cache_seqlens"] = torch.tensor(case.lengths).clamp(max=N - case.added)
     if case.slopes:
-        found["alibi_slopes"] = torch.rand(heads, generator=draw)
+        shape = (B, heads) if case.slopes == "each" else (heads,)
+        found["alibi_slopes"] = torch.rand(shape, generator=draw)
+    if case.relative:
+        shape = (heads, 2 * N + 3) if case.relative == "table" else (8, heads)
+        found["relative_bias"] = normal(*shape).to(torch.promote_types(case.dtype, torch.float32))
     if case.sinks:
         found["sinks"] = normal(heads).float()
         if case.sinks == "infinite":
@@ -102,6 +124,10 @@ def arguments(case: Case, tensors: dict[str, Tensor]) -> dict[str, Any]:
     given: dict[str, Any] = tensors | case.options | {"layout": case.layout, "return_lse": True}
     if case.lengths is None or isinstance(case.lengths, int):
         given["cache_seqlens"] = case.lengths
+    if case.relative == "t5":
+        given["relative_bias"] = bias.T5(given["relative_bias"], True, 16)
+    if case.mask:
+        given["mask"] = MASKS[case.mask]()
     if case.layout == "bnhd":
         for name in ("query", "key_cache", "value_cache", "key", "value"):
             if name in given:

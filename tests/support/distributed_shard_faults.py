@@ -11,6 +11,7 @@ import torch.distributed as dist
 from distributed_faults import at_step, die, message_of, stall
 from torch import Tensor
 
+from fastattn import masks
 from fastattn.distributed import Layout, decode_attention, hopfield_retrieve, memory_hop_attention
 
 
@@ -40,6 +41,9 @@ DIFFERENT: dict[str, Callable[[bool], Any]] = {
     "update_steps_max": lambda odd: retrieve(update_steps_max=2 if odd else 1),
     "beta": lambda odd: retrieve(beta=2.0 if odd else 1.0),
     "cache_seqlens": lambda odd: decode(cache_seqlens=5 if odd else 4),
+    "mask": lambda odd: decode(mask=masks.chunked(3 if odd else 2)),
+    "relative_bias": lambda odd: decode(relative_bias=torch.full((4, 17), 1.0 + odd)),
+    "dropout_p": lambda odd: retrieve(dropout_p=0.2 if odd else 0.0),
     "lengths": lambda odd: decode(cache_seqlens=torch.tensor([1, 5 if odd else 4])),
     "decoded query": lambda odd: decode(query=2.0 if odd else 1.0),
     "sinks": lambda odd: decode(sinks=torch.ones(4) if odd else None),
@@ -47,14 +51,16 @@ DIFFERENT: dict[str, Callable[[bool], Any]] = {
 }
 # All ranks make the same wrong call.
 WRONG: dict[str, Callable[[], Any]] = {
-    "implicit": lambda: retrieve(grad="implicit"),
-    "dropout_p": lambda: retrieve(dropout_p=0.5),
+    "dropout_p": lambda: retrieve(dropout_p=1.5),
     "order": lambda: decode(
         positions=Layout.of_positions([torch.tensor(x) for x in ([1, 0, 2], [3, 4, 5], [6, 7, 8])])
     ),
     "ranks": lambda: decode(positions=Layout.contiguous([3, 3])),
-    "window": lambda: decode(positions=Layout.zigzag([3, 3, 3]), window=(2, 0)),
-    "slopes": lambda: decode(alibi_slopes=torch.ones(4)),
+    "slopes": lambda: decode(positions=Layout.zigzag([3, 3, 3]), alibi_slopes=torch.ones(4)),
+    "table": lambda: decode(relative_bias=torch.ones(4, 15)),
+    "bias": lambda: decode(relative_bias=1),
+    "mask": lambda: decode(mask=torch.ones(2, 9)),
+    "documents": lambda: decode(mask=masks.document(torch.zeros(8, dtype=torch.int64))),
     "too long": lambda: decode(cache_seqlens=10),
     "group": lambda: hop(group=0),
     "check": lambda: hop(check=1),
