@@ -23,6 +23,7 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import tables
 from tables import Row, ours_compared, side_by_side
@@ -38,6 +39,7 @@ MAIN = "dropin"
 BEGIN, END = "<!-- benchmark: begin -->", "<!-- benchmark: end -->"
 
 PEERS, MODELS, BREAKDOWN = "peers", "models", "breakdown"
+RANKS = "distributed"  # by benchmarks/distributed.py
 MARKER = re.compile(r"<!-- (\w+)(?: (\w+))?: begin -->")
 
 
@@ -163,6 +165,24 @@ def results_page(found: dict[str, dict[str, Result]]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def ranks_block(found: dict[str, dict[str, Any]]) -> str:
+    """The counts of calls over ranks, which are the same on all processors."""
+    made = {processor: tables.ranks_table(result["rows"]) for processor, result in found.items()}
+    conditions = [
+        f"{name}, commit {of['environment']['commit']}, torch {of['environment']['torch']}: "
+        f"{of['settings']['heads']} heads of {of['settings']['head_dim']}, "
+        f"{of['settings']['dtype']}, causal, forward and backward."
+        for name, of in found.items()
+    ]
+    return f"{side_by_side(made)}\n\n" + " ".join(conditions)
+
+
+def load_ranks() -> dict[str, dict[str, Any]]:
+    """The results of benchmarks/distributed.py, by processor."""
+    paths = sorted(RESULTS.glob(f"*/{RANKS}.json"))
+    return {path.parent.name: json.loads(path.read_text()) for path in paths}
+
+
 def misplaced(processor: str, result: Result) -> str:
     """The folder where a result belongs, if it is in that of another processor; else ""."""
     slug = processor_slug(result.environment)
@@ -221,7 +241,7 @@ def main() -> int:
     )
     check = parser.parse_args().check
 
-    found = load_all()
+    found, over_ranks = load_all(), load_ranks()
 
     def named(name: str) -> dict[str, Result]:
         return {processor: of[name] for processor, of in found.items() if name in of}
@@ -250,6 +270,9 @@ def main() -> int:
         text = page.read_text()
         if MARKER.search(text):
             texts[page] = with_tables(text, found)
+        begin, end = f"<!-- {RANKS}: begin -->", f"<!-- {RANKS}: end -->"
+        if over_ranks and begin in text:
+            texts[page] = replaced(texts[page], ranks_block(over_ranks), begin, end)
     if check:
         old = [p for p, text in texts.items() if not p.exists() or p.read_text() != text]
         for path in old:

@@ -252,6 +252,20 @@ def breakdown_table(result: Result) -> Table:
     return Table(["cell", "pass"], names, lines)
 
 
+def ranks_table(rows: Sequence[Row]) -> Table:
+    """What the busiest rank receives and computes, counted and planned."""
+    lines = {}
+    for row in rows:
+        texts = [
+            f"{row[field] / unit:.2f}" if field in row else "–"
+            for name, unit in (("received", 2**20), ("flops", 1e9))
+            for field in (name, f"{name}_planned")
+        ]
+        lines[row["scaling"], str(row["ranks"]), str(row["length"]), row["call"]] = texts
+    values = ["MiB received", "MiB planned", "GFLOP", "GFLOP planned"]
+    return Table(["scaling", "ranks", "rows", "call"], values, lines)
+
+
 def peers_table(result: Result) -> Table:
     """Speed-ups of fastattn over each peer in its best mode, one line per cell.
 

@@ -67,9 +67,9 @@ def attention(
         key: [B, Hkv, L_rank, D]. In the two named layouts its length may differ from query's:
             positions of queries and keys then both count from 0.
         value: [B, Hkv, L_rank, Dv].
-            The three may be DTensors that are ``Shard(2)`` on one dimension of their mesh, and not
-            Partial on any; that dimension is the group, and the results are DTensors, too. All
-            other tensors are those of this rank.
+            The three may be DTensors that are ``Shard(2)`` on one dimension of their mesh, which is
+            then the group, and ``Shard(0)``, ``Shard(1)`` or ``Replicate`` on others. The results
+            are DTensors, too. All other tensors are those of this rank.
         group: a process group, a one-dimensional ``DeviceMesh``, or None for all ranks.
         method: how keys reach the queries. "ring": the keys pass from rank to rank while each
             attends to those that it has. "allgather": each rank first gathers the keys that it

@@ -249,3 +249,14 @@ def test_a_loop_in_torch_is_a_column_where_it_was_measured() -> None:
     of_one = [Round((1e3, 1e3), {"torch": 8.0, "fastattn": 2.0}) for _ in range(5)]
     result.cells[0] = dataclasses.replace(result.cells[0], rounds=of_one)
     assert "a loop" not in render.block_of("serving", {"a-processor": result})
+
+
+def test_what_ranks_receive_and_compute_is_what_was_planned() -> None:
+    render = load_render()
+    found = render.load_ranks()
+    page = (render.ROOT / "docs" / "distributed.md").read_text()
+    assert render.ranks_block(found) in page
+    for row in (row for result in found.values() for row in result["rows"]):
+        if "received_planned" in row:
+            planned = row["received_planned"], row["flops_planned"]
+            assert (row["received"], row["flops"]) == planned
