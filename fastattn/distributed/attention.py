@@ -12,6 +12,7 @@ from fastattn import checks, masks
 from fastattn.distributed._agree import gather
 from fastattn.distributed._allgather import gathered_attention
 from fastattn.distributed._call import Call, checked
+from fastattn.distributed._compiled import untraced
 from fastattn.distributed._dtensor import local_parts
 from fastattn.distributed._peers import OP, Peers, process_group
 from fastattn.distributed._replicated import agreed
@@ -25,6 +26,7 @@ __all__ = ["attention"]
 _METHODS = {"ring": ring_attention, "allgather": gathered_attention, "ulysses": head_attention}
 
 
+@untraced
 def attention(
     query: Tensor,
     key: Tensor,

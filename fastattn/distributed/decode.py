@@ -14,6 +14,7 @@ from fastattn import checks, masks
 from fastattn.autograd.decode import append, decode
 from fastattn.backends.primitives import AppendOptions, DecodeOptions
 from fastattn.bias import T5
+from fastattn.distributed._compiled import untraced
 from fastattn.distributed._dtensor import local_parts, refuse_dtensors
 from fastattn.distributed._peers import Peers, process_group
 from fastattn.distributed._replicated import agreed, described, merged_states
@@ -25,6 +26,7 @@ __all__ = ["decode_attention"]
 _OP = "fastattn.distributed.decode_attention"
 
 
+@untraced
 def decode_attention(
     query: Tensor,
     key_cache: Tensor,

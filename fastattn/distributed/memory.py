@@ -13,6 +13,7 @@ from torch import Tensor
 from fastattn import checks
 from fastattn.backends.primitives import AttentionOptions
 from fastattn.distributed._agree import gather
+from fastattn.distributed._compiled import untraced
 from fastattn.distributed._dtensor import local_parts, refuse_dtensors
 from fastattn.distributed._patterns import retrieved
 from fastattn.distributed._peers import Peers, process_group
@@ -26,6 +27,7 @@ _HOPS = "fastattn.distributed.memory_hop_attention"
 _RETRIEVE = "fastattn.distributed.hopfield_retrieve"
 
 
+@untraced
 def memory_hop_attention(
     query: Tensor,
     in_memory: Tensor,
@@ -143,6 +145,7 @@ def memory_hop_attention(
     return out, restored(p, p.ndim - 1)
 
 
+@untraced
 def hopfield_retrieve(
     state: Tensor,
     stored: Tensor,
