@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -38,18 +40,29 @@ def test_the_same_on_one_and_on_three_ranks(tmp_path: Path) -> None:
     assert one["losses"][2] < one["losses"][0]
 
 
-def started(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+def command(ranks: int, *arguments: str) -> list[str]:
     """The example as a user starts it."""
-    environment = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1"}
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--standalone"]
+    return [
+        sys.executable,
+        *(torchrun if ranks > 1 else []),
+        str(EXAMPLES / "long_context.py"),
+        *arguments,
+    ]
+
+
+ENVIRONMENT = {
+    **os.environ,
+    "PYTHONPATH": str(EXAMPLES.parent),
+    "OMP_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+}
+
+
+def started(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [
-            sys.executable,
-            *(torchrun if ranks > 1 else []),
-            EXAMPLES / "long_context.py",
-            *arguments,
-        ],
-        env=environment | {"GLOO_SOCKET_IFNAME": "lo"},
+        command(ranks, *arguments),
+        env=ENVIRONMENT,
         capture_output=True,
         text=True,
         timeout=300,
@@ -79,3 +92,27 @@ def test_a_sequence_that_one_rank_cannot_hold(tmp_path: Path) -> None:
     peaks = re.search("peak resident memory: (.*)", second.stdout)
     assert peaks is not None
     assert len(re.findall(r"\d+ MiB", peaks[1])) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_an_interrupted_run_leaves_no_process(name: str) -> None:
+    process = subprocess.Popen(
+        [*command(3, *SMALL[:-1], "100000")],
+        env=ENVIRONMENT | {"PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert process.stdout is not None
+        assert any("step    2" in line for line in process.stdout)  # in the middle of its calls
+        process.send_signal(getattr(signal, name))
+        process.stdout.read()  # ends when the last rank has
+        assert process.wait(60) != 0
+        with pytest.raises(ProcessLookupError):
+            os.killpg(process.pid, 0)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)

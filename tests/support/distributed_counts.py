@@ -7,7 +7,13 @@ import torch.distributed as dist
 from distributed_cases import B, Case, call, layout_of
 
 from fastattn.bench.ranks import Counter
-from fastattn.distributed import Share, plan
+from fastattn.distributed import (
+    Share,
+    decode_attention,
+    hopfield_retrieve,
+    memory_hop_attention,
+    plan,
+)
 
 CASES = (
     Case("counts-ring"),
@@ -43,4 +49,32 @@ def run_counts() -> dict[str, tuple[Share, Share, list[str]]]:
         ).shares[case.method][rank]
         counted = Share(counter.sent, counter.received, counter.flops, planned.idle)
         found[case.name] = (counted, planned, counter.trace)
+    return found
+
+
+def run_memories() -> dict[str, tuple[int, int]]:
+    """The bytes that a rank sends for memories of few and of many rows, and those of the page."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    queries, width = 3, 8
+    state = width * 4 + 8  # o in float32, lse in float64
+    found = {}
+    for rows in (1, 50 + rank):
+        memory = torch.ones(1, rows, width, requires_grad=True)
+        u = torch.ones(queries, width, requires_grad=True)
+        with Counter() as counter:
+            out = memory_hop_attention(u, memory, hops=2)
+        found[f"hops, {rows} rows"] = counter.sent, (ranks - 1) * 2 * queries * state
+        with Counter() as counter:
+            torch.autograd.grad(out.sum(), (u, memory))
+        of_gradient = (ranks - 1) * 2 * queries * width * 4
+        found[f"gradient of hops, {rows} rows"] = counter.sent, of_gradient
+        with Counter() as counter:
+            hopfield_retrieve(u, memory[0], update_steps_max=2, update_steps_eps=0.0)
+        steps = counter.sent // ((ranks - 1) * queries * state)
+        assert 2 <= steps <= 3  # all rows are the same: a query may rest after the first
+        found[f"retrieval, {rows} rows"] = counter.sent, (ranks - 1) * steps * queries * state
+        cache = torch.ones(2, 1, rows, width)
+        with Counter() as counter:
+            decode_attention(torch.ones(2, 4, 1, width), cache, cache.clone())
+        found[f"decoding, {rows} rows"] = counter.sent, (ranks - 1) * 2 * 4 * state
     return found

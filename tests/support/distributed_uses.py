@@ -13,10 +13,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import fastattn
-from fastattn.distributed import Layout, attention
+from fastattn.distributed import (
+    Layout,
+    attention,
+    decode_attention,
+    hopfield_retrieve,
+    memory_hop_attention,
+)
 
 Pairs = list[tuple[Tensor, Tensor]]
 L = 24
@@ -84,6 +90,13 @@ def without_check() -> Pairs:
         own = [x[:, :, rows] for x in tensors]
         found = attention(*own, layout=layout, is_causal=True, check=False, method="ring")
         pairs.append((found, want[:, :, rows]))
+    # The rows and seeds of dropout are exchanged all the same.
+    patterns = tensors[0][0, 0]
+    own = patterns[Layout.contiguous([3, 9, 0, 12]).positions(rank)]
+    torch.manual_seed(rank)
+    found = hopfield_retrieve(patterns[:5], own, dropout_p=0.5, check=False)
+    torch.manual_seed(0)
+    pairs.append((found, fastattn.hopfield_retrieve(patterns[:5], patterns, dropout_p=0.5)))
     return pairs
 
 
@@ -156,19 +169,82 @@ def placed() -> Pairs:
     return pairs
 
 
-def compiled() -> Pairs:
-    """Within a compiled function, which does not trace it."""
-    tensors = drawn()
-    rows = Layout.zigzag([6] * 4).positions(dist.get_rank())
-    own = [x[:, :, rows].requires_grad_() for x in tensors]
+def placed_memories() -> Pairs:
+    """DTensors of memories and caches, whose batch is shared on another dimension of the mesh."""
+    draw = torch.Generator().manual_seed(0)
+    u, rows = (torch.randn(2, n, 8, generator=draw, dtype=torch.float64) for n in (3, 11))
+    pairs = []
+    for dims, of_rows, of_query in (
+        ((4,), [Shard(1)], [Replicate()]),
+        ((2, 2), [Shard(0), Shard(1)], [Shard(0), Replicate()]),
+    ):
+        mesh = init_device_mesh("cpu", dims)
 
-    def doubled(*x: Tensor) -> Tensor:
+        def on(x: Tensor, placements: Any, mesh: Any = mesh) -> Tensor:
+            return distribute_tensor(x, mesh, placements).requires_grad_()
+
+        for ours, theirs, options in (
+            (memory_hop_attention, fastattn.memory_hop_attention, {"hops": 2}),
+            (hopfield_retrieve, fastattn.hopfield_retrieve, {"update_steps_max": 2}),
+        ):
+            given = on(u, of_query), on(rows, of_rows)
+            out, p = ours(*given, **options, need_weights=True)
+            assert out.placements == tuple(of_query)
+            grads = torch.autograd.grad(out.square().sum(), given)
+            assert [g.placements for g in grads] == [tuple(of_query), tuple(of_rows)]
+            whole = u.clone().requires_grad_(), rows.clone().requires_grad_()
+            want, want_p = theirs(*whole, **options, need_weights=True)
+            wanted = torch.autograd.grad(want.square().sum(), whole)
+            gathered = [x.full_tensor() for x in (out, p, *grads)]
+            pairs += list(zip(gathered, (want, want_p, *wanted), strict=True))
+        # [B, Hq, Lq, D] and [B, H, N, D].
+        query, cache = u.view(2, 3, 1, 8), rows[:, :10].reshape(2, 1, 10, 8)
+        of_cache = [Shard(2) if x == Shard(1) else x for x in of_rows]
+        with torch.no_grad():
+            given = on(query, of_query), *(on(cache, of_cache) for _ in range(2))
+            out, lse = decode_attention(*given, return_lse=True)
+        assert out.placements == lse.placements == tuple(of_query)
+        wanted = fastattn.decode_attention(query, cache, cache.clone(), return_lse=True)
+        pairs += list(zip((out.full_tensor(), lse.full_tensor()), wanted, strict=True))
+    return pairs
+
+
+def compiled(backend: str = "eager") -> Pairs:
+    """Within a compiled function, which does not trace it."""
+    tensors, rank = drawn(), dist.get_rank()
+    rows = Layout.zigzag([6] * 4).positions(rank)
+    own = [x[:, :, rows].requires_grad_() for x in tensors]
+    u, memory = tensors[0][0, 0, :3], tensors[1][0, :, 6 * rank : 6 * rank + 6].flatten(0, 1)
+    memories = [u.clone().requires_grad_(), memory.clone().requires_grad_()]
+    cache = [x[:, :, 6 * rank : 6 * rank + 6].clone() for x in tensors[1:]]
+
+    def attended(*x: Tensor) -> Tensor:
         return attention(*(2 * each for each in x), is_causal=True, layout="zigzag")
 
-    found = torch.compile(doubled, backend="eager")(*own)
-    grads = torch.autograd.grad(found.sum(), own)
-    want = torch.autograd.grad(doubled(*own).sum(), own)
-    return [(found, causal(*(2 * x for x in tensors))[:, :, rows]), *zip(grads, want, strict=True)]
+    def hopped(query: Tensor, memory: Tensor) -> Tensor:
+        return memory_hop_attention(2 * query, memory[None], hops=2) / 2
+
+    def retrieved(query: Tensor, memory: Tensor) -> Tensor:
+        limits = {"update_steps_max": 2, "update_steps_eps": 0.0, "grad": "implicit"}
+        return hopfield_retrieve(2 * query, memory, **limits) / 2
+
+    def decoded(query: Tensor, *caches: Tensor) -> Tensor:
+        return decode_attention(2 * query, *caches, 20, window=(9, 0)) / 2
+
+    pairs = [(attended(*own), causal(*(2 * x for x in tensors))[:, :, rows])]
+    for function, given in ((attended, own), (hopped, memories), (retrieved, memories)):
+        traced = torch.compile(function, backend=backend)
+        for _ in range(2):
+            found, want = traced(*given), function(*given)
+            grads, wanted = (torch.autograd.grad(x.sum(), given) for x in (found, want))
+            pairs += [(found, want), *zip(grads, wanted, strict=True)]
+    query = tensors[0][:, :, :1]
+    traced = torch.compile(decoded, backend=backend)
+    return [*pairs, *((traced(query, *cache), decoded(query, *cache)) for _ in range(2))]
+
+
+def inductor() -> Pairs:
+    return compiled("inductor")
 
 
 def run_uses() -> dict[str, Any]:
@@ -179,5 +255,6 @@ def run_uses() -> dict[str, Any]:
         other_lengths_of_keys,
         second_derivatives,
         placed,
+        placed_memories,
     )
     return {use.__name__: use() for use in uses}

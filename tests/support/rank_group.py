@@ -3,19 +3,24 @@
     run(tmp_path, [("module:function", 3)])
 
 gives the results of ``function()`` on each of three ranks, None for a rank that was killed.
-Ranks meet in a file and talk through the loopback device. No process outlives the call.
+Ranks meet in a file and talk through the loopback device, or each is in a network namespace and
+talks through its device ``eth0``. No process outlives the call.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
+import ctypes
 import importlib
+import itertools
 import os
 import signal
 import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,19 +29,25 @@ import torch
 import torch.distributed as dist
 
 Job = tuple[str, int]  # "module:function", the number of ranks
+_NAMESPACES, _FOLDER = "RANK_GROUP_NAMESPACES", "RANK_GROUP_FOLDER"
 
 
-def run(folder: Path, jobs: Sequence[Job], seconds: float = 30.0) -> list[list[Any]]:
+def run(
+    folder: Path, jobs: Sequence[Job], seconds: float = 30.0, namespaces: Sequence[str] = ()
+) -> list[list[Any]]:
     """Run each job, one after the other; return the results by job and rank.
 
-    A message may take so many ``seconds``, and a job four times as many.
+    A message may take so many ``seconds``, and a job four times as many. ``namespaces`` are the
+    names of those of the ranks.
     """
     names = [f"{function}:{size}" for function, size in jobs]
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(sys.path),
         "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
+        "GLOO_SOCKET_IFNAME": "eth0" if namespaces else "lo",
+        _NAMESPACES: " ".join(namespaces),
+        _FOLDER: str(folder),
     }
     launcher = subprocess.Popen(
         [sys.executable, __file__, str(folder), str(seconds), *names],
@@ -57,6 +68,54 @@ def run(folder: Path, jobs: Sequence[Job], seconds: float = 30.0) -> list[list[A
         [_result(folder / f"{n}-{rank}.pt") for rank in range(size)]
         for n, (_, size) in enumerate(jobs)
     ]
+
+
+@contextlib.contextmanager
+def serving(
+    folder: Path, function: str, ranks: int, seconds: float
+) -> Iterator[Callable[[Any], list[Any]]]:
+    """A function that calls "module:function" with an argument on each rank of one group.
+
+    It serves for four times as many ``seconds``.
+    """
+    folder.mkdir()
+    count = itertools.count()
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        served = pool.submit(run, folder, [("rank_group:serve", ranks)], seconds)
+
+        def call(argument: Any) -> list[Any]:
+            n = next(count)
+            _put(folder / f"ask-{n}", (function, argument))
+            answers = [folder / f"answer-{n}-{rank}" for rank in range(ranks)]
+            while not all(path.exists() for path in answers):
+                assert not served.done(), served.exception()
+                time.sleep(0.005)
+            return [_result(path) for path in answers]
+
+        try:
+            yield call
+        finally:
+            _put(folder / f"ask-{next(count)}", None)
+            served.result()
+
+
+def serve() -> None:
+    """On a rank: answer until there is nothing more."""
+    folder = Path(os.environ[_FOLDER])
+    for n in itertools.count():
+        while not (folder / f"ask-{n}").exists():
+            time.sleep(0.005)
+        asked = _result(folder / f"ask-{n}")
+        if asked is None:
+            return
+        module, name = asked[0].split(":")
+        answer = getattr(importlib.import_module(module), name)(asked[1])
+        _put(folder / f"answer-{n}-{dist.get_rank()}", answer)
+
+
+def _put(path: Path, what: Any) -> None:
+    torch.save(what, path.with_suffix(".part"))
+    path.with_suffix(".part").rename(path)
 
 
 def _kill_group(leader: int) -> bool:
@@ -92,6 +151,8 @@ def _launch(folder: Path, seconds: float, names: Sequence[str]) -> int:
 
 def _rank(folder: Path, job: int, rank: int, size: int, seconds: float, work: Any) -> int:
     try:
+        if namespaces := os.environ[_NAMESPACES].split():
+            _enter(namespaces[rank])
         dist.init_process_group(
             "gloo",
             init_method=f"file://{folder}/store-{job}",
@@ -99,8 +160,7 @@ def _rank(folder: Path, job: int, rank: int, size: int, seconds: float, work: An
             world_size=size,
             timeout=timedelta(seconds=seconds),
         )
-        torch.save(work(), folder / f"{job}-{rank}.part")
-        (folder / f"{job}-{rank}.part").rename(folder / f"{job}-{rank}.pt")
+        _put(folder / f"{job}-{rank}.pt", work())
     except BaseException:
         traceback.print_exc()
         return 1
@@ -108,6 +168,14 @@ def _rank(folder: Path, job: int, rank: int, size: int, seconds: float, work: An
         sys.stdout.flush()
         sys.stderr.flush()
     return 0
+
+
+def _enter(namespace: str) -> None:
+    """Go into a network namespace, as ``ip netns exec`` does."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/var/run/netns/{namespace}") as file:
+        if libc.setns(file.fileno(), 0):
+            raise OSError(ctypes.get_errno(), f"setns {namespace}")
 
 
 def _wait(children: set[int], limit: float) -> bool:
