@@ -91,13 +91,14 @@ def _run(*command: str, text: str | None = None) -> str:
 
 
 def _relay(delay: float, ports: int) -> None:
-    """Pass each packet of a port on to the others, ``delay`` seconds later."""
+    """Pass each packet on to the port of its address, ``delay`` seconds later."""
     sockets = []
     for n in range(ports):
         port = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(_ALL))
         port.bind((f"port{n}", _ALL))
         sockets.append(port)
     print("ready", flush=True)
+    of_address: dict[bytes, int] = {}
     waiting: list[tuple[float, int, int, bytes]] = []  # when, the order, from, packet
     order = 0
     while True:
@@ -110,10 +111,12 @@ def _relay(delay: float, ports: int) -> None:
                 heapq.heappush(waiting, item)
         while waiting and waiting[0][0] <= time.monotonic():
             _, _, source, packet = heapq.heappop(waiting)
-            for n, port in enumerate(sockets):
-                if n != source:
-                    with contextlib.suppress(OSError):  # a device that is down
-                        port.send(packet)
+            of_address[packet[6:12]] = source
+            known = of_address.get(packet[:6])  # else to all, as a question for an address
+            targets = set(range(ports)) - {source} if known is None else {known}
+            for n in targets:
+                with contextlib.suppress(OSError):  # a device that is down
+                    sockets[n].send(packet)
 
 
 def _without_offloads(device: str) -> None:
