@@ -269,6 +269,12 @@ inline void read_additive_options(const Named& from, AdditiveOptions& to) {
   from.read(to, fields);
 }
 
+inline void read_local_options(const Named& from, LocalOptions& to) {
+  using O = LocalOptions;
+  static const auto fields = std::make_tuple(field("reach", &O::reach), field("bell", &O::bell));
+  from.read(to, fields);
+}
+
 inline void read_memory_hop_options(const Named& from, MemoryHopOptions& to) {
   using O = MemoryHopOptions;
   static const auto fields = std::make_tuple(

@@ -277,7 +277,7 @@ struct AdditiveParams {
   void* parts;        // acc, uninitialised: [B, chunks, 2 * A], and if not direct also
                       // [B, chunks, Lk * (A + Dv)]; null in the forward pass
   void* grad_vector;  // [A] acc
-  void* grad_bias;    // [A] acc
+  void* grad_bias;    // [A] acc, null = not wanted
   void* grad_scores;  // [B, Lq, Lk] acc, null = not wanted; its sum, if the mask is broadcast, is
                       // grad_mask, in f64 and zeroed by the caller
 };
@@ -378,23 +378,29 @@ struct EncodeMemoryParams : EncodeMemoryOptions {
   void* grad_temporal;  // [R, G, N, D] acc, contiguous, null = not wanted
 };
 
-// Local attention: query i reads the W rows of key and value from first[i] on that exist and are
-// visible.  p = softmax(q . k),  out = sum_w p_w factor_w v_w. "acc" is f32, or f64 for f64. Arrays
-// without a stride are contiguous.
-struct LocalParams {
+struct LocalOptions {
+  int64_t reach = 1;  // D
+  bool bell = false;  // z is the bell curve, else 1
+};
+
+// Local attention: query i reads the keys j within `reach` of its position p_i that are no padding.
+//   w = softmax(q . k),  z_j = exp(-2 ((j - p_i) / D)^2),  out = sum_j w_j z_j factor_j v_j
+// A window is the 2 D + 1 keys from ceil(p_i - D) on. "acc" is f32, or f64 for f64. Arrays without a
+// stride are contiguous.
+struct LocalParams : LocalOptions {
   DType dtype;  // of query, key, value, out and their gradients; f32, f64, bf16 or f16
   int threads;
 
-  int64_t B, Lq, Lk, D, Dv, W;
+  int64_t B, Lq, Lk, D, Dv, W;  // W = 2 reach + 1
 
-  Tensor4 query;         // [B, Lq, D, -], columns contiguous
-  Tensor4 key;           // [B, Lk, D, -], columns contiguous
-  Tensor4 value;         // [B, Lk, Dv, -], columns contiguous
-  const int64_t* first;  // [B, Lq], any integers
-  const uint8_t* seen;   // [B, Lq, W], 0 or 1
-  const void* factor;    // [B, Lq, W] acc, null = 1
-  void* weights;         // [B, Lq, W] acc: p, written by forward, read by backward
-  void* out;             // [B, Lq, Dv]
+  Tensor4 query;           // [B, Lq, D, -], columns contiguous
+  Tensor4 key;             // [B, Lk, D, -], columns contiguous
+  Tensor4 value;           // [B, Lk, Dv, -], columns contiguous
+  const void* positions;   // [B, Lq] acc, any numbers
+  const uint8_t* padding;  // [B, Lk], 0 or 1, null = 0
+  const void* factor;      // [B, Lq, W] acc, null = 1
+  void* weights;           // [B, Lq, W] acc: w, written by forward, read by backward
+  void* out;               // [B, Lq, Dv]
 
   // backward
   Tensor4 grad_out;          // [B, Lq, Dv, -], columns contiguous, null = zero
@@ -402,7 +408,7 @@ struct LocalParams {
   void* grad_query;          // [B, Lq, D]
   void* grad_key;            // [B, Lk, D]
   void* grad_value;          // [B, Lk, Dv]
-  void* grad_factor;         // [B, Lq, W] acc, null = not wanted
+  void* grad_positions;      // [B, Lq] acc
   void* coefficients;        // [2, B, Lq, W] acc: the factors of each key and value
 };
 

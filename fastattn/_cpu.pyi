@@ -238,8 +238,9 @@ def encode_memory_backward(
 def local_attention(
     dtype: int,
     threads: int,
-    sizes: Ints,  # B, Lq, Lk, D, Dv, W
-    operands: Operands,  # query, key, value, first, seen, factor, weights
+    sizes: Ints,  # B, Lq, Lk, D, Dv
+    options: primitives.LocalOptions,
+    operands: Operands,  # query, key, value, positions, padding, factor, weights
     out: int,
     /,
 ) -> None: ...
@@ -247,6 +248,7 @@ def local_attention_backward(
     dtype: int,
     threads: int,
     sizes: Ints,
+    options: primitives.LocalOptions,
     operands: Operands,
     gradients: Operands,  # grad_out, grad_weights, grad_query, ..., coefficients
     /,

@@ -169,10 +169,28 @@ def why_not(
 
 def reasons_of(backend: Any, op: str, tensors: Sequence[Any], options: Any) -> list[str]:
     """Return the reasons of a backend's module, which has the function ``op``."""
+    kinds = [None if x is None else x.dtype if x.is_cpu else x.device for x in tensors]
+    record: Any = type(options)
+    if _serves_all(backend, op, record, *kinds):
+        return []
     given = named(op, tensors)
     taken = taken_by(getattr(backend, op), tensors)
     lacking = [f"has no {name}" for name in list(given)[len(taken) :] if given[name] is not None]
     return lacking + list(backend.why_not(op, named(op, taken), options))
+
+
+@functools.cache
+def _serves_all(backend: Any, op: str, record: type, *kinds: Any) -> bool:
+    """Whether the backend has no reason against any call of tensors of these kinds.
+
+    A kind is a dtype, the device of a tensor that is not on the CPU, or None for no tensor. To find
+    the reasons of a small call takes as long as its kernel, so the answer is kept.
+    """
+    serves_all = getattr(backend, "serves_all", None)
+    taken = taken_by(getattr(backend, op), kinds)
+    if serves_all is None or any(kind is not None for kind in kinds[len(taken) :]):
+        return False
+    return bool(serves_all(op, named(op, taken), record))
 
 
 def named(op: str, tensors: Sequence[Any]) -> Mapping[str, Any]:

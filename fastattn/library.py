@@ -112,8 +112,7 @@ class Operator:
             args = (*args, self._options())
         if not runs_eagerly(*args[: self._tensors]):
             return self.dispatched(*args, "")
-        obstacles = self.obstacles(args)
-        if obstacles:
+        if self._opaque and (obstacles := self.obstacles(args)):
             self.choose(args, obstacles)
             return self._through_reference(*args)
         tensors, options = self._primitive(args)

@@ -12,28 +12,31 @@ namespace py = pybind11;
 namespace fastattn {
 namespace {
 
-// sizes: B, Lq, Lk, D, Dv, W; operands: query, key and value, and the addresses of first, seen,
+// sizes: B, Lq, Lk, D, Dv; operands: query, key and value, and the addresses of positions, padding,
 // factor and weights.
-LocalParams read_common(int dtype, int threads, const py::tuple& sizes, const py::dict& operands) {
+LocalParams read_common(int dtype, int threads, const py::tuple& sizes, const py::object& options,
+                        const py::dict& operands) {
   using P = LocalParams;
   static const auto fields =
       std::make_tuple(field("query", &P::query), field("key", &P::key), field("value", &P::value),
-                      field("first", &P::first), field("seen", &P::seen),
+                      field("positions", &P::positions), field("padding", &P::padding),
                       field("factor", &P::factor), field("weights", &P::weights));
   LocalParams p{};
   p.dtype = static_cast<DType>(dtype);
   p.threads = threads;
-  int64_t n[6];
+  int64_t n[5];
   integers(sizes, n);
-  p.B = n[0], p.Lq = n[1], p.Lk = n[2], p.D = n[3], p.Dv = n[4], p.W = n[5];
+  p.B = n[0], p.Lq = n[1], p.Lk = n[2], p.D = n[3], p.Dv = n[4];
+  read_local_options(named(options), p);
+  p.W = 2 * p.reach + 1;
   named(operands).read(p, fields);
   return p;
 }
 
 // out: an address
-void local_attention(int dtype, int threads, const py::tuple& sizes, const py::dict& operands,
-                     uintptr_t out) {
-  LocalParams p = read_common(dtype, threads, sizes, operands);
+void local_attention(int dtype, int threads, const py::tuple& sizes, const py::object& options,
+                     const py::dict& operands, uintptr_t out) {
+  LocalParams p = read_common(dtype, threads, sizes, options, operands);
   p.out = reinterpret_cast<void*>(out);
   py::gil_scoped_release release;
   kernels(p.dtype).local_attention_forward(p);
@@ -41,14 +44,15 @@ void local_attention(int dtype, int threads, const py::tuple& sizes, const py::d
 
 // gradients: grad_out, and the addresses of grad_weights, the four gradients and coefficients.
 void local_attention_backward(int dtype, int threads, const py::tuple& sizes,
-                              const py::dict& operands, const py::dict& gradients) {
+                              const py::object& options, const py::dict& operands,
+                              const py::dict& gradients) {
   using P = LocalParams;
-  static const auto fields =
-      std::make_tuple(field("grad_out", &P::grad_out), field("grad_weights", &P::grad_weights),
-                      field("grad_query", &P::grad_query), field("grad_key", &P::grad_key),
-                      field("grad_value", &P::grad_value), field("grad_factor", &P::grad_factor),
-                      field("coefficients", &P::coefficients));
-  LocalParams p = read_common(dtype, threads, sizes, operands);
+  static const auto fields = std::make_tuple(
+      field("grad_out", &P::grad_out), field("grad_weights", &P::grad_weights),
+      field("grad_query", &P::grad_query), field("grad_key", &P::grad_key),
+      field("grad_value", &P::grad_value), field("grad_positions", &P::grad_positions),
+      field("coefficients", &P::coefficients));
+  LocalParams p = read_common(dtype, threads, sizes, options, operands);
   named(gradients).read(p, fields);
   py::gil_scoped_release release;
   kernels(p.dtype).local_attention_backward(p);

@@ -8,17 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastattn.backends.primitives import LocalOptions
 from fastattn.batching import fold, size_of_batch, unfold
 from fastattn.library import Operator
 
 __all__ = ["local_attention"]
 
 
-def _fake(
-    query: Tensor, key: Tensor, value: Tensor, first: Tensor, seen: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor]:
-    out = query.new_empty((*query.shape[:2], value.shape[2]))
-    return out, query.new_empty(seen.shape, dtype=torch.promote_types(query.dtype, torch.float32))
+def _fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    lead, window = query.shape[:2], 2 * rest[-1].reach + 1
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    return query.new_empty((*lead, value.shape[2])), query.new_empty((*lead, window), dtype=dtype)
 
 
 def _save(ctx: Any, args: Sequence[Any], results: tuple[Tensor, Tensor]) -> None:
@@ -32,19 +32,15 @@ def _backward(
 ) -> tuple[Tensor | None, ...]:
     if grad_out is None and grad_weights is None:
         return (None,) * len(ctx.needs_input_grad)
-    saved = ctx.saved_tensors  # read once: torch.utils.checkpoint allows no second read
-    *_, factor, _weights = saved
-    seen = (*saved, ctx.options, ctx.backend)
-    *grads, grad_factor = local_attention_backward.resume(ctx, (grad_out, grad_weights), seen)
-    return *grads, None, None, None if factor is None else grad_factor, None, None
+    seen = (*ctx.saved_tensors, ctx.options, ctx.backend)
+    grads = local_attention_backward.resume(ctx, (grad_out, grad_weights), seen)
+    return *grads, *(None for _ in ctx.needs_input_grad[len(grads) :])
 
 
 def _fake_backward(
     grad_out: Tensor | None, grad_weights: Tensor | None, *seen: Any
 ) -> tuple[Tensor, ...]:
-    query, key, value, _, _, factor = seen[:6]
-    of_factor = query.new_empty(0) if factor is None else factor.new_empty(factor.shape)
-    return *(x.new_empty(x.shape) for x in (query, key, value)), of_factor
+    return tuple(x.new_empty(x.shape) for x in seen[:4])
 
 
 def _vmap(info: Any, in_dims: Sequence[int | None], *args: Any) -> tuple[Any, Any]:
@@ -58,26 +54,29 @@ def _vmap(info: Any, in_dims: Sequence[int | None], *args: Any) -> tuple[Any, An
 
 def _vmap_backward(info: Any, in_dims: Sequence[int | None], *args: Any) -> tuple[Any, Any]:
     *tensors, options, backend = args
-    _, _, query, *_, factor, _ = tensors
-    n, batch = info.batch_size, size_of_batch(query, in_dims[2])
+    n, batch = info.batch_size, size_of_batch(tensors[2], in_dims[2])
     folded = [fold(x, dim, n, batch) for x, dim in zip(tensors, in_dims, strict=True)]
-    *grads, of_factor = local_attention_backward.dispatched(*folded, options, backend)
-    of_factor = of_factor.expand(n, 0) if factor is None else unfold(of_factor, n)
-    return (*(unfold(x, n) for x in grads), of_factor), (0,) * 4
+    grads = local_attention_backward.dispatched(*folded, options, backend)
+    return tuple(unfold(x, n) for x in grads), (0,) * 4
 
 
-_TENSORS = "Tensor query, Tensor key, Tensor value, Tensor first, Tensor seen, Tensor? factor"
+_TENSORS = (
+    "Tensor query, Tensor key, Tensor value, Tensor positions, Tensor? padding, Tensor? factor"
+)
 
 local_attention = Operator(
     f"local_attention({_TENSORS})",
+    options=LocalOptions,
     returns=2,
     fake=_fake,
     setup_context=_save,
     backward=_backward,
     vmap=_vmap,
+    opaque=("factor",),
 )
 local_attention_backward = Operator(
     f"local_attention_backward(Tensor? grad_out, Tensor? grad_weights, {_TENSORS}, Tensor weights)",
+    options=LocalOptions,
     returns=4,
     fake=_fake_backward,
     vmap=_vmap_backward,

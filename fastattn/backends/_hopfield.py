@@ -115,7 +115,8 @@ class Patterns(abc.ABC):
     ) -> Gradients:
         """Return the gradients of state, stored, keys and the bias, see ``docs/design.md``."""
         if self.options.grad == "unroll":
-            return self.unroll(grad_out, state, taken.abs(), self._most(taken.abs()), needed)
+            steps = taken.abs()
+            return self.unroll(grad_out, state, steps, self._most(steps), needed)
         before, last = ends.unbind(2)
         once = torch.ones_like(taken)
         wide, grad_out = self._to(ends.dtype), grad_out.to(ends.dtype)
@@ -135,9 +136,9 @@ class Patterns(abc.ABC):
         grads: list[Tensor | None] = [torch.zeros_like(found[0]), *found[1:]]
         if not bool(solved.all()):  # not at a strict minimum
             rest = torch.where(solved, 0.0, grad_out)
-            steps = torch.where(solved.squeeze(-1), 0, taken.abs())
+            left = torch.where(solved.squeeze(-1), 0, taken.abs())
             start = state.to(ends.dtype)
-            unrolled = wide.unroll(rest, start, steps, self._most(steps), needed)
+            unrolled = wide.unroll(rest, start, left, self._most(left), needed)
             unrolled = (torch.where(solved, 0.0, unrolled[0]), *unrolled[1:])
             pairs = zip(grads, unrolled, strict=True)
             grads = [None if x is None or y is None else x + y for x, y in pairs]

@@ -24,6 +24,7 @@ __all__ = [
     "EncodeMemoryOptions",
     "HopfieldBackwardOptions",
     "HopfieldOptions",
+    "LocalOptions",
     "MemoryHopBackwardOptions",
     "MemoryHopOptions",
     "NoOptions",
@@ -35,6 +36,7 @@ __all__ = [
     "served",
     "unserved",
     "values_of",
+    "with_default",
 ]
 
 Record = TypeVar("Record")
@@ -117,6 +119,14 @@ class AdditiveOptions:
 @dataclass(frozen=True)
 class AdditiveBackwardOptions(AdditiveOptions):
     needs_mask_grad: bool = False
+
+
+@dataclass(frozen=True)
+class LocalOptions:
+    """Options of local attention."""
+
+    reach: int = 1  # D: a query sees the keys within this distance of its position
+    bell: bool = False  # a weight is multiplied by exp(-2 ((j - p) / D)^2)
 
 
 @dataclass(frozen=True)
@@ -214,14 +224,14 @@ def served(**options: str) -> dict[str, frozenset[str]]:
 def unserved(options: Any, served: frozenset[str]) -> list[str]:
     """Reasons against a call: the options that are in use but not among the served fields."""
     record: Any = type(options)
-    others = _with_default(record, served)
+    others = with_default(record, served)
     if not others:
         return []
     return [f"has no {name}" for name, default in others if getattr(options, name) != default]
 
 
 @functools.cache
-def _with_default(record: type, served: frozenset[str]) -> tuple[tuple[str, Any], ...]:
+def with_default(record: type, served: frozenset[str]) -> tuple[tuple[str, Any], ...]:
     """The other fields of a record and their defaults; empty if the backend is up to date."""
     return tuple(
         (field.name, field.default)

@@ -65,7 +65,7 @@ class Part:
 
 def _adapters() -> Sequence[tuple[Any, str]]:
     module: Any = dispatch.load("cpu")
-    return [(module, name) for name in module.__all__ if name != "why_not"]
+    return [(module, name) for name in module.__all__ if name not in ("serves_all", "why_not")]
 
 
 def _natives() -> Sequence[tuple[Any, str]]:

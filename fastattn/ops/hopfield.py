@@ -104,8 +104,10 @@ def hopfield_retrieve(
     if update_steps_max != 0:
         arguments, back = primitive(call)
         xi, taken, _ = hopfield_states(*arguments)
-        xi, taken = back(xi), back(taken)
-        xi = xi[..., : call.state.shape[-1]]
+        xi = back(xi)
+        taken = back(taken) if need_steps else None
+        if call.state.shape[-1] == 0:
+            xi = xi[..., :0]
     result = sdpa.scaled_dot_product_attention(
         xi,
         call.keys if call.keys is not None else call.stored,
@@ -220,8 +222,8 @@ def primitive(call: _Call) -> tuple[tuple[Any, ...], Any]:
 
     def back(x: Tensor) -> Tensor:
         if crowded:
-            return x.unflatten(1, (batch, queries)).transpose(0, 1)
-        return x.unflatten(0, (batch, heads))
+            return x.reshape(heads, batch, queries, *x.shape[2:]).transpose(0, 1)
+        return x.reshape(batch, heads, *x.shape[1:])
 
     tensors = [None if x is None else x.flatten(0, 1) for x in (call.stored, call.keys)]
     state = to(call.state)
@@ -253,6 +255,8 @@ def primitive(call: _Call) -> tuple[tuple[Any, ...], Any]:
 
 def lifted(x: Tensor) -> Tensor:
     """[L, D], [B, L, D] or [B, H, L, D] -> [B, H, L, D]."""
+    if x.ndim == 4:
+        return x
     return x.unsqueeze(1) if x.ndim == 3 else x[(None,) * (4 - x.ndim)]
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fastattn.autograd.local_attention import local_attention
+from fastattn.backends.primitives import LocalOptions
 from fastattn.checks import autocast, check_dropout, check_dtypes, expands_to
 from fastattn.ops.additive import additive_attention
 from fastattn.ops.sdpa import scaled_dot_product_attention
@@ -86,35 +87,46 @@ def luong_attention(
     if window == "global" or (window == "local-m" and positions is None and v is None):
         width = None if window == "global" else (D, D)
         return _attend(query, key, value, v, key_padding_mask, dropout_p, need_weights, width)
-    if positions is None:
-        positions = torch.arange(query.shape[1], device=query.device)
     batch, queries, keys = *query.shape[:2], key.shape[1]
-    p = positions.expand(batch, queries).to(torch.promote_types(query.dtype, torch.float32))
-
-    # The window of a query: 2 D + 1 keys, starting at ``first``; some of them may be excluded.
-    first = torch.ceil(p.detach() - D).long()
-    j = first[..., None] + torch.arange(2 * D + 1, device=query.device)  # [B, Tq, 2D + 1]
-    seen = (j >= 0) & (j < keys) & (j <= p.detach()[..., None] + D)
-    at = torch.where(seen, j, 0)
-    row = at + keys * torch.arange(batch, device=query.device)[:, None, None]
-    if key_padding_mask is not None and keys > 0:
-        seen = seen & ~_rows(key_padding_mask, row)
-    bell = torch.exp(-2 * ((j - p[..., None]) / D) ** 2) if window == "local-p" else None
+    if positions is None:
+        positions = torch.arange(queries, device=query.device)
+    p = positions.to(torch.promote_types(query.dtype, torch.float32)).expand(batch, queries)
     # No GPU kernel reads windows in place, so GPUs use attention over copies of them.
     if v is None and query.is_cpu:
         query, key, value = autocast(query, key, value)
         check_dtypes(_NAME, query, key, value)
+        options = LocalOptions(reach=D, bell=window == "local-p")
+        kept = None
         if check_dropout(_NAME, dropout_p) > 0:
-            bell = torch.ones_like(j, dtype=p.dtype) if bell is None else bell
-            bell = torch.nn.functional.dropout(bell, float(dropout_p))
-        out, near = local_attention(query, key, value, first, seen, bell)
+            kept = torch.nn.functional.dropout(p.new_ones(batch, queries, 2 * D + 1), dropout_p)
+        of_window = (p if options.bell else p.detach(), key_padding_mask, kept)
+        out, near = local_attention(query, key, value, *of_window, options)
+        if not need_weights:
+            return out
+        seen, at, bell = _window(p, keys, D, window)
+        near = near if kept is None else near * kept
     else:
+        seen, at, bell = _window(p, keys, D, window)
+        row = at + keys * torch.arange(batch, device=query.device)[:, None, None]
+        if key_padding_mask is not None and keys > 0:
+            seen = seen & ~_rows(key_padding_mask, row)
         out, near = _gathered(query, key, value, v, row, seen, bell, dropout_p, need_weights)
-    if not need_weights:
-        return out
+        if not need_weights:
+            return out
     near = (near if bell is None else near * bell).to(out.dtype)
     weights = out.new_zeros((batch, queries, keys))
     return out, weights if keys == 0 else weights.scatter_add(2, at, torch.where(seen, near, 0.0))
+
+
+def _window(p: Tensor, keys: int, D: int, window: str) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Of the 2 D + 1 keys of each window: which exist, their indices, and the bell.
+
+    All are [B, Tq, 2D + 1]; the index of a key that does not exist is 0.
+    """
+    j = torch.ceil(p.detach() - D).long()[..., None] + torch.arange(2 * D + 1, device=p.device)
+    seen = (j >= 0) & (j < keys) & (j <= p.detach()[..., None] + D)
+    bell = torch.exp(-2 * ((j - p[..., None]) / D) ** 2) if window == "local-p" else None
+    return seen, torch.where(seen, j, 0), bell
 
 
 def _gathered(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import dataclasses
 import importlib.machinery
 import shutil
 import subprocess
@@ -19,8 +20,9 @@ import torch
 from torch import Tensor
 
 import fastattn
-from fastattn import FallbackWarning, dispatch, explain, use_backend
+from fastattn import FallbackWarning, dispatch, explain, library, use_backend
 from fastattn.backends import reference
+from fastattn.backends.primitives import AttentionOptions, SinusoidalOptions
 from fastattn.ops import _sdpa_plain
 
 attention = fastattn.scaled_dot_product_attention
@@ -332,3 +334,39 @@ for name in fastattn.__all__:
 assert isinstance(fastattn.__version__, str)
 """
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=120)
+
+
+# --- what is remembered ----------------------------------------------------------------------
+
+
+def test_the_cpu_has_no_reason_against_what_it_always_serves() -> None:
+    cpu = pytest.importorskip("fastattn.backends.cpu")
+    served = 0
+    for operator in library.operators.values():
+        if not hasattr(cpu, operator.name):
+            continue
+        names = dispatch.named(operator.name, [torch.ones(1)] * 20)
+        kinds = dict.fromkeys(names, torch.float32) | {"alibi_slopes": None}
+        if not cpu.serves_all(operator.name, kinds, operator._options):
+            continue
+        served += 1
+        tensors = {n: None if kinds[n] is None else torch.ones(1) for n in names}
+        for field in dataclasses.fields(operator._options):
+            unusual = operator._options(**_unusual(operator._options, field.name))
+            assert cpu.why_not(operator.name, tensors, unusual) == []
+    assert served > 15
+
+
+def _unusual(record: Any, name: str) -> dict[str, Any]:
+    """The arguments of a record that has one option in use."""
+    required = {f.name: 1.0 for f in dataclasses.fields(record) if f.default is dataclasses.MISSING}
+    return required | {name: "unusual"}
+
+
+@pytest.mark.parametrize("kind", [torch.int8, torch.device("meta")], ids=str)
+def test_the_cpu_does_not_always_serve_other_tensors(kind: Any) -> None:
+    cpu = pytest.importorskip("fastattn.backends.cpu")
+    kinds = {"x": kind, "positions": None}
+    assert not cpu.serves_all("sinusoidal_encoding", kinds, SinusoidalOptions)
+    slopes = {"query": torch.float32, "alibi_slopes": torch.float32}
+    assert not cpu.serves_all("scaled_dot_product_attention", slopes, AttentionOptions)

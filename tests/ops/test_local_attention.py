@@ -10,6 +10,8 @@ from torch import Tensor
 
 import fastattn
 from fastattn.autograd.local_attention import local_attention, local_attention_backward
+from fastattn.backends import primitives
+from fastattn.backends.primitives import LocalOptions
 from fastattn.testing import Target, targets
 from fastattn.testing.luong import LUONG_CASES, LuongCase, check_luong
 
@@ -26,38 +28,42 @@ def test_within_the_bound(chosen: Target, case: LuongCase, dtype: torch.dtype) -
     assert len(verdict.deviations) == results
 
 
+OPTIONS = LocalOptions(reach=2, bell=True)
+
+
 def operands(dtype: torch.dtype = torch.float64, grad: bool = True) -> tuple[Tensor, ...]:
-    """query, key, value, first, seen, factor: windows of 4 keys, of which some do not exist."""
+    """query, key, value, positions, padding, factor; some windows are outside or at an end."""
     draw = torch.Generator().manual_seed(0)
     query, key, value, factor = (
-        torch.randn(2, *size, dtype=torch.float64, generator=draw).to(dtype).requires_grad_(grad)
-        for size in [(5, 3), (7, 3), (7, 2), (5, 4)]
+        torch.randn(2, *size, dtype=torch.float64, generator=draw).to(dtype)
+        for size in [(5, 3), (7, 3), (7, 2), (5, 5)]
     )
-    first = torch.tensor([[-2, 0, 3, 5, 20], [-9, 1, 1, 6, 2]])
-    seen = torch.rand(2, 5, 4, generator=draw) < 0.8
-    return query, key, value, first, seen, factor
+    positions = [[-1.3, 1.5, 4.2, 6.7, 20.1], [-9.1, 2.2, 2.6, 7.9, 3.1]]
+    p = torch.tensor(positions, dtype=torch.promote_types(dtype, torch.float32))
+    padding = torch.rand(2, 7, generator=draw) < 0.2
+    leaves = (x.requires_grad_(grad) for x in (query, key, value, p))
+    return *leaves, padding, factor
 
 
-def test_rows_that_do_not_exist_are_not_seen(target: Target) -> None:
-    query, key, value, first, seen, factor = operands()
-    everything = torch.ones_like(seen)
-    j = first[..., None] + torch.arange(4)
+@pytest.mark.parametrize("position", [float("nan"), float("inf"), -float("inf"), 1e30, -1e30])
+def test_a_window_without_keys_has_no_result(target: Target, position: float) -> None:
+    query, key, value, p, padding, _ = operands()
+    p.data[0, 1] = position
     with fastattn.use_backend(target.backend):
-        got = local_attention(query, key, value, first, everything, factor)
-        want = local_attention(query, key, value, first, (j >= 0) & (j < 7), factor)
-        leaves = (query, key, value, factor)
-        for x, y in zip(got, want, strict=True):
-            assert torch.equal(x, y)
-            grads = [torch.autograd.grad(r.sum(), leaves, retain_graph=True, allow_unused=True)
-                     for r in (x, y)]  # fmt: skip
-            assert all(a is b or torch.equal(a, b) for a, b in zip(*grads, strict=True))
+        out, weights = local_attention(query, key, value, p, padding, None, OPTIONS)
+        assert not out[0, 1].any()
+        assert not weights[0, 1].any()
+        grads = torch.autograd.grad(out.square().sum(), (query, key, value, p))
+    assert all(grad.isfinite().all() for grad in grads)
+    assert not grads[3][0, 1].any()
+    assert not grads[0][0, 1].any()
 
 
 def test_nan_reaches_only_the_keys_of_its_window(backend: str) -> None:
-    query, key, value, first, seen, factor = operands()
+    query, key, value, p, padding, factor = operands()
     query.data[0, 2] = float("nan")  # whose window is of keys 3 to 6
-    seen[0, 2] = torch.tensor([True, False, True, False])
-    out, weights = local_attention(query, key, value, first, seen, factor)
+    padding[0] = torch.tensor([False] * 4 + [True, False, True])
+    out, weights = local_attention(query, key, value, p, padding, factor, OPTIONS)
     assert out[0, 2].isnan().all()
     assert not out[0, [0, 1, 3, 4]].isnan().any()
     for grad in torch.autograd.grad(out.sum() + weights.sum(), (key, value)):
@@ -65,39 +71,48 @@ def test_nan_reaches_only_the_keys_of_its_window(backend: str) -> None:
         assert not grad[0, [0, 1, 2, 4, 6]].isnan().any()
 
 
-def test_derivatives(backend: str) -> None:
-    query, key, value, first, seen, factor = operands()
+@pytest.mark.parametrize("factored", [False, True])
+def test_derivatives(backend: str, factored: bool) -> None:
+    *leaves, padding, factor = operands()
 
     def f(*leaves: Tensor) -> Any:
-        return local_attention(*leaves[:3], first, seen, leaves[3])
+        return local_attention(*leaves, padding, factor if factored else None, OPTIONS)
 
-    leaves = (query, key, value, factor)
     assert torch.autograd.gradcheck(f, leaves)
     assert torch.autograd.gradgradcheck(f, leaves)
 
 
+def test_a_factor_that_requires_a_gradient_gets_one() -> None:
+    *leaves, padding, factor = operands()
+    factor.requires_grad_()
+    with fastattn.use_backend("reference"):
+        out, _ = local_attention(*leaves, padding, factor, OPTIONS)
+    assert torch.autograd.grad(out.sum(), factor)[0].abs().sum() > 0
+
+
 @pytest.mark.parametrize("factored", [False, True])
 def test_opcheck(factored: bool) -> None:
-    args = list(operands(torch.float32))
+    args: list[Any] = list(operands(torch.float32))
     if not factored:
-        args[5] = None  # type: ignore[call-overload]
-    torch.library.opcheck(local_attention.op, (*args, ""))
+        args[5] = None
+    values = primitives.values_of(OPTIONS)
+    torch.library.opcheck(local_attention.op, (*args, *values, ""))
     constants = [None if x is None else x.detach() for x in args]
-    out, weights = local_attention.op(*constants, "")
+    out, weights = local_attention.op(*constants, *values, "")
     given = (torch.ones_like(out), torch.ones_like(weights))
-    torch.library.opcheck(local_attention_backward.op, (*given, *constants, weights, ""))
+    torch.library.opcheck(local_attention_backward.op, (*given, *constants, weights, *values, ""))
 
 
 def test_compiles(backend: str) -> None:
-    query, key, value, first, seen, factor = operands()
+    query, key, value, p, padding, factor = operands()
 
-    def f(query: Tensor, factor: Tensor) -> Tensor:
-        return local_attention(query, key, value, first, seen, factor)[0].sin()
+    def f(query: Tensor, p: Tensor) -> Tensor:
+        return local_attention(query, key, value, p, padding, factor, OPTIONS)[0].sin()
 
     compiled = torch.compile(f, backend="aot_eager", fullgraph=True, dynamic=True)
-    out, want = compiled(query, factor), f(query, factor)
+    out, want = compiled(query, p), f(query, p)
     torch.testing.assert_close(out, want)
-    leaves = (query, key, value, factor)
+    leaves = (query, key, value, p)
     torch.testing.assert_close(
         torch.autograd.grad(out.sum(), leaves), torch.autograd.grad(want.sum(), leaves)
     )

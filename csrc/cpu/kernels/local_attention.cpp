@@ -1,15 +1,17 @@
-// Local attention: every query reads a window of rows of its own,
+// Local attention: query i at position p_i reads a window of rows of its own,
 //
-//   p = softmax(q . k_w),  out = sum_w p_w z_w v_w,      w = 0 ... W - 1, row first + w
+//   w = softmax(q . k_j),  out = sum_j w_j z_j v_j,      |j - p_i| <= D,
 //
-// and backward, with g the gradient of out,
+// where z_j = exp(-2 ((j - p_i) / D)^2) times a factor of the caller, and backward, with g the
+// gradient of out,
 //
-//   dp_w = z_w (g . v_w) + dweights_w,  ds_w = p_w (dp_w - sum p dp),  dq = sum_w ds_w k_w
-//   dk_j = sum_i ds_i(j) q_i,  dv_j = sum_i p_i(j) z_i(j) g_i
+//   dw_j = z_j (g . v_j) + dweights_j,  ds_j = w_j (dw_j - sum w dw),  dq = sum_j ds_j k_j
+//   dk_j = sum_i ds_i(j) q_i,  dv_j = sum_i w_i(j) z_i(j) g_i
+//   dp = sum_j w_j z_j (g . v_j) 4 (j - p) / D^2
 //
-// Nothing outside a window is computed, and masked rows are not read. The first pass over the
-// queries stores ds and p z. The gradients of the rows are sums over queries in order, by blocks of
-// rows that one task owns, so the bits do not depend on the number of threads.
+// Nothing outside a window is computed, and padding is not read. The first pass over the queries
+// stores ds and w z. The gradients of the rows are sums over queries in order, by blocks of rows
+// that one task owns, so the bits do not depend on the number of threads.
 #include "../../params.h"
 #include "../threads.h"
 #include "blocks.h"
@@ -54,7 +56,8 @@ class LocalAttention {
 
   struct Scratch {
     T *x, *g, *y;  // [dp], [dvp], [dp | dvp]
-    T *s, *d;      // [W], of the visible rows
+    T *s, *d, *z;  // [W], of the visible rows
+    T* off;        // [W], j - p
     int64_t* row;  // [W], their index in key and value
     int64_t* at;   // [W], their position in the window
     Scratch(const LocalAttention& l, Arena& a)
@@ -63,6 +66,8 @@ class LocalAttention {
           y(a.take<T>(max_of(l.dp, l.dvp))),
           s(a.take<T>(l.p.W + W)),
           d(a.take<T>(l.p.W + W)),
+          z(a.take<T>(l.p.W + W)),
+          off(a.take<T>(l.p.W + W)),
           row(a.take<int64_t>(l.p.W)),
           at(a.take<int64_t>(l.p.W)) {}
   };
@@ -107,24 +112,40 @@ class LocalAttention {
     for (int64_t d = 0; d < count; d += W) store(x + d, Vec<T>{});
   }
 
-  // Finds the rows that query i can see; returns their number.
+  // The first key of the window of query i; Lk if it sees none, as with a NaN.
+  int64_t first_of(int64_t i) const {
+    const T at = static_cast<const T*>(p.positions)[i], reach = static_cast<T>(p.reach);
+    const T low = at - reach;
+    if (!(at + reach >= T(0) && low < static_cast<T>(p.Lk))) return p.Lk;
+    const int64_t truncated = static_cast<int64_t>(low);
+    return truncated + (static_cast<T>(truncated) < low);
+  }
+
+  // Finds the rows that query i can see, and their z; returns their number.
   int64_t look(const Scratch& f, int64_t i) const {
-    const uint8_t* const seen = p.seen + i * p.W;
-    const int64_t first = p.first[i];
+    const T at = static_cast<const T*>(p.positions)[i], reach = static_cast<T>(p.reach);
+    const uint8_t* const padding = p.padding == nullptr ? nullptr : p.padding + i / p.Lq * p.Lk;
+    const int64_t first = first_of(i), end = min_of(p.Lk, first + p.W);
     int64_t count = 0;
-    for (int64_t w = max_of<int64_t>(0, first < -p.W ? p.W : -first); w < p.W; ++w) {
-      if (first >= p.Lk - w) break;
-      if (!seen[w]) continue;
-      f.row[count] = first + w;
-      f.at[count++] = w;
+    for (int64_t j = max_of<int64_t>(0, first); j < end && static_cast<T>(j) <= at + reach; ++j) {
+      if (padding != nullptr && padding[j] != 0) continue;
+      f.off[count] = static_cast<T>(j) - at;
+      f.row[count] = j;
+      f.at[count++] = j - first;
     }
+    for (int64_t n = count; n < (count + W - 1) / W * W; ++n) f.off[n] = T(0);
+    for (int64_t n = 0; n < count; n += W) {
+      const Vec<T> x = load(f.off + n) / reach;
+      store(f.z + n, p.bell ? exp_neg(T(-2) * (x * x)) : splat<T>(T(1)));
+    }
+    if (p.factor != nullptr)
+      for (int64_t n = 0; n < count; ++n) f.z[n] *= of_query(p.factor, i)[f.at[n]];
     return count;
   }
 
   void attend(const Scratch& f, int64_t i) const {
     const int64_t b = i / p.Lq, count = look(f, i);
     T* const weights = of_query(p.weights, i);
-    const T* const factor = of_query(p.factor, i);
     for (int64_t w = 0; w < p.W; ++w) weights[w] = T(0);
     clear(f.y, dvp);
     if (count > 0) {
@@ -133,7 +154,7 @@ class LocalAttention {
       soften(f.s, count);
       for (int64_t n = 0; n < count; ++n) {
         weights[f.at[n]] = f.s[n];
-        if (factor != nullptr) f.s[n] *= factor[f.at[n]];
+        f.s[n] *= f.z[n];
       }
       add_rows<T>(rows(p.value, b, f.row), count, p.Dv, f.s, T(1), f.y);
     }
@@ -165,13 +186,12 @@ class LocalAttention {
 
   void derive(const Scratch& f, int64_t i) const {
     const int64_t b = i / p.Lq, count = look(f, i);
-    const T *const weights = of_query(p.weights, i), *const factor = of_query(p.factor, i);
+    const T* const weights = of_query(p.weights, i);
     const T* const grad_weights = of_query(p.grad_weights, i);
     T* const of_keys = of_query(p.coefficients, i);
     T* const of_values = of_query(p.coefficients, queries + i);
-    T* const grad_factor = of_query(p.grad_factor, i);
+    T grad_position = T(0);
     for (int64_t w = 0; w < p.W; ++w) of_keys[w] = of_values[w] = T(0);
-    for (int64_t w = 0; w < p.W && grad_factor != nullptr; ++w) grad_factor[w] = T(0);
     clear(f.y, dp);
     if (count > 0) {
       for (int64_t n = 0; n < count; ++n) f.d[n] = T(0);
@@ -181,10 +201,9 @@ class LocalAttention {
       }
       for (int64_t n = 0; n < count; ++n) {
         const int64_t w = f.at[n];
-        const T z = factor == nullptr ? T(1) : factor[w];
-        if (grad_factor != nullptr) grad_factor[w] = f.d[n] * weights[w];
-        of_values[w] = weights[w] * z;
-        f.d[n] = f.d[n] * z + (grad_weights == nullptr ? T(0) : grad_weights[w]);
+        of_values[w] = weights[w] * f.z[n];
+        if (p.bell) grad_position += f.d[n] * of_values[w] * f.off[n];
+        f.d[n] = f.d[n] * f.z[n] + (grad_weights == nullptr ? T(0) : grad_weights[w]);
       }
       // Twice: the first pass leaves a small residue, and the rounding error of the second is small
       // too.
@@ -193,6 +212,8 @@ class LocalAttention {
       for (int64_t n = 0; n < count; ++n) of_keys[f.at[n]] = f.s[n] = weights[f.at[n]] * f.d[n];
       add_rows<T>(rows(p.key, b, f.row), count, p.D, f.s, T(1), f.y);
     }
+    const T reach = static_cast<T>(p.reach);
+    static_cast<T*>(p.grad_positions)[i] = T(4) * grad_position / (reach * reach);
     write_row(f.y, p.D, static_cast<S*>(p.grad_query) + i * p.D);
   }
 
@@ -208,7 +229,7 @@ class LocalAttention {
     clear(f.dk, kRows * dp);
     clear(f.dv, kRows * dvp);
     for (int64_t i = b * p.Lq; i < (b + 1) * p.Lq; ++i) {
-      const int64_t first = p.first[i];
+      const int64_t first = first_of(i);
       if (first >= j1 || first <= j0 - p.W) continue;
       read_row(row_of(p.query, b, i % p.Lq), p.D, f.x);
       if (p.grad_out.data != nullptr) read_row(row_of(p.grad_out, b, i % p.Lq), p.Dv, f.g);

@@ -37,7 +37,7 @@ from fastattn.backends.cpu.sdpa import (
 )
 from fastattn.backends.cpu.sinusoidal import sinusoidal_encoding
 from fastattn.backends.cpu.varlen import varlen_attention, varlen_attention_backward
-from fastattn.backends.primitives import unserved
+from fastattn.backends.primitives import unserved, with_default
 
 __all__ = [
     "additive_attention",
@@ -62,6 +62,7 @@ __all__ = [
     "scaled_dot_product_attention",
     "scaled_dot_product_attention_backward",
     "self_attention",
+    "serves_all",
     "sinusoidal_encoding",
     "varlen_attention",
     "varlen_attention_backward",
@@ -121,6 +122,14 @@ def parts_on_tiles(op: str, dtype: torch.dtype) -> str:
     if op != "decode_attention" and _cpu.on_tiles(DTYPES[dtype]) and allows_bf16_parts():
         return ", as three products of two bfloat16 parts each (PyTorch's precision of products)"
     return ", as six products of three bfloat16 parts each"
+
+
+def serves_all(op: str, kinds: Mapping[str, Any], record: type) -> bool:
+    """Whether :func:`why_not` has no reason for tensors of these dtypes, whatever the options."""
+    op = op.removesuffix("_backward")
+    allowed = (None, *DTYPES, torch.int64, torch.int32)
+    known = all(kind in allowed for kind in kinds.values())
+    return known and kinds.get("alibi_slopes") is None and not with_default(record, _served.CPU[op])
 
 
 def why_not(op: str, tensors: Mapping[str, Tensor | None], options: Any) -> list[str]:

@@ -10,30 +10,33 @@ from torch import Tensor
 from fastattn import _cpu
 from fastattn.backends._operands import Operand, address, with_columns_together
 from fastattn.backends.cpu.operands import DTYPES, accumulator
-from fastattn.backends.primitives import NoOptions
+from fastattn.backends.primitives import LocalOptions
 
 
 def local_attention(
     query: Tensor,  # [B, Lq, D]
     key: Tensor,  # [B, Lk, D]
     value: Tensor,  # [B, Lk, Dv]
-    first: Tensor,  # [B, Lq] int64
-    seen: Tensor,  # [B, Lq, W] bool
-    factor: Tensor | None,  # [B, Lq, W]
+    positions: Tensor,  # [B, Lq]
+    padding: Tensor | None,  # [B, Lk] bool
+    factor: Tensor | None,  # [B, Lq, 2 reach + 1]
     *,
-    options: NoOptions,
+    options: LocalOptions,
 ) -> tuple[Tensor, Tensor]:
     """Return ``(out, weights)``, see ``docs/design.md``."""
     wide = accumulator(query.dtype)
     query, key, value = (with_columns_together(x) for x in (query, key, value))
-    first, seen, factor = first.contiguous(), seen.contiguous(), _flat(factor, wide)
-    out = query.new_empty((*query.shape[:2], value.shape[2]))
-    weights = query.new_empty(seen.shape, dtype=wide)
+    positions, padding, factor = _flat(positions, wide), _flat(padding), _flat(factor, wide)
+    batch, queries, width = query.shape
+    keys, value_width = value.shape[1:]
+    out = query.new_empty((batch, queries, value_width))
+    weights = query.new_empty((batch, queries, 2 * options.reach + 1), dtype=wide)
     _cpu.local_attention(
         DTYPES[query.dtype],
         torch.get_num_threads(),
-        _sizes(query, value, seen),
-        _operands(query, key, value, first, seen, factor, weights),
+        (batch, queries, keys, width, value_width),
+        options,
+        _operands(query, key, value, positions, padding, factor, weights),
         out.data_ptr(),
     )
     return out, weights
@@ -45,53 +48,48 @@ def local_attention_backward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    first: Tensor,
-    seen: Tensor,
+    positions: Tensor,
+    padding: Tensor | None,
     factor: Tensor | None,
     weights: Tensor,
     *,
-    options: NoOptions,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the gradients of query, key, value and factor, see ``docs/design.md``."""
+    options: LocalOptions,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key, value and positions, see ``docs/design.md``."""
     wide = accumulator(query.dtype)
     query, key, value = (with_columns_together(x) for x in (query, key, value))
-    first, seen, wide_factor = first.contiguous(), seen.contiguous(), _flat(factor, wide)
+    wide_positions, padding, factor = _flat(positions, wide), _flat(padding), _flat(factor, wide)
     weights, grad_weights = weights.contiguous(), _flat(grad_weights, wide)
     grad_out = None if grad_out is None else with_columns_together(grad_out)
-    grads = [x.new_empty(x.shape) for x in (query, key, value)]
-    grad_factor = None if factor is None else query.new_empty(seen.shape, dtype=wide)
-    coefficients = query.new_empty((2, *seen.shape), dtype=wide)
+    batch, queries, width = query.shape
+    keys, value_width = value.shape[1:]
+    grads = [x.new_empty(x.shape) for x in (query, key, value, wide_positions)]
+    coefficients = weights.new_empty((2, *weights.shape))
     _cpu.local_attention_backward(
         DTYPES[query.dtype],
         torch.get_num_threads(),
-        _sizes(query, value, seen),
-        _operands(query, key, value, first, seen, wide_factor, weights),
+        (batch, queries, keys, width, value_width),
+        options,
+        _operands(query, key, value, wide_positions, padding, factor, weights),
         {
             "grad_out": None if grad_out is None else _rows(grad_out),
             "grad_weights": address(grad_weights),
             "grad_query": grads[0].data_ptr(),
             "grad_key": grads[1].data_ptr(),
             "grad_value": grads[2].data_ptr(),
-            "grad_factor": address(grad_factor),
+            "grad_positions": grads[3].data_ptr(),
             "coefficients": coefficients.data_ptr(),
         },
     )
-    if factor is not None and grad_factor is not None:
-        grad_factor = grad_factor.to(factor.dtype)
-    return grads[0], grads[1], grads[2], grad_factor
-
-
-def _sizes(query: Tensor, value: Tensor, seen: Tensor) -> tuple[int, ...]:
-    batch, queries, width = query.shape
-    return batch, queries, value.shape[1], width, value.shape[2], seen.shape[2]
+    return grads[0], grads[1], grads[2], grads[3].to(positions.dtype)
 
 
 def _operands(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    first: Tensor,
-    seen: Tensor,
+    positions: Tensor,
+    padding: Tensor | None,
     factor: Tensor | None,
     weights: Tensor,
 ) -> dict[str, Any]:
@@ -99,8 +97,8 @@ def _operands(
         "query": _rows(query),
         "key": _rows(key),
         "value": _rows(value),
-        "first": first.data_ptr(),
-        "seen": seen.data_ptr(),
+        "positions": positions.data_ptr(),
+        "padding": address(padding),
         "factor": address(factor),
         "weights": weights.data_ptr(),
     }
@@ -111,5 +109,8 @@ def _rows(x: Tensor) -> Operand:
     return x.data_ptr(), (x.stride(0), x.stride(1), 1, 0)
 
 
-def _flat(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    return None if x is None else x.to(dtype).contiguous()
+def _flat(x: Any, dtype: torch.dtype = torch.bool) -> Any:
+    """A tensor of this dtype without gaps; None for None."""
+    if x is None or (x.dtype is dtype and x.is_contiguous()):
+        return x
+    return x.to(dtype).contiguous()

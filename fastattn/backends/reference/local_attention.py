@@ -7,7 +7,7 @@ import functools
 import torch
 from torch import Tensor
 
-from fastattn.backends.primitives import NoOptions
+from fastattn.backends.primitives import LocalOptions
 from fastattn.backends.reference._masked import compute_dtype, without_autocast
 from fastattn.backends.reference._vjp import gradients
 
@@ -18,30 +18,35 @@ def local_attention(
     query: Tensor,  # [B, Lq, D]
     key: Tensor,  # [B, Lk, D]
     value: Tensor,  # [B, Lk, Dv]
-    first: Tensor,  # [B, Lq] int64
-    seen: Tensor,  # [B, Lq, W] bool
-    factor: Tensor | None,  # [B, Lq, W]
+    positions: Tensor,  # [B, Lq]
+    padding: Tensor | None,  # [B, Lk] bool
+    factor: Tensor | None,  # [B, Lq, W], W = 2 reach + 1
     *,
-    options: NoOptions,
+    options: LocalOptions,
 ) -> tuple[Tensor, Tensor]:
-    """Return ``(out, weights)``: every query attends to W rows, starting at its ``first``.
+    """Return ``(out, weights)``: query i attends to the keys within ``reach`` of its position.
 
-    weights [B, Lq, W] = softmax(q . k) over the rows that exist and are ``seen``, 0 elsewhere, in
-    the dtype of the computation; out [B, Lq, Dv] = sum weights factor v.
+    weights [B, Lq, W] = softmax(q . k) over the keys j from ceil(p - reach) on that exist, are in
+    reach and no padding, 0 elsewhere, in the dtype of the computation; out [B, Lq, Dv] = sum
+    weights bell factor v, bell = exp(-2 ((j - p) / reach)^2) or 1.
     """
-    compute, keys = compute_dtype(query.dtype), key.shape[1]
-    j = first[..., None] + torch.arange(seen.shape[2], device=query.device)
-    seen = seen & (j >= 0) & (j < keys)
+    compute, keys, reach = compute_dtype(query.dtype), key.shape[1], options.reach
+    p = positions.detach()[..., None]
+    j = torch.ceil(p - reach).long() + torch.arange(2 * reach + 1, device=query.device)
+    seen = (j >= 0) & (j < keys) & (j <= p + reach)
     if keys == 0:  # nothing to gather from, but the derivatives need the right shapes
         key, value = (torch.nn.functional.pad(x, (0, 0, 0, 1)) for x in (key, value))
-    at = torch.where(seen, j, 0)[..., None]
+        padding = None
+    at = torch.where(seen, j, 0)
+    if padding is not None:
+        seen = seen & ~padding[:, None].expand(-1, at.shape[1], -1).gather(2, at)
     with without_autocast(query.device.type):
         near, values = (
             torch.where(
                 seen[..., None],
                 x.to(compute)[:, None]
                 .expand(-1, at.shape[1], -1, -1)
-                .gather(2, at.expand(*at.shape[:3], x.shape[2])),
+                .gather(2, at[..., None].expand(*at.shape, x.shape[2])),
                 0.0,
             )
             for x in (key, value)
@@ -51,9 +56,12 @@ def local_attention(
         scores = (near * q[:, :, None]).sum(-1)
         scores = torch.where(seen | ~some, scores, -torch.inf)
         weights = torch.where(seen, torch.softmax(scores, -1), 0.0)
-        applied = (
-            weights if factor is None else torch.where(seen, weights * factor.to(compute), 0.0)
-        )
+        applied = weights
+        if options.bell:
+            away = torch.where(seen, j - positions[..., None], 0.0)
+            applied = applied * torch.exp(-2 * (away / reach) ** 2)
+        if factor is not None:
+            applied = torch.where(seen, applied * factor.to(compute), 0.0)
         out = (applied[..., None] * values).sum(2)
     return out.to(query.dtype), weights
 
@@ -64,15 +72,15 @@ def local_attention_backward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    first: Tensor,
-    seen: Tensor,
+    positions: Tensor,
+    padding: Tensor | None,
     factor: Tensor | None,
     weights: Tensor | None,
     *,
-    options: NoOptions,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the gradients of query, key, value and factor; ``weights`` are recomputed."""
+    options: LocalOptions,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key, value and positions; ``weights`` are recomputed."""
     forward = functools.partial(local_attention, options=options)
-    arguments = (query, key, value, first, seen, factor)
-    found = gradients(forward, arguments, (0, 1, 2, 5), (grad_out, grad_weights))
-    return *found[:3], found[5]
+    arguments = (query, key, value, positions, padding, factor)
+    found: tuple[Tensor, ...] = gradients(forward, arguments, range(4), (grad_out, grad_weights))
+    return found[0], found[1], found[2], found[3]
