@@ -118,72 +118,71 @@ def prepare(
     need_weights: Any = False,
 ) -> tuple[Operator, tuple[Any, ...]]:
     """Validate; return the operator and its arguments, except the seed."""
-    given = {"query": query, "key": key, "value": value, "v": v}
+    given: tuple[Any, ...] = (query, key, value, v)
     if bias is not None:
-        given["bias"] = bias
+        given = (*given, bias)
     _check_tensors(given)
     _check_flag("is_causal", is_causal)
     _check_flag("need_weights", need_weights)
     dropout_p = _check_probability(dropout_p)
-    query, key, value, v, *more = autocast(*given.values())
-    bias = more[0] if more else None
-    _check_dtypes(dict(zip(given, (query, key, value, v, *more), strict=True)))
-    _check_shapes(query, key, value, v, bias)
-    batched = query.ndim == 3
+    given = autocast(*given)
+    _check_dtypes(given)
+    _check_shapes(*given)
+    query, key, value, v, *more = given
+    batched = query.dim() == 3
     if not batched:
         query, key, value = (x.unsqueeze(0) for x in (query, key, value))
-    mask = _mask(attn_mask, key_padding_mask, query, key, batched)
-    tensors = (query, key, value, v, bias, mask, None)
+    mask = None
+    if attn_mask is not None or key_padding_mask is not None:
+        mask = _mask(attn_mask, key_padding_mask, query, key, batched)
     options = AdditiveOptions(causal=is_causal, dropout_p=dropout_p, weights=need_weights)
-    return additive, (*tensors, options)
+    return additive, (query, key, value, v, more[0] if more else None, mask, None, options)
 
 
 # --- validation ------------------------------------------------------------------------------
 
 
-def _check_tensors(given: dict[str, Any]) -> None:
-    for name, x in given.items():
+_ARGUMENTS = ("query", "key", "value", "v", "bias")
+
+
+def _check_tensors(given: Sequence[Any]) -> None:
+    device = getattr(given[0], "device", None)
+    for name, x in zip(_ARGUMENTS, given):  # noqa: B905  (see checks.expands_to)
         if not isinstance(x, Tensor):
             raise TypeError(f"{_NAME}: {name} must be a Tensor, got {type(x).__name__}")
         if x.is_nested or x.layout is not torch.strided:
             raise TypeError(f"{_NAME}: {name} must be a dense tensor, got {x.layout}")
-        if x.device != given["query"].device:
-            raise ValueError(
-                f"{_NAME}: {name} must be on query's device {given['query'].device}, got {x.device}"
-            )
+        if x.device != device:
+            raise ValueError(f"{_NAME}: {name} must be on query's device {device}, got {x.device}")
 
 
-def _check_dtypes(given: dict[str, Tensor]) -> None:
-    dtype = given["query"].dtype
+def _check_dtypes(given: Sequence[Tensor]) -> None:
+    dtype = given[0].dtype
     if dtype not in _DTYPES:
         raise TypeError(
             f"{_NAME}: query must be float32, float64, bfloat16 or float16, got {dtype}"
         )
-    for name, x in given.items():
-        if x.dtype != dtype:
+    for name, x in zip(_ARGUMENTS, given):  # noqa: B905
+        if x.dtype is not dtype:
             raise TypeError(f"{_NAME}: {name} must have query's dtype {dtype}, got {x.dtype}")
 
 
 def _check_shapes(
-    query: Tensor, key: Tensor, value: Tensor, v: Tensor, bias: Tensor | None
+    query: Tensor, key: Tensor, value: Tensor, v: Tensor, bias: Tensor | None = None
 ) -> None:
-    rank = query.ndim
+    q, k, u = query.shape, key.shape, value.shape
+    rank = len(q)
     if rank not in (2, 3):
-        raise ValueError(f"{_NAME}: query must be [B, Tq, A] or [Tq, A], got {_shape(query)}")
-    batch = query.shape[:-2]
-    if key.ndim != rank or key.shape[:-2] != batch or key.shape[-1] != query.shape[-1]:
+        raise ValueError(f"{_NAME}: query must be [B, Tq, A] or [Tq, A], got {tuple(q)}")
+    if len(k) != rank or k[-1] != q[-1] or (rank == 3 and k[0] != q[0]):
         want = "[B, Tk, A]" if rank == 3 else "[Tk, A]"
-        raise ValueError(
-            f"{_NAME}: key must be {want}, got {_shape(key)} with a query {_shape(query)}"
-        )
-    if value.ndim != rank or value.shape[:-1] != key.shape[:-1]:
+        raise ValueError(f"{_NAME}: key must be {want}, got {tuple(k)} with a query {tuple(q)}")
+    if len(u) != rank or u[-2] != k[-2] or (rank == 3 and u[0] != k[0]):
         want = "[B, Tk, Dv]" if rank == 3 else "[Tk, Dv]"
-        raise ValueError(
-            f"{_NAME}: value must be {want}, got {_shape(value)} with a key {_shape(key)}"
-        )
+        raise ValueError(f"{_NAME}: value must be {want}, got {tuple(u)} with a key {tuple(k)}")
     for name, x in (("v", v), ("bias", bias)):
-        if x is not None and x.shape != query.shape[-1:]:
-            raise ValueError(f"{_NAME}: {name} must be [A] = {_shape(query)[-1:]}, got {_shape(x)}")
+        if x is not None and x.shape != q[-1:]:
+            raise ValueError(f"{_NAME}: {name} must be [A] = {tuple(q)[-1:]}, got {_shape(x)}")
 
 
 def _check_flag(name: str, value: object) -> None:

@@ -13,6 +13,7 @@
 // thread computed them.
 #include "../threads.h"
 #include "additive_rows.h"
+#include "rows.h"
 #include "tile.h"
 
 namespace fastattn {
@@ -23,17 +24,17 @@ constexpr int64_t kChain = 256;  // the longest chain of additions in a product
 
 template <class P>
 class Forward : AdditiveRows<P> {
-  typedef AdditiveRows<P> Rows;
-  typedef typename Rows::Storage Storage;
-  typedef typename Rows::T T;
-  typedef typename Rows::Block Block;
-  typedef typename Rows::Buffers Buffers;
-  using Rows::allocate, Rows::clear, Rows::columns, Rows::drop, Rows::excludes, Rows::kVectors,
-      Rows::ld, Rows::p, Rows::prepare_vectors, Rows::probabilities, Rows::row, Rows::visible,
-      Rows::W, Rows::x;
+  typedef AdditiveRows<P> Base;
+  typedef typename Base::Storage Storage;
+  typedef typename Base::T T;
+  typedef typename Base::Block Block;
+  typedef typename Base::Buffers Buffers;
+  using Base::allocate, Base::clear, Base::columns, Base::drop, Base::excludes, Base::kVectors,
+      Base::ld, Base::p, Base::prepare_vectors, Base::probabilities, Base::row, Base::visible,
+      Base::W, Base::x;
 
  public:
-  explicit Forward(const AdditiveParams& params) : Rows(params) {}
+  explicit Forward(const AdditiveParams& params) : Base(params) {}
 
   void run() {
     const int64_t blocks = (p.Lq + kQueries - 1) / kQueries, tasks = p.B * blocks;
@@ -84,6 +85,8 @@ class Forward : AdditiveRows<P> {
       }
       return;
     }
+    if (rows == 1 && st[3] == 1)
+      return add_rows<T>(Rows<Storage>{v, st[2], nullptr}, keys, p.Dv, f.s + j0, T(1), f.o);
     stage_rows<T>(v, st[2], st[3], keys, p.Dv, f.values, columns);
     for (int64_t d = 0; d < columns; d += kVectors * W)
       tile_rows<P, P::kOutputRows, kVectors, false>(
@@ -106,18 +109,18 @@ class Forward : AdditiveRows<P> {
 
 template <class P>
 class Backward : AdditiveRows<P> {
-  typedef AdditiveRows<P> Rows;
-  typedef typename Rows::Storage Storage;
-  typedef typename Rows::T T;
-  typedef typename Rows::Block Block;
-  typedef typename Rows::Buffers Buffers;
-  using Rows::allocate, Rows::clear, Rows::columns, Rows::drop, Rows::excludes, Rows::kCoarse,
-      Rows::kGradientQueries, Rows::kPanel, Rows::kVectors, Rows::ld, Rows::p, Rows::panels,
-      Rows::prepare_vectors, Rows::probabilities, Rows::row, Rows::stage_keys_block, Rows::visible,
-      Rows::W, Rows::x;
+  typedef AdditiveRows<P> Base;
+  typedef typename Base::Storage Storage;
+  typedef typename Base::T T;
+  typedef typename Base::Block Block;
+  typedef typename Base::Buffers Buffers;
+  using Base::allocate, Base::clear, Base::clear_panels, Base::columns, Base::drop, Base::excludes,
+      Base::kCoarse, Base::kGradientQueries, Base::kPanel, Base::kVectors, Base::ld, Base::p,
+      Base::panels, Base::prepare_vectors, Base::probabilities, Base::row, Base::stage_keys_block,
+      Base::visible, Base::W, Base::x;
 
  public:
-  explicit Backward(const AdditiveParams& params) : Rows(params) {}
+  explicit Backward(const AdditiveParams& params) : Base(params) {}
 
   void run() {
     const int64_t tasks = p.B * x.chunks;
@@ -181,12 +184,12 @@ class Backward : AdditiveRows<P> {
     if (x.grad_scores != nullptr) write_grad_scores(f, q, range);
     if (p.dropout_p > 0) drop(f, q, range, f.s);  // P -> W
 
-    clear(f.dq, panels * kPanel);
+    clear_panels(f.dq, round_up(rows, kGradientQueries));
     clear(f.dv, panels * W);
     const bool leaky = excludes && !all_finite(f.o, columns, 1, rows, p.Dv);
     for (int64_t j0 = range.begin; j0 < range.end; j0 += kKeys) {
       const int64_t keys = min_of(kKeys, range.end - j0);
-      clear(f.dk, panels * kPanel);
+      clear_panels(f.dk, round_up(keys, 2));
       if (!stage_keys_block(f, q.b, j0, keys))
         exact_gradients(f, q, j0, keys);
       else if (rows == 1)
@@ -202,6 +205,12 @@ class Backward : AdditiveRows<P> {
   // D = dO V^T + dW for a block of keys.
   void grad_probabilities(Buffers& f, Block q, int64_t j0, int64_t keys) const {
     const int64_t rows = q.end - q.begin, *st = p.v.stride;
+    if (rows == 1 && st[3] == 1 && p.Dv > 0) {
+      for (int64_t d = p.Dv; d < columns; ++d) f.o[d] = T(0);
+      row_products<T>(Rows<Storage>{row(p.v, q.b, j0), st[2], nullptr}, keys, p.Dv, f.o, f.d + j0);
+      clear(f.d + j0 + round_up(keys, W), kKeys - round_up(keys, W));
+      return add_grad_weights(f, q, j0, keys);
+    }
     pack_transposed<T>(row(p.v, q.b, j0), st[2], st[3], keys, p.Dv, kKeys, f.values, kKeys);
     for (int64_t j = 0; j < kKeys; j += kVectors * W) {
       const auto to = [&](int64_t i, int n)
@@ -219,8 +228,12 @@ class Backward : AdditiveRows<P> {
                                                       f.values + c * kKeys + j, kKeys,
                                                       min_of(p.Dv - c, kChain), zero, add);
     }
+    add_grad_weights(f, q, j0, keys);
+  }
+
+  void add_grad_weights(const Buffers& f, Block q, int64_t j0, int64_t keys) const {
     if (p.grad_weights.data == nullptr) return;
-    for (int64_t i = 0; i < rows; ++i) {
+    for (int64_t i = 0; i < q.end - q.begin; ++i) {
       const Storage* dw = row(p.grad_weights, q.b, q.begin + i) + j0 * p.grad_weights.stride[3];
       for (int64_t j = 0; j < keys; ++j)
         f.d[i * ld + j0 + j] += static_cast<T>(widen(dw[j * p.grad_weights.stride[3]]));
@@ -355,7 +368,7 @@ class Backward : AdditiveRows<P> {
         }
       }
       vector[a] = static_cast<T>(to_vector);
-      bias[a] = static_cast<T>(to_bias);
+      if (bias != nullptr) bias[a] = static_cast<T>(to_bias);
     }
   }
 

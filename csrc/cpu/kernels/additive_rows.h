@@ -49,18 +49,22 @@ class AdditiveRows {
   };
 
   struct Buffers {
-    T* v;            // [panels][lanes], zero beyond A
-    T* b;            // [panels][lanes] the bias, zero beyond A
-    T limit;         // of max|q| + max|k| for the factored form
-    T* q;            // [panels][kQueries + 1][lanes] queries
-    T* eq;           // e^2(q + b)
-    T* k;            // [panels][kKeys + 1][lanes] keys, or e^2k
-    T* s;            // [kQueries][ld] scores, probabilities, weights
-    T* o;            // [kQueries][columns] outputs; in the backward pass their gradients
-    T* values;       // [kKeys][columns], or [Dv][kKeys]
-    T* keys;         // [ld] a mask of keys
-    T* bias;         // [ld] a row of a mask
-    uint32_t* keep;  // [kKeys][kQueries]
+    T* v;                 // [panels][lanes], zero beyond A
+    T* b;                 // [panels][lanes] the bias, zero beyond A
+    T limit;              // of max|q| + max|k| for the factored form
+    T* q;                 // [panels][kQueries + 1][lanes] queries
+    T* eq;                // e^2(q + b)
+    T* k;                 // [panels][kKeys + 1][lanes] keys, or e^2k:
+    const Storage* held;  // the first of those rows,
+    int64_t held_rows;    // their number,
+    T held_top;           // their largest magnitude,
+    bool factored;        // and whether they are e^2k
+    T* s;                 // [kQueries][ld] scores, probabilities, weights
+    T* o;                 // [kQueries][columns] outputs; in the backward pass their gradients
+    T* values;            // [kKeys][columns], or [Dv][kKeys]
+    T* keys;              // [ld] a mask of keys
+    T* bias;              // [ld] a row of a mask
+    uint32_t* keep;       // [kKeys][kQueries]
     // backward only
     T* d;   // [kQueries][ld] gradients of probabilities, then of scores
     T* dq;  // as q
@@ -120,10 +124,11 @@ class AdditiveRows {
     f.limit = small ? kFactoredLimit<T> - top : -kInf<T>;
   }
 
-  // Stages `rows` rows, then zero rows up to `to`, which the tiles read, as panels:
+  // Stages f of `rows` rows, then of zero rows up to `to`, which the tiles read, as panels:
   // dst[a / lanes][row][a % lanes]
-  // Returns the largest magnitude, or inf if an element is not finite.
-  T stage(const Storage* src, const int64_t* stride, int64_t rows, int64_t to, T* dst) const {
+  // Returns the largest magnitude of an element, or inf if one is not finite.
+  template <class F>
+  T stage(const Storage* src, const int64_t* stride, int64_t rows, int64_t to, T* dst, F f) const {
     Vec<T> top{}, finite{};
     for (int64_t r = 0; r < to; ++r) {
       const Storage* from = src + r * stride[2];
@@ -138,13 +143,19 @@ class AdditiveRows {
             lanes[l] = static_cast<T>(widen(from[(n * W + l) * stride[3]]));
           u = load(lanes);
         }
-        store(dst + n * kPanel + r * W, u);
+        store(dst + n * kPanel + r * W, f(u));
         top = max_of(top, max_of(u, -u));
         finite += u - u;  // NaN from here on if u is not finite
       }
     }
     return sum_lanes<T>(finite) == T(0) ? max_lanes<T>(top) : kInf<T>;
   }
+  struct Itself {
+    FASTATTN_INLINE Vec<T> operator()(Vec<T> u) const { return u; }
+  };
+  struct Exponential {
+    FASTATTN_INLINE Vec<T> operator()(Vec<T> u) const { return exp_twice<T>(u); }
+  };
 
   void exponentials(const T* from, int64_t rows, T* to) const {
     for (int64_t n = 0; n < panels * kPanel; n += kPanel)
@@ -154,7 +165,7 @@ class AdditiveRows {
 
   void stage_queries(Buffers& f, Block q) const {
     const int64_t rows = q.end - q.begin, to = rows == 1 ? 1 : round_up(rows, kMostQueries);
-    f.query_top = stage(row(p.q, q.b, q.begin), p.q.stride, rows, to, f.q);
+    f.query_top = stage(row(p.q, q.b, q.begin), p.q.stride, rows, to, f.q, Itself());
     if (!(f.query_top <= f.limit)) return;
     exponentials(f.q, to, f.eq);
     if (x.bias == nullptr) return;
@@ -168,13 +179,19 @@ class AdditiveRows {
     }
   }
 
-  // Returns whether the block is stored in the factored form, e^2k.
+  // Returns whether the block is stored in the factored form, e^2k. A block that is there already,
+  // as for the backward pass of a few keys, stays.
   bool stage_keys_block(Buffers& f, int64_t b, int64_t j0, int64_t rows) const {
-    const int64_t to = round_up(rows, W);
-    const T top = stage(row(p.k, b, j0), p.k.stride, rows, to, f.k);
-    if (!(f.query_top + top <= f.limit)) return false;
-    exponentials(f.k, to, f.k);
-    return true;
+    const Storage* const from = row(p.k, b, j0);
+    const int64_t to = round_up(rows, W), *stride = p.k.stride;
+    if (from != f.held || rows != f.held_rows) {
+      f.held_top = stage(from, stride, rows, to, f.k, Exponential());
+      f.held = from, f.held_rows = rows, f.factored = true;
+    }
+    const bool factored = f.query_top + f.held_top <= f.limit;
+    if (factored && !f.factored) stage(from, stride, rows, to, f.k, Exponential());
+    if (!factored && f.factored) stage(from, stride, rows, to, f.k, Itself());
+    return f.factored = factored;
   }
 
   // ---- Probabilities ---------------------------------------------------------------------------
@@ -275,6 +292,11 @@ class AdditiveRows {
           to[j] = f.keep[j * lanes + i] != 0 ? to[j] * factor : T(0);
       }
     }
+  }
+
+  // The first rows of every panel.
+  void clear_panels(T* to, int64_t rows) const {
+    for (int64_t n = 0; n < panels; ++n) clear(to + n * kPanel, rows * W);
   }
 
   static void clear(T* to, int64_t count) {

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastattn import _cpu
-from fastattn.backends._operands import broadcast_operand
+from fastattn.backends._operands import address, broadcast_operand
 from fastattn.backends.cpu.operands import DTYPES, accumulator, philox_key
 from fastattn.backends.primitives import AdditiveBackwardOptions, AdditiveOptions
 
@@ -23,12 +23,12 @@ def additive_attention(
     seed: Tensor | None,
     *,
     options: AdditiveOptions,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     """Return ``(out, weights)``, see ``docs/design.md``."""
     batch, queries, width = query.shape
-    keys, value_width = value.shape[1:]
+    _, keys, value_width = value.shape
     out = query.new_empty((batch, queries, value_width))
-    applied = query.new_empty((batch, queries, keys) if options.weights else 0)
+    applied = query.new_empty((batch, queries, keys)) if options.weights else None
     vector, bias = _wide(v), None if bias is None else _wide(bias)
     _cpu.additive_forward(
         DTYPES[query.dtype],
@@ -36,7 +36,7 @@ def additive_attention(
         (batch, queries, keys, width, value_width),
         options,
         _operands(query, key, value, vector, bias, attn_mask, seed),
-        {"out": _headless(out), "applied": _headless(applied) if options.weights else None},
+        {"out": _headless(out), "applied": None if applied is None else _headless(applied)},
     )
     return out, applied
 
@@ -63,12 +63,15 @@ def additive_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return the gradients of query, key, value, v, bias and the mask, see ``docs/design.md``."""
     batch, queries, width = query.shape
-    keys, value_width = value.shape[1:]
+    _, keys, value_width = value.shape
     if grad_out is None:
         grad_out = query.new_zeros(1).expand(batch, queries, value_width)
-    grad_query, grad_key, grad_value = (x.new_empty(x.shape) for x in (query, key, value))
+    grad_query, grad_key, grad_value = [
+        torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)
+    ]
     vector, wide_bias = _wide(v), None if bias is None else _wide(bias)
-    grad_v, grad_bias = vector.new_empty(width), vector.new_empty(width)
+    grad_v = torch.empty_like(vector)
+    grad_bias = None if bias is None else torch.empty_like(vector)
     grad_scores = grad_mask = None
     if options.needs_mask_grad:
         assert attn_mask is not None
@@ -94,7 +97,7 @@ def additive_attention_backward(
             "grad_value": _headless(grad_value),
             "grad_mask": None if grad_mask is None else broadcast_operand(grad_mask.unsqueeze(1)),
             "grad_vector": grad_v.data_ptr(),
-            "grad_bias": grad_bias.data_ptr(),
+            "grad_bias": address(grad_bias),
             "grad_scores": 0 if grad_scores is None else grad_scores.data_ptr(),
             "parts": parts.data_ptr(),
             "chunk_rows": chunk,
@@ -108,8 +111,8 @@ def additive_attention_backward(
         grad_query,
         grad_key,
         grad_value,
-        grad_v.to(v.dtype),
-        None if bias is None else grad_bias.to(bias.dtype),
+        grad_v if grad_v.dtype is v.dtype else grad_v.to(v.dtype),
+        None if bias is None or grad_bias is None else grad_bias.to(bias.dtype),
         None if attn_mask is None or grad_mask is None else grad_mask.to(attn_mask.dtype),
     )
 
@@ -137,7 +140,8 @@ def _operands(
 
 def _wide(x: Tensor) -> Tensor:
     """A small vector in the form that the kernel reads: contiguous, in the accumulator's dtype."""
-    return x.to(accumulator(x.dtype)).contiguous()
+    wide = accumulator(x.dtype)
+    return x if x.dtype is wide and x.is_contiguous() else x.to(wide).contiguous()
 
 
 def _headless(x: Tensor) -> tuple[int, tuple[int, int, int, int]]:
