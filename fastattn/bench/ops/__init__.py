@@ -20,16 +20,17 @@ OPS = (
     *("memory_hops", "encode_memory", "memn2n", "key_value_memory"),
     *("sinusoidal", "sinusoidal_table", "positional", "learned"),
 )
+LOOPS = ("bahdanau_decoder",)  # around modules of the library
 # Whole models; their library is imported when one is built. The first are of transformers.
 MODELS = (
     *("bert", "distilbert", "vit", "whisper_encoder", "gpt2", "llama", "llama_decode"),
     *("timm_vit", "diffusers_dit", "openai_whisper"),
 )
-_MODULES = {name: f"{__name__}.{name}" for name in OPS} | {
+_MODULES = {name: f"{__name__}.{name}" for name in (*OPS, *LOOPS)} | {
     name: f"fastattn.bench.models.{name}" for name in MODELS
 }
 
-__all__ = ["MODELS", "OPS", "Operator", "get", "missing", "names_of", "resolve"]
+__all__ = ["LOOPS", "MODELS", "OPS", "Operator", "get", "missing", "names_of", "resolve"]
 
 
 @functools.cache
