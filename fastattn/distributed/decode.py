@@ -84,7 +84,7 @@ def decode_attention(
         cache_batch_idx: [B], the entry of each sequence in this rank's cache.
         is_causal, scale, window, softcap, sinks: as in :func:`fastattn.decode_attention`.
         alibi_slopes, relative_bias: as there; they need consecutive positions on each rank.
-        mask: as there, of the positions on all ranks.
+        mask: as there, of the positions on all ranks; not a draft tree.
         layout: "bhnd" or "bnhd".
         return_lse: also return the logarithm of the sum of exponentials.
         check: compare options, shapes and the values of what is the same on all ranks before

@@ -30,10 +30,10 @@ class _DraftTree(LeafMask):
         self.visible = visible  # [B|1, Lq, Lq] bool
 
     def _check(self, call: Call) -> None:
-        if not isinstance(call, CacheCall):
+        if type(call) is not CacheCall:
             raise RuntimeError(
                 f"{call.op}: mask must not have a draft tree, which needs the cache of "
-                f"decode_attention, got {self!r}"
+                f"decode_attention on one process, got {self!r}"
             )
         if self.visible.shape[1] != call.q_len:
             raise RuntimeError(

@@ -185,6 +185,14 @@ def test_errors(given: dict[str, Any], error: type[Exception], message: str) -> 
         decode_attention(**operands(), **given)
 
 
+def test_a_draft_tree_is_of_one_process() -> None:
+    tree, runs = masks.draft_tree(torch.eye(2).bool()), ((0, 4), (8, 4))
+    with pytest.raises(RuntimeError, match=r"must not have a draft tree.*on one process"):
+        masks.part_of_cache_program(
+            "decode_attention", tree, torch.randn(1, 2, 2, 8), 8, torch.tensor([5]), runs, 12
+        )
+
+
 def test_a_draft_tree_needs_a_cache() -> None:
     x = torch.zeros(1, 1, 2, 8)
     with pytest.raises(RuntimeError, match="must not have a draft tree, which needs the cache"):
