@@ -49,10 +49,24 @@ def check_scales(
                 f"{name}_cache, got {tuple(scales.shape)}"
             )
         found.append(scales if layout == "bhnd" else scales.transpose(1, 2))
-    readable = runs_eagerly(key_cache, value_cache) and key_cache.numel() > 0
-    if appends and readable and key_cache.data_ptr() == value_cache.data_ptr():
-        raise ValueError(
-            f"{_OP}: value_cache must not be a view of key_cache, because appended rows of int8 "
-            "caches have scales of their own"
-        )
+    if appends:
+        _check_written(key_cache, value_cache, *found)
     return found[0], found[1]
+
+
+def _check_written(keys: Tensor, values: Tensor, key_scales: Tensor, value_scales: Tensor) -> None:
+    """Appended rows have numbers and scales of their own, so all four tensors must."""
+    given = {"cache": (keys, values), "scales": (key_scales, value_scales)}
+    for kind, (of_keys, of_values) in given.items():
+        for name, x in ((f"key_{kind}", of_keys), (f"value_{kind}", of_values)):
+            if any(stride == 0 and n > 1 for n, stride in zip(x.shape, x.stride(), strict=True)):
+                raise ValueError(
+                    f"{_OP}: {name} must have memory for each row where rows are appended, got an "
+                    f"expanded tensor with strides {x.stride()}"
+                )
+        written = runs_eagerly(of_keys, of_values) and of_keys.numel() > 0
+        if written and of_keys.data_ptr() == of_values.data_ptr():
+            raise ValueError(
+                f"{_OP}: value_{kind} must not be key_{kind} or a view of it where rows are "
+                "appended, because rows of int8 caches have scales of their own"
+            )

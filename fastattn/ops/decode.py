@@ -258,6 +258,13 @@ def prepare(
         name = "cache_batch_idx"
         entries = checks.check_integers(_OP, name, cache_batch_idx, "[B]", 1, device)
         _check_batch(name, entries, batch)
+        if new is not None and entries.is_cpu and runs_eagerly(entries):
+            twice = [n for n in set(entries.tolist()) if (entries == n).sum() > 1]
+            if twice:
+                raise ValueError(
+                    f"{_OP}: {name} must not name an entry twice where rows are appended, got "
+                    f"entry {twice[0]} for several sequences"
+                )
     elif key_cache.shape[0] != batch:
         raise ValueError(
             f"{_OP}: key_cache must have an entry for each of the {batch} sequences, unless "

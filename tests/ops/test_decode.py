@@ -274,6 +274,8 @@ def test_pages_and_entries_that_are_not_there(native: Any, append: bool) -> None
         args = (*caches_of, one, *[None] * 6, 2 * one, None, None, 0.3, -1, -1, 0.0, "cpu")
         with pytest.raises(ValueError, match="cache_leftpad must be between 0 and the 1 keys"):
             torch.ops.fastattn.decode_attention(*args)
+    with pytest.raises(ValueError, match="must not name an entry twice where rows are appended"):
+        decode_attention(**given, cache_batch_idx=torch.tensor([0, 1, 1]))
     with pytest.raises(ValueError, match="cache_batch_idx must name one of the 3 entries"):
         decode_attention(**given, cache_batch_idx=torch.tensor([0, 1, 3]))
     assert torch.equal(before, given["key_cache"])

@@ -161,6 +161,8 @@ ROWS = torch.full((3, 2, 2, 8), torch.inf)
         ({"key": ROWS}, ValueError, "key must be finite to be quantised"),
         ({"value": -ROWS}, ValueError, "value must be finite to be quantised"),
         ({"key": ROWS - ROWS}, ValueError, "key must be finite to be quantised"),
+        ({"key_scales": torch.ones(3, 2, 1).expand(3, 2, 12)}, ValueError,
+         "key_scales must have memory for each row where rows are appended"),
         ({"cache_seqlens": LENGTHS + 2}, ValueError, "plus 2 to append, at most 12 keys"),
     ],
 )  # fmt: skip
@@ -171,7 +173,9 @@ def test_errors(backend: str, given: dict[str, Any], error: type[Exception], mes
 def test_values_in_the_memory_of_keys_are_read_but_not_appended(backend: str) -> None:
     given = operands()
     shared = {"value_cache": given["key_cache"], "value_scales": given["key_scales"]}
-    _refused(given | shared, ValueError, "value_cache must not be a view of key_cache")
+    _refused(given | shared, ValueError, "value_cache must not be key_cache or a view of it")
+    scales = {"value_scales": given["key_scales"]}
+    _refused(given | scales, ValueError, "value_scales must not be key_scales or a view of it")
     del given["key"], given["value"]
     alone = {name: x.clone() for name, x in shared.items()}
     assert torch.equal(decode_attention(**given | shared), decode_attention(**given | alone))
