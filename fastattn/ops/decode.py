@@ -294,7 +294,7 @@ def prepare(
     if new is not None:
         where = (lengths, table, entries)
         tensors = (key_cache, value_cache, *new, *where, *rotary, *scales, cache_leftpad)
-        append = (tensors, AppendOptions(rotary_interleaved))
+        append = (tensors, AppendOptions(rotary_interleaved and rotary_cos is not None))
         lengths = lengths + added
     if relative_bias is not None:
         relative_bias = fold_table(relative_bias, query, lengths, capacity)
