@@ -50,9 +50,12 @@ decode = Operator(
 
 
 _WRITTEN = ("key_cache", "value_cache", "key_scales", "value_scales")
+_TENSORS, _QUERY = 14, 10  # of an append: their number, and the place of the query
 
 
-# The rotated queries; without a rotation, a tensor without elements.
+# The rotated queries; without a rotation, a tensor without elements. No argument has a default:
+# before torch 2.13 the dispatcher leaves out those at the end that are equal to it, and then looks
+# for the scales, which are written, among the others.
 @torch.library.custom_op("fastattn::append_to_cache", mutates_args=_WRITTEN)
 def append_operator(
     key_cache: Tensor,
@@ -60,32 +63,31 @@ def append_operator(
     key: Tensor,
     value: Tensor,
     cache_seqlens: Tensor,
-    block_table: Tensor | None = None,
-    cache_batch_idx: Tensor | None = None,
-    rotary_cos: Tensor | None = None,
-    rotary_sin: Tensor | None = None,
-    rotary_positions: Tensor | None = None,
-    query: Tensor | None = None,
-    key_scales: Tensor | None = None,
-    value_scales: Tensor | None = None,
-    cache_leftpad: Tensor | None = None,
-    rotary_interleaved: bool = False,
+    block_table: Tensor | None,
+    cache_batch_idx: Tensor | None,
+    rotary_cos: Tensor | None,
+    rotary_sin: Tensor | None,
+    rotary_positions: Tensor | None,
+    query: Tensor | None,
+    key_scales: Tensor | None,
+    value_scales: Tensor | None,
+    cache_leftpad: Tensor | None,
+    rotary_interleaved: bool,
 ) -> Tensor:
     tensors = (key_cache, value_cache, key, value, cache_seqlens, block_table, cache_batch_idx)
     rotary = (rotary_cos, rotary_sin, rotary_positions, query)
     quantised = (key_scales, value_scales, cache_leftpad)
     rotated = _append_now((*tensors, *rotary, *quantised), AppendOptions(rotary_interleaved))
-    return key.new_empty(0) if rotated is None else rotated
+    if rotated is None or query is None:
+        return key.new_empty(0)
+    promised = empty_output(query, query.shape[3])
+    return rotated if rotated.stride() == promised.stride() else promised.copy_(rotated)
 
 
 @append_operator.register_fake
 def _append_fake(*args: Any) -> Tensor:
-    query = _query(args)
+    query = args[_QUERY]
     return args[2].new_empty(0) if query is None else empty_output(query, query.shape[3])
-
-
-def _query(tensors: Sequence[Any]) -> Tensor | None:
-    return tensors[10] if len(tensors) > 10 else None
 
 
 def _append_now(tensors: Sequence[Tensor | None], options: AppendOptions) -> Tensor | None:
@@ -106,5 +108,6 @@ def append(tensors: Sequence[Tensor | None], options: AppendOptions) -> Tensor |
             if written is not None:
                 torch.autograd.graph.increment_version(written)
         return rotated
-    result: Tensor = append_operator(*tensors, **vars(options))
-    return None if _query(tensors) is None else result
+    all_tensors = (*tensors, *[None] * (_TENSORS - len(tensors)))
+    result: Tensor = append_operator(*all_tensors, **vars(options))
+    return None if all_tensors[_QUERY] is None else result

@@ -138,6 +138,23 @@ def test_compiled(backend: str, dynamic: bool) -> None:
     assert torch.equal(got["key_cache"], want["key_cache"])
 
 
+@pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
+def test_tables_without_columns_rotate_nothing(backend: str, layout: str) -> None:
+    given, none = operands(layout), torch.zeros(14, 0)
+    want = decode_attention(**{**given, "key_cache": given["key_cache"].clone()})
+    assert torch.equal(decode_attention(**given, rotary_cos=none, rotary_sin=none), want)
+
+
+def test_the_memory_of_rotated_queries_is_what_a_compiler_expects(backend: str) -> None:
+    given = operands("bnhd")
+    names = ("key_cache", "value_cache", "key", "value")
+    tensors = [given[n].transpose(1, 2) for n in names]
+    query = given["query"].transpose(1, 2)
+    args = (*tensors, given["cache_seqlens"], None, None, *angles(14, 4), None, query)
+    rotated = torch.ops.fastattn.append_to_cache(*args, *[None] * 3, False)
+    assert rotated.stride() == query.stride()
+
+
 def test_opcheck(backend: str) -> None:
     given = operands()
     tensors = [given[n] for n in ("key_cache", "value_cache", "key", "value", "cache_seqlens")]

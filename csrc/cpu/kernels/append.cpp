@@ -108,7 +108,7 @@ class Append {
       }
     }
     const int64_t query = i - (p.L - p.Lq);
-    if (pairs == 0 || query < 0) return;
+    if (p.rotated.data == nullptr || query < 0) return;
     for (int64_t h = 0; h < p.Hq; ++h)
       rotate(row_of(p.query, b, h, query), row_of(p.rotated, b, h, query), buf);
   }
