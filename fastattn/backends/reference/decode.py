@@ -102,7 +102,6 @@ def append_to_cache(
         check_scales(found, cache_seqlens, cache_leftpad)
         compute = compute_dtype(key.dtype)
         key, value = key.to(compute), value.to(compute)  # rounded once, to int8
-        _check_finite(key, value)
     at = cache_seqlens[:, None] + torch.arange(key.shape[2], device=key.device)  # [B, L]
     rotated = None
     if rotary_cos is not None and rotary_sin is not None and query is not None:
@@ -111,6 +110,12 @@ def append_to_cache(
         interleaved, first = options.rotary_interleaved, key.shape[2] - query.shape[2]
         key = rotate(key, cos, sin, interleaved)
         rotated = rotate(query, cos[:, first:], sin[:, first:], interleaved)
+    written = [(key_cache, key), (value_cache, value)]
+    if key_scales is not None and value_scales is not None:  # all checks come before all writes
+        (keys, of_keys), (values, of_values) = quantise(key), quantise(value)
+        _check_finite(key, value, of_keys, of_values)
+        written = [(key_cache, keys), (value_cache, values)]
+        written += [(key_scales, of_keys), (value_scales, of_values)]
     if block_table is not None:
         page = key_cache.shape[2]
         entry = block_table.long().gather(1, at // page)
@@ -119,10 +124,7 @@ def append_to_cache(
         entry = cache_batch_idx[:, None]
     else:
         entry = torch.arange(key.shape[0], device=key.device)[:, None]
-    for cache, x, of_rows in ((key_cache, key, key_scales), (value_cache, value, value_scales)):
-        if of_rows is not None:
-            x, scale = quantise(x)
-            of_rows[entry, :, at] = scale.transpose(1, 2)
+    for cache, x in written:
         cache[entry, :, at] = x.transpose(1, 2)
     return rotated
 
@@ -130,6 +132,8 @@ def append_to_cache(
 def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
     """Rows [..., D] as int8 [..., D] and their scales [...], float32: the largest becomes 127."""
     least = torch.finfo(torch.float32).tiny
+    if x.shape[-1] == 0:
+        return x.to(torch.int8), x.new_full(x.shape[:-1], least, dtype=torch.float32)
     scale = (x.abs().amax(-1) / 127).to(torch.float32).clamp(min=least)
     return (x / scale[..., None].to(x.dtype)).round().clamp(-127, 127).to(torch.int8), scale
 
@@ -157,9 +161,10 @@ def check_scales(
             )
 
 
-def _check_finite(key: Tensor, value: Tensor) -> None:
-    for name, x in (("key", key), ("value", value)):
-        if x.is_cpu and runs_eagerly(x) and not bool(torch.isfinite(x).all()):
+def _check_finite(key: Tensor, value: Tensor, of_keys: Tensor, of_values: Tensor) -> None:
+    for name, x, scale in (("key", key, of_keys), ("value", value, of_values)):
+        finite = torch.isfinite(x).all() & torch.isfinite(scale).all()
+        if x.is_cpu and runs_eagerly(x) and not bool(finite):
             raise ValueError(f"{name} must be finite to be quantised, got inf or NaN")
 
 
