@@ -170,9 +170,15 @@ def flash_attn_with_kvcache(
     """:func:`fastattn.decode_attention` of q [B, Lq, H, D]; k and v are written into the cache.
 
     ``num_splits`` is ignored: a split depends on a sequence's own length alone, so its bits do not
-    depend on the batch. Raises NotImplementedError for a rotation of several queries that is
-    neither causal nor in a window: flash-attn gives all of them the position of the first.
+    depend on the batch. Raises NotImplementedError for a rotation of fewer queries than new keys,
+    and for one of several queries that is neither causal nor in a window: flash-attn gives them
+    other positions than those of the new tokens.
     """
+    if rotary_cos is not None and k is not None and q.shape[1] != k.shape[1]:
+        raise NotImplementedError(
+            "flash_attn_with_kvcache: with rotary_cos each new key must have its query, got "
+            f"{q.shape[1]} queries and {k.shape[1]} new keys; else rotate q and k before the call"
+        )
     ordered = causal or tuple(window_size) != (-1, -1)
     if rotary_cos is not None and not ordered and q.shape[1] > 1:
         raise NotImplementedError(

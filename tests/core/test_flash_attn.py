@@ -98,6 +98,8 @@ def test_with_kvcache_appends_and_is_func_of_what_is_there(qkv: list[Tensor]) ->
     assert out.is_contiguous()
     with pytest.raises(NotImplementedError, match="several queries must be causal or in a window"):
         flash_attn.flash_attn_with_kvcache(q, *caches, rotary_cos=q)
+    with pytest.raises(NotImplementedError, match="got 5 queries and 4 new keys"):
+        flash_attn.flash_attn_with_kvcache(q, *caches, k[:, :4], v[:, :4], rotary_cos=q)
     padded = flash_attn.flash_attn_with_kvcache(
         q, *caches, cache_seqlens=lengths + 5, cache_batch_idx=entries, causal=True,
         cache_leftpad=torch.tensor([2, 2]),
