@@ -137,6 +137,8 @@ def decode_attention(
             new = _checked_rows(key, value, q, keys, values, cache_seqlens, layout)
         if relative_bias is not None and not isinstance(relative_bias, (Tensor, T5)):
             raise checks.wrong_type(_OP, "relative_bias", relative_bias, "Tensor or T5")
+        of_bias = relative_bias.table if isinstance(relative_bias, T5) else relative_bias
+        checks.check_constant(_OP, "relative_bias", of_bias)
         limits = (mask, options.window_left, options.window_right)
         options = replace(options, window_left=-1, window_right=-1)
         biases = (slopes, logits, relative_bias)
@@ -214,6 +216,7 @@ def _visible(mask: Any, left: int, right: int, query: Tensor) -> masks.Mask | No
     """The mask that excludes what a mask and a window exclude."""
     mask = None if mask is None else masks.cache_mask(_OP, mask)
     right = -1 if right >= query.shape[2] - 1 else right  # no key is beyond the last query
+    left = -1 if left >= 2**31 else left  # no key is as far, and a mask has no such number
     if (left, right) == (-1, -1):
         return mask
     window = masks.sliding_window(left, right)
@@ -332,7 +335,8 @@ def _own_part(
     # The kernel takes the last query to be at the last own key, but it is so far beyond it.
     beyond = torch.where(own > 0, lengths - runs[0][0] - own, 0)
     slopes = call.alibi_slopes
-    if table is not None or (slopes is not None and call.query.shape[2] > 1):
+    one_shift = call.query.shape[2] == 1 and call.sinks is None  # of all that the sum contains
+    if table is not None or (slopes is not None and not one_shift):
         return _by_distance(call, own, beyond, table, program)
     out, lse = call.run(own, None, program)
     if slopes is not None:

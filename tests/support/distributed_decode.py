@@ -61,6 +61,7 @@ CASES = (
     Case("window-causal", 4, 4, options={"window": (6, 0)}, layout="bnhd"),
     Case("window-both", 5, options={"window": (3, 1)}),
     Case("slopes", 1, 1, slopes=True),
+    Case("slopes-sinks", 1, 1, slopes=True, sinks=True),
     Case("slopes-causal-window", 3, 3, slopes=True, options={"window": (9, 0)}),
     Case("sinks", 3, 3, sinks=True, options=CAUSAL),
     Case("sinks-infinite", lengths=(0, 9, 24), sinks="infinite"),
