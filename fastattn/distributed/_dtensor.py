@@ -47,6 +47,8 @@ def local_parts(
     for name, x in given.items():
         if not is_dtensor(x):
             raise TypeError(f"{op}: {listed} must all be DTensors, {name} is not one")
+    if not dims:
+        raise TypeError(f"{op}: {' and '.join(rows)} must be DTensors, got None")
     if group is not None:
         raise ValueError(f"{op}: group must be None for DTensors: their mesh has it")
     (first, dim), like = next(iter(dims.items())), next(iter((whole or given).values()))

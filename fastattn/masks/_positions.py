@@ -181,7 +181,10 @@ def document(ids: Tensor, key_ids: Tensor | None = None) -> Mask:
     """
     own = _documents("ids", ids)
     of_keys = None if key_ids is None else _documents("key_ids", key_ids)
-    return _Documents(own, of_keys, f"document(<ids {list(ids.shape)}>)")
+    given = f"<ids {list(ids.shape)}>"
+    if key_ids is not None:
+        given += f", <key_ids {list(key_ids.shape)}>"
+    return _Documents(own, of_keys, f"document({given})")
 
 
 def _documents(name: str, ids: Any) -> Tensor:
