@@ -96,9 +96,9 @@ def luong_attention(
         query, key, value = autocast(query, key, value)
         check_dtypes(_NAME, query, key, value)
         options = LocalOptions(reach=D, bell=window == "local-p")
-        kept = None
-        if check_dropout(_NAME, dropout_p) > 0:
-            kept = torch.nn.functional.dropout(p.new_ones(batch, queries, 2 * D + 1), dropout_p)
+        kept, dropped = None, check_dropout(_NAME, dropout_p)
+        if dropped > 0:
+            kept = torch.nn.functional.dropout(p.new_ones(batch, queries, 2 * D + 1), dropped)
         of_window = (p if options.bell else p.detach(), key_padding_mask, kept)
         out, near = local_attention(query, key, value, *of_window, options)
         if not need_weights:
