@@ -207,8 +207,8 @@ class Backward : AdditiveRows<P> {
     const int64_t rows = q.end - q.begin, *st = p.v.stride;
     if (rows == 1 && st[3] == 1 && p.Dv > 0) {
       for (int64_t d = p.Dv; d < columns; ++d) f.o[d] = T(0);
+      clear(f.d + j0 + keys, kKeys - keys);
       row_products<T>(Rows<Storage>{row(p.v, q.b, j0), st[2], nullptr}, keys, p.Dv, f.o, f.d + j0);
-      clear(f.d + j0 + round_up(keys, W), kKeys - round_up(keys, W));
       return add_grad_weights(f, q, j0, keys);
     }
     pack_transposed<T>(row(p.v, q.b, j0), st[2], st[3], keys, p.Dv, kKeys, f.values, kKeys);
