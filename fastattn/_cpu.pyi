@@ -108,7 +108,9 @@ def decode_attention(
     cache_entries: int,
     /,
 ) -> None: ...
-def decodes_on_tiles(dtype: int, heads: int, kv_heads: int, queries: int, /) -> bool: ...
+def decodes_on_tiles(
+    dtype: int, heads: int, kv_heads: int, queries: int, masked_or_biased: bool, /
+) -> bool: ...
 def append_to_cache(
     dtype: int,
     threads: int,

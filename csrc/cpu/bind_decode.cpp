@@ -120,7 +120,9 @@ void decode_attention(int dtype, int threads, const py::tuple& sizes, uintptr_t 
   if (wrong_scales != 0) complain_of_scales(t, all.Hkv, all.k_scales, all.v_scales);
 }
 
-bool heads_decode_on_tiles(int dtype, int64_t heads, int64_t kv_heads, int64_t queries) {
+bool heads_decode_on_tiles(int dtype, int64_t heads, int64_t kv_heads, int64_t queries,
+                           bool masked_or_biased) {
+  if (masked_or_biased) return false;
   AttentionParams p{};
   p.dtype = static_cast<DType>(dtype);
   p.Hq = heads, p.Hkv = kv_heads, p.Lq = queries, p.D = p.Dv = 1;

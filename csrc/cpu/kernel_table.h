@@ -12,8 +12,10 @@ enum class Peak : int { fma_f32 = 0, fma_f64 = 1, dot_bf16 = 2, read_bandwidth =
 bool multiplies_on_tiles(DType dtype, bool emulated);
 
 // Whether attention with a cache fills tiles: at least a tile of query rows share a key head, and
-// those of one head are less than a panel.
+// those of one head are less than a panel. The rows of several heads are stacked there, and what a
+// mask program and a relative bias say of queries is for those of one head.
 inline bool fills_tiles(const AttentionParams& p) {
+  if (p.mask_program != nullptr || p.relative_bias != nullptr) return false;
   return p.D > 0 && p.Dv > 0 && p.Hkv > 0 && p.Lq < 32 && p.Lq * (p.Hq / p.Hkv) >= 16;
 }
 

@@ -144,6 +144,7 @@ def _biased(base: DecodeCase, label: str) -> Iterator[DecodeCase]:
     """Relative biases and masks of fastattn.masks, with the other options."""
     relative = replace(base, relative_bias=True, queries=2)
     yield replace(relative, name=f"{label}relative", window=(20, 0))
+    yield replace(relative, name=f"{label}relative-rows", queries=9)  # enough for tiles
     long = replace(base, lengths=(2000, 513, 512, 1), capacity=2050, kv_heads=1)
     yield replace(long, name=f"{label}relative-long", relative_bias=True, window=(-1, 0))
     for program in PROGRAMS:

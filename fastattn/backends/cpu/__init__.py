@@ -110,8 +110,12 @@ def _why_not_decoded_on_tiles(query: Tensor, tensors: Mapping[str, Tensor | None
     if cache.dtype is torch.int8:
         return "the tiles do not multiply quantised rows"
     queries, rows = query.shape[2], query.shape[1] * query.shape[2] // max(cache.shape[1], 1)
-    if rows >= 16 or (queries > 4 and tensors.get("block_table") is None):
+    of_queries = tensors.get("mask_program"), tensors.get("relative_bias")
+    stacks = all(x is None for x in of_queries)
+    if (rows >= 16 and stacks) or (queries > 4 and tensors.get("block_table") is None):
         return ""
+    if rows >= 16:
+        return "a mask or a relative bias is for the queries of one head"
     return f"{rows} query rows share a key head, and tiles are for 16 or more"
 
 

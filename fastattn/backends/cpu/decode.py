@@ -59,7 +59,12 @@ def decode_attention(
     entries, kv_heads, keys, value_width = value_cache.shape
     out = empty_output(query, value_width)
     lse = torch.empty((batch, heads, queries), dtype=torch.float64)
-    if block_table is not None and not (scales or _reads_pages(query, key_cache, value_cache)):
+    if block_table is not None and not (
+        scales
+        or _reads_pages(
+            query, key_cache, value_cache, mask_program is not None or relative_bias is not None
+        )
+    ):
         pages = _pages(block_table, cache_seqlens, key_cache)
         key_cache, value_cache = (_gathered(x, pages) for x in (key_cache, value_cache))
         entries, keys, block_table = batch, key_cache.shape[2], None
@@ -186,11 +191,11 @@ def _cache(
     }
 
 
-def _reads_pages(query: Tensor, key_cache: Tensor, value_cache: Tensor) -> bool:
+def _reads_pages(query: Tensor, key_cache: Tensor, value_cache: Tensor, biased: bool) -> bool:
     """Whether the kernel reads pages in place: dense rows, few of them on vectors."""
     heads, queries, kv_heads = *query.shape[1:3], key_cache.shape[1]
     dense = key_cache.stride(3) == 1 == value_cache.stride(3)
-    if dense and _cpu.decodes_on_tiles(DTYPES[query.dtype], heads, kv_heads, queries):
+    if dense and _cpu.decodes_on_tiles(DTYPES[query.dtype], heads, kv_heads, queries, biased):
         return True
     return _reads_in_place(query, key_cache, value_cache, _MOST_ROWS)
 
@@ -212,7 +217,7 @@ def _stacks(query: Tensor, kv_heads: int) -> bool:
     The kernel for many rows would read the keys once for each head, and fill one lane in eight.
     """
     _, heads, queries, _ = query.shape
-    if queries != 1 or _cpu.decodes_on_tiles(DTYPES[query.dtype], heads, kv_heads, queries):
+    if queries != 1 or _cpu.decodes_on_tiles(DTYPES[query.dtype], heads, kv_heads, queries, False):
         return False
     return heads > _MOST_STREAMED_ROWS * max(kv_heads, 1)
 
