@@ -171,7 +171,7 @@ def reasons_of(backend: Any, op: str, tensors: Sequence[Any], options: Any) -> l
     """Return the reasons of a backend's module, which has the function ``op``."""
     kinds = [None if x is None else x.dtype if x.is_cpu else x.device for x in tensors]
     record: Any = type(options)
-    if _serves_all(backend, op, record, *kinds):
+    if hasattr(backend, "serves_all") and _serves_all(backend, op, record, *kinds):
         return []
     given = named(op, tensors)
     taken = taken_by(getattr(backend, op), tensors)
@@ -186,11 +186,10 @@ def _serves_all(backend: Any, op: str, record: type, *kinds: Any) -> bool:
     A kind is a dtype, the device of a tensor that is not on the CPU, or None for no tensor. To find
     the reasons of a small call takes as long as its kernel, so the answer is kept.
     """
-    serves_all = getattr(backend, "serves_all", None)
     taken = taken_by(getattr(backend, op), kinds)
-    if serves_all is None or any(kind is not None for kind in kinds[len(taken) :]):
+    if any(kind is not None for kind in kinds[len(taken) :]):
         return False
-    return bool(serves_all(op, named(op, taken), record))
+    return bool(backend.serves_all(op, named(op, taken), record))
 
 
 def named(op: str, tensors: Sequence[Any]) -> Mapping[str, Any]:
