@@ -78,7 +78,9 @@ TABLES = {
         "decode_attention",
         lambda case: case.capacity * len(case.lengths) * case.queries * case.heads > 4_000,
         every=4,
-        fits=lambda case: max(case.head_dim, case.value_dim or 0) <= 256,
+        fits=lambda case: (
+            max(case.head_dim, case.value_dim or 0) <= 256 and not (case.quantised or case.leftpad)
+        ),
     ),
     "varlen": Table(
         "varlen_attention",

@@ -186,6 +186,7 @@ def test_reasons_against_a_call(adapter: ModuleType) -> None:
 # Then numbers that no caller should give: a GPU cannot refuse them, but it reads nothing by them.
 _FENCED = """
 import emulator
+from fastattn.backends.primitives import AppendOptions
 from fastattn.dispatch import reasons_of
 from fastattn.testing.decode import DECODE_CASES, make_decode
 from fastattn.testing.varlen import VARLEN_CASES, make_varlen, run_varlen

@@ -34,7 +34,10 @@ def _tiles(case: Any) -> int:
 FITS: dict[str, Callable[[Any], bool]] = {
     ATTENTION: lambda case: max(case.head_dim, case.value_dim or 0) <= 512 and not any(case.first),
     ADDITIVE: lambda case: case.value_dim <= 512,
-    "decode_attention": lambda case: max(case.head_dim, case.value_dim or 0) <= 512,
+    "append_to_cache": lambda case: not (case.rotary or case.quantised),
+    "decode_attention": lambda case: (
+        max(case.head_dim, case.value_dim or 0) <= 512 and not (case.quantised or case.leftpad)
+    ),
     "varlen_attention": lambda case: not case.slow,
 }
 TABLES = {
@@ -68,7 +71,8 @@ NAMED = {
     "decode_attention": """plain paged entries page-7 paged-heads-40-2 head_dim-100-33
         paged-queries-5-causal paged-window softcap-alibi paged-alibi long paged-layout-transposed
         no-sequences relative paged-relative-everything relative-no-sequences program-causal
-        paged-program-prefix program-not_prefix paged-program-documents program-many""",
+        paged-program-prefix program-not_prefix paged-program-documents program-many tree-3
+        paged-tree-12""",
     "varlen_attention": """plain window-bottom-right alibi-upper-left lengths-none
         lengths-all-empty after-causal dropout-0.5 head_dim-33-48 layout-transposed grads-lse
         relative-bottom-right relative-no-sequences program-documents program-many""",
