@@ -17,6 +17,7 @@ from fastattn import dispatch
 from fastattn.backends import reference
 from fastattn.backends.primitives import AppendOptions
 from fastattn.testing import memory
+from fastattn.testing.caches import places_of
 from fastattn.testing.calls import double
 from fastattn.testing.cases import FLOATS
 from fastattn.testing.draws import numbers_of
@@ -99,14 +100,10 @@ class AppendInputs:
 def make_append(case: AppendCase, dtype: torch.dtype, *, fence: bool = False) -> AppendInputs:
     """Return the tensors of ``case``, equal from call to call, in poisoned memory."""
     draw, normal = numbers_of(case.name)
-    batch, page = len(case.lengths), case.page or case.capacity
-    pages = -(-case.capacity // page) if case.page else 1
+    where = places_of(case, draw)
+    page, table = where.page, where.table
+    batch = len(case.lengths)
     value_dim = case.head_dim if case.value_dim is None else case.value_dim
-    order = torch.arange(batch * pages + 3)
-    if case.page or case.shuffled:
-        order = torch.randperm(batch * pages + 3, generator=draw)
-    entries = batch if not (case.page or case.shuffled) else len(order)
-    table = order[: batch * pages].view(batch, pages)
     lengths = torch.tensor(case.lengths, dtype=torch.int64)
 
     def new(heads: int, rows: int, width: int) -> Tensor:
@@ -114,13 +111,13 @@ def make_append(case: AppendCase, dtype: torch.dtype, *, fence: bool = False) ->
         return memory.place(x.to(dtype), case.layouts[0], fence=fence)
 
     def cache(width: int) -> Tensor:
-        empty = torch.full((entries, case.kv_heads, page, width), torch.nan, dtype=dtype)
+        empty = torch.full((where.entries, case.kv_heads, page, width), torch.nan, dtype=dtype)
         if case.quantised:
             empty = torch.full(empty.shape, 127, dtype=torch.int8)
         return memory.place(empty, case.layouts[1], fence=fence)
 
     def scales() -> Tensor:  # of the rows before, and NaN
-        x = torch.full((entries, case.kv_heads, page, 1), torch.nan)
+        x = torch.full((where.entries, case.kv_heads, page, 1), torch.nan)
         for b, n in enumerate(case.lengths):
             for at in range(n):
                 x[table[b, at // page], :, at % page] = 0.5
@@ -141,9 +138,9 @@ def make_append(case: AppendCase, dtype: torch.dtype, *, fence: bool = False) ->
     places = (table.gather(1, at // page) if case.page else table[:, :1].expand_as(at), at % page)
     caches = cache(case.head_dim), cache(value_dim)
     keys = new(case.kv_heads, case.rows, case.head_dim), new(case.kv_heads, case.rows, value_dim)
-    where = (table.int() if case.page else None, table[:, 0] if case.shuffled else None)
+    tables = (table.int() if case.page else None, table[:, 0] if case.shuffled else None)
     options = AppendOptions(rotary_interleaved=case.interleaved)
-    return AppendInputs((*caches, *keys, lengths, *where, *rotary), options, places)
+    return AppendInputs((*caches, *keys, lengths, *tables, *rotary), options, places)
 
 
 def _run(backend: Any, inputs: AppendInputs) -> Results:

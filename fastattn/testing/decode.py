@@ -17,6 +17,7 @@ from fastattn import masks
 from fastattn.backends import reference
 from fastattn.backends.primitives import AttentionOptions, DecodeOptions
 from fastattn.testing import memory, oracle
+from fastattn.testing.caches import places_of
 from fastattn.testing.cases import FLOATS
 from fastattn.testing.draws import alibi_slopes, numbers_of
 from fastattn.testing.inputs import Inputs
@@ -183,16 +184,12 @@ class DecodeInputs:
 def make_decode(case: DecodeCase, dtype: torch.dtype, *, fence: bool = False) -> DecodeInputs:
     """Return the tensors of ``case``, equal from call to call, in poisoned memory."""
     draw, normal = numbers_of(case.name)
-    batch, page = len(case.lengths), case.page or case.capacity
-    pages = -(-case.capacity // page) if case.page else 1
+    where = places_of(case, draw)
+    page, table = where.page, where.table
+    batch, pages = table.shape
     value_dim = case.head_dim if case.value_dim is None else case.value_dim
-    order = torch.arange(batch * pages + 3)
-    if case.page or case.shuffled:
-        order = torch.randperm(batch * pages + 3, generator=draw)
-    table = order[: batch * pages].view(batch, pages)
     keys = [normal(case.kv_heads, n, case.head_dim).to(dtype) for n in case.lengths]
     values = [normal(case.kv_heads, n, value_dim).to(dtype) for n in case.lengths]
-    entries_of = batch if not (case.page or case.shuffled) else len(order)
 
     def with_padding(x: Tensor, b: int) -> Tensor:
         if not case.leftpad:
@@ -200,7 +197,7 @@ def make_decode(case: DecodeCase, dtype: torch.dtype, *, fence: bool = False) ->
         return x.masked_fill(torch.arange(x.shape[1])[:, None] < case.leftpad[b], torch.nan)
 
     def cache(rows: list[Tensor], width: int) -> tuple[Tensor, Tensor | None]:
-        filled = torch.full((entries_of, case.kv_heads, page, width), torch.nan, dtype=dtype)
+        filled = torch.full((where.entries, case.kv_heads, page, width), torch.nan, dtype=dtype)
         for b, x in enumerate(rows):
             for n, part in enumerate(with_padding(x, b).split(page, 1)):
                 filled[table[b, n], :, : part.shape[1]] = part
