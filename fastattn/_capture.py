@@ -5,16 +5,20 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention as stock_function
+from torch.overrides import TorchFunctionMode
 
 from fastattn import compat
 from fastattn.nn import GlobalAttention
 from fastattn.nn._nested import nested_attention
 from fastattn.nn.mha import MultiheadAttention, keep_forward_called
+from fastattn.ops.sdpa import scaled_dot_product_attention
 
 __all__ = ["capture"]
 
@@ -30,13 +34,16 @@ _REQUESTS: tuple[dict[str, bool], ...] = (
 def capture(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
     """Collect the attention weights of every attention layer that runs within the block.
 
-    An attention layer is a ``torch.nn.MultiheadAttention`` (stock, replaced or ours), and any
-    module whose ``forward`` takes ``need_weights`` or ``return_attention_scores`` and then returns
-    a tuple with the weights last, as all attention modules of :mod:`fastattn.nn` do.
+    An attention layer is a ``torch.nn.MultiheadAttention`` (stock, replaced or ours); any module
+    whose ``forward`` takes ``need_weights`` or ``return_attention_scores`` and then returns a tuple
+    with the weights last, as all attention modules of :mod:`fastattn.nn` do; and any other module
+    that calls ``torch.nn.functional.scaled_dot_product_attention``, as those of timm do, and that
+    none of the former is a part of.
 
     The results of the model stay bitwise the same. A layer whose weights the model itself does not
     request runs a second time for them, without gradient and with the same random numbers, so the
-    weights are those of this call after dropout. This costs time and memory. The model is restored
+    weights are those of this call after dropout. Of PyTorch's function they are those before
+    dropout, and only this call is computed again. This costs time and memory. The model is restored
     when the block ends. Two things differ inside the block: a *stock*
     ``torch.nn.TransformerEncoderLayer`` calls its attention instead of its fast path, which agrees
     with it up to rounding, and a compiled model runs uncompiled.
@@ -49,13 +56,13 @@ def capture(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
         detached, one tensor for each call: [N, H, L, S] of multi-head attention, for every head
         ([H, L, S] unbatched; padded with 0 for a NestedTensor), [B, K, N] of ``MemN2N``,
         [B, Tq, Tk] of ``BahdanauAttention`` ([B, Tk] for one step), [N, H, L, S] of the
-        ``association_core`` in ``Hopfield`` and its kin. Layers are in the order of their first
-        call.
+        ``association_core`` in ``Hopfield`` and its kin, [..., L, S] of PyTorch's function. Layers
+        are in the order of their first call.
 
     Raises:
         TypeError: ``model`` is not a module, or a layer does not return its weights as expected.
-        ValueError: it has no attention layer, or a stock one whose own ``forward`` does not take
-            ``need_weights``.
+        ValueError: it has a stock layer whose own ``forward`` does not take ``need_weights``, or no
+            attention layer, which may only be known when the block ends.
         RuntimeError: it is already being captured.
 
     Examples:
@@ -75,15 +82,23 @@ def capture(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
         for name, module in model.named_modules()
         if (request := _request(name, module)) is not None
     }
-    if not layers:
-        raise ValueError("there is no attention layer in the model")
     recorder = _Recorder()
     with contextlib.ExitStack() as undo:
         if any(_is_compiled(module) for module in model.modules()):
             undo.enter_context(torch.compiler.set_stance("force_eager"))
         for name, (module, request) in layers.items():
             recorder.watch(name.replace("_orig_mod.", ""), module, request, undo)
+        calls = _FunctionCalls(recorder, model)
+        for part in _parts_without(model, {module for module, _ in layers.values()}):
+            undo.callback(part.register_forward_pre_hook(calls.begin, prepend=True).remove)
+            undo.callback(part.register_forward_hook(calls.end, always_call=True).remove)
         yield recorder.weights
+    if not layers and not recorder.weights:
+        raise ValueError(
+            "no attention layer of the model ran: it has none that returns its weights, and none "
+            "called torch.nn.functional.scaled_dot_product_attention (models of transformers "
+            "return their weights by model(..., output_attentions=True))"
+        )
 
 
 class _Recorder:
@@ -138,8 +153,11 @@ class _Recorder:
                 f"{name or 'the model'} ({type(module).__name__}) must return a tuple with its "
                 f"weights last when called with {request}"
             )
-        self.weights.setdefault(name, []).append(weights.detach().clone())
+        self.record(name, weights.detach().clone())
         return out
+
+    def record(self, name: str, weights: Tensor) -> None:
+        self.weights.setdefault(name, []).append(weights)
 
     def _once_more(
         self, forward: Callable[..., Any], given: inspect.BoundArguments, start: Any
@@ -155,6 +173,80 @@ class _Recorder:
                 return forward(*given.args, **given.kwargs)
         finally:
             self.paused = False
+
+
+class _FunctionCalls(TorchFunctionMode):
+    """Records the weights of PyTorch's function, by the module that calls it.
+
+    In effect only within those parts of a model that have no other attention layer: PyTorch leaves
+    its fast path of encoder layers where there is such a mode.
+    """
+
+    def __init__(self, recorder: _Recorder, model: nn.Module) -> None:
+        super().__init__()
+        self._recorder = recorder
+        self._names = {module: name for name, module in model.named_modules()}
+        self._depth = 0  # of calls of parts
+
+    def begin(self, *_: Any) -> None:
+        self._depth += 1
+        if self._depth == 1:
+            self.__enter__()
+
+    def end(self, *_: Any) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self.__exit__(None, None, None)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if func is stock_function and not self._recorder.paused:
+            caller = next(module for module in _calls_in_progress() if module in self._names)
+            name = self._names[caller].replace("_orig_mod.", "")
+            self._recorder.record(name, _weights(*args, **kwargs))
+        return out
+
+
+def _parts_without(module: nn.Module, layers: set[nn.Module]) -> Iterator[nn.Module]:
+    """The largest parts of a model that contain none of these layers."""
+    if layers.isdisjoint(module.modules()):
+        yield module
+    elif module not in layers:
+        for child in module.children():
+            yield from _parts_without(child, layers)
+
+
+def _calls_in_progress() -> Iterator[nn.Module]:
+    """The modules whose call is in progress in this thread, innermost first."""
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code is _CALL:
+            yield frame.f_locals["self"]
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+_CALL = nn.Module._call_impl.__code__
+
+
+def _weights(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **options: Any,
+) -> Tensor:
+    """Those of a call of PyTorch's function, before dropout."""
+    with torch.no_grad():
+        _, weights = scaled_dot_product_attention(
+            query, key, value, attn_mask, 0.0, is_causal, **options, need_weights=True
+        )
+    result: Tensor = weights
+    return result
 
 
 def _request(name: str, module: nn.Module) -> dict[str, bool] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 import fastattn
 from fastattn import capture, replace_mha
+from fastattn.integrations.torch import activate
 from fastattn.nn import (
     AdditiveAttention,
     BahdanauAttention,
@@ -304,6 +306,83 @@ def test_an_error_of_the_model_leaves_it_as_it_was() -> None:
     with pytest.raises(AssertionError), capture(model):
         model.encoder.layers[0].self_attn(SOURCE[..., :3], SOURCE, SOURCE)
     assert state_of(model) == before
+
+
+class OfTheFunction(nn.Module):
+    """As in timm: a projection, PyTorch's function, and nothing that returns weights."""
+
+    def __init__(self, mask: Tensor | None = None, dropout_p: float = 0.0) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(EMBED, 3 * EMBED)
+        self.mask, self.dropout_p = mask, dropout_p
+
+    def heads(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4).unbind()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = nn.functional.scaled_dot_product_attention(
+            *self.heads(x), self.mask, dropout_p=self.dropout_p, scale=0.3
+        )
+        return out.transpose(1, 2).flatten(-2)
+
+
+def by_definition(layer: OfTheFunction, x: Tensor) -> Tensor:
+    query, key, _ = layer.heads(x)
+    scores = 0.3 * query @ key.mT
+    return (scores if layer.mask is None else scores.where(layer.mask, -torch.inf)).softmax(-1)
+
+
+@pytest.mark.parametrize("served", [False, True])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
+def test_calls_of_the_function_are_captured(served: bool, dropout_p: float) -> None:
+    layers = OfTheFunction(dropout_p=dropout_p), OfTheFunction(torch.ones(6, 6).tril().bool())
+    model = nn.Sequential(*layers, MultiheadSelf())
+    with activate() if served else contextlib.nullcontext():
+        torch.manual_seed(0)
+        expected, then, before = model(SOURCE), torch.rand(1), state_of(model)
+        torch.manual_seed(0)
+        with capture(model) as weights:
+            out, next_number = model(SOURCE), torch.rand(1)
+            nn.functional.scaled_dot_product_attention(*3 * [SOURCE])  # not by the model
+        assert torch.equal(out, expected)
+        assert torch.equal(next_number, then)
+        assert state_of(model) == before
+    assert list(weights) == ["0", "1", "2.attention"]
+    torch.testing.assert_close(weights["0"], [by_definition(layers[0], SOURCE).detach()])
+    if dropout_p == 0:
+        between = layers[0](SOURCE)
+        torch.testing.assert_close(weights["1"], [by_definition(layers[1], between).detach()])
+    assert weights["2.attention"][0].shape == (3, HEADS, 6, 6)
+    assert not any(each.requires_grad for (each,) in weights.values())
+
+
+class MultiheadSelf(nn.Module):
+    """Within a layer that is recorded, the function it calls is not recorded once more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(EMBED, HEADS, batch_first=True)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
+def test_a_compiled_model_that_calls_the_function_is_captured() -> None:
+    layer = OfTheFunction()
+    compiled = torch.compile(nn.Sequential(layer), backend="eager")
+    compiled(SOURCE)
+    with capture(compiled) as weights:
+        compiled(SOURCE)
+    torch.testing.assert_close(weights, {"0": [by_definition(layer, SOURCE).detach()]})
+
+
+def test_no_attention_at_all_is_an_error_at_the_end() -> None:
+    why = r"no attention layer of the model ran.*output_attentions"
+    with pytest.raises(ValueError, match=why), capture(nn.Linear(EMBED, 2)) as weights:
+        nn.functional.scaled_dot_product_attention(*3 * [SOURCE])
+    assert weights == {}
+    with pytest.raises(ZeroDivisionError), capture(nn.Linear(EMBED, 2)):
+        raise ZeroDivisionError  # an error in the block is the one that is seen
 
 
 def test_errors() -> None:
