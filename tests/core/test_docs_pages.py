@@ -22,7 +22,10 @@ from torch import Tensor, nn
 import fastattn
 
 ROOT = Path(__file__).resolve().parents[2]
-OTHER_TESTS = {"integrations", "distributed", "sharded", "design"}
+OTHER_TESTS = {
+    *("distributed", "long_context", "sharded", "design"),
+    *("first_model", "vit_weights"),  # test_docs_snippets.py
+}
 
 
 def normal(*shape: int) -> Tensor:

@@ -153,6 +153,24 @@ def test_integrations(
     CHECKS[page.stem](names, fused)
 
 
+@pytest.mark.parametrize("name", ["first_model", "vit_weights"])
+def test_tutorial(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    page, names = ROOT / f"docs/{name}.md", dict[str, Any]()
+    for block in blocks(page):
+        run(page, block, names)
+    if name == "first_model":
+        assert names["loss"].isfinite()
+        assert {call.backend for call in names["calls"]} == {"cpu"}
+        assert names["model"].config._attn_implementation == "sdpa"
+    else:
+        assert list(names["weights"]) == [f"layers.{n}.attention" for n in range(4)]
+        torch.testing.assert_close(names["rollout"].sum(1), torch.ones(197))
+        assert (tmp_path / "heads.png").exists()
+        assert "layers.3" in (tmp_path / "attention.html").read_text()
+
+
 def test_first_example_of_readme(fused: list[str]) -> None:
     page = ROOT / "README.md"
     inputs = padded_tokens()

@@ -1,32 +1,52 @@
-"""The examples of docs/distributed.md run, as under torchrun."""
+"""The examples of docs/distributed.md and long_context.md run, as under torchrun."""
 
 from __future__ import annotations
 
 import doctest
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
+import pytest
 import rank_group
 import torch.distributed as dist
 from snippets import blocks, run
 
-PAGE = Path(__file__).resolve().parents[2] / "docs/distributed.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGE = DOCS / "distributed.md"
 
 
-def run_example() -> bool:
-    """The first block on this rank, whose group is there already."""
-    names: dict[str, object] = {}
+def run_first_block(page: Path) -> dict[str, Any]:
+    """What a page's first block leaves on this rank, whose group is there already."""
+    names: dict[str, Any] = {}
     with (
         mock.patch.object(dist, "init_process_group"),
         mock.patch.object(dist, "destroy_process_group"),
     ):
-        run(PAGE, blocks(PAGE)[0], names)
-    return all(x.grad is not None for x in names["own"])  # type: ignore[attr-defined]
+        run(page, blocks(page)[0], names)
+    return names
+
+
+def run_example() -> bool:
+    return all(x.grad is not None for x in run_first_block(PAGE)["own"])
+
+
+def run_tutorial() -> list[float]:
+    losses: list[float] = run_first_block(DOCS / "long_context.md")["losses"]
+    return losses
 
 
 def test_the_example_of_the_page(tmp_path: Path) -> None:
     (results,) = rank_group.run(tmp_path, [("test_distributed_docs:run_example", 3)])
     assert results == [True] * 3
+
+
+def test_the_losses_of_the_tutorial_are_those_of_one_rank(tmp_path: Path) -> None:
+    job = "test_distributed_docs:run_tutorial"
+    (one,), three = rank_group.run(tmp_path, [(job, 1), (job, 3)])
+    assert one[0] > one[1] > one[2]
+    for losses in three:
+        assert losses == pytest.approx(one, rel=1e-5)
 
 
 def test_the_plan_of_the_page() -> None:
