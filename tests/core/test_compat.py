@@ -155,9 +155,10 @@ _PRESENT = [name for name, there in compat.NAMES.items() if there]
 
 
 @pytest.mark.parametrize("part", range(2))  # each imports PyTorch once, which takes a while
-def test_without_each_name(part: int) -> None:
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
+def test_without_each_name(part: int, every: int) -> None:
     names = _PRESENT[part::2]
-    done = _run(compat_tier.__file__, *names)
+    done = _run(compat_tier.__file__, str(every), *names)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert done.stdout.splitlines() == [f"{name}: 0 failed" for name in names]
 

@@ -130,7 +130,7 @@ for n, case in enumerate(cases[:: int(sys.argv[1])]):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs mprotect")
-@pytest.mark.parametrize("every", [17, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [41, pytest.param(1, marks=pytest.mark.slow)])
 def test_reads_nothing_past_the_end(adapter: ModuleType, every: int) -> None:
     run_fenced(_FENCED, every)
 

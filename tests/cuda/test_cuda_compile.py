@@ -164,6 +164,7 @@ def test_every_source_has_a_documented_count() -> None:
     assert f"{for_hopper} for Hopper alone" in page
 
 
+@pytest.mark.slow
 def test_the_module_needs_no_header_of_cuda() -> None:
     """setup.py gives these to the C++ compiler alone."""
     command = [*emulator.compiler(), "-std=c++17", "-fsyntax-only", "-Wall", "-Werror"]
@@ -186,6 +187,7 @@ def test_the_forward_kernels_do_not_spill(tmp_path: Path) -> None:
 
 
 @needs_nvcc
+@pytest.mark.slow
 def test_the_forward_kernels_for_hopper_overlap(tmp_path: Path) -> None:
     check(sass.FOLDER / "hopper/sdpa_forward.cu", "Bf16", "90a", tmp_path)
 

@@ -479,7 +479,7 @@ def _random_case(case: Case) -> None:
 
 
 @pytest.mark.skipif(not NATIVE, reason="no native core")
-@settings(max_examples=150, derandomize=True, deadline=None)
+@settings(max_examples=80, derandomize=True, deadline=None)
 @given(cases())
 def test_random_cases(case: Case) -> None:
     _random_case(case)

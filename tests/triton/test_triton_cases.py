@@ -56,8 +56,8 @@ FEW: dict[str, Callable[[list[Any]], Sequence[Any]]] = {
         for case in cases
         if not case.slow and _tiles(case) * case.heads <= 24
         if case.relative_bias is None and case.program is None  # these are in OF_ATTENTION
-    ][::5],
-    "encode_memory": lambda cases: cases[::3],
+    ][::9],
+    "encode_memory": lambda cases: cases[::6],
     "hopfield_retrieve": lambda cases: [
         case for case in cases if case.rows * case.queries < 300 and case.batch < 5
     ],
@@ -66,7 +66,7 @@ FEW: dict[str, Callable[[list[Any]], Sequence[Any]]] = {
     ],
 }
 NAMED = {
-    ADDITIVE: """size-step mask-bool_rows-qk mask-float-k poison-padding causal-mask dropout-mask
+    ADDITIVE: """mask-bool_rows-qk mask-float-k poison-padding causal-mask dropout-mask
         mask-float32 size-no-key mask-nothing-k size-one""",
     "decode_attention": """plain paged entries page-7 paged-heads-40-2 head_dim-100-33
         paged-queries-5-causal paged-window softcap-alibi paged-alibi long paged-layout-transposed
@@ -75,7 +75,7 @@ NAMED = {
         paged-tree-12""",
     "varlen_attention": """plain window-bottom-right alibi-upper-left lengths-none
         lengths-all-empty after-causal dropout-0.5 head_dim-33-48 layout-transposed grads-lse
-        relative-bottom-right relative-no-sequences program-documents program-many""",
+        relative-bottom-right relative-no-sequences program-documents""",
 }
 
 
