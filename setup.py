@@ -41,10 +41,12 @@ import sysconfig
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent.resolve()
@@ -592,7 +594,46 @@ class BuildNative(build_ext):
         return [str(Path(self.build_lib, file)) for file in self.products()]
 
 
+def bill_of_materials(version: str, compiler: str | None) -> dict[str, Any]:
+    """What a wheel contains, in CycloneDX; ``compiler`` made the kernels, if there are any."""
+
+    def component(name: str, version: str, licence: str, **more: str) -> dict[str, Any]:
+        licences = [{"expression": licence}]
+        return {"type": "library", "name": name, "version": version, "licenses": licences, **more}
+
+    def package(name: str, version: str, licence: str) -> dict[str, Any]:
+        return component(name, version, licence, purl=f"pkg:pypi/{name}@{version}")
+
+    parts = []
+    if compiler is not None:  # its headers are compiled in
+        parts.append(package("pybind11", metadata.version("pybind11"), "BSD-3-Clause"))
+    if compiler is not None and "-static-libstdc++" in os.environ.get("LDFLAGS", ""):
+        licence = "GPL-3.0-or-later WITH GCC-exception-3.1"
+        parts.append(component("libstdc++", compiler.split()[-1], licence))
+    return {
+        "bomFormat": "CycloneDX",
+        "specVersion": "1.6",
+        "version": 1,
+        "metadata": {"component": package("fastattn", version, "Apache-2.0")},
+        "components": parts,
+    }
+
+
+class Wheel(bdist_wheel):
+    """Writes a bill of materials where PEP 770 looks for it: ``*.dist-info/sboms``."""
+
+    def egg2dist(self, egginfo_path: str, distinfo_path: str) -> None:
+        super().egg2dist(egginfo_path, distinfo_path)
+        record = Path(self.bdist_dir, RECORD)
+        built = json.loads(record.read_text())["modules"] if record.exists() else {}
+        compilers = [module["compiler"] for module in built.values() if module["built"]]
+        bill = bill_of_materials(self.distribution.get_version(), next(iter(compilers), None))
+        folder = Path(distinfo_path, "sboms")
+        folder.mkdir()
+        Path(folder, "fastattn.cdx.json").write_text(json.dumps(bill, indent=2) + "\n")
+
+
 setup(
     ext_modules=[Extension(f"fastattn._{name}", sources=[], optional=True) for name in PLANS],
-    cmdclass={"build_ext": BuildNative},
+    cmdclass={"build_ext": BuildNative, "bdist_wheel": Wheel},
 )

@@ -234,6 +234,32 @@ def test_without_a_compiler_it_installs_and_says_so(small_source: Path, elsewher
     assert used.stdout.startswith(out)
 
 
+@pytest.mark.parametrize("native", ["0", "1"])
+def test_a_wheel_has_a_bill_of_materials(small_source: Path, native: str) -> None:
+    done = run(
+        [sys.executable, "setup.py", "--quiet", "bdist_wheel", "--dist-dir", "dist"],
+        small_source,
+        FASTATTN_NATIVE=native,
+        FASTATTN_CPU_ISAS="native",
+        LDFLAGS="-static-libstdc++",
+    )
+    assert done.returncode == 0, done.stderr
+    (wheel,) = (small_source / "dist").glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [name for name in archive.namelist() if ".dist-info/sboms/" in name]
+        bill = json.loads(archive.read(name))
+        assert name in archive.read(name.replace("sboms/fastattn.cdx.json", "RECORD")).decode()
+    assert name.endswith("/sboms/fastattn.cdx.json")
+    assert bill["metadata"]["component"]["purl"] == f"pkg:pypi/fastattn@{fastattn.__version__}"
+    parts = {part["name"]: part["version"] for part in bill["components"]}
+    if native == "0":
+        assert parts == {}
+    else:
+        assert parts.keys() == {"pybind11", "libstdc++"}
+        assert parts["pybind11"] == metadata.version("pybind11")
+        assert re.fullmatch(r"[0-9.]+", parts["libstdc++"])
+
+
 def test_a_broken_kernel_is_named(small_source: Path) -> None:
     (small_source / "csrc/cpu/kernels/stand_in.cpp").write_text("int broken = ;\n")
     done = build(small_source)
