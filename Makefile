@@ -140,13 +140,14 @@ wheel sdist manylinux: export SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%
 wheel: export FASTATTN_CPU_EMULATED := 0
 wheel: export LDFLAGS := -static-libstdc++ -Wl,--gc-sections -Wl,--strip-all
 
-wheel: sdist ## wheels for the Pythons found here, and the sdist, in dist/; WHEEL_PYTHONS="python3.12" for some
+wheel: sdist ## wheels for the Pythons found here, and the sdist, in dist/; FASTATTN_CUDA=1 for those of fastattn-cuda, too
 	rm -rf $(WHEELS)/raw
 	for python in $(WHEEL_PYTHONS); do \
 	  $$python -c '' 2> /dev/null || { echo "no wheel for $$python: it is not here"; continue; }; \
 	  $(TOOLS)/python -m pip --python "$$(command -v $$python)" --disable-pip-version-check wheel --no-deps \
 	    --wheel-dir $(WHEELS)/raw $(WHEELS)/source/fastattn-* || exit; \
 	done
+	$(TOOLS)/python .ci/split_wheel.py $(WHEELS)/raw
 	PATH=$(TOOLS):$$PATH auditwheel repair --exclude libgomp.so.1 --wheel-dir dist $(WHEELS)/raw/*.whl
 
 sdist: $(WHEELS)/.stamp-tools ## the package of the sources, in dist/

@@ -6,6 +6,7 @@ All slow: they need a package index. The real kernels are compiled for this mach
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -141,6 +142,59 @@ def test_two_builds_have_the_same_bytes(small_source: Path, tools: Path, tmp_pat
     first = digests(small_source)
     assert len(first) == 2
     assert first == digests(other)
+
+
+def test_the_cuda_kernels_are_a_wheel_of_their_own(
+    small_source: Path, elsewhere: Path, tools: Path
+) -> None:
+    """A file stands in for the library."""
+    command = [sys.executable, "setup.py", "--quiet", "bdist_wheel", "--dist-dir", "without"]
+    done = run(command, small_source, FASTATTN_NATIVE="0")
+    assert done.returncode == 0, done.stderr
+    (without,) = (small_source / "without").iterdir()
+    (small_source / "raw").mkdir()
+    with (
+        zipfile.ZipFile(without) as before,
+        zipfile.ZipFile(small_source / "raw" / without.name, "w") as after,
+    ):
+        for item in before.infolist():
+            data = before.read(item)
+            if item.filename == "fastattn/_build.json":
+                record = json.loads(data)
+                record["modules"]["cuda"] = {"built": True, "compiler": "nvcc 13.0"}
+                data = json.dumps(record).encode()
+            after.writestr(item, data)
+        after.writestr(f"fastattn/_cuda{EXT_SUFFIX}", "kernels")
+    done = run([tools / "bin/python", ROOT / ".ci/split_wheel.py", "raw"], small_source)
+    assert done.returncode == 0, done.stderr
+    base, cuda = sorted((small_source / "raw").iterdir())
+    assert cuda.name == base.name.replace("fastattn-", "fastattn_cuda-")
+    names = zipfile.ZipFile(cuda).namelist()
+    in_cuda = [name for name in names if not name.endswith("/") and ".dist-info/" not in name]
+    assert in_cuda == [f"fastattn/_cuda{EXT_SUFFIX}"]
+    bill = json.loads(zipfile.ZipFile(cuda).read(bill_of(cuda)))
+    assert [part["name"] for part in bill["components"]] == ["cudart_static"]
+
+    def pip(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "pip", "--python", elsewhere / "bin/python"]
+        done = run([*command, *arguments], elsewhere)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done
+
+    script = "import fastattn, fastattn.builds as b; print(b.backend('cuda')['reason'])"
+    pip("install", "--no-deps", base)
+    used = run([elsewhere / "bin/python", "-c", script], elsewhere)
+    assert "pip install fastattn-cuda" in used.stdout, used.stderr
+    pip("install", "--no-index", "--no-deps", cuda)
+    (installed,) = elsewhere.glob("lib/python*/site-packages/fastattn/_cuda.*.so")
+    pip("uninstall", "--yes", "fastattn-cuda")
+    assert not installed.exists()
+    assert (installed.parent / "__init__.py").exists()
+
+
+def bill_of(wheel: Path) -> str:
+    (name,) = [n for n in zipfile.ZipFile(wheel).namelist() if n.endswith(".cdx.json")]
+    return name
 
 
 def test_the_sdist_has_what_it_takes_to_build_and_test(wheels: list[Path]) -> None:

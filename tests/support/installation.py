@@ -86,7 +86,8 @@ def source_files() -> list[str]:
 
 def copy_source(folder: Path) -> Path:
     top = "setup.py pyproject.toml MANIFEST.in README.md LICENSE Makefile CHANGELOG.md "
-    top += "CONTRIBUTING.md SECURITY.md licenses/pybind11.txt .ci/run .ci/requirements/wheel.txt"
+    top += "CONTRIBUTING.md SECURITY.md licenses/pybind11.txt "
+    top += ".ci/run .ci/split_wheel.py .ci/requirements/wheel.txt"
     for name in [*top.split(), *source_files()]:
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
