@@ -87,7 +87,7 @@ def decode_attention(
             ``cache_seqlens``, which itself is not changed.
         key_scales, value_scales: [E, Hkv, N], float32, the scale of each row of int8 caches: a row
             counts as its int8 numbers times its scale. Appended rows are quantised, after their
-            rotation, with the scale max |x| / 127, which is written here. Both or neither.
+            rotation, with the scale max(abs(x)) / 127, which is written here. Both or neither.
         block_table: [B, P], int32 or int64: the pages of each sequence, in order. Entries beyond
             its length are never read.
         cache_batch_idx: [B], int32 or int64: the entry of each sequence; None means entry b. Not
