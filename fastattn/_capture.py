@@ -206,7 +206,7 @@ class _FunctionCalls(TorchFunctionMode):
         if func is stock_function and not self._recorder.paused:
             caller = next(module for module in _calls_in_progress() if module in self._names)
             name = self._names[caller].replace("_orig_mod.", "")
-            self._recorder.record(name, _weights(*args, **kwargs))
+            self._recorder.record(name, _weights(args, kwargs))
         return out
 
 
@@ -231,20 +231,14 @@ def _calls_in_progress() -> Iterator[nn.Module]:
 _CALL = nn.Module._call_impl.__code__
 
 
-def _weights(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    **options: Any,
-) -> Tensor:
+def _weights(args: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
     """Those of a call of PyTorch's function, before dropout."""
+    if len(args) > 4:
+        args = (*args[:4], 0.0, *args[5:])
+    else:
+        options = {**options, "dropout_p": 0.0}
     with torch.no_grad():
-        _, weights = scaled_dot_product_attention(
-            query, key, value, attn_mask, 0.0, is_causal, **options, need_weights=True
-        )
+        _, weights = scaled_dot_product_attention(*args, **options, need_weights=True)
     result: Tensor = weights
     return result
 
