@@ -226,7 +226,8 @@ def explanation(
     names = dict.fromkeys((*order, only) if only else order)
     reasons = {name: why_not(name, op, device, tensors, options, obstacles) for name in names}
     runs = next((n for n, against in reasons.items() if not against and only in ("", n)), None)
-    return Explanation(op, device, reasons, runs, _because(device, op, tensors, order, runs))
+    because = _because(device, op, tensors, options, order, runs)
+    return Explanation(op, device, reasons, runs, because)
 
 
 def choose(op: str, tensors: Sequence[Any], options: Any, obstacles: Sequence[str] = ()) -> str:
@@ -279,7 +280,12 @@ def _evidence(device: str, op: str, tensors: Sequence[Any]) -> evidence.Choice |
 
 
 def _because(
-    device: str, op: str, tensors: Sequence[Any], order: tuple[str, ...], runs: str | None
+    device: str,
+    op: str,
+    tensors: Sequence[Any],
+    options: Any,
+    order: tuple[str, ...],
+    runs: str | None,
 ) -> str:
     """The order and its evidence; for the CPU's kernels also those of the instruction set."""
     if device not in PRIORITY:
@@ -292,7 +298,8 @@ def _because(
     if runs != "cpu":
         return because
     dtype = next(t.dtype for t in tensors if t is not None and t.is_floating_point())
-    return f"{because}; instruction set {instruction_set(dtype)}{_unit(dtype, op, tensors)}"
+    unit = _unit(dtype, op, tensors, options)
+    return f"{because}; instruction set {instruction_set(dtype)}{unit}"
 
 
 def instruction_set(dtype: torch.dtype) -> str:
@@ -313,16 +320,16 @@ def _instruction_set(native: dict[str, Any], dtype: torch.dtype) -> str:
     return used.get(str(dtype).removeprefix("torch."), most)
 
 
-def _unit(dtype: torch.dtype, op: str, tensors: Sequence[Any]) -> str:
+def _unit(dtype: torch.dtype, op: str, tensors: Sequence[Any], options: Any) -> str:
     """Where the instruction set has tiles: whether the kernel uses them, and why not."""
     native = importlib.import_module("fastattn._cpu").build_info()
     if not evidence.has_tiles(_instruction_set(native, dtype)):
         return ""
     backend = importlib.import_module("fastattn.backends.cpu")
-    against = backend.why_not_tiles(op, named(op, tensors))
+    against = backend.why_not_tiles(op, named(op, tensors), options)
     if against:
         return f", on vectors: {against}"
-    return f", on tiles{backend.parts_on_tiles(op, dtype)}"
+    return f", on tiles{backend.parts_on_tiles(op, dtype)}{backend.beside_tiles(op, options)}"
 
 
 def _device(tensors: Sequence[Any]) -> str:

@@ -11,6 +11,8 @@ import torch
 from tile_attention import EMULATED, assert_close, attention, grows, in_double, qkv
 
 import fastattn
+from fastattn import evidence
+from fastattn.testing import targets
 
 
 @pytest.mark.parametrize("keys", [500, 1300])  # of 512 channels, 512 keys are a piece
@@ -137,6 +139,45 @@ def test_explain_says_what_runs_on_tiles(
     found = fastattn.explain("scaled_dot_product_attention", x, memory, memory)
     assert f"instruction set {tiles}" in found.because
     assert told in found.because
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("queries", [4, 5])
+@pytest.mark.parametrize("heads", [1, 17])
+@pytest.mark.parametrize("how", ["plain", "dropout", "columns apart"])
+def test_what_explain_says_is_what_the_bits_show(
+    tiles: str, dtype: torch.dtype, queries: int, heads: int, how: str
+) -> None:
+    q, k, v = (x.to(dtype) for x in qkv(1, heads, queries, 70, 40, kv_heads=1))
+    if how == "columns apart":
+        k = k.mT.contiguous().mT
+    options = {"dropout_p": 0.5} if how == "dropout" else {}
+
+    def run() -> torch.Tensor:
+        seed = torch.Generator().manual_seed(1)
+        found = attention(q, k, v, enable_gqa=True, generator=seed, **options)
+        assert isinstance(found, torch.Tensor)
+        return found
+
+    found = run()
+    told = fastattn.explain(
+        "scaled_dot_product_attention", q, k, v, enable_gqa=True, **options
+    ).because
+    on_vectors = []
+    for target in targets(emulated=True):
+        if not evidence.has_tiles(str(target.isa)):
+            with target.active():
+                on_vectors.append(run())
+    assert ("on vectors" in told) == any(torch.equal(x, found) for x in on_vectors), told
+
+
+def test_explain_says_which_part_runs_beside_the_tiles(tiles: str) -> None:
+    x = torch.ones(1, 1, 40, 8).bfloat16()
+    told = fastattn.explain("scaled_dot_product_attention", x, x, x, need_weights=True).because
+    assert told.endswith("on tiles; the returned weights on vectors")
+    packed, starts = torch.ones(40, 1, 8).bfloat16(), torch.tensor([0, 30, 40], dtype=torch.int32)
+    told = fastattn.explain("varlen_attention", packed, packed, packed, starts, starts).because
+    assert told.endswith("on tiles; sequences of at most four queries on vectors")
 
 
 def test_the_emulation_is_used_only_if_it_is_named(native: ModuleType) -> None:

@@ -16,7 +16,7 @@ from fastattn import _cpu, evidence
 from fastattn.backends import _served
 from fastattn.backends._precision import allows_bf16_parts
 from fastattn.backends.cpu.additive import additive_attention, additive_attention_backward
-from fastattn.backends.cpu.decode import append_to_cache, decode_attention
+from fastattn.backends.cpu.decode import WIDEST, append_to_cache, decode_attention
 from fastattn.backends.cpu.encode_memory import encode_memory, encode_memory_backward
 from fastattn.backends.cpu.hopfield import hopfield_retrieve, hopfield_retrieve_backward
 from fastattn.backends.cpu.linear import linear, self_attention
@@ -87,7 +87,7 @@ ON_TILES = ("scaled_dot_product_attention", "varlen_attention", "decode_attentio
 DTYPES_ON_TILES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def why_not_tiles(op: str, tensors: Mapping[str, Tensor | None]) -> str:
+def why_not_tiles(op: str, tensors: Mapping[str, Tensor | None], options: Any) -> str:
     """Return why ``op`` runs on vectors where the instruction set has tiles; "" if it does not."""
     query = tensors.get("query")
     if op not in ON_TILES:
@@ -96,11 +96,23 @@ def why_not_tiles(op: str, tensors: Mapping[str, Tensor | None]) -> str:
         return "the tiles are for bfloat16, float16 and float32"
     if not _cpu.on_tiles(DTYPES[query.dtype]):
         return "the processor has no AMX with fp16"
-    if op == "scaled_dot_product_attention" and query.shape[-2] <= 4:
+    if op == "scaled_dot_product_attention" and _few_queries(query, tensors, options):
         return "so few queries do not fill a tile"
     if op == "decode_attention":
         return _why_not_decoded_on_tiles(query, tensors)
     return ""
+
+
+def _few_queries(query: Tensor, tensors: Mapping[str, Tensor | None], options: Any) -> bool:
+    """At most four; in 16 bits only those of calls that the kernel of decoding serves."""
+    key, value = tensors["key"], tensors["value"]
+    assert key is not None
+    assert value is not None
+    rows = query.shape[-2] * query.shape[1] // max(key.shape[1], 1)
+    widest = max(key.shape[-1], value.shape[-1])
+    decodes = rows <= 64 and widest <= WIDEST and key.stride(-1) == value.stride(-1) == 1
+    decodes = decodes and options.dropout_p == 0
+    return query.shape[-2] <= 4 and (query.dtype is torch.float32 or decodes)
 
 
 def _why_not_decoded_on_tiles(query: Tensor, tensors: Mapping[str, Tensor | None]) -> str:
@@ -126,6 +138,15 @@ def parts_on_tiles(op: str, dtype: torch.dtype) -> str:
     if op != "decode_attention" and _cpu.on_tiles(DTYPES[dtype]) and allows_bf16_parts():
         return ", as three products of two bfloat16 parts each (PyTorch's precision of products)"
     return ", as six products of three bfloat16 parts each"
+
+
+def beside_tiles(op: str, options: Any) -> str:
+    """Return which part of a call on tiles runs on vectors."""
+    if op == "varlen_attention" and options.dropout_p == 0:
+        return "; sequences of at most four queries on vectors"
+    if op == "scaled_dot_product_attention" and options.weights:
+        return "; the returned weights on vectors"
+    return ""
 
 
 def serves_all(op: str, kinds: Mapping[str, Any], record: type) -> bool:

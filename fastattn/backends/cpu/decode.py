@@ -22,7 +22,7 @@ Sizes = tuple[int, ...]  # or strides, of four dimensions
 _MOST_ROWS = 32
 _MOST_STREAMED_ROWS = 64  # of a contiguous cache, see csrc/cpu/kernels/decode.h
 _MOST_QUANTISED_ROWS = 64  # before widening the rows and the kernel for many rows are faster
-_WIDEST = 576
+WIDEST = 576
 
 
 def decode_attention(
@@ -208,7 +208,7 @@ def _reads_in_place(query: Tensor, key_cache: Tensor, value_cache: Tensor, most_
     if key_cache.dtype == torch.int8 and query.dtype == torch.float64:
         return False
     rows = queries * heads // max(kv_heads, 1)
-    return rows <= most_rows and max(width, value_width) <= _WIDEST
+    return rows <= most_rows and max(width, value_width) <= WIDEST
 
 
 def _stacks(query: Tensor, kv_heads: int) -> bool:
