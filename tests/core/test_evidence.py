@@ -28,6 +28,7 @@ BF16 = frozenset({"avx2", "avx512f", "avx512_bf16"})
 
 AMD = Processor("cpu", "AMD", "AMD EPYC", BF16)
 AMX = Processor("cpu", "Intel", "Xeon", BF16 | {"avx512_fp16", "amx_tile", "amx_bf16"})
+AMX_FP16 = AMX._replace(name="newer Xeon", features=AMX.features | {"amx_fp16"})
 INTEL = Processor("cpu", "Intel", "Xeon without AMX", BF16)
 OLD_INTEL = Processor("cpu", "Intel", "Xeon without bf16", frozenset({"avx2", "avx512f"}))
 OLD_AMD = Processor("cpu", "AMD", "AMD EPYC without AVX-512", frozenset({"avx2", "fma"}))
@@ -37,6 +38,7 @@ EVERY = {
     "AMD": AMD,
     "old AMD": OLD_AMD,
     "AMX": AMX,
+    "AMX-FP16": AMX_FP16,
     "Intel": INTEL,
     "old Intel": OLD_INTEL,
     "ARM": ARM,
@@ -64,11 +66,13 @@ def order(dtype: torch.dtype, queries: int = 64, op: str = ATTENTION) -> tuple[s
 @pytest.mark.parametrize("name", EVERY)
 def test_the_order_of_backends(name: str) -> None:
     with be(EVERY[name]):
-        first = ("torch",) if name == "AMX" else ()
+        first = ("torch",) if "AMX" in name else ()
         assert order(torch.bfloat16) == (*first, "cpu", "reference")
         assert order(torch.bfloat16, op=f"{ATTENTION}_backward") == (*first, "cpu", "reference")
         assert order(torch.bfloat16, queries=15) == ("cpu", "reference")
-        for dtype in (torch.float32, torch.float64, torch.float16):
+        by_torch = ("torch",) if name == "AMX-FP16" else ()
+        assert order(torch.float16) == (*by_torch, "cpu", "reference")
+        for dtype in (torch.float32, torch.float64):
             assert order(dtype) == ("cpu", "reference")
         assert order(torch.bfloat16, op="memory_hop_attention") == ("cpu", "reference")
 
@@ -78,7 +82,8 @@ def test_the_instruction_set(name: str) -> None:
     mixed = "avx512_bf16,bfloat16=avx512"
     with be(EVERY[name]):
         supported = [*ISAS, "amx_bf16"] if "AMX" in name else ISAS
-        assert evidence.isa(supported) == (mixed if name in ("AMX", "Intel") else "avx512_bf16")
+        of_intel = "AMX" in name or name == "Intel"
+        assert evidence.isa(supported) == (mixed if of_intel else "avx512_bf16")
         assert evidence.isa(ISAS[:2]) == "avx2"  # not what the build or the processor lacks
         assert evidence.isa(["baseline"]) == "baseline"
         # A build for one machine lacks the others; tiles were not measured.
@@ -88,6 +93,7 @@ def test_the_instruction_set(name: str) -> None:
 MEASURED = Gemm("onednn", "torch", 2**24 - 1, 2**25)
 GEMMS = {
     "AMX": Gemm("onednn", "torch", 0, 2**20),
+    "AMX-FP16": Gemm("onednn", "torch", 0, 2**20),
     "old AMD": Gemm("torch", "torch", 2**62, 2**62),
 }
 
@@ -97,7 +103,8 @@ def test_the_gemm(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
     with be(EVERY[name]):
         assert _linear.rule(torch.bfloat16) == GEMMS.get(name, MEASURED)
-        library = "torch" if "Intel" in name or name in ("AMX", "old AMD") else "onednn"
+        of_mkl = "Intel" in name or "AMX" in name or name == "old AMD"
+        library = "torch" if of_mkl else "onednn"
         assert _linear.rule(torch.float32) == Gemm(library, library, 0, 2**22)
         assert _small._most_work(torch.bfloat16) == _linear.rule(torch.bfloat16).small_up_to
     with be(INTEL):
