@@ -1,10 +1,12 @@
 """What the processor has, and what the system lets a program use of it."""
 
 import errno
+import json
 import os
 import platform
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -127,3 +129,27 @@ def test_no_code_of_an_instruction_set_runs_when_the_module_is_loaded() -> None:
     initialisers = set(re.findall(r"_GLOBAL__sub_I_(\S+?\.cpp)", symbols.stdout))
     assert initialisers
     assert initialisers <= for_every_processor
+
+
+_SMALL_STACK = """
+import ctypes, importlib.util, json, sys
+class Stack(ctypes.Structure):
+    _fields_ = [("memory", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t)]
+memory = ctypes.create_string_buffer(8192)  # a frame with AVX-512 fits, one with tiles does not
+stack = Stack(ctypes.addressof(memory), 0, len(memory))
+assert ctypes.CDLL(None).sigaltstack(ctypes.byref(stack), None) == 0
+spec = importlib.util.spec_from_file_location("_cpu", sys.argv[1])
+core = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(core)
+print(json.dumps(core.build_info()["unsupported"]))
+"""
+
+
+@pytest.mark.skipif(not CPUINFO.exists(), reason="a signal stack of Linux")
+def test_a_small_signal_stack_costs_the_tiles_and_nothing_else() -> None:
+    command = [sys.executable, "-c", _SMALL_STACK, _cpu.__file__]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    unsupported, usual = json.loads(done.stdout), _cpu.build_info()["unsupported"]
+    if "amx_bf16" in _cpu.build_info()["supported"]:
+        assert "alternate signal stack is too small" in unsupported.pop("amx_bf16")
+    assert unsupported == usual

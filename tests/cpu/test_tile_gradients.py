@@ -11,6 +11,7 @@ from tile_attention import EMULATED, HERE, REAL, attention, gradients, qkv
 from torch import Tensor
 
 import fastattn
+from fastattn import decode_attention
 from fastattn.testing import Target
 
 
@@ -100,12 +101,17 @@ def test_scores_too_large_to_be_weighed_directly(tiles: str) -> None:
 @pytest.mark.skipif(REAL not in HERE, reason="needs AMX")
 @pytest.mark.parametrize("dim", [24, 64, 128])
 @pytest.mark.parametrize("causal", [False, True])
-def test_real_tiles_give_the_bits_of_emulated_ones(dim: int, causal: bool) -> None:
-    q, k, v = qkv(2, 4, 150, 330, dim, kv_heads=2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_real_tiles_give_the_bits_of_emulated_ones(
+    dim: int, causal: bool, dtype: torch.dtype
+) -> None:
+    q, k, v = (x.to(dtype) for x in qkv(2, 4, 150, 330, dim, kv_heads=2))
+    stacked = torch.cat([q[:, :, :1]] * 8, 1)  # sixteen rows of a key head
     found = []
     for isa in (EMULATED, REAL):
         with Target("cpu", isa).active():
             out = attention(q, k, v, is_causal=causal, enable_gqa=True, return_lse=True)
+            out += decode_attention(stacked, k, v, return_lse=True)
             found.append((*out, *gradients(q, k, v, is_causal=causal)))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
