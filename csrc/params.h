@@ -339,11 +339,12 @@ struct MemoryHopsParams : MemoryHopOptions {
   bool crowded;      // many queries per memory, whatever Q is
   bool search;       // search for the convergence step; else repeat `taken` steps
   bool resume;       // of a search: continue from the trace
+  bool keep;         // of a search in one call where each query stops alone: keep all states
   int64_t together;  // this many consecutive queries stop together; divides Q
   double eps;        // a step of at most this length is the last
   int64_t* taken;    // [B, Q]: steps taken; during a search, minus the steps so far
-  double* moved;     // [B, Q, 2], scratch of a search: |u' - u|^2 and |u'|^2
-  // Without a search the trace is u_1 ... u_K+1 [B, Q, K + 1, D]. During a search it is the last
+  double* moved;     // [B, Q, 2]: |u' - u|^2 and |u'|^2, of a search where several stop together
+  // The trace is u_1 ... u_K+1 [B, Q, K + 1, D]. During a search that keeps them not it is the last
   // two states [B, Q, 2, D], with stats [B, Q, 1, 2].
 };
 

@@ -14,6 +14,7 @@ from fastattn.backends.primitives import HopfieldOptions
 from fastattn.checks import as_stored_mask, autocast, autocast_bias, expands_to
 from fastattn.library import Operator
 from fastattn.ops import sdpa
+from fastattn.ops._hopfield_plain import retrieve_plainly
 
 __all__ = ["hopfield_retrieve"]
 
@@ -64,8 +65,8 @@ def hopfield_retrieve(
             at most eps.
         grad: how to differentiate the final state.
 
-            * "unroll": through the steps taken. Backward recomputes them, and stores a row of D
-              numbers for every step.
+            * "unroll": through the steps taken. Backward recomputes them, unless there are at most
+              four, and stores a row of D numbers for every step.
             * "implicit": through the fixed point :math:`\xi = X^T softmax(\beta X \xi)`, by
               conjugate gradients; the same memory for any number of steps, and no gradient for
               ``state``. A query that does not rest, or not at a strict minimum of the energy, is
@@ -98,6 +99,19 @@ def hopfield_retrieve(
         >>> out.round(), steps
         (tensor([[ 1.,  1., -1., -1.]]), tensor([3]))
     """
+    if (
+        attn_mask is None
+        and need_weights is False
+        and need_steps is False
+        and stop == "query"
+        and grad == "unroll"
+        and dropout_p == 0
+    ):
+        plain = retrieve_plainly(
+            state, stored, projection, beta, update_steps_max, update_steps_eps
+        )
+        if plain is not None:
+            return plain
     limits = (update_steps_max, update_steps_eps, stop, grad)
     call = prepared(state, stored, projection, beta, *limits, attn_mask, need_weights, need_steps)
     xi, taken = call.state, None

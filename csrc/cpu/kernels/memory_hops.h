@@ -29,6 +29,16 @@ FASTATTN_INLINE int64_t hop_chunk(int64_t N) {
 template <class T>
 constexpr auto kWeight = [](Vec<T> x) __attribute__((always_inline)) { return weight_of(x); };
 
+// As many doubles as a vector of T has elements.
+template <class T>
+struct InDoubles {
+  typedef Vec<double> type;
+};
+template <>
+struct InDoubles<float> {
+  typedef double type __attribute__((vector_size(2 * kVectorBytes)));
+};
+
 // The policy that tile.h needs for T.
 template <class T>
 struct HopTile {
@@ -96,17 +106,20 @@ class HopSteps {
   }
   Rows<S> proj_rows(int64_t k) const { return memory(p.proj, 0, k, 0); }
 
+  // A search keeps the last two states alone, unless it is asked for all.
+  bool forgets() const { return p.search && !p.keep; }
+
   // u_k+1 is at 2 k and o_k+1 at 2 k + 1. If `settles`, o_k+1 is u_k+2.
   T* trace(int64_t row, int64_t at) const {
     int64_t states = 2 * p.K + 1;
-    if (p.search)
+    if (forgets())
       states = 2, at = 1;
     else if (p.settles)
       states = p.K + 1, at = (at + 1) / 2;
     return static_cast<T*>(p.trace) + (row * states + at) * p.D;
   }
   T* stats(int64_t row, int64_t k) const {
-    return static_cast<T*>(p.stats) + (p.search ? row : row * p.K + k) * 2;
+    return static_cast<T*>(p.stats) + (forgets() ? row : row * p.K + k) * 2;
   }
 
   // x[dp] = the D elements at src, then zeros.
@@ -132,36 +145,61 @@ class HopSteps {
   // u <- o; a search also records the length of the step.
   void settle(int64_t row, int64_t k, T* u, const T* o) const {
     if (p.search) {
-      double step = 0, length = 0;
-      for (int64_t d = 0; d < p.D; ++d) {
-        const double x = static_cast<double>(o[d]), by = x - static_cast<double>(u[d]);
-        step += by * by, length += x * x;
-      }
-      p.moved[2 * row] = step, p.moved[2 * row + 1] = length;
-      __builtin_memcpy(trace(row, 0) - p.D, u, static_cast<size_t>(p.D) * sizeof(T));
-      if (p.together == 1) rest(row);
+      const Length by = length_of_step(u, o);
+      if (forgets())
+        __builtin_memcpy(trace(row, 0) - p.D, u, static_cast<size_t>(p.D) * sizeof(T));
+      if (p.together == 1)
+        rest(row, by);
+      else
+        p.moved[2 * row] = by.step, p.moved[2 * row + 1] = by.state;
     }
     for (int64_t d = 0; d < dp; d += W) store(u + d, load(o + d));
     for (int64_t d = p.D; d < dp; ++d) u[d] = T(0);
     __builtin_memcpy(trace(row, 2 * k + 2), u, static_cast<size_t>(p.D) * sizeof(T));
   }
 
+  // Squares of the lengths of a step and of the state that it leads to.
+  struct Length {
+    double step, state;
+  };
+  Length length_of_step(const T* u, const T* o) const {
+    // Several sums, because each addition waits for the one before; in float64, where squares do
+    // not overflow.
+    typedef typename InDoubles<T>::type Wide;
+    Wide step{}, state{};
+    const int64_t whole = p.D / W * W;
+    for (int64_t d = 0; d < whole; d += W) {
+      const Wide x = __builtin_convertvector(load(o + d), Wide);
+      const Wide by = x - __builtin_convertvector(load(u + d), Wide);
+      step += by * by, state += x * x;
+    }
+    Length sum{0, 0};
+    for (int i = 0; i < W; ++i) sum.step += step[i], sum.state += state[i];
+    for (int64_t d = whole; d < p.D; ++d) {
+      const double x = static_cast<double>(o[d]), by = x - static_cast<double>(u[d]);
+      sum.step += by * by, sum.state += x * x;
+    }
+    return sum;
+  }
+
   // Counts the step of the `together` queries from `row` on. They stop when the step is at most
   // eps, or within the rounding error; NaN stops too.
-  void rest(int64_t row) const {
-    double step = 0, length = 0;
-    for (int64_t i = row; i < row + p.together; ++i)
-      step += p.moved[2 * i], length += p.moved[2 * i + 1];
-    const double unit = 4 * kEpsilon<T>, limit = max_of(p.eps * p.eps, unit * unit * length);
-    const bool rests = !(step > limit);
+  void rest(int64_t row, Length by) const {
+    const double unit = 4 * kEpsilon<T>, limit = max_of(p.eps * p.eps, unit * unit * by.state);
+    const bool rests = !(by.step > limit);
     for (int64_t i = row; i < row + p.together; ++i)
       p.taken[i] = rests ? 1 - p.taken[i] : p.taken[i] - 1;
   }
   // Called after hop k where several queries stop together.
   void rest_together(int64_t group) const {
     if (!p.search || p.together == 1) return;
-    for (int64_t r = 0; r < R; r += p.together)
-      if (moves(row_of(group, r), 0)) rest(row_of(group, r));
+    for (int64_t first = row_of(group, 0), row = first; row < first + R; row += p.together) {
+      if (!moves(row, 0)) continue;
+      Length by{0, 0};
+      for (int64_t i = row; i < row + p.together; ++i)
+        by.step += p.moved[2 * i], by.state += p.moved[2 * i + 1];
+      rest(row, by);
+    }
   }
 
   // u <- phi(H u + o); both are kept in the trace. `next` is scratch [dp, and D in whole vectors].

@@ -15,11 +15,10 @@ class PanelForward : public PanelSteps<S> {
   typedef typename Base::Group Group;
   typedef typename Base::Tiles Tiles;
   typedef typename Base::Block Block;
-  using Base::add_transposed, Base::batch_of, Base::Bk, Base::block_of, Base::choose, Base::chunk,
-      Base::chunks, Base::D, Base::dp, Base::excludes, Base::groups, Base::L, Base::lanes_of,
-      Base::NV, Base::p, Base::pack, Base::panels, Base::panels_of, Base::part, Base::query_of,
-      Base::R, Base::row_in, Base::row_of, Base::run, Base::scores, Base::spread, Base::stats,
-      Base::trace, Base::W, Base::weigh;
+  using Base::add_transposed, Base::Bk, Base::block_of, Base::choose, Base::chunk, Base::chunks,
+      Base::D, Base::dp, Base::excludes, Base::groups, Base::L, Base::lanes_of, Base::NV, Base::p,
+      Base::pack, Base::panels, Base::panels_of, Base::part, Base::R, Base::row_in, Base::row_of,
+      Base::run, Base::scores, Base::spread, Base::stats, Base::trace, Base::W, Base::weigh;
   static constexpr int64_t kBlockPanels = 256 / L;  // panels per block of rows in cache
 
  public:
@@ -27,7 +26,7 @@ class PanelForward : public PanelSteps<S> {
 
   void forward() {
     run(4.0 * groups * R * p.K * p.N * D, [&](const Group& f, int64_t group, auto each) {
-      each(panels, [&](const Tiles&, int64_t i) { begin(f, group, i); });
+      each(panels, [&](const Tiles& t, int64_t i) { begin(t, group, i); });
       choose(f, group, 0);
       for (int64_t k = 0; k < p.K && f.moving[0] > 0; ++k) {
         const int64_t panels = panels_of(f), blocks = (panels + kBlockPanels - 1) / kBlockPanels;
@@ -49,14 +48,12 @@ class PanelForward : public PanelSteps<S> {
 
  private:
   // u_1 of a panel, before any query stops.
-  void begin(const Group&, int64_t group, int64_t panel) const {
+  void begin(const Tiles& t, int64_t group, int64_t panel) const {
     if (p.resume) return;
-    const int64_t* st = p.query.stride;
     for (int64_t r = panel * L; r < min_of(R, (panel + 1) * L); ++r) {
       const int64_t row = row_of(group, r);
-      const S* from =
-          static_cast<const S*>(p.query.data) + batch_of(row) * st[0] + query_of(row) * st[1];
-      for (int64_t d = 0; d < D; ++d) trace(row, 0)[d] = static_cast<T>(widen(from[d * st[3]]));
+      this->read_query(row, t.vectors);
+      __builtin_memcpy(trace(row, 0), t.vectors, static_cast<size_t>(D) * sizeof(T));
       if (p.settles && !this->moves(row, 0)) write_trace(row);
     }
   }

@@ -18,7 +18,12 @@ from fastattn.backends._precision import allows_bf16_parts
 from fastattn.backends.cpu.additive import additive_attention, additive_attention_backward
 from fastattn.backends.cpu.decode import WIDEST, append_to_cache, decode_attention
 from fastattn.backends.cpu.encode_memory import encode_memory, encode_memory_backward
-from fastattn.backends.cpu.hopfield import hopfield_retrieve, hopfield_retrieve_backward
+from fastattn.backends.cpu.hopfield import (
+    hopfield_retrieve,
+    hopfield_retrieve_backward,
+    plain_retrieval,
+    plain_retrieval_backward,
+)
 from fastattn.backends.cpu.linear import linear, self_attention
 from fastattn.backends.cpu.local_attention import local_attention, local_attention_backward
 from fastattn.backends.cpu.memory_hops import (
@@ -59,6 +64,8 @@ __all__ = [
     "plain_attention_backward",
     "plain_hops",
     "plain_hops_backward",
+    "plain_retrieval",
+    "plain_retrieval_backward",
     "scaled_dot_product_attention",
     "scaled_dot_product_attention_backward",
     "self_attention",

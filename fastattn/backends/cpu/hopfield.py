@@ -6,6 +6,7 @@ of steps until every query has converged, and computes the three derivatives.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,7 @@ from fastattn.backends._hopfield import (
 from fastattn.backends._operands import address, operand
 from fastattn.backends.cpu.memory_hops import hop_biases, hop_operands, vectors
 from fastattn.backends.cpu.operands import DTYPES, accumulator
+from fastattn.backends.cpu.sdpa import plain_attention, plain_attention_backward
 from fastattn.backends.primitives import HopfieldOptions
 
 # The first arguments of both native functions.
@@ -42,16 +44,19 @@ class _Memory(Patterns):
         ends = torch.empty((groups, queries, 2, width), dtype=wide)
         stats = torch.empty((groups, queries, 2), dtype=wide)
         taken = torch.zeros((groups, queries), dtype=torch.int64)
-        moved = torch.empty((groups, queries, 2), dtype=torch.float64)
+        moved = None
+        if self.options.together > 1:
+            moved = torch.empty((groups, queries, 2), dtype=torch.float64)
         # Between two rounds Python can interrupt the search.
         for done, until in rounds(taken, self.options.steps_max, ROUND):
             _cpu.hopfield_forward(
                 *self._arguments(state, until - done, ends, stats),
                 {
                     "taken": taken.data_ptr(),
-                    "moved": moved.data_ptr(),
+                    "moved": address(moved),
                     "search": True,
                     "resume": done > 0,
+                    "keep": False,
                 },
                 {"out": out.data_ptr(), "weights": 0},
             )
@@ -59,6 +64,24 @@ class _Memory(Patterns):
 
     def repeat(self, state: Tensor, taken: Tensor, most: int) -> Steps:
         """The trace is [G, Q, most + 1, D]."""
+        return self._trace(state, taken, most, _repeated(taken))[1]
+
+    def search_once(self, state: Tensor) -> tuple[Tensor, Steps]:
+        """The same as ``search`` in one round that keeps the steps; each query stops alone."""
+        taken = torch.zeros(state.shape[:2], dtype=torch.int64)
+        how = {
+            "taken": taken.data_ptr(),
+            "moved": 0,
+            "search": True,
+            "resume": False,
+            "keep": True,
+        }
+        return self._trace(state, taken, self.options.steps_max, how)
+
+    def _trace(
+        self, state: Tensor, taken: Tensor, most: int, how: dict[str, Any]
+    ) -> tuple[Tensor, Steps]:
+        """The last state of each query, and its steps."""
         wide = accumulator(state.dtype)
         lead, width = state.shape[:-1], state.shape[-1]
         out = torch.empty(state.shape, dtype=state.dtype)
@@ -66,10 +89,10 @@ class _Memory(Patterns):
         stats = torch.empty((*lead, most, 2), dtype=wide)
         _cpu.hopfield_forward(
             *self._arguments(state, most, trace, stats),
-            _repeated(taken),
+            how,
             {"out": out.data_ptr(), "weights": 0},
         )
-        return Steps(state, taken, most, trace, stats)
+        return out, Steps(state, taken, most, trace, stats)
 
     def derive(self, grad_out: Tensor, steps: Steps, needed: int) -> Gradients:
         state, taken, most, trace, stats = steps
@@ -122,7 +145,81 @@ class _Memory(Patterns):
 
 def _repeated(taken: Tensor) -> dict[str, Any]:
     """Each query repeats its own number of steps."""
-    return {"taken": taken.data_ptr(), "moved": 0, "search": False, "resume": False}
+    return {
+        "taken": taken.data_ptr(),
+        "moved": 0,
+        "search": False,
+        "resume": False,
+        "keep": False,
+    }
 
 
 hopfield_retrieve, hopfield_retrieve_backward = operators(_Memory)
+
+_FEW_STEPS = 4  # whose states are kept for the backward pass of a plain call
+
+
+def plain_retrieval(
+    state: Tensor,  # [B, H, L, D]
+    stored: Tensor,  # [B, H, N, D], with contiguous rows
+    projection: Tensor | None,  # [B, H, N, Dv]
+    mask: None,
+    options: HopfieldOptions,
+    _: None,
+    differentiable: bool,
+) -> tuple[Tensor | None, ...]:
+    """Return ``(out, lse, xi, taken, trace, stats)`` of a call that unrolls its steps, without
+    other options. No tensor is empty.
+
+    The states of a few steps are kept for the backward, so that it need not repeat them.
+    """
+    memory = _Memory(stored.flatten(0, 1), None, None, None, options)
+    start = state.flatten(0, 1)
+    trace: Tensor | None = None
+    stats: Tensor | None = None
+    if differentiable and 0 < options.steps_max <= _FEW_STEPS:
+        xi, steps = memory.search_once(start)
+        taken, trace, stats = steps.taken, steps.trace, steps.stats
+    else:
+        xi, taken = memory.search(start)[:2]
+    xi = xi.view_as(state)  # view(shape) takes 2 us more
+    value = stored if projection is None else projection
+    out, lse = plain_attention(xi, stored, value, None, options.scale, False, differentiable)
+    return out, lse, xi, taken, trace, stats
+
+
+def plain_retrieval_backward(
+    grad_out: Tensor,
+    state: Tensor,
+    stored: Tensor,
+    projection: Tensor | None,
+    mask: None,
+    out: Tensor,
+    lse: Tensor,
+    xi: Tensor,
+    taken: Tensor,
+    trace: Tensor | None,
+    stats: Tensor | None,
+    options: HopfieldOptions,
+    _: None,
+    wants: Sequence[bool],  # the gradients of state, stored and projection
+) -> tuple[Tensor | None, Tensor, Tensor | None]:
+    """Return the gradients of state, stored and projection of :func:`plain_retrieval`."""
+    value = stored if projection is None else projection
+    reading = (xi, stored, value, None, out, lse, options.scale, False)
+    grad_xi, grad_stored, grad_value = plain_attention_backward(grad_out, *reading)
+    if projection is None:
+        grad_stored += grad_value
+    if not (wants[0] or wants[1]):
+        return None, grad_stored, grad_value
+    memory = _Memory(stored.flatten(0, 1), None, None, None, options)
+    start, taken = state.flatten(0, 1), taken.abs()
+    if trace is None or stats is None:
+        steps = memory.repeat(start, taken, int(taken.max()))
+    else:
+        steps = Steps(start, taken, options.steps_max, trace, stats)
+    needed = 3 if wants[1] else 1
+    grad_state, of_steps = memory.derive(grad_xi.flatten(0, 1), steps, needed)[:2]
+    if of_steps is not None:
+        grad_stored += of_steps.view_as(stored)
+    return grad_state.view_as(state), grad_stored, grad_value

@@ -1,0 +1,126 @@
+"""The fast path of Hopfield retrieval, see :mod:`fastattn.fast_path`."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattn import dispatch, evidence
+from fastattn.autograd.hopfield import hopfield_backward, hopfield_states
+from fastattn.autograd.sdpa import attention, attention_backward, default_scale
+from fastattn.backends.primitives import (
+    AttentionBackwardOptions,
+    HopfieldBackwardOptions,
+    HopfieldOptions,
+    extended,
+)
+from fastattn.checks import DTYPES
+from fastattn.fast_path import differentiable, is_open
+
+# dtype -> the name of the native backend and its module.
+_native: dict[torch.dtype, tuple[str, Any]] = {}
+evidence.on_change(_native.clear)
+
+
+def retrieve_plainly(
+    state: Any, stored: Any, projection: Any, beta: Any, steps_max: Any, eps: Any
+) -> Tensor | None:
+    """Return the result of a call that unrolls its steps and has no other options, or None: take
+    the general path.
+
+    Returns None unless state is [B, H, L, D], stored is [B, H, N, D] with contiguous rows and its
+    own batch dimension, projection is [B, H, N, Dv], no dimension is empty, at least one step may
+    be taken, and all arguments are valid.
+    """
+    if (
+        (steps_max is not None and (type(steps_max) is not int or steps_max < 1))
+        or (beta is not None and (type(beta) is not float or not 0.0 < beta < math.inf))
+        or type(eps) is not float
+        or not 0.0 <= eps < math.inf
+        or state is None
+        or stored is None
+        or not is_open(state, stored, projection)
+    ):
+        return None
+    value = stored if projection is None else projection
+    try:
+        batch, heads, queries, width = state.shape
+        rows = stored.shape[2]
+        fits = stored.shape == (batch, heads, rows, width)
+        fits = fits and value.shape == (batch, heads, rows, value.shape[3])
+    except (IndexError, RuntimeError, ValueError):  # nested, or not 4-D
+        return None
+    strides = stored.stride()
+    if (
+        not fits
+        or not (state.dtype is stored.dtype is value.dtype)
+        or not (batch and heads and queries and width and rows and value.shape[3])
+        or strides[3] != 1
+        or (strides[0] == 0 and batch > 1)  # patterns of all queries are read once for them
+    ):
+        return None
+    native = _native.get(state.dtype) or _find_native(state, stored)
+    if native is None:
+        return None
+    scale = default_scale(width) if beta is None else beta
+    options = _options(scale, -1 if steps_max is None else steps_max, eps)
+    call = state, stored, projection, None, options, None
+    if torch.is_grad_enabled() and (
+        state.requires_grad or stored.requires_grad or value.requires_grad
+    ):
+        return _retrieve(*call, *native)
+    return native[1].plain_retrieval(*call, False)[0]
+
+
+@functools.lru_cache(maxsize=64)
+def _options(scale: float, steps_max: int, eps: float) -> HopfieldOptions:
+    return HopfieldOptions(scale=scale, steps_max=steps_max, eps=eps)
+
+
+def _resume(
+    ctx: Any, grad_out: Tensor, saved: Any, options: HopfieldOptions, _: None, backend: str
+) -> Any:
+    """The steps are taken again, so that the gradients depend on them."""
+    state, stored, projection, _mask, out, lse, *_rest = saved
+    value = stored if projection is None else projection
+    start = (state.flatten(0, 1), stored.flatten(0, 1), None, None, None)
+    xi, taken, ends = hopfield_states(*start, options)
+    grads = (grad_out, None, None)
+    tensors = attention_backward.tensors(
+        query=xi.reshape(state.shape), key=stored, value=value, out=out, lse=lse
+    )[len(grads) :]
+    record = AttentionBackwardOptions(scale=options.scale)
+    grad_xi, grad_stored, grad_value, *_rest = attention_backward.resume(
+        ctx, grads, (*tensors, record, backend)
+    )
+    if projection is None:
+        grad_stored = grad_stored + grad_value
+    needed = sum(1 << n for n in range(2) if ctx.needs_input_grad[n])
+    if not needed:
+        return None, grad_stored, grad_value
+    seen = (*start, taken, ends, extended(HopfieldBackwardOptions, options, needed=needed), backend)
+    grad_state, of_steps, *_rest = hopfield_backward.resume(ctx, (grad_xi.flatten(0, 1),), seen)
+    if ctx.needs_input_grad[1]:
+        grad_stored = grad_stored + of_steps.reshape(stored.shape)
+    return grad_state.reshape(state.shape), grad_stored, grad_value
+
+
+_retrieve = differentiable("plain_retrieval", 0, _resume)
+
+
+def _find_native(state: Tensor, stored: Tensor) -> Any:
+    if state.dtype not in DTYPES:
+        return None
+    found = evidence.choose("backends", "cpu", attention.name, state.dtype)
+    if found is not None and found.use[0] == "torch":  # the general path reads the states by it
+        return None
+    backend = hopfield_states.choose((state, stored, None, None, None, HopfieldOptions()))
+    module: Any = dispatch.load(backend)
+    if not hasattr(module, "plain_retrieval"):
+        return None
+    _native[state.dtype] = backend, module
+    return backend, module
