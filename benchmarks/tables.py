@@ -242,13 +242,14 @@ def _name_of(row: Row) -> str:
 
 def breakdown_table(result: Result) -> Table:
     """Microseconds of the items of each call; they add up to the call."""
-    names = [*breakdown.BUDGET, "call", "floor"]
+    names = breakdown.columns(result)
     lines = {}
     for found in result.cells:
         cell, times = found.cell, breakdown.microseconds(found)
         shape = f"`{cell.op} {cell.shape}`"
         label = f"{cell.label}<br>{shape}" if cell.label else shape
-        lines[label, PASSES[cell.passes]] = [f"{times[name]:.1f}" for name in names]
+        texts = [f"{times[name]:.1f}" if name in times else "–" for name in names]
+        lines[label, PASSES[cell.passes]] = texts
     return Table(["cell", "pass"], names, lines)
 
 

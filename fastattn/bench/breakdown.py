@@ -12,6 +12,7 @@ that bound it. The stopwatch replaces them for this sample alone; no other sampl
     arguments         the same for a batch of 0: only their arguments are read
     one thread        the same on one thread
     floor             an `autograd.Function` that does nothing, of as many tensors
+    torch             the same pass in PyTorch
 
 :func:`budget` are their differences, which add up to the call. The result file is that of the other
 benchmarks, with a part in place of a provider.
@@ -43,7 +44,7 @@ from fastattn.bench.providers.passes import Outputs, run_passes
 from fastattn.bench.results import CellResult, Outcome, Peak, Result, Round
 from fastattn.bench.stopwatch import Stopwatch
 
-__all__ = ["BUDGET", "budget", "lines", "measure", "microseconds"]
+__all__ = ["BUDGET", "budget", "columns", "lines", "measure", "microseconds"]
 
 SAMPLE_SECONDS = 0.002
 GUARD_SECONDS = 0.02
@@ -86,7 +87,10 @@ PARTS = {
     "arguments": Part("call", _natives, emptied=True),
     "one thread": Part("call", _natives, one_thread=True),
     "floor": Part("floor"),
+    "torch": Part("torch"),
 }
+# What stands beside the items.
+BESIDE = ("call", "floor", "torch")
 
 # The items of a budget, in the order of a call.
 BUDGET = {
@@ -118,24 +122,32 @@ def budget(ms: Mapping[str, float]) -> dict[str, float]:
 
 
 def microseconds(found: CellResult) -> dict[str, float]:
-    """The budget of a cell, the call and the floor.
+    """The budget of a cell, and what stands beside it, as far as it was measured.
 
     From the least time of each part: a median of a call that lasts microseconds is that of the
     machine's interruptions.
     """
-    ms = {name: min(turn.ms[name] for turn in found.rounds) for name in PARTS}
-    times = budget(ms) | {"call": ms["call"], "floor": ms["floor"]}
+    names = found.rounds[0].ms
+    ms = {name: min(turn.ms[name] for turn in found.rounds) for name in names}
+    times = budget(ms) | {name: ms[name] for name in BESIDE if name in ms}
     return {name: 1e3 * time for name, time in times.items()}
+
+
+def columns(result: Result) -> list[str]:
+    """The items, and what was measured beside them: older files have no call of PyTorch."""
+    measured = {name for found in result.cells for turn in found.rounds for name in turn.ms}
+    return [*BUDGET, *(name for name in BESIDE if name in measured)]
 
 
 def lines(result: Result) -> list[str]:
     """A table in microseconds."""
-    names = [*BUDGET, "call", "floor"]
+    names = columns(result)
     texts = ["".join(f"{name:>15}" for name in names) + "  us of"]
     for found in result.cells:
         if found.rounds:
             times = microseconds(found)
-            texts.append("".join(f"{times[name]:15.1f}" for name in names) + "  " + found.cell.name)
+            numbers = "".join(f"{times.get(name, math.nan):15.1f}" for name in names)
+            texts.append(f"{numbers}  {found.cell.name}")
     return texts
 
 
@@ -169,7 +181,8 @@ def _measured(cell: Cell, result: Result, rounds: int, order: random.Random) -> 
         found.outcomes = {"call": Outcome("WRONG", check.reason)}
         return found
     same = _same(cell, threads)
-    measured = [name for name in PARTS if name not in same]
+    parts = {name: part for name, part in PARTS.items() if part.within in samples.calls}
+    measured = [name for name in parts if name not in same]
     for name in measured:
         seconds = max(samples.seconds(name, 1) for _ in range(2))
         count = max(1, min(10_000, math.ceil(SAMPLE_SECONDS / max(seconds, 1e-6))))
@@ -225,6 +238,9 @@ class _Samples:
             "plain": forward,
             "floor": tuple if is_forward else floor,
         }
+        op = ops.get(cell.op)
+        if not op.why_not_theirs(cell):
+            self.calls["torch"] = run_passes(cell, *op.theirs(cell, inputs), inputs["grad_out"])
 
     def outputs(self) -> dict[str, Tensor]:
         return dict(zip(output_names(self.cell), self.calls["call"](), strict=True))
