@@ -90,6 +90,7 @@ MUTANTS = (
     Mutant("an_empty_block_is_whole", "mask_program.h", "seen - (cursor.state == 1 ? 1 : 0)", "seen - 1", source=FORWARD),
     Mutant("the_bits_of_a_block_are_those_of_a_key", "mask_program.h", "cursor.word += words_of(s);", "", source=FORWARD),
     Mutant("a_negated_leaf_is_not", "mask_program.h", "return s.negated ? ~seen : seen;", "return seen;", source=BACKWARD),
+    Mutant("a_biased_row_is_taken_as_it_is", "scores.h", "!all_change && !edge && !biased", "!all_change && !edge", source=FORWARD),
     Mutant("a_part_of_a_region_is_all_of_it", "mask_program.h", "same(r.whole, keys)", "r.whole.begin < r.whole.end", source=FORWARD),
     Mutant("one_operand_is_enough", "mask_program.h", "together ? all", "true ? all", source=FORWARD),
     Mutant("keys_of_one_operand_are_clear", "mask_program.h", "common(a.whole, b.whole)", "longer(a.whole, b.whole)", source=FORWARD),

@@ -200,17 +200,23 @@ FASTATTN_INLINE void apply_rule(const AttentionParams& p, const ScoreRule<T>& ru
     FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) maximum[n] = minus_inf;
   }
   const T scale = rule.natural && !capped ? rule.scale : T(1);
+  const bool all_change = scale != T(1) || bias.keys != nullptr || lanes.sloped();
   for (int64_t r = 0; r < rows; ++r) {
     const int64_t j = j0 + r;
     const bool edge = j < all.begin || j >= all.end;
     const bool biased = bias.tile != nullptr && (j < bias.clear.begin || j >= bias.clear.end);
+    T* row = S + r * kVectors * W;
+    if (!all_change && !edge && !biased) {
+      FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) maximum[n] =
+          max_of(maximum[n], load(row + n * W));
+      continue;
+    }
     // Lane l is query i0 + l; key j is visible to it iff low <= l <= high.
     const T low = j < p.k_begin         ? kInf<T>
                   : p.window_right >= 0 ? static_cast<T>(j - p.offset - p.window_right - i0)
                                         : -kInf<T>;
     const T high = p.window_left >= 0 ? static_cast<T>(j - p.offset + p.window_left - i0) : kInf<T>;
     const T distance = static_cast<T>(i0 + p.offset - j);
-    T* row = S + r * kVectors * W;
     FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) {
       const Vec<T> lane = lanes.queries(n);
       Vec<T> s = load(row + n * W) * scale;
