@@ -327,8 +327,8 @@ inline void read_gradients(const Named& from, AttentionParams& to) {
       std::make_tuple(field("grad_out", &P::grad_out), field("grad_lse", &P::grad_lse),
                       field("grad_weights", &P::grad_weights), field("grad_query", &P::grad_q),
                       field("grad_key", &P::grad_k), field("grad_value", &P::grad_v));
-  static const auto of_biases = std::make_tuple(
-      field("grad_sinks", &P::grad_sinks), field("grad_relative_bias", &P::grad_relative_bias));
+  static const auto of_biases =
+      std::make_tuple(field("grad_relative_bias", &P::grad_relative_bias));
   from.read(to, fields);
   from.read_given(to, of_biases);
 }

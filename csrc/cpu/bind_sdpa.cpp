@@ -60,7 +60,7 @@ void attention_forward(int dtype, const py::object& may_reduce, int threads, con
   kernels(p.dtype).attention_forward(p);
 }
 
-// gradients: see read_gradients; grad_mask; and partial, if it is.
+// gradients: see read_gradients and SinkGradients; grad_mask; and partial, if it is.
 void attention_backward(int dtype, const py::object& may_reduce, int threads,
                         const py::tuple& sizes, uintptr_t q, const py::tuple& q_stride, uintptr_t k,
                         const py::tuple& k_stride, uintptr_t v, const py::tuple& v_stride,
@@ -76,8 +76,10 @@ void attention_backward(int dtype, const py::object& may_reduce, int threads,
   read_gradients(named(gradients), p);
   named(gradients).read(p, mask);
   named(gradients).read_given(p, partial);
+  const SinkGradients of_sinks(named(gradients), p);
   py::gil_scoped_release release;
   kernels(p.dtype).attention_backward(p);
+  of_sinks.write();
 }
 
 }  // namespace

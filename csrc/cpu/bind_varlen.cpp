@@ -23,8 +23,8 @@ void check_starts(const int64_t* starts, int64_t count, int64_t rows, const std:
                                     " rows there are, got " + std::to_string(starts[count]));
 }
 
-// operands: see optional_arguments and read_mask_program. gradients: see read_gradients; and
-// bias_starts; None for the forward pass.
+// operands: see optional_arguments and read_mask_program. gradients: see read_gradients and
+// SinkGradients; and bias_starts; None for the forward pass.
 void varlen_attention(int dtype, const py::object& may_reduce, int threads, const py::tuple& sizes,
                       uintptr_t q, const py::tuple& q_stride, uintptr_t k,
                       const py::tuple& k_stride, uintptr_t v, const py::tuple& v_stride,
@@ -50,17 +50,19 @@ void varlen_attention(int dtype, const py::object& may_reduce, int threads, cons
   read_mask_program(named(operands), all, steps, true);
   static const auto bias_starts =
       std::make_tuple(field("bias_starts", &SequencesParams::bias_starts));
-  if (!gradients.is_none()) {
-    read_gradients(named(gradients), all);
-    named(gradients).read_given(t, bias_starts);
-  }
   const auto order = order_of_work(t);
   t.order = order.data();
-  py::gil_scoped_release release;
-  if (gradients.is_none())
+  if (gradients.is_none()) {
+    py::gil_scoped_release release;
     kernels(all.dtype).attention_sequences_forward(t);
-  else
-    kernels(all.dtype).attention_sequences_backward(t);
+    return;
+  }
+  read_gradients(named(gradients), all);
+  named(gradients).read_given(t, bias_starts);
+  const SinkGradients of_sinks(named(gradients), all);
+  py::gil_scoped_release release;
+  kernels(all.dtype).attention_sequences_backward(t);
+  of_sinks.write();
 }
 
 }  // namespace

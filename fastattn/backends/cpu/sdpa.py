@@ -161,8 +161,8 @@ def plain_attention_backward(
     }
     grad_sinks = None
     if sinks is not None:
-        grad_sinks = torch.zeros((batch, heads), dtype=torch.float64)
-        gradients["grad_sinks"] = grad_sinks.data_ptr()
+        grad_sinks = torch.empty(heads, dtype=sinks.dtype)
+        gradients["grad_sinks"] = grad_sinks.data_ptr(), (0, 1)
     _cpu.attention_backward(
         DTYPES[query.dtype],
         allows_bf16_parts,
@@ -181,9 +181,9 @@ def plain_attention_backward(
         _plain_operands(mask, sinks, program),
         gradients,
     )
-    if sinks is None or grad_sinks is None:
+    if grad_sinks is None:
         return grad_query, grad_key, grad_value
-    return grad_query, grad_key, grad_value, _summed(grad_sinks, sinks)
+    return grad_query, grad_key, grad_value, grad_sinks
 
 
 def scaled_dot_product_attention_backward(
@@ -230,9 +230,7 @@ def scaled_dot_product_attention_backward(
         )
     grad_sinks = None
     if sinks is not None:
-        grad_sinks = torch.zeros((batch, heads), dtype=torch.float64)
-        if keys == 0 and grad_lse is not None:
-            grad_sinks += torch.where(sinks == -math.inf, 0.0, grad_lse.sum(2))  # lse is the sink
+        grad_sinks = torch.zeros(sinks.shape, dtype=accumulator(query.dtype))
     grad_table = None
     if relative_bias is not None:
         relative_bias = table_for(query, relative_bias)
@@ -264,24 +262,20 @@ def scaled_dot_product_attention_backward(
             "grad_value": operand(grad_value),
             "grad_mask": None if grad_mask is None else broadcast_operand(grad_mask),
             "partial": options.partial,
-            "grad_sinks": address(grad_sinks),
+            "grad_sinks": None if grad_sinks is None else broadcast_operand(grad_sinks),
             "grad_relative_bias": address(grad_table),
         },
     )
     if grad_mask is not None and attn_mask is not None:
         grad_mask = grad_mask.to(attn_mask.dtype)
     if sinks is not None and grad_sinks is not None:
-        grad_sinks = _summed(grad_sinks, sinks)
+        if keys == 0 and grad_lse is not None:  # lse is the sink
+            of_rows = torch.where(sinks == -math.inf, 0.0, grad_lse.sum(2))
+            grad_sinks += of_rows.sum_to_size(sinks.shape)
+        grad_sinks = grad_sinks.to(sinks.dtype)
     if relative_bias is not None and grad_table is not None and relative_bias.shape[0] != batch:
         grad_table = grad_table.sum(0, True, dtype=torch.float64).to(relative_bias.dtype)
     return grad_query, grad_key, grad_value, grad_mask, grad_sinks, grad_table
-
-
-def _summed(grads: Tensor, sinks: Tensor) -> Tensor:
-    """The gradient of sinks [Hq] or [B|1, Hq] from those [B, Hq] of the sequences."""
-    if len(grads) > 1:  # the sum of one row takes PyTorch 4 us
-        grads = grads.sum_to_size(sinks.shape)
-    return grads.view(sinks.shape).to(sinks.dtype)
 
 
 def _operands(

@@ -10,9 +10,14 @@ from torch import Tensor
 
 from fastattn import _cpu
 from fastattn.backends._alloc import empty_output
-from fastattn.backends._operands import address, packed_operand, with_columns_together
+from fastattn.backends._operands import (
+    address,
+    broadcast_operand,
+    packed_operand,
+    with_columns_together,
+)
 from fastattn.backends._precision import allows_bf16_parts
-from fastattn.backends.cpu.operands import DTYPES, optional_operands
+from fastattn.backends.cpu.operands import DTYPES, accumulator, optional_operands
 from fastattn.backends.primitives import VarlenOptions
 
 
@@ -81,7 +86,8 @@ def varlen_attention_backward(
         for grad in grads:
             grad.zero_()
     batch, heads = len(starts[0]) - 1, query.shape[1]
-    grad_sinks = None if sinks is None else _grad_sinks(sinks, grad_lse, starts)
+    dtype = accumulator(query.dtype)
+    grad_sinks = None if sinks is None else torch.zeros(sinks.shape, dtype=dtype)
     parts = bias_starts = grad_table = None
     if relative_bias is not None:
         relative_bias = with_columns_together(relative_bias)
@@ -107,13 +113,15 @@ def varlen_attention_backward(
             "grad_query": packed_operand(grads[0]),
             "grad_key": packed_operand(grads[1]),
             "grad_value": packed_operand(grads[2]),
-            "grad_sinks": address(grad_sinks),
+            "grad_sinks": None if grad_sinks is None else broadcast_operand(grad_sinks),
             "grad_relative_bias": address(parts),
             "bias_starts": address(bias_starts),
         },
     )
     if sinks is not None and grad_sinks is not None:
-        grad_sinks = grad_sinks.sum_to_size(sinks.shape).to(sinks.dtype)
+        if grad_lse is not None:
+            grad_sinks += _of_sequences_without_keys(sinks, grad_lse, starts)
+        grad_sinks = grad_sinks.to(sinks.dtype)
     if relative_bias is not None and parts is not None:
         grad_table = _sum_of_tables(parts, sides.tolist(), relative_bias)
     return *grads, grad_sinks, grad_table
@@ -128,15 +136,15 @@ def _sum_of_tables(parts: Tensor, sides: list[int], table: Tensor) -> Tensor:
     return grad.to(table.dtype)[None]
 
 
-def _grad_sinks(sinks: Tensor, grad_lse: Tensor | None, starts: tuple[Tensor, Tensor]) -> Tensor:
-    """The gradient [B, Hq] of sequences without keys, whose lse is the sink; else 0 for now."""
+def _of_sequences_without_keys(
+    sinks: Tensor, grad_lse: Tensor, starts: tuple[Tensor, Tensor]
+) -> Tensor:
+    """What sequences without keys add to the gradient of sinks [1, Hq]: their lse is the sink."""
     q_starts, k_starts = starts
-    grad = torch.zeros((len(q_starts) - 1, sinks.shape[1]), dtype=torch.float64)
-    if grad_lse is not None:
-        for b in (k_starts.diff() == 0).nonzero().flatten().tolist():
-            of_heads = grad_lse[:, q_starts[b] : q_starts[b + 1]].sum(1)
-            grad[b] = torch.where(sinks[0] == -math.inf, 0.0, of_heads)
-    return grad
+    empty = (k_starts.diff() == 0).nonzero().flatten().tolist()
+    rows = [grad_lse[:, q_starts[b] : q_starts[b + 1]].sum(1) for b in empty]
+    of_heads = sum(rows, torch.zeros(sinks.shape[1], dtype=torch.float64))
+    return torch.where(sinks == -math.inf, 0.0, of_heads)
 
 
 def _run(
