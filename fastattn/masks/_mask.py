@@ -209,7 +209,22 @@ class _Combined(Mask):
         return all(both) if self.kind is Kind.ALL_OF else any(both)
 
     def _steps(self, call: Call) -> list[Kind | Leaf]:
-        return [*self.left._steps(call), *self.right._steps(call), self.kind]
+        left, right = self.left._steps(call), self.right._steps(call)
+        if self.kind is Kind.ALL_OF and _is_interval(left) and _is_interval(right):
+            return [_common(*left, *right)]  # one leaf to evaluate instead of two and an operator
+        return [*left, *right, self.kind]
+
+
+def _is_interval(steps: list[Kind | Leaf]) -> bool:
+    first, *others = steps
+    return not others and isinstance(first, Leaf) and first[:2] == (Kind.INTERVAL, False)
+
+
+def _common(a: Any, b: Any) -> Leaf:
+    """The keys that are in both of two intervals."""
+    (low, high), (other_low, other_high) = a.data.unbind(1), b.data.unbind(1)
+    data = torch.stack((torch.maximum(low, other_low), torch.minimum(high, other_high)), 1)
+    return Leaf(Kind.INTERVAL, False, data, data.shape[0])
 
 
 def _combined(kind: Kind, left: Mask, right: Any) -> Any:

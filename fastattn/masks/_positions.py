@@ -10,7 +10,16 @@ import torch
 from torch import Tensor
 
 from fastattn.backends._mask_program import Kind, Leaf
-from fastattn.masks._calls import CacheCall, Call, check_device, check_int, check_rows, integers
+from fastattn.eager import nothing_watches
+from fastattn.masks._calls import (
+    CacheCall,
+    Call,
+    DenseCall,
+    check_device,
+    check_int,
+    check_rows,
+    integers,
+)
 from fastattn.masks._mask import LeafMask, Mask
 
 __all__ = ["causal", "chunked", "document", "prefix_lm", "sliding_window"]
@@ -154,10 +163,34 @@ class _Documents(LeafMask):
 
     def _steps(self, call: Call) -> list[Kind | Leaf]:
         of_queries, of_keys = self._ids(call)
+        ends = _ends_of_documents(call, of_queries, of_keys)
+        if ends is not None:
+            return [Leaf(Kind.INTERVAL, self.negated, call.padded(ends), ends.shape[0])]
         queries, keys = call.padded(of_queries), call.padded(of_keys)
         rows = queries.shape[0] if keys.shape[0] == 1 else keys.shape[0]
         data = torch.cat([queries.expand(rows, -1), keys.expand(rows, -1)], 1)
         return [Leaf(Kind.IDS, self.negated, data, rows)]
+
+
+def _ends_of_documents(call: Call, queries: Tensor, keys: Tensor) -> Tensor | None:
+    """The first key of each query's document and the one after the last, [rows, 2, Lq].
+
+    None if the keys of a document are not next to each other, or if that cannot be read now.
+    """
+    if not isinstance(call, DenseCall) or not (queries.is_cpu and nothing_watches()):
+        return None
+    if min(call.q_len, call.k_len) == 0:
+        return None
+    queries, keys = (x.expand(max(len(queries), len(keys)), -1) for x in (queries, keys))
+    ids, order = keys.sort(dim=1, stable=True)
+    wanted = queries.contiguous()
+    begin, end = (torch.searchsorted(ids, wanted, right=after) for after in (False, True))
+    low = order.gather(1, begin.clamp(max=call.k_len - 1))
+    last = order.gather(1, (end - 1).clamp(min=0))
+    count = end - begin
+    if bool(((last - low != count - 1) & (count > 0)).any()):
+        return None
+    return torch.stack((low, low + count), 1).to(torch.int32)
 
 
 def document(ids: Tensor, key_ids: Tensor | None = None) -> Mask:

@@ -352,11 +352,17 @@ MASKS: dict[str, _Mask] = {
 
 
 # Masks of fastattn.masks, made from a case and a generator.
-def _documents(case: Case, draw: torch.Generator, rows: int = 1) -> masks.Mask:
-    """Up to five sorted documents; those of queries and keys begin at about the same share."""
+def _documents(
+    case: Case, draw: torch.Generator, rows: int = 1, *, returns: bool = False
+) -> masks.Mask:
+    """Up to five documents; those of queries and keys begin at about the same share.
+
+    If one ``returns``, the last one has the number of the first.
+    """
     starts = torch.rand((rows, 4), generator=draw).sort().values[:, :, None]
     of_queries, of_keys = ((torch.arange(n) >= starts * n).sum(1) for n in (case.q_len, case.k_len))
-    return masks.document(of_queries, of_keys)
+    numbers = 4 if returns else 5
+    return masks.document(of_queries % numbers, of_keys % numbers)
 
 
 def _groups(case: Case, draw: torch.Generator) -> masks.Mask:
@@ -404,8 +410,9 @@ PROGRAMS: dict[str, Callable[[Case, torch.Generator], masks.Mask]] = {
     ),
     "chunks": lambda case, draw: masks.chunked(48) & masks.causal(),
     "documents": lambda case, draw: _documents(case, draw) & masks.causal(),
-    "documents_b": lambda case, draw: _documents(case, draw, case.batch),
-    "not_documents": lambda case, draw: ~_documents(case, draw),
+    "documents_b": lambda case, draw: _documents(case, draw, case.batch, returns=True),
+    "returning": lambda case, draw: _documents(case, draw, returns=True) & masks.causal(),
+    "not_documents": lambda case, draw: ~_documents(case, draw, returns=True),
     "groups": _groups,
     "gap": lambda case, draw: masks.sliding_window(5, 0) | ~masks.sliding_window(20, -1),
     "function": lambda case, draw: _function(case, draw, _checkered),

@@ -104,6 +104,44 @@ def test_documents() -> None:
     assert torch.equal(dense(mixed, 200, 200), want.expand(2, 4, 200, 200))
 
 
+# Numbers of documents whose keys are next to each other, in any order and with other keys' numbers.
+TOGETHER = {
+    "sorted": ([0, 0, 1, 1, 1, 4], [0, 1, 1, 2, 4, 4]),
+    "padded": ([3, 3, 3, 7, -1, -1], [3, 3, 7, 7, 7, -1]),
+    "absent": ([9, 9, 5, 5, -4, 2], [5, 5, 0, 0, 2, 2]),
+    "one": ([1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]),
+}
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_documents_next_to_each_other_are_intervals(name: str) -> None:
+    of_queries, of_keys = (torch.tensor(ids) for ids in TOGETHER[name])
+    mask = masks.document(of_queries, of_keys.expand(2, 6))
+    want = (of_queries[:, None] == of_keys).expand(2, 4, 6, 6)
+    near = torch.tril(torch.ones(6, 6, dtype=torch.bool)).triu(-1)
+    for given, pairs in (
+        (mask, want),
+        (~mask, ~want),
+        (masks.causal() & mask & masks.sliding_window(1, -1), want & near),
+    ):
+        assert torch.equal(dense(given, 6, 6), pairs)
+        assert steps(given, 6) == 1
+
+
+@pytest.mark.parametrize("ids", [[0, 0, 1, 1, 1, 0], [0, 1, 0, 1, 0, 1]])
+def test_other_documents_keep_their_numbers(ids: list[int]) -> None:
+    own = torch.tensor([ids, [0, 0, 0, 0, 0, 0]])
+    mask = masks.document(own) & masks.causal()
+    want = (own[:, None, :, None] == own[:, None, None, :]).tril()
+    assert torch.equal(dense(mask, 6, 6), want.expand(2, 4, 6, 6))
+    assert steps(mask, 6) == 3
+
+
+def steps(mask: masks.Mask, length: int) -> int:
+    """How many leaves and operators its program has."""
+    return int(masks.program("test", mask, torch.empty(2, 4, length, 8), length, 0)[0])
+
+
 def striped(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return ((q - k) % (3 + b) == 0) & (q // 50 <= k // 40) | (h == 1) & (k < 128) & (q < 256)
 
@@ -151,7 +189,8 @@ def used_masks() -> dict[str, masks.Mask]:
     ids, of_keys = BATCH_IDS[:, :130], BATCH_IDS
     found["documents"] = masks.document(ids, of_keys)
     found["sorted-documents"] = masks.document(IDS[:130], IDS) & masks.causal()
-    found["not-documents"] = ~masks.document(IDS[:130], IDS)
+    found["returning-documents"] = masks.document(IDS[:130] % 4, IDS % 4) & masks.causal()
+    found["not-documents"] = ~masks.document(IDS[:130] % 4, IDS % 4)
     found["function"] = masks.from_function(striped, 2, 4, 130, 200)
     found["not-function"] = ~found["function"] & ~masks.causal()
     odd = create_block_mask(striped, None, 4, 130, 200, device="cpu", BLOCK_SIZE=(40, 24))
@@ -159,8 +198,11 @@ def used_masks() -> dict[str, masks.Mask]:
     return found
 
 
-@pytest.mark.parametrize("name", [*STRUCTURED, "documents", "sorted-documents", "not-documents",
-                                  "function", "not-function", "blocks"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [*STRUCTURED, "documents", "sorted-documents", "returning-documents", "not-documents",
+     "function", "not-function", "blocks"],
+)  # fmt: skip
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_attention_is_that_of_the_dense_mask(name: str, dtype: torch.dtype) -> None:
     mask = used_masks()[name]
@@ -340,7 +382,7 @@ def test_other_backends_decline() -> None:
 def test_a_program_that_is_not_valid_is_refused() -> None:
     query, key, value = (x[:, :2] for x in qkv(130, 200))
     odd = create_block_mask(striped, 2, None, 130, 200, device="cpu", BLOCK_SIZE=(40, 24))
-    mask = masks.document(IDS[:130], IDS) & masks.from_block_mask(odd) | masks.causal()
+    mask = masks.document(IDS[:130] % 4, IDS % 4) & masks.from_block_mask(odd) | masks.causal()
     program = masks.program("test", mask, query, 200, 0)
 
     def call(given: Tensor) -> Any:
