@@ -227,6 +227,7 @@ TABLES = {
     "operators": tables.family_table,
     "options": tables.options_table,
     "serving": tables.serving_table,
+    "masks": tables.serving_table,
     BREAKDOWN: tables.breakdown_table,
     PEERS: tables.peers_table,
     MODELS: tables.models_table,

@@ -207,7 +207,7 @@ def options_table(result: Result) -> Table:
 
 
 def serving_table(result: Result) -> Table:
-    """Time, speed-up over PyTorch in one call and in a loop over sequences, rates and memory."""
+    """Time, rates and memory, and the speed-up over PyTorch: in one call, in a loop, compiled."""
     rows = summary.summarise(result)
 
     def key(row: Row) -> tuple[str, str, str]:
@@ -216,23 +216,35 @@ def serving_table(result: Result) -> Table:
     found: dict[tuple[str, str, str], dict[str, Row]] = {}
     for row in rows:
         found.setdefault(key(row), {})[row["provider"]] = row
-    loops = any(of.get("torch@loop", {}).get("ms") for of in found.values())
-    values = ["ms", "times as fast as torch", *(["as a loop in torch"] if loops else [])]
+    ran = {row["provider"] for row in rows if row["ms"]}
+    others = {name: words for name, words in _OTHERS.items() if name in ran}
+    flex = ["torch-flex"] * ("torch-flex" in ran)
+    values = ["ms", "times as fast as torch", *others.values()]
     values += ["of the peak", "GB/s", "of the bandwidth", "MB", "MB, torch"]
+    values += [f"MB, {name}" for name in flex]
     lines = {}
     for name, of in found.items():
-        ours, loop = of["fastattn"], of.get("torch@loop")
+        ours = of["fastattn"]
         busy = ", busy" if ours["busy"] else ""
         bandwidth = ours["percent_of_bandwidth"]
         lines[name] = [
             f"{ours['ms']:.3g}",
             "–" if ours["speedup"] is None else f"{ours['speedup']:.2f}×{busy}",
-            *([f"{loop['ms'] / ours['ms']:.2f}×" if loop and loop["ms"] else "–"] * loops),
+            *(_times_as_fast(ours, of.get(other)) for other in others),
             *(f"{ours['percent_of_peak']:.0f} %", f"{ours['gbs']:.1f}"),
             "–" if bandwidth is None else f"{bandwidth:.0f} %",
             *(_megabytes(row) for row in (ours, of["torch"])),
+            *(_megabytes(of[other]) for other in flex),
         ]
     return Table(["cell", "pass", "dtype"], values, lines)
+
+
+# Ways of PyTorch beside its function, in the words of a heading.
+_OTHERS = {"torch@loop": "as a loop in torch", "torch-flex": "as FlexAttention, compiled"}
+
+
+def _times_as_fast(ours: Row, theirs: Row | None) -> str:
+    return f"{theirs['ms'] / ours['ms']:.2f}×" if theirs and theirs["ms"] else "–"
 
 
 def _name_of(row: Row) -> str:
