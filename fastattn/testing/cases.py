@@ -331,8 +331,8 @@ def _relative_biases() -> Iterator[Case]:
 def _programs() -> Iterator[Case]:
     """Masks of fastattn.masks, with each other option."""
     names = ("causal", "not_causal", "window", "not_window", "prefix", "chunks", "documents",
-             "documents_b", "returning", "not_documents", "groups", "function", "not_function",
-             "block_mask", "heads", "nothing", "many")  # fmt: skip
+             "documents_b", "not_documents", "groups", "function", "not_function", "block_mask",
+             "heads", "nothing", "many")  # fmt: skip
     base = Case("program", heads=4, kv_heads=2, q_len=70, k_len=130, grads=SCALED)
     wide = replace(base, batch=1, heads=2, kv_heads=1, k_len=1100, poison=True)
     for name in names:

@@ -409,9 +409,8 @@ PROGRAMS: dict[str, Callable[[Case, torch.Generator], masks.Mask]] = {
         torch.randint(0, case.k_len + 1, (case.batch,), generator=draw)
     ),
     "chunks": lambda case, draw: masks.chunked(48) & masks.causal(),
-    "documents": lambda case, draw: _documents(case, draw) & masks.causal(),
-    "documents_b": lambda case, draw: _documents(case, draw, case.batch, returns=True),
-    "returning": lambda case, draw: _documents(case, draw, returns=True) & masks.causal(),
+    "documents": lambda case, draw: _documents(case, draw, returns=True) & masks.causal(),
+    "documents_b": lambda case, draw: _documents(case, draw, case.batch),
     "not_documents": lambda case, draw: ~_documents(case, draw, returns=True),
     "groups": _groups,
     "gap": lambda case, draw: masks.sliding_window(5, 0) | ~masks.sliding_window(20, -1),
