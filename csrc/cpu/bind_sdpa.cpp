@@ -8,6 +8,7 @@
 #include "../relative_bias_arguments.h"
 #include "kernel_table.h"
 #include "mask_program.h"
+#include "memory.h"
 #include "sdpa_arguments.h"
 
 namespace py = pybind11;
@@ -57,6 +58,9 @@ void attention_forward(int dtype, const py::object& may_reduce, int threads, con
                                  k_stride, v, v_stride, out, out_stride, lse),
                 options, operands);
   py::gil_scoped_release release;
+  const int64_t weights =
+      p.B * (p.weights == Weights::per_head ? p.Hq : 1) * p.Lq * p.Lk * element_bytes(p.dtype);
+  if (p.weights != Weights::none) expect_to_fill(p.applied.data, static_cast<size_t>(weights));
   kernels(p.dtype).attention_forward(p);
 }
 

@@ -19,6 +19,9 @@ _OP = "attention_stats"
 # The number of queries whose weights are in memory at once. It is a constant, so the order of the
 # sums over queries does not depend on the batch.
 _BLOCK = 64
+# The weights whose logarithms are in memory at once. Larger results are pages new to the process
+# in each call, whose first touch costs more than the logarithms.
+_IN_CACHE = 1 << 20
 
 
 class AttentionStats(NamedTuple):
@@ -121,7 +124,7 @@ def attention_stats(
         if column_sums:
             sums = w.sum(2) if sums is None else sums + w.sum(2)
         if entropy:
-            put("entropy", begin, torch.special.entr(w).sum(-1))
+            put("entropy", begin, _entropy(w))
         if top_k:
             largest = w.topk(top_k, dim=-1)
             put("top_values", begin, largest.values)
@@ -137,6 +140,17 @@ def attention_stats(
         results.get("top_indices"),
         torch.stack([found[n] for n in chosen], 2) if chosen else None,
     )
+
+
+def _entropy(weights: Tensor) -> Tensor:
+    """Return -Σ w log w over the keys, with 0 log 0 = 0; weights are [B, Hq, n, Lk].
+
+    `torch.special.entr` takes the logarithms on the CPU one by one; `log` takes whole vectors.
+    """
+    smallest = torch.finfo(weights.dtype).tiny
+    heads = max(1, _IN_CACHE // max(1, weights[:, :1].numel()))
+    parts = (0 - (w.clamp_min(smallest).log() * w).sum(-1) for w in weights.split(heads, 1))
+    return torch.cat(tuple(parts), 1)
 
 
 def prepare(

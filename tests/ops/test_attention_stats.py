@@ -133,6 +133,16 @@ def test_the_matrix_of_weights_is_never_stored(native: Any) -> None:
         assert peak < 2 * 8192 * 8192 * 4 / 4, f"{peak / 1e6:.0f} MB"
 
 
+def test_a_weight_of_zero_has_a_finite_gradient_of_entropy(backend: str) -> None:
+    query = torch.tensor([[[[200.0, 0.0]]]], requires_grad=True)
+    key = torch.tensor([[[[1.0, 0.0], [-1.0, 0.5]]]], requires_grad=True)
+    stats = attention_stats(query, key, rows=[0])
+    assert stats.rows is not None
+    assert stats.rows[0, 0, 0].tolist() == [1.0, 0.0]  # visible, but too small for a float32
+    for gradient in torch.autograd.grad(stats.entropy.sum(), (query, key)):
+        assert torch.equal(gradient, torch.zeros_like(gradient))
+
+
 def test_differentiable(backend: str, generator: torch.Generator) -> None:
     query, key = operands((1, 2, 1, 66, 5), torch.float64, generator)
     query, key = query[:, :, :, :3].requires_grad_(), key[:, :, :, :3].requires_grad_()
