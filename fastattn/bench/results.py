@@ -53,6 +53,7 @@ class Round:
     guard          the peaks measured before and after, in GFLOP/s
     share          the least share of its threads' time that a measurement of the peak received
     attention      the share of a whole model's time that its attention took
+    read           the read bandwidth measured after it, in GB/s; 0 unless data comes from memory
     guard_seconds  the duration of the second measurement: about that of a provider's sample
     """
 
@@ -62,6 +63,7 @@ class Round:
     joules: dict[str, float] = field(default_factory=dict)
     guard_seconds: float = 0.01
     attention: dict[str, float] = field(default_factory=dict)
+    read: float = 0.0
 
 
 @dataclass

@@ -23,7 +23,13 @@ from fastattn.bench.peaks import KIND_OF_DTYPE
 from fastattn.bench.pool import START_SECONDS, ProviderError, WorkerProcess, usable_cpus
 from fastattn.bench.providers import DEFAULT, isa_of
 from fastattn.bench.results import CellResult, Journal, Outcome, Peak, Result, Round
-from fastattn.bench.summary import MIN_KEPT, QUIET, QUIET_SHARE, quiet_rounds
+from fastattn.bench.summary import (
+    MIN_KEPT,
+    QUIET,
+    QUIET_SHARE,
+    is_from_memory,
+    quiet_rounds,
+)
 
 PEAK_SECONDS = 0.2
 # A guard (a measurement of the peak beside a round) lasts as long as a provider's sample, within
@@ -291,6 +297,8 @@ class Runner:
             after = self._guard(kind, seconds, before[0])
             turn.guard = (before[0], after[0])
             turn.share = min(before[1], after[1])
+            if is_from_memory(self.result, found):
+                turn.read, _ = self._peak("read_bandwidth", seconds)
             found.rounds.append(turn)
             before = after
             if len(quiet_rounds(found.rounds)) >= self.settings.rounds:

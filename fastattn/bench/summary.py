@@ -156,12 +156,21 @@ def _metrics(
         metrics["impossible"] = low > 100 and _is_ceiling(result, cell, peak)
     bandwidth = result.peaks.get("read_bandwidth")
     metrics["intensity"] = cell.flops / cell.bytes_touched
-    if bandwidth is not None and _is_from_memory(result, cell):
-        metrics["percent_of_bandwidth"] = 100 * gbs / bandwidth.rate
+    # Other machines of a host share its memory, so the bandwidth varies within a run. Files without
+    # measurements beside the rounds have the best of the run.
+    read = [r.read or (0.0 if bandwidth is None else bandwidth.rate) for r in rounds]
+    from_memory = is_from_memory(result, cell) and min(read) > 0
+    if from_memory:
+        metrics["percent_of_bandwidth"] = stats.median(
+            [
+                cell.bytes_touched / r.ms[provider] / 1e4 / x
+                for r, x in zip(rounds, read, strict=True)
+            ]
+        )
     if peak is not None:
         metrics["roof_gflops"] = roof = beside
-        if bandwidth is not None and _is_from_memory(result, cell):
-            metrics["roof_gflops"] = roof = min(roof, bandwidth.rate * metrics["intensity"])
+        if from_memory:
+            metrics["roof_gflops"] = roof = min(roof, stats.median(read) * metrics["intensity"])
         metrics["percent_of_roof"] = 100 * gflops / roof
     used = [r.joules[provider] for r in rounds if provider in r.joules]
     metrics["joules"] = stats.median(used) if used else None
@@ -183,7 +192,7 @@ def _of_model(cell: CellResult, rounds: list[Round], provider: str, ms: float) -
     return found
 
 
-def _is_from_memory(result: Result, cell: CellResult) -> bool:
+def is_from_memory(result: Result, cell: CellResult) -> bool:
     """Whether data is read from memory: caches are flushed, or are much smaller than the data."""
     cache = result.environment.get("last_cache", _CACHE_OF_OLD_FILES)
     return result.settings.get("cache") == "cold" or cell.bytes_touched > _BEYOND_CACHES * cache

@@ -252,6 +252,18 @@ def test_the_share_of_the_peak_is_that_of_the_peak_beside_it() -> None:
     assert (row["percent_low"], row["percent_high"]) == (pytest.approx(80), pytest.approx(80))
 
 
+def test_the_share_of_the_bandwidth_is_that_of_the_bandwidth_beside_it() -> None:
+    """Another machine of the host takes half of the memory's bandwidth in the middle of a cell."""
+    alone = [Round((1e3, 1e3), {"torch": 4.0, "ours": 2.0}, read=40.0) for _ in range(3)]
+    shared = [Round((1e3, 1e3), {"torch": 8.0, "ours": 4.0}, read=20.0) for _ in range(3)]
+    result = a_result(alone + shared)
+    result.settings["cache"] = "cold"
+    row = summary.summarise(result)[1]
+    expected = 100 * result.cells[0].bytes_touched / 2e-3 / 40e9
+    assert row["percent_of_bandwidth"] == pytest.approx(expected)
+    assert row["roof_gflops"] == pytest.approx(min(1e3, 30 * row["intensity"]))
+
+
 def test_beyond_the_measured_peak_is_impossible(capsys: pytest.CaptureFixture[str]) -> None:
     rounds = [Round((400.0, 390.0), {"torch": 4.0, "ours": 2.0}) for _ in range(3)]
     result = a_result(rounds)
