@@ -18,6 +18,7 @@ COMMANDS = {
     "bench": ("fastattn.bench.cli", "compare the speed with PyTorch and other libraries"),
     "explain": ("fastattn._explain", "show which backend runs a call, and why not the others"),
     "tune": ("fastattn.tune", "measure what is fastest on this machine, and use it"),
+    "kernel": ("fastattn._kernel", "write the local kernel that transformers loads as flash"),
 }
 
 EXIT_CODES = """\

@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
+from fastattn.bias import T5
+from fastattn.masks import Mask
 from fastattn.ops.decode import decode_attention
 from fastattn.ops.sdpa import scaled_dot_product_attention
 from fastattn.ops.varlen import varlen_attention
@@ -37,6 +39,8 @@ def flash_attn_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    *,
+    s_aux: Tensor | None = None,
 ) -> Any:
     """:func:`fastattn.scaled_dot_product_attention` of q, k, v [B, L, H, D].
 
@@ -59,6 +63,7 @@ def flash_attn_func(
         window=window_size,
         softcap=softcap or None,
         alibi_slopes=alibi_slopes,
+        sinks=s_aux,
         causal_alignment="bottom_right",
         return_lse=return_attn_probs,
     )
@@ -114,6 +119,8 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
+    *,
+    s_aux: Tensor | None = None,
 ) -> Any:
     """:func:`fastattn.varlen_attention` of packed q, k, v [T, H, D].
 
@@ -140,6 +147,7 @@ def flash_attn_varlen_func(
         window=window_size,
         softcap=softcap or None,
         alibi_slopes=alibi_slopes,
+        sinks=s_aux,
         causal_alignment="bottom_right",
         return_lse=return_attn_probs,
     )
@@ -166,21 +174,29 @@ def flash_attn_with_kvcache(
     alibi_slopes: Tensor | None = None,
     num_splits: int = 0,
     return_softmax_lse: bool = False,
+    *,
+    rotary_positions: Tensor | None = None,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
+    relative_bias: Tensor | T5 | None = None,
+    mask: Mask | None = None,
+    s_aux: Tensor | None = None,
 ) -> Any:
     """:func:`fastattn.decode_attention` of q [B, Lq, H, D]; k and v are written into the cache.
 
     ``num_splits`` is ignored: a split depends on a sequence's own length alone, so its bits do not
-    depend on the batch. Raises NotImplementedError for a rotation of fewer queries than new keys,
-    and for one of several queries that is neither causal nor in a window: flash-attn gives them
-    other positions than those of the new tokens.
+    depend on the batch. Without ``rotary_positions``, raises NotImplementedError for a rotation of
+    fewer queries than new keys, and for one of several queries that is neither causal nor in a
+    window nor under a mask: flash-attn gives them other positions than those of the new tokens.
     """
-    if rotary_cos is not None and k is not None and q.shape[1] != k.shape[1]:
+    as_flash = rotary_cos is not None and rotary_positions is None
+    if as_flash and k is not None and q.shape[1] != k.shape[1]:
         raise NotImplementedError(
             "flash_attn_with_kvcache: with rotary_cos each new key must have its query, got "
             f"{q.shape[1]} queries and {k.shape[1]} new keys; else rotate q and k before the call"
         )
-    ordered = causal or tuple(window_size) != (-1, -1)
-    if rotary_cos is not None and not ordered and q.shape[1] > 1:
+    ordered = causal or tuple(window_size) != (-1, -1) or mask is not None
+    if as_flash and not ordered and q.shape[1] > 1:
         raise NotImplementedError(
             "flash_attn_with_kvcache: rotary_cos with several queries must be causal or in a "
             "window; else rotate q and k before the call"
@@ -192,6 +208,8 @@ def flash_attn_with_kvcache(
         cache_seqlens,
         key=k,
         value=v,
+        key_scales=key_scales,
+        value_scales=value_scales,
         block_table=block_table,
         cache_batch_idx=cache_batch_idx,
         cache_leftpad=cache_leftpad,
@@ -200,9 +218,13 @@ def flash_attn_with_kvcache(
         window=window_size,
         softcap=softcap or None,
         alibi_slopes=alibi_slopes,
+        sinks=s_aux,
+        relative_bias=relative_bias,
+        mask=mask,
         rotary_cos=rotary_cos,
         rotary_sin=rotary_sin,
         rotary_interleaved=rotary_interleaved,
+        rotary_positions=rotary_positions,
         layout="bnhd",
         return_lse=return_softmax_lse,
     )

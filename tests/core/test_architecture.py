@@ -23,7 +23,7 @@ FLOORS = (
     "fastattn",
     "testing",
     "bench info spelling",
-    "_explain doctor tune tune_cpu verify",
+    "_explain _kernel doctor tune tune_cpu verify",
     "cli __main__",
 )
 FLOOR = {name: n for n, names in enumerate(FLOORS) for name in names.split()}

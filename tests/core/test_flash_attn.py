@@ -8,7 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastattn import decode_attention, flash_attn, scaled_dot_product_attention, varlen_attention
+from fastattn import (
+    decode_attention,
+    flash_attn,
+    masks,
+    scaled_dot_product_attention,
+    varlen_attention,
+)
 
 # Of flash-attn 2.8, in order: https://github.com/Dao-AILab/flash-attention
 _COMMON = "dropout_p softmax_scale causal window_size softcap alibi_slopes deterministic "
@@ -20,6 +26,13 @@ SIGNATURES = {
     "flash_attn_with_kvcache": "q k_cache v_cache k v rotary_cos rotary_sin cache_seqlens "
     "cache_batch_idx cache_leftpad block_table softmax_scale causal window_size softcap "
     "rotary_interleaved alibi_slopes num_splits return_softmax_lse",
+}
+# By name, at the end.
+ADDED = {
+    "flash_attn_func": "s_aux",
+    "flash_attn_qkvpacked_func": "",
+    "flash_attn_varlen_func": "s_aux",
+    "flash_attn_with_kvcache": "rotary_positions key_scales value_scales relative_bias mask s_aux",
 }
 
 
@@ -36,7 +49,9 @@ def transposed(tensors: list[Tensor]) -> list[Tensor]:
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_the_arguments_are_those_of_flash_attn(name: str) -> None:
     parameters = inspect.signature(getattr(flash_attn, name)).parameters
-    assert list(parameters) == SIGNATURES[name].split()
+    by_name = [n for n, x in parameters.items() if x.kind is inspect.Parameter.KEYWORD_ONLY]
+    assert by_name == ADDED[name].split()
+    assert list(parameters) == SIGNATURES[name].split() + by_name
 
 
 def test_func_is_bottom_right_and_grouped(qkv: list[Tensor]) -> None:
@@ -124,6 +139,47 @@ def test_with_kvcache_rotates(qkv: list[Tensor], interleaved: bool) -> None:
         rotary_interleaved=interleaved,
     )  # fmt: skip
     assert torch.equal(got, want)
+
+
+def test_sinks_are_s_aux(qkv: list[Tensor]) -> None:
+    sinks = torch.randn(4)
+    out = flash_attn.flash_attn_func(*qkv, causal=True, s_aux=sinks)
+    given = {"enable_gqa": True, "causal_alignment": "bottom_right", "sinks": sinks}
+    want = scaled_dot_product_attention(*transposed(qkv), is_causal=True, **given)
+    assert torch.equal(out.transpose(1, 2), want)
+    q_ends, k_ends = torch.tensor([0, 5, 10]), torch.tensor([0, 9, 18])
+    flat = (*(x.flatten(0, 1) for x in qkv), q_ends, k_ends, 5, 9)
+    packed = flash_attn.flash_attn_varlen_func(*flat, causal=True, s_aux=sinks)
+    assert torch.equal(packed.unflatten(0, (2, 5)), out)
+    cached = flash_attn.flash_attn_with_kvcache(*qkv, causal=True, s_aux=sinks)
+    torch.testing.assert_close(cached, out)
+
+
+def test_with_kvcache_takes_the_options_of_decoding(qkv: list[Tensor]) -> None:
+    q, k, v = qkv
+    tree = masks.draft_tree(torch.eye(5, dtype=torch.bool))
+    turns = torch.randn(20, 4)
+    given = {
+        "rotary_cos": turns.cos(),
+        "rotary_sin": turns.sin(),
+        "rotary_positions": torch.tensor([4, 5, 5, 5, 5]),
+        "relative_bias": torch.randn(4, 2 * 9 - 1),
+        "mask": tree,
+    }
+    found = []
+    for name in ("decode_attention", "flash_attn_with_kvcache"):
+        caches = [torch.zeros(2, 20, 2, 8, dtype=torch.int8) for _ in range(2)]
+        scales = {f"{kind}_scales": torch.ones(2, 20, 2) for kind in ("key", "value")}
+        if name == "decode_attention":
+            new = {"key": k[:, :5], "value": v[:, :5], "layout": "bnhd"}
+            out = decode_attention(q, *caches, 4, **new, **scales, **given, sinks=turns[0])
+        else:
+            new = {"k": k[:, :5], "v": v[:, :5], "cache_seqlens": 4, "rotary_interleaved": False}
+            out = flash_attn.flash_attn_with_kvcache(
+                q, *caches, **new, **scales, **given, s_aux=turns[0]
+            )
+        found.append((out, *caches, *scales.values()))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def test_what_is_not_there_says_so(qkv: list[Tensor]) -> None:
