@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
+from fastattn.bench import ops
 from fastattn.bench.cells import Cell
 from fastattn.bench.peaks import UNIT_NAMES
 from fastattn.bench.results import CellResult, Result
@@ -33,6 +34,14 @@ DEFAULT_METRICS = ("time", "gflops", "peak", "memory", "error", "speedup")
 
 # For whole models: also the share of time in attention, and the largest possible speed-up.
 MODEL_METRICS = ("time", "rate", "memory", "error", "attention", "speedup")
+# For steps of a server, whose limit is reading or arithmetic.
+STEP_METRICS = ("time", "rate", "peak", "memory", "error", "speedup")
+
+
+def default_metrics(cells: Sequence[Cell]) -> Sequence[str]:
+    if all(cell.op in ops.MODELS for cell in cells):
+        return MODEL_METRICS
+    return STEP_METRICS if all(ops.get(cell.op).items(cell) for cell in cells) else DEFAULT_METRICS
 
 
 def columns_of(metrics: Sequence[str]) -> list[str]:

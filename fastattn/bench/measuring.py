@@ -41,8 +41,7 @@ def run(args: argparse.Namespace) -> int:
     cells = [dataclasses.replace(cell, device=args.device) for cell in cells_of(args)]
     if args.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: PyTorch finds no GPU here")
-    only_models = all(cell.op in ops.MODELS for cell in cells)
-    metrics = args.metric or (display.MODEL_METRICS if only_models else display.DEFAULT_METRICS)
+    metrics = args.metric or display.default_metrics(cells)
     check_names("--metric", metrics, tuple(display.METRICS))
     _check_settings(args)
     _require(cells)

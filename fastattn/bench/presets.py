@@ -110,6 +110,18 @@ _DECODE = Template(
 _DECODE_CACHE = Template(
     "Llama 3 8B decode_attention, cache 4096", "decode", "B=1,H=32,Hkv=8,Lk=4096,D=128"
 )
+
+
+def _serving(shape: str, mask: str = "none") -> list[Template]:
+    """A step of a server, on caches of fp32, bf16 and int8."""
+    label = f"Llama 3 8B, {'prompt' if mask == 'causal' else 'next token'}"
+    shape = f"{shape},H=32,Hkv=8,D=128"
+    return [
+        Template(label, "decode", shape, mask),
+        Template(f"{label}, int8", "decode", shape, mask, dtypes=("bf16",), option="int8"),
+    ]
+
+
 # The base model of Vaswani et al. 2017, width 512 and 8 heads; sentences are half as long as the
 # longest of their batch.
 _PADDED_SHAPE = "B=16,L=256,E=512,H=8"
@@ -249,6 +261,16 @@ PRESETS: dict[str, Preset] = {
         "the next token on a cache of 4096: Llama 3 8B and Llama 2 7B",
         [_DECODE_GQA, _DECODE, _DECODE_CACHE],
     ),
+    "serving": Preset(
+        "the next token at batch 1 to 64 and prompts, caches of up to 32768 keys: Llama 3 8B",
+        [
+            *_serving("B=1,Lk=1024:32768:x32"),
+            *_serving("B=8,Lk=4096"),
+            *_serving("B=64,Lk=1024"),
+            *_serving("B=1|8,Lq=512,Lk=512", "causal"),
+            *_serving("B=1,Lq=128,Lk=32768", "causal"),
+        ],
+    ),
     "padded": Preset(
         "16 sentences padded to 256 tokens, half of them padding: width 512, 8 heads",
         [_PADDED, _PADDED_WEIGHTS, _PADDED_CORE, _PACKED, _PADDED_LAYER],
@@ -265,7 +287,9 @@ PRESETS: dict[str, Preset] = {
         [template for templates in WHOLE_MODELS.values() for template in templates],
     ),
 }
-MODEL_PRESETS = tuple(name for name in PRESETS if name not in ("quick", "dropin", "models"))
+MODEL_PRESETS = tuple(
+    name for name in PRESETS if name not in ("quick", "dropin", "serving", "models")
+)
 
 
 def model_cells(

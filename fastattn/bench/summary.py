@@ -179,7 +179,7 @@ def _metrics(
 
 
 def _of_model(cell: CellResult, rounds: list[Round], provider: str, ms: float) -> dict[str, Any]:
-    """For a whole model: items per second, and the share of its time that attention takes.
+    """Items per second; for a whole model, also the share of its time that attention takes.
 
     speedup_limit   the speed-up of the model if its attention took no time (Amdahl 1967)
     """

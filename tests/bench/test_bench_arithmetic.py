@@ -17,6 +17,7 @@ from fastattn.bench.cells import (
     visible_pairs,
 )
 from fastattn.bench.peaks import kind_of
+from fastattn.bench.presets import preset_cells
 from fastattn.bench.results import Round
 
 
@@ -146,6 +147,30 @@ def test_pages_of_a_cache_are_in_random_order() -> None:
     assert sorted(table.flatten().tolist()) == list(range(24)) != table.flatten().tolist()
     # [pages, Hkv, P, D]: those of a sequence, in its order, are its keys.
     assert torch.equal(keys[table].transpose(1, 2).flatten(2, 3), drawn["key"])
+
+
+def test_an_int8_cache_has_bytes_and_scales_of_the_numbers_that_torch_gets() -> None:
+    cell = cell_of("decode", "B=2,H=4,Hkv=2,Lk=12,D=8,P=3", dtype="bf16", option="int8")
+    assert bytes_touched(cell) == 2 * (2 * 2 * 4 * 8) + 2 * 2 * 12 * 2 * (8 + 4)
+    drawn = inputs.make_inputs(cell, 0)
+    (_, keys, _), options = ops.get("decode").arguments(cell, drawn)
+    assert keys.dtype == torch.int8
+    rows = keys[options["block_table"].long()] * options["key_scales"][0, 0, 0]
+    assert torch.equal(rows.transpose(1, 2).flatten(2, 3), drawn["key"].float())
+
+
+def test_steps_of_a_server_show_tokens_a_second() -> None:
+    cells = preset_cells("serving")
+    assert display.default_metrics(cells) == display.STEP_METRICS
+    assert {(c.dtype, c.option) for c in cells} == {
+        ("fp32", "none"), ("bf16", "none"), ("bf16", "int8")
+    }  # fmt: skip
+    assert {c["B"] for c in cells} == {1, 8, 64}
+    assert max(c["Lk"] for c in cells) == 32768
+    assert ops.get("decode").items(cell_of("decode", "B=3,Lq=5,Lk=9")) == (15, "tokens")
+    mixed = [*cells, cell_of("sdpa", SMALL["sdpa"])]
+    assert display.default_metrics(mixed) == display.DEFAULT_METRICS
+    assert display.default_metrics(preset_cells("models")) == display.MODEL_METRICS
 
 
 def test_a_cell_of_a_result_may_be_older_than_a_size() -> None:

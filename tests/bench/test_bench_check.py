@@ -69,8 +69,9 @@ def cells_to_check() -> list[Cell]:
             for passes in ("bwd", "fwd+bwd")
         ),
         *(
-            cell_of("decode", shape, mask=mask, option="t5")
+            cell_of("decode", shape, mask=mask, option=option)
             for mask in ("none", "window")
+            for option in ops.get("decode").OPTIONS[1:]
             for shape in (SMALL["decode"], "B=2,H=4,Hkv=2,Lk=150,D=8,P=25")
         ),
     ]
@@ -208,7 +209,7 @@ def test_an_output_has_the_dtype_that_its_operator_gives_it() -> None:
 
 
 def test_a_long_cell_is_checked_by_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastattn.bench.ops.sdpa.PAIRS_CHECKED", 2 * 2 * 5 * 7)
+    monkeypatch.setattr("fastattn.bench.ops._attention.PAIRS_CHECKED", 2 * 2 * 5 * 7)
     monkeypatch.setattr("fastattn.bench.ops.sdpa._SCORES_AT_ONCE", 2 * 7 * 2)  # two rows of queries
     cell = dataclasses.replace(TINY, mask="causal", passes="fwd+bwd")
     oracle = Oracle(cell, 0)

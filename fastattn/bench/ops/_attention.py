@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import random
+from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -10,7 +13,50 @@ from torch.nn.functional import embedding
 
 from fastattn.bench.cells import DOCUMENTS, Cell, keys_of
 from fastattn.bench.inputs import Draw
-from fastattn.bench.ops._base import Inputs, Outputs
+from fastattn.bench.ops._base import Inputs, Operator, Outputs
+
+PAIRS_CHECKED = 1 << 26
+PAIRS_OF_FEW = 1 << 22
+
+
+class SampledHeads(Operator):
+    """An attention with the sizes B, H, Hkv, Lq and Lk; the check of a long one takes a sample."""
+
+    JOINT: ClassVar[Sequence[str]] = ()  # options with an input of all heads: they are not sampled
+
+    def parts(self, cell: Cell, seed: int, *, few: bool = False) -> list[tuple[int, ...]]:
+        """A sample of (sequence, key head), because they do not depend on each other.
+
+        If the weights are averaged over the heads, a sample of sequences.
+        """
+        pairs = cell["B"] * cell["H"] * cell["Lq"] * cell["Lk"]
+        most = PAIRS_OF_FEW if few else PAIRS_CHECKED
+        if pairs <= most or cell.option in self.JOINT:
+            return [()]
+        heads = [()] if cell.weights == "average" else [(h,) for h in range(cell["Hkv"])]
+        units = [(b, *h) for b in range(cell["B"]) for h in heads]
+        count = max(1, most * len(units) // pairs)
+        return sorted(random.Random(seed).sample(units, count))
+
+    def part(self, cell: Cell, name: str, x: Tensor, where: tuple[int, ...]) -> Tensor:
+        """Slices the batch and the heads, except for broadcast dimensions."""
+        if not where:
+            return x
+        if name == "attn_mask":
+            x = x.expand((*[1] * (4 - x.dim()), *x.shape)) if x.dim() < 4 else x
+        b = where[0] if x.shape[0] > 1 else 0
+        x = x[b : b + 1]
+        if len(where) == 1 or x.dim() < 4 or x.shape[1] == 1:
+            return x
+        group = x.shape[1] // cell["Hkv"]
+        return x[:, where[1] * group : (where[1] + 1) * group]
+
+    def coverage(self, cell: Cell, parts: list[tuple[int, ...]]) -> str:
+        if parts == [()]:
+            return "all"
+        if len(parts[0]) == 1:
+            return f"{len(parts)} of {cell['B']} sequences"
+        return f"{len(parts)} of {cell['B'] * cell['Hkv']} (sequence, head)"
 
 
 def visible_keys(cell: Cell, draw: Draw) -> Tensor | None:

@@ -55,7 +55,7 @@ class Operator:
         """Imports the packages of this operator; an ImportError says what to install."""
 
     def items(self, cell: Cell) -> tuple[float, str] | None:
-        """The items that a call of a whole model processes, and their unit; else None."""
+        """What a call processes, such as tokens, and its unit; None if that is no measure of it."""
         return None
 
     def check(self, sizes: Mapping[str, int]) -> None:

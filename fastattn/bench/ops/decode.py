@@ -1,7 +1,8 @@
 """`decode_attention`: attention of the newest tokens to a cache of keys and values; no gradient.
 
 A paged cache has its pages in random order. torch has no paged caches and reads a contiguous one.
-The newest tokens are at the last positions; torch gets masks and biases of all pairs.
+The newest tokens are at the last positions; torch gets masks and biases of all pairs. With the
+option int8 the cache is quantised; its numbers are exact in bf16, of which torch gets a cache.
 """
 
 from __future__ import annotations
@@ -14,20 +15,23 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from fastattn import masks
-from fastattn.bench.cells import Cell, keys_of, prefix_length, window_width
+from fastattn.bench.cells import DTYPE_BYTES, Cell, keys_of, prefix_length, window_width
 from fastattn.bench.inputs import Draw
 from fastattn.bench.ops._attention import (
+    SampledHeads,
     attend,
     distances,
     document_ids,
     t5_biases,
     visible_to_last,
 )
-from fastattn.bench.ops._base import Inputs, Operator, Outputs, Prepared, Sizes
+from fastattn.bench.ops._base import Inputs, Outputs, Prepared, Sizes
 from fastattn.bias import T5
 
+_STEP = 2.0**-5  # between the numbers of an int8 cache
 
-class Decode(Operator):
+
+class Decode(SampledHeads):
     FUNCTION = "decode_attention"
     ABOUT = (
         "the newest Lq tokens and a full cache of Lk, [B, H, Lq, D], [B, Hkv, Lk, D]; with P, in "
@@ -35,10 +39,11 @@ class Decode(Operator):
     )
     TORCH = "F.scaled_dot_product_attention on the contiguous cache"
     SIZES: ClassVar[Sizes] = {"B": 1, "H": 32, "Hkv": 8, "Lq": 1, "Lk": 4096, "D": 128, "P": 0}
-    MASKS = ("none", "documents", "prefix", "window")
-    OPTIONS = ("none", "t5")
+    MASKS = ("none", "causal", "documents", "prefix", "window")
+    OPTIONS = ("none", "t5", "int8")
+    JOINT = ("t5",)
     PASSES = ("fwd",)
-    TINY: ClassVar[Mapping[str, int]] = {**Operator.TINY, "P": 1}
+    TINY: ClassVar[Mapping[str, int]] = {**SampledHeads.TINY, "P": 1}
     SHAPES: ClassVar = {"query": "B H Lq D", "key": "B Hkv Lk D", "value": "B Hkv Lk D"}
     OUTPUT = "B H Lq D"
 
@@ -55,13 +60,22 @@ class Decode(Operator):
         pairs = cell["B"] * sum(map(len, _keys(cell)))
         return 4 * pairs * cell["H"] * cell["D"], 0
 
+    def items(self, cell: Cell) -> tuple[float, str]:
+        return cell["B"] * cell["Lq"], "tokens"
+
+    def elements(self, cell: Cell) -> tuple[int, int]:
+        queries = cell["B"] * cell["H"] * cell["Lq"] * cell["D"]
+        return queries + _cached(cell, cell["Lk"]), queries
+
     def unread(self, cell: Cell) -> int:
         seen = _keys(cell)
-        beyond = cell["Lk"] - (seen[-1].stop - seen[0].start)
-        return cell["B"] * cell["Hkv"] * beyond * 2 * cell["D"]
+        return _cached(cell, cell["Lk"] - (seen[-1].stop - seen[0].start))
 
     def inputs(self, cell: Cell, draw: Draw) -> Inputs:
         inputs = super().inputs(cell, draw)
+        if cell.option == "int8":
+            for name in ("key", "value"):
+                inputs[name] = (inputs[name] / _STEP).round().clamp(-127, 127) * _STEP
         if cell.option == "t5":
             inputs["buckets"] = draw.normal(32, cell["H"])
         if cell["P"]:
@@ -72,18 +86,26 @@ class Decode(Operator):
 
     def arguments(self, cell: Cell, inputs: Inputs) -> tuple[Sequence[Any], dict[str, Any]]:
         query, key, value = self.leaves(inputs)
-        options: dict[str, Any] = {"mask": _mask(cell)}
+        options: dict[str, Any] = {"mask": _mask(cell), "is_causal": cell.mask == "causal"}
         if cell.option == "t5":
             options["relative_bias"] = T5(inputs["buckets"], bidirectional=False)
-        if not cell["P"]:
-            return [query, key, value], options
-        table = inputs["block_table"]
-        pages = [_in_pages(x, table, cell["P"]) for x in (key, value)]
-        return [query, *pages], options | {"block_table": table}
+        if cell.option == "int8":
+            key, value = ((x / _STEP).to(torch.int8) for x in (key, value))
+        if cell["P"]:
+            table = options["block_table"] = inputs["block_table"]
+            key, value = (_in_pages(x, table, cell["P"]) for x in (key, value))
+        if cell.option == "int8":
+            for name in ("key_scales", "value_scales"):
+                options[name] = torch.full(key.shape[:3], _STEP, device=key.device)
+        return [query, key, value], options
 
     def theirs(self, cell: Cell, inputs: Inputs) -> Prepared:
         query, key, value = leaves = self.leaves(inputs)
         grouped = cell["H"] != cell["Hkv"]
+        if cell.mask == "causal" and cell["Lq"] == cell["Lk"] and cell.option != "t5":
+            return lambda: (
+                scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped),
+            ), leaves
         visible, bias = _pairs(cell, inputs)
         # Of three dimensions, PyTorch's fused kernel would refuse it.
         mask = bias[None] if visible is None and bias is not None else visible
@@ -98,6 +120,14 @@ class Decode(Operator):
     def plain(self, cell: Cell, inputs: Inputs) -> Outputs:
         query, key, value = self.leaves(inputs)
         return attend(query, key, value, *_pairs(cell, inputs))[:1]
+
+
+def _cached(cell: Cell, rows: int) -> int:
+    """The elements of the cell's dtype in the memory of so many cached rows of each head."""
+    row = 2 * cell["D"]
+    if cell.option == "int8":
+        row = (row + 2 * 4) // DTYPE_BYTES[cell.dtype]  # with two scales
+    return cell["B"] * cell["Hkv"] * rows * row
 
 
 def _keys(cell: Cell) -> list[range]:

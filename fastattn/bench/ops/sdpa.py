@@ -10,7 +10,6 @@ products, the forward two:
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -23,6 +22,7 @@ from fastattn.backends.reference._dropout import dropout_keep, kept_scale
 from fastattn.bench.cells import Cell, window_width
 from fastattn.bench.inputs import Draw
 from fastattn.bench.ops._attention import (
+    SampledHeads,
     distances,
     document_ids,
     softmax_of,
@@ -31,17 +31,15 @@ from fastattn.bench.ops._attention import (
     visible_keys,
     with_weights,
 )
-from fastattn.bench.ops._base import Inputs, Operator, Outputs, Prepared, Sizes, gradients
+from fastattn.bench.ops._base import Inputs, Outputs, Prepared, Sizes, gradients
 from fastattn.checks import draw_seed
 
-PAIRS_CHECKED = 1 << 26
-_PAIRS_OF_FEW = 1 << 22
 _SCORES_AT_ONCE = 1 << 23  # 64 MB in fp64
 _SOFTCAP = 2.0  # small compared to the scores, so that a wrong one is visible in 16 bits
 _DROPOUT = 0.1
 
 
-class Sdpa(Operator):
+class Sdpa(SampledHeads):
     FUNCTION = "scaled_dot_product_attention"
     ABOUT = "softmax(Q Kᵀ / √D) V on [B, H, Lq, D], [B, Hkv, Lk, D], [B, Hkv, Lk, Dv]"
     TORCH = "F.scaled_dot_product_attention"
@@ -51,6 +49,7 @@ class Sdpa(Operator):
     OPTIONS = ("none", "window", "softcap", "alibi", "sinks", "relative", "dropout", "learnable")
     SHAPES: ClassVar = {"query": "B H Lq D", "key": "B Hkv Lk D", "value": "B Hkv Lk Dv"}
     OUTPUT = "B H Lq Dv"
+    JOINT = ("learnable", "relative")
 
     def check_option(self, cell: Cell) -> None:
         if cell.option == "window" and cell.mask not in ("none", "causal"):
@@ -162,40 +161,6 @@ class Sdpa(Operator):
             weights = torch.cat(all_weights, 2)
             results["weights"] = with_weights(cell, results["out"], weights)[1]
         return results | gradients(leaves)
-
-    def parts(self, cell: Cell, seed: int, *, few: bool = False) -> list[tuple[int, ...]]:
-        """A sample of (sequence, key head), because they do not depend on each other.
-
-        If the weights are averaged over the heads, a sample of sequences.
-        """
-        pairs = cell["B"] * cell["H"] * cell["Lq"] * cell["Lk"]
-        most = _PAIRS_OF_FEW if few else PAIRS_CHECKED
-        if pairs <= most or cell.option in ("learnable", "relative"):
-            return [()]  # the gradient of a bias needs all of them
-        heads = [()] if cell.weights == "average" else [(h,) for h in range(cell["Hkv"])]
-        units = [(b, *h) for b in range(cell["B"]) for h in heads]
-        count = max(1, most * len(units) // pairs)
-        return sorted(random.Random(seed).sample(units, count))
-
-    def part(self, cell: Cell, name: str, x: Tensor, where: tuple[int, ...]) -> Tensor:
-        """Slices the batch and the heads, except for broadcast dimensions."""
-        if not where:
-            return x
-        if name == "attn_mask":
-            x = x.expand((*[1] * (4 - x.dim()), *x.shape)) if x.dim() < 4 else x
-        b = where[0] if x.shape[0] > 1 else 0
-        x = x[b : b + 1]
-        if len(where) == 1 or x.dim() < 4 or x.shape[1] == 1:
-            return x
-        group = x.shape[1] // cell["Hkv"]
-        return x[:, where[1] * group : (where[1] + 1) * group]
-
-    def coverage(self, cell: Cell, parts: list[tuple[int, ...]]) -> str:
-        if parts == [()]:
-            return "all"
-        if len(parts[0]) == 1:
-            return f"{len(parts)} of {cell['B']} sequences"
-        return f"{len(parts)} of {cell['B'] * cell['Hkv']} (sequence, head)"
 
 
 def _options(cell: Cell, inputs: Inputs) -> dict[str, Any]:
