@@ -103,13 +103,14 @@ struct AttentionParams : AttentionOptions {
       grad_mask;  // zeroed by the caller, stride 0 where the mask is broadcast; null = not wanted.
                   // f64 where it is broadcast over queries or keys, else acc with key stride 1
   bool partial;   // out and lse are those of more keys; without sinks and grad_weights
+  bool float8;    // of quantised caches (k_scales): e4m3, not int8
   double* grad_sinks;        // [B, Hq] contiguous, zeroed by the caller; null = not wanted
   void* grad_relative_bias;  // [B, Hq, relative_bias_size] acc, contiguous; null = not wanted
 
   // of a cache only
   int64_t k_begin;  // keys before it are not visible
-  // f32 [B, Hkv, Lk]. Null: k and v are of dtype. Else they are int8, times the scale of their row,
-  // and dtype is f32.
+  // f32 [B, Hkv, Lk]. Null: k and v are of dtype. Else they are int8 or e4m3, times the scale of
+  // their row, and dtype is f32.
   Tensor4 k_scales, v_scales;
   int* wrong_scales;  // becomes 1 where one is not positive and finite
 };
@@ -178,9 +179,10 @@ struct AppendParams : AppendOptions {
   Tensor4 value_cache;   // [entries, Hkv, rows, Dv]
   const CacheRow* rows;  // [B, L] where the rows go
 
-  // Quantised caches are int8, times the scale of their row: f32 [entries, Hkv, rows], null = the
-  // caches are of dtype.
+  // Quantised caches are int8 or e4m3, times the scale of their row: f32 [entries, Hkv, rows],
+  // null = the caches are of dtype.
   Tensor4 key_scales, value_scales;
+  bool float8;             // e4m3, not int8
   float* new_scales;       // [2, B, L, Hkv] workspace: of keys, of values
   const int64_t* lengths;  // [B] of the sequences, with the new rows; the rest is that of
   const int64_t* begins;   // SequencesParams

@@ -103,7 +103,8 @@ void decode_attention(int dtype, int threads, const py::tuple& sizes, uintptr_t 
   read_mask_program(named(operands), all, steps);
   using P = AttentionParams;
   static const auto scales =
-      std::make_tuple(field("key_scales", &P::k_scales), field("value_scales", &P::v_scales));
+      std::make_tuple(field("key_scales", &P::k_scales), field("value_scales", &P::v_scales),
+                      field("float8", &P::float8));
   named(operands).read_given(all, scales);
   int wrong_scales = 0;
   all.wrong_scales = &wrong_scales;
@@ -157,7 +158,7 @@ void read_positions(AppendParams& p, const SequencesParams& t, std::vector<int64
 }
 
 // sizes: (B, Hq, Hkv, Lq, rows, keys of the cache, D, Dv, entries of the cache); operands: key, value,
-// the caches, and key_scales and value_scales of quantised ones; rotary: empty, or the rest of AppendParams; lengths of the cache are those without
+// the caches, and key_scales, value_scales and float8 of quantised ones; rotary: empty, or the rest of AppendParams; lengths of the cache are those without
 // the rows.
 void append_to_cache(int dtype, int threads, const py::tuple& sizes, const py::object& options,
                      const py::dict& operands, const py::dict& rotary, const py::dict& cache) {
@@ -187,7 +188,8 @@ void append_to_cache(int dtype, int threads, const py::tuple& sizes, const py::o
     expect(length >= p.L,
            "cache_seqlens must not be negative, got " + std::to_string(length - p.L));
   static const auto scales =
-      std::make_tuple(field("key_scales", &P::key_scales), field("value_scales", &P::value_scales));
+      std::make_tuple(field("key_scales", &P::key_scales), field("value_scales", &P::value_scales),
+                      field("float8", &P::float8));
   named(operands).read(p, fields);
   named(operands).read_given(p, scales);
   std::vector<int64_t> positions;

@@ -113,12 +113,15 @@ _DECODE_CACHE = Template(
 
 
 def _serving(shape: str, mask: str = "none") -> list[Template]:
-    """A step of a server, on caches of fp32, bf16 and int8."""
+    """A step of a server, on caches of fp32, bf16, int8 and fp8."""
     label = f"Llama 3 8B, {'prompt' if mask == 'causal' else 'next token'}"
     shape = f"{shape},H=32,Hkv=8,D=128"
     return [
         Template(label, "decode", shape, mask),
-        Template(f"{label}, int8", "decode", shape, mask, dtypes=("bf16",), option="int8"),
+        *(
+            Template(f"{label}, {kind}", "decode", shape, mask, dtypes=("bf16",), option=kind)
+            for kind in ("int8", "fp8")
+        ),
     ]
 
 

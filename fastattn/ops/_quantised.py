@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fastattn import checks
+from fastattn.backends.reference.decode import QUANTISED
 from fastattn.eager import runs_eagerly
 
 __all__ = ["check_scales"]
@@ -27,16 +28,22 @@ def check_scales(
     given = {"key": (key_scales, key_cache), "value": (value_scales, value_cache)}
     if key_scales is None and value_scales is None:
         for name, (_, cache) in given.items():
-            if cache.dtype == torch.int8:
-                raise ValueError(f"{_OP}: {name}_cache of torch.int8 needs {name}_scales")
+            if cache.dtype in QUANTISED:
+                raise ValueError(f"{_OP}: {name}_cache of {cache.dtype} needs {name}_scales")
         return None, None
     found = []
     for name, (scales, cache) in given.items():
         if scales is None:
             raise ValueError(f"{_OP}: key_scales and value_scales must be given together")
-        if cache.dtype != torch.int8:
+        if cache.dtype not in QUANTISED:
             raise RuntimeError(
-                f"{_OP}: {name}_cache must be torch.int8 with {name}_scales, got {cache.dtype}"
+                f"{_OP}: {name}_cache must be {' or '.join(map(str, QUANTISED))} with "
+                f"{name}_scales, got {cache.dtype}"
+            )
+        if cache.dtype != key_cache.dtype:
+            raise RuntimeError(
+                f"{_OP}: {name}_cache must have key_cache's dtype {key_cache.dtype}, got "
+                f"{cache.dtype}"
             )
         shape = "[E, Hkv, N]" if layout == "bhnd" else "[E, N, Hkv]"
         checks.check_tensor(_OP, f"{name}_scales", scales, shape, 3, cache.device)
@@ -68,5 +75,5 @@ def _check_written(keys: Tensor, values: Tensor, key_scales: Tensor, value_scale
         if written and of_keys.data_ptr() == of_values.data_ptr():
             raise ValueError(
                 f"{_OP}: value_{kind} must not be key_{kind} or a view of it where rows are "
-                "appended, because rows of int8 caches have scales of their own"
+                "appended, because rows of quantised caches have scales of their own"
             )

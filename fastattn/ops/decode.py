@@ -12,6 +12,7 @@ from fastattn.autograd.decode import append as append_to_cache
 from fastattn.autograd.decode import decode
 from fastattn.autograd.sdpa import default_scale
 from fastattn.backends.primitives import AppendOptions, DecodeOptions
+from fastattn.backends.reference.decode import QUANTISED
 from fastattn.bias import T5
 from fastattn.eager import runs_eagerly
 from fastattn.library import Operator
@@ -77,17 +78,19 @@ def decode_attention(
 
     Args:
         query: [B, Hq, Lq, D], float32, bfloat16, float16 or float64, any strides.
-        key_cache: [E, Hkv, N, D], of query's dtype, or int8 with ``key_scales``, and its device. An
-            entry is a sequence of at most N keys, or, with ``block_table``, a page of N keys, any
-            N. Hkv must divide Hq: a key head is read once for all its query heads.
+        key_cache: [E, Hkv, N, D], of query's dtype, or int8 or float8_e4m3fn with ``key_scales``,
+            and its device. An entry is a sequence of at most N keys, or, with ``block_table``, a
+            page of N keys, any N. Hkv must divide Hq: a key head is read once for all its query
+            heads.
         value_cache: [E, Hkv, N, Dv], of the same dtype and device.
         cache_seqlens: [B], int32 or int64, or one number for all sequences: how many keys of each
             sequence are in the cache before the call. None: the cache is full.
         key, value: [B, Hkv, L, D] and [B, Hkv, L, Dv], rows to append. Both or neither; they need
             ``cache_seqlens``, which itself is not changed.
-        key_scales, value_scales: [E, Hkv, N], float32, the scale of each row of int8 caches: a row
-            counts as its int8 numbers times its scale. Appended rows are quantised, after their
-            rotation, with the scale max(abs(x)) / 127, which is written here. Both or neither.
+        key_scales, value_scales: [E, Hkv, N], float32, the scale of each row of quantised caches:
+            a row counts as its numbers times its scale. Appended rows are quantised, after their
+            rotation, with the scale max(abs(x)) / 127 (of float8_e4m3fn: / 448), which is
+            written here. Both or neither.
         block_table: [B, P], int32 or int64: the pages of each sequence, in order. Entries beyond
             its length are never read.
         cache_batch_idx: [B], int32 or int64: the entry of each sequence; None means entry b. Not
@@ -219,7 +222,7 @@ def prepare(
     for name, x in operands.items():
         checks.check_tensor(_OP, name, x, _LAYOUTS[layout], 4, query.device)
         checks.check_constant(_OP, name, x)
-        quantised = name.endswith("_cache") and (key_scales is not None or x.dtype == torch.int8)
+        quantised = name.endswith("_cache") and (key_scales is not None or x.dtype in QUANTISED)
         if x.dtype != query.dtype and not quantised:
             raise RuntimeError(
                 f"{_OP}: {name} must have query's dtype {query.dtype}, got {x.dtype}"

@@ -1,7 +1,8 @@
 """The cases of ``append_to_cache`` and their proof.
 
 All elements of the caches before the call are NaN. Besides the new rows no byte may change.
-A quantised row is judged as what it stands for: within half a step of the row that was given.
+A quantised row is judged as what it stands for: each element is within half the distance of
+neighbouring numbers of the one that was given.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 from fastattn import dispatch
 from fastattn.backends import reference
 from fastattn.backends.primitives import AppendOptions
+from fastattn.backends.reference.decode import QUANTISED
 from fastattn.testing import memory
 from fastattn.testing.caches import places_of
 from fastattn.testing.calls import double
@@ -45,7 +47,7 @@ class AppendCase:
     rotary: int = 0  # rotated columns; 0: no rotation
     interleaved: bool = False
     positions: str | None = None  # bl: any positions for each sequence
-    quantised: bool = False  # the caches are int8
+    quantised: torch.dtype | None = None  # of the caches
     own_tables: bool = False  # of query's dtype, else float32
     layouts: tuple[str, str] = ("contiguous", "contiguous")  # of the new rows and of the caches
     dtypes: tuple[torch.dtype, ...] = FLOATS
@@ -76,12 +78,13 @@ def _cases() -> Iterator[AppendCase]:
         yield replace(case, name=f"{label}-nothing", rows=0, queries=0)
         yield replace(case, name=f"{label}-no-queries", queries=0)
         yield replace(case, name=f"{label}-no-sequences", lengths=())
-    for case, label in ((base, "int8"), (half, "half-int8"), (pairs, "pairs-int8")):
-        some = replace(case, quantised=True)
-        yield replace(some, name=label)
-        yield replace(some, name=f"{label}-pages", page=4, rows=11, head_dim=100)
-        yield replace(some, name=f"{label}-layout", layouts=("every_second", "every_second"))
-    yield replace(base, name="int8-entries", quantised=True, shuffled=True, head_dim=33)
+    for dtype, kind in ((torch.int8, "int8"), (torch.float8_e4m3fn, "fp8")):
+        for case, label in ((base, kind), (half, f"half-{kind}"), (pairs, f"pairs-{kind}")):
+            some = replace(case, quantised=dtype)
+            yield replace(some, name=label)
+            yield replace(some, name=f"{label}-pages", page=4, rows=11, head_dim=100)
+            yield replace(some, name=f"{label}-layout", layouts=("every_second", "every_second"))
+        yield replace(base, name=f"{kind}-entries", quantised=dtype, shuffled=True, head_dim=33)
     yield replace(half, name="many", rows=300, capacity=400, queries=1, heads=1, kv_heads=1)
 
 
@@ -112,8 +115,8 @@ def make_append(case: AppendCase, dtype: torch.dtype, *, fence: bool = False) ->
 
     def cache(width: int) -> Tensor:
         empty = torch.full((where.entries, case.kv_heads, page, width), torch.nan, dtype=dtype)
-        if case.quantised:
-            empty = torch.full(empty.shape, 127, dtype=torch.int8)
+        if case.quantised is not None:
+            empty = torch.full(empty.shape, 127, dtype=torch.int8).view(case.quantised)
         return memory.place(empty, case.layouts[1], fence=fence)
 
     def scales() -> Tensor:  # of the rows before, and NaN
@@ -132,7 +135,7 @@ def make_append(case: AppendCase, dtype: torch.dtype, *, fence: bool = False) ->
         if case.positions is not None:
             positions = torch.randint(case.capacity, (batch, case.rows), generator=draw)
         rotary += [positions, new(case.heads, case.queries, case.head_dim)]
-    if case.quantised:
+    if case.quantised is not None:
         rotary += [None] * (4 - len(rotary)) + [scales(), scales()]
     at = lengths[:, None] + torch.arange(case.rows)  # [B, L]
     places = (table.gather(1, at // page) if case.page else table[:, :1].expand_as(at), at % page)
@@ -202,9 +205,9 @@ class _AppendProof(Proof):
     """Judges quantised rows by the rows that they stand for."""
 
     def __call__(self, case: Any, dtype: torch.dtype, target: Target) -> Verdict:
-        if not case.quantised:
+        if case.quantised is None:
             return super().__call__(case, dtype, target)
-        plain = replace(case, quantised=False)
+        plain, largest = replace(case, quantised=None), QUANTISED[case.quantised]
         inputs, (_, exact, _) = self.make(case, dtype), self.expected(plain, dtype)
         verdict = Verdict()
         with target.active() as backend, fresh_memory_is_nan():
@@ -213,13 +216,17 @@ class _AppendProof(Proof):
             verdict.faults.append(f"{results['changed'].item()} bytes changed elsewhere")
         for name in ("key", "value"):
             scale, want = results[f"{name}_scales"].double(), exact[name]
-            step = want.abs().amax(-1) / 127
-            if not torch.allclose(scale, step, rtol=1e-6, atol=0):
+            of_rows = want.abs().amax(-1) / largest
+            if not torch.allclose(scale, of_rows, rtol=1e-6, atol=0):
                 verdict.faults.append(f"the scales of {name} are not those of the largest elements")
             off = (results[name].double() * scale[..., None] - want).abs()
+            step = of_rows[..., None]
+            if case.quantised != torch.int8:  # three bits of mantissa, the least exponent is -6
+                exponent = (want / step).abs().log2().floor().clamp(min=-6)
+                step = step * (exponent - 3).exp2()
             verdict.faults += [
                 f"{name} is off by {float(worst):.3g} of a step"
-                for worst in (off / step[..., None]).flatten().topk(min(1, off.numel())).values
+                for worst in (off / step).flatten().topk(min(1, off.numel())).values
                 if worst > 0.5001
             ]
         return verdict

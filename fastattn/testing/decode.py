@@ -40,7 +40,7 @@ class DecodeCase:
     kv_heads: int = 2
     queries: int = 1
     leftpad: tuple[int, ...] = ()  # rows before the first key of each sequence
-    quantised: bool = False  # the caches are int8
+    quantised: torch.dtype | None = None  # of the caches
     head_dim: int = 32
     value_dim: int | None = None
     window: tuple[int, int] = (-1, -1)
@@ -109,7 +109,8 @@ def _cases() -> Iterator[DecodeCase]:
         yield replace(padded, name=f"{label}leftpad-rows", heads=16, kv_heads=1, queries=2)
         yield replace(long, name=f"{label}leftpad-long", leftpad=(700, 512, 511, 0),
                       dtypes=(torch.float32,))  # fmt: skip
-        yield from _quantised(replace(case, quantised=True), f"{label}int8")
+        yield from _quantised(replace(case, quantised=torch.int8), f"{label}int8")
+        yield from _quantised(replace(case, quantised=torch.float8_e4m3fn), f"{label}fp8")
     yield replace(base, name="no-sequences", lengths=())
     yield replace(paged, name="paged-no-sequences", lengths=())
     for case in (base, paged):
@@ -201,17 +202,18 @@ def make_decode(case: DecodeCase, dtype: torch.dtype, *, fence: bool = False) ->
         for b, x in enumerate(rows):
             for n, part in enumerate(with_padding(x, b).split(page, 1)):
                 filled[table[b, n], :, : part.shape[1]] = part
-        if not case.quantised:
+        if case.quantised is None:
             return memory.place(filled, case.layouts[1], fence=fence), None
-        numbers, scales = reference.quantise(filled.double())  # NaN: any number, and a scale of NaN
+        numbers, scales = reference.quantise(filled.double(), case.quantised)
+        # NaN: any number, and a scale of NaN
         return (
             memory.place(numbers, case.layouts[1], fence=fence),
             memory.place(scales[..., None], case.layouts[1], fence=fence)[..., 0],
         )
 
     caches = cache(keys, case.head_dim), cache(values, value_dim)
-    if case.quantised:  # what the caches hold
-        keys, values = ([_dequantised(x) for x in rows] for rows in (keys, values))
+    if case.quantised is not None:  # what the caches hold
+        keys, values = ([_dequantised(x, case.quantised) for x in r] for r in (keys, values))
     query = 2 * normal(batch, case.heads, case.queries, case.head_dim).to(dtype)
     slopes = alibi_slopes(draw, case.alibi, batch, case.heads, dtype)
     wide = torch.promote_types(dtype, torch.float32)
@@ -261,8 +263,8 @@ def make_decode(case: DecodeCase, dtype: torch.dtype, *, fence: bool = False) ->
     )
 
 
-def _dequantised(x: Tensor) -> Tensor:
-    numbers, scales = reference.quantise(x.double())
+def _dequantised(x: Tensor, dtype: torch.dtype) -> Tensor:
+    numbers, scales = reference.quantise(x.double(), dtype)
     return numbers.double() * scales.double()[..., None]
 
 

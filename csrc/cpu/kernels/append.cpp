@@ -5,9 +5,11 @@
 //   a' = a cos - b sin,  b' = a sin + b cos
 //
 // A token's angles are read once for all its heads. Values, and columns without an angle, are
-// copied. A row x of a quantised cache, after its rotation, becomes int8 and one scale:
+// copied. A row x of a quantised cache, after its rotation, becomes int8 or e4m3 and one scale:
 //
-//   c = max |x_d| / 127, at least the smallest normal number;  x_d ~ c round(x_d / c)
+//   c = max |x_d| / most, at least the smallest normal number;  x_d ~ c round(x_d / c)
+//
+// where most is the largest number of the cache, 127 or 448.
 #include "../../params.h"
 #include "../simd/convert.h"
 #include "../threads.h"
@@ -26,7 +28,10 @@ class Append {
 
  public:
   explicit Append(const AppendParams& params)
-      : p(params), pairs(params.rotary_pairs), quantises(params.key_scales.data != nullptr) {}
+      : p(params),
+        pairs(params.rotary_pairs),
+        quantises(params.key_scales.data != nullptr),
+        largest(params.float8 ? 448 : 127) {}
 
   AppendFault run() const {
     const double elements = static_cast<double>(p.B * p.L) * ((p.Hq + p.Hkv) * p.D + p.Hkv * p.Dv);
@@ -57,6 +62,7 @@ class Append {
   const AppendParams& p;
   const int64_t pairs;
   const bool quantises;
+  const T largest;  // number of a quantised cache
 
   struct Scratch {
     T *cos, *sin;  // [pairs]
@@ -151,20 +157,26 @@ class Append {
   }
 
   // Returns false if an element is not finite.
-  static bool scale_of(const T* x, int64_t count, float* scale) {
+  bool scale_of(const T* x, int64_t count, float* scale) const {
     T most = 0, not_finite = 0;
     for (int64_t d = 0; d < count; ++d) {
       const T magnitude = x[d] < 0 ? -x[d] : x[d];
       most = magnitude > most ? magnitude : most;
       not_finite += x[d] - x[d];
     }
-    *scale = max_of(static_cast<float>(most / 127), __FLT_MIN__);
+    *scale = max_of(static_cast<float>(most / largest), __FLT_MIN__);
     return not_finite == 0 && *scale <= __FLT_MAX__;
   }
 
   void quantise(const Tensor4& cache, const Tensor4& scales, float scale, CacheRow at, int64_t h,
                 int64_t count, const Scratch& buf) const {
     *row_of<float>(scales, at.entry, h, at.row).at = scale;
+    if (p.float8) {
+      const Row<E4m3> to = row_of<E4m3>(cache, at.entry, h, at.row);
+      for (int64_t d = 0; d < count; ++d)
+        narrow(static_cast<float>(buf.row[d] / static_cast<T>(scale)), &to[d]);
+      return;
+    }
     const Row<Int8> to = row_of<Int8>(cache, at.entry, h, at.row);
     // Adding 1.5 * 2^(mantissa bits) rounds to an integer, ties to even.
     constexpr T kRounds = kSame<T, double> ? T(0x1.8p52) : T(0x1.8p23);

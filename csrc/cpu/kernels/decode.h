@@ -22,7 +22,7 @@ namespace fastattn {
 namespace FASTATTN_ISA {
 namespace {
 
-// Cached: the elements of keys and values, those of queries or Int8.
+// Cached: the elements of keys and values, those of queries, Int8 or E4m3.
 template <class P, class Cached = typename P::Storage>
 class Decode {
   typedef typename P::Storage Storage;
@@ -312,6 +312,8 @@ class Decode {
     read_scales(scale_rows(x, b, hk, p.pages, p.page_size), j0, j1, to);
     for (int64_t j = j1; j < j0 + kBlock; ++j) to[j - j0] = 1.0f;
     if (any_wrong(to, kBlock)) __atomic_store_n(p.wrong_scales, 1, __ATOMIC_RELAXED);
+    if constexpr (kSame<Cached, E4m3>)
+      for (int64_t n = 0; n < kBlock; n += W) store(to + n, load(to + n) * kE4m3Unit);
   }
   static FASTATTN_INLINE void multiply_block(const T* factors, T* x) {
     FASTATTN_UNROLL for (int64_t n = 0; n < kBlock; n += W)

@@ -400,7 +400,12 @@ void attention_sequences_forward(const SequencesParams& p) {
   if (all.k_scales.data != nullptr) {
     typedef Single<float> P;
     const Sequences sequences(p);
-    if constexpr (has_kernels(DType::f32)) Schedule<P, NoForward, Decode<P, Int8>>(sequences).run();
+    if constexpr (has_kernels(DType::f32)) {
+      if (all.float8)
+        Schedule<P, NoForward, Decode<P, E4m3>>(sequences).run();
+      else
+        Schedule<P, NoForward, Decode<P, Int8>>(sequences).run();
+    }
     return;
   }
   with_policy(all.dtype, [&](auto policy) {

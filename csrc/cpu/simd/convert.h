@@ -18,6 +18,9 @@ struct Bool {
 struct Int8 {
   int8_t value;
 };
+struct E4m3 {  // fp8: a sign, 4 bits of exponent, 3 of mantissa; up to 448
+  uint8_t bits;
+};
 
 FASTATTN_INLINE uint32_t bits_of(float x) {
   uint32_t u;
@@ -44,6 +47,12 @@ FASTATTN_INLINE float widen(Bf16 b) { return float_of(static_cast<uint32_t>(b.bi
 FASTATTN_INLINE float widen(float x) { return x; }
 FASTATTN_INLINE double widen(double x) { return x; }
 FASTATTN_INLINE float widen(Int8 x) { return x.value; }
+// Its bits, in their places in an f16, are a number 2^8 times smaller, subnormals too. Who widens
+// multiplies by kE4m3Unit, once for many. The two codes of NaN become +-480.
+constexpr float kE4m3Unit = 256.0f;
+FASTATTN_INLINE float widen(E4m3 x) {
+  return widen(F16{static_cast<uint16_t>((x.bits & 0x80) << 8 | (x.bits & 0x7f) << 7)});
+}
 // A boolean mask as a bias: true adds 0, false excludes.
 FASTATTN_INLINE float widen(Bool b) { return b.bits ? 0.0f : -kInf<float>; }
 
@@ -66,6 +75,15 @@ FASTATTN_INLINE void narrow(float x, F16* out) {
     h = (magnitude - 0x38000000u + 0xfff + ((magnitude >> 13) & 1)) >> 13;
   }
   out->bits = static_cast<uint16_t>(h | sign);
+}
+// Of |x| <= 448.
+FASTATTN_INLINE void narrow(float x, E4m3* out) {
+  const uint32_t u = bits_of(x), sign = (u >> 24) & 0x80, magnitude = u & 0x7fffffff;
+  // Below 2^-6, adding 2^14 leaves the rounded subnormal in the low bits.
+  const uint32_t rounded =
+      magnitude < 0x3c800000u ? bits_of(float_of(magnitude) + 0x1p14f) - 0x46800000u
+                              : (magnitude - 0x3c000000u + 0x7ffff + ((magnitude >> 20) & 1)) >> 20;
+  out->bits = static_cast<uint8_t>(rounded | sign);
 }
 FASTATTN_INLINE void narrow(float x, float* out) { *out = x; }
 FASTATTN_INLINE void narrow(double x, double* out) { *out = x; }
@@ -100,6 +118,14 @@ FASTATTN_INLINE Vec<T> load_as(const S* p, int n) {
       return (VecF)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(raw));
     }
   }
+  if constexpr (sizeof(T) == 4 && kSame<S, E4m3>) {
+    if (n >= 16) {
+      // Two copies of the sign come first; the second is no part of an f16.
+      const __m128i raw = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+      const __m256i half = _mm256_slli_epi16(_mm256_cvtepi8_epi16(raw), 7);
+      return (VecF)_mm512_cvtph_ps(_mm256_and_si256(half, _mm256_set1_epi16(~0x4000)));
+    }
+  }
   if constexpr (sizeof(T) == 4 && kSame<S, Bool>) {
     const __mmask16 first = static_cast<__mmask16>(n >= 16 ? 0xffff : (1u << n) - 1);
     const __m128i raw = _mm_maskz_loadu_epi8(first, p);
@@ -111,6 +137,13 @@ FASTATTN_INLINE Vec<T> load_as(const S* p, int n) {
     if (n >= 8) {
       const __m128i raw = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
       return (VecF)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(raw));
+    }
+  }
+  if constexpr (sizeof(T) == 4 && kSame<S, E4m3>) {
+    if (n >= 8) {
+      const __m128i raw = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+      const __m128i half = _mm_slli_epi16(_mm_cvtepi8_epi16(raw), 7);
+      return (VecF)_mm256_cvtph_ps(_mm_and_si128(half, _mm_set1_epi16(~0x4000)));
     }
   }
   if constexpr (sizeof(T) == 4 && sizeof(S) == 2) {
@@ -126,11 +159,13 @@ FASTATTN_INLINE Vec<T> load_as(const S* p, int n) {
   }
 #endif
 #if !defined(__AVX2__)
-  if constexpr (sizeof(T) == 4 && kSame<S, Int8>) {
+  if constexpr (sizeof(T) == 4 && (kSame<S, Int8> || kSame<S, E4m3>)) {
     typedef int8_t Bytes __attribute__((vector_size(kVectorBytes / 4), aligned(1), may_alias));
     if (n >= kLanes<T>) {
-      const Bytes raw = *reinterpret_cast<const Bytes*>(p);
-      return __builtin_convertvector(__builtin_convertvector(raw, VecI), VecF);
+      const VecI raw = __builtin_convertvector(*reinterpret_cast<const Bytes*>(p), VecI);
+      if constexpr (kSame<S, Int8>) return __builtin_convertvector(raw, VecF);
+      // As in widen(F16): one multiplication rebiases the exponent.
+      return (VecF)((raw << 20) & static_cast<int32_t>(0x87f00000)) * 0x1p112f;
     }
   }
 #endif

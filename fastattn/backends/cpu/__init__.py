@@ -43,6 +43,7 @@ from fastattn.backends.cpu.sdpa import (
 from fastattn.backends.cpu.sinusoidal import sinusoidal_encoding
 from fastattn.backends.cpu.varlen import varlen_attention, varlen_attention_backward
 from fastattn.backends.primitives import unserved, with_default
+from fastattn.backends.reference.decode import QUANTISED
 
 __all__ = [
     "additive_attention",
@@ -76,7 +77,7 @@ __all__ = [
     "why_not",
 ]
 
-_INTEGERS = (torch.int64, torch.int32, torch.int8)
+_OTHERS = (torch.int64, torch.int32, *QUANTISED)
 _NAMES = "float32, float64, bfloat16, float16"
 
 
@@ -126,7 +127,7 @@ def _why_not_decoded_on_tiles(query: Tensor, tensors: Mapping[str, Tensor | None
     """Many rows fill tiles, and so do the queries of a head that the kernel of decoding leaves."""
     cache = tensors["key_cache"]
     assert cache is not None
-    if cache.dtype is torch.int8:
+    if cache.dtype in QUANTISED:
         return "the tiles do not multiply quantised rows"
     queries, rows = query.shape[2], query.shape[1] * query.shape[2] // max(cache.shape[1], 1)
     of_queries = tensors.get("mask_program"), tensors.get("relative_bias")
@@ -171,7 +172,7 @@ def why_not(op: str, tensors: Mapping[str, Tensor | None], options: Any) -> list
             continue
         if not tensor.is_cpu:
             return [f"a tensor is on {tensor.device}"]
-        if tensor.dtype not in DTYPES and tensor.dtype not in _INTEGERS:
+        if tensor.dtype not in DTYPES and tensor.dtype not in _OTHERS:
             return [f"the dtype {tensor.dtype} is not one of {_NAMES}"]
     op = op.removesuffix("_backward")
     if op == "scaled_dot_product_attention":

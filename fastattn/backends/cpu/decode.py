@@ -13,7 +13,7 @@ from fastattn.backends._alloc import empty_output
 from fastattn.backends._operands import address, operand, with_columns_together
 from fastattn.backends.cpu.operands import DTYPES, optional_operands
 from fastattn.backends.primitives import AppendOptions, DecodeOptions
-from fastattn.backends.reference.decode import check_scales
+from fastattn.backends.reference.decode import QUANTISED, check_scales
 
 Sizes = tuple[int, ...]  # or strides, of four dimensions
 
@@ -37,7 +37,7 @@ def decode_attention(
     relative_bias: Tensor | None = None,  # [1, Hq, 2 M + 1]
     mask_program: Tensor | None = None,  # [size] int32, for a cache
     cache_leftpad: Tensor | None = None,  # [B] int64
-    key_scales: Tensor | None = None,  # [E, Hkv, N] float32, of int8 caches
+    key_scales: Tensor | None = None,  # [E, Hkv, N] float32, of quantised caches
     value_scales: Tensor | None = None,  # [E, Hkv, N] float32
     *,
     options: DecodeOptions,
@@ -50,6 +50,7 @@ def decode_attention(
         if _reads_in_place(query, key_cache, value_cache, _MOST_QUANTISED_ROWS):
             named_scales = (("key_scales", key_scales), ("value_scales", value_scales))
             scales = {name: operand(x[..., None]) for name, x in named_scales}
+            scales["float8"] = key_cache.dtype == torch.float8_e4m3fn
         else:
             where = (cache_seqlens, block_table, cache_batch_idx, cache_leftpad)
             key_cache = _widened(key_cache, key_scales, "key_scales", query, *where)
@@ -115,7 +116,7 @@ def append_to_cache(
     rotary_sin: Tensor | None = None,  # [M, R / 2]
     rotary_positions: Tensor | None = None,  # [B, L] int64
     query: Tensor | None = None,  # [B, Hq, Lq, D]
-    key_scales: Tensor | None = None,  # [E, Hkv, N] float32, of int8 caches
+    key_scales: Tensor | None = None,  # [E, Hkv, N] float32, of quantised caches
     value_scales: Tensor | None = None,  # [E, Hkv, N] float32
     cache_leftpad: Tensor | None = None,  # [B] int64
     *,
@@ -148,6 +149,7 @@ def append_to_cache(
     if key_scales is not None and value_scales is not None:
         named_scales = (("key_scales", key_scales), ("value_scales", value_scales))
         scales = {name: operand(x[..., None]) for name, x in named_scales}
+        scales["float8"] = key_cache.dtype == torch.float8_e4m3fn
     begins = None if cache_leftpad is None else cache_leftpad.contiguous()
     sizes = (batch, heads, kv_heads, queries, rows, _capacity(keys, table))
     _cpu.append_to_cache(
@@ -205,7 +207,7 @@ def _reads_in_place(query: Tensor, key_cache: Tensor, value_cache: Tensor, most_
     (_, heads, queries, width), (_, kv_heads, _, value_width) = query.shape, value_cache.shape
     if not key_cache.stride(3) == 1 == value_cache.stride(3):
         return False
-    if key_cache.dtype == torch.int8 and query.dtype == torch.float64:
+    if key_cache.dtype in QUANTISED and query.dtype == torch.float64:
         return False
     rows = queries * heads // max(kv_heads, 1)
     return rows <= most_rows and max(width, value_width) <= WIDEST
@@ -255,7 +257,7 @@ def _gathered(cache: Tensor, pages: Tensor) -> Tensor:
 
 
 def _widened(
-    cache: Tensor,  # [E, Hkv, N, D] int8
+    cache: Tensor,  # [E, Hkv, N, D], quantised
     scales: Tensor,  # [E, Hkv, N]
     name: str,  # of the scales
     query: Tensor,

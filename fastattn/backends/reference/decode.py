@@ -12,7 +12,10 @@ from fastattn.backends.reference._masked import compute_dtype
 from fastattn.backends.reference.sdpa import attend
 from fastattn.eager import runs_eagerly
 
-__all__ = ["append_to_cache", "decode_attention", "quantise", "rotate"]
+__all__ = ["QUANTISED", "append_to_cache", "decode_attention", "quantise", "rotate"]
+
+# The dtypes of quantised caches, and the largest number of each.
+QUANTISED = {torch.int8: 127, torch.float8_e4m3fn: 448}
 
 
 def decode_attention(
@@ -36,7 +39,7 @@ def decode_attention(
 
     Sequence b uses the first cache_seqlens[b] keys of its entry, or of the pages in its row of the
     block table, without the first cache_leftpad[b]. Its last query is at the position of the last
-    of these keys. A row of a quantised cache, int8, counts times its scale.
+    of these keys. A row of a quantised cache counts times its scale.
     """
     key, value = (_of_sequences(x, query, block_table, cache_batch_idx) for x in (
         key_cache, value_cache))  # fmt: skip
@@ -92,7 +95,7 @@ def append_to_cache(
 ) -> Tensor | None:
     """Append the new keys and values to each sequence, in place.
 
-    With tables of angles the keys are rotated before; return the rotated queries. Caches in int8
+    With tables of angles the keys are rotated before; return the rotated queries. Quantised caches
     get quantised rows and their scales.
     """
     if key_scales is not None and value_scales is not None:
@@ -101,7 +104,7 @@ def append_to_cache(
         found = {name: _of_sequences(x[..., None], *where) for name, x in scales.items()}
         check_scales(found, cache_seqlens, cache_leftpad)
         compute = compute_dtype(key.dtype)
-        key, value = key.to(compute), value.to(compute)  # rounded once, to int8
+        key, value = key.to(compute), value.to(compute)  # rounded once, when they are quantised
     at = cache_seqlens[:, None] + torch.arange(key.shape[2], device=key.device)  # [B, L]
     rotated = None
     if rotary_cos is not None and rotary_sin is not None and query is not None:
@@ -112,7 +115,7 @@ def append_to_cache(
         rotated = rotate(query, cos[:, first:], sin[:, first:], interleaved)
     written = [(key_cache, key), (value_cache, value)]
     if key_scales is not None and value_scales is not None:  # all checks come before all writes
-        (keys, of_keys), (values, of_values) = quantise(key), quantise(value)
+        (keys, of_keys), (values, of_values) = (quantise(x, key_cache.dtype) for x in (key, value))
         _check_finite(key, value, of_keys, of_values)
         written = [(key_cache, keys), (value_cache, values)]
         written += [(key_scales, of_keys), (value_scales, of_values)]
@@ -129,13 +132,19 @@ def append_to_cache(
     return rotated
 
 
-def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows [..., D] as int8 [..., D] and their scales [...], float32: the largest becomes 127."""
-    least = torch.finfo(torch.float32).tiny
+def quantise(x: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
+    """Rows [..., D] as int8 or fp8 [..., D] and their scales [...], float32.
+
+    The largest element becomes the largest number of the dtype.
+    """
+    least, largest = torch.finfo(torch.float32).tiny, QUANTISED[dtype]
     if x.shape[-1] == 0:
-        return x.to(torch.int8), x.new_full(x.shape[:-1], least, dtype=torch.float32)
-    scale = (x.abs().amax(-1) / 127).to(torch.float32).clamp(min=least)
-    return (x / scale[..., None].to(x.dtype)).round().clamp(-127, 127).to(torch.int8), scale
+        return x.to(dtype), x.new_full(x.shape[:-1], least, dtype=torch.float32)
+    scale = (x.abs().amax(-1) / largest).to(torch.float32).clamp(min=least)
+    numbers = x / scale[..., None].to(x.dtype)
+    if dtype == torch.int8:
+        numbers = numbers.round()
+    return numbers.clamp(-largest, largest).to(dtype), scale
 
 
 def check_scales(

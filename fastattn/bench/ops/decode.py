@@ -2,7 +2,7 @@
 
 A paged cache has its pages in random order. torch has no paged caches and reads a contiguous one.
 The newest tokens are at the last positions; torch gets masks and biases of all pairs. With the
-option int8 the cache is quantised; its numbers are exact in bf16, of which torch gets a cache.
+options int8 and fp8 the cache is quantised; its rows are exact in bf16, which torch gets.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from fastattn.bench.ops._attention import (
 from fastattn.bench.ops._base import Inputs, Outputs, Prepared, Sizes
 from fastattn.bias import T5
 
-_STEP = 2.0**-5  # between the numbers of an int8 cache
+# The dtype and the scale of a quantised cache.
+_QUANTISED = {"int8": (torch.int8, 2.0**-5), "fp8": (torch.float8_e4m3fn, 1.0)}
 
 
 class Decode(SampledHeads):
@@ -40,7 +41,7 @@ class Decode(SampledHeads):
     TORCH = "F.scaled_dot_product_attention on the contiguous cache"
     SIZES: ClassVar[Sizes] = {"B": 1, "H": 32, "Hkv": 8, "Lq": 1, "Lk": 4096, "D": 128, "P": 0}
     MASKS = ("none", "causal", "documents", "prefix", "window")
-    OPTIONS = ("none", "t5", "int8")
+    OPTIONS = ("none", "t5", *_QUANTISED)
     JOINT = ("t5",)
     PASSES = ("fwd",)
     TINY: ClassVar[Mapping[str, int]] = {**SampledHeads.TINY, "P": 1}
@@ -73,9 +74,10 @@ class Decode(SampledHeads):
 
     def inputs(self, cell: Cell, draw: Draw) -> Inputs:
         inputs = super().inputs(cell, draw)
-        if cell.option == "int8":
+        if cell.option in _QUANTISED:
             for name in ("key", "value"):
-                inputs[name] = (inputs[name] / _STEP).round().clamp(-127, 127) * _STEP
+                numbers, scale = _numbers(cell, inputs[name]), _QUANTISED[cell.option][1]
+                inputs[name] = numbers.to(draw.dtype) * scale
         if cell.option == "t5":
             inputs["buckets"] = draw.normal(32, cell["H"])
         if cell["P"]:
@@ -89,14 +91,15 @@ class Decode(SampledHeads):
         options: dict[str, Any] = {"mask": _mask(cell), "is_causal": cell.mask == "causal"}
         if cell.option == "t5":
             options["relative_bias"] = T5(inputs["buckets"], bidirectional=False)
-        if cell.option == "int8":
-            key, value = ((x / _STEP).to(torch.int8) for x in (key, value))
+        if cell.option in _QUANTISED:
+            key, value = (_numbers(cell, x) for x in (key, value))
         if cell["P"]:
             table = options["block_table"] = inputs["block_table"]
             key, value = (_in_pages(x, table, cell["P"]) for x in (key, value))
-        if cell.option == "int8":
+        if cell.option in _QUANTISED:
             for name in ("key_scales", "value_scales"):
-                options[name] = torch.full(key.shape[:3], _STEP, device=key.device)
+                scale = _QUANTISED[cell.option][1]
+                options[name] = torch.full(key.shape[:3], scale, device=key.device)
         return [query, key, value], options
 
     def theirs(self, cell: Cell, inputs: Inputs) -> Prepared:
@@ -125,9 +128,16 @@ class Decode(SampledHeads):
 def _cached(cell: Cell, rows: int) -> int:
     """The elements of the cell's dtype in the memory of so many cached rows of each head."""
     row = 2 * cell["D"]
-    if cell.option == "int8":
+    if cell.option in _QUANTISED:
         row = (row + 2 * 4) // DTYPE_BYTES[cell.dtype]  # with two scales
     return cell["B"] * cell["Hkv"] * rows * row
+
+
+def _numbers(cell: Cell, rows: Tensor) -> Tensor:
+    """The numbers of a quantised cache of these rows."""
+    dtype, scale = _QUANTISED[cell.option]
+    x = rows / scale
+    return (x.round().clamp(-127, 127) if dtype == torch.int8 else x).to(dtype)
 
 
 def _keys(cell: Cell) -> list[range]:
