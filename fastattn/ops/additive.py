@@ -12,6 +12,7 @@ from fastattn.autograd.additive import additive
 from fastattn.backends.primitives import AdditiveOptions
 from fastattn.checks import as_stored_mask, autocast, autocast_bias, draw_seed, expands_to
 from fastattn.library import Operator
+from fastattn.ops._additive_plain import attend_additively
 
 __all__ = ["additive_attention"]
 
@@ -85,6 +86,16 @@ def additive_attention(
         >>> out.shape, weights.shape
         (torch.Size([2, 5, 3]), torch.Size([2, 5, 7]))
     """
+    if (
+        attn_mask is None
+        and key_padding_mask is None
+        and need_weights is False
+        and type(dropout_p) is float
+        and dropout_p == 0
+    ):
+        plain = attend_additively(query, key, value, v, bias, is_causal)
+        if plain is not None:
+            return plain
     operator, (*tensors, seed, options) = prepare(
         query,
         key,

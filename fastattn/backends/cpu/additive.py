@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -115,6 +116,38 @@ def additive_attention_backward(
         None if bias is None or grad_bias is None else grad_bias.to(bias.dtype),
         None if attn_mask is None or grad_mask is None else grad_mask.to(attn_mask.dtype),
     )
+
+
+def plain_additive(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: None,
+    options: AdditiveBackwardOptions,
+    unused: None,
+    differentiable: bool,
+    v: Tensor,
+    bias: Tensor | None,
+) -> tuple[Tensor]:
+    """Return the output of a call without masks, dropout and weights."""
+    return additive_attention(query, key, value, v, bias, None, None, options=options)[:1]
+
+
+def plain_additive_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: None,
+    options: AdditiveBackwardOptions,
+    unused: None,
+    wants: Sequence[bool],  # all are computed anyway
+    v: Tensor,
+    bias: Tensor | None,
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of query, key, value, v and bias of :func:`plain_additive`."""
+    operands = (query, key, value, v, bias, None, None)
+    return additive_attention_backward(grad_out, None, *operands, options=options)[:5]
 
 
 def _operands(

@@ -165,7 +165,7 @@ def plain_retrieval(
     projection: Tensor | None,  # [B, H, N, Dv]
     mask: None,
     options: HopfieldOptions,
-    _: None,
+    unused: None,
     differentiable: bool,
 ) -> tuple[Tensor | None, ...]:
     """Return ``(out, lse, xi, taken, trace, stats)`` of a call that unrolls its steps, without
@@ -201,7 +201,7 @@ def plain_retrieval_backward(
     trace: Tensor | None,
     stats: Tensor | None,
     options: HopfieldOptions,
-    _: None,
+    unused: None,
     wants: Sequence[bool],  # the gradients of state, stored and projection
 ) -> tuple[Tensor | None, Tensor, Tensor | None]:
     """Return the gradients of state, stored and projection of :func:`plain_retrieval`."""
