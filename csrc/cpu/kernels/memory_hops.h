@@ -146,8 +146,7 @@ class HopSteps {
   void settle(int64_t row, int64_t k, T* u, const T* o) const {
     if (p.search) {
       const Length by = length_of_step(u, o);
-      if (forgets())
-        __builtin_memcpy(trace(row, 0) - p.D, u, static_cast<size_t>(p.D) * sizeof(T));
+      if (forgets()) __builtin_memcpy(trace(row, 0) - p.D, u, static_cast<size_t>(p.D) * sizeof(T));
       if (p.together == 1)
         rest(row, by);
       else
