@@ -167,7 +167,9 @@ def _mask(cell: Cell) -> masks.Mask | None:
 def _in_pages(cache: Tensor, table: Tensor, size: int) -> Tensor:
     """[B, Hkv, Lk, D] as [pages, Hkv, size, D], with each page at its place in the table."""
     pages = cache.unflatten(2, (-1, size)).transpose(1, 2).flatten(0, 1)
-    return torch.empty_like(pages).index_copy_(0, table.flatten().long(), pages)
+    placed = torch.empty_like(pages)
+    placed[table.flatten().long()] = pages  # index_copy_ has no fp8
+    return placed
 
 
 OP = Decode()
