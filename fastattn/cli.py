@@ -23,11 +23,10 @@ COMMANDS = {
 
 EXIT_CODES = """\
 exit codes:
-  0    done
-  1    wrong results, a benchmark that is wrong or slower, or a problem found
-  2    wrong usage: the message names the argument and the allowed values
-  3    a benchmark was measured, but a file could not be written
-  130  interrupted
+  0  done; 130: interrupted
+  1  wrong results, a benchmark that is wrong or slower, or a problem found
+  2  wrong usage: the message names the argument and the allowed values
+  3  a benchmark was measured, but a file could not be written
 """
 
 
