@@ -41,8 +41,8 @@ class Mutant(mutants.Mutant):
 
 FORWARD, BACKWARD = "sdpa_forward", "sdpa_backward"
 MUTANTS = (
-    Mutant("a_sum_is_not_rescaled", "sdpa_forward.cpp", "store(l + n * W, alpha[n] * load(l + n * W) + sum[n])", "store(l + n * W, load(l + n * W) + sum[n])"),
-    Mutant("an_output_is_not_rescaled", "sdpa_forward.cpp", "store(o, alpha[n] * load(o) + x)", "store(o, load(o) + x)"),
+    Mutant("a_sum_is_not_rescaled", "sdpa_forward.cpp", "store(l + n * W, load(buf.alpha + n * W) * load(l + n * W) + sum[n])", "store(l + n * W, load(l + n * W) + sum[n])"),
+    Mutant("an_output_is_not_rescaled", "sdpa_forward.cpp", "store(o, load(buf.alpha + n * W) * load(o) + x)", "store(o, load(o) + x)"),
     Mutant("a_row_of_nothing_is_nan", "sdpa_forward.cpp", "select<T>(after == -kInf<T>, Vec<T>{}, after)", "after"),
     Mutant("hidden_nan_spreads", "sdpa_forward.cpp", "const bool leaky = excludes && !all_finite", "const bool leaky = false && !all_finite"),
     Mutant("an_excluded_key_has_a_tiny_weight", "../simd/math.h", "splat(-127.0f)", "splat(-126.0f)", source=FORWARD, isa="avx2"),

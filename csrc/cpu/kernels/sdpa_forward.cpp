@@ -92,6 +92,7 @@ class Forward {
     Word* temp;      // [lanes][words of D]
     T* w;            // [Bk][lanes] weights, where words are pairs
     T* mean;         // [panels][Bk][lanes] sum of the weights over the heads
+    T* alpha;        // [lanes] the factors of a panel's outputs so far
     size_t bytes;
   };
 
@@ -111,6 +112,7 @@ class Forward {
     buf.temp = a.take<Word>(kLanesOfPanel * words<P>(p.D));
     buf.w = a.take<T>(weights != Weights::none && P::kPerWord == 2 ? Bk * kLanesOfPanel : 0);
     buf.mean = a.take<T>(weights == Weights::averaged ? Bk * Bq : 0);
+    buf.alpha = a.take<T>(kLanesOfPanel);
     buf.bytes = a.used();
     return buf;
   }
@@ -220,14 +222,14 @@ class Forward {
                         top);
 
     // m' = max(m, S);  alpha = 2^(m - m');  P = 2^(S - m');  l = alpha l + sum P
-    Vec<T> alpha[NV], reference[NV], sum[NV];
+    Vec<T> reference[NV], sum[NV];
     FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
       const Vec<T> before = load(m + n * W), after = max_of(before, top[n]);
       store(m + n * W, after);
       // A row without a visible key so far keeps m = -inf. Any finite reference then gives exact
       // zeros, not NaN.
       reference[n] = select<T>(after == -kInf<T>, Vec<T>{}, after);
-      alpha[n] = exponential(rule, before - reference[n]);
+      store(buf.alpha + n * W, exponential(rule, before - reference[n]));
       sum[n] = Vec<T>{};
     }
     if (p.dropout_p > 0)
@@ -235,22 +237,22 @@ class Forward {
     const int64_t reduced = p.dropout_p > 0 ? probabilities<NV, true>(buf, nk, reference, sum)
                                             : probabilities<NV, false>(buf, nk, reference, sum);
     FASTATTN_UNROLL for (int n = 0; n < NV; ++n)
-        store(l + n * W, alpha[n] * load(l + n * W) + sum[n]);
+        store(l + n * W, load(buf.alpha + n * W) * load(l + n * W) + sum[n]);
 
     // O = alpha O + V^T P. The product is summed separately: shorter chains of additions, smaller
-    // errors.
+    // errors. alpha is read where it is used: 16 registers hold the sums of a tile and no more.
     if (vs != nullptr) {
       tile_rows<P, P::kOutputRows, NV, true>(
           p.Dv, vs + shift / P::kPerWord * p.Dv, p.Dv, reinterpret_cast<const Word*>(S), lanes,
           reduced, [](int64_t, int) { return Vec<T>{}; },
           [&](int64_t d, int n, Vec<T> x) __attribute__((always_inline)) {
             T* o = O + d * lanes + n * W;
-            store(o, alpha[n] * load(o) + x);
+            store(o, load(buf.alpha + n * W) * load(o) + x);
           });
     } else {
       for (int64_t d = 0; d < p.Dv; ++d) FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
           T* o = O + d * lanes + n * W;
-          store(o, alpha[n] * load(o));
+          store(o, load(buf.alpha + n * W) * load(o));
         }
       add_visible_only<P::kPerWord>(S, lanes, nk, v + r.begin * p.v.stride[2], p.v.stride[2],
                                     p.v.stride[3], p.Dv, O);
