@@ -40,6 +40,9 @@ FASTATTN_INLINE void tile(const typename P::Word* __restrict A, int64_t lda,
 // A tile over any number of rows: full tiles, then four rows, then single rows. start and finish
 // get the row within `rows`. Every row is the same chain of additions over k, so results do not
 // depend on the tiling.
+//
+// A single row waits for each addition of its chain, so eight or nine rows are two tiles of four
+// rather than one of six.
 template <class P, int kRows, int kVectors, bool kColumns, class Start, class Finish>
 FASTATTN_INLINE void tile_rows(int64_t rows, const typename P::Word* A, int64_t lda,
                                const typename P::Word* B, int64_t ldb, int64_t K, Start start,
@@ -49,7 +52,8 @@ FASTATTN_INLINE void tile_rows(int64_t rows, const typename P::Word* A, int64_t 
   const int64_t step = kColumns ? 1 : lda;
   const auto from = [&](int r, int n) __attribute__((always_inline)) { return start(r0 + r, n); };
   const auto to = [&](int r, int n, V v) __attribute__((always_inline)) { finish(r0 + r, n, v); };
-  for (; r0 + kRows <= rows; r0 += kRows)
+  const int64_t fours = kRows == 6 && rows >= 8 && (rows % 6 == 2 || rows % 6 == 3) ? 8 : 0;
+  for (; r0 + kRows <= rows - fours; r0 += kRows)
     tile<P, kRows, kVectors, kColumns>(A + r0 * step, lda, B, ldb, K, from, to);
   if constexpr (kRows > 4) {
     for (; r0 + 4 <= rows; r0 += 4)
