@@ -74,10 +74,12 @@ class BackwardUnit {
   struct Buffers {
     Word *q,
         *g;  // [panels][words of D | Dv][lanes]: queries and output gradients, right-hand sides
-    Word *q_rows, *g_rows;   // [words of queries][dp | dvp]: the same as rows to be reduced over
-    RowScale<T> rows;        // [queries]
-    T *center, *delta;       // [queries]
-    T *s, *ds;               // [Bk + 1][lanes]
+    // [words of queries][dp | dvp]: the same as rows to be reduced over
+    const Word *q_rows, *g_rows;
+    Word *own_q_rows, *own_g_rows;  // where they cannot be read in place
+    RowScale<T> rows;               // [queries]
+    T *center, *delta;              // [queries]
+    T *s, *ds;                      // [Bk + 1][lanes]
     Word *w_rows, *ds_rows;  // [Bk][words of lanes], pairs of queries (used where a word is a pair)
     T* bias;                 // [Bk][lanes]
     T* keys;                 // [Lk]
@@ -93,8 +95,8 @@ class BackwardUnit {
     Arena a(base);
     Buffers f;
     f.q = a.take<Word>(queries * dw), f.g = a.take<Word>(queries * dvw);
-    f.q_rows = a.take<Word>(words<P>(queries) * dp),
-    f.g_rows = a.take<Word>(words<P>(queries) * dvp);
+    f.own_q_rows = a.take<Word>(words<P>(queries) * dp),
+    f.own_g_rows = a.take<Word>(words<P>(queries) * dvp);
     f.rows = {a.take<T>(queries), a.take<T>(queries), a.take<T>(queries)};
     f.center = a.take<T>(queries), f.delta = a.take<T>(queries);
     f.s = a.take<T>((Bk + 1) * L), f.ds = a.take<T>((Bk + 1) * L);
@@ -168,8 +170,6 @@ class BackwardUnit {
       pack_panel<P>(q + i * sq[2], sq[2], sq[3], rows, p.D, L, f.q + i * dw, L, f.temp);
       pack_panel<P>(g + i * sg[2], sg[2], sg[3], rows, p.Dv, L, f.g + i * dvw, L, f.temp);
     }
-    pack_rows(q, sq, p.D, dp, f.q_rows);
-    pack_rows(g, sg, p.Dv, dvp, f.g_rows);
     const int64_t row = (b * p.Hq + h) * p.Lq;
     const auto copy = [&](T* to, const T* from, T rest) {
       __builtin_memcpy(to, from + row, static_cast<size_t>(p.Lq) * sizeof(T));
@@ -180,9 +180,15 @@ class BackwardUnit {
     copy(f.rows.inverse, prepared.rows.inverse, T(1));
     copy(f.center, prepared.center, T(0));
     copy(f.delta, prepared.delta, T(0));
+    bool masked = false;
     for (int64_t i = 0; i < p.Lq; ++i) {
       if (p.sinks != nullptr && sees_only_sink(p, rule, b, h, i))
         scale_from_lse(rule, -kInf<double>, f.rows.at(i));
+      masked |= f.rows.high[i] == kInf<T>;
+    }
+    f.q_rows = rows_of(q, sq, p.D, dp, masked, f.own_q_rows);
+    f.g_rows = rows_of(g, sg, p.Dv, dvp, masked, f.own_g_rows);
+    for (int64_t i = 0; i < p.Lq && masked; ++i) {
       if (f.rows.high[i] != kInf<T>) continue;
       clear_query(f, i);
       f.center[i] = f.delta[i] = T(0);
@@ -203,13 +209,17 @@ class BackwardUnit {
           word = float_of(bits_of(word) & (i % 2 ? 0x0000ffffu : 0xffff0000u));
       }
     };
-    clear_row(f.q_rows, dp);
-    clear_row(f.g_rows, dvp);
+    clear_row(f.own_q_rows, dp);
+    clear_row(f.own_g_rows, dvp);
   }
 
-  // Rows of queries as words to reduce over, columns padded with zero to whole vectors.
-  void pack_rows(const Storage* src, const int64_t* stride, int64_t cols, int64_t padded,
-                 Word* dst) const {
+  // Rows of queries as words to reduce over, columns padded with zero to whole vectors. In place if
+  // they are that already and none will be cleared, else in dst.
+  const Word* rows_of(const Storage* src, const int64_t* stride, int64_t cols, int64_t padded,
+                      bool masked, Word* dst) const {
+    if constexpr (kSame<Storage, Word>) {
+      if (!masked && stride[3] == 1 && stride[2] == padded && cols == padded) return src;
+    }
     if (padded != cols)
       __builtin_memset(dst, 0, static_cast<size_t>(words<P>(p.Lq) * padded) * sizeof(Word));
     if constexpr (P::kPerWord == 1) {
@@ -217,6 +227,7 @@ class BackwardUnit {
     } else {
       stage_row_pairs(src, stride[2], stride[3], p.Lq, cols, dst, padded);
     }
+    return dst;
   }
 
   void block_of_keys(Buffers& f, int64_t b, int64_t h, int64_t hk, Range block, int64_t chunk_begin,
