@@ -169,6 +169,9 @@ class ScoreGradients {
   // s = W = dropout(P), P = exp(S - lse); ds = dS = P o (dropout(dP) - delta).
   void gradients(const Buffers& f, int64_t b, int64_t h, int64_t nk,
                  const PreparedRows<T>& prepared) const {
+    // Copies, because a store to a tile could change the members.
+    const ScoreRule<T> rule = this->rule;
+    T *const s = f.s, *const ds = f.ds;
     Vec<T> high[NV], low[NV], inverse[NV], center[NV], delta[NV], rows[NV] = {}, sums[NV] = {};
     FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
       high[n] = load(prepared.rows.high + n * W);
@@ -181,7 +184,7 @@ class ScoreGradients {
     const T kept = static_cast<T>(dropout.factor);
     const auto probability = [&](int64_t at, int n) __attribute__((always_inline)) {
       const Vec<T> e =
-          exponential<P::kCoarseExp>(rule, load(f.s + at) - high[n] - low[n]) * inverse[n];
+          exponential<P::kCoarseExp>(rule, load(s + at) - high[n] - low[n]) * inverse[n];
       // A lane without a query, or with a fully masked one, may hold NaN.
       return rule.excludes ? select<T>(high[n] == kInf<T>, Vec<T>{}, e) : e;
     };
@@ -192,14 +195,14 @@ class ScoreGradients {
       d = e * (d - delta[n]);
       // An excluded value may be NaN, and 0 * NaN must not pass.
       if (rule.excludes) d = select<T>(e == T(0), Vec<T>{}, d);
-      store(f.s + at, dropped(e, at));
-      store(f.ds + at, d);
+      store(s + at, dropped(e, at));
+      store(ds + at, d);
     };
     if (!whole) {
       _Pragma("GCC unroll 2") for (int64_t j = 0; j < nk; ++j)
           FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
         const int64_t at = j * L + n * W;
-        finish(probability(at, n), dropped(load(f.ds + at), at), at, n);
+        finish(probability(at, n), dropped(load(ds + at), at), at, n);
       }
       return;
     }
@@ -217,12 +220,12 @@ class ScoreGradients {
       for (int64_t j = j0; j < min_of(nk, j0 + kPart); ++j)
         FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
           const int64_t at = j * L + n * W;
-          const Vec<T> e = probability(at, n), d = dropped(load(f.ds + at), at) - center[n],
+          const Vec<T> e = probability(at, n), d = dropped(load(ds + at), at) - center[n],
                        product = e * d;
           part_rows[n] += e;
           part_sums[n] += rule.excludes ? select<T>(e == T(0), Vec<T>{}, product) : product;
-          store(f.s + at, e);
-          store(f.ds + at, d);
+          store(s + at, e);
+          store(ds + at, d);
         }
       FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
         rows[n] += part_rows[n];
@@ -238,7 +241,7 @@ class ScoreGradients {
     }
     for (int64_t j = 0; j < nk; ++j) FASTATTN_UNROLL for (int n = 0; n < NV; ++n) {
         const int64_t at = j * L + n * W;
-        finish(load(f.s + at) * rows[n], load(f.ds + at), at, n);
+        finish(load(s + at) * rows[n], load(ds + at), at, n);
       }
   }
 
