@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -38,7 +38,8 @@ def capture(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
     whose ``forward`` takes ``need_weights`` or ``return_attention_scores`` and then returns a tuple
     with the weights last, as all attention modules of :mod:`fastattn.nn` do; and any other module
     that calls ``torch.nn.functional.scaled_dot_product_attention``, as those of timm do, and that
-    none of the former is a part of.
+    none of the former is a part of. Methods of a module other than its call are not seen, but the
+    modules that they call are.
 
     The results of the model stay bitwise the same. A layer whose weights the model itself does not
     request runs a second time for them, without gradient and with the same random numbers, so the
@@ -60,10 +61,11 @@ def capture(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
         are in the order of their first call.
 
     Raises:
-        TypeError: ``model`` is not a module, or a layer does not return its weights as expected.
+        TypeError: ``model`` is not a module, a layer does not return its weights as expected, or
+            there are none for a call of PyTorch's function, as of NestedTensors.
         ValueError: it has a stock layer whose own ``forward`` does not take ``need_weights``, or no
             attention layer, which may only be known when the block ends.
-        RuntimeError: it is already being captured.
+        RuntimeError: a layer is already being captured.
 
     Examples:
         >>> import torch, fastattn
@@ -89,9 +91,10 @@ def capture(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
         for name, (module, request) in layers.items():
             recorder.watch(name.replace("_orig_mod.", ""), module, request, undo)
         calls = _FunctionCalls(recorder, model)
-        for part in _parts_without(model, {module for module, _ in layers.values()}):
-            undo.callback(part.register_forward_pre_hook(calls.begin, prepend=True).remove)
-            undo.callback(part.register_forward_hook(calls.end, always_call=True).remove)
+        undo.callback(calls.leave)
+        for module in _modules_beside(model, {module for module, _ in layers.values()}):
+            undo.callback(module.register_forward_pre_hook(calls.begin, prepend=True).remove)
+            undo.callback(module.register_forward_hook(calls.end, always_call=True).remove)
         yield recorder.weights
     if not layers and not recorder.weights:
         raise ValueError(
@@ -186,16 +189,22 @@ class _FunctionCalls(TorchFunctionMode):
         super().__init__()
         self._recorder = recorder
         self._names = {module: name for name, module in model.named_modules()}
-        self._depth = 0  # of calls of parts
+        self._calls = _Calls()
 
-    def begin(self, *_: Any) -> None:
-        self._depth += 1
-        if self._depth == 1:
+    def begin(self, module: nn.Module, *_: Any) -> None:
+        if not self._calls.modules:
             self.__enter__()
+        self._calls.modules.append(module)
 
     def end(self, *_: Any) -> None:
-        self._depth -= 1
-        if self._depth == 0:
+        self._calls.modules.pop()
+        if not self._calls.modules:
+            self.__exit__(None, None, None)
+
+    def leave(self) -> None:
+        """Called at the end of the block: after an interrupt no hook has run."""
+        if self._calls.modules:
+            self._calls.modules.clear()
             self.__exit__(None, None, None)
 
     def __torch_function__(
@@ -204,31 +213,32 @@ class _FunctionCalls(TorchFunctionMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         if func is stock_function and not self._recorder.paused:
-            caller = next(module for module in _calls_in_progress() if module in self._names)
-            name = self._names[caller].replace("_orig_mod.", "")
-            self._recorder.record(name, _weights(args, kwargs))
+            name = self._names[self._calls.modules[-1]].replace("_orig_mod.", "")
+            try:
+                weights = _weights(args, kwargs)
+            except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+                raise TypeError(
+                    f"{name or 'the model'}: a call of scaled_dot_product_attention has no weights "
+                    f"to capture: {error}"
+                ) from error
+            self._recorder.record(name, weights)
         return out
 
 
-def _parts_without(module: nn.Module, layers: set[nn.Module]) -> Iterator[nn.Module]:
-    """The largest parts of a model that contain none of these layers."""
+class _Calls(threading.local):
+    """The modules whose calls are in progress in this thread: modes are a thread's own, too."""
+
+    def __init__(self) -> None:
+        self.modules: list[nn.Module] = []
+
+
+def _modules_beside(module: nn.Module, layers: set[nn.Module]) -> Iterator[nn.Module]:
+    """The modules of a model that contain none of these layers and are no part of one."""
     if layers.isdisjoint(module.modules()):
-        yield module
+        yield from module.modules()  # which of them is called is not known: a list is not
     elif module not in layers:
         for child in module.children():
-            yield from _parts_without(child, layers)
-
-
-def _calls_in_progress() -> Iterator[nn.Module]:
-    """The modules whose call is in progress in this thread, innermost first."""
-    frame = sys._getframe()
-    while frame is not None:
-        if frame.f_code is _CALL:
-            yield frame.f_locals["self"]
-        frame = frame.f_back  # type: ignore[assignment]
-
-
-_CALL = nn.Module._call_impl.__code__
+            yield from _modules_beside(child, layers)
 
 
 def _weights(args: tuple[Any, ...], options: dict[str, Any]) -> Tensor:

@@ -376,6 +376,63 @@ def test_a_compiled_model_that_calls_the_function_is_captured() -> None:
     torch.testing.assert_close(weights, {"0": [by_definition(layer, SOURCE).detach()]})
 
 
+class Methods(nn.Module):
+    """Blocks in a list, called by a method, beside a layer that is captured as a whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([OfTheFunction(), OfTheFunction()])
+        self.pool = MultiheadAttention(EMBED, HEADS, batch_first=True)
+
+    def features(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.features(x)
+        return self.pool(x, x, x)[0]
+
+
+def test_blocks_in_a_list_and_methods_are_captured() -> None:
+    model = Methods()
+    with capture(model) as weights:
+        model(SOURCE)
+    assert list(weights) == ["blocks.0", "blocks.1", "pool"]
+    with capture(model.blocks) as weights:
+        model.features(SOURCE)
+    assert list(weights) == ["0", "1"]
+
+
+def test_an_interrupt_leaves_nothing_behind() -> None:
+    class Interrupted(OfTheFunction):
+        def forward(self, x: Tensor) -> Tensor:
+            super().forward(x)
+            raise KeyboardInterrupt
+
+    model = nn.Sequential(Interrupted())
+    before = state_of(model)
+    with pytest.raises(KeyboardInterrupt), capture(model) as weights:
+        model(SOURCE)
+    assert list(weights) == ["0"]
+    assert state_of(model) == before
+    assert not torch.overrides._get_current_function_mode_stack()
+
+
+def test_a_call_that_has_no_weights_is_named() -> None:
+    class Jagged(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.scaled_dot_product_attention(x, x, x)
+
+    x = torch.nested.nested_tensor(
+        [torch.randn(n, 2, 8) for n in (2, 3)], layout=torch.jagged
+    ).transpose(1, 2)
+    model = nn.ModuleDict({"layer": Jagged()})
+    why = r"layer: a call of scaled_dot.*no weights"
+    with pytest.raises(TypeError, match=why), capture(model):
+        model["layer"](x)
+
+
 def test_no_attention_at_all_is_an_error_at_the_end() -> None:
     why = r"no attention layer of the model ran.*output_attentions"
     with pytest.raises(ValueError, match=why), capture(nn.Linear(EMBED, 2)) as weights:
