@@ -182,7 +182,7 @@ def _ends_of_documents(call: Call, queries: Tensor, keys: Tensor) -> Tensor | No
     if min(call.q_len, call.k_len) == 0:
         return None
     queries, keys = (x.expand(max(len(queries), len(keys)), -1) for x in (queries, keys))
-    ids, order = keys.sort(dim=1, stable=True)
+    ids, order = keys.contiguous().sort(dim=1, stable=True)
     wanted = queries.contiguous()
     begin, end = (torch.searchsorted(ids, wanted, right=after) for after in (False, True))
     low = order.gather(1, begin.clamp(max=call.k_len - 1))
