@@ -13,7 +13,10 @@ import typing
 from dataclasses import MISSING, dataclass, fields
 from typing import Annotated, Any, Literal, TypeVar
 
+import torch
+
 __all__ = [
+    "QUANTISED",
     "AdditiveBackwardOptions",
     "AdditiveOptions",
     "AppendOptions",
@@ -97,6 +100,10 @@ class DecodeOptions:
     window_left: int = -1
     window_right: int = -1
     softcap: float = 0.0
+
+
+# The dtypes of quantised caches, and the largest number of each.
+QUANTISED = {torch.int8: 127, torch.float8_e4m3fn: 448}
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastattn import checks
-from fastattn.backends.reference.decode import QUANTISED
+from fastattn.backends.primitives import QUANTISED
 from fastattn.eager import runs_eagerly
 
 __all__ = ["check_scales"]

@@ -11,8 +11,7 @@ from fastattn import checks, masks
 from fastattn.autograd.decode import append as append_to_cache
 from fastattn.autograd.decode import decode
 from fastattn.autograd.sdpa import default_scale
-from fastattn.backends.primitives import AppendOptions, DecodeOptions
-from fastattn.backends.reference.decode import QUANTISED
+from fastattn.backends.primitives import QUANTISED, AppendOptions, DecodeOptions
 from fastattn.bias import T5
 from fastattn.eager import runs_eagerly
 from fastattn.library import Operator

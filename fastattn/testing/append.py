@@ -16,8 +16,7 @@ from torch import Tensor
 
 from fastattn import dispatch
 from fastattn.backends import reference
-from fastattn.backends.primitives import AppendOptions
-from fastattn.backends.reference.decode import QUANTISED
+from fastattn.backends.primitives import QUANTISED, AppendOptions
 from fastattn.testing import memory
 from fastattn.testing.caches import places_of
 from fastattn.testing.calls import double

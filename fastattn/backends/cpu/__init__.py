@@ -47,8 +47,7 @@ from fastattn.backends.cpu.sdpa import (
 )
 from fastattn.backends.cpu.sinusoidal import sinusoidal_encoding
 from fastattn.backends.cpu.varlen import varlen_attention, varlen_attention_backward
-from fastattn.backends.primitives import unserved, with_default
-from fastattn.backends.reference.decode import QUANTISED
+from fastattn.backends.primitives import QUANTISED, unserved, with_default
 
 __all__ = [
     "additive_attention",

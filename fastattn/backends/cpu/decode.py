@@ -12,8 +12,8 @@ from fastattn import _cpu
 from fastattn.backends._alloc import empty_output
 from fastattn.backends._operands import address, operand, with_columns_together
 from fastattn.backends.cpu.operands import DTYPES, optional_operands
-from fastattn.backends.primitives import AppendOptions, DecodeOptions
-from fastattn.backends.reference.decode import QUANTISED, check_scales
+from fastattn.backends.primitives import QUANTISED, AppendOptions, DecodeOptions
+from fastattn.backends.reference.decode import check_scales
 
 Sizes = tuple[int, ...]  # or strides, of four dimensions
 
@@ -276,7 +276,7 @@ def _widened(
         _check_entries(chosen, cache.shape[0])
         cache, scales = cache[chosen], scales[chosen]
     check_scales({name: scales}, lengths, begins)
-    return cache.to(query.dtype) * scales.to(query.dtype)
+    return cache.to(query.dtype).mul_(scales.to(query.dtype))
 
 
 def _rows(block_table: Tensor) -> Tensor:

@@ -7,15 +7,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from fastattn.backends.primitives import AppendOptions, AttentionOptions, DecodeOptions
+from fastattn.backends.primitives import QUANTISED, AppendOptions, AttentionOptions, DecodeOptions
 from fastattn.backends.reference._masked import compute_dtype
 from fastattn.backends.reference.sdpa import attend
 from fastattn.eager import runs_eagerly
 
-__all__ = ["QUANTISED", "append_to_cache", "decode_attention", "quantise", "rotate"]
-
-# The dtypes of quantised caches, and the largest number of each.
-QUANTISED = {torch.int8: 127, torch.float8_e4m3fn: 448}
+__all__ = ["append_to_cache", "decode_attention", "quantise", "rotate"]
 
 
 def decode_attention(
