@@ -311,9 +311,9 @@ class Decode {
   void scales_of(const Tensor4& x, int64_t b, int64_t hk, int64_t j0, int64_t j1, float* to) const {
     read_scales(scale_rows(x, b, hk, p.pages, p.page_size), j0, j1, to);
     for (int64_t j = j1; j < j0 + kBlock; ++j) to[j - j0] = 1.0f;
-    if (any_wrong(to, kBlock)) __atomic_store_n(p.wrong_scales, 1, __ATOMIC_RELAXED);
     if constexpr (kSame<Cached, E4m3>)
       for (int64_t n = 0; n < kBlock; n += W) store(to + n, load(to + n) * kE4m3Unit);
+    if (any_wrong(to, kBlock)) __atomic_store_n(p.wrong_scales, 1, __ATOMIC_RELAXED);
   }
   static FASTATTN_INLINE void multiply_block(const T* factors, T* x) {
     FASTATTN_UNROLL for (int64_t n = 0; n < kBlock; n += W)

@@ -47,7 +47,7 @@ FASTATTN_INLINE float widen(Bf16 b) { return float_of(static_cast<uint32_t>(b.bi
 FASTATTN_INLINE float widen(float x) { return x; }
 FASTATTN_INLINE double widen(double x) { return x; }
 FASTATTN_INLINE float widen(Int8 x) { return x.value; }
-// Its bits, in their places in an f16, are a number 2^8 times smaller, subnormals too. Who widens
+// Its bits, in their places in an f16, are a number 2^8 times smaller, subnormals too. The caller
 // multiplies by kE4m3Unit, once for many. The two codes of NaN become +-480.
 constexpr float kE4m3Unit = 256.0f;
 FASTATTN_INLINE float widen(E4m3 x) {
