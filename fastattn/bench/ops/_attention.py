@@ -131,11 +131,17 @@ def attend(
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The output, and the weights [B, H, Lq, Lk]."""
-    if (group := query.shape[-3] // key.shape[-3]) > 1:
-        key, value = (x.repeat_interleave(group, -3) for x in (key, value))
-    scores = (query @ key.mT) * query.shape[-1] ** -0.5
+    heads, rows = key.shape[-3], query.shape[-2]
+
+    def of_keys(x: Tensor) -> Tensor:  # [B, H, Lq, n] as [B, Hkv, H / Hkv Lq, n]
+        return x.unflatten(-3, (heads, -1)).flatten(-3, -2)
+
+    def of_queries(x: Tensor) -> Tensor:
+        return x.unflatten(-2, (-1, rows)).flatten(-4, -3)
+
+    scores = of_queries(of_keys(query) @ key.mT) * query.shape[-1] ** -0.5
     weights = softmax_of(scores, visible, bias)
-    return weights @ value, weights
+    return of_queries(of_keys(weights) @ value), weights
 
 
 def with_weights(cell: Cell, out: Tensor, weights: Tensor) -> Outputs:
