@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from pathlib import Path
 
 NAME = "fastattn/flash-attn"
@@ -38,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     folder = args.folder.absolute()
     write(folder)
     print(f"wrote {folder}. For transformers, after `pip install kernels`:")
-    print(f"  export LOCAL_KERNELS={NAME}={folder}")
+    print(f"  export LOCAL_KERNELS={shlex.quote(f'{NAME}={folder}')}")
     print(f'  model.set_attn_implementation("{NAME}")')
     return 0
 
