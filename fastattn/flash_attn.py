@@ -195,11 +195,12 @@ def flash_attn_with_kvcache(
             "flash_attn_with_kvcache: with rotary_cos each new key must have its query, got "
             f"{q.shape[1]} queries and {k.shape[1]} new keys; else rotate q and k before the call"
         )
-    ordered = causal or tuple(window_size) != (-1, -1) or mask is not None
+    windowed = window_size is not None and tuple(window_size) != (-1, -1)
+    ordered = causal or windowed or mask is not None
     if as_flash and not ordered and q.shape[1] > 1:
         raise NotImplementedError(
-            "flash_attn_with_kvcache: rotary_cos with several queries must be causal or in a "
-            "window; else rotate q and k before the call"
+            "flash_attn_with_kvcache: rotary_cos with several queries needs causal, a window_size, "
+            "a mask or rotary_positions; else rotate q and k before the call"
         )
     return decode_attention(
         q,

@@ -111,7 +111,7 @@ def test_with_kvcache_appends_and_is_func_of_what_is_there(qkv: list[Tensor]) ->
     torch.testing.assert_close(lse, want_lse)
     assert torch.equal(caches[0][entries.long(), :9], k)
     assert out.is_contiguous()
-    with pytest.raises(NotImplementedError, match="several queries must be causal or in a window"):
+    with pytest.raises(NotImplementedError, match="several queries needs causal, a window"):
         flash_attn.flash_attn_with_kvcache(q, *caches, rotary_cos=q)
     with pytest.raises(NotImplementedError, match="got 5 queries and 4 new keys"):
         flash_attn.flash_attn_with_kvcache(q, *caches, k[:, :4], v[:, :4], rotary_cos=q)
