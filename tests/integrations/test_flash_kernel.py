@@ -62,7 +62,8 @@ def name(
         monkeypatch.setenv("LOCAL_KERNELS", f"{_kernel.NAME}={folder}:{_OF_GPT_OSS}={folder}")
     else:
         monkeypatch.setattr(hub_kernels, "is_kernels_available", lambda: True)
-        monkeypatch.setattr(hub_kernels, "get_kernel", lambda *_, **__: load(folder))
+        folders = {_kernel.NAME: folder, _OF_GPT_OSS: folder}
+        monkeypatch.setattr(hub_kernels, "get_kernel", lambda name, **_: load(folders[name]))
     monkeypatch.setattr(flash_utils, "_loaded_implementation", None)
     yield _kernel.NAME
     sys.modules.pop("fastattn_flash_attn_cpu", None)

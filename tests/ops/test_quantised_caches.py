@@ -151,29 +151,34 @@ def test_many_queries_and_wide_rows(backend: str, cached: torch.dtype) -> None:
         assert_close(out, want)
 
 
+@of_each_dtype
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_compiled(backend: str, dynamic: bool) -> None:
+def test_compiled(backend: str, dynamic: bool, cached: torch.dtype) -> None:
     def call(**given: Any) -> Tensor:
         return decode_attention(**given).sin()
 
     compiled = torch.compile(call, fullgraph=True, dynamic=dynamic, backend="aot_eager")
-    want = operands()
+    want = operands(cached=cached)
     got = copied(want)
     assert_close(compiled(**got), call(**want))
-    for name in ("key_cache", "value_cache", "key_scales", "value_scales"):
+    for name in ("key_cache", "value_cache"):
+        assert torch.equal(got[name].view(torch.uint8), want[name].view(torch.uint8))
+    for name in ("key_scales", "value_scales"):
         assert_close(got[name], want[name], rtol=0, atol=0, equal_nan=True)
 
 
-def test_opcheck(backend: str) -> None:
-    given = operands()
+@of_each_dtype
+def test_opcheck(backend: str, cached: torch.dtype) -> None:
+    given = operands(cached=cached)
     names = ("key_cache", "value_cache", "key", "value", "cache_seqlens")
     scales = (given["key_scales"], given["value_scales"])
     args = (*(given[n] for n in names), *[None] * 6, *scales, torch.tensor([1, 0, 2]), False)
     torch.library.opcheck(torch.ops.fastattn.append_to_cache.default, args)
 
 
-def test_explained() -> None:
-    found = explain(decode_attention, **operands())
+@of_each_dtype
+def test_explained(cached: torch.dtype) -> None:
+    found = explain(decode_attention, **operands(cached=cached))
     assert found.runs == "cpu"
 
 
