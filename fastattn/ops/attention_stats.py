@@ -77,7 +77,8 @@ def attention_stats(
         [B, Hq, Lk], ``entropy`` [B, Hq, Lq], ``top_values`` and ``top_indices`` (int64)
         [B, Hq, Lq, top_k], the largest first, and ``rows`` [B, Hq, len(rows), Lk]. A fully masked
         row has weights and entropy 0 and lse -inf. All but the indices are differentiable. A
-        gradient of the entropy or of the largest weights keeps the weights of all blocks.
+        gradient of the entropy or of the largest weights keeps the weights of all blocks; that of
+        the entropy also two tensors of their size.
 
     Raises:
         TypeError, RuntimeError, ValueError: as :func:`scaled_dot_product_attention`, and for
