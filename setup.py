@@ -594,8 +594,15 @@ class BuildNative(build_ext):
         return [str(Path(self.build_lib, file)) for file in self.products()]
 
 
-def bill_of_materials(version: str, compiler: str | None) -> dict[str, Any]:
-    """What a wheel contains, in CycloneDX; ``compiler`` made the kernels, if there are any."""
+def version_of_libstdcxx() -> str:
+    """The release of GCC that it comes with."""
+    command = [*find_compiler(), "-dM", "-E", "-x", "c++", "-include", "cstddef", os.devnull]
+    macros = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return re.findall(r"#define _GLIBCXX_RELEASE (\d+)", macros)[0]
+
+
+def bill_of_materials(version: str, native: bool) -> dict[str, Any]:
+    """What a wheel contains, in CycloneDX."""
 
     def component(name: str, version: str, licence: str, **more: str) -> dict[str, Any]:
         licences = [{"expression": licence}]
@@ -605,11 +612,11 @@ def bill_of_materials(version: str, compiler: str | None) -> dict[str, Any]:
         return component(name, version, licence, purl=f"pkg:pypi/{name}@{version}")
 
     parts = []
-    if compiler is not None:  # its headers are compiled in
+    if native:  # its headers are compiled in
         parts.append(package("pybind11", metadata.version("pybind11"), "BSD-3-Clause"))
-    if compiler is not None and "-static-libstdc++" in os.environ.get("LDFLAGS", ""):
+    if native and "-static-libstdc++" in os.environ.get("LDFLAGS", ""):
         licence = "GPL-3.0-or-later WITH GCC-exception-3.1"
-        parts.append(component("libstdc++", compiler.split()[-1], licence))
+        parts.append(component("libstdc++", version_of_libstdcxx(), licence))
     return {
         "bomFormat": "CycloneDX",
         "specVersion": "1.6",
@@ -622,14 +629,15 @@ def bill_of_materials(version: str, compiler: str | None) -> dict[str, Any]:
 class Wheel(bdist_wheel):
     """Writes a bill of materials where PEP 770 looks for it: ``*.dist-info/sboms``."""
 
-    def egg2dist(self, egginfo_path: str, distinfo_path: str) -> None:
-        super().egg2dist(egginfo_path, distinfo_path)
+    # The last that is written, and the only one of them that runs after the build with pip, too.
+    def write_wheelfile(self, wheelfile_base: str, *args: Any, **options: Any) -> None:
+        super().write_wheelfile(wheelfile_base, *args, **options)
         record = Path(self.bdist_dir, RECORD)
         built = json.loads(record.read_text())["modules"] if record.exists() else {}
-        compilers = [module["compiler"] for module in built.values() if module["built"]]
-        bill = bill_of_materials(self.distribution.get_version(), next(iter(compilers), None))
-        folder = Path(distinfo_path, "sboms")
-        folder.mkdir()
+        native = any(module["built"] for module in built.values())
+        bill = bill_of_materials(self.distribution.get_version(), native)
+        folder = Path(wheelfile_base, "sboms")
+        folder.mkdir(exist_ok=True)
         Path(folder, "fastattn.cdx.json").write_text(json.dumps(bill, indent=2) + "\n")
 
 

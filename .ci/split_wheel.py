@@ -8,13 +8,14 @@ which installs it into the folder of fastattn and requires the same version of i
 
 import email
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
 
 from auditwheel.wheeltools import InWheel
 
-NOT_INSTALLED = "the CUDA kernels are a package of their own: pip install fastattn-cuda"
+NOT_INSTALLED = "the CUDA kernels are a package of their own, fastattn-cuda, which is not installed"
 SUMMARY = "The CUDA kernels of fastattn"
 
 
@@ -66,8 +67,9 @@ def keep_cuda_alone(root: Path) -> None:
         "name": "fastattn-cuda",
         "purl": f"pkg:pypi/fastattn-cuda@{version}",
     }
-    compiler = record["modules"]["cuda"]["compiler"]
-    runtime = {"type": "library", "name": "cudart_static", "version": compiler}
+    # Such as "Cuda compilation tools, release 13.0, V13.0.48".
+    (toolkit,) = re.findall(r"V([\d.]+)", record["modules"]["cuda"]["compiler"])
+    runtime = {"type": "library", "name": "cudart_static", "version": toolkit}
     runtime["licenses"] = [{"license": {"name": "NVIDIA CUDA Toolkit End User License Agreement"}}]
     bill["components"].append(runtime)
     file.write_text(json.dumps(bill, indent=2) + "\n")
