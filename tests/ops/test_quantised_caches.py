@@ -167,9 +167,9 @@ def test_compiled(backend: str, dynamic: bool, cached: torch.dtype) -> None:
         assert_close(got[name], want[name], rtol=0, atol=0, equal_nan=True)
 
 
-@of_each_dtype
-def test_opcheck(backend: str, cached: torch.dtype) -> None:
-    given = operands(cached=cached)
+def test_opcheck(backend: str) -> None:
+    """In int8: opcheck itself multiplies what it is given, which PyTorch cannot in float8."""
+    given = operands()
     names = ("key_cache", "value_cache", "key", "value", "cache_seqlens")
     scales = (given["key_scales"], given["value_scales"])
     args = (*(given[n] for n in names), *[None] * 6, *scales, torch.tensor([1, 0, 2]), False)
