@@ -179,7 +179,7 @@ MUTANTS += tuple(
         ("an_odd_pair_of_draws_is_even", "scores.h", "word[n] = before >> 16 | own << 16;", "word[n] = own;"),
         ("dropout_is_of_the_next_query", "tiles/sdpa_rows.h", "dropout_mask<2>(dropout, panel.i0,", "dropout_mask<2>(dropout, panel.i0 + 1,"),
         ("the_wrong_query_head", "tiles/sdpa_forward.h", "task.hk * group + n / panels", "task.hk + n / panels * p.Hkv"),
-        ("channels_of_the_tail_are_stale", "tiles/pack.h", "_mm512_maskz_loadu_epi16(first_bits(count), from)", "_mm512_mask_loadu_epi16(_mm512_set1_epi16(0x3f80), first_bits(count), from)"),
+        ("channels_of_the_tail_are_stale", "tiles/pack.h", "_mm512_maskz_loadu_epi16(first_bits(count), from)", "_mm512_mask_blend_epi16(first_bits(count), _mm512_set1_epi16(0x3f80), _mm512_maskz_loadu_epi16(first_bits(count), from))"),
         ("a_block_has_no_mask", "tiles/sdpa_rows.h", "kQueries, buf.bias) != Seen::all)", "kQueries, buf.bias) == Seen::none)"),
         ("blocks_that_another_query_sees_are_left_out", "tiles/sdpa_rows.h", "visible_by_program(p, panel.b, panel.h, panel.i0, panel.i1,", "visible_by_program(p, panel.b, panel.h, panel.i0, panel.i0 + 1,"),
         ("keys_of_one_query_are_those_of_a_panel", "tiles/sdpa_rows.h", "visible_by_program(p, b, h, i0, i1, visible", "visible_by_program(p, b, h, i0, i0 + 1, visible"),
