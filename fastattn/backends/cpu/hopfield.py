@@ -51,31 +51,19 @@ class _Memory(Patterns):
         for done, until in rounds(taken, self.options.steps_max, ROUND):
             _cpu.hopfield_forward(
                 *self._arguments(state, until - done, ends, stats),
-                {
-                    "taken": taken.data_ptr(),
-                    "moved": address(moved),
-                    "search": True,
-                    "resume": done > 0,
-                    "keep": False,
-                },
+                _steps(taken, moved, search=True, resume=done > 0),
                 {"out": out.data_ptr(), "weights": 0},
             )
         return out, taken, ends
 
     def repeat(self, state: Tensor, taken: Tensor, most: int) -> Steps:
         """The trace is [G, Q, most + 1, D]."""
-        return self._trace(state, taken, most, _repeated(taken))[1]
+        return self._trace(state, taken, most, _steps(taken))[1]
 
     def search_once(self, state: Tensor) -> tuple[Tensor, Steps]:
         """The same as ``search`` in one round that keeps the steps; each query stops alone."""
         taken = torch.zeros(state.shape[:2], dtype=torch.int64)
-        how = {
-            "taken": taken.data_ptr(),
-            "moved": 0,
-            "search": True,
-            "resume": False,
-            "keep": True,
-        }
+        how = _steps(taken, search=True, keep=True)
         return self._trace(state, taken, self.options.steps_max, how)
 
     def _trace(
@@ -111,7 +99,7 @@ class _Memory(Patterns):
                     result.zero_()
         _cpu.hopfield_backward(
             *self._arguments(state, most, trace, stats),
-            _repeated(taken),
+            _steps(taken),
             {
                 "grad_out": vectors(grad_out),
                 "grad_weights": None,
@@ -143,14 +131,21 @@ class _Memory(Patterns):
         )
 
 
-def _repeated(taken: Tensor) -> dict[str, Any]:
-    """Each query repeats its own number of steps."""
+def _steps(
+    taken: Tensor,
+    moved: Tensor | None = None,
+    *,
+    search: bool = False,
+    resume: bool = False,
+    keep: bool = False,
+) -> dict[str, Any]:
+    """The native arguments of the steps. Without a search each query repeats its own number."""
     return {
         "taken": taken.data_ptr(),
-        "moved": 0,
-        "search": False,
-        "resume": False,
-        "keep": False,
+        "moved": address(moved),
+        "search": search,
+        "resume": resume,
+        "keep": keep,
     }
 
 
