@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from fast_paths import check_both_ways
 from torch import Tensor
 
 import fastattn
-from fastattn import additive_attention, fast_path
-from fastattn.backends import cpu
+from fastattn import additive_attention
 from fastattn.ops._additive_plain import attend_additively
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -53,23 +53,9 @@ def test_both_ways_agree_to_the_bit(
     wants: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    calls = []
-    plain = cpu.plain_additive
-
-    def counted(*args: Any) -> Any:
-        calls.append(args)
-        return plain(*args)
-
-    monkeypatch.setattr(cpu, "plain_additive", counted)
-    short = run(queries, dtype, causal, biased, wants)
-    assert len(calls) == 1
-    monkeypatch.setattr(fast_path, "BACKENDS", ("",))
-    with fastattn.use_backend("cpu"):
-        general = run(queries, dtype, causal, biased, wants)
-    assert len(calls) == 1
-    for a, b in zip(short, general, strict=True):
-        assert (a is None) == (b is None)
-        assert a is None or torch.equal(a, b)
+    check_both_ways(
+        monkeypatch, "plain_additive", lambda: run(queries, dtype, causal, biased, wants)
+    )
 
 
 @pytest.mark.parametrize("biased", [False, True])

@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from fast_paths import check_both_ways
 from torch import Tensor
 
 import fastattn
-from fastattn import fast_path
-from fastattn.backends import cpu
 from fastattn.ops._memory_hops_plain import hop_plainly
 
 HOPS = 3
@@ -67,23 +66,7 @@ def run(kind: str, dtype: torch.dtype, masked: bool, **wants: bool) -> list[Tens
 def test_both_ways_agree_to_the_bit(
     dtype: torch.dtype, masked: bool, kind: str, wants: dict[str, bool], monkeypatch: Any
 ) -> None:
-    calls = []
-    plain = cpu.plain_hops
-
-    def counted(*args: Any) -> Any:
-        calls.append(args)
-        return plain(*args)
-
-    monkeypatch.setattr(cpu, "plain_hops", counted)
-    short = run(kind, dtype, masked, **wants)
-    assert len(calls) == 1
-    monkeypatch.setattr(fast_path, "BACKENDS", ("",))
-    with fastattn.use_backend("cpu"):
-        general = run(kind, dtype, masked, **wants)
-    assert len(calls) == 1
-    for a, b in zip(short, general, strict=True):
-        assert (a is None) == (b is None)
-        assert a is None or torch.equal(a, b)
+    check_both_ways(monkeypatch, "plain_hops", lambda: run(kind, dtype, masked, **wants))
 
 
 @pytest.mark.parametrize("kind", ["two", "stack"])
