@@ -19,8 +19,10 @@ extern const char* const isa;
 const char* const isa = STRING(FASTATTN_ISA);
 }}
 """
+# Python's own interface: pybind11's headers would take most of the time of a build.
 STAND_IN_MODULE = """
-#include <pybind11/pybind11.h>
+#include <Python.h>
+#include <string>
 namespace fastattn {
 namespace baseline { extern const char* const isa; }
 #if FASTATTN_HAVE_AVX2
@@ -33,7 +35,8 @@ namespace avx512 { extern const char* const isa; }
 namespace avx512_bf16 { extern const char* const isa; }
 #endif
 }
-PYBIND11_MODULE(_cpu, m) {
+static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_cpu", nullptr, -1, nullptr};
+PyMODINIT_FUNC PyInit__cpu() {
   std::string compiled = fastattn::baseline::isa;
 #if FASTATTN_HAVE_AVX2
   compiled += std::string(" ") + fastattn::avx2::isa;
@@ -44,7 +47,9 @@ PYBIND11_MODULE(_cpu, m) {
 #if FASTATTN_HAVE_AVX512_BF16
   compiled += std::string(" ") + fastattn::avx512_bf16::isa;
 #endif
-  m.attr("compiled") = compiled;
+  PyObject* module = PyModule_Create(&definition);
+  if (module != nullptr) PyModule_AddStringConstant(module, "compiled", compiled.c_str());
+  return module;
 }
 """
 
