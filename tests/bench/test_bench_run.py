@@ -381,6 +381,7 @@ def test_a_process_that_spins_is_waited_for(
     assert clock.now == pytest.approx(worker.SETTLE_SECONDS if waits is None else waits, abs=0.005)
 
 
+@pytest.mark.slow
 def test_a_busy_core_is_noticed(tmp_path: Path) -> None:
     """Four processes, because a short measurement may meet no time slice of a single one."""
     path = tmp_path / "results.json"
