@@ -155,7 +155,7 @@ _PRESENT = [name for name, there in compat.NAMES.items() if there]
 
 
 @pytest.mark.parametrize("part", range(2))  # each imports PyTorch once, which takes a while
-@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [6, pytest.param(1, marks=pytest.mark.slow)])
 def test_without_each_name(part: int, every: int) -> None:
     names = _PRESENT[part::2]
     done = _run(compat_tier.__file__, str(every), *names)

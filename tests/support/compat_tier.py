@@ -4,9 +4,9 @@ private names: each way that a call can take, once, against an equation.
     python tests/support/compat_tier.py                        # all of it
     python tests/support/compat_tier.py 3 torch._C._any_requires_grad torch.Tensor()._base
 
-With names, the quick part runs for each of them in a process that is forked before fastattn is
-imported, where PyTorch does not have that name while `fastattn.compat` looks for it. Of the
-operators every third then runs, with 1 all: which ones takes turns from name to name.
+With a number and names, the quick part runs for each name in a process that is forked before
+fastattn is imported, where PyTorch does not have that name while `fastattn.compat` looks for it.
+With 3, every third operator runs: which ones takes turns from name to name.
 """
 
 from __future__ import annotations

@@ -49,7 +49,10 @@ def _faults(usages: list[dict[str, Any]]) -> list[str]:
     return faults
 
 
-@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize(
+    "chip",
+    [pytest.param(c, marks=() if c in ("sm_80", "gfx942") else pytest.mark.slow) for c in CHIPS],
+)
 def test_kernels_compile_and_fit(chip: str) -> None:
     usages = _compiled(chip)
     kernels = {usage["kernel"] for usage in usages}

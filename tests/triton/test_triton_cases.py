@@ -56,7 +56,7 @@ FEW: dict[str, Callable[[list[Any]], Sequence[Any]]] = {
         for case in cases
         if not case.slow and _tiles(case) * case.heads <= 24
         if case.relative_bias is None and case.program is None  # these are in OF_ATTENTION
-    ][::9],
+    ][::13],
     "encode_memory": lambda cases: cases[::6],
     "hopfield_retrieve": lambda cases: [
         case for case in cases if case.rows * case.queries < 300 and case.batch < 5
