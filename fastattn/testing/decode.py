@@ -40,6 +40,8 @@ class DecodeCase:
     kv_heads: int = 2
     queries: int = 1
     leftpad: tuple[int, ...] = ()  # rows before the first key of each sequence
+    values: str = "normal"  # ones; inf: normal, but the last of the first sequence
+    spread: float = 2.0  # the standard deviation of the queries
     quantised: torch.dtype | None = None  # of the caches
     head_dim: int = 32
     value_dim: int | None = None
@@ -90,6 +92,11 @@ def _cases() -> Iterator[DecodeCase]:
         many = replace(case, heads=16, kv_heads=1, lengths=(1100, 513, 512), capacity=1100)
         yield replace(many, name=f"{label}stacked-long", sinks=True)
         yield replace(many, name=f"{label}stacked-long-window", window=(600, 0), alibi="h")
+        many = replace(many, dtypes=(torch.float32, torch.bfloat16))
+        yield replace(many, name=f"{label}stacked-long-inf", values="inf", window=(500, 0),
+                      lengths=(1100, 1100))  # fmt: skip
+        # Whatever the scores' rounding, the weights sum to 1.
+        yield replace(many, name=f"{label}stacked-long-ones", values="ones", spread=2000.0)
         yield replace(case, name=f"{label}window", window=(20, 0), queries=3)
         yield replace(case, name=f"{label}softcap-alibi", softcap=4.0, alibi="bh", queries=2)
         yield replace(case, name=f"{label}alibi", alibi="h", window=(-1, 0))
@@ -191,6 +198,10 @@ def make_decode(case: DecodeCase, dtype: torch.dtype, *, fence: bool = False) ->
     value_dim = case.head_dim if case.value_dim is None else case.value_dim
     keys = [normal(case.kv_heads, n, case.head_dim).to(dtype) for n in case.lengths]
     values = [normal(case.kv_heads, n, value_dim).to(dtype) for n in case.lengths]
+    if case.values == "ones":
+        values = [torch.ones_like(x) for x in values]
+    if case.values == "inf":
+        values[0][:, -1] = torch.inf
 
     def with_padding(x: Tensor, b: int) -> Tensor:
         if not case.leftpad:
@@ -214,7 +225,7 @@ def make_decode(case: DecodeCase, dtype: torch.dtype, *, fence: bool = False) ->
     caches = cache(keys, case.head_dim), cache(values, value_dim)
     if case.quantised is not None:  # what the caches hold
         keys, values = ([_dequantised(x, case.quantised) for x in r] for r in (keys, values))
-    query = 2 * normal(batch, case.heads, case.queries, case.head_dim).to(dtype)
+    query = case.spread * normal(batch, case.heads, case.queries, case.head_dim).to(dtype)
     slopes = alibi_slopes(draw, case.alibi, batch, case.heads, dtype)
     wide = torch.promote_types(dtype, torch.float32)
     # sinks, relative bias, mask program, padding, scales
