@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -82,11 +83,17 @@ def fused(a: Any, b: Any, c: Any, sign: int, of: Any) -> Any:
 
 
 def rest(rounded: Callable[..., Any]) -> Callable[..., Any]:
-    def judge(a: Any, b: Any, c: Any, m: int) -> Any:
-        x = a.view(F32)
-        return np.where(np.isinf(x), F32(0), x - rounded(x))
+    """x - rounded(x), which itself is rounded in the same direction."""
 
-    return judge
+    def of_one(x: Any) -> Any:
+        if not np.isfinite(x):
+            return F32(0) if np.isinf(x) else x
+        exact, nearest = Fraction(float(x)) - Fraction(float(rounded(x))), x - rounded(x)
+        if rounded is np.floor and exact < Fraction(float(nearest)):
+            return np.nextafter(nearest, F32(-np.inf))
+        return nearest
+
+    return lambda a, b, c, m: np.array([of_one(x) for x in a.view(F32)], F32)
 
 
 def scaled(of: Any) -> Callable[..., Any]:

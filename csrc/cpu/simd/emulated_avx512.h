@@ -276,12 +276,17 @@ FASTATTN_INLINE __m512 _mm512_rcp14_ps(__m512 a) {
   return (__m512)((lanes::U32)(1.0f / (lanes::F32)a) & ~0x1ffu);
 }
 // x - round(x), 0 for an infinity.
+// x - round(x), rounded as x is: of small negative x, 1 + x rounded down. w is 0, as large as x, or so
+// close to it that the difference is exact, so that `error` is the exact error of the nearest one.
 FASTATTN_INLINE __m512 _mm512_reduce_ps(__m512 a, int rounding) {
   lanes::expect(rounding == lanes::kNearest || rounding == lanes::kDown);
   return (__m512)lanes::each<lanes::F32>([&](unsigned i) {
     const float x = a[i];
-    const float whole = rounding == lanes::kDown ? __builtin_floorf(x) : __builtin_rintf(x);
-    return __builtin_isinf(x) ? 0.0f : x - whole;
+    if (__builtin_isinf(x)) return 0.0f;
+    const bool down = rounding == lanes::kDown;
+    const float w = down ? __builtin_floorf(x) : __builtin_rintf(x);
+    const float nearest = x - w, error = x - (nearest + w);
+    return down && error < 0 ? __builtin_nextafterf(nearest, -1.0f) : nearest;
   });
 }
 FASTATTN_INLINE __m512d _mm512_roundscale_pd(__m512d a, int rounding) {
